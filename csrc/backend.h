@@ -1,0 +1,151 @@
+/* backend.h - the backend ABI: memory and time, plus one function for each row of ops.def.
+ *
+ * cpu/ implements it inside _C; cuda/ inside _cuda.so, which exports exactly one symbol:
+ *     const nd_backend *needle_backend(void);
+ * Rules for every implementation:
+ *   - operands are borrowed: never freed, kept or reallocated; outputs arrive allocated;
+ *   - ops are asynchronous on their device's one stream and ordered by it;
+ *   - scratch comes from the backend's own cpu_scratch / cuda_scratch(device, bytes, &p) and is
+ *     valid until the op that asked returns (on CUDA: for work enqueued before that);
+ *   - every element of an OUT operand is written; IO operands say in ops.def whether they are
+ *     accumulated into (+=) or overwritten (=);
+ *   - nothing prints, exits or touches Python; every failure is a status and a message;
+ *   - results are the same bits from run to run: no floating-point atomics, no order that depends
+ *     on timing or on the number of threads of a run.
+ */
+#ifndef NEEDLE_BACKEND_H
+#define NEEDLE_BACKEND_H
+
+#include "needle.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- argument structs ---------------------------------------------------------------------------
+ * Each row expands to `name_args`. Every field is one 8-byte slot in row order, so that bind.c can
+ * fill any struct through nd_slot[] without knowing it. */
+typedef union {
+    nd_array *array;
+    double real;
+    int64_t integer;
+} nd_slot;
+
+#define EW1(name, types, formula) \
+    typedef struct {              \
+        const nd_array *x;        \
+        nd_array *out;            \
+    } name##_args;
+/* x or y is NULL when that operand is the Python scalar in x_scalar / y_scalar; never both.
+ * All arrays arrive broadcast to out's shape (zero strides); out is C-contiguous. */
+#define EW2(name, types, formula)   \
+    typedef struct {                \
+        const nd_array *x;          \
+        const nd_array *y;          \
+        double x_scalar;            \
+        double y_scalar;            \
+        nd_array *out;              \
+    } name##_args;
+#define CMP(name, formula) EW2(name, ANY, formula)
+/* Reduce the LAST `axes` axes of x (any strides); out is contiguous with the axes that stay. */
+#define RED(name, types, start, combine, map) \
+    typedef struct {                          \
+        const nd_array *x;                    \
+        int64_t axes;                         \
+        nd_array *out;                        \
+    } name##_args;
+#define ARG(name, better) RED(name, ANY, , , )
+#define OP(name, operands) \
+    typedef struct {       \
+        operands           \
+    } name##_args;
+#define IN(field, axes, dtype) const nd_array *field;
+#define IN_ANY(field, axes, dtype) const nd_array *field;
+#define IN_ROWS(field, axes, dtype) const nd_array *field;
+#define IN_MATRIX(field, axes, dtype) const nd_array *field;
+#define OPT(field, axes, dtype) const nd_array *field;
+#define IO(field, axes, dtype) nd_array *field;
+#define IO_ANY(field, axes, dtype) nd_array *field;
+#define IO_ROWS(field, axes, dtype) nd_array *field;
+#define IO_OPT(field, axes, dtype) nd_array *field;
+#define OUT(field, axes, dtype) nd_array *field;
+#define F64(field) double field;
+#define I64(field) int64_t field;
+#include "ops.def"
+
+/* ---- the vtable ---------------------------------------------------------------------------------*/
+typedef struct {
+    char name[128];
+    int64_t total_bytes;      /* memory of the device */
+    int processors;           /* cores, or multiprocessors */
+    int arch;                 /* CUDA: 90 for sm_90; CPU: 0 */
+    char detail[256];         /* CPU: OpenBLAS core and threads; CUDA: driver and runtime versions */
+} nd_properties;
+
+typedef struct {
+    int64_t live_bytes;       /* in arrays right now (what a leak test looks at) */
+    int64_t peak_bytes;       /* the most that live_bytes has been since reset_peak */
+    int64_t reserved_bytes;   /* held by the pool, live or cached */
+} nd_memory_stats;
+
+typedef struct nd_event nd_event;   /* opaque; a point in the device's stream */
+typedef struct nd_download nd_download; /* opaque; bytes on their way to the host */
+
+typedef struct nd_backend {
+    uint32_t abi;             /* ND_ABI of the header it was compiled with */
+    const char *name;         /* "cpu", "cuda" */
+    const char *(*last_error)(void);   /* this thread's message after a failure; never NULL */
+
+    /* 0 and ND_OK when there is none; a failure says why there can be none (no driver, ...). */
+    nd_status (*device_count)(int *count);
+    nd_status (*open)(int device);                       /* create context and stream; idempotent */
+    nd_status (*properties)(int device, nd_properties *out);
+    /* Free everything of a healthy context; ND_EFATAL after a fatal fault (restart). */
+    nd_status (*reset)(int device);
+
+    nd_status (*allocate)(int device, size_t bytes, void **out);   /* new; 64-byte aligned */
+    nd_status (*release)(int device, void *memory);   /* stream-ordered; no-op after fatal fault */
+    nd_status (*upload)(int device, void *to, const void *from_host, size_t bytes);
+    nd_status (*download)(int device, void *to_host, const void *from, size_t bytes); /* waits */
+    /* The same in two halves: begin enqueues the copy and returns, end waits for that copy alone,
+     * writes the bytes to to_host (NULL: drops them) and frees the download, also on failure. */
+    nd_status (*download_begin)(int device, const void *from, size_t bytes, nd_download **out);
+    nd_status (*download_end)(int device, nd_download *download, void *to_host);
+    nd_status (*synchronize)(int device);
+    nd_status (*memory_stats)(int device, nd_memory_stats *out);
+    nd_status (*reset_peak)(int device);
+    nd_status (*empty_cache)(int device);
+
+    nd_status (*event_new)(int device, nd_event **out);            /* new */
+    nd_status (*event_record)(int device, nd_event *event);
+    nd_status (*event_elapsed)(int device, nd_event *from, nd_event *to, double *milliseconds);
+    nd_status (*event_free)(int device, nd_event *event);
+
+#define EW1(name, types, formula) nd_status (*name)(int device, const name##_args *args);
+#define EW2(name, types, formula) EW1(name, types, formula)
+#define CMP(name, formula) EW1(name, , )
+#define RED(name, types, start, combine, map) EW1(name, , )
+#define ARG(name, better) EW1(name, , )
+#define OP(name, operands) EW1(name, , )
+#include "ops.def"
+} nd_backend;
+
+#define ND_ABI ((uint32_t)sizeof(nd_backend))   /* any added row changes it */
+
+/* A backend file list: prototypes and a filled vtable come from ops.def too, so that a function a
+ * backend lacks is a link error:
+ *     #define EW1(name, types, formula) nd_status cpu_##name(int, const name##_args *);
+ *     ... #include "ops.def"
+ */
+
+/* ---- devices (module.c) -------------------------------------------------------------------------*/
+struct nd_device {
+    const nd_backend *backend;
+    int index;
+    uint64_t generation;      /* grows with each reset(): older storages are stale */
+};
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,180 @@
+/* formula.h - scalar formulas and their derivatives, compiled by both the C compiler and nvcc.
+ *
+ * float32 in, float32 out. On the CPU the transcendental functions are branch-free polynomials that
+ * the compiler vectorises (libm calls would stop it), good to about 2 units in the last place over
+ * the whole range, denormal results, infinities and NaN included; on CUDA they are the library's
+ * accurate functions. The coefficients are weighted minimax fits to the float64 functions.
+ * nd_max and nd_min work on any arithmetic type and let a NaN win, as NumPy does.
+ *
+ *   nd_exp nd_log nd_sqrt nd_tanh nd_sigmoid nd_pow
+ *   nd_gelu       x Phi(x), Phi the normal distribution (the "erf form")
+ *   nd_gelu_tanh  x sigmoid(2 u), u = sqrt(2/pi) (x + 0.044715 x^3); equals x/2 (1 + tanh u)
+ *   nd_gelu_grad, nd_gelu_tanh_grad   their derivatives
+ */
+#ifndef NEEDLE_FORMULA_H
+#define NEEDLE_FORMULA_H
+
+#include <math.h>
+#include <stdint.h>
+
+#ifdef __CUDACC__
+#define ND_FN static __device__ __forceinline__
+#else
+#define ND_FN static inline __attribute__((always_inline, unused))
+#endif
+
+#define nd_max(a, b) ((a) > (b) || (a) != (a) ? (a) : (b))
+#define nd_min(a, b) ((a) < (b) || (a) != (a) ? (a) : (b))
+
+#ifdef __CUDACC__
+
+ND_FN float nd_exp(float x) { return expf(x); }
+ND_FN float nd_log(float x) { return logf(x); }
+ND_FN float nd_sqrt(float x) { return sqrtf(x); }
+ND_FN float nd_tanh(float x) { return tanhf(x); }
+/* Phi(x) and the density's exponential exp(-x^2/2). */
+ND_FN float nd_normal_cdf(float x, float *density) {
+    *density = expf(-0.5f * x * x);
+    return 0.5f * erfcf(-0.70710678f * x);
+}
+
+#else
+
+/* Bit patterns through a union: the vectoriser sees through it. */
+ND_FN uint32_t nd_float_bits(float x) {
+    union {
+        float f;
+        uint32_t u;
+    } v = {.f = x};
+    return v.u;
+}
+ND_FN float nd_bits_float(uint32_t x) {
+    union {
+        uint32_t u;
+        float f;
+    } v = {.u = x};
+    return v.f;
+}
+
+/* exp(x) = 2^n exp(r), n = round(x / ln 2). Adding 1.5 * 2^23 rounds to an integer and leaves it in
+ * the low mantissa bits: no conversion that would be undefined for a NaN. 2^n is applied in two
+ * halves, so that overflow and denormal results come out by themselves. */
+ND_FN float nd_exp(float x) {
+    x = x > 89.0f ? 89.0f : x;
+    x = x < -105.0f ? -105.0f : x;
+    const float magic = 12582912.0f;
+    float t = x * 1.44269504f + magic;
+    float n = t - magic;
+    float r = x - n * 0.693145752f;
+    r = r - n * 1.42860677e-6f;
+    float p = 0.00139517174f;
+    p = p * r + 0.00836959854f;
+    p = p * r + 0.0416661873f;
+    p = p * r + 0.166665122f;
+    p = p * r + 0.5f;
+    p = p * r * r + r + 1.0f;
+    int32_t k = (int32_t)(nd_float_bits(t) - 0x4b400000u);
+    int32_t half = k >> 1;
+    float s1 = nd_bits_float((uint32_t)(half + 127) << 23);
+    float s2 = nd_bits_float((uint32_t)(k - half + 127) << 23);
+    return p * s1 * s2;
+}
+
+/* log(x) = e ln 2 + log(1 + f), 1 + f in [sqrt(1/2), sqrt(2)); denormals are scaled up first. */
+ND_FN float nd_log(float x) {
+    float scaled = x < 1.17549435e-38f ? x * 8388608.0f : x;
+    float offset = x < 1.17549435e-38f ? -23.0f : 0.0f;
+    uint32_t bits = nd_float_bits(scaled) - 0x3f3504f3u;
+    float e = (float)((int32_t)bits >> 23) + offset;
+    float f = nd_bits_float((bits & 0x007fffffu) + 0x3f3504f3u) - 1.0f;
+    float p = -0.0763442963f;
+    p = p * f + 0.127615497f;
+    p = p * f - 0.131601945f;
+    p = p * f + 0.142017618f;
+    p = p * f - 0.166233569f;
+    p = p * f + 0.200012267f;
+    p = p * f - 0.250008225f;
+    p = p * f + 0.333333313f;
+    float y = p * f * f * f + e * 1.42860677e-6f - 0.5f * f * f;
+    y = y + f + e * 0.693145752f;
+    y = x > 3.40282347e38f ? x : y;
+    y = x == 0.0f ? -INFINITY : y;
+    y = x < 0.0f || x != x ? NAN : y;
+    return y;
+}
+
+ND_FN float nd_sqrt(float x) { return sqrtf(x); }
+
+/* An odd polynomial near zero, where 1 - 2 / (exp(2x) + 1) would cancel. */
+ND_FN float nd_tanh(float x) {
+    float z = x * x;
+    float p = -0.00571703678f;
+    p = p * z + 0.0206505787f;
+    p = p * z - 0.0537434965f;
+    p = p * z + 0.133314908f;
+    p = p * z - 0.333332837f;
+    p = p * z * x + x;
+    float a = x < 0.0f ? -x : x;
+    float q = 1.0f - 2.0f / (nd_exp(2.0f * a) + 1.0f);
+    q = x < 0.0f ? -q : q;
+    return a < 0.625f ? p : q;
+}
+
+/* The upper tail of the normal distribution is exp(-a^2/2) t P(t) with t = 1 / (1 + 0.35 a). */
+ND_FN float nd_normal_cdf(float x, float *density) {
+    float a = x < 0.0f ? -x : x;
+    float t = 1.0f / (1.0f + 0.35f * a);
+    float p = -0.0291517191f;
+    p = p * t + 0.144000351f;
+    p = p * t - 0.255774558f;
+    p = p * t + 0.159244463f;
+    p = p * t - 0.0231593065f;
+    p = p * t + 0.105529457f;
+    p = p * t + 0.119827293f;
+    p = p * t + 0.139862657f;
+    p = p * t + 0.139621362f;
+    float d = nd_exp(-0.5f * x * x);
+    float tail = p * t * d;
+    *density = d;
+    return x < 0.0f ? tail : 1.0f - tail;
+}
+
+#endif
+
+ND_FN float nd_sigmoid(float x) { return 1.0f / (1.0f + nd_exp(-x)); }
+
+/* x^2, the power that losses and norms use, is one exact product. */
+ND_FN float nd_pow(float x, float y) { return y == 2.0f ? x * x : powf(x, y); }
+
+ND_FN float nd_gelu(float x) {
+    float density;
+    return x * nd_normal_cdf(x, &density);
+}
+
+/* Phi(x) + x phi(x). Outside +-20 it is 0 or 1 to the last bit; clamping keeps inf * 0 away. */
+ND_FN float nd_gelu_grad(float x) {
+    x = x > 20.0f ? 20.0f : x;
+    x = x < -20.0f ? -20.0f : x;
+    float density;
+    float cdf = nd_normal_cdf(x, &density);
+    return cdf + x * 0.398942280f * density;
+}
+
+ND_FN float nd_gelu_tanh(float x) {
+    float u = 0.797884561f * (x + 0.044715f * x * x * x);
+    return x * nd_sigmoid(2.0f * u);
+}
+
+/* s + x s (1 - s) 2 u', s = sigmoid(2 u); 1 - s = s exp(-2 u) does not cancel. It is 0 or 1 to the
+ * last bit outside +-10, where the exponential is still finite. */
+ND_FN float nd_gelu_tanh_grad(float x) {
+    x = x > 10.0f ? 10.0f : x;
+    x = x < -10.0f ? -10.0f : x;
+    float u = 0.797884561f * (x + 0.044715f * x * x * x);
+    float du = 0.797884561f * (1.0f + 0.134145f * x * x);
+    float e = nd_exp(-2.0f * u);
+    float s = 1.0f / (1.0f + e);
+    return s + 2.0f * x * s * (s * e) * du;
+}
+
+#endif
