@@ -1,0 +1,302 @@
+/* bind_elementwise.c - the EW1, EW2, CMP, RED and ARG rows: promotion, broadcasting, in place.
+ *
+ * Dtypes are promoted by decision 5 of DESIGN.md, here and nowhere else. Operands reach a kernel
+ * broadcast to the shape of the result; kernels write contiguous memory, so a result in place is
+ * written directly into a contiguous array that overlaps nothing still to be read, else through a
+ * temporary.
+ */
+#include "bind.h"
+
+#include <string.h>
+
+/* ---- elementwise ------------------------------------------------------------------------------- */
+/* A view of x in `dtype`: x itself, or converted. Gives a new reference. */
+static int converted(nd_state *state, const nd_array *x, nd_dtype dtype, nd_array *out) {
+    if (x->dtype == dtype) {
+        nd_array_view(x, out);
+        return 0;
+    }
+    return nd_copy(state, x, dtype, out);
+}
+
+PyObject *nd_unary(nd_state *state, nd_row id, PyObject *object) {
+    const row_info *row = &nd_rows[id];
+    if (nd_ndarray_operand(state, row->name, "x", object) < 0) {
+        return NULL;
+    }
+    const nd_array *x = nd_array_of(object);
+    nd_array temporary = {.storage = NULL}, out;
+    if (row->types == TYPES_FLOAT && !nd_dtype_is_float(x->dtype)) {
+        if (nd_copy(state, x, ND_F32, &temporary) < 0) {
+            return NULL;
+        }
+        x = &temporary;
+    }
+    int result =
+        nd_new_array(state, row->name, x->storage->device, x->dtype, x->ndim, x->shape, &out);
+    if (result == 0) {
+        int64_t size = nd_size(&out);
+        if (size > 0) {
+            nd_slot slots[2] = {{.array = (nd_array *)x}, {.array = &out}};
+            shown s = {.count = 0};
+            nd_show(&s, "x", x);
+            result = nd_run_row(state, id, x->storage->device, slots, size, &s);
+        }
+        if (result < 0) {
+            nd_array_clear(&out);
+        }
+    }
+    nd_array_clear(&temporary);
+    return result < 0 ? NULL : nd_wrap(state, &out);
+}
+
+/* Decision 5 of DESIGN.md. */
+static nd_dtype promoted(nd_dtype a, nd_dtype b) {
+    if (a == b) {
+        return a;
+    }
+    bool a_float = nd_dtype_is_float(a), b_float = nd_dtype_is_float(b);
+    if (a_float && b_float) {
+        return ND_F32;
+    }
+    if (a_float || b_float) {
+        return a_float ? a : b;
+    }
+    if (a == ND_BOOL || b == ND_BOOL) {
+        return a == ND_BOOL ? b : a;
+    }
+    static const int width[ND_NUM_DTYPES] = {[ND_U8] = 1, [ND_U16] = 2, [ND_I32] = 3, [ND_I64] = 4};
+    return width[a] > width[b] ? a : b;
+}
+
+typedef struct {
+    bool is_array;
+    const nd_array *array;
+    double value;
+    bool is_float;
+    nd_array owned; /* storage NULL unless made here */
+} operand;
+
+/* 1: taken; 0: nothing to compute with; -1: exception. NumPy arrays are taken in a second pass,
+ * when the device is known. */
+static int take_operand(nd_state *state, const char *op, const char *name, PyObject *object,
+                        operand *out) {
+    out->owned.storage = NULL;
+    out->array = NULL;
+    out->is_array = true;
+    out->value = 0;
+    if (nd_is_ndarray(state, object)) {
+        out->array = nd_array_of(object);
+        return nd_check_live(state, op, name, out->array) < 0 ? -1 : 1;
+    }
+    int number = nd_number_from(object, &out->value, &out->is_float);
+    if (number != 0) {
+        out->is_array = false;
+        return number;
+    }
+    return nd_is_numpy_array(object);
+}
+
+PyObject *nd_binary(nd_state *state, nd_row id, PyObject *px, PyObject *py, NDArrayObject *into,
+                    bool *unsupported) {
+    const row_info *row = &nd_rows[id];
+    const char *op = row->name;
+    operand operands[2];
+    PyObject *objects[2] = {px, py};
+    *unsupported = false;
+    for (int i = 0; i < 2; i++) {
+        int taken = take_operand(state, op, i ? "y" : "x", objects[i], &operands[i]);
+        if (taken <= 0) {
+            *unsupported = taken == 0;
+            return NULL;
+        }
+    }
+    const nd_array *anchor = operands[0].array != NULL ? operands[0].array : operands[1].array;
+    if (anchor == NULL) {
+        *unsupported = true;
+        return NULL;
+    }
+    nd_device *device = anchor->storage->device;
+    PyObject *result = NULL;
+    nd_array temporaries[2] = {{.storage = NULL}, {.storage = NULL}};
+    nd_array wide[2] = {{.storage = NULL}, {.storage = NULL}};
+    nd_array out = {.storage = NULL};
+
+    for (int i = 0; i < 2; i++) {
+        operand *o = &operands[i];
+        if (o->is_array && o->array == NULL) {
+            if (nd_from_object(state, objects[i], true, ND_F32, device, &o->owned) < 0) {
+                goto done;
+            }
+            o->array = &o->owned;
+        }
+    }
+    const nd_array *arrays[2] = {operands[0].array, operands[1].array};
+    if (arrays[0] && arrays[1] && arrays[0]->storage->device != arrays[1]->storage->device) {
+        char left[24], right[24];
+        PyErr_Format(PyExc_TypeError, "%s: y: is on %s, but x is on %s; move one with .to(device)",
+                     op, nd_device_text(arrays[1]->storage->device, right),
+                     nd_device_text(arrays[0]->storage->device, left));
+        goto done;
+    }
+
+    nd_dtype dtype;
+    if (arrays[0] && arrays[1]) {
+        dtype = promoted(arrays[0]->dtype, arrays[1]->dtype);
+    } else {
+        dtype = anchor->dtype;
+        const operand *number = arrays[0] ? &operands[1] : &operands[0];
+        if (number->is_float && !nd_dtype_is_float(dtype)) {
+            dtype = ND_F32;
+        }
+    }
+    if (row->types == TYPES_FLOAT && !nd_dtype_is_float(dtype)) {
+        dtype = ND_F32;
+    } else if (row->kind == ROW_KIND_EW2 && dtype == ND_BOOL) {
+        dtype = ND_I32;
+    }
+
+    int ndim = anchor->ndim;
+    int64_t shape[ND_MAX_DIMS];
+    if (arrays[0] && arrays[1]) {
+        if (nd_broadcast_shape(arrays[0], arrays[1], &ndim, shape) != ND_OK) {
+            nd_raise(state, op, NULL, ND_EVALUE);
+            goto done;
+        }
+    } else {
+        memcpy(shape, anchor->shape, sizeof shape);
+    }
+
+    nd_array *target = &out;
+    nd_dtype out_dtype = row->kind == ROW_KIND_CMP ? ND_BOOL : dtype;
+    bool direct = false;
+    if (into != NULL) {
+        nd_array *own = &into->a;
+        if (nd_dtype_is_float(out_dtype) && !nd_dtype_is_float(own->dtype)) {
+            PyErr_Format(PyExc_TypeError,
+                         "%s in place: the result is %s, which an array of %s cannot hold; write "
+                         "x = x ... or astype() first",
+                         op, nd_dtype_name(out_dtype), nd_dtype_name(own->dtype));
+            goto done;
+        }
+        bool fits = ndim == own->ndim;
+        for (int i = 0; fits && i < ndim; i++) {
+            fits = shape[i] == own->shape[i];
+        }
+        if (!fits) {
+            PyErr_Format(PyExc_ValueError,
+                         "%s in place: y: broadcasting would change the shape of x", op);
+            goto done;
+        }
+        if (nd_check_writable(op, "x", own) < 0) {
+            goto done;
+        }
+        direct = out_dtype == own->dtype && nd_is_contiguous(own) &&
+                 (arrays[1] == NULL || nd_same_geometry(arrays[1], own) ||
+                  !nd_may_overlap(arrays[1], own));
+        if (direct) {
+            target = own;
+        }
+    }
+    for (int i = 0; i < 2; i++) {
+        if (arrays[i] == NULL) {
+            continue;
+        }
+        if (converted(state, arrays[i], dtype, &temporaries[i]) < 0) {
+            goto done;
+        }
+        if (nd_broadcast_to(&temporaries[i], ndim, shape, &wide[i]) != ND_OK) {
+            nd_raise(state, op, NULL, ND_EVALUE);
+            goto done;
+        }
+    }
+    if (!direct && nd_new_array(state, op, device, out_dtype, ndim, shape, &out) < 0) {
+        goto done;
+    }
+    int64_t size = nd_size(target);
+    if (size > 0) {
+        nd_slot slots[5] = {{.array = arrays[0] ? &wide[0] : NULL},
+                            {.array = arrays[1] ? &wide[1] : NULL},
+                            {.real = operands[0].value},
+                            {.real = operands[1].value},
+                            {.array = target}};
+        shown s = {.count = 0};
+        nd_show(&s, "x", arrays[0]);
+        nd_show(&s, "y", arrays[1]);
+        if (nd_run_row(state, id, device, slots, size, &s) < 0) {
+            goto done;
+        }
+    }
+    if (into == NULL) {
+        result = nd_wrap(state, &out);
+        out.storage = NULL;
+    } else if (direct || nd_assign(state, op, &into->a, &out) == 0) {
+        result = Py_NewRef((PyObject *)into);
+    }
+done:
+    for (int i = 0; i < 2; i++) {
+        nd_array_clear(&temporaries[i]);
+        nd_array_clear(&wide[i]);
+        nd_array_clear(&operands[i].owned);
+    }
+    nd_array_clear(&out);
+    return result;
+}
+
+/* ---- reductions -------------------------------------------------------------------------------- */
+int nd_reduce(nd_state *state, nd_row id, const nd_array *x, int axes, nd_array *out) {
+    const row_info *row = &nd_rows[id];
+    const char *op = row->name;
+    if (nd_check_live(state, op, "x", x) < 0) {
+        return -1;
+    }
+    if (axes < 0 || axes > x->ndim) {
+        FAIL(PyExc_ValueError, "%s: axes: cannot reduce the last %d of %d axes", op, axes, x->ndim);
+    }
+    /* Sums of narrow integers are int64, as NumPy's are. */
+    nd_dtype dtype = x->dtype;
+    if (row->types == TYPES_FLOAT && !nd_dtype_is_float(dtype)) {
+        dtype = ND_F32;
+    } else if (id == ROW_sum && !nd_dtype_is_float(dtype)) {
+        dtype = ND_I64;
+    }
+    nd_array view;
+    if (converted(state, x, dtype, &view) < 0) {
+        return -1;
+    }
+    int kept = view.ndim - axes;
+    int result = -1;
+    int64_t size = nd_size(&view);
+    nd_dtype out_dtype = row->kind == ROW_KIND_ARG ? ND_I64 : dtype;
+    if (nd_new_array(state, op, view.storage->device, out_dtype, kept, view.shape, out) < 0) {
+        goto done;
+    }
+    if (nd_size(out) == 0) {
+        result = 0;
+    } else if (size == 0) {
+        if (id == ROW_sum || id == ROW_sumsq) {
+            result = nd_fill(state, out, 0.0);
+        } else {
+            PyErr_Format(PyExc_ValueError,
+                         "%s: x: has no elements along the axes to reduce: there "
+                         "is no %s of nothing",
+                         op, op);
+        }
+    } else {
+        if (axes == 0 && view.ndim < ND_MAX_DIMS) { /* over no axis: over one of a single element */
+            view.shape[view.ndim] = 1;
+            view.strides[view.ndim++] = 1;
+            axes = 1;
+        }
+        nd_slot slots[3] = {{.array = &view}, {.integer = axes}, {.array = out}};
+        shown s = {.count = 0};
+        nd_show(&s, "x", &view);
+        result = nd_run_row(state, id, view.storage->device, slots, size, &s);
+    }
+    if (result < 0) {
+        nd_array_clear(out);
+    }
+done:
+    nd_array_clear(&view);
+    return result;
+}

@@ -1,0 +1,213 @@
+/* module.c - the module needle._C: its state, exceptions, and what it checks when imported.
+ *
+ * Initialised in phases, with all of its Python objects in the module's state.
+ */
+#include "python.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#ifndef NEEDLE_BUILD_VERSION
+#define NEEDLE_BUILD_VERSION "unknown"
+#endif
+#ifndef NEEDLE_BUILD_COMMIT
+#define NEEDLE_BUILD_COMMIT "unknown"
+#endif
+#ifndef NEEDLE_BUILD_COMPILER
+#define NEEDLE_BUILD_COMPILER __VERSION__
+#endif
+#ifndef NEEDLE_BUILD_MARCH
+#define NEEDLE_BUILD_MARCH "unknown"
+#endif
+#ifndef NEEDLE_BUILD_BLAS
+#define NEEDLE_BUILD_BLAS "unknown"
+#endif
+#ifndef NEEDLE_BUILD_CUDA
+#define NEEDLE_BUILD_CUDA ""
+#endif
+#ifndef NEEDLE_BUILD_CUDA_ARCHS
+#define NEEDLE_BUILD_CUDA_ARCHS ""
+#endif
+
+PyMODINIT_FUNC PyInit__C(void);
+
+/* ---- functions of the module ------------------------------------------------------------------ */
+static PyObject *module_build_info(PyObject *module, PyObject *unused) {
+    (void)module;
+    (void)unused;
+#ifdef _OPENMP
+    PyObject *openmp = Py_True;
+#else
+    PyObject *openmp = Py_False;
+#endif
+    return Py_BuildValue("{ss ss ss ss ss sO ss ss ss sI}", "version", NEEDLE_BUILD_VERSION,
+                         "commit", NEEDLE_BUILD_COMMIT, "compiler", NEEDLE_BUILD_COMPILER, "march",
+                         NEEDLE_BUILD_MARCH, "blas", NEEDLE_BUILD_BLAS, "openmp", openmp, "cuda",
+                         NEEDLE_BUILD_CUDA, "cuda_archs", NEEDLE_BUILD_CUDA_ARCHS, "cuda_library",
+                         nd_cuda_path(), "abi", (unsigned)ND_ABI);
+}
+
+static PyMethodDef module_methods[] = {
+    {"build_info", module_build_info, METH_NOARGS,
+     "build_info($module)\n--\n\nHow this build was made, as a dict."},
+    {NULL, NULL, 0, NULL},
+};
+
+/* ---- import ------------------------------------------------------------------------------------ */
+static int check_processor(void) {
+#if defined(__x86_64__) && defined(__GNUC__)
+    const char *missing = NULL;
+    __builtin_cpu_init();
+#define REQUIRE(feature)                    \
+    if (!__builtin_cpu_supports(feature)) { \
+        missing = feature;                  \
+    }
+#ifdef __AVX__
+    REQUIRE("avx")
+#endif
+#ifdef __AVX2__
+    REQUIRE("avx2")
+#endif
+#ifdef __FMA__
+    REQUIRE("fma")
+#endif
+#ifdef __BMI2__
+    REQUIRE("bmi2")
+#endif
+#ifdef __AVX512F__
+    REQUIRE("avx512f")
+#endif
+#ifdef __AVX512BW__
+    REQUIRE("avx512bw")
+#endif
+#ifdef __AVX512VL__
+    REQUIRE("avx512vl")
+#endif
+#undef REQUIRE
+    if (missing != NULL) {
+        PyErr_Format(PyExc_ImportError,
+                     "needle was built for a processor with %s (NEEDLE_MARCH=%s), which this one "
+                     "lacks; build it again here, or for every machine you use: "
+                     "NEEDLE_MARCH=x86-64-v2 pip install -e .  (or: make clean lib "
+                     "NEEDLE_MARCH=x86-64-v2)",
+                     missing, NEEDLE_BUILD_MARCH);
+        return -1;
+    }
+#endif
+    return 0;
+}
+
+static bool is_on(const char *variable) {
+    const char *value = getenv(variable);
+    return value != NULL && value[0] != 0 && strcmp(value, "0") != 0;
+}
+
+nd_state *nd_module_state(PyObject *module) { return PyModule_GetState(module); }
+
+static PyObject *new_exception(PyObject *module, const char *name, const char *doc,
+                               PyObject *base) {
+    char full[64];
+    snprintf(full, sizeof full, "needle.%s", name);
+    PyObject *exception = PyErr_NewExceptionWithDoc(full, doc, base, NULL);
+    if (exception != NULL && PyModule_AddObjectRef(module, name, exception) < 0) {
+        Py_CLEAR(exception);
+    }
+    return exception;
+}
+
+static int register_exit(PyObject *module) {
+    PyObject *atexit = PyImport_ImportModule("atexit");
+    PyObject *function = PyObject_GetAttrString(module, "_exit_after_fatal");
+    PyObject *done =
+        atexit && function ? PyObject_CallMethod(atexit, "register", "O", function) : NULL;
+    Py_XDECREF(atexit);
+    Py_XDECREF(function);
+    Py_XDECREF(done);
+    return done != NULL ? 0 : -1;
+}
+
+static int module_exec(PyObject *module) {
+    nd_state *state = nd_module_state(module);
+    if (check_processor() < 0) {
+        return -1;
+    }
+    state->trace = is_on("NEEDLE_TRACE");
+    state->sync = is_on("NEEDLE_SYNC");
+    state->cuda_error = new_exception(module, "CudaError",
+                                      "CUDA refused; the call can be tried again (memory, "
+                                      "launch configuration).",
+                                      PyExc_RuntimeError);
+    if (state->cuda_error == NULL) {
+        return -1;
+    }
+    state->cuda_fatal_error = new_exception(module, "CudaFatalError",
+                                            "The CUDA context is lost; the process must end. "
+                                            "It does so with exit code 75.",
+                                            state->cuda_error);
+    if (state->cuda_fatal_error == NULL || nd_device_init(module, state) < 0 ||
+        nd_bind_init(state) < 0 || nd_ndarray_init(module, state) < 0 || nd_interop_init() < 0 ||
+        nd_download_init(module) < 0 ||
+        PyModule_AddFunctions(module, nd_row_methods) < 0 ||
+        PyModule_AddFunctions(module, nd_interop_functions) < 0 ||
+        PyModule_AddFunctions(module, nd_dlpack_functions) < 0) {
+        return -1;
+    }
+    return register_exit(module);
+}
+
+static int module_traverse(PyObject *module, visitproc visit, void *arg) {
+    nd_state *state = nd_module_state(module);
+    Py_VISIT(state->ndarray_type);
+    Py_VISIT(state->device_type);
+    Py_VISIT(state->handle_type);
+    Py_VISIT(state->flat_type);
+    Py_VISIT(state->event_type);
+    Py_VISIT(state->cuda_error);
+    Py_VISIT(state->cuda_fatal_error);
+    for (int i = 0; i <= ND_MAX_CUDA; i++) {
+        Py_VISIT(state->devices[i]);
+    }
+    return 0;
+}
+
+static int module_clear(PyObject *module) {
+    nd_state *state = nd_module_state(module);
+    Py_CLEAR(state->ndarray_type);
+    Py_CLEAR(state->device_type);
+    Py_CLEAR(state->handle_type);
+    Py_CLEAR(state->flat_type);
+    Py_CLEAR(state->event_type);
+    Py_CLEAR(state->cuda_error);
+    Py_CLEAR(state->cuda_fatal_error);
+    for (int i = 0; i <= ND_MAX_CUDA; i++) {
+        Py_CLEAR(state->devices[i]);
+    }
+    for (int row = 0; row < NUM_ROWS; row++) {
+        for (int i = 0; i < ND_MAX_FIELDS; i++) {
+            Py_CLEAR(state->field_names[row][i]);
+        }
+    }
+    return 0;
+}
+
+static void module_free(void *module) { module_clear(module); }
+
+static PyModuleDef_Slot module_slots[] = {
+    {Py_mod_exec, module_exec},
+    {0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "needle._C",
+    .m_doc = "The C core of needle: NDArray, devices, and one function for each row of ops.def.",
+    .m_size = sizeof(nd_state),
+    .m_methods = module_methods,
+    .m_slots = module_slots,
+    .m_traverse = module_traverse,
+    .m_clear = module_clear,
+    .m_free = module_free,
+};
+
+PyMODINIT_FUNC PyInit__C(void) { return PyModuleDef_Init(&definition); }

@@ -1,0 +1,362 @@
+/* ndarray_dlpack.c - NDArray to and from any library that speaks DLPack, sharing memory.
+ *
+ * An export holds a reference on the memory itself; an import holds the producer's structure until
+ * the last view is gone. Both forms of capsule are made and taken. The structures are laid out as
+ * DLPack's specification says.
+ */
+#include "ndarray.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* DLPack's codes: 0 int, 1 unsigned, 2 float, 4 bfloat, 6 bool. */
+static const uint8_t codes[ND_NUM_DTYPES] = {
+    [ND_F32] = 2, [ND_BF16] = 4, [ND_F16] = 2,  [ND_I32] = 0,
+    [ND_I64] = 0, [ND_U8] = 1,   [ND_BOOL] = 6, [ND_U16] = 1,
+};
+
+enum {
+    DL_CPU = 1,
+    DL_CUDA = 2,
+    DL_CUDA_HOST = 3,
+    DL_CUDA_MANAGED = 13
+};
+enum {
+    DL_READ_ONLY = 1,
+    DL_COPIED = 2
+};
+
+typedef struct {
+    int32_t type;
+    int32_t index;
+} dl_device;
+
+typedef struct {
+    uint8_t code;
+    uint8_t bits;
+    uint16_t lanes;
+} dl_dtype;
+
+typedef struct {
+    void *data;
+    dl_device device;
+    int32_t ndim;
+    dl_dtype dtype;
+    int64_t *shape;
+    int64_t *strides;
+    uint64_t byte_offset;
+} dl_tensor;
+
+typedef struct dl_managed {
+    dl_tensor tensor;
+    void *context;
+    void (*deleter)(struct dl_managed *self);
+} dl_managed;
+
+typedef struct dl_versioned {
+    struct {
+        uint32_t major;
+        uint32_t minor;
+    } version;
+    void *context;
+    void (*deleter)(struct dl_versioned *self);
+    uint64_t flags;
+    dl_tensor tensor;
+} dl_versioned;
+
+/* What an export owns: the view, and both forms of the structure (one is used). */
+typedef struct {
+    nd_array view;
+    dl_managed managed;
+    dl_versioned versioned;
+} dl_export;
+
+static void export_free(dl_export *hold) {
+    nd_array_clear(&hold->view);
+    free(hold);
+}
+
+static void export_delete_managed(dl_managed *self) { export_free(self->context); }
+static void export_delete_versioned(dl_versioned *self) { export_free(self->context); }
+
+/* A capsule that nobody consumed still owns the export. */
+static void capsule_free(PyObject *capsule) {
+    if (PyCapsule_IsValid(capsule, "dltensor")) {
+        dl_managed *managed = PyCapsule_GetPointer(capsule, "dltensor");
+        managed->deleter(managed);
+    } else if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
+        dl_versioned *versioned = PyCapsule_GetPointer(capsule, "dltensor_versioned");
+        versioned->deleter(versioned);
+    }
+}
+
+static dl_device dlpack_device(const nd_array *a) {
+    nd_device *device = a->storage->device;
+    return (dl_device){nd_is_cpu(device) ? DL_CPU : DL_CUDA, device->index};
+}
+
+static PyObject *ndarray_dlpack_device(PyObject *self, PyObject *unused) {
+    (void)unused;
+    dl_device device = dlpack_device(nd_array_of(self));
+    return Py_BuildValue("(ii)", device.type, device.index);
+}
+
+static PyObject *ndarray_dlpack(PyObject *self, PyObject *arguments, PyObject *keywords) {
+    static char *names[] = {"stream", "max_version", "dl_device", "copy", NULL};
+    PyObject *stream = Py_None, *max_version = Py_None, *wanted = Py_None, *copy = Py_None;
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "|$OOOO:__dlpack__", names, &stream,
+                                     &max_version, &wanted, &copy)) {
+        return NULL;
+    }
+    nd_state *state = nd_state_of(self);
+    const nd_array *a = nd_array_of(self);
+    nd_device *device = a->storage->device;
+    if (nd_check_live(state, "__dlpack__", "x", a) < 0) {
+        return NULL;
+    }
+    long major = 0;
+    if (max_version != Py_None) {
+        PyObject *first = PySequence_GetItem(max_version, 0);
+        major = first != NULL ? PyLong_AsLong(first) : -1;
+        Py_XDECREF(first);
+        if (major == -1 && PyErr_Occurred()) {
+            return NULL;
+        }
+    }
+    if (wanted != Py_None) {
+        dl_device own = dlpack_device(a), other;
+        if (!PyArg_ParseTuple(wanted, "ii", &other.type, &other.index)) {
+            return NULL;
+        }
+        if (other.type != own.type || other.index != own.index) {
+            return PyErr_Format(PyExc_BufferError,
+                                "__dlpack__: the array is on another device; use .to(device)");
+        }
+    }
+    dl_export *hold = calloc(1, sizeof *hold);
+    if (hold == NULL) {
+        return PyErr_NoMemory();
+    }
+    if (copy != Py_True) {
+        nd_array_view(a, &hold->view);
+    } else if (nd_copy(state, a, a->dtype, &hold->view) < 0) {
+        free(hold);
+        return NULL;
+    }
+    /* The consumer's stream is not ours: all work on the memory is waited for. */
+    nd_status status = ND_OK;
+    Py_BEGIN_ALLOW_THREADS status = device->backend->synchronize(device->index);
+    Py_END_ALLOW_THREADS if (status != ND_OK) {
+        export_free(hold);
+        return nd_raise(state, "__dlpack__", device, status);
+    }
+    dl_tensor tensor = {.data = hold->view.data,
+                        .device = dlpack_device(a),
+                        .ndim = a->ndim,
+                        .dtype = {codes[a->dtype], (uint8_t)(8 * nd_dtype_size(a->dtype)), 1},
+                        .shape = hold->view.shape,
+                        .strides = hold->view.strides};
+    PyObject *capsule;
+    if (major >= 1) {
+        hold->versioned.version.major = 1;
+        hold->versioned.context = hold;
+        hold->versioned.deleter = export_delete_versioned;
+        hold->versioned.flags = copy == Py_True ? DL_COPIED : 0;
+        hold->versioned.tensor = tensor;
+        capsule = PyCapsule_New(&hold->versioned, "dltensor_versioned", capsule_free);
+    } else {
+        hold->managed.tensor = tensor;
+        hold->managed.context = hold;
+        hold->managed.deleter = export_delete_managed;
+        capsule = PyCapsule_New(&hold->managed, "dltensor", capsule_free);
+    }
+    if (capsule == NULL) {
+        export_free(hold);
+    }
+    return capsule;
+}
+
+/* A producer's deleter may run Python; the interpreter may be gone when the last view goes. */
+static void import_release_managed(void *owner) {
+    dl_managed *managed = owner;
+    if (managed->deleter != NULL && Py_IsInitialized()) {
+        PyGILState_STATE gil = PyGILState_Ensure();
+        managed->deleter(managed);
+        PyGILState_Release(gil);
+    }
+}
+
+static void import_release_versioned(void *owner) {
+    dl_versioned *versioned = owner;
+    if (versioned->deleter != NULL && Py_IsInitialized()) {
+        PyGILState_STATE gil = PyGILState_Ensure();
+        versioned->deleter(versioned);
+        PyGILState_Release(gil);
+    }
+}
+
+static int import_dtype(dl_dtype dtype, nd_dtype *out) {
+    for (int d = 0; d < ND_NUM_DTYPES; d++) {
+        if (dtype.lanes == 1 && dtype.code == codes[d] &&
+            dtype.bits == 8 * nd_dtype_size((nd_dtype)d)) {
+            *out = (nd_dtype)d;
+            return 0;
+        }
+    }
+    PyErr_Format(PyExc_TypeError,
+                 "from_dlpack: dtype (code %d, %d bits, %d lanes) is none of ours; "
+                 "convert it to float32, bfloat16, float16, int32, int64, uint8, bool or uint16 "
+                 "first",
+                 dtype.code, dtype.bits, dtype.lanes);
+    return -1;
+}
+
+/* A view on the producer's memory; `owner` goes to the storage only on success. */
+static int import_tensor(nd_state *state, const dl_tensor *tensor, void *owner,
+                         void (*release)(void *), nd_array *out) {
+    nd_device *device = nd_cpu_device();
+    if (tensor->device.type == DL_CUDA || tensor->device.type == DL_CUDA_MANAGED) {
+        device = nd_cuda_device(tensor->device.index);
+    } else if (tensor->device.type != DL_CPU && tensor->device.type != DL_CUDA_HOST) {
+        device = NULL;
+    }
+    if (device == NULL) {
+        PyErr_Format(PyExc_TypeError,
+                     "from_dlpack: a device of DLPack's type %d is neither the CPU "
+                     "nor CUDA",
+                     tensor->device.type);
+        return -1;
+    }
+    if (nd_device_ready(state, device) < 0 || import_dtype(tensor->dtype, &out->dtype) < 0) {
+        return -1;
+    }
+    if (tensor->ndim < 0 || tensor->ndim > ND_MAX_DIMS) {
+        PyErr_Format(PyExc_ValueError, "from_dlpack: has %d axes; an NDArray has at most %d",
+                     tensor->ndim, ND_MAX_DIMS);
+        return -1;
+    }
+    out->ndim = tensor->ndim;
+    int64_t first = 0, last = 0;
+    for (int i = 0; i < out->ndim; i++) {
+        out->shape[i] = tensor->shape[i];
+    }
+    nd_contiguous_strides(out->ndim, out->shape, out->strides);
+    for (int i = 0; i < out->ndim; i++) {
+        if (tensor->strides != NULL) {
+            out->strides[i] = tensor->strides[i];
+        }
+        int64_t reach = (out->shape[i] - 1) * out->strides[i];
+        first += reach < 0 ? reach : 0;
+        last += reach > 0 ? reach : 0;
+    }
+    int64_t item = (int64_t)nd_dtype_size(out->dtype);
+    bool empty = nd_size(out) == 0;
+    out->data = (char *)tensor->data + tensor->byte_offset;
+    if ((uintptr_t)out->data % (uintptr_t)item != 0 && !empty) {
+        PyErr_SetString(PyExc_ValueError, "from_dlpack: the memory is not aligned to its elements");
+        return -1;
+    }
+    char *memory = empty ? NULL : (char *)out->data + first * item;
+    nd_status status =
+        nd_storage_borrow(device, memory, empty ? 0 : (size_t)((last - first + 1) * item), owner,
+                          release, &out->storage);
+    if (status != ND_OK) {
+        nd_raise(state, "from_dlpack", NULL, status);
+        return -1;
+    }
+    return 0;
+}
+
+/* The producer's capsule, versioned where it can. */
+static PyObject *request_capsule(PyObject *object) {
+    PyObject *method = PyObject_GetAttrString(object, "__dlpack__");
+    if (method == NULL) {
+        PyErr_Format(PyExc_TypeError, "from_dlpack: %.80s has no __dlpack__()",
+                     Py_TYPE(object)->tp_name);
+        return NULL;
+    }
+    PyObject *nothing = PyTuple_New(0);
+    PyObject *named = Py_BuildValue("{s(ii)}", "max_version", 1, 0);
+    PyObject *capsule = nothing && named ? PyObject_Call(method, nothing, named) : NULL;
+    if (capsule == NULL && PyErr_ExceptionMatches(PyExc_TypeError)) {
+        PyErr_Clear(); /* a producer from before versions */
+        capsule = PyObject_CallNoArgs(method);
+    }
+    Py_DECREF(method);
+    Py_XDECREF(nothing);
+    Py_XDECREF(named);
+    return capsule;
+}
+
+static PyObject *module_from_dlpack(PyObject *module, PyObject *object) {
+    nd_state *state = nd_module_state(module);
+    PyObject *capsule = PyCapsule_CheckExact(object) ? Py_NewRef(object) : request_capsule(object);
+    if (capsule == NULL) {
+        return NULL;
+    }
+    PyObject *result = NULL;
+    nd_array view;
+    bool read_only = false;
+    if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
+        dl_versioned *versioned = PyCapsule_GetPointer(capsule, "dltensor_versioned");
+        if (versioned->version.major != 1) {
+            PyErr_Format(PyExc_BufferError, "from_dlpack: version %u of DLPack is not known",
+                         versioned->version.major);
+            goto done;
+        }
+        read_only = versioned->flags & DL_READ_ONLY;
+        if (import_tensor(state, &versioned->tensor, versioned, import_release_versioned, &view) <
+            0) {
+            goto done;
+        }
+        PyCapsule_SetName(capsule, "used_dltensor_versioned");
+    } else if (PyCapsule_IsValid(capsule, "dltensor")) {
+        dl_managed *managed = PyCapsule_GetPointer(capsule, "dltensor");
+        if (import_tensor(state, &managed->tensor, managed, import_release_managed, &view) < 0) {
+            goto done;
+        }
+        PyCapsule_SetName(capsule, "used_dltensor");
+    } else {
+        PyErr_SetString(PyExc_TypeError, "from_dlpack: not a DLPack capsule, or one already used");
+        goto done;
+    }
+    /* A producer on CUDA ordered its work before the default stream; ours is another. */
+    nd_device *device = view.storage->device;
+    nd_status status;
+    Py_BEGIN_ALLOW_THREADS status = device->backend->synchronize(device->index);
+    Py_END_ALLOW_THREADS if (status != ND_OK) {
+        nd_array_clear(&view);
+        nd_raise(state, "from_dlpack", device, status);
+        goto done;
+    }
+    if (read_only) { /* arrays of ours can be written to */
+        nd_array copy;
+        int copied = nd_copy(state, &view, view.dtype, &copy);
+        nd_array_clear(&view);
+        if (copied < 0) {
+            goto done;
+        }
+        view = copy;
+    }
+    result = nd_wrap(state, &view);
+done:
+    Py_DECREF(capsule);
+    return result;
+}
+
+PyMethodDef nd_dlpack_methods[] = {
+    {"__dlpack__", (PyCFunction)(void (*)(void))ndarray_dlpack, METH_VARARGS | METH_KEYWORDS,
+     "__dlpack__($self, *, stream=None, max_version=None, dl_device=None, copy=None)\n--\n\n"
+     "A capsule that shares the memory."},
+    {"__dlpack_device__", ndarray_dlpack_device, METH_NOARGS,
+     "__dlpack_device__($self)\n--\n\nDLPack's (device type, index)."},
+    {NULL, NULL, 0, NULL},
+};
+
+PyMethodDef nd_dlpack_functions[] = {
+    {"from_dlpack", module_from_dlpack, METH_O,
+     "from_dlpack($module, obj, /)\n--\n\nA view on the memory of an object with __dlpack__ (a "
+     "copy "
+     "when that is read-only)."},
+    {NULL, NULL, 0, NULL},
+};
