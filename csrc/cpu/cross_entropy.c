@@ -1,0 +1,109 @@
+/* cross_entropy.c - softmax cross-entropy over a large vocabulary.
+ *
+ *   forward    lse = log sum exp(logits),  losses = lse - logits[target],  loss = mean of the valid
+ *   backward   dlogits = (exp(logits - lse) - onehot(target)) dloss / count
+ * Rows with a negative target are ignored: losses 0, dlogits 0. The forward walks a row once, in
+ * runs that stay in the first-level cache, with a running maximum; the backward reads and writes
+ * each logit once. Threads take rows; the mean is added up in float64 in the order of the rows.
+ */
+#include "cpu.h"
+
+enum {
+    RUN = 4 * CPU_RUN
+};
+
+static nd_status check_targets(const char *name, const nd_array *targets, int64_t vocabulary) {
+    const int32_t *target = targets->data;
+    for (int64_t n = 0; n < targets->shape[0]; n++) {
+        if (target[n] >= vocabulary) {
+            return nd_error(ND_EVALUE,
+                            "%s: targets: token id %d at position %lld is outside the vocabulary "
+                            "of %lld (negative: ignored)",
+                            name, (int)target[n], (long long)n, (long long)vocabulary);
+        }
+    }
+    return ND_OK;
+}
+
+static float row_log_sum_exp(const nd_array *logits, int64_t row, int64_t v) {
+    _Alignas(64) float buffer[RUN];
+    float maximum = -INFINITY, sum = 0;
+    for (int64_t j = 0; j < v; j += RUN) {
+        int64_t n = min_of(RUN, v - j);
+        const float *restrict x = cpu_read(logits, row * v + j, n, buffer);
+        float highest = maximum, part = 0;
+#pragma omp simd reduction(max : highest)
+        for (int64_t i = 0; i < n; i++) {
+            highest = x[i] > highest ? x[i] : highest;
+        }
+        /* Nothing but -inf so far: any finite shift gives exp = 0, and a NaN still shows. */
+        float shift = highest == -INFINITY ? 0.0f : highest;
+#pragma omp simd reduction(+ : part)
+        for (int64_t i = 0; i < n; i++) {
+            part += nd_exp(x[i] - shift);
+        }
+        sum = sum * nd_exp(maximum - shift) + part;
+        maximum = highest;
+    }
+    return (maximum == -INFINITY ? 0.0f : maximum) + nd_log(sum);
+}
+
+nd_status cpu_cross_entropy_fwd(int device, const cross_entropy_fwd_args *args) {
+    (void)device;
+    int64_t n = args->logits->shape[0], v = args->logits->shape[1];
+    const int32_t *targets = args->targets->data;
+    float *losses = args->losses->data, *lse = args->lse->data;
+    ND_TRY(check_targets("cross_entropy_fwd", args->targets, v));
+
+#pragma omp parallel for schedule(static) if (n * v > CPU_GRAIN)
+    for (int64_t i = 0; i < n; i++) {
+        lse[i] = row_log_sum_exp(args->logits, i, v);
+        losses[i] = 0;
+        if (targets[i] >= 0) {
+            float value;
+            losses[i] = lse[i] - *cpu_read(args->logits, i * v + targets[i], 1, &value);
+        }
+    }
+    double total = 0;
+    int64_t count = 0;
+    for (int64_t i = 0; i < n; i++) {
+        total += losses[i];
+        count += targets[i] >= 0;
+    }
+    *(float *)args->loss->data = count > 0 ? (float)(total / (double)count) : 0.0f;
+    *(float *)args->count->data = (float)count;
+    return ND_OK;
+}
+
+nd_status cpu_cross_entropy_bwd(int device, const cross_entropy_bwd_args *args) {
+    (void)device;
+    int64_t n = args->logits->shape[0], v = args->logits->shape[1];
+    const int32_t *targets = args->targets->data;
+    const float *lse = args->lse->data;
+    float count = *(const float *)args->count->data, dloss = *(const float *)args->dloss->data;
+    float weight = count > 0 ? dloss / count : 0.0f;
+    ND_TRY(check_targets("cross_entropy_bwd", args->targets, v));
+
+#pragma omp parallel for schedule(static) if (n * v > CPU_GRAIN)
+    for (int64_t i = 0; i < n; i++) {
+        _Alignas(64) float from[RUN], to[RUN];
+        for (int64_t j = 0; j < v; j += RUN) {
+            int64_t columns = min_of(RUN, v - j), at = i * v + j, target = targets[i] - j;
+            float *restrict dx = cpu_target(args->dlogits, at, to);
+            if (targets[i] < 0) {
+                memset(dx, 0, (size_t)columns * sizeof *dx);
+            } else {
+                const float *restrict x = cpu_read(args->logits, at, columns, from);
+                float row_lse = lse[i];
+                for (int64_t k = 0; k < columns; k++) {
+                    dx[k] = nd_exp(x[k] - row_lse) * weight;
+                }
+                if (target >= 0 && target < columns) {
+                    dx[target] -= weight;
+                }
+            }
+            cpu_write(args->dlogits, at, columns, dx);
+        }
+    }
+    return ND_OK;
+}

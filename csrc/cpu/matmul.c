@@ -1,0 +1,278 @@
+/* matmul.c - matrix products: matmul, matmul_acc, linear_fwd, bias_bwd.
+ *
+ *   matmul      c  = a b            (batched)
+ *   matmul_acc  c += a b            c float32: how a weight gradient is accumulated
+ *   linear_fwd  y  = x w + b        the bias is written first, the product added to it
+ *   bias_bwd    db += column sums of dy
+ *
+ * The result is cut into tiles over M and N (never over K), whose sizes depend on the shape alone;
+ * OpenMP hands the tiles to threads, each tile is one single-threaded sgemm. So the bits do not
+ * depend on the number of threads. Transposed operands are read through sgemm's transpose flags.
+ * A bfloat16 or float16 tile converts panels of K_PANEL of its operands into scratch, accumulates
+ * in float32 and rounds once; so does an operand whose strides no BLAS can take.
+ */
+#include <limits.h>
+#include <omp.h>
+
+#include "cpu.h"
+
+enum {
+    K_PANEL = 512,
+    FEWEST_TILES = 32,
+    SMALLEST_TILE = 64
+};
+static const double SMALLEST_TILE_WORK = 4e6;  /* multiply-adds worth handing to a thread */
+static const double SMALLEST_SPLIT_WORK = 1e6; /* below: one tile, no threads */
+
+/* A matrix as a tile sees it: rows x columns elements at row * stride[0] + column * stride[1]. */
+typedef struct {
+    const nd_array *array;
+    int64_t strides[2];
+    int64_t leading; /* for sgemm in place ... */
+    bool transposed;
+    bool in_place; /* ... or through scratch */
+} matrix;
+
+static matrix matrix_of(const nd_array *a) {
+    int row = a->ndim - 2, column = a->ndim - 1;
+    int64_t rows = a->shape[row], columns = a->shape[column];
+    matrix m = {.array = a, .strides = {a->strides[row], a->strides[column]}};
+    bool by_rows = (columns <= 1 || m.strides[1] == 1) && (rows <= 1 || m.strides[0] >= columns);
+    bool by_columns = (rows <= 1 || m.strides[0] == 1) && (columns <= 1 || m.strides[1] >= rows);
+    if (by_rows) {
+        m.leading = rows <= 1 ? columns : m.strides[0];
+    } else if (by_columns) {
+        m.leading = columns <= 1 ? rows : m.strides[1];
+        m.transposed = true;
+    }
+    m.leading = max_of(m.leading, 1);
+    m.in_place = a->dtype == ND_F32 && (by_rows || by_columns) && m.leading <= INT_MAX;
+    return m;
+}
+
+/* The matrix's element offset in its batch: strides over the axes in front of the last two. */
+static int64_t batch_offset(const nd_array *a, int64_t batch) {
+    int64_t offset = 0;
+    for (int axis = a->ndim - 3; axis >= 0; axis--) {
+        offset += batch % a->shape[axis] * a->strides[axis];
+        batch /= a->shape[axis];
+    }
+    return offset;
+}
+
+/* rows x columns of the matrix into `to`, row-major, converted to float32. */
+static void pack(const matrix *m, int64_t offset, int64_t rows, int64_t columns, float *to) {
+    if (m->strides[1] == 1 || m->strides[0] != 1) {
+        for (int64_t i = 0; i < rows; i++) {
+            cpu_load_f32(to + i * columns, cpu_at(m->array, offset + i * m->strides[0]),
+                         m->array->dtype, m->strides[1], columns);
+        }
+        return;
+    }
+    /* Contiguous along the other axis: convert a few runs, then turn them. */
+    enum {
+        STRIP = 16,
+        LENGTH = 256
+    };
+    float strip[STRIP][LENGTH];
+    for (int64_t j0 = 0; j0 < columns; j0 += STRIP) {
+        int64_t strips = min_of(STRIP, columns - j0);
+        for (int64_t i0 = 0; i0 < rows; i0 += LENGTH) {
+            int64_t length = min_of(LENGTH, rows - i0);
+            for (int64_t j = 0; j < strips; j++) {
+                cpu_load_f32(strip[j], cpu_at(m->array, offset + (j0 + j) * m->strides[1] + i0),
+                             m->array->dtype, 1, length);
+            }
+            for (int64_t i = 0; i < length; i++) {
+                for (int64_t j = 0; j < strips; j++) {
+                    to[(i0 + i) * columns + j0 + j] = strip[j][i];
+                }
+            }
+        }
+    }
+}
+
+typedef struct {
+    matrix a, b;
+    const nd_array *bias; /* or NULL */
+    nd_array *c;          /* C-contiguous, (..., M, N) */
+    bool accumulate;
+    int64_t m, n, k;
+    int64_t tile_m, tile_n;
+} product;
+
+static size_t panel_elements(const product *p) {
+    size_t a = p->a.in_place ? 0 : (size_t)(p->tile_m * K_PANEL);
+    size_t b = p->b.in_place ? 0 : (size_t)(p->tile_n * K_PANEL);
+    size_t c = p->c->dtype == ND_F32 ? 0 : (size_t)(p->tile_m * p->tile_n);
+    return a + b + c;
+}
+
+static void run_tile(const product *p, int64_t batch, int64_t i, int64_t j, float *panels) {
+    int64_t rows = min_of(p->tile_m, p->m - i), columns = min_of(p->tile_n, p->n - j);
+    int64_t at_a = batch_offset(p->a.array, batch) + i * p->a.strides[0];
+    int64_t at_b = batch_offset(p->b.array, batch) + j * p->b.strides[1];
+    int64_t at_c = (batch * p->m + i) * p->n + j;
+    float *a_panel = panels;
+    float *b_panel = a_panel + (p->a.in_place ? 0 : p->tile_m * K_PANEL);
+    float *c_panel = b_panel + (p->b.in_place ? 0 : p->tile_n * K_PANEL);
+    bool direct = p->c->dtype == ND_F32;
+    float *c = direct ? (float *)p->c->data + at_c : c_panel;
+    int64_t ldc = direct ? p->n : columns;
+
+    float beta = p->accumulate ? 1.0f : 0.0f;
+    if (p->bias != NULL) {
+        beta = 1.0f;
+        cpu_load_f32(c, cpu_at(p->bias, j), p->bias->dtype, 1, columns);
+        for (int64_t r = 1; r < rows; r++) {
+            memcpy(c + r * ldc, c, (size_t)columns * sizeof *c);
+        }
+    }
+    bool whole = p->a.in_place && p->b.in_place;
+    int64_t step = whole ? max_of(p->k, 1) : K_PANEL;
+    for (int64_t k0 = 0; k0 < max_of(p->k, 1); k0 += step) {
+        int64_t depth = min_of(step, p->k - k0);
+        const float *a = (const float *)p->a.array->data + at_a + k0 * p->a.strides[1];
+        const float *b = (const float *)p->b.array->data + at_b + k0 * p->b.strides[0];
+        if (!p->a.in_place) {
+            pack(&p->a, at_a + k0 * p->a.strides[1], rows, depth, a_panel);
+            a = a_panel;
+        }
+        if (!p->b.in_place) {
+            pack(&p->b, at_b + k0 * p->b.strides[0], depth, columns, b_panel);
+            b = b_panel;
+        }
+        cpu_sgemm(p->a.in_place && p->a.transposed, p->b.in_place && p->b.transposed, rows, columns,
+                  depth, 1.0f, a, p->a.in_place ? p->a.leading : max_of(depth, 1), b,
+                  p->b.in_place ? p->b.leading : columns, beta, c, ldc);
+        beta = 1.0f;
+    }
+    if (!direct) {
+        for (int64_t r = 0; r < rows; r++) {
+            cpu_store_f32(cpu_at(p->c, at_c + r * p->n), p->c->dtype, 1, c + r * columns, columns);
+        }
+    }
+}
+
+/* Halve the longer side until there are tiles for many threads or they get too small. */
+static void choose_tiles(product *p, int64_t batches) {
+    double work = (double)p->m * (double)p->n * (double)max_of(p->k, 1);
+    p->tile_m = p->m;
+    p->tile_n = p->n;
+    bool panels = panel_elements(p) > 0;
+    for (;;) {
+        int64_t tiles = batches * cpu_ceil_div(p->m, p->tile_m) * cpu_ceil_div(p->n, p->tile_n);
+        double tile_work = work * (double)batches / (double)tiles;
+        bool too_large = (panels && p->tile_m * p->tile_n > 512 * 512) || p->tile_m > INT_MAX / 2 ||
+                         p->tile_n > INT_MAX / 2;
+        bool halve = tiles < FEWEST_TILES && tile_work > 2 * SMALLEST_TILE_WORK;
+        int64_t *longer = p->tile_m > p->tile_n ? &p->tile_m : &p->tile_n;
+        if (!too_large && (!halve || *longer < 2 * SMALLEST_TILE)) {
+            return;
+        }
+        *longer = cpu_ceil_div(cpu_ceil_div(*longer, 2), 16) * 16;
+    }
+}
+
+static nd_status multiply(int device, const char *name, const nd_array *a, const nd_array *b,
+                          const nd_array *bias, nd_array *c, bool accumulate) {
+    product p = {.a = matrix_of(a),
+                 .b = matrix_of(b),
+                 .bias = bias,
+                 .c = c,
+                 .accumulate = accumulate,
+                 .m = a->shape[a->ndim - 2],
+                 .n = b->shape[b->ndim - 1],
+                 .k = a->shape[a->ndim - 1]};
+    if (p.m == 0 || p.n == 0 || nd_size(c) == 0) {
+        return ND_OK;
+    }
+    if (p.k > INT_MAX) {
+        return nd_error(ND_EVALUE,
+                        "%s: a: an inner size of %lld is more than the matrix product "
+                        "takes; split it",
+                        name, (long long)p.k);
+    }
+    if (p.n > INT_MAX) {
+        return nd_error(ND_EVALUE,
+                        "%s: b: %lld columns are more than the matrix product takes; "
+                        "split them",
+                        name, (long long)p.n);
+    }
+    int64_t batches = nd_size(c) / (p.m * p.n);
+    choose_tiles(&p, batches);
+    int64_t down = cpu_ceil_div(p.m, p.tile_m), across = cpu_ceil_div(p.n, p.tile_n);
+    int64_t tiles = batches * down * across;
+    bool parallel = tiles > 1 &&
+                    (double)p.m * (double)p.n * (double)p.k * (double)batches > SMALLEST_SPLIT_WORK;
+    size_t each = (panel_elements(&p) + 15) / 16 * 16;
+    void *panels = NULL;
+    if (each > 0) {
+        size_t threads = parallel ? (size_t)omp_get_max_threads() : 1;
+        ND_TRY(cpu_scratch(device, each * threads * sizeof(float), &panels));
+    }
+
+#pragma omp parallel for schedule(dynamic) if (parallel)
+    for (int64_t tile = 0; tile < tiles; tile++) {
+        float *mine = each > 0 ? (float *)panels + each * (size_t)omp_get_thread_num() : NULL;
+        run_tile(&p, tile / (down * across), tile / across % down * p.tile_m,
+                 tile % across * p.tile_n, mine);
+    }
+    return ND_OK;
+}
+
+nd_status cpu_matmul(int device, const matmul_args *args) {
+    return multiply(device, "matmul", args->a, args->b, NULL, args->c, false);
+}
+
+nd_status cpu_matmul_acc(int device, const matmul_acc_args *args) {
+    return multiply(device, "matmul_acc", args->a, args->b, NULL, args->c, true);
+}
+
+nd_status cpu_linear_fwd(int device, const linear_fwd_args *args) {
+    return multiply(device, "linear_fwd", args->x, args->w, args->b, args->y, false);
+}
+
+/* Each piece of ROWS rows sums its columns into a row of `partial`; those are added in order. */
+nd_status cpu_bias_bwd(int device, const bias_bwd_args *args) {
+    enum {
+        ROWS = 256,
+        COLUMNS = 1024
+    };
+    int64_t n = args->dy->shape[0], m = args->dy->shape[1], pieces = cpu_ceil_div(n, ROWS);
+    void *scratch;
+    if (n == 0 || m == 0) {
+        return ND_OK;
+    }
+    ND_TRY(cpu_scratch(device, (size_t)(pieces * m) * sizeof(float), &scratch));
+    float *partial = scratch;
+    float *restrict db = args->db->data;
+
+#pragma omp parallel for schedule(static) if (n * m > CPU_GRAIN)
+    for (int64_t piece = 0; piece < pieces; piece++) {
+        float buffer[COLUMNS];
+        float *sums = partial + piece * m;
+        memset(sums, 0, (size_t)m * sizeof *sums);
+        for (int64_t i = piece * ROWS; i < min_of(n, (piece + 1) * ROWS); i++) {
+            for (int64_t j = 0; j < m; j += COLUMNS) {
+                int64_t columns = min_of(COLUMNS, m - j);
+                const float *restrict row = cpu_read(args->dy, i * m + j, columns, buffer);
+                float *restrict sum = sums + j;
+                for (int64_t c = 0; c < columns; c++) {
+                    sum[c] += row[c];
+                }
+            }
+        }
+    }
+#pragma omp parallel for schedule(static) if (pieces * m > CPU_GRAIN)
+    for (int64_t j = 0; j < m; j += 64) {
+        for (int64_t c = j; c < min_of(m, j + 64); c++) {
+            double sum = 0;
+            for (int64_t piece = 0; piece < pieces; piece++) {
+                sum += partial[piece * m + c];
+            }
+            db[c] += (float)sum;
+        }
+    }
+    return ND_OK;
+}
