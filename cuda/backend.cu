@@ -1,0 +1,773 @@
+/* backend.cu - the CUDA backend's frame: devices, the one stream of each, memory, events, faults.
+ *
+ * Memory comes from a stream-ordered pool of our own on each device (threshold at its maximum, so
+ * that freed memory stays for the next call); reset() can thus give everything back without
+ * cudaDeviceReset(), which would also end the context for other libraries in the process.
+ *
+ * Threads. A device's ops are enqueued one at a time, under its lock, because they share scratch
+ * and the order of enqueuing is the order of results. Uploads, downloads and waits do not hold it.
+ * reset() must not run while another thread uses the device.
+ *
+ * Faults. The first error that ends the context is kept; from then on every call returns it and
+ * release() does nothing. The state is never destroyed, so that nothing here runs after the
+ * runtime's own shutdown at exit.
+ */
+#include <atomic>
+#include <mutex>
+#include <new>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unordered_map>
+#include <vector>
+
+#include "common.cuh"
+
+struct nd_event {
+    cudaEvent_t event;
+    bool recorded;
+};
+
+struct nd_download {
+    void *pinned;
+    size_t room, bytes;
+    cudaEvent_t arrived;
+};
+
+namespace {
+
+constexpr int max_devices = 64;
+constexpr size_t scratch_step = (size_t)1 << 20;
+
+/* Of this file, so that the maps below are too and the shared object exports none of them. */
+struct Bytes {
+    size_t count;
+};
+
+struct Device {
+    std::mutex lock;
+    bool opened = false;
+    cudaStream_t stream = nullptr;
+    cudaMemPool_t pool = nullptr;
+    cuda_limits limits = {};
+    int arch = 0;             /* limits.arch, or NEEDLE_ARCH when that is less */
+    bool reads_pages = false; /* copies may read pageable host memory after the call returns */
+    size_t total_bytes = 0;
+    void *scratch = nullptr;
+    size_t scratch_bytes = 0;
+    int64_t live_bytes = 0, peak_bytes = 0;
+    std::unordered_map<void *, Bytes> live;           /* arrays' memory and its size */
+    std::vector<nd_download *> idle_downloads;        /* to be used again */
+    std::unordered_map<const void *, Bytes> prepared; /* kernels: dynamic shared memory allowed */
+};
+
+struct State {
+    Device devices[max_devices];
+    std::mutex fault_lock;
+    std::atomic<bool> faulted{false};
+    char fault[1024] = "";
+};
+
+State &state() {
+    static State *the = new State; /* never destroyed */
+    return *the;
+}
+
+/* ---- faults ------------------------------------------------------------------------------------*/
+/* Errors after which every call on the context fails. */
+bool ends_context(cudaError_t error) {
+    switch (error) {
+    case cudaErrorIllegalAddress:
+    case cudaErrorLaunchTimeout:
+    case cudaErrorHardwareStackError:
+    case cudaErrorIllegalInstruction:
+    case cudaErrorMisalignedAddress:
+    case cudaErrorInvalidAddressSpace:
+    case cudaErrorInvalidPc:
+    case cudaErrorLaunchFailure:
+    case cudaErrorAssert:
+    case cudaErrorECCUncorrectable:
+    case cudaErrorNvlinkUncorrectable:
+    case cudaErrorContained:
+    case cudaErrorTensorMemoryLeak:
+    case cudaErrorMpsClientTerminated:
+    case cudaErrorContextIsDestroyed:
+    case cudaErrorDeviceUninitialized:
+    case cudaErrorUnknown:
+        return true;
+    default:
+        return false;
+    }
+}
+
+nd_status first_fault() {
+    State &s = state();
+    std::lock_guard<std::mutex> guard(s.fault_lock);
+    return nd_error(ND_EFATAL, "%s", s.fault);
+}
+
+/* ---- entering a call ---------------------------------------------------------------------------*/
+/* Refuse after a fault and before open(), make the device current, forget errors of other users of
+ * the runtime in this thread. */
+nd_status enter(int device) {
+    if (state().faulted.load(std::memory_order_acquire)) {
+        return first_fault();
+    }
+    if (device < 0 || device >= max_devices || !state().devices[device].opened) {
+        return nd_error(ND_EVALUE, "cuda(%d): the device has not been opened", device);
+    }
+    CUDA_TRY("cuda", cudaSetDevice(device));
+    cudaError_t stale = cudaGetLastError();
+    if (stale != cudaSuccess && ends_context(stale)) {
+        return cuda_error("cuda", "an earlier kernel or another library", stale);
+    }
+    return ND_OK;
+}
+
+/* The same for work that must be enqueued alone; the lock lasts as long as the object. */
+struct Exclusive {
+    std::mutex *lock = nullptr;
+    Exclusive() = default;
+    Exclusive(const Exclusive &) = delete;
+    Exclusive &operator=(const Exclusive &) = delete;
+    ~Exclusive() {
+        if (lock) {
+            lock->unlock();
+        }
+    }
+    nd_status begin(int device) {
+        if (device >= 0 && device < max_devices) {
+            lock = &state().devices[device].lock;
+            lock->lock();
+        }
+        return enter(device);
+    }
+};
+
+/* ---- devices -----------------------------------------------------------------------------------*/
+__global__ void probe_kernel() {}
+
+#ifdef __CUDA_ARCH_LIST__
+const int built_archs[] = {__CUDA_ARCH_LIST__}; /* 800 for 8.0 */
+#else
+#error "nvcc did not define __CUDA_ARCH_LIST__: CUDA 11.5 or newer is needed"
+#endif
+
+/* Machine code for x.y runs on x.z with z >= y. */
+bool built_for(int major, int minor) {
+    for (int arch : built_archs) {
+        if (arch / 100 == major && arch / 10 % 10 <= minor) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Also true when PTX in this build can be compiled for it; makes the device's context. */
+bool can_run(int device) {
+    cudaFuncAttributes attributes;
+    bool can = cudaSetDevice(device) == cudaSuccess &&
+               cudaFuncGetAttributes(&attributes, (const void *)probe_kernel) == cudaSuccess;
+    cudaGetLastError();
+    return can;
+}
+
+nd_status no_kernels(const char *name, int device, int major, int minor) {
+    char list[256] = "";
+    size_t used = 0;
+    for (int arch : built_archs) {
+        int written = snprintf(list + used, sizeof list - used, "%s%d.%d", used ? ", " : "",
+                               arch / 100, arch / 10 % 10);
+        used += written > 0 && used + (size_t)written < sizeof list ? (size_t)written : 0;
+    }
+    return nd_error(ND_ECUDA,
+                    "cuda(%d): %s has compute capability %d.%d, and this build has kernels for %s "
+                    "only; build again with NEEDLE_CUDA_ARCHS=%d%d",
+                    device, name, major, minor, list, major, minor);
+}
+
+nd_status cuda_device_count(int *count) {
+    *count = 0;
+    if (state().faulted.load(std::memory_order_acquire)) {
+        return first_fault();
+    }
+    int driver = 0, runtime = 0, found = 0;
+    CUDA_TRY("cuda", cudaRuntimeGetVersion(&runtime));
+    if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) {
+        cudaGetLastError();
+        return nd_error(ND_ECUDA,
+                        "cuda: no NVIDIA driver (libcuda.so.1) was found on this machine; "
+                        "install the driver, or use needle.cpu()");
+    }
+    cudaError_t error = cudaGetDeviceCount(&found);
+    if (error == cudaErrorNoDevice) {
+        cudaGetLastError();
+        return nd_error(ND_ECUDA,
+                        "cuda: the driver is installed but sees no GPU; look at nvidia-smi "
+                        "and at CUDA_VISIBLE_DEVICES (now %s)",
+                        getenv("CUDA_VISIBLE_DEVICES") ? getenv("CUDA_VISIBLE_DEVICES") : "unset");
+    }
+    if (error == cudaErrorInsufficientDriver) {
+        cudaGetLastError();
+        return nd_error(
+            ND_ECUDA,
+            "cuda: the NVIDIA driver is too old: it supports CUDA %d.%d, and this build "
+            "uses CUDA %d.%d; update the driver or build with an older toolkit",
+            driver / 1000, driver / 10 % 100, runtime / 1000, runtime / 10 % 100);
+    }
+    if (error != cudaSuccess) {
+        return cuda_error("cuda", "counting devices", error);
+    }
+    found = found < max_devices ? found : max_devices;
+    bool usable = found == 0;
+    int major = 0, minor = 0;
+    for (int i = 0; i < found && !usable; i++) {
+        CUDA_TRY("cuda", cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, i));
+        CUDA_TRY("cuda", cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, i));
+        usable = built_for(major, minor) || can_run(i);
+    }
+    if (!usable) {
+        cudaDeviceProp prop;
+        CUDA_TRY("cuda", cudaGetDeviceProperties(&prop, found - 1));
+        return no_kernels(prop.name, found - 1, prop.major, prop.minor);
+    }
+    *count = found;
+    return ND_OK;
+}
+
+nd_status pool_new(int device, cudaMemPool_t *out) {
+    cudaMemPoolProps props;
+    memset(&props, 0, sizeof props);
+    props.allocType = cudaMemAllocationTypePinned;
+    props.location.type = cudaMemLocationTypeDevice;
+    props.location.id = device;
+    cudaMemPool_t pool;
+    CUDA_TRY("cuda", cudaMemPoolCreate(&pool, &props));
+    uint64_t most = UINT64_MAX;
+    cudaError_t error = cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &most);
+    if (error != cudaSuccess) {
+        cudaMemPoolDestroy(pool);
+        return cuda_error("cuda", "cudaMemPoolAttrReleaseThreshold", error);
+    }
+    *out = pool;
+    return ND_OK;
+}
+
+/* With the device's lock held. */
+nd_status open_locked(int device) {
+    Device &d = state().devices[device];
+    if (d.opened) {
+        return ND_OK;
+    }
+    CUDA_TRY("cuda", cudaSetDevice(device));
+    cudaDeviceProp prop;
+    CUDA_TRY("cuda", cudaGetDeviceProperties(&prop, device));
+    if (!can_run(device)) {
+        return no_kernels(prop.name, device, prop.major, prop.minor);
+    }
+    int pools = 0;
+    CUDA_TRY("cuda", cudaDeviceGetAttribute(&pools, cudaDevAttrMemoryPoolsSupported, device));
+    if (!pools) {
+        return nd_error(ND_ECUDA,
+                        "cuda(%d): %s: the driver offers no stream-ordered memory pools, "
+                        "which needle needs; update it",
+                        device, prop.name);
+    }
+    d.limits.processors = prop.multiProcessorCount;
+    d.limits.arch = prop.major * 10 + prop.minor;
+    d.limits.block_threads = prop.maxThreadsPerBlock;
+    d.limits.block_shared = prop.sharedMemPerBlockOptin;
+    d.limits.l2_bytes = (size_t)prop.l2CacheSize;
+    d.total_bytes = prop.totalGlobalMem;
+    d.reads_pages = prop.integrated || prop.pageableMemoryAccessUsesHostPageTables;
+    d.arch = d.limits.arch;
+    const char *asked = getenv("NEEDLE_ARCH");
+    if (asked && *asked) {
+        int arch = atoi(asked);
+        if (arch < 80) {
+            return nd_error(ND_EVALUE, "NEEDLE_ARCH=%s: must be an architecture such as 80 or 90",
+                            asked);
+        }
+        d.arch = arch < d.arch ? arch : d.arch;
+    }
+    ND_TRY(pool_new(device, &d.pool));
+    cudaError_t error = cudaStreamCreateWithFlags(&d.stream, cudaStreamNonBlocking);
+    if (error != cudaSuccess) {
+        cudaMemPoolDestroy(d.pool);
+        d.pool = nullptr;
+        return cuda_error("cuda", "cudaStreamCreateWithFlags", error);
+    }
+    d.opened = true;
+    return ND_OK;
+}
+
+nd_status cuda_open(int device) {
+    int count = 0;
+    ND_TRY(cuda_device_count(&count));
+    if (device < 0 || device >= count) {
+        return nd_error(ND_EVALUE,
+                        "cuda(%d): no such device; this machine has %d (cuda(0) to "
+                        "cuda(%d))",
+                        device, count, count - 1);
+    }
+    std::lock_guard<std::mutex> guard(state().devices[device].lock);
+    return open_locked(device);
+}
+
+/* The version of the kernel module ("580.65.06"), which CUDA itself cannot tell. */
+void driver_release(char *text, size_t size) {
+    text[0] = '\0';
+    FILE *file = fopen("/sys/module/nvidia/version", "r");
+    if (file) {
+        if (!fgets(text, (int)size, file)) {
+            text[0] = '\0';
+        }
+        fclose(file);
+        text[strcspn(text, "\r\n")] = '\0';
+    }
+}
+
+nd_status cuda_properties(int device, nd_properties *out) {
+    ND_TRY(enter(device));
+    cudaDeviceProp prop;
+    int driver = 0, runtime = 0;
+    char release[64];
+    CUDA_TRY("cuda", cudaGetDeviceProperties(&prop, device));
+    CUDA_TRY("cuda", cudaDriverGetVersion(&driver));
+    CUDA_TRY("cuda", cudaRuntimeGetVersion(&runtime));
+    driver_release(release, sizeof release);
+    memset(out, 0, sizeof *out);
+    snprintf(out->name, sizeof out->name, "%.127s", prop.name);
+    out->total_bytes = (int64_t)prop.totalGlobalMem;
+    out->processors = prop.multiProcessorCount;
+    out->arch = prop.major * 10 + prop.minor;
+    snprintf(out->detail, sizeof out->detail, "driver %s (CUDA %d.%d), runtime CUDA %d.%d",
+             release[0] ? release : "of unknown release", driver / 1000, driver / 10 % 100,
+             runtime / 1000, runtime / 10 % 100);
+    return ND_OK;
+}
+
+/* ---- memory ------------------------------------------------------------------------------------*/
+/* Memory that is not an array's: scratch, workspaces. With the device's lock held. */
+nd_status pool_malloc(int device, size_t bytes, void **out) {
+    Device &d = state().devices[device];
+    cudaError_t error = cudaMallocFromPoolAsync(out, bytes, d.pool, d.stream);
+    if (error == cudaErrorMemoryAllocation) {
+        /* what was freed lately, but in pieces of other sizes, may be enough */
+        cudaGetLastError();
+        CUDA_TRY("allocate", cudaStreamSynchronize(d.stream));
+        CUDA_TRY("allocate", cudaMemPoolTrimTo(d.pool, 0));
+        error = cudaMallocFromPoolAsync(out, bytes, d.pool, d.stream);
+    }
+    if (error == cudaErrorMemoryAllocation) {
+        cudaGetLastError();
+        size_t free_bytes = 0, total = 0;
+        CUDA_TRY("allocate", cudaMemGetInfo(&free_bytes, &total));
+        double mib = 1.0 / (1 << 20);
+        return nd_error(ND_ECUDA,
+                        "allocate: out of memory on cuda(%d): %.1f MiB asked for, %.1f MiB in "
+                        "arrays, %.1f of %.1f MiB free; use a smaller batch, or free arrays",
+                        device, bytes * mib, d.live_bytes * mib, free_bytes * mib, total * mib);
+    }
+    if (error != cudaSuccess) {
+        return cuda_error("allocate", "cudaMallocFromPoolAsync", error);
+    }
+    return ND_OK;
+}
+
+nd_status cuda_allocate(int device, size_t bytes, void **out) {
+    *out = nullptr;
+    if (bytes == 0) {
+        return ND_OK;
+    }
+    Exclusive call;
+    ND_TRY(call.begin(device));
+    Device &d = state().devices[device];
+    ND_TRY(pool_malloc(device, bytes, out));
+    d.live[*out] = {bytes};
+    d.live_bytes += (int64_t)bytes;
+    d.peak_bytes = d.live_bytes > d.peak_bytes ? d.live_bytes : d.peak_bytes;
+    return ND_OK;
+}
+
+nd_status cuda_release(int device, void *memory) {
+    if (!memory || state().faulted.load(std::memory_order_acquire)) {
+        return ND_OK;
+    }
+    Exclusive call;
+    ND_TRY(call.begin(device));
+    Device &d = state().devices[device];
+    auto found = d.live.find(memory);
+    if (found == d.live.end()) {
+        return ND_OK; /* reset() gave it back already */
+    }
+    d.live_bytes -= (int64_t)found->second.count;
+    d.live.erase(found);
+    cudaError_t error = cudaFreeAsync(memory, d.stream);
+    if (error == cudaErrorCudartUnloading) {
+        return ND_OK; /* the process is ending and takes everything along */
+    }
+    return error == cudaSuccess ? ND_OK : cuda_error("release", "cudaFreeAsync", error);
+}
+
+nd_status cuda_upload(int device, void *to, const void *from_host, size_t bytes) {
+    ND_TRY(enter(device));
+    if (bytes == 0) {
+        return ND_OK;
+    }
+    Device &d = state().devices[device];
+    /* Pageable memory has been staged when the call returns; pinned memory has not. */
+    cudaPointerAttributes attributes;
+    CUDA_TRY("upload", cudaPointerGetAttributes(&attributes, from_host));
+    CUDA_TRY("upload", cudaMemcpyAsync(to, from_host, bytes, cudaMemcpyHostToDevice, d.stream));
+    if (attributes.type != cudaMemoryTypeUnregistered || d.reads_pages) {
+        CUDA_TRY("upload", cudaStreamSynchronize(d.stream));
+    }
+    return ND_OK;
+}
+
+nd_status cuda_download(int device, void *to_host, const void *from, size_t bytes) {
+    ND_TRY(enter(device));
+    cudaStream_t stream = state().devices[device].stream;
+    if (bytes > 0) {
+        CUDA_TRY("download", cudaMemcpyAsync(to_host, from, bytes, cudaMemcpyDeviceToHost, stream));
+    }
+    CUDA_TRY("download", cudaStreamSynchronize(stream));
+    return ND_OK;
+}
+
+/* The pinned block is used again by the next download that fits: making one costs far more than a
+ * copy. Blocks are rounded up so that few sizes exist. */
+nd_status download_block(Device &d, size_t bytes, nd_download **out) {
+    for (size_t i = 0; i < d.idle_downloads.size(); i++) {
+        size_t room = d.idle_downloads[i]->room;
+        if (room >= bytes && room <= 2 * bytes + 4096) {
+            *out = d.idle_downloads[i];
+            d.idle_downloads.erase(d.idle_downloads.begin() + (ptrdiff_t)i);
+            return ND_OK;
+        }
+    }
+    nd_download *made = new (std::nothrow) nd_download{};
+    if (!made) {
+        return nd_error(ND_EMEMORY, "download: out of host memory");
+    }
+    made->room = (bytes / 4096 + 1) * 4096;
+    cudaError_t error = cudaMallocHost(&made->pinned, made->room);
+    if (error == cudaSuccess) {
+        error = cudaEventCreateWithFlags(&made->arrived, cudaEventDisableTiming);
+        if (error != cudaSuccess) {
+            cudaFreeHost(made->pinned);
+        }
+    }
+    if (error != cudaSuccess) {
+        delete made;
+        return cuda_error("download", "pinned host memory", error);
+    }
+    *out = made;
+    return ND_OK;
+}
+
+nd_status cuda_download_begin(int device, const void *from, size_t bytes, nd_download **out) {
+    *out = nullptr;
+    Exclusive call;
+    ND_TRY(call.begin(device));
+    Device &d = state().devices[device];
+    nd_download *download = nullptr;
+    ND_TRY(download_block(d, bytes, &download));
+    download->bytes = bytes;
+    cudaError_t error = cudaSuccess;
+    if (bytes > 0) {
+        error = cudaMemcpyAsync(download->pinned, from, bytes, cudaMemcpyDeviceToHost, d.stream);
+    }
+    if (error == cudaSuccess) {
+        error = cudaEventRecord(download->arrived, d.stream);
+    }
+    if (error != cudaSuccess) {
+        d.idle_downloads.push_back(download);
+        return cuda_error("download", "cudaMemcpyAsync", error);
+    }
+    *out = download;
+    return ND_OK;
+}
+
+nd_status cuda_download_end(int device, nd_download *download, void *to_host) {
+    ND_TRY(enter(device)); /* after a fault the block goes with the process */
+    cudaError_t error = cudaEventSynchronize(download->arrived);
+    if (error == cudaSuccess && to_host) {
+        memcpy(to_host, download->pinned, download->bytes);
+    }
+    Device &d = state().devices[device];
+    {
+        std::lock_guard<std::mutex> guard(d.lock);
+        d.idle_downloads.push_back(download);
+    }
+    return error == cudaSuccess ? ND_OK : cuda_error("download", "cudaEventSynchronize", error);
+}
+
+nd_status cuda_synchronize(int device) {
+    ND_TRY(enter(device));
+    CUDA_TRY("synchronize", cudaStreamSynchronize(state().devices[device].stream));
+    return ND_OK;
+}
+
+nd_status cuda_memory_stats(int device, nd_memory_stats *out) {
+    Exclusive call;
+    ND_TRY(call.begin(device));
+    Device &d = state().devices[device];
+    uint64_t reserved = 0;
+    CUDA_TRY("memory_stats",
+             cudaMemPoolGetAttribute(d.pool, cudaMemPoolAttrReservedMemCurrent, &reserved));
+    out->live_bytes = d.live_bytes;
+    out->peak_bytes = d.peak_bytes;
+    out->reserved_bytes = (int64_t)reserved;
+    return ND_OK;
+}
+
+nd_status cuda_reset_peak(int device) {
+    Exclusive call;
+    ND_TRY(call.begin(device));
+    Device &d = state().devices[device];
+    d.peak_bytes = d.live_bytes;
+    return ND_OK;
+}
+
+nd_status free_scratch(Device &d) {
+    if (d.scratch) {
+        CUDA_TRY("scratch", cudaFreeAsync(d.scratch, d.stream));
+        d.scratch = nullptr;
+        d.scratch_bytes = 0;
+    }
+    return ND_OK;
+}
+
+nd_status cuda_empty_cache(int device) {
+    Exclusive call;
+    ND_TRY(call.begin(device));
+    Device &d = state().devices[device];
+    ND_TRY(free_scratch(d));
+    CUDA_TRY("empty_cache", cudaStreamSynchronize(d.stream));
+    CUDA_TRY("empty_cache", cudaMemPoolTrimTo(d.pool, 0));
+    return ND_OK;
+}
+
+nd_status cuda_reset(int device) {
+    if (state().faulted.load(std::memory_order_acquire)) {
+        first_fault();
+        char fault[1024];
+        snprintf(fault, sizeof fault, "%s", nd_last_error());
+        return nd_error(ND_EFATAL,
+                        "reset: a CUDA context that has faulted cannot be reset; end this "
+                        "process and start again from the last checkpoint. The fault was: "
+                        "%s",
+                        fault);
+    }
+    Exclusive call;
+    ND_TRY(call.begin(device));
+    Device &d = state().devices[device];
+    CUDA_TRY("reset", cudaStreamSynchronize(d.stream));
+    for (auto &entry : d.live) {
+        CUDA_TRY("reset", cudaFreeAsync(entry.first, d.stream));
+    }
+    d.live.clear();
+    d.live_bytes = d.peak_bytes = 0;
+    d.prepared.clear();
+    ND_TRY(free_scratch(d));
+    for (nd_download *idle : d.idle_downloads) {
+        CUDA_TRY("reset", cudaEventDestroy(idle->arrived));
+        CUDA_TRY("reset", cudaFreeHost(idle->pinned));
+        delete idle;
+    }
+    d.idle_downloads.clear();
+    ND_TRY(cuda_matmul_reset(device));
+    CUDA_TRY("reset", cudaStreamSynchronize(d.stream));
+    CUDA_TRY("reset", cudaMemPoolTrimTo(d.pool, 0));
+    CUDA_TRY("reset", cudaMemPoolDestroy(d.pool));
+    CUDA_TRY("reset", cudaStreamDestroy(d.stream));
+    d.pool = nullptr;
+    d.stream = nullptr;
+    d.opened = false;
+    return open_locked(device);
+}
+
+/* ---- events ------------------------------------------------------------------------------------*/
+nd_status cuda_event_new(int device, nd_event **out) {
+    *out = nullptr;
+    ND_TRY(enter(device));
+    nd_event *event = new (std::nothrow) nd_event{nullptr, false};
+    if (!event) {
+        return nd_error(ND_EMEMORY, "event: out of host memory");
+    }
+    cudaError_t error = cudaEventCreate(&event->event);
+    if (error != cudaSuccess) {
+        delete event;
+        return cuda_error("event", "cudaEventCreate", error);
+    }
+    *out = event;
+    return ND_OK;
+}
+
+nd_status cuda_event_record(int device, nd_event *event) {
+    ND_TRY(enter(device));
+    CUDA_TRY("event", cudaEventRecord(event->event, state().devices[device].stream));
+    event->recorded = true;
+    return ND_OK;
+}
+
+nd_status cuda_event_elapsed(int device, nd_event *from, nd_event *to, double *milliseconds) {
+    ND_TRY(enter(device));
+    if (!from->recorded || !to->recorded) {
+        return nd_error(ND_EVALUE, "event: elapsed: both events must have been recorded");
+    }
+    float ms = 0.0f;
+    CUDA_TRY("event", cudaEventSynchronize(from->event));
+    CUDA_TRY("event", cudaEventSynchronize(to->event));
+    CUDA_TRY("event", cudaEventElapsedTime(&ms, from->event, to->event));
+    *milliseconds = (double)ms;
+    return ND_OK;
+}
+
+nd_status cuda_event_free(int device, nd_event *event) {
+    if (!event) {
+        return ND_OK;
+    }
+    nd_status status = ND_OK;
+    if (!state().faulted.load(std::memory_order_acquire)) {
+        status = enter(device);
+        if (status == ND_OK) {
+            cudaError_t error = cudaEventDestroy(event->event);
+            if (error != cudaSuccess && error != cudaErrorCudartUnloading) {
+                status = cuda_error("event", "cudaEventDestroy", error);
+            }
+        }
+    }
+    delete event;
+    return status;
+}
+
+/* ---- the vtable --------------------------------------------------------------------------------*/
+#define EW1(name, types, formula)                                \
+    nd_status call_##name(int device, const name##_args *args) { \
+        Exclusive call;                                          \
+        ND_TRY(call.begin(device));                              \
+        return cuda_##name(device, args);                        \
+    }
+#define EW2(name, types, formula) EW1(name, types, formula)
+#define CMP(name, formula) EW1(name, , )
+#define RED(name, types, start, combine, map) EW1(name, , )
+#define ARG(name, better) EW1(name, , )
+#define OP(name, operands) EW1(name, , )
+#include "../csrc/ops.def"
+
+nd_backend make_backend() {
+    nd_backend b;
+    memset(&b, 0, sizeof b);
+    b.abi = ND_ABI;
+    b.name = "cuda";
+    b.last_error = nd_last_error;
+    b.device_count = cuda_device_count;
+    b.open = cuda_open;
+    b.properties = cuda_properties;
+    b.reset = cuda_reset;
+    b.allocate = cuda_allocate;
+    b.release = cuda_release;
+    b.upload = cuda_upload;
+    b.download = cuda_download;
+    b.download_begin = cuda_download_begin;
+    b.download_end = cuda_download_end;
+    b.synchronize = cuda_synchronize;
+    b.memory_stats = cuda_memory_stats;
+    b.reset_peak = cuda_reset_peak;
+    b.empty_cache = cuda_empty_cache;
+    b.event_new = cuda_event_new;
+    b.event_record = cuda_event_record;
+    b.event_elapsed = cuda_event_elapsed;
+    b.event_free = cuda_event_free;
+#define EW1(row, types, formula) b.row = call_##row;
+#define EW2(row, types, formula) EW1(row, types, formula)
+#define CMP(row, formula) EW1(row, , )
+#define RED(row, types, start, combine, map) EW1(row, , )
+#define ARG(row, better) EW1(row, , )
+#define OP(row, operands) EW1(row, , )
+#include "../csrc/ops.def"
+    return b;
+}
+
+} // namespace
+
+extern "C" __attribute__((visibility("default"))) const nd_backend *needle_backend(void) {
+    static const nd_backend the = make_backend();
+    return &the;
+}
+
+/* ---- what the rows use (common.cuh) ------------------------------------------------------------*/
+nd_status cuda_error(const char *op, const char *what, cudaError_t error) {
+    cudaGetLastError();
+    if (!ends_context(error)) {
+        return nd_error(ND_ECUDA, "%s: %s: %s (%s)", op, what, cudaGetErrorString(error),
+                        cudaGetErrorName(error));
+    }
+    State &s = state();
+    {
+        std::lock_guard<std::mutex> guard(s.fault_lock);
+        if (!s.faulted.load(std::memory_order_relaxed)) {
+            snprintf(s.fault, sizeof s.fault,
+                     "%s: %s: %s (%s): the CUDA context is lost and this process must end; start "
+                     "again from the last checkpoint. The fault may come from an earlier op: "
+                     "NEEDLE_SYNC=1 finds which",
+                     op, what, cudaGetErrorString(error), cudaGetErrorName(error));
+            s.faulted.store(true, std::memory_order_release);
+        }
+    }
+    return first_fault();
+}
+
+const cuda_limits *cuda_device_limits(int device) { return &state().devices[device].limits; }
+
+cudaStream_t cuda_stream(int device) { return state().devices[device].stream; }
+
+int cuda_arch(int device) { return state().devices[device].arch; }
+
+nd_status cuda_pool_malloc(int device, size_t bytes, void **out) {
+    return pool_malloc(device, bytes, out);
+}
+
+nd_status cuda_scratch(int device, size_t bytes, void **out) {
+    Device &d = state().devices[device];
+    if (bytes > d.scratch_bytes) {
+        /* Stream order keeps the old bytes alive for work already enqueued. */
+        ND_TRY(free_scratch(d));
+        size_t rounded = ceil_div(bytes, scratch_step) * scratch_step;
+        ND_TRY(pool_malloc(device, rounded, &d.scratch));
+        d.scratch_bytes = rounded;
+    }
+    *out = d.scratch;
+    return ND_OK;
+}
+
+nd_status cuda_prepare(const char *op, int device, const void *kernel, int threads, size_t shared) {
+    Device &d = state().devices[device];
+    auto found = d.prepared.find(kernel);
+    if (found != d.prepared.end() && shared <= found->second.count) {
+        return ND_OK;
+    }
+    cudaFuncAttributes attributes;
+    CUDA_TRY(op, cudaFuncGetAttributes(&attributes, kernel));
+    if (threads > attributes.maxThreadsPerBlock) {
+        return nd_error(ND_ECUDA,
+                        "%s: needs blocks of %d threads, and cuda(%d) runs this kernel with "
+                        "at most %d",
+                        op, threads, device, attributes.maxThreadsPerBlock);
+    }
+    size_t whole = shared + attributes.sharedSizeBytes;
+    if (whole > d.limits.block_shared) {
+        return nd_error(ND_ECUDA,
+                        "%s: needs %zu bytes of shared memory a block, and cuda(%d) has %zu", op,
+                        whole, device, d.limits.block_shared);
+    }
+    if (whole > 48 * 1024) {
+        CUDA_TRY(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                          (int)shared));
+    }
+    d.prepared[kernel] = {shared};
+    return ND_OK;
+}

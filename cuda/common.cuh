@@ -1,0 +1,341 @@
+/* common.cuh - what every CUDA file shares.
+ *
+ * How an op runs. The vtable in backend.cu wraps each cuda_<row>: it refuses after a fatal fault,
+ * takes the device's lock, makes the device current and then calls cuda_<row>(device, args), which
+ * enqueues on cuda_stream(device) and returns. So a row needs no prologue of its own: it checks its
+ * operands, asks for scratch at most once, launches, and ends with CUDA_LAUNCHED.
+ *
+ * Errors. Every CUDA call goes through CUDA_TRY, every launch is followed by CUDA_LAUNCHED.
+ * cuda_error() clears the runtime's last error and tells faults that end the context (ND_EFATAL:
+ * illegal address, assertion, ECC, ...; the backend is poisoned, its first message is kept) from
+ * those that can be retried (ND_ECUDA: memory, launch configuration).
+ */
+#ifndef NEEDLE_COMMON_CUH
+#define NEEDLE_COMMON_CUH
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include "../csrc/backend.h"
+#include "../csrc/formula.h"
+
+/* ---- the rows: a function that is missing is a link error --------------------------------------*/
+#define EW1(name, types, formula) nd_status cuda_##name(int device, const name##_args *a);
+#define EW2(name, types, formula) EW1(name, types, formula)
+#define CMP(name, formula) EW1(name, , )
+#define RED(name, types, start, combine, map) EW1(name, , )
+#define ARG(name, better) EW1(name, , )
+#define OP(name, operands) EW1(name, , )
+#include "../csrc/ops.def"
+
+/* ---- errors (backend.cu) -----------------------------------------------------------------------*/
+nd_status cuda_error(const char *op, const char *what, cudaError_t error);
+
+#define CUDA_TRY(op, call)                                 \
+    do {                                                   \
+        cudaError_t cuda_try_error_ = (call);              \
+        if (cuda_try_error_ != cudaSuccess) {              \
+            return cuda_error(op, #call, cuda_try_error_); \
+        }                                                  \
+    } while (0)
+
+/* After each <<< >>>: the launch itself was accepted (faults inside it show up later). */
+#define CUDA_LAUNCHED(op)                                               \
+    do {                                                                \
+        cudaError_t cuda_launch_error_ = cudaGetLastError();            \
+        if (cuda_launch_error_ != cudaSuccess) {                        \
+            return cuda_error(op, "kernel launch", cuda_launch_error_); \
+        }                                                               \
+    } while (0)
+
+/* ---- the device (backend.cu); valid inside a row, that is, after open() ------------------------*/
+typedef struct {
+    int processors;      /* multiprocessors */
+    int arch;            /* 90 for compute capability 9.0 */
+    int block_threads;   /* most threads of a block */
+    size_t block_shared; /* most shared memory of a block, after opting in */
+    size_t l2_bytes;
+} cuda_limits;
+
+const cuda_limits *cuda_device_limits(int device);
+cudaStream_t cuda_stream(int device);
+/* The architecture to choose kernels for: the device's, or less when NEEDLE_ARCH (say 80) asks for
+ * the portable kernels on a newer device. */
+int cuda_arch(int device);
+
+/* Device memory for this op alone, 256-byte aligned, undefined contents; valid for work enqueued
+ * before the op returns. One call an op: a second one may hand out the same bytes. */
+nd_status cuda_scratch(int device, size_t bytes, void **out);
+
+/* Before a launch: threads and dynamic shared memory against the device's limits (ND_ECUDA names
+ * both numbers), and the opt-in above 48 KiB. `kernel` is the kernel's address; remembered, so that
+ * a repeated call costs a look-up. */
+nd_status cuda_prepare(const char *op, int device, const void *kernel, int threads, size_t shared);
+
+/* reduce.cu: to[c] += the sum over r of partial[r * columns + c], rows in a fixed order. */
+nd_status cuda_add_columns(const char *op, int device, const float *partial, int64_t rows,
+                           int64_t columns, float *to);
+
+/* Memory of the device's pool that lives on (freed by cudaFreeAsync); not counted as an array's. */
+nd_status cuda_pool_malloc(int device, size_t bytes, void **out);
+
+/* matmul.cu: drop plans, handle and workspace of the device (reset). */
+nd_status cuda_matmul_reset(int device);
+
+/* Blocks for a grid-stride loop: `wanted`, but no more than `per_processor` on each processor. */
+static inline unsigned cuda_grid(int device, int64_t wanted, int per_processor) {
+    int64_t most = (int64_t)cuda_device_limits(device)->processors * per_processor;
+    int64_t blocks = wanted < most ? wanted : most;
+    return (unsigned)(blocks > 0 ? blocks : 1);
+}
+
+template <class I> __host__ __device__ constexpr I ceil_div(I a, I b) { return (a + b - 1) / b; }
+
+static inline bool is_aligned16(const void *p) { return ((uintptr_t)p & 15) == 0; }
+
+/* ---- dtypes ------------------------------------------------------------------------------------*/
+typedef __nv_bfloat16 bf16;
+typedef __half f16;
+
+template <class T> struct Type { typedef T type; };
+
+/* A compile-time int as an argument of a generic lambda. */
+template <int value> struct Constant { static constexpr int get = value; };
+
+/* with_float(op, dtype, [&](auto tag) -> nd_status { using T = typename decltype(tag)::type; ... })
+ * calls the function with the C++ type of a float dtype. */
+template <class F> static inline nd_status with_float(const char *op, nd_dtype dtype, F &&f) {
+    switch (dtype) {
+    case ND_F32:
+        return f(Type<float>());
+    case ND_BF16:
+        return f(Type<bf16>());
+    case ND_F16:
+        return f(Type<f16>());
+    default:
+        return nd_error(ND_ETYPE, "%s: dtype %s: must be float32, bfloat16 or float16", op,
+                        nd_dtype_name(dtype));
+    }
+}
+
+/* The same over all dtypes; bool is the C++ type bool (one byte, 0 or 1). */
+template <class F> static inline nd_status with_any(const char *op, nd_dtype dtype, F &&f) {
+    switch (dtype) {
+    case ND_I32:
+        return f(Type<int32_t>());
+    case ND_I64:
+        return f(Type<int64_t>());
+    case ND_U8:
+        return f(Type<uint8_t>());
+    case ND_BOOL:
+        return f(Type<bool>());
+    case ND_U16:
+        return f(Type<uint16_t>());
+    default:
+        return with_float(op, dtype, (F &&) f);
+    }
+}
+
+template <class T> static inline const T *data_of(const nd_array *a) { return (const T *)a->data; }
+template <class T> static inline T *data_of(nd_array *a) { return (T *)a->data; }
+
+/* ---- strided walks -----------------------------------------------------------------------------
+ * An nd_loop cut to what a kernel takes by value: row-major index -> offset of each operand. */
+template <int operands> struct Walk {
+    int64_t size;
+    int ndim;
+    int64_t shape[ND_MAX_DIMS];
+    int64_t strides[operands][ND_MAX_DIMS];
+
+    Walk() = default;
+    explicit Walk(const nd_loop &loop) : size(loop.size), ndim(loop.ndim) {
+        for (int d = 0; d < ND_MAX_DIMS; d++) {
+            shape[d] = d < ndim ? loop.shape[d] : 1;
+            for (int k = 0; k < operands; k++) {
+                strides[k][d] = d < ndim ? loop.strides[k][d] : 0;
+            }
+        }
+    }
+
+    /* offset[k] += that of the element `i`. Division in 32 bits where the size allows it: it costs
+     * a fifth of the 64-bit one. */
+    __device__ __forceinline__ void add_offsets(int64_t i, int64_t (&offset)[operands]) const {
+        if (size <= 0x7fffffff) {
+            split((uint32_t)i, offset);
+        } else {
+            split((uint64_t)i, offset);
+        }
+    }
+
+  private:
+    template <class I>
+    __device__ __forceinline__ void split(I i, int64_t (&offset)[operands]) const {
+        for (int d = ndim - 1; d > 0; d--) {
+            I next = i / (I)shape[d];
+            I at = i - next * (I)shape[d];
+            i = next;
+#pragma unroll
+            for (int k = 0; k < operands; k++) {
+                offset[k] += (int64_t)at * strides[k][d];
+            }
+        }
+        if (ndim > 0) {
+#pragma unroll
+            for (int k = 0; k < operands; k++) {
+                offset[k] += (int64_t)i * strides[k][0];
+            }
+        }
+    }
+};
+
+#ifdef __CUDACC__
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(bf16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float to_float(f16 x) { return __half2float(x); }
+
+/* Round to nearest even; float16 overflows to infinity. */
+template <class T> __device__ __forceinline__ T from_float(float x);
+template <> __device__ __forceinline__ float from_float<float>(float x) { return x; }
+template <> __device__ __forceinline__ bf16 from_float<bf16>(float x) {
+    return __float2bfloat16_rn(x);
+}
+template <> __device__ __forceinline__ f16 from_float<f16>(float x) { return __float2half_rn(x); }
+
+/* ---- any dtype, known at run time --------------------------------------------------------------
+ * V is float for float dtypes and int64_t for integers and bool. The branch is the same for the
+ * whole grid. Floats truncate to integers; what is not zero is true. */
+template <class V> __device__ __forceinline__ V load_as(const void *p, int64_t i, nd_dtype dtype);
+template <>
+__device__ __forceinline__ float load_as<float>(const void *p, int64_t i, nd_dtype dtype) {
+    return dtype == ND_F32    ? ((const float *)p)[i]
+           : dtype == ND_BF16 ? to_float(((const bf16 *)p)[i])
+                              : to_float(((const f16 *)p)[i]);
+}
+template <>
+__device__ __forceinline__ int64_t load_as<int64_t>(const void *p, int64_t i, nd_dtype dtype) {
+    return dtype == ND_I32   ? ((const int32_t *)p)[i]
+           : dtype == ND_I64 ? ((const int64_t *)p)[i]
+           : dtype == ND_U16 ? ((const uint16_t *)p)[i]
+                             : ((const uint8_t *)p)[i]; /* bool is the byte 0 or 1 */
+}
+
+/* Out of range: the nearest int64, to be cut to size; NaN: 0. */
+__device__ __forceinline__ int64_t truncated(float x) { return x == x ? (int64_t)x : 0; }
+__device__ __forceinline__ int64_t truncated(int64_t x) { return x; }
+
+template <class V>
+__device__ __forceinline__ void store_as(void *p, int64_t i, nd_dtype dtype, V x) {
+    switch (dtype) {
+    case ND_F32:
+        ((float *)p)[i] = (float)x;
+        break;
+    case ND_BF16:
+        ((bf16 *)p)[i] = from_float<bf16>((float)x);
+        break;
+    case ND_F16:
+        ((f16 *)p)[i] = from_float<f16>((float)x);
+        break;
+    case ND_I32:
+        ((int32_t *)p)[i] = (int32_t)truncated(x);
+        break;
+    case ND_I64:
+        ((int64_t *)p)[i] = truncated(x);
+        break;
+    case ND_U8:
+        ((uint8_t *)p)[i] = (uint8_t)truncated(x);
+        break;
+    case ND_U16:
+        ((uint16_t *)p)[i] = (uint16_t)truncated(x);
+        break;
+    default:
+        ((bool *)p)[i] = x != 0;
+        break;
+    }
+}
+
+/* ---- 16-byte accesses --------------------------------------------------------------------------
+ * A Vec lives in registers when it is indexed by unrolled loops only. */
+template <class T> struct alignas(16) Vec {
+    static constexpr int size = 16 / sizeof(T);
+    T v[size];
+};
+
+template <class T> __device__ __forceinline__ Vec<T> load16(const T *p) {
+    union {
+        uint4 bits;
+        Vec<T> vec;
+    } u = {*reinterpret_cast<const uint4 *>(p)};
+    return u.vec;
+}
+
+/* Two 16-bit floats as the word that memory holds. */
+__device__ __forceinline__ uint32_t pack(bf16 low, bf16 high) {
+    return (uint32_t)__bfloat16_as_ushort(low) | (uint32_t)__bfloat16_as_ushort(high) << 16;
+}
+__device__ __forceinline__ uint32_t pack(f16 low, f16 high) {
+    return (uint32_t)__half_as_ushort(low) | (uint32_t)__half_as_ushort(high) << 16;
+}
+
+/* By name, because the compiler may split the copy of a struct into stores of its members. */
+template <class T> __device__ __forceinline__ void store16(T *p, const Vec<T> &x) {
+    uint4 bits;
+    if constexpr (sizeof(T) == 4) {
+        bits = make_uint4(__float_as_uint(x.v[0]), __float_as_uint(x.v[1]), __float_as_uint(x.v[2]),
+                          __float_as_uint(x.v[3]));
+    } else {
+        bits = make_uint4(pack(x.v[0], x.v[1]), pack(x.v[2], x.v[3]), pack(x.v[4], x.v[5]),
+                          pack(x.v[6], x.v[7]));
+    }
+    __stwb(reinterpret_cast<uint4 *>(p), bits);
+}
+
+/* ---- reductions --------------------------------------------------------------------------------
+ * In a fixed order, so the same bits each time; every thread gets the result. */
+struct SumOp {
+    static constexpr float identity = 0.0f;
+    __device__ __forceinline__ float operator()(float a, float b) const { return a + b; }
+};
+struct MaxOp {
+    static constexpr float identity = -INFINITY;
+    __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
+};
+
+/* Over the `width` neighbouring lanes (a power of two) that hold this thread. */
+template <int width = 32, class V, class Op> __device__ __forceinline__ V warp_reduce(V v, Op op) {
+#pragma unroll
+    for (int offset = width / 2; offset > 0; offset /= 2) {
+        v = op(v, __shfl_xor_sync(0xffffffffu, v, offset));
+    }
+    return v;
+}
+
+template <int width = 32> __device__ __forceinline__ float warp_sum(float v) {
+    return warp_reduce<width>(v, SumOp());
+}
+template <int width = 32> __device__ __forceinline__ float warp_max(float v) {
+    return warp_reduce<width>(v, MaxOp());
+}
+
+/* Over a 1-D block of whole warps; all threads must call it. */
+template <class Op> __device__ __forceinline__ float block_reduce(float v, Op op) {
+    __shared__ float partial[32];
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    v = warp_reduce(v, op);
+    if (warps == 1) {
+        return v;
+    }
+    if (lane == 0) {
+        partial[warp] = v;
+    }
+    __syncthreads();
+    v = warp_reduce(lane < warps ? partial[lane] : Op::identity, op);
+    __syncthreads(); /* the next call writes partial again */
+    return v;
+}
+__device__ __forceinline__ float block_sum(float v) { return block_reduce(v, SumOp()); }
+__device__ __forceinline__ float block_max(float v) { return block_reduce(v, MaxOp()); }
+
+#endif
+#endif

@@ -1,0 +1,284 @@
+/* copy.cu - assign (to = from, any dtypes, any strides) and fill.
+ *
+ * assign: equal dtypes and both contiguous: one device copy. Equal dtypes otherwise: bits are moved
+ * in the widest pieces (1 to 16 bytes) that the innermost axis and all strides allow, so a permuted
+ * view whose last axis stays is copied 16 bytes at a time. Float to float, both contiguous and
+ * aligned: eight elements a thread. All other pairs: an element a thread, dtypes at run time.
+ * fill: zero bits on contiguous memory is a memset; otherwise a store an element (16 bytes a store
+ * when contiguous).
+ * Bytes: each element read once and written once.
+ */
+#include <string.h>
+
+#include "common.cuh"
+
+namespace {
+
+constexpr int threads = 256;
+
+template <class Piece>
+__global__ void __launch_bounds__(threads) move_kernel(Piece *to, const Piece *from, Walk<2> walk) {
+    constexpr int unroll = 4;
+    const int64_t step = (int64_t)gridDim.x * threads;
+    for (int64_t i = (int64_t)blockIdx.x * threads + threadIdx.x; i < walk.size;
+         i += step * unroll) {
+        Piece pieces[unroll];
+        int64_t target[unroll];
+#pragma unroll
+        for (int u = 0; u < unroll; u++) {
+            int64_t at[2] = {0, 0};
+            if (i + u * step < walk.size) {
+                walk.add_offsets(i + u * step, at);
+                pieces[u] = from[at[1]];
+            }
+            target[u] = at[0];
+        }
+#pragma unroll
+        for (int u = 0; u < unroll; u++) {
+            if (i + u * step < walk.size) {
+                to[target[u]] = pieces[u];
+            }
+        }
+    }
+}
+
+/* Eight contiguous elements a thread; `tail` more after the last eight. */
+template <class To, class From>
+__global__ void __launch_bounds__(threads)
+    convert_kernel(To *to, const From *from, int64_t groups, int tail) {
+    for (int64_t i = (int64_t)blockIdx.x * threads + threadIdx.x; i < groups;
+         i += (int64_t)gridDim.x * threads) {
+        Vec<From> in[8 / Vec<From>::size];
+        Vec<To> out[8 / Vec<To>::size];
+#pragma unroll
+        for (int k = 0; k < 8 / Vec<From>::size; k++) {
+            in[k] = load16(from + i * 8 + k * Vec<From>::size);
+        }
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+            out[k / Vec<To>::size].v[k % Vec<To>::size] =
+                from_float<To>(to_float(in[k / Vec<From>::size].v[k % Vec<From>::size]));
+        }
+#pragma unroll
+        for (int k = 0; k < 8 / Vec<To>::size; k++) {
+            store16(to + i * 8 + k * Vec<To>::size, out[k]);
+        }
+    }
+    if (blockIdx.x == 0 && (int)threadIdx.x < tail) {
+        int64_t i = groups * 8 + threadIdx.x;
+        to[i] = from_float<To>(to_float(from[i]));
+    }
+}
+
+template <class V>
+__global__ void __launch_bounds__(threads)
+    assign_kernel(void *to, nd_dtype to_dtype, const void *from, nd_dtype from_dtype,
+                  Walk<2> walk) {
+    for (int64_t i = (int64_t)blockIdx.x * threads + threadIdx.x; i < walk.size;
+         i += (int64_t)gridDim.x * threads) {
+        int64_t at[2] = {0, 0};
+        walk.add_offsets(i, at);
+        store_as<V>(to, at[0], to_dtype, load_as<V>(from, at[1], from_dtype));
+    }
+}
+
+template <class Piece>
+__global__ void __launch_bounds__(threads) fill_kernel(Piece *to, Piece value, Walk<1> walk) {
+    for (int64_t i = (int64_t)blockIdx.x * threads + threadIdx.x; i < walk.size;
+         i += (int64_t)gridDim.x * threads) {
+        int64_t at[1] = {0};
+        walk.add_offsets(i, at);
+        to[at[0]] = value;
+    }
+}
+
+bool is_flat(const nd_loop &loop, int operands) {
+    for (int k = 0; k < operands; k++) {
+        if (loop.ndim > 1 || (loop.ndim == 1 && loop.strides[k][0] != 1)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* The widest piece, in elements of `size` bytes, that every row can be cut into. */
+int64_t piece_elements(const nd_loop &loop, int operands, const void *const *data, size_t size) {
+    for (int64_t n = (int64_t)(16 / size); n > 1; n /= 2) {
+        bool fits = loop.ndim > 0 && loop.shape[loop.ndim - 1] % n == 0;
+        for (int k = 0; fits && k < operands; k++) {
+            fits = loop.strides[k][loop.ndim - 1] == 1 && (uintptr_t)data[k] % (n * size) == 0;
+            for (int d = 0; fits && d < loop.ndim - 1; d++) {
+                fits = loop.strides[k][d] % n == 0;
+            }
+        }
+        if (fits) {
+            return n;
+        }
+    }
+    return 1;
+}
+
+/* Count in pieces of n elements instead of elements. */
+void widen(nd_loop *loop, int operands, int64_t n) {
+    if (n == 1) {
+        return;
+    }
+    int last = loop->ndim - 1;
+    loop->size /= n;
+    loop->shape[last] /= n;
+    for (int k = 0; k < operands; k++) {
+        for (int d = 0; d < last; d++) {
+            loop->strides[k][d] /= n;
+        }
+    }
+}
+
+template <class Piece> nd_status move(int device, void *to, const void *from, const nd_loop &loop) {
+    unsigned grid = cuda_grid(device, ceil_div<int64_t>(loop.size, threads * 4), 4096);
+    move_kernel<Piece><<<grid, threads, 0, cuda_stream(device)>>>((Piece *)to, (const Piece *)from,
+                                                                  Walk<2>(loop));
+    CUDA_LAUNCHED("assign");
+    return ND_OK;
+}
+
+nd_status move_bits(int device, void *to, const void *from, nd_loop loop, size_t size) {
+    const void *data[2] = {to, from};
+    int64_t n = piece_elements(loop, 2, data, size);
+    widen(&loop, 2, n);
+    switch (n * size) {
+    case 1:
+        return move<uint8_t>(device, to, from, loop);
+    case 2:
+        return move<uint16_t>(device, to, from, loop);
+    case 4:
+        return move<uint32_t>(device, to, from, loop);
+    case 8:
+        return move<uint2>(device, to, from, loop);
+    default:
+        return move<uint4>(device, to, from, loop);
+    }
+}
+
+nd_status convert_floats(int device, const nd_array *to, const nd_array *from, int64_t size) {
+    return with_float("assign", to->dtype, [&](auto to_tag) -> nd_status {
+        return with_float("assign", from->dtype, [&](auto from_tag) -> nd_status {
+            using To = typename decltype(to_tag)::type;
+            using From = typename decltype(from_tag)::type;
+            unsigned grid = cuda_grid(device, ceil_div<int64_t>(size / 8, threads), 4096);
+            convert_kernel<To, From><<<grid, threads, 0, cuda_stream(device)>>>(
+                (To *)to->data, (const From *)from->data, size / 8, (int)(size % 8));
+            CUDA_LAUNCHED("assign");
+            return ND_OK;
+        });
+    });
+}
+
+template <class Piece> nd_status fill(int device, void *to, const void *bits, const nd_loop &loop) {
+    Piece value;
+    memcpy(&value, bits, sizeof value);
+    unsigned grid = cuda_grid(device, ceil_div<int64_t>(loop.size, threads), 64);
+    fill_kernel<Piece>
+        <<<grid, threads, 0, cuda_stream(device)>>>((Piece *)to, value, Walk<1>(loop));
+    CUDA_LAUNCHED("fill");
+    return ND_OK;
+}
+
+/* The bits of `value` in that dtype; float16 and bfloat16 are rounded to nearest even. */
+template <class T> void put(void *bits, T value) { memcpy(bits, &value, sizeof value); }
+void value_bits(nd_dtype dtype, double value, void *bits) {
+    switch (dtype) {
+    case ND_F32:
+        return put(bits, (float)value);
+    case ND_BF16:
+        return put(bits, __float2bfloat16_rn((float)value));
+    case ND_F16:
+        return put(bits, __float2half_rn((float)value));
+    case ND_I32:
+        return put(bits, (int32_t)(int64_t)value);
+    case ND_I64:
+        return put(bits, (int64_t)value);
+    case ND_U8:
+        return put(bits, (uint8_t)(int64_t)value);
+    case ND_U16:
+        return put(bits, (uint16_t)(int64_t)value);
+    default:
+        return put(bits, (uint8_t)(value != 0));
+    }
+}
+
+} // namespace
+
+nd_status cuda_assign(int device, const assign_args *a) {
+    const nd_array *operands[2] = {a->to, a->from};
+    nd_loop loop;
+    nd_collapse(2, operands, &loop);
+    if (loop.size == 0) {
+        return ND_OK;
+    }
+    void *to = a->to->data;
+    const void *from = a->from->data;
+    size_t size = nd_dtype_size(a->to->dtype);
+    bool flat = is_flat(loop, 2);
+    if (a->to->dtype == a->from->dtype) {
+        if (flat) {
+            CUDA_TRY("assign", cudaMemcpyAsync(to, from, (size_t)loop.size * size,
+                                               cudaMemcpyDeviceToDevice, cuda_stream(device)));
+            return ND_OK;
+        }
+        return move_bits(device, to, from, loop, size);
+    }
+    bool from_float = nd_dtype_is_float(a->from->dtype);
+    if (flat && from_float && nd_dtype_is_float(a->to->dtype) && is_aligned16(to) &&
+        is_aligned16(from)) {
+        return convert_floats(device, a->to, a->from, loop.size);
+    }
+    unsigned grid = cuda_grid(device, ceil_div<int64_t>(loop.size, threads), 4096);
+    cudaStream_t stream = cuda_stream(device);
+    if (from_float) {
+        assign_kernel<float>
+            <<<grid, threads, 0, stream>>>(to, a->to->dtype, from, a->from->dtype, Walk<2>(loop));
+    } else {
+        assign_kernel<int64_t>
+            <<<grid, threads, 0, stream>>>(to, a->to->dtype, from, a->from->dtype, Walk<2>(loop));
+    }
+    CUDA_LAUNCHED("assign");
+    return ND_OK;
+}
+
+nd_status cuda_fill(int device, const fill_args *a) {
+    const nd_array *operands[1] = {a->to};
+    nd_loop loop;
+    nd_collapse(1, operands, &loop);
+    if (loop.size == 0) {
+        return ND_OK;
+    }
+    void *to = a->to->data;
+    size_t size = nd_dtype_size(a->to->dtype);
+    unsigned char bits[16] = {0};
+    value_bits(a->to->dtype, a->value, bits);
+    uint64_t one = 0;
+    memcpy(&one, bits, size);
+    if (is_flat(loop, 1) && (one == 0 || size == 1)) {
+        CUDA_TRY("fill",
+                 cudaMemsetAsync(to, bits[0], (size_t)loop.size * size, cuda_stream(device)));
+        return ND_OK;
+    }
+    for (size_t at = size; at < sizeof bits; at++) {
+        bits[at] = bits[at - size];
+    }
+    const void *data[1] = {to};
+    int64_t n = piece_elements(loop, 1, data, size);
+    widen(&loop, 1, n);
+    switch (n * size) {
+    case 1:
+        return fill<uint8_t>(device, to, bits, loop);
+    case 2:
+        return fill<uint16_t>(device, to, bits, loop);
+    case 4:
+        return fill<uint32_t>(device, to, bits, loop);
+    case 8:
+        return fill<uint2>(device, to, bits, loop);
+    default:
+        return fill<uint4>(device, to, bits, loop);
+    }
+}

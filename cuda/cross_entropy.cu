@@ -1,0 +1,226 @@
+/* cross_entropy.cu - cross-entropy over the vocabulary, logits (N, V).
+ *
+ *   forward   lse[n] = log sum_v exp(logits[n, v]),  losses[n] = lse[n] - logits[n, targets[n]]
+ *             loss = sum(losses) / count, count = the number of targets >= 0 (loss 0 when none)
+ *   backward  dlogits[n, v] = (exp(logits[n, v] - lse[n]) - (v == targets[n])) dloss / count
+ *
+ * A negative target gives losses 0 and dlogits 0. A target >= V gives losses NaN and dlogits 0.
+ * Computed in float32. A block takes a row. Forward: each thread keeps a running maximum and the
+ * sum of exponentials relative to it, rescaled when the maximum grows, so one read of the row is
+ * enough; the threads' pairs are merged in a fixed order. A row may start anywhere (V odd): the
+ * elements before its first 16-byte boundary and after its last go one by one.
+ * Bytes, T bytes an element: forward N V T; backward 2 N V T. One exponential an element in each.
+ */
+#include "common.cuh"
+
+namespace {
+
+constexpr int most_threads = 512;
+constexpr int unroll = 4; /* vectors in flight */
+constexpr float log2_e = 1.44269504f;
+
+/* A row cut into `head` single elements, whole vectors, and the rest. */
+struct Cut {
+    int64_t head, vectors, tail; /* tail: index of the first element after the vectors */
+};
+template <class T>
+__device__ __forceinline__ Cut cut_row(const T *row, int64_t columns, bool vectors) {
+    constexpr int N = Vec<T>::size;
+    int64_t head = (16 - ((uintptr_t)row & 15)) % 16 / sizeof(T);
+    Cut cut;
+    cut.head = vectors && head < columns ? head : columns;
+    cut.vectors = (columns - cut.head) / N;
+    cut.tail = cut.head + cut.vectors * N;
+    return cut;
+}
+
+/* sum_i exp(x_i - max), and max; max is -inf before the first finite element. */
+struct Running {
+    float max, sum;
+
+    /* Room for elements up to `x`. Returns what to subtract from them: never -inf. */
+    __device__ __forceinline__ float raise(float x) {
+        const float up = fmaxf(max, x);
+        const float shift = up == -INFINITY ? 0.0f : up;
+        sum *= exp2f((max - shift) * log2_e);
+        max = up;
+        return shift;
+    }
+    __device__ __forceinline__ void add(float x) {
+        const float shift = raise(x);
+        sum += exp2f((x - shift) * log2_e);
+    }
+};
+
+template <class T>
+__global__ void __launch_bounds__(most_threads)
+    forward_kernel(const T *logits, const int32_t *targets, float *losses, float *lse, int64_t rows,
+                   int64_t columns) {
+    constexpr int N = Vec<T>::size;
+    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+        const T *x = logits + row * columns;
+        const Cut cut = cut_row(x, columns, true);
+        Running r = {-INFINITY, 0.0f};
+        const T *body = x + cut.head;
+        for (int64_t base = threadIdx.x; base < cut.vectors; base += (int64_t)unroll * blockDim.x) {
+            Vec<T> v[unroll];
+#pragma unroll
+            for (int u = 0; u < unroll; u++) {
+                const int64_t i = base + (int64_t)u * blockDim.x;
+                if (i < cut.vectors) {
+                    v[u] = load16(body + i * N);
+                } else {
+#pragma unroll
+                    for (int k = 0; k < N; k++) {
+                        v[u].v[k] = from_float<T>(-INFINITY);
+                    }
+                }
+            }
+            float most = to_float(v[0].v[0]);
+#pragma unroll
+            for (int u = 0; u < unroll; u++) {
+#pragma unroll
+                for (int k = 0; k < N; k++) {
+                    most = fmaxf(most, to_float(v[u].v[k]));
+                }
+            }
+            const float shift = r.raise(most);
+#pragma unroll
+            for (int u = 0; u < unroll; u++) {
+#pragma unroll
+                for (int k = 0; k < N; k++) {
+                    r.sum += exp2f((to_float(v[u].v[k]) - shift) * log2_e);
+                }
+            }
+        }
+        for (int64_t c = threadIdx.x; c < cut.head; c += blockDim.x) {
+            r.add(to_float(x[c]));
+        }
+        for (int64_t c = cut.tail + threadIdx.x; c < columns; c += blockDim.x) {
+            r.add(to_float(x[c]));
+        }
+        const float max = block_max(r.max);
+        r.raise(max);
+        const float sum = block_sum(r.sum);
+        if (threadIdx.x == 0) {
+            const float all = (max == -INFINITY ? 0.0f : max) + logf(sum);
+            const int64_t target = targets[row];
+            lse[row] = all;
+            losses[row] = target < 0 ? 0.0f : target >= columns ? NAN : all - to_float(x[target]);
+        }
+    }
+}
+
+/* One block: the mean over the rows whose target counts. */
+__global__ void __launch_bounds__(1024) mean_kernel(const float *losses, const int32_t *targets,
+                                                    float *loss, float *count, int64_t rows) {
+    float sum = 0.0f, valid = 0.0f;
+#pragma unroll 4
+    for (int64_t i = threadIdx.x; i < rows; i += 1024) {
+        sum += losses[i];
+        valid += targets[i] >= 0 ? 1.0f : 0.0f;
+    }
+    sum = block_sum(sum);
+    valid = block_sum(valid);
+    if (threadIdx.x == 0) {
+        *loss = valid > 0.0f ? sum / valid : 0.0f;
+        *count = valid;
+    }
+}
+
+template <class T>
+__device__ __forceinline__ float gradient(T x, float lse, float scale, bool is_target) {
+    const float p = exp2f((to_float(x) - lse) * log2_e);
+    return (is_target ? p - 1.0f : p) * scale;
+}
+
+template <class T>
+__global__ void __launch_bounds__(most_threads)
+    backward_kernel(const T *logits, const int32_t *targets, const float *lse, const float *count,
+                    const float *dloss, T *dlogits, int64_t rows, int64_t columns, bool vectors) {
+    constexpr int N = Vec<T>::size;
+    const float scale = *dloss / *count;
+    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+        const T *x = logits + row * columns;
+        T *dx = dlogits + row * columns;
+        const Cut cut = cut_row(x, columns, vectors);
+        const int64_t target = targets[row];
+        const bool counts = target >= 0 && target < columns;
+        const float all = lse[row];
+        for (int64_t base = threadIdx.x; base < cut.vectors; base += (int64_t)unroll * blockDim.x) {
+            Vec<T> v[unroll];
+#pragma unroll
+            for (int u = 0; u < unroll; u++) {
+                const int64_t i = base + (int64_t)u * blockDim.x;
+                if (counts && i < cut.vectors) {
+                    v[u] = load16(x + cut.head + i * N);
+                }
+            }
+#pragma unroll
+            for (int u = 0; u < unroll; u++) {
+                const int64_t i = base + (int64_t)u * blockDim.x;
+                if (i < cut.vectors) {
+                    const int64_t first = cut.head + i * N;
+                    Vec<T> out;
+#pragma unroll
+                    for (int k = 0; k < N; k++) {
+                        out.v[k] = from_float<T>(
+                            counts ? gradient(v[u].v[k], all, scale, first + k == target) : 0.0f);
+                    }
+                    store16(dx + first, out);
+                }
+            }
+        }
+        for (int64_t c = threadIdx.x; c < cut.head; c += blockDim.x) {
+            dx[c] = from_float<T>(counts ? gradient(x[c], all, scale, c == target) : 0.0f);
+        }
+        for (int64_t c = cut.tail + threadIdx.x; c < columns; c += blockDim.x) {
+            dx[c] = from_float<T>(counts ? gradient(x[c], all, scale, c == target) : 0.0f);
+        }
+    }
+}
+
+int threads_for(int64_t columns) {
+    return columns >= 16384 ? most_threads : columns >= 2048 ? 256 : 64;
+}
+
+} // namespace
+
+nd_status cuda_cross_entropy_fwd(int device, const cross_entropy_fwd_args *a) {
+    const int64_t rows = a->logits->shape[0], columns = a->logits->shape[1];
+    cudaStream_t stream = cuda_stream(device);
+    const int32_t *targets = data_of<int32_t>(a->targets);
+    float *losses = data_of<float>(a->losses);
+    return with_float("cross_entropy_fwd", a->logits->dtype, [&](auto tag) -> nd_status {
+        using T = typename decltype(tag)::type;
+        if (rows > 0) {
+            forward_kernel<T><<<cuda_grid(device, rows, 1024), threads_for(columns), 0, stream>>>(
+                data_of<T>(a->logits), targets, losses, data_of<float>(a->lse), rows, columns);
+            CUDA_LAUNCHED("cross_entropy_fwd");
+        }
+        mean_kernel<<<1, 1024, 0, stream>>>(losses, targets, data_of<float>(a->loss),
+                                            data_of<float>(a->count), rows);
+        CUDA_LAUNCHED("cross_entropy_fwd");
+        return ND_OK;
+    });
+}
+
+nd_status cuda_cross_entropy_bwd(int device, const cross_entropy_bwd_args *a) {
+    const int64_t rows = a->logits->shape[0], columns = a->logits->shape[1];
+    if (rows == 0 || columns == 0) {
+        return ND_OK;
+    }
+    return with_float("cross_entropy_bwd", a->logits->dtype, [&](auto tag) -> nd_status {
+        using T = typename decltype(tag)::type;
+        const T *logits = data_of<T>(a->logits);
+        T *dlogits = data_of<T>(a->dlogits);
+        bool vectors = (((uintptr_t)logits ^ (uintptr_t)dlogits) & 15) == 0;
+        backward_kernel<T>
+            <<<cuda_grid(device, rows, 1024), threads_for(columns), 0, cuda_stream(device)>>>(
+                logits, data_of<int32_t>(a->targets), data_of<float>(a->lse),
+                data_of<float>(a->count), data_of<float>(a->dloss), dlogits, rows, columns,
+                vectors);
+        CUDA_LAUNCHED("cross_entropy_bwd");
+        return ND_OK;
+    });
+}

@@ -1,0 +1,548 @@
+/* matmul.cu - matrix products by cuBLASLt, and the bias gradient.
+ *
+ *   matmul      c[b] = a[b] b[b]                 matmul_acc   c[b] += a[b] b[b], c in float32
+ *   linear_fwd  y = x w + bias (in the product's epilogue)
+ *   bias_bwd    db += column sums of dy          (linear's other gradients are matmul and matmul_acc)
+ *
+ * All products accumulate in float32; TF32 only with NEEDLE_TF32=1. cuBLASLt thinks in columns: a
+ * row-major matrix is the transpose of a column-major one with the same leading dimension, so
+ * c = a b is handed over as c^T = b^T a^T and nothing is moved.
+ *
+ * Plans. What cuBLASLt needs for one kind of product (descriptors, layouts, the algorithm) is kept
+ * by shape, strides, transposes, dtypes, epilogue, beta and the alignment of each pointer. The
+ * algorithm is the heuristic's first answer, never the winner of a timing, so that a resumed run
+ * takes the same; partial sums of split products are added in float32.
+ *
+ * bias_bwd: blocks of 32 x 8 threads walk down strips of columns, 16 bytes a thread and row; partial
+ * sums a block in scratch, added in a fixed order. Reads dy once.
+ */
+#include <cublasLt.h>
+#include <mutex>
+#include <stdlib.h>
+#include <string.h>
+#include <unordered_map>
+
+#include "common.cuh"
+
+namespace {
+
+/* One product as cuBLASLt sees it: column-major d (m x n) = op(a) (m x k) op(b) (k x n). All fields
+ * are 8 bytes wide, so that the struct has no padding and its bytes can be hashed. */
+struct Key {
+    int64_t m, n, k, batch;
+    int64_t lda, ldb, ldc, stride_a, stride_b, stride_c;
+    int64_t transpose_a, transpose_b;
+    int64_t in, out;   /* nd_dtype */
+    int64_t bias, add; /* epilogue bias; beta = 1 */
+    int64_t align_a, align_b, align_c;
+
+    bool operator==(const Key &other) const { return memcmp(this, &other, sizeof *this) == 0; }
+};
+
+struct KeyHash {
+    size_t operator()(const Key &key) const {
+        uint64_t words[sizeof(Key) / 8], hash = 0x9e3779b97f4a7c15u;
+        memcpy(words, &key, sizeof key);
+        for (uint64_t word : words) {
+            hash = (hash ^ word) * 0xff51afd7ed558ccdu;
+            hash ^= hash >> 32;
+        }
+        return (size_t)hash;
+    }
+};
+
+struct Plan {
+    cublasLtMatmulDesc_t product = nullptr;
+    cublasLtMatrixLayout_t a = nullptr, b = nullptr, c = nullptr;
+    cublasLtMatmulAlgo_t algo;
+    bool supported = false;
+
+    Plan() { memset(&algo, 0, sizeof algo); }
+    Plan(const Plan &) = delete;
+    Plan &operator=(const Plan &) = delete;
+    ~Plan() {
+        if (c) {
+            cublasLtMatrixLayoutDestroy(c);
+        }
+        if (b) {
+            cublasLtMatrixLayoutDestroy(b);
+        }
+        if (a) {
+            cublasLtMatrixLayoutDestroy(a);
+        }
+        if (product) {
+            cublasLtMatmulDescDestroy(product);
+        }
+    }
+};
+
+/* Never destroyed: the library may be gone at exit. */
+struct Blas {
+    cublasLtHandle_t handle = nullptr;
+    void *workspace = nullptr;
+    size_t workspace_bytes = 0;
+    bool tf32 = false;
+    std::unordered_map<Key, Plan, KeyHash> plans;
+};
+
+/* Each entry is guarded by its device's lock; finding it needs one of its own. References into the
+ * map stay good. */
+Blas &blas_of(int device) {
+    static auto *lock = new std::mutex;
+    static auto *all = new std::unordered_map<int, Blas>;
+    std::lock_guard<std::mutex> guard(*lock);
+    return (*all)[device];
+}
+
+#define BLAS_TRY(op, call)                                  \
+    do {                                                    \
+        cublasStatus_t blas_try_status_ = (call);           \
+        if (blas_try_status_ != CUBLAS_STATUS_SUCCESS) {    \
+            return blas_error(op, #call, blas_try_status_); \
+        }                                                   \
+    } while (0)
+
+nd_status blas_error(const char *op, const char *what, cublasStatus_t status) {
+    cudaError_t error = cudaGetLastError();
+    if (error != cudaSuccess) {
+        return cuda_error(op, what, error);
+    }
+    return nd_error(ND_ECUDA, "%s: %s: %s", op, what, cublasLtGetStatusString(status));
+}
+
+nd_status ready(const char *op, int device, Blas **out) {
+    Blas &blas = blas_of(device);
+    if (!blas.handle) {
+        const char *asked = getenv("NEEDLE_TF32");
+        blas.tf32 = asked && strcmp(asked, "1") == 0;
+        BLAS_TRY(op, cublasLtCreate(&blas.handle));
+    }
+    if (!blas.workspace) {
+        size_t bytes = (size_t)(cuda_device_limits(device)->arch == 90 ? 64 : 32) << 20;
+        ND_TRY(cuda_pool_malloc(device, bytes, &blas.workspace));
+        blas.workspace_bytes = bytes;
+    }
+    *out = &blas;
+    return ND_OK;
+}
+
+cudaDataType_t data_type(int64_t dtype) {
+    return dtype == ND_F32 ? CUDA_R_32F : dtype == ND_BF16 ? CUDA_R_16BF : CUDA_R_16F;
+}
+
+/* The largest power of two, up to 256, that divides the address of every matrix of a batch. */
+int64_t alignment(const void *p, int64_t batch_stride, int64_t dtype) {
+    uintptr_t step = (uintptr_t)batch_stride * nd_dtype_size((nd_dtype)dtype);
+    uintptr_t bits = (uintptr_t)p | step | 256;
+    return (int64_t)(bits & (~bits + 1));
+}
+
+nd_status layout(const char *op, cublasLtMatrixLayout_t *out, int64_t dtype, int64_t rows,
+                 int64_t columns, int64_t ld, int64_t batch, int64_t stride) {
+    BLAS_TRY(op, cublasLtMatrixLayoutCreate(out, data_type(dtype), (uint64_t)rows,
+                                            (uint64_t)columns, ld));
+    if (batch > 1) {
+        int32_t count = (int32_t)batch;
+        BLAS_TRY(op, cublasLtMatrixLayoutSetAttribute(*out, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT,
+                                                      &count, sizeof count));
+        BLAS_TRY(op,
+                 cublasLtMatrixLayoutSetAttribute(*out, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET,
+                                                  &stride, sizeof stride));
+    }
+    return ND_OK;
+}
+
+nd_status choose(const char *op, const Blas &blas, const Key &key, const void *bias,
+                 cublasLtMatmulPreference_t preference, Plan *plan) {
+    uint64_t workspace = blas.workspace_bytes;
+    uint32_t aligned_a = (uint32_t)key.align_a, aligned_b = (uint32_t)key.align_b,
+             aligned_c = (uint32_t)key.align_c;
+    uint32_t reductions = CUBLASLT_REDUCTION_SCHEME_NONE | CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+    struct {
+        cublasLtMatmulPreferenceAttributes_t which;
+        const void *value;
+        size_t size;
+    } wishes[] = {
+        {CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace, sizeof workspace},
+        {CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &reductions, sizeof reductions},
+        {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &aligned_a, sizeof aligned_a},
+        {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &aligned_b, sizeof aligned_b},
+        {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &aligned_c, sizeof aligned_c},
+        {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &aligned_c, sizeof aligned_c},
+    };
+    for (const auto &wish : wishes) {
+        BLAS_TRY(op, cublasLtMatmulPreferenceSetAttribute(preference, wish.which, wish.value,
+                                                          wish.size));
+    }
+    if (key.bias) {
+        BLAS_TRY(op, cublasLtMatmulDescSetAttribute(
+                         plan->product, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias, sizeof bias));
+    }
+    cublasLtMatmulHeuristicResult_t found;
+    int count = 0;
+    cublasStatus_t status =
+        cublasLtMatmulAlgoGetHeuristic(blas.handle, plan->product, plan->a, plan->b, plan->c,
+                                       plan->c, preference, 1, &found, &count);
+    if (status == CUBLAS_STATUS_NOT_SUPPORTED || (status == CUBLAS_STATUS_SUCCESS && count == 0)) {
+        return ND_OK; /* plan->supported stays false */
+    }
+    BLAS_TRY(op, status);
+    BLAS_TRY(op, found.state);
+    plan->algo = found.algo;
+    plan->supported = true;
+    return ND_OK;
+}
+
+nd_status fill_plan(const char *op, const Blas &blas, const Key &key, const void *bias,
+                    Plan *plan) {
+    bool tf32 = blas.tf32 && key.in == ND_F32;
+    BLAS_TRY(op, cublasLtMatmulDescCreate(&plan->product,
+                                          tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F,
+                                          CUDA_R_32F));
+    cublasOperation_t op_a = key.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N;
+    cublasOperation_t op_b = key.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N;
+    BLAS_TRY(op, cublasLtMatmulDescSetAttribute(plan->product, CUBLASLT_MATMUL_DESC_TRANSA, &op_a,
+                                                sizeof op_a));
+    BLAS_TRY(op, cublasLtMatmulDescSetAttribute(plan->product, CUBLASLT_MATMUL_DESC_TRANSB, &op_b,
+                                                sizeof op_b));
+    if (key.bias) {
+        cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_BIAS;
+        cudaDataType_t type = data_type(key.out);
+        BLAS_TRY(op, cublasLtMatmulDescSetAttribute(plan->product, CUBLASLT_MATMUL_DESC_EPILOGUE,
+                                                    &epilogue, sizeof epilogue));
+        BLAS_TRY(op, cublasLtMatmulDescSetAttribute(
+                         plan->product, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, &type, sizeof type));
+    }
+    ND_TRY(layout(op, &plan->a, key.in, key.transpose_a ? key.k : key.m,
+                  key.transpose_a ? key.m : key.k, key.lda, key.batch, key.stride_a));
+    ND_TRY(layout(op, &plan->b, key.in, key.transpose_b ? key.n : key.k,
+                  key.transpose_b ? key.k : key.n, key.ldb, key.batch, key.stride_b));
+    ND_TRY(layout(op, &plan->c, key.out, key.m, key.n, key.ldc, key.batch, key.stride_c));
+    cublasLtMatmulPreference_t preference;
+    BLAS_TRY(op, cublasLtMatmulPreferenceCreate(&preference));
+    nd_status status = choose(op, blas, key, bias, preference, plan);
+    cublasLtMatmulPreferenceDestroy(preference);
+    return status;
+}
+
+/* `supported` comes back false when cuBLASLt has no kernel for this product. */
+nd_status run(const char *op, int device, const Key &key, const void *a, const void *b, void *c,
+              const void *bias, bool *supported) {
+    Blas *blas;
+    ND_TRY(ready(op, device, &blas));
+    auto found = blas->plans.find(key);
+    if (found == blas->plans.end()) {
+        found = blas->plans.try_emplace(key).first;
+        nd_status status = fill_plan(op, *blas, key, bias, &found->second);
+        if (status != ND_OK) {
+            blas->plans.erase(found);
+            return status;
+        }
+    }
+    Plan &plan = found->second;
+    *supported = plan.supported;
+    if (!plan.supported) {
+        return ND_OK;
+    }
+    if (key.bias) {
+        BLAS_TRY(op, cublasLtMatmulDescSetAttribute(plan.product, CUBLASLT_MATMUL_DESC_BIAS_POINTER,
+                                                    &bias, sizeof bias));
+    }
+    const float alpha = 1.0f, beta = key.add ? 1.0f : 0.0f;
+    BLAS_TRY(op, cublasLtMatmul(blas->handle, plan.product, &alpha, a, plan.a, b, plan.b, &beta, c,
+                                plan.c, c, plan.c, &plan.algo, blas->workspace,
+                                blas->workspace_bytes, cuda_stream(device)));
+    return ND_OK;
+}
+
+/* ---- from row-major views ----------------------------------------------------------------------*/
+/* A matrix in memory: `transposed` when its columns, not its rows, are contiguous. */
+struct Matrix {
+    const char *data;
+    int64_t ld, batch_stride;
+    bool transposed;
+};
+
+nd_status matrix_of(const char *op, const char *operand, const nd_array *x, Matrix *out) {
+    int64_t rows = x->shape[x->ndim - 2], columns = x->shape[x->ndim - 1];
+    int64_t down = x->strides[x->ndim - 2], right = x->strides[x->ndim - 1];
+    out->data = (const char *)x->data;
+    out->batch_stride = x->ndim == 3 ? x->strides[0] : 0;
+    if ((right == 1 || columns == 1) && (rows == 1 || down >= columns)) {
+        out->transposed = false;
+        out->ld = rows == 1 ? columns : down;
+        return ND_OK;
+    }
+    if ((down == 1 || rows == 1) && (columns == 1 || right >= rows)) {
+        out->transposed = true;
+        out->ld = columns == 1 ? rows : right;
+        return ND_OK;
+    }
+    return nd_error(ND_EVALUE,
+                    "%s: %s: strides (%lld, %lld) of the last two axes: one of them must be 1 and "
+                    "the other no smaller than the first's size",
+                    op, operand, (long long)down, (long long)right);
+}
+
+struct Product {
+    int64_t batch, m, n, k; /* row-major c (m x n) = a (m x k) b (k x n) */
+    Matrix a, b;
+    char *c;          /* contiguous */
+    const void *bias; /* of n elements, in c's dtype, or null */
+    nd_dtype in, out;
+    bool add;
+};
+
+nd_status multiply_once(const char *op, int device, const Product &p, bool *supported) {
+    Key key;
+    memset(&key, 0, sizeof key);
+    key.m = p.n;
+    key.n = p.m;
+    key.k = p.k;
+    key.batch = p.batch;
+    key.lda = p.b.ld;
+    key.ldb = p.a.ld;
+    key.ldc = p.n;
+    key.stride_a = p.batch > 1 ? p.b.batch_stride : 0;
+    key.stride_b = p.batch > 1 ? p.a.batch_stride : 0;
+    key.stride_c = p.batch > 1 ? p.m * p.n : 0;
+    key.transpose_a = p.b.transposed;
+    key.transpose_b = p.a.transposed;
+    key.in = p.in;
+    key.out = p.out;
+    key.bias = p.bias != nullptr;
+    key.add = p.add;
+    key.align_a = alignment(p.b.data, key.stride_a, p.in);
+    key.align_b = alignment(p.a.data, key.stride_b, p.in);
+    key.align_c = alignment(p.c, key.stride_c, p.out);
+    return run(op, device, key, p.b.data, p.a.data, p.c, p.bias, supported);
+}
+
+nd_status no_kernel(const char *op, const Product &p) {
+    return nd_error(ND_ECUDA,
+                    "%s: cuBLASLt has no kernel for %lld x (%lld x %lld) (%lld x %lld) %s -> %s, "
+                    "leading dimensions %lld, %lld",
+                    op, (long long)p.batch, (long long)p.m, (long long)p.k, (long long)p.k,
+                    (long long)p.n, nd_dtype_name(p.in), nd_dtype_name(p.out), (long long)p.a.ld,
+                    (long long)p.b.ld);
+}
+
+nd_status multiply(const char *op, int device, Product p) {
+    size_t size = nd_dtype_size(p.in), out_size = nd_dtype_size(p.out);
+    /* One b for the whole batch: the batch is only more rows. */
+    if (p.batch > 1 && p.b.batch_stride == 0 && !p.a.transposed &&
+        p.a.batch_stride == p.m * p.a.ld) {
+        p.m *= p.batch;
+        p.batch = 1;
+    }
+    bool together = p.a.batch_stride >= 0 && p.b.batch_stride >= 0 && p.batch <= 0x7fffffff;
+    bool supported = false;
+    if (together || p.batch == 1) {
+        ND_TRY(multiply_once(op, device, p, &supported));
+        if (supported) {
+            return ND_OK;
+        }
+        if (p.batch == 1) {
+            return no_kernel(op, p);
+        }
+    }
+    Product one = p;
+    one.batch = 1;
+    for (int64_t i = 0; i < p.batch; i++) {
+        one.a.data = p.a.data + i * p.a.batch_stride * (int64_t)size;
+        one.b.data = p.b.data + i * p.b.batch_stride * (int64_t)size;
+        one.c = p.c + i * p.m * p.n * (int64_t)out_size;
+        ND_TRY(multiply_once(op, device, one, &supported));
+        if (!supported) {
+            return no_kernel(op, one);
+        }
+    }
+    return ND_OK;
+}
+
+nd_status matmul(const char *op, int device, const nd_array *a, const nd_array *b, nd_array *c,
+                 bool add) {
+    Product p;
+    p.batch = c->shape[0];
+    p.m = c->shape[1];
+    p.n = c->shape[2];
+    p.k = a->shape[2];
+    p.bias = nullptr;
+    p.in = a->dtype;
+    p.out = c->dtype;
+    p.c = (char *)c->data;
+    p.add = add;
+    if (p.batch == 0 || p.m == 0 || p.n == 0) {
+        return ND_OK;
+    }
+    if (p.k == 0) {
+        if (!add) {
+            CUDA_TRY(op, cudaMemsetAsync(c->data, 0, (size_t)nd_size(c) * nd_dtype_size(c->dtype),
+                                         cuda_stream(device)));
+        }
+        return ND_OK;
+    }
+    ND_TRY(matrix_of(op, "a", a, &p.a));
+    ND_TRY(matrix_of(op, "b", b, &p.b));
+    return multiply(op, device, p);
+}
+
+/* y's rows = bias */
+nd_status repeat_bias(int device, const nd_array *bias, nd_array *y) {
+    nd_array from = *bias;
+    from.ndim = 2;
+    from.shape[0] = y->shape[0];
+    from.shape[1] = y->shape[1];
+    from.strides[0] = 0;
+    from.strides[1] = bias->strides[0];
+    assign_args args = {y, &from};
+    return cuda_assign(device, &args);
+}
+
+/* ---- bias_bwd ----------------------------------------------------------------------------------*/
+constexpr int strip_rows = 8; /* threads side by side in rows; 32 in columns */
+
+/* partial[block row][column] = the sum over that block's rows. N columns a thread. */
+template <class T, int N>
+__global__ void __launch_bounds__(32 * strip_rows)
+    column_sums_kernel(const T *dy, int64_t rows, int64_t columns, int64_t chunk, float *partial) {
+    __shared__ float sums[strip_rows][32 * N + 1];
+    const int64_t first = ((int64_t)blockIdx.x * 32 + threadIdx.x) * N;
+    const int64_t start = (int64_t)blockIdx.y * chunk;
+    const int64_t end = min(start + chunk, rows);
+    float sum[N];
+#pragma unroll
+    for (int k = 0; k < N; k++) {
+        sum[k] = 0.0f;
+    }
+    if (first < columns) {
+#pragma unroll 4
+        for (int64_t r = start + threadIdx.y; r < end; r += strip_rows) {
+            if constexpr (N == 1) {
+                sum[0] += to_float(dy[r * columns + first]);
+            } else {
+                Vec<T> v = load16(dy + r * columns + first);
+#pragma unroll
+                for (int k = 0; k < N; k++) {
+                    sum[k] += to_float(v.v[k]);
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < N; k++) {
+        sums[threadIdx.y][threadIdx.x * N + k] = sum[k];
+    }
+    __syncthreads();
+    for (int c = threadIdx.y * 32 + threadIdx.x; c < 32 * N; c += 32 * strip_rows) {
+        int64_t column = (int64_t)blockIdx.x * 32 * N + c;
+        if (column < columns) {
+            float all = 0.0f;
+#pragma unroll
+            for (int w = 0; w < strip_rows; w++) {
+                all += sums[w][c];
+            }
+            partial[blockIdx.y * columns + column] = all;
+        }
+    }
+}
+
+} // namespace
+
+nd_status cuda_matmul(int device, const matmul_args *a) {
+    return matmul("matmul", device, a->a, a->b, a->c, false);
+}
+
+nd_status cuda_matmul_acc(int device, const matmul_acc_args *a) {
+    return matmul("matmul_acc", device, a->a, a->b, a->c, true);
+}
+
+nd_status cuda_linear_fwd(int device, const linear_fwd_args *a) {
+    const char *op = "linear_fwd";
+    Product p;
+    p.batch = 1;
+    p.m = a->y->shape[0];
+    p.n = a->y->shape[1];
+    p.k = a->x->shape[1];
+    p.in = p.out = a->x->dtype;
+    p.c = (char *)a->y->data;
+    p.bias = nullptr;
+    p.add = false;
+    if (p.m == 0 || p.n == 0) {
+        return ND_OK;
+    }
+    if (p.k == 0) {
+        if (a->b) {
+            return repeat_bias(device, a->b, a->y);
+        }
+        fill_args zero = {a->y, 0.0};
+        return cuda_fill(device, &zero);
+    }
+    ND_TRY(matrix_of(op, "x", a->x, &p.a));
+    ND_TRY(matrix_of(op, "w", a->w, &p.b));
+    if (!a->b) {
+        return multiply(op, device, p);
+    }
+    if (is_aligned16(a->b->data)) {
+        bool supported = false;
+        p.bias = a->b->data;
+        ND_TRY(multiply_once(op, device, p, &supported));
+        if (supported) {
+            return ND_OK;
+        }
+        p.bias = nullptr;
+    }
+    /* The same sum without the epilogue: start from the bias. */
+    ND_TRY(repeat_bias(device, a->b, a->y));
+    p.add = true;
+    return multiply(op, device, p);
+}
+
+nd_status cuda_bias_bwd(int device, const bias_bwd_args *a) {
+    const int64_t rows = a->dy->shape[0], columns = a->dy->shape[1];
+    if (rows == 0 || columns == 0) {
+        return ND_OK;
+    }
+    return with_float("bias_bwd", a->dy->dtype, [&](auto tag) -> nd_status {
+        using T = typename decltype(tag)::type;
+        constexpr int N = Vec<T>::size;
+        const T *dy = data_of<T>(a->dy);
+        bool vectors = columns % N == 0 && is_aligned16(dy);
+        int64_t strips = ceil_div<int64_t>(columns, vectors ? 32 * N : 32);
+        /* About eight blocks a processor, but at least 32 rows for each. */
+        int64_t wanted = ceil_div<int64_t>(cuda_device_limits(device)->processors * 8, strips);
+        int64_t most = ceil_div<int64_t>(rows, 32);
+        int64_t chunks = wanted < most ? wanted : most;
+        int64_t chunk = ceil_div(rows, chunks);
+        chunks = ceil_div(rows, chunk);
+        void *partial;
+        ND_TRY(cuda_scratch(device, (size_t)(chunks * columns) * sizeof(float), &partial));
+        dim3 grid((unsigned)strips, (unsigned)chunks), block(32, strip_rows);
+        if (vectors) {
+            column_sums_kernel<T, N><<<grid, block, 0, cuda_stream(device)>>>(
+                dy, rows, columns, chunk, (float *)partial);
+        } else {
+            column_sums_kernel<T, 1><<<grid, block, 0, cuda_stream(device)>>>(
+                dy, rows, columns, chunk, (float *)partial);
+        }
+        CUDA_LAUNCHED("bias_bwd");
+        return cuda_add_columns("bias_bwd", device, (const float *)partial, chunks, columns,
+                                data_of<float>(a->db));
+    });
+}
+
+nd_status cuda_matmul_reset(int device) {
+    Blas &blas = blas_of(device);
+    blas.plans.clear();
+    if (blas.handle) {
+        cublasLtHandle_t handle = blas.handle;
+        blas.handle = nullptr;
+        BLAS_TRY("reset", cublasLtDestroy(handle));
+    }
+    if (blas.workspace) {
+        void *workspace = blas.workspace;
+        blas.workspace = nullptr;
+        CUDA_TRY("reset", cudaFreeAsync(workspace, cuda_stream(device)));
+    }
+    return ND_OK;
+}
