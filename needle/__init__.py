@@ -1,0 +1,116 @@
+"""needle: Pythia language models from a C core.
+
+    import needle as ndl
+    x = ndl.Tensor([[1, 2], [3, 4]], device=ndl.cpu())
+    (x @ x).sum().backward()
+    x.grad
+
+Importing touches no GPU: the CUDA backend is opened by the first use of `cuda()`.
+"""
+
+from __future__ import annotations
+
+import importlib as _importlib
+import os as _os
+from typing import Any as _Any
+
+import numpy as _np  # noqa: F401  before the core, which uses its C API
+
+
+def _load_core() -> None:
+    """Import `_C`. OpenBLAS reads the environment once, while it is loaded: it gets one thread
+    (matmul.c divides a product among OpenMP's threads) and, on an AMD processor with AVX-512, the
+    kernels for it, which it would not pick by itself: half the speed (DESIGN.md 8). They are set
+    for needle's own copy of OpenBLAS; the environment is left as it was."""
+    wanted = {"OPENBLAS_NUM_THREADS": "1"}
+    core = _os.environ.get("NEEDLE_OPENBLAS_CORETYPE") or _amd_core()
+    if core:
+        wanted["OPENBLAS_CORETYPE"] = core
+    before = {name: _os.environ.get(name) for name in wanted}
+    _os.environ.update(wanted)
+    try:
+        _importlib.import_module("needle._C")
+    except ImportError as error:
+        raise ImportError(
+            f"needle's C core cannot be loaded: {error}. Build it with `make lib`, or install the "
+            "package with `pip install .`"
+        ) from error
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del _os.environ[name]
+            else:
+                _os.environ[name] = value
+
+
+def _amd_core() -> str | None:
+    """OpenBLAS' name for AVX-512 kernels, on an AMD processor that has what they need."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            info = file.read(8192)
+    except OSError:  # not Linux: OpenBLAS decides
+        return None
+    needed = (" avx512f", " avx512dq", " avx512bw", " avx512vl", " avx512cd")
+    return "SKYLAKEX" if "AuthenticAMD" in info and all(n in info for n in needed) else None
+
+
+_load_core()
+
+from . import autograd, backend_ndarray, block_mask, init, nn, ops, optim  # noqa: E402
+from ._C import (  # noqa: E402
+    CudaError,
+    CudaFatalError,
+    Device,
+    Event,
+    NDArray,
+    all_devices,
+    build_info,
+    cpu,
+    cuda,
+    cuda_init,
+    cuda_reset,
+)
+from .autograd import Tensor, TensorTuple, no_grad  # noqa: E402
+from .backend_ndarray import default_device  # noqa: E402
+from .block_mask import BlockMask, convert_to_block_mask  # noqa: E402
+from .init import (  # noqa: E402
+    constant,
+    one_hot,
+    ones,
+    ones_like,
+    rand,
+    randb,
+    randn,
+    zeros,
+    zeros_like,
+)
+from .ops import *  # noqa: E402, F401, F403
+
+__version__: str = build_info()["version"]
+
+# What costs time to import, or what few need, comes when it is first asked for.
+_SUBMODULES = ("checkpoint", "data", "dataset", "diagnose", "distributed", "hf", "models")
+_LAZY = {
+    "create_pythia_70m": "models.pythia",
+    "Pythia": "models.pythia",
+    "PythiaConfig": "models.pythia",
+    "load_checkpoint": "checkpoint",
+    "save_checkpoint": "checkpoint",
+    "show_config": "diagnose",
+}
+
+
+def __getattr__(name: str) -> _Any:
+    if name in _SUBMODULES:
+        try:
+            return _importlib.import_module(f"needle.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"needle.{name}":
+                raise
+    elif name in _LAZY:
+        return getattr(_importlib.import_module(f"needle.{_LAZY[name]}"), name)
+    raise AttributeError(f"module 'needle' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_SUBMODULES, *_LAZY})

@@ -1,0 +1,588 @@
+"""Tensors, the graph that computed them, and backward(): the engine, no maths.
+
+A Tensor wraps an NDArray (`cached_data`) and, when it was computed from Tensors that require
+gradients, remembers the op and the inputs that made it. `backward()` walks that graph from the
+result to the leaves.
+
+An op offers up to three things (csrc/DESIGN.md, 11):
+
+- `compute(*arrays)`: NDArrays in, NDArray out (a TensorTupleOp: a tuple of NDArrays);
+- `gradient(out_grad, node)`: Tensors in, a Tensor or a tuple of Tensors out, one for each input of
+  `node`. It is pure. That of an elementary op is built from ops, so it can be differentiated again;
+- `accumulate(out_grad, node, sinks)`: like gradient, but where `sinks[i]` is a float32 NDArray, it
+  adds the gradient of input i into it and returns None there. That is how the gradients of
+  flattened parameters (`needle.nn.flatten_parameters`) are summed by the kernel that computes them.
+
+What `.grad` holds after `backward()`: for a Tensor without a gradient buffer the gradient of that
+one call (it replaces what was there, as in the course); for a Parameter with a gradient buffer a
+Tensor over the buffer, into which every call adds until it is zeroed (`optimizer.reset_grad()`).
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from contextlib import ContextDecorator
+from numbers import Number
+from typing import Any, Iterable, Optional, Sequence, Union
+
+import numpy as np
+
+from . import _C
+from ._C import Device, NDArray
+
+__all__ = [
+    "FusedOp",
+    "NDArray",
+    "Op",
+    "Tensor",
+    "TensorOp",
+    "TensorTuple",
+    "TensorTupleOp",
+    "Value",
+    "compute_gradient_of_variables",
+    "find_topo_sort",
+    "is_grad_enabled",
+    "no_grad",
+]
+
+# needle.ops, which sets this when it is imported: it depends on this module, not the reverse.
+_ops: Any = None
+
+
+# ---- gradient mode -------------------------------------------------------------------------------
+
+
+class _Mode(threading.local):
+    enabled = True
+
+
+_mode = _Mode()
+
+
+class no_grad(ContextDecorator):
+    """Inside `with no_grad():` (or a function decorated with `@no_grad()`) results remember nothing
+    and do not require gradients. It nests, and concerns only the calling thread."""
+
+    def __init__(self) -> None:
+        self._before: list[bool] = []
+
+    def __enter__(self) -> "no_grad":
+        self._before.append(_mode.enabled)
+        _mode.enabled = False
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _mode.enabled = self._before.pop()
+
+
+def is_grad_enabled() -> bool:
+    """False inside `no_grad()`."""
+    return _mode.enabled
+
+
+# ---- ops -----------------------------------------------------------------------------------------
+
+
+class Op:
+    """One operation. Subclass TensorOp (one result) or TensorTupleOp (several)."""
+
+    def __call__(self, *args: Any) -> Any:
+        raise NotImplementedError(f"{type(self).__name__}: subclass TensorOp or TensorTupleOp")
+
+    def compute(self, *args: Any) -> Any:
+        """The result as an NDArray (or a tuple of them) from the inputs as NDArrays."""
+        raise NotImplementedError(f"{type(self).__name__}.compute is not defined")
+
+    def gradient(self, out_grad: Any, node: "Value") -> Any:
+        """The gradients for the inputs of `node`, given the gradient `out_grad` of its output."""
+        raise NotImplementedError(f"{type(self).__name__}.gradient is not defined")
+
+    def gradient_as_tuple(self, out_grad: Any, node: "Value") -> tuple:
+        """`gradient`, always as a tuple with one entry an input."""
+        grads = self.gradient(out_grad, node)
+        if isinstance(grads, (tuple, list)):
+            return tuple(grads)
+        return (grads,)
+
+    def accumulate(self, out_grad: Any, node: "Value", sinks: Sequence[Optional[NDArray]]) -> tuple:
+        """`gradient_as_tuple`, but entry i is added into `sinks[i]` and returned as None where
+        that is not None."""
+        grads = list(self.gradient_as_tuple(out_grad, node))
+        for i, sink in enumerate(sinks):
+            if sink is not None and grads[i] is not None:
+                _add_into(sink, grads[i].cached_data)
+                grads[i] = None
+        return tuple(grads)
+
+
+class TensorOp(Op):
+    """An op whose result is a Tensor."""
+
+    def __call__(self, *args: "Value") -> "Tensor":
+        return Tensor.make_from_op(self, args)
+
+
+class TensorTupleOp(Op):
+    """An op whose result is a TensorTuple; compute returns a tuple of NDArrays."""
+
+    def __call__(self, *args: "Value") -> "TensorTuple":
+        return TensorTuple.make_from_op(self, args)
+
+
+class FusedOp(TensorOp):
+    """An op whose forward and backward are kernels of their own rows.
+
+    `compute` may leave on `self` what the backward needs: each call works on a copy of the op.
+    Subclasses write `backward(dout, node, sinks)`: `dout` is the NDArray of the output's gradient
+    in the output's dtype; it returns one NDArray or None an input, None where it has added into
+    `sinks[i]` and where that input needs no gradient. Weight gradients are float32 whatever the
+    model's dtype. A fused gradient cannot be differentiated again; trying raises.
+    """
+
+    def __call__(self, *args: "Value") -> "Tensor":
+        return Tensor.make_from_op(copy.copy(self), args)
+
+    def backward(
+        self, dout: NDArray, node: "Tensor", sinks: Sequence[Optional[NDArray]]
+    ) -> Sequence[Optional[NDArray]]:
+        raise NotImplementedError(f"{type(self).__name__}.backward is not defined")
+
+    def gradient(self, out_grad: "Tensor", node: "Tensor") -> tuple:
+        return self.accumulate(out_grad, node, (None,) * len(node.inputs))
+
+    def accumulate(
+        self, out_grad: "Tensor", node: "Tensor", sinks: Sequence[Optional[NDArray]]
+    ) -> tuple:
+        dout = out_grad.cached_data
+        if dout.dtype != node.dtype:
+            dout = dout.astype(node.dtype)
+        grads = self.backward(dout, node, sinks)
+        return tuple(None if g is None else _severed(g, self) for g in grads)
+
+
+class _Severed(Op):
+    """Stands where the graph of a fused op's gradient would be."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def gradient(self, out_grad: Any, node: "Value") -> Any:
+        raise NotImplementedError(
+            f"backward: {self.name}: the gradient of a fused op cannot be differentiated again; "
+            "write the function with elementary ops (matmul, add, exp, ...) where second "
+            "derivatives are needed"
+        )
+
+
+def _severed(grad: NDArray, op: Op) -> "Tensor":
+    """A gradient whose own gradient is unknown. It keeps nothing alive but itself."""
+    out = Tensor.from_ndarray(grad)
+    if _mode.enabled:
+        out.op = _Severed(type(op).__name__)
+        out.requires_grad = True
+    return out
+
+
+def _add_into(sink: NDArray, grad: NDArray) -> None:
+    """sink += grad, in float32."""
+    _C.assign(sink, _C.add(sink, grad))
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+class Value:
+    """A node of the graph: a Tensor or a TensorTuple.
+
+    `op` and `inputs` say how it was computed (None and () for a leaf), `cached_data` holds the
+    result, `requires_grad` whether gradients flow to it.
+    """
+
+    op: Optional[Op] = None
+    inputs: Sequence["Value"] = ()
+    cached_data: Any = None
+    requires_grad: bool = False
+    grad: Any = None
+    grad_buffer: Optional[NDArray] = None
+    trained: bool = False  # an nn.Parameter
+
+    def realize_cached_data(self) -> Any:
+        """The result. Everything is computed at once, so this is `cached_data`."""
+        return self.cached_data
+
+    def is_leaf(self) -> bool:
+        """True when no op made it."""
+        return self.op is None
+
+    @classmethod
+    def make_const(cls, data: Any, *, requires_grad: bool = False) -> Any:
+        """A leaf over `data`, not copied."""
+        value = cls.__new__(cls)
+        value.cached_data = data
+        value.requires_grad = requires_grad
+        return value
+
+    @classmethod
+    def make_from_op(cls, op: Op, inputs: Iterable["Value"]) -> Any:
+        """The result of `op` on `inputs`, with its place in the graph when gradients are wanted."""
+        inputs = tuple(inputs)
+        value = cls.__new__(cls)
+        try:
+            value.cached_data = op.compute(*[x.cached_data for x in inputs])
+        except AttributeError:
+            for i, x in enumerate(inputs):
+                if not isinstance(x, Value):
+                    raise TypeError(
+                        f"{type(op).__name__}: operand {i} must be a Tensor, "
+                        f"but is {type(x).__name__}"
+                    ) from None
+            raise
+        if _mode.enabled:
+            for x in inputs:
+                if x.requires_grad:
+                    value.op = op
+                    value.inputs = inputs
+                    value.requires_grad = True
+                    break
+        return value
+
+
+class TensorTuple(Value):
+    """Several Tensors that one op computed (split), or that one op takes (stack)."""
+
+    def __len__(self) -> int:
+        return len(self.cached_data)
+
+    def __getitem__(self, index: int) -> "Tensor":
+        return _ops.tuple_get_item(self, index)
+
+    def __iter__(self) -> Any:
+        return (self[i] for i in range(len(self)))
+
+    def tuple(self) -> tuple:
+        """The Tensors as a Python tuple."""
+        return tuple(self)
+
+    def __add__(self, other: "TensorTuple") -> "TensorTuple":
+        if not isinstance(other, TensorTuple) or len(other) != len(self):
+            raise ValueError("TensorTuple + needs another TensorTuple of the same length")
+        return _ops.make_tuple(*[a + b for a, b in zip(self, other)])
+
+    def detach(self) -> "TensorTuple":
+        """The same data outside of the graph."""
+        return TensorTuple.make_const(self.cached_data)
+
+    def numpy(self) -> tuple:
+        """The data as a tuple of NumPy arrays."""
+        return tuple(x.numpy() for x in self.cached_data)
+
+    def __repr__(self) -> str:
+        return f"needle.TensorTuple({self.tuple()})"
+
+
+Operand = Union["Tensor", NDArray, np.ndarray, float, int]
+
+
+class Tensor(Value):
+    """An NDArray with a place in the graph.
+
+    array: a nested list, number, NumPy array of any dtype (becomes `dtype`, float32 by default), an
+    NDArray (copied; keeps its dtype and device unless told) or a Tensor (shares its memory unless
+    dtype or device change).
+    """
+
+    __array_ufunc__ = None  # so that numpy_scalar * tensor comes to Tensor.__rmul__
+
+    def __init__(
+        self,
+        array: Any,
+        device: Optional[Device] = None,
+        dtype: Optional[str] = None,
+        requires_grad: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        if kwargs:
+            raise TypeError(f"Tensor: unknown argument {sorted(kwargs)[0]!r}")
+        if isinstance(array, Tensor):
+            data = _moved(array.cached_data, device, dtype)
+        elif isinstance(array, NDArray):
+            data = _moved(array, device, dtype)
+            if data is array:
+                data = array.copy()
+        else:
+            data = _C.array(array, dtype or "float32", _C.cpu() if device is None else device)
+        self.cached_data = data
+        self.requires_grad = requires_grad
+
+    @staticmethod
+    def from_ndarray(array: NDArray, requires_grad: bool = False) -> "Tensor":
+        """A leaf Tensor over `array`, which it shares."""
+        return Tensor.make_const(array, requires_grad=requires_grad)
+
+    # -- what it holds
+
+    @property
+    def shape(self) -> tuple:
+        return self.cached_data.shape
+
+    @property
+    def dtype(self) -> str:
+        return self.cached_data.dtype
+
+    @property
+    def device(self) -> Device:
+        return self.cached_data.device
+
+    @property
+    def ndim(self) -> int:
+        return self.cached_data.ndim
+
+    @property
+    def size(self) -> int:
+        return self.cached_data.size
+
+    @property
+    def data(self) -> "Tensor":
+        """A detached Tensor over the same memory. Assigning a Tensor replaces the data; a
+        flattened parameter copies the values into its place in the flat buffer."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: "Tensor") -> None:
+        new = value.cached_data if isinstance(value, Tensor) else value
+        if not isinstance(new, NDArray):
+            raise TypeError(f"Tensor.data: must be a Tensor, but is {type(value).__name__}")
+        if new.dtype != self.dtype:
+            raise TypeError(f"Tensor.data: dtype is {self.dtype}, but the new data is {new.dtype}")
+        if self.grad_buffer is None:
+            self.cached_data = new
+            return
+        if new.shape != self.shape:
+            raise ValueError(
+                f"Tensor.data: a flattened parameter has shape {self.shape}, "
+                f"but the new data has {new.shape}"
+            )
+        _C.assign(self.cached_data, new.to(self.device))
+
+    def detach(self) -> "Tensor":
+        """The same memory, outside of the graph."""
+        return Tensor.make_const(self.cached_data)
+
+    def numpy(self) -> np.ndarray:
+        """The values as NumPy (bfloat16 becomes float32); waits for the device."""
+        return self.cached_data.numpy()
+
+    def item(self) -> float | int | bool:
+        """The one value of a Tensor of size 1."""
+        if self.size != 1:
+            raise ValueError(f"Tensor.item: the size must be 1, but the shape is {self.shape}")
+        return self.numpy().item()
+
+    def __repr__(self) -> str:
+        return f"needle.Tensor({self.cached_data})"
+
+    def __str__(self) -> str:
+        return str(self.cached_data)
+
+    # -- gradients
+
+    def backward(self, out_grad: Optional["Tensor"] = None) -> None:
+        """Compute `.grad` of every leaf that this Tensor was computed from.
+
+        out_grad: the gradient of this Tensor, of its shape; ones when not given.
+        The graph stays, so that it can be walked again: drop the Tensor (`del loss`) to free the
+        activations before the next step allocates its own.
+        """
+        if not self.requires_grad:
+            raise RuntimeError(
+                "backward: this Tensor does not require gradients: it was computed under no_grad() "
+                "or from Tensors with requires_grad=False"
+            )
+        if out_grad is None:
+            seed = _C.empty(self.shape, self.dtype, self.device)
+            seed.fill(1)
+            out_grad = Tensor.from_ndarray(seed)
+        elif out_grad.shape != self.shape:
+            raise ValueError(
+                f"backward: out_grad: the shape must be {self.shape}, but is {out_grad.shape}"
+            )
+        compute_gradient_of_variables(self, out_grad)
+
+    # -- operators
+
+    def __add__(self, other: Operand) -> "Tensor":
+        if isinstance(other, Number):
+            return _ops.add_scalar(self, other)
+        return _ops.add(self, _operand(other, self))
+
+    __radd__ = __add__
+
+    def __mul__(self, other: Operand) -> "Tensor":
+        if isinstance(other, Number):
+            return _ops.multiply_scalar(self, other)
+        return _ops.multiply(self, _operand(other, self))
+
+    __rmul__ = __mul__
+
+    def __sub__(self, other: Operand) -> "Tensor":
+        if isinstance(other, Number):
+            return _ops.add_scalar(self, -other)
+        return _ops.subtract(self, _operand(other, self))
+
+    def __rsub__(self, other: Operand) -> "Tensor":
+        if isinstance(other, Number):
+            return _ops.add_scalar(_ops.negate(self), other)
+        return _ops.subtract(_operand(other, self), self)
+
+    def __truediv__(self, other: Operand) -> "Tensor":
+        if isinstance(other, Number):
+            return _ops.divide_scalar(self, other)
+        return _ops.divide(self, _operand(other, self))
+
+    def __rtruediv__(self, other: Operand) -> "Tensor":
+        if isinstance(other, Number):
+            return _ops.scalar_divide(other, self)
+        return _ops.divide(_operand(other, self), self)
+
+    def __pow__(self, other: Operand) -> "Tensor":
+        if isinstance(other, Number):
+            return _ops.power_scalar(self, other)
+        return _ops.power(self, _operand(other, self))
+
+    def __rpow__(self, other: Operand) -> "Tensor":
+        if isinstance(other, Number):
+            return _ops.scalar_power(other, self)
+        return _ops.power(_operand(other, self), self)
+
+    def __neg__(self) -> "Tensor":
+        return _ops.negate(self)
+
+    def __matmul__(self, other: Operand) -> "Tensor":
+        return _ops.matmul(self, _operand(other, self))
+
+    def __rmatmul__(self, other: Operand) -> "Tensor":
+        return _ops.matmul(_operand(other, self), self)
+
+    def matmul(self, other: "Tensor") -> "Tensor":
+        return _ops.matmul(self, other)
+
+    def sum(self, axes: Union[None, int, Sequence[int]] = None) -> "Tensor":
+        """The sum over `axes` (None: all), which disappear."""
+        return _ops.summation(self, axes)
+
+    def broadcast_to(self, shape: Sequence[int]) -> "Tensor":
+        return _ops.broadcast_to(self, shape)
+
+    def reshape(self, *shape: Any) -> "Tensor":
+        """The same elements in another shape: `x.reshape((2, 3))` or `x.reshape(2, 3)`."""
+        if len(shape) == 1 and not isinstance(shape[0], int):
+            shape = tuple(shape[0])
+        return _ops.reshape(self, shape)
+
+    def transpose(self, axes: Optional[Sequence[int]] = None) -> "Tensor":
+        """Swap the two `axes` (the last two by default)."""
+        return _ops.transpose(self, axes)
+
+    def astype(self, dtype: str) -> "Tensor":
+        """The values in another dtype; gradients come back in this one."""
+        return _ops.astype(self, dtype)
+
+
+def _moved(data: NDArray, device: Optional[Device], dtype: Optional[str]) -> NDArray:
+    if dtype is not None and dtype != data.dtype:
+        data = data.astype(dtype)
+    if device is not None and device != data.device:
+        data = data.to(device)
+    return data
+
+
+def _operand(other: Any, beside: Tensor) -> Tensor:
+    """`other` as a Tensor on the device of the operand beside it."""
+    if isinstance(other, Tensor):
+        return other
+    if isinstance(other, (NDArray, np.ndarray, list)):
+        return Tensor(other, device=beside.device, requires_grad=False)
+    raise TypeError(f"a Tensor cannot be combined with {type(other).__name__}")
+
+
+# ---- backward ------------------------------------------------------------------------------------
+
+
+def find_topo_sort(node_list: Sequence[Value]) -> list[Value]:
+    """Every node that `node_list` depends on, and it, in post-order: inputs before what uses them,
+    first input first. Works on graphs of any depth."""
+    order: list[Value] = []
+    seen: set[int] = set()
+    for root in node_list:
+        if id(root) in seen:
+            continue
+        seen.add(id(root))
+        stack = [(root, iter(root.inputs))]
+        while stack:
+            node, rest = stack[-1]
+            for x in rest:
+                if id(x) not in seen:
+                    seen.add(id(x))
+                    stack.append((x, iter(x.inputs)))
+                    break
+            else:
+                order.append(node)
+                stack.pop()
+    return order
+
+
+def compute_gradient_of_variables(output: Value, out_grad: Value) -> None:
+    """Walk the graph of `output` in reverse and leave the gradients in the leaves.
+
+    When every leaf is an nn.Parameter this is training: the gradients in between are freed as soon
+    as they are used, and no graph of them is built (it would hold the activations until the next
+    backward, in cycles that only the garbage collector frees). Otherwise each node keeps its
+    `.grad`, and the gradients of elementary ops can be differentiated again.
+    """
+    order = [node for node in find_topo_sort([output]) if node.requires_grad]
+    if all(node.trained for node in order if node.op is None):
+        with no_grad():
+            _walk(order, output, out_grad, keep=False)
+    else:
+        _walk(order, output, out_grad, keep=True)
+
+
+_FLOATS = ("float32", "bfloat16", "float16")
+
+
+def _walk(order: list[Value], output: Value, out_grad: Value, keep: bool) -> None:
+    pending: dict[int, Any] = {id(output): out_grad}
+    for node in reversed(order):
+        grad = pending.pop(id(node), None)
+        if grad is None:
+            continue
+        op = node.op
+        if op is None:
+            if node.grad_buffer is not None:
+                _add_into(node.grad_buffer, grad.cached_data)
+            else:
+                node.grad = grad
+            continue
+        if isinstance(node, Tensor) and grad.dtype != node.dtype and node.dtype in _FLOATS:
+            grad = grad.astype(
+                node.dtype
+            )  # a float32 weight gradient of a weight that was computed
+        if keep:
+            node.grad = grad
+        inputs = node.inputs
+        sinks = [x.grad_buffer if x.requires_grad else None for x in inputs]
+        if any(sink is not None for sink in sinks):
+            parts = op.accumulate(grad, node, sinks)
+        else:
+            parts = op.gradient_as_tuple(grad, node)
+        if len(parts) < len(inputs):
+            raise ValueError(
+                f"backward: {type(op).__name__}.gradient returned {len(parts)} gradients "
+                f"for {len(inputs)} inputs"
+            )
+        for x, part in zip(inputs, parts):
+            if part is not None and x.requires_grad:
+                before = pending.get(id(x))
+                pending[id(x)] = part if before is None else before + part
+        del grad, parts

@@ -1,0 +1,155 @@
+"""NDArray and devices: what `from needle import backend_ndarray as nd` gives.
+
+An NDArray is a strided view on memory of one device, written in C (`needle._C`). This module adds
+the creation functions and the few module-level functions that the course's array API has;
+everything else is a method of NDArray.
+
+Dtypes are strings: float32 (the default of everything), bfloat16, float16, int32, int64, uint8,
+bool, uint16. Shapes are tuples of int; strides count elements.
+"""
+
+from __future__ import annotations
+
+from typing import Sequence, Union
+
+from . import _C
+from ._C import Device, NDArray, all_devices, array, cpu, cuda
+
+Axes = Union[None, int, Sequence[int]]
+
+__all__ = [
+    "BackendDevice",
+    "Device",
+    "NDArray",
+    "add",
+    "all_devices",
+    "array",
+    "broadcast_to",
+    "cpu",
+    "cuda",
+    "default_device",
+    "empty",
+    "exp",
+    "flip",
+    "full",
+    "log",
+    "maximum",
+    "negative",
+    "ones",
+    "power",
+    "reshape",
+    "sqrt",
+    "sum",
+    "summation",
+    "tanh",
+    "zeros",
+]
+
+BackendDevice = Device  # the course's name of the type
+
+
+def default_device() -> Device:
+    """The device of arrays made without naming one: `cpu()`."""
+    return cpu()
+
+
+def _shape(shape: int | Sequence[int]) -> tuple[int, ...]:
+    return (shape,) if isinstance(shape, int) else tuple(shape)
+
+
+def empty(
+    shape: int | Sequence[int], dtype: str = "float32", device: Device | None = None
+) -> NDArray:
+    """A C-contiguous array whose elements are undefined."""
+    return _C.empty(_shape(shape), dtype, default_device() if device is None else device)
+
+
+def full(
+    shape: int | Sequence[int],
+    fill_value: float,
+    dtype: str = "float32",
+    device: Device | None = None,
+) -> NDArray:
+    """A C-contiguous array with every element `fill_value`."""
+    out = empty(shape, dtype, device)
+    out.fill(fill_value)
+    return out
+
+
+def zeros(
+    shape: int | Sequence[int], dtype: str = "float32", device: Device | None = None
+) -> NDArray:
+    """A C-contiguous array of zeros."""
+    return full(shape, 0, dtype, device)
+
+
+def ones(
+    shape: int | Sequence[int], dtype: str = "float32", device: Device | None = None
+) -> NDArray:
+    """A C-contiguous array of ones."""
+    return full(shape, 1, dtype, device)
+
+
+def broadcast_to(a: NDArray, shape: Sequence[int]) -> NDArray:
+    """A view of `a` stretched to `shape` (stride 0 along the stretched axes)."""
+    return a.broadcast_to(tuple(shape))
+
+
+def reshape(a: NDArray, shape: int | Sequence[int]) -> NDArray:
+    """`a` with another shape of the same size; a view where the strides allow it."""
+    return a.reshape(_shape(shape))
+
+
+def add(a: NDArray | float, b: NDArray | float) -> NDArray:
+    """a + b elementwise, broadcasting."""
+    return _C.add(a, b)
+
+
+def maximum(a: NDArray | float, b: NDArray | float) -> NDArray:
+    """The larger of a and b elementwise, broadcasting; NaN wins, as in NumPy."""
+    return _C.maximum(a, b)
+
+
+def power(a: NDArray | float, b: NDArray | float) -> NDArray:
+    """a ** b elementwise, broadcasting."""
+    return _C.power(a, b)
+
+
+def negative(a: NDArray) -> NDArray:
+    """-a."""
+    return _C.negate(a)
+
+
+def log(a: NDArray) -> NDArray:
+    """The natural logarithm."""
+    return _C.log(a)
+
+
+def exp(a: NDArray) -> NDArray:
+    """e ** a."""
+    return _C.exp(a)
+
+
+def tanh(a: NDArray) -> NDArray:
+    """The hyperbolic tangent."""
+    return _C.tanh(a)
+
+
+def sqrt(a: NDArray) -> NDArray:
+    """The square root."""
+    return _C.sqrt(a)
+
+
+def sum(a: NDArray, axis: Axes = None, keepdims: bool = False) -> NDArray:
+    """The sum over `axis` (None: all)."""
+    return a.sum(axis=axis, keepdims=keepdims)
+
+
+def summation(a: NDArray, axis: Axes = None, keepdims: bool = False) -> NDArray:
+    """`sum` under the course's other name."""
+    return a.sum(axis=axis, keepdims=keepdims)
+
+
+def flip(a: NDArray, axes: int | Sequence[int]) -> NDArray:
+    """A view of `a` with the order of elements along `axes` reversed."""
+    return a.flip(axes)

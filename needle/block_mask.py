@@ -1,0 +1,255 @@
+"""BlockMask: which blocks of keys each block of queries attends to.
+
+A pattern over single tokens (a window, a stride, some global tokens, any dense mask) is covered by
+blocks: a block is kept when at least one of its (query, key) pairs is in the pattern, and a kept
+block is attended to as a whole, except for what causality hides. T and S need not be multiples of
+the block: the last one is shorter.
+
+The kernels read lists: for mask g and block row i the key blocks
+`columns[offsets[g, i] .. offsets[g, i + 1])`, ascending, and the transposed lists for the backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import numpy as np
+
+from . import _C
+from ._C import Device, NDArray
+from .autograd import Tensor
+
+
+def _positive(what: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value <= 0:
+        raise ValueError(f"BlockMask: {what} must be a whole number above 0, but is {value!r}")
+    return int(value)
+
+
+class BlockMask:
+    """An immutable set of blocks over (T queries, S keys), one for all heads or one a head.
+
+    blocks: bool (query blocks, key blocks) or (H, query blocks, key blocks); block: tokens a side;
+    T, S: tokens (S is T by default). Two masks are equal when they keep the same blocks.
+    """
+
+    __slots__ = ("T", "S", "block", "blocks", "_causal", "_lists", "_hash")
+
+    T: int
+    S: int
+    block: int
+    blocks: np.ndarray
+
+    def __init__(self, blocks: Any, block: int, T: int, S: Optional[int] = None) -> None:
+        block = _positive("block", block)
+        T = _positive("T", T)
+        S = T if S is None else _positive("S", S)
+        kept = np.array(blocks)
+        if kept.dtype != np.bool_:
+            raise ValueError(f"BlockMask: blocks must be bool, but are {kept.dtype}")
+        if kept.ndim == 2:
+            kept = kept[None]
+        want = (-(-T // block), -(-S // block))
+        if kept.ndim != 3 or kept.shape[0] == 0 or kept.shape[1:] != want:
+            raise ValueError(
+                f"BlockMask: blocks must be {want} or (H, {want[0]}, {want[1]}) for {T} queries "
+                f"and {S} keys in blocks of {block}, but are {np.shape(blocks)}"
+            )
+        if int(kept.sum()) >= 2**31:
+            raise ValueError("BlockMask: 2^31 blocks or more are kept; take larger blocks")
+        kept.setflags(write=False)
+        for name, value in (("T", T), ("S", S), ("block", block), ("blocks", kept)):
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "_causal", None)
+        object.__setattr__(self, "_lists", {})
+        object.__setattr__(self, "_hash", hash((T, S, block, kept.shape[0], kept.tobytes())))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError("a BlockMask is immutable; make a new one")
+
+    def __reduce__(self) -> tuple:
+        return (BlockMask, (np.array(self.blocks), self.block, self.T, self.S))
+
+    # -- patterns
+
+    @staticmethod
+    def local(T: int, window: int, block: int) -> "BlockMask":
+        """Keys less than `window` tokens away: |i - j| < window. With causality a query sees itself
+        and the window - 1 tokens before it, rounded out to blocks."""
+        window = _positive("window", window)
+        rows, columns = _block_indices(T, block)
+        nearest = np.maximum((np.abs(rows - columns) - 1) * block + 1, 0)
+        return BlockMask((nearest < window) | (rows == columns), block, T)
+
+    @staticmethod
+    def strided(T: int, stride: int, block: int) -> "BlockMask":
+        """Keys a multiple of `stride` tokens away: (i - j) % stride == 0 (Child et al. 2019). Only
+        a stride of more than two blocks leaves any block out."""
+        stride = _positive("stride", stride)
+        rows, columns = _block_indices(T, block)
+        lowest = rows * block - (np.minimum((columns + 1) * block, T) - 1)
+        highest = np.minimum((rows + 1) * block, T) - 1 - columns * block
+        return BlockMask((highest // stride) * stride >= lowest, block, T)
+
+    @staticmethod
+    def global_(T: int, n_global: int, block: int) -> "BlockMask":
+        """The first `n_global` tokens see and are seen by all: i < n_global or j < n_global."""
+        n_global = _positive("n_global", n_global)
+        rows, columns = _block_indices(T, block)
+        return BlockMask((rows * block < n_global) | (columns * block < n_global), block, T)
+
+    @staticmethod
+    def mixed(
+        T: int,
+        window: Optional[int] = None,
+        stride: Optional[int] = None,
+        n_global: Optional[int] = None,
+        block: int = 64,
+    ) -> "BlockMask":
+        """The union of the local, strided and global patterns that are given (not None)."""
+        parts = [
+            make(T, value, block)
+            for make, value in (
+                (BlockMask.local, window),
+                (BlockMask.strided, stride),
+                (BlockMask.global_, n_global),
+            )
+            if value is not None
+        ]
+        if not parts:
+            raise ValueError("BlockMask.mixed: give window, stride or n_global")
+        mask = parts[0]
+        for part in parts[1:]:
+            mask = mask | part
+        return mask
+
+    @staticmethod
+    def dense(T: int, block: int = 64, S: Optional[int] = None) -> "BlockMask":
+        """Every block: plain attention."""
+        block, T = _positive("block", block), _positive("T", T)
+        S = T if S is None else _positive("S", S)
+        return BlockMask(np.ones((-(-T // block), -(-S // block)), dtype=bool), block, T, S)
+
+    # -- combining
+
+    def __or__(self, other: "BlockMask") -> "BlockMask":
+        """The blocks of either; a mask for all heads joins one a head."""
+        if not isinstance(other, BlockMask):
+            return NotImplemented
+        if (self.T, self.S, self.block) != (other.T, other.S, other.block):
+            raise ValueError(
+                f"BlockMask: union: T, S, block are {(self.T, self.S, self.block)} and "
+                f"{(other.T, other.S, other.block)}"
+            )
+        if self.heads != other.heads and 1 not in (self.heads, other.heads):
+            raise ValueError(f"BlockMask: union: one has {self.heads} heads, one {other.heads}")
+        return BlockMask(self.blocks | other.blocks, self.block, self.T, self.S)
+
+    def causal(self) -> "BlockMask":
+        """Without the blocks in which no query i may see a key j <= i + S - T."""
+        if self._causal is None:
+            last_query = np.minimum((np.arange(self.blocks.shape[1]) + 1) * self.block, self.T) - 1
+            first_key = np.arange(self.blocks.shape[2]) * self.block
+            visible = first_key[None, :] <= last_query[:, None] + self.S - self.T
+            if (self.blocks <= visible).all():
+                return self
+            lower = BlockMask(self.blocks & visible, self.block, self.T, self.S)
+            object.__setattr__(self, "_causal", lower)
+        return self._causal
+
+    # -- looking at it
+
+    @property
+    def heads(self) -> int:
+        """1 when all heads are alike, else their number."""
+        return self.blocks.shape[0]
+
+    @property
+    def density(self) -> float:
+        """The kept fraction of all blocks."""
+        return float(self.blocks.mean())
+
+    def to_dense(self) -> np.ndarray:
+        """The kept blocks as a bool array over tokens: (T, S), or (H, T, S) with one mask a
+        head."""
+        wide = self.blocks.repeat(self.block, axis=1).repeat(self.block, axis=2)
+        wide = wide[:, : self.T, : self.S]
+        return wide[0] if self.heads == 1 else wide
+
+    def check(self, T: int, S: int, heads: int) -> None:
+        """ValueError unless the mask fits T queries, S keys and this number of heads."""
+        if (T, S) != (self.T, self.S):
+            raise ValueError(
+                f"block_sparse_attention: the mask is for {self.T} queries and {self.S} keys, "
+                f"but q and k have {T} and {S}"
+            )
+        if self.heads not in (1, heads):
+            raise ValueError(
+                f"block_sparse_attention: the mask is for {self.heads} heads, but q has {heads}"
+            )
+
+    def lists(self, device: Device) -> tuple[NDArray, NDArray, NDArray, NDArray]:
+        """(offsets, columns, offsets_t, rows) as int32 on `device`; made once a device."""
+        if device not in self._lists:
+            self._lists[device] = tuple(
+                _C.array(a, "int32", device)
+                for blocks in (self.blocks, self.blocks.transpose(0, 2, 1))
+                for a in _compressed(blocks)
+            )
+        return self._lists[device]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, BlockMask):
+            return NotImplemented
+        return (
+            (self.T, self.S, self.block) == (other.T, other.S, other.block)
+            and self.blocks.shape == other.blocks.shape
+            and bool((self.blocks == other.blocks).all())
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        heads = "" if self.heads == 1 else f", heads={self.heads}"
+        return (
+            f"BlockMask(T={self.T}, S={self.S}, block={self.block}{heads}, "
+            f"density={self.density:.3f})"
+        )
+
+
+def _block_indices(T: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+    n = -(-_positive("T", T) // _positive("block", block))
+    return np.arange(n)[:, None], np.arange(n)[None, :]
+
+
+def _compressed(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(offsets (G, rows + 1), columns) of (G, rows, columns) bool; offsets count through all G."""
+    counts = blocks.sum(axis=2, dtype=np.int64)
+    ends = counts.reshape(-1).cumsum().reshape(counts.shape)
+    starts = ends[:, :1] - counts[:, :1]
+    offsets = np.concatenate([starts, ends], axis=1).astype(np.int32)
+    return offsets, np.nonzero(blocks)[2].astype(np.int32)
+
+
+def convert_to_block_mask(dense_mask: Any, block: int) -> BlockMask:
+    """The blocks that hold at least one true entry of a dense mask.
+
+    dense_mask: bool (T, S), or (H, T, S) for one mask a head: a NumPy array, NDArray, Tensor or
+    nested list; numbers count as true when not 0. T and S need not be multiples of `block`.
+    """
+    block = _positive("block", block)
+    if isinstance(dense_mask, Tensor):
+        dense_mask = dense_mask.cached_data
+    dense = dense_mask.numpy() if isinstance(dense_mask, NDArray) else np.asarray(dense_mask)
+    if dense.ndim not in (2, 3) or 0 in dense.shape:
+        raise ValueError(
+            f"convert_to_block_mask: the mask must be (T, S) or (H, T, S) and not empty, "
+            f"but its shape is {dense.shape}"
+        )
+    if dense.dtype.kind not in "biuf":
+        raise ValueError(f"convert_to_block_mask: the mask must be bool, but is {dense.dtype}")
+    T, S = dense.shape[-2:]
+    kept = np.logical_or.reduceat(dense.astype(bool), np.arange(0, T, block), axis=-2)
+    kept = np.logical_or.reduceat(kept, np.arange(0, S, block), axis=-1)
+    return BlockMask(kept, block, T, S)

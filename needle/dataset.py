@@ -1,0 +1,109 @@
+"""Datasets in memory and their batches, as in the course. `needle.data` re-exports them beside the
+token datasets."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Iterator, Optional, Sequence
+
+import numpy as np
+
+from ._C import Device, NDArray
+from .autograd import Tensor
+
+
+class Dataset:
+    """Samples by index. Subclasses write `__getitem__(index)`, which returns a tuple of arrays (or
+    one array), and `__len__`. transforms: functions that `apply_transforms` applies to x in
+    order."""
+
+    def __init__(self, transforms: Optional[Sequence[Callable[[Any], Any]]] = None) -> None:
+        self.transforms = transforms
+
+    def __getitem__(self, index: Any) -> Any:
+        raise NotImplementedError(f"{type(self).__name__}.__getitem__ is not defined")
+
+    def __len__(self) -> int:
+        raise NotImplementedError(f"{type(self).__name__}.__len__ is not defined")
+
+    def apply_transforms(self, x: Any) -> Any:
+        for transform in self.transforms or ():
+            x = transform(x)
+        return x
+
+
+class NDArrayDataset(Dataset):
+    """Arrays of one length, cut along the first axis: sample i is (a[i], b[i], ...)."""
+
+    def __init__(self, *arrays: Any) -> None:
+        super().__init__()
+        if not arrays:
+            raise ValueError("NDArrayDataset: needs one array or more")
+        self.arrays = [
+            a.numpy() if isinstance(a, (NDArray, Tensor)) else np.asarray(a) for a in arrays
+        ]
+        for i, a in enumerate(self.arrays):
+            if len(a) != len(self.arrays[0]):
+                raise ValueError(
+                    f"NDArrayDataset: array {i} has {len(a)} samples, "
+                    f"but the first has {len(self.arrays[0])}"
+                )
+
+    def __len__(self) -> int:
+        return len(self.arrays[0])
+
+    def __getitem__(self, index: Any) -> tuple:
+        return tuple(a[index] for a in self.arrays)
+
+
+class DataLoader:
+    """Batches of a dataset, each a tuple of Tensors (float32 by default) with the batch first.
+
+    shuffle: a new order for each iteration, by one np.random.shuffle of the indices. The last batch
+    is shorter when the length is no multiple of batch_size. An iteration is independent of others.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        batch_size: Optional[int] = 1,
+        shuffle: bool = False,
+        device: Optional[Device] = None,
+        dtype: str = "float32",
+    ) -> None:
+        if batch_size is not None and batch_size < 1:
+            raise ValueError(f"DataLoader: batch_size must be 1 or more, not {batch_size}")
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.device = device
+        self.dtype = dtype
+
+    def __len__(self) -> int:
+        """The number of batches."""
+        return -(-len(self.dataset) // (self.batch_size or max(len(self.dataset), 1)))
+
+    def __iter__(self) -> Iterator[tuple]:
+        order = np.arange(len(self.dataset))
+        if self.shuffle:
+            np.random.shuffle(order)
+        return self._batches(order)
+
+    def _batches(self, order: np.ndarray) -> Iterator[tuple]:
+        size = self.batch_size or max(len(order), 1)
+        for start in range(0, len(order), size):
+            indices = order[start : start + size]
+            if isinstance(self.dataset, NDArrayDataset):
+                columns: Sequence[Any] = self.dataset[indices]
+            else:
+                samples = [self.dataset[int(i)] for i in indices]
+                if not isinstance(samples[0], (tuple, list)):
+                    samples = [(sample,) for sample in samples]
+                columns = [np.stack([_host(x) for x in column]) for column in zip(*samples)]
+            yield tuple(
+                Tensor(x, device=self.device, dtype=self.dtype, requires_grad=False)
+                for x in columns
+            )
+
+
+def _host(x: Any) -> np.ndarray:
+    return x.numpy() if isinstance(x, (NDArray, Tensor)) else np.asarray(x)

@@ -1,0 +1,164 @@
+"""Creating Tensors. Random numbers come from NumPy's global generator in float64 and are then cast,
+so that `np.random.seed` gives the same model on every device and in every dtype.
+
+Each function takes `device` (cpu() by default), `dtype` ("float32") and `requires_grad` (False).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Optional
+
+import numpy as np
+
+from . import _C
+from ._C import Device, NDArray
+from .autograd import Tensor
+
+
+def _tensor(
+    values: np.ndarray, device: Optional[Device], dtype: str, requires_grad: bool
+) -> Tensor:
+    data = _C.array(values, dtype, _C.cpu() if device is None else device)
+    return Tensor.from_ndarray(data, requires_grad)
+
+
+def rand(
+    *shape: int,
+    low: float = 0.0,
+    high: float = 1.0,
+    device: Optional[Device] = None,
+    dtype: str = "float32",
+    requires_grad: bool = False,
+) -> Tensor:
+    """Uniform in [low, high): `np.random.rand(*shape) * (high - low) + low`."""
+    values = np.asarray(np.random.rand(*shape) * (high - low) + low)
+    return _tensor(values, device, dtype, requires_grad)
+
+
+def randn(
+    *shape: int,
+    mean: float = 0.0,
+    std: float = 1.0,
+    device: Optional[Device] = None,
+    dtype: str = "float32",
+    requires_grad: bool = False,
+) -> Tensor:
+    """Normal: `np.random.randn(*shape) * std + mean`."""
+    values = np.asarray(np.random.randn(*shape) * std + mean)
+    return _tensor(values, device, dtype, requires_grad)
+
+
+def randb(
+    *shape: int,
+    p: float = 0.5,
+    device: Optional[Device] = None,
+    dtype: str = "bool",
+    requires_grad: bool = False,
+) -> Tensor:
+    """True with probability p: `np.random.rand(*shape) <= p`."""
+    values = np.asarray(np.random.rand(*shape) <= p)
+    return _tensor(values, device, dtype, requires_grad)
+
+
+def constant(
+    *shape: int,
+    c: float = 1.0,
+    device: Optional[Device] = None,
+    dtype: str = "float32",
+    requires_grad: bool = False,
+) -> Tensor:
+    """Every element c."""
+    data = _C.empty(tuple(shape), dtype, _C.cpu() if device is None else device)
+    data.fill(c)
+    return Tensor.from_ndarray(data, requires_grad)
+
+
+def ones(
+    *shape: int,
+    device: Optional[Device] = None,
+    dtype: str = "float32",
+    requires_grad: bool = False,
+) -> Tensor:
+    """Every element 1."""
+    return constant(*shape, c=1, device=device, dtype=dtype, requires_grad=requires_grad)
+
+
+def zeros(
+    *shape: int,
+    device: Optional[Device] = None,
+    dtype: str = "float32",
+    requires_grad: bool = False,
+) -> Tensor:
+    """Every element 0."""
+    return constant(*shape, c=0, device=device, dtype=dtype, requires_grad=requires_grad)
+
+
+def zeros_like(
+    array: Tensor | NDArray, *, device: Optional[Device] = None, requires_grad: bool = False
+) -> Tensor:
+    """Zeros of the shape, dtype and device of `array`."""
+    device = array.device if device is None else device
+    return zeros(*array.shape, device=device, dtype=array.dtype, requires_grad=requires_grad)
+
+
+def ones_like(
+    array: Tensor | NDArray, *, device: Optional[Device] = None, requires_grad: bool = False
+) -> Tensor:
+    """Ones of the shape, dtype and device of `array`."""
+    device = array.device if device is None else device
+    return ones(*array.shape, device=device, dtype=array.dtype, requires_grad=requires_grad)
+
+
+def one_hot(
+    n: int,
+    i: Any,
+    device: Optional[Device] = None,
+    dtype: str = "float32",
+    requires_grad: bool = False,
+) -> Tensor:
+    """Rows of the n x n identity at `i`: indices of any shape give that shape + (n,).
+
+    i: Tensor, NDArray, NumPy array or list of whole numbers in [0, n), else ValueError.
+    """
+    if device is None and isinstance(i, (Tensor, NDArray)):
+        device = i.device
+    values = i.numpy() if isinstance(i, (Tensor, NDArray)) else np.asarray(i)
+    index = values.astype(np.int64)
+    if (index != values).any() or (index < 0).any() or (index >= n).any():
+        raise ValueError(f"one_hot: indices must be whole numbers in [0, {n})")
+    return _tensor(np.eye(n, dtype=np.float32)[index], device, dtype, requires_grad)
+
+
+# ---- initialisers of weights ---------------------------------------------------------------------
+
+
+def xavier_uniform(fan_in: int, fan_out: int, gain: float = 1.0, **kwargs: Any) -> Tensor:
+    """(fan_in, fan_out), uniform in +-gain sqrt(6 / (fan_in + fan_out)) (Glorot and Bengio
+    2010)."""
+    bound = gain * math.sqrt(6.0 / (fan_in + fan_out))
+    return rand(fan_in, fan_out, low=-bound, high=bound, **kwargs)
+
+
+def xavier_normal(fan_in: int, fan_out: int, gain: float = 1.0, **kwargs: Any) -> Tensor:
+    """(fan_in, fan_out), normal with std gain sqrt(2 / (fan_in + fan_out))."""
+    std = gain * math.sqrt(2.0 / (fan_in + fan_out))
+    return randn(fan_in, fan_out, mean=0.0, std=std, **kwargs)
+
+
+def _relu_gain(nonlinearity: str) -> float:
+    if nonlinearity != "relu":
+        raise ValueError(f"kaiming: nonlinearity must be 'relu', not {nonlinearity!r}")
+    return math.sqrt(2.0)
+
+
+def kaiming_uniform(fan_in: int, fan_out: int, nonlinearity: str = "relu", **kwargs: Any) -> Tensor:
+    """(fan_in, fan_out), uniform in +-sqrt(2) sqrt(3 / fan_in) (He et al. 2015)."""
+    bound = _relu_gain(nonlinearity) * math.sqrt(3.0 / fan_in)
+    return rand(fan_in, fan_out, low=-bound, high=bound, **kwargs)
+
+
+def kaiming_normal(fan_in: int, fan_out: int, nonlinearity: str = "relu", **kwargs: Any) -> Tensor:
+    """(fan_in, fan_out), normal with std sqrt(2) / sqrt(fan_in)."""
+    std = _relu_gain(nonlinearity) / math.sqrt(fan_in)
+    return randn(fan_in, fan_out, mean=0.0, std=std, **kwargs)

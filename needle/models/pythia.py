@@ -1,0 +1,464 @@
+"""Pythia (Biderman et al. 2023): GPT-NeoX (Black et al. 2022) to the letter.
+
+    x = embed_in[ids]                                                   (B, T, C)
+    each layer:  x = x + attention(norm1(x)) + mlp(norm2(x))            parallel residual
+             or  x = x + attention(norm1(x));  x = x + mlp(norm2(x))    sequential
+    logits = final_layer_norm(x) @ embed_out                            (B, T, V), untied head
+
+Attention packs q, k and v per head: the output axis of query_key_value is [head 0: q k v][head 1:
+q k v]..., so that (B, T, H, 3, D) is a view of it. Rotary turns the first quarter of each head.
+
+Parameters carry GPT-NeoX's names without the `gpt_neox.` prefix. Linear weights are (in, out), the
+transpose of Hugging Face's. Axis letters: B batch, T time, C channels, H heads, D head dim, V
+vocabulary, L layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from needle import nn, ops
+from needle.autograd import Tensor, no_grad
+from needle.backend_ndarray import NDArray, array, default_device
+from needle.block_mask import BlockMask
+from needle.sampling import sample
+
+DTYPES = ("float32", "bfloat16", "float16")
+SPARSE_PATTERNS = ("mixed", "local", "strided", "global", "dense")
+# Hugging Face's names of the two forms; the three tanh names differ only in how they compute it.
+ACTIVATIONS = {
+    "gelu": "none",
+    "gelu_new": "tanh",
+    "gelu_fast": "tanh",
+    "gelu_tanh": "tanh",
+    "gelu_pytorch_tanh": "tanh",
+}
+
+# name: layers, hidden size, heads, vocabulary. `tiny` is not of the suite: it is what a CPU trains
+# in minutes.
+PRESETS = {
+    "tiny": (4, 192, 6, 4096),
+    "pythia-14m": (6, 128, 4, 50304),
+    "pythia-31m": (6, 256, 8, 50304),
+    "pythia-70m": (6, 512, 8, 50304),
+    "pythia-160m": (12, 768, 12, 50304),
+    "pythia-410m": (24, 1024, 16, 50304),
+    "pythia-1b": (16, 2048, 8, 50304),
+    "pythia-1.4b": (24, 2048, 16, 50304),
+    "pythia-2.8b": (32, 2560, 32, 50304),
+    "pythia-6.9b": (32, 4096, 32, 50432),
+    "pythia-12b": (36, 5120, 40, 50688),
+}
+
+
+# ---- configuration ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PythiaConfig:
+    """The shape of a model. `hidden_act` as Hugging Face names it: "gelu" is the erf form, which
+    the published configurations say; "gelu_new" the tanh form, with which Pythia was trained."""
+
+    vocab_size: int = 50304
+    hidden_size: int = 512
+    num_layers: int = 6
+    num_heads: int = 8
+    intermediate_size: int = 0  # 0: 4 x hidden_size
+    max_seq_len: int = 2048
+    rotary_pct: float = 0.25
+    rotary_base: float = 10000.0
+    layer_norm_eps: float = 1e-5
+    hidden_act: str = "gelu_new"
+    use_parallel_residual: bool = True
+    dtype: str = "float32"
+    use_sparse_attention: bool = False
+    sparse_pattern: str = "mixed"  # the window and the first block
+    sparse_window: int = 256  # keys each query sees back; of "strided": the stride
+    sparse_block: int = 64
+
+    def __post_init__(self) -> None:
+        if not self.intermediate_size:
+            object.__setattr__(self, "intermediate_size", 4 * self.hidden_size)
+        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "intermediate_size",
+                     "max_seq_len", "sparse_window", "sparse_block"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"PythiaConfig: {name} must be an int of 1 or more, not {value!r}")
+        if self.hidden_size % self.num_heads:
+            raise ValueError(f"PythiaConfig: hidden_size {self.hidden_size} is not a multiple of "
+                             f"num_heads {self.num_heads}")
+        if not 0 <= self.rotary_pct <= 1 or self.rotary_dims % 2:
+            raise ValueError(f"PythiaConfig: rotary_pct {self.rotary_pct} turns {self.rotary_dims} "
+                             f"of {self.head_dim} dimensions; it must be an even number of them")
+        for name, allowed in (("hidden_act", tuple(ACTIVATIONS)), ("dtype", DTYPES),
+                              ("sparse_pattern", SPARSE_PATTERNS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"PythiaConfig: {name} must be one of {', '.join(allowed)}, "
+                                 f"not {getattr(self, name)!r}")
+
+    @classmethod
+    def preset(cls, name: str, **changes) -> PythiaConfig:
+        """A model of the suite by name ("pythia-70m", or "70m"), with fields changed."""
+        full = name if name in PRESETS else f"pythia-{name}"
+        if full not in PRESETS:
+            raise ValueError(f"no preset {name!r}; there are {', '.join(PRESETS)}")
+        layers, hidden, heads, vocabulary = PRESETS[full]
+        config = cls(vocab_size=vocabulary, hidden_size=hidden, num_layers=layers, num_heads=heads)
+        return dataclasses.replace(config, **changes)
+
+    @classmethod
+    def from_dict(cls, fields: dict) -> PythiaConfig:
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(set(fields) - known)
+        if unknown:
+            raise ValueError(f"PythiaConfig: unknown fields {', '.join(unknown)}")
+        return cls(**fields)
+
+    def to_dict(self) -> dict:
+        return dataclasses.asdict(self)
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def rotary_dims(self) -> int:
+        return int(self.head_dim * self.rotary_pct)
+
+    # Hugging Face's names of the same.
+    @property
+    def num_hidden_layers(self) -> int:
+        return self.num_layers
+
+    @property
+    def num_attention_heads(self) -> int:
+        return self.num_heads
+
+    @property
+    def max_position_embeddings(self) -> int:
+        return self.max_seq_len
+
+
+# ---- parts ------------------------------------------------------------------------------------
+
+
+class _Factory:
+    """Makes parameters in the order of the calls. Values are NumPy's global stream in float64, so
+    that np.random.seed gives the same model on every device and in every dtype."""
+
+    def __init__(self, device, dtype: str, initialise: bool) -> None:
+        self.device, self.dtype, self.initialise = device, dtype, initialise
+
+    def normal(self, *shape: int, std: float) -> nn.Parameter:
+        if not self.initialise:
+            return self.constant(*shape, value=0.0)
+        drawn = np.random.standard_normal(shape)
+        drawn *= std
+        return nn.Parameter(drawn, device=self.device, dtype=self.dtype)
+
+    def constant(self, *shape: int, value: float) -> nn.Parameter:
+        return nn.Parameter(np.full(shape, value, np.float32), device=self.device,
+                            dtype=self.dtype)
+
+
+class Embedding(nn.Module):
+    """ids (B, T) -> rows of `weight` (V, C)."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, std: float, make: _Factory) -> None:
+        super().__init__()
+        self.weight = make.normal(vocab_size, hidden_size, std=std)
+
+    def forward(self, ids: NDArray) -> Tensor:
+        return ops.embedding(ids, self.weight)
+
+
+class Linear(nn.Module):
+    """x @ weight + bias over the last axis; weight (in, out), bias (out,) or none."""
+
+    def __init__(self, inputs: int, outputs: int, std: float, make: _Factory,
+                 bias: bool = True) -> None:
+        super().__init__()
+        self.weight = make.normal(inputs, outputs, std=std)
+        self.bias = make.constant(outputs, value=0.0) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.linear(x, self.weight, self.bias)
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / sqrt(var + eps) * weight + bias over the last axis."""
+
+    def __init__(self, hidden_size: int, eps: float, make: _Factory) -> None:
+        super().__init__()
+        self.weight = make.constant(hidden_size, value=1.0)
+        self.bias = make.constant(hidden_size, value=0.0)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class Attention(nn.Module):
+    """Causal self-attention; rotary is the (cos, sin) of this length, mask None for all keys."""
+
+    def __init__(self, config: PythiaConfig, make: _Factory) -> None:
+        super().__init__()
+        width = config.hidden_size
+        small, wang = initial_stds(config)
+        self.heads, self.head_dim = config.num_heads, config.head_dim
+        self.query_key_value = Linear(width, 3 * width, small, make)
+        self.dense = Linear(width, width, wang, make)
+
+    def forward(self, x: Tensor, rotary: tuple[NDArray, NDArray], mask: BlockMask | None) -> Tensor:
+        batch, time, width = x.shape
+        qkv = self.query_key_value(x).reshape((batch, time, self.heads, 3, self.head_dim))
+        seen = ops.qkv_attention(qkv, *rotary, causal=True, mask=mask)
+        return self.dense(seen.reshape((batch, time, width)))
+
+
+class MLP(nn.Module):
+    """C -> 4 C -> C with GELU between."""
+
+    def __init__(self, config: PythiaConfig, make: _Factory) -> None:
+        super().__init__()
+        small, wang = initial_stds(config)
+        self.approximate = ACTIVATIONS[config.hidden_act]
+        self.dense_h_to_4h = Linear(config.hidden_size, config.intermediate_size, small, make)
+        self.dense_4h_to_h = Linear(config.intermediate_size, config.hidden_size, wang, make)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dense_4h_to_h(ops.gelu(self.dense_h_to_4h(x), self.approximate))
+
+
+class Layer(nn.Module):
+    def __init__(self, config: PythiaConfig, make: _Factory) -> None:
+        super().__init__()
+        self.parallel = config.use_parallel_residual
+        self.input_layernorm = LayerNorm(config.hidden_size, config.layer_norm_eps, make)
+        self.post_attention_layernorm = LayerNorm(config.hidden_size, config.layer_norm_eps, make)
+        self.attention = Attention(config, make)
+        self.mlp = MLP(config, make)
+
+    def forward(self, x: Tensor, rotary: tuple[NDArray, NDArray], mask: BlockMask | None) -> Tensor:
+        attended = self.attention(self.input_layernorm(x), rotary, mask)
+        if self.parallel:
+            return x + attended + self.mlp(self.post_attention_layernorm(x))
+        x = x + attended
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def initial_stds(config: PythiaConfig) -> tuple[float, float]:
+    """Standard deviations of Pythia's start: "small init" (Nguyen and Salazar 2019) for what reads
+    the residual stream, Wang's 2 / (L sqrt(C)) for what writes into it."""
+    width = config.hidden_size
+    return math.sqrt(2 / (5 * width)), 2 / (config.num_layers * math.sqrt(width))
+
+
+def rotary_tables(config: PythiaConfig) -> tuple[np.ndarray, np.ndarray]:
+    """cos and sin (max_seq_len, rotary_dims / 2) in float32. The angles are rounded to float32 as
+    every GPT-NeoX rounds them: the published weights have learned those."""
+    turned = config.rotary_dims
+    exponents = np.arange(0, turned, 2, dtype=np.float32) / np.float32(max(turned, 1))
+    frequencies = np.float32(1) / np.float32(config.rotary_base) ** exponents
+    angles = np.outer(np.arange(config.max_seq_len, dtype=np.float32), frequencies)
+    return np.cos(angles), np.sin(angles)
+
+
+# ---- the model --------------------------------------------------------------------------------
+
+
+class Pythia(nn.Module):
+    """A GPT-NeoX language model.
+
+    `dtype` (default: the configuration's) is that of parameters and activations. `initialise=False`
+    leaves matrices zero and draws no random number: for weights that are loaded next.
+    """
+
+    def __init__(self, config: PythiaConfig, device=None, dtype: str | None = None,
+                 initialise: bool = True) -> None:
+        super().__init__()
+        if dtype is not None:
+            config = dataclasses.replace(config, dtype=dtype)
+        self.config = config
+        self.device = default_device() if device is None else device
+        make = _Factory(self.device, config.dtype, initialise)
+        small, _ = initial_stds(config)
+        self.embed_in = Embedding(config.vocab_size, config.hidden_size, small, make)
+        self.layers = [Layer(config, make) for _ in range(config.num_layers)]
+        self.final_layer_norm = LayerNorm(config.hidden_size, config.layer_norm_eps, make)
+        self.embed_out = Linear(config.hidden_size, config.vocab_size, small, make, bias=False)
+        self._rotary = tuple(array(t, "float32", self.device) for t in rotary_tables(config))
+        self._mask: tuple[int, BlockMask] | None = None  # the last length and its mask
+
+    def forward(self, input_ids, targets=None) -> tuple[Tensor, Tensor | None]:
+        """ids (B, T) -> logits (B, T, V) and, with targets (B, T), the mean cross-entropy in nats
+        over the targets that are not negative.
+
+        Host data (lists, NumPy, CPU arrays) is checked against the vocabulary before anything is
+        uploaded: ValueError. An int32 NDArray that lies on the GPU already is taken as it is.
+        """
+        ids = self._tokens(input_ids, "input_ids", low=0)
+        wanted = None if targets is None else self._tokens(targets, "targets", low=None)
+        if wanted is not None and tuple(wanted.shape) != tuple(ids.shape):
+            raise ValueError(f"Pythia: targets have shape {tuple(wanted.shape)}, input_ids "
+                             f"{tuple(ids.shape)}; both must be (batch, time)")
+        batch, time = ids.shape
+        logits = self.embed_out(self._hidden(ids))
+        if wanted is None:
+            return logits, None
+        flat = logits.reshape((batch * time, self.config.vocab_size))
+        return logits, ops.cross_entropy(flat, wanted.reshape((batch * time,)))
+
+    def _hidden(self, ids: NDArray) -> Tensor:
+        """What the head reads: (B, T, C) behind the final norm."""
+        time = ids.shape[1]
+        rotary = tuple(table[:time] for table in self._rotary)
+        mask = self._block_mask(time)
+        x = self.embed_in(ids)
+        for layer in self.layers:
+            x = layer(x, rotary, mask)
+        return self.final_layer_norm(x)
+
+    def _block_mask(self, time: int) -> BlockMask | None:
+        config = self.config
+        if not config.use_sparse_attention:
+            return None
+        if self._mask is None or self._mask[0] != time:
+            self._mask = (time, sparse_mask(config, time))
+        return self._mask[1]
+
+    def _tokens(self, ids, what: str, low: int | None) -> NDArray:
+        """int32 (B, T) on the model's device; host values below `low` or beyond the vocabulary
+        are refused."""
+        if isinstance(ids, Tensor):
+            ids = ids.cached_data
+        on_device = isinstance(ids, NDArray) and ids.device == self.device \
+            and ids.dtype == "int32" and str(ids.device) != "cpu()"
+        if not on_device:
+            ids = ids.numpy() if isinstance(ids, NDArray) else np.asarray(ids)
+            whole = ids.dtype.kind in "iu" or (
+                ids.dtype.kind == "f" and np.isfinite(ids).all() and (ids == np.floor(ids)).all())
+            if not whole:
+                raise TypeError(f"Pythia: {what} must be whole numbers, but are {ids.dtype}")
+        if len(ids.shape) != 2:
+            raise ValueError(f"Pythia: {what} must be (batch, time), but the shape is "
+                             f"{tuple(ids.shape)}")
+        if 0 in ids.shape:
+            raise ValueError(f"Pythia: {what} are empty: the shape is {tuple(ids.shape)}")
+        if ids.shape[1] > self.config.max_seq_len:
+            raise ValueError(f"Pythia: {what} are {ids.shape[1]} tokens long, but max_seq_len is "
+                             f"{self.config.max_seq_len}")
+        if on_device:
+            return ids
+        check_tokens(ids, self.config.vocab_size, what, low)
+        return array(ids.astype(np.int32), "int32", self.device)
+
+    def num_parameters(self) -> int:
+        return sum(parameter.size for parameter in self.parameters())
+
+    def flops_per_token(self, time: int) -> float:
+        """Floating-point operations a token of forward and backward at length `time`: 6 for each
+        element of a matrix that multiplies it (the embedding multiplies nothing), and attention
+        over the keys that are seen: half of all, of a block mask half of each diagonal block."""
+        config = self.config
+        width, inner = config.hidden_size, config.intermediate_size
+        matrices = config.num_layers * (4 * width * width + 2 * width * inner) \
+            + width * config.vocab_size
+        mask = self._block_mask(time)
+        seen = 0.5
+        if mask is not None:
+            blocks = mask.causal().blocks
+            seen = (blocks.sum() - np.trace(blocks, axis1=1, axis2=2).sum() / 2) / blocks.size
+        return 6 * matrices + 12 * config.num_layers * width * time * seen
+
+    def __repr__(self) -> str:
+        config = self.config
+        return (f"Pythia({self.num_parameters():,} parameters, {config.num_layers} layers, hidden "
+                f"{config.hidden_size}, {config.num_heads} heads, vocabulary {config.vocab_size}, "
+                f"{config.dtype} on {self.device})")
+
+    # ---- generation ---------------------------------------------------------------------------
+
+    def stream(self, input_ids, max_new_tokens: int, temperature: float = 1.0,
+               top_k: int | None = None, top_p: float | None = None, seed: int | None = None,
+               stop: Collection[int] = ()) -> Iterator[np.ndarray]:
+        """Yields the next token of each row, int32 (B,), until max_new_tokens or until every row
+        has produced a token of `stop`; a row that has stopped repeats its stop token.
+
+        Temperature 0 takes the likeliest token. Random numbers are NumPy's global stream, or an
+        own one where a seed is given. Of a context beyond max_seq_len the last part is read.
+        """
+        if max_new_tokens < 0:
+            raise ValueError(f"Pythia: max_new_tokens must be 0 or more, not {max_new_tokens}")
+        context = np.atleast_2d(np.asarray(input_ids, dtype=np.int64))
+        if context.shape[1] == 0:
+            raise ValueError("Pythia: the prompt is empty; give at least one token")
+        check_tokens(context, self.config.vocab_size, "input_ids", low=0)
+        random = np.random if seed is None else np.random.RandomState(seed)
+        stopped = np.zeros(len(context), bool)
+        for _ in range(max_new_tokens):
+            logits = self._last_logits(context[:, -self.config.max_seq_len:])
+            drawn = sample(logits, temperature, top_k, top_p, random)
+            drawn = np.where(stopped, context[:, -1], drawn).astype(np.int32)
+            yield drawn
+            context = np.concatenate([context, drawn[:, None]], axis=1)
+            stopped |= np.isin(drawn, list(stop))
+            if stopped.all():
+                return
+
+    def generate(self, input_ids, max_new_tokens: int, temperature: float = 1.0,
+                 top_k: int | None = None, top_p: float | None = None, seed: int | None = None,
+                 stop: Collection[int] = ()) -> np.ndarray:
+        """The prompt (B, T) or (T,) and what follows it: int64 of the same rank. See stream()."""
+        prompt = np.asarray(input_ids, dtype=np.int64)
+        tokens = [np.atleast_2d(prompt)]
+        tokens += [token[:, None] for token in self.stream(
+            prompt, max_new_tokens, temperature, top_k, top_p, seed, stop)]
+        out = np.concatenate(tokens, axis=1).astype(np.int64)
+        return out[0] if prompt.ndim == 1 else out
+
+    def _last_logits(self, context: np.ndarray) -> np.ndarray:
+        """float32 (B, V) of the last position: the head multiplies that one alone."""
+        with no_grad():
+            hidden = self._hidden(self._tokens(context, "input_ids", low=0)).cached_data
+            last = Tensor.from_ndarray(hidden[:, hidden.shape[1] - 1, :].compact())
+            return self.embed_out(last).cached_data.numpy()[:, 0, :].astype(np.float32)
+
+
+def sparse_mask(config: PythiaConfig, time: int) -> BlockMask:
+    """The block mask that the configuration describes, for sequences of `time` tokens."""
+    window, block = config.sparse_window, config.sparse_block
+    if config.sparse_pattern == "local":
+        return BlockMask.local(time, window, block)
+    if config.sparse_pattern == "strided":
+        return BlockMask.strided(time, window, block)
+    if config.sparse_pattern == "global":
+        return BlockMask.global_(time, block, block)
+    if config.sparse_pattern == "dense":
+        return BlockMask.dense(time, block)
+    return BlockMask.mixed(time, window=window, n_global=block, block=block)
+
+
+def check_tokens(ids: np.ndarray, vocab_size: int, what: str, low: int | None) -> None:
+    """ValueError naming the first id that is `vocab_size` or more, or below `low`."""
+    wrong = ids >= vocab_size
+    if low is not None:
+        wrong |= ids < low
+    if wrong.any():
+        where = tuple(int(i) for i in np.argwhere(wrong)[0])
+        raise ValueError(f"Pythia: {what}: token {int(ids[where])} at position {where} is outside "
+                         f"the vocabulary of {vocab_size}")
+
+
+def create_pythia_70m(vocab_size: int = 50304, max_seq_len: int = 2048,
+                      use_sparse_attention: bool = False, device=None,
+                      dtype: str = "float32") -> tuple[Pythia, PythiaConfig]:
+    """A freshly initialised Pythia-70M and its configuration."""
+    config = PythiaConfig.preset("pythia-70m", vocab_size=vocab_size, max_seq_len=max_seq_len,
+                                 use_sparse_attention=use_sparse_attention, dtype=dtype)
+    return Pythia(config, device=device), config

@@ -1,0 +1,202 @@
+"""The layers of the course: linear, activations, norms, dropout, containers, embedding, the
+loss."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Optional
+
+from .. import init, ops
+from .._C import Device
+from ..autograd import Tensor
+from .module import Module, Parameter
+
+
+class Identity(Module):
+    """x."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Linear(Module):
+    """x @ weight + bias over the last axis of x.
+
+    weight (in, out), Kaiming uniform with fan_in `in_features`, drawn first; bias (1, out), Kaiming
+    uniform with fan_in `out_features`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Optional[Device] = None,
+        dtype: str = "float32",
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.weight = Parameter(
+            init.kaiming_uniform(in_features, out_features, device=device, dtype=dtype)
+        )
+        self.bias: Optional[Parameter] = None
+        if bias:
+            drawn = init.kaiming_uniform(out_features, 1, device=device, dtype=dtype)
+            self.bias = Parameter(drawn.reshape((1, out_features)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.linear(x, self.weight, self.bias)
+
+
+class Flatten(Module):
+    """(B, ...) -> (B, the rest)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rest = 1
+        for n in x.shape[1:]:
+            rest *= n
+        return ops.reshape(x, (x.shape[0], rest))
+
+
+class ReLU(Module):
+    """max(x, 0)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.relu(x)
+
+
+class GELU(Module):
+    """x Phi(x); approximate: "none" for the error function, "tanh" for its approximation."""
+
+    def __init__(self, approximate: str = "none") -> None:
+        super().__init__()
+        self.approximate = approximate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.gelu(x, self.approximate)
+
+
+class Sequential(Module):
+    """One module after the other."""
+
+    def __init__(self, *modules: Module) -> None:
+        super().__init__()
+        self.modules = modules
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.modules:
+            x = module(x)
+        return x
+
+
+class Residual(Module):
+    """x + fn(x)."""
+
+    def __init__(self, fn: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fn(x) + x
+
+
+class Dropout(Module):
+    """In training zeroes each element with probability p and scales the others by 1 / (1 - p); in
+    evaluation, and for p = 0, does nothing and draws nothing."""
+
+    def __init__(self, p: float = 0.5) -> None:
+        super().__init__()
+        if not 0 <= p < 1:
+            raise ValueError(f"Dropout: p must be in [0, 1), but is {p}")
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return x
+        mask = init.randb(*x.shape, p=1 - self.p, device=x.device)
+        return x * mask / (1 - self.p)
+
+
+class LayerNorm1d(Module):
+    """(x - mean) / sqrt(var + eps) * weight + bias over the last axis; weight 1 and bias 0,
+    (dim,)."""
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float = 1e-5,
+        device: Optional[Device] = None,
+        dtype: str = "float32",
+    ) -> None:
+        super().__init__()
+        self.dim = dim
+        self.eps = eps
+        self.weight = Parameter(init.ones(dim, device=device, dtype=dtype))
+        self.bias = Parameter(init.zeros(dim, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class BatchNorm1d(Module):
+    """Normalises each feature of (B, dim) over the batch in training, and by running statistics,
+    `running = (1 - momentum) running + momentum batch`, in evaluation (Ioffe and Szegedy 2015).
+    Variances are biased."""
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float = 1e-5,
+        momentum: float = 0.1,
+        device: Optional[Device] = None,
+        dtype: str = "float32",
+    ) -> None:
+        super().__init__()
+        self.dim = dim
+        self.eps = eps
+        self.momentum = momentum
+        self.weight = Parameter(init.ones(dim, device=device, dtype=dtype))
+        self.bias = Parameter(init.zeros(dim, device=device, dtype=dtype))
+        self.running_mean = init.zeros(dim, device=device, dtype=dtype)
+        self.running_var = init.ones(dim, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            mean = ops.mean(x, 0)
+            off = x - mean
+            var = ops.mean(off * off, 0)
+            keep = 1 - self.momentum
+            self.running_mean = keep * self.running_mean.data + self.momentum * mean.data
+            self.running_var = keep * self.running_var.data + self.momentum * var.data
+        else:
+            off, var = x - self.running_mean, self.running_var
+        return self.weight * (off / ops.sqrt(var + self.eps)) + self.bias
+
+
+class Embedding(Module):
+    """Rows of weight (n, d), drawn from N(0, 1), at whole numbers of any shape: (...) -> (...,
+    d)."""
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        device: Optional[Device] = None,
+        dtype: str = "float32",
+    ) -> None:
+        super().__init__()
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.weight = Parameter(
+            init.randn(num_embeddings, embedding_dim, device=device, dtype=dtype)
+        )
+
+    def forward(self, x: Any) -> Tensor:
+        return ops.embedding(x, self.weight)
+
+
+class SoftmaxLoss(Module):
+    """The mean cross-entropy of logits (B, classes) for classes y (B,), a float32 scalar."""
+
+    def forward(self, logits: Tensor, y: Any) -> Tensor:
+        return ops.cross_entropy(logits, y)

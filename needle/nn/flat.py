@@ -1,0 +1,105 @@
+"""All parameters of a module in one buffer, all their gradients in another (csrc/DESIGN.md, 10)."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Callable, Optional
+
+from .. import _C
+from .._C import NDArray
+from .module import Module, Parameter
+
+ALIGNMENT = 64  # elements: each parameter starts on a boundary that every vector load accepts
+
+
+class FlatParameters:
+    """What `flatten_parameters` made.
+
+    data: (N,) in the model's dtype; grad: (N,) float32. Decayed parameters come first and fill
+    data[:decay_size]. Parameter i is `parameters[i]`, named `names[i]`, at data[offsets[i]:] with
+    its size; what lies between parameters is zero in both buffers and stays zero.
+    """
+
+    def __init__(
+        self, named: list[tuple[str, Parameter]], decayed: int, device: Any, dtype: str
+    ) -> None:
+        self.names = [name for name, _ in named]
+        self.parameters = [p for _, p in named]
+        self.offsets: list[int] = []
+        end = 0
+        self.decay_size = 0
+        for i, p in enumerate(self.parameters):
+            self.offsets.append(end)
+            end += -(-p.size // ALIGNMENT) * ALIGNMENT
+            if i + 1 == decayed:
+                self.decay_size = end
+        self.data = _C.empty((end,), dtype, device)
+        self.grad = _C.empty((end,), "float32", device)
+        self.data.fill(0)
+        self.grad.fill(0)
+
+    @property
+    def size(self) -> int:
+        """Elements of each buffer, the gaps between parameters included."""
+        return self.data.size
+
+    def view(self, buffer: NDArray, i: int) -> NDArray:
+        """The part of a flat buffer that belongs to parameter i, in its shape."""
+        p = self.parameters[i]
+        return buffer[self.offsets[i] : self.offsets[i] + p.size].reshape(p.shape)
+
+    def __repr__(self) -> str:
+        return (
+            f"FlatParameters({len(self.names)} parameters, {self.size} elements of "
+            f"{self.data.dtype}, {self.decay_size} decayed)"
+        )
+
+
+def _flat_of(p: Parameter) -> Optional[FlatParameters]:
+    """Where a parameter lives, while somebody holds that object. A strong reference would be a
+    cycle that keeps a dropped model's memory until the garbage collector runs."""
+    reference = getattr(p, "_flat", None)
+    return None if reference is None else reference()
+
+
+def flatten_parameters(
+    module: Module, decay: Callable[[str, Parameter], bool] = lambda name, p: p.ndim >= 2
+) -> FlatParameters:
+    """Move the parameters of `module` that require gradients into one buffer, those for which
+    `decay(name, parameter)` is true first, and give each a view of one float32 gradient buffer.
+
+    Values stay, gradients start at zero. A module that is flat already, in the same order, gives
+    back the same object as long as somebody (an optimizer) holds it. ValueError when the parameters
+    differ in dtype or device, or there are none.
+    """
+    named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+    if not named:
+        raise ValueError("flatten_parameters: the module has no parameter that requires gradients")
+    first_name, first = named[0]
+    for name, p in named:
+        if (p.dtype, p.device) != (first.dtype, first.device):
+            raise ValueError(
+                f"flatten_parameters: {name} is {p.dtype} on {p.device}, but {first_name} is "
+                f"{first.dtype} on {first.device}; all must be alike"
+            )
+    chosen = [bool(decay(name, p)) for name, p in named]
+    order = [x for x, d in zip(named, chosen) if d] + [x for x, d in zip(named, chosen) if not d]
+    decayed = sum(chosen)
+
+    before = _flat_of(first)
+    if (
+        before is not None
+        and [id(p) for p in before.parameters] == [id(p) for _, p in order]
+        and all(_flat_of(p) is before for _, p in order)
+        and before.decay_size == (before.offsets + [before.size])[decayed]
+    ):
+        return before
+
+    flat = FlatParameters(order, decayed, first.device, first.dtype)
+    for i, p in enumerate(flat.parameters):
+        place = flat.view(flat.data, i)
+        _C.assign(place, p.cached_data)
+        p.cached_data = place
+        p.grad_buffer = flat.view(flat.grad, i)
+        p._flat = weakref.ref(flat)
+    return flat

@@ -1,0 +1,179 @@
+"""Module and Parameter: a model is attributes, its parameters are found by walking them."""
+
+from __future__ import annotations
+
+from typing import Any, Iterator, Mapping, Optional
+
+import numpy as np
+
+from .. import _C
+from .._C import NDArray
+from ..autograd import Tensor
+
+
+class Parameter(Tensor):
+    """A Tensor that is trained.
+
+    After `flatten_parameters` its data is a view of the model's flat buffer and `grad_buffer`
+    (float32, its shape) a view of the flat gradient: `.grad` is then a Tensor over that view, into
+    which every backward() adds; setting `.grad` writes into it, None being zeros.
+
+    `name` is the parameter's name in the module whose parameters were listed last; optimizers keep
+    their state under it.
+    """
+
+    trained = True
+    name: Optional[str] = None
+    _grad: Optional[Tensor] = None
+
+    @property
+    def grad(self) -> Optional[Tensor]:  # type: ignore[override]
+        if self.grad_buffer is not None:
+            return Tensor.from_ndarray(self.grad_buffer)
+        return self._grad
+
+    @grad.setter
+    def grad(self, value: Optional[Tensor]) -> None:
+        if self.grad_buffer is None:
+            self._grad = value
+        elif value is None:
+            self.grad_buffer.fill(0)
+        else:
+            _C.assign(self.grad_buffer, value.cached_data)
+
+
+class Module:
+    """A part of a model. Subclasses write `forward`.
+
+    Parameters and child modules are those in attributes, also inside dicts, lists and tuples; their
+    names are the attribute names, keys and indices joined by dots. A Tensor in an attribute that
+    is no Parameter and whose name does not begin with an underscore is a buffer (the running
+    statistics of a batch norm): saved, not trained.
+    """
+
+    training: bool = True
+
+    def __init__(self) -> None:
+        self.training = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"{type(self).__name__}.forward is not defined")
+
+    # -- what it is made of
+
+    def named_parameters(self) -> list[tuple[str, Parameter]]:
+        """(name, parameter) in the order of definition; a shared one once, under its first name."""
+        found = []
+        seen: set[int] = set()
+        for name, value in _walk(self, "", set()):
+            if isinstance(value, Parameter) and id(value) not in seen:
+                seen.add(id(value))
+                value.name = name
+                found.append((name, value))
+        return found
+
+    def parameters(self) -> list[Parameter]:
+        """Every parameter once, in the order of definition."""
+        return [p for _, p in self.named_parameters()]
+
+    def named_buffers(self) -> list[tuple[str, Tensor]]:
+        """(name, buffer) in the order of definition."""
+        return [(n, v) for n, v in _walk(self, "", set()) if _is_buffer(v)]
+
+    def named_modules(self) -> list[tuple[str, "Module"]]:
+        """("", self) and every module below it with its name, each once."""
+        return [(n, v) for n, v in _walk(self, "", set()) if isinstance(v, Module)]
+
+    def _children(self) -> list["Module"]:
+        return [m for _, m in self.named_modules()[1:]]
+
+    def train(self) -> "Module":
+        """Training mode for this module and all below: dropout drops, batch norms look at the
+        batch."""
+        return self._set_training(True)
+
+    def eval(self) -> "Module":
+        """Evaluation mode for this module and all below."""
+        return self._set_training(False)
+
+    def _set_training(self, training: bool) -> "Module":
+        for _, module in self.named_modules():
+            module.training = training
+        return self
+
+    # -- state
+
+    def state_dict(self) -> dict[str, NDArray]:
+        """The arrays of parameters and buffers by name. They are the module's own memory, not
+        copies."""
+        values: list[tuple[str, Any]] = [*self.named_parameters(), *self.named_buffers()]
+        return {name: value.cached_data for name, value in values}
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Copy arrays (NDArray, Tensor or NumPy, of any dtype and device) into the parameters and
+        buffers of the same names.
+
+        ValueError lists all that is wrong before anything is loaded: wrong shapes, and when strict
+        names that are missing or unexpected.
+        """
+        own = self.state_dict()
+        problems = []
+        if strict:
+            problems += [f"{name} is missing" for name in own if name not in state]
+            problems += [f"{name} is unexpected" for name in state if name not in own]
+        for name, array in own.items():
+            if name in state and tuple(state[name].shape) != array.shape:
+                problems.append(
+                    f"{name} must have shape {array.shape}, but has {tuple(state[name].shape)}"
+                )
+        if problems:
+            raise ValueError(f"{type(self).__name__}.load_state_dict: " + "; ".join(problems))
+        for name, array in own.items():
+            if name in state:
+                _C.assign(array, _as_ndarray(state[name]).to(array.device))
+
+
+def _as_ndarray(value: Any) -> NDArray:
+    if isinstance(value, Tensor):
+        return value.cached_data
+    if isinstance(value, NDArray):
+        return value
+    value = np.asarray(value)
+    dtype = "float32" if value.dtype == np.float64 else value.dtype.name
+    return _C.array(value, dtype, _C.cpu())
+
+
+def _is_buffer(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, Parameter)
+
+
+def _walk(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """(name, value) of every module, parameter and buffer below, modules before their content."""
+    if isinstance(value, Module):
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        yield name, value
+        for key, item in list(vars(value).items()):
+            if _is_buffer(item):
+                if not key.startswith("_") and item.op is None:
+                    yield _join(name, key), item
+            else:
+                yield from _walk(item, _join(name, key), seen)
+    elif isinstance(value, Parameter):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if isinstance(item, (Module, Parameter, dict, list, tuple)):
+                yield from _walk(item, _join(name, str(key)), seen)
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            if isinstance(item, (Module, Parameter, dict, list, tuple)):
+                yield from _walk(item, _join(name, str(i)), seen)
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

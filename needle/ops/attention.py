@@ -1,0 +1,203 @@
+"""Attention and rotary position embedding. No T x S matrix is ever stored: the forward keeps the
+output and the log-sum-exp of each query, and the backward recomputes the rest.
+
+Layout everywhere: (B, T, H, D), any strides whose last is 1. The packed projection is
+(B, T, H, 3, D), as in GPT-NeoX; q, k and v are strided views of it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Optional, Sequence
+
+from .. import _C
+from .._C import NDArray
+from ..autograd import FusedOp, Tensor
+from ..block_mask import BlockMask
+
+
+def _array(x: Any, device: Any) -> NDArray:
+    if isinstance(x, Tensor):
+        x = x.cached_data
+    if not isinstance(x, NDArray):
+        x = _C.array(x, "float32", device)
+    return x if x.device == device else x.to(device)
+
+
+# ---- rotary --------------------------------------------------------------------------------------
+
+
+class Rotary(FusedOp):
+    """Rotates pairs of dims by the angle of their position; the backward rotates the other way."""
+
+    def __init__(self, cos: NDArray, sin: NDArray, parts: int) -> None:
+        self.cos, self.sin, self.parts = cos, sin, parts
+
+    def compute(self, x: NDArray) -> NDArray:
+        return _C.rotary(x, self.cos, self.sin, self.parts, 1.0)
+
+    def backward(self, dout: NDArray, node: Tensor, sinks: Sequence[Optional[NDArray]]) -> tuple:
+        return (_C.rotary(dout, self.cos, self.sin, self.parts, -1.0),)
+
+
+def rotary(x: Tensor, cos: Any, sin: Any, parts: int) -> Tensor:
+    """Rotary position embedding (Su et al. 2021) in the form of GPT-NeoX.
+
+    x: (B, T, H, P, D); cos, sin: (T, R) float32 with 2 R <= D. In the first `parts` of the P slices
+    dims (i, i + R), i < R, turn by the angle of position t; everything else is copied.
+    """
+    device = x.device
+    return Rotary(_array(cos, device), _array(sin, device), parts)(x)
+
+
+# ---- kernels, dense or by blocks -----------------------------------------------------------------
+
+
+class _Kernel:
+    """One attention call: forward keeps what backward needs."""
+
+    def __init__(self, scale: Optional[float], causal: bool, mask: Optional[BlockMask]) -> None:
+        self.scale = scale
+        self.causal = causal
+        self.mask = mask
+
+    def forward(self, q: NDArray, k: NDArray, v: NDArray) -> NDArray:
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if x.ndim != 4:
+                raise ValueError(f"attention: {name} must be (B, T, H, D), but is {x.shape}")
+        scale = 1.0 / math.sqrt(q.shape[3]) if self.scale is None else self.scale
+        self.factor = float(scale)
+        t, s = q.shape[1], k.shape[1]
+        if self.causal and s < t:
+            raise ValueError(
+                f"attention: causal needs no fewer keys than queries, but there are {s} for {t}"
+            )
+        if self.mask is None:
+            self.o, self.lse = _C.attention_fwd(q, k, v, self.factor, int(self.causal))
+        else:
+            self.mask.check(t, s, q.shape[2])
+            mask = self.mask.causal() if self.causal else self.mask
+            self.lists = mask.lists(q.device)
+            self.block = mask.block
+            self.o, self.lse = _C.block_sparse_attention_fwd(
+                q, k, v, self.lists[0], self.lists[1], self.block, self.factor, int(self.causal)
+            )
+        return self.o
+
+    def backward(self, dout: NDArray, qkv: Sequence[NDArray], into: Sequence[NDArray]) -> None:
+        """Overwrites the three arrays of `into` with dq, dk, dv."""
+        if self.mask is None:
+            _C.attention_bwd(dout, *qkv, self.o, self.lse, self.factor, int(self.causal), *into)
+        else:
+            _C.block_sparse_attention_bwd(
+                dout, *qkv, self.o, self.lse, *self.lists, self.block, self.factor,
+                int(self.causal), *into,
+            )  # fmt: skip
+
+
+class Attention(FusedOp):
+    def __init__(self, scale: Optional[float], causal: bool, mask: Optional[BlockMask]) -> None:
+        self.options = (scale, causal, mask)
+
+    def compute(self, q: NDArray, k: NDArray, v: NDArray) -> NDArray:
+        self.kernel = _Kernel(*self.options)
+        return self.kernel.forward(q, k, v)
+
+    def backward(
+        self, dout: NDArray, node: Tensor, sinks: Sequence[Optional[NDArray]]
+    ) -> list[Optional[NDArray]]:
+        qkv = [x.cached_data for x in node.inputs]
+        into = [_C.empty(x.shape, x.dtype, x.device) for x in qkv]
+        self.kernel.backward(dout, qkv, into)
+        return [dx if x.requires_grad else None for x, dx in zip(node.inputs, into)]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = True,
+    scale: Optional[float] = None,
+    mask: Optional[BlockMask] = None,
+) -> Tensor:
+    """softmax(scale q k^T) v, exact.
+
+    q: (B, T, H, D); k, v: (B, S, H, D); the result is (B, T, H, D). scale: 1 / sqrt(D) by default.
+    causal: query i sees keys j <= i + S - T, which needs S >= T. mask: only these blocks of keys,
+    and of them only what `causal` allows. A query that sees no key gives 0.
+    """
+    return Attention(scale, causal, mask)(q, k, v)
+
+
+def block_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask,
+    scale: Optional[float] = None,
+    causal: bool = True,
+) -> Tensor:
+    """`attention` over the blocks of `mask` alone; blocks that are not in it are never touched."""
+    if not isinstance(mask, BlockMask):
+        raise TypeError(
+            f"block_sparse_attention: mask must be a BlockMask, not {type(mask).__name__}; "
+            "convert_to_block_mask makes one from a dense mask"
+        )
+    return Attention(scale, causal, mask)(q, k, v)
+
+
+class QKVAttention(FusedOp):
+    """Rotates q and k of the packed projection, attends, and writes one packed gradient.
+
+    Keeps the rotated projection, the output and its log-sum-exp; views, not copies, in between.
+    """
+
+    def __init__(
+        self,
+        cos: NDArray,
+        sin: NDArray,
+        scale: Optional[float],
+        causal: bool,
+        mask: Optional[BlockMask],
+    ) -> None:
+        self.cos, self.sin = cos, sin
+        self.options = (scale, causal, mask)
+
+    def compute(self, qkv: NDArray) -> NDArray:
+        if qkv.ndim != 5 or qkv.shape[3] != 3:
+            raise ValueError(f"qkv_attention: qkv must be (B, T, H, 3, D), but is {qkv.shape}")
+        self.turned = _C.rotary(qkv, self.cos, self.sin, 2, 1.0)
+        self.kernel = _Kernel(*self.options)
+        return self.kernel.forward(*_parts(self.turned))
+
+    def backward(self, dout: NDArray, node: Tensor, sinks: Sequence[Optional[NDArray]]) -> tuple:
+        dturned = _C.empty(self.turned.shape, self.turned.dtype, self.turned.device)
+        self.kernel.backward(dout, _parts(self.turned), _parts(dturned))
+        return (_C.rotary(dturned, self.cos, self.sin, 2, -1.0),)
+
+
+def _parts(packed: NDArray) -> list[NDArray]:
+    """The views q, k, v (B, T, H, D) of a packed (B, T, H, 3, D)."""
+    b, t, h, _, d = packed.shape
+    sb, st, sh, _, sd = packed.strides
+    return [
+        packed[:, :, :, i : i + 1, :].as_strided((b, t, h, d), (sb, st, sh, sd)) for i in range(3)
+    ]
+
+
+def qkv_attention(
+    qkv: Tensor,
+    cos: Any,
+    sin: Any,
+    causal: bool = True,
+    scale: Optional[float] = None,
+    mask: Optional[BlockMask] = None,
+) -> Tensor:
+    """Self-attention of a packed projection: rotates q and k, then `attention`.
+
+    qkv: (B, T, H, 3, D); cos, sin: (T, R) float32, as in `rotary`; the result is (B, T, H, D).
+    """
+    device = qkv.device
+    cos = _array(cos, device)
+    sin = _array(sin, device)
+    return QKVAttention(cos, sin, scale, causal, mask)(qkv)

@@ -1,0 +1,113 @@
+"""What several op families share: undoing a broadcast, normalising axes, checking ids."""
+
+from __future__ import annotations
+
+from typing import Any, Optional, Sequence, Union
+
+import numpy as np
+
+from .. import _C
+from .._C import Device, NDArray
+from ..autograd import Tensor
+
+Axes = Union[None, int, Sequence[int]]
+
+
+def reduced_to(grad: Tensor, like: Tensor) -> Tensor:
+    """`grad` summed over the axes that were broadcast from the shape of `like`, in its dtype."""
+    from .elementwise import astype
+    from .reduce import summation
+    from .shape import reshape
+
+    shape = like.shape
+    if grad.shape != shape:
+        extra = len(grad.shape) - len(shape)
+        axes = tuple(range(extra)) + tuple(
+            i + extra for i, n in enumerate(shape) if n == 1 and grad.shape[i + extra] != 1
+        )
+        if axes:
+            grad = summation(grad, axes)
+        if grad.shape != shape:
+            grad = reshape(grad, shape)
+    if grad.dtype != like.dtype and like.dtype in FLOATS:
+        grad = astype(grad, like.dtype)
+    return grad
+
+
+FLOATS = ("float32", "bfloat16", "float16")
+
+
+def normal_axes(op: str, axes: Axes, ndim: int) -> tuple[int, ...]:
+    """`axes` (None: all) as sorted non-negative numbers; ValueError for one that does not exist
+    or is named twice."""
+    if axes is None:
+        return tuple(range(ndim))
+    if isinstance(axes, (int, np.integer)):
+        axes = (int(axes),)
+    out = []
+    for axis in axes:
+        if not -ndim <= axis < ndim:
+            raise ValueError(f"{op}: axis {axis} does not exist in an array of {ndim} axes")
+        out.append(int(axis) % ndim)
+    if len(set(out)) != len(out):
+        raise ValueError(f"{op}: an axis is named twice in {tuple(axes)}")
+    return tuple(sorted(out))
+
+
+def kept_shape(shape: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:
+    """`shape` with 1 at `axes`: what keepdims leaves."""
+    return tuple(1 if i in axes else n for i, n in enumerate(shape))
+
+
+def zeros(shape: Sequence[int], dtype: str, device: Device) -> NDArray:
+    """A fresh array of zeros."""
+    out = _C.empty(tuple(shape), dtype, device)
+    out.fill(0)
+    return out
+
+
+def const(array: NDArray) -> Tensor:
+    """A Tensor that takes no part in the graph."""
+    return Tensor.from_ndarray(array)
+
+
+def rows_of(x: NDArray, last: int = 1) -> NDArray:
+    """x as (N, last axis...) with the leading axes merged; a view where the strides allow it."""
+    tail = x.shape[x.ndim - last :]
+    lead = x.shape[: x.ndim - last]
+    n = 1
+    for size in lead:
+        n *= size
+    return x.reshape((n,) + tuple(tail))
+
+
+def id_array(op: str, ids: Any, device: Device, limit: int, lowest: Optional[int] = 0) -> NDArray:
+    """Ids as a 1-D int32 NDArray on `device`, checked while they are on the host.
+
+    ids: Tensor, NDArray, NumPy array or nested list, any shape, of whole numbers in
+    [lowest, limit); lowest None allows any negative number. ValueError names the first bad one.
+    On CUDA nobody can look without waiting: there the kernel marks a bad row with NaN.
+    """
+    if isinstance(ids, Tensor):
+        ids = ids.cached_data
+    if isinstance(ids, NDArray):
+        if ids.device != _C.cpu():
+            if ids.dtype != "int32":
+                ids = ids.astype("int32")
+            return ids.to(device).reshape((ids.size,))
+        ids = ids.numpy()
+    values = np.asarray(ids)
+    bad = values >= limit
+    if lowest is not None:
+        bad |= values < lowest
+    if values.dtype.kind not in "iu":
+        if values.dtype.kind not in "fb" and values.size:
+            raise TypeError(f"{op}: ids must be whole numbers, but are {values.dtype}")
+        bad |= values != np.trunc(values)
+    if bad.any():
+        where = tuple(int(i) for i in np.argwhere(bad)[0])
+        raise ValueError(
+            f"{op}: {values[where]} at {where} is not a whole number in "
+            f"[{'-inf' if lowest is None else lowest}, {limit})"
+        )
+    return _C.array(np.ascontiguousarray(values, dtype=np.int32).reshape(-1), "int32", device)

@@ -1,0 +1,350 @@
+"""Elementwise ops. Two operands broadcast like NumPy; gradients are summed back to each operand's
+shape and dtype. Their gradients are built from ops, so that they can be differentiated again,
+except for gelu's, which is a kernel of its own."""
+
+from __future__ import annotations
+
+import math
+from typing import Optional, Sequence
+
+from .. import _C
+from .._C import NDArray
+from ..autograd import FusedOp, Tensor, TensorOp
+from .common import const, reduced_to
+
+# ---- two operands --------------------------------------------------------------------------------
+
+
+class EWiseAdd(TensorOp):
+    def compute(self, a: NDArray, b: NDArray) -> NDArray:
+        return _C.add(a, b)
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> tuple:
+        a, b = node.inputs
+        return reduced_to(out_grad, a), reduced_to(out_grad, b)
+
+
+def add(a: Tensor, b: Tensor) -> Tensor:
+    """a + b."""
+    return EWiseAdd()(a, b)
+
+
+class EWiseSub(TensorOp):
+    def compute(self, a: NDArray, b: NDArray) -> NDArray:
+        return _C.subtract(a, b)
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> tuple:
+        a, b = node.inputs
+        return reduced_to(out_grad, a), reduced_to(negate(out_grad), b)
+
+
+def subtract(a: Tensor, b: Tensor) -> Tensor:
+    """a - b."""
+    return EWiseSub()(a, b)
+
+
+class EWiseMul(TensorOp):
+    def compute(self, a: NDArray, b: NDArray) -> NDArray:
+        return _C.multiply(a, b)
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> tuple:
+        a, b = node.inputs
+        return (
+            reduced_to(multiply(out_grad, b), a) if a.requires_grad else None,
+            reduced_to(multiply(out_grad, a), b) if b.requires_grad else None,
+        )
+
+
+def multiply(a: Tensor, b: Tensor) -> Tensor:
+    """a * b."""
+    return EWiseMul()(a, b)
+
+
+class EWiseDiv(TensorOp):
+    def compute(self, a: NDArray, b: NDArray) -> NDArray:
+        return _C.divide(a, b)
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> tuple:
+        a, b = node.inputs
+        da = divide(out_grad, b)
+        # a / b first: b * b would overflow where the quotient does not
+        db = negate(multiply(da, divide(a, b))) if b.requires_grad else None
+        return (
+            reduced_to(da, a) if a.requires_grad else None,
+            reduced_to(db, b) if b.requires_grad else None,
+        )
+
+
+def divide(a: Tensor, b: Tensor) -> Tensor:
+    """a / b."""
+    return EWiseDiv()(a, b)
+
+
+class EWisePow(TensorOp):
+    def compute(self, a: NDArray, b: NDArray) -> NDArray:
+        return _C.power(a, b)
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> tuple:
+        a, b = node.inputs
+        base, exponent = a.cached_data, b.cached_data
+        zero_base = _C.equal(base, 0.0)
+        da = db = None
+        if a.requires_grad:
+            # b a^(b - 1); where a and b are both 0 the exponent is raised to 0: 0, not 0 * inf
+            lift = const(_C.multiply(zero_base, _C.equal(exponent, 0.0)))
+            da = multiply(multiply(out_grad, b), power(a, add(add_scalar(b, -1), lift)))
+            da = reduced_to(da, a)
+        if b.requires_grad:
+            # a^b log a; where a is 0 and b is not negative the logarithm is taken of 1: 0, not
+            # 0 * -inf
+            lift = const(_C.multiply(zero_base, _C.greater_equal(exponent, 0.0)))
+            db = reduced_to(multiply(multiply(out_grad, power(a, b)), log(add(a, lift))), b)
+        return da, db
+
+
+def power(a: Tensor, b: Tensor) -> Tensor:
+    """a ** b. The gradient for b is NaN where a is negative, as the logarithm of a is."""
+    return EWisePow()(a, b)
+
+
+# ---- an operand and a number ---------------------------------------------------------------------
+
+
+class AddScalar(TensorOp):
+    def __init__(self, scalar: float) -> None:
+        self.scalar = scalar
+
+    def compute(self, a: NDArray) -> NDArray:
+        return _C.add(a, self.scalar)
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
+        return reduced_to(out_grad, node.inputs[0])
+
+
+def add_scalar(a: Tensor, scalar: float) -> Tensor:
+    """a + scalar."""
+    return AddScalar(scalar)(a)
+
+
+class MulScalar(TensorOp):
+    def __init__(self, scalar: float) -> None:
+        self.scalar = scalar
+
+    def compute(self, a: NDArray) -> NDArray:
+        return _C.multiply(a, self.scalar)
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
+        return reduced_to(multiply_scalar(out_grad, self.scalar), node.inputs[0])
+
+
+def multiply_scalar(a: Tensor, scalar: float) -> Tensor:
+    """a * scalar."""
+    return MulScalar(scalar)(a)
+
+
+class DivScalar(TensorOp):
+    def __init__(self, scalar: float) -> None:
+        self.scalar = scalar
+
+    def compute(self, a: NDArray) -> NDArray:
+        return _C.divide(a, self.scalar)
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
+        return reduced_to(divide_scalar(out_grad, self.scalar), node.inputs[0])
+
+
+def divide_scalar(a: Tensor, scalar: float) -> Tensor:
+    """a / scalar."""
+    return DivScalar(scalar)(a)
+
+
+class ScalarDiv(TensorOp):
+    def __init__(self, scalar: float) -> None:
+        self.scalar = scalar
+
+    def compute(self, a: NDArray) -> NDArray:
+        return _C.divide(self.scalar, a)
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
+        a = node.inputs[0]
+        return negate(multiply(divide(out_grad, a), scalar_divide(self.scalar, a)))
+
+
+def scalar_divide(scalar: float, a: Tensor) -> Tensor:
+    """scalar / a."""
+    return ScalarDiv(scalar)(a)
+
+
+class PowerScalar(TensorOp):
+    def __init__(self, scalar: float) -> None:
+        self.scalar = scalar
+
+    def compute(self, a: NDArray) -> NDArray:
+        return _C.power(a, self.scalar)
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
+        a = node.inputs[0]
+        if self.scalar == 0:
+            return multiply_scalar(out_grad, 0.0)
+        if self.scalar == 1:
+            return reduced_to(out_grad, a)
+        slope = a if self.scalar == 2 else power_scalar(a, self.scalar - 1)
+        return multiply(out_grad, multiply_scalar(slope, self.scalar))
+
+
+def power_scalar(a: Tensor, scalar: float) -> Tensor:
+    """a ** scalar."""
+    return PowerScalar(scalar)(a)
+
+
+class ScalarPow(TensorOp):
+    def __init__(self, scalar: float) -> None:
+        self.scalar = scalar
+
+    def compute(self, a: NDArray) -> NDArray:
+        return _C.power(self.scalar, a)
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
+        if self.scalar > 0:
+            slope = math.log(self.scalar)
+        else:
+            slope = 0.0 if self.scalar == 0 else math.nan
+        value = scalar_power(self.scalar, node.inputs[0])
+        return multiply_scalar(multiply(out_grad, value), slope)
+
+
+def scalar_power(scalar: float, a: Tensor) -> Tensor:
+    """scalar ** a."""
+    return ScalarPow(scalar)(a)
+
+
+# ---- one operand ---------------------------------------------------------------------------------
+
+
+class AsType(TensorOp):
+    def __init__(self, dtype: str) -> None:
+        self.dtype = dtype
+
+    def compute(self, a: NDArray) -> NDArray:
+        return a.astype(self.dtype)
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
+        return reduced_to(out_grad, node.inputs[0])
+
+
+def astype(a: Tensor, dtype: str) -> Tensor:
+    """a in another dtype."""
+    return AsType(dtype)(a)
+
+
+class Negate(TensorOp):
+    def compute(self, a: NDArray) -> NDArray:
+        return _C.negate(a)
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
+        return negate(out_grad)
+
+
+def negate(a: Tensor) -> Tensor:
+    """-a."""
+    return Negate()(a)
+
+
+class Log(TensorOp):
+    def compute(self, a: NDArray) -> NDArray:
+        return _C.log(a)
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
+        return divide(out_grad, node.inputs[0])
+
+
+def log(a: Tensor) -> Tensor:
+    """The natural logarithm."""
+    return Log()(a)
+
+
+class Exp(TensorOp):
+    def compute(self, a: NDArray) -> NDArray:
+        return _C.exp(a)
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
+        return multiply(out_grad, exp(node.inputs[0]))
+
+
+def exp(a: Tensor) -> Tensor:
+    """e ** a."""
+    return Exp()(a)
+
+
+class Sqrt(TensorOp):
+    def compute(self, a: NDArray) -> NDArray:
+        return _C.sqrt(a)
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
+        return divide(out_grad, multiply_scalar(sqrt(node.inputs[0]), 2.0))
+
+
+def sqrt(a: Tensor) -> Tensor:
+    """The square root."""
+    return Sqrt()(a)
+
+
+class Tanh(TensorOp):
+    def compute(self, a: NDArray) -> NDArray:
+        return _C.tanh(a)
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
+        y = tanh(node.inputs[0])
+        return multiply(out_grad, add_scalar(negate(multiply(y, y)), 1.0))
+
+
+def tanh(a: Tensor) -> Tensor:
+    """The hyperbolic tangent."""
+    return Tanh()(a)
+
+
+class Sigmoid(TensorOp):
+    def compute(self, a: NDArray) -> NDArray:
+        return _C.sigmoid(a)
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
+        y = sigmoid(node.inputs[0])
+        return multiply(out_grad, multiply(y, add_scalar(negate(y), 1.0)))
+
+
+def sigmoid(a: Tensor) -> Tensor:
+    """1 / (1 + e^-a)."""
+    return Sigmoid()(a)
+
+
+class ReLU(TensorOp):
+    def compute(self, a: NDArray) -> NDArray:
+        return _C.relu(a)
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
+        return multiply(out_grad, const(_C.greater(node.inputs[0].cached_data, 0.0)))
+
+
+def relu(a: Tensor) -> Tensor:
+    """max(a, 0); the gradient at 0 is 0."""
+    return ReLU()(a)
+
+
+class GELU(FusedOp):
+    def __init__(self, approximate: str) -> None:
+        if approximate not in ("none", "tanh"):
+            raise ValueError(f"gelu: approximate must be 'none' or 'tanh', not {approximate!r}")
+        self.tanh = approximate == "tanh"
+
+    def compute(self, x: NDArray) -> NDArray:
+        return _C.gelu_tanh(x) if self.tanh else _C.gelu(x)
+
+    def backward(self, dout: NDArray, node: Tensor, sinks: Sequence[Optional[NDArray]]) -> tuple:
+        x = node.inputs[0].cached_data
+        return (_C.gelu_tanh_bwd(x, dout) if self.tanh else _C.gelu_bwd(x, dout),)
+
+
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """The Gaussian error linear unit (Hendrycks and Gimpel 2016): x Phi(x) with the exact normal
+    distribution function, or with its tanh approximation."""
+    return GELU(approximate)(x)

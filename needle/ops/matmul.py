@@ -1,0 +1,93 @@
+"""Matrix products: matmul, elementary and batched, and linear, fused with its bias."""
+
+from __future__ import annotations
+
+from typing import Optional, Sequence
+
+from .. import _C
+from .._C import NDArray
+from ..autograd import FusedOp, Tensor, TensorOp
+from .common import reduced_to, rows_of, zeros
+from .shape import reshape, transpose
+
+
+def _product(a: NDArray, b: NDArray) -> NDArray:
+    """a @ b for two axes or more, leading axes broadcast."""
+    if a.ndim < 2 or b.ndim < 2:
+        raise ValueError(
+            f"matmul: both operands need two axes or more, but the shapes are {a.shape} and "
+            f"{b.shape}; reshape a vector to (1, n) or (n, 1)"
+        )
+    if a.shape[-1] != b.shape[-2]:
+        raise ValueError(
+            f"matmul: {a.shape} @ {b.shape}: the last axis of a is {a.shape[-1]}, "
+            f"but the last but one of b is {b.shape[-2]}"
+        )
+    return a @ b
+
+
+class MatMul(TensorOp):
+    def compute(self, a: NDArray, b: NDArray) -> NDArray:
+        if a.ndim > 2 and b.ndim == 2 and a.shape[-1] == b.shape[0]:
+            return (rows_of(a) @ b).reshape(a.shape[:-1] + (b.shape[1],))  # one product, not many
+        return _product(a, b)
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> tuple:
+        a, b = node.inputs
+        da = db = None
+        if a.requires_grad:
+            da = reduced_to(matmul(out_grad, transpose(b)), a)
+        if b.requires_grad:
+            if len(a.shape) > 2 and len(b.shape) == 2:
+                rows = reshape(a, (-1, a.shape[-1]))
+                db = matmul(transpose(rows), reshape(out_grad, (-1, out_grad.shape[-1])))
+            else:
+                db = reduced_to(matmul(transpose(a), out_grad), b)
+        return da, db
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b over the last two axes; leading axes broadcast like NumPy's."""
+    return MatMul()(a, b)
+
+
+class LinearOp(FusedOp):
+    """y = x w + b;  dx = dy w^T,  dw += x^T dy (float32, by the product itself),  db += sum dy."""
+
+    def compute(self, x: NDArray, w: NDArray, b: Optional[NDArray] = None) -> NDArray:
+        if b is not None and b.ndim != 1:
+            b = b.reshape((b.size,))
+        return _C.linear_fwd(rows_of(x), w, b).reshape(x.shape[:-1] + (w.shape[1],))
+
+    def backward(
+        self, dout: NDArray, node: Tensor, sinks: Sequence[Optional[NDArray]]
+    ) -> list[Optional[NDArray]]:
+        x, w = node.inputs[0].cached_data, node.inputs[1].cached_data
+        dy = rows_of(dout)
+        grads: list[Optional[NDArray]] = [None] * len(node.inputs)
+        if node.inputs[0].requires_grad:
+            grads[0] = (dy @ w.permute((1, 0))).reshape(x.shape)
+        if node.inputs[1].requires_grad:
+            dw = sinks[1]
+            if dw is None:
+                dw = grads[1] = zeros(w.shape, "float32", w.device)
+            k, m = w.shape
+            _C.matmul_acc(
+                rows_of(x).permute((1, 0)).reshape((1, k, dy.shape[0])),
+                dy.reshape((1, dy.shape[0], m)),
+                dw.reshape((1, k, m)),
+            )
+        if len(node.inputs) == 3 and node.inputs[2].requires_grad:
+            db = sinks[2]
+            if db is None:
+                db = grads[2] = zeros(node.inputs[2].shape, "float32", w.device)
+            _C.bias_bwd(dy, db.reshape((db.size,)))
+        return grads
+
+
+def linear(x: Tensor, w: Tensor, b: Optional[Tensor] = None) -> Tensor:
+    """x @ w + b over the last axis of x: (..., K) and (K, M) give (..., M).
+
+    b: M elements in any shape, or None. The gradients of w and b are float32 in every dtype.
+    """
+    return LinearOp()(x, w) if b is None else LinearOp()(x, w, b)

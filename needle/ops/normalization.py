@@ -1,0 +1,49 @@
+"""Layer normalisation (Ba, Kiros and Hinton 2016), fused."""
+
+from __future__ import annotations
+
+from typing import Optional, Sequence
+
+from .. import _C
+from .._C import NDArray
+from ..autograd import FusedOp, Tensor
+from .common import rows_of, zeros
+
+
+class LayerNorm(FusedOp):
+    """y = (x - mean) rstd w + b over the last axis; keeps mean and rstd (float32), not y."""
+
+    def __init__(self, eps: float) -> None:
+        self.eps = eps
+
+    def compute(self, x: NDArray, w: NDArray, b: NDArray) -> NDArray:
+        y, self.mean, self.rstd = _C.layernorm_fwd(rows_of(x), w, b, self.eps)
+        return y.reshape(x.shape)
+
+    def backward(
+        self, dout: NDArray, node: Tensor, sinks: Sequence[Optional[NDArray]]
+    ) -> list[Optional[NDArray]]:
+        x, w, b = node.inputs
+        grads: list[Optional[NDArray]] = [None, None, None]
+        into = []
+        for i, p in ((1, w), (2, b)):
+            buffer = sinks[i]
+            if buffer is None:
+                buffer = zeros(p.shape, "float32", p.device)
+                if p.requires_grad:
+                    grads[i] = buffer
+            into.append(buffer)
+        dx = _C.layernorm_bwd(
+            rows_of(dout), rows_of(x.cached_data), w.cached_data, self.mean, self.rstd, *into
+        )
+        if x.requires_grad:
+            grads[0] = dx.reshape(x.shape)
+        return grads
+
+
+def layer_norm(x: Tensor, w: Tensor, b: Tensor, eps: float = 1e-5) -> Tensor:
+    """(x - mean) / sqrt(var + eps) * w + b, mean and biased variance over the last axis.
+
+    x: (..., C); w, b: (C,). The gradients of w and b are float32 in every dtype.
+    """
+    return LayerNorm(eps)(x, w, b)

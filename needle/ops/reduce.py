@@ -1,0 +1,147 @@
+"""Reductions and the log-sum-exp family. Statistics are computed in float32 and rounded once to the
+operand's dtype."""
+
+from __future__ import annotations
+
+import builtins
+from typing import Sequence
+
+from .. import _C
+from .._C import NDArray
+from ..autograd import Tensor, TensorOp
+from .common import Axes, const, kept_shape, normal_axes
+from .elementwise import divide_scalar, multiply, subtract
+from .shape import broadcast_to, reshape
+
+LARGEST = 3.4028234663852886e38  # of float32
+
+
+def _spread(a: Tensor, shape: Sequence[int], axes: Sequence[int]) -> Tensor:
+    """A reduced Tensor stretched back over the axes that it lost."""
+    kept = kept_shape(shape, axes)
+    if a.shape != kept:
+        a = reshape(a, kept)
+    return broadcast_to(a, shape) if kept != tuple(shape) else a
+
+
+class Summation(TensorOp):
+    def __init__(self, axes: Axes = None) -> None:
+        self.axes = axes
+
+    def compute(self, a: NDArray) -> NDArray:
+        axes = normal_axes("summation", self.axes, a.ndim)
+        return a.sum(axis=axes) if axes else a
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
+        a = node.inputs[0]
+        return _spread(out_grad, a.shape, normal_axes("summation", self.axes, len(a.shape)))
+
+
+def summation(a: Tensor, axes: Axes = None) -> Tensor:
+    """The sum over `axes` (None: all axes), which disappear."""
+    return Summation(axes)(a)
+
+
+def mean(a: Tensor, axes: Axes = None) -> Tensor:
+    """The mean over `axes` (None: all axes), which disappear."""
+    count = 1
+    for axis in normal_axes("mean", axes, len(a.shape)):
+        count *= a.shape[axis]
+    return divide_scalar(summation(a, axes), builtins.max(count, 1))
+
+
+class Max(TensorOp):
+    def __init__(self, axes: Axes = None) -> None:
+        self.axes = axes
+
+    def compute(self, a: NDArray) -> NDArray:
+        return a.max(axis=normal_axes("max", self.axes, a.ndim))
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
+        a = node.inputs[0].cached_data
+        axes = normal_axes("max", self.axes, a.ndim)
+        kept = kept_shape(a.shape, axes)
+        hit = _C.equal(a, a.max(axis=axes, keepdims=True)).astype("float32")
+        share = _C.divide(hit, hit.sum(axis=axes).reshape(kept)).astype(node.dtype)
+        return multiply(_spread(out_grad, a.shape, axes), const(share))
+
+
+def max(a: Tensor, axes: Axes = None) -> Tensor:
+    """The largest element over `axes` (None: all); equal ones share the gradient equally."""
+    return Max(axes)(a)
+
+
+def _shifted(a: NDArray, axes: Sequence[int]) -> tuple[NDArray, NDArray, NDArray]:
+    """(m, e, s): m the maximum over `axes`, kept and made finite, e = exp(a - m), s = sum e, all in
+    float32. A slice of only -inf has e = 0 and s = 0."""
+    a = a.astype("float32")
+    m = a.max(axis=tuple(axes), keepdims=True)
+    m = _C.minimum(_C.maximum(m, -LARGEST), LARGEST)
+    e = _C.exp(_C.subtract(a, m))
+    return m, e, e.sum(axis=tuple(axes), keepdims=True)
+
+
+class LogSumExp(TensorOp):
+    def __init__(self, axes: Axes = None) -> None:
+        self.axes = axes
+
+    def compute(self, a: NDArray) -> NDArray:
+        axes = normal_axes("logsumexp", self.axes, a.ndim)
+        m, _, s = _shifted(a, axes)
+        out = tuple(n for i, n in enumerate(a.shape) if i not in axes)
+        return _C.add(m, _C.log(s)).astype(a.dtype).reshape(out)
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
+        a = node.inputs[0]
+        axes = normal_axes("logsumexp", self.axes, len(a.shape))
+        return multiply(_spread(out_grad, a.shape, axes), softmax(a, axes))
+
+
+def logsumexp(a: Tensor, axes: Axes = None) -> Tensor:
+    """log(sum(exp(a))) over `axes` (None: all), which disappear; the maximum is taken out first, so
+    that no value overflows. A slice of only -inf gives -inf, and no gradient."""
+    return LogSumExp(axes)(a)
+
+
+class Softmax(TensorOp):
+    def __init__(self, axes: Axes = -1) -> None:
+        self.axes = axes
+
+    def compute(self, a: NDArray) -> NDArray:
+        _, e, s = _shifted(a, normal_axes("softmax", self.axes, a.ndim))
+        # a slice that is not all -inf has s >= 1, except where a is NaN, which stays NaN
+        return _C.divide(e, _C.add(s, _C.equal(s, 0.0))).astype(a.dtype)
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
+        a = node.inputs[0]
+        axes = normal_axes("softmax", self.axes, len(a.shape))
+        y = softmax(a, axes)
+        inner = _spread(summation(multiply(out_grad, y), axes), a.shape, axes)
+        return multiply(y, subtract(out_grad, inner))
+
+
+def softmax(a: Tensor, axes: Axes = -1) -> Tensor:
+    """exp(a) / sum(exp(a)) over `axes` (the last by default); a slice of only -inf gives zeros."""
+    return Softmax(axes)(a)
+
+
+class LogSoftmax(TensorOp):
+    def __init__(self, axes: Axes = -1) -> None:
+        self.axes = axes
+
+    def compute(self, a: NDArray) -> NDArray:
+        m, _, s = _shifted(a, normal_axes("logsoftmax", self.axes, a.ndim))
+        # (a - m) first: at 1e10 the sum m + log(s) would swallow log(s)
+        return _C.subtract(_C.subtract(a, m), _C.log(_C.maximum(s, 1e-38))).astype(a.dtype)
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
+        a = node.inputs[0]
+        axes = normal_axes("logsoftmax", self.axes, len(a.shape))
+        total = _spread(summation(out_grad, axes), a.shape, axes)
+        return subtract(out_grad, multiply(softmax(a, axes), total))
+
+
+def logsoftmax(a: Tensor, axes: Axes = -1) -> Tensor:
+    """log(softmax(a)) over `axes` (the last by default); -inf stays -inf, also in a slice of only
+    -inf."""
+    return LogSoftmax(axes)(a)

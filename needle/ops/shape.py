@@ -1,0 +1,208 @@
+"""Ops that move elements without computing: reshape, broadcast, transpose, flip, stack, split,
+tuples. Where the strides allow it the result is a view of the input's memory."""
+
+from __future__ import annotations
+
+from typing import Optional, Sequence
+
+from .. import _C
+from .._C import NDArray
+from ..autograd import Tensor, TensorOp, TensorTuple, TensorTupleOp, Value
+from .common import const, normal_axes, reduced_to, zeros
+
+
+class Reshape(TensorOp):
+    def __init__(self, shape: Sequence[int]) -> None:
+        self.shape = tuple(shape)
+
+    def compute(self, a: NDArray) -> NDArray:
+        return a.reshape(self.shape)
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
+        return reshape(out_grad, node.inputs[0].shape)
+
+
+def reshape(a: Tensor, shape: int | Sequence[int]) -> Tensor:
+    """The same elements in another shape; one -1 is worked out."""
+    return Reshape((shape,) if isinstance(shape, int) else shape)(a)
+
+
+class BroadcastTo(TensorOp):
+    def __init__(self, shape: Sequence[int]) -> None:
+        self.shape = tuple(shape)
+
+    def compute(self, a: NDArray) -> NDArray:
+        return a.broadcast_to(self.shape)
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
+        return reduced_to(out_grad, node.inputs[0])
+
+
+def broadcast_to(a: Tensor, shape: Sequence[int]) -> Tensor:
+    """`a` stretched to `shape`, by NumPy's rules."""
+    return BroadcastTo(shape)(a)
+
+
+class Transpose(TensorOp):
+    def __init__(self, axes: Optional[Sequence[int]] = None) -> None:
+        self.axes = axes
+
+    def compute(self, a: NDArray) -> NDArray:
+        axes = (-2, -1) if self.axes is None else tuple(self.axes)
+        if len(axes) != 2:
+            raise ValueError(f"transpose: axes must be the two to swap, not {axes}; see permute")
+        if a.ndim < 2:
+            raise ValueError(f"transpose: needs two axes or more, but the shape is {a.shape}")
+        for axis in axes:
+            if not -a.ndim <= axis < a.ndim:
+                raise ValueError(f"transpose: axis {axis} does not exist in shape {a.shape}")
+        order = list(range(a.ndim))
+        i, j = axes[0] % a.ndim, axes[1] % a.ndim
+        order[i], order[j] = order[j], order[i]
+        return a.permute(tuple(order))
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
+        return transpose(out_grad, self.axes)
+
+
+def transpose(a: Tensor, axes: Optional[Sequence[int]] = None) -> Tensor:
+    """`a` with two axes swapped, the last two by default."""
+    return Transpose(axes)(a)
+
+
+class Permute(TensorOp):
+    def __init__(self, axes: Sequence[int]) -> None:
+        self.axes = tuple(axes)
+
+    def compute(self, a: NDArray) -> NDArray:
+        return a.permute(self.axes)
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
+        back = [0] * len(self.axes)
+        for i, axis in enumerate(self.axes):
+            back[axis] = i
+        return permute(out_grad, back)
+
+
+def permute(a: Tensor, axes: Sequence[int]) -> Tensor:
+    """`a` with its axes in another order: axis i of the result is axis axes[i] of `a`."""
+    return Permute(axes)(a)
+
+
+class Flip(TensorOp):
+    def __init__(self, axes: Optional[Sequence[int]] = None) -> None:
+        self.axes = axes
+
+    def compute(self, a: NDArray) -> NDArray:
+        return a.flip(normal_axes("flip", self.axes, a.ndim))
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
+        return flip(out_grad, self.axes)
+
+
+def flip(a: Tensor, axes: None | int | Sequence[int] = None) -> Tensor:
+    """`a` with the order of its elements reversed along `axes` (None: all)."""
+    return Flip(axes)(a)
+
+
+# ---- tuples --------------------------------------------------------------------------------------
+
+
+class MakeTensorTuple(TensorTupleOp):
+    def compute(self, *arrays: NDArray) -> tuple:
+        return arrays
+
+    def gradient(self, out_grad: TensorTuple, node: TensorTuple) -> tuple:
+        return tuple(out_grad[i] for i in range(len(out_grad)))
+
+
+def make_tuple(*args: Tensor) -> TensorTuple:
+    """Several Tensors as one value of the graph."""
+    return MakeTensorTuple()(*args)
+
+
+class TensorTupleGetItem(TensorOp):
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __call__(self, a: TensorTuple) -> Tensor:
+        if isinstance(a.op, MakeTensorTuple):
+            return a.inputs[self.index]  # the very Tensor that was put in
+        return Tensor.make_from_op(self, (a,))
+
+    def compute(self, a: tuple) -> NDArray:
+        return a[self.index]
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> TensorTuple:
+        parts = []
+        for i, x in enumerate(node.inputs[0].cached_data):
+            if i == self.index % len(node.inputs[0]):
+                parts.append(out_grad)
+            else:
+                nothing = zeros((1,) * x.ndim, x.dtype, x.device)
+                parts.append(const(nothing.broadcast_to(x.shape)))
+        return make_tuple(*parts)
+
+
+def tuple_get_item(value: TensorTuple, index: int) -> Tensor:
+    """Element `index` of a tuple."""
+    if not -len(value) <= index < len(value):
+        raise IndexError(f"tuple_get_item: index {index} in a tuple of {len(value)}")
+    return TensorTupleGetItem(index)(value)
+
+
+def _nth_slice(a: NDArray, axis: int, i: int) -> NDArray:
+    """A view of a[..., i, ...] without that axis."""
+    index = tuple(slice(i, i + 1) if k == axis else slice(None) for k in range(a.ndim))
+    shape = tuple(n for k, n in enumerate(a.shape) if k != axis)
+    strides = tuple(s for k, s in enumerate(a.strides) if k != axis)
+    return a[index].as_strided(shape, strides)
+
+
+class Stack(TensorOp):
+    def __init__(self, axis: int) -> None:
+        self.axis = axis
+
+    def compute(self, arrays: tuple) -> NDArray:
+        first = arrays[0]
+        for i, a in enumerate(arrays):
+            if a.shape != first.shape:
+                raise ValueError(
+                    f"stack: Tensor {i} has shape {a.shape}, but the first has {first.shape}"
+                )
+        axis = normal_axes("stack", self.axis, first.ndim + 1)[0]
+        shape = first.shape[:axis] + (len(arrays),) + first.shape[axis:]
+        out = _C.empty(shape, first.dtype, first.device)
+        for i, a in enumerate(arrays):
+            _C.assign(_nth_slice(out, axis, i), a)
+        return out
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> TensorTuple:
+        return split(out_grad, self.axis)
+
+
+def stack(args: Sequence[Tensor] | TensorTuple, axis: int = 0) -> Tensor:
+    """Tensors of one shape joined along a new axis."""
+    if not isinstance(args, Value):
+        args = tuple(args)
+        if not args:
+            raise ValueError("stack: needs one Tensor or more")
+        args = make_tuple(*args)
+    return Stack(axis)(args)
+
+
+class Split(TensorTupleOp):
+    def __init__(self, axis: int) -> None:
+        self.axis = axis
+
+    def compute(self, a: NDArray) -> tuple:
+        axis = normal_axes("split", self.axis, a.ndim)[0]
+        return tuple(_nth_slice(a, axis, i) for i in range(a.shape[axis]))
+
+    def gradient(self, out_grad: TensorTuple, node: TensorTuple) -> Tensor:
+        return stack(out_grad, self.axis)
+
+
+def split(a: Tensor, axis: int) -> TensorTuple:
+    """The slices of `a` along `axis`, without that axis: the inverse of stack."""
+    return Split(axis)(a)

@@ -1,0 +1,491 @@
+"""Optimizers, gradient clipping and learning-rate schedules.
+
+An optimizer takes the parameters in one of four forms: a list of Parameters, a list of (name,
+Parameter), a list of groups (dicts with "params" and, where they differ, "lr" and "weight_decay";
+AdamW only), or what `nn.flatten_parameters` returned. It never writes into `.grad`; a parameter
+without a gradient is left alone. `lr` may be set between steps.
+
+    for step in range(1, steps + 1):
+        optimizer.lr = schedule(step)
+        optimizer.reset_grad()
+        loss.backward()
+        norm, scale = grad_norm(flat, 1.0)
+        optimizer.step(scale)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Iterable, Mapping, Optional, Sequence
+
+from . import _C
+from ._C import NDArray
+from .autograd import Tensor
+from .nn import FlatParameters, Parameter
+
+Params = Any  # Iterable[Parameter] | Iterable[tuple[str, Parameter]] | list[dict] | FlatParameters
+
+
+class Optimizer:
+    """What optimizers share: the parameters, their names, and state that is saved by name.
+
+    Names are those of the pairs or of the flat object, else the ones that the module's
+    `parameters()` gave, else ordinals "0", "1", ...
+    """
+
+    hyperparameters: tuple[str, ...] = ("lr",)
+    slots: tuple[str, ...] = ()  # names of the float32 arrays kept for each parameter
+
+    lr: float
+
+    def __init__(self, params: Params) -> None:
+        self.flat: Optional[FlatParameters] = None
+        self.t = 0  # steps done
+        self._own: dict[str, dict[str, Any]] = {}  # name: what its group sets itself
+        if isinstance(params, FlatParameters):
+            self.flat = params
+            named = list(zip(params.names, params.parameters))
+        else:
+            if isinstance(params, Parameter):
+                raise TypeError(f"{type(self).__name__}: params must be a list, not a Parameter")
+            named = self._named(list(params))
+        if not named:
+            raise ValueError(f"{type(self).__name__}: there are no parameters")
+        self.names = [name for name, _ in named]
+        self.params = [p for _, p in named]
+        if len({id(p) for p in self.params}) != len(self.params):
+            raise ValueError(f"{type(self).__name__}: a parameter is given twice")
+
+    def _check(self) -> None:
+        """ValueError for a hyperparameter that no run can mean."""
+        common = {name: getattr(self, name) for name in self.hyperparameters}
+        for values in (common, *self._own.values()):
+            for name, value in values.items():
+                limit = 1.0 if name in ("beta1", "beta2", "momentum") else math.inf
+                if not 0 <= value < limit:
+                    raise ValueError(
+                        f"{type(self).__name__}: {name} must be 0 or more and below {limit}, "
+                        f"but is {value!r}"
+                    )
+
+    def _named(self, params: list) -> list[tuple[str, Tensor]]:
+        entries: list[tuple[Optional[str], Tensor, dict]] = []
+        for item in params:
+            group: dict[str, Any] = {}
+            members: Iterable = [item]
+            if isinstance(item, dict):
+                group = {k: v for k, v in item.items() if k != "params"}
+                unknown = sorted(set(group) - {"lr", "weight_decay"})
+                if "params" not in item or unknown:
+                    raise ValueError(
+                        f"{type(self).__name__}: a group has 'params' and may have 'lr' and "
+                        f"'weight_decay', but this one has {sorted(item)}"
+                    )
+                members = item["params"]
+            for member in members:
+                name, p = member if isinstance(member, tuple) else (None, member)
+                if not isinstance(p, Tensor):
+                    raise TypeError(
+                        f"{type(self).__name__}: params must hold Parameters, "
+                        f"not {type(p).__name__}"
+                    )
+                entries.append((name or getattr(p, "name", None), p, group))
+        names = [name for name, _, _ in entries]
+        if None in names or len(set(names)) != len(names):
+            names = [str(i) for i in range(len(entries))]
+        for name, (_, _, group) in zip(names, entries):
+            if group:
+                self._own[str(name)] = group
+        return [(str(name), p) for name, (_, p, _) in zip(names, entries)]
+
+    def _check(self) -> None:
+        """ValueError for a hyperparameter with which no step makes sense."""
+        settings = [{name: getattr(self, name) for name in self.hyperparameters}]
+        settings += list(self._own.values())
+        for name, value in [item for group in settings for item in group.items()]:
+            if name in ("momentum", "beta1", "beta2"):
+                if not 0 <= value < 1:
+                    raise ValueError(
+                        f"{type(self).__name__}: {name} must be in [0, 1), but is {value}"
+                    )
+            elif not 0 <= value < math.inf:
+                raise ValueError(
+                    f"{type(self).__name__}: {name} must be finite and not negative, but is {value}"
+                )
+
+    def step(self) -> None:
+        """Update every parameter that has a gradient."""
+        raise NotImplementedError(f"{type(self).__name__}.step is not defined")
+
+    def reset_grad(self) -> None:
+        """Forget the gradients: one fill of the flat buffer, or `.grad = None` for each."""
+        if self.flat is not None:
+            self.flat.grad.fill(0)
+        else:
+            for p in self.params:
+                p.grad = None
+
+    # -- state
+
+    def _arrays(self) -> dict[str, NDArray]:
+        """The kept arrays under "<slot>.<parameter>", in the parameters' shapes."""
+        raise NotImplementedError(f"{type(self).__name__}._arrays is not defined")
+
+    def state_dict(self) -> dict[str, Any]:
+        """{"step": steps done, "arrays": {name: NDArray}, and the hyperparameters}. The arrays are
+        the optimizer's own memory; apart from them everything is plain numbers and strings."""
+        state: dict[str, Any] = {"step": self.t, "arrays": self._arrays()}
+        state.update({name: getattr(self, name) for name in self.hyperparameters})
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave, from any device. ValueError lists all that does not fit
+        before anything is loaded."""
+        arrays = state["arrays"]
+        own = self._arrays()
+        problems = [f"{name} is missing" for name in own if name not in arrays]
+        for name, array in arrays.items():
+            if name not in own:
+                problems.append(f"{name} is unexpected")
+            elif tuple(array.shape) != own[name].shape:
+                problems.append(
+                    f"{name} must have shape {own[name].shape}, but has {tuple(array.shape)}"
+                )
+        problems += [f"{name} is missing" for name in self.hyperparameters if name not in state]
+        if problems:
+            raise ValueError(f"{type(self).__name__}.load_state_dict: " + "; ".join(problems))
+        for name, array in own.items():
+            _C.assign(array, arrays[name].to(array.device))
+        for name in self.hyperparameters:
+            setattr(self, name, state[name])
+        self.t = int(state["step"])
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{name}={getattr(self, name)}" for name in self.hyperparameters)
+        return f"{type(self).__name__}({len(self.params)} parameters, step {self.t}, {values})"
+
+
+class _PerParameter(Optimizer):
+    """An optimizer that walks the parameters one by one, in float32 array arithmetic."""
+
+    def __init__(self, params: Params) -> None:
+        super().__init__(params)
+        if self._own:
+            raise TypeError(f"{type(self).__name__}: takes no parameter groups; AdamW does")
+        self.state: dict[str, list[NDArray]] = {slot: [] for slot in self.slots}
+        for kept in self.state.values():
+            for p in self.params:
+                array = _C.empty(p.shape, "float32", p.device)
+                array.fill(0)
+                kept.append(array)
+
+    def _arrays(self) -> dict[str, NDArray]:
+        return {
+            f"{slot}.{name}": array
+            for slot, kept in self.state.items()
+            for name, array in zip(self.names, kept)
+        }
+
+
+class SGD(_PerParameter):
+    """u = momentum u + (1 - momentum) (g + weight_decay p);  p -= lr u."""
+
+    hyperparameters = ("lr", "momentum", "weight_decay")
+    slots = ("u",)
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 0.01,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params)
+        self.lr = lr
+        self.momentum = momentum
+        self.weight_decay = weight_decay
+        self._check()
+
+    def step(self) -> None:
+        self.t += 1
+        for i, p in enumerate(self.params):
+            if p.grad is None:
+                continue
+            g = _decayed(p, self.weight_decay)
+            u = self.momentum * self.state["u"][i] + (1 - self.momentum) * g
+            self.state["u"][i] = u
+            _set_data(p, p.cached_data - self.lr * u)
+
+
+class Adam(_PerParameter):
+    """Adam (Kingma and Ba 2015), bias-corrected, with L2 decay in the gradient:
+
+    g += weight_decay p;  m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;
+    p -= lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps).
+    """
+
+    hyperparameters = ("lr", "beta1", "beta2", "eps", "weight_decay")
+    slots = ("m", "v")
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 0.01,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params)
+        self.lr = lr
+        self.beta1 = beta1
+        self.beta2 = beta2
+        self.eps = eps
+        self.weight_decay = weight_decay
+        self._check()
+
+    def step(self) -> None:
+        self.t += 1
+        m_part, v_part = 1 - self.beta1**self.t, 1 - self.beta2**self.t
+        for i, p in enumerate(self.params):
+            if p.grad is None:
+                continue
+            g = _decayed(p, self.weight_decay)
+            m = self.beta1 * self.state["m"][i] + (1 - self.beta1) * g
+            v = self.beta2 * self.state["v"][i] + (1 - self.beta2) * (g * g)
+            self.state["m"][i], self.state["v"][i] = m, v
+            change = (m / m_part) / (_C.sqrt(v / v_part) + self.eps)
+            _set_data(p, p.cached_data - self.lr * change)
+
+
+def _decayed(p: Tensor, weight_decay: float) -> NDArray:
+    """g + weight_decay p in float32."""
+    g = p.grad.cached_data.astype("float32")
+    return g + weight_decay * p.cached_data if weight_decay else g
+
+
+def _set_data(p: Tensor, new: NDArray) -> None:
+    if p.grad_buffer is not None:
+        _C.assign(p.cached_data, new)
+    else:
+        p.cached_data = new.astype(p.dtype)
+
+
+class AdamW(Optimizer):
+    """Adam with decoupled decay (Loshchilov and Hutter 2019), one fused launch a run of parameters.
+
+    m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;
+    p -= lr ((m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay p).
+
+    Moments are float32. Where the parameters are bfloat16 or float16 a float32 master copy is
+    updated and they receive it rounded; it is taken from the parameters at the first step, so load
+    weights before that. A list decays every parameter, groups as they say, and a flat object its
+    decayed part only: two launches. Data change in place.
+    """
+
+    hyperparameters = ("lr", "beta1", "beta2", "eps", "weight_decay")
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 0.001,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ) -> None:
+        super().__init__(params)
+        self.lr = lr
+        self.beta1 = beta1
+        self.beta2 = beta2
+        self.eps = eps
+        self.weight_decay = weight_decay
+        self._check()
+        if self.flat is not None:
+            for name, offset in zip(self.flat.names, self.flat.offsets):
+                if offset >= self.flat.decay_size:
+                    self._own[name] = {"weight_decay": 0.0}
+        self._check()
+        # one flat object: one array each; else one a parameter; made at the first step
+        self._m: list[NDArray] = []
+        self._v: list[NDArray] = []
+        self._master: list[Optional[NDArray]] = []
+
+    # -- the arrays
+
+    def _data(self) -> list[NDArray]:
+        if self.flat is not None:
+            return [self.flat.data]
+        return [p.cached_data for p in self.params]
+
+    def _prepare(self) -> None:
+        if self._m:
+            return
+        for data in self._data():
+            for kept in (self._m, self._v):
+                array = _C.empty((data.size,), "float32", data.device)
+                array.fill(0)
+                kept.append(array)
+            low = data.dtype != "float32"
+            self._master.append(data.astype("float32").reshape((data.size,)) if low else None)
+
+    def _arrays(self) -> dict[str, NDArray]:
+        self._prepare()
+        out = {}
+        for slot, arrays in (("m", self._m), ("v", self._v), ("master", self._master)):
+            for i, (name, p) in enumerate(zip(self.names, self.params)):
+                array = arrays[0] if self.flat is not None else arrays[i]
+                if array is not None:
+                    view = array.reshape(p.shape) if self.flat is None else self.flat.view(array, i)
+                    out[f"{slot}.{name}"] = view
+        return out
+
+    def _launches(self) -> list[tuple[int, int, int, dict]]:
+        """(array, start, end, own settings): neighbours in the flat buffer that are set alike go
+        together."""
+        own = [self._own.get(name, {}) for name in self.names]
+        if self.flat is None:
+            return [(i, 0, p.size, own[i]) for i, p in enumerate(self.params)]
+        out: list[tuple[int, int, int, dict]] = []
+        ends = self.flat.offsets[1:] + [self.flat.size]
+        for start, end, settings in zip(self.flat.offsets, ends, own):
+            if out and out[-1][3] == settings:
+                start = out.pop()[1]
+            out.append((0, start, end, settings))
+        return out
+
+    def step(self, scale: Optional[NDArray] = None) -> None:
+        """Update every parameter that has a gradient, multiplied by `scale` first.
+
+        scale: the float32 scalar on the device that `grad_norm` returned. When it is not finite the
+        step leaves everything as it was.
+        """
+        self._prepare()
+        self.t += 1
+        for i, start, end, own in self._launches():
+            if self.flat is not None:
+                grad, data = self.flat.grad, self.flat.data
+            else:
+                if self.params[i].grad is None:
+                    continue
+                data = self.params[i].cached_data
+                grad = self.params[i].grad.cached_data.astype("float32").reshape((data.size,))
+                if not data.is_compact():
+                    data = self.params[i].cached_data = data.compact()
+                data = data.reshape((data.size,))
+            part = slice(start, end)
+            master = self._master[i]
+            _C.adamw(
+                data[part] if master is None else master[part],
+                grad[part],
+                self._m[i][part],
+                self._v[i][part],
+                None if master is None else data[part],
+                scale,
+                own.get("lr", self.lr),
+                self.beta1,
+                self.beta2,
+                self.eps,
+                own.get("weight_decay", self.weight_decay),
+                self.t,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """As for every optimizer; "groups" holds the settings of parameters that have their own."""
+        return {**super().state_dict(), "groups": {n: dict(own) for n, own in self._own.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        if "groups" in state:
+            self._own = {n: dict(own) for n, own in state["groups"].items()}
+
+
+# ---- gradient norm -------------------------------------------------------------------------------
+
+
+def grad_norm(flat: FlatParameters, max_norm: float = 0.0) -> tuple[NDArray, NDArray]:
+    """(norm, scale) of all gradients together, float32 scalars on the device; waits for nothing.
+
+    scale = min(1, max_norm / (norm + 1e-6)), or 1 when max_norm is 0: what AdamW.step takes.
+    """
+    norm, scale = _C.grad_norm(flat.grad, max_norm)
+    return norm, scale
+
+
+def clip_grad_norm(params: FlatParameters | Sequence[Tensor], max_norm: float) -> float:
+    """Scale the gradients down so that their norm together is max_norm at most; returns the norm
+    before. It waits for the device; `grad_norm` does not."""
+    if max_norm <= 0:
+        raise ValueError(f"clip_grad_norm: max_norm must be above 0, but is {max_norm}")
+    if isinstance(params, FlatParameters):
+        norm, scale = grad_norm(params, max_norm)
+        _C.assign(params.grad, _C.multiply(params.grad, scale))
+        return float(norm.numpy())
+    with_grad = [p for p in params if p.grad is not None]
+    squares = [p.grad.cached_data.astype("float32") for p in with_grad]
+    total = math.sqrt(math.fsum(float(_C.sumsq(g, g.ndim).numpy()) for g in squares))
+    factor = max_norm / (total + 1e-6)
+    if not factor >= 1:  # also when the norm is NaN: the gradients shall show it
+        for p in with_grad:
+            p.grad = Tensor.from_ndarray(_C.multiply(p.grad.cached_data, factor))
+    return total
+
+
+# ---- schedules -----------------------------------------------------------------------------------
+
+
+class Schedule:
+    """schedule(step) -> learning rate; steps count from 1, and nothing is remembered between calls.
+
+    Over the first `warmup` steps it rises linearly from 0: lr * step / warmup. From there it runs
+    to `floor` at step `total`, and stays.
+    """
+
+    def __init__(self, lr: float, total: int, warmup: int = 0, floor: float = 0.0) -> None:
+        if warmup < 0 or total < 0 or (total and warmup > total):
+            raise ValueError(
+                f"{type(self).__name__}: needs 0 <= warmup <= total, but they are {warmup}, {total}"
+            )
+        self.lr = lr
+        self.total = total
+        self.warmup = warmup
+        self.floor = floor
+
+    def __call__(self, step: int) -> float:
+        if step < self.warmup:
+            return self.lr * step / self.warmup
+        span = max(self.total - self.warmup, 1)
+        return self._after_warmup(min((step - self.warmup) / span, 1.0))
+
+    def _after_warmup(self, progress: float) -> float:
+        raise NotImplementedError(f"{type(self).__name__}._after_warmup is not defined")
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(lr={self.lr}, total={self.total}, warmup={self.warmup}, "
+            f"floor={self.floor})"
+        )
+
+
+class Constant(Schedule):
+    """lr after the warmup."""
+
+    def __init__(self, lr: float, warmup: int = 0) -> None:
+        super().__init__(lr, 0, warmup)
+
+    def _after_warmup(self, progress: float) -> float:
+        return self.lr
+
+
+class Linear(Schedule):
+    """A straight line from lr to floor."""
+
+    def _after_warmup(self, progress: float) -> float:
+        return self.lr + (self.floor - self.lr) * progress
+
+
+class Cosine(Schedule):
+    """Half a cosine from lr to floor (Loshchilov and Hutter 2017)."""
+
+    def _after_warmup(self, progress: float) -> float:
+        return self.floor + (self.lr - self.floor) * 0.5 * (1 + math.cos(math.pi * progress))
