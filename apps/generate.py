@@ -1,0 +1,95 @@
+#!/usr/bin/env python3
+"""Continues a prompt from a checkpoint of train_pythia.py, word by word.
+
+    python apps/generate.py runs/tiny --prompt "import os" --temperature 0.8 --top-k 50
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+# From a clone the package lies beside this folder, installed or not.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import train_flags  # noqa: E402
+from needle.checkpoint import CheckpointError, load_checkpoint, newest_checkpoint  # noqa: E402
+from needle.data import END_OF_TEXT, load_tokenizer  # noqa: E402
+from train_pythia import choose_device  # noqa: E402
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="generate.py", description="Continues a prompt from a checkpoint.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    top.add_argument("checkpoint", help="a checkpoint, or the folder of a run: its newest one")
+    top.add_argument("--prompt", default="import ", help="'-' reads it from standard input")
+    top.add_argument("--max-new-tokens", type=train_flags.count, default=200, metavar="N",
+                     help="tokens to write at most; the end of a text ends it earlier")
+    top.add_argument("--temperature", type=train_flags.not_negative, default=0.8, metavar="X",
+                     help="0: always the likeliest token; above 1: bolder")
+    top.add_argument("--top-k", type=train_flags.count, metavar="K",
+                     help="choose among the K likeliest tokens only")
+    top.add_argument("--top-p", type=train_flags.positive, metavar="P",
+                     help="choose among the likeliest tokens that have probability P together")
+    top.add_argument("--seed", type=train_flags.count_or_zero, metavar="N",
+                     help="the same seed writes the same text")
+    top.add_argument("--tokenizer", metavar="PATH",
+                     help="a tokenizer.json, where none lies in the folder of the run")
+    top.add_argument("--device", type=train_flags.device_name, default="auto", metavar="NAME",
+                     help="auto, cpu, cuda or cuda:INDEX")
+    return top
+
+
+def find(path: Path, tokenizer: str | None) -> tuple[Path, Path]:
+    """(checkpoint, tokenizer.json)"""
+    if path.is_dir():
+        found = newest_checkpoint(path / "checkpoints", lambda text: print(text, file=sys.stderr))
+        if found is None:
+            raise CheckpointError(f"{path}: no good checkpoint in its folder checkpoints/")
+        path = found.path
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file or folder")
+    if tokenizer is not None:
+        return path, Path(tokenizer)
+    beside = [folder / "tokenizer.json" for folder in (path.parent.parent, path.parent)]
+    for candidate in beside:
+        if candidate.is_file():
+            return path, candidate
+    raise CheckpointError(f"{path}: no tokenizer.json beside it ({beside[0]}); give --tokenizer")
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    try:
+        path, tokenizer_path = find(Path(args.checkpoint), args.tokenizer)
+        tokenizer = load_tokenizer(tokenizer_path)
+        model, _, _, _ = load_checkpoint(path, choose_device(args.device))
+        model.eval()
+        prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+        ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+        end = tokenizer.token_to_id(END_OF_TEXT)
+        if not ids and end is not None:
+            ids = [end]  # what a text begins after
+        print(prompt, end="", flush=True)
+        written, shown = [], ""
+        for token in model.stream(ids, args.max_new_tokens, args.temperature, args.top_k,
+                                  args.top_p, args.seed, () if end is None else (end,)):
+            written.append(int(token[0]))
+            text = tokenizer.decode(written)
+            if not text.endswith("\ufffd"):  # else a character is not complete yet
+                print(text[len(shown):], end="", flush=True)
+                shown = text
+        print(tokenizer.decode(written)[len(shown):])
+        return 0
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"generate.py: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print()
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

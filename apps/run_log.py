@@ -1,0 +1,220 @@
+"""What a run writes while it trains: metrics.jsonl, the progress bar or plain lines, loss.png.
+
+On a GPU the host runs ahead of the device. So a step's loss and norm set out for the host when the
+step is queued and are waited for when the next one has been (`queue`), or where somebody needs them
+at once (`wait`). On the CPU a queued step is done.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from needle import _C
+from needle.backend_ndarray import NDArray
+from needle.checkpoint import replacing
+
+# Peak dense FLOP/s by a part of the GPU's name and dtype, from NVIDIA's data sheets.
+PEAKS = {
+    "H100 PCIe": {"bfloat16": 756e12, "float32": 51e12},
+    "H100": {"bfloat16": 989e12, "float32": 67e12},
+    "H200": {"bfloat16": 989e12, "float32": 67e12},
+    "A100": {"bfloat16": 312e12, "float32": 19.5e12},
+    "B200": {"bfloat16": 2250e12, "float32": 75e12},
+    "L40S": {"bfloat16": 362e12, "float32": 91.6e12},
+    "RTX 4090": {"bfloat16": 165e12, "float32": 82.6e12},
+    "RTX 3090": {"bfloat16": 71e12, "float32": 35.6e12},
+}
+PLAIN_LINES = 40  # of a run whose output is no terminal
+
+
+class NotFinite(ArithmeticError):
+    """A loss or a gradient norm that is no number any more."""
+
+
+def peak_flops(device_name: str, dtype: str) -> float | None:
+    """FLOP/s that the device could do at best; None where that is not known."""
+    for part, peaks in PEAKS.items():
+        if part in device_name:
+            return peaks.get(dtype)
+    return None
+
+
+def drop_lines_after(path: Path, step: int) -> float:
+    """Cuts metrics.jsonl back to `step`: what a killed run wrote after its last checkpoint is
+    computed again. Returns the first loss (nan where there is none)."""
+    if not path.exists():
+        return math.nan
+    kept, first = [], math.nan
+    for line in path.read_text().splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            break  # the line that was being written when the run was killed
+        if entry["step"] > step:
+            break
+        if not kept:
+            first = entry["loss"]
+        kept.append(line + "\n")
+    with replacing(path) as file:
+        file.write("".join(kept).encode())
+    return first
+
+
+class RunLog:
+    """The log of one run from `start` (steps done already) to `steps`."""
+
+    def __init__(self, folder: Path, device, start: int, steps: int, tokens_per_step: int,
+                 flops_per_token: float, peak: float | None, seconds: float) -> None:
+        self.path = folder / "metrics.jsonl"
+        self.first_loss = drop_lines_after(self.path, start)
+        self.loss = math.nan
+        self.seconds = seconds  # of training, over all parts of the run
+        self._file = open(self.path, "a", encoding="utf-8")
+        self._device, self._steps, self._tokens_per_step = device, steps, tokens_per_step
+        self._on_cpu = str(device) == "cpu()"
+        self._flops_per_token, self._peak = flops_per_token, peak
+        self._pending: dict | None = None
+        self._mark = time.perf_counter()
+        self._start, self._started = start, time.perf_counter()
+        self._bar = _bar(start, steps)
+
+    def queue(self, step: int, losses: Sequence[NDArray], norm: NDArray, lr: float,
+              where: str) -> None:
+        """Step `step` is on its way to the device; the step before it is written now."""
+        if self._pending is not None:
+            self.finish()
+        self._pending = {"step": step, "losses": [_C.Download(loss) for loss in losses],
+                         "norm": _C.Download(norm), "lr": lr, "where": where}
+        if self._on_cpu:
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits for the queued step. Raises NotFinite that names step and batch."""
+        step = self._pending
+        if "loss" in step:
+            return
+        values = [float(loss.wait()) for loss in step["losses"]]
+        step["loss"] = math.fsum(values) / len(values)
+        step["grad_norm"] = float(step["norm"].wait())
+        for what, value in (("loss", step["loss"]), ("gradient norm", step["grad_norm"])):
+            if not math.isfinite(value):
+                raise NotFinite(f"step {step['step']}: the {what} is {value} ({step['where']})")
+        now = time.perf_counter()
+        step["duration"] = now - self._mark
+        self.seconds += step["duration"]
+        self._mark = now
+        self.loss = step["loss"]
+        if math.isnan(self.first_loss):
+            self.first_loss = step["loss"]
+
+    def finish(self, **evaluated: float) -> None:
+        """Writes the line of the queued step, with what was evaluated after it."""
+        self.wait()
+        step, self._pending = self._pending, None
+        line = {
+            "step": step["step"],
+            "tokens": step["step"] * self._tokens_per_step,
+            "loss": step["loss"],
+            "lr": step["lr"],
+            "grad_norm": step["grad_norm"],
+            "tokens_per_second": round(self._tokens_per_step / step["duration"], 1),
+            "seconds": round(self.seconds, 3),
+            **evaluated,
+        }
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        self._show(line, evaluated)
+
+    def skip_time(self) -> None:
+        """What was done since the last step (evaluating, saving) is not the next step's time."""
+        self._mark = time.perf_counter()
+
+    def sync(self) -> None:
+        """What is written so far survives a power cut."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        self._file.close()
+
+    def say(self, text: str) -> None:
+        """A line for people that does not break the bar."""
+        if self._bar is not None:
+            self._bar.write(text)
+        else:
+            print(text, flush=True)
+
+    # ---- for the eye --------------------------------------------------------------------------
+
+    def _memory(self) -> float:
+        if self._on_cpu:
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return self._device.memory_stats()["peak_bytes"]
+
+    def _show(self, line: dict, evaluated: dict) -> None:
+        facts = {"loss": f"{line['loss']:.4f}", "lr": f"{line['lr']:.2e}",
+                 "norm": f"{line['grad_norm']:.3f}", "tok/s": f"{line['tokens_per_second']:,.0f}"}
+        if self._peak:
+            mfu = line["tokens_per_second"] * self._flops_per_token / self._peak
+            facts["MFU"] = f"{mfu:.1%}"
+        facts["mem"] = f"{self._memory() / 2**30:.2f} GiB"
+        step = line["step"]
+        if self._bar is not None:
+            self._bar.set_postfix(facts, refresh=False)
+            self._bar.update(step - self._bar.n)
+        elif step in (self._start + 1, self._steps) or step % -(-self._steps // PLAIN_LINES) == 0:
+            pace = (time.perf_counter() - self._started) / (step - self._start)
+            left = round(pace * (self._steps - step))
+            facts["left"] = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}"
+            text = "  ".join(f"{name} {value}" for name, value in facts.items())
+            print(f"step {step}/{self._steps}  {text}", flush=True)
+        if evaluated:
+            bits = evaluated.get("val_bits_per_byte")
+            self.say(f"step {step}/{self._steps}  held-out loss {evaluated['val_loss']:.4f}"
+                     + ("" if bits is None else f", {bits:.4f} bits a byte"))
+
+
+def _bar(start: int, steps: int):
+    """A progress bar where somebody watches and tqdm is installed."""
+    if not sys.stderr.isatty():
+        return None
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+    return tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True)
+
+
+def plot(folder: Path) -> str:
+    """Draws loss.png from metrics.jsonl; one line about it for people."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    if not lines:
+        return "no loss.png: nothing was trained"
+    try:
+        import matplotlib
+    except ImportError:
+        return "no loss.png: the package matplotlib is not installed"
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    axes.plot([e["tokens"] for e in lines], [e["loss"] for e in lines], label="training", lw=1)
+    held_out = [e for e in lines if "val_loss" in e]
+    if held_out:
+        axes.plot([e["tokens"] for e in held_out], [e["val_loss"] for e in held_out], "o-",
+                  label="held out")
+    axes.set(xlabel="tokens", ylabel="loss (nats a token)", title=folder.name)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    with replacing(folder / "loss.png") as file:
+        figure.savefig(file, format="png", dpi=120)
+    pyplot.close(figure)
+    return f"plot: {folder / 'loss.png'}"

@@ -1,0 +1,204 @@
+"""The flags of train_pythia.py: their help, their checks, and the defaults that depend on model and
+device.
+
+A run's settings are a flat dictionary of JSON values. What a flag leaves open is filled in from
+DEFAULTS; a resumed run takes its settings from the checkpoint, and flags may then only repeat them
+(RESULT_FLAGS) or change what does not touch the numbers (the others).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Callable
+
+from needle.models.pythia import PRESETS, SPARSE_PATTERNS
+
+SCHEDULES = ("cosine", "linear", "constant")
+# Peak learning rates of the Pythia paper (table 6); the smaller models take the 70m's.
+PEAK_LR = {"pythia-160m": 6e-4, "pythia-410m": 3e-4, "pythia-1b": 3e-4, "pythia-1.4b": 2e-4,
+           "pythia-2.8b": 1.6e-4, "pythia-6.9b": 1.2e-4, "pythia-12b": 1.2e-4}
+# Where a flag is not given: by kind of device, and for `tiny`, which a CPU trains in minutes.
+CUDA = {"model": "pythia-70m", "batch_size": 16, "seq_len": 2048, "steps": 300, "lr": 1e-3,
+        "dtype": "bfloat16", "eval_every": 50, "save_every": 100}
+CPU = {"model": "tiny", "batch_size": 4, "seq_len": 512, "steps": 100, "lr": 1e-3,
+       "dtype": "float32", "eval_every": 25, "save_every": 25}
+TINY = {"batch_size": 16, "seq_len": 256, "steps": 300, "lr": 3e-3, "eval_every": 50,
+        "save_every": 50}
+COMMON = {"data": None, "tokenizer": None, "grad_accum": 1, "schedule": "cosine",
+          "weight_decay": 0.1, "clip": 1.0, "seed": 1234, "sparse": None, "window": 256}
+
+# These decide the numbers that a run computes.
+RESULT_FLAGS = ("model", "data", "tokenizer", "batch_size", "seq_len", "grad_accum", "steps", "lr",
+                "schedule", "warmup", "weight_decay", "clip", "dtype", "seed", "sparse", "window")
+OTHER_FLAGS = ("eval_every", "save_every")
+
+
+def _number(kind: type, low: float, low_allowed: bool, words: str) -> Callable[[str], float]:
+    def parse(text: str):
+        try:
+            value = kind(text.replace("_", "")) if kind is int else kind(text)
+        except ValueError:
+            value = math.nan
+        if not (value > low or (low_allowed and value == low)) or math.isinf(value):
+            raise argparse.ArgumentTypeError(f"must be {words}, not {text!r}")
+        return value
+
+    return parse
+
+
+count = _number(int, 1, True, "a whole number of 1 or more")
+count_or_zero = _number(int, 0, True, "a whole number of 0 or more")
+positive = _number(float, 0, False, "a number above 0")
+not_negative = _number(float, 0, True, "a number of 0 or more")
+
+
+def device_name(text: str) -> str:
+    kind, _, index = text.partition(":")
+    if text in ("auto", "cpu") or (kind == "cuda" and (index.isdecimal() or text == "cuda")):
+        return text
+    raise argparse.ArgumentTypeError(f"must be auto, cpu, cuda or cuda:INDEX, not {text!r}")
+
+
+def run_name(text: str) -> str:
+    if not text or "/" in text or text.startswith("."):
+        raise argparse.ArgumentTypeError(f"must be a name for a folder, without '/' and not "
+                                         f"beginning with '.', not {text!r}")
+    return text
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="train_pythia.py",
+        description="Trains a Pythia (GPT-NeoX) language model. Without flags: on the sources of "
+                    "the Python standard library, with sizes that suit the device.",
+        epilog="Defaults are written cpu | gpu where they differ. Exit codes: 0 done, or stopped "
+               "by SIGINT or SIGTERM after saving; 1 an error, or a loss that is not finite; 2 a "
+               "bad flag; 75 the GPU is lost: start again with --resume auto.")
+
+    model = top.add_argument_group("model")
+    names = ", ".join(PRESETS)
+    model.add_argument("--model", metavar="NAME", choices=("auto", *PRESETS),
+                       help=f"auto, {names} (default: auto: tiny | pythia-70m)")
+    model.add_argument("--sparse", nargs="?", const="mixed", choices=SPARSE_PATTERNS,
+                       metavar="PATTERN",
+                       help="block-sparse attention; PATTERN is one of "
+                            f"{', '.join(SPARSE_PATTERNS)} (default: off; without PATTERN: mixed, "
+                            "a local window and the first block)")
+    model.add_argument("--window", type=count, metavar="N",
+                       help="of --sparse: how many tokens a query sees back; of the pattern "
+                            "strided the stride (default: 256)")
+    model.add_argument("--dtype", choices=("float32", "bfloat16"),
+                       help="of weights and activations; bfloat16 keeps float32 master weights in "
+                            "the optimizer (default: float32 | bfloat16)")
+
+    data = top.add_argument_group("data")
+    data.add_argument("--data", metavar="PATH",
+                      help="a text file, a folder of text files, or tokens: .npy, or .bin of "
+                           "uint16 (default: the sources of the Python standard library)")
+    data.add_argument("--tokenizer", metavar="PATH",
+                      help="a tokenizer.json (default: a byte-level BPE trained once on the text "
+                           "and cached: 4096 tokens for tiny, 50257 for the others)")
+    data.add_argument("--batch-size", type=count, metavar="N",
+                      help="sequences a micro-batch (default: tiny 16, others 4 | 16)")
+    data.add_argument("--seq-len", type=count, metavar="N",
+                      help="tokens a sequence (default: tiny 256, others 512 | 2048)")
+
+    training = top.add_argument_group("training")
+    training.add_argument("--grad-accum", type=count, metavar="N",
+                          help="micro-batches a step (default: 1)")
+    length = training.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=count, metavar="N",
+                        help=f"optimizer steps (default: tiny {TINY['steps']}, others "
+                             f"{CPU['steps']} | {CUDA['steps']})")
+    length.add_argument("--tokens", type=count, metavar="N",
+                        help="tokens to train on, instead of --steps; rounded up to whole steps")
+    training.add_argument("--lr", type=positive, metavar="X",
+                          help=f"peak learning rate (default: tiny {TINY['lr']:g}, others as in "
+                               "the Pythia paper, 1e-3 for the 70m)")
+    training.add_argument("--schedule", choices=SCHEDULES,
+                          help="of the learning rate after the warmup: down to a tenth along a "
+                               "cosine or a line, or constant (default: cosine)")
+    training.add_argument("--warmup", type=count_or_zero, metavar="N",
+                          help="steps in which the rate rises from 0 (default: a tenth of all)")
+    training.add_argument("--weight-decay", type=not_negative, metavar="X",
+                          help="of matrices and embeddings; biases and norms have none "
+                               "(default: 0.1)")
+    training.add_argument("--clip", type=not_negative, metavar="X",
+                          help="largest gradient norm; 0: never clipped (default: 1)")
+    training.add_argument("--device", type=device_name, default="auto", metavar="NAME",
+                          help="auto, cpu, cuda or cuda:INDEX (default: auto: the first GPU that "
+                               "can be used, else the CPU)")
+    training.add_argument("--seed", type=count_or_zero, metavar="N",
+                          help="of weights, order of the data and sample (default: 1234)")
+
+    output = top.add_argument_group("output")
+    output.add_argument("--eval-every", type=count_or_zero, metavar="N",
+                        help="steps between evaluations on the held-out part; 0: only at the end "
+                             f"(default: tiny {TINY['eval_every']}, others {CPU['eval_every']} | "
+                             f"{CUDA['eval_every']})")
+    output.add_argument("--save-every", type=count_or_zero, metavar="N",
+                        help="steps between checkpoints, the last two are kept; 0: only at the end "
+                             f"(default: tiny {TINY['save_every']}, others {CPU['save_every']} | "
+                             f"{CUDA['save_every']})")
+    output.add_argument("--out", default="runs", metavar="FOLDER",
+                        help="where runs are written (default: runs)")
+    output.add_argument("--name", type=run_name, metavar="NAME",
+                        help="of the run's folder in there (default: the model's name, with a "
+                             "number where it is taken)")
+    output.add_argument("--resume", metavar="WHAT",
+                        help="a checkpoint, the folder of a run, or auto: the newest good "
+                             "checkpoint of the run --name, without it of all runs in --out; with "
+                             "none there, auto starts from the beginning")
+    return top
+
+
+def given(args: argparse.Namespace) -> dict:
+    """The settings that the command line names. --tokens becomes steps where the batch is known."""
+    named = {flag: getattr(args, flag) for flag in RESULT_FLAGS + OTHER_FLAGS
+             if getattr(args, flag) is not None}
+    if named.get("model") == "auto":
+        del named["model"]
+    for flag in ("data", "tokenizer"):
+        if flag in named:  # the run may be resumed from another folder
+            named[flag] = os.path.abspath(named[flag])
+    return named
+
+
+def steps_of(tokens: int, settings: dict) -> int:
+    return -(-tokens // (settings["batch_size"] * settings["seq_len"] * settings["grad_accum"]))
+
+
+def complete(named: dict, tokens: int | None, on_gpu: bool) -> dict:
+    """All settings of a new run."""
+    base = dict(CUDA if on_gpu else CPU)
+    model = named.get("model", base["model"])
+    if model in PEAK_LR:
+        base["lr"] = PEAK_LR[model]
+    if model == "tiny":
+        base.update(TINY)
+    settings = {**COMMON, **base, "model": model, **named}
+    if tokens is not None:
+        settings["steps"] = steps_of(tokens, settings)
+    settings.setdefault("warmup", settings["steps"] // 10)
+    return settings
+
+
+def resumed(named: dict, tokens: int | None, saved: dict) -> tuple[dict, list[str]]:
+    """(settings of a resumed run, differences that forbid it)."""
+    if tokens is not None:
+        named = {**named, "steps": steps_of(tokens, saved)}
+    differences = []
+    settings = dict(saved)
+    for flag, value in named.items():
+        # Under a constant rate the number of steps only says where to end. Data is compared by its
+        # tokens, when it is open.
+        free = flag in OTHER_FLAGS + ("data", "tokenizer")
+        free |= flag == "steps" and saved["schedule"] == "constant"
+        if free or saved[flag] == value:
+            settings[flag] = value
+        else:
+            option = "--" + flag.replace("_", "-")
+            differences.append(f"{option} is {value}, but the run has {saved[flag]}")
+    return settings, differences

@@ -1,0 +1,404 @@
+#!/usr/bin/env python3
+"""Trains a Pythia language model: `python apps/train_pythia.py`, `--help` for the flags.
+
+The file reads downwards: `train` is the loop, then the parts it calls, then `main`. A run lives in
+runs/NAME/: config.json, metrics.jsonl (a line a step), loss.png, tokenizer.json, sample.txt and
+checkpoints/step_N.safetensors. Every number of a run follows from its settings: a run that was
+stopped anywhere and resumed writes the same losses, bit for bit, as one that was not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import shlex
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+# From a clone the package lies beside this folder, installed or not.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import needle as ndl  # noqa: E402
+import train_flags  # noqa: E402
+from needle import nn, optim  # noqa: E402
+from needle.autograd import Tensor, no_grad  # noqa: E402
+from needle.backend_ndarray import NDArray, full  # noqa: E402
+from needle.checkpoint import (  # noqa: E402
+    Checkpoint,
+    CheckpointError,
+    checkpoint_path,
+    load_checkpoint,
+    newest_checkpoint,
+    prune_checkpoints,
+    replacing,
+    save_checkpoint,
+    versions,
+)
+from needle.data import Batches, DataError, TokenData, open_data, token_bytes  # noqa: E402
+from needle.models.pythia import Pythia, PythiaConfig  # noqa: E402
+from run_log import NotFinite, RunLog, peak_flops, plot  # noqa: E402
+
+__all__ = ["load_checkpoint", "main", "save_checkpoint", "train"]
+
+# One evaluation reads so many tokens at most, in so many batches at most.
+EVAL_TOKENS = {"cpu": 1 << 15, "cuda": 1 << 19}
+EVAL_BATCHES = 32
+SAMPLE_TOKENS = 120
+EXIT_GPU_LOST = 75  # a supervisor starts again with --resume auto
+
+
+@dataclass
+class Run:
+    """Everything the loop works on."""
+
+    folder: Path
+    settings: dict
+    device: ndl.Device
+    data: TokenData
+    model: Pythia
+    flat: nn.FlatParameters
+    optimizer: optim.AdamW
+    batches: Batches
+    step: int = 0  # steps done
+    seconds: float = 0.0
+
+
+# ---- the loop ---------------------------------------------------------------------------------
+
+
+def train(run: Run) -> int:
+    """Trains from run.step to settings["steps"]; returns the exit code."""
+    settings, model, flat, optimizer, batches = (
+        run.settings, run.model, run.flat, run.optimizer, run.batches)
+    schedule = schedule_of(settings)
+    steps, micro_batches = settings["steps"], settings["grad_accum"]
+    tokens_per_step = settings["batch_size"] * settings["seq_len"] * micro_batches
+    log = RunLog(run.folder, run.device, run.step, steps, tokens_per_step,
+                 model.flops_per_token(settings["seq_len"]),
+                 peak_flops(run.device.properties()["name"], settings["dtype"]), run.seconds)
+    share = Tensor.from_ndarray(full((), 1 / micro_batches, "float32", run.device))
+    stop = Stop()
+    try:
+        for step in range(run.step + 1, steps + 1):
+            where = f"epoch {batches.epoch}, batch {batches.batch}"
+            optimizer.lr = schedule(step)
+            optimizer.reset_grad()
+            losses = [forward_backward(model, *batches.next(), share)
+                      for _ in range(micro_batches)]
+            norm, scale = optim.grad_norm(flat, settings["clip"])
+            optimizer.step(scale)
+            log.queue(step, losses, norm, optimizer.lr, where)
+
+            run.step = step
+            ends = step == steps or stop.signal is not None
+            evaluates = step == steps or _due(step, settings["eval_every"])
+            saves = ends or _due(step, settings["save_every"])
+            if evaluates or saves:
+                log.wait()
+                log.finish(**(evaluate(run) if evaluates else {}))
+                if saves:
+                    save(run, log)
+                log.skip_time()
+            if ends:
+                break
+    except NotFinite as error:
+        log.close()
+        return report_not_finite(run, error)
+    finally:
+        log.close()
+        stop.restore()
+    if run.step < steps:
+        print(f"stopped by {stop.signal} after step {run.step} of {steps}, and saved. Go on with\n"
+              f"    {resume_command(run)}")
+        return 0
+    finish(run, log)
+    return 0
+
+
+def forward_backward(model: Pythia, ids: np.ndarray, targets: np.ndarray,
+                     share: Tensor) -> NDArray:
+    """Adds this micro-batch's share of the gradient to the buffers; the loss stays on the device.
+    The logits and all activations are free when this returns."""
+    _, loss = model(ids, targets)
+    loss.backward(share)
+    return loss.cached_data
+
+
+def schedule_of(settings: dict) -> optim.Schedule:
+    """Up a line over the warmup, then constant, or down to a tenth of the peak at the last step."""
+    peak, warmup, steps = settings["lr"], settings["warmup"], settings["steps"]
+    if settings["schedule"] == "constant":
+        return optim.Constant(peak, warmup)
+    kind = {"cosine": optim.Cosine, "linear": optim.Linear}[settings["schedule"]]
+    return kind(peak, steps, warmup, floor=peak / 10)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def evaluate(run: Run) -> dict[str, float]:
+    """val_loss in nats a token, and val_bits_per_byte where the tokenizer is known."""
+    settings, tokens = run.settings, run.data.held_out
+    length = settings["seq_len"]
+    rows = min(settings["batch_size"], max(len(tokens) - 1, 0) // length)
+    if rows == 0:
+        return {}
+    held_out = Batches(tokens, rows, length)
+    most = EVAL_TOKENS["cpu" if str(run.device) == "cpu()" else "cuda"]
+    limit = min(max(most // (rows * length), 1), EVAL_BATCHES)
+    sizes = None if run.data.tokenizer is None else token_bytes(run.data.tokenizer)
+    nats, count, text_bytes = [], 0, 0
+    run.model.eval()
+    with no_grad():
+        for ids, targets in held_out.in_order(limit):
+            _, loss = run.model(ids, targets)
+            nats.append(float(loss.numpy()) * targets.size)
+            count += targets.size
+            text_bytes += 0 if sizes is None else int(sizes[targets].sum())
+    run.model.train()
+    result = {"val_loss": math.fsum(nats) / count}
+    if text_bytes:
+        result["val_bits_per_byte"] = math.fsum(nats) / math.log(2) / text_bytes
+    return result
+
+
+# ---- stopping and saving ----------------------------------------------------------------------
+
+
+class Stop:
+    """SIGINT and SIGTERM let the step end; a second SIGINT interrupts at once."""
+
+    def __init__(self) -> None:
+        self.signal: str | None = None
+        self._before = {number: signal.signal(number, self._on_signal)
+                        for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def _on_signal(self, number: int, frame) -> None:
+        self.signal = signal.Signals(number).name
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def save(run: Run, log: RunLog) -> None:
+    """The checkpoint of this step; only the last two stay."""
+    log.sync()
+    folder = run.folder / "checkpoints"
+    schedule = {name: run.settings[name] for name in ("schedule", "lr", "warmup", "steps")}
+    save_checkpoint(run.model, run.optimizer, run.batches.epoch, log.loss,
+                    checkpoint_path(folder, run.step), step=run.step, data=run.batches.position,
+                    fingerprint=run.data.fingerprint, schedule=schedule, settings=run.settings,
+                    seconds=log.seconds)
+    prune_checkpoints(folder)
+
+
+def resume_command(run: Run) -> str:
+    words = ["python", sys.argv[0], "--resume", "auto", "--name", run.folder.name]
+    if run.folder.parent != Path("runs"):
+        words += ["--out", str(run.folder.parent)]
+    return shlex.join(words)
+
+
+def report_not_finite(run: Run, error: NotFinite) -> int:
+    print(f"{error}. Stopped.", file=sys.stderr)
+    good = newest_checkpoint(run.folder / "checkpoints", report=lambda text: None)
+    print("no checkpoint was written before it" if good is None
+          else f"the last good checkpoint is {good.path}", file=sys.stderr)
+    print("a lower --lr, a longer --warmup or a smaller --clip may help", file=sys.stderr)
+    return 1
+
+
+def finish(run: Run, log: RunLog) -> None:
+    """The plot, a sample, and where everything lies."""
+    print(f"loss {log.first_loss:.4f} at the first step, {log.loss:.4f} at the last; "
+          f"{log.seconds:.0f} s of training")
+    print(plot(run.folder))
+    print(f"checkpoint: {checkpoint_path(run.folder / 'checkpoints', run.step)}")
+    text = sample_text(run)
+    with replacing(run.folder / "sample.txt") as file:
+        file.write(text.encode())
+    print(f"sample ({run.folder / 'sample.txt'}):\n{text}")
+
+
+def sample_text(run: Run) -> str:
+    """What the model writes after the beginning of a held-out text."""
+    prompt = np.asarray(run.data.held_out[:16], np.int64)
+    if len(prompt) == 0:
+        prompt = np.asarray(run.data.train[:16], np.int64)
+    run.model.eval()
+    tokens = run.model.generate(prompt, SAMPLE_TOKENS, temperature=0.8, top_k=50,
+                                seed=run.settings["seed"])
+    if run.data.tokenizer is None:
+        return " ".join(map(str, tokens)) + "\n"
+    return run.data.tokenizer.decode(tokens.tolist()) + "\n"
+
+
+# ---- making a run -----------------------------------------------------------------------------
+
+
+def choose_device(name: str) -> ndl.Device:
+    if name == "auto":
+        return ndl.cuda() if ndl.cuda().enabled() else ndl.cpu()
+    kind, _, index = name.partition(":")
+    device = ndl.cpu() if kind == "cpu" else ndl.cuda(int(index or 0))
+    device.synchronize()  # a device that cannot be used says why here
+    return device
+
+
+def find_checkpoint(args) -> Checkpoint | None:
+    """What --resume names; None where `auto` finds nothing."""
+    if args.resume != "auto":
+        path = Path(args.resume)
+        if not path.is_dir():
+            return Checkpoint(path)
+        found = newest_checkpoint(path / "checkpoints")
+        if found is None:
+            raise CheckpointError(f"{path}: no good checkpoint in its folder checkpoints/")
+        return found
+    runs = Path(args.out)
+    if args.name:
+        folders = [runs / args.name / "checkpoints"]
+    else:
+        folders = sorted((path for path in runs.glob("*/checkpoints") if path.is_dir()),
+                         key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    for folder in folders:
+        found = newest_checkpoint(folder)
+        if found is not None:
+            return found
+    print(f"--resume auto: no good checkpoint in {runs / (args.name or '')}: "
+          "starting from the beginning")
+    return None
+
+
+def new_run(args) -> Run:
+    device = choose_device(args.device)
+    settings = train_flags.complete(train_flags.given(args), args.tokens,
+                                    on_gpu=str(device) != "cpu()")
+    data = open_run_data(settings)
+    config = model_config(settings, data)
+    batches = Batches(data.train, settings["batch_size"], settings["seq_len"], settings["seed"])
+    np.random.seed(settings["seed"])
+    model = Pythia(config, device=device)
+    flat = nn.flatten_parameters(model)
+    optimizer = optim.AdamW(flat, lr=settings["lr"], beta1=0.9, beta2=0.95, eps=1e-8,
+                            weight_decay=settings["weight_decay"])
+    folder = new_folder(Path(args.out), args.name, settings["model"], restart=bool(args.resume))
+    run = Run(folder, settings, device, data, model, flat, optimizer, batches)
+    write_description(run)
+    return run
+
+
+def resumed_run(args, checkpoint: Checkpoint) -> Run:
+    state = checkpoint.state
+    missing = [key for key in ("settings", "step", "data", "fingerprint") if key not in state]
+    if missing:
+        raise CheckpointError(f"{checkpoint.path}: not the checkpoint of a run of train_pythia.py: "
+                              f"it has no {', '.join(missing)}")
+    settings, differences = train_flags.resumed(train_flags.given(args), args.tokens,
+                                                state["settings"])
+    if differences:
+        raise CheckpointError(f"{checkpoint.path}: this run cannot go on with other settings: "
+                              f"{'; '.join(differences)}. Leave these flags out, or start anew")
+    folder = checkpoint.path.resolve().parent.parent
+    if args.resume == "auto":
+        folder = checkpoint.path.parent.parent
+    data = open_run_data(settings)
+    if data.fingerprint != state["fingerprint"] and (folder / "tokenizer.json").is_file():
+        data = open_data(settings["data"], folder / "tokenizer.json")
+    if data.fingerprint != state["fingerprint"]:
+        raise DataError(f"{data.source}: not the tokens that the run read before: the data or the "
+                        "tokenizer has changed")
+    device = choose_device(args.device)
+    batches = Batches(data.train, settings["batch_size"], settings["seq_len"], settings["seed"])
+    batches.seek(state["data"])
+    model, optimizer, _, _ = checkpoint.restore(device)
+    checkpoint.restore_random_state()
+    print(f"resuming {checkpoint.path} after step {state['step']}")
+    return Run(folder, settings, device, data, model, optimizer.flat, optimizer, batches,
+               state["step"], state["seconds"])
+
+
+def open_run_data(settings: dict) -> TokenData:
+    return open_data(settings["data"], settings["tokenizer"],
+                     4096 if settings["model"] == "tiny" else 50257)
+
+
+def model_config(settings: dict, data: TokenData) -> PythiaConfig:
+    config = PythiaConfig.preset(
+        settings["model"], max_seq_len=settings["seq_len"], dtype=settings["dtype"],
+        use_sparse_attention=settings["sparse"] is not None,
+        sparse_pattern=settings["sparse"] or "mixed", sparse_window=settings["window"])
+    needed = data.vocab_size or 0
+    if needed > config.vocab_size:
+        raised = -(-needed // 128) * 128
+        print(f"the tokenizer has {needed:,} tokens: the model's vocabulary becomes {raised:,}")
+        config = PythiaConfig.from_dict({**config.to_dict(), "vocab_size": raised})
+    return config
+
+
+def new_folder(out: Path, name: str | None, model: str, restart: bool) -> Path:
+    """The folder of a new run. `restart`: a run that died before its first checkpoint begins
+    again in its own folder."""
+    if name is None:
+        names = itertools.chain([model], (f"{model}-{i}" for i in itertools.count(2)))
+        name = next(n for n in names if restart or not (out / n).exists())
+    folder = out / name
+    if folder.exists() and any(folder.iterdir()) and not restart:
+        raise DataError(f"{folder}: there is a run of this name already; go on with it by "
+                        f"--resume auto --name {name}, or choose another --name")
+    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def write_description(run: Run) -> None:
+    description = {
+        "settings": run.settings,
+        "model": run.model.config.to_dict(),
+        "parameters": run.model.num_parameters(),
+        "data": {"source": run.data.source, "fingerprint": run.data.fingerprint},
+        "device": {"name": run.device.properties()["name"], "device": str(run.device)},
+        "versions": versions(),
+    }
+    with replacing(run.folder / "config.json") as file:
+        file.write(json.dumps(description, indent=2).encode() + b"\n")
+    if run.data.tokenizer is not None:
+        with replacing(run.folder / "tokenizer.json") as file:
+            file.write(run.data.tokenizer.to_str().encode())
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = train_flags.parser().parse_args(argv)
+    try:
+        checkpoint = find_checkpoint(args) if args.resume else None
+        run = new_run(args) if checkpoint is None else resumed_run(args, checkpoint)
+        print(f"{run.model}\n{run.data.source}\nrun: {run.folder}", flush=True)
+        if run.step >= run.settings["steps"]:
+            print(f"nothing to do: all {run.settings['steps']} steps are done")
+            return 0
+        return train(run)
+    except ndl.CudaFatalError as error:
+        print(f"train_pythia.py: the GPU is lost: {error}\nstart again with --resume auto",
+              file=sys.stderr)
+        return EXIT_GPU_LOST
+    except ndl.CudaError as error:
+        print(f"train_pythia.py: {error}\n(where device memory ran out: a smaller --batch-size, "
+              "with --grad-accum to keep the step's size)", file=sys.stderr)
+        return 1
+    except (ValueError, OSError) as error:
+        print(f"train_pythia.py: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code) if code == EXIT_GPU_LOST else sys.exit(code)
