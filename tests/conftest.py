@@ -1,0 +1,75 @@
+"""What pytest needs to know of needle: which tests can run here, and in which order they do.
+
+NEEDLE_TEST_SEED=n      repeats the order of a run that printed it; "off" keeps the written order
+NEEDLE_REQUIRE_CUDA=1   no GPU is a failure, not a reason to skip
+"""
+
+import collections
+import importlib.util
+import os
+import random
+
+import pytest
+
+import needle as ndl
+
+
+def order_seed() -> int | None:
+    text = os.environ.get("NEEDLE_TEST_SEED", "").strip()
+    if text == "off":
+        return None
+    if text and not text.isdigit():
+        raise pytest.UsageError(f'NEEDLE_TEST_SEED={text!r} is neither a number nor "off"')
+    return int(text) if text else random.SystemRandom().randrange(1_000_000)
+
+
+SEED = order_seed()
+
+
+def cuda_missing() -> str | None:
+    """Why there is no GPU to test on, or None."""
+    if ndl.cuda().enabled():
+        return None
+    try:
+        ndl.cuda_init()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return "needle.cuda().enabled() is False"
+
+
+def parity_missing() -> str | None:
+    lacking = [name for name in ("torch", "transformers") if not importlib.util.find_spec(name)]
+    return (
+        f"{' and '.join(lacking)} not installed (pip install needle[parity])" if lacking else None
+    )
+
+
+def pytest_report_header() -> str:
+    if SEED is None:
+        return "order: as written (NEEDLE_TEST_SEED=off)"
+    return f"order: random, NEEDLE_TEST_SEED={SEED} repeats it"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    no_cuda, no_parity = cuda_missing(), parity_missing()
+    if no_cuda and os.environ.get("NEEDLE_REQUIRE_CUDA", "0") == "1":
+        raise pytest.UsageError(f"NEEDLE_REQUIRE_CUDA=1, but {no_cuda}")
+    for item in items:
+        if no_cuda and item.get_closest_marker("cuda"):
+            item.add_marker(pytest.mark.skip(reason=f"no GPU: {no_cuda}"))
+        if no_parity and item.get_closest_marker("parity"):
+            item.add_marker(pytest.mark.skip(reason=no_parity))
+    if SEED is not None:
+        random.Random(SEED).shuffle(items)
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """Why tests were skipped: a line a reason, not a line a place."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = collections.Counter(
+        report.longrepr[2].removeprefix("Skipped: ")
+        for report in skipped
+        if isinstance(report.longrepr, tuple)
+    )
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count} skipped: {reason}")

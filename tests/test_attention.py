@@ -1,0 +1,241 @@
+"""Attention, dense and block-sparse, where cases.py does not reach: memory, causality, blocks."""
+
+import numpy as np
+import pytest
+from cases import causal_blocks, softmax_attention, softmax_attention_bwd, visible
+from gradients import attend
+from harness import DEVICES, assert_within, central_differences, device_of, rounder
+
+from needle import _C, Tensor, nn, ops
+from needle.block_mask import BlockMask
+
+both = pytest.mark.parametrize("device", DEVICES)
+exactly = rounder("float64")
+
+MASKS = {
+    "local": lambda t, block: BlockMask.local(t, 2 * block, block),
+    "strided": lambda t, block: BlockMask.strided(t, 2 * block, block),
+    "global": lambda t, block: BlockMask.global_(t, block, block),
+    "mixed": lambda t, block: BlockMask.mixed(t, window=block, n_global=block, block=block),
+    "dense": lambda t, block: BlockMask.dense(t, block),
+}
+
+
+def draw(seed: int, *shape) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32).astype(np.float64)
+
+
+def seen_by(mask, t: int) -> np.ndarray:
+    """(G, T, T): what the mask and causality let a query see."""
+    dense = mask.to_dense()
+    return (dense if dense.ndim == 3 else dense[None]) & np.tril(np.ones((t, t), bool))
+
+
+@both
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "d", [1, 2, 3, 8, 15, 16, 24, 33, 40, 64, 72, 96, 100, 128, 160, 200, 255, 256]
+)
+def test_head_dims(d, dtype, device):
+    """Forward and backward of every kind of head dim, one tile and a part of the next."""
+    device = device_of(device)
+    r = rounder(dtype)
+    t = 67
+    q, k, v, dout = (r(draw(i, 1, t, 2, d)) for i in range(4))
+    scale = d**-0.5
+    arrays = [_C.array(a, dtype=dtype, device=device) for a in (q, k, v)]
+    o, lse = _C.attention_fwd(*arrays, scale, 1)
+    see = visible(t, t, True)
+    exact, naive = (softmax_attention(f, q, k, v, scale, see) for f in (exactly, r))
+    assert_within(o.numpy(), exact["o"], naive["o"], dtype, max(d, t), "o")
+    gradients = [_C.empty(q.shape, dtype, device) for _ in range(3)]
+    given = (r(exact["o"]), exact["lse"].astype(np.float32).astype(float))
+    _C.attention_bwd(
+        _C.array(dout, dtype=dtype, device=device),
+        *arrays,
+        _C.array(given[0], dtype=dtype, device=device),
+        _C.array(given[1], device=device),
+        scale,
+        1,
+        *gradients,
+    )
+    exact, naive = (
+        softmax_attention_bwd(f, dout, q, k, v, *given, scale, see) for f in (exactly, r)
+    )
+    for name, got in zip(("dq", "dk", "dv"), gradients):
+        assert_within(got.numpy(), exact[name], naive[name], dtype, 4 * max(d, t), name)
+
+
+@both
+@pytest.mark.parametrize("t", [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200])
+def test_lengths(t, device):
+    device = device_of(device)
+    q, k, v = (draw(i, 2, t, 2, 16) for i in range(3))
+    o = ops.attention(*(Tensor(a, device=device) for a in (q, k, v)))
+    assert_within(o.numpy(), attend(q, k, v), attend(q, k, v), "float32", 4 * t)
+
+
+@both
+def test_attention_reads_packed_views(device):
+    """q, k and v as views of one packed array, as the model passes them."""
+    device = device_of(device)
+    packed = draw(0, 2, 9, 3, 3, 8)
+    array = _C.array(packed, device=device)
+    views = [array[:, :, :, i].reshape((2, 9, 3, 8)) for i in range(3)]
+    o, _ = _C.attention_fwd(*views, 8**-0.5, 1)
+    expected, _ = _C.attention_fwd(*(view.compact() for view in views), 8**-0.5, 1)
+    np.testing.assert_array_equal(o.numpy(), expected.numpy())
+
+
+@both
+@pytest.mark.parametrize("causal", [True, False])
+def test_large_scores_stay_finite(causal, device):
+    device = device_of(device)
+    q, k, v = (1e4 * draw(i, 1, 40, 1, 8) for i in range(3))
+    tensors = [Tensor(a, device=device) for a in (q, k, v)]
+    o = ops.attention(*tensors, causal=causal)
+    o.backward()
+    assert np.isfinite(o.numpy()).all()
+    assert all(np.isfinite(t.grad.numpy()).all() for t in tensors)
+
+
+@both
+@pytest.mark.parametrize("pattern", [None, *MASKS])
+def test_nothing_flows_from_the_future(pattern, device):
+    """Changing token j changes no output before j, bit for bit, and no output before j sends a
+    gradient to j."""
+    device = device_of(device)
+    t, block, j = 75, 16, 41
+    mask = None if pattern is None else MASKS[pattern](t, block)
+    arrays = [draw(i, 1, t, 2, 8) for i in range(3)]
+
+    def run(made):
+        tensors = [Tensor(a, device=device) for a in made]
+        return ops.attention(*tensors, mask=mask), tensors
+
+    out, tensors = run(arrays)
+    changed = [a.copy() for a in arrays]
+    for a in changed:
+        a[:, j:] = 1e3 * draw(8, *a[:, j:].shape)
+    np.testing.assert_array_equal(run(changed)[0].numpy()[:, :j], out.numpy()[:, :j])
+    seed = np.zeros(out.shape)
+    seed[:, :j] = draw(9, 1, j, 2, 8)
+    out.backward(Tensor(seed, device=device))
+    for tensor in tensors:
+        np.testing.assert_array_equal(tensor.grad.numpy()[:, j:], 0)
+        assert np.abs(tensor.grad.numpy()[:, :j]).max() > 0
+
+
+@both
+@pytest.mark.parametrize("t", [31, 64, 75])
+@pytest.mark.parametrize("pattern", MASKS)
+def test_sparse_attention(pattern, t, device):
+    """Against plain softmax over what the mask lets through, and against finite differences."""
+    device = device_of(device)
+    mask = MASKS[pattern](t, 16)
+    see = seen_by(mask, t)
+    assert see.any(-1).all()  # every query sees itself at least
+    arrays = [draw(i, 1, t, 2, 6) for i in range(3)]
+    tensors = [Tensor(a, device=device) for a in arrays]
+    o = ops.block_sparse_attention(*tensors, mask)
+    expected = attend(*arrays, see=see[None])
+    assert_within(o.numpy(), expected, expected, "float32", t)
+    seed, direction = draw(5, *o.shape), [draw(6 + i, *a.shape) for i, a in enumerate(arrays)]
+    o.backward(Tensor(seed, device=device))
+
+    def along(step):
+        return (
+            attend(*(a + step * d for a, d in zip(arrays, direction)), see=see[None]) * seed
+        ).sum()
+
+    numeric = next(central_differences(along, [np.zeros(())]))
+    got = sum((x.grad.numpy() * d).sum() for x, d in zip(tensors, direction))
+    assert abs(got - numeric) < 2e-4 * max(1, abs(numeric))
+
+
+@both
+def test_a_dense_mask_is_dense_attention(device):
+    device = device_of(device)
+    arrays = [Tensor(draw(i, 2, 75, 2, 16), device=device) for i in range(3)]
+    one, other = ops.attention(*arrays), ops.attention(*arrays, mask=BlockMask.dense(75, 16))
+    np.testing.assert_allclose(one.numpy(), other.numpy(), atol=2e-6)
+
+
+@both
+def test_unlisted_blocks_are_never_touched(device):
+    """NaN in every key and value that no query lists, forward and backward."""
+    device = device_of(device)
+    t, block = 80, 16
+    keep = causal_blocks(5, lambda i, j: j in (0, 3))[0]
+    keep[1:3, 0] = True
+    dense = np.kron(keep, np.ones((block, block), bool)).astype(bool)
+    mask = ops.convert_to_block_mask(dense, block)
+    arrays = [draw(i, 1, t, 2, 8) for i in range(3)]
+    for unlisted in (1, 2, 4):
+        for a in arrays[1:]:
+            a[:, unlisted * block : (unlisted + 1) * block] = np.nan
+    tensors = [Tensor(a, device=device) for a in arrays]
+    o = ops.block_sparse_attention(*tensors, mask)
+    assert np.isfinite(o.numpy()).all()
+    o.backward()
+    for tensor in tensors:
+        assert np.isfinite(tensor.grad.numpy()).all()
+    np.testing.assert_array_equal(tensors[1].grad.numpy()[:, block : 3 * block], 0)
+
+
+@both
+@pytest.mark.parametrize("sparse", [False, True])
+def test_no_matrix_of_scores_is_stored(sparse, device):
+    """T = 4096 with 8 heads: T x T scores would be 512 MiB; q, k, v, their gradients, o and what
+    belongs to them are 1 MiB each."""
+    device = device_of(device)
+    t = 4096 if not (device == device_of("cpu") and not sparse) else 2048
+    shape = (1, t, 2, 16)
+    mask = BlockMask.local(t, 128, 64) if sparse else None
+    tensors = [Tensor(draw(i, *shape), device=device) for i in range(3)]
+    before = device.memory_stats()["live_bytes"]
+    device.reset_peak()
+    o = ops.attention(*tensors, mask=mask)
+    o.backward()
+    device.synchronize()
+    array = np.prod(shape) * 4
+    assert device.memory_stats()["peak_bytes"] - before < 16 * array < t * t * 4
+    assert np.isfinite(o.numpy()).all()
+
+
+@both
+def test_per_head_masks(device):
+    device = device_of(device)
+    blocks = np.concatenate(
+        [causal_blocks(5, lambda i, j: i == j), causal_blocks(5, lambda i, j: True)]
+    )
+    dense = np.stack([np.kron(b, np.ones((16, 16), bool)) for b in blocks]).astype(bool)[
+        :, :75, :75
+    ]
+    mask = ops.convert_to_block_mask(dense, 16)
+    arrays = [draw(i, 1, 75, 2, 8) for i in range(3)]
+    o = ops.block_sparse_attention(*(Tensor(a, device=device) for a in arrays), mask)
+    expected = attend(*arrays, see=(dense & np.tril(np.ones((75, 75), bool)))[None])
+    assert_within(o.numpy(), expected, expected, "float32", 75)
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (lambda q, m: ops.attention(q, Tensor(np.ones((1, 32, 2, 9))), q), "attention"),
+        (lambda q, m: ops.block_sparse_attention(q, q, q, BlockMask.local(64, 16, 16)), "64|32"),
+        (lambda q, m: ops.attention(*[Tensor(np.ones((1, 4, 1, 257)))] * 3), "256"),
+    ],
+)
+def test_errors(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        wrong(Tensor(np.ones((1, 32, 2, 8))), BlockMask.local(32, 16, 16))
+
+
+def test_the_modules_attention_is_the_same_computation():
+    """nn.MultiHeadAttention on (B, H, T, D) agrees with ops.attention on (B, T, H, D)."""
+    arrays = [draw(i, 2, 20, 3, 8) for i in range(3)]
+    fused = ops.attention(*(Tensor(a) for a in arrays)).numpy()
+    swapped = [Tensor(a.transpose(0, 2, 1, 3)) for a in arrays]
+    result, _ = nn.MultiHeadAttention(dropout=0.0, causal=True)(*swapped)
+    np.testing.assert_allclose(result.numpy().transpose(0, 2, 1, 3), fused, atol=2e-6)

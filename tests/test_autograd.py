@@ -1,0 +1,313 @@
+"""The engine: gradients of every op against central differences, and its bookkeeping."""
+
+import gc
+
+import numpy as np
+import pytest
+from gradients import GRADIENTS
+from harness import DEVICES, central_differences, device_of
+
+import needle as ndl
+from needle import Tensor, nn, ops
+
+both = pytest.mark.parametrize("device", DEVICES)
+
+
+def inputs_of(case) -> list[np.ndarray]:
+    rng = np.random.default_rng(len(case.label))
+    return [make(rng).astype(np.float32).astype(np.float64) for make in case.inputs]
+
+
+def close(got, expected, tolerance=2e-5) -> None:
+    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
+    assert got.shape == expected.shape
+    scale = max(1.0, np.abs(expected).max(initial=0))
+    np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance * scale)
+
+
+@both
+@pytest.mark.parametrize("case", GRADIENTS, ids=str)
+def test_gradients(case, device):
+    device = device_of(device)
+    arrays = inputs_of(case)
+    tensors = [Tensor(a, device=device) for a in arrays]
+    result = case.op(ops, *tensors)
+    expected = case.f(*arrays)
+    close(result.numpy(), expected, 2e-6)
+    weights = np.random.default_rng(0).standard_normal(np.shape(expected))
+    result.backward(Tensor(weights, device=device))
+    for tensor, numeric in zip(
+        tensors, central_differences(lambda *a: (case.f(*a) * weights).sum(), arrays)
+    ):
+        assert tensor.grad.shape == tensor.shape and tensor.grad.device == device
+        close(tensor.grad.numpy(), numeric)
+
+
+@both
+@pytest.mark.parametrize("case", [case for case in GRADIENTS if case.twice], ids=str)
+def test_gradients_of_gradients(case, device):
+    """d/dx of <direction, gradient of <weights, f(x)>>, against mixed second differences."""
+    device = device_of(device)
+    arrays = inputs_of(case)
+    rng = np.random.default_rng(1)
+    weights = rng.standard_normal(np.shape(case.f(*arrays)))
+    directions = [rng.standard_normal(a.shape) for a in arrays]
+    tensors = [Tensor(a, device=device) for a in arrays]
+    case.op(ops, *tensors).backward(Tensor(weights, device=device, requires_grad=False))
+    gradients = [tensor.grad for tensor in tensors]
+    total = None
+    for gradient, direction in zip(gradients, directions):
+        term = ops.summation(gradient * Tensor(direction, device=device, requires_grad=False))
+        total = term if total is None else total + term
+
+    def along(*at):
+        step = 1e-3
+        above = case.f(*(a + step * d for a, d in zip(at, directions)))
+        below = case.f(*(a - step * d for a, d in zip(at, directions)))
+        return ((above - below) * weights).sum() / (2 * step)
+
+    close(total.numpy(), along(*arrays), 1e-4)
+    if not total.requires_grad:  # a linear op: its gradient does not depend on its input
+        assert all(np.abs(n).max() < 1e-5 for n in central_differences(along, arrays, 1e-3))
+        return
+    for tensor in tensors:
+        tensor.grad = None
+    total.backward()
+    for tensor, numeric in zip(tensors, central_differences(along, arrays, 1e-3)):
+        close(np.zeros(tensor.shape) if tensor.grad is None else tensor.grad.numpy(), numeric, 1e-3)
+
+
+@both
+@pytest.mark.parametrize("case", GRADIENTS, ids=str)
+def test_gradient_as_tuple(case, device):
+    """op.gradient_as_tuple is pure: it returns what backward() leaves in .grad."""
+    device = device_of(device)
+    tensors = [Tensor(a, device=device) for a in inputs_of(case)]
+    result = case.op(ops, *tensors)
+    out = Tensor(np.random.default_rng(0).standard_normal(result.shape), device=device)
+    result.backward(out)
+    if tuple(map(id, result.inputs)) != tuple(map(id, tensors)):
+        return  # composed of several ops
+    for got, tensor in zip(result.op.gradient_as_tuple(out, result), tensors):
+        assert isinstance(got, Tensor)
+        close(got.numpy(), tensor.grad.numpy(), 1e-6)
+
+
+class Fused(nn.Module):
+    """Uses one weight twice, in every fused op that accumulates."""
+
+    def __init__(self, device, dtype):
+        super().__init__()
+        rng = np.random.default_rng(2)
+
+        def parameter(*shape):
+            return nn.Parameter(rng.standard_normal(shape), device=device, dtype=dtype)
+
+        self.table, self.weight, self.bias = parameter(7, 6), parameter(6, 6), parameter(6)
+        self.gamma, self.beta = parameter(6), parameter(6)
+
+    def forward(self, ids):
+        x = ops.embedding(ids, self.table)
+        for _ in range(2):
+            x = ops.layer_norm(ops.linear(x, self.weight, self.bias), self.gamma, self.beta, 1e-5)
+        return x
+
+
+@both
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sinks_accumulate(device, dtype):
+    """Flattened parameters: backward adds into the gradient buffer what it puts into .grad of
+    others, a second backward adds the same again, and reset_grad empties it."""
+    device = device_of(device)
+    ids = np.array([[0, 3, 3], [6, 1, 0]], np.int32)
+    plain, flattened = Fused(device, dtype), Fused(device, dtype)
+    flat = nn.flatten_parameters(flattened)
+    seed = np.random.default_rng(3).standard_normal((2, 3, 6))
+    plain(ids).backward(Tensor(seed, device=device, dtype=dtype))
+    for repeat in (1, 2):
+        flattened(ids).backward(Tensor(seed, device=device, dtype=dtype))
+        for one, other in zip(plain.parameters(), flattened.parameters(), strict=True):
+            assert other.grad_buffer.dtype == "float32"
+            tolerance = 1e-5 if dtype == "float32" else 2e-2
+            close(other.grad_buffer.numpy(), repeat * one.grad.numpy(), tolerance)
+            np.testing.assert_array_equal(other.grad.numpy(), other.grad_buffer.numpy())
+    assert np.abs(flat.grad.numpy()).sum() > 0
+    ndl.optim.AdamW(flat, lr=0.1).reset_grad()
+    assert np.abs(flat.grad.numpy()).sum() == 0
+
+
+def test_flat_buffers():
+    module = Fused(ndl.cpu(), "float32")
+    before = {name: p.numpy() for name, p in module.named_parameters()}
+    flat = nn.flatten_parameters(module)
+    assert flat.data.size == flat.grad.size >= sum(p.size for p in module.parameters())
+    assert flat.data.dtype == flat.grad.dtype == "float32"
+    for name, parameter in module.named_parameters():  # matrices decay, and come first
+        start = flat.offsets[flat.names.index(name)]
+        assert (
+            (start + parameter.size <= flat.decay_size)
+            if parameter.ndim == 2
+            else start >= flat.decay_size
+        )
+    for name, parameter in module.named_parameters():
+        np.testing.assert_array_equal(parameter.numpy(), before[name])
+        assert parameter.cached_data._handle.ptr() == flat.data._handle.ptr()
+    flat.data.fill(0)
+    assert all(np.abs(p.numpy()).sum() == 0 for p in module.parameters())
+
+
+@both
+def test_stable_far_out(device):
+    device = device_of(device)
+    x = Tensor(
+        np.array([[1e10, 1e9, -1e10], [1e10, 1e10, 0], [-1e10, -1e10, -1e10]]), device=device
+    )
+    y = ops.logsumexp(x, axes=1)
+    np.testing.assert_allclose(y.numpy(), [1e10, 1e10, -1e10], rtol=1e-6)
+    y.backward()
+    np.testing.assert_allclose(
+        x.grad.numpy(), [[1, 0, 0], [0.5, 0.5, 0], [1 / 3, 1 / 3, 1 / 3]], rtol=1e-6, atol=0
+    )
+    z = ops.logsoftmax(x)
+    np.testing.assert_allclose(z.numpy()[1, :2], np.log([0.5, 0.5]), rtol=1e-6)
+    z.backward()
+    assert np.isfinite(x.grad.numpy()).all()
+
+
+# ---- bookkeeping ---------------------------------------------------------------------------------
+
+
+def test_tensor():
+    t = Tensor([[1, 2], [3, 4]])
+    assert (t.shape, t.dtype, t.device, t.requires_grad, t.grad) == (
+        (2, 2),
+        "float32",
+        ndl.cpu(),
+        True,
+        None,
+    )
+    assert t.op is None and len(t.inputs) == 0
+    u = t * 2 + t
+    assert u.op is not None and u.inputs[1] is t
+    np.testing.assert_array_equal(u.realize_cached_data().numpy(), [[3, 6], [9, 12]])
+    for cut in (u.detach(), u.data):
+        assert cut.op is None and not cut.requires_grad
+        assert cut.cached_data._handle.ptr() == u.cached_data._handle.ptr()
+    t.data = Tensor([[0, 0], [0, 0]])
+    assert t.numpy().sum() == 0
+    wrapped = Tensor.from_ndarray(ndl.NDArray(np.ones((2, 3))))
+    assert wrapped.shape == (2, 3) and not wrapped.requires_grad
+    for made in (
+        t.sum(),
+        t.reshape((4,)),
+        t.broadcast_to((3, 2, 2)),
+        t.transpose(),
+        t.matmul(t),
+        t @ t,
+        -t,
+    ):
+        assert isinstance(made, Tensor)
+    assert Tensor(np.ones(3), dtype="bfloat16").dtype == "bfloat16"
+
+
+def test_backward():
+    x = Tensor([1.0, 2.0])
+    y = x * x
+    y.backward()  # seeded with ones
+    np.testing.assert_array_equal(x.grad.numpy(), [2, 4])
+    (x * 3).backward()
+    np.testing.assert_array_equal(x.grad.numpy(), [3, 3])  # replaced, as in the course
+    z = x + x * x + ops.exp(x) * 0  # used three times
+    z.backward()
+    np.testing.assert_array_equal(x.grad.numpy(), [3, 5])
+    constant = Tensor([1.0, 1.0], requires_grad=False)
+    (x * constant).backward()
+    assert constant.grad is None
+    with pytest.raises((ValueError, RuntimeError, TypeError)):
+        (x * 2).backward(Tensor([1.0, 2.0, 3.0]))
+
+
+def test_a_deep_graph():
+    x = Tensor([1.0])
+    y = x
+    for _ in range(5000):
+        y = y + 1
+    y.backward()
+    np.testing.assert_array_equal(x.grad.numpy(), [1])
+    del y
+    gc.collect()
+
+
+def test_find_topo_sort():
+    a, b = Tensor([1.0]), Tensor([2.0])
+    c = a * b
+    d = c + a
+    order = ndl.autograd.find_topo_sort([d])
+    assert [id(n) for n in order] == [id(n) for n in (a, b, c, d)]
+
+
+def test_no_grad():
+    x = Tensor([1.0])
+    with ndl.no_grad():
+        y = x * 2
+        with ndl.no_grad():
+            pass
+        z = x * 2
+    assert not y.requires_grad and y.op is None and len(y.inputs) == 0 and z.op is None
+    assert (x * 2).op is not None
+    with pytest.raises(ZeroDivisionError), ndl.no_grad():
+        raise ZeroDivisionError
+    assert (x * 2).op is not None
+
+
+def test_tuples():
+    x = Tensor(np.arange(6.0).reshape(2, 3))
+    parts = ops.split(x, 1)
+    assert len(parts) == 3 and parts[0].shape == (2,)
+    back = ops.stack(list(parts), 1)
+    np.testing.assert_array_equal(back.numpy(), x.numpy())
+    (parts[0] + parts[2]).backward()
+    np.testing.assert_array_equal(x.grad.numpy(), [[1, 0, 1], [1, 0, 1]])
+    assert isinstance(ops.make_tuple(x, x), ndl.TensorTuple)
+
+
+def test_scalars_on_either_side():
+    x = Tensor([2.0, 4.0])
+    for got, expected in [
+        (1 + x, [3, 5]),
+        (1 - x, [-1, -3]),
+        (8 / x, [4, 2]),
+        (3 * x, [6, 12]),
+        (x**2, [4, 16]),
+        (x / 2, [1, 2]),
+        (x - 1, [1, 3]),
+    ]:
+        np.testing.assert_allclose(got.numpy(), expected)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: ops.matmul(Tensor(np.ones((2, 3))), Tensor(np.ones((2, 3)))),
+        lambda: ops.reshape(Tensor(np.ones((2, 3))), (4,)),
+        lambda: ops.broadcast_to(Tensor(np.ones((2, 3))), (2, 4)),
+        lambda: ops.embedding(np.array([5], np.int32), Tensor(np.ones((5, 2)))),
+        lambda: ops.embedding(np.array([-1], np.int32), Tensor(np.ones((5, 2)))),
+        lambda: ops.cross_entropy(Tensor(np.ones((2, 3))), np.array([0, 3], np.int32)),
+        lambda: ops.gelu(Tensor(np.ones(2)), approximate="cosine"),
+        lambda: ops.linear(Tensor(np.ones((2, 3))), Tensor(np.ones((4, 5)))),
+        lambda: ops.summation(Tensor(np.ones((2, 3))), axes=2),
+    ],
+)
+def test_wrong_calls(wrong):
+    with pytest.raises(ValueError):
+        wrong()
+
+
+def test_functions_of_a_half_precision_parameter_keep_its_dtype():
+    x = Tensor(np.ones((2, 4)), dtype="bfloat16")
+    w = Tensor(np.ones((4, 4)), dtype="bfloat16")
+    y = ops.gelu(ops.linear(x, w)) + x
+    assert y.dtype == "bfloat16"
+    y.backward()
+    assert x.grad.dtype == "bfloat16" and w.grad.shape == (4, 4)

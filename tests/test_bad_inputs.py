@@ -1,0 +1,191 @@
+"""Wrong calls: each raises the right exception and says which operand is wrong and how."""
+
+import numpy as np
+import pytest
+from cases import BAD, BAD_VALUES, CASES, ELEMENTWISE, REDUCTIONS
+from harness import DEVICES, ROWS, device_of, to_ndarray
+from test_ops import FIRST, dtype_of, prepare
+
+from needle import _C
+
+STRUCTURED = [name for name, row in ROWS.items() if row.kind == "OP" and name in FIRST]
+SOLID = {  # a case of each row without zero sizes, None operands or axes of one element
+    case.op: case
+    for case in reversed(CASES)
+    if case.label in ("31x257", "1x31x257x31", "31x257x31", "odd", "qkv")
+} | {
+    op: case
+    for op in STRUCTURED
+    for case in CASES
+    if case.op == op and case.label in ("31-scaled", "per-head")
+}
+SOLID = {op: SOLID.get(op, FIRST[op]) for op in STRUCTURED}
+
+
+def arguments_of(op: str, device, changes=None) -> dict:
+    case = SOLID[op]
+    values = prepare(case, "float32") | (changes or {})
+    made = {}
+    for operand in ROWS[op].inputs:
+        value = values[operand.name]
+        if operand.is_array and value is not None:
+            value = to_ndarray(np.asarray(value), dtype_of(operand, "float32"), device)
+        made[operand.name] = value
+    return made
+
+
+def refuse(op: str, arguments, exception, pattern: str) -> None:
+    with pytest.raises(exception, match=pattern):
+        getattr(_C, op)(*(arguments.values() if isinstance(arguments, dict) else arguments))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("op", STRUCTURED)
+def test_sizes_dtypes_and_kinds(op, device):
+    """Every array operand of a structured row in turn: one axis too long, one axis too few, another
+    dtype, None, a number, a string."""
+    device = device_of(device)
+    good = arguments_of(op, device)
+    sizes: dict[str, int] = {}
+    for operand in ROWS[op].inputs:
+        if not operand.is_array or good[operand.name] is None:
+            continue
+        name, array = operand.name, good[operand.name]
+        host = array.numpy()
+        for axis, letter in enumerate(operand.axes):
+            if letter in sizes:
+                longer = np.concatenate([host, host], axis)
+                bad = good | {name: to_ndarray(longer, array.dtype, device)}
+                refuse(op, bad, ValueError, rf"{op}: {name}: axis {letter} is {longer.shape[axis]}")
+            sizes.setdefault(letter, array.shape[axis])
+        bad = good | {name: to_ndarray(host[None], array.dtype, device)}
+        refuse(op, bad, ValueError, rf"{op}: {name}")
+        for other in ("int64", "float16" if operand.dtype != "F" else "uint8"):
+            bad = good | {name: to_ndarray(np.nan_to_num(host, posinf=0, neginf=0), other, device)}
+            refuse(op, bad, TypeError, rf"{op}: {name}: .*{other}")
+        for wrong in ("text", 3.5, object()):
+            refuse(op, good | {name: wrong}, TypeError, rf"{op}: {name}")
+        if "OPT" not in operand.mode:
+            refuse(op, good | {name: None}, TypeError, rf"{op}: {name}")
+    floats = [o.name for o in ROWS[op].inputs if o.dtype == "F" and good[o.name] is not None]
+    if len(floats) > 1:
+        bad = good | {floats[-1]: good[floats[-1]].astype("bfloat16")}
+        refuse(op, bad, TypeError, rf"{op}: {floats[-1]}: .*bfloat16")
+
+
+@pytest.mark.parametrize("op", STRUCTURED)
+def test_arguments(op):
+    good = list(arguments_of(op, device_of("cpu")).values())
+    refuse(op, good[:-1], TypeError, op)
+    refuse(op, [*good, 1], TypeError, op)
+    refuse(op, [], TypeError, op)
+    with pytest.raises(TypeError, match=op):
+        getattr(_C, op)(*good, colour="red")
+    for operand in ROWS[op].inputs:
+        if not operand.is_array:
+            bad = arguments_of(op, device_of("cpu"), {operand.name: "many"})
+            refuse(op, bad, TypeError, rf"{op}: {operand.name}")
+
+
+def test_arguments_by_keyword():
+    made = arguments_of("layernorm_fwd", device_of("cpu"))
+    for one, other in zip(_C.layernorm_fwd(**made), _C.layernorm_fwd(*made.values()), strict=True):
+        np.testing.assert_array_equal(one.numpy(), other.numpy())
+    x, w, b, eps = made.values()
+    _C.layernorm_fwd(x, w, eps=eps, b=b)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "op, label, changes, exception, pattern", BAD, ids=[f"{b[0]}-{b[1]}" for b in BAD]
+)
+def test_refused(op, label, changes, exception, pattern, device):
+    refuse(op, arguments_of(op, device_of(device), changes), exception, pattern)
+
+
+@pytest.mark.parametrize(
+    "op, label, changes, pattern", BAD_VALUES, ids=[f"{b[0]}-{b[1]}" for b in BAD_VALUES]
+)
+def test_refused_values(op, label, changes, pattern):
+    refuse(op, arguments_of(op, device_of("cpu"), changes), ValueError, pattern)
+
+
+@pytest.mark.cuda
+def test_values_that_cuda_cannot_look_at():
+    """An id or a target outside the vocabulary: NaN forward, skipped backward, the rest right."""
+    device = device_of("cuda")
+    _, _, changes, _ = BAD_VALUES[1]
+    made = arguments_of("embedding_fwd", device, changes)
+    y, w = _C.embedding_fwd(**made).numpy(), made["w"].numpy()
+    bad = 31 // 2
+    assert np.isnan(y[bad]).all()
+    np.testing.assert_array_equal(np.delete(y, bad, 0), np.repeat(w[:1], 30, 0))
+    made = arguments_of("embedding_bwd", device, changes)
+    before, dy = made["dw"].numpy(), made["dy"].numpy()
+    _C.embedding_bwd(**made)
+    np.testing.assert_allclose(
+        made["dw"].numpy()[0], before[0] + np.delete(dy, bad, 0).sum(0), rtol=1e-5, atol=1e-5
+    )
+    np.testing.assert_array_equal(made["dw"].numpy()[1:], before[1:])
+    made = arguments_of("cross_entropy_fwd", device, {"targets": changes["ids"]})
+    losses, _, loss, _ = _C.cross_entropy_fwd(**made)
+    assert np.isnan(loss.numpy()) and np.isnan(losses.numpy()[bad])
+    assert np.isfinite(np.delete(losses.numpy(), bad)).all()
+
+
+@pytest.mark.parametrize("op", [op for op in ELEMENTWISE if len(ROWS[op].inputs) == 2])
+def test_shapes_that_do_not_broadcast(op):
+    x, y = (_C.array(np.ones(shape)) for shape in ((3, 4), (3, 5)))
+    refuse(op, [x, y], ValueError, rf"{op}: .*(4|5)")
+    refuse(op, [1.0, 2.0], TypeError, op)
+    refuse(op, [x, "text"], TypeError, op)
+    refuse(op, [x, None], TypeError, op)
+    refuse(op, [x], TypeError, op)
+
+
+@pytest.mark.parametrize("op", REDUCTIONS)
+def test_reductions_refuse(op):
+    x = _C.array(np.ones((3, 4)))
+    refuse(op, [x, 3], ValueError, rf"{op}: axes")
+    refuse(op, [x, -1], ValueError, rf"{op}: axes")
+    refuse(op, ["text", 1], TypeError, op)
+    if op not in ("sum", "sumsq"):  # of nothing there is no largest
+        refuse(op, [_C.array(np.ones((3, 0))), 1], ValueError, rf"{op}: ")
+
+
+def test_assign_and_fill_refuse():
+    to = _C.array(np.ones((3, 4)))
+    refuse("assign", [to, _C.array(np.ones((3, 5)))], ValueError, "assign: ")
+    refuse("assign", [to, _C.array(np.ones((2, 3, 4)))], ValueError, "assign: ")
+    refuse("assign", [to, None], TypeError, "assign: from")
+    refuse("fill", [to, "text"], TypeError, "fill: value")
+    np.testing.assert_array_equal(to.numpy(), np.ones((3, 4)))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "op", [op for op in STRUCTURED if sum(o.is_array for o in ROWS[op].inputs) > 1]
+)
+def test_operands_on_two_devices(op):
+    made = arguments_of(op, device_of("cuda"))
+    last = [o.name for o in ROWS[op].inputs if o.is_array and made[o.name] is not None][-1]
+    refuse(
+        op, made | {last: made[last].to(device_of("cpu"))}, TypeError, rf"{op}: {last}: .*cpu\(\)"
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_refused_call_leaks_nothing(device):
+    device = device_of(device)
+    for op in STRUCTURED:
+        good = arguments_of(op, device)
+        names = [o.name for o in ROWS[op].inputs if o.is_array and good[o.name] is not None]
+        bad = good | {
+            names[-1]: good[names[-1]]
+            .astype("int64")
+            .permute(tuple(reversed(range(good[names[-1]].ndim))))
+        }
+        before = device.memory_stats()["live_bytes"]
+        for _ in range(20):
+            refuse(op, bad, TypeError, op)
+        assert device.memory_stats()["live_bytes"] == before, op

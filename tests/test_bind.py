@@ -1,0 +1,108 @@
+"""What the binder does around every call: the trace, threads, copies of operands."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from harness import DEVICES, ROOT, device_of, to_ndarray
+
+from needle import _C
+
+both = pytest.mark.parametrize("device", DEVICES)
+
+TRACED = """
+import numpy as np
+from needle import _C
+x = _C.array(np.ones((4, 3)))
+w = _C.array(np.ones(4))
+print("begin")
+_C.layernorm_fwd(x.permute((1, 0)), w, w, 1e-5)
+_C.layernorm_fwd(_C.array(np.ones((3, 4))), w, w, 1e-5)
+x + 1
+"""
+
+
+@pytest.mark.parametrize("traced", ["0", "1"])
+def test_trace_shows_calls_and_copies(traced):
+    done = subprocess.run(
+        [sys.executable, "-c", TRACED],
+        cwd=ROOT,
+        env=os.environ | {"NEEDLE_TRACE": traced},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0 and done.stdout == "begin\n"
+    if traced == "0":
+        assert done.stderr == ""
+        return
+    lines = done.stderr.splitlines()
+    assert sum("layernorm_fwd" in line and "us" in line and "cpu()" in line for line in lines) == 2
+    assert sum("copies" in line and "x:float32(3,4)" in line for line in lines) == 1
+    assert any("add" in line for line in lines)
+
+
+@both
+def test_operands_changed_in_place_through_a_view(device):
+    """An IO operand whose layout the kernel cannot read is copied back; what is around stays."""
+    device = device_of(device)
+    base = _C.array(np.zeros((6, 8)), device=device)
+    dy = to_ndarray(np.ones((5, 3)), "float32", device)
+    _C.bias_bwd(dy, base[2, 1:7:2].reshape((3,)))
+    expected = np.zeros((6, 8))
+    expected[2, 1:7:2] = 5
+    np.testing.assert_array_equal(base.numpy(), expected)
+    c = base[:4, ::-1].permute((1, 0))
+    _C.matmul_acc(
+        _C.array(np.ones((8, 2)), device=device), _C.array(np.ones((2, 4)), device=device), c
+    )
+    expected[:4] += 2
+    np.testing.assert_array_equal(base.numpy(), expected)
+
+
+@both
+def test_a_broadcast_view_cannot_be_written(device):
+    device = device_of(device)
+    view = _C.array(np.zeros(3), device=device).reshape((1, 3)).broadcast_to((4, 3))
+    for write in (
+        lambda: _C.matmul_acc(
+            _C.array(np.ones((4, 2)), device=device), _C.array(np.ones((2, 3)), device=device), view
+        ),
+        lambda: _C.assign(view, _C.array(np.ones((4, 3)), device=device)),
+    ):
+        with pytest.raises(ValueError):
+            write()
+    assert view.numpy().sum() == 0
+
+
+@both
+def test_threads(device):
+    """Calls from several Python threads do not disturb each other."""
+    device = device_of(device)
+    rng = np.random.default_rng(0)
+    inputs = [rng.standard_normal((3, 64, 64)).astype(np.float32) for _ in range(4)]
+    expected = [_C.array(a, device=device) @ _C.array(a, device=device) for a in inputs]
+    failures = []
+
+    def work(i: int) -> None:
+        try:
+            for _ in range(20):
+                a = _C.array(inputs[i], device=device)
+                np.testing.assert_array_equal((a @ a).numpy(), expected[i].numpy())
+                assert abs(float(_C.sum(a.exp(), 3).numpy()) / np.exp(inputs[i]).sum() - 1) < 1e-5
+                try:
+                    a + _C.array(np.ones(7 + i), device=device)
+                except ValueError as error:  # the message is this thread's own
+                    assert str(7 + i) in str(error), error
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures

@@ -1,0 +1,156 @@
+"""BlockMask: each pattern against its definition over single tokens, and the lists kernels read."""
+
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import needle as ndl
+from needle import ops
+from needle.block_mask import BlockMask, convert_to_block_mask
+
+quick = settings(max_examples=40, deadline=None, derandomize=True)
+lengths, blocks_, sizes = st.integers(1, 70), st.integers(1, 20), st.integers(1, 40)
+
+
+def blocks_of(pattern, t: int, block: int) -> np.ndarray:
+    """A block is kept when any (query, key) pair of it is in the pattern."""
+    i, j = np.arange(t)[:, None], np.arange(t)[None, :]
+    return convert(np.broadcast_to(pattern(i, j), (t, t)), block)
+
+
+def convert(dense: np.ndarray, block: int) -> np.ndarray:
+    t, s = dense.shape
+    kept = np.zeros((-(-t // block), -(-s // block)), bool)
+    for i, j in np.argwhere(dense):
+        kept[i // block, j // block] = True
+    return kept
+
+
+@quick
+@given(lengths, blocks_, sizes)
+def test_patterns(t, block, size):
+    for mask, pattern in [
+        (BlockMask.local(t, size, block), lambda i, j: abs(i - j) < size),
+        (BlockMask.strided(t, size, block), lambda i, j: (i - j) % size == 0),
+        (BlockMask.global_(t, size, block), lambda i, j: (i < size) | (j < size)),
+        (BlockMask.dense(t, block), lambda i, j: i == i),
+        (
+            BlockMask.mixed(t, window=size, n_global=size, block=block),
+            lambda i, j: (abs(i - j) < size) | (i < size) | (j < size),
+        ),
+    ]:
+        np.testing.assert_array_equal(mask.blocks[0], blocks_of(pattern, t, block))
+        assert (mask.T, mask.S, mask.block, mask.heads) == (t, t, block, 1)
+
+
+@quick
+@given(lengths, lengths, blocks_, st.integers(1, 3), st.integers(0, 2**32 - 1))
+def test_convert_to_block_mask(t, s, block, heads, seed):
+    dense = np.random.default_rng(seed).random((heads, t, s)) < 0.05
+    mask = convert_to_block_mask(dense, block)
+    for g in range(heads):
+        np.testing.assert_array_equal(mask.blocks[g], convert(dense[g], block))
+    wide = mask.to_dense().reshape(heads, t, s)
+    assert (wide >= dense).all()
+    assert convert_to_block_mask(mask.to_dense(), block) == mask
+
+
+@quick
+@given(lengths, blocks_, st.integers(1, 3), st.integers(0, 2**32 - 1))
+def test_lists(t, block, heads, seed):
+    """Ascending key blocks of each query block, counted through all heads, and their transposes."""
+    n = -(-t // block)
+    kept = np.random.default_rng(seed).random((heads, n, n)) < 0.4
+    mask = BlockMask(kept, block, t)
+    offsets, columns, offsets_t, rows = (a.numpy() for a in mask.lists(ndl.cpu()))
+    for starts, entries, of in (
+        (offsets, columns, kept),
+        (offsets_t, rows, kept.transpose(0, 2, 1)),
+    ):
+        assert starts.shape == (heads, n + 1) and entries.shape == (kept.sum(),)
+        assert starts.dtype == entries.dtype == np.int32
+        for g in range(heads):
+            for i in range(n):
+                np.testing.assert_array_equal(
+                    entries[starts[g, i] : starts[g, i + 1]], np.flatnonzero(of[g, i])
+                )
+    assert mask.lists(ndl.cpu())[0] is mask.lists(ndl.cpu())[0]  # made once
+
+
+def test_a_query_sees_itself():
+    for mask in (
+        BlockMask.local(70, 1, 16),
+        BlockMask.strided(70, 64, 16),
+        BlockMask.mixed(70, 1, n_global=1, block=16),
+    ):
+        assert mask.blocks[0].diagonal().all()
+
+
+def test_causal_drops_what_no_query_may_see():
+    mask = BlockMask.dense(70, 16)
+    np.testing.assert_array_equal(mask.causal().blocks[0], np.tril(np.ones((5, 5), bool)))
+    more_keys = BlockMask.dense(20, 16, S=70)  # query i sees keys up to i + 50
+    np.testing.assert_array_equal(more_keys.causal().blocks[0], [[1, 1, 1, 1, 1], [1, 1, 1, 1, 1]])
+    assert mask.causal().causal() is mask.causal()
+
+
+def test_union_equality_and_pickle():
+    one, other = BlockMask.local(70, 16, 16), BlockMask.global_(70, 16, 16)
+    union = one | other
+    np.testing.assert_array_equal(union.blocks, one.blocks | other.blocks)
+    assert union == BlockMask.mixed(70, window=16, n_global=16, block=16)
+    assert hash(union) == hash(BlockMask.mixed(70, window=16, n_global=16, block=16))
+    assert one != other and one != "text"
+    assert pickle.loads(pickle.dumps(union)) == union
+    assert 0 < one.density < union.density < BlockMask.dense(70, 16).density == 1
+    assert "T=70" in repr(one)
+    with pytest.raises(ValueError):
+        one | BlockMask.local(70, 16, 8)
+    with pytest.raises(AttributeError):
+        one.block = 3
+    with pytest.raises(ValueError):
+        one.blocks[0, 0, 0] = False
+
+
+def test_strides_leave_blocks_out():
+    assert BlockMask.strided(1024, 256, 32).density < 0.5
+    assert BlockMask.local(2048, 256, 64).density < 0.3
+
+
+@pytest.mark.parametrize(
+    "form", [lambda d: d, lambda d: ndl.NDArray(d), lambda d: ndl.Tensor(d), lambda d: d.tolist()]
+)
+def test_dense_masks_of_any_kind(form):
+    dense = np.tril(np.ones((7, 7)))
+    assert convert_to_block_mask(form(dense), 3) == BlockMask(np.tril(np.ones((3, 3), bool)), 3, 7)
+
+
+def test_names():
+    assert ops.BlockMask is ndl.BlockMask is BlockMask
+    assert ops.convert_to_block_mask is ndl.convert_to_block_mask is convert_to_block_mask
+    assert ndl.block_sparse_attention is ops.block_sparse_attention
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: BlockMask.local(0, 4, 4),
+        lambda: BlockMask.local(16, 0, 4),
+        lambda: BlockMask.local(16, 4, 0),
+        lambda: BlockMask.local(16, 4, 2.5),
+        lambda: BlockMask.strided(16, -1, 4),
+        lambda: BlockMask.global_(16, 0, 4),
+        lambda: BlockMask.mixed(16, block=4),
+        lambda: BlockMask(np.ones((2, 2), bool), 4, 16),
+        lambda: BlockMask(np.ones((4, 4)), 4, 16),
+        lambda: convert_to_block_mask(np.ones(4), 2),
+        lambda: convert_to_block_mask(np.ones((0, 4)), 2),
+        lambda: convert_to_block_mask(np.array([["a"]]), 2),
+    ],
+)
+def test_errors(wrong):
+    with pytest.raises(ValueError):
+        wrong()

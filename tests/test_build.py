@@ -1,0 +1,394 @@
+"""The build: what it chooses, what it says, what it compiles again.
+
+The incremental tests build a tree of three small files with the real setup.py, and stand a shell
+script in for nvcc, so that they run anywhere and take seconds.
+"""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def build(monkeypatch):
+    """setup.py as a module, with a clean environment."""
+    for name in list(os.environ):
+        if name.startswith("NEEDLE_") or name in ("CUDA_HOME", "CUDA_PATH", "CFLAGS", "LDFLAGS"):
+            monkeypatch.delenv(name)
+    spec = importlib.util.spec_from_file_location("needle_setup", ROOT / "setup.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "needle_setup", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def one_line(error) -> str:
+    text = str(error.value)
+    assert "\n" not in text and text.startswith("needle: error: ")
+    return text
+
+
+# ---- choices -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text, archs",
+    [
+        ("80", ["80"]),
+        ("90", ["90a"]),
+        ("9.0", ["90a"]),
+        ("sm_90a, 8.6;compute_120 12.1", ["86", "90a", "120", "121"]),
+        ("10.3 90 90a", ["90a", "103"]),
+        ("all", ["80", "86", "89", "90a", "100", "120", "121"]),
+        ("", []),
+    ],
+)
+def test_archs_are_parsed(build, text, archs):
+    assert build.parse_archs(text) == archs
+
+
+@pytest.mark.parametrize("text", ["hopper", "9", "sm90a!", "80 ninety"])
+def test_bad_archs_are_named(build, text):
+    with pytest.raises(SystemExit) as error:
+        build.parse_archs(text)
+    assert "NEEDLE_CUDA_ARCHS" in one_line(error)
+
+
+def test_gencode_is_exact(build):
+    assert build.gencode(["80", "90a"]) == [
+        "-gencode=arch=compute_80,code=sm_80",
+        "-gencode=arch=compute_90a,code=sm_90a",
+    ]
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("NEEDLE_CUDA", "yes"), ("NEEDLE_BLAS", "mkl"), ("NEEDLE_JOBS", "0"), ("NEEDLE_WERROR", "x")],
+)
+def test_bad_settings_are_named(build, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    call = {
+        "NEEDLE_CUDA": build.choose_cuda,
+        "NEEDLE_BLAS": build.find_blas,
+        "NEEDLE_JOBS": build.job_count,
+        "NEEDLE_WERROR": build.strict,
+    }[name]
+    with pytest.raises(SystemExit) as error:
+        call()
+    assert name in one_line(error) and value in one_line(error)
+
+
+def test_unknown_processor_is_named(build, monkeypatch):
+    monkeypatch.setenv("NEEDLE_MARCH", "abacus")
+    with pytest.raises(SystemExit) as error:
+        build.march_flags()
+    assert "abacus" in one_line(error)
+
+
+def test_cuda_demanded_without_a_toolkit_fails(build, monkeypatch):
+    monkeypatch.setattr(build, "toolkit_roots", lambda: [])
+    monkeypatch.setenv("NEEDLE_CUDA", "1")
+    with pytest.raises(SystemExit) as error:
+        build.choose_cuda()
+    assert "no CUDA toolkit" in one_line(error)
+
+
+def test_cuda_home_without_nvcc_is_named(build, monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "toolkit_roots", lambda: [("$CUDA_HOME", tmp_path)])
+    monkeypatch.setenv("NEEDLE_CUDA", "1")
+    with pytest.raises(SystemExit) as error:
+        build.choose_cuda()
+    assert str(tmp_path) in one_line(error)
+
+
+def test_auto_says_one_loud_line(build, monkeypatch, capsys):
+    monkeypatch.setattr(build, "find_gpus", lambda: ([], "no NVIDIA driver"))
+    assert build.choose_cuda() is None
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1
+    assert (
+        "NOT BUILT" in lines[0] and "no NVIDIA driver" in lines[0] and "NEEDLE_CUDA=1" in lines[0]
+    )
+
+
+def test_auto_without_a_toolkit_says_so(build, monkeypatch, capsys):
+    monkeypatch.setattr(build, "find_gpus", lambda: (["90a"], None))
+    monkeypatch.setattr(build, "toolkit_roots", lambda: [])
+    assert build.choose_cuda() is None
+    assert "no CUDA toolkit" in capsys.readouterr().out
+
+
+def test_zero_never_looks(build, monkeypatch, capsys):
+    def looked():
+        raise AssertionError("looked")
+
+    monkeypatch.setattr(build, "find_gpus", looked)
+    monkeypatch.setattr(build, "find_toolkit", looked)
+    monkeypatch.setenv("NEEDLE_CUDA", "0")
+    assert build.choose_cuda() is None
+    assert capsys.readouterr().out == ""
+
+
+# ---- a stand-in toolkit --------------------------------------------------------------------------
+
+NVCC = """#!/bin/sh
+# Knows sm_80 and sm_90; compiles as plain C++, without the flags that only nvcc has.
+for word; do
+    case "$word" in
+    --version) echo "Cuda compilation tools, release 13.0, V13.0.88"; exit 0 ;;
+    --list-gpu-code) echo sm_80; echo sm_90; exit 0 ;;
+    esac
+done
+out= dep= src= skip=
+while [ $# -gt 0 ]; do
+    case "$1" in
+    -o) out=$2; shift ;;
+    -MF) dep=$2; shift ;;
+    -Xcompiler | -ccbin | -Werror) shift ;;
+    *.cu) src=$1 ;;
+    esac
+    shift
+done
+exec c++ -x c++ -fPIC -Icsrc -Icuda -MMD -MF "$dep" -c "$src" -o "$out"
+"""
+
+
+@pytest.fixture
+def toolkit(tmp_path):
+    root = tmp_path / "toolkit"
+    (root / "bin").mkdir(parents=True)
+    (root / "bin/nvcc").write_text(NVCC)
+    (root / "bin/nvcc").chmod(0o755)
+    for header in ("cuda_runtime_api.h", "cublasLt.h"):
+        (root / "include").mkdir(exist_ok=True)
+        (root / "include" / header).write_text("")
+    (root / "lib").mkdir()
+    subprocess.run(["ar", "rc", str(root / "lib/libcudart_static.a")], check=True)
+    (root / "lib/lt.c").write_text(
+        "int cublasLtCreate(void); int cublasLtCreate(void) { return 0; }"
+    )
+    subprocess.run(
+        [
+            "cc",
+            "-shared",
+            "-fPIC",
+            str(root / "lib/lt.c"),
+            "-Wl,-soname,libcublasLt.so.13",
+            "-o",
+            str(root / "lib/libcublasLt.so.13"),
+        ],
+        check=True,
+    )
+    return root
+
+
+def test_archs_the_toolkit_does_not_know_are_dropped(build, monkeypatch, toolkit, capsys):
+    monkeypatch.setenv("NEEDLE_CUDA", "1")
+    monkeypatch.setenv("NEEDLE_CUDA_ARCHS", "80 90 120")
+    monkeypatch.setenv("CUDA_HOME", str(toolkit))
+    cuda = build.choose_cuda()
+    assert cuda.archs == ["80", "90a"] and cuda.version == "13.0"
+    text = capsys.readouterr().out
+    assert f"CUDA toolkit 13.0: {toolkit} (from $CUDA_HOME)" in text
+    assert "does not know sm_120: left out" in text
+
+
+def test_no_known_arch_fails(build, monkeypatch, toolkit):
+    monkeypatch.setenv("NEEDLE_CUDA", "1")
+    monkeypatch.setenv("NEEDLE_CUDA_ARCHS", "120")
+    monkeypatch.setenv("CUDA_HOME", str(toolkit))
+    with pytest.raises(SystemExit) as error:
+        build.choose_cuda()
+    assert "sm_120" in one_line(error)
+
+
+def test_missing_libraries_are_named(build, monkeypatch, toolkit):
+    monkeypatch.setattr(build, "toolkit_roots", lambda: [("$CUDA_HOME", toolkit)])
+    (toolkit / "lib/libcudart_static.a").unlink()
+    assert "libcudart_static.a" in build.find_toolkit()
+
+
+def test_pip_packages_are_found(build, monkeypatch, tmp_path):
+    for package in ("nvidia/cu13", "nvidia/cuda_nvcc"):
+        (tmp_path / package).mkdir(parents=True)
+    monkeypatch.setattr(build, "site_folders", lambda: [tmp_path])
+    roots = [root for how, root in build.toolkit_roots() if "pip" in how]
+    assert roots == [tmp_path / "nvidia/cu13", tmp_path / "nvidia/cuda_nvcc"]
+
+
+# ---- what is compiled, and when ------------------------------------------------------------------
+
+MODULE = """#include <Python.h>
+#include "needle.h"
+int cpu_answer(void);
+static PyObject *answer(PyObject *self, PyObject *unused) {
+    (void)self, (void)unused;
+    return PyLong_FromLong(cpu_answer());
+}
+static PyMethodDef methods[] = {{"answer", answer, METH_NOARGS, NULL}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", NEEDLE_BUILD_BLAS, -1, methods,
+                                    NULL, NULL, NULL, NULL};
+PyMODINIT_FUNC PyInit__C(void);
+__attribute__((visibility("default"))) PyMODINIT_FUNC PyInit__C(void) {
+    return PyModule_Create(&module);
+}
+"""
+
+
+class Tree:
+    """A small copy of the project, built by the real setup.py."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        for folder in ("csrc/cpu", "cuda", "needle"):
+            (root / folder).mkdir(parents=True)
+        for file in ("setup.py", "pyproject.toml"):
+            shutil.copy(ROOT / file, root)
+        (root / "README.md").write_text("small")
+        self.write("needle/__init__.py", "")
+        self.write("csrc/needle.h", "#define ANSWER 42\n")
+        self.write("csrc/module.c", MODULE)
+        self.write(
+            "csrc/status.c",
+            "int nd_status_unused(void); int nd_status_unused(void) { return 0; }\n",
+        )
+        self.write(
+            "csrc/array.c", "int nd_array_unused(void); int nd_array_unused(void) { return 0; }\n"
+        )
+        self.write(
+            "csrc/cpu/answer.c",
+            '#include "needle.h"\nint cpu_answer(void); int cpu_answer(void) { return ANSWER; }\n',
+        )
+        self.write("cuda/shared.cuh", "#define PART 1\n")
+        self.write("cuda/one.cu", '#include "shared.cuh"\nint one() { return PART; }\n')
+        self.write(
+            "cuda/two.cu",
+            'extern "C" int cublasLtCreate();\nint two() { return cublasLtCreate(); }\n',
+        )
+
+    def write(self, path: str, text: str) -> None:
+        (self.root / path).write_text(text)
+
+    def build(self, **env: str) -> tuple[int, str]:
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("NEEDLE_", "CUDA_"))}
+        clean |= {"NEEDLE_CUDA": "0", "NEEDLE_BLAS": "builtin", "NEEDLE_MARCH": "none", **env}
+        done = subprocess.run(
+            [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
+            cwd=self.root,
+            env=clean,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        return done.returncode, done.stdout
+
+    def compiled(self, **env: str) -> list[str]:
+        status, text = self.build(**env)
+        assert status == 0, text
+        return sorted(re.findall(r"^needle: \[\d+/\d+\] (\S+)", text, re.MULTILINE))
+
+    def answer(self) -> int:
+        script = "from needle import _C; print(_C.answer())"
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=self.root,
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        return int(done.stdout)
+
+
+@pytest.fixture
+def tree(tmp_path):
+    return Tree(tmp_path / "tree")
+
+
+def test_only_what_changed_is_compiled(tree):
+    sources = ["csrc/array.c", "csrc/cpu/answer.c", "csrc/module.c", "csrc/status.c"]
+    assert tree.compiled() == sources
+    assert tree.answer() == 42
+    status, text = tree.build()
+    assert status == 0 and "nothing to compile" in text
+    assert tree.compiled() == []
+    tree.write("csrc/needle.h", "#define ANSWER 43\n")
+    assert tree.compiled() == ["csrc/cpu/answer.c", "csrc/module.c"]
+    assert tree.answer() == 43
+    assert tree.compiled(CFLAGS="-DOTHER") == sources
+    assert tree.compiled(CFLAGS="-DOTHER") == []
+
+
+def test_a_broken_file_is_named_and_leaves_the_old_build(tree):
+    tree.compiled()
+    tree.write("csrc/cpu/answer.c", "int cpu_answer(void) { return }\n")
+    status, text = tree.build()
+    assert status != 0
+    assert text.strip().splitlines()[-1].startswith("needle: error: csrc/cpu/answer.c")
+    assert "Traceback" not in text
+    assert tree.answer() == 42
+
+
+def test_cuda_files_are_compiled_incrementally(tree, toolkit):
+    env = {"NEEDLE_CUDA": "1", "NEEDLE_CUDA_ARCHS": "80 90", "CUDA_HOME": str(toolkit)}
+    assert "cuda/one.cu" in tree.compiled(**env)
+    library = tree.root / "needle/_cuda.so"
+    assert library.exists()
+    assert tree.compiled(**env) == []
+    tree.write("cuda/shared.cuh", "#define PART 5\n")
+    assert tree.compiled(**env) == ["cuda/one.cu"]
+    changed = tree.compiled(**{**env, "NEEDLE_CUDA_ARCHS": "80"})
+    assert changed == ["csrc/module.c", "cuda/one.cu", "cuda/two.cu"]  # module.c tells the archs
+    dynamic = subprocess.run(
+        ["readelf", "-d", str(library)], check=True, stdout=subprocess.PIPE, text=True
+    )
+    assert "libcublasLt.so.13" in dynamic.stdout and str(toolkit / "lib") in dynamic.stdout
+    assert "libcudart" not in dynamic.stdout
+    # A build without CUDA does not leave a backend behind that need not fit it.
+    tree.compiled()
+    assert not library.exists()
+
+
+def test_a_missing_cuda_function_does_not_link(tree, toolkit):
+    tree.write("cuda/two.cu", "int absent(); int two() { return absent(); }\n")
+    status, text = tree.build(NEEDLE_CUDA="1", NEEDLE_CUDA_ARCHS="80", CUDA_HOME=str(toolkit))
+    assert status != 0 and "absent" in text
+    assert text.strip().splitlines()[-1].startswith("needle: error: _cuda.so does not link")
+
+
+def test_missing_python_headers_are_named(build, monkeypatch):
+    monkeypatch.setattr(sysconfig, "get_path", lambda name, *rest: "/nonexistent")
+    with pytest.raises(SystemExit) as error:
+        build.python_include()
+    assert "-dev" in one_line(error) and "Python.h" in one_line(error)
+
+
+# ---- the installed package -----------------------------------------------------------------------
+
+
+def test_build_info_is_filled():
+    from needle import _C
+
+    info = _C.build_info()
+    for key in ("version", "commit", "compiler", "march", "blas"):
+        assert info[key], key
+
+
+def test_core_leaves_none_of_its_own_symbols_open():
+    from needle import _C
+
+    if shutil.which("nm") is None:
+        pytest.skip("no nm here")
+    done = subprocess.run(
+        ["nm", "-D", "--undefined-only", _C.__file__], check=True, stdout=subprocess.PIPE, text=True
+    )
+    names = [line.split()[-1] for line in done.stdout.splitlines()]
+    assert not [n for n in names if n.startswith(("nd_", "cpu_", "cuda", "cublas"))]

@@ -1,0 +1,317 @@
+"""Checkpoints: what goes in comes out, bit for bit; whatever is not whole is refused, by name."""
+
+import dataclasses
+import errno
+import io
+import json
+import os
+import pickle
+
+import numpy as np
+import pytest
+
+import needle as ndl
+from needle import nn, optim
+from needle.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    checkpoint_path,
+    list_checkpoints,
+    load_checkpoint,
+    newest_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+)
+from needle.models.pythia import Pythia, PythiaConfig
+
+CONFIG = PythiaConfig(vocab_size=53, hidden_size=16, num_layers=2, num_heads=2, max_seq_len=12,
+                      rotary_pct=0.5)
+DTYPES = ["float32", "bfloat16"]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+def device_of(name):
+    device = getattr(ndl, name)()
+    if not device.enabled():
+        pytest.skip(f"no {name} device")
+    return device
+
+
+def made(dtype="float32", device=None):
+    np.random.seed(7)
+    model = Pythia(dataclasses.replace(CONFIG, dtype=dtype), device=device)
+    flat = nn.flatten_parameters(model)
+    return model, optim.AdamW(flat, lr=1e-2, weight_decay=0.1, beta1=0.9, beta2=0.95)
+
+
+def step(model, optimizer, seed):
+    """One training step on tokens drawn from `seed`; the loss."""
+    drawn = np.random.RandomState(seed).randint(0, CONFIG.vocab_size, (3, 13))
+    optimizer.reset_grad()
+    _, loss = model(drawn[:, :-1], drawn[:, 1:])
+    loss.backward()
+    optimizer.step()
+    return float(loss.numpy())
+
+
+def weights(model):
+    return {name: p.cached_data.numpy() for name, p in model.named_parameters()}
+
+
+def assert_same(left, right):
+    assert left.keys() == right.keys()
+    for name in left:
+        np.testing.assert_array_equal(left[name], right[name], err_msg=name)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model, optimizer = made()
+    step(model, optimizer, 0)
+    return save_checkpoint(model, optimizer, 3, 1.25, tmp_path / "model.safetensors", step=1)
+
+
+# ---- round trips ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device_name", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_loaded_run_goes_on_bit_for_bit(tmp_path, dtype, device_name):
+    device = device_of(device_name)
+    model, optimizer = made(dtype, device)
+    for seed in range(3):
+        step(model, optimizer, seed)
+    path = tmp_path / "a.safetensors"
+    save_checkpoint(model, optimizer, 2, 0.1, path)
+    before = np.random.get_state()[1].copy()
+    model2, optimizer2, epoch, loss = load_checkpoint(path, device)
+    np.testing.assert_array_equal(np.random.get_state()[1], before)
+    assert (epoch, loss) == (2, 0.1)
+    assert model2.config == model.config
+    assert_same(weights(model), weights(model2))
+    for seed in range(3, 6):
+        assert step(model, optimizer, seed) == step(model2, optimizer2, seed)
+    assert_same(weights(model), weights(model2))
+    ours, theirs = optimizer.state_dict(), optimizer2.state_dict()
+    assert_same({k: v.numpy() for k, v in ours.pop("arrays").items()},
+                {k: v.numpy() for k, v in theirs.pop("arrays").items()})
+    assert ours == theirs
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_from_cpu_to_cuda_and_back(tmp_path, dtype):
+    cuda = device_of("cuda")
+    model, optimizer = made(dtype)
+    step(model, optimizer, 0)
+    save_checkpoint(model, optimizer, 0, 1.0, tmp_path / "a")
+    there, there_optimizer, _, _ = load_checkpoint(tmp_path / "a", cuda)
+    assert there.device == cuda
+    assert_same(weights(model), weights(there))
+    assert np.isfinite(step(there, there_optimizer, 1))
+    save_checkpoint(there, there_optimizer, 0, 1.0, tmp_path / "b")
+    assert_same(weights(there), weights(load_checkpoint(tmp_path / "b")[0]))
+
+
+def test_state_and_random_numbers_come_back(tmp_path):
+    model, optimizer = made()
+    np.random.seed(5)
+    np.random.standard_normal(3)  # an odd number: half of a pair is kept
+    path = save_checkpoint(model, optimizer, 1, float("nan"), tmp_path / "a", step=9,
+                           data={"epoch": 1, "batch": 4}, schedule={"lr": 0.1})
+    expected = np.random.standard_normal(5)
+    checkpoint = Checkpoint(path)
+    assert checkpoint.state["step"] == 9
+    assert checkpoint.state["data"] == {"epoch": 1, "batch": 4}
+    assert checkpoint.state["schedule"] == {"lr": 0.1}
+    assert checkpoint.state["versions"]["numpy"] == np.__version__
+    assert np.isnan(checkpoint.state["loss"])
+    checkpoint.restore_random_state()
+    np.testing.assert_array_equal(np.random.standard_normal(5), expected)
+
+
+def test_the_suffix_does_not_matter_and_none_is_a_pickle(tmp_path):
+    model, optimizer = made()
+    path = save_checkpoint(model, optimizer, 0, 1.0, str(tmp_path / "checkpoint.pkl"))
+    assert path.read_bytes()[8:9] == b"{"
+    assert_same(weights(model), weights(load_checkpoint(path)[0]))
+
+
+def test_without_an_optimizer(tmp_path):
+    model, _ = made()
+    path = save_checkpoint(model, None, 0, 1.0, tmp_path / "a")
+    assert load_checkpoint(path)[1] is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_package_safetensors_opens_it(tmp_path, dtype):
+    from safetensors import safe_open
+
+    model, optimizer = made(dtype)
+    path = save_checkpoint(model, optimizer, 0, 1.0, tmp_path / "a.safetensors")
+    with safe_open(path, framework="numpy") as file:
+        names = set(file.keys())
+        assert "embed_in.weight" in names
+        assert any(name.startswith("optimizer.") for name in names)
+        assert json.loads(file.metadata()["state"])["config"]["hidden_size"] == 16
+        if dtype == "float32":
+            np.testing.assert_array_equal(file.get_tensor("layers.1.attention.dense.weight"),
+                                          weights(model)["layers.1.attention.dense.weight"])
+
+
+# ---- damage -----------------------------------------------------------------------------------
+
+
+def refused(path):
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(path)
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+def test_every_kind_of_truncation(saved):
+    whole = saved.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    lengths = {*range(20), *range(header - 10, header + 10), *range(0, len(whole), 997),
+               len(whole) - 1, len(whole) - 4}
+    for length in sorted(lengths):
+        saved.write_bytes(whole[:length])
+        refused(saved)
+    saved.write_bytes(whole + b"\0")
+    assert "truncated or altered" in refused(saved)
+    saved.write_bytes(whole)
+    load_checkpoint(saved)
+
+
+def test_one_flipped_bit_anywhere(saved):
+    whole = bytearray(saved.read_bytes())
+    header = 8 + int.from_bytes(whole[:8], "little")
+    random = np.random.RandomState(0)
+    places = [*range(0, 120 * 8, 3), *random.randint(0, header * 8, 150),
+              *random.randint(header * 8, len(whole) * 8, 150), len(whole) * 8 - 1]
+    for place in places:
+        whole[place // 8] ^= 1 << (place % 8)
+        saved.write_bytes(whole)
+        refused(saved)
+        whole[place // 8] ^= 1 << (place % 8)
+    saved.write_bytes(whole)
+    load_checkpoint(saved)
+
+
+def test_zeroed_and_swapped_blocks(saved):
+    whole = bytearray(saved.read_bytes())
+    swapped = whole.copy()
+    swapped[-64:-32], swapped[-32:] = whole[-32:], whole[-64:-32]
+    saved.write_bytes(swapped)
+    assert "checksum" in refused(saved)
+    saved.write_bytes(whole[:-512] + bytes(512))
+    assert "checksum" in refused(saved)
+
+
+class Bomb:
+    def __reduce__(self):
+        return (os.mkdir, ("pickle-was-run",))
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_pickle_is_refused_and_never_run(tmp_path, monkeypatch, protocol):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "old.pkl"
+    path.write_bytes(pickle.dumps({"model": Bomb()}, protocol))
+    message = refused(path)
+    assert protocol < 2 or "pickle" in message
+    assert not (tmp_path / "pickle-was-run").exists()
+
+
+def test_foreign_files(tmp_path):
+    from safetensors.numpy import save_file
+
+    path = tmp_path / "foreign"
+    for content in (b"", b"hello", b"more than eight bytes of text\n", b"PK\3\4" + bytes(99),
+                    b"\xff" * 64, (2).to_bytes(8, "little") + b"{}",
+                    (2).to_bytes(8, "little") + b"[]", (4).to_bytes(8, "little") + b"null",
+                    (9).to_bytes(8, "little") + b'{"a":"b"}'):
+        path.write_bytes(content)
+        refused(path)
+    save_file({"a": np.zeros(3, np.float32)}, path)
+    assert "not one of needle's checkpoints" in refused(path)
+    save_file({"a": np.zeros(3, np.float32)}, path, metadata={"format": "pt", "checksum": "0"})
+    assert "not one of needle's checkpoints" in refused(path)
+    path.unlink()
+    assert "No such file" in refused(path)
+    assert "directory" in refused(tmp_path)
+
+
+def test_all_misfits_are_listed_in_one_error(tmp_path):
+    model, optimizer = made()
+    model.config = dataclasses.replace(CONFIG, vocab_size=54, num_layers=3)
+    path = save_checkpoint(model, optimizer, 0, 1.0, tmp_path / "a")
+    message = refused(path)
+    assert "embed_in.weight has shape [53, 16], not [54, 16]" in message
+    assert "layers.2.mlp.dense_h_to_4h.weight is missing" in message
+
+
+# ---- writing ----------------------------------------------------------------------------------
+
+
+def test_a_full_disk_leaves_the_old_file(saved, monkeypatch):
+    before = saved.read_bytes()
+    model, optimizer = made()
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match="No space left on device") as caught:
+        save_checkpoint(model, optimizer, 0, 1.0, saved)
+    assert str(saved) in str(caught.value)
+    assert saved.read_bytes() == before
+    assert os.listdir(saved.parent) == [saved.name]
+
+
+def test_a_file_size_limit_leaves_the_old_file(saved):
+    resource = pytest.importorskip("resource")
+    signal = pytest.importorskip("signal")
+    before = saved.read_bytes()
+    model, optimizer = made()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match="cannot be written"):
+            save_checkpoint(model, optimizer, 0, 1.0, saved)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert saved.read_bytes() == before
+    assert os.listdir(saved.parent) == [saved.name]
+
+
+def test_a_folder_that_cannot_be(tmp_path):
+    (tmp_path / "file").write_text("")
+    model, optimizer = made()
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        save_checkpoint(model, optimizer, 0, 1.0, tmp_path / "file" / "a.safetensors")
+
+
+def test_only_a_pythia_can_be_saved(tmp_path):
+    with pytest.raises(TypeError, match="must be a Pythia"):
+        save_checkpoint(nn.Linear(2, 2), None, 0, 1.0, tmp_path / "a")
+    assert not list(tmp_path.iterdir())
+
+
+# ---- the folder of a run ----------------------------------------------------------------------
+
+
+def test_the_two_newest_stay_and_damaged_ones_are_passed_over(tmp_path):
+    model, optimizer = made()
+    for number in (2, 9, 10, 100):
+        save_checkpoint(model, optimizer, 0, 1.0, checkpoint_path(tmp_path, number), step=number)
+    (tmp_path / "step_x.safetensors").write_text("not ours")
+    prune_checkpoints(tmp_path)
+    assert list_checkpoints(tmp_path) == [checkpoint_path(tmp_path, n) for n in (100, 10)]
+    checkpoint_path(tmp_path, 100).write_bytes(b"damaged, somehow")
+    said = io.StringIO()
+    assert newest_checkpoint(tmp_path, said.write).state["step"] == 10
+    assert "step_100.safetensors" in said.getvalue()
+    assert newest_checkpoint(tmp_path / "nowhere") is None

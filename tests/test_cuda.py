@@ -1,0 +1,321 @@
+"""What only a GPU can show: sizes past 2^31, streams, resets, faults, precision."""
+
+import gc
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from cases import cross_entropy_fwd
+from harness import ROOT, device_of, to_ndarray
+
+import needle as ndl
+from needle import _C, Tensor, ops
+
+pytestmark = pytest.mark.cuda
+PAST = 2**31 + 4097  # more elements than an int counts
+
+
+@pytest.fixture
+def device():
+    cuda = device_of("cuda")
+    yield cuda
+    gc.collect()
+    cuda.empty_cache()
+
+
+def python(code: str, **environment) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+# ---- past 2^31 elements --------------------------------------------------------------------------
+
+
+def probes(array, marks: dict) -> None:
+    """Write single elements through views and read them back."""
+    for index, value in marks.items():
+        array[index] = value
+
+
+def test_elementwise_past_two_to_the_31(device):
+    x = _C.empty((PAST,), "bfloat16", device)
+    x.fill(1)
+    probes(x, {0: 3, 2**31 - 1: 5, 2**31: 7, PAST - 1: 9})
+    y = x + x
+    for index, value in {0: 6, 1: 2, 2**31 - 1: 10, 2**31: 14, 2**31 + 1: 2, PAST - 1: 18}.items():
+        assert y[index].numpy() == value
+    del y
+    z = _C.add(x[::-1], 1.0)  # the strided path
+    for index, value in {PAST - 1: 4, 0: 10, PAST - 1 - 2**31: 8, 5: 2}.items():
+        assert z[index].numpy() == value
+
+
+def test_reductions_past_two_to_the_31(device):
+    x = _C.empty((PAST,), "uint8", device)
+    x.fill(1)
+    probes(x, {PAST - 2: 200})
+    assert int(_C.sum(x, 1).numpy()) == PAST + 199
+    assert int(_C.argmax(x, 1).numpy()) == PAST - 2
+    assert int(_C.max(x, 1).numpy()) == 200
+    wide = x[: 2**31].reshape((2, 2**30))
+    np.testing.assert_array_equal(_C.sum(wide, 1).numpy(), [2**30, 2**30])
+    tall = x[: 2**31].reshape((2**30, 2))
+    probes(tall, {(2**30 - 1, 1): 50})
+    sums = _C.sum(tall, 1)
+    assert int(sums[2**30 - 1].numpy()[0]) == 51 and int(sums[7].numpy()[0]) == 2
+
+
+def test_assign_past_two_to_the_31(device):
+    to = _C.empty((PAST,), "uint8", device)
+    to.fill(0)
+    probes(to, {PAST - 3: 77, 2: 5})
+    to[: 2**31] = to[PAST - 2**31 :]  # they overlap: a copy of 2 GiB in between
+    assert int(to[2**31 - 3].numpy()[0]) == 77 and int(to[2].numpy()[0]) == 0
+    low = _C.empty((PAST,), "bfloat16", device)
+    _C.assign(low, to)  # converts
+    assert low[2**31 - 3].numpy() == 77
+
+
+def test_cross_entropy_past_two_to_the_31(device):
+    """The logits of 65,536 x 50,304."""
+    rows, vocabulary = 2**31 // 50304 + 9, 50304
+    block = np.random.default_rng(0).standard_normal((1, vocabulary)).astype(np.float32)
+    row = _C.array(block, dtype="bfloat16", device=device)
+    logits = _C.empty((rows, vocabulary), "bfloat16", device)
+    _C.assign(logits, row)
+    targets = np.full(rows, 17, np.int32)
+    targets[-1] = 50303
+    ids = _C.array(targets, dtype="int32", device=device)
+    losses, lse, loss, count = _C.cross_entropy_fwd(logits, ids)
+    exact = cross_entropy_fwd(None, row.numpy().astype(float).repeat(2, 0), np.array([17, 50303]))[
+        "losses"
+    ]
+    np.testing.assert_allclose(
+        losses.numpy()[[0, -2, -1]], [exact[0], exact[0], exact[1]], rtol=1e-5
+    )
+    dlogits = _C.cross_entropy_bwd(logits, ids, lse, count, _C.array(1.0, device=device))
+    last = dlogits[rows - 1 :].numpy()[0] * rows
+    p = np.exp(row.numpy()[0].astype(float))
+    p /= p.sum()
+    p[50303] -= 1
+    np.testing.assert_allclose(last, p, atol=2**-8)
+
+
+def test_copies_past_two_to_the_31(device):
+    x = _C.empty((PAST,), "uint8", device)
+    x.fill(0)
+    probes(x, {PAST - 1: 3})
+    there = x.numpy()
+    assert there[-1] == 3 and int(there.sum(dtype=np.int64)) == 3
+    assert int(_C.array(there, dtype="uint8", device=device)[PAST - 1].numpy()[0]) == 3
+
+
+def test_embedding_and_matmul_past_two_to_the_31(device):
+    rows = 2**31 // 1024 + 3
+    table = _C.empty((rows, 1024), "bfloat16", device)
+    table.fill(0)
+    table[rows - 1] = 2
+    y = _C.embedding_fwd(_C.array([rows - 1, 0], dtype="int32", device=device), table)
+    np.testing.assert_array_equal(y.numpy().sum(1), [2048, 0])
+    ones = _C.empty((1024, 8), "bfloat16", device)
+    ones.fill(1)
+    product = table @ ones
+    assert product[rows - 1].numpy()[0, 0] == 2048 and product[rows - 2].numpy()[0, 0] == 0
+    y, mean, _ = _C.layernorm_fwd(
+        table,
+        _C.array(np.ones(1024), dtype="bfloat16", device=device),
+        _C.array(np.zeros(1024), dtype="bfloat16", device=device),
+        1e-5,
+    )
+    assert mean.numpy()[-1] == 2 and mean.numpy()[-2] == 0
+
+
+# ---- the device ----------------------------------------------------------------------------------
+
+
+def test_memory_stats(device):
+    _C.empty((1,), "float32", device)
+    before = device.memory_stats()["live_bytes"]
+    device.reset_peak()
+    held = _C.empty((2**20,), "float32", device)
+    stats = device.memory_stats()
+    assert stats["live_bytes"] - before >= 2**22 and stats["reserved_bytes"] >= stats["live_bytes"]
+    del held
+    after = device.memory_stats()
+    assert after["live_bytes"] == before and after["peak_bytes"] - before >= 2**22
+    device.synchronize()
+    device.empty_cache()
+    assert device.memory_stats()["reserved_bytes"] <= after["reserved_bytes"]
+
+
+def test_properties_and_events(device):
+    facts = device.properties()
+    assert (
+        facts["total_bytes"] > 2**30
+        and facts["processors"] > 0
+        and facts["arch"] >= 80
+        and facts["name"]
+    )
+    start, end = _C.Event(device), _C.Event(device)
+    a = _C.array(np.ones((1024, 1024)), device=device)
+    start.record()
+    for _ in range(10):
+        a = a @ a * 1e-4
+    end.record()
+    assert 0 < start.elapsed(end) < 10_000
+
+
+def test_tf32_is_off(device):
+    """TF32 keeps 10 bits of each factor: 1 + 2^-12 would become 1."""
+    a = np.full((256, 256), 1 + 2.0**-12)
+    array = _C.array(a, device=device)
+    np.testing.assert_allclose((array @ array).numpy(), a @ a, rtol=1e-6)
+    tensors = [Tensor(x, device=device) for x in (a, a)]
+    np.testing.assert_allclose(ops.linear(*tensors).numpy(), a @ a, rtol=1e-6)
+    q = np.full((1, 64, 1, 64), 1 + 2.0**-12)
+    lse = _C.attention_fwd(*[_C.array(q, device=device)] * 3, 1.0, 0)[1].numpy()
+    np.testing.assert_allclose(lse, 64 * (1 + 2.0**-12) ** 2 + np.log(64), rtol=2e-6)
+
+
+def test_views_of_many_kinds(device):
+    base = np.arange(7 * 11 * 13 * 5, dtype=np.float32).reshape(7, 11, 13, 5)
+    array = _C.array(base, device=device)
+    for index in [
+        np.s_[::-1],
+        np.s_[:, ::3, ::-2],
+        np.s_[..., 2:3],
+        np.s_[3:3],
+        np.s_[::2, 1:, :, ::-1],
+    ]:
+        view = array[index]
+        np.testing.assert_array_equal((view + 1).numpy(), base[index] + 1)
+        np.testing.assert_array_equal(
+            view.permute((3, 1, 0, 2)).sum(axis=1).numpy(), base[index].transpose(3, 1, 0, 2).sum(1)
+        )
+    thin = to_ndarray(np.arange(12.0).reshape(3, 4), "float32", device, "stepped")
+    np.testing.assert_array_equal((thin * thin).numpy(), np.arange(12.0).reshape(3, 4) ** 2)
+
+
+def test_cuda_array_interface(device):
+    array = _C.array(np.ones((3, 4)), device=device)
+    facts = array.permute((1, 0)).__cuda_array_interface__
+    assert facts["shape"] == (4, 3) and facts["typestr"] == "<f4" and facts["data"][0] != 0
+    assert array.__dlpack_device__()[0] == 2
+    again = _C.from_dlpack(array)
+    assert again._handle.ptr() == array._handle.ptr() or again.numpy().sum() == 12
+    with pytest.raises((TypeError, BufferError)):
+        memoryview(array)
+
+
+def test_devices_that_do_not_exist(device):
+    count = sum(d.name == "cuda" for d in ndl.all_devices() if d.enabled())
+    assert count >= 1
+    missing = ndl.cuda(count + 7)
+    assert not missing.enabled()
+    with pytest.raises((ValueError, ndl.CudaError)):
+        _C.empty((1,), "float32", missing)
+    assert device.enabled()
+
+
+def test_moving_between_devices(device):
+    host = np.random.default_rng(0).standard_normal((31, 257)).astype(np.float32)
+    for view in (np.s_[:], np.s_[::-1, ::2], np.s_[3:5]):
+        there = _C.array(host)[view].to(device)
+        assert there.device == device
+        np.testing.assert_array_equal(there.numpy(), host[view])
+        np.testing.assert_array_equal(
+            _C.array(host, device=device)[view].to(ndl.cpu()).numpy(), host[view]
+        )
+    with pytest.raises(TypeError):
+        _C.array(host) + _C.array(host, device=device)
+
+
+# ---- reset and faults, in processes of their own -------------------------------------------------
+
+
+RESET = """
+import gc, numpy as np, needle as ndl
+device = ndl.cuda()
+old = ndl.NDArray(np.ones((3, 4)), device=device)
+view = old[1:]
+assert device.memory_stats()['live_bytes'] > 0
+ndl.cuda_reset()
+assert device.memory_stats()['live_bytes'] == 0
+for use in (lambda: old + 1, old.numpy, lambda: view.sum(), lambda: old.fill(0)):
+    try:
+        use()
+    except RuntimeError as error:
+        assert 'reset' in str(error), error
+    else:
+        raise SystemExit('nothing was raised')
+new = ndl.NDArray(np.ones((3, 4)), device=device)
+assert (new + 1).numpy().sum() == 24
+del old, view
+gc.collect()
+assert (new @ ndl.NDArray(np.ones((4, 2)), device=device)).numpy().sum() == 24
+for _ in range(3):
+    ndl.cuda_reset()
+    assert ndl.NDArray([1.0], device=device).numpy() == 1
+"""
+
+
+def test_cuda_reset():
+    """Arrays of before raise, new ones work, and dropping the old ones harms nothing."""
+    done = python(RESET)
+    assert done.returncode == 0, done.stderr
+
+
+FAULT = """
+import ctypes, sys, needle as ndl
+from needle import _C
+array = ndl.NDArray([1.0, 2.0], device=ndl.cuda())
+kept = ndl.NDArray([3.0], device=ndl.cuda())
+class Foreign:
+    def __dlpack_device__(self):
+        return array.__dlpack_device__()
+    def __dlpack__(self, **options):
+        capsule = array.__dlpack__()
+        get = ctypes.pythonapi.PyCapsule_GetPointer
+        get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        ctypes.c_void_p.from_address(get(capsule, b'dltensor')).value = 0x10
+        return capsule
+wild = _C.from_dlpack(Foreign())
+said = []
+uses = [
+    lambda: (wild.exp(), ndl.cuda().synchronize()),
+    lambda: kept + 1,
+    kept.numpy,
+    ndl.cuda_reset,
+]
+for use in uses:
+    try:
+        use()
+    except ndl.CudaFatalError as error:
+        said.append(str(error))
+    else:
+        raise SystemExit('nothing was raised')
+print(*said)
+"""
+
+
+def test_a_fatal_fault_ends_the_process():
+    """A kernel reads memory that nobody owns, handed in through DLPack: the first error names the
+    op, every later call repeats it, and the exit code is 75."""
+    done = python(FAULT, NEEDLE_SYNC="1")
+    assert done.returncode == 75, (done.returncode, done.stdout, done.stderr)
+    assert "exp" in done.stdout and "restart" in done.stdout.lower()
+
+
+def test_a_lost_allocation_is_no_fault(device):
+    with pytest.raises((MemoryError, ndl.CudaError)) as raised:
+        _C.empty((2**41,), "float32", device)
+    assert not isinstance(raised.value, ndl.CudaFatalError)
+    assert _C.array([1.0], device=device).numpy() == 1

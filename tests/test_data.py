@@ -1,0 +1,38 @@
+"""DataLoader and NDArrayDataset of the course."""
+
+import numpy as np
+import pytest
+
+from needle import data
+
+
+def test_batches_in_order():
+    x, y = np.arange(20.0).reshape(10, 2), np.arange(10)
+    dataset = data.NDArrayDataset(x, y)
+    assert len(dataset) == 10
+    got_x, got_y = dataset[3]
+    np.testing.assert_array_equal(got_x, x[3])
+    assert got_y == 3
+    for _ in range(2):  # it can be walked again
+        batches = list(data.DataLoader(dataset, batch_size=4))
+        assert [len(b[1].numpy()) for b in batches] == [4, 4, 2]
+        np.testing.assert_array_equal(np.concatenate([b[0].numpy() for b in batches]), x)
+        np.testing.assert_array_equal(np.concatenate([b[1].numpy() for b in batches]), y)
+
+
+def test_shuffle_is_one_numpy_shuffle():
+    dataset = data.NDArrayDataset(np.arange(10.0))
+    loader = data.DataLoader(dataset, batch_size=3, shuffle=True)
+    np.random.seed(4)
+    got = [np.concatenate([b[0].numpy() for b in loader]) for _ in range(2)]
+    np.random.seed(4)
+    for values in got:
+        order = np.arange(10)
+        np.random.shuffle(order)
+        np.testing.assert_array_equal(values, order)
+    assert not np.array_equal(*got)
+
+
+def test_wrong_batch_size():
+    with pytest.raises(ValueError):
+        data.DataLoader(data.NDArrayDataset(np.ones(3)), batch_size=0)

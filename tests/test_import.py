@@ -1,0 +1,120 @@
+"""What `import needle` does and does not do, and what a machine without a GPU sees."""
+
+import importlib
+import os
+import subprocess
+import sys
+
+import pytest
+from harness import ROOT
+
+import needle as ndl
+
+
+def python(code: str, **environment) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-X", "dev", "-W", "error", "-c", code],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+IMPORTS = """
+import sys, needle
+with open('/proc/self/maps') as file:
+    maps = file.read()
+assert '_cuda' not in maps and 'libcuda' not in maps and 'cublas' not in maps, maps
+heavy = {'torch', 'transformers', 'matplotlib', 'tokenizers', 'tqdm', 'safetensors', 'scipy'}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+"""
+
+
+def test_importing_opens_no_gpu_and_no_heavy_package():
+    """Nothing of CUDA is loaded, and none of the packages that only apps and checkpoints need."""
+    done = python(IMPORTS)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "" and done.stderr == ""
+
+
+def test_importing_is_fast():
+    """Under 100 ms more than NumPy: the best of five of each, in processes of their own. Processor
+    time, so that what else runs on the machine does not count; importing waits for nothing."""
+    code = "import time; start = time.process_time(); import {}; print(time.process_time() - start)"
+
+    def best(modules: str) -> float:
+        runs = [
+            subprocess.run(
+                [sys.executable, "-c", code.format(modules)],
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+            )
+            for _ in range(5)
+        ]
+        return min(float(run.stdout) for run in runs)
+
+    assert best("numpy, needle") - best("numpy") < 0.1
+
+
+WITHOUT_DRIVER = """
+import needle as ndl
+assert ndl.cuda().enabled() is False
+assert str(ndl.cuda()) == 'cuda()' and ndl.cuda() == ndl.cuda(0)
+uses = [
+    lambda: ndl.NDArray([1.0], device=ndl.cuda()),
+    lambda: ndl.Tensor([1.0], device=ndl.cuda()),
+    lambda: ndl.cuda().synchronize(),
+    lambda: ndl.NDArray([1.0]).to(ndl.cuda()),
+    ndl.cuda_init,
+]
+for use in uses:
+    try:
+        use()
+    except RuntimeError as error:
+        print(error)
+    else:
+        raise SystemExit('nothing was raised')
+assert ndl.NDArray([1.0]).numpy() == 1
+"""
+
+
+def test_without_a_driver_cuda_says_why():
+    """CUDA_VISIBLE_DEVICES hides every GPU; without a driver there is none to hide."""
+    done = python(WITHOUT_DRIVER, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = done.stdout.lower()
+    assert len(said.splitlines()) >= 5  # one reason for each use
+    assert any(word in said for word in ("driver", "device", "built", "_cuda")), said
+
+
+NAMES = """
+needle: cpu cuda all_devices default_device NDArray Tensor TensorTuple no_grad ops nn init optim
+    data autograd models backend_ndarray cuda_init cuda_reset CudaError CudaFatalError show_config
+    add multiply divide power add_scalar multiply_scalar divide_scalar power_scalar negate matmul
+    summation broadcast_to reshape transpose log exp relu tanh logsumexp logsoftmax stack split flip
+    make_tuple tuple_get_item index_select block_sparse_attention convert_to_block_mask BlockMask
+needle.backend_ndarray: array empty full ones zeros NDArray cpu cuda all_devices default_device
+needle.autograd: Tensor TensorTuple Op find_topo_sort no_grad
+needle.init: rand randn randb constant ones zeros one_hot zeros_like ones_like kaiming_uniform
+    kaiming_normal xavier_uniform xavier_normal
+needle.nn: Module Parameter Linear ReLU GELU Sequential Residual Flatten Dropout LayerNorm1d
+    BatchNorm1d SoftmaxLoss Embedding MultiHeadAttention AttentionLayer TransformerLayer Transformer
+needle.optim: SGD Adam AdamW clip_grad_norm
+needle.data: DataLoader NDArrayDataset
+"""
+
+
+def test_names():
+    for line in NAMES.strip().replace("\n    ", " ").splitlines():
+        module, names = line.split(": ")
+        for name in names.split():
+            assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
+    assert issubclass(ndl.CudaFatalError, ndl.CudaError) and issubclass(ndl.CudaError, RuntimeError)
+
+
+def test_a_stranger_name_raises():
+    with pytest.raises(AttributeError, match="no_such_name"):
+        assert ndl.no_such_name

@@ -1,0 +1,85 @@
+"""An allocation that cannot be had raises, and afterwards everything works."""
+
+import numpy as np
+import pytest
+from harness import DEVICES, device_of, live_bytes
+
+import needle as ndl
+from needle import _C, Tensor, ops
+
+both = pytest.mark.parametrize("device", DEVICES)
+# No machine has this: 2^47 bytes is the whole address space of a process.
+TOO_MUCH = (2**43,)
+
+
+def failures(device) -> type:
+    return MemoryError if device == ndl.cpu() else (MemoryError, ndl.CudaError)
+
+
+def works(device) -> None:
+    x = Tensor(np.arange(6.0).reshape(2, 3), device=device)
+    y = ops.matmul(x, ops.transpose(x))
+    y.backward()
+    assert y.numpy()[1, 1] == 50 and np.isfinite(x.grad.numpy()).all()
+
+
+@both
+def test_a_huge_array(device):
+    device = device_of(device)
+    before = live_bytes(device)
+    for _ in range(3):
+        with pytest.raises(failures(device)) as raised:
+            _C.empty(TOO_MUCH, "float32", device)
+        assert not isinstance(raised.value, ndl.CudaFatalError)
+        assert str(raised.value)
+        assert live_bytes(device) == before
+        works(device)
+
+
+@both
+def test_a_huge_output(device):
+    """Broadcast views of one element ask for outputs that no memory holds."""
+    device = device_of(device)
+    one = _C.array([1.0], device=device)
+    wide = one.reshape((1, 1)).broadcast_to((2**21, 2**22))
+    before = live_bytes(device)
+    for wrong in (
+        lambda: wide + 1,
+        lambda: wide.exp(),
+        lambda: wide.compact(),
+        lambda: wide.astype("int64"),
+        lambda: wide.reshape((2**43,)) + 1,
+        lambda: _C.layernorm_fwd(
+            wide, one.broadcast_to((2**22,)), one.broadcast_to((2**22,)), 1e-5
+        ),
+    ):
+        with pytest.raises(failures(device)):
+            wrong()
+        assert live_bytes(device) == before
+    works(device)
+
+
+@both
+def test_a_failed_step_leaves_the_model_whole(device):
+    device = device_of(device)
+    weight = Tensor(np.ones((3, 4)), device=device)
+    kept = weight.numpy()
+    huge = Tensor.from_ndarray(
+        _C.array([1.0], device=device).reshape((1, 1)).broadcast_to((2**41, 3)), True
+    )
+    before = live_bytes(device)
+    with pytest.raises(failures(device)):
+        ops.linear(huge, weight).backward()
+    assert weight.grad is None
+    np.testing.assert_array_equal(weight.numpy(), kept)
+    assert live_bytes(device) == before
+    works(device)
+
+
+def test_sizes_that_overflow():
+    for shape in [(2**62, 4), (2**32, 2**32), (2**63 - 1,)]:
+        with pytest.raises((ValueError, MemoryError)):
+            _C.empty(shape, "float32", ndl.cpu())
+    with pytest.raises((ValueError, OverflowError)):
+        _C.empty((2**70,), "float32", ndl.cpu())
+    works(ndl.cpu())

@@ -1,0 +1,618 @@
+"""The NDArray of api.md: views, indexing, arithmetic, reductions and exchange, against NumPy."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+from harness import DEVICES, GARBAGE, assert_same_bits, bits, device_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from needle import _C
+from needle import backend_ndarray as nd
+
+quick = settings(max_examples=60, deadline=None, derandomize=True)
+both = pytest.mark.parametrize("device", DEVICES)
+
+
+def numbers(*shape) -> np.ndarray:
+    """Different small integers, so that float32 arithmetic is exact."""
+    return (np.arange(np.prod(shape, dtype=int)) % 97 - 40).astype(np.float32).reshape(shape)
+
+
+def pair(*shape, device="cpu"):
+    host = numbers(*shape)
+    return host, nd.array(host, device=device_of(device))
+
+
+# ---- making --------------------------------------------------------------------------------------
+
+
+@both
+def test_making(device):
+    device = device_of(device)
+    for source in (
+        [[1, 2], [3, 4]],
+        np.array([[1, 2], [3, 4]], np.int8),
+        np.array([[1.0, 2], [3, 4]]),
+    ):
+        made = nd.array(source, device=device)
+        assert (made.dtype, made.shape, made.device) == ("float32", (2, 2), device)
+        np.testing.assert_array_equal(made.numpy(), [[1, 2], [3, 4]])
+    np.testing.assert_array_equal(
+        nd.array(numbers(4, 6).T[::-2], device=device).numpy(), numbers(4, 6).T[::-2]
+    )
+    again = nd.array(made, device=device)
+    again.fill(0)
+    assert made.numpy().sum() == 10  # a copy
+    assert nd.array(7, device=device).shape == ()
+    assert nd.array([], device=device).shape == (0,)
+    np.testing.assert_array_equal(nd.full((2, 3), 2.5, device=device).numpy(), np.full((2, 3), 2.5))
+    np.testing.assert_array_equal(nd.ones((2, 3), device=device).numpy(), np.ones((2, 3)))
+    np.testing.assert_array_equal(nd.zeros((2, 0), device=device).numpy(), np.zeros((2, 0)))
+    empty = nd.empty((3, 4), dtype="int64", device=device)
+    assert (empty.shape, empty.strides, empty.size, empty.ndim, empty.dtype) == (
+        (3, 4),
+        (4, 1),
+        12,
+        2,
+        "int64",
+    )
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", "float16", "int32", "int64", "uint8", "bool", "uint16"]
+)
+def test_dtypes_round_trip(dtype):
+    host = np.array([[0, 1, 1], [1, 0, 1]]).astype(dtype)
+    made = nd.array(host, dtype=dtype)
+    assert made.dtype == dtype and made.numpy().dtype == dtype
+    np.testing.assert_array_equal(made.numpy(), host)
+
+
+def test_bfloat16_rounds_to_nearest_even():
+    host = np.array([1.0, 1 + 2**-8, 1 + 3 * 2**-8, 3.4e38, -np.inf, np.nan, 1e-40], np.float32)
+    made = nd.array(host, dtype="bfloat16")
+    assert made.numpy().dtype == np.float32
+    np.testing.assert_array_equal(made.numpy()[:3], [1.0, 1.0, 1 + 2**-6])
+    assert np.isinf(made.numpy()[3]) and np.isinf(made.numpy()[4]) and np.isnan(made.numpy()[5])
+    assert made.view("uint16").numpy()[0] == 0x3F80
+    assert_same_bits(made.view("uint16").view("bfloat16"), made)
+
+
+def test_constructor_and_subclass():
+    host, array = pair(3, 4)
+    np.testing.assert_array_equal(nd.NDArray(array).numpy(), host)
+    np.testing.assert_array_equal(nd.NDArray(host, device=nd.cpu()).numpy(), host)
+
+    class Loud(nd.NDArray):
+        """Counts its indexing, and indexes as NumPy does."""
+
+        asked = 0
+
+        def __getitem__(self, index):
+            type(self).asked += 1
+            return super().__getitem__(index)
+
+    loud = Loud(host)
+    assert isinstance(loud, nd.NDArray) and loud.shape == (3, 4)
+    np.testing.assert_array_equal(loud[1:].numpy(), host[1:])
+    assert Loud.asked == 1
+    np.testing.assert_array_equal((loud + 1).numpy(), host + 1)
+    np.testing.assert_array_equal(nd.NDArray(loud).numpy(), host)
+    loud[0] = 5
+    np.testing.assert_array_equal(loud.numpy()[0], np.full(4, 5))
+    loud.colour = "red"  # a Python subclass has a dict
+    assert loud.colour == "red"
+
+
+@both
+def test_make(device):
+    device = device_of(device)
+    base = nd.array(numbers(12), device=device)
+    view = nd.NDArray.make((3, 2), strides=(4, 1), device=device, handle=base._handle, offset=1)
+    np.testing.assert_array_equal(view.numpy(), numbers(12).reshape(3, 4)[:, 1:3])
+    assert view._handle.ptr() == base._handle.ptr()
+    view.fill(0)
+    assert base.numpy()[1] == 0
+    assert nd.NDArray.make((2, 5), device=device).strides == (5, 1)
+    with pytest.raises(ValueError):
+        nd.NDArray.make((4, 4), device=device, handle=base._handle)
+    with pytest.raises(ValueError):
+        nd.NDArray.make((3,), strides=(1,), device=device, handle=base._handle, offset=10)
+    with pytest.raises(ValueError):
+        nd.NDArray.make((3,), strides=(-1,), device=device, handle=base._handle, offset=1)
+
+
+# ---- views ---------------------------------------------------------------------------------------
+
+
+def shares(view, base) -> bool:
+    return view._handle.ptr() == base._handle.ptr()
+
+
+@both
+def test_views_share_memory(device):
+    host, array = pair(3, 4, 5, device=device)
+    for made, expected in [
+        (array.permute((2, 0, 1)), host.transpose(2, 0, 1)),
+        (array.reshape((12, 5)), host.reshape(12, 5)),
+        (array.reshape((-1,)), host.reshape(-1)),
+        (array.reshape((3, -1, 2, 5)), host.reshape(3, -1, 2, 5)),
+        (array[1:, ::2, ::-1], host[1:, ::2, ::-1]),
+        (array[:, 1:2].broadcast_to((3, 7, 5)), np.broadcast_to(host[:, 1:2], (3, 7, 5))),
+        (array.as_strided((2, 3), (5, 2)), host.reshape(-1)[[[0, 2, 4], [5, 7, 9]]]),
+    ]:
+        assert shares(made, array)
+        assert made.shape == expected.shape
+        np.testing.assert_array_equal(made.numpy(), expected)
+        np.testing.assert_array_equal(made.compact().numpy(), expected)
+        assert made.compact().is_compact()
+    assert array.permute((2, 0, 1)).strides == (1, 20, 5)
+    assert array[:, 1:2].broadcast_to((3, 7, 5)).strides == (20, 0, 1)
+    assert array[::-1, :, 1].strides[0] == -20
+    assert array.is_compact() and not array.permute((2, 1, 0)).is_compact()
+    array.permute((2, 1, 0))[0, 0, 0] = 99
+    assert array.numpy()[0, 0, 0] == 99
+
+
+def test_reshape_of_a_view():
+    host, array = pair(4, 6)
+    np.testing.assert_array_equal(
+        array.permute((1, 0)).reshape((8, 3)).numpy(), host.T.reshape(8, 3)
+    )
+    np.testing.assert_array_equal(
+        array[::2, ::-2].reshape((-1,)).numpy(), host[::2, ::-2].reshape(-1)
+    )
+    for bad in ((5, 5), (-1, -1), (7, -1), (-2, 12)):
+        with pytest.raises(ValueError):
+            array.reshape(bad)
+
+
+def test_flat_writes_through():
+    host, array = pair(3, 4)
+    assert array.flat.shape == (12,) and shares(array.flat, array)
+    np.testing.assert_array_equal(array.flat[7].numpy(), [host.flat[7]])
+    array.flat[7] += 2.5
+    host.flat[7] += 2.5
+    np.testing.assert_array_equal(array.numpy(), host)
+
+
+slices = st.slices(5) | st.integers(-5, 4)
+
+
+@quick
+@given(st.tuples(slices, slices, slices), st.permutations(range(3)))
+def test_indexing_is_numpys(index, order):
+    """An integer keeps its axis, with length 1."""
+    host, array = pair(5, 5, 5)
+    kept = tuple(slice(i, i + 1 or None) if isinstance(i, int) else i for i in index)
+    host, array = host.transpose(order), array.permute(tuple(order))
+    np.testing.assert_array_equal(array[index].numpy(), host[kept])
+    walked = [(s, n) for s, n in zip(array[index].strides, array[index].shape) if n > 1]
+    if array[index].size:  # strides of an axis that is not walked are nobody's business
+        assert [s * 4 for s, _ in walked] == [
+            s for s, n in zip(host[kept].strides, host[kept].shape) if n > 1
+        ]
+
+
+@quick
+@given(
+    st.tuples(slices, slices), st.sampled_from(["scalar", "same", "reversed", "transposed", "row"])
+)
+def test_setitem_from_strided_sources(index, kind):
+    host, array = pair(5, 5)
+    kept = tuple(slice(i, i + 1 or None) if isinstance(i, int) else i for i in index)
+    shape = host[kept].shape
+    source = numbers(*shape) * 3 + 1
+    if kind == "scalar":
+        array[index] = 7
+        host[kept] = 7
+    elif kind == "row":
+        array[index] = nd.array(np.arange(shape[1]))
+        host[kept] = np.arange(shape[1])
+    elif kind == "same":
+        array[index] = nd.array(source)
+        host[kept] = source
+    elif kind == "reversed":
+        array[index] = nd.array(source)[::-1, ::-1]
+        host[kept] = source[::-1, ::-1]
+    else:
+        array[index] = nd.array(np.ascontiguousarray(source.T)).permute((1, 0))
+        host[kept] = source
+    np.testing.assert_array_equal(array.numpy(), host)
+
+
+@both
+def test_setitem(device):
+    host, array = pair(4, 5, device=device)
+    array[1:] = array[:-1]  # they overlap
+    host[1:] = host[:-1].copy()
+    array[::-1] = array
+    host[:] = host[::-1].copy()
+    array[:, 0] = nd.array(np.arange(4).reshape(4, 1), device=device_of(device))
+    host[:, 0] = np.arange(4)
+    array[2, 3] = -1
+    host[2, 3] = -1
+    array[..., 1] = 8
+    host[..., 1] = 8
+    np.testing.assert_array_equal(array.numpy(), host)
+    array[0] = nd.array(np.arange(5), dtype="int32", device=device_of(device))  # converts
+    np.testing.assert_array_equal(array.numpy()[0], np.arange(5))
+    with pytest.raises(ValueError):
+        array[0] = nd.array(np.arange(4), device=device_of(device))
+
+
+def test_setitem_of_as_many_elements():
+    """The course's arrays are assigned by their number of elements when an integer index left a
+    length-1 axis: (3, 1, 4) takes (3, 4)."""
+    host, array = pair(3, 2, 4)
+    array[:, 1, :] = nd.array(numbers(3, 4))
+    host[:, 1, :] = numbers(3, 4)
+    np.testing.assert_array_equal(array.numpy(), host)
+
+
+@pytest.mark.parametrize("index", [5, -6, (0, 5), (0, 0, 0)])
+def test_index_errors(index):
+    _, array = pair(5, 5)
+    with pytest.raises(IndexError):
+        array[index]
+    with pytest.raises(IndexError):
+        array[index] = 1
+
+
+@pytest.mark.parametrize("index", ["text", 1.5, slice(0, 5, 0), slice("a", None)])
+def test_bad_indices(index):
+    _, array = pair(5, 5)
+    with pytest.raises((TypeError, ValueError, IndexError)):
+        array[index]
+
+
+def test_process_slice():
+    _, array = pair(7)
+    for given_, expected in [
+        (slice(None), slice(0, 7, 1)),
+        (slice(2, None), slice(2, 7, 1)),
+        (slice(-3, -1), slice(4, 6, 1)),
+        (slice(1, 100, 2), slice(1, 7, 2)),
+    ]:
+        assert array.process_slice(given_, 0) == expected
+
+
+def test_view_errors():
+    _, array = pair(3, 4)
+    for axes in ((0,), (0, 0), (0, 2), (0, 1, 2)):
+        with pytest.raises(ValueError):
+            array.permute(axes)
+    for shape in ((3, 5), (4,), (2, 3, 5)):
+        with pytest.raises(ValueError):
+            array.broadcast_to(shape)
+    with pytest.raises(ValueError):
+        array.as_strided((4, 4), (4, 1))
+    with pytest.raises(ValueError):
+        array.as_strided((3,), (-1,))
+    with pytest.raises(ValueError):
+        array.reshape((-1, 0))
+
+
+@both
+def test_flip_and_pad(device):
+    host, array = pair(3, 4, 2, device=device)
+    for axes in ((0,), (1, 2), (0, 1, 2), ()):
+        np.testing.assert_array_equal(array.flip(axes).numpy(), np.flip(host, axes))
+    np.testing.assert_array_equal(array.flip(1).numpy(), np.flip(host, 1))
+    padding = ((1, 0), (0, 2), (3, 1))
+    np.testing.assert_array_equal(array.pad(padding).numpy(), np.pad(host, padding))
+    np.testing.assert_array_equal(
+        array[::-1, ::2].pad(padding).numpy(), np.pad(host[::-1, ::2], padding)
+    )
+    with pytest.raises(ValueError):
+        array.pad(((1, 0),))
+
+
+# ---- arithmetic ----------------------------------------------------------------------------------
+
+
+@both
+def test_operators(device):
+    device = device_of(device)
+    x, y = numbers(5, 7) + 50, numbers(7) + 45
+    a, b = nd.array(x, device=device), nd.array(y, device=device)
+    for got, expected in [
+        (a + b, x + y),
+        (a - b, x - y),
+        (a * b, x * y),
+        (a / b, x / y),
+        (-a, -x),
+        (a + 2, x + 2),
+        (2 + a, 2 + x),
+        (a - 2, x - 2),
+        (2 - a, 2 - x),
+        (a * 2, x * 2),
+        (2 * a, 2 * x),
+        (a / 2, x / 2),
+        (2 / a, 2 / x),
+        (a**2, x**2),
+        (a == b, x == y),
+        (a != b, x != y),
+        (a < b, x < y),
+        (a <= b, x <= y),
+        (a > b, x > y),
+        (a >= b, x >= y),
+        (a == 50, x == 50),
+        (50 < a, 50 < x),
+        (a.maximum(b), np.maximum(x, y)),
+        (a.maximum(50), np.maximum(x, 50)),
+        (a.sqrt(), np.sqrt(x)),
+    ]:
+        assert got.shape == expected.shape
+        np.testing.assert_allclose(got.numpy(), expected, rtol=2e-7)
+    small = nd.array(x / 40, device=device)
+    np.testing.assert_allclose(small.exp().numpy(), np.exp(x / 40), rtol=5e-7)
+    np.testing.assert_allclose(small.tanh().numpy(), np.tanh(x / 40), rtol=5e-7)
+    np.testing.assert_allclose(a.log().numpy(), np.log(x), rtol=5e-7)
+    np.testing.assert_allclose((small**0.5).numpy(), (x / 40) ** 0.5, rtol=1e-6)
+    c = a
+    c += 1
+    np.testing.assert_array_equal(c.numpy(), x + 1)
+    assert nd.array(3.0, device=device).numpy() == 3
+
+
+def test_operators_with_numpy_scalars_and_unknown_operands():
+    host, array = pair(3)
+    np.testing.assert_array_equal((array * np.float32(2)).numpy(), host * 2)
+    np.testing.assert_array_equal((array + np.int64(2)).numpy(), host + 2)
+    for wrong in ("text", None, object()):
+        with pytest.raises(TypeError):
+            array + wrong
+        with pytest.raises(TypeError):
+            wrong * array
+    assert array.__add__("text") is NotImplemented
+
+
+PROMOTIONS = [
+    ("float32", "float32", "float32"),
+    ("bfloat16", "bfloat16", "bfloat16"),
+    ("float16", "float16", "float16"),
+    ("float32", "bfloat16", "float32"),
+    ("float16", "float32", "float32"),
+    ("bfloat16", "float16", "float32"),
+    ("bfloat16", "int64", "bfloat16"),
+    ("int32", "float16", "float16"),
+    ("bool", "float32", "float32"),
+    ("int32", "int64", "int64"),
+    ("uint16", "int32", "int32"),
+    ("uint8", "bool", "uint8"),
+    ("uint8", "int32", "int32"),
+    ("bool", "bool", "int32"),
+]
+
+
+@both
+@pytest.mark.parametrize("one, other, result", PROMOTIONS)
+def test_promotion(one, other, result, device):
+    device = device_of(device)
+    x, y = np.array([0, 1, 1, 0]), np.array([1, 1, 0, 0])
+    a, b = nd.array(x, dtype=one, device=device), nd.array(y, dtype=other, device=device)
+    for got in (a + b, b + a):
+        assert got.dtype == result
+        np.testing.assert_array_equal(got.numpy(), x + y)
+    assert (a == b).dtype == "bool"
+    np.testing.assert_array_equal((a == b).numpy(), x == y)
+
+
+def test_promotion_of_scalars():
+    for dtype in ("float32", "bfloat16", "float16"):
+        array = nd.array([1, 2], dtype=dtype)
+        assert (array + 1).dtype == (array * 0.5).dtype == (2 / array).dtype == dtype
+    for dtype in ("int32", "int64", "uint8"):
+        array = nd.array([1, 2], dtype=dtype)
+        assert (array + 1).dtype == dtype
+        assert (array * 0.5).dtype == "float32"
+        np.testing.assert_array_equal((array * 0.5).numpy(), [0.5, 1.0])
+        assert (array / array).dtype == array.exp().dtype == "float32"
+
+
+@both
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        ((3, 4), (4, 5)),
+        ((2, 3, 4), (2, 4, 5)),
+        ((1, 3, 4), (6, 4, 5)),
+        ((2, 2, 3, 4), (2, 2, 4, 5)),
+        ((3, 0), (0, 5)),
+    ],
+)
+def test_matmul(one, other, device):
+    device = device_of(device)
+    x, y = numbers(*one), numbers(*other)
+    a, b = nd.array(x, device=device), nd.array(y, device=device)
+    np.testing.assert_array_equal((a @ b).numpy(), x @ y)
+    swapped = tuple(range(len(one) - 2)) + (len(one) - 1, len(one) - 2)
+    transposed = nd.array(np.ascontiguousarray(np.swapaxes(x, -1, -2)), device=device).permute(
+        swapped
+    )
+    np.testing.assert_array_equal((transposed @ b).numpy(), x @ y)
+    np.testing.assert_array_equal((a[..., ::-1] @ b[..., ::-1, :]).numpy(), x @ y)
+
+
+def test_matmul_errors():
+    for one, other in (((3, 4), (5, 6)), ((2, 3, 4), (3, 4, 5))):
+        with pytest.raises(ValueError):
+            nd.array(numbers(*one)) @ nd.array(numbers(*other))
+    with pytest.raises(TypeError):
+        nd.array(numbers(3, 3)) @ nd.array(numbers(3, 3), dtype="bfloat16")
+    with pytest.raises(TypeError):
+        nd.array(numbers(3, 3)) @ 2
+
+
+# ---- reductions ----------------------------------------------------------------------------------
+
+shapes = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
+
+
+@quick
+@given(shapes, st.data())
+def test_reductions_over_axes(shape, data):
+    host, array = pair(*shape)
+    order = data.draw(st.permutations(range(len(shape))))
+    host, array = host.transpose(order), array.permute(tuple(order))
+    chosen = data.draw(
+        st.none()
+        | st.integers(-len(shape), len(shape) - 1)
+        | st.sets(st.integers(0, len(shape) - 1))
+    )
+    axis = tuple(sorted(chosen)) if isinstance(chosen, set) else chosen
+    keepdims = data.draw(st.booleans())
+    for name in ("sum", "max", "min", "mean"):
+        got = getattr(array, name)(axis=axis, keepdims=keepdims)
+        expected = getattr(host, name)(axis=axis, keepdims=keepdims)
+        assert got.shape == np.shape(expected)
+        np.testing.assert_allclose(got.numpy(), expected, rtol=1e-6, atol=1e-6)
+    if not isinstance(axis, tuple):
+        for name in ("argmax", "argmin"):
+            got = getattr(array, name)(axis=axis)
+            np.testing.assert_array_equal(got.numpy(), getattr(host, name)(axis=axis))
+            assert got.dtype == "int64"
+
+
+@both
+def test_reductions(device):
+    host, array = pair(31, 257, device=device)
+    np.testing.assert_array_equal(array.sum(axis=0).numpy(), host.sum(0))
+    np.testing.assert_array_equal(array.sum(axis=(0, 1)).numpy(), host.sum())
+    np.testing.assert_array_equal(array.argmax(axis=0).numpy(), host.argmax(0))
+    zero = nd.array(np.zeros((0, 3)), device=device_of(device))
+    np.testing.assert_array_equal(zero.sum(axis=0).numpy(), np.zeros(3))
+    assert zero.sum(axis=1).shape == (0,)
+    for name in ("max", "min", "argmax"):
+        with pytest.raises(ValueError):
+            getattr(zero, name)(axis=0)
+    for axis in (2, -3, (0, 0)):
+        with pytest.raises(ValueError):
+            array.sum(axis=axis)
+
+
+# ---- copies and exchange -------------------------------------------------------------------------
+
+
+@both
+def test_copies(device):
+    host, array = pair(3, 4, device=device)
+    for made in (array.copy(), array.astype("float32"), copy.copy(array), copy.deepcopy(array)):
+        np.testing.assert_array_equal(made.numpy(), host)
+    copied = array.copy()
+    copied.fill(0)
+    np.testing.assert_array_equal(array.numpy(), host)
+    assert array.astype("int32").dtype == "int32"
+    np.testing.assert_array_equal(array.astype("bool").numpy(), host.astype(bool))
+    there = array.to(nd.cpu())
+    assert there.device == nd.cpu()
+    np.testing.assert_array_equal(there.numpy(), host)
+    view = array[::-1, ::2]
+    restored = pickle.loads(pickle.dumps(view))
+    np.testing.assert_array_equal(restored.numpy(), host[::-1, ::2])
+    assert restored.device == array.device
+    low = array.astype("bfloat16")
+    assert_same_bits(pickle.loads(pickle.dumps(low)), low)
+    for wrong in ("float64", "text", ""):
+        with pytest.raises(TypeError):
+            array.astype(wrong)
+    with pytest.raises((TypeError, ValueError)):
+        array.view("int64")
+
+
+def test_exchange_with_numpy():
+    host, array = pair(3, 4)
+    for made in (np.asarray(array), np.from_dlpack(array), np.asarray(memoryview(array))):
+        np.testing.assert_array_equal(made, host)
+    shared = np.from_dlpack(array)
+    array[0, 0] = 77
+    assert shared[0, 0] == 77
+    view = np.from_dlpack(array[::-1, ::2])
+    np.testing.assert_array_equal(view, array.numpy()[::-1, ::2])
+    assert np.asarray(array, dtype=np.float64).dtype == np.float64
+    assert not np.shares_memory(np.array(array, copy=True), shared)
+    interface = array.permute((1, 0)).__array_interface__
+    assert interface["shape"] == (4, 3) and interface["typestr"] == "<f4"
+    buffer = memoryview(array.permute((1, 0)))
+    assert (buffer.shape, buffer.strides, buffer.format, buffer.itemsize) == (
+        (4, 3),
+        (4, 16),
+        "f",
+        4,
+    )
+    del array
+    np.testing.assert_array_equal(shared[1:], host[1:])  # the memory outlives the array
+
+
+def test_exchange_of_bfloat16():
+    array = nd.array([1.0, 2.0], dtype="bfloat16")
+    np.testing.assert_array_equal(np.asarray(array), [1.0, 2.0])
+    with pytest.raises(BufferError):
+        memoryview(array)
+
+
+@both
+def test_repr(device):
+    _, array = pair(2, 2, device=device)
+    text = repr(array)
+    assert "-40" in text and "float32" in text
+    assert str(array.device) in text or device == "cpu"
+    assert repr(nd.zeros((1000, 1000), device=device_of(device))).count("\n") < 50
+
+
+def test_device():
+    assert nd.cpu() == nd.cpu() and hash(nd.cpu()) == hash(nd.cpu()) and nd.cpu() != "cpu()"
+    assert str(nd.cpu()) == "cpu()" and nd.cpu().enabled()
+    assert str(nd.cuda()) == "cuda()" and str(nd.cuda(1)) == "cuda(1)"
+    assert nd.cuda() == nd.cuda(0) != nd.cuda(1) and nd.cuda() != nd.cpu()
+    assert nd.default_device() == nd.cpu() and nd.cpu() in nd.all_devices()
+    with pytest.raises((ValueError, TypeError)):
+        nd.cuda(-1)
+    stats = nd.cpu().memory_stats()
+    assert set(stats) >= {"live_bytes", "peak_bytes", "reserved_bytes"}
+
+
+def test_memory_stats_count_arrays():
+    before = nd.cpu().memory_stats()["live_bytes"]
+    held = nd.zeros((256, 1024))
+    assert nd.cpu().memory_stats()["live_bytes"] - before >= 2**20
+    nd.cpu().reset_peak()
+    del held
+    after = nd.cpu().memory_stats()
+    assert after["live_bytes"] == before and after["peak_bytes"] >= before + 2**20
+
+
+def test_garbage_between_elements_is_never_read():
+    """The layouts of the harness really hold NaN between their elements."""
+    from harness import to_ndarray
+
+    view = to_ndarray(numbers(3, 4), "float32", nd.cpu(), "stepped")
+    assert view.strides == (8, 2) and np.isnan(GARBAGE["float32"])
+    np.testing.assert_array_equal(view.numpy(), numbers(3, 4))
+    assert bits(view).shape == (3, 4)
+
+
+def test_errors_name_the_operation():
+    with pytest.raises(ValueError, match="add: "):
+        nd.array(numbers(3)) + nd.array(numbers(4))
+    with pytest.raises(TypeError, match="float64"):
+        nd.array([1.0], dtype="float64")
+    with pytest.raises((ValueError, TypeError)):
+        nd.array([[1.0], [1.0, 2.0]])
+    with pytest.raises(ValueError):
+        nd.empty((-1,))
+    with pytest.raises(ValueError):
+        nd.empty((2**40, 2**40))
+    with pytest.raises(ValueError):
+        nd.empty((1,) * 9)
+
+
+def test_every_row_is_callable():
+    from harness import ROWS
+
+    for name in ROWS:
+        assert callable(getattr(_C, name)), name

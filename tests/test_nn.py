@@ -1,0 +1,356 @@
+"""Modules, initialisation and the course's layers, against NumPy written here."""
+
+import numpy as np
+import pytest
+from cases import gelu
+from gradients import logsoftmax
+from harness import DEVICES, device_of
+
+import needle as ndl
+from needle import Tensor, init, nn
+
+both = pytest.mark.parametrize("device", DEVICES)
+
+
+def close(got, expected, tolerance=3e-6) -> None:
+    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
+    assert got.shape == expected.shape
+    scale = max(1.0, np.abs(expected).max(initial=0))
+    np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance * scale)
+
+
+def draw(seed: int, *shape):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32).astype(np.float64)
+
+
+# ---- init ----------------------------------------------------------------------------------------
+
+
+@both
+def test_init_draws_numpys_numbers(device):
+    device = device_of(device)
+    np.random.seed(5)
+    made = [
+        init.rand(3, 4, low=-1, high=2, device=device),
+        init.randn(2, 5, mean=1, std=3, device=device),
+        init.randb(4, 4, p=0.3, device=device),
+        init.kaiming_uniform(6, 7, device=device),
+        init.kaiming_normal(6, 7, device=device),
+        init.xavier_uniform(6, 7, gain=1.5, device=device),
+        init.xavier_normal(6, 7, gain=1.5, device=device),
+    ]
+    np.random.seed(5)
+    expected = [
+        np.random.rand(3, 4) * 3 - 1,
+        np.random.randn(2, 5) * 3 + 1,
+        np.random.rand(4, 4) <= 0.3,
+        (np.random.rand(6, 7) * 2 - 1) * np.sqrt(2) * np.sqrt(3 / 6),
+        np.random.randn(6, 7) * np.sqrt(2) / np.sqrt(6),
+        (np.random.rand(6, 7) * 2 - 1) * 1.5 * np.sqrt(6 / 13),
+        np.random.randn(6, 7) * 1.5 * np.sqrt(2 / 13),
+    ]
+    for got, values in zip(made, expected):
+        assert got.device == device
+        close(got.numpy(), values, 2e-7)
+
+
+def test_init_constants():
+    close(init.constant(2, 3, c=4).numpy(), np.full((2, 3), 4))
+    close(init.ones(2).numpy(), [1, 1])
+    close(init.zeros(2).numpy(), [0, 0])
+    close(init.ones_like(init.zeros(2, 3)).numpy(), np.ones((2, 3)))
+    close(init.zeros_like(init.ones(2, 3)).numpy(), np.zeros((2, 3)))
+    close(init.one_hot(4, Tensor([1, 3])).numpy(), np.eye(4)[[1, 3]])
+    assert init.rand(2, dtype="bfloat16").dtype == "bfloat16"
+
+
+# ---- modules -------------------------------------------------------------------------------------
+
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.list = [nn.Linear(2, 3), {"inner": nn.Linear(3, 2)}]
+        self.pair = (nn.Dropout(0.5), nn.Parameter(np.ones(4)))
+        self.shared = self.list[0].weight
+
+
+def test_modules_find_parameters_and_children():
+    module = Nested()
+    assert len(module.parameters()) == 5  # each once, though the first weight is found twice
+    assert all(m.training for m in module._children())
+    module.eval()
+    assert not module.training and not module.pair[0].training
+    module.train()
+    assert module.pair[0].training
+
+
+def test_state_dict_round_trip():
+    np.random.seed(0)
+    one = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.BatchNorm1d(4))
+    one(Tensor(draw(0, 5, 3)))  # moves the running statistics
+    other = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.BatchNorm1d(4))
+    other.load_state_dict(one.state_dict())
+    one.eval(), other.eval()
+    x = Tensor(draw(1, 5, 3))
+    np.testing.assert_array_equal(one(x).numpy(), other(x).numpy())
+    state = one.state_dict()
+    name = next(iter(state))
+    with pytest.raises((KeyError, ValueError), match=name.replace(".", r"\.")):
+        other.load_state_dict({k: v for k, v in state.items() if k != name})
+    with pytest.raises((KeyError, ValueError)):
+        other.load_state_dict(state | {"stranger": state[name]})
+
+
+@both
+def test_linear(device):
+    device = device_of(device)
+    np.random.seed(3)
+    layer = nn.Linear(5, 7, device=device)
+    np.random.seed(3)
+    bound = np.sqrt(2) * np.sqrt(3 / 5)
+    weight = np.random.rand(5, 7) * 2 * bound - bound  # the weight is drawn first
+    bias = np.random.rand(7, 1) * 2 * np.sqrt(2) * np.sqrt(3 / 7) - np.sqrt(2) * np.sqrt(3 / 7)
+    close(layer.weight.numpy(), weight, 3e-7)
+    assert layer.bias.shape == (1, 7)
+    close(layer.bias.numpy(), bias.T, 3e-7)
+    for shape in ((4, 5), (2, 3, 5)):
+        x = draw(0, *shape)
+        close(layer(Tensor(x, device=device)).numpy(), x @ weight + bias.T)
+    assert len(nn.Linear(2, 2, bias=False).parameters()) == 1
+
+
+@both
+def test_small_layers(device):
+    device = device_of(device)
+    x = draw(1, 4, 6)
+    t = Tensor(x, device=device)
+    close(nn.ReLU()(t).numpy(), np.maximum(x, 0))
+    close(nn.GELU()(t).numpy(), gelu(x))
+    close(nn.Residual(nn.ReLU())(t).numpy(), x + np.maximum(x, 0))
+    assert nn.Flatten()(Tensor(draw(2, 2, 3, 4), device=device)).shape == (2, 12)
+    np.random.seed(0)
+    both_layers = nn.Sequential(nn.Linear(6, 3, device=device), nn.ReLU())
+    close(both_layers(t).numpy(), np.maximum(both_layers.modules[0](t).numpy(), 0))
+
+
+@both
+def test_dropout(device):
+    device = device_of(device)
+    layer = nn.Dropout(0.25)
+    x = Tensor(np.ones((40, 50)), device=device)
+    np.random.seed(9)
+    got = layer(x).numpy()
+    np.random.seed(9)
+    kept = np.random.rand(40, 50) <= 0.75
+    close(got, kept / 0.75)
+    layer.eval()
+    np.random.seed(9)
+    before = np.random.get_state()[2]
+    np.testing.assert_array_equal(layer(x).numpy(), np.ones((40, 50)))
+    assert np.random.get_state()[2] == before  # draws only in training
+    for wrong in (-0.1, 1.5):
+        with pytest.raises(ValueError):
+            nn.Dropout(wrong)
+
+
+@both
+def test_norms(device):
+    device = device_of(device)
+    x = draw(4, 9, 6) * 3 + 2
+    t = Tensor(x, device=device)
+    layer = nn.LayerNorm1d(6, device=device)
+    layer.weight.data = Tensor(draw(5, 6), device=device)
+    layer.bias.data = Tensor(draw(6, 6), device=device)
+    normed = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+    close(layer(t).numpy(), normed * draw(5, 6) + draw(6, 6))
+    assert layer(Tensor(draw(7, 2, 3, 6), device=device)).shape == (2, 3, 6)
+    batch = nn.BatchNorm1d(6, momentum=0.2, device=device)
+    normed = (x - x.mean(0)) / np.sqrt(x.var(0) + 1e-5)
+    close(batch(t).numpy(), normed)
+    close(batch.running_mean.numpy(), 0.2 * x.mean(0))
+    close(batch.running_var.numpy(), 0.8 + 0.2 * x.var(0))
+    batch.eval()
+    close(batch(t).numpy(), (x - 0.2 * x.mean(0)) / np.sqrt(0.8 + 0.2 * x.var(0) + 1e-5))
+    assert len(batch.parameters()) == 2
+
+
+@both
+def test_softmax_loss(device):
+    device = device_of(device)
+    x, y = draw(8, 5, 7), np.array([0, 6, 3, 3, 1])
+    t = Tensor(x, device=device)
+    loss = nn.SoftmaxLoss()(t, Tensor(y, device=device))
+    close(loss.numpy(), -logsoftmax(x)[np.arange(5), y].mean())
+    loss.backward()
+    close(t.grad.numpy(), (np.exp(logsoftmax(x)) - np.eye(7)[y]) / 5)
+
+
+@both
+def test_embedding(device):
+    device = device_of(device)
+    np.random.seed(1)
+    layer = nn.Embedding(10, 4, device=device)
+    np.random.seed(1)
+    close(layer.weight.numpy(), np.random.randn(10, 4))
+    ids = np.array([[1, 9], [0, 1]])
+    close(layer(Tensor(ids, device=device)).numpy(), layer.weight.numpy()[ids])
+
+
+# ---- transformers --------------------------------------------------------------------------------
+
+
+def norm(x):
+    return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+
+
+def heads(x, count):
+    return x.reshape(*x.shape[:2], count, -1).transpose(0, 2, 1, 3)
+
+
+def plain_attention(q, k, v, causal):
+    scores = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+    if causal:
+        see = np.tril(np.ones(scores.shape[-2:], bool), scores.shape[-1] - scores.shape[-2])
+        scores = np.where(see, scores, -np.inf)
+    p = np.exp(logsoftmax(scores))
+    return p @ v, p
+
+
+@both
+@pytest.mark.parametrize("causal", [True, False])
+def test_multi_head_attention(causal, device):
+    device = device_of(device)
+    q, k, v = (draw(i, 2, 3, 5, 8) for i in range(3))
+    layer = nn.MultiHeadAttention(dropout=0.0, causal=causal, device=device)
+    result, probabilities = layer(*(Tensor(a, device=device) for a in (q, k, v)))
+    expected, p = plain_attention(q, k, v, causal)
+    close(result.numpy(), expected)
+    probabilities = (
+        probabilities if isinstance(probabilities, np.ndarray) else probabilities.numpy()
+    )
+    close(probabilities, p)
+
+
+def attention_layer(layer, x, causal):
+    """The float64 reference of one AttentionLayer on itself, with the layer's own weights."""
+    w = {
+        n: getattr(layer, n).weight.numpy().astype(float)
+        for n in ("q_projection", "k_projection", "v_projection", "out_projection")
+    }
+    q, k, v = (heads(norm(x) @ w[n + "_projection"], layer.num_head) for n in "qkv")
+    result, _ = plain_attention(q, k, v, causal)
+    return result.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1) @ w["out_projection"]
+
+
+@both
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_layer(causal, device):
+    device = device_of(device)
+    np.random.seed(2)
+    layer = nn.AttentionLayer(12, 3, 4, dropout=0.0, causal=causal, device=device)
+    np.random.seed(2)
+    for name, shape in (("q", (12, 12)), ("k", (12, 12)), ("v", (12, 12)), ("out", (12, 12))):
+        projection = getattr(layer, f"{name}_projection")
+        assert projection.bias is None
+        bound = np.sqrt(2) * np.sqrt(3 / shape[0])
+        close(projection.weight.numpy(), np.random.rand(*shape) * 2 * bound - bound, 3e-7)
+    x = draw(3, 2, 5, 12)
+    close(layer(Tensor(x, device=device)).numpy(), attention_layer(layer, x, causal))
+    crossed = nn.AttentionLayer(
+        6,
+        2,
+        4,
+        k_features=10,
+        v_features=7,
+        out_features=5,
+        dropout=0.0,
+        causal=False,
+        device=device,
+    )
+    q, k, v = (Tensor(draw(9, 2, t, c), device=device) for t, c in ((3, 6), (4, 10), (4, 7)))
+    assert crossed(q, k, v).shape == (2, 3, 5)
+
+
+@both
+@pytest.mark.parametrize("causal", [True, False])
+def test_transformer_layer(causal, device):
+    """One layer, and the gradient with respect to its input, against float64."""
+    device = device_of(device)
+    np.random.seed(4)
+    layer = nn.TransformerLayer(8, 2, 4, 10, dropout=0.0, causal=causal, device=device)
+    attention = next(m for m in layer._children() if isinstance(m, nn.AttentionLayer))
+    weights = [p.numpy().astype(float) for p in layer.parameters()]
+    (w1,) = (w for w in weights if w.shape == (8, 10))
+    (w2,) = (w for w in weights if w.shape == (10, 8))
+    (b1,) = (w for w in weights if w.shape == (1, 10))
+    (b2,) = (w for w in weights if w.shape == (1, 8))
+
+    def reference(x):
+        x = x + attention_layer(attention, x, causal)
+        return x + np.maximum(norm(x) @ w1 + b1, 0) @ w2 + b2
+
+    x = draw(5, 2, 5, 8)
+    t = Tensor(x, device=device)
+    y = layer(t)
+    close(y.numpy(), reference(x), 5e-6)
+    seed, along = draw(6, 2, 5, 8), draw(7, 2, 5, 8)
+    y.backward(Tensor(seed, device=device))
+    step = 1e-6
+    numeric = ((reference(x + step * along) - reference(x - step * along)) * seed).sum() / (
+        2 * step
+    )
+    assert abs((t.grad.numpy() * along).sum() - numeric) < 1e-4 * max(1, abs(numeric))
+
+
+@both
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_transformer(batch_first, device):
+    device = device_of(device)
+    np.random.seed(6)
+    model = nn.Transformer(
+        8,
+        16,
+        2,
+        num_head=2,
+        dim_head=4,
+        dropout=0.0,
+        causal=True,
+        batch_first=batch_first,
+        sequence_len=12,
+        device=device,
+    )
+    np.random.seed(6)
+    positions = np.random.randn(12, 8)  # drawn first
+    assert any(
+        p.shape == (12, 8) and np.allclose(p.numpy(), positions, atol=1e-6)
+        for p in model.parameters()
+    )
+    x = draw(7, 3, 5, 8)
+    fed = x if batch_first else x.transpose(1, 0, 2)
+    out, state = model(Tensor(fed, device=device))
+    assert out.shape == fed.shape and state is not None
+    changed = x.copy()
+    changed[:, -1] += 1  # causal: nothing before the last position may move
+    other, _ = model(Tensor(changed if batch_first else changed.transpose(1, 0, 2), device=device))
+    one, two = (o.numpy() if batch_first else o.numpy().transpose(1, 0, 2) for o in (out, other))
+    np.testing.assert_array_equal(one[:, :-1], two[:, :-1])
+    assert not np.allclose(one[:, -1], two[:, -1])
+    out.backward()
+    assert all(p.grad is not None and np.isfinite(p.grad.numpy()).all() for p in model.parameters())
+
+
+def test_training_a_small_network_works():
+    np.random.seed(0)
+    x = np.random.randn(64, 10)
+    y = (x[:, 0] * x[:, 1] > 0).astype(int)
+    model = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 2))
+    optimizer = ndl.optim.Adam(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(60):
+        optimizer.reset_grad()
+        loss = nn.SoftmaxLoss()(model(Tensor(x)), Tensor(y))
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.numpy()))
+    assert losses[-1] < 0.3 * losses[0]

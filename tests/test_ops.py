@@ -1,0 +1,464 @@
+"""The generic tests over cases.py: every row of ops.def on every device, dtype and layout."""
+
+import itertools
+import os
+import subprocess
+import sys
+import zlib
+
+import numpy as np
+import pytest
+from cases import (
+    CASES,
+    COMPARISONS,
+    ELEMENTWISE,
+    FLOATS,
+    INTEGERS,
+    REDUCED_SHAPES,
+    REDUCTIONS,
+    SPECIAL,
+)
+from harness import (
+    DEVICES,
+    LAYOUTS,
+    ROOT,
+    ROWS,
+    assert_near,
+    assert_same_bits,
+    assert_within,
+    device_of,
+    laid_out_values,
+    poison,
+    rounder,
+    to_ndarray,
+)
+
+from needle import _C
+
+FIRST = {case.op: case for case in reversed(CASES)}  # one case of each structured row
+SHAPES = [(1,), (31,), (257,), (31, 257), (3, 1, 5, 7), (0,), (4, 0, 3), ()]
+STORED = {"F": None, "f4": "float32", "i4": "int32", "i8": "int64"}
+
+
+def rng_of(*what):
+    return np.random.default_rng(zlib.crc32(" ".join(map(str, what)).encode()))
+
+
+def dtype_of(operand, dtype: str) -> str:
+    return STORED.get(operand.dtype) or dtype
+
+
+def prepare(case, dtype: str, layouts=None) -> dict:
+    """The case's inputs, rounded to the dtypes that they are stored in."""
+    values = case.inputs(rng_of(case))
+    for operand in ROWS[case.op].inputs:
+        value = values[operand.name]
+        if operand.is_array and value is not None:
+            value = laid_out_values(
+                np.asarray(value), (layouts or {}).get(operand.name, "contiguous")
+            )
+            stored = dtype_of(operand, dtype)
+            values[operand.name] = rounder(stored)(value) if stored in FLOATS else value
+    return values
+
+
+def call(case, values: dict, dtype: str, device, layouts=None) -> dict:
+    """Run the row; what it wrote by name: outputs and changed operands."""
+    row = ROWS[case.op]
+    arguments = {}
+    for operand in row.inputs:
+        value = values[operand.name]
+        if operand.is_array and value is not None:
+            layout = (layouts or {}).get(operand.name, "contiguous")
+            value = to_ndarray(value, dtype_of(operand, dtype), device, layout)
+        arguments[operand.name] = value
+    results = getattr(_C, case.op)(*arguments.values())
+    if len(row.outputs) < 2:
+        results = (results,) if row.outputs else ()
+    written = {operand.name: result for operand, result in zip(row.outputs, results, strict=True)}
+    changed = {o.name: arguments[o.name] for o in row.inputs if o.is_written}
+    return written | {name: array for name, array in changed.items() if array is not None}
+
+
+def check(case, values: dict, written: dict, dtype: str) -> None:
+    """Everything written, against the reference, within the bound."""
+    exact = case.reference(rounder("float64"), **values)
+    naive = {name: case.reference(rounder(name), **values) for name in {dtype, "float32"}}
+    for operand in ROWS[case.op].operands:
+        if operand.name not in written:
+            continue
+        stored = dtype_of(operand, dtype)
+        array = written[operand.name]
+        assert array.dtype == stored, f"{operand.name} is {array.dtype}"
+        rounded = rounder(stored)(naive[stored][operand.name])
+        assert_within(
+            array.numpy(),
+            exact[operand.name],
+            rounded,
+            stored,
+            case.terms,
+            f"{case.op}: {operand.name}",
+        )
+
+
+def elementwise_values(op: str, shape, dtype: str, rng) -> list[np.ndarray]:
+    low, high = ELEMENTWISE[op].domain
+    operands = len(ROWS[op].inputs)
+    values = [rounder(dtype)(rng.uniform(low, high, shape)) for _ in range(operands)]
+    if op == "power":
+        values[1] = rounder(dtype)(rng.uniform(-3, 3, shape))
+    elif op.endswith("_bwd"):
+        values[1] = rounder(dtype)(rng.uniform(-2, 2, shape))
+    return values
+
+
+def check_elementwise(op: str, got, values, dtype: str) -> None:
+    case = ELEMENTWISE[op]
+    with np.errstate(all="ignore"):
+        exact = np.asarray(case.f(*values), float)
+        unit = exact if case.unit is None else case.unit(exact, *values)
+    assert got.dtype == dtype
+    assert_near(got.numpy(), exact, unit, case.ulps, dtype, op)
+
+
+def test_every_row_has_a_case():
+    covered = {*ELEMENTWISE, *COMPARISONS, *REDUCTIONS, *FIRST, "assign", "fill"}
+    assert covered == set(ROWS)
+
+
+# ---- against the reference -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_structured(case, dtype, device):
+    device = device_of(device)
+    values = prepare(case, dtype)
+    poison(device)
+    check(case, values, call(case, values, dtype, device), dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "contiguous"])
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.label not in ("1", "one", "1x1", "1x1x1x1")], ids=str
+)
+def test_structured_views(case, layout, device):
+    """Every operand as a view gives the bits that its contiguous copy gives, each operand in turn
+    and all together. A matrix product may take another path for a transposed operand: there the
+    reference's bound holds."""
+    device = device_of(device)
+    arrays = [o for o in ROWS[case.op].inputs if o.is_array]
+    free = [o for o in arrays if not (o.is_written and layout == "broadcast")]
+    first = FIRST[case.op] is case or case.label in ("31x257", "odd", "ragged", "qkv")
+    choices = [{o.name: layout for o in free}]
+    choices += [{o.name: layout} for o in free] if first and case.op not in ("adamw",) else []
+    for layouts in choices:
+        if layout == "broadcast":  # what must stay a list of blocks or a table keeps its values
+            layouts = {
+                n: v
+                for n, v in layouts.items()
+                if n not in ("offsets", "columns", "offsets_t", "rows", "lse")
+            }
+        values = prepare(case, "float32", layouts)
+        viewed = call(case, values, "float32", device, layouts)
+        if any(o.mode == "IN_MATRIX" for o in arrays):
+            check(case, values, viewed, "float32")
+            continue
+        plain = call(case, values, "float32", device)
+        for name, array in viewed.items():
+            assert_same_bits(array.compact(), plain[name].compact(), f"{case} {layouts} {name}")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("op", ELEMENTWISE)
+def test_elementwise(op, dtype, device):
+    device = device_of(device)
+    for shape in SHAPES:
+        values = elementwise_values(op, shape, dtype, rng_of(op, shape))
+        poison(device)
+        got = getattr(_C, op)(*(to_ndarray(v, dtype, device) for v in values))
+        check_elementwise(op, got, values, dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("op", ELEMENTWISE)
+def test_elementwise_views(op, device):
+    device = device_of(device)
+    operands = len(ROWS[op].inputs)
+    for shape in [(31, 33), (3, 5, 7), (2, 3, 4, 5)]:
+        values = elementwise_values(op, shape, "float32", rng_of(op, shape))
+        for layouts in itertools.product(LAYOUTS, repeat=operands):
+            seen = [laid_out_values(v, layout) for v, layout in zip(values, layouts)]
+            views = [to_ndarray(v, "float32", device, layout) for v, layout in zip(values, layouts)]
+            check_elementwise(op, getattr(_C, op)(*views), seen, "float32")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("op", [op for op in ELEMENTWISE if len(ROWS[op].inputs) == 2])
+def test_elementwise_broadcast_and_scalars(op, device):
+    device = device_of(device)
+    for one, other in [
+        ((31, 1), (1, 33)),
+        ((5,), (3, 1, 5)),
+        ((), (4, 3)),
+        ((2, 1, 3), (7, 1)),
+        ((0, 1), (1, 4)),
+    ]:
+        values = [
+            elementwise_values(op, shape, "float32", rng_of(op, shape))[i]
+            for i, shape in enumerate((one, other))
+        ]
+        got = getattr(_C, op)(*(to_ndarray(v, "float32", device) for v in values))
+        check_elementwise(op, got, np.broadcast_arrays(*values), "float32")
+    values = elementwise_values(op, (257,), "float32", rng_of(op))
+    for i in range(2):
+        mixed = list(values)
+        mixed[i] = np.float64(1.25)
+        arrays = [to_ndarray(v, "float32", device) if v.ndim else float(v) for v in mixed]
+        check_elementwise(op, getattr(_C, op)(*arrays), np.broadcast_arrays(*mixed), "float32")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("op, operands, expected", SPECIAL, ids=[case[0] for case in SPECIAL])
+def test_special_values(op, operands, expected, device):
+    device = device_of(device)
+    for repeat in (1, 40):  # the scalar tail and the vector body of a kernel
+        arrays = [to_ndarray(np.repeat(x, repeat), "float32", device) for x in operands]
+        got = getattr(_C, op)(*arrays).numpy()
+        np.testing.assert_array_equal(got, np.repeat(np.float32(expected), repeat))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", ["int32", "int64", "uint8", "uint16"])
+@pytest.mark.parametrize("op", [op for op, case in ELEMENTWISE.items() if case.integers])
+def test_elementwise_integers(op, dtype, device):
+    device = device_of(device)
+    if op in ("negate", "subtract") and dtype.startswith("u"):
+        low, high = 0, 1  # nothing below zero to represent
+    else:
+        low, high = (0 if dtype.startswith("u") else -9), 10
+    rng = rng_of(op, dtype)
+    for layout in ("contiguous", "stepped", "reversed"):
+        values = [rng.integers(low, high, (5, 31)) for _ in ROWS[op].inputs]
+        got = getattr(_C, op)(*(to_ndarray(v, dtype, device, layout) for v in values))
+        assert got.dtype == dtype
+        np.testing.assert_array_equal(got.numpy(), ELEMENTWISE[op].f(*values))
+
+
+def test_integers_are_exact_past_float_precision():
+    big = np.array([2**53 + 1, 2**62 + 1, -(2**62) - 3], np.int64)
+    array = _C.array(big, dtype="int64")
+    np.testing.assert_array_equal(_C.add(array, 2).numpy(), big + 2)
+    np.testing.assert_array_equal(_C.multiply(_C.negate(array), -1).numpy(), big)
+    np.testing.assert_array_equal(
+        _C.equal(array, _C.array(big - 1, dtype="int64")).numpy(), [False] * 3
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", FLOATS + INTEGERS)
+@pytest.mark.parametrize("op", COMPARISONS)
+def test_comparisons(op, dtype, device):
+    device = device_of(device)
+    rng = rng_of(op, dtype)
+    high = 2 if dtype == "bool" else 4
+    for shape in [(257,), (31, 5), (0,), ()]:
+        x, y = rng.integers(0, high, shape), rng.integers(0, high, shape)
+        for layout in LAYOUTS[:5]:
+            got = getattr(_C, op)(*(to_ndarray(v, dtype, device, layout) for v in (x, y)))
+            assert got.dtype == "bool"
+            np.testing.assert_array_equal(got.numpy(), COMPARISONS[op](x, y))
+        got = getattr(_C, op)(to_ndarray(x, dtype, device), 1)
+        np.testing.assert_array_equal(got.numpy(), COMPARISONS[op](x, 1))
+        got = getattr(_C, op)(1, to_ndarray(x, dtype, device))
+        np.testing.assert_array_equal(got.numpy(), COMPARISONS[op](1, x))
+    if dtype in FLOATS:
+        values = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0])
+        x, y = values.repeat(5), np.tile(values, 5)
+        got = getattr(_C, op)(to_ndarray(x, dtype, device), to_ndarray(y, dtype, device))
+        np.testing.assert_array_equal(got.numpy(), COMPARISONS[op](x, y))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "op, dtype", [(op, dtype) for op, (_, dtypes) in REDUCTIONS.items() for dtype in dtypes]
+)
+def test_reductions(op, dtype, device):
+    device = device_of(device)
+    f = REDUCTIONS[op][0]
+    for shape, axes in REDUCED_SHAPES:
+        reduced = int(np.prod(shape[len(shape) - axes :]))
+        if op not in ("sum", "sumsq") and reduced == 0:
+            continue  # refused: test_bad_inputs.py
+        rng = rng_of(op, dtype, shape)
+        for layout in LAYOUTS if max(shape) < 1000 else LAYOUTS[:1]:
+            if dtype in FLOATS:  # away from a sum of zero, which has no relative precision
+                values = rounder(dtype)((rng.standard_normal(shape) + 0.5) / 4)
+            else:
+                values = rng.integers(0, 2 if dtype == "bool" else 100, shape)
+            seen = laid_out_values(values, layout)
+            array = to_ndarray(values, dtype, device, layout)
+            poison(device)
+            got = getattr(_C, op)(array, axes)
+            # NumPy's axis tuple has no argmax: flatten the reduced axes.
+            flat = seen.reshape(*shape[: len(shape) - axes], reduced)
+            exact = f(flat, axis=-1)
+            what = f"{op} {shape} {axes} {layout}"
+            if op in ("sum", "sumsq") and dtype in FLOATS:
+                assert got.dtype == dtype
+                terms = reduced if op == "sum" else 1 + reduced**0.5
+                assert_within(got.numpy(), exact, rounder(dtype)(exact), dtype, terms, what)
+            else:
+                assert got.dtype == (
+                    "int64" if op.startswith("arg") else dtype if op != "sum" else got.dtype
+                )
+                np.testing.assert_array_equal(got.numpy(), exact, err_msg=what)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_reductions_of_nan_and_infinity(device):
+    device = device_of(device)
+    for at in (0, 5, 63, 256):
+        values = np.random.default_rng(at).standard_normal(257)
+        values[at] = np.nan
+        array = to_ndarray(values, "float32", device)
+        assert np.isnan(_C.max(array, 1).numpy()) and np.isnan(_C.min(array, 1).numpy())
+        assert np.isnan(_C.sum(array, 1).numpy())
+    lowest = to_ndarray(np.full((3, 31), -np.inf), "float32", device)
+    np.testing.assert_array_equal(_C.max(lowest, 1).numpy(), np.full(3, -np.inf))
+    np.testing.assert_array_equal(_C.min(_C.negate(lowest), 1).numpy(), np.full(3, np.inf))
+    np.testing.assert_array_equal(_C.argmax(lowest, 1).numpy(), [0, 0, 0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("to, source", list(itertools.product(FLOATS + INTEGERS, repeat=2)))
+def test_assign_converts(to, source, device):
+    device = device_of(device)
+    values = np.array([0, 1, 2, 3, 100, 127]) if source != "bool" else np.array([0, 1, 1, 0, 1, 0])
+    if source in FLOATS:
+        values = values + 0.75  # truncated by integers
+    if source in ("int32", "int64") and not to.startswith("u"):
+        values = -values
+    held = _C.array(values, dtype=source, device=device).numpy()
+    expected = held.astype(bool) if to == "bool" else held.astype("float64" if to in FLOATS else to)
+    expected = rounder(to)(expected) if to in FLOATS else expected
+    for layout, target in itertools.product(LAYOUTS[:5], repeat=2):
+        array = to_ndarray(np.zeros(6), to, device, target)
+        _C.assign(array, to_ndarray(values, source, device, layout))
+        np.testing.assert_array_equal(array.numpy(), expected)
+    array = to_ndarray(np.zeros((5, 6)), to, device)
+    _C.assign(array, to_ndarray(values, source, device))  # broadcast
+    np.testing.assert_array_equal(array.numpy(), np.broadcast_to(expected, (5, 6)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_assign_copies_what_overlaps(device):
+    device = device_of(device)
+    for to, source in [
+        (slice(1, None), slice(None, -1)),
+        (slice(None, -1), slice(1, None)),
+        (slice(None), slice(None, None, -1)),
+        (slice(0, 128), slice(0, None, 2)),
+    ]:
+        values = np.arange(257.0)
+        array = _C.array(values, device=device)
+        _C.assign(array[to], array[source][: len(values[to])])
+        values[to] = values[source][: len(values[to])].copy()
+        np.testing.assert_array_equal(array.numpy(), values)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", FLOATS + INTEGERS)
+def test_fill(dtype, device):
+    device = device_of(device)
+    value = 1 if dtype == "bool" else 3
+    for shape in SHAPES:
+        for layout in LAYOUTS[:5] if shape else LAYOUTS[:1]:
+            array = to_ndarray(np.zeros(shape), dtype, device, layout)
+            _C.fill(array, value)
+            np.testing.assert_array_equal(array.numpy(), np.full(shape, value))
+    around = _C.array(np.zeros((5, 7)), dtype=dtype, device=device)
+    _C.fill(around[1:4:2, ::-3], value)
+    expected = np.zeros((5, 7))
+    expected[1:4:2, ::-3] = value
+    np.testing.assert_array_equal(around.numpy(), expected)
+
+
+# ---- optimizer edge ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
+def test_a_broken_gradient_changes_nothing(broken, device):
+    device = device_of(device)
+    values = {n: np.random.default_rng(3).random(31).astype(np.float32) for n in "pgmv"}
+    values["g"][7] = broken
+    arrays = {n: _C.array(a, device=device) for n, a in values.items()}
+    low = _C.array(values["p"], dtype="bfloat16", device=device)
+    before = low.numpy()
+    _, scale = _C.grad_norm(arrays["g"], 1.0)
+    _C.adamw(*arrays.values(), low, scale, 1e-2, 0.9, 0.95, 1e-8, 0.1, 1)
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(array.numpy(), values[name], err_msg=name)
+    np.testing.assert_array_equal(low.numpy(), before)
+
+
+# ---- same bits -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_two_runs_give_the_same_bits(case, device):
+    device = device_of(device)
+    values = prepare(case, "float32")
+    one = call(case, values, "float32", device)
+    poison(device)
+    other = call(case, values, "float32", device)
+    for name in one:
+        assert_same_bits(one[name], other[name], f"{case} {name}")
+
+
+DIGESTS = """
+import hashlib, sys
+sys.path.insert(0, "tests")
+import numpy as np
+from harness import bits, device_of, to_ndarray
+from test_ops import CASES, call, prepare
+from needle import _C
+device = device_of("cpu")
+for dtype in ("float32", "bfloat16"):
+    for case in CASES:
+        written = call(case, prepare(case, dtype), dtype, device)
+        for name, array in written.items():
+            print(case, dtype, name, hashlib.sha256(bits(array).tobytes()).hexdigest())
+rng = np.random.default_rng(0)
+for shape in [(1_000_003,), (3, 400_001), (1000, 1003)]:
+    x = to_ndarray(rng.standard_normal(shape), "float32", device)
+    for op in ("sum", "sumsq"):
+        for axes in range(1, len(shape) + 1):
+            print(op, shape, axes, bits(getattr(_C, op)(x, axes)).tobytes().hex()[:64])
+a, b = (to_ndarray(rng.standard_normal((1, 700, 700)), "float32", device) for _ in "ab")
+print(hashlib.sha256(bits(_C.matmul(a, b)).tobytes()).hexdigest())
+"""
+
+
+def test_the_number_of_threads_changes_no_bit():
+    printed = []
+    for threads in ("1", "2", "5"):
+        environment = os.environ | {"OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads}
+        done = subprocess.run(
+            [sys.executable, "-c", DIGESTS],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout.splitlines())
+    assert len(printed[0]) > len(CASES)
+    for other in printed[1:]:
+        assert printed[0] == other

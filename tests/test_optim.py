@@ -1,0 +1,311 @@
+"""Optimizers against their recurrences in float64, flattened and not."""
+
+import numpy as np
+import pytest
+from harness import DEVICES, assert_same_bits, device_of, rounder
+
+import needle as ndl
+from needle import Tensor, nn, optim
+
+both = pytest.mark.parametrize("device", DEVICES)
+SHAPES = {"matrix": (5, 7), "bias": (7,)}
+
+
+class Two(nn.Module):
+    """A matrix and a vector, whose gradients are given."""
+
+    def __init__(self, device, dtype="float32"):
+        super().__init__()
+        rng = np.random.default_rng(0)
+        for name, shape in SHAPES.items():
+            setattr(
+                self, name, nn.Parameter(rng.standard_normal(shape), device=device, dtype=dtype)
+            )
+
+
+def values_of(module) -> dict[str, np.ndarray]:
+    return {name: p.numpy().astype(np.float64) for name, p in module.named_parameters()}
+
+
+def gradients(step: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(100 + step)
+    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def give(module, made: dict[str, np.ndarray]) -> None:
+    for name, p in module.named_parameters():
+        if p.grad_buffer is not None:
+            ndl._C.assign(p.grad_buffer, ndl._C.array(made[name], device=p.device))
+        else:
+            p.grad = Tensor(made[name], device=p.device, requires_grad=False)
+
+
+def sgd(p, g, state, lr=0.1, momentum=0.9, weight_decay=0.01, **_):
+    state["u"] = momentum * state.get("u", 0) + (1 - momentum) * (g + weight_decay * p)
+    return p - lr * state["u"]
+
+
+def adam(p, g, state, lr=0.01, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.02, decoupled=False):
+    state["t"] = state.get("t", 0) + 1
+    if not decoupled:
+        g = g + weight_decay * p
+    state["m"] = beta1 * state.get("m", 0) + (1 - beta1) * g
+    state["v"] = beta2 * state.get("v", 0) + (1 - beta2) * g * g
+    m, v = state["m"] / (1 - beta1 ** state["t"]), state["v"] / (1 - beta2 ** state["t"])
+    update = m / (np.sqrt(v) + eps)
+    return p - lr * (update + (weight_decay * p if decoupled else 0))
+
+
+def follow(recurrence, start, steps=6, scale=1.0, **options) -> dict[str, np.ndarray]:
+    """The parameters after `steps` of the recurrence in float64."""
+    states = {name: {} for name in start}
+    for step in range(steps):
+        made = gradients(step)
+        start = {
+            name: recurrence(p, scale * made[name], states[name], **options)
+            for name, p in start.items()
+        }
+    return start
+
+
+def run(module, optimizer, steps=6, start=0) -> dict[str, np.ndarray]:
+    for step in range(start, start + steps):
+        give(module, gradients(step))
+        optimizer.step()
+    return values_of(module)
+
+
+def close(got: dict, expected: dict, tolerance=2e-6) -> None:
+    for name in expected:
+        np.testing.assert_allclose(got[name], expected[name], rtol=0, atol=tolerance, err_msg=name)
+
+
+@both
+def test_sgd(device):
+    module = Two(device_of(device))
+    expected = follow(sgd, values_of(module))
+    close(
+        run(module, optim.SGD(module.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)),
+        expected,
+    )
+    module = Two(device_of(device))
+    expected = follow(sgd, values_of(module), momentum=0.0, weight_decay=0.0)
+    close(run(module, optim.SGD(module.parameters(), lr=0.1)), expected)
+
+
+@both
+def test_adam(device):
+    module = Two(device_of(device))
+    expected = follow(adam, values_of(module))
+    made = optim.Adam(
+        module.parameters(), lr=0.01, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.02
+    )
+    close(run(module, made), expected)
+
+
+def adamw(parameters, **options):
+    return optim.AdamW(
+        parameters, lr=0.01, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.02, **options
+    )
+
+
+@both
+def test_adamw(device):
+    module = Two(device_of(device))
+    expected = follow(adam, values_of(module), decoupled=True)
+    close(run(module, adamw(module.parameters())), expected)
+
+
+@both
+def test_adamw_groups(device):
+    module = Two(device_of(device))
+    start = values_of(module)
+    made = adamw(
+        [{"params": [module.matrix]}, {"params": [module.bias], "weight_decay": 0.0, "lr": 0.05}]
+    )
+    got = run(module, made)
+    close({"matrix": got["matrix"]}, {"matrix": follow(adam, start, decoupled=True)["matrix"]})
+    expected = follow(adam, start, decoupled=True, weight_decay=0.0, lr=0.05)
+    close({"bias": got["bias"]}, {"bias": expected["bias"]})
+
+
+@both
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_flat_equals_not_flat(dtype, device):
+    """The same bits, with decay on matrices only."""
+    device = device_of(device)
+    one, other = Two(device, dtype), Two(device, dtype)
+    run(one, adamw([{"params": [one.matrix]}, {"params": [one.bias], "weight_decay": 0.0}]))
+    run(other, adamw(nn.flatten_parameters(other)))
+    for p, q in zip(one.parameters(), other.parameters(), strict=True):
+        assert_same_bits(p.cached_data.compact(), q.cached_data.compact())
+
+
+@both
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_master_weights(dtype, device):
+    """Updates far below half an ulp of the parameter add up in the float32 master weights."""
+    device = device_of(device)
+    module = Two(device, dtype)
+    start = values_of(module)
+    optimizer = optim.AdamW(
+        module.parameters(), lr=1e-4, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.0
+    )
+    got = run(module, optimizer, steps=40)
+    expected = follow(adam, start, steps=40, decoupled=True, lr=1e-4, weight_decay=0.0)
+    for name in expected:
+        spacing = (
+            np.abs(rounder(dtype)(expected[name]) * (2**-7 if dtype == "bfloat16" else 2**-10))
+            + 1e-4
+        )
+        assert (np.abs(got[name] - expected[name]) <= spacing).all()
+        assert (got[name] != start[name]).any()
+    assert all(p.dtype == dtype for p in module.parameters())
+
+
+@both
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW"])
+def test_optimizers_never_write_grad(kind, flat, device):
+    module = Two(device_of(device))
+    parameters = nn.flatten_parameters(module) if flat and kind == "AdamW" else module.parameters()
+    optimizer = getattr(optim, kind)(parameters, lr=0.1, weight_decay=0.1)
+    give(module, gradients(0))
+    held = [p.grad for p in module.parameters()]
+    optimizer.step()
+    for p, grad, name in zip(module.parameters(), held, SHAPES, strict=True):
+        if not (flat and kind == "AdamW"):
+            assert p.grad is grad
+        np.testing.assert_array_equal(p.grad.numpy(), gradients(0)[name])
+    optimizer.reset_grad()
+    assert all(p.grad is None or np.abs(p.grad.numpy()).sum() == 0 for p in module.parameters())
+
+
+def test_a_parameter_without_gradient_stays():
+    for kind in ("SGD", "Adam", "AdamW"):
+        module = Two(ndl.cpu())
+        before = values_of(module)
+        module.matrix.grad = Tensor(gradients(0)["matrix"])
+        getattr(optim, kind)(module.parameters(), lr=0.1).step()
+        after = values_of(module)
+        np.testing.assert_array_equal(after["bias"], before["bias"])
+        assert (after["matrix"] != before["matrix"]).any()
+
+
+@both
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize(
+    "kind, dtype",
+    [("SGD", "float32"), ("Adam", "float32"), ("AdamW", "float32"), ("AdamW", "bfloat16")],
+)
+def test_state_dict_continues_with_the_same_bits(kind, dtype, flat, device):
+    device = device_of(device)
+
+    def made(module):
+        parameters = (
+            nn.flatten_parameters(module) if flat and kind == "AdamW" else module.parameters()
+        )
+        extra = {"momentum": 0.9} if kind == "SGD" else {}
+        return getattr(optim, kind)(parameters, lr=0.01, **extra)
+
+    one, other = Two(device, dtype), Two(device, dtype)
+    first = made(one)
+    run(one, first, 3)
+    other.load_state_dict(one.state_dict())
+    second = made(other)
+    second.load_state_dict(first.state_dict())
+    run(one, first, 3, start=3)
+    run(other, second, 3, start=3)
+    for p, q in zip(one.parameters(), other.parameters(), strict=True):
+        assert_same_bits(p.cached_data.compact(), q.cached_data.compact())
+
+
+def test_state_dict_of_another_optimizer_is_refused():
+    module = Two(ndl.cpu())
+    optimizer = adamw(module.parameters())
+    run(module, optimizer, 1)
+    state = optimizer.state_dict()
+    arrays = dict(state["arrays"])
+    arrays.pop(next(iter(arrays)))
+    with pytest.raises((KeyError, ValueError)):
+        adamw(Two(ndl.cpu()).parameters()).load_state_dict(state | {"arrays": arrays})
+
+
+@both
+@pytest.mark.parametrize("flat", [False, True])
+def test_clip_grad_norm(flat, device):
+    module = Two(device_of(device))
+    parameters = nn.flatten_parameters(module) if flat else module.parameters()
+    made = gradients(0)
+    norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in made.values()))
+    for limit in (1.0, 100.0):
+        give(module, made)
+        got = optim.clip_grad_norm(parameters, limit)
+        assert isinstance(got, float) and abs(got - norm) < 1e-5 * norm
+        scale = min(1.0, limit / (norm + 1e-6))
+        for name, p in module.named_parameters():
+            np.testing.assert_allclose(p.grad.numpy(), made[name] * scale, rtol=2e-6)
+
+
+@both
+def test_step_with_a_device_scale(device):
+    """adamw.step(scale) of _C.grad_norm is clipping without a wait for the device."""
+    device = device_of(device)
+    module = Two(device)
+    start = values_of(module)
+    flat = nn.flatten_parameters(module)
+    optimizer = adamw(flat)
+    expected = {name: p for name, p in start.items()}
+    states = {name: {} for name in start}
+    for step in range(3):
+        made = gradients(step)
+        give(module, made)
+        norm, scale = ndl._C.grad_norm(flat.grad, 1.0)
+        optimizer.step(scale=scale)
+        exact = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in made.values()))
+        assert abs(float(norm.numpy()) - exact) < 1e-5 * exact
+        for name, decay in (("matrix", 0.02), ("bias", 0.0)):
+            g = made[name] * min(1.0, 1.0 / (exact + 1e-6))
+            expected[name] = adam(
+                expected[name], g, states[name], decoupled=True, weight_decay=decay
+            )
+    close(values_of(module), expected)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW"])
+def test_wrong_hyperparameters(kind):
+    parameters = Two(ndl.cpu()).parameters()
+    made = getattr(optim, kind)
+    for wrong in (
+        {"lr": -1.0},
+        {"lr": 0.1, "weight_decay": -1.0},
+        {"lr": float("nan")},
+        {"lr": float("inf")},
+    ):
+        with pytest.raises(ValueError):
+            made(parameters, **wrong)
+    fraction = "momentum" if kind == "SGD" else "beta1"
+    with pytest.raises(ValueError, match=fraction):
+        made(parameters, lr=0.1, **{fraction: 1.0})
+    with pytest.raises(ValueError):
+        made([], lr=0.1)
+    if kind == "AdamW":
+        with pytest.raises(ValueError, match="weight_decay"):
+            made([{"params": parameters, "weight_decay": -0.1}], lr=0.1)
+
+
+def test_schedules():
+    cosine = optim.Cosine(1.0, total=110, warmup=10, floor=0.1)
+    assert [cosine(step) for step in (0, 5, 10, 60, 110, 1000)] == pytest.approx(
+        [0, 0.5, 1, 0.55, 0.1, 0.1]
+    )
+    linear = optim.Linear(2.0, total=100)
+    assert [linear(step) for step in (0, 50, 100, 101)] == pytest.approx([2, 1, 0, 0])
+    constant = optim.Constant(3.0, warmup=4)
+    assert [constant(step) for step in (1, 2, 4, 10**6)] == pytest.approx([0.75, 1.5, 3, 3])
+    for wrong in (
+        lambda: optim.Cosine(1.0, total=10, warmup=11),
+        lambda: optim.Linear(1.0, total=-1),
+    ):
+        with pytest.raises(ValueError):
+            wrong()

@@ -1,0 +1,482 @@
+"""Pythia against golden numbers that transformers' GPT-NeoX made (golden/make_golden.py),
+and what it promises of its own: independence of rows, causality, presets, initial values,
+generation."""
+
+import functools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from harness import DEVICES, ROOT, device_of, live_bytes
+from safetensors.numpy import load_file
+
+import needle as ndl
+from needle import _C, Tensor, nn, optim
+from needle.models import pythia
+from needle.models.pythia import Pythia, PythiaConfig
+
+GOLDEN = Path(__file__).resolve().parent / "golden"
+FACTS = json.loads((GOLDEN / "gpt_neox.json").read_text())
+VARIANTS = list(FACTS["variants"])
+PATTERNS = ("mixed", "local", "strided", "global", "dense")
+both = pytest.mark.parametrize("device", DEVICES)
+
+
+@functools.cache
+def golden() -> dict[str, np.ndarray]:
+    return load_file(GOLDEN / "gpt_neox.safetensors")
+
+
+def ours(name: str, values: np.ndarray) -> np.ndarray:
+    """Linear weights are (in, out) here and (out, in) there; embeddings are alike."""
+    is_linear = name.endswith(".weight") and values.ndim == 2 and name != "embed_in.weight"
+    return np.ascontiguousarray(values.T) if is_linear else values
+
+
+def of(prefix: str) -> dict[str, np.ndarray]:
+    prefix += "/"
+    return {
+        k[len(prefix) :]: ours(k[len(prefix) :], v)
+        for k, v in golden().items()
+        if k.startswith(prefix)
+    }
+
+
+def golden_model(variant: str, device, dtype="float32", **changes) -> Pythia:
+    config = PythiaConfig(
+        **FACTS["config"] | FACTS["variants"][variant] | {"dtype": dtype} | changes
+    )
+    model = Pythia(config, device=device)
+    weights = of("weights")
+    named = dict(model.named_parameters())
+    assert set(named) == set(weights)
+    for name, parameter in named.items():
+        parameter.data = Tensor(weights[name], device=device, dtype=dtype)
+    return model
+
+
+def small(device=None, seed=0, dtype="float32", **changes) -> Pythia:
+    fields = {
+        "vocab_size": 41,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 2,
+        "max_seq_len": 96,
+    }
+    np.random.seed(seed)
+    return Pythia(PythiaConfig(**fields | {"dtype": dtype} | changes), device=device)
+
+
+def tokens(seed: int, *shape, vocabulary=41) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, vocabulary, shape)
+
+
+# ---- against transformers ------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_and_loss(variant, device):
+    model = golden_model(variant, device_of(device))
+    logits, loss = model(golden()["ids"], golden()["targets"])
+    expected = golden()[f"{variant}/logits"]
+    assert logits.shape == expected.shape
+    np.testing.assert_allclose(logits.numpy(), expected, rtol=0, atol=4e-6 * np.abs(expected).max())
+    assert abs(float(loss.numpy()) - FACTS["losses"][variant]) < 4e-6
+    alone, none = model(golden()["ids"])
+    assert none is None
+    np.testing.assert_array_equal(alone.numpy(), logits.numpy())
+
+
+@both
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients(variant, flat, device):
+    model = golden_model(variant, device_of(device))
+    if flat:
+        nn.flatten_parameters(model)
+    _, loss = model(golden()["ids"], golden()["targets"])
+    loss.backward()
+    expected = of(f"{variant}/grads")
+    for name, parameter in model.named_parameters():
+        wanted = expected.pop(name)
+        got = parameter.grad.numpy()
+        assert got.shape == wanted.shape, name
+        scale = np.abs(wanted).max()
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-5 * scale + 1e-7, err_msg=name)
+    assert not expected
+
+
+@both
+@pytest.mark.parametrize("flat", [False, True])
+def test_training_trace(flat, device):
+    """Ten AdamW steps with clipping and decay on matrices only, as torch takes them."""
+    trace = FACTS["trace"]
+    model = golden_model(trace["variant"], device_of(device))
+    beta1, beta2 = trace["betas"]
+    options = {name: trace[name] for name in ("lr", "eps", "weight_decay")} | {
+        "beta1": beta1,
+        "beta2": beta2,
+    }
+    if flat:
+        parameters = nn.flatten_parameters(model)
+        optimizer = optim.AdamW(parameters, **options)
+    else:
+        parameters = model.parameters()
+        groups = [
+            {"params": [p for p in parameters if p.ndim >= 2]},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        optimizer = optim.AdamW(groups, **options)
+    for step in range(trace["steps"]):
+        optimizer.reset_grad()
+        _, loss = model(golden()["ids"], golden()["targets"])
+        loss.backward()
+        if flat:
+            norm, scale = _C.grad_norm(parameters.grad, trace["max_norm"])
+            norm = float(norm.numpy())
+            optimizer.step(scale=scale)
+        else:
+            norm = optim.clip_grad_norm(parameters, trace["max_norm"])
+            optimizer.step()
+        assert abs(float(loss.numpy()) - trace["losses"][step]) < 1e-4 * trace["losses"][0], step
+        assert abs(norm - trace["norms"][step]) < 1e-3 * trace["norms"][0], step
+
+
+@both
+def test_bfloat16_is_near(device):
+    """In bfloat16, with float32 sums, the model stays within a few per cent."""
+    for variant in VARIANTS:
+        model = golden_model(variant, device_of(device), dtype="bfloat16")
+        logits, loss = model(golden()["ids"], golden()["targets"])
+        assert logits.dtype == "bfloat16"
+        expected = golden()[f"{variant}/logits"]
+        error = np.abs(logits.numpy() - expected)
+        assert (
+            error.max() < 0.05 * np.abs(expected).max()
+            and error.mean() < 0.01 * np.abs(expected).max()
+        )
+        assert abs(float(loss.numpy()) - FACTS["losses"][variant]) < 0.03
+        loss.backward()
+        for name, wanted in of(f"{variant}/grads").items():
+            got = dict(model.named_parameters())[name].grad.numpy()
+            # The direction is kept.
+            cosine = (got * wanted).sum() / np.sqrt((got**2).sum() * (wanted**2).sum())
+            assert cosine > 0.99, (variant, name, cosine)
+
+
+@both
+def test_training_in_bfloat16_keeps_up(device):
+    losses = {}
+    for dtype in ("float32", "bfloat16"):
+        model = small(device_of(device), dtype=dtype)
+        optimizer = optim.AdamW(nn.flatten_parameters(model), lr=3e-3)
+        ids = tokens(1, 4, 33)
+        for _ in range(30):
+            optimizer.reset_grad()
+            _, loss = model(ids[:, :-1], ids[:, 1:])
+            loss.backward()
+            optimizer.step()
+        losses[dtype] = float(loss.numpy())
+    assert losses["float32"] < 2.5 < np.log(41)
+    assert abs(losses["bfloat16"] - losses["float32"]) < 0.1
+
+
+# ---- rows and time -------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("sparse", [False, True])
+def test_rows_are_independent(sparse, device):
+    model = small(device_of(device), use_sparse_attention=sparse, sparse_window=16, sparse_block=16)
+    ids = tokens(2, 2, 50)
+    together = model(ids)[0].numpy()
+    for row in range(2):
+        alone = model(ids[row : row + 1])[0].numpy()
+        np.testing.assert_allclose(together[row], alone[0], rtol=0, atol=3e-6 * np.abs(alone).max())
+    other = ids.copy()
+    other[1] = tokens(3, 50)
+    np.testing.assert_array_equal(model(other)[0].numpy()[0], together[0])
+    assert (model(other)[0].numpy()[1] != together[1]).any()
+
+
+@both
+@pytest.mark.parametrize("pattern", [None, *PATTERNS])
+def test_the_model_is_causal(pattern, device):
+    """A later token moves no earlier logit; the loss at a position sends no gradient past it."""
+    sparse = (
+        {}
+        if pattern is None
+        else {
+            "use_sparse_attention": True,
+            "sparse_pattern": pattern,
+            "sparse_window": 32,
+            "sparse_block": 16,
+        }
+    )
+    model = small(device_of(device), **sparse)
+    ids = tokens(4, 1, 75)
+    before = model(ids)[0].numpy()
+    for j in (1, 33, 74):
+        changed = ids.copy()
+        changed[0, j:] = (changed[0, j:] + 1 + np.arange(75 - j) % 3) % 41
+        after = model(changed)[0].numpy()
+        np.testing.assert_array_equal(after[0, :j], before[0, :j])
+        assert (after[0, j] != before[0, j]).any()
+    ids = np.arange(40)[None]  # every token once: its embedding's gradient is its position's
+    targets = np.full((1, 40), -100)
+    targets[0, :20] = 1
+    _, loss = model(ids, targets)
+    loss.backward()
+    gradient = model.embed_in.weight.grad.numpy()
+    np.testing.assert_array_equal(gradient[20:], 0)
+    assert (np.abs(gradient[:20]).max(1) > 0).all()
+
+
+def test_sparse_patterns_leave_blocks_out_and_stay_close_to_dense():
+    dense = small(max_seq_len=512)
+    ids = tokens(5, 1, 300)
+    expected = dense(ids)[0].numpy()
+    for pattern in PATTERNS:
+        model = small(
+            max_seq_len=512,
+            use_sparse_attention=True,
+            sparse_pattern=pattern,
+            sparse_window=64,
+            sparse_block=16,
+        )
+        got = model(ids)[0].numpy()
+        if pattern == "dense":
+            np.testing.assert_allclose(got, expected, atol=1e-5)
+            continue
+        assert pythia.sparse_mask(model.config, 300).causal().density < 0.4, pattern
+        assert (got[0, 200:] != expected[0, 200:]).any()
+
+
+# ---- ids -----------------------------------------------------------------------------------------
+
+
+@both
+def test_ids_outside_the_vocabulary_raise_before_upload(device):
+    device = device_of(device)
+    model = small(device)
+    good = tokens(6, 2, 5)
+    before = live_bytes(device)
+    for bad in (41, -1, 2**31, 2**40, -(2**31)):
+        ids = good.astype(np.int64)
+        ids[1, 3] = bad
+        for form in (ids, ids.tolist()):
+            with pytest.raises(ValueError, match=rf"{bad}.*\(1, 3\).*41"):
+                model(form)
+            with pytest.raises(ValueError, match=str(bad)):
+                model.generate(form, 1)
+            if bad > 0:
+                with pytest.raises(ValueError, match=rf"targets.*{bad}"):
+                    model(good, form)
+    assert live_bytes(device) == before
+    assert np.isfinite(model(good)[0].numpy()).all()
+
+
+def test_wrong_inputs():
+    model = small()
+    good = tokens(6, 2, 5)
+    for wrong, error in [
+        (good[0], ValueError),
+        (tokens(0, 1, 97), ValueError),
+        (good + 0.5, TypeError),
+        (np.array([["a"]]), TypeError),
+    ]:
+        with pytest.raises(error):
+            model(wrong)
+    with pytest.raises(ValueError):
+        model(good, good[:, :4])
+
+
+@both
+def test_inputs_of_any_kind(device):
+    device = device_of(device)
+    model = small(device)
+    ids = tokens(7, 2, 6)
+    expected = model(ids)[0].numpy()
+    for form in (
+        ids.tolist(),
+        ids.astype(np.uint16),
+        ids.astype(np.float32),
+        ids[::1, ::1],
+        np.asfortranarray(ids),
+        ndl.NDArray(ids),
+        Tensor(ids),
+        _C.array(ids, dtype="int32", device=device),
+        _C.array(ids, dtype="int64"),
+    ):
+        np.testing.assert_array_equal(model(form)[0].numpy(), expected)
+
+
+@both
+def test_negative_targets_are_ignored(device):
+    model = small(device_of(device))
+    ids = tokens(8, 2, 6)
+    targets = np.roll(ids, -1, 1)
+    targets[:, 3:] = -100
+    got = float(model(ids, targets)[1].numpy())
+    assert abs(got - float(model(ids[:, :3], targets[:, :3])[1].numpy())) < 1e-6
+
+
+# ---- what it is made of --------------------------------------------------------------------------
+
+PARAMETERS = {
+    "14m": 14_067_712,
+    "31m": 30_494_720,
+    "70m": 70_426_624,
+    "160m": 162_322_944,
+    "410m": 405_334_016,
+    "1b": 1_011_781_632,
+    "1.4b": 1_414_647_808,
+    "2.8b": 2_775_208_960,
+    "6.9b": 6_857_302_016,
+    "12b": 11_846_072_320,
+}
+
+
+def count(config: PythiaConfig) -> int:
+    c, inner = config.hidden_size, config.intermediate_size
+    layer = 4 * c * c + 4 * c + 2 * c * inner + inner + c + 4 * c
+    return 2 * config.vocab_size * c + config.num_layers * layer + 2 * c
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_presets(name):
+    config = PythiaConfig.preset(f"pythia-{name}")
+    assert count(config) == PARAMETERS[name]
+    assert config == PythiaConfig.preset(name)
+    assert (config.max_seq_len, config.rotary_pct, config.use_parallel_residual) == (
+        2048,
+        0.25,
+        True,
+    )
+    if name in ("14m", "70m"):
+        assert Pythia(config, initialise=False).num_parameters() == PARAMETERS[name]
+
+
+def test_create_pythia_70m():
+    model, config = pythia.create_pythia_70m(vocab_size=1000)  # the rest as it is, and drawn faster
+    assert config == PythiaConfig.preset("pythia-70m", vocab_size=1000)
+    assert (config.hidden_size, config.num_layers, config.num_heads, config.max_seq_len) == (
+        512,
+        6,
+        8,
+        2048,
+    )
+    named = dict(model.named_parameters())
+    for name, wanted in {
+        "embed_in.weight": 0.027951,
+        "embed_out.weight": 0.027951,
+        "layers.3.attention.query_key_value.weight": 0.027951,
+        "layers.3.mlp.dense_h_to_4h.weight": 0.027951,
+        "layers.3.attention.dense.weight": 0.014731,
+        "layers.3.mlp.dense_4h_to_h.weight": 0.014731,
+    }.items():
+        values = named[name].numpy()
+        assert abs(values.std() / wanted - 1) < 0.01, name
+        assert abs(values.mean()) < 5 * wanted / np.sqrt(values.size), name
+    for name, parameter in named.items():
+        if "layernorm" in name or "layer_norm" in name:
+            assert (parameter.numpy() == (1 if name.endswith("weight") else 0)).all()
+        elif name.endswith("bias"):
+            assert (parameter.numpy() == 0).all()
+    assert "embed_out.bias" not in named
+
+
+@both
+def test_a_seed_makes_the_same_model(device):
+    one, other = small(device_of(device), seed=3), small(ndl.cpu(), seed=3)
+    for p, q in zip(one.parameters(), other.parameters(), strict=True):
+        np.testing.assert_array_equal(p.numpy(), q.numpy())
+    low = small(device_of(device), seed=3, dtype="bfloat16")
+    np.testing.assert_array_equal(
+        low.embed_in.weight.numpy(), one.embed_in.weight.cached_data.astype("bfloat16").numpy()
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"hidden_size": 30, "num_heads": 4},
+        {"vocab_size": 0},
+        {"hidden_act": "relu"},
+        {"dtype": "float64"},
+        {"rotary_pct": 1.5},
+        {"sparse_pattern": "zigzag"},
+        {"num_layers": 2.5},
+    ],
+)
+def test_wrong_configurations(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        PythiaConfig(**wrong)
+    with pytest.raises(ValueError, match="70m"):
+        PythiaConfig.preset("71m")
+
+
+def test_configuration_round_trip():
+    config = PythiaConfig.preset("70m", use_sparse_attention=True)
+    assert PythiaConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    with pytest.raises(ValueError, match="colour"):
+        PythiaConfig.from_dict(config.to_dict() | {"colour": 1})
+
+
+# ---- generation ----------------------------------------------------------------------------------
+
+
+@both
+def test_generate(device):
+    model = small(device_of(device))
+    prompt = tokens(9, 2, 5)
+    for options in ({"temperature": 0.0}, {"temperature": 0.8, "top_k": 5}, {"top_p": 0.9}):
+        np.random.seed(11)
+        one = model.generate(prompt, 7, **options)
+        np.random.seed(11)
+        other = model.generate(prompt, 7, **options)
+        np.testing.assert_array_equal(one, other)
+        assert one.shape == (2, 12) and one.min() >= 0 and one.max() < 41
+        np.testing.assert_array_equal(one[:, :5], prompt)
+    greedy = model.generate(prompt, 7, temperature=0.0)
+    for t in range(5, 12):  # each token is the likeliest of what the model says before it
+        np.testing.assert_array_equal(
+            model(greedy[:, :t])[0].numpy()[:, -1].argmax(-1), greedy[:, t]
+        )
+    np.testing.assert_array_equal(model.generate(prompt[0], 7, temperature=0.0), greedy[0])
+    np.testing.assert_array_equal(model.generate(prompt, 7, top_k=1), greedy)
+    np.testing.assert_array_equal(model.generate(prompt, 0), prompt)
+    seeded = [model.generate(prompt, 7, seed=5) for _ in range(2)]
+    np.testing.assert_array_equal(*seeded)
+
+
+def test_generate_past_the_longest_context():
+    model = small(max_seq_len=8)
+    out = model.generate(tokens(10, 1, 6), 10, temperature=0.0)
+    assert out.shape == (1, 16)
+    np.testing.assert_array_equal(model(out[:, 7:15])[0].numpy()[:, -1].argmax(-1), out[:, 15])
+
+
+def test_generate_refuses():
+    model = small()
+    for options in ({"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}):
+        with pytest.raises(ValueError):
+            model.generate(tokens(0, 1, 3), 2, **options)
+    with pytest.raises(ValueError):
+        model.generate(np.zeros((1, 0), int), 2)
+    with pytest.raises(ValueError):
+        model.generate(tokens(0, 1, 3), -1)
+
+
+def test_generation_leaves_no_graph():
+    model = small()
+    before = live_bytes(ndl.cpu())
+    model.generate(tokens(0, 1, 3), 5)
+    assert live_bytes(ndl.cpu()) == before
+
+
+def test_the_golden_numbers_are_small():
+    assert sum(file.stat().st_size for file in GOLDEN.iterdir()) < 600_000
+    assert (ROOT / "tests" / "golden" / "make_golden.py").exists()
