@@ -1,0 +1,173 @@
+# needle: build, train, test. `make` alone prints this help.
+#
+#   make train ARGS="--steps 100"            needs python3, a C compiler and make; sets up the rest
+#   make test PYTHON=/opt/py/bin/python VENV=   uses that interpreter as it is: installs only what it
+#                                            lacks, so that nothing is fetched when it lacks nothing
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+CC ?= cc
+# What `make memcheck` runs under compute-sanitizer: the kernel tests.
+MEMCHECK_TESTS ?= tests/test_ops.py
+SANITIZER ?= $(firstword $(wildcard $(CUDA_HOME)/bin/compute-sanitizer \
+    /usr/local/cuda/bin/compute-sanitizer) compute-sanitizer)
+RUFF := ruff==0.14.*
+FORMAT := clang-format==14.0.6
+
+ifeq ($(strip $(VENV)),)
+PY := $(PYTHON)
+STATE := build/state/$(shell printf '%s' '$(PYTHON)' | cksum | cut -d' ' -f1)
+else
+PY := $(VENV)/bin/python
+STATE := $(VENV)/.needle
+endif
+
+BUILD_NEEDS := setuptools numpy scipy_openblas32 safetensors
+APP_NEEDS := $(BUILD_NEEDS) tokenizers tqdm matplotlib
+TEST_NEEDS := $(APP_NEEDS) pytest hypothesis
+C_FILES = $(wildcard csrc/*.[ch] csrc/cpu/*.[ch] cuda/*.cu cuda/*.cuh tests/c/*.[ch])
+
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help train test test-cuda lib check format asan memcheck bench clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo 'make train [ARGS="--help"]  set up, build, and train Pythia on text that is already here'
+	@echo 'make test                   set up, build, and run the tests (ARGS: more for pytest)'
+	@echo 'make test-cuda              only the tests that need an NVIDIA GPU; fails without one'
+	@echo 'make lib                    build needle/_C and, where CUDA is, needle/_cuda.so, in place'
+	@echo 'make check                  formatting, lint, and the architecture test'
+	@echo 'make format                 apply the formatting'
+	@echo 'make asan                   the C tests under the address and undefined-behaviour sanitizers'
+	@echo 'make memcheck               the CUDA kernel tests under compute-sanitizer'
+	@echo 'make bench                  the benchmarks'
+	@echo 'make clean                  remove what was built (keeps $(VENV) and runs/)'
+	@echo
+	@echo 'NEEDLE_CUDA=auto|1|0        build the CUDA backend when possible | always | never'
+	@echo 'NEEDLE_CUDA_ARCHS="80 90a"  for these architectures (default: the GPUs here, else all)'
+	@echo 'PYTHON=... VENV=            use this interpreter as it is, without making a .venv'
+
+# ---- the environment -------------------------------------------------------------------------------
+# One line names everything that a bare machine lacks.
+define find_host
+missing=; \
+command -v "$(firstword $(CC))" >/dev/null 2>&1 || command -v gcc >/dev/null 2>&1 || missing=" gcc"; \
+command -v "$(PYTHON)" >/dev/null 2>&1 || \
+    { echo "needle: error: no $(PYTHON): apt install python3 python3-venv python3-dev$$missing" >&2; exit 1; }; \
+version=$$("$(PYTHON)" -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
+"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+    { echo "needle: error: needs Python 3.10 or newer, $(PYTHON) is $$version: make PYTHON=python3.12" >&2; exit 1; }; \
+"$(PYTHON)" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' \
+    || missing="$$missing python$$version-dev"; \
+[ -z "$(strip $(VENV))" ] || "$(PYTHON)" -c 'import venv, ensurepip' 2>/dev/null || missing="$$missing python$$version-venv"; \
+[ -z "$$missing" ] || \
+    { echo "needle: error: this machine lacks packages: apt install$$missing (Fedora: dnf install gcc python3-devel)" >&2; exit 1; }
+endef
+
+# $(call want,modules): pip installs those that cannot be found, and runs only when there are any.
+define want
+lacking=$$("$(PY)" -c 'import sys; from importlib.util import find_spec; \
+print(*(n.replace("_", "-") for n in sys.argv[1:] if find_spec(n) is None))' $(1)) || exit 1; \
+if [ -n "$$lacking" ]; then \
+    echo "needle: installing $$lacking"; \
+    "$(PY)" -m pip install -q $$lacking || \
+        { echo "needle: error: pip could not install $$lacking into $(PY); install them there and run make again" >&2; exit 1; }; \
+fi
+endef
+
+$(STATE)/python:
+	@$(find_host)
+ifneq ($(strip $(VENV)),)
+	@[ -x $(PY) ] || { echo "needle: making $(VENV)"; "$(PYTHON)" -m venv $(VENV); }
+endif
+	@mkdir -p $(STATE) && touch $@
+
+$(STATE)/build: $(STATE)/python pyproject.toml
+	@$(call want,$(BUILD_NEEDS))
+	@touch $@
+
+$(STATE)/train: $(STATE)/build
+	@$(call want,$(APP_NEEDS))
+	@touch $@
+
+$(STATE)/test: $(STATE)/build
+	@$(call want,$(TEST_NEEDS))
+	@touch $@
+
+# ---- what to do ------------------------------------------------------------------------------------
+lib: $(STATE)/build
+	@"$(PY)" -W ignore setup.py -q build_ext --inplace
+ifneq ($(strip $(VENV)),)
+	@[ -e $(STATE)/installed ] || { echo '$(CURDIR)' > \
+	    "$$("$(PY)" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/needle-checkout.pth" \
+	    && touch $(STATE)/installed; }
+endif
+
+train: $(STATE)/train lib
+	@"$(PY)" apps/train_pythia.py $(ARGS)
+
+test: $(STATE)/test lib
+	@"$(PY)" -X dev -W error -m pytest -q $(ARGS)
+
+test-cuda: $(STATE)/test
+	@NEEDLE_CUDA=1 $(MAKE) --no-print-directory lib
+	@NEEDLE_REQUIRE_CUDA=1 "$(PY)" -m pytest -q -m cuda $(ARGS)
+
+# clang-format 14 and ruff, from the machine when it has them, else from the package index.
+define find_tools
+format=$$(command -v clang-format-14 || command -v clang-format || echo none); \
+"$$format" --version 2>/dev/null | grep -q 'version 14\.' || format=build/check/bin/clang-format; \
+lint=$$(command -v ruff || echo build/check/bin/ruff); \
+if [ ! -x build/check/bin/ruff ] && case "$$format $$lint" in *build/check*) true;; *) false;; esac; then \
+    "$(PY)" -m venv build/check && build/check/bin/pip install -q '$(FORMAT)' '$(RUFF)' || \
+        { echo "needle: error: put clang-format 14 and ruff on the PATH" >&2; exit 1; }; \
+fi
+endef
+
+check: $(STATE)/test lib
+	@$(find_tools); \
+	"$$format" --dry-run -Werror $(C_FILES) && "$$lint" check --quiet . || \
+	    { echo "needle: error: see above; make format mends what can be mended by itself" >&2; exit 1; }
+	@"$(PY)" -m pytest -q tests/test_architecture.py
+
+format: $(STATE)/build
+	@$(find_tools); \
+	"$$format" -i $(C_FILES); "$$lint" check --quiet --fix-only .; "$$lint" format --quiet .
+
+# Without Python: the C core by itself, with the built-in matrix product, so that every byte that
+# it reads has been through the sanitizer.
+ASAN_FLAGS := -std=gnu17 -g -O1 -fno-omit-frame-pointer -fsanitize=address,undefined \
+    -fno-sanitize-recover=all -fopenmp -Wall -Wextra -Icsrc
+ASAN_CORE := csrc/status.c csrc/array.c $(wildcard csrc/cpu/*.c)
+ASAN_TESTS := $(patsubst tests/c/%.c,build/asan/%,$(wildcard tests/c/test_*.c))
+
+build/asan/%.o: %.c $(wildcard csrc/*.h csrc/*.def csrc/cpu/*.h) Makefile
+	@mkdir -p $(@D)
+	@$(CC) $(ASAN_FLAGS) -c $< -o $@
+
+build/asan/test_%: tests/c/test_%.c $(patsubst %.c,build/asan/%.o,$(ASAN_CORE)) $(wildcard tests/c/*.h)
+	@mkdir -p $(@D)
+	@$(CC) $(ASAN_FLAGS) $(filter %.c %.o,$^) -lm -o $@
+
+.SECONDARY: $(patsubst %.c,build/asan/%.o,$(ASAN_CORE))
+
+asan: $(ASAN_TESTS)
+	@[ -n "$^" ] || { echo "needle: error: there is no tests/c/test_*.c" >&2; exit 1; }
+	@for test in $^; do echo "asan: $$test"; \
+	    UBSAN_OPTIONS=print_stacktrace=1 $$test || exit 1; done
+
+memcheck: $(STATE)/test
+	@NEEDLE_CUDA=1 $(MAKE) --no-print-directory lib
+	@command -v $(SANITIZER) >/dev/null || { echo "needle: error: no compute-sanitizer: it comes with the CUDA toolkit (SANITIZER=/path)" >&2; exit 1; }
+	@NEEDLE_REQUIRE_CUDA=1 $(SANITIZER) --tool memcheck --error-exitcode 1 \
+	    "$(PY)" -m pytest -q -m cuda -p no:cacheprovider $(MEMCHECK_TESTS) $(ARGS)
+
+bench: $(STATE)/train lib
+	@for script in $$(grep -l __main__ benchmarks/*.py); do "$(PY)" $$script $(ARGS) || exit 1; done
+
+clean:
+	rm -rf build dist *.egg-info needle/*.so needle/.*.partial
+	find . -path ./$(or $(VENV),.venv) -prune -o -name __pycache__ -exec rm -rf {} +
