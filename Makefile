@@ -9,7 +9,7 @@ VENV ?= .venv
 ARGS ?=
 CC ?= cc
 # What `make memcheck` runs under compute-sanitizer: the kernel tests.
-MEMCHECK_TESTS ?= tests/test_ops.py
+MEMCHECK_TESTS ?= tests/test_ops.py tests/test_attention.py
 SANITIZER ?= $(firstword $(wildcard $(CUDA_HOME)/bin/compute-sanitizer \
     /usr/local/cuda/bin/compute-sanitizer) compute-sanitizer)
 RUFF := ruff==0.14.*

@@ -36,6 +36,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -140,6 +141,7 @@ class Compile:
         self.object.parent.mkdir(parents=True, exist_ok=True)
         self.object.with_suffix(".cmd").unlink(missing_ok=True)
         partial = self.object.with_suffix(".partial.o")
+        started = time.time_ns()
         command = [
             *self.command,
             "-MMD",
@@ -167,6 +169,7 @@ class Compile:
             fail(
                 f"{self.source.relative_to(ROOT)} does not compile (the compiler's words are above)"
             )
+        os.utime(partial, ns=(started, started))  # a source saved meanwhile is newer
         os.replace(partial, self.object)
         self.object.with_suffix(".cmd").write_text(self.digest)
         return text

@@ -38,13 +38,13 @@ typedef union {
     } name##_args;
 /* x or y is NULL when that operand is the Python scalar in x_scalar / y_scalar; never both.
  * All arrays arrive broadcast to out's shape (zero strides); out is C-contiguous. */
-#define EW2(name, types, formula)   \
-    typedef struct {                \
-        const nd_array *x;          \
-        const nd_array *y;          \
-        double x_scalar;            \
-        double y_scalar;            \
-        nd_array *out;              \
+#define EW2(name, types, formula) \
+    typedef struct {              \
+        const nd_array *x;        \
+        const nd_array *y;        \
+        double x_scalar;          \
+        double y_scalar;          \
+        nd_array *out;            \
     } name##_args;
 #define CMP(name, formula) EW2(name, ANY, formula)
 /* Reduce the LAST `axes` axes of x (any strides); out is contiguous with the axes that stay. */
@@ -76,35 +76,36 @@ typedef union {
 /* ---- the vtable ---------------------------------------------------------------------------------*/
 typedef struct {
     char name[128];
-    int64_t total_bytes;      /* memory of the device */
-    int processors;           /* cores, or multiprocessors */
-    int arch;                 /* CUDA: 90 for sm_90; CPU: 0 */
-    char detail[256];         /* CPU: OpenBLAS core and threads; CUDA: driver and runtime versions */
+    int64_t total_bytes; /* memory of the device */
+    int processors;      /* cores, or multiprocessors */
+    int arch;            /* CUDA: 90 for sm_90; CPU: 0 */
+    char detail[256];    /* CPU: OpenBLAS core and threads; CUDA: driver and runtime versions */
 } nd_properties;
 
 typedef struct {
-    int64_t live_bytes;       /* in arrays right now (what a leak test looks at) */
-    int64_t peak_bytes;       /* the most that live_bytes has been since reset_peak */
-    int64_t reserved_bytes;   /* held by the pool, live or cached */
+    int64_t live_bytes;     /* in arrays right now (what a leak test looks at) */
+    int64_t peak_bytes;     /* the most that live_bytes has been since reset_peak */
+    int64_t reserved_bytes; /* held by the pool, live or cached */
 } nd_memory_stats;
 
-typedef struct nd_event nd_event;   /* opaque; a point in the device's stream */
+typedef struct nd_event nd_event;       /* opaque; a point in the device's stream */
 typedef struct nd_download nd_download; /* opaque; bytes on their way to the host */
 
 typedef struct nd_backend {
-    uint32_t abi;             /* ND_ABI of the header it was compiled with */
-    const char *name;         /* "cpu", "cuda" */
-    const char *(*last_error)(void);   /* this thread's message after a failure; never NULL */
+    uint32_t abi;                    /* ND_ABI of the header it was compiled with */
+    const char *name;                /* "cpu", "cuda" */
+    uintptr_t alignment;             /* of the data of IN, OPT, IO and IO_OPT operands, in bytes */
+    const char *(*last_error)(void); /* this thread's message after a failure; never NULL */
 
     /* 0 and ND_OK when there is none; a failure says why there can be none (no driver, ...). */
     nd_status (*device_count)(int *count);
-    nd_status (*open)(int device);                       /* create context and stream; idempotent */
+    nd_status (*open)(int device); /* create context and stream; idempotent */
     nd_status (*properties)(int device, nd_properties *out);
     /* Free everything of a healthy context; ND_EFATAL after a fatal fault (restart). */
     nd_status (*reset)(int device);
 
-    nd_status (*allocate)(int device, size_t bytes, void **out);   /* new; 64-byte aligned */
-    nd_status (*release)(int device, void *memory);   /* stream-ordered; no-op after fatal fault */
+    nd_status (*allocate)(int device, size_t bytes, void **out); /* new; 64-byte aligned */
+    nd_status (*release)(int device, void *memory); /* stream-ordered; no-op after fatal fault */
     nd_status (*upload)(int device, void *to, const void *from_host, size_t bytes);
     nd_status (*download)(int device, void *to_host, const void *from, size_t bytes); /* waits */
     /* The same in two halves: begin enqueues the copy and returns, end waits for that copy alone,
@@ -116,7 +117,7 @@ typedef struct nd_backend {
     nd_status (*reset_peak)(int device);
     nd_status (*empty_cache)(int device);
 
-    nd_status (*event_new)(int device, nd_event **out);            /* new */
+    nd_status (*event_new)(int device, nd_event **out); /* new */
     nd_status (*event_record)(int device, nd_event *event);
     nd_status (*event_elapsed)(int device, nd_event *from, nd_event *to, double *milliseconds);
     nd_status (*event_free)(int device, nd_event *event);
@@ -130,7 +131,7 @@ typedef struct nd_backend {
 #include "ops.def"
 } nd_backend;
 
-#define ND_ABI ((uint32_t)sizeof(nd_backend))   /* any added row changes it */
+#define ND_ABI ((uint32_t)sizeof(nd_backend)) /* any added row changes it */
 
 /* A backend file list: prototypes and a filled vtable come from ops.def too, so that a function a
  * backend lacks is a link error:
@@ -142,7 +143,7 @@ typedef struct nd_backend {
 struct nd_device {
     const nd_backend *backend;
     int index;
-    uint64_t generation;      /* grows with each reset(): older storages are stale */
+    uint64_t generation; /* grows with each reset(): older storages are stale */
 };
 
 #ifdef __cplusplus

@@ -192,6 +192,13 @@ static bool has_layout(field_kind kind, nd_array *a) {
            (*rows_stride == 1 && *columns_stride >= m);
 }
 
+/* Kernels of contiguous operands may read whole vectors: a view that begins between two is copied,
+ * so that its results have the same bits as those of the copy. */
+static bool is_aligned(const call *c, field_kind kind, const nd_array *a) {
+    bool whole = kind == KIND_IN || kind == KIND_OPT || kind == KIND_IO || kind == KIND_IO_OPT;
+    return !whole || (uintptr_t)a->data % c->device->backend->alignment == 0;
+}
+
 static int replace_by_copy(call *c, const field *f, structured *s) {
     nd_array copy;
     nd_trace_copy(c->state, c->row->name, f->name, &s->array);
@@ -240,7 +247,7 @@ static int lay_out(call *c, const field *fields, const nd_slot *slots, structure
             overlaps |= is_output_kind(fields[j].kind) && slots[j].array != NULL &&
                         nd_may_overlap(&s->array, &operands[j].array);
         }
-        if (overlaps || !has_layout(f->kind, &s->array)) {
+        if (overlaps || !has_layout(f->kind, &s->array) || !is_aligned(c, f->kind, &s->array)) {
             nd_array before = s->array;
             bool owned = s->owned;
             s->original = before;

@@ -22,8 +22,8 @@ static PyObject *download_new(PyTypeObject *type, PyObject *arguments, PyObject 
     static char *names[] = {"array", NULL};
     nd_state *state = PyType_GetModuleState(type);
     PyObject *object;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O!:Download", names, (PyObject *)state->ndarray_type,
-                                     &object)) {
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O!:Download", names,
+                                     (PyObject *)state->ndarray_type, &object)) {
         return NULL;
     }
     const nd_array *array = nd_array_of(object);
@@ -98,10 +98,8 @@ static PyObject *download_wait(PyObject *object, PyObject *unused) {
             return NULL;
         }
         nd_status status;
-        Py_BEGIN_ALLOW_THREADS
-        status = finish(self);
-        Py_END_ALLOW_THREADS
-        if (status != ND_OK) {
+        Py_BEGIN_ALLOW_THREADS status = finish(self);
+        Py_END_ALLOW_THREADS if (status != ND_OK) {
             return nd_raise(state, "Download.wait", self->device, status);
         }
         nd_array arrived;
@@ -121,8 +119,9 @@ static PyType_Slot download_slots[] = {
     {Py_tp_new, download_new},
     {Py_tp_dealloc, download_dealloc},
     {Py_tp_methods, download_methods},
-    {Py_tp_doc, "Download(array)\n--\n\nBegin to copy an array to the host, behind the work that is "
-                "queued now; wait() for it later."},
+    {Py_tp_doc,
+     "Download(array)\n--\n\nBegin to copy an array to the host, behind the work that is "
+     "queued now; wait() for it later."},
     {0, NULL},
 };
 

@@ -23,13 +23,13 @@ extern "C" {
  * calling thread's message. bind.c maps each code to the Python exception named beside it. */
 typedef enum {
     ND_OK = 0,
-    ND_EVALUE,   /* ValueError: a shape, size or value is wrong */
-    ND_ETYPE,    /* TypeError: a dtype or device is wrong */
-    ND_EINDEX,   /* IndexError */
-    ND_EMEMORY,  /* MemoryError: host memory */
-    ND_ECUDA,    /* needle.CudaError: can be retried (device memory, launch configuration) */
-    ND_EFATAL,   /* needle.CudaFatalError: the context is lost, the process must end */
-    ND_ESYSTEM,  /* RuntimeError: a library or the system refused */
+    ND_EVALUE,  /* ValueError: a shape, size or value is wrong */
+    ND_ETYPE,   /* TypeError: a dtype or device is wrong */
+    ND_EINDEX,  /* IndexError */
+    ND_EMEMORY, /* MemoryError: host memory */
+    ND_ECUDA,   /* needle.CudaError: can be retried (device memory, launch configuration) */
+    ND_EFATAL,  /* needle.CudaFatalError: the context is lost, the process must end */
+    ND_ESYSTEM, /* RuntimeError: a library or the system refused */
 } nd_status;
 
 /* Record a printf-style message for this thread and return `status` (so: return nd_error(...)).
@@ -42,31 +42,31 @@ nd_status nd_error(nd_status status, const char *format, ...)
     ;
 const char *nd_last_error(void);
 
-#define ND_TRY(call)                                     \
-    do {                                                 \
-        nd_status nd_try_status_ = (call);               \
-        if (nd_try_status_ != ND_OK) {                   \
-            return nd_try_status_;                       \
-        }                                                \
+#define ND_TRY(call)                       \
+    do {                                   \
+        nd_status nd_try_status_ = (call); \
+        if (nd_try_status_ != ND_OK) {     \
+            return nd_try_status_;         \
+        }                                  \
     } while (0)
 
 /* ---- dtypes ------------------------------------------------------------------------------------
  * X(code, name, bytes, is_float): the one list; the enum, names and sizes come from it. */
-#define ND_DTYPES(X)              \
-    X(ND_F32, "float32", 4, 1)    \
-    X(ND_BF16, "bfloat16", 2, 1)  \
-    X(ND_F16, "float16", 2, 1)    \
-    X(ND_I32, "int32", 4, 0)      \
-    X(ND_I64, "int64", 8, 0)      \
-    X(ND_U8, "uint8", 1, 0)       \
-    X(ND_BOOL, "bool", 1, 0)      \
+#define ND_DTYPES(X)             \
+    X(ND_F32, "float32", 4, 1)   \
+    X(ND_BF16, "bfloat16", 2, 1) \
+    X(ND_F16, "float16", 2, 1)   \
+    X(ND_I32, "int32", 4, 0)     \
+    X(ND_I64, "int64", 8, 0)     \
+    X(ND_U8, "uint8", 1, 0)      \
+    X(ND_BOOL, "bool", 1, 0)     \
     X(ND_U16, "uint16", 2, 0)
 
 typedef enum {
 #define X(code, name, bytes, is_float) code,
     ND_DTYPES(X)
 #undef X
-        ND_NUM_DTYPES
+    ND_NUM_DTYPES
 } nd_dtype;
 
 const char *nd_dtype_name(nd_dtype dtype);
@@ -74,21 +74,21 @@ size_t nd_dtype_size(nd_dtype dtype);
 bool nd_dtype_is_float(nd_dtype dtype);
 
 /* ---- memory ------------------------------------------------------------------------------------*/
-typedef struct nd_device nd_device;   /* backend.h; interned: equal devices are equal pointers */
+typedef struct nd_device nd_device; /* backend.h; interned: equal devices are equal pointers */
 
 typedef struct nd_storage {
-    int64_t references;     /* atomic */
-    void *memory;           /* device memory on CUDA; NULL only when bytes == 0 */
+    int64_t references; /* atomic */
+    void *memory;       /* device memory on CUDA; NULL only when bytes == 0 */
     size_t bytes;
     nd_device *device;
-    uint64_t generation;    /* the device's generation when made; differs after cuda_reset(): stale */
-    void *owner;            /* memory borrowed from elsewhere (a NumPy array, DLPack) ... */
+    uint64_t generation; /* the device's generation when made; differs after cuda_reset(): stale */
+    void *owner;         /* memory borrowed from elsewhere (a NumPy array, DLPack) ... */
     void (*release)(void *owner); /* ... and how to give it back; NULL: the backend frees memory */
 } nd_storage;
 
 typedef struct nd_array {
-    nd_storage *storage;    /* a counted reference held by whoever made the view */
-    void *data;             /* storage->memory plus the offset */
+    nd_storage *storage; /* a counted reference held by whoever made the view */
+    void *data;          /* storage->memory plus the offset */
     nd_dtype dtype;
     int ndim;
     int64_t shape[ND_MAX_DIMS];
@@ -105,11 +105,11 @@ void nd_storage_release(nd_storage *storage);
 /* A fresh C-contiguous array; its elements are undefined. ND_EVALUE when the size overflows. */
 nd_status nd_array_new(nd_device *device, nd_dtype dtype, int ndim, const int64_t *shape,
                        nd_array *out);
-void nd_array_view(const nd_array *of, nd_array *out);   /* same geometry, one more reference */
+void nd_array_view(const nd_array *of, nd_array *out); /* same geometry, one more reference */
 void nd_array_clear(nd_array *a);
 
-int64_t nd_size(const nd_array *a);                 /* number of elements; 1 for 0-d */
-bool nd_is_contiguous(const nd_array *a);           /* C order, size-1 axes ignored, empty is true */
+int64_t nd_size(const nd_array *a);       /* number of elements; 1 for 0-d */
+bool nd_is_contiguous(const nd_array *a); /* C order, size-1 axes ignored, empty is true */
 void nd_contiguous_strides(int ndim, const int64_t *shape, int64_t *strides);
 /* Stretch `a` to `shape` with zero strides, NumPy's rule. ND_EVALUE names the axis that cannot. */
 nd_status nd_broadcast_to(const nd_array *a, int ndim, const int64_t *shape, nd_array *out);
@@ -122,8 +122,8 @@ bool nd_may_overlap(const nd_array *a, const nd_array *b);
  * dropping size-1 axes: what elementwise kernels loop over. shape[0..ndim), innermost last. */
 #define ND_MAX_OPERANDS 4
 typedef struct {
-    int ndim;                                        /* 0: a single element */
-    int64_t size;                                    /* product of shape; 0: nothing to do */
+    int ndim;     /* 0: a single element */
+    int64_t size; /* product of shape; 0: nothing to do */
     int64_t shape[ND_MAX_DIMS];
     int64_t strides[ND_MAX_OPERANDS][ND_MAX_DIMS];
 } nd_loop;

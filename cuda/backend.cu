@@ -663,6 +663,7 @@ nd_backend make_backend() {
     memset(&b, 0, sizeof b);
     b.abi = ND_ABI;
     b.name = "cuda";
+    b.alignment = 16; /* one load of a vector */
     b.last_error = nd_last_error;
     b.device_count = cuda_device_count;
     b.open = cuda_open;

@@ -122,11 +122,14 @@ __global__ void __launch_bounds__(threads)
         Floats<N> ps = load<N>(p + at);
 #pragma unroll
         for (int k = 0; k < N; k++) {
-            const float x = gs.v[k] * by;
-            ms.v[k] = r.beta1 * ms.v[k] + r.rest1 * x;
-            vs.v[k] = r.beta2 * vs.v[k] + r.rest2 * (x * x);
-            const float slope = ms.v[k] / (sqrtf(vs.v[k]) * r.root + r.eps);
-            ps.v[k] = ps.v[k] * r.keep - r.step * slope;
+            /* Spelled out: left to contract as it likes, the compiler rounds the two widths
+             * differently, and a parameter's bits would depend on its neighbours. */
+            const float x = __fmul_rn(gs.v[k], by);
+            ms.v[k] = __fmaf_rn(r.beta1, ms.v[k], __fmul_rn(r.rest1, x));
+            vs.v[k] = __fmaf_rn(r.beta2, vs.v[k], __fmul_rn(r.rest2, __fmul_rn(x, x)));
+            const float root = __fmaf_rn(__fsqrt_rn(vs.v[k]), r.root, r.eps);
+            const float slope = __fdiv_rn(ms.v[k], root);
+            ps.v[k] = __fmaf_rn(-r.step, slope, __fmul_rn(ps.v[k], r.keep));
         }
         store(m + at, ms);
         store(v + at, vs);

@@ -44,10 +44,11 @@ def parity_missing() -> str | None:
     )
 
 
-def pytest_report_header() -> str:
-    if SEED is None:
-        return "order: as written (NEEDLE_TEST_SEED=off)"
-    return f"order: random, NEEDLE_TEST_SEED={SEED} repeats it"
+def pytest_sessionstart(session: pytest.Session) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None:  # also with -q, which leaves pytest's own header out
+        order = f"random, NEEDLE_TEST_SEED={SEED} repeats it" if SEED is not None else "as written"
+        reporter.write_line(f"order of tests: {order}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

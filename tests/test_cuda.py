@@ -220,7 +220,7 @@ def test_devices_that_do_not_exist(device):
     assert count >= 1
     missing = ndl.cuda(count + 7)
     assert not missing.enabled()
-    with pytest.raises((ValueError, ndl.CudaError)):
+    with pytest.raises(RuntimeError, match="no such device"):
         _C.empty((1,), "float32", missing)
     assert device.enabled()
 
@@ -311,11 +311,12 @@ def test_a_fatal_fault_ends_the_process():
     op, every later call repeats it, and the exit code is 75."""
     done = python(FAULT, NEEDLE_SYNC="1")
     assert done.returncode == 75, (done.returncode, done.stdout, done.stderr)
-    assert "exp" in done.stdout and "restart" in done.stdout.lower()
+    assert "exp" in done.stdout
+    assert done.stdout.lower().count("start") >= 4 and "checkpoint" in done.stdout
 
 
 def test_a_lost_allocation_is_no_fault(device):
     with pytest.raises((MemoryError, ndl.CudaError)) as raised:
-        _C.empty((2**41,), "float32", device)
+        _C.empty((2**46,), "float32", device)
     assert not isinstance(raised.value, ndl.CudaFatalError)
     assert _C.array([1.0], device=device).numpy() == 1

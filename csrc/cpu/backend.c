@@ -326,6 +326,7 @@ static nd_status backend_event_free(int device, nd_event *event) {
 const nd_backend cpu_backend = {
     .abi = ND_ABI,
     .name = "cpu",
+    .alignment = 1,
     .last_error = nd_last_error,
     .device_count = backend_device_count,
     .open = backend_open,
