@@ -310,14 +310,13 @@ def test_kill_9_then_resume_auto(tmp_path, tokens):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, tokens, capsys, monkeypatch):
-    wait = run_log.RunLog.wait
+    forward_backward, calls = train_pythia.forward_backward, []
 
-    def breaking(self):
-        if self._pending["step"] == 5:
-            self._pending["losses"] = [loss * float("nan") for loss in self._pending["losses"]]
-        wait(self)
+    def breaking(*arguments):
+        calls.append(arguments)
+        return forward_backward(*arguments) * (float("nan") if len(calls) == 5 else 1.0)
 
-    monkeypatch.setattr(run_log.RunLog, "wait", breaking)
+    monkeypatch.setattr(train_pythia, "forward_backward", breaking)
     assert train_pythia.main(flags(tmp_path, tokens, "a")) == 1
     error = capsys.readouterr().err
     assert "step 5: the loss is nan (epoch 0, batch 4)" in error
