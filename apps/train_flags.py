@@ -24,7 +24,7 @@ CUDA = {"model": "pythia-70m", "batch_size": 16, "seq_len": 2048, "steps": 300, 
         "dtype": "bfloat16", "eval_every": 50, "save_every": 100}
 CPU = {"model": "tiny", "batch_size": 4, "seq_len": 512, "steps": 100, "lr": 1e-3,
        "dtype": "float32", "eval_every": 25, "save_every": 25}
-TINY = {"batch_size": 16, "seq_len": 256, "steps": 300, "lr": 3e-3, "eval_every": 50,
+TINY = {"batch_size": 16, "seq_len": 256, "steps": 600, "lr": 3e-3, "eval_every": 50,
         "save_every": 50}
 COMMON = {"data": None, "tokenizer": None, "grad_accum": 1, "schedule": "cosine",
           "weight_decay": 0.1, "clip": 1.0, "seed": 1234, "sparse": None, "window": 256}
