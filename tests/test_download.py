@@ -1,0 +1,68 @@
+"""Download: an array on its way to the host while the device works on."""
+
+import gc
+
+import numpy as np
+import pytest
+from harness import DEVICES, device_of, live_bytes
+
+from needle import _C
+
+both = pytest.mark.parametrize("device", DEVICES)
+
+
+@both
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "bool"])
+def test_it_brings_what_was_there_when_it_began(device, dtype):
+    device = device_of(device)
+    host = (np.arange(35).reshape(5, 7) % 5).astype(np.float32)
+    array = _C.array(host, dtype=dtype, device=device)
+    before = array.numpy()
+    download = _C.Download(array)
+    array.fill(1)  # queued behind it
+    arrived = download.wait()
+    assert str(arrived.device) == "cpu()" and arrived.dtype == dtype
+    np.testing.assert_array_equal(arrived.numpy(), before)
+    assert download.wait() is arrived
+
+
+@both
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0, 2), (1 << 20,)])
+def test_every_size(device, shape):
+    array = _C.array(np.random.default_rng(0).standard_normal(shape), device=device_of(device))
+    np.testing.assert_array_equal(_C.Download(array).wait().numpy(), array.numpy())
+
+
+@both
+def test_views(device):
+    host = np.random.default_rng(0).standard_normal((31, 17)).astype(np.float32)
+    array = _C.array(host, device=device_of(device))
+    view = array[::-2, 3:].permute((1, 0))
+    np.testing.assert_array_equal(_C.Download(view).wait().numpy(), host[::-2, 3:].T)
+
+
+@both
+def test_many_under_way_and_the_array_gone(device):
+    device = device_of(device)
+    downloads = [_C.Download(_C.array([float(i)], device=device) + 1) for i in range(300)]
+    values = [float(download.wait()) for download in reversed(downloads)]
+    assert values == [float(i + 1) for i in reversed(range(300))]
+
+
+@both
+def test_nothing_leaks(device):
+    device = device_of(device)
+    array = _C.array(np.ones((64, 64)), device=device)
+    gc.collect()
+    before, on_host = live_bytes(device), live_bytes(_C.cpu())
+    for i in range(50):
+        download = _C.Download(array)
+        if i % 2:
+            download.wait()  # the others are dropped on the way
+    del download
+    assert live_bytes(device) == before and live_bytes(_C.cpu()) == on_host
+
+
+def test_only_arrays_travel():
+    with pytest.raises(TypeError, match="NDArray"):
+        _C.Download([1.0])
