@@ -4,10 +4,10 @@
     python benchmarks/kernels.py --only matmul --batch-size 32
     python benchmarks/kernels.py --alone               needle only, torch not imported
 
-Times come from events on each library's stream, after a warm-up; a sample repeats the operation long
-enough to hide the launch, needle's and PyTorch's samples alternate, and the table shows medians.
-GB/s counts the bytes that an operation must move and TFLOP/s the operations that it must do (a
-multiply and an add are two; causal attention at half), whatever the kernel really does.
+Times come from events on each library's stream, after a warm-up; a sample repeats the operation
+long enough to hide the launch, needle's and PyTorch's samples alternate, and the table shows
+medians. GB/s counts the bytes that an operation must move and TFLOP/s the operations that it must
+do (a multiply and an add are two; causal attention at half), whatever the kernel really does.
 x torch is PyTorch's time over needle's: above 1, needle is faster.
 """
 

@@ -1,7 +1,7 @@
 """The peer of the training benchmark: GPT-NeoX in plain PyTorch, as a good user would write it.
 
-Scaled-dot-product attention, one projection for q, k and v, biases, parallel residual, the tanh GELU
-and AdamW with decay on matrices only: the work of needle.models.Pythia, line for line.
+Scaled-dot-product attention, one projection for q, k and v, biases, parallel residual, the tanh
+GELU and AdamW with decay on matrices only: the work of needle.models.Pythia, line for line.
 """
 
 from __future__ import annotations
@@ -70,5 +70,8 @@ class TorchPythia(nn.Module):
     def optimizer(self, lr: float) -> torch.optim.AdamW:
         matrices = [p for p in self.parameters() if p.ndim >= 2]
         vectors = [p for p in self.parameters() if p.ndim < 2]
-        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        groups = [
+            {"params": matrices, "weight_decay": 0.1},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
         return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8, fused=True)

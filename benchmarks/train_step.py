@@ -28,7 +28,9 @@ from needle import _C, nn, optim
 from needle.models.pythia import Pythia, PythiaConfig
 
 
-def batches(vocabulary: int, batch: int, length: int) -> Callable[[], tuple[np.ndarray, np.ndarray]]:
+def batches(
+    vocabulary: int, batch: int, length: int
+) -> Callable[[], tuple[np.ndarray, np.ndarray]]:
     generator = np.random.default_rng(0)
 
     def draw() -> tuple[np.ndarray, np.ndarray]:
@@ -63,8 +65,13 @@ def torch_step(config: PythiaConfig, args: argparse.Namespace) -> Callable[[], f
 
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
-    model = TorchPythia(config.vocab_size, config.hidden_size, config.num_hidden_layers,
-                        config.num_attention_heads, args.seq_len).to(args.device)
+    model = TorchPythia(
+        config.vocab_size,
+        config.hidden_size,
+        config.num_hidden_layers,
+        config.num_attention_heads,
+        args.seq_len,
+    ).to(args.device)
     optimizer = model.optimizer(1e-3)
     forward = torch.compile(model) if args.compile else model
     draw = batches(config.vocab_size, args.batch_size, args.seq_len)
@@ -83,8 +90,9 @@ def torch_step(config: PythiaConfig, args: argparse.Namespace) -> Callable[[], f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
@@ -114,14 +122,18 @@ def main() -> None:
     device = ndl.cuda() if args.device == "cuda" else ndl.cpu()
     tokens = args.batch_size * args.seq_len
     print(f"{platform.machine()}, {os.cpu_count()} cores, {device.properties()['name']}")
-    print(f"{args.model}, B {args.batch_size}, T {args.seq_len}, V {config.vocab_size}, {args.dtype}, "
-          f"{args.steps} steps a side, interleaved")
+    print(
+        f"{args.model}, B {args.batch_size}, T {args.seq_len}, V {config.vocab_size}, "
+        f"{args.dtype}, {args.steps} steps a side, interleaved"
+    )
     print(f"{'':16}{'ms median':>10}{'min':>9}{'max':>9}{'tok/s':>12}{'x needle':>10}")
     reference = statistics.median(seconds["needle"])
     for name, times in seconds.items():
         median = statistics.median(times)
-        print(f"{name:16}{median * 1e3:10.2f}{min(times) * 1e3:9.2f}{max(times) * 1e3:9.2f}"
-              f"{tokens / median:12,.0f}{reference / median:10.2f}")
+        print(
+            f"{name:16}{median * 1e3:10.2f}{min(times) * 1e3:9.2f}{max(times) * 1e3:9.2f}"
+            f"{tokens / median:12,.0f}{reference / median:10.2f}"
+        )
 
 
 if __name__ == "__main__":
