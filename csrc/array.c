@@ -97,26 +97,32 @@ void nd_storage_release(nd_storage *storage) {
 }
 
 /* ---- arrays -------------------------------------------------------------------------------- */
-nd_status nd_array_new(nd_device *device, nd_dtype dtype, int ndim, const int64_t *shape,
-                       nd_array *out) {
-    if (ndim < 0 || ndim > ND_MAX_DIMS) {
-        return nd_error(ND_EVALUE, "an array has at most %d axes, not %d", ND_MAX_DIMS, ndim);
-    }
-    /* Strides of an empty array still multiply its sizes: check with each 0 counted as 1. */
+nd_status nd_check_shape(nd_dtype dtype, int ndim, const int64_t *shape) {
     int64_t bytes = (int64_t)nd_dtype_size(dtype);
-    bool empty = false;
     for (int i = 0; i < ndim; i++) {
         if (shape[i] < 0) {
             return nd_error(ND_EVALUE, "axis %d has the negative size %lld", i,
                             (long long)shape[i]);
         }
-        empty |= shape[i] == 0;
         if (__builtin_mul_overflow(bytes, shape[i] ? shape[i] : 1, &bytes)) {
             return nd_error(ND_EVALUE, "the size passes 2^63 bytes");
         }
     }
+    return ND_OK;
+}
+
+nd_status nd_array_new(nd_device *device, nd_dtype dtype, int ndim, const int64_t *shape,
+                       nd_array *out) {
+    if (ndim < 0 || ndim > ND_MAX_DIMS) {
+        return nd_error(ND_EVALUE, "an array has at most %d axes, not %d", ND_MAX_DIMS, ndim);
+    }
+    ND_TRY(nd_check_shape(dtype, ndim, shape));
+    size_t bytes = nd_dtype_size(dtype);
+    for (int i = 0; i < ndim; i++) {
+        bytes *= (size_t)shape[i];
+    }
     nd_storage *storage = NULL;
-    ND_TRY(nd_storage_new(device, empty ? 0 : (size_t)bytes, &storage));
+    ND_TRY(nd_storage_new(device, bytes, &storage));
     out->storage = storage;
     out->data = storage->memory;
     out->dtype = dtype;
@@ -174,6 +180,7 @@ nd_status nd_broadcast_to(const nd_array *a, int ndim, const int64_t *shape, nd_
     if (ndim < a->ndim || ndim > ND_MAX_DIMS) {
         return nd_error(ND_EVALUE, "%d axes cannot be broadcast to %d", a->ndim, ndim);
     }
+    ND_TRY(nd_check_shape(a->dtype, ndim, shape));
     nd_array result = {.storage = a->storage, .data = a->data, .dtype = a->dtype, .ndim = ndim};
     for (int i = 0; i < ndim; i++) {
         int own = i - (ndim - a->ndim);

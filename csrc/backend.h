@@ -90,6 +90,8 @@ typedef struct {
 
 typedef struct nd_event nd_event;       /* opaque; a point in the device's stream */
 typedef struct nd_download nd_download; /* opaque; bytes on their way to the host */
+typedef struct nd_graph nd_graph;       /* opaque; recorded work */
+typedef struct nd_staging nd_staging;   /* opaque; host memory that uploads are sent from */
 
 typedef struct nd_backend {
     uint32_t abi;                    /* ND_ABI of the header it was compiled with */
@@ -112,6 +114,12 @@ typedef struct nd_backend {
      * writes the bytes to to_host (NULL: drops them) and frees the download, also on failure. */
     nd_status (*download_begin)(int device, const void *from, size_t bytes, nd_download **out);
     nd_status (*download_end)(int device, nd_download *download, void *to_host);
+    /* Host memory that is sent from again and again: send enqueues the copy of its first bytes and
+     * returns, wait returns when the last copy is done and the memory may be written. */
+    nd_status (*staging_new)(int device, size_t bytes, nd_staging **out, void **memory); /* new */
+    nd_status (*staging_send)(int device, nd_staging *staging, void *to, size_t bytes);
+    nd_status (*staging_wait)(int device, nd_staging *staging);
+    nd_status (*staging_free)(int device, nd_staging *staging); /* waits */
     nd_status (*synchronize)(int device);
     nd_status (*memory_stats)(int device, nd_memory_stats *out);
     nd_status (*reset_peak)(int device);
@@ -121,6 +129,17 @@ typedef struct nd_backend {
     nd_status (*event_record)(int device, nd_event *event);
     nd_status (*event_elapsed)(int device, nd_event *from, nd_event *to, double *milliseconds);
     nd_status (*event_free)(int device, nd_event *event);
+
+    /* Work recorded once and enqueued again by one call, on the same memory. From begin to capture
+     * ops run as ever, and the graph sees what they allocate; the same ops from capture to end are
+     * recorded and do not run. In between nobody else may use the device, and nothing may be
+     * uploaded, downloaded or waited for. free gives up a recording that has not come to its end.
+     * Where begin refuses (the CPU), the others are NULL. */
+    nd_status (*graph_begin)(int device, nd_graph **out); /* new */
+    nd_status (*graph_capture)(int device, nd_graph *graph);
+    nd_status (*graph_end)(int device, nd_graph *graph);
+    nd_status (*graph_launch)(int device, nd_graph *graph);
+    nd_status (*graph_free)(int device, nd_graph *graph);
 
 #define EW1(name, types, formula) nd_status (*name)(int device, const name##_args *args);
 #define EW2(name, types, formula) EW1(name, types, formula)

@@ -176,7 +176,7 @@ int nd_run_assign(nd_state *state, const nd_array *to, const nd_array *from) {
     nd_slot slots[2] = {{.array = (nd_array *)to}, {.array = (nd_array *)from}};
     shown s = {.count = 0};
     nd_show(&s, "to", to);
-    nd_show(&s, "from", from);
+    nd_show(&s, "source", from);
     return nd_run_row(state, ROW_assign, to->storage->device, slots, size, &s);
 }
 
@@ -218,7 +218,7 @@ int nd_new_array(nd_state *state, const char *op, nd_device *device, nd_dtype dt
 }
 
 int nd_copy(nd_state *state, const nd_array *a, nd_dtype dtype, nd_array *out) {
-    if (nd_check_live(state, "copy", "from", a) < 0 ||
+    if (nd_check_live(state, "copy", "source", a) < 0 ||
         nd_new_array(state, "copy", a->storage->device, dtype, a->ndim, a->shape, out) < 0) {
         return -1;
     }
@@ -242,7 +242,7 @@ bool nd_same_geometry(const nd_array *a, const nd_array *b) {
 }
 
 int nd_assign(nd_state *state, const char *op, const nd_array *to, const nd_array *from) {
-    if (nd_check_live(state, op, "to", to) < 0 || nd_check_live(state, op, "from", from) < 0 ||
+    if (nd_check_live(state, op, "to", to) < 0 || nd_check_live(state, op, "source", from) < 0 ||
         nd_check_writable(op, "to", to) < 0) {
         return -1;
     }
@@ -256,7 +256,7 @@ int nd_assign(nd_state *state, const char *op, const nd_array *to, const nd_arra
     nd_array wide;
     nd_status status = nd_broadcast_to(&source, to->ndim, to->shape, &wide);
     if (status != ND_OK) {
-        FAIL(PyExc_ValueError, "%s: from: %s", op, nd_last_error());
+        FAIL(PyExc_ValueError, "%s: source: %s", op, nd_last_error());
     }
     int result;
     if (nd_same_geometry(to, &wide)) {

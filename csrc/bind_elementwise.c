@@ -7,6 +7,7 @@
  */
 #include "bind.h"
 
+#include <math.h>
 #include <string.h>
 
 /* ---- elementwise ------------------------------------------------------------------------------- */
@@ -124,8 +125,13 @@ PyObject *nd_binary(nd_state *state, nd_row id, PyObject *px, PyObject *py, NDAr
 
     for (int i = 0; i < 2; i++) {
         operand *o = &operands[i];
-        if (o->is_array && o->array == NULL) {
-            if (nd_from_object(state, objects[i], true, ND_F32, device, &o->owned) < 0) {
+        /* An int64 may be too long for the double that a scalar is: it goes as an array. What no
+         * int64 holds raises OverflowError on that way. */
+        double size =
+            o->is_array || o->is_float || nd_dtype_is_float(anchor->dtype) ? 0.0 : fabs(o->value);
+        bool exact = size >= 0x1p63 || (size >= 0x1p53 && anchor->dtype == ND_I64);
+        if ((o->is_array && o->array == NULL) || exact) {
+            if (nd_from_object(state, objects[i], !exact, ND_I64, device, &o->owned) < 0) {
                 goto done;
             }
             o->array = &o->owned;

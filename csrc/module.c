@@ -147,7 +147,8 @@ static int module_exec(PyObject *module) {
                                             state->cuda_error);
     if (state->cuda_fatal_error == NULL || nd_device_init(module, state) < 0 ||
         nd_bind_init(state) < 0 || nd_ndarray_init(module, state) < 0 || nd_interop_init() < 0 ||
-        nd_download_init(module) < 0 || PyModule_AddFunctions(module, nd_row_methods) < 0 ||
+        nd_download_init(module) < 0 || nd_graph_init(module) < 0 || nd_staging_init(module) < 0 ||
+        PyModule_AddFunctions(module, nd_row_methods) < 0 ||
         PyModule_AddFunctions(module, nd_interop_functions) < 0 ||
         PyModule_AddFunctions(module, nd_dlpack_functions) < 0) {
         return -1;

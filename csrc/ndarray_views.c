@@ -14,19 +14,20 @@ typedef struct {
 /* ---- views ------------------------------------------------------------------------------------- */
 /* Do all elements of the view lie inside its storage? */
 int nd_check_bounds(const char *op, const nd_array *a) {
+    if (nd_check_shape(a->dtype, a->ndim, a->shape) != ND_OK) {
+        PyErr_Format(PyExc_ValueError, "%s: %s", op, nd_last_error());
+        return -1;
+    }
+    if (nd_size(a) == 0) {
+        return 0;
+    }
+    /* Sizes times item are below 2^63 and strides at most that: the sums below stay within 128
+     * bits. */
     const char *memory = a->storage->memory;
     int64_t item = (int64_t)nd_dtype_size(a->dtype);
     __int128 first = ((const char *)a->data - memory), last = first;
     for (int i = 0; i < a->ndim; i++) {
-        if (a->shape[i] < 0) {
-            PyErr_Format(PyExc_ValueError, "%s: axis %d has the negative size %lld", op, i,
-                         (long long)a->shape[i]);
-            return -1;
-        }
-        if (a->shape[i] == 0) {
-            return 0;
-        }
-        __int128 reach = (__int128)(a->shape[i] - 1) * a->strides[i] * item;
+        __int128 reach = (__int128)((a->shape[i] - 1) * item) * a->strides[i];
         first += reach < 0 ? reach : 0;
         last += reach > 0 ? reach : 0;
     }
@@ -603,6 +604,26 @@ static PyObject *flat_numpy(PyObject *self, PyObject *arguments) {
     return result;
 }
 
+/* NumPy's protocol: the elements are gathered, so there is no sharing their memory. */
+static PyObject *flat_array_protocol(PyObject *self, PyObject *arguments, PyObject *keywords) {
+    static char *names[] = {"dtype", "copy", NULL};
+    PyObject *dtype = Py_None, *copy = Py_None;
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "|OO:__array__", names, &dtype, &copy)) {
+        return NULL;
+    }
+    if (copy == Py_False) {
+        return PyErr_Format(PyExc_ValueError,
+                            "__array__: this flat cannot be given without a copy");
+    }
+    PyObject *array = flat_numpy(self, NULL);
+    if (array == NULL || dtype == Py_None) {
+        return array;
+    }
+    PyObject *cast = PyObject_CallMethod(array, "astype", "O", dtype);
+    Py_DECREF(array);
+    return cast;
+}
+
 static PyObject *flat_shape(PyObject *self, void *closure) {
     (void)closure;
     return Py_BuildValue("(n)", flat_length(self));
@@ -621,7 +642,8 @@ static PyObject *flat_repr(PyObject *self) {
 
 static PyMethodDef flat_methods[] = {
     {"numpy", flat_numpy, METH_NOARGS, "numpy($self)\n--\n\nThe elements in C order, copied."},
-    {"__array__", flat_numpy, METH_VARARGS, NULL},
+    {"__array__", KEYWORD_METHOD(flat_array_protocol),
+     "__array__($self, dtype=None, copy=None)\n--\n\nNumPy's protocol."},
     {NULL, NULL, 0, NULL},
 };
 

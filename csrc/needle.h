@@ -108,10 +108,14 @@ nd_status nd_array_new(nd_device *device, nd_dtype dtype, int ndim, const int64_
 void nd_array_view(const nd_array *of, nd_array *out); /* same geometry, one more reference */
 void nd_array_clear(nd_array *a);
 
+/* ND_EVALUE for a negative size, or when the elements are more than any memory could hold. A size
+ * of 0 counts as 1 here, because strides multiply the other sizes all the same. */
+nd_status nd_check_shape(nd_dtype dtype, int ndim, const int64_t *shape);
 int64_t nd_size(const nd_array *a);       /* number of elements; 1 for 0-d */
 bool nd_is_contiguous(const nd_array *a); /* C order, size-1 axes ignored, empty is true */
 void nd_contiguous_strides(int ndim, const int64_t *shape, int64_t *strides);
-/* Stretch `a` to `shape` with zero strides, NumPy's rule. ND_EVALUE names the axis that cannot. */
+/* Stretch `a` to `shape` with zero strides, NumPy's rule. ND_EVALUE names the axis that cannot,
+ * or says what is wrong with the shape. */
 nd_status nd_broadcast_to(const nd_array *a, int ndim, const int64_t *shape, nd_array *out);
 /* NumPy's common shape of two operands. */
 nd_status nd_broadcast_shape(const nd_array *a, const nd_array *b, int *ndim, int64_t *shape);

@@ -107,6 +107,12 @@ static inline nd_array *nd_array_of(PyObject *object) { return &((NDArrayObject 
 /* ---- download.c ------------------------------------------------------------------------------- */
 int nd_download_init(PyObject *module) ND_HIDDEN;
 
+/* ---- graph.c ---------------------------------------------------------------------------------- */
+int nd_graph_init(PyObject *module) ND_HIDDEN;
+
+/* ---- staging.c -------------------------------------------------------------------------------- */
+int nd_staging_init(PyObject *module) ND_HIDDEN;
+
 /* ---- ndarray_interop.c, ndarray_dlpack.c --------------------------------------------------------- */
 int nd_interop_init(void) ND_HIDDEN;
 extern PyMethodDef nd_interop_functions[] ND_HIDDEN; /* of the module */

@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "common.cuh"
+#include "graph.cuh"
 
 struct nd_event {
     cudaEvent_t event;
@@ -34,6 +35,11 @@ struct nd_download {
     cudaEvent_t arrived;
 };
 
+struct nd_staging {
+    void *pinned;
+    cudaEvent_t sent;
+};
+
 namespace {
 
 constexpr int max_devices = 64;
@@ -42,6 +48,7 @@ constexpr size_t scratch_step = (size_t)1 << 20;
 /* Of this file, so that the maps below are too and the shared object exports none of them. */
 struct Bytes {
     size_t count;
+    nd_graph *owner = nullptr; /* the graph whose block it is */
 };
 
 struct Device {
@@ -56,8 +63,10 @@ struct Device {
     void *scratch = nullptr;
     size_t scratch_bytes = 0;
     int64_t live_bytes = 0, peak_bytes = 0;
-    std::unordered_map<void *, Bytes> live;           /* arrays' memory and its size */
-    std::vector<nd_download *> idle_downloads;        /* to be used again */
+    std::unordered_map<void *, Bytes> live;    /* arrays' memory and its size */
+    std::vector<nd_download *> idle_downloads; /* to be used again */
+    std::vector<nd_graph *> graphs;
+    nd_graph *recording = nullptr;                    /* between graph_begin and graph_end */
     std::unordered_map<const void *, Bytes> prepared; /* kernels: dynamic shared memory allowed */
 };
 
@@ -348,6 +357,17 @@ nd_status cuda_properties(int device, nd_properties *out) {
 }
 
 /* ---- memory ------------------------------------------------------------------------------------*/
+bool is_capturing(const Device &d) { return d.recording && cuda_graph_is_capturing(d.recording); }
+
+/* A recorded copy would read or write the host's memory at each launch. */
+nd_status refuse_in_capture(const Device &d, const char *op) {
+    return is_capturing(d) ? nd_error(ND_EVALUE,
+                                      "%s: a graph is being recorded, and what it does may not go "
+                                      "to the host or come from it; do it before or after",
+                                      op)
+                           : ND_OK;
+}
+
 /* Memory that is not an array's: scratch, workspaces. With the device's lock held. */
 nd_status pool_malloc(int device, size_t bytes, void **out) {
     Device &d = state().devices[device];
@@ -383,8 +403,12 @@ nd_status cuda_allocate(int device, size_t bytes, void **out) {
     Exclusive call;
     ND_TRY(call.begin(device));
     Device &d = state().devices[device];
-    ND_TRY(pool_malloc(device, bytes, out));
-    d.live[*out] = {bytes};
+    if (d.recording) {
+        ND_TRY(cuda_graph_allocate(device, d.recording, bytes, out));
+    } else {
+        ND_TRY(pool_malloc(device, bytes, out));
+    }
+    d.live[*out] = {bytes, d.recording};
     d.live_bytes += (int64_t)bytes;
     d.peak_bytes = d.live_bytes > d.peak_bytes ? d.live_bytes : d.peak_bytes;
     return ND_OK;
@@ -401,8 +425,17 @@ nd_status cuda_release(int device, void *memory) {
     if (found == d.live.end()) {
         return ND_OK; /* reset() gave it back already */
     }
-    d.live_bytes -= (int64_t)found->second.count;
+    const Bytes bytes = found->second;
+    d.live_bytes -= (int64_t)bytes.count;
     d.live.erase(found);
+    if (bytes.owner) {
+        cuda_graph_reuse(bytes.owner, memory, bytes.count);
+        return ND_OK;
+    }
+    if (is_capturing(d)) {
+        cuda_graph_release_later(d.recording, memory);
+        return ND_OK;
+    }
     cudaError_t error = cudaFreeAsync(memory, d.stream);
     if (error == cudaErrorCudartUnloading) {
         return ND_OK; /* the process is ending and takes everything along */
@@ -416,6 +449,7 @@ nd_status cuda_upload(int device, void *to, const void *from_host, size_t bytes)
         return ND_OK;
     }
     Device &d = state().devices[device];
+    ND_TRY(refuse_in_capture(d, "upload"));
     /* Pageable memory has been staged when the call returns; pinned memory has not. */
     cudaPointerAttributes attributes;
     CUDA_TRY("upload", cudaPointerGetAttributes(&attributes, from_host));
@@ -429,6 +463,7 @@ nd_status cuda_upload(int device, void *to, const void *from_host, size_t bytes)
 nd_status cuda_download(int device, void *to_host, const void *from, size_t bytes) {
     ND_TRY(enter(device));
     cudaStream_t stream = state().devices[device].stream;
+    ND_TRY(refuse_in_capture(state().devices[device], "download"));
     if (bytes > 0) {
         CUDA_TRY("download", cudaMemcpyAsync(to_host, from, bytes, cudaMemcpyDeviceToHost, stream));
     }
@@ -472,6 +507,7 @@ nd_status cuda_download_begin(int device, const void *from, size_t bytes, nd_dow
     Exclusive call;
     ND_TRY(call.begin(device));
     Device &d = state().devices[device];
+    ND_TRY(refuse_in_capture(d, "download"));
     nd_download *download = nullptr;
     ND_TRY(download_block(d, bytes, &download));
     download->bytes = bytes;
@@ -504,8 +540,70 @@ nd_status cuda_download_end(int device, nd_download *download, void *to_host) {
     return error == cudaSuccess ? ND_OK : cuda_error("download", "cudaEventSynchronize", error);
 }
 
+nd_status cuda_staging_new(int device, size_t bytes, nd_staging **out, void **memory) {
+    *out = nullptr;
+    ND_TRY(enter(device));
+    nd_staging *made = new (std::nothrow) nd_staging{};
+    if (!made) {
+        return nd_error(ND_EMEMORY, "staging: out of host memory");
+    }
+    cudaError_t error = cudaMallocHost(&made->pinned, bytes);
+    if (error == cudaSuccess) {
+        error = cudaEventCreateWithFlags(&made->sent, cudaEventDisableTiming);
+        if (error != cudaSuccess) {
+            cudaFreeHost(made->pinned);
+        }
+    }
+    if (error != cudaSuccess) {
+        delete made;
+        return cuda_error("staging", "pinned host memory", error);
+    }
+    *out = made;
+    *memory = made->pinned;
+    return ND_OK;
+}
+
+nd_status cuda_staging_send(int device, nd_staging *staging, void *to, size_t bytes) {
+    Exclusive call;
+    ND_TRY(call.begin(device));
+    cudaStream_t stream = state().devices[device].stream;
+    if (bytes > 0) {
+        CUDA_TRY("staging",
+                 cudaMemcpyAsync(to, staging->pinned, bytes, cudaMemcpyHostToDevice, stream));
+    }
+    CUDA_TRY("staging", cudaEventRecord(staging->sent, stream));
+    return ND_OK;
+}
+
+/* An event that was never recorded is done. */
+nd_status cuda_staging_wait(int device, nd_staging *staging) {
+    ND_TRY(enter(device));
+    CUDA_TRY("staging", cudaEventSynchronize(staging->sent));
+    return ND_OK;
+}
+
+nd_status cuda_staging_free(int device, nd_staging *staging) {
+    if (state().faulted.load(std::memory_order_acquire)) {
+        return ND_OK; /* goes with the process */
+    }
+    ND_TRY(enter(device));
+    cudaError_t error = cudaEventSynchronize(staging->sent);
+    if (error == cudaSuccess) {
+        error = cudaEventDestroy(staging->sent);
+    }
+    if (error == cudaSuccess) {
+        error = cudaFreeHost(staging->pinned);
+    }
+    delete staging;
+    if (error == cudaErrorCudartUnloading) {
+        return ND_OK; /* the process is ending and takes everything along */
+    }
+    return error == cudaSuccess ? ND_OK : cuda_error("staging", "cudaFreeHost", error);
+}
+
 nd_status cuda_synchronize(int device) {
     ND_TRY(enter(device));
+    ND_TRY(refuse_in_capture(state().devices[device], "synchronize"));
     CUDA_TRY("synchronize", cudaStreamSynchronize(state().devices[device].stream));
     return ND_OK;
 }
@@ -564,6 +662,11 @@ nd_status cuda_reset(int device) {
     Exclusive call;
     ND_TRY(call.begin(device));
     Device &d = state().devices[device];
+    for (nd_graph *graph : d.graphs) {
+        ND_TRY(cuda_graph_free(device, graph));
+    }
+    d.graphs.clear();
+    d.recording = nullptr;
     CUDA_TRY("reset", cudaStreamSynchronize(d.stream));
     for (auto &entry : d.live) {
         CUDA_TRY("reset", cudaFreeAsync(entry.first, d.stream));
@@ -644,6 +747,65 @@ nd_status cuda_event_free(int device, nd_event *event) {
     return status;
 }
 
+/* ---- graphs (graph.cuh) ------------------------------------------------------------------------*/
+nd_status graph_begin(int device, nd_graph **out) {
+    *out = nullptr;
+    Exclusive call;
+    ND_TRY(call.begin(device));
+    Device &d = state().devices[device];
+    if (d.recording) {
+        return nd_error(ND_EVALUE, "graph: cuda(%d) is recording one already", device);
+    }
+    nd_graph *graph = cuda_graph_new();
+    if (!graph) {
+        return nd_error(ND_EMEMORY, "graph: out of host memory");
+    }
+    d.graphs.push_back(graph);
+    d.recording = *out = graph;
+    return ND_OK;
+}
+
+nd_status graph_capture(int device, nd_graph *graph) {
+    Exclusive call;
+    ND_TRY(call.begin(device));
+    return cuda_graph_capture(device, graph);
+}
+
+nd_status graph_end(int device, nd_graph *graph) {
+    Exclusive call;
+    ND_TRY(call.begin(device));
+    state().devices[device].recording = nullptr;
+    return cuda_graph_end(device, graph);
+}
+
+nd_status graph_launch(int device, nd_graph *graph) {
+    Exclusive call;
+    ND_TRY(call.begin(device));
+    return cuda_graph_launch(device, graph);
+}
+
+nd_status graph_free(int device, nd_graph *graph) {
+    if (state().faulted.load(std::memory_order_acquire)) {
+        return ND_OK; /* it goes with the process */
+    }
+    Exclusive call;
+    ND_TRY(call.begin(device));
+    Device &d = state().devices[device];
+    d.recording = d.recording == graph ? nullptr : d.recording;
+    for (auto &entry : d.live) {
+        if (entry.second.owner == graph) {
+            entry.second.owner = nullptr; /* now the array's own */
+        }
+    }
+    for (size_t i = 0; i < d.graphs.size(); i++) {
+        if (d.graphs[i] == graph) {
+            d.graphs.erase(d.graphs.begin() + (ptrdiff_t)i);
+            break;
+        }
+    }
+    return cuda_graph_free(device, graph);
+}
+
 /* ---- the vtable --------------------------------------------------------------------------------*/
 #define EW1(name, types, formula)                                \
     nd_status call_##name(int device, const name##_args *args) { \
@@ -675,6 +837,10 @@ nd_backend make_backend() {
     b.download = cuda_download;
     b.download_begin = cuda_download_begin;
     b.download_end = cuda_download_end;
+    b.staging_new = cuda_staging_new;
+    b.staging_send = cuda_staging_send;
+    b.staging_wait = cuda_staging_wait;
+    b.staging_free = cuda_staging_free;
     b.synchronize = cuda_synchronize;
     b.memory_stats = cuda_memory_stats;
     b.reset_peak = cuda_reset_peak;
@@ -683,6 +849,11 @@ nd_backend make_backend() {
     b.event_record = cuda_event_record;
     b.event_elapsed = cuda_event_elapsed;
     b.event_free = cuda_event_free;
+    b.graph_begin = graph_begin;
+    b.graph_capture = graph_capture;
+    b.graph_end = graph_end;
+    b.graph_launch = graph_launch;
+    b.graph_free = graph_free;
 #define EW1(row, types, formula) b.row = call_##row;
 #define EW2(row, types, formula) EW1(row, types, formula)
 #define CMP(row, formula) EW1(row, , )
@@ -734,6 +905,9 @@ nd_status cuda_pool_malloc(int device, size_t bytes, void **out) {
 
 nd_status cuda_scratch(int device, size_t bytes, void **out) {
     Device &d = state().devices[device];
+    if (d.recording) {
+        return cuda_graph_scratch(device, d.recording, bytes, out);
+    }
     if (bytes > d.scratch_bytes) {
         /* Stream order keeps the old bytes alive for work already enqueued. */
         ND_TRY(free_scratch(d));
@@ -769,6 +943,6 @@ nd_status cuda_prepare(const char *op, int device, const void *kernel, int threa
         CUDA_TRY(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                           (int)shared));
     }
-    d.prepared[kernel] = {shared};
+    d.prepared[kernel] = {shared, nullptr};
     return ND_OK;
 }

@@ -209,17 +209,17 @@ void value_bits(nd_dtype dtype, double value, void *bits) {
 } // namespace
 
 nd_status cuda_assign(int device, const assign_args *a) {
-    const nd_array *operands[2] = {a->to, a->from};
+    const nd_array *operands[2] = {a->to, a->source};
     nd_loop loop;
     nd_collapse(2, operands, &loop);
     if (loop.size == 0) {
         return ND_OK;
     }
     void *to = a->to->data;
-    const void *from = a->from->data;
+    const void *from = a->source->data;
     size_t size = nd_dtype_size(a->to->dtype);
     bool flat = is_flat(loop, 2);
-    if (a->to->dtype == a->from->dtype) {
+    if (a->to->dtype == a->source->dtype) {
         if (flat) {
             CUDA_TRY("assign", cudaMemcpyAsync(to, from, (size_t)loop.size * size,
                                                cudaMemcpyDeviceToDevice, cuda_stream(device)));
@@ -227,19 +227,19 @@ nd_status cuda_assign(int device, const assign_args *a) {
         }
         return move_bits(device, to, from, loop, size);
     }
-    bool from_float = nd_dtype_is_float(a->from->dtype);
+    bool from_float = nd_dtype_is_float(a->source->dtype);
     if (flat && from_float && nd_dtype_is_float(a->to->dtype) && is_aligned16(to) &&
         is_aligned16(from)) {
-        return convert_floats(device, a->to, a->from, loop.size);
+        return convert_floats(device, a->to, a->source, loop.size);
     }
     unsigned grid = cuda_grid(device, ceil_div<int64_t>(loop.size, threads), 4096);
     cudaStream_t stream = cuda_stream(device);
     if (from_float) {
         assign_kernel<float>
-            <<<grid, threads, 0, stream>>>(to, a->to->dtype, from, a->from->dtype, Walk<2>(loop));
+            <<<grid, threads, 0, stream>>>(to, a->to->dtype, from, a->source->dtype, Walk<2>(loop));
     } else {
         assign_kernel<int64_t>
-            <<<grid, threads, 0, stream>>>(to, a->to->dtype, from, a->from->dtype, Walk<2>(loop));
+            <<<grid, threads, 0, stream>>>(to, a->to->dtype, from, a->source->dtype, Walk<2>(loop));
     }
     CUDA_LAUNCHED("assign");
     return ND_OK;

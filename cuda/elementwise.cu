@@ -3,11 +3,12 @@
  * The formulas are those of ops.def and formula.h, in float32 for float dtypes (rounded once, at the
  * store) and in int64 for integers and bool.
  *
- * Two kernels an op. vector_kernel: float operands whose innermost axis is contiguous (or repeats
- * one element) and 16-byte aligned: whole tensors, rows broadcast along an axis, a Python scalar on
- * either side. 16 bytes a load, all loads of a thread before its first store. any_kernel:
- * everything else (any strides, integers), an element at a time, the dtype looked up at run time,
- * which keeps the number of kernels small.
+ * Three kernels an op. flat_kernel: whole float tensors, nothing broadcast: what a training step is
+ * made of. vector_kernel: float operands whose innermost axis is contiguous (or repeats one element)
+ * and 16-byte aligned: rows broadcast along an axis, a Python scalar on either side. Both move 16
+ * bytes a load, all loads of a thread before its first store. any_kernel: everything else (any
+ * strides, integers), an element at a time, the dtype looked up at run time, which keeps the number
+ * of kernels small.
  * Bytes: each distinct input element is read once, each output written once.
  */
 #include "common.cuh"
@@ -52,6 +53,41 @@ __device__ __forceinline__ void store_results(bool *to, const Truths<count> &x) 
 
 template <class O> __device__ __forceinline__ O result(float x) { return from_float<O>(x); }
 template <> __device__ __forceinline__ bool result<bool>(float x) { return x != 0.0f; }
+
+/* x and, with `binary`, y and out are flat arrays of vectors; `tail` elements are left after them. */
+template <class Fn, class T, class O, bool binary>
+__global__ void __launch_bounds__(threads)
+    flat_kernel(const T *x, const T *y, O *out, int64_t vectors, int tail) {
+    constexpr int N = Vec<T>::size;
+    const Fn fn;
+    const int64_t base = (int64_t)blockIdx.x * (threads * unroll) + threadIdx.x;
+    Vec<T> xs[unroll], ys[unroll];
+#pragma unroll
+    for (int u = 0; u < unroll; u++) {
+        if (base + u * threads < vectors) {
+            xs[u] = load16(x + (base + u * threads) * N);
+            if constexpr (binary) {
+                ys[u] = load16(y + (base + u * threads) * N);
+            }
+        }
+    }
+#pragma unroll
+    for (int u = 0; u < unroll; u++) {
+        if (base + u * threads < vectors) {
+            std::conditional_t<sizeof(O) == 1, Truths<N>, Vec<T>> r;
+#pragma unroll
+            for (int k = 0; k < N; k++) {
+                r.v[k] = result<O>(
+                    (float)fn(to_float(xs[u].v[k]), binary ? to_float(ys[u].v[k]) : 0.0f));
+            }
+            store_results(out + (base + u * threads) * N, r);
+        }
+    }
+    if (blockIdx.x == 0 && (int)threadIdx.x < tail) {
+        int64_t i = vectors * N + threadIdx.x;
+        out[i] = result<O>((float)fn(to_float(x[i]), binary ? to_float(y[i]) : 0.0f));
+    }
+}
 
 /* O: T, or bool for comparisons. walk.shape's last axis counts vectors; the strides of the last axis
  * are 1 or 0 (repeat), all others count elements. `tail` elements are left after the last full
@@ -163,6 +199,23 @@ bool vectors_fit(const Operands &a, const nd_loop &loop, int count, size_t size,
     return true;
 }
 
+/* x and y both arrays (unary rows have no y), and one axis that all of them walk densely. */
+template <bool binary> bool is_flat(const Operands &a, const nd_loop &loop) {
+    return loop.ndim == 1 && a.x && loop.strides[1][0] == 1 &&
+           (!binary || (a.y && loop.strides[2][0] == 1));
+}
+
+template <class Fn, class T, class O, bool binary>
+nd_status run_flat(const char *op, int device, const Operands &a, int64_t size) {
+    constexpr int N = Vec<T>::size;
+    const int64_t blocks = ceil_div<int64_t>(size / N, threads * unroll);
+    flat_kernel<Fn, T, O, binary>
+        <<<blocks ? (unsigned)blocks : 1, threads, 0, cuda_stream(device)>>>(
+            (const T *)a.x, (const T *)a.y, (O *)a.out, size / N, (int)(size % N));
+    CUDA_LAUNCHED(op);
+    return ND_OK;
+}
+
 template <class Fn, class T, class O>
 nd_status run_vectors(const char *op, int device, const Operands &a, const nd_loop &loop) {
     constexpr int N = Vec<T>::size;
@@ -180,7 +233,7 @@ nd_status run_vectors(const char *op, int device, const Operands &a, const nd_lo
     return ND_OK;
 }
 
-template <class Fn, Types types, bool compares>
+template <class Fn, Types types, bool compares, bool binary>
 nd_status elementwise(const char *op, int device, const nd_array *x, const nd_array *y,
                       double x_scalar, double y_scalar, nd_array *out) {
     const nd_array *operands[3] = {out, x, y};
@@ -208,6 +261,9 @@ nd_status elementwise(const char *op, int device, const nd_array *x, const nd_ar
         using O = std::conditional_t<compares, bool, T>;
         if (out->dtype == (compares ? ND_BOOL : dtype) &&
             vectors_fit(a, loop, Vec<T>::size, sizeof(T), sizeof(O))) {
+            if (is_flat<binary>(a, loop)) {
+                return run_flat<Fn, T, O, binary>(op, device, a, loop.size);
+            }
             return run_vectors<Fn, T, O>(op, device, a, loop);
         }
         any_kernel<Fn, float><<<grid, threads, 0, stream>>>(a, Walk<3>(loop), dtype, out->dtype);
@@ -233,18 +289,19 @@ nd_status elementwise(const char *op, int device, const nd_array *x, const nd_ar
 
 } // namespace
 
-#define EW1(name, types, formula)                                                                \
-    nd_status cuda_##name(int device, const name##_args *a) {                                    \
-        return elementwise<name##_fn, types, false>(#name, device, a->x, nullptr, 0, 0, a->out); \
+#define EW1(name, types, formula)                                                              \
+    nd_status cuda_##name(int device, const name##_args *a) {                                  \
+        return elementwise<name##_fn, types, false, false>(#name, device, a->x, nullptr, 0, 0, \
+                                                           a->out);                            \
     }
-#define EW2(name, types, formula)                                                           \
-    nd_status cuda_##name(int device, const name##_args *a) {                               \
-        return elementwise<name##_fn, types, false>(#name, device, a->x, a->y, a->x_scalar, \
-                                                    a->y_scalar, a->out);                   \
+#define EW2(name, types, formula)                                                                 \
+    nd_status cuda_##name(int device, const name##_args *a) {                                     \
+        return elementwise<name##_fn, types, false, true>(#name, device, a->x, a->y, a->x_scalar, \
+                                                          a->y_scalar, a->out);                   \
     }
-#define CMP(name, formula)                                                               \
-    nd_status cuda_##name(int device, const name##_args *a) {                            \
-        return elementwise<name##_fn, ANY, true>(#name, device, a->x, a->y, a->x_scalar, \
-                                                 a->y_scalar, a->out);                   \
+#define CMP(name, formula)                                                                     \
+    nd_status cuda_##name(int device, const name##_args *a) {                                  \
+        return elementwise<name##_fn, ANY, true, true>(#name, device, a->x, a->y, a->x_scalar, \
+                                                       a->y_scalar, a->out);                   \
     }
 #include "../csrc/ops.def"

@@ -285,6 +285,33 @@ static nd_status backend_download_end(int device, nd_download *download, void *t
     return ND_OK;
 }
 
+/* A staging is its memory; nd_staging stays incomplete. */
+static nd_status backend_staging_new(int device, size_t bytes, nd_staging **out, void **memory) {
+    (void)device;
+    *out = bytes <= PTRDIFF_MAX - 64 ? aligned_alloc(64, (bytes / 64 + 1) * 64) : NULL;
+    if (*out == NULL) {
+        return nd_error(ND_EMEMORY, "staging: the system has no %zu bytes left", bytes);
+    }
+    *memory = *out;
+    return ND_OK;
+}
+
+static nd_status backend_staging_send(int device, nd_staging *staging, void *to, size_t bytes) {
+    return backend_upload(device, to, staging, bytes);
+}
+
+static nd_status backend_staging_wait(int device, nd_staging *staging) {
+    (void)device;
+    (void)staging;
+    return ND_OK;
+}
+
+static nd_status backend_staging_free(int device, nd_staging *staging) {
+    (void)device;
+    free(staging);
+    return ND_OK;
+}
+
 static nd_status backend_synchronize(int device) {
     (void)device;
     return ND_OK;
@@ -323,6 +350,12 @@ static nd_status backend_event_free(int device, nd_event *event) {
     return ND_OK;
 }
 
+static nd_status backend_graph_begin(int device, nd_graph **out) {
+    (void)device;
+    *out = NULL;
+    return nd_error(ND_EVALUE, "graph: the CPU records no graphs; call the step itself");
+}
+
 const nd_backend cpu_backend = {
     .abi = ND_ABI,
     .name = "cpu",
@@ -338,6 +371,10 @@ const nd_backend cpu_backend = {
     .download = backend_download,
     .download_begin = backend_download_begin,
     .download_end = backend_download_end,
+    .staging_new = backend_staging_new,
+    .staging_send = backend_staging_send,
+    .staging_wait = backend_staging_wait,
+    .staging_free = backend_staging_free,
     .synchronize = backend_synchronize,
     .memory_stats = backend_memory_stats,
     .reset_peak = backend_reset_peak,
@@ -346,6 +383,7 @@ const nd_backend cpu_backend = {
     .event_record = backend_event_record,
     .event_elapsed = backend_event_elapsed,
     .event_free = backend_event_free,
+    .graph_begin = backend_graph_begin,
 #define EW1(name, types, formula) .name = cpu_##name,
 #define EW2(name, types, formula) EW1(name, types, formula)
 #define CMP(name, formula) EW1(name, , )

@@ -173,7 +173,7 @@ static void copy_transposed(nd_array *to, const nd_array *from, const nd_loop *l
 nd_status cpu_assign(int device, const assign_args *args) {
     (void)device;
     nd_array *to = args->to;
-    const nd_array *from = args->from;
+    const nd_array *from = args->source;
     const nd_array *operands[2] = {to, from};
     nd_loop loop;
     cpu_loop_make(2, operands, &loop);

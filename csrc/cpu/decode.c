@@ -1,0 +1,159 @@
+/* decode.c - one step of generation: attention of a new token over its cache, and the next token.
+ *
+ *   q, k turn by the angle of p = positions[b];  keys[b, :, p] = k,  values[b, :, p] = v
+ *   o[b, h] = sum_{j <= p} softmax_j(scale q . keys[b, h, j]) values[b, h, j]
+ *
+ * A task is one head of one row. It walks the cache once, a run of keys at a time, with a running
+ * maximum and sum; the turned q and k are rounded to the dtype as the whole-sequence path rounds
+ * them, all else is float32. Tasks are independent, so threads do not change bits. Reads 2 (p + 1) D
+ * cached values a head.
+ */
+#include <math.h>
+
+#include "cpu.h"
+
+enum {
+    MAX_DIMS = 256 /* as of attention_fwd */
+};
+
+static nd_status check_positions(const decode_attention_args *args) {
+    int64_t room = min_of(args->keys->shape[2], args->cos->shape[0]);
+    const int32_t *positions = args->positions->data;
+    for (int64_t b = 0; b < args->positions->shape[0]; b++) {
+        if (positions[b] < 0 || positions[b] >= room) {
+            return nd_error(ND_EVALUE,
+                            "decode_attention: positions: row %lld is at %d, but the cache and the "
+                            "angles have room for %lld",
+                            (long long)b, (int)positions[b], (long long)room);
+        }
+    }
+    return ND_OK;
+}
+
+/* x turned by its position, rounded to the array's dtype and read back. */
+static void turn(const nd_array *x, int64_t at, int64_t d, const float *cosines, const float *sines,
+                 int64_t r, float *out) {
+    float buffer[MAX_DIMS];
+    unsigned char rounded[MAX_DIMS * sizeof(float)];
+    const float *from = cpu_read(x, at, d, buffer);
+    memcpy(out, from, (size_t)d * sizeof *out);
+    for (int64_t i = 0; i < r; i++) {
+        out[i] = from[i] * cosines[i] - from[r + i] * sines[i];
+        out[r + i] = from[r + i] * cosines[i] + from[i] * sines[i];
+    }
+    cpu_store_f32(rounded, x->dtype, 1, out, d);
+    cpu_load_f32(out, rounded, x->dtype, 1, d);
+}
+
+static void attend(const decode_attention_args *args, int64_t task) {
+    const int64_t *shape = args->keys->shape;
+    int64_t heads = shape[1], room = shape[2], d = shape[3], r = args->cos->shape[1];
+    int64_t position = ((const int32_t *)args->positions->data)[task / heads];
+    const float *cosines = (const float *)args->cos->data + position * r;
+    const float *sines = (const float *)args->sin->data + position * r;
+    size_t size = nd_dtype_size(args->qkv->dtype);
+    int64_t base = task * room * d, new_row = base + position * d;
+
+    float q[MAX_DIMS], k[MAX_DIMS];
+    turn(args->qkv, task * 3 * d, d, cosines, sines, r, q);
+    turn(args->qkv, (task * 3 + 1) * d, d, cosines, sines, r, k);
+    cpu_store_f32(cpu_at(args->keys, new_row), args->keys->dtype, 1, k, d);
+    memcpy(cpu_at(args->values, new_row), cpu_at(args->qkv, (task * 3 + 2) * d), (size_t)d * size);
+
+    float scale = (float)args->scale, top = -INFINITY, total = 0;
+    float o[MAX_DIMS] = {0}, scores[CPU_RUN];
+    cpu_run run;
+    int64_t chunk = CPU_RUN / d;
+    for (int64_t first = 0; first <= position; first += chunk) {
+        int64_t count = min_of(chunk, position + 1 - first);
+        const float *restrict keys = cpu_read(args->keys, base + first * d, count * d, run.f32);
+        float highest = top;
+        for (int64_t j = 0; j < count; j++) {
+            float sum = 0;
+#pragma omp simd reduction(+ : sum)
+            for (int64_t i = 0; i < d; i++) {
+                sum += q[i] * keys[j * d + i];
+            }
+            scores[j] = scale * sum;
+            highest = nd_max(highest, scores[j]);
+        }
+        float shrink = nd_exp(top - highest);
+        top = highest;
+        total *= shrink;
+        for (int64_t i = 0; i < d; i++) {
+            o[i] *= shrink;
+        }
+        const float *restrict values = cpu_read(args->values, base + first * d, count * d, run.f32);
+        for (int64_t j = 0; j < count; j++) {
+            float weight = nd_exp(scores[j] - top);
+            total += weight;
+            for (int64_t i = 0; i < d; i++) {
+                o[i] += weight * values[j * d + i];
+            }
+        }
+    }
+    for (int64_t i = 0; i < d; i++) {
+        o[i] /= total;
+    }
+    cpu_store_f32(cpu_at(args->o, task * d), args->o->dtype, 1, o, d);
+}
+
+nd_status cpu_decode_attention(int device, const decode_attention_args *args) {
+    (void)device;
+    const int64_t *shape = args->qkv->shape;
+    int64_t tasks = shape[0] * shape[1], d = shape[3], r = args->cos->shape[1];
+    if (shape[2] != 3) {
+        return nd_error(ND_EVALUE, "decode_attention: qkv: axis P is %lld, must be 3: q, k and v",
+                        (long long)shape[2]);
+    }
+    if (d > MAX_DIMS) {
+        return nd_error(ND_EVALUE, "decode_attention: qkv: head dim %lld is above the limit of 256",
+                        (long long)d);
+    }
+    if (2 * r > d) {
+        return nd_error(ND_EVALUE,
+                        "decode_attention: cos: turns 2 x %lld dims, but a head has %lld",
+                        (long long)r, (long long)d);
+    }
+    ND_TRY(check_positions(args));
+    if (tasks == 0 || d == 0) {
+        return ND_OK;
+    }
+    int64_t work = tasks * args->keys->shape[2] * d;
+#pragma omp parallel for schedule(static) if (work > CPU_GRAIN)
+    for (int64_t task = 0; task < tasks; task++) {
+        attend(args, task);
+    }
+    return ND_OK;
+}
+
+nd_status cpu_decode_greedy(int device, const decode_greedy_args *args) {
+    (void)device;
+    int64_t rows = args->logits->shape[0], v = args->logits->shape[1];
+    int32_t *tokens = args->tokens->data, *positions = args->positions->data;
+    if (v == 0 || v > INT32_MAX) {
+        return nd_error(ND_EVALUE, "decode_greedy: logits: %lld tokens to choose from",
+                        (long long)v);
+    }
+#pragma omp parallel for schedule(static) if (rows * v > CPU_GRAIN)
+    for (int64_t row = 0; row < rows; row++) {
+        cpu_run run;
+        float best = -INFINITY;
+        int64_t at = 0;
+        bool finite = true;
+        for (int64_t first = 0; first < v; first += CPU_RUN) {
+            int64_t count = min_of(CPU_RUN, v - first);
+            const float *x = cpu_read(args->logits, row * v + first, count, run.f32);
+            for (int64_t i = 0; i < count; i++) {
+                finite &= x[i] - x[i] == 0;
+                if (x[i] > best) {
+                    best = x[i];
+                    at = first + i;
+                }
+            }
+        }
+        tokens[row] = finite ? (int32_t)at : -1;
+        positions[row] += 1;
+    }
+    return ND_OK;
+}

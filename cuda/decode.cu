@@ -1,0 +1,396 @@
+/* decode.cu - one step of generation: attention of a new token over its cache, and the next token.
+ *
+ * decode_attention. For row b with the new token at p = positions[b], each head h:
+ *     q, k turn by the angle of p and are rounded;  keys[b, h, p] = k,  values[b, h, p] = v
+ *     o = sum_{j <= p} softmax_j(scale q . keys[j]) values[j]
+ *   A thread block owns a head, or one of `splits` equal shares of its cached keys where there are
+ *   fewer heads than multiprocessors. In it, groups of G lanes take keys in turn: each lane holds P
+ *   vectors of N dims of q, of the key and of the output, with a running maximum and sum; the groups
+ *   meet in shared memory at the end. The first share also turns and stores the new key and value
+ *   and attends to them, so that nobody reads what another block writes. With splits > 1 the shares
+ *   go through scratch to a second kernel. All sums have a fixed order. How a head is split depends
+ *   on the shapes alone, never on positions, so that a captured graph stays right.
+ *   Bytes: 2 (p + 1) D a head, once.
+ *
+ * decode_greedy. A thread block takes a row of logits: the first largest, or -1 where one is not
+ *   finite. Reads the logits once.
+ */
+#include "common.cuh"
+
+namespace {
+
+constexpr int threads = 256, max_dims = 256;
+constexpr int keys_a_share = 512; /* shorter shares cost more in the second kernel than they save */
+
+/* N consecutive dims of a row; zeros from `dims` on. */
+template <class T, int N>
+__device__ __forceinline__ void load_dims(const T *row, int at, int dims, float (&out)[N]) {
+    if (at >= dims) {
+#pragma unroll
+        for (int k = 0; k < N; k++) {
+            out[k] = 0.0f;
+        }
+        return;
+    }
+    if constexpr (N == 1) {
+        out[0] = to_float(row[at]);
+    } else {
+        Vec<T> v = load16(row + at);
+#pragma unroll
+        for (int k = 0; k < N; k++) {
+            out[k] = to_float(v.v[k]);
+        }
+    }
+}
+
+struct Decode {
+    int64_t room, angles; /* S, X */
+    int heads, dims, half, splits;
+    float scale;
+};
+
+/* What a share leaves in scratch: D sums, the maximum and the sum of weights. */
+__device__ __forceinline__ float *share_of(float *scratch, int64_t block, int dims) {
+    return scratch + block * (dims + 2);
+}
+
+template <class T, int N, int G, int P>
+__global__ void __launch_bounds__(threads)
+    decode_attention_kernel(const T *qkv, const float *cosines, const float *sines,
+                            const int32_t *positions, T *keys, T *values, T *o, float *scratch,
+                            Decode s) {
+    constexpr int groups = threads / G, unroll = 4;
+    __shared__ float new_q[max_dims], new_k[max_dims];
+    __shared__ float tops[groups], totals[groups];
+    __shared__ float sums[groups * G * N * P];
+    const int64_t head = (int64_t)blockIdx.x / s.splits; /* b H + h */
+    const int share = (int)((int64_t)blockIdx.x % s.splits);
+    const int64_t position = positions[head / s.heads];
+    const int tid = (int)threadIdx.x, lane = tid % G, group = tid / G;
+    if (position < 0 || position >= s.room || position >= s.angles) {
+        for (int d = tid; d < s.dims + 2; d += threads) {
+            if (s.splits > 1) {
+                share_of(scratch, blockIdx.x, s.dims)[d] = NAN;
+            } else if (d < s.dims) {
+                o[head * s.dims + d] = from_float<T>(NAN);
+            }
+        }
+        return;
+    }
+    const T *packed = qkv + head * 3 * s.dims;
+    T *own_keys = keys + head * s.room * s.dims, *own_values = values + head * s.room * s.dims;
+    for (int d = tid; d < s.dims; d += threads) {
+        float q = to_float(packed[d]), k = to_float(packed[s.dims + d]);
+        if (d < 2 * s.half) {
+            const bool first = d < s.half;
+            const int at = first ? d : d - s.half, other = first ? d + s.half : d - s.half;
+            const float c = cosines[position * s.half + at];
+            const float n = (first ? -1.0f : 1.0f) * sines[position * s.half + at];
+            q = q * c + to_float(packed[other]) * n;
+            k = k * c + to_float(packed[s.dims + other]) * n;
+        }
+        new_q[d] = to_float(from_float<T>(q));
+        new_k[d] = to_float(from_float<T>(k));
+        if (share == 0) {
+            own_keys[position * s.dims + d] = from_float<T>(k);
+            own_values[position * s.dims + d] = packed[2 * s.dims + d];
+        }
+    }
+    __syncthreads();
+
+    float q[P][N], acc[P][N];
+#pragma unroll
+    for (int p = 0; p < P; p++) {
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            const int d = (p * G + lane) * N + n;
+            q[p][n] = d < s.dims ? new_q[d] * s.scale : 0.0f;
+            acc[p][n] = 0.0f;
+        }
+    }
+    float top = -INFINITY, total = 0.0f;
+    const int64_t chunk = ceil_div<int64_t>(position, s.splits);
+    const int64_t start = chunk * share, end = min(start + chunk, position);
+    for (int64_t base = start; base < end; base += groups * unroll) {
+        float k[unroll][P][N], v[unroll][P][N], score[unroll];
+#pragma unroll
+        for (int u = 0; u < unroll; u++) {
+            const int64_t key = base + u * groups + group;
+            const int dims = key < end ? s.dims : 0;
+#pragma unroll
+            for (int p = 0; p < P; p++) {
+                const int d = (p * G + lane) * N;
+                load_dims<T, N>(own_keys + key * s.dims, d, dims, k[u][p]);
+                load_dims<T, N>(own_values + key * s.dims, d, dims, v[u][p]);
+            }
+        }
+        float highest = top;
+#pragma unroll
+        for (int u = 0; u < unroll; u++) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int p = 0; p < P; p++) {
+#pragma unroll
+                for (int n = 0; n < N; n++) {
+                    sum += q[p][n] * k[u][p][n];
+                }
+            }
+            sum = warp_sum<G>(sum);
+            score[u] = base + u * groups + group < end ? sum : -INFINITY;
+            highest = fmaxf(highest, score[u]);
+        }
+        if (base + group >= end) {
+            continue; /* no key for this group: nothing below needs the other lanes */
+        }
+        const float shrink = expf(top - highest);
+        top = highest;
+        total *= shrink;
+#pragma unroll
+        for (int p = 0; p < P; p++) {
+#pragma unroll
+            for (int n = 0; n < N; n++) {
+                acc[p][n] *= shrink;
+            }
+        }
+#pragma unroll
+        for (int u = 0; u < unroll; u++) {
+            const float weight = expf(score[u] - top);
+            total += weight;
+#pragma unroll
+            for (int p = 0; p < P; p++) {
+#pragma unroll
+                for (int n = 0; n < N; n++) {
+                    acc[p][n] += weight * v[u][p][n];
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int p = 0; p < P; p++) {
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            sums[group * (G * N * P) + (p * G + lane) * N + n] = acc[p][n];
+        }
+    }
+    if (lane == 0) {
+        tops[group] = top;
+        totals[group] = total;
+    }
+    /* The new key, by all threads alike: D products, as the groups sum theirs. */
+    float own = tid < s.dims ? new_q[tid] * s.scale * new_k[tid] : 0.0f;
+    own = block_sum(own);
+    __syncthreads();
+    float highest = share == 0 ? own : -INFINITY;
+    for (int g = 0; g < groups; g++) {
+        highest = fmaxf(highest, tops[g]);
+    }
+    /* A share without keys weighs nothing; exp(-inf - -inf) would be NaN. */
+    const float reference = highest == -INFINITY ? 0.0f : highest;
+    float weight = share == 0 ? expf(own - reference) : 0.0f;
+    float all = weight;
+    float sum = tid < s.dims ? weight * to_float(packed[2 * s.dims + tid]) : 0.0f;
+    for (int g = 0; g < groups; g++) {
+        const float w = expf(tops[g] - reference);
+        all += w * totals[g];
+        if (tid < s.dims) {
+            sum += w * sums[g * (G * N * P) + tid];
+        }
+    }
+    if (s.splits == 1) {
+        if (tid < s.dims) {
+            o[head * s.dims + tid] = from_float<T>(sum / all);
+        }
+        return;
+    }
+    float *to = share_of(scratch, blockIdx.x, s.dims);
+    if (tid < s.dims) {
+        to[tid] = sum;
+    }
+    if (tid == 0) {
+        to[s.dims] = highest;
+        to[s.dims + 1] = all;
+    }
+}
+
+/* Shares of one head -> o. */
+template <class T>
+__global__ void __launch_bounds__(max_dims)
+    decode_combine_kernel(const float *scratch, T *o, int dims, int splits) {
+    const float *first = scratch + (int64_t)blockIdx.x * splits * (dims + 2);
+    float top = first[dims], sum = 0.0f, all = 0.0f;
+    for (int i = 1; i < splits; i++) {
+        top = fmaxf(top, first[i * (dims + 2) + dims]);
+    }
+    for (int i = 0; i < splits; i++) {
+        const float *share = first + i * (dims + 2);
+        const float weight = expf(share[dims] - top);
+        all += weight * share[dims + 1];
+        if ((int)threadIdx.x < dims) {
+            sum += weight * share[threadIdx.x];
+        }
+    }
+    if ((int)threadIdx.x < dims) {
+        o[(int64_t)blockIdx.x * dims + threadIdx.x] = from_float<T>(sum / all);
+    }
+}
+
+template <class T, int N, int G, int P>
+nd_status decode(int device, const decode_attention_args *a, const Decode &s, int64_t heads) {
+    cudaStream_t stream = cuda_stream(device);
+    void *scratch = nullptr;
+    if (s.splits > 1) {
+        ND_TRY(cuda_scratch(device, (size_t)(heads * s.splits * (s.dims + 2)) * sizeof(float),
+                            &scratch));
+    }
+    decode_attention_kernel<T, N, G, P><<<(unsigned)(heads * s.splits), threads, 0, stream>>>(
+        data_of<T>(a->qkv), data_of<float>(a->cos), data_of<float>(a->sin),
+        data_of<int32_t>(a->positions), data_of<T>(a->keys), data_of<T>(a->values),
+        data_of<T>(a->o), (float *)scratch, s);
+    CUDA_LAUNCHED("decode_attention");
+    if (s.splits > 1) {
+        decode_combine_kernel<T><<<(unsigned)heads, max_dims, 0, stream>>>(
+            (const float *)scratch, data_of<T>(a->o), s.dims, s.splits);
+        CUDA_LAUNCHED("decode_attention");
+    }
+    return ND_OK;
+}
+
+/* ---- the next token ----------------------------------------------------------------------------*/
+struct Best {
+    float value;
+    int32_t at; /* -1: something is not finite */
+};
+
+__device__ __forceinline__ Best better(Best a, Best b) {
+    if (a.at < 0 || b.at < 0) {
+        return {a.value, -1};
+    }
+    const bool second = b.value > a.value || (b.value == a.value && b.at < a.at);
+    return second ? b : a;
+}
+
+__device__ __forceinline__ Best warp_best(Best best) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+        Best other;
+        other.value = __shfl_xor_sync(0xffffffffu, best.value, offset);
+        other.at = __shfl_xor_sync(0xffffffffu, best.at, offset);
+        best = better(best, other);
+    }
+    return best;
+}
+
+constexpr int greedy_threads = 1024;
+
+template <class T, int N>
+__global__ void __launch_bounds__(greedy_threads)
+    decode_greedy_kernel(const T *logits, int64_t vocabulary, int32_t *tokens, int32_t *positions) {
+    __shared__ Best warps[32];
+    const T *row = logits + blockIdx.x * vocabulary;
+    Best best = {-INFINITY, 0x7fffffff};
+    bool finite = true;
+    for (int64_t i = (int64_t)threadIdx.x * N; i < vocabulary; i += greedy_threads * N) {
+        float x[N];
+        load_dims<T, N>(row + i, 0, 1, x);
+#pragma unroll
+        for (int k = 0; k < N; k++) {
+            finite = finite && x[k] - x[k] == 0.0f;
+            if (x[k] > best.value) {
+                best = {x[k], (int32_t)(i + k)};
+            }
+        }
+    }
+    if (!finite) {
+        best.at = -1;
+    }
+    best = warp_best(best);
+    if ((threadIdx.x & 31) == 0) {
+        warps[threadIdx.x >> 5] = best;
+    }
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        best = warp_best(warps[threadIdx.x]);
+        if (threadIdx.x == 0) {
+            tokens[blockIdx.x] = best.at;
+            positions[blockIdx.x] += 1;
+        }
+    }
+}
+
+} // namespace
+
+nd_status cuda_decode_attention(int device, const decode_attention_args *a) {
+    const char *op = "decode_attention";
+    const int64_t *shape = a->qkv->shape;
+    const int64_t heads = shape[0] * shape[1], dims = shape[3], half = a->cos->shape[1];
+    if (shape[2] != 3) {
+        return nd_error(ND_EVALUE, "%s: qkv: axis P is %lld, must be 3: q, k and v", op,
+                        (long long)shape[2]);
+    }
+    if (dims > max_dims) {
+        return nd_error(ND_EVALUE, "%s: qkv: head dim %lld is above the limit of %d", op,
+                        (long long)dims, max_dims);
+    }
+    if (2 * half > dims) {
+        return nd_error(ND_EVALUE, "%s: cos: turns 2 x %lld dims, but a head has %lld", op,
+                        (long long)half, (long long)dims);
+    }
+    if (heads == 0 || dims == 0) {
+        return ND_OK;
+    }
+    Decode s;
+    s.room = a->keys->shape[2];
+    s.angles = a->cos->shape[0];
+    s.heads = (int)shape[1];
+    s.dims = (int)dims;
+    s.half = (int)half;
+    s.scale = (float)a->scale;
+    int64_t processors = cuda_device_limits(device)->processors;
+    int64_t wanted = heads < processors ? ceil_div(processors, heads) : 1;
+    int64_t most = ceil_div<int64_t>(s.room, keys_a_share);
+    s.splits = (int)(wanted < most ? wanted : most > 0 ? most : 1);
+    if (heads * s.splits > 0x7fffffff) {
+        return nd_error(ND_EVALUE, "%s: qkv: %lld heads in all: must be below 2^31", op,
+                        (long long)heads);
+    }
+    return with_float(op, a->qkv->dtype, [&](auto tag) -> nd_status {
+        using T = typename decltype(tag)::type;
+        constexpr int N = Vec<T>::size;
+        if (dims % N != 0) {
+            return decode<T, 1, 32, max_dims / 32>(device, a, s, heads);
+        }
+        if (dims <= 8 * N) {
+            return decode<T, N, 8, 1>(device, a, s, heads);
+        }
+        if (dims <= 16 * N) {
+            return decode<T, N, 16, 1>(device, a, s, heads);
+        }
+        return decode<T, N, 32, max_dims / (32 * N)>(device, a, s, heads);
+    });
+}
+
+nd_status cuda_decode_greedy(int device, const decode_greedy_args *a) {
+    const int64_t rows = a->logits->shape[0], vocabulary = a->logits->shape[1];
+    if (vocabulary == 0 || vocabulary > 0x7fffffff) {
+        return nd_error(ND_EVALUE, "decode_greedy: logits: %lld tokens to choose from",
+                        (long long)vocabulary);
+    }
+    if (rows == 0) {
+        return ND_OK;
+    }
+    return with_float("decode_greedy", a->logits->dtype, [&](auto tag) -> nd_status {
+        using T = typename decltype(tag)::type;
+        constexpr int N = Vec<T>::size;
+        const T *logits = data_of<T>(a->logits);
+        int32_t *tokens = data_of<int32_t>(a->tokens), *positions = data_of<int32_t>(a->positions);
+        if (vocabulary % N == 0) {
+            decode_greedy_kernel<T, N><<<(unsigned)rows, greedy_threads, 0, cuda_stream(device)>>>(
+                logits, vocabulary, tokens, positions);
+        } else {
+            decode_greedy_kernel<T, 1><<<(unsigned)rows, greedy_threads, 0, cuda_stream(device)>>>(
+                logits, vocabulary, tokens, positions);
+        }
+        CUDA_LAUNCHED("decode_greedy");
+        return ND_OK;
+    });
+}

@@ -1,0 +1,149 @@
+/* graph.cu - CUDA graphs: the memory of recorded work, its capture, its launch (graph.cuh).
+ *
+ * Blocks are handed out by their exact rounded size, last in first out. The captured run makes the
+ * same calls in the same order as the run before it, so it finds every size it asks for, and two
+ * arrays that live at the same time never share a block.
+ */
+#include <map>
+#include <new>
+#include <vector>
+
+#include "graph.cuh"
+
+namespace {
+
+struct Block {
+    void *memory;
+};
+
+constexpr size_t block_step = 512;
+
+size_t rounded(size_t bytes) { return ceil_div(bytes, block_step) * block_step; }
+
+} // namespace
+
+struct nd_graph {
+    cudaGraphExec_t exec = nullptr;
+    bool capturing = false;
+    std::map<size_t, std::vector<Block>> idle; /* by rounded size */
+    std::vector<Block> late;                   /* see cuda_graph_release_later */
+    void *scratch = nullptr;
+    size_t scratch_bytes = 0;
+};
+
+nd_graph *cuda_graph_new(void) { return new (std::nothrow) nd_graph; }
+
+bool cuda_graph_is_capturing(const nd_graph *graph) { return graph->capturing; }
+
+/* ---- memory ------------------------------------------------------------------------------------*/
+nd_status cuda_graph_allocate(int device, nd_graph *graph, size_t bytes, void **out) {
+    std::vector<Block> &list = graph->idle[rounded(bytes)];
+    if (!list.empty()) {
+        *out = list.back().memory;
+        list.pop_back();
+        return ND_OK;
+    }
+    if (graph->capturing) {
+        return nd_error(ND_ECUDA,
+                        "graph: the captured run allocates %zu bytes that the run before it did "
+                        "not: a step that is recorded must do the same each time, and may keep no "
+                        "array that it makes",
+                        bytes);
+    }
+    return cuda_pool_malloc(device, rounded(bytes), out);
+}
+
+void cuda_graph_reuse(nd_graph *graph, void *memory, size_t bytes) {
+    graph->idle[rounded(bytes)].push_back({memory});
+}
+
+void cuda_graph_release_later(nd_graph *graph, void *memory) { graph->late.push_back({memory}); }
+
+nd_status cuda_graph_scratch(int device, nd_graph *graph, size_t bytes, void **out) {
+    if (bytes > graph->scratch_bytes) {
+        if (graph->capturing) {
+            return nd_error(ND_ECUDA,
+                            "graph: the captured run needs %zu bytes of scratch and the run before "
+                            "it needed %zu: a step that is recorded must do the same each time",
+                            bytes, graph->scratch_bytes);
+        }
+        if (graph->scratch) {
+            CUDA_TRY("graph", cudaFreeAsync(graph->scratch, cuda_stream(device)));
+            graph->scratch = nullptr;
+            graph->scratch_bytes = 0;
+        }
+        ND_TRY(cuda_pool_malloc(device, rounded(bytes), &graph->scratch));
+        graph->scratch_bytes = rounded(bytes);
+    }
+    *out = graph->scratch;
+    return ND_OK;
+}
+
+/* ---- capture -----------------------------------------------------------------------------------*/
+nd_status cuda_graph_capture(int device, nd_graph *graph) {
+    /* Relaxed: what other threads do with other streams is their own. */
+    CUDA_TRY("graph", cudaStreamBeginCapture(cuda_stream(device), cudaStreamCaptureModeRelaxed));
+    graph->capturing = true;
+    return ND_OK;
+}
+
+namespace {
+
+/* Ends the capture whatever became of it; *captured is null when it was broken. */
+nd_status stop_capture(int device, nd_graph *graph, cudaGraph_t *captured) {
+    *captured = nullptr;
+    graph->capturing = false;
+    cudaError_t error = cudaStreamEndCapture(cuda_stream(device), captured);
+    for (Block &block : graph->late) {
+        CUDA_TRY("graph", cudaFreeAsync(block.memory, cuda_stream(device)));
+    }
+    graph->late.clear();
+    return error == cudaSuccess ? ND_OK : cuda_error("graph", "cudaStreamEndCapture", error);
+}
+
+} // namespace
+
+nd_status cuda_graph_end(int device, nd_graph *graph) {
+    cudaGraph_t captured;
+    ND_TRY(stop_capture(device, graph, &captured));
+    cudaError_t error = cudaGraphInstantiateWithFlags(&graph->exec, captured, 0);
+    cudaGraphDestroy(captured);
+    return error == cudaSuccess ? ND_OK
+                                : cuda_error("graph", "cudaGraphInstantiateWithFlags", error);
+}
+
+nd_status cuda_graph_launch(int device, nd_graph *graph) {
+    CUDA_TRY("graph", cudaGraphLaunch(graph->exec, cuda_stream(device)));
+    return ND_OK;
+}
+
+nd_status cuda_graph_free(int device, nd_graph *graph) {
+    nd_status status = ND_OK;
+    if (graph->capturing) {
+        cudaGraph_t captured;
+        stop_capture(device, graph, &captured); /* its failure is why the graph goes */
+        if (captured) {
+            cudaGraphDestroy(captured);
+        }
+    }
+    cudaStream_t stream = cuda_stream(device);
+    cudaError_t error = cudaSuccess;
+    if (graph->exec) { /* lasts until the launches that are queued are done */
+        error = cudaGraphExecDestroy(graph->exec);
+    }
+    for (auto &size : graph->idle) {
+        for (Block &block : size.second) {
+            cudaError_t freed = cudaFreeAsync(block.memory, stream);
+            error = error == cudaSuccess ? freed : error;
+        }
+    }
+    if (graph->scratch) {
+        cudaError_t freed = cudaFreeAsync(graph->scratch, stream);
+        error = error == cudaSuccess ? freed : error;
+    }
+    delete graph;
+    if (error != cudaSuccess && error != cudaErrorCudartUnloading) {
+        status = cuda_error("graph", "giving its memory back", error);
+    }
+    return status;
+}

@@ -1,0 +1,33 @@
+/* graph.cuh - work recorded once and launched many times, with the memory it uses.
+ *
+ * A recorded kernel keeps the addresses it was given, so nothing that it reads or writes may go back
+ * to the pool while the graph lives. The same work therefore runs twice: first for real, while every
+ * array that it allocates becomes a block of the graph; then captured, while the same allocations
+ * find those blocks idle again. So capturing allocates nothing, and the graph holds no memory nodes.
+ * backend.cu calls these functions, under the device's lock, while a graph is being recorded on it.
+ */
+#ifndef NEEDLE_GRAPH_CUH
+#define NEEDLE_GRAPH_CUH
+
+#include "common.cuh"
+
+/* Memory of an array: a block of the graph. While capturing only idle blocks: ND_ECUDA when the
+ * second run asks for more than the first did. */
+nd_status cuda_graph_allocate(int device, nd_graph *graph, size_t bytes, void **out);
+/* `memory`, a block of the graph, is idle again; the next allocation of its size may have it. */
+void cuda_graph_reuse(nd_graph *graph, void *memory, size_t bytes);
+/* Memory of others, released while capturing: is given back when that ends. */
+void cuda_graph_release_later(nd_graph *graph, void *memory);
+/* cuda_scratch of recorded work: the graph's own, because the device's may move. */
+nd_status cuda_graph_scratch(int device, nd_graph *graph, size_t bytes, void **out);
+bool cuda_graph_is_capturing(const nd_graph *graph);
+
+nd_graph *cuda_graph_new(void); /* NULL: out of host memory */
+nd_status cuda_graph_capture(int device, nd_graph *graph);
+nd_status cuda_graph_end(int device, nd_graph *graph);
+nd_status cuda_graph_launch(int device, nd_graph *graph);
+/* Ends a capture that is under way, frees idle blocks and everything else; blocks that arrays still
+ * use become their own. */
+nd_status cuda_graph_free(int device, nd_graph *graph);
+
+#endif
