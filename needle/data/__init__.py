@@ -1,0 +1,34 @@
+"""Data: from files of text or tokens to batches.
+
+    text.py      documents in files, tokenizers
+    tokens.py    memory-mapped ids that read as one flat array
+    megatron.py  .bin/.idx, and GPT-NeoX's order of samples
+    readers.py   open_data: finds out what --data names
+    batches.py   Batches: which sample comes when; position and seek
+    prefetch.py  Prefetch: batches made ahead on another thread, in pinned memory
+    runs.py      the data of a training run, from its settings
+    prepare.py   text to .bin/.idx in parallel, resumable
+    __main__.py  python -m needle.data prepare | inspect | view
+
+`DataLoader` and `NDArrayDataset` of the general API (needle/dataset.py) are found here too.
+"""
+
+from needle.data.batches import Batches
+from needle.data.megatron import open_documents, sample_order
+from needle.data.prefetch import Prefetch
+from needle.data.readers import TokenData, cache_dir, open_data
+from needle.data.runs import open_run, run_batches, run_data
+from needle.data.text import (
+    END_OF_TEXT,
+    load_tokenizer,
+    standard_library,
+    token_bytes,
+    train_tokenizer,
+)
+from needle.data.tokens import DataError, Documents, FlatTokens
+from needle.dataset import DataLoader, NDArrayDataset
+
+__all__ = ["END_OF_TEXT", "Batches", "DataError", "DataLoader", "Documents", "FlatTokens",
+           "NDArrayDataset", "Prefetch", "TokenData", "cache_dir", "load_tokenizer", "open_data",
+           "open_documents", "open_run", "run_batches", "run_data", "sample_order",
+           "standard_library", "token_bytes", "train_tokenizer"]

@@ -1,0 +1,184 @@
+"""python -m needle.data: prepare (text to .bin/.idx), inspect (what a file holds), view (the batch
+of a training step, as ids and text)."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from needle.data.batches import Batches
+from needle.data.prepare import prepare, progress_bar
+from needle.data.readers import TokenData, open_data, open_tokens
+from needle.data.runs import open_run
+from needle.data.text import documents, load_tokenizer, walk
+from needle.data.tokens import DataError, Documents, FlatTokens, to_ids
+
+SCANNED = 1 << 22  # ids that `inspect` looks at, spread over the file
+
+
+def whole(low: int) -> Any:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < low:
+            raise argparse.ArgumentTypeError(
+                f"must be a whole number of {low} or more, not {text!r}")
+        return int(text)
+
+    return parse
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="python -m needle.data", description=__doc__)
+    commands = top.add_subparsers(dest="command", required=True)
+
+    make = commands.add_parser("prepare", help="text to Megatron's .bin/.idx, in parallel; a run "
+                               "that was killed goes on where it was")
+    make.add_argument("inputs", nargs="+", metavar="INPUT", help="text, JSON lines (.jsonl; their "
+                      "field `text`), either packed (.gz, .zst), folders, patterns")
+    make.add_argument("--tokenizer", required=True, metavar="PATH", help="a tokenizer.json")
+    make.add_argument("--out", required=True, metavar="NAME", help="writes NAME.bin and NAME.idx")
+    make.add_argument("--processes", type=whole(1), metavar="N", help="(default: one a core)")
+
+    look = commands.add_parser("inspect", help="what a file holds: kind, tokens, documents, range "
+                               "of the ids, the first of them")
+    look.add_argument("file", metavar="FILE", help="whatever --data of train_pythia.py takes")
+    look.add_argument("--tokenizer", metavar="PATH", help="show the beginning as text too")
+
+    view = commands.add_parser("view", help="the exact batch of a training step")
+    view.add_argument("source", metavar="RUN|DATA", help="the folder of a run, or what --data took")
+    view.add_argument("--step", type=whole(1), required=True, metavar="N",
+                      help="counted as in metrics.jsonl: the first is 1 (Pythia's batch 0)")
+    view.add_argument("--batch-size", type=whole(1), metavar="N",
+                      help="sequences a micro-batch (default: 1024, as the Pythias)")
+    view.add_argument("--grad-accum", type=whole(1), metavar="N", help="(default: 1)")
+    view.add_argument("--seq-len", type=whole(1), metavar="N", help="(default: 2048)")
+    view.add_argument("--seed", type=whole(0), metavar="N", help="(default: 1234)")
+    view.add_argument("--steps", type=whole(1), metavar="N", help="of the whole run, on which "
+                      "GPT-NeoX's order depends (default: 143000)")
+    view.add_argument("--tokenizer", metavar="PATH", help="show text too (default: the run's own)")
+    view.add_argument("--rows", type=whole(1), metavar="N", help="show the first N sequences "
+                      "(default: all)")
+    view.add_argument("--save", metavar="FILE", help="write the ids there as .npy, (sequences, "
+                      "seq_len + 1), instead")
+    return top
+
+
+# ---- inspect -----------------------------------------------------------------------------------
+
+
+def show_file(file: str, tokenizer: str | None) -> None:
+    path = Path(file)
+    data = open_tokens(path)
+    if data is None:
+        show_text(path)
+        return
+    print(data.source)
+    for name, tokens in (("to train on", data.train), ("held out", data.held_out)):
+        if len(tokens) == 0:
+            continue
+        print(f"{name}: {len(tokens):,} tokens")
+        if isinstance(tokens, Documents):
+            sizes = tokens.sizes
+            print(f"    documents: {len(sizes):,}, of {sizes.min():,} to {sizes.max():,} tokens, "
+                  f"{sizes.mean():,.1f} on average")
+        ids, all_seen = sample(tokens)
+        print(f"    ids: {ids.min():,} to {ids.max():,}"
+              + ("" if all_seen else f" (in {ids.size:,} of them)"))
+    for part in [*data.train.parts, *data.held_out.parts][:8]:
+        print(f"{part.path}: {part.count:,} {part.dtype} from offset {part.offset:,}")
+    first = to_ids(data.train[:32])
+    print("begins:", " ".join(map(str, first)))
+    if tokenizer is not None:
+        print(repr(load_tokenizer(tokenizer).decode(first.tolist(), skip_special_tokens=False)))
+
+
+def sample(tokens: FlatTokens) -> tuple[np.ndarray, bool]:
+    """(ids, whether they are all)"""
+    if len(tokens) <= SCANNED:
+        return to_ids(tokens[:]), True
+    length = SCANNED // 64
+    starts = np.linspace(0, len(tokens) - length, 64).astype(np.int64)
+    return to_ids(tokens.rows(starts, length)), False
+
+
+def show_text(path: Path) -> None:
+    files = list(walk(path)) if path.is_dir() else [path]
+    count = size = 0
+    for text in documents(files):
+        count, size = count + 1, size + len(text.encode())
+    print(f"{path}: text: {count:,} documents, {size:,} bytes of UTF-8 in {len(files):,} file(s)")
+
+
+# ---- view --------------------------------------------------------------------------------------
+
+
+def batches_of(args: argparse.Namespace) -> tuple[TokenData, Batches, int]:
+    """(data, batches, micro-batches a step)"""
+    if (Path(args.source) / "config.json").is_file():
+        own = ("batch_size", "grad_accum", "seq_len", "seed", "steps")
+        given = [f"--{name.replace('_', '-')}" for name in own if getattr(args, name) is not None]
+        if given:
+            raise DataError(f"{args.source}: a run knows its own {', '.join(given)}")
+        data, batches, settings = open_run(args.source)
+        if args.tokenizer is not None:
+            data.tokenizer = load_tokenizer(args.tokenizer)
+        return data, batches, settings["grad_accum"]
+    data = open_data(args.source, args.tokenizer)
+    rows, accumulate = args.batch_size or 1024, args.grad_accum or 1
+    seed = 1234 if args.seed is None else args.seed
+    batches = Batches(data.train, rows, args.seq_len or 2048, seed,
+                      (args.steps or 143000) * rows * accumulate, data.vocab_size)
+    return data, batches, accumulate
+
+
+def show_step(args: argparse.Namespace) -> None:
+    data, batches, accumulate = batches_of(args)
+    batches.seek_batch((args.step - 1) * accumulate)
+    where = batches.position
+    rows = np.concatenate([batches.next_rows() for _ in range(accumulate)])
+    print(f"{data.source}\nstep {args.step} (batch {args.step - 1} counted from 0): {len(rows):,} "
+          f"sequences of {batches.seq_len:,} tokens and the one that follows; epoch "
+          f"{where['epoch']}, micro-batch {where['batch']}")
+    if args.save is not None:
+        with open(args.save, "wb") as file:
+            np.save(file, rows)
+        print(f"written to {args.save}: {rows.dtype} {rows.shape}")
+        return
+    for number, row in enumerate(rows[:args.rows]):
+        print(f"---- sequence {number}\n{' '.join(map(str, row))}")
+        if data.tokenizer is not None:
+            print(data.tokenizer.decode(row.tolist(), skip_special_tokens=False))
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    try:
+        if args.command == "prepare":
+            progress, end = progress_bar()
+            try:
+                made = prepare(args.inputs, args.tokenizer, args.out, args.processes, progress)
+            finally:
+                end()
+            print(f"{args.out}: {made['documents']:,} documents, {made['tokens']:,} tokens")
+        elif args.command == "inspect":
+            show_file(args.file, args.tokenizer)
+        else:
+            show_step(args)
+        return 0
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError) as error:
+        print(f"needle.data: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("needle.data: interrupted; the same command goes on", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

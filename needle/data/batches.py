@@ -1,0 +1,220 @@
+"""Batches of (inputs, targets) from tokens: which sample comes when, exactly.
+
+    Windows   a flat array      windows of T + 1 ids that share one, in an order of its own an epoch
+    Packed    documents         GPT-NeoX's samples in GPT-NeoX's order for the seed
+    Rows      preshuffled rows  batch i is rows B i to B (i + 1) - 1, as the Pythias were trained
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from needle.data import megatron
+from needle.data.tokens import DataError, Documents, FlatTokens, to_ids
+
+
+class Windows:
+    """Window i is tokens [i T, i T + T + 1): inputs are its first T tokens, targets its last T, so
+    that each token is predicted once an epoch."""
+
+    def __init__(self, tokens: Any, seq_len: int, seed: int) -> None:
+        self.tokens, self.seq_len, self.seed = tokens, seq_len, seed
+        self.count = max(len(tokens) - 1, 0) // seq_len
+
+    def order(self, epoch: int) -> np.ndarray:
+        return np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(self.count)
+
+    def rows(self, chosen: np.ndarray) -> np.ndarray:
+        starts = np.asarray(chosen, np.int64) * self.seq_len
+        if isinstance(self.tokens, FlatTokens):
+            return self.tokens.rows(starts, self.seq_len + 1)
+        return self.tokens[starts[:, None] + np.arange(self.seq_len + 1)]
+
+    def position(self, sample: int, column: int) -> int:
+        """Of an id in the flat array."""
+        return sample * self.seq_len + column
+
+
+class Rows(Windows):
+    """Rows of T + 1 tokens, in the order of the file."""
+
+    def __init__(self, tokens: Documents, seq_len: int, seed: int) -> None:
+        super().__init__(tokens, seq_len, seed)
+        if tokens.row_length != seq_len + 1:
+            raise DataError(f"{tokens.parts[0].path}: preshuffled rows of {tokens.row_length:,} "
+                            f"tokens are for --seq-len {tokens.row_length - 1}, not {seq_len}")
+        self.count = len(tokens) // (seq_len + 1)
+
+    def order(self, epoch: int) -> np.ndarray:
+        return np.arange(self.count)
+
+    def rows(self, chosen: np.ndarray) -> np.ndarray:
+        starts = np.asarray(chosen, np.int64) * (self.seq_len + 1)
+        return self.tokens.rows(starts, self.seq_len + 1)
+
+    def position(self, sample: int, column: int) -> int:
+        return sample * (self.seq_len + 1) + column
+
+
+class Packed:
+    """GPT-NeoX's samples: the documents of `passes` walks through the data, shuffled together and
+    cut every T tokens. An epoch here is all of that order; a further one begins with seed + 1."""
+
+    def __init__(self, documents: Documents, seq_len: int, seed: int, passes: int) -> None:
+        self.documents, self.seq_len, self.seed, self.passes = documents, seq_len, seed, passes
+        self.starts = np.concatenate([[0], np.cumsum(documents.sizes, dtype=np.int64)])
+        self.count = (len(documents) * passes - 1) // seq_len
+        self._epoch = None
+
+    def order(self, epoch: int) -> np.ndarray:
+        if self._epoch != epoch:
+            self.doc_idx, self.sample_idx, self.shuffle_idx = megatron.sample_order(
+                self.documents.sizes, 0, len(self.documents.sizes), self.seq_len,
+                self.seed + epoch, self.passes)
+            self._epoch = epoch
+        return self.shuffle_idx
+
+    def _pieces(self, sample: int) -> Iterator[tuple[int, int]]:
+        """(start, stop) in the flat array of what makes up a sample."""
+        (first, begin), (last, end) = self.sample_idx[sample:sample + 2].tolist()
+        for place in range(first, last + 1):
+            base, after = self.starts[self.doc_idx[place]:][:2]
+            low = base + begin if place == first else base
+            yield int(low), int(base + end + 1 if place == last else after)
+
+    def rows(self, chosen: np.ndarray) -> np.ndarray:
+        if self._epoch is None:
+            self.order(0)
+        out = np.empty((len(chosen), self.seq_len + 1), self.documents.dtype)
+        for row, sample in zip(out, chosen):
+            done = 0
+            for start, stop in self._pieces(int(sample)):
+                row[done:done + stop - start] = self.documents.read(start, stop)
+                done += stop - start
+        return out
+
+    def position(self, sample: int, column: int) -> int:
+        for start, stop in self._pieces(sample):
+            if column < stop - start:
+                return start + column
+            column -= stop - start
+        raise IndexError(column)
+
+
+class Batches:
+    """Batches of samples of seq_len ids, without end.
+
+    tokens: a flat array, or what open_data gave. samples: how many a whole run draws; GPT-NeoX's
+    order depends on it through the number of walks that it shuffles together (default: one walk).
+    vocab_size: ids must lie in [0, vocab_size), else DataError with file and offset.
+
+    Samples that fill no whole batch are left out of an epoch. The order depends on tokens, seed and
+    epoch alone: `position` is all there is to remember, and `seek(position)` goes there exactly.
+
+    >>> from needle.data import Batches
+    >>> batches = Batches(np.arange(100, 117), batch_size=2, seq_len=4, seed=1)
+    >>> ids, targets = batches.next()
+    >>> ids.shape, (targets - ids == 1).all(), batches.position
+    ((2, 4), np.True_, {'epoch': 0, 'batch': 1})
+    """
+
+    def __init__(self, tokens: Any, batch_size: int, seq_len: int, seed: int = 0,
+                 samples: int | None = None, vocab_size: int | None = None) -> None:
+        self.tokens, self.batch_size, self.seq_len, self.seed = tokens, batch_size, seq_len, seed
+        self.vocab_size = vocab_size
+        if isinstance(tokens, Documents) and tokens.row_length:
+            self._samples = Rows(tokens, seq_len, seed)
+        elif isinstance(tokens, Documents):
+            passes = megatron.passes_for(samples or 1, len(tokens), seq_len)
+            self._samples = Packed(tokens, seq_len, seed, passes)
+        else:
+            self._samples = Windows(tokens, seq_len, seed)
+        self._check_enough()
+        self.epoch = self.batch = 0
+        self._order = self._samples.order(0)
+
+    def _check_enough(self) -> None:
+        self.windows = self._samples.count
+        if self.windows < self.batch_size:
+            raise DataError(f"{len(self.tokens):,} tokens are fewer than one batch of "
+                            f"{self.batch_size} x {self.seq_len} (+ 1); give more text, or a "
+                            "smaller --batch-size or --seq-len")
+
+    def __len__(self) -> int:
+        """Batches an epoch."""
+        return self.windows // self.batch_size
+
+    @property
+    def position(self) -> dict[str, int]:
+        """Of the next batch; what a checkpoint keeps."""
+        position = {"epoch": self.epoch, "batch": self.batch}
+        if isinstance(self._samples, Packed):
+            position["passes"] = self._samples.passes
+        return position
+
+    def seek(self, position: dict[str, int]) -> None:
+        """Go to a `position` that batches of the same tokens, sizes and seed have had."""
+        epoch, batch = int(position["epoch"]), int(position["batch"])
+        if isinstance(self._samples, Packed) and position.get("passes") != self._samples.passes:
+            # A run that now goes on for longer keeps the order that it began with.
+            self._samples = Packed(self.tokens, self.seq_len, self.seed,
+                                   int(position.get("passes", self._samples.passes)))
+            self._check_enough()
+        if epoch < 0 or not 0 <= batch <= len(self):
+            raise DataError(f"no position epoch {epoch}, batch {batch}: an epoch has {len(self)} "
+                            "batches")
+        self.epoch, self.batch = epoch, batch
+        self._order = self._samples.order(epoch)
+
+    def seek_batch(self, number: int) -> None:
+        """Go to the batch that a run draws as its `number`-th, from 0."""
+        epoch, batch = divmod(number, len(self))
+        self.seek({**self.position, "epoch": epoch, "batch": batch})
+
+    def next_rows(self) -> np.ndarray:
+        """integers (batch_size, seq_len + 1), int32 or int64: the next batch."""
+        if self.batch == len(self):
+            self.epoch, self.batch = self.epoch + 1, 0
+            self._order = self._samples.order(self.epoch)
+        chosen = self._order[self.batch * self.batch_size:(self.batch + 1) * self.batch_size]
+        rows = self._rows(chosen)
+        self.batch += 1
+        return rows
+
+    def next(self) -> tuple[np.ndarray, np.ndarray]:
+        """(inputs, targets), integers (batch_size, seq_len); goes on for ever."""
+        rows = self.next_rows()
+        return rows[:, :-1], rows[:, 1:]
+
+    def in_order(self, limit: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """At most `limit` batches, evenly spread and always the same: for evaluation."""
+        for first in np.linspace(0, len(self) - 1, min(limit, len(self))).astype(int):
+            rows = self._rows(np.arange(self.batch_size) + first * self.batch_size)
+            yield rows[:, :-1], rows[:, 1:]
+
+    def _rows(self, chosen: np.ndarray) -> np.ndarray:
+        try:
+            rows = to_ids(self._samples.rows(chosen))
+        except DataError as error:
+            if isinstance(self.tokens, FlatTokens):
+                raise DataError(f"{self.tokens!r}: {error}") from error
+            raise
+        if self.vocab_size is not None:
+            self._check_vocabulary(rows, chosen)
+        return rows
+
+    def _check_vocabulary(self, rows: np.ndarray, chosen: np.ndarray) -> None:
+        # One pass: as unsigned numbers, negative ids lie above every vocabulary.
+        wrong = rows.view(np.uint32 if rows.dtype == np.int32 else np.uint64) >= self.vocab_size
+        if wrong.any():
+            row, column = (int(i) for i in np.argwhere(wrong)[0])
+            position = self._samples.position(int(chosen[row]), column)
+            where = f"token {position:,}"
+            if isinstance(self.tokens, FlatTokens):
+                path, offset = self.tokens.where(position)
+                where = f"{path}: offset {offset:,}"
+            raise DataError(f"{where}: id {int(rows[row, column])} is outside the vocabulary of "
+                            f"{self.vocab_size}")

@@ -1,0 +1,194 @@
+"""Megatron's indexed files, and the order in which GPT-NeoX draws samples from them.
+
+NAME.bin holds the ids of all documents, little-endian, one behind the other. NAME.idx:
+
+    0   9 bytes   "MMIDIDX\\0\\0"
+    9   uint64    version 1
+    17  uint8     type of the ids: see TYPES
+    18  uint64    number of sequences N
+    26  uint64    number of entries D of the document index
+    34  int32 N   length of each sequence in ids
+        int64 N   where it begins in NAME.bin, in bytes
+        int64 D   the document index: 0, ..., N
+
+A sequence is what GPT-NeoX calls a document. Its sample order (megatron/data/gpt2_dataset.py of
+EleutherAI/gpt-neox, "packed") is followed to the byte: see `sample_order`.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from needle.data.tokens import DataError, Documents, Part
+
+MAGIC = b"MMIDIDX\0\0"
+HEADER = struct.Struct("<9sQBQQ")
+# 6 and 7 are float and double: 4 or 8 bytes, according to who wrote them.
+TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+ROW_LENGTH = 2049  # Pythia's preshuffled rows
+SPLIT = (969, 30, 1)  # training, validation, test: GPT-NeoX's default, in thousandths
+
+
+def is_index(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def open_documents(prefix: Path) -> Documents:
+    """NAME.idx and NAME.bin, checked against each other. DataError names file and offset."""
+    idx, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    for path in (idx, data):
+        if not path.is_file():
+            raise DataError(f"{path}: no such file; Megatron's data are two files, "
+                            f"{prefix.name}.idx and {prefix.name}.bin")
+    size = idx.stat().st_size
+    if size < HEADER.size:
+        raise DataError(f"{idx}: is truncated: {size} bytes, and its header alone has "
+                        f"{HEADER.size}")
+    with open(idx, "rb") as file:
+        magic, version, code, count, entries = HEADER.unpack(file.read(HEADER.size))
+    if magic != MAGIC:
+        old = " (the unmapped format of fairseq: convert it)" if magic[:6] == b"TNTIDX" else ""
+        raise DataError(f"{idx}: wrong magic at offset 0: {magic!r}, not {MAGIC!r}{old}")
+    if version != 1:
+        raise DataError(f"{idx}: version {version} at offset 9; only 1 is known")
+    if code not in TYPES:
+        raise DataError(f"{idx}: type {code} at offset 17; known are {', '.join(map(str, TYPES))}")
+    needed = HEADER.size + 12 * count + 8 * entries
+    if size != needed:
+        raise DataError(f"{idx}: {'is truncated' if size < needed else 'is too long'}: its header "
+                        f"promises {count:,} sequences and {entries:,} entries, {needed:,} bytes, "
+                        f"but it ends at offset {size:,}")
+    if count == 0:
+        raise DataError(f"{idx}: no sequence in it (offset 18)")
+    sizes = Part(idx, HEADER.size, "<i4", count).read(0, count)
+    pointers = Part(idx, HEADER.size + 4 * count, "<i8", count).read(0, count)
+    borders = Part(idx, HEADER.size + 12 * count, "<i8", entries).read(0, entries)
+    total, data_size = int(sizes.sum(dtype=np.int64)), data.stat().st_size
+    dtype = np.dtype(TYPES[code])
+    if dtype.kind == "f" and total > 0 and data_size == total * (12 - dtype.itemsize):
+        dtype = np.dtype(f"<f{12 - dtype.itemsize}")
+    _check_sequences(idx, data, sizes, pointers, dtype.itemsize, data_size)
+    if (borders < 0).any() or (borders > count).any() or (np.diff(borders) < 0).any():
+        raise DataError(f"{idx}: the document index at offset {HEADER.size + 12 * count:,} points "
+                        f"outside the {count:,} sequences, or backwards")
+    if data_size != total * dtype.itemsize:
+        raise DataError(f"{data}: ends at offset {data_size:,}, and its index at "
+                        f"{total * dtype.itemsize:,}: another file's index, or a copy that was "
+                        "not finished")
+    preshuffled = bool((sizes == ROW_LENGTH).all()) and count > 1
+    return Documents([Part(data, 0, dtype, total)], sizes, ROW_LENGTH if preshuffled else None)
+
+
+def _check_sequences(idx: Path, data: Path, sizes: np.ndarray, pointers: np.ndarray, itemsize: int,
+                     data_size: int) -> None:
+    count = len(sizes)
+    bad = np.flatnonzero(sizes <= 0)
+    if len(bad):
+        what = "an empty document" if sizes[bad[0]] == 0 else f"a document of {sizes[bad[0]]} ids"
+        raise DataError(f"{idx}: {what}, number {bad[0]:,}, at offset "
+                        f"{HEADER.size + 4 * int(bad[0]):,}")
+    ends = np.cumsum(sizes, dtype=np.int64) * itemsize
+    wrong = np.flatnonzero(pointers != np.concatenate([[0], ends[:-1]]))
+    where = HEADER.size + 4 * count
+    if len(wrong):
+        first = int(wrong[0])
+        outside = pointers[first] < 0 or pointers[first] >= data_size
+        before = int(ends[first - 1]) if first else 0
+        raise DataError(f"{idx}: document {first:,} begins at byte {pointers[first]:,} "
+                        f"(offset {where + 8 * first:,}): "
+                        + (f"outside {data}, which has {data_size:,}" if outside else
+                           f"not where the one before it ends, {before:,}"))
+    late = np.flatnonzero(ends > data_size)
+    if len(late):
+        raise DataError(f"{data}: is truncated: it ends at offset {data_size:,}, and document "
+                        f"{int(late[0]):,} of {idx} at {int(ends[late[0]]):,}")
+
+
+# ---- the order of GPT-NeoX ---------------------------------------------------------------------
+
+
+def split_documents(count: int, split: tuple[float, ...] = SPLIT) -> list[int]:
+    """[0, end of training, end of validation, count]: which documents are whose, as GPT-NeoX
+    rounds it."""
+    whole = sum(split)
+    borders = [0]
+    for share in split:
+        borders.append(borders[-1] + int(round(share / whole * float(count))))
+    excess = borders[-1] - count
+    return [0] + [border - excess for border in borders[1:]]
+
+
+def passes_for(samples: int, tokens: int, seq_len: int) -> int:
+    """How many times all documents are walked for so many samples of seq_len ids and one more that
+    two samples share."""
+    # The smallest e >= 1 with (e tokens - 1) // seq_len >= samples.
+    return max(-(-(samples * seq_len + 1) // tokens), 1)
+
+
+def sample_order(sizes: np.ndarray, first: int, last: int, seq_len: int, seed: int,
+                 passes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(doc_idx, sample_idx, shuffle_idx) of documents [first, last).
+
+    doc_idx, int32 (passes x documents): the documents of all passes, shuffled together.
+    sample_idx, int32 (S + 1, 2), int64 from 2^30 samples on: sample i begins in document
+    doc_idx[sample_idx[i, 0]] at id sample_idx[i, 1]; its last id is the first of sample i + 1.
+    shuffle_idx, uint32 (S), int64 where that is too narrow: which sample is drawn i-th.
+
+    >>> from needle.data import sample_order
+    >>> sizes = np.array([5, 2, 9], np.int32)
+    >>> doc_idx, sample_idx, shuffle_idx = sample_order(sizes, 0, 3, seq_len=4, seed=0, passes=1)
+    >>> doc_idx, shuffle_idx
+    (array([2, 1, 0], dtype=int32), array([2, 0, 1], dtype=uint32))
+    >>> sample_idx.tolist()
+    [[0, 0], [0, 4], [0, 8], [2, 1]]
+    """
+    random = np.random.RandomState(seed)
+    doc_idx = np.tile(np.arange(first, last, dtype=np.int32), passes)
+    random.shuffle(doc_idx)
+    ends = np.cumsum(sizes[doc_idx], dtype=np.int64)
+    count = (int(ends[-1]) - 1) // seq_len
+    wide = 2 * (count + 1) >= np.iinfo(np.int32).max
+    sample_idx = np.zeros((count + 1, 2), np.int64 if wide else np.int32)
+    block = 1 << 22  # samples at a time: intermediate arrays stay small
+    for low in range(1, count + 1, block):
+        starts = np.arange(low, min(low + block, count + 1), dtype=np.int64) * seq_len
+        document = np.searchsorted(ends, starts, side="right")
+        sample_idx[low:low + block, 0] = document
+        sample_idx[low:low + block, 1] = starts - (ends[document] - sizes[doc_idx[document]])
+    dtype = np.uint32 if count < np.iinfo(np.uint32).max - 1 else np.int64
+    shuffle_idx = np.arange(count, dtype=dtype)
+    random.shuffle(shuffle_idx)
+    return doc_idx, sample_idx, shuffle_idx
+
+
+# ---- writing -----------------------------------------------------------------------------------
+
+
+def best_dtype(vocab_size: int) -> np.dtype:
+    """GPT-NeoX's choice."""
+    return np.dtype("<u2" if vocab_size < 65500 else "<i4")
+
+
+def write_index(file: BinaryIO, dtype: np.dtype, sizes: Iterable[int]) -> None:
+    """The .idx of documents that lie one behind the other in a .bin of `dtype`."""
+    code = {np.dtype(name): number for number, name in TYPES.items()}[np.dtype(dtype)]
+    sizes = np.asarray(sizes, "<i4")
+    ends = np.cumsum(sizes, dtype="<i8") * np.dtype(dtype).itemsize
+    file.write(HEADER.pack(MAGIC, 1, code, len(sizes), len(sizes) + 1))
+    file.write(sizes.tobytes())
+    file.write(np.concatenate([[0], ends[:-1]]).astype("<i8").tobytes())
+    file.write(np.arange(len(sizes) + 1, dtype="<i8").tobytes())
+
+
+def prefix_of(path: str | os.PathLike) -> Path | None:
+    """The NAME of NAME, NAME.idx or NAME.bin where an index lies there; else None."""
+    path = Path(path)
+    prefix = path.with_suffix("") if path.suffix in (".idx", ".bin") else path
+    return prefix if Path(f"{prefix}.idx").is_file() else None

@@ -1,0 +1,123 @@
+"""Batches made ahead on another thread, so that the device never waits for data.
+
+    thread:  free slot -> wait for its last copy -> read rows into its pinned memory -> ready
+    next():  ready slot -> enqueue its copy to the device, without waiting -> free slot
+
+On the CPU a slot is nothing and next() returns NumPy arrays. `position` is that of the batches that
+next() has returned, whatever the thread has read since: what a checkpoint must keep.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+
+import numpy as np
+
+from needle._C import Device, NDArray, Staging
+from needle.data.batches import Batches
+
+
+class _Slot:
+    """Pinned memory for the ids and targets of a batch."""
+
+    def __init__(self, batch_size: int, seq_len: int, device: Device) -> None:
+        self.shape = (batch_size, seq_len)
+        self.stagings = [Staging(4 * batch_size * seq_len, device) for _ in range(2)]
+        self.arrays = [np.frombuffer(staging, np.int32).reshape(self.shape)
+                       for staging in self.stagings]
+
+    def fill(self, rows: np.ndarray) -> None:
+        for staging, array, part in zip(self.stagings, self.arrays, (rows[:, :-1], rows[:, 1:])):
+            staging.wait()
+            array[:] = part
+
+    def send(self) -> tuple[NDArray, NDArray]:
+        ids, targets = (staging.send(self.shape, "int32") for staging in self.stagings)
+        return ids, targets
+
+
+class Prefetch:
+    """What `batches` draws, up to `depth` batches ahead of next().
+
+    device: None or the CPU: next() gives NumPy arrays; a GPU: int32 NDArrays there, (B, T) each.
+    For a GPU `batches` must have its vocab_size: nothing checks ids behind it. An error of the
+    thread is raised by the next() that would have returned its batch.
+    """
+
+    def __init__(self, batches: Batches, device: Device | None = None, depth: int = 2) -> None:
+        on_gpu = device is not None and str(device) != "cpu()"
+        if on_gpu and batches.vocab_size is None:
+            raise ValueError("Prefetch: batches for a GPU need vocab_size: nothing checks the ids "
+                             "behind it")
+        self.batches, self.position = batches, batches.position
+        self._slots = [_Slot(batches.batch_size, batches.seq_len, device) if on_gpu else None
+                       for _ in range(depth + 1 if on_gpu else depth)]
+        self._thread = None
+
+    def _start(self) -> None:
+        self._free, self._ready = queue.SimpleQueue(), queue.SimpleQueue()
+        for slot in self._slots:
+            self._free.put(slot)
+        # The thread knows the queues, not this object, so that dropping the object ends it.
+        self._end = weakref.finalize(self, self._free.put, _END)
+        self._thread = threading.Thread(target=_work, name="needle.data.Prefetch", daemon=True,
+                                        args=(self.batches, self._free, self._ready))
+        self._thread.start()
+
+    @property
+    def epoch(self) -> int:
+        return self.position["epoch"]
+
+    @property
+    def batch(self) -> int:
+        return self.position["batch"]
+
+    def __len__(self) -> int:
+        """Batches an epoch."""
+        return len(self.batches)
+
+    def next(self) -> tuple:
+        """(inputs, targets), integers (batch_size, seq_len); goes on for ever."""
+        if self._thread is None:
+            self._start()
+        slot, batch, position = self._ready.get()
+        if isinstance(batch, BaseException):
+            self._ready.put((slot, batch, position))  # and so each next() from now on
+            raise batch
+        self.position = position
+        if slot is not None:
+            batch = slot.send()
+        self._free.put(slot)
+        return batch
+
+    def seek(self, position: dict[str, int]) -> None:
+        """As Batches.seek; what was read ahead is dropped."""
+        self.close()
+        self.batches.seek(position)
+        self.position = self.batches.position
+
+    def close(self) -> None:
+        """Ends the thread; a further next() goes on at `position`."""
+        if self._thread is not None:
+            self._end()
+            self._thread.join()
+            self._thread = None
+            self.batches.seek(self.position)
+
+
+_END = object()
+
+
+def _work(batches: Batches, free: queue.SimpleQueue, ready: queue.SimpleQueue) -> None:
+    while (slot := free.get()) is not _END:
+        try:
+            rows = batches.next_rows()
+            if slot is not None:
+                slot.fill(rows)
+            batch = rows[:, :-1], rows[:, 1:]
+        except BaseException as error:
+            ready.put((slot, error, None))
+            return
+        ready.put((slot, batch, batches.position))

@@ -1,0 +1,256 @@
+"""Text to Megatron's .bin/.idx, in parallel, resumable.
+
+    inputs --> units (a stretch of a JSON file, a packed file, some text files)
+           --> OUT.parts/N.bin, N.sizes   each written under another name, synced, and renamed
+           --> OUT.bin, OUT.idx           the parts in order, then the parts are removed
+
+The cut into units depends on the inputs alone, so the result is the same for any number of
+processes, and a run that was killed goes on with the units that are missing. OUT.idx appears last:
+where it is, all is whole. Processes are spawned: OpenMP's threads do not survive a fork.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import glob
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import astuple, dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import numpy as np
+
+from needle.checkpoint import replacing
+from needle.data import megatron
+from needle.data.text import (
+    documents,
+    encode,
+    is_json_lines,
+    is_packed,
+    json_lines,
+    load_tokenizer,
+    walk,
+)
+from needle.data.tokens import DataError
+
+UNIT = 1 << 24  # bytes of input
+Progress = Callable[[int, int], None]  # (done, of)
+
+
+@dataclass
+class Unit:
+    """Files, or the lines that begin at bytes [start, stop) of one."""
+
+    files: list[str]
+    start: int = 0
+    stop: int | None = None
+
+    def documents(self) -> Iterator[str]:
+        if self.stop is None:
+            return documents([Path(name) for name in self.files])
+        return json_lines(Path(self.files[0]), self.start, self.stop)
+
+
+def input_files(inputs: Sequence[str]) -> list[Path]:
+    """The files that the command line names: files, folders, patterns; in that order."""
+    files = []
+    for name in inputs:
+        path = Path(name)
+        found = list(walk(path)) if path.is_dir() else [path] if path.is_file() else \
+            [Path(match) for match in sorted(glob.glob(name)) if Path(match).is_file()]
+        if not found:
+            raise DataError(f"{name}: no such file, and no file matches it")
+        files += [file.resolve() for file in found]
+    return files
+
+
+def cut(files: Sequence[Path], size: int) -> list[Unit]:
+    """Units of about `size` bytes."""
+    units, group, held = [], [], 0
+    for file in files:
+        length = file.stat().st_size
+        if is_json_lines(file) and not is_packed(file):
+            if group:
+                units.append(Unit(group))
+                group, held = [], 0
+            units += [Unit([str(file)], start, min(start + size, length))
+                      for start in range(0, length, size)]
+            continue
+        group.append(str(file))
+        held += length
+        if held >= size:
+            units.append(Unit(group))
+            group, held = [], 0
+    return units + ([Unit(group)] if group else [])
+
+
+def prepare(inputs: Sequence[str], tokenizer: str, out: str, processes: int | None = None,
+            progress: Progress | None = None) -> dict[str, int]:
+    """Writes OUT.bin and OUT.idx; returns their numbers of documents and tokens.
+
+    progress(done, of): called after each unit. Raises DataError; what was done stays for the next
+    try."""
+    prefix = Path(out[:-4] if out.endswith((".bin", ".idx")) else out)
+    model = load_tokenizer(tokenizer)
+    files = input_files(inputs)
+    units = cut(files, UNIT)
+    dtype = megatron.best_dtype(model.get_vocab_size())
+    digest = hashlib.blake2b(json.dumps([UNIT, [astuple(unit) for unit in units]]).encode()
+                             + model.to_str().encode(), digest_size=16)
+    for file in files:
+        status = file.stat()
+        digest.update(f"{file} {status.st_size} {status.st_mtime_ns}\n".encode())
+    parts = Path(f"{prefix}.parts")
+    lock = _begin(parts, digest.hexdigest())
+    try:
+        return _go_on(parts, units, tokenizer, dtype, prefix, processes, progress)
+    finally:
+        os.close(lock)
+
+
+def _go_on(parts: Path, units: list[Unit], tokenizer: str, dtype: np.dtype, prefix: Path,
+           processes: int | None, progress: Progress | None) -> dict[str, int]:
+    missing = [i for i in range(len(units)) if not (parts / f"{i}.sizes").is_file()]
+    done = len(units) - len(missing)
+    if progress is not None:
+        progress(done, len(units))
+    for _ in _encode_all(units, missing, str(tokenizer), dtype, parts, processes):
+        done += 1
+        if progress is not None:
+            progress(done, len(units))
+    return _merge(parts, len(units), dtype, prefix)
+
+
+def _begin(parts: Path, plan: str) -> int:
+    """The folder of the parts, emptied where it belongs to other inputs, and locked: the descriptor
+    that holds the lock, which ends with the process."""
+    try:
+        parts.mkdir(parents=True, exist_ok=True)
+        lock = os.open(parts, os.O_RDONLY)
+    except OSError as error:
+        raise DataError(f"{parts}: cannot be made: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        note = parts / "plan"
+        if not note.is_file() or note.read_text() != plan:
+            for path in parts.iterdir():
+                path.unlink()
+            with replacing(note) as file:
+                file.write(plan.encode())
+        return lock
+    except OSError as error:
+        os.close(lock)
+        problem = "another process works on it" if isinstance(error, BlockingIOError) else \
+            f"cannot be written: {error.strerror}"
+        raise DataError(f"{parts}: {problem}") from error
+
+
+def _encode_all(units: list[Unit], missing: list[int], tokenizer: str, dtype: np.dtype, parts: Path,
+                processes: int | None) -> Iterator[int]:
+    workers = min(processes or os.cpu_count() or 1, len(missing))
+    if workers <= 1:
+        model = load_tokenizer(tokenizer)
+        for number in missing:
+            yield _encode_unit(model, units[number], number, dtype, parts)
+        return
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _worker_start,
+                               (tokenizer,))
+    try:
+        futures = [pool.submit(_worker_unit, units[i], i, dtype.str, str(parts)) for i in missing]
+        for future in as_completed(futures):
+            yield future.result()
+    except BrokenProcessPool as error:
+        raise DataError("a process ended without a word (out of memory?); start again, what is "
+                        "done stays: fewer --processes need less memory") from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+_worker_tokenizer = None  # of this process, where it is a worker
+
+
+def _worker_start(tokenizer: str) -> None:
+    global _worker_tokenizer
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    _worker_tokenizer = load_tokenizer(tokenizer)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A killed parent cannot tell its workers to end."""
+    wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)
+
+
+def _worker_unit(unit: Unit, number: int, dtype: str, parts: str) -> int:
+    return _encode_unit(_worker_tokenizer, unit, number, np.dtype(dtype), Path(parts))
+
+
+def _encode_unit(tokenizer, unit: Unit, number: int, dtype: np.dtype, parts: Path) -> int:
+    """N.bin, then N.sizes: where the second is, the first is whole."""
+    sizes = []
+    try:
+        with replacing(parts / f"{number}.bin") as file:
+            for text in unit.documents():
+                ids = encode(tokenizer, text, dtype)
+                sizes.append(len(ids))
+                file.write(ids)
+        with replacing(parts / f"{number}.sizes") as file:
+            file.write(np.array(sizes, "<i4").tobytes())
+    except OSError as error:
+        raise DataError(f"{parts}: cannot be written: {error.strerror}; what is done stays"
+                        ) from error
+    return number
+
+
+def _merge(parts: Path, count: int, dtype: np.dtype, prefix: Path) -> dict[str, int]:
+    sizes = [np.fromfile(parts / f"{i}.sizes", "<i4") for i in range(count)]
+    every = np.concatenate(sizes) if sizes else np.empty(0, "<i4")
+    if len(every) == 0:
+        shutil.rmtree(parts)
+        raise DataError("no text in the inputs: each file is empty, not UTF-8, or holds zero bytes")
+    index = Path(f"{prefix}.idx")
+    try:
+        index.unlink(missing_ok=True)  # of an earlier .bin, which goes now
+        with replacing(Path(f"{prefix}.bin")) as file:
+            for number, lengths in enumerate(sizes):
+                path = parts / f"{number}.bin"
+                if path.stat().st_size != int(lengths.sum(dtype=np.int64)) * dtype.itemsize:
+                    raise DataError(f"{path}: damaged; delete {parts} and start again")
+                with open(path, "rb") as part:
+                    shutil.copyfileobj(part, file, 1 << 24)
+        with replacing(index) as file:
+            megatron.write_index(file, dtype, every)
+    except OSError as error:
+        raise DataError(f"{prefix}: cannot be written: {error.strerror}; what is done stays in "
+                        f"{parts}") from error
+    shutil.rmtree(parts)
+    return {"documents": len(every), "tokens": int(every.sum(dtype=np.int64))}
+
+
+def progress_bar() -> tuple[Progress, Callable[[], None]]:
+    """(progress for `prepare`, a function that ends it): tqdm on a terminal, else plain lines."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        tqdm = None
+    if tqdm is None or not sys.stderr.isatty():
+        return lambda done, of: print(f"{done} of {of} parts", flush=True), lambda: None
+    bar = tqdm(unit="part", desc="tokenising", dynamic_ncols=True)
+
+    def show(done: int, of: int) -> None:
+        if bar.total is None:
+            bar.reset(of)
+            bar.initial = done
+        bar.update(done - bar.n)
+
+    return show, bar.close

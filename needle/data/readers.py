@@ -1,0 +1,357 @@
+"""What `--data` names, opened: the kind of the files is found out, and `source` says which it was.
+
+    a .bin with its .idx, or their common name   Megatron; if all have 2,049 ids: preshuffled rows
+    a folder with train.bin, or that file        nanoGPT: flat uint16, val.bin beside it is held out
+    .bin that begin with 20240520                llm.c shards; those with `val` in the name are held
+                                                 out
+    .npy, any other .bin                         one flat array; .bin is uint16
+    .jsonl (.gz, .zst), text, folders of text    through the tokenizer, once, then from the cache
+
+Several files are given by a pattern ("shards/*.bin") or their folder. What has no held-out part of
+its own gives its last 5 % of tokens; text of 20 or more documents every twentieth; Megatron's
+documents are split as GPT-NeoX does by default (969 : 30 : 1); preshuffled rows are all trained on.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from needle.data import megatron
+from needle.data.text import (
+    documents,
+    encode,
+    is_json_lines,
+    is_packed,
+    load_tokenizer,
+    read_text,
+    standard_library,
+    tokenizers_package,
+    train_tokenizer,
+    walk,
+)
+from needle.data.tokens import DataError, Documents, FlatTokens, Part, fingerprint
+
+HELD_OUT = 20  # one document, or one token, in so many
+# A change of how text becomes tokens makes caches of other versions invisible.
+CACHE_FORMAT = "1"
+LLMC_MAGIC, LLMC_HEADER = 20240520, 1024
+TAKES = ("--data takes text, JSON lines, a folder of either, Megatron's .bin/.idx, llm.c's shards, "
+         "nanoGPT's train.bin, or .npy")
+
+
+def cache_dir() -> Path:
+    """$NEEDLE_CACHE, else $XDG_CACHE_HOME/needle, else ~/.cache/needle."""
+    own = os.environ.get("NEEDLE_CACHE")
+    if own:
+        return Path(own)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "needle"
+
+
+@dataclass
+class TokenData:
+    """Two flat arrays of token ids (memory-mapped), and what made them."""
+
+    train: FlatTokens | np.ndarray
+    held_out: FlatTokens | np.ndarray
+    source: str  # one line for people: where from, and which kind it was taken for
+    fingerprint: str  # equal for equal tokens: a resumed run must read what the first one read
+    tokenizer: object | None = None  # tokenizers.Tokenizer, where there is one
+
+    @property
+    def vocab_size(self) -> int | None:
+        return None if self.tokenizer is None else self.tokenizer.get_vocab_size()
+
+
+def open_data(data: str | os.PathLike | None = None, tokenizer: str | os.PathLike | None = None,
+              vocab_size: int = 4096) -> TokenData:
+    """Tokens from `data`, see the head of this file; None: the standard library's sources.
+
+    Text goes through `tokenizer` (a tokenizer.json), or through one of `vocab_size` tokens that is
+    trained on it; the result is cached. Raises DataError."""
+    if data is None:
+        root, files = standard_library()
+        return _open_text(root, files, "sources of the Python standard library", tokenizer,
+                          vocab_size)
+    path = Path(data)
+    found = open_tokens(path)
+    if found is not None:
+        found.tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
+        return found
+    if path.is_dir():
+        files, root, source = list(walk(path)), path, str(path)
+    else:
+        files = matching(path)
+        root, source = path.parent if files == [path] else Path("/"), str(path)
+    if len(files) == 1 and not is_json_lines(files[0]) and read_text(files[0]) is None:
+        raise DataError(f"{files[0]}: not text: it is not UTF-8, or holds zero bytes; token files "
+                        "end in .npy or .bin")
+    return _open_text(root, [path if root != Path("/") else path.resolve() for path in files],
+                      source, tokenizer, vocab_size)
+
+
+def matching(path: Path) -> list[Path]:
+    """The file, or the files of a pattern, each there and not empty."""
+    if path.is_file():
+        files = [path]
+    else:
+        files = [Path(name) for name in sorted(glob.glob(str(path))) if Path(name).is_file()]
+    if not files:
+        raise DataError(f"{path}: no such file or folder; {TAKES}")
+    for file in files:
+        if file.stat().st_size == 0:
+            raise DataError(f"{file}: an empty file")
+    return files
+
+
+def open_tokens(path: Path) -> TokenData | None:
+    """Files of token ids; None where `path` is text."""
+    prefix = None if path.is_dir() else megatron.prefix_of(path)
+    if prefix is not None:
+        return _open_megatron(prefix)
+    if path.is_dir():
+        return _open_folder(path)
+    files = matching(path)
+    kinds = {_kind(file) for file in files}
+    if kinds == {"text"}:
+        return None
+    if len(kinds) > 1:
+        listed = ", ".join(f"{file.name}: {_kind(file)}" for file in files[:4])
+        raise DataError(f"{path}: files of several kinds ({listed}); give those of one kind")
+    kind = kinds.pop()
+    if kind == "llm.c":
+        return _open_shards(path, files)
+    if kind == "npy":
+        return _flat(path, ".npy", FlatTokens([npy_part(file) for file in files]))
+    if len(files) == 1 and files[0].name == "train.bin" and files[0].with_name("val.bin").exists():
+        return _open_nano(files[0])
+    return _flat(path, "flat uint16", FlatTokens([uint16_part(file) for file in files]))
+
+
+def _kind(file: Path) -> str:
+    if file.suffix == ".npy":
+        return "npy"
+    if file.suffix != ".bin":
+        return "text"
+    if file.stat().st_size >= LLMC_HEADER:
+        head = np.fromfile(file, "<i4", LLMC_HEADER // 4)
+        # A header of theirs whose magic alone is wrong is not taken for tokens.
+        header_like = not head[3:].any() and head[1] in (1, 7) and head[2] > 0 and \
+            file.stat().st_size in (LLMC_HEADER + 2 * int(head[2]), LLMC_HEADER + 4 * int(head[2]))
+        if head[0] == LLMC_MAGIC or header_like:
+            return "llm.c"
+    return "flat uint16"
+
+
+def _open_folder(folder: Path) -> TokenData | None:
+    files = [path for path in sorted(folder.iterdir())
+             if path.is_file() and not path.name.startswith(".")]
+    if not any(True for _ in walk(folder)):
+        raise DataError(f"{folder}: an empty folder; {TAKES}")
+    indexes = [path for path in files if path.suffix == ".idx"]
+    if indexes:
+        if len(indexes) > 1:
+            raise DataError(f"{folder}: {len(indexes)} Megatron files are in it; name one of them, "
+                            f"such as {indexes[0]}")
+        return _open_megatron(indexes[0].with_suffix(""))
+    bins = [path for path in files if path.suffix == ".bin"]
+    train = folder / "train.bin"
+    if train in bins:
+        return _open_nano(train)
+    shards = [path for path in bins if path.stat().st_size and _kind(path) == "llm.c"]
+    if shards:
+        return _open_shards(folder, bins)
+    if bins and len(bins) == len(files):
+        head = bins[0].read_bytes()[:4]
+        raise DataError(f"{bins[0]}: wrong magic at offset 0: {int.from_bytes(head, 'little')}, "
+                        f"not {LLMC_MAGIC} as llm.c's shards; flat uint16 tokens are given as "
+                        "files, or as train.bin and val.bin in a folder")
+    return None
+
+
+def _data(train, held_out, source: str, whole) -> TokenData:
+    return TokenData(train, held_out, source, fingerprint(whole))
+
+
+def _tail_split(tokens: FlatTokens) -> tuple[FlatTokens, FlatTokens]:
+    kept = len(tokens) - len(tokens) // HELD_OUT
+    return tokens.between(0, kept), tokens.between(kept, len(tokens))
+
+
+def _flat(path: Path, kind: str, tokens: FlatTokens) -> TokenData:
+    count = f", {len(tokens.parts):,} files" if len(tokens.parts) > 1 else ""
+    return _data(*_tail_split(tokens), f"{path}: {kind}{count}, {len(tokens):,} {tokens.dtype} "
+                                       "tokens", tokens)
+
+
+def uint16_part(path: Path) -> Part:
+    size = path.stat().st_size
+    if size % 2:
+        raise DataError(f"{path}: {size:,} bytes are no whole number of uint16 tokens: the file is "
+                        "truncated, or of another format")
+    return Part(path, 0, "<u2", size // 2)
+
+
+def npy_part(path: Path) -> Part:
+    """A .npy of one axis of integers."""
+    try:
+        with open(path, "rb") as file:
+            version = np.lib.format.read_magic(file)
+            read = {(1, 0): np.lib.format.read_array_header_1_0,
+                    (2, 0): np.lib.format.read_array_header_2_0}[version]
+            shape, _, dtype = read(file)
+            offset = file.tell()
+    except Exception as error:  # a damaged header makes NumPy raise almost anything
+        raise DataError(f"{path}: not a usable .npy file: {error!r} at offset 0") from error
+    if len(shape) != 1 or dtype.kind not in "iu":
+        raise DataError(f"{path}: must hold one axis of integers, not {dtype} of shape {shape}")
+    return Part(path, offset, dtype, shape[0])
+
+
+def _open_nano(train: Path) -> TokenData:
+    tokens = FlatTokens([uint16_part(train)])
+    val = train.with_name("val.bin")
+    if not val.is_file():
+        return _flat(train, "nanoGPT (no val.bin beside it), flat uint16", tokens)
+    held_out = FlatTokens([uint16_part(val)])
+    return _data(tokens, held_out, f"{train.parent}: nanoGPT's train.bin and val.bin, "
+                 f"{len(tokens):,} + {len(held_out):,} uint16 tokens", tokens)
+
+
+def shard_part(path: Path) -> Part:
+    """llm.c: 256 int32 (magic, version, count, zeros), then `count` uint16."""
+    size = path.stat().st_size
+    if size < LLMC_HEADER:
+        raise DataError(f"{path}: is truncated: {size} bytes, and its header alone has "
+                        f"{LLMC_HEADER}")
+    magic, version, count = (int(value) for value in np.fromfile(path, "<i4", 3))
+    if magic != LLMC_MAGIC:
+        what = "the 32-bit tokens of Llama 3, which Pythia's vocabulary does not need" \
+            if magic == 20240801 else f"not {LLMC_MAGIC} as llm.c writes it"
+        raise DataError(f"{path}: wrong magic at offset 0: {magic}: {what}")
+    if version != 1:
+        raise DataError(f"{path}: version {version} at offset 4; only 1 is known")
+    if count <= 0:
+        raise DataError(f"{path}: {count} tokens, says the header at offset 8")
+    if size != LLMC_HEADER + 2 * count:
+        raise DataError(f"{path}: {'is truncated' if size < LLMC_HEADER + 2 * count else 'is long'}"
+                        f": the header at offset 8 promises {count:,} tokens, to offset "
+                        f"{LLMC_HEADER + 2 * count:,}, and the file ends at {size:,}")
+    return Part(path, LLMC_HEADER, "<u2", count)
+
+
+def _open_shards(path: Path, files: list[Path]) -> TokenData:
+    held_out = [file for file in files if "val" in file.stem]
+    train = [file for file in files if file not in held_out]
+    if not train:
+        train, held_out = held_out, []
+    tokens = FlatTokens([shard_part(file) for file in train])
+    if not held_out:
+        return _flat(path, "llm.c", tokens)
+    validation = FlatTokens([shard_part(file) for file in held_out])
+    return _data(tokens, validation, f"{path}: llm.c, {len(train):,} + {len(held_out):,} files, "
+                 f"{len(tokens):,} + {len(validation):,} uint16 tokens", tokens)
+
+
+def _open_megatron(prefix: Path) -> TokenData:
+    whole = megatron.open_documents(prefix)
+    count, ends = len(whole.sizes), np.cumsum(whole.sizes, dtype=np.int64)
+    facts = f"{count:,} documents, {len(whole):,} {whole.dtype} tokens"
+    if whole.row_length:
+        source = f"{prefix}: Megatron, preshuffled rows of {whole.row_length:,} tokens, {facts}"
+        return _data(whole, whole.between(0, 0), source, whole)
+    _, train_end, held_out_end, _ = megatron.split_documents(count)
+    if train_end == 0 or held_out_end < train_end:
+        train_end = held_out_end = count
+    borders = [int(ends[train_end - 1]), int(ends[held_out_end - 1])]
+    train = Documents(whole.between(0, borders[0]).parts, whole.sizes[:train_end])
+    source = (f"{prefix}: Megatron, {facts}; {train_end:,} to train on in GPT-NeoX's order, "
+              f"{held_out_end - train_end:,} held out")
+    return _data(train, whole.between(*borders), source, whole)
+
+
+# ---- text --------------------------------------------------------------------------------------
+
+
+def _open_text(root: Path, files: list[Path], source: str, tokenizer: str | os.PathLike | None,
+               vocab_size: int) -> TokenData:
+    """The cached tokens of these files, made first where they are missing."""
+    tk = tokenizers_package()
+    given = None if tokenizer is None else load_tokenizer(tokenizer)
+    made_by = f"{vocab_size}" if given is None else given.to_str()
+    digest = hashlib.blake2b(digest_size=16)
+    for part in (CACHE_FORMAT, tk.__version__, made_by, str(root)):
+        digest.update(part.encode() + b"\0")
+    for path in files:
+        status = path.stat()
+        digest.update(f"{path.relative_to(root)} {status.st_size} {status.st_mtime_ns}\n".encode())
+    folder = cache_dir() / f"text-{digest.hexdigest()}"
+    if not (folder / "facts.json").is_file():
+        _tokenise(files, source, given, vocab_size, folder)
+    try:
+        facts = json.loads((folder / "facts.json").read_text())
+        kind = "JSON lines" if all(map(is_json_lines, files)) else \
+            "packed text" if all(map(is_packed, files)) else "text"
+        return TokenData(FlatTokens([npy_part(folder / "train.npy")]),
+                         FlatTokens([npy_part(folder / "held_out.npy")]),
+                         f"{source}: {kind}, {facts['documents']:,} documents, "
+                         f"{facts['tokens']:,} tokens",
+                         facts["fingerprint"], load_tokenizer(folder / "tokenizer.json"))
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"{folder}: a damaged cache of tokens ({error}); delete that folder, it "
+                        "is made again") from error
+
+
+def _tokenise(files: list[Path], source: str, tokenizer, vocab_size: int, folder: Path) -> None:
+    """Writes tokenizer.json, train.npy, held_out.npy and facts.json into a temporary folder beside
+    `folder` and renames it: another process sees all of it or nothing."""
+    print(f"tokenising {source}: once, then kept in {folder}", flush=True)
+    if tokenizer is None:
+        tokenizer = train_tokenizer(documents(files), vocab_size)
+    dtype = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.int32
+    encoded = [encode(tokenizer, text, dtype) for text in documents(files)]
+    if not encoded:
+        raise DataError(f"{source}: no text in it: each of its {len(files)} files is empty, not "
+                        "UTF-8, or holds zero bytes")
+    count = len(encoded)
+    train, held_out = _split(encoded)
+    facts = {"source": source, "documents": count, "tokens": len(train) + len(held_out),
+             "fingerprint": fingerprint(np.concatenate([train, held_out]))}
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    except OSError as error:
+        raise DataError(f"{folder.parent}: the cache cannot be written ({error.strerror}); set "
+                        "NEEDLE_CACHE to a folder that can") from error
+    try:
+        tokenizer.save(str(work / "tokenizer.json"))
+        np.save(work / "train.npy", train)
+        np.save(work / "held_out.npy", held_out)
+        (work / "facts.json").write_text(json.dumps(facts))
+        os.rename(work, folder)
+    except OSError as error:
+        # Another process may have been first: then its folder is as good as this one.
+        if not (folder / "facts.json").is_file():
+            raise DataError(f"{folder}: the cache cannot be written ({error.strerror}); make room, "
+                            "or set NEEDLE_CACHE to another folder") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _split(encoded: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    if len(encoded) >= HELD_OUT:
+        held_out = np.concatenate(encoded[HELD_OUT - 1::HELD_OUT])
+        del encoded[HELD_OUT - 1::HELD_OUT]
+        return np.concatenate(encoded), held_out
+    tokens = np.concatenate(encoded)
+    kept = len(tokens) - len(tokens) // HELD_OUT
+    return tokens[:kept], tokens[kept:]

@@ -1,0 +1,261 @@
+"""Text: the documents in files, and the tokenizers that turn them into ids.
+
+A document is a file, or a line of a file of JSON lines (its field `text`); .gz and .zst are
+unpacked. Each ends with the token <|endoftext|> (id 0, as in GPT-NeoX).
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from needle.data.tokens import DataError
+
+END_OF_TEXT = "<|endoftext|>"
+PIECE = 1 << 20  # characters of a document that are tokenised at a time
+
+
+# ---- documents --------------------------------------------------------------------------------
+
+
+def standard_library() -> tuple[Path, list[Path]]:
+    """The sources of the running Python's standard library, without its tests: text that every
+    machine has. (folder, files in sorted order)"""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+    files = [path for path in walk(root, skipped) if path.suffix == ".py"]
+    if not files:
+        raise DataError(f"{root}: no sources of the Python standard library here; give text of "
+                        "your own with --data")
+    return root, files
+
+
+def walk(root: Path, skipped: set[str] = frozenset()) -> Iterator[Path]:
+    """Regular files below root, sorted by path, hidden ones left out."""
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(n for n in folders if n not in skipped and not n.startswith("."))
+        for name in sorted(names):
+            path = Path(folder, name)
+            if not name.startswith(".") and path.is_file():
+                yield path
+
+
+class _Zst(io.RawIOBase):
+    """A .zst of any number of frames. zstandard's own reader takes the end of the file inside a
+    frame, and of a first frame, for the end of the text."""
+
+    def __init__(self, path: Path, decompressor) -> None:
+        self._file, self._decompressor = open(path, "rb"), decompressor
+        self._frame = None  # the one that is being read
+        self._packed, self._text = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, out) -> int:
+        while not self._text:
+            packed = self._packed or self._file.read(1 << 17)
+            if not packed:
+                if self._frame is not None:
+                    raise EOFError("it ends inside a frame")
+                return 0
+            if self._frame is None:
+                self._frame = self._decompressor().decompressobj()
+            self._text = memoryview(self._frame.decompress(packed))
+            self._packed = b""
+            if self._frame.eof:
+                self._packed, self._frame = self._frame.unused_data, None
+        count = min(len(out), len(self._text))
+        out[:count] = self._text[:count]
+        self._text = self._text[count:]
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def open_bytes(path: Path) -> BinaryIO:
+    """The content of a file, unpacked where its name ends in .gz or .zst."""
+    try:
+        if path.suffix == ".gz":
+            return gzip.open(path, "rb")
+        if path.suffix == ".zst":
+            try:
+                import zstandard
+            except ImportError as error:
+                raise DataError(f"{path}: needs the package `zstandard`: pip install zstandard "
+                                "(or unpack the file)") from error
+            return io.BufferedReader(_Zst(path, zstandard.ZstdDecompressor), 1 << 20)
+        return open(path, "rb")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def unpack_error(path: Path, error: Exception) -> DataError:
+    return DataError(f"{path}: cannot be unpacked, it is damaged or truncated: {error}")
+
+
+def is_packed(path: Path) -> bool:
+    return path.suffix in (".gz", ".zst")
+
+
+def is_json_lines(path: Path) -> bool:
+    inner = path.with_suffix("") if is_packed(path) else path
+    return inner.suffix in (".jsonl", ".ndjson")
+
+
+def read_text(path: Path) -> str | None:
+    """The text of a file, or None where it is not UTF-8 text."""
+    try:
+        with open_bytes(path) as file:
+            content = file.read()
+    except DataError:
+        raise
+    except Exception as error:  # each library that unpacks has its own
+        if is_packed(path):
+            raise unpack_error(path, error) from error
+        raise DataError(f"{path}: cannot be read: {error}") from error
+    if b"\0" in content:
+        return None
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return None
+
+
+def json_text(line: bytes, where: str) -> str:
+    """The field `text` of a line of JSON; where: file and offset, for errors."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: no JSON: {error}") from error
+    text = value.get("text") if isinstance(value, dict) else None
+    if not isinstance(text, str):
+        raise DataError(f"{where}: no object with a string as its field `text`")
+    if not text:
+        raise DataError(f"{where}: an empty document")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: half of a surrogate pair: {error}") from error
+    return text
+
+
+def json_lines(path: Path, start: int = 0, stop: int | None = None) -> Iterator[str]:
+    """The documents of the lines that begin at offsets [start, stop) of a file of JSON lines; blank
+    lines are passed over. Offsets are those of the unpacked bytes."""
+    try:
+        with open_bytes(path) as file:
+            if start > 0:
+                file.seek(start - 1)
+                start += len(file.readline()) - 1  # the line that began before
+            for line in file:
+                if stop is not None and start >= stop:
+                    break
+                if line.strip():
+                    yield json_text(line, f"{path}: the line at offset {start:,}")
+                start += len(line)
+    except DataError:
+        raise
+    except Exception as error:  # each library that unpacks has its own
+        raise unpack_error(path, error) from error
+
+
+def documents(files: Sequence[Path]) -> Iterator[str]:
+    """Of a file of JSON lines each line, else the file; what is no text, or empty, is left out."""
+    for path in files:
+        if is_json_lines(path):
+            yield from json_lines(path)
+        else:
+            text = read_text(path)
+            if text:
+                yield text
+
+
+def pieces(text: str) -> Iterator[str]:
+    """A long document in parts of about PIECE characters that end where a line ends."""
+    start = 0
+    while start < len(text):
+        end = start + PIECE
+        if end < len(text):
+            newline = text.rfind("\n", start, end)
+            end = newline + 1 if newline >= start else end
+        yield text[start:end]
+        start = end
+
+
+# ---- tokenizers -------------------------------------------------------------------------------
+
+
+def tokenizers_package() -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise DataError("text needs the package `tokenizers`: pip install tokenizers "
+                        "(or give token files with --data)") from error
+    return tokenizers
+
+
+def load_tokenizer(path: str | os.PathLike) -> Any:
+    """A `tokenizers.Tokenizer` from a tokenizer.json, or from the folder that holds one."""
+    path = Path(path)
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    if not path.is_file():
+        raise DataError(f"{path}: no such tokenizer file; give a tokenizer.json as the package "
+                        "`tokenizers` saves it")
+    try:
+        return tokenizers_package().Tokenizer.from_file(str(path))
+    except DataError:
+        raise
+    except Exception as error:  # the package raises bare Exception
+        raise DataError(f"{path}: not a tokenizer.json: {error}") from error
+
+
+def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Any:
+    """A byte-level BPE tokenizer (Radford et al. 2019) of at most vocab_size tokens; id 0 ends a
+    document. The same text gives the same tokenizer."""
+    tk = tokenizers_package()
+    tokenizer = tk.Tokenizer(tk.models.BPE())
+    tokenizer.pre_tokenizer = tk.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tk.decoders.ByteLevel()
+    trainer = tk.trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], show_progress=False,
+        initial_alphabet=tk.pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def encode(tokenizer: Any, text: str, dtype: np.dtype) -> np.ndarray:
+    """The ids of a document, with the token that ends one where the tokenizer has it."""
+    encoded = tokenizer.encode_batch(list(pieces(text)), add_special_tokens=False)
+    ids = [np.array(piece.ids, dtype) for piece in encoded]
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    if end is not None:
+        ids.append(np.array([end], dtype))
+    return np.concatenate(ids)
+
+
+def token_bytes(tokenizer: Any) -> np.ndarray:
+    """int32 (V,): how many bytes of text each id stands for; 0 for special tokens. Bits per byte of
+    a text are the sum of its losses over ln 2 and the sum of these."""
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    lengths = np.zeros(max(vocabulary.values()) + 1, np.int32)
+    byte_level = set(tokenizers_package().pre_tokenizers.ByteLevel.alphabet())
+    for token, index in vocabulary.items():
+        if byte_level.issuperset(token):
+            lengths[index] = len(token)  # in the byte-level alphabet a character is a byte
+        else:
+            lengths[index] = len(tokenizer.decode([index]).encode())
+    for index in tokenizer.get_added_tokens_decoder():
+        lengths[index] = 0
+    return lengths
