@@ -4,6 +4,7 @@
     each layer:  x = x + attention(norm1(x)) + mlp(norm2(x))            parallel residual
              or  x = x + attention(norm1(x));  x = x + mlp(norm2(x))    sequential
     logits = final_layer_norm(x) @ embed_out                            (B, T, V), untied head
+                                        unless tie_word_embeddings: embed_in transposed
 
 Attention packs q, k and v per head: the output axis of query_key_value is [head 0: q k v][head 1:
 q k v]..., so that (B, T, H, 3, D) is a view of it. Rotary turns the first quarter of each head.
@@ -17,16 +18,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from needle import nn, ops
-from needle.autograd import Tensor, no_grad
-from needle.backend_ndarray import NDArray, array, default_device
+from needle import generation, hooks, nn, ops
+from needle.autograd import Tensor
+from needle.backend_ndarray import Device, NDArray, array, default_device
 from needle.block_mask import BlockMask
-from needle.sampling import sample
 
 DTYPES = ("float32", "bfloat16", "float16")
 SPARSE_PATTERNS = ("mixed", "local", "strided", "global", "dense")
@@ -75,6 +77,7 @@ class PythiaConfig:
     layer_norm_eps: float = 1e-5
     hidden_act: str = "gelu_new"
     use_parallel_residual: bool = True
+    tie_word_embeddings: bool = False  # the head multiplies by the embedding, transposed
     dtype: str = "float32"
     use_sparse_attention: bool = False
     sparse_pattern: str = "mixed"  # the window and the first block
@@ -102,8 +105,13 @@ class PythiaConfig:
                                  f"not {getattr(self, name)!r}")
 
     @classmethod
-    def preset(cls, name: str, **changes) -> PythiaConfig:
-        """A model of the suite by name ("pythia-70m", or "70m"), with fields changed."""
+    def preset(cls, name: str, **changes: Any) -> PythiaConfig:
+        """A model of the suite by name ("pythia-70m", or "70m"), with fields changed.
+
+        >>> config = ndl.PythiaConfig.preset("70m", dtype="bfloat16")
+        >>> config.num_layers, config.hidden_size, config.num_heads, config.dtype
+        (6, 512, 8, 'bfloat16')
+        """
         full = name if name in PRESETS else f"pythia-{name}"
         if full not in PRESETS:
             raise ValueError(f"no preset {name!r}; there are {', '.join(PRESETS)}")
@@ -190,6 +198,17 @@ class Linear(nn.Module):
         return ops.linear(x, self.weight, self.bias)
 
 
+class TiedHead(nn.Module):
+    """x @ weight^T with the weight (V, C) of the embedding: no parameter of its own."""
+
+    def __init__(self, embedding: Embedding) -> None:
+        super().__init__()
+        self.embedding = embedding
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.linear(x, ops.transpose(self.embedding.weight))
+
+
 class LayerNorm(nn.Module):
     """(x - mean) / sqrt(var + eps) * weight + bias over the last axis."""
 
@@ -272,14 +291,20 @@ def rotary_tables(config: PythiaConfig) -> tuple[np.ndarray, np.ndarray]:
 # ---- the model --------------------------------------------------------------------------------
 
 
-class Pythia(nn.Module):
+class Pythia(hooks.Hooked, nn.Module):
     """A GPT-NeoX language model.
 
     `dtype` (default: the configuration's) is that of parameters and activations. `initialise=False`
     leaves matrices zero and draws no random number: for weights that are loaded next.
+
+    >>> config = ndl.PythiaConfig(vocab_size=50, hidden_size=16, num_layers=1, num_heads=2)
+    >>> model = ndl.Pythia(config)
+    >>> logits, loss = model([[1, 2, 3]], targets=[[2, 3, 4]])
+    >>> logits.shape, loss.shape
+    ((1, 3, 50), ())
     """
 
-    def __init__(self, config: PythiaConfig, device=None, dtype: str | None = None,
+    def __init__(self, config: PythiaConfig, device: Device | None = None, dtype: str | None = None,
                  initialise: bool = True) -> None:
         super().__init__()
         if dtype is not None:
@@ -291,11 +316,29 @@ class Pythia(nn.Module):
         self.embed_in = Embedding(config.vocab_size, config.hidden_size, small, make)
         self.layers = [Layer(config, make) for _ in range(config.num_layers)]
         self.final_layer_norm = LayerNorm(config.hidden_size, config.layer_norm_eps, make)
-        self.embed_out = Linear(config.hidden_size, config.vocab_size, small, make, bias=False)
+        self.embed_out = TiedHead(self.embed_in) if config.tie_word_embeddings \
+            else Linear(config.hidden_size, config.vocab_size, small, make, bias=False)
         self._rotary = tuple(array(t, "float32", self.device) for t in rotary_tables(config))
         self._mask: tuple[int, BlockMask] | None = None  # the last length and its mask
+        self.named_parameters()  # gives each its name, under which optimizers keep their state
 
-    def forward(self, input_ids, targets=None) -> tuple[Tensor, Tensor | None]:
+    @classmethod
+    def from_pretrained(cls, folder: str | os.PathLike, device: Device | None = None,
+                        dtype: str | None = None) -> Pythia:
+        """The GPT-NeoX model that `transformers` saved in `folder`, in `dtype` (float32 where none
+        is given, whatever the files hold). CheckpointError lists all that does not fit."""
+        from needle import hf  # it builds on this file
+
+        return hf.load(folder, device, dtype or "float32")
+
+    def save_pretrained(self, folder: str | os.PathLike, tokenizer: Any = None) -> None:
+        """Writes a folder that `transformers` opens: configuration, weights, and the tokenizer: a
+        tokenizer.json, the folder of one, or a `tokenizers.Tokenizer`."""
+        from needle import hf  # it builds on this file
+
+        hf.save(self, folder, tokenizer)
+
+    def forward(self, input_ids: Any, targets: Any = None) -> tuple[Tensor, Tensor | None]:
         """ids (B, T) -> logits (B, T, V) and, with targets (B, T), the mean cross-entropy in nats
         over the targets that are not negative.
 
@@ -314,12 +357,19 @@ class Pythia(nn.Module):
         flat = logits.reshape((batch * time, self.config.vocab_size))
         return logits, ops.cross_entropy(flat, wanted.reshape((batch * time,)))
 
+    def final_hidden(self, input_ids: Any) -> Tensor:
+        """ids (B, T) -> what the head reads, (B, T, C) behind the final norm; ids are checked as
+        in forward()."""
+        return self._hidden(self._tokens(input_ids, "input_ids", low=0))
+
     def _hidden(self, ids: NDArray) -> Tensor:
         """What the head reads: (B, T, C) behind the final norm."""
         time = ids.shape[1]
         rotary = tuple(table[:time] for table in self._rotary)
         mask = self._block_mask(time)
         x = self.embed_in(ids)
+        if self._hooks is not None:
+            return hooks.hidden(self, x, rotary, mask, self._hooks)
         for layer in self.layers:
             x = layer(x, rotary, mask)
         return self.final_layer_norm(x)
@@ -356,7 +406,8 @@ class Pythia(nn.Module):
         if on_device:
             return ids
         check_tokens(ids, self.config.vocab_size, what, low)
-        return array(ids.astype(np.int32), "int32", self.device)
+        # All negative targets mean the same: let none wrap around in 32 bits.
+        return array(ids.astype(np.int64).clip(-1).astype(np.int32), "int32", self.device)
 
     def num_parameters(self) -> int:
         return sum(parameter.size for parameter in self.parameters())
@@ -384,50 +435,21 @@ class Pythia(nn.Module):
 
     # ---- generation ---------------------------------------------------------------------------
 
-    def stream(self, input_ids, max_new_tokens: int, temperature: float = 1.0,
+    def stream(self, input_ids: Any, max_new_tokens: int, temperature: float = 1.0,
                top_k: int | None = None, top_p: float | None = None, seed: int | None = None,
-               stop: Collection[int] = ()) -> Iterator[np.ndarray]:
-        """Yields the next token of each row, int32 (B,), until max_new_tokens or until every row
-        has produced a token of `stop`; a row that has stopped repeats its stop token.
+               stop: Collection[int] = (), repetition_penalty: float = 1.0,
+               attention_mask: Any = None) -> Iterator[np.ndarray]:
+        """Yields the next token of each row, int32 (B,): see needle.generation.stream."""
+        return generation.stream(self, input_ids, max_new_tokens, temperature, top_k, top_p, seed,
+                                 stop, repetition_penalty, attention_mask)
 
-        Temperature 0 takes the likeliest token. Random numbers are NumPy's global stream, or an
-        own one where a seed is given. Of a context beyond max_seq_len the last part is read.
-        """
-        if max_new_tokens < 0:
-            raise ValueError(f"Pythia: max_new_tokens must be 0 or more, not {max_new_tokens}")
-        context = np.atleast_2d(np.asarray(input_ids, dtype=np.int64))
-        if context.shape[1] == 0:
-            raise ValueError("Pythia: the prompt is empty; give at least one token")
-        check_tokens(context, self.config.vocab_size, "input_ids", low=0)
-        random = np.random if seed is None else np.random.RandomState(seed)
-        stopped = np.zeros(len(context), bool)
-        for _ in range(max_new_tokens):
-            logits = self._last_logits(context[:, -self.config.max_seq_len:])
-            drawn = sample(logits, temperature, top_k, top_p, random)
-            drawn = np.where(stopped, context[:, -1], drawn).astype(np.int32)
-            yield drawn
-            context = np.concatenate([context, drawn[:, None]], axis=1)
-            stopped |= np.isin(drawn, list(stop))
-            if stopped.all():
-                return
-
-    def generate(self, input_ids, max_new_tokens: int, temperature: float = 1.0,
+    def generate(self, input_ids: Any, max_new_tokens: int, temperature: float = 1.0,
                  top_k: int | None = None, top_p: float | None = None, seed: int | None = None,
-                 stop: Collection[int] = ()) -> np.ndarray:
-        """The prompt (B, T) or (T,) and what follows it: int64 of the same rank. See stream()."""
-        prompt = np.asarray(input_ids, dtype=np.int64)
-        tokens = [np.atleast_2d(prompt)]
-        tokens += [token[:, None] for token in self.stream(
-            prompt, max_new_tokens, temperature, top_k, top_p, seed, stop)]
-        out = np.concatenate(tokens, axis=1).astype(np.int64)
-        return out[0] if prompt.ndim == 1 else out
-
-    def _last_logits(self, context: np.ndarray) -> np.ndarray:
-        """float32 (B, V) of the last position: the head multiplies that one alone."""
-        with no_grad():
-            hidden = self._hidden(self._tokens(context, "input_ids", low=0)).cached_data
-            last = Tensor.from_ndarray(hidden[:, hidden.shape[1] - 1, :].compact())
-            return self.embed_out(last).cached_data.numpy()[:, 0, :].astype(np.float32)
+                 stop: Collection[int] = (), repetition_penalty: float = 1.0,
+                 attention_mask: Any = None) -> np.ndarray | list[np.ndarray]:
+        """The prompt and what follows it, int64: see needle.generation.generate."""
+        return generation.generate(self, input_ids, max_new_tokens, temperature, top_k, top_p,
+                                   seed, stop, repetition_penalty, attention_mask)
 
 
 def sparse_mask(config: PythiaConfig, time: int) -> BlockMask:
@@ -456,7 +478,7 @@ def check_tokens(ids: np.ndarray, vocab_size: int, what: str, low: int | None) -
 
 
 def create_pythia_70m(vocab_size: int = 50304, max_seq_len: int = 2048,
-                      use_sparse_attention: bool = False, device=None,
+                      use_sparse_attention: bool = False, device: Device | None = None,
                       dtype: str = "float32") -> tuple[Pythia, PythiaConfig]:
     """A freshly initialised Pythia-70M and its configuration."""
     config = PythiaConfig.preset("pythia-70m", vocab_size=vocab_size, max_seq_len=max_seq_len,
