@@ -14,9 +14,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_flags  # noqa: E402
+from train_pythia import choose_device  # noqa: E402
+
 from needle.checkpoint import CheckpointError, load_checkpoint, newest_checkpoint  # noqa: E402
 from needle.data import END_OF_TEXT, load_tokenizer  # noqa: E402
-from train_pythia import choose_device  # noqa: E402
+from needle.generation import stream_text  # noqa: E402
 
 
 def parser() -> argparse.ArgumentParser:
@@ -33,6 +35,10 @@ def parser() -> argparse.ArgumentParser:
                      help="choose among the K likeliest tokens only")
     top.add_argument("--top-p", type=train_flags.positive, metavar="P",
                      help="choose among the likeliest tokens that have probability P together")
+    top.add_argument("--repetition-penalty", type=train_flags.positive, default=1.0, metavar="X",
+                     help="above 1: tokens that are there already come less readily")
+    top.add_argument("--stop", action="append", default=[], metavar="TEXT",
+                     help="end before this text; may be given several times")
     top.add_argument("--seed", type=train_flags.count_or_zero, metavar="N",
                      help="the same seed writes the same text")
     top.add_argument("--tokenizer", metavar="PATH",
@@ -68,20 +74,14 @@ def main(argv: list[str] | None = None) -> int:
         model, _, _, _ = load_checkpoint(path, choose_device(args.device))
         model.eval()
         prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-        ids = tokenizer.encode(prompt, add_special_tokens=False).ids
-        end = tokenizer.token_to_id(END_OF_TEXT)
-        if not ids and end is not None:
-            ids = [end]  # what a text begins after
+        pieces = stream_text(
+            model, tokenizer, prompt, args.max_new_tokens, stop_strings=args.stop,
+            end=tokenizer.token_to_id(END_OF_TEXT), temperature=args.temperature, top_k=args.top_k,
+            top_p=args.top_p, seed=args.seed, repetition_penalty=args.repetition_penalty)
         print(prompt, end="", flush=True)
-        written, shown = [], ""
-        for token in model.stream(ids, args.max_new_tokens, args.temperature, args.top_k,
-                                  args.top_p, args.seed, () if end is None else (end,)):
-            written.append(int(token[0]))
-            text = tokenizer.decode(written)
-            if not text.endswith("\ufffd"):  # else a character is not complete yet
-                print(text[len(shown):], end="", flush=True)
-                shown = text
-        print(tokenizer.decode(written)[len(shown):])
+        for piece in pieces:
+            print(piece, end="", flush=True)
+        print()
         return 0
     except (ValueError, OSError, RuntimeError) as error:
         print(f"generate.py: {error}", file=sys.stderr)

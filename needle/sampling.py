@@ -2,35 +2,78 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+# top_p first looks among this many of the likeliest tokens, which nearly always suffice.
+NUCLEUS = 1024
 
-def sample(logits: np.ndarray, temperature: float = 1.0, top_k: int | None = None,
-           top_p: float | None = None, random=np.random) -> np.ndarray:
-    """logits (B, V) -> ids (B,), one uniform number of `random` a row.
 
-    temperature 0 takes the likeliest token and draws nothing. top_k keeps the k likeliest; top_p
-    the fewest whose probabilities sum to p or more (nucleus sampling, Holtzman et al. 2020). Both
-    may be given: k first. Bad values raise ValueError that says what is allowed.
-    """
+def check_sampling(temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None,
+                   repetition_penalty: float = 1.0) -> None:
+    """ValueError that says what is allowed."""
     if not (temperature >= 0 and np.isfinite(temperature)):
         raise ValueError(f"temperature must be a number of 0 or more, not {temperature}")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k must be 1 or more, not {top_k}")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p must be above 0 and at most 1, not {top_p}")
+    if not (repetition_penalty > 0 and np.isfinite(repetition_penalty)):
+        raise ValueError(f"repetition_penalty must be a number above 0, not {repetition_penalty}")
+
+
+def penalized(logits: np.ndarray, seen: np.ndarray, penalty: float) -> np.ndarray:
+    """logits (B, V) with those of tokens that a row has `seen` (B, V) divided by `penalty` where
+    they are positive, multiplied where they are negative (Keskar et al. 2019, in the form of
+    `transformers`)."""
+    return np.where(seen, np.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def sample(logits: np.ndarray, temperature: float = 1.0, top_k: int | None = None,
+           top_p: float | None = None, random: Any = np.random) -> np.ndarray:
+    """logits (B, V) -> ids (B,), one uniform number of `random` a row.
+
+    temperature 0 takes the likeliest token, the first of equals, and draws nothing. top_k keeps
+    the k likeliest; top_p the fewest whose probabilities sum to p or more (nucleus sampling,
+    Holtzman et al. 2020). Both may be given: k first. Bad values raise ValueError that says what
+    is allowed.
+    """
+    check_sampling(temperature, top_k, top_p)
     if not np.isfinite(logits).all():
         raise ValueError("the logits are not finite: the model's weights are broken")
     if temperature == 0:
         return logits.argmax(axis=-1)
-    drawn = np.empty(len(logits), np.int64)
-    for row, values in enumerate(logits.astype(np.float64)):
-        # Likeliest first; the stable sort makes ties fall the same way everywhere.
-        order = np.argsort(-values, kind="stable")[:top_k]
-        weights = np.exp((values[order] - values[order[0]]) / temperature)
-        cumulative = np.cumsum(weights / weights.sum())
-        if top_p is not None:
-            cumulative = cumulative[: np.searchsorted(cumulative, top_p * (1 - 1e-12)) + 1]
-        choice = np.searchsorted(cumulative, random.random_sample() * cumulative[-1], side="right")
-        drawn[row] = order[min(choice, len(cumulative) - 1)]
-    return drawn
+    return np.array([_draw(row, temperature, top_k, top_p, random) for row in logits], np.int64)
+
+
+def _draw(values: np.ndarray, temperature: float, top_k: int | None, top_p: float | None,
+          random) -> int:
+    order = np.arange(len(values)) if top_k is None else likeliest(values, top_k)
+    scaled = values[order].astype(np.float64) / temperature
+    weights = np.exp(scaled - scaled.max())
+    if top_p is not None:
+        enough = top_p * weights.sum() * (1 - 1e-12)
+        for count in (NUCLEUS, len(order)):
+            kept = likeliest(scaled, count)
+            cumulative = np.cumsum(weights[kept])
+            if cumulative[-1] >= enough:
+                break
+        kept = kept[: np.searchsorted(cumulative, enough) + 1]
+        order, weights = order[kept], weights[kept]
+    cumulative = np.cumsum(weights)
+    choice = np.searchsorted(cumulative, random.random_sample() * cumulative[-1], side="right")
+    return int(order[min(choice, len(order) - 1)])
+
+
+def likeliest(values: np.ndarray, count: int) -> np.ndarray:
+    """Indices of the `count` largest of values (V,), largest first; of equals the first ones, so
+    that ties fall the same way everywhere."""
+    if count < len(values):
+        least = np.partition(values, len(values) - count)[len(values) - count]
+        above = np.flatnonzero(values > least)
+        equal = np.flatnonzero(values == least)[: count - len(above)]
+        found = np.sort(np.concatenate([above, equal]))
+    else:
+        found = np.arange(len(values))
+    return found[np.argsort(-values[found], kind="stable")]

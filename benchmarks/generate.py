@@ -1,0 +1,134 @@
+"""Tokens a second of greedy generation, needle against transformers, in one process, interleaved.
+
+A sample is one whole call of generate: a prompt of random tokens, prefill, then the new tokens, all
+read back on the host. Neither side stops early. The weights are those of one random model.
+
+    python benchmarks/generate.py               on a GPU pythia-70m in bfloat16, batch 1 and 32
+    python benchmarks/generate.py --peer eager --batch-size 8               without torch.compile
+
+`--peer compiled` (the default on a GPU) is generate with a static cache, which compiles its
+decoding step; `eager` has the growing cache. Without torch and transformers only needle is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+import needle as ndl
+from needle.models.pythia import Pythia, PythiaConfig
+
+Side = Callable[[np.ndarray], np.ndarray]  # prompts (B, T) -> prompts and what follows them
+
+
+def needle_side(model: Pythia, new_tokens: int) -> Side:
+    return lambda prompt: model.generate(prompt, new_tokens, temperature=0.0)
+
+
+def transformers_side(model: Pythia, args: argparse.Namespace) -> Side:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        peer = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype))
+    peer = peer.to(args.device).eval()
+    options = {"max_new_tokens": args.new_tokens, "min_new_tokens": args.new_tokens,
+               "do_sample": False, "pad_token_id": 0}
+    if args.peer == "compiled":
+        options["cache_implementation"] = "static"
+
+    def run(prompt: np.ndarray) -> np.ndarray:
+        ids = torch.from_numpy(prompt).to(args.device)
+        with torch.no_grad():
+            out = peer.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        return out.cpu().numpy()
+
+    return run
+
+
+def agreement(one: np.ndarray, other: np.ndarray, prompt: int) -> float:
+    """The share of new tokens before the first difference, over the rows."""
+    same = np.logical_and.accumulate(one[:, prompt:] == other[:, prompt:], axis=1)
+    return float(same.mean())
+
+
+# What a flag leaves open.
+DEFAULTS = {
+    "cuda": {"model": "pythia-70m", "dtype": "bfloat16", "batch_size": [1, 32], "new_tokens": 256,
+             "samples": 7, "peer": "compiled"},
+    "cpu": {"model": "pythia-14m", "dtype": "float32", "batch_size": [1, 4], "new_tokens": 32,
+            "samples": 3, "peer": "eager"},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model")
+    parser.add_argument("--device", choices=["cpu", "cuda"],
+                        default="cuda" if ndl.cuda().enabled() else "cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"])
+    parser.add_argument("--batch-size", type=int, nargs="+")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
+    parser.add_argument("--new-tokens", type=int)
+    parser.add_argument("--samples", type=int, help="calls of each side")
+    parser.add_argument("--peer", choices=["compiled", "eager", "none"])
+    args = parser.parse_args()
+    for name, value in DEFAULTS[args.device].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+
+    np.random.seed(0)
+    device = ndl.cuda() if args.device == "cuda" else ndl.cpu()
+    model = Pythia(PythiaConfig.preset(args.model), device=device, dtype=args.dtype)
+    sides = {"needle": needle_side(model, args.new_tokens)}
+    versions = f"needle {ndl.__version__}"
+    if args.peer != "none":
+        if all(importlib.util.find_spec(name) for name in ("torch", "transformers")):
+            import torch
+            import transformers
+
+            sides[f"transformers {args.peer}"] = transformers_side(model, args)
+            versions += f", torch {torch.__version__}, transformers {transformers.__version__}"
+        else:
+            print("torch or transformers is not installed: needle alone")
+    print(f"{platform.machine()}, {os.cpu_count()} cores, {device.properties()['name']}")
+    print(versions)
+    print(f"{args.model}, {args.dtype}, prompt {args.prompt}, {args.new_tokens} new tokens, "
+          f"greedy, {args.samples} calls a side, interleaved")
+    print(f"{'':24}{'batch':>6}{'ms median':>11}{'min':>9}{'max':>9}{'us/step':>9}{'tok/s':>10}"
+          f"{'needle x':>10}")
+    rng = np.random.default_rng(0)
+    for batch in args.batch_size:
+        prompt = rng.integers(0, model.config.vocab_size, (batch, args.prompt))
+        out = {name: run(prompt) for name, run in sides.items()}
+        for run in sides.values():  # compiles, then warms up
+            run(prompt)
+        seconds: dict[str, list[float]] = {name: [] for name in sides}
+        for _ in range(args.samples):
+            for name, run in sides.items():
+                start = time.perf_counter()
+                run(prompt)
+                seconds[name].append(time.perf_counter() - start)
+        own = statistics.median(seconds["needle"])
+        for name, times in seconds.items():
+            median = statistics.median(times)
+            print(f"{name:24}{batch:6}{median * 1e3:11.2f}{min(times) * 1e3:9.2f}"
+                  f"{max(times) * 1e3:9.2f}{median / args.new_tokens * 1e6:9.1f}"
+                  f"{batch * args.new_tokens / median:10,.0f}{median / own:10.2f}")
+        for name, got in out.items():
+            if name != "needle":
+                share = agreement(out["needle"], got, args.prompt)
+                print(f"  new tokens equal up to the first difference, batch {batch}: {share:.1%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,413 @@
+"""Generation: a prompt of each row in one pass, then one token a step behind a cache of keys and
+values.
+
+    prefill    all prompts at once, padded on the right, where causality hides the padding; the
+               turned keys and the values of each layer go into a cache (B, H, S, D)
+    step       one new token a row at its own position: decode_attention over what is cached
+
+On CUDA the step is recorded once as a graph and replayed (`_C.Graph`): tokens and positions live on
+the device, and the step advances them itself. The likeliest token (temperature 0, no penalty) is
+chosen there too, so that the host reads tokens a step behind and the device never waits. Otherwise
+the logits come to the host, and `sampling` draws.
+
+Where there is no cache the context is computed again for each token: block-sparse models, whose
+pattern belongs to whole blocks of queries, models with hooks in force, which see whole forwards,
+and contexts beyond max_seq_len, of which the last part is read.
+
+Axis letters: B rows, T time, S room of the cache, C channels, H heads, D head dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from needle import _C
+from needle._C import NDArray
+from needle.autograd import Tensor, no_grad
+from needle.backend_ndarray import array, full, zeros
+from needle.sampling import check_sampling, penalized, sample
+
+# A cache grows in steps of this many positions.
+ROOM_STEP = 64
+# With fewer steps to come, recording one costs more than it saves.
+STEPS_WORTH_RECORDING = 4
+BROKEN = "the logits are not finite: the model's weights are broken"
+
+
+# ---- ids ----------------------------------------------------------------------------------------
+
+
+def stream(model: Any, input_ids: Any, max_new_tokens: int, temperature: float = 1.0,
+           top_k: int | None = None, top_p: float | None = None, seed: int | None = None,
+           stop: Collection[int] = (), repetition_penalty: float = 1.0,
+           attention_mask: Any = None) -> Iterator[np.ndarray]:
+    """Yields the next token of each row, int32 (B,), until max_new_tokens or until every row has
+    produced a token of `stop`; a row that has stopped repeats its stop token.
+
+    input_ids: (B, T) or (T,), or a sequence of prompts of different lengths; with `attention_mask`
+    (B, T) only the tokens where it is not 0 are read (padding on either side). Each row gets what
+    it would get alone: it has its own positions.
+    temperature 0 takes the likeliest token. top_k keeps the k likeliest, then top_p the fewest that
+    have probability p together. repetition_penalty divides positive logits of tokens that the row
+    holds already, prompt included, and multiplies negative ones.
+    Random numbers are NumPy's global stream, one a row and step, or an own one where a seed is
+    given. Of a context beyond max_seq_len the last part is read. Raises ValueError for ids outside
+    the vocabulary, empty prompts, no prompts, and settings that are not allowed.
+    """
+    if max_new_tokens < 0:
+        raise ValueError(f"Pythia: max_new_tokens must be 0 or more, not {max_new_tokens}")
+    check_sampling(temperature, top_k, top_p, repetition_penalty)
+    rows = prompt_rows(input_ids, model.config.vocab_size, attention_mask)
+    chooser = _Chooser(temperature, top_k, top_p, seed, repetition_penalty)
+    chooser.begin(rows, model.config.vocab_size)
+    contexts = [row.tolist() for row in rows]
+    stopped = np.zeros(len(rows), bool)
+    tokens = _tokens(model, contexts, max_new_tokens, chooser)
+    try:
+        for drawn in tokens:
+            last = np.array([context[-1] for context in contexts])
+            drawn = np.where(stopped, last, drawn).astype(np.int32)
+            for context, token in zip(contexts, drawn):
+                context.append(int(token))
+            yield drawn
+            stopped |= np.isin(drawn, list(stop))
+            if stopped.all():
+                return
+    finally:
+        tokens.close()
+
+
+def generate(model: Any, input_ids: Any, max_new_tokens: int, temperature: float = 1.0,
+             top_k: int | None = None, top_p: float | None = None, seed: int | None = None,
+             stop: Collection[int] = (), repetition_penalty: float = 1.0,
+             attention_mask: Any = None) -> np.ndarray | list[np.ndarray]:
+    """The prompt and what follows it, int64; arguments as of stream().
+
+    (B, T) gives (B, T + n), where rows that stopped early repeat their stop token, and (T,) gives
+    (T + n,). Prompts of different lengths, or an attention_mask, give a list of one array a row,
+    without padding, each ending with its stop token where it met one.
+    """
+    rows = prompt_rows(input_ids, model.config.vocab_size, attention_mask)
+    new = list(stream(model, rows, max_new_tokens, temperature, top_k, top_p, seed, stop,
+                      repetition_penalty))
+    new = np.array(new, np.int64).reshape(len(new), len(rows)).T
+    if attention_mask is None and len({len(row) for row in rows}) == 1:
+        out = np.concatenate([np.stack(rows), new], axis=1)
+        return out[0] if _is_one_prompt(input_ids) else out
+    return [np.concatenate([row, _up_to_stop(tokens, stop)]) for row, tokens in zip(rows, new)]
+
+
+def _is_one_prompt(input_ids) -> bool:
+    return np.ndim(input_ids) == 1 if hasattr(input_ids, "ndim") else np.ndim(input_ids[0]) == 0
+
+
+def _up_to_stop(tokens: np.ndarray, stop: Collection[int]) -> np.ndarray:
+    found = np.flatnonzero(np.isin(tokens, list(stop)))
+    return tokens[: found[0] + 1] if len(found) else tokens
+
+
+def prompt_rows(input_ids: Any, vocab_size: int, attention_mask: Any = None) -> list[np.ndarray]:
+    """The prompts as int64 arrays (T,), checked. See stream() for what they may be."""
+    if hasattr(input_ids, "numpy"):
+        input_ids = input_ids.numpy()
+    if isinstance(input_ids, np.ndarray) or (len(input_ids) and np.ndim(input_ids[0]) == 0):
+        input_ids = np.atleast_2d(np.asarray(input_ids))
+    rows = [np.asarray(row) for row in input_ids]
+    if attention_mask is not None:
+        masks = [np.asarray(mask) != 0 for mask in attention_mask]
+        if [mask.shape for mask in masks] != [row.shape for row in rows]:
+            raise ValueError("Pythia: attention_mask must have the shape of input_ids")
+        rows = [row[mask] for row, mask in zip(rows, masks)]
+    if not rows:
+        raise ValueError("Pythia: there is no prompt; give at least one row")
+    for number, row in enumerate(rows):
+        if row.ndim != 1:
+            raise ValueError(f"Pythia: prompts must be rows of token ids, but the shape of row "
+                             f"{number} is {row.shape}")
+        if len(row) == 0:
+            which = f" of row {number}" if len(rows) > 1 else ""
+            raise ValueError(f"Pythia: the prompt{which} is empty; give at least one token")
+        whole = row.dtype.kind in "iu" or (row.dtype.kind == "f" and (row == np.floor(row)).all())
+        if not whole:
+            raise TypeError(f"Pythia: input_ids must be whole numbers, but are {row.dtype}")
+        wrong = np.flatnonzero((row < 0) | (row >= vocab_size))
+        if len(wrong):
+            raise ValueError(f"Pythia: input_ids: token {int(row[wrong[0]])} at position "
+                             f"{(number, int(wrong[0]))} is outside the vocabulary of {vocab_size}")
+    return [row.astype(np.int64) for row in rows]
+
+
+# ---- text ---------------------------------------------------------------------------------------
+
+
+def stream_text(model: Any, tokenizer: Any, prompt: str, max_new_tokens: int, *,
+                stop_strings: Sequence[str] = (), end: int | None = None,
+                **options: Any) -> Iterator[str]:
+    """Yields what follows a prompt, piece by piece, in whole characters.
+
+    Ends before the first of `stop_strings`, before the token `end`, or after max_new_tokens. What
+    could be the beginning of a stop string is held back until it is clear. tokenizer: a
+    `tokenizers.Tokenizer`; an empty prompt begins after `end`. options: of stream().
+    """
+    text = _Text(tokenizer, stop_strings)
+    ids = [_encoded(tokenizer, prompt, end)]
+    for drawn in stream(model, ids, max_new_tokens, stop=_stops(end), **options):
+        yield text.push(int(drawn[0]), end)
+        if text.done:
+            break
+    yield text.rest()
+
+
+def generate_text(model: Any, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int, *,
+                  stop_strings: Sequence[str] = (), end: int | None = None,
+                  **options: Any) -> list[str]:
+    """What follows each prompt, as stream_text() tells it; all prompts in one batch."""
+    texts = [_Text(tokenizer, stop_strings) for _ in prompts]
+    ids = [_encoded(tokenizer, prompt, end) for prompt in prompts]
+    for drawn in stream(model, ids, max_new_tokens, stop=_stops(end), **options):
+        for text, token in zip(texts, drawn):
+            text.push(int(token), end)
+        if all(text.done for text in texts):
+            break
+    return [text.whole() for text in texts]
+
+
+def _stops(end: int | None) -> tuple[int, ...]:
+    return () if end is None else (end,)
+
+
+def _encoded(tokenizer, prompt: str, end: int | None) -> list[int]:
+    ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+    return ids or ([] if end is None else [end])
+
+
+class _Text:
+    """The text of one row as its tokens come."""
+
+    def __init__(self, tokenizer, stop_strings: Sequence[str]) -> None:
+        if isinstance(stop_strings, str) or not all(stop_strings):
+            raise ValueError(f"stop_strings must be a list of strings that are not empty, not "
+                             f"{stop_strings!r}")
+        self.tokenizer, self.stops = tokenizer, tuple(stop_strings)
+        self.tokens: list[int] = []
+        self.text, self.shown, self.done = "", 0, False
+
+    def push(self, token: int, end: int | None) -> str:
+        """What has become certain with this token."""
+        if self.done or token == end:
+            self.done = True
+            return ""
+        self.tokens.append(token)
+        self.text = self.tokenizer.decode(self.tokens)
+        found = [at for at in map(self.text.find, self.stops) if at >= 0]
+        if found:
+            self.text, self.done = self.text[: min(found)], True
+            return self._show(len(self.text))
+        if self.text.endswith("\ufffd"):  # a character is not complete yet
+            return ""
+        return self._show(len(self.text) - self._doubtful())
+
+    def _doubtful(self) -> int:
+        """How many characters at the end may begin a stop string."""
+        return max((n for stop in self.stops for n in range(1, len(stop))
+                    if self.text.endswith(stop[:n])), default=0)
+
+    def _show(self, up_to: int) -> str:
+        piece = self.text[self.shown:up_to]
+        self.shown = max(self.shown, up_to)
+        return piece
+
+    def rest(self) -> str:
+        return self._show(len(self.text))
+
+    def whole(self) -> str:
+        return self.text
+
+
+# ---- choosing -----------------------------------------------------------------------------------
+
+
+class _Chooser:
+    """The settings of sampling, and what each row has seen."""
+
+    def __init__(self, temperature: float, top_k: int | None, top_p: float | None,
+                 seed: int | None, penalty: float) -> None:
+        self.options = (temperature, top_k, top_p)
+        self.penalty = penalty
+        self.random = np.random if seed is None else np.random.RandomState(seed)
+        self.on_device = temperature == 0 and penalty == 1
+
+    def begin(self, rows: list[np.ndarray], vocab_size: int) -> None:
+        if self.penalty != 1:
+            self.seen = np.zeros((len(rows), vocab_size), bool)
+            for seen, row in zip(self.seen, rows):
+                seen[row] = True
+
+    def choose(self, logits: np.ndarray) -> np.ndarray:
+        """float32 logits (B, V) -> ids (B,)."""
+        if self.penalty != 1:
+            logits = penalized(logits, self.seen, self.penalty)
+        drawn = sample(logits, *self.options, self.random)
+        if self.penalty != 1:
+            self.seen[np.arange(len(drawn)), drawn] = True
+        return drawn
+
+
+def _tokens(model, contexts: list[list[int]], count: int,
+            chooser: _Chooser) -> Iterator[np.ndarray]:
+    """The next `count` tokens of each row. The caller appends what was yielded to `contexts`."""
+    longest = max(map(len, contexts))
+    # The last token of all is never fed, so it needs no position.
+    cached = 0 if model.config.use_sparse_attention or model.is_hooked else \
+        min(count, max(0, model.config.max_seq_len - longest + 1))
+    if cached:
+        decoder = _Decoder(model, contexts, longest + cached - 1, chooser)
+        try:
+            yield from decoder.tokens(cached)
+        finally:
+            decoder.close()
+    for _ in range(count - cached):
+        yield chooser.choose(_recomputed(model, contexts))
+
+
+# ---- without a cache ----------------------------------------------------------------------------
+
+
+def _recomputed(model, contexts: list[list[int]]) -> np.ndarray:
+    """float32 logits (B, V) behind each context, of which the last max_seq_len tokens are read."""
+    rows = [context[-model.config.max_seq_len:] for context in contexts]
+    lengths = {len(row) for row in rows}
+    if len(lengths) > 1:
+        return np.concatenate([_recomputed(model, [row]) for row in rows])
+    with no_grad():
+        hidden = model.final_hidden(np.array(rows)).cached_data
+        last = Tensor.from_ndarray(hidden[:, hidden.shape[1] - 1, :].compact())
+        return model.embed_out(last).cached_data.numpy()[:, 0, :].astype(np.float32)
+
+
+# ---- behind a cache -----------------------------------------------------------------------------
+
+
+class _Decoder:
+    """Prompts, their cache, and the step that reads it. `room`: positions that will be fed."""
+
+    def __init__(self, model, contexts: list[list[int]], room: int, chooser: _Chooser) -> None:
+        self.model, self.contexts, self.chooser = model, contexts, chooser
+        config, device = model.config, model.device
+        self.device, self.batch = device, len(contexts)
+        self.heads, self.head_dim = config.num_heads, config.head_dim
+        self.scale = 1 / math.sqrt(self.head_dim)
+        self.cos, self.sin = model._rotary
+        room = -(-room // ROOM_STEP) * ROOM_STEP
+        shape = (self.batch, self.heads, room, self.head_dim)
+        # Zeros: what lies behind a row's position is never read, but copied with the prompts.
+        self.keys = [zeros(shape, config.dtype, device) for _ in model.layers]
+        self.values = [zeros(shape, config.dtype, device) for _ in model.layers]
+        self.tokens_now = zeros((self.batch,), "int32", device)
+        self.positions = array(np.array([len(row) - 1 for row in contexts]), "int32", device)
+        self.logits = full((self.batch, config.vocab_size), 0, "float32", device)
+        self.graph: _C.Graph | None = None
+
+    def close(self) -> None:
+        """Gives the graph back now: it and this object hold each other."""
+        self.graph = None
+
+    def tokens(self, count: int) -> Iterator[np.ndarray]:
+        self._prefill()
+        if not self.chooser.on_device:
+            for left in range(count, 0, -1):
+                drawn = self.chooser.choose(_C.Download(self.logits).wait().numpy())
+                yield drawn
+                if left > 1:
+                    self.tokens_now[:] = array(drawn, "int32", self.device)
+                    self._advance(left - 1)
+            return
+        ahead = self.device.name != "cpu"
+        coming = _C.Download(self.tokens_now)
+        for left in range(count, 0, -1):
+            now = coming
+            if ahead and left > 1:  # the device starts on the next token before this one is read
+                self._advance(left - 1)
+                coming = _C.Download(self.tokens_now)
+            drawn = now.wait().numpy()
+            if (drawn < 0).any():
+                raise ValueError(BROKEN)
+            yield drawn
+            if not ahead and left > 1:
+                self._advance(left - 1)
+                coming = _C.Download(self.tokens_now)
+
+    def _advance(self, left: int) -> None:
+        """One step; `left` are to come with it."""
+        if self.graph is not None:
+            self.graph.replay()
+        elif self.device.name == "cpu" or left < STEPS_WORTH_RECORDING:
+            self._step()
+        else:
+            self.graph = _C.Graph(self.device, self._step)
+
+    @no_grad()
+    def _prefill(self) -> None:
+        longest = max(map(len, self.contexts))
+        ids = np.zeros((self.batch, longest), np.int32)
+        for row, context in zip(ids, self.contexts):
+            row[: len(context)] = context
+        angles = tuple(table[:longest] for table in self.model._rotary)
+
+        def attend(layer: int, qkv: NDArray) -> NDArray:
+            packed = qkv.reshape((self.batch, longest, self.heads, 3, self.head_dim))
+            q, k, v = _slices(_C.rotary(packed, *angles, 2, 1.0))
+            self.keys[layer][:, :, :longest] = k.permute((0, 2, 1, 3))
+            self.values[layer][:, :, :longest] = v.permute((0, 2, 1, 3))
+            return _C.attention_fwd(q, k, v, self.scale, 1)[0]
+
+        x = self._layers(array(ids, "int32", self.device), attend).cached_data
+        ends = np.array([row * longest + len(c) - 1 for row, c in enumerate(self.contexts)])
+        last = _C.embedding_fwd(array(ends, "int32", self.device),
+                                x.reshape((self.batch * longest, x.shape[2])))
+        self._finish(Tensor.from_ndarray(last))
+
+    @no_grad()
+    def _step(self) -> None:
+        def attend(layer: int, qkv: NDArray) -> NDArray:
+            packed = qkv.reshape((self.batch, self.heads, 3, self.head_dim))
+            return _C.decode_attention(packed, self.cos, self.sin, self.positions, self.scale,
+                                       self.keys[layer], self.values[layer])
+
+        x = self._layers(self.tokens_now.reshape((self.batch, 1)), attend).cached_data
+        self._finish(Tensor.from_ndarray(x.reshape((self.batch, x.shape[2]))))
+
+    def _layers(self, ids: NDArray, attend: Callable[[int, NDArray], NDArray]) -> Tensor:
+        """ids (B, T) -> the residual stream (B, T, C) behind the last layer; attend(layer, qkv)
+        stands where the model attends within its sequence."""
+        x = self.model.embed_in(ids)
+        for number, layer in enumerate(self.model.layers):
+            qkv = layer.attention.query_key_value(layer.input_layernorm(x)).cached_data
+            seen = Tensor.from_ndarray(attend(number, qkv).reshape(x.shape))
+            attended = layer.attention.dense(seen)
+            if layer.parallel:
+                x = x + attended + layer.mlp(layer.post_attention_layernorm(x))
+            else:
+                x = x + attended
+                x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return x
+
+    def _finish(self, x: Tensor) -> None:
+        """x (B, C) -> the likeliest tokens, or the logits, and the next positions."""
+        logits = self.model.embed_out(self.model.final_layer_norm(x)).cached_data
+        if self.chooser.on_device:
+            _C.decode_greedy(logits, self.tokens_now, self.positions)
+        else:
+            self.logits[:] = logits
+            self.positions += 1
+
+
+def _slices(packed: NDArray) -> list[NDArray]:
+    """The views q, k, v (B, T, H, D) of (B, T, H, 3, D)."""
+    b, t, h, _, d = packed.shape
+    strides = packed.strides[:3] + packed.strides[4:]
+    return [packed[:, :, :, i].as_strided((b, t, h, d), strides) for i in range(3)]
