@@ -1,0 +1,381 @@
+"""How well a model predicts text: perplexity of a dataset, and the scoring underneath.
+
+    python -m needle.evaluate CHECKPOINT_OR_FOLDER --data texts/ --stride 512
+
+A token's score is -log p(token | the tokens before it), in nats. The loss is its mean, perplexity
+its exponential, bits per byte the sum over ln 2 and the bytes of text that the tokens stand for:
+the one number that compares models with different tokenizers.
+
+Tokens beyond the model's context are read in windows of `seq_len` inputs that predict their last
+`stride` targets. With stride = seq_len (the default) the windows tile the text, and a token sees
+between 1 and seq_len others; a smaller stride lets each see at least seq_len - stride + 1, for
+seq_len / stride times the work. The last window is moved back to be full, so each token is scored
+exactly once; the first token of the data has nothing before it and is not scored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from needle import _C, data
+from needle._C import Device
+from needle.autograd import Tensor, no_grad
+from needle.checkpoint import CheckpointError, load_checkpoint, newest_checkpoint
+from needle.data.tokens import to_ids
+from needle.models.pythia import DTYPES, Pythia
+
+# Elements of logits that exist at a time; float32 ones take four times as many bytes.
+LOGITS = 1 << 26
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What `perplexity` found."""
+
+    tokens: int  # how many were scored
+    nats: float  # the sum of their scores
+    text_bytes: int | None  # what they stand for, where a tokenizer is known
+    per_token: np.ndarray | None  # float32 (N,), where asked for; NaN where none was scored
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return self.nats / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        return self.nats / math.log(2) / self.text_bytes if self.text_bytes else None
+
+    def to_dict(self) -> dict[str, float | int | None]:
+        """Everything but the single tokens, as JSON has it."""
+        return {"tokens": self.tokens, "loss": self.loss, "perplexity": self.perplexity,
+                "bytes": self.text_bytes, "bits_per_byte": self.bits_per_byte}
+
+
+# ---- scoring ----------------------------------------------------------------------------------
+
+
+def score(model: Pythia, rows: Sequence[tuple[Sequence[int], Sequence[int]]],
+          batch_size: int = 8) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """For each row (inputs, targets), where the last len(targets) inputs predict the targets:
+    its index in `rows`, the log-probability of each target (float32, nats) and whether the target
+    is the likeliest token (bool).
+
+    Rows are taken longest first, `batch_size` together, so that a batch holds little padding and
+    running out of memory shows at once; the padding is to the right, where causal attention never
+    looks from. Raises ValueError for a row that is empty, longer than max_seq_len, or has fewer
+    inputs than targets, before anything is computed.
+    """
+    for index, (inputs, targets) in enumerate(rows):
+        if not 1 <= len(targets) <= len(inputs) <= model.config.max_seq_len:
+            raise ValueError(
+                f"score: row {index} has {len(inputs)} inputs and {len(targets)} targets; there "
+                f"must be 1 <= targets <= inputs <= max_seq_len ({model.config.max_seq_len})")
+    order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
+    for start in range(0, len(order), batch_size):
+        chosen = order[start:start + batch_size]
+        batch = np.zeros((len(chosen), len(rows[chosen[0]][0])), np.int64)
+        ends = []
+        for row, index in enumerate(chosen):
+            inputs = rows[index][0]
+            batch[row, :len(inputs)] = inputs
+            ends.append(row * batch.shape[1] + len(inputs))
+        counts = [len(rows[index][1]) for index in chosen]
+        wanted = [np.arange(end - count, end) for end, count in zip(ends, counts)]
+        targets = np.concatenate([np.asarray(rows[index][1]) for index in chosen])
+        logprobs, likeliest = _score_positions(model, batch, np.concatenate(wanted), targets)
+        cuts = np.cumsum(counts)[:-1]
+        yield from zip(chosen, np.split(logprobs, cuts), np.split(likeliest, cuts))
+
+
+def _score_positions(model: Pythia, batch: np.ndarray, positions: np.ndarray,
+                     targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probabilities and hits of `targets` (N,) at `positions` (N,) of the flattened batch
+    (B, T). The head multiplies those positions alone, LOGITS numbers at a time."""
+    vocabulary = model.config.vocab_size
+    if targets.min() < 0 or targets.max() >= vocabulary:
+        wrong = targets[(targets < 0) | (targets >= vocabulary)][0]
+        raise ValueError(f"score: target {wrong} is outside the vocabulary of {vocabulary}")
+    losses, likeliest = [], []
+    with no_grad():
+        hidden = model.final_hidden(batch).cached_data
+        hidden = hidden.reshape((batch.size, model.config.hidden_size))
+        step = max(1, LOGITS // vocabulary)
+        for start in range(0, len(positions), step):
+            here = _C.array(positions[start:start + step].astype(np.int32), "int32", model.device)
+            wanted = _C.array(targets[start:start + step].astype(np.int32), "int32", model.device)
+            rows = Tensor.from_ndarray(_C.embedding_fwd(here, hidden))
+            logits = model.embed_out(rows).cached_data
+            losses.append(_C.cross_entropy_fwd(logits, wanted)[0].numpy())
+            likeliest.append(logits.argmax(1).numpy())
+    return -np.concatenate(losses), np.concatenate(likeliest) == targets
+
+
+# ---- perplexity -------------------------------------------------------------------------------
+
+
+def windows(count: int, seq_len: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """(first, last, n): inputs [first, last) predict targets [last - n + 1, last + 1), for `count`
+    tokens in a row; see the head of this file."""
+    scored = 1
+    while scored < count:
+        n = min(stride if scored > 1 else seq_len, count - scored)
+        scored += n
+        yield max(0, scored - 1 - seq_len), scored - 1, n
+
+
+def perplexity(model: Pythia, tokens: data.FlatTokens | np.ndarray, seq_len: int | None = None,
+               stride: int | None = None, batch_size: int = 8, tokenizer: object | None = None,
+               row_length: int | None = None, per_token: bool = False,
+               progress: Callable[[int], None] | None = None) -> Scores:
+    """Scores of `tokens` (N,), integers in memory or mapped, read as one text.
+
+    seq_len: inputs a window, by default max_seq_len; stride: targets a window, by default seq_len.
+    tokenizer: a `tokenizers.Tokenizer`, for bytes. row_length: the tokens are rows of that length
+    which do not go on in one another. per_token: keep each token's score (4 bytes a token).
+    progress(n) is called after each n tokens. Raises ValueError for sizes that cannot be and for
+    tokens too few or outside the vocabulary (DataError, with file and offset where it has them).
+    """
+    limit = model.config.max_seq_len
+    seq_len = limit if seq_len is None else seq_len
+    stride = seq_len if stride is None else stride
+    if not 1 <= seq_len <= limit:
+        raise ValueError(f"perplexity: seq_len must be from 1 to max_seq_len, {limit}, not "
+                         f"{seq_len}")
+    if not 1 <= stride <= seq_len:
+        raise ValueError(f"perplexity: stride must be from 1 to seq_len, {seq_len}, not {stride}")
+    if batch_size < 1:
+        raise ValueError(f"perplexity: batch_size must be 1 or more, not {batch_size}")
+    row_length = row_length or len(tokens)
+    if min(row_length, len(tokens)) < 2:
+        raise ValueError(f"perplexity: {min(row_length, len(tokens))} tokens; the first is never "
+                         "scored, so there must be two or more")
+    lengths = None
+    if tokenizer is not None:
+        lengths = data.token_bytes(tokenizer)
+        # Vocabularies are padded: an id that the tokenizer lacks stands for no text.
+        lengths = np.pad(lengths, (0, max(0, model.config.vocab_size - len(lengths))))
+    kept = np.full(len(tokens), np.nan, np.float32) if per_token else None
+    count, nats, text_bytes = 0, 0.0, 0
+    for batch in _batches(len(tokens), row_length, seq_len, stride, batch_size):
+        texts = [_read(tokens, first, last + 1, model.config.vocab_size)
+                 for first, last, _ in batch]
+        rows = [(text[:-1], text[-n:]) for text, (_, _, n) in zip(texts, batch)]
+        for index, logprobs, _ in score(model, rows, batch_size):
+            _, last, n = batch[index]
+            nats -= float(logprobs.sum(dtype=np.float64))
+            if kept is not None:
+                kept[last - n + 1:last + 1] = -logprobs
+        done = sum(n for _, _, n in batch)
+        count += done
+        if lengths is not None:
+            text_bytes += sum(int(lengths[targets].sum()) for _, targets in rows)
+        if progress is not None:
+            progress(done)
+    return Scores(count, nats, None if lengths is None else text_bytes, kept)
+
+
+def _batches(count: int, row_length: int, seq_len: int, stride: int,
+             batch_size: int) -> Iterator[list[tuple[int, int, int]]]:
+    """The windows of rows one behind the other, `batch_size` at a time."""
+    batch = []
+    for start in range(0, count, row_length):
+        for first, last, n in windows(min(row_length, count - start), seq_len, stride):
+            batch.append((start + first, start + last, n))
+            if len(batch) == batch_size:
+                yield batch
+                batch = []
+    if batch:
+        yield batch
+
+
+def _read(tokens: data.FlatTokens | np.ndarray, start: int, stop: int,
+          vocab_size: int) -> np.ndarray:
+    """Ids [start, stop), all of them inside the vocabulary."""
+    ids = to_ids(np.asarray(tokens[start:stop]))
+    wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if wrong.size:
+        at = start + int(wrong[0])
+        where = f"token {at:,}"
+        if isinstance(tokens, data.FlatTokens):
+            path, offset = tokens.where(at)
+            where = f"{path}: offset {offset:,}"
+        raise data.DataError(f"{where}: id {int(ids[wrong[0]])} is outside the vocabulary of "
+                             f"{vocab_size}")
+    return ids
+
+
+# ---- from files -------------------------------------------------------------------------------
+
+
+def load_model(path: str | Path, device: Device | None = None,
+               dtype: str | None = None) -> tuple[Pythia, Path | None]:
+    """A model in evaluation mode, and its tokenizer.json where one lies with it.
+
+    path: a checkpoint of needle, the folder of a run (its newest checkpoint), or a folder as
+    `transformers` saves GPT-NeoX. dtype: float32, bfloat16 or float16; by default that of the
+    checkpoint, of a transformers folder float32.
+    Raises CheckpointError, or the error of `Pythia.from_pretrained`, naming the file.
+    """
+    path = Path(path)
+    if path.is_dir() and (path / "checkpoints").is_dir():
+        found = newest_checkpoint(path / "checkpoints",
+                                  lambda text: print(text, file=sys.stderr))
+        if found is None:
+            raise CheckpointError(f"{path}: no good checkpoint in its folder checkpoints/")
+        path = found.path
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise CheckpointError(f"{path}: neither a run of needle (no folder checkpoints/) nor a "
+                                  "model of transformers (no config.json)")
+        model = Pythia.from_pretrained(path, device=device, dtype=dtype)
+        beside = [path]
+    elif path.is_file():
+        model, _, _, _ = load_checkpoint(path, device)
+        if dtype is not None and dtype != model.config.dtype:
+            other = Pythia(model.config, device=device, dtype=dtype, initialise=False)
+            other.load_state_dict(model.state_dict())
+            model = other
+        beside = [path.parent.parent, path.parent]
+    else:
+        raise CheckpointError(f"{path}: no such file or folder")
+    model.eval()
+    found_here = (folder / "tokenizer.json" for folder in beside)
+    return model, next((file for file in found_here if file.is_file()), None)
+
+
+def choose_device(name: str) -> Device:
+    """auto, cpu, cuda or cuda:INDEX; a device that cannot be used says why (RuntimeError)."""
+    kind, _, index = name.partition(":")
+    if name != "auto" and name != "cpu" and not (
+            kind == "cuda" and (index.isdecimal() or name == "cuda")):
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:INDEX, not {name!r}")
+    if name == "auto":
+        return _C.cuda() if _C.cuda().enabled() else _C.cpu()
+    device = _C.cpu() if kind == "cpu" else _C.cuda(int(index or 0))
+    device.synchronize()
+    return device
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="python -m needle.evaluate", description="Perplexity of a model on a dataset.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    top.add_argument("model", metavar="CHECKPOINT_OR_FOLDER",
+                     help="a checkpoint, the folder of a run, or a folder that transformers saved")
+    top.add_argument("--data", required=True, metavar="PATH",
+                     help="text or tokens, of any kind that needle.data reads")
+    top.add_argument("--split", choices=("all", "train", "held-out"), default="all",
+                     help="of the data: everything, or a part as training divides it")
+    top.add_argument("--tokenizer", metavar="PATH",
+                     help="a tokenizer.json; by default the one that lies with the model")
+    top.add_argument("--seq-len", type=_count, metavar="T",
+                     help="tokens of context a window; by default all the model can read")
+    top.add_argument("--stride", type=_count, metavar="S",
+                     help="score the last S tokens of each window only, each with a context of at "
+                          "least T - S + 1; by default T")
+    top.add_argument("--batch-size", type=_count, default=8, metavar="N", help="windows at a time")
+    top.add_argument("--limit", type=_count, metavar="N", help="the first N tokens only")
+    top.add_argument("--per-token", metavar="FILE",
+                     help="write the score of each token as float32 to FILE (.npy); NaN where a "
+                          "text begins")
+    top.add_argument("--device", default="auto", metavar="NAME",
+                     help="auto, cpu, cuda or cuda:INDEX")
+    top.add_argument("--dtype", choices=DTYPES,
+                     help="compute in this; by default in that of the checkpoint")
+    top.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    return top
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of 1 or more, not {text!r}")
+    return int(text)
+
+
+def evaluate(args: argparse.Namespace) -> Scores:
+    """What the command does between reading its arguments and printing."""
+    model, beside = load_model(args.model, choose_device(args.device), args.dtype)
+    tokenizer_path = args.tokenizer or beside
+    with contextlib.redirect_stdout(sys.stderr):  # it says when it tokenises; ours is the result
+        opened = data.open_data(args.data, tokenizer=tokenizer_path)
+    tokenizer = opened.tokenizer
+    if tokenizer is None and tokenizer_path is not None:
+        tokenizer = data.load_tokenizer(tokenizer_path)
+    print(f"{model}\n{opened.source}", file=sys.stderr)
+    # Two texts: what is held out does not follow what is trained on.
+    texts = {"all": [opened.train, opened.held_out], "train": [opened.train],
+             "held-out": [opened.held_out]}[args.split]
+    left = sum(map(len, texts)) if args.limit is None else args.limit
+    parts = []
+    for text in texts:
+        row_length = text.row_length if isinstance(text, data.Documents) else None
+        if left < len(text):
+            text = text.between(0, left) if isinstance(text, data.FlatTokens) else text[:left]
+        left -= len(text)
+        if len(text) > 1:
+            parts.append(perplexity(model, text, args.seq_len, args.stride, args.batch_size,
+                                    tokenizer, row_length, bool(args.per_token),
+                                    _reporter(len(text))))
+    if not parts:
+        raise data.DataError(f"{args.data}: fewer than two tokens in the part that was asked for "
+                             f"(--split {args.split}); nothing to score")
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    return Scores(sum(p.tokens for p in parts), sum(p.nats for p in parts),
+                  None if tokenizer is None else sum(p.text_bytes for p in parts),
+                  np.concatenate([p.per_token for p in parts]) if args.per_token else None)
+
+
+def _reporter(total: int) -> Callable[[int], None] | None:
+    """A line on the terminal that says how far it is."""
+    if not sys.stderr.isatty():
+        return None
+    done = 0
+
+    def report(n: int) -> None:
+        nonlocal done
+        done += n
+        print(f"\r{done:,} of {total:,} tokens ", end="", file=sys.stderr, flush=True)
+
+    return report
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    try:
+        scores = evaluate(args)
+        if args.per_token:
+            with open(args.per_token, "wb") as file:  # np.save by name would add a suffix
+                np.save(file, scores.per_token)
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"needle.evaluate: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    if args.json:
+        print(json.dumps(scores.to_dict()))
+        return 0
+    print(f"tokens          {scores.tokens:,}")
+    print(f"loss            {scores.loss:.5f} nats a token")
+    print(f"perplexity      {scores.perplexity:.4f}")
+    if scores.bits_per_byte is not None:
+        print(f"bits per byte   {scores.bits_per_byte:.5f} over {scores.text_bytes:,} bytes")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,269 @@
+"""needle as a model of the LM evaluation harness (Gao et al., the package `lm_eval`).
+
+    python -m needle.lm_eval --model needle --model_args pretrained=runs/tiny --tasks lambada_openai
+
+The harness looks for models among its own only, so this command registers `needle` and hands over
+to the harness' command line, every word of which works (`run`, `ls`, --include_path, ...). In
+Python `import needle.lm_eval` registers it, and `lm_eval.simple_evaluate(model="needle",
+model_args={"pretrained": ...})` finds it.
+
+Scores are those of the harness' own `hf` model on the same weights: context and continuation are
+encoded together and cut at the context's length, an empty context is the tokenizer's BOS token (or
+EOS where it has none), what is too long loses its left end, and long texts are read in the
+harness' rolling windows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+try:
+    import lm_eval.models  # noqa: F401  first: the harness registers its own only into an empty list
+    from lm_eval import utils
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+except ImportError as error:
+    lacking = f"needle.lm_eval needs the LM evaluation harness ({error}): pip install lm_eval"
+    if __name__ == "__main__":
+        raise SystemExit(lacking) from error
+    raise ImportError(lacking) from error
+from tqdm import tqdm
+
+from needle import evaluate
+from needle.data import END_OF_TEXT, load_tokenizer
+from needle.models.pythia import Pythia
+
+# What `batch_size=auto` fills a batch with.
+AUTO_TOKENS = 16384
+MAX_GEN_TOKS = 256  # where a task does not say
+TOKEN_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+
+
+@register_model("needle")
+class NeedleLM(TemplateLM):
+    """A Pythia as the harness sees it.
+
+    pretrained: a checkpoint, the folder of a run, or a folder that transformers saved; or a Pythia.
+    tokenizer: a tokenizer.json or the folder of one, by default what lies with `pretrained`.
+    device: auto, cpu, cuda or cuda:INDEX; cuda:0, which the harness asks for when nobody says
+    anything, is the CPU on a machine without a GPU, as it is to `hf`. dtype: float32, bfloat16 or
+    float16, by default that of the checkpoint. max_length: tokens of context, at most (and by
+    default) max_seq_len. batch_size: a number, or auto. add_bos_token: False keeps the tokenizer
+    from adding special tokens. prefix_token_id: what stands for an empty context.
+    """
+
+    def __init__(self, pretrained: str | os.PathLike | Pythia,
+                 tokenizer: str | os.PathLike | None = None, device: str | None = None,
+                 dtype: str | None = None, batch_size: int | str = 1,
+                 max_batch_size: int | None = None, max_length: int | None = None,
+                 add_bos_token: bool | None = None, prefix_token_id: int | None = None) -> None:
+        super().__init__()
+        if isinstance(pretrained, Pythia):
+            self.model, beside = pretrained, None
+        else:
+            device = "auto" if device in (None, "cuda:0") else device
+            self.model, beside = evaluate.load_model(
+                pretrained, evaluate.choose_device(device),
+                None if dtype in (None, "auto") else dtype)
+        path = tokenizer or beside
+        if path is None:
+            raise ValueError(f"needle: no tokenizer.json lies with {pretrained}; give "
+                             "tokenizer=PATH in --model_args")
+        path = Path(path)
+        file = path / "tokenizer.json" if path.is_dir() else path
+        self.tokenizer = load_tokenizer(file)
+        self._name = str(file)
+        self._device = self.model.device
+        self._add_special = True if add_bos_token is None else bool(add_bos_token)
+        limit = self.model.config.max_seq_len
+        self.max_length = limit if max_length is None else int(max_length)
+        if not 1 <= self.max_length <= limit:
+            raise ValueError(f"needle: max_length must be from 1 to {limit}, not {max_length}")
+        if str(batch_size).startswith("auto"):
+            batch_size = min(max(1, AUTO_TOKENS // self.max_length), max_batch_size or AUTO_TOKENS)
+        self.batch_size = int(batch_size)
+        bos, self._eos = _special_tokens(file, self.tokenizer)
+        self._prefix = self._eos if bos is None else bos
+        if prefix_token_id is not None:
+            self._prefix = int(prefix_token_id)
+
+    # ---- what the harness asks for ------------------------------------------------------------
+
+    @property
+    def eot_token_id(self) -> int:
+        return self._eos
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self._prefix
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self._name.replace("/", "__")
+
+    def get_model_info(self) -> dict[str, Any]:
+        return {"model_num_parameters": self.model.num_parameters(),
+                "model_dtype": self.model.config.dtype}
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None,
+                   **kwargs: Any) -> list[int]:
+        if add_special_tokens is None:
+            begun = string.startswith(self.tok_decode([self.prefix_token_id], False))
+            add_special_tokens = self._add_special and not begun
+        return self.tokenizer.encode(string, add_special_tokens=add_special_tokens).ids
+
+    def tok_decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+
+    # ---- likelihoods --------------------------------------------------------------------------
+
+    def _loglikelihood_tokens(self, requests: list[tuple[Any, list[int], list[int]]],
+                              disable_tqdm: bool = False, **kwargs: Any
+                              ) -> list[tuple[float, bool]]:
+        """(log-probability, is it what greedy decoding writes) of each (key, context,
+        continuation)."""
+        rows = []
+        for _, context, continuation in requests:
+            if not 1 <= len(continuation) <= self.max_length:
+                raise ValueError(f"needle: a continuation of {len(continuation)} tokens; there "
+                                 f"must be 1 to max_length, {self.max_length}")
+            rows.append(((context + continuation)[-(self.max_length + 1):][:-1], continuation))
+        answers: list[tuple[float, bool]] = [(0.0, False)] * len(rows)
+        with tqdm(total=len(rows), desc="Running loglikelihood requests",
+                  disable=disable_tqdm) as bar:
+            for index, logprobs, hits in evaluate.score(self.model, rows, self.batch_size):
+                answers[index] = (float(logprobs.sum(dtype="float64")), bool(hits.all()))
+                if requests[index][0] is not None:  # None: a window of a text, no request
+                    self.cache_hook.add_partial("loglikelihood", requests[index][0],
+                                                answers[index])
+                bar.update(1)
+        return answers
+
+    def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
+        rows, owners = [], []
+        for owner, request in enumerate(requests):
+            for window in utils.get_rolling_token_windows(
+                    token_list=self.tok_encode(request.args[0]), prefix_token=self.prefix_token_id,
+                    max_seq_len=self.max_length, context_len=1):
+                rows.append((None, *utils.make_disjoint_window(window)))
+                owners.append(owner)
+        totals = [0.0] * len(requests)
+        for owner, (logprob, _) in zip(owners, self._loglikelihood_tokens(rows, disable_tqdm)):
+            totals[owner] += logprob
+        for request, total in zip(requests, totals):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    # ---- generation ---------------------------------------------------------------------------
+
+    def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
+        groups = defaultdict(list)  # prompts that are continued in the same way
+        for index, request in enumerate(requests):
+            text, options = request.args
+            options = _Options(options)
+            room = self.max_length - options.count
+            if room < 1:
+                raise ValueError(f"needle: {options.count} tokens to generate leave no room for a "
+                                 f"prompt: max_length is {self.max_length}")
+            # An empty prompt is what an empty context is.
+            ids = self.tok_encode(text)[-room:] or [self.prefix_token_id]
+            groups[options.key()].append((index, ids, options))
+        written = [""] * len(requests)
+        with tqdm(total=len(requests), desc="Running generate_until requests",
+                  disable=disable_tqdm) as bar:
+            for group in groups.values():
+                group.sort(key=lambda item: -len(item[1]))  # alike in length, longest first
+                for start in range(0, len(group), self.batch_size):
+                    batch = group[start:start + self.batch_size]
+                    texts = self._continue([ids for _, ids, _ in batch], batch[0][2])
+                    for (index, _, _), text in zip(batch, texts):
+                        written[index] = text
+                        self.cache_hook.add_partial("generate_until", requests[index].args, text)
+                    bar.update(len(batch))
+        return written
+
+    def _continue(self, prompts: list[list[int]], options: _Options) -> list[str]:
+        """What follows each prompt, up to a stop string, the end of the text, or the limit. Random
+        numbers are NumPy's global stream, which the harness seeds."""
+        rows: list[list[int]] = [[] for _ in prompts]
+        open_rows = set(range(len(prompts)))
+        for drawn in self.model.stream(prompts, options.count, options.temperature, options.top_k,
+                                       options.top_p, stop=(self.eot_token_id,),
+                                       repetition_penalty=options.repetition_penalty):
+            for row in sorted(open_rows):
+                token = int(drawn[row])
+                if token == self.eot_token_id:
+                    open_rows.remove(row)
+                    continue
+                rows[row].append(token)
+                if options.until and options.cut(self.tok_decode(rows[row]))[1]:
+                    open_rows.remove(row)
+            if not open_rows:
+                break
+        return [options.cut(self.tok_decode(row))[0] for row in rows]
+
+
+class _Options:
+    """How a request of generate_until wants its text, read from the task's `generation_kwargs`."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        given = dict(given)
+        until = given.pop("until", None) or []
+        self.until = [until] if isinstance(until, str) else [stop for stop in until if stop]
+        limits = [given.pop(name, None) for name in TOKEN_LIMITS]
+        self.count = int(next((n for n in limits if n is not None), MAX_GEN_TOKS))
+        temperature = float(given.pop("temperature", None) or 0.0)
+        do_sample = given.pop("do_sample", None)
+        self.temperature = temperature if do_sample or do_sample is None else 0.0
+        self.top_k = int(given.pop("top_k", None) or 0) or None
+        self.top_p = given.pop("top_p", None)
+        self.repetition_penalty = float(given.pop("repetition_penalty", None) or 1.0)
+        if given:
+            raise ValueError(f"needle: generate_until cannot do {', '.join(sorted(given))}; it "
+                             f"knows until, {', '.join(TOKEN_LIMITS)}, do_sample, temperature, "
+                             "top_k, top_p and repetition_penalty")
+
+    def key(self) -> str:
+        """Equal for equal options."""
+        return json.dumps(vars(self), sort_keys=True)
+
+    def cut(self, text: str) -> tuple[str, bool]:
+        """`text` up to the first stop string, and whether there was one."""
+        before = text
+        for stop in self.until:
+            text = text.split(stop)[0]
+        return text, text != before
+
+
+def _special_tokens(file: Path, tokenizer: Any) -> tuple[int | None, int]:
+    """(BOS or None, EOS) as tokenizer_config.json beside the tokenizer names them; without one both
+    are <|endoftext|>."""
+    config = file.with_name("tokenizer_config.json")
+    names = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+    if config.is_file():
+        said = json.loads(config.read_text())
+        names = {name: said.get(name) for name in names}
+    ids = {}
+    for name, token in names.items():
+        content = token["content"] if isinstance(token, dict) else token
+        ids[name] = None if content is None else tokenizer.token_to_id(content)
+    if ids["eos_token"] is None:
+        raise ValueError(f"{file}: the tokenizer has no end of text ({names['eos_token']}); name "
+                         f"it as eos_token in {config}")
+    return ids["bos_token"], ids["eos_token"]
+
+
+def main() -> None:
+    """The harness' command line."""
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()
