@@ -1,4 +1,5 @@
 """What a run writes while it trains: metrics.jsonl, the progress bar or plain lines, loss.png.
+Trackers (trackers.py) get each line of metrics.jsonl as well.
 
 On a GPU the host runs ahead of the device. So a step's loss and norm set out for the host when the
 step is queued and are waited for when the next one has been (`queue`), or where somebody needs them
@@ -71,12 +72,14 @@ class RunLog:
     """The log of one run from `start` (steps done already) to `steps`."""
 
     def __init__(self, folder: Path, device, start: int, steps: int, tokens_per_step: int,
-                 flops_per_token: float, peak: float | None, seconds: float) -> None:
+                 flops_per_token: float, peak: float | None, seconds: float,
+                 trackers: Sequence = ()) -> None:
         self.path = folder / "metrics.jsonl"
         self.first_loss = drop_lines_after(self.path, start)
         self.loss = math.nan
         self.seconds = seconds  # of training, over all parts of the run
         self._file = open(self.path, "a", encoding="utf-8")
+        self._trackers = trackers
         self._device, self._steps, self._tokens_per_step = device, steps, tokens_per_step
         self._on_cpu = str(device) == "cpu()"
         self._flops_per_token, self._peak = flops_per_token, peak
@@ -130,6 +133,8 @@ class RunLog:
         }
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
+        for tracker in self._trackers:
+            tracker.log(line)
         self._show(line, evaluated)
 
     def skip_time(self) -> None:
@@ -139,11 +144,16 @@ class RunLog:
     def sync(self) -> None:
         """What is written so far survives a power cut."""
         os.fsync(self._file.fileno())
+        for tracker in self._trackers:
+            tracker.flush()
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
         self._file.close()
+        for tracker in self._trackers:
+            tracker.close()
+        self._trackers = ()
 
     def say(self, text: str) -> None:
         """A line for people that does not break the bar."""

@@ -2,8 +2,9 @@
 device.
 
 A run's settings are a flat dictionary of JSON values. What a flag leaves open is filled in from
-DEFAULTS; a resumed run takes its settings from the checkpoint, and flags may then only repeat them
-(RESULT_FLAGS) or change what does not touch the numbers (the others).
+the recipe, or from the defaults below; a resumed run takes its settings from the checkpoint, and
+flags may then only repeat them (RESULT_FLAGS) or change what does not touch the numbers (the
+others).
 """
 
 from __future__ import annotations
@@ -13,12 +14,11 @@ import math
 import os
 from collections.abc import Callable
 
+import recipes
+
 from needle.models.pythia import PRESETS, SPARSE_PATTERNS
 
-SCHEDULES = ("cosine", "linear", "constant")
-# Peak learning rates of the Pythia paper (table 6); the smaller models take the 70m's.
-PEAK_LR = {"pythia-160m": 6e-4, "pythia-410m": 3e-4, "pythia-1b": 3e-4, "pythia-1.4b": 2e-4,
-           "pythia-2.8b": 1.6e-4, "pythia-6.9b": 1.2e-4, "pythia-12b": 1.2e-4}
+SCHEDULES = ("cosine", "linear", "constant", "pythia")
 # Where a flag is not given: by kind of device, and for `tiny`, which a CPU trains in minutes.
 CUDA = {"model": "pythia-70m", "batch_size": 16, "seq_len": 2048, "steps": 300, "lr": 1e-3,
         "dtype": "bfloat16", "eval_every": 50, "save_every": 100}
@@ -26,12 +26,13 @@ CPU = {"model": "tiny", "batch_size": 4, "seq_len": 512, "steps": 100, "lr": 1e-
        "dtype": "float32", "eval_every": 25, "save_every": 25}
 TINY = {"batch_size": 16, "seq_len": 256, "steps": 600, "lr": 3e-3, "eval_every": 50,
         "save_every": 50}
-COMMON = {"data": None, "tokenizer": None, "grad_accum": 1, "schedule": "cosine",
+COMMON = {"recipe": None, "data": None, "tokenizer": None, "grad_accum": 1, "schedule": "cosine",
           "weight_decay": 0.1, "clip": 1.0, "seed": 1234, "sparse": None, "window": 256}
 
 # These decide the numbers that a run computes.
-RESULT_FLAGS = ("model", "data", "tokenizer", "batch_size", "seq_len", "grad_accum", "steps", "lr",
-                "schedule", "warmup", "weight_decay", "clip", "dtype", "seed", "sparse", "window")
+RESULT_FLAGS = ("recipe", "model", "data", "tokenizer", "batch_size", "seq_len", "grad_accum",
+                "steps", "lr", "schedule", "warmup", "weight_decay", "clip", "dtype", "seed",
+                "sparse", "window")
 OTHER_FLAGS = ("eval_every", "save_every")
 
 
@@ -77,6 +78,22 @@ def parser() -> argparse.ArgumentParser:
                "by SIGINT or SIGTERM after saving; 1 an error, or a loss that is not finite; 2 a "
                "bad flag; 75 the GPU is lost: start again with --resume auto.")
 
+    recipe = top.add_argument_group(
+        "recipe", "The way in which the published Pythias were trained: 143,000 steps of 1,024 "
+        "sequences of 2,048 tokens, the paper's learning rate for the model, warmup over 1,430 "
+        "steps, decay 0.1, clipping at 1. Every flag below still changes its value, and the "
+        "run's config.json lists what was changed. With other --steps the schedule is the "
+        "recipe's, shrunk or stretched: the warmup is a hundredth of the steps (--warmup "
+        "changes it), and the decay's period is all of them.")
+    recipe.add_argument("--recipe", choices=recipes.NAMES,
+                        help="pythia: with the rate that GPT-NeoX really used: the first step at "
+                             "0, and a cosine to 0 that is cut off at a tenth of the peak after 80 "
+                             "%% of the steps; pythia-fixed: as it was meant, a cosine that "
+                             "reaches this tenth at the last step. Checkpoints of steps 0, 1, 2, "
+                             "4 ... 512 and every 1,000 are kept for good (154 files; of the "
+                             "70m each is 1 GB with the optimizer's state). The model is "
+                             "pythia-70m where --model does not say (default: none)")
+
     model = top.add_argument_group("model")
     names = ", ".join(PRESETS)
     model.add_argument("--model", metavar="NAME", choices=("auto", *PRESETS),
@@ -95,8 +112,10 @@ def parser() -> argparse.ArgumentParser:
 
     data = top.add_argument_group("data")
     data.add_argument("--data", metavar="PATH",
-                      help="a text file, a folder of text files, or tokens: .npy, or .bin of "
-                           "uint16 (default: the sources of the Python standard library)")
+                      help="text or JSON lines (.gz and .zst too), a folder or quoted pattern "
+                           "of them, or tokens: Megatron's .bin/.idx, Pythia's preshuffled rows, "
+                           "llm.c's shards, nanoGPT's train.bin, .npy; the kind is found out and "
+                           "named (default: the sources of the Python standard library)")
     data.add_argument("--tokenizer", metavar="PATH",
                       help="a tokenizer.json (default: a byte-level BPE trained once on the text "
                            "and cached: 4096 tokens for tiny, 50257 for the others)")
@@ -107,7 +126,12 @@ def parser() -> argparse.ArgumentParser:
 
     training = top.add_argument_group("training")
     training.add_argument("--grad-accum", type=count, metavar="N",
-                          help="micro-batches a step (default: 1)")
+                          help="micro-batches a step (default: 1, or what --global-batch-size or "
+                               "the recipe needs)")
+    training.add_argument("--global-batch-size", type=count, metavar="N",
+                          help="sequences a step: --batch-size times --grad-accum; what of the two "
+                               "is not given follows from it (default: of a recipe 1024, else "
+                               "what the two give)")
     length = training.add_mutually_exclusive_group()
     length.add_argument("--steps", type=count, metavar="N",
                         help=f"optimizer steps (default: tiny {TINY['steps']}, others "
@@ -119,9 +143,11 @@ def parser() -> argparse.ArgumentParser:
                                "the Pythia paper, 1e-3 for the 70m)")
     training.add_argument("--schedule", choices=SCHEDULES,
                           help="of the learning rate after the warmup: down to a tenth along a "
-                               "cosine or a line, or constant (default: cosine)")
+                               "cosine or a line, or constant; pythia: as in the recipe of this "
+                               "name (default: cosine)")
     training.add_argument("--warmup", type=count_or_zero, metavar="N",
-                          help="steps in which the rate rises from 0 (default: a tenth of all)")
+                          help="steps in which the rate rises from 0 (default: a tenth of all; of "
+                               "a recipe a hundredth)")
     training.add_argument("--weight-decay", type=not_negative, metavar="X",
                           help="of matrices and embeddings; biases and norms have none "
                                "(default: 0.1)")
@@ -139,7 +165,8 @@ def parser() -> argparse.ArgumentParser:
                              f"(default: tiny {TINY['eval_every']}, others {CPU['eval_every']} | "
                              f"{CUDA['eval_every']})")
     output.add_argument("--save-every", type=count_or_zero, metavar="N",
-                        help="steps between checkpoints, the last two are kept; 0: only at the end "
+                        help="steps between checkpoints, the last two are kept, besides those "
+                             "that a recipe keeps; 0: only at the end "
                              f"(default: tiny {TINY['save_every']}, others {CPU['save_every']} | "
                              f"{CUDA['save_every']})")
     output.add_argument("--out", default="runs", metavar="FOLDER",
@@ -147,6 +174,12 @@ def parser() -> argparse.ArgumentParser:
     output.add_argument("--name", type=run_name, metavar="NAME",
                         help="of the run's folder in there (default: the model's name, with a "
                              "number where it is taken)")
+    output.add_argument("--tensorboard", action="store_true",
+                        help="write what metrics.jsonl gets for TensorBoard too, to the run's "
+                             "folder tensorboard/ (needs the package tensorboard or tensorboardX)")
+    output.add_argument("--wandb", metavar="PROJECT",
+                        help="send it to this project of Weights & Biases (needs the package "
+                             "wandb; WANDB_MODE=offline keeps it on this machine)")
     output.add_argument("--resume", metavar="WHAT",
                         help="a checkpoint, the folder of a run, or auto: the newest good "
                              "checkpoint of the run --name, without it of all runs in --out; with "
@@ -160,6 +193,8 @@ def given(args: argparse.Namespace) -> dict:
              if getattr(args, flag) is not None}
     if named.get("model") == "auto":
         del named["model"]
+    if args.global_batch_size is not None:
+        named["global_batch_size"] = args.global_batch_size
     for flag in ("data", "tokenizer"):
         if flag in named:  # the run may be resumed from another folder
             named[flag] = os.path.abspath(named[flag])
@@ -173,16 +208,45 @@ def steps_of(tokens: int, settings: dict) -> int:
 def complete(named: dict, tokens: int | None, on_gpu: bool) -> dict:
     """All settings of a new run."""
     base = dict(CUDA if on_gpu else CPU)
-    model = named.get("model", base["model"])
-    if model in PEAK_LR:
-        base["lr"] = PEAK_LR[model]
+    recipe = named.get("recipe")
+    model = named.get("model", base["model"] if recipe is None else "pythia-70m")
+    base["lr"] = recipes.PEAK_LR.get(model, base["lr"])
     if model == "tiny":
         base.update(TINY)
+    if recipe is not None:
+        base.update(recipes.values(recipe, model))
     settings = {**COMMON, **base, "model": model, **named}
+    share_step(settings, named)
     if tokens is not None:
         settings["steps"] = steps_of(tokens, settings)
-    settings.setdefault("warmup", settings["steps"] // 10)
+    if "warmup" not in named:
+        steps = settings["steps"]
+        settings["warmup"] = steps // 10 if recipe is None else recipes.warmup(steps)
     return settings
+
+
+def share_step(settings: dict, named: dict) -> None:
+    """Makes batch_size x grad_accum the sequences of a step that the command line or the recipe
+    wants. What was named stays; ValueError where that cannot be."""
+    wanted = settings.pop("global_batch_size", None)
+    source = "--global-batch-size"
+    if wanted is None and settings["recipe"] is not None:
+        wanted, source = recipes.SEQUENCES, f"the recipe {settings['recipe']}"
+    if wanted is None:
+        return
+    if "batch_size" not in named and "grad_accum" in named:
+        settings["batch_size"] = wanted // settings["grad_accum"]
+    elif "grad_accum" not in named:
+        if "batch_size" not in named:  # as large as usual, or less where that does not divide
+            settings["batch_size"] = next(n for n in range(settings["batch_size"], 0, -1)
+                                          if wanted % n == 0)
+        settings["grad_accum"] = wanted // settings["batch_size"]
+    if settings["batch_size"] * settings["grad_accum"] != wanted:
+        words = " and ".join(f"--{flag.replace('_', '-')} {named[flag]}"
+                             for flag in ("batch_size", "grad_accum") if flag in named)
+        raise ValueError(f"{words} cannot make the {wanted:,} sequences a step of {source}: the "
+                         "micro-batch times the accumulation must be exactly that many. Choose "
+                         "other divisors, or another number with --global-batch-size")
 
 
 def resumed(named: dict, tokens: int | None, saved: dict) -> tuple[dict, list[str]]:
@@ -190,15 +254,16 @@ def resumed(named: dict, tokens: int | None, saved: dict) -> tuple[dict, list[st
     if tokens is not None:
         named = {**named, "steps": steps_of(tokens, saved)}
     differences = []
-    settings = dict(saved)
+    settings = {**COMMON, **saved}
+    saved = {**settings, "global_batch_size": settings["batch_size"] * settings["grad_accum"]}
     for flag, value in named.items():
         # Under a constant rate the number of steps only says where to end. Data is compared by its
         # tokens, when it is open.
         free = flag in OTHER_FLAGS + ("data", "tokenizer")
         free |= flag == "steps" and saved["schedule"] == "constant"
-        if free or saved[flag] == value:
+        if free:
             settings[flag] = value
-        else:
+        elif saved[flag] != value:
             option = "--" + flag.replace("_", "-")
             differences.append(f"{option} is {value}, but the run has {saved[flag]}")
     return settings, differences

@@ -3,8 +3,9 @@
 
 The file reads downwards: `train` is the loop, then the parts it calls, then `main`. A run lives in
 runs/NAME/: config.json, metrics.jsonl (a line a step), loss.png, tokenizer.json, sample.txt and
-checkpoints/step_N.safetensors. Every number of a run follows from its settings: a run that was
-stopped anywhere and resumed writes the same losses, bit for bit, as one that was not.
+checkpoints/step_N.safetensors. `--recipe` (recipes.py) trains as the published Pythias
+were. Every number of a run follows from its settings: a run that was stopped anywhere and resumed
+writes the same losses, bit for bit, as one that was not.
 """
 
 from __future__ import annotations
@@ -24,8 +25,12 @@ import numpy as np
 # From a clone the package lies beside this folder, installed or not.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import needle as ndl  # noqa: E402
+import recipes  # noqa: E402
+import trackers  # noqa: E402
 import train_flags  # noqa: E402
+from run_log import NotFinite, RunLog, peak_flops, plot  # noqa: E402
+
+import needle as ndl  # noqa: E402
 from needle import nn, optim  # noqa: E402
 from needle.autograd import Tensor, no_grad  # noqa: E402
 from needle.backend_ndarray import NDArray, full  # noqa: E402
@@ -40,9 +45,16 @@ from needle.checkpoint import (  # noqa: E402
     save_checkpoint,
     versions,
 )
-from needle.data import Batches, DataError, TokenData, open_data, token_bytes  # noqa: E402
+from needle.data import (  # noqa: E402
+    Batches,
+    DataError,
+    Prefetch,
+    TokenData,
+    run_batches,
+    run_data,
+    token_bytes,
+)
 from needle.models.pythia import Pythia, PythiaConfig  # noqa: E402
-from run_log import NotFinite, RunLog, peak_flops, plot  # noqa: E402
 
 __all__ = ["load_checkpoint", "main", "save_checkpoint", "train"]
 
@@ -64,9 +76,11 @@ class Run:
     model: Pythia
     flat: nn.FlatParameters
     optimizer: optim.AdamW
-    batches: Batches
+    batches: Prefetch
     step: int = 0  # steps done
     seconds: float = 0.0
+    tensorboard: bool = False
+    wandb: str | None = None  # the project
 
 
 # ---- the loop ---------------------------------------------------------------------------------
@@ -81,10 +95,14 @@ def train(run: Run) -> int:
     tokens_per_step = settings["batch_size"] * settings["seq_len"] * micro_batches
     log = RunLog(run.folder, run.device, run.step, steps, tokens_per_step,
                  model.flops_per_token(settings["seq_len"]),
-                 peak_flops(run.device.properties()["name"], settings["dtype"]), run.seconds)
+                 peak_flops(run.device.properties()["name"], settings["dtype"]), run.seconds,
+                 trackers.start(run.folder, run.step, settings, run.tensorboard, run.wandb))
     share = Tensor.from_ndarray(full((), 1 / micro_batches, "float32", run.device))
     stop = Stop()
     try:
+        if run.step == 0 and settings["recipe"]:
+            save(run, log)
+            log.skip_time()
         for step in range(run.step + 1, steps + 1):
             where = f"epoch {batches.epoch}, batch {batches.batch}"
             optimizer.lr = schedule(step)
@@ -98,7 +116,7 @@ def train(run: Run) -> int:
             run.step = step
             ends = step == steps or stop.signal is not None
             evaluates = step == steps or _due(step, settings["eval_every"])
-            saves = ends or _due(step, settings["save_every"])
+            saves = ends or _due(step, settings["save_every"]) or stays(settings, step)
             if evaluates or saves:
                 log.wait()
                 log.finish(**(evaluate(run) if evaluates else {}))
@@ -112,6 +130,7 @@ def train(run: Run) -> int:
         return report_not_finite(run, error)
     finally:
         log.close()
+        batches.close()
         stop.restore()
     if run.step < steps:
         print(f"stopped by {stop.signal} after step {run.step} of {steps}, and saved. Go on with\n"
@@ -131,12 +150,18 @@ def forward_backward(model: Pythia, ids: np.ndarray, targets: np.ndarray,
 
 
 def schedule_of(settings: dict) -> optim.Schedule:
-    """Up a line over the warmup, then constant, or down to a tenth of the peak at the last step."""
+    """Up a line over the warmup, then constant, or down to a tenth of the peak."""
     peak, warmup, steps = settings["lr"], settings["warmup"], settings["steps"]
     if settings["schedule"] == "constant":
         return optim.Constant(peak, warmup)
-    kind = {"cosine": optim.Cosine, "linear": optim.Linear}[settings["schedule"]]
+    kind = {"cosine": optim.Cosine, "linear": optim.Linear,
+            "pythia": optim.PythiaCosine}[settings["schedule"]]
     return kind(peak, steps, warmup, floor=peak / 10)
+
+
+def stays(settings: dict, step: int) -> bool:
+    """Whether the checkpoint of this step is kept for good."""
+    return settings["recipe"] is not None and recipes.published(step)
 
 
 def _due(step: int, every: int) -> bool:
@@ -150,7 +175,7 @@ def evaluate(run: Run) -> dict[str, float]:
     rows = min(settings["batch_size"], max(len(tokens) - 1, 0) // length)
     if rows == 0:
         return {}
-    held_out = Batches(tokens, rows, length)
+    held_out = Batches(tokens, rows, length, vocab_size=run.model.config.vocab_size)
     most = EVAL_TOKENS["cpu" if str(run.device) == "cpu()" else "cuda"]
     limit = min(max(most // (rows * length), 1), EVAL_BATCHES)
     sizes = None if run.data.tokenizer is None else token_bytes(run.data.tokenizer)
@@ -190,7 +215,7 @@ class Stop:
 
 
 def save(run: Run, log: RunLog) -> None:
-    """The checkpoint of this step; only the last two stay."""
+    """The checkpoint of this step; the last two stay, and those that a recipe keeps."""
     log.sync()
     folder = run.folder / "checkpoints"
     schedule = {name: run.settings[name] for name in ("schedule", "lr", "warmup", "steps")}
@@ -198,13 +223,15 @@ def save(run: Run, log: RunLog) -> None:
                     checkpoint_path(folder, run.step), step=run.step, data=run.batches.position,
                     fingerprint=run.data.fingerprint, schedule=schedule, settings=run.settings,
                     seconds=log.seconds)
-    prune_checkpoints(folder)
+    prune_checkpoints(folder, forever=lambda step: stays(run.settings, step))
 
 
 def resume_command(run: Run) -> str:
     words = ["python", sys.argv[0], "--resume", "auto", "--name", run.folder.name]
     if run.folder.parent != Path("runs"):
         words += ["--out", str(run.folder.parent)]
+    words += ["--tensorboard"] * run.tensorboard
+    words += ["--wandb", run.wandb] if run.wandb is not None else []
     return shlex.join(words)
 
 
@@ -283,9 +310,9 @@ def new_run(args) -> Run:
     device = choose_device(args.device)
     settings = train_flags.complete(train_flags.given(args), args.tokens,
                                     on_gpu=str(device) != "cpu()")
-    data = open_run_data(settings)
+    data = run_data(settings)
     config = model_config(settings, data)
-    batches = Batches(data.train, settings["batch_size"], settings["seq_len"], settings["seed"])
+    batches = Prefetch(run_batches(data, settings, config.vocab_size), device)
     np.random.seed(settings["seed"])
     model = Pythia(config, device=device)
     flat = nn.flatten_parameters(model)
@@ -311,25 +338,15 @@ def resumed_run(args, checkpoint: Checkpoint) -> Run:
     folder = checkpoint.path.resolve().parent.parent
     if args.resume == "auto":
         folder = checkpoint.path.parent.parent
-    data = open_run_data(settings)
-    if data.fingerprint != state["fingerprint"] and (folder / "tokenizer.json").is_file():
-        data = open_data(settings["data"], folder / "tokenizer.json")
-    if data.fingerprint != state["fingerprint"]:
-        raise DataError(f"{data.source}: not the tokens that the run read before: the data or the "
-                        "tokenizer has changed")
+    data = run_data(settings, folder, state["fingerprint"])
     device = choose_device(args.device)
-    batches = Batches(data.train, settings["batch_size"], settings["seq_len"], settings["seed"])
+    batches = Prefetch(run_batches(data, settings, state["config"]["vocab_size"]), device)
     batches.seek(state["data"])
     model, optimizer, _, _ = checkpoint.restore(device)
     checkpoint.restore_random_state()
     print(f"resuming {checkpoint.path} after step {state['step']}")
     return Run(folder, settings, device, data, model, optimizer.flat, optimizer, batches,
                state["step"], state["seconds"])
-
-
-def open_run_data(settings: dict) -> TokenData:
-    return open_data(settings["data"], settings["tokenizer"],
-                     4096 if settings["model"] == "tiny" else 50257)
 
 
 def model_config(settings: dict, data: TokenData) -> PythiaConfig:
@@ -360,8 +377,13 @@ def new_folder(out: Path, name: str | None, model: str, restart: bool) -> Path:
 
 
 def write_description(run: Run) -> None:
+    recipe, optimizer = run.settings["recipe"], run.optimizer
     description = {
         "settings": run.settings,
+        "recipe": None if recipe is None else {"name": recipe,
+                                               "changed": recipes.changes(run.settings)},
+        "optimizer": {"class": type(optimizer).__name__,
+                      **{name: getattr(optimizer, name) for name in optimizer.hyperparameters}},
         "model": run.model.config.to_dict(),
         "parameters": run.model.num_parameters(),
         "data": {"source": run.data.source, "fingerprint": run.data.fingerprint},
@@ -378,8 +400,10 @@ def write_description(run: Run) -> None:
 def main(argv: list[str] | None = None) -> int:
     args = train_flags.parser().parse_args(argv)
     try:
+        trackers.check(args.tensorboard, args.wandb)
         checkpoint = find_checkpoint(args) if args.resume else None
         run = new_run(args) if checkpoint is None else resumed_run(args, checkpoint)
+        run.tensorboard, run.wandb = args.tensorboard, args.wandb
         print(f"{run.model}\n{run.data.source}\nrun: {run.folder}", flush=True)
         if run.step >= run.settings["steps"]:
             print(f"nothing to do: all {run.settings['steps']} steps are done")

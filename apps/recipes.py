@@ -1,0 +1,46 @@
+"""How the published Pythias were trained, as settings of a run (Biderman et al. 2023, table 6 and
+the configurations in EleutherAI/pythia).
+
+What a recipe sets is what the command line sets, so each value can be changed by its flag;
+`changes` lists them for config.json. What the recipes do not set is the same in every run of
+train_pythia.py: AdamW with betas 0.9 and 0.95 and eps 1e-8, no decay of biases and norms, Pythia's
+initialisation, the tanh GELU. Of its precision (float16 with loss scaling) nothing is taken over.
+"""
+
+from __future__ import annotations
+
+SEQUENCES = 1024  # a step
+
+# Peak learning rates; models that are not here have the 70m's.
+PEAK_LR = {"pythia-160m": 6e-4, "pythia-410m": 3e-4, "pythia-1b": 3e-4, "pythia-1.4b": 2e-4,
+           "pythia-2.8b": 1.6e-4, "pythia-6.9b": 1.2e-4, "pythia-12b": 1.2e-4}
+
+_VALUES = {"seq_len": 2048, "steps": 143_000, "warmup": 1_430, "weight_decay": 0.1, "clip": 1.0}
+# `pythia` follows the schedule that GPT-NeoX computed, `pythia-fixed` the one that it announced.
+SCHEDULES = {"pythia": "pythia", "pythia-fixed": "cosine"}
+NAMES = tuple(SCHEDULES)
+
+
+def values(recipe: str, model: str) -> dict:
+    """The recipe's settings for a model."""
+    return {**_VALUES, "schedule": SCHEDULES[recipe], "lr": PEAK_LR.get(model, 1e-3)}
+
+
+def warmup(steps: int) -> int:
+    """The hundredth of all steps in which the rate rises."""
+    return steps // 100
+
+
+def changes(settings: dict) -> dict[str, dict]:
+    """Where a run leaves its recipe: {setting: {"recipe": value, "run": value}}."""
+    wanted = {**values(settings["recipe"], settings["model"]), "sparse": None,
+              "sequences_per_step": SEQUENCES}
+    actual = {**settings, "sequences_per_step": settings["batch_size"] * settings["grad_accum"]}
+    return {name: {"recipe": value, "run": actual[name]} for name, value in wanted.items()
+            if actual[name] != value}
+
+
+def published(step: int) -> bool:
+    """Whether the suite has a checkpoint of this step: 0, the powers of two up to 512, and each
+    thousandth. Step 0 is before the first step."""
+    return step % 1000 == 0 or (0 < step <= 512 and step & (step - 1) == 0)

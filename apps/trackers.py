@@ -1,0 +1,120 @@
+"""Other places for the lines of metrics.jsonl: TensorBoard and Weights & Biases.
+
+A tracker has `log(line)`, `flush()` (before a checkpoint) and `close()`. Each is optional: `check`
+says before a run begins what has to be installed, `start` opens what was asked for.
+
+TensorBoard's files are written by the package tensorboard itself or by tensorboardX; torch's writer
+is the first of these in other clothes, and would load all of torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+TENSORBOARD = ("tensorboard", "tensorboardX")
+
+
+class TrackerError(ValueError):
+    """A tracker that cannot be used; the message says what to do."""
+
+
+def check(tensorboard: bool, wandb: str | None) -> None:
+    """TrackerError where what was asked for is not installed."""
+    if tensorboard and not any(map(_installed, TENSORBOARD)):
+        raise TrackerError("--tensorboard needs the package tensorboard or tensorboardX: "
+                           "pip install tensorboard")
+    if wandb is not None and not _installed("wandb"):
+        raise TrackerError("--wandb needs the package wandb: pip install wandb")
+
+
+def start(folder: Path, step: int, settings: dict, tensorboard: bool, wandb: str | None) -> list:
+    """The trackers of the run in `folder`, of which `step` steps are done."""
+    trackers: list = []
+    try:
+        if tensorboard:
+            trackers.append(TensorBoard(folder / "tensorboard", step))
+        if wandb is not None:
+            trackers.append(WeightsAndBiases(folder, wandb, settings))
+    except BaseException:
+        for tracker in trackers:
+            tracker.close()
+        raise
+    return trackers
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+class TensorBoard:
+    """Scalars by the names of metrics.jsonl. What a killed run wrote beyond `step` is hidden."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        kind = _own_writer if _installed(TENSORBOARD[0]) else _x_writer
+        self._add, self._writer = kind(str(folder), step + 1)
+
+    def log(self, line: dict) -> None:
+        for name, value in line.items():
+            if name != "step":
+                self._add(name, value, line["step"])
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _own_writer(folder: str, first: int) -> tuple[Callable, object]:
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    writer = EventFileWriter(folder)
+    writer.add_event(Event(wall_time=time.time(), step=first,
+                           session_log=SessionLog(status=SessionLog.START)))
+
+    def add(name: str, value: float, step: int) -> None:
+        summary = Summary(value=[Summary.Value(tag=name, simple_value=value)])
+        writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+
+    return add, writer
+
+
+def _x_writer(folder: str, first: int) -> tuple[Callable, object]:
+    from tensorboardX import SummaryWriter
+
+    writer = SummaryWriter(folder, purge_step=first)
+    return writer.add_scalar, writer
+
+
+class WeightsAndBiases:
+    """One run of W&B for one run here, however often it is resumed: its id lies in the folder.
+    Curves are drawn over `step`; what a killed run sent is sent again, with the same numbers."""
+
+    def __init__(self, folder: Path, project: str, settings: dict) -> None:
+        import wandb
+
+        kept = folder / "wandb_id"
+        if not kept.exists():
+            kept.write_text(uuid.uuid4().hex + "\n")
+        try:
+            self._run = wandb.init(project=project, name=folder.name, dir=str(folder),
+                                   id=kept.read_text().strip(), resume="allow", config=settings)
+        except Exception as error:  # of many classes: not logged in, no network, a bad name
+            raise TrackerError(f"--wandb {project}: {error} (WANDB_MODE=offline needs no account "
+                               "and no network)") from error
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, line: dict) -> None:
+        self._run.log(line)
+
+    def flush(self) -> None:
+        """W&B's own process has each line already."""
+
+    def close(self) -> None:
+        self._run.finish()
