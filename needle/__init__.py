@@ -89,7 +89,8 @@ from .ops import *  # noqa: E402, F401, F403
 __version__: str = build_info()["version"]
 
 # What costs time to import, or what few need, comes when it is first asked for.
-_SUBMODULES = ("checkpoint", "data", "dataset", "diagnose", "distributed", "hf", "models")
+_SUBMODULES = ("checkpoint", "data", "dataset", "diagnose", "distributed", "evaluate", "generation",
+               "hf", "hooks", "models")
 _LAZY = {
     "create_pythia_70m": "models.pythia",
     "Pythia": "models.pythia",

@@ -62,7 +62,14 @@ _mode = _Mode()
 
 class no_grad(ContextDecorator):
     """Inside `with no_grad():` (or a function decorated with `@no_grad()`) results remember nothing
-    and do not require gradients. It nests, and concerns only the calling thread."""
+    and do not require gradients. It nests, and concerns only the calling thread.
+
+    >>> x = ndl.Tensor([1, 2])
+    >>> with ndl.no_grad():
+    ...     y = x * 2
+    >>> y.requires_grad
+    False
+    """
 
     def __init__(self) -> None:
         self._before: list[bool] = []
@@ -278,7 +285,7 @@ class TensorTuple(Value):
         return tuple(x.numpy() for x in self.cached_data)
 
     def __repr__(self) -> str:
-        return f"needle.TensorTuple({self.tuple()})"
+        return "TensorTuple(" + ",\n".join(repr(x) for x in self) + ")"
 
 
 Operand = Union["Tensor", NDArray, np.ndarray, float, int]
@@ -290,6 +297,15 @@ class Tensor(Value):
     array: a nested list, number, NumPy array of any dtype (becomes `dtype`, float32 by default), an
     NDArray (copied; keeps its dtype and device unless told) or a Tensor (shares its memory unless
     dtype or device change).
+
+    >>> x = ndl.Tensor([[1, 2], [3, 4]])
+    >>> y = (x @ x).sum()
+    >>> y
+    Tensor(54., dtype=float32, device=cpu(), op=Summation)
+    >>> y.backward()
+    >>> x.grad
+    Tensor([[ 7., 11.],
+            [ 9., 13.]], dtype=float32, device=cpu(), op=EWiseAdd)
     """
 
     __array_ufunc__ = None  # so that numpy_scalar * tensor comes to Tensor.__rmul__
@@ -379,8 +395,23 @@ class Tensor(Value):
             raise ValueError(f"Tensor.item: the size must be 1, but the shape is {self.shape}")
         return self.numpy().item()
 
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __array__(self, dtype: Any = None, copy: Optional[bool] = None) -> np.ndarray:
+        """NumPy's protocol: np.asarray(tensor) holds the values, in the host's memory."""
+        return self.cached_data.__array__(dtype, copy=copy)
+
     def __repr__(self) -> str:
-        return f"needle.Tensor({self.cached_data})"
+        """As NumPy prints arrays, with the dtype, the device, and the op that computed it."""
+        kind = type(self).__name__
+        text = repr(self.cached_data).removeprefix("NDArray(").removesuffix(")")
+        text = text.replace("\n" + " " * len("NDArray("), "\n" + " " * len(f"{kind}("))
+        if self.op is not None:
+            text += f", op={type(self.op).__name__}"
+        elif self.requires_grad != self.trained:
+            text += f", requires_grad={self.requires_grad}"
+        return f"{kind}({text})"
 
     def __str__(self) -> str:
         return str(self.cached_data)
@@ -403,6 +434,8 @@ class Tensor(Value):
             seed = _C.empty(self.shape, self.dtype, self.device)
             seed.fill(1)
             out_grad = Tensor.from_ndarray(seed)
+        elif not isinstance(out_grad, Tensor):
+            raise TypeError(f"backward: out_grad: must be a Tensor, not {type(out_grad).__name__}")
         elif out_grad.shape != self.shape:
             raise ValueError(
                 f"backward: out_grad: the shape must be {self.shape}, but is {out_grad.shape}"
@@ -511,7 +544,13 @@ def _operand(other: Any, beside: Tensor) -> Tensor:
 
 def find_topo_sort(node_list: Sequence[Value]) -> list[Value]:
     """Every node that `node_list` depends on, and it, in post-order: inputs before what uses them,
-    first input first. Works on graphs of any depth."""
+    first input first. Works on graphs of any depth.
+
+    >>> a, b = ndl.Tensor([1]), ndl.Tensor([2])
+    >>> c = a * b
+    >>> [node is x for node, x in zip(ndl.autograd.find_topo_sort([c + a]), (a, b, c))]
+    [True, True, True]
+    """
     order: list[Value] = []
     seen: set[int] = set()
     for root in node_list:

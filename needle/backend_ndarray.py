@@ -70,7 +70,12 @@ def full(
     dtype: str = "float32",
     device: Device | None = None,
 ) -> NDArray:
-    """A C-contiguous array with every element `fill_value`."""
+    """A C-contiguous array with every element `fill_value`.
+
+    >>> nd.full((2, 2), 3, dtype="int32")
+    NDArray([[3, 3],
+             [3, 3]], dtype=int32, device=cpu())
+    """
     out = empty(shape, dtype, device)
     out.fill(fill_value)
     return out
@@ -91,7 +96,12 @@ def ones(
 
 
 def broadcast_to(a: NDArray, shape: Sequence[int]) -> NDArray:
-    """A view of `a` stretched to `shape` (stride 0 along the stretched axes)."""
+    """A view of `a` stretched to `shape` (stride 0 along the stretched axes).
+
+    >>> x = nd.broadcast_to(nd.array([[1], [2]]), (2, 3))
+    >>> x.shape, x.strides
+    ((2, 3), (1, 0))
+    """
     return a.broadcast_to(tuple(shape))
 
 
@@ -106,7 +116,11 @@ def add(a: NDArray | float, b: NDArray | float) -> NDArray:
 
 
 def maximum(a: NDArray | float, b: NDArray | float) -> NDArray:
-    """The larger of a and b elementwise, broadcasting; NaN wins, as in NumPy."""
+    """The larger of a and b elementwise, broadcasting; NaN wins, as in NumPy.
+
+    >>> print(nd.maximum(nd.array([-1, 5]), 0))
+    [0. 5.]
+    """
     return _C.maximum(a, b)
 
 
@@ -146,10 +160,18 @@ def sum(a: NDArray, axis: Axes = None, keepdims: bool = False) -> NDArray:
 
 
 def summation(a: NDArray, axis: Axes = None, keepdims: bool = False) -> NDArray:
-    """`sum` under the course's other name."""
+    """`sum` under the course's other name.
+
+    >>> print(nd.summation(nd.array([[1, 2], [3, 4]]), axis=0, keepdims=True))
+    [[4. 6.]]
+    """
     return a.sum(axis=axis, keepdims=keepdims)
 
 
 def flip(a: NDArray, axes: int | Sequence[int]) -> NDArray:
-    """A view of `a` with the order of elements along `axes` reversed."""
+    """A view of `a` with the order of elements along `axes` reversed.
+
+    >>> print(nd.flip(nd.array([1, 2, 3]), 0))
+    [3. 2. 1.]
+    """
     return a.flip(axes)

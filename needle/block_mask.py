@@ -31,6 +31,15 @@ class BlockMask:
 
     blocks: bool (query blocks, key blocks) or (H, query blocks, key blocks); block: tokens a side;
     T, S: tokens (S is T by default). Two masks are equal when they keep the same blocks.
+
+    >>> mask = ndl.BlockMask.local(T=8, window=2, block=2)
+    >>> mask
+    BlockMask(T=8, S=8, block=2, density=0.625)
+    >>> print(mask.causal().blocks[0].astype(int))
+    [[1 0 0 0]
+     [1 1 0 0]
+     [0 1 1 0]
+     [0 0 1 1]]
     """
 
     __slots__ = ("T", "S", "block", "blocks", "_causal", "_lists", "_hash")
@@ -237,6 +246,9 @@ def convert_to_block_mask(dense_mask: Any, block: int) -> BlockMask:
 
     dense_mask: bool (T, S), or (H, T, S) for one mask a head: a NumPy array, NDArray, Tensor or
     nested list; numbers count as true when not 0. T and S need not be multiples of `block`.
+
+    >>> ndl.convert_to_block_mask(np.tri(4, dtype=bool), block=2)
+    BlockMask(T=4, S=4, block=2, density=0.750)
     """
     block = _positive("block", block)
     if isinstance(dense_mask, Tensor):

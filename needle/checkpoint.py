@@ -27,13 +27,13 @@ import platform
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
 import needle
 from needle import nn, optim
-from needle.backend_ndarray import NDArray, array, default_device
+from needle.backend_ndarray import Device, NDArray, array, default_device
 from needle.models.pythia import Pythia, PythiaConfig
 
 FORMAT = "needle checkpoint"
@@ -62,7 +62,7 @@ class CheckpointError(ValueError):
 
 
 def save_checkpoint(model: Pythia, optimizer: optim.Optimizer | None, epoch: int, loss: float,
-                    filepath: str | os.PathLike, **extra) -> Path:
+                    filepath: str | os.PathLike, **extra: Any) -> Path:
     """Writes model and optimizer to `filepath`, atomically. `extra` (JSON values) is kept and given
     back by `Checkpoint.state`. Raises CheckpointError where the file cannot be written: what was
     there before is then still there."""
@@ -74,6 +74,7 @@ def save_checkpoint(model: Pythia, optimizer: optim.Optimizer | None, epoch: int
     if optimizer is not None:
         numbers = optimizer.state_dict()
         arrays = numbers.pop("arrays")
+        _check_optimizer(model, optimizer)
         saved_optimizer = {"class": type(optimizer).__name__, **numbers}
         tensors.update({f"optimizer.{name}": value for name, value in arrays.items()})
     kind, keys, position, has_gauss, gauss = np.random.get_state()
@@ -89,6 +90,21 @@ def save_checkpoint(model: Pythia, optimizer: optim.Optimizer | None, epoch: int
     with replacing(path) as file:
         _write(file, tensors, state)
     return path
+
+
+def _check_optimizer(model: Pythia, optimizer: optim.Optimizer) -> None:
+    """An optimizer that load_checkpoint could not build again is refused before a run relies on
+    it."""
+    kind = type(optimizer).__name__
+    if getattr(optim, kind, None) is not type(optimizer):
+        raise TypeError(f"save_checkpoint: {kind} is not of needle.optim, so that load_checkpoint "
+                        "could not make it; save without it (None), and its state_dict() elsewhere")
+    named = dict(_parameters(model))
+    for name, parameter in zip(optimizer.names, optimizer.params):
+        if named.get(name) is not parameter:
+            raise ValueError(f"save_checkpoint: the optimizer's parameter {name!r} is not the "
+                             f"model's of that name; make the optimizer from model.parameters(), "
+                             "model.named_parameters() or nn.flatten_parameters(model)")
 
 
 def versions() -> dict[str, str]:
@@ -253,7 +269,8 @@ class Checkpoint:
         if position != size:
             raise self._error("there are bytes that belong to no tensor")
 
-    def restore(self, device=None) -> tuple[Pythia, optim.Optimizer | None, int, float]:
+    def restore(self, device: Device | None = None
+                ) -> tuple[Pythia, optim.Optimizer | None, int, float]:
         """(model, optimizer, epoch, loss) on `device`; the optimizer is None where none was saved.
         Draws no random number."""
         device = default_device() if device is None else device
@@ -289,7 +306,7 @@ class Checkpoint:
         if problems:
             raise self._error("does not fit its own configuration: " + "; ".join(problems))
 
-    def _tensor(self, file: BinaryIO, name: str, device) -> NDArray:
+    def _tensor(self, file: BinaryIO, name: str, device: Device) -> NDArray:
         entry = self._entries[name]
         dtype, bits = FROM_FILE[entry["dtype"]]
         count = math.prod(entry["shape"])
@@ -302,14 +319,19 @@ class Checkpoint:
             return array(host, "uint16", device).view("bfloat16")
         return array(host, dtype, device)
 
-    def _restore_optimizer(self, model: Pythia, arrays: dict[str, NDArray]):
+    def _restore_optimizer(self, model: Pythia, arrays: dict[str, NDArray]
+                           ) -> optim.Optimizer | None:
         saved = self.state["optimizer"]
         if saved is None:
             return None
         try:
             numbers = dict(saved)
             kind = getattr(optim, numbers.pop("class"))
-            optimizer = kind(nn.flatten_parameters(model))
+            held = {name.partition(".")[2] for name in arrays}
+            named = list(_parameters(model))
+            some = [(name, parameter) for name, parameter in named if name in held]
+            whole = len(some) in (0, len(named))  # else it trained a part of the model
+            optimizer = kind(nn.flatten_parameters(model) if whole else some)
             optimizer.load_state_dict({**numbers, "arrays": arrays})
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise self._error(f"the optimizer's state cannot be used: {error}") from error
@@ -321,9 +343,20 @@ class Checkpoint:
         np.random.set_state((kind, np.array(keys, np.uint32), position, has_gauss, gauss))
 
 
-def load_checkpoint(filepath: str | os.PathLike, device=None):
+def load_checkpoint(filepath: str | os.PathLike, device: Device | None = None
+                    ) -> tuple[Pythia, optim.Optimizer | None, int, float]:
     """(model, optimizer, epoch, loss) from a file of save_checkpoint, on any device. Raises
-    CheckpointError that names the file and the problem; nothing is half loaded."""
+    CheckpointError that names the file and the problem; nothing is half loaded.
+
+    >>> from needle.models import Pythia, PythiaConfig
+    >>> config = PythiaConfig(vocab_size=16, hidden_size=8, num_layers=1, num_heads=1)
+    >>> model = Pythia(config)
+    >>> optimizer = optim.AdamW(model.parameters())
+    >>> path = ndl.save_checkpoint(model, optimizer, 3, 2.5, folder / "model.safetensors")
+    >>> model, optimizer, epoch, loss = ndl.load_checkpoint(path)
+    >>> epoch, loss
+    (3, 2.5)
+    """
     return Checkpoint(filepath).restore(device)
 
 
@@ -355,7 +388,10 @@ def newest_checkpoint(folder: str | os.PathLike,
     return None
 
 
-def prune_checkpoints(folder: str | os.PathLike, keep: int = 2) -> None:
-    """Deletes all but the `keep` newest."""
-    for path in list_checkpoints(folder)[keep:]:
+def prune_checkpoints(folder: str | os.PathLike, keep: int = 2,
+                      forever: Callable[[int], bool] = lambda step: False) -> None:
+    """Deletes all but the `keep` newest of those whose step is not to stay `forever`."""
+    passing = [path for path in list_checkpoints(folder)
+               if not forever(int(path.stem.removeprefix("step_")))]
+    for path in passing[keep:]:
         path.unlink(missing_ok=True)

@@ -31,7 +31,12 @@ def rand(
     dtype: str = "float32",
     requires_grad: bool = False,
 ) -> Tensor:
-    """Uniform in [low, high): `np.random.rand(*shape) * (high - low) + low`."""
+    """Uniform in [low, high): `np.random.rand(*shape) * (high - low) + low`.
+
+    >>> np.random.seed(0)
+    >>> ndl.init.rand(2, 3, low=-1, high=1).shape
+    (2, 3)
+    """
     values = np.asarray(np.random.rand(*shape) * (high - low) + low)
     return _tensor(values, device, dtype, requires_grad)
 
@@ -44,7 +49,12 @@ def randn(
     dtype: str = "float32",
     requires_grad: bool = False,
 ) -> Tensor:
-    """Normal: `np.random.randn(*shape) * std + mean`."""
+    """Normal: `np.random.randn(*shape) * std + mean`.
+
+    >>> np.random.seed(0)
+    >>> print(ndl.init.randn(3, std=0.1).numpy().round(4))
+    [0.1764 0.04   0.0979]
+    """
     values = np.asarray(np.random.randn(*shape) * std + mean)
     return _tensor(values, device, dtype, requires_grad)
 
@@ -56,7 +66,12 @@ def randb(
     dtype: str = "bool",
     requires_grad: bool = False,
 ) -> Tensor:
-    """True with probability p: `np.random.rand(*shape) <= p`."""
+    """True with probability p: `np.random.rand(*shape) <= p`.
+
+    >>> np.random.seed(0)
+    >>> print(ndl.init.randb(3, p=0.6))
+    [ True False False]
+    """
     values = np.asarray(np.random.rand(*shape) <= p)
     return _tensor(values, device, dtype, requires_grad)
 
@@ -68,7 +83,12 @@ def constant(
     dtype: str = "float32",
     requires_grad: bool = False,
 ) -> Tensor:
-    """Every element c."""
+    """Every element c.
+
+    >>> print(ndl.init.constant(2, 2, c=7, dtype="int32"))
+    [[7 7]
+     [7 7]]
+    """
     data = _C.empty(tuple(shape), dtype, _C.cpu() if device is None else device)
     data.fill(c)
     return Tensor.from_ndarray(data, requires_grad)
@@ -97,7 +117,11 @@ def zeros(
 def zeros_like(
     array: Tensor | NDArray, *, device: Optional[Device] = None, requires_grad: bool = False
 ) -> Tensor:
-    """Zeros of the shape, dtype and device of `array`."""
+    """Zeros of the shape, dtype and device of `array`.
+
+    >>> print(ndl.init.zeros_like(ndl.Tensor([1, 2])))
+    [0. 0.]
+    """
     device = array.device if device is None else device
     return zeros(*array.shape, device=device, dtype=array.dtype, requires_grad=requires_grad)
 
@@ -120,6 +144,10 @@ def one_hot(
     """Rows of the n x n identity at `i`: indices of any shape give that shape + (n,).
 
     i: Tensor, NDArray, NumPy array or list of whole numbers in [0, n), else ValueError.
+
+    >>> print(ndl.init.one_hot(3, [2, 0]))
+    [[0. 0. 1.]
+     [1. 0. 0.]]
     """
     if device is None and isinstance(i, (Tensor, NDArray)):
         device = i.device
@@ -135,7 +163,11 @@ def one_hot(
 
 def xavier_uniform(fan_in: int, fan_out: int, gain: float = 1.0, **kwargs: Any) -> Tensor:
     """(fan_in, fan_out), uniform in +-gain sqrt(6 / (fan_in + fan_out)) (Glorot and Bengio
-    2010)."""
+    2010).
+
+    >>> bool(abs(ndl.init.xavier_uniform(3, 3).numpy()).max() <= 1)
+    True
+    """
     bound = gain * math.sqrt(6.0 / (fan_in + fan_out))
     return rand(fan_in, fan_out, low=-bound, high=bound, **kwargs)
 
@@ -153,7 +185,11 @@ def _relu_gain(nonlinearity: str) -> float:
 
 
 def kaiming_uniform(fan_in: int, fan_out: int, nonlinearity: str = "relu", **kwargs: Any) -> Tensor:
-    """(fan_in, fan_out), uniform in +-sqrt(2) sqrt(3 / fan_in) (He et al. 2015)."""
+    """(fan_in, fan_out), uniform in +-sqrt(2) sqrt(3 / fan_in) (He et al. 2015).
+
+    >>> bool(abs(ndl.init.kaiming_uniform(6, 2).numpy()).max() <= 1)
+    True
+    """
     bound = _relu_gain(nonlinearity) * math.sqrt(3.0 / fan_in)
     return rand(fan_in, fan_out, low=-bound, high=bound, **kwargs)
 

@@ -14,7 +14,7 @@ from .basic import (
     Sequential,
     SoftmaxLoss,
 )
-from .flat import FlatParameters, flatten_parameters
+from .flat import FlatParameters, flatten_parameters, is_decayed
 from .module import Module, Parameter
 from .transformer import AttentionLayer, MultiHeadAttention, Transformer, TransformerLayer
 
@@ -39,4 +39,5 @@ __all__ = [
     "Transformer",
     "TransformerLayer",
     "flatten_parameters",
+    "is_decayed",
 ]

@@ -49,6 +49,16 @@ class Module:
     names are the attribute names, keys and indices joined by dots. A Tensor in an attribute that
     is no Parameter and whose name does not begin with an underscore is a buffer (the running
     statistics of a batch norm): saved, not trained.
+
+    >>> class Twice(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    ...
+    ...     def forward(self, x):
+    ...         return self.layers[1](self.layers[0](x))
+    >>> [name for name, _ in Twice().named_parameters()]
+    ['layers.0.weight', 'layers.0.bias', 'layers.1.weight', 'layers.1.bias']
     """
 
     training: bool = True
@@ -61,6 +71,11 @@ class Module:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__}.forward is not defined")
+
+    def __repr__(self) -> str:
+        """The tree of modules, with their settings and the shapes of their parameters."""
+        found = {id(v): v.size for _, v in _walk(self, "", set()) if isinstance(v, Parameter)}
+        return "\n".join([f"{_label(self)}: {sum(found.values()):,} parameters", *_tree(self)])
 
     # -- what it is made of
 
@@ -148,6 +163,45 @@ def _as_ndarray(value: Any) -> NDArray:
 
 def _is_buffer(value: Any) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, Parameter)
+
+
+def _label(module: Module) -> str:
+    """Linear(in_features=3, out_features=2, weight (3, 2), bias (1, 2))"""
+    parts = []
+    for name, value in vars(module).items():
+        if isinstance(value, Tensor):
+            parts.append(f"{name} {value.shape}")
+        elif isinstance(value, (int, float, str)) and name != "training" and name[:1] != "_":
+            parts.append(f"{name}={value!r}")
+    return f"{type(module).__name__}({', '.join(parts)})"
+
+
+def _tree(module: Module) -> list[str]:
+    """A line for each module below; neighbours that look alike share theirs."""
+    blocks: list[tuple[str, str, list[str]]] = []  # first name, last name, lines
+    for name, value in _members(vars(module), ""):
+        block = [_label(value), *_tree(value)]
+        if blocks and blocks[-1][2] == block:
+            blocks[-1] = (blocks[-1][0], name, block)
+        else:
+            blocks.append((name, name, block))
+    out = []
+    for first, last, (label, *below) in blocks:
+        out.append(f"  {first if first == last else f'{first} ... {last}'}: {label}")
+        out += [f"  {line}" for line in below]
+    return out
+
+
+def _members(items: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Module]]:
+    """The modules directly below, also inside dicts, lists and tuples."""
+    for key, value in items.items():
+        name = _join(prefix, str(key))
+        if isinstance(value, Module):
+            yield name, value
+        elif isinstance(value, dict):
+            yield from _members(value, name)
+        elif isinstance(value, (list, tuple)):
+            yield from _members({str(i): item for i, item in enumerate(value)}, name)
 
 
 def _walk(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Any]]:

@@ -23,6 +23,11 @@ class MultiHeadAttention(Module):
 
     q: (B, H, T, D); k, v: (B, H, S, D). Returns the result (B, H, T, D) and the probabilities
     (B, H, T, S). causal: query i sees keys j <= i + S - T.
+
+    >>> x = ndl.randn(2, 4, 6, 8)
+    >>> result, probabilities = nn.MultiHeadAttention(causal=True)(x, x, x)
+    >>> result.shape, probabilities.shape
+    ((2, 4, 6, 8), (2, 4, 6, 6))
     """
 
     def __init__(
@@ -160,6 +165,10 @@ class Transformer(Module):
 
     x: (T, B, embedding_size), or (B, T, embedding_size) with batch_first. Returns (x, h) in the
     same layout; h are zeros like x, so that it stands where the course has recurrent layers.
+
+    >>> model = nn.Transformer(16, 32, 2, num_head=2, dim_head=8, batch_first=True, sequence_len=12)
+    >>> model(ndl.randn(3, 12, 16))[0].shape
+    (3, 12, 16)
     """
 
     def __init__(

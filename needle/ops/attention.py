@@ -125,6 +125,12 @@ def attention(
     q: (B, T, H, D); k, v: (B, S, H, D); the result is (B, T, H, D). scale: 1 / sqrt(D) by default.
     causal: query i sees keys j <= i + S - T, which needs S >= T. mask: only these blocks of keys,
     and of them only what `causal` allows. A query that sees no key gives 0.
+
+    >>> q, k = ndl.zeros(1, 2, 1, 4), ndl.zeros(1, 2, 1, 4)  # B T H D: equal scores
+    >>> v = ndl.Tensor([[0, 0, 0, 0], [2, 4, 6, 8]]).reshape((1, 2, 1, 4))
+    >>> print(ndl.ops.attention(q, k, v).reshape((2, 4)))  # token 0 sees itself alone
+    [[0. 0. 0. 0.]
+     [1. 2. 3. 4.]]
     """
     return Attention(scale, causal, mask)(q, k, v)
 
@@ -137,7 +143,13 @@ def block_sparse_attention(
     scale: Optional[float] = None,
     causal: bool = True,
 ) -> Tensor:
-    """`attention` over the blocks of `mask` alone; blocks that are not in it are never touched."""
+    """`attention` over the blocks of `mask` alone; blocks that are not in it are never touched.
+
+    >>> q = ndl.randn(1, 100, 2, 16)
+    >>> mask = ndl.BlockMask.local(T=100, window=32, block=16)
+    >>> ndl.block_sparse_attention(q, q, q, mask).shape
+    (1, 100, 2, 16)
+    """
     if not isinstance(mask, BlockMask):
         raise TypeError(
             f"block_sparse_attention: mask must be a BlockMask, not {type(mask).__name__}; "

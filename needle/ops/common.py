@@ -110,4 +110,6 @@ def id_array(op: str, ids: Any, device: Device, limit: int, lowest: Optional[int
             f"{op}: {values[where]} at {where} is not a whole number in "
             f"[{'-inf' if lowest is None else lowest}, {limit})"
         )
+    if lowest is None:  # all negative numbers mean the same: let none wrap around in 32 bits
+        values = values.astype(np.int64).clip(-1)
     return _C.array(np.ascontiguousarray(values, dtype=np.int32).reshape(-1), "int32", device)

@@ -25,7 +25,12 @@ class EWiseAdd(TensorOp):
 
 
 def add(a: Tensor, b: Tensor) -> Tensor:
-    """a + b."""
+    """a + b.
+
+    >>> print(ndl.add(ndl.Tensor([[1, 2], [3, 4]]), ndl.Tensor([10, 20])))
+    [[11. 22.]
+     [13. 24.]]
+    """
     return EWiseAdd()(a, b)
 
 
@@ -76,7 +81,11 @@ class EWiseDiv(TensorOp):
 
 
 def divide(a: Tensor, b: Tensor) -> Tensor:
-    """a / b."""
+    """a / b.
+
+    >>> print(ndl.divide(ndl.Tensor([1, 2]), ndl.Tensor([4, 4])))
+    [0.25 0.5 ]
+    """
     return EWiseDiv()(a, b)
 
 
@@ -103,7 +112,11 @@ class EWisePow(TensorOp):
 
 
 def power(a: Tensor, b: Tensor) -> Tensor:
-    """a ** b. The gradient for b is NaN where a is negative, as the logarithm of a is."""
+    """a ** b. The gradient for b is NaN where a is negative, as the logarithm of a is.
+
+    >>> print(ndl.power(ndl.Tensor([2, 3]), ndl.Tensor([3, 2])))
+    [8. 9.]
+    """
     return EWisePow()(a, b)
 
 
@@ -193,7 +206,13 @@ class PowerScalar(TensorOp):
 
 
 def power_scalar(a: Tensor, scalar: float) -> Tensor:
-    """a ** scalar."""
+    """a ** scalar.
+
+    >>> x = ndl.Tensor([1, 2, 3])
+    >>> ndl.power_scalar(x, 3).sum().backward()
+    >>> print(x.grad)
+    [ 3. 12. 27.]
+    """
     return PowerScalar(scalar)(a)
 
 
@@ -233,7 +252,11 @@ class AsType(TensorOp):
 
 
 def astype(a: Tensor, dtype: str) -> Tensor:
-    """a in another dtype."""
+    """a in another dtype.
+
+    >>> ndl.ops.astype(ndl.Tensor([1.5]), "bfloat16").dtype
+    'bfloat16'
+    """
     return AsType(dtype)(a)
 
 
@@ -259,7 +282,11 @@ class Log(TensorOp):
 
 
 def log(a: Tensor) -> Tensor:
-    """The natural logarithm."""
+    """The natural logarithm.
+
+    >>> print(ndl.log(ndl.Tensor([1, 0])))
+    [  0. -inf]
+    """
     return Log()(a)
 
 
@@ -272,7 +299,11 @@ class Exp(TensorOp):
 
 
 def exp(a: Tensor) -> Tensor:
-    """e ** a."""
+    """e ** a.
+
+    >>> print(ndl.exp(ndl.Tensor([0, -np.inf])))
+    [1. 0.]
+    """
     return Exp()(a)
 
 
@@ -326,7 +357,11 @@ class ReLU(TensorOp):
 
 
 def relu(a: Tensor) -> Tensor:
-    """max(a, 0); the gradient at 0 is 0."""
+    """max(a, 0); the gradient at 0 is 0.
+
+    >>> print(ndl.relu(ndl.Tensor([-1, 2])))
+    [0. 2.]
+    """
     return ReLU()(a)
 
 
@@ -346,5 +381,9 @@ class GELU(FusedOp):
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """The Gaussian error linear unit (Hendrycks and Gimpel 2016): x Phi(x) with the exact normal
-    distribution function, or with its tanh approximation."""
+    distribution function, or with its tanh approximation.
+
+    >>> print(ndl.ops.gelu(ndl.Tensor([-1, 0, 1])).numpy().round(4))
+    [-0.1587  0.      0.8413]
+    """
     return GELU(approximate)(x)

@@ -37,6 +37,11 @@ def embedding(ids: Any, w: Tensor) -> Tensor:
     ids: Tensor, NDArray, NumPy array or list of whole numbers in [0, V); one outside raises
     ValueError while the ids are on the host (on CUDA its row becomes NaN). The gradient of w is
     float32 in every dtype.
+
+    >>> w = ndl.Tensor([[0, 1], [2, 3], [4, 5]])
+    >>> print(ndl.ops.embedding([2, 0], w))
+    [[4. 5.]
+     [0. 1.]]
     """
     if len(w.shape) != 2:
         raise ValueError(f"embedding: w must be (V, C), but its shape is {w.shape}")
@@ -94,6 +99,9 @@ def index_select(a: Tensor, axis: int, indices: Any) -> Tensor:
     """The slices of `a` at `indices` along `axis`, in that order, repeats allowed.
 
     indices: 1-D whole numbers; a negative one counts from the end. ValueError outside the axis.
+
+    >>> print(ndl.ops.index_select(ndl.Tensor([[1, 2, 3]]), 1, [2, 2, -3]))
+    [[3. 3. 1.]]
     """
     axis = normal_axes("index_select", axis, len(a.shape))[0]
     n = a.shape[axis]

@@ -32,6 +32,10 @@ def cross_entropy(logits: Tensor, targets: Any) -> Tensor:
     logits: (N, V), any float dtype; targets: N whole numbers below V, in any shape. A row whose
     target is negative is ignored; with no row left the loss is 0. A target of V or more raises
     ValueError while the targets are on the host (on CUDA the loss becomes NaN).
+
+    >>> logits = ndl.Tensor(np.log([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]]))
+    >>> round(ndl.ops.cross_entropy(logits, [0, -1]).item(), 4)  # -log 0.5; the second is ignored
+    0.6931
     """
     if len(logits.shape) != 2:
         raise ValueError(f"cross_entropy: logits must be (N, V), but the shape is {logits.shape}")

@@ -47,7 +47,11 @@ class MatMul(TensorOp):
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b over the last two axes; leading axes broadcast like NumPy's."""
+    """a @ b over the last two axes; leading axes broadcast like NumPy's.
+
+    >>> ndl.matmul(ndl.ones(5, 2, 3), ndl.ones(3, 4)).shape
+    (5, 2, 4)
+    """
     return MatMul()(a, b)
 
 
@@ -89,5 +93,9 @@ def linear(x: Tensor, w: Tensor, b: Optional[Tensor] = None) -> Tensor:
     """x @ w + b over the last axis of x: (..., K) and (K, M) give (..., M).
 
     b: M elements in any shape, or None. The gradients of w and b are float32 in every dtype.
+
+    >>> x, w, b = ndl.ones(1, 2), ndl.Tensor([[1, 2, 3], [4, 5, 6]]), ndl.Tensor([10, 20, 30])
+    >>> print(ndl.ops.linear(x, w, b))
+    [[15. 27. 39.]]
     """
     return LinearOp()(x, w) if b is None else LinearOp()(x, w, b)

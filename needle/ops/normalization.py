@@ -45,5 +45,9 @@ def layer_norm(x: Tensor, w: Tensor, b: Tensor, eps: float = 1e-5) -> Tensor:
     """(x - mean) / sqrt(var + eps) * w + b, mean and biased variance over the last axis.
 
     x: (..., C); w, b: (C,). The gradients of w and b are float32 in every dtype.
+
+    >>> x = ndl.Tensor([[1, 2, 3]])
+    >>> print(ndl.ops.layer_norm(x, ndl.ones(3), ndl.zeros(3)).numpy().round(3))
+    [[-1.225  0.     1.225]]
     """
     return LayerNorm(eps)(x, w, b)

@@ -38,12 +38,20 @@ class Summation(TensorOp):
 
 
 def summation(a: Tensor, axes: Axes = None) -> Tensor:
-    """The sum over `axes` (None: all axes), which disappear."""
+    """The sum over `axes` (None: all axes), which disappear.
+
+    >>> print(ndl.summation(ndl.Tensor([[1, 2], [3, 4]]), axes=1))
+    [3. 7.]
+    """
     return Summation(axes)(a)
 
 
 def mean(a: Tensor, axes: Axes = None) -> Tensor:
-    """The mean over `axes` (None: all axes), which disappear."""
+    """The mean over `axes` (None: all axes), which disappear.
+
+    >>> print(ndl.ops.mean(ndl.Tensor([[1, 2], [3, 4]]), 0))
+    [2. 3.]
+    """
     count = 1
     for axis in normal_axes("mean", axes, len(a.shape)):
         count *= a.shape[axis]
@@ -67,7 +75,13 @@ class Max(TensorOp):
 
 
 def max(a: Tensor, axes: Axes = None) -> Tensor:
-    """The largest element over `axes` (None: all); equal ones share the gradient equally."""
+    """The largest element over `axes` (None: all); equal ones share the gradient equally.
+
+    >>> x = ndl.Tensor([1, 5, 5])
+    >>> ndl.ops.max(x).backward()
+    >>> print(x.grad)
+    [0.  0.5 0.5]
+    """
     return Max(axes)(a)
 
 
@@ -99,7 +113,11 @@ class LogSumExp(TensorOp):
 
 def logsumexp(a: Tensor, axes: Axes = None) -> Tensor:
     """log(sum(exp(a))) over `axes` (None: all), which disappear; the maximum is taken out first, so
-    that no value overflows. A slice of only -inf gives -inf, and no gradient."""
+    that no value overflows. A slice of only -inf gives -inf, and no gradient.
+
+    >>> print(ndl.logsumexp(ndl.Tensor([1e10, 1e10])))
+    1e+10
+    """
     return LogSumExp(axes)(a)
 
 
@@ -121,7 +139,12 @@ class Softmax(TensorOp):
 
 
 def softmax(a: Tensor, axes: Axes = -1) -> Tensor:
-    """exp(a) / sum(exp(a)) over `axes` (the last by default); a slice of only -inf gives zeros."""
+    """exp(a) / sum(exp(a)) over `axes` (the last by default); a slice of only -inf gives zeros.
+
+    >>> print(ndl.ops.softmax(ndl.Tensor([[0, 0], [-np.inf, 1]])))
+    [[0.5 0.5]
+     [0.  1. ]]
+    """
     return Softmax(axes)(a)
 
 
@@ -143,5 +166,9 @@ class LogSoftmax(TensorOp):
 
 def logsoftmax(a: Tensor, axes: Axes = -1) -> Tensor:
     """log(softmax(a)) over `axes` (the last by default); -inf stays -inf, also in a slice of only
-    -inf."""
+    -inf.
+
+    >>> print(ndl.logsoftmax(ndl.Tensor([[1e10, 1e10]])).numpy().round(4))
+    [[-0.6931 -0.6931]]
+    """
     return LogSoftmax(axes)(a)

@@ -23,7 +23,11 @@ class Reshape(TensorOp):
 
 
 def reshape(a: Tensor, shape: int | Sequence[int]) -> Tensor:
-    """The same elements in another shape; one -1 is worked out."""
+    """The same elements in another shape; one -1 is worked out.
+
+    >>> ndl.reshape(ndl.ones(4, 3), (2, -1)).shape
+    (2, 6)
+    """
     return Reshape((shape,) if isinstance(shape, int) else shape)(a)
 
 
@@ -39,7 +43,14 @@ class BroadcastTo(TensorOp):
 
 
 def broadcast_to(a: Tensor, shape: Sequence[int]) -> Tensor:
-    """`a` stretched to `shape`, by NumPy's rules."""
+    """`a` stretched to `shape`, by NumPy's rules.
+
+    >>> x = ndl.Tensor([[1], [2]])
+    >>> ndl.broadcast_to(x, (2, 3)).sum().backward()
+    >>> print(x.grad)
+    [[3.]
+     [3.]]
+    """
     return BroadcastTo(shape)(a)
 
 
@@ -66,7 +77,13 @@ class Transpose(TensorOp):
 
 
 def transpose(a: Tensor, axes: Optional[Sequence[int]] = None) -> Tensor:
-    """`a` with two axes swapped, the last two by default."""
+    """`a` with two axes swapped, the last two by default.
+
+    >>> ndl.transpose(ndl.ones(2, 3, 4)).shape
+    (2, 4, 3)
+    >>> ndl.transpose(ndl.ones(2, 3, 4), (0, 1)).shape
+    (3, 2, 4)
+    """
     return Transpose(axes)(a)
 
 
@@ -85,7 +102,11 @@ class Permute(TensorOp):
 
 
 def permute(a: Tensor, axes: Sequence[int]) -> Tensor:
-    """`a` with its axes in another order: axis i of the result is axis axes[i] of `a`."""
+    """`a` with its axes in another order: axis i of the result is axis axes[i] of `a`.
+
+    >>> ndl.ops.permute(ndl.ones(2, 3, 4), (2, 0, 1)).shape
+    (4, 2, 3)
+    """
     return Permute(axes)(a)
 
 
@@ -101,7 +122,12 @@ class Flip(TensorOp):
 
 
 def flip(a: Tensor, axes: None | int | Sequence[int] = None) -> Tensor:
-    """`a` with the order of its elements reversed along `axes` (None: all)."""
+    """`a` with the order of its elements reversed along `axes` (None: all).
+
+    >>> print(ndl.flip(ndl.Tensor([[1, 2], [3, 4]]), 1))
+    [[2. 1.]
+     [4. 3.]]
+    """
     return Flip(axes)(a)
 
 
@@ -145,7 +171,11 @@ class TensorTupleGetItem(TensorOp):
 
 
 def tuple_get_item(value: TensorTuple, index: int) -> Tensor:
-    """Element `index` of a tuple."""
+    """Element `index` of a tuple.
+
+    >>> print(ndl.tuple_get_item(ndl.make_tuple(ndl.Tensor([1]), ndl.Tensor([2])), 1))
+    [2.]
+    """
     if not -len(value) <= index < len(value):
         raise IndexError(f"tuple_get_item: index {index} in a tuple of {len(value)}")
     return TensorTupleGetItem(index)(value)
@@ -170,6 +200,8 @@ class Stack(TensorOp):
                 raise ValueError(
                     f"stack: Tensor {i} has shape {a.shape}, but the first has {first.shape}"
                 )
+            if a.dtype != first.dtype:
+                raise TypeError(f"stack: Tensor {i} is {a.dtype}, but the first is {first.dtype}")
         axis = normal_axes("stack", self.axis, first.ndim + 1)[0]
         shape = first.shape[:axis] + (len(arrays),) + first.shape[axis:]
         out = _C.empty(shape, first.dtype, first.device)
@@ -182,7 +214,12 @@ class Stack(TensorOp):
 
 
 def stack(args: Sequence[Tensor] | TensorTuple, axis: int = 0) -> Tensor:
-    """Tensors of one shape joined along a new axis."""
+    """Tensors of one shape joined along a new axis.
+
+    >>> print(ndl.stack([ndl.Tensor([1, 2]), ndl.Tensor([3, 4])], axis=1))
+    [[1. 3.]
+     [2. 4.]]
+    """
     if not isinstance(args, Value):
         args = tuple(args)
         if not args:
@@ -204,5 +241,10 @@ class Split(TensorTupleOp):
 
 
 def split(a: Tensor, axis: int) -> TensorTuple:
-    """The slices of `a` along `axis`, without that axis: the inverse of stack."""
+    """The slices of `a` along `axis`, without that axis: the inverse of stack.
+
+    >>> left, right = ndl.split(ndl.Tensor([[1, 2], [3, 4]]), axis=1)
+    >>> print(left, right)
+    [1. 3.] [2. 4.]
+    """
     return Split(axis)(a)
