@@ -289,6 +289,27 @@ def block_sparse_attention_bwd(
     return softmax_attention_bwd(r, dout, q, k, v, o, lse, scale, see)
 
 
+def decode_attention(r, qkv, cos, sin, positions, scale, keys, values):
+    """qkv (B, H, 3, D), caches (B, H, S, D): row b's new token at positions[b]."""
+    keys, values, o = keys.copy(), values.copy(), []
+    for b, p in enumerate(positions):
+        packed = qkv[b].transpose(1, 0, 2)[None, None]  # (1, 1, 3, H, D): slices before heads
+        turned = rotary(r, packed.transpose(0, 1, 3, 2, 4), cos[[p]], sin[[p]], 2, 1.0)["y"]
+        q, k, v = (turned[:, :, :, i] for i in range(3))  # (1, 1, H, D) each
+        keys[b, :, p], values[b, :, p] = k[0, 0], v[0, 0]
+        seen = (c[b : b + 1, :, : p + 1].transpose(0, 2, 1, 3) for c in (keys, values))
+        o.append(softmax_attention(r, q, *seen, scale, True)["o"][0, 0])
+    return {"keys": keys, "values": values, "o": np.array(o).reshape(len(positions), *q_shape(qkv))}
+
+
+def q_shape(qkv):
+    return qkv.shape[1], qkv.shape[3]
+
+
+def decode_greedy(r, logits, tokens, positions):
+    return {"tokens": logits.argmax(-1), "positions": positions + 1}
+
+
 def embedding_fwd(r, ids, w):
     return {"y": w[ids]}
 
@@ -370,6 +391,33 @@ def rotary_inputs(b, t, h, p, d, half, parts, sign):
         angle = np.arange(t)[:, None] / 100.0 ** (np.arange(half) / max(half, 1))
         x = rng.standard_normal((b, t, h, p, d))
         return {"x": x, "cos": np.cos(angle), "sin": np.sin(angle), "parts": parts, "sign": sign}
+
+    return inputs
+
+
+def decode_inputs(b, h, d, s, half, positions, scale=None):
+    def inputs(rng):
+        angle = np.arange(s)[:, None] / 100.0 ** (np.arange(half) / max(half, 1))
+        return {
+            "qkv": rng.standard_normal((b, h, 3, d)),
+            "cos": np.cos(angle),
+            "sin": np.sin(angle),
+            "positions": np.resize(positions, b).astype(np.int64),
+            "scale": 1 / math.sqrt(d) if scale is None else scale,
+            "keys": rng.standard_normal((b, h, s, d)),
+            "values": rng.standard_normal((b, h, s, d)),
+        }
+
+    return inputs
+
+
+def logits_inputs(b, v):
+    def inputs(rng):
+        return {
+            "logits": rng.permuted(np.tile(np.arange(v) % 200 - 100.0, (b, 1)), axis=1),
+            "tokens": np.zeros(b, np.int64),
+            "positions": np.arange(b),
+        }
 
     return inputs
 
@@ -615,6 +663,34 @@ CASES = [
         for label, *shape, blocks, block in SPARSE
     ),
     *(
+        Case("decode_attention", label, decode_inputs(*shape), decode_attention, max(shape[2:4]))
+        for label, shape in {
+            "odd": (3, 2, 16, 37, 4, [36, 0, 20]),
+            "one": (1, 1, 1, 1, 0, [0]),
+            "odd-dims": (2, 3, 20, 70, 5, [69, 31]),
+            "pythia": (2, 2, 64, 300, 8, [299, 128]),
+            "80": (2, 1, 80, 130, 10, [64, 129]),
+            "96-whole-head": (1, 2, 96, 40, 48, [33]),
+            "256": (2, 1, 256, 70, 32, [69, 1]),
+            "255": (1, 1, 255, 70, 1, [69]),
+            "shares": (2, 2, 64, 1300, 8, [1299, 3]),
+            "shares-of-nothing": (1, 1, 8, 2100, 2, [0]),
+            "no-head": (2, 0, 16, 8, 4, [0]),
+            "none": (0, 2, 16, 8, 4, [0]),
+        }.items()
+    ),
+    Case(
+        "decode_attention",
+        "large-scores",
+        decode_inputs(2, 1, 16, 90, 4, [89, 40], scale=30.0),
+        decode_attention,
+        10**4,
+    ),
+    *(
+        Case("decode_greedy", f"{b}x{v}", logits_inputs(b, v), decode_greedy)
+        for b, v in [(31, 257), (1, 1), (3, 50304), (2, 1024), (5, 31), (0, 7)]
+    ),
+    *(
         Case(
             "embedding_fwd", f"{n}x{v}x{c}", draw(ids=targets(n, v), w=normal(v, c)), embedding_fwd
         )
@@ -735,10 +811,48 @@ BAD = [
         ValueError,
         r"block_sparse_attention_fwd: offsets",
     ),
+    (
+        "decode_attention",
+        "two slices",
+        {"qkv": np.ones((3, 2, 2, 16))},
+        ValueError,
+        r"decode_attention: qkv: axis P",
+    ),
+    (
+        "decode_attention",
+        "head dim 257",
+        {
+            "qkv": np.ones((3, 2, 3, 257)),
+            "keys": np.ones((3, 2, 37, 257)),
+            "values": np.ones((3, 2, 37, 257)),
+        },
+        ValueError,
+        r"decode_attention: .*256",
+    ),
+    (
+        "decode_attention",
+        "turns more than D",
+        {n: np.ones((37, 9)) for n in ("cos", "sin")},
+        ValueError,
+        r"decode_attention: cos",
+    ),
+    ("decode_greedy", "no tokens", {"logits": np.ones((31, 0))}, ValueError, r"decode_greedy: log"),
     ("adamw", "step 0", {"step": 0}, ValueError, r"adamw: step"),
 ]
 # Values that the CPU looks at; CUDA, where nobody can look without waiting, gives NaN instead.
 BAD_VALUES = [
+    (
+        "decode_attention",
+        "position S",
+        {"positions": np.array([1, 37, 2])},
+        r"decode_attention: positions: row 1 is at 37",
+    ),
+    (
+        "decode_attention",
+        "position -1",
+        {"positions": np.array([-1, 1, 2])},
+        r"decode_attention: positions: row 0 is at -1",
+    ),
     ("embedding_fwd", "id -1", {"ids": long_ids(31, -1)}, r"embedding_fwd: ids: .*-1"),
     ("embedding_fwd", "id V", {"ids": long_ids(31, 257)}, r"embedding_fwd: ids: .*257"),
     ("embedding_bwd", "id V", {"ids": long_ids(31, 257)}, r"embedding_bwd: ids: .*257"),

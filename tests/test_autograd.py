@@ -156,6 +156,13 @@ def test_flat_buffers():
     assert all(np.abs(p.numpy()).sum() == 0 for p in module.parameters())
 
 
+def test_the_bias_of_a_linear_does_not_decay():
+    """It is a row, (1, out), and was taken for a matrix."""
+    flat = nn.flatten_parameters(nn.Sequential(nn.Linear(3, 2), nn.LayerNorm1d(2)))
+    assert flat.names[0] == "modules.0.weight" and flat.decay_size == flat.offsets[1]
+    assert "modules.0.bias" in flat.names[1:]
+
+
 @both
 def test_stable_far_out(device):
     device = device_of(device)
@@ -311,3 +318,33 @@ def test_functions_of_a_half_precision_parameter_keep_its_dtype():
     assert y.dtype == "bfloat16"
     y.backward()
     assert x.grad.dtype == "bfloat16" and w.grad.shape == (4, 4)
+
+
+def test_tensors_leave_for_numpy_and_print():
+    x = Tensor([[1, 2], [3, 4]])
+    np.testing.assert_array_equal(np.asarray(x), [[1, 2], [3, 4]])
+    assert np.asarray(x).dtype == np.float32
+    assert np.array(x, dtype=int).dtype == int
+    assert np.asarray(Tensor([1.5], dtype="bfloat16"))[0] == 1.5
+    assert float(x.sum()) == 10.0
+    with pytest.raises(ValueError, match="size must be 1"):
+        float(x)
+    assert repr(x) == (
+        "Tensor([[1., 2.],\n        [3., 4.]], dtype=float32, device=cpu(), requires_grad=True)"
+    )
+    assert repr(x.data).endswith("[3., 4.]], dtype=float32, device=cpu())")
+    assert repr(x @ x).endswith("device=cpu(), op=MatMul)")
+    assert repr(nn.Parameter([1, 2])) == "Parameter([1., 2.], dtype=float32, device=cpu())"
+    assert repr(ops.split(x, 0)).startswith("TensorTuple(Tensor([1., 2.], ")
+
+
+def test_stack_converts_nothing():
+    """A float beside integers lost its fraction without a word."""
+    with pytest.raises(TypeError, match="Tensor 1 is float32, but the first is int32"):
+        ops.stack([Tensor([1], dtype="int32"), Tensor([1.5])])
+
+
+def test_backward_takes_a_tensor():
+    x = Tensor([1.0, 2.0])
+    with pytest.raises(TypeError, match="must be a Tensor, not ndarray"):
+        (x * 2).backward(np.ones(2))

@@ -4,7 +4,7 @@ import gc
 
 import numpy as np
 import pytest
-from cases import BAD, BAD_VALUES, CASES, ELEMENTWISE, REDUCTIONS
+from cases import BAD, BAD_VALUES, CASES, ELEMENTWISE, REDUCTIONS, long_ids
 from harness import DEVICES, ROWS, device_of, to_ndarray
 from test_ops import FIRST, dtype_of, prepare
 
@@ -116,7 +116,7 @@ def test_refused_values(op, label, changes, pattern):
 def test_values_that_cuda_cannot_look_at():
     """An id or a target outside the vocabulary: NaN forward, skipped backward, the rest right."""
     device = device_of("cuda")
-    _, _, changes, _ = BAD_VALUES[1]
+    changes = {"ids": long_ids(31, 257)}
     made = arguments_of("embedding_fwd", device, changes)
     y, w = _C.embedding_fwd(**made).numpy(), made["w"].numpy()
     bad = 31 // 2
@@ -129,6 +129,11 @@ def test_values_that_cuda_cannot_look_at():
         made["dw"].numpy()[0], before[0] + np.delete(dy, bad, 0).sum(0), rtol=1e-5, atol=1e-5
     )
     np.testing.assert_array_equal(made["dw"].numpy()[1:], before[1:])
+    made = arguments_of("decode_attention", device, {"positions": np.array([1, 37, 2])})
+    before = made["keys"].numpy()[1]
+    o = _C.decode_attention(**made).numpy()
+    assert np.isnan(o[1]).all() and np.isfinite(o[[0, 2]]).all()
+    np.testing.assert_array_equal(made["keys"].numpy()[1], before)
     made = arguments_of("cross_entropy_fwd", device, {"targets": changes["ids"]})
     losses, _, loss, _ = _C.cross_entropy_fwd(**made)
     assert np.isnan(loss.numpy()) and np.isnan(losses.numpy()[bad])
@@ -159,7 +164,7 @@ def test_assign_and_fill_refuse():
     to = _C.array(np.ones((3, 4)))
     refuse("assign", [to, _C.array(np.ones((3, 5)))], ValueError, "assign: ")
     refuse("assign", [to, _C.array(np.ones((2, 3, 4)))], ValueError, "assign: ")
-    refuse("assign", [to, None], TypeError, "assign: from")
+    refuse("assign", [to, None], TypeError, "assign: source")
     refuse("fill", [to, "text"], TypeError, "fill: value")
     np.testing.assert_array_equal(to.numpy(), np.ones((3, 4)))
 

@@ -315,3 +315,37 @@ def test_the_two_newest_stay_and_damaged_ones_are_passed_over(tmp_path):
     assert newest_checkpoint(tmp_path, said.write).state["step"] == 10
     assert "step_100.safetensors" in said.getvalue()
     assert newest_checkpoint(tmp_path / "nowhere") is None
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+def test_an_optimizer_of_a_part_of_the_model(tmp_path, freeze):
+    """Trained is the head alone: the file could be written, but never read."""
+    model = Pythia(CONFIG)
+    head = [model.embed_out.weight]
+    if freeze:
+        for parameter in model.parameters():
+            parameter.requires_grad = parameter is head[0]
+        head = nn.flatten_parameters(model)
+    optimizer = optim.AdamW(head, lr=1e-2)
+    loss = step(model, optimizer, 0)
+    path = save_checkpoint(model, optimizer, 3, loss, tmp_path / "part.safetensors")
+    again, its_optimizer, epoch, its_loss = load_checkpoint(path)
+    assert (epoch, its_loss, its_optimizer.names) == (3, loss, ["embed_out.weight"])
+    for seed in (1, 2):
+        assert step(model, optimizer, seed) == step(again, its_optimizer, seed)
+    for name, value in weights(model).items():
+        np.testing.assert_array_equal(value, weights(again)[name])
+
+
+def test_an_optimizer_that_cannot_come_back_is_refused_when_saved(tmp_path):
+    class Own(optim.SGD):
+        pass
+
+    model, _ = made()
+    path = tmp_path / "own.safetensors"
+    with pytest.raises(TypeError, match="Own is not of needle.optim"):
+        save_checkpoint(model, Own(model.parameters()), 0, 0.0, path)
+    stranger = optim.SGD([("embed_in.weight", nn.Parameter(np.ones((53, 16))))])
+    with pytest.raises(ValueError, match="'embed_in.weight' is not the model's"):
+        save_checkpoint(model, stranger, 0, 0.0, path)
+    assert not path.exists()

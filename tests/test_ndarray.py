@@ -296,6 +296,52 @@ def test_view_errors():
         array.reshape((-1, 0))
 
 
+def test_views_of_impossible_shapes():
+    """Sizes whose product wraps around in 64 bits made arrays of no elements, and negative ones
+    passed."""
+    one = nd.ones((1,))
+    for shape in ((-5,), (-5, 3), (0, -5)):
+        for make in (one.broadcast_to, lambda s: one.as_strided(s, (0,) * len(s))):
+            with pytest.raises(ValueError, match="negative size -5"):
+                make(shape)
+        with pytest.raises(ValueError, match="negative size -5"):
+            nd.NDArray.make(shape, strides=(0,) * len(shape), handle=one._handle)
+    for shape in ((2**32, 2**32), (2**62, 2**62), (2**63 - 1,)):
+        with pytest.raises(ValueError, match="passes 2"):
+            one.broadcast_to(shape)
+        for strides in ((0,) * len(shape), (2**62,) * len(shape)):
+            with pytest.raises(ValueError, match="passes 2"):
+                one.as_strided(shape, strides)
+    with pytest.raises(ValueError, match="outside"):
+        nd.ones((4,)).as_strided((2**30, 2**30), (2**62, -(2**62)))
+
+
+def test_whole_numbers_that_no_double_holds():
+    array = nd.array([2**53 + 1, 5], dtype="int64")
+    np.testing.assert_array_equal((array + (2**53 + 1)).numpy(), [2**54 + 2, 2**53 + 6])
+    np.testing.assert_array_equal(((2**60 + 1) - array).numpy(), [2**60 - 2**53, 2**60 - 4])
+    np.testing.assert_array_equal((array == 2**53 + 1).numpy(), [True, False])
+    array += 2**53 + 1
+    np.testing.assert_array_equal(array.numpy(), [2**54 + 2, 2**53 + 6])
+    for dtype in ("int64", "int32"):
+        with pytest.raises(OverflowError):
+            nd.array([5], dtype=dtype).__lt__(2**70)
+    assert (nd.array([5.0]) < 2**70).item() is True
+
+
+def test_flat_is_an_array_to_numpy():
+    host = np.arange(12.0).reshape(3, 4).T
+    flat = nd.array(host.T).permute((1, 0)).flat
+    assert type(flat).__name__ == "Flat"
+    for given_ in ({}, {"copy": True}, {"dtype": np.float64}, {"dtype": int, "copy": True}):
+        made = np.array(flat, **given_)
+        np.testing.assert_array_equal(made, host.ravel())
+        assert made.dtype == given_.get("dtype", np.float32)
+    if int(np.__version__[0]) >= 2:
+        with pytest.raises(ValueError, match="copy"):
+            np.asarray(flat, copy=False)
+
+
 @both
 def test_flip_and_pad(device):
     host, array = pair(3, 4, 2, device=device)

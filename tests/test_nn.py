@@ -354,3 +354,23 @@ def test_training_a_small_network_works():
         optimizer.step()
         losses.append(float(loss.numpy()))
     assert losses[-1] < 0.3 * losses[0]
+
+
+def test_repr_shows_the_tree():
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Residual(nn.Linear(3, 3, bias=False)))
+    names = [p.name for p in model.parameters()]
+    assert repr(model).split("\n") == [
+        "Sequential(): 18 parameters",
+        "  modules.0: Linear(in_features=2, out_features=3, weight (2, 3), bias (1, 3))",
+        "  modules.1: ReLU()",
+        "  modules.2: Residual()",
+        "    fn: Linear(in_features=3, out_features=3, weight (3, 3))",
+    ]
+    repr(model.modules[2])
+    assert [p.name for p in model.parameters()] == names
+    model.modules[0].twin = model.modules[0].weight  # counted once
+    model.blocks = {"a": [nn.Dropout(0.1), nn.Dropout(0.1)], "b": (nn.Dropout(0.2),)}
+    lines = repr(model).split("\n")
+    assert lines[0] == "Sequential(): 18 parameters"
+    assert lines[-2:] == ["  blocks.a.0 ... blocks.a.1: Dropout(p=0.1)",
+                          "  blocks.b.0: Dropout(p=0.2)"]  # fmt: skip

@@ -1,0 +1,267 @@
+"""Perplexity: scores against a float64 softmax of the model's own logits, windows against a loop
+that walks the text token by token, and the command on files."""
+
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from harness import DEVICES, ROOT, device_of
+
+import needle as ndl
+from needle import evaluate
+from needle.checkpoint import CheckpointError
+from needle.data import DataError
+from needle.models.pythia import Pythia, PythiaConfig
+
+both = pytest.mark.parametrize("device", DEVICES)
+VOCABULARY = 300
+
+
+def small(device=None, dtype="float32", **changes) -> Pythia:
+    np.random.seed(3)
+    fields = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_layers": 2, "num_heads": 2,
+              "max_seq_len": 24, "dtype": dtype}
+    model = Pythia(PythiaConfig(**fields | changes), device=device)
+    model.embed_out.weight.cached_data[:, :] = np.random.standard_normal((32, VOCABULARY))
+    return model
+
+
+def tokens(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, VOCABULARY, count).astype(np.uint16)
+
+
+def reference(model: Pythia, context: np.ndarray) -> np.ndarray:
+    """Log-softmax (V,) in float64 behind the last token of `context`."""
+    logits = model(context[None].astype(np.int64))[0].numpy()[0, -1].astype(np.float64)
+    logits -= logits.max()
+    return logits - np.log(np.exp(logits).sum())
+
+
+@both
+def test_score(device):
+    model = small(device_of(device))
+    random = np.random.default_rng(1)
+    rows = []
+    for length in (3, 24, 1, 7, 7, 24, 12):
+        count = int(random.integers(1, length + 1))
+        text = tokens(length + 1, seed=length)
+        rows.append((text[:-1].tolist(), text[1:][-count:].tolist()))
+    got = {index: (logprobs, hits) for index, logprobs, hits in evaluate.score(model, rows, 3)}
+    assert sorted(got) == list(range(len(rows)))
+    for index, (inputs, targets) in enumerate(rows):
+        logprobs, hits = got[index]
+        assert logprobs.dtype == np.float32 and hits.dtype == bool
+        for i, target in enumerate(targets):
+            end = len(inputs) - len(targets) + i + 1
+            wanted = reference(model, np.array(inputs[:end]))
+            assert abs(logprobs[i] - wanted[target]) < 1e-5
+            assert hits[i] == (wanted.argmax() == target)
+
+
+def test_likeliest_is_found():
+    model = small()
+    text = list(tokens(9))
+    text.append(int(reference(model, np.array(text)).argmax()))
+    (_, _, hits), = evaluate.score(model, [(text[:-1], text[-1:])])
+    assert hits.tolist() == [True]
+
+
+def test_logits_in_pieces(monkeypatch):
+    model = small()
+    rows = [(tokens(20, seed)[:-1], tokens(20, seed)[1:]) for seed in range(3)]
+    whole = [logprobs for _, logprobs, _ in evaluate.score(model, rows)]
+    monkeypatch.setattr(evaluate, "LOGITS", 5 * VOCABULARY)
+    for a, (_, b, _) in zip(whole, evaluate.score(model, rows)):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("inputs, targets, message", [
+    ([], [], "1 <= targets"),
+    ([1, 2], [1, 2, 3], "1 <= targets"),
+    ([1] * 25, [1], "max_seq_len"),
+    ([1, VOCABULARY], [1], "outside the vocabulary"),
+    ([1, 2], [VOCABULARY], "outside the vocabulary"),
+    ([1, 2], [-1], "outside the vocabulary"),
+])
+def test_wrong_rows(inputs, targets, message):
+    with pytest.raises(ValueError, match=message):
+        list(evaluate.score(small(), [(inputs, targets)]))
+
+
+@pytest.mark.parametrize("count, seq_len, stride", [
+    (2, 4, 4), (5, 4, 4), (6, 4, 4), (17, 4, 2), (18, 4, 1), (100, 7, 3), (3, 8, 5)])
+def test_windows_score_each_token_once(count, seq_len, stride):
+    seen = np.zeros(count, int)
+    for first, last, n in evaluate.windows(count, seq_len, stride):
+        assert 0 <= first < last < count and last - first <= seq_len and n <= last - first
+        seen[last - n + 1:last + 1] += 1
+        for target in range(last - n + 1, last + 1):
+            context = target - first
+            assert context >= min(target, seq_len - stride + 1)
+    assert seen[0] == 0 and (seen[1:] == 1).all()
+
+
+@pytest.mark.parametrize("seq_len, stride", [(24, 24), (10, 10), (10, 4), (10, 1)])
+def test_perplexity(seq_len, stride):
+    model, text = small(), tokens(53)
+    scores = evaluate.perplexity(model, text, seq_len, stride, batch_size=3, per_token=True)
+    wanted = np.full(len(text), np.nan)
+    for first, last, n in evaluate.windows(len(text), seq_len, stride):
+        for target in range(last - n + 1, last + 1):
+            wanted[target] = -reference(model, text[first:target])[text[target]]
+    np.testing.assert_allclose(scores.per_token, wanted, rtol=0, atol=2e-5)
+    assert scores.tokens == 52 and scores.text_bytes is None and scores.bits_per_byte is None
+    assert math.isclose(scores.nats, np.nansum(wanted), rel_tol=1e-6)
+    assert math.isclose(scores.perplexity, math.exp(np.nansum(wanted) / 52), rel_tol=1e-5)
+
+
+def test_rows_stand_alone():
+    model, text = small(), tokens(40)
+    whole = evaluate.perplexity(model, text, 6, 3, batch_size=4, row_length=10, per_token=True)
+    for row in range(4):
+        here = slice(10 * row, 10 * row + 10)
+        alone = evaluate.perplexity(model, text[here], 6, 3, per_token=True)
+        np.testing.assert_allclose(whole.per_token[here], alone.per_token, rtol=0, atol=1e-5)
+    assert whole.tokens == 36 == np.isfinite(whole.per_token).sum()
+    assert whole.nats == pytest.approx(np.nansum(whole.per_token), rel=1e-6)
+    assert evaluate.perplexity(model, text).per_token is None
+
+
+def test_foreign_tokens_are_named_by_place(tmp_path):
+    ids = tokens(60)
+    ids[37] = VOCABULARY + 5
+    with pytest.raises(DataError, match=r"token 37: id 305 is outside the vocabulary of 300"):
+        evaluate.perplexity(small(), ids)
+    ids.tofile(tmp_path / "ids.bin")
+    opened = ndl.data.open_data(tmp_path / "ids.bin")
+    with pytest.raises(DataError, match=r"ids\.bin: offset 74: id 305"):
+        evaluate.perplexity(small(), opened.train)
+
+
+def test_one_window_is_the_training_loss():
+    model, text = small(), tokens(25)
+    _, loss = model(text[None, :-1].astype(np.int64), text[None, 1:].astype(np.int64))
+    assert math.isclose(evaluate.perplexity(model, text).loss, float(loss.numpy()), rel_tol=1e-6)
+
+
+def test_bfloat16_is_near():
+    text = tokens(200)
+    exact, rounded = (evaluate.perplexity(small(dtype=dtype), text).loss
+                      for dtype in ("float32", "bfloat16"))
+    assert exact != rounded and abs(exact - rounded) < 0.02 * exact
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"seq_len": 25}, "max_seq_len"), ({"seq_len": 0}, "seq_len"),
+    ({"seq_len": 8, "stride": 9}, "stride"), ({"stride": 0}, "stride"),
+    ({"batch_size": 0}, "batch_size"), ({"tokens": tokens(1)}, "two or more")])
+def test_wrong_values(changes, message):
+    with pytest.raises(ValueError, match=message):
+        evaluate.perplexity(small(), **{"tokens": tokens(40)} | changes)
+
+
+# ---- the command --------------------------------------------------------------------------------
+
+TEXT = "The cat sat on the mat, and the café by the sea was never quite as quiet again.\n" * 20
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """The folder of a run: a checkpoint and its tokenizer, a byte-level one."""
+    monkeypatch.setenv("NEEDLE_CACHE", str(tmp_path / "cache"))
+    tokenizer = ndl.data.train_tokenizer(iter([TEXT]), VOCABULARY)
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    ndl.save_checkpoint(small(), None, 0, 1.0, folder / "checkpoints" / "step_3.safetensors")
+    (tmp_path / "text.txt").write_text(TEXT)
+    return folder
+
+
+def command(capsys, *words) -> tuple[int, str, str]:
+    code = evaluate.main([str(word) for word in words])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_command(run, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    scores = tmp_path / "scores.f4"
+    code, out, err = command(capsys, run, "--data", text, "--json", "--per-token", scores,
+                             "--device", "cpu", "--seq-len", 16, "--stride", 8)
+    assert code == 0, err
+    said = json.loads(out)
+    per_token = np.load(scores)
+    ids = _encode(run)
+    assert len(per_token) == len(ids)
+    assert said["tokens"] == np.isfinite(per_token).sum()
+    assert math.isclose(said["loss"], np.nanmean(per_token, dtype=np.float64), rel_tol=1e-6)
+    assert math.isclose(said["perplexity"], math.exp(said["loss"]), rel_tol=1e-9)
+    # Two texts, train and held out, whose first tokens are not scored.
+    kept = len(ids) - len(ids) // 20
+    tokenizer = ndl.data.load_tokenizer(run)
+    first = [len(tokenizer.decode([i]).encode()) for i in (ids[0], ids[kept])]
+    assert said["bytes"] == len(TEXT.encode()) - sum(first)
+    nats = said["loss"] * said["tokens"]
+    assert math.isclose(said["bits_per_byte"], nats / math.log(2) / said["bytes"], rel_tol=1e-9)
+    code, out, _ = command(capsys, run / "checkpoints" / "step_3.safetensors", "--data", text,
+                           "--device", "cpu", "--limit", 50)
+    assert code == 0 and "tokens          49\n" in out and "bits per byte" in out
+    evaluate.load_model(run)[0].save_pretrained(tmp_path / "exported", run / "tokenizer.json")
+    code, out, err = command(capsys, tmp_path / "exported", "--data", text, "--json",
+                             "--device", "cpu", "--seq-len", 16, "--stride", 8)
+    assert code == 0 and json.loads(out) == said, err
+
+
+def _encode(run) -> list[int]:
+    tokenizer = ndl.data.load_tokenizer(run)
+    return tokenizer.encode(TEXT).ids + [tokenizer.token_to_id("<|endoftext|>")]
+
+
+def test_tokens_without_a_tokenizer(run, tmp_path, capsys):
+    (run / "tokenizer.json").unlink()
+    np.save(tmp_path / "ids.npy", tokens(100))
+    code, out, err = command(capsys, run, "--data", tmp_path / "ids.npy", "--device", "cpu",
+                             "--split", "train", "--dtype", "bfloat16")
+    assert code == 0, err
+    assert "tokens          94\n" in out and "bits per byte" not in out
+    assert "bfloat16" in err
+
+
+@pytest.mark.parametrize("words, message", [
+    (["nothing", "--data", "x"], "no such file or folder"),
+    ([".", "--data", "x"], "neither a run"),
+    (["run", "--data", "nowhere"], "nowhere"),
+    (["run", "--data", "text.txt", "--seq-len", "99"], "max_seq_len"),
+    (["run", "--data", "text.txt", "--limit", "1"], "fewer than two tokens"),
+    (["run", "--data", "text.txt", "--device", "tpu"], "cuda:INDEX"),
+])
+def test_what_is_wrong_is_said(run, tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = command(capsys, *words)
+    assert code == 1 and out == "" and message in err and "Traceback" not in err
+
+
+def test_load_model_names_what_it_cannot_read(tmp_path):
+    with pytest.raises(CheckpointError, match="no good checkpoint"):
+        (tmp_path / "checkpoints").mkdir()
+        evaluate.load_model(tmp_path)
+
+
+def test_the_harness_is_named_where_it_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "needle.lm_eval", raising=False)
+    with pytest.raises(ImportError, match="pip install lm_eval"):
+        importlib.import_module("needle.lm_eval")
+
+
+def test_import_needle_does_not_look_for_the_harness():
+    script = "import sys, needle, needle.models; " \
+             "sys.exit(any(name.split('.')[-1] == 'lm_eval' for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", script], env=dict(os.environ,
+                          PYTHONPATH=str(ROOT))).returncode == 0

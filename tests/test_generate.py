@@ -1,0 +1,399 @@
+"""Generation: behind a cache as without one, rows of a batch alone, sampling, text, recording."""
+
+import gc
+
+import numpy as np
+import pytest
+from harness import DEVICES, device_of, live_bytes
+
+import needle as ndl
+from needle import _C, generation, sampling
+from needle.models.pythia import Pythia, PythiaConfig
+
+both = pytest.mark.parametrize("device", DEVICES)
+GREEDY = {"temperature": 0.0}
+SHAPES = [
+    {},
+    {"use_parallel_residual": False, "hidden_act": "gelu"},
+    {"rotary_pct": 0.0},
+    {"rotary_pct": 1.0, "tie_word_embeddings": True},
+    {"hidden_size": 40, "num_heads": 1, "vocab_size": 53},
+    {"hidden_size": 512, "num_heads": 2, "num_layers": 1},
+]
+
+
+def model_of(device="cpu", seed=0, **changes) -> Pythia:
+    np.random.seed(seed)
+    config = {"vocab_size": 41, "hidden_size": 32, "num_layers": 2, "num_heads": 2} | changes
+    return Pythia(PythiaConfig(**({"max_seq_len": 96} | config)), device=device_of(device))
+
+
+def prompts(*lengths: int, seed=1) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 41, n) for n in lengths]
+
+
+def full_logits(model, ids) -> np.ndarray:
+    """float32 (V,): what the model says behind ids, computed from all of them."""
+    return model(np.array([ids]))[0].numpy()[0, -1]
+
+
+# ---- the cache -----------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_cache_changes_nothing(shape, device, monkeypatch):
+    """64 greedy tokens of two rows, and the logits behind each, against the whole context computed
+    again."""
+    model = model_of(device, **shape)
+    rows = prompts(7, 19)
+    heard = []
+
+    def listening(logits, *options):
+        heard.append(logits.copy())
+        return sampling.sample(logits, *options)
+
+    monkeypatch.setattr(generation, "sample", listening)
+    drawn = model.generate(rows, 64, top_k=1)
+    greedy = model.generate(rows, 64, **GREEDY)
+    assert len(heard) == 64
+    for number, row in enumerate(rows):
+        assert drawn[number].tolist() == greedy[number].tolist()
+        for step in range(64):
+            seen = drawn[number][: len(row) + step]
+            logits = full_logits(model, seen)
+            scale = np.abs(logits).max()
+            np.testing.assert_allclose(heard[step][number], logits, rtol=0, atol=1e-5 * scale)
+            assert logits.argmax() == drawn[number][len(row) + step]
+
+
+@both
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_rows_of_different_lengths_are_as_alone(dtype, device):
+    np.random.seed(2)
+    config = PythiaConfig(vocab_size=41, hidden_size=32, num_layers=2, num_heads=2, max_seq_len=96)
+    model = Pythia(config, device=device_of(device), dtype=dtype)
+    rows = prompts(1, 17, 4, 30, 17)
+    together = model.generate(rows, 40, **GREEDY)
+    assert isinstance(together, list)
+    for row, got in zip(rows, together):
+        assert got.dtype == np.int64 and got[: len(row)].tolist() == row.tolist()
+        if dtype == "float32":  # elsewhere a product of five rows may round unlike that of one
+            np.testing.assert_array_equal(model.generate(row, 40, **GREEDY), got)
+        assert got.shape == (len(row) + 40,)
+
+
+@both
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_prompts(side, device):
+    model = model_of(device)
+    rows = prompts(3, 9, 6)
+    ids, mask = np.full((3, 9), 40), np.zeros((3, 9), int)
+    for i, row in enumerate(rows):
+        where = slice(9 - len(row), 9) if side == "left" else slice(0, len(row))
+        ids[i, where], mask[i, where] = row, 1
+    padded = model.generate(ids, 12, **GREEDY, attention_mask=mask)
+    for got, expected in zip(padded, model.generate(rows, 12, **GREEDY), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+@both
+def test_past_the_longest_context(device):
+    """Of a context beyond max_seq_len the last part is read, row by row."""
+    model = model_of(device, max_seq_len=16)
+    rows = prompts(5, 12)
+    for row, got in zip(rows, model.generate(rows, 20, **GREEDY), strict=True):
+        for end in range(len(row), len(got)):
+            assert full_logits(model, got[max(0, end - 16) : end]).argmax() == got[end]
+    long = prompts(30)[0]
+    assert model.generate(long, 3, **GREEDY)[30] == full_logits(model, long[-16:]).argmax()
+
+
+@both
+def test_block_sparse_models(device):
+    model = model_of(device, use_sparse_attention=True, sparse_pattern="local", sparse_window=8,
+                     sparse_block=4)  # fmt: skip
+    rows = prompts(5, 11)
+    for row, got in zip(rows, model.generate(rows, 12, **GREEDY), strict=True):
+        for end in range(len(row), len(got)):
+            assert full_logits(model, got[:end]).argmax() == got[end]
+
+
+# ---- choosing ------------------------------------------------------------------------------------
+
+
+def penalized_by_hand(logits, seen, penalty):
+    logits = logits.astype(np.float64)
+    for token in set(seen):
+        logits[token] = logits[token] * penalty if logits[token] < 0 else logits[token] / penalty
+    return logits
+
+
+@both
+@pytest.mark.parametrize("penalty", [1.3, 3.0, 0.7])
+def test_repetition_penalty(penalty, device):
+    model = model_of(device, seed=5)
+    rows = prompts(4, 8)
+    plain = model.generate(rows, 20, **GREEDY)
+    out = model.generate(rows, 20, **GREEDY, repetition_penalty=penalty)
+    assert any((a != b).any() for a, b in zip(plain, out))
+    for row, got in zip(rows, out):
+        for end in range(len(row), len(got)):
+            logits = penalized_by_hand(full_logits(model, got[:end]), got[:end].tolist(), penalty)
+            assert logits.argmax() == got[end]
+
+
+@both
+def test_seeds(device):
+    model = model_of(device)
+    rows = prompts(3, 6)
+    both_limits = {"temperature": 1.5, "top_k": 9, "top_p": 0.9}
+    for options in ({}, {"top_k": 5}, {"top_p": 0.7}, both_limits):
+        one, other, third = (
+            np.concatenate(model.generate(rows, 25, seed=seed, **options)) for seed in (4, 4, 5)
+        )
+        np.testing.assert_array_equal(one, other)
+        assert (one != third).any()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("top_k", [None, 1, 7, 3000])
+@pytest.mark.parametrize("top_p", [None, 0.3, 0.9, 1.0])
+def test_sample_draws_from_the_right_distribution(temperature, top_k, top_p):
+    """Which tokens can come, and how often, against the definition; a vocabulary beyond the part
+    that top_p looks at first."""
+    logits = np.random.default_rng(0).standard_normal(2500).astype(np.float32) * 0.01
+    logits[[3, 70, 2400]] = 6.0, 5.5, 5.0
+    order = np.argsort(-logits, kind="stable")
+    kept = order[:top_k]
+    p = np.exp(logits[kept].astype(np.float64) / temperature)
+    p /= p.sum()
+    if top_p is not None:
+        count = np.searchsorted(np.cumsum(p), top_p * (1 - 1e-12)) + 1
+        kept, p = kept[:count], p[:count] / p[:count].sum()
+
+    class Fixed:
+        """Uniform numbers in order."""
+
+        def __init__(self):
+            self.next = (i + 0.5 for i in range(4000))
+
+        def random_sample(self):
+            return next(self.next) / 4000
+
+    fixed = Fixed()
+    drawn = np.array([sampling.sample(logits[None], temperature, top_k, top_p, fixed)[0]
+                      for _ in range(4000)])  # fmt: skip
+    assert set(drawn) <= set(kept.tolist())
+    for token in (3, 70, 2400):
+        expected = p[kept == token].sum()
+        assert abs((drawn == token).mean() - expected) < 1e-3
+
+
+def test_likeliest_breaks_ties_by_index():
+    values = np.array([1.0, 3.0, 2.0, 3.0, 2.0, 2.0])
+    assert sampling.likeliest(values, 3).tolist() == [1, 3, 2]
+    assert sampling.likeliest(values, 4).tolist() == [1, 3, 2, 4]
+    assert sampling.likeliest(values, 99).tolist() == [1, 3, 2, 4, 5, 0]
+
+
+# ---- stopping ------------------------------------------------------------------------------------
+
+
+@both
+def test_stop_tokens(device):
+    model = model_of(device)
+    rows = prompts(6, 6)
+    plain = model.generate(np.stack(rows), 30, **GREEDY)
+    stop = int(plain[0, 12])
+    first = int(np.flatnonzero(plain[0, 6:] == stop)[0]) + 6
+    out = model.generate(np.stack(rows), 30, **GREEDY, stop=[stop])
+    np.testing.assert_array_equal(out[0, : first + 1], plain[0, : first + 1])
+    assert (out[0, first:] == stop).all()
+    ragged = [rows[0], rows[1][:4]]
+    for row, got in zip(ragged, model.generate(ragged, 30, **GREEDY, stop=[stop]), strict=True):
+        assert got[-1] == stop or len(got) == len(row) + 30
+        assert (got[len(row) : -1] != stop).all()
+    alone = model.generate(rows[0], 30, **GREEDY, stop=[stop])
+    assert len(alone) == first + 1
+
+
+class Letters:
+    """A tokenizer whose token 1 + i is the letter i, token 0 half of the character é."""
+
+    def encode(self, text, add_special_tokens):
+        return type("Encoding", (), {"ids": [1 + ord(c) - ord("a") for c in text]})
+
+    def decode(self, ids):
+        text = "".join("\x00" if i == 0 else chr(ord("a") + i - 1) for i in ids)
+        return text.replace("\x00\x00", "é").replace("\x00", "\ufffd")
+
+
+class Says:
+    """A model's stream that has been written down."""
+
+    def __init__(self, *rows: str) -> None:
+        self.rows = [[0 if c == "_" else 1 + ord(c) - ord("a") for c in row] for row in rows]
+
+    def __call__(self, model, ids, count, stop=(), **options):
+        for step in range(min(count, len(self.rows[0]))):
+            yield np.array([row[step] for row in self.rows], np.int32)
+
+
+@pytest.mark.parametrize(
+    "says, stops, pieces",
+    [
+        ("hello", (), ["h", "e", "l", "l", "o"]),
+        ("hello", ("l",), ["h", "e"]),
+        ("hello", ("lo",), ["h", "e", "l"]),
+        ("hello", ("lx",), ["h", "e", "l", "lo"]),
+        ("helll", ("lx",), ["h", "e", "l", "l", "l"]),
+        ("hello", ("ell", "l"), ["h", "e"]),
+        ("a__b", (), ["a", "é", "b"]),
+        ("a_", (), ["a", "\ufffd"]),
+        ("abzcd", (), ["a", "b"]),
+    ],
+)
+def test_stop_strings(says, stops, pieces, monkeypatch):
+    monkeypatch.setattr(generation, "stream", Says(says))
+    got = list(generation.stream_text(None, Letters(), "x", 9, stop_strings=stops, end=26))
+    assert [piece for piece in got if piece] == pieces
+    whole = generation.generate_text(None, Letters(), ["x"], 9, stop_strings=stops, end=26)
+    assert whole == ["".join(pieces)]
+
+
+def test_texts_in_a_batch():
+    model = model_of(vocab_size=27)
+    options = {"temperature": 0.0, "stop_strings": ("b", "fo"), "end": 26}
+    several = ["abc", "zebra", "q"]
+    together = generation.generate_text(model, Letters(), several, 30, **options)
+    for prompt, text in zip(several, together, strict=True):
+        pieces = generation.stream_text(model, Letters(), prompt, 30, **options)
+        assert "".join(pieces) == text
+        assert "b" not in text and "fo" not in text
+    with pytest.raises(ValueError, match="stop_strings"):
+        generation.generate_text(model, Letters(), ["a"], 3, stop_strings=("",))
+    with pytest.raises(ValueError, match="stop_strings"):
+        generation.generate_text(model, Letters(), ["a"], 3, stop_strings="ab")
+    with pytest.raises(ValueError, match="empty"):
+        generation.generate_text(model, Letters(), ["a", ""], 3)
+    assert len(generation.generate_text(model, Letters(), [""], 3, end=26)) == 1
+
+
+# ---- refusals, and what is left ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "ids, options, message",
+    [
+        ([], {}, "no prompt"),
+        ([[1, 2], []], {}, "row 1 is empty"),
+        (np.zeros((0, 3), int), {}, "no prompt"),
+        (np.zeros((2, 0), int), {}, "empty"),
+        ([[1], [2, 41]], {}, r"token 41 at position \(1, 1\)"),
+        ([[1, -1]], {}, r"token -1 at position \(0, 1\)"),
+        ([[1, 2]], {"attention_mask": [[0, 0]]}, "empty"),
+        ([[1, 2]], {"attention_mask": [[1]]}, "attention_mask"),
+        ([[[1]]], {}, "rows of token ids"),
+        ([1], {"repetition_penalty": 0.0}, "repetition_penalty"),
+        ([1], {"repetition_penalty": float("nan")}, "repetition_penalty"),
+        ([1], {"temperature": float("nan")}, "temperature"),
+    ],
+)
+def test_refusals(ids, options, message):
+    with pytest.raises(ValueError, match=message):
+        model_of().generate(ids, 2, **options)
+
+
+@both
+@pytest.mark.parametrize("options", [GREEDY, {"seed": 1}])
+def test_broken_weights(device, options):
+    model = model_of(device)
+    model.final_layer_norm.weight.cached_data.fill(float("nan"))
+    with pytest.raises(ValueError, match="not finite"):
+        model.generate([1, 2, 3], 9, **options)
+
+
+@both
+@pytest.mark.parametrize("options", [GREEDY, {"seed": 1}])
+def test_nothing_stays_behind(device, options):
+    model = model_of(device)
+    model.generate([1, 2, 3], 9, **options)
+    before = live_bytes(model.device)
+    gc.disable()
+    try:
+        model.generate(prompts(4, 9), 20, **options)
+        tokens = model.stream([1, 2], 50, **options)
+        for _ in range(10):
+            next(tokens)
+        tokens.close()  # in the middle
+        assert model.device.memory_stats()["live_bytes"] == before
+    finally:
+        gc.enable()
+
+
+# ---- recorded steps ------------------------------------------------------------------------------
+
+
+def test_the_cpu_records_nothing():
+    with pytest.raises(ValueError, match="CPU"):
+        _C.Graph(ndl.cpu(), lambda: None)
+    with pytest.raises(TypeError, match="step"):
+        _C.Graph(ndl.cpu(), 3)
+
+
+@pytest.fixture
+def device():
+    """The GPU; afterwards all memory is back."""
+    cuda = device_of("cuda")
+    before = live_bytes(cuda)
+    yield cuda
+    assert live_bytes(cuda) == before
+
+
+@pytest.mark.cuda
+def test_graph(device):
+    x = _C.array(np.arange(1000.0), device=device)
+
+    def step():
+        y = x * 2.0
+        x[:] = y + y.sum() * 0.0 + 1.0
+
+    graph = _C.Graph(device, step)
+    expected = np.arange(1000.0) * 2 + 1
+    np.testing.assert_array_equal(x.numpy(), expected)  # the first call was real, the second not
+    for _ in range(5):
+        graph.replay()
+        device.empty_cache()
+        expected = expected * 2 + 1
+    np.testing.assert_array_equal(x.numpy(), expected)
+
+
+@pytest.mark.cuda
+def test_graph_refuses(device):
+    x, kept, calls = _C.array(np.ones(5), device=device), [], []
+
+    def raises():
+        raise KeyError("mine")
+
+    def second_raises():
+        calls.append(1)
+        x + x  # noqa: B018
+        if len(calls) == 2:
+            raise KeyError("mine")
+
+    for step, exception, message in [
+        (raises, KeyError, "mine"),
+        (second_raises, KeyError, "mine"),
+        (lambda: kept.append(x + 1.0), _C.CudaError, "graph: .*allocates"),
+        (lambda: x.numpy(), ValueError, "download: a graph"),
+        (lambda: _C.Download(x), ValueError, "download: a graph"),
+        (lambda: _C.array(np.ones(5), device=device), ValueError, "upload: a graph"),
+        (device.synchronize, ValueError, "synchronize: a graph"),
+        (lambda: _C.Graph(device, raises), ValueError, "already"),
+    ]:
+        with pytest.raises(exception, match=message):
+            _C.Graph(device, step)
+        np.testing.assert_array_equal((x + 1.0).numpy(), 2)  # all is as before
+    kept.clear()

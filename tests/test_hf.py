@@ -1,0 +1,502 @@
+"""Folders of transformers in and out, without transformers: hand-made ones that hold every spelling
+it has used, and what must be refused, all of it in one error (test_parity.py has the real one)."""
+
+import dataclasses
+import json
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+from harness import DEVICES, device_of
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+import needle as ndl
+from needle import _C, hf, nn, optim
+from needle.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from needle.models.pythia import Pythia, PythiaConfig
+
+both = pytest.mark.parametrize("device", DEVICES)
+
+# No two axes are equal, so that none can be confused.
+CONFIG = PythiaConfig(vocab_size=37, hidden_size=32, num_layers=2, num_heads=2,
+                      intermediate_size=56, max_seq_len=24, hidden_act="gelu")
+BASE = {
+    "model_type": "gpt_neox",
+    "vocab_size": 37,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 56,
+    "max_position_embeddings": 24,
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-5,
+    "use_parallel_residual": True,
+    "tie_word_embeddings": False,
+    "rotary_pct": 0.25,
+    "rotary_emb_base": 10000,
+}
+
+
+def model_of(device=None, seed=0, **changes) -> Pythia:
+    """A model in which nothing is at its default: biases and norms are random too."""
+    np.random.seed(seed)
+    model = Pythia(dataclasses.replace(CONFIG, **changes), device=device)
+    for name, parameter in model.named_parameters():
+        values = np.random.randn(*parameter.shape) * 0.2 + ("norm" in name)
+        _C.assign(parameter.cached_data, _C.array(values.astype(np.float32), "float32", _C.cpu())
+                  .to(parameter.cached_data.device))
+    return model
+
+
+def theirs(model: Pythia) -> dict[str, np.ndarray]:
+    """The weights under the names and in the orientation of transformers, written out by hand."""
+    named = {}
+    for name, parameter in model.named_parameters():
+        values = parameter.numpy()
+        if values.ndim == 2 and name != "embed_in.weight":
+            values = values.T
+        full = name if name == "embed_out.weight" else "gpt_neox." + name
+        named[full] = np.ascontiguousarray(values, np.float32)
+    return named
+
+
+def write(folder: Path, weights: dict, **fields) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(BASE | fields))
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def assert_equal(left: Pythia, right: Pythia) -> None:
+    a, b = dict(left.named_parameters()), dict(right.named_parameters())
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_array_equal(a[name].numpy(), b[name].numpy(), err_msg=name)
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+@both
+def test_a_folder_is_read(tmp_path, device):
+    model = model_of()
+    read = Pythia.from_pretrained(write(tmp_path / "a", theirs(model)), device_of(device))
+    assert read.config == CONFIG and read.device == device_of(device)
+    assert_equal(read, model)
+    ids = np.arange(20)[None] % 37
+    np.testing.assert_allclose(read(ids)[0].numpy(), model(ids)[0].numpy(), rtol=0, atol=2e-6)
+
+
+def test_reading_draws_no_random_number(tmp_path):
+    folder = write(tmp_path / "a", theirs(model_of()))
+    before = np.random.get_state()[1].copy()
+    Pythia.from_pretrained(folder)
+    np.testing.assert_array_equal(np.random.get_state()[1], before)
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"rotary_pct": 0.5, "rotary_emb_base": 500},
+        {"partial_rotary_factor": 0.5, "rope_theta": 500.0},
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5,
+                             "rope_theta": 500}},
+        {"rope_parameters": {"type": "default", "rope_theta": 500}, "rotary_pct": 0.5},
+        {"rope_scaling": {"partial_rotary_factor": 0.5}, "rotary_emb_base": 500},
+        {"rope_scaling": None, "rope_parameters": None, "rotary_pct": 0.5, "rope_theta": 500},
+    ],
+)  # fmt: skip
+def test_rotary_in_every_spelling(spelling):
+    fields = {k: v for k, v in BASE.items() if not k.startswith("rot")}
+    config = hf.config_from_hf(fields | spelling)
+    assert (config.rotary_pct, config.rotary_base) == (0.5, 500.0)
+    silent = hf.config_from_hf(fields)
+    assert (silent.rotary_pct, silent.rotary_base) == (0.25, 10000.0)
+
+
+def test_the_published_configuration():
+    """What lies beside the published weights of Pythia-70M, saved by transformers 4.24."""
+    fields = {
+        "architectures": ["GPTNeoXForCausalLM"], "bos_token_id": 0, "eos_token_id": 0,
+        "hidden_act": "gelu", "hidden_size": 512, "initializer_range": 0.02,
+        "intermediate_size": 2048, "layer_norm_eps": 1e-05, "max_position_embeddings": 2048,
+        "model_type": "gpt_neox", "num_attention_heads": 8, "num_hidden_layers": 6,
+        "rotary_emb_base": 10000, "rotary_pct": 0.25, "tie_word_embeddings": False,
+        "torch_dtype": "float16", "transformers_version": "4.24.0", "use_cache": True,
+        "use_parallel_residual": True, "vocab_size": 50304,
+    }  # fmt: skip
+    assert hf.config_from_hf(fields) == PythiaConfig.preset("70m", hidden_act="gelu")
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_both_residuals(tmp_path, parallel):
+    model = model_of(use_parallel_residual=parallel)
+    folder = write(tmp_path / "a", theirs(model), use_parallel_residual=parallel)
+    read = Pythia.from_pretrained(folder)
+    assert read.config.use_parallel_residual is parallel
+    ids = np.arange(20)[None]
+    np.testing.assert_array_equal(read(ids)[0].numpy(), model(ids)[0].numpy())
+
+
+@pytest.mark.parametrize("name, form", [("gelu", "none"), ("gelu_python", "none"),
+                                        ("gelu_new", "tanh"), ("gelu_fast", "tanh"),
+                                        ("gelu_pytorch_tanh", "tanh")])  # fmt: skip
+def test_activations(tmp_path, name, form):
+    read = Pythia.from_pretrained(write(tmp_path / "a", theirs(model_of()), hidden_act=name))
+    assert read.layers[0].mlp.approximate == form
+
+
+@both
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("source", ["float32", "float16", "bfloat16"])
+def test_any_dtype_into_any(tmp_path, source, dtype, device):
+    """What is read is the source's value, rounded once."""
+    model = model_of(dtype=source)
+    model.save_pretrained(tmp_path / "a")
+    with safe_open(tmp_path / "a" / "model.safetensors", "np") as file:
+        kinds = {file.get_slice(key).get_dtype() for key in file.keys()}
+    assert kinds == {{"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[source]}
+    read = Pythia.from_pretrained(tmp_path / "a", device_of(device), dtype)
+    assert read.config.dtype == dtype
+    expected = dict(model.named_parameters())
+    for name, parameter in read.named_parameters():
+        assert parameter.dtype == dtype
+        wanted = expected[name].cached_data.astype(dtype).numpy()
+        np.testing.assert_array_equal(parameter.numpy(), wanted, err_msg=name)
+
+
+def test_float32_unless_another_dtype_is_asked_for(tmp_path):
+    model_of(dtype="bfloat16").save_pretrained(tmp_path / "a")
+    assert Pythia.from_pretrained(tmp_path / "a").config.dtype == "float32"
+    with pytest.raises(ValueError, match="dtype must be one of float32, bfloat16, float16"):
+        Pythia.from_pretrained(tmp_path / "a", dtype="int8")
+
+
+def test_buffers_and_other_names(tmp_path):
+    """Published Pythia files hold the causal mask and the frequencies; the head has two names."""
+    model = model_of()
+    weights = theirs(model)
+    weights["lm_head.weight"] = weights.pop("embed_out.weight")
+    for i in range(2):
+        where = f"gpt_neox.layers.{i}.attention."
+        weights[where + "bias"] = np.ones((1, 1, 24, 24), bool)
+        weights[where + "masked_bias"] = np.float32([-1e9])
+        weights[where + "rotary_emb.inv_freq"] = np.ones(2, np.float32)
+    assert_equal(Pythia.from_pretrained(write(tmp_path / "a", weights)), model)
+
+
+def test_shards(tmp_path):
+    model = model_of()
+    written = hf.save(model, tmp_path / "a", shard_size=20_000)
+    shards = [path for path in written if path.suffix == ".safetensors"]
+    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    assert len(shards) > 2 and [path.name for path in shards] == names
+    index = json.loads((tmp_path / "a" / "model.safetensors.index.json").read_text())
+    everything = theirs(model)
+    assert index["weight_map"].keys() == everything.keys()
+    assert index["metadata"]["total_size"] == sum(v.nbytes for v in everything.values())
+    for path in shards:
+        content = load_file(path)
+        assert sum(v.nbytes for v in content.values()) <= 20_000
+        for name, values in content.items():
+            assert index["weight_map"][name] == path.name
+            np.testing.assert_array_equal(values, everything.pop(name))
+    assert not everything
+    assert_equal(Pythia.from_pretrained(tmp_path / "a"), model)
+    assert len([p for p in hf.save(model, tmp_path / "a") if p.suffix == ".safetensors"]) == 1
+    assert {path.name for path in (tmp_path / "a").iterdir()} == {
+        "config.json", "generation_config.json", "model.safetensors"}  # no shard is left
+    hf.save(model_of(seed=1), tmp_path / "a", shard_size=20_000)
+    assert_equal(Pythia.from_pretrained(tmp_path / "a"), model_of(seed=1))
+
+
+# ---- tied embeddings -----------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tied_embeddings(tmp_path, dtype, device):
+    """One matrix, read and written once, whose gradient is the sum of both uses."""
+    device = device_of(device)
+    tied = model_of(device, tie_word_embeddings=True, dtype=dtype)
+    assert "embed_out.weight" not in dict(tied.named_parameters())
+    tied.save_pretrained(tmp_path / "a")
+    read = Pythia.from_pretrained(tmp_path / "a", device, dtype)
+    assert read.config.tie_word_embeddings
+    assert_equal(read, tied)
+    untied = model_of(device, dtype=dtype)
+    for name, parameter in tied.named_parameters():
+        _C.assign(dict(untied.named_parameters())[name].cached_data, parameter.cached_data)
+    _C.assign(untied.embed_out.weight.cached_data,
+              tied.embed_in.weight.cached_data.permute((1, 0)))
+    ids, targets = np.arange(20)[None], np.arange(1, 21)[None]
+    nn.flatten_parameters(untied)
+    flat = nn.flatten_parameters(read)
+    for model in (untied, tied, read):
+        model(ids, targets)[1].backward()
+    np.testing.assert_array_equal(tied(ids)[0].numpy(), untied(ids)[0].numpy())
+    expected = untied.embed_in.weight.grad.numpy() + untied.embed_out.weight.grad.numpy().T
+    for model in (tied, read):
+        got = model.embed_in.weight.grad.numpy()
+        bound = 2e-6 if dtype == "float32" else 1e-2
+        np.testing.assert_allclose(got, expected, rtol=0, atol=bound * np.abs(expected).max())
+    before = float(read(ids, targets)[1].numpy())
+    optim.AdamW(flat, lr=1e-2).step()
+    assert float(read(ids, targets)[1].numpy()) < before
+
+
+def test_tied_checkpoints(tmp_path):
+    model = model_of(tie_word_embeddings=True)
+    optimizer = optim.AdamW(nn.flatten_parameters(model), lr=1e-2)
+    save_checkpoint(model, optimizer, 0, 1.0, tmp_path / "a.safetensors")
+    assert_equal(load_checkpoint(tmp_path / "a.safetensors")[0], model)
+
+
+def test_a_tied_file_may_hold_the_head_if_it_is_the_embedding(tmp_path):
+    model = model_of(tie_word_embeddings=True)
+    weights = theirs(model)
+    weights["embed_out.weight"] = weights["gpt_neox.embed_in.weight"].copy()
+    folder = write(tmp_path / "a", weights, tie_word_embeddings=True)
+    assert_equal(Pythia.from_pretrained(folder), model)
+    weights["embed_out.weight"][3, 4] += 1
+    with pytest.raises(CheckpointError, match="tie_word_embeddings is true"):
+        Pythia.from_pretrained(write(folder, weights, tie_word_embeddings=True))
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def test_all_that_is_wrong_is_in_one_error(tmp_path, monkeypatch):
+    weights = theirs(model_of())
+    del weights["gpt_neox.layers.0.mlp.dense_h_to_4h.bias"]
+    del weights["embed_out.weight"]
+    weights["gpt_neox.layers.2.mlp.dense_h_to_4h.bias"] = np.zeros(56, np.float32)
+    weights["gpt_neox.final_layer_norm.bias"] = np.zeros(31, np.float32)
+    matrix = "gpt_neox.layers.1.attention.dense.weight"
+    weights[matrix] = weights[matrix].astype(np.float64)
+    monkeypatch.setattr(hf._Entry, "read", None)  # nothing is loaded
+    with pytest.raises(CheckpointError) as error:
+        Pythia.from_pretrained(write(tmp_path / "a", weights))
+    for text in (
+        "layers.0.mlp.dense_h_to_4h.bias is missing",
+        "embed_out.weight is missing",
+        "layers.2.mlp.dense_h_to_4h.bias is unknown",
+        "final_layer_norm.bias has shape [31], not [32]",
+    ):
+        assert text in str(error.value)
+    assert f"{matrix} is F64, not F32 or BF16 or F16" in str(error.value)
+
+
+def test_unusable_configurations(tmp_path):
+    fields = BASE | {"hidden_act": "relu", "attention_bias": False, "rotary_pct": "x",
+                     "rope_scaling": {"type": "linear", "factor": 2.0}}  # fmt: skip
+    del fields["vocab_size"]
+    with pytest.raises(CheckpointError) as error:
+        hf.config_from_hf(fields)
+    for text in ("vocab_size is missing", "hidden_act is 'relu'", "attention_bias is false",
+                 "'linear' positions", "rotary_pct is 'x'"):
+        assert text in str(error.value)
+    with pytest.raises(CheckpointError, match="model_type is 'llama'"):
+        hf.config_from_hf(BASE | {"model_type": "llama"})
+    for act in ([], {}, 3, None):
+        with pytest.raises(CheckpointError, match="hidden_act is"):
+            hf.config_from_hf(BASE | {"hidden_act": act})
+    with pytest.raises(CheckpointError, match="not a multiple"):
+        hf.config_from_hf(BASE | {"num_attention_heads": 3})
+    with pytest.raises(CheckpointError, match="no such folder"):
+        Pythia.from_pretrained(tmp_path / "none")
+    with pytest.raises(CheckpointError, match="config.json: cannot be read"):
+        Pythia.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(CheckpointError, match="must hold a JSON object"):
+        Pythia.from_pretrained(tmp_path)
+
+
+def test_pickled_weights_are_refused_with_the_line_that_converts_them(tmp_path):
+    folder = write(tmp_path / "it's", {})
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="no model.safetensors and no"):
+        Pythia.from_pretrained(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x02.")
+    with pytest.raises(CheckpointError, match="a pickle") as error:
+        Pythia.from_pretrained(folder)
+    words = shlex.split(str(error.value).partition("This line converts it: ")[2])
+    assert words[:2] == ["python", "-c"] and len(words) == 3
+    compile(words[2], "line", "exec")
+    assert str(folder) in words[2]
+
+
+def damaged(content: bytes):
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+
+    def with_header(change) -> bytes:
+        entries = json.loads(json.dumps(header))
+        change(entries)
+        text = json.dumps(entries).encode()
+        return len(text).to_bytes(8, "little") + text + content[8 + length :]
+
+    name = "gpt_neox.final_layer_norm.bias"
+    yield "cut", content[:-1]
+    yield "longer", content + b"x"
+    yield "nothing", b""
+    yield "only a length", content[:8]
+    yield "endless header", b"\xff" * 8 + content[8:]
+    yield "no JSON", content[:8] + b"x" + content[9:]
+    yield "a list", (2).to_bytes(8, "little") + b"[]"
+    yield "negative", with_header(lambda h: h[name].update(shape=[-32]))
+    yield "fraction", with_header(lambda h: h[name].update(shape=[32.0]))
+    yield "text", with_header(lambda h: h[name].update(shape="ab"))
+    yield "no dtype", with_header(lambda h: h[name].pop("dtype"))
+    yield "wide", with_header(lambda h: h[name].update(data_offsets=[0, 1 << 62]))
+    yield "list dtype", with_header(lambda h: h[name].update(dtype=["F32"]))
+    yield "number", with_header(lambda h: h.update({name: 3}))
+
+
+def test_damaged_files(tmp_path):
+    folder = write(tmp_path / "a", theirs(model_of()))
+    path = folder / "model.safetensors"
+    for what, content in damaged(path.read_bytes()):
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match="model.safetensors"):
+            Pythia.from_pretrained(folder)
+            pytest.fail(what)
+
+
+def test_damaged_indices(tmp_path):
+    folder = tmp_path / "a"
+    hf.save(model_of(), folder, shard_size=20_000)
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    names = index["weight_map"]
+    index["weight_map"] = names | {"gpt_neox.more": names["embed_out.weight"], "x": "../y"}
+    path.write_text(json.dumps(index))
+    (folder / "model-00001-of-00004.safetensors").unlink(missing_ok=True)
+    with pytest.raises(CheckpointError) as error:
+        Pythia.from_pretrained(folder)
+    assert "says that gpt_neox.more is in" in str(error.value)
+    assert "'../y', which is not in the folder" in str(error.value)
+    path.write_text("{}")
+    with pytest.raises(CheckpointError, match="has no weight_map"):
+        Pythia.from_pretrained(folder)
+
+
+# ---- writing -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"hidden_act": "gelu_tanh", "rotary_pct": 0.5, "rotary_base": 500.0},
+        {"use_parallel_residual": False, "tie_word_embeddings": True, "layer_norm_eps": 1e-6},
+    ],
+)
+def test_round_trip(tmp_path, changes):
+    model = model_of(**changes)
+    model.save_pretrained(tmp_path / "a")
+    read = Pythia.from_pretrained(tmp_path / "a")
+    act = {"gelu_tanh": "gelu_pytorch_tanh"}.get(model.config.hidden_act, model.config.hidden_act)
+    assert read.config == dataclasses.replace(model.config, hidden_act=act)
+    assert_equal(read, model)
+    assert load_file(tmp_path / "a" / "model.safetensors").keys() == theirs(model).keys()
+    fields = json.loads((tmp_path / "a" / "config.json").read_text())
+    assert fields["architectures"] == ["GPTNeoXForCausalLM"] and fields["dtype"] == "float32"
+
+
+def test_sparse_models_stay_here(tmp_path):
+    with pytest.raises(ValueError, match="block-sparse"):
+        model_of(use_sparse_attention=True).save_pretrained(tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "a").write_text("a file")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        model_of().save_pretrained(tmp_path / "a")
+
+
+def bpe(special=("<|endoftext|>", "<|padding|>"), vocab_size=280):
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=list(special), show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.train_from_iterator(["the cat sat on the mat, the dog on the log"] * 3, trainer)
+    return tokenizer
+
+
+def test_the_tokenizer_comes_along(tmp_path):
+    tokenizer = bpe()
+    model = model_of(vocab_size=300)
+    model.save_pretrained(tmp_path / "a", tokenizer)
+    read = ndl.data.load_tokenizer(tmp_path / "a")
+    assert read.to_str() == tokenizer.to_str()
+    settings = json.loads((tmp_path / "a" / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert settings["eos_token"] == "<|endoftext|>" and settings["pad_token"] == "<|padding|>"
+    assert settings["model_max_length"] == 24
+    for name in ("config.json", "generation_config.json"):
+        fields = json.loads((tmp_path / "a" / name).read_text())
+        assert (fields["bos_token_id"], fields["eos_token_id"], fields["pad_token_id"]) == (0, 0, 1)
+    # Files of transformers pass through as they are.
+    (tmp_path / "a" / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    model.save_pretrained(tmp_path / "b", tmp_path / "a")
+    for name in hf.TOKENIZER_FILES:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    model.save_pretrained(tmp_path / "c", tmp_path / "a" / "tokenizer.json")
+    settings = json.loads((tmp_path / "c" / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
+def test_tokenizers_that_do_not_fit(tmp_path):
+    with pytest.raises(ValueError, match="has token 27., but the model's vocabulary is 37"):
+        model_of().save_pretrained(tmp_path / "a", bpe())
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="no tokenizer.json of the package"):
+        model_of().save_pretrained(tmp_path / "a", tmp_path)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        model_of().save_pretrained(tmp_path / "a", tmp_path / "none.json")
+    assert not (tmp_path / "a").exists()
+
+
+# ---- the shell -----------------------------------------------------------------------------------
+
+
+def test_export_and_import(tmp_path, capsys):
+    model, run = model_of(vocab_size=300), tmp_path / "run"
+    for step in (1, 2):
+        save_checkpoint(model_of(vocab_size=300, seed=2 - step), None, 0, 1.0,
+                        run / "checkpoints" / f"step_{step}.safetensors")
+    (run / "tokenizer.json").write_text(bpe().to_str())
+    folder, again = tmp_path / "folder", tmp_path / "again" / "model.safetensors"
+    assert hf.main(["export", str(run), str(folder)]) == 0
+    assert str(folder / "model.safetensors") in capsys.readouterr().out
+    assert (folder / "tokenizer_config.json").is_file()
+    assert_equal(Pythia.from_pretrained(folder), model)
+    assert hf.main(["import", str(folder), str(again)]) == 0
+    assert (again.parent / "tokenizer.json").read_text() == (run / "tokenizer.json").read_text()
+    read, optimizer, epoch, loss = load_checkpoint(again)
+    assert_equal(read, model)
+    assert optimizer is None and epoch == 0 and np.isnan(loss)
+    assert hf.main(["export", str(again), str(tmp_path / "back")]) == 0
+    for path in folder.iterdir():
+        assert path.read_bytes() == (tmp_path / "back" / path.name).read_bytes(), path.name
+    assert hf.main(["import", str(folder), str(again), "--dtype", "bfloat16"]) == 0
+    assert load_checkpoint(again)[0].config.dtype == "bfloat16"
+
+
+def test_errors_of_the_shell(tmp_path, capsys):
+    assert hf.main(["export", str(tmp_path), str(tmp_path / "a")]) == 1
+    assert "no good checkpoint in its folder checkpoints/" in capsys.readouterr().err
+    assert hf.main(["export", str(tmp_path / "none"), str(tmp_path / "a")]) == 1
+    assert "cannot be read" in capsys.readouterr().err
+    model_of(vocab_size=300).save_pretrained(tmp_path / "a", bpe())
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert hf.main(["import", str(tmp_path / "a"), str(tmp_path / "b.safetensors")]) == 1
+    assert "another model's tokenizer lies there already" in capsys.readouterr().err
+    assert not (tmp_path / "b.safetensors").exists()

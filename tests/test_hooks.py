@@ -1,0 +1,379 @@
+"""Hooks against a float64 forward of the model in NumPy that keeps every intermediate: what is
+captured, what a replacement changes, gradients through it by finite differences, and that a model
+without hooks runs the operations it always ran."""
+
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from harness import DEVICES, ROOT, device_of
+
+import needle as ndl
+from needle import Tensor, hooks
+from needle.models.pythia import Pythia, PythiaConfig, rotary_tables
+
+both = pytest.mark.parametrize("device", DEVICES)
+IDS = np.random.default_rng(5).integers(0, 29, (2, 9))
+PATTERN = "blocks.1.attn.hook_pattern"
+
+
+def small(device=None, dtype="float32", **changes) -> Pythia:
+    np.random.seed(7)
+    fields = {"vocab_size": 29, "hidden_size": 24, "num_layers": 2, "num_heads": 3,
+              "max_seq_len": 16, "dtype": dtype, "hidden_act": "gelu"}
+    model = Pythia(PythiaConfig(**fields | changes), device=device)
+    for parameter in model.parameters():  # far from the start: norms and biases count too
+        noise = 0.3 * np.random.standard_normal(parameter.shape)
+        parameter.data = Tensor(parameter.numpy() + noise, device=model.device, dtype=dtype)
+    return model
+
+
+# ---- the reference -------------------------------------------------------------------------------
+
+
+def norm(x, layer, eps=1e-5):
+    x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + eps)
+    return x * f8(layer.weight) + f8(layer.bias)
+
+
+def f8(parameter) -> np.ndarray:
+    return parameter.numpy().astype(np.float64)
+
+
+def linear(x, layer):
+    return x @ f8(layer.weight) + f8(layer.bias)
+
+
+def gelu(x):
+    return 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+
+
+def turned(x, config):
+    """(B, T, H, D)"""
+    cos, sin = (t[: x.shape[1], None].astype(np.float64) for t in rotary_tables(config))
+    r = cos.shape[-1]
+    a, b = x[..., :r], x[..., r:2 * r]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., 2 * r:]], axis=-1)
+
+
+def forward(model, ids, replaced=None, mask=None) -> dict[str, np.ndarray]:
+    """Everything by name, and "logits". replaced: functions of the arrays."""
+    config, seen, replaced = model.config, {}, replaced or {}
+
+    def at(name, x):
+        x = replaced.get(name, lambda same: same)(x)
+        seen[name] = x
+        return x
+
+    batch, time = ids.shape
+    x = at("hook_embed", f8(model.embed_in.weight)[ids])
+    for i, layer in enumerate(model.layers):
+        at_layer = lambda name, value, i=i: at(f"blocks.{i}.{name}", value)
+        x = at_layer("hook_resid_pre", x)
+        qkv = linear(at_layer("ln1.hook_normalized", norm(x, layer.input_layernorm)),
+                     layer.attention.query_key_value)
+        qkv = qkv.reshape(batch, time, config.num_heads, 3, config.head_dim)
+        q, k, v = (at_layer(f"attn.hook_{n}", qkv[:, :, :, j]) for j, n in enumerate("qkv"))
+        q = at_layer("attn.hook_rot_q", turned(q, config))
+        k = at_layer("attn.hook_rot_k", turned(k, config))
+        scores = np.einsum("bthd,bshd->bhts", q, k) / math.sqrt(config.head_dim)
+        visible = np.tri(time, dtype=bool) if mask is None else np.tri(time, dtype=bool) & mask
+        scores = at_layer("attn.hook_attn_scores", np.where(visible, scores, -np.inf))
+        e = np.exp(scores - scores.max(-1, keepdims=True))
+        pattern = at_layer("attn.hook_pattern", e / e.sum(-1, keepdims=True))
+        z = at_layer("attn.hook_z", np.einsum("bhts,bshd->bthd", pattern, v))
+        added = at_layer("hook_attn_out", linear(z.reshape(batch, time, -1), layer.attention.dense))
+        if config.use_parallel_residual:
+            read = x
+        else:
+            read = x = at_layer("hook_resid_mid", x + added)
+        pre = linear(at_layer("ln2.hook_normalized", norm(read, layer.post_attention_layernorm)),
+                     layer.mlp.dense_h_to_4h)
+        post = at_layer("mlp.hook_post", gelu(at_layer("mlp.hook_pre", pre)))
+        written = at_layer("hook_mlp_out", linear(post, layer.mlp.dense_4h_to_h))
+        x = at_layer("hook_resid_post",
+                     x + added + written if config.use_parallel_residual else x + written)
+    x = at("ln_final.hook_normalized", norm(x, model.final_layer_norm))
+    seen["logits"] = x @ f8(model.embed_out.weight)
+    return seen
+
+
+def near(got, wanted, tolerance=2e-5):
+    finite = np.isfinite(wanted)
+    np.testing.assert_array_equal(np.isfinite(got), finite)
+    scale = np.abs(wanted[finite]).max()
+    np.testing.assert_allclose(got[finite], wanted[finite], rtol=0, atol=tolerance * scale)
+
+
+# ---- capturing -----------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("parallel", [True, False])
+def test_everything_is_captured(device, parallel):
+    model = small(device_of(device), use_parallel_residual=parallel)
+    logits, cache = model.run_with_cache(IDS)
+    wanted = forward(model, IDS)
+    near(logits.numpy(), wanted.pop("logits"))
+    assert list(cache) == hooks.hook_names(model.config) and set(cache) == set(wanted)
+    for name, value in wanted.items():
+        assert cache[name].shape == value.shape, name
+        near(cache[name].numpy(), value)
+    near(cache[PATTERN].numpy().sum(-1), np.ones((2, 3, 9)))
+
+
+@both
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_names_alone_change_no_bit(device, dtype):
+    """What does not need the plain attention leaves the kernels of the model as they are."""
+    model = small(device_of(device), dtype)
+    plain = model(IDS)[0].numpy()
+    names = [n for n in hooks.hook_names(model.config)
+             if not n.endswith(hooks.PATTERNS + hooks.PROJECTIONS)]
+    logits, cache = model.run_with_cache(IDS, names)
+    np.testing.assert_array_equal(logits.numpy(), plain)
+    assert list(cache) == names and {x.dtype for x in cache.values()} == {dtype}
+    logits, cache = model.run_with_cache(IDS, PATTERN)
+    assert list(cache) == [PATTERN] and cache[PATTERN].dtype == "float32"
+    near(logits.numpy().astype(np.float64), plain.astype(np.float64),
+         2e-6 if dtype == "float32" else 0.03)
+
+
+def test_only_the_layer_that_is_asked_computes_patterns(monkeypatch):
+    model = small()
+    calls = []
+    plain = hooks._plain
+    monkeypatch.setattr(hooks, "_plain", lambda *args: calls.append(args[-1]) or plain(*args))
+    model.run_with_cache(IDS, [PATTERN, "blocks.0.attn.hook_q"])
+    assert calls == ["blocks.1."]
+
+
+def test_block_sparse_patterns():
+    model = small(use_sparse_attention=True, sparse_pattern="local", sparse_window=3,
+                  sparse_block=2)
+    mask = model._block_mask(9).to_dense()
+    wanted = forward(model, IDS, mask=mask)
+    fused = model(IDS)[0].numpy()
+    logits, cache = model.run_with_cache(IDS, [PATTERN, "blocks.0.attn.hook_v"])
+    near(fused, wanted["logits"])
+    near(logits.numpy(), wanted["logits"])
+    near(cache[PATTERN].numpy(), wanted[PATTERN])
+    assert (cache[PATTERN].numpy()[:, :, ~(mask & np.tri(9, dtype=bool))] == 0).all()
+
+
+def test_hidden_states():
+    model = small()
+    states = model.hidden_states(IDS)
+    wanted = forward(model, IDS)
+    names = ["hook_embed", "blocks.0.hook_resid_post", "ln_final.hook_normalized"]
+    assert len(states) == 3
+    for state, name in zip(states, names):
+        near(state.numpy(), wanted[name])
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("ignore::Warning")
+@both
+@pytest.mark.parametrize("parallel", [True, False])
+def test_transformers_says_the_same(device, parallel, tmp_path):
+    """Hidden states and attentions of GPT-NeoX in transformers, on the exported model."""
+    import torch
+    import transformers
+
+    model = small(device_of(device), use_parallel_residual=parallel)
+    model.save_pretrained(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="eager", dtype=torch.float32)
+    with torch.no_grad():
+        out = theirs(torch.from_numpy(IDS), output_hidden_states=True, output_attentions=True)
+    states = model.hidden_states(IDS)
+    assert len(states) == len(out.hidden_states) == 3
+    for ours, wanted in zip(states, out.hidden_states):
+        near(ours.numpy(), wanted.numpy())
+    names = [f"blocks.{i}.attn.hook_pattern" for i in range(2)]
+    _, cache = model.run_with_cache(IDS, names)
+    for name, wanted in zip(names, out.attentions):
+        near(cache[name].numpy(), wanted.numpy())
+
+
+# ---- replacing -----------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("parallel", [True, False])
+def test_each_name_can_be_replaced(device, parallel):
+    model = small(device_of(device), use_parallel_residual=parallel)
+    for name in hooks.hook_names(model.config):
+        with model.hooks({name: lambda x: x * 0.5}):
+            got = model(IDS)[0].numpy()
+        wanted = forward(model, IDS, {name: lambda x: x * 0.5})["logits"]
+        near(got, wanted, 3e-5)
+    np.testing.assert_array_equal(model(IDS)[0].numpy(), small(
+        device_of(device), use_parallel_residual=parallel)(IDS)[0].numpy())
+
+
+def test_arrays_replace_too_and_blocks_nest():
+    model = small()
+    uniform = np.tri(9) / np.arange(1, 10)[:, None] * np.ones((2, 3, 1, 1))
+    wanted = forward(model, IDS, {PATTERN: lambda x: uniform})
+    order = []
+    with model.hooks({PATTERN: lambda x: order.append("outer") or uniform.astype(np.float32)}):
+        assert model.is_hooked
+        with model.hooks({PATTERN: lambda x: order.append("inner")}):
+            logits, cache = model.run_with_cache(IDS, PATTERN)
+        near(cache[PATTERN].numpy(), uniform)  # behind the outer one
+        near(logits.numpy(), wanted["logits"])
+    assert order == ["outer", "inner"] and not model.is_hooked
+
+
+def test_hooks_are_gone_after_an_error():
+    model = small()
+    with pytest.raises(ZeroDivisionError), model.hooks({"hook_embed": lambda x: 1 / 0}):
+        model(IDS)
+    assert not model.is_hooked
+    model(IDS)
+
+
+def test_generation_sees_hooks():
+    model = small()
+    free = model.generate(IDS, 4, temperature=0)
+    target = f8(model.embed_out.weight)[:, 11]
+
+    def steer(x: Tensor) -> Tensor:
+        return x + Tensor((100 * target).astype(np.float32), requires_grad=False).reshape(
+            (1, 1, 24)).broadcast_to(x.shape)
+
+    with model.hooks({"ln_final.hook_normalized": steer}):
+        steered = model.generate(IDS, 4, temperature=0)
+    assert (steered[:, 9:] == steered[0, 9]).all() and not np.array_equal(free, steered)
+    np.testing.assert_array_equal(model.generate(IDS, 4, temperature=0), free)
+
+
+# ---- gradients -----------------------------------------------------------------------------------
+
+
+@both
+def test_gradients_reach_replacements_and_what_led_to_them(device):
+    """The loss as a function of a replacement, against finite differences in float64; and of the
+    embedding through a hook that scales what passes."""
+    model = small(device_of(device))
+    random = np.random.default_rng(3)
+    weight = random.standard_normal((2, 9, 29))
+    given = random.random((2, 3, 9, 9)) * np.tri(9)
+    mid = "blocks.0.hook_resid_post"
+
+    def loss_of(pattern, row):
+        def embedded(x):
+            x = x.copy()
+            x[0, 4] += row
+            return x
+
+        out = forward(model, IDS, {"blocks.1.attn.hook_pattern": lambda x: pattern,
+                                   mid: lambda x: x * 0.7, "hook_embed": embedded})
+        return (out["logits"] * weight).sum()
+
+    place = Tensor(given, device=model.device)
+    seen = {}
+    with model.hooks({PATTERN: lambda x: place, mid: lambda x: x * 0.7,
+                      "hook_embed": lambda x: seen.setdefault("embedded", x)}):
+        logits, _ = model(IDS)
+    (logits * Tensor(weight, device=model.device, requires_grad=False)).sum().backward()
+    h = 1e-5
+    got = place.grad.numpy()
+    for index in [(0, 1, 4, 2), (1, 2, 8, 8), (0, 0, 0, 0), (1, 0, 3, 1)]:
+        step = np.zeros_like(given)
+        step[index] = h
+        wanted = (loss_of(given + step, 0) - loss_of(given - step, 0)) / (2 * h)
+        assert abs(got[index] - wanted) < 1e-4 * np.abs(got).max()
+    token = IDS[0, 4]
+    direction = random.standard_normal(24)
+    wanted = (loss_of(given, h * direction) - loss_of(given, -h * direction)) / (2 * h)
+    alone = (IDS == token).sum() == 1
+    got = model.embed_in.weight.grad.numpy()[token] @ direction
+    assert alone and abs(got - wanted) < 1e-4 * abs(wanted) + 1e-3
+
+
+@both
+def test_gradients_through_the_plain_attention(device):
+    """Asking for every name changes no gradient beyond rounding."""
+    model = small(device_of(device))
+    grads = []
+    for names in ((), hooks.hook_names(model.config)):
+        with model.hooks({name: lambda x: None for name in names}):
+            _, loss = model(IDS[:, :-1], IDS[:, 1:])
+        loss.backward()
+        grads.append({n: p.grad.numpy().copy() for n, p in model.named_parameters()})
+    for name, wanted in grads[0].items():
+        scale = np.abs(wanted).max() + 1e-6
+        np.testing.assert_allclose(grads[1][name], wanted, rtol=0, atol=1e-5 * scale, err_msg=name)
+
+
+def test_no_graph_without_gradients():
+    model = small()
+    with ndl.no_grad():
+        _, cache = model.run_with_cache(IDS)
+    assert not any(value.requires_grad for value in cache.values())
+
+
+# ---- what is wrong, and what it costs ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, hint", [
+    ("blocks.1.attn.pattern", "blocks.1.attn.hook_pattern"),
+    ("blocks.2.hook_resid_pre", "blocks.1.hook_resid_pre"),
+    ("blocks.0.hook_resid_mid", "blocks.0.hook_resid_pre"), (3, "hook_names")])
+def test_unknown_names(name, hint):
+    model = small()
+    with pytest.raises(ValueError, match=hint), model.hooks({name: lambda x: None}):
+        raise AssertionError("the block was entered")
+    with pytest.raises(ValueError, match=hint):
+        model.run_with_cache(IDS, [name])
+    assert not model.is_hooked
+
+
+@pytest.mark.parametrize("function, kind, message", [
+    (lambda x: 3, TypeError, "hook_embed: a hook must return"),
+    (lambda x: x.sum(), ValueError, r"hook_embed: .* must be float32 \(2, 9, 24\)"),
+    (lambda x: ndl.ops.astype(x, "bfloat16"), ValueError, "must be float32")])
+def test_wrong_replacements(function, kind, message):
+    model = small()
+    with pytest.raises(kind, match=message), model.hooks({"hook_embed": function}):
+        model(IDS)
+
+
+SCRIPT = """
+import sys
+import numpy as np
+from needle.models.pythia import Pythia, PythiaConfig
+model = Pythia(PythiaConfig(vocab_size=29, hidden_size=24, num_layers=2, num_heads=3))
+ids = np.arange(10).reshape(2, 5)
+def run(mark):
+    print(mark, file=sys.stderr, flush=True)
+    _, loss = model(ids, ids)
+    loss.backward()
+    print("end", file=sys.stderr, flush=True)
+run("new")
+with model.hooks({"hook_embed": lambda x: None}):
+    run("hooked")
+model.run_with_cache(ids)
+run("after")
+"""
+
+
+def test_unused_hooks_cost_nothing():
+    """The rows of a step, by NEEDLE_TRACE: the same before any hook and after the last; and those
+    of a hook that needs no pattern are no more."""
+    env = dict(os.environ, NEEDLE_TRACE="1", PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True,
+                          timeout=120)
+    assert done.returncode == 0, done.stderr
+
+    def rows(mark):
+        lines = done.stderr.split(f"{mark}\n", 1)[1].split("end\n", 1)[0].splitlines()
+        return [line.split()[:2] for line in lines]
+
+    assert len(rows("new")) > 30
+    assert rows("new") == rows("hooked") == rows("after")

@@ -1,0 +1,240 @@
+"""needle in the LM evaluation harness: each kind of request, and whole tasks over local files,
+against the harness' own `hf` model on the exported checkpoint."""
+
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from harness import DEVICES, ROOT
+
+import needle as ndl
+from needle import data
+from needle.models.pythia import Pythia, PythiaConfig
+
+pytestmark = [
+    pytest.mark.parity,
+    # Of the harness and its dependencies; needle's own would still be errors elsewhere.
+    pytest.mark.filterwarnings("ignore::Warning"),
+]
+CONTEXT = 48
+SENTENCES = [
+    "The quick brown fox jumps over the lazy dog.", "In winter the lake freezes, and people skate.",
+    "A café by the sea: naïve, quiet, and dear.", "def f(x):\n    return x + 1\n",
+    "Numbers such as 3.1415 and 2.7182 never end.", "日本語の文字 and ünïcödé mixed together.",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """step_1.safetensors, exported/ (for transformers), and the tasks."""
+    pytest.importorskip("lm_eval", reason="lm_eval not installed (pip install needle[parity])")
+    pytest.importorskip("accelerate", reason="accelerate not installed, which `hf` of lm_eval "
+                        "needs (pip install needle[parity])")
+    top = tmp_path_factory.mktemp("lm_eval")
+    tokenizer = data.train_tokenizer(iter(SENTENCES * 4), 350)
+    tokenizer.save(str(top / "tokenizer.json"))
+    np.random.seed(11)
+    config = PythiaConfig(vocab_size=384, hidden_size=64, num_layers=2, num_heads=4,
+                          max_seq_len=CONTEXT)
+    model = Pythia(config)
+    for parameter in model.parameters():  # far from the start, so that answers differ
+        noise = 0.15 * np.random.standard_normal(parameter.shape)
+        parameter.data = ndl.Tensor(parameter.numpy() + noise)
+    ndl.save_checkpoint(model, None, 0, 1.0, top / "step_1.safetensors")
+    model.save_pretrained(top / "exported", top / "tokenizer.json")
+    write_tasks(top)
+    return top
+
+
+def write_tasks(top) -> None:
+    random = np.random.default_rng(2)
+    with open(top / "questions.jsonl", "w") as file:
+        for i, sentence in enumerate(SENTENCES):
+            choices = [sentence[j:j + int(random.integers(1, 30))] for j in (0, 5, 12)]
+            row = {"question": SENTENCES[i - 1], "choices": choices, "answer": i % 3,
+                   "text": " ".join(SENTENCES[:i + 1])}
+            file.write(json.dumps(row) + "\n")
+    head = f"""dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {top}/questions.jsonl
+test_split: test
+"""
+    (top / "needle_choice.yaml").write_text(head + """task: needle_choice
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: answer
+target_delimiter: " "
+metric_list:
+  - metric: acc
+  - metric: acc_norm
+""")
+    (top / "needle_text.yaml").write_text(head + """task: needle_text
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list:
+  - metric: word_perplexity
+  - metric: byte_perplexity
+  - metric: bits_per_byte
+""")
+    (top / "needle_write.yaml").write_text(head + """task: needle_write
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{text}}"
+generation_kwargs:
+  until: ["e"]
+  max_gen_toks: 12
+  do_sample: false
+metric_list:
+  - metric: bypass
+""")
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def models(folder, request):
+    """(needle, hf on the CPU) on the same weights."""
+    from lm_eval.api.registry import get_model
+
+    import needle.lm_eval  # noqa: F401  registers it
+
+    ours = get_model("needle")(pretrained=str(folder / "step_1.safetensors"),
+                               device=request.param, batch_size=4)
+    theirs = get_model("hf")(pretrained=str(folder / "exported"), device="cpu", dtype="float32",
+                             batch_size=4)
+    return ours, theirs
+
+
+def requests(*arguments) -> list:
+    return [SimpleNamespace(args=args, task_name="test") for args in arguments]
+
+
+def test_facts(models):
+    ours, theirs = models
+    assert ours.max_length == theirs.max_length == CONTEXT
+    assert ours.eot_token_id == theirs.eot_token_id
+    assert ours.prefix_token_id == theirs.prefix_token_id
+    for text in [*SENTENCES, "", " ", "<|endoftext|>after", "a<|endoftext|>b"]:
+        assert ours.tok_encode(text) == list(theirs.tok_encode(text)), text
+
+
+def test_loglikelihood(models):
+    pairs = [(a, " " + b) for a in SENTENCES for b in SENTENCES[:3]]
+    pairs += [("", b) for b in SENTENCES]  # no context: BOS
+    pairs += [("", "<|endoftext|>begins with it")]
+    pairs += [("ends in blanks  ", "and goes on"), ("x", "y"), ("x", "yz"), ("x", " e")]
+    pairs += [(" ".join(SENTENCES), " truncated on the left")]  # beyond the context
+    pairs += [("<|endoftext|>The", " quick"), ("The quick", " brown")]
+    ours, theirs = (m.loglikelihood(requests(*pairs), disable_tqdm=True) for m in models)
+    # One that greedy decoding writes, so that both answers of is_greedy are seen.
+    text = models[0].generate_until(requests(("The quick", {"max_gen_toks": 4})), True)[0]
+    more = [m.loglikelihood(requests(("The quick", text)), disable_tqdm=True) for m in models]
+    ours, theirs = ours + more[0], theirs + more[1]
+    assert len(models[0].tok_encode(" ".join(SENTENCES))) > CONTEXT
+    for a, b in zip(ours, theirs):
+        assert abs(a[0] - b[0]) < 1e-4 * max(1, abs(b[0]) ** 0.5)
+        assert a[1] == b[1]
+    assert {a[1] for a in ours} == {True, False}
+
+
+def test_loglikelihood_rolling(models):
+    texts = [(t,) for t in [*SENTENCES, " ".join(SENTENCES), " ".join(SENTENCES * 3), "x", ""]]
+    ours, theirs = (m.loglikelihood_rolling(requests(*texts), disable_tqdm=True) for m in models)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-4)
+    assert ours[-1] == 0
+
+
+def test_generate_until(models):
+    options = [
+        {"until": ["e", "\n"], "max_gen_toks": 10},
+        {"until": ".", "max_gen_toks": 24, "do_sample": False},
+        {"max_gen_toks": 5, "temperature": 0.0},
+    ]
+    prompts = [*SENTENCES, " ".join(SENTENCES)]
+    asked = [(prompt, option) for prompt in prompts for option in options]
+    ours = models[0].generate_until(requests(*asked), disable_tqdm=True)
+    theirs = models[1].generate_until(requests(*asked), disable_tqdm=True)
+    assert ours == theirs
+    assert len(set(ours)) > 8
+    repeated = models[0].generate_until(requests(*asked[::-1]), disable_tqdm=True)
+    assert repeated[::-1] == ours
+
+
+def test_sampling_follows_the_seed(models):
+    asked = requests(*[(s, {"temperature": 1.0, "do_sample": True, "top_k": 20, "max_gen_toks": 8})
+                       for s in SENTENCES])
+    drawn = []
+    for seed in (1, 1, 2):
+        np.random.seed(seed)
+        drawn.append(models[0].generate_until(asked, disable_tqdm=True))
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"num_beams": 4}, "num_beams"), ({"max_gen_toks": CONTEXT}, "no room")])
+def test_what_it_cannot_do(models, options, message):
+    with pytest.raises(ValueError, match=message):
+        models[0].generate_until(requests(("x", options)), disable_tqdm=True)
+
+
+def test_what_cannot_be_scored(models):
+    with pytest.raises(ValueError, match="continuation"):
+        models[0].loglikelihood(requests(("x", " ".join(SENTENCES))), disable_tqdm=True)
+
+
+def test_no_tokenizer(folder, tmp_path):
+    from needle.lm_eval import NeedleLM
+
+    target = tmp_path / "deep" / "alone.safetensors"
+    target.parent.mkdir()
+    target.write_bytes((folder / "step_1.safetensors").read_bytes())
+    with pytest.raises(ValueError, match="tokenizer=PATH"):
+        NeedleLM(str(target), device="cpu")
+    model = NeedleLM(str(target), tokenizer=str(folder), device="cpu", batch_size="auto")
+    assert model.batch_size == 16384 // CONTEXT
+
+
+# ---- whole tasks ---------------------------------------------------------------------------------
+
+TASKS = ("needle_choice", "needle_text", "needle_write")
+
+
+def command(folder, tmp_path, module: str, model: str, model_args: str) -> tuple[dict, dict]:
+    """(metrics, what was answered) of the harness' command line."""
+    env = dict(os.environ, HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", PYTHONPATH=str(ROOT),
+               HF_HOME=str(tmp_path / "cache"), PYTHONWARNINGS="ignore")
+    out = tmp_path / model
+    words = [sys.executable, "-m", module, "--model", model, "--model_args", model_args,
+             "--tasks", ",".join(TASKS), "--include_path", str(folder), "--device", "cpu",
+             "--batch_size", "3", "--output_path", str(out), "--log_samples"]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    results = json.loads(next(out.rglob("results_*.json")).read_text())["results"]
+    answers = {}
+    for task in TASKS:
+        lines = next(out.rglob(f"samples_{task}_*.jsonl")).read_text().splitlines()
+        samples = sorted(map(json.loads, lines), key=lambda sample: sample["doc_id"])
+        answers[task] = [sample["filtered_resps"] for sample in samples]
+    return results, answers
+
+
+def test_command_line(folder, tmp_path):
+    ours = command(folder, tmp_path, "needle.lm_eval", "needle",
+                   f"pretrained={folder}/step_1.safetensors")
+    theirs = command(folder, tmp_path, "lm_eval", "hf",
+                     f"pretrained={folder}/exported,dtype=float32")
+    for task, metrics in theirs[0].items():
+        for name, value in metrics.items():
+            if isinstance(value, float):
+                assert ours[0][task][name] == pytest.approx(value, rel=1e-5), (task, name)
+    assert ours[1]["needle_write"] == theirs[1]["needle_write"]
+    for a, b in zip(ours[1]["needle_choice"], theirs[1]["needle_choice"]):
+        for (score, greedy), (expected, was_greedy) in zip(a, b):
+            assert float(score) == pytest.approx(float(expected), abs=1e-3)
+            assert str(greedy) == str(was_greedy)
+    assert ours[0]["needle_text"]["word_perplexity,none"] > 1

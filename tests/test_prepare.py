@@ -1,0 +1,230 @@
+"""python -m needle.data: prepare, inspect, view, as the shell meets them."""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from needle.data import Batches, DataError, __main__, open_data, open_documents, prepare
+from needle.data.text import load_tokenizer, train_tokenizer
+
+APPS = Path(__file__).resolve().parent.parent / "apps"
+sys.path.insert(0, str(APPS))
+
+import train_pythia  # noqa: E402
+
+from needle.models import pythia  # noqa: E402
+
+TEXTS = [f"document {i}: ünïcode\n" + "one two three four " * (i % 7 + 1) for i in range(90)]
+
+
+@pytest.fixture
+def inputs(tmp_path, monkeypatch):
+    """Text of every kind: 30 JSON lines, 30 packed ones, 30 files; in that order."""
+    pytest.importorskip("tokenizers")
+    monkeypatch.setenv("NEEDLE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(prepare, "UNIT", 700)
+    train_tokenizer(iter(TEXTS), 300).save(str(tmp_path / "tokenizer.json"))
+    lines = [json.dumps({"text": text}) + "\n" for text in TEXTS]
+    (tmp_path / "a.jsonl").write_text("\n" + "".join(lines[:30]))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress("".join(lines[30:60]).encode()))
+    (tmp_path / "texts").mkdir()
+    for number, text in enumerate(TEXTS[60:]):
+        (tmp_path / "texts" / f"{number:02}.txt").write_text(text)
+    return [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl.gz", "texts")]
+
+
+def run(tmp_path, inputs, out, *more):
+    return __main__.main(["prepare", *inputs, "--tokenizer", str(tmp_path / "tokenizer.json"),
+                          "--out", str(tmp_path / out), *more])
+
+
+def content(tmp_path, out):
+    return [(tmp_path / f"{out}.{ending}").read_bytes() for ending in ("bin", "idx")]
+
+
+def test_documents_come_back_in_their_order(tmp_path, inputs, capsys):
+    assert run(tmp_path, inputs, "one", "--processes", "1") == 0
+    out = capsys.readouterr().out
+    assert "90 documents" in out and "0 of " in out
+    found = open_documents(tmp_path / "one")
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    ends = np.cumsum(found.sizes)
+    end = tokenizer.token_to_id("<|endoftext|>")
+    for text, stop, size in zip(TEXTS, ends, found.sizes):
+        ids = found[stop - size:stop].tolist()
+        assert ids.pop() == end and tokenizer.decode(ids) == text
+    assert run(tmp_path, inputs, "two", "--processes", "2") == 0
+    assert content(tmp_path, "one") == content(tmp_path, "two")
+    assert not list(tmp_path.glob("*.parts"))
+
+
+def test_the_cut_neither_loses_nor_doubles_a_line(tmp_path, inputs):
+    path = Path(inputs[0])
+    for size in (1, 7, 100, 10**6):
+        units = prepare.cut([path], size)
+        assert [text for unit in units for text in unit.documents()] == TEXTS[:30]
+
+
+PROGRAM = """
+import sys, time
+from needle.data import __main__, prepare
+if __name__ == "__main__":
+    prepare.UNIT = 700
+    encode, made = prepare._encode_unit, []
+    def slow(*arguments):
+        time.sleep(0.02)
+        return encode(*arguments)
+    prepare._encode_unit = slow
+    sys.exit(__main__.main(sys.argv[1:]))
+"""
+
+
+def test_killed_and_started_again(tmp_path, inputs, monkeypatch, capsys):
+    assert run(tmp_path, inputs, "whole", "--processes", "1") == 0
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    root = str(APPS.parent)
+    process = subprocess.Popen(
+        [sys.executable, str(program), "prepare", *inputs, "--tokenizer",
+         str(tmp_path / "tokenizer.json"), "--out", str(tmp_path / "parts"), "--processes", "1"],
+        env={**os.environ, "PYTHONPATH": root}, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while len(list((tmp_path / "parts.parts").glob("*.sizes"))) < 3:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait(60)
+    assert not (tmp_path / "parts.idx").exists()
+    done = {path.stem for path in (tmp_path / "parts.parts").glob("*.sizes")}
+    encode, made = prepare._encode_unit, []
+
+    def counted(tokenizer, unit, number, *rest):
+        made.append(str(number))
+        return encode(tokenizer, unit, number, *rest)
+
+    monkeypatch.setattr(prepare, "_encode_unit", counted)
+    assert run(tmp_path, inputs, "parts", "--processes", "1") == 0
+    assert made and not done & set(made)
+    assert content(tmp_path, "parts") == content(tmp_path, "whole")
+
+
+def test_other_inputs_do_not_take_old_parts(tmp_path, inputs, monkeypatch):
+    def broken(*_):
+        raise DataError("stopped here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "_merge", broken)
+        assert run(tmp_path, inputs, "x", "--processes", "1") == 1
+    assert run(tmp_path, inputs[:1], "x", "--processes", "1") == 0
+    assert len(open_documents(tmp_path / "x").sizes) == 30
+
+
+def test_two_at_once(tmp_path, inputs, capsys):
+    lock = prepare._begin(tmp_path / "x.parts", "")
+    assert run(tmp_path, inputs, "x", "--processes", "1") == 1
+    assert "another process works on it" in capsys.readouterr().err
+    os.close(lock)
+    assert run(tmp_path, inputs, "x", "--processes", "1") == 0
+
+
+def test_errors_of_prepare(tmp_path, inputs, capsys):
+    with open(inputs[0], "a") as file:
+        file.write('{"text": ""}\n')
+    assert run(tmp_path, inputs, "x", "--processes", "2") == 1
+    assert "a.jsonl: the line at offset" in capsys.readouterr().err
+    assert run(tmp_path, [str(tmp_path / "missing*")], "x") == 1
+    assert "no file matches" in capsys.readouterr().err
+    (tmp_path / "blank.txt").write_text("")
+    assert run(tmp_path, [str(tmp_path / "blank.txt")], "y", "--processes", "1") == 1
+    assert "no text in the inputs" in capsys.readouterr().err
+    assert not (tmp_path / "y.idx").exists()
+
+
+def test_inspect(tmp_path, inputs, capsys):
+    assert run(tmp_path, inputs, "x", "--processes", "1") == 0
+    capsys.readouterr()
+    assert __main__.main(["inspect", str(tmp_path / "x"), "--tokenizer",
+                          str(tmp_path / "tokenizer.json")]) == 0
+    out = capsys.readouterr().out
+    assert "Megatron, 90 documents" in out and "'document 0: " in out and "held out" in out
+    assert __main__.main(["inspect", inputs[0]]) == 0
+    assert "text: 30 documents" in capsys.readouterr().out
+    assert __main__.main(["inspect", str(tmp_path / "nothing")]) == 1
+    assert "no such file" in capsys.readouterr().err
+
+
+def shown_ids(out):
+    """The ids of each sequence that `view` printed."""
+    lines = out.splitlines()
+    return np.array([[int(word) for word in lines[i + 1].split()]
+                     for i, line in enumerate(lines) if line.startswith("---- sequence")])
+
+
+def test_view_of_data(tmp_path, inputs, capsys):
+    assert run(tmp_path, inputs, "x", "--processes", "1") == 0
+    capsys.readouterr()
+    flags = ["--batch-size", "3", "--grad-accum", "2", "--seq-len", "16", "--seed", "5",
+             "--steps", "40"]
+    batches = Batches(open_data(tmp_path / "x").train, 3, 16, 5, samples=240)
+    for step in (1, 2, 3, 30):
+        assert __main__.main(["view", str(tmp_path / "x"), "--step", str(step), *flags]) == 0
+        batches.seek_batch(2 * (step - 1))
+        expected = np.concatenate([batches.next_rows(), batches.next_rows()])
+        np.testing.assert_array_equal(shown_ids(capsys.readouterr().out), expected)
+    save = tmp_path / "rows.npy"
+    assert __main__.main(["view", str(tmp_path / "x"), "--step", "30", *flags, "--save",
+                          str(save)]) == 0
+    np.testing.assert_array_equal(np.load(save), expected)
+    assert f"---- sequence 0\n{' '.join(map(str, expected[0]))}\n" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["megatron", "text"])
+def test_view_of_a_run_is_what_the_run_draws(tmp_path, inputs, monkeypatch, capsys, kind):
+    monkeypatch.setitem(pythia.PRESETS, "tiny", (1, 32, 2, 384))
+    monkeypatch.setattr(train_pythia, "SAMPLE_TOKENS", 4)
+    assert run(tmp_path, inputs, "x", "--processes", "1") == 0
+    data = tmp_path / ("x" if kind == "megatron" else "texts")
+    drawn, forward_backward = [], train_pythia.forward_backward
+
+    def watched(model, ids, targets, share):
+        drawn.append(np.concatenate([ids, targets[:, -1:]], axis=1))
+        return forward_backward(model, ids, targets, share)
+
+    monkeypatch.setattr(train_pythia, "forward_backward", watched)
+    assert train_pythia.main(
+        ["--model", "tiny", "--data", str(data), "--tokenizer", str(tmp_path / "tokenizer.json"),
+         "--batch-size", "2", "--grad-accum", "2", "--seq-len", "16", "--steps", "6",
+         "--device", "cpu", "--out", str(tmp_path / "runs"), "--name", "a"]) == 0
+    for step in range(1, 7):
+        capsys.readouterr()
+        assert __main__.main(["view", str(tmp_path / "runs" / "a"), "--step", str(step)]) == 0
+        out = capsys.readouterr().out
+        np.testing.assert_array_equal(shown_ids(out),
+                                      np.concatenate(drawn[2 * step - 2:2 * step]))
+        assert "three" in out  # the text stands beside the ids
+    assert __main__.main(["view", str(tmp_path / "runs" / "a"), "--step", "1", "--seed", "3"]) == 1
+    assert "a run knows its own --seed" in capsys.readouterr().err
+    for path in ([data] if kind == "text" else [Path(f"{data}.bin")]):
+        if path.is_dir():
+            (path / "00.txt").write_text("something else\n" * 40)
+        else:
+            ids = np.fromfile(path, "<u2")[::-1]
+            ids.tofile(path)
+    assert __main__.main(["view", str(tmp_path / "runs" / "a"), "--step", "1"]) == 1
+    assert "not the tokens that the run read before" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["view", "x"], ["view", "x", "--step", "0"], ["prepare", "x"],
+                                  ["view", "x", "--step", "1", "--rows", "two"], []])
+def test_bad_flags(argv, capsys):
+    with pytest.raises(SystemExit) as caught:
+        __main__.main(argv)
+    assert caught.value.code == 2

@@ -1,0 +1,383 @@
+"""The recipe of the published Pythias: its schedules, its settings, its checkpoints, and fifty
+steps of a small model beside a PyTorch reference.
+
+The reference is transformers' GPT-NeoX, torch.optim.AdamW and torch's clipping under a schedule
+written here; it begins with the weights of needle's checkpoint of step 0 and is fed the batches
+that the run drew. `pytest tests/test_recipe.py -m parity` prints the table of both dtypes.
+"""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from needle import optim
+from needle.checkpoint import Checkpoint, checkpoint_path, list_checkpoints
+from needle.models import pythia
+
+APPS = Path(__file__).resolve().parent.parent / "apps"
+sys.path.insert(0, str(APPS))
+
+import recipes  # noqa: E402
+import run_log  # noqa: E402
+import train_flags  # noqa: E402
+import train_pythia  # noqa: E402
+
+SMALL = (2, 64, 4, 128)  # layers, hidden size, heads, vocabulary
+STEPS, WARMUP, BATCH, ACCUMULATE, TIME = 50, 5, 4, 4, 32
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+@pytest.fixture(autouse=True)
+def small(tmp_path, monkeypatch):
+    monkeypatch.setitem(pythia.PRESETS, "tiny", SMALL)
+    monkeypatch.setattr(train_pythia, "SAMPLE_TOKENS", 4)
+    monkeypatch.setattr(train_pythia, "plot", lambda folder: "")
+    monkeypatch.setenv("NEEDLE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    """Tokens with something to learn: mostly the last one plus three."""
+    random = np.random.RandomState(7)
+    jumps = np.where(random.rand(9000) < 0.8, 3, random.randint(0, SMALL[3], 9000))
+    path = tmp_path / "tokens.npy"
+    np.save(path, (np.cumsum(jumps) % SMALL[3]).astype(np.uint16))
+    return path
+
+
+def flags(tmp_path, tokens, name, *more, recipe="pythia", device="cpu", dtype="float32"):
+    return ["--recipe", recipe, "--model", "tiny", "--data", str(tokens), "--device", device,
+            "--dtype", dtype, "--out", str(tmp_path / "runs"), "--name", name,
+            "--batch-size", str(BATCH), "--global-batch-size", str(BATCH * ACCUMULATE),
+            "--seq-len", str(TIME), "--steps", str(STEPS), "--warmup", str(WARMUP), *more]
+
+
+def losses_of(tmp_path, name):
+    path = tmp_path / "runs" / name / "metrics.jsonl"
+    return [json.loads(line)["loss"] for line in path.read_text().splitlines()]
+
+
+def rate(done, peak=1e-3, total=143_000, warmup=1_430):
+    """The rate of the published runs after `done` steps, from the cosine's other formula:
+    (1 + cos x) / 2 = cos(x / 2)^2."""
+    if done < warmup:
+        return peak * done / warmup
+    return max(peak * math.cos(math.pi / 2 * (done - warmup) / total) ** 2, peak / 10)
+
+
+def settings_of(*argv, on_gpu=True):
+    args = train_flags.parser().parse_args(argv)
+    return train_flags.complete(train_flags.given(args), args.tokens, on_gpu)
+
+
+# ---- schedules --------------------------------------------------------------------------------
+
+
+def test_the_schedule_as_it_was():
+    schedule = train_pythia.schedule_of(settings_of("--recipe", "pythia"))
+    assert schedule(1) == 0  # the suite's step 1 has the weights of step 0
+    for step in (2, 3, 700, 1429, 1430, 1431, 1432, 2000, 50_000, 72_931, 115_000, 115_139,
+                 115_140, 115_141, 120_000, 142_999, 143_000):
+        assert schedule(step) == pytest.approx(rate(step - 1), rel=1e-12)
+    assert schedule(1431) == 1e-3
+    assert schedule(115_139) > 1e-4 and schedule(115_141) == schedule(143_000) == 1e-4
+    assert schedule(200_000) == schedule(290_000) == 1e-4
+
+
+def test_the_schedule_as_it_was_meant():
+    schedule = train_pythia.schedule_of(settings_of("--recipe", "pythia-fixed"))
+    assert schedule(143) == pytest.approx(1e-4) and schedule(1430) == 1e-3
+    assert schedule(1430 + 141_570 // 2) == pytest.approx(5.5e-4)
+    assert schedule(142_999) > schedule(143_000) == pytest.approx(1e-4, rel=1e-12)
+    for step in range(1430, 143_001, 1234):
+        wanted = 1e-4 + 9e-4 * math.cos(math.pi / 2 * (step - 1430) / 141_570) ** 2
+        assert schedule(step) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_a_schedule_of_few_steps():
+    schedule = optim.PythiaCosine(1.0, total=100, warmup=0, floor=0.1)
+    rates = [schedule(step) for step in (0, 1, 51, 100, 101)]
+    assert rates == pytest.approx([1, 1, 0.5, 0.1, 0.1])
+    with pytest.raises(ValueError, match="warmup"):
+        optim.PythiaCosine(1.0, total=10, warmup=11)
+
+
+# ---- settings ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model, peak", [
+    ("pythia-14m", 1e-3), ("pythia-70m", 1e-3), ("pythia-160m", 6e-4), ("pythia-410m", 3e-4),
+    ("pythia-1b", 3e-4), ("pythia-1.4b", 2e-4), ("pythia-2.8b", 1.6e-4), ("pythia-12b", 1.2e-4)])
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_the_recipe_of_each_model(model, peak, on_gpu):
+    settings = settings_of("--recipe", "pythia", "--model", model, on_gpu=on_gpu)
+    assert (settings["steps"], settings["warmup"], settings["lr"]) == (143_000, 1_430, peak)
+    assert settings["batch_size"] * settings["grad_accum"] == 1024
+    assert settings["seq_len"] == 2048 and settings["schedule"] == "pythia"
+    assert (settings["weight_decay"], settings["clip"]) == (0.1, 1.0)
+    assert recipes.changes(settings) == {}
+    assert settings_of("--recipe", "pythia-fixed", "--model", model)["schedule"] == "cosine"
+
+
+def test_each_flag_changes_the_recipe():
+    assert settings_of("--recipe", "pythia", on_gpu=False)["model"] == "pythia-70m"
+    settings = settings_of("--recipe", "pythia", "--steps", "2000", "--lr", "5e-4", "--seq-len",
+                           "64", "--batch-size", "2")
+    assert (settings["warmup"], settings["grad_accum"]) == (20, 512)
+    assert recipes.changes(settings) == {
+        "steps": {"recipe": 143_000, "run": 2000}, "warmup": {"recipe": 1430, "run": 20},
+        "lr": {"recipe": 1e-3, "run": 5e-4}, "seq_len": {"recipe": 2048, "run": 64}}
+    settings = settings_of("--recipe", "pythia", "--global-batch-size", "6", "--sparse", "local")
+    assert (settings["batch_size"], settings["grad_accum"]) == (6, 1)
+    assert recipes.changes(settings) == {"sequences_per_step": {"recipe": 1024, "run": 6},
+                                         "sparse": {"recipe": None, "run": "local"}}
+    assert settings_of("--recipe", "pythia", "--tokens", "2_097_153")["steps"] == 2
+    assert settings_of("--recipe", "pythia", "--warmup", "7", "--steps", "9")["warmup"] == 7
+
+
+@pytest.mark.parametrize("argv, batch, accumulate", [
+    (["--recipe", "pythia"], 16, 64),
+    (["--recipe", "pythia", "--batch-size", "32"], 32, 32),
+    (["--recipe", "pythia", "--grad-accum", "4"], 256, 4),
+    (["--recipe", "pythia", "--grad-accum", "2", "--batch-size", "512"], 512, 2),
+    (["--global-batch-size", "24"], 12, 2),
+    (["--batch-size", "3", "--grad-accum", "5"], 3, 5),
+])
+def test_sequences_of_a_step(argv, batch, accumulate):
+    settings = settings_of(*argv)
+    assert (settings["batch_size"], settings["grad_accum"]) == (batch, accumulate)
+
+
+@pytest.mark.parametrize("argv, said", [
+    (["--batch-size", "3"], "--batch-size 3 cannot make the 1,024 sequences"),
+    (["--grad-accum", "3"], "--grad-accum 3 cannot"),
+    (["--grad-accum", "2000"], "--grad-accum 2000 cannot"),
+    (["--batch-size", "2", "--grad-accum", "256"], "--batch-size 2 and --grad-accum 256 cannot"),
+    (["--batch-size", "4", "--global-batch-size", "6"], "4 cannot make the 6 sequences a step of"),
+])
+def test_sequences_that_cannot_be(argv, said, capsys):
+    assert train_pythia.main(["--recipe", "pythia", "--device", "cpu", *argv]) == 1
+    error = capsys.readouterr().err
+    assert said in error and "must be exactly that many" in error
+
+
+# ---- a run ------------------------------------------------------------------------------------
+
+
+def test_what_decays_and_how_it_begins(tmp_path, tokens):
+    assert train_pythia.main(flags(tmp_path, tokens, "a", "--steps", "1", "--warmup", "1")) == 0
+    model, optimizer, _, loss = train_pythia.load_checkpoint(
+        checkpoint_path(tmp_path / "runs" / "a" / "checkpoints", 0))
+    assert math.isnan(loss)  # there has been none
+    own = optimizer.state_dict()["groups"]
+    for name, parameter in model.named_parameters():
+        kept = name.endswith(".weight") and "norm" not in name
+        assert own.get(name, {}).get("weight_decay", optimizer.weight_decay) == 0.1 * kept, name
+        value = parameter.numpy()
+        if not kept:
+            assert np.all(value == ("norm" in name and name.endswith("weight"))), name
+            continue
+        writes = name.endswith(("attention.dense.weight", "dense_4h_to_h.weight"))
+        wanted = 2 / (2 * math.sqrt(64)) if writes else math.sqrt(2 / (5 * 64))
+        assert value.std() == pytest.approx(wanted, rel=0.05), name
+    assert model.config.hidden_act == "gelu_new"
+    assert (optimizer.beta1, optimizer.beta2, optimizer.eps) == (0.9, 0.95, 1e-8)
+    description = json.loads((tmp_path / "runs" / "a" / "config.json").read_text())
+    assert description["recipe"]["name"] == "pythia"
+    assert description["recipe"]["changed"]["steps"] == {"recipe": 143_000, "run": 1}
+    assert description["optimizer"]["beta2"] == 0.95
+
+
+def test_published_steps():
+    early = [step for step in range(1000) if recipes.published(step)]
+    assert early == [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+    later = [step for step in range(1000, 143_001) if recipes.published(step)]
+    assert later == list(range(1000, 143_001, 1000)) and len(early + later) == 154
+
+
+class Killed(BaseException):
+    """Nothing catches it, as nothing catches kill -9."""
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_checkpoints_that_stay_and_resuming(tmp_path, tokens, monkeypatch, device, dtype):
+    options = dict(device=device, dtype=dtype)
+    more = ["--steps", "14", "--save-every", "3"]
+    assert train_pythia.main(flags(tmp_path, tokens, "whole", *more, **options)) == 0
+    folders = [tmp_path / "runs" / name / "checkpoints" for name in ("whole", "parts")]
+    names = [f"step_{step}.safetensors" for step in (14, 12, 8, 4, 2, 1, 0)]
+    assert [path.name for path in list_checkpoints(folders[0])] == names
+
+    queue = run_log.RunLog.queue
+    for last in (1, 4, 12):  # the newest checkpoints are then those of steps 0, 3 and 9
+
+        def dying(self, step, *rest, last=last):
+            queue(self, step, *rest)
+            if step == last:
+                raise Killed
+
+        with monkeypatch.context() as patch:
+            patch.setattr(run_log.RunLog, "queue", dying)
+            with pytest.raises(Killed):
+                train_pythia.main(flags(tmp_path, tokens, "parts", *more, "--resume", "auto",
+                                        **options))
+    resume = ["--resume", "auto", "--out", str(tmp_path / "runs"), "--name", "parts",
+              "--recipe", "pythia", "--global-batch-size", "16", "--device", device]
+    assert train_pythia.main(resume) == 0
+    assert losses_of(tmp_path, "parts") == losses_of(tmp_path, "whole")
+    assert [path.name for path in list_checkpoints(folders[1])] == names
+    for name in names:
+        contents = [(folder / name).read_bytes() for folder in folders]
+        tensors = [c[8 + int.from_bytes(c[:8], "little"):] for c in contents]
+        assert tensors[0] == tensors[1], name
+    assert Checkpoint(folders[0] / names[-1]).state["step"] == 0
+
+
+def test_resuming_under_another_recipe_is_refused(tmp_path, tokens, capsys):
+    assert train_pythia.main(flags(tmp_path, tokens, "a", "--steps", "1", "--warmup", "0")) == 0
+    argv = ["--resume", "auto", "--out", str(tmp_path / "runs"), "--device", "cpu"]
+    assert train_pythia.main([*argv, "--recipe", "pythia-fixed"]) == 1
+    assert "--recipe is pythia-fixed, but the run has pythia" in capsys.readouterr().err
+    assert train_pythia.main([*argv, "--global-batch-size", "8"]) == 1
+    assert "--global-batch-size is 8, but the run has 16" in capsys.readouterr().err
+
+
+# ---- beside PyTorch ---------------------------------------------------------------------------
+
+
+def recorded_run(tmp_path, tokens, monkeypatch, name, **options):
+    """(losses, batches as the run drew them, the model of step 0)."""
+    forward_backward, drawn = train_pythia.forward_backward, []
+
+    def recording(model, ids, targets, share):
+        drawn.append(tuple(np.array(x.numpy() if hasattr(x, "numpy") else x, np.int64)
+                           for x in (ids, targets)))
+        return forward_backward(model, ids, targets, share)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_pythia, "forward_backward", recording)
+        assert train_pythia.main(flags(tmp_path, tokens, name, **options)) == 0
+    model, *_ = train_pythia.load_checkpoint(
+        checkpoint_path(tmp_path / "runs" / name / "checkpoints", 0))
+    return losses_of(tmp_path, name), drawn, model
+
+
+def reference_run(model, drawn, recipe, precision):
+    """Losses of the same steps in PyTorch, from the same weights. precision: "float32"; "bfloat16"
+    is weights and activations in it, with float32 copies of the weights in the optimizer and
+    float32 sums of gradients, as in needle; "autocast" keeps weights in float32."""
+    import torch
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    layers, width, heads, vocabulary = SMALL
+    net = GPTNeoXForCausalLM(GPTNeoXConfig(
+        vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers,
+        num_attention_heads=heads, intermediate_size=4 * width, hidden_act="gelu_new",
+        max_position_embeddings=TIME, attention_dropout=0.0, hidden_dropout=0.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000,
+                         "partial_rotary_factor": 0.25}))
+    ours = {name: np.array(p.numpy(), np.float32) for name, p in model.named_parameters()}
+    with torch.no_grad():
+        for name, p in net.named_parameters():
+            short = name.removeprefix("gpt_neox.").replace("lm_head.", "embed_out.")
+            value = torch.from_numpy(ours.pop(short))
+            p.copy_(value.T if p.ndim == 2 and short != "embed_in.weight" else value)
+    assert not ours
+    masters = [torch.nn.Parameter(p.detach().clone()) for p in net.parameters()]
+    if precision == "bfloat16":
+        net.bfloat16()
+    shares = ("weight_decay", 0.1), ("weight_decay", 0.0)
+    groups = [{"params": [m for m in masters if (m.ndim >= 2) == (value > 0)], key: value}
+              for key, value in shares]
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8)
+    losses = []
+    for step in range(STEPS):
+        if recipe == "pythia":
+            lr = rate(step, total=STEPS, warmup=WARMUP)
+        else:
+            past = (step + 1 - WARMUP) / (STEPS - WARMUP)
+            lr = 1e-3 * (step + 1) / WARMUP if past < 0 else (
+                1e-4 + 9e-4 * math.cos(math.pi / 2 * past) ** 2)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.zero_grad()
+        total = 0.0
+        for ids, targets in drawn[step * ACCUMULATE:(step + 1) * ACCUMULATE]:
+            net.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
+                logits = net(input_ids=torch.from_numpy(ids)).logits.float()
+            loss = torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), torch.from_numpy(targets).flatten())
+            (loss / ACCUMULATE).backward()
+            total += loss.item() / ACCUMULATE
+            for master, p in zip(masters, net.parameters()):
+                grad = p.grad.float()
+                master.grad = grad if master.grad is None else master.grad + grad
+        torch.nn.utils.clip_grad_norm_(masters, 1.0)
+        optimizer.step()
+        with torch.no_grad():
+            for master, p in zip(masters, net.parameters()):
+                p.copy_(master)
+        losses.append(total)
+    return losses
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("recipe", recipes.NAMES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_fifty_steps_in_float32(tmp_path, tokens, monkeypatch, recipe, device):
+    ours, drawn, model = recorded_run(tmp_path, tokens, monkeypatch, "a", recipe=recipe,
+                                      device=device)
+    theirs = reference_run(model, drawn, recipe, "float32")
+    assert len(ours) == STEPS and ours[-1] < ours[0] - 1
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("device", DEVICES)
+def test_fifty_steps_in_bfloat16(tmp_path, tokens, monkeypatch, capsys, device):
+    """needle's bfloat16 stays as close to float32 as PyTorch's, from the same weights: those that
+    needle rounded to bfloat16 before the first step."""
+    high, _, exact_start = recorded_run(tmp_path, tokens, monkeypatch, "high", device=device)
+    low, drawn, start = recorded_run(tmp_path, tokens, monkeypatch, "low", device=device,
+                                     dtype="bfloat16")
+
+    def reference(model, precision):
+        return reference_run(model, drawn, "pythia", precision)
+
+    exact, exact_from_rounded = reference(exact_start, "float32"), reference(start, "float32")
+    rows = [  # name, losses, PyTorch's float32 losses from the same weights
+        ("torch float32", exact, None),
+        ("needle float32", high, exact),
+        ("torch float32, weights rounded", exact_from_rounded, None),
+        ("torch bfloat16", reference(start, "bfloat16"), exact_from_rounded),
+        ("torch autocast to bfloat16", reference(start, "autocast"), exact_from_rounded),
+        ("needle bfloat16", low, exact_from_rounded),
+    ]
+    away = {name: np.abs(np.subtract(losses, base)) for name, losses, base in rows if base}
+    with capsys.disabled():
+        print_table(rows, away, device)
+
+    def size(name):
+        return math.sqrt(np.mean(away[name] ** 2))
+
+    assert away["needle float32"].max() <= 1e-4
+    assert size("needle bfloat16") <= 1.5 * size("torch bfloat16")
+    assert away["needle bfloat16"].max() <= 2 * away["torch bfloat16"].max()
+
+
+def print_table(rows, away, device):
+    steps = (1, 2, 5, 10, 20, 30, 40, 50)
+    print(f"\nneedle on {device}: loss at each step; distance from torch float32 over all {STEPS} "
+          "(root mean square, largest)")
+    print(f"{'step':30}" + "".join(f"{step:8}" for step in steps) + "       rms   largest")
+    for name, losses, _ in rows:
+        line = f"{name:30}" + "".join(f"{losses[step - 1]:8.4f}" for step in steps)
+        if name in away:
+            line += f"  {math.sqrt(np.mean(away[name] ** 2)):8.1e}  {away[name].max():8.1e}"
+        print(line)
