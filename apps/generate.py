@@ -19,6 +19,7 @@ from train_pythia import choose_device  # noqa: E402
 from needle.checkpoint import CheckpointError, load_checkpoint, newest_checkpoint  # noqa: E402
 from needle.data import END_OF_TEXT, load_tokenizer  # noqa: E402
 from needle.generation import stream_text  # noqa: E402
+from needle.sampling import check_sampling  # noqa: E402
 
 
 def parser() -> argparse.ArgumentParser:
@@ -69,6 +70,8 @@ def find(path: Path, tokenizer: str | None) -> tuple[Path, Path]:
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
+        # stream_text checks too, but only when its first piece is asked for, behind the prompt.
+        check_sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
         path, tokenizer_path = find(Path(args.checkpoint), args.tokenizer)
         tokenizer = load_tokenizer(tokenizer_path)
         model, _, _, _ = load_checkpoint(path, choose_device(args.device))

@@ -206,7 +206,8 @@ def steps_of(tokens: int, settings: dict) -> int:
 
 
 def complete(named: dict, tokens: int | None, on_gpu: bool) -> dict:
-    """All settings of a new run."""
+    """All settings of a new run. A --window without --sparse ends the program as argparse does;
+    ValueError where the batch or the warmup cannot be as named."""
     base = dict(CUDA if on_gpu else CPU)
     recipe = named.get("recipe")
     model = named.get("model", base["model"] if recipe is None else "pythia-70m")
@@ -216,12 +217,18 @@ def complete(named: dict, tokens: int | None, on_gpu: bool) -> dict:
     if recipe is not None:
         base.update(recipes.values(recipe, model))
     settings = {**COMMON, **base, "model": model, **named}
+    if "window" in named and settings["sparse"] is None:
+        parser().error("argument --window: needs --sparse")
     share_step(settings, named)
     if tokens is not None:
         settings["steps"] = steps_of(tokens, settings)
     if "warmup" not in named:
         steps = settings["steps"]
         settings["warmup"] = steps // 10 if recipe is None else recipes.warmup(steps)
+    # A constant rate has no end to reach: a run of it may stop within the warmup and go on later.
+    if settings["warmup"] > settings["steps"] and settings["schedule"] != "constant":
+        raise ValueError(f"--warmup {settings['warmup']}: the run has {settings['steps']} steps, "
+                         f"and its warmup must be 0 to {settings['steps']} of them")
     return settings
 
 

@@ -273,11 +273,14 @@ def sample_text(run: Run) -> str:
 
 
 def choose_device(name: str) -> ndl.Device:
+    """ValueError that says why a device cannot be used."""
     if name == "auto":
         return ndl.cuda() if ndl.cuda().enabled() else ndl.cpu()
     kind, _, index = name.partition(":")
     device = ndl.cpu() if kind == "cpu" else ndl.cuda(int(index or 0))
-    device.synchronize()  # a device that cannot be used says why here
+    if not device.enabled():
+        raise ValueError(f"--device {name}: {device.reason()}")
+    device.synchronize()  # an enabled GPU can still refuse: out of memory, lost
     return device
 
 

@@ -375,6 +375,59 @@ def test_a_bad_flag_says_what_is_allowed(argv, said, capsys):
     assert said in capsys.readouterr().err
 
 
+def test_a_device_that_cannot_be_used_says_why_in_one_line(tmp_path, text, capsys):
+    assert train_pythia.main(flags(tmp_path, text, "a", steps=1)) == 0
+    capsys.readouterr()
+    # No machine has this many GPUs.
+    why = f"--device cuda:63: {ndl.cuda(63).reason()}\n"
+    assert train_pythia.main(flags(tmp_path, text, "b", device="cuda:63")) == 1
+    assert capsys.readouterr() == ("", f"train_pythia.py: {why}")
+    assert not (tmp_path / "runs" / "b").exists()
+    assert generate.main([str(tmp_path / "runs" / "a"), "--device", "cuda:63"]) == 1
+    assert capsys.readouterr() == ("", f"generate.py: {why}")
+
+
+def test_a_window_needs_sparse(tmp_path, tokens, capsys):
+    # With nothing to resume, auto begins a new run.
+    for more in ([], ["--recipe", "pythia"], ["--resume", "auto"]):
+        with pytest.raises(SystemExit) as caught:
+            train_pythia.main(flags(tmp_path, tokens, "a", "--window", "70", *more))
+        assert caught.value.code == 2
+        error = capsys.readouterr().err
+        assert error.endswith("train_pythia.py: error: argument --window: needs --sparse\n")
+    assert not (tmp_path / "runs").exists()
+    argv = flags(tmp_path, tokens, "a", "--window", "70", "--sparse", "local")
+    assert train_pythia.main(argv) == 0
+    argv = flags(tmp_path, tokens, "a", "--window", "70", "--resume", "auto")
+    assert train_pythia.main(argv) == 0  # the checkpoint knows of --sparse
+
+
+def test_a_warmup_longer_than_the_run(tmp_path, capsys):
+    missing = tmp_path / "missing"  # the warmup is refused before the data is looked for
+    for steps, length in [(6, []), (3, ["--tokens", "96"])]:
+        argv = flags(tmp_path, missing, "a", "--warmup", "7", steps=6)
+        if length:
+            at = argv.index("--steps")
+            argv[at:at + 2] = length
+        assert train_pythia.main(argv) == 1
+        assert capsys.readouterr() == (
+            "", f"train_pythia.py: --warmup 7: the run has {steps} steps, and its warmup must be "
+                f"0 to {steps} of them\n")
+    assert not (tmp_path / "runs").exists()
+    assert train_flags.complete({"warmup": 6, "steps": 6}, None, on_gpu=False)["warmup"] == 6
+    constant = {"schedule": "constant", "warmup": 7, "steps": 6}
+    assert train_flags.complete(constant, None, on_gpu=False)["warmup"] == 7
+
+
+def test_bad_sampling_is_refused_before_the_prompt_is_printed(tmp_path, text, capsys):
+    assert train_pythia.main(flags(tmp_path, text, "a", steps=1)) == 0
+    capsys.readouterr()
+    argv = [str(tmp_path / "runs" / "a"), "--device", "cpu", "--top-p", "2"]
+    assert generate.main(argv) == 1
+    assert capsys.readouterr() == (
+        "", "generate.py: top_p must be above 0 and at most 1, not 2.0\n")
+
+
 def test_help_names_every_flag_in_groups_with_defaults(capsys):
     with pytest.raises(SystemExit) as caught:
         train_pythia.main(["--help"])
