@@ -728,6 +728,19 @@ class BuildExt(build_ext):
             say(f"compiled {compiled} file(s) into {core.name}" + (" and _cuda.so" if cuda else ""))
         else:
             say("nothing to compile: all is up to date")
+        self.add_harness_hook()
+
+    def add_harness_hook(self) -> None:
+        """A .pth file works in site-packages only: it goes there with the package, or, from an
+        editable install, which leaves the package in its place, without."""
+        if getattr(self, "editable_mode", False):
+            site = self.get_finalized_command("install").install_lib
+        elif self.inplace:
+            return  # nothing is installed
+        else:
+            site = self.build_lib
+        for name in ("_needle_lm_eval.py", "needle_lm_eval.pth"):
+            self.copy_file(str(ROOT / "packaging" / name), site)
 
 
 if __name__ == "__main__":

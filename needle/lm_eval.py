@@ -1,11 +1,12 @@
 """needle as a model of the LM evaluation harness (Gao et al., the package `lm_eval`).
 
-    python -m needle.lm_eval --model needle --model_args pretrained=runs/tiny --tasks lambada_openai
+    lm_eval --model needle --model_args pretrained=runs/tiny --tasks lambada_openai
 
-The harness looks for models among its own only, so this command registers `needle` and hands over
-to the harness' command line, every word of which works (`run`, `ls`, --include_path, ...). In
-Python `import needle.lm_eval` registers it, and `lm_eval.simple_evaluate(model="needle",
-model_args={"pretrained": ...})` finds it.
+An installed needle, or the .venv of `make`, tells the harness about itself
+(packaging/_needle_lm_eval.py); in Python, lm_eval.simple_evaluate(model="needle",
+model_args={"pretrained": ...}) works as well. Where needle is only on PYTHONPATH, or the harness is
+older than 0.4.10, `python -m needle.lm_eval` takes the place of `lm_eval` and every word of its
+command line, and `import needle.lm_eval` registers the model in Python.
 
 Scores are those of the harness' own `hf` model on the same weights: context and continuation are
 encoded together and cut at the context's length, an empty context is the tokenizer's BOS token (or
@@ -26,7 +27,7 @@ try:
     import lm_eval.models  # noqa: F401  first: the harness registers its own only into an empty list
     from lm_eval import utils
     from lm_eval.api.model import TemplateLM
-    from lm_eval.api.registry import register_model
+    from lm_eval.api.registry import MODEL_REGISTRY, register_model
 except ImportError as error:
     lacking = f"needle.lm_eval needs the LM evaluation harness ({error}): pip install lm_eval"
     if __name__ == "__main__":
@@ -44,7 +45,6 @@ MAX_GEN_TOKS = 256  # where a task does not say
 TOKEN_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
-@register_model("needle")
 class NeedleLM(TemplateLM):
     """A Pythia as the harness sees it.
 
@@ -206,6 +206,10 @@ class NeedleLM(TemplateLM):
             if not open_rows:
                 break
         return [options.cut(self.tok_decode(row))[0] for row in rows]
+
+
+if "needle" not in MODEL_REGISTRY:
+    register_model("needle")(NeedleLM)
 
 
 class _Options:

@@ -204,12 +204,18 @@ def test_no_tokenizer(folder, tmp_path):
 TASKS = ("needle_choice", "needle_text", "needle_write")
 
 
-def command(folder, tmp_path, module: str, model: str, model_args: str) -> tuple[dict, dict]:
+# `lm_eval` as a Python starts it that has packaging/ in its site-packages, and needle's own command.
+INSTALLED = ["-c", f"import site; site.addsitedir({str(ROOT / 'packaging')!r}); "
+             "from lm_eval.__main__ import cli_evaluate; cli_evaluate()"]
+MODULE = ["-m", "needle.lm_eval"]
+
+
+def command(folder, tmp_path, start: list[str], model: str, model_args: str) -> tuple[dict, dict]:
     """(metrics, what was answered) of the harness' command line."""
     env = dict(os.environ, HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", PYTHONPATH=str(ROOT),
                HF_HOME=str(tmp_path / "cache"), PYTHONWARNINGS="ignore")
     out = tmp_path / model
-    words = [sys.executable, "-m", module, "--model", model, "--model_args", model_args,
+    words = [sys.executable, *start, "--model", model, "--model_args", model_args,
              "--tasks", ",".join(TASKS), "--include_path", str(folder), "--device", "cpu",
              "--batch_size", "3", "--output_path", str(out), "--log_samples"]
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=300)
@@ -223,11 +229,16 @@ def command(folder, tmp_path, module: str, model: str, model_args: str) -> tuple
     return results, answers
 
 
-def test_command_line(folder, tmp_path):
-    ours = command(folder, tmp_path, "needle.lm_eval", "needle",
-                   f"pretrained={folder}/step_1.safetensors")
-    theirs = command(folder, tmp_path, "lm_eval", "hf",
-                     f"pretrained={folder}/exported,dtype=float32")
+@pytest.fixture(scope="module")
+def of_hf(folder, tmp_path_factory):
+    return command(folder, tmp_path_factory.mktemp("hf"), ["-m", "lm_eval"], "hf",
+                   f"pretrained={folder}/exported,dtype=float32")
+
+
+@pytest.mark.parametrize("start", [INSTALLED, MODULE], ids=["lm_eval", "needle.lm_eval"])
+def test_command_line(folder, tmp_path, of_hf, start):
+    ours, theirs = command(folder, tmp_path, start, "needle",
+                           f"pretrained={folder}/step_1.safetensors"), of_hf
     for task, metrics in theirs[0].items():
         for name, value in metrics.items():
             if isinstance(value, float):
@@ -238,3 +249,26 @@ def test_command_line(folder, tmp_path):
             assert float(score) == pytest.approx(float(expected), abs=1e-3)
             assert str(greedy) == str(was_greedy)
     assert ours[0]["needle_text"]["word_perplexity,none"] > 1
+
+
+def test_the_hook_waits_for_the_harness_alone():
+    """What every start of Python pays where needle is installed: no import, and no trace of it once
+    the harness is loaded."""
+    code = f"""
+import sys, site
+before = set(sys.modules)
+site.addsitedir({str(ROOT / 'packaging')!r})
+assert set(sys.modules) - before == {{"_needle_lm_eval"}}, set(sys.modules) - before
+watch = sys.meta_path[0]
+import json.tool
+assert sys.meta_path[0] is watch
+import lm_eval.models
+from lm_eval.api.registry import MODEL_REGISTRY, get_model
+assert watch not in sys.meta_path and "needle" in MODEL_REGISTRY and "needle" not in sys.modules
+assert get_model("needle") is sys.modules["needle.lm_eval"].NeedleLM is get_model("needle")
+assert get_model("dummy").__name__ == "DummyLM"
+"""
+    pytest.importorskip("lm_eval", reason="lm_eval not installed (pip install needle[parity])")
+    env = dict(os.environ, PYTHONPATH=str(ROOT), PYTHONWARNINGS="ignore")
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
