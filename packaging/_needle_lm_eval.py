@@ -1,7 +1,7 @@
 """Makes `lm_eval --model needle` work. The LM evaluation harness knows the models of its own table
 and offers no way to add one from outside, so this adds a line to that table when the harness loads
-it. needle_lm_eval.pth, installed beside it, imports it whenever Python starts: it must stay as small
-as it is and import nothing, neither needle nor the harness.
+it. needle_lm_eval.pth, installed beside it, imports it whenever Python starts: it must stay this
+small and import nothing, neither needle nor the harness.
 """
 
 import sys

@@ -232,6 +232,13 @@ GRADIENTS = [
         twice=False,
     ),
     Gradient(
+        "linear_transposed",
+        lambda ops, x, w: ops.linear_transposed(x, w),
+        lambda x, w: x @ w.T,
+        (normal(2, 3, 4), normal(5, 4)),
+        twice=False,
+    ),
+    Gradient(
         "layer_norm",
         lambda ops, x, w, b: ops.layer_norm(x, w, b, 1e-5),
         norm,

@@ -204,7 +204,7 @@ def test_no_tokenizer(folder, tmp_path):
 TASKS = ("needle_choice", "needle_text", "needle_write")
 
 
-# `lm_eval` as a Python starts it that has packaging/ in its site-packages, and needle's own command.
+# `lm_eval` in a Python that has packaging/ in its site-packages, and needle's own command.
 INSTALLED = ["-c", f"import site; site.addsitedir({str(ROOT / 'packaging')!r}); "
              "from lm_eval.__main__ import cli_evaluate; cli_evaluate()"]
 MODULE = ["-m", "needle.lm_eval"]

@@ -90,8 +90,15 @@ class PythiaConfig:
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "intermediate_size",
                      "max_seq_len", "sparse_window", "sparse_block"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"PythiaConfig: {name} must be an int of 1 or more, not {value!r}")
+        for name in ("rotary_pct", "rotary_base", "layer_norm_eps"):
+            value = getattr(self, name)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or not 0 <= value < math.inf or (name, value) == ("rotary_base", 0):
+                raise ValueError(f"PythiaConfig: {name} must be a finite number "
+                                 f"{'above' if name == 'rotary_base' else 'of at least'} 0, "
+                                 f"not {value!r}")
         if self.hidden_size % self.num_heads:
             raise ValueError(f"PythiaConfig: hidden_size {self.hidden_size} is not a multiple of "
                              f"num_heads {self.num_heads}")
@@ -206,7 +213,7 @@ class TiedHead(nn.Module):
         self.embedding = embedding
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.linear(x, ops.transpose(self.embedding.weight))
+        return ops.linear_transposed(x, self.embedding.weight)
 
 
 class LayerNorm(nn.Module):

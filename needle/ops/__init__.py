@@ -58,7 +58,7 @@ from .elementwise import (
 )
 from .embedding import EmbeddingOp, IndexAdd, IndexSelect, embedding, index_select
 from .loss import CrossEntropy, cross_entropy
-from .matmul import LinearOp, MatMul, linear, matmul
+from .matmul import LinearOp, LinearTransposedOp, MatMul, linear, linear_transposed, matmul
 from .normalization import LayerNorm, layer_norm
 from .reduce import (
     LogSoftmax,

@@ -55,6 +55,13 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     return MatMul()(a, b)
 
 
+def add_product(x: NDArray, y: NDArray, into: NDArray) -> None:
+    """into (K, M) float32 += x^T y of rows x (N, K) and y (N, M)."""
+    n, k, m = *x.shape, y.shape[1]
+    x_t = x.permute((1, 0)).reshape((1, k, n))
+    _C.matmul_acc(x_t, y.reshape((1, n, m)), into.reshape((1, k, m)))
+
+
 class LinearOp(FusedOp):
     """y = x w + b;  dx = dy w^T,  dw += x^T dy (float32, by the product itself),  db += sum dy."""
 
@@ -75,18 +82,46 @@ class LinearOp(FusedOp):
             dw = sinks[1]
             if dw is None:
                 dw = grads[1] = zeros(w.shape, "float32", w.device)
-            k, m = w.shape
-            _C.matmul_acc(
-                rows_of(x).permute((1, 0)).reshape((1, k, dy.shape[0])),
-                dy.reshape((1, dy.shape[0], m)),
-                dw.reshape((1, k, m)),
-            )
+            add_product(rows_of(x), dy, dw)
         if len(node.inputs) == 3 and node.inputs[2].requires_grad:
             db = sinks[2]
             if db is None:
                 db = grads[2] = zeros(node.inputs[2].shape, "float32", w.device)
             _C.bias_bwd(dy, db.reshape((db.size,)))
         return grads
+
+
+class LinearTransposedOp(FusedOp):
+    """y = x w^T;  dx = dy w,  dw += dy^T x (float32, by the product itself)."""
+
+    def compute(self, x: NDArray, w: NDArray) -> NDArray:
+        return (rows_of(x) @ w.permute((1, 0))).reshape(x.shape[:-1] + (w.shape[0],))
+
+    def backward(
+        self, dout: NDArray, node: Tensor, sinks: Sequence[Optional[NDArray]]
+    ) -> list[Optional[NDArray]]:
+        x, w = node.inputs[0].cached_data, node.inputs[1].cached_data
+        dy = rows_of(dout)
+        grads: list[Optional[NDArray]] = [None, None]
+        if node.inputs[0].requires_grad:
+            grads[0] = (dy @ w).reshape(x.shape)
+        if node.inputs[1].requires_grad:
+            dw = sinks[1]
+            if dw is None:
+                dw = grads[1] = zeros(w.shape, "float32", w.device)
+            add_product(dy, rows_of(x), dw)
+        return grads
+
+
+def linear_transposed(x: Tensor, w: Tensor) -> Tensor:
+    """x @ w^T over the last axis of x: (..., K) and (M, K) give (..., M); w is read as it lies.
+
+    The gradient of w is float32 in every dtype. For a head that shares the embedding's weight.
+
+    >>> print(ndl.ops.linear_transposed(ndl.ones(1, 2), ndl.Tensor([[1, 2], [3, 4], [5, 6]])))
+    [[ 3.  7. 11.]]
+    """
+    return LinearTransposedOp()(x, w)
 
 
 def linear(x: Tensor, w: Tensor, b: Optional[Tensor] = None) -> Tensor:
