@@ -1,0 +1,157 @@
+"""Does the device ever wait for data? Training steps on batches that needle reads, against the same
+steps on one batch that already lies on the device.
+
+A sample is a block of steps as apps/train_pythia.py makes them: a batch from needle.data.Prefetch,
+forward, backward, clipping, AdamW, the loss on its way to the host while the next step is queued.
+Blocks of all sides alternate. The files are random tokens, written to a temporary folder and then
+read through the page cache: the speed of a disk is left out.
+
+    python benchmarks/data.py           on a GPU pythia-70m in bfloat16, 16 x 2048 tokens a step
+
+`waits` is how long a step stood still for the reader, in the mean and at the worst; `reads` what
+one batch costs the reading thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+import needle as ndl
+from needle import _C, nn, optim
+from needle.data import Batches, Prefetch, megatron, open_data
+from needle.models.pythia import Pythia, PythiaConfig
+
+TOKENS = 40_000_000
+DOCUMENT = 700  # mean length: about the Pile's in bytes / 4, and every batch has some hundred
+
+
+def write_files(folder: Path, vocabulary: int, row: int, count: int) -> dict[str, Path]:
+    """One file of each way to lie on a disk, of `count` tokens or a little less."""
+    draw = np.random.default_rng(0)
+    tokens = draw.integers(0, min(vocabulary, 1 << 16), count).astype("<u2")
+    tokens.tofile(folder / "flat.bin")
+    np.save(folder / "array.npy", tokens.astype(np.int32))
+    with open(folder / "shard.bin", "wb") as file:  # llm.c: 256 int32, magic, version, count
+        np.array([20240520, 1, count] + [0] * 253, "<i4").tofile(file)
+        tokens.tofile(file)
+    sizes = draw.geometric(1 / DOCUMENT, count // DOCUMENT).astype(np.int64)
+    rows = np.full(count // row, row, np.int64)
+    for name, lengths in (("documents", sizes), ("preshuffled", rows)):
+        lengths = lengths[np.cumsum(lengths) <= count]
+        tokens[:lengths.sum()].tofile(folder / f"{name}.bin")
+        with open(folder / f"{name}.idx", "wb") as file:
+            megatron.write_index(file, np.dtype("<u2"), lengths)
+    kinds = {"flat uint16": "flat.bin", ".npy int32": "array.npy", "llm.c shard": "shard.bin",
+             "Megatron documents": "documents"}
+    if row == megatron.ROW_LENGTH:
+        kinds["preshuffled rows"] = "preshuffled"
+    return {kind: folder / name for kind, name in kinds.items()}
+
+
+class InPlace:
+    """One batch for ever."""
+
+    waited = 0.0
+
+    def __init__(self, batch: tuple) -> None:
+        self.next = lambda: batch
+
+
+Block = Callable[[Prefetch | InPlace, int], tuple[float, list[float]]]
+
+
+def trainer(config: PythiaConfig, device: ndl.Device) -> Block:
+    """(batches, steps) -> seconds of a block, seconds that each step waited for its batch."""
+    model = Pythia(config, device=device)
+    flat = nn.flatten_parameters(model)
+    optimizer = optim.AdamW(flat, lr=1e-4, weight_decay=0.1, beta1=0.9, beta2=0.95)
+
+    def block(batches: Prefetch | InPlace, steps: int) -> tuple[float, list[float]]:
+        device.synchronize()
+        start, waits, before = time.perf_counter(), [batches.waited], None
+        for _ in range(steps):
+            optimizer.reset_grad()
+            _, loss = model(*batches.next())
+            waits.append(batches.waited)
+            loss.backward()
+            _, scale = _C.grad_norm(flat.grad, 1.0)
+            optimizer.step(scale)
+            here = _C.Download(loss.cached_data)
+            if before is not None:
+                before.wait()
+            before = here
+        before.wait()
+        return time.perf_counter() - start, np.diff(waits).tolist()
+
+    return block
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=None, help="default: pythia-70m, on a CPU tiny")
+    parser.add_argument("--device", default="cuda" if ndl.cuda().enabled() else "cpu",
+                        choices=("cpu", "cuda"))
+    parser.add_argument("--dtype", default=None, choices=("float32", "bfloat16"))
+    parser.add_argument("--batch-size", type=int, default=None, help="default: 16, on a CPU 4")
+    parser.add_argument("--seq-len", type=int, default=None, help="default: 2048, on a CPU 128")
+    parser.add_argument("--steps", type=int, default=20, help="of a block")
+    parser.add_argument("--blocks", type=int, default=7, help="of a side; the first is not timed")
+    args = parser.parse_args()
+
+    on_gpu = args.device == "cuda"
+    device = ndl.cuda() if on_gpu else ndl.cpu()
+    dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
+    args.model = args.model or ("pythia-70m" if on_gpu else "tiny")
+    shape = args.batch_size or (16 if on_gpu else 4), args.seq_len or (2048 if on_gpu else 128)
+    config = PythiaConfig.preset(args.model, max_seq_len=shape[1], dtype=dtype)
+    train = trainer(config, device)
+    print(f"{platform.machine()}, {os.cpu_count()} cores, {device.properties()['name']}")
+    print(f"{args.model}, {shape[0]} x {shape[1]}, {dtype}, {args.blocks - 1} blocks of "
+          f"{args.steps} steps a side, alternating")
+
+    with tempfile.TemporaryDirectory() as name:
+        files = write_files(Path(name), config.vocab_size, shape[1] + 1, TOKENS)
+        readers: dict[str, Prefetch] = {}
+        reads: dict[str, float] = {}
+        for kind, path in files.items():
+            batches = Batches(open_data(path).train, *shape, seed=1, vocab_size=config.vocab_size)
+            batches.next_rows()
+            start = time.perf_counter()
+            for _ in range(10):
+                batches.next_rows()
+            reads[kind] = (time.perf_counter() - start) / 10
+            readers[kind] = Prefetch(batches, device)
+        fixed = InPlace(next(iter(readers.values())).next())
+        seconds: dict[str, list[float]] = {"one batch, in place": [], **{k: [] for k in readers}}
+        waits: dict[str, list[float]] = {kind: [] for kind in seconds}
+        for number in range(args.blocks):
+            for kind in seconds:
+                taken, waited = train(readers.get(kind, fixed), args.steps)
+                if number:
+                    seconds[kind].append(taken / args.steps)
+                    waits[kind] += waited
+        for reader in readers.values():
+            reader.close()
+
+    reference = statistics.median(seconds["one batch, in place"])
+    print(f"{'':22}{'ms a step':>10}{'min':>8}{'max':>8}{'x in place':>12}"
+          f"{'waits ms':>10}{'worst':>8}{'reads ms':>10}")
+    for kind, times in seconds.items():
+        median = statistics.median(times)
+        print(f"{kind:22}{median * 1e3:10.2f}{min(times) * 1e3:8.2f}{max(times) * 1e3:8.2f}"
+              f"{median / reference:12.3f}{statistics.mean(waits[kind]) * 1e3:10.3f}"
+              f"{max(waits[kind]) * 1e3:8.2f}{reads.get(kind, 0) * 1e3:10.2f}")
+
+
+if __name__ == "__main__":
+    main()
