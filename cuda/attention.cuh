@@ -462,6 +462,35 @@ __device__ __forceinline__ void product_columns(float (&c)[MI][N][4], const floa
     }
 }
 
+/* A warp's scores of queries first_row.. with a tile of 8 N keys: `hidden` where the query does not
+ * see the key. Most tiles are seen whole and left as they are. */
+template <int MI, int N>
+__device__ __forceinline__ void hide_keys(float (&s)[MI][N][4], float hidden, const Problem &p,
+                                          Span keys, int first_row, int lane) {
+    bool cut = keys.begin + 8 * N > keys.end || (p.causal && keys.end - 1 > first_row + p.offset);
+    if (!cut) {
+        return;
+    }
+#pragma unroll
+    for (int mi = 0; mi < MI; mi++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            int row = first_row + 16 * mi + 8 * half + lane / 4;
+            int end = p.causal ? min(keys.end, row + p.offset + 1) : keys.end;
+            int columns = end - keys.begin - 2 * (lane % 4);
+#pragma unroll
+            for (int n = 0; n < N; n++) {
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    if (8 * n + e >= columns) {
+                        s[mi][n][2 * half + e] = hidden;
+                    }
+                }
+            }
+        }
+    }
+}
+
 /* Write a warp's accumulators, times factor[mi][half row], to rows span.begin + m0.. of a head
  * (those before span.end) and columns 8 first..; through `tile`, whose rows m0.. and chunks
  * first.. nobody else uses any more. */

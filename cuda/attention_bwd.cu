@@ -160,25 +160,7 @@ __global__ void __launch_bounds__(QueryTile<DP>::THREADS, QueryTile<DP>::CTAS)
                     s[0][n][i] = fast_exp2(fmaf(s[0][n][i], p.scale_log2, -stat[i / 2].x));
                 }
             }
-            bool cut = tile.begin + Tile::KEYS > tile.end ||
-                       (p.causal && tile.end - 1 > first_row + p.offset);
-            if (cut) {
-#pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    int row = first_row + 8 * half + lane / 4;
-                    int end = p.causal ? min(tile.end, row + p.offset + 1) : tile.end;
-                    int columns = end - tile.begin - 2 * (lane % 4);
-#pragma unroll
-                    for (int n = 0; n < N; n++) {
-#pragma unroll
-                        for (int e = 0; e < 2; e++) {
-                            if (8 * n + e >= columns) {
-                                s[0][n][2 * half + e] = 0.0f;
-                            }
-                        }
-                    }
-                }
-            }
+            hide_keys(s, 0.0f, p, tile, first_row, lane);
             product_rows<T, DP>(dp, dout, v_tiles + stage * Tile::OTHER_BYTES);
 #pragma unroll
             for (int n = 0; n < N; n++) {

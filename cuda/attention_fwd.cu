@@ -152,28 +152,7 @@ __global__ void __launch_bounds__(ForwardTile<DP>::THREADS, ForwardTile<DP>::CTA
         if (visible) {
             float s[MI][N][4];
             product_rows<T, DP>(s, q, k_tiles + stage * Tile::K_BYTES);
-            bool cut = tile.begin + Tile::KEYS > tile.end ||
-                       (p.causal && tile.end - 1 > first_row + p.offset);
-            if (cut) {
-#pragma unroll
-                for (int mi = 0; mi < MI; mi++) {
-#pragma unroll
-                    for (int half = 0; half < 2; half++) {
-                        int row = first_row + 16 * mi + 8 * half + lane / 4;
-                        int end = p.causal ? min(tile.end, row + p.offset + 1) : tile.end;
-                        int columns = end - tile.begin - 2 * (lane % 4);
-#pragma unroll
-                        for (int n = 0; n < N; n++) {
-#pragma unroll
-                            for (int e = 0; e < 2; e++) {
-                                if (8 * n + e >= columns) {
-                                    s[mi][n][2 * half + e] = -INFINITY;
-                                }
-                            }
-                        }
-                    }
-                }
-            }
+            hide_keys(s, -INFINITY, p, tile, first_row, lane);
             softmax.update(s, o, p.scale_log2);
             product_columns<T, DP>(o, s, v_tiles + stage * Tile::K_BYTES, 0);
         }

@@ -1,4 +1,4 @@
-/* backend.cu - the CUDA backend's frame: devices, the one stream of each, memory, events, faults.
+/* backend.cu - the CUDA backend's frame: devices, the one stream of each, memory, faults, the vtable.
  *
  * Memory comes from a stream-ordered pool of our own on each device (threshold at its maximum, so
  * that freed memory stays for the next call); reset() can thus give everything back without
@@ -14,61 +14,17 @@
  */
 #include <atomic>
 #include <mutex>
-#include <new>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unordered_map>
-#include <vector>
 
-#include "common.cuh"
+#include "device.cuh"
 #include "graph.cuh"
-
-struct nd_event {
-    cudaEvent_t event;
-    bool recorded;
-};
-
-struct nd_download {
-    void *pinned;
-    size_t room, bytes;
-    cudaEvent_t arrived;
-};
-
-struct nd_staging {
-    void *pinned;
-    cudaEvent_t sent;
-};
 
 namespace {
 
 constexpr int max_devices = 64;
 constexpr size_t scratch_step = (size_t)1 << 20;
-
-/* Of this file, so that the maps below are too and the shared object exports none of them. */
-struct Bytes {
-    size_t count;
-    nd_graph *owner = nullptr; /* the graph whose block it is */
-};
-
-struct Device {
-    std::mutex lock;
-    bool opened = false;
-    cudaStream_t stream = nullptr;
-    cudaMemPool_t pool = nullptr;
-    cuda_limits limits = {};
-    int arch = 0;             /* limits.arch, or NEEDLE_ARCH when that is less */
-    bool reads_pages = false; /* copies may read pageable host memory after the call returns */
-    size_t total_bytes = 0;
-    void *scratch = nullptr;
-    size_t scratch_bytes = 0;
-    int64_t live_bytes = 0, peak_bytes = 0;
-    std::unordered_map<void *, Bytes> live;    /* arrays' memory and its size */
-    std::vector<nd_download *> idle_downloads; /* to be used again */
-    std::vector<nd_graph *> graphs;
-    nd_graph *recording = nullptr;                    /* between graph_begin and graph_end */
-    std::unordered_map<const void *, Bytes> prepared; /* kernels: dynamic shared memory allowed */
-};
 
 struct State {
     Device devices[max_devices];
@@ -115,11 +71,34 @@ nd_status first_fault() {
     return nd_error(ND_EFATAL, "%s", s.fault);
 }
 
+} // namespace
+
+nd_status cuda_error(const char *op, const char *what, cudaError_t error) {
+    cudaGetLastError();
+    if (!ends_context(error)) {
+        return nd_error(ND_ECUDA, "%s: %s: %s (%s)", op, what, cudaGetErrorString(error),
+                        cudaGetErrorName(error));
+    }
+    State &s = state();
+    {
+        std::lock_guard<std::mutex> guard(s.fault_lock);
+        if (!s.faulted.load(std::memory_order_relaxed)) {
+            snprintf(s.fault, sizeof s.fault,
+                     "%s: %s: %s (%s): the CUDA context is lost and this process must end; start "
+                     "again from the last checkpoint. The fault may come from an earlier op: "
+                     "NEEDLE_SYNC=1 finds which",
+                     op, what, cudaGetErrorString(error), cudaGetErrorName(error));
+            s.faulted.store(true, std::memory_order_release);
+        }
+    }
+    return first_fault();
+}
+
+bool cuda_faulted(void) { return state().faulted.load(std::memory_order_acquire); }
+
 /* ---- entering a call ---------------------------------------------------------------------------*/
-/* Refuse after a fault and before open(), make the device current, forget errors of other users of
- * the runtime in this thread. */
-nd_status enter(int device) {
-    if (state().faulted.load(std::memory_order_acquire)) {
+nd_status cuda_enter(int device) {
+    if (cuda_faulted()) {
         return first_fault();
     }
     if (device < 0 || device >= max_devices || !state().devices[device].opened) {
@@ -133,25 +112,17 @@ nd_status enter(int device) {
     return ND_OK;
 }
 
-/* The same for work that must be enqueued alone; the lock lasts as long as the object. */
-struct Exclusive {
-    std::mutex *lock = nullptr;
-    Exclusive() = default;
-    Exclusive(const Exclusive &) = delete;
-    Exclusive &operator=(const Exclusive &) = delete;
-    ~Exclusive() {
-        if (lock) {
-            lock->unlock();
-        }
+nd_status Exclusive::begin(int device) {
+    if (device >= 0 && device < max_devices) {
+        lock = &state().devices[device].lock;
+        lock->lock();
     }
-    nd_status begin(int device) {
-        if (device >= 0 && device < max_devices) {
-            lock = &state().devices[device].lock;
-            lock->lock();
-        }
-        return enter(device);
-    }
-};
+    return cuda_enter(device);
+}
+
+Device &cuda_device(int device) { return state().devices[device]; }
+
+namespace {
 
 /* ---- devices -----------------------------------------------------------------------------------*/
 __global__ void probe_kernel() {}
@@ -197,7 +168,7 @@ nd_status no_kernels(const char *name, int device, int major, int minor) {
 
 nd_status cuda_device_count(int *count) {
     *count = 0;
-    if (state().faulted.load(std::memory_order_acquire)) {
+    if (cuda_faulted()) {
         return first_fault();
     }
     int driver = 0, runtime = 0, found = 0;
@@ -264,7 +235,7 @@ nd_status pool_new(int device, cudaMemPool_t *out) {
 
 /* With the device's lock held. */
 nd_status open_locked(int device) {
-    Device &d = state().devices[device];
+    Device &d = cuda_device(device);
     if (d.opened) {
         return ND_OK;
     }
@@ -287,7 +258,6 @@ nd_status open_locked(int device) {
     d.limits.block_threads = prop.maxThreadsPerBlock;
     d.limits.block_shared = prop.sharedMemPerBlockOptin;
     d.limits.l2_bytes = (size_t)prop.l2CacheSize;
-    d.total_bytes = prop.totalGlobalMem;
     d.reads_pages = prop.integrated || prop.pageableMemoryAccessUsesHostPageTables;
     d.arch = d.limits.arch;
     const char *asked = getenv("NEEDLE_ARCH");
@@ -319,7 +289,7 @@ nd_status cuda_open(int device) {
                         "cuda(%d))",
                         device, count, count - 1);
     }
-    std::lock_guard<std::mutex> guard(state().devices[device].lock);
+    std::lock_guard<std::mutex> guard(cuda_device(device).lock);
     return open_locked(device);
 }
 
@@ -337,7 +307,7 @@ void driver_release(char *text, size_t size) {
 }
 
 nd_status cuda_properties(int device, nd_properties *out) {
-    ND_TRY(enter(device));
+    ND_TRY(cuda_enter(device));
     cudaDeviceProp prop;
     int driver = 0, runtime = 0;
     char release[64];
@@ -356,21 +326,11 @@ nd_status cuda_properties(int device, nd_properties *out) {
     return ND_OK;
 }
 
+} // namespace
+
 /* ---- memory ------------------------------------------------------------------------------------*/
-bool is_capturing(const Device &d) { return d.recording && cuda_graph_is_capturing(d.recording); }
-
-/* A recorded copy would read or write the host's memory at each launch. */
-nd_status refuse_in_capture(const Device &d, const char *op) {
-    return is_capturing(d) ? nd_error(ND_EVALUE,
-                                      "%s: a graph is being recorded, and what it does may not go "
-                                      "to the host or come from it; do it before or after",
-                                      op)
-                           : ND_OK;
-}
-
-/* Memory that is not an array's: scratch, workspaces. With the device's lock held. */
-nd_status pool_malloc(int device, size_t bytes, void **out) {
-    Device &d = state().devices[device];
+nd_status cuda_pool_malloc(int device, size_t bytes, void **out) {
+    Device &d = cuda_device(device);
     cudaError_t error = cudaMallocFromPoolAsync(out, bytes, d.pool, d.stream);
     if (error == cudaErrorMemoryAllocation) {
         /* what was freed lately, but in pieces of other sizes, may be enough */
@@ -395,6 +355,33 @@ nd_status pool_malloc(int device, size_t bytes, void **out) {
     return ND_OK;
 }
 
+static nd_status free_scratch(Device &d) {
+    if (d.scratch) {
+        CUDA_TRY("scratch", cudaFreeAsync(d.scratch, d.stream));
+        d.scratch = nullptr;
+        d.scratch_bytes = 0;
+    }
+    return ND_OK;
+}
+
+nd_status cuda_scratch(int device, size_t bytes, void **out) {
+    Device &d = cuda_device(device);
+    if (d.recording) {
+        return cuda_graph_scratch(device, d.recording, bytes, out);
+    }
+    if (bytes > d.scratch_bytes) {
+        /* Stream order keeps the old bytes alive for work already enqueued. */
+        ND_TRY(free_scratch(d));
+        size_t rounded = ceil_div(bytes, scratch_step) * scratch_step;
+        ND_TRY(cuda_pool_malloc(device, rounded, &d.scratch));
+        d.scratch_bytes = rounded;
+    }
+    *out = d.scratch;
+    return ND_OK;
+}
+
+namespace {
+
 nd_status cuda_allocate(int device, size_t bytes, void **out) {
     *out = nullptr;
     if (bytes == 0) {
@@ -402,11 +389,11 @@ nd_status cuda_allocate(int device, size_t bytes, void **out) {
     }
     Exclusive call;
     ND_TRY(call.begin(device));
-    Device &d = state().devices[device];
+    Device &d = cuda_device(device);
     if (d.recording) {
         ND_TRY(cuda_graph_allocate(device, d.recording, bytes, out));
     } else {
-        ND_TRY(pool_malloc(device, bytes, out));
+        ND_TRY(cuda_pool_malloc(device, bytes, out));
     }
     d.live[*out] = {bytes, d.recording};
     d.live_bytes += (int64_t)bytes;
@@ -415,12 +402,12 @@ nd_status cuda_allocate(int device, size_t bytes, void **out) {
 }
 
 nd_status cuda_release(int device, void *memory) {
-    if (!memory || state().faulted.load(std::memory_order_acquire)) {
+    if (!memory || cuda_faulted()) {
         return ND_OK;
     }
     Exclusive call;
     ND_TRY(call.begin(device));
-    Device &d = state().devices[device];
+    Device &d = cuda_device(device);
     auto found = d.live.find(memory);
     if (found == d.live.end()) {
         return ND_OK; /* reset() gave it back already */
@@ -432,7 +419,7 @@ nd_status cuda_release(int device, void *memory) {
         cuda_graph_reuse(bytes.owner, memory, bytes.count);
         return ND_OK;
     }
-    if (is_capturing(d)) {
+    if (cuda_is_capturing(device)) {
         cuda_graph_release_later(d.recording, memory);
         return ND_OK;
     }
@@ -443,175 +430,17 @@ nd_status cuda_release(int device, void *memory) {
     return error == cudaSuccess ? ND_OK : cuda_error("release", "cudaFreeAsync", error);
 }
 
-nd_status cuda_upload(int device, void *to, const void *from_host, size_t bytes) {
-    ND_TRY(enter(device));
-    if (bytes == 0) {
-        return ND_OK;
-    }
-    Device &d = state().devices[device];
-    ND_TRY(refuse_in_capture(d, "upload"));
-    /* Pageable memory has been staged when the call returns; pinned memory has not. */
-    cudaPointerAttributes attributes;
-    CUDA_TRY("upload", cudaPointerGetAttributes(&attributes, from_host));
-    CUDA_TRY("upload", cudaMemcpyAsync(to, from_host, bytes, cudaMemcpyHostToDevice, d.stream));
-    if (attributes.type != cudaMemoryTypeUnregistered || d.reads_pages) {
-        CUDA_TRY("upload", cudaStreamSynchronize(d.stream));
-    }
-    return ND_OK;
-}
-
-nd_status cuda_download(int device, void *to_host, const void *from, size_t bytes) {
-    ND_TRY(enter(device));
-    cudaStream_t stream = state().devices[device].stream;
-    ND_TRY(refuse_in_capture(state().devices[device], "download"));
-    if (bytes > 0) {
-        CUDA_TRY("download", cudaMemcpyAsync(to_host, from, bytes, cudaMemcpyDeviceToHost, stream));
-    }
-    CUDA_TRY("download", cudaStreamSynchronize(stream));
-    return ND_OK;
-}
-
-/* The pinned block is used again by the next download that fits: making one costs far more than a
- * copy. Blocks are rounded up so that few sizes exist. */
-nd_status download_block(Device &d, size_t bytes, nd_download **out) {
-    for (size_t i = 0; i < d.idle_downloads.size(); i++) {
-        size_t room = d.idle_downloads[i]->room;
-        if (room >= bytes && room <= 2 * bytes + 4096) {
-            *out = d.idle_downloads[i];
-            d.idle_downloads.erase(d.idle_downloads.begin() + (ptrdiff_t)i);
-            return ND_OK;
-        }
-    }
-    nd_download *made = new (std::nothrow) nd_download{};
-    if (!made) {
-        return nd_error(ND_EMEMORY, "download: out of host memory");
-    }
-    made->room = (bytes / 4096 + 1) * 4096;
-    cudaError_t error = cudaMallocHost(&made->pinned, made->room);
-    if (error == cudaSuccess) {
-        error = cudaEventCreateWithFlags(&made->arrived, cudaEventDisableTiming);
-        if (error != cudaSuccess) {
-            cudaFreeHost(made->pinned);
-        }
-    }
-    if (error != cudaSuccess) {
-        delete made;
-        return cuda_error("download", "pinned host memory", error);
-    }
-    *out = made;
-    return ND_OK;
-}
-
-nd_status cuda_download_begin(int device, const void *from, size_t bytes, nd_download **out) {
-    *out = nullptr;
-    Exclusive call;
-    ND_TRY(call.begin(device));
-    Device &d = state().devices[device];
-    ND_TRY(refuse_in_capture(d, "download"));
-    nd_download *download = nullptr;
-    ND_TRY(download_block(d, bytes, &download));
-    download->bytes = bytes;
-    cudaError_t error = cudaSuccess;
-    if (bytes > 0) {
-        error = cudaMemcpyAsync(download->pinned, from, bytes, cudaMemcpyDeviceToHost, d.stream);
-    }
-    if (error == cudaSuccess) {
-        error = cudaEventRecord(download->arrived, d.stream);
-    }
-    if (error != cudaSuccess) {
-        d.idle_downloads.push_back(download);
-        return cuda_error("download", "cudaMemcpyAsync", error);
-    }
-    *out = download;
-    return ND_OK;
-}
-
-nd_status cuda_download_end(int device, nd_download *download, void *to_host) {
-    ND_TRY(enter(device)); /* after a fault the block goes with the process */
-    cudaError_t error = cudaEventSynchronize(download->arrived);
-    if (error == cudaSuccess && to_host) {
-        memcpy(to_host, download->pinned, download->bytes);
-    }
-    Device &d = state().devices[device];
-    {
-        std::lock_guard<std::mutex> guard(d.lock);
-        d.idle_downloads.push_back(download);
-    }
-    return error == cudaSuccess ? ND_OK : cuda_error("download", "cudaEventSynchronize", error);
-}
-
-nd_status cuda_staging_new(int device, size_t bytes, nd_staging **out, void **memory) {
-    *out = nullptr;
-    ND_TRY(enter(device));
-    nd_staging *made = new (std::nothrow) nd_staging{};
-    if (!made) {
-        return nd_error(ND_EMEMORY, "staging: out of host memory");
-    }
-    cudaError_t error = cudaMallocHost(&made->pinned, bytes);
-    if (error == cudaSuccess) {
-        error = cudaEventCreateWithFlags(&made->sent, cudaEventDisableTiming);
-        if (error != cudaSuccess) {
-            cudaFreeHost(made->pinned);
-        }
-    }
-    if (error != cudaSuccess) {
-        delete made;
-        return cuda_error("staging", "pinned host memory", error);
-    }
-    *out = made;
-    *memory = made->pinned;
-    return ND_OK;
-}
-
-nd_status cuda_staging_send(int device, nd_staging *staging, void *to, size_t bytes) {
-    Exclusive call;
-    ND_TRY(call.begin(device));
-    cudaStream_t stream = state().devices[device].stream;
-    if (bytes > 0) {
-        CUDA_TRY("staging",
-                 cudaMemcpyAsync(to, staging->pinned, bytes, cudaMemcpyHostToDevice, stream));
-    }
-    CUDA_TRY("staging", cudaEventRecord(staging->sent, stream));
-    return ND_OK;
-}
-
-/* An event that was never recorded is done. */
-nd_status cuda_staging_wait(int device, nd_staging *staging) {
-    ND_TRY(enter(device));
-    CUDA_TRY("staging", cudaEventSynchronize(staging->sent));
-    return ND_OK;
-}
-
-nd_status cuda_staging_free(int device, nd_staging *staging) {
-    if (state().faulted.load(std::memory_order_acquire)) {
-        return ND_OK; /* goes with the process */
-    }
-    ND_TRY(enter(device));
-    cudaError_t error = cudaEventSynchronize(staging->sent);
-    if (error == cudaSuccess) {
-        error = cudaEventDestroy(staging->sent);
-    }
-    if (error == cudaSuccess) {
-        error = cudaFreeHost(staging->pinned);
-    }
-    delete staging;
-    if (error == cudaErrorCudartUnloading) {
-        return ND_OK; /* the process is ending and takes everything along */
-    }
-    return error == cudaSuccess ? ND_OK : cuda_error("staging", "cudaFreeHost", error);
-}
-
 nd_status cuda_synchronize(int device) {
-    ND_TRY(enter(device));
-    ND_TRY(refuse_in_capture(state().devices[device], "synchronize"));
-    CUDA_TRY("synchronize", cudaStreamSynchronize(state().devices[device].stream));
+    ND_TRY(cuda_enter(device));
+    ND_TRY(cuda_refuse_in_capture(device, "synchronize"));
+    CUDA_TRY("synchronize", cudaStreamSynchronize(cuda_stream(device)));
     return ND_OK;
 }
 
 nd_status cuda_memory_stats(int device, nd_memory_stats *out) {
     Exclusive call;
     ND_TRY(call.begin(device));
-    Device &d = state().devices[device];
+    Device &d = cuda_device(device);
     uint64_t reserved = 0;
     CUDA_TRY("memory_stats",
              cudaMemPoolGetAttribute(d.pool, cudaMemPoolAttrReservedMemCurrent, &reserved));
@@ -624,24 +453,15 @@ nd_status cuda_memory_stats(int device, nd_memory_stats *out) {
 nd_status cuda_reset_peak(int device) {
     Exclusive call;
     ND_TRY(call.begin(device));
-    Device &d = state().devices[device];
+    Device &d = cuda_device(device);
     d.peak_bytes = d.live_bytes;
-    return ND_OK;
-}
-
-nd_status free_scratch(Device &d) {
-    if (d.scratch) {
-        CUDA_TRY("scratch", cudaFreeAsync(d.scratch, d.stream));
-        d.scratch = nullptr;
-        d.scratch_bytes = 0;
-    }
     return ND_OK;
 }
 
 nd_status cuda_empty_cache(int device) {
     Exclusive call;
     ND_TRY(call.begin(device));
-    Device &d = state().devices[device];
+    Device &d = cuda_device(device);
     ND_TRY(free_scratch(d));
     CUDA_TRY("empty_cache", cudaStreamSynchronize(d.stream));
     CUDA_TRY("empty_cache", cudaMemPoolTrimTo(d.pool, 0));
@@ -649,7 +469,7 @@ nd_status cuda_empty_cache(int device) {
 }
 
 nd_status cuda_reset(int device) {
-    if (state().faulted.load(std::memory_order_acquire)) {
+    if (cuda_faulted()) {
         first_fault();
         char fault[1024];
         snprintf(fault, sizeof fault, "%s", nd_last_error());
@@ -661,12 +481,8 @@ nd_status cuda_reset(int device) {
     }
     Exclusive call;
     ND_TRY(call.begin(device));
-    Device &d = state().devices[device];
-    for (nd_graph *graph : d.graphs) {
-        ND_TRY(cuda_graph_free(device, graph));
-    }
-    d.graphs.clear();
-    d.recording = nullptr;
+    Device &d = cuda_device(device);
+    ND_TRY(cuda_graph_reset(device));
     CUDA_TRY("reset", cudaStreamSynchronize(d.stream));
     for (auto &entry : d.live) {
         CUDA_TRY("reset", cudaFreeAsync(entry.first, d.stream));
@@ -675,12 +491,7 @@ nd_status cuda_reset(int device) {
     d.live_bytes = d.peak_bytes = 0;
     d.prepared.clear();
     ND_TRY(free_scratch(d));
-    for (nd_download *idle : d.idle_downloads) {
-        CUDA_TRY("reset", cudaEventDestroy(idle->arrived));
-        CUDA_TRY("reset", cudaFreeHost(idle->pinned));
-        delete idle;
-    }
-    d.idle_downloads.clear();
+    ND_TRY(cuda_transfer_reset(device));
     ND_TRY(cuda_matmul_reset(device));
     CUDA_TRY("reset", cudaStreamSynchronize(d.stream));
     CUDA_TRY("reset", cudaMemPoolTrimTo(d.pool, 0));
@@ -690,120 +501,6 @@ nd_status cuda_reset(int device) {
     d.stream = nullptr;
     d.opened = false;
     return open_locked(device);
-}
-
-/* ---- events ------------------------------------------------------------------------------------*/
-nd_status cuda_event_new(int device, nd_event **out) {
-    *out = nullptr;
-    ND_TRY(enter(device));
-    nd_event *event = new (std::nothrow) nd_event{nullptr, false};
-    if (!event) {
-        return nd_error(ND_EMEMORY, "event: out of host memory");
-    }
-    cudaError_t error = cudaEventCreate(&event->event);
-    if (error != cudaSuccess) {
-        delete event;
-        return cuda_error("event", "cudaEventCreate", error);
-    }
-    *out = event;
-    return ND_OK;
-}
-
-nd_status cuda_event_record(int device, nd_event *event) {
-    ND_TRY(enter(device));
-    CUDA_TRY("event", cudaEventRecord(event->event, state().devices[device].stream));
-    event->recorded = true;
-    return ND_OK;
-}
-
-nd_status cuda_event_elapsed(int device, nd_event *from, nd_event *to, double *milliseconds) {
-    ND_TRY(enter(device));
-    if (!from->recorded || !to->recorded) {
-        return nd_error(ND_EVALUE, "event: elapsed: both events must have been recorded");
-    }
-    float ms = 0.0f;
-    CUDA_TRY("event", cudaEventSynchronize(from->event));
-    CUDA_TRY("event", cudaEventSynchronize(to->event));
-    CUDA_TRY("event", cudaEventElapsedTime(&ms, from->event, to->event));
-    *milliseconds = (double)ms;
-    return ND_OK;
-}
-
-nd_status cuda_event_free(int device, nd_event *event) {
-    if (!event) {
-        return ND_OK;
-    }
-    nd_status status = ND_OK;
-    if (!state().faulted.load(std::memory_order_acquire)) {
-        status = enter(device);
-        if (status == ND_OK) {
-            cudaError_t error = cudaEventDestroy(event->event);
-            if (error != cudaSuccess && error != cudaErrorCudartUnloading) {
-                status = cuda_error("event", "cudaEventDestroy", error);
-            }
-        }
-    }
-    delete event;
-    return status;
-}
-
-/* ---- graphs (graph.cuh) ------------------------------------------------------------------------*/
-nd_status graph_begin(int device, nd_graph **out) {
-    *out = nullptr;
-    Exclusive call;
-    ND_TRY(call.begin(device));
-    Device &d = state().devices[device];
-    if (d.recording) {
-        return nd_error(ND_EVALUE, "graph: cuda(%d) is recording one already", device);
-    }
-    nd_graph *graph = cuda_graph_new();
-    if (!graph) {
-        return nd_error(ND_EMEMORY, "graph: out of host memory");
-    }
-    d.graphs.push_back(graph);
-    d.recording = *out = graph;
-    return ND_OK;
-}
-
-nd_status graph_capture(int device, nd_graph *graph) {
-    Exclusive call;
-    ND_TRY(call.begin(device));
-    return cuda_graph_capture(device, graph);
-}
-
-nd_status graph_end(int device, nd_graph *graph) {
-    Exclusive call;
-    ND_TRY(call.begin(device));
-    state().devices[device].recording = nullptr;
-    return cuda_graph_end(device, graph);
-}
-
-nd_status graph_launch(int device, nd_graph *graph) {
-    Exclusive call;
-    ND_TRY(call.begin(device));
-    return cuda_graph_launch(device, graph);
-}
-
-nd_status graph_free(int device, nd_graph *graph) {
-    if (state().faulted.load(std::memory_order_acquire)) {
-        return ND_OK; /* it goes with the process */
-    }
-    Exclusive call;
-    ND_TRY(call.begin(device));
-    Device &d = state().devices[device];
-    d.recording = d.recording == graph ? nullptr : d.recording;
-    for (auto &entry : d.live) {
-        if (entry.second.owner == graph) {
-            entry.second.owner = nullptr; /* now the array's own */
-        }
-    }
-    for (size_t i = 0; i < d.graphs.size(); i++) {
-        if (d.graphs[i] == graph) {
-            d.graphs.erase(d.graphs.begin() + (ptrdiff_t)i);
-            break;
-        }
-    }
-    return cuda_graph_free(device, graph);
 }
 
 /* ---- the vtable --------------------------------------------------------------------------------*/
@@ -849,11 +546,11 @@ nd_backend make_backend() {
     b.event_record = cuda_event_record;
     b.event_elapsed = cuda_event_elapsed;
     b.event_free = cuda_event_free;
-    b.graph_begin = graph_begin;
-    b.graph_capture = graph_capture;
-    b.graph_end = graph_end;
-    b.graph_launch = graph_launch;
-    b.graph_free = graph_free;
+    b.graph_begin = cuda_graph_begin;
+    b.graph_capture = cuda_graph_capture;
+    b.graph_end = cuda_graph_end;
+    b.graph_launch = cuda_graph_launch;
+    b.graph_free = cuda_graph_free;
 #define EW1(row, types, formula) b.row = call_##row;
 #define EW2(row, types, formula) EW1(row, types, formula)
 #define CMP(row, formula) EW1(row, , )
@@ -872,55 +569,14 @@ extern "C" __attribute__((visibility("default"))) const nd_backend *needle_backe
 }
 
 /* ---- what the rows use (common.cuh) ------------------------------------------------------------*/
-nd_status cuda_error(const char *op, const char *what, cudaError_t error) {
-    cudaGetLastError();
-    if (!ends_context(error)) {
-        return nd_error(ND_ECUDA, "%s: %s: %s (%s)", op, what, cudaGetErrorString(error),
-                        cudaGetErrorName(error));
-    }
-    State &s = state();
-    {
-        std::lock_guard<std::mutex> guard(s.fault_lock);
-        if (!s.faulted.load(std::memory_order_relaxed)) {
-            snprintf(s.fault, sizeof s.fault,
-                     "%s: %s: %s (%s): the CUDA context is lost and this process must end; start "
-                     "again from the last checkpoint. The fault may come from an earlier op: "
-                     "NEEDLE_SYNC=1 finds which",
-                     op, what, cudaGetErrorString(error), cudaGetErrorName(error));
-            s.faulted.store(true, std::memory_order_release);
-        }
-    }
-    return first_fault();
-}
+const cuda_limits *cuda_device_limits(int device) { return &cuda_device(device).limits; }
 
-const cuda_limits *cuda_device_limits(int device) { return &state().devices[device].limits; }
+cudaStream_t cuda_stream(int device) { return cuda_device(device).stream; }
 
-cudaStream_t cuda_stream(int device) { return state().devices[device].stream; }
-
-int cuda_arch(int device) { return state().devices[device].arch; }
-
-nd_status cuda_pool_malloc(int device, size_t bytes, void **out) {
-    return pool_malloc(device, bytes, out);
-}
-
-nd_status cuda_scratch(int device, size_t bytes, void **out) {
-    Device &d = state().devices[device];
-    if (d.recording) {
-        return cuda_graph_scratch(device, d.recording, bytes, out);
-    }
-    if (bytes > d.scratch_bytes) {
-        /* Stream order keeps the old bytes alive for work already enqueued. */
-        ND_TRY(free_scratch(d));
-        size_t rounded = ceil_div(bytes, scratch_step) * scratch_step;
-        ND_TRY(pool_malloc(device, rounded, &d.scratch));
-        d.scratch_bytes = rounded;
-    }
-    *out = d.scratch;
-    return ND_OK;
-}
+int cuda_arch(int device) { return cuda_device(device).arch; }
 
 nd_status cuda_prepare(const char *op, int device, const void *kernel, int threads, size_t shared) {
-    Device &d = state().devices[device];
+    Device &d = cuda_device(device);
     auto found = d.prepared.find(kernel);
     if (found != d.prepared.end() && shared <= found->second.count) {
         return ND_OK;

@@ -8,6 +8,7 @@
 #include <new>
 #include <vector>
 
+#include "device.cuh"
 #include "graph.cuh"
 
 namespace {
@@ -30,10 +31,6 @@ struct nd_graph {
     void *scratch = nullptr;
     size_t scratch_bytes = 0;
 };
-
-nd_graph *cuda_graph_new(void) { return new (std::nothrow) nd_graph; }
-
-bool cuda_graph_is_capturing(const nd_graph *graph) { return graph->capturing; }
 
 /* ---- memory ------------------------------------------------------------------------------------*/
 nd_status cuda_graph_allocate(int device, nd_graph *graph, size_t bytes, void **out) {
@@ -80,7 +77,40 @@ nd_status cuda_graph_scratch(int device, nd_graph *graph, size_t bytes, void **o
 }
 
 /* ---- capture -----------------------------------------------------------------------------------*/
+bool cuda_is_capturing(int device) {
+    const nd_graph *recording = cuda_device(device).recording;
+    return recording && recording->capturing;
+}
+
+nd_status cuda_refuse_in_capture(int device, const char *op) {
+    return cuda_is_capturing(device)
+               ? nd_error(ND_EVALUE,
+                          "%s: a graph is being recorded, and what it does may not go to the host "
+                          "or come from it; do it before or after",
+                          op)
+               : ND_OK;
+}
+
+nd_status cuda_graph_begin(int device, nd_graph **out) {
+    *out = nullptr;
+    Exclusive call;
+    ND_TRY(call.begin(device));
+    Device &d = cuda_device(device);
+    if (d.recording) {
+        return nd_error(ND_EVALUE, "graph: cuda(%d) is recording one already", device);
+    }
+    nd_graph *graph = new (std::nothrow) nd_graph;
+    if (!graph) {
+        return nd_error(ND_EMEMORY, "graph: out of host memory");
+    }
+    d.graphs.push_back(graph);
+    d.recording = *out = graph;
+    return ND_OK;
+}
+
 nd_status cuda_graph_capture(int device, nd_graph *graph) {
+    Exclusive call;
+    ND_TRY(call.begin(device));
     /* Relaxed: what other threads do with other streams is their own. */
     CUDA_TRY("graph", cudaStreamBeginCapture(cuda_stream(device), cudaStreamCaptureModeRelaxed));
     graph->capturing = true;
@@ -101,23 +131,8 @@ nd_status stop_capture(int device, nd_graph *graph, cudaGraph_t *captured) {
     return error == cudaSuccess ? ND_OK : cuda_error("graph", "cudaStreamEndCapture", error);
 }
 
-} // namespace
-
-nd_status cuda_graph_end(int device, nd_graph *graph) {
-    cudaGraph_t captured;
-    ND_TRY(stop_capture(device, graph, &captured));
-    cudaError_t error = cudaGraphInstantiateWithFlags(&graph->exec, captured, 0);
-    cudaGraphDestroy(captured);
-    return error == cudaSuccess ? ND_OK
-                                : cuda_error("graph", "cudaGraphInstantiateWithFlags", error);
-}
-
-nd_status cuda_graph_launch(int device, nd_graph *graph) {
-    CUDA_TRY("graph", cudaGraphLaunch(graph->exec, cuda_stream(device)));
-    return ND_OK;
-}
-
-nd_status cuda_graph_free(int device, nd_graph *graph) {
+/* Everything but the blocks that arrays still use. */
+nd_status free_graph(int device, nd_graph *graph) {
     nd_status status = ND_OK;
     if (graph->capturing) {
         cudaGraph_t captured;
@@ -146,4 +161,57 @@ nd_status cuda_graph_free(int device, nd_graph *graph) {
         status = cuda_error("graph", "giving its memory back", error);
     }
     return status;
+}
+
+} // namespace
+
+nd_status cuda_graph_end(int device, nd_graph *graph) {
+    Exclusive call;
+    ND_TRY(call.begin(device));
+    cuda_device(device).recording = nullptr;
+    cudaGraph_t captured;
+    ND_TRY(stop_capture(device, graph, &captured));
+    cudaError_t error = cudaGraphInstantiateWithFlags(&graph->exec, captured, 0);
+    cudaGraphDestroy(captured);
+    return error == cudaSuccess ? ND_OK
+                                : cuda_error("graph", "cudaGraphInstantiateWithFlags", error);
+}
+
+nd_status cuda_graph_launch(int device, nd_graph *graph) {
+    Exclusive call;
+    ND_TRY(call.begin(device));
+    CUDA_TRY("graph", cudaGraphLaunch(graph->exec, cuda_stream(device)));
+    return ND_OK;
+}
+
+nd_status cuda_graph_free(int device, nd_graph *graph) {
+    if (cuda_faulted()) {
+        return ND_OK; /* it goes with the process */
+    }
+    Exclusive call;
+    ND_TRY(call.begin(device));
+    Device &d = cuda_device(device);
+    d.recording = d.recording == graph ? nullptr : d.recording;
+    for (auto &entry : d.live) {
+        if (entry.second.owner == graph) {
+            entry.second.owner = nullptr; /* now the array's own */
+        }
+    }
+    for (size_t i = 0; i < d.graphs.size(); i++) {
+        if (d.graphs[i] == graph) {
+            d.graphs.erase(d.graphs.begin() + (ptrdiff_t)i);
+            break;
+        }
+    }
+    return free_graph(device, graph);
+}
+
+nd_status cuda_graph_reset(int device) {
+    Device &d = cuda_device(device);
+    for (nd_graph *graph : d.graphs) {
+        ND_TRY(free_graph(device, graph));
+    }
+    d.graphs.clear();
+    d.recording = nullptr;
+    return ND_OK;
 }

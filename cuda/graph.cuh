@@ -4,13 +4,13 @@
  * to the pool while the graph lives. The same work therefore runs twice: first for real, while every
  * array that it allocates becomes a block of the graph; then captured, while the same allocations
  * find those blocks idle again. So capturing allocates nothing, and the graph holds no memory nodes.
- * backend.cu calls these functions, under the device's lock, while a graph is being recorded on it.
  */
 #ifndef NEEDLE_GRAPH_CUH
 #define NEEDLE_GRAPH_CUH
 
 #include "common.cuh"
 
+/* ---- what allocating asks while a graph is being recorded (under the device's lock) ------------*/
 /* Memory of an array: a block of the graph. While capturing only idle blocks: ND_ECUDA when the
  * second run asks for more than the first did. */
 nd_status cuda_graph_allocate(int device, nd_graph *graph, size_t bytes, void **out);
@@ -20,14 +20,21 @@ void cuda_graph_reuse(nd_graph *graph, void *memory, size_t bytes);
 void cuda_graph_release_later(nd_graph *graph, void *memory);
 /* cuda_scratch of recorded work: the graph's own, because the device's may move. */
 nd_status cuda_graph_scratch(int device, nd_graph *graph, size_t bytes, void **out);
-bool cuda_graph_is_capturing(const nd_graph *graph);
 
-nd_graph *cuda_graph_new(void); /* NULL: out of host memory */
+/* ---- capturing ---------------------------------------------------------------------------------*/
+bool cuda_is_capturing(int device);
+/* ND_EVALUE while capturing: a recorded copy would read or write the host's memory at each launch. */
+nd_status cuda_refuse_in_capture(int device, const char *op);
+
+/* ---- the vtable's functions (contracts in backend.h) -------------------------------------------*/
+nd_status cuda_graph_begin(int device, nd_graph **out);
 nd_status cuda_graph_capture(int device, nd_graph *graph);
 nd_status cuda_graph_end(int device, nd_graph *graph);
 nd_status cuda_graph_launch(int device, nd_graph *graph);
 /* Ends a capture that is under way, frees idle blocks and everything else; blocks that arrays still
  * use become their own. */
 nd_status cuda_graph_free(int device, nd_graph *graph);
+/* reset(): free every graph of the device. Under its lock. */
+nd_status cuda_graph_reset(int device);
 
 #endif

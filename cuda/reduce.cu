@@ -132,8 +132,9 @@ __device__ __forceinline__ void leave(const Plan &p, int64_t split, int64_t o,
     }
 }
 
-/* `group` threads (32 or all) an output and split. */
-template <class Fold, class V, int group>
+/* `group` threads (32 or all) an output and split. Elements of any strides and dtype are read as V;
+ * `vectors`: they are contiguous, 16-byte aligned floats V; chunk and the rows are whole vectors. */
+template <class Fold, class V, int group, bool vectors>
 __global__ void __launch_bounds__(threads) rows_kernel(Plan p) {
     const int lane = threadIdx.x % group;
     const int64_t tasks = p.kept.size * p.splits;
@@ -146,41 +147,22 @@ __global__ void __launch_bounds__(threads) rows_kernel(Plan p) {
             int64_t at[1] = {0};
             p.kept.add_offsets(o, at);
             int64_t end = min((split + 1) * p.chunk, p.reduced.size);
-            for (int64_t r = split * p.chunk + lane; r < end; r += group) {
-                int64_t from[1] = {at[0]};
-                p.reduced.add_offsets(r, from);
-                part = Fold::combine(part, Fold::take(load_as<V>(p.x, from[0], p.dtype), r));
-            }
-        }
-        part = group == 32 ? fold_warp<Fold>(part) : fold_block<Fold>(part);
-        if (lane == 0 && task < tasks) {
-            leave<Fold>(p, split, o, part);
-        }
-    }
-}
-
-/* The same for contiguous, 16-byte aligned floats; chunk and the rows are whole vectors. */
-template <class Fold, class T, int group>
-__global__ void __launch_bounds__(threads) vector_rows_kernel(Plan p) {
-    constexpr int N = Vec<T>::size;
-    const int lane = threadIdx.x % group;
-    const int64_t tasks = p.kept.size * p.splits;
-    for (int64_t base = (int64_t)blockIdx.x * (threads / group); base < tasks;
-         base += (int64_t)gridDim.x * (threads / group)) {
-        int64_t task = base + threadIdx.x / group;
-        typename Fold::Part part = Fold::start();
-        int64_t o = task % p.kept.size, split = task / p.kept.size;
-        if (task < tasks) {
-            int64_t at[1] = {0};
-            p.kept.add_offsets(o, at);
-            const T *x = (const T *)p.x + at[0];
-            int64_t end = min((split + 1) * p.chunk, p.reduced.size);
+            if constexpr (vectors) {
+                constexpr int N = Vec<V>::size;
+                const V *x = (const V *)p.x + at[0];
 #pragma unroll 4
-            for (int64_t r = split * p.chunk + lane * N; r < end; r += group * N) {
-                Vec<T> v = load16(x + r);
+                for (int64_t r = split * p.chunk + lane * N; r < end; r += group * N) {
+                    Vec<V> v = load16(x + r);
 #pragma unroll
-                for (int k = 0; k < N; k++) {
-                    part = Fold::combine(part, Fold::take(to_float(v.v[k]), r + k));
+                    for (int k = 0; k < N; k++) {
+                        part = Fold::combine(part, Fold::take(to_float(v.v[k]), r + k));
+                    }
+                }
+            } else {
+                for (int64_t r = split * p.chunk + lane; r < end; r += group) {
+                    int64_t from[1] = {at[0]};
+                    p.reduced.add_offsets(r, from);
+                    part = Fold::combine(part, Fold::take(load_as<V>(p.x, from[0], p.dtype), r));
                 }
             }
         }
@@ -309,9 +291,9 @@ nd_status reduce(const char *op, int device, const nd_array *x, int64_t axes, nd
             ND_TRY(with_float(op, x->dtype, [&](auto tag) -> nd_status {
                 using T = typename decltype(tag)::type;
                 if (warps) {
-                    vector_rows_kernel<Fold, T, 32><<<grid, threads, 0, stream>>>(p);
+                    rows_kernel<Fold, T, 32, true><<<grid, threads, 0, stream>>>(p);
                 } else {
-                    vector_rows_kernel<Fold, T, threads><<<grid, threads, 0, stream>>>(p);
+                    rows_kernel<Fold, T, threads, true><<<grid, threads, 0, stream>>>(p);
                 }
                 return ND_OK;
             }));
@@ -320,9 +302,9 @@ nd_status reduce(const char *op, int device, const nd_array *x, int64_t axes, nd
     if (!done && columns) {
         columns_kernel<Fold, V><<<grid, threads, 0, stream>>>(p);
     } else if (!done && warps) {
-        rows_kernel<Fold, V, 32><<<grid, threads, 0, stream>>>(p);
+        rows_kernel<Fold, V, 32, false><<<grid, threads, 0, stream>>>(p);
     } else if (!done) {
-        rows_kernel<Fold, V, threads><<<grid, threads, 0, stream>>>(p);
+        rows_kernel<Fold, V, threads, false><<<grid, threads, 0, stream>>>(p);
     }
     CUDA_LAUNCHED(op);
     if (p.splits > 1) {

@@ -1,0 +1,83 @@
+/* device.cuh - a device's state and the way into a call, for the files that fill the vtable beside
+ * its rows: backend.cu, transfer.cu, event.cu and graph.cu. Rows need common.cuh alone.
+ *
+ * Each function of the vtable that works on a device begins with cuda_enter(device), or with an
+ * Exclusive where it changes the state below or enqueues what must not come between an op's calls;
+ * when either succeeds the device is open. A function that frees asks cuda_faulted() first and then
+ * does nothing: what it would free goes with the process.
+ */
+#ifndef NEEDLE_DEVICE_CUH
+#define NEEDLE_DEVICE_CUH
+
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+#include "common.cuh"
+
+/* ---- the state ---------------------------------------------------------------------------------*/
+/* A type of this project's, so that the maps below have hidden visibility like everything here. */
+struct Bytes {
+    size_t count;
+    nd_graph *owner = nullptr; /* the graph whose block it is */
+};
+
+struct Device {
+    std::mutex lock;
+    bool opened = false;
+    cudaStream_t stream = nullptr;
+    cudaMemPool_t pool = nullptr;
+    cuda_limits limits = {};
+    int arch = 0;             /* limits.arch, or NEEDLE_ARCH when that is less */
+    bool reads_pages = false; /* copies may read pageable host memory after the call returns */
+    void *scratch = nullptr;
+    size_t scratch_bytes = 0;
+    int64_t live_bytes = 0, peak_bytes = 0;
+    std::unordered_map<void *, Bytes> live;    /* arrays' memory and its size */
+    std::vector<nd_download *> idle_downloads; /* to be used again */
+    std::vector<nd_graph *> graphs;
+    nd_graph *recording = nullptr;                    /* between graph_begin and graph_end */
+    std::unordered_map<const void *, Bytes> prepared; /* kernels: dynamic shared memory allowed */
+};
+
+/* ---- entering a call (backend.cu) --------------------------------------------------------------*/
+bool cuda_faulted(void);
+
+/* Refuse after a fault and before open(), make the device current, forget errors of other users of
+ * the runtime in this thread. */
+nd_status cuda_enter(int device);
+
+/* The same for work that must be enqueued alone; the lock lasts as long as the object. */
+struct Exclusive {
+    std::mutex *lock = nullptr;
+    Exclusive() = default;
+    Exclusive(const Exclusive &) = delete;
+    Exclusive &operator=(const Exclusive &) = delete;
+    ~Exclusive() {
+        if (lock) {
+            lock->unlock();
+        }
+    }
+    nd_status begin(int device);
+};
+
+Device &cuda_device(int device);
+
+/* ---- the vtable's functions of transfer.cu and event.cu (contracts in backend.h) ---------------*/
+nd_status cuda_upload(int device, void *to, const void *from_host, size_t bytes);
+nd_status cuda_download(int device, void *to_host, const void *from, size_t bytes);
+nd_status cuda_download_begin(int device, const void *from, size_t bytes, nd_download **out);
+nd_status cuda_download_end(int device, nd_download *download, void *to_host);
+nd_status cuda_staging_new(int device, size_t bytes, nd_staging **out, void **memory);
+nd_status cuda_staging_send(int device, nd_staging *staging, void *to, size_t bytes);
+nd_status cuda_staging_wait(int device, nd_staging *staging);
+nd_status cuda_staging_free(int device, nd_staging *staging);
+/* reset(): free the blocks of finished downloads. Under the device's lock. */
+nd_status cuda_transfer_reset(int device);
+
+nd_status cuda_event_new(int device, nd_event **out);
+nd_status cuda_event_record(int device, nd_event *event);
+nd_status cuda_event_elapsed(int device, nd_event *from, nd_event *to, double *milliseconds);
+nd_status cuda_event_free(int device, nd_event *event);
+
+#endif

@@ -1,0 +1,210 @@
+/* transfer.cu - bytes between host and device: copies that wait, downloads that do not, staging.
+ *
+ * What is not waited for goes through pinned memory, because a copy from or to pageable memory holds
+ * its caller up. An event behind the last copy of a block tells when the block may be read or written
+ * again; work that is enqueued later goes on. A finished download's block is used again by the next
+ * one that fits; a staging keeps its own.
+ */
+#include <new>
+#include <string.h>
+
+#include "device.cuh"
+#include "graph.cuh"
+
+namespace {
+
+struct Pinned {
+    void *memory;
+    cudaEvent_t copied;
+};
+
+nd_status pinned_new(const char *op, size_t bytes, Pinned *out) {
+    cudaError_t error = cudaMallocHost(&out->memory, bytes);
+    if (error == cudaSuccess) {
+        error = cudaEventCreateWithFlags(&out->copied, cudaEventDisableTiming);
+        if (error != cudaSuccess) {
+            cudaFreeHost(out->memory);
+        }
+    }
+    return error == cudaSuccess ? ND_OK : cuda_error(op, "pinned host memory", error);
+}
+
+cudaError_t pinned_free(const Pinned &block) {
+    cudaError_t error = cudaEventDestroy(block.copied);
+    return error == cudaSuccess ? cudaFreeHost(block.memory) : error;
+}
+
+} // namespace
+
+struct nd_download {
+    Pinned block;
+    size_t room, bytes; /* of the block, on their way */
+};
+
+struct nd_staging {
+    Pinned block;
+};
+
+/* ---- copies that wait --------------------------------------------------------------------------*/
+nd_status cuda_upload(int device, void *to, const void *from_host, size_t bytes) {
+    ND_TRY(cuda_enter(device));
+    if (bytes == 0) {
+        return ND_OK;
+    }
+    const Device &d = cuda_device(device);
+    ND_TRY(cuda_refuse_in_capture(device, "upload"));
+    /* Pageable memory has been staged when the call returns; pinned memory has not. */
+    cudaPointerAttributes attributes;
+    CUDA_TRY("upload", cudaPointerGetAttributes(&attributes, from_host));
+    CUDA_TRY("upload", cudaMemcpyAsync(to, from_host, bytes, cudaMemcpyHostToDevice, d.stream));
+    if (attributes.type != cudaMemoryTypeUnregistered || d.reads_pages) {
+        CUDA_TRY("upload", cudaStreamSynchronize(d.stream));
+    }
+    return ND_OK;
+}
+
+nd_status cuda_download(int device, void *to_host, const void *from, size_t bytes) {
+    ND_TRY(cuda_enter(device));
+    cudaStream_t stream = cuda_stream(device);
+    ND_TRY(cuda_refuse_in_capture(device, "download"));
+    if (bytes > 0) {
+        CUDA_TRY("download", cudaMemcpyAsync(to_host, from, bytes, cudaMemcpyDeviceToHost, stream));
+    }
+    CUDA_TRY("download", cudaStreamSynchronize(stream));
+    return ND_OK;
+}
+
+/* ---- downloads in two halves -------------------------------------------------------------------*/
+namespace {
+
+/* An idle block when one fits: making one costs far more than a copy. Blocks are rounded up so that
+ * few sizes exist. */
+nd_status download_block(Device &d, size_t bytes, nd_download **out) {
+    for (size_t i = 0; i < d.idle_downloads.size(); i++) {
+        size_t room = d.idle_downloads[i]->room;
+        if (room >= bytes && room <= 2 * bytes + 4096) {
+            *out = d.idle_downloads[i];
+            d.idle_downloads.erase(d.idle_downloads.begin() + (ptrdiff_t)i);
+            return ND_OK;
+        }
+    }
+    nd_download *made = new (std::nothrow) nd_download{};
+    if (!made) {
+        return nd_error(ND_EMEMORY, "download: out of host memory");
+    }
+    made->room = (bytes / 4096 + 1) * 4096;
+    nd_status status = pinned_new("download", made->room, &made->block);
+    if (status != ND_OK) {
+        delete made;
+        return status;
+    }
+    *out = made;
+    return ND_OK;
+}
+
+} // namespace
+
+nd_status cuda_download_begin(int device, const void *from, size_t bytes, nd_download **out) {
+    *out = nullptr;
+    Exclusive call;
+    ND_TRY(call.begin(device));
+    Device &d = cuda_device(device);
+    ND_TRY(cuda_refuse_in_capture(device, "download"));
+    nd_download *download = nullptr;
+    ND_TRY(download_block(d, bytes, &download));
+    download->bytes = bytes;
+    const Pinned &block = download->block;
+    cudaError_t error = cudaSuccess;
+    if (bytes > 0) {
+        error = cudaMemcpyAsync(block.memory, from, bytes, cudaMemcpyDeviceToHost, d.stream);
+    }
+    if (error == cudaSuccess) {
+        error = cudaEventRecord(block.copied, d.stream);
+    }
+    if (error != cudaSuccess) {
+        d.idle_downloads.push_back(download);
+        return cuda_error("download", "cudaMemcpyAsync", error);
+    }
+    *out = download;
+    return ND_OK;
+}
+
+nd_status cuda_download_end(int device, nd_download *download, void *to_host) {
+    ND_TRY(cuda_enter(device)); /* after a fault the block goes with the process */
+    cudaError_t error = cudaEventSynchronize(download->block.copied);
+    if (error == cudaSuccess && to_host) {
+        memcpy(to_host, download->block.memory, download->bytes);
+    }
+    Device &d = cuda_device(device);
+    {
+        std::lock_guard<std::mutex> guard(d.lock);
+        d.idle_downloads.push_back(download);
+    }
+    return error == cudaSuccess ? ND_OK : cuda_error("download", "cudaEventSynchronize", error);
+}
+
+nd_status cuda_transfer_reset(int device) {
+    std::vector<nd_download *> &idle = cuda_device(device).idle_downloads;
+    while (!idle.empty()) {
+        nd_download *last = idle.back();
+        idle.pop_back();
+        cudaError_t error = pinned_free(last->block);
+        delete last;
+        CUDA_TRY("reset", error);
+    }
+    return ND_OK;
+}
+
+/* ---- staging -----------------------------------------------------------------------------------*/
+nd_status cuda_staging_new(int device, size_t bytes, nd_staging **out, void **memory) {
+    *out = nullptr;
+    ND_TRY(cuda_enter(device));
+    nd_staging *made = new (std::nothrow) nd_staging{};
+    if (!made) {
+        return nd_error(ND_EMEMORY, "staging: out of host memory");
+    }
+    nd_status status = pinned_new("staging", bytes, &made->block);
+    if (status != ND_OK) {
+        delete made;
+        return status;
+    }
+    *out = made;
+    *memory = made->block.memory;
+    return ND_OK;
+}
+
+nd_status cuda_staging_send(int device, nd_staging *staging, void *to, size_t bytes) {
+    Exclusive call;
+    ND_TRY(call.begin(device));
+    cudaStream_t stream = cuda_stream(device);
+    const Pinned &block = staging->block;
+    if (bytes > 0) {
+        CUDA_TRY("staging",
+                 cudaMemcpyAsync(to, block.memory, bytes, cudaMemcpyHostToDevice, stream));
+    }
+    CUDA_TRY("staging", cudaEventRecord(block.copied, stream));
+    return ND_OK;
+}
+
+/* An event that was never recorded is done. */
+nd_status cuda_staging_wait(int device, nd_staging *staging) {
+    ND_TRY(cuda_enter(device));
+    CUDA_TRY("staging", cudaEventSynchronize(staging->block.copied));
+    return ND_OK;
+}
+
+nd_status cuda_staging_free(int device, nd_staging *staging) {
+    if (cuda_faulted()) {
+        return ND_OK; /* goes with the process */
+    }
+    ND_TRY(cuda_enter(device));
+    cudaError_t error = cudaEventSynchronize(staging->block.copied);
+    if (error == cudaSuccess) {
+        error = pinned_free(staging->block);
+    }
+    delete staging;
+    if (error == cudaErrorCudartUnloading) {
+        return ND_OK; /* the process is ending and takes everything along */
+    }
+    return error == cudaSuccess ? ND_OK : cuda_error("staging", "cudaFreeHost", error);
+}
