@@ -36,7 +36,12 @@ class Optimizer:
     hyperparameters: tuple[str, ...] = ("lr",)
     slots: tuple[str, ...] = ()  # names of the float32 arrays kept for each parameter
 
-    lr: float
+    lr: float  # and of these the ones that `hyperparameters` names
+    momentum: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
 
     def __init__(self, params: Params) -> None:
         self.flat: Optional[FlatParameters] = None
@@ -86,11 +91,13 @@ class Optimizer:
                 self._own[str(name)] = group
         return [(str(name), p) for name, (_, p, _) in zip(names, entries)]
 
-    def _check(self) -> None:
-        """ValueError for a hyperparameter with which no step makes sense."""
-        settings = [{name: getattr(self, name) for name in self.hyperparameters}]
-        settings += list(self._own.values())
-        for name, value in [item for group in settings for item in group.items()]:
+    def _set(self, **settings: float) -> None:
+        """Take the hyperparameters; ValueError where one of them, or of a group's own, is one with
+        which no step makes sense."""
+        for name, value in settings.items():
+            setattr(self, name, value)
+        groups = [settings, *self._own.values()]
+        for name, value in [item for group in groups for item in group.items()]:
             if name in ("momentum", "beta1", "beta2"):
                 if not 0 <= value < 1:
                     raise ValueError(
@@ -196,10 +203,7 @@ class SGD(_PerParameter):
         weight_decay: float = 0.0,
     ) -> None:
         super().__init__(params)
-        self.lr = lr
-        self.momentum = momentum
-        self.weight_decay = weight_decay
-        self._check()
+        self._set(lr=lr, momentum=momentum, weight_decay=weight_decay)
 
     def step(self) -> None:
         self.t += 1
@@ -238,12 +242,7 @@ class Adam(_PerParameter):
         weight_decay: float = 0.0,
     ) -> None:
         super().__init__(params)
-        self.lr = lr
-        self.beta1 = beta1
-        self.beta2 = beta2
-        self.eps = eps
-        self.weight_decay = weight_decay
-        self._check()
+        self._set(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay)
 
     def step(self) -> None:
         self.t += 1
@@ -303,16 +302,11 @@ class AdamW(Optimizer):
         weight_decay: float = 0.01,
     ) -> None:
         super().__init__(params)
-        self.lr = lr
-        self.beta1 = beta1
-        self.beta2 = beta2
-        self.eps = eps
-        self.weight_decay = weight_decay
+        self._set(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay)
         if self.flat is not None:
             for name, offset in zip(self.flat.names, self.flat.offsets):
                 if offset >= self.flat.decay_size:
                     self._own[name] = {"weight_decay": 0.0}
-        self._check()
         # one flat object: one array each; else one a parameter; made at the first step
         self._m: list[NDArray] = []
         self._v: list[NDArray] = []
