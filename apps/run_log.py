@@ -1,5 +1,14 @@
 """What a run writes while it trains: metrics.jsonl, the progress bar or plain lines, loss.png.
-Trackers (trackers.py) get each line of metrics.jsonl as well.
+Trackers (trackers.py) get each line of metrics.jsonl as well. A line is an object:
+
+    step                number of the step, from 1
+    tokens              trained on so far
+    loss                mean over the step's tokens, in nats
+    lr, grad_norm       of the step; the norm is that before clipping
+    tokens_per_second   of the step, without evaluating and saving
+    data_wait_ms        how long the step stood still for the thread that reads its batches
+    seconds             of training so far, over all parts of a resumed run
+    val_loss, val_bits_per_byte     where the step was followed by an evaluation
 
 On a GPU the host runs ahead of the device. So a step's loss and norm set out for the host when the
 step is queued and are waited for when the next one has been (`queue`), or where somebody needs them
@@ -89,12 +98,13 @@ class RunLog:
         self._bar = _bar(start, steps)
 
     def queue(self, step: int, losses: Sequence[NDArray], norm: NDArray, lr: float,
-              where: str) -> None:
+              where: str, data_wait_ms: float) -> None:
         """Step `step` is on its way to the device; the step before it is written now."""
         if self._pending is not None:
             self.finish()
         self._pending = {"step": step, "losses": [_C.Download(loss) for loss in losses],
-                         "norm": _C.Download(norm), "lr": lr, "where": where}
+                         "norm": _C.Download(norm), "lr": lr, "where": where,
+                         "data_wait_ms": data_wait_ms}
         if self._on_cpu:
             self.wait()
 
@@ -128,6 +138,7 @@ class RunLog:
             "lr": step["lr"],
             "grad_norm": step["grad_norm"],
             "tokens_per_second": round(self._tokens_per_step / step["duration"], 1),
+            "data_wait_ms": round(step["data_wait_ms"], 3),
             "seconds": round(self.seconds, 3),
             **evaluated,
         }

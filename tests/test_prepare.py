@@ -12,12 +12,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from needle.data import Batches, DataError, __main__, open_data, open_documents, prepare
+from needle.checkpoint import Checkpoint, checkpoint_path
+from needle.data import (
+    Batches,
+    DataError,
+    __main__,
+    megatron,
+    open_data,
+    open_documents,
+    open_run,
+    prepare,
+)
 from needle.data.text import load_tokenizer, train_tokenizer
 
 APPS = Path(__file__).resolve().parent.parent / "apps"
 sys.path.insert(0, str(APPS))
 
+import run_log  # noqa: E402
 import train_pythia  # noqa: E402
 
 from needle.models import pythia  # noqa: E402
@@ -70,7 +81,7 @@ def test_the_cut_neither_loses_nor_doubles_a_line(tmp_path, inputs):
     path = Path(inputs[0])
     for size in (1, 7, 100, 10**6):
         units = prepare.cut([path], size)
-        assert [text for unit in units for text in unit.documents()] == TEXTS[:30]
+        assert [text for unit in units for text, _ in unit.pieces()] == TEXTS[:30]
 
 
 PROGRAM = """
@@ -135,6 +146,49 @@ def test_two_at_once(tmp_path, inputs, capsys):
     assert run(tmp_path, inputs, "x", "--processes", "1") == 0
 
 
+@pytest.mark.parametrize("delay", [0.0, 0.4, 1.5])
+def test_ctrl_c_reaches_all_processes_and_one_line_says_so(tmp_path, inputs, delay):
+    """A terminal signals the workers as well, also while they start."""
+    Path(inputs[2], "long.txt").write_text("one two three four\n" * 200_000)
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "needle.data", "prepare", *inputs[:2], *inputs, "--tokenizer",
+         str(tmp_path / "tokenizer.json"), "--out", str(tmp_path / "x"), "--processes", "2"],
+        env={**os.environ, "PYTHONPATH": str(APPS.parent)}, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, start_new_session=True)
+    assert "0 of" in process.stdout.readline()  # from now on workers start
+    time.sleep(delay)
+    os.killpg(process.pid, signal.SIGINT)
+    err = process.communicate(timeout=60)[1]
+    if process.returncode != 0:  # else it was done before
+        assert process.returncode == 130
+        assert err == "needle.data: interrupted; the same command goes on\n"
+
+
+def test_what_is_there_is_not_written_over(tmp_path, inputs, monkeypatch, capsys):
+    assert run(tmp_path, inputs[:1], "x", "--processes", "1") == 0
+    before = content(tmp_path, "x")
+    for files in (inputs[:1], inputs[1:]):
+        assert run(tmp_path, files, "x", "--processes", "1") == 1
+        assert "x.idx: exists already; remove it, or choose" in capsys.readouterr().err
+    assert content(tmp_path, "x") == before
+    (tmp_path / "train.bin").write_bytes(b"nanoGPT's")
+    assert run(tmp_path, inputs, "train", "--processes", "1") == 1
+    assert "train.bin: exists already" in capsys.readouterr().err
+    assert (tmp_path / "train.bin").read_bytes() == b"nanoGPT's"
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:  # between OUT.bin and OUT.idx
+        patch.setattr(megatron, "write_index", full)
+        assert run(tmp_path, inputs[:1], "y", "--processes", "1") == 1
+    assert "y.idx: cannot be written: No space left on device" in capsys.readouterr().err
+    assert (tmp_path / "y.bin").exists() and not (tmp_path / "y.idx").exists()
+    assert run(tmp_path, inputs[1:], "y", "--processes", "1") == 1  # other inputs: not its own
+    assert run(tmp_path, inputs[:1], "y", "--processes", "1") == 0
+    assert content(tmp_path, "y") == before
+
+
 def test_errors_of_prepare(tmp_path, inputs, capsys):
     with open(inputs[0], "a") as file:
         file.write('{"text": ""}\n')
@@ -156,7 +210,7 @@ def test_inspect(tmp_path, inputs, capsys):
     out = capsys.readouterr().out
     assert "Megatron, 90 documents" in out and "'document 0: " in out and "held out" in out
     assert __main__.main(["inspect", inputs[0]]) == 0
-    assert "text: 30 documents" in capsys.readouterr().out
+    assert "a.jsonl: JSON lines: 30 documents" in capsys.readouterr().out
     assert __main__.main(["inspect", str(tmp_path / "nothing")]) == 1
     assert "no such file" in capsys.readouterr().err
 
@@ -220,6 +274,72 @@ def test_view_of_a_run_is_what_the_run_draws(tmp_path, inputs, monkeypatch, caps
             ids.tofile(path)
     assert __main__.main(["view", str(tmp_path / "runs" / "a"), "--step", "1"]) == 1
     assert "not the tokens that the run read before" in capsys.readouterr().err
+
+
+def write_data(tmp_path, inputs, kind):
+    """Data of about 200 to 400 ids a kind, so that thirty steps walk them several times."""
+    ids = np.random.RandomState(3).randint(0, 300, 17 * 20).astype("<u2")
+    if kind == "megatron":
+        assert run(tmp_path, inputs[2:], "x", "--processes", "1") == 0
+        return tmp_path / "x"
+    if kind == "rows":
+        ids.tofile(tmp_path / "rows.bin")
+        with open(tmp_path / "rows.idx", "wb") as file:
+            megatron.write_index(file, ids.dtype, [17] * 20)
+        return tmp_path / "rows"
+    ids.tofile(tmp_path / "flat.bin")
+    return tmp_path / "flat.bin"
+
+
+@pytest.mark.parametrize("kind", ["megatron", "rows", "flat"])
+def test_view_and_checkpoints_of_a_run_that_was_killed_went_on_and_walked_its_data_again(
+        tmp_path, inputs, monkeypatch, capsys, kind):
+    """6 steps, killed in the 5th, resumed, then resumed up to 30: a step draws what `view` shows,
+    once or again, and each checkpoint stands before the batch of the next step."""
+    monkeypatch.setitem(pythia.PRESETS, "tiny", (1, 32, 2, 384))
+    monkeypatch.setattr(train_pythia, "SAMPLE_TOKENS", 4)
+    monkeypatch.setattr(train_pythia, "prune_checkpoints", lambda *_, **__: None)
+    monkeypatch.setattr(megatron, "ROW_LENGTH", 17)
+    data = write_data(tmp_path, inputs, kind)
+    drawn, micro = {}, []
+    forward_backward, queue = train_pythia.forward_backward, run_log.RunLog.queue
+    dies_at = [5]
+
+    def watched(model, ids, targets, share):
+        micro.append(np.concatenate([ids, targets[:, -1:]], axis=1))
+        return forward_backward(model, ids, targets, share)
+
+    def queued(self, step, *rest):
+        rows = np.concatenate(micro)
+        micro.clear()
+        np.testing.assert_array_equal(drawn.setdefault(step, rows), rows)
+        if step in dies_at:
+            raise SystemExit("killed")
+        queue(self, step, *rest)
+
+    monkeypatch.setattr(train_pythia, "forward_backward", watched)
+    monkeypatch.setattr(run_log.RunLog, "queue", queued)
+    where = ["--out", str(tmp_path / "runs"), "--name", "a", "--device", "cpu"]
+    with pytest.raises(SystemExit):
+        train_pythia.main(["--model", "tiny", "--data", str(data), "--batch-size", "3",
+                           "--grad-accum", "2", "--seq-len", "16", "--steps", "6", "--schedule",
+                           "constant", "--save-every", "1", "--eval-every", "0", *where])
+    dies_at.clear()
+    for more in ([], ["--steps", "30"]):
+        assert train_pythia.main([*where, "--resume", "auto", *more]) == 0
+    assert sorted(drawn) == list(range(1, 31))
+    for step, rows in drawn.items():
+        capsys.readouterr()
+        assert __main__.main(["view", str(tmp_path / "runs" / "a"), "--step", str(step)]) == 0
+        np.testing.assert_array_equal(shown_ids(capsys.readouterr().out), rows)
+    _, batches, settings = open_run(tmp_path / "runs" / "a")
+    epochs = set()
+    for step in range(1, 30):
+        state = Checkpoint(checkpoint_path(tmp_path / "runs" / "a" / "checkpoints", step)).state
+        batches.seek(state["data"])
+        np.testing.assert_array_equal(batches.next_rows(), drawn[step + 1][:3])
+        epochs.add(state["data"]["epoch"])
+    assert len(epochs) >= 3 and settings["steps"] == 6
 
 
 @pytest.mark.parametrize("argv", [["view", "x"], ["view", "x", "--step", "0"], ["prepare", "x"],

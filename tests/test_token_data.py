@@ -1,26 +1,39 @@
-"""Readers of token files, GPT-NeoX's order of samples, batches made ahead, and damaged files."""
+"""Readers of token files, GPT-NeoX's order of samples, and damaged files."""
 
-import gc
+import contextlib
+import ctypes
 import gzip
 import hashlib
 import io
 import json
+import mmap
 import os
+import re
 import shutil
 import struct
-import threading
+import sys
+import tempfile
+import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import needle as ndl
-from needle import _C
-from needle.data import Batches, DataError, Documents, Prefetch, megatron, open_data, sample_order
+from needle.data import (
+    Batches,
+    DataError,
+    Documents,
+    Prefetch,
+    __main__,
+    megatron,
+    open_data,
+    sample_order,
+    text,
+)
 from needle.data.tokens import FlatTokens, Part, to_ids
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 RANDOM = np.random.RandomState(5)
 IDS = RANDOM.randint(0, 60, 1500)
 
@@ -123,6 +136,15 @@ def test_nanogpt(tmp_path):
     assert "flat uint16, 100 uint16 tokens" in data.source and len(data.train) == 95
 
 
+@pytest.mark.parametrize("shape", [b"-150, ", b"True, ", b"2, 750"])
+def test_npy_of_a_shape_that_is_none(tmp_path, shape):
+    np.save(tmp_path / "x.npy", IDS)
+    content = (tmp_path / "x.npy").read_bytes()
+    (tmp_path / "x.npy").write_bytes(content.replace(b"1500,)", shape[:5] + b")"))
+    with pytest.raises(DataError, match="x.npy: (not a usable .npy file.*offset 0|must hold one)"):
+        open_data(tmp_path / "x.npy")
+
+
 @pytest.mark.parametrize("dtype", ["u1", "<u2", ">u2", "<i4", ">i8", "<u8"])
 def test_npy(tmp_path, dtype):
     np.save(tmp_path / "x.npy", IDS.astype(dtype))
@@ -163,14 +185,16 @@ def test_json_lines(tmp_path, tokenizer, name, pack):
     assert trained == "".join(TEXTS[:19] + TEXTS[20:])
 
 
+def test_zst_without_its_package(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd")
+    with pytest.raises(DataError, match="pip install zstandard"):
+        open_data(tmp_path / "a.jsonl.zst", tokenizer)
+
+
+@pytest.mark.parity  # where lm_eval is, which needs zstandard
 def test_zst(tmp_path, tokenizer):
-    try:
-        import zstandard
-    except ImportError:
-        (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd")
-        with pytest.raises(DataError, match="pip install zstandard"):
-            open_data(tmp_path / "a.jsonl.zst", tokenizer)
-        return
+    zstandard = pytest.importorskip("zstandard")
     lines = json_lines(TEXTS).splitlines(keepends=True)
     frames = [zstandard.ZstdCompressor().compress(b"".join(lines[i::3])) for i in range(3)]
     (tmp_path / "a.jsonl.zst").write_bytes(b"".join(frames))
@@ -330,13 +354,13 @@ def test_a_file_that_shrinks_while_mapped(tmp_path):
 @pytest.mark.parametrize("kind", ["npy", "megatron", "rows"])
 def test_ids_outside_the_vocabulary_are_named_with_file_and_offset(tmp_path, kind):
     wrong = IDS.copy()
-    wrong[777] = 61
+    wrong[777] = 60
     if kind == "npy":
         np.save(tmp_path / "x.npy", wrong.astype(np.int32))
         data, start, item = open_data(tmp_path / "x.npy"), 128, 4
     else:
         wrong = np.tile(wrong, 3)[:4098] if kind == "rows" else wrong
-        wrong[777] = 61
+        wrong[777] = 60
         documents = np.split(wrong, [2049] if kind == "rows" else range(25, 1500, 25))
         wrong[3000 if kind == "rows" else 0:][:1] = 5
         write_megatron(tmp_path / "x", documents)
@@ -345,7 +369,7 @@ def test_ids_outside_the_vocabulary_are_named_with_file_and_offset(tmp_path, kin
     with pytest.raises(DataError, match="outside the vocabulary of 60") as caught:
         for _ in range(len(batches)):
             batches.next()
-    assert f"offset {start + 777 * item:,}: id 61" in str(caught.value)
+    assert f"offset {start + 777 * item:,}: id 60" in str(caught.value)
     negative = Batches(np.array([1, 2, 3, -1, 5], np.int32), 1, 2, vocab_size=60)
     with pytest.raises(DataError, match="token [23]: id -1"):
         for _ in range(2):
@@ -359,10 +383,7 @@ def test_floats_that_are_no_ids():
 
 
 def good_files():
-    """name: content of a folder, of every kind of token file."""
-    import tempfile
-    from pathlib import Path
-
+    """name: content of a folder, of every kind of file."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_megatron(folder / "m", [IDS[:200], IDS[200:300], IDS[300:777]])
@@ -370,61 +391,220 @@ def good_files():
         write_shard(folder / "s.bin", IDS)
         np.save(folder / "n.npy", IDS.astype(np.int32))
         IDS.astype("<u2").tofile(folder / "t.bin")
-        (folder / "j.jsonl.gz").write_bytes(gzip.compress(json_lines(TEXTS)))
+        (folder / "j.jsonl").write_bytes(json_lines(TEXTS[:3]))
+        (folder / "z.jsonl.gz").write_bytes(gzip.compress(json_lines(TEXTS)))
         return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 GOOD = good_files()
+# Where numbers stand: (offset, bytes)
+FIELDS = {
+    "m.idx": [(0, 8), (8, 1), (9, 8), (17, 1), (18, 8), (26, 8)]
+    + [(34 + 4 * i, 4) for i in range(3)] + [(46 + 8 * i, 8) for i in range(7)],
+    "f.idx": [(9, 8), (17, 1), (18, 8), (26, 8), (34, 4), (38, 4), (42, 8), (50, 8)],
+    "f.bin": [(4 * i, 4) for i in range(9)],
+    "s.bin": [(4 * i, 4) for i in range(5)],
+    "n.npy": [(6, 1), (7, 1), (8, 2)],
+}
 
 
-def damage(draw, content):
+def damage(draw, name, content):
     content = bytearray(content)
-    for _ in range(draw(st.integers(1, 4))):
-        kind = draw(st.sampled_from(["flip", "cut", "insert", "word"]))
-        # the beginnings are where formats are
-        place = draw(st.one_of(st.integers(0, min(len(content), 80)),
+    for _ in range(draw(st.integers(1, 3))):
+        kind = draw(st.sampled_from(["field", "field", "flip", "cut", "insert", "text", "end"]))
+        place = draw(st.one_of(st.integers(0, min(len(content), 80)),  # where formats are
                                st.integers(0, len(content))))
-        if kind == "flip" and place < len(content):
+        if kind == "field":
+            at, width = draw(st.sampled_from(FIELDS.get(name, [(0, 4), (4, 4)])))
+            old = int.from_bytes(content[at:at + width], "little")
+            value = draw(st.sampled_from([old + step for step in (-3, -2, -1, 1, 2, 3, 4)] + [
+                0, 1, 60, 2**31 - 1, 2**31, 2**62, 2**63, 2**64 - 1]))
+            if at < len(content):
+                content[at:at + width] = (value % 2**(8 * width)).to_bytes(width, "little")
+        elif kind == "flip" and place < len(content):
             content[place] ^= 1 << draw(st.integers(0, 7))
         elif kind == "cut":
             del content[place:]
         elif kind == "insert":
             content[place:place] = draw(st.binary(max_size=20))
-        elif kind == "word":
-            value = draw(st.sampled_from([0, 1, 2**31 - 1, 2**31, 2**62, 2**63, 2**64 - 1]))
-            content[place:place + 8] = value.to_bytes(8, "little")
+        elif kind == "text":
+            word = draw(st.sampled_from([b"\n", b'""', b"{", b"<f4", b"True", b"\xff", b"(2, 750)",
+                                         b"60", b"-1", b"1e99", b"null", b'{"text": ""}\n']))
+            content[place:place + len(word)] = word
+        elif kind == "end":
+            content += draw(st.binary(min_size=1, max_size=5))
     return bytes(content)
 
 
-@given(st.data())
-@settings(max_examples=300, deadline=None,
-          suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-def test_damaged_files_give_errors_and_never_crash(tmp_path, data):
-    """Either a DataError that names the file, or ids inside the vocabulary."""
-    from needle.data.text import json_lines as read_json_lines
+def megatron_says(idx, data):
+    """(ids) that an index and its .bin hold by the format's description, or None: to be refused."""
+    if len(idx) < 34 or idx[:9] != b"MMIDIDX\0\0":
+        return None
+    version, code, count, entries = struct.unpack("<QBQQ", idx[9:34])
+    if version != 1 or not 1 <= code <= 8 or count < 1 or len(idx) != 34 + 12 * count + 8 * entries:
+        return None
+    sizes = struct.unpack(f"<{count}i", idx[34:34 + 4 * count])
+    starts = struct.unpack(f"<{count}q", idx[34 + 4 * count:34 + 12 * count])
+    borders = struct.unpack(f"<{entries}q", idx[34 + 12 * count:])
+    if min(sizes) < 1 or list(borders) != sorted(borders) or \
+            any(not 0 <= border <= count for border in borders):
+        return None
+    for dtype in {6: ("<f8", "<f4"), 7: ("<f4", "<f8")}.get(
+            code, ({1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.get(code),)):
+        item = np.dtype(dtype).itemsize
+        if [item * sum(sizes[:i]) for i in range(count)] == list(starts) and \
+                len(data) == item * sum(sizes):
+            return np.frombuffer(data, dtype)
+    return None
 
+
+def shard_says(content):
+    head = np.frombuffer(content[:1024], "<i4") if len(content) >= 1024 else None
+    whole = head is not None and head[2] > 0 and len(content) == 1024 + 2 * int(head[2])
+    if head is not None and head[0] == 20240520:
+        return np.frombuffer(content[1024:], "<u2") if whole and head[1] == 1 else None
+    if whole and head[1] in (1, 7) and not head[3:].any():
+        return None  # only the magic is wrong
+    return np.frombuffer(content, "<u2") if len(content) % 2 == 0 and content else None
+
+
+def npy_says(content):
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = np.load(io.BytesIO(content))
+        return found if found.ndim == 1 and found.dtype.kind in "iu" else None
+    except Exception:
+        return None
+
+
+def lines_say(content, name):
+    """The documents, or None."""
+    try:
+        lines = (gzip.decompress(content) if name.endswith(".gz") else content).split(b"\n")
+        texts = [json.loads(line)["text"] for line in lines if line.strip()]
+        return texts if all(isinstance(t, str) and t.encode() for t in texts) else None
+    except Exception:
+        return None
+
+
+@pytest.mark.parametrize("name", sorted(GOOD))
+@given(data=st.data())
+@settings(max_examples=200, deadline=None,
+          suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+def test_damaged_files_are_read_as_they_are_or_refused(tmp_path, name, data):
+    """Against readers of their own, strict and slow: what these refuse gives a DataError that names
+    the file, else the same ids come, and no id outside the vocabulary comes in a batch."""
     shutil.rmtree(tmp_path)
     tmp_path.mkdir()
-    name = data.draw(st.sampled_from(sorted(GOOD)))
-    for other, content in GOOD.items():
-        (tmp_path / other).write_bytes(content)
-    (tmp_path / name).write_bytes(damage(data.draw, GOOD[name]))
-    try:
-        if name.endswith(".gz"):
-            assert all(read_json_lines(tmp_path / name))
-            return
-        found = open_data(tmp_path / name)
-        assert len(found.train[:]) == len(found.train)
-        batches = Batches(found.train, 2, 8, samples=200, vocab_size=60)
-        for _ in range(min(len(batches), 40) + 1):
+    files = {**GOOD, name: damage(data.draw, name, GOOD[name])}
+    for other in [name, *[n for n in GOOD if n[:2] == name[:2]]]:
+        (tmp_path / other).write_bytes(files[other])
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        shown = __main__.main(["inspect", str(tmp_path / name)])
+    if "jsonl" in name:
+        check_lines(tmp_path / name, lines_say(files[name], name))
+        return
+    if name[0] in "mf":
+        expected = megatron_says(files[f"{name[0]}.idx"], files[f"{name[0]}.bin"])
+    else:
+        says = {"s.bin": shard_says, "t.bin": shard_says, "n.npy": npy_says}[name]
+        expected = says(files[name])
+    if expected is None:
+        with pytest.raises(DataError) as caught:
+            open_data(tmp_path / name)
+        assert str(tmp_path / name[:1]) in str(caught.value)
+        assert re.search("offset|bytes|empty file|one axis", str(caught.value))
+        assert shown == 1 and str(tmp_path) in said.getvalue()
+        return
+    found = open_data(tmp_path / name)
+    np.testing.assert_array_equal(np.concatenate([found.train, found.held_out]), expected)
+    if len(found.train) < 9:
+        with pytest.raises(DataError, match=f"{tmp_path / name[:1]}.*fewer than one batch"):
+            Batches(found.train, 1, 8, samples=200)
+        return
+    batches = Batches(found.train, 1, 8, samples=200, vocab_size=60)
+    # Of windows the last few ids make no whole one; documents are walked several times.
+    drawn = expected[:len(found.train) if name[0] in "mf" else 8 * len(batches) + 1]
+    with np.errstate(all="ignore"):
+        good = ((drawn >= 0) & (drawn < 60) & (drawn == np.floor(drawn))).all()
+    with contextlib.nullcontext() if good else \
+            pytest.raises(DataError, match=f"{tmp_path / name[:1]}.*: offset "):
+        for _ in range(len(batches)):
             ids, targets = batches.next()
             assert 0 <= min(ids.min(), targets.min()) and max(ids.max(), targets.max()) < 60
-        np.asarray(found.held_out)
-    except DataError as error:
-        assert str(tmp_path) in str(error) or "fewer than one batch" in str(error)
+
+
+def check_lines(path, expected):
+    def read():
+        return "".join(piece + "|" * last for piece, last in text.documents([path]))
+
+    if expected is None:
+        with pytest.raises(DataError, match="offset") as caught:
+            read()
+        assert str(path) in str(caught.value)
+    else:
+        assert read() == "".join(document + "|" for document in expected)
+
+
+@given(st.sampled_from(["m", "s.bin", "n.npy", "t.bin"]), st.floats(0, 0.999))
+@settings(max_examples=40, deadline=None,
+          suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_files_that_shrink_while_mapped(tmp_path, name, share):
+    """Cut anywhere: an error that names file and offset, and no signal that ends the process."""
+    for other, content in GOOD.items():
+        (tmp_path / other).write_bytes(content)
+    batches = Batches(open_data(tmp_path / name).train, 2, 8)
+    path = tmp_path / ("m.bin" if name == "m" else name)
+    end = int(share * len(GOOD[path.name]) * 0.9)
+    os.truncate(path, end)
+    with pytest.raises(DataError, match=f"has shrunk since it was opened: the file ends at offset "
+                                        f"{end:,}") as caught:
+        batches.next()
+    assert str(path) in str(caught.value)
 
 
 # ---- reading -----------------------------------------------------------------------------------
+
+
+def resident(part):
+    """How many pages of the second half of a part's map are in memory."""
+    libc, page = ctypes.CDLL(None, use_errno=True), mmap.PAGESIZE
+    address = part._ids.ctypes.data - part.offset
+    pages = (ctypes.c_ubyte * -(-part.end // page))()
+    assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(part.end), pages) == 0
+    return sum(page & 1 for page in pages[len(pages) // 2:])
+
+
+@pytest.mark.parametrize("kind", ["flat", "megatron"])
+def test_samples_bring_in_their_own_pages_and_no_others(tmp_path, kind):
+    """A sample costs no readahead, and those of a batch are announced before the first is read."""
+    sizes = [1 << 20] * 64
+    write_megatron(tmp_path / "x", [[]] if kind == "flat" else [[0]])
+    if kind == "megatron":
+        with open(tmp_path / "x.idx", "wb") as file:
+            megatron.write_index(file, np.dtype("<u2"), sizes)
+    else:
+        (tmp_path / "x.idx").unlink()
+    os.truncate(tmp_path / "x.bin", 2 * sum(sizes))  # a hole: it is read as zeros
+    batches = Batches(open_data(tmp_path / "x.bin").train, 32, 1000, samples=10)
+    (part,) = batches.tokens.parts
+    log = []
+    tokens = batches.tokens
+    for name in ("announce", "read"):
+        def note(*stretch, name=name, call=getattr(tokens, name)):  # noqa: B008
+            log.append((name, stretch))
+            return call(*stretch)
+
+        setattr(tokens, name, note)
+    assert not batches.next_rows().any()
+    # Of all 16,384: samples of 2 pages at most, and 64 stretches of 16 KiB, which are looked at to
+    # tell these data from others.
+    assert resident(part) <= 32 * 2 + 64 * 5
+    half = len(log) // 2
+    assert [name for name, _ in log] == ["announce"] * half + ["read"] * half
+    assert [stretch for _, stretch in log[:half]] == [stretch for _, stretch in log[half:]]
 
 
 def test_tokens_read_like_an_array(tmp_path):
@@ -449,101 +629,3 @@ def test_tokens_read_like_an_array(tmp_path):
         with pytest.raises(IndexError):
             tokens[bad]
     assert not isinstance(tokens, Documents)
-
-
-# ---- ahead of time -----------------------------------------------------------------------------
-
-
-def device_of(name):
-    return ndl.cpu() if name == "cpu" else ndl.cuda()
-
-
-def host(array):
-    return array if isinstance(array, np.ndarray) else array.numpy()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_prefetch_draws_the_same_batches_and_knows_its_position(device):
-    def fresh():
-        return Batches(IDS, 3, 16, seed=4, vocab_size=60)
-
-    plain, ahead = fresh(), Prefetch(fresh(), device_of(device), depth=3)
-    assert len(ahead) == len(plain)
-    held = []
-    for _ in range(2 * len(plain) + 5):
-        assert ahead.position == plain.position
-        assert (ahead.epoch, ahead.batch) == (plain.epoch, plain.batch)
-        held.append((ahead.next(), plain.next()))
-    for got, expected in held:  # none was overwritten by a later one
-        for a, b in zip(got, expected):
-            np.testing.assert_array_equal(host(a), b)
-    position = ahead.position
-    ahead.close()
-    ahead.close()
-    assert ahead.position == position
-    np.testing.assert_array_equal(host(ahead.next()[0]), plain.next()[0])
-    ahead.seek({"epoch": 1, "batch": 2})
-    plain.seek({"epoch": 1, "batch": 2})
-    np.testing.assert_array_equal(host(ahead.next()[1]), plain.next()[1])
-    ahead.close()
-
-
-def threads():
-    return [t for t in threading.enumerate() if t.name == "needle.data.Prefetch"]
-
-
-def test_a_dropped_prefetch_ends_its_thread():
-    ahead = Prefetch(Batches(IDS, 3, 16))
-    ahead.next()
-    (thread,) = threads()
-    del ahead
-    gc.collect()
-    thread.join(10)
-    assert not threads()
-
-
-def test_an_error_arrives_with_its_batch():
-    tokens = np.zeros(161, np.int32)
-    tokens[:] = 99
-    ahead = Prefetch(Batches(tokens, 2, 16, vocab_size=60))
-    for _ in range(2):
-        with pytest.raises(DataError, match="id 99 is outside the vocabulary of 60"):
-            ahead.next()
-    assert ahead.position == {"epoch": 0, "batch": 0}
-    ahead.close()
-
-
-@pytest.mark.cuda
-def test_a_gpu_needs_the_vocabulary():
-    with pytest.raises(ValueError, match="vocab_size"):
-        Prefetch(Batches(IDS, 3, 16), ndl.cuda())
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_staging(device):
-    where = device_of(device)
-    staging = _C.Staging(4 * 24, where)
-    memory = np.frombuffer(staging, np.int32)
-    assert memory.flags.writeable and len(memory) == 24
-    sent = []
-    for number in range(50):
-        staging.wait()
-        memory[:] = np.arange(24) + number
-        sent.append(staging.send((2, 3, 4), "int32"))
-    for number, array in enumerate(sent):
-        assert array.device == where and array.dtype == "int32"
-        np.testing.assert_array_equal(array.numpy(), np.arange(24).reshape(2, 3, 4) + number)
-    staging.wait()
-    assert staging.send((0, 3), "float32").shape == (0, 3)
-    np.testing.assert_array_equal(staging.send((5,), "uint8").numpy(), memory.view(np.uint8)[:5])
-    staging.wait()
-    del staging  # the buffer keeps the memory
-    memory[:] = 1
-    with pytest.raises(ValueError, match="25"):
-        _C.Staging(25, where).send((26,), "uint8")
-    for bad in (0, -1):
-        with pytest.raises(ValueError, match="1 or more"):
-            _C.Staging(bad, where)
-    with pytest.raises((MemoryError, RuntimeError)):
-        _C.Staging(2**62, where)
-    assert io.BytesIO(_C.Staging(3, where)).getbuffer().nbytes == 3

@@ -13,9 +13,16 @@ import numpy as np
 
 from needle.data.batches import Batches
 from needle.data.prepare import prepare, progress_bar
-from needle.data.readers import TokenData, open_data, open_tokens
+from needle.data.readers import (
+    TokenData,
+    matching,
+    no_text,
+    open_data,
+    open_tokens,
+    text_kind,
+)
 from needle.data.runs import open_run
-from needle.data.text import documents, load_tokenizer, walk
+from needle.data.text import documents, load_tokenizer, walk, warn
 from needle.data.tokens import DataError, Documents, FlatTokens, to_ids
 
 SCANNED = 1 << 22  # ids that `inspect` looks at, spread over the file
@@ -88,9 +95,12 @@ def show_file(file: str, tokenizer: str | None) -> None:
         ids, all_seen = sample(tokens)
         print(f"    ids: {ids.min():,} to {ids.max():,}"
               + ("" if all_seen else f" (in {ids.size:,} of them)"))
-    for part in [*data.train.parts, *data.held_out.parts][:8]:
+    parts = [part for part in [*data.train.parts, *data.held_out.parts] if part.count]
+    for part in parts[:8]:
         print(f"{part.path}: {part.count:,} {part.dtype} from offset {part.offset:,}")
     first = to_ids(data.train[:32])
+    if len(parts) > 8:
+        print(f"... and {len(parts) - 8:,} more")
     print("begins:", " ".join(map(str, first)))
     if tokenizer is not None:
         print(repr(load_tokenizer(tokenizer).decode(first.tolist(), skip_special_tokens=False)))
@@ -106,11 +116,14 @@ def sample(tokens: FlatTokens) -> tuple[np.ndarray, bool]:
 
 
 def show_text(path: Path) -> None:
-    files = list(walk(path)) if path.is_dir() else [path]
+    files = list(walk(path)) if path.is_dir() else matching(path)
     count = size = 0
-    for text in documents(files):
-        count, size = count + 1, size + len(text.encode())
-    print(f"{path}: text: {count:,} documents, {size:,} bytes of UTF-8 in {len(files):,} file(s)")
+    for text, last in documents(files, warn):
+        count, size = count + last, size + len(text.encode())
+    if count == 0:
+        raise no_text(str(path), files)
+    print(f"{path}: {text_kind(files)}: {count:,} documents, {size:,} bytes of UTF-8 in "
+          f"{len(files):,} file(s)")
 
 
 # ---- view --------------------------------------------------------------------------------------

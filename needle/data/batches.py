@@ -7,13 +7,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from needle.data import megatron
-from needle.data.tokens import DataError, Documents, FlatTokens, to_ids
+from needle.data.tokens import DataError, Documents, FlatTokens, is_broken, to_ids
 
 
 class Windows:
@@ -89,9 +90,12 @@ class Packed:
         if self._epoch is None:
             self.order(0)
         out = np.empty((len(chosen), self.seq_len + 1), self.documents.dtype)
-        for row, sample in zip(out, chosen):
+        pieces = [list(self._pieces(int(sample))) for sample in chosen]
+        for start, stop in itertools.chain.from_iterable(pieces):
+            self.documents.announce(start, stop)
+        for row, stretches in zip(out, pieces):
             done = 0
-            for start, stop in self._pieces(int(sample)):
+            for start, stop in stretches:
                 row[done:done + stop - start] = self.documents.read(start, stop)
                 done += stop - start
         return out
@@ -139,9 +143,10 @@ class Batches:
     def _check_enough(self) -> None:
         self.windows = self._samples.count
         if self.windows < self.batch_size:
-            raise DataError(f"{len(self.tokens):,} tokens are fewer than one batch of "
-                            f"{self.batch_size} x {self.seq_len} (+ 1); give more text, or a "
-                            "smaller --batch-size or --seq-len")
+            what = repr(self.tokens) if isinstance(self.tokens, FlatTokens) else \
+                f"{len(self.tokens):,} tokens"
+            raise DataError(f"{what}: fewer than one batch of {self.batch_size} x {self.seq_len} "
+                            "(+ 1); give more text, or a smaller --batch-size or --seq-len")
 
     def __len__(self) -> int:
         """Batches an epoch."""
@@ -196,12 +201,12 @@ class Batches:
             yield rows[:, :-1], rows[:, 1:]
 
     def _rows(self, chosen: np.ndarray) -> np.ndarray:
+        found = self._samples.rows(chosen)
         try:
-            rows = to_ids(self._samples.rows(chosen))
+            rows = to_ids(found)
         except DataError as error:
-            if isinstance(self.tokens, FlatTokens):
-                raise DataError(f"{self.tokens!r}: {error}") from error
-            raise
+            place = np.argwhere(is_broken(found))[0]
+            raise DataError(f"{self._where(chosen, *place)}: {error}") from error
         if self.vocab_size is not None:
             self._check_vocabulary(rows, chosen)
         return rows
@@ -211,10 +216,13 @@ class Batches:
         wrong = rows.view(np.uint32 if rows.dtype == np.int32 else np.uint64) >= self.vocab_size
         if wrong.any():
             row, column = (int(i) for i in np.argwhere(wrong)[0])
-            position = self._samples.position(int(chosen[row]), column)
-            where = f"token {position:,}"
-            if isinstance(self.tokens, FlatTokens):
-                path, offset = self.tokens.where(position)
-                where = f"{path}: offset {offset:,}"
-            raise DataError(f"{where}: id {int(rows[row, column])} is outside the vocabulary of "
-                            f"{self.vocab_size}")
+            raise DataError(f"{self._where(chosen, row, column)}: id {int(rows[row, column])} is "
+                            f"outside the vocabulary of {self.vocab_size}")
+
+    def _where(self, chosen: np.ndarray, row: int, column: int) -> str:
+        """File and offset of an id of a batch."""
+        position = self._samples.position(int(chosen[row]), int(column))
+        if not isinstance(self.tokens, FlatTokens):
+            return f"token {position:,}"
+        path, offset = self.tokens.where(position)
+        return f"{path}: offset {offset:,}"

@@ -4,13 +4,15 @@
     next():  ready slot -> enqueue its copy to the device, without waiting -> free slot
 
 On the CPU a slot is nothing and next() returns NumPy arrays. `position` is that of the batches that
-next() has returned, whatever the thread has read since: what a checkpoint must keep.
+next() has returned, whatever the thread has read since: what a checkpoint must keep. `waited` says
+how long next() has stood still for the thread: where it grows, the data are slower than the steps.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+import time
 import weakref
 
 import numpy as np
@@ -52,6 +54,7 @@ class Prefetch:
             raise ValueError("Prefetch: batches for a GPU need vocab_size: nothing checks the ids "
                              "behind it")
         self.batches, self.position = batches, batches.position
+        self.waited = 0.0  # seconds, in all
         self._slots = [_Slot(batches.batch_size, batches.seq_len, device) if on_gpu else None
                        for _ in range(depth + 1 if on_gpu else depth)]
         self._thread = None
@@ -82,7 +85,9 @@ class Prefetch:
         """(inputs, targets), integers (batch_size, seq_len); goes on for ever."""
         if self._thread is None:
             self._start()
+        began = time.perf_counter()
         slot, batch, position = self._ready.get()
+        self.waited += time.perf_counter() - began
         if isinstance(batch, BaseException):
             self._ready.put((slot, batch, position))  # and so each next() from now on
             raise batch

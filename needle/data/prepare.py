@@ -18,6 +18,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -32,17 +33,22 @@ import numpy as np
 from needle.checkpoint import replacing
 from needle.data import megatron
 from needle.data.text import (
+    Piece,
     documents,
     encode,
+    id_limit,
     is_json_lines,
     is_packed,
     json_lines,
     load_tokenizer,
+    pieces,
     walk,
+    warn,
 )
 from needle.data.tokens import DataError
 
 UNIT = 1 << 24  # bytes of input
+LONGEST = 2**31 - 1  # tokens of a document: sizes are int32
 Progress = Callable[[int, int], None]  # (done, of)
 
 
@@ -54,10 +60,12 @@ class Unit:
     start: int = 0
     stop: int | None = None
 
-    def documents(self) -> Iterator[str]:
+    def pieces(self) -> Iterator[Piece]:
         if self.stop is None:
-            return documents([Path(name) for name in self.files])
-        return json_lines(Path(self.files[0]), self.start, self.stop)
+            yield from documents([Path(name) for name in self.files], warn)
+            return
+        for text in json_lines(Path(self.files[0]), self.start, self.stop):
+            yield from pieces([text])
 
 
 def input_files(inputs: Sequence[str]) -> list[Path]:
@@ -97,20 +105,23 @@ def prepare(inputs: Sequence[str], tokenizer: str, out: str, processes: int | No
             progress: Progress | None = None) -> dict[str, int]:
     """Writes OUT.bin and OUT.idx; returns their numbers of documents and tokens.
 
-    progress(done, of): called after each unit. Raises DataError; what was done stays for the next
-    try."""
+    progress(done, of): called after each unit. Raises DataError, also where OUT is there and whole;
+    what was done stays for the next try."""
     prefix = Path(out[:-4] if out.endswith((".bin", ".idx")) else out)
     model = load_tokenizer(tokenizer)
     files = input_files(inputs)
     units = cut(files, UNIT)
-    dtype = megatron.best_dtype(model.get_vocab_size())
+    dtype = megatron.best_dtype(id_limit(model))
     digest = hashlib.blake2b(json.dumps([UNIT, [astuple(unit) for unit in units]]).encode()
                              + model.to_str().encode(), digest_size=16)
     for file in files:
         status = file.stat()
         digest.update(f"{file} {status.st_size} {status.st_mtime_ns}\n".encode())
-    parts = Path(f"{prefix}.parts")
-    lock = _begin(parts, digest.hexdigest())
+    parts, plan = Path(f"{prefix}.parts"), digest.hexdigest()
+    for made in (Path(f"{prefix}.idx"), Path(f"{prefix}.bin")):
+        if made.exists() and not _is_plan(parts, plan):
+            raise DataError(f"{made}: exists already; remove it, or choose another --out")
+    lock = _begin(parts, plan)
     try:
         return _go_on(parts, units, tokenizer, dtype, prefix, processes, progress)
     finally:
@@ -130,6 +141,12 @@ def _go_on(parts: Path, units: list[Unit], tokenizer: str, dtype: np.dtype, pref
     return _merge(parts, len(units), dtype, prefix)
 
 
+def _is_plan(parts: Path, plan: str) -> bool:
+    """Whether the folder holds parts of the same inputs."""
+    note = parts / "plan"
+    return note.is_file() and note.read_text() == plan
+
+
 def _begin(parts: Path, plan: str) -> int:
     """The folder of the parts, emptied where it belongs to other inputs, and locked: the descriptor
     that holds the lock, which ends with the process."""
@@ -140,11 +157,10 @@ def _begin(parts: Path, plan: str) -> int:
         raise DataError(f"{parts}: cannot be made: {error.strerror}") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        note = parts / "plan"
-        if not note.is_file() or note.read_text() != plan:
+        if not _is_plan(parts, plan):
             for path in parts.iterdir():
                 path.unlink()
-            with replacing(note) as file:
+            with replacing(parts / "plan") as file:
                 file.write(plan.encode())
         return lock
     except OSError as error:
@@ -162,12 +178,24 @@ def _encode_all(units: list[Unit], missing: list[int], tokenizer: str, dtype: np
         for number in missing:
             yield _encode_unit(model, units[number], number, dtype, parts)
         return
+    others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _worker_start,
                                (tokenizer,))
     try:
-        futures = [pool.submit(_worker_unit, units[i], i, dtype.str, str(parts)) for i in missing]
+        # Ctrl-C reaches all processes of a terminal: the workers inherit this and are deaf to it,
+        # the parent hears it when the mask is gone, and ends them.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            futures = [pool.submit(_worker_unit, units[i], i, dtype.str, str(parts))
+                       for i in missing]
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for future in as_completed(futures):
             yield future.result()
+    except KeyboardInterrupt:  # what they have begun is done again; nobody waits for it now
+        for worker in set(multiprocessing.active_children()) - others:
+            worker.terminate()
+        raise
     except BrokenProcessPool as error:
         raise DataError("a process ended without a word (out of memory?); start again, what is "
                         "done stays: fewer --processes need less memory") from error
@@ -197,13 +225,18 @@ def _worker_unit(unit: Unit, number: int, dtype: str, parts: str) -> int:
 
 def _encode_unit(tokenizer, unit: Unit, number: int, dtype: np.dtype, parts: Path) -> int:
     """N.bin, then N.sizes: where the second is, the first is whole."""
-    sizes = []
+    sizes, size = [], 0
     try:
         with replacing(parts / f"{number}.bin") as file:
-            for text in unit.documents():
-                ids = encode(tokenizer, text, dtype)
-                sizes.append(len(ids))
+            for ids, last in encode(tokenizer, unit.pieces(), dtype):
                 file.write(ids)
+                size += len(ids)
+                if size > LONGEST:
+                    raise DataError(f"{', '.join(unit.files)}: a document of more than {LONGEST:,} "
+                                    "tokens, which .idx cannot say: split it")
+                if last and size:  # of a text that has no ids there is nothing to say
+                    sizes.append(size)
+                size = 0 if last else size
         with replacing(parts / f"{number}.sizes") as file:
             file.write(np.array(sizes, "<i4").tobytes())
     except OSError as error:

@@ -14,12 +14,14 @@ documents are split as GPT-NeoX does by default (969 : 30 : 1); preshuffled rows
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import hashlib
 import json
 import os
 import shutil
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,20 +31,22 @@ from needle.data import megatron
 from needle.data.text import (
     documents,
     encode,
+    id_limit,
     is_json_lines,
     is_packed,
     load_tokenizer,
-    read_text,
     standard_library,
     tokenizers_package,
     train_tokenizer,
     walk,
+    warn,
 )
 from needle.data.tokens import DataError, Documents, FlatTokens, Part, fingerprint
 
 HELD_OUT = 20  # one document, or one token, in so many
 # A change of how text becomes tokens makes caches of other versions invisible.
-CACHE_FORMAT = "1"
+CACHE_FORMAT = "2"
+WORK = ".text-"  # how the folders of unfinished caches begin
 LLMC_MAGIC, LLMC_HEADER = 20240520, 1024
 TAKES = ("--data takes text, JSON lines, a folder of either, Megatron's .bin/.idx, llm.c's shards, "
          "nanoGPT's train.bin, or .npy")
@@ -69,7 +73,7 @@ class TokenData:
 
     @property
     def vocab_size(self) -> int | None:
-        return None if self.tokenizer is None else self.tokenizer.get_vocab_size()
+        return None if self.tokenizer is None else id_limit(self.tokenizer)
 
 
 def open_data(data: str | os.PathLike | None = None, tokenizer: str | os.PathLike | None = None,
@@ -92,9 +96,6 @@ def open_data(data: str | os.PathLike | None = None, tokenizer: str | os.PathLik
     else:
         files = matching(path)
         root, source = path.parent if files == [path] else Path("/"), str(path)
-    if len(files) == 1 and not is_json_lines(files[0]) and read_text(files[0]) is None:
-        raise DataError(f"{files[0]}: not text: it is not UTF-8, or holds zero bytes; token files "
-                        "end in .npy or .bin")
     return _open_text(root, [path if root != Path("/") else path.resolve() for path in files],
                       source, tokenizer, vocab_size)
 
@@ -210,6 +211,8 @@ def npy_part(path: Path) -> Part:
                     (2, 0): np.lib.format.read_array_header_2_0}[version]
             shape, _, dtype = read(file)
             offset = file.tell()
+            if any(type(size) is not int or size < 0 for size in shape):
+                raise ValueError(f"a shape of {shape}")
     except Exception as error:  # a damaged header makes NumPy raise almost anything
         raise DataError(f"{path}: not a usable .npy file: {error!r} at offset 0") from error
     if len(shape) != 1 or dtype.kind not in "iu":
@@ -289,7 +292,7 @@ def _open_text(root: Path, files: list[Path], source: str, tokenizer: str | os.P
     given = None if tokenizer is None else load_tokenizer(tokenizer)
     made_by = f"{vocab_size}" if given is None else given.to_str()
     digest = hashlib.blake2b(digest_size=16)
-    for part in (CACHE_FORMAT, tk.__version__, made_by, str(root)):
+    for part in (CACHE_FORMAT, tk.__version__, made_by, str(root.resolve())):
         digest.update(part.encode() + b"\0")
     for path in files:
         status = path.stat()
@@ -299,43 +302,56 @@ def _open_text(root: Path, files: list[Path], source: str, tokenizer: str | os.P
         _tokenise(files, source, given, vocab_size, folder)
     try:
         facts = json.loads((folder / "facts.json").read_text())
-        kind = "JSON lines" if all(map(is_json_lines, files)) else \
-            "packed text" if all(map(is_packed, files)) else "text"
-        return TokenData(FlatTokens([npy_part(folder / "train.npy")]),
-                         FlatTokens([npy_part(folder / "held_out.npy")]),
-                         f"{source}: {kind}, {facts['documents']:,} documents, "
+        train, held_out = _cached(folder, facts)
+        return TokenData(FlatTokens([train]), FlatTokens([held_out]),
+                         f"{source}: {text_kind(files)}, {facts['documents']:,} documents, "
                          f"{facts['tokens']:,} tokens",
                          facts["fingerprint"], load_tokenizer(folder / "tokenizer.json"))
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{folder}: a damaged cache of tokens ({error}); delete that folder, it "
                         "is made again") from error
 
 
+def text_kind(files: list[Path]) -> str:
+    return "JSON lines" if all(map(is_json_lines, files)) else \
+        "packed text" if all(map(is_packed, files)) else "text"
+
+
+def no_text(source: str, files: list[Path]) -> DataError:
+    if len(files) == 1:
+        return DataError(f"{source}: not text: it is empty, not UTF-8, or holds zero bytes; token "
+                         "files end in .npy or .bin")
+    return DataError(f"{source}: no text in it: each of its {len(files)} files is empty, not "
+                     "UTF-8, or holds zero bytes")
+
+
+def _cached(folder: Path, facts: dict) -> list[Part]:
+    return [Part(folder / f"{name}.bin", 0, np.dtype(facts["dtype"]), facts[name])
+            for name in ("train", "held_out")]
+
+
 def _tokenise(files: list[Path], source: str, tokenizer, vocab_size: int, folder: Path) -> None:
-    """Writes tokenizer.json, train.npy, held_out.npy and facts.json into a temporary folder beside
+    """Writes tokenizer.json, train.bin, held_out.bin and facts.json into a temporary folder beside
     `folder` and renames it: another process sees all of it or nothing."""
     print(f"tokenising {source}: once, then kept in {folder}", flush=True)
     if tokenizer is None:
-        tokenizer = train_tokenizer(documents(files), vocab_size)
-    dtype = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.int32
-    encoded = [encode(tokenizer, text, dtype) for text in documents(files)]
-    if not encoded:
-        raise DataError(f"{source}: no text in it: each of its {len(files)} files is empty, not "
-                        "UTF-8, or holds zero bytes")
-    count = len(encoded)
-    train, held_out = _split(encoded)
-    facts = {"source": source, "documents": count, "tokens": len(train) + len(held_out),
-             "fingerprint": fingerprint(np.concatenate([train, held_out]))}
+        tokenizer = train_tokenizer((text for text, _ in documents(files)), vocab_size)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        _remove_abandoned(folder.parent)
+        work = Path(tempfile.mkdtemp(prefix=WORK, dir=folder.parent))
+        lock = os.open(work, os.O_RDONLY)
     except OSError as error:
         raise DataError(f"{folder.parent}: the cache cannot be written ({error.strerror}); set "
                         "NEEDLE_CACHE to a folder that can") from error
     try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # while this process lives
+        facts = _write_tokens(files, tokenizer, work)
+        if facts["documents"] == 0:
+            raise no_text(source, files)
         tokenizer.save(str(work / "tokenizer.json"))
-        np.save(work / "train.npy", train)
-        np.save(work / "held_out.npy", held_out)
+        facts["source"] = source
+        facts["fingerprint"] = fingerprint(FlatTokens(_cached(work, facts)))
         (work / "facts.json").write_text(json.dumps(facts))
         os.rename(work, folder)
     except OSError as error:
@@ -345,13 +361,41 @@ def _tokenise(files: list[Path], source: str, tokenizer, vocab_size: int, folder
                             "or set NEEDLE_CACHE to another folder") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
+        os.close(lock)
 
 
-def _split(encoded: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    if len(encoded) >= HELD_OUT:
-        held_out = np.concatenate(encoded[HELD_OUT - 1::HELD_OUT])
-        del encoded[HELD_OUT - 1::HELD_OUT]
-        return np.concatenate(encoded), held_out
-    tokens = np.concatenate(encoded)
-    kept = len(tokens) - len(tokens) // HELD_OUT
-    return tokens[:kept], tokens[kept:]
+def _remove_abandoned(cache: Path) -> None:
+    """Work of processes that were killed: nobody holds its lock any more."""
+    for work in cache.glob(f"{WORK}*"):
+        try:
+            lock = os.open(work, os.O_RDONLY)
+        except OSError:
+            continue  # it is gone
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if time.time() - os.fstat(lock).st_mtime > 60:  # else it may be about to be locked
+                shutil.rmtree(work, ignore_errors=True)
+        except OSError:
+            pass  # a process works in it
+        finally:
+            os.close(lock)
+
+
+def _write_tokens(files: list[Path], tokenizer, work: Path) -> dict:
+    """Writes train.bin and held_out.bin, ids of one dtype; returns what they hold."""
+    dtype = np.dtype("<u2" if id_limit(tokenizer) <= 1 << 16 else "<i4")
+    count = 0
+    with open(work / "train.bin", "wb+") as train, open(work / "held_out.bin", "wb") as held_out:
+        for ids, last in encode(tokenizer, documents(files, warn), dtype):
+            (held_out if count % HELD_OUT == HELD_OUT - 1 else train).write(ids)
+            count += last
+        if count < HELD_OUT:  # nothing is held out yet
+            total = train.tell() // dtype.itemsize
+            end = (total - total // HELD_OUT) * dtype.itemsize
+            train.seek(end)
+            shutil.copyfileobj(train, held_out)
+            train.truncate(end)
+        train.seek(0, os.SEEK_END)
+        sizes = {name: file.tell() // dtype.itemsize
+                 for name, file in (("train", train), ("held_out", held_out))}
+    return {"documents": count, "tokens": sum(sizes.values()), "dtype": dtype.str, **sizes}

@@ -1,17 +1,22 @@
 """Text: the documents in files, and the tokenizers that turn them into ids.
 
+    files --> pieces (text, whether its document ends with it) --> ids, a group of pieces at a time
+
 A document is a file, or a line of a file of JSON lines (its field `text`); .gz and .zst are
-unpacked. Each ends with the token <|endoftext|> (id 0, as in GPT-NeoX).
+unpacked. Each ends with the token <|endoftext|> (id 0, as in GPT-NeoX). A file is never held whole:
+memory is bounded by GROUP and by the longest line of JSON.
 """
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import io
 import json
 import os
+import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,7 +25,10 @@ import numpy as np
 from needle.data.tokens import DataError
 
 END_OF_TEXT = "<|endoftext|>"
-PIECE = 1 << 20  # characters of a document that are tokenised at a time
+PIECE = 1 << 20  # characters of a document that are tokenised as one
+# Characters that are tokenised at a time, by all cores: some 150 bytes of memory for each.
+GROUP = 1 << 22
+Piece = tuple[str, bool]
 
 
 # ---- documents --------------------------------------------------------------------------------
@@ -100,8 +108,9 @@ def open_bytes(path: Path) -> BinaryIO:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def unpack_error(path: Path, error: Exception) -> DataError:
-    return DataError(f"{path}: cannot be unpacked, it is damaged or truncated: {error}")
+def unpack_error(path: Path, error: Exception, offset: int) -> DataError:
+    return DataError(f"{path}: cannot be unpacked, it is damaged or truncated: {error} "
+                     f"(at or behind offset {offset:,} of what it holds)")
 
 
 def is_packed(path: Path) -> bool:
@@ -113,23 +122,29 @@ def is_json_lines(path: Path) -> bool:
     return inner.suffix in (".jsonl", ".ndjson")
 
 
-def read_text(path: Path) -> str | None:
-    """The text of a file, or None where it is not UTF-8 text."""
+def _decoded(path: Path) -> Iterator[str]:
+    """The text of a file, a block after the other; UnicodeDecodeError where it is not UTF-8."""
+    decoder, done = codecs.getincrementaldecoder("utf-8-sig")(), 0
     try:
         with open_bytes(path) as file:
-            content = file.read()
-    except DataError:
+            while block := file.read(1 << 20):
+                yield decoder.decode(block)
+                done += len(block)
+        yield decoder.decode(b"", final=True)
+    except (DataError, UnicodeDecodeError):
         raise
     except Exception as error:  # each library that unpacks has its own
         if is_packed(path):
-            raise unpack_error(path, error) from error
+            raise unpack_error(path, error, done) from error
         raise DataError(f"{path}: cannot be read: {error}") from error
-    if b"\0" in content:
-        return None
+
+
+def is_text(path: Path) -> bool:
+    """Whether a file is UTF-8 without zero bytes; all of it is read."""
     try:
-        return content.decode("utf-8-sig")
+        return all("\0" not in text for text in _decoded(path))
     except UnicodeDecodeError:
-        return None
+        return False
 
 
 def json_text(line: bytes, where: str) -> str:
@@ -150,6 +165,10 @@ def json_text(line: bytes, where: str) -> str:
     return text
 
 
+def warn(text: str) -> None:
+    print(f"needle.data: {text}", file=sys.stderr, flush=True)
+
+
 def json_lines(path: Path, start: int = 0, stop: int | None = None) -> Iterator[str]:
     """The documents of the lines that begin at offsets [start, stop) of a file of JSON lines; blank
     lines are passed over. Offsets are those of the unpacked bytes."""
@@ -167,30 +186,43 @@ def json_lines(path: Path, start: int = 0, stop: int | None = None) -> Iterator[
     except DataError:
         raise
     except Exception as error:  # each library that unpacks has its own
-        raise unpack_error(path, error) from error
+        raise unpack_error(path, error, start) from error
 
 
-def documents(files: Sequence[Path]) -> Iterator[str]:
-    """Of a file of JSON lines each line, else the file; what is no text, or empty, is left out."""
+def pieces(texts: Iterable[str]) -> Iterator[Piece]:
+    """The document that `texts` make together: parts of at most PIECE characters that end where a
+    line ends, if one does. Of an empty document nothing."""
+    held = ""
+    for text in texts:
+        held, start = held + text, 0
+        while len(held) - start > PIECE:
+            end = held.rfind("\n", start, start + PIECE) + 1 or start + PIECE
+            yield held[start:end], False
+            start = end
+        held = held[start:]
+    if held:
+        yield held, True
+
+
+def documents(files: Sequence[Path], report: Callable[[str], None] | None = None
+              ) -> Iterator[Piece]:
+    """The pieces of all documents. Of a file of JSON lines each line is one, else the file; what is
+    no text, or empty, is left out, and `report` gets a line about the former."""
+    left_out = []
     for path in files:
         if is_json_lines(path):
-            yield from json_lines(path)
+            for text in json_lines(path):
+                yield from pieces([text])
+        elif is_text(path):
+            try:
+                yield from pieces(_decoded(path))
+            except UnicodeDecodeError as error:
+                raise DataError(f"{path}: changed while it was read: {error}") from error
         else:
-            text = read_text(path)
-            if text:
-                yield text
-
-
-def pieces(text: str) -> Iterator[str]:
-    """A long document in parts of about PIECE characters that end where a line ends."""
-    start = 0
-    while start < len(text):
-        end = start + PIECE
-        if end < len(text):
-            newline = text.rfind("\n", start, end)
-            end = newline + 1 if newline >= start else end
-        yield text[start:end]
-        start = end
+            left_out.append(str(path))
+    if left_out and report is not None:
+        more = f" and {len(left_out) - 3:,} more" if len(left_out) > 3 else ""
+        report(f"left out, not UTF-8 or with zero bytes: {', '.join(left_out[:3])}{more}")
 
 
 # ---- tokenizers -------------------------------------------------------------------------------
@@ -235,14 +267,40 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Any:
     return tokenizer
 
 
-def encode(tokenizer: Any, text: str, dtype: np.dtype) -> np.ndarray:
-    """The ids of a document, with the token that ends one where the tokenizer has it."""
-    encoded = tokenizer.encode_batch(list(pieces(text)), add_special_tokens=False)
-    ids = [np.array(piece.ids, dtype) for piece in encoded]
+def id_limit(tokenizer: Any) -> int:
+    """One more than the largest id: more than the number of tokens where ids are left out."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
+
+
+def encode(tokenizer: Any, parts: Iterable[Piece], dtype: np.dtype
+           ) -> Iterator[tuple[np.ndarray, bool]]:
+    """(ids, whether a document ends with them) of each piece; at the end of a document stands the
+    token that says so, where the tokenizer has it."""
     end = tokenizer.token_to_id(END_OF_TEXT)
-    if end is not None:
-        ids.append(np.array([end], dtype))
-    return np.concatenate(ids)
+    tail = np.array([] if end is None else [end], dtype)
+    # Where the package has it: the same ids without their places in the text, in half the time.
+    encode_batch = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)
+    for group in _groups(parts):
+        try:
+            encoded = encode_batch([text for text, _ in group], add_special_tokens=False)
+        except Exception as error:  # the package raises bare Exception
+            raise DataError(f"the tokenizer cannot encode a text, one of {len(group):,} from "
+                            f"{group[0][0][:60]!r} on: {error}") from error
+        for (_, last), piece in zip(group, encoded):
+            ids = np.array(piece.ids, dtype)
+            yield np.concatenate([ids, tail]) if last else ids, last
+
+
+def _groups(parts: Iterable[Piece]) -> Iterator[list[Piece]]:
+    group, held = [], 0
+    for piece in parts:
+        group.append(piece)
+        held += len(piece[0]) + 64  # what an empty one costs
+        if held >= GROUP:
+            yield group
+            group, held = [], 0
+    if group:
+        yield group
 
 
 def token_bytes(tokenizer: Any) -> np.ndarray:

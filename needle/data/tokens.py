@@ -6,14 +6,19 @@
 Nothing is copied whole: `rows` and slices copy what they return. Before each read the size of the
 file is asked for again: touching a page behind the end of a file that has shrunk would end the
 process with SIGBUS, so it is a DataError here.
+
+Samples are short and lie anywhere. A touch of a page that is not in memory makes the system read
+ahead, up to megabytes, so samples are announced first: that brings in their own pages alone, and
+those of a whole batch together.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +51,20 @@ class Part:
             raise DataError(f"{self.path}: {problem}: the file ends at offset {size:,}, its tokens "
                             f"at {self.end:,}")
 
+    def announce(self, start: int, stop: int) -> None:
+        """The system begins to fetch ids [start, stop), which will be read soon; nobody waits."""
+        if start < stop:
+            low = self.offset + start * self.dtype.itemsize
+            low -= low % mmap.PAGESIZE
+            with contextlib.suppress(OSError):  # what is slow then is right nevertheless
+                self._map.madvise(mmap.MADV_WILLNEED, low,
+                                  self.offset + stop * self.dtype.itemsize - low)
+
     def read(self, start: int, stop: int) -> np.ndarray:
         """A copy of ids [start, stop)."""
         if self._map is not None:
             self._check_size(self._map.size(), "has shrunk since it was opened")  # of the file
+            self.announce(start, stop)
         return np.array(self._ids[start:stop])
 
     def __reduce__(self):
@@ -85,17 +100,25 @@ class FlatTokens:
         more = f" and {len(self.parts) - 3} more" if len(self.parts) > 3 else ""
         return f"{type(self).__name__}({len(self):,} {self.dtype} tokens of {files}{more})"
 
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """A copy of ids [start, stop), 0 <= start <= stop <= len."""
-        pieces = []
+    def _within(self, start: int, stop: int) -> Iterator[tuple[Part, int, int]]:
+        """(part, start, stop) within each part that ids [start, stop) touch."""
         index = int(np.searchsorted(self._ends, start, side="right"))
         while start < stop:
             part = self.parts[index]
             before = int(self._ends[index]) - part.count
             end = min(stop, int(self._ends[index]))
             if end > start:
-                pieces.append(part.read(start - before, end - before))
+                yield part, start - before, end - before
             start, index = end, index + 1
+
+    def announce(self, start: int, stop: int) -> None:
+        """As Part.announce."""
+        for part, low, high in self._within(start, stop):
+            part.announce(low, high)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """A copy of ids [start, stop), 0 <= start <= stop <= len."""
+        pieces = [part.read(low, high) for part, low, high in self._within(start, stop)]
         if len(pieces) == 1:
             return pieces[0]
         return np.concatenate(pieces) if pieces else np.empty(0, self.dtype)
@@ -115,6 +138,8 @@ class FlatTokens:
     def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
         """(len(starts), length): the ids from each start on."""
         out = np.empty((len(starts), length), self.dtype)
+        for start in starts:
+            self.announce(int(start), int(start) + length)
         for row, start in zip(out, starts):
             row[:] = self.read(int(start), int(start) + length)
         return out
@@ -161,15 +186,20 @@ class Documents(FlatTokens):
         self.sizes, self.row_length = sizes, row_length
 
 
+def is_broken(values: np.ndarray) -> np.ndarray:
+    """bool: which of the floats are no whole numbers."""
+    with np.errstate(all="ignore"):  # a signalling NaN warns
+        return ~(np.isfinite(values) & (np.floor(values) == values) & (abs(values) < 2.0**53))
+
+
 def to_ids(values: np.ndarray) -> np.ndarray:
     """int32 where every value of the type fits, else int64: a broken id must not wrap into a good
     one before it is checked. Floats must be whole numbers."""
     if values.dtype.kind == "f":
-        with np.errstate(all="ignore"):  # a signalling NaN warns
-            whole = np.isfinite(values) & (np.floor(values) == values) & (abs(values) < 2.0**53)
-        if not whole.all():
+        broken = is_broken(values)
+        if broken.any():
             raise DataError(f"tokens are {values.dtype}, and one of them is "
-                            f"{values[~whole].flat[0]}: no whole number")
+                            f"{values[broken].flat[0]}: no whole number")
         return values.astype(np.int64)
     small = values.dtype.itemsize < 4 or values.dtype.newbyteorder("=") == np.int32
     if values.dtype.kind == "u" and values.dtype.itemsize == 8:

@@ -1,0 +1,219 @@
+"""Batches made ahead on another thread: the same ones, in time, from memory that is not written too
+early."""
+
+import gc
+import io
+import threading
+
+import numpy as np
+import pytest
+
+import needle as ndl
+from needle import _C
+from needle.backend_ndarray import full
+from needle.data import Batches, DataError, Prefetch, prefetch
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+IDS = np.random.RandomState(5).randint(0, 60, 1500)
+
+
+def device_of(name):
+    return ndl.cpu() if name == "cpu" else ndl.cuda()
+
+
+def host(array):
+    return array if isinstance(array, np.ndarray) else array.numpy()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_prefetch_draws_the_same_batches_and_knows_its_position(device):
+    def fresh():
+        return Batches(IDS, 3, 16, seed=4, vocab_size=60)
+
+    plain, ahead = fresh(), Prefetch(fresh(), device_of(device), depth=3)
+    assert len(ahead) == len(plain)
+    held = []
+    big = full((4096, 4096), 0.5, "float32", ndl.cuda()) if device == "cuda" else None
+    for _ in range(2 * len(plain) + 5):
+        if big is not None:
+            big @ big  # the device is busy: copies of batches stand behind it
+        assert ahead.position == plain.position
+        assert (ahead.epoch, ahead.batch) == (plain.epoch, plain.batch)
+        held.append((ahead.next(), plain.next()))
+    for got, expected in held:  # none was overwritten by a later one
+        for a, b in zip(got, expected):
+            np.testing.assert_array_equal(host(a), b)
+    position = ahead.position
+    ahead.close()
+    ahead.close()
+    assert ahead.position == position
+    np.testing.assert_array_equal(host(ahead.next()[0]), plain.next()[0])
+    ahead.seek({"epoch": 1, "batch": 2})
+    plain.seek({"epoch": 1, "batch": 2})
+    np.testing.assert_array_equal(host(ahead.next()[1]), plain.next()[1])
+    ahead.close()
+
+
+class Gated(Batches):
+    """Each batch is read when the test lets it; the clock stands still but for reading, which takes
+    a second."""
+
+    def __init__(self, *arguments, **more):
+        super().__init__(*arguments, **more)
+        self.gate, self.drawn, self.clock = threading.Semaphore(0), threading.Semaphore(0), 0.0
+
+    def next_rows(self):
+        assert self.gate.acquire(timeout=60)
+        self.clock += 1.0
+        return super().next_rows()
+
+    @property
+    def position(self):
+        self.drawn.release()  # the thread asks for it when a batch is on its way to next()
+        return super().position
+
+
+class Clock:
+    """Stands in for the module time: `looked` is set when somebody looks at the clock."""
+
+    def __init__(self, batches):
+        self.batches, self.looked = batches, threading.Event()
+
+    def perf_counter(self):
+        self.looked.set()
+        return self.batches.clock
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_next_does_not_wait_for_what_was_read_in_time(monkeypatch, depth):
+    """While the loop is busy `depth` batches are read, and no more; with the reader standing still
+    these are had at once, and `waited` is the time of reading of what was not ready."""
+    batches, plain = Gated(IDS, 3, 16, seed=4), Batches(IDS, 3, 16, seed=4)
+    clock = Clock(batches)
+    monkeypatch.setattr(prefetch, "time", clock)
+    ahead = Prefetch(batches, depth=depth)
+
+    def same(got):
+        for a, b in zip(got, plain.next()):
+            np.testing.assert_array_equal(a, b)
+
+    def read(count):
+        for _ in range(count):
+            batches.gate.release()
+            assert batches.drawn.acquire(timeout=60)
+
+    assert batches.drawn.acquire(timeout=60) and ahead.waited == 0  # its own look at the position
+    opener = threading.Thread(target=lambda: (clock.looked.wait(60), batches.gate.release()))
+    opener.start()
+    same(ahead.next())  # nothing was read ahead: it waits for one batch
+    opener.join()
+    assert ahead.waited == 1 and batches.drawn.acquire(timeout=60)
+    for _ in range(2):
+        read(depth)  # the loop is busy
+        batches.gate.release()  # and further reading is allowed, but there is no room
+        assert not batches.drawn.acquire(timeout=0.05)
+        for number in range(depth):
+            # The first that is taken makes room for the one batch that is allowed.
+            same(ahead.next())
+            assert number or batches.drawn.acquire(timeout=60)
+            assert ahead.waited == 1
+        same(ahead.next())
+        assert ahead.waited == 1 and ahead.position == plain.position
+    batches.gate.release(99)
+    ahead.close()
+
+
+class Queued(bytearray):
+    """Pinned memory of a device that copies only when somebody waits for it."""
+
+    def __init__(self, count, device):
+        super().__init__(count)
+        self.due = None  # the copy that was enqueued
+
+    def wait(self):
+        if self.due is not None:
+            self.due[:] = np.frombuffer(self, np.int32).reshape(self.due.shape)
+            self.due = None
+
+    def send(self, shape, dtype):
+        assert self.due is None and dtype == "int32"
+        self.due = np.full(shape, -1, np.int32)
+        return self.due
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_staging_memory_is_not_written_before_its_copy_is_done(monkeypatch, depth):
+    stagings = []
+    monkeypatch.setattr(prefetch, "Staging",
+                        lambda *given: stagings.append(Queued(*given)) or stagings[-1])
+    plain = Batches(IDS, 3, 16, seed=4)
+    ahead = Prefetch(Batches(IDS, 3, 16, seed=4, vocab_size=60), "a GPU", depth)
+    assert len(stagings) == 2 * (depth + 1)  # so that `depth` are ahead while one is copied
+    got = [ahead.next() for _ in range(40)]
+    ahead.close()
+    for staging in stagings:
+        staging.wait()  # the device ends its work
+    for batch in got:
+        for a, b in zip(batch, plain.next()):
+            np.testing.assert_array_equal(a, b)
+
+
+def threads():
+    return [t for t in threading.enumerate() if t.name == "needle.data.Prefetch"]
+
+
+def test_a_dropped_prefetch_ends_its_thread():
+    ahead = Prefetch(Batches(IDS, 3, 16))
+    ahead.next()
+    (thread,) = threads()
+    del ahead
+    gc.collect()
+    thread.join(10)
+    assert not threads()
+
+
+def test_an_error_arrives_with_its_batch():
+    tokens = np.zeros(161, np.int32)
+    tokens[:] = 99
+    ahead = Prefetch(Batches(tokens, 2, 16, vocab_size=60))
+    for _ in range(2):
+        with pytest.raises(DataError, match="id 99 is outside the vocabulary of 60"):
+            ahead.next()
+    assert ahead.position == {"epoch": 0, "batch": 0}
+    ahead.close()
+
+
+@pytest.mark.cuda
+def test_a_gpu_needs_the_vocabulary():
+    with pytest.raises(ValueError, match="vocab_size"):
+        Prefetch(Batches(IDS, 3, 16), ndl.cuda())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_staging(device):
+    where = device_of(device)
+    staging = _C.Staging(4 * 24, where)
+    memory = np.frombuffer(staging, np.int32)
+    assert memory.flags.writeable and len(memory) == 24
+    sent = []
+    for number in range(50):
+        staging.wait()
+        memory[:] = np.arange(24) + number
+        sent.append(staging.send((2, 3, 4), "int32"))
+    for number, array in enumerate(sent):
+        assert array.device == where and array.dtype == "int32"
+        np.testing.assert_array_equal(array.numpy(), np.arange(24).reshape(2, 3, 4) + number)
+    staging.wait()
+    assert staging.send((0, 3), "float32").shape == (0, 3)
+    np.testing.assert_array_equal(staging.send((5,), "uint8").numpy(), memory.view(np.uint8)[:5])
+    staging.wait()
+    del staging  # the buffer keeps the memory
+    memory[:] = 1
+    with pytest.raises(ValueError, match="25"):
+        _C.Staging(25, where).send((26,), "uint8")
+    for bad in (0, -1):
+        with pytest.raises(ValueError, match="1 or more"):
+            _C.Staging(bad, where)
+    with pytest.raises((MemoryError, RuntimeError)):
+        _C.Staging(2**62, where)
+    assert io.BytesIO(_C.Staging(3, where)).getbuffer().nbytes == 3

@@ -1,0 +1,246 @@
+"""Text on its way to ids: pieces, bounded memory, the cache, tokenizers unlike Pythia's."""
+
+import fcntl
+import gzip
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from needle.data import DataError, __main__, open_data, open_documents, prepare, text, tokens
+
+ROOT = Path(__file__).resolve().parent.parent
+tokenizers = pytest.importorskip("tokenizers")
+
+
+@pytest.fixture
+def tokenizer(tmp_path, monkeypatch):
+    """The file of a small byte-level tokenizer; the cache lies beside it."""
+    monkeypatch.setenv("NEEDLE_CACHE", str(tmp_path / "cache"))
+    text.train_tokenizer(iter(["one two three four five\n" * 20]), 300).save(
+        str(tmp_path / "tokenizer.json"))
+    return tmp_path / "tokenizer.json"
+
+
+# ---- pieces ------------------------------------------------------------------------------------
+
+
+def cut_whole(whole, size):
+    """The cut of a text that is held whole."""
+    parts = []
+    while len(whole) > size:
+        end = whole[:size].rfind("\n") + 1 or size
+        parts, whole = [*parts, whole[:end]], whole[end:]
+    return parts + ([whole] if whole else [])
+
+
+@given(st.lists(st.text("ab\né", max_size=30), max_size=8), st.integers(1, 20))
+@settings(max_examples=200, deadline=None)
+def test_the_cut_does_not_depend_on_how_a_file_is_read(blocks, size):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text, "PIECE", size)
+        found = list(text.pieces(blocks))
+    assert [part for part, _ in found] == cut_whole("".join(blocks), size)
+    assert [last for _, last in found] == [False] * (len(found) - 1) + [True] * bool(found)
+
+
+def test_characters_are_not_cut_by_the_blocks_of_a_file(tmp_path, monkeypatch):
+    whole = "\ufeff" + "aé漢🙂\n" * 300_000  # 3.3 MB: several blocks, each cut within a character
+    (tmp_path / "a.txt").write_text(whole, encoding="utf-8")
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(whole.encode(), 1))
+    (tmp_path / "bad.txt").write_bytes(whole.encode()[:-2])  # ends within a character
+    (tmp_path / "late.txt").write_bytes(whole.encode() + b"\0")
+    said = []
+    files = [tmp_path / name for name in ("a.txt", "bad.txt", "b.txt.gz", "late.txt")]
+    found = list(text.documents(files, said.append))
+    assert "".join(part for part, _ in found) == 2 * whole[1:]
+    assert sum(last for _, last in found) == 2 and max(len(part) for part, _ in found) <= 1 << 20
+    (line,) = said
+    assert line.endswith(f"with zero bytes: {tmp_path / 'bad.txt'}, {tmp_path / 'late.txt'}")
+
+
+def test_groups_do_not_change_the_ids(tmp_path, tokenizer, monkeypatch):
+    (tmp_path / "texts").mkdir()
+    for number in range(23):
+        path = tmp_path / "texts" / f"{number:02}.txt"
+        path.write_text(f"one two {number}\n" * (number * 9 + 1))
+    monkeypatch.setattr(text, "PIECE", 50)
+    found = []
+    for group in (1, 700, 10**9):
+        monkeypatch.setattr(text, "GROUP", group)
+        monkeypatch.setenv("NEEDLE_CACHE", str(tmp_path / f"cache{group}"))
+        data = open_data(tmp_path / "texts", tokenizer)
+        found.append((data.train.tolist(), data.held_out.tolist(), data.fingerprint))
+    assert found[0] == found[1] == found[2]
+    assert data.tokenizer.decode(data.held_out.tolist()) == "one two 19\n" * 172
+
+
+# ---- memory ------------------------------------------------------------------------------------
+
+CHILD = """
+import sys
+from needle.data import open_data, prepare, text
+text.PIECE, text.GROUP = 1 << 16, 1 << 17
+def peak():  # of this program: ru_maxrss begins with that of the process it was forked from
+    (line,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
+    return int(line.split()[1]) << 10
+if __name__ == "__main__":
+    way, small, large, tokenizer, out = sys.argv[1:]
+    def run(path, out):
+        if way == "prepare":
+            prepare.prepare([path], tokenizer, out, 1)
+        else:
+            open_data(path, tokenizer)
+    run(small, out + "0")
+    before = peak()
+    run(large, out + "1")
+    print(peak() - before)
+"""
+
+
+@pytest.mark.parametrize("way, kind", [
+    ("open_data", "txt.gz"), ("open_data", "folder"), ("prepare", "txt")])
+def test_memory_does_not_grow_with_the_text(tmp_path, tokenizer, way, kind):
+    """8 MB of text may take 12 MB more than 2 MB of it (1 to 5 were seen; 22 where the ids of all
+    are held, 420 where a text is)."""
+    paths = []
+    for lines in (1 << 6, 1 << 8):
+        path = tmp_path / f"{lines}.{kind}"
+        block = "one two three four five six seven eight\n" * 800
+        if kind == "folder":
+            path.mkdir()
+            for number in range(lines):
+                (path / f"{number}.txt").write_text(block)
+        else:
+            content = (block * lines).encode()
+            path.write_bytes(gzip.compress(content, 1) if kind == "txt.gz" else content)
+        paths.append(str(path))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAYON_NUM_THREADS": "1",
+                   "MALLOC_ARENA_MAX": "1"}
+    found = subprocess.run([sys.executable, "-c", CHILD, way, *paths, str(tokenizer),
+                            str(tmp_path / "out")],
+                           env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert int(found.stdout.split()[-1]) < 12 << 20
+
+
+# ---- the cache ---------------------------------------------------------------------------------
+
+
+def test_few_documents_hold_out_their_end(tmp_path, tokenizer):
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text("one two three four five\n" * 50)
+    data = open_data(tmp_path / "?.txt", tokenizer)
+    end = data.tokenizer.token_to_id("<|endoftext|>")
+    every = data.train.tolist() + data.held_out.tolist()
+    assert len(data.held_out) == len(every) // 20 and every.count(end) == 3 and every[-1] == end
+    assert open_data(tmp_path / "?.txt", tokenizer).fingerprint == data.fingerprint
+    assert data.fingerprint == tokens.fingerprint(np.array(every, "<u2"))
+
+
+def test_the_cache_does_not_depend_on_where_one_stands(tmp_path, tokenizer, monkeypatch, capsys):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("one two three\n" * 50)
+    for name in ("texts", "texts/a.txt"):
+        open_data(tmp_path / name, tokenizer)
+    monkeypatch.chdir(tmp_path / "texts")
+    capsys.readouterr()
+    for name in (".", "../texts", "a.txt", "../texts/a.txt"):
+        open_data(name, tokenizer)
+    assert "tokenising" not in capsys.readouterr().out
+
+
+def test_a_damaged_cache_is_named(tmp_path, tokenizer):
+    (tmp_path / "a.txt").write_text("one two three\n" * 50)
+    open_data(tmp_path / "a.txt", tokenizer)
+    (folder,) = (tmp_path / "cache").iterdir()
+    for name, content in [("train.bin", b""), ("facts.json", b"{"), ("facts.json", b"[]"),
+                          ("facts.json", b'{"dtype": 3, "train": "x"}'), ("tokenizer.json", b"")]:
+        good = (folder / name).read_bytes()
+        (folder / name).write_bytes(content)
+        with pytest.raises(DataError, match="a damaged cache of tokens .*; delete that folder"):
+            open_data(tmp_path / "a.txt", tokenizer)
+        (folder / name).write_bytes(good)
+    assert open_data(tmp_path / "a.txt", tokenizer).train.tolist()
+
+
+def test_what_killed_processes_left_in_the_cache_goes(tmp_path, tokenizer):
+    (tmp_path / "a.txt").write_text("one two three\n" * 50)
+    names = [tmp_path / "cache" / f".text-{name}" for name in ("dead", "alive", "young")]
+    for name in names:
+        name.mkdir(parents=True)
+        (name / "train.bin").write_bytes(b"half")
+        if name != names[2]:
+            os.utime(name, (time.time() - 3600,) * 2)
+    lock = os.open(names[1], os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    open_data(tmp_path / "a.txt", tokenizer)
+    os.close(lock)
+    assert [name.exists() for name in names] == [False, True, True]
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"a\0b", b"\xef\xbb\xbf"])
+def test_what_is_no_text_is_refused(tmp_path, tokenizer, content, capsys):
+    (tmp_path / "a.dat").write_bytes(content)
+    with pytest.raises(DataError, match="a.dat: not text: it is empty, not UTF-8, or holds zero"):
+        open_data(tmp_path / "a.dat", tokenizer)
+    assert __main__.main(["inspect", str(tmp_path / "a.dat")]) == 1
+    assert "a.dat: not text" in capsys.readouterr().err
+    assert not list((tmp_path / "cache").iterdir())
+
+
+# ---- tokenizers --------------------------------------------------------------------------------
+
+
+def word_tokenizer(tmp_path, vocabulary, **more):
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, **more))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "words.json"))
+    return tmp_path / "words.json"
+
+
+def test_a_tokenizer_without_end_of_text(tmp_path, tokenizer):
+    """Nothing stands between documents, and one that has no ids is none."""
+    words = word_tokenizer(tmp_path, {"[UNK]": 0, "one": 1, "two": 2}, unk_token="[UNK]")
+    lines = "".join(json.dumps({"text": t}) + "\n" for t in ("one two", " \n", "two", "six one"))
+    (tmp_path / "a.jsonl").write_text(lines)
+    made = prepare.prepare([str(tmp_path / "a.jsonl")], str(words), str(tmp_path / "x"), 1)
+    assert made == {"documents": 3, "tokens": 5}
+    found = open_documents(tmp_path / "x")
+    assert found.tolist() == [1, 2, 2, 0, 1] and found.sizes.tolist() == [2, 1, 2]
+    assert open_data(tmp_path / "a.jsonl", words).train.tolist() == [1, 2, 2, 0, 1]
+
+
+def test_a_tokenizer_that_leaves_ids_out(tmp_path, tokenizer):
+    """The type of the ids follows the largest, not how many there are."""
+    words = word_tokenizer(tmp_path, {"[UNK]": 0, "one": 70_000}, unk_token="[UNK]")
+    (tmp_path / "a.txt").write_text("one " * 30)
+    data = open_data(tmp_path / "a.txt", words)
+    assert data.train.dtype == np.int32 and data.vocab_size == 70_001
+    assert data.train.tolist() == [70_000] * 29
+    prepare.prepare([str(tmp_path / "a.txt")], str(words), str(tmp_path / "x"), 1)
+    assert open_documents(tmp_path / "x").tolist() == [70_000] * 30
+
+
+def test_a_text_that_the_tokenizer_cannot_encode(tmp_path, tokenizer, capsys):
+    words = word_tokenizer(tmp_path, {"one": 0})
+    (tmp_path / "a.txt").write_text("one two three")
+    with pytest.raises(DataError, match="the tokenizer cannot encode a text, .*'one two three'"):
+        open_data(tmp_path / "a.txt", words)
+    assert __main__.main(["prepare", str(tmp_path / "a.txt"), "--tokenizer", str(words), "--out",
+                          str(tmp_path / "x"), "--processes", "1"]) == 1
+    assert "the tokenizer cannot encode" in capsys.readouterr().err
+
+
+def test_a_document_that_an_index_cannot_say(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(prepare, "LONGEST", 40)
+    (tmp_path / "a.txt").write_text("one two three four five\n" * 50)
+    with pytest.raises(DataError, match="a.txt: a document of more than 40 tokens"):
+        prepare.prepare([str(tmp_path / "a.txt")], str(tokenizer), str(tmp_path / "x"), 1)
