@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Continues a prompt from a checkpoint of train_pythia.py, word by word.
+"""Continues a prompt from a checkpoint or a folder of transformers, word by word.
 
     python apps/generate.py runs/tiny --prompt "import os" --temperature 0.8 --top-k 50
 """
@@ -14,19 +14,20 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_flags  # noqa: E402
-from train_pythia import choose_device  # noqa: E402
 
-from needle.checkpoint import CheckpointError, load_checkpoint, newest_checkpoint  # noqa: E402
+from needle.backend_ndarray import choose_device  # noqa: E402
 from needle.data import END_OF_TEXT, load_tokenizer  # noqa: E402
+from needle.evaluate import load_model  # noqa: E402
 from needle.generation import stream_text  # noqa: E402
 from needle.sampling import check_sampling  # noqa: E402
 
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
-        prog="generate.py", description="Continues a prompt from a checkpoint.",
+        prog="generate.py", description="Continues a prompt.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    top.add_argument("checkpoint", help="a checkpoint, or the folder of a run: its newest one")
+    top.add_argument("model", metavar="CHECKPOINT_OR_FOLDER",
+                     help="a checkpoint, the folder of a run, or a folder that transformers saved")
     top.add_argument("--prompt", default="import ", help="'-' reads it from standard input")
     top.add_argument("--max-new-tokens", type=train_flags.count, default=200, metavar="N",
                      help="tokens to write at most; the end of a text ends it earlier")
@@ -43,28 +44,10 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--seed", type=train_flags.count_or_zero, metavar="N",
                      help="the same seed writes the same text")
     top.add_argument("--tokenizer", metavar="PATH",
-                     help="a tokenizer.json, where none lies in the folder of the run")
+                     help="a tokenizer.json, where none lies with the model")
     top.add_argument("--device", type=train_flags.device_name, default="auto", metavar="NAME",
                      help="auto, cpu, cuda or cuda:INDEX")
     return top
-
-
-def find(path: Path, tokenizer: str | None) -> tuple[Path, Path]:
-    """(checkpoint, tokenizer.json)"""
-    if path.is_dir():
-        found = newest_checkpoint(path / "checkpoints", lambda text: print(text, file=sys.stderr))
-        if found is None:
-            raise CheckpointError(f"{path}: no good checkpoint in its folder checkpoints/")
-        path = found.path
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file or folder")
-    if tokenizer is not None:
-        return path, Path(tokenizer)
-    beside = [folder / "tokenizer.json" for folder in (path.parent.parent, path.parent)]
-    for candidate in beside:
-        if candidate.is_file():
-            return path, candidate
-    raise CheckpointError(f"{path}: no tokenizer.json beside it ({beside[0]}); give --tokenizer")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -72,16 +55,17 @@ def main(argv: list[str] | None = None) -> int:
     try:
         # stream_text checks too, but only when its first piece is asked for, behind the prompt.
         check_sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
-        path, tokenizer_path = find(Path(args.checkpoint), args.tokenizer)
-        tokenizer = load_tokenizer(tokenizer_path)
-        model, _, _, _ = load_checkpoint(path, choose_device(args.device))
-        model.eval()
+        model, beside = load_model(args.model, choose_device(args.device))
+        if args.tokenizer is None and beside is None:
+            raise ValueError(f"{args.model}: no tokenizer.json lies with it; give --tokenizer")
+        tokenizer = load_tokenizer(args.tokenizer or beside)
         prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
         pieces = stream_text(
             model, tokenizer, prompt, args.max_new_tokens, stop_strings=args.stop,
             end=tokenizer.token_to_id(END_OF_TEXT), temperature=args.temperature, top_k=args.top_k,
             top_p=args.top_p, seed=args.seed, repetition_penalty=args.repetition_penalty)
-        print(prompt, end="", flush=True)
+        first = next(pieces)  # what is wrong with the prompt shows here
+        print(prompt + first, end="", flush=True)
         for piece in pieces:
             print(piece, end="", flush=True)
         print()

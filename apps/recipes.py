@@ -15,7 +15,8 @@ SEQUENCES = 1024  # a step
 PEAK_LR = {"pythia-160m": 6e-4, "pythia-410m": 3e-4, "pythia-1b": 3e-4, "pythia-1.4b": 2e-4,
            "pythia-2.8b": 1.6e-4, "pythia-6.9b": 1.2e-4, "pythia-12b": 1.2e-4}
 
-_VALUES = {"seq_len": 2048, "steps": 143_000, "warmup": 1_430, "weight_decay": 0.1, "clip": 1.0}
+_VALUES = {"seq_len": 2048, "steps": 143_000, "warmup": 1_430, "weight_decay": 0.1, "clip": 1.0,
+           "seed": 1234}
 # `pythia` follows the schedule that GPT-NeoX computed, `pythia-fixed` the one that it announced.
 SCHEDULES = {"pythia": "pythia", "pythia-fixed": "cosine"}
 NAMES = tuple(SCHEDULES)

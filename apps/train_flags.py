@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import recipes
 
+from needle.backend_ndarray import check_device_name
 from needle.models.pythia import PRESETS, SPARSE_PATTERNS
 
 SCHEDULES = ("cosine", "linear", "constant", "pythia")
@@ -56,10 +57,10 @@ not_negative = _number(float, 0, True, "a number of 0 or more")
 
 
 def device_name(text: str) -> str:
-    kind, _, index = text.partition(":")
-    if text in ("auto", "cpu") or (kind == "cuda" and (index.isdecimal() or text == "cuda")):
-        return text
-    raise argparse.ArgumentTypeError(f"must be auto, cpu, cuda or cuda:INDEX, not {text!r}")
+    try:
+        return check_device_name(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def run_name(text: str) -> str:
@@ -76,7 +77,8 @@ def parser() -> argparse.ArgumentParser:
                     "the Python standard library, with sizes that suit the device.",
         epilog="Defaults are written cpu | gpu where they differ. Exit codes: 0 done, or stopped "
                "by SIGINT or SIGTERM after saving; 1 an error, or a loss that is not finite; 2 a "
-               "bad flag; 75 the GPU is lost: start again with --resume auto.")
+               "bad flag; 75 the GPU is lost: start again with --resume auto; 130 Ctrl-C before "
+               "the first step, or for the second time.")
 
     recipe = top.add_argument_group(
         "recipe", "The way in which the published Pythias were trained: 143,000 steps of 1,024 "

@@ -33,7 +33,7 @@ from run_log import NotFinite, RunLog, peak_flops, plot  # noqa: E402
 import needle as ndl  # noqa: E402
 from needle import nn, optim  # noqa: E402
 from needle.autograd import Tensor, no_grad  # noqa: E402
-from needle.backend_ndarray import NDArray, full  # noqa: E402
+from needle.backend_ndarray import NDArray, choose_device, full  # noqa: E402
 from needle.checkpoint import (  # noqa: E402
     Checkpoint,
     CheckpointError,
@@ -104,14 +104,14 @@ def train(run: Run) -> int:
             save(run, log)
             log.skip_time()
         for step in range(run.step + 1, steps + 1):
-            where = f"epoch {batches.epoch}, batch {batches.batch}"
+            where, waited = f"epoch {batches.epoch}, batch {batches.batch}", batches.waited
             optimizer.lr = schedule(step)
             optimizer.reset_grad()
             losses = [forward_backward(model, *batches.next(), share)
                       for _ in range(micro_batches)]
             norm, scale = optim.grad_norm(flat, settings["clip"])
             optimizer.step(scale)
-            log.queue(step, losses, norm, optimizer.lr, where)
+            log.queue(step, losses, norm, optimizer.lr, where, 1e3 * (batches.waited - waited))
 
             run.step = step
             ends = step == steps or stop.signal is not None
@@ -272,18 +272,6 @@ def sample_text(run: Run) -> str:
 # ---- making a run -----------------------------------------------------------------------------
 
 
-def choose_device(name: str) -> ndl.Device:
-    """ValueError that says why a device cannot be used."""
-    if name == "auto":
-        return ndl.cuda() if ndl.cuda().enabled() else ndl.cpu()
-    kind, _, index = name.partition(":")
-    device = ndl.cpu() if kind == "cpu" else ndl.cuda(int(index or 0))
-    if not device.enabled():
-        raise ValueError(f"--device {name}: {device.reason()}")
-    device.synchronize()  # an enabled GPU can still refuse: out of memory, lost
-    return device
-
-
 def find_checkpoint(args) -> Checkpoint | None:
     """What --resume names; None where `auto` finds nothing."""
     if args.resume != "auto":
@@ -423,6 +411,9 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"train_pythia.py: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:  # before the first step, or a second one within a step
+        print("train_pythia.py: interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

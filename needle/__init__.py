@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib as _importlib
 import os as _os
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 import numpy as _np  # noqa: F401  before the core, which uses its C API
@@ -86,11 +87,64 @@ from .init import (  # noqa: E402
 )
 from .ops import *  # noqa: E402, F401, F403
 
+if _TYPE_CHECKING:  # what __getattr__ finds
+    from . import checkpoint as checkpoint
+    from . import data as data
+    from . import dataset as dataset
+    from . import diagnose as diagnose
+    from . import evaluate as evaluate
+    from . import generation as generation
+    from . import hf as hf
+    from . import hooks as hooks
+    from . import models as models
+    from . import sampling as sampling
+    from .checkpoint import load_checkpoint as load_checkpoint
+    from .checkpoint import save_checkpoint as save_checkpoint
+    from .diagnose import show_config as show_config
+    from .models.pythia import Pythia as Pythia
+    from .models.pythia import PythiaConfig as PythiaConfig
+    from .models.pythia import create_pythia_70m as create_pythia_70m
+
+__all__ = [
+    "CudaError",
+    "CudaFatalError",
+    "Device",
+    "Event",
+    "NDArray",
+    "Tensor",
+    "TensorTuple",
+    "all_devices",
+    "autograd",
+    "backend_ndarray",
+    "block_mask",
+    "build_info",
+    "constant",
+    "cpu",
+    "cuda",
+    "cuda_init",
+    "cuda_reset",
+    "default_device",
+    "init",
+    "nn",
+    "no_grad",
+    "one_hot",
+    "ones",
+    "ones_like",
+    "ops",
+    "optim",
+    "rand",
+    "randb",
+    "randn",
+    "zeros",
+    "zeros_like",
+]
+__all__ += ops.__all__
+
 __version__: str = build_info()["version"]
 
 # What costs time to import, or what few need, comes when it is first asked for.
-_SUBMODULES = ("checkpoint", "data", "dataset", "diagnose", "distributed", "evaluate", "generation",
-               "hf", "hooks", "models")
+_SUBMODULES = ("checkpoint", "data", "dataset", "diagnose", "evaluate", "generation",
+               "hf", "hooks", "models", "sampling")
 _LAZY = {
     "create_pythia_70m": "models.pythia",
     "Pythia": "models.pythia",

@@ -10,6 +10,7 @@ bool, uint16. Shapes are tuples of int; strides count elements.
 
 from __future__ import annotations
 
+import re
 from typing import Sequence, Union
 
 from . import _C
@@ -25,6 +26,8 @@ __all__ = [
     "all_devices",
     "array",
     "broadcast_to",
+    "check_device_name",
+    "choose_device",
     "cpu",
     "cuda",
     "default_device",
@@ -51,6 +54,35 @@ BackendDevice = Device  # the course's name of the type
 def default_device() -> Device:
     """The device of arrays made without naming one: `cpu()`."""
     return cpu()
+
+
+def check_device_name(name: str) -> str:
+    """`name`, which must be auto, cpu, cuda or cuda:INDEX: ValueError."""
+    if re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,2})?", name) is None:
+        raise ValueError(f"must be auto, cpu, cuda or cuda:INDEX, not {name!r}")
+    return name
+
+
+def choose_device(name: str) -> Device:
+    """The device that a command line names: auto (the first GPU where it can be used, else the
+    CPU), cpu, cuda or cuda:INDEX. ValueError for other words, and with the reason for a device that
+    cannot be used.
+
+    >>> nd.choose_device("cpu")
+    cpu()
+    """
+    try:
+        check_device_name(name)
+    except ValueError as error:
+        raise ValueError(f"device {error}") from error
+    if name == "auto":
+        return cuda() if cuda().enabled() else cpu()
+    kind, _, index = name.partition(":")
+    device = cpu() if kind == "cpu" else cuda(int(index or 0))
+    if not device.enabled():
+        raise ValueError(f"device {name}: {device.reason()}")
+    device.synchronize()  # an enabled GPU can still refuse: out of memory, lost
+    return device
 
 
 def _shape(shape: int | Sequence[int]) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ import numpy as np
 import needle
 from needle import nn, optim
 from needle.backend_ndarray import Device, NDArray, array, default_device
-from needle.models.pythia import Pythia, PythiaConfig
+from needle.models.pythia import Pythia, PythiaConfig, parameter_shapes
 
 FORMAT = "needle checkpoint"
 DIGITS = 32  # of the checksum, in hexadecimal
@@ -198,6 +198,19 @@ class Checkpoint:
         except OSError as error:
             raise self._error(f"cannot be read: {error.strerror or error}") from error
 
+    def __repr__(self) -> str:
+        step = "" if "step" not in self.state else f", step {self.state['step']}"
+        saved = self.state["optimizer"]
+        return (f"Checkpoint({self.path}{step}, loss {self.state['loss']:.4f}, "
+                f"{'no optimizer' if saved is None else saved['class']})")
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """The tokenizer.json of the run, or the one beside the file; None where there is none."""
+        where = self.path.resolve().parent
+        beside = (folder / "tokenizer.json" for folder in (where.parent, where))
+        return next((path for path in beside if path.is_file()), None)
+
     def _error(self, problem: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {problem}")
 
@@ -273,32 +286,37 @@ class Checkpoint:
                 ) -> tuple[Pythia, optim.Optimizer | None, int, float]:
         """(model, optimizer, epoch, loss) on `device`; the optimizer is None where none was saved.
         Draws no random number."""
+        model = self.restore_model(device)
+        with open(self.path, "rb") as file:
+            arrays = {name.removeprefix("optimizer."): self._tensor(file, name, model.device)
+                      for name in self._entries if name.startswith("optimizer.")}
+        return model, self._restore_optimizer(model, arrays), self.state["epoch"], \
+            self.state["loss"]
+
+    def restore_model(self, device: Device | None = None) -> Pythia:
+        """The model alone. What the optimizer keeps, some twice the model's size or more, is not
+        brought into memory."""
         device = default_device() if device is None else device
         try:
             config = PythiaConfig.from_dict(self.state["config"])
         except (TypeError, ValueError) as error:
             raise self._error(f"its configuration cannot be used: {error}") from error
+        self._compare(parameter_shapes(config))
         model = Pythia(config, device=device, initialise=False)
         parameters = dict(_parameters(model))
-        self._compare(parameters)
-        arrays: dict[str, NDArray] = {}
         with open(self.path, "rb") as file:
-            for name in self._entries:
-                if name in parameters:
-                    value = self._tensor(file, name, device)
-                    target = parameters[name].cached_data
-                    target[(slice(None),) * target.ndim] = value
-                else:
-                    arrays[name.removeprefix("optimizer.")] = self._tensor(file, name, device)
-        optimizer = self._restore_optimizer(model, arrays)
-        return model, optimizer, self.state["epoch"], self.state["loss"]
+            for name, parameter in parameters.items():
+                target = parameter.cached_data
+                target[(slice(None),) * target.ndim] = self._tensor(file, name, device)
+        model.tokenizer = self.tokenizer
+        return model
 
-    def _compare(self, parameters: dict[str, nn.Parameter]) -> None:
-        """Everything that does not fit, in one error, before anything is loaded."""
-        problems = [f"{name} is missing" for name in parameters if name not in self._entries]
+    def _compare(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Everything that does not fit, in one error, before anything is made or loaded."""
+        problems = [f"{name} is missing" for name in shapes if name not in self._entries]
         for name, entry in self._entries.items():
-            if name in parameters:
-                wanted = list(parameters[name].shape)
+            if name in shapes:
+                wanted = list(shapes[name])
                 if entry["shape"] != wanted:
                     problems.append(f"{name} has shape {entry['shape']}, not {wanted}")
             elif not name.startswith("optimizer."):

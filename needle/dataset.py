@@ -48,6 +48,10 @@ class NDArrayDataset(Dataset):
                     f"but the first has {len(self.arrays[0])}"
                 )
 
+    def __repr__(self) -> str:
+        shapes = ", ".join(str(a.shape[1:]) for a in self.arrays)
+        return f"NDArrayDataset({len(self)} samples of {shapes})"
+
     def __len__(self) -> int:
         return len(self.arrays[0])
 
@@ -60,6 +64,12 @@ class DataLoader:
 
     shuffle: a new order for each iteration, by one np.random.shuffle of the indices. The last batch
     is shorter when the length is no multiple of batch_size. An iteration is independent of others.
+
+    >>> pairs = ndl.data.NDArrayDataset(np.zeros((5, 2)), np.arange(5))
+    >>> pairs, ndl.data.DataLoader(pairs, batch_size=3)
+    (NDArrayDataset(5 samples of (2,), ()), DataLoader(5 samples, batch_size=3, shuffle=False))
+    >>> [(x.shape, y.numpy().tolist()) for x, y in ndl.data.DataLoader(pairs, batch_size=3)]
+    [((3, 2), [0.0, 1.0, 2.0]), ((2, 2), [3.0, 4.0])]
     """
 
     def __init__(
@@ -77,6 +87,10 @@ class DataLoader:
         self.shuffle = shuffle
         self.device = device
         self.dtype = dtype
+
+    def __repr__(self) -> str:
+        return (f"DataLoader({len(self.dataset)} samples, batch_size={self.batch_size}, "
+                f"shuffle={self.shuffle})")
 
     def __len__(self) -> int:
         """The number of batches."""

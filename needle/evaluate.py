@@ -27,9 +27,10 @@ from pathlib import Path
 import numpy as np
 
 from needle import _C, data
-from needle._C import Device
 from needle.autograd import Tensor, no_grad
-from needle.checkpoint import CheckpointError, load_checkpoint, newest_checkpoint
+from needle.backend_ndarray import Device, choose_device
+from needle.checkpoint import Checkpoint, CheckpointError, newest_checkpoint
+from needle.data.readers import open_tokens
 from needle.data.tokens import to_ids
 from needle.models.pythia import DTYPES, Pythia
 
@@ -129,7 +130,11 @@ def _score_positions(model: Pythia, batch: np.ndarray, positions: np.ndarray,
 
 def windows(count: int, seq_len: int, stride: int) -> Iterator[tuple[int, int, int]]:
     """(first, last, n): inputs [first, last) predict targets [last - n + 1, last + 1), for `count`
-    tokens in a row; see the head of this file."""
+    tokens in a row; see the head of this file.
+
+    >>> list(ndl.evaluate.windows(9, seq_len=4, stride=3))
+    [(0, 4, 4), (3, 7, 3), (4, 8, 1)]
+    """
     scored = 1
     while scored < count:
         n = min(stride if scored > 1 else seq_len, count - scored)
@@ -148,6 +153,12 @@ def perplexity(model: Pythia, tokens: data.FlatTokens | np.ndarray, seq_len: int
     which do not go on in one another. per_token: keep each token's score (4 bytes a token).
     progress(n) is called after each n tokens. Raises ValueError for sizes that cannot be and for
     tokens too few or outside the vocabulary (DataError, with file and offset where it has them).
+
+    >>> config = ndl.PythiaConfig(vocab_size=50, hidden_size=16, num_layers=1, num_heads=2)
+    >>> model = ndl.Pythia(config)
+    >>> scores = ndl.evaluate.perplexity(model, np.arange(50), stride=16)
+    >>> scores.tokens, scores.perplexity > 1
+    (49, True)
     """
     limit = model.config.max_seq_len
     seq_len = limit if seq_len is None else seq_len
@@ -242,32 +253,18 @@ def load_model(path: str | Path, device: Device | None = None,
             raise CheckpointError(f"{path}: neither a run of needle (no folder checkpoints/) nor a "
                                   "model of transformers (no config.json)")
         model = Pythia.from_pretrained(path, device=device, dtype=dtype)
-        beside = [path]
+        tokenizer = None if model.tokenizer is None else path / "tokenizer.json"
     elif path.is_file():
-        model, _, _, _ = load_checkpoint(path, device)
+        model = Checkpoint(path).restore_model(device)
+        tokenizer = model.tokenizer
         if dtype is not None and dtype != model.config.dtype:
             other = Pythia(model.config, device=device, dtype=dtype, initialise=False)
             other.load_state_dict(model.state_dict())
             model = other
-        beside = [path.parent.parent, path.parent]
     else:
         raise CheckpointError(f"{path}: no such file or folder")
     model.eval()
-    found_here = (folder / "tokenizer.json" for folder in beside)
-    return model, next((file for file in found_here if file.is_file()), None)
-
-
-def choose_device(name: str) -> Device:
-    """auto, cpu, cuda or cuda:INDEX; a device that cannot be used says why (RuntimeError)."""
-    kind, _, index = name.partition(":")
-    if name != "auto" and name != "cpu" and not (
-            kind == "cuda" and (index.isdecimal() or name == "cuda")):
-        raise ValueError(f"device must be auto, cpu, cuda or cuda:INDEX, not {name!r}")
-    if name == "auto":
-        return _C.cuda() if _C.cuda().enabled() else _C.cpu()
-    device = _C.cpu() if kind == "cpu" else _C.cuda(int(index or 0))
-    device.synchronize()
-    return device
+    return model, tokenizer
 
 
 def parser() -> argparse.ArgumentParser:
@@ -310,6 +307,9 @@ def evaluate(args: argparse.Namespace) -> Scores:
     """What the command does between reading its arguments and printing."""
     model, beside = load_model(args.model, choose_device(args.device), args.dtype)
     tokenizer_path = args.tokenizer or beside
+    if tokenizer_path is None and open_tokens(Path(args.data)) is None:
+        raise data.DataError(f"{args.data} is text, and no tokenizer.json lies with {args.model}: "
+                             "give the one that it was trained with, by --tokenizer")
     with contextlib.redirect_stdout(sys.stderr):  # it says when it tokenises; ours is the result
         opened = data.open_data(args.data, tokenizer=tokenizer_path)
     tokenizer = opened.tokenizer
@@ -357,6 +357,8 @@ def _reporter(total: int) -> Callable[[int], None] | None:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
+        if args.per_token and not Path(args.per_token).absolute().parent.is_dir():
+            raise data.DataError(f"--per-token {args.per_token}: there is no such folder")
         scores = evaluate(args)
         if args.per_token:
             with open(args.per_token, "wb") as file:  # np.save by name would add a suffix

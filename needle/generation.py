@@ -58,8 +58,10 @@ def stream(model: Any, input_ids: Any, max_new_tokens: int, temperature: float =
     given. Of a context beyond max_seq_len the last part is read. Raises ValueError for ids outside
     the vocabulary, empty prompts, no prompts, and settings that are not allowed.
     """
-    if max_new_tokens < 0:
-        raise ValueError(f"Pythia: max_new_tokens must be 0 or more, not {max_new_tokens}")
+    if not isinstance(max_new_tokens, (int, np.integer)) or max_new_tokens < 0:
+        raise ValueError(f"Pythia: max_new_tokens must be a whole number of 0 or more, not "
+                         f"{max_new_tokens!r}")
+    stops = _stop_ids(stop)
     check_sampling(temperature, top_k, top_p, repetition_penalty)
     rows = prompt_rows(input_ids, model.config.vocab_size, attention_mask)
     chooser = _Chooser(temperature, top_k, top_p, seed, repetition_penalty)
@@ -74,7 +76,7 @@ def stream(model: Any, input_ids: Any, max_new_tokens: int, temperature: float =
             for context, token in zip(contexts, drawn):
                 context.append(int(token))
             yield drawn
-            stopped |= np.isin(drawn, list(stop))
+            stopped |= np.isin(drawn, stops)
             if stopped.all():
                 return
     finally:
@@ -101,6 +103,14 @@ def generate(model: Any, input_ids: Any, max_new_tokens: int, temperature: float
     return [np.concatenate([row, _up_to_stop(tokens, stop)]) for row, tokens in zip(rows, new)]
 
 
+def _stop_ids(stop: Collection[int]) -> np.ndarray:
+    ids = np.asarray(list(stop) if isinstance(stop, Collection) else stop)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise TypeError(f"Pythia: stop must be a list of token ids, not {stop!r}; strings that "
+                        "stop are for needle.generation.generate_text(..., stop_strings=[...])")
+    return ids
+
+
 def _is_one_prompt(input_ids) -> bool:
     return np.ndim(input_ids) == 1 if hasattr(input_ids, "ndim") else np.ndim(input_ids[0]) == 0
 
@@ -114,6 +124,9 @@ def prompt_rows(input_ids: Any, vocab_size: int, attention_mask: Any = None) -> 
     """The prompts as int64 arrays (T,), checked. See stream() for what they may be."""
     if hasattr(input_ids, "numpy"):
         input_ids = input_ids.numpy()
+    if not hasattr(input_ids, "__len__"):
+        raise TypeError(f"Pythia: input_ids must be token ids, (B, T), (T,) or a list of prompts, "
+                        f"not {type(input_ids).__name__}")
     if isinstance(input_ids, np.ndarray) or (len(input_ids) and np.ndim(input_ids[0]) == 0):
         input_ids = np.atleast_2d(np.asarray(input_ids))
     rows = [np.asarray(row) for row in input_ids]
@@ -165,7 +178,18 @@ def stream_text(model: Any, tokenizer: Any, prompt: str, max_new_tokens: int, *,
 def generate_text(model: Any, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int, *,
                   stop_strings: Sequence[str] = (), end: int | None = None,
                   **options: Any) -> list[str]:
-    """What follows each prompt, as stream_text() tells it; all prompts in one batch."""
+    """What follows each prompt, as stream_text() tells it; all prompts in one batch.
+
+    >>> tokenizer = ndl.data.train_tokenizer(iter(["the cat sat on the mat "] * 9), 280)
+    >>> config = ndl.PythiaConfig(vocab_size=280, hidden_size=16, num_layers=1, num_heads=2)
+    >>> prompts = ["the cat", "on"]
+    >>> texts = ndl.generation.generate_text(
+    ...     ndl.Pythia(config), tokenizer, prompts, 20, stop_strings=["mat"], temperature=0.0)
+    >>> len(texts), any("mat" in text for text in texts)
+    (2, False)
+    """
+    if isinstance(prompts, str):
+        raise TypeError("generate_text: prompts must be a list of strings, not one string")
     texts = [_Text(tokenizer, stop_strings) for _ in prompts]
     ids = [_encoded(tokenizer, prompt, end) for prompt in prompts]
     for drawn in stream(model, ids, max_new_tokens, stop=_stops(end), **options):
@@ -181,6 +205,11 @@ def _stops(end: int | None) -> tuple[int, ...]:
 
 
 def _encoded(tokenizer, prompt: str, end: int | None) -> list[int]:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:  # Python's way to keep bytes that it could not read
+        raise ValueError(f"the prompt is not UTF-8: character {error.start} is "
+                         f"{prompt[error.start]!a}") from error
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids
     return ids or ([] if end is None else [end])
 

@@ -22,6 +22,7 @@ import math
 import os
 import re
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -41,7 +42,7 @@ from needle.checkpoint import (
     save_checkpoint,
 )
 from needle.data import END_OF_TEXT
-from needle.models.pythia import DTYPES, Pythia, PythiaConfig
+from needle.models.pythia import DTYPES, Pythia, PythiaConfig, parameter_shapes
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -91,6 +92,10 @@ def config_from_hf(fields: dict[str, Any], dtype: str = "float32",
         problems.append(f"hidden_act is {act!r}, but must be one of {', '.join(READ_ACTIVATIONS)}")
     if fields.get("attention_bias", True) is not True:
         problems.append("attention_bias is false; needle's attention has biases")
+    for name, default in (("use_parallel_residual", True), ("tie_word_embeddings", False)):
+        read[name] = fields.get(name, default)
+        if not isinstance(read[name], bool):  # "false" would be true
+            problems.append(f"{name} is {read[name]!r}, but must be true or false")
     read["rotary_pct"], read["rotary_base"] = _rotary(fields, problems)
     if problems:
         raise CheckpointError(f"{source}: {'; '.join(problems)}")
@@ -98,10 +103,8 @@ def config_from_hf(fields: dict[str, Any], dtype: str = "float32",
         return PythiaConfig(
             **read,
             max_seq_len=fields.get("max_position_embeddings", 2048),
-            layer_norm_eps=float(fields.get("layer_norm_eps", 1e-5)),
+            layer_norm_eps=fields.get("layer_norm_eps", 1e-5),
             hidden_act=READ_ACTIVATIONS[act],
-            use_parallel_residual=bool(fields.get("use_parallel_residual", True)),
-            tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
             dtype=dtype,
         )
     except (TypeError, ValueError) as error:
@@ -110,7 +113,8 @@ def config_from_hf(fields: dict[str, Any], dtype: str = "float32",
 
 def _rotary(fields: dict[str, Any], problems: list[str]) -> tuple[float, float]:
     """(share of the head that turns, base). In the order in which transformers believes them:
-    rope_parameters, then GPT-NeoX's own names, then the names of other models."""
+    rope_parameters, then GPT-NeoX's own names. The names of other models beside them, which it
+    writes but does not read, must not be the only ones to say something."""
     nested = {}
     for name in ("rope_parameters", "rope_scaling"):
         value = fields.get(name) or {}
@@ -122,13 +126,13 @@ def _rotary(fields: dict[str, Any], problems: list[str]) -> tuple[float, float]:
             problems.append(f"{name} asks for {kind!r} positions; needle knows 'default' only")
         nested = nested or value
     found = []
-    for default, *places in (
-        (0.25, (nested, "partial_rotary_factor"), (fields, "rotary_pct"),
-         (fields, "partial_rotary_factor")),
-        (10000.0, (nested, "rope_theta"), (fields, "rotary_emb_base"), (fields, "rope_theta")),
-    ):
-        value, name = next(((place[name], name) for place, name in places
+    for default, new, old in ((0.25, "partial_rotary_factor", "rotary_pct"),
+                              (10000.0, "rope_theta", "rotary_emb_base")):
+        value, name = next(((place[name], name) for place, name in ((nested, new), (fields, old))
                             if place.get(name) is not None), (default, ""))
+        if not name and fields.get(new) not in (None, default):
+            problems.append(f"{new} is {fields[new]!r}, which GPT-NeoX in transformers does not "
+                            f"read: it computes with {default}; {old} says what it is")
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             problems.append(f"{name} is {value!r}, but must be a number")
             value = default
@@ -138,7 +142,14 @@ def _rotary(fields: dict[str, Any], problems: list[str]) -> tuple[float, float]:
 
 def config_to_hf(config: PythiaConfig, eos_token_id: int | None = None,
                  pad_token_id: int | None = None) -> dict[str, Any]:
-    """What config.json says of a model. Rotary is spelled as transformers 4 and as 5 reads it."""
+    """What config.json says of a model. Rotary is spelled as transformers 4 and as 5 reads it.
+
+    >>> fields = ndl.hf.config_to_hf(ndl.PythiaConfig.preset("70m"))
+    >>> fields["hidden_act"], fields["rotary_pct"], fields["num_hidden_layers"]
+    ('gelu_new', 0.25, 6)
+    >>> ndl.hf.config_from_hf(fields) == ndl.PythiaConfig.preset("70m")
+    True
+    """
     return {
         "architectures": ["GPTNeoXForCausalLM"],
         "attention_bias": True,
@@ -237,8 +248,7 @@ def load(folder: str | os.PathLike, device: Device | None = None, dtype: str = "
     config = config_from_hf(fields, dtype, str(folder / "config.json"))
     problems: list[str] = []
     entries = _entries(folder, problems)
-    model = Pythia(config, device=device, initialise=False)
-    shapes = {name: _their_shape(name, p.shape) for name, p in model.named_parameters()}
+    shapes = {name: _their_shape(name, shape) for name, shape in parameter_shapes(config).items()}
     head = None
     if config.tie_word_embeddings:
         head = entries.pop("embed_out.weight", None)
@@ -247,11 +257,14 @@ def load(folder: str | os.PathLike, device: Device | None = None, dtype: str = "
         _compare_head(head, entries["embed_in.weight"], problems)
     if problems:
         raise CheckpointError(f"{folder}: does not fit its configuration: {'; '.join(problems)}")
+    model = Pythia(config, device=device, initialise=False)
     for name, parameter in model.named_parameters():
         value = entries[name].read(device)
         if is_transposed(name, parameter.shape):
             value = value.permute((1, 0))
         _C.assign(parameter.cached_data, value)
+    if (folder / "tokenizer.json").is_file():
+        model.tokenizer = folder.absolute()
     return model
 
 
@@ -309,7 +322,9 @@ def _entries(folder: Path, problems: list[str]) -> dict[str, _Entry]:
         if BUFFERS.fullmatch(name):
             continue
         if name in entries:
-            problems.append(f"{entry.name} is {entries[name].name} a second time")
+            first = entries[name]
+            problems.append(f"{entry.name} in {entry.path.name} is {first.name} in "
+                            f"{first.path.name} a second time")
         entries[name] = entry
     return entries
 
@@ -389,8 +404,9 @@ def _header(path: Path) -> list[_Entry]:
 def save(model: Pythia, folder: str | os.PathLike, tokenizer: Any = None,
          shard_size: int = SHARD_SIZE) -> list[Path]:
     """Writes `model` to `folder` in its own dtype; returns the files. `tokenizer`: a
-    tokenizer.json, a folder that holds one, or a `tokenizers.Tokenizer`. A file of weights holds
-    `shard_size` bytes at most, unless a single tensor is larger.
+    tokenizer.json, a folder that holds one, a `tokenizers.Tokenizer` or a tokenizer of
+    transformers; None: what the model came with. A file of weights holds `shard_size` bytes at
+    most, unless a single tensor is larger.
 
     ValueError for a model that transformers cannot compute, before anything is written;
     CheckpointError where a file cannot be.
@@ -400,7 +416,13 @@ def save(model: Pythia, folder: str | os.PathLike, tokenizer: Any = None,
         raise ValueError("save_pretrained: this model's attention is block-sparse, which GPT-NeoX "
                          "in transformers is not: it would compute something else. Save it with "
                          "save_checkpoint")
-    files, ids = _tokenizer_files(tokenizer, config)
+    try:
+        files, ids = _tokenizer_files(model.tokenizer if tokenizer is None else tokenizer, config)
+    except ValueError as error:
+        if tokenizer is not None:
+            raise
+        raise type(error)(f"{error} (this tokenizer came with the model: model.tokenizer = None "
+                          "leaves it out)") from error
     end, padding = ids
     files["config.json"] = _text(config_to_hf(config, end, padding))
     generation = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": padding}
@@ -477,6 +499,10 @@ def _tokenizer_files(
     """(name -> content, (id of the end of a text, id of padding)); the ids None where unknown."""
     if tokenizer is None:
         return {}, (None, None)
+    if hasattr(tokenizer, "save_pretrained"):  # of transformers: its own files
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer.save_pretrained(folder)
+            return _tokenizer_files(folder, config)
     files: dict[str, bytes] = {}
     if hasattr(tokenizer, "to_str"):
         source, text = "the tokenizer", tokenizer.to_str().encode()
@@ -521,7 +547,11 @@ def _token_ids(source: str, text: bytes) -> dict[str, int]:
         if isinstance(vocabulary, list):  # Unigram: pairs of token and score
             vocabulary = {token: i for i, (token, _) in enumerate(vocabulary)}
         added = content.get("added_tokens") or []
-        return {**vocabulary, **{token["content"]: token["id"] for token in added}}
+        ids = {**vocabulary, **{token["content"]: token["id"] for token in added}}
+        wrong = [i for i in ids.values() if type(i) is not int or i < 0]
+        if wrong:
+            raise ValueError(f"{wrong[0]!r} is no id of a token")
+        return ids
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{source}: no tokenizer.json of the package `tokenizers`: "
                               f"{error!r}") from error
@@ -543,12 +573,7 @@ def export_checkpoint(source: str | os.PathLike, folder: str | os.PathLike,
             raise CheckpointError(f"{path}: no good checkpoint in its folder checkpoints/")
     else:
         checkpoint = Checkpoint(path)
-    where = checkpoint.path.resolve().parent
-    if tokenizer is None:
-        beside = [place / "tokenizer.json" for place in (where.parent, where)]
-        tokenizer = next((place for place in beside if place.is_file()), None)
-    model, _, _, _ = checkpoint.restore(needle.cpu())
-    return save(model, folder, tokenizer)
+    return save(checkpoint.restore_model(needle.cpu()), folder, tokenizer)
 
 
 def import_folder(folder: str | os.PathLike, checkpoint: str | os.PathLike,

@@ -6,30 +6,36 @@
     states = model.hidden_states(ids)
 
 A hook is a function of the Tensor at its name; what it returns takes the Tensor's place, None
-leaves it. Gradients flow through both. Names, shapes and order are those of TransformerLens (Nanda
+leaves it. Gradients flow through both; a captured Tensor keeps its own `.grad` where the graph has
+a leaf that is no Parameter: `model.hooks({"hook_embed": lambda x: x + zeros})`, with `zeros` a
+Tensor of x's shape, around the forward. Names, shapes and order are those of TransformerLens (Nanda
 and Bloom 2022):
 
     hook_embed                          (B, T, C)     rows of the embedding
     blocks.I.hook_resid_pre             (B, T, C)     what layer I reads
+    blocks.I.ln1.hook_scale             (B, T, 1)     float32; sqrt(var + eps), which divides
     blocks.I.ln1.hook_normalized        (B, T, C)     what attention reads, with weight and bias
     blocks.I.attn.hook_q, hook_k, hook_v   (B, T, H, D)   before rotary
     blocks.I.attn.hook_rot_q, hook_rot_k   (B, T, H, D)   behind it
     blocks.I.attn.hook_attn_scores      (B, H, T, T)  float32; scaled, -inf where a key is not seen
     blocks.I.attn.hook_pattern          (B, H, T, T)  float32; its softmax over the last axis
     blocks.I.attn.hook_z                (B, T, H, D)  what the heads have gathered
+    blocks.I.attn.hook_result           (B, T, H, C)  float32; what each head adds; without the bias
     blocks.I.hook_attn_out              (B, T, C)     what attention adds
     blocks.I.hook_resid_mid             (B, T, C)     in between; sequential residual only
-    blocks.I.ln2.hook_normalized        (B, T, C)     what the MLP reads
+    blocks.I.ln2.hook_scale, hook_normalized          the same of what the MLP reads
     blocks.I.mlp.hook_pre, hook_post    (B, T, 4 C)   around GELU
     blocks.I.hook_mlp_out               (B, T, C)     what the MLP adds
     blocks.I.hook_resid_post            (B, T, C)     what layer I leaves
-    ln_final.hook_normalized            (B, T, C)     what the head multiplies
+    ln_final.hook_scale, hook_normalized              the same of what the head multiplies
 
 A model without hooks runs its own forward, which knows nothing of them. Generation with hooks reads
-the whole context for each token. With hooks the forward is
-the one below: the same ops in the same order, and so the same bits, except in a layer whose scores
-or pattern are asked for, where attention is computed in the plain way, T x T numbers a head in
-float32, and in one whose q, k or v are, where they are rotated one by one.
+the whole context for each token. With hooks the forward is the one below: the same ops in the same
+order, and so the same bits, except where a name needs what the fused ops never store. In a layer
+whose scores or pattern are asked for, attention is computed in the plain way, T x T numbers a head
+in float32; where its q, k or v are, they are rotated one by one; where its result is, the heads are
+multiplied and added one by one in float32; and a norm whose scale is, is computed step by step in
+float32.
 """
 
 from __future__ import annotations
@@ -48,23 +54,33 @@ from needle.backend_ndarray import NDArray, array
 from needle.block_mask import BlockMask
 
 if TYPE_CHECKING:
-    from needle.models.pythia import Attention, Layer, Pythia, PythiaConfig
+    from needle.models.pythia import (
+        Attention,
+        Layer,
+        LayerNorm,
+        Linear,
+        Pythia,
+        PythiaConfig,
+    )
 
 Hook = Callable[[Tensor], Union[Tensor, NDArray, np.ndarray, None]]
 
 PROJECTIONS = ("attn.hook_q", "attn.hook_k", "attn.hook_v", "attn.hook_rot_q", "attn.hook_rot_k")
 PATTERNS = ("attn.hook_attn_scores", "attn.hook_pattern")
+RESULT = ("attn.hook_result",)
+SCALE = ("hook_scale",)
 
 
 def hook_names(config: PythiaConfig) -> list[str]:
     """Every name that a model of this configuration has, in the order of computation."""
-    layer = ["hook_resid_pre", "ln1.hook_normalized", *PROJECTIONS, *PATTERNS, "attn.hook_z",
-             "hook_attn_out", "hook_resid_mid", "ln2.hook_normalized", "mlp.hook_pre",
-             "mlp.hook_post", "hook_mlp_out", "hook_resid_post"]
+    layer = ["hook_resid_pre", "ln1.hook_scale", "ln1.hook_normalized", *PROJECTIONS, *PATTERNS,
+             "attn.hook_z", *RESULT, "hook_attn_out", "hook_resid_mid", "ln2.hook_scale",
+             "ln2.hook_normalized", "mlp.hook_pre", "mlp.hook_post", "hook_mlp_out",
+             "hook_resid_post"]
     if config.use_parallel_residual:
         layer.remove("hook_resid_mid")
     blocks = [f"blocks.{i}.{name}" for i in range(config.num_layers) for name in layer]
-    return ["hook_embed", *blocks, "ln_final.hook_normalized"]
+    return ["hook_embed", *blocks, "ln_final.hook_scale", "ln_final.hook_normalized"]
 
 
 class Hooks:
@@ -72,6 +88,9 @@ class Hooks:
 
     def __init__(self, functions: Mapping[str, tuple[Hook, ...]]) -> None:
         self.functions = functions
+
+    def __repr__(self) -> str:
+        return f"Hooks({', '.join(self.functions)})"
 
     def with_more(self, added: Mapping[str, Hook]) -> Hooks:
         functions = dict(self.functions)
@@ -114,24 +133,35 @@ def hidden(model: Pythia, embedded: Tensor, rotary: tuple[NDArray, NDArray],
     x = at("hook_embed", embedded)
     for i, layer in enumerate(model.layers):
         x = _layer(layer, x, rotary, mask, at, f"blocks.{i}.")
-    return at("ln_final.hook_normalized", model.final_layer_norm(x))
+    return _norm(model.final_layer_norm, x, at, "ln_final.")
 
 
 def _layer(layer: Layer, x: Tensor, rotary: tuple[NDArray, NDArray], mask: BlockMask | None,
            at: Hooks, name: str) -> Tensor:
     x = at(name + "hook_resid_pre", x)
-    normed = at(name + "ln1.hook_normalized", layer.input_layernorm(x))
+    normed = _norm(layer.input_layernorm, x, at, name + "ln1.")
     attended = at(name + "hook_attn_out",
                   _attention(layer.attention, normed, rotary, mask, at, name))
     before = x
     x = x + attended
     if not layer.parallel:
         before = x = at(name + "hook_resid_mid", x)
-    normed = at(name + "ln2.hook_normalized", layer.post_attention_layernorm(before))
+    normed = _norm(layer.post_attention_layernorm, before, at, name + "ln2.")
     inner = at(name + "mlp.hook_pre", layer.mlp.dense_h_to_4h(normed))
     inner = at(name + "mlp.hook_post", ops.gelu(inner, layer.mlp.approximate))
     written = at(name + "hook_mlp_out", layer.mlp.dense_4h_to_h(inner))
     return at(name + "hook_resid_post", x + written)
+
+
+def _norm(norm: LayerNorm, x: Tensor, at: Hooks, name: str) -> Tensor:
+    if not at.any_of(name, SCALE):
+        return at(name + "hook_normalized", norm(x))
+    wide, column = ops.astype(x, "float32"), (*x.shape[:-1], 1)
+    centred = wide - ops.mean(wide, -1).reshape(column)
+    scale = ops.sqrt(ops.mean(centred * centred, -1).reshape(column) + norm.eps)
+    scale = at(name + "hook_scale", scale)
+    weight, bias = (ops.astype(p, "float32") for p in (norm.weight, norm.bias))
+    return at(name + "hook_normalized", ops.astype(centred / scale * weight + bias, x.dtype))
 
 
 def _attention(attention: Attention, x: Tensor, rotary: tuple[NDArray, NDArray],
@@ -151,7 +181,18 @@ def _attention(attention: Attention, x: Tensor, rotary: tuple[NDArray, NDArray],
     else:
         seen = ops.qkv_attention(qkv, *rotary, causal=True, mask=mask)
     seen = at(name + "attn.hook_z", seen)
+    if at.any_of(name, RESULT):
+        return _by_head(attention.dense, seen, at, name)
     return attention.dense(seen.reshape((batch, time, width)))
+
+
+def _by_head(dense: Linear, seen: Tensor, at: Hooks, name: str) -> Tensor:
+    """The projection of (B, T, H, D) by `dense`, head by head."""
+    heads, size = seen.shape[2:]
+    weight = ops.astype(dense.weight, "float32").reshape((heads, size, dense.weight.shape[1]))
+    wide = ops.transpose(ops.astype(seen, "float32"), (1, 2))
+    result = at(name + RESULT[0], ops.transpose(ops.matmul(wide, weight), (1, 2)))
+    return ops.astype(result.sum(2) + ops.astype(dense.bias, "float32"), seen.dtype)
 
 
 def _rotated(x: Tensor, rotary: tuple[NDArray, NDArray]) -> Tensor:
@@ -193,9 +234,20 @@ class Hooked:
     def hooks(self, functions: Mapping[str, Hook]) -> Iterator[None]:
         """Inside `with model.hooks({name: function}):` each forward of the model calls the
         functions; see the head of needle/hooks.py. Blocks nest: the outer function comes first.
+        ValueError names what the model does not have, TypeError what is no function.
 
-        ValueError names what the model does not have."""
+        >>> config = ndl.PythiaConfig(vocab_size=50, hidden_size=16, num_layers=1, num_heads=2)
+        >>> model = ndl.Pythia(config)
+        >>> with model.hooks({"blocks.0.hook_mlp_out": lambda x: x * 0.0}):
+        ...     without_mlp, _ = model([[1, 2, 3]])
+        >>> bool((without_mlp.numpy() == model([[1, 2, 3]])[0].numpy()).all())
+        False
+        """
         self._check_names(functions)
+        for name, function in functions.items():
+            if not callable(function):
+                raise TypeError(f"hooks: {name}: a hook must be a function of the Tensor there, "
+                                f"not {type(function).__name__}")
         before = self._hooks
         self._hooks = (before or Hooks({})).with_more(functions)
         try:
@@ -210,6 +262,12 @@ class Hooked:
         names: one name or several, None for all, of which the patterns take T x T numbers a head.
         The Tensors belong to the graph: `backward()` fills in the gradients of what led to them;
         inside `no_grad()` they are plain values.
+
+        >>> config = ndl.PythiaConfig(vocab_size=50, hidden_size=16, num_layers=1, num_heads=2)
+        >>> model = ndl.Pythia(config)
+        >>> logits, cache = model.run_with_cache([[1, 2, 3]], "blocks.0.attn.hook_pattern")
+        >>> cache["blocks.0.attn.hook_pattern"].shape
+        (1, 2, 3, 3)
         """
         if names is None:
             names = hook_names(self.config)
@@ -225,7 +283,13 @@ class Hooked:
 
     def hidden_states(self, input_ids: Any) -> tuple[Tensor, ...]:
         """The residual stream of ids (B, T), as `output_hidden_states` of transformers: L + 1
-        Tensors (B, T, C), what each layer reads, and what the head reads behind the final norm."""
+        Tensors (B, T, C), what each layer reads, and what the head reads behind the final norm.
+
+        >>> config = ndl.PythiaConfig(vocab_size=50, hidden_size=16, num_layers=1, num_heads=2)
+        >>> model = ndl.Pythia(config)
+        >>> [state.shape for state in model.hidden_states([[1, 2, 3]])]
+        [(1, 3, 16), (1, 3, 16)]
+        """
         names = [f"blocks.{i}.hook_resid_pre" for i in range(self.config.num_layers)]
         names.append("ln_final.hook_normalized")
         _, cache = self.run_with_cache(input_ids, names)

@@ -38,6 +38,9 @@ def sample(logits: np.ndarray, temperature: float = 1.0, top_k: int | None = Non
     the k likeliest; top_p the fewest whose probabilities sum to p or more (nucleus sampling,
     Holtzman et al. 2020). Both may be given: k first. Bad values raise ValueError that says what
     is allowed.
+
+    >>> print(ndl.sampling.sample(np.array([[0.0, 2.0, 1.0]]), temperature=0))
+    [1]
     """
     check_sampling(temperature, top_k, top_p)
     if not np.isfinite(logits).all():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import needle as ndl
-from needle import nn, optim
+from needle import evaluate, hf, nn, optim
 from needle.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -65,6 +65,19 @@ def assert_same(left, right):
 
 
 @pytest.fixture
+def read(monkeypatch):
+    """The names of the tensors that are read from checkpoints."""
+    names, tensor = [], Checkpoint._tensor
+
+    def recording(self, file, name, device):
+        names.append(name)
+        return tensor(self, file, name, device)
+
+    monkeypatch.setattr(Checkpoint, "_tensor", recording)
+    return names
+
+
+@pytest.fixture
 def saved(tmp_path):
     model, optimizer = made()
     step(model, optimizer, 0)
@@ -96,6 +109,26 @@ def test_a_loaded_run_goes_on_bit_for_bit(tmp_path, dtype, device_name):
     assert_same({k: v.numpy() for k, v in ours.pop("arrays").items()},
                 {k: v.numpy() for k, v in theirs.pop("arrays").items()})
     assert ours == theirs
+
+
+def test_a_checkpoint_says_what_it_is(saved, tmp_path):
+    assert repr(Checkpoint(saved)) == f"Checkpoint({saved}, step 1, loss 1.2500, AdamW)"
+    bare = save_checkpoint(made()[0], None, 0, float("nan"), tmp_path / "bare.safetensors")
+    assert repr(Checkpoint(bare)) == f"Checkpoint({bare}, loss nan, no optimizer)"
+
+
+def test_the_model_alone_is_read_without_the_optimizer(saved, read, tmp_path):
+    """Whoever wants the weights only: the export and evaluation."""
+    model, optimizer, _, _ = Checkpoint(saved).restore()
+    assert len(read) == 3 * len(weights(model)) and optimizer is not None
+    for get in (lambda: Checkpoint(saved).restore_model(), lambda: evaluate.load_model(saved)[0],
+                lambda: hf.export_checkpoint(saved, tmp_path / "there")):
+        read.clear()
+        made = get()
+        assert read == list(weights(model))
+        if isinstance(made, Pythia):
+            assert_same(weights(made), weights(model))
+
 
 
 @pytest.mark.cuda

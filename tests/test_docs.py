@@ -3,6 +3,7 @@
 import ast
 import doctest
 import importlib
+import operator
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,13 @@ SHOWN = {
     "backend_ndarray": "full broadcast_to flip maximum summation",
     "block_mask": "BlockMask convert_to_block_mask",
     "checkpoint": "load_checkpoint",
-    "models.pythia": "Pythia",
+    "dataset": "DataLoader",
+    "models.pythia": "Pythia PythiaConfig.preset Pythia.from_pretrained Pythia.generate "
+    "Pythia.stream Pythia.hooks Pythia.run_with_cache Pythia.hidden_states",
+    "hf": "config_to_hf",
+    "generation": "generate_text",
+    "sampling": "sample",
+    "evaluate": "windows perplexity",
 }
 
 
@@ -56,7 +63,8 @@ def test_examples(path, tmp_path):
 def test_there_is_an_example(module):
     home = importlib.import_module(f"needle.{module}")
     for name in SHOWN[module].split():
-        assert ">>> " in (getattr(home, name).__doc__ or ""), f"needle.{module}.{name}"
+        shown = operator.attrgetter(name)(home).__doc__ or ""
+        assert ">>> " in shown, f"needle.{module}.{name}"
 
 
 def untyped(body: list[ast.stmt], owner: str = "") -> list[str]:
@@ -79,6 +87,7 @@ def untyped(body: list[ast.stmt], owner: str = "") -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")),
+                         ids=lambda p: p.relative_to(PACKAGE).as_posix())
 def test_public_functions_are_typed(path):
     assert untyped(ast.parse(path.read_text()).body) == []

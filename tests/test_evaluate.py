@@ -231,6 +231,9 @@ def test_tokens_without_a_tokenizer(run, tmp_path, capsys):
     assert code == 0, err
     assert "tokens          94\n" in out and "bits per byte" not in out
     assert "bfloat16" in err
+    # Tokens that a tokenizer made for the occasion gives would mean nothing to the model.
+    code, out, err = command(capsys, run, "--data", tmp_path / "text.txt", "--device", "cpu")
+    assert code == 1 and out == "" and "is text, and no tokenizer.json lies with" in err
 
 
 @pytest.mark.parametrize("words, message", [
@@ -239,7 +242,10 @@ def test_tokens_without_a_tokenizer(run, tmp_path, capsys):
     (["run", "--data", "nowhere"], "nowhere"),
     (["run", "--data", "text.txt", "--seq-len", "99"], "max_seq_len"),
     (["run", "--data", "text.txt", "--limit", "1"], "fewer than two tokens"),
+    (["run", "--data", "text.txt", "--per-token", "no/x.npy"], "no/x.npy: there is no such folder"),
     (["run", "--data", "text.txt", "--device", "tpu"], "cuda:INDEX"),
+    (["run", "--data", "text.txt", "--device", "cuda:" + "1" * 31], "cuda:INDEX"),
+    (["run", "--data", "text.txt", "--device", "cuda:99"], "99 is not in 0 ... 63"),
 ])
 def test_what_is_wrong_is_said(run, tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.chdir(tmp_path)

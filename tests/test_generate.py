@@ -144,6 +144,12 @@ def test_repetition_penalty(penalty, device):
             assert logits.argmax() == got[end]
 
 
+def test_the_penalty_lowers_logits_of_either_sign():
+    logits, seen = np.array([[2.0, -2.0, 0.0, 1.0, -1.0]]), np.array([[1, 1, 1, 0, 0]], bool)
+    np.testing.assert_array_equal(sampling.penalized(logits, seen, 4.0), [[0.5, -8, 0, 1, -1]])
+    np.testing.assert_array_equal(sampling.penalized(logits, seen, 0.5), [[4, -1, 0, 1, -1]])
+
+
 @both
 def test_seeds(device):
     model = model_of(device)
@@ -215,8 +221,8 @@ def test_stop_tokens(device):
     for row, got in zip(ragged, model.generate(ragged, 30, **GREEDY, stop=[stop]), strict=True):
         assert got[-1] == stop or len(got) == len(row) + 30
         assert (got[len(row) : -1] != stop).all()
-    alone = model.generate(rows[0], 30, **GREEDY, stop=[stop])
-    assert len(alone) == first + 1
+    for given in ([stop], {stop}, (stop,), np.array([stop])):
+        assert len(model.generate(rows[0], 30, **GREEDY, stop=given)) == first + 1
 
 
 class Letters:
@@ -272,6 +278,8 @@ def test_texts_in_a_batch():
         pieces = generation.stream_text(model, Letters(), prompt, 30, **options)
         assert "".join(pieces) == text
         assert "b" not in text and "fo" not in text
+    with pytest.raises(ValueError, match="not UTF-8: character 1 is '.udcff'"):
+        generation.generate_text(model, Letters(), [b"a\xff".decode("utf-8", "surrogateescape")], 3)
     with pytest.raises(ValueError, match="stop_strings"):
         generation.generate_text(model, Letters(), ["a"], 3, stop_strings=("",))
     with pytest.raises(ValueError, match="stop_strings"):
@@ -304,6 +312,27 @@ def test_texts_in_a_batch():
 def test_refusals(ids, options, message):
     with pytest.raises(ValueError, match=message):
         model_of().generate(ids, 2, **options)
+
+
+@pytest.mark.parametrize(
+    "ids, count, options, kind, message",
+    [
+        ([1], 2.5, {}, ValueError, "max_new_tokens must be a whole number of 0 or more, not 2.5"),
+        ([1], -1, {}, ValueError, "max_new_tokens"),
+        ([1], None, {}, ValueError, "max_new_tokens"),
+        ([1], 2, {"stop": "a"}, TypeError, "stop must be a list of token ids.*stop_strings"),
+        ([1], 2, {"stop": ["a"]}, TypeError, "stop must be a list of token ids.*stop_strings"),
+        ([1], 2, {"stop": 3}, TypeError, "stop must be a list of token ids, not 3"),
+        (3, 2, {}, TypeError, "input_ids must be token ids.*not int"),
+        (None, 2, {}, TypeError, "input_ids must be token ids.*not NoneType"),
+        ("abc", 2, {}, TypeError, "input_ids must be whole numbers"),
+    ],
+)
+def test_what_is_of_another_kind(ids, count, options, kind, message):
+    with pytest.raises(kind, match=message):
+        model_of().generate(ids, count, **options)
+    with pytest.raises(TypeError, match="prompts must be a list"):
+        generation.generate_text(model_of(), Letters(), "abc", 2)
 
 
 @both

@@ -103,20 +103,30 @@ def test_reading_draws_no_random_number(tmp_path):
     "spelling",
     [
         {"rotary_pct": 0.5, "rotary_emb_base": 500},
-        {"partial_rotary_factor": 0.5, "rope_theta": 500.0},
         {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5,
                              "rope_theta": 500}},
         {"rope_parameters": {"type": "default", "rope_theta": 500}, "rotary_pct": 0.5},
         {"rope_scaling": {"partial_rotary_factor": 0.5}, "rotary_emb_base": 500},
-        {"rope_scaling": None, "rope_parameters": None, "rotary_pct": 0.5, "rope_theta": 500},
+        {"rope_scaling": None, "rope_parameters": None, "rotary_pct": 0.5, "rotary_emb_base": 500},
+        {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 500}, "rotary_pct": 1.0,
+         "rotary_emb_base": 7, "partial_rotary_factor": 1.0, "rope_theta": 8},
+        {"rotary_pct": 0.5, "rotary_emb_base": 500, "partial_rotary_factor": 1.0, "rope_theta": 8},
     ],
 )  # fmt: skip
 def test_rotary_in_every_spelling(spelling):
     fields = {k: v for k, v in BASE.items() if not k.startswith("rot")}
     config = hf.config_from_hf(fields | spelling)
     assert (config.rotary_pct, config.rotary_base) == (0.5, 500.0)
-    silent = hf.config_from_hf(fields)
-    assert (silent.rotary_pct, silent.rotary_base) == (0.25, 10000.0)
+
+
+def test_what_a_configuration_may_leave_out():
+    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+             "intermediate_size")
+    silent = hf.config_from_hf({k: v for k, v in BASE.items() if k in ("model_type", *sizes)})
+    assert silent == dataclasses.replace(CONFIG, max_seq_len=2048)
+    assert (silent.rotary_pct, silent.rotary_base, silent.hidden_act) == (0.25, 10000.0, "gelu")
+    assert silent.use_parallel_residual and not silent.tie_word_embeddings
+    assert silent.layer_norm_eps == 1e-5
 
 
 def test_the_published_configuration():
@@ -213,6 +223,7 @@ def test_shards(tmp_path):
         "config.json", "generation_config.json", "model.safetensors"}  # no shard is left
     hf.save(model_of(seed=1), tmp_path / "a", shard_size=20_000)
     assert_equal(Pythia.from_pretrained(tmp_path / "a"), model_of(seed=1))
+    assert hf.SHARD_SIZE == 5e9 == hf.save.__defaults__[-1]
 
 
 # ---- tied embeddings -----------------------------------------------------------------------------
@@ -307,6 +318,7 @@ def test_all_that_is_wrong_is_in_one_error(tmp_path, monkeypatch):
     matrix = "gpt_neox.layers.1.attention.dense.weight"
     weights[matrix] = weights[matrix].astype(np.float64)
     monkeypatch.setattr(hf._Entry, "read", None)  # nothing is loaded
+    monkeypatch.setattr(hf, "Pythia", None)  # nor made: the configuration may be of a giant
     with pytest.raises(CheckpointError) as error:
         Pythia.from_pretrained(write(tmp_path / "a", weights))
     for text in (
@@ -328,11 +340,26 @@ def test_unusable_configurations(tmp_path):
     for text in ("vocab_size is missing", "hidden_act is 'relu'", "attention_bias is false",
                  "'linear' positions", "rotary_pct is 'x'"):
         assert text in str(error.value)
+    # The names of other models, which transformers passes over here.
+    alone = {k: v for k, v in BASE.items() if not k.startswith("rot")}
+    with pytest.raises(CheckpointError) as error:
+        hf.config_from_hf(alone | {"rope_theta": 500, "partial_rotary_factor": 0.5})
+    for text in ("partial_rotary_factor is 0.5, which", "it computes with 0.25; rotary_pct says",
+                 "rope_theta is 500, which", "with 10000.0; rotary_emb_base says"):
+        assert text in str(error.value)
+    assert hf.config_from_hf(alone | {"rope_theta": 10000}).rotary_base == 10000
     with pytest.raises(CheckpointError, match="model_type is 'llama'"):
         hf.config_from_hf(BASE | {"model_type": "llama"})
     for act in ([], {}, 3, None):
         with pytest.raises(CheckpointError, match="hidden_act is"):
             hf.config_from_hf(BASE | {"hidden_act": act})
+    for name, value in (("use_parallel_residual", "false"), ("tie_word_embeddings", None),
+                        ("vocab_size", True), ("layer_norm_eps", None), ("layer_norm_eps", "x"),
+                        ("rotary_emb_base", -5), ("rotary_pct", float("inf")),
+                        ("rotary_pct", float("nan"))):
+        word = {"rotary_emb_base": "rotary_base"}.get(name, name)
+        with pytest.raises(CheckpointError, match=f"{word} (is|must be) .*, (not|but must be) "):
+            hf.config_from_hf(BASE | {name: value})
     with pytest.raises(CheckpointError, match="not a multiple"):
         hf.config_from_hf(BASE | {"num_attention_heads": 3})
     with pytest.raises(CheckpointError, match="no such folder"):
@@ -408,6 +435,12 @@ def test_damaged_indices(tmp_path):
         Pythia.from_pretrained(folder)
     assert "says that gpt_neox.more is in" in str(error.value)
     assert "'../y', which is not in the folder" in str(error.value)
+    hf.save(model_of(), folder, shard_size=20_000)
+    first, second = sorted(folder.glob("*.safetensors"))[:2]
+    name, values = next(iter(load_file(first).items()))
+    save_file({**load_file(second), name: values}, second, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"{name} in {second.name} is {name} in {first.name}"):
+        Pythia.from_pretrained(folder)
     path.write_text("{}")
     with pytest.raises(CheckpointError, match="has no weight_map"):
         Pythia.from_pretrained(folder)
@@ -433,7 +466,11 @@ def test_round_trip(tmp_path, changes):
     assert_equal(read, model)
     assert load_file(tmp_path / "a" / "model.safetensors").keys() == theirs(model).keys()
     fields = json.loads((tmp_path / "a" / "config.json").read_text())
-    assert fields["architectures"] == ["GPTNeoXForCausalLM"] and fields["dtype"] == "float32"
+    assert fields["architectures"] == ["GPTNeoXForCausalLM"]
+    for name in ("dtype", "torch_dtype"):  # of transformers 5 and 4
+        assert fields[name] == "float32"
+    assert (fields["rotary_pct"], fields["rotary_emb_base"]) == (
+        model.config.rotary_pct, model.config.rotary_base)
 
 
 def test_sparse_models_stay_here(tmp_path):
@@ -483,12 +520,42 @@ def test_the_tokenizer_comes_along(tmp_path):
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 
+def test_a_model_brings_the_tokenizer_that_it_came_with(tmp_path):
+    run = tmp_path / "run"
+    save_checkpoint(model_of(vocab_size=300), None, 0, 1.0, run / "checkpoints/step_1.safetensors")
+    (run / "tokenizer.json").write_text(bpe().to_str())
+    model = load_checkpoint(run / "checkpoints" / "step_1.safetensors")[0]
+    model.save_pretrained(tmp_path / "a")
+    (tmp_path / "a" / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    model = Pythia.from_pretrained(tmp_path / "a")
+    model.save_pretrained(tmp_path / "b")
+    for path in (tmp_path / "a").iterdir():
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
+    model.tokenizer = None
+    model.save_pretrained(tmp_path / "c")
+    assert {path.name for path in (tmp_path / "c").iterdir()} == {
+        "config.json", "generation_config.json", "model.safetensors"}
+    more = tuple(f"<{i}>" for i in range(99))
+    (run / "tokenizer.json").write_text(bpe(more, vocab_size=400).to_str())
+    model = load_checkpoint(run / "checkpoints" / "step_1.safetensors")[0]
+    hint = r".*\(this tokenizer came with the model: model.tokenizer = None leaves it out\)"
+    with pytest.raises(ValueError, match="do not belong together" + hint):
+        model.save_pretrained(tmp_path / "d")
+    (run / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match="cannot be read.*" + hint):
+        model.save_pretrained(tmp_path / "d")
+    with pytest.raises(CheckpointError, match="cannot be read: No such file or directory$"):
+        model.save_pretrained(tmp_path / "d", run / "tokenizer.json")
+    assert not (tmp_path / "d").exists()
+
+
 def test_tokenizers_that_do_not_fit(tmp_path):
     with pytest.raises(ValueError, match="has token 27., but the model's vocabulary is 37"):
         model_of().save_pretrained(tmp_path / "a", bpe())
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="no tokenizer.json of the package"):
-        model_of().save_pretrained(tmp_path / "a", tmp_path)
+    for text in ("{}", '{"model": {"vocab": {"a": "0"}}}', '{"model": {"vocab": {"a": -1}}}'):
+        (tmp_path / "tokenizer.json").write_text(text)
+        with pytest.raises(CheckpointError, match="no tokenizer.json of the package"):
+            model_of().save_pretrained(tmp_path / "a", tmp_path)
     with pytest.raises(CheckpointError, match="cannot be read"):
         model_of().save_pretrained(tmp_path / "a", tmp_path / "none.json")
     assert not (tmp_path / "a").exists()

@@ -34,9 +34,10 @@ def small(device=None, dtype="float32", **changes) -> Pythia:
 # ---- the reference -------------------------------------------------------------------------------
 
 
-def norm(x, layer, eps=1e-5):
-    x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + eps)
-    return x * f8(layer.weight) + f8(layer.bias)
+def norm(x, layer, at, name, eps=1e-5):
+    scale = at(name + "hook_scale", np.sqrt(x.var(-1, keepdims=True) + eps))
+    x = (x - x.mean(-1, keepdims=True)) / scale
+    return at(name + "hook_normalized", x * f8(layer.weight) + f8(layer.bias))
 
 
 def f8(parameter) -> np.ndarray:
@@ -73,7 +74,7 @@ def forward(model, ids, replaced=None, mask=None) -> dict[str, np.ndarray]:
     for i, layer in enumerate(model.layers):
         at_layer = lambda name, value, i=i: at(f"blocks.{i}.{name}", value)
         x = at_layer("hook_resid_pre", x)
-        qkv = linear(at_layer("ln1.hook_normalized", norm(x, layer.input_layernorm)),
+        qkv = linear(norm(x, layer.input_layernorm, at_layer, "ln1."),
                      layer.attention.query_key_value)
         qkv = qkv.reshape(batch, time, config.num_heads, 3, config.head_dim)
         q, k, v = (at_layer(f"attn.hook_{n}", qkv[:, :, :, j]) for j, n in enumerate("qkv"))
@@ -85,18 +86,20 @@ def forward(model, ids, replaced=None, mask=None) -> dict[str, np.ndarray]:
         e = np.exp(scores - scores.max(-1, keepdims=True))
         pattern = at_layer("attn.hook_pattern", e / e.sum(-1, keepdims=True))
         z = at_layer("attn.hook_z", np.einsum("bhts,bshd->bthd", pattern, v))
-        added = at_layer("hook_attn_out", linear(z.reshape(batch, time, -1), layer.attention.dense))
+        heads = f8(layer.attention.dense.weight).reshape(config.num_heads, config.head_dim, -1)
+        result = at_layer("attn.hook_result", np.einsum("bthd,hdc->bthc", z, heads))
+        added = at_layer("hook_attn_out", result.sum(2) + f8(layer.attention.dense.bias))
         if config.use_parallel_residual:
             read = x
         else:
             read = x = at_layer("hook_resid_mid", x + added)
-        pre = linear(at_layer("ln2.hook_normalized", norm(read, layer.post_attention_layernorm)),
+        pre = linear(norm(read, layer.post_attention_layernorm, at_layer, "ln2."),
                      layer.mlp.dense_h_to_4h)
         post = at_layer("mlp.hook_post", gelu(at_layer("mlp.hook_pre", pre)))
         written = at_layer("hook_mlp_out", linear(post, layer.mlp.dense_4h_to_h))
         x = at_layer("hook_resid_post",
                      x + added + written if config.use_parallel_residual else x + written)
-    x = at("ln_final.hook_normalized", norm(x, model.final_layer_norm))
+    x = norm(x, model.final_layer_norm, at, "ln_final.")
     seen["logits"] = x @ f8(model.embed_out.weight)
     return seen
 
@@ -132,12 +135,21 @@ def test_names_alone_change_no_bit(device, dtype):
     model = small(device_of(device), dtype)
     plain = model(IDS)[0].numpy()
     names = [n for n in hooks.hook_names(model.config)
-             if not n.endswith(hooks.PATTERNS + hooks.PROJECTIONS)]
+             if not n.endswith(hooks.PATTERNS + hooks.PROJECTIONS + hooks.RESULT + hooks.SCALE)]
     logits, cache = model.run_with_cache(IDS, names)
     np.testing.assert_array_equal(logits.numpy(), plain)
     assert list(cache) == names and {x.dtype for x in cache.values()} == {dtype}
     logits, cache = model.run_with_cache(IDS, PATTERN)
     assert list(cache) == [PATTERN] and cache[PATTERN].dtype == "float32"
+    names = ["blocks.0.ln1.hook_scale", "blocks.0.attn.hook_result", "blocks.1.ln2.hook_scale",
+             "ln_final.hook_scale"]
+    exact = forward(model, IDS)
+    for name in names:
+        logits, cache = model.run_with_cache(IDS, [name, name.replace("scale", "normalized")])
+        assert list(cache)[0] == name and cache[name].dtype == "float32"
+        near(cache[name].numpy(), exact[name], 1e-5 if dtype == "float32" else 0.03)
+        near(logits.numpy().astype(np.float64), plain.astype(np.float64),
+             2e-6 if dtype == "float32" else 0.03)
     near(logits.numpy().astype(np.float64), plain.astype(np.float64),
          2e-6 if dtype == "float32" else 0.03)
 
@@ -297,6 +309,33 @@ def test_gradients_reach_replacements_and_what_led_to_them(device):
 
 
 @both
+@pytest.mark.parametrize("parallel", [True, False])
+def test_captured_tensors_keep_their_gradients(device, parallel):
+    """Of every name at once, against finite differences in float64 along a random direction."""
+    model = small(device_of(device), use_parallel_residual=parallel)
+    random = np.random.default_rng(3)
+    weight = random.standard_normal((2, 9, 29))
+    zeros = Tensor(np.zeros((2, 9, 24)), device=model.device)
+    with model.hooks({"hook_embed": lambda x: x + zeros}):
+        logits, cache = model.run_with_cache(IDS)
+    (logits * Tensor(weight, device=model.device, requires_grad=False)).sum().backward()
+    for name, x in cache.items():
+        direction = random.standard_normal(x.shape)
+        if name.endswith(hooks.PATTERNS):
+            direction *= np.tri(9)
+
+        def loss_of(h, name=name, direction=direction):
+            moved = forward(model, IDS, {name: lambda y: y + h * direction})
+            return (moved["logits"] * weight).sum()
+
+        h = 1e-5
+        wanted = (loss_of(h) - loss_of(-h)) / (2 * h)
+        grad = np.where(np.isfinite(x.numpy()), x.grad.numpy(), 0)
+        bound = 1e-4 * np.linalg.norm(grad) * np.linalg.norm(direction) / math.sqrt(grad.size)
+        assert abs((grad * direction).sum() - wanted) < bound, name
+
+
+@both
 def test_gradients_through_the_plain_attention(device):
     """Asking for every name changes no gradient beyond rounding."""
     model = small(device_of(device))
@@ -334,6 +373,15 @@ def test_unknown_names(name, hint):
     assert not model.is_hooked
 
 
+@pytest.mark.parametrize("function", [3, "hook_embed", [lambda x: None]])
+def test_what_is_no_function(function):
+    model = small()
+    with pytest.raises(TypeError, match="hooks: hook_embed: a hook must be a function"), \
+            model.hooks({"hook_embed": function}):
+        raise AssertionError("the block was entered")
+    assert not model.is_hooked
+
+
 @pytest.mark.parametrize("function, kind, message", [
     (lambda x: 3, TypeError, "hook_embed: a hook must return"),
     (lambda x: x.sum(), ValueError, r"hook_embed: .* must be float32 \(2, 9, 24\)"),
@@ -347,6 +395,7 @@ def test_wrong_replacements(function, kind, message):
 SCRIPT = """
 import sys
 import numpy as np
+from needle import hooks
 from needle.models.pythia import Pythia, PythiaConfig
 model = Pythia(PythiaConfig(vocab_size=29, hidden_size=24, num_layers=2, num_heads=3))
 ids = np.arange(10).reshape(2, 5)
@@ -356,8 +405,12 @@ def run(mark):
     loss.backward()
     print("end", file=sys.stderr, flush=True)
 run("new")
-with model.hooks({"hook_embed": lambda x: None}):
+fused = [name for name in hooks.hook_names(model.config) if not name.endswith(
+         hooks.PROJECTIONS + hooks.PATTERNS + hooks.RESULT + hooks.SCALE)]
+with model.hooks({name: lambda x: None for name in fused}):
     run("hooked")
+with model.hooks({"blocks.1.ln2.hook_scale": lambda x: None}):
+    run("one norm")
 model.run_with_cache(ids)
 run("after")
 """
@@ -365,7 +418,7 @@ run("after")
 
 def test_unused_hooks_cost_nothing():
     """The rows of a step, by NEEDLE_TRACE: the same before any hook and after the last; and those
-    of a hook that needs no pattern are no more."""
+    of hooks that need nothing that the fused ops do not have are no more."""
     env = dict(os.environ, NEEDLE_TRACE="1", PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True,
                           timeout=120)
@@ -377,3 +430,9 @@ def test_unused_hooks_cost_nothing():
 
     assert len(rows("new")) > 30
     assert rows("new") == rows("hooked") == rows("after")
+
+    def count(mark, row):
+        return sum(row in line for line in rows(mark))
+
+    assert count("new", "layernorm_fwd") == 5 and count("one norm", "layernorm_fwd") == 4
+    assert count("new", "attention_fwd") == 2 == count("one norm", "attention_fwd")

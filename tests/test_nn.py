@@ -1,5 +1,9 @@
 """Modules, initialisation and the course's layers, against NumPy written here."""
 
+import copy
+import gc
+import pickle
+
 import numpy as np
 import pytest
 from cases import gelu
@@ -7,7 +11,7 @@ from gradients import logsoftmax
 from harness import DEVICES, device_of
 
 import needle as ndl
-from needle import Tensor, init, nn
+from needle import Tensor, init, nn, optim
 
 both = pytest.mark.parametrize("device", DEVICES)
 
@@ -374,3 +378,80 @@ def test_repr_shows_the_tree():
     assert lines[0] == "Sequential(): 18 parameters"
     assert lines[-2:] == ["  blocks.a.0 ... blocks.a.1: Dropout(p=0.1)",
                           "  blocks.b.0: Dropout(p=0.2)"]  # fmt: skip
+
+
+# ---- copies --------------------------------------------------------------------------------------
+
+
+def pickled(value):
+    return pickle.loads(pickle.dumps(value))
+
+
+COPIES = pytest.mark.parametrize("copied", [copy.deepcopy, pickled], ids=["deepcopy", "pickle"])
+INPUT = np.random.default_rng(1).standard_normal((3, 4))
+
+
+def trained(model, optimizer, steps: int) -> list[float]:
+    """The losses of so many steps; the gradient of the last one stays."""
+    losses = []
+    parameter = model.parameters()[0]
+    x = Tensor(INPUT, device=parameter.device, dtype=parameter.dtype)
+    for _ in range(steps):
+        optimizer.reset_grad()
+        loss = (model(x) * model(x)).sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.numpy()))
+    return losses
+
+
+@both
+@COPIES
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_flat_module_and_its_optimizer_are_copied_together(copied, dtype, device):
+    """The copies go on as the originals do, bit for bit, and neither sees the other."""
+    np.random.seed(2)
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2))
+    for p in model.parameters():
+        p.cached_data = p.cached_data.astype(dtype).to(device_of(device))
+    optimizer = optim.AdamW(nn.flatten_parameters(model), lr=0.1, weight_decay=0.1)
+    trained(model, optimizer, 3)
+    for pair in copied((model, optimizer)), copied((optimizer, model))[::-1]:
+        twin, other = pair
+        assert {id(p) for p in twin.parameters()} == {id(p) for p in other.params}
+        assert other.flat is nn.flatten_parameters(twin) and other.flat is not optimizer.flat
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            np.testing.assert_array_equal(p.numpy(), q.numpy())
+            np.testing.assert_array_equal(p.grad.numpy(), q.grad.numpy())
+        before = [p.numpy().copy() for p in model.parameters()]
+        ahead = trained(twin, other, 4)
+        for p, values in zip(model.parameters(), before, strict=True):
+            np.testing.assert_array_equal(p.numpy(), values)
+    assert trained(model, optimizer, 4) == ahead
+
+
+@both
+@COPIES
+def test_a_flat_module_is_copied_alone(copied, device):
+    np.random.seed(2)
+    model = nn.Linear(4, 2, device=device_of(device))
+    flat = nn.flatten_parameters(model)
+    trained(model, optim.AdamW(flat), 1)
+    twin = copied(model)
+    assert twin.weight.grad_buffer is None
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        np.testing.assert_array_equal(p.numpy(), q.numpy())
+        np.testing.assert_array_equal(p.grad.numpy(), q.grad.numpy())
+    own = nn.flatten_parameters(twin)  # the copy's gradients start at zero, the model's stay
+    assert not own.grad.numpy().any() and flat.grad.numpy().any()
+    assert copy.copy(flat) is flat and nn.flatten_parameters(model) is flat
+
+
+def test_a_gradient_from_before_flattening_is_not_kept():
+    model = nn.Linear(4, 2)
+    model(Tensor(INPUT)).sum().backward()
+    gone = model.weight.grad.cached_data
+    flat = nn.flatten_parameters(model)
+    assert not flat.grad.numpy().any() and not model.weight.grad.numpy().any()
+    gc.collect()
+    assert not [r for r in gc.get_referrers(gone) if isinstance(r, Tensor)]

@@ -14,6 +14,7 @@ remains when both are near the truth. Where there is a GPU, the sizes up to 1.4b
 
 import functools
 import gc
+import json
 import re
 import shlex
 import shutil
@@ -301,9 +302,12 @@ def test_folders_open_there_with_no_flag(tmp_path, dtype):
     assert back.config == model.config
     for (name, left), (_, right) in zip(model.named_parameters(), back.named_parameters()):
         np.testing.assert_array_equal(left.numpy(), right.numpy(), err_msg=name)
-    back.save_pretrained(tmp_path / "third", tmp_path / "again")
-    third = transformers.AutoTokenizer.from_pretrained(tmp_path / "third")
-    assert third(text)["input_ids"] == opened(text)["input_ids"]
+    for name, given in (("third", tmp_path / "again"), ("fourth", opened), ("fifth", None)):
+        back.save_pretrained(tmp_path / name, given)
+        third = transformers.AutoTokenizer.from_pretrained(tmp_path / name)
+        assert third(text)["input_ids"] == opened(text)["input_ids"]
+        fields = json.loads((tmp_path / name / "config.json").read_text())
+        assert third.eos_token_id == end == fields["eos_token_id"]
 
 
 # ---- from there to here --------------------------------------------------------------------------
@@ -347,8 +351,11 @@ def test_rotary_spellings_mean_the_same_there():
         {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}, "rotary_pct": 0.5},
         {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}, "rotary_pct": 0.5,
          "rotary_emb_base": 7},
+        {"rotary_pct": 0.5, "rotary_emb_base": 500, "partial_rotary_factor": 1, "rope_theta": 8},
     ):  # fmt: skip
         there = transformers.GPTNeoXConfig(**base, **fields).rope_parameters
         here = hf.config_from_hf(base | fields)
         assert (here.rotary_pct, here.rotary_base) == (
             there["partial_rotary_factor"], there["rope_theta"]), fields
+    there = transformers.GPTNeoXConfig(**base, rope_theta=500).rope_parameters
+    assert there["rope_theta"] == 10000  # so needle refuses the name by itself

@@ -389,6 +389,15 @@ def test_create_pythia_70m():
     assert "embed_out.bias" not in named
 
 
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True, "num_layers": 1},
+                                     {"use_parallel_residual": False, "intermediate_size": 33}])
+def test_parameter_shapes(changes):
+    model = small(**changes)
+    wanted = {name: parameter.shape for name, parameter in model.named_parameters()}
+    assert pythia.parameter_shapes(model.config) == wanted
+    assert list(pythia.parameter_shapes(model.config)) == list(wanted)
+
+
 @both
 def test_a_seed_makes_the_same_model(device):
     one, other = small(device_of(device), seed=3), small(ndl.cpu(), seed=3)
@@ -410,6 +419,12 @@ def test_a_seed_makes_the_same_model(device):
         {"rotary_pct": 1.5},
         {"sparse_pattern": "zigzag"},
         {"num_layers": 2.5},
+        {"vocab_size": True},
+        {"rotary_pct": float("inf")},
+        {"rotary_base": 0.0},
+        {"rotary_base": "10000"},
+        {"layer_norm_eps": -1e-5},
+        {"layer_norm_eps": float("nan")},
     ],
 )
 def test_wrong_configurations(wrong):

@@ -126,11 +126,12 @@ def test_the_recipe_of_each_model(model, peak, on_gpu):
 def test_each_flag_changes_the_recipe():
     assert settings_of("--recipe", "pythia", on_gpu=False)["model"] == "pythia-70m"
     settings = settings_of("--recipe", "pythia", "--steps", "2000", "--lr", "5e-4", "--seq-len",
-                           "64", "--batch-size", "2")
+                           "64", "--batch-size", "2", "--seed", "3")
     assert (settings["warmup"], settings["grad_accum"]) == (20, 512)
     assert recipes.changes(settings) == {
         "steps": {"recipe": 143_000, "run": 2000}, "warmup": {"recipe": 1430, "run": 20},
-        "lr": {"recipe": 1e-3, "run": 5e-4}, "seq_len": {"recipe": 2048, "run": 64}}
+        "lr": {"recipe": 1e-3, "run": 5e-4}, "seq_len": {"recipe": 2048, "run": 64},
+        "seed": {"recipe": 1234, "run": 3}}
     settings = settings_of("--recipe", "pythia", "--global-batch-size", "6", "--sparse", "local")
     assert (settings["batch_size"], settings["grad_accum"]) == (6, 1)
     assert recipes.changes(settings) == {"sequences_per_step": {"recipe": 1024, "run": 6},

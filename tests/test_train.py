@@ -86,7 +86,7 @@ def lines_of(tmp_path, name):
 
 def numbers_of(tmp_path, name):
     """What must be equal, whenever and however often a run was interrupted."""
-    timing = ("tokens_per_second", "seconds")
+    timing = ("tokens_per_second", "data_wait_ms", "seconds")
     return [{k: v for k, v in line.items() if k not in timing} for line in lines_of(tmp_path, name)]
 
 
@@ -116,6 +116,21 @@ def run_until(monkeypatch, step, argv):
             train_pythia.main(argv)
 
 
+def test_the_wait_for_data_is_that_of_each_step(tmp_path, text, monkeypatch):
+    class Slow(train_pythia.Prefetch):
+        taken = 0
+
+        def next(self):
+            batch = super().next()
+            self.taken += 1
+            self.waited = 0.1 * self.taken * self.taken
+            return batch
+
+    monkeypatch.setattr(train_pythia, "Prefetch", Slow)
+    assert train_pythia.main(flags(tmp_path, text, "a", "--grad-accum", "2", steps=3)) == 0
+    assert [line["data_wait_ms"] for line in lines_of(tmp_path, "a")] == [400, 1200, 2000]
+
+
 # ---- a whole run ------------------------------------------------------------------------------
 
 
@@ -129,7 +144,8 @@ def test_a_run_writes_what_it_promises(tmp_path, text, capsys):
     assert [line["tokens"] for line in lines] == [32 * n for n in range(1, 7)]
     for line in lines:
         assert {"step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second",
-                "seconds"} <= line.keys()
+                "data_wait_ms", "seconds"} <= line.keys()
+        assert 0 <= line["data_wait_ms"] < 1e3 * line["seconds"] + 1
         assert ("val_loss" in line) == ("val_bits_per_byte" in line) == (line["step"] in (3, 6))
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert [path.name for path in list_checkpoints(folder / "checkpoints")] == [
@@ -154,6 +170,21 @@ def test_a_run_writes_what_it_promises(tmp_path, text, capsys):
     assert continuation("--seed", "1") == continuation("--seed", "1")
     assert continuation("--temperature", "0", "--top-k", "5", "--top-p", "0.9").startswith("def ")
     assert "e" not in continuation("--stop", "e", "--repetition-penalty", "1.2", "--seed", "1")[4:]
+    there = tmp_path / "there"
+    model.save_pretrained(there)
+    assert generate.main([str(there), "--prompt", "def ", "--seed", "1", "--max-new-tokens", "9",
+                          "--device", "cpu"]) == 0
+    assert capsys.readouterr().out == continuation("--seed", "1")
+    more = ndl.data.load_tokenizer(folder)
+    more.add_tokens([f"<{i}>" for i in range(500)])
+    more.save(str(there / "more.json"))
+    assert generate.main([str(there), "--tokenizer", str(there / "more.json"), "--device", "cpu",
+                          "--prompt", "<499>"]) == 1
+    out, error = capsys.readouterr()
+    assert out == "" and "is outside the vocabulary of" in error
+    (there / "tokenizer.json").unlink()
+    assert generate.main([str(there)]) == 1
+    assert "no tokenizer.json lies with it; give --tokenizer" in capsys.readouterr().err
 
 
 def test_a_name_that_is_taken(tmp_path, tokens, capsys):
@@ -365,6 +396,7 @@ def test_a_full_disk_stops_the_run_and_says_so(tmp_path, tokens, monkeypatch, ca
     (["--schedule", "steep"], "cosine"),
     (["--sparse", "dotted"], "mixed"),
     (["--device", "tpu"], "auto, cpu, cuda or cuda:INDEX, not 'tpu'"),
+    (["--device", "cuda:" + "1" * 31], "auto, cpu, cuda or cuda:INDEX, not 'cuda:1"),
     (["--name", "a/b"], "a name for a folder"),
     (["--steps", "2", "--tokens", "9"], "not allowed with"),
 ])
@@ -379,7 +411,7 @@ def test_a_device_that_cannot_be_used_says_why_in_one_line(tmp_path, text, capsy
     assert train_pythia.main(flags(tmp_path, text, "a", steps=1)) == 0
     capsys.readouterr()
     # No machine has this many GPUs.
-    why = f"--device cuda:63: {ndl.cuda(63).reason()}\n"
+    why = f"device cuda:63: {ndl.cuda(63).reason()}\n"
     assert train_pythia.main(flags(tmp_path, text, "b", device="cuda:63")) == 1
     assert capsys.readouterr() == ("", f"train_pythia.py: {why}")
     assert not (tmp_path / "runs" / "b").exists()

@@ -285,6 +285,31 @@ def initial_stds(config: PythiaConfig) -> tuple[float, float]:
     return math.sqrt(2 / (5 * width)), 2 / (config.num_layers * math.sqrt(width))
 
 
+def parameter_shapes(config: PythiaConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter of a model by name, without the model.
+
+    >>> config = ndl.PythiaConfig.preset("12b")
+    >>> ndl.models.pythia.parameter_shapes(config)["layers.35.mlp.dense_h_to_4h.weight"]
+    (5120, 20480)
+    """
+    width, inner = config.hidden_size, config.intermediate_size
+    layer: dict[str, tuple[int, ...]] = {}
+    for norm in ("input_layernorm", "post_attention_layernorm"):
+        layer |= {f"{norm}.weight": (width,), f"{norm}.bias": (width,)}
+    for linear, ins, outs in (("attention.query_key_value", width, 3 * width),
+                              ("attention.dense", width, width),
+                              ("mlp.dense_h_to_4h", width, inner),
+                              ("mlp.dense_4h_to_h", inner, width)):
+        layer |= {f"{linear}.weight": (ins, outs), f"{linear}.bias": (outs,)}
+    shapes: dict[str, tuple[int, ...]] = {"embed_in.weight": (config.vocab_size, width)}
+    for i in range(config.num_layers):
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+    shapes |= {"final_layer_norm.weight": (width,), "final_layer_norm.bias": (width,)}
+    if not config.tie_word_embeddings:
+        shapes["embed_out.weight"] = (width, config.vocab_size)
+    return shapes
+
+
 def rotary_tables(config: PythiaConfig) -> tuple[np.ndarray, np.ndarray]:
     """cos and sin (max_seq_len, rotary_dims / 2) in float32. The angles are rounded to float32 as
     every GPT-NeoX rounds them: the published weights have learned those."""
@@ -302,7 +327,8 @@ class Pythia(hooks.Hooked, nn.Module):
     """A GPT-NeoX language model.
 
     `dtype` (default: the configuration's) is that of parameters and activations. `initialise=False`
-    leaves matrices zero and draws no random number: for weights that are loaded next.
+    leaves matrices zero and draws no random number: for weights that are loaded next. `tokenizer`
+    is where the model came from with one: what save_pretrained() writes unless told otherwise.
 
     >>> config = ndl.PythiaConfig(vocab_size=50, hidden_size=16, num_layers=1, num_heads=2)
     >>> model = ndl.Pythia(config)
@@ -327,20 +353,31 @@ class Pythia(hooks.Hooked, nn.Module):
             else Linear(config.hidden_size, config.vocab_size, small, make, bias=False)
         self._rotary = tuple(array(t, "float32", self.device) for t in rotary_tables(config))
         self._mask: tuple[int, BlockMask] | None = None  # the last length and its mask
+        self.tokenizer: Any = None
         self.named_parameters()  # gives each its name, under which optimizers keep their state
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike, device: Device | None = None,
                         dtype: str | None = None) -> Pythia:
         """The GPT-NeoX model that `transformers` saved in `folder`, in `dtype` (float32 where none
-        is given, whatever the files hold). CheckpointError lists all that does not fit."""
+        is given, whatever the files hold). CheckpointError lists all that does not fit.
+
+        >>> config = ndl.PythiaConfig(vocab_size=50, hidden_size=16, num_layers=1, num_heads=2)
+        >>> model = ndl.Pythia(config)
+        >>> model.save_pretrained(folder)
+        >>> sorted(path.name for path in folder.iterdir())
+        ['config.json', 'generation_config.json', 'model.safetensors']
+        >>> ndl.Pythia.from_pretrained(folder, dtype="bfloat16").config.dtype
+        'bfloat16'
+        """
         from needle import hf  # it builds on this file
 
         return hf.load(folder, device, dtype or "float32")
 
     def save_pretrained(self, folder: str | os.PathLike, tokenizer: Any = None) -> None:
         """Writes a folder that `transformers` opens: configuration, weights, and the tokenizer: a
-        tokenizer.json, the folder of one, or a `tokenizers.Tokenizer`."""
+        tokenizer.json, the folder of one, a `tokenizers.Tokenizer` or a tokenizer of transformers;
+        where none is given, `self.tokenizer`."""
         from needle import hf  # it builds on this file
 
         hf.save(self, folder, tokenizer)
@@ -446,7 +483,15 @@ class Pythia(hooks.Hooked, nn.Module):
                top_k: int | None = None, top_p: float | None = None, seed: int | None = None,
                stop: Collection[int] = (), repetition_penalty: float = 1.0,
                attention_mask: Any = None) -> Iterator[np.ndarray]:
-        """Yields the next token of each row, int32 (B,): see needle.generation.stream."""
+        """Yields the next token of each row, int32 (B,): see needle.generation.stream.
+
+        >>> config = ndl.PythiaConfig(vocab_size=50, hidden_size=16, num_layers=1, num_heads=2)
+        >>> model = ndl.Pythia(config)
+        >>> for tokens in model.stream([1, 2, 3], 2, temperature=0.0):
+        ...     print(tokens.shape, tokens.dtype)
+        (1,) int32
+        (1,) int32
+        """
         return generation.stream(self, input_ids, max_new_tokens, temperature, top_k, top_p, seed,
                                  stop, repetition_penalty, attention_mask)
 
@@ -454,7 +499,15 @@ class Pythia(hooks.Hooked, nn.Module):
                  top_k: int | None = None, top_p: float | None = None, seed: int | None = None,
                  stop: Collection[int] = (), repetition_penalty: float = 1.0,
                  attention_mask: Any = None) -> np.ndarray | list[np.ndarray]:
-        """The prompt and what follows it, int64: see needle.generation.generate."""
+        """The prompt and what follows it, int64: see needle.generation.generate.
+
+        >>> config = ndl.PythiaConfig(vocab_size=50, hidden_size=16, num_layers=1, num_heads=2)
+        >>> model = ndl.Pythia(config)
+        >>> model.generate([[1, 2, 3], [4, 5, 6]], 10, temperature=0.0).shape
+        (2, 13)
+        >>> [len(row) for row in model.generate([[1, 2, 3], [4]], 10, top_p=0.9, seed=0)]
+        [13, 11]
+        """
         return generation.generate(self, input_ids, max_new_tokens, temperature, top_k, top_p,
                                    seed, stop, repetition_penalty, attention_mask)
 

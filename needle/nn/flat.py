@@ -18,6 +18,10 @@ class FlatParameters:
     data: (N,) in the model's dtype; grad: (N,) float32. Decayed parameters come first and fill
     data[:decay_size]. Parameter i is `parameters[i]`, named `names[i]`, at data[offsets[i]:] with
     its size; what lies between parameters is zero in both buffers and stays zero.
+
+    A deep copy or a pickle holds copies of the parameters, in new buffers with their values and
+    gradients: together with the model, `copy.deepcopy((model, optimizer))`, it is the model's copy
+    that the optimizer's copy trains.
     """
 
     def __init__(
@@ -48,11 +52,38 @@ class FlatParameters:
         p = self.parameters[i]
         return buffer[self.offsets[i] : self.offsets[i] + p.size].reshape(p.shape)
 
+    def adopt(self) -> None:
+        """Moves the parameters into the buffers, with the gradients that they have."""
+        for i, p in enumerate(self.parameters):
+            place, grad = self.view(self.data, i), p.grad
+            _C.assign(place, p.cached_data)
+            p.cached_data = place
+            p.grad_buffer = self.view(self.grad, i)
+            if grad is not None:
+                p.grad = grad
+            p._grad = None  # it would be a second gradient, in memory of its own
+            p._flat = weakref.ref(self)
+
+    def __copy__(self) -> FlatParameters:
+        return self  # a second object over the same buffers would be of no use
+
+    def __reduce__(self) -> tuple:
+        decayed = sum(offset < self.decay_size for offset in self.offsets)
+        return _flat_again, (self.names, self.parameters, decayed)
+
     def __repr__(self) -> str:
         return (
             f"FlatParameters({len(self.names)} parameters, {self.size} elements of "
             f"{self.data.dtype}, {self.decay_size} decayed)"
         )
+
+
+def _flat_again(names: list[str], parameters: list[Parameter], decayed: int) -> FlatParameters:
+    """From copies of the parameters, which stand alone."""
+    first = parameters[0]
+    flat = FlatParameters(list(zip(names, parameters)), decayed, first.device, first.dtype)
+    flat.adopt()
+    return flat
 
 
 def _flat_of(p: Parameter) -> Optional[FlatParameters]:
@@ -109,10 +140,6 @@ def flatten_parameters(
         return before
 
     flat = FlatParameters(order, decayed, first.device, first.dtype)
-    for i, p in enumerate(flat.parameters):
-        place = flat.view(flat.data, i)
-        _C.assign(place, p.cached_data)
-        p.cached_data = place
-        p.grad_buffer = flat.view(flat.grad, i)
-        p._flat = weakref.ref(flat)
+    flat.adopt()
+    flat.grad.fill(0)
     return flat

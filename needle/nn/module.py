@@ -18,6 +18,8 @@ class Parameter(Tensor):
     (float32, its shape) a view of the flat gradient: `.grad` is then a Tensor over that view, into
     which every backward() adds; setting `.grad` writes into it, None being zeros.
 
+    A copy or a pickle stands alone, with values and gradient, until it is flattened itself.
+
     `name` is the parameter's name in the module whose parameters were listed last; optimizers keep
     their state under it.
     """
@@ -40,6 +42,10 @@ class Parameter(Tensor):
             self.grad_buffer.fill(0)
         else:
             _C.assign(self.grad_buffer, value.cached_data)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {k: v for k, v in vars(self).items() if k not in ("grad_buffer", "_flat")}
+        return {**state, "_grad": self.grad}
 
 
 class Module:
