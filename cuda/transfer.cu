@@ -176,6 +176,7 @@ nd_status cuda_staging_new(int device, size_t bytes, nd_staging **out, void **me
 nd_status cuda_staging_send(int device, nd_staging *staging, void *to, size_t bytes) {
     Exclusive call;
     ND_TRY(call.begin(device));
+    ND_TRY(cuda_refuse_in_capture(device, "staging"));
     cudaStream_t stream = cuda_stream(device);
     const Pinned &block = staging->block;
     if (bytes > 0) {

@@ -402,6 +402,7 @@ def test_graph(device):
 @pytest.mark.cuda
 def test_graph_refuses(device):
     x, kept, calls = _C.array(np.ones(5), device=device), [], []
+    staging = _C.Staging(20, device)
 
     def raises():
         raise KeyError("mine")
@@ -419,6 +420,7 @@ def test_graph_refuses(device):
         (lambda: x.numpy(), ValueError, "download: a graph"),
         (lambda: _C.Download(x), ValueError, "download: a graph"),
         (lambda: _C.array(np.ones(5), device=device), ValueError, "upload: a graph"),
+        (lambda: staging.send((5,), "float32"), ValueError, "staging: a graph"),
         (device.synchronize, ValueError, "synchronize: a graph"),
         (lambda: _C.Graph(device, raises), ValueError, "already"),
     ]:

@@ -105,6 +105,66 @@ def test_preshuffled_rows_come_in_the_order_of_the_file(tmp_path):
         Batches(data.train, 2, 512)
 
 
+@pytest.mark.parametrize("last", [2, 3])
+def test_published_shards_need_not_be_joined(tmp_path, last):
+    """EleutherAI counts 00000-of-00002 to 00002-of-00002, others to 00001-of-00002; rows cross from
+    one shard into the next."""
+    rows = RANDOM.randint(0, 60, (7, 2049))
+    write_megatron(tmp_path / "document", rows)
+    content = (tmp_path / "document.bin").read_bytes()
+    expected = open_data(tmp_path / "document")
+    (tmp_path / "document.bin").unlink()
+    cuts = [0, 10_002, 20_000, len(content)]
+    files = [tmp_path / f"document-{i:05}-of-{last:05}.bin" for i in range(3)]
+    for path, low, high in zip(files, cuts, cuts[1:]):
+        path.write_bytes(content[low:high])
+    (tmp_path / "document-notes.bin").write_bytes(b"other")
+    for name in ("document", "document.idx", files[0].name, files[2].name, ""):
+        data = open_data(tmp_path / name)
+        assert data.fingerprint == expected.fingerprint and "preshuffled rows" in data.source
+        ids, _ = Batches(data.train, 7, 2048).next()
+        np.testing.assert_array_equal(ids, rows[:, :-1])
+    assert data.train.where(5001) == (files[1], 0)
+
+    files[1].write_bytes(content[10_002:20_001])
+    files[2].write_bytes(content[20_001:])
+    with pytest.raises(DataError, match="00001-of-.*9,999 bytes are no whole number of uint16"):
+        open_data(tmp_path / "document")
+    files[2].write_bytes(content[20_001:-1])
+    with pytest.raises(DataError, match=r"document-\*.bin: is truncated: it ends at offset 28,685"):
+        open_data(tmp_path / "document")
+    files[1].unlink()
+    with pytest.raises(DataError, match=f"00001-of-0000{last}.bin: no such file, and document-000"):
+        open_data(tmp_path / "document")
+    files[2].unlink()
+    with pytest.raises(DataError, match=f"00001-of-0000{last}.bin: no such file, and those before"):
+        open_data(tmp_path / "document")
+    files[0].unlink()
+    with pytest.raises(DataError, match="document.bin: no such file"):
+        open_data(tmp_path / "document")
+
+
+@pytest.mark.parametrize("block", [1, 3, 1000])
+def test_an_index_is_checked_in_blocks(tmp_path, block, monkeypatch):
+    monkeypatch.setattr(megatron, "BLOCK", block)
+    documents, ends = documents_of(RANDOM.randint(1, 30, 10))
+    write_megatron(tmp_path / "x", documents)
+    good = (tmp_path / "x.idx").read_bytes()
+    np.testing.assert_array_equal(open_data(tmp_path / "x").train.sizes, np.diff(ends, prepend=0))
+    for offset, value, kind, message in [
+        (34 + 4 * 7, 0, "<i4", "an empty document, number 7, at offset 62"),
+        (34 + 40 + 8 * 6, 5, "<i8", rf"document 6 begins at byte 5 \(offset 122\): not where .* "
+                                    f"ends, {2 * ends[5]}"),
+        (34 + 120 + 8 * 4, 11, "<i8", "entry 4 of the document index, at offset 186"),
+        (34 + 120 + 8 * 9, 2, "<i8", "entry 9 of the document index, at offset 226"),
+    ]:
+        content = bytearray(good)
+        content[offset:offset + int(kind[-1])] = np.array(value, kind).tobytes()
+        (tmp_path / "x.idx").write_bytes(content)
+        with pytest.raises(DataError, match=message):
+            open_data(tmp_path / "x")
+
+
 def test_llmc_shards_in_a_folder_a_pattern_and_alone(tmp_path):
     for number, part in enumerate(np.split(IDS, 3)):
         write_shard(tmp_path / f"web_train_{number:06}.bin", part)

@@ -11,13 +11,16 @@ NAME.bin holds the ids of all documents, little-endian, one behind the other. NA
         int64 N   where it begins in NAME.bin, in bytes
         int64 D   the document index: 0, ..., N
 
-A sequence is what GPT-NeoX calls a document. Its sample order (megatron/data/gpt2_dataset.py of
+NAME.bin may lie in shards, as the Pythias' data are published: NAME-00000-of-00020.bin, ... A
+sequence is what GPT-NeoX calls a document. Its sample order (megatron/data/gpt2_dataset.py of
 EleutherAI/gpt-neox, "packed") is followed to the byte: see `sample_order`.
 """
 
 from __future__ import annotations
 
+import glob
 import os
+import re
 import struct
 from collections.abc import Iterable
 from pathlib import Path
@@ -32,6 +35,8 @@ HEADER = struct.Struct("<9sQBQQ")
 # 6 and 7 are float and double: 4 or 8 bytes, according to who wrote them.
 TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 ROW_LENGTH = 2049  # Pythia's preshuffled rows
+SHARD = re.compile(r"-([0-9]{5})-of-([0-9]{5})$")  # behind NAME
+BLOCK = 1 << 22  # entries of an index, or samples, at a time: intermediate arrays stay small
 SPLIT = (969, 30, 1)  # training, validation, test: GPT-NeoX's default, in thousandths
 
 
@@ -41,12 +46,9 @@ def is_index(path: Path) -> bool:
 
 
 def open_documents(prefix: Path) -> Documents:
-    """NAME.idx and NAME.bin, checked against each other. DataError names file and offset."""
-    idx, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
-    for path in (idx, data):
-        if not path.is_file():
-            raise DataError(f"{path}: no such file; Megatron's data are two files, "
-                            f"{prefix.name}.idx and {prefix.name}.bin")
+    """NAME.idx and NAME.bin, or the shards of NAME.bin, checked against each other. DataError names
+    file and offset."""
+    idx, files = Path(f"{prefix}.idx"), data_files(prefix)
     size = idx.stat().st_size
     if size < HEADER.size:
         raise DataError(f"{idx}: is truncated: {size} bytes, and its header alone has "
@@ -68,47 +70,98 @@ def open_documents(prefix: Path) -> Documents:
     if count == 0:
         raise DataError(f"{idx}: no sequence in it (offset 18)")
     sizes = Part(idx, HEADER.size, "<i4", count).read(0, count)
-    pointers = Part(idx, HEADER.size + 4 * count, "<i8", count).read(0, count)
-    borders = Part(idx, HEADER.size + 12 * count, "<i8", entries).read(0, entries)
-    total, data_size = int(sizes.sum(dtype=np.int64)), data.stat().st_size
+    pointers = Part(idx, HEADER.size + 4 * count, "<i8", count)
+    borders = Part(idx, HEADER.size + 12 * count, "<i8", entries)
+    data = files[0] if len(files) == 1 else Path(f"{prefix}-*.bin")
+    total, data_size = int(sizes.sum(dtype=np.int64)), sum(file.stat().st_size for file in files)
     dtype = np.dtype(TYPES[code])
     if dtype.kind == "f" and total > 0 and data_size == total * (12 - dtype.itemsize):
         dtype = np.dtype(f"<f{12 - dtype.itemsize}")
     _check_sequences(idx, data, sizes, pointers, dtype.itemsize, data_size)
-    if (borders < 0).any() or (borders > count).any() or (np.diff(borders) < 0).any():
-        raise DataError(f"{idx}: the document index at offset {HEADER.size + 12 * count:,} points "
-                        f"outside the {count:,} sequences, or backwards")
+    _check_borders(idx, borders, count)
     if data_size != total * dtype.itemsize:
         raise DataError(f"{data}: ends at offset {data_size:,}, and its index at "
                         f"{total * dtype.itemsize:,}: another file's index, or a copy that was "
                         "not finished")
     preshuffled = bool((sizes == ROW_LENGTH).all()) and count > 1
-    return Documents([Part(data, 0, dtype, total)], sizes, ROW_LENGTH if preshuffled else None)
+    return Documents(_parts(files, dtype), sizes, ROW_LENGTH if preshuffled else None)
 
 
-def _check_sequences(idx: Path, data: Path, sizes: np.ndarray, pointers: np.ndarray, itemsize: int,
+def data_files(prefix: Path) -> list[Path]:
+    """NAME.bin; or, where it has not been put together, NAME-00000-of-00020.bin and so on, the
+    shards in which the Pythias' data are published (there the last one is 00020), in order."""
+    if not Path(f"{prefix}.idx").is_file():
+        raise DataError(f"{prefix}.idx: no such file; Megatron's data are two files, "
+                        f"{prefix.name}.idx and {prefix.name}.bin")
+    whole = Path(f"{prefix}.bin")
+    if whole.is_file():
+        return [whole]
+    shards = sorted(path for path in prefix.parent.glob(f"{glob.escape(prefix.name)}-*.bin")
+                    if SHARD.search(path.stem))
+    if not shards:
+        raise DataError(f"{whole}: no such file; Megatron's data are two files, {prefix.name}.idx "
+                        f"and {prefix.name}.bin (or the shards {prefix.name}-00000-of-N.bin)")
+    last = SHARD.search(shards[0].stem)[2]
+    for number, path in enumerate(shards):
+        expected = Path(f"{prefix}-{number:05}-of-{last}.bin")
+        if path != expected:
+            raise DataError(f"{expected}: no such file, and {path.name} is there")
+    if len(shards) not in (int(last), int(last) + 1):  # 0 to N, or 0 to N - 1
+        raise DataError(f"{prefix}-{len(shards):05}-of-{last}.bin: no such file, and those before "
+                        "it are there")
+    return shards
+
+
+def _parts(files: list[Path], dtype: np.dtype) -> list[Part]:
+    parts = []
+    for path in files:
+        count, rest = divmod(path.stat().st_size, dtype.itemsize)
+        if rest:
+            raise DataError(f"{path}: {path.stat().st_size:,} bytes are no whole number of {dtype}")
+        parts.append(Part(path, 0, dtype, count))
+    return parts
+
+
+def _check_sequences(idx: Path, data: Path, sizes: np.ndarray, pointers: Part, itemsize: int,
                      data_size: int) -> None:
-    count = len(sizes)
-    bad = np.flatnonzero(sizes <= 0)
-    if len(bad):
-        what = "an empty document" if sizes[bad[0]] == 0 else f"a document of {sizes[bad[0]]} ids"
-        raise DataError(f"{idx}: {what}, number {bad[0]:,}, at offset "
-                        f"{HEADER.size + 4 * int(bad[0]):,}")
-    ends = np.cumsum(sizes, dtype=np.int64) * itemsize
-    wrong = np.flatnonzero(pointers != np.concatenate([[0], ends[:-1]]))
-    where = HEADER.size + 4 * count
-    if len(wrong):
-        first = int(wrong[0])
-        outside = pointers[first] < 0 or pointers[first] >= data_size
-        before = int(ends[first - 1]) if first else 0
-        raise DataError(f"{idx}: document {first:,} begins at byte {pointers[first]:,} "
-                        f"(offset {where + 8 * first:,}): "
-                        + (f"outside {data}, which has {data_size:,}" if outside else
-                           f"not where the one before it ends, {before:,}"))
-    late = np.flatnonzero(ends > data_size)
-    if len(late):
-        raise DataError(f"{data}: is truncated: it ends at offset {data_size:,}, and document "
-                        f"{int(late[0]):,} of {idx} at {int(ends[late[0]]):,}")
+    where, end = HEADER.size + 4 * len(sizes), 0
+    for low in range(0, len(sizes), BLOCK):
+        lengths = sizes[low:low + BLOCK]
+        bad = np.flatnonzero(lengths <= 0)
+        if len(bad):
+            number, length = low + int(bad[0]), lengths[bad[0]]
+            what = "an empty document" if length == 0 else f"a document of {length} ids"
+            raise DataError(f"{idx}: {what}, number {number:,}, at offset "
+                            f"{HEADER.size + 4 * number:,}")
+        ends = end + np.cumsum(lengths, dtype=np.int64) * itemsize
+        starts = pointers.read(low, low + len(lengths))
+        wrong = np.flatnonzero(starts != np.concatenate([[end], ends[:-1]]))
+        if len(wrong):
+            first = int(wrong[0])
+            outside = starts[first] < 0 or starts[first] >= data_size
+            before = int(ends[first - 1]) if first else end
+            raise DataError(f"{idx}: document {low + first:,} begins at byte {starts[first]:,} "
+                            f"(offset {where + 8 * (low + first):,}): "
+                            + (f"outside {data}, which has {data_size:,}" if outside else
+                               f"not where the one before it ends, {before:,}"))
+        late = np.flatnonzero(ends > data_size)
+        if len(late):
+            raise DataError(f"{data}: is truncated: it ends at offset {data_size:,}, and document "
+                            f"{low + int(late[0]):,} of {idx} at {int(ends[late[0]]):,}")
+        end = int(ends[-1])
+
+
+def _check_borders(idx: Path, borders: Part, count: int) -> None:
+    before = 0
+    for low in range(0, borders.count, BLOCK):
+        block = borders.read(low, min(low + BLOCK, borders.count))
+        steps = np.diff(block, prepend=before)
+        bad = np.flatnonzero((block < 0) | (block > count) | (steps < 0))
+        if len(bad):
+            raise DataError(f"{idx}: entry {low + int(bad[0]):,} of the document index, at offset "
+                            f"{borders.offset + 8 * (low + int(bad[0])):,}, points outside the "
+                            f"{count:,} sequences, or backwards")
+        before = int(block[-1])
 
 
 # ---- the order of GPT-NeoX ---------------------------------------------------------------------
@@ -156,12 +209,11 @@ def sample_order(sizes: np.ndarray, first: int, last: int, seq_len: int, seed: i
     count = (int(ends[-1]) - 1) // seq_len
     wide = 2 * (count + 1) >= np.iinfo(np.int32).max
     sample_idx = np.zeros((count + 1, 2), np.int64 if wide else np.int32)
-    block = 1 << 22  # samples at a time: intermediate arrays stay small
-    for low in range(1, count + 1, block):
-        starts = np.arange(low, min(low + block, count + 1), dtype=np.int64) * seq_len
+    for low in range(1, count + 1, BLOCK):
+        starts = np.arange(low, min(low + BLOCK, count + 1), dtype=np.int64) * seq_len
         document = np.searchsorted(ends, starts, side="right")
-        sample_idx[low:low + block, 0] = document
-        sample_idx[low:low + block, 1] = starts - (ends[document] - sizes[doc_idx[document]])
+        sample_idx[low:low + BLOCK, 0] = document
+        sample_idx[low:low + BLOCK, 1] = starts - (ends[document] - sizes[doc_idx[document]])
     dtype = np.uint32 if count < np.iinfo(np.uint32).max - 1 else np.int64
     shuffle_idx = np.arange(count, dtype=dtype)
     random.shuffle(shuffle_idx)
@@ -188,7 +240,11 @@ def write_index(file: BinaryIO, dtype: np.dtype, sizes: Iterable[int]) -> None:
 
 
 def prefix_of(path: str | os.PathLike) -> Path | None:
-    """The NAME of NAME, NAME.idx or NAME.bin where an index lies there; else None."""
+    """The NAME of NAME, NAME.idx, NAME.bin or a shard of it where an index lies there; else
+    None."""
     path = Path(path)
     prefix = path.with_suffix("") if path.suffix in (".idx", ".bin") else path
-    return prefix if Path(f"{prefix}.idx").is_file() else None
+    for name in (prefix, prefix.with_name(SHARD.sub("", prefix.name) or prefix.name)):
+        if Path(f"{name}.idx").is_file():
+            return name
+    return None

@@ -1,6 +1,7 @@
 """What `--data` names, opened: the kind of the files is found out, and `source` says which it was.
 
-    a .bin with its .idx, or their common name   Megatron; if all have 2,049 ids: preshuffled rows
+    a .bin with its .idx, or their common name   Megatron; if all have 2,049 ids: preshuffled rows;
+                                                 the .bin may lie in shards, as published
     a folder with train.bin, or that file        nanoGPT: flat uint16, val.bin beside it is held out
     .bin that begin with 20240520                llm.c shards; those with `val` in the name are held
                                                  out
