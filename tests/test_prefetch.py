@@ -217,3 +217,11 @@ def test_staging(device):
     with pytest.raises((MemoryError, RuntimeError)):
         _C.Staging(2**62, where)
     assert io.BytesIO(_C.Staging(3, where)).getbuffer().nbytes == 3
+
+
+def test_what_they_print():
+    ahead = Prefetch(Batches(np.arange(17), 2, 4))
+    assert repr(ahead) == "Prefetch(2 x 4, 2 an epoch; next is epoch 0, batch 0; waited 0.000 s)"
+    ahead.next()
+    assert "epoch 0, batch 1;" in repr(ahead)
+    ahead.close()

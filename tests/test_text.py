@@ -244,3 +244,11 @@ def test_a_document_that_an_index_cannot_say(tmp_path, tokenizer, monkeypatch):
     (tmp_path / "a.txt").write_text("one two three four five\n" * 50)
     with pytest.raises(DataError, match="a.txt: a document of more than 40 tokens"):
         prepare.prepare([str(tmp_path / "a.txt")], str(tokenizer), str(tmp_path / "x"), 1)
+
+
+def test_what_it_prints(tmp_path, tokenizer):
+    (tmp_path / "a.txt").write_text("one two three four five\n" * 40)
+    line = repr(open_data(tmp_path / "a.txt", tokenizer=tokenizer))
+    assert str(tmp_path / "a.txt") in line and line.count("\n") == 0 and len(line) < 400
+    size = tokenizers.Tokenizer.from_file(str(tokenizer)).get_vocab_size()
+    assert line.startswith("TokenData(") and line.endswith(f"held out, a tokenizer of {size:,})")

@@ -123,6 +123,8 @@ class Batches:
     >>> ids, targets = batches.next()
     >>> ids.shape, (targets - ids == 1).all(), batches.position
     ((2, 4), np.True_, {'epoch': 0, 'batch': 1})
+    >>> batches
+    Batches(2 x 4 of 17 tokens, 2 an epoch; next is epoch 0, batch 1)
     """
 
     def __init__(self, tokens: Any, batch_size: int, seq_len: int, seed: int = 0,
@@ -147,6 +149,10 @@ class Batches:
                 f"{len(self.tokens):,} tokens"
             raise DataError(f"{what}: fewer than one batch of {self.batch_size} x {self.seq_len} "
                             "(+ 1); give more text, or a smaller --batch-size or --seq-len")
+
+    def __repr__(self) -> str:
+        return (f"Batches({self.batch_size} x {self.seq_len} of {len(self.tokens):,} tokens, "
+                f"{len(self):,} an epoch; next is epoch {self.epoch}, batch {self.batch})")
 
     def __len__(self) -> int:
         """Batches an epoch."""

@@ -77,6 +77,11 @@ class Prefetch:
     def batch(self) -> int:
         return self.position["batch"]
 
+    def __repr__(self) -> str:
+        return (f"Prefetch({self.batches.batch_size} x {self.batches.seq_len}, {len(self):,} an "
+                f"epoch; next is epoch {self.epoch}, batch {self.batch}; waited {self.waited:.3f} "
+                "s)")
+
     def __len__(self) -> int:
         """Batches an epoch."""
         return len(self.batches)

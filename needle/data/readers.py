@@ -76,6 +76,11 @@ class TokenData:
     def vocab_size(self) -> int | None:
         return None if self.tokenizer is None else id_limit(self.tokenizer)
 
+    def __repr__(self) -> str:  # a tokenizer prints all that it knows
+        known = "no tokenizer" if self.tokenizer is None else f"a tokenizer of {self.vocab_size:,}"
+        return (f"TokenData({self.source}; {len(self.train):,} to train on, "
+                f"{len(self.held_out):,} held out, {known})")
+
 
 def open_data(data: str | os.PathLike | None = None, tokenizer: str | os.PathLike | None = None,
               vocab_size: int = 4096) -> TokenData:
