@@ -38,6 +38,7 @@ from needle.checkpoint import (  # noqa: E402
     Checkpoint,
     CheckpointError,
     checkpoint_path,
+    find_checkpoint,
     load_checkpoint,
     newest_checkpoint,
     prune_checkpoints,
@@ -272,16 +273,10 @@ def sample_text(run: Run) -> str:
 # ---- making a run -----------------------------------------------------------------------------
 
 
-def find_checkpoint(args) -> Checkpoint | None:
+def resumed_checkpoint(args) -> Checkpoint | None:
     """What --resume names; None where `auto` finds nothing."""
     if args.resume != "auto":
-        path = Path(args.resume)
-        if not path.is_dir():
-            return Checkpoint(path)
-        found = newest_checkpoint(path / "checkpoints")
-        if found is None:
-            raise CheckpointError(f"{path}: no good checkpoint in its folder checkpoints/")
-        return found
+        return find_checkpoint(args.resume)
     runs = Path(args.out)
     if args.name:
         folders = [runs / args.name / "checkpoints"]
@@ -392,7 +387,7 @@ def main(argv: list[str] | None = None) -> int:
     args = train_flags.parser().parse_args(argv)
     try:
         trackers.check(args.tensorboard, args.wandb)
-        checkpoint = find_checkpoint(args) if args.resume else None
+        checkpoint = resumed_checkpoint(args) if args.resume else None
         run = new_run(args) if checkpoint is None else resumed_run(args, checkpoint)
         run.tensorboard, run.wandb = args.tensorboard, args.wandb
         print(f"{run.model}\n{run.data.source}\nrun: {run.folder}", flush=True)

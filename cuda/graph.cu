@@ -13,10 +13,6 @@
 
 namespace {
 
-struct Block {
-    void *memory;
-};
-
 constexpr size_t block_step = 512;
 
 size_t rounded(size_t bytes) { return ceil_div(bytes, block_step) * block_step; }
@@ -26,17 +22,17 @@ size_t rounded(size_t bytes) { return ceil_div(bytes, block_step) * block_step; 
 struct nd_graph {
     cudaGraphExec_t exec = nullptr;
     bool capturing = false;
-    std::map<size_t, std::vector<Block>> idle; /* by rounded size */
-    std::vector<Block> late;                   /* see cuda_graph_release_later */
+    std::map<size_t, std::vector<void *>> idle; /* blocks by rounded size */
+    std::vector<void *> late;                   /* see cuda_graph_release_later */
     void *scratch = nullptr;
     size_t scratch_bytes = 0;
 };
 
 /* ---- memory ------------------------------------------------------------------------------------*/
 nd_status cuda_graph_allocate(int device, nd_graph *graph, size_t bytes, void **out) {
-    std::vector<Block> &list = graph->idle[rounded(bytes)];
+    std::vector<void *> &list = graph->idle[rounded(bytes)];
     if (!list.empty()) {
-        *out = list.back().memory;
+        *out = list.back();
         list.pop_back();
         return ND_OK;
     }
@@ -51,10 +47,10 @@ nd_status cuda_graph_allocate(int device, nd_graph *graph, size_t bytes, void **
 }
 
 void cuda_graph_reuse(nd_graph *graph, void *memory, size_t bytes) {
-    graph->idle[rounded(bytes)].push_back({memory});
+    graph->idle[rounded(bytes)].push_back(memory);
 }
 
-void cuda_graph_release_later(nd_graph *graph, void *memory) { graph->late.push_back({memory}); }
+void cuda_graph_release_later(nd_graph *graph, void *memory) { graph->late.push_back(memory); }
 
 nd_status cuda_graph_scratch(int device, nd_graph *graph, size_t bytes, void **out) {
     if (bytes > graph->scratch_bytes) {
@@ -124,8 +120,8 @@ nd_status stop_capture(int device, nd_graph *graph, cudaGraph_t *captured) {
     *captured = nullptr;
     graph->capturing = false;
     cudaError_t error = cudaStreamEndCapture(cuda_stream(device), captured);
-    for (Block &block : graph->late) {
-        CUDA_TRY("graph", cudaFreeAsync(block.memory, cuda_stream(device)));
+    for (void *memory : graph->late) {
+        CUDA_TRY("graph", cudaFreeAsync(memory, cuda_stream(device)));
     }
     graph->late.clear();
     return error == cudaSuccess ? ND_OK : cuda_error("graph", "cudaStreamEndCapture", error);
@@ -147,8 +143,8 @@ nd_status free_graph(int device, nd_graph *graph) {
         error = cudaGraphExecDestroy(graph->exec);
     }
     for (auto &size : graph->idle) {
-        for (Block &block : size.second) {
-            cudaError_t freed = cudaFreeAsync(block.memory, stream);
+        for (void *memory : size.second) {
+            cudaError_t freed = cudaFreeAsync(memory, stream);
             error = error == cudaSuccess ? freed : error;
         }
     }

@@ -293,16 +293,16 @@ class Checkpoint:
         return model, self._restore_optimizer(model, arrays), self.state["epoch"], \
             self.state["loss"]
 
-    def restore_model(self, device: Device | None = None) -> Pythia:
-        """The model alone. What the optimizer keeps, some twice the model's size or more, is not
-        brought into memory."""
+    def restore_model(self, device: Device | None = None, dtype: str | None = None) -> Pythia:
+        """The model alone, in `dtype` where one is given. What the optimizer keeps, some twice the
+        model's size or more, is not brought into memory."""
         device = default_device() if device is None else device
         try:
             config = PythiaConfig.from_dict(self.state["config"])
         except (TypeError, ValueError) as error:
             raise self._error(f"its configuration cannot be used: {error}") from error
         self._compare(parameter_shapes(config))
-        model = Pythia(config, device=device, initialise=False)
+        model = Pythia(config, device=device, dtype=dtype, initialise=False)
         parameters = dict(_parameters(model))
         with open(self.path, "rb") as file:
             for name, parameter in parameters.items():
@@ -404,6 +404,18 @@ def newest_checkpoint(folder: str | os.PathLike,
         except CheckpointError as error:
             report(f"skipped: {error}")
     return None
+
+
+def find_checkpoint(path: str | os.PathLike,
+                    report: Callable[[str], None] = print) -> Checkpoint:
+    """The checkpoint in a file, or the newest whole one of a run's folder. CheckpointError."""
+    path = Path(path)
+    if not path.is_dir():
+        return Checkpoint(path)
+    found = newest_checkpoint(path / "checkpoints", report)
+    if found is None:
+        raise CheckpointError(f"{path}: no good checkpoint in its folder checkpoints/")
+    return found
 
 
 def prune_checkpoints(folder: str | os.PathLike, keep: int = 2,

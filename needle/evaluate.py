@@ -29,7 +29,7 @@ import numpy as np
 from needle import _C, data
 from needle.autograd import Tensor, no_grad
 from needle.backend_ndarray import Device, choose_device
-from needle.checkpoint import Checkpoint, CheckpointError, newest_checkpoint
+from needle.checkpoint import CheckpointError, find_checkpoint
 from needle.data.readers import open_tokens
 from needle.data.tokens import to_ids
 from needle.models.pythia import DTYPES, Pythia
@@ -242,25 +242,16 @@ def load_model(path: str | Path, device: Device | None = None,
     Raises CheckpointError, or the error of `Pythia.from_pretrained`, naming the file.
     """
     path = Path(path)
-    if path.is_dir() and (path / "checkpoints").is_dir():
-        found = newest_checkpoint(path / "checkpoints",
-                                  lambda text: print(text, file=sys.stderr))
-        if found is None:
-            raise CheckpointError(f"{path}: no good checkpoint in its folder checkpoints/")
-        path = found.path
-    if path.is_dir():
+    if path.is_dir() and not (path / "checkpoints").is_dir():
         if not (path / "config.json").is_file():
             raise CheckpointError(f"{path}: neither a run of needle (no folder checkpoints/) nor a "
                                   "model of transformers (no config.json)")
         model = Pythia.from_pretrained(path, device=device, dtype=dtype)
         tokenizer = None if model.tokenizer is None else path / "tokenizer.json"
-    elif path.is_file():
-        model = Checkpoint(path).restore_model(device)
+    elif path.exists():
+        checkpoint = find_checkpoint(path, lambda text: print(text, file=sys.stderr))
+        model = checkpoint.restore_model(device, dtype)
         tokenizer = model.tokenizer
-        if dtype is not None and dtype != model.config.dtype:
-            other = Pythia(model.config, device=device, dtype=dtype, initialise=False)
-            other.load_state_dict(model.state_dict())
-            model = other
     else:
         raise CheckpointError(f"{path}: no such file or folder")
     model.eval()

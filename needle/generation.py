@@ -414,15 +414,10 @@ class _Decoder:
         """ids (B, T) -> the residual stream (B, T, C) behind the last layer; attend(layer, qkv)
         stands where the model attends within its sequence."""
         x = self.model.embed_in(ids)
+        shape = x.shape
         for number, layer in enumerate(self.model.layers):
-            qkv = layer.attention.query_key_value(layer.input_layernorm(x)).cached_data
-            seen = Tensor.from_ndarray(attend(number, qkv).reshape(x.shape))
-            attended = layer.attention.dense(seen)
-            if layer.parallel:
-                x = x + attended + layer.mlp(layer.post_attention_layernorm(x))
-            else:
-                x = x + attended
-                x = x + layer.mlp(layer.post_attention_layernorm(x))
+            x = layer(x, lambda qkv, number=number: Tensor.from_ndarray(
+                attend(number, qkv.cached_data).reshape(shape)))
         return x
 
     def _finish(self, x: Tensor) -> None:

@@ -35,9 +35,8 @@ from needle.backend_ndarray import Device, NDArray, array, default_device
 from needle.checkpoint import (
     FROM_FILE,
     TO_FILE,
-    Checkpoint,
     CheckpointError,
-    newest_checkpoint,
+    find_checkpoint,
     replacing,
     save_checkpoint,
 )
@@ -564,15 +563,7 @@ def export_checkpoint(source: str | os.PathLike, folder: str | os.PathLike,
                       tokenizer: str | os.PathLike | None = None) -> list[Path]:
     """Writes a checkpoint, or the newest one of a run's folder, to `folder`; returns the files. The
     tokenizer.json of the run, or the one beside the checkpoint, comes along where it is."""
-    path = Path(source)
-    checkpoint: Checkpoint | None
-    if path.is_dir():
-        checkpoint = newest_checkpoint(path / "checkpoints",
-                                       lambda text: print(text, file=sys.stderr))
-        if checkpoint is None:
-            raise CheckpointError(f"{path}: no good checkpoint in its folder checkpoints/")
-    else:
-        checkpoint = Checkpoint(path)
+    checkpoint = find_checkpoint(source, lambda text: print(text, file=sys.stderr))
     return save(checkpoint.restore_model(needle.cpu()), folder, tokenizer)
 
 

@@ -271,3 +271,17 @@ def test_import_needle_does_not_look_for_the_harness():
              "sys.exit(any(name.split('.')[-1] == 'lm_eval' for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", script], env=dict(os.environ,
                           PYTHONPATH=str(ROOT))).returncode == 0
+
+
+def test_a_checkpoint_in_another_dtype_keeps_its_tokenizer(tmp_path):
+    tokenizer = ndl.data.train_tokenizer(iter(["one two three " * 9]), 280)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    model = small()
+    ndl.save_checkpoint(model, None, 0, 1.0, tmp_path / "step_1.safetensors")
+    loaded, beside = evaluate.load_model(tmp_path / "step_1.safetensors", dtype="bfloat16")
+    assert loaded.config.dtype == loaded.embed_in.weight.dtype == "bfloat16"
+    assert loaded.tokenizer == beside == tmp_path / "tokenizer.json"
+    expected = model.embed_in.weight.cached_data.astype("bfloat16").numpy()
+    np.testing.assert_array_equal(loaded.embed_in.weight.numpy(), expected)
+    loaded.save_pretrained(tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").is_file()

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -229,8 +229,12 @@ class LayerNorm(nn.Module):
         return ops.layer_norm(x, self.weight, self.bias, self.eps)
 
 
+# (B, T, 3 C), q, k and v of a head after those of another -> (B, T, C), what the heads have seen.
+Attend = Callable[[Tensor], Tensor]
+
+
 class Attention(nn.Module):
-    """Causal self-attention; rotary is the (cos, sin) of this length, mask None for all keys."""
+    """What stands around attention: the projections before and behind `attend`."""
 
     def __init__(self, config: PythiaConfig, make: _Factory) -> None:
         super().__init__()
@@ -240,11 +244,8 @@ class Attention(nn.Module):
         self.query_key_value = Linear(width, 3 * width, small, make)
         self.dense = Linear(width, width, wang, make)
 
-    def forward(self, x: Tensor, rotary: tuple[NDArray, NDArray], mask: BlockMask | None) -> Tensor:
-        batch, time, width = x.shape
-        qkv = self.query_key_value(x).reshape((batch, time, self.heads, 3, self.head_dim))
-        seen = ops.qkv_attention(qkv, *rotary, causal=True, mask=mask)
-        return self.dense(seen.reshape((batch, time, width)))
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        return self.dense(attend(self.query_key_value(x)))
 
 
 class MLP(nn.Module):
@@ -270,8 +271,8 @@ class Layer(nn.Module):
         self.attention = Attention(config, make)
         self.mlp = MLP(config, make)
 
-    def forward(self, x: Tensor, rotary: tuple[NDArray, NDArray], mask: BlockMask | None) -> Tensor:
-        attended = self.attention(self.input_layernorm(x), rotary, mask)
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        attended = self.attention(self.input_layernorm(x), attend)
         if self.parallel:
             return x + attended + self.mlp(self.post_attention_layernorm(x))
         x = x + attended
@@ -414,8 +415,14 @@ class Pythia(hooks.Hooked, nn.Module):
         x = self.embed_in(ids)
         if self._hooks is not None:
             return hooks.hidden(self, x, rotary, mask, self._hooks)
+        packed = (*x.shape[:2], self.config.num_heads, 3, self.config.head_dim)
+
+        def attend(qkv: Tensor) -> Tensor:
+            seen = ops.qkv_attention(qkv.reshape(packed), *rotary, causal=True, mask=mask)
+            return seen.reshape(x.shape)
+
         for layer in self.layers:
-            x = layer(x, rotary, mask)
+            x = layer(x, attend)
         return self.final_layer_norm(x)
 
     def _block_mask(self, time: int) -> BlockMask | None:
