@@ -31,7 +31,7 @@ from needle.autograd import Tensor, no_grad
 from needle.backend_ndarray import Device, choose_device
 from needle.checkpoint import CheckpointError, find_checkpoint
 from needle.data.readers import open_tokens
-from needle.data.tokens import to_ids
+from needle.data.tokens import place_of, to_ids
 from needle.models.pythia import DTYPES, Pythia
 
 # Elements of logits that exist at a time; float32 ones take four times as many bytes.
@@ -219,13 +219,9 @@ def _read(tokens: data.FlatTokens | np.ndarray, start: int, stop: int,
     ids = to_ids(np.asarray(tokens[start:stop]))
     wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
     if wrong.size:
-        at = start + int(wrong[0])
-        where = f"token {at:,}"
-        if isinstance(tokens, data.FlatTokens):
-            path, offset = tokens.where(at)
-            where = f"{path}: offset {offset:,}"
-        raise data.DataError(f"{where}: id {int(ids[wrong[0]])} is outside the vocabulary of "
-                             f"{vocab_size}")
+        first = int(wrong[0])
+        raise data.DataError(f"{place_of(tokens, start + first)}: id {int(ids[first])} is outside "
+                             f"the vocabulary of {vocab_size}")
     return ids
 
 

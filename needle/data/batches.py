@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from needle.data import megatron
-from needle.data.tokens import DataError, Documents, FlatTokens, is_broken, to_ids
+from needle.data.tokens import DataError, Documents, FlatTokens, is_broken, place_of, to_ids
 
 
 class Windows:
@@ -226,9 +226,4 @@ class Batches:
                             f"outside the vocabulary of {self.vocab_size}")
 
     def _where(self, chosen: np.ndarray, row: int, column: int) -> str:
-        """File and offset of an id of a batch."""
-        position = self._samples.position(int(chosen[row]), int(column))
-        if not isinstance(self.tokens, FlatTokens):
-            return f"token {position:,}"
-        path, offset = self.tokens.where(position)
-        return f"{path}: offset {offset:,}"
+        return place_of(self.tokens, self._samples.position(int(chosen[row]), int(column)))

@@ -186,6 +186,14 @@ class Documents(FlatTokens):
         self.sizes, self.row_length = sizes, row_length
 
 
+def place_of(tokens: Any, position: int) -> str:
+    """Where an id of `tokens` stands, for errors: file and offset, if they lie in files."""
+    if not isinstance(tokens, FlatTokens):
+        return f"token {position:,}"
+    path, offset = tokens.where(position)
+    return f"{path}: offset {offset:,}"
+
+
 def is_broken(values: np.ndarray) -> np.ndarray:
     """bool: which of the floats are no whole numbers."""
     with np.errstate(all="ignore"):  # a signalling NaN warns
