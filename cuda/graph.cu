@@ -13,6 +13,11 @@
 
 namespace {
 
+/* A type of this project's around the pointer: a vector of plain pointers would be exported. */
+struct Block {
+    void *memory;
+};
+
 constexpr size_t block_step = 512;
 
 size_t rounded(size_t bytes) { return ceil_div(bytes, block_step) * block_step; }
@@ -22,17 +27,17 @@ size_t rounded(size_t bytes) { return ceil_div(bytes, block_step) * block_step; 
 struct nd_graph {
     cudaGraphExec_t exec = nullptr;
     bool capturing = false;
-    std::map<size_t, std::vector<void *>> idle; /* blocks by rounded size */
-    std::vector<void *> late;                   /* see cuda_graph_release_later */
+    std::map<size_t, std::vector<Block>> idle; /* by rounded size */
+    std::vector<Block> late;                   /* see cuda_graph_release_later */
     void *scratch = nullptr;
     size_t scratch_bytes = 0;
 };
 
 /* ---- memory ------------------------------------------------------------------------------------*/
 nd_status cuda_graph_allocate(int device, nd_graph *graph, size_t bytes, void **out) {
-    std::vector<void *> &list = graph->idle[rounded(bytes)];
+    std::vector<Block> &list = graph->idle[rounded(bytes)];
     if (!list.empty()) {
-        *out = list.back();
+        *out = list.back().memory;
         list.pop_back();
         return ND_OK;
     }
@@ -47,10 +52,10 @@ nd_status cuda_graph_allocate(int device, nd_graph *graph, size_t bytes, void **
 }
 
 void cuda_graph_reuse(nd_graph *graph, void *memory, size_t bytes) {
-    graph->idle[rounded(bytes)].push_back(memory);
+    graph->idle[rounded(bytes)].push_back({memory});
 }
 
-void cuda_graph_release_later(nd_graph *graph, void *memory) { graph->late.push_back(memory); }
+void cuda_graph_release_later(nd_graph *graph, void *memory) { graph->late.push_back({memory}); }
 
 nd_status cuda_graph_scratch(int device, nd_graph *graph, size_t bytes, void **out) {
     if (bytes > graph->scratch_bytes) {
@@ -120,8 +125,8 @@ nd_status stop_capture(int device, nd_graph *graph, cudaGraph_t *captured) {
     *captured = nullptr;
     graph->capturing = false;
     cudaError_t error = cudaStreamEndCapture(cuda_stream(device), captured);
-    for (void *memory : graph->late) {
-        CUDA_TRY("graph", cudaFreeAsync(memory, cuda_stream(device)));
+    for (Block &block : graph->late) {
+        CUDA_TRY("graph", cudaFreeAsync(block.memory, cuda_stream(device)));
     }
     graph->late.clear();
     return error == cudaSuccess ? ND_OK : cuda_error("graph", "cudaStreamEndCapture", error);
@@ -143,8 +148,8 @@ nd_status free_graph(int device, nd_graph *graph) {
         error = cudaGraphExecDestroy(graph->exec);
     }
     for (auto &size : graph->idle) {
-        for (void *memory : size.second) {
-            cudaError_t freed = cudaFreeAsync(memory, stream);
+        for (Block &block : size.second) {
+            cudaError_t freed = cudaFreeAsync(block.memory, stream);
             error = error == cudaSuccess ? freed : error;
         }
     }
