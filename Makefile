@@ -135,7 +135,7 @@ endef
 
 check: $(STATE)/test lib
 	@$(find_tools); \
-	"$$format" --dry-run -Werror $(C_FILES) && "$$lint" check --quiet . || \
+	"$$format" --dry-run -Werror $(C_FILES) && "$$lint" check --quiet . && "$$lint" format --quiet --check . || \
 	    { echo "needle: error: see above; make format mends what can be mended by itself" >&2; exit 1; }
 	@"$(PY)" -m pytest -q tests/test_architecture.py
 

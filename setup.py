@@ -82,7 +82,7 @@ def output_of(command: list[str]) -> str | None:
     return done.stdout.decode(errors="replace")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def version_line(compiler: str) -> str:
     text = output_of([*shlex.split(compiler), "--version"]) or ""
     return text.splitlines()[0].strip() if text else "unknown"
@@ -228,7 +228,7 @@ def strict() -> bool:
 # ---- the C core ----------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def c_compiler() -> str:
     configured = (sysconfig.get_config_var("CC") or "").split()
     for name in (os.environ.get("CC"), configured[0] if configured else None, "cc", "gcc", "clang"):
@@ -237,7 +237,7 @@ def c_compiler() -> str:
     fail("no C compiler: apt install gcc (Fedora: dnf install gcc), or set CC")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def cxx_compiler() -> str:
     for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
         if name and shutil.which(shlex.split(name)[0]):

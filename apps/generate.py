@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Continues a prompt from a checkpoint or a folder of transformers, word by word.
 
-    python apps/generate.py runs/tiny --prompt "import os" --temperature 0.8 --top-k 50
+python apps/generate.py runs/tiny --prompt "import os" --temperature 0.8 --top-k 50
 """
 
 from __future__ import annotations
@@ -24,29 +24,72 @@ from needle.sampling import check_sampling  # noqa: E402
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
-        prog="generate.py", description="Continues a prompt.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    top.add_argument("model", metavar="CHECKPOINT_OR_FOLDER",
-                     help="a checkpoint, the folder of a run, or a folder that transformers saved")
+        prog="generate.py",
+        description="Continues a prompt.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    top.add_argument(
+        "model",
+        metavar="CHECKPOINT_OR_FOLDER",
+        help="a checkpoint, the folder of a run, or a folder that transformers saved",
+    )
     top.add_argument("--prompt", default="import ", help="'-' reads it from standard input")
-    top.add_argument("--max-new-tokens", type=train_flags.count, default=200, metavar="N",
-                     help="tokens to write at most; the end of a text ends it earlier")
-    top.add_argument("--temperature", type=train_flags.not_negative, default=0.8, metavar="X",
-                     help="0: always the likeliest token; above 1: bolder")
-    top.add_argument("--top-k", type=train_flags.count, metavar="K",
-                     help="choose among the K likeliest tokens only")
-    top.add_argument("--top-p", type=train_flags.positive, metavar="P",
-                     help="choose among the likeliest tokens that have probability P together")
-    top.add_argument("--repetition-penalty", type=train_flags.positive, default=1.0, metavar="X",
-                     help="above 1: tokens that are there already come less readily")
-    top.add_argument("--stop", action="append", default=[], metavar="TEXT",
-                     help="end before this text; may be given several times")
-    top.add_argument("--seed", type=train_flags.count_or_zero, metavar="N",
-                     help="the same seed writes the same text")
-    top.add_argument("--tokenizer", metavar="PATH",
-                     help="a tokenizer.json, where none lies with the model")
-    top.add_argument("--device", type=train_flags.device_name, default="auto", metavar="NAME",
-                     help="auto, cpu, cuda or cuda:INDEX")
+    top.add_argument(
+        "--max-new-tokens",
+        type=train_flags.count,
+        default=200,
+        metavar="N",
+        help="tokens to write at most; the end of a text ends it earlier",
+    )
+    top.add_argument(
+        "--temperature",
+        type=train_flags.not_negative,
+        default=0.8,
+        metavar="X",
+        help="0: always the likeliest token; above 1: bolder",
+    )
+    top.add_argument(
+        "--top-k",
+        type=train_flags.count,
+        metavar="K",
+        help="choose among the K likeliest tokens only",
+    )
+    top.add_argument(
+        "--top-p",
+        type=train_flags.positive,
+        metavar="P",
+        help="choose among the likeliest tokens that have probability P together",
+    )
+    top.add_argument(
+        "--repetition-penalty",
+        type=train_flags.positive,
+        default=1.0,
+        metavar="X",
+        help="above 1: tokens that are there already come less readily",
+    )
+    top.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end before this text; may be given several times",
+    )
+    top.add_argument(
+        "--seed",
+        type=train_flags.count_or_zero,
+        metavar="N",
+        help="the same seed writes the same text",
+    )
+    top.add_argument(
+        "--tokenizer", metavar="PATH", help="a tokenizer.json, where none lies with the model"
+    )
+    top.add_argument(
+        "--device",
+        type=train_flags.device_name,
+        default="auto",
+        metavar="NAME",
+        help="auto, cpu, cuda or cuda:INDEX",
+    )
     return top
 
 
@@ -61,9 +104,18 @@ def main(argv: list[str] | None = None) -> int:
         tokenizer = load_tokenizer(args.tokenizer or beside)
         prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
         pieces = stream_text(
-            model, tokenizer, prompt, args.max_new_tokens, stop_strings=args.stop,
-            end=tokenizer.token_to_id(END_OF_TEXT), temperature=args.temperature, top_k=args.top_k,
-            top_p=args.top_p, seed=args.seed, repetition_penalty=args.repetition_penalty)
+            model,
+            tokenizer,
+            prompt,
+            args.max_new_tokens,
+            stop_strings=args.stop,
+            end=tokenizer.token_to_id(END_OF_TEXT),
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            seed=args.seed,
+            repetition_penalty=args.repetition_penalty,
+        )
         first = next(pieces)  # what is wrong with the prompt shows here
         print(prompt + first, end="", flush=True)
         for piece in pieces:

@@ -12,11 +12,24 @@ from __future__ import annotations
 SEQUENCES = 1024  # a step
 
 # Peak learning rates; models that are not here have the 70m's.
-PEAK_LR = {"pythia-160m": 6e-4, "pythia-410m": 3e-4, "pythia-1b": 3e-4, "pythia-1.4b": 2e-4,
-           "pythia-2.8b": 1.6e-4, "pythia-6.9b": 1.2e-4, "pythia-12b": 1.2e-4}
+PEAK_LR = {
+    "pythia-160m": 6e-4,
+    "pythia-410m": 3e-4,
+    "pythia-1b": 3e-4,
+    "pythia-1.4b": 2e-4,
+    "pythia-2.8b": 1.6e-4,
+    "pythia-6.9b": 1.2e-4,
+    "pythia-12b": 1.2e-4,
+}
 
-_VALUES = {"seq_len": 2048, "steps": 143_000, "warmup": 1_430, "weight_decay": 0.1, "clip": 1.0,
-           "seed": 1234}
+_VALUES = {
+    "seq_len": 2048,
+    "steps": 143_000,
+    "warmup": 1_430,
+    "weight_decay": 0.1,
+    "clip": 1.0,
+    "seed": 1234,
+}
 # `pythia` follows the schedule that GPT-NeoX computed, `pythia-fixed` the one that it announced.
 SCHEDULES = {"pythia": "pythia", "pythia-fixed": "cosine"}
 NAMES = tuple(SCHEDULES)
@@ -34,11 +47,17 @@ def warmup(steps: int) -> int:
 
 def changes(settings: dict) -> dict[str, dict]:
     """Where a run leaves its recipe: {setting: {"recipe": value, "run": value}}."""
-    wanted = {**values(settings["recipe"], settings["model"]), "sparse": None,
-              "sequences_per_step": SEQUENCES}
+    wanted = {
+        **values(settings["recipe"], settings["model"]),
+        "sparse": None,
+        "sequences_per_step": SEQUENCES,
+    }
     actual = {**settings, "sequences_per_step": settings["batch_size"] * settings["grad_accum"]}
-    return {name: {"recipe": value, "run": actual[name]} for name, value in wanted.items()
-            if actual[name] != value}
+    return {
+        name: {"recipe": value, "run": actual[name]}
+        for name, value in wanted.items()
+        if actual[name] != value
+    }
 
 
 def published(step: int) -> bool:

@@ -80,9 +80,18 @@ def drop_lines_after(path: Path, step: int) -> float:
 class RunLog:
     """The log of one run from `start` (steps done already) to `steps`."""
 
-    def __init__(self, folder: Path, device, start: int, steps: int, tokens_per_step: int,
-                 flops_per_token: float, peak: float | None, seconds: float,
-                 trackers: Sequence = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        device,
+        start: int,
+        steps: int,
+        tokens_per_step: int,
+        flops_per_token: float,
+        peak: float | None,
+        seconds: float,
+        trackers: Sequence = (),
+    ) -> None:
         self.path = folder / "metrics.jsonl"
         self.first_loss = drop_lines_after(self.path, start)
         self.loss = math.nan
@@ -97,14 +106,26 @@ class RunLog:
         self._start, self._started = start, time.perf_counter()
         self._bar = _bar(start, steps)
 
-    def queue(self, step: int, losses: Sequence[NDArray], norm: NDArray, lr: float,
-              where: str, data_wait_ms: float) -> None:
+    def queue(
+        self,
+        step: int,
+        losses: Sequence[NDArray],
+        norm: NDArray,
+        lr: float,
+        where: str,
+        data_wait_ms: float,
+    ) -> None:
         """Step `step` is on its way to the device; the step before it is written now."""
         if self._pending is not None:
             self.finish()
-        self._pending = {"step": step, "losses": [_C.Download(loss) for loss in losses],
-                         "norm": _C.Download(norm), "lr": lr, "where": where,
-                         "data_wait_ms": data_wait_ms}
+        self._pending = {
+            "step": step,
+            "losses": [_C.Download(loss) for loss in losses],
+            "norm": _C.Download(norm),
+            "lr": lr,
+            "where": where,
+            "data_wait_ms": data_wait_ms,
+        }
         if self._on_cpu:
             self.wait()
 
@@ -181,8 +202,12 @@ class RunLog:
         return self._device.memory_stats()["peak_bytes"]
 
     def _show(self, line: dict, evaluated: dict) -> None:
-        facts = {"loss": f"{line['loss']:.4f}", "lr": f"{line['lr']:.2e}",
-                 "norm": f"{line['grad_norm']:.3f}", "tok/s": f"{line['tokens_per_second']:,.0f}"}
+        facts = {
+            "loss": f"{line['loss']:.4f}",
+            "lr": f"{line['lr']:.2e}",
+            "norm": f"{line['grad_norm']:.3f}",
+            "tok/s": f"{line['tokens_per_second']:,.0f}",
+        }
         if self._peak:
             mfu = line["tokens_per_second"] * self._flops_per_token / self._peak
             facts["MFU"] = f"{mfu:.1%}"
@@ -199,8 +224,10 @@ class RunLog:
             print(f"step {step}/{self._steps}  {text}", flush=True)
         if evaluated:
             bits = evaluated.get("val_bits_per_byte")
-            self.say(f"step {step}/{self._steps}  held-out loss {evaluated['val_loss']:.4f}"
-                     + ("" if bits is None else f", {bits:.4f} bits a byte"))
+            self.say(
+                f"step {step}/{self._steps}  held-out loss {evaluated['val_loss']:.4f}"
+                + ("" if bits is None else f", {bits:.4f} bits a byte")
+            )
 
 
 def _bar(start: int, steps: int):
@@ -230,8 +257,12 @@ def plot(folder: Path) -> str:
     axes.plot([e["tokens"] for e in lines], [e["loss"] for e in lines], label="training", lw=1)
     held_out = [e for e in lines if "val_loss" in e]
     if held_out:
-        axes.plot([e["tokens"] for e in held_out], [e["val_loss"] for e in held_out], "o-",
-                  label="held out")
+        axes.plot(
+            [e["tokens"] for e in held_out],
+            [e["val_loss"] for e in held_out],
+            "o-",
+            label="held out",
+        )
     axes.set(xlabel="tokens", ylabel="loss (nats a token)", title=folder.name)
     axes.grid(alpha=0.3)
     axes.legend()

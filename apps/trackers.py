@@ -25,8 +25,9 @@ class TrackerError(ValueError):
 def check(tensorboard: bool, wandb: str | None) -> None:
     """TrackerError where what was asked for is not installed."""
     if tensorboard and not any(map(_installed, TENSORBOARD)):
-        raise TrackerError("--tensorboard needs the package tensorboard or tensorboardX: "
-                           "pip install tensorboard")
+        raise TrackerError(
+            "--tensorboard needs the package tensorboard or tensorboardX: pip install tensorboard"
+        )
     if wandb is not None and not _installed("wandb"):
         raise TrackerError("--wandb needs the package wandb: pip install wandb")
 
@@ -75,8 +76,9 @@ def _own_writer(folder: str, first: int) -> tuple[Callable, object]:
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
     writer = EventFileWriter(folder)
-    writer.add_event(Event(wall_time=time.time(), step=first,
-                           session_log=SessionLog(status=SessionLog.START)))
+    writer.add_event(
+        Event(wall_time=time.time(), step=first, session_log=SessionLog(status=SessionLog.START))
+    )
 
     def add(name: str, value: float, step: int) -> None:
         summary = Summary(value=[Summary.Value(tag=name, simple_value=value)])
@@ -103,11 +105,18 @@ class WeightsAndBiases:
         if not kept.exists():
             kept.write_text(uuid.uuid4().hex + "\n")
         try:
-            self._run = wandb.init(project=project, name=folder.name, dir=str(folder),
-                                   id=kept.read_text().strip(), resume="allow", config=settings)
+            self._run = wandb.init(
+                project=project,
+                name=folder.name,
+                dir=str(folder),
+                id=kept.read_text().strip(),
+                resume="allow",
+                config=settings,
+            )
         except Exception as error:  # of many classes: not logged in, no network, a bad name
-            raise TrackerError(f"--wandb {project}: {error} (WANDB_MODE=offline needs no account "
-                               "and no network)") from error
+            raise TrackerError(
+                f"--wandb {project}: {error} (WANDB_MODE=offline needs no account and no network)"
+            ) from error
         self._run.define_metric("*", step_metric="step")
 
     def log(self, line: dict) -> None:

@@ -21,19 +21,67 @@ from needle.models.pythia import PRESETS, SPARSE_PATTERNS
 
 SCHEDULES = ("cosine", "linear", "constant", "pythia")
 # Where a flag is not given: by kind of device, and for `tiny`, which a CPU trains in minutes.
-CUDA = {"model": "pythia-70m", "batch_size": 16, "seq_len": 2048, "steps": 300, "lr": 1e-3,
-        "dtype": "bfloat16", "eval_every": 50, "save_every": 100}
-CPU = {"model": "tiny", "batch_size": 4, "seq_len": 512, "steps": 100, "lr": 1e-3,
-       "dtype": "float32", "eval_every": 25, "save_every": 25}
-TINY = {"batch_size": 16, "seq_len": 256, "steps": 600, "lr": 3e-3, "eval_every": 50,
-        "save_every": 50}
-COMMON = {"recipe": None, "data": None, "tokenizer": None, "grad_accum": 1, "schedule": "cosine",
-          "weight_decay": 0.1, "clip": 1.0, "seed": 1234, "sparse": None, "window": 256}
+CUDA = {
+    "model": "pythia-70m",
+    "batch_size": 16,
+    "seq_len": 2048,
+    "steps": 300,
+    "lr": 1e-3,
+    "dtype": "bfloat16",
+    "eval_every": 50,
+    "save_every": 100,
+}
+CPU = {
+    "model": "tiny",
+    "batch_size": 4,
+    "seq_len": 512,
+    "steps": 100,
+    "lr": 1e-3,
+    "dtype": "float32",
+    "eval_every": 25,
+    "save_every": 25,
+}
+TINY = {
+    "batch_size": 16,
+    "seq_len": 256,
+    "steps": 600,
+    "lr": 3e-3,
+    "eval_every": 50,
+    "save_every": 50,
+}
+COMMON = {
+    "recipe": None,
+    "data": None,
+    "tokenizer": None,
+    "grad_accum": 1,
+    "schedule": "cosine",
+    "weight_decay": 0.1,
+    "clip": 1.0,
+    "seed": 1234,
+    "sparse": None,
+    "window": 256,
+}
 
 # These decide the numbers that a run computes.
-RESULT_FLAGS = ("recipe", "model", "data", "tokenizer", "batch_size", "seq_len", "grad_accum",
-                "steps", "lr", "schedule", "warmup", "weight_decay", "clip", "dtype", "seed",
-                "sparse", "window")
+RESULT_FLAGS = (
+    "recipe",
+    "model",
+    "data",
+    "tokenizer",
+    "batch_size",
+    "seq_len",
+    "grad_accum",
+    "steps",
+    "lr",
+    "schedule",
+    "warmup",
+    "weight_decay",
+    "clip",
+    "dtype",
+    "seed",
+    "sparse",
+    "window",
+)
 OTHER_FLAGS = ("eval_every", "save_every")
 
 
@@ -65,8 +113,9 @@ def device_name(text: str) -> str:
 
 def run_name(text: str) -> str:
     if not text or "/" in text or text.startswith("."):
-        raise argparse.ArgumentTypeError(f"must be a name for a folder, without '/' and not "
-                                         f"beginning with '.', not {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"must be a name for a folder, without '/' and not beginning with '.', not {text!r}"
+        )
     return text
 
 
@@ -74,125 +123,228 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="train_pythia.py",
         description="Trains a Pythia (GPT-NeoX) language model. Without flags: on the sources of "
-                    "the Python standard library, with sizes that suit the device.",
+        "the Python standard library, with sizes that suit the device.",
         epilog="Defaults are written cpu | gpu where they differ. Exit codes: 0 done, or stopped "
-               "by SIGINT or SIGTERM after saving; 1 an error, or a loss that is not finite; 2 a "
-               "bad flag; 75 the GPU is lost: start again with --resume auto; 130 Ctrl-C before "
-               "the first step, or for the second time.")
+        "by SIGINT or SIGTERM after saving; 1 an error, or a loss that is not finite; 2 a "
+        "bad flag; 75 the GPU is lost: start again with --resume auto; 130 Ctrl-C before "
+        "the first step, or for the second time.",
+    )
 
     recipe = top.add_argument_group(
-        "recipe", "The way in which the published Pythias were trained: 143,000 steps of 1,024 "
+        "recipe",
+        "The way in which the published Pythias were trained: 143,000 steps of 1,024 "
         "sequences of 2,048 tokens, the paper's learning rate for the model, warmup over 1,430 "
         "steps, decay 0.1, clipping at 1. Every flag below still changes its value, and the "
         "run's config.json lists what was changed. With other --steps the schedule is the "
         "recipe's, shrunk or stretched: the warmup is a hundredth of the steps (--warmup "
-        "changes it), and the decay's period is all of them.")
-    recipe.add_argument("--recipe", choices=recipes.NAMES,
-                        help="pythia: with the rate that GPT-NeoX really used: the first step at "
-                             "0, and a cosine to 0 that is cut off at a tenth of the peak after 80 "
-                             "%% of the steps; pythia-fixed: as it was meant, a cosine that "
-                             "reaches this tenth at the last step. Checkpoints of steps 0, 1, 2, "
-                             "4 ... 512 and every 1,000 are kept for good (154 files; of the "
-                             "70m each is 1 GB with the optimizer's state). The model is "
-                             "pythia-70m where --model does not say (default: none)")
+        "changes it), and the decay's period is all of them.",
+    )
+    recipe.add_argument(
+        "--recipe",
+        choices=recipes.NAMES,
+        help="pythia: with the rate that GPT-NeoX really used: the first step at "
+        "0, and a cosine to 0 that is cut off at a tenth of the peak after 80 "
+        "%% of the steps; pythia-fixed: as it was meant, a cosine that "
+        "reaches this tenth at the last step. Checkpoints of steps 0, 1, 2, "
+        "4 ... 512 and every 1,000 are kept for good (154 files; of the "
+        "70m each is 1 GB with the optimizer's state). The model is "
+        "pythia-70m where --model does not say (default: none)",
+    )
 
     model = top.add_argument_group("model")
     names = ", ".join(PRESETS)
-    model.add_argument("--model", metavar="NAME", choices=("auto", *PRESETS),
-                       help=f"auto, {names} (default: auto: tiny | pythia-70m)")
-    model.add_argument("--sparse", nargs="?", const="mixed", choices=SPARSE_PATTERNS,
-                       metavar="PATTERN",
-                       help="block-sparse attention; PATTERN is one of "
-                            f"{', '.join(SPARSE_PATTERNS)} (default: off; without PATTERN: mixed, "
-                            "a local window and the first block)")
-    model.add_argument("--window", type=count, metavar="N",
-                       help="of --sparse: how many tokens a query sees back; of the pattern "
-                            "strided the stride (default: 256)")
-    model.add_argument("--dtype", choices=("float32", "bfloat16"),
-                       help="of weights and activations; bfloat16 keeps float32 master weights in "
-                            "the optimizer (default: float32 | bfloat16)")
+    model.add_argument(
+        "--model",
+        metavar="NAME",
+        choices=("auto", *PRESETS),
+        help=f"auto, {names} (default: auto: tiny | pythia-70m)",
+    )
+    model.add_argument(
+        "--sparse",
+        nargs="?",
+        const="mixed",
+        choices=SPARSE_PATTERNS,
+        metavar="PATTERN",
+        help="block-sparse attention; PATTERN is one of "
+        f"{', '.join(SPARSE_PATTERNS)} (default: off; without PATTERN: mixed, "
+        "a local window and the first block)",
+    )
+    model.add_argument(
+        "--window",
+        type=count,
+        metavar="N",
+        help="of --sparse: how many tokens a query sees back; of the pattern "
+        "strided the stride (default: 256)",
+    )
+    model.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="of weights and activations; bfloat16 keeps float32 master weights in "
+        "the optimizer (default: float32 | bfloat16)",
+    )
 
     data = top.add_argument_group("data")
-    data.add_argument("--data", metavar="PATH",
-                      help="text or JSON lines (.gz and .zst too), a folder or quoted pattern "
-                           "of them, or tokens: Megatron's .bin/.idx, Pythia's preshuffled rows, "
-                           "llm.c's shards, nanoGPT's train.bin, .npy; the kind is found out and "
-                           "named (default: the sources of the Python standard library)")
-    data.add_argument("--tokenizer", metavar="PATH",
-                      help="a tokenizer.json (default: a byte-level BPE trained once on the text "
-                           "and cached: 4096 tokens for tiny, 50257 for the others)")
-    data.add_argument("--batch-size", type=count, metavar="N",
-                      help="sequences a micro-batch (default: tiny 16, others 4 | 16)")
-    data.add_argument("--seq-len", type=count, metavar="N",
-                      help="tokens a sequence (default: tiny 256, others 512 | 2048)")
+    data.add_argument(
+        "--data",
+        metavar="PATH",
+        help="text or JSON lines (.gz and .zst too), a folder or quoted pattern "
+        "of them, or tokens: Megatron's .bin/.idx, Pythia's preshuffled rows, "
+        "llm.c's shards, nanoGPT's train.bin, .npy; the kind is found out and "
+        "named (default: the sources of the Python standard library)",
+    )
+    data.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="a tokenizer.json (default: a byte-level BPE trained once on the text "
+        "and cached: 4096 tokens for tiny, 50257 for the others)",
+    )
+    data.add_argument(
+        "--batch-size",
+        type=count,
+        metavar="N",
+        help="sequences a micro-batch (default: tiny 16, others 4 | 16)",
+    )
+    data.add_argument(
+        "--seq-len",
+        type=count,
+        metavar="N",
+        help="tokens a sequence (default: tiny 256, others 512 | 2048)",
+    )
 
     training = top.add_argument_group("training")
-    training.add_argument("--grad-accum", type=count, metavar="N",
-                          help="micro-batches a step (default: 1, or what --global-batch-size or "
-                               "the recipe needs)")
-    training.add_argument("--global-batch-size", type=count, metavar="N",
-                          help="sequences a step: --batch-size times --grad-accum; what of the two "
-                               "is not given follows from it (default: of a recipe 1024, else "
-                               "what the two give)")
+    training.add_argument(
+        "--grad-accum",
+        type=count,
+        metavar="N",
+        help="micro-batches a step (default: 1, or what --global-batch-size or the recipe needs)",
+    )
+    training.add_argument(
+        "--global-batch-size",
+        type=count,
+        metavar="N",
+        help="sequences a step: --batch-size times --grad-accum; what of the two "
+        "is not given follows from it (default: of a recipe 1024, else "
+        "what the two give)",
+    )
     length = training.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=count, metavar="N",
-                        help=f"optimizer steps (default: tiny {TINY['steps']}, others "
-                             f"{CPU['steps']} | {CUDA['steps']})")
-    length.add_argument("--tokens", type=count, metavar="N",
-                        help="tokens to train on, instead of --steps; rounded up to whole steps")
-    training.add_argument("--lr", type=positive, metavar="X",
-                          help=f"peak learning rate (default: tiny {TINY['lr']:g}, others as in "
-                               "the Pythia paper, 1e-3 for the 70m)")
-    training.add_argument("--schedule", choices=SCHEDULES,
-                          help="of the learning rate after the warmup: down to a tenth along a "
-                               "cosine or a line, or constant; pythia: as in the recipe of this "
-                               "name (default: cosine)")
-    training.add_argument("--warmup", type=count_or_zero, metavar="N",
-                          help="steps in which the rate rises from 0 (default: a tenth of all; of "
-                               "a recipe a hundredth)")
-    training.add_argument("--weight-decay", type=not_negative, metavar="X",
-                          help="of matrices and embeddings; biases and norms have none "
-                               "(default: 0.1)")
-    training.add_argument("--clip", type=not_negative, metavar="X",
-                          help="largest gradient norm; 0: never clipped (default: 1)")
-    training.add_argument("--device", type=device_name, default="auto", metavar="NAME",
-                          help="auto, cpu, cuda or cuda:INDEX (default: auto: the first GPU that "
-                               "can be used, else the CPU)")
-    training.add_argument("--seed", type=count_or_zero, metavar="N",
-                          help="of weights, order of the data and sample (default: 1234)")
+    length.add_argument(
+        "--steps",
+        type=count,
+        metavar="N",
+        help=f"optimizer steps (default: tiny {TINY['steps']}, others "
+        f"{CPU['steps']} | {CUDA['steps']})",
+    )
+    length.add_argument(
+        "--tokens",
+        type=count,
+        metavar="N",
+        help="tokens to train on, instead of --steps; rounded up to whole steps",
+    )
+    training.add_argument(
+        "--lr",
+        type=positive,
+        metavar="X",
+        help=f"peak learning rate (default: tiny {TINY['lr']:g}, others as in "
+        "the Pythia paper, 1e-3 for the 70m)",
+    )
+    training.add_argument(
+        "--schedule",
+        choices=SCHEDULES,
+        help="of the learning rate after the warmup: down to a tenth along a "
+        "cosine or a line, or constant; pythia: as in the recipe of this "
+        "name (default: cosine)",
+    )
+    training.add_argument(
+        "--warmup",
+        type=count_or_zero,
+        metavar="N",
+        help="steps in which the rate rises from 0 (default: a tenth of all; of "
+        "a recipe a hundredth)",
+    )
+    training.add_argument(
+        "--weight-decay",
+        type=not_negative,
+        metavar="X",
+        help="of matrices and embeddings; biases and norms have none (default: 0.1)",
+    )
+    training.add_argument(
+        "--clip",
+        type=not_negative,
+        metavar="X",
+        help="largest gradient norm; 0: never clipped (default: 1)",
+    )
+    training.add_argument(
+        "--device",
+        type=device_name,
+        default="auto",
+        metavar="NAME",
+        help="auto, cpu, cuda or cuda:INDEX (default: auto: the first GPU that "
+        "can be used, else the CPU)",
+    )
+    training.add_argument(
+        "--seed",
+        type=count_or_zero,
+        metavar="N",
+        help="of weights, order of the data and sample (default: 1234)",
+    )
 
     output = top.add_argument_group("output")
-    output.add_argument("--eval-every", type=count_or_zero, metavar="N",
-                        help="steps between evaluations on the held-out part; 0: only at the end "
-                             f"(default: tiny {TINY['eval_every']}, others {CPU['eval_every']} | "
-                             f"{CUDA['eval_every']})")
-    output.add_argument("--save-every", type=count_or_zero, metavar="N",
-                        help="steps between checkpoints, the last two are kept, besides those "
-                             "that a recipe keeps; 0: only at the end "
-                             f"(default: tiny {TINY['save_every']}, others {CPU['save_every']} | "
-                             f"{CUDA['save_every']})")
-    output.add_argument("--out", default="runs", metavar="FOLDER",
-                        help="where runs are written (default: runs)")
-    output.add_argument("--name", type=run_name, metavar="NAME",
-                        help="of the run's folder in there (default: the model's name, with a "
-                             "number where it is taken)")
-    output.add_argument("--tensorboard", action="store_true",
-                        help="write what metrics.jsonl gets for TensorBoard too, to the run's "
-                             "folder tensorboard/ (needs the package tensorboard or tensorboardX)")
-    output.add_argument("--wandb", metavar="PROJECT",
-                        help="send it to this project of Weights & Biases (needs the package "
-                             "wandb; WANDB_MODE=offline keeps it on this machine)")
-    output.add_argument("--resume", metavar="WHAT",
-                        help="a checkpoint, the folder of a run, or auto: the newest good "
-                             "checkpoint of the run --name, without it of all runs in --out; with "
-                             "none there, auto starts from the beginning")
+    output.add_argument(
+        "--eval-every",
+        type=count_or_zero,
+        metavar="N",
+        help="steps between evaluations on the held-out part; 0: only at the end "
+        f"(default: tiny {TINY['eval_every']}, others {CPU['eval_every']} | "
+        f"{CUDA['eval_every']})",
+    )
+    output.add_argument(
+        "--save-every",
+        type=count_or_zero,
+        metavar="N",
+        help="steps between checkpoints, the last two are kept, besides those "
+        "that a recipe keeps; 0: only at the end "
+        f"(default: tiny {TINY['save_every']}, others {CPU['save_every']} | "
+        f"{CUDA['save_every']})",
+    )
+    output.add_argument(
+        "--out", default="runs", metavar="FOLDER", help="where runs are written (default: runs)"
+    )
+    output.add_argument(
+        "--name",
+        type=run_name,
+        metavar="NAME",
+        help="of the run's folder in there (default: the model's name, with a "
+        "number where it is taken)",
+    )
+    output.add_argument(
+        "--tensorboard",
+        action="store_true",
+        help="write what metrics.jsonl gets for TensorBoard too, to the run's "
+        "folder tensorboard/ (needs the package tensorboard or tensorboardX)",
+    )
+    output.add_argument(
+        "--wandb",
+        metavar="PROJECT",
+        help="send it to this project of Weights & Biases (needs the package "
+        "wandb; WANDB_MODE=offline keeps it on this machine)",
+    )
+    output.add_argument(
+        "--resume",
+        metavar="WHAT",
+        help="a checkpoint, the folder of a run, or auto: the newest good "
+        "checkpoint of the run --name, without it of all runs in --out; with "
+        "none there, auto starts from the beginning",
+    )
     return top
 
 
 def given(args: argparse.Namespace) -> dict:
     """The settings that the command line names. --tokens becomes steps where the batch is known."""
-    named = {flag: getattr(args, flag) for flag in RESULT_FLAGS + OTHER_FLAGS
-             if getattr(args, flag) is not None}
+    named = {
+        flag: getattr(args, flag)
+        for flag in RESULT_FLAGS + OTHER_FLAGS
+        if getattr(args, flag) is not None
+    }
     if named.get("model") == "auto":
         del named["model"]
     if args.global_batch_size is not None:
@@ -229,8 +381,10 @@ def complete(named: dict, tokens: int | None, on_gpu: bool) -> dict:
         settings["warmup"] = steps // 10 if recipe is None else recipes.warmup(steps)
     # A constant rate has no end to reach: a run of it may stop within the warmup and go on later.
     if settings["warmup"] > settings["steps"] and settings["schedule"] != "constant":
-        raise ValueError(f"--warmup {settings['warmup']}: the run has {settings['steps']} steps, "
-                         f"and its warmup must be 0 to {settings['steps']} of them")
+        raise ValueError(
+            f"--warmup {settings['warmup']}: the run has {settings['steps']} steps, "
+            f"and its warmup must be 0 to {settings['steps']} of them"
+        )
     return settings
 
 
@@ -247,15 +401,21 @@ def share_step(settings: dict, named: dict) -> None:
         settings["batch_size"] = wanted // settings["grad_accum"]
     elif "grad_accum" not in named:
         if "batch_size" not in named:  # as large as usual, or less where that does not divide
-            settings["batch_size"] = next(n for n in range(settings["batch_size"], 0, -1)
-                                          if wanted % n == 0)
+            settings["batch_size"] = next(
+                n for n in range(settings["batch_size"], 0, -1) if wanted % n == 0
+            )
         settings["grad_accum"] = wanted // settings["batch_size"]
     if settings["batch_size"] * settings["grad_accum"] != wanted:
-        words = " and ".join(f"--{flag.replace('_', '-')} {named[flag]}"
-                             for flag in ("batch_size", "grad_accum") if flag in named)
-        raise ValueError(f"{words} cannot make the {wanted:,} sequences a step of {source}: the "
-                         "micro-batch times the accumulation must be exactly that many. Choose "
-                         "other divisors, or another number with --global-batch-size")
+        words = " and ".join(
+            f"--{flag.replace('_', '-')} {named[flag]}"
+            for flag in ("batch_size", "grad_accum")
+            if flag in named
+        )
+        raise ValueError(
+            f"{words} cannot make the {wanted:,} sequences a step of {source}: the "
+            "micro-batch times the accumulation must be exactly that many. Choose "
+            "other divisors, or another number with --global-batch-size"
+        )
 
 
 def resumed(named: dict, tokens: int | None, saved: dict) -> tuple[dict, list[str]]:

@@ -90,14 +90,26 @@ class Run:
 def train(run: Run) -> int:
     """Trains from run.step to settings["steps"]; returns the exit code."""
     settings, model, flat, optimizer, batches = (
-        run.settings, run.model, run.flat, run.optimizer, run.batches)
+        run.settings,
+        run.model,
+        run.flat,
+        run.optimizer,
+        run.batches,
+    )
     schedule = schedule_of(settings)
     steps, micro_batches = settings["steps"], settings["grad_accum"]
     tokens_per_step = settings["batch_size"] * settings["seq_len"] * micro_batches
-    log = RunLog(run.folder, run.device, run.step, steps, tokens_per_step,
-                 model.flops_per_token(settings["seq_len"]),
-                 peak_flops(run.device.properties()["name"], settings["dtype"]), run.seconds,
-                 trackers.start(run.folder, run.step, settings, run.tensorboard, run.wandb))
+    log = RunLog(
+        run.folder,
+        run.device,
+        run.step,
+        steps,
+        tokens_per_step,
+        model.flops_per_token(settings["seq_len"]),
+        peak_flops(run.device.properties()["name"], settings["dtype"]),
+        run.seconds,
+        trackers.start(run.folder, run.step, settings, run.tensorboard, run.wandb),
+    )
     share = Tensor.from_ndarray(full((), 1 / micro_batches, "float32", run.device))
     stop = Stop()
     try:
@@ -108,8 +120,7 @@ def train(run: Run) -> int:
             where, waited = f"epoch {batches.epoch}, batch {batches.batch}", batches.waited
             optimizer.lr = schedule(step)
             optimizer.reset_grad()
-            losses = [forward_backward(model, *batches.next(), share)
-                      for _ in range(micro_batches)]
+            losses = [forward_backward(model, *batches.next(), share) for _ in range(micro_batches)]
             norm, scale = optim.grad_norm(flat, settings["clip"])
             optimizer.step(scale)
             log.queue(step, losses, norm, optimizer.lr, where, 1e3 * (batches.waited - waited))
@@ -134,15 +145,16 @@ def train(run: Run) -> int:
         batches.close()
         stop.restore()
     if run.step < steps:
-        print(f"stopped by {stop.signal} after step {run.step} of {steps}, and saved. Go on with\n"
-              f"    {resume_command(run)}")
+        print(
+            f"stopped by {stop.signal} after step {run.step} of {steps}, and saved. Go on with\n"
+            f"    {resume_command(run)}"
+        )
         return 0
     finish(run, log)
     return 0
 
 
-def forward_backward(model: Pythia, ids: np.ndarray, targets: np.ndarray,
-                     share: Tensor) -> NDArray:
+def forward_backward(model: Pythia, ids: np.ndarray, targets: np.ndarray, share: Tensor) -> NDArray:
     """Adds this micro-batch's share of the gradient to the buffers; the loss stays on the device.
     The logits and all activations are free when this returns."""
     _, loss = model(ids, targets)
@@ -155,8 +167,9 @@ def schedule_of(settings: dict) -> optim.Schedule:
     peak, warmup, steps = settings["lr"], settings["warmup"], settings["steps"]
     if settings["schedule"] == "constant":
         return optim.Constant(peak, warmup)
-    kind = {"cosine": optim.Cosine, "linear": optim.Linear,
-            "pythia": optim.PythiaCosine}[settings["schedule"]]
+    kind = {"cosine": optim.Cosine, "linear": optim.Linear, "pythia": optim.PythiaCosine}[
+        settings["schedule"]
+    ]
     return kind(peak, steps, warmup, floor=peak / 10)
 
 
@@ -203,8 +216,10 @@ class Stop:
 
     def __init__(self) -> None:
         self.signal: str | None = None
-        self._before = {number: signal.signal(number, self._on_signal)
-                        for number in (signal.SIGINT, signal.SIGTERM)}
+        self._before = {
+            number: signal.signal(number, self._on_signal)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
 
     def _on_signal(self, number: int, frame) -> None:
         self.signal = signal.Signals(number).name
@@ -220,10 +235,19 @@ def save(run: Run, log: RunLog) -> None:
     log.sync()
     folder = run.folder / "checkpoints"
     schedule = {name: run.settings[name] for name in ("schedule", "lr", "warmup", "steps")}
-    save_checkpoint(run.model, run.optimizer, run.batches.epoch, log.loss,
-                    checkpoint_path(folder, run.step), step=run.step, data=run.batches.position,
-                    fingerprint=run.data.fingerprint, schedule=schedule, settings=run.settings,
-                    seconds=log.seconds)
+    save_checkpoint(
+        run.model,
+        run.optimizer,
+        run.batches.epoch,
+        log.loss,
+        checkpoint_path(folder, run.step),
+        step=run.step,
+        data=run.batches.position,
+        fingerprint=run.data.fingerprint,
+        schedule=schedule,
+        settings=run.settings,
+        seconds=log.seconds,
+    )
     prune_checkpoints(folder, forever=lambda step: stays(run.settings, step))
 
 
@@ -239,16 +263,22 @@ def resume_command(run: Run) -> str:
 def report_not_finite(run: Run, error: NotFinite) -> int:
     print(f"{error}. Stopped.", file=sys.stderr)
     good = newest_checkpoint(run.folder / "checkpoints", report=lambda text: None)
-    print("no checkpoint was written before it" if good is None
-          else f"the last good checkpoint is {good.path}", file=sys.stderr)
+    print(
+        "no checkpoint was written before it"
+        if good is None
+        else f"the last good checkpoint is {good.path}",
+        file=sys.stderr,
+    )
     print("a lower --lr, a longer --warmup or a smaller --clip may help", file=sys.stderr)
     return 1
 
 
 def finish(run: Run, log: RunLog) -> None:
     """The plot, a sample, and where everything lies."""
-    print(f"loss {log.first_loss:.4f} at the first step, {log.loss:.4f} at the last; "
-          f"{log.seconds:.0f} s of training")
+    print(
+        f"loss {log.first_loss:.4f} at the first step, {log.loss:.4f} at the last; "
+        f"{log.seconds:.0f} s of training"
+    )
     print(plot(run.folder))
     print(f"checkpoint: {checkpoint_path(run.folder / 'checkpoints', run.step)}")
     text = sample_text(run)
@@ -263,8 +293,9 @@ def sample_text(run: Run) -> str:
     if len(prompt) == 0:
         prompt = np.asarray(run.data.train[:16], np.int64)
     run.model.eval()
-    tokens = run.model.generate(prompt, SAMPLE_TOKENS, temperature=0.8, top_k=50,
-                                seed=run.settings["seed"])
+    tokens = run.model.generate(
+        prompt, SAMPLE_TOKENS, temperature=0.8, top_k=50, seed=run.settings["seed"]
+    )
     if run.data.tokenizer is None:
         return " ".join(map(str, tokens)) + "\n"
     return run.data.tokenizer.decode(tokens.tolist()) + "\n"
@@ -281,29 +312,41 @@ def resumed_checkpoint(args) -> Checkpoint | None:
     if args.name:
         folders = [runs / args.name / "checkpoints"]
     else:
-        folders = sorted((path for path in runs.glob("*/checkpoints") if path.is_dir()),
-                         key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        folders = sorted(
+            (path for path in runs.glob("*/checkpoints") if path.is_dir()),
+            key=lambda path: path.stat().st_mtime_ns,
+            reverse=True,
+        )
     for folder in folders:
         found = newest_checkpoint(folder)
         if found is not None:
             return found
-    print(f"--resume auto: no good checkpoint in {runs / (args.name or '')}: "
-          "starting from the beginning")
+    print(
+        f"--resume auto: no good checkpoint in {runs / (args.name or '')}: "
+        "starting from the beginning"
+    )
     return None
 
 
 def new_run(args) -> Run:
     device = choose_device(args.device)
-    settings = train_flags.complete(train_flags.given(args), args.tokens,
-                                    on_gpu=str(device) != "cpu()")
+    settings = train_flags.complete(
+        train_flags.given(args), args.tokens, on_gpu=str(device) != "cpu()"
+    )
     data = run_data(settings)
     config = model_config(settings, data)
     batches = Prefetch(run_batches(data, settings, config.vocab_size), device)
     np.random.seed(settings["seed"])
     model = Pythia(config, device=device)
     flat = nn.flatten_parameters(model)
-    optimizer = optim.AdamW(flat, lr=settings["lr"], beta1=0.9, beta2=0.95, eps=1e-8,
-                            weight_decay=settings["weight_decay"])
+    optimizer = optim.AdamW(
+        flat,
+        lr=settings["lr"],
+        beta1=0.9,
+        beta2=0.95,
+        eps=1e-8,
+        weight_decay=settings["weight_decay"],
+    )
     folder = new_folder(Path(args.out), args.name, settings["model"], restart=bool(args.resume))
     run = Run(folder, settings, device, data, model, flat, optimizer, batches)
     write_description(run)
@@ -314,13 +357,18 @@ def resumed_run(args, checkpoint: Checkpoint) -> Run:
     state = checkpoint.state
     missing = [key for key in ("settings", "step", "data", "fingerprint") if key not in state]
     if missing:
-        raise CheckpointError(f"{checkpoint.path}: not the checkpoint of a run of train_pythia.py: "
-                              f"it has no {', '.join(missing)}")
-    settings, differences = train_flags.resumed(train_flags.given(args), args.tokens,
-                                                state["settings"])
+        raise CheckpointError(
+            f"{checkpoint.path}: not the checkpoint of a run of train_pythia.py: "
+            f"it has no {', '.join(missing)}"
+        )
+    settings, differences = train_flags.resumed(
+        train_flags.given(args), args.tokens, state["settings"]
+    )
     if differences:
-        raise CheckpointError(f"{checkpoint.path}: this run cannot go on with other settings: "
-                              f"{'; '.join(differences)}. Leave these flags out, or start anew")
+        raise CheckpointError(
+            f"{checkpoint.path}: this run cannot go on with other settings: "
+            f"{'; '.join(differences)}. Leave these flags out, or start anew"
+        )
     folder = checkpoint.path.resolve().parent.parent
     if args.resume == "auto":
         folder = checkpoint.path.parent.parent
@@ -331,15 +379,29 @@ def resumed_run(args, checkpoint: Checkpoint) -> Run:
     model, optimizer, _, _ = checkpoint.restore(device)
     checkpoint.restore_random_state()
     print(f"resuming {checkpoint.path} after step {state['step']}")
-    return Run(folder, settings, device, data, model, optimizer.flat, optimizer, batches,
-               state["step"], state["seconds"])
+    return Run(
+        folder,
+        settings,
+        device,
+        data,
+        model,
+        optimizer.flat,
+        optimizer,
+        batches,
+        state["step"],
+        state["seconds"],
+    )
 
 
 def model_config(settings: dict, data: TokenData) -> PythiaConfig:
     config = PythiaConfig.preset(
-        settings["model"], max_seq_len=settings["seq_len"], dtype=settings["dtype"],
+        settings["model"],
+        max_seq_len=settings["seq_len"],
+        dtype=settings["dtype"],
         use_sparse_attention=settings["sparse"] is not None,
-        sparse_pattern=settings["sparse"] or "mixed", sparse_window=settings["window"])
+        sparse_pattern=settings["sparse"] or "mixed",
+        sparse_window=settings["window"],
+    )
     needed = data.vocab_size or 0
     if needed > config.vocab_size:
         raised = -(-needed // 128) * 128
@@ -356,8 +418,10 @@ def new_folder(out: Path, name: str | None, model: str, restart: bool) -> Path:
         name = next(n for n in names if restart or not (out / n).exists())
     folder = out / name
     if folder.exists() and any(folder.iterdir()) and not restart:
-        raise DataError(f"{folder}: there is a run of this name already; go on with it by "
-                        f"--resume auto --name {name}, or choose another --name")
+        raise DataError(
+            f"{folder}: there is a run of this name already; go on with it by "
+            f"--resume auto --name {name}, or choose another --name"
+        )
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -366,10 +430,13 @@ def write_description(run: Run) -> None:
     recipe, optimizer = run.settings["recipe"], run.optimizer
     description = {
         "settings": run.settings,
-        "recipe": None if recipe is None else {"name": recipe,
-                                               "changed": recipes.changes(run.settings)},
-        "optimizer": {"class": type(optimizer).__name__,
-                      **{name: getattr(optimizer, name) for name in optimizer.hyperparameters}},
+        "recipe": None
+        if recipe is None
+        else {"name": recipe, "changed": recipes.changes(run.settings)},
+        "optimizer": {
+            "class": type(optimizer).__name__,
+            **{name: getattr(optimizer, name) for name in optimizer.hyperparameters},
+        },
         "model": run.model.config.to_dict(),
         "parameters": run.model.num_parameters(),
         "data": {"source": run.data.source, "fingerprint": run.data.fingerprint},
@@ -396,12 +463,17 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         return train(run)
     except ndl.CudaFatalError as error:
-        print(f"train_pythia.py: the GPU is lost: {error}\nstart again with --resume auto",
-              file=sys.stderr)
+        print(
+            f"train_pythia.py: the GPU is lost: {error}\nstart again with --resume auto",
+            file=sys.stderr,
+        )
         return EXIT_GPU_LOST
     except ndl.CudaError as error:
-        print(f"train_pythia.py: {error}\n(where device memory ran out: a smaller --batch-size, "
-              "with --grad-accum to keep the step's size)", file=sys.stderr)
+        print(
+            f"train_pythia.py: {error}\n(where device memory ran out: a smaller --batch-size, "
+            "with --grad-accum to keep the step's size)",
+            file=sys.stderr,
+        )
         return 1
     except (ValueError, OSError) as error:
         print(f"train_pythia.py: {error}", file=sys.stderr)

@@ -34,7 +34,7 @@ def needle_side(packed: np.ndarray, dout: np.ndarray, dtype: str, mask: BlockMas
 
     def views(array: _C.NDArray) -> list[_C.NDArray]:
         flat = array.reshape((array.size,))
-        return [flat[i * D:array.size].as_strided((B, T, H, D), strides) for i in range(3)]
+        return [flat[i * D : array.size].as_strided((B, T, H, D), strides) for i in range(3)]
 
     qkv = _C.array(packed, dtype=dtype, device=device)
     q, k, v = views(qkv)
@@ -55,8 +55,9 @@ def needle_side(packed: np.ndarray, dout: np.ndarray, dtype: str, mask: BlockMas
         if mask is None:
             _C.attention_bwd(do, q, k, v, o, lse, scale, 1, *gradients)
         else:
-            _C.block_sparse_attention_bwd(do, q, k, v, o, lse, *lists, mask.block, scale, 1,
-                                          *gradients)
+            _C.block_sparse_attention_bwd(
+                do, q, k, v, o, lse, *lists, mask.block, scale, 1, *gradients
+            )
 
     return forward, backward
 
@@ -66,8 +67,14 @@ def torch_side(packed: np.ndarray, dout: np.ndarray, dtype: str, backend: str) -
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     kind = getattr(torch, dtype)
-    q, k, v = (torch.from_numpy(packed[:, :, :, i]).to("cuda", kind).transpose(1, 2).contiguous()
-               .requires_grad_() for i in range(3))
+    q, k, v = (
+        torch.from_numpy(packed[:, :, :, i])
+        .to("cuda", kind)
+        .transpose(1, 2)
+        .contiguous()
+        .requires_grad_()
+        for i in range(3)
+    )
     do = torch.from_numpy(dout).to("cuda", kind).transpose(1, 2).contiguous()
     which = getattr(SDPBackend, backend)
 
@@ -128,11 +135,13 @@ def kept_pairs(mask: BlockMask) -> float:
 
 def measure(T: int, B: int, args: argparse.Namespace, tokens: np.ndarray, dout: np.ndarray) -> None:
     H, D = args.heads, args.head_dim
-    packed = tokens[:B * T].reshape(B, T, H, 3, D)
-    do = dout[:B * T].reshape(B, T, H, D)
+    packed = tokens[: B * T].reshape(B, T, H, 3, D)
+    do = dout[: B * T].reshape(B, T, H, D)
     mask = window_mask(T)
-    sides = {"needle": needle_side(packed, do, args.dtype, None),
-             "needle, window 256 + first": needle_side(packed, do, args.dtype, mask)}
+    sides = {
+        "needle": needle_side(packed, do, args.dtype, None),
+        "needle, window 256 + first": needle_side(packed, do, args.dtype, mask),
+    }
     timers = dict.fromkeys(sides, needle_timer())
     pairs = dict.fromkeys(sides, T * T / 2)
     pairs["needle, window 256 + first"] = kept_pairs(mask)
@@ -162,10 +171,15 @@ def measure(T: int, B: int, args: argparse.Namespace, tokens: np.ndarray, dout: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=["2048x32", "8192x8", "16384x4", "65536x1"],
-                        help="TxB, causal, S = T (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        default=["2048x32", "8192x8", "16384x4", "65536x1"],
+        help="TxB, causal, S = T (default: %(default)s)",
+    )
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
@@ -174,14 +188,19 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true", help="time needle only")
     args = parser.parse_args()
     if not ndl.cuda().enabled():
-        raise SystemExit("attention.py needs a CUDA device: python -m needle.diagnose says why "
-                         "there is none")
+        raise SystemExit(
+            "attention.py needs a CUDA device: python -m needle.diagnose says why there is none"
+        )
     shapes = [tuple(int(n) for n in shape.split("x")) for shape in args.shapes]
     properties = ndl.cuda().properties()
-    print(f"{properties['name']}, {properties['detail']}; {args.dtype}, H {args.heads}, "
-          f"{args.repeats} rounds, interleaved")
-    print(f"{'T':>6} {'B':>4} {'D':>4}  {'':28}{'fwd ms':>10} {'TFLOP/s':>8}{'bwd ms':>10} "
-          f"{'TFLOP/s':>8}")
+    print(
+        f"{properties['name']}, {properties['detail']}; {args.dtype}, H {args.heads}, "
+        f"{args.repeats} rounds, interleaved"
+    )
+    print(
+        f"{'T':>6} {'B':>4} {'D':>4}  {'':28}{'fwd ms':>10} {'TFLOP/s':>8}{'bwd ms':>10} "
+        f"{'TFLOP/s':>8}"
+    )
     most = max(T * B for T, B in shapes)
     generator = np.random.default_rng(0)
     tokens = generator.standard_normal((most, args.heads, 3, args.head_dim), dtype=np.float32)

@@ -47,11 +47,15 @@ def write_files(folder: Path, vocabulary: int, row: int, count: int) -> dict[str
     rows = np.full(count // row, row, np.int64)
     for name, lengths in (("documents", sizes), ("preshuffled", rows)):
         lengths = lengths[np.cumsum(lengths) <= count]
-        tokens[:lengths.sum()].tofile(folder / f"{name}.bin")
+        tokens[: lengths.sum()].tofile(folder / f"{name}.bin")
         with open(folder / f"{name}.idx", "wb") as file:
             megatron.write_index(file, np.dtype("<u2"), lengths)
-    kinds = {"flat uint16": "flat.bin", ".npy int32": "array.npy", "llm.c shard": "shard.bin",
-             "Megatron documents": "documents"}
+    kinds = {
+        "flat uint16": "flat.bin",
+        ".npy int32": "array.npy",
+        "llm.c shard": "shard.bin",
+        "Megatron documents": "documents",
+    }
     if row == megatron.ROW_LENGTH:
         kinds["preshuffled rows"] = "preshuffled"
     return {kind: folder / name for kind, name in kinds.items()}
@@ -97,10 +101,12 @@ def trainer(config: PythiaConfig, device: ndl.Device) -> Block:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default=None, help="default: pythia-70m, on a CPU tiny")
-    parser.add_argument("--device", default="cuda" if ndl.cuda().enabled() else "cpu",
-                        choices=("cpu", "cuda"))
+    parser.add_argument(
+        "--device", default="cuda" if ndl.cuda().enabled() else "cpu", choices=("cpu", "cuda")
+    )
     parser.add_argument("--dtype", default=None, choices=("float32", "bfloat16"))
     parser.add_argument("--batch-size", type=int, default=None, help="default: 16, on a CPU 4")
     parser.add_argument("--seq-len", type=int, default=None, help="default: 2048, on a CPU 128")
@@ -116,8 +122,10 @@ def main() -> None:
     config = PythiaConfig.preset(args.model, max_seq_len=shape[1], dtype=dtype)
     train = trainer(config, device)
     print(f"{platform.machine()}, {os.cpu_count()} cores, {device.properties()['name']}")
-    print(f"{args.model}, {shape[0]} x {shape[1]}, {dtype}, {args.blocks - 1} blocks of "
-          f"{args.steps} steps a side, alternating")
+    print(
+        f"{args.model}, {shape[0]} x {shape[1]}, {dtype}, {args.blocks - 1} blocks of "
+        f"{args.steps} steps a side, alternating"
+    )
 
     with tempfile.TemporaryDirectory() as name:
         files = write_files(Path(name), config.vocab_size, shape[1] + 1, TOKENS)
@@ -144,13 +152,17 @@ def main() -> None:
             reader.close()
 
     reference = statistics.median(seconds["one batch, in place"])
-    print(f"{'':22}{'ms a step':>10}{'min':>8}{'max':>8}{'x in place':>12}"
-          f"{'waits ms':>10}{'worst':>8}{'reads ms':>10}")
+    print(
+        f"{'':22}{'ms a step':>10}{'min':>8}{'max':>8}{'x in place':>12}"
+        f"{'waits ms':>10}{'worst':>8}{'reads ms':>10}"
+    )
     for kind, times in seconds.items():
         median = statistics.median(times)
-        print(f"{kind:22}{median * 1e3:10.2f}{min(times) * 1e3:8.2f}{max(times) * 1e3:8.2f}"
-              f"{median / reference:12.3f}{statistics.mean(waits[kind]) * 1e3:10.3f}"
-              f"{max(waits[kind]) * 1e3:8.2f}{reads.get(kind, 0) * 1e3:10.2f}")
+        print(
+            f"{kind:22}{median * 1e3:10.2f}{min(times) * 1e3:8.2f}{max(times) * 1e3:8.2f}"
+            f"{median / reference:12.3f}{statistics.mean(waits[kind]) * 1e3:10.3f}"
+            f"{max(waits[kind]) * 1e3:8.2f}{reads.get(kind, 0) * 1e3:10.2f}"
+        )
 
 
 if __name__ == "__main__":

@@ -41,8 +41,12 @@ def transformers_side(model: Pythia, args: argparse.Namespace) -> Side:
         model.save_pretrained(folder)
         peer = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype))
     peer = peer.to(args.device).eval()
-    options = {"max_new_tokens": args.new_tokens, "min_new_tokens": args.new_tokens,
-               "do_sample": False, "pad_token_id": 0}
+    options = {
+        "max_new_tokens": args.new_tokens,
+        "min_new_tokens": args.new_tokens,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
     if args.peer == "compiled":
         options["cache_implementation"] = "static"
 
@@ -63,18 +67,31 @@ def agreement(one: np.ndarray, other: np.ndarray, prompt: int) -> float:
 
 # What a flag leaves open.
 DEFAULTS = {
-    "cuda": {"model": "pythia-70m", "dtype": "bfloat16", "batch_size": [1, 32], "new_tokens": 256,
-             "samples": 7, "peer": "compiled"},
-    "cpu": {"model": "pythia-14m", "dtype": "float32", "batch_size": [1, 4], "new_tokens": 32,
-            "samples": 3, "peer": "eager"},
+    "cuda": {
+        "model": "pythia-70m",
+        "dtype": "bfloat16",
+        "batch_size": [1, 32],
+        "new_tokens": 256,
+        "samples": 7,
+        "peer": "compiled",
+    },
+    "cpu": {
+        "model": "pythia-14m",
+        "dtype": "float32",
+        "batch_size": [1, 4],
+        "new_tokens": 32,
+        "samples": 3,
+        "peer": "eager",
+    },
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model")
-    parser.add_argument("--device", choices=["cpu", "cuda"],
-                        default="cuda" if ndl.cuda().enabled() else "cpu")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cuda" if ndl.cuda().enabled() else "cpu"
+    )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"])
     parser.add_argument("--batch-size", type=int, nargs="+")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
@@ -102,10 +119,14 @@ def main() -> None:
             print("torch or transformers is not installed: needle alone")
     print(f"{platform.machine()}, {os.cpu_count()} cores, {device.properties()['name']}")
     print(versions)
-    print(f"{args.model}, {args.dtype}, prompt {args.prompt}, {args.new_tokens} new tokens, "
-          f"greedy, {args.samples} calls a side, interleaved")
-    print(f"{'':24}{'batch':>6}{'ms median':>11}{'min':>9}{'max':>9}{'us/step':>9}{'tok/s':>10}"
-          f"{'needle x':>10}")
+    print(
+        f"{args.model}, {args.dtype}, prompt {args.prompt}, {args.new_tokens} new tokens, "
+        f"greedy, {args.samples} calls a side, interleaved"
+    )
+    print(
+        f"{'':24}{'batch':>6}{'ms median':>11}{'min':>9}{'max':>9}{'us/step':>9}{'tok/s':>10}"
+        f"{'needle x':>10}"
+    )
     rng = np.random.default_rng(0)
     for batch in args.batch_size:
         prompt = rng.integers(0, model.config.vocab_size, (batch, args.prompt))
@@ -121,9 +142,11 @@ def main() -> None:
         own = statistics.median(seconds["needle"])
         for name, times in seconds.items():
             median = statistics.median(times)
-            print(f"{name:24}{batch:6}{median * 1e3:11.2f}{min(times) * 1e3:9.2f}"
-                  f"{max(times) * 1e3:9.2f}{median / args.new_tokens * 1e6:9.1f}"
-                  f"{batch * args.new_tokens / median:10,.0f}{median / own:10.2f}")
+            print(
+                f"{name:24}{batch:6}{median * 1e3:11.2f}{min(times) * 1e3:9.2f}"
+                f"{max(times) * 1e3:9.2f}{median / args.new_tokens * 1e6:9.1f}"
+                f"{batch * args.new_tokens / median:10,.0f}{median / own:10.2f}"
+            )
         for name, got in out.items():
             if name != "needle":
                 share = agreement(out["needle"], got, args.prompt)

@@ -117,14 +117,9 @@ def elementwise(s: Shapes) -> Iterator[Case]:
         return make
 
     yield Case("add", 3 * size * n, lambda: _C.add(x, y), peer(lambda t, a, b, c: a + b))
+    yield Case("add a row", 2 * size * n, lambda: _C.add(x, row), peer(lambda t, a, b, c: a + c))
     yield Case(
-        "add a row", 2 * size * n, lambda: _C.add(x, row), peer(lambda t, a, b, c: a + c)
-    )
-    yield Case(
-        "gelu",
-        2 * size * n,
-        lambda: _C.gelu(x),
-        peer(lambda t, a, b, c: t.nn.functional.gelu(a)),
+        "gelu", 2 * size * n, lambda: _C.gelu(x), peer(lambda t, a, b, c: t.nn.functional.gelu(a))
     )
     yield Case(
         "gelu_tanh",
@@ -210,10 +205,7 @@ def products(s: Shapes) -> Iterator[Case]:
             return lambda: d.sum(0)
 
         yield Case(
-            f"bias_bwd {m}",
-            s.size * rows * m,
-            lambda dy=dy, db=db: _C.bias_bwd(dy, db),
-            sum_peer,
+            f"bias_bwd {m}", s.size * rows * m, lambda dy=dy, db=db: _C.bias_bwd(dy, db), sum_peer
         )
 
 
@@ -269,11 +261,7 @@ def attention(s: Shapes) -> Iterator[Case]:
 
     yield Case("rotary", 2 * s.size * qkv.size, lambda: _C.rotary(qkv, cos, sin, 2, 1.0))
     yield Case(
-        "attention_fwd",
-        work,
-        lambda: _C.attention_fwd(q, k, v, scale, 1),
-        forward_peer,
-        flops=True,
+        "attention_fwd", work, lambda: _C.attention_fwd(q, k, v, scale, 1), forward_peer, flops=True
     )
     yield Case(
         "attention_bwd",
@@ -330,10 +318,7 @@ def losses(s: Shapes) -> Iterator[Case]:
         return lambda: torch.autograd.grad(loss, a, retain_graph=True)
 
     yield Case(
-        "cross_entropy_fwd",
-        s.size * n,
-        lambda: _C.cross_entropy_fwd(logits, targets),
-        forward_peer,
+        "cross_entropy_fwd", s.size * n, lambda: _C.cross_entropy_fwd(logits, targets), forward_peer
     )
     yield Case(
         "cross_entropy_bwd",

@@ -57,8 +57,8 @@ def _amd_core() -> str | None:
 
 _load_core()
 
-from . import autograd, backend_ndarray, block_mask, init, nn, ops, optim  # noqa: E402
-from ._C import (  # noqa: E402
+from needle import autograd, backend_ndarray, block_mask, init, nn, ops, optim
+from needle._C import (
     CudaError,
     CudaFatalError,
     Device,
@@ -71,39 +71,29 @@ from ._C import (  # noqa: E402
     cuda_init,
     cuda_reset,
 )
-from .autograd import Tensor, TensorTuple, no_grad  # noqa: E402
-from .backend_ndarray import default_device  # noqa: E402
-from .block_mask import BlockMask, convert_to_block_mask  # noqa: E402
-from .init import (  # noqa: E402
-    constant,
-    one_hot,
-    ones,
-    ones_like,
-    rand,
-    randb,
-    randn,
-    zeros,
-    zeros_like,
-)
-from .ops import *  # noqa: E402, F401, F403
+from needle.autograd import Tensor, TensorTuple, no_grad
+from needle.backend_ndarray import default_device
+from needle.block_mask import BlockMask, convert_to_block_mask
+from needle.init import constant, one_hot, ones, ones_like, rand, randb, randn, zeros, zeros_like
+from needle.ops import *
 
 if _TYPE_CHECKING:  # what __getattr__ finds
-    from . import checkpoint as checkpoint
-    from . import data as data
-    from . import dataset as dataset
-    from . import diagnose as diagnose
-    from . import evaluate as evaluate
-    from . import generation as generation
-    from . import hf as hf
-    from . import hooks as hooks
-    from . import models as models
-    from . import sampling as sampling
-    from .checkpoint import load_checkpoint as load_checkpoint
-    from .checkpoint import save_checkpoint as save_checkpoint
-    from .diagnose import show_config as show_config
-    from .models.pythia import Pythia as Pythia
-    from .models.pythia import PythiaConfig as PythiaConfig
-    from .models.pythia import create_pythia_70m as create_pythia_70m
+    from needle import checkpoint as checkpoint
+    from needle import data as data
+    from needle import dataset as dataset
+    from needle import diagnose as diagnose
+    from needle import evaluate as evaluate
+    from needle import generation as generation
+    from needle import hf as hf
+    from needle import hooks as hooks
+    from needle import models as models
+    from needle import sampling as sampling
+    from needle.checkpoint import load_checkpoint as load_checkpoint
+    from needle.checkpoint import save_checkpoint as save_checkpoint
+    from needle.diagnose import show_config as show_config
+    from needle.models.pythia import Pythia as Pythia
+    from needle.models.pythia import PythiaConfig as PythiaConfig
+    from needle.models.pythia import create_pythia_70m as create_pythia_70m
 
 __all__ = [
     "CudaError",
@@ -143,8 +133,18 @@ __all__ += ops.__all__
 __version__: str = build_info()["version"]
 
 # What costs time to import, or what few need, comes when it is first asked for.
-_SUBMODULES = ("checkpoint", "data", "dataset", "diagnose", "evaluate", "generation",
-               "hf", "hooks", "models", "sampling")
+_SUBMODULES = (
+    "checkpoint",
+    "data",
+    "dataset",
+    "diagnose",
+    "evaluate",
+    "generation",
+    "hf",
+    "hooks",
+    "models",
+    "sampling",
+)
 _LAZY = {
     "create_pythia_70m": "models.pythia",
     "Pythia": "models.pythia",

@@ -22,14 +22,15 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Iterable, Sequence
 from contextlib import ContextDecorator
 from numbers import Number
-from typing import Any, Iterable, Optional, Sequence, Union
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from . import _C
-from ._C import Device, NDArray
+from needle import _C
+from needle._C import Device, NDArray
 
 __all__ = [
     "FusedOp",
@@ -74,7 +75,7 @@ class no_grad(ContextDecorator):
     def __init__(self) -> None:
         self._before: list[bool] = []
 
-    def __enter__(self) -> "no_grad":
+    def __enter__(self) -> no_grad:
         self._before.append(_mode.enabled)
         _mode.enabled = False
         return self
@@ -101,18 +102,18 @@ class Op:
         """The result as an NDArray (or a tuple of them) from the inputs as NDArrays."""
         raise NotImplementedError(f"{type(self).__name__}.compute is not defined")
 
-    def gradient(self, out_grad: Any, node: "Value") -> Any:
+    def gradient(self, out_grad: Any, node: Value) -> Any:
         """The gradients for the inputs of `node`, given the gradient `out_grad` of its output."""
         raise NotImplementedError(f"{type(self).__name__}.gradient is not defined")
 
-    def gradient_as_tuple(self, out_grad: Any, node: "Value") -> tuple:
+    def gradient_as_tuple(self, out_grad: Any, node: Value) -> tuple:
         """`gradient`, always as a tuple with one entry an input."""
         grads = self.gradient(out_grad, node)
         if isinstance(grads, (tuple, list)):
             return tuple(grads)
         return (grads,)
 
-    def accumulate(self, out_grad: Any, node: "Value", sinks: Sequence[Optional[NDArray]]) -> tuple:
+    def accumulate(self, out_grad: Any, node: Value, sinks: Sequence[NDArray | None]) -> tuple:
         """`gradient_as_tuple`, but entry i is added into `sinks[i]` and returned as None where
         that is not None."""
         grads = list(self.gradient_as_tuple(out_grad, node))
@@ -126,14 +127,14 @@ class Op:
 class TensorOp(Op):
     """An op whose result is a Tensor."""
 
-    def __call__(self, *args: "Value") -> "Tensor":
+    def __call__(self, *args: Value) -> Tensor:
         return Tensor.make_from_op(self, args)
 
 
 class TensorTupleOp(Op):
     """An op whose result is a TensorTuple; compute returns a tuple of NDArrays."""
 
-    def __call__(self, *args: "Value") -> "TensorTuple":
+    def __call__(self, *args: Value) -> TensorTuple:
         return TensorTuple.make_from_op(self, args)
 
 
@@ -147,20 +148,18 @@ class FusedOp(TensorOp):
     model's dtype. A fused gradient cannot be differentiated again; trying raises.
     """
 
-    def __call__(self, *args: "Value") -> "Tensor":
+    def __call__(self, *args: Value) -> Tensor:
         return Tensor.make_from_op(copy.copy(self), args)
 
     def backward(
-        self, dout: NDArray, node: "Tensor", sinks: Sequence[Optional[NDArray]]
-    ) -> Sequence[Optional[NDArray]]:
+        self, dout: NDArray, node: Tensor, sinks: Sequence[NDArray | None]
+    ) -> Sequence[NDArray | None]:
         raise NotImplementedError(f"{type(self).__name__}.backward is not defined")
 
-    def gradient(self, out_grad: "Tensor", node: "Tensor") -> tuple:
+    def gradient(self, out_grad: Tensor, node: Tensor) -> tuple:
         return self.accumulate(out_grad, node, (None,) * len(node.inputs))
 
-    def accumulate(
-        self, out_grad: "Tensor", node: "Tensor", sinks: Sequence[Optional[NDArray]]
-    ) -> tuple:
+    def accumulate(self, out_grad: Tensor, node: Tensor, sinks: Sequence[NDArray | None]) -> tuple:
         dout = out_grad.cached_data
         if dout.dtype != node.dtype:
             dout = dout.astype(node.dtype)
@@ -174,7 +173,7 @@ class _Severed(Op):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def gradient(self, out_grad: Any, node: "Value") -> Any:
+    def gradient(self, out_grad: Any, node: Value) -> Any:
         raise NotImplementedError(
             f"backward: {self.name}: the gradient of a fused op cannot be differentiated again; "
             "write the function with elementary ops (matmul, add, exp, ...) where second "
@@ -182,7 +181,7 @@ class _Severed(Op):
         )
 
 
-def _severed(grad: NDArray, op: Op) -> "Tensor":
+def _severed(grad: NDArray, op: Op) -> Tensor:
     """A gradient whose own gradient is unknown. It keeps nothing alive but itself."""
     out = Tensor.from_ndarray(grad)
     if _mode.enabled:
@@ -206,12 +205,12 @@ class Value:
     result, `requires_grad` whether gradients flow to it.
     """
 
-    op: Optional[Op] = None
-    inputs: Sequence["Value"] = ()
+    op: Op | None = None
+    inputs: Sequence[Value] = ()
     cached_data: Any = None
     requires_grad: bool = False
     grad: Any = None
-    grad_buffer: Optional[NDArray] = None
+    grad_buffer: NDArray | None = None
     trained: bool = False  # an nn.Parameter
 
     def realize_cached_data(self) -> Any:
@@ -231,7 +230,7 @@ class Value:
         return value
 
     @classmethod
-    def make_from_op(cls, op: Op, inputs: Iterable["Value"]) -> Any:
+    def make_from_op(cls, op: Op, inputs: Iterable[Value]) -> Any:
         """The result of `op` on `inputs`, with its place in the graph when gradients are wanted."""
         inputs = tuple(inputs)
         value = cls.__new__(cls)
@@ -261,7 +260,7 @@ class TensorTuple(Value):
     def __len__(self) -> int:
         return len(self.cached_data)
 
-    def __getitem__(self, index: int) -> "Tensor":
+    def __getitem__(self, index: int) -> Tensor:
         return _ops.tuple_get_item(self, index)
 
     def __iter__(self) -> Any:
@@ -271,12 +270,12 @@ class TensorTuple(Value):
         """The Tensors as a Python tuple."""
         return tuple(self)
 
-    def __add__(self, other: "TensorTuple") -> "TensorTuple":
+    def __add__(self, other: TensorTuple) -> TensorTuple:
         if not isinstance(other, TensorTuple) or len(other) != len(self):
             raise ValueError("TensorTuple + needs another TensorTuple of the same length")
         return _ops.make_tuple(*[a + b for a, b in zip(self, other)])
 
-    def detach(self) -> "TensorTuple":
+    def detach(self) -> TensorTuple:
         """The same data outside of the graph."""
         return TensorTuple.make_const(self.cached_data)
 
@@ -288,7 +287,7 @@ class TensorTuple(Value):
         return "TensorTuple(" + ",\n".join(repr(x) for x in self) + ")"
 
 
-Operand = Union["Tensor", NDArray, np.ndarray, float, int]
+Operand: TypeAlias = "Tensor | NDArray | np.ndarray | float | int"
 
 
 class Tensor(Value):
@@ -313,8 +312,8 @@ class Tensor(Value):
     def __init__(
         self,
         array: Any,
-        device: Optional[Device] = None,
-        dtype: Optional[str] = None,
+        device: Device | None = None,
+        dtype: str | None = None,
         requires_grad: bool = True,
         **kwargs: Any,
     ) -> None:
@@ -332,7 +331,7 @@ class Tensor(Value):
         self.requires_grad = requires_grad
 
     @staticmethod
-    def from_ndarray(array: NDArray, requires_grad: bool = False) -> "Tensor":
+    def from_ndarray(array: NDArray, requires_grad: bool = False) -> Tensor:
         """A leaf Tensor over `array`, which it shares."""
         return Tensor.make_const(array, requires_grad=requires_grad)
 
@@ -359,13 +358,13 @@ class Tensor(Value):
         return self.cached_data.size
 
     @property
-    def data(self) -> "Tensor":
+    def data(self) -> Tensor:
         """A detached Tensor over the same memory. Assigning a Tensor replaces the data; a
         flattened parameter copies the values into its place in the flat buffer."""
         return self.detach()
 
     @data.setter
-    def data(self, value: "Tensor") -> None:
+    def data(self, value: Tensor) -> None:
         new = value.cached_data if isinstance(value, Tensor) else value
         if not isinstance(new, NDArray):
             raise TypeError(f"Tensor.data: must be a Tensor, but is {type(value).__name__}")
@@ -381,7 +380,7 @@ class Tensor(Value):
             )
         _C.assign(self.cached_data, new.to(self.device))
 
-    def detach(self) -> "Tensor":
+    def detach(self) -> Tensor:
         """The same memory, outside of the graph."""
         return Tensor.make_const(self.cached_data)
 
@@ -398,7 +397,7 @@ class Tensor(Value):
     def __float__(self) -> float:
         return float(self.item())
 
-    def __array__(self, dtype: Any = None, copy: Optional[bool] = None) -> np.ndarray:
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """NumPy's protocol: np.asarray(tensor) holds the values, in the host's memory."""
         return self.cached_data.__array__(dtype, copy=copy)
 
@@ -418,7 +417,7 @@ class Tensor(Value):
 
     # -- gradients
 
-    def backward(self, out_grad: Optional["Tensor"] = None) -> None:
+    def backward(self, out_grad: Tensor | None = None) -> None:
         """Compute `.grad` of every leaf that this Tensor was computed from.
 
         out_grad: the gradient of this Tensor, of its shape; ones when not given.
@@ -444,85 +443,85 @@ class Tensor(Value):
 
     # -- operators
 
-    def __add__(self, other: Operand) -> "Tensor":
+    def __add__(self, other: Operand) -> Tensor:
         if isinstance(other, Number):
             return _ops.add_scalar(self, other)
         return _ops.add(self, _operand(other, self))
 
     __radd__ = __add__
 
-    def __mul__(self, other: Operand) -> "Tensor":
+    def __mul__(self, other: Operand) -> Tensor:
         if isinstance(other, Number):
             return _ops.multiply_scalar(self, other)
         return _ops.multiply(self, _operand(other, self))
 
     __rmul__ = __mul__
 
-    def __sub__(self, other: Operand) -> "Tensor":
+    def __sub__(self, other: Operand) -> Tensor:
         if isinstance(other, Number):
             return _ops.add_scalar(self, -other)
         return _ops.subtract(self, _operand(other, self))
 
-    def __rsub__(self, other: Operand) -> "Tensor":
+    def __rsub__(self, other: Operand) -> Tensor:
         if isinstance(other, Number):
             return _ops.add_scalar(_ops.negate(self), other)
         return _ops.subtract(_operand(other, self), self)
 
-    def __truediv__(self, other: Operand) -> "Tensor":
+    def __truediv__(self, other: Operand) -> Tensor:
         if isinstance(other, Number):
             return _ops.divide_scalar(self, other)
         return _ops.divide(self, _operand(other, self))
 
-    def __rtruediv__(self, other: Operand) -> "Tensor":
+    def __rtruediv__(self, other: Operand) -> Tensor:
         if isinstance(other, Number):
             return _ops.scalar_divide(other, self)
         return _ops.divide(_operand(other, self), self)
 
-    def __pow__(self, other: Operand) -> "Tensor":
+    def __pow__(self, other: Operand) -> Tensor:
         if isinstance(other, Number):
             return _ops.power_scalar(self, other)
         return _ops.power(self, _operand(other, self))
 
-    def __rpow__(self, other: Operand) -> "Tensor":
+    def __rpow__(self, other: Operand) -> Tensor:
         if isinstance(other, Number):
             return _ops.scalar_power(other, self)
         return _ops.power(_operand(other, self), self)
 
-    def __neg__(self) -> "Tensor":
+    def __neg__(self) -> Tensor:
         return _ops.negate(self)
 
-    def __matmul__(self, other: Operand) -> "Tensor":
+    def __matmul__(self, other: Operand) -> Tensor:
         return _ops.matmul(self, _operand(other, self))
 
-    def __rmatmul__(self, other: Operand) -> "Tensor":
+    def __rmatmul__(self, other: Operand) -> Tensor:
         return _ops.matmul(_operand(other, self), self)
 
-    def matmul(self, other: "Tensor") -> "Tensor":
+    def matmul(self, other: Tensor) -> Tensor:
         return _ops.matmul(self, other)
 
-    def sum(self, axes: Union[None, int, Sequence[int]] = None) -> "Tensor":
+    def sum(self, axes: None | int | Sequence[int] = None) -> Tensor:
         """The sum over `axes` (None: all), which disappear."""
         return _ops.summation(self, axes)
 
-    def broadcast_to(self, shape: Sequence[int]) -> "Tensor":
+    def broadcast_to(self, shape: Sequence[int]) -> Tensor:
         return _ops.broadcast_to(self, shape)
 
-    def reshape(self, *shape: Any) -> "Tensor":
+    def reshape(self, *shape: Any) -> Tensor:
         """The same elements in another shape: `x.reshape((2, 3))` or `x.reshape(2, 3)`."""
         if len(shape) == 1 and not isinstance(shape[0], int):
             shape = tuple(shape[0])
         return _ops.reshape(self, shape)
 
-    def transpose(self, axes: Optional[Sequence[int]] = None) -> "Tensor":
+    def transpose(self, axes: Sequence[int] | None = None) -> Tensor:
         """Swap the two `axes` (the last two by default)."""
         return _ops.transpose(self, axes)
 
-    def astype(self, dtype: str) -> "Tensor":
+    def astype(self, dtype: str) -> Tensor:
         """The values in another dtype; gradients come back in this one."""
         return _ops.astype(self, dtype)
 
 
-def _moved(data: NDArray, device: Optional[Device], dtype: Optional[str]) -> NDArray:
+def _moved(data: NDArray, device: Device | None, dtype: str | None) -> NDArray:
     if dtype is not None and dtype != data.dtype:
         data = data.astype(dtype)
     if device is not None and device != data.device:

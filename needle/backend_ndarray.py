@@ -11,12 +11,12 @@ bool, uint16. Shapes are tuples of int; strides count elements.
 from __future__ import annotations
 
 import re
-from typing import Sequence, Union
+from collections.abc import Sequence
 
-from . import _C
-from ._C import Device, NDArray, all_devices, array, cpu, cuda
+from needle import _C
+from needle._C import Device, NDArray, all_devices, array, cpu, cuda
 
-Axes = Union[None, int, Sequence[int]]
+Axes = int | Sequence[int] | None
 
 __all__ = [
     "BackendDevice",

@@ -11,13 +11,13 @@ The kernels read lists: for mask g and block row i the key blocks
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 
-from . import _C
-from ._C import Device, NDArray
-from .autograd import Tensor
+from needle import _C
+from needle._C import Device, NDArray
+from needle.autograd import Tensor
 
 
 def _positive(what: str, value: Any) -> int:
@@ -49,7 +49,7 @@ class BlockMask:
     block: int
     blocks: np.ndarray
 
-    def __init__(self, blocks: Any, block: int, T: int, S: Optional[int] = None) -> None:
+    def __init__(self, blocks: Any, block: int, T: int, S: int | None = None) -> None:
         block = _positive("block", block)
         T = _positive("T", T)
         S = T if S is None else _positive("S", S)
@@ -82,7 +82,7 @@ class BlockMask:
     # -- patterns
 
     @staticmethod
-    def local(T: int, window: int, block: int) -> "BlockMask":
+    def local(T: int, window: int, block: int) -> BlockMask:
         """Keys less than `window` tokens away: |i - j| < window. With causality a query sees itself
         and the window - 1 tokens before it, rounded out to blocks."""
         window = _positive("window", window)
@@ -91,7 +91,7 @@ class BlockMask:
         return BlockMask((nearest < window) | (rows == columns), block, T)
 
     @staticmethod
-    def strided(T: int, stride: int, block: int) -> "BlockMask":
+    def strided(T: int, stride: int, block: int) -> BlockMask:
         """Keys a multiple of `stride` tokens away: (i - j) % stride == 0 (Child et al. 2019). Only
         a stride of more than two blocks leaves any block out."""
         stride = _positive("stride", stride)
@@ -101,7 +101,7 @@ class BlockMask:
         return BlockMask((highest // stride) * stride >= lowest, block, T)
 
     @staticmethod
-    def global_(T: int, n_global: int, block: int) -> "BlockMask":
+    def global_(T: int, n_global: int, block: int) -> BlockMask:
         """The first `n_global` tokens see and are seen by all: i < n_global or j < n_global."""
         n_global = _positive("n_global", n_global)
         rows, columns = _block_indices(T, block)
@@ -110,11 +110,11 @@ class BlockMask:
     @staticmethod
     def mixed(
         T: int,
-        window: Optional[int] = None,
-        stride: Optional[int] = None,
-        n_global: Optional[int] = None,
+        window: int | None = None,
+        stride: int | None = None,
+        n_global: int | None = None,
         block: int = 64,
-    ) -> "BlockMask":
+    ) -> BlockMask:
         """The union of the local, strided and global patterns that are given (not None)."""
         parts = [
             make(T, value, block)
@@ -133,7 +133,7 @@ class BlockMask:
         return mask
 
     @staticmethod
-    def dense(T: int, block: int = 64, S: Optional[int] = None) -> "BlockMask":
+    def dense(T: int, block: int = 64, S: int | None = None) -> BlockMask:
         """Every block: plain attention."""
         block, T = _positive("block", block), _positive("T", T)
         S = T if S is None else _positive("S", S)
@@ -141,7 +141,7 @@ class BlockMask:
 
     # -- combining
 
-    def __or__(self, other: "BlockMask") -> "BlockMask":
+    def __or__(self, other: BlockMask) -> BlockMask:
         """The blocks of either; a mask for all heads joins one a head."""
         if not isinstance(other, BlockMask):
             return NotImplemented
@@ -154,7 +154,7 @@ class BlockMask:
             raise ValueError(f"BlockMask: union: one has {self.heads} heads, one {other.heads}")
         return BlockMask(self.blocks | other.blocks, self.block, self.T, self.S)
 
-    def causal(self) -> "BlockMask":
+    def causal(self) -> BlockMask:
         """Without the blocks in which no query i may see a key j <= i + S - T."""
         if self._causal is None:
             last_query = np.minimum((np.arange(self.blocks.shape[1]) + 1) * self.block, self.T) - 1

@@ -61,8 +61,14 @@ class CheckpointError(ValueError):
 # ---- saving -----------------------------------------------------------------------------------
 
 
-def save_checkpoint(model: Pythia, optimizer: optim.Optimizer | None, epoch: int, loss: float,
-                    filepath: str | os.PathLike, **extra: Any) -> Path:
+def save_checkpoint(
+    model: Pythia,
+    optimizer: optim.Optimizer | None,
+    epoch: int,
+    loss: float,
+    filepath: str | os.PathLike,
+    **extra: Any,
+) -> Path:
     """Writes model and optimizer to `filepath`, atomically. `extra` (JSON values) is kept and given
     back by `Checkpoint.state`. Raises CheckpointError where the file cannot be written: what was
     there before is then still there."""
@@ -97,20 +103,28 @@ def _check_optimizer(model: Pythia, optimizer: optim.Optimizer) -> None:
     it."""
     kind = type(optimizer).__name__
     if getattr(optim, kind, None) is not type(optimizer):
-        raise TypeError(f"save_checkpoint: {kind} is not of needle.optim, so that load_checkpoint "
-                        "could not make it; save without it (None), and its state_dict() elsewhere")
+        raise TypeError(
+            f"save_checkpoint: {kind} is not of needle.optim, so that load_checkpoint "
+            "could not make it; save without it (None), and its state_dict() elsewhere"
+        )
     named = dict(_parameters(model))
     for name, parameter in zip(optimizer.names, optimizer.params):
         if named.get(name) is not parameter:
-            raise ValueError(f"save_checkpoint: the optimizer's parameter {name!r} is not the "
-                             f"model's of that name; make the optimizer from model.parameters(), "
-                             "model.named_parameters() or nn.flatten_parameters(model)")
+            raise ValueError(
+                f"save_checkpoint: the optimizer's parameter {name!r} is not the "
+                f"model's of that name; make the optimizer from model.parameters(), "
+                "model.named_parameters() or nn.flatten_parameters(model)"
+            )
 
 
 def versions() -> dict[str, str]:
     """What a run was made with."""
-    return {"needle": needle.__version__, "numpy": np.__version__,
-            "python": platform.python_version(), "machine": platform.machine()}
+    return {
+        "needle": needle.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -127,8 +141,11 @@ def _write(file: BinaryIO, tensors: dict[str, NDArray], state: dict) -> None:
     for name in names:
         kind, bits = TO_FILE[tensors[name].dtype]
         start, end = end, end + math.prod(tensors[name].shape) * bits.itemsize
-        entries[name] = {"dtype": kind, "shape": list(tensors[name].shape),
-                         "data_offsets": [start, end]}
+        entries[name] = {
+            "dtype": kind,
+            "shape": list(tensors[name].shape),
+            "data_offsets": [start, end],
+        }
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     head = len(header).to_bytes(8, "little") + header
@@ -174,8 +191,10 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         finally:
             os.close(folder)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written: {error.strerror or error}; files "
-                              "written earlier are as they were") from error
+        raise CheckpointError(
+            f"{path}: cannot be written: {error.strerror or error}; files "
+            "written earlier are as they were"
+        ) from error
     finally:
         with contextlib.suppress(OSError):
             work.unlink(missing_ok=True)
@@ -201,8 +220,10 @@ class Checkpoint:
     def __repr__(self) -> str:
         step = "" if "step" not in self.state else f", step {self.state['step']}"
         saved = self.state["optimizer"]
-        return (f"Checkpoint({self.path}{step}, loss {self.state['loss']:.4f}, "
-                f"{'no optimizer' if saved is None else saved['class']})")
+        return (
+            f"Checkpoint({self.path}{step}, loss {self.state['loss']:.4f}, "
+            f"{'no optimizer' if saved is None else saved['class']})"
+        )
 
     @property
     def tokenizer(self) -> Path | None:
@@ -220,8 +241,10 @@ class Checkpoint:
         self._refuse_foreign(start, size)
         length = int.from_bytes(start, "little")
         if length > size - 8:
-            raise self._error(f"the header should be {length} bytes long, but the file has {size}: "
-                              "it is truncated, or no checkpoint")
+            raise self._error(
+                f"the header should be {length} bytes long, but the file has {size}: "
+                "it is truncated, or no checkpoint"
+            )
         header = file.read(length)
         try:
             entries = json.loads(header)
@@ -232,8 +255,9 @@ class Checkpoint:
             ends = [entry["data_offsets"][1] for entry in entries.values()]
             end = 8 + length + max(ends, default=0)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise self._error("the header is damaged, or this safetensors file is not one of "
-                              "needle's checkpoints") from error
+            raise self._error(
+                "the header is damaged, or this safetensors file is not one of needle's checkpoints"
+            ) from error
         if form != FORMAT:
             raise self._error("a safetensors file, but not one of needle's checkpoints")
         if not isinstance(end, int) or end != size:
@@ -249,25 +273,31 @@ class Checkpoint:
 
     def _refuse_foreign(self, start: bytes, size: int) -> None:
         if start[:1] == b"\x80" and start[1:2] in (b"\2", b"\3", b"\4", b"\5"):
-            raise self._error("a pickle; needle never loads one, because a pickle runs code. Save "
-                              "it anew with save_checkpoint")
+            raise self._error(
+                "a pickle; needle never loads one, because a pickle runs code. Save "
+                "it anew with save_checkpoint"
+            )
         if start[:4] == b"PK\3\4":
-            raise self._error("a zip archive, such as torch.save writes; it holds pickles and is "
-                              "not loaded")
+            raise self._error(
+                "a zip archive, such as torch.save writes; it holds pickles and is not loaded"
+            )
         if size < 8:
             raise self._error(f"only {size} bytes long: truncated, or no checkpoint")
 
     def _verify(self, file: BinaryIO, head: bytes, checksum: str) -> None:
         where = _checksum_offset(head)
-        if where < 0 or head[where:where + DIGITS].decode() != checksum:
+        if where < 0 or head[where : where + DIGITS].decode() != checksum:
             raise self._error("the header is damaged: no checksum where it should be")
-        digest = hashlib.blake2b(head[:where] + b"0" * DIGITS + head[where + DIGITS:],
-                                 digest_size=DIGITS // 2)
+        digest = hashlib.blake2b(
+            head[:where] + b"0" * DIGITS + head[where + DIGITS :], digest_size=DIGITS // 2
+        )
         while chunk := file.read(CHUNK):
             digest.update(chunk)
         if digest.hexdigest() != checksum:
-            raise self._error(f"altered: its checksum is {digest.hexdigest()}, but was {checksum} "
-                              "when it was written")
+            raise self._error(
+                f"altered: its checksum is {digest.hexdigest()}, but was {checksum} "
+                "when it was written"
+            )
 
     def _check_entries(self, entries: dict, size: int) -> None:
         position = 0
@@ -282,16 +312,24 @@ class Checkpoint:
         if position != size:
             raise self._error("there are bytes that belong to no tensor")
 
-    def restore(self, device: Device | None = None
-                ) -> tuple[Pythia, optim.Optimizer | None, int, float]:
+    def restore(
+        self, device: Device | None = None
+    ) -> tuple[Pythia, optim.Optimizer | None, int, float]:
         """(model, optimizer, epoch, loss) on `device`; the optimizer is None where none was saved.
         Draws no random number."""
         model = self.restore_model(device)
         with open(self.path, "rb") as file:
-            arrays = {name.removeprefix("optimizer."): self._tensor(file, name, model.device)
-                      for name in self._entries if name.startswith("optimizer.")}
-        return model, self._restore_optimizer(model, arrays), self.state["epoch"], \
-            self.state["loss"]
+            arrays = {
+                name.removeprefix("optimizer."): self._tensor(file, name, model.device)
+                for name in self._entries
+                if name.startswith("optimizer.")
+            }
+        return (
+            model,
+            self._restore_optimizer(model, arrays),
+            self.state["epoch"],
+            self.state["loss"],
+        )
 
     def restore_model(self, device: Device | None = None, dtype: str | None = None) -> Pythia:
         """The model alone, in `dtype` where one is given. What the optimizer keeps, some twice the
@@ -337,8 +375,9 @@ class Checkpoint:
             return array(host, "uint16", device).view("bfloat16")
         return array(host, dtype, device)
 
-    def _restore_optimizer(self, model: Pythia, arrays: dict[str, NDArray]
-                           ) -> optim.Optimizer | None:
+    def _restore_optimizer(
+        self, model: Pythia, arrays: dict[str, NDArray]
+    ) -> optim.Optimizer | None:
         saved = self.state["optimizer"]
         if saved is None:
             return None
@@ -361,8 +400,9 @@ class Checkpoint:
         np.random.set_state((kind, np.array(keys, np.uint32), position, has_gauss, gauss))
 
 
-def load_checkpoint(filepath: str | os.PathLike, device: Device | None = None
-                    ) -> tuple[Pythia, optim.Optimizer | None, int, float]:
+def load_checkpoint(
+    filepath: str | os.PathLike, device: Device | None = None
+) -> tuple[Pythia, optim.Optimizer | None, int, float]:
     """(model, optimizer, epoch, loss) from a file of save_checkpoint, on any device. Raises
     CheckpointError that names the file and the problem; nothing is half loaded.
 
@@ -395,8 +435,9 @@ def list_checkpoints(folder: str | os.PathLike) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def newest_checkpoint(folder: str | os.PathLike,
-                      report: Callable[[str], None] = print) -> Checkpoint | None:
+def newest_checkpoint(
+    folder: str | os.PathLike, report: Callable[[str], None] = print
+) -> Checkpoint | None:
     """The newest whole checkpoint of a folder; damaged ones are reported and passed over."""
     for path in list_checkpoints(folder):
         try:
@@ -406,8 +447,7 @@ def newest_checkpoint(folder: str | os.PathLike,
     return None
 
 
-def find_checkpoint(path: str | os.PathLike,
-                    report: Callable[[str], None] = print) -> Checkpoint:
+def find_checkpoint(path: str | os.PathLike, report: Callable[[str], None] = print) -> Checkpoint:
     """The checkpoint in a file, or the newest whole one of a run's folder. CheckpointError."""
     path = Path(path)
     if not path.is_dir():
@@ -418,10 +458,14 @@ def find_checkpoint(path: str | os.PathLike,
     return found
 
 
-def prune_checkpoints(folder: str | os.PathLike, keep: int = 2,
-                      forever: Callable[[int], bool] = lambda step: False) -> None:
+def prune_checkpoints(
+    folder: str | os.PathLike, keep: int = 2, forever: Callable[[int], bool] = lambda step: False
+) -> None:
     """Deletes all but the `keep` newest of those whose step is not to stay `forever`."""
-    passing = [path for path in list_checkpoints(folder)
-               if not forever(int(path.stem.removeprefix("step_")))]
+    passing = [
+        path
+        for path in list_checkpoints(folder)
+        if not forever(int(path.stem.removeprefix("step_")))
+    ]
     for path in passing[keep:]:
         path.unlink(missing_ok=True)

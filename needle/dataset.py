@@ -3,12 +3,13 @@ token datasets."""
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterator, Optional, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
-from ._C import Device, NDArray
-from .autograd import Tensor
+from needle._C import Device, NDArray
+from needle.autograd import Tensor
 
 
 class Dataset:
@@ -16,7 +17,7 @@ class Dataset:
     one array), and `__len__`. transforms: functions that `apply_transforms` applies to x in
     order."""
 
-    def __init__(self, transforms: Optional[Sequence[Callable[[Any], Any]]] = None) -> None:
+    def __init__(self, transforms: Sequence[Callable[[Any], Any]] | None = None) -> None:
         self.transforms = transforms
 
     def __getitem__(self, index: Any) -> Any:
@@ -75,9 +76,9 @@ class DataLoader:
     def __init__(
         self,
         dataset: Dataset,
-        batch_size: Optional[int] = 1,
+        batch_size: int | None = 1,
         shuffle: bool = False,
-        device: Optional[Device] = None,
+        device: Device | None = None,
         dtype: str = "float32",
     ) -> None:
         if batch_size is not None and batch_size < 1:
@@ -89,8 +90,10 @@ class DataLoader:
         self.dtype = dtype
 
     def __repr__(self) -> str:
-        return (f"DataLoader({len(self.dataset)} samples, batch_size={self.batch_size}, "
-                f"shuffle={self.shuffle})")
+        return (
+            f"DataLoader({len(self.dataset)} samples, batch_size={self.batch_size}, "
+            f"shuffle={self.shuffle})"
+        )
 
     def __len__(self) -> int:
         """The number of batches."""

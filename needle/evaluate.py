@@ -62,15 +62,21 @@ class Scores:
 
     def to_dict(self) -> dict[str, float | int | None]:
         """Everything but the single tokens, as JSON has it."""
-        return {"tokens": self.tokens, "loss": self.loss, "perplexity": self.perplexity,
-                "bytes": self.text_bytes, "bits_per_byte": self.bits_per_byte}
+        return {
+            "tokens": self.tokens,
+            "loss": self.loss,
+            "perplexity": self.perplexity,
+            "bytes": self.text_bytes,
+            "bits_per_byte": self.bits_per_byte,
+        }
 
 
 # ---- scoring ----------------------------------------------------------------------------------
 
 
-def score(model: Pythia, rows: Sequence[tuple[Sequence[int], Sequence[int]]],
-          batch_size: int = 8) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+def score(
+    model: Pythia, rows: Sequence[tuple[Sequence[int], Sequence[int]]], batch_size: int = 8
+) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """For each row (inputs, targets), where the last len(targets) inputs predict the targets:
     its index in `rows`, the log-probability of each target (float32, nats) and whether the target
     is the likeliest token (bool).
@@ -84,15 +90,16 @@ def score(model: Pythia, rows: Sequence[tuple[Sequence[int], Sequence[int]]],
         if not 1 <= len(targets) <= len(inputs) <= model.config.max_seq_len:
             raise ValueError(
                 f"score: row {index} has {len(inputs)} inputs and {len(targets)} targets; there "
-                f"must be 1 <= targets <= inputs <= max_seq_len ({model.config.max_seq_len})")
+                f"must be 1 <= targets <= inputs <= max_seq_len ({model.config.max_seq_len})"
+            )
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
     for start in range(0, len(order), batch_size):
-        chosen = order[start:start + batch_size]
+        chosen = order[start : start + batch_size]
         batch = np.zeros((len(chosen), len(rows[chosen[0]][0])), np.int64)
         ends = []
         for row, index in enumerate(chosen):
             inputs = rows[index][0]
-            batch[row, :len(inputs)] = inputs
+            batch[row, : len(inputs)] = inputs
             ends.append(row * batch.shape[1] + len(inputs))
         counts = [len(rows[index][1]) for index in chosen]
         wanted = [np.arange(end - count, end) for end, count in zip(ends, counts)]
@@ -102,8 +109,9 @@ def score(model: Pythia, rows: Sequence[tuple[Sequence[int], Sequence[int]]],
         yield from zip(chosen, np.split(logprobs, cuts), np.split(likeliest, cuts))
 
 
-def _score_positions(model: Pythia, batch: np.ndarray, positions: np.ndarray,
-                     targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _score_positions(
+    model: Pythia, batch: np.ndarray, positions: np.ndarray, targets: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Log-probabilities and hits of `targets` (N,) at `positions` (N,) of the flattened batch
     (B, T). The head multiplies those positions alone, LOGITS numbers at a time."""
     vocabulary = model.config.vocab_size
@@ -116,8 +124,8 @@ def _score_positions(model: Pythia, batch: np.ndarray, positions: np.ndarray,
         hidden = hidden.reshape((batch.size, model.config.hidden_size))
         step = max(1, LOGITS // vocabulary)
         for start in range(0, len(positions), step):
-            here = _C.array(positions[start:start + step].astype(np.int32), "int32", model.device)
-            wanted = _C.array(targets[start:start + step].astype(np.int32), "int32", model.device)
+            here = _C.array(positions[start : start + step].astype(np.int32), "int32", model.device)
+            wanted = _C.array(targets[start : start + step].astype(np.int32), "int32", model.device)
             rows = Tensor.from_ndarray(_C.embedding_fwd(here, hidden))
             logits = model.embed_out(rows).cached_data
             losses.append(_C.cross_entropy_fwd(logits, wanted)[0].numpy())
@@ -142,10 +150,17 @@ def windows(count: int, seq_len: int, stride: int) -> Iterator[tuple[int, int, i
         yield max(0, scored - 1 - seq_len), scored - 1, n
 
 
-def perplexity(model: Pythia, tokens: data.FlatTokens | np.ndarray, seq_len: int | None = None,
-               stride: int | None = None, batch_size: int = 8, tokenizer: object | None = None,
-               row_length: int | None = None, per_token: bool = False,
-               progress: Callable[[int], None] | None = None) -> Scores:
+def perplexity(
+    model: Pythia,
+    tokens: data.FlatTokens | np.ndarray,
+    seq_len: int | None = None,
+    stride: int | None = None,
+    batch_size: int = 8,
+    tokenizer: object | None = None,
+    row_length: int | None = None,
+    per_token: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> Scores:
     """Scores of `tokens` (N,), integers in memory or mapped, read as one text.
 
     seq_len: inputs a window, by default max_seq_len; stride: targets a window, by default seq_len.
@@ -164,16 +179,19 @@ def perplexity(model: Pythia, tokens: data.FlatTokens | np.ndarray, seq_len: int
     seq_len = limit if seq_len is None else seq_len
     stride = seq_len if stride is None else stride
     if not 1 <= seq_len <= limit:
-        raise ValueError(f"perplexity: seq_len must be from 1 to max_seq_len, {limit}, not "
-                         f"{seq_len}")
+        raise ValueError(
+            f"perplexity: seq_len must be from 1 to max_seq_len, {limit}, not {seq_len}"
+        )
     if not 1 <= stride <= seq_len:
         raise ValueError(f"perplexity: stride must be from 1 to seq_len, {seq_len}, not {stride}")
     if batch_size < 1:
         raise ValueError(f"perplexity: batch_size must be 1 or more, not {batch_size}")
     row_length = row_length or len(tokens)
     if min(row_length, len(tokens)) < 2:
-        raise ValueError(f"perplexity: {min(row_length, len(tokens))} tokens; the first is never "
-                         "scored, so there must be two or more")
+        raise ValueError(
+            f"perplexity: {min(row_length, len(tokens))} tokens; the first is never "
+            "scored, so there must be two or more"
+        )
     lengths = None
     if tokenizer is not None:
         lengths = data.token_bytes(tokenizer)
@@ -182,14 +200,15 @@ def perplexity(model: Pythia, tokens: data.FlatTokens | np.ndarray, seq_len: int
     kept = np.full(len(tokens), np.nan, np.float32) if per_token else None
     count, nats, text_bytes = 0, 0.0, 0
     for batch in _batches(len(tokens), row_length, seq_len, stride, batch_size):
-        texts = [_read(tokens, first, last + 1, model.config.vocab_size)
-                 for first, last, _ in batch]
+        texts = [
+            _read(tokens, first, last + 1, model.config.vocab_size) for first, last, _ in batch
+        ]
         rows = [(text[:-1], text[-n:]) for text, (_, _, n) in zip(texts, batch)]
         for index, logprobs, _ in score(model, rows, batch_size):
             _, last, n = batch[index]
             nats -= float(logprobs.sum(dtype=np.float64))
             if kept is not None:
-                kept[last - n + 1:last + 1] = -logprobs
+                kept[last - n + 1 : last + 1] = -logprobs
         done = sum(n for _, _, n in batch)
         count += done
         if lengths is not None:
@@ -199,8 +218,9 @@ def perplexity(model: Pythia, tokens: data.FlatTokens | np.ndarray, seq_len: int
     return Scores(count, nats, None if lengths is None else text_bytes, kept)
 
 
-def _batches(count: int, row_length: int, seq_len: int, stride: int,
-             batch_size: int) -> Iterator[list[tuple[int, int, int]]]:
+def _batches(
+    count: int, row_length: int, seq_len: int, stride: int, batch_size: int
+) -> Iterator[list[tuple[int, int, int]]]:
     """The windows of rows one behind the other, `batch_size` at a time."""
     batch = []
     for start in range(0, count, row_length):
@@ -213,23 +233,27 @@ def _batches(count: int, row_length: int, seq_len: int, stride: int,
         yield batch
 
 
-def _read(tokens: data.FlatTokens | np.ndarray, start: int, stop: int,
-          vocab_size: int) -> np.ndarray:
+def _read(
+    tokens: data.FlatTokens | np.ndarray, start: int, stop: int, vocab_size: int
+) -> np.ndarray:
     """Ids [start, stop), all of them inside the vocabulary."""
     ids = to_ids(np.asarray(tokens[start:stop]))
     wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
     if wrong.size:
         first = int(wrong[0])
-        raise data.DataError(f"{place_of(tokens, start + first)}: id {int(ids[first])} is outside "
-                             f"the vocabulary of {vocab_size}")
+        raise data.DataError(
+            f"{place_of(tokens, start + first)}: id {int(ids[first])} is outside "
+            f"the vocabulary of {vocab_size}"
+        )
     return ids
 
 
 # ---- from files -------------------------------------------------------------------------------
 
 
-def load_model(path: str | Path, device: Device | None = None,
-               dtype: str | None = None) -> tuple[Pythia, Path | None]:
+def load_model(
+    path: str | Path, device: Device | None = None, dtype: str | None = None
+) -> tuple[Pythia, Path | None]:
     """A model in evaluation mode, and its tokenizer.json where one lies with it.
 
     path: a checkpoint of needle, the folder of a run (its newest checkpoint), or a folder as
@@ -240,8 +264,10 @@ def load_model(path: str | Path, device: Device | None = None,
     path = Path(path)
     if path.is_dir() and not (path / "checkpoints").is_dir():
         if not (path / "config.json").is_file():
-            raise CheckpointError(f"{path}: neither a run of needle (no folder checkpoints/) nor a "
-                                  "model of transformers (no config.json)")
+            raise CheckpointError(
+                f"{path}: neither a run of needle (no folder checkpoints/) nor a "
+                "model of transformers (no config.json)"
+            )
         model = Pythia.from_pretrained(path, device=device, dtype=dtype)
         tokenizer = None if model.tokenizer is None else path / "tokenizer.json"
     elif path.exists():
@@ -256,30 +282,58 @@ def load_model(path: str | Path, device: Device | None = None,
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
-        prog="python -m needle.evaluate", description="Perplexity of a model on a dataset.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    top.add_argument("model", metavar="CHECKPOINT_OR_FOLDER",
-                     help="a checkpoint, the folder of a run, or a folder that transformers saved")
-    top.add_argument("--data", required=True, metavar="PATH",
-                     help="text or tokens, of any kind that needle.data reads")
-    top.add_argument("--split", choices=("all", "train", "held-out"), default="all",
-                     help="of the data: everything, or a part as training divides it")
-    top.add_argument("--tokenizer", metavar="PATH",
-                     help="a tokenizer.json; by default the one that lies with the model")
-    top.add_argument("--seq-len", type=_count, metavar="T",
-                     help="tokens of context a window; by default all the model can read")
-    top.add_argument("--stride", type=_count, metavar="S",
-                     help="score the last S tokens of each window only, each with a context of at "
-                          "least T - S + 1; by default T")
+        prog="python -m needle.evaluate",
+        description="Perplexity of a model on a dataset.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    top.add_argument(
+        "model",
+        metavar="CHECKPOINT_OR_FOLDER",
+        help="a checkpoint, the folder of a run, or a folder that transformers saved",
+    )
+    top.add_argument(
+        "--data",
+        required=True,
+        metavar="PATH",
+        help="text or tokens, of any kind that needle.data reads",
+    )
+    top.add_argument(
+        "--split",
+        choices=("all", "train", "held-out"),
+        default="all",
+        help="of the data: everything, or a part as training divides it",
+    )
+    top.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="a tokenizer.json; by default the one that lies with the model",
+    )
+    top.add_argument(
+        "--seq-len",
+        type=_count,
+        metavar="T",
+        help="tokens of context a window; by default all the model can read",
+    )
+    top.add_argument(
+        "--stride",
+        type=_count,
+        metavar="S",
+        help="score the last S tokens of each window only, each with a context of at "
+        "least T - S + 1; by default T",
+    )
     top.add_argument("--batch-size", type=_count, default=8, metavar="N", help="windows at a time")
     top.add_argument("--limit", type=_count, metavar="N", help="the first N tokens only")
-    top.add_argument("--per-token", metavar="FILE",
-                     help="write the score of each token as float32 to FILE (.npy); NaN where a "
-                          "text begins")
-    top.add_argument("--device", default="auto", metavar="NAME",
-                     help="auto, cpu, cuda or cuda:INDEX")
-    top.add_argument("--dtype", choices=DTYPES,
-                     help="compute in this; by default in that of the checkpoint")
+    top.add_argument(
+        "--per-token",
+        metavar="FILE",
+        help="write the score of each token as float32 to FILE (.npy); NaN where a text begins",
+    )
+    top.add_argument(
+        "--device", default="auto", metavar="NAME", help="auto, cpu, cuda or cuda:INDEX"
+    )
+    top.add_argument(
+        "--dtype", choices=DTYPES, help="compute in this; by default in that of the checkpoint"
+    )
     top.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     return top
 
@@ -295,8 +349,10 @@ def evaluate(args: argparse.Namespace) -> Scores:
     model, beside = load_model(args.model, choose_device(args.device), args.dtype)
     tokenizer_path = args.tokenizer or beside
     if tokenizer_path is None and open_tokens(Path(args.data)) is None:
-        raise data.DataError(f"{args.data} is text, and no tokenizer.json lies with {args.model}: "
-                             "give the one that it was trained with, by --tokenizer")
+        raise data.DataError(
+            f"{args.data} is text, and no tokenizer.json lies with {args.model}: "
+            "give the one that it was trained with, by --tokenizer"
+        )
     with contextlib.redirect_stdout(sys.stderr):  # it says when it tokenises; ours is the result
         opened = data.open_data(args.data, tokenizer=tokenizer_path)
     tokenizer = opened.tokenizer
@@ -304,8 +360,11 @@ def evaluate(args: argparse.Namespace) -> Scores:
         tokenizer = data.load_tokenizer(tokenizer_path)
     print(f"{model}\n{opened.source}", file=sys.stderr)
     # Two texts: what is held out does not follow what is trained on.
-    texts = {"all": [opened.train, opened.held_out], "train": [opened.train],
-             "held-out": [opened.held_out]}[args.split]
+    texts = {
+        "all": [opened.train, opened.held_out],
+        "train": [opened.train],
+        "held-out": [opened.held_out],
+    }[args.split]
     left = sum(map(len, texts)) if args.limit is None else args.limit
     parts = []
     for text in texts:
@@ -314,17 +373,32 @@ def evaluate(args: argparse.Namespace) -> Scores:
             text = text.between(0, left) if isinstance(text, data.FlatTokens) else text[:left]
         left -= len(text)
         if len(text) > 1:
-            parts.append(perplexity(model, text, args.seq_len, args.stride, args.batch_size,
-                                    tokenizer, row_length, bool(args.per_token),
-                                    _reporter(len(text))))
+            parts.append(
+                perplexity(
+                    model,
+                    text,
+                    args.seq_len,
+                    args.stride,
+                    args.batch_size,
+                    tokenizer,
+                    row_length,
+                    bool(args.per_token),
+                    _reporter(len(text)),
+                )
+            )
     if not parts:
-        raise data.DataError(f"{args.data}: fewer than two tokens in the part that was asked for "
-                             f"(--split {args.split}); nothing to score")
+        raise data.DataError(
+            f"{args.data}: fewer than two tokens in the part that was asked for "
+            f"(--split {args.split}); nothing to score"
+        )
     if sys.stderr.isatty():
         print(file=sys.stderr)
-    return Scores(sum(p.tokens for p in parts), sum(p.nats for p in parts),
-                  None if tokenizer is None else sum(p.text_bytes for p in parts),
-                  np.concatenate([p.per_token for p in parts]) if args.per_token else None)
+    return Scores(
+        sum(p.tokens for p in parts),
+        sum(p.nats for p in parts),
+        None if tokenizer is None else sum(p.text_bytes for p in parts),
+        np.concatenate([p.per_token for p in parts]) if args.per_token else None,
+    )
 
 
 def _reporter(total: int) -> Callable[[int], None] | None:

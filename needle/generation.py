@@ -41,10 +41,18 @@ BROKEN = "the logits are not finite: the model's weights are broken"
 # ---- ids ----------------------------------------------------------------------------------------
 
 
-def stream(model: Any, input_ids: Any, max_new_tokens: int, temperature: float = 1.0,
-           top_k: int | None = None, top_p: float | None = None, seed: int | None = None,
-           stop: Collection[int] = (), repetition_penalty: float = 1.0,
-           attention_mask: Any = None) -> Iterator[np.ndarray]:
+def stream(
+    model: Any,
+    input_ids: Any,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    stop: Collection[int] = (),
+    repetition_penalty: float = 1.0,
+    attention_mask: Any = None,
+) -> Iterator[np.ndarray]:
     """Yields the next token of each row, int32 (B,), until max_new_tokens or until every row has
     produced a token of `stop`; a row that has stopped repeats its stop token.
 
@@ -59,8 +67,9 @@ def stream(model: Any, input_ids: Any, max_new_tokens: int, temperature: float =
     the vocabulary, empty prompts, no prompts, and settings that are not allowed.
     """
     if not isinstance(max_new_tokens, (int, np.integer)) or max_new_tokens < 0:
-        raise ValueError(f"Pythia: max_new_tokens must be a whole number of 0 or more, not "
-                         f"{max_new_tokens!r}")
+        raise ValueError(
+            f"Pythia: max_new_tokens must be a whole number of 0 or more, not {max_new_tokens!r}"
+        )
     stops = _stop_ids(stop)
     check_sampling(temperature, top_k, top_p, repetition_penalty)
     rows = prompt_rows(input_ids, model.config.vocab_size, attention_mask)
@@ -83,10 +92,18 @@ def stream(model: Any, input_ids: Any, max_new_tokens: int, temperature: float =
         tokens.close()
 
 
-def generate(model: Any, input_ids: Any, max_new_tokens: int, temperature: float = 1.0,
-             top_k: int | None = None, top_p: float | None = None, seed: int | None = None,
-             stop: Collection[int] = (), repetition_penalty: float = 1.0,
-             attention_mask: Any = None) -> np.ndarray | list[np.ndarray]:
+def generate(
+    model: Any,
+    input_ids: Any,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    stop: Collection[int] = (),
+    repetition_penalty: float = 1.0,
+    attention_mask: Any = None,
+) -> np.ndarray | list[np.ndarray]:
     """The prompt and what follows it, int64; arguments as of stream().
 
     (B, T) gives (B, T + n), where rows that stopped early repeat their stop token, and (T,) gives
@@ -94,8 +111,11 @@ def generate(model: Any, input_ids: Any, max_new_tokens: int, temperature: float
     without padding, each ending with its stop token where it met one.
     """
     rows = prompt_rows(input_ids, model.config.vocab_size, attention_mask)
-    new = list(stream(model, rows, max_new_tokens, temperature, top_k, top_p, seed, stop,
-                      repetition_penalty))
+    new = list(
+        stream(
+            model, rows, max_new_tokens, temperature, top_k, top_p, seed, stop, repetition_penalty
+        )
+    )
     new = np.array(new, np.int64).reshape(len(new), len(rows)).T
     if attention_mask is None and len({len(row) for row in rows}) == 1:
         out = np.concatenate([np.stack(rows), new], axis=1)
@@ -106,8 +126,10 @@ def generate(model: Any, input_ids: Any, max_new_tokens: int, temperature: float
 def _stop_ids(stop: Collection[int]) -> np.ndarray:
     ids = np.asarray(list(stop) if isinstance(stop, Collection) else stop)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise TypeError(f"Pythia: stop must be a list of token ids, not {stop!r}; strings that "
-                        "stop are for needle.generation.generate_text(..., stop_strings=[...])")
+        raise TypeError(
+            f"Pythia: stop must be a list of token ids, not {stop!r}; strings that "
+            "stop are for needle.generation.generate_text(..., stop_strings=[...])"
+        )
     return ids
 
 
@@ -125,8 +147,10 @@ def prompt_rows(input_ids: Any, vocab_size: int, attention_mask: Any = None) -> 
     if hasattr(input_ids, "numpy"):
         input_ids = input_ids.numpy()
     if not hasattr(input_ids, "__len__"):
-        raise TypeError(f"Pythia: input_ids must be token ids, (B, T), (T,) or a list of prompts, "
-                        f"not {type(input_ids).__name__}")
+        raise TypeError(
+            f"Pythia: input_ids must be token ids, (B, T), (T,) or a list of prompts, "
+            f"not {type(input_ids).__name__}"
+        )
     if isinstance(input_ids, np.ndarray) or (len(input_ids) and np.ndim(input_ids[0]) == 0):
         input_ids = np.atleast_2d(np.asarray(input_ids))
     rows = [np.asarray(row) for row in input_ids]
@@ -139,8 +163,10 @@ def prompt_rows(input_ids: Any, vocab_size: int, attention_mask: Any = None) -> 
         raise ValueError("Pythia: there is no prompt; give at least one row")
     for number, row in enumerate(rows):
         if row.ndim != 1:
-            raise ValueError(f"Pythia: prompts must be rows of token ids, but the shape of row "
-                             f"{number} is {row.shape}")
+            raise ValueError(
+                f"Pythia: prompts must be rows of token ids, but the shape of row "
+                f"{number} is {row.shape}"
+            )
         if len(row) == 0:
             which = f" of row {number}" if len(rows) > 1 else ""
             raise ValueError(f"Pythia: the prompt{which} is empty; give at least one token")
@@ -149,17 +175,26 @@ def prompt_rows(input_ids: Any, vocab_size: int, attention_mask: Any = None) -> 
             raise TypeError(f"Pythia: input_ids must be whole numbers, but are {row.dtype}")
         wrong = np.flatnonzero((row < 0) | (row >= vocab_size))
         if len(wrong):
-            raise ValueError(f"Pythia: input_ids: token {int(row[wrong[0]])} at position "
-                             f"{(number, int(wrong[0]))} is outside the vocabulary of {vocab_size}")
+            raise ValueError(
+                f"Pythia: input_ids: token {int(row[wrong[0]])} at position "
+                f"{(number, int(wrong[0]))} is outside the vocabulary of {vocab_size}"
+            )
     return [row.astype(np.int64) for row in rows]
 
 
 # ---- text ---------------------------------------------------------------------------------------
 
 
-def stream_text(model: Any, tokenizer: Any, prompt: str, max_new_tokens: int, *,
-                stop_strings: Sequence[str] = (), end: int | None = None,
-                **options: Any) -> Iterator[str]:
+def stream_text(
+    model: Any,
+    tokenizer: Any,
+    prompt: str,
+    max_new_tokens: int,
+    *,
+    stop_strings: Sequence[str] = (),
+    end: int | None = None,
+    **options: Any,
+) -> Iterator[str]:
     """Yields what follows a prompt, piece by piece, in whole characters.
 
     Ends before the first of `stop_strings`, before the token `end`, or after max_new_tokens. What
@@ -175,9 +210,16 @@ def stream_text(model: Any, tokenizer: Any, prompt: str, max_new_tokens: int, *,
     yield text.rest()
 
 
-def generate_text(model: Any, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int, *,
-                  stop_strings: Sequence[str] = (), end: int | None = None,
-                  **options: Any) -> list[str]:
+def generate_text(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    max_new_tokens: int,
+    *,
+    stop_strings: Sequence[str] = (),
+    end: int | None = None,
+    **options: Any,
+) -> list[str]:
     """What follows each prompt, as stream_text() tells it; all prompts in one batch.
 
     >>> tokenizer = ndl.data.train_tokenizer(iter(["the cat sat on the mat "] * 9), 280)
@@ -208,8 +250,9 @@ def _encoded(tokenizer, prompt: str, end: int | None) -> list[int]:
     try:
         prompt.encode()
     except UnicodeEncodeError as error:  # Python's way to keep bytes that it could not read
-        raise ValueError(f"the prompt is not UTF-8: character {error.start} is "
-                         f"{prompt[error.start]!a}") from error
+        raise ValueError(
+            f"the prompt is not UTF-8: character {error.start} is {prompt[error.start]!a}"
+        ) from error
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids
     return ids or ([] if end is None else [end])
 
@@ -219,8 +262,9 @@ class _Text:
 
     def __init__(self, tokenizer, stop_strings: Sequence[str]) -> None:
         if isinstance(stop_strings, str) or not all(stop_strings):
-            raise ValueError(f"stop_strings must be a list of strings that are not empty, not "
-                             f"{stop_strings!r}")
+            raise ValueError(
+                f"stop_strings must be a list of strings that are not empty, not {stop_strings!r}"
+            )
         self.tokenizer, self.stops = tokenizer, tuple(stop_strings)
         self.tokens: list[int] = []
         self.text, self.shown, self.done = "", 0, False
@@ -242,11 +286,13 @@ class _Text:
 
     def _doubtful(self) -> int:
         """How many characters at the end may begin a stop string."""
-        return max((n for stop in self.stops for n in range(1, len(stop))
-                    if self.text.endswith(stop[:n])), default=0)
+        return max(
+            (n for stop in self.stops for n in range(1, len(stop)) if self.text.endswith(stop[:n])),
+            default=0,
+        )
 
     def _show(self, up_to: int) -> str:
-        piece = self.text[self.shown:up_to]
+        piece = self.text[self.shown : up_to]
         self.shown = max(self.shown, up_to)
         return piece
 
@@ -263,8 +309,14 @@ class _Text:
 class _Chooser:
     """The settings of sampling, and what each row has seen."""
 
-    def __init__(self, temperature: float, top_k: int | None, top_p: float | None,
-                 seed: int | None, penalty: float) -> None:
+    def __init__(
+        self,
+        temperature: float,
+        top_k: int | None,
+        top_p: float | None,
+        seed: int | None,
+        penalty: float,
+    ) -> None:
         self.options = (temperature, top_k, top_p)
         self.penalty = penalty
         self.random = np.random if seed is None else np.random.RandomState(seed)
@@ -286,13 +338,17 @@ class _Chooser:
         return drawn
 
 
-def _tokens(model, contexts: list[list[int]], count: int,
-            chooser: _Chooser) -> Iterator[np.ndarray]:
+def _tokens(
+    model, contexts: list[list[int]], count: int, chooser: _Chooser
+) -> Iterator[np.ndarray]:
     """The next `count` tokens of each row. The caller appends what was yielded to `contexts`."""
     longest = max(map(len, contexts))
     # The last token of all is never fed, so it needs no position.
-    cached = 0 if model.config.use_sparse_attention or model.is_hooked else \
-        min(count, max(0, model.config.max_seq_len - longest + 1))
+    cached = (
+        0
+        if model.config.use_sparse_attention or model.is_hooked
+        else min(count, max(0, model.config.max_seq_len - longest + 1))
+    )
     if cached:
         decoder = _Decoder(model, contexts, longest + cached - 1, chooser)
         try:
@@ -308,7 +364,7 @@ def _tokens(model, contexts: list[list[int]], count: int,
 
 def _recomputed(model, contexts: list[list[int]]) -> np.ndarray:
     """float32 logits (B, V) behind each context, of which the last max_seq_len tokens are read."""
-    rows = [context[-model.config.max_seq_len:] for context in contexts]
+    rows = [context[-model.config.max_seq_len :] for context in contexts]
     lengths = {len(row) for row in rows}
     if len(lengths) > 1:
         return np.concatenate([_recomputed(model, [row]) for row in rows])
@@ -396,16 +452,24 @@ class _Decoder:
 
         x = self._layers(array(ids, "int32", self.device), attend).cached_data
         ends = np.array([row * longest + len(c) - 1 for row, c in enumerate(self.contexts)])
-        last = _C.embedding_fwd(array(ends, "int32", self.device),
-                                x.reshape((self.batch * longest, x.shape[2])))
+        last = _C.embedding_fwd(
+            array(ends, "int32", self.device), x.reshape((self.batch * longest, x.shape[2]))
+        )
         self._finish(Tensor.from_ndarray(last))
 
     @no_grad()
     def _step(self) -> None:
         def attend(layer: int, qkv: NDArray) -> NDArray:
             packed = qkv.reshape((self.batch, self.heads, 3, self.head_dim))
-            return _C.decode_attention(packed, self.cos, self.sin, self.positions, self.scale,
-                                       self.keys[layer], self.values[layer])
+            return _C.decode_attention(
+                packed,
+                self.cos,
+                self.sin,
+                self.positions,
+                self.scale,
+                self.keys[layer],
+                self.values[layer],
+            )
 
         x = self._layers(self.tokens_now.reshape((self.batch, 1)), attend).cached_data
         self._finish(Tensor.from_ndarray(x.reshape((self.batch, x.shape[2]))))
@@ -416,8 +480,12 @@ class _Decoder:
         x = self.model.embed_in(ids)
         shape = x.shape
         for number, layer in enumerate(self.model.layers):
-            x = layer(x, lambda qkv, number=number: Tensor.from_ndarray(
-                attend(number, qkv.cached_data).reshape(shape)))
+            x = layer(
+                x,
+                lambda qkv, number=number: Tensor.from_ndarray(
+                    attend(number, qkv.cached_data).reshape(shape)
+                ),
+            )
         return x
 
     def _finish(self, x: Tensor) -> None:

@@ -63,24 +63,31 @@ READ_ACTIVATIONS = {
 WRITE_ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}  # the one name that they do not know
 
 # What older versions saved beside the parameters, and what follows from the configuration.
-BUFFERS = re.compile(r"(layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.\w+)"
-                     r"|rotary_emb\.\w+)")
+BUFFERS = re.compile(
+    r"(layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.\w+)"
+    r"|rotary_emb\.\w+)"
+)
 
 
 # ---- the configuration --------------------------------------------------------------------------
 
 
-def config_from_hf(fields: dict[str, Any], dtype: str = "float32",
-                   source: str = "config.json") -> PythiaConfig:
+def config_from_hf(
+    fields: dict[str, Any], dtype: str = "float32", source: str = "config.json"
+) -> PythiaConfig:
     """The configuration that the dictionary of a GPTNeoXConfig describes, in any version's
     spelling. CheckpointError lists all that is missing or that needle cannot do."""
     problems = []
     kind = fields.get("model_type")
     if kind != "gpt_neox":
         raise CheckpointError(f"{source}: model_type is {kind!r}; needle reads 'gpt_neox' only")
-    names = {"vocab_size": "vocab_size", "hidden_size": "hidden_size",
-             "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads",
-             "intermediate_size": "intermediate_size"}
+    names = {
+        "vocab_size": "vocab_size",
+        "hidden_size": "hidden_size",
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_heads",
+        "intermediate_size": "intermediate_size",
+    }
     read: dict[str, Any] = {}
     for theirs, name in names.items():
         if fields.get(theirs) is None:
@@ -125,13 +132,23 @@ def _rotary(fields: dict[str, Any], problems: list[str]) -> tuple[float, float]:
             problems.append(f"{name} asks for {kind!r} positions; needle knows 'default' only")
         nested = nested or value
     found = []
-    for default, new, old in ((0.25, "partial_rotary_factor", "rotary_pct"),
-                              (10000.0, "rope_theta", "rotary_emb_base")):
-        value, name = next(((place[name], name) for place, name in ((nested, new), (fields, old))
-                            if place.get(name) is not None), (default, ""))
+    for default, new, old in (
+        (0.25, "partial_rotary_factor", "rotary_pct"),
+        (10000.0, "rope_theta", "rotary_emb_base"),
+    ):
+        value, name = next(
+            (
+                (place[name], name)
+                for place, name in ((nested, new), (fields, old))
+                if place.get(name) is not None
+            ),
+            (default, ""),
+        )
         if not name and fields.get(new) not in (None, default):
-            problems.append(f"{new} is {fields[new]!r}, which GPT-NeoX in transformers does not "
-                            f"read: it computes with {default}; {old} says what it is")
+            problems.append(
+                f"{new} is {fields[new]!r}, which GPT-NeoX in transformers does not "
+                f"read: it computes with {default}; {old} says what it is"
+            )
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             problems.append(f"{name} is {value!r}, but must be a number")
             value = default
@@ -139,8 +156,9 @@ def _rotary(fields: dict[str, Any], problems: list[str]) -> tuple[float, float]:
     return found[0], found[1]
 
 
-def config_to_hf(config: PythiaConfig, eos_token_id: int | None = None,
-                 pad_token_id: int | None = None) -> dict[str, Any]:
+def config_to_hf(
+    config: PythiaConfig, eos_token_id: int | None = None, pad_token_id: int | None = None
+) -> dict[str, Any]:
     """What config.json says of a model. Rotary is spelled as transformers 4 and as 5 reads it.
 
     >>> fields = ndl.hf.config_to_hf(ndl.PythiaConfig.preset("70m"))
@@ -224,8 +242,9 @@ class _Entry:
         dtype, bits = FROM_FILE[self.dtype]
         host = np.fromfile(self.path, bits, math.prod(self.shape), offset=self.offset)
         if host.size != math.prod(self.shape):
-            raise CheckpointError(f"{self.path}: {self.name}: the file has been cut while it was "
-                                  "read")
+            raise CheckpointError(
+                f"{self.path}: {self.name}: the file has been cut while it was read"
+            )
         host = host.reshape(self.shape)
         if dtype == "bfloat16":
             return array(host, "uint16", device).view("bfloat16")
@@ -237,11 +256,13 @@ def load(folder: str | os.PathLike, device: Device | None = None, dtype: str = "
     what cannot be read and lists every tensor that is unknown, missing or of the wrong shape."""
     folder = Path(folder)
     if dtype not in DTYPES:
-        raise ValueError(f"from_pretrained: dtype must be one of {', '.join(DTYPES)}, "
-                         f"not {dtype!r}")
+        raise ValueError(
+            f"from_pretrained: dtype must be one of {', '.join(DTYPES)}, not {dtype!r}"
+        )
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder; needle reads models from the disk, and "
-                              "downloads none")
+        raise CheckpointError(
+            f"{folder}: no such folder; needle reads models from the disk, and downloads none"
+        )
     device = default_device() if device is None else device
     fields = _json(folder / "config.json")
     config = config_from_hf(fields, dtype, str(folder / "config.json"))
@@ -267,8 +288,9 @@ def load(folder: str | os.PathLike, device: Device | None = None, dtype: str = "
     return model
 
 
-def _compare(entries: dict[str, _Entry], shapes: dict[str, tuple[int, ...]],
-             problems: list[str]) -> None:
+def _compare(
+    entries: dict[str, _Entry], shapes: dict[str, tuple[int, ...]], problems: list[str]
+) -> None:
     problems += [f"{hf_name(name)} is missing" for name in shapes if name not in entries]
     allowed = [theirs for theirs, (ours, _) in FROM_FILE.items() if ours in DTYPES]
     for name, entry in entries.items():
@@ -276,8 +298,7 @@ def _compare(entries: dict[str, _Entry], shapes: dict[str, tuple[int, ...]],
             problems.append(f"{entry.name} is unknown")
             continue
         if entry.shape != shapes[name]:
-            problems.append(f"{entry.name} has shape {list(entry.shape)}, not "
-                            f"{list(shapes[name])}")
+            problems.append(f"{entry.name} has shape {list(entry.shape)}, not {list(shapes[name])}")
         if entry.dtype not in allowed:
             problems.append(f"{entry.name} is {entry.dtype}, not {' or '.join(allowed)}")
 
@@ -322,8 +343,10 @@ def _entries(folder: Path, problems: list[str]) -> dict[str, _Entry]:
             continue
         if name in entries:
             first = entries[name]
-            problems.append(f"{entry.name} in {entry.path.name} is {first.name} in "
-                            f"{first.path.name} a second time")
+            problems.append(
+                f"{entry.name} in {entry.path.name} is {first.name} in "
+                f"{first.path.name} a second time"
+            )
         entries[name] = entry
     return entries
 
@@ -332,13 +355,17 @@ def _no_weights(folder: Path) -> str:
     if not any(folder.glob("pytorch_model*.bin")):
         return f"{folder}: no {WEIGHTS} and no {INDEX} in it"
     parts, whole = str(folder / "pytorch_model*.bin"), str(folder / WEIGHTS)
-    line = ("import glob, torch; from safetensors.torch import save_file; save_file({k: "
-            "v.clone().contiguous() for f in sorted(glob.glob(%r)) for k, v in "
-            "torch.load(f, map_location='cpu', weights_only=True).items()}, %r, "
-            "{'format': 'pt'})" % (parts, whole))
+    line = (
+        "import glob, torch; from safetensors.torch import save_file; save_file({k: "
+        f"v.clone().contiguous() for f in sorted(glob.glob({parts!r})) for k, v in "
+        f"torch.load(f, map_location='cpu', weights_only=True).items()}}, {whole!r}, "
+        "{'format': 'pt'})"
+    )
     escaped = re.sub(r'([\\"$`])', r"\\\1", line)
-    return (f"{folder}: its weights are pytorch_model.bin, a pickle, which needle never opens. "
-            f'This line converts it: python -c "{escaped}"')
+    return (
+        f"{folder}: its weights are pytorch_model.bin, a pickle, which needle never opens. "
+        f'This line converts it: python -c "{escaped}"'
+    )
 
 
 def _shards(folder: Path, index: dict[str, Any], problems: list[str]) -> list[_Entry]:
@@ -352,8 +379,11 @@ def _shards(folder: Path, index: dict[str, Any], problems: list[str]) -> list[_E
             continue
         shard = _header(folder / file)
         names = {entry.name for entry in shard}
-        problems += [f"{INDEX} says that {name} is in {file}, but it is not"
-                     for name, place in where.items() if place == file and name not in names]
+        problems += [
+            f"{INDEX} says that {name} is in {file}, but it is not"
+            for name, place in where.items()
+            if place == file and name not in names
+        ]
         found += shard
     return found
 
@@ -365,16 +395,19 @@ def _header(path: Path) -> list[_Entry]:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, HEADER_LIMIT):
-                raise CheckpointError(f"{path}: {size} bytes long, with a header of {length}: "
-                                      "truncated, or no safetensors file")
+                raise CheckpointError(
+                    f"{path}: {size} bytes long, with a header of {length}: "
+                    "truncated, or no safetensors file"
+                )
             header = json.loads(file.read(length))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{path}: its header is no JSON: it is damaged, or no safetensors "
-                              "file") from error
+        raise CheckpointError(
+            f"{path}: its header is no JSON: it is damaged, or no safetensors file"
+        ) from error
     found, base, position = [], 8 + length, 0
     try:
         header.pop("__metadata__", None)
@@ -384,24 +417,25 @@ def _header(path: Path) -> list[_Entry]:
             if not all(type(n) is int and n >= 0 for n in (start, end, *shape)):
                 raise ValueError(f"{name} has no proper shape and offsets")
             known = FROM_FILE.get(entry["dtype"])
-            if start != position or (
-                    known and end - start != math.prod(shape) * known[1].itemsize):
+            if start != position or (known and end - start != math.prod(shape) * known[1].itemsize):
                 raise ValueError(f"the offsets and the shape of {name} contradict each other")
             found.append(_Entry(path, name, entry["dtype"], shape, base + start))
             position = end
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: its header is damaged: {error}") from error
     if base + position != size:
-        raise CheckpointError(f"{path}: {size} bytes long, but should be {base + position}: "
-                              "truncated or altered")
+        raise CheckpointError(
+            f"{path}: {size} bytes long, but should be {base + position}: truncated or altered"
+        )
     return found
 
 
 # ---- writing ------------------------------------------------------------------------------------
 
 
-def save(model: Pythia, folder: str | os.PathLike, tokenizer: Any = None,
-         shard_size: int = SHARD_SIZE) -> list[Path]:
+def save(
+    model: Pythia, folder: str | os.PathLike, tokenizer: Any = None, shard_size: int = SHARD_SIZE
+) -> list[Path]:
     """Writes `model` to `folder` in its own dtype; returns the files. `tokenizer`: a
     tokenizer.json, a folder that holds one, a `tokenizers.Tokenizer` or a tokenizer of
     transformers; None: what the model came with. A file of weights holds `shard_size` bytes at
@@ -412,16 +446,19 @@ def save(model: Pythia, folder: str | os.PathLike, tokenizer: Any = None,
     """
     folder, config = Path(folder), model.config
     if config.use_sparse_attention:
-        raise ValueError("save_pretrained: this model's attention is block-sparse, which GPT-NeoX "
-                         "in transformers is not: it would compute something else. Save it with "
-                         "save_checkpoint")
+        raise ValueError(
+            "save_pretrained: this model's attention is block-sparse, which GPT-NeoX "
+            "in transformers is not: it would compute something else. Save it with "
+            "save_checkpoint"
+        )
     try:
         files, ids = _tokenizer_files(model.tokenizer if tokenizer is None else tokenizer, config)
     except ValueError as error:
         if tokenizer is not None:
             raise
-        raise type(error)(f"{error} (this tokenizer came with the model: model.tokenizer = None "
-                          "leaves it out)") from error
+        raise type(error)(
+            f"{error} (this tokenizer came with the model: model.tokenizer = None leaves it out)"
+        ) from error
     end, padding = ids
     files["config.json"] = _text(config_to_hf(config, end, padding))
     generation = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": padding}
@@ -429,15 +466,20 @@ def save(model: Pythia, folder: str | os.PathLike, tokenizer: Any = None,
 
     parameters = {name: p.cached_data for name, p in model.named_parameters()}
     shards = _split(parameters, shard_size)
-    names = [WEIGHTS] if len(shards) == 1 else [
-        f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    names = (
+        [WEIGHTS]
+        if len(shards) == 1
+        else [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    )
     for name, shard in zip(names, shards):
         with replacing(folder / name) as file:
             _write(file, {key: parameters[key] for key in shard})
     if len(shards) > 1:
         places = {hf_name(key): name for name, shard in zip(names, shards) for key in shard}
-        total = {"total_parameters": sum(value.size for value in parameters.values()),
-                 "total_size": sum(_bytes(value) for value in parameters.values())}
+        total = {
+            "total_parameters": sum(value.size for value in parameters.values()),
+            "total_size": sum(_bytes(value) for value in parameters.values()),
+        }
         files[INDEX] = _text({"metadata": total, "weight_map": dict(sorted(places.items()))})
     for name, content in files.items():
         with replacing(folder / name) as file:
@@ -477,9 +519,11 @@ def _write(file: BinaryIO, parameters: dict[str, NDArray]) -> None:
     end = 0
     for name, value in parameters.items():
         start, end = end, end + _bytes(value)
-        header[hf_name(name)] = {"dtype": TO_FILE[value.dtype][0],
-                                 "shape": list(_their_shape(name, value.shape)),
-                                 "data_offsets": [start, end]}
+        header[hf_name(name)] = {
+            "dtype": TO_FILE[value.dtype][0],
+            "shape": list(_their_shape(name, value.shape)),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
@@ -513,26 +557,39 @@ def _tokenizer_files(
         try:
             text = path.read_bytes()
             if folder and (folder / "tokenizer_config.json").is_file():  # one of theirs: as it is
-                files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES
-                         if (folder / name).is_file()}
+                files = {
+                    name: (folder / name).read_bytes()
+                    for name in TOKENIZER_FILES
+                    if (folder / name).is_file()
+                }
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
     ids = _token_ids(source, text)
     highest = max(ids.values(), default=-1)
     if highest >= config.vocab_size:
-        raise ValueError(f"save_pretrained: {source} has token {highest}, but the model's "
-                         f"vocabulary is {config.vocab_size}: they do not belong together")
-    special = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "unk_token": END_OF_TEXT,
-               "pad_token": PADDING}
+        raise ValueError(
+            f"save_pretrained: {source} has token {highest}, but the model's "
+            f"vocabulary is {config.vocab_size}: they do not belong together"
+        )
+    special = {
+        "bos_token": END_OF_TEXT,
+        "eos_token": END_OF_TEXT,
+        "unk_token": END_OF_TEXT,
+        "pad_token": PADDING,
+    }
     special = {role: token for role, token in special.items() if token in ids}
     if not files:
         files = {
             "tokenizer.json": text,
-            "tokenizer_config.json": _text({
-                **special, "clean_up_tokenization_spaces": False,
-                "model_input_names": ["input_ids", "attention_mask"],  # no token_type_ids
-                "model_max_length": config.max_seq_len,
-                "tokenizer_class": "PreTrainedTokenizerFast"}),
+            "tokenizer_config.json": _text(
+                {
+                    **special,
+                    "clean_up_tokenization_spaces": False,
+                    "model_input_names": ["input_ids", "attention_mask"],  # no token_type_ids
+                    "model_max_length": config.max_seq_len,
+                    "tokenizer_class": "PreTrainedTokenizerFast",
+                }
+            ),
             "special_tokens_map.json": _text(special),
         }
     return files, (ids.get(END_OF_TEXT), ids.get(PADDING))
@@ -552,31 +609,36 @@ def _token_ids(source: str, text: bytes) -> dict[str, int]:
             raise ValueError(f"{wrong[0]!r} is no id of a token")
         return ids
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{source}: no tokenizer.json of the package `tokenizers`: "
-                              f"{error!r}") from error
+        raise CheckpointError(
+            f"{source}: no tokenizer.json of the package `tokenizers`: {error!r}"
+        ) from error
 
 
 # ---- the shell ----------------------------------------------------------------------------------
 
 
-def export_checkpoint(source: str | os.PathLike, folder: str | os.PathLike,
-                      tokenizer: str | os.PathLike | None = None) -> list[Path]:
+def export_checkpoint(
+    source: str | os.PathLike, folder: str | os.PathLike, tokenizer: str | os.PathLike | None = None
+) -> list[Path]:
     """Writes a checkpoint, or the newest one of a run's folder, to `folder`; returns the files. The
     tokenizer.json of the run, or the one beside the checkpoint, comes along where it is."""
     checkpoint = find_checkpoint(source, lambda text: print(text, file=sys.stderr))
     return save(checkpoint.restore_model(needle.cpu()), folder, tokenizer)
 
 
-def import_folder(folder: str | os.PathLike, checkpoint: str | os.PathLike,
-                  dtype: str = "float32") -> list[Path]:
+def import_folder(
+    folder: str | os.PathLike, checkpoint: str | os.PathLike, dtype: str = "float32"
+) -> list[Path]:
     """Writes the model of `folder` as a checkpoint without an optimizer, and its tokenizer.json
     beside it, where apps/generate.py looks; returns the files. The loss it records is NaN."""
     source, target = Path(folder) / "tokenizer.json", Path(checkpoint)
     content = source.read_bytes() if source.is_file() else None
     beside = target.parent / "tokenizer.json"
     if content is not None and beside.is_file() and beside.read_bytes() != content:
-        raise CheckpointError(f"{beside}: another model's tokenizer lies there already; write the "
-                              "checkpoint to a folder of its own")
+        raise CheckpointError(
+            f"{beside}: another model's tokenizer lies there already; write the "
+            "checkpoint to a folder of its own"
+        )
     written = [save_checkpoint(load(folder, needle.cpu(), dtype), None, 0, math.nan, target)]
     if content is not None:
         with replacing(beside) as file:
@@ -588,19 +650,30 @@ def import_folder(folder: str | os.PathLike, checkpoint: str | os.PathLike,
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="python -m needle.hf",
-        description="Models in and out of the folders of Hugging Face's transformers.")
+        description="Models in and out of the folders of Hugging Face's transformers.",
+    )
     commands = top.add_subparsers(dest="command", required=True)
     out = commands.add_parser("export", help="from a run or a checkpoint to a folder")
-    out.add_argument("source", metavar="RUN_OR_CHECKPOINT",
-                     help="a checkpoint, or the folder of a run: its newest one")
+    out.add_argument(
+        "source",
+        metavar="RUN_OR_CHECKPOINT",
+        help="a checkpoint, or the folder of a run: its newest one",
+    )
     out.add_argument("folder", metavar="FOLDER", help="what transformers will open")
-    out.add_argument("--tokenizer", metavar="PATH",
-                     help="a tokenizer.json, where none lies in the folder of the run")
+    out.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="a tokenizer.json, where none lies in the folder of the run",
+    )
     into = commands.add_parser("import", help="from a folder to a checkpoint")
     into.add_argument("folder", metavar="FOLDER", help="what save_pretrained of transformers wrote")
     into.add_argument("checkpoint", metavar="CHECKPOINT", help="the file to write")
-    into.add_argument("--dtype", choices=DTYPES, default="float32",
-                      help="of the parameters (default: float32, which holds all others)")
+    into.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="float32",
+        help="of the parameters (default: float32, which holds all others)",
+    )
     return top
 
 

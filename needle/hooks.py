@@ -44,7 +44,7 @@ import contextlib
 import difflib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -54,16 +54,9 @@ from needle.backend_ndarray import NDArray, array
 from needle.block_mask import BlockMask
 
 if TYPE_CHECKING:
-    from needle.models.pythia import (
-        Attention,
-        Layer,
-        LayerNorm,
-        Linear,
-        Pythia,
-        PythiaConfig,
-    )
+    from needle.models.pythia import Attention, Layer, LayerNorm, Linear, Pythia, PythiaConfig
 
-Hook = Callable[[Tensor], Union[Tensor, NDArray, np.ndarray, None]]
+Hook = Callable[[Tensor], Tensor | NDArray | np.ndarray | None]
 
 PROJECTIONS = ("attn.hook_q", "attn.hook_k", "attn.hook_v", "attn.hook_rot_q", "attn.hook_rot_k")
 PATTERNS = ("attn.hook_attn_scores", "attn.hook_pattern")
@@ -73,10 +66,23 @@ SCALE = ("hook_scale",)
 
 def hook_names(config: PythiaConfig) -> list[str]:
     """Every name that a model of this configuration has, in the order of computation."""
-    layer = ["hook_resid_pre", "ln1.hook_scale", "ln1.hook_normalized", *PROJECTIONS, *PATTERNS,
-             "attn.hook_z", *RESULT, "hook_attn_out", "hook_resid_mid", "ln2.hook_scale",
-             "ln2.hook_normalized", "mlp.hook_pre", "mlp.hook_post", "hook_mlp_out",
-             "hook_resid_post"]
+    layer = [
+        "hook_resid_pre",
+        "ln1.hook_scale",
+        "ln1.hook_normalized",
+        *PROJECTIONS,
+        *PATTERNS,
+        "attn.hook_z",
+        *RESULT,
+        "hook_attn_out",
+        "hook_resid_mid",
+        "ln2.hook_scale",
+        "ln2.hook_normalized",
+        "mlp.hook_pre",
+        "mlp.hook_post",
+        "hook_mlp_out",
+        "hook_resid_post",
+    ]
     if config.use_parallel_residual:
         layer.remove("hook_resid_mid")
     blocks = [f"blocks.{i}.{name}" for i in range(config.num_layers) for name in layer]
@@ -116,19 +122,27 @@ def _replacement(name: str, given: Any, x: Tensor) -> Tensor:
     if isinstance(given, NDArray):
         given = Tensor.from_ndarray(given)
     if not isinstance(given, Tensor):
-        raise TypeError(f"{name}: a hook must return a Tensor, an array or None, not "
-                        f"{type(given).__name__}")
+        raise TypeError(
+            f"{name}: a hook must return a Tensor, an array or None, not {type(given).__name__}"
+        )
     if (given.shape, given.dtype, given.device) != (x.shape, x.dtype, x.device):
-        raise ValueError(f"{name}: the hook returned {given.dtype} {given.shape} on "
-                         f"{given.device}; it must be {x.dtype} {x.shape} on {x.device}")
+        raise ValueError(
+            f"{name}: the hook returned {given.dtype} {given.shape} on "
+            f"{given.device}; it must be {x.dtype} {x.shape} on {x.device}"
+        )
     return given
 
 
 # ---- the forward with hooks ---------------------------------------------------------------------
 
 
-def hidden(model: Pythia, embedded: Tensor, rotary: tuple[NDArray, NDArray],
-           mask: BlockMask | None, at: Hooks) -> Tensor:
+def hidden(
+    model: Pythia,
+    embedded: Tensor,
+    rotary: tuple[NDArray, NDArray],
+    mask: BlockMask | None,
+    at: Hooks,
+) -> Tensor:
     """What the head reads, (B, T, C), from the embedded tokens."""
     x = at("hook_embed", embedded)
     for i, layer in enumerate(model.layers):
@@ -136,12 +150,19 @@ def hidden(model: Pythia, embedded: Tensor, rotary: tuple[NDArray, NDArray],
     return _norm(model.final_layer_norm, x, at, "ln_final.")
 
 
-def _layer(layer: Layer, x: Tensor, rotary: tuple[NDArray, NDArray], mask: BlockMask | None,
-           at: Hooks, name: str) -> Tensor:
+def _layer(
+    layer: Layer,
+    x: Tensor,
+    rotary: tuple[NDArray, NDArray],
+    mask: BlockMask | None,
+    at: Hooks,
+    name: str,
+) -> Tensor:
     x = at(name + "hook_resid_pre", x)
     normed = _norm(layer.input_layernorm, x, at, name + "ln1.")
-    attended = at(name + "hook_attn_out",
-                  _attention(layer.attention, normed, rotary, mask, at, name))
+    attended = at(
+        name + "hook_attn_out", _attention(layer.attention, normed, rotary, mask, at, name)
+    )
     before = x
     x = x + attended
     if not layer.parallel:
@@ -164,8 +185,14 @@ def _norm(norm: LayerNorm, x: Tensor, at: Hooks, name: str) -> Tensor:
     return at(name + "hook_normalized", ops.astype(centred / scale * weight + bias, x.dtype))
 
 
-def _attention(attention: Attention, x: Tensor, rotary: tuple[NDArray, NDArray],
-               mask: BlockMask | None, at: Hooks, name: str) -> Tensor:
+def _attention(
+    attention: Attention,
+    x: Tensor,
+    rotary: tuple[NDArray, NDArray],
+    mask: BlockMask | None,
+    at: Hooks,
+    name: str,
+) -> Tensor:
     batch, time, width = x.shape
     qkv = attention.query_key_value(x)
     qkv = qkv.reshape((batch, time, attention.heads, 3, attention.head_dim))
@@ -176,8 +203,11 @@ def _attention(attention: Attention, x: Tensor, rotary: tuple[NDArray, NDArray],
         v = at(name + "attn.hook_v", v)
         q = at(name + "attn.hook_rot_q", _rotated(q, rotary))
         k = at(name + "attn.hook_rot_k", _rotated(k, rotary))
-        seen = _plain(q, k, v, mask, at, name) if plain \
+        seen = (
+            _plain(q, k, v, mask, at, name)
+            if plain
             else ops.attention(q, k, v, causal=True, mask=mask)
+        )
     else:
         seen = ops.qkv_attention(qkv, *rotary, causal=True, mask=mask)
     seen = at(name + "attn.hook_z", seen)
@@ -201,8 +231,7 @@ def _rotated(x: Tensor, rotary: tuple[NDArray, NDArray]) -> Tensor:
     return ops.rotary(x.reshape((batch, time, heads, 1, size)), *rotary, 1).reshape(x.shape)
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, at: Hooks,
-           name: str) -> Tensor:
+def _plain(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, at: Hooks, name: str) -> Tensor:
     """Causal attention of (B, T, H, D) with all its probabilities, in float32."""
     time, heads, size = q.shape[1:]
     visible = np.tri(time, dtype=bool)[None]
@@ -246,8 +275,10 @@ class Hooked:
         self._check_names(functions)
         for name, function in functions.items():
             if not callable(function):
-                raise TypeError(f"hooks: {name}: a hook must be a function of the Tensor there, "
-                                f"not {type(function).__name__}")
+                raise TypeError(
+                    f"hooks: {name}: a hook must be a function of the Tensor there, "
+                    f"not {type(function).__name__}"
+                )
         before = self._hooks
         self._hooks = (before or Hooks({})).with_more(functions)
         try:
@@ -255,8 +286,9 @@ class Hooked:
         finally:
             self._hooks = before
 
-    def run_with_cache(self, input_ids: Any, names: str | Collection[str] | None = None
-                       ) -> tuple[Tensor, dict[str, Tensor]]:
+    def run_with_cache(
+        self, input_ids: Any, names: str | Collection[str] | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """(logits, {name: Tensor}) of a forward of ids (B, T), captured behind the hooks in force.
 
         names: one name or several, None for all, of which the patterns take T x T numbers a head.
@@ -301,5 +333,6 @@ class Hooked:
             if name not in known:
                 near = difflib.get_close_matches(str(name), known, 3)
                 hint = f"; there is {', '.join(near)}" if near else ""
-                raise ValueError(f"hooks: this model has no {name!r}{hint} "
-                                 "(needle.hooks.hook_names lists all)")
+                raise ValueError(
+                    f"hooks: this model has no {name!r}{hint} (needle.hooks.hook_names lists all)"
+                )

@@ -7,18 +7,16 @@ Each function takes `device` (cpu() by default), `dtype` ("float32") and `requir
 from __future__ import annotations
 
 import math
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 
-from . import _C
-from ._C import Device, NDArray
-from .autograd import Tensor
+from needle import _C
+from needle._C import Device, NDArray
+from needle.autograd import Tensor
 
 
-def _tensor(
-    values: np.ndarray, device: Optional[Device], dtype: str, requires_grad: bool
-) -> Tensor:
+def _tensor(values: np.ndarray, device: Device | None, dtype: str, requires_grad: bool) -> Tensor:
     data = _C.array(values, dtype, _C.cpu() if device is None else device)
     return Tensor.from_ndarray(data, requires_grad)
 
@@ -27,7 +25,7 @@ def rand(
     *shape: int,
     low: float = 0.0,
     high: float = 1.0,
-    device: Optional[Device] = None,
+    device: Device | None = None,
     dtype: str = "float32",
     requires_grad: bool = False,
 ) -> Tensor:
@@ -45,7 +43,7 @@ def randn(
     *shape: int,
     mean: float = 0.0,
     std: float = 1.0,
-    device: Optional[Device] = None,
+    device: Device | None = None,
     dtype: str = "float32",
     requires_grad: bool = False,
 ) -> Tensor:
@@ -62,7 +60,7 @@ def randn(
 def randb(
     *shape: int,
     p: float = 0.5,
-    device: Optional[Device] = None,
+    device: Device | None = None,
     dtype: str = "bool",
     requires_grad: bool = False,
 ) -> Tensor:
@@ -79,7 +77,7 @@ def randb(
 def constant(
     *shape: int,
     c: float = 1.0,
-    device: Optional[Device] = None,
+    device: Device | None = None,
     dtype: str = "float32",
     requires_grad: bool = False,
 ) -> Tensor:
@@ -95,27 +93,21 @@ def constant(
 
 
 def ones(
-    *shape: int,
-    device: Optional[Device] = None,
-    dtype: str = "float32",
-    requires_grad: bool = False,
+    *shape: int, device: Device | None = None, dtype: str = "float32", requires_grad: bool = False
 ) -> Tensor:
     """Every element 1."""
     return constant(*shape, c=1, device=device, dtype=dtype, requires_grad=requires_grad)
 
 
 def zeros(
-    *shape: int,
-    device: Optional[Device] = None,
-    dtype: str = "float32",
-    requires_grad: bool = False,
+    *shape: int, device: Device | None = None, dtype: str = "float32", requires_grad: bool = False
 ) -> Tensor:
     """Every element 0."""
     return constant(*shape, c=0, device=device, dtype=dtype, requires_grad=requires_grad)
 
 
 def zeros_like(
-    array: Tensor | NDArray, *, device: Optional[Device] = None, requires_grad: bool = False
+    array: Tensor | NDArray, *, device: Device | None = None, requires_grad: bool = False
 ) -> Tensor:
     """Zeros of the shape, dtype and device of `array`.
 
@@ -127,7 +119,7 @@ def zeros_like(
 
 
 def ones_like(
-    array: Tensor | NDArray, *, device: Optional[Device] = None, requires_grad: bool = False
+    array: Tensor | NDArray, *, device: Device | None = None, requires_grad: bool = False
 ) -> Tensor:
     """Ones of the shape, dtype and device of `array`."""
     device = array.device if device is None else device
@@ -137,7 +129,7 @@ def ones_like(
 def one_hot(
     n: int,
     i: Any,
-    device: Optional[Device] = None,
+    device: Device | None = None,
     dtype: str = "float32",
     requires_grad: bool = False,
 ) -> Tensor:

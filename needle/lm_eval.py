@@ -57,23 +57,34 @@ class NeedleLM(TemplateLM):
     from adding special tokens. prefix_token_id: what stands for an empty context.
     """
 
-    def __init__(self, pretrained: str | os.PathLike | Pythia,
-                 tokenizer: str | os.PathLike | None = None, device: str | None = None,
-                 dtype: str | None = None, batch_size: int | str = 1,
-                 max_batch_size: int | None = None, max_length: int | None = None,
-                 add_bos_token: bool | None = None, prefix_token_id: int | None = None) -> None:
+    def __init__(
+        self,
+        pretrained: str | os.PathLike | Pythia,
+        tokenizer: str | os.PathLike | None = None,
+        device: str | None = None,
+        dtype: str | None = None,
+        batch_size: int | str = 1,
+        max_batch_size: int | None = None,
+        max_length: int | None = None,
+        add_bos_token: bool | None = None,
+        prefix_token_id: int | None = None,
+    ) -> None:
         super().__init__()
         if isinstance(pretrained, Pythia):
             self.model, beside = pretrained, None
         else:
             device = "auto" if device in (None, "cuda:0") else device
             self.model, beside = evaluate.load_model(
-                pretrained, evaluate.choose_device(device),
-                None if dtype in (None, "auto") else dtype)
+                pretrained,
+                evaluate.choose_device(device),
+                None if dtype in (None, "auto") else dtype,
+            )
         path = tokenizer or beside
         if path is None:
-            raise ValueError(f"needle: no tokenizer.json lies with {pretrained}; give "
-                             "tokenizer=PATH in --model_args")
+            raise ValueError(
+                f"needle: no tokenizer.json lies with {pretrained}; give "
+                "tokenizer=PATH in --model_args"
+            )
         path = Path(path)
         file = path / "tokenizer.json" if path.is_dir() else path
         self.tokenizer = load_tokenizer(file)
@@ -107,11 +118,14 @@ class NeedleLM(TemplateLM):
         return self._name.replace("/", "__")
 
     def get_model_info(self) -> dict[str, Any]:
-        return {"model_num_parameters": self.model.num_parameters(),
-                "model_dtype": self.model.config.dtype}
+        return {
+            "model_num_parameters": self.model.num_parameters(),
+            "model_dtype": self.model.config.dtype,
+        }
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None,
-                   **kwargs: Any) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
         if add_special_tokens is None:
             begun = string.startswith(self.tok_decode([self.prefix_token_id], False))
             add_special_tokens = self._add_special and not begun
@@ -122,25 +136,30 @@ class NeedleLM(TemplateLM):
 
     # ---- likelihoods --------------------------------------------------------------------------
 
-    def _loglikelihood_tokens(self, requests: list[tuple[Any, list[int], list[int]]],
-                              disable_tqdm: bool = False, **kwargs: Any
-                              ) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(
+        self,
+        requests: list[tuple[Any, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **kwargs: Any,
+    ) -> list[tuple[float, bool]]:
         """(log-probability, is it what greedy decoding writes) of each (key, context,
         continuation)."""
         rows = []
         for _, context, continuation in requests:
             if not 1 <= len(continuation) <= self.max_length:
-                raise ValueError(f"needle: a continuation of {len(continuation)} tokens; there "
-                                 f"must be 1 to max_length, {self.max_length}")
-            rows.append(((context + continuation)[-(self.max_length + 1):][:-1], continuation))
+                raise ValueError(
+                    f"needle: a continuation of {len(continuation)} tokens; there "
+                    f"must be 1 to max_length, {self.max_length}"
+                )
+            rows.append(((context + continuation)[-(self.max_length + 1) :][:-1], continuation))
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(rows)
-        with tqdm(total=len(rows), desc="Running loglikelihood requests",
-                  disable=disable_tqdm) as bar:
+        with tqdm(
+            total=len(rows), desc="Running loglikelihood requests", disable=disable_tqdm
+        ) as bar:
             for index, logprobs, hits in evaluate.score(self.model, rows, self.batch_size):
                 answers[index] = (float(logprobs.sum(dtype="float64")), bool(hits.all()))
                 if requests[index][0] is not None:  # None: a window of a text, no request
-                    self.cache_hook.add_partial("loglikelihood", requests[index][0],
-                                                answers[index])
+                    self.cache_hook.add_partial("loglikelihood", requests[index][0], answers[index])
                 bar.update(1)
         return answers
 
@@ -148,8 +167,11 @@ class NeedleLM(TemplateLM):
         rows, owners = [], []
         for owner, request in enumerate(requests):
             for window in utils.get_rolling_token_windows(
-                    token_list=self.tok_encode(request.args[0]), prefix_token=self.prefix_token_id,
-                    max_seq_len=self.max_length, context_len=1):
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            ):
                 rows.append((None, *utils.make_disjoint_window(window)))
                 owners.append(owner)
         totals = [0.0] * len(requests)
@@ -168,18 +190,21 @@ class NeedleLM(TemplateLM):
             options = _Options(options)
             room = self.max_length - options.count
             if room < 1:
-                raise ValueError(f"needle: {options.count} tokens to generate leave no room for a "
-                                 f"prompt: max_length is {self.max_length}")
+                raise ValueError(
+                    f"needle: {options.count} tokens to generate leave no room for a "
+                    f"prompt: max_length is {self.max_length}"
+                )
             # An empty prompt is what an empty context is.
             ids = self.tok_encode(text)[-room:] or [self.prefix_token_id]
             groups[options.key()].append((index, ids, options))
         written = [""] * len(requests)
-        with tqdm(total=len(requests), desc="Running generate_until requests",
-                  disable=disable_tqdm) as bar:
+        with tqdm(
+            total=len(requests), desc="Running generate_until requests", disable=disable_tqdm
+        ) as bar:
             for group in groups.values():
                 group.sort(key=lambda item: -len(item[1]))  # alike in length, longest first
                 for start in range(0, len(group), self.batch_size):
-                    batch = group[start:start + self.batch_size]
+                    batch = group[start : start + self.batch_size]
                     texts = self._continue([ids for _, ids, _ in batch], batch[0][2])
                     for (index, _, _), text in zip(batch, texts):
                         written[index] = text
@@ -192,9 +217,15 @@ class NeedleLM(TemplateLM):
         numbers are NumPy's global stream, which the harness seeds."""
         rows: list[list[int]] = [[] for _ in prompts]
         open_rows = set(range(len(prompts)))
-        for drawn in self.model.stream(prompts, options.count, options.temperature, options.top_k,
-                                       options.top_p, stop=(self.eot_token_id,),
-                                       repetition_penalty=options.repetition_penalty):
+        for drawn in self.model.stream(
+            prompts,
+            options.count,
+            options.temperature,
+            options.top_k,
+            options.top_p,
+            stop=(self.eot_token_id,),
+            repetition_penalty=options.repetition_penalty,
+        ):
             for row in sorted(open_rows):
                 token = int(drawn[row])
                 if token == self.eot_token_id:
@@ -228,9 +259,11 @@ class _Options:
         self.top_p = given.pop("top_p", None)
         self.repetition_penalty = float(given.pop("repetition_penalty", None) or 1.0)
         if given:
-            raise ValueError(f"needle: generate_until cannot do {', '.join(sorted(given))}; it "
-                             f"knows until, {', '.join(TOKEN_LIMITS)}, do_sample, temperature, "
-                             "top_k, top_p and repetition_penalty")
+            raise ValueError(
+                f"needle: generate_until cannot do {', '.join(sorted(given))}; it "
+                f"knows until, {', '.join(TOKEN_LIMITS)}, do_sample, temperature, "
+                "top_k, top_p and repetition_penalty"
+            )
 
     def key(self) -> str:
         """Equal for equal options."""
@@ -257,8 +290,10 @@ def _special_tokens(file: Path, tokenizer: Any) -> tuple[int | None, int]:
         content = token["content"] if isinstance(token, dict) else token
         ids[name] = None if content is None else tokenizer.token_to_id(content)
     if ids["eos_token"] is None:
-        raise ValueError(f"{file}: the tokenizer has no end of text ({names['eos_token']}); name "
-                         f"it as eos_token in {config}")
+        raise ValueError(
+            f"{file}: the tokenizer has no end of text ({names['eos_token']}); name "
+            f"it as eos_token in {config}"
+        )
     return ids["bos_token"], ids["eos_token"]
 
 

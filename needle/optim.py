@@ -16,12 +16,13 @@ without a gradient is left alone. `lr` may be set between steps.
 from __future__ import annotations
 
 import math
-from typing import Any, Iterable, Mapping, Optional, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from . import _C
-from ._C import NDArray
-from .autograd import Tensor
-from .nn import FlatParameters, Parameter
+from needle import _C
+from needle._C import NDArray
+from needle.autograd import Tensor
+from needle.nn import FlatParameters, Parameter
 
 Params = Any  # Iterable[Parameter] | Iterable[tuple[str, Parameter]] | list[dict] | FlatParameters
 
@@ -44,7 +45,7 @@ class Optimizer:
     weight_decay: float
 
     def __init__(self, params: Params) -> None:
-        self.flat: Optional[FlatParameters] = None
+        self.flat: FlatParameters | None = None
         self.t = 0  # steps done
         self._own: dict[str, dict[str, Any]] = {}  # name: what its group sets itself
         if isinstance(params, FlatParameters):
@@ -62,7 +63,7 @@ class Optimizer:
             raise ValueError(f"{type(self).__name__}: a parameter is given twice")
 
     def _named(self, params: list) -> list[tuple[str, Tensor]]:
-        entries: list[tuple[Optional[str], Tensor, dict]] = []
+        entries: list[tuple[str | None, Tensor, dict]] = []
         for item in params:
             group: dict[str, Any] = {}
             members: Iterable = [item]
@@ -196,11 +197,7 @@ class SGD(_PerParameter):
     slots = ("u",)
 
     def __init__(
-        self,
-        params: Params,
-        lr: float = 0.01,
-        momentum: float = 0.0,
-        weight_decay: float = 0.0,
+        self, params: Params, lr: float = 0.01, momentum: float = 0.0, weight_decay: float = 0.0
     ) -> None:
         super().__init__(params)
         self._set(lr=lr, momentum=momentum, weight_decay=weight_decay)
@@ -310,7 +307,7 @@ class AdamW(Optimizer):
         # one flat object: one array each; else one a parameter; made at the first step
         self._m: list[NDArray] = []
         self._v: list[NDArray] = []
-        self._master: list[Optional[NDArray]] = []
+        self._master: list[NDArray | None] = []
 
     # -- the arrays
 
@@ -355,7 +352,7 @@ class AdamW(Optimizer):
             out.append((0, start, end, settings))
         return out
 
-    def step(self, scale: Optional[NDArray] = None) -> None:
+    def step(self, scale: NDArray | None = None) -> None:
         """Update every parameter that has a gradient, multiplied by `scale` first.
 
         scale: the float32 scalar on the device that `grad_norm` returned. When it is not finite the

@@ -10,8 +10,12 @@ import numpy as np
 NUCLEUS = 1024
 
 
-def check_sampling(temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None,
-                   repetition_penalty: float = 1.0) -> None:
+def check_sampling(
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    repetition_penalty: float = 1.0,
+) -> None:
     """ValueError that says what is allowed."""
     if not (temperature >= 0 and np.isfinite(temperature)):
         raise ValueError(f"temperature must be a number of 0 or more, not {temperature}")
@@ -30,8 +34,13 @@ def penalized(logits: np.ndarray, seen: np.ndarray, penalty: float) -> np.ndarra
     return np.where(seen, np.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def sample(logits: np.ndarray, temperature: float = 1.0, top_k: int | None = None,
-           top_p: float | None = None, random: Any = np.random) -> np.ndarray:
+def sample(
+    logits: np.ndarray,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    random: Any = np.random,
+) -> np.ndarray:
     """logits (B, V) -> ids (B,), one uniform number of `random` a row.
 
     temperature 0 takes the likeliest token, the first of equals, and draws nothing. top_k keeps
@@ -50,8 +59,9 @@ def sample(logits: np.ndarray, temperature: float = 1.0, top_k: int | None = Non
     return np.array([_draw(row, temperature, top_k, top_p, random) for row in logits], np.int64)
 
 
-def _draw(values: np.ndarray, temperature: float, top_k: int | None, top_p: float | None,
-          random) -> int:
+def _draw(
+    values: np.ndarray, temperature: float, top_k: int | None, top_p: float | None, random
+) -> int:
     order = np.arange(len(values)) if top_k is None else likeliest(values, top_k)
     scaled = values[order].astype(np.float64) / temperature
     weights = np.exp(scaled - scaled.max())

@@ -27,7 +27,7 @@ C_FILES = [p for p in files("csrc/*", "csrc/cpu/*", "cuda/*") if p.suffix in C_K
 PY_FILES = files("setup.py", "needle/**/*.py", "apps/*.py", "benchmarks/*.py", "tests/**/*.py")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def code(path: Path) -> str:
     """The text of a C file without its comments."""
     text = re.sub(r"/\*.*?\*/", " ", path.read_text(), flags=re.DOTALL)
@@ -107,10 +107,7 @@ def definitions(prefix: str, row: str, sources: list[Path]) -> list[str]:
 
 @pytest.mark.parametrize(
     "prefix, sources",
-    [
-        ("cpu", files("csrc/cpu/*.c")),
-        ("cuda", files("cuda/*.cu")),
-    ],
+    [("cpu", files("csrc/cpu/*.c")), ("cuda", files("cuda/*.cu"))],
     ids=["cpu", "cuda"],
 )
 def test_each_row_has_one_function(prefix, sources):

@@ -24,8 +24,9 @@ from needle.checkpoint import (
 )
 from needle.models.pythia import Pythia, PythiaConfig
 
-CONFIG = PythiaConfig(vocab_size=53, hidden_size=16, num_layers=2, num_heads=2, max_seq_len=12,
-                      rotary_pct=0.5)
+CONFIG = PythiaConfig(
+    vocab_size=53, hidden_size=16, num_layers=2, num_heads=2, max_seq_len=12, rotary_pct=0.5
+)
 DTYPES = ["float32", "bfloat16"]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
@@ -106,8 +107,10 @@ def test_a_loaded_run_goes_on_bit_for_bit(tmp_path, dtype, device_name):
         assert step(model, optimizer, seed) == step(model2, optimizer2, seed)
     assert_same(weights(model), weights(model2))
     ours, theirs = optimizer.state_dict(), optimizer2.state_dict()
-    assert_same({k: v.numpy() for k, v in ours.pop("arrays").items()},
-                {k: v.numpy() for k, v in theirs.pop("arrays").items()})
+    assert_same(
+        {k: v.numpy() for k, v in ours.pop("arrays").items()},
+        {k: v.numpy() for k, v in theirs.pop("arrays").items()},
+    )
     assert ours == theirs
 
 
@@ -121,14 +124,16 @@ def test_the_model_alone_is_read_without_the_optimizer(saved, read, tmp_path):
     """Whoever wants the weights only: the export and evaluation."""
     model, optimizer, _, _ = Checkpoint(saved).restore()
     assert len(read) == 3 * len(weights(model)) and optimizer is not None
-    for get in (lambda: Checkpoint(saved).restore_model(), lambda: evaluate.load_model(saved)[0],
-                lambda: hf.export_checkpoint(saved, tmp_path / "there")):
+    for get in (
+        lambda: Checkpoint(saved).restore_model(),
+        lambda: evaluate.load_model(saved)[0],
+        lambda: hf.export_checkpoint(saved, tmp_path / "there"),
+    ):
         read.clear()
         made = get()
         assert read == list(weights(model))
         if isinstance(made, Pythia):
             assert_same(weights(made), weights(model))
-
 
 
 @pytest.mark.cuda
@@ -150,8 +155,16 @@ def test_state_and_random_numbers_come_back(tmp_path):
     model, optimizer = made()
     np.random.seed(5)
     np.random.standard_normal(3)  # an odd number: half of a pair is kept
-    path = save_checkpoint(model, optimizer, 1, float("nan"), tmp_path / "a", step=9,
-                           data={"epoch": 1, "batch": 4}, schedule={"lr": 0.1})
+    path = save_checkpoint(
+        model,
+        optimizer,
+        1,
+        float("nan"),
+        tmp_path / "a",
+        step=9,
+        data={"epoch": 1, "batch": 4},
+        schedule={"lr": 0.1},
+    )
     expected = np.random.standard_normal(5)
     checkpoint = Checkpoint(path)
     assert checkpoint.state["step"] == 9
@@ -188,8 +201,10 @@ def test_the_package_safetensors_opens_it(tmp_path, dtype):
         assert any(name.startswith("optimizer.") for name in names)
         assert json.loads(file.metadata()["state"])["config"]["hidden_size"] == 16
         if dtype == "float32":
-            np.testing.assert_array_equal(file.get_tensor("layers.1.attention.dense.weight"),
-                                          weights(model)["layers.1.attention.dense.weight"])
+            np.testing.assert_array_equal(
+                file.get_tensor("layers.1.attention.dense.weight"),
+                weights(model)["layers.1.attention.dense.weight"],
+            )
 
 
 # ---- damage -----------------------------------------------------------------------------------
@@ -205,8 +220,13 @@ def refused(path):
 def test_every_kind_of_truncation(saved):
     whole = saved.read_bytes()
     header = 8 + int.from_bytes(whole[:8], "little")
-    lengths = {*range(20), *range(header - 10, header + 10), *range(0, len(whole), 997),
-               len(whole) - 1, len(whole) - 4}
+    lengths = {
+        *range(20),
+        *range(header - 10, header + 10),
+        *range(0, len(whole), 997),
+        len(whole) - 1,
+        len(whole) - 4,
+    }
     for length in sorted(lengths):
         saved.write_bytes(whole[:length])
         refused(saved)
@@ -220,8 +240,12 @@ def test_one_flipped_bit_anywhere(saved):
     whole = bytearray(saved.read_bytes())
     header = 8 + int.from_bytes(whole[:8], "little")
     random = np.random.RandomState(0)
-    places = [*range(0, 120 * 8, 3), *random.randint(0, header * 8, 150),
-              *random.randint(header * 8, len(whole) * 8, 150), len(whole) * 8 - 1]
+    places = [
+        *range(0, 120 * 8, 3),
+        *random.randint(0, header * 8, 150),
+        *random.randint(header * 8, len(whole) * 8, 150),
+        len(whole) * 8 - 1,
+    ]
     for place in places:
         whole[place // 8] ^= 1 << (place % 8)
         saved.write_bytes(whole)
@@ -260,10 +284,17 @@ def test_foreign_files(tmp_path):
     from safetensors.numpy import save_file
 
     path = tmp_path / "foreign"
-    for content in (b"", b"hello", b"more than eight bytes of text\n", b"PK\3\4" + bytes(99),
-                    b"\xff" * 64, (2).to_bytes(8, "little") + b"{}",
-                    (2).to_bytes(8, "little") + b"[]", (4).to_bytes(8, "little") + b"null",
-                    (9).to_bytes(8, "little") + b'{"a":"b"}'):
+    for content in (
+        b"",
+        b"hello",
+        b"more than eight bytes of text\n",
+        b"PK\3\4" + bytes(99),
+        b"\xff" * 64,
+        (2).to_bytes(8, "little") + b"{}",
+        (2).to_bytes(8, "little") + b"[]",
+        (4).to_bytes(8, "little") + b"null",
+        (9).to_bytes(8, "little") + b'{"a":"b"}',
+    ):
         path.write_bytes(content)
         refused(path)
     save_file({"a": np.zeros(3, np.float32)}, path)

@@ -21,8 +21,7 @@ def run(**env: str) -> subprocess.CompletedProcess:
         cwd=ROOT,
         text=True,
         env={**os.environ, **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
     )
 
 

@@ -87,7 +87,8 @@ def untyped(body: list[ast.stmt], owner: str = "") -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")),
-                         ids=lambda p: p.relative_to(PACKAGE).as_posix())
+@pytest.mark.parametrize(
+    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: p.relative_to(PACKAGE).as_posix()
+)
 def test_public_functions_are_typed(path):
     assert untyped(ast.parse(path.read_text()).body) == []

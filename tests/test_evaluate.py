@@ -24,8 +24,14 @@ VOCABULARY = 300
 
 def small(device=None, dtype="float32", **changes) -> Pythia:
     np.random.seed(3)
-    fields = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_layers": 2, "num_heads": 2,
-              "max_seq_len": 24, "dtype": dtype}
+    fields = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 2,
+        "max_seq_len": 24,
+        "dtype": dtype,
+    }
     model = Pythia(PythiaConfig(**fields | changes), device=device)
     model.embed_out.weight.cached_data[:, :] = np.random.standard_normal((32, VOCABULARY))
     return model
@@ -67,7 +73,7 @@ def test_likeliest_is_found():
     model = small()
     text = list(tokens(9))
     text.append(int(reference(model, np.array(text)).argmax()))
-    (_, _, hits), = evaluate.score(model, [(text[:-1], text[-1:])])
+    ((_, _, hits),) = evaluate.score(model, [(text[:-1], text[-1:])])
     assert hits.tolist() == [True]
 
 
@@ -80,26 +86,31 @@ def test_logits_in_pieces(monkeypatch):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("inputs, targets, message", [
-    ([], [], "1 <= targets"),
-    ([1, 2], [1, 2, 3], "1 <= targets"),
-    ([1] * 25, [1], "max_seq_len"),
-    ([1, VOCABULARY], [1], "outside the vocabulary"),
-    ([1, 2], [VOCABULARY], "outside the vocabulary"),
-    ([1, 2], [-1], "outside the vocabulary"),
-])
+@pytest.mark.parametrize(
+    "inputs, targets, message",
+    [
+        ([], [], "1 <= targets"),
+        ([1, 2], [1, 2, 3], "1 <= targets"),
+        ([1] * 25, [1], "max_seq_len"),
+        ([1, VOCABULARY], [1], "outside the vocabulary"),
+        ([1, 2], [VOCABULARY], "outside the vocabulary"),
+        ([1, 2], [-1], "outside the vocabulary"),
+    ],
+)
 def test_wrong_rows(inputs, targets, message):
     with pytest.raises(ValueError, match=message):
         list(evaluate.score(small(), [(inputs, targets)]))
 
 
-@pytest.mark.parametrize("count, seq_len, stride", [
-    (2, 4, 4), (5, 4, 4), (6, 4, 4), (17, 4, 2), (18, 4, 1), (100, 7, 3), (3, 8, 5)])
+@pytest.mark.parametrize(
+    "count, seq_len, stride",
+    [(2, 4, 4), (5, 4, 4), (6, 4, 4), (17, 4, 2), (18, 4, 1), (100, 7, 3), (3, 8, 5)],
+)
 def test_windows_score_each_token_once(count, seq_len, stride):
     seen = np.zeros(count, int)
     for first, last, n in evaluate.windows(count, seq_len, stride):
         assert 0 <= first < last < count and last - first <= seq_len and n <= last - first
-        seen[last - n + 1:last + 1] += 1
+        seen[last - n + 1 : last + 1] += 1
         for target in range(last - n + 1, last + 1):
             context = target - first
             assert context >= min(target, seq_len - stride + 1)
@@ -151,15 +162,23 @@ def test_one_window_is_the_training_loss():
 
 def test_bfloat16_is_near():
     text = tokens(200)
-    exact, rounded = (evaluate.perplexity(small(dtype=dtype), text).loss
-                      for dtype in ("float32", "bfloat16"))
+    exact, rounded = (
+        evaluate.perplexity(small(dtype=dtype), text).loss for dtype in ("float32", "bfloat16")
+    )
     assert exact != rounded and abs(exact - rounded) < 0.02 * exact
 
 
-@pytest.mark.parametrize("changes, message", [
-    ({"seq_len": 25}, "max_seq_len"), ({"seq_len": 0}, "seq_len"),
-    ({"seq_len": 8, "stride": 9}, "stride"), ({"stride": 0}, "stride"),
-    ({"batch_size": 0}, "batch_size"), ({"tokens": tokens(1)}, "two or more")])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"seq_len": 25}, "max_seq_len"),
+        ({"seq_len": 0}, "seq_len"),
+        ({"seq_len": 8, "stride": 9}, "stride"),
+        ({"stride": 0}, "stride"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"tokens": tokens(1)}, "two or more"),
+    ],
+)
 def test_wrong_values(changes, message):
     with pytest.raises(ValueError, match=message):
         evaluate.perplexity(small(), **{"tokens": tokens(40)} | changes)
@@ -192,8 +211,21 @@ def command(capsys, *words) -> tuple[int, str, str]:
 def test_command(run, tmp_path, capsys):
     text = tmp_path / "text.txt"
     scores = tmp_path / "scores.f4"
-    code, out, err = command(capsys, run, "--data", text, "--json", "--per-token", scores,
-                             "--device", "cpu", "--seq-len", 16, "--stride", 8)
+    code, out, err = command(
+        capsys,
+        run,
+        "--data",
+        text,
+        "--json",
+        "--per-token",
+        scores,
+        "--device",
+        "cpu",
+        "--seq-len",
+        16,
+        "--stride",
+        8,
+    )
     assert code == 0, err
     said = json.loads(out)
     per_token = np.load(scores)
@@ -209,12 +241,31 @@ def test_command(run, tmp_path, capsys):
     assert said["bytes"] == len(TEXT.encode()) - sum(first)
     nats = said["loss"] * said["tokens"]
     assert math.isclose(said["bits_per_byte"], nats / math.log(2) / said["bytes"], rel_tol=1e-9)
-    code, out, _ = command(capsys, run / "checkpoints" / "step_3.safetensors", "--data", text,
-                           "--device", "cpu", "--limit", 50)
+    code, out, _ = command(
+        capsys,
+        run / "checkpoints" / "step_3.safetensors",
+        "--data",
+        text,
+        "--device",
+        "cpu",
+        "--limit",
+        50,
+    )
     assert code == 0 and "tokens          49\n" in out and "bits per byte" in out
     evaluate.load_model(run)[0].save_pretrained(tmp_path / "exported", run / "tokenizer.json")
-    code, out, err = command(capsys, tmp_path / "exported", "--data", text, "--json",
-                             "--device", "cpu", "--seq-len", 16, "--stride", 8)
+    code, out, err = command(
+        capsys,
+        tmp_path / "exported",
+        "--data",
+        text,
+        "--json",
+        "--device",
+        "cpu",
+        "--seq-len",
+        16,
+        "--stride",
+        8,
+    )
     assert code == 0 and json.loads(out) == said, err
 
 
@@ -226,8 +277,18 @@ def _encode(run) -> list[int]:
 def test_tokens_without_a_tokenizer(run, tmp_path, capsys):
     (run / "tokenizer.json").unlink()
     np.save(tmp_path / "ids.npy", tokens(100))
-    code, out, err = command(capsys, run, "--data", tmp_path / "ids.npy", "--device", "cpu",
-                             "--split", "train", "--dtype", "bfloat16")
+    code, out, err = command(
+        capsys,
+        run,
+        "--data",
+        tmp_path / "ids.npy",
+        "--device",
+        "cpu",
+        "--split",
+        "train",
+        "--dtype",
+        "bfloat16",
+    )
     assert code == 0, err
     assert "tokens          94\n" in out and "bits per byte" not in out
     assert "bfloat16" in err
@@ -236,17 +297,23 @@ def test_tokens_without_a_tokenizer(run, tmp_path, capsys):
     assert code == 1 and out == "" and "is text, and no tokenizer.json lies with" in err
 
 
-@pytest.mark.parametrize("words, message", [
-    (["nothing", "--data", "x"], "no such file or folder"),
-    ([".", "--data", "x"], "neither a run"),
-    (["run", "--data", "nowhere"], "nowhere"),
-    (["run", "--data", "text.txt", "--seq-len", "99"], "max_seq_len"),
-    (["run", "--data", "text.txt", "--limit", "1"], "fewer than two tokens"),
-    (["run", "--data", "text.txt", "--per-token", "no/x.npy"], "no/x.npy: there is no such folder"),
-    (["run", "--data", "text.txt", "--device", "tpu"], "cuda:INDEX"),
-    (["run", "--data", "text.txt", "--device", "cuda:" + "1" * 31], "cuda:INDEX"),
-    (["run", "--data", "text.txt", "--device", "cuda:99"], "99 is not in 0 ... 63"),
-])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["nothing", "--data", "x"], "no such file or folder"),
+        ([".", "--data", "x"], "neither a run"),
+        (["run", "--data", "nowhere"], "nowhere"),
+        (["run", "--data", "text.txt", "--seq-len", "99"], "max_seq_len"),
+        (["run", "--data", "text.txt", "--limit", "1"], "fewer than two tokens"),
+        (
+            ["run", "--data", "text.txt", "--per-token", "no/x.npy"],
+            "no/x.npy: there is no such folder",
+        ),
+        (["run", "--data", "text.txt", "--device", "tpu"], "cuda:INDEX"),
+        (["run", "--data", "text.txt", "--device", "cuda:" + "1" * 31], "cuda:INDEX"),
+        (["run", "--data", "text.txt", "--device", "cuda:99"], "99 is not in 0 ... 63"),
+    ],
+)
 def test_what_is_wrong_is_said(run, tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.chdir(tmp_path)
     code, out, err = command(capsys, *words)
@@ -267,10 +334,16 @@ def test_the_harness_is_named_where_it_is_missing(monkeypatch):
 
 
 def test_import_needle_does_not_look_for_the_harness():
-    script = "import sys, needle, needle.models; " \
-             "sys.exit(any(name.split('.')[-1] == 'lm_eval' for name in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", script], env=dict(os.environ,
-                          PYTHONPATH=str(ROOT))).returncode == 0
+    script = (
+        "import sys, needle, needle.models; "
+        "sys.exit(any(name.split('.')[-1] == 'lm_eval' for name in sys.modules))"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", script], env=dict(os.environ, PYTHONPATH=str(ROOT))
+        ).returncode
+        == 0
+    )
 
 
 def test_a_checkpoint_in_another_dtype_keeps_its_tokenizer(tmp_path):

@@ -23,8 +23,15 @@ from needle.models.pythia import Pythia, PythiaConfig
 both = pytest.mark.parametrize("device", DEVICES)
 
 # No two axes are equal, so that none can be confused.
-CONFIG = PythiaConfig(vocab_size=37, hidden_size=32, num_layers=2, num_heads=2,
-                      intermediate_size=56, max_seq_len=24, hidden_act="gelu")
+CONFIG = PythiaConfig(
+    vocab_size=37,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=2,
+    intermediate_size=56,
+    max_seq_len=24,
+    hidden_act="gelu",
+)
 BASE = {
     "model_type": "gpt_neox",
     "vocab_size": 37,
@@ -48,8 +55,12 @@ def model_of(device=None, seed=0, **changes) -> Pythia:
     model = Pythia(dataclasses.replace(CONFIG, **changes), device=device)
     for name, parameter in model.named_parameters():
         values = np.random.randn(*parameter.shape) * 0.2 + ("norm" in name)
-        _C.assign(parameter.cached_data, _C.array(values.astype(np.float32), "float32", _C.cpu())
-                  .to(parameter.cached_data.device))
+        _C.assign(
+            parameter.cached_data,
+            _C.array(values.astype(np.float32), "float32", _C.cpu()).to(
+                parameter.cached_data.device
+            ),
+        )
     return model
 
 
@@ -120,8 +131,13 @@ def test_rotary_in_every_spelling(spelling):
 
 
 def test_what_a_configuration_may_leave_out():
-    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
-             "intermediate_size")
+    sizes = (
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "intermediate_size",
+    )
     silent = hf.config_from_hf({k: v for k, v in BASE.items() if k in ("model_type", *sizes)})
     assert silent == dataclasses.replace(CONFIG, max_seq_len=2048)
     assert (silent.rotary_pct, silent.rotary_base, silent.hidden_act) == (0.25, 10000.0, "gelu")
@@ -220,7 +236,10 @@ def test_shards(tmp_path):
     assert_equal(Pythia.from_pretrained(tmp_path / "a"), model)
     assert len([p for p in hf.save(model, tmp_path / "a") if p.suffix == ".safetensors"]) == 1
     assert {path.name for path in (tmp_path / "a").iterdir()} == {
-        "config.json", "generation_config.json", "model.safetensors"}  # no shard is left
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    }  # no shard is left
     hf.save(model_of(seed=1), tmp_path / "a", shard_size=20_000)
     assert_equal(Pythia.from_pretrained(tmp_path / "a"), model_of(seed=1))
     assert hf.SHARD_SIZE == 5e9 == hf.save.__defaults__[-1]
@@ -243,8 +262,7 @@ def test_tied_embeddings(tmp_path, dtype, device):
     untied = model_of(device, dtype=dtype)
     for name, parameter in tied.named_parameters():
         _C.assign(dict(untied.named_parameters())[name].cached_data, parameter.cached_data)
-    _C.assign(untied.embed_out.weight.cached_data,
-              tied.embed_in.weight.cached_data.permute((1, 0)))
+    _C.assign(untied.embed_out.weight.cached_data, tied.embed_in.weight.cached_data.permute((1, 0)))
     ids, targets = np.arange(20)[None], np.arange(1, 21)[None]
     nn.flatten_parameters(untied)
     flat = nn.flatten_parameters(read)
@@ -252,8 +270,9 @@ def test_tied_embeddings(tmp_path, dtype, device):
         model(ids, targets)[1].backward()
     bound = 2e-6 if dtype == "float32" else 1e-2  # the matrix lies otherwise: other sums
     logits = untied(ids)[0].numpy().astype(np.float32)
-    np.testing.assert_allclose(tied(ids)[0].numpy().astype(np.float32), logits, rtol=0,
-                               atol=bound * np.abs(logits).max())
+    np.testing.assert_allclose(
+        tied(ids)[0].numpy().astype(np.float32), logits, rtol=0, atol=bound * np.abs(logits).max()
+    )
     expected = untied.embed_in.weight.grad.numpy() + untied.embed_out.weight.grad.numpy().T
     for model in (tied, read):
         got = model.embed_in.weight.grad.numpy()
@@ -279,8 +298,9 @@ model.generate([1, 2, 3], 2)
 
 def test_a_tied_head_reads_the_matrix_where_it_lies():
     env = dict(os.environ, NEEDLE_TRACE="1", PYTHONPATH=str(ROOT))
-    done = subprocess.run([sys.executable, "-c", TIED], env=env, capture_output=True, text=True,
-                          timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", TIED], env=env, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     lines = done.stderr.split("begin\n")[1].splitlines()
     assert sum("matmul " in line and "b:float32(1,32,100)" in line for line in lines) == 3
@@ -337,15 +357,24 @@ def test_unusable_configurations(tmp_path):
     del fields["vocab_size"]
     with pytest.raises(CheckpointError) as error:
         hf.config_from_hf(fields)
-    for text in ("vocab_size is missing", "hidden_act is 'relu'", "attention_bias is false",
-                 "'linear' positions", "rotary_pct is 'x'"):
+    for text in (
+        "vocab_size is missing",
+        "hidden_act is 'relu'",
+        "attention_bias is false",
+        "'linear' positions",
+        "rotary_pct is 'x'",
+    ):
         assert text in str(error.value)
     # The names of other models, which transformers passes over here.
     alone = {k: v for k, v in BASE.items() if not k.startswith("rot")}
     with pytest.raises(CheckpointError) as error:
         hf.config_from_hf(alone | {"rope_theta": 500, "partial_rotary_factor": 0.5})
-    for text in ("partial_rotary_factor is 0.5, which", "it computes with 0.25; rotary_pct says",
-                 "rope_theta is 500, which", "with 10000.0; rotary_emb_base says"):
+    for text in (
+        "partial_rotary_factor is 0.5, which",
+        "it computes with 0.25; rotary_pct says",
+        "rope_theta is 500, which",
+        "with 10000.0; rotary_emb_base says",
+    ):
         assert text in str(error.value)
     assert hf.config_from_hf(alone | {"rope_theta": 10000}).rotary_base == 10000
     with pytest.raises(CheckpointError, match="model_type is 'llama'"):
@@ -353,10 +382,16 @@ def test_unusable_configurations(tmp_path):
     for act in ([], {}, 3, None):
         with pytest.raises(CheckpointError, match="hidden_act is"):
             hf.config_from_hf(BASE | {"hidden_act": act})
-    for name, value in (("use_parallel_residual", "false"), ("tie_word_embeddings", None),
-                        ("vocab_size", True), ("layer_norm_eps", None), ("layer_norm_eps", "x"),
-                        ("rotary_emb_base", -5), ("rotary_pct", float("inf")),
-                        ("rotary_pct", float("nan"))):
+    for name, value in (
+        ("use_parallel_residual", "false"),
+        ("tie_word_embeddings", None),
+        ("vocab_size", True),
+        ("layer_norm_eps", None),
+        ("layer_norm_eps", "x"),
+        ("rotary_emb_base", -5),
+        ("rotary_pct", float("inf")),
+        ("rotary_pct", float("nan")),
+    ):
         word = {"rotary_emb_base": "rotary_base"}.get(name, name)
         with pytest.raises(CheckpointError, match=f"{word} (is|must be) .*, (not|but must be) "):
             hf.config_from_hf(BASE | {name: value})
@@ -470,7 +505,9 @@ def test_round_trip(tmp_path, changes):
     for name in ("dtype", "torch_dtype"):  # of transformers 5 and 4
         assert fields[name] == "float32"
     assert (fields["rotary_pct"], fields["rotary_emb_base"]) == (
-        model.config.rotary_pct, model.config.rotary_base)
+        model.config.rotary_pct,
+        model.config.rotary_base,
+    )
 
 
 def test_sparse_models_stay_here(tmp_path):
@@ -491,8 +528,11 @@ def bpe(special=("<|endoftext|>", "<|padding|>"), vocab_size=280):
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=list(special), show_progress=False,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet())
+        vocab_size=vocab_size,
+        special_tokens=list(special),
+        show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
     tokenizer.train_from_iterator(["the cat sat on the mat, the dog on the log"] * 3, trainer)
     return tokenizer
 
@@ -534,7 +574,10 @@ def test_a_model_brings_the_tokenizer_that_it_came_with(tmp_path):
     model.tokenizer = None
     model.save_pretrained(tmp_path / "c")
     assert {path.name for path in (tmp_path / "c").iterdir()} == {
-        "config.json", "generation_config.json", "model.safetensors"}
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    }
     more = tuple(f"<{i}>" for i in range(99))
     (run / "tokenizer.json").write_text(bpe(more, vocab_size=400).to_str())
     model = load_checkpoint(run / "checkpoints" / "step_1.safetensors")[0]
@@ -567,8 +610,13 @@ def test_tokenizers_that_do_not_fit(tmp_path):
 def test_export_and_import(tmp_path, capsys):
     model, run = model_of(vocab_size=300), tmp_path / "run"
     for step in (1, 2):
-        save_checkpoint(model_of(vocab_size=300, seed=2 - step), None, 0, 1.0,
-                        run / "checkpoints" / f"step_{step}.safetensors")
+        save_checkpoint(
+            model_of(vocab_size=300, seed=2 - step),
+            None,
+            0,
+            1.0,
+            run / "checkpoints" / f"step_{step}.safetensors",
+        )
     (run / "tokenizer.json").write_text(bpe().to_str())
     folder, again = tmp_path / "folder", tmp_path / "again" / "model.safetensors"
     assert hf.main(["export", str(run), str(folder)]) == 0

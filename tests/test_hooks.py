@@ -22,8 +22,15 @@ PATTERN = "blocks.1.attn.hook_pattern"
 
 def small(device=None, dtype="float32", **changes) -> Pythia:
     np.random.seed(7)
-    fields = {"vocab_size": 29, "hidden_size": 24, "num_layers": 2, "num_heads": 3,
-              "max_seq_len": 16, "dtype": dtype, "hidden_act": "gelu"}
+    fields = {
+        "vocab_size": 29,
+        "hidden_size": 24,
+        "num_layers": 2,
+        "num_heads": 3,
+        "max_seq_len": 16,
+        "dtype": dtype,
+        "hidden_act": "gelu",
+    }
     model = Pythia(PythiaConfig(**fields | changes), device=device)
     for parameter in model.parameters():  # far from the start: norms and biases count too
         noise = 0.3 * np.random.standard_normal(parameter.shape)
@@ -56,8 +63,8 @@ def turned(x, config):
     """(B, T, H, D)"""
     cos, sin = (t[: x.shape[1], None].astype(np.float64) for t in rotary_tables(config))
     r = cos.shape[-1]
-    a, b = x[..., :r], x[..., r:2 * r]
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., 2 * r:]], axis=-1)
+    a, b = x[..., :r], x[..., r : 2 * r]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., 2 * r :]], axis=-1)
 
 
 def forward(model, ids, replaced=None, mask=None) -> dict[str, np.ndarray]:
@@ -74,8 +81,9 @@ def forward(model, ids, replaced=None, mask=None) -> dict[str, np.ndarray]:
     for i, layer in enumerate(model.layers):
         at_layer = lambda name, value, i=i: at(f"blocks.{i}.{name}", value)
         x = at_layer("hook_resid_pre", x)
-        qkv = linear(norm(x, layer.input_layernorm, at_layer, "ln1."),
-                     layer.attention.query_key_value)
+        qkv = linear(
+            norm(x, layer.input_layernorm, at_layer, "ln1."), layer.attention.query_key_value
+        )
         qkv = qkv.reshape(batch, time, config.num_heads, 3, config.head_dim)
         q, k, v = (at_layer(f"attn.hook_{n}", qkv[:, :, :, j]) for j, n in enumerate("qkv"))
         q = at_layer("attn.hook_rot_q", turned(q, config))
@@ -93,12 +101,14 @@ def forward(model, ids, replaced=None, mask=None) -> dict[str, np.ndarray]:
             read = x
         else:
             read = x = at_layer("hook_resid_mid", x + added)
-        pre = linear(norm(read, layer.post_attention_layernorm, at_layer, "ln2."),
-                     layer.mlp.dense_h_to_4h)
+        pre = linear(
+            norm(read, layer.post_attention_layernorm, at_layer, "ln2."), layer.mlp.dense_h_to_4h
+        )
         post = at_layer("mlp.hook_post", gelu(at_layer("mlp.hook_pre", pre)))
         written = at_layer("hook_mlp_out", linear(post, layer.mlp.dense_4h_to_h))
-        x = at_layer("hook_resid_post",
-                     x + added + written if config.use_parallel_residual else x + written)
+        x = at_layer(
+            "hook_resid_post", x + added + written if config.use_parallel_residual else x + written
+        )
     x = norm(x, model.final_layer_norm, at, "ln_final.")
     seen["logits"] = x @ f8(model.embed_out.weight)
     return seen
@@ -134,24 +144,37 @@ def test_names_alone_change_no_bit(device, dtype):
     """What does not need the plain attention leaves the kernels of the model as they are."""
     model = small(device_of(device), dtype)
     plain = model(IDS)[0].numpy()
-    names = [n for n in hooks.hook_names(model.config)
-             if not n.endswith(hooks.PATTERNS + hooks.PROJECTIONS + hooks.RESULT + hooks.SCALE)]
+    names = [
+        n
+        for n in hooks.hook_names(model.config)
+        if not n.endswith(hooks.PATTERNS + hooks.PROJECTIONS + hooks.RESULT + hooks.SCALE)
+    ]
     logits, cache = model.run_with_cache(IDS, names)
     np.testing.assert_array_equal(logits.numpy(), plain)
     assert list(cache) == names and {x.dtype for x in cache.values()} == {dtype}
     logits, cache = model.run_with_cache(IDS, PATTERN)
     assert list(cache) == [PATTERN] and cache[PATTERN].dtype == "float32"
-    names = ["blocks.0.ln1.hook_scale", "blocks.0.attn.hook_result", "blocks.1.ln2.hook_scale",
-             "ln_final.hook_scale"]
+    names = [
+        "blocks.0.ln1.hook_scale",
+        "blocks.0.attn.hook_result",
+        "blocks.1.ln2.hook_scale",
+        "ln_final.hook_scale",
+    ]
     exact = forward(model, IDS)
     for name in names:
         logits, cache = model.run_with_cache(IDS, [name, name.replace("scale", "normalized")])
         assert list(cache)[0] == name and cache[name].dtype == "float32"
         near(cache[name].numpy(), exact[name], 1e-5 if dtype == "float32" else 0.03)
-        near(logits.numpy().astype(np.float64), plain.astype(np.float64),
-             2e-6 if dtype == "float32" else 0.03)
-    near(logits.numpy().astype(np.float64), plain.astype(np.float64),
-         2e-6 if dtype == "float32" else 0.03)
+        near(
+            logits.numpy().astype(np.float64),
+            plain.astype(np.float64),
+            2e-6 if dtype == "float32" else 0.03,
+        )
+    near(
+        logits.numpy().astype(np.float64),
+        plain.astype(np.float64),
+        2e-6 if dtype == "float32" else 0.03,
+    )
 
 
 def test_only_the_layer_that_is_asked_computes_patterns(monkeypatch):
@@ -164,8 +187,9 @@ def test_only_the_layer_that_is_asked_computes_patterns(monkeypatch):
 
 
 def test_block_sparse_patterns():
-    model = small(use_sparse_attention=True, sparse_pattern="local", sparse_window=3,
-                  sparse_block=2)
+    model = small(
+        use_sparse_attention=True, sparse_pattern="local", sparse_window=3, sparse_block=2
+    )
     mask = model._block_mask(9).to_dense()
     wanted = forward(model, IDS, mask=mask)
     fused = model(IDS)[0].numpy()
@@ -198,7 +222,8 @@ def test_transformers_says_the_same(device, parallel, tmp_path):
     model = small(device_of(device), use_parallel_residual=parallel)
     model.save_pretrained(tmp_path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, attn_implementation="eager", dtype=torch.float32)
+        tmp_path, attn_implementation="eager", dtype=torch.float32
+    )
     with torch.no_grad():
         out = theirs(torch.from_numpy(IDS), output_hidden_states=True, output_attentions=True)
     states = model.hidden_states(IDS)
@@ -223,8 +248,10 @@ def test_each_name_can_be_replaced(device, parallel):
             got = model(IDS)[0].numpy()
         wanted = forward(model, IDS, {name: lambda x: x * 0.5})["logits"]
         near(got, wanted, 3e-5)
-    np.testing.assert_array_equal(model(IDS)[0].numpy(), small(
-        device_of(device), use_parallel_residual=parallel)(IDS)[0].numpy())
+    np.testing.assert_array_equal(
+        model(IDS)[0].numpy(),
+        small(device_of(device), use_parallel_residual=parallel)(IDS)[0].numpy(),
+    )
 
 
 def test_arrays_replace_too_and_blocks_nest():
@@ -256,7 +283,8 @@ def test_generation_sees_hooks():
 
     def steer(x: Tensor) -> Tensor:
         return x + Tensor((100 * target).astype(np.float32), requires_grad=False).reshape(
-            (1, 1, 24)).broadcast_to(x.shape)
+            (1, 1, 24)
+        ).broadcast_to(x.shape)
 
     with model.hooks({"ln_final.hook_normalized": steer}):
         steered = model.generate(IDS, 4, temperature=0)
@@ -283,14 +311,26 @@ def test_gradients_reach_replacements_and_what_led_to_them(device):
             x[0, 4] += row
             return x
 
-        out = forward(model, IDS, {"blocks.1.attn.hook_pattern": lambda x: pattern,
-                                   mid: lambda x: x * 0.7, "hook_embed": embedded})
+        out = forward(
+            model,
+            IDS,
+            {
+                "blocks.1.attn.hook_pattern": lambda x: pattern,
+                mid: lambda x: x * 0.7,
+                "hook_embed": embedded,
+            },
+        )
         return (out["logits"] * weight).sum()
 
     place = Tensor(given, device=model.device)
     seen = {}
-    with model.hooks({PATTERN: lambda x: place, mid: lambda x: x * 0.7,
-                      "hook_embed": lambda x: seen.setdefault("embedded", x)}):
+    with model.hooks(
+        {
+            PATTERN: lambda x: place,
+            mid: lambda x: x * 0.7,
+            "hook_embed": lambda x: seen.setdefault("embedded", x),
+        }
+    ):
         logits, _ = model(IDS)
     (logits * Tensor(weight, device=model.device, requires_grad=False)).sum().backward()
     h = 1e-5
@@ -360,10 +400,15 @@ def test_no_graph_without_gradients():
 # ---- what is wrong, and what it costs ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, hint", [
-    ("blocks.1.attn.pattern", "blocks.1.attn.hook_pattern"),
-    ("blocks.2.hook_resid_pre", "blocks.1.hook_resid_pre"),
-    ("blocks.0.hook_resid_mid", "blocks.0.hook_resid_pre"), (3, "hook_names")])
+@pytest.mark.parametrize(
+    "name, hint",
+    [
+        ("blocks.1.attn.pattern", "blocks.1.attn.hook_pattern"),
+        ("blocks.2.hook_resid_pre", "blocks.1.hook_resid_pre"),
+        ("blocks.0.hook_resid_mid", "blocks.0.hook_resid_pre"),
+        (3, "hook_names"),
+    ],
+)
 def test_unknown_names(name, hint):
     model = small()
     with pytest.raises(ValueError, match=hint), model.hooks({name: lambda x: None}):
@@ -376,16 +421,22 @@ def test_unknown_names(name, hint):
 @pytest.mark.parametrize("function", [3, "hook_embed", [lambda x: None]])
 def test_what_is_no_function(function):
     model = small()
-    with pytest.raises(TypeError, match="hooks: hook_embed: a hook must be a function"), \
-            model.hooks({"hook_embed": function}):
+    with (
+        pytest.raises(TypeError, match="hooks: hook_embed: a hook must be a function"),
+        model.hooks({"hook_embed": function}),
+    ):
         raise AssertionError("the block was entered")
     assert not model.is_hooked
 
 
-@pytest.mark.parametrize("function, kind, message", [
-    (lambda x: 3, TypeError, "hook_embed: a hook must return"),
-    (lambda x: x.sum(), ValueError, r"hook_embed: .* must be float32 \(2, 9, 24\)"),
-    (lambda x: ndl.ops.astype(x, "bfloat16"), ValueError, "must be float32")])
+@pytest.mark.parametrize(
+    "function, kind, message",
+    [
+        (lambda x: 3, TypeError, "hook_embed: a hook must return"),
+        (lambda x: x.sum(), ValueError, r"hook_embed: .* must be float32 \(2, 9, 24\)"),
+        (lambda x: ndl.ops.astype(x, "bfloat16"), ValueError, "must be float32"),
+    ],
+)
 def test_wrong_replacements(function, kind, message):
     model = small()
     with pytest.raises(kind, match=message), model.hooks({"hook_embed": function}):
@@ -420,8 +471,9 @@ def test_unused_hooks_cost_nothing():
     """The rows of a step, by NEEDLE_TRACE: the same before any hook and after the last; and those
     of hooks that need nothing that the fused ops do not have are no more."""
     env = dict(os.environ, NEEDLE_TRACE="1", PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True,
-                          timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
 
     def rows(mark):

@@ -126,14 +126,20 @@ def test_a_stranger_name_raises():
 @pytest.mark.parametrize("module", [ndl, ndl.ops])
 def test_what_type_checkers_see_is_what_is_there(module):
     """`__all__` is written out; names of needle that come when asked for are imported for them."""
-    public = {name for name, value in vars(module).items()
-              if not name.startswith("_") and not isinstance(value, ModuleType)}
-    exported = {name for name in module.__all__
-                if not isinstance(getattr(module, name), ModuleType)}
+    public = {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType)
+    }
+    exported = {
+        name for name in module.__all__ if not isinstance(getattr(module, name), ModuleType)
+    }
     assert exported == public - {"annotations", *ndl._LAZY}
     assert len(set(module.__all__)) == len(module.__all__)
     if module is ndl:
         body = ast.parse(Path(ndl.__file__).read_text()).body
         block = next(node.body for node in body if isinstance(node, ast.If))
         assert {alias.asname for node in block for alias in node.names} == {
-            *ndl._LAZY, *ndl._SUBMODULES}
+            *ndl._LAZY,
+            *ndl._SUBMODULES,
+        }

@@ -22,9 +22,12 @@ pytestmark = [
 ]
 CONTEXT = 48
 SENTENCES = [
-    "The quick brown fox jumps over the lazy dog.", "In winter the lake freezes, and people skate.",
-    "A café by the sea: naïve, quiet, and dear.", "def f(x):\n    return x + 1\n",
-    "Numbers such as 3.1415 and 2.7182 never end.", "日本語の文字 and ünïcödé mixed together.",
+    "The quick brown fox jumps over the lazy dog.",
+    "In winter the lake freezes, and people skate.",
+    "A café by the sea: naïve, quiet, and dear.",
+    "def f(x):\n    return x + 1\n",
+    "Numbers such as 3.1415 and 2.7182 never end.",
+    "日本語の文字 and ünïcödé mixed together.",
 ]
 
 
@@ -32,14 +35,17 @@ SENTENCES = [
 def folder(tmp_path_factory):
     """step_1.safetensors, exported/ (for transformers), and the tasks."""
     pytest.importorskip("lm_eval", reason="lm_eval not installed (pip install needle[parity])")
-    pytest.importorskip("accelerate", reason="accelerate not installed, which `hf` of lm_eval "
-                        "needs (pip install needle[parity])")
+    pytest.importorskip(
+        "accelerate",
+        reason="accelerate not installed, which `hf` of lm_eval needs (pip install needle[parity])",
+    )
     top = tmp_path_factory.mktemp("lm_eval")
     tokenizer = data.train_tokenizer(iter(SENTENCES * 4), 350)
     tokenizer.save(str(top / "tokenizer.json"))
     np.random.seed(11)
-    config = PythiaConfig(vocab_size=384, hidden_size=64, num_layers=2, num_heads=4,
-                          max_seq_len=CONTEXT)
+    config = PythiaConfig(
+        vocab_size=384, hidden_size=64, num_layers=2, num_heads=4, max_seq_len=CONTEXT
+    )
     model = Pythia(config)
     for parameter in model.parameters():  # far from the start, so that answers differ
         noise = 0.15 * np.random.standard_normal(parameter.shape)
@@ -54,9 +60,13 @@ def write_tasks(top) -> None:
     random = np.random.default_rng(2)
     with open(top / "questions.jsonl", "w") as file:
         for i, sentence in enumerate(SENTENCES):
-            choices = [sentence[j:j + int(random.integers(1, 30))] for j in (0, 5, 12)]
-            row = {"question": SENTENCES[i - 1], "choices": choices, "answer": i % 3,
-                   "text": " ".join(SENTENCES[:i + 1])}
+            choices = [sentence[j : j + int(random.integers(1, 30))] for j in (0, 5, 12)]
+            row = {
+                "question": SENTENCES[i - 1],
+                "choices": choices,
+                "answer": i % 3,
+                "text": " ".join(SENTENCES[: i + 1]),
+            }
             file.write(json.dumps(row) + "\n")
     head = f"""dataset_path: json
 dataset_kwargs:
@@ -64,7 +74,9 @@ dataset_kwargs:
     test: {top}/questions.jsonl
 test_split: test
 """
-    (top / "needle_choice.yaml").write_text(head + """task: needle_choice
+    (top / "needle_choice.yaml").write_text(
+        head
+        + """task: needle_choice
 output_type: multiple_choice
 doc_to_text: "{{question}}"
 doc_to_choice: "{{choices}}"
@@ -73,8 +85,11 @@ target_delimiter: " "
 metric_list:
   - metric: acc
   - metric: acc_norm
-""")
-    (top / "needle_text.yaml").write_text(head + """task: needle_text
+"""
+    )
+    (top / "needle_text.yaml").write_text(
+        head
+        + """task: needle_text
 output_type: loglikelihood_rolling
 doc_to_text: ""
 doc_to_target: "{{text}}"
@@ -82,8 +97,11 @@ metric_list:
   - metric: word_perplexity
   - metric: byte_perplexity
   - metric: bits_per_byte
-""")
-    (top / "needle_write.yaml").write_text(head + """task: needle_write
+"""
+    )
+    (top / "needle_write.yaml").write_text(
+        head
+        + """task: needle_write
 output_type: generate_until
 doc_to_text: "{{question}}"
 doc_to_target: "{{text}}"
@@ -93,7 +111,8 @@ generation_kwargs:
   do_sample: false
 metric_list:
   - metric: bypass
-""")
+"""
+    )
 
 
 @pytest.fixture(scope="module", params=DEVICES)
@@ -103,10 +122,12 @@ def models(folder, request):
 
     import needle.lm_eval  # noqa: F401  registers it
 
-    ours = get_model("needle")(pretrained=str(folder / "step_1.safetensors"),
-                               device=request.param, batch_size=4)
-    theirs = get_model("hf")(pretrained=str(folder / "exported"), device="cpu", dtype="float32",
-                             batch_size=4)
+    ours = get_model("needle")(
+        pretrained=str(folder / "step_1.safetensors"), device=request.param, batch_size=4
+    )
+    theirs = get_model("hf")(
+        pretrained=str(folder / "exported"), device="cpu", dtype="float32", batch_size=4
+    )
     return ours, theirs
 
 
@@ -166,8 +187,12 @@ def test_generate_until(models):
 
 
 def test_sampling_follows_the_seed(models):
-    asked = requests(*[(s, {"temperature": 1.0, "do_sample": True, "top_k": 20, "max_gen_toks": 8})
-                       for s in SENTENCES])
+    asked = requests(
+        *[
+            (s, {"temperature": 1.0, "do_sample": True, "top_k": 20, "max_gen_toks": 8})
+            for s in SENTENCES
+        ]
+    )
     drawn = []
     for seed in (1, 1, 2):
         np.random.seed(seed)
@@ -175,8 +200,9 @@ def test_sampling_follows_the_seed(models):
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-@pytest.mark.parametrize("options, message", [
-    ({"num_beams": 4}, "num_beams"), ({"max_gen_toks": CONTEXT}, "no room")])
+@pytest.mark.parametrize(
+    "options, message", [({"num_beams": 4}, "num_beams"), ({"max_gen_toks": CONTEXT}, "no room")]
+)
 def test_what_it_cannot_do(models, options, message):
     with pytest.raises(ValueError, match=message):
         models[0].generate_until(requests(("x", options)), disable_tqdm=True)
@@ -205,19 +231,44 @@ TASKS = ("needle_choice", "needle_text", "needle_write")
 
 
 # `lm_eval` in a Python that has packaging/ in its site-packages, and needle's own command.
-INSTALLED = ["-c", f"import site; site.addsitedir({str(ROOT / 'packaging')!r}); "
-             "from lm_eval.__main__ import cli_evaluate; cli_evaluate()"]
+INSTALLED = [
+    "-c",
+    f"import site; site.addsitedir({str(ROOT / 'packaging')!r}); "
+    "from lm_eval.__main__ import cli_evaluate; cli_evaluate()",
+]
 MODULE = ["-m", "needle.lm_eval"]
 
 
 def command(folder, tmp_path, start: list[str], model: str, model_args: str) -> tuple[dict, dict]:
     """(metrics, what was answered) of the harness' command line."""
-    env = dict(os.environ, HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", PYTHONPATH=str(ROOT),
-               HF_HOME=str(tmp_path / "cache"), PYTHONWARNINGS="ignore")
+    env = dict(
+        os.environ,
+        HF_HUB_OFFLINE="1",
+        HF_DATASETS_OFFLINE="1",
+        PYTHONPATH=str(ROOT),
+        HF_HOME=str(tmp_path / "cache"),
+        PYTHONWARNINGS="ignore",
+    )
     out = tmp_path / model
-    words = [sys.executable, *start, "--model", model, "--model_args", model_args,
-             "--tasks", ",".join(TASKS), "--include_path", str(folder), "--device", "cpu",
-             "--batch_size", "3", "--output_path", str(out), "--log_samples"]
+    words = [
+        sys.executable,
+        *start,
+        "--model",
+        model,
+        "--model_args",
+        model_args,
+        "--tasks",
+        ",".join(TASKS),
+        "--include_path",
+        str(folder),
+        "--device",
+        "cpu",
+        "--batch_size",
+        "3",
+        "--output_path",
+        str(out),
+        "--log_samples",
+    ]
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     results = json.loads(next(out.rglob("results_*.json")).read_text())["results"]
@@ -231,14 +282,21 @@ def command(folder, tmp_path, start: list[str], model: str, model_args: str) -> 
 
 @pytest.fixture(scope="module")
 def of_hf(folder, tmp_path_factory):
-    return command(folder, tmp_path_factory.mktemp("hf"), ["-m", "lm_eval"], "hf",
-                   f"pretrained={folder}/exported,dtype=float32")
+    return command(
+        folder,
+        tmp_path_factory.mktemp("hf"),
+        ["-m", "lm_eval"],
+        "hf",
+        f"pretrained={folder}/exported,dtype=float32",
+    )
 
 
 @pytest.mark.parametrize("start", [INSTALLED, MODULE], ids=["lm_eval", "needle.lm_eval"])
 def test_command_line(folder, tmp_path, of_hf, start):
-    ours, theirs = command(folder, tmp_path, start, "needle",
-                           f"pretrained={folder}/step_1.safetensors"), of_hf
+    ours, theirs = (
+        command(folder, tmp_path, start, "needle", f"pretrained={folder}/step_1.safetensors"),
+        of_hf,
+    )
     for task, metrics in theirs[0].items():
         for name, value in metrics.items():
             if isinstance(value, float):
@@ -257,7 +315,7 @@ def test_the_hook_waits_for_the_harness_alone():
     code = f"""
 import sys, site
 before = set(sys.modules)
-site.addsitedir({str(ROOT / 'packaging')!r})
+site.addsitedir({str(ROOT / "packaging")!r})
 assert set(sys.modules) - before == {{"_needle_lm_eval"}}, set(sys.modules) - before
 watch = sys.meta_path[0]
 import json.tool

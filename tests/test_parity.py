@@ -124,8 +124,10 @@ def assert_parity(ours: dict, theirs: dict, truth: dict) -> None:
         apart = float((ours[name] - theirs[name]).norm()) / size
         highest = float((ours[name] - theirs[name]).abs().max() / truth[name].abs().max())
         if not (error <= 3 * peer_error + 4 * EPS32 and apart <= 1e-5 and highest <= 1e-5):
-            wrong.append(f"{name}: error {error:.1e}, transformers' {peer_error:.1e}, "
-                         f"apart {apart:.1e}, in one element {highest:.1e}")
+            wrong.append(
+                f"{name}: error {error:.1e}, transformers' {peer_error:.1e}, "
+                f"apart {apart:.1e}, in one element {highest:.1e}"
+            )
     assert not wrong, "\n".join(wrong)
 
 
@@ -203,15 +205,29 @@ def test_presets_have_the_published_head_dims():
 @pytest.mark.parametrize("shape", ["head 32", "head 32 sequential", "head 64 tied", "head 80"])
 def test_greedy_generation_is_equal_token_for_token(tmp_path, shape, device):
     width, heads, layers, vocabulary, *_, fields = SHAPES[shape]
-    config = PythiaConfig(vocab_size=vocabulary, hidden_size=width, num_layers=layers,
-                          num_heads=heads, max_seq_len=300, **fields)
+    config = PythiaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        num_layers=layers,
+        num_heads=heads,
+        max_seq_len=300,
+        **fields,
+    )
     peer = random_peer(config, seed=2, gain=3.0)
     peer.save_pretrained(tmp_path)
     prompts = np.random.default_rng(3).integers(0, vocabulary, (2, 11))
-    expected = peer.generate(
-        torch().tensor(prompts, device=peer.device), max_new_tokens=256, do_sample=False,
-        attention_mask=torch().ones((2, 11), dtype=torch().long, device=peer.device),
-        eos_token_id=None, pad_token_id=0).cpu().numpy()
+    expected = (
+        peer.generate(
+            torch().tensor(prompts, device=peer.device),
+            max_new_tokens=256,
+            do_sample=False,
+            attention_mask=torch().ones((2, 11), dtype=torch().long, device=peer.device),
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        .cpu()
+        .numpy()
+    )
     assert expected.shape == (2, 267)
     got = Pythia.from_pretrained(tmp_path, device_of(device)).generate(prompts, 256, temperature=0)
     np.testing.assert_array_equal(got, expected)
@@ -238,8 +254,9 @@ def test_a_model_trained_here_has_the_same_losses_there(tmp_path, changes, devic
     import transformers
 
     np.random.seed(4)
-    config = PythiaConfig(vocab_size=199, hidden_size=96, num_layers=3, num_heads=3,
-                          max_seq_len=48, **changes)
+    config = PythiaConfig(
+        vocab_size=199, hidden_size=96, num_layers=3, num_heads=3, max_seq_len=48, **changes
+    )
     model = Pythia(config, device=device_of(device))
     optimizer = optim.AdamW(nn.flatten_parameters(model), lr=3e-3, weight_decay=0.1)
     rows = text_ids(199, 60 * 8 * 41).reshape(60, 8, 41)
@@ -277,7 +294,8 @@ def test_folders_open_there_with_no_flag(tmp_path, dtype):
     hf.save(model, tmp_path, tokenizer, shard_size=60_000)
     assert (tmp_path / hf.INDEX).is_file()
     there, info = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, output_loading_info=True)
+        tmp_path, output_loading_info=True
+    )
     assert there.dtype == getattr(torch(), dtype)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     named = dict(there.named_parameters())
@@ -319,13 +337,16 @@ def test_the_line_that_converts_a_pickle(tmp_path, tied):
     import transformers
 
     folder = tmp_path / "it's $1"
-    config = PythiaConfig(vocab_size=50, hidden_size=32, num_layers=1, num_heads=2,
-                          tie_word_embeddings=tied)
+    config = PythiaConfig(
+        vocab_size=50, hidden_size=32, num_layers=1, num_heads=2, tie_word_embeddings=tied
+    )
     peer = random_peer(config)
     peer.save_pretrained(folder)
     (folder / "model.safetensors").unlink()
-    state = {name.replace("lm_head", "embed_out"): value.cpu()
-             for name, value in peer.state_dict().items()}
+    state = {
+        name.replace("lm_head", "embed_out"): value.cpu()
+        for name, value in peer.state_dict().items()
+    }
     torch().save(state, folder / "pytorch_model.bin")
     with pytest.raises(ValueError, match="a pickle") as error:
         Pythia.from_pretrained(folder)
@@ -333,8 +354,9 @@ def test_the_line_that_converts_a_pickle(tmp_path, tied):
     command = shlex.quote(sys.executable) + command.removeprefix("python")
     subprocess.run(command, shell=True, check=True)
     model = Pythia.from_pretrained(folder)
-    np.testing.assert_array_equal(model.embed_in.weight.numpy(),
-                                  peer.get_input_embeddings().weight.detach().cpu().numpy())
+    np.testing.assert_array_equal(
+        model.embed_in.weight.numpy(), peer.get_input_embeddings().weight.detach().cpu().numpy()
+    )
     transformers.AutoModelForCausalLM.from_pretrained(folder)
 
 
@@ -356,6 +378,8 @@ def test_rotary_spellings_mean_the_same_there():
         there = transformers.GPTNeoXConfig(**base, **fields).rope_parameters
         here = hf.config_from_hf(base | fields)
         assert (here.rotary_pct, here.rotary_base) == (
-            there["partial_rotary_factor"], there["rope_theta"]), fields
+            there["partial_rotary_factor"],
+            there["rope_theta"],
+        ), fields
     there = transformers.GPTNeoXConfig(**base, rope_theta=500).rope_parameters
     assert there["rope_theta"] == 10000  # so needle refuses the name by itself

@@ -144,8 +144,9 @@ class Queued(bytearray):
 @pytest.mark.parametrize("depth", [1, 3])
 def test_staging_memory_is_not_written_before_its_copy_is_done(monkeypatch, depth):
     stagings = []
-    monkeypatch.setattr(prefetch, "Staging",
-                        lambda *given: stagings.append(Queued(*given)) or stagings[-1])
+    monkeypatch.setattr(
+        prefetch, "Staging", lambda *given: stagings.append(Queued(*given)) or stagings[-1]
+    )
     plain = Batches(IDS, 3, 16, seed=4)
     ahead = Prefetch(Batches(IDS, 3, 16, seed=4, vocab_size=60), "a GPU", depth)
     assert len(stagings) == 2 * (depth + 1)  # so that `depth` are ahead while one is copied

@@ -53,8 +53,17 @@ def inputs(tmp_path, monkeypatch):
 
 
 def run(tmp_path, inputs, out, *more):
-    return __main__.main(["prepare", *inputs, "--tokenizer", str(tmp_path / "tokenizer.json"),
-                          "--out", str(tmp_path / out), *more])
+    return __main__.main(
+        [
+            "prepare",
+            *inputs,
+            "--tokenizer",
+            str(tmp_path / "tokenizer.json"),
+            "--out",
+            str(tmp_path / out),
+            *more,
+        ]
+    )
 
 
 def content(tmp_path, out):
@@ -70,7 +79,7 @@ def test_documents_come_back_in_their_order(tmp_path, inputs, capsys):
     ends = np.cumsum(found.sizes)
     end = tokenizer.token_to_id("<|endoftext|>")
     for text, stop, size in zip(TEXTS, ends, found.sizes):
-        ids = found[stop - size:stop].tolist()
+        ids = found[stop - size : stop].tolist()
         assert ids.pop() == end and tokenizer.decode(ids) == text
     assert run(tmp_path, inputs, "two", "--processes", "2") == 0
     assert content(tmp_path, "one") == content(tmp_path, "two")
@@ -104,9 +113,21 @@ def test_killed_and_started_again(tmp_path, inputs, monkeypatch, capsys):
     program.write_text(PROGRAM)
     root = str(APPS.parent)
     process = subprocess.Popen(
-        [sys.executable, str(program), "prepare", *inputs, "--tokenizer",
-         str(tmp_path / "tokenizer.json"), "--out", str(tmp_path / "parts"), "--processes", "1"],
-        env={**os.environ, "PYTHONPATH": root}, stdout=subprocess.DEVNULL)
+        [
+            sys.executable,
+            str(program),
+            "prepare",
+            *inputs,
+            "--tokenizer",
+            str(tmp_path / "tokenizer.json"),
+            "--out",
+            str(tmp_path / "parts"),
+            "--processes",
+            "1",
+        ],
+        env={**os.environ, "PYTHONPATH": root},
+        stdout=subprocess.DEVNULL,
+    )
     deadline = time.monotonic() + 60
     while len(list((tmp_path / "parts.parts").glob("*.sizes"))) < 3:
         assert process.poll() is None and time.monotonic() < deadline
@@ -151,10 +172,27 @@ def test_ctrl_c_reaches_all_processes_and_one_line_says_so(tmp_path, inputs, del
     """A terminal signals the workers as well, also while they start."""
     Path(inputs[2], "long.txt").write_text("one two three four\n" * 200_000)
     process = subprocess.Popen(
-        [sys.executable, "-u", "-m", "needle.data", "prepare", *inputs[:2], *inputs, "--tokenizer",
-         str(tmp_path / "tokenizer.json"), "--out", str(tmp_path / "x"), "--processes", "2"],
-        env={**os.environ, "PYTHONPATH": str(APPS.parent)}, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, start_new_session=True)
+        [
+            sys.executable,
+            "-u",
+            "-m",
+            "needle.data",
+            "prepare",
+            *inputs[:2],
+            *inputs,
+            "--tokenizer",
+            str(tmp_path / "tokenizer.json"),
+            "--out",
+            str(tmp_path / "x"),
+            "--processes",
+            "2",
+        ],
+        env={**os.environ, "PYTHONPATH": str(APPS.parent)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     assert "0 of" in process.stdout.readline()  # from now on workers start
     time.sleep(delay)
     os.killpg(process.pid, signal.SIGINT)
@@ -205,8 +243,12 @@ def test_errors_of_prepare(tmp_path, inputs, capsys):
 def test_inspect(tmp_path, inputs, capsys):
     assert run(tmp_path, inputs, "x", "--processes", "1") == 0
     capsys.readouterr()
-    assert __main__.main(["inspect", str(tmp_path / "x"), "--tokenizer",
-                          str(tmp_path / "tokenizer.json")]) == 0
+    assert (
+        __main__.main(
+            ["inspect", str(tmp_path / "x"), "--tokenizer", str(tmp_path / "tokenizer.json")]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "Megatron, 90 documents" in out and "'document 0: " in out and "held out" in out
     assert __main__.main(["inspect", inputs[0]]) == 0
@@ -218,15 +260,30 @@ def test_inspect(tmp_path, inputs, capsys):
 def shown_ids(out):
     """The ids of each sequence that `view` printed."""
     lines = out.splitlines()
-    return np.array([[int(word) for word in lines[i + 1].split()]
-                     for i, line in enumerate(lines) if line.startswith("---- sequence")])
+    return np.array(
+        [
+            [int(word) for word in lines[i + 1].split()]
+            for i, line in enumerate(lines)
+            if line.startswith("---- sequence")
+        ]
+    )
 
 
 def test_view_of_data(tmp_path, inputs, capsys):
     assert run(tmp_path, inputs, "x", "--processes", "1") == 0
     capsys.readouterr()
-    flags = ["--batch-size", "3", "--grad-accum", "2", "--seq-len", "16", "--seed", "5",
-             "--steps", "40"]
+    flags = [
+        "--batch-size",
+        "3",
+        "--grad-accum",
+        "2",
+        "--seq-len",
+        "16",
+        "--seed",
+        "5",
+        "--steps",
+        "40",
+    ]
     batches = Batches(open_data(tmp_path / "x").train, 3, 16, 5, samples=240)
     for step in (1, 2, 3, 30):
         assert __main__.main(["view", str(tmp_path / "x"), "--step", str(step), *flags]) == 0
@@ -234,8 +291,10 @@ def test_view_of_data(tmp_path, inputs, capsys):
         expected = np.concatenate([batches.next_rows(), batches.next_rows()])
         np.testing.assert_array_equal(shown_ids(capsys.readouterr().out), expected)
     save = tmp_path / "rows.npy"
-    assert __main__.main(["view", str(tmp_path / "x"), "--step", "30", *flags, "--save",
-                          str(save)]) == 0
+    assert (
+        __main__.main(["view", str(tmp_path / "x"), "--step", "30", *flags, "--save", str(save)])
+        == 0
+    )
     np.testing.assert_array_equal(np.load(save), expected)
     assert f"---- sequence 0\n{' '.join(map(str, expected[0]))}\n" not in capsys.readouterr().out
 
@@ -253,20 +312,44 @@ def test_view_of_a_run_is_what_the_run_draws(tmp_path, inputs, monkeypatch, caps
         return forward_backward(model, ids, targets, share)
 
     monkeypatch.setattr(train_pythia, "forward_backward", watched)
-    assert train_pythia.main(
-        ["--model", "tiny", "--data", str(data), "--tokenizer", str(tmp_path / "tokenizer.json"),
-         "--batch-size", "2", "--grad-accum", "2", "--seq-len", "16", "--steps", "6",
-         "--device", "cpu", "--out", str(tmp_path / "runs"), "--name", "a"]) == 0
+    assert (
+        train_pythia.main(
+            [
+                "--model",
+                "tiny",
+                "--data",
+                str(data),
+                "--tokenizer",
+                str(tmp_path / "tokenizer.json"),
+                "--batch-size",
+                "2",
+                "--grad-accum",
+                "2",
+                "--seq-len",
+                "16",
+                "--steps",
+                "6",
+                "--device",
+                "cpu",
+                "--out",
+                str(tmp_path / "runs"),
+                "--name",
+                "a",
+            ]
+        )
+        == 0
+    )
     for step in range(1, 7):
         capsys.readouterr()
         assert __main__.main(["view", str(tmp_path / "runs" / "a"), "--step", str(step)]) == 0
         out = capsys.readouterr().out
-        np.testing.assert_array_equal(shown_ids(out),
-                                      np.concatenate(drawn[2 * step - 2:2 * step]))
+        np.testing.assert_array_equal(
+            shown_ids(out), np.concatenate(drawn[2 * step - 2 : 2 * step])
+        )
         assert "three" in out  # the text stands beside the ids
     assert __main__.main(["view", str(tmp_path / "runs" / "a"), "--step", "1", "--seed", "3"]) == 1
     assert "a run knows its own --seed" in capsys.readouterr().err
-    for path in ([data] if kind == "text" else [Path(f"{data}.bin")]):
+    for path in [data] if kind == "text" else [Path(f"{data}.bin")]:
         if path.is_dir():
             (path / "00.txt").write_text("something else\n" * 40)
         else:
@@ -293,7 +376,8 @@ def write_data(tmp_path, inputs, kind):
 
 @pytest.mark.parametrize("kind", ["megatron", "rows", "flat"])
 def test_view_and_checkpoints_of_a_run_that_was_killed_went_on_and_walked_its_data_again(
-        tmp_path, inputs, monkeypatch, capsys, kind):
+    tmp_path, inputs, monkeypatch, capsys, kind
+):
     """6 steps, killed in the 5th, resumed, then resumed up to 30: a step draws what `view` shows,
     once or again, and each checkpoint stands before the batch of the next step."""
     monkeypatch.setitem(pythia.PRESETS, "tiny", (1, 32, 2, 384))
@@ -321,9 +405,29 @@ def test_view_and_checkpoints_of_a_run_that_was_killed_went_on_and_walked_its_da
     monkeypatch.setattr(run_log.RunLog, "queue", queued)
     where = ["--out", str(tmp_path / "runs"), "--name", "a", "--device", "cpu"]
     with pytest.raises(SystemExit):
-        train_pythia.main(["--model", "tiny", "--data", str(data), "--batch-size", "3",
-                           "--grad-accum", "2", "--seq-len", "16", "--steps", "6", "--schedule",
-                           "constant", "--save-every", "1", "--eval-every", "0", *where])
+        train_pythia.main(
+            [
+                "--model",
+                "tiny",
+                "--data",
+                str(data),
+                "--batch-size",
+                "3",
+                "--grad-accum",
+                "2",
+                "--seq-len",
+                "16",
+                "--steps",
+                "6",
+                "--schedule",
+                "constant",
+                "--save-every",
+                "1",
+                "--eval-every",
+                "0",
+                *where,
+            ]
+        )
     dies_at.clear()
     for more in ([], ["--steps", "30"]):
         assert train_pythia.main([*where, "--resume", "auto", *more]) == 0
@@ -342,8 +446,16 @@ def test_view_and_checkpoints_of_a_run_that_was_killed_went_on_and_walked_its_da
     assert len(epochs) >= 3 and settings["steps"] == 6
 
 
-@pytest.mark.parametrize("argv", [["view", "x"], ["view", "x", "--step", "0"], ["prepare", "x"],
-                                  ["view", "x", "--step", "1", "--rows", "two"], []])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["view", "x"],
+        ["view", "x", "--step", "0"],
+        ["prepare", "x"],
+        ["view", "x", "--step", "1", "--rows", "two"],
+        [],
+    ],
+)
 def test_bad_flags(argv, capsys):
     with pytest.raises(SystemExit) as caught:
         __main__.main(argv)

@@ -389,8 +389,14 @@ def test_create_pythia_70m():
     assert "embed_out.bias" not in named
 
 
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True, "num_layers": 1},
-                                     {"use_parallel_residual": False, "intermediate_size": 33}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": True, "num_layers": 1},
+        {"use_parallel_residual": False, "intermediate_size": 33},
+    ],
+)
 def test_parameter_shapes(changes):
     model = small(**changes)
     wanted = {name: parameter.shape for name, parameter in model.named_parameters()}

@@ -50,10 +50,33 @@ def tokens(tmp_path):
 
 
 def flags(tmp_path, tokens, name, *more, recipe="pythia", device="cpu", dtype="float32"):
-    return ["--recipe", recipe, "--model", "tiny", "--data", str(tokens), "--device", device,
-            "--dtype", dtype, "--out", str(tmp_path / "runs"), "--name", name,
-            "--batch-size", str(BATCH), "--global-batch-size", str(BATCH * ACCUMULATE),
-            "--seq-len", str(TIME), "--steps", str(STEPS), "--warmup", str(WARMUP), *more]
+    return [
+        "--recipe",
+        recipe,
+        "--model",
+        "tiny",
+        "--data",
+        str(tokens),
+        "--device",
+        device,
+        "--dtype",
+        dtype,
+        "--out",
+        str(tmp_path / "runs"),
+        "--name",
+        name,
+        "--batch-size",
+        str(BATCH),
+        "--global-batch-size",
+        str(BATCH * ACCUMULATE),
+        "--seq-len",
+        str(TIME),
+        "--steps",
+        str(STEPS),
+        "--warmup",
+        str(WARMUP),
+        *more,
+    ]
 
 
 def losses_of(tmp_path, name):
@@ -80,8 +103,25 @@ def settings_of(*argv, on_gpu=True):
 def test_the_schedule_as_it_was():
     schedule = train_pythia.schedule_of(settings_of("--recipe", "pythia"))
     assert schedule(1) == 0  # the suite's step 1 has the weights of step 0
-    for step in (2, 3, 700, 1429, 1430, 1431, 1432, 2000, 50_000, 72_931, 115_000, 115_139,
-                 115_140, 115_141, 120_000, 142_999, 143_000):
+    for step in (
+        2,
+        3,
+        700,
+        1429,
+        1430,
+        1431,
+        1432,
+        2000,
+        50_000,
+        72_931,
+        115_000,
+        115_139,
+        115_140,
+        115_141,
+        120_000,
+        142_999,
+        143_000,
+    ):
         assert schedule(step) == pytest.approx(rate(step - 1), rel=1e-12)
     assert schedule(1431) == 1e-3
     assert schedule(115_139) > 1e-4 and schedule(115_141) == schedule(143_000) == 1e-4
@@ -109,9 +149,19 @@ def test_a_schedule_of_few_steps():
 # ---- settings ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model, peak", [
-    ("pythia-14m", 1e-3), ("pythia-70m", 1e-3), ("pythia-160m", 6e-4), ("pythia-410m", 3e-4),
-    ("pythia-1b", 3e-4), ("pythia-1.4b", 2e-4), ("pythia-2.8b", 1.6e-4), ("pythia-12b", 1.2e-4)])
+@pytest.mark.parametrize(
+    "model, peak",
+    [
+        ("pythia-14m", 1e-3),
+        ("pythia-70m", 1e-3),
+        ("pythia-160m", 6e-4),
+        ("pythia-410m", 3e-4),
+        ("pythia-1b", 3e-4),
+        ("pythia-1.4b", 2e-4),
+        ("pythia-2.8b", 1.6e-4),
+        ("pythia-12b", 1.2e-4),
+    ],
+)
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_the_recipe_of_each_model(model, peak, on_gpu):
     settings = settings_of("--recipe", "pythia", "--model", model, on_gpu=on_gpu)
@@ -125,41 +175,70 @@ def test_the_recipe_of_each_model(model, peak, on_gpu):
 
 def test_each_flag_changes_the_recipe():
     assert settings_of("--recipe", "pythia", on_gpu=False)["model"] == "pythia-70m"
-    settings = settings_of("--recipe", "pythia", "--steps", "2000", "--lr", "5e-4", "--seq-len",
-                           "64", "--batch-size", "2", "--seed", "3")
+    settings = settings_of(
+        "--recipe",
+        "pythia",
+        "--steps",
+        "2000",
+        "--lr",
+        "5e-4",
+        "--seq-len",
+        "64",
+        "--batch-size",
+        "2",
+        "--seed",
+        "3",
+    )
     assert (settings["warmup"], settings["grad_accum"]) == (20, 512)
     assert recipes.changes(settings) == {
-        "steps": {"recipe": 143_000, "run": 2000}, "warmup": {"recipe": 1430, "run": 20},
-        "lr": {"recipe": 1e-3, "run": 5e-4}, "seq_len": {"recipe": 2048, "run": 64},
-        "seed": {"recipe": 1234, "run": 3}}
+        "steps": {"recipe": 143_000, "run": 2000},
+        "warmup": {"recipe": 1430, "run": 20},
+        "lr": {"recipe": 1e-3, "run": 5e-4},
+        "seq_len": {"recipe": 2048, "run": 64},
+        "seed": {"recipe": 1234, "run": 3},
+    }
     settings = settings_of("--recipe", "pythia", "--global-batch-size", "6", "--sparse", "local")
     assert (settings["batch_size"], settings["grad_accum"]) == (6, 1)
-    assert recipes.changes(settings) == {"sequences_per_step": {"recipe": 1024, "run": 6},
-                                         "sparse": {"recipe": None, "run": "local"}}
+    assert recipes.changes(settings) == {
+        "sequences_per_step": {"recipe": 1024, "run": 6},
+        "sparse": {"recipe": None, "run": "local"},
+    }
     assert settings_of("--recipe", "pythia", "--tokens", "2_097_153")["steps"] == 2
     assert settings_of("--recipe", "pythia", "--warmup", "7", "--steps", "9")["warmup"] == 7
 
 
-@pytest.mark.parametrize("argv, batch, accumulate", [
-    (["--recipe", "pythia"], 16, 64),
-    (["--recipe", "pythia", "--batch-size", "32"], 32, 32),
-    (["--recipe", "pythia", "--grad-accum", "4"], 256, 4),
-    (["--recipe", "pythia", "--grad-accum", "2", "--batch-size", "512"], 512, 2),
-    (["--global-batch-size", "24"], 12, 2),
-    (["--batch-size", "3", "--grad-accum", "5"], 3, 5),
-])
+@pytest.mark.parametrize(
+    "argv, batch, accumulate",
+    [
+        (["--recipe", "pythia"], 16, 64),
+        (["--recipe", "pythia", "--batch-size", "32"], 32, 32),
+        (["--recipe", "pythia", "--grad-accum", "4"], 256, 4),
+        (["--recipe", "pythia", "--grad-accum", "2", "--batch-size", "512"], 512, 2),
+        (["--global-batch-size", "24"], 12, 2),
+        (["--batch-size", "3", "--grad-accum", "5"], 3, 5),
+    ],
+)
 def test_sequences_of_a_step(argv, batch, accumulate):
     settings = settings_of(*argv)
     assert (settings["batch_size"], settings["grad_accum"]) == (batch, accumulate)
 
 
-@pytest.mark.parametrize("argv, said", [
-    (["--batch-size", "3"], "--batch-size 3 cannot make the 1,024 sequences"),
-    (["--grad-accum", "3"], "--grad-accum 3 cannot"),
-    (["--grad-accum", "2000"], "--grad-accum 2000 cannot"),
-    (["--batch-size", "2", "--grad-accum", "256"], "--batch-size 2 and --grad-accum 256 cannot"),
-    (["--batch-size", "4", "--global-batch-size", "6"], "4 cannot make the 6 sequences a step of"),
-])
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["--batch-size", "3"], "--batch-size 3 cannot make the 1,024 sequences"),
+        (["--grad-accum", "3"], "--grad-accum 3 cannot"),
+        (["--grad-accum", "2000"], "--grad-accum 2000 cannot"),
+        (
+            ["--batch-size", "2", "--grad-accum", "256"],
+            "--batch-size 2 and --grad-accum 256 cannot",
+        ),
+        (
+            ["--batch-size", "4", "--global-batch-size", "6"],
+            "4 cannot make the 6 sequences a step of",
+        ),
+    ],
+)
 def test_sequences_that_cannot_be(argv, said, capsys):
     assert train_pythia.main(["--recipe", "pythia", "--device", "cpu", *argv]) == 1
     error = capsys.readouterr().err
@@ -172,7 +251,8 @@ def test_sequences_that_cannot_be(argv, said, capsys):
 def test_what_decays_and_how_it_begins(tmp_path, tokens):
     assert train_pythia.main(flags(tmp_path, tokens, "a", "--steps", "1", "--warmup", "1")) == 0
     model, optimizer, _, loss = train_pythia.load_checkpoint(
-        checkpoint_path(tmp_path / "runs" / "a" / "checkpoints", 0))
+        checkpoint_path(tmp_path / "runs" / "a" / "checkpoints", 0)
+    )
     assert math.isnan(loss)  # there has been none
     own = optimizer.state_dict()["groups"]
     for name, parameter in model.named_parameters():
@@ -225,16 +305,29 @@ def test_checkpoints_that_stay_and_resuming(tmp_path, tokens, monkeypatch, devic
         with monkeypatch.context() as patch:
             patch.setattr(run_log.RunLog, "queue", dying)
             with pytest.raises(Killed):
-                train_pythia.main(flags(tmp_path, tokens, "parts", *more, "--resume", "auto",
-                                        **options))
-    resume = ["--resume", "auto", "--out", str(tmp_path / "runs"), "--name", "parts",
-              "--recipe", "pythia", "--global-batch-size", "16", "--device", device]
+                train_pythia.main(
+                    flags(tmp_path, tokens, "parts", *more, "--resume", "auto", **options)
+                )
+    resume = [
+        "--resume",
+        "auto",
+        "--out",
+        str(tmp_path / "runs"),
+        "--name",
+        "parts",
+        "--recipe",
+        "pythia",
+        "--global-batch-size",
+        "16",
+        "--device",
+        device,
+    ]
     assert train_pythia.main(resume) == 0
     assert losses_of(tmp_path, "parts") == losses_of(tmp_path, "whole")
     assert [path.name for path in list_checkpoints(folders[1])] == names
     for name in names:
         contents = [(folder / name).read_bytes() for folder in folders]
-        tensors = [c[8 + int.from_bytes(c[:8], "little"):] for c in contents]
+        tensors = [c[8 + int.from_bytes(c[:8], "little") :] for c in contents]
         assert tensors[0] == tensors[1], name
     assert Checkpoint(folders[0] / names[-1]).state["step"] == 0
 
@@ -256,15 +349,19 @@ def recorded_run(tmp_path, tokens, monkeypatch, name, **options):
     forward_backward, drawn = train_pythia.forward_backward, []
 
     def recording(model, ids, targets, share):
-        drawn.append(tuple(np.array(x.numpy() if hasattr(x, "numpy") else x, np.int64)
-                           for x in (ids, targets)))
+        drawn.append(
+            tuple(
+                np.array(x.numpy() if hasattr(x, "numpy") else x, np.int64) for x in (ids, targets)
+            )
+        )
         return forward_backward(model, ids, targets, share)
 
     with monkeypatch.context() as patch:
         patch.setattr(train_pythia, "forward_backward", recording)
         assert train_pythia.main(flags(tmp_path, tokens, name, **options)) == 0
     model, *_ = train_pythia.load_checkpoint(
-        checkpoint_path(tmp_path / "runs" / name / "checkpoints", 0))
+        checkpoint_path(tmp_path / "runs" / name / "checkpoints", 0)
+    )
     return losses_of(tmp_path, name), drawn, model
 
 
@@ -276,12 +373,24 @@ def reference_run(model, drawn, recipe, precision):
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
     layers, width, heads, vocabulary = SMALL
-    net = GPTNeoXForCausalLM(GPTNeoXConfig(
-        vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers,
-        num_attention_heads=heads, intermediate_size=4 * width, hidden_act="gelu_new",
-        max_position_embeddings=TIME, attention_dropout=0.0, hidden_dropout=0.0,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000,
-                         "partial_rotary_factor": 0.25}))
+    net = GPTNeoXForCausalLM(
+        GPTNeoXConfig(
+            vocab_size=vocabulary,
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            intermediate_size=4 * width,
+            hidden_act="gelu_new",
+            max_position_embeddings=TIME,
+            attention_dropout=0.0,
+            hidden_dropout=0.0,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 10000,
+                "partial_rotary_factor": 0.25,
+            },
+        )
+    )
     ours = {name: np.array(p.numpy(), np.float32) for name, p in model.named_parameters()}
     with torch.no_grad():
         for name, p in net.named_parameters():
@@ -293,8 +402,10 @@ def reference_run(model, drawn, recipe, precision):
     if precision == "bfloat16":
         net.bfloat16()
     shares = ("weight_decay", 0.1), ("weight_decay", 0.0)
-    groups = [{"params": [m for m in masters if (m.ndim >= 2) == (value > 0)], key: value}
-              for key, value in shares]
+    groups = [
+        {"params": [m for m in masters if (m.ndim >= 2) == (value > 0)], key: value}
+        for key, value in shares
+    ]
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8)
     losses = []
     for step in range(STEPS):
@@ -302,18 +413,22 @@ def reference_run(model, drawn, recipe, precision):
             lr = rate(step, total=STEPS, warmup=WARMUP)
         else:
             past = (step + 1 - WARMUP) / (STEPS - WARMUP)
-            lr = 1e-3 * (step + 1) / WARMUP if past < 0 else (
-                1e-4 + 9e-4 * math.cos(math.pi / 2 * past) ** 2)
+            lr = (
+                1e-3 * (step + 1) / WARMUP
+                if past < 0
+                else (1e-4 + 9e-4 * math.cos(math.pi / 2 * past) ** 2)
+            )
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.zero_grad()
         total = 0.0
-        for ids, targets in drawn[step * ACCUMULATE:(step + 1) * ACCUMULATE]:
+        for ids, targets in drawn[step * ACCUMULATE : (step + 1) * ACCUMULATE]:
             net.zero_grad()
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
                 logits = net(input_ids=torch.from_numpy(ids)).logits.float()
             loss = torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1), torch.from_numpy(targets).flatten())
+                logits.flatten(0, 1), torch.from_numpy(targets).flatten()
+            )
             (loss / ACCUMULATE).backward()
             total += loss.item() / ACCUMULATE
             for master, p in zip(masters, net.parameters()):
@@ -332,8 +447,9 @@ def reference_run(model, drawn, recipe, precision):
 @pytest.mark.parametrize("recipe", recipes.NAMES)
 @pytest.mark.parametrize("device", DEVICES)
 def test_fifty_steps_in_float32(tmp_path, tokens, monkeypatch, recipe, device):
-    ours, drawn, model = recorded_run(tmp_path, tokens, monkeypatch, "a", recipe=recipe,
-                                      device=device)
+    ours, drawn, model = recorded_run(
+        tmp_path, tokens, monkeypatch, "a", recipe=recipe, device=device
+    )
     theirs = reference_run(model, drawn, recipe, "float32")
     assert len(ours) == STEPS and ours[-1] < ours[0] - 1
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
@@ -345,8 +461,9 @@ def test_fifty_steps_in_bfloat16(tmp_path, tokens, monkeypatch, capsys, device):
     """needle's bfloat16 stays as close to float32 as PyTorch's, from the same weights: those that
     needle rounded to bfloat16 before the first step."""
     high, _, exact_start = recorded_run(tmp_path, tokens, monkeypatch, "high", device=device)
-    low, drawn, start = recorded_run(tmp_path, tokens, monkeypatch, "low", device=device,
-                                     dtype="bfloat16")
+    low, drawn, start = recorded_run(
+        tmp_path, tokens, monkeypatch, "low", device=device, dtype="bfloat16"
+    )
 
     def reference(model, precision):
         return reference_run(model, drawn, "pythia", precision)
@@ -374,8 +491,10 @@ def test_fifty_steps_in_bfloat16(tmp_path, tokens, monkeypatch, capsys, device):
 
 def print_table(rows, away, device):
     steps = (1, 2, 5, 10, 20, 30, 40, 50)
-    print(f"\nneedle on {device}: loss at each step; distance from torch float32 over all {STEPS} "
-          "(root mean square, largest)")
+    print(
+        f"\nneedle on {device}: loss at each step; distance from torch float32 over all {STEPS} "
+        "(root mean square, largest)"
+    )
     print(f"{'step':30}" + "".join(f"{step:8}" for step in steps) + "       rms   largest")
     for name, losses, _ in rows:
         line = f"{name:30}" + "".join(f"{losses[step - 1]:8.4f}" for step in steps)

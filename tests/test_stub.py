@@ -82,8 +82,7 @@ def test_every_name_of_the_module_is_declared():
 
 
 @pytest.mark.parametrize(
-    "name",
-    [n for n in dir(_C) if not n.startswith("_") and not inspect.isclass(getattr(_C, n))],
+    "name", [n for n in dir(_C) if not n.startswith("_") and not inspect.isclass(getattr(_C, n))]
 )
 def test_functions(name):
     function = getattr(_C, name)

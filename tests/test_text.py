@@ -25,7 +25,8 @@ def tokenizer(tmp_path, monkeypatch):
     """The file of a small byte-level tokenizer; the cache lies beside it."""
     monkeypatch.setenv("NEEDLE_CACHE", str(tmp_path / "cache"))
     text.train_tokenizer(iter(["one two three four five\n" * 20]), 300).save(
-        str(tmp_path / "tokenizer.json"))
+        str(tmp_path / "tokenizer.json")
+    )
     return tmp_path / "tokenizer.json"
 
 
@@ -105,8 +106,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("way, kind", [
-    ("open_data", "txt.gz"), ("open_data", "folder"), ("prepare", "txt")])
+@pytest.mark.parametrize(
+    "way, kind", [("open_data", "txt.gz"), ("open_data", "folder"), ("prepare", "txt")]
+)
 def test_memory_does_not_grow_with_the_text(tmp_path, tokenizer, way, kind):
     """8 MB of text may take 12 MB more than 2 MB of it (1 to 5 were seen; 22 where the ids of all
     are held, 420 where a text is)."""
@@ -122,11 +124,19 @@ def test_memory_does_not_grow_with_the_text(tmp_path, tokenizer, way, kind):
             content = (block * lines).encode()
             path.write_bytes(gzip.compress(content, 1) if kind == "txt.gz" else content)
         paths.append(str(path))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAYON_NUM_THREADS": "1",
-                   "MALLOC_ARENA_MAX": "1"}
-    found = subprocess.run([sys.executable, "-c", CHILD, way, *paths, str(tokenizer),
-                            str(tmp_path / "out")],
-                           env=environment, cwd=tmp_path, capture_output=True, text=True)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "RAYON_NUM_THREADS": "1",
+        "MALLOC_ARENA_MAX": "1",
+    }
+    found = subprocess.run(
+        [sys.executable, "-c", CHILD, way, *paths, str(tokenizer), str(tmp_path / "out")],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     assert found.returncode == 0, found.stderr
     assert int(found.stdout.split()[-1]) < 12 << 20
 
@@ -161,8 +171,13 @@ def test_a_damaged_cache_is_named(tmp_path, tokenizer):
     (tmp_path / "a.txt").write_text("one two three\n" * 50)
     open_data(tmp_path / "a.txt", tokenizer)
     (folder,) = (tmp_path / "cache").iterdir()
-    for name, content in [("train.bin", b""), ("facts.json", b"{"), ("facts.json", b"[]"),
-                          ("facts.json", b'{"dtype": 3, "train": "x"}'), ("tokenizer.json", b"")]:
+    for name, content in [
+        ("train.bin", b""),
+        ("facts.json", b"{"),
+        ("facts.json", b"[]"),
+        ("facts.json", b'{"dtype": 3, "train": "x"}'),
+        ("tokenizer.json", b""),
+    ]:
         good = (folder / name).read_bytes()
         (folder / name).write_bytes(content)
         with pytest.raises(DataError, match="a damaged cache of tokens .*; delete that folder"):
@@ -234,8 +249,21 @@ def test_a_text_that_the_tokenizer_cannot_encode(tmp_path, tokenizer, capsys):
     (tmp_path / "a.txt").write_text("one two three")
     with pytest.raises(DataError, match="the tokenizer cannot encode a text, .*'one two three'"):
         open_data(tmp_path / "a.txt", words)
-    assert __main__.main(["prepare", str(tmp_path / "a.txt"), "--tokenizer", str(words), "--out",
-                          str(tmp_path / "x"), "--processes", "1"]) == 1
+    assert (
+        __main__.main(
+            [
+                "prepare",
+                str(tmp_path / "a.txt"),
+                "--tokenizer",
+                str(words),
+                "--out",
+                str(tmp_path / "x"),
+                "--processes",
+                "1",
+            ]
+        )
+        == 1
+    )
     assert "the tokenizer cannot encode" in capsys.readouterr().err
 
 

@@ -99,8 +99,8 @@ def test_preshuffled_rows_come_in_the_order_of_the_file(tmp_path):
     assert len(batches) == 3
     for i in (0, 1, 2, 0):
         ids, targets = batches.next()
-        np.testing.assert_array_equal(ids, rows[2 * i:2 * i + 2, :-1])
-        np.testing.assert_array_equal(targets, rows[2 * i:2 * i + 2, 1:])
+        np.testing.assert_array_equal(ids, rows[2 * i : 2 * i + 2, :-1])
+        np.testing.assert_array_equal(targets, rows[2 * i : 2 * i + 2, 1:])
     with pytest.raises(DataError, match="for --seq-len 2048, not 512"):
         Batches(data.train, 2, 512)
 
@@ -153,13 +153,18 @@ def test_an_index_is_checked_in_blocks(tmp_path, block, monkeypatch):
     np.testing.assert_array_equal(open_data(tmp_path / "x").train.sizes, np.diff(ends, prepend=0))
     for offset, value, kind, message in [
         (34 + 4 * 7, 0, "<i4", "an empty document, number 7, at offset 62"),
-        (34 + 40 + 8 * 6, 5, "<i8", rf"document 6 begins at byte 5 \(offset 122\): not where .* "
-                                    f"ends, {2 * ends[5]}"),
+        (
+            34 + 40 + 8 * 6,
+            5,
+            "<i8",
+            rf"document 6 begins at byte 5 \(offset 122\): not where .* "
+            f"ends, {2 * ends[5]}",
+        ),
         (34 + 120 + 8 * 4, 11, "<i8", "entry 4 of the document index, at offset 186"),
         (34 + 120 + 8 * 9, 2, "<i8", "entry 9 of the document index, at offset 226"),
     ]:
         content = bytearray(good)
-        content[offset:offset + int(kind[-1])] = np.array(value, kind).tobytes()
+        content[offset : offset + int(kind[-1])] = np.array(value, kind).tobytes()
         (tmp_path / "x.idx").write_bytes(content)
         with pytest.raises(DataError, match=message):
             open_data(tmp_path / "x")
@@ -265,9 +270,17 @@ def test_zst(tmp_path, tokenizer):
             open_data(tmp_path / "a.jsonl.zst", tokenizer)
 
 
-@pytest.mark.parametrize("line, said", [
-    ("{", "offset 17: no JSON"), ("[]", "`text`"), ('{"text": 3}', "`text`"), ("[" * 5000, "JSON"),
-    ('{"text": ""}', "offset 17: an empty document"), ('{"text": "\\ud800"}', "surrogate")])
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("{", "offset 17: no JSON"),
+        ("[]", "`text`"),
+        ('{"text": 3}', "`text`"),
+        ("[" * 5000, "JSON"),
+        ('{"text": ""}', "offset 17: an empty document"),
+        ('{"text": "\\ud800"}', "surrogate"),
+    ],
+)
 def test_a_bad_line_is_named(tmp_path, tokenizer, line, said):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "good"}\n' + line + "\n")
@@ -291,9 +304,13 @@ def test_text_patterns_and_packed_text(tmp_path, tokenizer):
 # ---- the order of GPT-NeoX ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seq_len, seed, samples, passes, digests", [
-    (16, 1234, 700, 3, ["f5353d4e31b4ba90", "5ca4c6ff56fec52d", "ffd9dfa54ac1f0d5"]),
-    (5, 0, 900, 1, ["672d581510429fc2", "f60923e41e339c6e", "5c1ff92cd2b6795d"])])
+@pytest.mark.parametrize(
+    "seq_len, seed, samples, passes, digests",
+    [
+        (16, 1234, 700, 3, ["f5353d4e31b4ba90", "5ca4c6ff56fec52d", "ffd9dfa54ac1f0d5"]),
+        (5, 0, 900, 1, ["672d581510429fc2", "f60923e41e339c6e", "5c1ff92cd2b6795d"]),
+    ],
+)
 def test_the_index_arrays_of_gpt_neox(seq_len, seed, samples, passes, digests):
     """The digests are of what GPT-NeoX's own functions return for these sizes."""
     sizes = (np.arange(97) * 37 % 101 + 1).astype(np.int32)
@@ -303,8 +320,12 @@ def test_the_index_arrays_of_gpt_neox(seq_len, seed, samples, passes, digests):
     assert [hashlib.blake2b(a.tobytes(), digest_size=8).hexdigest() for a in arrays] == digests
 
 
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=40), st.integers(1, 30),
-       st.integers(0, 2**32 - 1), st.integers(1, 4))
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=40),
+    st.integers(1, 30),
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 4),
+)
 @settings(max_examples=60, deadline=None)
 def test_samples_walk_the_shuffled_documents(sizes, seq_len, seed, passes):
     """Against a walk of one id after the other."""
@@ -341,7 +362,7 @@ def test_packed_batches_hold_the_samples_of_the_index(tmp_path):
         ids, targets = batches.next()
         seen += [np.append(i, t[-1]) for i, t in zip(ids, targets)]
     for sample, row in zip(shuffle_idx, seen):
-        np.testing.assert_array_equal(row, flat[16 * sample:16 * sample + 17])
+        np.testing.assert_array_equal(row, flat[16 * sample : 16 * sample + 17])
     position = {"epoch": 0, "batch": 4, "passes": passes}
     shorter = Batches(data.train, 3, 16, seed=7)  # another number of steps
     shorter.seek(position)
@@ -356,21 +377,32 @@ def test_packed_batches_hold_the_samples_of_the_index(tmp_path):
 def damaged_index(tmp_path, offset, values):
     write_megatron(tmp_path / "x", [[1, 2, 3], [4, 5], [6, 7, 8, 9]])
     content = bytearray((tmp_path / "x.idx").read_bytes())
-    content[offset:offset + len(values)] = values
+    content[offset : offset + len(values)] = values
     (tmp_path / "x.idx").write_bytes(content)
     with pytest.raises(DataError) as caught:
         open_data(tmp_path / "x")
     return str(caught.value)
 
 
-@pytest.mark.parametrize("offset, values, said", [
-    (0, b"X", "wrong magic at offset 0"), (9, b"\2", "version 2 at offset 9"),
-    (17, b"\11", "type 9 at offset 17"), (18, b"\4", "is truncated: its header promises 4"),
-    (18, b"\2", "is too long"), (25, b"\x7f", "is truncated"),
-    (38, b"\0", "an empty document, number 1, at offset 38"), (41, b"\xff", "a document of -1677"),
-    (54, b"\x7f", "begins at byte 127 (offset 54): outside"), (54, b"\2", "not where the one"),
-    (42, b"\x40", "is truncated: it ends at offset 18"), (78, b"\x09", "document index"),
-    (17, b"\4", "not where the one"), (17, b"\1", "not where the one")])
+@pytest.mark.parametrize(
+    "offset, values, said",
+    [
+        (0, b"X", "wrong magic at offset 0"),
+        (9, b"\2", "version 2 at offset 9"),
+        (17, b"\11", "type 9 at offset 17"),
+        (18, b"\4", "is truncated: its header promises 4"),
+        (18, b"\2", "is too long"),
+        (25, b"\x7f", "is truncated"),
+        (38, b"\0", "an empty document, number 1, at offset 38"),
+        (41, b"\xff", "a document of -1677"),
+        (54, b"\x7f", "begins at byte 127 (offset 54): outside"),
+        (54, b"\2", "not where the one"),
+        (42, b"\x40", "is truncated: it ends at offset 18"),
+        (78, b"\x09", "document index"),
+        (17, b"\4", "not where the one"),
+        (17, b"\1", "not where the one"),
+    ],
+)
 def test_a_damaged_index_is_named_with_its_offset(tmp_path, offset, values, said):
     message = damaged_index(tmp_path, offset, values)
     assert said in message and str(tmp_path / "x") in message
@@ -378,10 +410,14 @@ def test_a_damaged_index_is_named_with_its_offset(tmp_path, offset, values, said
 
 def test_damaged_shards(tmp_path):
     path = tmp_path / "s.bin"
-    for changes, said in [({"magic": 20240521}, "wrong magic at offset 0: 20240521"),
-                          ({"magic": 20240801, "version": 7}, "Llama 3"),
-                          ({"version": 2}, "version 2 at offset 4"), ({"count": 0}, "offset 8"),
-                          ({"count": 101}, "is truncated"), ({"count": 99}, "is long")]:
+    for changes, said in [
+        ({"magic": 20240521}, "wrong magic at offset 0: 20240521"),
+        ({"magic": 20240801, "version": 7}, "Llama 3"),
+        ({"version": 2}, "version 2 at offset 4"),
+        ({"count": 0}, "offset 8"),
+        ({"count": 101}, "is truncated"),
+        ({"count": 99}, "is long"),
+    ]:
         write_shard(path, IDS[:100], **changes)
         with pytest.raises(DataError, match="s.bin") as caught:
             open_data(path)
@@ -402,8 +438,9 @@ def test_a_file_that_shrinks_while_mapped(tmp_path):
     batches = Batches(data.train, 2, 16)
     batches.next()
     os.truncate(path, 100)
-    with pytest.raises(DataError, match="x.bin: has shrunk since it was opened: the file ends at "
-                                        "offset 100"):
+    with pytest.raises(
+        DataError, match="x.bin: has shrunk since it was opened: the file ends at offset 100"
+    ):
         batches.next()
     with pytest.raises(DataError, match="has shrunk"):
         Prefetch(batches).next()
@@ -422,7 +459,7 @@ def test_ids_outside_the_vocabulary_are_named_with_file_and_offset(tmp_path, kin
         wrong = np.tile(wrong, 3)[:4098] if kind == "rows" else wrong
         wrong[777] = 60
         documents = np.split(wrong, [2049] if kind == "rows" else range(25, 1500, 25))
-        wrong[3000 if kind == "rows" else 0:][:1] = 5
+        wrong[3000 if kind == "rows" else 0 :][:1] = 5
         write_megatron(tmp_path / "x", documents)
         data, start, item = open_data(tmp_path / "x"), 0, 2
     batches = Batches(data.train, 1, 2048 if kind == "rows" else 16, vocab_size=60)
@@ -460,7 +497,8 @@ GOOD = good_files()
 # Where numbers stand: (offset, bytes)
 FIELDS = {
     "m.idx": [(0, 8), (8, 1), (9, 8), (17, 1), (18, 8), (26, 8)]
-    + [(34 + 4 * i, 4) for i in range(3)] + [(46 + 8 * i, 8) for i in range(7)],
+    + [(34 + 4 * i, 4) for i in range(3)]
+    + [(46 + 8 * i, 8) for i in range(7)],
     "f.idx": [(9, 8), (17, 1), (18, 8), (26, 8), (34, 4), (38, 4), (42, 8), (50, 8)],
     "f.bin": [(4 * i, 4) for i in range(9)],
     "s.bin": [(4 * i, 4) for i in range(5)],
@@ -472,15 +510,23 @@ def damage(draw, name, content):
     content = bytearray(content)
     for _ in range(draw(st.integers(1, 3))):
         kind = draw(st.sampled_from(["field", "field", "flip", "cut", "insert", "text", "end"]))
-        place = draw(st.one_of(st.integers(0, min(len(content), 80)),  # where formats are
-                               st.integers(0, len(content))))
+        place = draw(
+            st.one_of(
+                st.integers(0, min(len(content), 80)),  # where formats are
+                st.integers(0, len(content)),
+            )
+        )
         if kind == "field":
             at, width = draw(st.sampled_from(FIELDS.get(name, [(0, 4), (4, 4)])))
-            old = int.from_bytes(content[at:at + width], "little")
-            value = draw(st.sampled_from([old + step for step in (-3, -2, -1, 1, 2, 3, 4)] + [
-                0, 1, 60, 2**31 - 1, 2**31, 2**62, 2**63, 2**64 - 1]))
+            old = int.from_bytes(content[at : at + width], "little")
+            value = draw(
+                st.sampled_from(
+                    [old + step for step in (-3, -2, -1, 1, 2, 3, 4)]
+                    + [0, 1, 60, 2**31 - 1, 2**31, 2**62, 2**63, 2**64 - 1]
+                )
+            )
             if at < len(content):
-                content[at:at + width] = (value % 2**(8 * width)).to_bytes(width, "little")
+                content[at : at + width] = (value % 2 ** (8 * width)).to_bytes(width, "little")
         elif kind == "flip" and place < len(content):
             content[place] ^= 1 << draw(st.integers(0, 7))
         elif kind == "cut":
@@ -488,9 +534,25 @@ def damage(draw, name, content):
         elif kind == "insert":
             content[place:place] = draw(st.binary(max_size=20))
         elif kind == "text":
-            word = draw(st.sampled_from([b"\n", b'""', b"{", b"<f4", b"True", b"\xff", b"(2, 750)",
-                                         b"60", b"-1", b"1e99", b"null", b'{"text": ""}\n']))
-            content[place:place + len(word)] = word
+            word = draw(
+                st.sampled_from(
+                    [
+                        b"\n",
+                        b'""',
+                        b"{",
+                        b"<f4",
+                        b"True",
+                        b"\xff",
+                        b"(2, 750)",
+                        b"60",
+                        b"-1",
+                        b"1e99",
+                        b"null",
+                        b'{"text": ""}\n',
+                    ]
+                )
+            )
+            content[place : place + len(word)] = word
         elif kind == "end":
             content += draw(st.binary(min_size=1, max_size=5))
     return bytes(content)
@@ -503,17 +565,22 @@ def megatron_says(idx, data):
     version, code, count, entries = struct.unpack("<QBQQ", idx[9:34])
     if version != 1 or not 1 <= code <= 8 or count < 1 or len(idx) != 34 + 12 * count + 8 * entries:
         return None
-    sizes = struct.unpack(f"<{count}i", idx[34:34 + 4 * count])
-    starts = struct.unpack(f"<{count}q", idx[34 + 4 * count:34 + 12 * count])
-    borders = struct.unpack(f"<{entries}q", idx[34 + 12 * count:])
-    if min(sizes) < 1 or list(borders) != sorted(borders) or \
-            any(not 0 <= border <= count for border in borders):
+    sizes = struct.unpack(f"<{count}i", idx[34 : 34 + 4 * count])
+    starts = struct.unpack(f"<{count}q", idx[34 + 4 * count : 34 + 12 * count])
+    borders = struct.unpack(f"<{entries}q", idx[34 + 12 * count :])
+    if (
+        min(sizes) < 1
+        or list(borders) != sorted(borders)
+        or any(not 0 <= border <= count for border in borders)
+    ):
         return None
     for dtype in {6: ("<f8", "<f4"), 7: ("<f4", "<f8")}.get(
-            code, ({1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.get(code),)):
+        code, ({1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.get(code),)
+    ):
         item = np.dtype(dtype).itemsize
-        if [item * sum(sizes[:i]) for i in range(count)] == list(starts) and \
-                len(data) == item * sum(sizes):
+        if [item * sum(sizes[:i]) for i in range(count)] == list(starts) and len(
+            data
+        ) == item * sum(sizes):
             return np.frombuffer(data, dtype)
     return None
 
@@ -550,8 +617,11 @@ def lines_say(content, name):
 
 @pytest.mark.parametrize("name", sorted(GOOD))
 @given(data=st.data())
-@settings(max_examples=200, deadline=None,
-          suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=200,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 def test_damaged_files_are_read_as_they_are_or_refused(tmp_path, name, data):
     """Against readers of their own, strict and slow: what these refuse gives a DataError that names
     the file, else the same ids come, and no id outside the vocabulary comes in a batch."""
@@ -586,11 +656,14 @@ def test_damaged_files_are_read_as_they_are_or_refused(tmp_path, name, data):
         return
     batches = Batches(found.train, 1, 8, samples=200, vocab_size=60)
     # Of windows the last few ids make no whole one; documents are walked several times.
-    drawn = expected[:len(found.train) if name[0] in "mf" else 8 * len(batches) + 1]
+    drawn = expected[: len(found.train) if name[0] in "mf" else 8 * len(batches) + 1]
     with np.errstate(all="ignore"):
         good = ((drawn >= 0) & (drawn < 60) & (drawn == np.floor(drawn))).all()
-    with contextlib.nullcontext() if good else \
-            pytest.raises(DataError, match=f"{tmp_path / name[:1]}.*: offset "):
+    with (
+        contextlib.nullcontext()
+        if good
+        else pytest.raises(DataError, match=f"{tmp_path / name[:1]}.*: offset ")
+    ):
         for _ in range(len(batches)):
             ids, targets = batches.next()
             assert 0 <= min(ids.min(), targets.min()) and max(ids.max(), targets.max()) < 60
@@ -609,8 +682,9 @@ def check_lines(path, expected):
 
 
 @given(st.sampled_from(["m", "s.bin", "n.npy", "t.bin"]), st.floats(0, 0.999))
-@settings(max_examples=40, deadline=None,
-          suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_files_that_shrink_while_mapped(tmp_path, name, share):
     """Cut anywhere: an error that names file and offset, and no signal that ends the process."""
     for other, content in GOOD.items():
@@ -619,8 +693,9 @@ def test_files_that_shrink_while_mapped(tmp_path, name, share):
     path = tmp_path / ("m.bin" if name == "m" else name)
     end = int(share * len(GOOD[path.name]) * 0.9)
     os.truncate(path, end)
-    with pytest.raises(DataError, match=f"has shrunk since it was opened: the file ends at offset "
-                                        f"{end:,}") as caught:
+    with pytest.raises(
+        DataError, match=f"has shrunk since it was opened: the file ends at offset {end:,}"
+    ) as caught:
         batches.next()
     assert str(path) in str(caught.value)
 
@@ -634,7 +709,7 @@ def resident(part):
     address = part._ids.ctypes.data - part.offset
     pages = (ctypes.c_ubyte * -(-part.end // page))()
     assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(part.end), pages) == 0
-    return sum(page & 1 for page in pages[len(pages) // 2:])
+    return sum(page & 1 for page in pages[len(pages) // 2 :])
 
 
 @pytest.mark.parametrize("kind", ["flat", "megatron"])
@@ -653,6 +728,7 @@ def test_samples_bring_in_their_own_pages_and_no_others(tmp_path, kind):
     log = []
     tokens = batches.tokens
     for name in ("announce", "read"):
+
         def note(*stretch, name=name, call=getattr(tokens, name)):  # noqa: B008
             log.append((name, stretch))
             return call(*stretch)
@@ -674,9 +750,20 @@ def test_tokens_read_like_an_array(tmp_path):
         parts.append(Part(tmp_path / f"{number}", 4, "<u2", len(piece)))
     tokens = FlatTokens(parts)
     assert len(tokens) == tokens.size == 1500 and tokens.shape == (1500,)
-    for index in (slice(None), slice(90, 800), slice(99, 102), slice(-5, None), slice(3, 3),
-                  slice(10, 2), slice(1, 900, 7), slice(None, None, -3), 0, -1, 100,
-                  np.array([[0, 99], [100, -1]])):
+    for index in (
+        slice(None),
+        slice(90, 800),
+        slice(99, 102),
+        slice(-5, None),
+        slice(3, 3),
+        slice(10, 2),
+        slice(1, 900, 7),
+        slice(None, None, -3),
+        0,
+        -1,
+        100,
+        np.array([[0, 99], [100, -1]]),
+    ):
         np.testing.assert_array_equal(tokens[index], IDS[index])
     np.testing.assert_array_equal(np.asarray(tokens), IDS)
     assert tokens.tolist() == IDS.tolist() and "4" not in repr(tokens)[:9]

@@ -74,9 +74,31 @@ def text(tmp_path):
 
 
 def flags(tmp_path, data, name, *more, device="cpu", dtype="float32", steps=6):
-    return ["--device", device, "--dtype", dtype, "--model", "tiny", "--data", str(data),
-            "--batch-size", "2", "--seq-len", "16", "--steps", str(steps), "--save-every", "2",
-            "--eval-every", "3", "--out", str(tmp_path / "runs"), "--name", name, *more]
+    return [
+        "--device",
+        device,
+        "--dtype",
+        dtype,
+        "--model",
+        "tiny",
+        "--data",
+        str(data),
+        "--batch-size",
+        "2",
+        "--seq-len",
+        "16",
+        "--steps",
+        str(steps),
+        "--save-every",
+        "2",
+        "--eval-every",
+        "3",
+        "--out",
+        str(tmp_path / "runs"),
+        "--name",
+        name,
+        *more,
+    ]
 
 
 def lines_of(tmp_path, name):
@@ -94,7 +116,7 @@ def final_bytes(tmp_path, name, step=6):
     """All tensors of the last checkpoint."""
     path = checkpoint_path(tmp_path / "runs" / name / "checkpoints", step)
     content = path.read_bytes()
-    return content[8 + int.from_bytes(content[:8], "little"):]
+    return content[8 + int.from_bytes(content[:8], "little") :]
 
 
 class Killed(BaseException):
@@ -138,33 +160,56 @@ def test_a_run_writes_what_it_promises(tmp_path, text, capsys):
     assert train_pythia.main(flags(tmp_path, text, "a")) == 0
     folder = tmp_path / "runs" / "a"
     assert {path.name for path in folder.iterdir()} == {
-        "config.json", "metrics.jsonl", "loss.png", "tokenizer.json", "sample.txt", "checkpoints"}
+        "config.json",
+        "metrics.jsonl",
+        "loss.png",
+        "tokenizer.json",
+        "sample.txt",
+        "checkpoints",
+    }
     lines = lines_of(tmp_path, "a")
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert [line["tokens"] for line in lines] == [32 * n for n in range(1, 7)]
     for line in lines:
-        assert {"step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second",
-                "data_wait_ms", "seconds"} <= line.keys()
+        assert {
+            "step",
+            "tokens",
+            "loss",
+            "lr",
+            "grad_norm",
+            "tokens_per_second",
+            "data_wait_ms",
+            "seconds",
+        } <= line.keys()
         assert 0 <= line["data_wait_ms"] < 1e3 * line["seconds"] + 1
         assert ("val_loss" in line) == ("val_bits_per_byte" in line) == (line["step"] in (3, 6))
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert [path.name for path in list_checkpoints(folder / "checkpoints")] == [
-        "step_6.safetensors", "step_4.safetensors"]
+        "step_6.safetensors",
+        "step_4.safetensors",
+    ]
     config = json.loads((folder / "config.json").read_text())
     assert config["settings"]["lr"] == train_flags.TINY["lr"]
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (folder / "sample.txt").read_text().strip()
     model, optimizer, epoch, loss = train_pythia.load_checkpoint(
-        checkpoint_path(folder / "checkpoints", 6))
-    assert (epoch, loss) == (Checkpoint(checkpoint_path(folder / "checkpoints", 6)).state["epoch"],
-                             lines[-1]["loss"])
+        checkpoint_path(folder / "checkpoints", 6)
+    )
+    assert (epoch, loss) == (
+        Checkpoint(checkpoint_path(folder / "checkpoints", 6)).state["epoch"],
+        lines[-1]["loss"],
+    )
     assert optimizer.state_dict()["step"] == 6
     out = capsys.readouterr().out
     assert "step 6/6" in out and "held-out loss" in out and "sample" in out
 
     def continuation(*more):
-        assert generate.main([str(folder), "--prompt", "def ", "--max-new-tokens", "9",
-                              "--device", "cpu", *more]) == 0
+        assert (
+            generate.main(
+                [str(folder), "--prompt", "def ", "--max-new-tokens", "9", "--device", "cpu", *more]
+            )
+            == 0
+        )
         return capsys.readouterr().out
 
     assert continuation("--seed", "1") == continuation("--seed", "1")
@@ -172,14 +217,40 @@ def test_a_run_writes_what_it_promises(tmp_path, text, capsys):
     assert "e" not in continuation("--stop", "e", "--repetition-penalty", "1.2", "--seed", "1")[4:]
     there = tmp_path / "there"
     model.save_pretrained(there)
-    assert generate.main([str(there), "--prompt", "def ", "--seed", "1", "--max-new-tokens", "9",
-                          "--device", "cpu"]) == 0
+    assert (
+        generate.main(
+            [
+                str(there),
+                "--prompt",
+                "def ",
+                "--seed",
+                "1",
+                "--max-new-tokens",
+                "9",
+                "--device",
+                "cpu",
+            ]
+        )
+        == 0
+    )
     assert capsys.readouterr().out == continuation("--seed", "1")
     more = ndl.data.load_tokenizer(folder)
     more.add_tokens([f"<{i}>" for i in range(500)])
     more.save(str(there / "more.json"))
-    assert generate.main([str(there), "--tokenizer", str(there / "more.json"), "--device", "cpu",
-                          "--prompt", "<499>"]) == 1
+    assert (
+        generate.main(
+            [
+                str(there),
+                "--tokenizer",
+                str(there / "more.json"),
+                "--device",
+                "cpu",
+                "--prompt",
+                "<499>",
+            ]
+        )
+        == 1
+    )
     out, error = capsys.readouterr()
     assert out == "" and "is outside the vocabulary of" in error
     (there / "tokenizer.json").unlink()
@@ -226,15 +297,18 @@ def test_killed_before_the_first_checkpoint(tmp_path, tokens, monkeypatch, capsy
     assert numbers_of(tmp_path, "a") == numbers_of(tmp_path, "b")
 
 
-def test_resume_auto_finds_the_newest_run_and_passes_over_damage(tmp_path, tokens, monkeypatch,
-                                                                 capsys):
+def test_resume_auto_finds_the_newest_run_and_passes_over_damage(
+    tmp_path, tokens, monkeypatch, capsys
+):
     assert train_pythia.main(flags(tmp_path, tokens, "older")) == 0
     argv = flags(tmp_path, tokens, "newer")
     run_until(monkeypatch, 5, argv)
     bad = checkpoint_path(tmp_path / "runs" / "newer" / "checkpoints", 4)
     bad.write_bytes(bad.read_bytes()[:-1])
-    assert train_pythia.main(["--resume", "auto", "--out", str(tmp_path / "runs"),
-                              "--device", "cpu"]) == 0
+    assert (
+        train_pythia.main(["--resume", "auto", "--out", str(tmp_path / "runs"), "--device", "cpu"])
+        == 0
+    )
     out = capsys.readouterr().out
     assert f"skipped: {bad}" in out and "step_2.safetensors after step 2" in out
     assert numbers_of(tmp_path, "newer") == numbers_of(tmp_path, "older")
@@ -298,8 +372,12 @@ def test_defaults_by_device_and_model():
 
 
 def start(argv):
-    return subprocess.Popen([sys.executable, "-u", "-c", PROGRAM, *argv], stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-u", "-c", PROGRAM, *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def wait_for_step(tmp_path, name, step, process):
@@ -385,21 +463,24 @@ def test_a_full_disk_stops_the_run_and_says_so(tmp_path, tokens, monkeypatch, ca
     Checkpoint(checkpoint_path(tmp_path / "runs" / "a" / "checkpoints", 2))
 
 
-@pytest.mark.parametrize("argv, said", [
-    (["--steps", "0"], "a whole number of 1 or more, not '0'"),
-    (["--batch-size", "two"], "a whole number of 1 or more, not 'two'"),
-    (["--lr", "-1"], "a number above 0, not '-1'"),
-    (["--lr", "nan"], "a number above 0, not 'nan'"),
-    (["--clip", "inf"], "a number of 0 or more, not 'inf'"),
-    (["--dtype", "float8"], "'float32', 'bfloat16'"),
-    (["--model", "gpt"], "pythia-70m"),
-    (["--schedule", "steep"], "cosine"),
-    (["--sparse", "dotted"], "mixed"),
-    (["--device", "tpu"], "auto, cpu, cuda or cuda:INDEX, not 'tpu'"),
-    (["--device", "cuda:" + "1" * 31], "auto, cpu, cuda or cuda:INDEX, not 'cuda:1"),
-    (["--name", "a/b"], "a name for a folder"),
-    (["--steps", "2", "--tokens", "9"], "not allowed with"),
-])
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["--steps", "0"], "a whole number of 1 or more, not '0'"),
+        (["--batch-size", "two"], "a whole number of 1 or more, not 'two'"),
+        (["--lr", "-1"], "a number above 0, not '-1'"),
+        (["--lr", "nan"], "a number above 0, not 'nan'"),
+        (["--clip", "inf"], "a number of 0 or more, not 'inf'"),
+        (["--dtype", "float8"], "'float32', 'bfloat16'"),
+        (["--model", "gpt"], "pythia-70m"),
+        (["--schedule", "steep"], "cosine"),
+        (["--sparse", "dotted"], "mixed"),
+        (["--device", "tpu"], "auto, cpu, cuda or cuda:INDEX, not 'tpu'"),
+        (["--device", "cuda:" + "1" * 31], "auto, cpu, cuda or cuda:INDEX, not 'cuda:1"),
+        (["--name", "a/b"], "a name for a folder"),
+        (["--steps", "2", "--tokens", "9"], "not allowed with"),
+    ],
+)
 def test_a_bad_flag_says_what_is_allowed(argv, said, capsys):
     with pytest.raises(SystemExit) as caught:
         train_pythia.main(argv)
@@ -440,11 +521,13 @@ def test_a_warmup_longer_than_the_run(tmp_path, capsys):
         argv = flags(tmp_path, missing, "a", "--warmup", "7", steps=6)
         if length:
             at = argv.index("--steps")
-            argv[at:at + 2] = length
+            argv[at : at + 2] = length
         assert train_pythia.main(argv) == 1
         assert capsys.readouterr() == (
-            "", f"train_pythia.py: --warmup 7: the run has {steps} steps, and its warmup must be "
-                f"0 to {steps} of them\n")
+            "",
+            f"train_pythia.py: --warmup 7: the run has {steps} steps, and its warmup must be "
+            f"0 to {steps} of them\n",
+        )
     assert not (tmp_path / "runs").exists()
     assert train_flags.complete({"warmup": 6, "steps": 6}, None, on_gpu=False)["warmup"] == 6
     constant = {"schedule": "constant", "warmup": 7, "steps": 6}
@@ -457,7 +540,9 @@ def test_bad_sampling_is_refused_before_the_prompt_is_printed(tmp_path, text, ca
     argv = [str(tmp_path / "runs" / "a"), "--device", "cpu", "--top-p", "2"]
     assert generate.main(argv) == 1
     assert capsys.readouterr() == (
-        "", "generate.py: top_p must be above 0 and at most 1, not 2.0\n")
+        "",
+        "generate.py: top_p must be above 0 and at most 1, not 2.0\n",
+    )
 
 
 def test_help_names_every_flag_in_groups_with_defaults(capsys):
@@ -465,9 +550,11 @@ def test_help_names_every_flag_in_groups_with_defaults(capsys):
         train_pythia.main(["--help"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
-    for flag in ("model data tokenizer batch-size seq-len grad-accum steps tokens lr schedule "
-                 "warmup weight-decay clip dtype device seed sparse window eval-every save-every "
-                 "out name resume recipe global-batch-size tensorboard wandb").split():
+    for flag in (
+        "model data tokenizer batch-size seq-len grad-accum steps tokens lr schedule "
+        "warmup weight-decay clip dtype device seed sparse window eval-every save-every "
+        "out name resume recipe global-batch-size tensorboard wandb"
+    ).split():
         assert f"--{flag} " in text, flag
     for group in ("recipe:", "model:", "data:", "training:", "output:"):
         assert f"\n{group}" in text
@@ -484,12 +571,18 @@ def test_data_that_cannot_be_used(tmp_path, capsys):
     np.save(tmp_path / "float.npy", np.zeros(99))
     np.save(tmp_path / "short.npy", TOKENS[:20])
     np.save(tmp_path / "large.npy", np.full(430, 5000, np.int32))
-    for name, said in [("empty.txt", "an empty file"), ("binary.txt", "not text"),
-                       ("latin.txt", "not text"), ("odd.bin", "no whole number of uint16"),
-                       ("bad.npy", "not a usable .npy"), ("folder", "an empty folder"),
-                       ("missing", "no such file"), ("float.npy", "one axis of integers"),
-                       ("short.npy", "fewer than one batch of 2 x 16"),
-                       ("large.npy", "outside the vocabulary of 64")]:
+    for name, said in [
+        ("empty.txt", "an empty file"),
+        ("binary.txt", "not text"),
+        ("latin.txt", "not text"),
+        ("odd.bin", "no whole number of uint16"),
+        ("bad.npy", "not a usable .npy"),
+        ("folder", "an empty folder"),
+        ("missing", "no such file"),
+        ("float.npy", "one axis of integers"),
+        ("short.npy", "fewer than one batch of 2 x 16"),
+        ("large.npy", "outside the vocabulary of 64"),
+    ]:
         assert train_pythia.main(flags(tmp_path, tmp_path / name, name)) == 1
         assert said in capsys.readouterr().err, name
 
@@ -536,7 +629,8 @@ def test_text_is_tokenised_once_and_held_out_by_documents(text, capsys):
     held_out = (text / "19.txt").read_text()
     assert first.tokenizer.decode(first.held_out.tolist()) == held_out
     assert first.tokenizer.decode(first.train.tolist()) == "".join(
-        (text / f"{n:02}.txt").read_text() for n in range(24) if n != 19)
+        (text / f"{n:02}.txt").read_text() for n in range(24) if n != 19
+    )
 
 
 def test_a_long_line_and_a_single_file(tmp_path, monkeypatch):
@@ -561,7 +655,8 @@ def call(name, *values):
         file.write(json.dumps([name, *values]) + "\\n")
 """
 FAKES = {
-    "tensorboardX/__init__.py": SPY + """
+    "tensorboardX/__init__.py": SPY
+    + """
 class SummaryWriter:
     def __init__(self, folder, purge_step):
         call("open", folder, purge_step)
@@ -588,7 +683,8 @@ class Summary(dict):
 """,
     "tensorboard/summary/__init__.py": "",
     "tensorboard/summary/writer/__init__.py": "",
-    "tensorboard/summary/writer/event_file_writer.py": SPY + """
+    "tensorboard/summary/writer/event_file_writer.py": SPY
+    + """
 class EventFileWriter:
     def __init__(self, folder):
         self.folder = folder
@@ -604,7 +700,8 @@ class EventFileWriter:
     def close(self):
         call("close")
 """,
-    "wandb/__init__.py": SPY + """
+    "wandb/__init__.py": SPY
+    + """
 class Run:
     def define_metric(self, name, step_metric):
         assert (name, step_metric) == ("*", "step")
@@ -649,8 +746,11 @@ def calls_in(path):
 
 @pytest.mark.parametrize("package", ["tensorboard", "tensorboardX"])
 def test_tensorboard_gets_each_line(tmp_path, tokens, monkeypatch, fake_trackers, package):
-    monkeypatch.setattr(trackers, "TENSORBOARD",
-                        ("tensorboard" if package == "tensorboard" else "absent_package", package))
+    monkeypatch.setattr(
+        trackers,
+        "TENSORBOARD",
+        ("tensorboard" if package == "tensorboard" else "absent_package", package),
+    )
     argv = flags(tmp_path, tokens, "a", "--tensorboard")
     run_until(monkeypatch, 5, argv)
     first = calls_in(fake_trackers)
@@ -661,8 +761,12 @@ def test_tensorboard_gets_each_line(tmp_path, tokens, monkeypatch, fake_trackers
     second = calls_in(fake_trackers)
     assert second[0] == ["open", folder, 5]  # TensorBoard drops what was written of step 5 on
     scalars = [call[1:] for call in first + second if call[0] == "scalar"]
-    assert scalars == [[name, value, line["step"]] for line in lines_of(tmp_path, "a")
-                       for name, value in line.items() if name != "step"]
+    assert scalars == [
+        [name, value, line["step"]]
+        for line in lines_of(tmp_path, "a")
+        for name, value in line.items()
+        if name != "step"
+    ]
 
 
 def test_wandb_gets_each_line_under_one_id(tmp_path, tokens, monkeypatch, fake_trackers):
@@ -679,16 +783,24 @@ def test_wandb_gets_each_line_under_one_id(tmp_path, tokens, monkeypatch, fake_t
 
 
 def test_a_tracker_that_refuses(tmp_path, tokens, fake_trackers, capsys):
-    assert train_pythia.main(flags(tmp_path, tokens, "a", "--tensorboard",
-                                   "--wandb", "forbidden")) == 1
+    assert (
+        train_pythia.main(flags(tmp_path, tokens, "a", "--tensorboard", "--wandb", "forbidden"))
+        == 1
+    )
     assert "--wandb forbidden: not logged in (WANDB_MODE=offline" in capsys.readouterr().err
     assert calls_in(fake_trackers)[-1] == ["close"]  # TensorBoard's
 
 
-@pytest.mark.parametrize("more, said", [
-    (["--tensorboard"], "--tensorboard needs the package tensorboard or tensorboardX: pip install"),
-    (["--wandb", "pythias"], "--wandb needs the package wandb: pip install wandb"),
-])
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        (
+            ["--tensorboard"],
+            "--tensorboard needs the package tensorboard or tensorboardX: pip install",
+        ),
+        (["--wandb", "pythias"], "--wandb needs the package wandb: pip install wandb"),
+    ],
+)
 def test_a_tracker_that_is_not_installed(tmp_path, tokens, monkeypatch, capsys, more, said):
     monkeypatch.setattr(trackers, "_installed", lambda package: False)
     assert train_pythia.main(flags(tmp_path, tokens, "a", *more)) == 1

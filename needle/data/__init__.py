@@ -28,7 +28,25 @@ from needle.data.text import (
 from needle.data.tokens import DataError, Documents, FlatTokens
 from needle.dataset import DataLoader, NDArrayDataset
 
-__all__ = ["END_OF_TEXT", "Batches", "DataError", "DataLoader", "Documents", "FlatTokens",
-           "NDArrayDataset", "Prefetch", "TokenData", "cache_dir", "load_tokenizer", "open_data",
-           "open_documents", "open_run", "run_batches", "run_data", "sample_order",
-           "standard_library", "token_bytes", "train_tokenizer"]
+__all__ = [
+    "END_OF_TEXT",
+    "Batches",
+    "DataError",
+    "DataLoader",
+    "Documents",
+    "FlatTokens",
+    "NDArrayDataset",
+    "Prefetch",
+    "TokenData",
+    "cache_dir",
+    "load_tokenizer",
+    "open_data",
+    "open_documents",
+    "open_run",
+    "run_batches",
+    "run_data",
+    "sample_order",
+    "standard_library",
+    "token_bytes",
+    "train_tokenizer",
+]

@@ -13,14 +13,7 @@ import numpy as np
 
 from needle.data.batches import Batches
 from needle.data.prepare import prepare, progress_bar
-from needle.data.readers import (
-    TokenData,
-    matching,
-    no_text,
-    open_data,
-    open_tokens,
-    text_kind,
-)
+from needle.data.readers import TokenData, matching, no_text, open_data, open_tokens, text_kind
 from needle.data.runs import open_run
 from needle.data.text import documents, load_tokenizer, walk, warn
 from needle.data.tokens import DataError, Documents, FlatTokens, to_ids
@@ -32,7 +25,8 @@ def whole(low: int) -> Any:
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < low:
             raise argparse.ArgumentTypeError(
-                f"must be a whole number of {low} or more, not {text!r}")
+                f"must be a whole number of {low} or more, not {text!r}"
+            )
         return int(text)
 
     return parse
@@ -42,35 +36,62 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m needle.data", description=__doc__)
     commands = top.add_subparsers(dest="command", required=True)
 
-    make = commands.add_parser("prepare", help="text to Megatron's .bin/.idx, in parallel; a run "
-                               "that was killed goes on where it was")
-    make.add_argument("inputs", nargs="+", metavar="INPUT", help="text, JSON lines (.jsonl; their "
-                      "field `text`), either packed (.gz, .zst), folders, patterns")
+    make = commands.add_parser(
+        "prepare",
+        help="text to Megatron's .bin/.idx, in parallel; a run "
+        "that was killed goes on where it was",
+    )
+    make.add_argument(
+        "inputs",
+        nargs="+",
+        metavar="INPUT",
+        help="text, JSON lines (.jsonl; their "
+        "field `text`), either packed (.gz, .zst), folders, patterns",
+    )
     make.add_argument("--tokenizer", required=True, metavar="PATH", help="a tokenizer.json")
     make.add_argument("--out", required=True, metavar="NAME", help="writes NAME.bin and NAME.idx")
     make.add_argument("--processes", type=whole(1), metavar="N", help="(default: one a core)")
 
-    look = commands.add_parser("inspect", help="what a file holds: kind, tokens, documents, range "
-                               "of the ids, the first of them")
+    look = commands.add_parser(
+        "inspect",
+        help="what a file holds: kind, tokens, documents, range of the ids, the first of them",
+    )
     look.add_argument("file", metavar="FILE", help="whatever --data of train_pythia.py takes")
     look.add_argument("--tokenizer", metavar="PATH", help="show the beginning as text too")
 
     view = commands.add_parser("view", help="the exact batch of a training step")
     view.add_argument("source", metavar="RUN|DATA", help="the folder of a run, or what --data took")
-    view.add_argument("--step", type=whole(1), required=True, metavar="N",
-                      help="counted as in metrics.jsonl: the first is 1 (Pythia's batch 0)")
-    view.add_argument("--batch-size", type=whole(1), metavar="N",
-                      help="sequences a micro-batch (default: 1024, as the Pythias)")
+    view.add_argument(
+        "--step",
+        type=whole(1),
+        required=True,
+        metavar="N",
+        help="counted as in metrics.jsonl: the first is 1 (Pythia's batch 0)",
+    )
+    view.add_argument(
+        "--batch-size",
+        type=whole(1),
+        metavar="N",
+        help="sequences a micro-batch (default: 1024, as the Pythias)",
+    )
     view.add_argument("--grad-accum", type=whole(1), metavar="N", help="(default: 1)")
     view.add_argument("--seq-len", type=whole(1), metavar="N", help="(default: 2048)")
     view.add_argument("--seed", type=whole(0), metavar="N", help="(default: 1234)")
-    view.add_argument("--steps", type=whole(1), metavar="N", help="of the whole run, on which "
-                      "GPT-NeoX's order depends (default: 143000)")
+    view.add_argument(
+        "--steps",
+        type=whole(1),
+        metavar="N",
+        help="of the whole run, on which GPT-NeoX's order depends (default: 143000)",
+    )
     view.add_argument("--tokenizer", metavar="PATH", help="show text too (default: the run's own)")
-    view.add_argument("--rows", type=whole(1), metavar="N", help="show the first N sequences "
-                      "(default: all)")
-    view.add_argument("--save", metavar="FILE", help="write the ids there as .npy, (sequences, "
-                      "seq_len + 1), instead")
+    view.add_argument(
+        "--rows", type=whole(1), metavar="N", help="show the first N sequences (default: all)"
+    )
+    view.add_argument(
+        "--save",
+        metavar="FILE",
+        help="write the ids there as .npy, (sequences, seq_len + 1), instead",
+    )
     return top
 
 
@@ -90,11 +111,15 @@ def show_file(file: str, tokenizer: str | None) -> None:
         print(f"{name}: {len(tokens):,} tokens")
         if isinstance(tokens, Documents):
             sizes = tokens.sizes
-            print(f"    documents: {len(sizes):,}, of {sizes.min():,} to {sizes.max():,} tokens, "
-                  f"{sizes.mean():,.1f} on average")
+            print(
+                f"    documents: {len(sizes):,}, of {sizes.min():,} to {sizes.max():,} tokens, "
+                f"{sizes.mean():,.1f} on average"
+            )
         ids, all_seen = sample(tokens)
-        print(f"    ids: {ids.min():,} to {ids.max():,}"
-              + ("" if all_seen else f" (in {ids.size:,} of them)"))
+        print(
+            f"    ids: {ids.min():,} to {ids.max():,}"
+            + ("" if all_seen else f" (in {ids.size:,} of them)")
+        )
     parts = [part for part in [*data.train.parts, *data.held_out.parts] if part.count]
     for part in parts[:8]:
         print(f"{part.path}: {part.count:,} {part.dtype} from offset {part.offset:,}")
@@ -122,8 +147,10 @@ def show_text(path: Path) -> None:
         count, size = count + last, size + len(text.encode())
     if count == 0:
         raise no_text(str(path), files)
-    print(f"{path}: {text_kind(files)}: {count:,} documents, {size:,} bytes of UTF-8 in "
-          f"{len(files):,} file(s)")
+    print(
+        f"{path}: {text_kind(files)}: {count:,} documents, {size:,} bytes of UTF-8 in "
+        f"{len(files):,} file(s)"
+    )
 
 
 # ---- view --------------------------------------------------------------------------------------
@@ -143,8 +170,14 @@ def batches_of(args: argparse.Namespace) -> tuple[TokenData, Batches, int]:
     data = open_data(args.source, args.tokenizer)
     rows, accumulate = args.batch_size or 1024, args.grad_accum or 1
     seed = 1234 if args.seed is None else args.seed
-    batches = Batches(data.train, rows, args.seq_len or 2048, seed,
-                      (args.steps or 143000) * rows * accumulate, data.vocab_size)
+    batches = Batches(
+        data.train,
+        rows,
+        args.seq_len or 2048,
+        seed,
+        (args.steps or 143000) * rows * accumulate,
+        data.vocab_size,
+    )
     return data, batches, accumulate
 
 
@@ -153,15 +186,17 @@ def show_step(args: argparse.Namespace) -> None:
     batches.seek_batch((args.step - 1) * accumulate)
     where = batches.position
     rows = np.concatenate([batches.next_rows() for _ in range(accumulate)])
-    print(f"{data.source}\nstep {args.step} (batch {args.step - 1} counted from 0): {len(rows):,} "
-          f"sequences of {batches.seq_len:,} tokens and the one that follows; epoch "
-          f"{where['epoch']}, micro-batch {where['batch']}")
+    print(
+        f"{data.source}\nstep {args.step} (batch {args.step - 1} counted from 0): {len(rows):,} "
+        f"sequences of {batches.seq_len:,} tokens and the one that follows; epoch "
+        f"{where['epoch']}, micro-batch {where['batch']}"
+    )
     if args.save is not None:
         with open(args.save, "wb") as file:
             np.save(file, rows)
         print(f"written to {args.save}: {rows.dtype} {rows.shape}")
         return
-    for number, row in enumerate(rows[:args.rows]):
+    for number, row in enumerate(rows[: args.rows]):
         print(f"---- sequence {number}\n{' '.join(map(str, row))}")
         if data.tokenizer is not None:
             print(data.tokenizer.decode(row.tolist(), skip_special_tokens=False))

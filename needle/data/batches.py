@@ -1,8 +1,8 @@
 """Batches of (inputs, targets) from tokens: which sample comes when, exactly.
 
-    Windows   a flat array      windows of T + 1 ids that share one, in an order of its own an epoch
-    Packed    documents         GPT-NeoX's samples in GPT-NeoX's order for the seed
-    Rows      preshuffled rows  batch i is rows B i to B (i + 1) - 1, as the Pythias were trained
+Windows   a flat array      windows of T + 1 ids that share one, in an order of its own an epoch
+Packed    documents         GPT-NeoX's samples in GPT-NeoX's order for the seed
+Rows      preshuffled rows  batch i is rows B i to B (i + 1) - 1, as the Pythias were trained
 """
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ class Rows(Windows):
     def __init__(self, tokens: Documents, seq_len: int, seed: int) -> None:
         super().__init__(tokens, seq_len, seed)
         if tokens.row_length != seq_len + 1:
-            raise DataError(f"{tokens.parts[0].path}: preshuffled rows of {tokens.row_length:,} "
-                            f"tokens are for --seq-len {tokens.row_length - 1}, not {seq_len}")
+            raise DataError(
+                f"{tokens.parts[0].path}: preshuffled rows of {tokens.row_length:,} "
+                f"tokens are for --seq-len {tokens.row_length - 1}, not {seq_len}"
+            )
         self.count = len(tokens) // (seq_len + 1)
 
     def order(self, epoch: int) -> np.ndarray:
@@ -73,16 +75,21 @@ class Packed:
     def order(self, epoch: int) -> np.ndarray:
         if self._epoch != epoch:
             self.doc_idx, self.sample_idx, self.shuffle_idx = megatron.sample_order(
-                self.documents.sizes, 0, len(self.documents.sizes), self.seq_len,
-                self.seed + epoch, self.passes)
+                self.documents.sizes,
+                0,
+                len(self.documents.sizes),
+                self.seq_len,
+                self.seed + epoch,
+                self.passes,
+            )
             self._epoch = epoch
         return self.shuffle_idx
 
     def _pieces(self, sample: int) -> Iterator[tuple[int, int]]:
         """(start, stop) in the flat array of what makes up a sample."""
-        (first, begin), (last, end) = self.sample_idx[sample:sample + 2].tolist()
+        (first, begin), (last, end) = self.sample_idx[sample : sample + 2].tolist()
         for place in range(first, last + 1):
-            base, after = self.starts[self.doc_idx[place]:][:2]
+            base, after = self.starts[self.doc_idx[place] :][:2]
             low = base + begin if place == first else base
             yield int(low), int(base + end + 1 if place == last else after)
 
@@ -96,7 +103,7 @@ class Packed:
         for row, stretches in zip(out, pieces):
             done = 0
             for start, stop in stretches:
-                row[done:done + stop - start] = self.documents.read(start, stop)
+                row[done : done + stop - start] = self.documents.read(start, stop)
                 done += stop - start
         return out
 
@@ -127,8 +134,15 @@ class Batches:
     Batches(2 x 4 of 17 tokens, 2 an epoch; next is epoch 0, batch 1)
     """
 
-    def __init__(self, tokens: Any, batch_size: int, seq_len: int, seed: int = 0,
-                 samples: int | None = None, vocab_size: int | None = None) -> None:
+    def __init__(
+        self,
+        tokens: Any,
+        batch_size: int,
+        seq_len: int,
+        seed: int = 0,
+        samples: int | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
         self.tokens, self.batch_size, self.seq_len, self.seed = tokens, batch_size, seq_len, seed
         self.vocab_size = vocab_size
         if isinstance(tokens, Documents) and tokens.row_length:
@@ -145,14 +159,21 @@ class Batches:
     def _check_enough(self) -> None:
         self.windows = self._samples.count
         if self.windows < self.batch_size:
-            what = repr(self.tokens) if isinstance(self.tokens, FlatTokens) else \
-                f"{len(self.tokens):,} tokens"
-            raise DataError(f"{what}: fewer than one batch of {self.batch_size} x {self.seq_len} "
-                            "(+ 1); give more text, or a smaller --batch-size or --seq-len")
+            what = (
+                repr(self.tokens)
+                if isinstance(self.tokens, FlatTokens)
+                else f"{len(self.tokens):,} tokens"
+            )
+            raise DataError(
+                f"{what}: fewer than one batch of {self.batch_size} x {self.seq_len} "
+                "(+ 1); give more text, or a smaller --batch-size or --seq-len"
+            )
 
     def __repr__(self) -> str:
-        return (f"Batches({self.batch_size} x {self.seq_len} of {len(self.tokens):,} tokens, "
-                f"{len(self):,} an epoch; next is epoch {self.epoch}, batch {self.batch})")
+        return (
+            f"Batches({self.batch_size} x {self.seq_len} of {len(self.tokens):,} tokens, "
+            f"{len(self):,} an epoch; next is epoch {self.epoch}, batch {self.batch})"
+        )
 
     def __len__(self) -> int:
         """Batches an epoch."""
@@ -171,12 +192,17 @@ class Batches:
         epoch, batch = int(position["epoch"]), int(position["batch"])
         if isinstance(self._samples, Packed) and position.get("passes") != self._samples.passes:
             # A run that now goes on for longer keeps the order that it began with.
-            self._samples = Packed(self.tokens, self.seq_len, self.seed,
-                                   int(position.get("passes", self._samples.passes)))
+            self._samples = Packed(
+                self.tokens,
+                self.seq_len,
+                self.seed,
+                int(position.get("passes", self._samples.passes)),
+            )
             self._check_enough()
         if epoch < 0 or not 0 <= batch <= len(self):
-            raise DataError(f"no position epoch {epoch}, batch {batch}: an epoch has {len(self)} "
-                            "batches")
+            raise DataError(
+                f"no position epoch {epoch}, batch {batch}: an epoch has {len(self)} batches"
+            )
         self.epoch, self.batch = epoch, batch
         self._order = self._samples.order(epoch)
 
@@ -190,7 +216,7 @@ class Batches:
         if self.batch == len(self):
             self.epoch, self.batch = self.epoch + 1, 0
             self._order = self._samples.order(self.epoch)
-        chosen = self._order[self.batch * self.batch_size:(self.batch + 1) * self.batch_size]
+        chosen = self._order[self.batch * self.batch_size : (self.batch + 1) * self.batch_size]
         rows = self._rows(chosen)
         self.batch += 1
         return rows
@@ -222,8 +248,10 @@ class Batches:
         wrong = rows.view(np.uint32 if rows.dtype == np.int32 else np.uint64) >= self.vocab_size
         if wrong.any():
             row, column = (int(i) for i in np.argwhere(wrong)[0])
-            raise DataError(f"{self._where(chosen, row, column)}: id {int(rows[row, column])} is "
-                            f"outside the vocabulary of {self.vocab_size}")
+            raise DataError(
+                f"{self._where(chosen, row, column)}: id {int(rows[row, column])} is "
+                f"outside the vocabulary of {self.vocab_size}"
+            )
 
     def _where(self, chosen: np.ndarray, row: int, column: int) -> str:
         return place_of(self.tokens, self._samples.position(int(chosen[row]), int(column)))

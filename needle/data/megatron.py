@@ -51,8 +51,9 @@ def open_documents(prefix: Path) -> Documents:
     idx, files = Path(f"{prefix}.idx"), data_files(prefix)
     size = idx.stat().st_size
     if size < HEADER.size:
-        raise DataError(f"{idx}: is truncated: {size} bytes, and its header alone has "
-                        f"{HEADER.size}")
+        raise DataError(
+            f"{idx}: is truncated: {size} bytes, and its header alone has {HEADER.size}"
+        )
     with open(idx, "rb") as file:
         magic, version, code, count, entries = HEADER.unpack(file.read(HEADER.size))
     if magic != MAGIC:
@@ -64,9 +65,11 @@ def open_documents(prefix: Path) -> Documents:
         raise DataError(f"{idx}: type {code} at offset 17; known are {', '.join(map(str, TYPES))}")
     needed = HEADER.size + 12 * count + 8 * entries
     if size != needed:
-        raise DataError(f"{idx}: {'is truncated' if size < needed else 'is too long'}: its header "
-                        f"promises {count:,} sequences and {entries:,} entries, {needed:,} bytes, "
-                        f"but it ends at offset {size:,}")
+        raise DataError(
+            f"{idx}: {'is truncated' if size < needed else 'is too long'}: its header "
+            f"promises {count:,} sequences and {entries:,} entries, {needed:,} bytes, "
+            f"but it ends at offset {size:,}"
+        )
     if count == 0:
         raise DataError(f"{idx}: no sequence in it (offset 18)")
     sizes = Part(idx, HEADER.size, "<i4", count).read(0, count)
@@ -80,9 +83,11 @@ def open_documents(prefix: Path) -> Documents:
     _check_sequences(idx, data, sizes, pointers, dtype.itemsize, data_size)
     _check_borders(idx, borders, count)
     if data_size != total * dtype.itemsize:
-        raise DataError(f"{data}: ends at offset {data_size:,}, and its index at "
-                        f"{total * dtype.itemsize:,}: another file's index, or a copy that was "
-                        "not finished")
+        raise DataError(
+            f"{data}: ends at offset {data_size:,}, and its index at "
+            f"{total * dtype.itemsize:,}: another file's index, or a copy that was "
+            "not finished"
+        )
     preshuffled = bool((sizes == ROW_LENGTH).all()) and count > 1
     return Documents(_parts(files, dtype), sizes, ROW_LENGTH if preshuffled else None)
 
@@ -91,24 +96,32 @@ def data_files(prefix: Path) -> list[Path]:
     """NAME.bin; or, where it has not been put together, NAME-00000-of-00020.bin and so on, the
     shards in which the Pythias' data are published (there the last one is 00020), in order."""
     if not Path(f"{prefix}.idx").is_file():
-        raise DataError(f"{prefix}.idx: no such file; Megatron's data are two files, "
-                        f"{prefix.name}.idx and {prefix.name}.bin")
+        raise DataError(
+            f"{prefix}.idx: no such file; Megatron's data are two files, "
+            f"{prefix.name}.idx and {prefix.name}.bin"
+        )
     whole = Path(f"{prefix}.bin")
     if whole.is_file():
         return [whole]
-    shards = sorted(path for path in prefix.parent.glob(f"{glob.escape(prefix.name)}-*.bin")
-                    if SHARD.search(path.stem))
+    shards = sorted(
+        path
+        for path in prefix.parent.glob(f"{glob.escape(prefix.name)}-*.bin")
+        if SHARD.search(path.stem)
+    )
     if not shards:
-        raise DataError(f"{whole}: no such file; Megatron's data are two files, {prefix.name}.idx "
-                        f"and {prefix.name}.bin (or the shards {prefix.name}-00000-of-N.bin)")
+        raise DataError(
+            f"{whole}: no such file; Megatron's data are two files, {prefix.name}.idx "
+            f"and {prefix.name}.bin (or the shards {prefix.name}-00000-of-N.bin)"
+        )
     last = SHARD.search(shards[0].stem)[2]
     for number, path in enumerate(shards):
         expected = Path(f"{prefix}-{number:05}-of-{last}.bin")
         if path != expected:
             raise DataError(f"{expected}: no such file, and {path.name} is there")
     if len(shards) not in (int(last), int(last) + 1):  # 0 to N, or 0 to N - 1
-        raise DataError(f"{prefix}-{len(shards):05}-of-{last}.bin: no such file, and those before "
-                        "it are there")
+        raise DataError(
+            f"{prefix}-{len(shards):05}-of-{last}.bin: no such file, and those before it are there"
+        )
     return shards
 
 
@@ -122,17 +135,19 @@ def _parts(files: list[Path], dtype: np.dtype) -> list[Part]:
     return parts
 
 
-def _check_sequences(idx: Path, data: Path, sizes: np.ndarray, pointers: Part, itemsize: int,
-                     data_size: int) -> None:
+def _check_sequences(
+    idx: Path, data: Path, sizes: np.ndarray, pointers: Part, itemsize: int, data_size: int
+) -> None:
     where, end = HEADER.size + 4 * len(sizes), 0
     for low in range(0, len(sizes), BLOCK):
-        lengths = sizes[low:low + BLOCK]
+        lengths = sizes[low : low + BLOCK]
         bad = np.flatnonzero(lengths <= 0)
         if len(bad):
             number, length = low + int(bad[0]), lengths[bad[0]]
             what = "an empty document" if length == 0 else f"a document of {length} ids"
-            raise DataError(f"{idx}: {what}, number {number:,}, at offset "
-                            f"{HEADER.size + 4 * number:,}")
+            raise DataError(
+                f"{idx}: {what}, number {number:,}, at offset {HEADER.size + 4 * number:,}"
+            )
         ends = end + np.cumsum(lengths, dtype=np.int64) * itemsize
         starts = pointers.read(low, low + len(lengths))
         wrong = np.flatnonzero(starts != np.concatenate([[end], ends[:-1]]))
@@ -140,14 +155,21 @@ def _check_sequences(idx: Path, data: Path, sizes: np.ndarray, pointers: Part, i
             first = int(wrong[0])
             outside = starts[first] < 0 or starts[first] >= data_size
             before = int(ends[first - 1]) if first else end
-            raise DataError(f"{idx}: document {low + first:,} begins at byte {starts[first]:,} "
-                            f"(offset {where + 8 * (low + first):,}): "
-                            + (f"outside {data}, which has {data_size:,}" if outside else
-                               f"not where the one before it ends, {before:,}"))
+            raise DataError(
+                f"{idx}: document {low + first:,} begins at byte {starts[first]:,} "
+                f"(offset {where + 8 * (low + first):,}): "
+                + (
+                    f"outside {data}, which has {data_size:,}"
+                    if outside
+                    else f"not where the one before it ends, {before:,}"
+                )
+            )
         late = np.flatnonzero(ends > data_size)
         if len(late):
-            raise DataError(f"{data}: is truncated: it ends at offset {data_size:,}, and document "
-                            f"{low + int(late[0]):,} of {idx} at {int(ends[late[0]]):,}")
+            raise DataError(
+                f"{data}: is truncated: it ends at offset {data_size:,}, and document "
+                f"{low + int(late[0]):,} of {idx} at {int(ends[late[0]]):,}"
+            )
         end = int(ends[-1])
 
 
@@ -158,9 +180,11 @@ def _check_borders(idx: Path, borders: Part, count: int) -> None:
         steps = np.diff(block, prepend=before)
         bad = np.flatnonzero((block < 0) | (block > count) | (steps < 0))
         if len(bad):
-            raise DataError(f"{idx}: entry {low + int(bad[0]):,} of the document index, at offset "
-                            f"{borders.offset + 8 * (low + int(bad[0])):,}, points outside the "
-                            f"{count:,} sequences, or backwards")
+            raise DataError(
+                f"{idx}: entry {low + int(bad[0]):,} of the document index, at offset "
+                f"{borders.offset + 8 * (low + int(bad[0])):,}, points outside the "
+                f"{count:,} sequences, or backwards"
+            )
         before = int(block[-1])
 
 
@@ -185,8 +209,9 @@ def passes_for(samples: int, tokens: int, seq_len: int) -> int:
     return max(-(-(samples * seq_len + 1) // tokens), 1)
 
 
-def sample_order(sizes: np.ndarray, first: int, last: int, seq_len: int, seed: int,
-                 passes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def sample_order(
+    sizes: np.ndarray, first: int, last: int, seq_len: int, seed: int, passes: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(doc_idx, sample_idx, shuffle_idx) of documents [first, last).
 
     doc_idx, int32 (passes x documents): the documents of all passes, shuffled together.
@@ -212,8 +237,8 @@ def sample_order(sizes: np.ndarray, first: int, last: int, seq_len: int, seed: i
     for low in range(1, count + 1, BLOCK):
         starts = np.arange(low, min(low + BLOCK, count + 1), dtype=np.int64) * seq_len
         document = np.searchsorted(ends, starts, side="right")
-        sample_idx[low:low + BLOCK, 0] = document
-        sample_idx[low:low + BLOCK, 1] = starts - (ends[document] - sizes[doc_idx[document]])
+        sample_idx[low : low + BLOCK, 0] = document
+        sample_idx[low : low + BLOCK, 1] = starts - (ends[document] - sizes[doc_idx[document]])
     dtype = np.uint32 if count < np.iinfo(np.uint32).max - 1 else np.int64
     shuffle_idx = np.arange(count, dtype=dtype)
     random.shuffle(shuffle_idx)

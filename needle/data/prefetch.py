@@ -27,8 +27,9 @@ class _Slot:
     def __init__(self, batch_size: int, seq_len: int, device: Device) -> None:
         self.shape = (batch_size, seq_len)
         self.stagings = [Staging(4 * batch_size * seq_len, device) for _ in range(2)]
-        self.arrays = [np.frombuffer(staging, np.int32).reshape(self.shape)
-                       for staging in self.stagings]
+        self.arrays = [
+            np.frombuffer(staging, np.int32).reshape(self.shape) for staging in self.stagings
+        ]
 
     def fill(self, rows: np.ndarray) -> None:
         for staging, array, part in zip(self.stagings, self.arrays, (rows[:, :-1], rows[:, 1:])):
@@ -51,12 +52,15 @@ class Prefetch:
     def __init__(self, batches: Batches, device: Device | None = None, depth: int = 2) -> None:
         on_gpu = device is not None and str(device) != "cpu()"
         if on_gpu and batches.vocab_size is None:
-            raise ValueError("Prefetch: batches for a GPU need vocab_size: nothing checks the ids "
-                             "behind it")
+            raise ValueError(
+                "Prefetch: batches for a GPU need vocab_size: nothing checks the ids behind it"
+            )
         self.batches, self.position = batches, batches.position
         self.waited = 0.0  # seconds, in all
-        self._slots = [_Slot(batches.batch_size, batches.seq_len, device) if on_gpu else None
-                       for _ in range(depth + 1 if on_gpu else depth)]
+        self._slots = [
+            _Slot(batches.batch_size, batches.seq_len, device) if on_gpu else None
+            for _ in range(depth + 1 if on_gpu else depth)
+        ]
         self._thread = None
 
     def _start(self) -> None:
@@ -65,8 +69,12 @@ class Prefetch:
             self._free.put(slot)
         # The thread knows the queues, not this object, so that dropping the object ends it.
         self._end = weakref.finalize(self, self._free.put, _END)
-        self._thread = threading.Thread(target=_work, name="needle.data.Prefetch", daemon=True,
-                                        args=(self.batches, self._free, self._ready))
+        self._thread = threading.Thread(
+            target=_work,
+            name="needle.data.Prefetch",
+            daemon=True,
+            args=(self.batches, self._free, self._ready),
+        )
         self._thread.start()
 
     @property
@@ -78,9 +86,11 @@ class Prefetch:
         return self.position["batch"]
 
     def __repr__(self) -> str:
-        return (f"Prefetch({self.batches.batch_size} x {self.batches.seq_len}, {len(self):,} an "
-                f"epoch; next is epoch {self.epoch}, batch {self.batch}; waited {self.waited:.3f} "
-                "s)")
+        return (
+            f"Prefetch({self.batches.batch_size} x {self.batches.seq_len}, {len(self):,} an "
+            f"epoch; next is epoch {self.epoch}, batch {self.batch}; waited {self.waited:.3f} "
+            "s)"
+        )
 
     def __len__(self) -> int:
         """Batches an epoch."""

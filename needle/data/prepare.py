@@ -73,8 +73,13 @@ def input_files(inputs: Sequence[str]) -> list[Path]:
     files = []
     for name in inputs:
         path = Path(name)
-        found = list(walk(path)) if path.is_dir() else [path] if path.is_file() else \
-            [Path(match) for match in sorted(glob.glob(name)) if Path(match).is_file()]
+        found = (
+            list(walk(path))
+            if path.is_dir()
+            else [path]
+            if path.is_file()
+            else [Path(match) for match in sorted(glob.glob(name)) if Path(match).is_file()]
+        )
         if not found:
             raise DataError(f"{name}: no such file, and no file matches it")
         files += [file.resolve() for file in found]
@@ -90,8 +95,10 @@ def cut(files: Sequence[Path], size: int) -> list[Unit]:
             if group:
                 units.append(Unit(group))
                 group, held = [], 0
-            units += [Unit([str(file)], start, min(start + size, length))
-                      for start in range(0, length, size)]
+            units += [
+                Unit([str(file)], start, min(start + size, length))
+                for start in range(0, length, size)
+            ]
             continue
         group.append(str(file))
         held += length
@@ -101,8 +108,13 @@ def cut(files: Sequence[Path], size: int) -> list[Unit]:
     return units + ([Unit(group)] if group else [])
 
 
-def prepare(inputs: Sequence[str], tokenizer: str, out: str, processes: int | None = None,
-            progress: Progress | None = None) -> dict[str, int]:
+def prepare(
+    inputs: Sequence[str],
+    tokenizer: str,
+    out: str,
+    processes: int | None = None,
+    progress: Progress | None = None,
+) -> dict[str, int]:
     """Writes OUT.bin and OUT.idx; returns their numbers of documents and tokens.
 
     progress(done, of): called after each unit. Raises DataError, also where OUT is there and whole;
@@ -112,8 +124,10 @@ def prepare(inputs: Sequence[str], tokenizer: str, out: str, processes: int | No
     files = input_files(inputs)
     units = cut(files, UNIT)
     dtype = megatron.best_dtype(id_limit(model))
-    digest = hashlib.blake2b(json.dumps([UNIT, [astuple(unit) for unit in units]]).encode()
-                             + model.to_str().encode(), digest_size=16)
+    digest = hashlib.blake2b(
+        json.dumps([UNIT, [astuple(unit) for unit in units]]).encode() + model.to_str().encode(),
+        digest_size=16,
+    )
     for file in files:
         status = file.stat()
         digest.update(f"{file} {status.st_size} {status.st_mtime_ns}\n".encode())
@@ -128,8 +142,15 @@ def prepare(inputs: Sequence[str], tokenizer: str, out: str, processes: int | No
         os.close(lock)
 
 
-def _go_on(parts: Path, units: list[Unit], tokenizer: str, dtype: np.dtype, prefix: Path,
-           processes: int | None, progress: Progress | None) -> dict[str, int]:
+def _go_on(
+    parts: Path,
+    units: list[Unit],
+    tokenizer: str,
+    dtype: np.dtype,
+    prefix: Path,
+    processes: int | None,
+    progress: Progress | None,
+) -> dict[str, int]:
     missing = [i for i in range(len(units)) if not (parts / f"{i}.sizes").is_file()]
     done = len(units) - len(missing)
     if progress is not None:
@@ -165,13 +186,22 @@ def _begin(parts: Path, plan: str) -> int:
         return lock
     except OSError as error:
         os.close(lock)
-        problem = "another process works on it" if isinstance(error, BlockingIOError) else \
-            f"cannot be written: {error.strerror}"
+        problem = (
+            "another process works on it"
+            if isinstance(error, BlockingIOError)
+            else f"cannot be written: {error.strerror}"
+        )
         raise DataError(f"{parts}: {problem}") from error
 
 
-def _encode_all(units: list[Unit], missing: list[int], tokenizer: str, dtype: np.dtype, parts: Path,
-                processes: int | None) -> Iterator[int]:
+def _encode_all(
+    units: list[Unit],
+    missing: list[int],
+    tokenizer: str,
+    dtype: np.dtype,
+    parts: Path,
+    processes: int | None,
+) -> Iterator[int]:
     workers = min(processes or os.cpu_count() or 1, len(missing))
     if workers <= 1:
         model = load_tokenizer(tokenizer)
@@ -179,15 +209,17 @@ def _encode_all(units: list[Unit], missing: list[int], tokenizer: str, dtype: np
             yield _encode_unit(model, units[number], number, dtype, parts)
         return
     others = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _worker_start,
-                               (tokenizer,))
+    pool = ProcessPoolExecutor(
+        workers, multiprocessing.get_context("spawn"), _worker_start, (tokenizer,)
+    )
     try:
         # Ctrl-C reaches all processes of a terminal: the workers inherit this and are deaf to it,
         # the parent hears it when the mask is gone, and ends them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            futures = [pool.submit(_worker_unit, units[i], i, dtype.str, str(parts))
-                       for i in missing]
+            futures = [
+                pool.submit(_worker_unit, units[i], i, dtype.str, str(parts)) for i in missing
+            ]
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for future in as_completed(futures):
@@ -197,8 +229,10 @@ def _encode_all(units: list[Unit], missing: list[int], tokenizer: str, dtype: np
             worker.terminate()
         raise
     except BrokenProcessPool as error:
-        raise DataError("a process ended without a word (out of memory?); start again, what is "
-                        "done stays: fewer --processes need less memory") from error
+        raise DataError(
+            "a process ended without a word (out of memory?); start again, what is "
+            "done stays: fewer --processes need less memory"
+        ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -232,16 +266,19 @@ def _encode_unit(tokenizer, unit: Unit, number: int, dtype: np.dtype, parts: Pat
                 file.write(ids)
                 size += len(ids)
                 if size > LONGEST:
-                    raise DataError(f"{', '.join(unit.files)}: a document of more than {LONGEST:,} "
-                                    "tokens, which .idx cannot say: split it")
+                    raise DataError(
+                        f"{', '.join(unit.files)}: a document of more than {LONGEST:,} "
+                        "tokens, which .idx cannot say: split it"
+                    )
                 if last and size:  # of a text that has no ids there is nothing to say
                     sizes.append(size)
                 size = 0 if last else size
         with replacing(parts / f"{number}.sizes") as file:
             file.write(np.array(sizes, "<i4").tobytes())
     except OSError as error:
-        raise DataError(f"{parts}: cannot be written: {error.strerror}; what is done stays"
-                        ) from error
+        raise DataError(
+            f"{parts}: cannot be written: {error.strerror}; what is done stays"
+        ) from error
     return number
 
 
@@ -264,8 +301,9 @@ def _merge(parts: Path, count: int, dtype: np.dtype, prefix: Path) -> dict[str, 
         with replacing(index) as file:
             megatron.write_index(file, dtype, every)
     except OSError as error:
-        raise DataError(f"{prefix}: cannot be written: {error.strerror}; what is done stays in "
-                        f"{parts}") from error
+        raise DataError(
+            f"{prefix}: cannot be written: {error.strerror}; what is done stays in {parts}"
+        ) from error
     shutil.rmtree(parts)
     return {"documents": len(every), "tokens": int(every.sum(dtype=np.int64))}
 

@@ -49,8 +49,10 @@ HELD_OUT = 20  # one document, or one token, in so many
 CACHE_FORMAT = "2"
 WORK = ".text-"  # how the folders of unfinished caches begin
 LLMC_MAGIC, LLMC_HEADER = 20240520, 1024
-TAKES = ("--data takes text, JSON lines, a folder of either, Megatron's .bin/.idx, llm.c's shards, "
-         "nanoGPT's train.bin, or .npy")
+TAKES = (
+    "--data takes text, JSON lines, a folder of either, Megatron's .bin/.idx, llm.c's shards, "
+    "nanoGPT's train.bin, or .npy"
+)
 
 
 def cache_dir() -> Path:
@@ -78,20 +80,26 @@ class TokenData:
 
     def __repr__(self) -> str:  # a tokenizer prints all that it knows
         known = "no tokenizer" if self.tokenizer is None else f"a tokenizer of {self.vocab_size:,}"
-        return (f"TokenData({self.source}; {len(self.train):,} to train on, "
-                f"{len(self.held_out):,} held out, {known})")
+        return (
+            f"TokenData({self.source}; {len(self.train):,} to train on, "
+            f"{len(self.held_out):,} held out, {known})"
+        )
 
 
-def open_data(data: str | os.PathLike | None = None, tokenizer: str | os.PathLike | None = None,
-              vocab_size: int = 4096) -> TokenData:
+def open_data(
+    data: str | os.PathLike | None = None,
+    tokenizer: str | os.PathLike | None = None,
+    vocab_size: int = 4096,
+) -> TokenData:
     """Tokens from `data`, see the head of this file; None: the standard library's sources.
 
     Text goes through `tokenizer` (a tokenizer.json), or through one of `vocab_size` tokens that is
     trained on it; the result is cached. Raises DataError."""
     if data is None:
         root, files = standard_library()
-        return _open_text(root, files, "sources of the Python standard library", tokenizer,
-                          vocab_size)
+        return _open_text(
+            root, files, "sources of the Python standard library", tokenizer, vocab_size
+        )
     path = Path(data)
     found = open_tokens(path)
     if found is not None:
@@ -102,8 +110,13 @@ def open_data(data: str | os.PathLike | None = None, tokenizer: str | os.PathLik
     else:
         files = matching(path)
         root, source = path.parent if files == [path] else Path("/"), str(path)
-    return _open_text(root, [path if root != Path("/") else path.resolve() for path in files],
-                      source, tokenizer, vocab_size)
+    return _open_text(
+        root,
+        [path if root != Path("/") else path.resolve() for path in files],
+        source,
+        tokenizer,
+        vocab_size,
+    )
 
 
 def matching(path: Path) -> list[Path]:
@@ -152,23 +165,33 @@ def _kind(file: Path) -> str:
     if file.stat().st_size >= LLMC_HEADER:
         head = np.fromfile(file, "<i4", LLMC_HEADER // 4)
         # A header of theirs whose magic alone is wrong is not taken for tokens.
-        header_like = not head[3:].any() and head[1] in (1, 7) and head[2] > 0 and \
-            file.stat().st_size in (LLMC_HEADER + 2 * int(head[2]), LLMC_HEADER + 4 * int(head[2]))
+        header_like = (
+            not head[3:].any()
+            and head[1] in (1, 7)
+            and head[2] > 0
+            and file.stat().st_size
+            in (LLMC_HEADER + 2 * int(head[2]), LLMC_HEADER + 4 * int(head[2]))
+        )
         if head[0] == LLMC_MAGIC or header_like:
             return "llm.c"
     return "flat uint16"
 
 
 def _open_folder(folder: Path) -> TokenData | None:
-    files = [path for path in sorted(folder.iterdir())
-             if path.is_file() and not path.name.startswith(".")]
+    files = [
+        path
+        for path in sorted(folder.iterdir())
+        if path.is_file() and not path.name.startswith(".")
+    ]
     if not any(True for _ in walk(folder)):
         raise DataError(f"{folder}: an empty folder; {TAKES}")
     indexes = [path for path in files if path.suffix == ".idx"]
     if indexes:
         if len(indexes) > 1:
-            raise DataError(f"{folder}: {len(indexes)} Megatron files are in it; name one of them, "
-                            f"such as {indexes[0]}")
+            raise DataError(
+                f"{folder}: {len(indexes)} Megatron files are in it; name one of them, "
+                f"such as {indexes[0]}"
+            )
         return _open_megatron(indexes[0].with_suffix(""))
     bins = [path for path in files if path.suffix == ".bin"]
     train = folder / "train.bin"
@@ -179,9 +202,11 @@ def _open_folder(folder: Path) -> TokenData | None:
         return _open_shards(folder, bins)
     if bins and len(bins) == len(files):
         head = bins[0].read_bytes()[:4]
-        raise DataError(f"{bins[0]}: wrong magic at offset 0: {int.from_bytes(head, 'little')}, "
-                        f"not {LLMC_MAGIC} as llm.c's shards; flat uint16 tokens are given as "
-                        "files, or as train.bin and val.bin in a folder")
+        raise DataError(
+            f"{bins[0]}: wrong magic at offset 0: {int.from_bytes(head, 'little')}, "
+            f"not {LLMC_MAGIC} as llm.c's shards; flat uint16 tokens are given as "
+            "files, or as train.bin and val.bin in a folder"
+        )
     return None
 
 
@@ -196,15 +221,20 @@ def _tail_split(tokens: FlatTokens) -> tuple[FlatTokens, FlatTokens]:
 
 def _flat(path: Path, kind: str, tokens: FlatTokens) -> TokenData:
     count = f", {len(tokens.parts):,} files" if len(tokens.parts) > 1 else ""
-    return _data(*_tail_split(tokens), f"{path}: {kind}{count}, {len(tokens):,} {tokens.dtype} "
-                                       "tokens", tokens)
+    return _data(
+        *_tail_split(tokens),
+        f"{path}: {kind}{count}, {len(tokens):,} {tokens.dtype} tokens",
+        tokens,
+    )
 
 
 def uint16_part(path: Path) -> Part:
     size = path.stat().st_size
     if size % 2:
-        raise DataError(f"{path}: {size:,} bytes are no whole number of uint16 tokens: the file is "
-                        "truncated, or of another format")
+        raise DataError(
+            f"{path}: {size:,} bytes are no whole number of uint16 tokens: the file is "
+            "truncated, or of another format"
+        )
     return Part(path, 0, "<u2", size // 2)
 
 
@@ -213,8 +243,10 @@ def npy_part(path: Path) -> Part:
     try:
         with open(path, "rb") as file:
             version = np.lib.format.read_magic(file)
-            read = {(1, 0): np.lib.format.read_array_header_1_0,
-                    (2, 0): np.lib.format.read_array_header_2_0}[version]
+            read = {
+                (1, 0): np.lib.format.read_array_header_1_0,
+                (2, 0): np.lib.format.read_array_header_2_0,
+            }[version]
             shape, _, dtype = read(file)
             offset = file.tell()
             if any(type(size) is not int or size < 0 for size in shape):
@@ -232,29 +264,40 @@ def _open_nano(train: Path) -> TokenData:
     if not val.is_file():
         return _flat(train, "nanoGPT (no val.bin beside it), flat uint16", tokens)
     held_out = FlatTokens([uint16_part(val)])
-    return _data(tokens, held_out, f"{train.parent}: nanoGPT's train.bin and val.bin, "
-                 f"{len(tokens):,} + {len(held_out):,} uint16 tokens", tokens)
+    return _data(
+        tokens,
+        held_out,
+        f"{train.parent}: nanoGPT's train.bin and val.bin, "
+        f"{len(tokens):,} + {len(held_out):,} uint16 tokens",
+        tokens,
+    )
 
 
 def shard_part(path: Path) -> Part:
     """llm.c: 256 int32 (magic, version, count, zeros), then `count` uint16."""
     size = path.stat().st_size
     if size < LLMC_HEADER:
-        raise DataError(f"{path}: is truncated: {size} bytes, and its header alone has "
-                        f"{LLMC_HEADER}")
+        raise DataError(
+            f"{path}: is truncated: {size} bytes, and its header alone has {LLMC_HEADER}"
+        )
     magic, version, count = (int(value) for value in np.fromfile(path, "<i4", 3))
     if magic != LLMC_MAGIC:
-        what = "the 32-bit tokens of Llama 3, which Pythia's vocabulary does not need" \
-            if magic == 20240801 else f"not {LLMC_MAGIC} as llm.c writes it"
+        what = (
+            "the 32-bit tokens of Llama 3, which Pythia's vocabulary does not need"
+            if magic == 20240801
+            else f"not {LLMC_MAGIC} as llm.c writes it"
+        )
         raise DataError(f"{path}: wrong magic at offset 0: {magic}: {what}")
     if version != 1:
         raise DataError(f"{path}: version {version} at offset 4; only 1 is known")
     if count <= 0:
         raise DataError(f"{path}: {count} tokens, says the header at offset 8")
     if size != LLMC_HEADER + 2 * count:
-        raise DataError(f"{path}: {'is truncated' if size < LLMC_HEADER + 2 * count else 'is long'}"
-                        f": the header at offset 8 promises {count:,} tokens, to offset "
-                        f"{LLMC_HEADER + 2 * count:,}, and the file ends at {size:,}")
+        raise DataError(
+            f"{path}: {'is truncated' if size < LLMC_HEADER + 2 * count else 'is long'}"
+            f": the header at offset 8 promises {count:,} tokens, to offset "
+            f"{LLMC_HEADER + 2 * count:,}, and the file ends at {size:,}"
+        )
     return Part(path, LLMC_HEADER, "<u2", count)
 
 
@@ -267,8 +310,13 @@ def _open_shards(path: Path, files: list[Path]) -> TokenData:
     if not held_out:
         return _flat(path, "llm.c", tokens)
     validation = FlatTokens([shard_part(file) for file in held_out])
-    return _data(tokens, validation, f"{path}: llm.c, {len(train):,} + {len(held_out):,} files, "
-                 f"{len(tokens):,} + {len(validation):,} uint16 tokens", tokens)
+    return _data(
+        tokens,
+        validation,
+        f"{path}: llm.c, {len(train):,} + {len(held_out):,} files, "
+        f"{len(tokens):,} + {len(validation):,} uint16 tokens",
+        tokens,
+    )
 
 
 def _open_megatron(prefix: Path) -> TokenData:
@@ -283,16 +331,19 @@ def _open_megatron(prefix: Path) -> TokenData:
         train_end = held_out_end = count
     borders = [int(ends[train_end - 1]), int(ends[held_out_end - 1])]
     train = Documents(whole.between(0, borders[0]).parts, whole.sizes[:train_end])
-    source = (f"{prefix}: Megatron, {facts}; {train_end:,} to train on in GPT-NeoX's order, "
-              f"{held_out_end - train_end:,} held out")
+    source = (
+        f"{prefix}: Megatron, {facts}; {train_end:,} to train on in GPT-NeoX's order, "
+        f"{held_out_end - train_end:,} held out"
+    )
     return _data(train, whole.between(*borders), source, whole)
 
 
 # ---- text --------------------------------------------------------------------------------------
 
 
-def _open_text(root: Path, files: list[Path], source: str, tokenizer: str | os.PathLike | None,
-               vocab_size: int) -> TokenData:
+def _open_text(
+    root: Path, files: list[Path], source: str, tokenizer: str | os.PathLike | None, vocab_size: int
+) -> TokenData:
     """The cached tokens of these files, made first where they are missing."""
     tk = tokenizers_package()
     given = None if tokenizer is None else load_tokenizer(tokenizer)
@@ -309,31 +360,47 @@ def _open_text(root: Path, files: list[Path], source: str, tokenizer: str | os.P
     try:
         facts = json.loads((folder / "facts.json").read_text())
         train, held_out = _cached(folder, facts)
-        return TokenData(FlatTokens([train]), FlatTokens([held_out]),
-                         f"{source}: {text_kind(files)}, {facts['documents']:,} documents, "
-                         f"{facts['tokens']:,} tokens",
-                         facts["fingerprint"], load_tokenizer(folder / "tokenizer.json"))
+        return TokenData(
+            FlatTokens([train]),
+            FlatTokens([held_out]),
+            f"{source}: {text_kind(files)}, {facts['documents']:,} documents, "
+            f"{facts['tokens']:,} tokens",
+            facts["fingerprint"],
+            load_tokenizer(folder / "tokenizer.json"),
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{folder}: a damaged cache of tokens ({error}); delete that folder, it "
-                        "is made again") from error
+        raise DataError(
+            f"{folder}: a damaged cache of tokens ({error}); delete that folder, it is made again"
+        ) from error
 
 
 def text_kind(files: list[Path]) -> str:
-    return "JSON lines" if all(map(is_json_lines, files)) else \
-        "packed text" if all(map(is_packed, files)) else "text"
+    return (
+        "JSON lines"
+        if all(map(is_json_lines, files))
+        else "packed text"
+        if all(map(is_packed, files))
+        else "text"
+    )
 
 
 def no_text(source: str, files: list[Path]) -> DataError:
     if len(files) == 1:
-        return DataError(f"{source}: not text: it is empty, not UTF-8, or holds zero bytes; token "
-                         "files end in .npy or .bin")
-    return DataError(f"{source}: no text in it: each of its {len(files)} files is empty, not "
-                     "UTF-8, or holds zero bytes")
+        return DataError(
+            f"{source}: not text: it is empty, not UTF-8, or holds zero bytes; token "
+            "files end in .npy or .bin"
+        )
+    return DataError(
+        f"{source}: no text in it: each of its {len(files)} files is empty, not "
+        "UTF-8, or holds zero bytes"
+    )
 
 
 def _cached(folder: Path, facts: dict) -> list[Part]:
-    return [Part(folder / f"{name}.bin", 0, np.dtype(facts["dtype"]), facts[name])
-            for name in ("train", "held_out")]
+    return [
+        Part(folder / f"{name}.bin", 0, np.dtype(facts["dtype"]), facts[name])
+        for name in ("train", "held_out")
+    ]
 
 
 def _tokenise(files: list[Path], source: str, tokenizer, vocab_size: int, folder: Path) -> None:
@@ -348,8 +415,10 @@ def _tokenise(files: list[Path], source: str, tokenizer, vocab_size: int, folder
         work = Path(tempfile.mkdtemp(prefix=WORK, dir=folder.parent))
         lock = os.open(work, os.O_RDONLY)
     except OSError as error:
-        raise DataError(f"{folder.parent}: the cache cannot be written ({error.strerror}); set "
-                        "NEEDLE_CACHE to a folder that can") from error
+        raise DataError(
+            f"{folder.parent}: the cache cannot be written ({error.strerror}); set "
+            "NEEDLE_CACHE to a folder that can"
+        ) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)  # while this process lives
         facts = _write_tokens(files, tokenizer, work)
@@ -363,8 +432,10 @@ def _tokenise(files: list[Path], source: str, tokenizer, vocab_size: int, folder
     except OSError as error:
         # Another process may have been first: then its folder is as good as this one.
         if not (folder / "facts.json").is_file():
-            raise DataError(f"{folder}: the cache cannot be written ({error.strerror}); make room, "
-                            "or set NEEDLE_CACHE to another folder") from error
+            raise DataError(
+                f"{folder}: the cache cannot be written ({error.strerror}); make room, "
+                "or set NEEDLE_CACHE to another folder"
+            ) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
         os.close(lock)
@@ -402,6 +473,8 @@ def _write_tokens(files: list[Path], tokenizer, work: Path) -> dict:
             shutil.copyfileobj(train, held_out)
             train.truncate(end)
         train.seek(0, os.SEEK_END)
-        sizes = {name: file.tell() // dtype.itemsize
-                 for name, file in (("train", train), ("held_out", held_out))}
+        sizes = {
+            name: file.tell() // dtype.itemsize
+            for name, file in (("train", train), ("held_out", held_out))
+        }
     return {"documents": count, "tokens": sum(sizes.values()), "dtype": dtype.str, **sizes}

@@ -11,8 +11,9 @@ from needle.data.readers import TokenData, open_data
 from needle.data.tokens import DataError
 
 
-def run_data(settings: dict, folder: Path | None = None,
-             fingerprint: str | None = None) -> TokenData:
+def run_data(
+    settings: dict, folder: Path | None = None, fingerprint: str | None = None
+) -> TokenData:
     """The tokens of a run. With the fingerprint of what it read before: the tokenizer.json that
     lies in its folder is tried as well, and other tokens are a DataError."""
     vocabulary = 4096 if settings["model"] == "tiny" else 50257
@@ -22,16 +23,24 @@ def run_data(settings: dict, folder: Path | None = None,
     if folder is not None and (folder / "tokenizer.json").is_file():
         data = open_data(settings["data"], folder / "tokenizer.json")
     if data.fingerprint != fingerprint:
-        raise DataError(f"{data.source}: not the tokens that the run read before: the data or the "
-                        "tokenizer has changed")
+        raise DataError(
+            f"{data.source}: not the tokens that the run read before: the data or the "
+            "tokenizer has changed"
+        )
     return data
 
 
 def run_batches(data: TokenData, settings: dict, vocab_size: int | None = None) -> Batches:
     """The micro-batches of a run, from its beginning."""
     samples = settings["steps"] * settings["grad_accum"] * settings["batch_size"]
-    return Batches(data.train, settings["batch_size"], settings["seq_len"], settings["seed"],
-                   samples, vocab_size)
+    return Batches(
+        data.train,
+        settings["batch_size"],
+        settings["seq_len"],
+        settings["seed"],
+        samples,
+        vocab_size,
+    )
 
 
 def open_run(folder: str | os.PathLike) -> tuple[TokenData, Batches, dict]:

@@ -41,8 +41,10 @@ def standard_library() -> tuple[Path, list[Path]]:
     skipped = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
     files = [path for path in walk(root, skipped) if path.suffix == ".py"]
     if not files:
-        raise DataError(f"{root}: no sources of the Python standard library here; give text of "
-                        "your own with --data")
+        raise DataError(
+            f"{root}: no sources of the Python standard library here; give text of "
+            "your own with --data"
+        )
     return root, files
 
 
@@ -100,8 +102,10 @@ def open_bytes(path: Path) -> BinaryIO:
             try:
                 import zstandard
             except ImportError as error:
-                raise DataError(f"{path}: needs the package `zstandard`: pip install zstandard "
-                                "(or unpack the file)") from error
+                raise DataError(
+                    f"{path}: needs the package `zstandard`: pip install zstandard "
+                    "(or unpack the file)"
+                ) from error
             return io.BufferedReader(_Zst(path, zstandard.ZstdDecompressor), 1 << 20)
         return open(path, "rb")
     except OSError as error:
@@ -109,8 +113,10 @@ def open_bytes(path: Path) -> BinaryIO:
 
 
 def unpack_error(path: Path, error: Exception, offset: int) -> DataError:
-    return DataError(f"{path}: cannot be unpacked, it is damaged or truncated: {error} "
-                     f"(at or behind offset {offset:,} of what it holds)")
+    return DataError(
+        f"{path}: cannot be unpacked, it is damaged or truncated: {error} "
+        f"(at or behind offset {offset:,} of what it holds)"
+    )
 
 
 def is_packed(path: Path) -> bool:
@@ -204,8 +210,9 @@ def pieces(texts: Iterable[str]) -> Iterator[Piece]:
         yield held, True
 
 
-def documents(files: Sequence[Path], report: Callable[[str], None] | None = None
-              ) -> Iterator[Piece]:
+def documents(
+    files: Sequence[Path], report: Callable[[str], None] | None = None
+) -> Iterator[Piece]:
     """The pieces of all documents. Of a file of JSON lines each line is one, else the file; what is
     no text, or empty, is left out, and `report` gets a line about the former."""
     left_out = []
@@ -232,8 +239,10 @@ def tokenizers_package() -> Any:
     try:
         import tokenizers
     except ImportError as error:
-        raise DataError("text needs the package `tokenizers`: pip install tokenizers "
-                        "(or give token files with --data)") from error
+        raise DataError(
+            "text needs the package `tokenizers`: pip install tokenizers "
+            "(or give token files with --data)"
+        ) from error
     return tokenizers
 
 
@@ -243,8 +252,10 @@ def load_tokenizer(path: str | os.PathLike) -> Any:
     if path.is_dir():
         path = path / "tokenizer.json"
     if not path.is_file():
-        raise DataError(f"{path}: no such tokenizer file; give a tokenizer.json as the package "
-                        "`tokenizers` saves it")
+        raise DataError(
+            f"{path}: no such tokenizer file; give a tokenizer.json as the package "
+            "`tokenizers` saves it"
+        )
     try:
         return tokenizers_package().Tokenizer.from_file(str(path))
     except DataError:
@@ -261,8 +272,11 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Any:
     tokenizer.pre_tokenizer = tk.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tk.decoders.ByteLevel()
     trainer = tk.trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], show_progress=False,
-        initial_alphabet=tk.pre_tokenizers.ByteLevel.alphabet())
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        show_progress=False,
+        initial_alphabet=tk.pre_tokenizers.ByteLevel.alphabet(),
+    )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
@@ -272,8 +286,9 @@ def id_limit(tokenizer: Any) -> int:
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
 
 
-def encode(tokenizer: Any, parts: Iterable[Piece], dtype: np.dtype
-           ) -> Iterator[tuple[np.ndarray, bool]]:
+def encode(
+    tokenizer: Any, parts: Iterable[Piece], dtype: np.dtype
+) -> Iterator[tuple[np.ndarray, bool]]:
     """(ids, whether a document ends with them) of each piece; at the end of a document stands the
     token that says so, where the tokenizer has it."""
     end = tokenizer.token_to_id(END_OF_TEXT)
@@ -284,8 +299,10 @@ def encode(tokenizer: Any, parts: Iterable[Piece], dtype: np.dtype
         try:
             encoded = encode_batch([text for text, _ in group], add_special_tokens=False)
         except Exception as error:  # the package raises bare Exception
-            raise DataError(f"the tokenizer cannot encode a text, one of {len(group):,} from "
-                            f"{group[0][0][:60]!r} on: {error}") from error
+            raise DataError(
+                f"the tokenizer cannot encode a text, one of {len(group):,} from "
+                f"{group[0][0][:60]!r} on: {error}"
+            ) from error
         for (_, last), piece in zip(group, encoded):
             ids = np.array(piece.ids, dtype)
             yield np.concatenate([ids, tail]) if last else ids, last

@@ -48,8 +48,10 @@ class Part:
 
     def _check_size(self, size: int, problem: str) -> None:
         if size < self.end:
-            raise DataError(f"{self.path}: {problem}: the file ends at offset {size:,}, its tokens "
-                            f"at {self.end:,}")
+            raise DataError(
+                f"{self.path}: {problem}: the file ends at offset {size:,}, its tokens "
+                f"at {self.end:,}"
+            )
 
     def announce(self, start: int, stop: int) -> None:
         """The system begins to fetch ids [start, stop), which will be read soon; nobody waits."""
@@ -57,8 +59,9 @@ class Part:
             low = self.offset + start * self.dtype.itemsize
             low -= low % mmap.PAGESIZE
             with contextlib.suppress(OSError):  # what is slow then is right nevertheless
-                self._map.madvise(mmap.MADV_WILLNEED, low,
-                                  self.offset + stop * self.dtype.itemsize - low)
+                self._map.madvise(
+                    mmap.MADV_WILLNEED, low, self.offset + stop * self.dtype.itemsize - low
+                )
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """A copy of ids [start, stop)."""
@@ -130,8 +133,9 @@ class FlatTokens:
             before = int(end) - part.count
             low, high = max(start - before, 0), min(stop - before, part.count)
             if low < high:
-                parts.append(Part(part.path, part.offset + low * part.dtype.itemsize, part.dtype,
-                                  high - low))
+                parts.append(
+                    Part(part.path, part.offset + low * part.dtype.itemsize, part.dtype, high - low)
+                )
         first = self.parts[0]
         return FlatTokens(parts or [Part(first.path, first.offset, first.dtype, 0)])
 
@@ -180,8 +184,9 @@ class Documents(FlatTokens):
     2,049, which are read in the order of the file; else None.
     """
 
-    def __init__(self, parts: Sequence[Part], sizes: np.ndarray,
-                 row_length: int | None = None) -> None:
+    def __init__(
+        self, parts: Sequence[Part], sizes: np.ndarray, row_length: int | None = None
+    ) -> None:
         super().__init__(parts)
         self.sizes, self.row_length = sizes, row_length
 
@@ -206,8 +211,10 @@ def to_ids(values: np.ndarray) -> np.ndarray:
     if values.dtype.kind == "f":
         broken = is_broken(values)
         if broken.any():
-            raise DataError(f"tokens are {values.dtype}, and one of them is "
-                            f"{values[broken].flat[0]}: no whole number")
+            raise DataError(
+                f"tokens are {values.dtype}, and one of them is "
+                f"{values[broken].flat[0]}: no whole number"
+            )
         return values.astype(np.int64)
     small = values.dtype.itemsize < 4 or values.dtype.newbyteorder("=") == np.int32
     if values.dtype.kind == "u" and values.dtype.itemsize == 8:
@@ -222,5 +229,5 @@ def fingerprint(tokens: Any) -> str:
     arrays = [tokens] + ([tokens.sizes] if isinstance(tokens, Documents) else [])
     for array in arrays:
         for start in np.linspace(0, max(len(array) - 8192, 0), 64).astype(np.int64):
-            digest.update(np.ascontiguousarray(array[start:start + 8192]))
+            digest.update(np.ascontiguousarray(array[start : start + 8192]))
     return digest.hexdigest()

@@ -87,8 +87,16 @@ class PythiaConfig:
     def __post_init__(self) -> None:
         if not self.intermediate_size:
             object.__setattr__(self, "intermediate_size", 4 * self.hidden_size)
-        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "intermediate_size",
-                     "max_seq_len", "sparse_window", "sparse_block"):
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_layers",
+            "num_heads",
+            "intermediate_size",
+            "max_seq_len",
+            "sparse_window",
+            "sparse_block",
+        ):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"PythiaConfig: {name} must be an int of 1 or more, not {value!r}")
@@ -96,20 +104,31 @@ class PythiaConfig:
             value = getattr(self, name)
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not is_number or not 0 <= value < math.inf or (name, value) == ("rotary_base", 0):
-                raise ValueError(f"PythiaConfig: {name} must be a finite number "
-                                 f"{'above' if name == 'rotary_base' else 'of at least'} 0, "
-                                 f"not {value!r}")
+                raise ValueError(
+                    f"PythiaConfig: {name} must be a finite number "
+                    f"{'above' if name == 'rotary_base' else 'of at least'} 0, "
+                    f"not {value!r}"
+                )
         if self.hidden_size % self.num_heads:
-            raise ValueError(f"PythiaConfig: hidden_size {self.hidden_size} is not a multiple of "
-                             f"num_heads {self.num_heads}")
+            raise ValueError(
+                f"PythiaConfig: hidden_size {self.hidden_size} is not a multiple of "
+                f"num_heads {self.num_heads}"
+            )
         if not 0 <= self.rotary_pct <= 1 or self.rotary_dims % 2:
-            raise ValueError(f"PythiaConfig: rotary_pct {self.rotary_pct} turns {self.rotary_dims} "
-                             f"of {self.head_dim} dimensions; it must be an even number of them")
-        for name, allowed in (("hidden_act", tuple(ACTIVATIONS)), ("dtype", DTYPES),
-                              ("sparse_pattern", SPARSE_PATTERNS)):
+            raise ValueError(
+                f"PythiaConfig: rotary_pct {self.rotary_pct} turns {self.rotary_dims} "
+                f"of {self.head_dim} dimensions; it must be an even number of them"
+            )
+        for name, allowed in (
+            ("hidden_act", tuple(ACTIVATIONS)),
+            ("dtype", DTYPES),
+            ("sparse_pattern", SPARSE_PATTERNS),
+        ):
             if getattr(self, name) not in allowed:
-                raise ValueError(f"PythiaConfig: {name} must be one of {', '.join(allowed)}, "
-                                 f"not {getattr(self, name)!r}")
+                raise ValueError(
+                    f"PythiaConfig: {name} must be one of {', '.join(allowed)}, "
+                    f"not {getattr(self, name)!r}"
+                )
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> PythiaConfig:
@@ -177,8 +196,7 @@ class _Factory:
         return nn.Parameter(drawn, device=self.device, dtype=self.dtype)
 
     def constant(self, *shape: int, value: float) -> nn.Parameter:
-        return nn.Parameter(np.full(shape, value, np.float32), device=self.device,
-                            dtype=self.dtype)
+        return nn.Parameter(np.full(shape, value, np.float32), device=self.device, dtype=self.dtype)
 
 
 class Embedding(nn.Module):
@@ -195,8 +213,9 @@ class Embedding(nn.Module):
 class Linear(nn.Module):
     """x @ weight + bias over the last axis; weight (in, out), bias (out,) or none."""
 
-    def __init__(self, inputs: int, outputs: int, std: float, make: _Factory,
-                 bias: bool = True) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, std: float, make: _Factory, bias: bool = True
+    ) -> None:
         super().__init__()
         self.weight = make.normal(inputs, outputs, std=std)
         self.bias = make.constant(outputs, value=0.0) if bias else None
@@ -297,10 +316,12 @@ def parameter_shapes(config: PythiaConfig) -> dict[str, tuple[int, ...]]:
     layer: dict[str, tuple[int, ...]] = {}
     for norm in ("input_layernorm", "post_attention_layernorm"):
         layer |= {f"{norm}.weight": (width,), f"{norm}.bias": (width,)}
-    for linear, ins, outs in (("attention.query_key_value", width, 3 * width),
-                              ("attention.dense", width, width),
-                              ("mlp.dense_h_to_4h", width, inner),
-                              ("mlp.dense_4h_to_h", inner, width)):
+    for linear, ins, outs in (
+        ("attention.query_key_value", width, 3 * width),
+        ("attention.dense", width, width),
+        ("mlp.dense_h_to_4h", width, inner),
+        ("mlp.dense_4h_to_h", inner, width),
+    ):
         layer |= {f"{linear}.weight": (ins, outs), f"{linear}.bias": (outs,)}
     shapes: dict[str, tuple[int, ...]] = {"embed_in.weight": (config.vocab_size, width)}
     for i in range(config.num_layers):
@@ -338,8 +359,13 @@ class Pythia(hooks.Hooked, nn.Module):
     ((1, 3, 50), ())
     """
 
-    def __init__(self, config: PythiaConfig, device: Device | None = None, dtype: str | None = None,
-                 initialise: bool = True) -> None:
+    def __init__(
+        self,
+        config: PythiaConfig,
+        device: Device | None = None,
+        dtype: str | None = None,
+        initialise: bool = True,
+    ) -> None:
         super().__init__()
         if dtype is not None:
             config = dataclasses.replace(config, dtype=dtype)
@@ -350,16 +376,20 @@ class Pythia(hooks.Hooked, nn.Module):
         self.embed_in = Embedding(config.vocab_size, config.hidden_size, small, make)
         self.layers = [Layer(config, make) for _ in range(config.num_layers)]
         self.final_layer_norm = LayerNorm(config.hidden_size, config.layer_norm_eps, make)
-        self.embed_out = TiedHead(self.embed_in) if config.tie_word_embeddings \
+        self.embed_out = (
+            TiedHead(self.embed_in)
+            if config.tie_word_embeddings
             else Linear(config.hidden_size, config.vocab_size, small, make, bias=False)
+        )
         self._rotary = tuple(array(t, "float32", self.device) for t in rotary_tables(config))
         self._mask: tuple[int, BlockMask] | None = None  # the last length and its mask
         self.tokenizer: Any = None
         self.named_parameters()  # gives each its name, under which optimizers keep their state
 
     @classmethod
-    def from_pretrained(cls, folder: str | os.PathLike, device: Device | None = None,
-                        dtype: str | None = None) -> Pythia:
+    def from_pretrained(
+        cls, folder: str | os.PathLike, device: Device | None = None, dtype: str | None = None
+    ) -> Pythia:
         """The GPT-NeoX model that `transformers` saved in `folder`, in `dtype` (float32 where none
         is given, whatever the files hold). CheckpointError lists all that does not fit.
 
@@ -393,8 +423,10 @@ class Pythia(hooks.Hooked, nn.Module):
         ids = self._tokens(input_ids, "input_ids", low=0)
         wanted = None if targets is None else self._tokens(targets, "targets", low=None)
         if wanted is not None and tuple(wanted.shape) != tuple(ids.shape):
-            raise ValueError(f"Pythia: targets have shape {tuple(wanted.shape)}, input_ids "
-                             f"{tuple(ids.shape)}; both must be (batch, time)")
+            raise ValueError(
+                f"Pythia: targets have shape {tuple(wanted.shape)}, input_ids "
+                f"{tuple(ids.shape)}; both must be (batch, time)"
+            )
         batch, time = ids.shape
         logits = self.embed_out(self._hidden(ids))
         if wanted is None:
@@ -438,22 +470,30 @@ class Pythia(hooks.Hooked, nn.Module):
         are refused."""
         if isinstance(ids, Tensor):
             ids = ids.cached_data
-        on_device = isinstance(ids, NDArray) and ids.device == self.device \
-            and ids.dtype == "int32" and str(ids.device) != "cpu()"
+        on_device = (
+            isinstance(ids, NDArray)
+            and ids.device == self.device
+            and ids.dtype == "int32"
+            and str(ids.device) != "cpu()"
+        )
         if not on_device:
             ids = ids.numpy() if isinstance(ids, NDArray) else np.asarray(ids)
             whole = ids.dtype.kind in "iu" or (
-                ids.dtype.kind == "f" and np.isfinite(ids).all() and (ids == np.floor(ids)).all())
+                ids.dtype.kind == "f" and np.isfinite(ids).all() and (ids == np.floor(ids)).all()
+            )
             if not whole:
                 raise TypeError(f"Pythia: {what} must be whole numbers, but are {ids.dtype}")
         if len(ids.shape) != 2:
-            raise ValueError(f"Pythia: {what} must be (batch, time), but the shape is "
-                             f"{tuple(ids.shape)}")
+            raise ValueError(
+                f"Pythia: {what} must be (batch, time), but the shape is {tuple(ids.shape)}"
+            )
         if 0 in ids.shape:
             raise ValueError(f"Pythia: {what} are empty: the shape is {tuple(ids.shape)}")
         if ids.shape[1] > self.config.max_seq_len:
-            raise ValueError(f"Pythia: {what} are {ids.shape[1]} tokens long, but max_seq_len is "
-                             f"{self.config.max_seq_len}")
+            raise ValueError(
+                f"Pythia: {what} are {ids.shape[1]} tokens long, but max_seq_len is "
+                f"{self.config.max_seq_len}"
+            )
         if on_device:
             return ids
         check_tokens(ids, self.config.vocab_size, what, low)
@@ -469,8 +509,9 @@ class Pythia(hooks.Hooked, nn.Module):
         over the keys that are seen: half of all, of a block mask half of each diagonal block."""
         config = self.config
         width, inner = config.hidden_size, config.intermediate_size
-        matrices = config.num_layers * (4 * width * width + 2 * width * inner) \
-            + width * config.vocab_size
+        matrices = (
+            config.num_layers * (4 * width * width + 2 * width * inner) + width * config.vocab_size
+        )
         mask = self._block_mask(time)
         seen = 0.5
         if mask is not None:
@@ -480,16 +521,26 @@ class Pythia(hooks.Hooked, nn.Module):
 
     def __repr__(self) -> str:
         config = self.config
-        return (f"Pythia({self.num_parameters():,} parameters, {config.num_layers} layers, hidden "
-                f"{config.hidden_size}, {config.num_heads} heads, vocabulary {config.vocab_size}, "
-                f"{config.dtype} on {self.device})")
+        return (
+            f"Pythia({self.num_parameters():,} parameters, {config.num_layers} layers, hidden "
+            f"{config.hidden_size}, {config.num_heads} heads, vocabulary {config.vocab_size}, "
+            f"{config.dtype} on {self.device})"
+        )
 
     # ---- generation ---------------------------------------------------------------------------
 
-    def stream(self, input_ids: Any, max_new_tokens: int, temperature: float = 1.0,
-               top_k: int | None = None, top_p: float | None = None, seed: int | None = None,
-               stop: Collection[int] = (), repetition_penalty: float = 1.0,
-               attention_mask: Any = None) -> Iterator[np.ndarray]:
+    def stream(
+        self,
+        input_ids: Any,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        stop: Collection[int] = (),
+        repetition_penalty: float = 1.0,
+        attention_mask: Any = None,
+    ) -> Iterator[np.ndarray]:
         """Yields the next token of each row, int32 (B,): see needle.generation.stream.
 
         >>> config = ndl.PythiaConfig(vocab_size=50, hidden_size=16, num_layers=1, num_heads=2)
@@ -499,13 +550,31 @@ class Pythia(hooks.Hooked, nn.Module):
         (1,) int32
         (1,) int32
         """
-        return generation.stream(self, input_ids, max_new_tokens, temperature, top_k, top_p, seed,
-                                 stop, repetition_penalty, attention_mask)
+        return generation.stream(
+            self,
+            input_ids,
+            max_new_tokens,
+            temperature,
+            top_k,
+            top_p,
+            seed,
+            stop,
+            repetition_penalty,
+            attention_mask,
+        )
 
-    def generate(self, input_ids: Any, max_new_tokens: int, temperature: float = 1.0,
-                 top_k: int | None = None, top_p: float | None = None, seed: int | None = None,
-                 stop: Collection[int] = (), repetition_penalty: float = 1.0,
-                 attention_mask: Any = None) -> np.ndarray | list[np.ndarray]:
+    def generate(
+        self,
+        input_ids: Any,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        stop: Collection[int] = (),
+        repetition_penalty: float = 1.0,
+        attention_mask: Any = None,
+    ) -> np.ndarray | list[np.ndarray]:
         """The prompt and what follows it, int64: see needle.generation.generate.
 
         >>> config = ndl.PythiaConfig(vocab_size=50, hidden_size=16, num_layers=1, num_heads=2)
@@ -515,8 +584,18 @@ class Pythia(hooks.Hooked, nn.Module):
         >>> [len(row) for row in model.generate([[1, 2, 3], [4]], 10, top_p=0.9, seed=0)]
         [13, 11]
         """
-        return generation.generate(self, input_ids, max_new_tokens, temperature, top_k, top_p,
-                                   seed, stop, repetition_penalty, attention_mask)
+        return generation.generate(
+            self,
+            input_ids,
+            max_new_tokens,
+            temperature,
+            top_k,
+            top_p,
+            seed,
+            stop,
+            repetition_penalty,
+            attention_mask,
+        )
 
 
 def sparse_mask(config: PythiaConfig, time: int) -> BlockMask:
@@ -540,14 +619,25 @@ def check_tokens(ids: np.ndarray, vocab_size: int, what: str, low: int | None) -
         wrong |= ids < low
     if wrong.any():
         where = tuple(int(i) for i in np.argwhere(wrong)[0])
-        raise ValueError(f"Pythia: {what}: token {int(ids[where])} at position {where} is outside "
-                         f"the vocabulary of {vocab_size}")
+        raise ValueError(
+            f"Pythia: {what}: token {int(ids[where])} at position {where} is outside "
+            f"the vocabulary of {vocab_size}"
+        )
 
 
-def create_pythia_70m(vocab_size: int = 50304, max_seq_len: int = 2048,
-                      use_sparse_attention: bool = False, device: Device | None = None,
-                      dtype: str = "float32") -> tuple[Pythia, PythiaConfig]:
+def create_pythia_70m(
+    vocab_size: int = 50304,
+    max_seq_len: int = 2048,
+    use_sparse_attention: bool = False,
+    device: Device | None = None,
+    dtype: str = "float32",
+) -> tuple[Pythia, PythiaConfig]:
     """A freshly initialised Pythia-70M and its configuration."""
-    config = PythiaConfig.preset("pythia-70m", vocab_size=vocab_size, max_seq_len=max_seq_len,
-                                 use_sparse_attention=use_sparse_attention, dtype=dtype)
+    config = PythiaConfig.preset(
+        "pythia-70m",
+        vocab_size=vocab_size,
+        max_seq_len=max_seq_len,
+        use_sparse_attention=use_sparse_attention,
+        dtype=dtype,
+    )
     return Pythia(config, device=device), config

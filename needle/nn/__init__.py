@@ -1,6 +1,6 @@
 """Modules, parameters and layers."""
 
-from .basic import (
+from needle.nn.basic import (
     GELU,
     BatchNorm1d,
     Dropout,
@@ -14,9 +14,9 @@ from .basic import (
     Sequential,
     SoftmaxLoss,
 )
-from .flat import FlatParameters, flatten_parameters, is_decayed
-from .module import Module, Parameter
-from .transformer import AttentionLayer, MultiHeadAttention, Transformer, TransformerLayer
+from needle.nn.flat import FlatParameters, flatten_parameters, is_decayed
+from needle.nn.module import Module, Parameter
+from needle.nn.transformer import AttentionLayer, MultiHeadAttention, Transformer, TransformerLayer
 
 __all__ = [
     "GELU",

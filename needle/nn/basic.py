@@ -3,12 +3,13 @@ loss."""
 
 from __future__ import annotations
 
-from typing import Any, Callable, Optional
+from collections.abc import Callable
+from typing import Any
 
-from .. import init, ops
-from .._C import Device
-from ..autograd import Tensor
-from .module import Module, Parameter
+from needle import init, ops
+from needle._C import Device
+from needle.autograd import Tensor
+from needle.nn.module import Module, Parameter
 
 
 class Identity(Module):
@@ -36,7 +37,7 @@ class Linear(Module):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        device: Optional[Device] = None,
+        device: Device | None = None,
         dtype: str = "float32",
     ) -> None:
         super().__init__()
@@ -45,7 +46,7 @@ class Linear(Module):
         self.weight = Parameter(
             init.kaiming_uniform(in_features, out_features, device=device, dtype=dtype)
         )
-        self.bias: Optional[Parameter] = None
+        self.bias: Parameter | None = None
         if bias:
             drawn = init.kaiming_uniform(out_features, 1, device=device, dtype=dtype)
             self.bias = Parameter(drawn.reshape((1, out_features)))
@@ -158,11 +159,7 @@ class LayerNorm1d(Module):
     """
 
     def __init__(
-        self,
-        dim: int,
-        eps: float = 1e-5,
-        device: Optional[Device] = None,
-        dtype: str = "float32",
+        self, dim: int, eps: float = 1e-5, device: Device | None = None, dtype: str = "float32"
     ) -> None:
         super().__init__()
         self.dim = dim
@@ -192,7 +189,7 @@ class BatchNorm1d(Module):
         dim: int,
         eps: float = 1e-5,
         momentum: float = 0.1,
-        device: Optional[Device] = None,
+        device: Device | None = None,
         dtype: str = "float32",
     ) -> None:
         super().__init__()
@@ -229,7 +226,7 @@ class Embedding(Module):
         self,
         num_embeddings: int,
         embedding_dim: int,
-        device: Optional[Device] = None,
+        device: Device | None = None,
         dtype: str = "float32",
     ) -> None:
         super().__init__()

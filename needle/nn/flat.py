@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Callable, Optional
+from collections.abc import Callable
+from typing import Any
 
-from .. import _C
-from .._C import NDArray
-from .module import Module, Parameter
+from needle import _C
+from needle._C import NDArray
+from needle.nn.module import Module, Parameter
 
 ALIGNMENT = 64  # elements: each parameter starts on a boundary that every vector load accepts
 
@@ -86,7 +87,7 @@ def _flat_again(names: list[str], parameters: list[Parameter], decayed: int) -> 
     return flat
 
 
-def _flat_of(p: Parameter) -> Optional[FlatParameters]:
+def _flat_of(p: Parameter) -> FlatParameters | None:
     """Where a parameter lives, while somebody holds that object. A strong reference would be a
     cycle that keeps a dropped model's memory until the garbage collector runs."""
     reference = getattr(p, "_flat", None)

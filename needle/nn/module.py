@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Iterator, Mapping, Optional
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
-from .. import _C
-from .._C import NDArray
-from ..autograd import Tensor
+from needle import _C
+from needle._C import NDArray
+from needle.autograd import Tensor
 
 
 class Parameter(Tensor):
@@ -25,17 +26,17 @@ class Parameter(Tensor):
     """
 
     trained = True
-    name: Optional[str] = None
-    _grad: Optional[Tensor] = None
+    name: str | None = None
+    _grad: Tensor | None = None
 
     @property
-    def grad(self) -> Optional[Tensor]:  # type: ignore[override]
+    def grad(self) -> Tensor | None:  # type: ignore[override]
         if self.grad_buffer is not None:
             return Tensor.from_ndarray(self.grad_buffer)
         return self._grad
 
     @grad.setter
-    def grad(self, value: Optional[Tensor]) -> None:
+    def grad(self, value: Tensor | None) -> None:
         if self.grad_buffer is None:
             self._grad = value
         elif value is None:
@@ -104,23 +105,23 @@ class Module:
         """(name, buffer) in the order of definition."""
         return [(n, v) for n, v in _walk(self, "", set()) if _is_buffer(v)]
 
-    def named_modules(self) -> list[tuple[str, "Module"]]:
+    def named_modules(self) -> list[tuple[str, Module]]:
         """("", self) and every module below it with its name, each once."""
         return [(n, v) for n, v in _walk(self, "", set()) if isinstance(v, Module)]
 
-    def _children(self) -> list["Module"]:
+    def _children(self) -> list[Module]:
         return [m for _, m in self.named_modules()[1:]]
 
-    def train(self) -> "Module":
+    def train(self) -> Module:
         """Training mode for this module and all below: dropout drops, batch norms look at the
         batch."""
         return self._set_training(True)
 
-    def eval(self) -> "Module":
+    def eval(self) -> Module:
         """Evaluation mode for this module and all below."""
         return self._set_training(False)
 
-    def _set_training(self, training: bool) -> "Module":
+    def _set_training(self, training: bool) -> Module:
         for _, module in self.named_modules():
             module.training = training
         return self

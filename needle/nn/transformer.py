@@ -7,15 +7,14 @@ Axis letters: B batch, H heads, T queries, S keys, D head dim, C features.
 from __future__ import annotations
 
 import math
-from typing import Optional
 
 import numpy as np
 
-from .. import _C, init, ops
-from .._C import Device
-from ..autograd import Tensor
-from .basic import Dropout, Embedding, LayerNorm1d, Linear, ReLU, Sequential
-from .module import Module
+from needle import _C, init, ops
+from needle._C import Device
+from needle.autograd import Tensor
+from needle.nn.basic import Dropout, Embedding, LayerNorm1d, Linear, ReLU, Sequential
+from needle.nn.module import Module
 
 
 class MultiHeadAttention(Module):
@@ -35,7 +34,7 @@ class MultiHeadAttention(Module):
         *,
         dropout: float = 0.0,
         causal: bool = False,
-        device: Optional[Device] = None,
+        device: Device | None = None,
         dtype: str = "float32",
     ) -> None:
         super().__init__()
@@ -44,7 +43,7 @@ class MultiHeadAttention(Module):
         self.causal = causal
         self.dropout = Dropout(dropout)
 
-    def create_causal_mask(self, i: int, j: int, device: Optional[Device]) -> _C.NDArray:
+    def create_causal_mask(self, i: int, j: int, device: Device | None) -> _C.NDArray:
         """(1, 1, i, j) of the lowest float32 where a query may not look, and 0 elsewhere."""
         hidden = np.triu(np.ones((1, 1, i, j), dtype=np.float32), j - i + 1)
         lowest = -np.finfo(np.float32).max
@@ -81,12 +80,12 @@ class AttentionLayer(Module):
         num_head: int,
         dim_head: int,
         *,
-        k_features: Optional[int] = None,
-        v_features: Optional[int] = None,
-        out_features: Optional[int] = None,
+        k_features: int | None = None,
+        v_features: int | None = None,
+        out_features: int | None = None,
         dropout: float = 0.0,
         causal: bool = True,
-        device: Optional[Device] = None,
+        device: Device | None = None,
         dtype: str = "float32",
     ) -> None:
         super().__init__()
@@ -107,7 +106,7 @@ class AttentionLayer(Module):
         self.attn = MultiHeadAttention(dropout=dropout, causal=causal, **place)
         self.out_projection = Linear(inner, out_features, bias=False, **place)
 
-    def forward(self, q: Tensor, k: Optional[Tensor] = None, v: Optional[Tensor] = None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
         k = q if k is None else k
         v = q if v is None else v
         result, _ = self.attn(
@@ -137,7 +136,7 @@ class TransformerLayer(Module):
         *,
         dropout: float = 0.0,
         causal: bool = True,
-        device: Optional[Device] = None,
+        device: Device | None = None,
         dtype: str = "float32",
     ) -> None:
         super().__init__()
@@ -181,7 +180,7 @@ class Transformer(Module):
         dim_head: int = 32,
         dropout: float = 0.0,
         causal: bool = True,
-        device: Optional[Device] = None,
+        device: Device | None = None,
         dtype: str = "float32",
         batch_first: bool = False,
         sequence_len: int = 2048,
@@ -204,7 +203,7 @@ class Transformer(Module):
             for _ in range(num_layers)
         ]
 
-    def forward(self, x: Tensor, h: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if not self.batch_first:
             x = ops.transpose(x, (0, 1))
         time = x.shape[1]

@@ -2,9 +2,9 @@
 
 import sys as _sys
 
-from .. import autograd as _autograd
-from ..block_mask import BlockMask, convert_to_block_mask
-from .attention import (
+from needle import autograd as _autograd
+from needle.block_mask import BlockMask, convert_to_block_mask
+from needle.ops.attention import (
     Attention,
     QKVAttention,
     Rotary,
@@ -13,7 +13,7 @@ from .attention import (
     qkv_attention,
     rotary,
 )
-from .elementwise import (
+from needle.ops.elementwise import (
     GELU,
     AddScalar,
     AsType,
@@ -55,11 +55,18 @@ from .elementwise import (
     subtract,
     tanh,
 )
-from .embedding import EmbeddingOp, IndexAdd, IndexSelect, embedding, index_select
-from .loss import CrossEntropy, cross_entropy
-from .matmul import LinearOp, LinearTransposedOp, MatMul, linear, linear_transposed, matmul
-from .normalization import LayerNorm, layer_norm
-from .reduce import (
+from needle.ops.embedding import EmbeddingOp, IndexAdd, IndexSelect, embedding, index_select
+from needle.ops.loss import CrossEntropy, cross_entropy
+from needle.ops.matmul import (
+    LinearOp,
+    LinearTransposedOp,
+    MatMul,
+    linear,
+    linear_transposed,
+    matmul,
+)
+from needle.ops.normalization import LayerNorm, layer_norm
+from needle.ops.reduce import (
     LogSoftmax,
     LogSumExp,
     Max,
@@ -72,7 +79,7 @@ from .reduce import (
     softmax,
     summation,
 )
-from .shape import (
+from needle.ops.shape import (
     BroadcastTo,
     Flip,
     MakeTensorTuple,

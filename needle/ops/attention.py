@@ -8,12 +8,13 @@ Layout everywhere: (B, T, H, D), any strides whose last is 1. The packed project
 from __future__ import annotations
 
 import math
-from typing import Any, Optional, Sequence
+from collections.abc import Sequence
+from typing import Any
 
-from .. import _C
-from .._C import NDArray
-from ..autograd import FusedOp, Tensor
-from ..block_mask import BlockMask
+from needle import _C
+from needle._C import NDArray
+from needle.autograd import FusedOp, Tensor
+from needle.block_mask import BlockMask
 
 
 def _array(x: Any, device: Any) -> NDArray:
@@ -36,7 +37,7 @@ class Rotary(FusedOp):
     def compute(self, x: NDArray) -> NDArray:
         return _C.rotary(x, self.cos, self.sin, self.parts, 1.0)
 
-    def backward(self, dout: NDArray, node: Tensor, sinks: Sequence[Optional[NDArray]]) -> tuple:
+    def backward(self, dout: NDArray, node: Tensor, sinks: Sequence[NDArray | None]) -> tuple:
         return (_C.rotary(dout, self.cos, self.sin, self.parts, -1.0),)
 
 
@@ -56,7 +57,7 @@ def rotary(x: Tensor, cos: Any, sin: Any, parts: int) -> Tensor:
 class _Kernel:
     """One attention call: forward keeps what backward needs."""
 
-    def __init__(self, scale: Optional[float], causal: bool, mask: Optional[BlockMask]) -> None:
+    def __init__(self, scale: float | None, causal: bool, mask: BlockMask | None) -> None:
         self.scale = scale
         self.causal = causal
         self.mask = mask
@@ -96,7 +97,7 @@ class _Kernel:
 
 
 class Attention(FusedOp):
-    def __init__(self, scale: Optional[float], causal: bool, mask: Optional[BlockMask]) -> None:
+    def __init__(self, scale: float | None, causal: bool, mask: BlockMask | None) -> None:
         self.options = (scale, causal, mask)
 
     def compute(self, q: NDArray, k: NDArray, v: NDArray) -> NDArray:
@@ -104,8 +105,8 @@ class Attention(FusedOp):
         return self.kernel.forward(q, k, v)
 
     def backward(
-        self, dout: NDArray, node: Tensor, sinks: Sequence[Optional[NDArray]]
-    ) -> list[Optional[NDArray]]:
+        self, dout: NDArray, node: Tensor, sinks: Sequence[NDArray | None]
+    ) -> list[NDArray | None]:
         qkv = [x.cached_data for x in node.inputs]
         into = [_C.empty(x.shape, x.dtype, x.device) for x in qkv]
         self.kernel.backward(dout, qkv, into)
@@ -117,8 +118,8 @@ def attention(
     k: Tensor,
     v: Tensor,
     causal: bool = True,
-    scale: Optional[float] = None,
-    mask: Optional[BlockMask] = None,
+    scale: float | None = None,
+    mask: BlockMask | None = None,
 ) -> Tensor:
     """softmax(scale q k^T) v, exact.
 
@@ -140,7 +141,7 @@ def block_sparse_attention(
     k: Tensor,
     v: Tensor,
     mask: BlockMask,
-    scale: Optional[float] = None,
+    scale: float | None = None,
     causal: bool = True,
 ) -> Tensor:
     """`attention` over the blocks of `mask` alone; blocks that are not in it are never touched.
@@ -165,12 +166,7 @@ class QKVAttention(FusedOp):
     """
 
     def __init__(
-        self,
-        cos: NDArray,
-        sin: NDArray,
-        scale: Optional[float],
-        causal: bool,
-        mask: Optional[BlockMask],
+        self, cos: NDArray, sin: NDArray, scale: float | None, causal: bool, mask: BlockMask | None
     ) -> None:
         self.cos, self.sin = cos, sin
         self.options = (scale, causal, mask)
@@ -182,7 +178,7 @@ class QKVAttention(FusedOp):
         self.kernel = _Kernel(*self.options)
         return self.kernel.forward(*_parts(self.turned))
 
-    def backward(self, dout: NDArray, node: Tensor, sinks: Sequence[Optional[NDArray]]) -> tuple:
+    def backward(self, dout: NDArray, node: Tensor, sinks: Sequence[NDArray | None]) -> tuple:
         dturned = _C.empty(self.turned.shape, self.turned.dtype, self.turned.device)
         self.kernel.backward(dout, _parts(self.turned), _parts(dturned))
         return (_C.rotary(dturned, self.cos, self.sin, 2, -1.0),)
@@ -202,8 +198,8 @@ def qkv_attention(
     cos: Any,
     sin: Any,
     causal: bool = True,
-    scale: Optional[float] = None,
-    mask: Optional[BlockMask] = None,
+    scale: float | None = None,
+    mask: BlockMask | None = None,
 ) -> Tensor:
     """Self-attention of a packed projection: rotates q and k, then `attention`.
 

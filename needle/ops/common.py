@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional, Sequence, Union
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from .. import _C
-from .._C import Device, NDArray
-from ..autograd import Tensor
+from needle import _C
+from needle._C import Device, NDArray
+from needle.autograd import Tensor
 
-Axes = Union[None, int, Sequence[int]]
+Axes = int | Sequence[int] | None
 
 
 def reduced_to(grad: Tensor, like: Tensor) -> Tensor:
     """`grad` summed over the axes that were broadcast from the shape of `like`, in its dtype."""
-    from .elementwise import astype
-    from .reduce import summation
-    from .shape import reshape
+    from needle.ops.elementwise import astype
+    from needle.ops.reduce import summation
+    from needle.ops.shape import reshape
 
     shape = like.shape
     if grad.shape != shape:
@@ -81,7 +82,7 @@ def rows_of(x: NDArray, last: int = 1) -> NDArray:
     return x.reshape((n,) + tuple(tail))
 
 
-def id_array(op: str, ids: Any, device: Device, limit: int, lowest: Optional[int] = 0) -> NDArray:
+def id_array(op: str, ids: Any, device: Device, limit: int, lowest: int | None = 0) -> NDArray:
     """Ids as a 1-D int32 NDArray on `device`, checked while they are on the host.
 
     ids: Tensor, NDArray, NumPy array or nested list, any shape, of whole numbers in

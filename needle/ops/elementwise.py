@@ -5,12 +5,12 @@ except for gelu's, which is a kernel of its own."""
 from __future__ import annotations
 
 import math
-from typing import Optional, Sequence
+from collections.abc import Sequence
 
-from .. import _C
-from .._C import NDArray
-from ..autograd import FusedOp, Tensor, TensorOp
-from .common import const, reduced_to
+from needle import _C
+from needle._C import NDArray
+from needle.autograd import FusedOp, Tensor, TensorOp
+from needle.ops.common import const, reduced_to
 
 # ---- two operands --------------------------------------------------------------------------------
 
@@ -374,7 +374,7 @@ class GELU(FusedOp):
     def compute(self, x: NDArray) -> NDArray:
         return _C.gelu_tanh(x) if self.tanh else _C.gelu(x)
 
-    def backward(self, dout: NDArray, node: Tensor, sinks: Sequence[Optional[NDArray]]) -> tuple:
+    def backward(self, dout: NDArray, node: Tensor, sinks: Sequence[NDArray | None]) -> tuple:
         x = node.inputs[0].cached_data
         return (_C.gelu_tanh_bwd(x, dout) if self.tanh else _C.gelu_bwd(x, dout),)
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from .. import _C
-from .._C import NDArray
-from ..autograd import FusedOp, Tensor, TensorOp
-from .common import id_array, normal_axes, rows_of, zeros
+from needle import _C
+from needle._C import NDArray
+from needle.autograd import FusedOp, Tensor, TensorOp
+from needle.ops.common import id_array, normal_axes, rows_of, zeros
 
 
 class EmbeddingOp(FusedOp):
@@ -22,7 +23,7 @@ class EmbeddingOp(FusedOp):
     def compute(self, w: NDArray) -> NDArray:
         return _C.embedding_fwd(self.ids, w).reshape(self.shape + (w.shape[1],))
 
-    def backward(self, dout: NDArray, node: Tensor, sinks: Sequence[Optional[NDArray]]) -> tuple:
+    def backward(self, dout: NDArray, node: Tensor, sinks: Sequence[NDArray | None]) -> tuple:
         dw = sinks[0]
         fresh = dw is None
         if dw is None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional, Sequence
+from collections.abc import Sequence
+from typing import Any
 
-from .. import _C
-from .._C import NDArray
-from ..autograd import FusedOp, Tensor
-from .common import id_array
+from needle import _C
+from needle._C import NDArray
+from needle.autograd import FusedOp, Tensor
+from needle.ops.common import id_array
 
 
 class CrossEntropy(FusedOp):
@@ -21,7 +22,7 @@ class CrossEntropy(FusedOp):
         _, self.lse, loss, self.count = _C.cross_entropy_fwd(logits, self.targets)
         return loss
 
-    def backward(self, dout: NDArray, node: Tensor, sinks: Sequence[Optional[NDArray]]) -> tuple:
+    def backward(self, dout: NDArray, node: Tensor, sinks: Sequence[NDArray | None]) -> tuple:
         logits = node.inputs[0].cached_data
         return (_C.cross_entropy_bwd(logits, self.targets, self.lse, self.count, dout),)
 

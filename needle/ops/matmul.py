@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Optional, Sequence
+from collections.abc import Sequence
 
-from .. import _C
-from .._C import NDArray
-from ..autograd import FusedOp, Tensor, TensorOp
-from .common import reduced_to, rows_of, zeros
-from .shape import reshape, transpose
+from needle import _C
+from needle._C import NDArray
+from needle.autograd import FusedOp, Tensor, TensorOp
+from needle.ops.common import reduced_to, rows_of, zeros
+from needle.ops.shape import reshape, transpose
 
 
 def _product(a: NDArray, b: NDArray) -> NDArray:
@@ -65,17 +65,17 @@ def add_product(x: NDArray, y: NDArray, into: NDArray) -> None:
 class LinearOp(FusedOp):
     """y = x w + b;  dx = dy w^T,  dw += x^T dy (float32, by the product itself),  db += sum dy."""
 
-    def compute(self, x: NDArray, w: NDArray, b: Optional[NDArray] = None) -> NDArray:
+    def compute(self, x: NDArray, w: NDArray, b: NDArray | None = None) -> NDArray:
         if b is not None and b.ndim != 1:
             b = b.reshape((b.size,))
         return _C.linear_fwd(rows_of(x), w, b).reshape(x.shape[:-1] + (w.shape[1],))
 
     def backward(
-        self, dout: NDArray, node: Tensor, sinks: Sequence[Optional[NDArray]]
-    ) -> list[Optional[NDArray]]:
+        self, dout: NDArray, node: Tensor, sinks: Sequence[NDArray | None]
+    ) -> list[NDArray | None]:
         x, w = node.inputs[0].cached_data, node.inputs[1].cached_data
         dy = rows_of(dout)
-        grads: list[Optional[NDArray]] = [None] * len(node.inputs)
+        grads: list[NDArray | None] = [None] * len(node.inputs)
         if node.inputs[0].requires_grad:
             grads[0] = (dy @ w.permute((1, 0))).reshape(x.shape)
         if node.inputs[1].requires_grad:
@@ -98,11 +98,11 @@ class LinearTransposedOp(FusedOp):
         return (rows_of(x) @ w.permute((1, 0))).reshape(x.shape[:-1] + (w.shape[0],))
 
     def backward(
-        self, dout: NDArray, node: Tensor, sinks: Sequence[Optional[NDArray]]
-    ) -> list[Optional[NDArray]]:
+        self, dout: NDArray, node: Tensor, sinks: Sequence[NDArray | None]
+    ) -> list[NDArray | None]:
         x, w = node.inputs[0].cached_data, node.inputs[1].cached_data
         dy = rows_of(dout)
-        grads: list[Optional[NDArray]] = [None, None]
+        grads: list[NDArray | None] = [None, None]
         if node.inputs[0].requires_grad:
             grads[0] = (dy @ w).reshape(x.shape)
         if node.inputs[1].requires_grad:
@@ -124,7 +124,7 @@ def linear_transposed(x: Tensor, w: Tensor) -> Tensor:
     return LinearTransposedOp()(x, w)
 
 
-def linear(x: Tensor, w: Tensor, b: Optional[Tensor] = None) -> Tensor:
+def linear(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     """x @ w + b over the last axis of x: (..., K) and (K, M) give (..., M).
 
     b: M elements in any shape, or None. The gradients of w and b are float32 in every dtype.

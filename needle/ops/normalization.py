@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Optional, Sequence
+from collections.abc import Sequence
 
-from .. import _C
-from .._C import NDArray
-from ..autograd import FusedOp, Tensor
-from .common import rows_of, zeros
+from needle import _C
+from needle._C import NDArray
+from needle.autograd import FusedOp, Tensor
+from needle.ops.common import rows_of, zeros
 
 
 class LayerNorm(FusedOp):
@@ -21,10 +21,10 @@ class LayerNorm(FusedOp):
         return y.reshape(x.shape)
 
     def backward(
-        self, dout: NDArray, node: Tensor, sinks: Sequence[Optional[NDArray]]
-    ) -> list[Optional[NDArray]]:
+        self, dout: NDArray, node: Tensor, sinks: Sequence[NDArray | None]
+    ) -> list[NDArray | None]:
         x, w, b = node.inputs
-        grads: list[Optional[NDArray]] = [None, None, None]
+        grads: list[NDArray | None] = [None, None, None]
         into = []
         for i, p in ((1, w), (2, b)):
             buffer = sinks[i]

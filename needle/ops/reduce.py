@@ -4,14 +4,14 @@ operand's dtype."""
 from __future__ import annotations
 
 import builtins
-from typing import Sequence
+from collections.abc import Sequence
 
-from .. import _C
-from .._C import NDArray
-from ..autograd import Tensor, TensorOp
-from .common import Axes, const, kept_shape, normal_axes
-from .elementwise import divide_scalar, multiply, subtract
-from .shape import broadcast_to, reshape
+from needle import _C
+from needle._C import NDArray
+from needle.autograd import Tensor, TensorOp
+from needle.ops.common import Axes, const, kept_shape, normal_axes
+from needle.ops.elementwise import divide_scalar, multiply, subtract
+from needle.ops.shape import broadcast_to, reshape
 
 LARGEST = 3.4028234663852886e38  # of float32
 

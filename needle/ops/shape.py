@@ -3,12 +3,12 @@ tuples. Where the strides allow it the result is a view of the input's memory.""
 
 from __future__ import annotations
 
-from typing import Optional, Sequence
+from collections.abc import Sequence
 
-from .. import _C
-from .._C import NDArray
-from ..autograd import Tensor, TensorOp, TensorTuple, TensorTupleOp, Value
-from .common import const, normal_axes, reduced_to, zeros
+from needle import _C
+from needle._C import NDArray
+from needle.autograd import Tensor, TensorOp, TensorTuple, TensorTupleOp, Value
+from needle.ops.common import const, normal_axes, reduced_to, zeros
 
 
 class Reshape(TensorOp):
@@ -55,7 +55,7 @@ def broadcast_to(a: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 class Transpose(TensorOp):
-    def __init__(self, axes: Optional[Sequence[int]] = None) -> None:
+    def __init__(self, axes: Sequence[int] | None = None) -> None:
         self.axes = axes
 
     def compute(self, a: NDArray) -> NDArray:
@@ -76,7 +76,7 @@ class Transpose(TensorOp):
         return transpose(out_grad, self.axes)
 
 
-def transpose(a: Tensor, axes: Optional[Sequence[int]] = None) -> Tensor:
+def transpose(a: Tensor, axes: Sequence[int] | None = None) -> Tensor:
     """`a` with two axes swapped, the last two by default.
 
     >>> ndl.transpose(ndl.ones(2, 3, 4)).shape
@@ -111,7 +111,7 @@ def permute(a: Tensor, axes: Sequence[int]) -> Tensor:
 
 
 class Flip(TensorOp):
-    def __init__(self, axes: Optional[Sequence[int]] = None) -> None:
+    def __init__(self, axes: Sequence[int] | None = None) -> None:
         self.axes = axes
 
     def compute(self, a: NDArray) -> NDArray:
