@@ -13,8 +13,8 @@ CC ?= cc
 # which fault where --kernel-name leaves them out. No backtrace of the host: it keeps Python's frames
 # alive, and with them every array in them. API errors are not counted, because tests ask for memory
 # that cannot be had.
-MEMCHECK_TESTS ?= tests/test_ops.py tests/test_attention.py tests/test_generate.py \
-    tests/test_download.py tests/test_prefetch.py
+MEMCHECK_TESTS ?= tests/csrc/test_ops.py tests/ops/test_attention.py tests/test_generate.py \
+    tests/csrc/test_download.py tests/data/test_prefetch.py
 TOOL ?= memcheck
 SANITIZER ?= $(firstword $(wildcard $(CUDA_HOME)/bin/compute-sanitizer \
     /usr/local/cuda/bin/compute-sanitizer) compute-sanitizer)
@@ -137,7 +137,7 @@ check: $(STATE)/test lib
 	@$(find_tools); \
 	"$$format" --dry-run -Werror $(C_FILES) && "$$lint" check --quiet . && "$$lint" format --quiet --check . || \
 	    { echo "needle: error: see above; make format mends what can be mended by itself" >&2; exit 1; }
-	@"$(PY)" -m pytest -q tests/test_architecture.py
+	@"$(PY)" -m pytest -q tests/house/test_architecture.py
 
 format: $(STATE)/build
 	@$(find_tools); \

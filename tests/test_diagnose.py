@@ -4,15 +4,13 @@ import io
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from harness import ROOT
 
 import needle as ndl
 from needle import diagnose
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(**env: str) -> subprocess.CompletedProcess:

@@ -10,17 +10,17 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
+from harness import ROOT
 
 import needle as ndl
 from needle.checkpoint import Checkpoint, checkpoint_path, list_checkpoints
 from needle.data import Batches, DataError, FlatTokens, open_data
 from needle.models import pythia
 
-APPS = Path(__file__).resolve().parent.parent / "apps"
+APPS = ROOT / "apps"
 sys.path.insert(0, str(APPS))
 
 import generate  # noqa: E402

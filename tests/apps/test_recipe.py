@@ -3,22 +3,22 @@ steps of a small model beside a PyTorch reference.
 
 The reference is transformers' GPT-NeoX, torch.optim.AdamW and torch's clipping under a schedule
 written here; it begins with the weights of needle's checkpoint of step 0 and is fed the batches
-that the run drew. `pytest tests/test_recipe.py -m parity` prints the table of both dtypes.
+that the run drew. `pytest tests/apps/test_recipe.py -m parity` prints the table of both dtypes.
 """
 
 import json
 import math
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from harness import ROOT
 
 from needle import optim
 from needle.checkpoint import Checkpoint, checkpoint_path, list_checkpoints
 from needle.models import pythia
 
-APPS = Path(__file__).resolve().parent.parent / "apps"
+APPS = ROOT / "apps"
 sys.path.insert(0, str(APPS))
 
 import recipes  # noqa: E402

@@ -7,16 +7,15 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
+from harness import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from needle.data import DataError, __main__, open_data, open_documents, prepare, text, tokens
 
-ROOT = Path(__file__).resolve().parent.parent
 tokenizers = pytest.importorskip("tokenizers")
 
 

@@ -14,8 +14,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parent.parent
+from harness import ROOT
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
-"""Makes the golden numbers that tests/test_pythia.py compares needle with.
+"""Makes the golden numbers that tests/models/test_pythia.py compares needle with.
 
 Needs torch, transformers and safetensors; the tests themselves need none of the first two. Run
 
-    python tests/golden/make_golden.py
+    python tests/models/golden/make_golden.py
 
 after a change of the configurations below. Everything is computed in float64 by transformers'
 GPTNeoXForCausalLM and torch.optim.AdamW, and stored in float32. Names are GPT-NeoX's own without

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from harness import ROOT
 
 from needle.checkpoint import Checkpoint, checkpoint_path
 from needle.data import (
@@ -25,7 +26,7 @@ from needle.data import (
 )
 from needle.data.text import load_tokenizer, train_tokenizer
 
-APPS = Path(__file__).resolve().parent.parent / "apps"
+APPS = ROOT / "apps"
 sys.path.insert(0, str(APPS))
 
 import run_log  # noqa: E402

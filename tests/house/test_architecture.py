@@ -7,8 +7,8 @@ from pathlib import Path
 
 import cases
 import pytest
+from harness import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 C_KINDS = {".c", ".h", ".cu", ".cuh", ".def"}
 # Of csrc/ itself, what knows nothing of Python. The rest of it (module, bind, ndarray, ...) is the
 # extension; csrc/cpu and cuda are the backends, which know nothing of Python either.
@@ -128,7 +128,7 @@ def test_each_row_has_a_test_case():
         *cases.REDUCTIONS,
         *(case.op for case in cases.CASES),
     }
-    # Copies have no arithmetic: tests/test_ndarray.py covers them through views and dtypes.
+    # Copies have no arithmetic: tests/csrc/test_ndarray.py covers them through views and dtypes.
     missing = rows().keys() - tested - {"assign", "fill"}
     assert not missing, f"no test case in tests/cases.py for {sorted(missing)}"
     assert not tested - rows().keys(), f"no row for {sorted(tested - rows().keys())}"

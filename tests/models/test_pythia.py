@@ -501,4 +501,4 @@ def test_generation_leaves_no_graph():
 
 def test_the_golden_numbers_are_small():
     assert sum(file.stat().st_size for file in GOLDEN.iterdir()) < 600_000
-    assert (ROOT / "tests" / "golden" / "make_golden.py").exists()
+    assert (ROOT / "tests" / "models" / "golden" / "make_golden.py").exists()
