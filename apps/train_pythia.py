@@ -42,7 +42,6 @@ from needle.checkpoint import (  # noqa: E402
     load_checkpoint,
     newest_checkpoint,
     prune_checkpoints,
-    replacing,
     save_checkpoint,
     versions,
 )
@@ -55,6 +54,7 @@ from needle.data import (  # noqa: E402
     run_data,
     token_bytes,
 )
+from needle.files import replacing  # noqa: E402
 from needle.models.pythia import Pythia, PythiaConfig  # noqa: E402
 
 __all__ = ["load_checkpoint", "main", "save_checkpoint", "train"]
