@@ -12,7 +12,6 @@ where it is, all is whole. Processes are spawned: OpenMP's threads do not surviv
 from __future__ import annotations
 
 import fcntl
-import glob
 import hashlib
 import json
 import multiprocessing
@@ -35,13 +34,13 @@ from needle.data.text import (
     Piece,
     documents,
     encode,
+    files_at,
     id_limit,
     is_json_lines,
     is_packed,
     json_lines,
     load_tokenizer,
     pieces,
-    walk,
     warn,
 )
 from needle.data.tokens import DataError
@@ -72,14 +71,7 @@ def input_files(inputs: Sequence[str]) -> list[Path]:
     """The files that the command line names: files, folders, patterns; in that order."""
     files = []
     for name in inputs:
-        path = Path(name)
-        found = (
-            list(walk(path))
-            if path.is_dir()
-            else [path]
-            if path.is_file()
-            else [Path(match) for match in sorted(glob.glob(name)) if Path(match).is_file()]
-        )
+        found = files_at(Path(name))
         if not found:
             raise DataError(f"{name}: no such file, and no file matches it")
         files += [file.resolve() for file in found]
