@@ -31,6 +31,7 @@ import numpy as np
 
 from needle import _C
 from needle._C import Device, NDArray
+from needle.backend_ndarray import ones
 
 __all__ = [
     "FusedOp",
@@ -437,9 +438,7 @@ class Tensor(Value):
                 "or from Tensors with requires_grad=False"
             )
         if out_grad is None:
-            seed = _C.empty(self.shape, self.dtype, self.device)
-            seed.fill(1)
-            out_grad = Tensor.from_ndarray(seed)
+            out_grad = Tensor.from_ndarray(ones(self.shape, self.dtype, self.device))
         elif not isinstance(out_grad, Tensor):
             raise TypeError(f"backward: out_grad: must be a Tensor, not {type(out_grad).__name__}")
         elif out_grad.shape != self.shape:

@@ -22,6 +22,7 @@ from typing import Any
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import Tensor
+from needle.backend_ndarray import zeros
 from needle.nn import FlatParameters, Parameter
 
 Params = Any  # Iterable[Parameter] | Iterable[tuple[str, Parameter]] | list[dict] | FlatParameters
@@ -171,9 +172,7 @@ class _PerParameter(Optimizer):
         self.state: dict[str, list[NDArray]] = {slot: [] for slot in self.slots}
         for kept in self.state.values():
             for p in self.params:
-                array = _C.empty(p.shape, "float32", p.device)
-                array.fill(0)
-                kept.append(array)
+                kept.append(zeros(p.shape, "float32", p.device))
 
     def _arrays(self) -> dict[str, NDArray]:
         return {
@@ -321,9 +320,7 @@ class AdamW(Optimizer):
             return
         for data in self._data():
             for kept in (self._m, self._v):
-                array = _C.empty((data.size,), "float32", data.device)
-                array.fill(0)
-                kept.append(array)
+                kept.append(zeros(data.size, "float32", data.device))
             low = data.dtype != "float32"
             self._master.append(data.astype("float32").reshape((data.size,)) if low else None)
 

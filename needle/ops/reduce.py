@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import Tensor, TensorOp
+from needle.backend_ndarray import Axes
 from needle.ops.broadcast import spread, summation
-from needle.ops.common import Axes, const, kept_shape, normal_axes
+from needle.ops.common import const, kept_shape, normal_axes
 from needle.ops.elementwise import divide_scalar, multiply, subtract
 
 LARGEST = 3.4028234663852886e38  # of float32
