@@ -2,36 +2,201 @@
 
 import sys as _sys
 
-import needle.ops.attention as _attention
-import needle.ops.broadcast as _broadcast
-import needle.ops.elementwise as _elementwise
-import needle.ops.embedding as _embedding
-import needle.ops.loss as _loss
-import needle.ops.matmul as _matmul
-import needle.ops.normalization as _normalization
-import needle.ops.reduce as _reduce
-import needle.ops.shape as _shape
 from needle.autograd import define_operators as _define_operators
 from needle.block_mask import BlockMask, convert_to_block_mask
-from needle.ops.attention import *
-from needle.ops.broadcast import *
-from needle.ops.elementwise import *
-from needle.ops.embedding import *
-from needle.ops.loss import *
-from needle.ops.matmul import *
-from needle.ops.normalization import *
-from needle.ops.reduce import *
-from needle.ops.shape import *
+from needle.ops.attention import (
+    Attention,
+    QKVAttention,
+    Rotary,
+    attention,
+    block_sparse_attention,
+    qkv_attention,
+    rotary,
+)
+from needle.ops.broadcast import (
+    AsType,
+    BroadcastTo,
+    Reshape,
+    Summation,
+    astype,
+    broadcast_to,
+    reshape,
+    summation,
+)
+from needle.ops.elementwise import (
+    GELU,
+    AddScalar,
+    DivScalar,
+    EWiseAdd,
+    EWiseDiv,
+    EWiseMul,
+    EWisePow,
+    EWiseSub,
+    Exp,
+    Log,
+    MulScalar,
+    Negate,
+    PowerScalar,
+    ReLU,
+    ScalarDiv,
+    ScalarPow,
+    Sigmoid,
+    Sqrt,
+    Tanh,
+    add,
+    add_scalar,
+    divide,
+    divide_scalar,
+    exp,
+    gelu,
+    log,
+    multiply,
+    multiply_scalar,
+    negate,
+    power,
+    power_scalar,
+    relu,
+    scalar_divide,
+    scalar_power,
+    sigmoid,
+    sqrt,
+    subtract,
+    tanh,
+)
+from needle.ops.embedding import EmbeddingOp, IndexAdd, IndexSelect, embedding, index_select
+from needle.ops.loss import CrossEntropy, cross_entropy
+from needle.ops.matmul import (
+    LinearOp,
+    LinearTransposedOp,
+    MatMul,
+    linear,
+    linear_transposed,
+    matmul,
+)
+from needle.ops.normalization import LayerNorm, layer_norm
+from needle.ops.reduce import (
+    LogSoftmax,
+    LogSumExp,
+    Max,
+    Softmax,
+    logsoftmax,
+    logsumexp,
+    max,
+    mean,
+    softmax,
+)
+from needle.ops.shape import (
+    Flip,
+    MakeTensorTuple,
+    Permute,
+    Split,
+    Stack,
+    TensorTupleGetItem,
+    Transpose,
+    flip,
+    make_tuple,
+    permute,
+    split,
+    stack,
+    transpose,
+    tuple_get_item,
+)
 
-__all__ = ["BlockMask", "convert_to_block_mask"]
-__all__ += _attention.__all__
-__all__ += _broadcast.__all__
-__all__ += _elementwise.__all__
-__all__ += _embedding.__all__
-__all__ += _loss.__all__
-__all__ += _matmul.__all__
-__all__ += _normalization.__all__
-__all__ += _reduce.__all__
-__all__ += _shape.__all__
+# Written out, as the imports are: type checkers lose names that families' own lists would join.
+__all__ = [
+    "AddScalar",
+    "AsType",
+    "Attention",
+    "BlockMask",
+    "BroadcastTo",
+    "CrossEntropy",
+    "DivScalar",
+    "EWiseAdd",
+    "EWiseDiv",
+    "EWiseMul",
+    "EWisePow",
+    "EWiseSub",
+    "EmbeddingOp",
+    "Exp",
+    "Flip",
+    "GELU",
+    "IndexAdd",
+    "IndexSelect",
+    "LayerNorm",
+    "LinearOp",
+    "LinearTransposedOp",
+    "Log",
+    "LogSoftmax",
+    "LogSumExp",
+    "MakeTensorTuple",
+    "MatMul",
+    "Max",
+    "MulScalar",
+    "Negate",
+    "Permute",
+    "PowerScalar",
+    "QKVAttention",
+    "ReLU",
+    "Reshape",
+    "Rotary",
+    "ScalarDiv",
+    "ScalarPow",
+    "Sigmoid",
+    "Softmax",
+    "Split",
+    "Sqrt",
+    "Stack",
+    "Summation",
+    "Tanh",
+    "TensorTupleGetItem",
+    "Transpose",
+    "add",
+    "add_scalar",
+    "astype",
+    "attention",
+    "block_sparse_attention",
+    "broadcast_to",
+    "convert_to_block_mask",
+    "cross_entropy",
+    "divide",
+    "divide_scalar",
+    "embedding",
+    "exp",
+    "flip",
+    "gelu",
+    "index_select",
+    "layer_norm",
+    "linear",
+    "linear_transposed",
+    "log",
+    "logsoftmax",
+    "logsumexp",
+    "make_tuple",
+    "matmul",
+    "max",
+    "mean",
+    "multiply",
+    "multiply_scalar",
+    "negate",
+    "permute",
+    "power",
+    "power_scalar",
+    "qkv_attention",
+    "relu",
+    "reshape",
+    "rotary",
+    "scalar_divide",
+    "scalar_power",
+    "sigmoid",
+    "softmax",
+    "split",
+    "sqrt",
+    "stack",
+    "subtract",
+    "summation",
+    "tanh",
+    "transpose",
+    "tuple_get_item",
+]
 
 _define_operators(_sys.modules[__name__])

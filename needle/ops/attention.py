@@ -16,16 +16,6 @@ from needle._C import NDArray
 from needle.autograd import FusedOp, Tensor
 from needle.block_mask import BlockMask
 
-__all__ = [
-    "Attention",
-    "QKVAttention",
-    "Rotary",
-    "attention",
-    "block_sparse_attention",
-    "qkv_attention",
-    "rotary",
-]
-
 
 def _array(x: Any, device: Any) -> NDArray:
     if isinstance(x, Tensor):

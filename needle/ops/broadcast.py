@@ -10,17 +10,6 @@ from needle.autograd import FLOATS, Tensor, TensorOp
 from needle.backend_ndarray import Axes
 from needle.ops.common import kept_shape, normal_axes
 
-__all__ = [
-    "AsType",
-    "BroadcastTo",
-    "Reshape",
-    "Summation",
-    "astype",
-    "broadcast_to",
-    "reshape",
-    "summation",
-]
-
 
 def reduced_to(grad: Tensor, like: Tensor) -> Tensor:
     """`grad` summed over the axes that were broadcast from the shape of `like`, in its dtype."""

@@ -13,47 +13,6 @@ from needle.autograd import FusedOp, Tensor, TensorOp
 from needle.ops.broadcast import reduced_to
 from needle.ops.common import const
 
-__all__ = [
-    "AddScalar",
-    "DivScalar",
-    "EWiseAdd",
-    "EWiseDiv",
-    "EWiseMul",
-    "EWisePow",
-    "EWiseSub",
-    "Exp",
-    "GELU",
-    "Log",
-    "MulScalar",
-    "Negate",
-    "PowerScalar",
-    "ReLU",
-    "ScalarDiv",
-    "ScalarPow",
-    "Sigmoid",
-    "Sqrt",
-    "Tanh",
-    "add",
-    "add_scalar",
-    "divide",
-    "divide_scalar",
-    "exp",
-    "gelu",
-    "log",
-    "multiply",
-    "multiply_scalar",
-    "negate",
-    "power",
-    "power_scalar",
-    "relu",
-    "scalar_divide",
-    "scalar_power",
-    "sigmoid",
-    "sqrt",
-    "subtract",
-    "tanh",
-]
-
 # ---- two operands --------------------------------------------------------------------------------
 
 

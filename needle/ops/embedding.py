@@ -13,8 +13,6 @@ from needle.autograd import FusedOp, Tensor, TensorOp
 from needle.backend_ndarray import zeros
 from needle.ops.common import id_array, normal_axes, rows_of, sink_of
 
-__all__ = ["EmbeddingOp", "IndexAdd", "IndexSelect", "embedding", "index_select"]
-
 
 class EmbeddingOp(FusedOp):
     """y[n] = w[ids[n]];  dw[ids[n]] += dy[n], in float32."""

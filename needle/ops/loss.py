@@ -10,8 +10,6 @@ from needle._C import NDArray
 from needle.autograd import FusedOp, Tensor
 from needle.ops.common import id_array
 
-__all__ = ["CrossEntropy", "cross_entropy"]
-
 
 class CrossEntropy(FusedOp):
     """loss = mean over valid rows of lse - logits[target];  dlogits = (softmax - onehot) /

@@ -11,8 +11,6 @@ from needle.ops.broadcast import reduced_to, reshape
 from needle.ops.common import rows_of, sink_of
 from needle.ops.shape import transpose
 
-__all__ = ["LinearOp", "LinearTransposedOp", "MatMul", "linear", "linear_transposed", "matmul"]
-
 
 def _product(a: NDArray, b: NDArray) -> NDArray:
     """a @ b for two axes or more, leading axes broadcast."""

@@ -9,8 +9,6 @@ from needle._C import NDArray
 from needle.autograd import FusedOp, Tensor
 from needle.ops.common import rows_of, sink_of
 
-__all__ = ["LayerNorm", "layer_norm"]
-
 
 class LayerNorm(FusedOp):
     """y = (x - mean) rstd w + b over the last axis; keeps mean and rstd (float32), not y."""

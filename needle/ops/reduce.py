@@ -14,18 +14,6 @@ from needle.ops.broadcast import spread, summation
 from needle.ops.common import const, kept_shape, normal_axes
 from needle.ops.elementwise import divide_scalar, multiply, subtract
 
-__all__ = [
-    "LogSoftmax",
-    "LogSumExp",
-    "Max",
-    "Softmax",
-    "logsoftmax",
-    "logsumexp",
-    "max",
-    "mean",
-    "softmax",
-]
-
 LARGEST = 3.4028234663852886e38  # of float32
 
 

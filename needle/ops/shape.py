@@ -11,23 +11,6 @@ from needle.autograd import Tensor, TensorOp, TensorTuple, TensorTupleOp, Value
 from needle.backend_ndarray import zeros
 from needle.ops.common import const, normal_axes
 
-__all__ = [
-    "Flip",
-    "MakeTensorTuple",
-    "Permute",
-    "Split",
-    "Stack",
-    "TensorTupleGetItem",
-    "Transpose",
-    "flip",
-    "make_tuple",
-    "permute",
-    "split",
-    "stack",
-    "transpose",
-    "tuple_get_item",
-]
-
 
 class Transpose(TensorOp):
     def __init__(self, axes: Sequence[int] | None = None) -> None:
