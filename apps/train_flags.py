@@ -16,8 +16,9 @@ from collections.abc import Callable
 
 import recipes
 
+from needle import models
 from needle.backend_ndarray import check_device_name
-from needle.models.pythia import PRESETS, SPARSE_PATTERNS
+from needle.models.pythia import SPARSE_PATTERNS
 
 SCHEDULES = ("cosine", "linear", "constant", "pythia")
 # Where a flag is not given: by kind of device, and for `tiny`, which a CPU trains in minutes.
@@ -152,12 +153,12 @@ def parser() -> argparse.ArgumentParser:
     )
 
     model = top.add_argument_group("model")
-    names = ", ".join(PRESETS)
+    names = models.preset_names()
     model.add_argument(
         "--model",
         metavar="NAME",
-        choices=("auto", *PRESETS),
-        help=f"auto, {names} (default: auto: tiny | pythia-70m)",
+        choices=("auto", *names),
+        help=f"auto, {', '.join(names)} (default: auto: tiny | pythia-70m)",
     )
     model.add_argument(
         "--sparse",
@@ -393,7 +394,7 @@ def data_of(settings: dict) -> dict:
     return {
         "path": settings["data"],
         "tokenizer": settings["tokenizer"],
-        "vocab_size": 4096 if settings["model"] == "tiny" else 50257,
+        "vocab_size": min(models.preset(settings["model"]).vocab_size, 50257),
         "batch_size": settings["batch_size"],
         "micro_batches": settings["grad_accum"],
         "seq_len": settings["seq_len"],

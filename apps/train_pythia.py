@@ -10,6 +10,7 @@ writes the same losses, bit for bit, as one that was not.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -17,7 +18,6 @@ import os
 import shlex
 import signal
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +31,7 @@ import train_flags  # noqa: E402
 from run_log import NotFinite, RunLog, peak_flops, plot  # noqa: E402
 
 import needle as ndl  # noqa: E402
-from needle import nn, optim  # noqa: E402
+from needle import models, nn, optim  # noqa: E402
 from needle.autograd import Tensor, no_grad  # noqa: E402
 from needle.backend_ndarray import NDArray, choose_device, full  # noqa: E402
 from needle.checkpoint import (  # noqa: E402
@@ -55,7 +55,6 @@ from needle.data import (  # noqa: E402
     token_bytes,
 )
 from needle.files import replacing  # noqa: E402
-from needle.models.pythia import Pythia, PythiaConfig  # noqa: E402
 
 __all__ = ["load_checkpoint", "main", "save_checkpoint", "train"]
 
@@ -66,7 +65,7 @@ SAMPLE_TOKENS = 120
 EXIT_GPU_LOST = 75  # a supervisor starts again with --resume auto
 
 
-@dataclass
+@dataclasses.dataclass
 class Run:
     """Everything the loop works on."""
 
@@ -74,7 +73,7 @@ class Run:
     settings: dict
     device: ndl.Device
     data: TokenData
-    model: Pythia
+    model: models.LanguageModel
     flat: nn.FlatParameters
     optimizer: optim.AdamW
     batches: Prefetch
@@ -154,7 +153,9 @@ def train(run: Run) -> int:
     return 0
 
 
-def forward_backward(model: Pythia, ids: np.ndarray, targets: np.ndarray, share: Tensor) -> NDArray:
+def forward_backward(
+    model: models.LanguageModel, ids: np.ndarray, targets: np.ndarray, share: Tensor
+) -> NDArray:
     """Adds this micro-batch's share of the gradient to the buffers; the loss stays on the device.
     The logits and all activations are free when this returns."""
     _, loss = model(ids, targets)
@@ -338,7 +339,7 @@ def new_run(args) -> Run:
     config = model_config(settings, data)
     batches = Prefetch(run_batches(data, described, config.vocab_size), device)
     np.random.seed(settings["seed"])
-    model = Pythia(config, device=device)
+    model = config.model_class(config, device=device)
     flat = nn.flatten_parameters(model)
     optimizer = optim.AdamW(
         flat,
@@ -395,20 +396,20 @@ def resumed_run(args, checkpoint: Checkpoint) -> Run:
     )
 
 
-def model_config(settings: dict, data: TokenData) -> PythiaConfig:
-    config = PythiaConfig.preset(
-        settings["model"],
-        max_seq_len=settings["seq_len"],
-        dtype=settings["dtype"],
-        use_sparse_attention=settings["sparse"] is not None,
-        sparse_pattern=settings["sparse"] or "mixed",
-        sparse_window=settings["window"],
-    )
+def model_config(settings: dict, data: TokenData) -> models.Config:
+    changes = {"max_seq_len": settings["seq_len"], "dtype": settings["dtype"]}
+    if settings["sparse"] is not None:
+        changes |= {
+            "use_sparse_attention": True,
+            "sparse_pattern": settings["sparse"],
+            "sparse_window": settings["window"],
+        }
+    config = models.preset(settings["model"], **changes)
     needed = data.vocab_size or 0
     if needed > config.vocab_size:
         raised = -(-needed // 128) * 128
         print(f"the tokenizer has {needed:,} tokens: the model's vocabulary becomes {raised:,}")
-        config = PythiaConfig.from_dict({**config.to_dict(), "vocab_size": raised})
+        config = dataclasses.replace(config, vocab_size=raised)
     return config
 
 

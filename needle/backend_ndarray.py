@@ -17,6 +17,7 @@ from needle import _C
 from needle._C import Device, NDArray, all_devices, array, cpu, cuda
 
 Axes = int | Sequence[int] | None
+FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 
 __all__ = [
     "BackendDevice",

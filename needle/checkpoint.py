@@ -2,10 +2,12 @@
 
 Its metadata: format, checksum, state (JSON text, see below).
 
-Tensors: each parameter under its own name; each array of the optimizer (moments, and the float32
-master weights of a bfloat16 model) under `optimizer.<name>`. The package `safetensors` opens it.
+Tensors: each parameter and buffer under its own name; each array of the optimizer (moments, and
+the float32 master weights of a bfloat16 model) under `optimizer.<name>`. The package `safetensors`
+opens it.
 
-state: config, optimizer (class and numbers), epoch, loss, random_state (NumPy's global generator),
+state: model (the name it is registered by; the files before it had one are of Pythia), config,
+optimizer (class and numbers), epoch, loss, random_state (NumPy's global generator),
 versions, and what the caller adds: step, position in the data, schedule.
 
 checksum: BLAKE2b over the whole file with the checksum's own digits as zeros, so that one changed
@@ -21,16 +23,15 @@ import json
 import os
 import platform
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from needle import _C, nn, optim
+from needle import _C, models, nn, optim
 from needle.backend_ndarray import Device, NDArray, default_device
 from needle.files import FileError, reading, replacing
-from needle.models.pythia import Pythia, PythiaConfig, parameter_shapes
 from needle.safetensors import FROM_FILE, TO_FILE, Entry, pieces, read_header
 
 FORMAT = "needle checkpoint"
@@ -43,7 +44,7 @@ CheckpointError = FileError
 
 
 def save_checkpoint(
-    model: Pythia,
+    model: nn.Module,
     optimizer: optim.Optimizer | None,
     epoch: int,
     loss: float,
@@ -54,9 +55,13 @@ def save_checkpoint(
     back by `Checkpoint.state`. Raises CheckpointError where the file cannot be written: what was
     there before is then still there."""
     path = Path(filepath)
-    if not isinstance(getattr(model, "config", None), PythiaConfig):
-        raise TypeError(f"save_checkpoint: model must be a Pythia, not {type(model).__name__}")
-    tensors = {name: parameter.cached_data for name, parameter in _parameters(model)}
+    config = getattr(model, "config", None)
+    if not isinstance(config, models.Config) or not isinstance(model, config.model_class):
+        raise TypeError(
+            "save_checkpoint: model must be of a class that models.register knows, as Pythia is, "
+            f"not {type(model).__name__}"
+        )
+    tensors = model.state_dict()
     saved_optimizer = None
     if optimizer is not None:
         numbers = optimizer.state_dict()
@@ -66,7 +71,8 @@ def save_checkpoint(
         tensors.update({f"optimizer.{name}": value for name, value in arrays.items()})
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     state = {
-        "config": model.config.to_dict(),
+        "model": config.family,
+        "config": config.to_dict(),
         "optimizer": saved_optimizer,
         "epoch": int(epoch),
         "loss": float(loss),
@@ -79,7 +85,7 @@ def save_checkpoint(
     return path
 
 
-def _check_optimizer(model: Pythia, optimizer: optim.Optimizer) -> None:
+def _check_optimizer(model: nn.Module, optimizer: optim.Optimizer) -> None:
     """An optimizer that load_checkpoint could not build again is refused before a run relies on
     it."""
     kind = type(optimizer).__name__
@@ -88,7 +94,7 @@ def _check_optimizer(model: Pythia, optimizer: optim.Optimizer) -> None:
             f"save_checkpoint: {kind} is not of needle.optim, so that load_checkpoint "
             "could not make it; save without it (None), and its state_dict() elsewhere"
         )
-    named = dict(_parameters(model))
+    named = dict(model.named_parameters())
     for name, parameter in zip(optimizer.names, optimizer.params):
         if named.get(name) is not parameter:
             raise ValueError(
@@ -106,10 +112,6 @@ def versions() -> dict[str, str]:
         "python": platform.python_version(),
         "machine": platform.machine(),
     }
-
-
-def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return iter(model.named_parameters())
 
 
 def _write(file: BinaryIO, tensors: dict[str, NDArray], state: dict) -> None:
@@ -199,7 +201,7 @@ class Checkpoint:
 
     def restore(
         self, device: Device | None = None
-    ) -> tuple[Pythia, optim.Optimizer | None, int, float]:
+    ) -> tuple[Any, optim.Optimizer | None, int, float]:
         """(model, optimizer, epoch, loss) on `device`; the optimizer is None where none was saved.
         Draws no random number."""
         model = self.restore_model(device)
@@ -215,20 +217,21 @@ class Checkpoint:
             self.state["loss"],
         )
 
-    def restore_model(self, device: Device | None = None, dtype: str | None = None) -> Pythia:
+    def restore_model(self, device: Device | None = None, dtype: str | None = None) -> Any:
         """The model alone, in `dtype` where one is given. What the optimizer keeps, some twice the
         model's size or more, is not brought into memory."""
         device = default_device() if device is None else device
         try:
-            config = PythiaConfig.from_dict(self.state["config"])
+            config = models.model_class(self.state.get("model", "pythia")).config_class.from_dict(
+                self.state["config"] | ({} if dtype is None else {"dtype": dtype})
+            )
+            model = config.skeleton(device)
         except (TypeError, ValueError) as error:
             raise self._error(f"its configuration cannot be used: {error}") from error
-        self._compare(parameter_shapes(config))
-        model = Pythia(config, device=device, dtype=dtype, initialise=False)
-        parameters = dict(_parameters(model))
-        for name, parameter in parameters.items():
-            target = parameter.cached_data
-            target[(slice(None),) * target.ndim] = self._entries[name].read(device)
+        tensors = dict([*model.named_parameters(), *model.named_buffers()])
+        self._compare({name: tensor.shape for name, tensor in tensors.items()})
+        for name, tensor in tensors.items():
+            tensor.cached_data = self._entries[name].read(device).astype(tensor.dtype)
         model.tokenizer = self.tokenizer
         return model
 
@@ -246,7 +249,7 @@ class Checkpoint:
             raise self._error("does not fit its own configuration: " + "; ".join(problems))
 
     def _restore_optimizer(
-        self, model: Pythia, arrays: dict[str, NDArray]
+        self, model: nn.Module, arrays: dict[str, NDArray]
     ) -> optim.Optimizer | None:
         saved = self.state["optimizer"]
         if saved is None:
@@ -255,7 +258,7 @@ class Checkpoint:
             numbers = dict(saved)
             kind = getattr(optim, numbers.pop("class"))
             held = {name.partition(".")[2] for name in arrays}
-            named = list(_parameters(model))
+            named = model.named_parameters()
             some = [(name, parameter) for name, parameter in named if name in held]
             whole = len(some) in (0, len(named))  # else it trained a part of the model
             optimizer = kind(nn.flatten_parameters(model) if whole else some)
@@ -272,7 +275,7 @@ class Checkpoint:
 
 def load_checkpoint(
     filepath: str | os.PathLike, device: Device | None = None
-) -> tuple[Pythia, optim.Optimizer | None, int, float]:
+) -> tuple[Any, optim.Optimizer | None, int, float]:
     """(model, optimizer, epoch, loss) from a file of save_checkpoint, on any device. Raises
     CheckpointError that names the file and the problem; nothing is half loaded.
 

@@ -26,13 +26,13 @@ from pathlib import Path
 
 import numpy as np
 
-from needle import _C, data
+from needle import _C, data, models
 from needle.autograd import Tensor, no_grad
-from needle.backend_ndarray import Device, choose_device
+from needle.backend_ndarray import FLOAT_DTYPES, Device, choose_device
 from needle.checkpoint import CheckpointError, find_checkpoint
 from needle.data.readers import open_tokens
 from needle.data.tokens import check_ids, place_of, to_ids
-from needle.models.pythia import DTYPES, Pythia
+from needle.models import LanguageModel
 
 # Elements of logits that exist at a time; float32 ones take four times as many bytes.
 LOGITS = 1 << 26
@@ -75,7 +75,7 @@ class Scores:
 
 
 def score(
-    model: Pythia, rows: Sequence[tuple[Sequence[int], Sequence[int]]], batch_size: int = 8
+    model: LanguageModel, rows: Sequence[tuple[Sequence[int], Sequence[int]]], batch_size: int = 8
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """For each row (inputs, targets), where the last len(targets) inputs predict the targets:
     its index in `rows`, the log-probability of each target (float32, nats) and whether the target
@@ -110,7 +110,7 @@ def score(
 
 
 def _score_positions(
-    model: Pythia, batch: np.ndarray, positions: np.ndarray, targets: np.ndarray
+    model: LanguageModel, batch: np.ndarray, positions: np.ndarray, targets: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Log-probabilities and hits of `targets` (N,) at `positions` (N,) of the flattened batch
     (B, T). The head multiplies those positions alone, LOGITS numbers at a time."""
@@ -121,7 +121,7 @@ def _score_positions(
     losses, likeliest = [], []
     with no_grad():
         hidden = model.final_hidden(batch).cached_data
-        hidden = hidden.reshape((batch.size, model.config.hidden_size))
+        hidden = hidden.reshape((batch.size, hidden.shape[2]))
         step = max(1, LOGITS // vocabulary)
         for start in range(0, len(positions), step):
             here = _C.array(positions[start : start + step].astype(np.int32), "int32", model.device)
@@ -151,7 +151,7 @@ def windows(count: int, seq_len: int, stride: int) -> Iterator[tuple[int, int, i
 
 
 def perplexity(
-    model: Pythia,
+    model: LanguageModel,
     tokens: data.FlatTokens | np.ndarray,
     seq_len: int | None = None,
     stride: int | None = None,
@@ -247,13 +247,13 @@ def _read(
 
 def load_model(
     path: str | Path, device: Device | None = None, dtype: str | None = None
-) -> tuple[Pythia, Path | None]:
+) -> tuple[LanguageModel, Path | None]:
     """A model in evaluation mode, and its tokenizer.json where one lies with it.
 
     path: a checkpoint of needle, the folder of a run (its newest checkpoint), or a folder as
-    `transformers` saves GPT-NeoX. dtype: float32, bfloat16 or float16; by default that of the
-    checkpoint, of a transformers folder float32.
-    Raises CheckpointError, or the error of `Pythia.from_pretrained`, naming the file.
+    `transformers` saves a model that needle knows. dtype: float32, bfloat16 or float16; by default
+    that of the checkpoint, of a transformers folder float32.
+    Raises CheckpointError, or the error of `models.from_pretrained`, naming the file.
     """
     path = Path(path)
     if path.is_dir() and not (path / "checkpoints").is_dir():
@@ -262,7 +262,7 @@ def load_model(
                 f"{path}: neither a run of needle (no folder checkpoints/) nor a "
                 "model of transformers (no config.json)"
             )
-        model = Pythia.from_pretrained(path, device=device, dtype=dtype)
+        model = models.from_pretrained(path, device=device, dtype=dtype)
         tokenizer = None if model.tokenizer is None else path / "tokenizer.json"
     elif path.exists():
         checkpoint = find_checkpoint(path, lambda text: print(text, file=sys.stderr))
@@ -326,7 +326,9 @@ def parser() -> argparse.ArgumentParser:
         "--device", default="auto", metavar="NAME", help="auto, cpu, cuda or cuda:INDEX"
     )
     top.add_argument(
-        "--dtype", choices=DTYPES, help="compute in this; by default in that of the checkpoint"
+        "--dtype",
+        choices=FLOAT_DTYPES,
+        help="compute in this; by default in that of the checkpoint",
     )
     top.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     return top

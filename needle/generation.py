@@ -2,10 +2,11 @@
 values.
 
     prefill    all prompts at once, padded on the right, where causality hides the padding; the
-               turned keys and the values of each layer go into a cache (B, H, S, D)
+               rotated keys and the values of each layer go into a cache (B, H, S, D)
     step       one new token a row at its own position: decode_attention over what is cached
 
-On CUDA the step is recorded once as a graph and replayed (`_C.Graph`): tokens and positions live on
+Both are the model's own forward: its attention hands q, k and v to the cache, which attends. On
+CUDA the step is recorded once as a graph and replayed (`_C.Graph`): tokens and positions live on
 the device, and the step advances them itself. The likeliest token (temperature 0, no penalty) is
 chosen there too, so that the host reads tokens a step behind and the device never waits. Otherwise
 the logits come to the host, and `sampling` draws.
@@ -14,25 +15,30 @@ Where there is no cache the context is computed again for each token: block-spar
 pattern belongs to whole blocks of queries, models with hooks in force, which see whole forwards,
 and contexts beyond max_seq_len, of which the last part is read.
 
-Axis letters: B rows, T time, S room of the cache, C channels, H heads, D head dim, V vocabulary.
+A model is what models/language.py describes: `config` with vocab_size, max_seq_len and dtype,
+`device`, `hidden(ids, cache)`, `embed_out`, `block_mask(T)`, `is_hooked`, and nn.Attention inside.
+Axis letters: B rows, T time, S capacity of the cache, C channels, H heads, D head dim, V
+vocabulary.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from needle import _C
+from needle import _C, nn
 from needle._C import NDArray
 from needle.autograd import Tensor, no_grad
 from needle.backend_ndarray import array, full, zeros
+from needle.ops.attention import qkv_parts
 from needle.sampling import check_sampling, penalized, sample
 
-# A cache grows in steps of this many positions.
-ROOM_STEP = 64
+# A cache holds a multiple of so many positions.
+CAPACITY_STEP = 64
 # With fewer steps to come, recording one costs more than it saves.
 STEPS_WORTH_RECORDING = 4
 BROKEN = "the logits are not finite: the model's weights are broken"
@@ -65,10 +71,17 @@ def stream(
     Random numbers are NumPy's global stream, one a row and step, or an own one where a seed is
     given. Of a context beyond max_seq_len the last part is read. Raises ValueError for ids outside
     the vocabulary, empty prompts, no prompts, and settings that are not allowed.
+
+    >>> config = ndl.PythiaConfig(vocab_size=50, hidden_size=16, num_layers=1, num_heads=2)
+    >>> model = ndl.Pythia(config)
+    >>> for tokens in model.stream([1, 2, 3], 2, temperature=0.0):
+    ...     print(tokens.shape, tokens.dtype)
+    (1,) int32
+    (1,) int32
     """
     if not isinstance(max_new_tokens, (int, np.integer)) or max_new_tokens < 0:
         raise ValueError(
-            f"Pythia: max_new_tokens must be a whole number of 0 or more, not {max_new_tokens!r}"
+            f"generate: max_new_tokens must be a whole number of 0 or more, not {max_new_tokens!r}"
         )
     stops = _stop_ids(stop)
     check_sampling(temperature, top_k, top_p, repetition_penalty)
@@ -109,6 +122,13 @@ def generate(
     (B, T) gives (B, T + n), where rows that stopped early repeat their stop token, and (T,) gives
     (T + n,). Prompts of different lengths, or an attention_mask, give a list of one array a row,
     without padding, each ending with its stop token where it met one.
+
+    >>> config = ndl.PythiaConfig(vocab_size=50, hidden_size=16, num_layers=1, num_heads=2)
+    >>> model = ndl.Pythia(config)
+    >>> model.generate([[1, 2, 3], [4, 5, 6]], 10, temperature=0.0).shape
+    (2, 13)
+    >>> [len(row) for row in model.generate([[1, 2, 3], [4]], 10, top_p=0.9, seed=0)]
+    [13, 11]
     """
     rows = prompt_rows(input_ids, model.config.vocab_size, attention_mask)
     new = list(
@@ -127,7 +147,7 @@ def _stop_ids(stop: Collection[int]) -> np.ndarray:
     ids = np.asarray(list(stop) if isinstance(stop, Collection) else stop)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise TypeError(
-            f"Pythia: stop must be a list of token ids, not {stop!r}; strings that "
+            f"generate: stop must be a list of token ids, not {stop!r}; strings that "
             "stop are for needle.generation.generate_text(..., stop_strings=[...])"
         )
     return ids
@@ -148,7 +168,7 @@ def prompt_rows(input_ids: Any, vocab_size: int, attention_mask: Any = None) -> 
         input_ids = input_ids.numpy()
     if not hasattr(input_ids, "__len__"):
         raise TypeError(
-            f"Pythia: input_ids must be token ids, (B, T), (T,) or a list of prompts, "
+            f"generate: input_ids must be token ids, (B, T), (T,) or a list of prompts, "
             f"not {type(input_ids).__name__}"
         )
     if isinstance(input_ids, np.ndarray) or (len(input_ids) and np.ndim(input_ids[0]) == 0):
@@ -157,26 +177,26 @@ def prompt_rows(input_ids: Any, vocab_size: int, attention_mask: Any = None) -> 
     if attention_mask is not None:
         masks = [np.asarray(mask) != 0 for mask in attention_mask]
         if [mask.shape for mask in masks] != [row.shape for row in rows]:
-            raise ValueError("Pythia: attention_mask must have the shape of input_ids")
+            raise ValueError("generate: attention_mask must have the shape of input_ids")
         rows = [row[mask] for row, mask in zip(rows, masks)]
     if not rows:
-        raise ValueError("Pythia: there is no prompt; give at least one row")
+        raise ValueError("generate: there is no prompt; give at least one row")
     for number, row in enumerate(rows):
         if row.ndim != 1:
             raise ValueError(
-                f"Pythia: prompts must be rows of token ids, but the shape of row "
+                f"generate: prompts must be rows of token ids, but the shape of row "
                 f"{number} is {row.shape}"
             )
         if len(row) == 0:
             which = f" of row {number}" if len(rows) > 1 else ""
-            raise ValueError(f"Pythia: the prompt{which} is empty; give at least one token")
+            raise ValueError(f"generate: the prompt{which} is empty; give at least one token")
         whole = row.dtype.kind in "iu" or (row.dtype.kind == "f" and (row == np.floor(row)).all())
         if not whole:
-            raise TypeError(f"Pythia: input_ids must be whole numbers, but are {row.dtype}")
+            raise TypeError(f"generate: input_ids must be whole numbers, but are {row.dtype}")
         wrong = np.flatnonzero((row < 0) | (row >= vocab_size))
         if len(wrong):
             raise ValueError(
-                f"Pythia: input_ids: token {int(row[wrong[0]])} at position "
+                f"generate: input_ids: token {int(row[wrong[0]])} at position "
                 f"{(number, int(wrong[0]))} is outside the vocabulary of {vocab_size}"
             )
     return [row.astype(np.int64) for row in rows]
@@ -343,12 +363,10 @@ def _tokens(
 ) -> Iterator[np.ndarray]:
     """The next `count` tokens of each row. The caller appends what was yielded to `contexts`."""
     longest = max(map(len, contexts))
-    # The last token of all is never fed, so it needs no position.
-    cached = (
-        0
-        if model.config.use_sparse_attention or model.is_hooked
-        else min(count, max(0, model.config.max_seq_len - longest + 1))
-    )
+    cached = 0
+    if model.block_mask(longest) is None and not model.is_hooked:
+        # The last token of all is never fed, so it needs no position.
+        cached = min(count, max(0, model.config.max_seq_len - longest + 1))
     if cached:
         decoder = _Decoder(model, contexts, longest + cached - 1, chooser)
         try:
@@ -377,24 +395,55 @@ def _recomputed(model, contexts: list[list[int]]) -> np.ndarray:
 # ---- behind a cache -----------------------------------------------------------------------------
 
 
-class _Decoder:
-    """Prompts, their cache, and the step that reads it. `room`: positions that will be fed."""
+class Cache:
+    """Rotated keys and values (B, H, S, D) of every attention of a model. `layer(i)` is the
+    function by which attention i attends: first over the prompts themselves, which it keeps, and
+    once `filled` is set over all positions up to each row's own, one new token a row."""
 
-    def __init__(self, model, contexts: list[list[int]], room: int, chooser: _Chooser) -> None:
-        self.model, self.contexts, self.chooser = model, contexts, chooser
-        config, device = model.config, model.device
-        self.device, self.batch = device, len(contexts)
-        self.heads, self.head_dim = config.num_heads, config.head_dim
-        self.scale = 1 / math.sqrt(self.head_dim)
-        self.cos, self.sin = model._rotary
-        room = -(-room // ROOM_STEP) * ROOM_STEP
-        shape = (self.batch, self.heads, room, self.head_dim)
+    def __init__(self, model: Any, batch: int, capacity: int, positions: NDArray) -> None:
+        self.positions, self.filled = positions, False  # positions: int32 (B,), of the tokens fed
         # Zeros: what lies behind a row's position is never read, but copied with the prompts.
-        self.keys = [zeros(shape, config.dtype, device) for _ in model.layers]
-        self.values = [zeros(shape, config.dtype, device) for _ in model.layers]
-        self.tokens_now = zeros((self.batch,), "int32", device)
-        self.positions = array(np.array([len(row) - 1 for row in contexts]), "int32", device)
-        self.logits = full((self.batch, config.vocab_size), 0, "float32", device)
+        shapes = [
+            (batch, attention.heads, capacity, attention.head_dim)
+            for _, attention in model.named_modules()
+            if isinstance(attention, nn.Attention)
+        ]
+        self.keys = [zeros(shape, model.config.dtype, model.device) for shape in shapes]
+        self.values = [zeros(shape, model.config.dtype, model.device) for shape in shapes]
+
+    def layer(self, i: int) -> nn.attention.Cached:
+        return functools.partial(self._attend, self.keys[i], self.values[i])
+
+    def _attend(
+        self, keys: NDArray, values: NDArray, qkv: Tensor, rotary: tuple[NDArray, NDArray]
+    ) -> Tensor:
+        packed = qkv.cached_data
+        batch, time, heads, _, size = packed.shape
+        scale = 1 / math.sqrt(size)
+        if self.filled:
+            packed = packed.reshape((batch, heads, 3, size))
+            seen = _C.decode_attention(packed, *rotary, self.positions, scale, keys, values)
+            return Tensor.from_ndarray(seen.reshape((batch, 1, heads, size)))
+        cos, sin = (table[:time] for table in rotary)
+        q, k, v = qkv_parts(_C.rotary(packed, cos, sin, 2, 1.0))
+        keys[:, :, :time] = k.permute((0, 2, 1, 3))
+        values[:, :, :time] = v.permute((0, 2, 1, 3))
+        return Tensor.from_ndarray(_C.attention_fwd(q, k, v, scale, 1)[0])
+
+
+class _Decoder:
+    """Prompts, their cache, and the step that reads it. `capacity`: positions that will be fed."""
+
+    def __init__(
+        self, model: Any, contexts: list[list[int]], capacity: int, chooser: _Chooser
+    ) -> None:
+        self.model, self.contexts, self.chooser = model, contexts, chooser
+        self.device, self.batch = model.device, len(contexts)
+        self.tokens_now = zeros((self.batch,), "int32", self.device)
+        self.positions = array(np.array([len(row) - 1 for row in contexts]), "int32", self.device)
+        self.logits = full((self.batch, model.config.vocab_size), 0, "float32", self.device)
+        capacity = -(-capacity // CAPACITY_STEP) * CAPACITY_STEP
+        self.cache = Cache(model, self.batch, capacity, self.positions)
         self.graph: _C.Graph | None = None
 
     def close(self) -> None:
@@ -441,65 +490,23 @@ class _Decoder:
         ids = np.zeros((self.batch, longest), np.int32)
         for row, context in zip(ids, self.contexts):
             row[: len(context)] = context
-        angles = tuple(table[:longest] for table in self.model._rotary)
-
-        def attend(layer: int, qkv: NDArray) -> NDArray:
-            packed = qkv.reshape((self.batch, longest, self.heads, 3, self.head_dim))
-            q, k, v = _slices(_C.rotary(packed, *angles, 2, 1.0))
-            self.keys[layer][:, :, :longest] = k.permute((0, 2, 1, 3))
-            self.values[layer][:, :, :longest] = v.permute((0, 2, 1, 3))
-            return _C.attention_fwd(q, k, v, self.scale, 1)[0]
-
-        x = self._layers(array(ids, "int32", self.device), attend).cached_data
+        x = self.model.hidden(array(ids, "int32", self.device), self.cache).cached_data
+        self.cache.filled = True
         ends = np.array([row * longest + len(c) - 1 for row, c in enumerate(self.contexts)])
-        last = _C.embedding_fwd(
-            array(ends, "int32", self.device), x.reshape((self.batch * longest, x.shape[2]))
-        )
-        self._finish(Tensor.from_ndarray(last))
+        rows = x.reshape((self.batch * longest, x.shape[2]))
+        self._finish(_C.embedding_fwd(array(ends, "int32", self.device), rows))
 
     @no_grad()
     def _step(self) -> None:
-        def attend(layer: int, qkv: NDArray) -> NDArray:
-            packed = qkv.reshape((self.batch, self.heads, 3, self.head_dim))
-            return _C.decode_attention(
-                packed,
-                self.cos,
-                self.sin,
-                self.positions,
-                self.scale,
-                self.keys[layer],
-                self.values[layer],
-            )
+        x = self.model.hidden(self.tokens_now.reshape((self.batch, 1)), self.cache).cached_data
+        self._finish(x.reshape((self.batch, x.shape[2])))
 
-        x = self._layers(self.tokens_now.reshape((self.batch, 1)), attend).cached_data
-        self._finish(Tensor.from_ndarray(x.reshape((self.batch, x.shape[2]))))
-
-    def _layers(self, ids: NDArray, attend: Callable[[int, NDArray], NDArray]) -> Tensor:
-        """ids (B, T) -> the residual stream (B, T, C) behind the last layer; attend(layer, qkv)
-        stands where the model attends within its sequence."""
-        x = self.model.embed_in(ids)
-        shape = x.shape
-        for number, layer in enumerate(self.model.layers):
-            x = layer(
-                x,
-                lambda qkv, number=number: Tensor.from_ndarray(
-                    attend(number, qkv.cached_data).reshape(shape)
-                ),
-            )
-        return x
-
-    def _finish(self, x: Tensor) -> None:
-        """x (B, C) -> the likeliest tokens, or the logits, and the next positions."""
-        logits = self.model.embed_out(self.model.final_layer_norm(x)).cached_data
+    def _finish(self, x: NDArray) -> None:
+        """x (B, C), as the head reads it -> the likeliest tokens, or the logits, and the next
+        positions."""
+        logits = self.model.embed_out(Tensor.from_ndarray(x)).cached_data
         if self.chooser.on_device:
             _C.decode_greedy(logits, self.tokens_now, self.positions)
         else:
             self.logits[:] = logits
             self.positions += 1
-
-
-def _slices(packed: NDArray) -> list[NDArray]:
-    """The views q, k, v (B, T, H, D) of (B, T, H, 3, D)."""
-    b, t, h, _, d = packed.shape
-    strides = packed.strides[:3] + packed.strides[4:]
-    return [packed[:, :, :, i].as_strided((b, t, h, d), strides) for i in range(3)]

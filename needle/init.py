@@ -6,7 +6,10 @@ Each function takes `device` (cpu() by default), `dtype` ("float32") and `requir
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,10 +19,38 @@ from needle._C import Device, NDArray
 from needle.autograd import Tensor
 from needle.backend_ndarray import full
 
+_skeleton = contextvars.ContextVar("skeleton", default=False)
+
+
+@contextlib.contextmanager
+def skeleton() -> Iterator[None]:
+    """Inside, nothing is drawn and no memory is held: each function below gives one element,
+    broadcast to the shape; 0 where numbers would be drawn. A module that is made here shows its
+    shapes, and takes its values from a file (each parameter's `cached_data` is replaced).
+
+    >>> with ndl.init.skeleton():
+    ...     layer = nn.Linear(1_000_000, 1_000_000)
+    >>> layer.weight.shape
+    (1000000, 1000000)
+    """
+    token = _skeleton.set(True)
+    try:
+        yield
+    finally:
+        _skeleton.reset(token)
+
 
 def _tensor(values: np.ndarray, device: Device | None, dtype: str, requires_grad: bool) -> Tensor:
     data = _C.array(values, dtype, _C.cpu() if device is None else device)
     return Tensor.from_ndarray(data, requires_grad)
+
+
+def _drawn(
+    draw: Callable[[], Any], shape: tuple[int, ...], device: Device | None, dtype: str, grad: bool
+) -> Tensor:
+    if _skeleton.get():
+        return constant(*shape, c=0, device=device, dtype=dtype, requires_grad=grad)
+    return _tensor(np.asarray(draw()), device, dtype, grad)
 
 
 def rand(
@@ -36,8 +67,11 @@ def rand(
     >>> ndl.init.rand(2, 3, low=-1, high=1).shape
     (2, 3)
     """
-    values = np.asarray(np.random.rand(*shape) * (high - low) + low)
-    return _tensor(values, device, dtype, requires_grad)
+
+    def draw() -> Any:
+        return np.random.rand(*shape) * (high - low) + low
+
+    return _drawn(draw, shape, device, dtype, requires_grad)
 
 
 def randn(
@@ -54,8 +88,14 @@ def randn(
     >>> print(ndl.init.randn(3, std=0.1).numpy().round(4))
     [0.1764 0.04   0.0979]
     """
-    values = np.asarray(np.random.randn(*shape) * std + mean)
-    return _tensor(values, device, dtype, requires_grad)
+
+    def draw() -> Any:
+        values = np.random.randn(*shape)
+        values *= std  # in place: the largest matrices are gigabytes in float64
+        values += mean
+        return values
+
+    return _drawn(draw, shape, device, dtype, requires_grad)
 
 
 def randb(
@@ -71,8 +111,7 @@ def randb(
     >>> print(ndl.init.randb(3, p=0.6))
     [ True False False]
     """
-    values = np.asarray(np.random.rand(*shape) <= p)
-    return _tensor(values, device, dtype, requires_grad)
+    return _drawn(lambda: np.random.rand(*shape) <= p, shape, device, dtype, requires_grad)
 
 
 def constant(
@@ -88,7 +127,8 @@ def constant(
     [[7 7]
      [7 7]]
     """
-    return Tensor.from_ndarray(full(shape, c, dtype, device), requires_grad)
+    one = full(() if _skeleton.get() else shape, c, dtype, device)
+    return Tensor.from_ndarray(one.broadcast_to(shape) if _skeleton.get() else one, requires_grad)
 
 
 def ones(

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 import needle as ndl
 from needle import _C, hf, nn, optim, safetensors
 from needle.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from needle.hf import __main__ as shell
 from needle.models.pythia import Pythia, PythiaConfig
 
 both = pytest.mark.parametrize("device", DEVICES)
@@ -126,7 +127,7 @@ def test_reading_draws_no_random_number(tmp_path):
 )  # fmt: skip
 def test_rotary_in_every_spelling(spelling):
     fields = {k: v for k, v in BASE.items() if not k.startswith("rot")}
-    config = hf.config_from_hf(fields | spelling)
+    config = hf.read_config(Pythia, fields | spelling)
     assert (config.rotary_pct, config.rotary_base) == (0.5, 500.0)
 
 
@@ -138,7 +139,7 @@ def test_what_a_configuration_may_leave_out():
         "num_attention_heads",
         "intermediate_size",
     )
-    silent = hf.config_from_hf({k: v for k, v in BASE.items() if k in ("model_type", *sizes)})
+    silent = hf.read_config(Pythia, {k: v for k, v in BASE.items() if k in ("model_type", *sizes)})
     assert silent == dataclasses.replace(CONFIG, max_seq_len=2048)
     assert (silent.rotary_pct, silent.rotary_base, silent.hidden_act) == (0.25, 10000.0, "gelu")
     assert silent.use_parallel_residual and not silent.tie_word_embeddings
@@ -156,7 +157,7 @@ def test_the_published_configuration():
         "torch_dtype": "float16", "transformers_version": "4.24.0", "use_cache": True,
         "use_parallel_residual": True, "vocab_size": 50304,
     }  # fmt: skip
-    assert hf.config_from_hf(fields) == PythiaConfig.preset("70m", hidden_act="gelu")
+    assert hf.read_config(Pythia, fields) == PythiaConfig.preset("70m", hidden_act="gelu")
 
 
 @pytest.mark.parametrize("parallel", [True, False])
@@ -338,7 +339,6 @@ def test_all_that_is_wrong_is_in_one_error(tmp_path, monkeypatch):
     matrix = "gpt_neox.layers.1.attention.dense.weight"
     weights[matrix] = weights[matrix].astype(np.float64)
     monkeypatch.setattr(safetensors.Entry, "read", None)  # nothing is loaded
-    monkeypatch.setattr(hf, "Pythia", None)  # nor made: the configuration may be of a giant
     with pytest.raises(CheckpointError) as error:
         Pythia.from_pretrained(write(tmp_path / "a", weights))
     for text in (
@@ -349,6 +349,12 @@ def test_all_that_is_wrong_is_in_one_error(tmp_path, monkeypatch):
     ):
         assert text in str(error.value)
     assert f"{matrix} is F64, not F32 or BF16 or F16" in str(error.value)
+    giant = write(tmp_path / "b", weights, hidden_size=1 << 20, intermediate_size=1 << 30)
+    with pytest.raises(CheckpointError, match=r"not \[1073741824, 1048576\]"):
+        Pythia.from_pretrained(giant)  # compared, and never made
+    giant = write(tmp_path / "c", weights, hidden_size=1 << 40)
+    with pytest.raises(CheckpointError, match="config.json: .* passes 2\\^63 bytes"):
+        Pythia.from_pretrained(giant)
 
 
 def test_unusable_configurations(tmp_path):
@@ -356,7 +362,7 @@ def test_unusable_configurations(tmp_path):
                      "rope_scaling": {"type": "linear", "factor": 2.0}}  # fmt: skip
     del fields["vocab_size"]
     with pytest.raises(CheckpointError) as error:
-        hf.config_from_hf(fields)
+        hf.read_config(Pythia, fields)
     for text in (
         "vocab_size is missing",
         "hidden_act is 'relu'",
@@ -368,7 +374,7 @@ def test_unusable_configurations(tmp_path):
     # The names of other models, which transformers passes over here.
     alone = {k: v for k, v in BASE.items() if not k.startswith("rot")}
     with pytest.raises(CheckpointError) as error:
-        hf.config_from_hf(alone | {"rope_theta": 500, "partial_rotary_factor": 0.5})
+        hf.read_config(Pythia, alone | {"rope_theta": 500, "partial_rotary_factor": 0.5})
     for text in (
         "partial_rotary_factor is 0.5, which",
         "it computes with 0.25; rotary_pct says",
@@ -376,12 +382,12 @@ def test_unusable_configurations(tmp_path):
         "with 10000.0; rotary_emb_base says",
     ):
         assert text in str(error.value)
-    assert hf.config_from_hf(alone | {"rope_theta": 10000}).rotary_base == 10000
+    assert hf.read_config(Pythia, alone | {"rope_theta": 10000}).rotary_base == 10000
     with pytest.raises(CheckpointError, match="model_type is 'llama'"):
-        hf.config_from_hf(BASE | {"model_type": "llama"})
+        hf.read_config(Pythia, BASE | {"model_type": "llama"})
     for act in ([], {}, 3, None):
         with pytest.raises(CheckpointError, match="hidden_act is"):
-            hf.config_from_hf(BASE | {"hidden_act": act})
+            hf.read_config(Pythia, BASE | {"hidden_act": act})
     for name, value in (
         ("use_parallel_residual", "false"),
         ("tie_word_embeddings", None),
@@ -394,9 +400,9 @@ def test_unusable_configurations(tmp_path):
     ):
         word = {"rotary_emb_base": "rotary_base"}.get(name, name)
         with pytest.raises(CheckpointError, match=f"{word} (is|must be) .*, (not|but must be) "):
-            hf.config_from_hf(BASE | {name: value})
+            hf.read_config(Pythia, BASE | {name: value})
     with pytest.raises(CheckpointError, match="not a multiple"):
-        hf.config_from_hf(BASE | {"num_attention_heads": 3})
+        hf.read_config(Pythia, BASE | {"num_attention_heads": 3})
     with pytest.raises(CheckpointError, match="no such folder"):
         Pythia.from_pretrained(tmp_path / "none")
     with pytest.raises(CheckpointError, match="config.json: cannot be read"):
@@ -619,29 +625,29 @@ def test_export_and_import(tmp_path, capsys):
         )
     (run / "tokenizer.json").write_text(bpe().to_str())
     folder, again = tmp_path / "folder", tmp_path / "again" / "model.safetensors"
-    assert hf.main(["export", str(run), str(folder)]) == 0
+    assert shell.main(["export", str(run), str(folder)]) == 0
     assert str(folder / "model.safetensors") in capsys.readouterr().out
     assert (folder / "tokenizer_config.json").is_file()
     assert_equal(Pythia.from_pretrained(folder), model)
-    assert hf.main(["import", str(folder), str(again)]) == 0
+    assert shell.main(["import", str(folder), str(again)]) == 0
     assert (again.parent / "tokenizer.json").read_text() == (run / "tokenizer.json").read_text()
     read, optimizer, epoch, loss = load_checkpoint(again)
     assert_equal(read, model)
     assert optimizer is None and epoch == 0 and np.isnan(loss)
-    assert hf.main(["export", str(again), str(tmp_path / "back")]) == 0
+    assert shell.main(["export", str(again), str(tmp_path / "back")]) == 0
     for path in folder.iterdir():
         assert path.read_bytes() == (tmp_path / "back" / path.name).read_bytes(), path.name
-    assert hf.main(["import", str(folder), str(again), "--dtype", "bfloat16"]) == 0
+    assert shell.main(["import", str(folder), str(again), "--dtype", "bfloat16"]) == 0
     assert load_checkpoint(again)[0].config.dtype == "bfloat16"
 
 
 def test_errors_of_the_shell(tmp_path, capsys):
-    assert hf.main(["export", str(tmp_path), str(tmp_path / "a")]) == 1
+    assert shell.main(["export", str(tmp_path), str(tmp_path / "a")]) == 1
     assert "no good checkpoint in its folder checkpoints/" in capsys.readouterr().err
-    assert hf.main(["export", str(tmp_path / "none"), str(tmp_path / "a")]) == 1
+    assert shell.main(["export", str(tmp_path / "none"), str(tmp_path / "a")]) == 1
     assert "cannot be read" in capsys.readouterr().err
     model_of(vocab_size=300).save_pretrained(tmp_path / "a", bpe())
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert hf.main(["import", str(tmp_path / "a"), str(tmp_path / "b.safetensors")]) == 1
+    assert shell.main(["import", str(tmp_path / "a"), str(tmp_path / "b.safetensors")]) == 1
     assert "another model's tokenizer lies there already" in capsys.readouterr().err
     assert not (tmp_path / "b.safetensors").exists()

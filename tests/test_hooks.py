@@ -12,8 +12,9 @@ import pytest
 from harness import DEVICES, ROOT, device_of
 
 import needle as ndl
-from needle import Tensor, hooks
-from needle.models.pythia import Pythia, PythiaConfig, rotary_tables
+from needle import Tensor, hooks, nn
+from needle.models.pythia import Pythia, PythiaConfig
+from needle.nn.attention import PATTERNS, PROJECTIONS, RESULT, rotary_tables
 
 both = pytest.mark.parametrize("device", DEVICES)
 IDS = np.random.default_rng(5).integers(0, 29, (2, 9))
@@ -61,7 +62,8 @@ def gelu(x):
 
 def turned(x, config):
     """(B, T, H, D)"""
-    cos, sin = (t[: x.shape[1], None].astype(np.float64) for t in rotary_tables(config))
+    tables = rotary_tables(config.max_seq_len, config.rotary_dims, config.rotary_base)
+    cos, sin = (t[: x.shape[1], None].astype(np.float64) for t in tables)
     r = cos.shape[-1]
     a, b = x[..., :r], x[..., r : 2 * r]
     return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., 2 * r :]], axis=-1)
@@ -147,7 +149,7 @@ def test_names_alone_change_no_bit(device, dtype):
     names = [
         n
         for n in hooks.hook_names(model.config)
-        if not n.endswith(hooks.PATTERNS + hooks.PROJECTIONS + hooks.RESULT + hooks.SCALE)
+        if not n.endswith((*PROJECTIONS, *PATTERNS, RESULT, "hook_scale"))
     ]
     logits, cache = model.run_with_cache(IDS, names)
     np.testing.assert_array_equal(logits.numpy(), plain)
@@ -180,17 +182,19 @@ def test_names_alone_change_no_bit(device, dtype):
 def test_only_the_layer_that_is_asked_computes_patterns(monkeypatch):
     model = small()
     calls = []
-    plain = hooks._plain
-    monkeypatch.setattr(hooks, "_plain", lambda *args: calls.append(args[-1]) or plain(*args))
+    plain = nn.Attention._plain
+    monkeypatch.setattr(
+        nn.Attention, "_plain", lambda self, *args: calls.append(self) or plain(self, *args)
+    )
     model.run_with_cache(IDS, [PATTERN, "blocks.0.attn.hook_q"])
-    assert calls == ["blocks.1."]
+    assert calls == [model.layers[1].attention]
 
 
 def test_block_sparse_patterns():
     model = small(
         use_sparse_attention=True, sparse_pattern="local", sparse_window=3, sparse_block=2
     )
-    mask = model._block_mask(9).to_dense()
+    mask = model.block_mask(9).to_dense()
     wanted = forward(model, IDS, mask=mask)
     fused = model(IDS)[0].numpy()
     logits, cache = model.run_with_cache(IDS, [PATTERN, "blocks.0.attn.hook_v"])
@@ -361,7 +365,7 @@ def test_captured_tensors_keep_their_gradients(device, parallel):
     (logits * Tensor(weight, device=model.device, requires_grad=False)).sum().backward()
     for name, x in cache.items():
         direction = random.standard_normal(x.shape)
-        if name.endswith(hooks.PATTERNS):
+        if name.endswith(PATTERNS):
             direction *= np.tri(9)
 
         def loss_of(h, name=name, direction=direction):
@@ -448,6 +452,7 @@ import sys
 import numpy as np
 from needle import hooks
 from needle.models.pythia import Pythia, PythiaConfig
+from needle.nn.attention import PATTERNS, PROJECTIONS, RESULT
 model = Pythia(PythiaConfig(vocab_size=29, hidden_size=24, num_layers=2, num_heads=3))
 ids = np.arange(10).reshape(2, 5)
 def run(mark):
@@ -457,7 +462,7 @@ def run(mark):
     print("end", file=sys.stderr, flush=True)
 run("new")
 fused = [name for name in hooks.hook_names(model.config) if not name.endswith(
-         hooks.PROJECTIONS + hooks.PATTERNS + hooks.RESULT + hooks.SCALE)]
+         (*PROJECTIONS, *PATTERNS, RESULT, "hook_scale"))]
 with model.hooks({name: lambda x: None for name in fused}):
     run("hooked")
 with model.hooks({"blocks.1.ln2.hook_scale": lambda x: None}):

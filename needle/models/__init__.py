@@ -1,5 +1,26 @@
-"""Models: Pythia, the suite of GPT-NeoX language models by EleutherAI."""
+"""Models: Pythia, the suite of GPT-NeoX language models by EleutherAI, and a user's own."""
 
+from needle.models.language import LanguageModel
 from needle.models.pythia import PRESETS, Pythia, PythiaConfig, create_pythia_70m
+from needle.models.registry import (
+    Config,
+    from_pretrained,
+    model_class,
+    preset,
+    preset_names,
+    register,
+)
 
-__all__ = ["PRESETS", "Pythia", "PythiaConfig", "create_pythia_70m"]
+__all__ = [
+    "PRESETS",
+    "Config",
+    "LanguageModel",
+    "Pythia",
+    "PythiaConfig",
+    "create_pythia_70m",
+    "from_pretrained",
+    "model_class",
+    "preset",
+    "preset_names",
+    "register",
+]

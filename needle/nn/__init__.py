@@ -1,5 +1,6 @@
 """Modules, parameters and layers."""
 
+from needle.nn.attention import Attention, rotary_tables
 from needle.nn.basic import (
     GELU,
     BatchNorm1d,
@@ -13,6 +14,7 @@ from needle.nn.basic import (
     Residual,
     Sequential,
     SoftmaxLoss,
+    TiedHead,
 )
 from needle.nn.flat import FlatParameters, flatten_parameters, is_decayed
 from needle.nn.module import Module, Parameter
@@ -20,6 +22,7 @@ from needle.nn.transformer import AttentionLayer, MultiHeadAttention, Transforme
 
 __all__ = [
     "GELU",
+    "Attention",
     "AttentionLayer",
     "BatchNorm1d",
     "Dropout",
@@ -36,8 +39,10 @@ __all__ = [
     "Residual",
     "Sequential",
     "SoftmaxLoss",
+    "TiedHead",
     "Transformer",
     "TransformerLayer",
     "flatten_parameters",
     "is_decayed",
+    "rotary_tables",
 ]

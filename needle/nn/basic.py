@@ -23,7 +23,7 @@ class Linear(Module):
     """x @ weight + bias over the last axis of x.
 
     weight (in, out), Kaiming uniform with fan_in `in_features`, drawn first; bias (1, out), Kaiming
-    uniform with fan_in `out_features`.
+    uniform with fan_in `out_features`. With `std`: weight N(0, std^2), and bias zeros (out,).
 
     >>> layer = nn.Linear(3, 2)
     >>> layer(ndl.ones(5, 3)).shape
@@ -39,20 +39,42 @@ class Linear(Module):
         bias: bool = True,
         device: Device | None = None,
         dtype: str = "float32",
+        std: float | None = None,
     ) -> None:
         super().__init__()
+        place = {"device": device, "dtype": dtype}
         self.in_features = in_features
         self.out_features = out_features
         self.weight = Parameter(
-            init.kaiming_uniform(in_features, out_features, device=device, dtype=dtype)
+            init.kaiming_uniform(in_features, out_features, **place)
+            if std is None
+            else init.randn(in_features, out_features, std=std, **place)
         )
         self.bias: Parameter | None = None
         if bias:
-            drawn = init.kaiming_uniform(out_features, 1, device=device, dtype=dtype)
-            self.bias = Parameter(drawn.reshape((1, out_features)))
+            self.bias = Parameter(
+                init.kaiming_uniform(out_features, 1, **place).reshape((1, out_features))
+                if std is None
+                else init.zeros(out_features, **place)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.linear(x, self.weight, self.bias)
+
+
+class TiedHead(Module):
+    """x @ weight^T with the weight (V, C) of an embedding: no parameter of its own."""
+
+    def __init__(self, embedding: Embedding) -> None:
+        super().__init__()
+        self.embedding = embedding
+
+    @property
+    def weight(self) -> Parameter:
+        return self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.linear_transposed(x, self.weight)
 
 
 class Flatten(Module):
@@ -152,11 +174,13 @@ class Dropout(Module):
 
 class LayerNorm1d(Module):
     """(x - mean) / sqrt(var + eps) * weight + bias over the last axis; weight 1 and bias 0,
-    (dim,).
+    (dim,). Asked for `hook_scale`, it computes step by step in float32.
 
     >>> print(nn.LayerNorm1d(3)(ndl.Tensor([[1, 2, 3]])).numpy().round(3))
     [[-1.225  0.     1.225]]
     """
+
+    hook_points = {"hook_scale": None, "hook_normalized": None}
 
     def __init__(
         self, dim: int, eps: float = 1e-5, device: Device | None = None, dtype: str = "float32"
@@ -168,7 +192,15 @@ class LayerNorm1d(Module):
         self.bias = Parameter(init.zeros(dim, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.layer_norm(x, self.weight, self.bias, self.eps)
+        if not self.is_hooked_at("hook_scale"):
+            return self.hook("hook_normalized", ops.layer_norm(x, self.weight, self.bias, self.eps))
+        wide, column = ops.astype(x, "float32"), (*x.shape[:-1], 1)
+        centred = wide - ops.mean(wide, -1).reshape(column)
+        variance = ops.mean(centred * centred, -1).reshape(column)
+        scale = self.hook("hook_scale", ops.sqrt(variance + self.eps))
+        weight, bias = (ops.astype(p, "float32") for p in (self.weight, self.bias))
+        y = ops.astype(centred / scale * weight + bias, x.dtype)
+        return self.hook("hook_normalized", y)
 
 
 class BatchNorm1d(Module):
@@ -215,7 +247,7 @@ class BatchNorm1d(Module):
 
 
 class Embedding(Module):
-    """Rows of weight (n, d), drawn from N(0, 1), at whole numbers of any shape: (...) -> (...,
+    """Rows of weight (n, d), drawn from N(0, std^2), at whole numbers of any shape: (...) -> (...,
     d).
 
     >>> nn.Embedding(10, 4)([[1, 2, 3]]).shape
@@ -228,12 +260,13 @@ class Embedding(Module):
         embedding_dim: int,
         device: Device | None = None,
         dtype: str = "float32",
+        std: float = 1.0,
     ) -> None:
         super().__init__()
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.weight = Parameter(
-            init.randn(num_embeddings, embedding_dim, device=device, dtype=dtype)
+            init.randn(num_embeddings, embedding_dim, std=std, device=device, dtype=dtype)
         )
 
     def forward(self, x: Any) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,6 +69,11 @@ class Module:
     """
 
     training: bool = True
+    # The names that needle.hooks knows of this kind of module, in the order of computation: None
+    # beside a point, where forward calls `self.hook(name, x)`; beside a name of modules below, the
+    # attribute that holds the module or the list of them.
+    hook_points: Mapping[str, str | None] = {}
+    _hooks: Mapping[str, Sequence[Callable[[Tensor], Tensor]]] | None = None  # those in force
 
     def __init__(self) -> None:
         self.training = True
@@ -84,7 +89,18 @@ class Module:
         found = {id(v): v.size for _, v in _walk(self, "", set()) if isinstance(v, Parameter)}
         return "\n".join([f"{_label(self)}: {sum(found.values()):,} parameters", *_tree(self)])
 
-    # -- what it is made of
+    def hook(self, name: str, x: Tensor) -> Tensor:
+        """x, or what the functions hooked at this point give in its place."""
+        if self._hooks is not None:
+            for function in self._hooks.get(name, ()):
+                x = function(x)
+        return x
+
+    def is_hooked_at(self, *names: str) -> bool:
+        """Whether a function is hooked at one of these points: fused ops may then not hide it."""
+        return self._hooks is not None and any(name in self._hooks for name in names)
+
+    # -- its parts
 
     def named_parameters(self) -> list[tuple[str, Parameter]]:
         """(name, parameter) in the order of definition; a shared one once, under its first name."""

@@ -176,15 +176,15 @@ class QKVAttention(FusedOp):
             raise ValueError(f"qkv_attention: qkv must be (B, T, H, 3, D), but is {qkv.shape}")
         self.turned = _C.rotary(qkv, self.cos, self.sin, 2, 1.0)
         self.kernel = _Kernel(*self.options)
-        return self.kernel.forward(*_parts(self.turned))
+        return self.kernel.forward(*qkv_parts(self.turned))
 
     def backward(self, dout: NDArray, node: Tensor, sinks: Sequence[NDArray | None]) -> tuple:
         dturned = _C.empty(self.turned.shape, self.turned.dtype, self.turned.device)
-        self.kernel.backward(dout, _parts(self.turned), _parts(dturned))
+        self.kernel.backward(dout, qkv_parts(self.turned), qkv_parts(dturned))
         return (_C.rotary(dturned, self.cos, self.sin, 2, -1.0),)
 
 
-def _parts(packed: NDArray) -> list[NDArray]:
+def qkv_parts(packed: NDArray) -> list[NDArray]:
     """The views q, k, v (B, T, H, D) of a packed (B, T, H, 3, D)."""
     b, t, h, _, d = packed.shape
     sb, st, sh, _, sd = packed.strides

@@ -31,7 +31,8 @@ SHOWN = {
     "data.dataset": "DataLoader",
     "models.pythia": "Pythia PythiaConfig.preset Pythia.from_pretrained Pythia.generate "
     "Pythia.stream Pythia.hooks Pythia.run_with_cache Pythia.hidden_states",
-    "hf": "config_to_hf",
+    "models.gpt_neox": "config_to_hf",
+    "models.registry": "preset preset_names",
     "generation": "generate_text",
     "sampling": "sample",
     "evaluate": "windows perplexity",

@@ -27,6 +27,7 @@ from harness import DEVICES, EPS32, device_of
 
 import needle as ndl
 from needle import hf, nn, optim
+from needle.models import gpt_neox
 from needle.models.pythia import PRESETS, Pythia, PythiaConfig
 
 pytestmark = pytest.mark.parity
@@ -63,13 +64,17 @@ def peer_device() -> str:
     return "cuda" if torch().cuda.is_available() else "cpu"
 
 
+def is_transposed(name: str, values) -> bool:
+    return len(values.shape) == 2 and name != "embed_in.weight"
+
+
 def random_peer(config: PythiaConfig, seed: int = 0, gain: float = 1.0):
     """transformers' model in float32. Nothing is at its default; the scales keep every part of the
     model at work: inputs of about 1, and attention that is neither flat nor a single key. `gain`
     above 1 lets the layers drown the embedding."""
     import transformers
 
-    fields = hf.config_to_hf(config)
+    fields = gpt_neox.config_to_hf(config)
     fields.pop("architectures")
     there = transformers.GPTNeoXConfig(**fields, attn_implementation="sdpa")
     with torch().device(peer_device()):
@@ -95,7 +100,7 @@ def run_peer(peer, ids: np.ndarray, targets: np.ndarray) -> dict:
     loss = torch().nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
     loss.backward()
     found = {"logits": logits, "loss": loss}
-    found |= {hf.our_name(name): p.grad for name, p in peer.named_parameters()}
+    found |= {gpt_neox.our_name(name): p.grad for name, p in peer.named_parameters()}
     found = {name: value.detach().double().cpu() for name, value in found.items()}
     peer.zero_grad()
     return found
@@ -109,7 +114,7 @@ def run_needle(model: Pythia, ids: np.ndarray, targets: np.ndarray, flat: bool) 
     found = {"logits": logits.numpy(), "loss": loss.numpy()}
     for name, parameter in model.named_parameters():
         gradient = parameter.grad.numpy()
-        found[name] = gradient.T if hf.is_transposed(name, gradient.shape) else gradient
+        found[name] = gradient.T if is_transposed(name, gradient) else gradient
     del kept
     return {name: torch().tensor(np.ascontiguousarray(v)).double() for name, v in found.items()}
 
@@ -301,8 +306,8 @@ def test_folders_open_there_with_no_flag(tmp_path, dtype):
     named = dict(there.named_parameters())
     for name, parameter in model.named_parameters():
         values = parameter.numpy().astype(np.float32)
-        values = values.T if hf.is_transposed(name, values.shape) else values
-        other = named.pop({"embed_out.weight": "lm_head.weight"}.get(name, hf.hf_name(name)))
+        values = values.T if is_transposed(name, values) else values
+        other = named.pop({"embed_out.weight": "lm_head.weight"}.get(name, gpt_neox.hf_name(name)))
         np.testing.assert_array_equal(values, other.detach().float().numpy())
     assert not named
     opened = transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -376,7 +381,7 @@ def test_rotary_spellings_mean_the_same_there():
         {"rotary_pct": 0.5, "rotary_emb_base": 500, "partial_rotary_factor": 1, "rope_theta": 8},
     ):  # fmt: skip
         there = transformers.GPTNeoXConfig(**base, **fields).rope_parameters
-        here = hf.config_from_hf(base | fields)
+        here = hf.read_config(Pythia, base | fields)
         assert (here.rotary_pct, here.rotary_base) == (
             there["partial_rotary_factor"],
             there["rope_theta"],

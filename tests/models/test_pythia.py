@@ -397,11 +397,16 @@ def test_create_pythia_70m():
         {"use_parallel_residual": False, "intermediate_size": 33},
     ],
 )
-def test_parameter_shapes(changes):
+def test_shapes_without_memory(changes):
     model = small(**changes)
-    wanted = {name: parameter.shape for name, parameter in model.named_parameters()}
-    assert pythia.parameter_shapes(model.config) == wanted
-    assert list(pythia.parameter_shapes(model.config)) == list(wanted)
+    wanted = [(name, parameter.shape) for name, parameter in model.named_parameters()]
+    before = np.random.get_state()[1].tolist()
+    skeleton = model.config.skeleton()
+    assert [(name, p.shape) for name, p in skeleton.named_parameters()] == wanted
+    assert all(not any(p.cached_data.strides) for p in skeleton.parameters())
+    assert np.random.get_state()[1].tolist() == before  # nothing was drawn
+    with pytest.raises(ValueError, match="broadcast view"):
+        skeleton.embed_in.weight.cached_data.fill(1)
 
 
 @both

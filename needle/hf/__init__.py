@@ -1,0 +1,406 @@
+"""Models in and out of the folders that Hugging Face's `transformers` reads and writes.
+
+    python -m needle.hf export RUN_OR_CHECKPOINT FOLDER     a run's newest checkpoint, or a file
+    python -m needle.hf import FOLDER CHECKPOINT
+
+A folder holds config.json, generation_config.json, the weights (model.safetensors, or shards
+model-00001-of-0000N.safetensors with model.safetensors.index.json), and, where the tokenizer is
+known, tokenizer.json, tokenizer_config.json and special_tokens_map.json. Neither torch nor
+transformers is needed, and no pickle is opened.
+
+A model class says by its attribute `spelling` (see Spelling) how transformers names its fields and
+tensors. Weights of nn.Linear are (in, out) here and (out, in) there. Reading checks the
+configuration and the name, shape, dtype and place of every tensor before the first one is loaded.
+Writing goes file by file through a temporary one; weights of an earlier save that would shadow the
+new ones are removed last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from needle import _C, nn
+from needle.backend_ndarray import FLOAT_DTYPES, Device, NDArray, default_device
+from needle.data import END_OF_TEXT
+from needle.files import FileError, reading, replacing
+from needle.safetensors import FROM_FILE, Entry, pieces, read_header
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHARD_SIZE = 5_000_000_000  # bytes of tensors in one file
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+PADDING = "<|padding|>"  # of the GPT-NeoX tokenizer
+
+
+class Spelling(Protocol):
+    """How transformers writes a kind of model down; models/gpt_neox.py is one."""
+
+    MODEL_TYPE: str  # of config.json
+    TIED_HEAD: str  # our name of a head that a file may hold beside the embedding TIED_TO
+    TIED_TO: str
+
+    def config_from_hf(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """The fields of our configuration. ValueError lists all that cannot be read."""
+
+    def config_to_hf(self, config: Any, eos: int | None, pad: int | None) -> dict[str, Any]:
+        """config.json. ValueError for a model that transformers would compute otherwise."""
+
+    def hf_name(self, name: str) -> str:
+        """Their name of our parameter."""
+
+    def our_name(self, name: str) -> str:
+        """Our name of their tensor."""
+
+    def is_buffer(self, name: str) -> bool:
+        """Whether a tensor of their files is no parameter."""
+
+
+# ---- reading ------------------------------------------------------------------------------------
+
+
+def read_config(
+    model_class: Any, fields: dict[str, Any], dtype: str = "float32", source: str = "config.json"
+) -> Any:
+    """The configuration that the dictionary of a config.json describes. FileError lists all that is
+    missing or that needle cannot do."""
+    spelling, kind = model_class.spelling, fields.get("model_type")
+    if kind != spelling.MODEL_TYPE:
+        raise FileError(
+            f"{source}: model_type is {kind!r}; needle reads {spelling.MODEL_TYPE!r} only"
+        )
+    try:
+        return model_class.config_class(**spelling.config_from_hf(fields), dtype=dtype)
+    except (TypeError, ValueError) as error:
+        raise FileError(f"{source}: {error}") from error
+
+
+def load(
+    model_class: Any,
+    folder: str | os.PathLike,
+    device: Device | None = None,
+    dtype: str = "float32",
+) -> Any:
+    """The model of a folder, in `dtype` on `device`. Draws no random number. FileError names what
+    cannot be read and lists every tensor that is unknown, missing or of the wrong shape."""
+    folder = Path(folder)
+    if dtype not in FLOAT_DTYPES:
+        raise ValueError(
+            f"from_pretrained: dtype must be one of {', '.join(FLOAT_DTYPES)}, not {dtype!r}"
+        )
+    if not folder.is_dir():
+        raise FileError(
+            f"{folder}: no such folder; needle reads models from the disk, and downloads none"
+        )
+    device = default_device() if device is None else device
+    spelling, path = model_class.spelling, folder / "config.json"
+    config = read_config(model_class, read_json(path), dtype, str(path))
+    problems: list[str] = []
+    entries = _entries(folder, spelling, problems)
+    try:
+        model = config.skeleton(device)
+    except ValueError as error:  # sizes that no memory has
+        raise FileError(f"{path}: {error}") from error
+    transposed = _transposed(model)
+    shapes = {
+        name: parameter.shape[::-1] if name in transposed else parameter.shape
+        for name, parameter in model.named_parameters()
+    }
+    head = None if spelling.TIED_HEAD in shapes else entries.pop(spelling.TIED_HEAD, None)
+    _compare(entries, shapes, spelling, problems)
+    if head is not None and not problems:
+        _compare_head(head, entries[spelling.TIED_TO], problems)
+    if problems:
+        raise FileError(f"{folder}: does not fit its configuration: {'; '.join(problems)}")
+    for name, parameter in model.named_parameters():
+        value = entries[name].read(device)
+        if name in transposed:
+            value = value.permute((1, 0))
+        parameter.cached_data = _C.empty(value.shape, dtype, device)
+        _C.assign(parameter.cached_data, value)
+    if (folder / "tokenizer.json").is_file():
+        model.tokenizer = folder.absolute()
+    return model
+
+
+def _transposed(model: nn.Module) -> set[str]:
+    """The names of the parameters that lie the other way round there."""
+    return {
+        f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    }
+
+
+def _compare(
+    entries: Mapping[str, Entry],
+    shapes: Mapping[str, tuple[int, ...]],
+    spelling: Spelling,
+    problems: list[str],
+) -> None:
+    problems += [f"{spelling.hf_name(name)} is missing" for name in shapes if name not in entries]
+    allowed = [theirs for theirs, (ours, _) in FROM_FILE.items() if ours in FLOAT_DTYPES]
+    for name, entry in entries.items():
+        if name not in shapes:
+            problems.append(f"{entry.name} is unknown")
+            continue
+        if entry.shape != shapes[name]:
+            problems.append(f"{entry.name} has shape {list(entry.shape)}, not {list(shapes[name])}")
+        if entry.dtype not in allowed:
+            problems.append(f"{entry.name} is {entry.dtype}, not {' or '.join(allowed)}")
+
+
+def _compare_head(head: Entry, embedding: Entry, problems: list[str]) -> None:
+    """A tied model's file may hold the head as well; it must then be the embedding."""
+    same = (head.dtype, head.shape) == (embedding.dtype, embedding.shape)
+    if not same or not np.array_equal(*(_words(e) for e in (head, embedding))):
+        problems.append(f"{head.name} is not {embedding.name}, but tie_word_embeddings is true")
+
+
+def _words(entry: Entry) -> np.ndarray:
+    _, bits = FROM_FILE[entry.dtype]
+    return np.memmap(entry.path, f"<u{bits.itemsize}", "r", entry.offset, entry.shape)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file."""
+    with reading(path) as file:
+        text = file.read()
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"{path}: no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise FileError(f"{path}: must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _entries(folder: Path, spelling: Spelling, problems: list[str]) -> dict[str, Entry]:
+    """Our name -> tensor, of all weight files of the folder; buffers are left out."""
+    whole, index = folder / WEIGHTS, folder / INDEX
+    if whole.is_file():
+        found = _header(whole)
+    elif index.is_file():
+        found = _shards(folder, read_json(index), problems)
+    else:
+        raise FileError(_no_weights(folder))
+    entries: dict[str, Entry] = {}
+    for entry in found:
+        name = spelling.our_name(entry.name)
+        if spelling.is_buffer(name):
+            continue
+        if name in entries:
+            first = entries[name]
+            problems.append(
+                f"{entry.name} in {entry.path.name} is {first.name} in "
+                f"{first.path.name} a second time"
+            )
+        entries[name] = entry
+    return entries
+
+
+def _no_weights(folder: Path) -> str:
+    if not any(folder.glob("pytorch_model*.bin")):
+        return f"{folder}: no {WEIGHTS} and no {INDEX} in it"
+    parts, whole = str(folder / "pytorch_model*.bin"), str(folder / WEIGHTS)
+    line = (
+        "import glob, torch; from safetensors.torch import save_file; save_file({k: "
+        f"v.clone().contiguous() for f in sorted(glob.glob({parts!r})) for k, v in "
+        f"torch.load(f, map_location='cpu', weights_only=True).items()}}, {whole!r}, "
+        "{'format': 'pt'})"
+    )
+    escaped = re.sub(r'([\\"$`])', r"\\\1", line)
+    return (
+        f"{folder}: its weights are pytorch_model.bin, a pickle, which needle never opens. "
+        f'This line converts it: python -c "{escaped}"'
+    )
+
+
+def _shards(folder: Path, index: dict[str, Any], problems: list[str]) -> list[Entry]:
+    where = index.get("weight_map")
+    if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
+        raise FileError(f"{folder / INDEX}: has no weight_map from tensors to files")
+    found: list[Entry] = []
+    for file in sorted(set(where.values())):
+        if Path(file).name != file or not (folder / file).is_file():
+            problems.append(f"{INDEX} names the file {file!r}, which is not in the folder")
+            continue
+        shard = _header(folder / file)
+        names = {entry.name for entry in shard}
+        problems += [
+            f"{INDEX} says that {name} is in {file}, but it is not"
+            for name, place in where.items()
+            if place == file and name not in names
+        ]
+        found += shard
+    return found
+
+
+def _header(path: Path) -> list[Entry]:
+    with reading(path) as file:
+        return read_header(file)[1]
+
+
+# ---- writing ------------------------------------------------------------------------------------
+
+
+def save(
+    model: Any, folder: str | os.PathLike, tokenizer: Any = None, shard_size: int = SHARD_SIZE
+) -> list[Path]:
+    """Writes `model` to `folder` in its own dtype; returns the files. `tokenizer`: a
+    tokenizer.json, a folder that holds one, a `tokenizers.Tokenizer` or a tokenizer of
+    transformers; None: what the model came with. A file of weights holds `shard_size` bytes at
+    most, unless a single tensor is larger.
+
+    ValueError for a model that transformers cannot compute, before anything is written;
+    FileError where a file cannot be.
+    """
+    folder, config, spelling = Path(folder), model.config, type(model).spelling
+    spelling.config_to_hf(config)  # refuses before anything is read or written
+    try:
+        files, ids = _tokenizer_files(model.tokenizer if tokenizer is None else tokenizer, config)
+    except ValueError as error:
+        if tokenizer is not None:
+            raise
+        raise type(error)(
+            f"{error} (this tokenizer came with the model: model.tokenizer = None leaves it out)"
+        ) from error
+    end, padding = ids
+    files["config.json"] = _text(spelling.config_to_hf(config, end, padding))
+    generation = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": padding}
+    files["generation_config.json"] = _text({k: v for k, v in generation.items() if v is not None})
+
+    transposed = _transposed(model)
+    parameters = {
+        name: p.cached_data.permute((1, 0)) if name in transposed else p.cached_data
+        for name, p in model.named_parameters()
+    }
+    shards = _split(parameters, shard_size)
+    names = (
+        [WEIGHTS]
+        if len(shards) == 1
+        else [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    )
+    for name, shard in zip(names, shards):
+        tensors = {spelling.hf_name(key): parameters[key] for key in shard}
+        with replacing(folder / name) as file:
+            file.writelines(pieces(tensors, {"format": "pt"}))
+    if len(shards) > 1:
+        places = {
+            spelling.hf_name(key): name for name, shard in zip(names, shards) for key in shard
+        }
+        total = {
+            "total_parameters": sum(value.size for value in parameters.values()),
+            "total_size": sum(value.nbytes for value in parameters.values()),
+        }
+        files[INDEX] = _text({"metadata": total, "weight_map": dict(sorted(places.items()))})
+    for name, content in files.items():
+        with replacing(folder / name) as file:
+            file.write(content)
+    written = {*names, *files}
+    shard_name = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+    for path in folder.iterdir():
+        shadows = path.name in (WEIGHTS, INDEX) or shard_name.fullmatch(path.name)
+        if shadows and path.name not in written:
+            path.unlink()
+    return [folder / name for name in sorted(written)]
+
+
+def _text(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _split(parameters: dict[str, NDArray], limit: int) -> list[list[str]]:
+    """Names of parameters by file, in order."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, value in parameters.items():
+        if shards[-1] and size + value.nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += value.nbytes
+    return shards
+
+
+def _tokenizer_files(
+    tokenizer: Any, config: Any
+) -> tuple[dict[str, bytes], tuple[int | None, int | None]]:
+    """(name -> content, (id of the end of a text, id of padding)); the ids None where unknown."""
+    if tokenizer is None:
+        return {}, (None, None)
+    if hasattr(tokenizer, "save_pretrained"):  # of transformers: its own files
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer.save_pretrained(folder)
+            return _tokenizer_files(folder, config)
+    files: dict[str, bytes] = {}
+    if hasattr(tokenizer, "to_str"):
+        source, text = "the tokenizer", tokenizer.to_str().encode()
+    else:
+        path = Path(tokenizer)
+        folder = path if path.is_dir() else None
+        path = path / "tokenizer.json" if folder else path
+        source = str(path)
+        try:
+            text = path.read_bytes()
+            if folder and (folder / "tokenizer_config.json").is_file():  # one of theirs: as it is
+                files = {
+                    name: (folder / name).read_bytes()
+                    for name in TOKENIZER_FILES
+                    if (folder / name).is_file()
+                }
+        except OSError as error:
+            raise FileError(f"{path}: cannot be read: {error.strerror or error}") from error
+    ids = _token_ids(source, text)
+    highest = max(ids.values(), default=-1)
+    if highest >= config.vocab_size:
+        raise ValueError(
+            f"save_pretrained: {source} has token {highest}, but the model's "
+            f"vocabulary is {config.vocab_size}: they do not belong together"
+        )
+    special = {
+        "bos_token": END_OF_TEXT,
+        "eos_token": END_OF_TEXT,
+        "unk_token": END_OF_TEXT,
+        "pad_token": PADDING,
+    }
+    special = {role: token for role, token in special.items() if token in ids}
+    if not files:
+        files = {
+            "tokenizer.json": text,
+            "tokenizer_config.json": _text(
+                {
+                    **special,
+                    "clean_up_tokenization_spaces": False,
+                    "model_input_names": ["input_ids", "attention_mask"],  # no token_type_ids
+                    "model_max_length": config.max_seq_len,
+                    "tokenizer_class": "PreTrainedTokenizerFast",
+                }
+            ),
+            "special_tokens_map.json": _text(special),
+        }
+    return files, (ids.get(END_OF_TEXT), ids.get(PADDING))
+
+
+def _token_ids(source: str, text: bytes) -> dict[str, int]:
+    """Token -> id of a tokenizer.json, of the model's vocabulary and of the added tokens."""
+    try:
+        content = json.loads(text)
+        vocabulary = content["model"]["vocab"]
+        if isinstance(vocabulary, list):  # Unigram: pairs of token and score
+            vocabulary = {token: i for i, (token, _) in enumerate(vocabulary)}
+        added = content.get("added_tokens") or []
+        ids = {**vocabulary, **{token["content"]: token["id"] for token in added}}
+        wrong = [i for i in ids.values() if type(i) is not int or i < 0]
+        if wrong:
+            raise ValueError(f"{wrong[0]!r} is no id of a token")
+        return ids
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise FileError(
+            f"{source}: no tokenizer.json of the package `tokenizers`: {error!r}"
+        ) from error

@@ -1,0 +1,95 @@
+"""python -m needle.hf export RUN_OR_CHECKPOINT FOLDER | import FOLDER CHECKPOINT"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from pathlib import Path
+
+from needle import hf, models
+from needle.backend_ndarray import FLOAT_DTYPES, cpu
+from needle.checkpoint import CheckpointError, find_checkpoint, save_checkpoint
+from needle.files import replacing
+
+
+def export_checkpoint(
+    source: str | os.PathLike, folder: str | os.PathLike, tokenizer: str | os.PathLike | None = None
+) -> list[Path]:
+    """Writes a checkpoint, or the newest one of a run's folder, to `folder`; returns the files. The
+    tokenizer.json of the run, or the one beside the checkpoint, comes along where it is."""
+    checkpoint = find_checkpoint(source, lambda text: print(text, file=sys.stderr))
+    return hf.save(checkpoint.restore_model(cpu()), folder, tokenizer)
+
+
+def import_folder(
+    folder: str | os.PathLike, checkpoint: str | os.PathLike, dtype: str = "float32"
+) -> list[Path]:
+    """Writes the model of `folder` as a checkpoint without an optimizer, and its tokenizer.json
+    beside it, where apps/generate.py looks; returns the files. The loss it records is NaN."""
+    source, target = Path(folder) / "tokenizer.json", Path(checkpoint)
+    content = source.read_bytes() if source.is_file() else None
+    beside = target.parent / "tokenizer.json"
+    if content is not None and beside.is_file() and beside.read_bytes() != content:
+        raise CheckpointError(
+            f"{beside}: another model's tokenizer lies there already; write the "
+            "checkpoint to a folder of its own"
+        )
+    written = [
+        save_checkpoint(models.from_pretrained(folder, cpu(), dtype), None, 0, math.nan, target)
+    ]
+    if content is not None:
+        with replacing(beside) as file:
+            file.write(content)
+        written.append(beside)
+    return written
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="python -m needle.hf",
+        description="Models in and out of the folders of Hugging Face's transformers.",
+    )
+    commands = top.add_subparsers(dest="command", required=True)
+    out = commands.add_parser("export", help="from a run or a checkpoint to a folder")
+    out.add_argument(
+        "source",
+        metavar="RUN_OR_CHECKPOINT",
+        help="a checkpoint, or the folder of a run: its newest one",
+    )
+    out.add_argument("folder", metavar="FOLDER", help="what transformers will open")
+    out.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="a tokenizer.json, where none lies in the folder of the run",
+    )
+    into = commands.add_parser("import", help="from a folder to a checkpoint")
+    into.add_argument("folder", metavar="FOLDER", help="what save_pretrained of transformers wrote")
+    into.add_argument("checkpoint", metavar="CHECKPOINT", help="the file to write")
+    into.add_argument(
+        "--dtype",
+        choices=FLOAT_DTYPES,
+        default="float32",
+        help="of the parameters (default: float32, which holds all others)",
+    )
+    return top
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    try:
+        if args.command == "export":
+            written = export_checkpoint(args.source, args.folder, args.tokenizer)
+        else:
+            written = import_folder(args.folder, args.checkpoint, args.dtype)
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"needle.hf: {error}", file=sys.stderr)
+        return 1
+    for path in written:
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

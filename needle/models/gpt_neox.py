@@ -1,0 +1,171 @@
+"""GPT-NeoX as Hugging Face's `transformers` spells it: config.json and the names of tensors. It is
+the spelling (needle/hf) of Pythia.
+
+Our names of tensors are theirs without `gpt_neox.`; their head is `embed_out` or `lm_head`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+MODEL_TYPE = "gpt_neox"
+# A tied model's file may hold the head as well; it must then be the embedding.
+TIED_HEAD, TIED_TO = "embed_out.weight", "embed_in.weight"
+
+# Hugging Face's hidden_act to ours. Those of one form differ in the order of roundings alone.
+READ_ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_new",
+    "gelu_fast": "gelu_fast",
+    "gelu_accurate": "gelu_new",
+    "gelu_pytorch_tanh": "gelu_pytorch_tanh",
+    "gelu_python_tanh": "gelu_pytorch_tanh",
+}
+WRITE_ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}  # the one name that they do not know
+
+# What older versions saved beside the parameters, and what follows from the configuration.
+BUFFERS = re.compile(
+    r"(layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.\w+)"
+    r"|rotary_emb\.\w+)"
+)
+
+
+def config_from_hf(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a PythiaConfig that the dictionary of a GPTNeoXConfig describes, in any
+    version's spelling. ValueError lists all that is missing or that needle cannot do."""
+    problems: list[str] = []
+    names = {
+        "vocab_size": "vocab_size",
+        "hidden_size": "hidden_size",
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_heads",
+        "intermediate_size": "intermediate_size",
+    }
+    read: dict[str, Any] = {}
+    for theirs, name in names.items():
+        if fields.get(theirs) is None:
+            problems.append(f"{theirs} is missing")
+        read[name] = fields.get(theirs)
+    act = fields.get("hidden_act", "gelu")
+    if not isinstance(act, str) or act not in READ_ACTIVATIONS:
+        problems.append(f"hidden_act is {act!r}, but must be one of {', '.join(READ_ACTIVATIONS)}")
+    if fields.get("attention_bias", True) is not True:
+        problems.append("attention_bias is false; needle's attention has biases")
+    for name, default in (("use_parallel_residual", True), ("tie_word_embeddings", False)):
+        read[name] = fields.get(name, default)
+        if not isinstance(read[name], bool):  # "false" would be true
+            problems.append(f"{name} is {read[name]!r}, but must be true or false")
+    read["rotary_pct"], read["rotary_base"] = _rotary(fields, problems)
+    if problems:
+        raise ValueError("; ".join(problems))
+    read["max_seq_len"] = fields.get("max_position_embeddings", 2048)
+    read["layer_norm_eps"] = fields.get("layer_norm_eps", 1e-5)
+    read["hidden_act"] = READ_ACTIVATIONS[act]
+    return read
+
+
+def _rotary(fields: dict[str, Any], problems: list[str]) -> tuple[float, float]:
+    """(share of the head that turns, base). In the order in which transformers believes them:
+    rope_parameters, then GPT-NeoX's own names. The names of other models beside them, which it
+    writes but does not read, must not be the only ones to say something."""
+    nested = {}
+    for name in ("rope_parameters", "rope_scaling"):
+        value = fields.get(name) or {}
+        if not isinstance(value, dict):
+            problems.append(f"{name} is {value!r}, but must be a dictionary or null")
+            continue
+        kind = value.get("rope_type", value.get("type", "default"))
+        if kind != "default":
+            problems.append(f"{name} asks for {kind!r} positions; needle knows 'default' only")
+        nested = nested or value
+    found = []
+    for default, new, old in (
+        (0.25, "partial_rotary_factor", "rotary_pct"),
+        (10000.0, "rope_theta", "rotary_emb_base"),
+    ):
+        value, name = next(
+            (
+                (place[name], name)
+                for place, name in ((nested, new), (fields, old))
+                if place.get(name) is not None
+            ),
+            (default, ""),
+        )
+        if not name and fields.get(new) not in (None, default):
+            problems.append(
+                f"{new} is {fields[new]!r}, which GPT-NeoX in transformers does not "
+                f"read: it computes with {default}; {old} says what it is"
+            )
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            problems.append(f"{name} is {value!r}, but must be a number")
+            value = default
+        found.append(float(value))
+    return found[0], found[1]
+
+
+def config_to_hf(
+    config: Any, eos_token_id: int | None = None, pad_token_id: int | None = None
+) -> dict[str, Any]:
+    """config.json of a model. Rotary is spelled as transformers 4 and as 5 reads it. ValueError for
+    a model that transformers would compute otherwise.
+
+    >>> fields = ndl.models.gpt_neox.config_to_hf(ndl.PythiaConfig.preset("70m"))
+    >>> fields["hidden_act"], fields["rotary_pct"], fields["num_hidden_layers"]
+    ('gelu_new', 0.25, 6)
+    """
+    if config.use_sparse_attention:
+        raise ValueError(
+            "save_pretrained: this model's attention is block-sparse, which GPT-NeoX "
+            "in transformers is not: it would compute something else. Save it with "
+            "save_checkpoint"
+        )
+    return {
+        "architectures": ["GPTNeoXForCausalLM"],
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "bos_token_id": eos_token_id,
+        "classifier_dropout": 0.1,
+        "dtype": config.dtype,
+        "eos_token_id": eos_token_id,
+        "hidden_act": WRITE_ACTIVATIONS.get(config.hidden_act, config.hidden_act),
+        "hidden_dropout": 0.0,
+        "hidden_size": config.hidden_size,
+        "initializer_range": 0.02,
+        "intermediate_size": config.intermediate_size,
+        "layer_norm_eps": config.layer_norm_eps,
+        "max_position_embeddings": config.max_seq_len,
+        "model_type": MODEL_TYPE,
+        "num_attention_heads": config.num_heads,
+        "num_hidden_layers": config.num_layers,
+        "pad_token_id": pad_token_id,
+        "rope_parameters": {
+            "partial_rotary_factor": config.rotary_pct,
+            "rope_theta": config.rotary_base,
+            "rope_type": "default",
+        },
+        "rotary_emb_base": config.rotary_base,
+        "rotary_pct": config.rotary_pct,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "torch_dtype": config.dtype,
+        "use_cache": True,
+        "use_parallel_residual": config.use_parallel_residual,
+        "vocab_size": config.vocab_size,
+    }
+
+
+def hf_name(name: str) -> str:
+    """Their name of our parameter."""
+    return name if name.startswith("embed_out.") else f"gpt_neox.{name}"
+
+
+def our_name(name: str) -> str:
+    """Our name of their tensor; of one that we do not have, whatever it is."""
+    name = name.removeprefix("gpt_neox.")
+    return "embed_out." + name.removeprefix("lm_head.") if name.startswith("lm_head.") else name
+
+
+def is_buffer(name: str) -> bool:
+    """Whether a tensor is no parameter: older versions saved what follows from config.json too."""
+    return BUFFERS.fullmatch(name) is not None

@@ -1,0 +1,167 @@
+"""The base of language models: ids in, logits and loss out, generation, hooks, sizes.
+
+A subclass has a configuration with vocab_size, max_seq_len and dtype, makes its modules in
+__init__, and writes
+
+    hidden(ids, cache)   int32 ids (B, T) on the device -> (B, T, C), as the head reads it; layer i
+                         gives `cache.layer(i)`, where there is a cache, to its nn.Attention
+    embed_out            (B, T, C) -> logits (B, T, V): nn.Linear or nn.TiedHead
+
+Everything else is read off its modules. Axis letters: B batch, T time, C channels, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import numpy as np
+
+from needle import generation, nn, ops
+from needle.autograd import Tensor
+from needle.backend_ndarray import Device, NDArray, array, default_device
+from needle.block_mask import BlockMask
+from needle.hooks import Hooked, hook_names
+from needle.models.registry import Config
+
+
+class LanguageModel(Hooked):
+    """`dtype` (default: the configuration's) is that of parameters and activations. `tokenizer` is
+    where the model came from with one."""
+
+    config_class: ClassVar[type[Config]]
+    embed_out: nn.Module
+
+    def __init__(self, config: Any, device: Device | None = None, dtype: str | None = None) -> None:
+        super().__init__()
+        self.config = config if dtype is None else dataclasses.replace(config, dtype=dtype)
+        self.device = default_device() if device is None else device
+        self.tokenizer: Any = None
+
+    def hidden(self, ids: NDArray, cache: generation.Cache | None = None) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__}.hidden is not defined")
+
+    def block_mask(self, time: int) -> BlockMask | None:
+        """The blocks of keys that attention reads in sequences of `time` tokens; None: all. Models
+        that have one generate without a cache."""
+        return None
+
+    def forward(self, input_ids: Any, targets: Any = None) -> tuple[Tensor, Tensor | None]:
+        """ids (B, T) -> logits (B, T, V) and, with targets (B, T), the mean cross-entropy in nats
+        over the targets that are not negative.
+
+        Host data (lists, NumPy, CPU arrays) is checked against the vocabulary before anything is
+        uploaded: ValueError. An int32 NDArray that lies on the GPU already is taken as it is.
+        """
+        ids = self._tokens(input_ids, "input_ids", low=0)
+        wanted = None if targets is None else self._tokens(targets, "targets", low=None)
+        if wanted is not None and tuple(wanted.shape) != tuple(ids.shape):
+            raise ValueError(
+                f"{self._name}: targets have shape {tuple(wanted.shape)}, input_ids "
+                f"{tuple(ids.shape)}; both must be (batch, time)"
+            )
+        batch, time = ids.shape
+        logits = self.embed_out(self.hidden(ids))
+        if wanted is None:
+            return logits, None
+        flat = logits.reshape((batch * time, self.config.vocab_size))
+        return logits, ops.cross_entropy(flat, wanted.reshape((batch * time,)))
+
+    def final_hidden(self, input_ids: Any) -> Tensor:
+        """ids (B, T) -> (B, T, C), as the head reads it; ids are checked as in forward()."""
+        return self.hidden(self._tokens(input_ids, "input_ids", low=0))
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    def _tokens(self, ids: Any, what: str, low: int | None) -> NDArray:
+        """int32 (B, T) on the model's device; host values below `low` or beyond the vocabulary
+        are refused."""
+        if isinstance(ids, Tensor):
+            ids = ids.cached_data
+        on_device = (
+            isinstance(ids, NDArray)
+            and ids.device == self.device
+            and ids.dtype == "int32"
+            and str(ids.device) != "cpu()"
+        )
+        if not on_device:
+            ids = ids.numpy() if isinstance(ids, NDArray) else np.asarray(ids)
+            whole = ids.dtype.kind in "iu" or (
+                ids.dtype.kind == "f" and np.isfinite(ids).all() and (ids == np.floor(ids)).all()
+            )
+            if not whole:
+                raise TypeError(f"{self._name}: {what} must be whole numbers, but are {ids.dtype}")
+        shape = tuple(ids.shape)
+        if len(shape) != 2:
+            raise ValueError(
+                f"{self._name}: {what} must be (batch, time), but the shape is {shape}"
+            )
+        if 0 in shape:
+            raise ValueError(f"{self._name}: {what} are empty: the shape is {shape}")
+        if shape[1] > self.config.max_seq_len:
+            raise ValueError(
+                f"{self._name}: {what} are {shape[1]} tokens long, but max_seq_len is "
+                f"{self.config.max_seq_len}"
+            )
+        if on_device:
+            return ids
+        wrong = ids >= self.config.vocab_size
+        if low is not None:
+            wrong |= ids < low
+        if wrong.any():
+            where = tuple(int(i) for i in np.argwhere(wrong)[0])
+            raise ValueError(
+                f"{self._name}: {what}: token {int(ids[where])} at position {where} is outside "
+                f"the vocabulary of {self.config.vocab_size}"
+            )
+        # All negative targets mean the same: let none wrap around in 32 bits.
+        return array(ids.astype(np.int64).clip(-1).astype(np.int32), "int32", self.device)
+
+    def __repr__(self) -> str:
+        attentions = self._modules(nn.Attention)
+        heads = attentions[0].heads if attentions else 0
+        return (
+            f"{self._name}({self.num_parameters():,} parameters, {len(attentions)} layers, hidden "
+            f"{heads * attentions[0].head_dim if attentions else 0}, {heads} heads, vocabulary "
+            f"{self.config.vocab_size}, {self.config.dtype} on {self.device})"
+        )
+
+    def num_parameters(self) -> int:
+        return sum(parameter.size for parameter in self.parameters())
+
+    def _modules(self, *kinds: type) -> list[Any]:
+        return [module for _, module in self.named_modules() if isinstance(module, kinds)]
+
+    def flops_per_token(self, time: int) -> float:
+        """Floating-point operations a token of forward and backward at length `time`: 6 for each
+        element of a matrix that multiplies it (the embedding multiplies nothing), and attention
+        over the keys that are seen: half of all, of a block mask half of each diagonal block."""
+        matrices = sum(linear.weight.size for linear in self._modules(nn.Linear, nn.TiedHead))
+        width = sum(
+            attention.heads * attention.head_dim for attention in self._modules(nn.Attention)
+        )
+        mask = self.block_mask(time)
+        seen = 0.5
+        if mask is not None:
+            blocks = mask.causal().blocks
+            seen = (blocks.sum() - np.trace(blocks, axis1=1, axis2=2).sum() / 2) / blocks.size
+        return 6 * matrices + 12 * width * time * seen
+
+    def hidden_states(self, input_ids: Any) -> tuple[Tensor, ...]:
+        """The residual stream of ids (B, T), as `output_hidden_states` of transformers: L + 1
+        Tensors (B, T, C), what each layer reads, and what the head reads behind the final norm.
+
+        >>> config = ndl.PythiaConfig(vocab_size=50, hidden_size=16, num_layers=1, num_heads=2)
+        >>> model = ndl.Pythia(config)
+        >>> [state.shape for state in model.hidden_states([[1, 2, 3]])]
+        [(1, 3, 16), (1, 3, 16)]
+        """
+        names = [name for name in hook_names(self) if name.endswith(".hook_resid_pre")]
+        names.append("ln_final.hook_normalized")
+        _, cache = self.run_with_cache(input_ids, names)
+        return tuple(cache[name] for name in names)
+
+    stream = generation.stream
+    generate = generation.generate

@@ -1,0 +1,131 @@
+"""Models by name: how checkpoints, command lines and folders of transformers find a class.
+
+A model is a Module with a configuration: `@register("name")` on a class whose `config_class` is a
+frozen dataclass derived from Config, and whose constructor takes (config, device=None). Whoever
+loads a checkpoint must have imported the module that registers its model; Pythia is there always.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from needle import hf, init
+from needle.backend_ndarray import Device, cpu
+from needle.files import FileError
+from needle.nn import Module
+
+_families: dict[str, type[Module]] = {}
+
+AnyModel = TypeVar("AnyModel", bound=type[Module])
+AnyConfig = TypeVar("AnyConfig", bound="Config")
+
+
+class Config:
+    """The base of configurations, which are frozen dataclasses."""
+
+    family: ClassVar[str]  # set by register()
+    model_class: ClassVar[type[Module]]  # the same
+
+    @classmethod
+    def presets(cls) -> Mapping[str, Mapping[str, Any]]:
+        """Models by name: the fields of each that are not at their defaults."""
+        return {}
+
+    @classmethod
+    def preset(cls: type[AnyConfig], name: str, **changes: Any) -> AnyConfig:
+        """The configuration of this name, with fields changed."""
+        presets = cls.presets()
+        if name not in presets:
+            raise ValueError(f"no preset {name!r}; there are {', '.join(presets)}")
+        cls._check_fields(changes)
+        return dataclasses.replace(cls(**presets[name]), **changes)
+
+    @classmethod
+    def from_dict(cls: type[AnyConfig], fields: Mapping[str, Any]) -> AnyConfig:
+        cls._check_fields(fields)
+        return cls(**fields)
+
+    @classmethod
+    def _check_fields(cls, fields: Mapping[str, Any]) -> None:
+        unknown = sorted(set(fields) - {field.name for field in dataclasses.fields(cls)})
+        if unknown:
+            raise ValueError(f"{cls.__name__}: unknown fields {', '.join(unknown)}")
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def skeleton(self, device: Any = None) -> Any:
+        """The model of this configuration, as shapes without memory: see init.skeleton()."""
+        with init.skeleton():
+            return self.model_class(self, device=cpu() if device is None else device)
+
+
+def register(name: str) -> Callable[[AnyModel], AnyModel]:
+    """A class decorator: checkpoints of the class say `name`, and its presets can be asked for.
+
+    ValueError where another class has the name, or one of the presets' names."""
+
+    def decorate(cls: AnyModel) -> AnyModel:
+        config, old = cls.config_class, _families.get(name)
+        if old is not None and old.__qualname__ != cls.__qualname__:
+            raise ValueError(f"register: {name!r} is {old.__qualname__} already")
+        if vars(config).get("family", name) != name:
+            raise ValueError(f"register: {config.__name__} belongs to {config.family!r} already")
+        for family, other in _families.items():
+            taken = config.presets().keys() & other.config_class.presets().keys()
+            if family != name and taken:
+                raise ValueError(f"register: {family!r} has a preset {min(taken)!r} already")
+        config.family, config.model_class = name, cls
+        _families[name] = cls
+        return cls
+
+    return decorate
+
+
+def model_class(name: str) -> type[Module]:
+    """The class that is registered under a name."""
+    if name not in _families:
+        raise ValueError(
+            f"no model {name!r} is registered; there are {', '.join(_families)}. Import the module "
+            "that registers it"
+        )
+    return _families[name]
+
+
+def preset_names() -> list[str]:
+    """The presets of all registered models.
+
+    >>> ndl.models.preset_names()[:3]
+    ['tiny', 'pythia-14m', 'pythia-31m']
+    """
+    return [name for cls in _families.values() for name in cls.config_class.presets()]
+
+
+def preset(name: str, **changes: Any) -> Config:
+    """The configuration of a preset of any registered model, with fields changed.
+
+    >>> ndl.models.preset("pythia-70m", dtype="bfloat16").hidden_size
+    512
+    """
+    for cls in _families.values():
+        if name in cls.config_class.presets():
+            return cls.config_class.preset(name, **changes)
+    raise ValueError(f"no preset {name!r}; there are {', '.join(preset_names())}")
+
+
+def from_pretrained(
+    folder: str | os.PathLike, device: Device | None = None, dtype: str | None = None
+) -> Any:
+    """The model that transformers saved in `folder`, of the registered class that spells its
+    model_type, in `dtype` (float32 where none is given). FileError lists all that does not fit."""
+    path = Path(folder) / "config.json"
+    kind = hf.read_json(path).get("model_type")
+    readable = [cls for cls in _families.values() if hasattr(cls, "spelling")]
+    spelled = {cls.spelling.MODEL_TYPE: cls for cls in readable}
+    if kind not in spelled:
+        raise FileError(f"{path}: model_type is {kind!r}; needle reads {', '.join(spelled)} only")
+    return hf.load(spelled[kind], folder, device, dtype or "float32")

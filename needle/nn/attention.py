@@ -1,0 +1,132 @@
+"""Causal self-attention with rotary positions, as GPT-NeoX has it (Black et al. 2022).
+
+Axis letters: B batch, T time, C features, H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from needle import ops
+from needle._C import Device, NDArray
+from needle.autograd import Tensor
+from needle.backend_ndarray import array
+from needle.block_mask import BlockMask
+from needle.nn.basic import Linear
+from needle.nn.module import Module
+
+PROJECTIONS = ("hook_q", "hook_k", "hook_v", "hook_rot_q", "hook_rot_k")
+PATTERNS = ("hook_attn_scores", "hook_pattern")
+RESULT = "hook_result"
+
+# The packed projection (B, T, H, 3, D) and the whole tables -> what each head has gathered,
+# (B, T, H, D). A cache of keys and values attends so: needle/generation.py.
+Cached = Callable[[Tensor, tuple[NDArray, NDArray]], Tensor]
+
+
+def rotary_tables(length: int, dims: int, base: float = 10000.0) -> tuple[np.ndarray, np.ndarray]:
+    """cos and sin (length, dims / 2) in float32, for heads of which the first `dims` dimensions are
+    rotated (Su et al. 2021). The angles are rounded to float32 as every GPT-NeoX rounds them: the
+    published weights have learned those."""
+    exponents = np.arange(0, dims, 2, dtype=np.float32) / np.float32(max(dims, 1))
+    frequencies = np.float32(1) / np.float32(base) ** exponents
+    angles = np.outer(np.arange(length, dtype=np.float32), frequencies)
+    return np.cos(angles), np.sin(angles)
+
+
+class Attention(Module):
+    """(B, T, C) -> (B, T, C): a projection to q, k and v, attention, a projection back.
+
+    The output axis of `query_key_value` is [head 0: q k v][head 1: q k v]..., so that
+    (B, T, H, 3, D) is a view of it. in_std, out_std: of the two projections' weights, as in Linear.
+
+    >>> rotary = tuple(map(nd.array, nn.rotary_tables(16, 4)))
+    >>> nn.Attention(32, 2)(ndl.randn(1, 16, 32), rotary).shape
+    (1, 16, 32)
+    """
+
+    hook_points = dict.fromkeys((*PROJECTIONS, *PATTERNS, "hook_z", RESULT))
+
+    def __init__(
+        self,
+        features: int,
+        heads: int,
+        bias: bool = True,
+        device: Device | None = None,
+        dtype: str = "float32",
+        in_std: float | None = None,
+        out_std: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.heads, self.head_dim = heads, features // heads
+        self.query_key_value = Linear(features, 3 * features, bias, device, dtype, in_std)
+        self.dense = Linear(features, features, bias, device, dtype, out_std)
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: tuple[NDArray, NDArray],
+        mask: BlockMask | None = None,
+        cache: Cached | None = None,
+    ) -> Tensor:
+        """Training and evaluation attend within x, prefill and decoding over what `cache` holds.
+
+        rotary: tables (S, R) with S >= T, 2 R <= D. mask: only these blocks of keys. Scores and
+        pattern are computed, T x T numbers a head in float32, where a hook asks for them; q, k and
+        v one by one where one asks for those.
+        """
+        batch, time, _ = x.shape
+        qkv = self.query_key_value(x).reshape((batch, time, self.heads, 3, self.head_dim))
+        cos, sin = (table[:time] for table in rotary)
+        if cache is not None:
+            seen = cache(qkv, rotary)
+        elif self.is_hooked_at(*PROJECTIONS, *PATTERNS):
+            seen = self._by_parts(qkv, cos, sin, mask)
+        else:
+            seen = ops.qkv_attention(qkv, cos, sin, causal=True, mask=mask)
+        seen = self.hook("hook_z", seen)
+        if self.is_hooked_at(RESULT):
+            return self._by_head(seen)
+        return self.dense(seen.reshape(x.shape))
+
+    def _by_parts(self, qkv: Tensor, cos: NDArray, sin: NDArray, mask: BlockMask | None) -> Tensor:
+        q, k, v = (self.hook(name, x) for name, x in zip(PROJECTIONS, ops.split(qkv, 3)))
+        q = self.hook("hook_rot_q", _rotated(q, cos, sin))
+        k = self.hook("hook_rot_k", _rotated(k, cos, sin))
+        if self.is_hooked_at(*PATTERNS):
+            return self._plain(q, k, v, mask)
+        return ops.attention(q, k, v, causal=True, mask=mask)
+
+    def _plain(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None) -> Tensor:
+        """Causal attention of (B, T, H, D) with all its probabilities, in float32."""
+        time, heads, size = q.shape[1:]
+        visible = np.tri(time, dtype=bool)[None]
+        if mask is not None:
+            visible = visible & mask.to_dense().reshape((-1, time, time))
+        hidden_keys = np.where(visible, np.float32(0), -np.float32(np.inf))
+        q, k, wide = (ops.transpose(ops.astype(x, "float32"), (1, 2)) for x in (q, k, v))
+        scores = ops.matmul(q, ops.transpose(k)) / math.sqrt(size)
+        scores = scores + Tensor.from_ndarray(array(hidden_keys[None], "float32", q.device))
+        scores = self.hook("hook_attn_scores", scores)
+        pattern = self.hook("hook_pattern", ops.softmax(scores))
+        return ops.astype(ops.transpose(ops.matmul(pattern, wide), (1, 2)), v.dtype)
+
+    def _by_head(self, seen: Tensor) -> Tensor:
+        """The projection back of (B, T, H, D), head by head in float32."""
+        weight = ops.astype(self.dense.weight, "float32")
+        weight = weight.reshape((self.heads, self.head_dim, weight.shape[1]))
+        wide = ops.transpose(ops.astype(seen, "float32"), (1, 2))
+        result = self.hook(RESULT, ops.transpose(ops.matmul(wide, weight), (1, 2)))
+        y = result.sum(2)
+        if self.dense.bias is not None:
+            y = y + ops.astype(self.dense.bias, "float32")
+        return ops.astype(y, seen.dtype)
+
+
+def _rotated(x: Tensor, cos: NDArray, sin: NDArray) -> Tensor:
+    """(B, T, H, D) rotated by position."""
+    batch, time, heads, size = x.shape
+    return ops.rotary(x.reshape((batch, time, heads, 1, size)), cos, sin, 1).reshape(x.shape)
