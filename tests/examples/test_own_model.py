@@ -1,0 +1,154 @@
+"""examples/own_model.py does all that it promises, on both devices: it is registered, trained by
+the application's loop, saved, resumed bit for bit, generates with the cache, and is hooked."""
+
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from harness import DEVICES, ROOT, device_of
+
+import needle as ndl
+from needle import generation, hooks, models, nn, optim
+from needle.checkpoint import Checkpoint, CheckpointError, checkpoint_path
+
+sys.path.insert(0, str(ROOT / "examples"))
+
+import own_model  # noqa: E402
+
+both = pytest.mark.parametrize("device", DEVICES)
+SMALL = own_model.OwnConfig(
+    vocab_size=50, hidden_size=32, num_layers=2, num_heads=2, max_seq_len=48
+)
+IDS = np.arange(18).reshape(2, 9)
+
+
+def small(device: str, seed: int = 0) -> own_model.OwnModel:
+    np.random.seed(seed)
+    return own_model.OwnModel(SMALL, device_of(device))
+
+
+def test_it_is_short():
+    assert len((ROOT / "examples" / "own_model.py").read_text().splitlines()) <= 120
+
+
+@both
+def test_it_trains_saves_and_goes_on(device, tmp_path):
+    """As a person runs it, in three processes; a GPU run also in bfloat16."""
+    np.save(tmp_path / "tokens.npy", np.random.RandomState(3).randint(0, 60, 430).astype(np.uint16))
+
+    def run(name: str, *flags: str) -> str:
+        command = [sys.executable, str(ROOT / "examples" / "own_model.py"), "--name", name]
+        settings = {"--model": "own", "--data": tmp_path / "tokens.npy", "--batch-size": 2,
+                    "--seq-len": 16, "--steps": 6, "--save-every": 2, "--grad-accum": 2,
+                    "--out": tmp_path, "--device": device}  # fmt: skip
+        done = subprocess.run(
+            [*command, *(str(x) for pair in settings.items() for x in pair), *flags],
+            env={**os.environ, "NEEDLE_CACHE": str(tmp_path / "cache")},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+    for dtype in ("float32", *(["bfloat16"] if device == "cuda" else [])):
+        whole, stopped = (tmp_path / f"{name}-{dtype}" / "checkpoints" for name in ("whole", "cut"))
+        assert "OwnModel(" in run(whole.parent.name, "--dtype", dtype)
+        run(stopped.parent.name, "--dtype", dtype)
+        checkpoint_path(stopped, 6).unlink()
+        assert "after step 4" in run(stopped.parent.name, "--dtype", dtype, "--resume", "auto")
+        ends = [Checkpoint(checkpoint_path(folder, 6)) for folder in (whole, stopped)]
+        assert ends[0].state["model"] == "own"
+        assert ends[0].state["loss"] == ends[1].state["loss"] < 9
+        for ours, theirs in zip(*(end.restore()[1].state_dict()["arrays"].items() for end in ends)):
+            assert ours[0] == theirs[0]
+            np.testing.assert_array_equal(ours[1].numpy(), theirs[1].numpy())
+        for ours, theirs in zip(*(end.restore_model().parameters() for end in ends)):
+            np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
+
+
+@both
+def test_a_checkpoint_is_the_model(device, tmp_path):
+    model = small(device)
+    optimizer = optim.AdamW(nn.flatten_parameters(model), lr=1e-2)
+    for _ in range(3):
+        _, loss = model(IDS[:, :-1], IDS[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.reset_grad()
+    path = ndl.save_checkpoint(model, optimizer, 1, float(loss.numpy()), tmp_path / "a.safetensors")
+    again, its_optimizer, epoch, _ = ndl.load_checkpoint(path, device_of(device))
+    assert type(again) is own_model.OwnModel and again.config == SMALL and epoch == 1
+    for each, its in ((model, optimizer), (again, its_optimizer)):
+        _, loss = each(IDS[:, :-1], IDS[:, 1:])
+        loss.backward()
+        its.step()
+    for ours, theirs in zip(model.parameters(), again.parameters()):
+        np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
+
+
+@both
+def test_the_cache_changes_nothing(device, monkeypatch):
+    model = small(device)
+    rows = [np.arange(5), np.arange(11)]
+    fast = model.generate(rows, 40, temperature=0.0)
+    monkeypatch.setattr(generation, "Cache", None)  # what follows must not have one
+    with model.hooks({"hook_embed": lambda x: None}):
+        slow = model.generate(rows, 40, temperature=0.0)
+    for ours, theirs in zip(fast, slow):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@both
+def test_hooks_see_and_replace(device):
+    model = small(device)
+    plain = model(IDS)[0].numpy()
+    names = hooks.hook_names(SMALL)
+    assert names[:4] == [
+        "hook_embed", "blocks.0.hook_resid_pre", "blocks.0.ln1.hook_normalized",
+        "blocks.0.attn.hook_q",
+    ]  # fmt: skip
+    logits, cache = model.run_with_cache(IDS)
+    assert list(cache) == names and cache["blocks.1.attn.hook_pattern"].shape == (2, 2, 9, 9)
+    np.testing.assert_allclose(logits.numpy(), plain, rtol=0, atol=2e-6 * np.abs(plain).max())
+    inside = set(nn.attention.PROJECTIONS) | set(nn.attention.PATTERNS) | {nn.attention.RESULT}
+    fused = [name for name in names if name.rpartition(".")[2] not in inside]
+    logits, cache = model.run_with_cache(IDS, fused)
+    np.testing.assert_array_equal(logits.numpy(), plain)  # names alone change no bit
+    with model.hooks({"blocks.0.mlp.hook_post": lambda x: x * 0.0}):
+        assert np.abs(model(IDS)[0].numpy() - plain).max() > 1e-4
+
+
+def test_sizes_are_read_off_the_modules():
+    model = small("cpu")
+    layer = 4 * 32 * 32 + 3 * 32 * 85 + 2 * 32
+    assert model.num_parameters() == 50 * 32 + 2 * layer + 32
+    matrices = 50 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 85)
+    assert model.flops_per_token(16) == 6 * matrices + 12 * 2 * 32 * 16 / 2
+    assert math.isclose(float(model(IDS, IDS + 20)[1].numpy()), math.log(50), rel_tol=0.3)
+
+
+def test_the_registry_refuses_what_is_taken():
+    assert models.model_class("own") is own_model.OwnModel
+    assert models.preset("own-wide").hidden_size == 384 and "own" in models.preset_names()
+    with pytest.raises(ValueError, match="'own' is OwnModel already"):
+        models.register("own")(models.Pythia)
+    with pytest.raises(ValueError, match="PythiaConfig belongs to 'pythia' already"):
+        models.register("other")(models.Pythia)
+    with pytest.raises(ValueError, match="OwnConfig: unknown fields use_sparse_attention"):
+        models.preset("own", use_sparse_attention=True)
+    with pytest.raises(ValueError, match="no model 'none' is registered; there are pythia, own"):
+        models.model_class("none")
+
+
+def test_a_checkpoint_of_a_model_that_nobody_registered(tmp_path):
+    path = ndl.save_checkpoint(small("cpu"), None, 0, 1.0, tmp_path / "a.safetensors")
+    code = f"import needle as ndl; ndl.load_checkpoint({str(path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert "no model 'own' is registered" in done.stderr and "Import the module" in done.stderr
+    with pytest.raises(CheckpointError, match="cannot be used: no model 'nobody'"):
+        checkpoint = Checkpoint(path)
+        checkpoint.state["model"] = "nobody"
+        checkpoint.restore()
