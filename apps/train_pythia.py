@@ -109,7 +109,7 @@ def train(run: Run) -> int:
         run.seconds,
         trackers.start(run.folder, run.step, settings, run.tensorboard, run.wandb),
     )
-    share = Tensor.from_ndarray(full((), 1 / micro_batches, "float32", run.device))
+    loss_scale = Tensor.from_ndarray(full((), 1 / micro_batches, "float32", run.device))
     stop = Stop()
     try:
         if run.step == 0 and settings["recipe"]:
@@ -119,7 +119,9 @@ def train(run: Run) -> int:
             where, waited = f"epoch {batches.epoch}, batch {batches.batch}", batches.waited
             optimizer.lr = schedule(step)
             optimizer.reset_grad()
-            losses = [forward_backward(model, *batches.next(), share) for _ in range(micro_batches)]
+            losses = [
+                forward_backward(model, *batches.next(), loss_scale) for _ in range(micro_batches)
+            ]
             norm, scale = optim.grad_norm(flat, settings["clip"])
             optimizer.step(scale)
             log.queue(step, losses, norm, optimizer.lr, where, 1e3 * (batches.waited - waited))
@@ -154,12 +156,12 @@ def train(run: Run) -> int:
 
 
 def forward_backward(
-    model: models.LanguageModel, ids: np.ndarray, targets: np.ndarray, share: Tensor
+    model: models.LanguageModel, ids: np.ndarray, targets: np.ndarray, loss_scale: Tensor
 ) -> NDArray:
-    """Adds this micro-batch's share of the gradient to the buffers; the loss stays on the device.
+    """Adds the gradient of loss_scale times the loss to the buffers; the loss stays on the device.
     The logits and all activations are free when this returns."""
     _, loss = model(ids, targets)
-    loss.backward(share)
+    loss.backward(loss_scale)
     return loss.cached_data
 
 
@@ -289,7 +291,7 @@ def finish(run: Run, log: RunLog) -> None:
 
 
 def sample_text(run: Run) -> str:
-    """What the model writes after the beginning of a held-out text."""
+    """The text that the model writes after the beginning of a held-out one."""
     prompt = np.asarray(run.data.held_out[:16], np.int64)
     if len(prompt) == 0:
         prompt = np.asarray(run.data.train[:16], np.int64)
@@ -306,7 +308,7 @@ def sample_text(run: Run) -> str:
 
 
 def resumed_checkpoint(args) -> Checkpoint | None:
-    """What --resume names; None where `auto` finds nothing."""
+    """The checkpoint that --resume names; None where `auto` finds nothing."""
     if args.resume != "auto":
         return find_checkpoint(args.resume)
     runs = Path(args.out)

@@ -132,7 +132,7 @@ __all__ += ops.__all__
 
 __version__: str = build_info()["version"]
 
-# What costs time to import, or what few need, comes when it is first asked for.
+# Modules that cost time to import, or that few need, come when they are first asked for.
 _SUBMODULES = (
     "checkpoint",
     "data",

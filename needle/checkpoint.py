@@ -105,7 +105,7 @@ def _check_optimizer(model: nn.Module, optimizer: optim.Optimizer) -> None:
 
 
 def versions() -> dict[str, str]:
-    """What a run was made with."""
+    """The versions that a run was made with."""
     return {
         "needle": _C.build_info()["version"],
         "numpy": np.__version__,

@@ -240,7 +240,7 @@ def generate_text(
     end: int | None = None,
     **options: Any,
 ) -> list[str]:
-    """What follows each prompt, as stream_text() tells it; all prompts in one batch.
+    """The text that follows each prompt, as stream_text() tells it; all prompts in one batch.
 
     >>> tokenizer = ndl.data.train_tokenizer(iter(["the cat sat on the mat "] * 9), 280)
     >>> config = ndl.PythiaConfig(vocab_size=280, hidden_size=16, num_layers=1, num_heads=2)
@@ -290,7 +290,7 @@ class _Text:
         self.text, self.shown, self.done = "", 0, False
 
     def push(self, token: int, end: int | None) -> str:
-        """What has become certain with this token."""
+        """The text that has become certain with this token."""
         if self.done or token == end:
             self.done = True
             return ""

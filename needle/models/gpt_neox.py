@@ -25,7 +25,7 @@ READ_ACTIVATIONS = {
 }
 WRITE_ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}  # the one name that they do not know
 
-# What older versions saved beside the parameters, and what follows from the configuration.
+# Older versions saved these beside the parameters; they follow from the configuration.
 BUFFERS = re.compile(
     r"(layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.\w+)"
     r"|rotary_emb\.\w+)"
@@ -67,7 +67,7 @@ def config_from_hf(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rotary(fields: dict[str, Any], problems: list[str]) -> tuple[float, float]:
-    """(share of the head that turns, base). In the order in which transformers believes them:
+    """(part of the head that is rotated, base). In the order in which transformers believes them:
     rope_parameters, then GPT-NeoX's own names. The names of other models beside them, which it
     writes but does not read, must not be the only ones to say something."""
     nested = {}

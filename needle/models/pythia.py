@@ -7,7 +7,7 @@
                                         unless tie_word_embeddings: embed_in transposed
 
 Attention packs q, k and v per head: the output axis of query_key_value is [head 0: q k v][head 1:
-q k v]..., so that (B, T, H, 3, D) is a view of it. Rotary turns the first quarter of each head.
+q k v]..., so that (B, T, H, 3, D) is a view of it. Rotary rotates the first quarter of each head.
 
 Parameters carry GPT-NeoX's names without the `gpt_neox.` prefix. Linear weights are (in, out), the
 transpose of Hugging Face's. Axis letters: B batch, T time, C channels, H heads, D head dim, V
@@ -115,7 +115,7 @@ class PythiaConfig(Config):
             )
         if not 0 <= self.rotary_pct <= 1 or self.rotary_dims % 2:
             raise ValueError(
-                f"PythiaConfig: rotary_pct {self.rotary_pct} turns {self.rotary_dims} "
+                f"PythiaConfig: rotary_pct {self.rotary_pct} rotates {self.rotary_dims} "
                 f"of {self.head_dim} dimensions; it must be an even number of them"
             )
         for name, allowed in (

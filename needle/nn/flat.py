@@ -14,7 +14,7 @@ ALIGNMENT = 64  # elements: each parameter starts on a boundary that every vecto
 
 
 class FlatParameters:
-    """What `flatten_parameters` made.
+    """The buffers that `flatten_parameters` made.
 
     data: (N,) in the model's dtype; grad: (N,) float32. Decayed parameters come first and fill
     data[:decay_size]. Parameter i is `parameters[i]`, named `names[i]`, at data[offsets[i]:] with
