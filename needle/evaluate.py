@@ -40,7 +40,7 @@ LOGITS = 1 << 26
 
 @dataclass(frozen=True)
 class Scores:
-    """What `perplexity` found."""
+    """The result of `perplexity`."""
 
     tokens: int  # how many were scored
     nats: float  # the sum of their scores
@@ -339,7 +339,7 @@ def _count(text: str) -> int:
 
 
 def evaluate(args: argparse.Namespace) -> Scores:
-    """What the command does between reading its arguments and printing."""
+    """The scores that the command line asks for."""
     model, beside = load_model(args.model, choose_device(args.device), args.dtype)
     tokenizer_path = args.tokenizer or beside
     if tokenizer_path is None and open_tokens(Path(args.data)) is None:

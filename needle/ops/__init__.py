@@ -102,7 +102,8 @@ from needle.ops.shape import (
     tuple_get_item,
 )
 
-# Written out, as the imports are: type checkers lose names that families' own lists would join.
+# Written out for type checkers, which cannot join lists of the families; a test compares it with
+# what is there.
 __all__ = [
     "AddScalar",
     "AsType",

@@ -45,7 +45,7 @@ def rotary(x: Tensor, cos: Any, sin: Any, parts: int) -> Tensor:
     """Rotary position embedding (Su et al. 2021) in the form of GPT-NeoX.
 
     x: (B, T, H, P, D); cos, sin: (T, R) float32 with 2 R <= D. In the first `parts` of the P slices
-    dims (i, i + R), i < R, turn by the angle of position t; everything else is copied.
+    dims (i, i + R), i < R, rotate by the angle of position t; everything else is copied.
     """
     device = x.device
     return Rotary(_array(cos, device), _array(sin, device), parts)(x)
@@ -174,14 +174,14 @@ class QKVAttention(FusedOp):
     def compute(self, qkv: NDArray) -> NDArray:
         if qkv.ndim != 5 or qkv.shape[3] != 3:
             raise ValueError(f"qkv_attention: qkv must be (B, T, H, 3, D), but is {qkv.shape}")
-        self.turned = _C.rotary(qkv, self.cos, self.sin, 2, 1.0)
+        self.rotated = _C.rotary(qkv, self.cos, self.sin, 2, 1.0)
         self.kernel = _Kernel(*self.options)
-        return self.kernel.forward(*_parts(self.turned))
+        return self.kernel.forward(*_parts(self.rotated))
 
     def backward(self, dout: NDArray, node: Tensor, sinks: Sequence[NDArray | None]) -> tuple:
-        dturned = _C.empty(self.turned.shape, self.turned.dtype, self.turned.device)
-        self.kernel.backward(dout, _parts(self.turned), _parts(dturned))
-        return (_C.rotary(dturned, self.cos, self.sin, 2, -1.0),)
+        drotated = _C.empty(self.rotated.shape, self.rotated.dtype, self.rotated.device)
+        self.kernel.backward(dout, _parts(self.rotated), _parts(drotated))
+        return (_C.rotary(drotated, self.cos, self.sin, 2, -1.0),)
 
 
 def _parts(packed: NDArray) -> list[NDArray]:
