@@ -391,10 +391,13 @@ def complete(named: dict, tokens: int | None, on_gpu: bool) -> dict:
 def data_of(settings: dict) -> dict:
     """The data of a run as needle/data/runs.py describes them."""
     return {
-        **{name: settings[name] for name in ("tokenizer", "batch_size", "seq_len", "seed")},
         "path": settings["data"],
+        "tokenizer": settings["tokenizer"],
         "vocab_size": 4096 if settings["model"] == "tiny" else 50257,
+        "batch_size": settings["batch_size"],
         "micro_batches": settings["grad_accum"],
+        "seq_len": settings["seq_len"],
+        "seed": settings["seed"],
         "samples": settings["steps"] * settings["grad_accum"] * settings["batch_size"],
     }
 

@@ -102,8 +102,7 @@ from needle.ops.shape import (
     tuple_get_item,
 )
 
-# Written out for type checkers, which cannot join lists of the families; a test compares it with
-# what is there.
+# Written out for type checkers; a test compares it with what is there.
 __all__ = [
     "AddScalar",
     "AsType",

@@ -174,14 +174,14 @@ class QKVAttention(FusedOp):
     def compute(self, qkv: NDArray) -> NDArray:
         if qkv.ndim != 5 or qkv.shape[3] != 3:
             raise ValueError(f"qkv_attention: qkv must be (B, T, H, 3, D), but is {qkv.shape}")
-        self.rotated = _C.rotary(qkv, self.cos, self.sin, 2, 1.0)
+        self.turned = _C.rotary(qkv, self.cos, self.sin, 2, 1.0)
         self.kernel = _Kernel(*self.options)
-        return self.kernel.forward(*_parts(self.rotated))
+        return self.kernel.forward(*_parts(self.turned))
 
     def backward(self, dout: NDArray, node: Tensor, sinks: Sequence[NDArray | None]) -> tuple:
-        drotated = _C.empty(self.rotated.shape, self.rotated.dtype, self.rotated.device)
-        self.kernel.backward(dout, _parts(self.rotated), _parts(drotated))
-        return (_C.rotary(drotated, self.cos, self.sin, 2, -1.0),)
+        dturned = _C.empty(self.turned.shape, self.turned.dtype, self.turned.device)
+        self.kernel.backward(dout, _parts(self.turned), _parts(dturned))
+        return (_C.rotary(dturned, self.cos, self.sin, 2, -1.0),)
 
 
 def _parts(packed: NDArray) -> list[NDArray]:
