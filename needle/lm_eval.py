@@ -39,7 +39,7 @@ from needle import evaluate
 from needle.data import END_OF_TEXT, load_tokenizer
 from needle.models.pythia import Pythia
 
-AUTO_TOKENS = 16384  # of a batch where batch_size is auto
+AUTO_TOKENS = 16384  # in a batch of batch_size=auto
 MAX_GEN_TOKS = 256  # where a task does not say
 TOKEN_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
@@ -212,7 +212,7 @@ class NeedleLM(TemplateLM):
         return written
 
     def _continue(self, prompts: list[list[int]], options: _Options) -> list[str]:
-        """The continuation of each prompt, up to a stop string, the end of the text, or the limit.
+        """Each prompt's continuation, up to a stop string, the end of the text, or the limit.
         Random numbers are NumPy's global stream, which the harness seeds."""
         rows: list[list[int]] = [[] for _ in prompts]
         open_rows = set(range(len(prompts)))
