@@ -4,7 +4,7 @@ A Tensor wraps an NDArray (`cached_data`) and, when it was computed from Tensors
 gradients, remembers the op and the inputs that made it. `backward()` walks that graph from the
 result to the leaves.
 
-An op offers up to three things (csrc/DESIGN.md, 11):
+An op offers up to three things (docs/design.md, Two protocols):
 
 - `compute(*arrays)`: NDArrays in, NDArray out (a TensorTupleOp: a tuple of NDArrays);
 - `gradient(out_grad, node)`: Tensors in, a Tensor or a tuple of Tensors out, one for each input of
