@@ -1,4 +1,4 @@
-"""All parameters of a module in one buffer, all their gradients in another (csrc/DESIGN.md, 10)."""
+"""All parameters of a module in one buffer, all their gradients in another (docs/design.md)."""
 
 from __future__ import annotations
 
