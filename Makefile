@@ -107,11 +107,6 @@ $(STATE)/test: $(STATE)/build
 # ---- what to do ------------------------------------------------------------------------------------
 lib: $(STATE)/build
 	@"$(PY)" -W ignore setup.py -q build_ext --inplace
-ifneq ($(strip $(VENV)),)
-	@[ -e $(STATE)/installed ] || { printf '%s\n' '$(CURDIR)' '$(CURDIR)/packaging' 'import _needle_lm_eval' > \
-	    "$$("$(PY)" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/needle-checkout.pth" \
-	    && touch $(STATE)/installed; }
-endif
 
 train: $(STATE)/train lib
 	@"$(PY)" apps/train_pythia.py $(ARGS)

@@ -10,11 +10,10 @@ import argparse
 import sys
 from pathlib import Path
 
-# From a clone the package lies beside this folder, installed or not.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import train_flags  # noqa: E402
 
+import checkout  # noqa: F401  the needle of this checkout, or the installed one
 from needle.backend_ndarray import choose_device  # noqa: E402
 from needle.data import END_OF_TEXT, load_tokenizer  # noqa: E402
 from needle.evaluate import load_model  # noqa: E402

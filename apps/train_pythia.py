@@ -22,14 +22,13 @@ from pathlib import Path
 
 import numpy as np
 
-# From a clone the package lies beside this folder, installed or not.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import recipes  # noqa: E402
 import trackers  # noqa: E402
 import train_flags  # noqa: E402
 from run_log import NotFinite, RunLog, peak_flops, plot  # noqa: E402
 
+import checkout  # noqa: F401  the needle of this checkout, or the installed one
 import needle as ndl  # noqa: E402
 from needle import nn, optim  # noqa: E402
 from needle.autograd import Tensor, no_grad  # noqa: E402

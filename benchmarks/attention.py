@@ -15,10 +15,14 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import statistics
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import checkout  # noqa: F401  the needle of this checkout, or the installed one
 import needle as ndl
 from needle import _C
 from needle.block_mask import BlockMask

@@ -17,12 +17,16 @@ import importlib.util
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import checkout  # noqa: F401  the needle of this checkout, or the installed one
 import needle as ndl
 from needle.models.pythia import Pythia, PythiaConfig
 

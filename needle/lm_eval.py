@@ -1,12 +1,10 @@
 """needle as a model of the LM evaluation harness (Gao et al., the package `lm_eval`).
 
-    lm_eval --model needle --model_args pretrained=runs/tiny --tasks lambada_openai
+    python -m needle.lm_eval --model needle --model_args pretrained=runs/tiny --tasks lambada_openai
 
-An installed needle, or the .venv of `make`, tells the harness about itself
-(packaging/_needle_lm_eval.py); in Python, lm_eval.simple_evaluate(model="needle",
-model_args={"pretrained": ...}) works as well. Where needle is only on PYTHONPATH, or the harness is
-older than 0.4.10, `python -m needle.lm_eval` takes the place of `lm_eval` and every word of its
-command line, and `import needle.lm_eval` registers the model in Python.
+takes every word of the command line of `lm_eval`, which knows the models of its own table alone and
+offers no way to add one from outside. In Python, `import needle.lm_eval` registers the model:
+lm_eval.simple_evaluate(model="needle", model_args={"pretrained": ...}) works after it.
 
 Scores are those of the harness' own `hf` model on the same weights: context and continuation are
 encoded together and cut at the context's length, an empty context is the tokenizer's BOS token (or
@@ -39,8 +37,7 @@ from needle import evaluate
 from needle.data import END_OF_TEXT, load_tokenizer
 from needle.models.pythia import Pythia
 
-# What `batch_size=auto` fills a batch with.
-AUTO_TOKENS = 16384
+AUTO_TOKENS = 16384  # in a batch of batch_size=auto
 MAX_GEN_TOKS = 256  # where a task does not say
 TOKEN_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
@@ -213,8 +210,8 @@ class NeedleLM(TemplateLM):
         return written
 
     def _continue(self, prompts: list[list[int]], options: _Options) -> list[str]:
-        """What follows each prompt, up to a stop string, the end of the text, or the limit. Random
-        numbers are NumPy's global stream, which the harness seeds."""
+        """Each prompt's continuation, up to a stop string, the end of the text, or the limit.
+        Random numbers are NumPy's global stream, which the harness seeds."""
         rows: list[list[int]] = [[] for _ in prompts]
         open_rows = set(range(len(prompts)))
         for drawn in self.model.stream(
