@@ -11,9 +11,12 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import checkout
+
+checkout.choose()
+
 import train_flags  # noqa: E402
 
-import checkout  # noqa: F401  the needle of this checkout, or the installed one
 from needle.backend_ndarray import choose_device  # noqa: E402
 from needle.data import END_OF_TEXT, load_tokenizer  # noqa: E402
 from needle.evaluate import load_model  # noqa: E402

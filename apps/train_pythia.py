@@ -23,12 +23,15 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import checkout
+
+checkout.choose()
+
 import recipes  # noqa: E402
 import trackers  # noqa: E402
 import train_flags  # noqa: E402
 from run_log import NotFinite, RunLog, peak_flops, plot  # noqa: E402
 
-import checkout  # noqa: F401  the needle of this checkout, or the installed one
 import needle as ndl  # noqa: E402
 from needle import nn, optim  # noqa: E402
 from needle.autograd import Tensor, no_grad  # noqa: E402

@@ -26,7 +26,9 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import checkout  # noqa: F401  the needle of this checkout, or the installed one
+import checkout
+
+checkout.choose()
 import needle as ndl
 from needle.models.pythia import Pythia, PythiaConfig
 

@@ -25,7 +25,9 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import checkout  # noqa: F401  the needle of this checkout, or the installed one
+import checkout
+
+checkout.choose()
 from needle import _C
 
 C, HEADS, HEAD_DIM, VOCABULARY, PARAMETERS = 512, 8, 64, 50304, 70_426_624

@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import checkout
 
+checkout.choose()
 from needle import _C
 
 print(_C.__file__)
