@@ -88,25 +88,19 @@ def find_toolkit() -> Cuda | str:
         parts = [root, *(root / f"targets/{m}-linux" for m in (machine, "sbsa"))]
         if root.parent.name == "nvidia":  # pip: nvidia/cuda_runtime, nvidia/cublas lie beside it
             parts += sorted(root.parent.iterdir())
-        include = [part / "include" for part in parts]
-        include = [
-            p
-            for p in include
-            if any((p / h).exists() for h in ("cuda_runtime_api.h", "cublasLt.h"))
-        ]
+        include = [part / "include" for part in parts if (part / "include").is_dir()]
         libraries = [part / lib for part in parts for lib in ("lib64", "lib")]
         libraries += [Path(f"/usr/lib/{machine}-linux-gnu"), Path("/usr/lib64")]
-        libraries = [p for p in libraries if p.is_dir()]
-        shared = [f for p in libraries for f in sorted(p.glob("libcublasLt.so*"))]
-        if not shared:
-            reasons.append(f"{nvcc} has no libcublasLt.so beside it (pip install nvidia-cublas)")
-        elif not any((p / "libcudart_static.a").exists() for p in libraries):
-            reasons.append(
-                f"{nvcc} has no libcudart_static.a beside it (pip install nvidia-cuda-runtime)"
-            )
-        else:
+        libraries = [path for path in libraries if path.is_dir()]
+        cublaslt = [f for path in libraries for f in sorted(path.glob("libcublasLt.so*"))]
+        cudart = [path for path in libraries if (path / "libcudart_static.a").exists()]
+        if cublaslt and cudart:
             say(f"CUDA toolkit {release[1]}: {root} (from {how})")
-            return Cuda(nvcc, release[1], include, libraries, shared[0])
+            return Cuda(nvcc, release[1], include, libraries, cublaslt[0])
+        name, package = "libcudart_static.a", "nvidia-cuda-runtime"
+        if not cublaslt:
+            name, package = "libcublasLt.so", "nvidia-cublas"
+        reasons.append(f"{nvcc} has no {name} beside it (pip install {package})")
     return "; ".join(reasons) or (
         "no CUDA toolkit (looked at CUDA_HOME, CUDA_PATH, nvcc on the PATH, /usr/local/cuda, "
         f"NVIDIA's pip packages: {NVIDIA_PIP})"
