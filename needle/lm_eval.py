@@ -14,8 +14,10 @@ harness' rolling windows.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -295,9 +297,12 @@ def _special_tokens(file: Path, tokenizer: Any) -> tuple[int | None, int]:
 
 
 def main() -> None:
-    """The harness' command line."""
+    """The harness' command line; its help begins with the model that it has here."""
     from lm_eval.__main__ import cli_evaluate
 
+    if {"-h", "--help"} & {*sys.argv}:
+        print("python -m needle.lm_eval is lm-eval with --model needle, whose --model_args are\n")
+        print(inspect.cleandoc(NeedleLM.__doc__).split("\n\n", 1)[1], end="\n\n")
     cli_evaluate()
 
 

@@ -300,3 +300,7 @@ assert get_model("dummy").__name__ == "DummyLM"
     env = dict(os.environ, PYTHONPATH=str(ROOT), PYTHONWARNINGS="ignore")
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    words = [sys.executable, "-m", "needle.lm_eval", "--help"]
+    done = subprocess.run(words, env=env, capture_output=True, text=True)
+    assert "--model needle" in done.stdout and "pretrained: " in done.stdout, done.stderr
+    assert "hellaswag" in done.stdout  # the harness' own help follows
