@@ -1,6 +1,7 @@
 """The NDArray of api.md: views, indexing, arithmetic, reductions and exchange, against NumPy."""
 
 import copy
+import gc
 import pickle
 
 import numpy as np
@@ -665,6 +666,7 @@ def test_memory_stats_count_arrays():
 
 
 def test_memory_of_every_size_is_counted_aligned_and_given_back():
+    gc.collect()  # arrays that earlier tests left must not go in between
     nd.cpu().empty_cache()
     before = nd.cpu().memory_stats()
     for size in [0, 1, 8, 57, 400, 2801, 19608, 137257, 960800, 6725601, 47079208]:
