@@ -25,7 +25,7 @@ def name(path: Path) -> str:
 
 C_FILES = [p for p in files("csrc/*", "csrc/cpu/*", "cuda/*") if p.suffix in C_KINDS]
 PY_FILES = files(
-    "setup.py", "building/*.py", "needle/**/*.py", "apps/*.py", "benchmarks/*.py", "tests/**/*.py"
+    "*.py", "building/*.py", "needle/**/*.py", "apps/*.py", "benchmarks/*.py", "tests/**/*.py"
 )
 
 
