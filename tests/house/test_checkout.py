@@ -29,7 +29,7 @@ print(_C.__file__)
 def tree(tmp_path):
     """A small project with a Makefile, an app, and a .venv that has nothing, not built."""
     made = Tree(tmp_path / "tree")
-    for folder in ("ops", "nn", "models", "data"):
+    for folder in ("ops", "nn", "data", "hf", "models"):
         (made.root / "needle" / folder).mkdir()
     (made.root / "apps").mkdir()
     made.write("apps/show.py", SCRIPT)
