@@ -28,7 +28,7 @@ from pathlib import Path
 
 from needle import _C
 from needle.backend_ndarray import NDArray
-from needle.checkpoint import replacing
+from needle.files import replacing
 
 # Peak dense FLOP/s by a part of the GPU's name and dtype, from NVIDIA's data sheets.
 PEAKS = {

@@ -388,6 +388,20 @@ def complete(named: dict, tokens: int | None, on_gpu: bool) -> dict:
     return settings
 
 
+def data_of(settings: dict) -> dict:
+    """The data of a run as needle/data/runs.py describes them."""
+    return {
+        "path": settings["data"],
+        "tokenizer": settings["tokenizer"],
+        "vocab_size": 4096 if settings["model"] == "tiny" else 50257,
+        "batch_size": settings["batch_size"],
+        "micro_batches": settings["grad_accum"],
+        "seq_len": settings["seq_len"],
+        "seed": settings["seed"],
+        "samples": settings["steps"] * settings["grad_accum"] * settings["batch_size"],
+    }
+
+
 def share_step(settings: dict, named: dict) -> None:
     """Makes batch_size x grad_accum the sequences of a step that the command line or the recipe
     wants. What was named stays; ValueError where that cannot be."""

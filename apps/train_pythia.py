@@ -42,7 +42,6 @@ from needle.checkpoint import (  # noqa: E402
     load_checkpoint,
     newest_checkpoint,
     prune_checkpoints,
-    replacing,
     save_checkpoint,
     versions,
 )
@@ -55,6 +54,7 @@ from needle.data import (  # noqa: E402
     run_data,
     token_bytes,
 )
+from needle.files import replacing  # noqa: E402
 from needle.models.pythia import Pythia, PythiaConfig  # noqa: E402
 
 __all__ = ["load_checkpoint", "main", "save_checkpoint", "train"]
@@ -333,9 +333,10 @@ def new_run(args) -> Run:
     settings = train_flags.complete(
         train_flags.given(args), args.tokens, on_gpu=str(device) != "cpu()"
     )
-    data = run_data(settings)
+    described = train_flags.data_of(settings)
+    data = run_data(described)
     config = model_config(settings, data)
-    batches = Prefetch(run_batches(data, settings, config.vocab_size), device)
+    batches = Prefetch(run_batches(data, described, config.vocab_size), device)
     np.random.seed(settings["seed"])
     model = Pythia(config, device=device)
     flat = nn.flatten_parameters(model)
@@ -372,9 +373,10 @@ def resumed_run(args, checkpoint: Checkpoint) -> Run:
     folder = checkpoint.path.resolve().parent.parent
     if args.resume == "auto":
         folder = checkpoint.path.parent.parent
-    data = run_data(settings, folder, state["fingerprint"])
+    described = train_flags.data_of(settings)
+    data = run_data(described, folder, state["fingerprint"])
     device = choose_device(args.device)
-    batches = Prefetch(run_batches(data, settings, state["config"]["vocab_size"]), device)
+    batches = Prefetch(run_batches(data, described, state["config"]["vocab_size"]), device)
     batches.seek(state["data"])
     model, optimizer, _, _ = checkpoint.restore(device)
     checkpoint.restore_random_state()
@@ -439,7 +441,12 @@ def write_description(run: Run) -> None:
         },
         "model": run.model.config.to_dict(),
         "parameters": run.model.num_parameters(),
-        "data": {"source": run.data.source, "fingerprint": run.data.fingerprint},
+        "data": {
+            **train_flags.data_of(run.settings),
+            "id_limit": run.model.config.vocab_size,
+            "source": run.data.source,
+            "fingerprint": run.data.fingerprint,
+        },
         "device": {"name": run.device.properties()["name"], "device": str(run.device)},
         "versions": versions(),
     }

@@ -80,7 +80,6 @@ from needle.ops import *
 if _TYPE_CHECKING:  # what __getattr__ finds
     from needle import checkpoint as checkpoint
     from needle import data as data
-    from needle import dataset as dataset
     from needle import diagnose as diagnose
     from needle import evaluate as evaluate
     from needle import generation as generation
@@ -90,6 +89,7 @@ if _TYPE_CHECKING:  # what __getattr__ finds
     from needle import sampling as sampling
     from needle.checkpoint import load_checkpoint as load_checkpoint
     from needle.checkpoint import save_checkpoint as save_checkpoint
+    from needle.data import dataset as dataset
     from needle.diagnose import show_config as show_config
     from needle.models.pythia import Pythia as Pythia
     from needle.models.pythia import PythiaConfig as PythiaConfig
@@ -136,7 +136,6 @@ __version__: str = build_info()["version"]
 _SUBMODULES = (
     "checkpoint",
     "data",
-    "dataset",
     "diagnose",
     "evaluate",
     "generation",
@@ -152,6 +151,7 @@ _LAZY = {
     "load_checkpoint": "checkpoint",
     "save_checkpoint": "checkpoint",
     "show_config": "diagnose",
+    "dataset": "data",
 }
 
 

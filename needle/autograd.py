@@ -47,8 +47,15 @@ __all__ = [
     "no_grad",
 ]
 
-# needle.ops, which sets this when it is imported: it depends on this module, not the reverse.
+FLOATS = ("float32", "bfloat16", "float16")  # dtypes that gradients are rounded to
 _ops: Any = None
+
+
+def define_operators(ops: Any) -> None:
+    """From now on +, @, .sum() and the like of Tensors call the functions of the module `ops`.
+    needle.ops says so when it is imported, because it builds on this module."""
+    global _ops
+    _ops = ops
 
 
 # ---- gradient mode -------------------------------------------------------------------------------
@@ -586,9 +593,6 @@ def compute_gradient_of_variables(output: Value, out_grad: Value) -> None:
         _walk(order, output, out_grad, keep=True)
 
 
-_FLOATS = ("float32", "bfloat16", "float16")
-
-
 def _walk(order: list[Value], output: Value, out_grad: Value, keep: bool) -> None:
     pending: dict[int, Any] = {id(output): out_grad}
     for node in reversed(order):
@@ -602,7 +606,7 @@ def _walk(order: list[Value], output: Value, out_grad: Value, keep: bool) -> Non
             else:
                 node.grad = grad
             continue
-        if isinstance(node, Tensor) and grad.dtype != node.dtype and node.dtype in _FLOATS:
+        if isinstance(node, Tensor) and grad.dtype != node.dtype and node.dtype in FLOATS:
             grad = grad.astype(
                 node.dtype
             )  # a float32 weight gradient of a weight that was computed

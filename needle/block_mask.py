@@ -17,7 +17,6 @@ import numpy as np
 
 from needle import _C
 from needle._C import Device, NDArray
-from needle.autograd import Tensor
 
 
 def _positive(what: str, value: Any) -> int:
@@ -251,9 +250,7 @@ def convert_to_block_mask(dense_mask: Any, block: int) -> BlockMask:
     BlockMask(T=4, S=4, block=2, density=0.750)
     """
     block = _positive("block", block)
-    if isinstance(dense_mask, Tensor):
-        dense_mask = dense_mask.cached_data
-    dense = dense_mask.numpy() if isinstance(dense_mask, NDArray) else np.asarray(dense_mask)
+    dense = np.asarray(dense_mask)
     if dense.ndim not in (2, 3) or 0 in dense.shape:
         raise ValueError(
             f"convert_to_block_mask: the mask must be (T, S) or (H, T, S) and not empty, "

@@ -1,9 +1,6 @@
 """Checkpoints: one safetensors file that holds all a run needs to go on as if it had never stopped.
 
-    8 bytes   little-endian length of the header
-    header    JSON, padded with blanks to a multiple of 8: tensor -> dtype, shape, data_offsets, and
-              __metadata__: format, checksum, state (JSON text, see below)
-    data      the tensors, C-contiguous little-endian, without gaps
+Its metadata: format, checksum, state (JSON text, see below).
 
 Tensors: each parameter under its own name; each array of the optimizer (moments, and the float32
 master weights of a bfloat16 model) under `optimizer.<name>`. The package `safetensors` opens it.
@@ -18,10 +15,9 @@ leads to a whole file. No pickle is ever loaded, whatever the file is called.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+import itertools
 import json
-import math
 import os
 import platform
 import re
@@ -31,31 +27,16 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-import needle
-from needle import nn, optim
-from needle.backend_ndarray import Device, NDArray, array, default_device
+from needle import _C, nn, optim
+from needle.backend_ndarray import Device, NDArray, default_device
+from needle.files import FileError, reading, replacing
 from needle.models.pythia import Pythia, PythiaConfig, parameter_shapes
+from needle.safetensors import FROM_FILE, TO_FILE, Entry, pieces, read_header
 
 FORMAT = "needle checkpoint"
 DIGITS = 32  # of the checksum, in hexadecimal
 CHUNK = 1 << 24  # bytes read at a time
-# safetensors' name, ours, the NumPy type that carries the bits
-DTYPES = (
-    ("F32", "float32", "<f4"),
-    ("BF16", "bfloat16", "<u2"),
-    ("F16", "float16", "<f2"),
-    ("I64", "int64", "<i8"),
-    ("I32", "int32", "<i4"),
-    ("U16", "uint16", "<u2"),
-    ("U8", "uint8", "|u1"),
-    ("BOOL", "bool", "|b1"),
-)
-TO_FILE = {ours: (theirs, np.dtype(bits)) for theirs, ours, bits in DTYPES}
-FROM_FILE = {theirs: (ours, np.dtype(bits)) for theirs, ours, bits in DTYPES}
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be read or written; the message names the file and the problem."""
+CheckpointError = FileError
 
 
 # ---- saving -----------------------------------------------------------------------------------
@@ -120,7 +101,7 @@ def _check_optimizer(model: Pythia, optimizer: optim.Optimizer) -> None:
 def versions() -> dict[str, str]:
     """What a run was made with."""
     return {
-        "needle": needle.__version__,
+        "needle": _C.build_info()["version"],
         "numpy": np.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
@@ -134,36 +115,15 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def _write(file: BinaryIO, tensors: dict[str, NDArray], state: dict) -> None:
     # Wide types first, so that each tensor is aligned to its own size.
     names = sorted(tensors, key=lambda n: (-TO_FILE[tensors[n].dtype][1].itemsize, n))
-    checksum = "0" * DIGITS
-    metadata = {"format": FORMAT, "checksum": checksum, "state": json.dumps(state)}
-    entries: dict[str, dict] = {"__metadata__": metadata}
-    end = 0
-    for name in names:
-        kind, bits = TO_FILE[tensors[name].dtype]
-        start, end = end, end + math.prod(tensors[name].shape) * bits.itemsize
-        entries[name] = {
-            "dtype": kind,
-            "shape": list(tensors[name].shape),
-            "data_offsets": [start, end],
-        }
-    header = json.dumps(entries, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
-    head = len(header).to_bytes(8, "little") + header
-    digest = hashlib.blake2b(head, digest_size=DIGITS // 2)
-    file.write(head)
-    for name in names:
-        content = _bits(tensors[name])
-        digest.update(content)
-        file.write(content)
+    metadata = {"format": FORMAT, "checksum": "0" * DIGITS, "state": json.dumps(state)}
+    rest = pieces({name: tensors[name] for name in names}, metadata)
+    head = next(rest)
+    digest = hashlib.blake2b(digest_size=DIGITS // 2)
+    for piece in itertools.chain([head], rest):
+        digest.update(piece)
+        file.write(piece)
     file.seek(_checksum_offset(head))
     file.write(digest.hexdigest().encode())
-
-
-def _bits(value: NDArray) -> memoryview:
-    if value.dtype == "bfloat16":
-        value = value.compact().view("uint16")
-    host = np.ascontiguousarray(value.numpy())
-    return memoryview(host.reshape(-1).view(np.uint8))
 
 
 def _checksum_offset(head: bytes) -> int:
@@ -171,33 +131,6 @@ def _checksum_offset(head: bytes) -> int:
     is the right one."""
     found = re.search(rb'"checksum":\s?"([0-9a-f]{%d})"' % DIGITS, head[:256])
     return -1 if found is None else found.start(1)
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A binary file that becomes `path` when the block ends well and vanishes when it does not."""
-    path = Path(path)
-    work = path.with_name(f".{path.name}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(work, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(work, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}: cannot be written: {error.strerror or error}; files "
-            "written earlier are as they were"
-        ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            work.unlink(missing_ok=True)
 
 
 # ---- loading ----------------------------------------------------------------------------------
@@ -211,11 +144,8 @@ class Checkpoint:
 
     def __init__(self, filepath: str | os.PathLike) -> None:
         self.path = Path(filepath)
-        try:
-            with open(self.path, "rb") as file:
-                self._entries, self._data, self.state = self._read(file)
-        except OSError as error:
-            raise self._error(f"cannot be read: {error.strerror or error}") from error
+        with reading(self.path) as file:
+            self._entries, self.state = self._read(file)
 
     def __repr__(self) -> str:
         step = "" if "step" not in self.state else f", step {self.state['step']}"
@@ -235,56 +165,24 @@ class Checkpoint:
     def _error(self, problem: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {problem}")
 
-    def _read(self, file: BinaryIO) -> tuple[dict, int, dict]:
-        size = os.fstat(file.fileno()).st_size
-        start = file.read(8)
-        self._refuse_foreign(start, size)
-        length = int.from_bytes(start, "little")
-        if length > size - 8:
-            raise self._error(
-                f"the header should be {length} bytes long, but the file has {size}: "
-                "it is truncated, or no checkpoint"
-            )
-        header = file.read(length)
-        try:
-            entries = json.loads(header)
-            metadata = entries.pop("__metadata__")
-            form, checksum = metadata["format"], metadata["checksum"]
-            if not isinstance(checksum, str):
-                raise ValueError("no checksum")
-            ends = [entry["data_offsets"][1] for entry in entries.values()]
-            end = 8 + length + max(ends, default=0)
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise self._error(
-                "the header is damaged, or this safetensors file is not one of needle's checkpoints"
-            ) from error
-        if form != FORMAT:
+    def _read(self, file: BinaryIO) -> tuple[dict[str, Entry], dict]:
+        metadata, entries = read_header(file)
+        if metadata.get("format") != FORMAT:
             raise self._error("a safetensors file, but not one of needle's checkpoints")
-        if not isinstance(end, int) or end != size:
-            raise self._error(f"{size} bytes long, but should be {end}: truncated or altered")
-        self._verify(file, start + header, checksum)
-        self._check_entries(entries, end - 8 - length)
+        self._verify(file, metadata.get("checksum"))
+        for entry in entries:
+            if entry.dtype not in FROM_FILE:
+                raise self._error(f"tensor {entry.name}: unknown dtype {entry.dtype}")
         try:
             state = json.loads(metadata["state"])
             state["config"], state["epoch"], state["loss"]
         except (ValueError, KeyError, TypeError) as error:
             raise self._error(f"the metadata cannot be used: {error}") from error
-        return entries, 8 + length, state
+        return {entry.name: entry for entry in entries}, state
 
-    def _refuse_foreign(self, start: bytes, size: int) -> None:
-        if start[:1] == b"\x80" and start[1:2] in (b"\2", b"\3", b"\4", b"\5"):
-            raise self._error(
-                "a pickle; needle never loads one, because a pickle runs code. Save "
-                "it anew with save_checkpoint"
-            )
-        if start[:4] == b"PK\3\4":
-            raise self._error(
-                "a zip archive, such as torch.save writes; it holds pickles and is not loaded"
-            )
-        if size < 8:
-            raise self._error(f"only {size} bytes long: truncated, or no checkpoint")
-
-    def _verify(self, file: BinaryIO, head: bytes, checksum: str) -> None:
+    def _verify(self, file: BinaryIO, checksum: Any) -> None:
+        file.seek(0)
+        head = file.read(CHUNK)
         where = _checksum_offset(head)
         if where < 0 or head[where : where + DIGITS].decode() != checksum:
             raise self._error("the header is damaged: no checksum where it should be")
@@ -299,31 +197,17 @@ class Checkpoint:
                 "when it was written"
             )
 
-    def _check_entries(self, entries: dict, size: int) -> None:
-        position = 0
-        for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
-            start, end = entry["data_offsets"]
-            if entry["dtype"] not in FROM_FILE:
-                raise self._error(f"tensor {name}: unknown dtype {entry['dtype']}")
-            _, bits = FROM_FILE[entry["dtype"]]
-            if start != position or end - start != math.prod(entry["shape"]) * bits.itemsize:
-                raise self._error(f"tensor {name}: its offsets and its shape contradict each other")
-            position = end
-        if position != size:
-            raise self._error("there are bytes that belong to no tensor")
-
     def restore(
         self, device: Device | None = None
     ) -> tuple[Pythia, optim.Optimizer | None, int, float]:
         """(model, optimizer, epoch, loss) on `device`; the optimizer is None where none was saved.
         Draws no random number."""
         model = self.restore_model(device)
-        with open(self.path, "rb") as file:
-            arrays = {
-                name.removeprefix("optimizer."): self._tensor(file, name, model.device)
-                for name in self._entries
-                if name.startswith("optimizer.")
-            }
+        arrays = {
+            name.removeprefix("optimizer."): entry.read(model.device)
+            for name, entry in self._entries.items()
+            if name.startswith("optimizer.")
+        }
         return (
             model,
             self._restore_optimizer(model, arrays),
@@ -342,10 +226,9 @@ class Checkpoint:
         self._compare(parameter_shapes(config))
         model = Pythia(config, device=device, dtype=dtype, initialise=False)
         parameters = dict(_parameters(model))
-        with open(self.path, "rb") as file:
-            for name, parameter in parameters.items():
-                target = parameter.cached_data
-                target[(slice(None),) * target.ndim] = self._tensor(file, name, device)
+        for name, parameter in parameters.items():
+            target = parameter.cached_data
+            target[(slice(None),) * target.ndim] = self._entries[name].read(device)
         model.tokenizer = self.tokenizer
         return model
 
@@ -354,26 +237,13 @@ class Checkpoint:
         problems = [f"{name} is missing" for name in shapes if name not in self._entries]
         for name, entry in self._entries.items():
             if name in shapes:
-                wanted = list(shapes[name])
-                if entry["shape"] != wanted:
-                    problems.append(f"{name} has shape {entry['shape']}, not {wanted}")
+                shape, wanted = list(entry.shape), list(shapes[name])
+                if shape != wanted:
+                    problems.append(f"{name} has shape {shape}, not {wanted}")
             elif not name.startswith("optimizer."):
                 problems.append(f"{name} is unknown")
         if problems:
             raise self._error("does not fit its own configuration: " + "; ".join(problems))
-
-    def _tensor(self, file: BinaryIO, name: str, device: Device) -> NDArray:
-        entry = self._entries[name]
-        dtype, bits = FROM_FILE[entry["dtype"]]
-        count = math.prod(entry["shape"])
-        file.seek(self._data + entry["data_offsets"][0])
-        host = np.fromfile(file, bits, count)
-        if len(host) != count:
-            raise self._error(f"tensor {name}: the file has been cut while it was read")
-        host = host.reshape(entry["shape"])
-        if dtype == "bfloat16":
-            return array(host, "uint16", device).view("bfloat16")
-        return array(host, dtype, device)
 
     def _restore_optimizer(
         self, model: Pythia, arrays: dict[str, NDArray]

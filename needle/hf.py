@@ -23,30 +23,22 @@ import os
 import re
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
-import needle
 from needle import _C
-from needle.backend_ndarray import Device, NDArray, array, default_device
-from needle.checkpoint import (
-    FROM_FILE,
-    TO_FILE,
-    CheckpointError,
-    find_checkpoint,
-    replacing,
-    save_checkpoint,
-)
+from needle.backend_ndarray import Device, NDArray, cpu, default_device
+from needle.checkpoint import CheckpointError, find_checkpoint, save_checkpoint
 from needle.data import END_OF_TEXT
+from needle.files import reading, replacing
 from needle.models.pythia import DTYPES, Pythia, PythiaConfig, parameter_shapes
+from needle.safetensors import FROM_FILE, Entry, pieces, read_header
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_SIZE = 5_000_000_000  # bytes of tensors in one file
-HEADER_LIMIT = 100_000_000  # bytes; safetensors' own
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 PADDING = "<|padding|>"  # of the GPT-NeoX tokenizer
 
@@ -228,29 +220,6 @@ def _their_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 # ---- reading ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """A tensor in a file: its name there, and where its bytes begin."""
-
-    path: Path
-    name: str
-    dtype: str  # safetensors' name
-    shape: tuple[int, ...]
-    offset: int
-
-    def read(self, device) -> NDArray:
-        dtype, bits = FROM_FILE[self.dtype]
-        host = np.fromfile(self.path, bits, math.prod(self.shape), offset=self.offset)
-        if host.size != math.prod(self.shape):
-            raise CheckpointError(
-                f"{self.path}: {self.name}: the file has been cut while it was read"
-            )
-        host = host.reshape(self.shape)
-        if dtype == "bfloat16":
-            return array(host, "uint16", device).view("bfloat16")
-        return array(host, dtype, device)
-
-
 def load(folder: str | os.PathLike, device: Device | None = None, dtype: str = "float32") -> Pythia:
     """The model of a folder, in `dtype` on `device`. Draws no random number. CheckpointError names
     what cannot be read and lists every tensor that is unknown, missing or of the wrong shape."""
@@ -289,7 +258,7 @@ def load(folder: str | os.PathLike, device: Device | None = None, dtype: str = "
 
 
 def _compare(
-    entries: dict[str, _Entry], shapes: dict[str, tuple[int, ...]], problems: list[str]
+    entries: dict[str, Entry], shapes: dict[str, tuple[int, ...]], problems: list[str]
 ) -> None:
     problems += [f"{hf_name(name)} is missing" for name in shapes if name not in entries]
     allowed = [theirs for theirs, (ours, _) in FROM_FILE.items() if ours in DTYPES]
@@ -303,23 +272,23 @@ def _compare(
             problems.append(f"{entry.name} is {entry.dtype}, not {' or '.join(allowed)}")
 
 
-def _compare_head(head: _Entry, embedding: _Entry, problems: list[str]) -> None:
+def _compare_head(head: Entry, embedding: Entry, problems: list[str]) -> None:
     """A tied model's file may hold the head as well; it must then be the embedding."""
     same = (head.dtype, head.shape) == (embedding.dtype, embedding.shape)
     if not same or not np.array_equal(*(_words(e) for e in (head, embedding))):
         problems.append(f"{head.name} is not {embedding.name}, but tie_word_embeddings is true")
 
 
-def _words(entry: _Entry) -> np.ndarray:
+def _words(entry: Entry) -> np.ndarray:
     _, bits = FROM_FILE[entry.dtype]
     return np.memmap(entry.path, f"<u{bits.itemsize}", "r", entry.offset, entry.shape)
 
 
 def _json(path: Path) -> dict[str, Any]:
+    with reading(path) as file:
+        text = file.read()
     try:
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: no JSON: {error}") from error
     if not isinstance(value, dict):
@@ -327,7 +296,7 @@ def _json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _entries(folder: Path, problems: list[str]) -> dict[str, _Entry]:
+def _entries(folder: Path, problems: list[str]) -> dict[str, Entry]:
     """Our name -> tensor, of all weight files of the folder; buffers are left out."""
     whole, index = folder / WEIGHTS, folder / INDEX
     if whole.is_file():
@@ -336,7 +305,7 @@ def _entries(folder: Path, problems: list[str]) -> dict[str, _Entry]:
         found = _shards(folder, _json(index), problems)
     else:
         raise CheckpointError(_no_weights(folder))
-    entries: dict[str, _Entry] = {}
+    entries: dict[str, Entry] = {}
     for entry in found:
         name = our_name(entry.name)
         if BUFFERS.fullmatch(name):
@@ -368,11 +337,11 @@ def _no_weights(folder: Path) -> str:
     )
 
 
-def _shards(folder: Path, index: dict[str, Any], problems: list[str]) -> list[_Entry]:
+def _shards(folder: Path, index: dict[str, Any], problems: list[str]) -> list[Entry]:
     where = index.get("weight_map")
     if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
         raise CheckpointError(f"{folder / INDEX}: has no weight_map from tensors to files")
-    found: list[_Entry] = []
+    found: list[Entry] = []
     for file in sorted(set(where.values())):
         if Path(file).name != file or not (folder / file).is_file():
             problems.append(f"{INDEX} names the file {file!r}, which is not in the folder")
@@ -388,46 +357,9 @@ def _shards(folder: Path, index: dict[str, Any], problems: list[str]) -> list[_E
     return found
 
 
-def _header(path: Path) -> list[_Entry]:
-    """The tensors of a safetensors file, whose header is checked against its size."""
-    try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, HEADER_LIMIT):
-                raise CheckpointError(
-                    f"{path}: {size} bytes long, with a header of {length}: "
-                    "truncated, or no safetensors file"
-                )
-            header = json.loads(file.read(length))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(
-            f"{path}: its header is no JSON: it is damaged, or no safetensors file"
-        ) from error
-    found, base, position = [], 8 + length, 0
-    try:
-        header.pop("__metadata__", None)
-        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            start, end = entry["data_offsets"]
-            shape = tuple(entry["shape"])
-            if not all(type(n) is int and n >= 0 for n in (start, end, *shape)):
-                raise ValueError(f"{name} has no proper shape and offsets")
-            known = FROM_FILE.get(entry["dtype"])
-            if start != position or (known and end - start != math.prod(shape) * known[1].itemsize):
-                raise ValueError(f"the offsets and the shape of {name} contradict each other")
-            found.append(_Entry(path, name, entry["dtype"], shape, base + start))
-            position = end
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: its header is damaged: {error}") from error
-    if base + position != size:
-        raise CheckpointError(
-            f"{path}: {size} bytes long, but should be {base + position}: truncated or altered"
-        )
-    return found
+def _header(path: Path) -> list[Entry]:
+    with reading(path) as file:
+        return read_header(file)[1]
 
 
 # ---- writing ------------------------------------------------------------------------------------
@@ -472,13 +404,14 @@ def save(
         else [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     )
     for name, shard in zip(names, shards):
+        tensors = {hf_name(key): _turned(key, parameters[key]) for key in shard}
         with replacing(folder / name) as file:
-            _write(file, {key: parameters[key] for key in shard})
+            file.writelines(pieces(tensors, {"format": "pt"}))
     if len(shards) > 1:
         places = {hf_name(key): name for name, shard in zip(names, shards) for key in shard}
         total = {
             "total_parameters": sum(value.size for value in parameters.values()),
-            "total_size": sum(_bytes(value) for value in parameters.values()),
+            "total_size": sum(value.nbytes for value in parameters.values()),
         }
         files[INDEX] = _text({"metadata": total, "weight_map": dict(sorted(places.items()))})
     for name, content in files.items():
@@ -497,43 +430,22 @@ def _text(value: dict[str, Any]) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _bytes(value: NDArray) -> int:
-    return value.size * TO_FILE[value.dtype][1].itemsize
-
-
 def _split(parameters: dict[str, NDArray], limit: int) -> list[list[str]]:
     """Names of parameters by file, in order."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, value in parameters.items():
-        if shards[-1] and size + _bytes(value) > limit:
+        if shards[-1] and size + value.nbytes > limit:
             shards.append([])
             size = 0
         shards[-1].append(name)
-        size += _bytes(value)
+        size += value.nbytes
     return shards
 
 
-def _write(file: BinaryIO, parameters: dict[str, NDArray]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, value in parameters.items():
-        start, end = end, end + _bytes(value)
-        header[hf_name(name)] = {
-            "dtype": TO_FILE[value.dtype][0],
-            "shape": list(_their_shape(name, value.shape)),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
-    for name, value in parameters.items():
-        if is_transposed(name, value.shape):
-            value = value.permute((1, 0))
-        value = value.compact()
-        if value.dtype == "bfloat16":
-            value = value.view("uint16")
-        file.write(memoryview(np.ascontiguousarray(value.numpy()).reshape(-1).view(np.uint8)))
+def _turned(name: str, value: NDArray) -> NDArray:
+    """A view of our parameter as it lies there."""
+    return value.permute((1, 0)) if is_transposed(name, value.shape) else value
 
 
 def _tokenizer_files(
@@ -623,7 +535,7 @@ def export_checkpoint(
     """Writes a checkpoint, or the newest one of a run's folder, to `folder`; returns the files. The
     tokenizer.json of the run, or the one beside the checkpoint, comes along where it is."""
     checkpoint = find_checkpoint(source, lambda text: print(text, file=sys.stderr))
-    return save(checkpoint.restore_model(needle.cpu()), folder, tokenizer)
+    return save(checkpoint.restore_model(cpu()), folder, tokenizer)
 
 
 def import_folder(
@@ -639,7 +551,7 @@ def import_folder(
             f"{beside}: another model's tokenizer lies there already; write the "
             "checkpoint to a folder of its own"
         )
-    written = [save_checkpoint(load(folder, needle.cpu(), dtype), None, 0, math.nan, target)]
+    written = [save_checkpoint(load(folder, cpu(), dtype), None, 0, math.nan, target)]
     if content is not None:
         with replacing(beside) as file:
             file.write(content)

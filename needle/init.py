@@ -143,7 +143,7 @@ def one_hot(
     """
     if device is None and isinstance(i, (Tensor, NDArray)):
         device = i.device
-    values = i.numpy() if isinstance(i, (Tensor, NDArray)) else np.asarray(i)
+    values = np.asarray(i)
     index = values.astype(np.int64)
     if (index != values).any() or (index < 0).any() or (index >= n).any():
         raise ValueError(f"one_hot: indices must be whole numbers in [0, {n})")

@@ -23,6 +23,7 @@ from needle.checkpoint import (
     save_checkpoint,
 )
 from needle.models.pythia import Pythia, PythiaConfig
+from needle.safetensors import Entry
 
 CONFIG = PythiaConfig(
     vocab_size=53, hidden_size=16, num_layers=2, num_heads=2, max_seq_len=12, rotary_pct=0.5
@@ -68,13 +69,13 @@ def assert_same(left, right):
 @pytest.fixture
 def read(monkeypatch):
     """The names of the tensors that are read from checkpoints."""
-    names, tensor = [], Checkpoint._tensor
+    names, tensor = [], Entry.read
 
-    def recording(self, file, name, device):
-        names.append(name)
-        return tensor(self, file, name, device)
+    def recording(self, device):
+        names.append(self.name)
+        return tensor(self, device)
 
-    monkeypatch.setattr(Checkpoint, "_tensor", recording)
+    monkeypatch.setattr(Entry, "read", recording)
     return names
 
 

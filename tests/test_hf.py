@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import needle as ndl
-from needle import _C, hf, nn, optim
+from needle import _C, hf, nn, optim, safetensors
 from needle.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from needle.models.pythia import Pythia, PythiaConfig
 
@@ -337,7 +337,7 @@ def test_all_that_is_wrong_is_in_one_error(tmp_path, monkeypatch):
     weights["gpt_neox.final_layer_norm.bias"] = np.zeros(31, np.float32)
     matrix = "gpt_neox.layers.1.attention.dense.weight"
     weights[matrix] = weights[matrix].astype(np.float64)
-    monkeypatch.setattr(hf._Entry, "read", None)  # nothing is loaded
+    monkeypatch.setattr(safetensors.Entry, "read", None)  # nothing is loaded
     monkeypatch.setattr(hf, "Pythia", None)  # nor made: the configuration may be of a giant
     with pytest.raises(CheckpointError) as error:
         Pythia.from_pretrained(write(tmp_path / "a", weights))

@@ -1,19 +1,19 @@
 """Data: from files of text or tokens to batches.
 
-    text.py      documents in files, tokenizers
-    tokens.py    memory-mapped ids that read as one flat array
-    megatron.py  .bin/.idx, and GPT-NeoX's order of samples
-    readers.py   open_data: finds out what --data names
-    batches.py   Batches: which sample comes when; position and seek
-    prefetch.py  Prefetch: batches made ahead on another thread, in pinned memory
-    runs.py      the data of a training run, from its settings
-    prepare.py   text to .bin/.idx in parallel, resumable
-    __main__.py  python -m needle.data prepare | inspect | view
-
-`DataLoader` and `NDArrayDataset` of the general API (needle/dataset.py) are found here too.
+text.py      documents in files, tokenizers
+tokens.py    memory-mapped ids that read as one flat array
+megatron.py  .bin/.idx, and GPT-NeoX's order of samples
+readers.py   open_data: finds out what a path holds
+batches.py   Batches: which sample comes when; position and seek
+prefetch.py  Prefetch: batches made ahead on another thread, in pinned memory
+runs.py      the data of a training run, as its config.json describes them
+prepare.py   text to .bin/.idx in parallel, resumable
+__main__.py  python -m needle.data prepare | inspect | view
+dataset.py   DataLoader and NDArrayDataset: any arrays in memory, by batches
 """
 
 from needle.data.batches import Batches
+from needle.data.dataset import DataLoader, NDArrayDataset
 from needle.data.megatron import open_documents, sample_order
 from needle.data.prefetch import Prefetch
 from needle.data.readers import TokenData, cache_dir, open_data
@@ -26,7 +26,6 @@ from needle.data.text import (
     train_tokenizer,
 )
 from needle.data.tokens import DataError, Documents, FlatTokens
-from needle.dataset import DataLoader, NDArrayDataset
 
 __all__ = [
     "END_OF_TEXT",

@@ -166,7 +166,7 @@ def batches_of(args: argparse.Namespace) -> tuple[TokenData, Batches, int]:
         data, batches, settings = open_run(args.source)
         if args.tokenizer is not None:
             data.tokenizer = load_tokenizer(args.tokenizer)
-        return data, batches, settings["grad_accum"]
+        return data, batches, settings["micro_batches"]
     data = open_data(args.source, args.tokenizer)
     rows, accumulate = args.batch_size or 1024, args.grad_accum or 1
     seed = 1234 if args.seed is None else args.seed

@@ -166,7 +166,7 @@ class Batches:
             )
             raise DataError(
                 f"{what}: fewer than one batch of {self.batch_size} x {self.seq_len} "
-                "(+ 1); give more text, or a smaller --batch-size or --seq-len"
+                "(+ 1); give more text, a smaller batch or shorter sequences"
             )
 
     def __repr__(self) -> str:

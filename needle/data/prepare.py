@@ -30,7 +30,6 @@ from pathlib import Path
 
 import numpy as np
 
-from needle.checkpoint import replacing
 from needle.data import megatron
 from needle.data.text import (
     Piece,
@@ -46,6 +45,7 @@ from needle.data.text import (
     warn,
 )
 from needle.data.tokens import DataError
+from needle.files import replacing
 
 UNIT = 1 << 24  # bytes of input
 LONGEST = 2**31 - 1  # tokens of a document: sizes are int32

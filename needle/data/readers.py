@@ -1,4 +1,4 @@
-"""What `--data` names, opened: the kind of the files is found out, and `source` says which it was.
+"""open_data: tokens from a path. The kind of the files is found out; `source` says which it was.
 
     a .bin with its .idx, or their common name   Megatron; if all have 2,049 ids: preshuffled rows;
                                                  the .bin may lie in shards, as published
@@ -50,7 +50,7 @@ CACHE_FORMAT = "2"
 WORK = ".text-"  # how the folders of unfinished caches begin
 LLMC_MAGIC, LLMC_HEADER = 20240520, 1024
 TAKES = (
-    "--data takes text, JSON lines, a folder of either, Megatron's .bin/.idx, llm.c's shards, "
+    "data are text, JSON lines, a folder of either, Megatron's .bin/.idx, llm.c's shards, "
     "nanoGPT's train.bin, or .npy"
 )
 

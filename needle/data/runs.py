@@ -1,4 +1,18 @@
-"""The data of a training run, from its settings: what train_pythia.py reads and `view` shows."""
+"""The data of a training run: what the trainer reads and `view` shows.
+
+A run describes its data by a dictionary of JSON values, which its config.json holds under `data`:
+
+    path           as open_data takes it; null: the sources of Python's standard library
+    tokenizer      a tokenizer.json; null: one that is trained on the text
+    vocab_size     tokens of a tokenizer that is trained
+    id_limit       every id is below it; null: nothing is checked
+    batch_size     sequences a micro-batch
+    micro_batches  a step
+    seq_len        tokens a sequence
+    seed           of the order
+    samples        sequences that the whole run draws
+    fingerprint    of the tokens (TokenData)
+"""
 
 from __future__ import annotations
 
@@ -8,20 +22,20 @@ from pathlib import Path
 
 from needle.data.batches import Batches
 from needle.data.readers import TokenData, open_data
+from needle.data.text import id_limit, load_tokenizer
 from needle.data.tokens import DataError
 
 
 def run_data(
-    settings: dict, folder: Path | None = None, fingerprint: str | None = None
+    described: dict, folder: Path | None = None, fingerprint: str | None = None
 ) -> TokenData:
     """The tokens of a run. With the fingerprint of what it read before: the tokenizer.json that
     lies in its folder is tried as well, and other tokens are a DataError."""
-    vocabulary = 4096 if settings["model"] == "tiny" else 50257
-    data = open_data(settings["data"], settings["tokenizer"], vocabulary)
+    data = open_data(described["path"], described["tokenizer"], described["vocab_size"])
     if fingerprint is None or data.fingerprint == fingerprint:
         return data
     if folder is not None and (folder / "tokenizer.json").is_file():
-        data = open_data(settings["data"], folder / "tokenizer.json")
+        data = open_data(described["path"], folder / "tokenizer.json")
     if data.fingerprint != fingerprint:
         raise DataError(
             f"{data.source}: not the tokens that the run read before: the data or the "
@@ -30,28 +44,39 @@ def run_data(
     return data
 
 
-def run_batches(data: TokenData, settings: dict, vocab_size: int | None = None) -> Batches:
-    """The micro-batches of a run, from its beginning."""
-    samples = settings["steps"] * settings["grad_accum"] * settings["batch_size"]
-    return Batches(
-        data.train,
-        settings["batch_size"],
-        settings["seq_len"],
-        settings["seed"],
-        samples,
-        vocab_size,
-    )
+def run_batches(data: TokenData, described: dict, vocab_size: int | None = None) -> Batches:
+    """The micro-batches of a run, from its beginning; ids must lie below `vocab_size`."""
+    sizes = (described[name] for name in ("batch_size", "seq_len", "seed", "samples"))
+    return Batches(data.train, *sizes, vocab_size)
 
 
 def open_run(folder: str | os.PathLike) -> tuple[TokenData, Batches, dict]:
-    """(data, batches, settings) of the run in `folder`."""
+    """(data, batches, settings) of the run in `folder`; the settings hold the words above too."""
     path = Path(folder) / "config.json"
     try:
-        description = json.loads(path.read_text())
-        settings = description["settings"]
-        data = run_data(settings, Path(folder), description["data"]["fingerprint"])
-        return data, run_batches(data, settings, description["model"]["vocab_size"]), settings
+        config = json.loads(path.read_text())
+        described = config["data"] if "path" in config["data"] else _older(config, Path(folder))
+        data = run_data(described, Path(folder), described["fingerprint"])
+        batches = run_batches(data, described, described["id_limit"])
+        return data, batches, {**config["settings"], **described}
     except (OSError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"{path}: not the config.json of a run: {error!r}") from error
+
+
+def _older(config: dict, folder: Path) -> dict:
+    """The same of a run whose config.json is older than these words and holds flags alone."""
+    flags, own = config["settings"], folder / "tokenizer.json"
+    return {
+        "path": flags["data"],
+        "tokenizer": flags["tokenizer"],
+        "vocab_size": id_limit(load_tokenizer(own)) if own.is_file() else 4096,
+        "id_limit": config["model"]["vocab_size"],
+        "batch_size": flags["batch_size"],
+        "micro_batches": flags["grad_accum"],
+        "seq_len": flags["seq_len"],
+        "seed": flags["seed"],
+        "samples": flags["steps"] * flags["grad_accum"] * flags["batch_size"],
+        "fingerprint": config["data"]["fingerprint"],
+    }

@@ -42,8 +42,7 @@ def standard_library() -> tuple[Path, list[Path]]:
     files = [path for path in walk(root, skipped) if path.suffix == ".py"]
     if not files:
         raise DataError(
-            f"{root}: no sources of the Python standard library here; give text of "
-            "your own with --data"
+            f"{root}: no sources of the Python standard library here; give text of your own"
         )
     return root, files
 
@@ -240,8 +239,7 @@ def tokenizers_package() -> Any:
         import tokenizers
     except ImportError as error:
         raise DataError(
-            "text needs the package `tokenizers`: pip install tokenizers "
-            "(or give token files with --data)"
+            "text needs the package `tokenizers`: pip install tokenizers (or give files of tokens)"
         ) from error
     return tokenizers
 

@@ -2,7 +2,7 @@
 
 import sys as _sys
 
-from needle import autograd as _autograd
+from needle.autograd import define_operators as _define_operators
 from needle.block_mask import BlockMask, convert_to_block_mask
 from needle.ops.attention import (
     Attention,
@@ -13,10 +13,19 @@ from needle.ops.attention import (
     qkv_attention,
     rotary,
 )
+from needle.ops.broadcast import (
+    AsType,
+    BroadcastTo,
+    Reshape,
+    Summation,
+    astype,
+    broadcast_to,
+    reshape,
+    summation,
+)
 from needle.ops.elementwise import (
     GELU,
     AddScalar,
-    AsType,
     DivScalar,
     EWiseAdd,
     EWiseDiv,
@@ -36,7 +45,6 @@ from needle.ops.elementwise import (
     Tanh,
     add,
     add_scalar,
-    astype,
     divide,
     divide_scalar,
     exp,
@@ -71,29 +79,23 @@ from needle.ops.reduce import (
     LogSumExp,
     Max,
     Softmax,
-    Summation,
     logsoftmax,
     logsumexp,
     max,
     mean,
     softmax,
-    summation,
 )
 from needle.ops.shape import (
-    BroadcastTo,
     Flip,
     MakeTensorTuple,
     Permute,
-    Reshape,
     Split,
     Stack,
     TensorTupleGetItem,
     Transpose,
-    broadcast_to,
     flip,
     make_tuple,
     permute,
-    reshape,
     split,
     stack,
     transpose,
@@ -197,4 +199,4 @@ __all__ = [
     "tuple_get_item",
 ]
 
-_autograd._ops = _sys.modules[__name__]
+_define_operators(_sys.modules[__name__])

@@ -1,4 +1,4 @@
-"""What several op families share: undoing a broadcast, normalising axes, checking ids."""
+"""Several op families share these: axes put in order, fresh arrays, rows, checked ids. No ops."""
 
 from __future__ import annotations
 
@@ -12,30 +12,6 @@ from needle._C import Device, NDArray
 from needle.autograd import Tensor
 
 Axes = int | Sequence[int] | None
-
-
-def reduced_to(grad: Tensor, like: Tensor) -> Tensor:
-    """`grad` summed over the axes that were broadcast from the shape of `like`, in its dtype."""
-    from needle.ops.elementwise import astype
-    from needle.ops.reduce import summation
-    from needle.ops.shape import reshape
-
-    shape = like.shape
-    if grad.shape != shape:
-        extra = len(grad.shape) - len(shape)
-        axes = tuple(range(extra)) + tuple(
-            i + extra for i, n in enumerate(shape) if n == 1 and grad.shape[i + extra] != 1
-        )
-        if axes:
-            grad = summation(grad, axes)
-        if grad.shape != shape:
-            grad = reshape(grad, shape)
-    if grad.dtype != like.dtype and like.dtype in FLOATS:
-        grad = astype(grad, like.dtype)
-    return grad
-
-
-FLOATS = ("float32", "bfloat16", "float16")
 
 
 def normal_axes(op: str, axes: Axes, ndim: int) -> tuple[int, ...]:

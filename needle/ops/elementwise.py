@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import FusedOp, Tensor, TensorOp
-from needle.ops.common import const, reduced_to
+from needle.ops.broadcast import reduced_to
+from needle.ops.common import const
 
 # ---- two operands --------------------------------------------------------------------------------
 
@@ -238,26 +239,6 @@ def scalar_power(scalar: float, a: Tensor) -> Tensor:
 
 
 # ---- one operand ---------------------------------------------------------------------------------
-
-
-class AsType(TensorOp):
-    def __init__(self, dtype: str) -> None:
-        self.dtype = dtype
-
-    def compute(self, a: NDArray) -> NDArray:
-        return a.astype(self.dtype)
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        return reduced_to(out_grad, node.inputs[0])
-
-
-def astype(a: Tensor, dtype: str) -> Tensor:
-    """a in another dtype.
-
-    >>> ndl.ops.astype(ndl.Tensor([1.5]), "bfloat16").dtype
-    'bfloat16'
-    """
-    return AsType(dtype)(a)
 
 
 class Negate(TensorOp):

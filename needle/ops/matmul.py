@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import FusedOp, Tensor, TensorOp
-from needle.ops.common import reduced_to, rows_of, zeros
-from needle.ops.shape import reshape, transpose
+from needle.ops.broadcast import reduced_to, reshape
+from needle.ops.common import rows_of, zeros
+from needle.ops.shape import transpose
 
 
 def _product(a: NDArray, b: NDArray) -> NDArray:

@@ -9,41 +9,11 @@ from collections.abc import Sequence
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import Tensor, TensorOp
+from needle.ops.broadcast import spread, summation
 from needle.ops.common import Axes, const, kept_shape, normal_axes
 from needle.ops.elementwise import divide_scalar, multiply, subtract
-from needle.ops.shape import broadcast_to, reshape
 
 LARGEST = 3.4028234663852886e38  # of float32
-
-
-def _spread(a: Tensor, shape: Sequence[int], axes: Sequence[int]) -> Tensor:
-    """A reduced Tensor stretched back over the axes that it lost."""
-    kept = kept_shape(shape, axes)
-    if a.shape != kept:
-        a = reshape(a, kept)
-    return broadcast_to(a, shape) if kept != tuple(shape) else a
-
-
-class Summation(TensorOp):
-    def __init__(self, axes: Axes = None) -> None:
-        self.axes = axes
-
-    def compute(self, a: NDArray) -> NDArray:
-        axes = normal_axes("summation", self.axes, a.ndim)
-        return a.sum(axis=axes) if axes else a
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        a = node.inputs[0]
-        return _spread(out_grad, a.shape, normal_axes("summation", self.axes, len(a.shape)))
-
-
-def summation(a: Tensor, axes: Axes = None) -> Tensor:
-    """The sum over `axes` (None: all axes), which disappear.
-
-    >>> print(ndl.summation(ndl.Tensor([[1, 2], [3, 4]]), axes=1))
-    [3. 7.]
-    """
-    return Summation(axes)(a)
 
 
 def mean(a: Tensor, axes: Axes = None) -> Tensor:
@@ -71,7 +41,7 @@ class Max(TensorOp):
         kept = kept_shape(a.shape, axes)
         hit = _C.equal(a, a.max(axis=axes, keepdims=True)).astype("float32")
         share = _C.divide(hit, hit.sum(axis=axes).reshape(kept)).astype(node.dtype)
-        return multiply(_spread(out_grad, a.shape, axes), const(share))
+        return multiply(spread(out_grad, a.shape, axes), const(share))
 
 
 def max(a: Tensor, axes: Axes = None) -> Tensor:
@@ -108,7 +78,7 @@ class LogSumExp(TensorOp):
     def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
         a = node.inputs[0]
         axes = normal_axes("logsumexp", self.axes, len(a.shape))
-        return multiply(_spread(out_grad, a.shape, axes), softmax(a, axes))
+        return multiply(spread(out_grad, a.shape, axes), softmax(a, axes))
 
 
 def logsumexp(a: Tensor, axes: Axes = None) -> Tensor:
@@ -134,7 +104,7 @@ class Softmax(TensorOp):
         a = node.inputs[0]
         axes = normal_axes("softmax", self.axes, len(a.shape))
         y = softmax(a, axes)
-        inner = _spread(summation(multiply(out_grad, y), axes), a.shape, axes)
+        inner = spread(summation(multiply(out_grad, y), axes), a.shape, axes)
         return multiply(y, subtract(out_grad, inner))
 
 
@@ -160,7 +130,7 @@ class LogSoftmax(TensorOp):
     def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
         a = node.inputs[0]
         axes = normal_axes("logsoftmax", self.axes, len(a.shape))
-        total = _spread(summation(out_grad, axes), a.shape, axes)
+        total = spread(summation(out_grad, axes), a.shape, axes)
         return subtract(out_grad, multiply(softmax(a, axes), total))
 
 

@@ -1,5 +1,5 @@
-"""Ops that move elements without computing: reshape, broadcast, transpose, flip, stack, split,
-tuples. Where the strides allow it the result is a view of the input's memory."""
+"""Ops that move elements without computing: transpose, permute, flip, stack, split, tuples. Where
+the strides allow it the result is a view of the input's memory."""
 
 from __future__ import annotations
 
@@ -8,50 +8,7 @@ from collections.abc import Sequence
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import Tensor, TensorOp, TensorTuple, TensorTupleOp, Value
-from needle.ops.common import const, normal_axes, reduced_to, zeros
-
-
-class Reshape(TensorOp):
-    def __init__(self, shape: Sequence[int]) -> None:
-        self.shape = tuple(shape)
-
-    def compute(self, a: NDArray) -> NDArray:
-        return a.reshape(self.shape)
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        return reshape(out_grad, node.inputs[0].shape)
-
-
-def reshape(a: Tensor, shape: int | Sequence[int]) -> Tensor:
-    """The same elements in another shape; one -1 is worked out.
-
-    >>> ndl.reshape(ndl.ones(4, 3), (2, -1)).shape
-    (2, 6)
-    """
-    return Reshape((shape,) if isinstance(shape, int) else shape)(a)
-
-
-class BroadcastTo(TensorOp):
-    def __init__(self, shape: Sequence[int]) -> None:
-        self.shape = tuple(shape)
-
-    def compute(self, a: NDArray) -> NDArray:
-        return a.broadcast_to(self.shape)
-
-    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
-        return reduced_to(out_grad, node.inputs[0])
-
-
-def broadcast_to(a: Tensor, shape: Sequence[int]) -> Tensor:
-    """`a` stretched to `shape`, by NumPy's rules.
-
-    >>> x = ndl.Tensor([[1], [2]])
-    >>> ndl.broadcast_to(x, (2, 3)).sum().backward()
-    >>> print(x.grad)
-    [[3.]
-     [3.]]
-    """
-    return BroadcastTo(shape)(a)
+from needle.ops.common import const, normal_axes, zeros
 
 
 class Transpose(TensorOp):

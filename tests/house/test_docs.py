@@ -28,7 +28,7 @@ SHOWN = {
     "backend_ndarray": "full broadcast_to flip maximum summation",
     "block_mask": "BlockMask convert_to_block_mask",
     "checkpoint": "load_checkpoint",
-    "dataset": "DataLoader",
+    "data.dataset": "DataLoader",
     "models.pythia": "Pythia PythiaConfig.preset Pythia.from_pretrained Pythia.generate "
     "Pythia.stream Pythia.hooks Pythia.run_with_cache Pythia.hidden_states",
     "hf": "config_to_hf",

@@ -1,0 +1,120 @@
+"""Ops that are one another's gradients: broadcasting and summing, reshaping, casting. Those of all
+other families use them to bring a gradient back to the shape and dtype of its operand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from needle._C import NDArray
+from needle.autograd import FLOATS, Tensor, TensorOp
+from needle.ops.common import Axes, kept_shape, normal_axes
+
+
+def reduced_to(grad: Tensor, like: Tensor) -> Tensor:
+    """`grad` summed over the axes that were broadcast from the shape of `like`, in its dtype."""
+    shape = like.shape
+    if grad.shape != shape:
+        extra = len(grad.shape) - len(shape)
+        axes = tuple(range(extra)) + tuple(
+            i + extra for i, n in enumerate(shape) if n == 1 and grad.shape[i + extra] != 1
+        )
+        if axes:
+            grad = summation(grad, axes)
+        if grad.shape != shape:
+            grad = reshape(grad, shape)
+    if grad.dtype != like.dtype and like.dtype in FLOATS:
+        grad = astype(grad, like.dtype)
+    return grad
+
+
+def spread(a: Tensor, shape: Sequence[int], axes: Sequence[int]) -> Tensor:
+    """A reduced Tensor stretched back over the axes that it lost."""
+    kept = kept_shape(shape, axes)
+    if a.shape != kept:
+        a = reshape(a, kept)
+    return broadcast_to(a, shape) if kept != tuple(shape) else a
+
+
+class Reshape(TensorOp):
+    def __init__(self, shape: Sequence[int]) -> None:
+        self.shape = tuple(shape)
+
+    def compute(self, a: NDArray) -> NDArray:
+        return a.reshape(self.shape)
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
+        return reshape(out_grad, node.inputs[0].shape)
+
+
+def reshape(a: Tensor, shape: int | Sequence[int]) -> Tensor:
+    """The same elements in another shape; one -1 is worked out.
+
+    >>> ndl.reshape(ndl.ones(4, 3), (2, -1)).shape
+    (2, 6)
+    """
+    return Reshape((shape,) if isinstance(shape, int) else shape)(a)
+
+
+class BroadcastTo(TensorOp):
+    def __init__(self, shape: Sequence[int]) -> None:
+        self.shape = tuple(shape)
+
+    def compute(self, a: NDArray) -> NDArray:
+        return a.broadcast_to(self.shape)
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
+        return reduced_to(out_grad, node.inputs[0])
+
+
+def broadcast_to(a: Tensor, shape: Sequence[int]) -> Tensor:
+    """`a` stretched to `shape`, by NumPy's rules.
+
+    >>> x = ndl.Tensor([[1], [2]])
+    >>> ndl.broadcast_to(x, (2, 3)).sum().backward()
+    >>> print(x.grad)
+    [[3.]
+     [3.]]
+    """
+    return BroadcastTo(shape)(a)
+
+
+class Summation(TensorOp):
+    def __init__(self, axes: Axes = None) -> None:
+        self.axes = axes
+
+    def compute(self, a: NDArray) -> NDArray:
+        axes = normal_axes("summation", self.axes, a.ndim)
+        return a.sum(axis=axes) if axes else a
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
+        a = node.inputs[0]
+        return spread(out_grad, a.shape, normal_axes("summation", self.axes, len(a.shape)))
+
+
+def summation(a: Tensor, axes: Axes = None) -> Tensor:
+    """The sum over `axes` (None: all axes), which disappear.
+
+    >>> print(ndl.summation(ndl.Tensor([[1, 2], [3, 4]]), axes=1))
+    [3. 7.]
+    """
+    return Summation(axes)(a)
+
+
+class AsType(TensorOp):
+    def __init__(self, dtype: str) -> None:
+        self.dtype = dtype
+
+    def compute(self, a: NDArray) -> NDArray:
+        return a.astype(self.dtype)
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
+        return reduced_to(out_grad, node.inputs[0])
+
+
+def astype(a: Tensor, dtype: str) -> Tensor:
+    """a in another dtype.
+
+    >>> ndl.ops.astype(ndl.Tensor([1.5]), "bfloat16").dtype
+    'bfloat16'
+    """
+    return AsType(dtype)(a)
