@@ -16,6 +16,7 @@ CC ?= cc
 MEMCHECK_TESTS ?= tests/csrc/test_ops.py tests/ops/test_attention.py tests/test_generate.py \
     tests/csrc/test_download.py tests/data/test_prefetch.py
 TOOL ?= memcheck
+ASAN_TESTS ?= tests/csrc tests/ops tests/nn tests/data/test_prefetch.py
 SANITIZER ?= $(firstword $(wildcard $(CUDA_HOME)/bin/compute-sanitizer \
     /usr/local/cuda/bin/compute-sanitizer) compute-sanitizer)
 RUFF := ruff==0.14.*
@@ -32,7 +33,7 @@ endif
 BUILD_NEEDS := setuptools numpy scipy_openblas32 safetensors
 APP_NEEDS := $(BUILD_NEEDS) tokenizers tqdm matplotlib
 TEST_NEEDS := $(APP_NEEDS) pytest hypothesis
-C_FILES = $(wildcard csrc/*.[ch] csrc/cpu/*.[ch] cuda/*.cu cuda/*.cuh tests/c/*.[ch])
+C_FILES = $(wildcard csrc/*.[ch] csrc/cpu/*.[ch] csrc/python/*.[ch] cuda/*.cu cuda/*.cuh)
 
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -47,7 +48,7 @@ help:
 	@echo 'make lib                    build needle/_C and, where CUDA is, needle/_cuda.so, in place'
 	@echo 'make check                  formatting, lint, and the architecture test'
 	@echo 'make format                 apply the formatting'
-	@echo 'make asan                   the C tests under the address and undefined-behaviour sanitizers'
+	@echo 'make asan                   the tests of the core under the address and undefined-behaviour sanitizers'
 	@echo 'make memcheck               the CUDA kernel tests under compute-sanitizer'
 	@echo 'make bench                  the benchmarks'
 	@echo 'make clean                  remove what was built (keeps $(VENV) and runs/)'
@@ -143,27 +144,21 @@ format: $(STATE)/build
 	@$(find_tools); \
 	"$$format" -i $(C_FILES); "$$lint" check --quiet --fix-only .; "$$lint" format --quiet .
 
-# Without Python: the C core by itself, with the built-in matrix product, so that every byte that
-# it reads has been through the sanitizer.
-ASAN_FLAGS := -std=gnu17 -g -O1 -fno-omit-frame-pointer -fsanitize=address,undefined \
-    -fno-sanitize-recover=all -fopenmp -Wall -Wextra -Icsrc
-ASAN_CORE := csrc/status.c csrc/array.c $(wildcard csrc/cpu/*.c)
-ASAN_TESTS := $(patsubst tests/c/%.c,build/asan/%,$(wildcard tests/c/test_*.c))
-
-build/asan/%.o: %.c $(wildcard csrc/*.h csrc/*.def csrc/cpu/*.h) Makefile
-	@mkdir -p $(@D)
-	@$(CC) $(ASAN_FLAGS) -c $< -o $@
-
-build/asan/test_%: tests/c/test_%.c $(patsubst %.c,build/asan/%.o,$(ASAN_CORE)) $(wildcard tests/c/*.h)
-	@mkdir -p $(@D)
-	@$(CC) $(ASAN_FLAGS) $(filter %.c %.o,$^) -lm -o $@
-
-.SECONDARY: $(patsubst %.c,build/asan/%.o,$(ASAN_CORE))
-
-asan: $(ASAN_TESTS)
-	@[ -n "$^" ] || { echo "needle: error: there is no tests/c/test_*.c" >&2; exit 1; }
-	@for test in $^; do echo "asan: $$test"; \
-	    UBSAN_OPTIONS=print_stacktrace=1 $$test || exit 1; done
+# The core built with the sanitizers, and its built-in matrix product, so that every byte of a product
+# goes through them; the tests that replay tests/cases.py and those of views and modules then run on
+# it. One thread, because scratch is then as small as the one thread needs; a test of its own takes
+# more threads. Python never frees all that it has: leaks are the tests' own matter.
+asan: export LDFLAGS := -fsanitize=address,undefined
+asan: export CFLAGS := -O1 -g -fno-omit-frame-pointer -fno-sanitize-recover=all -fsanitize=address,undefined
+asan: $(STATE)/test
+	@NEEDLE_CUDA=0 NEEDLE_BLAS=builtin NEEDLE_MARCH=none "$(PY)" -W ignore setup.py -q \
+	    build --build-lib build/asan --build-temp build/asan/objects
+	@python=$$("$(PY)" -c 'import sys; print(sys.executable)'); cd build/asan && PYTHONPATH= \
+	    LD_PRELOAD="$$(echo $$(ldd needle/_C*.so | sed -n 's/.*=> \(.*san\.so[^ ]*\).*/\1/p') libstdc++.so.6)" \
+	    ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:max_malloc_fill_size=1073741824:malloc_fill_byte=255 \
+	    UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc OMP_NUM_THREADS=1 \
+	    "$$python" -m pytest -q --capture=sys -m 'not cuda and not parity' -p no:cacheprovider \
+	    $(addprefix $(CURDIR)/,$(ASAN_TESTS)) $(ARGS)
 
 memcheck: $(STATE)/test
 	@NEEDLE_CUDA=1 $(MAKE) --no-print-directory lib

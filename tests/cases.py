@@ -85,13 +85,16 @@ inf, nan = float("inf"), float("nan")
 # Exact float32 results at the edges: op, operands, result.
 SPECIAL = [
     ("exp", ([-inf, inf, 0.0, -1e10, 1e10, nan],), [0, inf, 1, 0, inf, nan]),
+    ("exp", ([-0.0, 1e-41, 89.0, -104.0],), [1, 1, inf, 0]),
     ("log", ([0.0, -1.0, inf, 1.0, nan],), [-inf, nan, inf, 0, nan]),
+    ("log", ([-0.0, -inf, -1e30],), [-inf, nan, nan]),
     ("sqrt", ([0.0, -1.0, inf, 4.0, nan],), [0, nan, inf, 2, nan]),
     ("tanh", ([-1e10, 1e10, -inf, inf, 0.0, nan],), [-1, 1, -1, 1, 0, nan]),
     ("sigmoid", ([-1e10, 1e10, -inf, inf, 0.0, nan],), [0, 1, 0, 1, 0.5, nan]),
     ("relu", ([-inf, inf, -1.0, 2.0, nan],), [0, inf, 0, 2, nan]),
     ("gelu", ([-1e4, 1e4, 0.0, nan],), [0, 1e4, 0, nan]),
     ("gelu_tanh", ([-1e4, 1e4, 0.0, nan],), [0, 1e4, 0, nan]),
+    ("gelu_bwd", ([inf, -inf, nan], [1.0, 1.0, 1.0]), [1, 0, nan]),
     ("maximum", ([nan, 1.0, inf, -inf], [1.0, nan, 2.0, -1.0]), [nan, nan, inf, -1]),
     ("minimum", ([nan, 1.0, inf, -inf], [1.0, nan, 2.0, -1.0]), [nan, nan, 2, -inf]),
     ("divide", ([1.0, -1.0, 0.0, 1.0], [0.0, 0.0, 0.0, inf]), [inf, -inf, nan, 0]),
@@ -131,6 +134,8 @@ REDUCED_SHAPES = [  # shape, how many of the last axes
     ((257, 31), 1),
     ((257, 3), 2),
     ((5, 7, 31), 2),
+    ((170, 200), 1),
+    ((5, 7, 31), 0),
     ((2, 3, 4, 5), 1),
     ((2, 3, 4, 5), 3),
     ((2, 3, 4, 5), 4),
@@ -457,6 +462,13 @@ PER_HEAD = np.concatenate([LOCAL, STRIDED, causal_blocks(5, lambda i, j: j == 0 
 WITH_EMPTY_ROW = LOCAL & (np.arange(5) != 2)[None, :, None]  # the queries of block 2 see nothing
 NOT_CAUSAL = np.array([[[1, 0, 1], [0, 1, 0], [1, 1, 1]]], bool)
 
+
+def irregular(heads: int, rows: int, columns: int) -> np.ndarray:
+    """Blocks without order, a mask a head, some rows and columns empty."""
+    g, i, j = np.ogrid[:heads, :rows, :columns]
+    return ((i * 7 + j * 3 + g) % 5 < 3) & (i % 4 != 3)
+
+
 ATTENTION = [  # label, B, T, S, H, D, causal
     ("one", 1, 1, 1, 1, 1, 1),
     ("odd", 2, 31, 31, 3, 16, 1),
@@ -486,6 +498,10 @@ SPARSE = [  # label, B, T, S, H, D, causal, blocks, block
     ("d128", 1, 150, 150, 1, 128, 1, STRIDED, 32),
     ("block-7", 1, 33, 33, 2, 5, 1, LOCAL, 7),
     ("zero-batch", 0, 80, 80, 1, 8, 1, LOCAL, 16),
+    ("more-keys", 1, 40, 90, 2, 8, 1, irregular(2, 3, 6), 16),
+    ("block-31", 1, 257, 257, 2, 8, 0, irregular(2, 9, 9), 31),
+    ("block-200", 1, 450, 450, 1, 4, 1, irregular(1, 3, 3), 200),
+    ("zero-keys", 1, 90, 0, 2, 16, 0, irregular(1, 3, 0), 32),
 ]
 
 
@@ -545,6 +561,7 @@ CASES = [
             (0, 4, 5, 6),
             (2, 0, 3, 4),
             (1, 130, 300, 257),
+            (1, 33, 1100, 40),
         ]
     ),
     *(
@@ -574,7 +591,7 @@ CASES = [
         for n, k, m, bias in [
             (1, 1, 1, True),
             (31, 257, 31, True),
-            (257, 31, 96, False),
+            (257, 31, 1100, False),
             (65, 64, 1, True),
             (0, 3, 4, True),
             (5, 0, 4, True),
@@ -582,7 +599,7 @@ CASES = [
     ),
     *(
         Case("bias_bwd", f"{n}x{m}", draw(dy=normal(n, m, mean=0.5), db=normal(m)), bias_bwd, n)
-        for n, m in [(1, 1), (31, 257), (257, 31), (1000, 3), (0, 4), (4, 0)]
+        for n, m in [(1, 1), (31, 257), (257, 31), (1000, 3), (1000, 300), (0, 4), (4, 0)]
     ),
     *(
         Case(
@@ -614,6 +631,8 @@ CASES = [
             "whole-head": (1, 5, 1, 1, 8, 4, 1, 1.0),
             "all-parts": (1, 7, 2, 3, 20, 5, 3, 1.0),
             "no-part": (1, 3, 2, 3, 8, 2, 0, 1.0),
+            "no-angle": (1, 3, 2, 3, 5, 0, 2, -1.0),
+            "odd-dims": (1, 257, 2, 1, 31, 15, 1, -1.0),
             "257": (1, 257, 1, 2, 6, 1, 1, -1.0),
             "pythia": (1, 9, 2, 3, 64, 8, 2, 1.0),
             "zero-size": (2, 0, 3, 3, 16, 2, 2, 1.0),
@@ -745,6 +764,7 @@ CASES = [
     Case("adamw", "31-scaled", optimizer_inputs(31, scale=0.25), adamw),
     Case("adamw", "257-first-step", optimizer_inputs(257, step=1), adamw),
     Case("adamw", "257-no-low", optimizer_inputs(257, low=False, step=10_000), adamw),
+    Case("adamw", "100003", optimizer_inputs(100_003), adamw),
     Case("adamw", "0", optimizer_inputs(0), adamw),
 ]
 
@@ -852,6 +872,12 @@ BAD_VALUES = [
         "position -1",
         {"positions": np.array([-1, 1, 2])},
         r"decode_attention: positions: row 0 is at -1",
+    ),
+    (
+        "block_sparse_attention_fwd",
+        "a block that is not there",
+        {"columns": long_ids(29, 1_000_000)},
+        r"block_sparse_attention_fwd: .*lists block 1000000",
     ),
     ("embedding_fwd", "id -1", {"ids": long_ids(31, -1)}, r"embedding_fwd: ids: .*-1"),
     ("embedding_fwd", "id V", {"ids": long_ids(31, 257)}, r"embedding_fwd: ids: .*257"),

@@ -139,7 +139,7 @@ def to_ndarray(values: np.ndarray, dtype: str, device, layout: str = "contiguous
         base = _C.array(np.ascontiguousarray(host.T), dtype=dtype, device=device)
         return base.permute(tuple(reversed(range(host.ndim))))
     if layout == "stepped":
-        base = np.full((*host.shape[:-1], 2 * host.shape[-1]), garbage, host.dtype)
+        base = np.full((*host.shape[:-1], max(2 * host.shape[-1] - 1, 0)), garbage, host.dtype)
         base[..., ::2] = host
         every_other = (slice(None),) * (host.ndim - 1) + (slice(None, None, 2),)
         return _C.array(base, dtype=dtype, device=device)[every_other]

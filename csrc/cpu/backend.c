@@ -5,6 +5,8 @@
  * again and again and fresh pages cost more than the work that fills them; from 4 MiB on they are
  * aligned to huge pages. empty_cache gives the lists back, and so does an allocation that failed.
  * Each block carries its size in a 64-byte header. The CPU has no stream: ops are done on return.
+ * Under the address sanitizer (make asan) a block is as large as asked, is not kept, and its header
+ * must not be touched, so that a kernel is caught at the first byte beside its array.
  */
 #include <errno.h>
 #include <omp.h>
@@ -18,6 +20,15 @@
 #endif
 
 #include "cpu.h"
+
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#define EXACT true
+#else
+#define ASAN_POISON_MEMORY_REGION(memory, bytes)
+#define ASAN_UNPOISON_MEMORY_REGION(memory, bytes)
+#define EXACT false
+#endif
 
 enum {
     ALIGNMENT = 64,
@@ -88,7 +99,7 @@ static nd_status backend_allocate(int device, size_t bytes, void **out) {
     }
     size_t capacity = bytes + ALIGNMENT;
     int size_class = -1;
-    if (capacity >= SMALLEST_CACHED) {
+    if (capacity >= SMALLEST_CACHED && !EXACT) {
         size_class = size_class_of(capacity, &capacity);
     }
     pthread_mutex_lock(&pool.mutex);
@@ -120,6 +131,7 @@ static nd_status backend_allocate(int device, size_t bytes, void **out) {
             "a smaller batch or a shorter sequence",
             bytes, (long long)live);
     }
+    ASAN_POISON_MEMORY_REGION(b, ALIGNMENT);
     *out = (char *)b + ALIGNMENT;
     return ND_OK;
 }
@@ -130,6 +142,7 @@ static nd_status backend_release(int device, void *memory) {
         return ND_OK;
     }
     block *b = (block *)((char *)memory - ALIGNMENT);
+    ASAN_UNPOISON_MEMORY_REGION(b, ALIGNMENT);
     pthread_mutex_lock(&pool.mutex);
     pool.stats.live_bytes -= (int64_t)b->asked;
     if (b->size_class >= 0) {
@@ -184,11 +197,11 @@ static void scratch_start(void) { pthread_key_create(&scratch_key, scratch_free)
 
 nd_status cpu_scratch(int device, size_t bytes, void **out) {
     (void)device;
-    if (bytes > scratch.bytes) {
+    if (bytes > scratch.bytes || EXACT) {
         pthread_once(&scratch_once, scratch_start);
         free(scratch.memory);
         scratch = (scratch_buffer){0};
-        size_t rounded = (bytes + 4095) / 4096 * 4096;
+        size_t rounded = EXACT ? bytes : (bytes + 4095) / 4096 * 4096;
         if (posix_memalign(&scratch.memory, ALIGNMENT, rounded) != 0) {
             scratch.memory = NULL;
             pthread_setspecific(scratch_key, NULL);
@@ -288,11 +301,11 @@ static nd_status backend_download_end(int device, nd_download *download, void *t
 /* A staging is its memory; nd_staging stays incomplete. */
 static nd_status backend_staging_new(int device, size_t bytes, nd_staging **out, void **memory) {
     (void)device;
-    *out = bytes <= PTRDIFF_MAX - 64 ? aligned_alloc(64, (bytes / 64 + 1) * 64) : NULL;
-    if (*out == NULL) {
+    void *made = NULL;
+    if (posix_memalign(&made, ALIGNMENT, bytes) != 0) {
         return nd_error(ND_EMEMORY, "staging: the system has no %zu bytes left", bytes);
     }
-    *memory = *out;
+    *out = *memory = made;
     return ND_OK;
 }
 

@@ -1,0 +1,52 @@
+"""`make asan` sees a fault: one planted beside, behind and after an array of the core, and in C."""
+
+import ctypes
+import os
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from needle import _C
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "__asan_init"), reason="only make asan has the sanitizers"
+)
+
+PLANTED = """
+import ctypes
+from needle import _C
+array = _C.empty(({size},), "uint8")
+address = array._handle.ptr()
+ctypes.memset(address, 0, {size})
+{free}
+ctypes.memset(address + {at}, 0, 1)
+"""
+
+
+@pytest.mark.parametrize("size", [1, 31, 1 << 20])
+@pytest.mark.parametrize("fault", ["heap-buffer-overflow", "use-after-poison", "use-after-free"])
+def test_a_byte_that_is_no_array_s(fault, size):
+    at = {"heap-buffer-overflow": size, "use-after-poison": -1, "use-after-free": size - 1}[fault]
+    free = "del array" if fault == "use-after-free" else ""
+    code = PLANTED.format(size=size, at=at, free=free)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode != 0 and fault in done.stderr, done.stderr
+    harmless = PLANTED.format(size=size, at=0, free="")
+    subprocess.run([sys.executable, "-c", harmless], check=True)
+
+
+def test_a_signed_overflow(tmp_path):
+    (tmp_path / "next.c").write_text("int next(int x); int next(int x) { return x + 1; }\n")
+    command = ["cc", *shlex.split(os.environ["CFLAGS"]), "-shared", "-fPIC", "next.c"]
+    subprocess.run([*command, "-o", "next.so"], cwd=tmp_path, check=True)
+    code = "import ctypes; ctypes.CDLL('./next.so').next(2**31 - 1)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode != 0 and "signed integer overflow" in done.stderr, done.stderr
+
+
+def test_products_go_through_the_sanitizers():
+    assert _C.build_info()["blas"] == "built-in"
