@@ -47,8 +47,8 @@ def imported(path: Path) -> list[tuple[int, str, str]]:
         elif isinstance(node, ast.Call) and node.args:
             called = getattr(node.func, "attr", getattr(node.func, "id", ""))
             if called in ("import_module", "__import__"):
-                module = getattr(node.args[0], "value", None)
-                found.append((node.lineno, module or HIDDEN, ""))
+                known = isinstance(node.args[0], ast.Constant)
+                found.append((node.lineno, node.args[0].value if known else HIDDEN, ""))
     return found
 
 
