@@ -1,4 +1,4 @@
-"""The generic tests over cases.py: every row of ops.def on every device, dtype and layout."""
+"""The generic tests over tests/cases/: every op of ops.def on every device, dtype and layout."""
 
 import itertools
 import os

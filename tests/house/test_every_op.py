@@ -42,7 +42,7 @@ def test_each_op_of_the_table_has_a_test_case():
     formulas = {*cases.ELEMENTWISE, *cases.COMPARISONS, *cases.REDUCTIONS}
     tested = {*formulas, *(case.op for case in cases.CASES)}
     missing = ROWS.keys() - tested - COPIES
-    assert not missing, f"tests/cases.py has no inputs and no reference of {sorted(missing)}"
+    assert not missing, f"tests/cases/ has no inputs and no reference of {sorted(missing)}"
     assert not tested - ROWS.keys(), f"csrc/ops.def has no {sorted(tested - ROWS.keys())}"
 
 
