@@ -10,7 +10,7 @@ from cases.case import cases_of
 
 
 def rotary(r, x, cos, sin, parts, sign):
-    """x (B, T, H, P, D), cos and sin (T, R): pairs (i, i + R) of the first 2 R turn."""
+    """x (B, T, H, P, D), cos and sin (T, R): pairs (i, i + R) of the first 2 R are rotated."""
     y = x.copy()
     half = cos.shape[1]
     c, s = cos[None, :, None, None, :], sign * sin[None, :, None, None, :]
@@ -115,8 +115,8 @@ def decode_attention(r, qkv, cos, sin, positions, scale, keys, values):
     keys, values, o = keys.copy(), values.copy(), []
     for b, p in enumerate(positions):
         packed = qkv[b].transpose(1, 0, 2)[None, None]  # (1, 1, 3, H, D): slices before heads
-        turned = rotary(r, packed.transpose(0, 1, 3, 2, 4), cos[[p]], sin[[p]], 2, 1.0)["y"]
-        q, k, v = (turned[:, :, :, i] for i in range(3))  # (1, 1, H, D) each
+        rotated = rotary(r, packed.transpose(0, 1, 3, 2, 4), cos[[p]], sin[[p]], 2, 1.0)["y"]
+        q, k, v = (rotated[:, :, :, i] for i in range(3))  # (1, 1, H, D) each
         keys[b, :, p], values[b, :, p] = k[0, 0], v[0, 0]
         seen = (c[b : b + 1, :, : p + 1].transpose(0, 2, 1, 3) for c in (keys, values))
         o.append(softmax_attention(r, q, *seen, scale, True)["o"][0, 0])
@@ -168,7 +168,7 @@ def logits_inputs(b, v):
 
 
 def attention_inputs(b, t, s, h, d, causal, scale=None, blocks=None, block=None, backward=False):
-    """blocks: (G, query blocks, key blocks) of bool for the block-sparse rows."""
+    """blocks: (G, query blocks, key blocks) of bool for the block-sparse ops."""
 
     def inputs(rng):
         of = {"q": (b, t, h, d), "k": (b, s, h, d), "v": (b, s, h, d)}

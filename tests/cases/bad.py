@@ -21,7 +21,7 @@ BAD = [
     ),
     (
         "rotary",
-        "turns more than D",
+        "rotates more than D",
         {"x": np.ones((1, 3, 1, 3, 4)), "cos": np.ones((3, 3)), "sin": np.ones((3, 3))},
         ValueError,
         r"rotary: cos",
@@ -81,7 +81,7 @@ BAD = [
     ),
     (
         "decode_attention",
-        "turns more than D",
+        "rotates more than D",
         {n: np.ones((37, 9)) for n in ("cos", "sin")},
         ValueError,
         r"decode_attention: cos",

@@ -702,10 +702,3 @@ def test_errors_name_the_operation():
         nd.empty((2**40, 2**40))
     with pytest.raises(ValueError):
         nd.empty((1,) * 9)
-
-
-def test_every_row_is_callable():
-    from harness import ROWS
-
-    for name in ROWS:
-        assert callable(getattr(_C, name)), name
