@@ -338,9 +338,8 @@ def test_reductions(op, dtype, device):
                 terms = reduced if op == "sum" else 1 + reduced**0.5
                 assert_within(got.numpy(), exact, rounder(dtype)(exact), dtype, terms, what)
             else:
-                assert got.dtype == (
-                    "int64" if op.startswith("arg") else dtype if op != "sum" else got.dtype
-                )
+                wide = op == "sum" or op.startswith("arg")
+                assert got.dtype == ("int64" if wide else dtype), what
                 np.testing.assert_array_equal(got.numpy(), exact, err_msg=what)
 
 
