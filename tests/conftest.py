@@ -1,4 +1,4 @@
-"""What pytest needs to know of needle: which tests can run here, and in which order they do.
+"""pytest learns here which tests can run on this machine, and in which order they do.
 
 NEEDLE_TEST_SEED=n      repeats the order of a run that printed it; "off" keeps the written order
 NEEDLE_REQUIRE_CUDA=1   no GPU is a failure, not a reason to skip

@@ -1,4 +1,4 @@
-"""What the tests share: the ops of ops.def, rounding, layouts of operands, and the one bound.
+"""Shared by the tests: the ops of ops.def, rounding, layouts of operands, and the one bound.
 
 The bound of a computation in dtype d, against a float64 reference: at most twice the error of the
 naive computation in d (the reference with every intermediate rounded to d), plus half a unit in the

@@ -90,7 +90,7 @@ def test_functions(name):
     assert function.__doc__
 
 
-# What Python has of itself, and what serves copying and pickling.
+# Python gives each type these, or they serve copying and pickling.
 IMPLIED = {
     "__new__", "__init__", "__repr__", "__str__", "__doc__", "__module__", "__hash__",
     "__copy__", "__deepcopy__", "__reduce__", "__delitem__", "__array_ufunc__", "__weakref__",

@@ -1,4 +1,4 @@
-"""What only a GPU can show: sizes past 2^31, streams, resets, faults, precision."""
+"""Only a GPU can show these: sizes past 2^31, streams, resets, faults, precision."""
 
 import gc
 import os
