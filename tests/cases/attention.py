@@ -140,9 +140,9 @@ def rotary_inputs(b, t, h, p, d, half, parts, sign):
     return inputs
 
 
-def decode_inputs(b, h, d, s, half, positions, scale=None):
+def decode_inputs(b, h, d, s, half, positions, scale=None, angles=None):
     def inputs(rng):
-        angle = np.arange(s)[:, None] / 100.0 ** (np.arange(half) / max(half, 1))
+        angle = np.arange(angles or s)[:, None] / 100.0 ** (np.arange(half) / max(half, 1))
         return {
             "qkv": rng.standard_normal((b, h, 3, d)),
             "cos": np.cos(angle),
@@ -295,6 +295,7 @@ CASES = [
             "one": (1, 1, 1, 1, 0, [0]),
             "odd-dims": (2, 3, 20, 70, 5, [69, 31]),
             "pythia": (2, 2, 64, 300, 8, [299, 128]),
+            "more-angles": (2, 2, 16, 40, 4, [39, 7], None, 64),
             "80": (2, 1, 80, 130, 10, [64, 129]),
             "96-whole-head": (1, 2, 96, 40, 48, [33]),
             "256": (2, 1, 256, 70, 32, [69, 1]),

@@ -1,6 +1,7 @@
 """Wrong calls: each raises the right exception and says which operand is wrong and how."""
 
 import gc
+import itertools
 
 import numpy as np
 import pytest
@@ -73,6 +74,23 @@ def test_sizes_dtypes_and_kinds(op, device):
     if len(floats) > 1:
         bad = good | {floats[-1]: good[floats[-1]].astype("bfloat16")}
         refuse(op, bad, TypeError, rf"{op}: {floats[-1]}: .*bfloat16")
+
+
+@pytest.mark.parametrize("op", STRUCTURED)
+def test_letters_of_the_table_stand_for_sizes_that_differ(op):
+    """The refusals above are made from the table, and do not see a wrong letter in it: where two
+    letters are the same size in every case, one of them may be meant for the other."""
+    seen = []
+    for case in CASES:
+        values = case.inputs(np.random.default_rng(0)) if case.op == op else {}
+        shapes = {o: np.shape(values[o.name]) for o in OPS[op].inputs if o.name in values}
+        seen += [{a: n for o, shape in shapes.items() for a, n in zip(o.axes, shape)}]
+    for a, b in itertools.combinations(sorted(set().union(*seen)), 2):
+        sizes = {(sizes[a], sizes[b]) for sizes in seen if a in sizes and b in sizes}
+        same = bool(sizes) and all(one == other for one, other in sizes)
+        assert not same, (
+            f"csrc/ops.def: {op}: {a} and {b} differ in no case: give one in tests/cases/"
+        )
 
 
 @pytest.mark.parametrize("op", STRUCTURED)
