@@ -5,6 +5,7 @@ naive computation in d (the reference with every intermediate rounded to d), plu
 last place of the output, plus the float32 accumulator's own error over K terms, 4 eps sqrt(K).
 """
 
+import ctypes
 import gc
 import re
 from collections.abc import Callable, Iterator
@@ -168,9 +169,15 @@ def assert_same_bits(one, other, what: str = "") -> None:
     np.testing.assert_array_equal(bits(one), bits(other), err_msg=what)
 
 
+LIBC, M_PERTURB = ctypes.CDLL(None), -6  # of malloc.h
+
+
 def poison(device, size: int = 1 << 12) -> None:
     """Fill memory that the next allocations will get with NaN, so that an output element that a
-    kernel forgets to write is seen."""
+    kernel forgets to write is seen. The CPU's small blocks come from malloc, which need not give
+    these again: glibc is told to fill all that it gives (bytes of 0xfe, the float -1.7e38)."""
+    if hasattr(LIBC, "mallopt"):
+        LIBC.mallopt(M_PERTURB, 0x01)
     held = [_C.empty((n,), "float32", device) for n in (1, 33, size, 4 * size) for _ in range(4)]
     for array in held:
         array.fill(float("nan"))
