@@ -1,4 +1,4 @@
-"""A run writes these while it trains: metrics.jsonl, the progress bar or plain lines, loss.png.
+"""What a run writes while it trains: metrics.jsonl, the progress bar or plain lines, loss.png.
 Trackers (trackers.py) get each line of metrics.jsonl as well. A line is an object:
 
     step                number of the step, from 1
@@ -170,11 +170,11 @@ class RunLog:
         self._show(line, evaluated)
 
     def skip_time(self) -> None:
-        """The time since the last step (evaluating, saving) is not the next step's."""
+        """What was done since the last step (evaluating, saving) is not the next step's time."""
         self._mark = time.perf_counter()
 
     def sync(self) -> None:
-        """Lines written so far survive a power cut."""
+        """What is written so far survives a power cut."""
         os.fsync(self._file.fileno())
         for tracker in self._trackers:
             tracker.flush()

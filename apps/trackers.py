@@ -52,7 +52,7 @@ def _installed(package: str) -> bool:
 
 
 class TensorBoard:
-    """Scalars by the names of metrics.jsonl. Lines of a killed run beyond `step` are hidden."""
+    """Scalars by the names of metrics.jsonl. What a killed run wrote beyond `step` is hidden."""
 
     def __init__(self, folder: Path, step: int) -> None:
         kind = _own_writer if _installed(TENSORBOARD[0]) else _x_writer

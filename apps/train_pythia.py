@@ -288,7 +288,7 @@ def finish(run: Run, log: RunLog) -> None:
 
 
 def sample_text(run: Run) -> str:
-    """The model's continuation of the beginning of a held-out text."""
+    """What the model writes after the beginning of a held-out text."""
     prompt = np.asarray(run.data.held_out[:16], np.int64)
     if len(prompt) == 0:
         prompt = np.asarray(run.data.train[:16], np.int64)
@@ -305,7 +305,7 @@ def sample_text(run: Run) -> str:
 
 
 def resumed_checkpoint(args) -> Checkpoint | None:
-    """The checkpoint that --resume names; None where `auto` finds none."""
+    """What --resume names; None where `auto` finds nothing."""
     if args.resume != "auto":
         return find_checkpoint(args.resume)
     runs = Path(args.out)
