@@ -1,4 +1,4 @@
-"""What a run writes while it trains: metrics.jsonl, the progress bar or plain lines, loss.png.
+"""The log of a run while it trains: metrics.jsonl, the progress bar or plain lines, loss.png.
 Trackers (trackers.py) get each line of metrics.jsonl as well. A line is an object:
 
     step                number of the step, from 1
@@ -170,11 +170,11 @@ class RunLog:
         self._show(line, evaluated)
 
     def skip_time(self) -> None:
-        """What was done since the last step (evaluating, saving) is not the next step's time."""
+        """Time since the last step (evaluating, saving) does not count for the next one."""
         self._mark = time.perf_counter()
 
     def sync(self) -> None:
-        """What is written so far survives a power cut."""
+        """Everything written so far survives a power cut."""
         os.fsync(self._file.fileno())
         for tracker in self._trackers:
             tracker.flush()

@@ -110,7 +110,7 @@ def train(run: Run) -> int:
         run.seconds,
         trackers.start(run.folder, run.step, settings, run.tensorboard, run.wandb),
     )
-    share = Tensor.from_ndarray(full((), 1 / micro_batches, "float32", run.device))
+    loss_scale = Tensor.from_ndarray(full((), 1 / micro_batches, "float32", run.device))
     stop = Stop()
     try:
         if run.step == 0 and settings["recipe"]:
@@ -120,7 +120,9 @@ def train(run: Run) -> int:
             where, waited = f"epoch {batches.epoch}, batch {batches.batch}", batches.waited
             optimizer.lr = schedule(step)
             optimizer.reset_grad()
-            losses = [forward_backward(model, *batches.next(), share) for _ in range(micro_batches)]
+            losses = [
+                forward_backward(model, *batches.next(), loss_scale) for _ in range(micro_batches)
+            ]
             norm, scale = optim.grad_norm(flat, settings["clip"])
             optimizer.step(scale)
             log.queue(step, losses, norm, optimizer.lr, where, 1e3 * (batches.waited - waited))
@@ -154,11 +156,13 @@ def train(run: Run) -> int:
     return 0
 
 
-def forward_backward(model: Pythia, ids: np.ndarray, targets: np.ndarray, share: Tensor) -> NDArray:
-    """Adds this micro-batch's share of the gradient to the buffers; the loss stays on the device.
+def forward_backward(
+    model: Pythia, ids: np.ndarray, targets: np.ndarray, loss_scale: Tensor
+) -> NDArray:
+    """Adds the gradient of loss_scale * loss to the buffers; the loss stays on the device.
     The logits and all activations are free when this returns."""
     _, loss = model(ids, targets)
-    loss.backward(share)
+    loss.backward(loss_scale)
     return loss.cached_data
 
 
@@ -288,7 +292,7 @@ def finish(run: Run, log: RunLog) -> None:
 
 
 def sample_text(run: Run) -> str:
-    """What the model writes after the beginning of a held-out text."""
+    """The model's continuation of a held-out text."""
     prompt = np.asarray(run.data.held_out[:16], np.int64)
     if len(prompt) == 0:
         prompt = np.asarray(run.data.train[:16], np.int64)
@@ -305,7 +309,7 @@ def sample_text(run: Run) -> str:
 
 
 def resumed_checkpoint(args) -> Checkpoint | None:
-    """What --resume names; None where `auto` finds nothing."""
+    """The checkpoint that --resume names; None where `auto` finds nothing."""
     if args.resume != "auto":
         return find_checkpoint(args.resume)
     runs = Path(args.out)

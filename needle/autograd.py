@@ -4,7 +4,7 @@ A Tensor wraps an NDArray (`cached_data`) and, when it was computed from Tensors
 gradients, remembers the op and the inputs that made it. `backward()` walks that graph from the
 result to the leaves.
 
-An op offers up to three things (csrc/DESIGN.md, 11):
+An op offers up to three things (docs/design.md, Two protocols):
 
 - `compute(*arrays)`: NDArrays in, NDArray out (a TensorTupleOp: a tuple of NDArrays);
 - `gradient(out_grad, node)`: Tensors in, a Tensor or a tuple of Tensors out, one for each input of
@@ -13,8 +13,8 @@ An op offers up to three things (csrc/DESIGN.md, 11):
   adds the gradient of input i into it and returns None there. That is how the gradients of
   flattened parameters (`needle.nn.flatten_parameters`) are summed by the kernel that computes them.
 
-What `.grad` holds after `backward()`: for a Tensor without a gradient buffer the gradient of that
-one call (it replaces what was there, as in the course); for a Parameter with a gradient buffer a
+After `backward()` the `.grad` of a Tensor without a gradient buffer is the gradient of that one
+call (it replaces the one before, as in the course); that of a Parameter with a gradient buffer is a
 Tensor over the buffer, into which every call adds until it is zeroed (`optimizer.reset_grad()`).
 """
 
@@ -31,6 +31,7 @@ import numpy as np
 
 from needle import _C
 from needle._C import Device, NDArray
+from needle.backend_ndarray import ones
 
 __all__ = [
     "FusedOp",
@@ -437,9 +438,7 @@ class Tensor(Value):
                 "or from Tensors with requires_grad=False"
             )
         if out_grad is None:
-            seed = _C.empty(self.shape, self.dtype, self.device)
-            seed.fill(1)
-            out_grad = Tensor.from_ndarray(seed)
+            out_grad = Tensor.from_ndarray(ones(self.shape, self.dtype, self.device))
         elif not isinstance(out_grad, Tensor):
             raise TypeError(f"backward: out_grad: must be a Tensor, not {type(out_grad).__name__}")
         elif out_grad.shape != self.shape:

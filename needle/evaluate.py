@@ -31,7 +31,7 @@ from needle.autograd import Tensor, no_grad
 from needle.backend_ndarray import Device, choose_device
 from needle.checkpoint import CheckpointError, find_checkpoint
 from needle.data.readers import open_tokens
-from needle.data.tokens import place_of, to_ids
+from needle.data.tokens import check_ids, place_of, to_ids
 from needle.models.pythia import DTYPES, Pythia
 
 # Elements of logits that exist at a time; float32 ones take four times as many bytes.
@@ -40,7 +40,7 @@ LOGITS = 1 << 26
 
 @dataclass(frozen=True)
 class Scores:
-    """What `perplexity` found."""
+    """The result of `perplexity`."""
 
     tokens: int  # how many were scored
     nats: float  # the sum of their scores
@@ -238,13 +238,7 @@ def _read(
 ) -> np.ndarray:
     """Ids [start, stop), all of them inside the vocabulary."""
     ids = to_ids(np.asarray(tokens[start:stop]))
-    wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
-    if wrong.size:
-        first = int(wrong[0])
-        raise data.DataError(
-            f"{place_of(tokens, start + first)}: id {int(ids[first])} is outside "
-            f"the vocabulary of {vocab_size}"
-        )
+    check_ids(ids, vocab_size, lambda index: place_of(tokens, start + index))
     return ids
 
 
@@ -345,7 +339,7 @@ def _count(text: str) -> int:
 
 
 def evaluate(args: argparse.Namespace) -> Scores:
-    """What the command does between reading its arguments and printing."""
+    """The scores that the command line asks for."""
     model, beside = load_model(args.model, choose_device(args.device), args.dtype)
     tokenizer_path = args.tokenizer or beside
     if tokenizer_path is None and open_tokens(Path(args.data)) is None:

@@ -14,6 +14,7 @@ import numpy as np
 from needle import _C
 from needle._C import Device, NDArray
 from needle.autograd import Tensor
+from needle.backend_ndarray import full
 
 
 def _tensor(values: np.ndarray, device: Device | None, dtype: str, requires_grad: bool) -> Tensor:
@@ -87,9 +88,7 @@ def constant(
     [[7 7]
      [7 7]]
     """
-    data = _C.empty(tuple(shape), dtype, _C.cpu() if device is None else device)
-    data.fill(c)
-    return Tensor.from_ndarray(data, requires_grad)
+    return Tensor.from_ndarray(full(shape, c, dtype, device), requires_grad)
 
 
 def ones(

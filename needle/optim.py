@@ -22,13 +22,14 @@ from typing import Any
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import Tensor
+from needle.backend_ndarray import zeros
 from needle.nn import FlatParameters, Parameter
 
 Params = Any  # Iterable[Parameter] | Iterable[tuple[str, Parameter]] | list[dict] | FlatParameters
 
 
 class Optimizer:
-    """What optimizers share: the parameters, their names, and state that is saved by name.
+    """The parameters, their names, and state that is saved by name: the base of all optimizers.
 
     Names are those of the pairs or of the flat object, else the ones that the module's
     `parameters()` gave, else ordinals "0", "1", ...
@@ -171,9 +172,7 @@ class _PerParameter(Optimizer):
         self.state: dict[str, list[NDArray]] = {slot: [] for slot in self.slots}
         for kept in self.state.values():
             for p in self.params:
-                array = _C.empty(p.shape, "float32", p.device)
-                array.fill(0)
-                kept.append(array)
+                kept.append(zeros(p.shape, "float32", p.device))
 
     def _arrays(self) -> dict[str, NDArray]:
         return {
@@ -321,9 +320,7 @@ class AdamW(Optimizer):
             return
         for data in self._data():
             for kept in (self._m, self._v):
-                array = _C.empty((data.size,), "float32", data.device)
-                array.fill(0)
-                kept.append(array)
+                kept.append(zeros(data.size, "float32", data.device))
             low = data.dtype != "float32"
             self._master.append(data.astype("float32").reshape((data.size,)) if low else None)
 
@@ -497,7 +494,7 @@ class Linear(Schedule):
 
 
 class PythiaCosine(Schedule):
-    """What the published Pythias were trained with: the learning rate of GPT-NeoX, as it was.
+    """The learning rate of GPT-NeoX as it was, with which the published Pythias were trained.
 
     GPT-NeoX counted `it`, the steps done before: it = step - 1, so that the first step has rate 0
     and the suite's step 1 holds the weights of step 0. After the warmup the rate is

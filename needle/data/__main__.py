@@ -15,7 +15,7 @@ from needle.data.batches import Batches
 from needle.data.prepare import prepare, progress_bar
 from needle.data.readers import TokenData, matching, no_text, open_data, open_tokens, text_kind
 from needle.data.runs import open_run
-from needle.data.text import documents, load_tokenizer, walk, warn
+from needle.data.text import documents, load_tokenizer, warn
 from needle.data.tokens import DataError, Documents, FlatTokens, to_ids
 
 SCANNED = 1 << 22  # ids that `inspect` looks at, spread over the file
@@ -141,7 +141,7 @@ def sample(tokens: FlatTokens) -> tuple[np.ndarray, bool]:
 
 
 def show_text(path: Path) -> None:
-    files = list(walk(path)) if path.is_dir() else matching(path)
+    files = matching(path)
     count = size = 0
     for text, last in documents(files, warn):
         count, size = count + last, size + len(text.encode())

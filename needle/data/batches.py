@@ -14,7 +14,15 @@ from typing import Any
 import numpy as np
 
 from needle.data import megatron
-from needle.data.tokens import DataError, Documents, FlatTokens, is_broken, place_of, to_ids
+from needle.data.tokens import (
+    DataError,
+    Documents,
+    FlatTokens,
+    check_ids,
+    is_broken,
+    place_of,
+    to_ids,
+)
 
 
 class Windows:
@@ -23,20 +31,21 @@ class Windows:
 
     def __init__(self, tokens: Any, seq_len: int, seed: int) -> None:
         self.tokens, self.seq_len, self.seed = tokens, seq_len, seed
+        self.stride = seq_len
         self.count = max(len(tokens) - 1, 0) // seq_len
 
     def order(self, epoch: int) -> np.ndarray:
         return np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(self.count)
 
     def rows(self, chosen: np.ndarray) -> np.ndarray:
-        starts = np.asarray(chosen, np.int64) * self.seq_len
+        starts = np.asarray(chosen, np.int64) * self.stride
         if isinstance(self.tokens, FlatTokens):
             return self.tokens.rows(starts, self.seq_len + 1)
         return self.tokens[starts[:, None] + np.arange(self.seq_len + 1)]
 
     def position(self, sample: int, column: int) -> int:
         """Of an id in the flat array."""
-        return sample * self.seq_len + column
+        return sample * self.stride + column
 
 
 class Rows(Windows):
@@ -49,17 +58,11 @@ class Rows(Windows):
                 f"{tokens.parts[0].path}: preshuffled rows of {tokens.row_length:,} "
                 f"tokens are for --seq-len {tokens.row_length - 1}, not {seq_len}"
             )
-        self.count = len(tokens) // (seq_len + 1)
+        self.stride = seq_len + 1
+        self.count = len(tokens) // self.stride
 
     def order(self, epoch: int) -> np.ndarray:
         return np.arange(self.count)
-
-    def rows(self, chosen: np.ndarray) -> np.ndarray:
-        starts = np.asarray(chosen, np.int64) * (self.seq_len + 1)
-        return self.tokens.rows(starts, self.seq_len + 1)
-
-    def position(self, sample: int, column: int) -> int:
-        return sample * (self.seq_len + 1) + column
 
 
 class Packed:
@@ -240,18 +243,8 @@ class Batches:
             place = np.argwhere(is_broken(found))[0]
             raise DataError(f"{self._where(chosen, *place)}: {error}") from error
         if self.vocab_size is not None:
-            self._check_vocabulary(rows, chosen)
+            check_ids(rows, self.vocab_size, lambda *place: self._where(chosen, *place))
         return rows
-
-    def _check_vocabulary(self, rows: np.ndarray, chosen: np.ndarray) -> None:
-        # One pass: as unsigned numbers, negative ids lie above every vocabulary.
-        wrong = rows.view(np.uint32 if rows.dtype == np.int32 else np.uint64) >= self.vocab_size
-        if wrong.any():
-            row, column = (int(i) for i in np.argwhere(wrong)[0])
-            raise DataError(
-                f"{self._where(chosen, row, column)}: id {int(rows[row, column])} is "
-                f"outside the vocabulary of {self.vocab_size}"
-            )
 
     def _where(self, chosen: np.ndarray, row: int, column: int) -> str:
         return place_of(self.tokens, self._samples.position(int(chosen[row]), int(column)))

@@ -39,9 +39,7 @@ class NDArrayDataset(Dataset):
         super().__init__()
         if not arrays:
             raise ValueError("NDArrayDataset: needs one array or more")
-        self.arrays = [
-            a.numpy() if isinstance(a, (NDArray, Tensor)) else np.asarray(a) for a in arrays
-        ]
+        self.arrays = [_host(a) for a in arrays]
         for i, a in enumerate(self.arrays):
             if len(a) != len(self.arrays[0]):
                 raise ValueError(

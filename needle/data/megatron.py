@@ -28,7 +28,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from needle.data.tokens import DataError, Documents, Part
+from needle.data.tokens import DataError, Documents, Part, whole_file
 
 MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")
@@ -88,8 +88,9 @@ def open_documents(prefix: Path) -> Documents:
             f"{total * dtype.itemsize:,}: another file's index, or a copy that was "
             "not finished"
         )
+    parts = [whole_file(file, dtype) for file in files]
     preshuffled = bool((sizes == ROW_LENGTH).all()) and count > 1
-    return Documents(_parts(files, dtype), sizes, ROW_LENGTH if preshuffled else None)
+    return Documents(parts, sizes, ROW_LENGTH if preshuffled else None)
 
 
 def data_files(prefix: Path) -> list[Path]:
@@ -123,16 +124,6 @@ def data_files(prefix: Path) -> list[Path]:
             f"{prefix}-{len(shards):05}-of-{last}.bin: no such file, and those before it are there"
         )
     return shards
-
-
-def _parts(files: list[Path], dtype: np.dtype) -> list[Part]:
-    parts = []
-    for path in files:
-        count, rest = divmod(path.stat().st_size, dtype.itemsize)
-        if rest:
-            raise DataError(f"{path}: {path.stat().st_size:,} bytes are no whole number of {dtype}")
-        parts.append(Part(path, 0, dtype, count))
-    return parts
 
 
 def _check_sequences(
@@ -196,8 +187,8 @@ def split_documents(count: int, split: tuple[float, ...] = SPLIT) -> list[int]:
     rounds it."""
     whole = sum(split)
     borders = [0]
-    for share in split:
-        borders.append(borders[-1] + int(round(share / whole * float(count))))
+    for weight in split:
+        borders.append(borders[-1] + int(round(weight / whole * float(count))))
     excess = borders[-1] - count
     return [0] + [border - excess for border in borders[1:]]
 

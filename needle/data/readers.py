@@ -8,15 +8,14 @@
     .npy, any other .bin                         one flat array; .bin is uint16
     .jsonl (.gz, .zst), text, folders of text    through the tokenizer, once, then from the cache
 
-Several files are given by a pattern ("shards/*.bin") or their folder. What has no held-out part of
-its own gives its last 5 % of tokens; text of 20 or more documents every twentieth; Megatron's
+Several files are given by a pattern ("shards/*.bin") or their folder. Data without a held-out part
+of their own give their last 5 % of tokens; text of 20 or more documents every twentieth; Megatron's
 documents are split as GPT-NeoX does by default (969 : 30 : 1); preshuffled rows are all trained on.
 """
 
 from __future__ import annotations
 
 import fcntl
-import glob
 import hashlib
 import json
 import os
@@ -32,6 +31,7 @@ from needle.data import megatron
 from needle.data.text import (
     documents,
     encode,
+    files_at,
     id_limit,
     is_json_lines,
     is_packed,
@@ -42,13 +42,14 @@ from needle.data.text import (
     walk,
     warn,
 )
-from needle.data.tokens import DataError, Documents, FlatTokens, Part, fingerprint
+from needle.data.tokens import DataError, Documents, FlatTokens, Part, fingerprint, whole_file
 
 HELD_OUT = 20  # one document, or one token, in so many
 # A change of how text becomes tokens makes caches of other versions invisible.
 CACHE_FORMAT = "2"
 WORK = ".text-"  # how the folders of unfinished caches begin
 LLMC_MAGIC, LLMC_HEADER = 20240520, 1024
+UINT16 = np.dtype("<u2")
 TAKES = (
     "data are text, JSON lines, a folder of either, Megatron's .bin/.idx, llm.c's shards, "
     "nanoGPT's train.bin, or .npy"
@@ -105,30 +106,20 @@ def open_data(
     if found is not None:
         found.tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
         return found
-    if path.is_dir():
-        files, root, source = list(walk(path)), path, str(path)
-    else:
-        files = matching(path)
-        root, source = path.parent if files == [path] else Path("/"), str(path)
-    return _open_text(
-        root,
-        [path if root != Path("/") else path.resolve() for path in files],
-        source,
-        tokenizer,
-        vocab_size,
-    )
+    files = matching(path)
+    root = path if path.is_dir() else path.parent if files == [path] else Path("/")
+    if root == Path("/"):
+        files = [file.resolve() for file in files]
+    return _open_text(root, files, str(path), tokenizer, vocab_size)
 
 
 def matching(path: Path) -> list[Path]:
-    """The file, or the files of a pattern, each there and not empty."""
-    if path.is_file():
-        files = [path]
-    else:
-        files = [Path(name) for name in sorted(glob.glob(str(path))) if Path(name).is_file()]
+    """The files at `path`: DataError where there are none, or one that was named is empty."""
+    files = files_at(path)
     if not files:
         raise DataError(f"{path}: no such file or folder; {TAKES}")
     for file in files:
-        if file.stat().st_size == 0:
+        if not path.is_dir() and file.stat().st_size == 0:
             raise DataError(f"{file}: an empty file")
     return files
 
@@ -154,7 +145,7 @@ def open_tokens(path: Path) -> TokenData | None:
         return _flat(path, ".npy", FlatTokens([npy_part(file) for file in files]))
     if len(files) == 1 and files[0].name == "train.bin" and files[0].with_name("val.bin").exists():
         return _open_nano(files[0])
-    return _flat(path, "flat uint16", FlatTokens([uint16_part(file) for file in files]))
+    return _flat(path, "flat uint16", FlatTokens([whole_file(file, UINT16) for file in files]))
 
 
 def _kind(file: Path) -> str:
@@ -228,16 +219,6 @@ def _flat(path: Path, kind: str, tokens: FlatTokens) -> TokenData:
     )
 
 
-def uint16_part(path: Path) -> Part:
-    size = path.stat().st_size
-    if size % 2:
-        raise DataError(
-            f"{path}: {size:,} bytes are no whole number of uint16 tokens: the file is "
-            "truncated, or of another format"
-        )
-    return Part(path, 0, "<u2", size // 2)
-
-
 def npy_part(path: Path) -> Part:
     """A .npy of one axis of integers."""
     try:
@@ -259,11 +240,11 @@ def npy_part(path: Path) -> Part:
 
 
 def _open_nano(train: Path) -> TokenData:
-    tokens = FlatTokens([uint16_part(train)])
+    tokens = FlatTokens([whole_file(train, UINT16)])
     val = train.with_name("val.bin")
     if not val.is_file():
         return _flat(train, "nanoGPT (no val.bin beside it), flat uint16", tokens)
-    held_out = FlatTokens([uint16_part(val)])
+    held_out = FlatTokens([whole_file(val, UINT16)])
     return _data(
         tokens,
         held_out,
@@ -433,7 +414,7 @@ def _tokenise(files: list[Path], source: str, tokenizer, vocab_size: int, folder
         # Another process may have been first: then its folder is as good as this one.
         if not (folder / "facts.json").is_file():
             raise DataError(
-                f"{folder}: the cache cannot be written ({error.strerror}); make room, "
+                f"{folder}: the cache cannot be written ({error.strerror}); free some space, "
                 "or set NEEDLE_CACHE to another folder"
             ) from error
     finally:

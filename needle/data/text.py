@@ -10,6 +10,7 @@ memory is bounded by GROUP and by the longest line of JSON.
 from __future__ import annotations
 
 import codecs
+import glob
 import gzip
 import io
 import json
@@ -45,6 +46,14 @@ def standard_library() -> tuple[Path, list[Path]]:
             f"{root}: no sources of the Python standard library here; give text of your own"
         )
     return root, files
+
+
+def files_at(path: Path) -> list[Path]:
+    """The file, the files below the folder, or those that the pattern matches; none: empty."""
+    if path.is_dir():
+        return list(walk(path))
+    names = [path] if path.is_file() else sorted(glob.glob(str(path)))
+    return [Path(name) for name in names if Path(name).is_file()]
 
 
 def walk(root: Path, skipped: set[str] = frozenset()) -> Iterator[Path]:

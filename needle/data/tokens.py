@@ -18,7 +18,7 @@ import contextlib
 import hashlib
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,17 @@ class Part:
 
     def __reduce__(self):
         return Part, (self.path, self.offset, self.dtype, self.count)
+
+
+def whole_file(path: Path, dtype: np.dtype) -> Part:
+    """A file that holds ids of `dtype` and nothing else."""
+    size = path.stat().st_size
+    if size % dtype.itemsize:
+        raise DataError(
+            f"{path}: {size:,} bytes are no whole number of {dtype} tokens: the file is "
+            "truncated, or of another format"
+        )
+    return Part(path, 0, dtype, size // dtype.itemsize)
 
 
 class FlatTokens:
@@ -220,6 +231,18 @@ def to_ids(values: np.ndarray) -> np.ndarray:
     if values.dtype.kind == "u" and values.dtype.itemsize == 8:
         values = np.minimum(values, np.uint64(2**63 - 1))
     return values.astype(np.int32 if small else np.int64)
+
+
+def check_ids(ids: np.ndarray, vocab_size: int, place: Callable[..., str]) -> None:
+    """DataError for the first of `ids`, as to_ids gives them, that lies outside [0, vocab_size);
+    place(*index) says where that is."""
+    # One pass: as unsigned numbers, negative ids lie above every vocabulary.
+    wrong = ids.view(np.uint32 if ids.dtype == np.int32 else np.uint64) >= vocab_size
+    if wrong.any():
+        index = tuple(int(i) for i in np.argwhere(wrong)[0])
+        raise DataError(
+            f"{place(*index)}: id {int(ids[index])} is outside the vocabulary of {vocab_size}"
+        )
 
 
 def fingerprint(tokens: Any) -> str:

@@ -45,7 +45,7 @@ def rotary(x: Tensor, cos: Any, sin: Any, parts: int) -> Tensor:
     """Rotary position embedding (Su et al. 2021) in the form of GPT-NeoX.
 
     x: (B, T, H, P, D); cos, sin: (T, R) float32 with 2 R <= D. In the first `parts` of the P slices
-    dims (i, i + R), i < R, turn by the angle of position t; everything else is copied.
+    dims (i, i + R), i < R, rotate by the angle of position t; everything else is copied.
     """
     device = x.device
     return Rotary(_array(cos, device), _array(sin, device), parts)(x)

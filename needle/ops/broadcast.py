@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from needle._C import NDArray
 from needle.autograd import FLOATS, Tensor, TensorOp
-from needle.ops.common import Axes, kept_shape, normal_axes
+from needle.backend_ndarray import Axes
+from needle.ops.common import kept_shape, normal_axes
 
 
 def reduced_to(grad: Tensor, like: Tensor) -> Tensor:

@@ -10,8 +10,7 @@ import numpy as np
 from needle import _C
 from needle._C import Device, NDArray
 from needle.autograd import Tensor
-
-Axes = int | Sequence[int] | None
+from needle.backend_ndarray import Axes, zeros
 
 
 def normal_axes(op: str, axes: Axes, ndim: int) -> tuple[int, ...]:
@@ -36,11 +35,17 @@ def kept_shape(shape: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:
     return tuple(1 if i in axes else n for i, n in enumerate(shape))
 
 
-def zeros(shape: Sequence[int], dtype: str, device: Device) -> NDArray:
-    """A fresh array of zeros."""
-    out = _C.empty(tuple(shape), dtype, device)
-    out.fill(0)
-    return out
+def sink_of(
+    sinks: Sequence[NDArray | None], grads: list[NDArray | None], node: Tensor, i: int
+) -> NDArray:
+    """The float32 array into which a kernel adds the gradient of input i of a fused op: its sink,
+    else fresh zeros, which become grads[i] where the input needs a gradient."""
+    sink, x = sinks[i], node.inputs[i]
+    if sink is None:
+        sink = zeros(x.shape, "float32", x.device)
+        if x.requires_grad:
+            grads[i] = sink
+    return sink
 
 
 def const(array: NDArray) -> Tensor:

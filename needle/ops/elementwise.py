@@ -124,10 +124,12 @@ def power(a: Tensor, b: Tensor) -> Tensor:
 # ---- an operand and a number ---------------------------------------------------------------------
 
 
-class AddScalar(TensorOp):
+class _ScalarOp(TensorOp):
     def __init__(self, scalar: float) -> None:
         self.scalar = scalar
 
+
+class AddScalar(_ScalarOp):
     def compute(self, a: NDArray) -> NDArray:
         return _C.add(a, self.scalar)
 
@@ -140,10 +142,7 @@ def add_scalar(a: Tensor, scalar: float) -> Tensor:
     return AddScalar(scalar)(a)
 
 
-class MulScalar(TensorOp):
-    def __init__(self, scalar: float) -> None:
-        self.scalar = scalar
-
+class MulScalar(_ScalarOp):
     def compute(self, a: NDArray) -> NDArray:
         return _C.multiply(a, self.scalar)
 
@@ -156,10 +155,7 @@ def multiply_scalar(a: Tensor, scalar: float) -> Tensor:
     return MulScalar(scalar)(a)
 
 
-class DivScalar(TensorOp):
-    def __init__(self, scalar: float) -> None:
-        self.scalar = scalar
-
+class DivScalar(_ScalarOp):
     def compute(self, a: NDArray) -> NDArray:
         return _C.divide(a, self.scalar)
 
@@ -172,10 +168,7 @@ def divide_scalar(a: Tensor, scalar: float) -> Tensor:
     return DivScalar(scalar)(a)
 
 
-class ScalarDiv(TensorOp):
-    def __init__(self, scalar: float) -> None:
-        self.scalar = scalar
-
+class ScalarDiv(_ScalarOp):
     def compute(self, a: NDArray) -> NDArray:
         return _C.divide(self.scalar, a)
 
@@ -189,10 +182,7 @@ def scalar_divide(scalar: float, a: Tensor) -> Tensor:
     return ScalarDiv(scalar)(a)
 
 
-class PowerScalar(TensorOp):
-    def __init__(self, scalar: float) -> None:
-        self.scalar = scalar
-
+class PowerScalar(_ScalarOp):
     def compute(self, a: NDArray) -> NDArray:
         return _C.power(a, self.scalar)
 
@@ -217,10 +207,7 @@ def power_scalar(a: Tensor, scalar: float) -> Tensor:
     return PowerScalar(scalar)(a)
 
 
-class ScalarPow(TensorOp):
-    def __init__(self, scalar: float) -> None:
-        self.scalar = scalar
-
+class ScalarPow(_ScalarOp):
     def compute(self, a: NDArray) -> NDArray:
         return _C.power(self.scalar, a)
 

@@ -10,7 +10,8 @@ import numpy as np
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import FusedOp, Tensor, TensorOp
-from needle.ops.common import id_array, normal_axes, rows_of, zeros
+from needle.backend_ndarray import zeros
+from needle.ops.common import id_array, normal_axes, rows_of, sink_of
 
 
 class EmbeddingOp(FusedOp):
@@ -23,13 +24,12 @@ class EmbeddingOp(FusedOp):
     def compute(self, w: NDArray) -> NDArray:
         return _C.embedding_fwd(self.ids, w).reshape(self.shape + (w.shape[1],))
 
-    def backward(self, dout: NDArray, node: Tensor, sinks: Sequence[NDArray | None]) -> tuple:
-        dw = sinks[0]
-        fresh = dw is None
-        if dw is None:
-            dw = zeros(node.inputs[0].shape, "float32", dout.device)
-        _C.embedding_bwd(self.ids, rows_of(dout), dw)
-        return (dw if fresh else None,)
+    def backward(
+        self, dout: NDArray, node: Tensor, sinks: Sequence[NDArray | None]
+    ) -> list[NDArray | None]:
+        grads: list[NDArray | None] = [None]
+        _C.embedding_bwd(self.ids, rows_of(dout), sink_of(sinks, grads, node, 0))
+        return grads
 
 
 def embedding(ids: Any, w: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from needle import _C
 from needle._C import NDArray
 from needle.autograd import FusedOp, Tensor, TensorOp
 from needle.ops.broadcast import reduced_to, reshape
-from needle.ops.common import rows_of, zeros
+from needle.ops.common import rows_of, sink_of
 from needle.ops.shape import transpose
 
 
@@ -80,14 +80,9 @@ class LinearOp(FusedOp):
         if node.inputs[0].requires_grad:
             grads[0] = (dy @ w.permute((1, 0))).reshape(x.shape)
         if node.inputs[1].requires_grad:
-            dw = sinks[1]
-            if dw is None:
-                dw = grads[1] = zeros(w.shape, "float32", w.device)
-            add_product(rows_of(x), dy, dw)
+            add_product(rows_of(x), dy, sink_of(sinks, grads, node, 1))
         if len(node.inputs) == 3 and node.inputs[2].requires_grad:
-            db = sinks[2]
-            if db is None:
-                db = grads[2] = zeros(node.inputs[2].shape, "float32", w.device)
+            db = sink_of(sinks, grads, node, 2)
             _C.bias_bwd(dy, db.reshape((db.size,)))
         return grads
 
@@ -107,10 +102,7 @@ class LinearTransposedOp(FusedOp):
         if node.inputs[0].requires_grad:
             grads[0] = (dy @ w).reshape(x.shape)
         if node.inputs[1].requires_grad:
-            dw = sinks[1]
-            if dw is None:
-                dw = grads[1] = zeros(w.shape, "float32", w.device)
-            add_product(dy, rows_of(x), dw)
+            add_product(dy, rows_of(x), sink_of(sinks, grads, node, 1))
         return grads
 
 

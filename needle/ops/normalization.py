@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import FusedOp, Tensor
-from needle.ops.common import rows_of, zeros
+from needle.ops.common import rows_of, sink_of
 
 
 class LayerNorm(FusedOp):
@@ -23,16 +23,9 @@ class LayerNorm(FusedOp):
     def backward(
         self, dout: NDArray, node: Tensor, sinks: Sequence[NDArray | None]
     ) -> list[NDArray | None]:
-        x, w, b = node.inputs
+        x, w, _ = node.inputs
         grads: list[NDArray | None] = [None, None, None]
-        into = []
-        for i, p in ((1, w), (2, b)):
-            buffer = sinks[i]
-            if buffer is None:
-                buffer = zeros(p.shape, "float32", p.device)
-                if p.requires_grad:
-                    grads[i] = buffer
-            into.append(buffer)
+        into = [sink_of(sinks, grads, node, i) for i in (1, 2)]
         dx = _C.layernorm_bwd(
             rows_of(dout), rows_of(x.cached_data), w.cached_data, self.mean, self.rstd, *into
         )

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import Tensor, TensorOp
+from needle.backend_ndarray import Axes
 from needle.ops.broadcast import spread, summation
-from needle.ops.common import Axes, const, kept_shape, normal_axes
+from needle.ops.common import const, kept_shape, normal_axes
 from needle.ops.elementwise import divide_scalar, multiply, subtract
 
 LARGEST = 3.4028234663852886e38  # of float32
@@ -40,8 +41,8 @@ class Max(TensorOp):
         axes = normal_axes("max", self.axes, a.ndim)
         kept = kept_shape(a.shape, axes)
         hit = _C.equal(a, a.max(axis=axes, keepdims=True)).astype("float32")
-        share = _C.divide(hit, hit.sum(axis=axes).reshape(kept)).astype(node.dtype)
-        return multiply(spread(out_grad, a.shape, axes), const(share))
+        weight = _C.divide(hit, hit.sum(axis=axes).reshape(kept)).astype(node.dtype)
+        return multiply(spread(out_grad, a.shape, axes), const(weight))
 
 
 def max(a: Tensor, axes: Axes = None) -> Tensor:

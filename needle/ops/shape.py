@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import Tensor, TensorOp, TensorTuple, TensorTupleOp, Value
-from needle.ops.common import const, normal_axes, zeros
+from needle.backend_ndarray import zeros
+from needle.ops.common import const, normal_axes
 
 
 class Transpose(TensorOp):
