@@ -8,14 +8,15 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 CC ?= cc
-# What `make memcheck` runs under compute-sanitizer, with TOOL=racecheck or synccheck too: the kernel
-# tests. racecheck takes minutes a test: parts by ARGS="-k ..."; it must see cuBLASLt's kernels as well,
+# The kernel tests, which `make memcheck` runs under compute-sanitizer, with TOOL=racecheck or synccheck
+# too. racecheck takes minutes a test: parts by ARGS="-k ..."; it must see cuBLASLt's kernels as well,
 # which fault where --kernel-name leaves them out. No backtrace of the host: it keeps Python's frames
 # alive, and with them every array in them. API errors are not counted, because tests ask for memory
 # that cannot be had.
 MEMCHECK_TESTS ?= tests/csrc/test_ops.py tests/ops/test_attention.py tests/test_generate.py \
     tests/csrc/test_download.py tests/data/test_prefetch.py
 TOOL ?= memcheck
+# `make asan` runs those that call the core most: every case of tests/cases.py among them.
 ASAN_TESTS ?= tests/csrc tests/ops tests/nn tests/data/test_prefetch.py
 SANITIZER ?= $(firstword $(wildcard $(CUDA_HOME)/bin/compute-sanitizer \
     /usr/local/cuda/bin/compute-sanitizer) compute-sanitizer)
@@ -48,7 +49,7 @@ help:
 	@echo 'make lib                    build needle/_C and, where CUDA is, needle/_cuda.so, in place'
 	@echo 'make check                  formatting, lint, and the architecture test'
 	@echo 'make format                 apply the formatting'
-	@echo 'make asan                   the tests of the core under the address and undefined-behaviour sanitizers'
+	@echo 'make asan                   the core under the address and undefined-behaviour sanitizers'
 	@echo 'make memcheck               the CUDA kernel tests under compute-sanitizer'
 	@echo 'make bench                  the benchmarks'
 	@echo 'make clean                  remove what was built (keeps $(VENV) and runs/)'
@@ -107,11 +108,6 @@ $(STATE)/test: $(STATE)/build
 # ---- what to do ------------------------------------------------------------------------------------
 lib: $(STATE)/build
 	@"$(PY)" -W ignore setup.py -q build_ext --inplace
-ifneq ($(strip $(VENV)),)
-	@[ -e $(STATE)/installed ] || { printf '%s\n' '$(CURDIR)' '$(CURDIR)/packaging' 'import _needle_lm_eval' > \
-	    "$$("$(PY)" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/needle-checkout.pth" \
-	    && touch $(STATE)/installed; }
-endif
 
 train: $(STATE)/train lib
 	@"$(PY)" apps/train_pythia.py $(ARGS)

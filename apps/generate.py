@@ -10,8 +10,10 @@ import argparse
 import sys
 from pathlib import Path
 
-# From a clone the package lies beside this folder, installed or not.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import checkout
+
+checkout.choose()
 
 import train_flags  # noqa: E402
 

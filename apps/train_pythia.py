@@ -22,8 +22,10 @@ from pathlib import Path
 
 import numpy as np
 
-# From a clone the package lies beside this folder, installed or not.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import checkout
+
+checkout.choose()
 
 import recipes  # noqa: E402
 import trackers  # noqa: E402

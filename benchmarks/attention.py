@@ -15,10 +15,16 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import statistics
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import checkout
+
+checkout.choose()
 import needle as ndl
 from needle import _C
 from needle.block_mask import BlockMask

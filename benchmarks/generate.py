@@ -17,12 +17,18 @@ import importlib.util
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import checkout
+
+checkout.choose()
 import needle as ndl
 from needle.models.pythia import Pythia, PythiaConfig
 

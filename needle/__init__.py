@@ -32,9 +32,15 @@ def _load_core() -> None:
     try:
         _importlib.import_module("needle._C")
     except ImportError as error:
+        if getattr(error, "name", None) == "needle._C" and isinstance(error, ModuleNotFoundError):
+            folder = _os.path.dirname(_os.path.dirname(_os.path.abspath(__file__)))
+            raise ImportError(
+                f"the needle in {folder} is not built for this Python: run `make lib` there, or, "
+                "where needle is installed (`pip install .`), start Python in another folder"
+            ) from None
         raise ImportError(
-            f"needle's C core cannot be loaded: {error}. Build it with `make lib`, or install the "
-            "package with `pip install .`"
+            f"needle's C core cannot be loaded: {error}. Build it again: `make clean lib`, or "
+            "`pip install .`"
         ) from error
     finally:
         for name, value in before.items():

@@ -1,12 +1,10 @@
 """needle as a model of the LM evaluation harness (Gao et al., the package `lm_eval`).
 
-    lm_eval --model needle --model_args pretrained=runs/tiny --tasks lambada_openai
+    python -m needle.lm_eval --model needle --model_args pretrained=runs/tiny --tasks lambada_openai
 
-An installed needle, or the .venv of `make`, tells the harness about itself
-(packaging/_needle_lm_eval.py); in Python, lm_eval.simple_evaluate(model="needle",
-model_args={"pretrained": ...}) works as well. Where needle is only on PYTHONPATH, or the harness is
-older than 0.4.10, `python -m needle.lm_eval` takes the place of `lm_eval` and every word of its
-command line, and `import needle.lm_eval` registers the model in Python.
+takes every word of the command line of `lm_eval`, which knows the models of its own table alone and
+offers no way to add one from outside. In Python, `import needle.lm_eval` registers the model:
+lm_eval.simple_evaluate(model="needle", model_args={"pretrained": ...}) works after it.
 
 Scores are those of the harness' own `hf` model on the same weights: context and continuation are
 encoded together and cut at the context's length, an empty context is the tokenizer's BOS token (or
@@ -16,8 +14,10 @@ harness' rolling windows.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -297,9 +297,12 @@ def _special_tokens(file: Path, tokenizer: Any) -> tuple[int | None, int]:
 
 
 def main() -> None:
-    """The harness' command line."""
+    """The harness' command line; its help begins with the model that it has here."""
     from lm_eval.__main__ import cli_evaluate
 
+    if {"-h", "--help"} & {*sys.argv}:
+        print("python -m needle.lm_eval is lm-eval with --model needle, whose --model_args are\n")
+        print(inspect.cleandoc(NeedleLM.__doc__).split("\n\n", 1)[1], end="\n\n")
     cli_evaluate()
 
 

@@ -230,16 +230,7 @@ def test_no_tokenizer(folder, tmp_path):
 TASKS = ("needle_choice", "needle_text", "needle_write")
 
 
-# `lm_eval` in a Python that has packaging/ in its site-packages, and needle's own command.
-INSTALLED = [
-    "-c",
-    f"import site; site.addsitedir({str(ROOT / 'packaging')!r}); "
-    "from lm_eval.__main__ import cli_evaluate; cli_evaluate()",
-]
-MODULE = ["-m", "needle.lm_eval"]
-
-
-def command(folder, tmp_path, start: list[str], model: str, model_args: str) -> tuple[dict, dict]:
+def command(folder, tmp_path, start: str, model: str, model_args: str) -> tuple[dict, dict]:
     """(metrics, what was answered) of the harness' command line."""
     env = dict(
         os.environ,
@@ -252,7 +243,8 @@ def command(folder, tmp_path, start: list[str], model: str, model_args: str) -> 
     out = tmp_path / model
     words = [
         sys.executable,
-        *start,
+        "-m",
+        start,
         "--model",
         model,
         "--model_args",
@@ -280,23 +272,10 @@ def command(folder, tmp_path, start: list[str], model: str, model_args: str) -> 
     return results, answers
 
 
-@pytest.fixture(scope="module")
-def of_hf(folder, tmp_path_factory):
-    return command(
-        folder,
-        tmp_path_factory.mktemp("hf"),
-        ["-m", "lm_eval"],
-        "hf",
-        f"pretrained={folder}/exported,dtype=float32",
-    )
-
-
-@pytest.mark.parametrize("start", [INSTALLED, MODULE], ids=["lm_eval", "needle.lm_eval"])
-def test_command_line(folder, tmp_path, of_hf, start):
-    ours, theirs = (
-        command(folder, tmp_path, start, "needle", f"pretrained={folder}/step_1.safetensors"),
-        of_hf,
-    )
+def test_command_line(folder, tmp_path):
+    hf, own = f"{folder}/exported,dtype=float32", f"{folder}/step_1.safetensors"
+    theirs = command(folder, tmp_path, "lm_eval", "hf", f"pretrained={hf}")
+    ours = command(folder, tmp_path, "needle.lm_eval", "needle", f"pretrained={own}")
     for task, metrics in theirs[0].items():
         for name, value in metrics.items():
             if isinstance(value, float):
@@ -309,24 +288,19 @@ def test_command_line(folder, tmp_path, of_hf, start):
     assert ours[0]["needle_text"]["word_perplexity,none"] > 1
 
 
-def test_the_hook_waits_for_the_harness_alone():
-    """What every start of Python pays where needle is installed: no import, and no trace of it once
-    the harness is loaded."""
-    code = f"""
-import sys, site
-before = set(sys.modules)
-site.addsitedir({str(ROOT / "packaging")!r})
-assert set(sys.modules) - before == {{"_needle_lm_eval"}}, set(sys.modules) - before
-watch = sys.meta_path[0]
-import json.tool
-assert sys.meta_path[0] is watch
-import lm_eval.models
+def test_importing_registers_the_model():
+    """`import needle.lm_eval` is enough for the harness' own functions."""
+    code = """
+import needle.lm_eval
 from lm_eval.api.registry import MODEL_REGISTRY, get_model
-assert watch not in sys.meta_path and "needle" in MODEL_REGISTRY and "needle" not in sys.modules
-assert get_model("needle") is sys.modules["needle.lm_eval"].NeedleLM is get_model("needle")
+assert "needle" in MODEL_REGISTRY and get_model("needle") is needle.lm_eval.NeedleLM
 assert get_model("dummy").__name__ == "DummyLM"
 """
     pytest.importorskip("lm_eval", reason="lm_eval not installed (pip install needle[parity])")
     env = dict(os.environ, PYTHONPATH=str(ROOT), PYTHONWARNINGS="ignore")
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    words = [sys.executable, "-m", "needle.lm_eval", "--help"]
+    done = subprocess.run(words, env=env, capture_output=True, text=True)
+    assert "--model needle" in done.stdout and "pretrained: " in done.stdout, done.stderr
+    assert "hellaswag" in done.stdout  # the harness' own help follows

@@ -1,5 +1,7 @@
 """An allocation that cannot be had raises, and afterwards everything works."""
 
+import gc
+
 import numpy as np
 import pytest
 from harness import DEVICES, device_of, live_bytes
@@ -86,3 +88,19 @@ def test_sizes_that_overflow():
     with pytest.raises((ValueError, OverflowError)):
         _C.empty((2**70,), "float32", ndl.cpu())
     works(ndl.cpu())
+
+
+def test_memory_of_every_size_is_counted_aligned_and_given_back():
+    gc.collect()  # arrays that earlier tests left must not go in between
+    ndl.cpu().empty_cache()
+    before = ndl.cpu().memory_stats()
+    for size in [0, 1, 8, 57, 400, 2801, 19608, 137257, 960800, 6725601, 47079208]:
+        held = _C.empty((size,), "uint8", ndl.cpu())
+        held.fill(1)
+        assert ndl.cpu().memory_stats()["live_bytes"] - before["live_bytes"] == size
+        assert held._handle.ptr() % 64 == 0
+        del held
+    ndl.cpu().empty_cache()
+    after = ndl.cpu().memory_stats()
+    assert after["live_bytes"] == before["live_bytes"]
+    assert after["reserved_bytes"] == before["reserved_bytes"]

@@ -437,6 +437,19 @@ def test_a_broken_gradient_changes_nothing(broken, device):
     np.testing.assert_array_equal(low.numpy(), before)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("size", [1, 31, 2500])
+def test_greedy_decoding_marks_what_is_not_finite(size, dtype, device):
+    logits = np.tile(np.arange(size) % 7 - 9.0, (4, 1))
+    logits[1:, size // 2] = [np.inf, np.nan, -np.inf]
+    made = _C.array(logits, dtype=dtype, device=device_of(device))
+    tokens, positions = (_C.array(range(4), "int32", device_of(device)) for _ in range(2))
+    _C.decode_greedy(made, tokens, positions)
+    np.testing.assert_array_equal(tokens.numpy(), [min(size - 1, 6), -1, -1, -1])
+    np.testing.assert_array_equal(positions.numpy(), [1, 2, 3, 4])
+
+
 # ---- same bits -----------------------------------------------------------------------------------
 
 

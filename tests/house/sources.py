@@ -25,6 +25,5 @@ def code(path: Path) -> str:
 
 
 C_FILES = [path for path in files("csrc/**/*", "cuda/*") if path.suffix in C_KINDS]
-PY_FILES = files(
-    "setup.py", *(f"{top}/**/*.py" for top in ("needle", "apps", "examples", "benchmarks", "tests"))
-)
+FOLDERS = ("building", "needle", "apps", "examples", "benchmarks", "tests")
+PY_FILES = files("*.py", *(f"{folder}/**/*.py" for folder in FOLDERS))

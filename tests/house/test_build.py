@@ -19,13 +19,13 @@ from harness import ROOT
 
 @pytest.fixture
 def build(monkeypatch):
-    """setup.py as a module, with a clean environment."""
+    """setup.py as a module, and through it building/, with a clean environment."""
     for name in list(os.environ):
         if name.startswith("NEEDLE_") or name in ("CUDA_HOME", "CUDA_PATH", "CFLAGS", "LDFLAGS"):
             monkeypatch.delenv(name)
     spec = importlib.util.spec_from_file_location("needle_setup", ROOT / "setup.py")
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "needle_setup", module)
+    monkeypatch.setattr(sys, "path", list(sys.path))
     spec.loader.exec_module(module)
     return module
 
@@ -52,18 +52,18 @@ def one_line(error) -> str:
     ],
 )
 def test_archs_are_parsed(build, text, archs):
-    assert build.parse_archs(text) == archs
+    assert build.cuda.parse_archs(text) == archs
 
 
 @pytest.mark.parametrize("text", ["hopper", "9", "sm90a!", "80 ninety"])
 def test_bad_archs_are_named(build, text):
     with pytest.raises(SystemExit) as error:
-        build.parse_archs(text)
+        build.cuda.parse_archs(text)
     assert "NEEDLE_CUDA_ARCHS" in one_line(error)
 
 
 def test_gencode_is_exact(build):
-    assert build.gencode(["80", "90a"]) == [
+    assert build.cuda.gencode(["80", "90a"]) == [
         "-gencode=arch=compute_80,code=sm_80",
         "-gencode=arch=compute_90a,code=sm_90a",
     ]
@@ -76,10 +76,10 @@ def test_gencode_is_exact(build):
 def test_bad_settings_are_named(build, monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     call = {
-        "NEEDLE_CUDA": build.choose_cuda,
+        "NEEDLE_CUDA": build.cuda.choose_cuda,
         "NEEDLE_BLAS": build.find_blas,
-        "NEEDLE_JOBS": build.job_count,
-        "NEEDLE_WERROR": build.strict,
+        "NEEDLE_JOBS": build.steps.job_count,
+        "NEEDLE_WERROR": build.steps.strict,
     }[name]
     with pytest.raises(SystemExit) as error:
         call()
@@ -94,24 +94,24 @@ def test_unknown_processor_is_named(build, monkeypatch):
 
 
 def test_cuda_demanded_without_a_toolkit_fails(build, monkeypatch):
-    monkeypatch.setattr(build, "toolkit_roots", lambda: [])
+    monkeypatch.setattr(build.cuda, "toolkit_roots", lambda: [])
     monkeypatch.setenv("NEEDLE_CUDA", "1")
     with pytest.raises(SystemExit) as error:
-        build.choose_cuda()
+        build.cuda.choose_cuda()
     assert "no CUDA toolkit" in one_line(error)
 
 
 def test_cuda_home_without_nvcc_is_named(build, monkeypatch, tmp_path):
-    monkeypatch.setattr(build, "toolkit_roots", lambda: [("$CUDA_HOME", tmp_path)])
+    monkeypatch.setattr(build.cuda, "toolkit_roots", lambda: [("$CUDA_HOME", tmp_path)])
     monkeypatch.setenv("NEEDLE_CUDA", "1")
     with pytest.raises(SystemExit) as error:
-        build.choose_cuda()
+        build.cuda.choose_cuda()
     assert str(tmp_path) in one_line(error)
 
 
 def test_auto_says_one_loud_line(build, monkeypatch, capsys):
-    monkeypatch.setattr(build, "find_gpus", lambda: ([], "no NVIDIA driver"))
-    assert build.choose_cuda() is None
+    monkeypatch.setattr(build.cuda, "find_gpus", lambda: ([], "no NVIDIA driver"))
+    assert build.cuda.choose_cuda() is None
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1
     assert (
@@ -120,9 +120,9 @@ def test_auto_says_one_loud_line(build, monkeypatch, capsys):
 
 
 def test_auto_without_a_toolkit_says_so(build, monkeypatch, capsys):
-    monkeypatch.setattr(build, "find_gpus", lambda: (["90a"], None))
-    monkeypatch.setattr(build, "toolkit_roots", lambda: [])
-    assert build.choose_cuda() is None
+    monkeypatch.setattr(build.cuda, "find_gpus", lambda: (["90a"], None))
+    monkeypatch.setattr(build.cuda, "toolkit_roots", lambda: [])
+    assert build.cuda.choose_cuda() is None
     assert "no CUDA toolkit" in capsys.readouterr().out
 
 
@@ -130,10 +130,10 @@ def test_zero_never_looks(build, monkeypatch, capsys):
     def looked():
         raise AssertionError("looked")
 
-    monkeypatch.setattr(build, "find_gpus", looked)
-    monkeypatch.setattr(build, "find_toolkit", looked)
+    monkeypatch.setattr(build.cuda, "find_gpus", looked)
+    monkeypatch.setattr(build.cuda, "find_toolkit", looked)
     monkeypatch.setenv("NEEDLE_CUDA", "0")
-    assert build.choose_cuda() is None
+    assert build.cuda.choose_cuda() is None
     assert capsys.readouterr().out == ""
 
 
@@ -194,7 +194,7 @@ def test_archs_the_toolkit_does_not_know_are_dropped(build, monkeypatch, toolkit
     monkeypatch.setenv("NEEDLE_CUDA", "1")
     monkeypatch.setenv("NEEDLE_CUDA_ARCHS", "80 90 120")
     monkeypatch.setenv("CUDA_HOME", str(toolkit))
-    cuda = build.choose_cuda()
+    cuda = build.cuda.choose_cuda()
     assert cuda.archs == ["80", "90a"] and cuda.version == "13.0"
     text = capsys.readouterr().out
     assert f"CUDA toolkit 13.0: {toolkit} (from $CUDA_HOME)" in text
@@ -206,21 +206,21 @@ def test_no_known_arch_fails(build, monkeypatch, toolkit):
     monkeypatch.setenv("NEEDLE_CUDA_ARCHS", "120")
     monkeypatch.setenv("CUDA_HOME", str(toolkit))
     with pytest.raises(SystemExit) as error:
-        build.choose_cuda()
+        build.cuda.choose_cuda()
     assert "sm_120" in one_line(error)
 
 
 def test_missing_libraries_are_named(build, monkeypatch, toolkit):
-    monkeypatch.setattr(build, "toolkit_roots", lambda: [("$CUDA_HOME", toolkit)])
+    monkeypatch.setattr(build.cuda, "toolkit_roots", lambda: [("$CUDA_HOME", toolkit)])
     (toolkit / "lib/libcudart_static.a").unlink()
-    assert "libcudart_static.a" in build.find_toolkit()
+    assert "libcudart_static.a" in build.cuda.find_toolkit()
 
 
 def test_pip_packages_are_found(build, monkeypatch, tmp_path):
     for package in ("nvidia/cu13", "nvidia/cuda_nvcc"):
         (tmp_path / package).mkdir(parents=True)
-    monkeypatch.setattr(build, "site_folders", lambda: [tmp_path])
-    roots = [root for how, root in build.toolkit_roots() if "pip" in how]
+    monkeypatch.setattr(build.cuda, "site_folders", lambda: [tmp_path])
+    roots = [root for how, root in build.cuda.toolkit_roots() if "pip" in how]
     assert roots == [tmp_path / "nvidia/cu13", tmp_path / "nvidia/cuda_nvcc"]
 
 
@@ -248,14 +248,15 @@ class Tree:
 
     def __init__(self, root: Path):
         self.root = root
-        for folder in ("csrc/cpu", "cuda", "needle"):
+        for folder in ("csrc/cpu", "csrc/python", "cuda", "needle"):
             (root / folder).mkdir(parents=True)
+        shutil.copytree(ROOT / "building", root / "building")
         for file in ("setup.py", "pyproject.toml"):
             shutil.copy(ROOT / file, root)
         (root / "README.md").write_text("small")
         self.write("needle/__init__.py", "")
         self.write("csrc/needle.h", "#define ANSWER 42\n")
-        self.write("csrc/module.c", MODULE)
+        self.write("csrc/python/module.c", MODULE)
         self.write(
             "csrc/status.c",
             "int nd_status_unused(void); int nd_status_unused(void) { return 0; }\n",
@@ -313,14 +314,14 @@ def tree(tmp_path):
 
 
 def test_only_what_changed_is_compiled(tree):
-    sources = ["csrc/array.c", "csrc/cpu/answer.c", "csrc/module.c", "csrc/status.c"]
+    sources = ["csrc/array.c", "csrc/cpu/answer.c", "csrc/python/module.c", "csrc/status.c"]
     assert tree.compiled() == sources
     assert tree.answer() == 42
     status, text = tree.build()
     assert status == 0 and "nothing to compile" in text
     assert tree.compiled() == []
     tree.write("csrc/needle.h", "#define ANSWER 43\n")
-    assert tree.compiled() == ["csrc/cpu/answer.c", "csrc/module.c"]
+    assert tree.compiled() == ["csrc/cpu/answer.c", "csrc/python/module.c"]
     assert tree.answer() == 43
     assert tree.compiled(CFLAGS="-DOTHER") == sources
     assert tree.compiled(CFLAGS="-DOTHER") == []
@@ -345,7 +346,11 @@ def test_cuda_files_are_compiled_incrementally(tree, toolkit):
     tree.write("cuda/shared.cuh", "#define PART 5\n")
     assert tree.compiled(**env) == ["cuda/one.cu"]
     changed = tree.compiled(**{**env, "NEEDLE_CUDA_ARCHS": "80"})
-    assert changed == ["csrc/module.c", "cuda/one.cu", "cuda/two.cu"]  # module.c tells the archs
+    assert changed == [
+        "csrc/python/module.c",
+        "cuda/one.cu",
+        "cuda/two.cu",
+    ]  # module.c tells the archs
     dynamic = subprocess.run(
         ["readelf", "-d", str(library)], check=True, stdout=subprocess.PIPE, text=True
     )
@@ -366,7 +371,7 @@ def test_a_missing_cuda_function_does_not_link(tree, toolkit):
 def test_missing_python_headers_are_named(build, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda name, *rest: "/nonexistent")
     with pytest.raises(SystemExit) as error:
-        build.python_include()
+        build.python_includes()
     assert "-dev" in one_line(error) and "Python.h" in one_line(error)
 
 

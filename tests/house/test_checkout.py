@@ -1,0 +1,107 @@
+"""Which needle is imported: a checkout's own where it is built, else the installed one; and nothing
+of needle runs when Python starts."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from harness import ROOT
+from test_build import Tree
+
+SCRIPT = """import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import checkout
+
+checkout.choose()
+from needle import _C
+
+print(_C.__file__)
+"""
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A small project with a Makefile, an app, and a .venv that has nothing, not built."""
+    made = Tree(tmp_path / "tree")
+    for folder in ("ops", "nn", "models", "data"):
+        (made.root / "needle" / folder).mkdir()
+    (made.root / "apps").mkdir()
+    made.write("apps/show.py", SCRIPT)
+    for file in ("Makefile", "checkout.py"):
+        shutil.copy(ROOT / file, made.root)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", made.root / ".venv"], check=True)
+    return made
+
+
+def run(python: Path, *words: object, cwd: Path) -> subprocess.CompletedProcess:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    return subprocess.run(
+        [python, *words], cwd=cwd, env=clean, capture_output=True, text=True, timeout=120
+    )
+
+
+def shown(root: Path, python: Path) -> Path:
+    """The folder whose needle apps/show.py of `root` imports."""
+    done = run(python, root / "apps/show.py", cwd=root.parent)
+    assert done.returncode == 0, done.stderr
+    return Path(done.stdout.strip()).parent.parent
+
+
+def test_a_copied_checkout_imports_itself(tree, tmp_path):
+    quiet = {"NEEDLE_CUDA": "0", "NEEDLE_BLAS": "builtin", "NEEDLE_MARCH": "none"}
+    packages = {"PYTHONPATH": sysconfig.get_path("purelib")}  # setuptools and numpy
+    subprocess.run(
+        ["make", "-s", "lib"], cwd=tree.root, env=os.environ | quiet | packages, check=True
+    )
+    assert [p for p in (tree.root / ".venv").rglob("*") if "needle" in p.name] == [
+        tree.root / ".venv/.needle"
+    ]
+    assert not [*tree.root.rglob("*.pth")]
+    other = tmp_path / "other"
+    shutil.copytree(tree.root, other, symlinks=True)
+    for root in (tree.root, other):
+        python = root / ".venv/bin/python"
+        assert shown(root, python) == root
+        done = run(python, "-c", "from needle import _C; print(_C.__file__)", cwd=root)
+        assert done.stdout.startswith(str(root)), done.stderr
+        assert "ModuleNotFoundError" in run(python, "-c", "import needle", cwd=tmp_path).stderr
+
+
+def test_a_checkout_that_is_not_built_uses_the_installed_needle(tree, tmp_path):
+    python = tree.root / ".venv/bin/python"
+    done = run(python, tree.root / "apps/show.py", cwd=tmp_path)
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    assert "make lib" in done.stderr and "pip install ." in done.stderr
+    site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path)
+    site = Path(site.stdout.strip())
+    source = tmp_path / "source"
+    shutil.copytree(tree.root, source, ignore=shutil.ignore_patterns(".venv"))
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "setup.py", "-q", "build", "--build-lib", site],
+        cwd=source,
+        env=os.environ | {"NEEDLE_CUDA": "0", "NEEDLE_BLAS": "builtin"},
+        check=True,
+    )
+    assert not [path for path in site.iterdir() if path.name != "needle"]  # a wheel's files
+    assert shown(tree.root, python) == site
+    assert not tree.build()[0]
+    assert shown(tree.root, python) == tree.root
+
+
+def test_an_unbuilt_needle_says_what_to_do(tmp_path):
+    """Where no script decides: python -m needle.x and pytest in the root of the checkout."""
+    unbuilt = tmp_path / "unbuilt"
+    for folder in ("needle", "tests"):
+        shutil.copytree(ROOT / folder, unbuilt / folder, ignore=shutil.ignore_patterns("*.so"))
+    shutil.copy(ROOT / "pyproject.toml", unbuilt)
+    for words in (["-m", "needle.diagnose"], ["-m", "pytest", "-q", "tests/test_optim.py"]):
+        done = run(Path(sys.executable), *words, cwd=unbuilt)
+        text = " ".join((done.stdout + done.stderr).split())
+        assert done.returncode != 0 and f"the needle in {unbuilt} is not built" in text
+        assert "make lib" in text and "pip install ." in text
