@@ -141,7 +141,7 @@ format: $(STATE)/build
 	"$$format" -i $(C_FILES); "$$lint" check --quiet --fix-only .; "$$lint" format --quiet .
 
 # The core built with the sanitizers, and its built-in matrix product, so that every byte of a product
-# goes through them; the tests that replay tests/cases.py and those of views and modules then run on
+# goes through them; the tests that replay tests/cases/ and those of views and modules then run on
 # it. One thread, because scratch is then as small as the one thread needs; a test of its own takes
 # more threads. Python never frees all that it has: leaks are the tests' own matter.
 asan: export LDFLAGS := -fsanitize=address,undefined

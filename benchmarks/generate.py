@@ -71,7 +71,7 @@ def agreement(one: np.ndarray, other: np.ndarray, prompt: int) -> float:
     return float(same.mean())
 
 
-# What a flag leaves open.
+# Values that no flag gives.
 DEFAULTS = {
     "cuda": {
         "model": "pythia-70m",

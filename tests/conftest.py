@@ -1,4 +1,4 @@
-"""What pytest needs to know of needle: which tests can run here, and in which order they do.
+"""pytest learns here which tests can run on this machine, and in which order they do.
 
 NEEDLE_TEST_SEED=n      repeats the order of a run that printed it; "off" keeps the written order
 NEEDLE_REQUIRE_CUDA=1   no GPU is a failure, not a reason to skip
@@ -9,9 +9,25 @@ import importlib.util
 import os
 import random
 
+import numpy as np
 import pytest
 
 import needle as ndl
+
+
+@pytest.fixture
+def texts(tmp_path, monkeypatch):
+    """A folder of 24 texts and of a file that is none; what is made of them is cached beside it."""
+    monkeypatch.setenv("NEEDLE_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    words = "def class import return self value for in range len print".split()
+    random = np.random.RandomState(1)
+    for number in range(24):
+        lines = [" ".join(random.choice(words, 6)) for _ in range(12)]
+        (folder / f"{number:02}.txt").write_text("\n".join(lines) + f"\nünïcode {number}\n")
+    (folder / "picture.bin").write_bytes(bytes(range(256)))
+    return folder
 
 
 def order_seed() -> int | None:

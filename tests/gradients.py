@@ -2,7 +2,7 @@
 gradients can be compared with central differences of it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from cases import (
@@ -16,6 +16,8 @@ from cases import (
     visible,
 )
 
+from needle import BlockMask
+
 
 @dataclass(frozen=True)
 class Gradient:
@@ -27,6 +29,12 @@ class Gradient:
 
     def __str__(self) -> str:
         return self.label
+
+
+def by_name(label: str, f: Callable, *inputs: Callable, **more) -> Gradient:
+    """A call of the function that the label begins with: ops.summation for "summation-axis"."""
+    name = label.partition("-")[0]
+    return Gradient(label, lambda ops, *a: getattr(ops, name)(*a, **more), f, inputs)
 
 
 def positive(*shape):
@@ -79,127 +87,64 @@ def mean_cross_entropy(logits, targets):
 
 IDS = np.array([[3, 0, 3], [1, 4, 3]])
 TARGETS = np.array([2, 0, -100, 4])
+BLOCKS = BlockMask(np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool), 2, 5)
+MATRIX, FAR = normal(3, 4), away_from_zero(3, 4)
 
 GRADIENTS = [
-    Gradient("add", lambda ops, a, b: ops.add(a, b), np.add, (normal(3, 4), normal(3, 4))),
+    by_name("add", np.add, MATRIX, MATRIX),
     Gradient("add-broadcast", lambda ops, a, b: a + b, np.add, (normal(3, 1, 4), normal(2, 1))),
-    Gradient("subtract", lambda ops, a, b: a - b, np.subtract, (normal(3, 4), normal(3, 4))),
-    Gradient(
-        "multiply", lambda ops, a, b: ops.multiply(a, b), np.multiply, (normal(3, 4), normal(3, 4))
-    ),
+    by_name("subtract", np.subtract, MATRIX, MATRIX),
+    Gradient("subtract-operator", lambda ops, a, b: a - b, np.subtract, (MATRIX, MATRIX)),
+    by_name("multiply", np.multiply, MATRIX, MATRIX),
     Gradient("multiply-broadcast", lambda ops, a, b: a * b, np.multiply, (normal(4), normal(3, 1))),
-    Gradient(
-        "divide", lambda ops, a, b: ops.divide(a, b), np.divide, (normal(3, 4), positive(3, 4))
-    ),
-    Gradient("power", lambda ops, a, b: ops.power(a, b), np.power, (positive(3, 4), normal(3, 4))),
-    Gradient(
-        "add_scalar", lambda ops, a: ops.add_scalar(a, 2.5), lambda a: a + 2.5, (normal(3, 4),)
-    ),
-    Gradient(
-        "multiply_scalar",
-        lambda ops, a: ops.multiply_scalar(a, -1.5),
-        lambda a: a * -1.5,
-        (normal(5),),
-    ),
-    Gradient(
-        "divide_scalar", lambda ops, a: ops.divide_scalar(a, 3), lambda a: a / 3, (normal(5),)
-    ),
-    Gradient(
-        "power_scalar", lambda ops, a: ops.power_scalar(a, 3), lambda a: a**3, (normal(3, 4),)
-    ),
-    Gradient("scalar-left", lambda ops, a: 2 - a + 3 * a, lambda a: 2 - a + 3 * a, (normal(3, 4),)),
+    by_name("divide", np.divide, MATRIX, positive(3, 4)),
+    by_name("power", np.power, positive(3, 4), MATRIX),
+    by_name("add_scalar", lambda a: a + 2.5, MATRIX, scalar=2.5),
+    by_name("multiply_scalar", lambda a: a * -1.5, normal(5), scalar=-1.5),
+    by_name("divide_scalar", lambda a: a / 3, normal(5), scalar=3),
+    by_name("power_scalar", lambda a: a**3, MATRIX, scalar=3),
+    Gradient("scalar_divide", lambda ops, a: ops.scalar_divide(2, a), lambda a: 2 / a, (FAR,)),
+    Gradient("scalar_power", lambda ops, a: ops.scalar_power(2, a), lambda a: 2**a, (MATRIX,)),
+    Gradient("scalar-left", lambda ops, a: 2 - a + 3 * a, lambda a: 2 - a + 3 * a, (MATRIX,)),
     Gradient("scalar-over", lambda ops, a: 2 / a, lambda a: 2 / a, (positive(3, 4),)),
-    Gradient("negate", lambda ops, a: ops.negate(a), np.negative, (normal(3, 4),)),
-    Gradient("matmul", lambda ops, a, b: ops.matmul(a, b), np.matmul, (normal(3, 4), normal(4, 2))),
-    Gradient(
-        "matmul-batched",
-        lambda ops, a, b: ops.matmul(a, b),
-        np.matmul,
-        (normal(2, 3, 4), normal(2, 4, 2)),
-    ),
+    by_name("astype", np.array, MATRIX, dtype="float32"),
+    by_name("negate", np.negative, MATRIX),
+    by_name("log", np.log, positive(3, 4)),
+    by_name("exp", np.exp, MATRIX),
+    by_name("sqrt", np.sqrt, positive(3, 4)),
+    by_name("relu", lambda a: np.maximum(a, 0), FAR),
+    by_name("tanh", np.tanh, MATRIX),
+    by_name("sigmoid", lambda a: 1 / (1 + np.exp(-a)), MATRIX),
+    by_name("matmul", np.matmul, MATRIX, normal(4, 2)),
+    by_name("matmul-batched", np.matmul, normal(2, 3, 4), normal(2, 4, 2)),
     Gradient("matmul-rank", lambda ops, a, b: a @ b, np.matmul, (normal(2, 2, 3, 4), normal(4, 2))),
-    Gradient(
-        "matmul-rank-left", lambda ops, a, b: a @ b, np.matmul, (normal(3, 4), normal(2, 2, 4, 2))
-    ),
-    Gradient(
-        "matmul-ones", lambda ops, a, b: a @ b, np.matmul, (normal(2, 1, 3, 2), normal(1, 3, 2, 2))
-    ),
-    Gradient("summation", lambda ops, a: ops.summation(a), np.sum, (normal(3, 4),)),
-    Gradient(
-        "summation-axis",
-        lambda ops, a: ops.summation(a, axes=1),
-        lambda a: a.sum(1),
-        (normal(3, 4, 2),),
-    ),
-    Gradient(
-        "summation-last",
-        lambda ops, a: ops.summation(a, axes=-1),
-        lambda a: a.sum(-1),
-        (normal(3, 4, 2),),
-    ),
-    Gradient(
-        "summation-axes",
-        lambda ops, a: ops.summation(a, axes=(0, 2)),
-        lambda a: a.sum((0, 2)),
-        (normal(3, 4, 2),),
-    ),
-    Gradient(
-        "broadcast_to",
-        lambda ops, a: ops.broadcast_to(a, (2, 3, 4)),
-        lambda a: np.broadcast_to(a, (2, 3, 4)),
-        (normal(3, 1),),
-    ),
-    Gradient(
-        "reshape", lambda ops, a: ops.reshape(a, (4, 3)), lambda a: a.reshape(4, 3), (normal(2, 6),)
-    ),
-    Gradient(
-        "transpose",
-        lambda ops, a: ops.transpose(a),
-        lambda a: a.swapaxes(-1, -2),
-        (normal(2, 3, 4),),
-    ),
-    Gradient(
-        "transpose-axes",
-        lambda ops, a: ops.transpose(a, axes=(0, 2)),
-        lambda a: a.swapaxes(0, 2),
-        (normal(2, 3, 4),),
-    ),
-    Gradient("log", lambda ops, a: ops.log(a), np.log, (positive(3, 4),)),
-    Gradient("exp", lambda ops, a: ops.exp(a), np.exp, (normal(3, 4),)),
-    Gradient(
-        "relu", lambda ops, a: ops.relu(a), lambda a: np.maximum(a, 0), (away_from_zero(3, 4),)
-    ),
-    Gradient("tanh", lambda ops, a: ops.tanh(a), np.tanh, (normal(3, 4),)),
-    Gradient(
-        "logsumexp",
-        lambda ops, a: ops.logsumexp(a, axes=1),
-        lambda a: logsumexp(a, 1),
-        (normal(3, 4),),
-    ),
-    Gradient(
-        "logsumexp-axes",
-        lambda ops, a: ops.logsumexp(a, axes=(0, 2)),
-        lambda a: logsumexp(a, (0, 2)),
-        (normal(3, 4, 2),),
-    ),
-    Gradient(
-        "logsumexp-all",
-        lambda ops, a: ops.logsumexp(a),
-        lambda a: logsumexp(a, None),
-        (normal(3, 4),),
-    ),
-    Gradient("logsoftmax", lambda ops, a: ops.logsoftmax(a), logsoftmax, (normal(3, 4),)),
+    by_name("matmul-rank-left", np.matmul, MATRIX, normal(2, 2, 4, 2)),
+    by_name("matmul-ones", np.matmul, normal(2, 1, 3, 2), normal(1, 3, 2, 2)),
+    by_name("summation", np.sum, MATRIX),
+    by_name("summation-axis", lambda a: a.sum(1), normal(3, 4, 2), axes=1),
+    by_name("summation-last", lambda a: a.sum(-1), normal(3, 4, 2), axes=-1),
+    by_name("summation-axes", lambda a: a.sum((0, 2)), normal(3, 4, 2), axes=(0, 2)),
+    by_name("mean", lambda a: a.mean(0), MATRIX, axes=0),
+    by_name("max", lambda a: a.max(1), MATRIX, axes=1),
+    by_name("logsumexp", lambda a: logsumexp(a, 1), MATRIX, axes=1),
+    by_name("logsumexp-axes", lambda a: logsumexp(a, (0, 2)), normal(3, 4, 2), axes=(0, 2)),
+    by_name("logsumexp-all", lambda a: logsumexp(a, None), MATRIX),
+    by_name("softmax", lambda a: np.exp(logsoftmax(a)), MATRIX),
+    by_name("logsoftmax", logsoftmax, MATRIX),
+    by_name("broadcast_to", lambda a: np.broadcast_to(a, (2, 3, 4)), normal(3, 1), shape=(2, 3, 4)),
+    by_name("reshape", lambda a: a.reshape(4, 3), normal(2, 6), shape=(4, 3)),
+    by_name("transpose", lambda a: a.swapaxes(-1, -2), normal(2, 3, 4)),
+    by_name("transpose-axes", lambda a: a.swapaxes(0, 2), normal(2, 3, 4), axes=(0, 2)),
+    by_name("permute", lambda a: a.transpose(1, 2, 0), normal(2, 3, 4), axes=(1, 2, 0)),
+    by_name("flip", lambda a: np.flip(a, (0, 2)), normal(2, 3, 2), axes=(0, 2)),
     Gradient(
         "stack",
         lambda ops, a, b: ops.stack([a, b], 1),
         lambda a, b: np.stack([a, b], 1),
-        (normal(3, 4), normal(3, 4)),
+        (MATRIX, MATRIX),
     ),
     Gradient(
-        "split",
-        lambda ops, a: ops.tuple_get_item(ops.split(a, 1), 2),
-        lambda a: a[:, 2],
-        (normal(3, 4),),
+        "split", lambda ops, a: ops.tuple_get_item(ops.split(a, 1), 2), lambda a: a[:, 2], (MATRIX,)
     ),
     Gradient(
         "make_tuple",
@@ -207,92 +152,55 @@ GRADIENTS = [
         lambda a, b: a * b,
         (normal(3), normal(3)),
     ),
-    Gradient(
-        "flip", lambda ops, a: ops.flip(a, (0, 2)), lambda a: np.flip(a, (0, 2)), (normal(2, 3, 2),)
-    ),
-    Gradient(
-        "index_select",
-        lambda ops, a: ops.index_select(a, 1, np.array([2, 0, 2])),
-        lambda a: a[:, [2, 0, 2]],
-        (normal(3, 4),),
-    ),
+    by_name("index_select", lambda a: a[:, [2, 0, 2]], MATRIX, axis=1, indices=np.array([2, 0, 2])),
     # Fused: one kernel each way, differentiable once.
-    Gradient(
-        "linear",
-        lambda ops, x, w, b: ops.linear(x, w, b),
-        lambda x, w, b: x @ w + b,
-        (normal(2, 3, 4), normal(4, 5), normal(5)),
-        twice=False,
-    ),
-    Gradient(
-        "linear-no-bias",
-        lambda ops, x, w: ops.linear(x, w),
-        np.matmul,
-        (normal(3, 4), normal(4, 5)),
-        twice=False,
-    ),
-    Gradient(
-        "linear_transposed",
-        lambda ops, x, w: ops.linear_transposed(x, w),
-        lambda x, w: x @ w.T,
-        (normal(2, 3, 4), normal(5, 4)),
-        twice=False,
-    ),
-    Gradient(
-        "layer_norm",
-        lambda ops, x, w, b: ops.layer_norm(x, w, b, 1e-5),
-        norm,
-        (normal(2, 3, 6), normal(6, mean=1), normal(6)),
-        twice=False,
-    ),
-    Gradient("gelu", lambda ops, x: ops.gelu(x), gelu, (normal(3, 4),), twice=False),
-    Gradient(
-        "gelu-tanh",
-        lambda ops, x: ops.gelu(x, approximate="tanh"),
-        gelu_tanh,
-        (normal(3, 4),),
-        twice=False,
-    ),
-    Gradient(
-        "embedding",
-        lambda ops, w: ops.embedding(IDS.astype(np.int32), w),
-        lambda w: w[IDS],
-        (normal(5, 3),),
-        twice=False,
-    ),
-    Gradient(
-        "rotary",
-        lambda ops, x: ops.rotary(x, *tables(3, 2), 2),
-        lambda x: turn(x, 2, 2),
-        (normal(1, 3, 2, 3, 6),),
-        twice=False,
-    ),
-    Gradient(
-        "attention",
-        lambda ops, q, k, v: ops.attention(q, k, v),
-        attend,
-        (normal(1, 5, 2, 3),) * 3,
-        twice=False,
-    ),
-    Gradient(
-        "attention-full",
-        lambda ops, q, k, v: ops.attention(q, k, v, causal=False, scale=0.7),
-        lambda q, k, v: attend(q, k, v, False, 0.7),
-        (normal(1, 3, 2, 3), normal(1, 5, 2, 3), normal(1, 5, 2, 3)),
-        twice=False,
-    ),
-    Gradient(
-        "qkv_attention",
-        lambda ops, qkv: ops.qkv_attention(qkv, *tables(4, 2)),
-        attend_packed,
-        (normal(1, 4, 2, 3, 6),),
-        twice=False,
-    ),
-    Gradient(
-        "cross_entropy",
-        lambda ops, x: ops.cross_entropy(x, TARGETS.astype(np.int32)),
-        lambda x: mean_cross_entropy(x, TARGETS),
-        (normal(4, 5),),
-        twice=False,
+    *(
+        replace(case, twice=False)
+        for case in [
+            by_name("linear", lambda x, w, b: x @ w + b, normal(2, 3, 4), normal(4, 5), normal(5)),
+            by_name("linear-no-bias", np.matmul, MATRIX, normal(4, 5)),
+            by_name("linear_transposed", lambda x, w: x @ w.T, normal(2, 3, 4), normal(5, 4)),
+            by_name("layer_norm", norm, normal(2, 3, 6), normal(6, mean=1), normal(6)),
+            by_name("gelu", gelu, MATRIX),
+            by_name("gelu-tanh", gelu_tanh, MATRIX, approximate="tanh"),
+            Gradient(
+                "embedding",
+                lambda ops, w: ops.embedding(IDS.astype(np.int32), w),
+                lambda w: w[IDS],
+                (normal(5, 3),),
+            ),
+            Gradient(
+                "rotary",
+                lambda ops, x: ops.rotary(x, *tables(3, 2), 2),
+                lambda x: turn(x, 2, 2),
+                (normal(1, 3, 2, 3, 6),),
+            ),
+            by_name("attention", attend, *[normal(1, 5, 2, 3)] * 3),
+            by_name(
+                "attention-full",
+                lambda q, k, v: attend(q, k, v, False, 0.7),
+                *(normal(1, t, 2, 3) for t in (3, 5, 5)),
+                causal=False,
+                scale=0.7,
+            ),
+            by_name(
+                "block_sparse_attention",
+                lambda q, k, v: attend(q, k, v, see=BLOCKS.to_dense() & visible(5, 5, True)),
+                *[normal(1, 5, 2, 3)] * 3,
+                mask=BLOCKS,
+            ),
+            Gradient(
+                "qkv_attention",
+                lambda ops, qkv: ops.qkv_attention(qkv, *tables(4, 2)),
+                attend_packed,
+                (normal(1, 4, 2, 3, 6),),
+            ),
+            by_name(
+                "cross_entropy",
+                lambda x: mean_cross_entropy(x, TARGETS),
+                normal(4, 5),
+                targets=TARGETS.astype(np.int32),
+            ),
+        ]
     ),
 ]

@@ -1,10 +1,11 @@
-"""What the tests share: the rows of ops.def, rounding, layouts of operands, and the one bound.
+"""Shared by the tests: the ops of ops.def, rounding, layouts of operands, and the one bound.
 
 The bound of a computation in dtype d, against a float64 reference: at most twice the error of the
 naive computation in d (the reference with every intermediate rounded to d), plus half a unit in the
 last place of the output, plus the float32 accumulator's own error over K terms, 4 eps sqrt(K).
 """
 
+import ctypes
 import gc
 import re
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ def device_of(name: str):
     return {"cpu": ndl.cpu, "cuda": ndl.cuda}[name]()
 
 
-# ---- the rows of ops.def -------------------------------------------------------------------------
+# ---- the ops of ops.def --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Row:
+class Op:
     kind: str  # EW1, EW2, CMP, RED, ARG, OP
     name: str
     operands: tuple[Operand, ...]
@@ -63,7 +64,7 @@ class Row:
         return tuple(o for o in self.operands if o.mode == "OUT")
 
 
-def read_rows() -> dict[str, Row]:
+def read_ops() -> dict[str, Op]:
     text = (ROOT / "csrc" / "ops.def").read_text()
     text = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
     x, y = Operand("IN_ANY", "x", "*", "F"), Operand("IN_ANY", "y", "*", "F")
@@ -75,7 +76,7 @@ def read_rows() -> dict[str, Row]:
         "RED": (x, Operand("I64", "axes"), out),
         "ARG": (x, Operand("I64", "axes"), out),
     }
-    rows = {}
+    ops = {}
     starts = list(re.finditer(r"^(EW1|EW2|CMP|RED|ARG|OP)\((\w+),", text, re.MULTILINE))
     for start, end in zip(starts, [m.start() for m in starts[1:]] + [len(text)]):
         kind, name = start.groups()
@@ -83,11 +84,11 @@ def read_rows() -> dict[str, Row]:
             r"\b(IN\w*|OPT|IO\w*|OUT|F64|I64)\(\s*(\w+)(?:,\s*\"([^\"]*)\",\s*(\w+))?\)",
             text[start.end() : end],
         )
-        rows[name] = Row(kind, name, implied.get(kind) or tuple(Operand(*f) for f in found))
-    return rows
+        ops[name] = Op(kind, name, implied.get(kind) or tuple(Operand(*f) for f in found))
+    return ops
 
 
-ROWS = read_rows()
+OPS = read_ops()
 
 
 # ---- rounding ------------------------------------------------------------------------------------
@@ -168,9 +169,15 @@ def assert_same_bits(one, other, what: str = "") -> None:
     np.testing.assert_array_equal(bits(one), bits(other), err_msg=what)
 
 
+LIBC, M_PERTURB = ctypes.CDLL(None), -6  # of malloc.h
+
+
 def poison(device, size: int = 1 << 12) -> None:
     """Fill memory that the next allocations will get with NaN, so that an output element that a
-    kernel forgets to write is seen."""
+    kernel forgets to write is seen. The CPU's small blocks come from malloc, which need not give
+    these again: glibc is told to fill all that it gives (bytes of 0xfe, the float -1.7e38)."""
+    if hasattr(LIBC, "mallopt"):
+        LIBC.mallopt(M_PERTURB, 0x01)
     held = [_C.empty((n,), "float32", device) for n in (1, 33, size, 4 * size) for _ in range(4)]
     for array in held:
         array.fill(float("nan"))

@@ -321,8 +321,8 @@ def test_what_is_wrong_is_said(run, tmp_path, monkeypatch, capsys, words, messag
 
 
 def test_load_model_names_what_it_cannot_read(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
     with pytest.raises(CheckpointError, match="no good checkpoint"):
-        (tmp_path / "checkpoints").mkdir()
         evaluate.load_model(tmp_path)
 
 

@@ -147,7 +147,7 @@ def test_what_a_configuration_may_leave_out():
 
 
 def test_the_published_configuration():
-    """What lies beside the published weights of Pythia-70M, saved by transformers 4.24."""
+    """The config.json beside the published weights of Pythia-70M, saved by transformers 4.24."""
     fields = {
         "architectures": ["GPTNeoXForCausalLM"], "bos_token_id": 0, "eos_token_id": 0,
         "hidden_act": "gelu", "hidden_size": 512, "initializer_range": 0.02,
@@ -182,7 +182,7 @@ def test_activations(tmp_path, name, form):
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("source", ["float32", "float16", "bfloat16"])
 def test_any_dtype_into_any(tmp_path, source, dtype, device):
-    """What is read is the source's value, rounded once."""
+    """Each value read is the source's, rounded once."""
     model = model_of(dtype=source)
     model.save_pretrained(tmp_path / "a")
     with safe_open(tmp_path / "a" / "model.safetensors", "np") as file:

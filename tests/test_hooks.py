@@ -143,7 +143,7 @@ def test_everything_is_captured(device, parallel):
 @both
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_names_alone_change_no_bit(device, dtype):
-    """What does not need the plain attention leaves the kernels of the model as they are."""
+    """Hooks that do not need the plain attention leave the kernels of the model as they are."""
     model = small(device_of(device), dtype)
     plain = model(IDS)[0].numpy()
     names = [

@@ -1,4 +1,4 @@
-"""What `import needle` does and does not do, and what a machine without a GPU sees."""
+"""`import needle`: how little it loads, how fast, its names, and its words without a GPU."""
 
 import ast
 import importlib

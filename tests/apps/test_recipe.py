@@ -8,27 +8,21 @@ that the run drew. `pytest tests/apps/test_recipe.py -m parity` prints the table
 
 import json
 import math
-import sys
 
 import numpy as np
 import pytest
-from harness import ROOT
+import recipes
+import train_flags
+import train_pythia
+from harness import DEVICES
+from small_runs import arguments, checkpoint_of, lines_of, run_until, tensors_of
 
 from needle import optim
-from needle.checkpoint import Checkpoint, checkpoint_path, list_checkpoints
+from needle.checkpoint import Checkpoint, list_checkpoints
 from needle.models import pythia
-
-APPS = ROOT / "apps"
-sys.path.insert(0, str(APPS))
-
-import recipes  # noqa: E402
-import run_log  # noqa: E402
-import train_flags  # noqa: E402
-import train_pythia  # noqa: E402
 
 SMALL = (2, 64, 4, 128)  # layers, hidden size, heads, vocabulary
 STEPS, WARMUP, BATCH, ACCUMULATE, TIME = 50, 5, 4, 4, 32
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
 @pytest.fixture(autouse=True)
@@ -50,38 +44,17 @@ def tokens(tmp_path):
 
 
 def flags(tmp_path, tokens, name, *more, recipe="pythia", device="cpu", dtype="float32"):
-    return [
-        "--recipe",
-        recipe,
-        "--model",
-        "tiny",
-        "--data",
-        str(tokens),
-        "--device",
-        device,
-        "--dtype",
-        dtype,
-        "--out",
-        str(tmp_path / "runs"),
-        "--name",
-        name,
-        "--batch-size",
-        str(BATCH),
-        "--global-batch-size",
-        str(BATCH * ACCUMULATE),
-        "--seq-len",
-        str(TIME),
-        "--steps",
-        str(STEPS),
-        "--warmup",
-        str(WARMUP),
+    return arguments(
+        f"--recipe {recipe} --model tiny --device {device} --dtype {dtype} --name {name}",
+        *("--data", tokens, "--out", tmp_path / "runs"),
+        f"--batch-size {BATCH} --global-batch-size {BATCH * ACCUMULATE} --seq-len {TIME}",
+        f"--steps {STEPS} --warmup {WARMUP}",
         *more,
-    ]
+    )
 
 
 def losses_of(tmp_path, name):
-    path = tmp_path / "runs" / name / "metrics.jsonl"
-    return [json.loads(line)["loss"] for line in path.read_text().splitlines()]
+    return [line["loss"] for line in lines_of(tmp_path, name)]
 
 
 def rate(done, peak=1e-3, total=143_000, warmup=1_430):
@@ -176,18 +149,7 @@ def test_the_recipe_of_each_model(model, peak, on_gpu):
 def test_each_flag_changes_the_recipe():
     assert settings_of("--recipe", "pythia", on_gpu=False)["model"] == "pythia-70m"
     settings = settings_of(
-        "--recipe",
-        "pythia",
-        "--steps",
-        "2000",
-        "--lr",
-        "5e-4",
-        "--seq-len",
-        "64",
-        "--batch-size",
-        "2",
-        "--seed",
-        "3",
+        *"--recipe pythia --steps 2000 --lr 5e-4 --seq-len 64 --batch-size 2 --seed 3".split()
     )
     assert (settings["warmup"], settings["grad_accum"]) == (20, 512)
     assert recipes.changes(settings) == {
@@ -250,9 +212,7 @@ def test_sequences_that_cannot_be(argv, said, capsys):
 
 def test_what_decays_and_how_it_begins(tmp_path, tokens):
     assert train_pythia.main(flags(tmp_path, tokens, "a", "--steps", "1", "--warmup", "1")) == 0
-    model, optimizer, _, loss = train_pythia.load_checkpoint(
-        checkpoint_path(tmp_path / "runs" / "a" / "checkpoints", 0)
-    )
+    model, optimizer, _, loss = train_pythia.load_checkpoint(checkpoint_of(tmp_path, "a", 0))
     assert math.isnan(loss)  # there has been none
     own = optimizer.state_dict()["groups"]
     for name, parameter in model.named_parameters():
@@ -280,10 +240,6 @@ def test_published_steps():
     assert later == list(range(1000, 143_001, 1000)) and len(early + later) == 154
 
 
-class Killed(BaseException):
-    """Nothing catches it, as nothing catches kill -9."""
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_checkpoints_that_stay_and_resuming(tmp_path, tokens, monkeypatch, device, dtype):
@@ -294,41 +250,15 @@ def test_checkpoints_that_stay_and_resuming(tmp_path, tokens, monkeypatch, devic
     names = [f"step_{step}.safetensors" for step in (14, 12, 8, 4, 2, 1, 0)]
     assert [path.name for path in list_checkpoints(folders[0])] == names
 
-    queue = run_log.RunLog.queue
+    argv = flags(tmp_path, tokens, "parts", *more, "--resume", "auto", **options)
     for last in (1, 4, 12):  # the newest checkpoints are then those of steps 0, 3 and 9
-
-        def dying(self, step, *rest, last=last):
-            queue(self, step, *rest)
-            if step == last:
-                raise Killed
-
-        with monkeypatch.context() as patch:
-            patch.setattr(run_log.RunLog, "queue", dying)
-            with pytest.raises(Killed):
-                train_pythia.main(
-                    flags(tmp_path, tokens, "parts", *more, "--resume", "auto", **options)
-                )
-    resume = [
-        "--resume",
-        "auto",
-        "--out",
-        str(tmp_path / "runs"),
-        "--name",
-        "parts",
-        "--recipe",
-        "pythia",
-        "--global-batch-size",
-        "16",
-        "--device",
-        device,
-    ]
-    assert train_pythia.main(resume) == 0
+        run_until(monkeypatch, last, argv)
+    short = "--resume auto --name parts --recipe pythia --global-batch-size 16 --device"
+    assert train_pythia.main(arguments(short, device, "--out", tmp_path / "runs")) == 0
     assert losses_of(tmp_path, "parts") == losses_of(tmp_path, "whole")
     assert [path.name for path in list_checkpoints(folders[1])] == names
     for name in names:
-        contents = [(folder / name).read_bytes() for folder in folders]
-        tensors = [c[8 + int.from_bytes(c[:8], "little") :] for c in contents]
-        assert tensors[0] == tensors[1], name
+        assert len({tensors_of(folder / name) for folder in folders}) == 1, name
     assert Checkpoint(folders[0] / names[-1]).state["step"] == 0
 
 
@@ -359,9 +289,7 @@ def recorded_run(tmp_path, tokens, monkeypatch, name, **options):
     with monkeypatch.context() as patch:
         patch.setattr(train_pythia, "forward_backward", recording)
         assert train_pythia.main(flags(tmp_path, tokens, name, **options)) == 0
-    model, *_ = train_pythia.load_checkpoint(
-        checkpoint_path(tmp_path / "runs" / name / "checkpoints", 0)
-    )
+    model, *_ = train_pythia.load_checkpoint(checkpoint_of(tmp_path, name, 0))
     return losses_of(tmp_path, name), drawn, model
 
 

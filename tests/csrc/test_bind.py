@@ -1,4 +1,4 @@
-"""What the binder does around every call: the trace, threads, copies of operands."""
+"""The binder around every call: the trace, threads, copies of operands."""
 
 import os
 import subprocess

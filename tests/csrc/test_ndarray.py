@@ -5,11 +5,10 @@ import pickle
 
 import numpy as np
 import pytest
-from harness import DEVICES, GARBAGE, assert_same_bits, bits, device_of
+from harness import DEVICES, assert_same_bits, bits, device_of, to_ndarray
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from needle import _C
 from needle import backend_ndarray as nd
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
@@ -632,44 +631,14 @@ def test_repr(device):
     _, array = pair(2, 2, device=device)
     text = repr(array)
     assert "-40" in text and "float32" in text
-    assert str(array.device) in text or device == "cpu"
+    assert str(array.device) in text
     assert repr(nd.zeros((1000, 1000), device=device_of(device))).count("\n") < 50
-
-
-def test_device():
-    assert nd.cpu() == nd.cpu() and hash(nd.cpu()) == hash(nd.cpu()) and nd.cpu() != "cpu()"
-    assert str(nd.cpu()) == "cpu()" and nd.cpu().enabled()
-    assert str(nd.cuda()) == "cuda()" and str(nd.cuda(1)) == "cuda(1)"
-    assert nd.cuda() == nd.cuda(0) != nd.cuda(1) and nd.cuda() != nd.cpu()
-    assert nd.default_device() == nd.cpu() and nd.cpu() in nd.all_devices()
-    with pytest.raises((ValueError, TypeError)):
-        nd.cuda(-1)
-    stats = nd.cpu().memory_stats()
-    assert set(stats) >= {"live_bytes", "peak_bytes", "reserved_bytes"}
-    facts = nd.cpu().properties()
-    assert facts["processors"] > 0 and facts["detail"]
-    start, end = _C.Event(nd.cpu()), _C.Event(nd.cpu())
-    start.record()
-    end.record()
-    assert 0 <= start.elapsed(end) < 1000
-
-
-def test_memory_stats_count_arrays():
-    before = nd.cpu().memory_stats()["live_bytes"]
-    held = nd.zeros((256, 1024))
-    assert nd.cpu().memory_stats()["live_bytes"] - before >= 2**20
-    nd.cpu().reset_peak()
-    del held
-    after = nd.cpu().memory_stats()
-    assert after["live_bytes"] == before and after["peak_bytes"] >= before + 2**20
 
 
 def test_garbage_between_elements_is_never_read():
     """The layouts of the harness really hold NaN between their elements."""
-    from harness import to_ndarray
-
     view = to_ndarray(numbers(3, 4), "float32", nd.cpu(), "stepped")
-    assert view.strides == (7, 2) and np.isnan(GARBAGE["float32"])
+    assert np.isnan(view.as_strided((3, 7), (7, 1)).numpy()[:, 1::2]).all()
     np.testing.assert_array_equal(view.numpy(), numbers(3, 4))
     assert bits(view).shape == (3, 4)
 
@@ -687,10 +656,3 @@ def test_errors_name_the_operation():
         nd.empty((2**40, 2**40))
     with pytest.raises(ValueError):
         nd.empty((1,) * 9)
-
-
-def test_every_row_is_callable():
-    from harness import ROWS
-
-    for name in ROWS:
-        assert callable(getattr(_C, name)), name

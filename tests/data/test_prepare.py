@@ -11,7 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import run_log
+import train_pythia
 from harness import ROOT
+from token_files import TEXTS
 
 from needle.checkpoint import Checkpoint, checkpoint_path
 from needle.data import (
@@ -25,16 +28,7 @@ from needle.data import (
     prepare,
 )
 from needle.data.text import load_tokenizer, train_tokenizer
-
-APPS = ROOT / "apps"
-sys.path.insert(0, str(APPS))
-
-import run_log  # noqa: E402
-import train_pythia  # noqa: E402
-
-from needle.models import pythia  # noqa: E402
-
-TEXTS = [f"document {i}: ünïcode\n" + "one two three four " * (i % 7 + 1) for i in range(90)]
+from needle.models import pythia
 
 
 @pytest.fixture
@@ -112,7 +106,7 @@ def test_killed_and_started_again(tmp_path, inputs, monkeypatch, capsys):
     assert run(tmp_path, inputs, "whole", "--processes", "1") == 0
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    root = str(APPS.parent)
+    root = str(ROOT)
     process = subprocess.Popen(
         [
             sys.executable,
@@ -188,7 +182,7 @@ def test_ctrl_c_reaches_all_processes_and_one_line_says_so(tmp_path, inputs, del
             "--processes",
             "2",
         ],
-        env={**os.environ, "PYTHONPATH": str(APPS.parent)},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

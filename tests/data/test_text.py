@@ -19,16 +19,6 @@ from needle.data import DataError, __main__, open_data, open_documents, prepare,
 tokenizers = pytest.importorskip("tokenizers")
 
 
-@pytest.fixture
-def tokenizer(tmp_path, monkeypatch):
-    """The file of a small byte-level tokenizer; the cache lies beside it."""
-    monkeypatch.setenv("NEEDLE_CACHE", str(tmp_path / "cache"))
-    text.train_tokenizer(iter(["one two three four five\n" * 20]), 300).save(
-        str(tmp_path / "tokenizer.json")
-    )
-    return tmp_path / "tokenizer.json"
-
-
 # ---- pieces ------------------------------------------------------------------------------------
 
 
@@ -279,3 +269,28 @@ def test_what_it_prints(tmp_path, tokenizer):
     assert str(tmp_path / "a.txt") in line and line.count("\n") == 0 and len(line) < 400
     size = tokenizers.Tokenizer.from_file(str(tokenizer)).get_vocab_size()
     assert line.startswith("TokenData(") and line.endswith(f"held out, a tokenizer of {size:,})")
+
+
+def test_text_is_tokenised_once_and_held_out_by_documents(texts, capsys):
+    first = open_data(texts, vocab_size=300)
+    assert "once" in capsys.readouterr().out
+    second = open_data(texts, vocab_size=300)
+    assert capsys.readouterr().out == ""
+    assert first.fingerprint == second.fingerprint
+    assert isinstance(second.train, tokens.FlatTokens) and second.train.dtype == np.uint16
+    assert first.vocab_size <= 300
+    held_out = (texts / "19.txt").read_text()
+    assert first.tokenizer.decode(first.held_out.tolist()) == held_out
+    assert first.tokenizer.decode(first.train.tolist()) == "".join(
+        (texts / f"{n:02}.txt").read_text() for n in range(24) if n != 19
+    )
+
+
+def test_a_long_line_and_a_single_file(tmp_path, texts, monkeypatch):
+    monkeypatch.setattr("needle.data.text.PIECE", 1000)
+    path = tmp_path / "long.txt"
+    path.write_text("ab " * 4000 + "\nend\n" * 50)
+    data = open_data(path, vocab_size=280)
+    everything = np.concatenate([data.train, data.held_out])
+    assert data.tokenizer.decode(everything.tolist()) == path.read_text()
+    assert 0.04 < len(data.held_out) / len(everything) < 0.06

@@ -1,49 +1,22 @@
-"""The arrows of csrc/DESIGN.md, and the habits of the tree, read from the sources themselves."""
+"""The rooms of csrc/DESIGN.md, and the habits of the tree, read from the sources themselves. (Who
+may use whom among the files of a room is tests/house/test_floors.py's.)"""
 
 import ast
-import functools
 import re
 from pathlib import Path
 
-import cases
 import pytest
 from harness import ROOT
-
-C_KINDS = {".c", ".h", ".cu", ".cuh", ".def"}
-# Of csrc/ itself, what knows nothing of Python. The rest of it (module, bind, ndarray, ...) is the
-# extension; csrc/cpu and cuda are the backends, which know nothing of Python either.
-PLAIN = {"needle.h", "backend.h", "ops.def", "formula.h", "status.c", "array.c"}
-
-
-def files(*patterns: str) -> list[Path]:
-    return sorted(path for pattern in patterns for path in ROOT.glob(pattern))
-
-
-def name(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
-
-
-C_FILES = [p for p in files("csrc/*", "csrc/cpu/*", "cuda/*") if p.suffix in C_KINDS]
-PY_FILES = files(
-    "*.py", "building/*.py", "needle/**/*.py", "apps/*.py", "benchmarks/*.py", "tests/**/*.py"
-)
-
-
-@functools.cache
-def code(path: Path) -> str:
-    """The text of a C file without its comments."""
-    text = re.sub(r"/\*.*?\*/", " ", path.read_text(), flags=re.DOTALL)
-    return re.sub(r"//[^\n]*", "", text)
+from sources import C_FILES, PY_FILES, code, files, name
 
 
 def included(path: Path) -> list[tuple[str, str]]:
     """(delimiter, file name) of each include."""
-    found = re.findall(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', code(path), re.MULTILINE)
-    return [(kind, target) for kind, target in found]
+    return re.findall(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', code(path), re.MULTILINE)
 
 
 def is_python_side(path: Path) -> bool:
-    return path.parent.name == "csrc" and path.name not in PLAIN
+    return name(path.parent) == "csrc/python"
 
 
 # ---- C: who includes whom ------------------------------------------------------------------------
@@ -52,21 +25,16 @@ def is_python_side(path: Path) -> bool:
 def allowed_includes(path: Path) -> set[str]:
     """The project's own files that this one may include, as paths from the root."""
     spine = {"csrc/needle.h", "csrc/backend.h", "csrc/ops.def"}
-    where = name(path)
-    if where == "csrc/needle.h" or where == "csrc/formula.h" or where == "csrc/ops.def":
+    room = {name(p) for p in path.parent.iterdir() if p.suffix in (".h", ".cuh")}
+    if name(path) in ("csrc/needle.h", "csrc/formula.h", "csrc/ops.def"):
         return set()
-    if where == "csrc/backend.h":
-        return {"csrc/needle.h", "csrc/ops.def"}
-    if where in ("csrc/status.c", "csrc/array.c"):
-        return {"csrc/needle.h", "csrc/backend.h"}
     if path.parent.name == "csrc":
-        return spine | {name(p) for p in files("csrc/*.h") if is_python_side(p)}
-    if path.parent.name == "cpu":
-        return spine | {"csrc/formula.h"} | {name(p) for p in files("csrc/cpu/*.h")}
-    frame = {"cuda/device.cuh", "cuda/graph.cuh"}
-    headers = {name(p) for p in files("cuda/*.cuh")}
-    fills_vtable = path.name in ("backend.cu", "transfer.cu", "event.cu", "graph.cu")
-    return spine | {"csrc/formula.h"} | (headers if fills_vtable else headers - frame)
+        return spine
+    if is_python_side(path):  # of the backends, it links one
+        return spine | room | ({"csrc/cpu/cpu.h"} if path.name == "backends.c" else set())
+    if path.name not in ("backend.cu", "transfer.cu", "event.cu", "graph.cu"):
+        room -= {"cuda/device.cuh", "cuda/graph.cuh"}  # of those that fill the rest of the vtable
+    return spine | {"csrc/formula.h"} | room
 
 
 @pytest.mark.parametrize("path", C_FILES, ids=name)
@@ -91,130 +59,45 @@ def test_no_cuda_in_the_core():
             assert not re.search(r"<cuda|<cublas|\bcudaMalloc\b", code(path)), name(path)
 
 
-# ---- ops.def: one token, everywhere --------------------------------------------------------------
+# ---- what the rooms may do -----------------------------------------------------------------------
 
 
-def rows() -> dict[str, str]:
-    found = re.findall(
-        r"^(EW1|EW2|CMP|RED|ARG|OP)\((\w+),", code(ROOT / "csrc/ops.def"), re.MULTILINE
-    )
-    return {row: kind for kind, row in found}
-
-
-def definitions(prefix: str, row: str, sources: list[Path]) -> list[str]:
-    """Files that define prefix_row in so many words."""
-    pattern = re.compile(rf"^[^\n;#]*\b{prefix}_{row}\s*\([^;{{]*\)\s*\{{", re.MULTILINE)
-    return [name(p) for p in sources for _ in pattern.findall(code(p))]
-
-
-@pytest.mark.parametrize(
-    "prefix, sources",
-    [("cpu", files("csrc/cpu/*.c")), ("cuda", files("cuda/*.cu"))],
-    ids=["cpu", "cuda"],
+FORBIDDEN = (
+    r"v?f?printf|f?put[sc]|putchar|perror|fwrite|_?_?exit|_Exit|abort|assert|Py_\w+|Py[A-Z]\w+"
 )
-def test_each_row_has_one_function(prefix, sources):
-    expanded = [p for p in sources if re.search(r'#\s*include\s*"[./]*(csrc/)?ops\.def"', code(p))]
-    assert expanded, f"nothing expands ops.def for {prefix}"
-    for row, kind in rows().items():
-        found = definitions(prefix, row, sources)
-        if kind == "OP":
-            assert len(found) == 1, f"{prefix}_{row} is defined in {found or 'no file'}"
-        else:  # expanded from the row's own formula
-            assert not found, f"{prefix}_{row} is also written by hand in {found}"
-
-
-def test_each_row_has_a_test_case():
-    tested = {
-        *cases.ELEMENTWISE,
-        *cases.COMPARISONS,
-        *cases.REDUCTIONS,
-        *(case.op for case in cases.CASES),
-    }
-    # Copies have no arithmetic: tests/csrc/test_ndarray.py covers them through views and dtypes.
-    missing = rows().keys() - tested - {"assign", "fill"}
-    assert not missing, f"no test case in tests/cases.py for {sorted(missing)}"
-    assert not tested - rows().keys(), f"no row for {sorted(tested - rows().keys())}"
 
 
 def test_backends_do_no_python_and_do_not_exit():
     for path in C_FILES:
         if is_python_side(path):
             continue
-        found = re.findall(r"\b(?:printf|puts|exit|abort|Py_\w+|Py[A-Z]\w+)\s*\(", code(path))
+        found = re.findall(rf"\b(?:{FORBIDDEN})\s*\(", code(path))
         assert not found, f"{name(path)} calls {found}"
 
 
-def test_no_floating_point_atomics():
-    for path in files("cuda/*.cu", "cuda/*.cuh"):
-        for call in re.findall(r"\batomicAdd\s*\(([^;]*);", code(path)):
-            assert "float" not in call and "double" not in call, f"{name(path)}: atomicAdd({call}"
+# Whatever adds in memory in the order in which threads arrive: CUDA's functions and classes, and
+# PTX. A flag of the host, std::atomic<bool>, adds nothing. Headers of kernels may hide some: the
+# one that is used sorts integers.
+ATOMIC = (
+    r"cuda::(?:std::)?atomic|(?<!std::)(?<!<)\b\w*atomic\w*|\b(?:atom|red)\.[a-z]|reduce\.async"
+)
+KERNELS = r"<((?:cub|thrust|cuda|cooperative_groups|cute?|cutlass)\b[^_>][^>]*)>"
 
 
-# ---- Python: who imports whom --------------------------------------------------------------------
-
-# apps -> models, data, optim, checkpoint, ... -> nn -> ops -> autograd -> _C. A module may import
-# from its own floor and those below.
-FLOORS = {
-    "needle._C": 0,
-    "needle.backend_ndarray": 1,
-    "needle.block_mask": 1,
-    "needle.autograd": 1,
-    "needle.init": 2,
-    "needle.ops": 2,
-    "needle.nn": 3,
-    "needle": 4,  # models, optim, data, checkpoint, hf, sampling, distributed, ...
-}
-
-
-def floor(module: str) -> int:
-    while module not in FLOORS:
-        module = module.rpartition(".")[0]
-    return FLOORS[module]
-
-
-def module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def imports(path: Path) -> list[str]:
-    """Modules of needle that the file imports, anywhere in it, as absolute names."""
-    package = module_name(path).split(".")
-    if path.name != "__init__.py":
-        package = package[:-1]
-    found = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            module = ".".join([*base, *([node.module] if node.module else [])])
-            for alias in node.names:
-                full = f"{module}.{alias.name}"
-                as_path = ROOT.joinpath(*full.split("."))
-                is_module = as_path.with_suffix(".py").exists() or as_path.is_dir()
-                found.append(full if is_module or full == "needle._C" else module)
-    return [module for module in found if module.split(".")[0] == "needle"]
-
-
-@pytest.mark.parametrize("path", files("needle/**/*.py"), ids=name)
-def test_imports_follow_the_arrows(path):
-    if name(path) in ("needle/__init__.py", "needle/diagnose.py"):
-        return  # the first re-exports the house, the second reports on it
-    module = module_name(path)
-    for target in imports(path):
-        assert floor(target) <= floor(module), f"{name(path)} may not import {target}"
-
-
-def test_nothing_below_the_apps_imports_them():
-    for path in files("needle/**/*.py"):
-        text = path.read_text()
-        assert not re.search(
-            r"^\s*(from|import) (apps|tests|train_pythia|torch|transformers)\b", text, re.MULTILINE
-        ), name(path)
+@pytest.mark.parametrize("path", files("cuda/*.cu", "cuda/*.cuh"), ids=name)
+def test_no_atomics(path):
+    """Floats would add up to other bits in each run, and no counter of integers was needed yet."""
+    found = re.findall(ATOMIC, code(path))
+    assert not found, f"{name(path)}: {found}: the sum depends on who comes first; use a tree"
+    hidden = set(re.findall(KERNELS, code(path))) - {"cub/device/device_radix_sort.cuh"}
+    assert not hidden, f"{name(path)} includes {hidden}: do its kernels add floats atomically?"
 
 
 # ---- habits --------------------------------------------------------------------------------------
+
+
+TEXTS = [*C_FILES, *PY_FILES]
+TEXTS += files("needle/*.pyi", "*.md", "*/*.md", "Makefile", "pyproject.toml", ".ci/run")
 
 
 @pytest.mark.parametrize("path", C_FILES, ids=name)
@@ -235,11 +118,17 @@ def test_nothing_unfinished():
         )
     )
     silent = re.compile(r"except[^\n]*:\s*pass\b(?!\s*#)")
-    for path in [*C_FILES, *PY_FILES, *files("*.md", "Makefile", ".ci/run")]:
+    for path in TEXTS:
         text = path.read_text()
         assert not words.search(text), f"{name(path)}: {words.search(text).group()}"
         found = silent.search(text) if path.suffix == ".py" else None
         assert not found, f"{name(path)} swallows an error without a reason: {found.group()!r}"
+
+
+def test_no_file_is_too_long_for_one_idea():
+    lines = {name(path): len(path.read_text().splitlines()) for path in TEXTS}
+    long = {path: count for path, count in lines.items() if count > 700}
+    assert not long, f"more than 700 lines: {long}: split by subject"
 
 
 def test_versions_agree():

@@ -137,7 +137,7 @@ def assert_parity(ours: dict, theirs: dict, truth: dict) -> None:
 
 
 def assert_same_weights(peer, folder) -> None:
-    """What needle wrote is, there, what needle had read; the folder is removed."""
+    """transformers finds in needle's folder what needle had read; the folder is removed."""
     import transformers
 
     there = transformers.AutoModelForCausalLM.from_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Attention, dense and block-sparse, where cases.py does not reach: memory, causality, blocks."""
+"""Attention, dense and block-sparse, where the cases do not reach: memory, causality, blocks."""
 
 import numpy as np
 import pytest

@@ -1,0 +1,22 @@
+"""Small runs, in a cache of their own."""
+
+import numpy as np
+import pytest
+import train_pythia
+from small_runs import SMALL, TOKENS
+
+from needle.models import pythia
+
+
+@pytest.fixture(autouse=True)
+def small(tmp_path, monkeypatch):
+    monkeypatch.setenv("NEEDLE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(pythia.PRESETS, "tiny", SMALL)
+    monkeypatch.setattr(train_pythia, "SAMPLE_TOKENS", 8)
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    path = tmp_path / "tokens.npy"
+    np.save(path, TOKENS)
+    return path

@@ -1,0 +1,71 @@
+"""Small runs of apps/train_pythia.py: begun, ended without warning, and read back.
+
+The preset `tiny` is made smaller still, at 2 x 16 tokens a micro-batch.
+"""
+
+import json
+
+import numpy as np
+import pytest
+import run_log
+import train_pythia
+
+from needle.checkpoint import checkpoint_path
+
+SMALL = (2, 32, 2, 64)  # layers, hidden size, heads, vocabulary
+# 25 windows of 16: an epoch is 12 micro-batches of 2.
+TOKENS = np.random.RandomState(3).randint(0, 60, 430).astype(np.uint16)
+
+
+def arguments(*parts) -> list[str]:
+    """As a shell cuts a line: text into words, and paths stay whole."""
+    return [word for part in parts for word in (part.split() if type(part) is str else [str(part)])]
+
+
+def flags(tmp_path, data, name, *more, device="cpu", dtype="float32", steps=6):
+    return arguments(
+        f"--device {device} --dtype {dtype} --model tiny --batch-size 2 --seq-len 16",
+        f"--steps {steps} --save-every 2 --eval-every 3 --name {name}",
+        *("--data", data, "--out", tmp_path / "runs"),
+        *more,
+    )
+
+
+def lines_of(tmp_path, name):
+    path = tmp_path / "runs" / name / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def numbers_of(tmp_path, name):
+    """These must be equal, whenever and however often a run was interrupted."""
+    timing = ("tokens_per_second", "data_wait_ms", "seconds")
+    return [{k: v for k, v in line.items() if k not in timing} for line in lines_of(tmp_path, name)]
+
+
+def checkpoint_of(tmp_path, name, step):
+    return checkpoint_path(tmp_path / "runs" / name / "checkpoints", step)
+
+
+def tensors_of(path):
+    """The bytes of all tensors of a checkpoint."""
+    content = path.read_bytes()
+    return content[8 + int.from_bytes(content[:8], "little") :]
+
+
+class Killed(BaseException):
+    """Nothing catches it, as nothing catches kill -9."""
+
+
+def run_until(monkeypatch, step, argv):
+    """The run, ended without warning while `step` is being logged."""
+    queue = run_log.RunLog.queue
+
+    def dying(self, number, *rest):
+        queue(self, number, *rest)
+        if number == step:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_log.RunLog, "queue", dying)
+        with pytest.raises(Killed):
+            train_pythia.main(argv)

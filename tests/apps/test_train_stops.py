@@ -1,0 +1,252 @@
+"""How runs of apps/train_pythia.py end early: signals, faults, and settings that are refused."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import generate
+import numpy as np
+import pytest
+import train_flags
+import train_pythia
+from harness import ROOT
+from small_runs import SMALL, TOKENS, checkpoint_of, flags, lines_of, numbers_of, run_until
+
+import needle as ndl
+from needle.checkpoint import Checkpoint, list_checkpoints
+
+# The program with that preset, as a process of its own.
+PROGRAM = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "apps")!r})
+import train_pythia
+from needle.models import pythia
+pythia.PRESETS["tiny"] = {SMALL}
+sys.exit(train_pythia.main(sys.argv[1:]))
+"""
+
+# ---- signals ----------------------------------------------------------------------------------
+
+
+def start(argv):
+    return subprocess.Popen(
+        [sys.executable, "-u", "-c", PROGRAM, *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_step(tmp_path, name, step, process):
+    path = tmp_path / "runs" / name / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not path.exists() or path.read_text().count("\n") < step:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_the_step_saves_and_exits_0(tmp_path, tokens, number):
+    argv = flags(tmp_path, tokens, "a", "--grad-accum", "3", steps=5000)
+    process = start(argv)
+    wait_for_step(tmp_path, "a", 3, process)
+    process.send_signal(number)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 0, error
+    last = lines_of(tmp_path, "a")[-1]["step"]
+    assert f"stopped by {number.name} after step {last} of 5000, and saved" in out
+    assert "--resume auto --name a" in out
+    newest = list_checkpoints(tmp_path / "runs" / "a" / "checkpoints")[0]
+    assert Checkpoint(newest).state["step"] == last
+
+
+def test_kill_9_then_resume_auto(tmp_path, tokens):
+    argv = flags(tmp_path, tokens, "a", steps=40)
+    process = start(argv)
+    wait_for_step(tmp_path, "a", 5, process)
+    process.kill()
+    process.communicate(timeout=60)
+    done = len(lines_of(tmp_path, "a"))
+    assert done < 40
+    assert train_pythia.main(argv + ["--resume", "auto"]) == 0
+    assert train_pythia.main(flags(tmp_path, tokens, "b", steps=40)) == 0
+    assert numbers_of(tmp_path, "a") == numbers_of(tmp_path, "b")
+
+
+# ---- what goes wrong --------------------------------------------------------------------------
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, tokens, capsys, monkeypatch):
+    forward_backward, calls = train_pythia.forward_backward, []
+
+    def breaking(*arguments):
+        calls.append(arguments)
+        return forward_backward(*arguments) * (float("nan") if len(calls) == 5 else 1.0)
+
+    monkeypatch.setattr(train_pythia, "forward_backward", breaking)
+    assert train_pythia.main(flags(tmp_path, tokens, "a")) == 1
+    error = capsys.readouterr().err
+    assert "step 5: the loss is nan (epoch 0, batch 4)" in error
+    assert "step_4.safetensors" in error
+    assert [line["step"] for line in lines_of(tmp_path, "a")] == [1, 2, 3, 4]
+    Checkpoint(checkpoint_of(tmp_path, "a", 4))
+
+
+def test_a_rate_that_explodes(tmp_path, tokens, capsys):
+    argv = flags(tmp_path, tokens, "a", "--lr", "1e30", "--warmup", "0", "--clip", "0")
+    assert train_pythia.main(argv) == 1
+    assert "Stopped." in capsys.readouterr().err
+
+
+def test_a_lost_gpu_exits_75(tmp_path, tokens, monkeypatch, capsys):
+    def lost(*_):
+        raise ndl.CudaFatalError("attention_fwd: an illegal memory access")
+
+    monkeypatch.setattr(train_pythia, "forward_backward", lost)
+    assert train_pythia.main(flags(tmp_path, tokens, "a")) == 75
+    assert "--resume auto" in capsys.readouterr().err
+
+
+def test_a_full_disk_stops_the_run_and_says_so(tmp_path, tokens, monkeypatch, capsys):
+    def full(descriptor):
+        raise OSError(28, os.strerror(28))
+
+    argv = flags(tmp_path, tokens, "a")
+    run_until(monkeypatch, 3, argv)
+    monkeypatch.setattr(os, "fsync", full)
+    assert train_pythia.main(argv + ["--resume", "auto"]) == 1
+    assert "No space left on device" in capsys.readouterr().err
+    Checkpoint(checkpoint_of(tmp_path, "a", 2))
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["--steps", "0"], "a whole number of 1 or more, not '0'"),
+        (["--batch-size", "two"], "a whole number of 1 or more, not 'two'"),
+        (["--lr", "-1"], "a number above 0, not '-1'"),
+        (["--lr", "nan"], "a number above 0, not 'nan'"),
+        (["--clip", "inf"], "a number of 0 or more, not 'inf'"),
+        (["--dtype", "float8"], "'float32', 'bfloat16'"),
+        (["--model", "gpt"], "pythia-70m"),
+        (["--schedule", "steep"], "cosine"),
+        (["--sparse", "dotted"], "mixed"),
+        (["--device", "tpu"], "auto, cpu, cuda or cuda:INDEX, not 'tpu'"),
+        (["--device", "cuda:" + "1" * 31], "auto, cpu, cuda or cuda:INDEX, not 'cuda:1"),
+        (["--name", "a/b"], "a name for a folder"),
+        (["--steps", "2", "--tokens", "9"], "not allowed with"),
+    ],
+)
+def test_a_bad_flag_says_what_is_allowed(argv, said, capsys):
+    with pytest.raises(SystemExit) as caught:
+        train_pythia.main(argv)
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_device_that_cannot_be_used_says_why_in_one_line(tmp_path, texts, capsys):
+    assert train_pythia.main(flags(tmp_path, texts, "a", steps=1)) == 0
+    capsys.readouterr()
+    # No machine has this many GPUs.
+    why = f"device cuda:63: {ndl.cuda(63).reason()}\n"
+    assert train_pythia.main(flags(tmp_path, texts, "b", device="cuda:63")) == 1
+    assert capsys.readouterr() == ("", f"train_pythia.py: {why}")
+    assert not (tmp_path / "runs" / "b").exists()
+    assert generate.main([str(tmp_path / "runs" / "a"), "--device", "cuda:63"]) == 1
+    assert capsys.readouterr() == ("", f"generate.py: {why}")
+
+
+def test_a_window_needs_sparse(tmp_path, tokens, capsys):
+    # With nothing to resume, auto begins a new run.
+    for more in ([], ["--recipe", "pythia"], ["--resume", "auto"]):
+        with pytest.raises(SystemExit) as caught:
+            train_pythia.main(flags(tmp_path, tokens, "a", "--window", "70", *more))
+        assert caught.value.code == 2
+        error = capsys.readouterr().err
+        assert error.endswith("train_pythia.py: error: argument --window: needs --sparse\n")
+    assert not (tmp_path / "runs").exists()
+    argv = flags(tmp_path, tokens, "a", "--window", "70", "--sparse", "local")
+    assert train_pythia.main(argv) == 0
+    argv = flags(tmp_path, tokens, "a", "--window", "70", "--resume", "auto")
+    assert train_pythia.main(argv) == 0  # the checkpoint knows of --sparse
+
+
+def test_a_warmup_longer_than_the_run(tmp_path, capsys):
+    missing = tmp_path / "missing"  # the warmup is refused before the data is looked for
+    for steps, length in [(6, []), (3, ["--tokens", "96"])]:
+        argv = flags(tmp_path, missing, "a", "--warmup", "7", steps=6)
+        if length:
+            at = argv.index("--steps")
+            argv[at : at + 2] = length
+        assert train_pythia.main(argv) == 1
+        assert capsys.readouterr() == (
+            "",
+            f"train_pythia.py: --warmup 7: the run has {steps} steps, and its warmup must be "
+            f"0 to {steps} of them\n",
+        )
+    assert not (tmp_path / "runs").exists()
+    assert train_flags.complete({"warmup": 6, "steps": 6}, None, on_gpu=False)["warmup"] == 6
+    constant = {"schedule": "constant", "warmup": 7, "steps": 6}
+    assert train_flags.complete(constant, None, on_gpu=False)["warmup"] == 7
+
+
+def test_bad_sampling_is_refused_before_the_prompt_is_printed(tmp_path, texts, capsys):
+    assert train_pythia.main(flags(tmp_path, texts, "a", steps=1)) == 0
+    capsys.readouterr()
+    argv = [str(tmp_path / "runs" / "a"), "--device", "cpu", "--top-p", "2"]
+    assert generate.main(argv) == 1
+    assert capsys.readouterr() == (
+        "",
+        "generate.py: top_p must be above 0 and at most 1, not 2.0\n",
+    )
+
+
+def test_help_names_every_flag_in_groups_with_defaults(capsys):
+    with pytest.raises(SystemExit) as caught:
+        train_pythia.main(["--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    for flag in (
+        "model data tokenizer batch-size seq-len grad-accum steps tokens lr schedule "
+        "warmup weight-decay clip dtype device seed sparse window eval-every save-every "
+        "out name resume recipe global-batch-size tensorboard wandb"
+    ).split():
+        assert f"--{flag} " in text, flag
+    for group in ("recipe:", "model:", "data:", "training:", "output:"):
+        assert f"\n{group}" in text
+    assert text.count("(default") >= 20
+
+
+def test_data_that_cannot_be_used(tmp_path, capsys):
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "binary.txt").write_bytes(b"\x00\x01\x02")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "odd.bin").write_bytes(b"abc")
+    (tmp_path / "bad.npy").write_bytes(b"not an array")
+    (tmp_path / "folder").mkdir()
+    np.save(tmp_path / "float.npy", np.zeros(99))
+    np.save(tmp_path / "short.npy", TOKENS[:20])
+    np.save(tmp_path / "large.npy", np.full(430, 5000, np.int32))
+    for name, said in [
+        ("empty.txt", "an empty file"),
+        ("binary.txt", "not text"),
+        ("latin.txt", "not text"),
+        ("odd.bin", "no whole number of uint16"),
+        ("bad.npy", "not a usable .npy"),
+        ("folder", "an empty folder"),
+        ("missing", "no such file"),
+        ("float.npy", "one axis of integers"),
+        ("short.npy", "fewer than one batch of 2 x 16"),
+        ("large.npy", "outside the vocabulary of 64"),
+    ]:
+        assert train_pythia.main(flags(tmp_path, tmp_path / name, name)) == 1
+        assert said in capsys.readouterr().err, name
+
+
+def test_a_tokenizer_that_is_none(tmp_path, texts, capsys):
+    argv = flags(tmp_path, texts, "a", "--tokenizer", str(texts / "00.txt"))
+    assert train_pythia.main(argv) == 1
+    assert "not a tokenizer.json" in capsys.readouterr().err

@@ -1,0 +1,319 @@
+"""Rotary embedding, attention dense and block-sparse, and the step of generation."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from cases.case import cases_of
+
+
+def rotary(r, x, cos, sin, parts, sign):
+    """x (B, T, H, P, D), cos and sin (T, R): pairs (i, i + R) of the first 2 R are rotated."""
+    y = x.copy()
+    half = cos.shape[1]
+    c, s = cos[None, :, None, None, :], sign * sin[None, :, None, None, :]
+    first, second = x[..., :parts, :half], x[..., :parts, half : 2 * half]
+    y[..., :parts, :half] = r(r(first * c) - r(second * s))
+    y[..., :parts, half : 2 * half] = r(r(second * c) + r(first * s))
+    return {"y": y}
+
+
+def visible(t: int, s: int, causal) -> np.ndarray:
+    """(T, S): which keys a query sees."""
+    see = np.ones((t, s), bool)
+    return np.tril(see, s - t) if causal else see
+
+
+def attention_scores(r, q, k, scale, see):
+    scores = r(scale * r(np.einsum("bthd,bshd->bhts", q, k)))
+    return np.where(see, scores, -np.inf)
+
+
+def softmax_attention(r, q, k, v, scale, see):
+    """The plain computation. `see` broadcasts to (B, H, T, S)."""
+    b, t, h, _ = q.shape
+    scores = attention_scores(r, q, k, scale, see)
+    with np.errstate(all="ignore"):
+        top = scores.max(-1, keepdims=True, initial=-np.inf)
+        top = np.where(np.isfinite(top), top, 0)
+        p = r(np.exp(scores - top))
+        total = p.sum(-1, keepdims=True)
+        lse = np.where(total > 0, np.log(total) + top, -np.inf)
+        p = r(np.where(total > 0, p / total, 0))
+    o = r(np.einsum("bhts,bshd->bthd", p, v))
+    return {"o": o, "lse": lse[..., 0]}
+
+
+def softmax_attention_bwd(r, dout, q, k, v, o, lse, scale, see):
+    scores = attention_scores(r, q, k, scale, see)
+    with np.errstate(all="ignore"):
+        p = r(np.where(np.isfinite(scores), np.exp(scores - lse[..., None]), 0))
+    dp = r(np.einsum("bthd,bshd->bhts", dout, v))
+    delta = r((dout * o).sum(-1)).transpose(0, 2, 1)[..., None]
+    ds = r(p * r(dp - delta))
+    return {
+        "dq": r(scale * np.einsum("bhts,bshd->bthd", ds, k)),
+        "dk": r(scale * np.einsum("bhts,bthd->bshd", ds, q)),
+        "dv": r(np.einsum("bhts,bthd->bshd", p, dout)),
+    }
+
+
+def attention_fwd(r, q, k, v, scale, causal):
+    return softmax_attention(r, q, k, v, scale, visible(q.shape[1], k.shape[1], causal))
+
+
+def attention_bwd(r, dout, q, k, v, o, lse, scale, causal, dq, dk, dv):
+    see = visible(q.shape[1], k.shape[1], causal)
+    return softmax_attention_bwd(r, dout, q, k, v, o, lse, scale, see)
+
+
+def block_lists(blocks: np.ndarray) -> dict:
+    """Blocks (G, query blocks, key blocks) of bool as the lists of ops.def, and transposed."""
+
+    def lists(of):
+        offsets = np.zeros((of.shape[0], of.shape[1] + 1), np.int64)
+        entries, start = [], 0
+        for g in range(of.shape[0]):
+            offsets[g, 0] = start
+            for i in range(of.shape[1]):
+                found = np.flatnonzero(of[g, i])
+                entries.extend(found)
+                start += len(found)
+                offsets[g, i + 1] = start
+        return offsets, np.array(entries, np.int64)
+
+    offsets, columns = lists(blocks)
+    offsets_t, rows = lists(blocks.transpose(0, 2, 1))
+    return {"offsets": offsets, "columns": columns, "offsets_t": offsets_t, "rows": rows}
+
+
+def see_blocks(t, s, offsets, columns, block, causal) -> np.ndarray:
+    see = np.zeros((offsets.shape[0], t, s), bool)
+    for g in range(offsets.shape[0]):
+        for i in range(offsets.shape[1] - 1):
+            for j in columns[offsets[g, i] : offsets[g, i + 1]]:
+                see[g, i * block : (i + 1) * block, j * block : (j + 1) * block] = True
+    return (see & visible(t, s, causal))[None]
+
+
+def block_sparse_attention_fwd(r, q, k, v, offsets, columns, block, scale, causal):
+    see = see_blocks(q.shape[1], k.shape[1], offsets, columns, block, causal)
+    return softmax_attention(r, q, k, v, scale, see)
+
+
+def block_sparse_attention_bwd(
+    r, dout, q, k, v, o, lse, offsets, columns, offsets_t, rows, block, scale, causal, dq, dk, dv
+):
+    see = see_blocks(q.shape[1], k.shape[1], offsets, columns, block, causal)
+    return softmax_attention_bwd(r, dout, q, k, v, o, lse, scale, see)
+
+
+def decode_attention(r, qkv, cos, sin, positions, scale, keys, values):
+    """qkv (B, H, 3, D), caches (B, H, S, D): row b's new token at positions[b]."""
+    keys, values, o = keys.copy(), values.copy(), []
+    for b, p in enumerate(positions):
+        packed = qkv[b].transpose(1, 0, 2)[None, None]  # (1, 1, 3, H, D): slices before heads
+        rotated = rotary(r, packed.transpose(0, 1, 3, 2, 4), cos[[p]], sin[[p]], 2, 1.0)["y"]
+        q, k, v = (rotated[:, :, :, i] for i in range(3))  # (1, 1, H, D) each
+        keys[b, :, p], values[b, :, p] = k[0, 0], v[0, 0]
+        seen = (c[b : b + 1, :, : p + 1].transpose(0, 2, 1, 3) for c in (keys, values))
+        o.append(softmax_attention(r, q, *seen, scale, True)["o"][0, 0])
+    return {"keys": keys, "values": values, "o": np.array(o).reshape(len(positions), *q_shape(qkv))}
+
+
+def q_shape(qkv):
+    return qkv.shape[1], qkv.shape[3]
+
+
+def decode_greedy(r, logits, tokens, positions):
+    return {"tokens": logits.argmax(-1), "positions": positions + 1}
+
+
+def rotary_inputs(b, t, h, p, d, half, parts, sign):
+    def inputs(rng):
+        angle = np.arange(t)[:, None] / 100.0 ** (np.arange(half) / max(half, 1))
+        x = rng.standard_normal((b, t, h, p, d))
+        return {"x": x, "cos": np.cos(angle), "sin": np.sin(angle), "parts": parts, "sign": sign}
+
+    return inputs
+
+
+def decode_inputs(b, h, d, s, half, positions, scale=None, angles=None):
+    def inputs(rng):
+        angle = np.arange(angles or s)[:, None] / 100.0 ** (np.arange(half) / max(half, 1))
+        return {
+            "qkv": rng.standard_normal((b, h, 3, d)),
+            "cos": np.cos(angle),
+            "sin": np.sin(angle),
+            "positions": np.resize(positions, b).astype(np.int64),
+            "scale": 1 / math.sqrt(d) if scale is None else scale,
+            "keys": rng.standard_normal((b, h, s, d)),
+            "values": rng.standard_normal((b, h, s, d)),
+        }
+
+    return inputs
+
+
+def logits_inputs(b, v):
+    def inputs(rng):
+        return {
+            "logits": rng.permuted(np.tile(np.arange(v) % 200 - 100.0, (b, 1)), axis=1),
+            "tokens": np.zeros(b, np.int64),
+            "positions": np.arange(b),
+        }
+
+    return inputs
+
+
+def attention_inputs(b, t, s, h, d, causal, scale=None, blocks=None, block=None, backward=False):
+    """blocks: (G, query blocks, key blocks) of bool for the block-sparse ops."""
+
+    def inputs(rng):
+        of = {"q": (b, t, h, d), "k": (b, s, h, d), "v": (b, s, h, d)}
+        made = {name: rng.standard_normal(shape) for name, shape in of.items()}
+        last = {"scale": d**-0.5 if scale is None else scale, "causal": int(causal)}
+        lists = {} if blocks is None else block_lists(np.asarray(blocks, bool))
+        if backward:
+            see = visible(t, s, causal)
+            if lists:
+                see = see_blocks(t, s, lists["offsets"], lists["columns"], block, causal)
+            made["dout"] = rng.standard_normal((b, t, h, d))
+            made |= softmax_attention(
+                lambda a: a, **{n: made[n] for n in of}, scale=last["scale"], see=see
+            )
+            # dq, dk and dv are overwritten: whatever is in them must not matter.
+            made |= {"d" + n: np.full(shape, np.nan) for n, shape in of.items()}
+        else:
+            lists = {n: lists[n] for n in ("offsets", "columns") if n in lists}
+        return made | lists | ({"block": block} if lists else {}) | last
+
+    return inputs
+
+
+def causal_blocks(n: int, keep: Callable[[int, int], bool]) -> np.ndarray:
+    return np.array([[[j <= i and keep(i, j) for j in range(n)] for i in range(n)]])
+
+
+LOCAL = causal_blocks(5, lambda i, j: i - j < 2)
+STRIDED = causal_blocks(5, lambda i, j: i == j or j % 2 == 0)
+PER_HEAD = np.concatenate([LOCAL, STRIDED, causal_blocks(5, lambda i, j: j == 0 or i == j)])
+WITH_EMPTY_ROW = LOCAL & (np.arange(5) != 2)[None, :, None]  # the queries of block 2 see nothing
+NOT_CAUSAL = np.array([[[1, 0, 1], [0, 1, 0], [1, 1, 1]]], bool)
+
+
+def irregular(heads: int, rows: int, columns: int) -> np.ndarray:
+    """Blocks without order, a mask a head, some rows and columns empty."""
+    g, i, j = np.ogrid[:heads, :rows, :columns]
+    return ((i * 7 + j * 3 + g) % 5 < 3) & (i % 4 != 3)
+
+
+ATTENTION = {  # label: B, T, S, H, D, causal
+    "one": (1, 1, 1, 1, 1, 1),
+    "odd": (2, 31, 31, 3, 16, 1),
+    "257": (1, 257, 257, 1, 8, 1),
+    "full": (1, 33, 33, 2, 12, 0),
+    "more-keys": (2, 17, 40, 1, 20, 1),
+    "cross": (1, 40, 17, 2, 8, 0),
+    "fewer-keys": (2, 40, 17, 2, 8, 1),  # the first queries see nothing
+    "d64": (1, 130, 130, 2, 64, 1),
+    "d80": (1, 65, 65, 1, 80, 1),
+    "d128": (1, 70, 70, 1, 128, 1),
+    "d256": (1, 66, 66, 1, 256, 1),
+    "d1": (1, 20, 20, 2, 1, 1),
+    "d7": (1, 19, 19, 2, 7, 1),
+    "zero-batch": (0, 5, 5, 2, 8, 1),
+    "zero-queries": (1, 0, 4, 2, 8, 1),
+    "zero-keys": (2, 3, 0, 1, 4, 0),
+}
+SPARSE = {  # label: B, T, S, H, D, causal, blocks, block
+    "local": (2, 80, 80, 2, 16, 1, LOCAL, 16),
+    "ragged": (1, 71, 71, 1, 24, 1, STRIDED, 16),
+    "per-head": (1, 77, 77, 3, 8, 1, PER_HEAD, 16),
+    "empty-row": (1, 75, 75, 2, 8, 1, WITH_EMPTY_ROW, 16),
+    "full": (1, 47, 47, 1, 64, 0, NOT_CAUSAL, 16),
+    "block-64": (1, 300, 300, 1, 64, 1, LOCAL, 64),
+    "block-1": (1, 5, 5, 1, 8, 1, STRIDED, 1),
+    "d128": (1, 150, 150, 1, 128, 1, STRIDED, 32),
+    "block-7": (1, 33, 33, 2, 5, 1, LOCAL, 7),
+    "zero-batch": (0, 80, 80, 1, 8, 1, LOCAL, 16),
+    "more-keys": (1, 40, 90, 2, 8, 1, irregular(2, 3, 6), 16),
+    "block-31": (1, 257, 257, 2, 8, 0, irregular(2, 9, 9), 31),
+    "block-200": (1, 450, 450, 1, 4, 1, irregular(1, 3, 3), 200),
+    "zero-keys": (1, 90, 0, 2, 16, 0, irregular(1, 3, 0), 32),
+}
+
+
+def sparse_inputs(*shape, backward=False):
+    *dense, blocks, block = shape
+    return attention_inputs(*dense, blocks=blocks, block=block, backward=backward)
+
+
+def forward_terms(b, t, s, h, d, *more):
+    return max(d, s)
+
+
+def backward_terms(*shape):
+    return 4 * forward_terms(*shape)
+
+
+CASES = [
+    *cases_of(
+        rotary,
+        rotary_inputs,
+        {
+            "qkv": (2, 31, 3, 3, 16, 2, 2, 1.0),
+            "backward": (2, 31, 3, 3, 16, 2, 2, -1.0),
+            "whole-head": (1, 5, 1, 1, 8, 4, 1, 1.0),
+            "all-parts": (1, 7, 2, 3, 20, 5, 3, 1.0),
+            "no-part": (1, 3, 2, 3, 8, 2, 0, 1.0),
+            "no-angle": (1, 3, 2, 3, 5, 0, 2, -1.0),
+            "odd-dims": (1, 257, 2, 1, 31, 15, 1, -1.0),
+            "257": (1, 257, 1, 2, 6, 1, 1, -1.0),
+            "pythia": (1, 9, 2, 3, 64, 8, 2, 1.0),
+            "zero-size": (2, 0, 3, 3, 16, 2, 2, 1.0),
+        },
+    ),
+    *cases_of(attention_fwd, attention_inputs, ATTENTION, forward_terms),
+    *cases_of(attention_bwd, partial(attention_inputs, backward=True), ATTENTION, backward_terms),
+    *cases_of(
+        attention_fwd,
+        attention_inputs,
+        {"large-scores": (1, 40, 40, 1, 16, 1, 30.0)},
+        lambda *shape: 10**4,
+    ),
+    *cases_of(block_sparse_attention_fwd, sparse_inputs, SPARSE, forward_terms),
+    *cases_of(
+        block_sparse_attention_bwd, partial(sparse_inputs, backward=True), SPARSE, backward_terms
+    ),
+    *cases_of(
+        decode_attention,
+        decode_inputs,
+        {
+            "odd": (3, 2, 16, 37, 4, [36, 0, 20]),
+            "one": (1, 1, 1, 1, 0, [0]),
+            "odd-dims": (2, 3, 20, 70, 5, [69, 31]),
+            "pythia": (2, 2, 64, 300, 8, [299, 128]),
+            "more-angles": (2, 2, 16, 40, 4, [39, 7], None, 64),
+            "80": (2, 1, 80, 130, 10, [64, 129]),
+            "96-whole-head": (1, 2, 96, 40, 48, [33]),
+            "256": (2, 1, 256, 70, 32, [69, 1]),
+            "255": (1, 1, 255, 70, 1, [69]),
+            "shares": (2, 2, 64, 1300, 8, [1299, 3]),
+            "shares-of-nothing": (1, 1, 8, 2100, 2, [0]),
+            "no-head": (2, 0, 16, 8, 4, [0]),
+            "none": (0, 2, 16, 8, 4, [0]),
+        },
+        lambda b, h, d, s, *more: max(d, s),
+    ),
+    *cases_of(
+        decode_attention,
+        decode_inputs,
+        {"large-scores": (2, 1, 16, 90, 4, [89, 40], 30.0)},
+        lambda *shape: 10**4,
+    ),
+    *cases_of(
+        decode_greedy, logits_inputs, [(31, 257), (1, 1), (3, 50304), (2, 1024), (5, 31), (0, 7)]
+    ),
+]

@@ -1,0 +1,127 @@
+"""Wrong calls, of which only the operation knows: op, label, changes to the first case's inputs,
+exception, what the message says. (What every structured op must refuse, test_bad_inputs.py makes
+from the table: an axis that differs, a missing axis, a wrong dtype, no array at all.)"""
+
+import numpy as np
+
+
+def long_ids(n, bad):
+    ids = np.zeros(n, np.int64)
+    ids[n // 2] = bad
+    return ids
+
+
+BAD = [
+    (
+        "matmul",
+        "inner sizes",
+        {"a": np.ones((1, 2, 3)), "b": np.ones((1, 4, 5))},
+        ValueError,
+        r"matmul: b: axis K",
+    ),
+    (
+        "rotary",
+        "rotates more than D",
+        {"x": np.ones((1, 3, 1, 3, 4)), "cos": np.ones((3, 3)), "sin": np.ones((3, 3))},
+        ValueError,
+        r"rotary: cos",
+    ),
+    ("rotary", "more parts than P", {"parts": 4}, ValueError, r"rotary: parts"),
+    ("rotary", "negative parts", {"parts": -1}, ValueError, r"rotary: parts"),
+    (
+        "attention_fwd",
+        "head dim 257",
+        {n: np.ones((1, 2, 1, 257)) for n in "qkv"},
+        ValueError,
+        r"attention_fwd: .*256",
+    ),
+    (
+        "block_sparse_attention_fwd",
+        "block 0",
+        {"block": 0},
+        ValueError,
+        r"block_sparse_attention_fwd: block",
+    ),
+    (
+        "block_sparse_attention_fwd",
+        "too few query blocks",
+        {"offsets": np.zeros((1, 2))},
+        ValueError,
+        r"block_sparse_attention_fwd: offsets",
+    ),
+    (
+        "block_sparse_attention_fwd",
+        "two masks for three heads",
+        {
+            "q": np.ones((1, 80, 3, 4)),
+            "k": np.ones((1, 80, 3, 4)),
+            "v": np.ones((1, 80, 3, 4)),
+            "offsets": np.zeros((2, 6)),
+        },
+        ValueError,
+        r"block_sparse_attention_fwd: offsets",
+    ),
+    (
+        "decode_attention",
+        "two slices",
+        {"qkv": np.ones((3, 2, 2, 16))},
+        ValueError,
+        r"decode_attention: qkv: axis P",
+    ),
+    (
+        "decode_attention",
+        "head dim 257",
+        {
+            "qkv": np.ones((3, 2, 3, 257)),
+            "keys": np.ones((3, 2, 37, 257)),
+            "values": np.ones((3, 2, 37, 257)),
+        },
+        ValueError,
+        r"decode_attention: .*256",
+    ),
+    (
+        "decode_attention",
+        "rotates more than D",
+        {n: np.ones((37, 9)) for n in ("cos", "sin")},
+        ValueError,
+        r"decode_attention: cos",
+    ),
+    ("decode_greedy", "no tokens", {"logits": np.ones((31, 0))}, ValueError, r"decode_greedy: log"),
+    ("adamw", "step 0", {"step": 0}, ValueError, r"adamw: step"),
+]
+# Values that the CPU looks at; CUDA, where nobody can look without waiting, gives NaN instead.
+BAD_VALUES = [
+    (
+        "decode_attention",
+        "position S",
+        {"positions": np.array([1, 37, 2])},
+        r"decode_attention: positions: row 1 is at 37",
+    ),
+    (
+        "decode_attention",
+        "position -1",
+        {"positions": np.array([-1, 1, 2])},
+        r"decode_attention: positions: row 0 is at -1",
+    ),
+    (
+        "block_sparse_attention_fwd",
+        "a block that is not there",
+        {"columns": long_ids(29, 1_000_000)},
+        r"block_sparse_attention_fwd: .*lists block 1000000",
+    ),
+    ("embedding_fwd", "id -1", {"ids": long_ids(31, -1)}, r"embedding_fwd: ids: .*-1"),
+    ("embedding_fwd", "id V", {"ids": long_ids(31, 257)}, r"embedding_fwd: ids: .*257"),
+    ("embedding_bwd", "id V", {"ids": long_ids(31, 257)}, r"embedding_bwd: ids: .*257"),
+    (
+        "cross_entropy_fwd",
+        "target V",
+        {"targets": long_ids(31, 257)},
+        r"cross_entropy_fwd: targets: .*257",
+    ),
+    (
+        "cross_entropy_bwd",
+        "target V",
+        {"targets": long_ids(31, 257)},
+        r"cross_entropy_bwd: targets: .*257",
+    ),
+]

@@ -1,0 +1,250 @@
+"""Products, normalisation, embedding, the loss and the optimizer."""
+
+from functools import partial
+
+import numpy as np
+
+from cases.case import cases_of, draw, normal, targets
+
+
+def matmul(r, a, b):
+    return {"c": r(a @ b)}
+
+
+def matmul_acc(r, a, b, c):
+    return {"c": c + a @ b}
+
+
+def linear_fwd(r, x, w, b):
+    y = r(x @ w)
+    return {"y": y if b is None else r(y + b)}
+
+
+def bias_bwd(r, dy, db):
+    return {"db": db + dy.sum(0)}
+
+
+def layernorm_fwd(r, x, w, b, eps):
+    mean = x.mean(-1, keepdims=True)
+    rstd = 1 / np.sqrt(x.var(-1, keepdims=True) + eps)
+    y = r(r(r(r(x - mean) * rstd) * w) + b)
+    return {"y": y, "mean": mean[..., 0], "rstd": rstd[..., 0]}
+
+
+def layernorm_bwd(r, dy, x, w, mean, rstd, dw, db):
+    xhat = r(r(x - mean[:, None]) * rstd[:, None])
+    g = r(dy * w)
+    inner = r(g - g.mean(-1, keepdims=True) - r(xhat * (g * xhat).mean(-1, keepdims=True)))
+    return {
+        "dw": dw + (dy * (x - mean[:, None]) * rstd[:, None]).sum(0),
+        "db": db + dy.sum(0),
+        "dx": r(inner * rstd[:, None]),
+    }
+
+
+def embedding_fwd(r, ids, w):
+    return {"y": w[ids]}
+
+
+def embedding_bwd(r, ids, dy, dw):
+    dw = dw.copy()
+    np.add.at(dw, ids, dy)
+    return {"dw": dw}
+
+
+def cross_entropy_fwd(r, logits, targets):
+    top = logits.max(-1, keepdims=True)
+    lse = np.log(np.exp(logits - top).sum(-1)) + top[:, 0]
+    valid = targets >= 0
+    picked = logits[np.arange(len(targets)), np.where(valid, targets, 0)]
+    losses = np.where(valid, lse - picked, 0)
+    count = float(valid.sum())
+    return {
+        "losses": losses,
+        "lse": lse,
+        "loss": np.float64(losses.sum() / max(count, 1)),
+        "count": np.float64(count),
+    }
+
+
+def cross_entropy_bwd(r, logits, targets, lse, count, dloss):
+    valid = targets >= 0
+    p = r(np.exp(logits - lse[:, None]))
+    p[np.arange(len(targets)), np.where(valid, targets, 0)] -= valid
+    return {"dlogits": r(r(p) * np.where(valid, dloss / max(count, 1), 0)[:, None])}
+
+
+def grad_norm(r, g, max_norm):
+    norm = np.sqrt((g * g).sum())
+    scale = min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
+    return {"norm": norm, "scale": np.float64(scale)}
+
+
+def adamw(r, p, g, m, v, p_low, scale, lr, beta1, beta2, eps, weight_decay, step):
+    g = r(g * (1.0 if scale is None else scale))
+    m = r(r(beta1 * m) + r((1 - beta1) * g))
+    v = r(r(beta2 * v) + r((1 - beta2) * r(g * g)))
+    update = r(r(m / (1 - beta1**step)) / r(np.sqrt(v / (1 - beta2**step)) + eps))
+    p = r(p - r(lr * r(update + r(weight_decay * p))))
+    return {"p": p, "m": m, "v": v, "p_low": p}
+
+
+def layernorm_bwd_inputs(n, c):
+    def inputs(rng):
+        x = rng.standard_normal((n, c)) * 2 + 1
+        return {
+            "dy": rng.standard_normal((n, c)),
+            "x": x,
+            "w": 1 + 0.3 * rng.standard_normal(c),
+            "mean": x.mean(-1),
+            "rstd": 1 / np.sqrt(x.var(-1) + 1e-5),
+            "dw": rng.standard_normal(c),
+            "db": rng.standard_normal(c),
+        }
+
+    return inputs
+
+
+def optimizer_inputs(n, low=True, scale=None, step=3):
+    return draw(
+        p=normal(n),
+        g=normal(n),
+        m=normal(n, std=0.1),
+        v=lambda rng: rng.random(n) * 0.1 + 1e-3,
+        p_low=normal(n) if low else None,
+        scale=None if scale is None else np.float64(scale),
+        lr=1e-2,
+        beta1=0.9,
+        beta2=0.95,
+        eps=1e-8,
+        weight_decay=0.1,
+        step=step,
+    )
+
+
+def losses_inputs(n, v, ignored=(), std=3.0, backward=False):
+    def inputs(rng):
+        made = {"logits": rng.standard_normal((n, v)) * std, "targets": targets(n, v, ignored)(rng)}
+        if backward:
+            forward = cross_entropy_fwd(None, **made)
+            made |= {"lse": forward["lse"], "count": forward["count"], "dloss": np.float64(1.7)}
+        return made
+
+    return inputs
+
+
+LOSSES = {
+    "one": (1, 1),
+    "31x257": (31, 257),
+    "257x31": (257, 31),
+    "ignored": (31, 50, (0, 3, 30)),
+    "all-ignored": (3, 5, (0, 1, 2)),
+    "vocabulary": (3, 50304),
+    "none": (0, 7),
+}
+
+CASES = [
+    *cases_of(
+        matmul,
+        lambda b, m, k, n: draw(a=normal(b, m, k), b=normal(b, k, n)),
+        [
+            (1, 1, 1, 1),
+            (1, 31, 257, 31),
+            (2, 257, 31, 1),
+            (3, 1, 257, 65),
+            (1, 64, 64, 64),
+            (2, 5, 0, 3),
+            (0, 4, 5, 6),
+            (2, 0, 3, 4),
+            (1, 130, 300, 257),
+            (1, 33, 1100, 40),
+        ],
+        lambda b, m, k, n: k,
+    ),
+    *cases_of(
+        matmul_acc,
+        lambda b, m, k, n: draw(a=normal(b, m, k), b=normal(b, k, n), c=normal(b, m, n)),
+        [(1, 1, 1, 1), (1, 31, 257, 17), (2, 31, 31, 257), (1, 5, 0, 3), (0, 2, 3, 4)],
+        lambda b, m, k, n: k,
+    ),
+    *cases_of(
+        linear_fwd,
+        lambda n, k, m: draw(x=normal(n, k), w=normal(k, m), b=normal(m)),
+        [(1, 1, 1), (31, 257, 31), (65, 64, 1), (0, 3, 4), (5, 0, 4)],
+        lambda n, k, m: k,
+    ),
+    *cases_of(
+        linear_fwd,
+        lambda n, k, m: draw(x=normal(n, k), w=normal(k, m), b=None),
+        {"257x31x1100-no-bias": (257, 31, 1100)},
+        lambda n, k, m: k,
+    ),
+    *cases_of(
+        bias_bwd,
+        lambda n, m: draw(dy=normal(n, m, mean=0.5), db=normal(m)),
+        [(1, 1), (31, 257), (257, 31), (1000, 3), (1000, 300), (0, 4), (4, 0)],
+        lambda n, m: n,
+    ),
+    *cases_of(
+        layernorm_fwd,
+        lambda n, c: draw(
+            x=normal(n, c, mean=1, std=2), w=normal(c, mean=1), b=normal(c), eps=1e-5
+        ),
+        [(1, 1), (31, 257), (257, 31), (3, 1024), (5, 4100), (0, 8)],
+        lambda n, c: c,
+    ),
+    # Far from zero, where E[x^2] - E[x]^2 has no digits left.
+    *cases_of(
+        layernorm_fwd,
+        lambda n, c: draw(x=normal(n, c, mean=64, std=0.5), w=normal(c), b=normal(c), eps=1e-5),
+        {"far": (7, 300)},
+        lambda n, c: c * 64**2,
+    ),
+    *cases_of(
+        layernorm_bwd,
+        layernorm_bwd_inputs,
+        [(1, 3), (31, 257), (257, 31), (3, 1024), (300, 5), (0, 8)],
+        max,
+    ),
+    *cases_of(
+        embedding_fwd,
+        lambda n, v, c: draw(ids=targets(n, v), w=normal(v, c)),
+        [(1, 1, 1), (31, 257, 31), (257, 31, 257), (0, 5, 4)],
+    ),
+    *cases_of(
+        embedding_bwd,
+        lambda n, v, c: draw(ids=targets(n, v), dy=normal(n, c), dw=normal(v, c)),
+        [(1, 1, 1), (31, 257, 31), (257, 31, 257), (1000, 2, 3), (0, 5, 4)],
+        lambda n, v, c: max(1, n / v),
+    ),
+    *cases_of(
+        cross_entropy_fwd,
+        losses_inputs,
+        LOSSES | {"large": (9, 33, (), 1e3)},
+        lambda n, v, *more: v,
+    ),
+    *cases_of(
+        cross_entropy_bwd, partial(losses_inputs, backward=True), LOSSES, lambda n, v, *more: v
+    ),
+    *cases_of(
+        grad_norm,
+        lambda n, limit: draw(g=normal(n), max_norm=limit),
+        {
+            f"{n}-max-{limit:g}": (n, limit)
+            for n, limit in [(1, 1.0), (31, 1e2), (257, 1.0), (100_003, 1.0), (257, 0.0), (0, 1.0)]
+        },
+        lambda n, limit: n,
+    ),
+    *cases_of(
+        adamw,
+        optimizer_inputs,
+        {
+            "1": (1,),
+            "31-scaled": (31, True, 0.25),
+            "257-first-step": (257, True, None, 1),
+            "257-no-low": (257, False, None, 10_000),
+            "100003": (100_003,),
+            "0": (0,),
+        },
+    ),
+]

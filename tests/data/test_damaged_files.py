@@ -1,0 +1,348 @@
+"""Files that are not whole, not of their kind, or shrink: an error that names file and offset."""
+
+import contextlib
+import gzip
+import io
+import json
+import os
+import re
+import shutil
+import struct
+import tempfile
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from token_files import IDS, TEXTS, json_lines, write_megatron, write_shard
+
+from needle.data import Batches, DataError, Prefetch, __main__, open_data, text
+from needle.data.tokens import to_ids
+
+
+def damaged_index(tmp_path, offset, values):
+    write_megatron(tmp_path / "x", [[1, 2, 3], [4, 5], [6, 7, 8, 9]])
+    content = bytearray((tmp_path / "x.idx").read_bytes())
+    content[offset : offset + len(values)] = values
+    (tmp_path / "x.idx").write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        open_data(tmp_path / "x")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "offset, values, said",
+    [
+        (0, b"X", "wrong magic at offset 0"),
+        (9, b"\2", "version 2 at offset 9"),
+        (17, b"\11", "type 9 at offset 17"),
+        (18, b"\4", "is truncated: its header promises 4"),
+        (18, b"\2", "is too long"),
+        (25, b"\x7f", "is truncated"),
+        (38, b"\0", "an empty document, number 1, at offset 38"),
+        (41, b"\xff", "a document of -1677"),
+        (54, b"\x7f", "begins at byte 127 (offset 54): outside"),
+        (54, b"\2", "not where the one"),
+        (42, b"\x40", "is truncated: it ends at offset 18"),
+        (78, b"\x09", "document index"),
+        (17, b"\4", "not where the one"),
+        (17, b"\1", "not where the one"),
+    ],
+)
+def test_a_damaged_index_is_named_with_its_offset(tmp_path, offset, values, said):
+    message = damaged_index(tmp_path, offset, values)
+    assert said in message and str(tmp_path / "x") in message
+
+
+def test_damaged_shards(tmp_path):
+    path = tmp_path / "s.bin"
+    for changes, said in [
+        ({"magic": 20240521}, "wrong magic at offset 0: 20240521"),
+        ({"magic": 20240801, "version": 7}, "Llama 3"),
+        ({"version": 2}, "version 2 at offset 4"),
+        ({"count": 0}, "offset 8"),
+        ({"count": 101}, "is truncated"),
+        ({"count": 99}, "is long"),
+    ]:
+        write_shard(path, IDS[:100], **changes)
+        with pytest.raises(DataError, match="s.bin") as caught:
+            open_data(path)
+        assert said in str(caught.value)
+    write_shard(path, IDS[:100])
+    (tmp_path / "t.bin").write_bytes(b"something else altogether")
+    with pytest.raises(DataError, match="t.bin: is truncated"):
+        open_data(tmp_path)
+    path.unlink()
+    with pytest.raises(DataError, match="t.bin: wrong magic"):
+        open_data(tmp_path)
+
+
+def test_a_file_that_shrinks_while_mapped(tmp_path):
+    path = tmp_path / "x.bin"
+    IDS.astype("<u2").tofile(path)
+    data = open_data(path)
+    batches = Batches(data.train, 2, 16)
+    batches.next()
+    os.truncate(path, 100)
+    with pytest.raises(
+        DataError, match="x.bin: has shrunk since it was opened: the file ends at offset 100"
+    ):
+        batches.next()
+    with pytest.raises(DataError, match="has shrunk"):
+        Prefetch(batches).next()
+    with pytest.raises(DataError, match="has shrunk"):
+        data.held_out[:4]
+
+
+@pytest.mark.parametrize("kind", ["npy", "megatron", "rows"])
+def test_ids_outside_the_vocabulary_are_named_with_file_and_offset(tmp_path, kind):
+    wrong = IDS.copy()
+    wrong[777] = 60
+    if kind == "npy":
+        np.save(tmp_path / "x.npy", wrong.astype(np.int32))
+        data, start, item = open_data(tmp_path / "x.npy"), 128, 4
+    else:
+        wrong = np.tile(wrong, 3)[:4098] if kind == "rows" else wrong
+        wrong[777] = 60
+        documents = np.split(wrong, [2049] if kind == "rows" else range(25, 1500, 25))
+        wrong[3000 if kind == "rows" else 0 :][:1] = 5
+        write_megatron(tmp_path / "x", documents)
+        data, start, item = open_data(tmp_path / "x"), 0, 2
+    batches = Batches(data.train, 1, 2048 if kind == "rows" else 16, vocab_size=60)
+    with pytest.raises(DataError, match="outside the vocabulary of 60") as caught:
+        for _ in range(len(batches)):
+            batches.next()
+    assert f"offset {start + 777 * item:,}: id 60" in str(caught.value)
+    negative = Batches(np.array([1, 2, 3, -1, 5], np.int32), 1, 2, vocab_size=60)
+    with pytest.raises(DataError, match="token [23]: id -1"):
+        for _ in range(2):
+            negative.next()
+
+
+def test_floats_that_are_no_ids():
+    for bad in (0.5, np.nan, np.inf, 1e300):
+        with pytest.raises(DataError, match="no whole number"):
+            to_ids(np.array([1.0, bad]))
+
+
+def good_files():
+    """name: content of a folder, of every kind of file."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_megatron(folder / "m", [IDS[:200], IDS[200:300], IDS[300:777]])
+        write_megatron(folder / "f", [IDS[:20], IDS[20:300]], "<f4")
+        write_shard(folder / "s.bin", IDS)
+        np.save(folder / "n.npy", IDS.astype(np.int32))
+        IDS.astype("<u2").tofile(folder / "t.bin")
+        (folder / "j.jsonl").write_bytes(json_lines(TEXTS[:3]))
+        (folder / "z.jsonl.gz").write_bytes(gzip.compress(json_lines(TEXTS[:30])))
+        return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+GOOD = good_files()
+# Where numbers stand: (offset, bytes)
+FIELDS = {
+    "m.idx": [(0, 8), (8, 1), (9, 8), (17, 1), (18, 8), (26, 8)]
+    + [(34 + 4 * i, 4) for i in range(3)]
+    + [(46 + 8 * i, 8) for i in range(7)],
+    "f.idx": [(9, 8), (17, 1), (18, 8), (26, 8), (34, 4), (38, 4), (42, 8), (50, 8)],
+    "f.bin": [(4 * i, 4) for i in range(9)],
+    "s.bin": [(4 * i, 4) for i in range(5)],
+    "n.npy": [(6, 1), (7, 1), (8, 2)],
+}
+
+
+def damage(draw, name, content):
+    content = bytearray(content)
+    for _ in range(draw(st.integers(1, 3))):
+        kind = draw(st.sampled_from(["field", "field", "flip", "cut", "insert", "text", "end"]))
+        place = draw(
+            st.one_of(
+                st.integers(0, min(len(content), 80)),  # where formats are
+                st.integers(0, len(content)),
+            )
+        )
+        if kind == "field":
+            at, width = draw(st.sampled_from(FIELDS.get(name, [(0, 4), (4, 4)])))
+            old = int.from_bytes(content[at : at + width], "little")
+            value = draw(
+                st.sampled_from(
+                    [old + step for step in (-3, -2, -1, 1, 2, 3, 4)]
+                    + [0, 1, 60, 2**31 - 1, 2**31, 2**62, 2**63, 2**64 - 1]
+                )
+            )
+            if at < len(content):
+                content[at : at + width] = (value % 2 ** (8 * width)).to_bytes(width, "little")
+        elif kind == "flip" and place < len(content):
+            content[place] ^= 1 << draw(st.integers(0, 7))
+        elif kind == "cut":
+            del content[place:]
+        elif kind == "insert":
+            content[place:place] = draw(st.binary(max_size=20))
+        elif kind == "text":
+            word = draw(
+                st.sampled_from(
+                    [
+                        b"\n",
+                        b'""',
+                        b"{",
+                        b"<f4",
+                        b"True",
+                        b"\xff",
+                        b"(2, 750)",
+                        b"60",
+                        b"-1",
+                        b"1e99",
+                        b"null",
+                        b'{"text": ""}\n',
+                    ]
+                )
+            )
+            content[place : place + len(word)] = word
+        elif kind == "end":
+            content += draw(st.binary(min_size=1, max_size=5))
+    return bytes(content)
+
+
+def megatron_says(idx, data):
+    """(ids) that an index and its .bin hold by the format's description, or None: to be refused."""
+    if len(idx) < 34 or idx[:9] != b"MMIDIDX\0\0":
+        return None
+    version, code, count, entries = struct.unpack("<QBQQ", idx[9:34])
+    if version != 1 or not 1 <= code <= 8 or count < 1 or len(idx) != 34 + 12 * count + 8 * entries:
+        return None
+    sizes = struct.unpack(f"<{count}i", idx[34 : 34 + 4 * count])
+    starts = struct.unpack(f"<{count}q", idx[34 + 4 * count : 34 + 12 * count])
+    borders = struct.unpack(f"<{entries}q", idx[34 + 12 * count :])
+    if (
+        min(sizes) < 1
+        or list(borders) != sorted(borders)
+        or any(not 0 <= border <= count for border in borders)
+    ):
+        return None
+    for dtype in {6: ("<f8", "<f4"), 7: ("<f4", "<f8")}.get(
+        code, ({1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.get(code),)
+    ):
+        item = np.dtype(dtype).itemsize
+        if [item * sum(sizes[:i]) for i in range(count)] == list(starts) and len(
+            data
+        ) == item * sum(sizes):
+            return np.frombuffer(data, dtype)
+    return None
+
+
+def shard_says(content):
+    head = np.frombuffer(content[:1024], "<i4") if len(content) >= 1024 else None
+    whole = head is not None and head[2] > 0 and len(content) == 1024 + 2 * int(head[2])
+    if head is not None and head[0] == 20240520:
+        return np.frombuffer(content[1024:], "<u2") if whole and head[1] == 1 else None
+    if whole and head[1] in (1, 7) and not head[3:].any():
+        return None  # only the magic is wrong
+    return np.frombuffer(content, "<u2") if len(content) % 2 == 0 and content else None
+
+
+def npy_says(content):
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = np.load(io.BytesIO(content))
+        return found if found.ndim == 1 and found.dtype.kind in "iu" else None
+    except Exception:
+        return None
+
+
+def lines_say(content, name):
+    """The documents, or None."""
+    try:
+        lines = (gzip.decompress(content) if name.endswith(".gz") else content).split(b"\n")
+        texts = [json.loads(line)["text"] for line in lines if line.strip()]
+        return texts if all(isinstance(t, str) and t.encode() for t in texts) else None
+    except Exception:
+        return None
+
+
+@pytest.mark.parametrize("name", sorted(GOOD))
+@given(data=st.data())
+@settings(
+    max_examples=200,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+def test_damaged_files_are_read_as_they_are_or_refused(tmp_path, name, data):
+    """Against readers of their own, strict and slow: what these refuse gives a DataError that names
+    the file, else the same ids come, and no id outside the vocabulary comes in a batch."""
+    shutil.rmtree(tmp_path)
+    tmp_path.mkdir()
+    files = {**GOOD, name: damage(data.draw, name, GOOD[name])}
+    for other in [name, *[n for n in GOOD if n[:2] == name[:2]]]:
+        (tmp_path / other).write_bytes(files[other])
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        shown = __main__.main(["inspect", str(tmp_path / name)])
+    if "jsonl" in name:
+        check_lines(tmp_path / name, lines_say(files[name], name))
+        return
+    if name[0] in "mf":
+        expected = megatron_says(files[f"{name[0]}.idx"], files[f"{name[0]}.bin"])
+    else:
+        says = {"s.bin": shard_says, "t.bin": shard_says, "n.npy": npy_says}[name]
+        expected = says(files[name])
+    if expected is None:
+        with pytest.raises(DataError) as caught:
+            open_data(tmp_path / name)
+        assert str(tmp_path / name[:1]) in str(caught.value)
+        assert re.search("offset|bytes|empty file|one axis", str(caught.value))
+        assert shown == 1 and str(tmp_path) in said.getvalue()
+        return
+    found = open_data(tmp_path / name)
+    np.testing.assert_array_equal(np.concatenate([found.train, found.held_out]), expected)
+    if len(found.train) < 9:
+        with pytest.raises(DataError, match=f"{tmp_path / name[:1]}.*fewer than one batch"):
+            Batches(found.train, 1, 8, samples=200)
+        return
+    batches = Batches(found.train, 1, 8, samples=200, vocab_size=60)
+    # Of windows the last few ids make no whole one; documents are walked several times.
+    drawn = expected[: len(found.train) if name[0] in "mf" else 8 * len(batches) + 1]
+    with np.errstate(all="ignore"):
+        good = ((drawn >= 0) & (drawn < 60) & (drawn == np.floor(drawn))).all()
+    with (
+        contextlib.nullcontext()
+        if good
+        else pytest.raises(DataError, match=f"{tmp_path / name[:1]}.*: offset ")
+    ):
+        for _ in range(len(batches)):
+            ids, targets = batches.next()
+            assert 0 <= min(ids.min(), targets.min()) and max(ids.max(), targets.max()) < 60
+
+
+def check_lines(path, expected):
+    def read():
+        return "".join(piece + "|" * last for piece, last in text.documents([path]))
+
+    if expected is None:
+        with pytest.raises(DataError, match="offset") as caught:
+            read()
+        assert str(path) in str(caught.value)
+    else:
+        assert read() == "".join(document + "|" for document in expected)
+
+
+@given(st.sampled_from(["m", "s.bin", "n.npy", "t.bin"]), st.floats(0, 0.999))
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_files_that_shrink_while_mapped(tmp_path, name, share):
+    """Cut anywhere: an error that names file and offset, and no signal that ends the process."""
+    for other, content in GOOD.items():
+        (tmp_path / other).write_bytes(content)
+    batches = Batches(open_data(tmp_path / name).train, 2, 8)
+    path = tmp_path / ("m.bin" if name == "m" else name)
+    end = int(share * len(GOOD[path.name]) * 0.9)
+    os.truncate(path, end)
+    with pytest.raises(
+        DataError, match=f"has shrunk since it was opened: the file ends at offset {end:,}"
+    ) as caught:
+        batches.next()
+    assert str(path) in str(caught.value)

@@ -1,0 +1,100 @@
+"""Which sample comes when: GPT-NeoX's order, and positions in it."""
+
+import hashlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from token_files import RANDOM, documents_of, write_megatron
+
+from needle.data import Batches, DataError, megatron, open_data, sample_order
+
+
+@pytest.mark.parametrize(
+    "seq_len, seed, samples, passes, digests",
+    [
+        (16, 1234, 700, 3, ["f5353d4e31b4ba90", "5ca4c6ff56fec52d", "ffd9dfa54ac1f0d5"]),
+        (5, 0, 900, 1, ["672d581510429fc2", "f60923e41e339c6e", "5c1ff92cd2b6795d"]),
+    ],
+)
+def test_the_index_arrays_of_gpt_neox(seq_len, seed, samples, passes, digests):
+    """The digests are of what GPT-NeoX's own functions return for these sizes."""
+    sizes = (np.arange(97) * 37 % 101 + 1).astype(np.int32)
+    assert megatron.passes_for(samples, int(sizes.sum()), seq_len) == passes
+    arrays = sample_order(sizes, 0, 97, seq_len, seed, passes)
+    assert [array.dtype for array in arrays] == [np.int32, np.int32, np.uint32]
+    assert [hashlib.blake2b(a.tobytes(), digest_size=8).hexdigest() for a in arrays] == digests
+
+
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=40),
+    st.integers(1, 30),
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 4),
+)
+@settings(max_examples=60, deadline=None)
+def test_samples_walk_the_shuffled_documents(sizes, seq_len, seed, passes):
+    """Against a walk of one id after the other."""
+    sizes = np.array(sizes, np.int32)
+    if sizes.sum() * passes < seq_len + 1:
+        return
+    doc_idx, sample_idx, shuffle_idx = sample_order(sizes, 0, len(sizes), seq_len, seed, passes)
+    assert np.array_equal(np.bincount(doc_idx, minlength=len(sizes)), np.full(len(sizes), passes))
+    walk = [(place, i) for place, document in enumerate(doc_idx) for i in range(sizes[document])]
+    expected = [(0, 0), *walk[seq_len::seq_len]]
+    np.testing.assert_array_equal(sample_idx, expected)
+    assert sorted(shuffle_idx) == list(range(len(sample_idx) - 1))
+
+
+@pytest.mark.parametrize("count", [1, 2, 16, 17, 33, 34, 50, 100, 1000, 210_607_728])
+def test_the_split_covers_all_documents(count):
+    borders = megatron.split_documents(count)
+    assert borders[0] == 0 and borders[-1] == count
+    assert abs(borders[1] - 0.969 * count) <= 1.5
+
+
+def test_packed_batches_hold_the_samples_of_the_index(tmp_path):
+    documents, _ = documents_of(RANDOM.randint(1, 50, 40))
+    write_megatron(tmp_path / "x", documents)
+    data = open_data(tmp_path / "x")
+    batches = Batches(data.train, 3, 16, seed=7, samples=150)
+    sizes = np.array([len(d) for d in documents[:39]], np.int32)
+    passes = megatron.passes_for(150, int(sizes.sum()), 16)
+    assert passes > 1 and batches.position == {"epoch": 0, "batch": 0, "passes": passes}
+    doc_idx, sample_idx, shuffle_idx = sample_order(sizes, 0, 39, 16, 7, passes)
+    flat = np.concatenate([documents[i] for i in doc_idx])
+    seen = []
+    for _ in range(len(batches)):
+        ids, targets = batches.next()
+        seen += [np.append(i, t[-1]) for i, t in zip(ids, targets)]
+    for sample, row in zip(shuffle_idx, seen):
+        np.testing.assert_array_equal(row, flat[16 * sample : 16 * sample + 17])
+    position = {"epoch": 0, "batch": 4, "passes": passes}
+    shorter = Batches(data.train, 3, 16, seed=7)  # another number of steps
+    shorter.seek(position)
+    np.testing.assert_array_equal(shorter.next_rows(), seen[12:15])
+    shorter.seek_batch(len(shorter) + 2)
+    assert shorter.position == {"epoch": 1, "batch": 2, "passes": passes}
+
+
+def test_an_epoch_predicts_each_token_once_and_positions_are_exact():
+    tokens = np.arange(16 * 25 + 1, dtype=np.uint16)
+    batches = Batches(tokens, 5, 16, seed=2)
+    assert len(batches) == 5
+    drawn = [batches.next() for _ in range(5)]
+    targets = np.sort(np.concatenate([target.ravel() for _, target in drawn]))
+    np.testing.assert_array_equal(targets, tokens[1:])
+    for ids, target in drawn:
+        np.testing.assert_array_equal(ids[:, 1:], target[:, :-1])
+    position = batches.position
+    assert position == {"epoch": 0, "batch": 5}
+    following = [batches.next()[0] for _ in range(7)]
+    assert batches.position == {"epoch": 2, "batch": 2}
+    again = Batches(tokens, 5, 16, seed=2)
+    again.seek(position)
+    for expected in following:
+        np.testing.assert_array_equal(again.next()[0], expected)
+    assert not np.array_equal(drawn[0][0], following[0])
+    with pytest.raises(DataError, match="an epoch has 5 batches"):
+        again.seek({"epoch": 0, "batch": 6})

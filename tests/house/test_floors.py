@@ -1,0 +1,278 @@
+"""Arrows go down: the order of floors, among Python modules and among C objects.
+
+`pytest -s tests/house/test_floors.py` prints it. An arrow goes from a file to one that it uses: to
+a module that it imports, wherever the import stands, or to the object that defines a symbol it
+leaves open. A floor is the longest way down, so files in a circle have none.
+
+From the ground up the order is the README's tree: the fenced block under `## The tree`, in which
+nothing uses what stands on a later line. A line is paths, then a sentence that names no file:
+
+    needle/files.py safetensors.py     the second lies beside the first
+    needle/ops/                        a folder: all that is in it and has no line of its own
+"""
+
+import ast
+import re
+import subprocess
+import sys
+import sysconfig
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+
+import pytest
+from harness import ROOT
+
+FACE = "needle/__init__.py"  # it re-exports the house: its own arrows count for nothing
+CORE = "needle/_C"
+HIDDEN = "a module whose name is computed"
+OUTSIDE = ("apps", "examples", "benchmarks", "tests")
+Arrows = dict[str, dict[str, list[str]]]  # file -> file that it uses -> by which lines or symbols
+
+
+# ---- Python: what imports what -------------------------------------------------------------------
+
+
+@cache
+def imported(path: Path) -> list[tuple[int, str, str]]:
+    """(line, module, name or "") of each import in a file, those inside functions, those for type
+    checkers and those by importlib included."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}:{node.lineno}: write the import with its absolute name"
+            found += [(node.lineno, node.module, alias.name) for alias in node.names]
+        elif isinstance(node, ast.Call) and node.args:
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if called in ("import_module", "__import__"):
+                known = isinstance(node.args[0], ast.Constant)
+                found.append((node.lineno, node.args[0].value if known else HIDDEN, ""))
+    return found
+
+
+def homes(root: Path, path: Path, module: str, name: str) -> list[str]:
+    """The files of this tree that an import reaches: the one that it means, and the packages around
+    it, which Python runs first. A package is not around its own modules."""
+    if f"{module}.{name}.".startswith("needle._C."):
+        return [CORE]
+    beside = [path.parent, *(root / folder for folder in OUTSIDE)]
+    for place in [root] if module.split(".")[0] == "needle" else beside:
+        base = place.joinpath(*module.split("."))
+        for stem in (base / name, base) if name else (base,):
+            for file in (stem / "__init__.py", stem.with_suffix(".py")):
+                if file.exists():
+                    packages = [p for p in file.parents if root / "needle" in p.parents]
+                    around = [p / "__init__.py" for p in packages if p not in path.parents]
+                    return [p.relative_to(root).as_posix() for p in dict.fromkeys([file, *around])]
+    return []
+
+
+def python_arrows(root: Path = ROOT) -> Arrows:
+    folders = [root / "needle", *(root / folder for folder in OUTSIDE)]
+    files = sorted(path for folder in folders for path in folder.rglob("*.py"))
+    arrows: Arrows = {CORE: {}}
+    for path in files:
+        where = path.relative_to(root).as_posix()
+        used = arrows[where] = defaultdict(list)
+        if where == FACE:
+            continue
+        for line, module, name in imported(path):
+            for target in homes(root, path, module, name):
+                if target != where:
+                    used[target].append(f"line {line}: {name or module}")
+    return arrows
+
+
+# ---- C: what calls what --------------------------------------------------------------------------
+
+
+def symbols(path: Path) -> tuple[set[str], set[str]]:
+    """(defined, left open) of an object."""
+    done = subprocess.run(["nm", "-g", "-P", path], check=True, stdout=subprocess.PIPE, text=True)
+    lines = [line.split() for line in done.stdout.splitlines()]
+    undefined = {name for name, kind, *_ in lines if kind in "Uvw"}
+    return {name for name, *_ in lines} - undefined, undefined
+
+
+def open_and_defined() -> dict[str, tuple[set[str], set[str]]]:
+    """Of each C file, from the object that the build left: `make lib` keeps those up to date."""
+    built = ROOT / "build" / f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+    found = {}
+    for source in sorted(ROOT.glob("csrc/**/*.c")):
+        where = source.relative_to(ROOT)
+        made = built / where.with_suffix(".o")
+        fresh = made.exists() and made.stat().st_mtime_ns >= source.stat().st_mtime_ns
+        assert fresh, f"{made.relative_to(ROOT)} is older than {where}, or is not there: make lib"
+        found[where.as_posix()] = symbols(made)
+    return found
+
+
+def c_arrows() -> Arrows:
+    objects = open_and_defined()
+    home = {symbol: where for where, (defined, _) in objects.items() for symbol in defined}
+    arrows: Arrows = {where: defaultdict(list) for where in objects}
+    for where, (_, undefined) in objects.items():
+        for symbol in sorted(undefined & home.keys()):
+            arrows[where][home[symbol]].append(symbol)
+    return arrows
+
+
+# ---- floors --------------------------------------------------------------------------------------
+
+
+def said(arrows: Arrows, pairs: list[tuple[str, str]]) -> str:
+    return "".join(f"\n    {a} uses {b} ({'; '.join(arrows[a][b])})" for a, b in pairs)
+
+
+def circles(arrows: Arrows) -> list[list[tuple[str, str]]]:
+    """The arrows of each circle."""
+
+    def above(start: str) -> set[str]:
+        seen, left = set(), [start]
+        while left:
+            new = arrows[left.pop()].keys() - seen
+            seen |= new
+            left += new
+        return seen
+
+    reach = {file: above(file) for file in arrows}
+    tied = {frozenset(b for b in reach[a] if a in reach[b]) for a in arrows if a in reach[a]}
+    return [[(a, b) for a in sorted(ring) for b in arrows[a] if b in ring] for ring in tied]
+
+
+def floors(arrows: Arrows) -> dict[str, int]:
+    """The longest way down from each file."""
+
+    @cache
+    def floor(file: str) -> int:
+        return 1 + max((floor(used) for used in arrows[file]), default=-1)
+
+    return {file: floor(file) for file in arrows}
+
+
+# ---- the README's tree ---------------------------------------------------------------------------
+
+
+def read_tree(text: str) -> dict[str, int]:
+    """path -> its line, from the ground up; folders end in a slash."""
+    block = re.search(r"^## The tree\n.*?^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert block, "README.md has no fenced block under `## The tree`"
+    places: dict[str, int] = {}
+    for number, line in enumerate(block[1].splitlines()):
+        folder = ROOT
+        for word in re.findall(r"[\w./]+", line):
+            there = (p for p in (ROOT / word, folder / word) if p.exists())
+            path = next((p for p in there if p.is_file() or word[-1] == "/"), None)
+            if path is None and word != CORE:
+                looks = re.fullmatch(r"[\w./]+(\.(py|c|h|def|cu|cuh)|/)", word)
+                assert not looks, f"README.md, The tree: {word} is not there: {line}"
+                break
+            path = ROOT / word if path is None else path
+            folder = path if path.is_dir() else path.parent
+            name = path.relative_to(ROOT).as_posix() + "/" * path.is_dir()
+            assert places.setdefault(name, number) == number, f"README.md, The tree: {name}, twice"
+    return places
+
+
+def place(file: str, tree: dict[str, int]) -> int:
+    """The line of the README on which a file stands, or its nearest folder."""
+    found = max((p for p in tree if file == p or file.startswith(p) and p[-1] == "/"), key=len)
+    return tree[found]
+
+
+# ---- the tests -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[python_arrows, c_arrows], ids=["python", "c"])
+def arrows(request) -> Arrows:
+    return request.param()
+
+
+def test_there_is_no_circle(arrows):
+    rings = circles(arrows)
+    if rings:
+        pytest.fail("a circle:" + "\n  and another:".join(said(arrows, ring) for ring in rings))
+
+
+def test_the_readme_places_every_file(arrows):
+    tree = read_tree((ROOT / "README.md").read_text())
+    lost = [f for f in arrows if not any(f == p or f.startswith(p) and p[-1] == "/" for p in tree)]
+    assert not lost, f"README.md, The tree, has no line for {lost}"
+
+
+def test_no_arrow_goes_up(arrows):
+    """And the order, printed. It is the README's, and within a line the floors'."""
+    tree = read_tree((ROOT / "README.md").read_text())
+    up = [
+        (a, b) for a in arrows for b in arrows[a] if b != FACE and place(b, tree) > place(a, tree)
+    ]
+    if up:
+        pytest.fail("upwards in the tree of README.md:" + said(arrows, up))
+    if circles(arrows):
+        pytest.skip("there is a circle, and no order to print")
+    of = floors(arrows)
+    print("\nfloor  file  uses")
+    for file in sorted(of, key=lambda f: (place(f, tree), of[f], f)):
+        if file != FACE and not file.startswith("tests/"):
+            print(f"{of[file]:5}  {file:32}", *sorted(arrows[file], key=of.get, reverse=True))
+
+
+def test_only_tools_see_the_face():
+    """`import needle`, and names of needle that are no modules: the face holds everything, so
+    whoever is used by others and uses it closes a circle. A name comes from the file that it is
+    defined in; only a tool, which no module imports, may be as lazy as a user."""
+    arrows = python_arrows()
+    used = {b for a in arrows for b in arrows[a] if a.startswith("needle/")}
+    seen = [(a, FACE) for a in arrows if FACE in arrows[a] and a in used]
+    assert not seen, "import from the module that defines the name:" + said(arrows, seen)
+
+
+def test_nothing_below_imports_apps_or_peers():
+    """needle stands alone: neither the programs on top of it, nor the libraries it is compared with
+    (which apps and users may have), are imported by it."""
+    arrows = python_arrows()
+    up = [(a, b) for a in arrows for b in arrows[a] if a[:6] == "needle" != b[:6]]
+    assert not up, "needle imports what stands on it:" + said(arrows, up)
+    for path in ROOT.glob("needle/**/*.py"):
+        allowed = {HIDDEN} if path == ROOT / FACE else set()
+        refused = {"torch", "transformers", HIDDEN} - allowed
+        found = [(line, name) for line, name, _ in imported(path) if name.split(".")[0] in refused]
+        assert not found, f"{path.relative_to(ROOT)} imports {found}"
+
+
+def test_only_the_extension_knows_python():
+    for where, (_, undefined) in open_and_defined().items():
+        python = sorted(s for s in undefined if re.match(r"_?_?Py", s))
+        assert where.startswith("csrc/python/") or not python, f"{where} uses {python}"
+
+
+def test_a_planted_arrow_is_found(tmp_path):
+    """Each way to import, and each way to hide it."""
+    files = {
+        "needle/__init__.py": "from needle.high import f",
+        "needle/low.py": "def f():\n    from needle import high",
+        "needle/high.py": "from needle.p.q import name",
+        "needle/p/__init__.py": "import importlib\nimportlib.import_module('needle.low')",
+        "needle/p/q.py": "if typing.TYPE_CHECKING:\n    import needle._C",
+        "needle/tool.py": "import needle\nimport program",
+        "apps/program.py": "from needle import p",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    arrows = python_arrows(tmp_path)
+    used = {a: set(arrows[a]) for a in arrows}
+    assert used == {
+        CORE: set(),
+        FACE: set(),
+        "needle/low.py": {"needle/high.py"},
+        "needle/high.py": {"needle/p/q.py", "needle/p/__init__.py"},
+        "needle/p/__init__.py": {"needle/low.py"},
+        "needle/p/q.py": {CORE},
+        "needle/tool.py": {FACE, "apps/program.py"},
+        "apps/program.py": {"needle/p/__init__.py"},
+    }
+    assert said(arrows, circles(arrows)[0]).count("uses") == 3
+    assert floors(arrows | {"needle/p/__init__.py": {}})["apps/program.py"] == 1
