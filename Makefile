@@ -32,7 +32,7 @@ endif
 BUILD_NEEDS := setuptools numpy scipy_openblas32 safetensors
 APP_NEEDS := $(BUILD_NEEDS) tokenizers tqdm matplotlib
 TEST_NEEDS := $(APP_NEEDS) pytest hypothesis
-C_FILES = $(wildcard csrc/*.[ch] csrc/cpu/*.[ch] cuda/*.cu cuda/*.cuh tests/c/*.[ch])
+C_FILES = $(wildcard csrc/*.[ch] csrc/*/*.[ch] cuda/*.cu cuda/*.cuh tests/c/*.[ch])
 
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1

@@ -407,9 +407,9 @@ def build_core(objects: Path, out: Path, cuda: Cuda | None) -> tuple[int, bool]:
         quoted("NEEDLE_BUILD_CUDA_ARCHS", " ".join(cuda.archs) if cuda else ""),
     ]
     jobs = []
-    for source in sorted([*ROOT.glob("csrc/*.c"), *ROOT.glob("csrc/cpu/*.c")]):
+    for source in sorted(ROOT.glob("csrc/**/*.c")):
         command = [*shlex.split(compiler), *flags, *blas.compile]
-        if source.parent.name == "csrc":
+        if source.parent.name == "python":
             command += [f"-I{python}", f"-I{numpy.get_include()}"]
         if source.name == "module.c":  # alone, so that a new commit recompiles one file
             command += info

@@ -10,9 +10,6 @@ import pytest
 from harness import ROOT
 
 C_KINDS = {".c", ".h", ".cu", ".cuh", ".def"}
-# Of csrc/ itself, what knows nothing of Python. The rest of it (module, bind, ndarray, ...) is the
-# extension; csrc/cpu and cuda are the backends, which know nothing of Python either.
-PLAIN = {"needle.h", "backend.h", "ops.def", "formula.h", "status.c", "array.c"}
 
 
 def files(*patterns: str) -> list[Path]:
@@ -23,7 +20,7 @@ def name(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-C_FILES = [p for p in files("csrc/*", "csrc/cpu/*", "cuda/*") if p.suffix in C_KINDS]
+C_FILES = [p for p in files("csrc/*", "csrc/*/*", "cuda/*") if p.suffix in C_KINDS]
 PY_FILES = files("setup.py", "needle/**/*.py", "apps/*.py", "benchmarks/*.py", "tests/**/*.py")
 
 
@@ -41,7 +38,7 @@ def included(path: Path) -> list[tuple[str, str]]:
 
 
 def is_python_side(path: Path) -> bool:
-    return path.parent.name == "csrc" and path.name not in PLAIN
+    return name(path.parent) == "csrc/python"
 
 
 # ---- C: who includes whom ------------------------------------------------------------------------
@@ -57,8 +54,8 @@ def allowed_includes(path: Path) -> set[str]:
         return {"csrc/needle.h", "csrc/ops.def"}
     if where in ("csrc/status.c", "csrc/array.c"):
         return {"csrc/needle.h", "csrc/backend.h"}
-    if path.parent.name == "csrc":
-        return spine | {name(p) for p in files("csrc/*.h") if is_python_side(p)}
+    if is_python_side(path):
+        return spine | {name(p) for p in files("csrc/python/*.h")}
     if path.parent.name == "cpu":
         return spine | {"csrc/formula.h"} | {name(p) for p in files("csrc/cpu/*.h")}
     frame = {"cuda/device.cuh", "cuda/graph.cuh"}

@@ -248,14 +248,14 @@ class Tree:
 
     def __init__(self, root: Path):
         self.root = root
-        for folder in ("csrc/cpu", "cuda", "needle"):
+        for folder in ("csrc/cpu", "csrc/python", "cuda", "needle"):
             (root / folder).mkdir(parents=True)
         for file in ("setup.py", "pyproject.toml"):
             shutil.copy(ROOT / file, root)
         (root / "README.md").write_text("small")
         self.write("needle/__init__.py", "")
         self.write("csrc/needle.h", "#define ANSWER 42\n")
-        self.write("csrc/module.c", MODULE)
+        self.write("csrc/python/module.c", MODULE)
         self.write(
             "csrc/status.c",
             "int nd_status_unused(void); int nd_status_unused(void) { return 0; }\n",
@@ -313,14 +313,14 @@ def tree(tmp_path):
 
 
 def test_only_what_changed_is_compiled(tree):
-    sources = ["csrc/array.c", "csrc/cpu/answer.c", "csrc/module.c", "csrc/status.c"]
+    sources = ["csrc/array.c", "csrc/cpu/answer.c", "csrc/python/module.c", "csrc/status.c"]
     assert tree.compiled() == sources
     assert tree.answer() == 42
     status, text = tree.build()
     assert status == 0 and "nothing to compile" in text
     assert tree.compiled() == []
     tree.write("csrc/needle.h", "#define ANSWER 43\n")
-    assert tree.compiled() == ["csrc/cpu/answer.c", "csrc/module.c"]
+    assert tree.compiled() == ["csrc/cpu/answer.c", "csrc/python/module.c"]
     assert tree.answer() == 43
     assert tree.compiled(CFLAGS="-DOTHER") == sources
     assert tree.compiled(CFLAGS="-DOTHER") == []
@@ -345,7 +345,7 @@ def test_cuda_files_are_compiled_incrementally(tree, toolkit):
     tree.write("cuda/shared.cuh", "#define PART 5\n")
     assert tree.compiled(**env) == ["cuda/one.cu"]
     changed = tree.compiled(**{**env, "NEEDLE_CUDA_ARCHS": "80"})
-    assert changed == ["csrc/module.c", "cuda/one.cu", "cuda/two.cu"]  # module.c tells the archs
+    assert changed == ["csrc/python/module.c", "cuda/one.cu", "cuda/two.cu"]  # module.c tells the archs
     dynamic = subprocess.run(
         ["readelf", "-d", str(library)], check=True, stdout=subprocess.PIPE, text=True
     )
