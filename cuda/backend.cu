@@ -520,8 +520,7 @@ nd_status cuda_reset(int device) {
 nd_backend make_backend() {
     nd_backend b;
     memset(&b, 0, sizeof b);
-    b.abi = ND_ABI;
-    b.name = "cuda";
+    b.abi = nd_abi();
     b.alignment = 16; /* one load of a vector */
     b.last_error = nd_last_error;
     b.device_count = cuda_device_count;

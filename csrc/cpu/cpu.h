@@ -16,6 +16,8 @@
 #include "../backend.h"
 #include "../formula.h"
 
+/* ---- the ops. Hidden, and so a function that is missing does not link ------------------------*/
+#pragma GCC visibility push(hidden)
 #define EW1(name, types, formula) nd_status cpu_##name(int device, const name##_args *args);
 #define EW2(name, types, formula) EW1(name, types, formula)
 #define CMP(name, formula) EW1(name, , )
@@ -24,7 +26,7 @@
 #define OP(name, operands) EW1(name, , )
 #include "../ops.def"
 
-extern const nd_backend cpu_backend;
+extern const nd_backend cpu_backend; /* backend.c */
 
 /* Work (in elements) below which waking other threads costs more than it brings. */
 #define CPU_GRAIN 32768
@@ -129,7 +131,13 @@ ND_FN void cpu_cursor_next(const nd_loop *loop, int n, cpu_cursor *cursor) {
     }
 }
 
-/* ---- scratch (backend.c): 64-byte aligned, this thread's until its next cpu_scratch -----------*/
+/* ---- memory.c: contracts in backend.h ---------------------------------------------------------*/
+nd_status cpu_allocate(int device, size_t bytes, void **out);
+nd_status cpu_release(int device, void *memory);
+nd_status cpu_empty_cache(int device);
+nd_status cpu_memory_stats(int device, nd_memory_stats *out);
+nd_status cpu_reset_peak(int device);
+/* Scratch: 64-byte aligned, this thread's until its next cpu_scratch. */
 nd_status cpu_scratch(int device, size_t bytes, void **out);
 
 /* ---- sgemm.c: c = alpha op(a) op(b) + beta c, row-major, on the calling thread
@@ -140,5 +148,7 @@ void cpu_sgemm(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t
                int64_t ldc);
 void cpu_sgemm_setup(void);          /* keeps the BLAS from starting threads of its own */
 const char *cpu_sgemm_library(void); /* e.g. "OpenBLAS SkylakeX" */
+
+#pragma GCC visibility pop
 
 #endif

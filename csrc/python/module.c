@@ -1,12 +1,18 @@
-/* module.c - the module needle._C: its state, exceptions, and what it checks when imported.
+/* module.c - the module needle._C: its state, and what it checks when imported.
  *
  * Initialised in phases, with all of its Python objects in the module's state.
  */
-#include "python.h"
-
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "arguments.h"
+#include "backends.h"
+#include "device.h"
+#include "errors.h"
+#include "exchange.h"
+#include "ndarray.h"
+#include "ops.h"
+#include "streams.h"
 
 #ifndef NEEDLE_BUILD_VERSION
 #define NEEDLE_BUILD_VERSION "unknown"
@@ -41,11 +47,11 @@ static PyObject *module_build_info(PyObject *module, PyObject *unused) {
 #else
     PyObject *openmp = Py_False;
 #endif
-    return Py_BuildValue("{ss ss ss ss ss sO ss ss ss sI}", "version", NEEDLE_BUILD_VERSION,
+    return Py_BuildValue("{ss ss ss ss ss sO ss ss ss sK}", "version", NEEDLE_BUILD_VERSION,
                          "commit", NEEDLE_BUILD_COMMIT, "compiler", NEEDLE_BUILD_COMPILER, "march",
                          NEEDLE_BUILD_MARCH, "blas", NEEDLE_BUILD_BLAS, "openmp", openmp, "cuda",
                          NEEDLE_BUILD_CUDA, "cuda_archs", NEEDLE_BUILD_CUDA_ARCHS, "cuda_library",
-                         nd_cuda_path(), "abi", (unsigned)ND_ABI);
+                         nd_library_path(BACKEND_cuda), "abi", (unsigned long long)nd_abi());
 }
 
 static PyMethodDef module_methods[] = {
@@ -103,28 +109,15 @@ static bool is_on(const char *variable) {
     return value != NULL && value[0] != 0 && strcmp(value, "0") != 0;
 }
 
-nd_state *nd_module_state(PyObject *module) { return PyModule_GetState(module); }
-
-static PyObject *new_exception(PyObject *module, const char *name, const char *doc,
-                               PyObject *base) {
-    char full[64];
-    snprintf(full, sizeof full, "needle.%s", name);
-    PyObject *exception = PyErr_NewExceptionWithDoc(full, doc, base, NULL);
-    if (exception != NULL && PyModule_AddObjectRef(module, name, exception) < 0) {
-        Py_CLEAR(exception);
+static int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **keep) {
+    PyTypeObject *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, spec, NULL);
+    int result = type == NULL ? -1 : PyModule_AddType(module, type);
+    if (keep != NULL) {
+        *keep = type;
+    } else {
+        Py_XDECREF(type);
     }
-    return exception;
-}
-
-static int register_exit(PyObject *module) {
-    PyObject *atexit = PyImport_ImportModule("atexit");
-    PyObject *function = PyObject_GetAttrString(module, "_exit_after_fatal");
-    PyObject *done =
-        atexit && function ? PyObject_CallMethod(atexit, "register", "O", function) : NULL;
-    Py_XDECREF(atexit);
-    Py_XDECREF(function);
-    Py_XDECREF(done);
-    return done != NULL ? 0 : -1;
+    return result;
 }
 
 static int module_exec(PyObject *module) {
@@ -134,26 +127,16 @@ static int module_exec(PyObject *module) {
     }
     state->trace = is_on("NEEDLE_TRACE");
     state->sync = is_on("NEEDLE_SYNC");
-    state->cuda_error = new_exception(module, "CudaError",
-                                      "CUDA refused; the call can be tried again (memory, "
-                                      "launch configuration).",
-                                      PyExc_RuntimeError);
-    if (state->cuda_error == NULL) {
-        return -1;
-    }
-    state->cuda_fatal_error = new_exception(module, "CudaFatalError",
-                                            "The CUDA context is lost; the process must end. "
-                                            "It does so with exit code 75.",
-                                            state->cuda_error);
-    if (state->cuda_fatal_error == NULL || nd_device_init(module, state) < 0 ||
-        nd_bind_init(state) < 0 || nd_ndarray_init(module, state) < 0 || nd_interop_init() < 0 ||
-        nd_download_init(module) < 0 || nd_graph_init(module) < 0 || nd_staging_init(module) < 0 ||
-        PyModule_AddFunctions(module, nd_row_methods) < 0 ||
-        PyModule_AddFunctions(module, nd_interop_functions) < 0 ||
-        PyModule_AddFunctions(module, nd_dlpack_functions) < 0) {
-        return -1;
-    }
-    return register_exit(module);
+    bool failed = nd_errors_init(module, state) < 0 || nd_backends_init(state) < 0 ||
+                  nd_device_init(module, state) < 0 || nd_array_likes_init() < 0 ||
+                  nd_callables_init(module, state) < 0 || nd_ndarray_init(module, state) < 0 ||
+                  PyModule_AddFunctions(module, nd_pickle_functions) < 0 ||
+                  PyModule_AddFunctions(module, nd_dlpack_functions) < 0 ||
+                  add_type(module, &nd_event_spec, &state->event_type) < 0 ||
+                  add_type(module, &nd_download_spec, NULL) < 0 ||
+                  add_type(module, &nd_graph_spec, NULL) < 0 ||
+                  add_type(module, &nd_staging_spec, NULL) < 0;
+    return failed ? -1 : 0;
 }
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg) {
@@ -165,7 +148,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg) {
     Py_VISIT(state->event_type);
     Py_VISIT(state->cuda_error);
     Py_VISIT(state->cuda_fatal_error);
-    for (int i = 0; i <= ND_MAX_CUDA; i++) {
+    for (int i = 0; i < NUM_BACKENDS * ND_MAX_DEVICES; i++) {
         Py_VISIT(state->devices[i]);
     }
     return 0;
@@ -180,12 +163,12 @@ static int module_clear(PyObject *module) {
     Py_CLEAR(state->event_type);
     Py_CLEAR(state->cuda_error);
     Py_CLEAR(state->cuda_fatal_error);
-    for (int i = 0; i <= ND_MAX_CUDA; i++) {
+    for (int i = 0; i < NUM_BACKENDS * ND_MAX_DEVICES; i++) {
         Py_CLEAR(state->devices[i]);
     }
-    for (int row = 0; row < NUM_ROWS; row++) {
+    for (int id = 0; id < NUM_OPS; id++) {
         for (int i = 0; i < ND_MAX_FIELDS; i++) {
-            Py_CLEAR(state->field_names[row][i]);
+            Py_CLEAR(state->field_names[id][i]);
         }
     }
     return 0;
@@ -201,7 +184,7 @@ static PyModuleDef_Slot module_slots[] = {
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "needle._C",
-    .m_doc = "The C core of needle: NDArray, devices, and one function for each row of ops.def.",
+    .m_doc = "The C core of needle: NDArray, devices, and one function for each op of ops.def.",
     .m_size = sizeof(nd_state),
     .m_methods = module_methods,
     .m_slots = module_slots,

@@ -50,7 +50,7 @@ class Prefetch:
     """
 
     def __init__(self, batches: Batches, device: Device | None = None, depth: int = 2) -> None:
-        on_gpu = device is not None and str(device) != "cpu()"
+        on_gpu = device is not None and not device.is_host
         if on_gpu and batches.vocab_size is None:
             raise ValueError(
                 "Prefetch: batches for a GPU need vocab_size: nothing checks the ids behind it"

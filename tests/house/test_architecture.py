@@ -55,7 +55,8 @@ def allowed_includes(path: Path) -> set[str]:
     if where in ("csrc/status.c", "csrc/array.c"):
         return {"csrc/needle.h", "csrc/backend.h"}
     if is_python_side(path):
-        return spine | {name(p) for p in files("csrc/python/*.h")}
+        built_in = {"csrc/cpu/cpu.h"} if path.name == "backends.c" else set()
+        return spine | built_in | {name(p) for p in files("csrc/python/*.h")}
     if path.parent.name == "cpu":
         return spine | {"csrc/formula.h"} | {name(p) for p in files("csrc/cpu/*.h")}
     frame = {"cuda/device.cuh", "cuda/graph.cuh"}

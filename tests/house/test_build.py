@@ -345,7 +345,11 @@ def test_cuda_files_are_compiled_incrementally(tree, toolkit):
     tree.write("cuda/shared.cuh", "#define PART 5\n")
     assert tree.compiled(**env) == ["cuda/one.cu"]
     changed = tree.compiled(**{**env, "NEEDLE_CUDA_ARCHS": "80"})
-    assert changed == ["csrc/python/module.c", "cuda/one.cu", "cuda/two.cu"]  # module.c tells the archs
+    assert changed == [
+        "csrc/python/module.c",
+        "cuda/one.cu",
+        "cuda/two.cu",
+    ]  # module.c tells the archs
     dynamic = subprocess.run(
         ["readelf", "-d", str(library)], check=True, stdout=subprocess.PIPE, text=True
     )

@@ -1,13 +1,17 @@
-/* ndarray_dlpack.c - NDArray to and from any library that speaks DLPack, sharing memory.
+/* dlpack.c - NDArray to and from any library that speaks DLPack, sharing memory.
  *
  * An export holds a reference on the memory itself; an import holds the producer's structure until
  * the last view is gone. Both forms of capsule are made and taken. The structures are laid out as
  * DLPack's specification says.
  */
-#include "ndarray.h"
-
 #include <stdlib.h>
 #include <string.h>
+
+#include "backends.h"
+#include "errors.h"
+#include "exchange.h"
+#include "object.h"
+#include "run.h"
 
 /* DLPack's codes: 0 int, 1 unsigned, 2 float, 4 bfloat, 6 bool. */
 static const uint8_t codes[ND_NUM_DTYPES] = {
@@ -92,16 +96,16 @@ static void capsule_free(PyObject *capsule) {
 
 static dl_device dlpack_device(const nd_array *a) {
     nd_device *device = a->storage->device;
-    return (dl_device){nd_is_cpu(device) ? DL_CPU : DL_CUDA, device->index};
+    return (dl_device){nd_dlpack_type(device), device->index};
 }
 
-static PyObject *ndarray_dlpack_device(PyObject *self, PyObject *unused) {
+PyObject *nd_ndarray_dlpack_device(PyObject *self, PyObject *unused) {
     (void)unused;
     dl_device device = dlpack_device(nd_array_of(self));
     return Py_BuildValue("(ii)", device.type, device.index);
 }
 
-static PyObject *ndarray_dlpack(PyObject *self, PyObject *arguments, PyObject *keywords) {
+PyObject *nd_ndarray_dlpack(PyObject *self, PyObject *arguments, PyObject *keywords) {
     static char *names[] = {"stream", "max_version", "dl_device", "copy", NULL};
     PyObject *stream = Py_None, *max_version = Py_None, *wanted = Py_None, *copy = Py_None;
     if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "|$OOOO:__dlpack__", names, &stream,
@@ -145,8 +149,10 @@ static PyObject *ndarray_dlpack(PyObject *self, PyObject *arguments, PyObject *k
     }
     /* The consumer's stream is not ours: all work on the memory is waited for. */
     nd_status status = ND_OK;
-    Py_BEGIN_ALLOW_THREADS status = device->backend->synchronize(device->index);
-    Py_END_ALLOW_THREADS if (status != ND_OK) {
+    Py_BEGIN_ALLOW_THREADS
+        status = device->backend->synchronize(device->index);
+    Py_END_ALLOW_THREADS
+    if (status != ND_OK) {
         export_free(hold);
         return nd_raise(state, "__dlpack__", device, status);
     }
@@ -214,18 +220,13 @@ static int import_dtype(dl_dtype dtype, nd_dtype *out) {
 /* A view on the producer's memory; `owner` goes to the storage only on success. */
 static int import_tensor(nd_state *state, const dl_tensor *tensor, void *owner,
                          void (*release)(void *), nd_array *out) {
-    nd_device *device = nd_cpu_device();
-    if (tensor->device.type == DL_CUDA || tensor->device.type == DL_CUDA_MANAGED) {
-        device = nd_cuda_device(tensor->device.index);
-    } else if (tensor->device.type != DL_CPU && tensor->device.type != DL_CUDA_HOST) {
-        device = NULL;
-    }
+    int type = tensor->device.type == DL_CUDA_MANAGED ? DL_CUDA : tensor->device.type;
+    nd_device *device = type == DL_CPU || type == DL_CUDA_HOST
+                            ? nd_host()
+                            : nd_device_of_dlpack(type, tensor->device.index);
     if (device == NULL) {
-        PyErr_Format(PyExc_TypeError,
-                     "from_dlpack: a device of DLPack's type %d is neither the CPU "
-                     "nor CUDA",
-                     tensor->device.type);
-        return -1;
+        FAIL(PyExc_TypeError,
+             "from_dlpack: a device of DLPack's type %d is neither the CPU nor CUDA", type);
     }
     if (nd_device_ready(state, device) < 0 || import_dtype(tensor->dtype, &out->dtype) < 0) {
         return -1;
@@ -323,8 +324,10 @@ static PyObject *module_from_dlpack(PyObject *module, PyObject *object) {
     /* A producer on CUDA ordered its work before the default stream; ours is another. */
     nd_device *device = view.storage->device;
     nd_status status;
-    Py_BEGIN_ALLOW_THREADS status = device->backend->synchronize(device->index);
-    Py_END_ALLOW_THREADS if (status != ND_OK) {
+    Py_BEGIN_ALLOW_THREADS
+        status = device->backend->synchronize(device->index);
+    Py_END_ALLOW_THREADS
+    if (status != ND_OK) {
         nd_array_clear(&view);
         nd_raise(state, "from_dlpack", device, status);
         goto done;
@@ -343,15 +346,6 @@ done:
     Py_DECREF(capsule);
     return result;
 }
-
-PyMethodDef nd_dlpack_methods[] = {
-    {"__dlpack__", (PyCFunction)(void (*)(void))ndarray_dlpack, METH_VARARGS | METH_KEYWORDS,
-     "__dlpack__($self, *, stream=None, max_version=None, dl_device=None, copy=None)\n--\n\n"
-     "A capsule that shares the memory."},
-    {"__dlpack_device__", ndarray_dlpack_device, METH_NOARGS,
-     "__dlpack_device__($self)\n--\n\nDLPack's (device type, index)."},
-    {NULL, NULL, 0, NULL},
-};
 
 PyMethodDef nd_dlpack_functions[] = {
     {"from_dlpack", module_from_dlpack, METH_O,

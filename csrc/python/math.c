@@ -1,72 +1,78 @@
-/* ndarray_math.c - NDArray's operators, matrix product and reductions, in terms of rows.
+/* math.c - NDArray's operators, matrix product and reductions, in terms of ops.
+ *
+ * The matrix product broadcasts leading axes; one matrix on the right makes all rows on the left one
+ * product, here and nowhere else.
  */
-#include "ndarray.h"
-
 #include <string.h>
 
+#include "arguments.h"
+#include "errors.h"
+#include "methods.h"
+#include "ops.h"
+
 /* ---- operators --------------------------------------------------------------------------------- */
-static PyObject *binary(PyObject *x, PyObject *y, nd_row row, NDArrayObject *into) {
+static PyObject *binary(PyObject *x, PyObject *y, nd_op id, NDArrayObject *into) {
     nd_state *state = nd_state_of(x);
     if (state == NULL) {
         state = nd_state_of(y);
     }
     bool unsupported;
-    PyObject *result = nd_binary(state, row, x, y, into, &unsupported);
+    PyObject *result = nd_binary(state, id, x, y, into, &unsupported);
     if (unsupported) {
         Py_RETURN_NOTIMPLEMENTED;
     }
     return result;
 }
 
-#define OPERATOR(name, row)                                         \
+#define OPERATOR(name)                                        \
     PyObject *nd_ndarray_##name(PyObject *x, PyObject *y) {         \
-        return binary(x, y, ROW_##row, NULL);                       \
+        return binary(x, y, OP_##name, NULL);                       \
     }                                                               \
     PyObject *nd_ndarray_inplace_##name(PyObject *x, PyObject *y) { \
-        return binary(x, y, ROW_##row, (NDArrayObject *)x);         \
+        return binary(x, y, OP_##name, (NDArrayObject *)x);         \
     }
-OPERATOR(add, add)
-OPERATOR(subtract, subtract)
-OPERATOR(multiply, multiply)
-OPERATOR(divide, divide)
+OPERATOR(add)
+OPERATOR(subtract)
+OPERATOR(multiply)
+OPERATOR(divide)
 
 PyObject *nd_ndarray_power(PyObject *x, PyObject *y, PyObject *modulus) {
     if (modulus != Py_None) {
         Py_RETURN_NOTIMPLEMENTED;
     }
-    return binary(x, y, ROW_power, NULL);
+    return binary(x, y, OP_power, NULL);
 }
 
 PyObject *nd_ndarray_inplace_power(PyObject *x, PyObject *y, PyObject *modulus) {
     if (modulus != Py_None) {
         Py_RETURN_NOTIMPLEMENTED;
     }
-    return binary(x, y, ROW_power, (NDArrayObject *)x);
+    return binary(x, y, OP_power, (NDArrayObject *)x);
 }
 
-PyObject *nd_ndarray_negate(PyObject *x) { return nd_unary(nd_state_of(x), ROW_negate, x); }
-PyObject *nd_ndarray_absolute(PyObject *x) { return nd_unary(nd_state_of(x), ROW_absolute, x); }
+PyObject *nd_ndarray_negate(PyObject *x) { return nd_unary(nd_state_of(x), OP_negate, x); }
+PyObject *nd_ndarray_absolute(PyObject *x) { return nd_unary(nd_state_of(x), OP_absolute, x); }
 PyObject *nd_ndarray_positive(PyObject *x) { return Py_NewRef(x); }
 
 PyObject *nd_ndarray_compare(PyObject *x, PyObject *y, int op) {
-    static const nd_row comparisons[] = {
-        [Py_LT] = ROW_less,      [Py_LE] = ROW_less_equal, [Py_EQ] = ROW_equal,
-        [Py_NE] = ROW_not_equal, [Py_GT] = ROW_greater,    [Py_GE] = ROW_greater_equal};
+    static const nd_op comparisons[] = {
+        [Py_LT] = OP_less,      [Py_LE] = OP_less_equal, [Py_EQ] = OP_equal,
+        [Py_NE] = OP_not_equal, [Py_GT] = OP_greater,    [Py_GE] = OP_greater_equal};
     return binary(x, y, comparisons[op], NULL);
 }
 
 #define UNARY_METHOD(name)                                           \
-    static PyObject *ndarray_##name(PyObject *x, PyObject *unused) { \
+    PyObject *nd_ndarray_##name(PyObject *x, PyObject *unused) { \
         (void)unused;                                                \
-        return nd_unary(nd_state_of(x), ROW_##name, x);              \
+        return nd_unary(nd_state_of(x), OP_##name, x);              \
     }
 UNARY_METHOD(exp)
 UNARY_METHOD(log)
 UNARY_METHOD(tanh)
 UNARY_METHOD(sqrt)
 
-static PyObject *ndarray_extremum(PyObject *x, PyObject *y, nd_row row, const char *name) {
-    PyObject *result = binary(x, y, row, NULL);
+static PyObject *ndarray_extremum(PyObject *x, PyObject *y, nd_op id, const char *name) {
+    PyObject *result = binary(x, y, id, NULL);
     if (result == Py_NotImplemented) {
         Py_DECREF(result);
         return PyErr_Format(PyExc_TypeError, "%s: takes an array or a number, not %.80s", name,
@@ -75,12 +81,12 @@ static PyObject *ndarray_extremum(PyObject *x, PyObject *y, nd_row row, const ch
     return result;
 }
 
-static PyObject *ndarray_maximum(PyObject *x, PyObject *y) {
-    return ndarray_extremum(x, y, ROW_maximum, "maximum");
+PyObject *nd_ndarray_maximum(PyObject *x, PyObject *y) {
+    return ndarray_extremum(x, y, OP_maximum, "maximum");
 }
 
-static PyObject *ndarray_minimum(PyObject *x, PyObject *y) {
-    return ndarray_extremum(x, y, ROW_minimum, "minimum");
+PyObject *nd_ndarray_minimum(PyObject *x, PyObject *y) {
+    return ndarray_extremum(x, y, OP_minimum, "minimum");
 }
 
 /* ---- matrix product ------------------------------------------------------------------------------ */
@@ -123,56 +129,79 @@ static int merge_batch(nd_state *state, const nd_array *a, int ndim, const int64
     return result;
 }
 
-static int matmul(nd_state *state, const nd_array *a, const nd_array *b, nd_array *out) {
-    if (a->ndim < 2 || b->ndim < 2) {
-        PyErr_Format(PyExc_ValueError,
-                     "matmul: %s: has %d axes, must have 2 or more; reshape a "
-                     "vector to (1, n) or (n, 1)",
-                     a->ndim < 2 ? "a" : "b", a->ndim < 2 ? a->ndim : b->ndim);
+/* x of (B, M, K) and y of (B, K, N) go to the op, which gives c of (B, M, N). */
+static int batches(nd_state *state, const nd_array *a, const nd_array *b, int ndim,
+                   const int64_t *batch, nd_array *x, nd_array *y) {
+    if (b->ndim > 2 || a->ndim == 2) {
+        if (merge_batch(state, a, ndim, batch, x) < 0) {
+            return -1;
+        }
+        if (merge_batch(state, b, ndim, batch, y) < 0) {
+            nd_array_clear(x);
+            return -1;
+        }
+        return 0;
+    }
+    /* One matrix on the right of many rows is one large product. */
+    int64_t k = a->shape[a->ndim - 1], rows = 1;
+    for (int i = 0; i < a->ndim - 1; i++) {
+        rows *= a->shape[i];
+    }
+    nd_array flat = *a;
+    flat.ndim = 3;
+    flat.shape[0] = 1;
+    flat.shape[1] = rows;
+    flat.shape[2] = k;
+    if (nd_reshape_strides(a, &flat)) {
+        nd_array_view(&flat, x);
+    } else if (nd_copy(state, a, a->dtype, x) == 0) {
+        x->ndim = 3;
+        memcpy(x->shape, flat.shape, sizeof flat.shape);
+        nd_contiguous_strides(3, x->shape, x->strides);
+    } else {
         return -1;
     }
-    int64_t m = a->shape[a->ndim - 2], n = b->shape[b->ndim - 1];
-    int64_t batch[ND_MAX_DIMS];
+    nd_array_view(b, y);
+    y->ndim = 3;
+    y->shape[0] = 1;
+    y->strides[0] = 0;
+    for (int i = 0; i < 2; i++) {
+        y->shape[i + 1] = b->shape[i];
+        y->strides[i + 1] = b->strides[i];
+    }
+    return 0;
+}
+
+static PyObject *matmul(nd_state *state, const nd_array *a, const nd_array *b) {
+    if (a->ndim < 2 || b->ndim < 2) {
+        return PyErr_Format(PyExc_ValueError,
+                            "matmul: %s: has %d axes, must have 2 or more; reshape a vector to "
+                            "(1, n) or (n, 1)",
+                            a->ndim < 2 ? "a" : "b", a->ndim < 2 ? a->ndim : b->ndim);
+    }
+    int64_t shape[ND_MAX_DIMS];
     int ndim;
     nd_array left = *a, right = *b, x, y;
     left.ndim -= 2;
     right.ndim -= 2;
-    if (nd_broadcast_shape(&left, &right, &ndim, batch) != ND_OK) {
+    if (nd_broadcast_shape(&left, &right, &ndim, shape) != ND_OK) {
         nd_error(ND_EVALUE, "batch axes: %s", nd_last_error());
-        nd_raise(state, "matmul", NULL, ND_EVALUE);
-        return -1;
+        return nd_raise(state, "matmul", NULL, ND_EVALUE);
     }
-    /* One matrix on the right of many rows is one large product. */
-    nd_array rows = *a;
-    rows.ndim = 3;
-    rows.shape[0] = 1;
-    rows.shape[1] = nd_size(a) > 0 ? nd_size(a) / a->shape[a->ndim - 1] : -1;
-    rows.shape[2] = a->shape[a->ndim - 1];
-    if (b->ndim == 2 && a->ndim > 2 && rows.shape[1] >= 0 && nd_reshape_strides(a, &rows)) {
-        nd_array_view(&rows, &x);
-        right = *b;
-        int64_t one = 1;
-        if (merge_batch(state, b, 1, &one, &y) < 0) {
-            nd_array_clear(&x);
-            return -1;
-        }
-    } else {
-        if (merge_batch(state, a, ndim, batch, &x) < 0) {
-            return -1;
-        }
-        if (merge_batch(state, b, ndim, batch, &y) < 0) {
-            nd_array_clear(&x);
-            return -1;
-        }
+    if (batches(state, a, b, ndim, shape, &x, &y) < 0) {
+        return NULL;
     }
-    int result = nd_matmul(state, &x, &y, out);
-    nd_array_clear(&x);
-    nd_array_clear(&y);
-    if (result == 0) {
-        batch[ndim] = m;
-        batch[ndim + 1] = n;
+    PyObject *operands[2] = {nd_wrap(state, &x), nd_wrap(state, &y)};
+    PyObject *result =
+        operands[0] && operands[1] ? nd_structured(state, OP_matmul, operands) : NULL;
+    Py_XDECREF(operands[0]);
+    Py_XDECREF(operands[1]);
+    if (result != NULL) { /* (B, M, N), contiguous and nobody else's: its batch axes come back */
+        shape[ndim] = a->shape[a->ndim - 2];
+        shape[ndim + 1] = b->shape[b->ndim - 1];
+        nd_array *out = nd_array_of(result);
         out->ndim = ndim + 2;
-        memcpy(out->shape, batch, (size_t)out->ndim * sizeof *batch);
+        memcpy(out->shape, shape, (size_t)out->ndim * sizeof *shape);
         nd_contiguous_strides(out->ndim, out->shape, out->strides);
     }
     return result;
@@ -184,7 +213,7 @@ PyObject *nd_ndarray_matmul(PyObject *px, PyObject *py) {
         state = nd_state_of(py);
     }
     PyObject *objects[2] = {px, py};
-    nd_array operands[2] = {{.storage = NULL}, {.storage = NULL}}, out;
+    nd_array operands[2] = {{.storage = NULL}, {.storage = NULL}};
     nd_device *device = nd_array_of(nd_is_ndarray(state, px) ? px : py)->storage->device;
     PyObject *result = NULL;
     for (int i = 0; i < 2; i++) {
@@ -197,9 +226,7 @@ PyObject *nd_ndarray_matmul(PyObject *px, PyObject *py) {
             goto done;
         }
     }
-    if (matmul(state, &operands[0], &operands[1], &out) == 0) {
-        result = nd_wrap(state, &out);
-    }
+    result = matmul(state, &operands[0], &operands[1]);
 done:
     nd_array_clear(&operands[0]);
     nd_array_clear(&operands[1]);
@@ -208,7 +235,7 @@ done:
 
 /* ---- reductions -------------------------------------------------------------------------------- */
 /* axis=None|int|tuple, keepdims -> a fresh array; *reduced counts the elements behind each result. */
-static int reduce(nd_state *state, nd_row row, const char *name, const nd_array *a,
+static int reduce(nd_state *state, nd_op id, const char *name, const nd_array *a,
                   PyObject *arguments, PyObject *keywords, nd_array *out, int64_t *reduced) {
     static char *names[] = {"axis", "keepdims", NULL};
     PyObject *axis = Py_None;
@@ -242,7 +269,7 @@ static int reduce(nd_state *state, nd_row row, const char *name, const nd_array 
             }
         }
     }
-    if (nd_reduce(state, row, &view, count, out) < 0) {
+    if (nd_reduce(state, id, &view, count, out) < 0) {
         return -1;
     }
     if (keepdims) {
@@ -256,11 +283,11 @@ static int reduce(nd_state *state, nd_row row, const char *name, const nd_array 
 }
 
 #define REDUCTION(name)                                                                        \
-    static PyObject *ndarray_##name(PyObject *self, PyObject *arguments, PyObject *keywords) { \
+    PyObject *nd_ndarray_##name(PyObject *self, PyObject *arguments, PyObject *keywords) { \
         nd_state *state = nd_state_of(self);                                                   \
         nd_array out;                                                                          \
         int64_t reduced;                                                                       \
-        return reduce(state, ROW_##name, #name, nd_array_of(self), arguments, keywords, &out,  \
+        return reduce(state, OP_##name, #name, nd_array_of(self), arguments, keywords, &out,  \
                       &reduced) < 0                                                            \
                    ? NULL                                                                      \
                    : nd_wrap(state, &out);                                                     \
@@ -271,7 +298,7 @@ REDUCTION(min)
 REDUCTION(argmax)
 REDUCTION(argmin)
 
-static PyObject *ndarray_mean(PyObject *self, PyObject *arguments, PyObject *keywords) {
+PyObject *nd_ndarray_mean(PyObject *self, PyObject *arguments, PyObject *keywords) {
     nd_state *state = nd_state_of(self);
     nd_array wide, out;
     int64_t reduced;
@@ -280,7 +307,7 @@ static PyObject *ndarray_mean(PyObject *self, PyObject *arguments, PyObject *key
     } else if (nd_copy(state, nd_array_of(self), ND_F32, &wide) < 0) {
         return NULL;
     }
-    int result = reduce(state, ROW_sum, "mean", &wide, arguments, keywords, &out, &reduced);
+    int result = reduce(state, OP_sum, "mean", &wide, arguments, keywords, &out, &reduced);
     nd_array_clear(&wide);
     PyObject *sum = result < 0 ? NULL : nd_wrap(state, &out);
     PyObject *count = sum != NULL ? PyFloat_FromDouble((double)reduced) : NULL;
@@ -289,26 +316,3 @@ static PyObject *ndarray_mean(PyObject *self, PyObject *arguments, PyObject *key
     Py_XDECREF(count);
     return mean;
 }
-
-/* ---- tables ---------------------------------------------------------------------------------- */
-#define AXIS_TEXT "($self, axis=None, keepdims=False)\n--\n\n"
-
-PyMethodDef nd_math_methods[] = {
-    {"exp", ndarray_exp, METH_NOARGS, "exp($self)\n--\n\n"},
-    {"log", ndarray_log, METH_NOARGS, "log($self)\n--\n\nNatural logarithm."},
-    {"tanh", ndarray_tanh, METH_NOARGS, "tanh($self)\n--\n\n"},
-    {"sqrt", ndarray_sqrt, METH_NOARGS, "sqrt($self)\n--\n\n"},
-    {"maximum", ndarray_maximum, METH_O, "maximum($self, other, /)\n--\n\nElementwise; NaN wins."},
-    {"minimum", ndarray_minimum, METH_O, "minimum($self, other, /)\n--\n\nElementwise; NaN wins."},
-    {"sum", KEYWORD_METHOD(ndarray_sum),
-     "sum" AXIS_TEXT "Sum over axis: None, int or tuple. "
-     "Integers sum in int64."},
-    {"mean", KEYWORD_METHOD(ndarray_mean), "mean" AXIS_TEXT "Mean, in float32."},
-    {"max", KEYWORD_METHOD(ndarray_max), "max" AXIS_TEXT "Largest; ValueError of no elements."},
-    {"min", KEYWORD_METHOD(ndarray_min), "min" AXIS_TEXT "Smallest; ValueError of no elements."},
-    {"argmax", KEYWORD_METHOD(ndarray_argmax),
-     "argmax" AXIS_TEXT "Index (int64) of the first largest, counted row by row within the axes."},
-    {"argmin", KEYWORD_METHOD(ndarray_argmin),
-     "argmin" AXIS_TEXT "Index (int64) of the first smallest, counted row by row within the axes."},
-    {NULL, NULL, 0, NULL},
-};
