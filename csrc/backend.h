@@ -89,7 +89,7 @@ typedef struct {
 } nd_memory_stats;
 
 typedef struct nd_event nd_event;       /* opaque; a point in the device's stream */
-typedef struct nd_download nd_download; /* opaque; bytes on their way to the host */
+typedef struct nd_download nd_download; /* opaque; an asynchronous copy to the host */
 typedef struct nd_graph nd_graph;       /* opaque; recorded work */
 typedef struct nd_staging nd_staging;   /* opaque; host memory that uploads are sent from */
 
@@ -111,7 +111,7 @@ typedef struct nd_backend {
     nd_status (*upload)(int device, void *to, const void *from_host, size_t bytes);
     nd_status (*download)(int device, void *to_host, const void *from, size_t bytes); /* waits */
     /* The same in two halves: begin enqueues the copy and returns, end waits for that copy alone,
-     * writes the bytes to to_host (NULL: drops them) and frees the download, also on failure. */
+     * writes the bytes to to_host (NULL: drops them) and ends the copy, also on failure. */
     nd_status (*download_begin)(int device, const void *from, size_t bytes, nd_download **out);
     nd_status (*download_end)(int device, nd_download *download, void *to_host);
     /* Host memory that is sent from again and again: send enqueues the copy of its first bytes and

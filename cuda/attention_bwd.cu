@@ -492,7 +492,7 @@ nd_status launch(const char *op, int device, Problem p, const Masks &masks) {
     return problem_launch(op, device, K::dkdv, p, K::DKDV_THREADS, K::DKDV_SHARED);
 }
 
-/* The fields that the dense and the sparse row share. */
+/* The fields that the dense and the sparse op share. */
 template <class Args>
 nd_status backward(const char *op, int device, const Args *a, const Masks &masks) {
     Problem p;

@@ -5,7 +5,7 @@
  * cudaDeviceReset(), which would also end the context for other libraries in the process.
  *
  * Threads. A device's ops are enqueued one at a time, under its lock, because they share scratch
- * and the order of enqueuing is the order of results. Uploads, downloads and waits do not hold it.
+ * and the order of enqueuing is the order of results. Copies and waits do not hold it.
  * reset() must not run while another thread uses the device.
  *
  * Faults. The first error that ends the context is kept; from then on every call returns it and
@@ -567,7 +567,7 @@ extern "C" __attribute__((visibility("default"))) const nd_backend *needle_backe
     return &the;
 }
 
-/* ---- what the rows use (common.cuh) ------------------------------------------------------------*/
+/* ---- what the ops use (common.cuh) ------------------------------------------------------------*/
 const cuda_limits *cuda_device_limits(int device) { return &cuda_device(device).limits; }
 
 cudaStream_t cuda_stream(int device) { return cuda_device(device).stream; }

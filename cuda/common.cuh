@@ -1,8 +1,8 @@
 /* common.cuh - what every CUDA file shares.
  *
- * How an op runs. The vtable in backend.cu wraps each cuda_<row>: it refuses after a fatal fault,
- * takes the device's lock, makes the device current and then calls cuda_<row>(device, args), which
- * enqueues on cuda_stream(device) and returns. So a row needs no prologue of its own: it checks its
+ * How an op runs. The vtable in backend.cu wraps each cuda_<op>: it refuses after a fatal fault,
+ * takes the device's lock, makes the device current and then calls cuda_<op>(device, args), which
+ * enqueues on cuda_stream(device) and returns. So an op needs no prologue of its own: it checks its
  * operands, asks for scratch at most once, launches, and ends with CUDA_LAUNCHED.
  *
  * Errors. Every CUDA call goes through CUDA_TRY, every launch is followed by CUDA_LAUNCHED.
@@ -20,7 +20,7 @@
 #include "../csrc/backend.h"
 #include "../csrc/formula.h"
 
-/* ---- the rows: a function that is missing is a link error --------------------------------------*/
+/* ---- the ops: a function that is missing is a link error ---------------------------------------*/
 #define EW1(name, types, formula) nd_status cuda_##name(int device, const name##_args *a);
 #define EW2(name, types, formula) EW1(name, types, formula)
 #define CMP(name, formula) EW1(name, , )
@@ -49,7 +49,7 @@ nd_status cuda_error(const char *op, const char *what, cudaError_t error);
         }                                                               \
     } while (0)
 
-/* ---- the device (backend.cu); valid inside a row, that is, after open() ------------------------*/
+/* ---- the device (backend.cu); valid inside an op, that is, after open() ------------------------*/
 typedef struct {
     int processors;      /* multiprocessors */
     int arch;            /* 90 for compute capability 9.0 */

@@ -1,5 +1,5 @@
 /* device.cuh - a device's state and the way into a call, for the files that fill the vtable beside
- * its rows: backend.cu, transfer.cu, event.cu and graph.cu. Rows need common.cuh alone.
+ * its ops: backend.cu, transfer.cu, event.cu and graph.cu. Ops need common.cuh alone.
  *
  * Each function of the vtable that works on a device begins with cuda_enter(device), or with an
  * Exclusive where it changes the state below or enqueues what must not come between an op's calls;
@@ -72,7 +72,7 @@ nd_status cuda_staging_new(int device, size_t bytes, nd_staging **out, void **me
 nd_status cuda_staging_send(int device, nd_staging *staging, void *to, size_t bytes);
 nd_status cuda_staging_wait(int device, nd_staging *staging);
 nd_status cuda_staging_free(int device, nd_staging *staging);
-/* reset(): free the blocks of finished downloads. Under the device's lock. */
+/* reset(): free the blocks of finished copies to the host. Under the device's lock. */
 nd_status cuda_transfer_reset(int device);
 
 nd_status cuda_event_new(int device, nd_event **out);

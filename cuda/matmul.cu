@@ -327,14 +327,8 @@ nd_status no_kernel(const char *op, const Product &p) {
                     (long long)p.b.ld);
 }
 
-nd_status multiply(const char *op, int device, Product p) {
+nd_status multiply(const char *op, int device, const Product &p) {
     size_t size = nd_dtype_size(p.in), out_size = nd_dtype_size(p.out);
-    /* One b for the whole batch: the batch is only more rows. */
-    if (p.batch > 1 && p.b.batch_stride == 0 && !p.a.transposed &&
-        p.a.batch_stride == p.m * p.a.ld) {
-        p.m *= p.batch;
-        p.batch = 1;
-    }
     bool together = p.a.batch_stride >= 0 && p.b.batch_stride >= 0 && p.batch <= 0x7fffffff;
     bool supported = false;
     if (together || p.batch == 1) {

@@ -96,7 +96,7 @@ static void copy_items(size_t size, void *to, int64_t to_row, int64_t to_stride,
     }
 
 /* TILE x TILE items; `to` is contiguous along j, `from` along i. */
-static void turn_items(size_t size, void *to, int64_t to_row, const void *from, int64_t stride) {
+static void transpose_items(size_t size, void *to, int64_t to_row, const void *from, int64_t stride) {
     switch (size) {
     case 1:
         TURN_ITEMS(item1)
@@ -161,7 +161,7 @@ static void copy_transposed(nd_array *to, const nd_array *from, const nd_loop *l
             const void *q = cpu_at(from, cursor.offset[1] + i * loop->strides[1][row] +
                                              j * loop->strides[1][inner]);
             if (square && n == TILE) {
-                turn_items(size, p, loop->strides[0][row], q, loop->strides[1][inner]);
+                transpose_items(size, p, loop->strides[0][row], q, loop->strides[1][inner]);
             } else {
                 copy_items(size, p, loop->strides[0][row], loop->strides[0][inner], q,
                            loop->strides[1][row], loop->strides[1][inner], rows, n);

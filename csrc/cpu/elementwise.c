@@ -1,6 +1,6 @@
-/* elementwise.c - the EW1, EW2 and CMP rows of ops.def: out = formula(x, y), element by element.
+/* elementwise.c - the EW1, EW2 and CMP ops of ops.def: out = formula(x, y), element by element.
  *
- * Each row becomes one small loop over contiguous float32 (and one over int64 for rows of type ANY)
+ * Each becomes one small loop over contiguous float32 (and one over int64 for those of type ANY)
  * that the compiler vectorises; the driver below brings every dtype, stride and scalar into that
  * form, at most RUN elements at a time, so that temporaries stay in the first-level cache. float32
  * runs with unit stride are read and written in place. Outputs are contiguous.
@@ -219,7 +219,7 @@ static void block_of_short_rows(const nd_loop *loop, source *sources, apply_fn a
     }
 }
 
-/* `compare`: the loop itself writes bool. `integers` is NULL for rows of type FLOAT. */
+/* `compare`: the loop itself writes bool. `integers` is NULL for ops of type FLOAT. */
 static nd_status elementwise(const char *name, operand x, operand y, bool unary, bool compare,
                              apply_fn floats_apply, apply_fn integers_apply, nd_array *out) {
     bool floats = integers_apply == NULL || (x.array && nd_dtype_is_float(x.array->dtype)) ||

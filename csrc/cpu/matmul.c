@@ -69,7 +69,7 @@ static void pack(const matrix *m, int64_t offset, int64_t rows, int64_t columns,
         }
         return;
     }
-    /* Contiguous along the other axis: convert a few runs, then turn them. */
+    /* Contiguous along the other axis: convert a few runs, then transpose them. */
     enum {
         STRIP = 16,
         LENGTH = 256

@@ -1,4 +1,4 @@
-/* reduce.c - the RED and ARG rows of ops.def: reductions over the last `axes` axes of any view.
+/* reduce.c - the RED and ARG ops of ops.def: reductions over the last `axes` axes of any view.
  *
  * A kernel reduces one run of contiguous values in LANES independent lanes (float32, or int64),
  * which the compiler keeps in vector registers; runs of RUN values are combined in float64 (or
@@ -27,7 +27,7 @@ typedef struct {
     double start_f32;
     int64_t start_i64;
     reduce_f32_fn run_f32;
-    reduce_i64_fn run_i64; /* NULL: FLOAT row */
+    reduce_i64_fn run_i64; /* NULL: FLOAT op */
     void (*join)(double *result, double with);
     columns_fn columns;
 } reduction;

@@ -19,7 +19,7 @@ nd_status cpu_rotary(int device, const rotary_args *args) {
     }
     if (2 * r > d) {
         return nd_error(ND_EVALUE,
-                        "rotary: cos: turns 2 x %lld dims, but a head has %lld (give at most D / 2 "
+                        "rotary: cos: rotates 2 x %lld dims, but a head has %lld (give at most D / 2 "
                         "angles)",
                         (long long)r, (long long)d);
     }

@@ -132,7 +132,11 @@ static int merge_batch(nd_state *state, const nd_array *a, int ndim, const int64
 /* x of (B, M, K) and y of (B, K, N) go to the op, which gives c of (B, M, N). */
 static int batches(nd_state *state, const nd_array *a, const nd_array *b, int ndim,
                    const int64_t *batch, nd_array *x, nd_array *y) {
-    if (b->ndim > 2 || a->ndim == 2) {
+    bool one = a->ndim > 2 && a->ndim >= b->ndim;
+    for (int i = 0; i < b->ndim - 2; i++) {
+        one = one && b->shape[i] == 1;
+    }
+    if (!one) {
         if (merge_batch(state, a, ndim, batch, x) < 0) {
             return -1;
         }
@@ -142,7 +146,7 @@ static int batches(nd_state *state, const nd_array *a, const nd_array *b, int nd
         }
         return 0;
     }
-    /* One matrix on the right of many rows is one large product. */
+    /* One matrix on the right: all rows on the left are one large product. */
     int64_t k = a->shape[a->ndim - 1], rows = 1;
     for (int i = 0; i < a->ndim - 1; i++) {
         rows *= a->shape[i];
@@ -166,8 +170,8 @@ static int batches(nd_state *state, const nd_array *a, const nd_array *b, int nd
     y->shape[0] = 1;
     y->strides[0] = 0;
     for (int i = 0; i < 2; i++) {
-        y->shape[i + 1] = b->shape[i];
-        y->strides[i + 1] = b->strides[i];
+        y->shape[i + 1] = b->shape[b->ndim - 2 + i];
+        y->strides[i + 1] = b->strides[b->ndim - 2 + i];
     }
     return 0;
 }

@@ -310,10 +310,6 @@ static int run_structured(call *c, nd_op id, const field *fields, const nd_slot 
     if (!writes) {
         return 0;
     }
-    bool product = id == OP_matmul || id == OP_matmul_acc;
-    if (product && c->sizes['K'] == 0) {
-        return id == OP_matmul ? nd_fill(c->state, slots[2].array, 0.0) : 0;
-    }
     if (nd_run_op(c->state, id, c->device, slots, work, &s) < 0) {
         return -1;
     }
