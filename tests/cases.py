@@ -1,7 +1,7 @@
-"""Every row of ops.def as data: inputs, float64 references, bad inputs.
+"""Every op of ops.def as data: inputs, float64 references, bad inputs.
 
-ELEMENTWISE, COMPARISONS, REDUCTIONS   rows of one formula
-CASES          structured rows: inputs by operand name, a reference that returns what the row writes
+ELEMENTWISE, COMPARISONS, REDUCTIONS   ops of one formula
+CASES          structured ops: inputs by operand name, a reference that returns what the op writes
 BAD            wrong calls with the exception and what its message must say
 
 A reference gets a rounding function `r` first and applies it to each intermediate that a naive
@@ -138,7 +138,7 @@ REDUCED_SHAPES = [  # shape, how many of the last axes
     ((3, 0, 5), 1),
 ]
 
-# ---- structured rows -----------------------------------------------------------------------------
+# ---- structured ops ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def layernorm_bwd(r, dy, x, w, mean, rstd, dw, db):
 
 
 def rotary(r, x, cos, sin, parts, sign):
-    """x (B, T, H, P, D), cos and sin (T, R): pairs (i, i + R) of the first 2 R turn."""
+    """x (B, T, H, P, D), cos and sin (T, R): pairs (i, i + R) of the first 2 R are rotated."""
     y = x.copy()
     half = cos.shape[1]
     c, s = cos[None, :, None, None, :], sign * sin[None, :, None, None, :]
@@ -294,8 +294,8 @@ def decode_attention(r, qkv, cos, sin, positions, scale, keys, values):
     keys, values, o = keys.copy(), values.copy(), []
     for b, p in enumerate(positions):
         packed = qkv[b].transpose(1, 0, 2)[None, None]  # (1, 1, 3, H, D): slices before heads
-        turned = rotary(r, packed.transpose(0, 1, 3, 2, 4), cos[[p]], sin[[p]], 2, 1.0)["y"]
-        q, k, v = (turned[:, :, :, i] for i in range(3))  # (1, 1, H, D) each
+        rotated = rotary(r, packed.transpose(0, 1, 3, 2, 4), cos[[p]], sin[[p]], 2, 1.0)["y"]
+        q, k, v = (rotated[:, :, :, i] for i in range(3))  # (1, 1, H, D) each
         keys[b, :, p], values[b, :, p] = k[0, 0], v[0, 0]
         seen = (c[b : b + 1, :, : p + 1].transpose(0, 2, 1, 3) for c in (keys, values))
         o.append(softmax_attention(r, q, *seen, scale, True)["o"][0, 0])
@@ -423,7 +423,7 @@ def logits_inputs(b, v):
 
 
 def attention_inputs(b, t, s, h, d, causal, scale=None, blocks=None, block=None, backward=False):
-    """blocks: (G, query blocks, key blocks) of bool for the block-sparse rows."""
+    """blocks: (G, query blocks, key blocks) of bool for the block-sparse ops."""
 
     def inputs(rng):
         of = {"q": (b, t, h, d), "k": (b, s, h, d), "v": (b, s, h, d)}
@@ -750,8 +750,8 @@ CASES = [
 
 
 # ---- bad inputs ----------------------------------------------------------------------------------
-# What every structured row must refuse (an axis that differs, a missing axis, a wrong dtype, no
-# array at all) is made from the row itself in test_bad_inputs.py. Here is what only the operation
+# What every structured op must refuse (an axis that differs, a missing axis, a wrong dtype, no
+# array at all) is made from the table itself in test_bad_inputs.py. Here is what only the operation
 # knows: op, label, the changes to the first case's inputs, exception, what the message says.
 
 
@@ -771,7 +771,7 @@ BAD = [
     ),
     (
         "rotary",
-        "turns more than D",
+        "rotates more than D",
         {"x": np.ones((1, 3, 1, 3, 4)), "cos": np.ones((3, 3)), "sin": np.ones((3, 3))},
         ValueError,
         r"rotary: cos",
@@ -831,7 +831,7 @@ BAD = [
     ),
     (
         "decode_attention",
-        "turns more than D",
+        "rotates more than D",
         {n: np.ones((37, 9)) for n in ("cos", "sin")},
         ValueError,
         r"decode_attention: cos",

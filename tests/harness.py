@@ -1,4 +1,4 @@
-"""What the tests share: the rows of ops.def, rounding, layouts of operands, and the one bound.
+"""What the tests share: the ops of ops.def, rounding, layouts of operands, and the one bound.
 
 The bound of a computation in dtype d, against a float64 reference: at most twice the error of the
 naive computation in d (the reference with every intermediate rounded to d), plus half a unit in the
@@ -29,7 +29,7 @@ def device_of(name: str):
     return {"cpu": ndl.cpu, "cuda": ndl.cuda}[name]()
 
 
-# ---- the rows of ops.def -------------------------------------------------------------------------
+# ---- the ops of ops.def --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Row:
+class Op:
     kind: str  # EW1, EW2, CMP, RED, ARG, OP
     name: str
     operands: tuple[Operand, ...]
@@ -63,7 +63,7 @@ class Row:
         return tuple(o for o in self.operands if o.mode == "OUT")
 
 
-def read_rows() -> dict[str, Row]:
+def read_ops() -> dict[str, Op]:
     text = (ROOT / "csrc" / "ops.def").read_text()
     text = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
     x, y = Operand("IN_ANY", "x", "*", "F"), Operand("IN_ANY", "y", "*", "F")
@@ -75,7 +75,7 @@ def read_rows() -> dict[str, Row]:
         "RED": (x, Operand("I64", "axes"), out),
         "ARG": (x, Operand("I64", "axes"), out),
     }
-    rows = {}
+    ops = {}
     starts = list(re.finditer(r"^(EW1|EW2|CMP|RED|ARG|OP)\((\w+),", text, re.MULTILINE))
     for start, end in zip(starts, [m.start() for m in starts[1:]] + [len(text)]):
         kind, name = start.groups()
@@ -83,11 +83,11 @@ def read_rows() -> dict[str, Row]:
             r"\b(IN\w*|OPT|IO\w*|OUT|F64|I64)\(\s*(\w+)(?:,\s*\"([^\"]*)\",\s*(\w+))?\)",
             text[start.end() : end],
         )
-        rows[name] = Row(kind, name, implied.get(kind) or tuple(Operand(*f) for f in found))
-    return rows
+        ops[name] = Op(kind, name, implied.get(kind) or tuple(Operand(*f) for f in found))
+    return ops
 
 
-ROWS = read_rows()
+OPS = read_ops()
 
 
 # ---- rounding ------------------------------------------------------------------------------------

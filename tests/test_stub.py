@@ -7,35 +7,35 @@ import ast
 import inspect
 
 import pytest
-from harness import ROOT, ROWS, Operand, Row
+from harness import OPS, ROOT, Op, Operand
 
 from needle import _C
 
 STUB = ROOT / "needle" / "_C.pyi"
-LINE = "# ---- rows ----\n"
+LINE = "# ---- ops ----\n"
 TYPES = {"F64": "float", "I64": "int", "OPT": "NDArray | None", "IO_OPT": "NDArray | None"}
 
 
-def parameter(row: Row, operand: Operand) -> str:
-    kind = "Operand" if row.kind in ("EW2", "CMP") else TYPES.get(operand.mode, "NDArray")
+def parameter(op: Op, operand: Operand) -> str:
+    kind = "Operand" if op.kind in ("EW2", "CMP") else TYPES.get(operand.mode, "NDArray")
     return f"{operand.name}: {kind}"
 
 
-def declaration(row: Row) -> str:
+def declaration(op: Op) -> str:
     """`def exp(x: NDArray) -> NDArray: ...`, as ruff formats it."""
-    parameters = [parameter(row, operand) for operand in row.inputs]
-    outputs = len(row.outputs)
+    parameters = [parameter(op, operand) for operand in op.inputs]
+    outputs = len(op.outputs)
     result = ["None", "NDArray"][outputs] if outputs < 2 else ", ".join(["NDArray"] * outputs)
     result = f"tuple[{result}]" if outputs > 1 else result
     joined = ", ".join(parameters)
     layouts = (joined, f"\n    {joined}\n", "\n    " + ",\n    ".join(parameters) + ",\n")
-    written = [f"def {row.name}({text}) -> {result}: ..." for text in layouts]
+    written = [f"def {op.name}({text}) -> {result}: ..." for text in layouts]
     fits = [text for text in written if max(map(len, text.split("\n"))) <= 100]
     return (fits or written[-1:])[0]
 
 
-def rows_part() -> str:
-    return "".join(f"{declaration(row)}\n" for row in ROWS.values())
+def ops_part() -> str:
+    return "".join(f"{declaration(op)}\n" for op in OPS.values())
 
 
 def tree() -> ast.Module:
@@ -71,9 +71,9 @@ def parameters_of_object(function) -> list[tuple[str, str, object]]:
     ]
 
 
-def test_rows_are_those_of_ops_def():
+def test_ops_are_those_of_ops_def():
     written = STUB.read_text().partition(LINE)[2]
-    assert written == rows_part(), "write it anew: python tests/test_stub.py"
+    assert written == ops_part(), "write it anew: python tests/test_stub.py"
 
 
 def test_every_name_of_the_module_is_declared():
@@ -128,4 +128,4 @@ def test_classes(name):
 
 if __name__ == "__main__":
     head, line, _ = STUB.read_text().partition(LINE)
-    STUB.write_text(head + line + rows_part())
+    STUB.write_text(head + line + ops_part())

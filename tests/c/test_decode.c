@@ -4,7 +4,7 @@
 
 static const nd_dtype float_dtypes[] = {ND_F32, ND_BF16, ND_F16};
 
-/* Rows at the first, a middle and the last position of a cache without room to spare. */
+/* Rows at the first, a middle and the last position of a cache without capacity to spare. */
 static void attend(nd_dtype dtype, int64_t h, int64_t d, int64_t s, int64_t r) {
     int64_t b = 3, positions_of[] = {0, s / 2, s - 1};
     nd_array qkv = random_array(dtype, 4, SHAPE(b, h, 3, d), PLAIN);

@@ -1,4 +1,4 @@
-/* test_elementwise.c - elementwise rows, copies, conversions and reductions against plain loops. */
+/* test_elementwise.c - elementwise ops, copies, conversions and reductions against plain loops. */
 #include "harness.h"
 
 static const nd_dtype float_dtypes[] = {ND_F32, ND_BF16, ND_F16};

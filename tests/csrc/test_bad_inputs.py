@@ -5,13 +5,13 @@ import gc
 import numpy as np
 import pytest
 from cases import BAD, BAD_VALUES, CASES, ELEMENTWISE, REDUCTIONS, long_ids
-from harness import DEVICES, ROWS, device_of, to_ndarray
+from harness import DEVICES, OPS, device_of, to_ndarray
 from test_ops import FIRST, dtype_of, prepare
 
 from needle import _C
 
-STRUCTURED = [name for name, row in ROWS.items() if row.kind == "OP" and name in FIRST]
-SOLID = {  # a case of each row without zero sizes, None operands or axes of one element
+STRUCTURED = [name for name, op in OPS.items() if op.kind == "OP" and name in FIRST]
+SOLID = {  # a case of each op without zero sizes, None operands or axes of one element
     case.op: case
     for case in reversed(CASES)
     if case.label in ("31x257", "1x31x257x31", "31x257x31", "odd", "qkv")
@@ -28,7 +28,7 @@ def arguments_of(op: str, device, changes=None) -> dict:
     case = SOLID[op]
     values = prepare(case, "float32") | (changes or {})
     made = {}
-    for operand in ROWS[op].inputs:
+    for operand in OPS[op].inputs:
         value = values[operand.name]
         if operand.is_array and value is not None:
             value = to_ndarray(np.asarray(value), dtype_of(operand, "float32"), device)
@@ -44,12 +44,12 @@ def refuse(op: str, arguments, exception, pattern: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op", STRUCTURED)
 def test_sizes_dtypes_and_kinds(op, device):
-    """Every array operand of a structured row in turn: one axis too long, one axis too few, another
+    """Every array operand of a structured op in turn: one axis too long, one axis too few, another
     dtype, None, a number, a string."""
     device = device_of(device)
     good = arguments_of(op, device)
     sizes: dict[str, int] = {}
-    for operand in ROWS[op].inputs:
+    for operand in OPS[op].inputs:
         if not operand.is_array or good[operand.name] is None:
             continue
         name, array = operand.name, good[operand.name]
@@ -69,7 +69,7 @@ def test_sizes_dtypes_and_kinds(op, device):
             refuse(op, good | {name: wrong}, TypeError, rf"{op}: {name}")
         if "OPT" not in operand.mode:
             refuse(op, good | {name: None}, TypeError, rf"{op}: {name}")
-    floats = [o.name for o in ROWS[op].inputs if o.dtype == "F" and good[o.name] is not None]
+    floats = [o.name for o in OPS[op].inputs if o.dtype == "F" and good[o.name] is not None]
     if len(floats) > 1:
         bad = good | {floats[-1]: good[floats[-1]].astype("bfloat16")}
         refuse(op, bad, TypeError, rf"{op}: {floats[-1]}: .*bfloat16")
@@ -83,7 +83,7 @@ def test_arguments(op):
     refuse(op, [], TypeError, op)
     with pytest.raises(TypeError, match=op):
         getattr(_C, op)(*good, colour="red")
-    for operand in ROWS[op].inputs:
+    for operand in OPS[op].inputs:
         if not operand.is_array:
             bad = arguments_of(op, device_of("cpu"), {operand.name: "many"})
             refuse(op, bad, TypeError, rf"{op}: {operand.name}")
@@ -140,7 +140,7 @@ def test_values_that_cuda_cannot_look_at():
     assert np.isfinite(np.delete(losses.numpy(), bad)).all()
 
 
-@pytest.mark.parametrize("op", [op for op in ELEMENTWISE if len(ROWS[op].inputs) == 2])
+@pytest.mark.parametrize("op", [op for op in ELEMENTWISE if len(OPS[op].inputs) == 2])
 def test_shapes_that_do_not_broadcast(op):
     x, y = (_C.array(np.ones(shape)) for shape in ((3, 4), (3, 5)))
     refuse(op, [x, y], ValueError, rf"{op}: .*(4|5)")
@@ -171,11 +171,11 @@ def test_assign_and_fill_refuse():
 
 @pytest.mark.cuda
 @pytest.mark.parametrize(
-    "op", [op for op in STRUCTURED if sum(o.is_array for o in ROWS[op].inputs) > 1]
+    "op", [op for op in STRUCTURED if sum(o.is_array for o in OPS[op].inputs) > 1]
 )
 def test_operands_on_two_devices(op):
     made = arguments_of(op, device_of("cuda"))
-    last = [o.name for o in ROWS[op].inputs if o.is_array and made[o.name] is not None][-1]
+    last = [o.name for o in OPS[op].inputs if o.is_array and made[o.name] is not None][-1]
     refuse(
         op, made | {last: made[last].to(device_of("cpu"))}, TypeError, rf"{op}: {last}: .*cpu\(\)"
     )
@@ -186,7 +186,7 @@ def test_a_refused_call_leaks_nothing(device):
     device = device_of(device)
     for op in STRUCTURED:
         good = arguments_of(op, device)
-        names = [o.name for o in ROWS[op].inputs if o.is_array and good[o.name] is not None]
+        names = [o.name for o in OPS[op].inputs if o.is_array and good[o.name] is not None]
         bad = good | {
             names[-1]: good[names[-1]]
             .astype("int64")

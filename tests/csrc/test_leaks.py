@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cases import CASES
 from gradients import GRADIENTS
-from harness import DEVICES, ROWS, device_of, live_bytes, to_ndarray
+from harness import DEVICES, OPS, device_of, live_bytes, to_ndarray
 from test_ops import FIRST, call, prepare
 
 import needle as ndl
@@ -100,16 +100,16 @@ def test_every_row(device):
 
 @both
 def test_every_row_after_an_exception(device):
-    """Each row refuses a wrong last operand after it has looked at, and copied, the others."""
+    """Each op refuses a wrong last operand after it has looked at, and copied, the others."""
     device = device_of(device)
     gc.collect()
     for op, case in FIRST.items():
-        arrays = [o.name for o in ROWS[op].inputs if o.is_array]
+        arrays = [o.name for o in OPS[op].inputs if o.is_array]
         if len(arrays) < 2:
             continue
         values = prepare(case, "float32")
         made = {}
-        for operand in ROWS[op].inputs:
+        for operand in OPS[op].inputs:
             value = values[operand.name]
             if operand.is_array and value is not None:
                 dtype = {"F": "float32", "f4": "float32", "i4": "int32"}[operand.dtype]
@@ -213,6 +213,7 @@ def test_a_subclass_and_its_cycle(device):
 
 
 def test_cases_cover_every_structured_row():
-    assert {case.op for case in CASES} == {
-        name for name, row in ROWS.items() if row.kind == "OP"
-    } - {"assign", "fill"}
+    assert {case.op for case in CASES} == {name for name, op in OPS.items() if op.kind == "OP"} - {
+        "assign",
+        "fill",
+    }

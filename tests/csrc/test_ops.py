@@ -1,4 +1,4 @@
-"""The generic tests over cases.py: every row of ops.def on every device, dtype and layout."""
+"""The generic tests over cases.py: every op of ops.def on every device, dtype and layout."""
 
 import itertools
 import os
@@ -21,8 +21,8 @@ from cases import (
 from harness import (
     DEVICES,
     LAYOUTS,
+    OPS,
     ROOT,
-    ROWS,
     assert_near,
     assert_same_bits,
     assert_within,
@@ -36,7 +36,7 @@ from harness import (
 from needle import _C, Tensor
 from needle.ops import cross_entropy
 
-FIRST = {case.op: case for case in reversed(CASES)}  # one case of each structured row
+FIRST = {case.op: case for case in reversed(CASES)}  # one case of each structured op
 SHAPES = [(1,), (31,), (257,), (31, 257), (3, 1, 5, 7), (0,), (4, 0, 3), ()]
 STORED = {"F": None, "f4": "float32", "i4": "int32", "i8": "int64"}
 
@@ -52,7 +52,7 @@ def dtype_of(operand, dtype: str) -> str:
 def prepare(case, dtype: str, layouts=None) -> dict:
     """The case's inputs, rounded to the dtypes that they are stored in."""
     values = case.inputs(rng_of(case))
-    for operand in ROWS[case.op].inputs:
+    for operand in OPS[case.op].inputs:
         value = values[operand.name]
         if operand.is_array and value is not None:
             value = laid_out_values(
@@ -64,20 +64,20 @@ def prepare(case, dtype: str, layouts=None) -> dict:
 
 
 def call(case, values: dict, dtype: str, device, layouts=None) -> dict:
-    """Run the row; what it wrote by name: outputs and changed operands."""
-    row = ROWS[case.op]
+    """Run the op; what it wrote by name: outputs and changed operands."""
+    op = OPS[case.op]
     arguments = {}
-    for operand in row.inputs:
+    for operand in op.inputs:
         value = values[operand.name]
         if operand.is_array and value is not None:
             layout = (layouts or {}).get(operand.name, "contiguous")
             value = to_ndarray(value, dtype_of(operand, dtype), device, layout)
         arguments[operand.name] = value
     results = getattr(_C, case.op)(*arguments.values())
-    if len(row.outputs) < 2:
-        results = (results,) if row.outputs else ()
-    written = {operand.name: result for operand, result in zip(row.outputs, results, strict=True)}
-    changed = {o.name: arguments[o.name] for o in row.inputs if o.is_written}
+    if len(op.outputs) < 2:
+        results = (results,) if op.outputs else ()
+    written = {operand.name: result for operand, result in zip(op.outputs, results, strict=True)}
+    changed = {o.name: arguments[o.name] for o in op.inputs if o.is_written}
     return written | {name: array for name, array in changed.items() if array is not None}
 
 
@@ -85,7 +85,7 @@ def check(case, values: dict, written: dict, dtype: str) -> None:
     """Everything written, against the reference, within the bound."""
     exact = case.reference(rounder("float64"), **values)
     naive = {name: case.reference(rounder(name), **values) for name in {dtype, "float32"}}
-    for operand in ROWS[case.op].operands:
+    for operand in OPS[case.op].operands:
         if operand.name not in written:
             continue
         stored = dtype_of(operand, dtype)
@@ -107,7 +107,7 @@ def check(case, values: dict, written: dict, dtype: str) -> None:
 
 def elementwise_values(op: str, shape, dtype: str, rng) -> list[np.ndarray]:
     low, high = ELEMENTWISE[op].domain
-    operands = len(ROWS[op].inputs)
+    operands = len(OPS[op].inputs)
     values = [rounder(dtype)(rng.uniform(low, high, shape)) for _ in range(operands)]
     if op == "power":
         values[1] = rounder(dtype)(rng.uniform(-3, 3, shape))
@@ -127,7 +127,7 @@ def check_elementwise(op: str, got, values, dtype: str) -> None:
 
 def test_every_row_has_a_case():
     covered = {*ELEMENTWISE, *COMPARISONS, *REDUCTIONS, *FIRST, "assign", "fill"}
-    assert covered == set(ROWS)
+    assert covered == set(OPS)
 
 
 # ---- against the reference -----------------------------------------------------------------------
@@ -153,7 +153,7 @@ def test_structured_views(case, layout, device):
     and all together. A matrix product may take another path for a transposed operand: there the
     reference's bound holds."""
     device = device_of(device)
-    arrays = [o for o in ROWS[case.op].inputs if o.is_array]
+    arrays = [o for o in OPS[case.op].inputs if o.is_array]
     free = [o for o in arrays if not (o.is_written and layout == "broadcast")]
     first = FIRST[case.op] is case or case.label in ("31x257", "odd", "ragged", "qkv")
     choices = [{o.name: layout for o in free}]
@@ -191,7 +191,7 @@ def test_elementwise(op, dtype, device):
 @pytest.mark.parametrize("op", ELEMENTWISE)
 def test_elementwise_views(op, device):
     device = device_of(device)
-    operands = len(ROWS[op].inputs)
+    operands = len(OPS[op].inputs)
     for shape in [(31, 33), (3, 5, 7), (2, 3, 4, 5)]:
         values = elementwise_values(op, shape, "float32", rng_of(op, shape))
         for layouts in itertools.product(LAYOUTS, repeat=operands):
@@ -201,7 +201,7 @@ def test_elementwise_views(op, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("op", [op for op in ELEMENTWISE if len(ROWS[op].inputs) == 2])
+@pytest.mark.parametrize("op", [op for op in ELEMENTWISE if len(OPS[op].inputs) == 2])
 def test_elementwise_broadcast_and_scalars(op, device):
     device = device_of(device)
     for one, other in [
@@ -246,7 +246,7 @@ def test_elementwise_integers(op, dtype, device):
         low, high = (0 if dtype.startswith("u") else -9), 10
     rng = rng_of(op, dtype)
     for layout in ("contiguous", "stepped", "reversed"):
-        values = [rng.integers(low, high, (5, 31)) for _ in ROWS[op].inputs]
+        values = [rng.integers(low, high, (5, 31)) for _ in OPS[op].inputs]
         got = getattr(_C, op)(*(to_ndarray(v, dtype, device, layout) for v in values))
         assert got.dtype == dtype
         np.testing.assert_array_equal(got.numpy(), ELEMENTWISE[op].f(*values))

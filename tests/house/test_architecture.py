@@ -90,16 +90,16 @@ def test_no_cuda_in_the_core():
 # ---- ops.def: one token, everywhere --------------------------------------------------------------
 
 
-def rows() -> dict[str, str]:
+def ops() -> dict[str, str]:
     found = re.findall(
         r"^(EW1|EW2|CMP|RED|ARG|OP)\((\w+),", code(ROOT / "csrc/ops.def"), re.MULTILINE
     )
-    return {row: kind for kind, row in found}
+    return {op: kind for kind, op in found}
 
 
-def definitions(prefix: str, row: str, sources: list[Path]) -> list[str]:
-    """Files that define prefix_row in so many words."""
-    pattern = re.compile(rf"^[^\n;#]*\b{prefix}_{row}\s*\([^;{{]*\)\s*\{{", re.MULTILINE)
+def definitions(prefix: str, op: str, sources: list[Path]) -> list[str]:
+    """Files that define prefix_op in so many words."""
+    pattern = re.compile(rf"^[^\n;#]*\b{prefix}_{op}\s*\([^;{{]*\)\s*\{{", re.MULTILINE)
     return [name(p) for p in sources for _ in pattern.findall(code(p))]
 
 
@@ -108,18 +108,18 @@ def definitions(prefix: str, row: str, sources: list[Path]) -> list[str]:
     [("cpu", files("csrc/cpu/*.c")), ("cuda", files("cuda/*.cu"))],
     ids=["cpu", "cuda"],
 )
-def test_each_row_has_one_function(prefix, sources):
+def test_each_op_has_one_function(prefix, sources):
     expanded = [p for p in sources if re.search(r'#\s*include\s*"[./]*(csrc/)?ops\.def"', code(p))]
     assert expanded, f"nothing expands ops.def for {prefix}"
-    for row, kind in rows().items():
-        found = definitions(prefix, row, sources)
+    for op, kind in ops().items():
+        found = definitions(prefix, op, sources)
         if kind == "OP":
-            assert len(found) == 1, f"{prefix}_{row} is defined in {found or 'no file'}"
-        else:  # expanded from the row's own formula
-            assert not found, f"{prefix}_{row} is also written by hand in {found}"
+            assert len(found) == 1, f"{prefix}_{op} is defined in {found or 'no file'}"
+        else:  # expanded from the op's own formula
+            assert not found, f"{prefix}_{op} is also written by hand in {found}"
 
 
-def test_each_row_has_a_test_case():
+def test_each_op_has_a_test_case():
     tested = {
         *cases.ELEMENTWISE,
         *cases.COMPARISONS,
@@ -127,9 +127,9 @@ def test_each_row_has_a_test_case():
         *(case.op for case in cases.CASES),
     }
     # Copies have no arithmetic: tests/csrc/test_ndarray.py covers them through views and dtypes.
-    missing = rows().keys() - tested - {"assign", "fill"}
+    missing = ops().keys() - tested - {"assign", "fill"}
     assert not missing, f"no test case in tests/cases.py for {sorted(missing)}"
-    assert not tested - rows().keys(), f"no row for {sorted(tested - rows().keys())}"
+    assert not tested - ops().keys(), f"no op for {sorted(tested - ops().keys())}"
 
 
 def test_backends_do_no_python_and_do_not_exit():
