@@ -10,7 +10,7 @@
 
 #include "backend.h"
 
-/* ---- dtypes -------------------------------------------------------------------------------- */
+/* ---- dtypes ---------------------------------------------------------------------------------- */
 const char *nd_dtype_name(nd_dtype dtype) {
     static const char *const names[] = {
 #define X(code, name, bytes, is_float) name,
@@ -38,7 +38,7 @@ bool nd_dtype_is_float(nd_dtype dtype) {
     return floats[dtype];
 }
 
-/* ---- memory -------------------------------------------------------------------------------- */
+/* ---- memory ---------------------------------------------------------------------------------- */
 static nd_status storage_make(nd_device *device, nd_storage **out) {
     nd_storage *storage = calloc(1, sizeof *storage);
     if (storage == NULL) {
@@ -96,7 +96,7 @@ void nd_storage_release(nd_storage *storage) {
     free(storage);
 }
 
-/* ---- arrays -------------------------------------------------------------------------------- */
+/* ---- arrays ---------------------------------------------------------------------------------- */
 nd_status nd_check_shape(nd_dtype dtype, int ndim, const int64_t *shape) {
     int64_t bytes = (int64_t)nd_dtype_size(dtype);
     for (int i = 0; i < ndim; i++) {
@@ -243,7 +243,7 @@ bool nd_may_overlap(const nd_array *a, const nd_array *b) {
            byte_range(b, &b_low, &b_high) && a_low < b_high && b_low < a_high;
 }
 
-/* ---- loops --------------------------------------------------------------------------------- */
+/* ---- loops ----------------------------------------------------------------------------------- */
 void nd_collapse(int n, const nd_array *const *operands, nd_loop *loop) {
     const nd_array *model = NULL;
     for (int k = 0; k < n && model == NULL; k++) {

@@ -73,7 +73,7 @@ typedef union {
 #define I64(field) int64_t field;
 #include "ops.def"
 
-/* ---- the vtable ---------------------------------------------------------------------------------*/
+/* ---- the vtable ------------------------------------------------------------------------------ */
 typedef struct {
     char name[128];
     int64_t total_bytes; /* memory of the device */
@@ -94,9 +94,9 @@ typedef struct nd_graph nd_graph;       /* opaque; recorded work */
 typedef struct nd_staging nd_staging;   /* opaque; host memory that uploads are sent from */
 
 typedef struct nd_backend {
-    uint64_t abi;        /* nd_abi() of its build; of a backend inside _C: 0, it is the same build */
-    bool is_host;        /* the host reads its memory, and its ops are done when they return */
-    uintptr_t alignment; /* of the data of IN, OPT, IO and IO_OPT operands, in bytes */
+    uint64_t abi; /* nd_abi() of its build; of a backend inside _C: 0, it is the same build */
+    bool is_host; /* the host reads its memory, and its ops are done when they return */
+    uintptr_t alignment;             /* of the data of IN, OPT, IO and IO_OPT operands, in bytes */
     const char *(*last_error)(void); /* this thread's message after a failure; never NULL */
 
     /* 0 and ND_OK when there is none; a failure says why there can be none (no driver, ...). */

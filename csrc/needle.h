@@ -18,7 +18,7 @@ extern "C" {
 
 #define ND_MAX_DIMS 8
 
-/* ---- status ------------------------------------------------------------------------------------
+/* ---- status -------------------------------------------------------------------------------------
  * A function that can fail returns nd_status; on failure it has left "op: operand: what" in the
  * calling thread's message. csrc/python/errors.c raises the exception named beside each code. */
 typedef enum {
@@ -50,7 +50,7 @@ const char *nd_last_error(void);
         }                                  \
     } while (0)
 
-/* ---- dtypes ------------------------------------------------------------------------------------
+/* ---- dtypes -------------------------------------------------------------------------------------
  * X(code, name, bytes, is_float): the one list; the enum, names and sizes come from it. */
 #define ND_DTYPES(X)             \
     X(ND_F32, "float32", 4, 1)   \
@@ -73,7 +73,7 @@ const char *nd_dtype_name(nd_dtype dtype);
 size_t nd_dtype_size(nd_dtype dtype);
 bool nd_dtype_is_float(nd_dtype dtype);
 
-/* ---- memory ------------------------------------------------------------------------------------*/
+/* ---- memory ---------------------------------------------------------------------------------- */
 typedef struct nd_device nd_device; /* in backend.h; equal devices are equal pointers */
 
 typedef struct nd_storage {

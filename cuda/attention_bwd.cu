@@ -456,7 +456,7 @@ __global__ void __launch_bounds__(FLOAT_THREADS, 1)
     float_store_rows<DP>(dv, one, p.dv, p.dv.head<float>(work.b, work.h), work.own, p.D);
 }
 
-/* ---- host -------------------------------------------------------------------------------------*/
+/* ---- host ------------------------------------------------------------------------------------ */
 struct Masks {
     const nd_array *offsets, *columns, *offsets_t, *rows; /* NULL when dense */
     int64_t block;

@@ -38,7 +38,7 @@ State &state() {
     return *the;
 }
 
-/* ---- faults ------------------------------------------------------------------------------------*/
+/* ---- faults ---------------------------------------------------------------------------------- */
 /* Errors after which every call on the context fails. */
 bool ends_context(cudaError_t error) {
     switch (error) {
@@ -96,7 +96,7 @@ nd_status cuda_error(const char *op, const char *what, cudaError_t error) {
 
 bool cuda_faulted(void) { return state().faulted.load(std::memory_order_acquire); }
 
-/* ---- entering a call ---------------------------------------------------------------------------*/
+/* ---- entering a call ------------------------------------------------------------------------- */
 nd_status cuda_enter(int device) {
     if (cuda_faulted()) {
         return first_fault();
@@ -124,7 +124,7 @@ Device &cuda_device(int device) { return state().devices[device]; }
 
 namespace {
 
-/* ---- devices -----------------------------------------------------------------------------------*/
+/* ---- devices --------------------------------------------------------------------------------- */
 __global__ void probe_kernel() {}
 
 #ifdef __CUDA_ARCH_LIST__
@@ -328,7 +328,7 @@ nd_status cuda_properties(int device, nd_properties *out) {
 
 } // namespace
 
-/* ---- memory ------------------------------------------------------------------------------------*/
+/* ---- memory ---------------------------------------------------------------------------------- */
 nd_status cuda_pool_malloc(int device, size_t bytes, void **out) {
     Device &d = cuda_device(device);
     cudaError_t error = cudaMallocFromPoolAsync(out, bytes, d.pool, d.stream);
@@ -503,7 +503,7 @@ nd_status cuda_reset(int device) {
     return open_locked(device);
 }
 
-/* ---- the vtable --------------------------------------------------------------------------------*/
+/* ---- the vtable ------------------------------------------------------------------------------ */
 #define EW1(name, types, formula)                                \
     nd_status call_##name(int device, const name##_args *args) { \
         Exclusive call;                                          \
@@ -567,7 +567,7 @@ extern "C" __attribute__((visibility("default"))) const nd_backend *needle_backe
     return &the;
 }
 
-/* ---- what the ops use (common.cuh) ------------------------------------------------------------*/
+/* ---- what the ops use (common.cuh) ----------------------------------------------------------- */
 const cuda_limits *cuda_device_limits(int device) { return &cuda_device(device).limits; }
 
 cudaStream_t cuda_stream(int device) { return cuda_device(device).stream; }

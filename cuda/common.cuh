@@ -20,7 +20,7 @@
 #include "../csrc/backend.h"
 #include "../csrc/formula.h"
 
-/* ---- the ops: a function that is missing is a link error ---------------------------------------*/
+/* ---- the ops: a function that is missing is a link error ------------------------------------- */
 #define EW1(name, types, formula) nd_status cuda_##name(int device, const name##_args *a);
 #define EW2(name, types, formula) EW1(name, types, formula)
 #define CMP(name, formula) EW1(name, , )
@@ -29,7 +29,7 @@
 #define OP(name, operands) EW1(name, , )
 #include "../csrc/ops.def"
 
-/* ---- errors (backend.cu) -----------------------------------------------------------------------*/
+/* ---- errors (backend.cu) --------------------------------------------------------------------- */
 nd_status cuda_error(const char *op, const char *what, cudaError_t error);
 
 #define CUDA_TRY(op, call)                                 \
@@ -49,7 +49,7 @@ nd_status cuda_error(const char *op, const char *what, cudaError_t error);
         }                                                               \
     } while (0)
 
-/* ---- the device (backend.cu); valid inside an op, that is, after open() ------------------------*/
+/* ---- the device (backend.cu); valid inside an op, that is, after open() ---------------------- */
 typedef struct {
     int processors;      /* multiprocessors */
     int arch;            /* 90 for compute capability 9.0 */
@@ -94,7 +94,7 @@ template <class I> __host__ __device__ constexpr I ceil_div(I a, I b) { return (
 
 static inline bool is_aligned16(const void *p) { return ((uintptr_t)p & 15) == 0; }
 
-/* ---- dtypes ------------------------------------------------------------------------------------*/
+/* ---- dtypes ---------------------------------------------------------------------------------- */
 typedef __nv_bfloat16 bf16;
 typedef __half f16;
 
@@ -140,7 +140,7 @@ template <class F> static inline nd_status with_any(const char *op, nd_dtype dty
 template <class T> static inline const T *data_of(const nd_array *a) { return (const T *)a->data; }
 template <class T> static inline T *data_of(nd_array *a) { return (T *)a->data; }
 
-/* ---- strided walks -----------------------------------------------------------------------------
+/* ---- strided walks ------------------------------------------------------------------------------
  * An nd_loop cut to what a kernel takes by value: row-major index -> offset of each operand. */
 template <int operands> struct Walk {
     int64_t size;
@@ -203,7 +203,7 @@ template <> __device__ __forceinline__ bf16 from_float<bf16>(float x) {
 }
 template <> __device__ __forceinline__ f16 from_float<f16>(float x) { return __float2half_rn(x); }
 
-/* ---- any dtype, known at run time --------------------------------------------------------------
+/* ---- any dtype, known at run time ---------------------------------------------------------------
  * V is float for float dtypes and int64_t for integers and bool. The branch is the same for the
  * whole grid. Floats truncate to integers; what is not zero is true. */
 template <class V> __device__ __forceinline__ V load_as(const void *p, int64_t i, nd_dtype dtype);
@@ -255,7 +255,7 @@ __device__ __forceinline__ void store_as(void *p, int64_t i, nd_dtype dtype, V x
     }
 }
 
-/* ---- 16-byte accesses --------------------------------------------------------------------------
+/* ---- 16-byte accesses ---------------------------------------------------------------------------
  * A Vec lives in registers when it is indexed by unrolled loops only. */
 template <class T> struct alignas(16) Vec {
     static constexpr int size = 16 / sizeof(T);
@@ -291,7 +291,7 @@ template <class T> __device__ __forceinline__ void store16(T *p, const Vec<T> &x
     __stwb(reinterpret_cast<uint4 *>(p), bits);
 }
 
-/* ---- reductions --------------------------------------------------------------------------------
+/* ---- reductions ---------------------------------------------------------------------------------
  * In a fixed order, so the same bits each time; every thread gets the result. */
 struct SumOp {
     static constexpr float identity = 0.0f;

@@ -78,7 +78,8 @@ __global__ void __launch_bounds__(threads)
         return;
     }
     const T *packed = qkv + head * 3 * s.dims;
-    T *own_keys = keys + head * s.capacity * s.dims, *own_values = values + head * s.capacity * s.dims;
+    T *own_keys = keys + head * s.capacity * s.dims,
+      *own_values = values + head * s.capacity * s.dims;
     for (int d = tid; d < s.dims; d += threads) {
         float q = to_float(packed[d]), k = to_float(packed[s.dims + d]);
         if (d < 2 * s.half) {
@@ -255,7 +256,7 @@ nd_status decode(int device, const decode_attention_args *a, const Decode &s, in
     return ND_OK;
 }
 
-/* ---- the next token ----------------------------------------------------------------------------*/
+/* ---- the next token -------------------------------------------------------------------------- */
 struct Best {
     float value;
     int32_t at; /* -1: something is not finite */

@@ -15,7 +15,7 @@
 
 #include "common.cuh"
 
-/* ---- the state ---------------------------------------------------------------------------------*/
+/* ---- the state ------------------------------------------------------------------------------- */
 /* A type of this project's, so that the maps below have hidden visibility like everything here. */
 struct Bytes {
     size_t count;
@@ -40,7 +40,7 @@ struct Device {
     std::unordered_map<const void *, Bytes> prepared; /* kernels: dynamic shared memory allowed */
 };
 
-/* ---- entering a call (backend.cu) --------------------------------------------------------------*/
+/* ---- entering a call (backend.cu) ------------------------------------------------------------ */
 bool cuda_faulted(void);
 
 /* Refuse after a fault and before open(), make the device current, forget errors of other users of
@@ -63,7 +63,7 @@ struct Exclusive {
 
 Device &cuda_device(int device);
 
-/* ---- the vtable's functions of transfer.cu and event.cu (contracts in backend.h) ---------------*/
+/* ---- the vtable's functions of transfer.cu and event.cu (contracts in backend.h) ------------- */
 nd_status cuda_upload(int device, void *to, const void *from_host, size_t bytes);
 nd_status cuda_download(int device, void *to_host, const void *from, size_t bytes);
 nd_status cuda_download_begin(int device, const void *from, size_t bytes, nd_download **out);

@@ -24,7 +24,7 @@ constexpr int threads = 256;
 constexpr int warps = threads / 32;
 constexpr int chunk_size = 32; /* a chunk's ids live in the lanes of its warp */
 
-/* ---- forward -----------------------------------------------------------------------------------*/
+/* ---- forward --------------------------------------------------------------------------------- */
 template <class T, int N>
 __global__ void __launch_bounds__(threads)
     gather_kernel(const int32_t *ids, const T *w, T *y, int64_t rows, int64_t vocabulary,
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(threads)
     }
 }
 
-/* ---- backward ----------------------------------------------------------------------------------*/
+/* ---- backward -------------------------------------------------------------------------------- */
 /* Ids out of range become `vocabulary`, which sorts behind all others. */
 __global__ void __launch_bounds__(threads)
     keys_kernel(const int32_t *ids, uint32_t *keys, int32_t *positions, int64_t rows,

@@ -49,7 +49,7 @@ __device__ __forceinline__ void load_row(const T *row, int columns, int lane,
     }
 }
 
-/* ---- rows in registers -------------------------------------------------------------------------*/
+/* ---- rows in registers ----------------------------------------------------------------------- */
 template <class T, int group, int count>
 __global__ void __launch_bounds__(threads)
     forward_kernel(const T *x, const T *w, const T *b, float eps, T *y, float *mean, float *rstd,
@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(threads)
     }
 }
 
-/* ---- any C -------------------------------------------------------------------------------------*/
+/* ---- any C ----------------------------------------------------------------------------------- */
 template <class T>
 __global__ void __launch_bounds__(threads)
     any_forward_kernel(const T *x, const T *w, const T *b, float eps, T *y, float *mean,
@@ -283,7 +283,7 @@ __global__ void __launch_bounds__(threads)
     partial[((int64_t)gridDim.y + blockIdx.y) * columns + c] = db;
 }
 
-/* ---- host --------------------------------------------------------------------------------------*/
+/* ---- host ------------------------------------------------------------------------------------ */
 /* f(group, count): the smallest kernel that holds a row, or false when none does. */
 template <class T, class F> bool with_row_in_registers(int64_t columns, F &&f) {
     constexpr int N = Vec<T>::size;

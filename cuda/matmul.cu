@@ -255,7 +255,7 @@ nd_status run(const char *op, int device, const Key &key, const void *a, const v
     return ND_OK;
 }
 
-/* ---- from row-major views ----------------------------------------------------------------------*/
+/* ---- from row-major views -------------------------------------------------------------------- */
 /* A matrix in memory: `transposed` when its columns, not its rows, are contiguous. */
 struct Matrix {
     const char *data;
@@ -393,7 +393,7 @@ nd_status repeat_bias(int device, const nd_array *bias, nd_array *y) {
     return cuda_assign(device, &args);
 }
 
-/* ---- bias_bwd ----------------------------------------------------------------------------------*/
+/* ---- bias_bwd -------------------------------------------------------------------------------- */
 constexpr int strip_rows = 8; /* threads side by side in rows; 32 in columns */
 
 /* partial[block row][column] = the sum over that block's rows. N columns a thread. */

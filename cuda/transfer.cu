@@ -45,7 +45,7 @@ struct nd_staging {
     Pinned block;
 };
 
-/* ---- copies that wait --------------------------------------------------------------------------*/
+/* ---- copies that wait ------------------------------------------------------------------------ */
 nd_status cuda_upload(int device, void *to, const void *from_host, size_t bytes) {
     ND_TRY(cuda_enter(device));
     if (bytes == 0) {
@@ -74,7 +74,7 @@ nd_status cuda_download(int device, void *to_host, const void *from, size_t byte
     return ND_OK;
 }
 
-/* ---- asynchronous copies to the host, in two halves --------------------------------------------*/
+/* ---- asynchronous copies to the host, in two halves ------------------------------------------ */
 namespace {
 
 /* An idle block when one fits: making one costs far more than a copy. Blocks are rounded up so that
@@ -155,7 +155,7 @@ nd_status cuda_transfer_reset(int device) {
     return ND_OK;
 }
 
-/* ---- staging -----------------------------------------------------------------------------------*/
+/* ---- staging --------------------------------------------------------------------------------- */
 nd_status cuda_staging_new(int device, size_t bytes, nd_staging **out, void **memory) {
     *out = nullptr;
     ND_TRY(cuda_enter(device));

@@ -96,7 +96,8 @@ static void copy_items(size_t size, void *to, int64_t to_row, int64_t to_stride,
     }
 
 /* TILE x TILE items; `to` is contiguous along j, `from` along i. */
-static void transpose_items(size_t size, void *to, int64_t to_row, const void *from, int64_t stride) {
+static void transpose_items(size_t size, void *to, int64_t to_row, const void *from,
+                            int64_t stride) {
     switch (size) {
     case 1:
         TURN_ITEMS(item1)

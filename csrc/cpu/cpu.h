@@ -16,7 +16,7 @@
 #include "../backend.h"
 #include "../formula.h"
 
-/* ---- the ops. Hidden, and so a function that is missing does not link ------------------------*/
+/* ---- the ops. Hidden, and so a function that is missing does not link ------------------------ */
 #pragma GCC visibility push(hidden)
 #define EW1(name, types, formula) nd_status cpu_##name(int device, const name##_args *args);
 #define EW2(name, types, formula) EW1(name, types, formula)
@@ -35,7 +35,7 @@ static inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t cpu_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-/* ---- 16-bit floats: branch-free, so that loops over them vectorise; round to nearest even -----*/
+/* ---- 16-bit floats: branch-free, so that loops over them vectorise; round to nearest even ---- */
 ND_FN float cpu_from_bf16(uint16_t h) { return nd_bits_float((uint32_t)h << 16); }
 ND_FN uint16_t cpu_to_bf16(float x) {
     uint32_t bits = nd_float_bits(x);
@@ -104,9 +104,8 @@ ND_FN void cpu_write(nd_array *a, int64_t offset, int64_t n, const float *buffer
     }
 }
 
-/* ---- iteration over the rows (innermost axis) of an nd_loop
- * --------------------------------------- `offset` is where the current row of each operand starts,
- * in elements. */
+/* ---- iteration over the rows (innermost axis) of an nd_loop -------------------------------------
+ * `offset` is where the current row of each operand starts, in elements. */
 typedef struct {
     int64_t index[ND_MAX_DIMS];
     int64_t offset[ND_MAX_OPERANDS];
@@ -131,7 +130,7 @@ ND_FN void cpu_cursor_next(const nd_loop *loop, int n, cpu_cursor *cursor) {
     }
 }
 
-/* ---- memory.c: contracts in backend.h ---------------------------------------------------------*/
+/* ---- memory.c: contracts in backend.h -------------------------------------------------------- */
 nd_status cpu_allocate(int device, size_t bytes, void **out);
 nd_status cpu_release(int device, void *memory);
 nd_status cpu_empty_cache(int device);
@@ -140,8 +139,8 @@ nd_status cpu_reset_peak(int device);
 /* Scratch: 64-byte aligned, this thread's until its next cpu_scratch. */
 nd_status cpu_scratch(int device, size_t bytes, void **out);
 
-/* ---- sgemm.c: c = alpha op(a) op(b) + beta c, row-major, on the calling thread
- * ------------------- op(a) is m x k, op(b) is k x n. Sizes and leading dimensions must fit an int.
+/* ---- sgemm.c: c = alpha op(a) op(b) + beta c, row-major, on the calling thread ------------------
+ * op(a) is m x k, op(b) is k x n. Sizes and leading dimensions must fit an int.
  * The bits depend on the shape alone. */
 void cpu_sgemm(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, float alpha,
                const float *a, int64_t lda, const float *b, int64_t ldb, float beta, float *c,

@@ -31,8 +31,8 @@ static nd_status check_positions(const decode_attention_args *args) {
 }
 
 /* x rotated by its position, rounded to the array's dtype and read back. */
-static void rotate(const nd_array *x, int64_t at, int64_t d, const float *cosines, const float *sines,
-                 int64_t r, float *out) {
+static void rotate(const nd_array *x, int64_t at, int64_t d, const float *cosines,
+                   const float *sines, int64_t r, float *out) {
     float buffer[MAX_DIMS];
     unsigned char rounded[MAX_DIMS * sizeof(float)];
     const float *from = cpu_read(x, at, d, buffer);

@@ -258,22 +258,20 @@ static nd_status elementwise(const char *name, operand x, operand y, bool unary,
 #define INTEGER_FN_FLOAT(name) NULL
 #define INTEGER_FN_ANY(name) name##_i64
 
-#define EW1(name, types, formula)                                                         \
-    LOOP_OF_ONE(name##_f32, float, float, formula)                                        \
-    INTEGER_##types(LOOP_OF_ONE, name, formula)                                           \
-        nd_status cpu_##name(int device, const name##_args *args) {                       \
-        (void)device;                                                                     \
-        return elementwise(#name, (operand){args->x, 0}, (operand){NULL, 0}, true, false, \
-                           name##_f32, INTEGER_FN_##types(name), args->out);              \
+#define EW1(name, types, formula)                                                              \
+    INTEGER_##types(LOOP_OF_ONE, name, formula) LOOP_OF_ONE(name##_f32, float, float, formula) \
+        nd_status cpu_##name(int device, const name##_args *args) {                            \
+        (void)device;                                                                          \
+        return elementwise(#name, (operand){args->x, 0}, (operand){NULL, 0}, true, false,      \
+                           name##_f32, INTEGER_FN_##types(name), args->out);                   \
     }
-#define EW2(name, types, formula)                                                        \
-    LOOP_OF_TWO(name##_f32, float, float, formula)                                       \
-    INTEGER_##types(LOOP_OF_TWO, name, formula)                                          \
-        nd_status cpu_##name(int device, const name##_args *args) {                      \
-        (void)device;                                                                    \
-        return elementwise(#name, (operand){args->x, args->x_scalar},                    \
-                           (operand){args->y, args->y_scalar}, false, false, name##_f32, \
-                           INTEGER_FN_##types(name), args->out);                         \
+#define EW2(name, types, formula)                                                              \
+    INTEGER_##types(LOOP_OF_TWO, name, formula) LOOP_OF_TWO(name##_f32, float, float, formula) \
+        nd_status cpu_##name(int device, const name##_args *args) {                            \
+        (void)device;                                                                          \
+        return elementwise(#name, (operand){args->x, args->x_scalar},                          \
+                           (operand){args->y, args->y_scalar}, false, false, name##_f32,       \
+                           INTEGER_FN_##types(name), args->out);                               \
     }
 #define CMP(name, formula)                                                              \
     LOOP_OF_TWO(name##_f32, float, uint8_t, formula)                                    \

@@ -163,7 +163,7 @@ nd_status cpu_reset_peak(int device) {
     return ND_OK;
 }
 
-/* ---- scratch: one growing buffer a calling thread, freed with the thread ----------------------*/
+/* ---- scratch: one growing buffer a calling thread, freed with the thread --------------------- */
 typedef struct {
     void *memory;
     size_t bytes;

@@ -295,7 +295,7 @@ static nd_status reduce(int device, const char *name, const nd_array *x, int64_t
         return reduce(device, #name, args->x, args->axes, args->out, &r);   \
     }
 
-/* ---- argmax, argmin: one pass, first best wins, the first NaN beats everything (as in NumPy) --*/
+/* ---- argmax, argmin: one pass, first best wins, the first NaN beats everything (as in NumPy) - */
 typedef int64_t (*find_f32_fn)(float *best, const float *values, int64_t n);
 typedef int64_t (*find_i64_fn)(int64_t *best, const int64_t *values, int64_t n);
 

@@ -18,10 +18,11 @@ nd_status cpu_rotary(int device, const rotary_args *args) {
                         (long long)args->parts, (long long)slices);
     }
     if (2 * r > d) {
-        return nd_error(ND_EVALUE,
-                        "rotary: cos: rotates 2 x %lld dims, but a head has %lld (give at most D / 2 "
-                        "angles)",
-                        (long long)r, (long long)d);
+        return nd_error(
+            ND_EVALUE,
+            "rotary: cos: rotates 2 x %lld dims, but a head has %lld (give at most D / 2 "
+            "angles)",
+            (long long)r, (long long)d);
     }
     if (d > CPU_RUN) {
         return nd_error(ND_EVALUE, "rotary: x: head dim %lld is above the limit of %d",

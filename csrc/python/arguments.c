@@ -123,8 +123,8 @@ int nd_take_number(const char *op, const field *f, PyObject *object, nd_slot *sl
         Py_XDECREF(index);
         if (slot->integer == -1 && PyErr_Occurred()) {
             bool overflow = PyErr_ExceptionMatches(PyExc_OverflowError);
-            FAIL(overflow ? PyExc_ValueError : PyExc_TypeError, "%s: %s: must be an integer%s",
-                 op, f->name, overflow ? " of 64 bits" : "");
+            FAIL(overflow ? PyExc_ValueError : PyExc_TypeError, "%s: %s: must be an integer%s", op,
+                 f->name, overflow ? " of 64 bits" : "");
         }
     }
     return 0;

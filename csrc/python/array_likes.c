@@ -140,15 +140,13 @@ int nd_from_object(nd_state *state, PyObject *object, bool natural, nd_dtype dty
     size_t bytes = (size_t)nd_size(&made) * nd_dtype_size(staged);
     if (bytes > 0) {
         Py_BEGIN_ALLOW_THREADS
-        status =
-            device->backend->upload(device->index, made.data, PyArray_DATA(host), bytes);
+        status = device->backend->upload(device->index, made.data, PyArray_DATA(host), bytes);
         Py_END_ALLOW_THREADS
     }
     Py_DECREF(host);
-    int result = 0;
+    int result = -1;
     if (status != ND_OK) {
         nd_raise(state, "array", device, status);
-        result = -1;
     } else if (staged == dtype) {
         *out = made;
         return 0;
@@ -195,10 +193,9 @@ PyObject *nd_to_numpy(nd_state *state, const nd_array *a) {
         void *to = PyArray_DATA((PyArrayObject *)array);
         nd_status status;
         Py_BEGIN_ALLOW_THREADS
-        status =
-            device->backend->download(device->index, to, compact.data, bytes);
+        status = device->backend->download(device->index, to, compact.data, bytes);
         Py_END_ALLOW_THREADS
-    if (status != ND_OK) {
+        if (status != ND_OK) {
             Py_CLEAR(array);
             nd_raise(state, "numpy", device, status);
         }

@@ -148,8 +148,8 @@ const char *nd_device_missing(nd_device *device, char text[1024]) {
     if (device->index < b->count) {
         return NULL;
     }
-    snprintf(text, 1024, "no such device: there %s %d (%s() to %s(%d))", b->count == 1 ? "is" : "are",
-             b->count, b->name, b->name, b->count - 1);
+    snprintf(text, 1024, "no such device: there %s %d (%s() to %s(%d))",
+             b->count == 1 ? "is" : "are", b->count, b->name, b->name, b->count - 1);
     return text;
 }
 

@@ -11,12 +11,12 @@ const char *nd_library_path(nd_backend_id id); /* where the file of a backend is
 
 /* The device whose memory the host reads, ready since import. */
 nd_device *nd_host(void);
-nd_device *nd_device_at(nd_backend_id id, int64_t index);        /* NULL: no such index */
-nd_device *nd_device_of_dlpack(int type, int64_t index);         /* NULL: no such device */
-int nd_dlpack_type(const nd_device *device);                     /* DLPack's number */
-int nd_device_slot(const nd_device *device);                     /* 0 ... of all that can be named */
-const char *nd_device_name(const nd_device *device);             /* "cuda", also when not loaded */
-const char *nd_device_title(const nd_device *device);            /* "CUDA" */
+nd_device *nd_device_at(nd_backend_id id, int64_t index); /* NULL: no such index */
+nd_device *nd_device_of_dlpack(int type, int64_t index);  /* NULL: no such device */
+int nd_dlpack_type(const nd_device *device);              /* DLPack's number */
+int nd_device_slot(const nd_device *device);              /* 0 ... of all that can be named */
+const char *nd_device_name(const nd_device *device);      /* "cuda", also when not loaded */
+const char *nd_device_title(const nd_device *device);     /* "CUDA" */
 const char *nd_device_text(const nd_device *device, char text[24]); /* "cuda(1)" */
 int nd_device_count(nd_backend_id id); /* 0 when the backend cannot be had */
 

@@ -115,7 +115,7 @@ static PyObject *call_reduction(nd_state *state, nd_op id, PyObject *const *give
 }
 
 static PyObject *call_op(PyObject *module, nd_op id, PyObject *const *arguments,
-                          Py_ssize_t positional, PyObject *keywords) {
+                         Py_ssize_t positional, PyObject *keywords) {
     nd_state *state = nd_module_state(module);
     PyObject *given[ND_MAX_FIELDS];
     if (parse(state, id, arguments, positional, keywords, given) < 0) {
@@ -139,7 +139,7 @@ static PyObject *call_op(PyObject *module, nd_op id, PyObject *const *arguments,
 #define CALLABLE(name)                                                                         \
     static PyObject *py_##name(PyObject *module, PyObject *const *arguments, Py_ssize_t count, \
                                PyObject *keywords) {                                           \
-        return call_op(module, OP_##name, arguments, count, keywords);                       \
+        return call_op(module, OP_##name, arguments, count, keywords);                         \
     }
 #define EW1(name, types, formula) CALLABLE(name)
 #define EW2(name, types, formula) CALLABLE(name)

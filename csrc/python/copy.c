@@ -116,7 +116,7 @@ int nd_assign(nd_state *state, const char *op, const nd_array *to, const nd_arra
     return result;
 }
 
-/* ---- between devices -------------------------------------------------------------------------- */
+/* ---- between devices ------------------------------------------------------------------------- */
 static nd_status transfer(const nd_array *from, const nd_array *to) {
     nd_device *source = from->storage->device, *target = to->storage->device;
     size_t bytes = (size_t)nd_size(from) * nd_dtype_size(from->dtype);
@@ -158,7 +158,7 @@ int nd_to_device(nd_state *state, const nd_array *a, nd_device *device, nd_array
         Py_BEGIN_ALLOW_THREADS
         status = transfer(&compact, out);
         Py_END_ALLOW_THREADS
-    if (status != ND_OK) {
+        if (status != ND_OK) {
             nd_array_clear(out);
         }
     }

@@ -10,7 +10,8 @@
 #include "errors.h"
 
 typedef struct {
-    PyObject_HEAD nd_device *device;
+    PyObject_HEAD
+    nd_device *device;
 } DeviceObject;
 
 static nd_device *device_of(PyObject *self) { return ((DeviceObject *)self)->device; }
@@ -61,7 +62,9 @@ static PyObject *device_compare(PyObject *self, PyObject *other, int op) {
     return PyBool_FromLong((device_of(self) == device_of(other)) == (op == Py_EQ));
 }
 
-static Py_hash_t device_hash(PyObject *self) { return (Py_hash_t)nd_device_slot(device_of(self)) + 1; }
+static Py_hash_t device_hash(PyObject *self) {
+    return (Py_hash_t)nd_device_slot(device_of(self)) + 1;
+}
 
 static PyObject *device_enabled(PyObject *self, PyObject *unused) {
     (void)unused;
@@ -228,7 +231,7 @@ static PyType_Spec device_spec = {
     .slots = device_slots,
 };
 
-/* ---- functions of the module ------------------------------------------------------------------ */
+/* ---- functions of the module ----------------------------------------------------------------- */
 static PyObject *device_by_index(PyObject *module, nd_backend_id id, const char *format,
                                  PyObject *arguments, PyObject *keywords) {
     static char *names[] = {"index", NULL};
@@ -244,9 +247,9 @@ static PyObject *device_by_index(PyObject *module, nd_backend_id id, const char 
     return nd_device_object(nd_module_state(module), device);
 }
 
-#define X(name, title, dlpack, table, file)                                                      \
-    static PyObject *module_##name(PyObject *module, PyObject *arguments, PyObject *keywords) {  \
-        return device_by_index(module, BACKEND_##name, "|L:" #name, arguments, keywords);        \
+#define X(name, title, dlpack, table, file)                                                     \
+    static PyObject *module_##name(PyObject *module, PyObject *arguments, PyObject *keywords) { \
+        return device_by_index(module, BACKEND_##name, "|L:" #name, arguments, keywords);       \
     }
 ND_BACKENDS(X)
 #undef X
@@ -288,14 +291,14 @@ static PyObject *module_cuda_reset(PyObject *module, PyObject *unused) {
 }
 
 static PyMethodDef functions[] = {
-#define X(name, title, dlpack, table, file)                                                  \
-    {#name, KEYWORD_METHOD(module_##name),                                                   \
-     #name "($module, index=0)\n--\n\n"                                                      \
+#define X(name, title, dlpack, table, file) \
+    {#name, KEYWORD_METHOD(module_##name),  \
+     #name "($module, index=0)\n--\n\n"     \
            "A device of the " title " backend, by number; nothing is opened until it is used."},
     ND_BACKENDS(X)
 #undef X
-    {"all_devices", module_all_devices, METH_NOARGS,
-     "all_devices($module)\n--\n\n[cpu(), cuda(), ...]; ask each whether it is enabled()."},
+        {"all_devices", module_all_devices, METH_NOARGS,
+         "all_devices($module)\n--\n\n[cpu(), cuda(), ...]; ask each whether it is enabled()."},
     {"cuda_init", module_cuda_init, METH_NOARGS,
      "cuda_init($module)\n--\n\nOpen cuda() now rather than at its first use. RuntimeError says "
      "why it cannot be."},

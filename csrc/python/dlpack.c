@@ -150,7 +150,7 @@ PyObject *nd_ndarray_dlpack(PyObject *self, PyObject *arguments, PyObject *keywo
     /* The consumer's stream is not ours: all work on the memory is waited for. */
     nd_status status = ND_OK;
     Py_BEGIN_ALLOW_THREADS
-        status = device->backend->synchronize(device->index);
+    status = device->backend->synchronize(device->index);
     Py_END_ALLOW_THREADS
     if (status != ND_OK) {
         export_free(hold);
@@ -325,7 +325,7 @@ static PyObject *module_from_dlpack(PyObject *module, PyObject *object) {
     nd_device *device = view.storage->device;
     nd_status status;
     Py_BEGIN_ALLOW_THREADS
-        status = device->backend->synchronize(device->index);
+    status = device->backend->synchronize(device->index);
     Py_END_ALLOW_THREADS
     if (status != ND_OK) {
         nd_array_clear(&view);

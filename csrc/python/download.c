@@ -64,7 +64,7 @@ static nd_status finish(DownloadObject *self) {
     nd_download *download = self->download;
     self->download = NULL;
     return self->head.device->backend->download_end(self->head.device->index, download,
-                                               self->host.storage->memory);
+                                                    self->host.storage->memory);
 }
 
 static void download_dealloc(PyObject *object) {
@@ -93,7 +93,7 @@ static PyObject *download_wait(PyObject *object, PyObject *unused) {
         Py_BEGIN_ALLOW_THREADS
         status = finish(self);
         Py_END_ALLOW_THREADS
-    if (status != ND_OK) {
+        if (status != ND_OK) {
             return nd_raise(state, "Download.wait", self->head.device, status);
         }
         nd_array arrived;

@@ -13,7 +13,7 @@
 #include "errors.h"
 #include "ops.h"
 
-/* ---- elementwise ------------------------------------------------------------------------------- */
+/* ---- elementwise ----------------------------------------------------------------------------- */
 /* A view of x in `dtype`: x itself, or converted. Gives a new reference. */
 static int converted(nd_state *state, const nd_array *x, nd_dtype dtype, nd_array *out) {
     if (x->dtype == dtype) {
@@ -252,7 +252,7 @@ done:
     return result;
 }
 
-/* ---- reductions -------------------------------------------------------------------------------- */
+/* ---- reductions ------------------------------------------------------------------------------ */
 int nd_reduce(nd_state *state, nd_op id, const nd_array *x, int axes, nd_array *out) {
     const nd_op_info *info = &nd_ops[id];
     const char *op = info->name;

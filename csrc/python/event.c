@@ -46,14 +46,16 @@ static PyObject *event_record(PyObject *object, PyObject *unused) {
     if (nd_streamed_check(state, self) < 0) {
         return NULL;
     }
-    nd_status status = self->head.device->backend->event_record(self->head.device->index, self->event);
+    nd_status status =
+        self->head.device->backend->event_record(self->head.device->index, self->event);
     return nd_none_or_raise(state, "Event.record", self->head.device, status);
 }
 
 static PyObject *event_elapsed(PyObject *object, PyObject *other_object) {
     EventObject *self = (EventObject *)object, *other = (EventObject *)other_object;
     nd_state *state = PyType_GetModuleState(Py_TYPE(object));
-    if (!PyObject_TypeCheck(other_object, state->event_type) || self->head.device != other->head.device) {
+    if (!PyObject_TypeCheck(other_object, state->event_type) ||
+        self->head.device != other->head.device) {
         PyErr_SetString(PyExc_TypeError, "Event.elapsed: other: must be an Event of this device");
         return NULL;
     }
@@ -63,8 +65,8 @@ static PyObject *event_elapsed(PyObject *object, PyObject *other_object) {
     double milliseconds = 0;
     nd_status status;
     Py_BEGIN_ALLOW_THREADS
-        status = self->head.device->backend->event_elapsed(
-        self->head.device->index, self->event, other->event, &milliseconds);
+    status = self->head.device->backend->event_elapsed(self->head.device->index, self->event,
+                                                       other->event, &milliseconds);
     Py_END_ALLOW_THREADS
     if (status != ND_OK) {
         return nd_raise(state, "Event.elapsed", self->head.device, status);

@@ -114,7 +114,8 @@ static int flat_setitem(PyObject *self, PyObject *key, PyObject *value) {
         return -1;
     }
     unsigned integers;
-    int result = nd_index_view(&copy, key, &view, &integers) < 0 ? -1 : nd_store(state, &view, value);
+    int result =
+        nd_index_view(&copy, key, &view, &integers) < 0 ? -1 : nd_store(state, &view, value);
     if (result == 0) {
         copy.ndim = a->ndim;
         memcpy(copy.shape, a->shape, sizeof copy.shape);

@@ -113,7 +113,8 @@ static PyObject *graph_replay(PyObject *object, PyObject *unused) {
     if (nd_streamed_check(state, self) < 0) {
         return NULL;
     }
-    nd_status status = self->head.device->backend->graph_launch(self->head.device->index, self->graph);
+    nd_status status =
+        self->head.device->backend->graph_launch(self->head.device->index, self->graph);
     return nd_none_or_raise(state, "Graph.replay", self->head.device, status);
 }
 
@@ -131,7 +132,8 @@ static PyType_Slot graph_slots[] = {
     {Py_tp_clear, graph_clear},
     {Py_tp_methods, graph_methods},
     {Py_tp_doc, "Graph(device, step)\n--\n\nCalls step() twice, once for real and once to record "
-                "what it does on the device; replay() does it again. ValueError where device.records_graphs is False."},
+                "what it does on the device; replay() does it again. ValueError where "
+                "device.records_graphs is False."},
     {0, NULL},
 };
 

@@ -10,7 +10,7 @@
 #include "methods.h"
 #include "ops.h"
 
-/* ---- operators --------------------------------------------------------------------------------- */
+/* ---- operators ------------------------------------------------------------------------------- */
 static PyObject *binary(PyObject *x, PyObject *y, nd_op id, NDArrayObject *into) {
     nd_state *state = nd_state_of(x);
     if (state == NULL) {
@@ -24,7 +24,7 @@ static PyObject *binary(PyObject *x, PyObject *y, nd_op id, NDArrayObject *into)
     return result;
 }
 
-#define OPERATOR(name)                                        \
+#define OPERATOR(name)                                              \
     PyObject *nd_ndarray_##name(PyObject *x, PyObject *y) {         \
         return binary(x, y, OP_##name, NULL);                       \
     }                                                               \
@@ -61,10 +61,10 @@ PyObject *nd_ndarray_compare(PyObject *x, PyObject *y, int op) {
     return binary(x, y, comparisons[op], NULL);
 }
 
-#define UNARY_METHOD(name)                                           \
+#define UNARY_METHOD(name)                                       \
     PyObject *nd_ndarray_##name(PyObject *x, PyObject *unused) { \
-        (void)unused;                                                \
-        return nd_unary(nd_state_of(x), OP_##name, x);              \
+        (void)unused;                                            \
+        return nd_unary(nd_state_of(x), OP_##name, x);           \
     }
 UNARY_METHOD(exp)
 UNARY_METHOD(log)
@@ -89,7 +89,7 @@ PyObject *nd_ndarray_minimum(PyObject *x, PyObject *y) {
     return ndarray_extremum(x, y, OP_minimum, "minimum");
 }
 
-/* ---- matrix product ------------------------------------------------------------------------------ */
+/* ---- matrix product -------------------------------------------------------------------------- */
 /* An operand with all its batch axes merged into one: a view when the strides allow, else a copy. */
 static int merge_batch(nd_state *state, const nd_array *a, int ndim, const int64_t *batch,
                        nd_array *out) {
@@ -237,7 +237,7 @@ done:
     return result;
 }
 
-/* ---- reductions -------------------------------------------------------------------------------- */
+/* ---- reductions ------------------------------------------------------------------------------ */
 /* axis=None|int|tuple, keepdims -> a fresh array; *reduced counts the elements behind each result. */
 static int reduce(nd_state *state, nd_op id, const char *name, const nd_array *a,
                   PyObject *arguments, PyObject *keywords, nd_array *out, int64_t *reduced) {
@@ -286,15 +286,15 @@ static int reduce(nd_state *state, nd_op id, const char *name, const nd_array *a
     return 0;
 }
 
-#define REDUCTION(name)                                                                        \
-    PyObject *nd_ndarray_##name(PyObject *self, PyObject *arguments, PyObject *keywords) { \
-        nd_state *state = nd_state_of(self);                                                   \
-        nd_array out;                                                                          \
-        int64_t reduced;                                                                       \
-        return reduce(state, OP_##name, #name, nd_array_of(self), arguments, keywords, &out,  \
-                      &reduced) < 0                                                            \
-                   ? NULL                                                                      \
-                   : nd_wrap(state, &out);                                                     \
+#define REDUCTION(name)                                                                      \
+    PyObject *nd_ndarray_##name(PyObject *self, PyObject *arguments, PyObject *keywords) {   \
+        nd_state *state = nd_state_of(self);                                                 \
+        nd_array out;                                                                        \
+        int64_t reduced;                                                                     \
+        return reduce(state, OP_##name, #name, nd_array_of(self), arguments, keywords, &out, \
+                      &reduced) < 0                                                          \
+                   ? NULL                                                                    \
+                   : nd_wrap(state, &out);                                                   \
     }
 REDUCTION(sum)
 REDUCTION(max)

@@ -38,7 +38,7 @@
 
 PyMODINIT_FUNC PyInit__C(void);
 
-/* ---- functions of the module ------------------------------------------------------------------ */
+/* ---- functions of the module ----------------------------------------------------------------- */
 static PyObject *module_build_info(PyObject *module, PyObject *unused) {
     (void)module;
     (void)unused;
@@ -60,7 +60,7 @@ static PyMethodDef module_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-/* ---- import ------------------------------------------------------------------------------------ */
+/* ---- import ---------------------------------------------------------------------------------- */
 static int check_processor(void) {
 #if defined(__x86_64__) && defined(__GNUC__)
     const char *missing = NULL;

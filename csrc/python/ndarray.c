@@ -19,7 +19,7 @@ typedef struct {
     nd_dtype dtype;
 } HandleObject;
 
-/* ---- construction ------------------------------------------------------------------------------ */
+/* ---- construction ---------------------------------------------------------------------------- */
 static PyObject *ndarray_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     (void)arguments;
     (void)keywords;
@@ -148,7 +148,7 @@ static PyObject *module_empty(PyObject *module, PyObject *arguments, PyObject *k
     return status != ND_OK ? nd_raise(state, "empty", NULL, status) : nd_wrap(state, &out);
 }
 
-/* ---- attributes -------------------------------------------------------------------------------- */
+/* ---- attributes ------------------------------------------------------------------------------ */
 static PyObject *get_shape(PyObject *self, void *closure) {
     (void)closure;
     return nd_pack_shape(nd_array_of(self)->ndim, nd_array_of(self)->shape);
@@ -196,7 +196,7 @@ static PyObject *get_handle(PyObject *self, void *closure) {
     return (PyObject *)handle;
 }
 
-/* ---- Handle: the memory behind an array ------------------------------------------------------------ */
+/* ---- Handle: the memory behind an array ------------------------------------------------------ */
 static void handle_dealloc(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
     nd_storage_release(((HandleObject *)self)->storage);
@@ -229,8 +229,8 @@ static PyType_Spec handle_spec = {
     .slots = handle_slots,
 };
 
-/* ---- the type ---------------------------------------------------------------------------------- */
-/* ---- the type ---------------------------------------------------------------------------------- */
+/* ---- the type -------------------------------------------------------------------------------- */
+/* ---- the type -------------------------------------------------------------------------------- */
 #define AXIS_TEXT "($self, axis=None, keepdims=False)\n--\n\n"
 
 static PyMethodDef ndarray_methods[] = {
@@ -252,7 +252,8 @@ static PyMethodDef ndarray_methods[] = {
     {"fill", nd_ndarray_fill, METH_O, "fill($self, value, /)\n--\n\nSet every element."},
     {"pad", nd_ndarray_pad, METH_O,
      "pad($self, axes, /)\n--\n\nA copy with (before, after) zeros added on each axis."},
-    {"item", nd_ndarray_item, METH_NOARGS, "item($self)\n--\n\nThe only element, as a Python number."},
+    {"item", nd_ndarray_item, METH_NOARGS,
+     "item($self)\n--\n\nThe only element, as a Python number."},
     {"permute", nd_ndarray_permute, METH_VARARGS,
      "permute($self, axes, /)\n--\n\nView with the axes in another order."},
     {"broadcast_to", nd_ndarray_broadcast_to, METH_VARARGS,
@@ -274,8 +275,10 @@ static PyMethodDef ndarray_methods[] = {
     {"log", nd_ndarray_log, METH_NOARGS, "log($self)\n--\n\nNatural logarithm."},
     {"tanh", nd_ndarray_tanh, METH_NOARGS, "tanh($self)\n--\n\n"},
     {"sqrt", nd_ndarray_sqrt, METH_NOARGS, "sqrt($self)\n--\n\n"},
-    {"maximum", nd_ndarray_maximum, METH_O, "maximum($self, other, /)\n--\n\nElementwise; NaN wins."},
-    {"minimum", nd_ndarray_minimum, METH_O, "minimum($self, other, /)\n--\n\nElementwise; NaN wins."},
+    {"maximum", nd_ndarray_maximum, METH_O,
+     "maximum($self, other, /)\n--\n\nElementwise; NaN wins."},
+    {"minimum", nd_ndarray_minimum, METH_O,
+     "minimum($self, other, /)\n--\n\nElementwise; NaN wins."},
     {"sum", KEYWORD_METHOD(nd_ndarray_sum),
      "sum" AXIS_TEXT "Sum over axis: None, int or tuple. "
      "Integers sum in int64."},
@@ -288,7 +291,8 @@ static PyMethodDef ndarray_methods[] = {
      "argmin" AXIS_TEXT "Index (int64) of the first smallest, counted row by row within the axes."},
     {"numpy", nd_ndarray_numpy, METH_NOARGS,
      "numpy($self)\n--\n\nA NumPy array with a copy of the elements; bfloat16 becomes float32."},
-    {"tolist", nd_ndarray_tolist, METH_NOARGS, "tolist($self)\n--\n\nNested lists of Python numbers."},
+    {"tolist", nd_ndarray_tolist, METH_NOARGS,
+     "tolist($self)\n--\n\nNested lists of Python numbers."},
     {"__array__", KEYWORD_METHOD(nd_ndarray_array),
      "__array__($self, dtype=None, copy=None)\n--\n\nNumPy's protocol."},
     {"__reduce__", nd_ndarray_reduce, METH_NOARGS, NULL},

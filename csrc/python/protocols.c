@@ -56,7 +56,7 @@ PyObject *nd_ndarray_array(PyObject *self, PyObject *arguments, PyObject *keywor
     return nd_numpy_cast(array, dtype, copy != Py_False);
 }
 
-/* ---- printing ---------------------------------------------------------------------------------- */
+/* ---- printing -------------------------------------------------------------------------------- */
 PyObject *nd_ndarray_str(PyObject *self) {
     PyObject *array = nd_ndarray_numpy(self, NULL);
     PyObject *text = array != NULL ? PyObject_Str(array) : NULL;
@@ -107,7 +107,7 @@ PyObject *nd_ndarray_repr(PyObject *self) {
     return text;
 }
 
-/* ---- the buffer protocol ----------------------------------------------------------------------- */
+/* ---- the buffer protocol --------------------------------------------------------------------- */
 typedef struct {
     nd_storage *storage;
     Py_ssize_t shape[ND_MAX_DIMS];
@@ -174,7 +174,7 @@ void nd_ndarray_releasebuffer(PyObject *self, Py_buffer *view) {
     free(hold);
 }
 
-/* ---- array interfaces -------------------------------------------------------------------------- */
+/* ---- array interfaces ------------------------------------------------------------------------ */
 static PyObject *interface(PyObject *self, const char *name, int version) {
     static const char *const types[ND_NUM_DTYPES] = {
         [ND_F32] = "<f4", [ND_F16] = "<f2",  [ND_I32] = "<i4", [ND_I64] = "<i8",
@@ -227,7 +227,7 @@ PyObject *nd_cuda_array_interface(PyObject *self, void *closure) {
     return interface(self, "__cuda_array_interface__", 2);
 }
 
-/* ---- pickling: by value -------------------------------------------------------------------------- */
+/* ---- pickling: by value ---------------------------------------------------------------------- */
 PyObject *nd_ndarray_reduce(PyObject *self, PyObject *unused) {
     (void)unused;
     nd_state *state = nd_state_of(self);

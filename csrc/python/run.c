@@ -76,8 +76,8 @@ static double microseconds_now(void) {
 static int describe(char *text, size_t capacity, const char *name, const nd_array *a) {
     int used = snprintf(text, capacity, " %s:%s(", name, nd_dtype_name(a->dtype));
     for (int i = 0; i < a->ndim; i++) {
-        used += snprintf(text + used, (size_t)used < capacity ? capacity - (size_t)used : 0, "%s%lld",
-                         i ? "," : "", (long long)a->shape[i]);
+        used += snprintf(text + used, (size_t)used < capacity ? capacity - (size_t)used : 0,
+                         "%s%lld", i ? "," : "", (long long)a->shape[i]);
     }
     return used + snprintf(text + used, (size_t)used < capacity ? capacity - (size_t)used : 0, ")");
 }
@@ -89,7 +89,8 @@ void nd_show(shown *s, const char *name, const nd_array *array) {
     }
 }
 
-static void trace_line(const nd_op_info *info, const nd_device *device, double took, const shown *s) {
+static void trace_line(const nd_op_info *info, const nd_device *device, double took,
+                       const shown *s) {
     char text[1024], name[24];
     int used = 0;
     text[0] = 0;
@@ -111,7 +112,7 @@ void nd_trace_copy(nd_state *state, const char *op, const char *operand, const n
 }
 
 int nd_run_op(nd_state *state, nd_op id, nd_device *device, const nd_slot *slots, int64_t work,
-               const shown *s) {
+              const shown *s) {
     const nd_op_info *info = &nd_ops[id];
     double start = state->trace ? microseconds_now() : 0;
     nd_status status;

@@ -85,8 +85,8 @@ static PyObject *staging_send(PyObject *object, PyObject *arguments, PyObject *k
         nd_array_clear(&array);
         return NULL;
     }
-    status = self->head.device->backend->staging_send(self->head.device->index, self->staging, array.data,
-                                                 array.storage->bytes);
+    status = self->head.device->backend->staging_send(self->head.device->index, self->staging,
+                                                      array.data, array.storage->bytes);
     if (status != ND_OK) {
         nd_array_clear(&array);
         return nd_raise(state, "Staging.send", self->head.device, status);
@@ -103,8 +103,7 @@ static PyObject *staging_wait(PyObject *object, PyObject *unused) {
     }
     nd_status status;
     Py_BEGIN_ALLOW_THREADS
-        status =
-        self->head.device->backend->staging_wait(self->head.device->index, self->staging);
+    status = self->head.device->backend->staging_wait(self->head.device->index, self->staging);
     Py_END_ALLOW_THREADS
     return nd_none_or_raise(state, "Staging.wait", self->head.device, status);
 }

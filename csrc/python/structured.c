@@ -11,7 +11,7 @@
 #include "errors.h"
 #include "ops.h"
 
-/* ---- operands ---------------------------------------------------------------------------------- */
+/* ---- operands -------------------------------------------------------------------------------- */
 static const char *class_text(dtype_class class) {
     switch (class) {
     case CLASS_F:
@@ -373,7 +373,6 @@ PyObject *nd_structured(nd_state *state, nd_op id, PyObject *const *given) {
     int next = 0, count = 0;
     for (; fields[count].kind != KIND_END; count++) {
         operands[count].owned = operands[count].copy_back = false;
-        slots[count].array = NULL;
     }
     for (int i = 0; i < count; i++) {
         const field *f = &fields[i];

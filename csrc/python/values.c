@@ -28,8 +28,7 @@ static PyObject *element(nd_state *state, const nd_array *a) {
         status = ND_OK;
     } else {
         Py_BEGIN_ALLOW_THREADS
-        status =
-            device->backend->download(device->index, &value, a->data, nd_dtype_size(a->dtype));
+        status = device->backend->download(device->index, &value, a->data, nd_dtype_size(a->dtype));
         Py_END_ALLOW_THREADS
     }
     if (status != ND_OK) {

@@ -32,7 +32,7 @@ static UNUSED int finish(const char *name) {
     return failed > 0;
 }
 
-/* ---- random numbers: the same in each run -----------------------------------------------------*/
+/* ---- random numbers: the same in each run ---------------------------------------------------- */
 static uint64_t random_state = 88172645463325252ull;
 
 static UNUSED double uniform(void) { /* [-1, 1) */
@@ -42,7 +42,7 @@ static UNUSED double uniform(void) { /* [-1, 1) */
     return (double)(random_state >> 11) * 0x1p-52 - 1.0;
 }
 
-/* ---- arrays -----------------------------------------------------------------------------------*/
+/* ---- arrays ---------------------------------------------------------------------------------- */
 typedef enum {
     PLAIN,
     SWAPPED,
