@@ -550,12 +550,12 @@ nd_backend make_backend() {
     b.graph_end = cuda_graph_end;
     b.graph_launch = cuda_graph_launch;
     b.graph_free = cuda_graph_free;
-#define EW1(row, types, formula) b.row = call_##row;
-#define EW2(row, types, formula) EW1(row, types, formula)
-#define CMP(row, formula) EW1(row, , )
-#define RED(row, types, start, combine, map) EW1(row, , )
-#define ARG(row, better) EW1(row, , )
-#define OP(row, operands) EW1(row, , )
+#define EW1(name, types, formula) b.name = call_##name;
+#define EW2(name, types, formula) EW1(name, types, formula)
+#define CMP(name, formula) EW1(name, , )
+#define RED(name, types, start, combine, map) EW1(name, , )
+#define ARG(name, better) EW1(name, , )
+#define OP(name, operands) EW1(name, , )
 #include "../csrc/ops.def"
     return b;
 }

@@ -72,8 +72,8 @@ typedef union {
     int64_t i64[CPU_RUN];
 } cpu_run;
 
-/* ---- convert.c: n elements, `stride` elements apart, from or to any dtype
- * ------------------------- Floats truncate towards zero when stored as integers (out of range: the
+/* ---- convert.c: n elements, `stride` elements apart, from or to any dtype -----------------------
+ * Floats truncate towards zero when stored as integers (out of range: the
  * nearest int64, NaN: 0, then cut to size); anything but zero is true. */
 void cpu_load_f32(float *restrict to, const void *from, nd_dtype dtype, int64_t stride, int64_t n);
 void cpu_load_i64(int64_t *restrict to, const void *from, nd_dtype dtype, int64_t stride,

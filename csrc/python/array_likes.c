@@ -131,12 +131,11 @@ int nd_from_object(nd_state *state, PyObject *object, bool natural, nd_dtype dty
     }
     nd_array made;
     nd_dtype staged = dtype == ND_BF16 ? ND_F32 : dtype;
-    nd_status status = nd_array_new(device, staged, PyArray_NDIM(host), shape, &made);
-    if (status != ND_OK) {
+    if (nd_new_array(state, "array", device, staged, PyArray_NDIM(host), shape, &made) < 0) {
         Py_DECREF(host);
-        nd_raise(state, "array", NULL, status);
         return -1;
     }
+    nd_status status = ND_OK;
     size_t bytes = (size_t)nd_size(&made) * nd_dtype_size(staged);
     if (bytes > 0) {
         Py_BEGIN_ALLOW_THREADS
@@ -144,13 +143,12 @@ int nd_from_object(nd_state *state, PyObject *object, bool natural, nd_dtype dty
         Py_END_ALLOW_THREADS
     }
     Py_DECREF(host);
-    int result = -1;
-    if (status != ND_OK) {
-        nd_raise(state, "array", device, status);
-    } else if (staged == dtype) {
+    int result = nd_check(state, "array", device, status);
+    if (result == 0 && staged == dtype) {
         *out = made;
         return 0;
-    } else {
+    }
+    if (result == 0) {
         result = nd_copy(state, &made, dtype, out);
     }
     nd_array_clear(&made);

@@ -167,12 +167,8 @@ int nd_device_ready(nd_state *state, nd_device *device) {
         return -1;
     }
     nd_status status = device->backend->open(device->index);
-    if (status != ND_OK) {
-        nd_raise(state, nd_device_text(device, text), device, status);
-        return -1;
-    }
-    opened[slot] = true;
-    return 0;
+    opened[slot] = status == ND_OK;
+    return nd_check(state, nd_device_text(device, text), device, status);
 }
 
 int nd_backend_reset(nd_state *state, nd_backend_id id) {
@@ -182,11 +178,9 @@ int nd_backend_reset(nd_state *state, nd_backend_id id) {
         if (!*open) {
             continue;
         }
-        nd_status status = device->backend->reset(device->index);
-        if (status != ND_OK) {
-            char op[32];
-            snprintf(op, sizeof op, "%.20s_reset", backends[id].name);
-            nd_raise(state, op, device, status);
+        char op[32];
+        snprintf(op, sizeof op, "%.20s_reset", backends[id].name);
+        if (nd_check(state, op, device, device->backend->reset(device->index)) < 0) {
             return -1;
         }
         device->generation++;

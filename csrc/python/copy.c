@@ -48,12 +48,7 @@ int nd_fill(nd_state *state, const nd_array *to, double value) {
 
 int nd_new_array(nd_state *state, const char *op, nd_device *device, nd_dtype dtype, int ndim,
                  const int64_t *shape, nd_array *out) {
-    nd_status status = nd_array_new(device, dtype, ndim, shape, out);
-    if (status != ND_OK) {
-        nd_raise(state, op, NULL, status);
-        return -1;
-    }
-    return 0;
+    return nd_check(state, op, NULL, nd_array_new(device, dtype, ndim, shape, out));
 }
 
 int nd_copy(nd_state *state, const nd_array *a, nd_dtype dtype, nd_array *out) {
@@ -163,9 +158,5 @@ int nd_to_device(nd_state *state, const nd_array *a, nd_device *device, nd_array
         }
     }
     nd_array_clear(&compact);
-    if (status != ND_OK) {
-        nd_raise(state, "to", NULL, status);
-        return -1;
-    }
-    return 0;
+    return nd_check(state, "to", NULL, status);
 }

@@ -258,14 +258,9 @@ static int import_tensor(nd_state *state, const dl_tensor *tensor, void *owner,
         return -1;
     }
     char *memory = empty ? NULL : (char *)out->data + first * item;
-    nd_status status =
-        nd_storage_borrow(device, memory, empty ? 0 : (size_t)((last - first + 1) * item), owner,
-                          release, &out->storage);
-    if (status != ND_OK) {
-        nd_raise(state, "from_dlpack", NULL, status);
-        return -1;
-    }
-    return 0;
+    size_t bytes = empty ? 0 : (size_t)((last - first + 1) * item);
+    return nd_check(state, "from_dlpack", NULL,
+                    nd_storage_borrow(device, memory, bytes, owner, release, &out->storage));
 }
 
 /* The producer's capsule, versioned where it can. */

@@ -36,11 +36,10 @@ static PyObject *download_new(PyTypeObject *type, PyObject *arguments, PyObject 
     if (self == NULL) {
         return NULL;
     }
-    nd_status status =
-        nd_array_new(nd_host(), array->dtype, array->ndim, array->shape, &self->host);
-    if (status != ND_OK) {
+    if (nd_new_array(state, "Download", nd_host(), array->dtype, array->ndim, array->shape,
+                     &self->host) < 0) {
         Py_DECREF(self);
-        return nd_raise(state, "Download", NULL, status);
+        return NULL;
     }
     nd_array packed;
     if (nd_is_contiguous(array)) {
@@ -49,8 +48,8 @@ static PyObject *download_new(PyTypeObject *type, PyObject *arguments, PyObject 
         Py_DECREF(self);
         return NULL;
     }
-    status = device->backend->download_begin(device->index, packed.data, self->host.storage->bytes,
-                                             &self->download);
+    nd_status status = device->backend->download_begin(device->index, packed.data,
+                                                       self->host.storage->bytes, &self->download);
     nd_array_clear(&packed); /* released in the order of the stream: behind the copy */
     if (status != ND_OK) {
         Py_DECREF(self);

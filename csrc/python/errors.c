@@ -73,11 +73,16 @@ PyObject *nd_raise(nd_state *state, const char *op, nd_device *device, nd_status
     return NULL;
 }
 
-PyObject *nd_none_or_raise(nd_state *state, const char *op, nd_device *device, nd_status status) {
+int nd_check(nd_state *state, const char *op, nd_device *device, nd_status status) {
     if (status != ND_OK) {
-        return nd_raise(state, op, device, status);
+        nd_raise(state, op, device, status);
+        return -1;
     }
-    Py_RETURN_NONE;
+    return 0;
+}
+
+PyObject *nd_none_or_raise(nd_state *state, const char *op, nd_device *device, nd_status status) {
+    return nd_check(state, op, device, status) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *exit_after_fatal(PyObject *module, PyObject *unused) {

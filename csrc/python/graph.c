@@ -19,11 +19,10 @@ typedef struct {
 } GraphObject;
 
 static int record(nd_state *state, GraphObject *self) {
-    const nd_backend *backend = self->head.device->backend;
-    int index = self->head.device->index;
-    nd_status status = backend->graph_begin(index, &self->graph);
-    if (status != ND_OK) {
-        nd_raise(state, "Graph", self->head.device, status);
+    nd_device *device = self->head.device;
+    const nd_backend *backend = device->backend;
+    nd_status status = backend->graph_begin(device->index, &self->graph);
+    if (nd_check(state, "Graph", device, status) < 0) {
         return -1;
     }
     PyObject *result = PyObject_CallNoArgs(self->step);
@@ -31,9 +30,8 @@ static int record(nd_state *state, GraphObject *self) {
     if (result == NULL) {
         return -1;
     }
-    status = backend->graph_capture(index, self->graph);
-    if (status != ND_OK) {
-        nd_raise(state, "Graph", self->head.device, status);
+    status = backend->graph_capture(device->index, self->graph);
+    if (nd_check(state, "Graph", device, status) < 0) {
         return -1;
     }
     bool sync = state->sync, trace = state->trace; /* neither can wait for recorded work */
@@ -45,12 +43,7 @@ static int record(nd_state *state, GraphObject *self) {
     if (result == NULL) {
         return -1;
     }
-    status = backend->graph_end(index, self->graph);
-    if (status != ND_OK) {
-        nd_raise(state, "Graph", self->head.device, status);
-        return -1;
-    }
-    return 0;
+    return nd_check(state, "Graph", device, backend->graph_end(device->index, self->graph));
 }
 
 static PyObject *graph_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {

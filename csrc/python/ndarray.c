@@ -12,6 +12,7 @@
 #include "exchange.h"
 #include "methods.h"
 #include "object.h"
+#include "run.h"
 
 typedef struct {
     PyObject_HEAD
@@ -89,12 +90,9 @@ static PyObject *ndarray_make(PyObject *class, PyObject *arguments, PyObject *ke
     } else {
         nd_device *device;
         nd_array fresh;
-        if (nd_device_from(state, device_object, &device) < 0) {
+        if (nd_device_from(state, device_object, &device) < 0 ||
+            nd_new_array(state, "make", device, a.dtype, a.ndim, a.shape, &fresh) < 0) {
             return NULL;
-        }
-        nd_status status = nd_array_new(device, a.dtype, a.ndim, a.shape, &fresh);
-        if (status != ND_OK) {
-            return nd_raise(state, "make", NULL, status);
         }
         a.storage = fresh.storage;
     }
@@ -141,11 +139,11 @@ static PyObject *module_empty(PyObject *module, PyObject *arguments, PyObject *k
                                      &dtype_object, &device_object) ||
         nd_shape_from(shape_object, "empty: shape", &ndim, shape) < 0 ||
         (dtype_object != Py_None && nd_dtype_from(dtype_object, &dtype) < 0) ||
-        nd_device_from(state, device_object, &device) < 0) {
+        nd_device_from(state, device_object, &device) < 0 ||
+        nd_new_array(state, "empty", device, dtype, ndim, shape, &out) < 0) {
         return NULL;
     }
-    nd_status status = nd_array_new(device, dtype, ndim, shape, &out);
-    return status != ND_OK ? nd_raise(state, "empty", NULL, status) : nd_wrap(state, &out);
+    return nd_wrap(state, &out);
 }
 
 /* ---- attributes ------------------------------------------------------------------------------ */

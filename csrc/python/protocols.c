@@ -272,12 +272,8 @@ static PyObject *module_rebuild(PyObject *module, PyObject *arguments) {
     }
     PyObject *result = NULL;
     if (nd_dtype_from(dtype_object, &dtype) < 0 ||
-        nd_shape_from(shape_object, "_rebuild", &ndim, shape) < 0) {
-        goto done;
-    }
-    nd_status status = nd_array_new(nd_host(), dtype, ndim, shape, &host);
-    if (status != ND_OK) {
-        nd_raise(state, "_rebuild", NULL, status);
+        nd_shape_from(shape_object, "_rebuild", &ndim, shape) < 0 ||
+        nd_new_array(state, "_rebuild", nd_host(), dtype, ndim, shape, &host) < 0) {
         goto done;
     }
     if ((size_t)bytes.len != (size_t)nd_size(&host) * nd_dtype_size(dtype)) {

@@ -126,8 +126,7 @@ int nd_run_op(nd_state *state, nd_op id, nd_device *device, const nd_slot *slots
         }
         Py_END_ALLOW_THREADS
     }
-    if (status != ND_OK) {
-        nd_raise(state, info->name, device, status);
+    if (nd_check(state, info->name, device, status) < 0) {
         return -1;
     }
     if (state->trace) {

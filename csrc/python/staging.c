@@ -75,9 +75,8 @@ static PyObject *staging_send(PyObject *object, PyObject *arguments, PyObject *k
         return NULL;
     }
     nd_array array;
-    nd_status status = nd_array_new(self->head.device, dtype, ndim, shape, &array);
-    if (status != ND_OK) {
-        return nd_raise(state, "Staging.send", NULL, status);
+    if (nd_new_array(state, "Staging.send", self->head.device, dtype, ndim, shape, &array) < 0) {
+        return NULL;
     }
     if (array.storage->bytes > (size_t)self->bytes) {
         PyErr_Format(PyExc_ValueError, "Staging.send: the array has %zu bytes, the staging %zd",
@@ -85,8 +84,8 @@ static PyObject *staging_send(PyObject *object, PyObject *arguments, PyObject *k
         nd_array_clear(&array);
         return NULL;
     }
-    status = self->head.device->backend->staging_send(self->head.device->index, self->staging,
-                                                      array.data, array.storage->bytes);
+    nd_status status = self->head.device->backend->staging_send(
+        self->head.device->index, self->staging, array.data, array.storage->bytes);
     if (status != ND_OK) {
         nd_array_clear(&array);
         return nd_raise(state, "Staging.send", self->head.device, status);

@@ -164,9 +164,8 @@ PyObject *nd_ndarray_pad(PyObject *self, PyObject *widths) {
                             a->ndim);
     }
     nd_array out;
-    nd_status status = nd_array_new(a->storage->device, a->dtype, a->ndim, shape, &out);
-    if (status != ND_OK) {
-        return nd_raise(state, "pad", NULL, status);
+    if (nd_new_array(state, "pad", a->storage->device, a->dtype, a->ndim, shape, &out) < 0) {
+        return NULL;
     }
     nd_array inner = out;
     int64_t offset = 0;
