@@ -29,7 +29,7 @@
 #define OP(name, operands) EW1(name, , )
 #include "../csrc/ops.def"
 
-/* ---- errors (backend.cu) --------------------------------------------------------------------- */
+/* ---- errors (device.cu) ---------------------------------------------------------------------- */
 nd_status cuda_error(const char *op, const char *what, cudaError_t error);
 
 #define CUDA_TRY(op, call)                                 \
@@ -49,7 +49,7 @@ nd_status cuda_error(const char *op, const char *what, cudaError_t error);
         }                                                               \
     } while (0)
 
-/* ---- the device (backend.cu); valid inside an op, that is, after open() ---------------------- */
+/* ---- the device (device.cu); valid inside an op, that is, after open() ----------------------- */
 typedef struct {
     int processors;      /* multiprocessors */
     int arch;            /* 90 for compute capability 9.0 */
@@ -64,7 +64,7 @@ cudaStream_t cuda_stream(int device);
  * the portable kernels on a newer device. */
 int cuda_arch(int device);
 
-/* Device memory for this op alone, 256-byte aligned, undefined contents; valid for work enqueued
+/* memory.cu: for this op alone, 256-byte aligned, undefined contents; valid for work enqueued
  * before the op returns. One call an op: a second one may hand out the same bytes. */
 nd_status cuda_scratch(int device, size_t bytes, void **out);
 

@@ -1,6 +1,6 @@
 /* elementwise.c - the EW1, EW2, CMP, RED and ARG ops: promotion, broadcasting, in place.
  *
- * Dtypes are promoted by decision 5 of DESIGN.md, here and nowhere else. Operands reach a kernel
+ * Dtypes are promoted here and nowhere else (docs/design.md says how). Operands reach a kernel
  * broadcast to the shape of the result; kernels write contiguous memory, so a result in place is
  * written directly into a contiguous array that overlaps nothing still to be read, else through a
  * temporary.
@@ -54,7 +54,6 @@ PyObject *nd_unary(nd_state *state, nd_op id, PyObject *object) {
     return result < 0 ? NULL : nd_wrap(state, &out);
 }
 
-/* Decision 5 of DESIGN.md. */
 static nd_dtype promoted(nd_dtype a, nd_dtype b) {
     if (a == b) {
         return a;

@@ -12,6 +12,10 @@ from harness import ROOT
 C_KINDS = {".c", ".h", ".cu", ".cuh", ".def"}
 
 
+# Of cuda/: the files that fill the vtable beside its ops, and may know a device's state.
+FILL_VTABLE = {"device.cu", "memory.cu", "transfer.cu", "event.cu", "graph.cu", "backend.cu"}
+
+
 def files(*patterns: str) -> list[Path]:
     return sorted(path for pattern in patterns for path in ROOT.glob(pattern))
 
@@ -61,7 +65,7 @@ def allowed_includes(path: Path) -> set[str]:
         return spine | {"csrc/formula.h"} | {name(p) for p in files("csrc/cpu/*.h")}
     frame = {"cuda/device.cuh", "cuda/graph.cuh"}
     headers = {name(p) for p in files("cuda/*.cuh")}
-    fills_vtable = path.name in ("backend.cu", "transfer.cu", "event.cu", "graph.cu")
+    fills_vtable = path.name in FILL_VTABLE
     return spine | {"csrc/formula.h"} | (headers if fills_vtable else headers - frame)
 
 
