@@ -141,12 +141,7 @@ typedef struct nd_backend {
     nd_status (*graph_launch)(int device, nd_graph *graph);
     nd_status (*graph_free)(int device, nd_graph *graph);
 
-#define EW1(name, types, formula) nd_status (*name)(int device, const name##_args *args);
-#define EW2(name, types, formula) EW1(name, types, formula)
-#define CMP(name, formula) EW1(name, , )
-#define RED(name, types, start, combine, map) EW1(name, , )
-#define ARG(name, better) EW1(name, , )
-#define OP(name, operands) EW1(name, , )
+#define EACH_OP(name) nd_status (*name)(int device, const name##_args *args);
 #include "ops.def"
 } nd_backend;
 

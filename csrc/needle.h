@@ -66,7 +66,7 @@ typedef enum {
 #define X(code, name, bytes, is_float) code,
     ND_DTYPES(X)
 #undef X
-    ND_NUM_DTYPES
+        ND_NUM_DTYPES
 } nd_dtype;
 
 const char *nd_dtype_name(nd_dtype dtype);

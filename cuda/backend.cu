@@ -259,17 +259,12 @@ nd_status cuda_reset(int device) {
 }
 
 /* ---- the vtable ------------------------------------------------------------------------------ */
-#define EW1(name, types, formula)                                \
+#define EACH_OP(name)                                            \
     nd_status call_##name(int device, const name##_args *args) { \
         Exclusive call;                                          \
         ND_TRY(call.begin(device));                              \
         return cuda_##name(device, args);                        \
     }
-#define EW2(name, types, formula) EW1(name, types, formula)
-#define CMP(name, formula) EW1(name, , )
-#define RED(name, types, start, combine, map) EW1(name, , )
-#define ARG(name, better) EW1(name, , )
-#define OP(name, operands) EW1(name, , )
 #include "../csrc/ops.def"
 
 nd_backend make_backend() {
@@ -305,12 +300,7 @@ nd_backend make_backend() {
     b.graph_end = cuda_graph_end;
     b.graph_launch = cuda_graph_launch;
     b.graph_free = cuda_graph_free;
-#define EW1(name, types, formula) b.name = call_##name;
-#define EW2(name, types, formula) EW1(name, types, formula)
-#define CMP(name, formula) EW1(name, , )
-#define RED(name, types, start, combine, map) EW1(name, , )
-#define ARG(name, better) EW1(name, , )
-#define OP(name, operands) EW1(name, , )
+#define EACH_OP(name) b.name = call_##name;
 #include "../csrc/ops.def"
     return b;
 }

@@ -21,12 +21,7 @@
 #include "../csrc/formula.h"
 
 /* ---- the ops: a function that is missing is a link error ------------------------------------- */
-#define EW1(name, types, formula) nd_status cuda_##name(int device, const name##_args *a);
-#define EW2(name, types, formula) EW1(name, types, formula)
-#define CMP(name, formula) EW1(name, , )
-#define RED(name, types, start, combine, map) EW1(name, , )
-#define ARG(name, better) EW1(name, , )
-#define OP(name, operands) EW1(name, , )
+#define EACH_OP(name) nd_status cuda_##name(int device, const name##_args *a);
 #include "../csrc/ops.def"
 
 /* ---- errors (device.cu) ---------------------------------------------------------------------- */

@@ -16,10 +16,7 @@
 
 namespace {
 
-enum Types {
-    FLOAT,
-    ANY
-};
+enum Types { FLOAT, ANY };
 
 constexpr int threads = 256;
 

@@ -46,7 +46,6 @@ static void processor_name(char *name, size_t size) {
 }
 
 static nd_status backend_properties(int device, nd_properties *out) {
-    (void)device;
     *out = (nd_properties){.name = "CPU", .processors = omp_get_num_procs()};
     processor_name(out->name, sizeof out->name);
     long pages = sysconf(_SC_PHYS_PAGES), page = sysconf(_SC_PAGESIZE);
@@ -57,7 +56,6 @@ static nd_status backend_properties(int device, nd_properties *out) {
 }
 
 static nd_status backend_upload(int device, void *to, const void *from_host, size_t bytes) {
-    (void)device;
     if (bytes > 0) {
         memcpy(to, from_host, bytes);
     }
@@ -75,7 +73,6 @@ struct nd_download {
 
 static nd_status backend_download_begin(int device, const void *from, size_t bytes,
                                         nd_download **out) {
-    (void)device;
     *out = malloc(sizeof **out + bytes);
     if (*out == NULL) {
         return nd_error(ND_EMEMORY, "download: the system has no %zu bytes left", bytes);
@@ -88,7 +85,6 @@ static nd_status backend_download_begin(int device, const void *from, size_t byt
 }
 
 static nd_status backend_download_end(int device, nd_download *download, void *to_host) {
-    (void)device;
     if (to_host != NULL && download->bytes > 0) {
         memcpy(to_host, download->memory, download->bytes);
     }
@@ -98,7 +94,6 @@ static nd_status backend_download_end(int device, nd_download *download, void *t
 
 /* A staging is its memory; nd_staging stays incomplete. */
 static nd_status backend_staging_new(int device, size_t bytes, nd_staging **out, void **memory) {
-    (void)device;
     *out = bytes <= PTRDIFF_MAX - 64 ? aligned_alloc(64, (bytes / 64 + 1) * 64) : NULL;
     if (*out == NULL) {
         return nd_error(ND_EMEMORY, "staging: the system has no %zu bytes left", bytes);
@@ -111,22 +106,14 @@ static nd_status backend_staging_send(int device, nd_staging *staging, void *to,
     return backend_upload(device, to, staging, bytes);
 }
 
-static nd_status backend_staging_wait(int device, nd_staging *staging) {
-    (void)device;
-    (void)staging;
-    return ND_OK;
-}
+static nd_status backend_staging_wait(int device, nd_staging *staging) { return ND_OK; }
 
 static nd_status backend_staging_free(int device, nd_staging *staging) {
-    (void)device;
     free(staging);
     return ND_OK;
 }
 
-static nd_status backend_synchronize(int device) {
-    (void)device;
-    return ND_OK;
-}
+static nd_status backend_synchronize(int device) { return ND_OK; }
 
 /* ---- events ---------------------------------------------------------------------------------- */
 struct nd_event {
@@ -134,13 +121,11 @@ struct nd_event {
 };
 
 static nd_status backend_event_new(int device, nd_event **out) {
-    (void)device;
     *out = calloc(1, sizeof **out);
     return *out != NULL ? ND_OK : nd_error(ND_EMEMORY, "event: the system is out of memory");
 }
 
 static nd_status backend_event_record(int device, nd_event *event) {
-    (void)device;
     if (clock_gettime(CLOCK_MONOTONIC, &event->time) != 0) {
         return nd_error(ND_ESYSTEM, "event: clock_gettime: %s", strerror(errno));
     }
@@ -149,14 +134,12 @@ static nd_status backend_event_record(int device, nd_event *event) {
 
 static nd_status backend_event_elapsed(int device, nd_event *from, nd_event *to,
                                        double *milliseconds) {
-    (void)device;
     *milliseconds = (double)(to->time.tv_sec - from->time.tv_sec) * 1e3 +
                     (double)(to->time.tv_nsec - from->time.tv_nsec) * 1e-6;
     return ND_OK;
 }
 
 static nd_status backend_event_free(int device, nd_event *event) {
-    (void)device;
     free(event);
     return ND_OK;
 }
@@ -187,11 +170,6 @@ const nd_backend cpu_backend = {
     .event_record = backend_event_record,
     .event_elapsed = backend_event_elapsed,
     .event_free = backend_event_free,
-#define EW1(name, types, formula) .name = cpu_##name,
-#define EW2(name, types, formula) EW1(name, types, formula)
-#define CMP(name, formula) EW1(name, , )
-#define RED(name, types, start, combine, map) EW1(name, , )
-#define ARG(name, better) EW1(name, , )
-#define OP(name, operands) EW1(name, , )
+#define EACH_OP(name) .name = cpu_##name,
 #include "../ops.def"
 };

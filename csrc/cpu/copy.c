@@ -8,11 +8,7 @@
  */
 #include "cpu.h"
 
-enum {
-    RUN = CPU_RUN,
-    BLOCK = 32768,
-    TILE = 32
-};
+enum { RUN = CPU_RUN, BLOCK = 32768, TILE = 32 };
 
 static int64_t magnitude(int64_t stride) { return stride < 0 ? -stride : stride; }
 
@@ -172,7 +168,6 @@ static void copy_transposed(nd_array *to, const nd_array *from, const nd_loop *l
 }
 
 nd_status cpu_assign(int device, const assign_args *args) {
-    (void)device;
     nd_array *to = args->to;
     const nd_array *from = args->source;
     const nd_array *operands[2] = {to, from};
@@ -218,7 +213,6 @@ nd_status cpu_assign(int device, const assign_args *args) {
 }
 
 nd_status cpu_fill(int device, const fill_args *args) {
-    (void)device;
     nd_array *to = args->to;
     union {
         float f32;

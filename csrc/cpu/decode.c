@@ -99,7 +99,6 @@ static void attend(const decode_attention_args *args, int64_t task) {
 }
 
 nd_status cpu_decode_attention(int device, const decode_attention_args *args) {
-    (void)device;
     const int64_t *shape = args->qkv->shape;
     int64_t tasks = shape[0] * shape[1], d = shape[3], r = args->cos->shape[1];
     if (shape[2] != 3) {
@@ -128,7 +127,6 @@ nd_status cpu_decode_attention(int device, const decode_attention_args *args) {
 }
 
 nd_status cpu_decode_greedy(int device, const decode_greedy_args *args) {
-    (void)device;
     int64_t rows = args->logits->shape[0], v = args->logits->shape[1];
     int32_t *tokens = args->tokens->data, *positions = args->positions->data;
     if (v == 0 || v > INT32_MAX) {

@@ -8,17 +8,9 @@
  */
 #include "cpu.h"
 
-enum {
-    RUN = CPU_RUN,
-    BLOCK = 32768,
-    SHORT_ROW = 128
-};
+enum { RUN = CPU_RUN, BLOCK = 32768, SHORT_ROW = 128 };
 
-typedef enum {
-    VECTOR_VECTOR,
-    VECTOR_SCALAR,
-    SCALAR_VECTOR
-} operand_mode;
+typedef enum { VECTOR_VECTOR, VECTOR_SCALAR, SCALAR_VECTOR } operand_mode;
 
 /* xs or ys points to a single value in the scalar modes; a formula of one operand ignores y. */
 typedef void (*apply_fn)(void *out, const void *xs, const void *ys, operand_mode mode, int64_t n);
@@ -28,8 +20,6 @@ typedef void (*apply_fn)(void *out, const void *xs, const void *ys, operand_mode
                          int64_t n) {                                                     \
         O *restrict out = out_;                                                           \
         const T *restrict xs = xs_;                                                       \
-        (void)ys_;                                                                        \
-        (void)mode;                                                                       \
         for (int64_t i = 0; i < n; i++) {                                                 \
             const T x = xs[i];                                                            \
             out[i] = (O)(formula);                                                        \
@@ -261,14 +251,12 @@ static nd_status elementwise(const char *name, operand x, operand y, bool unary,
 #define EW1(name, types, formula)                                                              \
     INTEGER_##types(LOOP_OF_ONE, name, formula) LOOP_OF_ONE(name##_f32, float, float, formula) \
         nd_status cpu_##name(int device, const name##_args *args) {                            \
-        (void)device;                                                                          \
         return elementwise(#name, (operand){args->x, 0}, (operand){NULL, 0}, true, false,      \
                            name##_f32, INTEGER_FN_##types(name), args->out);                   \
     }
 #define EW2(name, types, formula)                                                              \
     INTEGER_##types(LOOP_OF_TWO, name, formula) LOOP_OF_TWO(name##_f32, float, float, formula) \
         nd_status cpu_##name(int device, const name##_args *args) {                            \
-        (void)device;                                                                          \
         return elementwise(#name, (operand){args->x, args->x_scalar},                          \
                            (operand){args->y, args->y_scalar}, false, false, name##_f32,       \
                            INTEGER_FN_##types(name), args->out);                               \
@@ -277,7 +265,6 @@ static nd_status elementwise(const char *name, operand x, operand y, bool unary,
     LOOP_OF_TWO(name##_f32, float, uint8_t, formula)                                    \
     LOOP_OF_TWO(name##_i64, int64_t, uint8_t, formula)                                  \
     nd_status cpu_##name(int device, const name##_args *args) {                         \
-        (void)device;                                                                   \
         return elementwise(#name, (operand){args->x, args->x_scalar},                   \
                            (operand){args->y, args->y_scalar}, false, true, name##_f32, \
                            name##_i64, args->out);                                      \

@@ -14,12 +14,7 @@
 
 #include "cpu.h"
 
-enum {
-    ALIGNMENT = 64,
-    SMALLEST_CACHED = 1 << 16,
-    HUGE_PAGE = 1 << 21,
-    SIZE_CLASSES = 256
-};
+enum { ALIGNMENT = 64, SMALLEST_CACHED = 1 << 16, HUGE_PAGE = 1 << 21, SIZE_CLASSES = 256 };
 
 typedef struct block {
     size_t asked;       /* what live_bytes counts */
@@ -73,7 +68,6 @@ static block *system_block(size_t capacity) {
 }
 
 nd_status cpu_allocate(int device, size_t bytes, void **out) {
-    (void)device;
     *out = NULL;
     if (bytes == 0) {
         return ND_OK;
@@ -120,7 +114,6 @@ nd_status cpu_allocate(int device, size_t bytes, void **out) {
 }
 
 nd_status cpu_release(int device, void *memory) {
-    (void)device;
     if (memory == NULL) {
         return ND_OK;
     }
@@ -140,7 +133,6 @@ nd_status cpu_release(int device, void *memory) {
 }
 
 nd_status cpu_empty_cache(int device) {
-    (void)device;
     pthread_mutex_lock(&pool.mutex);
     trim_locked();
     pthread_mutex_unlock(&pool.mutex);
@@ -148,7 +140,6 @@ nd_status cpu_empty_cache(int device) {
 }
 
 nd_status cpu_memory_stats(int device, nd_memory_stats *out) {
-    (void)device;
     pthread_mutex_lock(&pool.mutex);
     *out = pool.stats;
     pthread_mutex_unlock(&pool.mutex);
@@ -156,7 +147,6 @@ nd_status cpu_memory_stats(int device, nd_memory_stats *out) {
 }
 
 nd_status cpu_reset_peak(int device) {
-    (void)device;
     pthread_mutex_lock(&pool.mutex);
     pool.stats.peak_bytes = pool.stats.live_bytes;
     pthread_mutex_unlock(&pool.mutex);
@@ -178,7 +168,6 @@ static void scratch_free(void *memory) { free(memory); }
 static void scratch_start(void) { pthread_key_create(&scratch_key, scratch_free); }
 
 nd_status cpu_scratch(int device, size_t bytes, void **out) {
-    (void)device;
     if (bytes > scratch.bytes) {
         pthread_once(&scratch_once, scratch_start);
         free(scratch.memory);

@@ -10,13 +10,7 @@
  */
 #include "cpu.h"
 
-enum {
-    LANES = 64,
-    RUN = CPU_RUN,
-    PIECE = 65536,
-    COLUMNS = 256,
-    ROWS = 512
-};
+enum { LANES = 64, RUN = CPU_RUN, PIECE = 65536, COLUMNS = 256, ROWS = 512 };
 
 /* Combine n values into *result. */
 typedef void (*reduce_f32_fn)(double *result, const float *values, int64_t n);
@@ -369,7 +363,6 @@ static nd_status find(const char *name, const nd_array *x, int64_t axes, nd_arra
     FIND_KERNEL(name##_f32, float, better)                                          \
     FIND_KERNEL(name##_i64, int64_t, better)                                        \
     nd_status cpu_##name(int device, const name##_args *args) {                     \
-        (void)device;                                                               \
         return find(#name, args->x, args->axes, args->out, name##_f32, name##_i64); \
     }
 #include "../ops.def"

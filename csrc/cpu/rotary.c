@@ -9,7 +9,6 @@
 #include "cpu.h"
 
 nd_status cpu_rotary(int device, const rotary_args *args) {
-    (void)device;
     const int64_t *shape = args->x->shape;
     int64_t positions = shape[0] * shape[1], t = shape[1], heads = shape[2], slices = shape[3],
             d = shape[4], r = args->cos->shape[1];

@@ -13,9 +13,8 @@ int nd_dtype_from(PyObject *object, nd_dtype *out) {
         if (name == NULL || !PyUnicode_Check(name)) {
             PyErr_Clear();
             Py_XDECREF(name);
-            PyErr_Format(PyExc_TypeError, "dtype: must be a name such as \"float32\", not %.80s",
-                         Py_TYPE(object)->tp_name);
-            return -1;
+            FAIL(PyExc_TypeError, "dtype: must be a name such as \"float32\", not %.80s",
+                 Py_TYPE(object)->tp_name);
         }
     }
     for (int d = 0; d < ND_NUM_DTYPES; d++) {
@@ -35,9 +34,7 @@ int nd_dtype_from(PyObject *object, nd_dtype *out) {
 
 int nd_int64_from(PyObject *object, const char *what, int64_t *out) {
     if (PyBool_Check(object) || !PyIndex_Check(object)) {
-        PyErr_Format(PyExc_TypeError, "%s: must be integers, not %.80s", what,
-                     Py_TYPE(object)->tp_name);
-        return -1;
+        FAIL(PyExc_TypeError, "%s: must be integers, not %.80s", what, Py_TYPE(object)->tp_name);
     }
     PyObject *index = PyNumber_Index(object);
     *out = index != NULL ? (int64_t)PyLong_AsLongLong(index) : -1;
@@ -52,9 +49,8 @@ int nd_shape_from(PyObject *object, const char *what, int *ndim, int64_t *values
     }
     PyObject *list = PySequence_Fast(object, "");
     if (list == NULL) {
-        PyErr_Format(PyExc_TypeError, "%s: must be an integer or a sequence of them, not %.80s",
-                     what, Py_TYPE(object)->tp_name);
-        return -1;
+        FAIL(PyExc_TypeError, "%s: must be an integer or a sequence of them, not %.80s", what,
+             Py_TYPE(object)->tp_name);
     }
     Py_ssize_t count = PySequence_Fast_GET_SIZE(list);
     if (count > ND_MAX_DIMS) {
@@ -83,14 +79,12 @@ int nd_normalise_axes(const char *op, int ndim, int count, int64_t *axes) {
     unsigned seen = 0;
     for (int i = 0; i < count; i++) {
         if (axes[i] < -ndim || axes[i] >= ndim) {
-            PyErr_Format(PyExc_ValueError, "%s: axis %lld is out of range for %d axes", op,
-                         (long long)axes[i], ndim);
-            return -1;
+            FAIL(PyExc_ValueError, "%s: axis %lld is out of range for %d axes", op,
+                 (long long)axes[i], ndim);
         }
         axes[i] += axes[i] < 0 ? ndim : 0;
         if (seen & (1u << axes[i])) {
-            PyErr_Format(PyExc_ValueError, "%s: axis %lld is named twice", op, (long long)axes[i]);
-            return -1;
+            FAIL(PyExc_ValueError, "%s: axis %lld is named twice", op, (long long)axes[i]);
         }
         seen |= 1u << axes[i];
     }

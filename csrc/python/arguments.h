@@ -6,7 +6,6 @@
 #include "run.h"
 
 #pragma GCC visibility push(hidden)
-
 /* ---- arguments.c ----------------------------------------------------------------------------- */
 int nd_dtype_from(PyObject *object, nd_dtype *out);
 int nd_int64_from(PyObject *object, const char *what, int64_t *out);
@@ -39,7 +38,5 @@ PyObject *nd_numpy_from_buffer(PyObject *exporter); /* a NumPy array on its memo
 /* The end of NumPy's __array__(dtype, copy): takes `array` over and casts it to dtype (None: as it
  * is). ValueError when that needs a copy and may not. */
 PyObject *nd_numpy_cast(PyObject *array, PyObject *dtype, bool may_copy);
-
 #pragma GCC visibility pop
-
 #endif

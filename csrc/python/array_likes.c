@@ -83,11 +83,10 @@ static int natural_dtype(PyArrayObject *array, nd_dtype *out) {
         *out = ND_F32;
         return 0;
     }
-    PyErr_Format(PyExc_TypeError,
-                 "array: cannot make an NDArray of NumPy's %S; its real and integer "
-                 "dtypes can be",
-                 descr);
-    return -1;
+    FAIL(PyExc_TypeError,
+         "array: cannot make an NDArray of NumPy's %S; its real and integer "
+         "dtypes can be",
+         descr);
 }
 
 int nd_from_object(nd_state *state, PyObject *object, bool natural, nd_dtype dtype,

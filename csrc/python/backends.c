@@ -139,7 +139,8 @@ int nd_device_count(nd_backend_id id) {
     return backends[id].count;
 }
 
-const char *nd_device_missing(nd_device *device, char text[1024]) {
+const char *nd_device_missing(nd_device *device) {
+    static char text[128];
     backend_entry *b = entry_of(device);
     load(b);
     if (b->table == NULL) {
@@ -148,7 +149,7 @@ const char *nd_device_missing(nd_device *device, char text[1024]) {
     if (device->index < b->count) {
         return NULL;
     }
-    snprintf(text, 1024, "no such device: there %s %d (%s() to %s(%d))",
+    snprintf(text, sizeof text, "no such device: there %s %d (%s() to %s(%d))",
              b->count == 1 ? "is" : "are", b->count, b->name, b->name, b->count - 1);
     return text;
 }
@@ -158,8 +159,8 @@ int nd_device_ready(nd_state *state, nd_device *device) {
     if (opened[slot]) {
         return nd_check_alive(state, device);
     }
-    char text[24], reason[1024];
-    const char *missing = nd_device_missing(device, reason);
+    char text[24];
+    const char *missing = nd_device_missing(device);
     if (missing != NULL) {
         FAIL(PyExc_RuntimeError, "%s: %s", nd_device_text(device, text), missing);
     }

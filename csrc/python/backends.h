@@ -5,7 +5,6 @@
 #include "state.h"
 
 #pragma GCC visibility push(hidden)
-
 int nd_backends_init(nd_state *state);
 const char *nd_library_path(nd_backend_id id); /* where the file of a backend is looked for */
 
@@ -20,14 +19,12 @@ const char *nd_device_title(const nd_device *device);     /* "CUDA" */
 const char *nd_device_text(const nd_device *device, char text[24]); /* "cuda(1)" */
 int nd_device_count(nd_backend_id id); /* 0 when the backend cannot be had */
 
-/* NULL, or why arrays cannot live there, in `text`. Loads the backend when nobody has. */
-const char *nd_device_missing(nd_device *device, char text[1024]);
+/* NULL, or why arrays cannot live there. Loads the backend when nobody has. */
+const char *nd_device_missing(nd_device *device);
 /* Make the device ready to allocate and run: load the backend, open the device. A device that is
  * not there raises RuntimeError with the reason. */
 int nd_device_ready(nd_state *state, nd_device *device);
 /* Free everything on the open devices of a backend and open them anew. */
 int nd_backend_reset(nd_state *state, nd_backend_id id);
-
 #pragma GCC visibility pop
-
 #endif

@@ -136,17 +136,11 @@ static PyObject *call_op(PyObject *module, nd_op id, PyObject *const *arguments,
     return nd_structured(state, id, given);
 }
 
-#define CALLABLE(name)                                                                         \
+#define EACH_OP(name)                                                                          \
     static PyObject *py_##name(PyObject *module, PyObject *const *arguments, Py_ssize_t count, \
                                PyObject *keywords) {                                           \
         return call_op(module, OP_##name, arguments, count, keywords);                         \
     }
-#define EW1(name, types, formula) CALLABLE(name)
-#define EW2(name, types, formula) CALLABLE(name)
-#define CMP(name, formula) CALLABLE(name)
-#define RED(name, types, start, combine, map) CALLABLE(name)
-#define ARG(name, better) CALLABLE(name)
-#define OP(name, operands) CALLABLE(name)
 #include "ops.def"
 
 /* Signatures and summaries for help(): the table's own text. */

@@ -36,9 +36,8 @@ int nd_device_from(nd_state *state, PyObject *object, nd_device **out) {
         return 0;
     }
     if (!PyObject_TypeCheck(object, state->device_type)) {
-        PyErr_Format(PyExc_TypeError, "device: must be a Device such as needle.cpu(), not %.80s",
-                     Py_TYPE(object)->tp_name);
-        return -1;
+        FAIL(PyExc_TypeError, "device: must be a Device such as needle.cpu(), not %.80s",
+             Py_TYPE(object)->tp_name);
     }
     *out = device_of(object);
     return nd_device_ready(state, *out);
@@ -67,15 +66,11 @@ static Py_hash_t device_hash(PyObject *self) {
 }
 
 static PyObject *device_enabled(PyObject *self, PyObject *unused) {
-    (void)unused;
-    char text[1024];
-    return PyBool_FromLong(nd_device_missing(device_of(self), text) == NULL);
+    return PyBool_FromLong(nd_device_missing(device_of(self)) == NULL);
 }
 
 static PyObject *device_reason(PyObject *self, PyObject *unused) {
-    (void)unused;
-    char text[1024];
-    const char *reason = nd_device_missing(device_of(self), text);
+    const char *reason = nd_device_missing(device_of(self));
     if (reason == NULL) {
         Py_RETURN_NONE;
     }
@@ -99,22 +94,18 @@ static PyObject *device_call(PyObject *self, const char *what, size_t offset) {
 }
 
 static PyObject *device_synchronize(PyObject *self, PyObject *unused) {
-    (void)unused;
     return device_call(self, "synchronize", offsetof(nd_backend, synchronize));
 }
 
 static PyObject *device_reset_peak(PyObject *self, PyObject *unused) {
-    (void)unused;
     return device_call(self, "reset_peak", offsetof(nd_backend, reset_peak));
 }
 
 static PyObject *device_empty_cache(PyObject *self, PyObject *unused) {
-    (void)unused;
     return device_call(self, "empty_cache", offsetof(nd_backend, empty_cache));
 }
 
 static PyObject *device_memory_stats(PyObject *self, PyObject *unused) {
-    (void)unused;
     nd_state *state = state_of_type(self);
     nd_device *device = device_of(self);
     nd_memory_stats stats = {0};
@@ -131,7 +122,6 @@ static PyObject *device_memory_stats(PyObject *self, PyObject *unused) {
 }
 
 static PyObject *device_properties(PyObject *self, PyObject *unused) {
-    (void)unused;
     nd_state *state = state_of_type(self);
     nd_device *device = device_of(self);
     nd_properties properties;
@@ -149,35 +139,29 @@ static PyObject *device_properties(PyObject *self, PyObject *unused) {
 }
 
 static PyObject *device_name(PyObject *self, void *closure) {
-    (void)closure;
     return PyUnicode_FromString(nd_device_name(device_of(self)));
 }
 
 static PyObject *device_index(PyObject *self, void *closure) {
-    (void)closure;
     return PyLong_FromLong(device_of(self)->index);
 }
 
 /* The backend's table; NULL when arrays cannot live there. */
 static const nd_backend *usable_backend(PyObject *self) {
-    char text[1024];
-    return nd_device_missing(device_of(self), text) == NULL ? device_of(self)->backend : NULL;
+    return nd_device_missing(device_of(self)) == NULL ? device_of(self)->backend : NULL;
 }
 
 static PyObject *device_is_host(PyObject *self, void *closure) {
-    (void)closure;
     const nd_backend *backend = usable_backend(self);
     return PyBool_FromLong(backend != NULL && backend->is_host);
 }
 
 static PyObject *device_records_graphs(PyObject *self, void *closure) {
-    (void)closure;
     const nd_backend *backend = usable_backend(self);
     return PyBool_FromLong(backend != NULL && backend->graph_begin != NULL);
 }
 
 static PyObject *device_reduce(PyObject *self, PyObject *unused) {
-    (void)unused;
     PyObject *module = PyType_GetModule(Py_TYPE(self));
     PyObject *make =
         module ? PyObject_GetAttrString(module, nd_device_name(device_of(self))) : NULL;
@@ -255,7 +239,6 @@ ND_BACKENDS(X)
 #undef X
 
 static PyObject *module_all_devices(PyObject *module, PyObject *unused) {
-    (void)unused;
     nd_state *state = nd_module_state(module);
     PyObject *list = PyList_New(0);
     for (int id = 0; id < NUM_BACKENDS; id++) {
@@ -272,7 +255,6 @@ static PyObject *module_all_devices(PyObject *module, PyObject *unused) {
 }
 
 static PyObject *module_cuda_init(PyObject *module, PyObject *unused) {
-    (void)unused;
     if (nd_device_ready(nd_module_state(module), nd_device_at(BACKEND_cuda, 0)) < 0) {
         return NULL;
     }
@@ -280,7 +262,6 @@ static PyObject *module_cuda_init(PyObject *module, PyObject *unused) {
 }
 
 static PyObject *module_cuda_reset(PyObject *module, PyObject *unused) {
-    (void)unused;
     nd_state *state = nd_module_state(module);
     /* The first refuses after a fatal fault. */
     if (nd_device_ready(state, nd_device_at(BACKEND_cuda, 0)) < 0 ||

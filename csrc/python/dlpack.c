@@ -19,16 +19,8 @@ static const uint8_t codes[ND_NUM_DTYPES] = {
     [ND_I64] = 0, [ND_U8] = 1,   [ND_BOOL] = 6, [ND_U16] = 1,
 };
 
-enum {
-    DL_CPU = 1,
-    DL_CUDA = 2,
-    DL_CUDA_HOST = 3,
-    DL_CUDA_MANAGED = 13
-};
-enum {
-    DL_READ_ONLY = 1,
-    DL_COPIED = 2
-};
+enum { DL_CPU = 1, DL_CUDA = 2, DL_CUDA_HOST = 3, DL_CUDA_MANAGED = 13 };
+enum { DL_READ_ONLY = 1, DL_COPIED = 2 };
 
 typedef struct {
     int32_t type;
@@ -100,7 +92,6 @@ static dl_device dlpack_device(const nd_array *a) {
 }
 
 PyObject *nd_ndarray_dlpack_device(PyObject *self, PyObject *unused) {
-    (void)unused;
     dl_device device = dlpack_device(nd_array_of(self));
     return Py_BuildValue("(ii)", device.type, device.index);
 }
@@ -209,12 +200,11 @@ static int import_dtype(dl_dtype dtype, nd_dtype *out) {
             return 0;
         }
     }
-    PyErr_Format(PyExc_TypeError,
-                 "from_dlpack: dtype (code %d, %d bits, %d lanes) is none of ours; "
-                 "convert it to float32, bfloat16, float16, int32, int64, uint8, bool or uint16 "
-                 "first",
-                 dtype.code, dtype.bits, dtype.lanes);
-    return -1;
+    FAIL(PyExc_TypeError,
+         "from_dlpack: dtype (code %d, %d bits, %d lanes) is none of ours; "
+         "convert it to float32, bfloat16, float16, int32, int64, uint8, bool or uint16 "
+         "first",
+         dtype.code, dtype.bits, dtype.lanes);
 }
 
 /* A view on the producer's memory; `owner` goes to the storage only on success. */
@@ -232,9 +222,8 @@ static int import_tensor(nd_state *state, const dl_tensor *tensor, void *owner,
         return -1;
     }
     if (tensor->ndim < 0 || tensor->ndim > ND_MAX_DIMS) {
-        PyErr_Format(PyExc_ValueError, "from_dlpack: has %d axes; an NDArray has at most %d",
-                     tensor->ndim, ND_MAX_DIMS);
-        return -1;
+        FAIL(PyExc_ValueError, "from_dlpack: has %d axes; an NDArray has at most %d", tensor->ndim,
+             ND_MAX_DIMS);
     }
     out->ndim = tensor->ndim;
     int64_t first = 0, last = 0;
@@ -254,8 +243,7 @@ static int import_tensor(nd_state *state, const dl_tensor *tensor, void *owner,
     bool empty = nd_size(out) == 0;
     out->data = (char *)tensor->data + tensor->byte_offset;
     if ((uintptr_t)out->data % (uintptr_t)item != 0 && !empty) {
-        PyErr_SetString(PyExc_ValueError, "from_dlpack: the memory is not aligned to its elements");
-        return -1;
+        FAIL(PyExc_ValueError, "from_dlpack: the memory is not aligned to its elements");
     }
     char *memory = empty ? NULL : (char *)out->data + first * item;
     size_t bytes = empty ? 0 : (size_t)((last - first + 1) * item);
@@ -267,9 +255,8 @@ static int import_tensor(nd_state *state, const dl_tensor *tensor, void *owner,
 static PyObject *request_capsule(PyObject *object) {
     PyObject *method = PyObject_GetAttrString(object, "__dlpack__");
     if (method == NULL) {
-        PyErr_Format(PyExc_TypeError, "from_dlpack: %.80s has no __dlpack__()",
-                     Py_TYPE(object)->tp_name);
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "from_dlpack: %.80s has no __dlpack__()",
+                            Py_TYPE(object)->tp_name);
     }
     PyObject *nothing = PyTuple_New(0);
     PyObject *named = Py_BuildValue("{s(ii)}", "max_version", 1, 0);

@@ -77,7 +77,6 @@ static void download_dealloc(PyObject *object) {
 }
 
 static PyObject *download_wait(PyObject *object, PyObject *unused) {
-    (void)unused;
     DownloadObject *self = (DownloadObject *)object;
     nd_state *state = PyType_GetModuleState(Py_TYPE(object));
     if (self->arrived == NULL) {
@@ -85,8 +84,7 @@ static PyObject *download_wait(PyObject *object, PyObject *unused) {
             return NULL;
         }
         if (self->download == NULL) {
-            PyErr_SetString(PyExc_RuntimeError, "Download: an earlier wait() failed");
-            return NULL;
+            return PyErr_Format(PyExc_RuntimeError, "Download: an earlier wait() failed");
         }
         nd_status status;
         Py_BEGIN_ALLOW_THREADS

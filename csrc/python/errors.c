@@ -16,12 +16,12 @@
 static char fatal_message[1024]; /* empty: no fatal fault yet */
 
 static PyObject *raise_fatal(nd_state *state) {
-    PyErr_Format(state->cuda_fatal_error,
-                 "%s\nThe CUDA context is lost and nothing on the device can be trusted: this "
-                 "process must end (exit code 75). Start it again from its last checkpoint; "
-                 "NEEDLE_SYNC=1 names the operation that fails.",
-                 fatal_message);
-    return NULL;
+    return PyErr_Format(
+        state->cuda_fatal_error,
+        "%s\nThe CUDA context is lost and nothing on the device can be trusted: this "
+        "process must end (exit code 75). Start it again from its last checkpoint; "
+        "NEEDLE_SYNC=1 names the operation that fails.",
+        fatal_message);
 }
 
 int nd_check_alive(nd_state *state, const nd_device *device) {
@@ -38,36 +38,21 @@ PyObject *nd_raise(nd_state *state, const char *op, nd_device *device, nd_status
     bool named = op == NULL || (strncmp(what, op, length) == 0 && what[length] == ':');
     char text[1024];
     snprintf(text, sizeof text, "%s%s%s", named ? "" : op, named ? "" : ": ", what);
-    PyObject *exception = PyExc_RuntimeError;
-    switch (status) {
-    case ND_EVALUE:
-        exception = PyExc_ValueError;
-        break;
-    case ND_ETYPE:
-        exception = PyExc_TypeError;
-        break;
-    case ND_EINDEX:
-        exception = PyExc_IndexError;
-        break;
-    case ND_EMEMORY:
-        exception = PyExc_MemoryError;
-        break;
-    case ND_ECUDA:
-        exception = state->cuda_error;
-        break;
-    case ND_EFATAL:
+    PyObject *const exceptions[] = {
+        [ND_EVALUE] = PyExc_ValueError, [ND_ETYPE] = PyExc_TypeError,
+        [ND_EINDEX] = PyExc_IndexError, [ND_EMEMORY] = PyExc_MemoryError,
+        [ND_ECUDA] = state->cuda_error, [ND_ESYSTEM] = PyExc_RuntimeError,
+    };
+    if (status == ND_EFATAL) {
         if (fatal_message[0] == 0) {
             snprintf(fatal_message, sizeof fatal_message, "%s", text);
         }
         return raise_fatal(state);
-    case ND_OK:
-    case ND_ESYSTEM:
-        break;
     }
     /* Messages may carry bytes of a library or a path: never fail to raise over their encoding. */
     PyObject *message = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
     if (message != NULL) {
-        PyErr_SetObject(exception, message);
+        PyErr_SetObject(exceptions[status], message);
         Py_DECREF(message);
     }
     return NULL;
@@ -86,8 +71,6 @@ PyObject *nd_none_or_raise(nd_state *state, const char *op, nd_device *device, n
 }
 
 static PyObject *exit_after_fatal(PyObject *module, PyObject *unused) {
-    (void)module;
-    (void)unused;
     if (fatal_message[0] != 0) {
         for (int i = 0; i < 2; i++) {
             PyObject *stream = PySys_GetObject(i ? "stderr" : "stdout");

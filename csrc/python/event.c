@@ -40,7 +40,6 @@ static void event_dealloc(PyObject *object) {
 }
 
 static PyObject *event_record(PyObject *object, PyObject *unused) {
-    (void)unused;
     EventObject *self = (EventObject *)object;
     nd_state *state = PyType_GetModuleState(Py_TYPE(object));
     if (nd_streamed_check(state, self) < 0) {
@@ -56,8 +55,8 @@ static PyObject *event_elapsed(PyObject *object, PyObject *other_object) {
     nd_state *state = PyType_GetModuleState(Py_TYPE(object));
     if (!PyObject_TypeCheck(other_object, state->event_type) ||
         self->head.device != other->head.device) {
-        PyErr_SetString(PyExc_TypeError, "Event.elapsed: other: must be an Event of this device");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError,
+                            "Event.elapsed: other: must be an Event of this device");
     }
     if (nd_streamed_check(state, self) < 0 || nd_streamed_check(state, other) < 0) {
         return NULL;

@@ -5,7 +5,6 @@
 #include "state.h"
 
 #pragma GCC visibility push(hidden)
-
 /* ---- protocols.c ----------------------------------------------------------------------------- */
 extern PyMethodDef nd_pickle_functions[]; /* of the module */
 nd_method nd_ndarray_numpy, nd_ndarray_tolist, nd_ndarray_reduce;
@@ -21,7 +20,5 @@ PyObject *nd_cuda_array_interface(PyObject *self, void *closure);
 extern PyMethodDef nd_dlpack_functions[]; /* of the module */
 nd_method nd_ndarray_dlpack_device;
 nd_keyword_method nd_ndarray_dlpack;
-
 #pragma GCC visibility pop
-
 #endif

@@ -42,9 +42,8 @@ static Py_ssize_t flat_length(PyObject *self) { return (Py_ssize_t)nd_size(flat_
 static int flat_element(const nd_array *a, int64_t at, nd_array *view) {
     int64_t size = nd_size(a), offset = 0;
     if (at < -size || at >= size) {
-        PyErr_Format(PyExc_IndexError, "index %lld is out of range for flat of size %lld",
-                     (long long)at, (long long)size);
-        return -1;
+        FAIL(PyExc_IndexError, "index %lld is out of range for flat of size %lld", (long long)at,
+             (long long)size);
     }
     at += at < 0 ? size : 0;
     for (int i = a->ndim - 1; i >= 0; i--) {
@@ -101,8 +100,7 @@ static int flat_setitem(PyObject *self, PyObject *key, PyObject *value) {
     const nd_array *a = flat_array(self);
     nd_array view, copy;
     if (value == NULL) {
-        PyErr_SetString(PyExc_TypeError, "elements of an array cannot be deleted");
-        return -1;
+        FAIL(PyExc_TypeError, "elements of an array cannot be deleted");
     }
     if (PyIndex_Check(key)) {
         int64_t at;
@@ -127,7 +125,6 @@ static int flat_setitem(PyObject *self, PyObject *key, PyObject *value) {
 }
 
 static PyObject *flat_numpy(PyObject *self, PyObject *arguments) {
-    (void)arguments;
     nd_state *state = nd_state_of(((FlatObject *)self)->base);
     nd_array copy;
     if (flat_copy(state, flat_array(self), &copy) < 0) {
@@ -153,7 +150,6 @@ static PyObject *flat_array_protocol(PyObject *self, PyObject *arguments, PyObje
 }
 
 static PyObject *flat_shape(PyObject *self, void *closure) {
-    (void)closure;
     return Py_BuildValue("(n)", flat_length(self));
 }
 
@@ -208,7 +204,6 @@ PyType_Spec nd_flat_spec = {
 };
 
 PyObject *nd_ndarray_flat(PyObject *self, void *closure) {
-    (void)closure;
     nd_state *state = nd_state_of(self);
     nd_array view = *nd_array_of(self);
     view.ndim = 1;

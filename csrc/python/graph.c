@@ -100,7 +100,6 @@ static void graph_dealloc(PyObject *object) {
 }
 
 static PyObject *graph_replay(PyObject *object, PyObject *unused) {
-    (void)unused;
     GraphObject *self = (GraphObject *)object;
     nd_state *state = PyType_GetModuleState(Py_TYPE(object));
     if (nd_streamed_check(state, self) < 0) {

@@ -23,19 +23,17 @@ static int index_one(const nd_array *a, int axis, PyObject *key, nd_array *view,
     } else {
         int64_t at;
         if (PyBool_Check(key) || !PyIndex_Check(key)) {
-            PyErr_Format(PyExc_TypeError,
-                         "index of axis %d: must be an integer, a slice, ... or None, not %.80s "
-                         "(needle.ops.index_select picks by a list)",
-                         axis, Py_TYPE(key)->tp_name);
-            return -1;
+            FAIL(PyExc_TypeError,
+                 "index of axis %d: must be an integer, a slice, ... or None, not %.80s "
+                 "(needle.ops.index_select picks by a list)",
+                 axis, Py_TYPE(key)->tp_name);
         }
         if (nd_int64_from(key, "index", &at) < 0) {
             return -1;
         }
         if (at < -size || at >= size) {
-            PyErr_Format(PyExc_IndexError, "index %lld is out of range for axis %d of size %lld",
-                         (long long)at, axis, (long long)size);
-            return -1;
+            FAIL(PyExc_IndexError, "index %lld is out of range for axis %d of size %lld",
+                 (long long)at, axis, (long long)size);
         }
         *integers |= 1u << to;
         view->shape[to] = 1; /* an integer keeps its axis */
@@ -60,8 +58,7 @@ int nd_index_view(const nd_array *a, PyObject *key, nd_array *view, unsigned *in
     for (Py_ssize_t i = 0; i < count; i++) {
         if (keys[i] == Py_Ellipsis) {
             if (ellipsis) {
-                PyErr_SetString(PyExc_IndexError, "an index can have one ... only");
-                return -1;
+                FAIL(PyExc_IndexError, "an index can have one ... only");
             }
             ellipsis = true;
         } else if (keys[i] == Py_None) {
@@ -71,12 +68,10 @@ int nd_index_view(const nd_array *a, PyObject *key, nd_array *view, unsigned *in
         }
     }
     if (indexed > a->ndim) {
-        PyErr_Format(PyExc_IndexError, "too many indices: %zd for %d axes", indexed, a->ndim);
-        return -1;
+        FAIL(PyExc_IndexError, "too many indices: %zd for %d axes", indexed, a->ndim);
     }
     if (a->ndim + added > ND_MAX_DIMS) {
-        PyErr_Format(PyExc_IndexError, "an array has at most %d axes", ND_MAX_DIMS);
-        return -1;
+        FAIL(PyExc_IndexError, "an array has at most %d axes", ND_MAX_DIMS);
     }
     *view = *a;
     view->ndim = 0;
@@ -114,8 +109,7 @@ PyObject *nd_ndarray_getitem(PyObject *self, PyObject *key) {
 PyObject *nd_ndarray_sequence_item(PyObject *self, Py_ssize_t at) {
     const nd_array *a = nd_array_of(self);
     if (a->ndim == 0 || at < 0 || at >= a->shape[0]) {
-        PyErr_Format(PyExc_IndexError, "index %zd is out of range for axis 0", at);
-        return NULL;
+        return PyErr_Format(PyExc_IndexError, "index %zd is out of range for axis 0", at);
     }
     PyObject *key = PyLong_FromSsize_t(at);
     PyObject *item = key != NULL ? nd_ndarray_getitem(self, key) : NULL;
@@ -125,8 +119,7 @@ PyObject *nd_ndarray_sequence_item(PyObject *self, Py_ssize_t at) {
 
 PyObject *nd_ndarray_iter(PyObject *self) {
     if (nd_array_of(self)->ndim == 0) {
-        PyErr_SetString(PyExc_TypeError, "cannot iterate over an array without axes");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "cannot iterate over an array without axes");
     }
     return PySeqIter_New(self);
 }
@@ -223,8 +216,7 @@ int nd_ndarray_setitem(PyObject *self, PyObject *key, PyObject *value) {
     nd_array view;
     unsigned integers;
     if (value == NULL) {
-        PyErr_SetString(PyExc_TypeError, "elements of an array cannot be deleted");
-        return -1;
+        FAIL(PyExc_TypeError, "elements of an array cannot be deleted");
     }
     return nd_index_view(nd_array_of(self), key, &view, &integers) < 0
                ? -1
@@ -234,8 +226,7 @@ int nd_ndarray_setitem(PyObject *self, PyObject *key, PyObject *value) {
 Py_ssize_t nd_ndarray_length(PyObject *self) {
     const nd_array *a = nd_array_of(self);
     if (a->ndim == 0) {
-        PyErr_SetString(PyExc_TypeError, "an array without axes has no len()");
-        return -1;
+        FAIL(PyExc_TypeError, "an array without axes has no len()");
     }
     return (Py_ssize_t)a->shape[0];
 }

@@ -90,90 +90,80 @@ PyObject *nd_ndarray_minimum(PyObject *x, PyObject *y) {
 }
 
 /* ---- matrix product -------------------------------------------------------------------------- */
-/* An operand with all its batch axes merged into one: a view when the strides allow, else a copy. */
+/* `a`, whose reference goes, with the three axes of `view`: that view when it `fits`, else a copy. */
+static int three_axes(nd_state *state, nd_array *a, nd_array *view, bool fits, nd_array *out) {
+    view->ndim = 3;
+    if (fits) {
+        *out = *view;
+        return 0;
+    }
+    int result = nd_copy(state, a, a->dtype, out);
+    nd_array_clear(a);
+    if (result == 0) {
+        out->ndim = 3;
+        memcpy(out->shape, view->shape, sizeof out->shape);
+        nd_contiguous_strides(3, out->shape, out->strides);
+    }
+    return result;
+}
+
+/* An operand with all its batch axes merged into one. */
 static int merge_batch(nd_state *state, const nd_array *a, int ndim, const int64_t *batch,
                        nd_array *out) {
-    int64_t shape[ND_MAX_DIMS], merged[3] = {1, a->shape[a->ndim - 2], a->shape[a->ndim - 1]};
+    int64_t shape[ND_MAX_DIMS], size = 1;
     for (int i = 0; i < ndim; i++) {
         shape[i] = batch[i];
-        merged[0] *= batch[i];
+        size *= batch[i];
     }
-    shape[ndim] = merged[1];
-    shape[ndim + 1] = merged[2];
+    shape[ndim] = a->shape[a->ndim - 2];
+    shape[ndim + 1] = a->shape[a->ndim - 1];
     nd_array wide;
-    if (nd_broadcast_to(a, ndim + 2, shape, &wide) != ND_OK) {
-        nd_raise(state, "matmul", NULL, ND_EVALUE);
+    if (nd_check(state, "matmul", NULL, nd_broadcast_to(a, ndim + 2, shape, &wide)) < 0) {
         return -1;
     }
     /* Only the batch axes may merge, whatever the matrix axes look like: reshape them alone. */
     nd_array batches = wide, flat = wide;
     batches.ndim = ndim;
     flat.ndim = 1;
-    flat.shape[0] = merged[0];
-    if (merged[0] == 0 || nd_reshape_strides(&batches, &flat)) {
-        *out = wide;
-        out->ndim = 3;
-        memcpy(out->shape, merged, sizeof merged);
-        out->strides[1] = wide.strides[ndim];
-        out->strides[2] = wide.strides[ndim + 1];
-        out->strides[0] = merged[0] > 0 ? flat.strides[0] : 0;
-        return 0;
+    flat.shape[0] = size;
+    bool fits = nd_reshape_strides(&batches, &flat);
+    for (int i = 0; i < 2; i++) {
+        flat.shape[i + 1] = shape[ndim + i];
+        flat.strides[i + 1] = wide.strides[ndim + i];
     }
-    int result = nd_copy(state, &wide, wide.dtype, out);
-    nd_array_clear(&wide);
-    if (result == 0) {
-        out->ndim = 3;
-        memcpy(out->shape, merged, sizeof merged);
-        nd_contiguous_strides(3, out->shape, out->strides);
-    }
-    return result;
+    return three_axes(state, &wide, &flat, fits, out);
 }
 
-/* x of (B, M, K) and y of (B, K, N) go to the op, which gives c of (B, M, N). */
+/* x of (B, M, K) and y of (B, K, N), as the op takes them. */
 static int batches(nd_state *state, const nd_array *a, const nd_array *b, int ndim,
                    const int64_t *batch, nd_array *x, nd_array *y) {
-    bool one = a->ndim > 2 && a->ndim >= b->ndim;
+    static const int64_t ones[ND_MAX_DIMS] = {1, 1, 1, 1, 1, 1, 1, 1};
+    int64_t rows = a->shape[a->ndim - 2], of_b = 1;
     for (int i = 0; i < b->ndim - 2; i++) {
-        one = one && b->shape[i] == 1;
+        of_b = b->shape[i] == 1 ? of_b : -1;
     }
-    if (!one) {
-        if (merge_batch(state, a, ndim, batch, x) < 0) {
-            return -1;
+    int result;
+    if (of_b == 1 && a->ndim > 2 && a->ndim >= b->ndim) {
+        /* One matrix on the right: all rows on the left are one large product. */
+        nd_array own, flat = *a;
+        for (int i = 0; i < ndim; i++) {
+            rows *= batch[i];
         }
-        if (merge_batch(state, b, ndim, batch, y) < 0) {
-            nd_array_clear(x);
-            return -1;
-        }
-        return 0;
-    }
-    /* One matrix on the right: all rows on the left are one large product. */
-    int64_t k = a->shape[a->ndim - 1], rows = 1;
-    for (int i = 0; i < a->ndim - 1; i++) {
-        rows *= a->shape[i];
-    }
-    nd_array flat = *a;
-    flat.ndim = 3;
-    flat.shape[0] = 1;
-    flat.shape[1] = rows;
-    flat.shape[2] = k;
-    if (nd_reshape_strides(a, &flat)) {
-        nd_array_view(&flat, x);
-    } else if (nd_copy(state, a, a->dtype, x) == 0) {
-        x->ndim = 3;
-        memcpy(x->shape, flat.shape, sizeof flat.shape);
-        nd_contiguous_strides(3, x->shape, x->strides);
+        flat.ndim = 3;
+        flat.shape[0] = 1;
+        flat.shape[1] = rows;
+        flat.shape[2] = a->shape[a->ndim - 1];
+        nd_array_view(a, &own);
+        result = three_axes(state, &own, &flat, nd_reshape_strides(a, &flat), x);
+        ndim = b->ndim > 3 ? b->ndim - 2 : 1;
+        batch = ones;
     } else {
-        return -1;
+        result = merge_batch(state, a, ndim, batch, x);
     }
-    nd_array_view(b, y);
-    y->ndim = 3;
-    y->shape[0] = 1;
-    y->strides[0] = 0;
-    for (int i = 0; i < 2; i++) {
-        y->shape[i + 1] = b->shape[b->ndim - 2 + i];
-        y->strides[i + 1] = b->strides[b->ndim - 2 + i];
+    if (result == 0 && (result = merge_batch(state, b, ndim, batch, y)) < 0) {
+        nd_array_clear(x);
     }
-    return 0;
+    return result;
 }
 
 static PyObject *matmul(nd_state *state, const nd_array *a, const nd_array *b) {

@@ -1,11 +1,10 @@
-/* methods.h - the methods of NDArray; ndarray.c names them in its tables. */
+/* methods.h - the NDArray type (ndarray.c) and the methods that its tables name. */
 #ifndef NEEDLE_METHODS_H
 #define NEEDLE_METHODS_H
 
 #include "state.h"
 
 #pragma GCC visibility push(hidden)
-
 /* ---- views.c --------------------------------------------------------------------------------- */
 nd_method nd_ndarray_permute, nd_ndarray_broadcast_to, nd_ndarray_reshape, nd_ndarray_flip;
 nd_method nd_ndarray_view;
@@ -48,6 +47,7 @@ int nd_ndarray_bool(PyObject *self);
 PyObject *nd_ndarray_float(PyObject *self);
 PyObject *nd_ndarray_int(PyObject *self);
 
+/* ---- ndarray.c ------------------------------------------------------------------------------- */
+int nd_ndarray_init(PyObject *module, nd_state *state);
 #pragma GCC visibility pop
-
 #endif

@@ -10,7 +10,7 @@
 #include "device.h"
 #include "errors.h"
 #include "exchange.h"
-#include "ndarray.h"
+#include "methods.h"
 #include "ops.h"
 #include "streams.h"
 
@@ -40,8 +40,6 @@ PyMODINIT_FUNC PyInit__C(void);
 
 /* ---- functions of the module ----------------------------------------------------------------- */
 static PyObject *module_build_info(PyObject *module, PyObject *unused) {
-    (void)module;
-    (void)unused;
 #ifdef _OPENMP
     PyObject *openmp = Py_True;
 #else
@@ -92,13 +90,12 @@ static int check_processor(void) {
 #endif
 #undef REQUIRE
     if (missing != NULL) {
-        PyErr_Format(PyExc_ImportError,
-                     "needle was built for a processor with %s (NEEDLE_MARCH=%s), which this one "
-                     "lacks; build it again here, or for every machine you use: "
-                     "NEEDLE_MARCH=x86-64-v2 pip install -e .  (or: make clean lib "
-                     "NEEDLE_MARCH=x86-64-v2)",
-                     missing, NEEDLE_BUILD_MARCH);
-        return -1;
+        FAIL(PyExc_ImportError,
+             "needle was built for a processor with %s (NEEDLE_MARCH=%s), which this one "
+             "lacks; build it again here, or for every machine you use: "
+             "NEEDLE_MARCH=x86-64-v2 pip install -e .  (or: make clean lib "
+             "NEEDLE_MARCH=x86-64-v2)",
+             missing, NEEDLE_BUILD_MARCH);
     }
 #endif
     return 0;

@@ -3,8 +3,6 @@
  * Whatever only changes shape, strides or offset returns a view; whatever computes goes through an
  * op of ops.def.
  */
-#include "ndarray.h"
-
 #include "arguments.h"
 #include "backends.h"
 #include "device.h"
@@ -22,8 +20,6 @@ typedef struct {
 
 /* ---- construction ---------------------------------------------------------------------------- */
 static PyObject *ndarray_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-    (void)arguments;
-    (void)keywords;
     NDArrayObject *self = (NDArrayObject *)type->tp_alloc(type, 0);
     if (self == NULL) {
         return NULL;
@@ -148,43 +144,35 @@ static PyObject *module_empty(PyObject *module, PyObject *arguments, PyObject *k
 
 /* ---- attributes ------------------------------------------------------------------------------ */
 static PyObject *get_shape(PyObject *self, void *closure) {
-    (void)closure;
     return nd_pack_shape(nd_array_of(self)->ndim, nd_array_of(self)->shape);
 }
 
 static PyObject *get_strides(PyObject *self, void *closure) {
-    (void)closure;
     return nd_pack_shape(nd_array_of(self)->ndim, nd_array_of(self)->strides);
 }
 
 static PyObject *get_size(PyObject *self, void *closure) {
-    (void)closure;
     return PyLong_FromLongLong(nd_size(nd_array_of(self)));
 }
 
 static PyObject *get_nbytes(PyObject *self, void *closure) {
-    (void)closure;
     const nd_array *a = nd_array_of(self);
     return PyLong_FromLongLong(nd_size(a) * (int64_t)nd_dtype_size(a->dtype));
 }
 
 static PyObject *get_ndim(PyObject *self, void *closure) {
-    (void)closure;
     return PyLong_FromLong(nd_array_of(self)->ndim);
 }
 
 static PyObject *get_dtype(PyObject *self, void *closure) {
-    (void)closure;
     return PyUnicode_InternFromString(nd_dtype_name(nd_array_of(self)->dtype));
 }
 
 static PyObject *get_device(PyObject *self, void *closure) {
-    (void)closure;
     return nd_device_object(nd_state_of(self), nd_array_of(self)->storage->device);
 }
 
 static PyObject *get_handle(PyObject *self, void *closure) {
-    (void)closure;
     HandleObject *handle = PyObject_New(HandleObject, nd_state_of(self)->handle_type);
     if (handle != NULL) {
         handle->storage = nd_array_of(self)->storage;
@@ -203,7 +191,6 @@ static void handle_dealloc(PyObject *self) {
 }
 
 static PyObject *handle_ptr(PyObject *self, PyObject *unused) {
-    (void)unused;
     return PyLong_FromVoidPtr(((HandleObject *)self)->storage->memory);
 }
 

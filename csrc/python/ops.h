@@ -5,7 +5,6 @@
 #include "object.h"
 
 #pragma GCC visibility push(hidden)
-
 /* ---- elementwise.c --------------------------------------------------------------------------- */
 PyObject *nd_unary(nd_state *state, nd_op id, PyObject *x);
 /* into: NULL for a new array, or the array that takes the result in place. Returns NULL without
@@ -21,7 +20,5 @@ PyObject *nd_structured(nd_state *state, nd_op id, PyObject *const *given);
 
 /* ---- callables.c ----------------------------------------------------------------------------- */
 int nd_callables_init(PyObject *module, nd_state *state);
-
 #pragma GCC visibility pop
-
 #endif

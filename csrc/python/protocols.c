@@ -27,7 +27,6 @@ static bool has_buffer(const nd_array *a) {
 
 /* ---- copies ---------------------------------------------------------------------------------- */
 PyObject *nd_ndarray_numpy(PyObject *self, PyObject *unused) {
-    (void)unused;
     return nd_to_numpy(nd_state_of(self), nd_array_of(self));
 }
 
@@ -137,8 +136,7 @@ int nd_ndarray_getbuffer(PyObject *self, Py_buffer *view, int flags) {
         ((flags & PyBUF_F_CONTIGUOUS) == PyBUF_F_CONTIGUOUS && !f_order) ||
         ((flags & PyBUF_ANY_CONTIGUOUS) == PyBUF_ANY_CONTIGUOUS && !c_order && !f_order) ||
         (!has_strides && !c_order)) {
-        PyErr_SetString(PyExc_BufferError, "the array is not contiguous; compact() copies it");
-        return -1;
+        FAIL(PyExc_BufferError, "the array is not contiguous; compact() copies it");
     }
     exported *hold = malloc(sizeof *hold);
     if (hold == NULL) {
@@ -168,7 +166,6 @@ int nd_ndarray_getbuffer(PyObject *self, Py_buffer *view, int flags) {
 }
 
 void nd_ndarray_releasebuffer(PyObject *self, Py_buffer *view) {
-    (void)self;
     exported *hold = view->internal;
     nd_storage_release(hold->storage);
     free(hold);
@@ -201,7 +198,6 @@ static PyObject *interface(PyObject *self, const char *name, int version) {
 }
 
 PyObject *nd_array_interface(PyObject *self, void *closure) {
-    (void)closure;
     nd_device *device = nd_array_of(self)->storage->device;
     char text[24];
     if (!device->backend->is_host) {
@@ -212,7 +208,6 @@ PyObject *nd_array_interface(PyObject *self, void *closure) {
 }
 
 PyObject *nd_cuda_array_interface(PyObject *self, void *closure) {
-    (void)closure;
     nd_device *device = nd_array_of(self)->storage->device;
     char text[24];
     if (device != nd_device_at(BACKEND_cuda, device->index)) {
@@ -229,7 +224,6 @@ PyObject *nd_cuda_array_interface(PyObject *self, void *closure) {
 
 /* ---- pickling: by value ---------------------------------------------------------------------- */
 PyObject *nd_ndarray_reduce(PyObject *self, PyObject *unused) {
-    (void)unused;
     nd_state *state = nd_state_of(self);
     const nd_array *a = nd_array_of(self);
     nd_array host, compact;

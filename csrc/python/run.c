@@ -30,17 +30,11 @@
 
 /* One plain function type for all ops: the cast of the arguments happens where their type is
  * known. */
-#define RUN(name)                                                                               \
+#define EACH_OP(name)                                                                           \
     static nd_status dispatch_##name(const nd_backend *backend, int device, const void *args) { \
         _Static_assert(sizeof(name##_args) <= ND_MAX_FIELDS * sizeof(nd_slot), #name);          \
         return backend->name(device, args);                                                     \
     }
-#define EW1(name, types, formula) RUN(name)
-#define EW2(name, types, formula) RUN(name)
-#define CMP(name, formula) RUN(name)
-#define RED(name, types, start, combine, map) RUN(name)
-#define ARG(name, better) RUN(name)
-#define OP(name, operands) RUN(name)
 #include "ops.def"
 
 const nd_op_info nd_ops[NUM_OPS] = {

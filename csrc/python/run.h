@@ -20,17 +20,8 @@ typedef enum {
     KIND_END,
 } field_kind;
 
-typedef enum {
-    CLASS_F,
-    CLASS_f4,
-    CLASS_i4,
-    CLASS_i8,
-    CLASS_ANY
-} dtype_class;
-typedef enum {
-    TYPES_ANY,
-    TYPES_FLOAT
-} op_types;
+typedef enum { CLASS_F, CLASS_f4, CLASS_i4, CLASS_i8, CLASS_ANY } dtype_class;
+typedef enum { TYPES_ANY, TYPES_FLOAT } op_types;
 typedef enum {
     OP_KIND_EW1,
     OP_KIND_EW2,
@@ -65,7 +56,6 @@ typedef struct {
 } shown;
 
 #pragma GCC visibility push(hidden)
-
 /* ---- run.c ----------------------------------------------------------------------------------- */
 extern const nd_op_info nd_ops[NUM_OPS];
 void nd_show(shown *s, const char *name, const nd_array *array);
@@ -93,7 +83,5 @@ int nd_run_assign(nd_state *state, const nd_array *to, const nd_array *from);
 int nd_copy(nd_state *state, const nd_array *a, nd_dtype dtype, nd_array *out);
 /* The array itself where it lives there, else a contiguous copy that does. */
 int nd_to_device(nd_state *state, const nd_array *a, nd_device *device, nd_array *out);
-
 #pragma GCC visibility pop
-
 #endif

@@ -94,7 +94,6 @@ static PyObject *staging_send(PyObject *object, PyObject *arguments, PyObject *k
 }
 
 static PyObject *staging_wait(PyObject *object, PyObject *unused) {
-    (void)unused;
     StagingObject *self = (StagingObject *)object;
     nd_state *state = PyType_GetModuleState(Py_TYPE(object));
     if (nd_streamed_check(state, self) < 0) {

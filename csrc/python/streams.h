@@ -12,7 +12,6 @@ typedef struct {
 } nd_streamed;
 
 #pragma GCC visibility push(hidden)
-
 /* ---- streams.c ------------------------------------------------------------------------------- */
 void *nd_streamed_new(PyTypeObject *type, nd_device *device); /* the rest of it is zero */
 void nd_streamed_free(PyObject *object);
@@ -22,7 +21,5 @@ int nd_streamed_check(nd_state *state, const void *object);
 
 /* ---- download.c, event.c, graph.c, staging.c ------------------------------------------------- */
 extern PyType_Spec nd_download_spec, nd_event_spec, nd_graph_spec, nd_staging_spec;
-
 #pragma GCC visibility pop
-
 #endif

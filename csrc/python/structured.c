@@ -12,36 +12,16 @@
 #include "ops.h"
 
 /* ---- operands -------------------------------------------------------------------------------- */
-static const char *class_text(dtype_class class) {
-    switch (class) {
-    case CLASS_F:
-        return "float32, bfloat16, float16";
-    case CLASS_f4:
-        return "float32";
-    case CLASS_i4:
-        return "int32";
-    case CLASS_i8:
-        return "int64";
-    case CLASS_ANY:
-        break;
-    }
-    return "any dtype";
-}
+static const char *const class_texts[] = {[CLASS_F] = "float32, bfloat16, float16",
+                                          [CLASS_f4] = "float32",
+                                          [CLASS_i4] = "int32",
+                                          [CLASS_i8] = "int64"};
+static const nd_dtype class_dtypes[] = {
+    [CLASS_f4] = ND_F32, [CLASS_i4] = ND_I32, [CLASS_i8] = ND_I64};
 
 static bool class_allows(dtype_class class, nd_dtype dtype) {
-    switch (class) {
-    case CLASS_F:
-        return nd_dtype_is_float(dtype);
-    case CLASS_f4:
-        return dtype == ND_F32;
-    case CLASS_i4:
-        return dtype == ND_I32;
-    case CLASS_i8:
-        return dtype == ND_I64;
-    case CLASS_ANY:
-        break;
-    }
-    return true;
+    return class == CLASS_ANY ||
+           (class == CLASS_F ? nd_dtype_is_float(dtype) : dtype == class_dtypes[class]);
 }
 
 typedef struct {
@@ -89,7 +69,7 @@ static int check_dtype(call *c, const field *f, const nd_array *a) {
     const char *op = c->info->name;
     if (!class_allows(f->dtype, a->dtype)) {
         FAIL(PyExc_TypeError, "%s: %s: dtype is %s; allowed: %s", op, f->name,
-             nd_dtype_name(a->dtype), class_text(f->dtype));
+             nd_dtype_name(a->dtype), class_texts[f->dtype]);
     }
     if (f->dtype == CLASS_F) {
         if (c->float_from == NULL) {
@@ -277,10 +257,7 @@ static int allocate_outputs(call *c, const field *fields, nd_slot *slots, struct
         for (int k = 0; k < ndim; k++) {
             shape[k] = c->sizes[(int)f->axes[k]];
         }
-        nd_dtype dtype = f->dtype == CLASS_F    ? c->float_dtype
-                         : f->dtype == CLASS_i4 ? ND_I32
-                         : f->dtype == CLASS_i8 ? ND_I64
-                                                : ND_F32;
+        nd_dtype dtype = f->dtype == CLASS_F ? c->float_dtype : class_dtypes[f->dtype];
         if (nd_new_array(c->state, c->info->name, c->device, dtype, ndim, shape,
                          &operands[i].array) < 0) {
             return -1;

@@ -71,17 +71,15 @@ static PyObject *element(nd_state *state, const nd_array *a) {
 static PyObject *item_of(nd_state *state, const nd_array *a) {
     int64_t size = nd_size(a);
     if (size != 1) {
-        PyErr_Format(PyExc_ValueError,
-                     "only an array with one element becomes a Python number; "
-                     "this one has %lld",
-                     (long long)size);
-        return NULL;
+        return PyErr_Format(PyExc_ValueError,
+                            "only an array with one element becomes a Python number; "
+                            "this one has %lld",
+                            (long long)size);
     }
     return element(state, a);
 }
 
 PyObject *nd_ndarray_copy(PyObject *self, PyObject *unused) {
-    (void)unused;
     nd_state *state = nd_state_of(self);
     nd_array copy;
     const nd_array *a = nd_array_of(self);
@@ -93,7 +91,6 @@ PyObject *nd_ndarray_compact(PyObject *self, PyObject *unused) {
 }
 
 PyObject *nd_ndarray_is_compact(PyObject *self, PyObject *unused) {
-    (void)unused;
     return PyBool_FromLong(nd_is_contiguous(nd_array_of(self)));
 }
 
@@ -184,7 +181,6 @@ PyObject *nd_ndarray_pad(PyObject *self, PyObject *widths) {
 }
 
 PyObject *nd_ndarray_item(PyObject *self, PyObject *unused) {
-    (void)unused;
     return item_of(nd_state_of(self), nd_array_of(self));
 }
 

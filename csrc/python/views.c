@@ -48,9 +48,8 @@ static int complete_shape(const nd_array *a, int ndim, int64_t *shape) {
         if (shape[i] == -1 && open < 0) {
             open = i;
         } else if (shape[i] < 0) {
-            PyErr_Format(PyExc_ValueError, "reshape: axis %d: %s", i,
-                         shape[i] == -1 ? "only one axis can be -1" : "negative size");
-            return -1;
+            FAIL(PyExc_ValueError, "reshape: axis %d: %s", i,
+                 shape[i] == -1 ? "only one axis can be -1" : "negative size");
         } else if (__builtin_mul_overflow(known, shape[i], &known)) {
             known = -1;
             break;

@@ -43,15 +43,7 @@ static UNUSED double uniform(void) { /* [-1, 1) */
 }
 
 /* ---- arrays ---------------------------------------------------------------------------------- */
-typedef enum {
-    PLAIN,
-    SWAPPED,
-    STEPPED,
-    REVERSED,
-    PADDED,
-    REPEATED,
-    LAYOUTS
-} layout;
+typedef enum { PLAIN, SWAPPED, STEPPED, REVERSED, PADDED, REPEATED, LAYOUTS } layout;
 static UNUSED const char *const layout_names[] = {"plain",    "swapped", "stepped",
                                                   "reversed", "padded",  "repeated"};
 

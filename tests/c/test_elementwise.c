@@ -4,9 +4,7 @@
 static const nd_dtype float_dtypes[] = {ND_F32, ND_BF16, ND_F16};
 static const int64_t shapes[][3] = {{1, 1, 1}, {1, 31, 1},   {3, 5, 257},  {2, 31, 7},   {0, 4, 3},
                                     {3, 0, 2}, {1, 1, 5000}, {2, 65, 130}, {1, 170, 200}};
-enum {
-    SHAPES = sizeof shapes / sizeof *shapes
-};
+enum { SHAPES = sizeof shapes / sizeof *shapes };
 
 static double phi(double x) { return 0.5 * erfc(-x * sqrt(0.5)); }
 
