@@ -156,22 +156,11 @@ static inline uint64_t nd_abi(void) {
     "RED " #name " " #types " " #start " " #combine " " #map ";"
 #define ARG(name, better) "ARG " #name " " #better ";"
 #define OP(name, operands) "OP " #name operands ";"
-#define OPERAND(kind, field, axes, dtype) " " kind " " #field " " axes " " #dtype
-#define IN(field, axes, dtype) OPERAND("IN", field, axes, dtype)
-#define IN_ANY(field, axes, dtype) OPERAND("IN_ANY", field, axes, dtype)
-#define IN_ROWS(field, axes, dtype) OPERAND("IN_ROWS", field, axes, dtype)
-#define IN_MATRIX(field, axes, dtype) OPERAND("IN_MATRIX", field, axes, dtype)
-#define OPT(field, axes, dtype) OPERAND("OPT", field, axes, dtype)
-#define IO(field, axes, dtype) OPERAND("IO", field, axes, dtype)
-#define IO_ANY(field, axes, dtype) OPERAND("IO_ANY", field, axes, dtype)
-#define IO_ROWS(field, axes, dtype) OPERAND("IO_ROWS", field, axes, dtype)
-#define IO_OPT(field, axes, dtype) OPERAND("IO_OPT", field, axes, dtype)
-#define OUT(field, axes, dtype) OPERAND("OUT", field, axes, dtype)
+#define OPERAND(kind, field, axes, dtype) " " #kind " " #field " " axes " " #dtype
 #define F64(field) " F64 " #field
 #define I64(field) " I64 " #field
 #include "ops.def"
         ;
-#undef OPERAND
     uint64_t hash = 0xcbf29ce484222325u ^ sizeof(nd_backend);
     for (size_t i = 0; i + 1 < sizeof table; i++) {
         hash = (hash ^ (unsigned char)table[i]) * 0x100000001b3u;

@@ -138,12 +138,13 @@ static int merge_batch(nd_state *state, const nd_array *a, int ndim, const int64
 static int batches(nd_state *state, const nd_array *a, const nd_array *b, int ndim,
                    const int64_t *batch, nd_array *x, nd_array *y) {
     static const int64_t ones[ND_MAX_DIMS] = {1, 1, 1, 1, 1, 1, 1, 1};
-    int64_t rows = a->shape[a->ndim - 2], of_b = 1;
+    int64_t rows = a->shape[a->ndim - 2];
+    bool one = a->ndim > 2 && a->ndim >= b->ndim;
     for (int i = 0; i < b->ndim - 2; i++) {
-        of_b = b->shape[i] == 1 ? of_b : -1;
+        one = one && b->shape[i] == 1;
     }
     int result;
-    if (of_b == 1 && a->ndim > 2 && a->ndim >= b->ndim) {
+    if (one) {
         /* One matrix on the right: all rows on the left are one large product. */
         nd_array own, flat = *a;
         for (int i = 0; i < ndim; i++) {

@@ -11,17 +11,7 @@
 #include "errors.h"
 
 /* ---- the table ------------------------------------------------------------------------------- */
-#define OPERAND(kind, field, axes, dtype) {kind, #field, axes, CLASS_##dtype},
-#define IN(field, axes, dtype) OPERAND(KIND_IN, field, axes, dtype)
-#define IN_ANY(field, axes, dtype) OPERAND(KIND_IN_ANY, field, axes, dtype)
-#define IN_ROWS(field, axes, dtype) OPERAND(KIND_IN_ROWS, field, axes, dtype)
-#define IN_MATRIX(field, axes, dtype) OPERAND(KIND_IN_MATRIX, field, axes, dtype)
-#define OPT(field, axes, dtype) OPERAND(KIND_OPT, field, axes, dtype)
-#define IO(field, axes, dtype) OPERAND(KIND_IO, field, axes, dtype)
-#define IO_ANY(field, axes, dtype) OPERAND(KIND_IO_ANY, field, axes, dtype)
-#define IO_ROWS(field, axes, dtype) OPERAND(KIND_IO_ROWS, field, axes, dtype)
-#define IO_OPT(field, axes, dtype) OPERAND(KIND_IO_OPT, field, axes, dtype)
-#define OUT(field, axes, dtype) OPERAND(KIND_OUT, field, axes, dtype)
+#define OPERAND(kind, field, axes, dtype) {KIND_##kind, #field, axes, CLASS_##dtype},
 #define F64(field) {KIND_F64, #field, "", CLASS_ANY},
 #define I64(field) {KIND_I64, #field, "", CLASS_ANY},
 #define OP(name, operands) \
