@@ -93,17 +93,13 @@ static PyObject *device_call(PyObject *self, const char *what, size_t offset) {
     return nd_none_or_raise(state, what, device, status);
 }
 
-static PyObject *device_synchronize(PyObject *self, PyObject *unused) {
-    return device_call(self, "synchronize", offsetof(nd_backend, synchronize));
-}
-
-static PyObject *device_reset_peak(PyObject *self, PyObject *unused) {
-    return device_call(self, "reset_peak", offsetof(nd_backend, reset_peak));
-}
-
-static PyObject *device_empty_cache(PyObject *self, PyObject *unused) {
-    return device_call(self, "empty_cache", offsetof(nd_backend, empty_cache));
-}
+#define DEVICE_CALL(name)                                              \
+    static PyObject *device_##name(PyObject *self, PyObject *unused) { \
+        return device_call(self, #name, offsetof(nd_backend, name));   \
+    }
+DEVICE_CALL(synchronize)
+DEVICE_CALL(reset_peak)
+DEVICE_CALL(empty_cache)
 
 static PyObject *device_memory_stats(PyObject *self, PyObject *unused) {
     nd_state *state = state_of_type(self);

@@ -174,23 +174,17 @@ PyObject *nd_ndarray_dlpack(PyObject *self, PyObject *arguments, PyObject *keywo
 }
 
 /* A producer's deleter may run Python; the interpreter may be gone when the last view goes. */
-static void import_release_managed(void *owner) {
-    dl_managed *managed = owner;
-    if (managed->deleter != NULL && Py_IsInitialized()) {
-        PyGILState_STATE gil = PyGILState_Ensure();
-        managed->deleter(managed);
-        PyGILState_Release(gil);
+#define IMPORT_RELEASE(form)                                   \
+    static void import_release_##form(void *owner) {           \
+        dl_##form *producer = owner;                           \
+        if (producer->deleter != NULL && Py_IsInitialized()) { \
+            PyGILState_STATE gil = PyGILState_Ensure();        \
+            producer->deleter(producer);                       \
+            PyGILState_Release(gil);                           \
+        }                                                      \
     }
-}
-
-static void import_release_versioned(void *owner) {
-    dl_versioned *versioned = owner;
-    if (versioned->deleter != NULL && Py_IsInitialized()) {
-        PyGILState_STATE gil = PyGILState_Ensure();
-        versioned->deleter(versioned);
-        PyGILState_Release(gil);
-    }
-}
+IMPORT_RELEASE(managed)
+IMPORT_RELEASE(versioned)
 
 static int import_dtype(dl_dtype dtype, nd_dtype *out) {
     for (int d = 0; d < ND_NUM_DTYPES; d++) {

@@ -71,23 +71,18 @@ UNARY_METHOD(log)
 UNARY_METHOD(tanh)
 UNARY_METHOD(sqrt)
 
-static PyObject *ndarray_extremum(PyObject *x, PyObject *y, nd_op id, const char *name) {
-    PyObject *result = binary(x, y, id, NULL);
-    if (result == Py_NotImplemented) {
-        Py_DECREF(result);
-        return PyErr_Format(PyExc_TypeError, "%s: takes an array or a number, not %.80s", name,
-                            Py_TYPE(y)->tp_name);
+#define EXTREMUM(name)                                                                            \
+    PyObject *nd_ndarray_##name(PyObject *x, PyObject *y) {                                       \
+        PyObject *result = binary(x, y, OP_##name, NULL);                                         \
+        if (result == Py_NotImplemented) {                                                        \
+            Py_DECREF(result);                                                                    \
+            return PyErr_Format(PyExc_TypeError, #name ": takes an array or a number, not %.80s", \
+                                Py_TYPE(y)->tp_name);                                             \
+        }                                                                                         \
+        return result;                                                                            \
     }
-    return result;
-}
-
-PyObject *nd_ndarray_maximum(PyObject *x, PyObject *y) {
-    return ndarray_extremum(x, y, OP_maximum, "maximum");
-}
-
-PyObject *nd_ndarray_minimum(PyObject *x, PyObject *y) {
-    return ndarray_extremum(x, y, OP_minimum, "minimum");
-}
+EXTREMUM(maximum)
+EXTREMUM(minimum)
 
 /* ---- matrix product -------------------------------------------------------------------------- */
 /* `a`, whose reference goes, with the three axes of `view`: that view when it `fits`, else a copy. */

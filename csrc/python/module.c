@@ -1,6 +1,7 @@
 /* module.c - the module needle._C: its state, and what it checks when imported.
  *
- * Initialised in phases, with all of its Python objects in the module's state.
+ * Initialised in phases, with all of its Python objects in the module's state. setup.py passes what
+ * build_info() tells as NEEDLE_BUILD_*.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -13,28 +14,6 @@
 #include "methods.h"
 #include "ops.h"
 #include "streams.h"
-
-#ifndef NEEDLE_BUILD_VERSION
-#define NEEDLE_BUILD_VERSION "unknown"
-#endif
-#ifndef NEEDLE_BUILD_COMMIT
-#define NEEDLE_BUILD_COMMIT "unknown"
-#endif
-#ifndef NEEDLE_BUILD_COMPILER
-#define NEEDLE_BUILD_COMPILER __VERSION__
-#endif
-#ifndef NEEDLE_BUILD_MARCH
-#define NEEDLE_BUILD_MARCH "unknown"
-#endif
-#ifndef NEEDLE_BUILD_BLAS
-#define NEEDLE_BUILD_BLAS "unknown"
-#endif
-#ifndef NEEDLE_BUILD_CUDA
-#define NEEDLE_BUILD_CUDA ""
-#endif
-#ifndef NEEDLE_BUILD_CUDA_ARCHS
-#define NEEDLE_BUILD_CUDA_ARCHS ""
-#endif
 
 PyMODINIT_FUNC PyInit__C(void);
 
@@ -136,15 +115,15 @@ static int module_exec(PyObject *module) {
     return failed ? -1 : 0;
 }
 
+#define HELD(X)     \
+    X(ndarray_type) \
+    X(device_type) X(handle_type) X(flat_type) X(event_type) X(cuda_error) X(cuda_fatal_error)
+
 static int module_traverse(PyObject *module, visitproc visit, void *arg) {
     nd_state *state = nd_module_state(module);
-    Py_VISIT(state->ndarray_type);
-    Py_VISIT(state->device_type);
-    Py_VISIT(state->handle_type);
-    Py_VISIT(state->flat_type);
-    Py_VISIT(state->event_type);
-    Py_VISIT(state->cuda_error);
-    Py_VISIT(state->cuda_fatal_error);
+#define X(name) Py_VISIT(state->name);
+    HELD(X)
+#undef X
     for (int i = 0; i < NUM_BACKENDS * ND_MAX_DEVICES; i++) {
         Py_VISIT(state->devices[i]);
     }
@@ -153,13 +132,9 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg) {
 
 static int module_clear(PyObject *module) {
     nd_state *state = nd_module_state(module);
-    Py_CLEAR(state->ndarray_type);
-    Py_CLEAR(state->device_type);
-    Py_CLEAR(state->handle_type);
-    Py_CLEAR(state->flat_type);
-    Py_CLEAR(state->event_type);
-    Py_CLEAR(state->cuda_error);
-    Py_CLEAR(state->cuda_fatal_error);
+#define X(name) Py_CLEAR(state->name);
+    HELD(X)
+#undef X
     for (int i = 0; i < NUM_BACKENDS * ND_MAX_DEVICES; i++) {
         Py_CLEAR(state->devices[i]);
     }
