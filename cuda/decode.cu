@@ -49,7 +49,7 @@ struct Decode {
     float scale;
 };
 
-/* What a split leaves in scratch: D sums, the maximum and the sum of weights. */
+/* A split leaves in scratch D sums, the maximum and the sum of weights. */
 __device__ __forceinline__ float *share_of(float *scratch, int64_t block, int dims) {
     return scratch + block * (dims + 2);
 }

@@ -112,7 +112,7 @@ nd_status cuda_pool_malloc(int device, size_t bytes, void **out) {
     Device &d = cuda_device(device);
     cudaError_t error = cudaMallocFromPoolAsync(out, bytes, d.pool, d.stream);
     if (error == cudaErrorMemoryAllocation) {
-        /* what was freed lately, but in pieces of other sizes, may be enough */
+        /* memory freed lately, but in pieces of other sizes, may be enough */
         cudaGetLastError();
         CUDA_TRY("allocate", cudaStreamSynchronize(d.stream));
         CUDA_TRY("allocate", cudaMemPoolTrimTo(d.pool, 0));

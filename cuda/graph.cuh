@@ -10,7 +10,7 @@
 
 #include "common.cuh"
 
-/* ---- what allocating asks while a graph is being recorded (under the device's lock) ---------- */
+/* ---- memory while a graph is being recorded (under the device's lock) ------------------------ */
 /* Memory of an array: a block of the graph. While capturing only idle blocks: ND_ECUDA when the
  * second run asks for more than the first did. */
 nd_status cuda_graph_allocate(int device, nd_graph *graph, size_t bytes, void **out);

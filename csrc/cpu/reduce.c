@@ -260,7 +260,7 @@ static nd_status reduce(int device, const char *name, const nd_array *x, int64_t
     RUN_KERNEL(name##_i64, int64_t, int64_t, start, combine, map)
 #define INTEGERS_FN_FLOAT(name) NULL
 #define INTEGERS_FN_ANY(name) name##_i64
-/* What ops.def calls the lowest and the highest value, as float and as integer. */
+/* The lowest and the highest value of ops.def, as float and as integer. */
 #define AS_FLOAT_0 0
 #define AS_FLOAT_ND_LOWEST -INFINITY
 #define AS_FLOAT_ND_HIGHEST INFINITY

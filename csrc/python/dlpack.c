@@ -60,7 +60,7 @@ typedef struct dl_versioned {
     dl_tensor tensor;
 } dl_versioned;
 
-/* What an export owns: the view, and both forms of the structure (one is used). */
+/* An export owns the view, and both forms of the structure (one is used). */
 typedef struct {
     nd_array view;
     dl_managed managed;
