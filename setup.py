@@ -129,7 +129,7 @@ def build_core(objects: Path, out: Path, version: str, toolkit: cuda.Cuda | None
     python, identity, compiles = python_includes(), macros(*compiler, *march), []
     for source in sorted(p for d in ("", "cpu/", "python/") for p in ROOT.glob(f"csrc/{d}*.c")):
         extra = []
-        if source.parent.name != "cpu" and source.name not in ("array.c", "status.c"):
+        if source.parent.name == "python":
             extra += python
         if source.name == "module.c":  # alone, so that a new commit recompiles one file
             extra += [f"-DNEEDLE_BUILD_{name}={json.dumps(text)}" for name, text in built.items()]

@@ -99,7 +99,7 @@ class RunLog:
         self._file = open(self.path, "a", encoding="utf-8")
         self._trackers = trackers
         self._device, self._steps, self._tokens_per_step = device, steps, tokens_per_step
-        self._on_cpu = str(device) == "cpu()"
+        self._on_cpu = device.is_host
         self._flops_per_token, self._peak = flops_per_token, peak
         self._pending: dict | None = None
         self._mark = time.perf_counter()

@@ -195,7 +195,7 @@ def evaluate(run: Run) -> dict[str, float]:
     if rows == 0:
         return {}
     held_out = Batches(tokens, rows, length, vocab_size=run.model.config.vocab_size)
-    most = EVAL_TOKENS["cpu" if str(run.device) == "cpu()" else "cuda"]
+    most = EVAL_TOKENS["cpu" if run.device.is_host else "cuda"]
     limit = min(max(most // (rows * length), 1), EVAL_BATCHES)
     sizes = None if run.data.tokenizer is None else token_bytes(run.data.tokenizer)
     nats, count, text_bytes = [], 0, 0
@@ -335,9 +335,7 @@ def resumed_checkpoint(args) -> Checkpoint | None:
 
 def new_run(args) -> Run:
     device = choose_device(args.device)
-    settings = train_flags.complete(
-        train_flags.given(args), args.tokens, on_gpu=str(device) != "cpu()"
-    )
+    settings = train_flags.complete(train_flags.given(args), args.tokens, on_gpu=not device.is_host)
     described = train_flags.data_of(settings)
     data = run_data(described)
     config = model_config(settings, data)

@@ -10,7 +10,7 @@
 
 #include "backend.h"
 
-/* ---- dtypes -------------------------------------------------------------------------------- */
+/* ---- dtypes ---------------------------------------------------------------------------------- */
 const char *nd_dtype_name(nd_dtype dtype) {
     static const char *const names[] = {
 #define X(code, name, bytes, is_float) name,
@@ -38,7 +38,7 @@ bool nd_dtype_is_float(nd_dtype dtype) {
     return floats[dtype];
 }
 
-/* ---- memory -------------------------------------------------------------------------------- */
+/* ---- memory ---------------------------------------------------------------------------------- */
 static nd_status storage_make(nd_device *device, nd_storage **out) {
     nd_storage *storage = calloc(1, sizeof *storage);
     if (storage == NULL) {
@@ -96,7 +96,7 @@ void nd_storage_release(nd_storage *storage) {
     free(storage);
 }
 
-/* ---- arrays -------------------------------------------------------------------------------- */
+/* ---- arrays ---------------------------------------------------------------------------------- */
 nd_status nd_check_shape(nd_dtype dtype, int ndim, const int64_t *shape) {
     int64_t bytes = (int64_t)nd_dtype_size(dtype);
     for (int i = 0; i < ndim; i++) {
@@ -243,7 +243,7 @@ bool nd_may_overlap(const nd_array *a, const nd_array *b) {
            byte_range(b, &b_low, &b_high) && a_low < b_high && b_low < a_high;
 }
 
-/* ---- loops --------------------------------------------------------------------------------- */
+/* ---- loops ----------------------------------------------------------------------------------- */
 void nd_collapse(int n, const nd_array *const *operands, nd_loop *loop) {
     const nd_array *model = NULL;
     for (int k = 0; k < n && model == NULL; k++) {
@@ -271,4 +271,54 @@ void nd_collapse(int n, const nd_array *const *operands, nd_loop *loop) {
             loop->strides[k][at] = operands[k] != NULL ? operands[k]->strides[i] : 0;
         }
     }
+}
+
+bool nd_reshape_strides(const nd_array *a, nd_array *view) {
+    const nd_array *operands[1] = {a};
+    nd_loop loop;
+    nd_collapse(1, operands, &loop);
+    if (loop.size == 0 || loop.ndim == 0) {
+        nd_contiguous_strides(view->ndim, view->shape, view->strides);
+        return true;
+    }
+    /* From the last axis outwards, each merged axis of the old shape is cut into new ones. */
+    int at = loop.ndim - 1;
+    int64_t left = loop.shape[at], stride = loop.strides[0][at];
+    for (int i = view->ndim - 1; i >= 0; i--) {
+        if (view->shape[i] > 1 && left == 1) {
+            at--;
+            left = loop.shape[at];
+            stride = loop.strides[0][at];
+        }
+        if (left % view->shape[i] != 0) {
+            return false;
+        }
+        view->strides[i] = stride;
+        stride *= view->shape[i];
+        left /= view->shape[i];
+    }
+    return true;
+}
+
+nd_status nd_check_bounds(const nd_array *a) {
+    ND_TRY(nd_check_shape(a->dtype, a->ndim, a->shape));
+    if (nd_size(a) == 0) {
+        return ND_OK;
+    }
+    /* Sizes times item are below 2^63 and strides at most that: the sums below stay within 128
+     * bits. */
+    const char *memory = a->storage->memory;
+    int64_t item = (int64_t)nd_dtype_size(a->dtype);
+    __int128 first = ((const char *)a->data - memory), last = first;
+    for (int i = 0; i < a->ndim; i++) {
+        __int128 reach = (__int128)((a->shape[i] - 1) * item) * a->strides[i];
+        first += reach < 0 ? reach : 0;
+        last += reach > 0 ? reach : 0;
+    }
+    if (first < 0 || last + item > (__int128)a->storage->bytes) {
+        return nd_error(ND_EVALUE,
+                        "shape and strides reach outside the array's memory of %zu bytes",
+                        a->storage->bytes);
+    }
+    return ND_OK;
 }

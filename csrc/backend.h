@@ -1,4 +1,4 @@
-/* backend.h - the backend ABI: memory and time, plus one function for each row of ops.def.
+/* backend.h - the backend ABI: memory and time, plus one function for each op of ops.def.
  *
  * cpu/ implements it inside _C; cuda/ inside _cuda.so, which exports exactly one symbol:
  *     const nd_backend *needle_backend(void);
@@ -23,8 +23,8 @@ extern "C" {
 #endif
 
 /* ---- argument structs ---------------------------------------------------------------------------
- * Each row expands to `name_args`. Every field is one 8-byte slot in row order, so that bind.c can
- * fill any struct through nd_slot[] without knowing it. */
+ * Each op expands to `name_args`. Every field is one 8-byte slot, in the order of the operands, so
+ * that csrc/python/ can fill any struct through nd_slot[] without knowing it. */
 typedef union {
     nd_array *array;
     double real;
@@ -73,7 +73,7 @@ typedef union {
 #define I64(field) int64_t field;
 #include "ops.def"
 
-/* ---- the vtable ---------------------------------------------------------------------------------*/
+/* ---- the vtable ------------------------------------------------------------------------------ */
 typedef struct {
     char name[128];
     int64_t total_bytes; /* memory of the device */
@@ -89,13 +89,13 @@ typedef struct {
 } nd_memory_stats;
 
 typedef struct nd_event nd_event;       /* opaque; a point in the device's stream */
-typedef struct nd_download nd_download; /* opaque; bytes on their way to the host */
+typedef struct nd_download nd_download; /* opaque; an asynchronous copy to the host */
 typedef struct nd_graph nd_graph;       /* opaque; recorded work */
 typedef struct nd_staging nd_staging;   /* opaque; host memory that uploads are sent from */
 
 typedef struct nd_backend {
-    uint32_t abi;                    /* ND_ABI of the header it was compiled with */
-    const char *name;                /* "cpu", "cuda" */
+    uint64_t abi; /* nd_abi() of its build; of a backend inside _C: 0, it is the same build */
+    bool is_host; /* the host reads its memory, and its ops are done when they return */
     uintptr_t alignment;             /* of the data of IN, OPT, IO and IO_OPT operands, in bytes */
     const char *(*last_error)(void); /* this thread's message after a failure; never NULL */
 
@@ -111,7 +111,7 @@ typedef struct nd_backend {
     nd_status (*upload)(int device, void *to, const void *from_host, size_t bytes);
     nd_status (*download)(int device, void *to_host, const void *from, size_t bytes); /* waits */
     /* The same in two halves: begin enqueues the copy and returns, end waits for that copy alone,
-     * writes the bytes to to_host (NULL: drops them) and frees the download, also on failure. */
+     * writes the bytes to to_host (NULL: drops them) and ends the copy, also on failure. */
     nd_status (*download_begin)(int device, const void *from, size_t bytes, nd_download **out);
     nd_status (*download_end)(int device, nd_download *download, void *to_host);
     /* Host memory that is sent from again and again: send enqueues the copy of its first bytes and
@@ -134,31 +134,42 @@ typedef struct nd_backend {
      * ops run as ever, and the graph sees what they allocate; the same ops from capture to end are
      * recorded and do not run. In between nobody else may use the device, and nothing may be
      * uploaded, downloaded or waited for. free gives up a recording that has not come to its end.
-     * Where begin refuses (the CPU), the others are NULL. */
+     * All NULL in a backend that records none (the CPU). */
     nd_status (*graph_begin)(int device, nd_graph **out); /* new */
     nd_status (*graph_capture)(int device, nd_graph *graph);
     nd_status (*graph_end)(int device, nd_graph *graph);
     nd_status (*graph_launch)(int device, nd_graph *graph);
     nd_status (*graph_free)(int device, nd_graph *graph);
 
-#define EW1(name, types, formula) nd_status (*name)(int device, const name##_args *args);
-#define EW2(name, types, formula) EW1(name, types, formula)
-#define CMP(name, formula) EW1(name, , )
-#define RED(name, types, start, combine, map) EW1(name, , )
-#define ARG(name, better) EW1(name, , )
-#define OP(name, operands) EW1(name, , )
+#define EACH_OP(name) nd_status (*name)(int device, const name##_args *args);
 #include "ops.def"
 } nd_backend;
 
-#define ND_ABI ((uint32_t)sizeof(nd_backend)) /* any added row changes it */
+/* A hash (FNV-1a) of the table's text, as the preprocessor sees it, and of the struct's size. _C
+ * refuses a backend in a file of its own that has another: it was built from another ops.def. */
+static inline uint64_t nd_abi(void) {
+    static const char table[] =
+#define EW1(name, types, formula) "EW1 " #name " " #types " " #formula ";"
+#define EW2(name, types, formula) "EW2 " #name " " #types " " #formula ";"
+#define CMP(name, formula) "CMP " #name " " #formula ";"
+#define RED(name, types, start, combine, map) \
+    "RED " #name " " #types " " #start " " #combine " " #map ";"
+#define ARG(name, better) "ARG " #name " " #better ";"
+#define OP(name, operands) "OP " #name operands ";"
+#define OPERAND(kind, field, axes, dtype) " " #kind " " #field " " axes " " #dtype
+#define F64(field) " F64 " #field
+#define I64(field) " I64 " #field
+#include "ops.def"
+        ;
+    uint64_t hash = 0xcbf29ce484222325u ^ sizeof(nd_backend);
+    for (size_t i = 0; i + 1 < sizeof table; i++) {
+        hash = (hash ^ (unsigned char)table[i]) * 0x100000001b3u;
+    }
+    return hash;
+}
 
-/* A backend file list: prototypes and a filled vtable come from ops.def too, so that a function a
- * backend lacks is a link error:
- *     #define EW1(name, types, formula) nd_status cpu_##name(int, const name##_args *);
- *     ... #include "ops.def"
- */
-
-/* ---- devices (module.c) -------------------------------------------------------------------------*/
+/* ---- devices ------------------------------------------------------------------------------------
+ * Those of a process stand in the table of csrc/python/backends.c. */
 struct nd_device {
     const nd_backend *backend;
     int index;

@@ -18,9 +18,9 @@ extern "C" {
 
 #define ND_MAX_DIMS 8
 
-/* ---- status ------------------------------------------------------------------------------------
+/* ---- status -------------------------------------------------------------------------------------
  * A function that can fail returns nd_status; on failure it has left "op: operand: what" in the
- * calling thread's message. bind.c maps each code to the Python exception named beside it. */
+ * calling thread's message. csrc/python/errors.c raises the exception named beside each code. */
 typedef enum {
     ND_OK = 0,
     ND_EVALUE,  /* ValueError: a shape, size or value is wrong */
@@ -50,7 +50,7 @@ const char *nd_last_error(void);
         }                                  \
     } while (0)
 
-/* ---- dtypes ------------------------------------------------------------------------------------
+/* ---- dtypes -------------------------------------------------------------------------------------
  * X(code, name, bytes, is_float): the one list; the enum, names and sizes come from it. */
 #define ND_DTYPES(X)             \
     X(ND_F32, "float32", 4, 1)   \
@@ -66,15 +66,15 @@ typedef enum {
 #define X(code, name, bytes, is_float) code,
     ND_DTYPES(X)
 #undef X
-    ND_NUM_DTYPES
+        ND_NUM_DTYPES
 } nd_dtype;
 
 const char *nd_dtype_name(nd_dtype dtype);
 size_t nd_dtype_size(nd_dtype dtype);
 bool nd_dtype_is_float(nd_dtype dtype);
 
-/* ---- memory ------------------------------------------------------------------------------------*/
-typedef struct nd_device nd_device; /* backend.h; interned: equal devices are equal pointers */
+/* ---- memory ---------------------------------------------------------------------------------- */
+typedef struct nd_device nd_device; /* in backend.h; equal devices are equal pointers */
 
 typedef struct nd_storage {
     int64_t references; /* atomic */
@@ -95,7 +95,7 @@ typedef struct nd_array {
     int64_t strides[ND_MAX_DIMS];
 } nd_array;
 
-/* array.c. Functions that fill an nd_array give it a NEW reference; nd_array_clear drops it. */
+/* All in array.c. Functions that fill an nd_array give it a NEW reference; nd_array_clear drops it. */
 nd_status nd_storage_new(nd_device *device, size_t bytes, nd_storage **out);
 nd_status nd_storage_borrow(nd_device *device, void *memory, size_t bytes, void *owner,
                             void (*release)(void *), nd_storage **out);
@@ -119,6 +119,11 @@ void nd_contiguous_strides(int ndim, const int64_t *shape, int64_t *strides);
 nd_status nd_broadcast_to(const nd_array *a, int ndim, const int64_t *shape, nd_array *out);
 /* NumPy's common shape of two operands. */
 nd_status nd_broadcast_shape(const nd_array *a, const nd_array *b, int *ndim, int64_t *shape);
+/* Set `view`'s strides so that it walks `a` in the same order under another shape of the same size.
+ * False when no strides can. */
+bool nd_reshape_strides(const nd_array *a, nd_array *view);
+/* ND_EVALUE unless all elements of the view lie inside its storage. */
+nd_status nd_check_bounds(const nd_array *a);
 /* Do the two views possibly touch the same element? (conservative: compares byte ranges) */
 bool nd_may_overlap(const nd_array *a, const nd_array *b);
 

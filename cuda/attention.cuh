@@ -28,7 +28,7 @@ constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
 constexpr int MAX_HEAD_DIM = 256;
 
-/* ---- the problem ------------------------------------------------------------------------------*/
+/* ---- the problem ----------------------------------------------------------------------------- */
 /* A (B, T, H, D) operand: strides in elements, unit stride in D. */
 struct Rows {
     void *data;
@@ -67,7 +67,7 @@ struct Problem {
     float2 *stats; /* (B, H, T): what the backward needs of a row, see there */
 };
 
-/* ---- host: filling it -------------------------------------------------------------------------*/
+/* ---- host: filling it ------------------------------------------------------------------------ */
 static inline Rows rows_of(const nd_array *a) {
     int64_t per_chunk = 16 / (int64_t)nd_dtype_size(a->dtype);
     bool vector = is_aligned16(a->data) && a->shape[3] % per_chunk == 0;
@@ -192,7 +192,7 @@ template <class F> static inline nd_status with_columns32(int D, F &&f) {
 
 #ifdef __CUDACC__
 
-/* ---- device: whose tile, which tiles ----------------------------------------------------------*/
+/* ---- device: whose tile, which tiles --------------------------------------------------------- */
 /* Rows [begin, end) of a head; no tile when begin < 0. */
 struct Span {
     int begin, end;
@@ -276,7 +276,7 @@ __device__ __forceinline__ Span queries_of_keys(const Problem &p, Span keys) {
     return Span{p.causal ? max(keys.begin - p.offset, 0) : 0, p.T};
 }
 
-/* ---- device: 16-bit tiles ---------------------------------------------------------------------*/
+/* ---- device: 16-bit tiles -------------------------------------------------------------------- */
 /* Byte offset of 16-byte chunk `chunk` of row `row`. */
 template <int DP> __device__ __forceinline__ uint32_t chunk_offset(int row, int chunk) {
     int key = DP % 64 == 0 ? row & 7 : (row >> 1) & 3;
@@ -539,7 +539,7 @@ __device__ __forceinline__ void store_rows(const float (&c)[MI][N][4], const flo
     }
 }
 
-/* ---- device: float32 tiles --------------------------------------------------------------------*/
+/* ---- device: float32 tiles ------------------------------------------------------------------- */
 constexpr int FLOAT_THREADS = 256;
 
 template <int DP> constexpr int FLOAT_STRIDE = DP + 4;

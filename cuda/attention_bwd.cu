@@ -456,7 +456,7 @@ __global__ void __launch_bounds__(FLOAT_THREADS, 1)
     float_store_rows<DP>(dv, one, p.dv, p.dv.head<float>(work.b, work.h), work.own, p.D);
 }
 
-/* ---- host -------------------------------------------------------------------------------------*/
+/* ---- host ------------------------------------------------------------------------------------ */
 struct Masks {
     const nd_array *offsets, *columns, *offsets_t, *rows; /* NULL when dense */
     int64_t block;
@@ -492,7 +492,7 @@ nd_status launch(const char *op, int device, Problem p, const Masks &masks) {
     return problem_launch(op, device, K::dkdv, p, K::DKDV_THREADS, K::DKDV_SHARED);
 }
 
-/* The fields that the dense and the sparse row share. */
+/* The fields that the dense and the sparse op share. */
 template <class Args>
 nd_status backward(const char *op, int device, const Args *a, const Masks &masks) {
     Problem p;

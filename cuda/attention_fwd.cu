@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(ForwardTile<DP>::THREADS, ForwardTile<DP>::CTA
     store_rows<T, DP>(o, factor, q_tile, m0, 0, p.o, p.o.head<T>(work.b, work.h), work.own, p.D);
 }
 
-/* ---- float32 ----------------------------------------------------------------------------------*/
+/* ---- float32 --------------------------------------------------------------------------------- */
 template <int DP> struct FloatForwardTile {
     static constexpr int M = DP <= 128 ? 4 : 2; /* rows a thread */
     static constexpr int ROWS = 16 * M;         /* queries and keys of a tile */
@@ -272,7 +272,7 @@ __global__ void __launch_bounds__(FLOAT_THREADS, 1)
     float_store_rows<DP>(o, factor, p.o, p.o.head<float>(work.b, work.h), work.own, p.D);
 }
 
-/* ---- host -------------------------------------------------------------------------------------*/
+/* ---- host ------------------------------------------------------------------------------------ */
 struct Mask {
     const nd_array *offsets, *columns; /* NULL when dense */
     int64_t block;

@@ -1,18 +1,9 @@
-/* backend.cu - the CUDA backend's frame: devices, the one stream of each, memory, faults, the vtable.
- *
- * Memory comes from a stream-ordered pool of our own on each device (threshold at its maximum, so
- * that freed memory stays for the next call); reset() can thus give everything back without
- * cudaDeviceReset(), which would also end the context for other libraries in the process.
+/* backend.cu - the CUDA backend's roof: which devices there are, opening and reset, the vtable.
  *
  * Threads. A device's ops are enqueued one at a time, under its lock, because they share scratch
- * and the order of enqueuing is the order of results. Uploads, downloads and waits do not hold it.
+ * and the order of enqueuing is the order of results. Copies and waits do not hold it.
  * reset() must not run while another thread uses the device.
- *
- * Faults. The first error that ends the context is kept; from then on every call returns it and
- * release() does nothing. The state is never destroyed, so that nothing here runs after the
- * runtime's own shutdown at exit.
  */
-#include <atomic>
 #include <mutex>
 #include <stdio.h>
 #include <stdlib.h>
@@ -23,108 +14,7 @@
 
 namespace {
 
-constexpr int max_devices = 64;
-constexpr size_t scratch_step = (size_t)1 << 20;
-
-struct State {
-    Device devices[max_devices];
-    std::mutex fault_lock;
-    std::atomic<bool> faulted{false};
-    char fault[1024] = "";
-};
-
-State &state() {
-    static State *the = new State; /* never destroyed */
-    return *the;
-}
-
-/* ---- faults ------------------------------------------------------------------------------------*/
-/* Errors after which every call on the context fails. */
-bool ends_context(cudaError_t error) {
-    switch (error) {
-    case cudaErrorIllegalAddress:
-    case cudaErrorLaunchTimeout:
-    case cudaErrorHardwareStackError:
-    case cudaErrorIllegalInstruction:
-    case cudaErrorMisalignedAddress:
-    case cudaErrorInvalidAddressSpace:
-    case cudaErrorInvalidPc:
-    case cudaErrorLaunchFailure:
-    case cudaErrorAssert:
-    case cudaErrorECCUncorrectable:
-    case cudaErrorNvlinkUncorrectable:
-    case cudaErrorContained:
-    case cudaErrorTensorMemoryLeak:
-    case cudaErrorMpsClientTerminated:
-    case cudaErrorContextIsDestroyed:
-    case cudaErrorDeviceUninitialized:
-    case cudaErrorUnknown:
-        return true;
-    default:
-        return false;
-    }
-}
-
-nd_status first_fault() {
-    State &s = state();
-    std::lock_guard<std::mutex> guard(s.fault_lock);
-    return nd_error(ND_EFATAL, "%s", s.fault);
-}
-
-} // namespace
-
-nd_status cuda_error(const char *op, const char *what, cudaError_t error) {
-    cudaGetLastError();
-    if (!ends_context(error)) {
-        return nd_error(ND_ECUDA, "%s: %s: %s (%s)", op, what, cudaGetErrorString(error),
-                        cudaGetErrorName(error));
-    }
-    State &s = state();
-    {
-        std::lock_guard<std::mutex> guard(s.fault_lock);
-        if (!s.faulted.load(std::memory_order_relaxed)) {
-            snprintf(s.fault, sizeof s.fault,
-                     "%s: %s: %s (%s): the CUDA context is lost and this process must end; start "
-                     "again from the last checkpoint. The fault may come from an earlier op: "
-                     "NEEDLE_SYNC=1 finds which",
-                     op, what, cudaGetErrorString(error), cudaGetErrorName(error));
-            s.faulted.store(true, std::memory_order_release);
-        }
-    }
-    return first_fault();
-}
-
-bool cuda_faulted(void) { return state().faulted.load(std::memory_order_acquire); }
-
-/* ---- entering a call ---------------------------------------------------------------------------*/
-nd_status cuda_enter(int device) {
-    if (cuda_faulted()) {
-        return first_fault();
-    }
-    if (device < 0 || device >= max_devices || !state().devices[device].opened) {
-        return nd_error(ND_EVALUE, "cuda(%d): the device has not been opened", device);
-    }
-    CUDA_TRY("cuda", cudaSetDevice(device));
-    cudaError_t stale = cudaGetLastError();
-    if (stale != cudaSuccess && ends_context(stale)) {
-        return cuda_error("cuda", "an earlier kernel or another library", stale);
-    }
-    return ND_OK;
-}
-
-nd_status Exclusive::begin(int device) {
-    if (device >= 0 && device < max_devices) {
-        lock = &state().devices[device].lock;
-        lock->lock();
-    }
-    return cuda_enter(device);
-}
-
-Device &cuda_device(int device) { return state().devices[device]; }
-
-namespace {
-
-/* ---- devices -----------------------------------------------------------------------------------*/
+/* ---- devices --------------------------------------------------------------------------------- */
 __global__ void probe_kernel() {}
 
 #ifdef __CUDA_ARCH_LIST__
@@ -169,7 +59,7 @@ nd_status no_kernels(const char *name, int device, int major, int minor) {
 nd_status cuda_device_count(int *count) {
     *count = 0;
     if (cuda_faulted()) {
-        return first_fault();
+        return cuda_first_fault();
     }
     int driver = 0, runtime = 0, found = 0;
     CUDA_TRY("cuda", cudaRuntimeGetVersion(&runtime));
@@ -198,7 +88,7 @@ nd_status cuda_device_count(int *count) {
     if (error != cudaSuccess) {
         return cuda_error("cuda", "counting devices", error);
     }
-    found = found < max_devices ? found : max_devices;
+    found = found < cuda_max_devices ? found : cuda_max_devices;
     bool usable = found == 0;
     int major = 0, minor = 0;
     for (int i = 0; i < found && !usable; i++) {
@@ -326,110 +216,6 @@ nd_status cuda_properties(int device, nd_properties *out) {
     return ND_OK;
 }
 
-} // namespace
-
-/* ---- memory ------------------------------------------------------------------------------------*/
-nd_status cuda_pool_malloc(int device, size_t bytes, void **out) {
-    Device &d = cuda_device(device);
-    cudaError_t error = cudaMallocFromPoolAsync(out, bytes, d.pool, d.stream);
-    if (error == cudaErrorMemoryAllocation) {
-        /* what was freed lately, but in pieces of other sizes, may be enough */
-        cudaGetLastError();
-        CUDA_TRY("allocate", cudaStreamSynchronize(d.stream));
-        CUDA_TRY("allocate", cudaMemPoolTrimTo(d.pool, 0));
-        error = cudaMallocFromPoolAsync(out, bytes, d.pool, d.stream);
-    }
-    if (error == cudaErrorMemoryAllocation) {
-        cudaGetLastError();
-        size_t free_bytes = 0, total = 0;
-        CUDA_TRY("allocate", cudaMemGetInfo(&free_bytes, &total));
-        double mib = 1.0 / (1 << 20);
-        return nd_error(ND_ECUDA,
-                        "allocate: out of memory on cuda(%d): %.1f MiB asked for, %.1f MiB in "
-                        "arrays, %.1f of %.1f MiB free; use a smaller batch, or free arrays",
-                        device, bytes * mib, d.live_bytes * mib, free_bytes * mib, total * mib);
-    }
-    if (error != cudaSuccess) {
-        return cuda_error("allocate", "cudaMallocFromPoolAsync", error);
-    }
-    return ND_OK;
-}
-
-static nd_status free_scratch(Device &d) {
-    if (d.scratch) {
-        CUDA_TRY("scratch", cudaFreeAsync(d.scratch, d.stream));
-        d.scratch = nullptr;
-        d.scratch_bytes = 0;
-    }
-    return ND_OK;
-}
-
-nd_status cuda_scratch(int device, size_t bytes, void **out) {
-    Device &d = cuda_device(device);
-    if (d.recording) {
-        return cuda_graph_scratch(device, d.recording, bytes, out);
-    }
-    if (bytes > d.scratch_bytes) {
-        /* Stream order keeps the old bytes alive for work already enqueued. */
-        ND_TRY(free_scratch(d));
-        size_t rounded = ceil_div(bytes, scratch_step) * scratch_step;
-        ND_TRY(cuda_pool_malloc(device, rounded, &d.scratch));
-        d.scratch_bytes = rounded;
-    }
-    *out = d.scratch;
-    return ND_OK;
-}
-
-namespace {
-
-nd_status cuda_allocate(int device, size_t bytes, void **out) {
-    *out = nullptr;
-    if (bytes == 0) {
-        return ND_OK;
-    }
-    Exclusive call;
-    ND_TRY(call.begin(device));
-    Device &d = cuda_device(device);
-    if (d.recording) {
-        ND_TRY(cuda_graph_allocate(device, d.recording, bytes, out));
-    } else {
-        ND_TRY(cuda_pool_malloc(device, bytes, out));
-    }
-    d.live[*out] = {bytes, d.recording};
-    d.live_bytes += (int64_t)bytes;
-    d.peak_bytes = d.live_bytes > d.peak_bytes ? d.live_bytes : d.peak_bytes;
-    return ND_OK;
-}
-
-nd_status cuda_release(int device, void *memory) {
-    if (!memory || cuda_faulted()) {
-        return ND_OK;
-    }
-    Exclusive call;
-    ND_TRY(call.begin(device));
-    Device &d = cuda_device(device);
-    auto found = d.live.find(memory);
-    if (found == d.live.end()) {
-        return ND_OK; /* reset() gave it back already */
-    }
-    const Bytes bytes = found->second;
-    d.live_bytes -= (int64_t)bytes.count;
-    d.live.erase(found);
-    if (bytes.owner) {
-        cuda_graph_reuse(bytes.owner, memory, bytes.count);
-        return ND_OK;
-    }
-    if (cuda_is_capturing(device)) {
-        cuda_graph_release_later(d.recording, memory);
-        return ND_OK;
-    }
-    cudaError_t error = cudaFreeAsync(memory, d.stream);
-    if (error == cudaErrorCudartUnloading) {
-        return ND_OK; /* the process is ending and takes everything along */
-    }
-    return error == cudaSuccess ? ND_OK : cuda_error("release", "cudaFreeAsync", error);
-}
-
 nd_status cuda_synchronize(int device) {
     ND_TRY(cuda_enter(device));
     ND_TRY(cuda_refuse_in_capture(device, "synchronize"));
@@ -437,40 +223,9 @@ nd_status cuda_synchronize(int device) {
     return ND_OK;
 }
 
-nd_status cuda_memory_stats(int device, nd_memory_stats *out) {
-    Exclusive call;
-    ND_TRY(call.begin(device));
-    Device &d = cuda_device(device);
-    uint64_t reserved = 0;
-    CUDA_TRY("memory_stats",
-             cudaMemPoolGetAttribute(d.pool, cudaMemPoolAttrReservedMemCurrent, &reserved));
-    out->live_bytes = d.live_bytes;
-    out->peak_bytes = d.peak_bytes;
-    out->reserved_bytes = (int64_t)reserved;
-    return ND_OK;
-}
-
-nd_status cuda_reset_peak(int device) {
-    Exclusive call;
-    ND_TRY(call.begin(device));
-    Device &d = cuda_device(device);
-    d.peak_bytes = d.live_bytes;
-    return ND_OK;
-}
-
-nd_status cuda_empty_cache(int device) {
-    Exclusive call;
-    ND_TRY(call.begin(device));
-    Device &d = cuda_device(device);
-    ND_TRY(free_scratch(d));
-    CUDA_TRY("empty_cache", cudaStreamSynchronize(d.stream));
-    CUDA_TRY("empty_cache", cudaMemPoolTrimTo(d.pool, 0));
-    return ND_OK;
-}
-
 nd_status cuda_reset(int device) {
     if (cuda_faulted()) {
-        first_fault();
+        cuda_first_fault();
         char fault[1024];
         snprintf(fault, sizeof fault, "%s", nd_last_error());
         return nd_error(ND_EFATAL,
@@ -490,7 +245,7 @@ nd_status cuda_reset(int device) {
     d.live.clear();
     d.live_bytes = d.peak_bytes = 0;
     d.prepared.clear();
-    ND_TRY(free_scratch(d));
+    ND_TRY(cuda_free_scratch(d));
     ND_TRY(cuda_transfer_reset(device));
     ND_TRY(cuda_matmul_reset(device));
     CUDA_TRY("reset", cudaStreamSynchronize(d.stream));
@@ -503,25 +258,19 @@ nd_status cuda_reset(int device) {
     return open_locked(device);
 }
 
-/* ---- the vtable --------------------------------------------------------------------------------*/
-#define EW1(name, types, formula)                                \
+/* ---- the vtable ------------------------------------------------------------------------------ */
+#define EACH_OP(name)                                            \
     nd_status call_##name(int device, const name##_args *args) { \
         Exclusive call;                                          \
         ND_TRY(call.begin(device));                              \
         return cuda_##name(device, args);                        \
     }
-#define EW2(name, types, formula) EW1(name, types, formula)
-#define CMP(name, formula) EW1(name, , )
-#define RED(name, types, start, combine, map) EW1(name, , )
-#define ARG(name, better) EW1(name, , )
-#define OP(name, operands) EW1(name, , )
 #include "../csrc/ops.def"
 
 nd_backend make_backend() {
     nd_backend b;
     memset(&b, 0, sizeof b);
-    b.abi = ND_ABI;
-    b.name = "cuda";
+    b.abi = nd_abi();
     b.alignment = 16; /* one load of a vector */
     b.last_error = nd_last_error;
     b.device_count = cuda_device_count;
@@ -551,12 +300,7 @@ nd_backend make_backend() {
     b.graph_end = cuda_graph_end;
     b.graph_launch = cuda_graph_launch;
     b.graph_free = cuda_graph_free;
-#define EW1(row, types, formula) b.row = call_##row;
-#define EW2(row, types, formula) EW1(row, types, formula)
-#define CMP(row, formula) EW1(row, , )
-#define RED(row, types, start, combine, map) EW1(row, , )
-#define ARG(row, better) EW1(row, , )
-#define OP(row, operands) EW1(row, , )
+#define EACH_OP(name) b.name = call_##name;
 #include "../csrc/ops.def"
     return b;
 }
@@ -566,39 +310,4 @@ nd_backend make_backend() {
 extern "C" __attribute__((visibility("default"))) const nd_backend *needle_backend(void) {
     static const nd_backend the = make_backend();
     return &the;
-}
-
-/* ---- what the rows use (common.cuh) ------------------------------------------------------------*/
-const cuda_limits *cuda_device_limits(int device) { return &cuda_device(device).limits; }
-
-cudaStream_t cuda_stream(int device) { return cuda_device(device).stream; }
-
-int cuda_arch(int device) { return cuda_device(device).arch; }
-
-nd_status cuda_prepare(const char *op, int device, const void *kernel, int threads, size_t shared) {
-    Device &d = cuda_device(device);
-    auto found = d.prepared.find(kernel);
-    if (found != d.prepared.end() && shared <= found->second.count) {
-        return ND_OK;
-    }
-    cudaFuncAttributes attributes;
-    CUDA_TRY(op, cudaFuncGetAttributes(&attributes, kernel));
-    if (threads > attributes.maxThreadsPerBlock) {
-        return nd_error(ND_ECUDA,
-                        "%s: needs blocks of %d threads, and cuda(%d) runs this kernel with "
-                        "at most %d",
-                        op, threads, device, attributes.maxThreadsPerBlock);
-    }
-    size_t whole = shared + attributes.sharedSizeBytes;
-    if (whole > d.limits.block_shared) {
-        return nd_error(ND_ECUDA,
-                        "%s: needs %zu bytes of shared memory a block, and cuda(%d) has %zu", op,
-                        whole, device, d.limits.block_shared);
-    }
-    if (whole > 48 * 1024) {
-        CUDA_TRY(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                          (int)shared));
-    }
-    d.prepared[kernel] = {shared, nullptr};
-    return ND_OK;
 }

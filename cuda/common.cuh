@@ -1,8 +1,8 @@
 /* common.cuh - what every CUDA file shares.
  *
- * How an op runs. The vtable in backend.cu wraps each cuda_<row>: it refuses after a fatal fault,
- * takes the device's lock, makes the device current and then calls cuda_<row>(device, args), which
- * enqueues on cuda_stream(device) and returns. So a row needs no prologue of its own: it checks its
+ * How an op runs. The vtable in backend.cu wraps each cuda_<op>: it refuses after a fatal fault,
+ * takes the device's lock, makes the device current and then calls cuda_<op>(device, args), which
+ * enqueues on cuda_stream(device) and returns. So an op needs no prologue of its own: it checks its
  * operands, asks for scratch at most once, launches, and ends with CUDA_LAUNCHED.
  *
  * Errors. Every CUDA call goes through CUDA_TRY, every launch is followed by CUDA_LAUNCHED.
@@ -20,16 +20,11 @@
 #include "../csrc/backend.h"
 #include "../csrc/formula.h"
 
-/* ---- the rows: a function that is missing is a link error --------------------------------------*/
-#define EW1(name, types, formula) nd_status cuda_##name(int device, const name##_args *a);
-#define EW2(name, types, formula) EW1(name, types, formula)
-#define CMP(name, formula) EW1(name, , )
-#define RED(name, types, start, combine, map) EW1(name, , )
-#define ARG(name, better) EW1(name, , )
-#define OP(name, operands) EW1(name, , )
+/* ---- the ops: a function that is missing is a link error ------------------------------------- */
+#define EACH_OP(name) nd_status cuda_##name(int device, const name##_args *a);
 #include "../csrc/ops.def"
 
-/* ---- errors (backend.cu) -----------------------------------------------------------------------*/
+/* ---- errors (device.cu) ---------------------------------------------------------------------- */
 nd_status cuda_error(const char *op, const char *what, cudaError_t error);
 
 #define CUDA_TRY(op, call)                                 \
@@ -49,7 +44,7 @@ nd_status cuda_error(const char *op, const char *what, cudaError_t error);
         }                                                               \
     } while (0)
 
-/* ---- the device (backend.cu); valid inside a row, that is, after open() ------------------------*/
+/* ---- the device (device.cu); valid inside an op, that is, after open() ----------------------- */
 typedef struct {
     int processors;      /* multiprocessors */
     int arch;            /* 90 for compute capability 9.0 */
@@ -64,7 +59,7 @@ cudaStream_t cuda_stream(int device);
  * the portable kernels on a newer device. */
 int cuda_arch(int device);
 
-/* Device memory for this op alone, 256-byte aligned, undefined contents; valid for work enqueued
+/* memory.cu: for this op alone, 256-byte aligned, undefined contents; valid for work enqueued
  * before the op returns. One call an op: a second one may hand out the same bytes. */
 nd_status cuda_scratch(int device, size_t bytes, void **out);
 
@@ -94,7 +89,7 @@ template <class I> __host__ __device__ constexpr I ceil_div(I a, I b) { return (
 
 static inline bool is_aligned16(const void *p) { return ((uintptr_t)p & 15) == 0; }
 
-/* ---- dtypes ------------------------------------------------------------------------------------*/
+/* ---- dtypes ---------------------------------------------------------------------------------- */
 typedef __nv_bfloat16 bf16;
 typedef __half f16;
 
@@ -140,7 +135,7 @@ template <class F> static inline nd_status with_any(const char *op, nd_dtype dty
 template <class T> static inline const T *data_of(const nd_array *a) { return (const T *)a->data; }
 template <class T> static inline T *data_of(nd_array *a) { return (T *)a->data; }
 
-/* ---- strided walks -----------------------------------------------------------------------------
+/* ---- strided walks ------------------------------------------------------------------------------
  * An nd_loop cut to what a kernel takes by value: row-major index -> offset of each operand. */
 template <int operands> struct Walk {
     int64_t size;
@@ -203,7 +198,7 @@ template <> __device__ __forceinline__ bf16 from_float<bf16>(float x) {
 }
 template <> __device__ __forceinline__ f16 from_float<f16>(float x) { return __float2half_rn(x); }
 
-/* ---- any dtype, known at run time --------------------------------------------------------------
+/* ---- any dtype, known at run time ---------------------------------------------------------------
  * V is float for float dtypes and int64_t for integers and bool. The branch is the same for the
  * whole grid. Floats truncate to integers; what is not zero is true. */
 template <class V> __device__ __forceinline__ V load_as(const void *p, int64_t i, nd_dtype dtype);
@@ -255,7 +250,7 @@ __device__ __forceinline__ void store_as(void *p, int64_t i, nd_dtype dtype, V x
     }
 }
 
-/* ---- 16-byte accesses --------------------------------------------------------------------------
+/* ---- 16-byte accesses ---------------------------------------------------------------------------
  * A Vec lives in registers when it is indexed by unrolled loops only. */
 template <class T> struct alignas(16) Vec {
     static constexpr int size = 16 / sizeof(T);
@@ -291,7 +286,7 @@ template <class T> __device__ __forceinline__ void store16(T *p, const Vec<T> &x
     __stwb(reinterpret_cast<uint4 *>(p), bits);
 }
 
-/* ---- reductions --------------------------------------------------------------------------------
+/* ---- reductions ---------------------------------------------------------------------------------
  * In a fixed order, so the same bits each time; every thread gets the result. */
 struct SumOp {
     static constexpr float identity = 0.0f;

@@ -1,13 +1,13 @@
 /* decode.cu - one step of generation: attention of a new token over its cache, and the next token.
  *
  * decode_attention. For row b with the new token at p = positions[b], each head h:
- *     q, k turn by the angle of p and are rounded;  keys[b, h, p] = k,  values[b, h, p] = v
+ *     q, k rotated by the angle of p and rounded;  keys[b, h, p] = k,  values[b, h, p] = v
  *     o = sum_{j <= p} softmax_j(scale q . keys[j]) values[j]
- *   A thread block owns a head, or one of `splits` equal shares of its cached keys where there are
+ *   A thread block owns a head, or one of `splits` equal splits of its cached keys where there are
  *   fewer heads than multiprocessors. In it, groups of G lanes take keys in turn: each lane holds P
  *   vectors of N dims of q, of the key and of the output, with a running maximum and sum; the groups
- *   meet in shared memory at the end. The first share also turns and stores the new key and value
- *   and attends to them, so that nobody reads what another block writes. With splits > 1 the shares
+ *   meet in shared memory at the end. The first split also rotates and stores the new key and value
+ *   and attends to them, so that nobody reads what another block writes. With splits > 1 the splits
  *   go through scratch to a second kernel. All sums have a fixed order. How a head is split depends
  *   on the shapes alone, never on positions, so that a captured graph stays right.
  *   Bytes: 2 (p + 1) D a head, once.
@@ -20,7 +20,7 @@
 namespace {
 
 constexpr int threads = 256, max_dims = 256;
-constexpr int keys_a_share = 512; /* shorter shares cost more in the second kernel than they save */
+constexpr int keys_a_split = 512; /* shorter splits cost more in the second kernel than they save */
 
 /* N consecutive dims of a row; zeros from `dims` on. */
 template <class T, int N>
@@ -44,12 +44,12 @@ __device__ __forceinline__ void load_dims(const T *row, int at, int dims, float 
 }
 
 struct Decode {
-    int64_t room, angles; /* S, X */
+    int64_t capacity, angles; /* S, X */
     int heads, dims, half, splits;
     float scale;
 };
 
-/* What a share leaves in scratch: D sums, the maximum and the sum of weights. */
+/* A split leaves in scratch D sums, the maximum and the sum of weights. */
 __device__ __forceinline__ float *share_of(float *scratch, int64_t block, int dims) {
     return scratch + block * (dims + 2);
 }
@@ -64,10 +64,10 @@ __global__ void __launch_bounds__(threads)
     __shared__ float tops[groups], totals[groups];
     __shared__ float sums[groups * G * N * P];
     const int64_t head = (int64_t)blockIdx.x / s.splits; /* b H + h */
-    const int share = (int)((int64_t)blockIdx.x % s.splits);
+    const int split = (int)((int64_t)blockIdx.x % s.splits);
     const int64_t position = positions[head / s.heads];
     const int tid = (int)threadIdx.x, lane = tid % G, group = tid / G;
-    if (position < 0 || position >= s.room || position >= s.angles) {
+    if (position < 0 || position >= s.capacity || position >= s.angles) {
         for (int d = tid; d < s.dims + 2; d += threads) {
             if (s.splits > 1) {
                 share_of(scratch, blockIdx.x, s.dims)[d] = NAN;
@@ -78,7 +78,8 @@ __global__ void __launch_bounds__(threads)
         return;
     }
     const T *packed = qkv + head * 3 * s.dims;
-    T *own_keys = keys + head * s.room * s.dims, *own_values = values + head * s.room * s.dims;
+    T *own_keys = keys + head * s.capacity * s.dims,
+      *own_values = values + head * s.capacity * s.dims;
     for (int d = tid; d < s.dims; d += threads) {
         float q = to_float(packed[d]), k = to_float(packed[s.dims + d]);
         if (d < 2 * s.half) {
@@ -91,7 +92,7 @@ __global__ void __launch_bounds__(threads)
         }
         new_q[d] = to_float(from_float<T>(q));
         new_k[d] = to_float(from_float<T>(k));
-        if (share == 0) {
+        if (split == 0) {
             own_keys[position * s.dims + d] = from_float<T>(k);
             own_values[position * s.dims + d] = packed[2 * s.dims + d];
         }
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(threads)
     }
     float top = -INFINITY, total = 0.0f;
     const int64_t chunk = ceil_div<int64_t>(position, s.splits);
-    const int64_t start = chunk * share, end = min(start + chunk, position);
+    const int64_t start = chunk * split, end = min(start + chunk, position);
     for (int64_t base = start; base < end; base += groups * unroll) {
         float k[unroll][P][N], v[unroll][P][N], score[unroll];
 #pragma unroll
@@ -180,13 +181,13 @@ __global__ void __launch_bounds__(threads)
     float own = tid < s.dims ? new_q[tid] * s.scale * new_k[tid] : 0.0f;
     own = block_sum(own);
     __syncthreads();
-    float highest = share == 0 ? own : -INFINITY;
+    float highest = split == 0 ? own : -INFINITY;
     for (int g = 0; g < groups; g++) {
         highest = fmaxf(highest, tops[g]);
     }
-    /* A share without keys weighs nothing; exp(-inf - -inf) would be NaN. */
+    /* A split without keys weighs nothing; exp(-inf - -inf) would be NaN. */
     const float reference = highest == -INFINITY ? 0.0f : highest;
-    float weight = share == 0 ? expf(own - reference) : 0.0f;
+    float weight = split == 0 ? expf(own - reference) : 0.0f;
     float all = weight;
     float sum = tid < s.dims ? weight * to_float(packed[2 * s.dims + tid]) : 0.0f;
     for (int g = 0; g < groups; g++) {
@@ -222,11 +223,11 @@ __global__ void __launch_bounds__(max_dims)
         top = fmaxf(top, first[i * (dims + 2) + dims]);
     }
     for (int i = 0; i < splits; i++) {
-        const float *share = first + i * (dims + 2);
-        const float weight = expf(share[dims] - top);
-        all += weight * share[dims + 1];
+        const float *split = first + i * (dims + 2);
+        const float weight = expf(split[dims] - top);
+        all += weight * split[dims + 1];
         if ((int)threadIdx.x < dims) {
-            sum += weight * share[threadIdx.x];
+            sum += weight * split[threadIdx.x];
         }
     }
     if ((int)threadIdx.x < dims) {
@@ -255,7 +256,7 @@ nd_status decode(int device, const decode_attention_args *a, const Decode &s, in
     return ND_OK;
 }
 
-/* ---- the next token ----------------------------------------------------------------------------*/
+/* ---- the next token -------------------------------------------------------------------------- */
 struct Best {
     float value;
     int32_t at; /* -1: something is not finite */
@@ -332,14 +333,14 @@ nd_status cuda_decode_attention(int device, const decode_attention_args *a) {
                         (long long)dims, max_dims);
     }
     if (2 * half > dims) {
-        return nd_error(ND_EVALUE, "%s: cos: turns 2 x %lld dims, but a head has %lld", op,
+        return nd_error(ND_EVALUE, "%s: cos: rotates 2 x %lld dims, but a head has %lld", op,
                         (long long)half, (long long)dims);
     }
     if (heads == 0 || dims == 0) {
         return ND_OK;
     }
     Decode s;
-    s.room = a->keys->shape[2];
+    s.capacity = a->keys->shape[2];
     s.angles = a->cos->shape[0];
     s.heads = (int)shape[1];
     s.dims = (int)dims;
@@ -347,7 +348,7 @@ nd_status cuda_decode_attention(int device, const decode_attention_args *a) {
     s.scale = (float)a->scale;
     int64_t processors = cuda_device_limits(device)->processors;
     int64_t wanted = heads < processors ? ceil_div(processors, heads) : 1;
-    int64_t most = ceil_div<int64_t>(s.room, keys_a_share);
+    int64_t most = ceil_div<int64_t>(s.capacity, keys_a_split);
     s.splits = (int)(wanted < most ? wanted : most > 0 ? most : 1);
     if (heads * s.splits > 0x7fffffff) {
         return nd_error(ND_EVALUE, "%s: qkv: %lld heads in all: must be below 2^31", op,

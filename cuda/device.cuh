@@ -1,5 +1,5 @@
 /* device.cuh - a device's state and the way into a call, for the files that fill the vtable beside
- * its rows: backend.cu, transfer.cu, event.cu and graph.cu. Rows need common.cuh alone.
+ * its ops: memory.cu, transfer.cu, event.cu, graph.cu and backend.cu. Ops need common.cuh alone.
  *
  * Each function of the vtable that works on a device begins with cuda_enter(device), or with an
  * Exclusive where it changes the state below or enqueues what must not come between an op's calls;
@@ -15,12 +15,14 @@
 
 #include "common.cuh"
 
-/* ---- the state ---------------------------------------------------------------------------------*/
+/* ---- the state ------------------------------------------------------------------------------- */
 /* A type of this project's, so that the maps below have hidden visibility like everything here. */
 struct Bytes {
     size_t count;
     nd_graph *owner = nullptr; /* the graph whose block it is */
 };
+
+constexpr int cuda_max_devices = 64;
 
 struct Device {
     std::mutex lock;
@@ -40,8 +42,9 @@ struct Device {
     std::unordered_map<const void *, Bytes> prepared; /* kernels: dynamic shared memory allowed */
 };
 
-/* ---- entering a call (backend.cu) --------------------------------------------------------------*/
+/* ---- entering a call (device.cu) ------------------------------------------------------------- */
 bool cuda_faulted(void);
+nd_status cuda_first_fault(void); /* ND_EFATAL, with its message */
 
 /* Refuse after a fault and before open(), make the device current, forget errors of other users of
  * the runtime in this thread. */
@@ -63,7 +66,15 @@ struct Exclusive {
 
 Device &cuda_device(int device);
 
-/* ---- the vtable's functions of transfer.cu and event.cu (contracts in backend.h) ---------------*/
+/* ---- memory.cu (contracts in backend.h) ------------------------------------------------------ */
+nd_status cuda_allocate(int device, size_t bytes, void **out);
+nd_status cuda_release(int device, void *memory);
+nd_status cuda_memory_stats(int device, nd_memory_stats *out);
+nd_status cuda_reset_peak(int device);
+nd_status cuda_empty_cache(int device);
+nd_status cuda_free_scratch(Device &d); /* under the device's lock */
+
+/* ---- transfer.cu and event.cu (contracts in backend.h) --------------------------------------- */
 nd_status cuda_upload(int device, void *to, const void *from_host, size_t bytes);
 nd_status cuda_download(int device, void *to_host, const void *from, size_t bytes);
 nd_status cuda_download_begin(int device, const void *from, size_t bytes, nd_download **out);
@@ -72,7 +83,7 @@ nd_status cuda_staging_new(int device, size_t bytes, nd_staging **out, void **me
 nd_status cuda_staging_send(int device, nd_staging *staging, void *to, size_t bytes);
 nd_status cuda_staging_wait(int device, nd_staging *staging);
 nd_status cuda_staging_free(int device, nd_staging *staging);
-/* reset(): free the blocks of finished downloads. Under the device's lock. */
+/* reset(): free the blocks of finished copies to the host. Under the device's lock. */
 nd_status cuda_transfer_reset(int device);
 
 nd_status cuda_event_new(int device, nd_event **out);

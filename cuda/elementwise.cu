@@ -1,4 +1,4 @@
-/* elementwise.cu - the EW1, EW2 and CMP rows of ops.def: out[i] = formula(x[i], y[i]).
+/* elementwise.cu - the EW1, EW2 and CMP ops of ops.def: out[i] = formula(x[i], y[i]).
  *
  * The formulas are those of ops.def and formula.h, in float32 for float dtypes (rounded once, at the
  * store) and in int64 for integers and bool.
@@ -15,10 +15,7 @@
 
 namespace {
 
-enum Types {
-    FLOAT,
-    ANY
-};
+enum Types { FLOAT, ANY };
 
 constexpr int threads = 256;
 constexpr int unroll = 2; /* 16-byte vectors a thread has in flight, for each operand */
@@ -199,7 +196,7 @@ bool vectors_fit(const Operands &a, const nd_loop &loop, int count, size_t size,
     return true;
 }
 
-/* x and y both arrays (unary rows have no y), and one axis that all of them walk densely. */
+/* x and y both arrays (unary ops have no y), and one axis that all of them walk densely. */
 template <bool binary> bool is_flat(const Operands &a, const nd_loop &loop) {
     return loop.ndim == 1 && a.x && loop.strides[1][0] == 1 &&
            (!binary || (a.y && loop.strides[2][0] == 1));

@@ -9,10 +9,10 @@
  * as many bits as V needs). The sorted positions are cut into chunks of 32; one warp walks through a
  * chunk for one strip of columns and keeps the running sum of the current id in registers. A
  * segment (the positions of one id) inside one chunk is added to dw there and then. Of a segment that
- * crosses chunks each chunk leaves its share in scratch, at `head` when the segment began in an
- * earlier chunk, else at `tail`, and crossing_kernel adds the shares, in order. Text has ids in every
+ * crosses chunks each chunk leaves its part in scratch, at `head` when the segment began in an
+ * earlier chunk, else at `tail`, and crossing_kernel adds the parts, in order. Text has ids in every
  * thirtieth position, so segments of any length must be cheap: the walk does not see their length.
- * Bytes: dy once, dw read and written where touched, 8 C N / 32 of shares written and read, the sort.
+ * Bytes: dy once, dw read and written where touched, 8 C N / 32 of parts written and read, the sort.
  */
 #include <cub/device/device_radix_sort.cuh>
 
@@ -24,7 +24,7 @@ constexpr int threads = 256;
 constexpr int warps = threads / 32;
 constexpr int chunk_size = 32; /* a chunk's ids live in the lanes of its warp */
 
-/* ---- forward -----------------------------------------------------------------------------------*/
+/* ---- forward --------------------------------------------------------------------------------- */
 template <class T, int N>
 __global__ void __launch_bounds__(threads)
     gather_kernel(const int32_t *ids, const T *w, T *y, int64_t rows, int64_t vocabulary,
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(threads)
     }
 }
 
-/* ---- backward ----------------------------------------------------------------------------------*/
+/* ---- backward -------------------------------------------------------------------------------- */
 /* Ids out of range become `vocabulary`, which sorts behind all others. */
 __global__ void __launch_bounds__(threads)
     keys_kernel(const int32_t *ids, uint32_t *keys, int32_t *positions, int64_t rows,
@@ -211,14 +211,14 @@ __global__ void __launch_bounds__(threads)
         if (column >= columns) {
             continue;
         }
-        float sum[N], share[N];
+        float sum[N], part[N];
         get<N>(tails + chunk * columns + column, sum);
 #pragma unroll 4
         for (int64_t c = chunk + 1; c <= last; c++) {
-            get<N>(heads + c * columns + column, share);
+            get<N>(heads + c * columns + column, part);
 #pragma unroll
             for (int k = 0; k < N; k++) {
-                sum[k] += share[k];
+                sum[k] += part[k];
             }
         }
         put<N>(dw + (int64_t)key * columns + column, sum, true);
@@ -277,14 +277,14 @@ nd_status cuda_embedding_bwd(int device, const embedding_bwd_args *a) {
                                                  no_positions, (int32_t *)nullptr, (int)rows, 0,
                                                  bits, stream));
     const int64_t chunks = ceil_div<int64_t>(rows, chunk_size);
-    const size_t list = padded((size_t)rows * 4), shares = padded((size_t)(chunks * columns) * 4);
+    const size_t list = padded((size_t)rows * 4), parts = padded((size_t)(chunks * columns) * 4);
     void *scratch;
-    ND_TRY(cuda_scratch(device, 4 * list + 2 * shares + sort_bytes, &scratch));
+    ND_TRY(cuda_scratch(device, 4 * list + 2 * parts + sort_bytes, &scratch));
     char *at = (char *)scratch;
     uint32_t *keys = (uint32_t *)at, *sorted = (uint32_t *)(at + list);
     int32_t *positions = (int32_t *)(at + 2 * list), *order = (int32_t *)(at + 3 * list);
-    float *heads = (float *)(at + 4 * list), *tails = (float *)(at + 4 * list + shares);
-    void *sort_space = at + 4 * list + 2 * shares;
+    float *heads = (float *)(at + 4 * list), *tails = (float *)(at + 4 * list + parts);
+    void *sort_space = at + 4 * list + 2 * parts;
 
     keys_kernel<<<cuda_grid(device, ceil_div<int64_t>(rows, threads), 64), threads, 0, stream>>>(
         data_of<int32_t>(a->ids), keys, positions, rows, vocabulary);

@@ -33,7 +33,7 @@ struct nd_graph {
     size_t scratch_bytes = 0;
 };
 
-/* ---- memory ------------------------------------------------------------------------------------*/
+/* ---- memory ---------------------------------------------------------------------------------- */
 nd_status cuda_graph_allocate(int device, nd_graph *graph, size_t bytes, void **out) {
     std::vector<Block> &list = graph->idle[rounded(bytes)];
     if (!list.empty()) {
@@ -77,7 +77,7 @@ nd_status cuda_graph_scratch(int device, nd_graph *graph, size_t bytes, void **o
     return ND_OK;
 }
 
-/* ---- capture -----------------------------------------------------------------------------------*/
+/* ---- capture --------------------------------------------------------------------------------- */
 bool cuda_is_capturing(int device) {
     const nd_graph *recording = cuda_device(device).recording;
     return recording && recording->capturing;

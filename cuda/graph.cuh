@@ -10,7 +10,7 @@
 
 #include "common.cuh"
 
-/* ---- what allocating asks while a graph is being recorded (under the device's lock) ------------*/
+/* ---- memory while a graph is being recorded (under the device's lock) ------------------------ */
 /* Memory of an array: a block of the graph. While capturing only idle blocks: ND_ECUDA when the
  * second run asks for more than the first did. */
 nd_status cuda_graph_allocate(int device, nd_graph *graph, size_t bytes, void **out);
@@ -21,12 +21,12 @@ void cuda_graph_release_later(nd_graph *graph, void *memory);
 /* cuda_scratch of recorded work: the graph's own, because the device's may move. */
 nd_status cuda_graph_scratch(int device, nd_graph *graph, size_t bytes, void **out);
 
-/* ---- capturing ---------------------------------------------------------------------------------*/
+/* ---- capturing ------------------------------------------------------------------------------- */
 bool cuda_is_capturing(int device);
 /* ND_EVALUE while capturing: a recorded copy would read or write the host's memory at each launch. */
 nd_status cuda_refuse_in_capture(int device, const char *op);
 
-/* ---- the vtable's functions (contracts in backend.h) -------------------------------------------*/
+/* ---- the vtable's functions (contracts in backend.h) ----------------------------------------- */
 nd_status cuda_graph_begin(int device, nd_graph **out);
 nd_status cuda_graph_capture(int device, nd_graph *graph);
 nd_status cuda_graph_end(int device, nd_graph *graph);

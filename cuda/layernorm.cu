@@ -11,7 +11,7 @@
  *
  * Rows in registers: when C is a multiple of the 16-byte vector, at most 4096, and all rows are
  * aligned, a group of 32 threads (C <= 1024) or 256 holds the row it works on, so that x (and dy) is
- * read once. In the backward each group keeps its columns' share of dw and db in registers over
+ * read once. In the backward each group keeps its columns' part of dw and db in registers over
  * all of its rows; a block leaves one row of partial sums for each in scratch, and
  * cuda_add_columns adds them in a fixed order. Which row goes to which group depends on N and the
  * device only. Other shapes: a block a row that reads it three times, mostly from cache, and dw and
@@ -49,7 +49,7 @@ __device__ __forceinline__ void load_row(const T *row, int columns, int lane,
     }
 }
 
-/* ---- rows in registers -------------------------------------------------------------------------*/
+/* ---- rows in registers ----------------------------------------------------------------------- */
 template <class T, int group, int count>
 __global__ void __launch_bounds__(threads)
     forward_kernel(const T *x, const T *w, const T *b, float eps, T *y, float *mean, float *rstd,
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(threads)
     float *to_dw = partial + (int64_t)blockIdx.x * columns;
     float *to_db = partial + ((int64_t)gridDim.x + blockIdx.x) * columns;
     if (group == 32) {
-        /* The block's warps hold the same columns: one warp after the other adds its share. */
+        /* The block's warps hold the same columns: one warp after the other adds its part. */
         __shared__ float sums[2][32 * count * N];
         const int warp = threadIdx.x / 32;
         for (int turn = 0; turn < warps; turn++) {
@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(threads)
     }
 }
 
-/* ---- any C -------------------------------------------------------------------------------------*/
+/* ---- any C ----------------------------------------------------------------------------------- */
 template <class T>
 __global__ void __launch_bounds__(threads)
     any_forward_kernel(const T *x, const T *w, const T *b, float eps, T *y, float *mean,
@@ -283,7 +283,7 @@ __global__ void __launch_bounds__(threads)
     partial[((int64_t)gridDim.y + blockIdx.y) * columns + c] = db;
 }
 
-/* ---- host --------------------------------------------------------------------------------------*/
+/* ---- host ------------------------------------------------------------------------------------ */
 /* f(group, count): the smallest kernel that holds a row, or false when none does. */
 template <class T, class F> bool with_row_in_registers(int64_t columns, F &&f) {
     constexpr int N = Vec<T>::size;

@@ -255,7 +255,7 @@ nd_status run(const char *op, int device, const Key &key, const void *a, const v
     return ND_OK;
 }
 
-/* ---- from row-major views ----------------------------------------------------------------------*/
+/* ---- from row-major views -------------------------------------------------------------------- */
 /* A matrix in memory: `transposed` when its columns, not its rows, are contiguous. */
 struct Matrix {
     const char *data;
@@ -327,14 +327,8 @@ nd_status no_kernel(const char *op, const Product &p) {
                     (long long)p.b.ld);
 }
 
-nd_status multiply(const char *op, int device, Product p) {
+nd_status multiply(const char *op, int device, const Product &p) {
     size_t size = nd_dtype_size(p.in), out_size = nd_dtype_size(p.out);
-    /* One b for the whole batch: the batch is only more rows. */
-    if (p.batch > 1 && p.b.batch_stride == 0 && !p.a.transposed &&
-        p.a.batch_stride == p.m * p.a.ld) {
-        p.m *= p.batch;
-        p.batch = 1;
-    }
     bool together = p.a.batch_stride >= 0 && p.b.batch_stride >= 0 && p.batch <= 0x7fffffff;
     bool supported = false;
     if (together || p.batch == 1) {
@@ -399,7 +393,7 @@ nd_status repeat_bias(int device, const nd_array *bias, nd_array *y) {
     return cuda_assign(device, &args);
 }
 
-/* ---- bias_bwd ----------------------------------------------------------------------------------*/
+/* ---- bias_bwd -------------------------------------------------------------------------------- */
 constexpr int strip_rows = 8; /* threads side by side in rows; 32 in columns */
 
 /* partial[block row][column] = the sum over that block's rows. N columns a thread. */

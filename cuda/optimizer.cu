@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(threads)
     }
 }
 
-/* What depends on the step only, computed by the host in float64. */
+/* The values that depend on the step alone, computed by the host in float64. */
 struct Rates {
     float beta1, rest1, beta2, rest2; /* rest = 1 - beta */
     float keep;                       /* 1 - lr weight_decay */

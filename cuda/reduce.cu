@@ -1,6 +1,6 @@
-/* reduce.cu - the RED and ARG rows: over the last `axes` axes of x, any strides.
+/* reduce.cu - the RED and ARG ops: over the last `axes` axes of x, any strides.
  *
- * Floats accumulate in float32, integers and bool in int64; ARG rows carry (value, index) and prefer
+ * Floats accumulate in float32, integers and bool in int64; ARG ops carry (value, index) and prefer
  * the first of equals; a NaN is better than any number, and an empty reduction gives the start value
  * (index 0). The reduced elements of an output are split in a way that depends on the sizes and the
  * device only, each part is folded in a fixed order, and the parts are then folded in a fixed order.
@@ -16,10 +16,7 @@
 
 namespace {
 
-enum Types {
-    FLOAT,
-    ANY
-};
+enum Types { FLOAT, ANY };
 
 constexpr int threads = 256;
 
@@ -223,7 +220,7 @@ __global__ void __launch_bounds__(threads)
     }
 }
 
-/* ---- host --------------------------------------------------------------------------------------*/
+/* ---- host ------------------------------------------------------------------------------------ */
 Walk<1> walk_of(const nd_array *x, int first, int count) {
     nd_array part = *x;
     part.ndim = count;

@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(256)
                 Piece<T, N> other =
                     load_piece<T, N>(from + (int64_t)i * N + (first ? s.half : -s.half));
                 const float *c = cosines + t * s.half + at, *n = sines + t * s.half + at;
-                const float turn = first ? -sign : sign;
+                const float signed_sine = first ? -sign : sign;
                 constexpr int step = N == 1 ? 1 : 4;
 #pragma unroll
                 for (int base = 0; base < N; base += step) {
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(256)
                     for (int j = 0; j < step; j++) {
                         const int k = base + j;
                         own.v[k] = from_float<T>(to_float(own.v[k]) * cs.v[j] +
-                                                 to_float(other.v[k]) * (turn * ns.v[j]));
+                                                 to_float(other.v[k]) * (signed_sine * ns.v[j]));
                     }
                 }
             }
@@ -90,7 +90,7 @@ nd_status cuda_rotary(int device, const rotary_args *a) {
     const int64_t *shape = a->x->shape;
     const int64_t half = a->cos->shape[1];
     if (2 * half > shape[4]) {
-        return nd_error(ND_EVALUE, "rotary: cos: %lld angles turn %lld dims, but x has %lld",
+        return nd_error(ND_EVALUE, "rotary: cos: %lld angles rotate %lld dims, but x has %lld",
                         (long long)half, (long long)(2 * half), (long long)shape[4]);
     }
     if (a->parts < 0 || a->parts > shape[3]) {

@@ -1,8 +1,8 @@
-/* transfer.cu - bytes between host and device: copies that wait, downloads that do not, staging.
+/* transfer.cu - bytes between host and device: copies that wait, asynchronous copies, staging.
  *
- * What is not waited for goes through pinned memory, because a copy from or to pageable memory holds
- * its caller up. An event behind the last copy of a block tells when the block may be read or written
- * again; work that is enqueued later goes on. A finished download's block is used again by the next
+ * A copy that nobody waits for goes through pinned memory, because one from or to pageable memory
+ * holds its caller up. An event behind the last copy of a block tells when the block may be read or written
+ * again; work that is enqueued later goes on. The block of a finished copy is used again by the next
  * one that fits; a staging keeps its own.
  */
 #include <new>
@@ -38,14 +38,14 @@ cudaError_t pinned_free(const Pinned &block) {
 
 struct nd_download {
     Pinned block;
-    size_t room, bytes; /* of the block, on their way */
+    size_t capacity, bytes; /* of the block, on their way */
 };
 
 struct nd_staging {
     Pinned block;
 };
 
-/* ---- copies that wait --------------------------------------------------------------------------*/
+/* ---- copies that wait ------------------------------------------------------------------------ */
 nd_status cuda_upload(int device, void *to, const void *from_host, size_t bytes) {
     ND_TRY(cuda_enter(device));
     if (bytes == 0) {
@@ -74,15 +74,15 @@ nd_status cuda_download(int device, void *to_host, const void *from, size_t byte
     return ND_OK;
 }
 
-/* ---- downloads in two halves -------------------------------------------------------------------*/
+/* ---- asynchronous copies to the host, in two halves ------------------------------------------ */
 namespace {
 
 /* An idle block when one fits: making one costs far more than a copy. Blocks are rounded up so that
  * few sizes exist. */
 nd_status download_block(Device &d, size_t bytes, nd_download **out) {
     for (size_t i = 0; i < d.idle_downloads.size(); i++) {
-        size_t room = d.idle_downloads[i]->room;
-        if (room >= bytes && room <= 2 * bytes + 4096) {
+        size_t capacity = d.idle_downloads[i]->capacity;
+        if (capacity >= bytes && capacity <= 2 * bytes + 4096) {
             *out = d.idle_downloads[i];
             d.idle_downloads.erase(d.idle_downloads.begin() + (ptrdiff_t)i);
             return ND_OK;
@@ -92,8 +92,8 @@ nd_status download_block(Device &d, size_t bytes, nd_download **out) {
     if (!made) {
         return nd_error(ND_EMEMORY, "download: out of host memory");
     }
-    made->room = (bytes / 4096 + 1) * 4096;
-    nd_status status = pinned_new("download", made->room, &made->block);
+    made->capacity = (bytes / 4096 + 1) * 4096;
+    nd_status status = pinned_new("download", made->capacity, &made->block);
     if (status != ND_OK) {
         delete made;
         return status;
@@ -155,7 +155,7 @@ nd_status cuda_transfer_reset(int device) {
     return ND_OK;
 }
 
-/* ---- staging -----------------------------------------------------------------------------------*/
+/* ---- staging --------------------------------------------------------------------------------- */
 nd_status cuda_staging_new(int device, size_t bytes, nd_staging **out, void **memory) {
     *out = nullptr;
     ND_TRY(cuda_enter(device));

@@ -147,7 +147,7 @@ class TensorTupleOp(Op):
 
 
 class FusedOp(TensorOp):
-    """An op whose forward and backward are kernels of their own rows.
+    """An op whose forward and backward are kernels, ops of ops.def.
 
     `compute` may leave on `self` what the backward needs: each call works on a copy of the op.
     Subclasses write `backward(dout, node, sinks)`: `dout` is the NDArray of the output's gradient

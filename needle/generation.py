@@ -460,7 +460,7 @@ class _Decoder:
                     self.tokens_now[:] = array(drawn, "int32", self.device)
                     self._advance(left - 1)
             return
-        ahead = self.device.name != "cpu"
+        ahead = not self.device.is_host
         coming = _C.Download(self.tokens_now)
         for left in range(count, 0, -1):
             now = coming
@@ -479,7 +479,7 @@ class _Decoder:
         """One step; `left` are to come with it."""
         if self.graph is not None:
             self.graph.replay()
-        elif self.device.name == "cpu" or left < STEPS_WORTH_RECORDING:
+        elif not self.device.records_graphs or left < STEPS_WORTH_RECORDING:
             self._step()
         else:
             self.graph = _C.Graph(self.device, self._step)

@@ -7,11 +7,7 @@
 
 #include "cpu.h"
 
-enum {
-    ATTENTION_QUERIES = 64,
-    ATTENTION_KEYS = 128,
-    ATTENTION_LANES = 16
-};
+enum { ATTENTION_QUERIES = 64, ATTENTION_KEYS = 128, ATTENTION_LANES = 16 };
 
 /* Rows (of D values) of one head of a (B, T, H, D) view; sgemm reads them in place when it can. */
 typedef struct {

@@ -8,11 +8,7 @@
  */
 #include "cpu.h"
 
-enum {
-    RUN = CPU_RUN,
-    BLOCK = 32768,
-    TILE = 32
-};
+enum { RUN = CPU_RUN, BLOCK = 32768, TILE = 32 };
 
 static int64_t magnitude(int64_t stride) { return stride < 0 ? -stride : stride; }
 
@@ -96,7 +92,8 @@ static void copy_items(size_t size, void *to, int64_t to_row, int64_t to_stride,
     }
 
 /* TILE x TILE items; `to` is contiguous along j, `from` along i. */
-static void turn_items(size_t size, void *to, int64_t to_row, const void *from, int64_t stride) {
+static void transpose_items(size_t size, void *to, int64_t to_row, const void *from,
+                            int64_t stride) {
     switch (size) {
     case 1:
         TURN_ITEMS(item1)
@@ -161,7 +158,7 @@ static void copy_transposed(nd_array *to, const nd_array *from, const nd_loop *l
             const void *q = cpu_at(from, cursor.offset[1] + i * loop->strides[1][row] +
                                              j * loop->strides[1][inner]);
             if (square && n == TILE) {
-                turn_items(size, p, loop->strides[0][row], q, loop->strides[1][inner]);
+                transpose_items(size, p, loop->strides[0][row], q, loop->strides[1][inner]);
             } else {
                 copy_items(size, p, loop->strides[0][row], loop->strides[0][inner], q,
                            loop->strides[1][row], loop->strides[1][inner], rows, n);
@@ -171,7 +168,6 @@ static void copy_transposed(nd_array *to, const nd_array *from, const nd_loop *l
 }
 
 nd_status cpu_assign(int device, const assign_args *args) {
-    (void)device;
     nd_array *to = args->to;
     const nd_array *from = args->source;
     const nd_array *operands[2] = {to, from};
@@ -217,7 +213,6 @@ nd_status cpu_assign(int device, const assign_args *args) {
 }
 
 nd_status cpu_fill(int device, const fill_args *args) {
-    (void)device;
     nd_array *to = args->to;
     union {
         float f32;

@@ -16,15 +16,15 @@
 #include "../backend.h"
 #include "../formula.h"
 
-#define EW1(name, types, formula) nd_status cpu_##name(int device, const name##_args *args);
-#define EW2(name, types, formula) EW1(name, types, formula)
-#define CMP(name, formula) EW1(name, , )
-#define RED(name, types, start, combine, map) EW1(name, , )
-#define ARG(name, better) EW1(name, , )
-#define OP(name, operands) EW1(name, , )
+/* The table of the backend dictates the parameters of the functions in it. */
+#pragma GCC diagnostic ignored "-Wunused-parameter"
+
+/* ---- the ops. Hidden, and so a function that is missing does not link ------------------------ */
+#pragma GCC visibility push(hidden)
+#define EACH_OP(name) nd_status cpu_##name(int device, const name##_args *args);
 #include "../ops.def"
 
-extern const nd_backend cpu_backend;
+extern const nd_backend cpu_backend; /* backend.c */
 
 /* Work (in elements) below which waking other threads costs more than it brings. */
 #define CPU_GRAIN 32768
@@ -33,7 +33,7 @@ static inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t cpu_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-/* ---- 16-bit floats: branch-free, so that loops over them vectorise; round to nearest even -----*/
+/* ---- 16-bit floats: branch-free, so that loops over them vectorise; round to nearest even ---- */
 ND_FN float cpu_from_bf16(uint16_t h) { return nd_bits_float((uint32_t)h << 16); }
 ND_FN uint16_t cpu_to_bf16(float x) {
     uint32_t bits = nd_float_bits(x);
@@ -62,16 +62,14 @@ ND_FN uint16_t cpu_to_f16(float x) {
 }
 
 /* A run of values in the one type or the other. */
-enum {
-    CPU_RUN = 1024
-};
+enum { CPU_RUN = 1024 };
 typedef union {
     _Alignas(64) float f32[CPU_RUN];
     int64_t i64[CPU_RUN];
 } cpu_run;
 
-/* ---- convert.c: n elements, `stride` elements apart, from or to any dtype
- * ------------------------- Floats truncate towards zero when stored as integers (out of range: the
+/* ---- convert.c: n elements, `stride` elements apart, from or to any dtype -----------------------
+ * Floats truncate towards zero when stored as integers (out of range: the
  * nearest int64, NaN: 0, then cut to size); anything but zero is true. */
 void cpu_load_f32(float *restrict to, const void *from, nd_dtype dtype, int64_t stride, int64_t n);
 void cpu_load_i64(int64_t *restrict to, const void *from, nd_dtype dtype, int64_t stride,
@@ -102,9 +100,8 @@ ND_FN void cpu_write(nd_array *a, int64_t offset, int64_t n, const float *buffer
     }
 }
 
-/* ---- iteration over the rows (innermost axis) of an nd_loop
- * --------------------------------------- `offset` is where the current row of each operand starts,
- * in elements. */
+/* ---- iteration over the rows (innermost axis) of an nd_loop -------------------------------------
+ * `offset` is where the current row of each operand starts, in elements. */
 typedef struct {
     int64_t index[ND_MAX_DIMS];
     int64_t offset[ND_MAX_OPERANDS];
@@ -129,16 +126,24 @@ ND_FN void cpu_cursor_next(const nd_loop *loop, int n, cpu_cursor *cursor) {
     }
 }
 
-/* ---- scratch (backend.c): 64-byte aligned, this thread's until its next cpu_scratch -----------*/
+/* ---- memory.c: contracts in backend.h -------------------------------------------------------- */
+nd_status cpu_allocate(int device, size_t bytes, void **out);
+nd_status cpu_release(int device, void *memory);
+nd_status cpu_empty_cache(int device);
+nd_status cpu_memory_stats(int device, nd_memory_stats *out);
+nd_status cpu_reset_peak(int device);
+/* Scratch: 64-byte aligned, this thread's until its next cpu_scratch. */
 nd_status cpu_scratch(int device, size_t bytes, void **out);
 
-/* ---- sgemm.c: c = alpha op(a) op(b) + beta c, row-major, on the calling thread
- * ------------------- op(a) is m x k, op(b) is k x n. Sizes and leading dimensions must fit an int.
+/* ---- sgemm.c: c = alpha op(a) op(b) + beta c, row-major, on the calling thread ------------------
+ * op(a) is m x k, op(b) is k x n. Sizes and leading dimensions must fit an int.
  * The bits depend on the shape alone. */
 void cpu_sgemm(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, float alpha,
                const float *a, int64_t lda, const float *b, int64_t ldb, float beta, float *c,
                int64_t ldc);
 void cpu_sgemm_setup(void);          /* keeps the BLAS from starting threads of its own */
 const char *cpu_sgemm_library(void); /* e.g. "OpenBLAS SkylakeX" */
+
+#pragma GCC visibility pop
 
 #endif

@@ -1,10 +1,10 @@
 /* decode.c - one step of generation: attention of a new token over its cache, and the next token.
  *
- *   q, k turn by the angle of p = positions[b];  keys[b, :, p] = k,  values[b, :, p] = v
+ *   q, k rotated by the angle of p = positions[b];  keys[b, :, p] = k,  values[b, :, p] = v
  *   o[b, h] = sum_{j <= p} softmax_j(scale q . keys[b, h, j]) values[b, h, j]
  *
  * A task is one head of one row. It walks the cache once, a run of keys at a time, with a running
- * maximum and sum; the turned q and k are rounded to the dtype as the whole-sequence path rounds
+ * maximum and sum; the rotated q and k are rounded to the dtype as the whole-sequence path rounds
  * them, all else is float32. Tasks are independent, so threads do not change bits. Reads 2 (p + 1) D
  * cached values a head.
  */
@@ -17,22 +17,22 @@ enum {
 };
 
 static nd_status check_positions(const decode_attention_args *args) {
-    int64_t room = min_of(args->keys->shape[2], args->cos->shape[0]);
+    int64_t capacity = min_of(args->keys->shape[2], args->cos->shape[0]);
     const int32_t *positions = args->positions->data;
     for (int64_t b = 0; b < args->positions->shape[0]; b++) {
-        if (positions[b] < 0 || positions[b] >= room) {
+        if (positions[b] < 0 || positions[b] >= capacity) {
             return nd_error(ND_EVALUE,
                             "decode_attention: positions: row %lld is at %d, but the cache and the "
                             "angles have room for %lld",
-                            (long long)b, (int)positions[b], (long long)room);
+                            (long long)b, (int)positions[b], (long long)capacity);
         }
     }
     return ND_OK;
 }
 
-/* x turned by its position, rounded to the array's dtype and read back. */
-static void turn(const nd_array *x, int64_t at, int64_t d, const float *cosines, const float *sines,
-                 int64_t r, float *out) {
+/* x rotated by its position, rounded to the array's dtype and read back. */
+static void rotate(const nd_array *x, int64_t at, int64_t d, const float *cosines,
+                   const float *sines, int64_t r, float *out) {
     float buffer[MAX_DIMS];
     unsigned char rounded[MAX_DIMS * sizeof(float)];
     const float *from = cpu_read(x, at, d, buffer);
@@ -47,16 +47,16 @@ static void turn(const nd_array *x, int64_t at, int64_t d, const float *cosines,
 
 static void attend(const decode_attention_args *args, int64_t task) {
     const int64_t *shape = args->keys->shape;
-    int64_t heads = shape[1], room = shape[2], d = shape[3], r = args->cos->shape[1];
+    int64_t heads = shape[1], capacity = shape[2], d = shape[3], r = args->cos->shape[1];
     int64_t position = ((const int32_t *)args->positions->data)[task / heads];
     const float *cosines = (const float *)args->cos->data + position * r;
     const float *sines = (const float *)args->sin->data + position * r;
     size_t size = nd_dtype_size(args->qkv->dtype);
-    int64_t base = task * room * d, new_row = base + position * d;
+    int64_t base = task * capacity * d, new_row = base + position * d;
 
     float q[MAX_DIMS], k[MAX_DIMS];
-    turn(args->qkv, task * 3 * d, d, cosines, sines, r, q);
-    turn(args->qkv, (task * 3 + 1) * d, d, cosines, sines, r, k);
+    rotate(args->qkv, task * 3 * d, d, cosines, sines, r, q);
+    rotate(args->qkv, (task * 3 + 1) * d, d, cosines, sines, r, k);
     cpu_store_f32(cpu_at(args->keys, new_row), args->keys->dtype, 1, k, d);
     memcpy(cpu_at(args->values, new_row), cpu_at(args->qkv, (task * 3 + 2) * d), (size_t)d * size);
 
@@ -99,7 +99,6 @@ static void attend(const decode_attention_args *args, int64_t task) {
 }
 
 nd_status cpu_decode_attention(int device, const decode_attention_args *args) {
-    (void)device;
     const int64_t *shape = args->qkv->shape;
     int64_t tasks = shape[0] * shape[1], d = shape[3], r = args->cos->shape[1];
     if (shape[2] != 3) {
@@ -112,7 +111,7 @@ nd_status cpu_decode_attention(int device, const decode_attention_args *args) {
     }
     if (2 * r > d) {
         return nd_error(ND_EVALUE,
-                        "decode_attention: cos: turns 2 x %lld dims, but a head has %lld",
+                        "decode_attention: cos: rotates 2 x %lld dims, but a head has %lld",
                         (long long)r, (long long)d);
     }
     ND_TRY(check_positions(args));
@@ -128,7 +127,6 @@ nd_status cpu_decode_attention(int device, const decode_attention_args *args) {
 }
 
 nd_status cpu_decode_greedy(int device, const decode_greedy_args *args) {
-    (void)device;
     int64_t rows = args->logits->shape[0], v = args->logits->shape[1];
     int32_t *tokens = args->tokens->data, *positions = args->positions->data;
     if (v == 0 || v > INT32_MAX) {

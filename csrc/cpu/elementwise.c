@@ -1,6 +1,6 @@
-/* elementwise.c - the EW1, EW2 and CMP rows of ops.def: out = formula(x, y), element by element.
+/* elementwise.c - the EW1, EW2 and CMP ops of ops.def: out = formula(x, y), element by element.
  *
- * Each row becomes one small loop over contiguous float32 (and one over int64 for rows of type ANY)
+ * Each becomes one small loop over contiguous float32 (and one over int64 for those of type ANY)
  * that the compiler vectorises; the driver below brings every dtype, stride and scalar into that
  * form, at most RUN elements at a time, so that temporaries stay in the first-level cache. float32
  * runs with unit stride are read and written in place. Outputs are contiguous.
@@ -8,17 +8,9 @@
  */
 #include "cpu.h"
 
-enum {
-    RUN = CPU_RUN,
-    BLOCK = 32768,
-    SHORT_ROW = 128
-};
+enum { RUN = CPU_RUN, BLOCK = 32768, SHORT_ROW = 128 };
 
-typedef enum {
-    VECTOR_VECTOR,
-    VECTOR_SCALAR,
-    SCALAR_VECTOR
-} operand_mode;
+typedef enum { VECTOR_VECTOR, VECTOR_SCALAR, SCALAR_VECTOR } operand_mode;
 
 /* xs or ys points to a single value in the scalar modes; a formula of one operand ignores y. */
 typedef void (*apply_fn)(void *out, const void *xs, const void *ys, operand_mode mode, int64_t n);
@@ -28,8 +20,6 @@ typedef void (*apply_fn)(void *out, const void *xs, const void *ys, operand_mode
                          int64_t n) {                                                     \
         O *restrict out = out_;                                                           \
         const T *restrict xs = xs_;                                                       \
-        (void)ys_;                                                                        \
-        (void)mode;                                                                       \
         for (int64_t i = 0; i < n; i++) {                                                 \
             const T x = xs[i];                                                            \
             out[i] = (O)(formula);                                                        \
@@ -219,7 +209,7 @@ static void block_of_short_rows(const nd_loop *loop, source *sources, apply_fn a
     }
 }
 
-/* `compare`: the loop itself writes bool. `integers` is NULL for rows of type FLOAT. */
+/* `compare`: the loop itself writes bool. `integers` is NULL for ops of type FLOAT. */
 static nd_status elementwise(const char *name, operand x, operand y, bool unary, bool compare,
                              apply_fn floats_apply, apply_fn integers_apply, nd_array *out) {
     bool floats = integers_apply == NULL || (x.array && nd_dtype_is_float(x.array->dtype)) ||
@@ -258,28 +248,23 @@ static nd_status elementwise(const char *name, operand x, operand y, bool unary,
 #define INTEGER_FN_FLOAT(name) NULL
 #define INTEGER_FN_ANY(name) name##_i64
 
-#define EW1(name, types, formula)                                                         \
-    LOOP_OF_ONE(name##_f32, float, float, formula)                                        \
-    INTEGER_##types(LOOP_OF_ONE, name, formula)                                           \
-        nd_status cpu_##name(int device, const name##_args *args) {                       \
-        (void)device;                                                                     \
-        return elementwise(#name, (operand){args->x, 0}, (operand){NULL, 0}, true, false, \
-                           name##_f32, INTEGER_FN_##types(name), args->out);              \
+#define EW1(name, types, formula)                                                              \
+    INTEGER_##types(LOOP_OF_ONE, name, formula) LOOP_OF_ONE(name##_f32, float, float, formula) \
+        nd_status cpu_##name(int device, const name##_args *args) {                            \
+        return elementwise(#name, (operand){args->x, 0}, (operand){NULL, 0}, true, false,      \
+                           name##_f32, INTEGER_FN_##types(name), args->out);                   \
     }
-#define EW2(name, types, formula)                                                        \
-    LOOP_OF_TWO(name##_f32, float, float, formula)                                       \
-    INTEGER_##types(LOOP_OF_TWO, name, formula)                                          \
-        nd_status cpu_##name(int device, const name##_args *args) {                      \
-        (void)device;                                                                    \
-        return elementwise(#name, (operand){args->x, args->x_scalar},                    \
-                           (operand){args->y, args->y_scalar}, false, false, name##_f32, \
-                           INTEGER_FN_##types(name), args->out);                         \
+#define EW2(name, types, formula)                                                              \
+    INTEGER_##types(LOOP_OF_TWO, name, formula) LOOP_OF_TWO(name##_f32, float, float, formula) \
+        nd_status cpu_##name(int device, const name##_args *args) {                            \
+        return elementwise(#name, (operand){args->x, args->x_scalar},                          \
+                           (operand){args->y, args->y_scalar}, false, false, name##_f32,       \
+                           INTEGER_FN_##types(name), args->out);                               \
     }
 #define CMP(name, formula)                                                              \
     LOOP_OF_TWO(name##_f32, float, uint8_t, formula)                                    \
     LOOP_OF_TWO(name##_i64, int64_t, uint8_t, formula)                                  \
     nd_status cpu_##name(int device, const name##_args *args) {                         \
-        (void)device;                                                                   \
         return elementwise(#name, (operand){args->x, args->x_scalar},                   \
                            (operand){args->y, args->y_scalar}, false, true, name##_f32, \
                            name##_i64, args->out);                                      \

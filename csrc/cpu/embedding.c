@@ -21,7 +21,6 @@ static nd_status check_ids(const char *name, const nd_array *ids, int64_t vocabu
 }
 
 nd_status cpu_embedding_fwd(int device, const embedding_fwd_args *args) {
-    (void)device;
     int64_t n = args->ids->shape[0], c = args->w->shape[1];
     const int32_t *ids = args->ids->data;
     ND_TRY(check_ids("embedding_fwd", args->ids, args->w->shape[0]));
@@ -38,10 +37,7 @@ nd_status cpu_embedding_fwd(int device, const embedding_fwd_args *args) {
 }
 
 nd_status cpu_embedding_bwd(int device, const embedding_bwd_args *args) {
-    enum {
-        CHANNELS = 64
-    };
-    (void)device;
+    enum { CHANNELS = 64 };
     int64_t n = args->ids->shape[0], c = args->dw->shape[1];
     const int32_t *ids = args->ids->data;
     float *dw = args->dw->data;

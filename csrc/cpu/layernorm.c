@@ -50,7 +50,7 @@ nd_status cpu_layernorm_fwd(int device, const layernorm_fwd_args *args) {
     return ND_OK;
 }
 
-/* dx of one row; the row's share of dw and db is added to sums[0..c) and sums[c..2c). */
+/* dx of one row; the row's part of dw and db is added to sums[0..c) and sums[c..2c). */
 static void row_backward(const float *restrict dy, const float *restrict x, const float *restrict w,
                          float mean, float rstd, int64_t c, float *restrict dx, float *restrict dw,
                          float *restrict db) {

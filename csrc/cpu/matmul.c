@@ -16,11 +16,7 @@
 
 #include "cpu.h"
 
-enum {
-    K_PANEL = 512,
-    FEWEST_TILES = 32,
-    SMALLEST_TILE = 64
-};
+enum { K_PANEL = 512, FEWEST_TILES = 32, SMALLEST_TILE = 64 };
 static const double SMALLEST_TILE_WORK = 4e6;  /* multiply-adds worth handing to a thread */
 static const double SMALLEST_SPLIT_WORK = 1e6; /* below: one tile, no threads */
 
@@ -69,11 +65,8 @@ static void pack(const matrix *m, int64_t offset, int64_t rows, int64_t columns,
         }
         return;
     }
-    /* Contiguous along the other axis: convert a few runs, then turn them. */
-    enum {
-        STRIP = 16,
-        LENGTH = 256
-    };
+    /* Contiguous along the other axis: convert a few runs, then transpose them. */
+    enum { STRIP = 16, LENGTH = 256 };
     float strip[STRIP][LENGTH];
     for (int64_t j0 = 0; j0 < columns; j0 += STRIP) {
         int64_t strips = min_of(STRIP, columns - j0);
@@ -235,10 +228,7 @@ nd_status cpu_linear_fwd(int device, const linear_fwd_args *args) {
 
 /* Each piece of ROWS rows sums its columns into a row of `partial`; those are added in order. */
 nd_status cpu_bias_bwd(int device, const bias_bwd_args *args) {
-    enum {
-        ROWS = 256,
-        COLUMNS = 1024
-    };
+    enum { ROWS = 256, COLUMNS = 1024 };
     int64_t n = args->dy->shape[0], m = args->dy->shape[1], pieces = cpu_ceil_div(n, ROWS);
     void *scratch;
     if (n == 0 || m == 0) {

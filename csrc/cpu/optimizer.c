@@ -12,10 +12,7 @@
  */
 #include "cpu.h"
 
-enum {
-    PIECE = 65536,
-    BLOCK = 16384
-};
+enum { PIECE = 65536, BLOCK = 16384 };
 
 static double sum_of_squares(const float *restrict g, int64_t n) {
     double total = 0;
@@ -56,7 +53,6 @@ nd_status cpu_grad_norm(int device, const grad_norm_args *args) {
 }
 
 nd_status cpu_adamw(int device, const adamw_args *args) {
-    (void)device;
     float scale = args->scale != NULL ? *(const float *)args->scale->data : 1.0f;
     if (!isfinite(scale)) {
         return ND_OK;

@@ -1,4 +1,4 @@
-/* reduce.c - the RED and ARG rows of ops.def: reductions over the last `axes` axes of any view.
+/* reduce.c - the RED and ARG ops of ops.def: reductions over the last `axes` axes of any view.
  *
  * A kernel reduces one run of contiguous values in LANES independent lanes (float32, or int64),
  * which the compiler keeps in vector registers; runs of RUN values are combined in float64 (or
@@ -10,13 +10,7 @@
  */
 #include "cpu.h"
 
-enum {
-    LANES = 64,
-    RUN = CPU_RUN,
-    PIECE = 65536,
-    COLUMNS = 256,
-    ROWS = 512
-};
+enum { LANES = 64, RUN = CPU_RUN, PIECE = 65536, COLUMNS = 256, ROWS = 512 };
 
 /* Combine n values into *result. */
 typedef void (*reduce_f32_fn)(double *result, const float *values, int64_t n);
@@ -27,7 +21,7 @@ typedef struct {
     double start_f32;
     int64_t start_i64;
     reduce_f32_fn run_f32;
-    reduce_i64_fn run_i64; /* NULL: FLOAT row */
+    reduce_i64_fn run_i64; /* NULL: FLOAT op */
     void (*join)(double *result, double with);
     columns_fn columns;
 } reduction;
@@ -266,7 +260,7 @@ static nd_status reduce(int device, const char *name, const nd_array *x, int64_t
     RUN_KERNEL(name##_i64, int64_t, int64_t, start, combine, map)
 #define INTEGERS_FN_FLOAT(name) NULL
 #define INTEGERS_FN_ANY(name) name##_i64
-/* What ops.def calls the lowest and the highest value, as float and as integer. */
+/* The lowest and the highest value of ops.def, as float and as integer. */
 #define AS_FLOAT_0 0
 #define AS_FLOAT_ND_LOWEST -INFINITY
 #define AS_FLOAT_ND_HIGHEST INFINITY
@@ -295,7 +289,7 @@ static nd_status reduce(int device, const char *name, const nd_array *x, int64_t
         return reduce(device, #name, args->x, args->axes, args->out, &r);   \
     }
 
-/* ---- argmax, argmin: one pass, first best wins, the first NaN beats everything (as in NumPy) --*/
+/* ---- argmax, argmin: one pass, first best wins, the first NaN beats everything (as in NumPy) - */
 typedef int64_t (*find_f32_fn)(float *best, const float *values, int64_t n);
 typedef int64_t (*find_i64_fn)(int64_t *best, const int64_t *values, int64_t n);
 
@@ -369,7 +363,6 @@ static nd_status find(const char *name, const nd_array *x, int64_t axes, nd_arra
     FIND_KERNEL(name##_f32, float, better)                                          \
     FIND_KERNEL(name##_i64, int64_t, better)                                        \
     nd_status cpu_##name(int device, const name##_args *args) {                     \
-        (void)device;                                                               \
         return find(#name, args->x, args->axes, args->out, name##_f32, name##_i64); \
     }
 #include "../ops.def"

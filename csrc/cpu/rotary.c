@@ -9,7 +9,6 @@
 #include "cpu.h"
 
 nd_status cpu_rotary(int device, const rotary_args *args) {
-    (void)device;
     const int64_t *shape = args->x->shape;
     int64_t positions = shape[0] * shape[1], t = shape[1], heads = shape[2], slices = shape[3],
             d = shape[4], r = args->cos->shape[1];
@@ -18,10 +17,11 @@ nd_status cpu_rotary(int device, const rotary_args *args) {
                         (long long)args->parts, (long long)slices);
     }
     if (2 * r > d) {
-        return nd_error(ND_EVALUE,
-                        "rotary: cos: turns 2 x %lld dims, but a head has %lld (give at most D / 2 "
-                        "angles)",
-                        (long long)r, (long long)d);
+        return nd_error(
+            ND_EVALUE,
+            "rotary: cos: rotates 2 x %lld dims, but a head has %lld (give at most D / 2 "
+            "angles)",
+            (long long)r, (long long)d);
     }
     if (d > CPU_RUN) {
         return nd_error(ND_EVALUE, "rotary: x: head dim %lld is above the limit of %d",

@@ -28,11 +28,7 @@ static void scale_rows(int64_t m, int64_t n, float beta, float *c, int64_t ldc) 
 #pragma weak openblas_get_corename
 #endif
 
-enum {
-    ROW_MAJOR = 101,
-    PLAIN = 111,
-    TRANSPOSED = 112
-};
+enum { ROW_MAJOR = 101, PLAIN = 111, TRANSPOSED = 112 };
 
 void BLAS(cblas_sgemm)(int order, int transpose_a, int transpose_b, int m, int n, int k,
                        float alpha, const float *a, int lda, const float *b, int ldb, float beta,
@@ -83,11 +79,7 @@ const char *cpu_sgemm_library(void) {
     return "built-in matrix product (no BLAS at build time: slow)";
 }
 
-enum {
-    ROWS = 4,
-    COLUMNS = 32,
-    DEPTH = 256
-};
+enum { ROWS = 4, COLUMNS = 32, DEPTH = 256 };
 
 /* One ROWS x COLUMNS tile of c in registers; both panels are packed, padded with zeros. */
 static void tile(int64_t depth, const float *restrict a, const float *restrict b,

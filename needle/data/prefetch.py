@@ -17,7 +17,7 @@ import weakref
 
 import numpy as np
 
-from needle._C import Device, NDArray, Staging, cpu
+from needle._C import Device, NDArray, Staging
 from needle.data.batches import Batches
 
 
@@ -42,7 +42,7 @@ class _Slot:
 
 
 class Prefetch:
-    """`batches`, drawn up to `depth` batches ahead of next().
+    """What `batches` draws, up to `depth` batches ahead of next().
 
     device: None or the CPU: next() gives NumPy arrays; a GPU: int32 NDArrays there, (B, T) each.
     For a GPU `batches` must have its vocab_size: nothing checks ids behind it. An error of the
@@ -50,7 +50,7 @@ class Prefetch:
     """
 
     def __init__(self, batches: Batches, device: Device | None = None, depth: int = 2) -> None:
-        on_gpu = device not in (None, cpu())
+        on_gpu = device is not None and not device.is_host
         if on_gpu and batches.vocab_size is None:
             raise ValueError(
                 "Prefetch: batches for a GPU need vocab_size: nothing checks the ids behind it"

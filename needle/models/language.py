@@ -84,7 +84,7 @@ class LanguageModel(Hooked):
             isinstance(ids, NDArray)
             and ids.device == self.device
             and ids.dtype == "int32"
-            and str(ids.device) != "cpu()"
+            and not ids.device.is_host
         )
         if not on_device:
             ids = ids.numpy() if isinstance(ids, NDArray) else np.asarray(ids)

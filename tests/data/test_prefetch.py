@@ -4,6 +4,7 @@ early."""
 import gc
 import io
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -148,7 +149,8 @@ def test_staging_memory_is_not_written_before_its_copy_is_done(monkeypatch, dept
         prefetch, "Staging", lambda *given: stagings.append(Queued(*given)) or stagings[-1]
     )
     plain = Batches(IDS, 3, 16, seed=4)
-    ahead = Prefetch(Batches(IDS, 3, 16, seed=4, vocab_size=60), "a GPU", depth)
+    gpu = SimpleNamespace(is_host=False)
+    ahead = Prefetch(Batches(IDS, 3, 16, seed=4, vocab_size=60), gpu, depth)
     assert len(stagings) == 2 * (depth + 1)  # so that `depth` are ahead while one is copied
     got = [ahead.next() for _ in range(40)]
     ahead.close()

@@ -1,4 +1,4 @@
-/* download.c - the type Download: an array on its way to the host while the device works on.
+/* download.c - the type Download: an asynchronous copy of an array to the host.
  *
  *     later = Download(loss)        enqueues the copy behind the work that makes `loss`
  *     ... queue the next step ...
@@ -6,17 +6,18 @@
  *
  * NDArray.numpy() would join the end of the queue instead, and the device would run dry.
  */
-#include "python.h"
+#include "backends.h"
+#include "errors.h"
+#include "object.h"
+#include "run.h"
+#include "streams.h"
 
 typedef struct {
-    PyObject_HEAD nd_device *device;
-    uint64_t generation;
+    nd_streamed head;
     nd_download *download; /* NULL once waited for */
     nd_array host;         /* where it arrives: CPU memory */
     PyObject *arrived;     /* the NDArray, once waited for */
 } DownloadObject;
-
-static nd_state *state_of(PyObject *object) { return PyType_GetModuleState(Py_TYPE(object)); }
 
 static PyObject *download_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     static char *names[] = {"array", NULL};
@@ -31,17 +32,14 @@ static PyObject *download_new(PyTypeObject *type, PyObject *arguments, PyObject 
         return NULL;
     }
     nd_device *device = array->storage->device;
-    DownloadObject *self = (DownloadObject *)type->tp_alloc(type, 0);
+    DownloadObject *self = nd_streamed_new(type, device);
     if (self == NULL) {
         return NULL;
     }
-    self->device = device;
-    self->generation = device->generation;
-    nd_status status =
-        nd_array_new(nd_cpu_device(), array->dtype, array->ndim, array->shape, &self->host);
-    if (status != ND_OK) {
+    if (nd_new_array(state, "Download", nd_host(), array->dtype, array->ndim, array->shape,
+                     &self->host) < 0) {
         Py_DECREF(self);
-        return nd_raise(state, "Download", NULL, status);
+        return NULL;
     }
     nd_array packed;
     if (nd_is_contiguous(array)) {
@@ -50,8 +48,8 @@ static PyObject *download_new(PyTypeObject *type, PyObject *arguments, PyObject 
         Py_DECREF(self);
         return NULL;
     }
-    status = device->backend->download_begin(device->index, packed.data, self->host.storage->bytes,
-                                             &self->download);
+    nd_status status = device->backend->download_begin(device->index, packed.data,
+                                                       self->host.storage->bytes, &self->download);
     nd_array_clear(&packed); /* released in the order of the stream: behind the copy */
     if (status != ND_OK) {
         Py_DECREF(self);
@@ -60,47 +58,40 @@ static PyObject *download_new(PyTypeObject *type, PyObject *arguments, PyObject 
     return (PyObject *)self;
 }
 
-/* Take the bytes out and give the download back. */
+/* Take the bytes out and end the copy. */
 static nd_status finish(DownloadObject *self) {
     nd_download *download = self->download;
     self->download = NULL;
-    return self->device->backend->download_end(self->device->index, download,
-                                               self->host.storage->memory);
+    return self->head.device->backend->download_end(self->head.device->index, download,
+                                                    self->host.storage->memory);
 }
 
 static void download_dealloc(PyObject *object) {
     DownloadObject *self = (DownloadObject *)object;
-    PyTypeObject *type = Py_TYPE(object);
-    if (self->download != NULL && self->generation == self->device->generation) {
+    if (self->download != NULL && !nd_streamed_stale(self)) {
         (void)finish(self); /* nobody asked: a failure shows at the next call */
     }
     nd_array_clear(&self->host);
     Py_XDECREF(self->arrived);
-    type->tp_free(object);
-    Py_DECREF(type);
+    nd_streamed_free(object);
 }
 
 static PyObject *download_wait(PyObject *object, PyObject *unused) {
-    (void)unused;
     DownloadObject *self = (DownloadObject *)object;
-    nd_state *state = state_of(object);
+    nd_state *state = PyType_GetModuleState(Py_TYPE(object));
     if (self->arrived == NULL) {
-        if (self->generation != self->device->generation) {
-            PyErr_SetString(PyExc_RuntimeError,
-                            "Download: was begun before cuda_reset(); the array is gone");
-            return NULL;
-        }
-        if (nd_check_alive(state, self->device) < 0) {
+        if (nd_streamed_check(state, self) < 0) {
             return NULL;
         }
         if (self->download == NULL) {
-            PyErr_SetString(PyExc_RuntimeError, "Download: an earlier wait() failed");
-            return NULL;
+            return PyErr_Format(PyExc_RuntimeError, "Download: an earlier wait() failed");
         }
         nd_status status;
-        Py_BEGIN_ALLOW_THREADS status = finish(self);
-        Py_END_ALLOW_THREADS if (status != ND_OK) {
-            return nd_raise(state, "Download.wait", self->device, status);
+        Py_BEGIN_ALLOW_THREADS
+        status = finish(self);
+        Py_END_ALLOW_THREADS
+        if (status != ND_OK) {
+            return nd_raise(state, "Download.wait", self->head.device, status);
         }
         nd_array arrived;
         nd_array_view(&self->host, &arrived);
@@ -125,16 +116,9 @@ static PyType_Slot download_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec download_spec = {
+PyType_Spec nd_download_spec = {
     .name = "needle._C.Download",
     .basicsize = sizeof(DownloadObject),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = download_slots,
 };
-
-int nd_download_init(PyObject *module) {
-    PyObject *type = PyType_FromModuleAndSpec(module, &download_spec, NULL);
-    int result = type == NULL ? -1 : PyModule_AddObjectRef(module, "Download", type);
-    Py_XDECREF(type);
-    return result;
-}

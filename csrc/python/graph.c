@@ -7,23 +7,22 @@
  * and numbers of Python are frozen into it. It must do the same in both calls and keep no array that
  * it makes: its results go into arrays made before, which the graph keeps alive through step.
  */
-#include "python.h"
+#include "backends.h"
+#include "device.h"
+#include "errors.h"
+#include "streams.h"
 
 typedef struct {
-    PyObject_HEAD nd_device *device;
-    uint64_t generation;
+    nd_streamed head;
     nd_graph *graph; /* NULL: recording failed */
     PyObject *step;  /* keeps what the recorded work uses */
 } GraphObject;
 
-static nd_state *state_of(PyObject *object) { return PyType_GetModuleState(Py_TYPE(object)); }
-
 static int record(nd_state *state, GraphObject *self) {
-    const nd_backend *backend = self->device->backend;
-    int index = self->device->index;
-    nd_status status = backend->graph_begin(index, &self->graph);
-    if (status != ND_OK) {
-        nd_raise(state, "Graph", self->device, status);
+    nd_device *device = self->head.device;
+    const nd_backend *backend = device->backend;
+    nd_status status = backend->graph_begin(device->index, &self->graph);
+    if (nd_check(state, "Graph", device, status) < 0) {
         return -1;
     }
     PyObject *result = PyObject_CallNoArgs(self->step);
@@ -31,9 +30,8 @@ static int record(nd_state *state, GraphObject *self) {
     if (result == NULL) {
         return -1;
     }
-    status = backend->graph_capture(index, self->graph);
-    if (status != ND_OK) {
-        nd_raise(state, "Graph", self->device, status);
+    status = backend->graph_capture(device->index, self->graph);
+    if (nd_check(state, "Graph", device, status) < 0) {
         return -1;
     }
     bool sync = state->sync, trace = state->trace; /* neither can wait for recorded work */
@@ -45,12 +43,7 @@ static int record(nd_state *state, GraphObject *self) {
     if (result == NULL) {
         return -1;
     }
-    status = backend->graph_end(index, self->graph);
-    if (status != ND_OK) {
-        nd_raise(state, "Graph", self->device, status);
-        return -1;
-    }
-    return 0;
+    return nd_check(state, "Graph", device, backend->graph_end(device->index, self->graph));
 }
 
 static PyObject *graph_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
@@ -66,12 +59,15 @@ static PyObject *graph_new(PyTypeObject *type, PyObject *arguments, PyObject *ke
         return PyErr_Format(PyExc_TypeError, "Graph: step: must be callable, not %.80s",
                             Py_TYPE(step)->tp_name);
     }
-    GraphObject *self = (GraphObject *)type->tp_alloc(type, 0);
+    if (device->backend->graph_begin == NULL) {
+        return PyErr_Format(PyExc_ValueError,
+                            "Graph: the %s backend records no graphs; call the step itself",
+                            nd_device_title(device));
+    }
+    GraphObject *self = nd_streamed_new(type, device);
     if (self == NULL) {
         return NULL;
     }
-    self->device = device;
-    self->generation = device->generation;
     self->step = Py_NewRef(step);
     if (record(state, self) < 0) {
         Py_DECREF(self);
@@ -95,33 +91,23 @@ static int graph_clear(PyObject *object) {
 
 static void graph_dealloc(PyObject *object) {
     GraphObject *self = (GraphObject *)object;
-    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
-    if (self->graph != NULL && self->generation == self->device->generation) {
-        (void)self->device->backend->graph_free(self->device->index, self->graph);
+    if (self->graph != NULL && !nd_streamed_stale(self)) {
+        (void)self->head.device->backend->graph_free(self->head.device->index, self->graph);
     }
     graph_clear(object);
-    type->tp_free(object);
-    Py_DECREF(type);
+    nd_streamed_free(object);
 }
 
 static PyObject *graph_replay(PyObject *object, PyObject *unused) {
-    (void)unused;
     GraphObject *self = (GraphObject *)object;
-    nd_state *state = state_of(object);
-    if (self->generation != self->device->generation) {
-        PyErr_SetString(PyExc_RuntimeError,
-                        "Graph: was recorded before cuda_reset(); record it anew");
+    nd_state *state = PyType_GetModuleState(Py_TYPE(object));
+    if (nd_streamed_check(state, self) < 0) {
         return NULL;
     }
-    if (nd_check_alive(state, self->device) < 0) {
-        return NULL;
-    }
-    nd_status status = self->device->backend->graph_launch(self->device->index, self->graph);
-    if (status != ND_OK) {
-        return nd_raise(state, "Graph.replay", self->device, status);
-    }
-    Py_RETURN_NONE;
+    nd_status status =
+        self->head.device->backend->graph_launch(self->head.device->index, self->graph);
+    return nd_none_or_raise(state, "Graph.replay", self->head.device, status);
 }
 
 static PyMethodDef graph_methods[] = {
@@ -138,20 +124,14 @@ static PyType_Slot graph_slots[] = {
     {Py_tp_clear, graph_clear},
     {Py_tp_methods, graph_methods},
     {Py_tp_doc, "Graph(device, step)\n--\n\nCalls step() twice, once for real and once to record "
-                "what it does on the device; replay() does it again. ValueError on the CPU."},
+                "what it does on the device; replay() does it again. ValueError where "
+                "device.records_graphs is False."},
     {0, NULL},
 };
 
-static PyType_Spec graph_spec = {
+PyType_Spec nd_graph_spec = {
     .name = "needle._C.Graph",
     .basicsize = sizeof(GraphObject),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = graph_slots,
 };
-
-int nd_graph_init(PyObject *module) {
-    PyObject *type = PyType_FromModuleAndSpec(module, &graph_spec, NULL);
-    int result = type == NULL ? -1 : PyModule_AddObjectRef(module, "Graph", type);
-    Py_XDECREF(type);
-    return result;
-}

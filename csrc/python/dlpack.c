@@ -1,13 +1,17 @@
-/* ndarray_dlpack.c - NDArray to and from any library that speaks DLPack, sharing memory.
+/* dlpack.c - NDArray to and from any library that speaks DLPack, sharing memory.
  *
  * An export holds a reference on the memory itself; an import holds the producer's structure until
  * the last view is gone. Both forms of capsule are made and taken. The structures are laid out as
  * DLPack's specification says.
  */
-#include "ndarray.h"
-
 #include <stdlib.h>
 #include <string.h>
+
+#include "backends.h"
+#include "errors.h"
+#include "exchange.h"
+#include "object.h"
+#include "run.h"
 
 /* DLPack's codes: 0 int, 1 unsigned, 2 float, 4 bfloat, 6 bool. */
 static const uint8_t codes[ND_NUM_DTYPES] = {
@@ -15,16 +19,8 @@ static const uint8_t codes[ND_NUM_DTYPES] = {
     [ND_I64] = 0, [ND_U8] = 1,   [ND_BOOL] = 6, [ND_U16] = 1,
 };
 
-enum {
-    DL_CPU = 1,
-    DL_CUDA = 2,
-    DL_CUDA_HOST = 3,
-    DL_CUDA_MANAGED = 13
-};
-enum {
-    DL_READ_ONLY = 1,
-    DL_COPIED = 2
-};
+enum { DL_CPU = 1, DL_CUDA = 2, DL_CUDA_HOST = 3, DL_CUDA_MANAGED = 13 };
+enum { DL_READ_ONLY = 1, DL_COPIED = 2 };
 
 typedef struct {
     int32_t type;
@@ -64,7 +60,7 @@ typedef struct dl_versioned {
     dl_tensor tensor;
 } dl_versioned;
 
-/* What an export owns: the view, and both forms of the structure (one is used). */
+/* An export owns the view, and both forms of the structure (one is used). */
 typedef struct {
     nd_array view;
     dl_managed managed;
@@ -92,16 +88,15 @@ static void capsule_free(PyObject *capsule) {
 
 static dl_device dlpack_device(const nd_array *a) {
     nd_device *device = a->storage->device;
-    return (dl_device){nd_is_cpu(device) ? DL_CPU : DL_CUDA, device->index};
+    return (dl_device){nd_dlpack_type(device), device->index};
 }
 
-static PyObject *ndarray_dlpack_device(PyObject *self, PyObject *unused) {
-    (void)unused;
+PyObject *nd_ndarray_dlpack_device(PyObject *self, PyObject *unused) {
     dl_device device = dlpack_device(nd_array_of(self));
     return Py_BuildValue("(ii)", device.type, device.index);
 }
 
-static PyObject *ndarray_dlpack(PyObject *self, PyObject *arguments, PyObject *keywords) {
+PyObject *nd_ndarray_dlpack(PyObject *self, PyObject *arguments, PyObject *keywords) {
     static char *names[] = {"stream", "max_version", "dl_device", "copy", NULL};
     PyObject *stream = Py_None, *max_version = Py_None, *wanted = Py_None, *copy = Py_None;
     if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "|$OOOO:__dlpack__", names, &stream,
@@ -145,8 +140,10 @@ static PyObject *ndarray_dlpack(PyObject *self, PyObject *arguments, PyObject *k
     }
     /* The consumer's stream is not ours: all work on the memory is waited for. */
     nd_status status = ND_OK;
-    Py_BEGIN_ALLOW_THREADS status = device->backend->synchronize(device->index);
-    Py_END_ALLOW_THREADS if (status != ND_OK) {
+    Py_BEGIN_ALLOW_THREADS
+    status = device->backend->synchronize(device->index);
+    Py_END_ALLOW_THREADS
+    if (status != ND_OK) {
         export_free(hold);
         return nd_raise(state, "__dlpack__", device, status);
     }
@@ -177,23 +174,17 @@ static PyObject *ndarray_dlpack(PyObject *self, PyObject *arguments, PyObject *k
 }
 
 /* A producer's deleter may run Python; the interpreter may be gone when the last view goes. */
-static void import_release_managed(void *owner) {
-    dl_managed *managed = owner;
-    if (managed->deleter != NULL && Py_IsInitialized()) {
-        PyGILState_STATE gil = PyGILState_Ensure();
-        managed->deleter(managed);
-        PyGILState_Release(gil);
+#define IMPORT_RELEASE(form)                                   \
+    static void import_release_##form(void *owner) {           \
+        dl_##form *producer = owner;                           \
+        if (producer->deleter != NULL && Py_IsInitialized()) { \
+            PyGILState_STATE gil = PyGILState_Ensure();        \
+            producer->deleter(producer);                       \
+            PyGILState_Release(gil);                           \
+        }                                                      \
     }
-}
-
-static void import_release_versioned(void *owner) {
-    dl_versioned *versioned = owner;
-    if (versioned->deleter != NULL && Py_IsInitialized()) {
-        PyGILState_STATE gil = PyGILState_Ensure();
-        versioned->deleter(versioned);
-        PyGILState_Release(gil);
-    }
-}
+IMPORT_RELEASE(managed)
+IMPORT_RELEASE(versioned)
 
 static int import_dtype(dl_dtype dtype, nd_dtype *out) {
     for (int d = 0; d < ND_NUM_DTYPES; d++) {
@@ -203,37 +194,30 @@ static int import_dtype(dl_dtype dtype, nd_dtype *out) {
             return 0;
         }
     }
-    PyErr_Format(PyExc_TypeError,
-                 "from_dlpack: dtype (code %d, %d bits, %d lanes) is none of ours; "
-                 "convert it to float32, bfloat16, float16, int32, int64, uint8, bool or uint16 "
-                 "first",
-                 dtype.code, dtype.bits, dtype.lanes);
-    return -1;
+    FAIL(PyExc_TypeError,
+         "from_dlpack: dtype (code %d, %d bits, %d lanes) is none of ours; "
+         "convert it to float32, bfloat16, float16, int32, int64, uint8, bool or uint16 "
+         "first",
+         dtype.code, dtype.bits, dtype.lanes);
 }
 
 /* A view on the producer's memory; `owner` goes to the storage only on success. */
 static int import_tensor(nd_state *state, const dl_tensor *tensor, void *owner,
                          void (*release)(void *), nd_array *out) {
-    nd_device *device = nd_cpu_device();
-    if (tensor->device.type == DL_CUDA || tensor->device.type == DL_CUDA_MANAGED) {
-        device = nd_cuda_device(tensor->device.index);
-    } else if (tensor->device.type != DL_CPU && tensor->device.type != DL_CUDA_HOST) {
-        device = NULL;
-    }
+    int type = tensor->device.type == DL_CUDA_MANAGED ? DL_CUDA : tensor->device.type;
+    nd_device *device = type == DL_CPU || type == DL_CUDA_HOST
+                            ? nd_host()
+                            : nd_device_of_dlpack(type, tensor->device.index);
     if (device == NULL) {
-        PyErr_Format(PyExc_TypeError,
-                     "from_dlpack: a device of DLPack's type %d is neither the CPU "
-                     "nor CUDA",
-                     tensor->device.type);
-        return -1;
+        FAIL(PyExc_TypeError,
+             "from_dlpack: a device of DLPack's type %d is neither the CPU nor CUDA", type);
     }
     if (nd_device_ready(state, device) < 0 || import_dtype(tensor->dtype, &out->dtype) < 0) {
         return -1;
     }
     if (tensor->ndim < 0 || tensor->ndim > ND_MAX_DIMS) {
-        PyErr_Format(PyExc_ValueError, "from_dlpack: has %d axes; an NDArray has at most %d",
-                     tensor->ndim, ND_MAX_DIMS);
-        return -1;
+        FAIL(PyExc_ValueError, "from_dlpack: has %d axes; an NDArray has at most %d", tensor->ndim,
+             ND_MAX_DIMS);
     }
     out->ndim = tensor->ndim;
     int64_t first = 0, last = 0;
@@ -253,27 +237,20 @@ static int import_tensor(nd_state *state, const dl_tensor *tensor, void *owner,
     bool empty = nd_size(out) == 0;
     out->data = (char *)tensor->data + tensor->byte_offset;
     if ((uintptr_t)out->data % (uintptr_t)item != 0 && !empty) {
-        PyErr_SetString(PyExc_ValueError, "from_dlpack: the memory is not aligned to its elements");
-        return -1;
+        FAIL(PyExc_ValueError, "from_dlpack: the memory is not aligned to its elements");
     }
     char *memory = empty ? NULL : (char *)out->data + first * item;
-    nd_status status =
-        nd_storage_borrow(device, memory, empty ? 0 : (size_t)((last - first + 1) * item), owner,
-                          release, &out->storage);
-    if (status != ND_OK) {
-        nd_raise(state, "from_dlpack", NULL, status);
-        return -1;
-    }
-    return 0;
+    size_t bytes = empty ? 0 : (size_t)((last - first + 1) * item);
+    return nd_check(state, "from_dlpack", NULL,
+                    nd_storage_borrow(device, memory, bytes, owner, release, &out->storage));
 }
 
 /* The producer's capsule, versioned where it can. */
 static PyObject *request_capsule(PyObject *object) {
     PyObject *method = PyObject_GetAttrString(object, "__dlpack__");
     if (method == NULL) {
-        PyErr_Format(PyExc_TypeError, "from_dlpack: %.80s has no __dlpack__()",
-                     Py_TYPE(object)->tp_name);
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "from_dlpack: %.80s has no __dlpack__()",
+                            Py_TYPE(object)->tp_name);
     }
     PyObject *nothing = PyTuple_New(0);
     PyObject *named = Py_BuildValue("{s(ii)}", "max_version", 1, 0);
@@ -323,8 +300,10 @@ static PyObject *module_from_dlpack(PyObject *module, PyObject *object) {
     /* A producer on CUDA ordered its work before the default stream; ours is another. */
     nd_device *device = view.storage->device;
     nd_status status;
-    Py_BEGIN_ALLOW_THREADS status = device->backend->synchronize(device->index);
-    Py_END_ALLOW_THREADS if (status != ND_OK) {
+    Py_BEGIN_ALLOW_THREADS
+    status = device->backend->synchronize(device->index);
+    Py_END_ALLOW_THREADS
+    if (status != ND_OK) {
         nd_array_clear(&view);
         nd_raise(state, "from_dlpack", device, status);
         goto done;
@@ -343,15 +322,6 @@ done:
     Py_DECREF(capsule);
     return result;
 }
-
-PyMethodDef nd_dlpack_methods[] = {
-    {"__dlpack__", (PyCFunction)(void (*)(void))ndarray_dlpack, METH_VARARGS | METH_KEYWORDS,
-     "__dlpack__($self, *, stream=None, max_version=None, dl_device=None, copy=None)\n--\n\n"
-     "A capsule that shares the memory."},
-    {"__dlpack_device__", ndarray_dlpack_device, METH_NOARGS,
-     "__dlpack_device__($self)\n--\n\nDLPack's (device type, index)."},
-    {NULL, NULL, 0, NULL},
-};
 
 PyMethodDef nd_dlpack_functions[] = {
     {"from_dlpack", module_from_dlpack, METH_O,

@@ -1,44 +1,27 @@
-/* bind_structured.c - the OP rows: check operands against their row, give them its layout, run.
+/* structured.c - the OP ops: check operands against their entry, give them its layout, run.
  *
  * The order of an error is that of the operands: type, device, dtype, axes. An operand without the
  * layout its kernel needs is copied (NEEDLE_TRACE=1 shows it), and copied back when it is changed
  * in place. An operand that is read is also copied when it overlaps one that is written.
  */
-#include "bind.h"
-
 #include <string.h>
 
-/* ---- structured rows --------------------------------------------------------------------------- */
-static const char *class_text(dtype_class class) {
-    switch (class) {
-    case CLASS_F:
-        return "float32, bfloat16, float16";
-    case CLASS_f4:
-        return "float32";
-    case CLASS_i4:
-        return "int32";
-    case CLASS_i8:
-        return "int64";
-    case CLASS_ANY:
-        break;
-    }
-    return "any dtype";
-}
+#include "arguments.h"
+#include "backends.h"
+#include "errors.h"
+#include "ops.h"
+
+/* ---- operands -------------------------------------------------------------------------------- */
+static const char *const class_texts[] = {[CLASS_F] = "float32, bfloat16, float16",
+                                          [CLASS_f4] = "float32",
+                                          [CLASS_i4] = "int32",
+                                          [CLASS_i8] = "int64"};
+static const nd_dtype class_dtypes[] = {
+    [CLASS_f4] = ND_F32, [CLASS_i4] = ND_I32, [CLASS_i8] = ND_I64};
 
 static bool class_allows(dtype_class class, nd_dtype dtype) {
-    switch (class) {
-    case CLASS_F:
-        return nd_dtype_is_float(dtype);
-    case CLASS_f4:
-        return dtype == ND_F32;
-    case CLASS_i4:
-        return dtype == ND_I32;
-    case CLASS_i8:
-        return dtype == ND_I64;
-    case CLASS_ANY:
-        break;
-    }
-    return true;
+    return class == CLASS_ANY ||
+           (class == CLASS_F ? nd_dtype_is_float(dtype) : dtype == class_dtypes[class]);
 }
 
 typedef struct {
@@ -50,7 +33,7 @@ typedef struct {
 
 typedef struct {
     nd_state *state;
-    const row_info *row;
+    const nd_op_info *info;
     int64_t sizes[128]; /* by axis letter; -1: not seen yet */
     nd_device *device;
     const char *device_from; /* operand that decided it */
@@ -83,10 +66,10 @@ static const char *axes_text(const char *axes, char *text) {
 }
 
 static int check_dtype(call *c, const field *f, const nd_array *a) {
-    const char *op = c->row->name;
+    const char *op = c->info->name;
     if (!class_allows(f->dtype, a->dtype)) {
         FAIL(PyExc_TypeError, "%s: %s: dtype is %s; allowed: %s", op, f->name,
-             nd_dtype_name(a->dtype), class_text(f->dtype));
+             nd_dtype_name(a->dtype), class_texts[f->dtype]);
     }
     if (f->dtype == CLASS_F) {
         if (c->float_from == NULL) {
@@ -101,7 +84,7 @@ static int check_dtype(call *c, const field *f, const nd_array *a) {
 }
 
 static int check_device(call *c, const field *f, const nd_array *a) {
-    if (nd_check_live(c->state, c->row->name, f->name, a) < 0) {
+    if (nd_check_live(c->state, c->info->name, f->name, a) < 0) {
         return -1;
     }
     if (c->device == NULL) {
@@ -110,16 +93,16 @@ static int check_device(call *c, const field *f, const nd_array *a) {
     } else if (c->device != a->storage->device) {
         char own[24], other[24];
         FAIL(PyExc_TypeError, "%s: %s: is on %s, but %s is on %s; move one with .to(device)",
-             c->row->name, f->name, nd_device_text(a->storage->device, own), c->device_from,
+             c->info->name, f->name, nd_device_text(a->storage->device, own), c->device_from,
              nd_device_text(c->device, other));
     }
     return 0;
 }
 
-/* Match the sizes of `a` to the letters. A matrix row takes its operands without B as well: then
+/* Match the sizes of `a` to the letters. A matrix product takes its operands without B as well: then
  * all of them, and `a` gets a leading axis of 1. */
 static int check_axes(call *c, const field *f, nd_array *a) {
-    const char *op = c->row->name;
+    const char *op = c->info->name;
     if (f->axes[0] == '*') {
         if (c->star_ndim < 0) {
             c->star_ndim = a->ndim;
@@ -128,7 +111,7 @@ static int check_axes(call *c, const field *f, nd_array *a) {
         return 0;
     }
     int ndim = (int)strlen(f->axes);
-    if (c->row->fields[0].kind == KIND_IN_MATRIX && f->axes[0] == 'B') {
+    if (c->info->fields[0].kind == KIND_IN_MATRIX && f->axes[0] == 'B') {
         if (!c->batch_known) {
             c->batch_known = true;
             c->no_batch = a->ndim == ndim - 1;
@@ -201,7 +184,7 @@ static bool is_aligned(const call *c, field_kind kind, const nd_array *a) {
 
 static int replace_by_copy(call *c, const field *f, structured *s) {
     nd_array copy;
-    nd_trace_copy(c->state, c->row->name, f->name, &s->array);
+    nd_trace_copy(c->state, c->info->name, f->name, &s->array);
     if (nd_copy(c->state, &s->array, s->array.dtype, &copy) < 0) {
         return -1;
     }
@@ -211,7 +194,7 @@ static int replace_by_copy(call *c, const field *f, structured *s) {
 }
 
 static int take_array(call *c, const field *f, PyObject *object, structured *s) {
-    const char *op = c->row->name;
+    const char *op = c->info->name;
     if (!nd_is_ndarray(c->state, object)) {
         FAIL(PyExc_TypeError, "%s: %s: must be an NDArray%s, not %.80s", op, f->name,
              f->kind == KIND_OPT || f->kind == KIND_IO_OPT ? " or None" : "",
@@ -237,7 +220,7 @@ static int lay_out(call *c, const field *fields, const nd_slot *slots, structure
         if (!output && f->axes[0] == '*' && f->kind == KIND_IN_ANY) {
             nd_array wide;
             if (nd_broadcast_to(&s->array, c->star_ndim, c->star, &wide) != ND_OK) {
-                FAIL(PyExc_ValueError, "%s: %s: %s", c->row->name, f->name, nd_last_error());
+                FAIL(PyExc_ValueError, "%s: %s: %s", c->info->name, f->name, nd_last_error());
             }
             s->array = wide;
             s->owned = true;
@@ -274,11 +257,8 @@ static int allocate_outputs(call *c, const field *fields, nd_slot *slots, struct
         for (int k = 0; k < ndim; k++) {
             shape[k] = c->sizes[(int)f->axes[k]];
         }
-        nd_dtype dtype = f->dtype == CLASS_F    ? c->float_dtype
-                         : f->dtype == CLASS_i4 ? ND_I32
-                         : f->dtype == CLASS_i8 ? ND_I64
-                                                : ND_F32;
-        if (nd_new_array(c->state, c->row->name, c->device, dtype, ndim, shape,
+        nd_dtype dtype = f->dtype == CLASS_F ? c->float_dtype : class_dtypes[f->dtype];
+        if (nd_new_array(c->state, c->info->name, c->device, dtype, ndim, shape,
                          &operands[i].array) < 0) {
             return -1;
         }
@@ -288,7 +268,7 @@ static int allocate_outputs(call *c, const field *fields, nd_slot *slots, struct
     return 0;
 }
 
-static int run_structured(call *c, nd_row id, const field *fields, const nd_slot *slots,
+static int run_structured(call *c, nd_op id, const field *fields, const nd_slot *slots,
                           structured *operands) {
     bool writes = false;
     int64_t work = 0;
@@ -307,11 +287,7 @@ static int run_structured(call *c, nd_row id, const field *fields, const nd_slot
     if (!writes) {
         return 0;
     }
-    bool product = id == ROW_matmul || id == ROW_matmul_acc;
-    if (product && c->sizes['K'] == 0) {
-        return id == ROW_matmul ? nd_fill(c->state, slots[2].array, 0.0) : 0;
-    }
-    if (nd_run_row(c->state, id, c->device, slots, work, &s) < 0) {
+    if (nd_run_op(c->state, id, c->device, slots, work, &s) < 0) {
         return -1;
     }
     for (int i = 0; fields[i].kind != KIND_END; i++) {
@@ -363,18 +339,17 @@ static PyObject *wrap_outputs(call *c, const field *fields, structured *operands
     return tuple;
 }
 
-PyObject *nd_call_structured(nd_state *state, nd_row id, PyObject *const *given) {
-    const row_info *row = &nd_rows[id];
-    const field *fields = row->fields;
+PyObject *nd_structured(nd_state *state, nd_op id, PyObject *const *given) {
+    const nd_op_info *info = &nd_ops[id];
+    const field *fields = info->fields;
     nd_slot slots[ND_MAX_FIELDS] = {0};
     structured operands[ND_MAX_FIELDS];
-    call c = {.state = state, .row = row, .float_dtype = ND_F32, .star_ndim = -1};
+    call c = {.state = state, .info = info, .float_dtype = ND_F32, .star_ndim = -1};
     memset(c.sizes, -1, sizeof c.sizes);
     PyObject *result = NULL;
     int next = 0, count = 0;
     for (; fields[count].kind != KIND_END; count++) {
         operands[count].owned = operands[count].copy_back = false;
-        slots[count].array = NULL;
     }
     for (int i = 0; i < count; i++) {
         const field *f = &fields[i];
@@ -383,7 +358,7 @@ PyObject *nd_call_structured(nd_state *state, nd_row id, PyObject *const *given)
         }
         PyObject *object = given[next++];
         if (f->kind == KIND_F64 || f->kind == KIND_I64) {
-            if (nd_take_number(row, f, object, &slots[i]) < 0) {
+            if (nd_take_number(info->name, f, object, &slots[i]) < 0) {
                 goto done;
             }
         } else if (!((f->kind == KIND_OPT || f->kind == KIND_IO_OPT) && object == Py_None)) {
@@ -400,32 +375,6 @@ PyObject *nd_call_structured(nd_state *state, nd_row id, PyObject *const *given)
     }
 done:
     for (int i = 0; i < count; i++) {
-        if (operands[i].owned) {
-            nd_array_clear(&operands[i].array);
-        }
-    }
-    return result;
-}
-
-int nd_matmul(nd_state *state, const nd_array *a, const nd_array *b, nd_array *out) {
-    const field *fields = nd_rows[ROW_matmul].fields;
-    call c = {.state = state, .row = &nd_rows[ROW_matmul], .float_dtype = ND_F32, .star_ndim = -1};
-    memset(c.sizes, -1, sizeof c.sizes);
-    structured operands[3] = {{.array = *a}, {.array = *b}, {.owned = false}};
-    nd_slot slots[3] = {{.array = &operands[0].array}, {.array = &operands[1].array}, {0}};
-    int result = -1;
-    if (check_device(&c, &fields[0], a) == 0 && check_dtype(&c, &fields[0], a) == 0 &&
-        check_axes(&c, &fields[0], &operands[0].array) == 0 &&
-        check_device(&c, &fields[1], b) == 0 && check_dtype(&c, &fields[1], b) == 0 &&
-        check_axes(&c, &fields[1], &operands[1].array) == 0 &&
-        lay_out(&c, fields, slots, operands) == 0 &&
-        allocate_outputs(&c, fields, slots, operands) == 0 &&
-        run_structured(&c, ROW_matmul, fields, slots, operands) == 0) {
-        *out = operands[2].array;
-        operands[2].owned = false;
-        result = 0;
-    }
-    for (int i = 0; i < 3; i++) {
         if (operands[i].owned) {
             nd_array_clear(&operands[i].array);
         }

@@ -8,11 +8,14 @@
  * A plain upload of pageable memory would join the end of the device's queue instead. Two or three
  * in turn keep a device fed (needle/data/prefetch.py).
  */
-#include "python.h"
+#include "arguments.h"
+#include "device.h"
+#include "errors.h"
+#include "object.h"
+#include "streams.h"
 
 typedef struct {
-    PyObject_HEAD nd_device *device;
-    uint64_t generation;
+    nd_streamed head;
     nd_staging *staging;
     void *memory;
     Py_ssize_t bytes;
@@ -33,12 +36,10 @@ static PyObject *staging_new(PyTypeObject *type, PyObject *arguments, PyObject *
     if (nd_device_from(state, where, &device) < 0) {
         return NULL;
     }
-    StagingObject *self = (StagingObject *)type->tp_alloc(type, 0);
+    StagingObject *self = nd_streamed_new(type, device);
     if (self == NULL) {
         return NULL;
     }
-    self->device = device;
-    self->generation = device->generation;
     self->bytes = bytes;
     nd_status status =
         device->backend->staging_new(device->index, (size_t)bytes, &self->staging, &self->memory);
@@ -51,20 +52,10 @@ static PyObject *staging_new(PyTypeObject *type, PyObject *arguments, PyObject *
 
 static void staging_dealloc(PyObject *object) {
     StagingObject *self = (StagingObject *)object;
-    PyTypeObject *type = Py_TYPE(object);
     if (self->staging != NULL) {
-        (void)self->device->backend->staging_free(self->device->index, self->staging);
+        (void)self->head.device->backend->staging_free(self->head.device->index, self->staging);
     }
-    type->tp_free(object);
-    Py_DECREF(type);
-}
-
-static int check_usable(nd_state *state, StagingObject *self) {
-    if (self->generation != self->device->generation) {
-        PyErr_SetString(PyExc_RuntimeError, "Staging: was made before cuda_reset(); make it anew");
-        return -1;
-    }
-    return nd_check_alive(state, self->device);
+    nd_streamed_free(object);
 }
 
 static PyObject *staging_send(PyObject *object, PyObject *arguments, PyObject *keywords) {
@@ -80,13 +71,12 @@ static PyObject *staging_send(PyObject *object, PyObject *arguments, PyObject *k
     int64_t shape[ND_MAX_DIMS];
     nd_dtype dtype;
     if (nd_shape_from(shape_object, "shape", &ndim, shape) < 0 ||
-        nd_dtype_from(dtype_object, &dtype) < 0 || check_usable(state, self) < 0) {
+        nd_dtype_from(dtype_object, &dtype) < 0 || nd_streamed_check(state, self) < 0) {
         return NULL;
     }
     nd_array array;
-    nd_status status = nd_array_new(self->device, dtype, ndim, shape, &array);
-    if (status != ND_OK) {
-        return nd_raise(state, "Staging.send", NULL, status);
+    if (nd_new_array(state, "Staging.send", self->head.device, dtype, ndim, shape, &array) < 0) {
+        return NULL;
     }
     if (array.storage->bytes > (size_t)self->bytes) {
         PyErr_Format(PyExc_ValueError, "Staging.send: the array has %zu bytes, the staging %zd",
@@ -94,29 +84,26 @@ static PyObject *staging_send(PyObject *object, PyObject *arguments, PyObject *k
         nd_array_clear(&array);
         return NULL;
     }
-    status = self->device->backend->staging_send(self->device->index, self->staging, array.data,
-                                                 array.storage->bytes);
+    nd_status status = self->head.device->backend->staging_send(
+        self->head.device->index, self->staging, array.data, array.storage->bytes);
     if (status != ND_OK) {
         nd_array_clear(&array);
-        return nd_raise(state, "Staging.send", self->device, status);
+        return nd_raise(state, "Staging.send", self->head.device, status);
     }
     return nd_wrap(state, &array);
 }
 
 static PyObject *staging_wait(PyObject *object, PyObject *unused) {
-    (void)unused;
     StagingObject *self = (StagingObject *)object;
     nd_state *state = PyType_GetModuleState(Py_TYPE(object));
-    if (check_usable(state, self) < 0) {
+    if (nd_streamed_check(state, self) < 0) {
         return NULL;
     }
     nd_status status;
-    Py_BEGIN_ALLOW_THREADS status =
-        self->device->backend->staging_wait(self->device->index, self->staging);
-    Py_END_ALLOW_THREADS if (status != ND_OK) {
-        return nd_raise(state, "Staging.wait", self->device, status);
-    }
-    Py_RETURN_NONE;
+    Py_BEGIN_ALLOW_THREADS
+    status = self->head.device->backend->staging_wait(self->head.device->index, self->staging);
+    Py_END_ALLOW_THREADS
+    return nd_none_or_raise(state, "Staging.wait", self->head.device, status);
 }
 
 static int staging_buffer(PyObject *object, Py_buffer *view, int flags) {
@@ -125,7 +112,7 @@ static int staging_buffer(PyObject *object, Py_buffer *view, int flags) {
 }
 
 static PyMethodDef staging_methods[] = {
-    {"send", (PyCFunction)(void (*)(void))staging_send, METH_VARARGS | METH_KEYWORDS,
+    {"send", KEYWORD_METHOD(staging_send),
      "send($self, shape, dtype)\n--\n\nA new NDArray on the device, filled from the beginning of "
      "the "
      "memory; the copy is enqueued, not waited for."},
@@ -144,16 +131,9 @@ static PyType_Slot staging_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec staging_spec = {
+PyType_Spec nd_staging_spec = {
     .name = "needle._C.Staging",
     .basicsize = sizeof(StagingObject),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = staging_slots,
 };
-
-int nd_staging_init(PyObject *module) {
-    PyObject *type = PyType_FromModuleAndSpec(module, &staging_spec, NULL);
-    int result = type == NULL ? -1 : PyModule_AddObjectRef(module, "Staging", type);
-    Py_XDECREF(type);
-    return result;
-}

@@ -1,16 +1,19 @@
-/* bind_elementwise.c - the EW1, EW2, CMP, RED and ARG rows: promotion, broadcasting, in place.
+/* elementwise.c - the EW1, EW2, CMP, RED and ARG ops: promotion, broadcasting, in place.
  *
- * Dtypes are promoted by decision 5 of DESIGN.md, here and nowhere else. Operands reach a kernel
+ * Dtypes are promoted here and nowhere else (docs/design.md says how). Operands reach a kernel
  * broadcast to the shape of the result; kernels write contiguous memory, so a result in place is
  * written directly into a contiguous array that overlaps nothing still to be read, else through a
  * temporary.
  */
-#include "bind.h"
-
 #include <math.h>
 #include <string.h>
 
-/* ---- elementwise ------------------------------------------------------------------------------- */
+#include "arguments.h"
+#include "backends.h"
+#include "errors.h"
+#include "ops.h"
+
+/* ---- elementwise ----------------------------------------------------------------------------- */
 /* A view of x in `dtype`: x itself, or converted. Gives a new reference. */
 static int converted(nd_state *state, const nd_array *x, nd_dtype dtype, nd_array *out) {
     if (x->dtype == dtype) {
@@ -20,28 +23,28 @@ static int converted(nd_state *state, const nd_array *x, nd_dtype dtype, nd_arra
     return nd_copy(state, x, dtype, out);
 }
 
-PyObject *nd_unary(nd_state *state, nd_row id, PyObject *object) {
-    const row_info *row = &nd_rows[id];
-    if (nd_ndarray_operand(state, row->name, "x", object) < 0) {
+PyObject *nd_unary(nd_state *state, nd_op id, PyObject *object) {
+    const nd_op_info *info = &nd_ops[id];
+    if (nd_check_operand(state, info->name, "x", object) < 0) {
         return NULL;
     }
     const nd_array *x = nd_array_of(object);
     nd_array temporary = {.storage = NULL}, out;
-    if (row->types == TYPES_FLOAT && !nd_dtype_is_float(x->dtype)) {
+    if (info->types == TYPES_FLOAT && !nd_dtype_is_float(x->dtype)) {
         if (nd_copy(state, x, ND_F32, &temporary) < 0) {
             return NULL;
         }
         x = &temporary;
     }
     int result =
-        nd_new_array(state, row->name, x->storage->device, x->dtype, x->ndim, x->shape, &out);
+        nd_new_array(state, info->name, x->storage->device, x->dtype, x->ndim, x->shape, &out);
     if (result == 0) {
         int64_t size = nd_size(&out);
         if (size > 0) {
             nd_slot slots[2] = {{.array = (nd_array *)x}, {.array = &out}};
             shown s = {.count = 0};
             nd_show(&s, "x", x);
-            result = nd_run_row(state, id, x->storage->device, slots, size, &s);
+            result = nd_run_op(state, id, x->storage->device, slots, size, &s);
         }
         if (result < 0) {
             nd_array_clear(&out);
@@ -51,7 +54,6 @@ PyObject *nd_unary(nd_state *state, nd_row id, PyObject *object) {
     return result < 0 ? NULL : nd_wrap(state, &out);
 }
 
-/* Decision 5 of DESIGN.md. */
 static nd_dtype promoted(nd_dtype a, nd_dtype b) {
     if (a == b) {
         return a;
@@ -98,10 +100,10 @@ static int take_operand(nd_state *state, const char *op, const char *name, PyObj
     return nd_is_numpy_array(object);
 }
 
-PyObject *nd_binary(nd_state *state, nd_row id, PyObject *px, PyObject *py, NDArrayObject *into,
+PyObject *nd_binary(nd_state *state, nd_op id, PyObject *px, PyObject *py, NDArrayObject *into,
                     bool *unsupported) {
-    const row_info *row = &nd_rows[id];
-    const char *op = row->name;
+    const nd_op_info *info = &nd_ops[id];
+    const char *op = info->name;
     operand operands[2];
     PyObject *objects[2] = {px, py};
     *unsupported = false;
@@ -156,9 +158,9 @@ PyObject *nd_binary(nd_state *state, nd_row id, PyObject *px, PyObject *py, NDAr
             dtype = ND_F32;
         }
     }
-    if (row->types == TYPES_FLOAT && !nd_dtype_is_float(dtype)) {
+    if (info->types == TYPES_FLOAT && !nd_dtype_is_float(dtype)) {
         dtype = ND_F32;
-    } else if (row->kind == ROW_KIND_EW2 && dtype == ND_BOOL) {
+    } else if (info->kind == OP_KIND_EW2 && dtype == ND_BOOL) {
         dtype = ND_I32;
     }
 
@@ -174,7 +176,7 @@ PyObject *nd_binary(nd_state *state, nd_row id, PyObject *px, PyObject *py, NDAr
     }
 
     nd_array *target = &out;
-    nd_dtype out_dtype = row->kind == ROW_KIND_CMP ? ND_BOOL : dtype;
+    nd_dtype out_dtype = info->kind == OP_KIND_CMP ? ND_BOOL : dtype;
     bool direct = false;
     if (into != NULL) {
         nd_array *own = &into->a;
@@ -229,7 +231,7 @@ PyObject *nd_binary(nd_state *state, nd_row id, PyObject *px, PyObject *py, NDAr
         shown s = {.count = 0};
         nd_show(&s, "x", arrays[0]);
         nd_show(&s, "y", arrays[1]);
-        if (nd_run_row(state, id, device, slots, size, &s) < 0) {
+        if (nd_run_op(state, id, device, slots, size, &s) < 0) {
             goto done;
         }
     }
@@ -249,10 +251,10 @@ done:
     return result;
 }
 
-/* ---- reductions -------------------------------------------------------------------------------- */
-int nd_reduce(nd_state *state, nd_row id, const nd_array *x, int axes, nd_array *out) {
-    const row_info *row = &nd_rows[id];
-    const char *op = row->name;
+/* ---- reductions ------------------------------------------------------------------------------ */
+int nd_reduce(nd_state *state, nd_op id, const nd_array *x, int axes, nd_array *out) {
+    const nd_op_info *info = &nd_ops[id];
+    const char *op = info->name;
     if (nd_check_live(state, op, "x", x) < 0) {
         return -1;
     }
@@ -261,9 +263,9 @@ int nd_reduce(nd_state *state, nd_row id, const nd_array *x, int axes, nd_array 
     }
     /* Sums of narrow integers are int64, as NumPy's are. */
     nd_dtype dtype = x->dtype;
-    if (row->types == TYPES_FLOAT && !nd_dtype_is_float(dtype)) {
+    if (info->types == TYPES_FLOAT && !nd_dtype_is_float(dtype)) {
         dtype = ND_F32;
-    } else if (id == ROW_sum && !nd_dtype_is_float(dtype)) {
+    } else if (id == OP_sum && !nd_dtype_is_float(dtype)) {
         dtype = ND_I64;
     }
     nd_array view;
@@ -273,14 +275,14 @@ int nd_reduce(nd_state *state, nd_row id, const nd_array *x, int axes, nd_array 
     int kept = view.ndim - axes;
     int result = -1;
     int64_t size = nd_size(&view);
-    nd_dtype out_dtype = row->kind == ROW_KIND_ARG ? ND_I64 : dtype;
+    nd_dtype out_dtype = info->kind == OP_KIND_ARG ? ND_I64 : dtype;
     if (nd_new_array(state, op, view.storage->device, out_dtype, kept, view.shape, out) < 0) {
         goto done;
     }
     if (nd_size(out) == 0) {
         result = 0;
     } else if (size == 0) {
-        if (id == ROW_sum || id == ROW_sumsq) {
+        if (id == OP_sum || id == OP_sumsq) {
             result = nd_fill(state, out, 0.0);
         } else {
             PyErr_Format(PyExc_ValueError,
@@ -297,7 +299,7 @@ int nd_reduce(nd_state *state, nd_row id, const nd_array *x, int axes, nd_array 
         nd_slot slots[3] = {{.array = &view}, {.integer = axes}, {.array = out}};
         shown s = {.count = 0};
         nd_show(&s, "x", &view);
-        result = nd_run_row(state, id, view.storage->device, slots, size, &s);
+        result = nd_run_op(state, id, view.storage->device, slots, size, &s);
     }
     if (result < 0) {
         nd_array_clear(out);

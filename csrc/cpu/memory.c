@@ -1,0 +1,199 @@
+/* memory.c - the CPU's memory: blocks for arrays, and scratch for ops.
+ *
+ * Blocks below 64 KiB come from malloc. Larger ones are rounded up to one of four sizes an
+ * octave and kept in a free list when released, because a training step asks for the same sizes
+ * again and again and fresh pages cost more than the work that fills them; from 4 MiB on they are
+ * aligned to huge pages. empty_cache gives the lists back, and so does an allocation that failed.
+ * Each block carries its size in a 64-byte header. Under the address sanitizer (make asan) a block
+ * is as large as asked, is not kept, and its header must not be touched, so that a kernel is caught
+ * at the first byte beside its array.
+ */
+#include <pthread.h>
+#include <stdlib.h>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+#include "cpu.h"
+
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#define EXACT true
+#else
+#define ASAN_POISON_MEMORY_REGION(memory, bytes)
+#define ASAN_UNPOISON_MEMORY_REGION(memory, bytes)
+#define EXACT false
+#endif
+
+enum { ALIGNMENT = 64, SMALLEST_CACHED = 1 << 16, HUGE_PAGE = 1 << 21, SIZE_CLASSES = 256 };
+
+typedef struct block {
+    size_t asked;       /* what live_bytes counts */
+    size_t capacity;    /* header included */
+    int size_class;     /* -1: not cached */
+    struct block *next; /* in its free list */
+} block;
+_Static_assert(sizeof(block) <= ALIGNMENT, "the header must fit in front of an aligned block");
+
+static struct {
+    pthread_mutex_t mutex;
+    block *free_lists[SIZE_CLASSES];
+    nd_memory_stats stats;
+} pool = {.mutex = PTHREAD_MUTEX_INITIALIZER};
+
+/* The smallest (4 + k) * 2^e, k in 0..3, that is not below bytes. */
+static int size_class_of(size_t bytes, size_t *capacity) {
+    int exponent = 14; /* 4 << 14 is SMALLEST_CACHED */
+    while (((size_t)8 << exponent) < bytes) {
+        exponent++;
+    }
+    size_t unit = (size_t)1 << exponent;
+    size_t steps = (bytes + unit - 1) / unit; /* 5..8, or 4 at the very bottom */
+    *capacity = steps * unit;
+    return (exponent - 14) * 4 + (int)steps - 4;
+}
+
+static void trim_locked(void) {
+    for (int i = 0; i < SIZE_CLASSES; i++) {
+        while (pool.free_lists[i] != NULL) {
+            block *b = pool.free_lists[i];
+            pool.free_lists[i] = b->next;
+            pool.stats.reserved_bytes -= (int64_t)b->capacity;
+            free(b);
+        }
+    }
+}
+
+static block *system_block(size_t capacity) {
+    void *memory = NULL;
+    bool huge = capacity >= 2 * HUGE_PAGE;
+    if (posix_memalign(&memory, huge ? HUGE_PAGE : ALIGNMENT, capacity) != 0) {
+        return NULL;
+    }
+#ifdef MADV_HUGEPAGE
+    if (huge) {
+        (void)madvise(memory, capacity, MADV_HUGEPAGE); /* a wish: refusal costs only time */
+    }
+#endif
+    return memory;
+}
+
+nd_status cpu_allocate(int device, size_t bytes, void **out) {
+    *out = NULL;
+    if (bytes == 0) {
+        return ND_OK;
+    }
+    if (bytes >> 48 != 0) {
+        return nd_error(ND_EMEMORY, "allocate: %zu bytes are more than any machine has", bytes);
+    }
+    size_t capacity = bytes + ALIGNMENT;
+    int size_class = -1;
+    if (capacity >= SMALLEST_CACHED && !EXACT) {
+        size_class = size_class_of(capacity, &capacity);
+    }
+    pthread_mutex_lock(&pool.mutex);
+    block *b = NULL;
+    if (size_class >= 0 && pool.free_lists[size_class] != NULL) {
+        b = pool.free_lists[size_class];
+        pool.free_lists[size_class] = b->next;
+    } else {
+        b = system_block(capacity);
+        if (b == NULL) {
+            trim_locked();
+            b = system_block(capacity);
+        }
+        if (b != NULL) {
+            pool.stats.reserved_bytes += (int64_t)capacity;
+        }
+    }
+    if (b != NULL) {
+        *b = (block){.asked = bytes, .capacity = capacity, .size_class = size_class};
+        pool.stats.live_bytes += (int64_t)bytes;
+        pool.stats.peak_bytes = max_of(pool.stats.peak_bytes, pool.stats.live_bytes);
+    }
+    int64_t live = pool.stats.live_bytes;
+    pthread_mutex_unlock(&pool.mutex);
+    if (b == NULL) {
+        return nd_error(
+            ND_EMEMORY,
+            "allocate: the system refused %zu bytes (%lld bytes are in arrays now); use "
+            "a smaller batch or a shorter sequence",
+            bytes, (long long)live);
+    }
+    ASAN_POISON_MEMORY_REGION(b, ALIGNMENT);
+    *out = (char *)b + ALIGNMENT;
+    return ND_OK;
+}
+
+nd_status cpu_release(int device, void *memory) {
+    if (memory == NULL) {
+        return ND_OK;
+    }
+    block *b = (block *)((char *)memory - ALIGNMENT);
+    ASAN_UNPOISON_MEMORY_REGION(b, ALIGNMENT);
+    pthread_mutex_lock(&pool.mutex);
+    pool.stats.live_bytes -= (int64_t)b->asked;
+    if (b->size_class >= 0) {
+        b->next = pool.free_lists[b->size_class];
+        pool.free_lists[b->size_class] = b;
+        b = NULL;
+    } else {
+        pool.stats.reserved_bytes -= (int64_t)b->capacity;
+    }
+    pthread_mutex_unlock(&pool.mutex);
+    free(b);
+    return ND_OK;
+}
+
+nd_status cpu_empty_cache(int device) {
+    pthread_mutex_lock(&pool.mutex);
+    trim_locked();
+    pthread_mutex_unlock(&pool.mutex);
+    return ND_OK;
+}
+
+nd_status cpu_memory_stats(int device, nd_memory_stats *out) {
+    pthread_mutex_lock(&pool.mutex);
+    *out = pool.stats;
+    pthread_mutex_unlock(&pool.mutex);
+    return ND_OK;
+}
+
+nd_status cpu_reset_peak(int device) {
+    pthread_mutex_lock(&pool.mutex);
+    pool.stats.peak_bytes = pool.stats.live_bytes;
+    pthread_mutex_unlock(&pool.mutex);
+    return ND_OK;
+}
+
+/* ---- scratch: one growing buffer a calling thread, freed with the thread --------------------- */
+typedef struct {
+    void *memory;
+    size_t bytes;
+} scratch_buffer;
+
+static pthread_key_t scratch_key;
+static pthread_once_t scratch_once = PTHREAD_ONCE_INIT;
+static _Thread_local scratch_buffer scratch;
+
+static void scratch_free(void *memory) { free(memory); }
+
+static void scratch_start(void) { pthread_key_create(&scratch_key, scratch_free); }
+
+nd_status cpu_scratch(int device, size_t bytes, void **out) {
+    if (bytes > scratch.bytes || EXACT) {
+        pthread_once(&scratch_once, scratch_start);
+        free(scratch.memory);
+        scratch = (scratch_buffer){0};
+        size_t rounded = EXACT ? bytes : (bytes + 4095) / 4096 * 4096;
+        if (posix_memalign(&scratch.memory, ALIGNMENT, rounded) != 0) {
+            scratch.memory = NULL;
+            pthread_setspecific(scratch_key, NULL);
+            return nd_error(ND_EMEMORY, "scratch: the system refused %zu bytes", rounded);
+        }
+        scratch.bytes = rounded;
+        pthread_setspecific(scratch_key, scratch.memory);
+    }
+    *out = scratch.memory;
+    return ND_OK;
+}

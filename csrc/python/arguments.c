@@ -1,0 +1,133 @@
+/* arguments.c - dtypes, shapes, axes and numbers as Python passes them.
+ */
+#include "arguments.h"
+
+#include "object.h"
+
+int nd_dtype_from(PyObject *object, nd_dtype *out) {
+    PyObject *name = NULL;
+    if (PyUnicode_Check(object)) {
+        name = Py_NewRef(object);
+    } else { /* numpy.dtype has .name, numpy.float32 and float have .__name__ */
+        name = PyObject_GetAttrString(object, PyType_Check(object) ? "__name__" : "name");
+        if (name == NULL || !PyUnicode_Check(name)) {
+            PyErr_Clear();
+            Py_XDECREF(name);
+            FAIL(PyExc_TypeError, "dtype: must be a name such as \"float32\", not %.80s",
+                 Py_TYPE(object)->tp_name);
+        }
+    }
+    for (int d = 0; d < ND_NUM_DTYPES; d++) {
+        if (PyUnicode_CompareWithASCIIString(name, nd_dtype_name((nd_dtype)d)) == 0) {
+            *out = (nd_dtype)d;
+            Py_DECREF(name);
+            return 0;
+        }
+    }
+    PyErr_Format(PyExc_TypeError,
+                 "dtype: %R is none of ours; allowed: float32, bfloat16, float16, "
+                 "int32, int64, uint8, bool, uint16",
+                 name);
+    Py_DECREF(name);
+    return -1;
+}
+
+int nd_int64_from(PyObject *object, const char *what, int64_t *out) {
+    if (PyBool_Check(object) || !PyIndex_Check(object)) {
+        FAIL(PyExc_TypeError, "%s: must be integers, not %.80s", what, Py_TYPE(object)->tp_name);
+    }
+    PyObject *index = PyNumber_Index(object);
+    *out = index != NULL ? (int64_t)PyLong_AsLongLong(index) : -1;
+    Py_XDECREF(index);
+    return *out == -1 && PyErr_Occurred() ? -1 : 0;
+}
+
+int nd_shape_from(PyObject *object, const char *what, int *ndim, int64_t *values) {
+    if (PyIndex_Check(object)) {
+        *ndim = 1;
+        return nd_int64_from(object, what, values);
+    }
+    PyObject *list = PySequence_Fast(object, "");
+    if (list == NULL) {
+        FAIL(PyExc_TypeError, "%s: must be an integer or a sequence of them, not %.80s", what,
+             Py_TYPE(object)->tp_name);
+    }
+    Py_ssize_t count = PySequence_Fast_GET_SIZE(list);
+    if (count > ND_MAX_DIMS) {
+        PyErr_Format(PyExc_ValueError, "%s: has %zd entries; an array has at most %d axes", what,
+                     count, ND_MAX_DIMS);
+        Py_DECREF(list);
+        return -1;
+    }
+    *ndim = (int)count;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (nd_int64_from(PySequence_Fast_GET_ITEM(list, i), what, &values[i]) < 0) {
+            Py_DECREF(list);
+            return -1;
+        }
+    }
+    Py_DECREF(list);
+    return 0;
+}
+
+int nd_shape_from_arguments(PyObject *arguments, const char *what, int *ndim, int64_t *values) {
+    bool single = PyTuple_GET_SIZE(arguments) == 1;
+    return nd_shape_from(single ? PyTuple_GET_ITEM(arguments, 0) : arguments, what, ndim, values);
+}
+
+int nd_normalise_axes(const char *op, int ndim, int count, int64_t *axes) {
+    unsigned seen = 0;
+    for (int i = 0; i < count; i++) {
+        if (axes[i] < -ndim || axes[i] >= ndim) {
+            FAIL(PyExc_ValueError, "%s: axis %lld is out of range for %d axes", op,
+                 (long long)axes[i], ndim);
+        }
+        axes[i] += axes[i] < 0 ? ndim : 0;
+        if (seen & (1u << axes[i])) {
+            FAIL(PyExc_ValueError, "%s: axis %lld is named twice", op, (long long)axes[i]);
+        }
+        seen |= 1u << axes[i];
+    }
+    return 0;
+}
+
+PyObject *nd_pack_shape(int ndim, const int64_t *values) {
+    PyObject *tuple = PyTuple_New(ndim);
+    for (int i = 0; tuple != NULL && i < ndim; i++) {
+        PyObject *value = PyLong_FromLongLong(values[i]);
+        if (value == NULL) {
+            Py_CLEAR(tuple);
+        } else {
+            PyTuple_SET_ITEM(tuple, i, value);
+        }
+    }
+    return tuple;
+}
+
+int nd_take_number(const char *op, const field *f, PyObject *object, nd_slot *slot) {
+    if (f->kind == KIND_F64) {
+        slot->real = PyFloat_AsDouble(object);
+        if (slot->real == -1.0 && PyErr_Occurred()) {
+            FAIL(PyExc_TypeError, "%s: %s: must be a number, not %.80s", op, f->name,
+                 Py_TYPE(object)->tp_name);
+        }
+    } else {
+        PyObject *index = PyNumber_Index(object);
+        slot->integer = index ? (int64_t)PyLong_AsLongLong(index) : -1;
+        Py_XDECREF(index);
+        if (slot->integer == -1 && PyErr_Occurred()) {
+            bool overflow = PyErr_ExceptionMatches(PyExc_OverflowError);
+            FAIL(overflow ? PyExc_ValueError : PyExc_TypeError, "%s: %s: must be an integer%s", op,
+                 f->name, overflow ? " of 64 bits" : "");
+        }
+    }
+    return 0;
+}
+
+int nd_check_operand(nd_state *state, const char *op, const char *operand, PyObject *object) {
+    if (!nd_is_ndarray(state, object)) {
+        FAIL(PyExc_TypeError, "%s: %s: must be an NDArray, not %.80s", op, operand,
+             Py_TYPE(object)->tp_name);
+    }
+    return nd_check_live(state, op, operand, nd_array_of(object));
+}

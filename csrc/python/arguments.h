@@ -1,0 +1,42 @@
+/* arguments.h - what Python passes: dtypes, shapes, numbers (arguments.c); NumPy's and other
+ * array-likes (array_likes.c). */
+#ifndef NEEDLE_ARGUMENTS_H
+#define NEEDLE_ARGUMENTS_H
+
+#include "run.h"
+
+#pragma GCC visibility push(hidden)
+/* ---- arguments.c ----------------------------------------------------------------------------- */
+int nd_dtype_from(PyObject *object, nd_dtype *out);
+int nd_int64_from(PyObject *object, const char *what, int64_t *out);
+int nd_shape_from(PyObject *object, const char *what, int *ndim, int64_t *values);
+/* f((2, 3)) and f(2, 3) mean the same. */
+int nd_shape_from_arguments(PyObject *arguments, const char *what, int *ndim, int64_t *values);
+/* Axes counted from either end -> 0 ... ndim - 1, each at most once. */
+int nd_normalise_axes(const char *op, int ndim, int count, int64_t *axes);
+PyObject *nd_pack_shape(int ndim, const int64_t *values);
+/* An NDArray that is alive, for the operand of an op. */
+int nd_check_operand(nd_state *state, const char *op, const char *operand, PyObject *object);
+/* The number of an F64 or I64 operand. */
+int nd_take_number(const char *op, const field *f, PyObject *object, nd_slot *slot);
+
+/* ---- array_likes.c --------------------------------------------------------------------------- */
+int nd_array_likes_init(void);
+bool nd_is_numpy_array(PyObject *object);
+/* A Python or NumPy number: 1, *value and *is_float; 0 when it is something else. */
+int nd_number_from(PyObject *object, double *value, bool *is_float);
+/* Any array-like into a fresh array. natural: keep NumPy's dtype where we have it (float64
+ * becomes float32), else convert to dtype. */
+int nd_from_object(nd_state *state, PyObject *object, bool natural, nd_dtype dtype,
+                   nd_device *device, nd_array *out);
+/* The same for f(object, device=None, dtype=None): on object's own device where it has one. */
+int nd_from_arguments(nd_state *state, PyObject *object, PyObject *device, PyObject *dtype,
+                      nd_dtype otherwise, nd_array *out);
+/* A NumPy array with a copy of the elements; bfloat16, which NumPy lacks, becomes float32. */
+PyObject *nd_to_numpy(nd_state *state, const nd_array *a);
+PyObject *nd_numpy_from_buffer(PyObject *exporter); /* a NumPy array on its memory */
+/* The end of NumPy's __array__(dtype, copy): takes `array` over and casts it to dtype (None: as it
+ * is). ValueError when that needs a copy and may not. */
+PyObject *nd_numpy_cast(PyObject *array, PyObject *dtype, bool may_copy);
+#pragma GCC visibility pop
+#endif

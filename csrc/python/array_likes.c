@@ -1,0 +1,227 @@
+/* array_likes.c - NumPy's C API: array-likes and numbers to arrays, arrays to NumPy's.
+ *
+ * Both ways copy. bfloat16, which NumPy does not have, goes through float32. The only file that
+ * knows NumPy.
+ */
+#include "arguments.h"
+
+#define NPY_NO_DEPRECATED_API NPY_1_7_API_VERSION
+#include <numpy/arrayobject.h>
+#include <numpy/arrayscalars.h>
+#include <string.h>
+
+#include "device.h"
+#include "errors.h"
+#include "object.h"
+
+static const int numpy_types[ND_NUM_DTYPES] = {
+    [ND_F32] = NPY_FLOAT32, [ND_BF16] = NPY_FLOAT32, [ND_F16] = NPY_FLOAT16, [ND_I32] = NPY_INT32,
+    [ND_I64] = NPY_INT64,   [ND_U8] = NPY_UINT8,     [ND_BOOL] = NPY_BOOL,   [ND_U16] = NPY_UINT16,
+};
+
+int nd_array_likes_init(void) {
+    import_array1(-1);
+    return 0;
+}
+
+bool nd_is_numpy_array(PyObject *object) { return PyArray_Check(object); }
+
+int nd_number_from(PyObject *object, double *value, bool *is_float) {
+    *is_float = false;
+    PyObject *number;
+    if (PyFloat_Check(object)) {
+        *value = PyFloat_AS_DOUBLE(object);
+        *is_float = true;
+        return 1;
+    }
+    if (PyBool_Check(object)) {
+        *value = object == Py_True;
+        return 1;
+    }
+    if (PyLong_Check(object)) {
+        number = Py_NewRef(object);
+    } else if (PyArray_IsScalar(object, Integer)) {
+        number = PyNumber_Index(object);
+    } else if (PyArray_IsScalar(object, Floating)) {
+        number = PyNumber_Float(object);
+        *is_float = true;
+    } else if (PyArray_IsScalar(object, Bool)) {
+        number = PyBool_FromLong(PyObject_IsTrue(object));
+    } else {
+        return 0;
+    }
+    *value = number != NULL ? PyFloat_AsDouble(number) : -1.0;
+    Py_XDECREF(number);
+    return *value == -1.0 && PyErr_Occurred() ? -1 : 1;
+}
+
+/* The dtype that keeps a NumPy array's numbers best. */
+static int natural_dtype(PyArrayObject *array, nd_dtype *out) {
+    PyArray_Descr *descr = PyArray_DESCR(array);
+    npy_intp bytes = PyArray_ITEMSIZE(array);
+    switch (descr->kind) {
+    case 'f':
+        *out = bytes == 2 ? ND_F16 : ND_F32;
+        return 0;
+    case 'i':
+        *out = bytes <= 4 ? ND_I32 : ND_I64;
+        return 0;
+    case 'u':
+        *out = bytes == 1 ? ND_U8 : bytes == 2 ? ND_U16 : ND_I64;
+        return 0;
+    case 'b':
+        *out = ND_BOOL;
+        return 0;
+    default:
+        break;
+    }
+    if (strstr(descr->typeobj->tp_name, "bfloat16") != NULL) {
+        *out = ND_BF16;
+        return 0;
+    }
+    if (descr->kind == 'O') { /* whatever converts to numbers */
+        *out = ND_F32;
+        return 0;
+    }
+    FAIL(PyExc_TypeError,
+         "array: cannot make an NDArray of NumPy's %S; its real and integer "
+         "dtypes can be",
+         descr);
+}
+
+int nd_from_object(nd_state *state, PyObject *object, bool natural, nd_dtype dtype,
+                   nd_device *device, nd_array *out) {
+    if (nd_is_ndarray(state, object)) {
+        nd_array there;
+        const nd_array *a = nd_array_of(object);
+        if (nd_to_device(state, a, device, &there) < 0) {
+            return -1;
+        }
+        int result = nd_copy(state, &there, natural ? a->dtype : dtype, out);
+        nd_array_clear(&there);
+        return result;
+    }
+    PyArrayObject *any = (PyArrayObject *)PyArray_FROM_O(object);
+    if (any == NULL) {
+        return -1;
+    }
+    nd_dtype own;
+    if (natural_dtype(any, &own) < 0) {
+        Py_DECREF(any);
+        return -1;
+    }
+    dtype = natural ? own : dtype;
+    if (PyArray_NDIM(any) > ND_MAX_DIMS) {
+        PyErr_Format(PyExc_ValueError, "array: has %d axes; an NDArray has at most %d",
+                     PyArray_NDIM(any), ND_MAX_DIMS);
+        Py_DECREF(any);
+        return -1;
+    }
+    PyArrayObject *host = (PyArrayObject *)PyArray_FromArray(
+        any, PyArray_DescrFromType(numpy_types[dtype]),
+        NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED | NPY_ARRAY_NOTSWAPPED | NPY_ARRAY_FORCECAST);
+    Py_DECREF(any);
+    if (host == NULL) {
+        return -1;
+    }
+    int64_t shape[ND_MAX_DIMS];
+    for (int i = 0; i < PyArray_NDIM(host); i++) {
+        shape[i] = PyArray_DIM(host, i);
+    }
+    nd_array made;
+    nd_dtype staged = dtype == ND_BF16 ? ND_F32 : dtype;
+    if (nd_new_array(state, "array", device, staged, PyArray_NDIM(host), shape, &made) < 0) {
+        Py_DECREF(host);
+        return -1;
+    }
+    nd_status status = ND_OK;
+    size_t bytes = (size_t)nd_size(&made) * nd_dtype_size(staged);
+    if (bytes > 0) {
+        Py_BEGIN_ALLOW_THREADS
+        status = device->backend->upload(device->index, made.data, PyArray_DATA(host), bytes);
+        Py_END_ALLOW_THREADS
+    }
+    Py_DECREF(host);
+    int result = nd_check(state, "array", device, status);
+    if (result == 0 && staged == dtype) {
+        *out = made;
+        return 0;
+    }
+    if (result == 0) {
+        result = nd_copy(state, &made, dtype, out);
+    }
+    nd_array_clear(&made);
+    return result;
+}
+
+int nd_from_arguments(nd_state *state, PyObject *object, PyObject *device, PyObject *dtype,
+                      nd_dtype otherwise, nd_array *out) {
+    nd_device *where;
+    if (dtype != Py_None && nd_dtype_from(dtype, &otherwise) < 0) {
+        return -1;
+    }
+    if (device == Py_None && nd_is_ndarray(state, object)) {
+        where = nd_array_of(object)->storage->device;
+    } else if (nd_device_from(state, device, &where) < 0) {
+        return -1;
+    }
+    return nd_from_object(state, object, false, otherwise, where, out);
+}
+
+PyObject *nd_to_numpy(nd_state *state, const nd_array *a) {
+    nd_dtype dtype = a->dtype == ND_BF16 ? ND_F32 : a->dtype;
+    nd_array compact;
+    if (nd_check_live(state, "numpy", "x", a) < 0) {
+        return NULL;
+    }
+    if (dtype == a->dtype && nd_is_contiguous(a)) {
+        nd_array_view(a, &compact);
+    } else if (nd_copy(state, a, dtype, &compact) < 0) {
+        return NULL;
+    }
+    npy_intp shape[ND_MAX_DIMS];
+    for (int i = 0; i < a->ndim; i++) {
+        shape[i] = (npy_intp)a->shape[i];
+    }
+    PyObject *array = PyArray_SimpleNew(a->ndim, shape, numpy_types[dtype]);
+    size_t bytes = (size_t)nd_size(a) * nd_dtype_size(dtype);
+    if (array != NULL && bytes > 0) {
+        nd_device *device = a->storage->device;
+        void *to = PyArray_DATA((PyArrayObject *)array);
+        nd_status status;
+        Py_BEGIN_ALLOW_THREADS
+        status = device->backend->download(device->index, to, compact.data, bytes);
+        Py_END_ALLOW_THREADS
+        if (status != ND_OK) {
+            Py_CLEAR(array);
+            nd_raise(state, "numpy", device, status);
+        }
+    }
+    nd_array_clear(&compact);
+    return array;
+}
+
+PyObject *nd_numpy_from_buffer(PyObject *exporter) {
+    PyObject *buffer = PyMemoryView_FromObject(exporter);
+    PyObject *array = buffer != NULL ? PyArray_FROM_O(buffer) : NULL;
+    Py_XDECREF(buffer);
+    return array;
+}
+
+PyObject *nd_numpy_cast(PyObject *array, PyObject *dtype, bool may_copy) {
+    if (array == NULL || dtype == Py_None) {
+        return array;
+    }
+    PyArray_Descr *wanted = NULL;
+    PyObject *cast = NULL;
+    if (PyArray_DescrConverter(dtype, &wanted)) {
+        if (may_copy || PyArray_EquivTypes(wanted, PyArray_DESCR((PyArrayObject *)array))) {
+            cast = PyArray_FromArray((PyArrayObject *)array, wanted, NPY_ARRAY_FORCECAST);
+        } else {
+            Py_DECREF(wanted);
+            PyErr_SetString(PyExc_ValueError, "__array__: another dtype needs a copy");
+        }
+    }
+    Py_DECREF(array);
+    return cast;
+}

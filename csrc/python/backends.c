@@ -1,0 +1,214 @@
+/* backends.c - the table of backends: how each is obtained, and its devices.
+ *
+ * The table belongs to the process rather than to an interpreter (equal devices are equal pointers);
+ * the GIL guards it. A backend is loaded by the first question about one of its devices, so that
+ * importing needle touches no GPU. One that comes in a file of its own is refused, by the file's
+ * name, when it was compiled with another ops.def.
+ */
+#include "backends.h"
+
+#include <dlfcn.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "cpu/cpu.h"
+#include "errors.h"
+
+typedef struct {
+    const char *name, *title;
+    int dlpack;
+    const nd_backend *table; /* NULL until loaded */
+    const char *file;        /* NULL when linked into _C */
+    int count;               /* devices */
+    bool tried;
+    char path[4096];
+    char reason[1024]; /* why there is none */
+} backend_entry;
+
+static backend_entry backends[NUM_BACKENDS] = {
+#define X(name, title, dlpack, table, file) {#name, title, dlpack, table, file, 0, false, "", ""},
+    ND_BACKENDS(X)
+#undef X
+};
+/* Those that can be named, ND_MAX_DEVICES a backend. */
+static nd_device devices[NUM_BACKENDS * ND_MAX_DEVICES];
+static bool opened[NUM_BACKENDS * ND_MAX_DEVICES];
+
+int nd_device_slot(const nd_device *device) { return (int)(device - devices); }
+
+static backend_entry *entry_of(const nd_device *device) {
+    return &backends[nd_device_slot(device) / ND_MAX_DEVICES];
+}
+
+const char *nd_library_path(nd_backend_id id) { return backends[id].path; }
+
+nd_device *nd_host(void) { return &devices[0]; }
+
+nd_device *nd_device_at(nd_backend_id id, int64_t index) {
+    return index >= 0 && index < ND_MAX_DEVICES ? &devices[id * ND_MAX_DEVICES + index] : NULL;
+}
+
+nd_device *nd_device_of_dlpack(int type, int64_t index) {
+    for (int id = 0; id < NUM_BACKENDS; id++) {
+        if (backends[id].dlpack == type) {
+            return nd_device_at((nd_backend_id)id, index);
+        }
+    }
+    return NULL;
+}
+
+int nd_dlpack_type(const nd_device *device) { return entry_of(device)->dlpack; }
+
+const char *nd_device_name(const nd_device *device) { return entry_of(device)->name; }
+
+const char *nd_device_title(const nd_device *device) { return entry_of(device)->title; }
+
+const char *nd_device_text(const nd_device *device, char text[24]) {
+    char index[12] = "";
+    if (device->index != 0) {
+        snprintf(index, sizeof index, "%d", device->index);
+    }
+    snprintf(text, 24, "%.10s(%s)", nd_device_name(device), index);
+    return text;
+}
+
+/* ---- loading --------------------------------------------------------------------------------- */
+#define BUILD "NEEDLE_%s=1 pip install -e .  (or: make lib NEEDLE_%s=1)"
+
+static const nd_backend *open_file(backend_entry *b) {
+    if (access(b->path, F_OK) != 0) {
+        snprintf(b->reason, sizeof b->reason,
+                 "needle was built without %s (there is no %.600s); build it with: " BUILD,
+                 b->title, b->path, b->title, b->title);
+        return NULL;
+    }
+    void *library = dlopen(b->path, RTLD_NOW | RTLD_LOCAL);
+    if (library == NULL) {
+        const char *error = dlerror();
+        error = error != NULL ? error : "unknown error";
+        const char *mend = strstr(error, "libcublas") != NULL
+                               ? "; it comes with the CUDA toolkit, or: pip install nvidia-cublas"
+                               : "";
+        snprintf(b->reason, sizeof b->reason, "cannot load the %s backend: %.700s%s", b->title,
+                 error, mend);
+        return NULL;
+    }
+    const nd_backend *(*entry)(void) = NULL;
+    *(void **)&entry = dlsym(library, "needle_backend");
+    const nd_backend *table = entry != NULL ? entry() : NULL;
+    if (table == NULL || table->abi != nd_abi()) {
+        snprintf(b->reason, sizeof b->reason,
+                 "%.600s was built from another csrc/ops.def than _C (its hash is %016llx, not "
+                 "%016llx); build both again: " BUILD,
+                 b->path, table != NULL ? (unsigned long long)table->abi : 0,
+                 (unsigned long long)nd_abi(), b->title, b->title);
+        return NULL;
+    }
+    return table;
+}
+
+/* Once; leaves a table or a reason. */
+static void load(backend_entry *b) {
+    if (b->tried) {
+        return;
+    }
+    b->tried = true;
+    const nd_backend *table = b->file != NULL ? open_file(b) : b->table;
+    int count = 0;
+    b->table = NULL;
+    if (table == NULL) {
+        return; /* open_file has said why */
+    }
+    if (table->device_count(&count) != ND_OK) {
+        snprintf(b->reason, sizeof b->reason, "%s cannot be used here: %.900s", b->title,
+                 table->last_error());
+    } else if (count == 0) {
+        snprintf(b->reason, sizeof b->reason, "%s found no device", b->title);
+    } else {
+        b->count = count < ND_MAX_DEVICES ? count : ND_MAX_DEVICES;
+        b->table = table;
+        for (int i = 0; i < ND_MAX_DEVICES; i++) {
+            devices[(b - backends) * ND_MAX_DEVICES + i].backend = table;
+        }
+    }
+}
+
+int nd_device_count(nd_backend_id id) {
+    load(&backends[id]);
+    return backends[id].count;
+}
+
+const char *nd_device_missing(nd_device *device) {
+    static char text[128];
+    backend_entry *b = entry_of(device);
+    load(b);
+    if (b->table == NULL) {
+        return b->reason;
+    }
+    if (device->index < b->count) {
+        return NULL;
+    }
+    snprintf(text, sizeof text, "no such device: there %s %d (%s() to %s(%d))",
+             b->count == 1 ? "is" : "are", b->count, b->name, b->name, b->count - 1);
+    return text;
+}
+
+int nd_device_ready(nd_state *state, nd_device *device) {
+    int slot = nd_device_slot(device);
+    if (opened[slot]) {
+        return nd_check_alive(state, device);
+    }
+    char text[24];
+    const char *missing = nd_device_missing(device);
+    if (missing != NULL) {
+        FAIL(PyExc_RuntimeError, "%s: %s", nd_device_text(device, text), missing);
+    }
+    if (nd_check_alive(state, device) < 0) {
+        return -1;
+    }
+    nd_status status = device->backend->open(device->index);
+    opened[slot] = status == ND_OK;
+    return nd_check(state, nd_device_text(device, text), device, status);
+}
+
+int nd_backend_reset(nd_state *state, nd_backend_id id) {
+    for (int i = 0; i < ND_MAX_DEVICES; i++) {
+        nd_device *device = &devices[id * ND_MAX_DEVICES + i];
+        bool *open = &opened[nd_device_slot(device)];
+        if (!*open) {
+            continue;
+        }
+        char op[32];
+        snprintf(op, sizeof op, "%.20s_reset", backends[id].name);
+        if (nd_check(state, op, device, device->backend->reset(device->index)) < 0) {
+            return -1;
+        }
+        device->generation++;
+        *open = false;
+        if (nd_device_ready(state, device) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* ---- import ---------------------------------------------------------------------------------- */
+int nd_backends_init(nd_state *state) {
+    if (nd_host()->generation == 0) { /* the first interpreter to import */
+        for (int i = 0; i < NUM_BACKENDS * ND_MAX_DEVICES; i++) {
+            devices[i] = (nd_device){.index = i % ND_MAX_DEVICES, .generation = 1};
+        }
+        Dl_info self;
+        bool known = dladdr(devices, &self) != 0 && self.dli_fname != NULL;
+        const char *slash = known ? strrchr(self.dli_fname, '/') : NULL;
+        for (int id = 0; known && id < NUM_BACKENDS; id++) {
+            if (backends[id].file != NULL) {
+                snprintf(backends[id].path, sizeof backends[id].path, "%.*s/%s",
+                         slash != NULL ? (int)(slash - self.dli_fname) : 1,
+                         slash != NULL ? self.dli_fname : ".", backends[id].file);
+            }
+        }
+    }
+    return nd_device_ready(state, nd_host());
+}

@@ -1,0 +1,295 @@
+/* device.c - the type Device: a backend and an index.
+ *
+ * Whatever differs between devices is asked of the backend: is_host, records_graphs, properties().
+ */
+#include "device.h"
+
+#include <string.h>
+
+#include "backends.h"
+#include "errors.h"
+
+typedef struct {
+    PyObject_HEAD
+    nd_device *device;
+} DeviceObject;
+
+static nd_device *device_of(PyObject *self) { return ((DeviceObject *)self)->device; }
+static nd_state *state_of_type(PyObject *self) { return PyType_GetModuleState(Py_TYPE(self)); }
+
+PyObject *nd_device_object(nd_state *state, nd_device *device) {
+    PyObject **cached = &state->devices[nd_device_slot(device)];
+    if (*cached == NULL) {
+        DeviceObject *object = PyObject_New(DeviceObject, state->device_type);
+        if (object == NULL) {
+            return NULL;
+        }
+        object->device = device;
+        *cached = (PyObject *)object;
+    }
+    return Py_NewRef(*cached);
+}
+
+int nd_device_from(nd_state *state, PyObject *object, nd_device **out) {
+    if (object == NULL || object == Py_None) {
+        *out = nd_host();
+        return 0;
+    }
+    if (!PyObject_TypeCheck(object, state->device_type)) {
+        FAIL(PyExc_TypeError, "device: must be a Device such as needle.cpu(), not %.80s",
+             Py_TYPE(object)->tp_name);
+    }
+    *out = device_of(object);
+    return nd_device_ready(state, *out);
+}
+
+static void device_dealloc(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_Free(self);
+    Py_DECREF(type);
+}
+
+static PyObject *device_repr(PyObject *self) {
+    char text[24];
+    return PyUnicode_FromString(nd_device_text(device_of(self), text));
+}
+
+static PyObject *device_compare(PyObject *self, PyObject *other, int op) {
+    if ((op != Py_EQ && op != Py_NE) || Py_TYPE(self) != Py_TYPE(other)) {
+        Py_RETURN_NOTIMPLEMENTED;
+    }
+    return PyBool_FromLong((device_of(self) == device_of(other)) == (op == Py_EQ));
+}
+
+static Py_hash_t device_hash(PyObject *self) {
+    return (Py_hash_t)nd_device_slot(device_of(self)) + 1;
+}
+
+static PyObject *device_enabled(PyObject *self, PyObject *unused) {
+    return PyBool_FromLong(nd_device_missing(device_of(self)) == NULL);
+}
+
+static PyObject *device_reason(PyObject *self, PyObject *unused) {
+    const char *reason = nd_device_missing(device_of(self));
+    if (reason == NULL) {
+        Py_RETURN_NONE;
+    }
+    return PyUnicode_DecodeUTF8(reason, (Py_ssize_t)strlen(reason), "replace");
+}
+
+/* Call one of the backend's functions that take a device alone. */
+static PyObject *device_call(PyObject *self, const char *what, size_t offset) {
+    nd_state *state = state_of_type(self);
+    nd_device *device = device_of(self);
+    if (nd_device_ready(state, device) < 0) {
+        return NULL;
+    }
+    nd_status (*function)(int);
+    memcpy(&function, (const char *)device->backend + offset, sizeof function);
+    nd_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = function(device->index);
+    Py_END_ALLOW_THREADS
+    return nd_none_or_raise(state, what, device, status);
+}
+
+#define DEVICE_CALL(name)                                              \
+    static PyObject *device_##name(PyObject *self, PyObject *unused) { \
+        return device_call(self, #name, offsetof(nd_backend, name));   \
+    }
+DEVICE_CALL(synchronize)
+DEVICE_CALL(reset_peak)
+DEVICE_CALL(empty_cache)
+
+static PyObject *device_memory_stats(PyObject *self, PyObject *unused) {
+    nd_state *state = state_of_type(self);
+    nd_device *device = device_of(self);
+    nd_memory_stats stats = {0};
+    if (nd_device_ready(state, device) < 0) {
+        return NULL;
+    }
+    nd_status status = device->backend->memory_stats(device->index, &stats);
+    if (status != ND_OK) {
+        return nd_raise(state, "memory_stats", device, status);
+    }
+    return Py_BuildValue("{sL sL sL}", "live_bytes", (long long)stats.live_bytes, "peak_bytes",
+                         (long long)stats.peak_bytes, "reserved_bytes",
+                         (long long)stats.reserved_bytes);
+}
+
+static PyObject *device_properties(PyObject *self, PyObject *unused) {
+    nd_state *state = state_of_type(self);
+    nd_device *device = device_of(self);
+    nd_properties properties;
+    memset(&properties, 0, sizeof properties);
+    if (nd_device_ready(state, device) < 0) {
+        return NULL;
+    }
+    nd_status status = device->backend->properties(device->index, &properties);
+    if (status != ND_OK) {
+        return nd_raise(state, "properties", device, status);
+    }
+    return Py_BuildValue("{ss sL si si ss}", "name", properties.name, "total_bytes",
+                         (long long)properties.total_bytes, "processors", properties.processors,
+                         "arch", properties.arch, "detail", properties.detail);
+}
+
+static PyObject *device_name(PyObject *self, void *closure) {
+    return PyUnicode_FromString(nd_device_name(device_of(self)));
+}
+
+static PyObject *device_index(PyObject *self, void *closure) {
+    return PyLong_FromLong(device_of(self)->index);
+}
+
+/* The backend's table; NULL when arrays cannot live there. */
+static const nd_backend *usable_backend(PyObject *self) {
+    return nd_device_missing(device_of(self)) == NULL ? device_of(self)->backend : NULL;
+}
+
+static PyObject *device_is_host(PyObject *self, void *closure) {
+    const nd_backend *backend = usable_backend(self);
+    return PyBool_FromLong(backend != NULL && backend->is_host);
+}
+
+static PyObject *device_records_graphs(PyObject *self, void *closure) {
+    const nd_backend *backend = usable_backend(self);
+    return PyBool_FromLong(backend != NULL && backend->graph_begin != NULL);
+}
+
+static PyObject *device_reduce(PyObject *self, PyObject *unused) {
+    PyObject *module = PyType_GetModule(Py_TYPE(self));
+    PyObject *make =
+        module ? PyObject_GetAttrString(module, nd_device_name(device_of(self))) : NULL;
+    return make != NULL ? Py_BuildValue("N(i)", make, device_of(self)->index) : NULL;
+}
+
+static PyMethodDef device_methods[] = {
+    {"enabled", device_enabled, METH_NOARGS,
+     "enabled($self)\n--\n\nCan arrays live here? Never raises."},
+    {"reason", device_reason, METH_NOARGS,
+     "reason($self)\n--\n\nWhy enabled() is False and how to mend it; None when it is True."},
+    {"synchronize", device_synchronize, METH_NOARGS,
+     "synchronize($self)\n--\n\nWait until all work given to the device is done."},
+    {"properties", device_properties, METH_NOARGS,
+     "properties($self)\n--\n\nname, total_bytes, processors, arch, detail."},
+    {"memory_stats", device_memory_stats, METH_NOARGS,
+     "memory_stats($self)\n--\n\nlive_bytes (in arrays), peak_bytes (the most since reset_peak()), "
+     "reserved_bytes (held by the pool)."},
+    {"reset_peak", device_reset_peak, METH_NOARGS,
+     "reset_peak($self)\n--\n\nLet peak_bytes start again from live_bytes."},
+    {"empty_cache", device_empty_cache, METH_NOARGS,
+     "empty_cache($self)\n--\n\nGive memory that no array uses back to the system."},
+    {"__reduce__", device_reduce, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef device_getset[] = {
+    {"name", device_name, NULL, "The backend: \"cpu\" or \"cuda\"", NULL},
+    {"index", device_index, NULL, "The number among devices of its name", NULL},
+    {"is_host", device_is_host, NULL,
+     "The host reads its memory directly, and its ops are done when they return", NULL},
+    {"records_graphs", device_records_graphs, NULL, "Graph(device, step) works", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot device_slots[] = {
+    {Py_tp_dealloc, device_dealloc},
+    {Py_tp_repr, device_repr},
+    {Py_tp_richcompare, device_compare},
+    {Py_tp_hash, device_hash},
+    {Py_tp_methods, device_methods},
+    {Py_tp_getset, device_getset},
+    {Py_tp_doc, "Where arrays live: cpu(), cuda(), cuda(1) ... Equal when it is the same device."},
+    {0, NULL},
+};
+
+static PyType_Spec device_spec = {
+    .name = "needle._C.Device",
+    .basicsize = sizeof(DeviceObject),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = device_slots,
+};
+
+/* ---- functions of the module ----------------------------------------------------------------- */
+static PyObject *device_by_index(PyObject *module, nd_backend_id id, const char *format,
+                                 PyObject *arguments, PyObject *keywords) {
+    static char *names[] = {"index", NULL};
+    long long index = 0;
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, format, names, &index)) {
+        return NULL;
+    }
+    nd_device *device = nd_device_at(id, index);
+    if (device == NULL) {
+        return PyErr_Format(PyExc_ValueError, "%s: index: %lld is not in 0 ... %d", format + 3,
+                            index, ND_MAX_DEVICES - 1);
+    }
+    return nd_device_object(nd_module_state(module), device);
+}
+
+#define X(name, title, dlpack, table, file)                                                     \
+    static PyObject *module_##name(PyObject *module, PyObject *arguments, PyObject *keywords) { \
+        return device_by_index(module, BACKEND_##name, "|L:" #name, arguments, keywords);       \
+    }
+ND_BACKENDS(X)
+#undef X
+
+static PyObject *module_all_devices(PyObject *module, PyObject *unused) {
+    nd_state *state = nd_module_state(module);
+    PyObject *list = PyList_New(0);
+    for (int id = 0; id < NUM_BACKENDS; id++) {
+        int count = nd_device_count((nd_backend_id)id);
+        for (int i = 0; list != NULL && i < (count > 1 ? count : 1); i++) {
+            PyObject *device = nd_device_object(state, nd_device_at((nd_backend_id)id, i));
+            if (device == NULL || PyList_Append(list, device) < 0) {
+                Py_CLEAR(list);
+            }
+            Py_XDECREF(device);
+        }
+    }
+    return list;
+}
+
+static PyObject *module_cuda_init(PyObject *module, PyObject *unused) {
+    if (nd_device_ready(nd_module_state(module), nd_device_at(BACKEND_cuda, 0)) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *module_cuda_reset(PyObject *module, PyObject *unused) {
+    nd_state *state = nd_module_state(module);
+    /* The first refuses after a fatal fault. */
+    if (nd_device_ready(state, nd_device_at(BACKEND_cuda, 0)) < 0 ||
+        nd_backend_reset(state, BACKEND_cuda) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+#define X(name, title, dlpack, table, file) \
+    {#name, KEYWORD_METHOD(module_##name),  \
+     #name "($module, index=0)\n--\n\n"     \
+           "A device of the " title " backend, by number; nothing is opened until it is used."},
+    ND_BACKENDS(X)
+#undef X
+        {"all_devices", module_all_devices, METH_NOARGS,
+         "all_devices($module)\n--\n\n[cpu(), cuda(), ...]; ask each whether it is enabled()."},
+    {"cuda_init", module_cuda_init, METH_NOARGS,
+     "cuda_init($module)\n--\n\nOpen cuda() now rather than at its first use. RuntimeError says "
+     "why it cannot be."},
+    {"cuda_reset", module_cuda_reset, METH_NOARGS,
+     "cuda_reset($module)\n--\n\nFree everything on the CUDA devices in use and start new "
+     "contexts. Arrays that lived there raise RuntimeError afterwards. After a fatal fault it "
+     "raises CudaFatalError: only a new process helps."},
+    {NULL, NULL, 0, NULL},
+};
+
+int nd_device_init(PyObject *module, nd_state *state) {
+    state->device_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &device_spec, NULL);
+    if (state->device_type == NULL || PyModule_AddType(module, state->device_type) < 0) {
+        return -1;
+    }
+    return PyModule_AddFunctions(module, functions);
+}

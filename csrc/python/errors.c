@@ -1,0 +1,130 @@
+/* errors.c - raising: the exception of each nd_status, and the end after a fatal fault.
+ *
+ * The message of the first fatal fault belongs to the process rather than to an interpreter; the
+ * GIL guards it. From then on each use of a device but the host raises it, and the process ends
+ * with exit code 75, whoever catches what: a function registered with atexit when the module is
+ * imported (so that it runs after all others) flushes the standard streams and calls _exit(75).
+ */
+#include "errors.h"
+
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+#define EXIT_FATAL 75 /* EX_TEMPFAIL: start again from the last checkpoint */
+
+static char fatal_message[1024]; /* empty: no fatal fault yet */
+
+static PyObject *raise_fatal(nd_state *state) {
+    return PyErr_Format(
+        state->cuda_fatal_error,
+        "%s\nThe CUDA context is lost and nothing on the device can be trusted: this "
+        "process must end (exit code 75). Start it again from its last checkpoint; "
+        "NEEDLE_SYNC=1 names the operation that fails.",
+        fatal_message);
+}
+
+int nd_check_alive(nd_state *state, const nd_device *device) {
+    if (fatal_message[0] == 0 || (device->backend != NULL && device->backend->is_host)) {
+        return 0;
+    }
+    raise_fatal(state);
+    return -1;
+}
+
+PyObject *nd_raise(nd_state *state, const char *op, nd_device *device, nd_status status) {
+    const char *what = device != NULL ? device->backend->last_error() : nd_last_error();
+    size_t length = op != NULL ? strlen(op) : 0;
+    bool named = op == NULL || (strncmp(what, op, length) == 0 && what[length] == ':');
+    char text[1024];
+    snprintf(text, sizeof text, "%s%s%s", named ? "" : op, named ? "" : ": ", what);
+    PyObject *const exceptions[] = {
+        [ND_EVALUE] = PyExc_ValueError, [ND_ETYPE] = PyExc_TypeError,
+        [ND_EINDEX] = PyExc_IndexError, [ND_EMEMORY] = PyExc_MemoryError,
+        [ND_ECUDA] = state->cuda_error, [ND_ESYSTEM] = PyExc_RuntimeError,
+    };
+    if (status == ND_EFATAL) {
+        if (fatal_message[0] == 0) {
+            snprintf(fatal_message, sizeof fatal_message, "%s", text);
+        }
+        return raise_fatal(state);
+    }
+    /* Messages may carry bytes of a library or a path: never fail to raise over their encoding. */
+    PyObject *message = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
+    if (message != NULL) {
+        PyErr_SetObject(exceptions[status], message);
+        Py_DECREF(message);
+    }
+    return NULL;
+}
+
+int nd_check(nd_state *state, const char *op, nd_device *device, nd_status status) {
+    if (status != ND_OK) {
+        nd_raise(state, op, device, status);
+        return -1;
+    }
+    return 0;
+}
+
+PyObject *nd_none_or_raise(nd_state *state, const char *op, nd_device *device, nd_status status) {
+    return nd_check(state, op, device, status) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *exit_after_fatal(PyObject *module, PyObject *unused) {
+    if (fatal_message[0] != 0) {
+        for (int i = 0; i < 2; i++) {
+            PyObject *stream = PySys_GetObject(i ? "stderr" : "stdout");
+            PyObject *done = stream ? PyObject_CallMethod(stream, "flush", NULL) : NULL;
+            Py_XDECREF(done);
+            PyErr_Clear(); /* a closed stream has nothing to flush */
+        }
+        fflush(NULL);
+        _exit(EXIT_FATAL);
+    }
+    Py_RETURN_NONE;
+}
+
+/* ---- import ---------------------------------------------------------------------------------- */
+static PyObject *new_exception(PyObject *module, const char *name, const char *doc,
+                               PyObject *base) {
+    char full[64];
+    snprintf(full, sizeof full, "needle.%s", name);
+    PyObject *exception = PyErr_NewExceptionWithDoc(full, doc, base, NULL);
+    if (exception != NULL && PyModule_AddObjectRef(module, name, exception) < 0) {
+        Py_CLEAR(exception);
+    }
+    return exception;
+}
+
+static int register_exit(PyObject *module) {
+    static PyMethodDef functions[] = {
+        {"_exit_after_fatal", exit_after_fatal, METH_NOARGS, NULL},
+        {NULL, NULL, 0, NULL},
+    };
+    if (PyModule_AddFunctions(module, functions) < 0) {
+        return -1;
+    }
+    PyObject *atexit = PyImport_ImportModule("atexit");
+    PyObject *function = PyObject_GetAttrString(module, "_exit_after_fatal");
+    PyObject *done =
+        atexit && function ? PyObject_CallMethod(atexit, "register", "O", function) : NULL;
+    Py_XDECREF(atexit);
+    Py_XDECREF(function);
+    Py_XDECREF(done);
+    return done != NULL ? 0 : -1;
+}
+
+int nd_errors_init(PyObject *module, nd_state *state) {
+    state->cuda_error = new_exception(module, "CudaError",
+                                      "CUDA refused; the call can be tried again (memory, "
+                                      "launch configuration).",
+                                      PyExc_RuntimeError);
+    if (state->cuda_error == NULL) {
+        return -1;
+    }
+    state->cuda_fatal_error = new_exception(module, "CudaFatalError",
+                                            "The CUDA context is lost; the process must end. "
+                                            "It does so with exit code 75.",
+                                            state->cuda_error);
+    return state->cuda_fatal_error == NULL ? -1 : register_exit(module);
+}

@@ -1,0 +1,258 @@
+/* indexing.c - NDArray's reading and writing by index: views of what is named, iteration, assignment.
+ *
+ * An integer keeps its axis, with size 1. What is assigned may have the shape with or without it.
+ */
+#include <string.h>
+
+#include "arguments.h"
+#include "methods.h"
+#include "object.h"
+
+static int index_one(const nd_array *a, int axis, PyObject *key, nd_array *view, int64_t *offset,
+                     unsigned *integers) {
+    int64_t size = a->shape[axis];
+    int to = view->ndim;
+    if (PySlice_Check(key)) {
+        Py_ssize_t start, stop, step;
+        if (PySlice_Unpack(key, &start, &stop, &step) < 0) {
+            return -1;
+        }
+        view->shape[to] = PySlice_AdjustIndices((Py_ssize_t)size, &start, &stop, step);
+        view->strides[to] = view->shape[to] > 1 ? a->strides[axis] * step : a->strides[axis];
+        *offset += view->shape[to] > 0 ? start * a->strides[axis] : 0;
+    } else {
+        int64_t at;
+        if (PyBool_Check(key) || !PyIndex_Check(key)) {
+            FAIL(PyExc_TypeError,
+                 "index of axis %d: must be an integer, a slice, ... or None, not %.80s "
+                 "(needle.ops.index_select picks by a list)",
+                 axis, Py_TYPE(key)->tp_name);
+        }
+        if (nd_int64_from(key, "index", &at) < 0) {
+            return -1;
+        }
+        if (at < -size || at >= size) {
+            FAIL(PyExc_IndexError, "index %lld is out of range for axis %d of size %lld",
+                 (long long)at, axis, (long long)size);
+        }
+        *integers |= 1u << to;
+        view->shape[to] = 1; /* an integer keeps its axis */
+        view->strides[to] = a->strides[axis];
+        *offset += (at < 0 ? at + size : at) * a->strides[axis];
+    }
+    view->ndim++;
+    return 0;
+}
+
+int nd_index_view(const nd_array *a, PyObject *key, nd_array *view, unsigned *integers) {
+    *integers = 0;
+    PyObject *one[1] = {key};
+    PyObject **keys = one;
+    Py_ssize_t count = 1;
+    if (PyTuple_Check(key)) {
+        keys = &PyTuple_GET_ITEM(key, 0);
+        count = PyTuple_GET_SIZE(key);
+    }
+    Py_ssize_t indexed = 0, added = 0;
+    bool ellipsis = false;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (keys[i] == Py_Ellipsis) {
+            if (ellipsis) {
+                FAIL(PyExc_IndexError, "an index can have one ... only");
+            }
+            ellipsis = true;
+        } else if (keys[i] == Py_None) {
+            added++;
+        } else {
+            indexed++;
+        }
+    }
+    if (indexed > a->ndim) {
+        FAIL(PyExc_IndexError, "too many indices: %zd for %d axes", indexed, a->ndim);
+    }
+    if (a->ndim + added > ND_MAX_DIMS) {
+        FAIL(PyExc_IndexError, "an array has at most %d axes", ND_MAX_DIMS);
+    }
+    *view = *a;
+    view->ndim = 0;
+    int axis = 0;
+    int64_t offset = 0;
+    Py_ssize_t skipped = a->ndim - indexed; /* axes that ... or the end of the index stand for */
+    for (Py_ssize_t i = 0; i <= count; i++) {
+        if (i == count ? !ellipsis : keys[i] == Py_Ellipsis) {
+            for (; skipped > 0; skipped--, axis++, view->ndim++) {
+                view->shape[view->ndim] = a->shape[axis];
+                view->strides[view->ndim] = a->strides[axis];
+            }
+        } else if (i < count && keys[i] == Py_None) {
+            view->shape[view->ndim] = 1;
+            view->strides[view->ndim++] = 0;
+        } else if (i < count && index_one(a, axis++, keys[i], view, &offset, integers) < 0) {
+            return -1;
+        }
+    }
+    if (nd_size(view) > 0) {
+        view->data = (char *)a->data + offset * (int64_t)nd_dtype_size(a->dtype);
+    }
+    return 0;
+}
+
+PyObject *nd_ndarray_getitem(PyObject *self, PyObject *key) {
+    nd_array view;
+    unsigned integers;
+    return nd_index_view(nd_array_of(self), key, &view, &integers) < 0
+               ? NULL
+               : nd_wrap_view(nd_state_of(self), &view);
+}
+
+/* Sequence protocol: iteration walks the first axis, each step keeping it with length 1. */
+PyObject *nd_ndarray_sequence_item(PyObject *self, Py_ssize_t at) {
+    const nd_array *a = nd_array_of(self);
+    if (a->ndim == 0 || at < 0 || at >= a->shape[0]) {
+        return PyErr_Format(PyExc_IndexError, "index %zd is out of range for axis 0", at);
+    }
+    PyObject *key = PyLong_FromSsize_t(at);
+    PyObject *item = key != NULL ? nd_ndarray_getitem(self, key) : NULL;
+    Py_XDECREF(key);
+    return item;
+}
+
+PyObject *nd_ndarray_iter(PyObject *self) {
+    if (nd_array_of(self)->ndim == 0) {
+        return PyErr_Format(PyExc_TypeError, "cannot iterate over an array without axes");
+    }
+    return PySeqIter_New(self);
+}
+
+static bool broadcasts(const nd_array *from, const nd_array *to) {
+    for (int i = 1; i <= from->ndim; i++) { /* counted from the last axis */
+        int64_t size = from->shape[from->ndim - i];
+        if (size != 1 && (i > to->ndim || size != to->shape[to->ndim - i])) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* `from` as `to`'s shape when they differ by axes of size 1 alone. */
+static bool match_ignoring_ones(const nd_array *to, nd_array *from) {
+    nd_array matched = *from;
+    int at = 0;
+    for (int i = 0; i < to->ndim; i++) {
+        matched.shape[i] = to->shape[i];
+        matched.strides[i] = 0;
+        if (to->shape[i] != 1) {
+            while (at < from->ndim && from->shape[at] == 1) {
+                at++;
+            }
+            if (at == from->ndim || from->shape[at] != to->shape[i]) {
+                return false;
+            }
+            matched.strides[i] = from->strides[at++];
+        }
+    }
+    for (; at < from->ndim; at++) {
+        if (from->shape[at] != 1) {
+            return false;
+        }
+    }
+    matched.ndim = to->ndim;
+    *from = matched;
+    return true;
+}
+
+/* x[:, 1, :] keeps its middle axis here, but not in NumPy: a value is taken that broadcasts to the
+ * shape without the axes of integers, that broadcasts to the shape with them, or that has the same
+ * sizes but for axes of size 1. */
+static int assign_indexed(nd_state *state, const nd_array *to, unsigned integers,
+                          const nd_array *from) {
+    nd_array dropped = *to, source = *from;
+    dropped.ndim = 0;
+    for (int i = 0; i < to->ndim; i++) {
+        if (!(integers & 1u << i)) {
+            dropped.shape[dropped.ndim] = to->shape[i];
+            dropped.strides[dropped.ndim++] = to->strides[i];
+        }
+    }
+    if (broadcasts(from, &dropped)) {
+        to = &dropped;
+    } else if (!broadcasts(from, to)) {
+        (void)match_ignoring_ones(to, &source); /* or nd_assign says what does not fit */
+    }
+    return nd_assign(state, "setitem", to, &source);
+}
+
+/* Write an array, a number or an array-like into `to`. */
+static int store(nd_state *state, const nd_array *to, unsigned integers, PyObject *value) {
+    double number;
+    bool is_float;
+    nd_array source;
+    if (!nd_is_ndarray(state, value)) {
+        /* An int64 may be too long for the double that fill takes: it goes as an array. */
+        bool exact = to->dtype == ND_I64 && PyLong_Check(value) && !PyBool_Check(value);
+        int found = exact ? 0 : nd_number_from(value, &number, &is_float);
+        if (found != 0) {
+            if (found < 0) {
+                return -1;
+            }
+            return nd_fill(state, to, number);
+        }
+        if (nd_from_object(state, value, false, to->dtype, to->storage->device, &source) < 0) {
+            return -1;
+        }
+    } else if (nd_to_device(state, nd_array_of(value), to->storage->device, &source) < 0) {
+        return -1;
+    }
+    int result = assign_indexed(state, to, integers, &source);
+    nd_array_clear(&source);
+    return result;
+}
+
+int nd_store(nd_state *state, const nd_array *to, PyObject *value) {
+    return store(state, to, 0, value);
+}
+
+int nd_ndarray_setitem(PyObject *self, PyObject *key, PyObject *value) {
+    nd_array view;
+    unsigned integers;
+    if (value == NULL) {
+        FAIL(PyExc_TypeError, "elements of an array cannot be deleted");
+    }
+    return nd_index_view(nd_array_of(self), key, &view, &integers) < 0
+               ? -1
+               : store(nd_state_of(self), &view, integers, value);
+}
+
+Py_ssize_t nd_ndarray_length(PyObject *self) {
+    const nd_array *a = nd_array_of(self);
+    if (a->ndim == 0) {
+        FAIL(PyExc_TypeError, "an array without axes has no len()");
+    }
+    return (Py_ssize_t)a->shape[0];
+}
+
+PyObject *nd_ndarray_process_slice(PyObject *self, PyObject *arguments) {
+    const nd_array *a = nd_array_of(self);
+    PyObject *slice;
+    int dim;
+    if (!PyArg_ParseTuple(arguments, "O!i:process_slice", &PySlice_Type, &slice, &dim)) {
+        return NULL;
+    }
+    if (dim < 0 || dim >= a->ndim) {
+        return PyErr_Format(PyExc_ValueError, "process_slice: axis %d is out of range for %d axes",
+                            dim, a->ndim);
+    }
+    Py_ssize_t start, stop, step;
+    if (PySlice_Unpack(slice, &start, &stop, &step) < 0) {
+        return NULL;
+    }
+    PySlice_AdjustIndices((Py_ssize_t)a->shape[dim], &start, &stop, step);
+    /* Backwards to the very first element there is no stop that is not itself an index. */
+    PyObject *from = PyLong_FromSsize_t(start), *by = PyLong_FromSsize_t(step);
+    PyObject *to = stop < 0 ? Py_NewRef(Py_None) : PyLong_FromSsize_t(stop);
+    PyObject *result = from && to && by ? PySlice_New(from, to, by) : NULL;
+    Py_XDECREF(from);
+    Py_XDECREF(to);
+    Py_XDECREF(by);
+    return result;
+}

@@ -1,0 +1,168 @@
+/* module.c - the module needle._C: its state, and what it checks when imported.
+ *
+ * Initialised in phases, with all of its Python objects in the module's state. setup.py passes what
+ * build_info() tells as NEEDLE_BUILD_*.
+ */
+#include <stdlib.h>
+#include <string.h>
+
+#include "arguments.h"
+#include "backends.h"
+#include "device.h"
+#include "errors.h"
+#include "exchange.h"
+#include "methods.h"
+#include "ops.h"
+#include "streams.h"
+
+PyMODINIT_FUNC PyInit__C(void);
+
+/* ---- functions of the module ----------------------------------------------------------------- */
+static PyObject *module_build_info(PyObject *module, PyObject *unused) {
+#ifdef _OPENMP
+    PyObject *openmp = Py_True;
+#else
+    PyObject *openmp = Py_False;
+#endif
+    return Py_BuildValue("{ss ss ss ss ss sO ss ss ss sK}", "version", NEEDLE_BUILD_VERSION,
+                         "commit", NEEDLE_BUILD_COMMIT, "compiler", NEEDLE_BUILD_COMPILER, "march",
+                         NEEDLE_BUILD_MARCH, "blas", NEEDLE_BUILD_BLAS, "openmp", openmp, "cuda",
+                         NEEDLE_BUILD_CUDA, "cuda_archs", NEEDLE_BUILD_CUDA_ARCHS, "cuda_library",
+                         nd_library_path(BACKEND_cuda), "abi", (unsigned long long)nd_abi());
+}
+
+static PyMethodDef module_methods[] = {
+    {"build_info", module_build_info, METH_NOARGS,
+     "build_info($module)\n--\n\nHow this build was made, as a dict."},
+    {NULL, NULL, 0, NULL},
+};
+
+/* ---- import ---------------------------------------------------------------------------------- */
+static int check_processor(void) {
+#if defined(__x86_64__) && defined(__GNUC__)
+    const char *missing = NULL;
+    __builtin_cpu_init();
+#define REQUIRE(feature)                    \
+    if (!__builtin_cpu_supports(feature)) { \
+        missing = feature;                  \
+    }
+#ifdef __AVX__
+    REQUIRE("avx")
+#endif
+#ifdef __AVX2__
+    REQUIRE("avx2")
+#endif
+#ifdef __FMA__
+    REQUIRE("fma")
+#endif
+#ifdef __BMI2__
+    REQUIRE("bmi2")
+#endif
+#ifdef __AVX512F__
+    REQUIRE("avx512f")
+#endif
+#ifdef __AVX512BW__
+    REQUIRE("avx512bw")
+#endif
+#ifdef __AVX512VL__
+    REQUIRE("avx512vl")
+#endif
+#undef REQUIRE
+    if (missing != NULL) {
+        FAIL(PyExc_ImportError,
+             "needle was built for a processor with %s (NEEDLE_MARCH=%s), which this one "
+             "lacks; build it again here, or for every machine you use: "
+             "NEEDLE_MARCH=x86-64-v2 pip install -e .  (or: make clean lib "
+             "NEEDLE_MARCH=x86-64-v2)",
+             missing, NEEDLE_BUILD_MARCH);
+    }
+#endif
+    return 0;
+}
+
+static bool is_on(const char *variable) {
+    const char *value = getenv(variable);
+    return value != NULL && value[0] != 0 && strcmp(value, "0") != 0;
+}
+
+static int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **keep) {
+    PyTypeObject *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, spec, NULL);
+    int result = type == NULL ? -1 : PyModule_AddType(module, type);
+    if (keep != NULL) {
+        *keep = type;
+    } else {
+        Py_XDECREF(type);
+    }
+    return result;
+}
+
+static int module_exec(PyObject *module) {
+    nd_state *state = nd_module_state(module);
+    if (check_processor() < 0) {
+        return -1;
+    }
+    state->trace = is_on("NEEDLE_TRACE");
+    state->sync = is_on("NEEDLE_SYNC");
+    bool failed = nd_errors_init(module, state) < 0 || nd_backends_init(state) < 0 ||
+                  nd_device_init(module, state) < 0 || nd_array_likes_init() < 0 ||
+                  nd_callables_init(module, state) < 0 || nd_ndarray_init(module, state) < 0 ||
+                  PyModule_AddFunctions(module, nd_pickle_functions) < 0 ||
+                  PyModule_AddFunctions(module, nd_dlpack_functions) < 0 ||
+                  add_type(module, &nd_event_spec, &state->event_type) < 0 ||
+                  add_type(module, &nd_download_spec, NULL) < 0 ||
+                  add_type(module, &nd_graph_spec, NULL) < 0 ||
+                  add_type(module, &nd_staging_spec, NULL) < 0;
+    return failed ? -1 : 0;
+}
+
+#define HELD(X)     \
+    X(ndarray_type) \
+    X(device_type) X(handle_type) X(flat_type) X(event_type) X(cuda_error) X(cuda_fatal_error)
+
+static int module_traverse(PyObject *module, visitproc visit, void *arg) {
+    nd_state *state = nd_module_state(module);
+#define X(name) Py_VISIT(state->name);
+    HELD(X)
+#undef X
+    for (int i = 0; i < NUM_BACKENDS * ND_MAX_DEVICES; i++) {
+        Py_VISIT(state->devices[i]);
+    }
+    return 0;
+}
+
+static int module_clear(PyObject *module) {
+    nd_state *state = nd_module_state(module);
+#define X(name) Py_CLEAR(state->name);
+    HELD(X)
+#undef X
+    for (int i = 0; i < NUM_BACKENDS * ND_MAX_DEVICES; i++) {
+        Py_CLEAR(state->devices[i]);
+    }
+    for (int id = 0; id < NUM_OPS; id++) {
+        for (int i = 0; i < ND_MAX_FIELDS; i++) {
+            Py_CLEAR(state->field_names[id][i]);
+        }
+    }
+    return 0;
+}
+
+static void module_free(void *module) { module_clear(module); }
+
+static PyModuleDef_Slot module_slots[] = {
+    {Py_mod_exec, module_exec},
+    {0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "needle._C",
+    .m_doc = "The C core of needle: NDArray, devices, and one function for each op of ops.def.",
+    .m_size = sizeof(nd_state),
+    .m_methods = module_methods,
+    .m_slots = module_slots,
+    .m_traverse = module_traverse,
+    .m_clear = module_clear,
+    .m_free = module_free,
+};
+
+PyMODINIT_FUNC PyInit__C(void) { return PyModuleDef_Init(&definition); }

@@ -1,0 +1,45 @@
+/* object.c - the array object: made around an nd_array, and gone with its reference on the memory.
+ *
+ * Results are plain NDArrays, also those of a subclass. An NDArray holds no Python object, so it
+ * needs no garbage collection of its own; a Python subclass gets it from Python.
+ */
+#include "object.h"
+
+void nd_ndarray_dealloc(PyObject *object) {
+    NDArrayObject *self = (NDArrayObject *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    if (self->weak_references != NULL) {
+        PyObject_ClearWeakRefs(object);
+    }
+    nd_array_clear(&self->a);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+/* The NDArray type itself is recognised by its own deallocator, which no subclass made in Python
+ * has; its module holds the state. */
+nd_state *nd_state_of_type(PyTypeObject *type) {
+    while (type != NULL && type->tp_dealloc != nd_ndarray_dealloc) {
+        type = type->tp_base;
+    }
+    return type != NULL ? PyType_GetModuleState(type) : NULL;
+}
+
+nd_state *nd_state_of(PyObject *object) { return nd_state_of_type(Py_TYPE(object)); }
+
+PyObject *nd_wrap(nd_state *state, nd_array *a) {
+    NDArrayObject *self = PyObject_New(NDArrayObject, state->ndarray_type);
+    if (self == NULL) {
+        nd_array_clear(a);
+        return NULL;
+    }
+    self->a = *a;
+    self->weak_references = NULL;
+    return (PyObject *)self;
+}
+
+PyObject *nd_wrap_view(nd_state *state, const nd_array *geometry) {
+    nd_array view;
+    nd_array_view(geometry, &view);
+    return nd_wrap(state, &view);
+}

@@ -1,0 +1,87 @@
+/* run.h - running an op: the table of ops.def, dispatch and trace (run.c), copies (copy.c). */
+#ifndef NEEDLE_RUN_H
+#define NEEDLE_RUN_H
+
+#include "state.h"
+
+typedef enum {
+    KIND_IN,
+    KIND_IN_ANY,
+    KIND_IN_ROWS,
+    KIND_IN_MATRIX,
+    KIND_OPT,
+    KIND_IO,
+    KIND_IO_ANY,
+    KIND_IO_ROWS,
+    KIND_IO_OPT,
+    KIND_OUT,
+    KIND_F64,
+    KIND_I64,
+    KIND_END,
+} field_kind;
+
+typedef enum { CLASS_F, CLASS_f4, CLASS_i4, CLASS_i8, CLASS_ANY } dtype_class;
+typedef enum { TYPES_ANY, TYPES_FLOAT } op_types;
+typedef enum {
+    OP_KIND_EW1,
+    OP_KIND_EW2,
+    OP_KIND_CMP,
+    OP_KIND_RED,
+    OP_KIND_ARG,
+    OP_KIND_OP
+} op_kind;
+
+typedef struct {
+    field_kind kind;
+    const char *name;
+    const char *axes;
+    dtype_class dtype;
+} field;
+
+typedef struct {
+    op_kind kind;
+    op_types types;
+    const char *name;
+    const field *fields; /* of an OP; ends with KIND_END */
+    nd_status (*run)(const nd_backend *backend, int device, const void *arguments);
+} nd_op_info;
+
+/* Operands that a trace line shows. */
+typedef struct {
+    int count;
+    struct {
+        const char *name;
+        const nd_array *array;
+    } list[ND_MAX_FIELDS];
+} shown;
+
+#pragma GCC visibility push(hidden)
+/* ---- run.c ----------------------------------------------------------------------------------- */
+extern const nd_op_info nd_ops[NUM_OPS];
+void nd_show(shown *s, const char *name, const nd_array *array);
+/* Run the op on a device and trace it. `work` is the number of elements touched: a small op of the
+ * host is over sooner than the GIL could be given to anybody. */
+int nd_run_op(nd_state *state, nd_op id, nd_device *device, const nd_slot *slots, int64_t work,
+              const shown *s);
+/* NEEDLE_TRACE=1: say that an operand is copied. */
+void nd_trace_copy(nd_state *state, const char *op, const char *operand, const nd_array *a);
+/* 0, or -1: the memory went with a cuda_reset(), or its device is lost. */
+int nd_check_live(nd_state *state, const char *op, const char *operand, const nd_array *a);
+
+/* ---- copy.c ---------------------------------------------------------------------------------- */
+int nd_new_array(nd_state *state, const char *op, nd_device *device, nd_dtype dtype, int ndim,
+                 const int64_t *shape, nd_array *out);
+/* Elements that share memory within one view cannot be written one by one. */
+int nd_check_writable(const char *op, const char *operand, const nd_array *a);
+bool nd_same_geometry(const nd_array *a, const nd_array *b);
+int nd_fill(nd_state *state, const nd_array *to, double value);
+/* to = from: same device, broadcasts, converts, safe when the two overlap. op names the caller. */
+int nd_assign(nd_state *state, const char *op, const nd_array *to, const nd_array *from);
+/* to = from, same shape, no overlap to care about. */
+int nd_run_assign(nd_state *state, const nd_array *to, const nd_array *from);
+/* A contiguous, writable copy on the same device. */
+int nd_copy(nd_state *state, const nd_array *a, nd_dtype dtype, nd_array *out);
+/* The array itself where it lives there, else a contiguous copy that does. */
+int nd_to_device(nd_state *state, const nd_array *a, nd_device *device, nd_array *out);
+#pragma GCC visibility pop
+#endif

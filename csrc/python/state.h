@@ -1,0 +1,71 @@
+/* state.h - what the module is made of: its ops, its backends, and its state. Types alone.
+ *
+ * In this folder a function that returns PyObject * or int follows Python's rule: NULL or -1 with
+ * an exception set. What lies below the folder speaks nd_status instead.
+ */
+#ifndef NEEDLE_STATE_H
+#define NEEDLE_STATE_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+
+#include "backend.h"
+
+/* Python's tables dictate the parameters of the functions in them. */
+#pragma GCC diagnostic ignored "-Wunused-parameter"
+
+#define ND_MAX_FIELDS 24  /* operands of an op */
+#define ND_MAX_DEVICES 64 /* of a backend that can be named */
+
+/* The backends, the host's first. A further one is a folder and its line here:
+ *     name in Python, name in messages, DLPack's number for its memory,
+ *     its table when it is linked into _C, else the file beside _C that exports needle_backend(). */
+#define ND_BACKENDS(X)                   \
+    X(cpu, "CPU", 1, &cpu_backend, NULL) \
+    X(cuda, "CUDA", 2, NULL, "_cuda.so")
+
+typedef enum {
+#define X(name, title, dlpack, table, file) BACKEND_##name,
+    ND_BACKENDS(X)
+#undef X
+        NUM_BACKENDS
+} nd_backend_id;
+
+/* The ops, in the order of ops.def. */
+typedef enum {
+#define EACH_OP(name) OP_##name,
+#include "ops.def"
+    NUM_OPS
+} nd_op;
+
+typedef struct {
+    PyTypeObject *ndarray_type;
+    PyTypeObject *device_type;
+    PyTypeObject *handle_type;
+    PyTypeObject *flat_type;
+    PyTypeObject *event_type;
+    PyObject *cuda_error;
+    PyObject *cuda_fatal_error;
+    PyObject *devices[NUM_BACKENDS * ND_MAX_DEVICES]; /* Device objects, once asked for */
+    PyObject *field_names[NUM_OPS][ND_MAX_FIELDS];    /* interned */
+    bool trace;                                       /* NEEDLE_TRACE=1 */
+    bool sync;                                        /* NEEDLE_SYNC=1 */
+} nd_state;
+
+static inline nd_state *nd_module_state(PyObject *module) { return PyModule_GetState(module); }
+
+/* Return -1 with an exception. */
+#define FAIL(exception, ...)                  \
+    do {                                      \
+        PyErr_Format(exception, __VA_ARGS__); \
+        return -1;                            \
+    } while (0)
+
+/* The two signatures of methods and of functions of the module. */
+typedef PyObject *nd_method(PyObject *self, PyObject *argument);
+typedef PyObject *nd_keyword_method(PyObject *self, PyObject *arguments, PyObject *keywords);
+#define KEYWORD_METHOD(function) \
+    (PyCFunction)(void (*)(void)) function, METH_VARARGS | METH_KEYWORDS
+
+#endif

@@ -1,0 +1,206 @@
+/* values.c - NDArray's copies and conversions: copy, astype, to, fill, pad, item and numbers.
+ */
+#include <math.h>
+#include <string.h>
+
+#include "arguments.h"
+#include "device.h"
+#include "errors.h"
+#include "methods.h"
+#include "object.h"
+
+/* One element of any strides, from the device. */
+static PyObject *element(nd_state *state, const nd_array *a) {
+    union {
+        float f32;
+        uint16_t u16;
+        int32_t i32;
+        int64_t i64;
+        uint8_t u8;
+    } value = {.i64 = 0};
+    if (nd_check_live(state, "item", "x", a) < 0) {
+        return NULL;
+    }
+    nd_device *device = a->storage->device;
+    nd_status status;
+    if (device->backend->is_host) {
+        memcpy(&value, a->data, nd_dtype_size(a->dtype));
+        status = ND_OK;
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+        status = device->backend->download(device->index, &value, a->data, nd_dtype_size(a->dtype));
+        Py_END_ALLOW_THREADS
+    }
+    if (status != ND_OK) {
+        return nd_raise(state, "item", device, status);
+    }
+    switch (a->dtype) {
+    case ND_F32:
+        return PyFloat_FromDouble((double)value.f32);
+    case ND_BF16: {
+        uint32_t bits = (uint32_t)value.u16 << 16;
+        float f32;
+        memcpy(&f32, &bits, sizeof f32);
+        return PyFloat_FromDouble((double)f32);
+    }
+    case ND_F16: {
+        int exponent = value.u16 >> 10 & 31;
+        double fraction = (double)(value.u16 & 1023);
+        double size = exponent == 0   ? ldexp(fraction, -24)
+                      : exponent < 31 ? ldexp(fraction + 1024, exponent - 25)
+                      : fraction == 0 ? (double)INFINITY
+                                      : (double)NAN;
+        return PyFloat_FromDouble(value.u16 & 0x8000 ? -size : size);
+    }
+    case ND_I32:
+        return PyLong_FromLong(value.i32);
+    case ND_I64:
+        return PyLong_FromLongLong(value.i64);
+    case ND_U8:
+        return PyLong_FromLong(value.u8);
+    case ND_BOOL:
+        return PyBool_FromLong(value.u8);
+    case ND_U16:
+        return PyLong_FromLong(value.u16);
+    case ND_NUM_DTYPES:
+        break;
+    }
+    Py_UNREACHABLE();
+}
+
+static PyObject *item_of(nd_state *state, const nd_array *a) {
+    int64_t size = nd_size(a);
+    if (size != 1) {
+        return PyErr_Format(PyExc_ValueError,
+                            "only an array with one element becomes a Python number; "
+                            "this one has %lld",
+                            (long long)size);
+    }
+    return element(state, a);
+}
+
+PyObject *nd_ndarray_copy(PyObject *self, PyObject *unused) {
+    nd_state *state = nd_state_of(self);
+    nd_array copy;
+    const nd_array *a = nd_array_of(self);
+    return nd_copy(state, a, a->dtype, &copy) < 0 ? NULL : nd_wrap(state, &copy);
+}
+
+PyObject *nd_ndarray_compact(PyObject *self, PyObject *unused) {
+    return nd_is_contiguous(nd_array_of(self)) ? Py_NewRef(self) : nd_ndarray_copy(self, unused);
+}
+
+PyObject *nd_ndarray_is_compact(PyObject *self, PyObject *unused) {
+    return PyBool_FromLong(nd_is_contiguous(nd_array_of(self)));
+}
+
+PyObject *nd_ndarray_astype(PyObject *self, PyObject *dtype_object) {
+    nd_state *state = nd_state_of(self);
+    nd_dtype dtype;
+    nd_array copy;
+    if (nd_dtype_from(dtype_object, &dtype) < 0 ||
+        nd_copy(state, nd_array_of(self), dtype, &copy) < 0) {
+        return NULL;
+    }
+    return nd_wrap(state, &copy);
+}
+
+PyObject *nd_ndarray_to(PyObject *self, PyObject *device_object) {
+    nd_state *state = nd_state_of(self);
+    nd_device *device;
+    nd_array moved;
+    if (nd_device_from(state, device_object, &device) < 0) {
+        return NULL;
+    }
+    if (device == nd_array_of(self)->storage->device) {
+        return Py_NewRef(self);
+    }
+    return nd_to_device(state, nd_array_of(self), device, &moved) < 0 ? NULL
+                                                                      : nd_wrap(state, &moved);
+}
+
+PyObject *nd_ndarray_fill(PyObject *self, PyObject *value) {
+    double number;
+    bool is_float;
+    int found = nd_number_from(value, &number, &is_float);
+    if (found <= 0) {
+        return found < 0 ? NULL
+                         : PyErr_Format(PyExc_TypeError, "fill: value: must be a number, not %.80s",
+                                        Py_TYPE(value)->tp_name);
+    }
+    if (nd_store(nd_state_of(self), nd_array_of(self), value) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+PyObject *nd_ndarray_pad(PyObject *self, PyObject *widths) {
+    nd_state *state = nd_state_of(self);
+    const nd_array *a = nd_array_of(self);
+    int64_t pairs[ND_MAX_DIMS][ND_MAX_DIMS], shape[ND_MAX_DIMS];
+    PyObject *list = PySequence_Fast(widths, "pad: must be ((before, after), ...), a pair an axis");
+    if (list == NULL) {
+        return NULL;
+    }
+    bool good = PySequence_Fast_GET_SIZE(list) == a->ndim;
+    for (int i = 0; good && i < a->ndim; i++) {
+        int count;
+        if (nd_shape_from(PySequence_Fast_GET_ITEM(list, i), "pad", &count, pairs[i]) < 0) {
+            Py_DECREF(list);
+            return NULL;
+        }
+        good = count == 2 && pairs[i][0] >= 0 && pairs[i][1] >= 0 &&
+               !__builtin_add_overflow(pairs[i][0], pairs[i][1], &shape[i]) &&
+               !__builtin_add_overflow(shape[i], a->shape[i], &shape[i]);
+    }
+    Py_DECREF(list);
+    if (!good) {
+        return PyErr_Format(PyExc_ValueError,
+                            "pad: needs ((before, after), ...), one pair of "
+                            "sizes of 0 or more for each of the %d axes",
+                            a->ndim);
+    }
+    nd_array out;
+    if (nd_new_array(state, "pad", a->storage->device, a->dtype, a->ndim, shape, &out) < 0) {
+        return NULL;
+    }
+    nd_array inner = out;
+    int64_t offset = 0;
+    for (int i = 0; i < a->ndim; i++) {
+        inner.shape[i] = a->shape[i];
+        offset += pairs[i][0] * out.strides[i];
+    }
+    if (nd_size(&inner) > 0) {
+        inner.data = (char *)out.data + offset * (int64_t)nd_dtype_size(a->dtype);
+    }
+    if (nd_fill(state, &out, 0.0) < 0 || nd_assign(state, "pad", &inner, a) < 0) {
+        nd_array_clear(&out);
+        return NULL;
+    }
+    return nd_wrap(state, &out);
+}
+
+PyObject *nd_ndarray_item(PyObject *self, PyObject *unused) {
+    return item_of(nd_state_of(self), nd_array_of(self));
+}
+
+int nd_ndarray_bool(PyObject *self) {
+    PyObject *item = nd_ndarray_item(self, NULL);
+    int truth = item != NULL ? PyObject_IsTrue(item) : -1;
+    Py_XDECREF(item);
+    return truth;
+}
+
+PyObject *nd_ndarray_float(PyObject *self) {
+    PyObject *item = nd_ndarray_item(self, NULL);
+    PyObject *number = item != NULL ? PyNumber_Float(item) : NULL;
+    Py_XDECREF(item);
+    return number;
+}
+
+PyObject *nd_ndarray_int(PyObject *self) {
+    PyObject *item = nd_ndarray_item(self, NULL);
+    PyObject *number = item != NULL ? PyNumber_Long(item) : NULL;
+    Py_XDECREF(item);
+    return number;
+}

@@ -1,0 +1,94 @@
+"""The core and its backends: one table of ops, no function of it missing, devices by question."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import ROOT
+
+from needle import _C
+
+STUB = """
+#include "backend.h"
+static nd_status count(int *devices) { *devices = 0; return ND_OK; }
+const nd_backend *needle_backend(void) {
+    static nd_backend backend;
+    backend.abi = nd_abi();
+    backend.device_count = count;
+    return &backend;
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "planted, said",
+    [
+        ((b"", b""), ["CUDA found no device"]),
+        ((b"x * y)", b"y * x)"), ["_cuda.so", "another csrc/ops.def", "make lib"]),
+        ((b'IN(targets, "N", i4)', b'IN(targets, "N", i8)'), ["_cuda.so", "another csrc/ops.def"]),
+    ],
+    ids=["same table", "other formula", "other operand"],
+)
+def test_a_backend_of_another_table_is_refused_by_name(tmp_path, planted, said):
+    shutil.copytree(ROOT / "needle", tmp_path / "needle", ignore=shutil.ignore_patterns("_cuda*"))
+    for header in ("needle.h", "backend.h", "ops.def"):
+        shutil.copy(ROOT / "csrc" / header, tmp_path)
+    table = (tmp_path / "ops.def").read_bytes()
+    assert planted[0] in table
+    (tmp_path / "ops.def").write_bytes(table.replace(*planted) if planted[0] else table)
+    (tmp_path / "stub.c").write_text(STUB)
+    library = tmp_path / "needle/_cuda.so"
+    compile_it = ["cc", "-std=gnu17", "-shared", "-fPIC", "stub.c", "-o", str(library)]
+    subprocess.run(compile_it, cwd=tmp_path, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", "import needle; print(needle.cuda().reason())"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    for part in said:
+        assert part in done.stdout
+
+
+def test_a_function_that_the_cpu_lacks_fails_the_build_by_name(tmp_path):
+    """In a copy of the tree with its objects, so that one file is compiled."""
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    for part in ("csrc", "needle", "build"):
+        if (ROOT / part).exists():
+            skip = shutil.ignore_patterns("ci", "check", "asan", "state", "*.so")
+            shutil.copytree(ROOT / part, tree / part, ignore=skip)
+    for file in ("setup.py", "pyproject.toml"):
+        shutil.copy2(ROOT / file, tree)
+    source = tree / "csrc/cpu/copy.c"
+    source.write_text(source.read_text().replace("nd_status cpu_fill(", "nd_status cpu_absent("))
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
+        cwd=tree,
+        env=os.environ | {"NEEDLE_CUDA": "0"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode != 0 and "cpu_fill" in done.stdout, done.stdout
+    assert done.stdout.strip().splitlines()[-1].startswith("needle: error: _C")
+    assert not list((tree / "needle").glob("_C*.so"))
+
+
+def test_devices_tell_what_they_can():
+    """Python asks a device; it compares no text of one."""
+    host = _C.cpu()
+    assert (host.name, host.index, host.is_host, host.records_graphs) == ("cpu", 0, True, False)
+    assert not _C.cuda().is_host and _C.cuda().records_graphs == _C.cuda().enabled()
+    other = _C.cpu(1)
+    assert str(other) == "cpu(1)" and other != host and not other.enabled()
+    with pytest.raises(RuntimeError, match=r"cpu\(1\): no such device"):
+        _C.empty((2,), device=other)
+    for folder in ("needle", "apps", "benchmarks"):
+        for path in Path(ROOT, folder).rglob("*.py"):
+            assert '"cpu()"' not in path.read_text(), path
