@@ -98,7 +98,7 @@ def symbols(path: Path) -> tuple[set[str], set[str]]:
 
 def open_and_defined() -> dict[str, tuple[set[str], set[str]]]:
     """Of each C file, from the object that the build left: `make lib` keeps those up to date."""
-    built = ROOT / "build" / f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+    built = ROOT / "build" / f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
     found = {}
     for source in sorted(ROOT.glob("csrc/**/*.c")):
         where = source.relative_to(ROOT)
