@@ -37,7 +37,7 @@ from tqdm import tqdm
 
 from needle import evaluate
 from needle.data import END_OF_TEXT, load_tokenizer
-from needle.models.pythia import Pythia
+from needle.models import LanguageModel
 
 AUTO_TOKENS = 16384  # in a batch of batch_size=auto
 MAX_GEN_TOKS = 256  # where a task does not say
@@ -45,9 +45,9 @@ TOKEN_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_
 
 
 class NeedleLM(TemplateLM):
-    """A Pythia as the harness sees it.
+    """A model as the harness sees it.
 
-    pretrained: a checkpoint, the folder of a run, or a folder that transformers saved; or a Pythia.
+    pretrained: a checkpoint, the folder of a run, or a folder that transformers saved; or a model.
     tokenizer: a tokenizer.json or the folder of one, by default what lies with `pretrained`.
     device: auto, cpu, cuda or cuda:INDEX; cuda:0, which the harness asks for when nobody says
     anything, is the CPU on a machine without a GPU, as it is to `hf`. dtype: float32, bfloat16 or
@@ -58,7 +58,7 @@ class NeedleLM(TemplateLM):
 
     def __init__(
         self,
-        pretrained: str | os.PathLike | Pythia,
+        pretrained: str | os.PathLike | LanguageModel,
         tokenizer: str | os.PathLike | None = None,
         device: str | None = None,
         dtype: str | None = None,
@@ -69,7 +69,7 @@ class NeedleLM(TemplateLM):
         prefix_token_id: int | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(pretrained, Pythia):
+        if isinstance(pretrained, LanguageModel):
             self.model, beside = pretrained, None
         else:
             device = "auto" if device in (None, "cuda:0") else device
