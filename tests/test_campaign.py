@@ -31,16 +31,35 @@ def test_nothing_is_lost(part):
     assert done.returncode == 0 and "lost: 0" in done.stdout, done.stdout + done.stderr
 
 
-def test_a_loss_is_seen():
-    """The campaign can fail: a checkpoint that vanishes, and a run that goes another way."""
-    code = f"""
-import sys
-sys.path.insert(0, {str(ROOT / "tests")!r})
+SEEN = """
+import random, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
 import campaign
-honest = campaign.train_pythia.prune_checkpoints
-campaign.train_pythia.prune_checkpoints = lambda folder, written, **_: [
-    path.unlink() for path in campaign.list_checkpoints(folder) if written < campaign.STEPS]
-sys.exit(campaign.campaign({{"kills": 8}}, seed=1))
+field = campaign.Field(Path(sys.argv[2]), random.Random(0))
+
+def lost(call, *arguments):
+    try:
+        call(*arguments)
+    except campaign.Lost as error:
+        print(error)
+
+paths = campaign.list_checkpoints(field.folder / "runs" / "whole" / "checkpoints")
+assert field.check("whole", campaign.STEPS) == campaign.STEPS
+paths[0].write_bytes(paths[1].read_bytes())
+lost(field.check_end, "whole")
+paths[0].write_bytes(b"damaged")
+lost(field.check, "whole", campaign.STEPS)
+field.numbers = field.numbers[1:]
+lost(field.check_end, "whole")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1 and "had been saved" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_loss_is_seen(tmp_path):
+    command = [sys.executable, "-c", SEEN, str(ROOT / "tests"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.stdout.splitlines() == [
+        "whole: its last checkpoint differs",
+        "whole: step 30 had been saved, and step 29 is the newest left",
+        "whole: its numbers are not those of the run that nothing hit",
+    ], done.stderr
