@@ -174,13 +174,13 @@ class Dropout(Module):
 
 class LayerNorm1d(Module):
     """(x - mean) / sqrt(var + eps) * weight + bias over the last axis; weight 1 and bias 0,
-    (dim,). Asked for `hook_scale`, it computes step by step in float32.
+    (dim,). Asked for `hook_scale` or `hook_normalized`, it computes step by step in float32.
 
     >>> print(nn.LayerNorm1d(3)(ndl.Tensor([[1, 2, 3]])).numpy().round(3))
     [[-1.225  0.     1.225]]
     """
 
-    hook_points = {"hook_scale": None, "hook_normalized": None}
+    hook_points = {"hook_scale": None, "hook_normalized": None, "hook_out": None}
 
     def __init__(
         self, dim: int, eps: float = 1e-5, device: Device | None = None, dtype: str = "float32"
@@ -192,15 +192,15 @@ class LayerNorm1d(Module):
         self.bias = Parameter(init.zeros(dim, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.is_hooked_at("hook_scale"):
-            return self.hook("hook_normalized", ops.layer_norm(x, self.weight, self.bias, self.eps))
+        if not self.is_hooked_at("hook_scale", "hook_normalized"):
+            return self.hook("hook_out", ops.layer_norm(x, self.weight, self.bias, self.eps))
         wide, column = ops.astype(x, "float32"), (*x.shape[:-1], 1)
         centred = wide - ops.mean(wide, -1).reshape(column)
         variance = ops.mean(centred * centred, -1).reshape(column)
         scale = self.hook("hook_scale", ops.sqrt(variance + self.eps))
+        normalized = self.hook("hook_normalized", centred / scale)
         weight, bias = (ops.astype(p, "float32") for p in (self.weight, self.bias))
-        y = ops.astype(centred / scale * weight + bias, x.dtype)
-        return self.hook("hook_normalized", y)
+        return self.hook("hook_out", ops.astype(normalized * weight + bias, x.dtype))
 
 
 class BatchNorm1d(Module):
