@@ -80,7 +80,18 @@ from needle._C import (
 from needle.autograd import Tensor, TensorTuple, no_grad
 from needle.backend_ndarray import default_device
 from needle.block_mask import BlockMask, convert_to_block_mask
-from needle.init import constant, one_hot, ones, ones_like, rand, randb, randn, zeros, zeros_like
+from needle.init import (
+    arange,
+    constant,
+    one_hot,
+    ones,
+    ones_like,
+    rand,
+    randb,
+    randn,
+    zeros,
+    zeros_like,
+)
 from needle.ops import *
 
 if _TYPE_CHECKING:  # what __getattr__ finds
@@ -110,6 +121,7 @@ __all__ = [
     "Tensor",
     "TensorTuple",
     "all_devices",
+    "arange",
     "autograd",
     "backend_ndarray",
     "block_mask",
