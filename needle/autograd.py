@@ -402,6 +402,13 @@ class Tensor(Value, Operators["Tensor"]):
         """NumPy's protocol: np.asarray(tensor) holds the values, in the host's memory."""
         return self.cached_data.__array__(dtype, copy=copy)
 
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        """The protocol by which other libraries read this memory: torch.from_dlpack(tensor)."""
+        return self.cached_data.__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.cached_data.__dlpack_device__()
+
     def __repr__(self) -> str:
         """As NumPy prints arrays, with the dtype, the device, and the op that computed it."""
         kind = type(self).__name__

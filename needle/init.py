@@ -185,6 +185,16 @@ def arange(
     return _tensor(values, device, kind if dtype is None else dtype, requires_grad)
 
 
+def from_dlpack(array: Any) -> Tensor:
+    """A Tensor over the memory of another library's array, on its device, without gradient. What
+    the other library marks read-only is copied.
+
+    >>> print(ndl.from_dlpack(np.arange(3, dtype=np.int32)))
+    [0 1 2]
+    """
+    return Tensor.from_ndarray(_C.from_dlpack(array))
+
+
 def one_hot(
     n: int,
     i: Any,

@@ -24,12 +24,13 @@ SHOWN = {
     "nn": "Module Linear Sequential Residual Flatten Dropout LayerNorm1d BatchNorm1d Embedding "
     "SoftmaxLoss MultiHeadAttention Transformer flatten_parameters",
     "optim": "SGD Adam AdamW grad_norm clip_grad_norm Cosine",
-    "init": "rand randn randb constant arange one_hot xavier_uniform kaiming_uniform",
+    "init": "rand randn randb constant arange one_hot from_dlpack xavier_uniform kaiming_uniform",
     "autograd": "Tensor no_grad find_topo_sort",
     "operators": "Operators",
     "backend_ndarray": "full broadcast_to flip maximum summation",
     "block_mask": "BlockMask convert_to_block_mask",
-    "checkpoint": "load_checkpoint",
+    "checkpoint": "load_checkpoint save load",
+    "training": "fit",
     "data.dataset": "DataLoader",
     "models.pythia": "Pythia PythiaConfig.preset Pythia.from_pretrained Pythia.generate "
     "Pythia.stream Pythia.hooks Pythia.run_with_cache Pythia.hidden_states",
