@@ -80,7 +80,19 @@ from needle._C import (
 from needle.autograd import Tensor, TensorTuple, no_grad
 from needle.backend_ndarray import default_device
 from needle.block_mask import BlockMask, convert_to_block_mask
-from needle.init import constant, one_hot, ones, ones_like, rand, randb, randn, zeros, zeros_like
+from needle.init import (
+    arange,
+    constant,
+    from_dlpack,
+    one_hot,
+    ones,
+    ones_like,
+    rand,
+    randb,
+    randn,
+    zeros,
+    zeros_like,
+)
 from needle.ops import *
 
 if _TYPE_CHECKING:  # what __getattr__ finds
@@ -93,13 +105,17 @@ if _TYPE_CHECKING:  # what __getattr__ finds
     from needle import hooks as hooks
     from needle import models as models
     from needle import sampling as sampling
+    from needle import training as training
+    from needle.checkpoint import load as load
     from needle.checkpoint import load_checkpoint as load_checkpoint
+    from needle.checkpoint import save as save
     from needle.checkpoint import save_checkpoint as save_checkpoint
     from needle.data import dataset as dataset
     from needle.diagnose import show_config as show_config
     from needle.models.pythia import Pythia as Pythia
     from needle.models.pythia import PythiaConfig as PythiaConfig
     from needle.models.pythia import create_pythia_70m as create_pythia_70m
+    from needle.training import fit as fit
 
 __all__ = [
     "CudaError",
@@ -110,6 +126,7 @@ __all__ = [
     "Tensor",
     "TensorTuple",
     "all_devices",
+    "arange",
     "autograd",
     "backend_ndarray",
     "block_mask",
@@ -120,6 +137,7 @@ __all__ = [
     "cuda_init",
     "cuda_reset",
     "default_device",
+    "from_dlpack",
     "init",
     "nn",
     "no_grad",
@@ -149,12 +167,16 @@ _SUBMODULES = (
     "hooks",
     "models",
     "sampling",
+    "training",
 )
 _LAZY = {
     "create_pythia_70m": "models.pythia",
     "Pythia": "models.pythia",
     "PythiaConfig": "models.pythia",
+    "fit": "training",
+    "load": "checkpoint",
     "load_checkpoint": "checkpoint",
+    "save": "checkpoint",
     "save_checkpoint": "checkpoint",
     "show_config": "diagnose",
     "dataset": "data",

@@ -165,6 +165,36 @@ def ones_like(
     return ones(*array.shape, device=device, dtype=array.dtype, requires_grad=requires_grad)
 
 
+def arange(
+    start: float,
+    stop: float | None = None,
+    step: float = 1,
+    *,
+    device: Device | None = None,
+    dtype: str | None = None,
+    requires_grad: bool = False,
+) -> Tensor:
+    """start, start + step, ... below stop; from 0 to `start` where that is the only number. Whole
+    numbers are int64 unless `dtype` says otherwise, others float32, as in NumPy.
+
+    >>> print(ndl.init.arange(3), ndl.init.arange(1, 2, 0.25))
+    [0 1 2] [1.   1.25 1.5  1.75]
+    """
+    values = np.arange(start, step=step) if stop is None else np.arange(start, stop, step)
+    kind = "int64" if values.dtype.kind == "i" else "float32"
+    return _tensor(values, device, kind if dtype is None else dtype, requires_grad)
+
+
+def from_dlpack(array: Any) -> Tensor:
+    """A Tensor over the memory of another library's array, on its device, without gradient. What
+    the other library marks read-only is copied.
+
+    >>> print(ndl.from_dlpack(np.arange(3, dtype=np.int32)))
+    [0 1 2]
+    """
+    return Tensor.from_ndarray(_C.from_dlpack(array))
+
+
 def one_hot(
     n: int,
     i: Any,
