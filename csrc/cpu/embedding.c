@@ -29,7 +29,7 @@ nd_status cpu_embedding_fwd(int device, const embedding_fwd_args *args) {
     }
     size_t bytes = (size_t)c * nd_dtype_size(args->w->dtype);
 
-#pragma omp parallel for schedule(static) if (n * c > CPU_GRAIN)
+#pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (n * c > CPU_GRAIN)
     for (int64_t i = 0; i < n; i++) {
         memcpy(cpu_at(args->y, i * c), cpu_at(args->w, ids[i] * stride), bytes);
     }
@@ -43,7 +43,7 @@ nd_status cpu_embedding_bwd(int device, const embedding_bwd_args *args) {
     float *dw = args->dw->data;
     ND_TRY(check_ids("embedding_bwd", args->ids, args->dw->shape[0]));
 
-#pragma omp parallel for schedule(static) if (n * c > CPU_GRAIN)
+#pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (n * c > CPU_GRAIN)
     for (int64_t j = 0; j < c; j += CHANNELS) {
         float buffer[CHANNELS];
         int64_t channels = min_of(CHANNELS, c - j);
