@@ -110,7 +110,7 @@ def train(run: Run) -> int:
         trackers.start(run.folder, run.step, settings, run.tensorboard, run.wandb),
     )
     loss_scale = Tensor.from_ndarray(full((), 1 / micro_batches, "float32", run.device))
-    stop = Stop()
+    stop, failure = Stop(), None
     try:
         if run.step == 0 and settings["recipe"]:
             save(run, log)
@@ -126,8 +126,10 @@ def train(run: Run) -> int:
             optimizer.step(scale)
             log.queue(step, losses, norm, optimizer.lr, where, 1e3 * (batches.waited - waited))
 
-            run.step = step
-            ends = step == steps or stop.signal is not None
+            run.step, run.position = step, batches.position
+            if not log.is_heard:
+                stop.reason = stop.reason or "a closed pipe"
+            ends = step == steps or stop.reason is not None
             evaluates = step == steps or _due(step, settings["eval_every"])
             saves = ends or _due(step, settings["save_every"]) or stays(settings, step)
             if evaluates or saves:
@@ -141,16 +143,23 @@ def train(run: Run) -> int:
     except NotFinite as error:
         log.close()
         return report_not_finite(run, error)
+    except DataError as error:  # the gradient of a part of a step is dropped, the last step is not
+        failure = error
+        if run.step > run.saved:
+            log.wait()
+            log.finish()
+            save(run, log)
     finally:
         log.close()
         batches.close()
         stop.restore()
     if run.step < steps:
         print(
-            f"stopped by {stop.signal} after step {run.step} of {steps}, and saved. Go on with\n"
-            f"    {resume_command(run)}"
+            f"stopped by {failure or stop.reason}\nafter step {run.step} of {steps}, and saved. "
+            f"Go on with\n    {resume_command(run)}",
+            file=sys.stdout if failure is None else sys.stderr,
         )
-        return 0
+        return 0 if failure is None else 1
     finish(run, log)
     return 0
 
