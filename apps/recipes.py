@@ -1,10 +1,10 @@
 """How the published Pythias were trained, as settings of a run (Biderman et al. 2023, table 6 and
 the configurations in EleutherAI/pythia).
 
-What a recipe sets is what the command line sets, so each value can be changed by its flag;
-`changes` lists them for config.json. What the recipes do not set is the same in every run of
-train_pythia.py: AdamW with betas 0.9 and 0.95 and eps 1e-8, no decay of biases and norms, Pythia's
-initialisation, the tanh GELU. Of its precision (float16 with loss scaling) nothing is taken over.
+A recipe sets values of the command line, so each can be changed by its flag; `changes` lists them
+for config.json. All that the recipes leave open is the same in every run of train_pythia.py: AdamW
+with betas 0.9 and 0.95 and eps 1e-8, no decay of biases and norms, Pythia's initialisation, the
+tanh GELU. Of its precision (float16 with loss scaling) nothing is taken over.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The record of a run while it trains: metrics.jsonl, the progress bar or plain lines, loss.png.
+"""The log of a run while it trains: metrics.jsonl, the progress bar or plain lines, loss.png.
 Trackers (trackers.py) get each line of metrics.jsonl as well. A line is an object:
 
     step                number of the step, from 1
@@ -177,7 +177,7 @@ class RunLog:
             silence()
 
     def skip_time(self) -> None:
-        """The time since the last step (evaluating, saving) is not the next step's."""
+        """Time since the last step (evaluating, saving) does not count for the next one."""
         self._mark = time.perf_counter()
 
     def sync(self) -> None:

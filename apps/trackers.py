@@ -52,7 +52,8 @@ def _installed(package: str) -> bool:
 
 
 class TensorBoard:
-    """Scalars by the names of metrics.jsonl. What a killed run wrote beyond `step` is hidden."""
+    """Scalars by the names of metrics.jsonl. Lines that a killed run wrote beyond `step` are
+    hidden."""
 
     def __init__(self, folder: Path, step: int) -> None:
         kind = _own_writer if _installed(TENSORBOARD[0]) else _x_writer

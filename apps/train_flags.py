@@ -1,8 +1,8 @@
 """The flags of train_pythia.py: their help, their checks, and the defaults that depend on model and
 device.
 
-A run's settings are a flat dictionary of JSON values. What a flag leaves open is filled in from
-the recipe, or from the defaults below; a resumed run takes its settings from the checkpoint, and
+A run's settings are a flat dictionary of JSON values. Values that no flag gives come from the
+recipe, or from the defaults below; a resumed run takes its settings from the checkpoint, and
 flags may then only repeat them (RESULT_FLAGS) or change what does not touch the numbers (the
 others).
 """
@@ -405,7 +405,7 @@ def data_of(settings: dict) -> dict:
 
 def share_step(settings: dict, named: dict) -> None:
     """Makes batch_size x grad_accum the sequences of a step that the command line or the recipe
-    wants. What was named stays; ValueError where that cannot be."""
+    wants. Flags that were given stay; ValueError where that cannot be."""
     wanted = settings.pop("global_batch_size", None)
     source = "--global-batch-size"
     if wanted is None and settings["recipe"] is not None:

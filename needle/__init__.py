@@ -21,7 +21,7 @@ import numpy as _np  # noqa: F401  before the core, which uses its C API
 def _load_core() -> None:
     """Import `_C`. OpenBLAS reads the environment once, while it is loaded: it gets one thread
     (matmul.c divides a product among OpenMP's threads) and, on an AMD processor with AVX-512, the
-    kernels for it, which it would not pick by itself: half the speed (DESIGN.md 8). They are set
+    kernels for it, which it would not pick by itself: half the speed (docs/design.md). They are set
     for needle's own copy of OpenBLAS; the environment is left as it was."""
     wanted = {"OPENBLAS_NUM_THREADS": "1"}
     core = _os.environ.get("NEEDLE_OPENBLAS_CORETYPE") or _amd_core()
@@ -132,7 +132,7 @@ __all__ += ops.__all__
 
 __version__: str = build_info()["version"]
 
-# Modules that cost time to import, or that few need, come when they are first asked for.
+# A module that costs time to import, or that few need, comes when it is first asked for.
 _SUBMODULES = (
     "checkpoint",
     "data",

@@ -4,7 +4,7 @@ A Tensor wraps an NDArray (`cached_data`) and, when it was computed from Tensors
 gradients, remembers the op and the inputs that made it. `backward()` walks that graph from the
 result to the leaves.
 
-An op offers up to three things (csrc/DESIGN.md, 11):
+An op offers up to three things (docs/design.md, Two protocols):
 
 - `compute(*arrays)`: NDArrays in, NDArray out (a TensorTupleOp: a tuple of NDArrays);
 - `gradient(out_grad, node)`: Tensors in, a Tensor or a tuple of Tensors out, one for each input of
@@ -13,8 +13,8 @@ An op offers up to three things (csrc/DESIGN.md, 11):
   adds the gradient of input i into it and returns None there. That is how the gradients of
   flattened parameters (`needle.nn.flatten_parameters`) are summed by the kernel that computes them.
 
-What `.grad` holds after `backward()`: for a Tensor without a gradient buffer the gradient of that
-one call (it replaces what was there, as in the course); for a Parameter with a gradient buffer a
+After `backward()` the `.grad` of a Tensor without a gradient buffer is the gradient of that one
+call (it replaces the one before, as in the course); that of a Parameter with a gradient buffer is a
 Tensor over the buffer, into which every call adds until it is zeroed (`optimizer.reset_grad()`).
 """
 

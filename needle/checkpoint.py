@@ -37,7 +37,7 @@ from needle.safetensors import FROM_FILE, TO_FILE, Entry, pieces, read_header
 FORMAT = "needle checkpoint"
 DIGITS = 32  # of the checksum, in hexadecimal
 CHUNK = 1 << 24  # bytes read at a time
-CheckpointError = FileError
+CheckpointError = FileError  # a checkpoint, or a folder of transformers, that cannot be used
 
 
 # ---- saving -----------------------------------------------------------------------------------

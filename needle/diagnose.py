@@ -1,4 +1,4 @@
-"""What this needle is, what it runs on, and why a device cannot be used.
+"""The facts about this needle: its build, its machine, and why a device cannot be used.
 
 `python -m needle.diagnose` prints the facts and multiplies two matrices on each enabled device.
 Its exit code is 0 unless something that should work does not: a wrong product, a CUDA backend that

@@ -20,7 +20,7 @@ class FileError(ValueError):
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[BinaryIO]:
-    """The file, open for reading. What the system refuses within the block is a FileError."""
+    """The file, open for reading. An error of the system within the block becomes a FileError."""
     try:
         with open(path, "rb") as file:
             yield file

@@ -39,8 +39,7 @@ from needle import evaluate
 from needle.data import END_OF_TEXT, load_tokenizer
 from needle.models.pythia import Pythia
 
-# What `batch_size=auto` fills a batch with.
-AUTO_TOKENS = 16384
+AUTO_TOKENS = 16384  # in a batch of batch_size=auto
 MAX_GEN_TOKS = 256  # where a task does not say
 TOKEN_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
@@ -188,14 +187,14 @@ class NeedleLM(TemplateLM):
         for index, request in enumerate(requests):
             text, options = request.args
             options = _Options(options)
-            room = self.max_length - options.count
-            if room < 1:
+            capacity = self.max_length - options.count
+            if capacity < 1:
                 raise ValueError(
                     f"needle: {options.count} tokens to generate leave no room for a "
                     f"prompt: max_length is {self.max_length}"
                 )
-            # An empty prompt is what an empty context is.
-            ids = self.tok_encode(text)[-room:] or [self.prefix_token_id]
+            # An empty prompt becomes the same as an empty context.
+            ids = self.tok_encode(text)[-capacity:] or [self.prefix_token_id]
             groups[options.key()].append((index, ids, options))
         written = [""] * len(requests)
         with tqdm(
@@ -213,8 +212,8 @@ class NeedleLM(TemplateLM):
         return written
 
     def _continue(self, prompts: list[list[int]], options: _Options) -> list[str]:
-        """What follows each prompt, up to a stop string, the end of the text, or the limit. Random
-        numbers are NumPy's global stream, which the harness seeds."""
+        """Each prompt's continuation, up to a stop string, the end of the text, or the limit.
+        Random numbers are NumPy's global stream, which the harness seeds."""
         rows: list[list[int]] = [[] for _ in prompts]
         open_rows = set(range(len(prompts)))
         for drawn in self.model.stream(

@@ -29,7 +29,7 @@ Params = Any  # Iterable[Parameter] | Iterable[tuple[str, Parameter]] | list[dic
 
 
 class Optimizer:
-    """The base of optimizers: the parameters, their names, and state that is saved by name.
+    """The parameters, their names, and state that is saved by name: the base of all optimizers.
 
     Names are those of the pairs or of the flat object, else the ones that the module's
     `parameters()` gave, else ordinals "0", "1", ...
@@ -494,7 +494,7 @@ class Linear(Schedule):
 
 
 class PythiaCosine(Schedule):
-    """The learning rate of GPT-NeoX, as the published Pythias were trained with it.
+    """The learning rate of GPT-NeoX as it was, with which the published Pythias were trained.
 
     GPT-NeoX counted `it`, the steps done before: it = step - 1, so that the first step has rate 0
     and the suite's step 1 holds the weights of step 0. After the warmup the rate is

@@ -187,8 +187,8 @@ def split_documents(count: int, split: tuple[float, ...] = SPLIT) -> list[int]:
     rounds it."""
     whole = sum(split)
     borders = [0]
-    for share in split:
-        borders.append(borders[-1] + int(round(share / whole * float(count))))
+    for weight in split:
+        borders.append(borders[-1] + int(round(weight / whole * float(count))))
     excess = borders[-1] - count
     return [0] + [border - excess for border in borders[1:]]
 

@@ -144,13 +144,12 @@ def _go_on(
     progress: Progress | None,
 ) -> dict[str, int]:
     missing = [i for i in range(len(units)) if not (parts / f"{i}.sizes").is_file()]
+    report = progress or (lambda done, of: None)
     done = len(units) - len(missing)
-    if progress is not None:
-        progress(done, len(units))
-    for _ in _encode_all(units, missing, str(tokenizer), dtype, parts, processes):
-        done += 1
-        if progress is not None:
-            progress(done, len(units))
+    report(done, len(units))
+    encoded = _encode_all(units, missing, str(tokenizer), dtype, parts, processes)
+    for now_done, _ in enumerate(encoded, done + 1):
+        report(now_done, len(units))
     return _merge(parts, len(units), dtype, prefix)
 
 
@@ -252,25 +251,20 @@ def _worker_unit(unit: Unit, number: int, dtype: str, parts: str) -> int:
 def _encode_unit(tokenizer, unit: Unit, number: int, dtype: np.dtype, parts: Path) -> int:
     """N.bin, then N.sizes: where the second is, the first is whole."""
     sizes, size = [], 0
-    try:
-        with replacing(parts / f"{number}.bin") as file:
-            for ids, last in encode(tokenizer, unit.pieces(), dtype):
-                file.write(ids)
-                size += len(ids)
-                if size > LONGEST:
-                    raise DataError(
-                        f"{', '.join(unit.files)}: a document of more than {LONGEST:,} "
-                        "tokens, which .idx cannot say: split it"
-                    )
-                if last and size:  # of a text that has no ids there is nothing to say
-                    sizes.append(size)
-                size = 0 if last else size
-        with replacing(parts / f"{number}.sizes") as file:
-            file.write(np.array(sizes, "<i4").tobytes())
-    except OSError as error:
-        raise DataError(
-            f"{parts}: cannot be written: {error.strerror}; what is done stays"
-        ) from error
+    with replacing(parts / f"{number}.bin") as file:
+        for ids, last in encode(tokenizer, unit.pieces(), dtype):
+            file.write(ids)
+            size += len(ids)
+            if size > LONGEST:
+                raise DataError(
+                    f"{', '.join(unit.files)}: a document of more than {LONGEST:,} "
+                    "tokens, which .idx cannot say: split it"
+                )
+            if last and size:  # of a text that has no ids there is nothing to say
+                sizes.append(size)
+            size = 0 if last else size
+    with replacing(parts / f"{number}.sizes") as file:
+        file.write(np.array(sizes, "<i4").tobytes())
     return number
 
 
@@ -281,21 +275,16 @@ def _merge(parts: Path, count: int, dtype: np.dtype, prefix: Path) -> dict[str, 
         shutil.rmtree(parts)
         raise DataError("no text in the inputs: each file is empty, not UTF-8, or holds zero bytes")
     index = Path(f"{prefix}.idx")
-    try:
-        index.unlink(missing_ok=True)  # of an earlier .bin, which goes now
-        with replacing(Path(f"{prefix}.bin")) as file:
-            for number, lengths in enumerate(sizes):
-                path = parts / f"{number}.bin"
-                if path.stat().st_size != int(lengths.sum(dtype=np.int64)) * dtype.itemsize:
-                    raise DataError(f"{path}: damaged; delete {parts} and start again")
-                with open(path, "rb") as part:
-                    shutil.copyfileobj(part, file, 1 << 24)
-        with replacing(index) as file:
-            megatron.write_index(file, dtype, every)
-    except OSError as error:
-        raise DataError(
-            f"{prefix}: cannot be written: {error.strerror}; what is done stays in {parts}"
-        ) from error
+    index.unlink(missing_ok=True)  # of an earlier .bin, which goes now
+    with replacing(Path(f"{prefix}.bin")) as file:
+        for number, lengths in enumerate(sizes):
+            path = parts / f"{number}.bin"
+            if path.stat().st_size != int(lengths.sum(dtype=np.int64)) * dtype.itemsize:
+                raise DataError(f"{path}: damaged; delete {parts} and start again")
+            with open(path, "rb") as part:
+                shutil.copyfileobj(part, file, 1 << 24)
+    with replacing(index) as file:
+        megatron.write_index(file, dtype, every)
     shutil.rmtree(parts)
     return {"documents": len(every), "tokens": int(every.sum(dtype=np.int64))}
 

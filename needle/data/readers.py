@@ -8,8 +8,8 @@
     .npy, any other .bin                         one flat array; .bin is uint16
     .jsonl (.gz, .zst), text, folders of text    through the tokenizer, once, then from the cache
 
-Several files are given by a pattern ("shards/*.bin") or their folder. What has no held-out part of
-its own gives its last 5 % of tokens; text of 20 or more documents every twentieth; Megatron's
+Several files are given by a pattern ("shards/*.bin") or their folder. Data without a held-out part
+of their own give their last 5 % of tokens; text of 20 or more documents every twentieth; Megatron's
 documents are split as GPT-NeoX does by default (969 : 30 : 1); preshuffled rows are all trained on.
 """
 
@@ -414,7 +414,7 @@ def _tokenise(files: list[Path], source: str, tokenizer, vocab_size: int, folder
         # Another process may have been first: then its folder is as good as this one.
         if not (folder / "facts.json").is_file():
             raise DataError(
-                f"{folder}: the cache cannot be written ({error.strerror}); make room, "
+                f"{folder}: the cache cannot be written ({error.strerror}); free some space, "
                 "or set NEEDLE_CACHE to another folder"
             ) from error
     finally:

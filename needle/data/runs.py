@@ -69,14 +69,11 @@ def _older(config: dict, folder: Path) -> dict:
     """The same of a run whose config.json is older than these words and holds flags alone."""
     flags, own = config["settings"], folder / "tokenizer.json"
     return {
+        **flags,
         "path": flags["data"],
-        "tokenizer": flags["tokenizer"],
         "vocab_size": id_limit(load_tokenizer(own)) if own.is_file() else 4096,
         "id_limit": config["model"]["vocab_size"],
-        "batch_size": flags["batch_size"],
         "micro_batches": flags["grad_accum"],
-        "seq_len": flags["seq_len"],
-        "seed": flags["seed"],
         "samples": flags["steps"] * flags["grad_accum"] * flags["batch_size"],
         "fingerprint": config["data"]["fingerprint"],
     }

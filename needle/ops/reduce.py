@@ -41,8 +41,8 @@ class Max(TensorOp):
         axes = normal_axes("max", self.axes, a.ndim)
         kept = kept_shape(a.shape, axes)
         hit = _C.equal(a, a.max(axis=axes, keepdims=True)).astype("float32")
-        share = _C.divide(hit, hit.sum(axis=axes).reshape(kept)).astype(node.dtype)
-        return multiply(spread(out_grad, a.shape, axes), const(share))
+        weight = _C.divide(hit, hit.sum(axis=axes).reshape(kept)).astype(node.dtype)
+        return multiply(spread(out_grad, a.shape, axes), const(weight))
 
 
 def max(a: Tensor, axes: Axes = None) -> Tensor:
