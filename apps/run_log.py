@@ -176,6 +176,11 @@ class RunLog:
             self.is_heard, self._bar = False, None
             silence()
 
+    def settle(self) -> None:
+        """Writes the line of the queued step, where there is one."""
+        if self._pending is not None:
+            self.finish()
+
     def skip_time(self) -> None:
         """Time since the last step (evaluating, saving) does not count for the next one."""
         self._mark = time.perf_counter()

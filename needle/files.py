@@ -75,16 +75,16 @@ def remove_leftovers(folder: Path) -> None:
 
 class Lock:
     """A folder that one process at a time works in, by flock on its file `lock`, which names the
-    process. The system gives the lock up with the process, however it ends. FileError where another
+    process. It is given up with this object, and with
+    the process, however that ends. FileError where another
     process holds it; `held` is False on file systems that know no locks.
     """
 
     def __init__(self, folder: Path) -> None:
         self.path = Path(folder) / "lock"
+        self._file: int | None = None
         try:
-            self._file: int | None = os.open(
-                self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666
-            )
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except OSError as error:
             raise FileError(f"{self.path}: cannot be opened: {error.strerror or error}") from error
         try:
@@ -107,3 +107,6 @@ class Lock:
         if self._file is not None:
             os.close(self._file)
             self._file = None
+
+    def __del__(self) -> None:
+        self.release()
