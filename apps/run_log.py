@@ -56,25 +56,27 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     return None
 
 
+def read_lines(path: Path) -> list[dict]:
+    """The lines of metrics.jsonl; damaged ones (a kill, a full disk) are passed over."""
+    lines = []
+    for text in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            line = json.loads(text)
+            if all(isinstance(line[key], (int, float)) for key in ("step", "loss", "tokens")):
+                lines.append(line)
+        except (ValueError, LookupError, TypeError, RecursionError):
+            continue
+    return lines
+
+
 def drop_lines_after(path: Path, step: int) -> float:
     """Cuts metrics.jsonl back to `step`: what a killed run wrote after its last checkpoint is
     computed again. Returns the first loss (nan where there is none)."""
-    if not path.exists():
-        return math.nan
-    kept, first = [], math.nan
-    for line in path.read_text().splitlines():
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            break  # the line that was being written when the run was killed
-        if entry["step"] > step:
-            break
-        if not kept:
-            first = entry["loss"]
-        kept.append(line + "\n")
-    with replacing(path) as file:
-        file.write("".join(kept).encode())
-    return first
+    kept = [line for line in read_lines(path) if line["step"] <= step]
+    if path.exists():
+        with replacing(path) as file:
+            file.write("".join(json.dumps(line) + "\n" for line in kept).encode())
+    return kept[0]["loss"] if kept else math.nan
 
 
 class RunLog:
@@ -105,6 +107,7 @@ class RunLog:
         self._mark = time.perf_counter()
         self._start, self._started = start, time.perf_counter()
         self._bar = _bar(start, steps)
+        self.is_heard = True  # False once nobody reads the output any more
 
     def queue(
         self,
@@ -167,7 +170,16 @@ class RunLog:
         self._file.flush()
         for tracker in self._trackers:
             tracker.log(line)
-        self._show(line, evaluated)
+        try:
+            self._show(line, evaluated)
+        except BrokenPipeError:
+            self.is_heard, self._bar = False, None
+            silence()
+
+    def settle(self) -> None:
+        """Writes the line of the queued step, where there is one."""
+        if self._pending is not None:
+            self.finish()
 
     def skip_time(self) -> None:
         """Time since the last step (evaluating, saving) does not count for the next one."""
@@ -230,6 +242,14 @@ class RunLog:
             )
 
 
+def silence() -> None:
+    """The reader of our output is gone: from now on it goes nowhere, and raises nothing."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
 def _bar(start: int, steps: int):
     """A progress bar where somebody watches and tqdm is installed."""
     if not sys.stderr.isatty():
@@ -243,7 +263,7 @@ def _bar(start: int, steps: int):
 
 def plot(folder: Path) -> str:
     """Draws loss.png from metrics.jsonl; one line about it for people."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(folder / "metrics.jsonl")
     if not lines:
         return "no loss.png: nothing was trained"
     try:

@@ -11,7 +11,6 @@ writes the same losses, bit for bit, as one that was not.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 import os
@@ -28,6 +27,7 @@ import checkout
 checkout.choose()
 
 import recipes  # noqa: E402
+import run_folder  # noqa: E402
 import trackers  # noqa: E402
 import train_flags  # noqa: E402
 from run_log import NotFinite, RunLog, peak_flops, plot  # noqa: E402
@@ -40,9 +40,7 @@ from needle.checkpoint import (  # noqa: E402
     Checkpoint,
     CheckpointError,
     checkpoint_path,
-    find_checkpoint,
     load_checkpoint,
-    newest_checkpoint,
     prune_checkpoints,
     save_checkpoint,
     versions,
@@ -56,7 +54,7 @@ from needle.data import (  # noqa: E402
     run_data,
     token_bytes,
 )
-from needle.files import replacing  # noqa: E402
+from needle.files import Lock, replacing  # noqa: E402
 
 __all__ = ["load_checkpoint", "main", "save_checkpoint", "train"]
 
@@ -72,6 +70,7 @@ class Run:
     """Everything the loop works on."""
 
     folder: Path
+    lock: Lock
     settings: dict
     device: ndl.Device
     data: TokenData
@@ -79,7 +78,9 @@ class Run:
     flat: nn.FlatParameters
     optimizer: optim.AdamW
     batches: Prefetch
+    position: dict[str, int]  # in the data, behind the steps done
     step: int = 0  # steps done
+    saved: int = 0  # of them, up to the last checkpoint
     seconds: float = 0.0
     tensorboard: bool = False
     wandb: str | None = None  # the project
@@ -112,7 +113,7 @@ def train(run: Run) -> int:
         trackers.start(run.folder, run.step, settings, run.tensorboard, run.wandb),
     )
     loss_scale = Tensor.from_ndarray(full((), 1 / micro_batches, "float32", run.device))
-    stop = Stop()
+    stop, failure = Stop(), None
     try:
         if run.step == 0 and settings["recipe"]:
             save(run, log)
@@ -128,8 +129,10 @@ def train(run: Run) -> int:
             optimizer.step(scale)
             log.queue(step, losses, norm, optimizer.lr, where, 1e3 * (batches.waited - waited))
 
-            run.step = step
-            ends = step == steps or stop.signal is not None
+            run.step, run.position = step, batches.position
+            if not log.is_heard:
+                stop.reason = stop.reason or "a closed pipe"
+            ends = step == steps or stop.reason is not None
             evaluates = step == steps or _due(step, settings["eval_every"])
             saves = ends or _due(step, settings["save_every"]) or stays(settings, step)
             if evaluates or saves:
@@ -143,16 +146,25 @@ def train(run: Run) -> int:
     except NotFinite as error:
         log.close()
         return report_not_finite(run, error)
+    except (DataError, OSError) as error:  # drops the part of a step, and not those that are done
+        failure = error
+        if run.step > run.saved:
+            log.settle()
+            save(run, log)
     finally:
         log.close()
         batches.close()
         stop.restore()
-    if run.step < steps:
+    if failure is not None:
+        print(f"train_pythia.py: {failure}", file=sys.stderr)
+    if run.step < steps or failure is not None:
+        reason = stop.reason or "this error"
         print(
-            f"stopped by {stop.signal} after step {run.step} of {steps}, and saved. Go on with\n"
-            f"    {resume_command(run)}"
+            f"stopped by {reason} after step {run.step} of {steps}, and saved. Go on with\n"
+            f"    {resume_command(run)}",
+            file=sys.stdout if failure is None else sys.stderr,
         )
-        return 0
+        return 0 if failure is None else 1
     finish(run, log)
     return 0
 
@@ -217,17 +229,18 @@ def evaluate(run: Run) -> dict[str, float]:
 
 
 class Stop:
-    """SIGINT and SIGTERM let the step end; a second SIGINT interrupts at once."""
+    """SIGINT, SIGTERM and SIGHUP let the step end; a second SIGINT interrupts at once. A SIGHUP
+    that whoever started the process has it ignore (nohup) stays ignored."""
 
     def __init__(self) -> None:
-        self.signal: str | None = None
-        self._before = {
-            number: signal.signal(number, self._on_signal)
-            for number in (signal.SIGINT, signal.SIGTERM)
-        }
+        self.reason: str | None = None
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        self._before = {number: signal.signal(number, self._on_signal) for number in numbers}
 
     def _on_signal(self, number: int, frame) -> None:
-        self.signal = signal.Signals(number).name
+        self.reason = signal.Signals(number).name
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def restore(self) -> None:
@@ -236,28 +249,29 @@ class Stop:
 
 
 def save(run: Run, log: RunLog) -> None:
-    """The checkpoint of this step; the last two stay, and those that a recipe keeps."""
+    """The checkpoint of run.step; the last two stay, and those that a recipe keeps."""
     log.sync()
     folder = run.folder / "checkpoints"
     schedule = {name: run.settings[name] for name in ("schedule", "lr", "warmup", "steps")}
     save_checkpoint(
         run.model,
         run.optimizer,
-        run.batches.epoch,
+        run.position["epoch"],
         log.loss,
         checkpoint_path(folder, run.step),
         step=run.step,
-        data=run.batches.position,
+        data=run.position,
         fingerprint=run.data.fingerprint,
         schedule=schedule,
         settings=run.settings,
         seconds=log.seconds,
     )
-    prune_checkpoints(folder, forever=lambda step: stays(run.settings, step))
+    run.saved = run.step
+    prune_checkpoints(folder, run.step, forever=lambda step: stays(run.settings, step))
 
 
 def resume_command(run: Run) -> str:
-    words = ["python", sys.argv[0], "--resume", "auto", "--name", run.folder.name]
+    words = [sys.executable, sys.argv[0], "--resume", "auto", "--name", run.folder.name]
     if run.folder.parent != Path("runs"):
         words += ["--out", str(run.folder.parent)]
     words += ["--tensorboard"] * run.tensorboard
@@ -267,11 +281,11 @@ def resume_command(run: Run) -> str:
 
 def report_not_finite(run: Run, error: NotFinite) -> int:
     print(f"{error}. Stopped.", file=sys.stderr)
-    good = newest_checkpoint(run.folder / "checkpoints", report=lambda text: None)
+    saved = checkpoint_path(run.folder / "checkpoints", run.saved)
     print(
-        "no checkpoint was written before it"
-        if good is None
-        else f"the last good checkpoint is {good.path}",
+        f"the last good checkpoint is {saved}"
+        if saved.exists()
+        else "no checkpoint was written before it",
         file=sys.stderr,
     )
     print("a lower --lr, a longer --warmup or a smaller --clip may help", file=sys.stderr)
@@ -309,33 +323,13 @@ def sample_text(run: Run) -> str:
 # ---- making a run -----------------------------------------------------------------------------
 
 
-def resumed_checkpoint(args) -> Checkpoint | None:
-    """The checkpoint that --resume names; None where `auto` finds nothing."""
-    if args.resume != "auto":
-        return find_checkpoint(args.resume)
-    runs = Path(args.out)
-    if args.name:
-        folders = [runs / args.name / "checkpoints"]
-    else:
-        folders = sorted(
-            (path for path in runs.glob("*/checkpoints") if path.is_dir()),
-            key=lambda path: path.stat().st_mtime_ns,
-            reverse=True,
-        )
-    for folder in folders:
-        found = newest_checkpoint(folder)
-        if found is not None:
-            return found
-    print(
-        f"--resume auto: no good checkpoint in {runs / (args.name or '')}: "
-        "starting from the beginning"
-    )
-    return None
-
-
 def new_run(args) -> Run:
     device = choose_device(args.device)
     settings = train_flags.complete(train_flags.given(args), args.tokens, on_gpu=not device.is_host)
+    # Names are checked before the text is tokenised, which may take long.
+    folder = run_folder.free_folder(
+        Path(args.out), args.name, settings["model"], restart=bool(args.resume)
+    )
     described = train_flags.data_of(settings)
     data = run_data(described)
     config = model_config(settings, data)
@@ -351,13 +345,15 @@ def new_run(args) -> Run:
         eps=1e-8,
         weight_decay=settings["weight_decay"],
     )
-    folder = new_folder(Path(args.out), args.name, settings["model"], restart=bool(args.resume))
-    run = Run(folder, settings, device, data, model, flat, optimizer, batches)
+    lock = run_folder.take(folder)
+    run = Run(
+        folder, lock, settings, device, data, model, flat, optimizer, batches, batches.position
+    )
     write_description(run)
     return run
 
 
-def resumed_run(args, checkpoint: Checkpoint) -> Run:
+def resumed_run(args, folder: Path, lock: Lock, checkpoint: Checkpoint) -> Run:
     state = checkpoint.state
     missing = [key for key in ("settings", "step", "data", "fingerprint") if key not in state]
     if missing:
@@ -373,9 +369,6 @@ def resumed_run(args, checkpoint: Checkpoint) -> Run:
             f"{checkpoint.path}: this run cannot go on with other settings: "
             f"{'; '.join(differences)}. Leave these flags out, or start anew"
         )
-    folder = checkpoint.path.resolve().parent.parent
-    if args.resume == "auto":
-        folder = checkpoint.path.parent.parent
     described = train_flags.data_of(settings)
     data = run_data(described, folder, state["fingerprint"])
     device = choose_device(args.device)
@@ -386,6 +379,7 @@ def resumed_run(args, checkpoint: Checkpoint) -> Run:
     print(f"resuming {checkpoint.path} after step {state['step']}")
     return Run(
         folder,
+        lock,
         settings,
         device,
         data,
@@ -393,6 +387,8 @@ def resumed_run(args, checkpoint: Checkpoint) -> Run:
         optimizer.flat,
         optimizer,
         batches,
+        state["data"],
+        state["step"],
         state["step"],
         state["seconds"],
     )
@@ -413,22 +409,6 @@ def model_config(settings: dict, data: TokenData) -> models.Config:
         print(f"the tokenizer has {needed:,} tokens: the model's vocabulary becomes {raised:,}")
         config = dataclasses.replace(config, vocab_size=raised)
     return config
-
-
-def new_folder(out: Path, name: str | None, model: str, restart: bool) -> Path:
-    """The folder of a new run. `restart`: a run that died before its first checkpoint begins
-    again in its own folder."""
-    if name is None:
-        names = itertools.chain([model], (f"{model}-{i}" for i in itertools.count(2)))
-        name = next(n for n in names if restart or not (out / n).exists())
-    folder = out / name
-    if folder.exists() and any(folder.iterdir()) and not restart:
-        raise DataError(
-            f"{folder}: there is a run of this name already; go on with it by "
-            f"--resume auto --name {name}, or choose another --name"
-        )
-    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def write_description(run: Run) -> None:
@@ -464,8 +444,8 @@ def main(argv: list[str] | None = None) -> int:
     args = train_flags.parser().parse_args(argv)
     try:
         trackers.check(args.tensorboard, args.wandb)
-        checkpoint = resumed_checkpoint(args) if args.resume else None
-        run = new_run(args) if checkpoint is None else resumed_run(args, checkpoint)
+        found = run_folder.resume(args.resume, Path(args.out), args.name) if args.resume else None
+        run = new_run(args) if found is None else resumed_run(args, *found)
         run.tensorboard, run.wandb = args.tensorboard, args.wandb
         print(f"{run.model}\n{run.data.source}\nrun: {run.folder}", flush=True)
         if run.step >= run.settings["steps"]:

@@ -82,6 +82,7 @@ def save_checkpoint(
     }
     with replacing(path) as file:
         _write(file, tensors, state)
+    _whole.add(_stamp(path))
     return path
 
 
@@ -148,6 +149,7 @@ class Checkpoint:
         self.path = Path(filepath)
         with reading(self.path) as file:
             self._entries, self.state = self._read(file)
+            _whole.add(_stamp(file.fileno()))
 
     def __repr__(self) -> str:
         step = "" if "step" not in self.state else f", step {self.state['step']}"
@@ -298,25 +300,44 @@ def checkpoint_path(folder: str | os.PathLike, step: int) -> Path:
     return Path(folder) / f"step_{step}.safetensors"
 
 
+def step_of(path: Path) -> int:
+    """The step of a checkpoint by its name, as checkpoint_path gave it."""
+    return int(path.stem.removeprefix("step_"))
+
+
 def list_checkpoints(folder: str | os.PathLike) -> list[Path]:
-    """The checkpoints of a folder, newest step first; not opened."""
-    found = []
-    for path in Path(folder).glob("step_*.safetensors"):
-        step = path.name.removeprefix("step_").removesuffix(".safetensors")
-        if step.isdecimal():
-            found.append((int(step), path))
-    return [path for _, path in sorted(found, reverse=True)]
+    """The checkpoints of a folder, newest step first; not opened. CheckpointError where the folder
+    is there and cannot be listed."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be listed: {error.strerror or error}") from error
+    found = [Path(folder) / name for name in names if re.fullmatch(r"step_\d+\.safetensors", name)]
+    return sorted(found, key=step_of, reverse=True)
 
 
 def newest_checkpoint(
     folder: str | os.PathLike, report: Callable[[str], None] = print
 ) -> Checkpoint | None:
-    """The newest whole checkpoint of a folder; damaged ones are reported and passed over."""
-    for path in list_checkpoints(folder):
+    """The newest whole checkpoint of a folder, None where there is no file of one. Damaged ones are
+    reported and passed over. CheckpointError where all are damaged, and where the system refuses to
+    read one: whoever began anew, or went on from an older one, would overwrite what may be whole.
+    """
+    paths = list_checkpoints(folder)
+    for path in paths:
         try:
             return Checkpoint(path)
         except CheckpointError as error:
+            cause = error.__cause__
+            if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
+                raise CheckpointError(
+                    f"{error}; make it readable, or move it away to go on from an older one"
+                ) from error
             report(f"skipped: {error}")
+    if paths:
+        raise CheckpointError(f"{folder}: none of its checkpoints is whole; nothing is overwritten")
     return None
 
 
@@ -331,14 +352,36 @@ def find_checkpoint(path: str | os.PathLike, report: Callable[[str], None] = pri
     return found
 
 
+# Files that this process has written or read to their last byte, as long as they are the same.
+_whole: set[tuple[int, ...]] = set()
+
+
+def _stamp(file: Path | int) -> tuple[int, ...]:
+    stat = os.stat(file)
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        return _stamp(path) in _whole or Checkpoint(path) is not None
+    except (CheckpointError, OSError):
+        return False
+
+
 def prune_checkpoints(
-    folder: str | os.PathLike, keep: int = 2, forever: Callable[[int], bool] = lambda step: False
+    folder: str | os.PathLike,
+    written: int,
+    keep: int = 2,
+    forever: Callable[[int], bool] = lambda step: False,
 ) -> None:
-    """Deletes all but the `keep` newest of those whose step is not to stay `forever`."""
-    passing = [
-        path
-        for path in list_checkpoints(folder)
-        if not forever(int(path.stem.removeprefix("step_")))
-    ]
-    for path in passing[keep:]:
-        path.unlink(missing_ok=True)
+    """Deletes, of the steps up to `written`, which has just been saved, all that are older than the
+    `keep` newest whole ones and are not to stay `forever`. Later steps stay: they are damaged, or
+    of a training that somebody went back from."""
+    kept = 0
+    for path in list_checkpoints(folder):
+        if step_of(path) > written or forever(step_of(path)):
+            continue
+        if kept == keep:
+            path.unlink(missing_ok=True)
+        elif step_of(path) == written or _is_whole(path):
+            kept += 1

@@ -1,9 +1,14 @@
-"""Files that survive: read with errors that name them, and replaced whole or not at all."""
+"""Files that survive: read with errors that name them, replaced whole or not at all, in folders
+that one process at a time works in."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import platform
+import re
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -26,12 +31,13 @@ def reading(path: Path) -> Iterator[BinaryIO]:
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A binary file that becomes `path` when the block ends well and vanishes when it does not:
-    temporary file, fsync, rename, fsync of the folder. FileError where it cannot be written."""
+    temporary file, fsync, rename, fsync of the folder. The temporary file has a name that no other
+    writer has, and follows no link. FileError where it cannot be written."""
     path = Path(path)
-    work = path.with_name(f".{path.name}.tmp")
+    work = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(work, "wb") as file:
+        with open(work, "xb", opener=_opener) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -49,3 +55,58 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     finally:
         with contextlib.suppress(OSError):
             work.unlink(missing_ok=True)
+
+
+def _opener(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+LEFTOVER = re.compile(r"\..+\.tmp", re.DOTALL)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes what killed writers left in `folder`: temporary files of `replacing`. Only for who
+    holds the folder (Lock), since a writer at work would lose its file."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if LEFTOVER.fullmatch(entry.name) and not entry.is_dir(follow_symlinks=False):
+                os.unlink(entry.path)
+
+
+class Lock:
+    """A folder that one process at a time works in, by flock on its file `lock`, which names the
+    process. It is given up with this object, and with
+    the process, however that ends. FileError where another
+    process holds it; `held` is False on file systems that know no locks.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = Path(folder) / "lock"
+        self._file: int | None = None
+        try:
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        except OSError as error:
+            raise FileError(f"{self.path}: cannot be opened: {error.strerror or error}") from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.held = True
+        except BlockingIOError:
+            holder = os.read(self._file, 200).decode(errors="replace").strip()
+            self.release()
+            raise FileError(
+                f"{folder}: {holder or 'another process'} is working in this folder; stop it, or "
+                "choose another folder"
+            ) from None
+        except OSError:
+            self.held = False
+            return
+        os.ftruncate(self._file, 0)
+        os.write(self._file, f"process {os.getpid()} on {platform.node()}\n".encode())
+
+    def release(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def __del__(self) -> None:
+        self.release()

@@ -374,7 +374,7 @@ def test_the_two_newest_stay_and_damaged_ones_are_passed_over(tmp_path):
     for number in (2, 9, 10, 100):
         save_checkpoint(model, optimizer, 0, 1.0, checkpoint_path(tmp_path, number), step=number)
     (tmp_path / "step_x.safetensors").write_text("not ours")
-    prune_checkpoints(tmp_path)
+    prune_checkpoints(tmp_path, 100)
     assert list_checkpoints(tmp_path) == [checkpoint_path(tmp_path, n) for n in (100, 10)]
     checkpoint_path(tmp_path, 100).write_bytes(b"damaged, somehow")
     said = io.StringIO()

@@ -43,7 +43,7 @@ def test_the_wait_for_data_is_that_of_each_step(tmp_path, texts, monkeypatch):
 def test_a_run_writes_what_it_promises(tmp_path, texts, capsys):
     assert train_pythia.main(flags(tmp_path, texts, "a")) == 0
     folder = tmp_path / "runs" / "a"
-    files = "config.json metrics.jsonl loss.png tokenizer.json sample.txt checkpoints"
+    files = "config.json metrics.jsonl loss.png tokenizer.json sample.txt checkpoints lock"
     assert {path.name for path in folder.iterdir()} == set(files.split())
     lines = lines_of(tmp_path, "a")
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]

@@ -1,0 +1,85 @@
+"""The folder of a run: which name is free, who works in it, and the checkpoint to go on from.
+
+    runs/NAME/lock          held by the one process that trains in it (needle/files.py)
+    runs/NAME/checkpoints/  step_N.safetensors
+
+A run begins anew only where nothing was ever saved. Checkpoints that cannot be read, and folders
+that cannot be listed, are errors: whoever began anew would overwrite them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+from needle.checkpoint import Checkpoint, find_checkpoint, newest_checkpoint
+from needle.data import DataError
+from needle.files import FileError, Lock, remove_leftovers
+
+
+def free_folder(out: Path, name: str | None, model: str, restart: bool) -> Path:
+    """The folder of a new run, not made yet. `restart`: a run that died before its first checkpoint
+    begins again in its own folder. DataError where there is a run of this name."""
+    if name is None:
+        names = itertools.chain([model], (f"{model}-{i}" for i in itertools.count(2)))
+        name = next(n for n in names if restart or not (out / n).exists())
+    folder = out / name
+    if not restart and folder.exists() and any(folder.iterdir()):
+        raise DataError(
+            f"{folder}: there is a run of this name already; go on with it by "
+            f"--resume auto --name {name}, or choose another --name"
+        )
+    return folder
+
+
+def take(folder: Path) -> Lock:
+    """Makes a run's folder where there is none, and locks it. What a killed process was writing is
+    removed. FileError names the process that works there."""
+    try:
+        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        lock = Lock(folder)
+        if lock.held:
+            remove_leftovers(folder)
+            remove_leftovers(folder / "checkpoints")
+        return lock
+    except OSError as error:
+        raise FileError(f"{error.filename}: {error.strerror}") from error
+
+
+def resume(what: str, out: Path, name: str | None) -> tuple[Path, Lock, Checkpoint] | None:
+    """(folder, its lock, checkpoint) that --resume names; None where `auto` finds nothing."""
+    if what != "auto":
+        path = Path(what)
+        folder = path if path.is_dir() else path.resolve().parent.parent
+        found = find_checkpoint(path)  # before a folder is made from a mistyped name
+        return folder, take(folder), found
+    folders = [out / name] if name else _newest_first(out)
+    for folder in folders:
+        if not (folder / "checkpoints").is_dir():
+            continue
+        lock = take(folder)
+        found = newest_checkpoint(folder / "checkpoints")
+        if found is not None:
+            return folder, lock, found
+        lock.release()
+    print(
+        f"--resume auto: no checkpoint in {out / (name or '')}: starting from the beginning",
+        flush=True,
+    )
+    return None
+
+
+def _newest_first(out: Path) -> list[Path]:
+    """The runs in a folder, that which saved last first."""
+    try:
+        found = [
+            (os.stat(folder / "checkpoints").st_mtime_ns, folder)
+            for folder in out.iterdir()
+            if folder.is_dir() and (folder / "checkpoints").is_dir()
+        ]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise FileError(f"{error.filename}: cannot be listed: {error.strerror}") from error
+    return [folder for _, folder in sorted(found, reverse=True)]

@@ -1,0 +1,127 @@
+"""Files that survive: two writers, links, killed writers, and a folder that two want."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from needle import files
+from needle.files import FileError, Lock, remove_leftovers, replacing
+
+
+def test_two_writers_never_mix(tmp_path):
+    """Each of them writes a file of its own letter, again and again; a reader sees whole ones."""
+    path, torn, done = tmp_path / "a", [], threading.Event()
+
+    def write(letter: bytes) -> None:
+        for _ in range(60):
+            with replacing(path) as file:
+                for _ in range(20):
+                    file.write(letter * 5000)
+
+    def read() -> None:
+        while not done.is_set():
+            if path.exists():
+                content = path.read_bytes()
+                if len(content) != 100_000 or len(set(content)) != 1:
+                    torn.append(content)
+
+    writers = [threading.Thread(target=write, args=(letter,)) for letter in (b"a", b"b")]
+    reader = threading.Thread(target=read)
+    for thread in (*writers, reader):
+        thread.start()
+    for thread in writers:
+        thread.join()
+    done.set()
+    reader.join()
+    assert not torn and os.listdir(tmp_path) == ["a"]
+
+
+def test_a_planted_link_is_not_followed(tmp_path, monkeypatch):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    monkeypatch.setattr(files.secrets, "token_hex", lambda n: "00000000")
+    planted = tmp_path / f".a.{os.getpid()}-00000000.tmp"
+    planted.symlink_to(victim)
+    with pytest.raises(FileError, match="a: cannot be written: File exists"):
+        with replacing(tmp_path / "a") as file:
+            file.write(b"evil")
+    assert victim.read_text() == "precious" and not (tmp_path / "a").exists()
+
+
+def test_the_folder_is_synced_behind_the_rename(tmp_path, monkeypatch):
+    """A power cut must find the new name: file, rename, folder, in this order."""
+    happened = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(fd: int) -> None:
+        happened.append("folder" if os.path.isdir(f"/proc/self/fd/{fd}") else "file")
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", lambda *names: happened.append("rename") or replace(*names))
+    with replacing(tmp_path / "a") as file:
+        file.write(b"x")
+    assert happened == ["file", "rename", "folder"]
+
+
+KILLED = """
+import os, signal, sys
+from needle.files import replacing
+with replacing(sys.argv[1]) as file:
+    file.write(b"half")
+    file.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_left_overs_of_a_killed_writer_are_removed(tmp_path):
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "a")])
+    assert len(os.listdir(tmp_path)) == 1 and not (tmp_path / "a").exists()
+    for name in (".a.tmp", "kept.tmp", ".kept"):  # the first as an older needle called it
+        (tmp_path / name).write_text("x")
+    (tmp_path / ".folder.tmp").mkdir()
+    remove_leftovers(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == [".folder.tmp", ".kept", "kept.tmp"]
+
+
+HOLDER = """
+import sys
+from needle.files import Lock
+lock = Lock(sys.argv[1])
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_lock_is_held_by_one_and_goes_with_the_process(tmp_path):
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with holder:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(
+            FileError, match=f"process {holder.pid} on .* is working in this folder"
+        ):
+            Lock(tmp_path)
+        holder.kill()
+    lock = Lock(tmp_path)
+    assert lock.held
+    with pytest.raises(FileError, match=f"process {os.getpid()} on"):
+        Lock(tmp_path)
+    lock.release()
+    again = Lock(tmp_path)
+    del again
+    assert Lock(tmp_path).held
+
+
+def test_a_lock_that_cannot_be_made(tmp_path):
+    (tmp_path / "lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(FileError, match="lock: cannot be opened"):
+        Lock(tmp_path)
+    assert not (tmp_path / "elsewhere").exists()
