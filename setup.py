@@ -79,7 +79,8 @@ def find_blas() -> tuple[str, list[str], list[str]]:
             # By prototype, not by header: where cblas.h lies differs from system to system.
             source = Path(folder, "probe.c")
             source.write_text("int cblas_sdot(void); int main(void) { return cblas_sdot(); }\n")
-            for name in ("openblas", "cblas", "blas"):
+            # The others may be Netlib's reference, which is slower than the built-in product.
+            for name in ("openblas",) if wanted == "auto" else ("openblas", "cblas", "blas"):
                 command = [*c_compiler(), source, "-o", Path(folder, "probe"), f"-l{name}"]
                 if steps.run(command)[0]:
                     return f"system lib{name}", ["-DNEEDLE_BLAS_SYSTEM=1"], [f"-l{name}"]

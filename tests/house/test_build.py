@@ -109,6 +109,24 @@ def test_cuda_home_without_nvcc_is_named(build, monkeypatch, tmp_path):
     assert str(tmp_path) in one_line(error)
 
 
+@pytest.mark.parametrize(
+    "wanted, here, chosen",
+    [
+        ("auto", "openblas", "system libopenblas"),
+        ("auto", "blas", "built-in"),
+        ("system", "blas", "system libblas"),
+    ],
+)
+def test_a_blas_that_may_be_slow_is_taken_only_when_asked_for(
+    build, monkeypatch, wanted, here, chosen
+):
+    """-lblas may be Netlib's reference: 1.6 GFLOP/s where the built-in product makes 97."""
+    monkeypatch.setenv("NEEDLE_BLAS", wanted)
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(build.steps, "run", lambda command: (command[-1] == f"-l{here}", ""))
+    assert build.find_blas()[0] == chosen
+
+
 def test_auto_says_one_loud_line(build, monkeypatch, capsys):
     monkeypatch.setattr(build.cuda, "find_gpus", lambda: ([], "no NVIDIA driver"))
     assert build.cuda.choose_cuda() is None
