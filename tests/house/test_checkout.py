@@ -77,7 +77,9 @@ def test_a_copied_checkout_imports_itself(tree, tmp_path):
 def test_an_offline_machine_builds_and_trains_with_what_it_has(tree):
     """An interpreter with NumPy and setuptools alone, and a pip that reaches no index."""
     python = tree.root / ".venv/bin/python"
-    site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tree.root)
+    site = run(
+        python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tree.root
+    )
     for start in ("numpy", "setuptools", "pkg_resources", "_distutils_hack", "pip"):
         for found in Path(sysconfig.get_path("purelib")).glob(f"{start}*"):
             Path(site.stdout.strip(), found.name).symlink_to(found)
