@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable
 
 import recipes
+import run_length
 
 from needle import models
 from needle.backend_ndarray import check_device_name
@@ -45,7 +46,7 @@ CPU = {
 TINY = {
     "batch_size": 16,
     "seq_len": 256,
-    "steps": 600,
+    "steps": run_length.MOST,
     "lr": 3e-3,
     "eval_every": 50,
     "save_every": 50,
@@ -232,7 +233,8 @@ def parser() -> argparse.ArgumentParser:
         "--steps",
         type=count,
         metavar="N",
-        help=f"optimizer steps (default: tiny {TINY['steps']}, others "
+        help="optimizer steps (default: tiny as many as three minutes allow, "
+        f"{run_length.LEAST} to {run_length.MOST} | {TINY['steps']}, others "
         f"{CPU['steps']} | {CUDA['steps']})",
     )
     length.add_argument(
@@ -387,6 +389,11 @@ def complete(named: dict, tokens: int | None, on_gpu: bool) -> dict:
             f"and its warmup must be 0 to {settings['steps']} of them"
         )
     return settings
+
+
+def may_choose_steps(named: dict, tokens: int | None, settings: dict) -> bool:
+    """Whether nothing says how long a run of `tiny` is: on a CPU the machine's speed then does."""
+    return settings["model"] == "tiny" and tokens is None and not named.keys() & {"steps", "recipe"}
 
 
 def data_of(settings: dict) -> dict:

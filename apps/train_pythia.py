@@ -28,6 +28,7 @@ checkout.choose()
 
 import recipes  # noqa: E402
 import run_folder  # noqa: E402
+import run_length  # noqa: E402
 import trackers  # noqa: E402
 import train_flags  # noqa: E402
 from run_log import NotFinite, RunLog, peak_flops, plot  # noqa: E402
@@ -324,15 +325,18 @@ def sample_text(run: Run) -> str:
 
 
 def new_run(args) -> Run:
-    device = choose_device(args.device)
-    settings = train_flags.complete(train_flags.given(args), args.tokens, on_gpu=not device.is_host)
+    device, named = choose_device(args.device), train_flags.given(args)
+    settings = train_flags.complete(named, args.tokens, on_gpu=not device.is_host)
     # Names are checked before the text is tokenised, which may take long.
     folder = run_folder.free_folder(
         Path(args.out), args.name, settings["model"], restart=bool(args.resume)
     )
+    if device.is_host and train_flags.may_choose_steps(named, args.tokens, settings):
+        named["steps"] = run_length.choose_steps(model_config(settings), settings, device)
+        settings = train_flags.complete(named, None, on_gpu=False)
     described = train_flags.data_of(settings)
     data = run_data(described)
-    config = model_config(settings, data)
+    config = model_config(settings, data.vocab_size)
     batches = Prefetch(run_batches(data, described, config.vocab_size), device)
     np.random.seed(settings["seed"])
     model = config.model_class(config, device=device)
@@ -394,7 +398,8 @@ def resumed_run(args, folder: Path, lock: Lock, checkpoint: Checkpoint) -> Run:
     )
 
 
-def model_config(settings: dict, data: TokenData) -> models.Config:
+def model_config(settings: dict, needed: int | None = None) -> models.Config:
+    """`needed`: the size of the tokenizer's vocabulary, where there is one."""
     changes = {"max_seq_len": settings["seq_len"], "dtype": settings["dtype"]}
     if settings["sparse"] is not None:
         changes |= {
@@ -403,8 +408,7 @@ def model_config(settings: dict, data: TokenData) -> models.Config:
             "sparse_window": settings["window"],
         }
     config = models.preset(settings["model"], **changes)
-    needed = data.vocab_size or 0
-    if needed > config.vocab_size:
+    if needed is not None and needed > config.vocab_size:
         raised = -(-needed // 128) * 128
         print(f"the tokenizer has {needed:,} tokens: the model's vocabulary becomes {raised:,}")
         config = dataclasses.replace(config, vocab_size=raised)
