@@ -53,6 +53,7 @@ TINY = {
 }
 COMMON = {
     "recipe": None,
+    "init": None,
     "data": None,
     "tokenizer": None,
     "grad_accum": 1,
@@ -67,6 +68,7 @@ COMMON = {
 # These decide the numbers that a run computes.
 RESULT_FLAGS = (
     "recipe",
+    "init",
     "model",
     "data",
     "tokenizer",
@@ -160,6 +162,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         choices=("auto", *names),
         help=f"auto, {', '.join(names)} (default: auto: tiny | pythia-70m)",
+    )
+    model.add_argument(
+        "--init",
+        metavar="PATH",
+        help="start from the weights of a checkpoint, the folder of a run, or a folder that "
+        "transformers saved, with its tokenizer, and a fresh optimizer (default: random weights)",
     )
     model.add_argument(
         "--sparse",
@@ -352,7 +360,7 @@ def given(args: argparse.Namespace) -> dict:
         del named["model"]
     if args.global_batch_size is not None:
         named["global_batch_size"] = args.global_batch_size
-    for flag in ("data", "tokenizer"):
+    for flag in ("init", "data", "tokenizer"):
         if flag in named:  # the run may be resumed from another folder
             named[flag] = os.path.abspath(named[flag])
     return named
@@ -398,10 +406,12 @@ def may_choose_steps(named: dict, tokens: int | None, settings: dict) -> bool:
 
 def data_of(settings: dict) -> dict:
     """The data of a run as needle/data/runs.py describes them."""
+    model = settings["model"]  # with --init it may be none of the presets
+    vocabulary = models.preset(model).vocab_size if model in models.preset_names() else 50257
     return {
         "path": settings["data"],
         "tokenizer": settings["tokenizer"],
-        "vocab_size": min(models.preset(settings["model"]).vocab_size, 50257),
+        "vocab_size": min(vocabulary, 50257),
         "batch_size": settings["batch_size"],
         "micro_batches": settings["grad_accum"],
         "seq_len": settings["seq_len"],
@@ -457,4 +467,6 @@ def resumed(named: dict, tokens: int | None, saved: dict) -> tuple[dict, list[st
         elif saved[flag] != value:
             option = "--" + flag.replace("_", "-")
             differences.append(f"{option} is {value}, but the run has {saved[flag]}")
+            if flag == "steps":
+                differences[-1] += f", where its {saved['schedule']} schedule ends"
     return settings, differences
