@@ -31,9 +31,11 @@ PY := $(VENV)/bin/python
 STATE := $(VENV)/.needle
 endif
 
-BUILD_NEEDS := setuptools numpy scipy_openblas32 safetensors
-APP_NEEDS := $(BUILD_NEEDS) tokenizers tqdm matplotlib
-TEST_NEEDS := $(APP_NEEDS) pytest hypothesis
+# Without NEEDS nothing works; without LIKES something is slower or missing, and says so itself.
+BUILD_NEEDS := setuptools numpy
+BUILD_LIKES := scipy_openblas32
+TRAIN_LIKES := tokenizers tqdm matplotlib
+TEST_NEEDS := $(TRAIN_LIKES) safetensors pytest hypothesis
 C_FILES = $(wildcard csrc/*.[ch] csrc/cpu/*.[ch] csrc/python/*.[ch] cuda/*.cu cuda/*.cuh)
 
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
@@ -76,15 +78,26 @@ version=$$("$(PYTHON)" -c 'import sys; print("%d.%d" % sys.version_info[:2])'); 
     { echo "needle: error: this machine lacks packages: apt install$$missing (Fedora: dnf install gcc python3-devel)" >&2; exit 1; }
 endef
 
-# $(call want,modules): pip installs those that cannot be found, and runs only when there are any.
-define want
+# $(call want,modules) and $(call like,modules): pip installs those that cannot be found, and runs only
+# when there are any. What cannot be had ends the build of who wants it, and is a line to who likes it.
+define lacking
 lacking=$$("$(PY)" -c 'import sys; from importlib.util import find_spec; \
 print(*(n.replace("_", "-") for n in sys.argv[1:] if find_spec(n) is None))' $(1)) || exit 1; \
-if [ -n "$$lacking" ]; then \
-    echo "needle: installing $$lacking"; \
-    "$(PY)" -m pip install -q $$lacking || \
-        { echo "needle: error: pip could not install $$lacking into $(PY); install them there and run make again" >&2; exit 1; }; \
-fi
+[ -z "$$lacking" ] || echo "needle: installing $$lacking"
+endef
+
+define want
+$(lacking); \
+[ -z "$$lacking" ] || "$(PY)" -m pip install -q $$lacking || \
+    { echo "needle: error: pip could not install $$lacking into $(PY); install them there and run make again" >&2; exit 1; }
+endef
+
+define like
+$(lacking); missed=; \
+for name in $$lacking; do \
+    "$(PY)" -m pip install -q --retries 1 $$name >>$(STATE)/pip.log 2>&1 || missed="$$missed $$name"; \
+done; \
+[ -z "$$missed" ] || echo "needle: going on without$$missed, which pip could not install ($(STATE)/pip.log says why)"
 endef
 
 $(STATE)/python:
@@ -96,10 +109,11 @@ endif
 
 $(STATE)/build: $(STATE)/python pyproject.toml
 	@$(call want,$(BUILD_NEEDS))
+	@$(call like,$(BUILD_LIKES))
 	@touch $@
 
 $(STATE)/train: $(STATE)/build
-	@$(call want,$(APP_NEEDS))
+	@$(call like,$(TRAIN_LIKES))
 	@touch $@
 
 $(STATE)/test: $(STATE)/build

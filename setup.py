@@ -33,7 +33,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))  # pip runs this file without its folder on the path
 from building import cuda, steps  # noqa: E402
-from building.steps import fail, flags_from, say, setting  # noqa: E402
+from building.steps import fail, flags_from, note, say, say_notes, setting  # noqa: E402
 
 
 def c_compiler() -> list[str]:
@@ -55,7 +55,7 @@ def march_flags() -> tuple[list[str], str]:
         return [f"-march={wanted}"], wanted
     if wanted != "native":
         fail(f"NEEDLE_MARCH={wanted}: {' '.join(c_compiler())} knows no such processor")
-    say("the compiler knows no -march=native: code for the baseline processor")
+    note("the compiler knows no -march=native: code for the baseline processor")
     return [], "baseline"
 
 
@@ -73,13 +73,17 @@ def find_blas() -> tuple[str, list[str], list[str]]:
         link += [f"-Wl,-rpath,{path}/lib" for path in rpaths]
         return "scipy-openblas32", ["-DNEEDLE_BLAS_SCIPY=1", f"-I{folder / 'include'}"], link
     if wanted == "scipy":
-        fail("NEEDLE_BLAS=scipy, but there is no such package: pip install scipy-openblas32")
+        fail(
+            "NEEDLE_BLAS=scipy, but there is no such package: "
+            f"{sys.executable} -m pip install scipy-openblas32"
+        )
     if wanted in ("auto", "system"):
         with tempfile.TemporaryDirectory() as folder:
             # By prototype, not by header: where cblas.h lies differs from system to system.
             source = Path(folder, "probe.c")
             source.write_text("int cblas_sdot(void); int main(void) { return cblas_sdot(); }\n")
-            for name in ("openblas", "cblas", "blas"):
+            # The others may be Netlib's reference, which is slower than the built-in product.
+            for name in ("openblas",) if wanted == "auto" else ("openblas", "cblas", "blas"):
                 command = [*c_compiler(), source, "-o", Path(folder, "probe"), f"-l{name}"]
                 if steps.run(command)[0]:
                     return f"system lib{name}", ["-DNEEDLE_BLAS_SYSTEM=1"], [f"-l{name}"]
@@ -104,12 +108,16 @@ def python_includes() -> list[str]:
     return [f"-I{folder}", f"-I{numpy.get_include()}"]
 
 
-def build_core(objects: Path, out: Path, version: str, toolkit: cuda.Cuda | None) -> int:
-    """Compile and link needle._C; returns how many steps that took."""
+def build_core(objects: Path, out: Path, version: str, toolkit: cuda.Cuda | None) -> None:
+    """Compile and link needle._C."""
     compiler, (march, march_name) = c_compiler(), march_flags()
     blas, blas_compile, blas_link = find_blas()
-    advice = "" if "scipy" in blas else " (pip install scipy-openblas32 for the fastest)"
-    say(f"CPU matrix products: {blas}{advice}")
+    advice = (
+        ""
+        if "scipy" in blas
+        else f" ({sys.executable} -m pip install scipy-openblas32 is the fastest)"
+    )
+    note(f"CPU matrix products: {blas}{advice}")
     # gnu17 rather than c17: POSIX names, and a*b+c may become an FMA. errno and floating-point
     # traps are never looked at here, and stop vectorisation. Integers wrap around, as NumPy's do:
     # what int64 arrays hold may overflow, and so may the strides of an array without elements.
@@ -141,7 +149,7 @@ def build_core(objects: Path, out: Path, version: str, toolkit: cuda.Cuda | None
     inputs = [step.output for step in compiles]
     command = [*compiler, "-shared", "-fopenmp", *map(str, inputs), *blas_link, "-lm"]
     command += flags_from("LDFLAGS")
-    return steps.build(compiles, steps.Step("link", command, inputs, out, objects / "_C.link"))
+    steps.build(compiles, steps.Step("link", command, inputs, out, objects / "_C.link"))
 
 
 class BuildExt(build_ext):
@@ -158,14 +166,13 @@ class BuildExt(build_ext):
         with open(objects / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # two builds in one tree take turns
             toolkit = cuda.choose_cuda()
-            taken = build_core(objects, core, self.distribution.get_version(), toolkit)
+            build_core(objects, core, self.distribution.get_version(), toolkit)
             if toolkit:
-                taken += cuda.build_cuda(objects, backend, toolkit)
+                cuda.build_cuda(objects, backend, toolkit)
             elif backend.exists():
                 backend.unlink()
+                say_notes()
                 say(f"removed {backend.name} of an earlier build: it need not fit this one")
-        if not taken:
-            say("nothing to compile: all is up to date")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from needle import _C
 from needle.backend_ndarray import NDArray
 from needle.files import replacing
@@ -42,6 +44,7 @@ PEAKS = {
     "RTX 3090": {"bfloat16": 71e12, "float32": 35.6e12},
 }
 PLAIN_LINES = 40  # of a run whose output is no terminal
+TRAINING, HELD_OUT = "#0b3d91", "#b22200"  # of loss.png: dark enough to print, apart in grey
 
 
 class NotFinite(ArithmeticError):
@@ -214,24 +217,24 @@ class RunLog:
         return self._device.memory_stats()["peak_bytes"]
 
     def _show(self, line: dict, evaluated: dict) -> None:
-        facts = {
-            "loss": f"{line['loss']:.4f}",
-            "lr": f"{line['lr']:.2e}",
-            "norm": f"{line['grad_norm']:.3f}",
-            "tok/s": f"{line['tokens_per_second']:,.0f}",
-        }
-        if self._peak:
-            mfu = line["tokens_per_second"] * self._flops_per_token / self._peak
-            facts["MFU"] = f"{mfu:.1%}"
-        facts["mem"] = f"{self._memory() / 2**30:.2f} GiB"
-        step = line["step"]
+        step, speed = line["step"], line["tokens_per_second"]
+        pace = (time.perf_counter() - self._started) / (step - self._start)
+        left = clock(pace * (self._steps - step))
         if self._bar is not None:
-            self._bar.set_postfix(facts, refresh=False)
+            self._bar.set_description_str(
+                f"loss {line['loss']:.2f} {short(speed)} tok/s left {left}", refresh=False
+            )
             self._bar.update(step - self._bar.n)
         elif step in (self._start + 1, self._steps) or step % -(-self._steps // PLAIN_LINES) == 0:
-            pace = (time.perf_counter() - self._started) / (step - self._start)
-            left = round(pace * (self._steps - step))
-            facts["left"] = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}"
+            facts = {
+                "loss": f"{line['loss']:.4f}",
+                "lr": f"{line['lr']:.2e}",
+                "norm": f"{line['grad_norm']:.3f}",
+                "tok/s": f"{speed:,.0f}",
+            }
+            if self._peak:
+                facts["MFU"] = f"{speed * self._flops_per_token / self._peak:.1%}"
+            facts |= {"mem": f"{self._memory() / 2**30:.2f} GiB", "left": left}
             text = "  ".join(f"{name} {value}" for name, value in facts.items())
             print(f"step {step}/{self._steps}  {text}", flush=True)
         if evaluated:
@@ -258,7 +261,37 @@ def _bar(start: int, steps: int):
         from tqdm import tqdm
     except ImportError:
         return None
-    return tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True)
+    return tqdm(
+        total=steps,
+        initial=start,
+        dynamic_ncols=True,
+        bar_format="{n_fmt}/{total_fmt} {desc} |{bar}|",
+    )
+
+
+def clock(seconds: float) -> str:
+    """1:42, or 2:01:42."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def short(number: float) -> str:
+    """950, 17k, 1.1M."""
+    for size, letter in ((1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.{int(number < 10 * size)}f}{letter}"
+    return f"{number:.0f}"
+
+
+def smoothed(values: Sequence[float]) -> np.ndarray:
+    """The mean of each value and its neighbours, a fiftieth of all on either side; fewer at the
+    beginning, so that the first descent stays where it is."""
+    at = np.arange(len(values))
+    reach = np.minimum(at, len(values) // 50)
+    stop = np.minimum(at + reach + 1, len(values))
+    sums = np.concatenate([[0], np.cumsum(values, dtype=np.float64)])
+    return (sums[stop] - sums[at - reach]) / (stop - (at - reach))
 
 
 def plot(folder: Path) -> str:
@@ -271,20 +304,19 @@ def plot(folder: Path) -> str:
     except ImportError:
         return "no loss.png: the package matplotlib is not installed"
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    axes.plot([e["tokens"] for e in lines], [e["loss"] for e in lines], label="training", lw=1)
+    tokens, losses = [e["tokens"] for e in lines], [e["loss"] for e in lines]
+    axes.plot(tokens, losses, color=TRAINING, alpha=0.3, lw=0.8)
+    axes.plot(tokens, smoothed(losses), color=TRAINING, lw=1.8, label="training, smoothed")
     held_out = [e for e in lines if "val_loss" in e]
     if held_out:
-        axes.plot(
-            [e["tokens"] for e in held_out],
-            [e["val_loss"] for e in held_out],
-            "o-",
-            label="held out",
-        )
+        places, values = [e["tokens"] for e in held_out], [e["val_loss"] for e in held_out]
+        axes.plot(places, values, "o", color=HELD_OUT, ms=5, label="held out", zorder=3)
     axes.set(xlabel="tokens", ylabel="loss (nats a token)", title=folder.name)
-    axes.grid(alpha=0.3)
+    axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))
+    axes.grid(alpha=0.5)
     axes.legend()
     with replacing(folder / "loss.png") as file:
         figure.savefig(file, format="png", dpi=120)

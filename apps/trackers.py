@@ -10,6 +10,7 @@ is the first of these in other clothes, and would load all of torch.
 from __future__ import annotations
 
 import importlib.util
+import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -26,10 +27,13 @@ def check(tensorboard: bool, wandb: str | None) -> None:
     """TrackerError where what was asked for is not installed."""
     if tensorboard and not any(map(_installed, TENSORBOARD)):
         raise TrackerError(
-            "--tensorboard needs the package tensorboard or tensorboardX: pip install tensorboard"
+            "--tensorboard needs the package tensorboard or tensorboardX: "
+            f"{sys.executable} -m pip install tensorboard"
         )
     if wandb is not None and not _installed("wandb"):
-        raise TrackerError("--wandb needs the package wandb: pip install wandb")
+        raise TrackerError(
+            f"--wandb needs the package wandb: {sys.executable} -m pip install wandb"
+        )
 
 
 def start(folder: Path, step: int, settings: dict, tensorboard: bool, wandb: str | None) -> list:

@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable
 
 import recipes
+import run_length
 
 from needle import models
 from needle.backend_ndarray import check_device_name
@@ -45,13 +46,14 @@ CPU = {
 TINY = {
     "batch_size": 16,
     "seq_len": 256,
-    "steps": 600,
+    "steps": run_length.MOST,
     "lr": 3e-3,
     "eval_every": 50,
     "save_every": 50,
 }
 COMMON = {
     "recipe": None,
+    "init": None,
     "data": None,
     "tokenizer": None,
     "grad_accum": 1,
@@ -66,6 +68,7 @@ COMMON = {
 # These decide the numbers that a run computes.
 RESULT_FLAGS = (
     "recipe",
+    "init",
     "model",
     "data",
     "tokenizer",
@@ -161,6 +164,12 @@ def parser() -> argparse.ArgumentParser:
         help=f"auto, {', '.join(names)} (default: auto: tiny | pythia-70m)",
     )
     model.add_argument(
+        "--init",
+        metavar="PATH",
+        help="start from the weights of a checkpoint, the folder of a run, or a folder that "
+        "transformers saved, with its tokenizer, and a fresh optimizer (default: random weights)",
+    )
+    model.add_argument(
         "--sparse",
         nargs="?",
         const="mixed",
@@ -232,7 +241,8 @@ def parser() -> argparse.ArgumentParser:
         "--steps",
         type=count,
         metavar="N",
-        help=f"optimizer steps (default: tiny {TINY['steps']}, others "
+        help="optimizer steps (default: tiny as many as three minutes allow, "
+        f"{run_length.LEAST} to {run_length.MOST} | {TINY['steps']}, others "
         f"{CPU['steps']} | {CUDA['steps']})",
     )
     length.add_argument(
@@ -350,7 +360,7 @@ def given(args: argparse.Namespace) -> dict:
         del named["model"]
     if args.global_batch_size is not None:
         named["global_batch_size"] = args.global_batch_size
-    for flag in ("data", "tokenizer"):
+    for flag in ("init", "data", "tokenizer"):
         if flag in named:  # the run may be resumed from another folder
             named[flag] = os.path.abspath(named[flag])
     return named
@@ -389,12 +399,19 @@ def complete(named: dict, tokens: int | None, on_gpu: bool) -> dict:
     return settings
 
 
+def may_choose_steps(named: dict, tokens: int | None, settings: dict) -> bool:
+    """Whether nothing says how long a run of `tiny` is: on a CPU the machine's speed then does."""
+    return settings["model"] == "tiny" and tokens is None and not named.keys() & {"steps", "recipe"}
+
+
 def data_of(settings: dict) -> dict:
     """The data of a run as needle/data/runs.py describes them."""
+    model = settings["model"]  # with --init it may be none of the presets
+    vocabulary = models.preset(model).vocab_size if model in models.preset_names() else 50257
     return {
         "path": settings["data"],
         "tokenizer": settings["tokenizer"],
-        "vocab_size": min(models.preset(settings["model"]).vocab_size, 50257),
+        "vocab_size": min(vocabulary, 50257),
         "batch_size": settings["batch_size"],
         "micro_batches": settings["grad_accum"],
         "seq_len": settings["seq_len"],
@@ -450,4 +467,6 @@ def resumed(named: dict, tokens: int | None, saved: dict) -> tuple[dict, list[st
         elif saved[flag] != value:
             option = "--" + flag.replace("_", "-")
             differences.append(f"{option} is {value}, but the run has {saved[flag]}")
+            if flag == "steps":
+                differences[-1] += f", where its {saved['schedule']} schedule ends"
     return settings, differences

@@ -28,6 +28,8 @@ checkout.choose()
 
 import recipes  # noqa: E402
 import run_folder  # noqa: E402
+import run_init  # noqa: E402
+import run_length  # noqa: E402
 import trackers  # noqa: E402
 import train_flags  # noqa: E402
 from run_log import NotFinite, RunLog, peak_flops, plot  # noqa: E402
@@ -279,6 +281,16 @@ def resume_command(run: Run) -> str:
     return shlex.join(words)
 
 
+def longer(run: Run) -> str:
+    """How to train the model of a finished run further."""
+    if run.settings["schedule"] == "constant":
+        return f"More --steps go on: {resume_command(run)} --steps N"
+    return (
+        f"The {run.settings['schedule']} schedule ends there; a new run goes on from its weights: "
+        f"--init {shlex.quote(str(run.folder))}"
+    )
+
+
 def report_not_finite(run: Run, error: NotFinite) -> int:
     print(f"{error}. Stopped.", file=sys.stderr)
     saved = checkpoint_path(run.folder / "checkpoints", run.saved)
@@ -324,18 +336,27 @@ def sample_text(run: Run) -> str:
 
 
 def new_run(args) -> Run:
-    device = choose_device(args.device)
-    settings = train_flags.complete(train_flags.given(args), args.tokens, on_gpu=not device.is_host)
+    device, named, model = choose_device(args.device), train_flags.given(args), None
+    if "init" in named:
+        model, named = run_init.start(named, args.tokens, device)
+    settings = train_flags.complete(named, args.tokens, on_gpu=not device.is_host)
     # Names are checked before the text is tokenised, which may take long.
     folder = run_folder.free_folder(
         Path(args.out), args.name, settings["model"], restart=bool(args.resume)
     )
+    if device.is_host and train_flags.may_choose_steps(named, args.tokens, settings):
+        config = model_config(settings) if model is None else model.config
+        named["steps"] = run_length.choose_steps(config, settings, device)
+        settings = train_flags.complete(named, None, on_gpu=False)
     described = train_flags.data_of(settings)
     data = run_data(described)
-    config = model_config(settings, data)
-    batches = Prefetch(run_batches(data, described, config.vocab_size), device)
     np.random.seed(settings["seed"])
-    model = config.model_class(config, device=device)
+    if model is None:
+        config = model_config(settings, data.vocab_size)
+        model = config.model_class(config, device=device)
+    else:
+        run_init.check_vocabulary(settings["init"], model.config, data.vocab_size)
+    batches = Prefetch(run_batches(data, described, model.config.vocab_size), device)
     flat = nn.flatten_parameters(model)
     optimizer = optim.AdamW(
         flat,
@@ -367,7 +388,8 @@ def resumed_run(args, folder: Path, lock: Lock, checkpoint: Checkpoint) -> Run:
     if differences:
         raise CheckpointError(
             f"{checkpoint.path}: this run cannot go on with other settings: "
-            f"{'; '.join(differences)}. Leave these flags out, or start anew"
+            f"{'; '.join(differences)}. Leave these flags out, or start anew, from its weights by "
+            f"--init {folder}"
         )
     described = train_flags.data_of(settings)
     data = run_data(described, folder, state["fingerprint"])
@@ -394,7 +416,8 @@ def resumed_run(args, folder: Path, lock: Lock, checkpoint: Checkpoint) -> Run:
     )
 
 
-def model_config(settings: dict, data: TokenData) -> models.Config:
+def model_config(settings: dict, needed: int | None = None) -> models.Config:
+    """`needed`: the size of the tokenizer's vocabulary, where there is one."""
     changes = {"max_seq_len": settings["seq_len"], "dtype": settings["dtype"]}
     if settings["sparse"] is not None:
         changes |= {
@@ -403,8 +426,7 @@ def model_config(settings: dict, data: TokenData) -> models.Config:
             "sparse_window": settings["window"],
         }
     config = models.preset(settings["model"], **changes)
-    needed = data.vocab_size or 0
-    if needed > config.vocab_size:
+    if needed is not None and needed > config.vocab_size:
         raised = -(-needed // 128) * 128
         print(f"the tokenizer has {needed:,} tokens: the model's vocabulary becomes {raised:,}")
         config = dataclasses.replace(config, vocab_size=raised)
@@ -450,7 +472,7 @@ def main(argv: list[str] | None = None) -> int:
         run.tensorboard, run.wandb = args.tensorboard, args.wandb
         print(f"{run.model}\n{run.data.source}\nrun: {run.folder}", flush=True)
         if run.step >= run.settings["steps"]:
-            print(f"nothing to do: all {run.settings['steps']} steps are done")
+            print(f"nothing to do: all {run.settings['steps']} steps are done. {longer(run)}")
             return 0
         return train(run)
     except ndl.CudaFatalError as error:

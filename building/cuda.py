@@ -13,12 +13,12 @@ import sysconfig
 from pathlib import Path
 
 from building import steps
-from building.steps import fail, output_of, say
+from building.steps import fail, note, output_of
 
 ALL_ARCHS = ("80", "86", "89", "90a", "100", "120", "121")
 NVIDIA_PIP = (
-    "pip install nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-cccl "
-    "nvidia-cuda-runtime nvidia-cublas"
+    f"{sys.executable} -m pip install nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt "
+    "nvidia-cuda-cccl nvidia-cuda-runtime nvidia-cublas"
 )
 
 
@@ -95,12 +95,14 @@ def find_toolkit() -> Cuda | str:
         cublaslt = [f for path in libraries for f in sorted(path.glob("libcublasLt.so*"))]
         cudart = [path for path in libraries if (path / "libcudart_static.a").exists()]
         if cublaslt and cudart:
-            say(f"CUDA toolkit {release[1]}: {root} (from {how})")
+            note(f"CUDA toolkit {release[1]}: {root} (from {how})")
             return Cuda(nvcc, release[1], include, libraries, cublaslt[0])
         name, package = "libcudart_static.a", "nvidia-cuda-runtime"
         if not cublaslt:
             name, package = "libcublasLt.so", "nvidia-cublas"
-        reasons.append(f"{nvcc} has no {name} beside it (pip install {package})")
+        reasons.append(
+            f"{nvcc} has no {name} beside it ({sys.executable} -m pip install {package})"
+        )
     return "; ".join(reasons) or (
         "no CUDA toolkit (looked at CUDA_HOME, CUDA_PATH, nvcc on the PATH, /usr/local/cuda, "
         f"NVIDIA's pip packages: {NVIDIA_PIP})"
@@ -127,7 +129,7 @@ def choose_cuda() -> Cuda | None:
     if isinstance(toolkit, str):
         if wanted == "1":
             fail(f"NEEDLE_CUDA=1, but {toolkit}")
-        say(
+        note(
             f"*** THE CUDA BACKEND IS NOT BUILT: {toolkit}. "
             "NEEDLE_CUDA=1 forces it, NEEDLE_CUDA=0 stops looking. ***"
         )
@@ -142,13 +144,13 @@ def choose_cuda() -> Cuda | None:
             "install a newer CUDA toolkit, or set NEEDLE_CUDA=0"
         )
     if dropped:
-        say(f"nvcc {toolkit.version} does not know {dropped}: left out")
-    say(f"CUDA architectures: {' '.join(toolkit.archs)}")
+        note(f"nvcc {toolkit.version} does not know {dropped}: left out")
+    note(f"CUDA architectures: {' '.join(toolkit.archs)}")
     return toolkit
 
 
-def build_cuda(objects: Path, out: Path, cuda: Cuda) -> int:
-    """Compile and link _cuda.so; returns how many steps that took. status.c and array.c, which _C
+def build_cuda(objects: Path, out: Path, cuda: Cuda) -> None:
+    """Compile and link _cuda.so. status.c and array.c, which _C
     has compiled already, are in both shared objects: each has its own, nothing is exported."""
     cxx = steps.find_compiler("CXX", "c++ g++ clang++", "g++")
     host = ["-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", *steps.strict()]
@@ -174,4 +176,4 @@ def build_cuda(objects: Path, out: Path, cuda: Cuda) -> int:
     command += [f"-Wl,-rpath,{path}" for path in dict.fromkeys(rpaths)]
     command += steps.flags_from("LDFLAGS")
     link = steps.Step("link", command, inputs, out, objects / "_cuda.link")
-    return steps.build(compiles, link)
+    steps.build(compiles, link)

@@ -18,12 +18,36 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
+# On a terminal progress is one line that moves, which whatever comes next overwrites.
+OVERWRITE = "\r\x1b[K" if sys.stdout.isatty() else ""
+_notes: list[str] = []
+
+
 def say(text: str) -> None:
-    print(f"needle: {text}", flush=True)
+    print(f"{OVERWRITE}needle: {text}", flush=True)
+
+
+def note(text: str) -> None:
+    """What a build chose: said when there is something to do, and only once."""
+    _notes.append(text)
+
+
+def say_notes() -> None:
+    while _notes:
+        say(_notes.pop(0))
+
+
+def say_progress(text: str) -> None:
+    if OVERWRITE:
+        columns = shutil.get_terminal_size().columns
+        print(f"{OVERWRITE}needle: {text}"[: columns + len(OVERWRITE) - 1], end="", flush=True)
+    else:
+        say(text)
 
 
 def fail(text: str):
     """End the build with one line."""
+    print(OVERWRITE, end="", flush=True)
     raise SystemExit(f"needle: error: {text}")
 
 
@@ -114,11 +138,12 @@ class Step:
         if not succeeded or (strict() and re.search(r"\(C75\d\d\)", text)):
             partial.unlink(missing_ok=True)
             self.stamp.unlink(missing_ok=True)
+            print(OVERWRITE, end="", flush=True)
             print(shlex.join(self.command), text, sep="\n", file=sys.stderr, flush=True)
             name = self.output.name if self.verb == "link" else self.inputs[0].relative_to(ROOT)
             fail(f"{name} does not {self.verb} (the {self.verb}er's words are above)")
         if text:
-            print(text, flush=True)
+            print(OVERWRITE + text, flush=True)
         os.utime(partial, ns=(started, started))  # a source saved meanwhile is newer
         os.replace(partial, self.output)
         self.stamp.write_text(self.digest())
@@ -131,20 +156,20 @@ def compile_step(source: Path, objects: Path, command: list[str], identity: str)
     return Step("compile", words, [source], out, out.with_suffix(".cmd"), identity)
 
 
-def build(compiles: list[Step], link: Step) -> int:
-    """Compile what is not current, in parallel, then link; returns how many steps were taken."""
+def build(compiles: list[Step], link: Step) -> None:
+    """Compile what is not current, in parallel, then link; say nothing where all is."""
     stale = [step for step in compiles if not step.is_current()]
+    if not stale and link.is_current():
+        return
+    say_notes()
     with concurrent.futures.ThreadPoolExecutor(job_count()) as pool:
         running = {pool.submit(step.run): step for step in stale}
         try:
             for number, done in enumerate(concurrent.futures.as_completed(running), 1):
                 done.result()
-                say(f"[{number}/{len(stale)}] {running[done].inputs[0].relative_to(ROOT)}")
+                say_progress(f"[{number}/{len(stale)}] {running[done].inputs[0].relative_to(ROOT)}")
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    if link.is_current():
-        return 0
     link.run()
     say(f"linked {link.output.name}")
-    return len(stale) + 1

@@ -29,7 +29,10 @@ try:
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import MODEL_REGISTRY, register_model
 except ImportError as error:
-    lacking = f"needle.lm_eval needs the LM evaluation harness ({error}): pip install lm_eval"
+    lacking = (
+        f"needle.lm_eval needs the LM evaluation harness ({error}): "
+        f"{sys.executable} -m pip install lm_eval"
+    )
     if __name__ == "__main__":
         raise SystemExit(lacking) from error
     raise ImportError(lacking) from error

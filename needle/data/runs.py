@@ -30,8 +30,12 @@ def run_data(
     described: dict, folder: Path | None = None, fingerprint: str | None = None
 ) -> TokenData:
     """The tokens of a run. With the fingerprint of what it read before: the tokenizer.json that
-    lies in its folder is tried as well, and other tokens are a DataError."""
-    data = open_data(described["path"], described["tokenizer"], described["vocab_size"])
+    lies in its folder is tried as well, also where the one described is gone, and other tokens are
+    a DataError."""
+    tokenizer = described["tokenizer"]
+    if folder is not None and tokenizer is not None and not Path(tokenizer).exists():
+        tokenizer = folder / "tokenizer.json"
+    data = open_data(described["path"], tokenizer, described["vocab_size"])
     if fingerprint is None or data.fingerprint == fingerprint:
         return data
     if folder is not None and (folder / "tokenizer.json").is_file():

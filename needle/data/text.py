@@ -248,7 +248,8 @@ def tokenizers_package() -> Any:
         import tokenizers
     except ImportError as error:
         raise DataError(
-            "text needs the package `tokenizers`: pip install tokenizers (or give files of tokens)"
+            f"text needs the package `tokenizers`: {sys.executable} -m pip install tokenizers "
+            "(or give files of tokens)"
         ) from error
     return tokenizers
 

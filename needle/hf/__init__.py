@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -217,7 +218,7 @@ def _no_weights(folder: Path) -> str:
     escaped = re.sub(r'([\\"$`])', r"\\\1", line)
     return (
         f"{folder}: its weights are pytorch_model.bin, a pickle, which needle never opens. "
-        f'This line converts it: python -c "{escaped}"'
+        f'This line converts it: {sys.executable} -c "{escaped}"'
     )
 
 

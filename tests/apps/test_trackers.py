@@ -157,9 +157,13 @@ def test_a_tracker_that_refuses(tmp_path, tokens, fake_trackers, capsys):
     [
         (
             ["--tensorboard"],
-            "--tensorboard needs the package tensorboard or tensorboardX: pip install",
+            "--tensorboard needs the package tensorboard or tensorboardX: "
+            f"{sys.executable} -m pip install",
         ),
-        (["--wandb", "pythias"], "--wandb needs the package wandb: pip install wandb"),
+        (
+            ["--wandb", "pythias"],
+            f"--wandb needs the package wandb: {sys.executable} -m pip install wandb",
+        ),
     ],
 )
 def test_a_tracker_that_is_not_installed(tmp_path, tokens, monkeypatch, capsys, more, said):

@@ -2,6 +2,7 @@
 of needle runs when Python starts."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -71,6 +72,33 @@ def test_a_copied_checkout_imports_itself(tree, tmp_path):
         done = run(python, "-c", "from needle import _C; print(_C.__file__)", cwd=root)
         assert done.stdout.startswith(str(root)), done.stderr
         assert "ModuleNotFoundError" in run(python, "-c", "import needle", cwd=tmp_path).stderr
+
+
+def test_an_offline_machine_builds_and_trains_with_what_it_has(tree):
+    """An interpreter with NumPy and setuptools alone, and a pip that reaches no index."""
+    python = tree.root / ".venv/bin/python"
+    site = run(
+        python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tree.root
+    )
+    for start in ("numpy", "setuptools", "pkg_resources", "_distutils_hack", "pip"):
+        for found in Path(sysconfig.get_path("purelib")).glob(f"{start}*"):
+            Path(site.stdout.strip(), found.name).symlink_to(found)
+    tree.write("apps/train_pythia.py", SCRIPT)
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("NEEDLE_", "PYTHON"))}
+    clean |= {"PIP_NO_INDEX": "1", "NEEDLE_CUDA": "0", "NEEDLE_MARCH": "none"}
+    words = ["make", "-s", "train", f"PYTHON={python}", "VENV="]
+    for first in (True, False):
+        done = subprocess.run(words, cwd=tree.root, env=clean, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        lines = done.stdout.splitlines()
+        assert lines[-1].startswith(str(tree.root / "needle/_C"))
+        without = [line for line in lines if "going on without" in line]
+        assert len(without) == 2 * first
+        if first:
+            assert "without scipy-openblas32, which pip could not install" in without[0]
+            log = re.search(r"\((\S+) says why\)", without[1])[1]
+            assert "No matching distribution" in (tree.root / log).read_text()
+            assert re.search("CPU matrix products: (system lib|built-in)", done.stdout)
 
 
 def test_a_checkout_that_is_not_built_uses_the_installed_needle(tree, tmp_path):

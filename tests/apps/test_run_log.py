@@ -1,0 +1,113 @@
+"""What a run shows: the bar of a terminal, the numbers in it, the plot."""
+
+import fcntl
+import io
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+
+import numpy as np
+import pytest
+import run_log
+
+import needle as ndl
+from needle.backend_ndarray import full
+
+pytest.importorskip("tqdm")
+
+
+class Terminal(io.StringIO):
+    """Holds what is written, and has the size of a real terminal."""
+
+    encoding = "utf-8"
+
+    def __init__(self, columns):
+        super().__init__()
+        self.ends = pty.openpty()
+        fcntl.ioctl(self.ends[1], termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+
+    def isatty(self):
+        return True
+
+    def fileno(self):
+        return self.ends[1]
+
+
+def shown(tmp_path, monkeypatch, columns, steps, done, speed):
+    """The bar's last state on a terminal of so many columns."""
+    terminal, now = Terminal(columns), [0.0]
+    monkeypatch.setattr(run_log.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(sys, "stderr", terminal)
+    log = run_log.RunLog(tmp_path, ndl.cpu(), 0, steps, speed, 1.0, 1e12, 0.0)
+    for step in range(1, done + 1):
+        now[0] += 1.0  # a step a second
+        loss = full((), 3.6312, "float32", ndl.cpu())
+        log.queue(step, [loss], loss, 1e-3, "", 0.0)
+    log.finish()
+    log._bar.refresh()
+    text = terminal.getvalue()
+    log.close()
+    for end in terminal.ends:
+        os.close(end)
+    return text.split("\r")[-1]
+
+
+@pytest.mark.parametrize(
+    "steps, done, speed, begins",
+    [
+        (246, 144, 17_100, "144/246 loss 3.63 17k tok/s left 1:42 |"),
+        (143_000, 9, 1_119_000, "9/143000 loss 3.63 1.1M tok/s left 39:43:11 |"),
+    ],
+)
+def test_the_bar_at_80_columns(tmp_path, monkeypatch, steps, done, speed, begins):
+    line = shown(tmp_path, monkeypatch, 80, steps, done, speed)
+    assert line.startswith(begins) and len(line) <= 80
+    cells = re.fullmatch(r"\|(.*)\|", line[len(begins) - 1 :].strip())[1]
+    assert len(cells) >= 15
+    assert "█" in cells or done / steps < 1 / len(cells)
+
+
+def test_short_numbers_and_times():
+    numbers = [0, 7.4, 950, 1000, 1449, 9960, 17_100, 999_400, 1_119_000, 23_000_000]
+    words = "0 7 950 1.0k 1.4k 10.0k 17k 999k 1.1M 23M".split()
+    assert [run_log.short(n) for n in numbers] == words
+    times = [0, 59.4, 59.6, 102, 3599, 3600, 143_000]
+    words = "0:00 0:59 1:00 1:42 59:59 1:00:00 39:43:20".split()
+    assert [run_log.clock(t) for t in times] == words
+
+
+def test_the_smoothed_line():
+    slope = np.linspace(9, 3, 200)
+    noise = np.random.RandomState(0).randn(200)
+    np.testing.assert_allclose(run_log.smoothed(slope)[:190], slope[:190])  # straight stays there
+    assert run_log.smoothed(noise)[10:-10].std() < 0.5
+    assert abs(np.diff(run_log.smoothed(noise))[-5:]).max() < 0.5  # no spike at the end
+    np.testing.assert_array_equal(run_log.smoothed([4.0]), [4.0])
+
+
+def test_the_plot_has_short_ticks_both_lines_and_points(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from matplotlib import colors, pyplot
+
+    lines = [
+        f'{{"step": {n}, "tokens": {n * 4096}, "loss": {9 - n / 20}'
+        + (f', "val_loss": {9 - n / 20}' if n % 50 == 0 else "")
+        + "}\n"
+        for n in range(1, 101)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    assert run_log.plot(tmp_path) == f"plot: {tmp_path / 'loss.png'}"
+    axes = pyplot.gcf().axes[0]
+    ticks = {tick.get_text() for tick in axes.get_xticklabels()}
+    monkeypatch.undo()
+    pyplot.close("all")
+    assert {"100k", "400k"} <= ticks
+    raw, smooth, points = axes.lines
+    assert raw.get_alpha() < 0.5 and smooth.get_alpha() is None and points.get_linestyle() == "None"
+    assert list(points.get_xdata()) == [50 * 4096, 100 * 4096]
+    for line in (smooth, points):  # dark on paper
+        assert sum(w * c for w, c in zip((0.3, 0.6, 0.1), colors.to_rgb(line.get_color()))) < 0.35
