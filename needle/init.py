@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -245,14 +245,24 @@ def _relu_gain(nonlinearity: str) -> float:
     return math.sqrt(2.0)
 
 
-def kaiming_uniform(fan_in: int, fan_out: int, nonlinearity: str = "relu", **kwargs: Any) -> Tensor:
-    """(fan_in, fan_out), uniform in +-sqrt(2) sqrt(3 / fan_in) (He et al. 2015).
+def kaiming_uniform(
+    fan_in: int,
+    fan_out: int,
+    shape: Sequence[int] | None = None,
+    nonlinearity: str = "relu",
+    **kwargs: Any,
+) -> Tensor:
+    """(fan_in, fan_out), or of `shape`, as a convolution's weights are, uniform in
+    +-sqrt(2) sqrt(3 / fan_in) (He et al. 2015).
 
     >>> bool(abs(ndl.init.kaiming_uniform(6, 2).numpy()).max() <= 1)
     True
+    >>> ndl.init.kaiming_uniform(9 * 4, 9 * 8, shape=(3, 3, 4, 8)).shape
+    (3, 3, 4, 8)
     """
     bound = _relu_gain(nonlinearity) * math.sqrt(3.0 / fan_in)
-    return rand(fan_in, fan_out, low=-bound, high=bound, **kwargs)
+    shape = (fan_in, fan_out) if shape is None else shape
+    return rand(*shape, low=-bound, high=bound, **kwargs)
 
 
 def kaiming_normal(fan_in: int, fan_out: int, nonlinearity: str = "relu", **kwargs: Any) -> Tensor:

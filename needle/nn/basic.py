@@ -12,6 +12,14 @@ from needle.autograd import Tensor
 from needle.nn.module import Module, Parameter
 
 
+def check_features(module: Module, x: Any, name: str) -> None:
+    """ValueError where the last axis of x is not as long as the module's attribute `name` says."""
+    size = getattr(module, name)
+    if isinstance(x, Tensor) and x.cached_data.shape[-1:] != (size,):
+        got = f"{x.shape[-1]}: the last axis of x {x.shape}" if x.shape else "x without axes"
+        raise ValueError(f"{type(module).__name__}: {name} is {size}, got {got}")
+
+
 class Identity(Module):
     """x."""
 
@@ -59,6 +67,7 @@ class Linear(Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
+        check_features(self, x, "in_features")
         return ops.linear(x, self.weight, self.bias)
 
 
@@ -74,6 +83,7 @@ class TiedHead(Module):
         return self.embedding.weight
 
     def forward(self, x: Tensor) -> Tensor:
+        check_features(self.embedding, x, "embedding_dim")
         return ops.linear_transposed(x, self.weight)
 
 
@@ -192,6 +202,7 @@ class LayerNorm1d(Module):
         self.bias = Parameter(init.zeros(dim, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
+        check_features(self, x, "dim")
         if not self.is_hooked_at("hook_scale", "hook_normalized"):
             return self.hook("hook_out", ops.layer_norm(x, self.weight, self.bias, self.eps))
         wide, column = ops.astype(x, "float32"), (*x.shape[:-1], 1)
@@ -234,6 +245,9 @@ class BatchNorm1d(Module):
         self.running_var = init.ones(dim, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        check_features(self, x, "dim")
+        if x.ndim != 2:
+            raise ValueError(f"BatchNorm1d: x must be (B, {self.dim}), but its shape is {x.shape}")
         if self.training:
             mean = ops.mean(x, 0)
             off = x - mean
