@@ -34,7 +34,7 @@ endif
 # Without NEEDS nothing works; without LIKES something is slower or missing, and says so itself.
 BUILD_NEEDS := setuptools numpy
 BUILD_LIKES := scipy_openblas32
-TRAIN_LIKES := tokenizers tqdm matplotlib
+TRAIN_LIKES := tokenizers tqdm matplotlib zstandard
 TEST_NEEDS := $(TRAIN_LIKES) safetensors pytest hypothesis
 C_FILES = $(wildcard csrc/*.[ch] csrc/cpu/*.[ch] csrc/python/*.[ch] cuda/*.cu cuda/*.cuh)
 

@@ -17,7 +17,7 @@ checkout.choose()
 
 import train_flags  # noqa: E402
 
-from needle.backend_ndarray import choose_device  # noqa: E402
+from needle.backend_ndarray import FLOAT_DTYPES, choose_device  # noqa: E402
 from needle.data import END_OF_TEXT, load_tokenizer  # noqa: E402
 from needle.evaluate import load_model  # noqa: E402
 from needle.generation import stream_text  # noqa: E402
@@ -32,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument(
         "model",
+        type=train_flags.path_name,
         metavar="CHECKPOINT_OR_FOLDER",
         help="a checkpoint, the folder of a run, or a folder that transformers saved",
     )
@@ -77,13 +78,19 @@ def parser() -> argparse.ArgumentParser:
         help="end before this text; may be given several times",
     )
     top.add_argument(
-        "--seed",
-        type=train_flags.count_or_zero,
-        metavar="N",
-        help="the same seed writes the same text",
+        "--seed", type=train_flags.seed, metavar="N", help="the same seed writes the same text"
     )
     top.add_argument(
-        "--tokenizer", metavar="PATH", help="a tokenizer.json, where none lies with the model"
+        "--tokenizer",
+        type=train_flags.path_name,
+        metavar="PATH",
+        help="a tokenizer.json, where none lies with the model",
+    )
+    top.add_argument(
+        "--dtype",
+        choices=FLOAT_DTYPES,
+        help="of weights and activations; by default that of the checkpoint, and of a folder of "
+        "transformers float32",
     )
     top.add_argument(
         "--device",
@@ -100,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         # stream_text checks too, but only when its first piece is asked for, behind the prompt.
         check_sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
-        model, beside = load_model(args.model, choose_device(args.device))
+        model, beside = load_model(args.model, choose_device(args.device), args.dtype)
         if args.tokenizer is None and beside is None:
             raise ValueError(f"{args.model}: no tokenizer.json lies with it; give --tokenizer")
         tokenizer = load_tokenizer(args.tokenizer or beside)

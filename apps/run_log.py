@@ -17,6 +17,7 @@ at once (`wait`). On the CPU a queued step is done.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -30,7 +31,7 @@ import numpy as np
 
 from needle import _C
 from needle.backend_ndarray import NDArray
-from needle.files import replacing
+from needle.files import naming, replacing
 
 # Peak dense FLOP/s by a part of the GPU's name and dtype, from NVIDIA's data sheets.
 PEAKS = {
@@ -169,8 +170,9 @@ class RunLog:
             "seconds": round(self.seconds, 3),
             **evaluated,
         }
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        with naming(self.path):
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
         for tracker in self._trackers:
             tracker.log(line)
         try:
@@ -190,14 +192,16 @@ class RunLog:
 
     def sync(self) -> None:
         """Everything written so far survives a power cut."""
-        os.fsync(self._file.fileno())
+        with naming(self.path):
+            os.fsync(self._file.fileno())
         for tracker in self._trackers:
             tracker.flush()
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
-        self._file.close()
+        with contextlib.suppress(OSError):  # a line that was refused, and reported, is tried again
+            self._file.close()
         for tracker in self._trackers:
             tracker.close()
         self._trackers = ()

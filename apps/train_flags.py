@@ -89,21 +89,26 @@ RESULT_FLAGS = (
 OTHER_FLAGS = ("eval_every", "save_every")
 
 
-def _number(kind: type, low: float, low_allowed: bool, words: str) -> Callable[[str], float]:
+def _number(
+    kind: type, low: float, low_allowed: bool, words: str, most: float = math.inf
+) -> Callable[[str], float]:
     def parse(text: str):
         try:
             value = kind(text.replace("_", "")) if kind is int else kind(text)
         except ValueError:
             value = math.nan
-        if not (value > low or (low_allowed and value == low)) or math.isinf(value):
+        if not (value > low or (low_allowed and value == low)) or value == math.inf:
             raise argparse.ArgumentTypeError(f"must be {words}, not {text!r}")
+        if value > most:
+            raise argparse.ArgumentTypeError(f"must be at most {most}, not {text!r}")
         return value
 
     return parse
 
 
-count = _number(int, 1, True, "a whole number of 1 or more")
-count_or_zero = _number(int, 0, True, "a whole number of 0 or more")
+count = _number(int, 1, True, "a whole number of 1 or more", 2**63 - 1)
+count_or_zero = _number(int, 0, True, "a whole number of 0 or more", 2**63 - 1)
+seed = _number(int, 0, True, "a whole number of 0 or more", 2**32 - 1)  # as NumPy takes them
 positive = _number(float, 0, False, "a number above 0")
 not_negative = _number(float, 0, True, "a number of 0 or more")
 
@@ -115,7 +120,19 @@ def device_name(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def path_name(text: str) -> str:
+    """A path that can be printed, and written into config.json."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(
+            f"{os.fsencode(text)!r} is a name that is not UTF-8; rename it"
+        ) from None
+    return text
+
+
 def run_name(text: str) -> str:
+    path_name(text)
     if not text or "/" in text or text.startswith("."):
         raise argparse.ArgumentTypeError(
             f"must be a name for a folder, without '/' and not beginning with '.', not {text!r}"
@@ -165,6 +182,7 @@ def parser() -> argparse.ArgumentParser:
     )
     model.add_argument(
         "--init",
+        type=path_name,
         metavar="PATH",
         help="start from the weights of a checkpoint, the folder of a run, or a folder that "
         "transformers saved, with its tokenizer, and a fresh optimizer (default: random weights)",
@@ -196,6 +214,7 @@ def parser() -> argparse.ArgumentParser:
     data = top.add_argument_group("data")
     data.add_argument(
         "--data",
+        type=path_name,
         metavar="PATH",
         help="text or JSON lines (.gz and .zst too), a folder or quoted pattern "
         "of them, or tokens: Megatron's .bin/.idx, Pythia's preshuffled rows, "
@@ -204,6 +223,7 @@ def parser() -> argparse.ArgumentParser:
     )
     data.add_argument(
         "--tokenizer",
+        type=path_name,
         metavar="PATH",
         help="a tokenizer.json (default: a byte-level BPE trained once on the text "
         "and cached: 4096 tokens for tiny, 50257 for the others)",
@@ -294,7 +314,7 @@ def parser() -> argparse.ArgumentParser:
     )
     training.add_argument(
         "--seed",
-        type=count_or_zero,
+        type=seed,
         metavar="N",
         help="of weights, order of the data and sample (default: 1234)",
     )
@@ -318,7 +338,11 @@ def parser() -> argparse.ArgumentParser:
         f"{CUDA['save_every']})",
     )
     output.add_argument(
-        "--out", default="runs", metavar="FOLDER", help="where runs are written (default: runs)"
+        "--out",
+        type=path_name,
+        default="runs",
+        metavar="FOLDER",
+        help="where runs are written (default: runs)",
     )
     output.add_argument(
         "--name",
@@ -341,6 +365,7 @@ def parser() -> argparse.ArgumentParser:
     )
     output.add_argument(
         "--resume",
+        type=path_name,
         metavar="WHAT",
         help="a checkpoint, the folder of a run, or auto: the newest good "
         "checkpoint of the run --name, without it of all runs in --out; with "

@@ -8,11 +8,13 @@ usable GPU.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import os
 import platform
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -172,7 +174,12 @@ def self_test(device: Any) -> tuple[bool, str]:
     )
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    argparse.ArgumentParser(
+        prog="python -m needle.diagnose",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).parse_args(argv)
     facts = show_config()
     broken = facts["cuda"]["built"] and facts["cuda"]["driver"] and not facts["cuda"]["usable"]
     if os.environ.get("NEEDLE_REQUIRE_CUDA", "0") == "1" and not facts["cuda"]["usable"]:

@@ -32,6 +32,7 @@ from needle.backend_ndarray import FLOAT_DTYPES, Device, choose_device
 from needle.checkpoint import CheckpointError, find_checkpoint
 from needle.data.readers import open_tokens
 from needle.data.tokens import check_ids, place_of, to_ids
+from needle.files import naming
 from needle.models import LanguageModel
 
 # Elements of logits that exist at a time; float32 ones take four times as many bytes.
@@ -418,7 +419,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise data.DataError(f"--per-token {args.per_token}: there is no such folder")
         scores = evaluate(args)
         if args.per_token:
-            with open(args.per_token, "wb") as file:  # np.save by name would add a suffix
+            with (
+                naming(args.per_token),
+                open(args.per_token, "wb") as file,
+            ):  # np.save by name would add a suffix
                 np.save(file, scores.per_token)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"needle.evaluate: {error}", file=sys.stderr)

@@ -4,6 +4,7 @@ that one process at a time works in."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import platform
@@ -26,6 +27,18 @@ def reading(path: Path) -> Iterator[BinaryIO]:
             yield file
     except OSError as error:
         raise FileError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def naming(path: str | os.PathLike) -> Iterator[None]:
+    """An OSError that says no file, as those of writing do (a full disk), gets this one's name."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        reason = error.strerror or str(error)
+        raise OSError(error.errno or errno.EIO, reason, str(path)) from error
 
 
 @contextlib.contextmanager

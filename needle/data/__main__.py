@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from needle.data.readers import TokenData, matching, no_text, open_data, open_to
 from needle.data.runs import open_run
 from needle.data.text import documents, load_tokenizer, warn
 from needle.data.tokens import DataError, Documents, FlatTokens, to_ids
+from needle.files import naming
 
 SCANNED = 1 << 22  # ids that `inspect` looks at, spread over the file
 
@@ -32,6 +34,15 @@ def whole(low: int) -> Any:
     return parse
 
 
+def seed(text: str) -> int:
+    """What NumPy's generators take."""
+    if not text.isdecimal() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(
+            f"must be a whole number from 0 to {2**32 - 1}, not {text!r}"
+        )
+    return int(text)
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m needle.data", description=__doc__)
     commands = top.add_subparsers(dest="command", required=True)
@@ -45,11 +56,16 @@ def parser() -> argparse.ArgumentParser:
         "inputs",
         nargs="+",
         metavar="INPUT",
-        help="text, JSON lines (.jsonl; their "
-        "field `text`), either packed (.gz, .zst), folders, patterns",
+        help="text, JSON lines (.jsonl), either packed (.gz, .zst), folders, patterns",
     )
     make.add_argument("--tokenizer", required=True, metavar="PATH", help="a tokenizer.json")
     make.add_argument("--out", required=True, metavar="NAME", help="writes NAME.bin and NAME.idx")
+    make.add_argument(
+        "--field",
+        default="text",
+        metavar="NAME",
+        help="of JSON lines, with the text (default: text)",
+    )
     make.add_argument("--processes", type=whole(1), metavar="N", help="(default: one a core)")
 
     look = commands.add_parser(
@@ -76,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
     )
     view.add_argument("--grad-accum", type=whole(1), metavar="N", help="(default: 1)")
     view.add_argument("--seq-len", type=whole(1), metavar="N", help="(default: 2048)")
-    view.add_argument("--seed", type=whole(0), metavar="N", help="(default: 1234)")
+    view.add_argument("--seed", type=seed, metavar="N", help="(default: 1234)")
     view.add_argument(
         "--steps",
         type=whole(1),
@@ -156,8 +172,8 @@ def show_text(path: Path) -> None:
 # ---- view --------------------------------------------------------------------------------------
 
 
-def batches_of(args: argparse.Namespace) -> tuple[TokenData, Batches, int]:
-    """(data, batches, micro-batches a step)"""
+def batches_of(args: argparse.Namespace) -> tuple[TokenData, Batches, int, int]:
+    """(data, batches, micro-batches a step, steps of the run)"""
     if (Path(args.source) / "config.json").is_file():
         own = ("batch_size", "grad_accum", "seq_len", "seed", "steps")
         given = [f"--{name.replace('_', '-')}" for name in own if getattr(args, name) is not None]
@@ -166,23 +182,27 @@ def batches_of(args: argparse.Namespace) -> tuple[TokenData, Batches, int]:
         data, batches, settings = open_run(args.source)
         if args.tokenizer is not None:
             data.tokenizer = load_tokenizer(args.tokenizer)
-        return data, batches, settings["micro_batches"]
+        return data, batches, settings["micro_batches"], steps_of(args.source, settings)
     data = open_data(args.source, args.tokenizer)
     rows, accumulate = args.batch_size or 1024, args.grad_accum or 1
     seed = 1234 if args.seed is None else args.seed
-    batches = Batches(
-        data.train,
-        rows,
-        args.seq_len or 2048,
-        seed,
-        (args.steps or 143000) * rows * accumulate,
-        data.vocab_size,
-    )
-    return data, batches, accumulate
+    steps, length = args.steps or 143000, args.seq_len or 2048
+    samples = steps * rows * accumulate
+    batches = Batches(data.train, rows, length, seed, samples, data.vocab_size)
+    return data, batches, accumulate, steps
+
+
+def steps_of(run: str, settings: dict) -> int:
+    """Of a run: as many as it was to have, or more where it went on for longer."""
+    metrics = Path(run) / "metrics.jsonl"
+    done = re.findall(rb'^{"step": (\d+),', metrics.read_bytes() if metrics.exists() else b"", re.M)
+    return max([settings["steps"], *map(int, done[-1:])])
 
 
 def show_step(args: argparse.Namespace) -> None:
-    data, batches, accumulate = batches_of(args)
+    data, batches, accumulate, steps = batches_of(args)
+    if args.step > steps:
+        warn(f"--step {args.step} is beyond the run, which has {steps:,} steps: it never read this")
     batches.seek_batch((args.step - 1) * accumulate)
     where = batches.position
     rows = np.concatenate([batches.next_rows() for _ in range(accumulate)])
@@ -192,7 +212,7 @@ def show_step(args: argparse.Namespace) -> None:
         f"{where['epoch']}, micro-batch {where['batch']}"
     )
     if args.save is not None:
-        with open(args.save, "wb") as file:
+        with naming(args.save), open(args.save, "wb") as file:
             np.save(file, rows)
         print(f"written to {args.save}: {rows.dtype} {rows.shape}")
         return
@@ -208,7 +228,9 @@ def main(argv: list[str] | None = None) -> int:
         if args.command == "prepare":
             progress, end = progress_bar()
             try:
-                made = prepare(args.inputs, args.tokenizer, args.out, args.processes, progress)
+                made = prepare(
+                    args.inputs, args.tokenizer, args.out, args.processes, progress, args.field
+                )
             finally:
                 end()
             print(f"{args.out}: {made['documents']:,} documents, {made['tokens']:,} tokens")

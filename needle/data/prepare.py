@@ -56,14 +56,15 @@ class Unit:
     """Files, or the lines that begin at bytes [start, stop) of one."""
 
     files: list[str]
+    field: str  # of JSON lines
     start: int = 0
     stop: int | None = None
 
     def pieces(self) -> Iterator[Piece]:
         if self.stop is None:
-            yield from documents([Path(name) for name in self.files], warn)
+            yield from documents([Path(name) for name in self.files], warn, self.field)
             return
-        for text in json_lines(Path(self.files[0]), self.start, self.stop):
+        for text in json_lines(Path(self.files[0]), self.field, self.start, self.stop):
             yield from pieces([text])
 
 
@@ -78,26 +79,26 @@ def input_files(inputs: Sequence[str]) -> list[Path]:
     return files
 
 
-def cut(files: Sequence[Path], size: int) -> list[Unit]:
+def cut(files: Sequence[Path], size: int, field: str = "text") -> list[Unit]:
     """Units of about `size` bytes."""
     units, group, held = [], [], 0
     for file in files:
         length = file.stat().st_size
         if is_json_lines(file) and not is_packed(file):
             if group:
-                units.append(Unit(group))
+                units.append(Unit(group, field))
                 group, held = [], 0
             units += [
-                Unit([str(file)], start, min(start + size, length))
+                Unit([str(file)], field, start, min(start + size, length))
                 for start in range(0, length, size)
             ]
             continue
         group.append(str(file))
         held += length
         if held >= size:
-            units.append(Unit(group))
+            units.append(Unit(group, field))
             group, held = [], 0
-    return units + ([Unit(group)] if group else [])
+    return units + ([Unit(group, field)] if group else [])
 
 
 def prepare(
@@ -106,15 +107,19 @@ def prepare(
     out: str,
     processes: int | None = None,
     progress: Progress | None = None,
+    field: str = "text",
 ) -> dict[str, int]:
     """Writes OUT.bin and OUT.idx; returns their numbers of documents and tokens.
 
+    field: of JSON lines, which holds a document's text.
     progress(done, of): called after each unit. Raises DataError, also where OUT is there and whole;
     what was done stays for the next try."""
     prefix = Path(out[:-4] if out.endswith((".bin", ".idx")) else out)
     model = load_tokenizer(tokenizer)
     files = input_files(inputs)
-    units = cut(files, UNIT)
+    if field != "text" and not any(map(is_json_lines, files)):
+        raise DataError(f"--field {field}: none of the inputs is a file of JSON lines (.jsonl)")
+    units = cut(files, UNIT, field)
     dtype = megatron.best_dtype(id_limit(model))
     digest = hashlib.blake2b(
         json.dumps([UNIT, [astuple(unit) for unit in units]]).encode() + model.to_str().encode(),

@@ -29,6 +29,7 @@ import numpy as np
 
 from needle.data import megatron
 from needle.data.text import (
+    check_name,
     documents,
     encode,
     files_at,
@@ -126,6 +127,7 @@ def matching(path: Path) -> list[Path]:
 
 def open_tokens(path: Path) -> TokenData | None:
     """Files of token ids; None where `path` is text."""
+    check_name(path)
     prefix = None if path.is_dir() else megatron.prefix_of(path)
     if prefix is not None:
         return _open_megatron(prefix)

@@ -2,9 +2,9 @@
 
     files --> pieces (text, whether its document ends with it) --> ids, a group of pieces at a time
 
-A document is a file, or a line of a file of JSON lines (its field `text`); .gz and .zst are
-unpacked. Each ends with the token <|endoftext|> (id 0, as in GPT-NeoX). A file is never held whole:
-memory is bounded by GROUP and by the longest line of JSON.
+A document is a file, or a line of a file of JSON lines (its field `text`, or another); .gz and .zst
+are unpacked. Each ends with the token <|endoftext|> (id 0, as in GPT-NeoX). A file is never held
+whole: memory is bounded by GROUP and by the longest line of JSON.
 """
 
 from __future__ import annotations
@@ -51,9 +51,21 @@ def standard_library() -> tuple[Path, list[Path]]:
 def files_at(path: Path) -> list[Path]:
     """The file, the files below the folder, or those that the pattern matches; none: empty."""
     if path.is_dir():
-        return list(walk(path))
-    names = [path] if path.is_file() else sorted(glob.glob(str(path)))
-    return [Path(name) for name in names if Path(name).is_file()]
+        found = list(walk(path))
+    else:
+        names = [path] if path.is_file() else sorted(glob.glob(str(path)))
+        found = [Path(name) for name in names if Path(name).is_file()]
+    for file in found:
+        check_name(file)
+    return found
+
+
+def check_name(path: str | os.PathLike) -> None:
+    """DataError for a name that cannot be printed nor written into a file of text."""
+    try:
+        os.fspath(path).encode()
+    except UnicodeEncodeError:
+        raise DataError(f"{os.fsencode(path)!r}: a name that is not UTF-8; rename it") from None
 
 
 def walk(root: Path, skipped: set[str] = frozenset()) -> Iterator[Path]:
@@ -67,10 +79,10 @@ def walk(root: Path, skipped: set[str] = frozenset()) -> Iterator[Path]:
 
 
 class _Zst(io.RawIOBase):
-    """A .zst of any number of frames. zstandard's own reader takes the end of the file inside a
-    frame, and of a first frame, for the end of the text."""
+    """A .zst of any number of frames, each read by a decompressor of its own. The own reader of
+    zstandard takes the end of the file inside a frame, and of a first frame, for the text's end."""
 
-    def __init__(self, path: Path, decompressor) -> None:
+    def __init__(self, path: Path, decompressor: Callable[[], Any]) -> None:
         self._file, self._decompressor = open(path, "rb"), decompressor
         self._frame = None  # the one that is being read
         self._packed, self._text = b"", memoryview(b"")
@@ -86,7 +98,7 @@ class _Zst(io.RawIOBase):
                     raise EOFError("it ends inside a frame")
                 return 0
             if self._frame is None:
-                self._frame = self._decompressor().decompressobj()
+                self._frame = self._decompressor()
             self._text = memoryview(self._frame.decompress(packed))
             self._packed = b""
             if self._frame.eof:
@@ -101,20 +113,32 @@ class _Zst(io.RawIOBase):
         super().close()
 
 
+def zst_decompressor(path: Path) -> Callable[[], Any]:
+    """What makes a decompressor of one frame: of the standard library from Python 3.14 on, else of
+    the package zstandard."""
+    try:
+        from compression import zstd
+
+        return zstd.ZstdDecompressor
+    except ImportError:
+        pass
+    try:
+        import zstandard
+    except ImportError as error:
+        raise DataError(
+            f"{path}: needs Python 3.14 or the package `zstandard`: {sys.executable} -m pip "
+            "install zstandard (or unpack the file)"
+        ) from error
+    return lambda: zstandard.ZstdDecompressor().decompressobj()
+
+
 def open_bytes(path: Path) -> BinaryIO:
     """The content of a file, unpacked where its name ends in .gz or .zst."""
     try:
         if path.suffix == ".gz":
             return gzip.open(path, "rb")
         if path.suffix == ".zst":
-            try:
-                import zstandard
-            except ImportError as error:
-                raise DataError(
-                    f"{path}: needs the package `zstandard`: pip install zstandard "
-                    "(or unpack the file)"
-                ) from error
-            return io.BufferedReader(_Zst(path, zstandard.ZstdDecompressor), 1 << 20)
+            return io.BufferedReader(_Zst(path, zst_decompressor(path)), 1 << 20)
         return open(path, "rb")
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
@@ -161,15 +185,17 @@ def is_text(path: Path) -> bool:
         return False
 
 
-def json_text(line: bytes, where: str) -> str:
-    """The field `text` of a line of JSON; where: file and offset, for errors."""
+def json_text(line: bytes, where: str, field: str) -> str:
+    """The text in a line of JSON; where: file and offset, for errors."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: no JSON: {error}") from error
-    text = value.get("text") if isinstance(value, dict) else None
+    text = value.get(field) if isinstance(value, dict) else None
     if not isinstance(text, str):
-        raise DataError(f"{where}: no object with a string as its field `text`")
+        others = [k for k, v in value.items() if type(v) is str] if type(value) is dict else []
+        hint = f"; strings are in {', '.join(others[:5])}: `prepare --field`" if others else ""
+        raise DataError(f"{where}: no object with a string as its field `{field}`{hint}")
     if not text:
         raise DataError(f"{where}: an empty document")
     try:
@@ -183,9 +209,11 @@ def warn(text: str) -> None:
     print(f"needle.data: {text}", file=sys.stderr, flush=True)
 
 
-def json_lines(path: Path, start: int = 0, stop: int | None = None) -> Iterator[str]:
-    """The documents of the lines that begin at offsets [start, stop) of a file of JSON lines; blank
-    lines are passed over. Offsets are those of the unpacked bytes."""
+def json_lines(
+    path: Path, field: str = "text", start: int = 0, stop: int | None = None
+) -> Iterator[str]:
+    """The documents in `field` of the lines that begin at offsets [start, stop) of a file of JSON
+    lines; blank lines are passed over. Offsets are those of the unpacked bytes."""
     try:
         with open_bytes(path) as file:
             if start > 0:
@@ -195,7 +223,7 @@ def json_lines(path: Path, start: int = 0, stop: int | None = None) -> Iterator[
                 if stop is not None and start >= stop:
                     break
                 if line.strip():
-                    yield json_text(line, f"{path}: the line at offset {start:,}")
+                    yield json_text(line, f"{path}: the line at offset {start:,}", field)
                 start += len(line)
     except DataError:
         raise
@@ -219,14 +247,14 @@ def pieces(texts: Iterable[str]) -> Iterator[Piece]:
 
 
 def documents(
-    files: Sequence[Path], report: Callable[[str], None] | None = None
+    files: Sequence[Path], report: Callable[[str], None] | None = None, field: str = "text"
 ) -> Iterator[Piece]:
     """The pieces of all documents. Of a file of JSON lines each line is one, else the file; what is
     no text, or empty, is left out, and `report` gets a line about the former."""
     left_out = []
     for path in files:
         if is_json_lines(path):
-            for text in json_lines(path):
+            for text in json_lines(path, field):
                 yield from pieces([text])
         elif is_text(path):
             try:

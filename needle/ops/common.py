@@ -88,10 +88,8 @@ def id_array(op: str, ids: Any, device: Device, limit: int, lowest: int | None =
         bad |= values != np.trunc(values)
     if bad.any():
         where = tuple(int(i) for i in np.argwhere(bad)[0])
-        raise ValueError(
-            f"{op}: {values[where]} at {where} is not a whole number in "
-            f"[{'-inf' if lowest is None else lowest}, {limit})"
-        )
+        wanted = f"below {limit}" if lowest is None else f"from {lowest} to {limit - 1}"
+        raise ValueError(f"{op}: {values[where]} at {where} is not a whole number {wanted}")
     if lowest is None:  # all negative numbers mean the same: let none wrap around in 32 bits
         values = values.astype(np.int64).clip(-1)
     return _C.array(np.ascontiguousarray(values, dtype=np.int32).reshape(-1), "int32", device)

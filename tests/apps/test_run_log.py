@@ -70,6 +70,16 @@ def test_the_bar_at_80_columns(tmp_path, monkeypatch, steps, done, speed, begins
     assert "█" in cells or done / steps < 1 / len(cells)
 
 
+def test_a_full_disk_is_named(tmp_path):
+    log = run_log.RunLog(tmp_path, ndl.cpu(), 0, 5, 1, 1.0, None, 0.0)
+    log._file = open("/dev/full", "a")
+    loss = full((), 3.0, "float32", ndl.cpu())
+    log.queue(1, [loss], loss, 1e-3, "", 0.0)
+    with pytest.raises(OSError, match="No space left on device: '.*metrics.jsonl'"):
+        log.finish()
+    log.close()
+
+
 def test_short_numbers_and_times():
     numbers = [0, 7.4, 950, 1000, 1449, 9960, 17_100, 999_400, 1_119_000, 23_000_000]
     words = "0 7 950 1.0k 1.4k 10.0k 17k 999k 1.1M 23M".split()

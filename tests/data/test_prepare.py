@@ -235,6 +235,57 @@ def test_errors_of_prepare(tmp_path, inputs, capsys):
     assert not (tmp_path / "y.idx").exists()
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_field_of_json_lines_may_be_named(tmp_path, inputs, capsys, packed):
+    assert run(tmp_path, inputs[:1], "text", "--processes", "1") == 0
+    lines = [json.dumps({"id": str(i), "content": t}) + "\n" for i, t in enumerate(TEXTS[:30])]
+    other = tmp_path / ("other.jsonl.gz" if packed else "other.jsonl")
+    other.write_bytes((gzip.compress if packed else bytes)("".join(lines).encode()))
+    assert run(tmp_path, [str(other)], "x", "--processes", "1") == 1
+    error = capsys.readouterr().err
+    assert "as its field `text`; strings are in id, content: `prepare --field`" in error
+    assert run(tmp_path, [str(other)], "x", "--processes", "1", "--field", "content") == 0
+    assert content(tmp_path, "x") == content(tmp_path, "text")
+    assert run(tmp_path, [str(other)], "z", "--field", "body", "--processes", "1") == 1
+    assert "as its field `body`" in capsys.readouterr().err
+    assert run(tmp_path, inputs[2:], "z", "--field", "content") == 1
+    assert "--field content: none of the inputs is a file of JSON lines" in capsys.readouterr().err
+
+
+def test_view_warns_beyond_the_run(tmp_path, inputs, capsys):
+    assert run(tmp_path, inputs, "x", "--processes", "1") == 0
+    flags = "--batch-size 2 --seq-len 8 --steps 3 --step".split()
+    for step, warned in [(3, False), (4, True)]:
+        capsys.readouterr()
+        assert __main__.main(["view", str(tmp_path / "x"), *flags, str(step)]) == 0
+        out, error = capsys.readouterr()
+        assert f"step {step} " in out
+        assert ("--step 4 is beyond the run, which has 3 steps" in error) is warned
+
+
+@pytest.mark.parametrize("where", ["folder", "file", "tokens"])
+def test_a_name_that_is_not_utf8(tmp_path, inputs, capsys, where):
+    folder = tmp_path / "names"
+    folder.mkdir()
+    name = folder / ("caf\udce9.npy" if where == "tokens" else "caf\udce9.txt")
+    np.save(name, np.arange(99)) if where == "tokens" else name.write_text("some text\n")
+    path = str(folder if where == "folder" else name)
+    for command in (["inspect", path], ["view", path, "--step", "1"]):
+        if command[0] == "view" and where != "tokens":
+            command += ["--tokenizer", str(tmp_path / "tokenizer.json")]
+        assert __main__.main(command) == 1
+        error = capsys.readouterr().err
+        assert "\\xe9" in error and "a name that is not UTF-8; rename it" in error
+    assert run(tmp_path, [path], "x") == 1 or where == "tokens"
+
+
+def test_saving_to_a_full_disk_names_the_file(tmp_path, inputs, capsys):
+    assert run(tmp_path, inputs, "x", "--processes", "1") == 0
+    flags = "--step 1 --batch-size 2 --seq-len 8 --save /dev/full".split()
+    assert __main__.main(["view", str(tmp_path / "x"), *flags]) == 1
+    assert "/dev/full" in capsys.readouterr().err
+
+
 def test_inspect(tmp_path, inputs, capsys):
     assert run(tmp_path, inputs, "x", "--processes", "1") == 0
     capsys.readouterr()
@@ -342,6 +393,8 @@ def test_view_of_a_run_is_what_the_run_draws(tmp_path, inputs, monkeypatch, caps
             shown_ids(out), np.concatenate(drawn[2 * step - 2 : 2 * step])
         )
         assert "three" in out  # the text stands beside the ids
+    assert __main__.main(["view", str(tmp_path / "runs" / "a"), "--step", "7"]) == 0
+    assert "--step 7 is beyond the run, which has 6 steps" in capsys.readouterr().err
     assert __main__.main(["view", str(tmp_path / "runs" / "a"), "--step", "1", "--seed", "3"]) == 1
     assert "a run knows its own --seed" in capsys.readouterr().err
     for path in [data] if kind == "text" else [Path(f"{data}.bin")]:
@@ -430,7 +483,9 @@ def test_view_and_checkpoints_of_a_run_that_was_killed_went_on_and_walked_its_da
     for step, rows in drawn.items():
         capsys.readouterr()
         assert __main__.main(["view", str(tmp_path / "runs" / "a"), "--step", str(step)]) == 0
-        np.testing.assert_array_equal(shown_ids(capsys.readouterr().out), rows)
+        out, error = capsys.readouterr()
+        np.testing.assert_array_equal(shown_ids(out), rows)
+        assert "beyond" not in error
     _, batches, settings = open_run(tmp_path / "runs" / "a")
     epochs = set()
     for step in range(1, 30):
@@ -446,6 +501,7 @@ def test_view_and_checkpoints_of_a_run_that_was_killed_went_on_and_walked_its_da
     [
         ["view", "x"],
         ["view", "x", "--step", "0"],
+        ["view", "x", "--step", "1", "--seed", "4294967296"],
         ["prepare", "x"],
         ["view", "x", "--step", "1", "--rows", "two"],
         [],

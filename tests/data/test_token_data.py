@@ -5,6 +5,7 @@ import gzip
 import mmap
 import os
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -180,15 +181,26 @@ def test_json_lines(tmp_path, tokenizer, name, pack):
 
 
 def test_zst_without_its_package(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "compression", None)
     monkeypatch.setitem(sys.modules, "zstandard", None)
     (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd")
-    with pytest.raises(DataError, match="pip install zstandard"):
+    with pytest.raises(DataError, match=f"{sys.executable} -m pip install zstandard"):
         open_data(tmp_path / "a.jsonl.zst", tokenizer)
 
 
-@pytest.mark.parity  # where lm_eval is, which needs zstandard
-def test_zst(tmp_path, tokenizer):
+@pytest.mark.parametrize("source", ["package", "library"])
+def test_zst(tmp_path, tokenizer, monkeypatch, source):
     zstandard = pytest.importorskip("zstandard")
+    if source == "package":
+        monkeypatch.setitem(sys.modules, "compression", None)
+    elif sys.version_info < (3, 14):  # one of the same interface stands in for it
+        library = types.ModuleType("compression.zstd")
+        library.ZstdDecompressor = lambda: zstandard.ZstdDecompressor().decompressobj()
+        package = types.ModuleType("compression")
+        package.zstd = library
+        monkeypatch.setitem(sys.modules, "compression", package)
+        monkeypatch.setitem(sys.modules, "compression.zstd", library)
+        monkeypatch.setitem(sys.modules, "zstandard", None)
     lines = json_lines(TEXTS[:30]).splitlines(keepends=True)
     frames = [zstandard.ZstdCompressor().compress(b"".join(lines[i::3])) for i in range(3)]
     (tmp_path / "a.jsonl.zst").write_bytes(b"".join(frames))
