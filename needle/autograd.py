@@ -465,7 +465,7 @@ class Tensor(Value):
 
     def __sub__(self, other: Operand) -> Tensor:
         if isinstance(other, Number):
-            return _ops.add_scalar(self, -other)
+            return _ops.subtract_scalar(self, other)
         return _ops.subtract(self, _operand(other, self))
 
     def __rsub__(self, other: Operand) -> Tensor:

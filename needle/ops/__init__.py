@@ -61,6 +61,7 @@ from needle.ops.elementwise import (
     sigmoid,
     sqrt,
     subtract,
+    subtract_scalar,
     tanh,
 )
 from needle.ops.embedding import EmbeddingOp, IndexAdd, IndexSelect, embedding, index_select
@@ -193,6 +194,7 @@ __all__ = [
     "sqrt",
     "stack",
     "subtract",
+    "subtract_scalar",
     "summation",
     "tanh",
     "transpose",

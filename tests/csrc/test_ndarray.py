@@ -2,6 +2,7 @@
 
 import copy
 import ctypes
+import operator as op
 import pickle
 
 import numpy as np
@@ -10,6 +11,7 @@ from harness import DEVICES, assert_same_bits, bits, device_of, to_ndarray
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import needle as ndl
 from needle import _C
 from needle import backend_ndarray as nd
 
@@ -444,10 +446,86 @@ def test_whole_numbers_that_no_double_holds():
     np.testing.assert_array_equal((array == 2**53 + 1).numpy(), [True, False])
     array += 2**53 + 1
     np.testing.assert_array_equal(array.numpy(), [2**54 + 2, 2**53 + 6])
-    for dtype in ("int64", "int32"):
-        with pytest.raises(OverflowError):
-            nd.array([5], dtype=dtype).__lt__(2**70)
     assert (nd.array([5.0]) < 2**70).item() is True
+
+
+WHOLE = ("int32", "int64", "uint8", "uint16")
+BEYOND = [  # each with what an array of ones would have become
+    lambda x, n: x + n,
+    lambda x, n: n - x,
+    lambda x, n: x * n,
+    lambda x, n: nd.maximum(x, n),
+    lambda x, n: x.__iadd__(n),
+    lambda x, n: x.__imul__(n),
+    lambda x, n: x.fill(n),
+    lambda x, n: x.fill(2.0 * n),  # no double is 2^63 + 1
+    lambda x, n: _C.fill(x, n),
+    lambda x, n: x.__setitem__(slice(None), n),
+    lambda x, n: x.__setitem__(0, [n]),
+    lambda x, n: x.flat.__setitem__(0, n),
+    lambda x, n: nd.full(3, n, x.dtype, x.device),
+    lambda x, n: nd.array(n, x.dtype, x.device),
+    lambda x, n: nd.array([[1, n], [0, 1]], x.dtype, x.device),
+    lambda x, n: nd.array([1.0, n], x.dtype, x.device),
+    lambda x, n: ndl.Tensor(x) + n,
+    lambda x, n: ndl.Tensor(x) - n,
+]
+
+
+@both
+@pytest.mark.parametrize("dtype", WHOLE)
+def test_numbers_out_of_bounds(dtype, device):
+    """They wrapped around without a word. What fits does as in NumPy."""
+    device, info = device_of(device), np.iinfo(dtype)
+    x = nd.array([1, 2], dtype=dtype, device=device)
+    for n in (info.max + 1, info.min - 1, 2**40 if info.bits < 64 else 2**64, -(2**63) - 1, 2**70):
+        for write in BEYOND:
+            with pytest.raises(OverflowError):
+                write(x, n)
+        if info.min <= n <= np.iinfo(np.int64).max:
+            with pytest.raises(OverflowError, match=f"add: {n} is out of bounds for {dtype}"):
+                x + np.int64(n)
+    np.testing.assert_array_equal(x.numpy(), [1, 2])
+    for n in (info.max, info.min):
+        x.fill(n)
+        np.testing.assert_array_equal(x.numpy(), [n, n])
+        np.testing.assert_array_equal(nd.array([n], dtype, device).numpy(), [n])
+        x[:] = 0
+        np.testing.assert_array_equal((x + n).numpy(), [n, n])
+        x[0] = np.dtype(dtype).type(n)
+        assert x[0].item() == n
+    for wrong in (float("nan"), float("inf")):
+        with pytest.raises((ValueError, OverflowError), match="fill: "):
+            x.fill(wrong)
+
+
+@both
+@pytest.mark.parametrize("dtype", [*WHOLE, "bool"])
+def test_comparisons_with_numbers_out_of_bounds(dtype, device):
+    values = np.array([0, 1] if dtype == "bool" else [np.iinfo(dtype).min, 1, np.iinfo(dtype).max])
+    host = values.astype(dtype)
+    x = nd.array(host, dtype=dtype, device=device_of(device))
+    for n in (300, -1, 2**31, 2**40, 2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 2**70, 2**2000):
+        for compare in (op.lt, op.le, op.eq, op.ne, op.gt, op.ge):
+            got = compare(x, n)
+            np.testing.assert_array_equal(got.numpy(), compare(host, n), str((compare, n)))
+            np.testing.assert_array_equal(compare(n, x).numpy(), compare(n, host))
+
+
+def test_numbers_that_no_float_holds():
+    x = nd.array([1.0, 2.0])
+    for wrong in (lambda: x + 2**2000, lambda: x < 2**2000, lambda: x.fill(2**2000)):
+        with pytest.raises(OverflowError, match="too large for float32"):
+            wrong()
+    with pytest.raises(OverflowError, match="fill: value"):
+        _C.fill(x, 2**2000)
+    assert (nd.array([True]) + 5).item() == 6
+    with pytest.raises(OverflowError, match="out of bounds for int32"):
+        nd.array([True]).astype("bool") + 2**40
+    with pytest.raises(OverflowError, match="out of bounds for int64"):
+        nd.array([1], dtype="int64") + np.array([2**63], np.uint64)
+    assert nd.array(np.array([300]), dtype="uint8").item() == 44  # an array's cast, as in NumPy
+    assert (ndl.Tensor([7], dtype="uint8") - 5).item() == 2
 
 
 def test_flat_is_an_array_to_numpy():
