@@ -114,14 +114,12 @@ class _Zst(io.RawIOBase):
 
 
 def zst_decompressor(path: Path) -> Callable[[], Any]:
-    """What makes a decompressor of one frame: of the standard library from Python 3.14 on, else of
+    """The maker of decompressors of one frame: of the standard library from Python 3.14 on, else of
     the package zstandard."""
-    try:
+    if sys.version_info >= (3, 14):
         from compression import zstd
 
         return zstd.ZstdDecompressor
-    except ImportError:
-        pass
     try:
         import zstandard
     except ImportError as error:
