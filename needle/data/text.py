@@ -293,11 +293,15 @@ def load_tokenizer(path: str | os.PathLike) -> Any:
             "`tokenizers` saves it"
         )
     try:
-        return tokenizers_package().Tokenizer.from_file(str(path))
+        tokenizer = tokenizers_package().Tokenizer.from_file(str(path))
     except DataError:
         raise
     except Exception as error:  # the package raises bare Exception
         raise DataError(f"{path}: not a tokenizer.json: {error}") from error
+    count, limit = tokenizer.get_vocab_size(with_added_tokens=True), id_limit(tokenizer)
+    if limit > 2 * count + (1 << 20):  # tables as long as that would be made, and a vocabulary
+        raise DataError(f"{path}: {count:,} tokens have ids up to {limit - 1:,}; number them anew")
+    return tokenizer
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Any:
