@@ -10,6 +10,7 @@ whole: memory is bounded by GROUP and by the longest line of JSON.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import glob
 import gzip
 import io
@@ -116,12 +117,10 @@ class _Zst(io.RawIOBase):
 def zst_decompressor(path: Path) -> Callable[[], Any]:
     """What makes a decompressor of one frame: of the standard library from Python 3.14 on, else of
     the package zstandard."""
-    try:
+    with contextlib.suppress(ImportError):
         from compression import zstd
 
         return zstd.ZstdDecompressor
-    except ImportError:
-        pass
     try:
         import zstandard
     except ImportError as error:
