@@ -41,7 +41,7 @@ C_FILES = $(wildcard csrc/*.[ch] csrc/cpu/*.[ch] csrc/python/*.[ch] cuda/*.cu cu
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help train test test-cuda lib check format asan memcheck bench clean
+.PHONY: help train test test-cuda lib check format asan memcheck campaign bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -53,6 +53,7 @@ help:
 	@echo 'make format                 apply the formatting'
 	@echo 'make asan                   the core under the address and undefined-behaviour sanitizers'
 	@echo 'make memcheck               the CUDA kernel tests under compute-sanitizer'
+	@echo 'make campaign               kills, failing disks, damaged files: an hour of tries to lose a run'
 	@echo 'make bench                  the benchmarks'
 	@echo 'make clean                  remove what was built (keeps $(VENV) and runs/)'
 	@echo
@@ -176,6 +177,9 @@ memcheck: $(STATE)/test
 	@NEEDLE_REQUIRE_CUDA=1 $(SANITIZER) --tool $(TOOL) --error-exitcode 1 \
 	    --report-api-errors no --show-backtrace device \
 	    "$(PY)" -m pytest -q -m cuda -p no:cacheprovider $(MEMCHECK_TESTS) $(ARGS)
+
+campaign: $(STATE)/test lib
+	@"$(PY)" tests/campaign.py $(ARGS)
 
 bench: $(STATE)/train lib
 	@for script in $$(grep -l __main__ benchmarks/*.py); do "$(PY)" $$script $(ARGS) || exit 1; done

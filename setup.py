@@ -119,8 +119,10 @@ def build_core(objects: Path, out: Path, version: str, toolkit: cuda.Cuda | None
     )
     note(f"CPU matrix products: {blas}{advice}")
     # gnu17 rather than c17: POSIX names, and a*b+c may become an FMA. errno and floating-point
-    # traps are never looked at here, and stop vectorisation.
+    # traps are never looked at here, and stop vectorisation. Integers wrap around, as NumPy's do:
+    # what int64 arrays hold may overflow, and so may the strides of an array without elements.
     command = [*compiler, "-std=gnu17", "-O3", "-g1", "-fPIC", "-fvisibility=hidden", "-fopenmp"]
+    command += ["-fwrapv"]
     command += ["-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra", *steps.strict()]
     command += [*march, *flags_from("CFLAGS"), "-Icsrc", *blas_compile]
     has_history = (ROOT / ".git").exists()

@@ -146,9 +146,9 @@ def parser() -> argparse.ArgumentParser:
         description="Trains a Pythia (GPT-NeoX) language model. Without flags: on the sources of "
         "the Python standard library, with sizes that suit the device.",
         epilog="Defaults are written cpu | gpu where they differ. Exit codes: 0 done, or stopped "
-        "by SIGINT or SIGTERM after saving; 1 an error, or a loss that is not finite; 2 a "
-        "bad flag; 75 the GPU is lost: start again with --resume auto; 130 Ctrl-C before "
-        "the first step, or for the second time.",
+        "by SIGINT, SIGTERM, SIGHUP or a closed pipe after saving; 1 an error, or a loss that is "
+        "not finite; 2 a bad flag; 75 the GPU is lost: start again with --resume auto; 130 Ctrl-C "
+        "before the first step, or for the second time.",
     )
 
     recipe = top.add_argument_group(

@@ -469,6 +469,7 @@ def write_description(run: Run) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     args = train_flags.parser().parse_args(argv)
+    run = None
     try:
         trackers.check(args.tensorboard, args.wandb)
         found = run_folder.resume(args.resume, Path(args.out), args.name) if args.resume else None
@@ -498,6 +499,9 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:  # before the first step, or a second one within a step
         print("train_pythia.py: interrupted", file=sys.stderr)
         return 130
+    finally:
+        if run is not None:
+            run.lock.release()
 
 
 if __name__ == "__main__":

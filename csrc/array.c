@@ -302,13 +302,18 @@ bool nd_reshape_strides(const nd_array *a, nd_array *view) {
 
 nd_status nd_check_bounds(const nd_array *a) {
     ND_TRY(nd_check_shape(a->dtype, a->ndim, a->shape));
+    int64_t item = (int64_t)nd_dtype_size(a->dtype), most = INT64_MAX / item;
+    for (int i = 0; i < a->ndim; i++) {
+        if (a->strides[i] > most || a->strides[i] < -most) {
+            return nd_error(ND_EVALUE, "the stride %lld of axis %d reaches outside 2^63 bytes",
+                            (long long)a->strides[i], i);
+        }
+    }
     if (nd_size(a) == 0) {
         return ND_OK;
     }
-    /* Sizes times item are below 2^63 and strides at most that: the sums below stay within 128
-     * bits. */
+    /* Sizes and strides times item are below 2^63: the sums below stay within 128 bits. */
     const char *memory = a->storage->memory;
-    int64_t item = (int64_t)nd_dtype_size(a->dtype);
     __int128 first = ((const char *)a->data - memory), last = first;
     for (int i = 0; i < a->ndim; i++) {
         __int128 reach = (__int128)((a->shape[i] - 1) * item) * a->strides[i];

@@ -3,7 +3,8 @@
  *   forward   y[n] = w[ids[n]]; an id outside [0, V) gives a row of NaN
  *   backward  dw[v] += sum over {n: ids[n] = v} of dy[n], in float32; other ids are skipped
  *
- * Forward: a warp a row, 16 bytes a lane. Reads and writes N C elements.
+ * Forward: a warp a row, 16 bytes a lane. Rows of w may lie apart, or overlap. Reads and writes N C
+ * elements.
  *
  * Backward, without atomics. Ids are sorted together with their positions (a stable radix sort over
  * as many bits as V needs). The sorted positions are cut into chunks of 32; one warp walks through a
@@ -28,13 +29,13 @@ constexpr int chunk_size = 32; /* a chunk's ids live in the lanes of its warp */
 template <class T, int N>
 __global__ void __launch_bounds__(threads)
     gather_kernel(const int32_t *ids, const T *w, T *y, int64_t rows, int64_t vocabulary,
-                  int64_t columns) {
+                  int64_t columns, int64_t stride) {
     const int lane = threadIdx.x & 31;
     for (int64_t row = (int64_t)blockIdx.x * warps + threadIdx.x / 32; row < rows;
          row += (int64_t)gridDim.x * warps) {
         const int64_t id = ids[row];
         const bool valid = id >= 0 && id < vocabulary;
-        const T *from = w + (valid ? id : 0) * columns;
+        const T *from = w + (valid ? id : 0) * stride;
         T *to = y + row * columns;
 #pragma unroll 4
         for (int64_t c = lane * N; c < columns; c += 32 * N) {
@@ -240,14 +241,14 @@ nd_status cuda_embedding_fwd(int device, const embedding_fwd_args *a) {
         const T *w = data_of<T>(a->w);
         T *y = data_of<T>(a->y);
         const int32_t *ids = data_of<int32_t>(a->ids);
-        const int64_t vocabulary = a->w->shape[0];
+        const int64_t vocabulary = a->w->shape[0], stride = a->w->strides[0];
         unsigned grid = cuda_grid(device, ceil_div<int64_t>(rows, warps), 64);
-        if (columns % N == 0 && is_aligned16(w) && is_aligned16(y)) {
-            gather_kernel<T, N>
-                <<<grid, threads, 0, cuda_stream(device)>>>(ids, w, y, rows, vocabulary, columns);
+        if (columns % N == 0 && stride % N == 0 && is_aligned16(w) && is_aligned16(y)) {
+            gather_kernel<T, N><<<grid, threads, 0, cuda_stream(device)>>>(
+                ids, w, y, rows, vocabulary, columns, stride);
         } else {
-            gather_kernel<T, 1>
-                <<<grid, threads, 0, cuda_stream(device)>>>(ids, w, y, rows, vocabulary, columns);
+            gather_kernel<T, 1><<<grid, threads, 0, cuda_stream(device)>>>(
+                ids, w, y, rows, vocabulary, columns, stride);
         }
         CUDA_LAUNCHED("embedding_fwd");
         return ND_OK;

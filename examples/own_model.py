@@ -44,7 +44,7 @@ class OwnConfig(Config):
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last axis, computed in float32."""
 
-    hook_points = {"hook_normalized": None}
+    hook_points = {"hook_normalized": None, "hook_out": None}
 
     def __init__(self, size: int, device: Device, dtype: str, eps: float = 1e-5) -> None:
         super().__init__()
@@ -53,8 +53,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = ops.astype(x, "float32")
         square = ops.mean(wide * wide, -1).reshape((*x.shape[:-1], 1))
-        y = ops.astype(wide / ops.sqrt(square + self.eps), x.dtype)
-        return self.hook("hook_normalized", y * self.weight)
+        y = self.hook("hook_normalized", wide / ops.sqrt(square + self.eps))
+        return self.hook("hook_out", ops.astype(y, x.dtype) * self.weight)
 
 
 class GatedMLP(nn.Module):

@@ -22,8 +22,11 @@ def _load_core() -> None:
     """Import `_C`. OpenBLAS reads the environment once, while it is loaded: it gets one thread
     (matmul.c divides a product among OpenMP's threads) and, on an AMD processor with AVX-512, the
     kernels for it, which it would not pick by itself: half the speed (docs/design.md). They are set
-    for needle's own copy of OpenBLAS; the environment is left as it was."""
+    for needle's own copy of OpenBLAS; the environment is left as it was. OpenMP's threads wait
+    without spinning, unless the user said how they should."""
     wanted = {"OPENBLAS_NUM_THREADS": "1"}
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(_os.environ):
+        wanted["OMP_WAIT_POLICY"] = "PASSIVE"
     core = _os.environ.get("NEEDLE_OPENBLAS_CORETYPE") or _amd_core()
     if core:
         wanted["OPENBLAS_CORETYPE"] = core
@@ -80,7 +83,19 @@ from needle._C import (
 from needle.autograd import Tensor, TensorTuple, no_grad
 from needle.backend_ndarray import default_device
 from needle.block_mask import BlockMask, convert_to_block_mask
-from needle.init import constant, one_hot, ones, ones_like, rand, randb, randn, zeros, zeros_like
+from needle.init import (
+    arange,
+    constant,
+    from_dlpack,
+    one_hot,
+    ones,
+    ones_like,
+    rand,
+    randb,
+    randn,
+    zeros,
+    zeros_like,
+)
 from needle.ops import *
 
 if _TYPE_CHECKING:  # what __getattr__ finds
@@ -93,13 +108,17 @@ if _TYPE_CHECKING:  # what __getattr__ finds
     from needle import hooks as hooks
     from needle import models as models
     from needle import sampling as sampling
+    from needle import training as training
+    from needle.checkpoint import load as load
     from needle.checkpoint import load_checkpoint as load_checkpoint
+    from needle.checkpoint import save as save
     from needle.checkpoint import save_checkpoint as save_checkpoint
     from needle.data import dataset as dataset
     from needle.diagnose import show_config as show_config
     from needle.models.pythia import Pythia as Pythia
     from needle.models.pythia import PythiaConfig as PythiaConfig
     from needle.models.pythia import create_pythia_70m as create_pythia_70m
+    from needle.training import fit as fit
 
 __all__ = [
     "CudaError",
@@ -110,6 +129,7 @@ __all__ = [
     "Tensor",
     "TensorTuple",
     "all_devices",
+    "arange",
     "autograd",
     "backend_ndarray",
     "block_mask",
@@ -120,6 +140,7 @@ __all__ = [
     "cuda_init",
     "cuda_reset",
     "default_device",
+    "from_dlpack",
     "init",
     "nn",
     "no_grad",
@@ -149,12 +170,16 @@ _SUBMODULES = (
     "hooks",
     "models",
     "sampling",
+    "training",
 )
 _LAZY = {
     "create_pythia_70m": "models.pythia",
     "Pythia": "models.pythia",
     "PythiaConfig": "models.pythia",
+    "fit": "training",
+    "load": "checkpoint",
     "load_checkpoint": "checkpoint",
+    "save": "checkpoint",
     "save_checkpoint": "checkpoint",
     "show_config": "diagnose",
     "dataset": "data",

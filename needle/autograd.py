@@ -24,14 +24,14 @@ import copy
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import ContextDecorator
-from numbers import Number
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
-from needle import _C
+from needle import _C, operators
 from needle._C import Device, NDArray
 from needle.backend_ndarray import ones
+from needle.operators import Operators
 
 __all__ = [
     "FusedOp",
@@ -49,14 +49,6 @@ __all__ = [
 ]
 
 FLOATS = ("float32", "bfloat16", "float16")  # dtypes that gradients are rounded to
-_ops: Any = None
-
-
-def define_operators(ops: Any) -> None:
-    """From now on +, @, .sum() and the like of Tensors call the functions of the module `ops`.
-    needle.ops says so when it is imported, because it builds on this module."""
-    global _ops
-    _ops = ops
 
 
 # ---- gradient mode -------------------------------------------------------------------------------
@@ -269,7 +261,7 @@ class TensorTuple(Value):
         return len(self.cached_data)
 
     def __getitem__(self, index: int) -> Tensor:
-        return _ops.tuple_get_item(self, index)
+        return operators.ops.tuple_get_item(self, index)
 
     def __iter__(self) -> Any:
         return (self[i] for i in range(len(self)))
@@ -281,7 +273,7 @@ class TensorTuple(Value):
     def __add__(self, other: TensorTuple) -> TensorTuple:
         if not isinstance(other, TensorTuple) or len(other) != len(self):
             raise ValueError("TensorTuple + needs another TensorTuple of the same length")
-        return _ops.make_tuple(*[a + b for a, b in zip(self, other)])
+        return operators.ops.make_tuple(*[a + b for a, b in zip(self, other)])
 
     def detach(self) -> TensorTuple:
         """The same data outside of the graph."""
@@ -295,10 +287,7 @@ class TensorTuple(Value):
         return "TensorTuple(" + ",\n".join(repr(x) for x in self) + ")"
 
 
-Operand: TypeAlias = "Tensor | NDArray | np.ndarray | float | int"
-
-
-class Tensor(Value):
+class Tensor(Value, Operators["Tensor"]):
     """An NDArray with a place in the graph.
 
     array: a nested list, number, NumPy array of any dtype (becomes `dtype`, float32 by default), an
@@ -405,9 +394,20 @@ class Tensor(Value):
     def __float__(self) -> float:
         return float(self.item())
 
+    def __format__(self, spec: str) -> str:
+        """f"{loss:.4f}" formats the one value of a Tensor of size 1; without a format, as str()."""
+        return format(self.item(), spec) if spec else str(self)
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """NumPy's protocol: np.asarray(tensor) holds the values, in the host's memory."""
         return self.cached_data.__array__(dtype, copy=copy)
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        """The protocol by which other libraries read this memory: torch.from_dlpack(tensor)."""
+        return self.cached_data.__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.cached_data.__dlpack_device__()
 
     def __repr__(self) -> str:
         """As NumPy prints arrays, with the dtype, the device, and the op that computed it."""
@@ -447,84 +447,13 @@ class Tensor(Value):
             )
         compute_gradient_of_variables(self, out_grad)
 
-    # -- operators
-
-    def __add__(self, other: Operand) -> Tensor:
-        if isinstance(other, Number):
-            return _ops.add_scalar(self, other)
-        return _ops.add(self, _operand(other, self))
-
-    __radd__ = __add__
-
-    def __mul__(self, other: Operand) -> Tensor:
-        if isinstance(other, Number):
-            return _ops.multiply_scalar(self, other)
-        return _ops.multiply(self, _operand(other, self))
-
-    __rmul__ = __mul__
-
-    def __sub__(self, other: Operand) -> Tensor:
-        if isinstance(other, Number):
-            return _ops.add_scalar(self, -other)
-        return _ops.subtract(self, _operand(other, self))
-
-    def __rsub__(self, other: Operand) -> Tensor:
-        if isinstance(other, Number):
-            return _ops.add_scalar(_ops.negate(self), other)
-        return _ops.subtract(_operand(other, self), self)
-
-    def __truediv__(self, other: Operand) -> Tensor:
-        if isinstance(other, Number):
-            return _ops.divide_scalar(self, other)
-        return _ops.divide(self, _operand(other, self))
-
-    def __rtruediv__(self, other: Operand) -> Tensor:
-        if isinstance(other, Number):
-            return _ops.scalar_divide(other, self)
-        return _ops.divide(_operand(other, self), self)
-
-    def __pow__(self, other: Operand) -> Tensor:
-        if isinstance(other, Number):
-            return _ops.power_scalar(self, other)
-        return _ops.power(self, _operand(other, self))
-
-    def __rpow__(self, other: Operand) -> Tensor:
-        if isinstance(other, Number):
-            return _ops.scalar_power(other, self)
-        return _ops.power(_operand(other, self), self)
-
-    def __neg__(self) -> Tensor:
-        return _ops.negate(self)
-
-    def __matmul__(self, other: Operand) -> Tensor:
-        return _ops.matmul(self, _operand(other, self))
-
-    def __rmatmul__(self, other: Operand) -> Tensor:
-        return _ops.matmul(_operand(other, self), self)
-
-    def matmul(self, other: Tensor) -> Tensor:
-        return _ops.matmul(self, other)
-
-    def sum(self, axes: None | int | Sequence[int] = None) -> Tensor:
-        """The sum over `axes` (None: all), which disappear."""
-        return _ops.summation(self, axes)
-
-    def broadcast_to(self, shape: Sequence[int]) -> Tensor:
-        return _ops.broadcast_to(self, shape)
-
-    def reshape(self, *shape: Any) -> Tensor:
-        """The same elements in another shape: `x.reshape((2, 3))` or `x.reshape(2, 3)`."""
-        if len(shape) == 1 and not isinstance(shape[0], int):
-            shape = tuple(shape[0])
-        return _ops.reshape(self, shape)
-
-    def transpose(self, axes: Sequence[int] | None = None) -> Tensor:
-        """Swap the two `axes` (the last two by default)."""
-        return _ops.transpose(self, axes)
-
-    def astype(self, dtype: str) -> Tensor:
-        """The values in another dtype; gradients come back in this one."""
-        return _ops.astype(self, dtype)
+    def _operand(self, other: Any) -> Tensor:
+        """What stands beside this Tensor in an operation, as a Tensor on the same device."""
+        if isinstance(other, Tensor):
+            return other
+        if isinstance(other, (NDArray, np.ndarray, list)):
+            return Tensor(other, device=self.device, requires_grad=False)
+        raise TypeError(f"a Tensor cannot be combined with {type(other).__name__}")
 
 
 def _moved(data: NDArray, device: Device | None, dtype: str | None) -> NDArray:
@@ -533,15 +462,6 @@ def _moved(data: NDArray, device: Device | None, dtype: str | None) -> NDArray:
     if device is not None and device != data.device:
         data = data.to(device)
     return data
-
-
-def _operand(other: Any, beside: Tensor) -> Tensor:
-    """`other` as a Tensor on the device of the operand beside it."""
-    if isinstance(other, Tensor):
-        return other
-    if isinstance(other, (NDArray, np.ndarray, list)):
-        return Tensor(other, device=beside.device, requires_grad=False)
-    raise TypeError(f"a Tensor cannot be combined with {type(other).__name__}")
 
 
 # ---- backward ------------------------------------------------------------------------------------

@@ -6,9 +6,10 @@ Tensors: each parameter and buffer under its own name; each array of the optimiz
 the float32 master weights of a bfloat16 model) under `optimizer.<name>`. The package `safetensors`
 opens it.
 
-state: model (the name it is registered by; the files before it had one are of Pythia), config,
-optimizer (class and numbers), epoch, loss, random_state (NumPy's global generator),
-versions, and what the caller adds: step, position in the data, schedule.
+state: model (the name it is registered by; the files before it had one are of Pythia) and config,
+both null for a module of no registered class, optimizer (class and numbers), epoch, loss,
+random_state (NumPy's global generator), versions, and what the caller adds: step, position in the
+data, schedule.
 
 checksum: BLAKE2b over the whole file with the checksum's own digits as zeros, so that one changed
 bit anywhere is found. Written as temporary file, fsync, rename, fsync of the folder: a name always
@@ -20,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import os
 import platform
 import re
@@ -56,28 +58,51 @@ def save_checkpoint(
     """Writes model and optimizer to `filepath`, atomically. `extra` (JSON values) is kept and given
     back by `Checkpoint.state`. Raises CheckpointError where the file cannot be written: what was
     there before is then still there."""
-    path = Path(filepath)
-    config = getattr(model, "config", None)
-    if not isinstance(config, models.Config) or not isinstance(model, config.model_class):
+    if _registered_config(model) is None:
         raise TypeError(
             "save_checkpoint: model must be of a class that models.register knows, as Pythia is, "
-            f"not {type(model).__name__}"
+            f"not {type(model).__name__}; needle.save takes any module"
         )
-    tensors = model.state_dict()
+    kind = type(optimizer).__name__
+    if optimizer is not None and getattr(optim, kind, None) is not type(optimizer):
+        raise TypeError(
+            f"save_checkpoint: {kind} is not of needle.optim, so that load_checkpoint "
+            "could not make it; save without it (None), and its state_dict() elsewhere"
+        )
+    return save(model, optimizer, filepath, epoch=int(epoch), loss=float(loss), **extra)
+
+
+def save(
+    module: nn.Module, optimizer: optim.Optimizer | None, path: str | os.PathLike, **extra: Any
+) -> Path:
+    """Writes any module, its parameters and buffers, with its optimizer to `path`, atomically.
+    `extra` (JSON values) is kept, see `Checkpoint.state`. CheckpointError where the file cannot be
+    written.
+
+    >>> model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
+    >>> optimizer = optim.Adam(model.parameters())
+    >>> path = ndl.save(model, optimizer, folder / "model.safetensors")
+    >>> _ = ndl.load(path, model, optimizer)
+    """
+    path, config = Path(path), _registered_config(module)
+    tensors = module.state_dict()
+    reserved = [name for name in tensors if name.startswith("optimizer.")]
+    if reserved:
+        raise ValueError(f"save: {reserved[0]}: in a file that name is the optimizer's; rename it")
     saved_optimizer = None
     if optimizer is not None:
         numbers = optimizer.state_dict()
         arrays = numbers.pop("arrays")
-        _check_optimizer(model, optimizer)
+        _check_optimizer(module, optimizer)
         saved_optimizer = {"class": type(optimizer).__name__, **numbers}
         tensors.update({f"optimizer.{name}": value for name, value in arrays.items()})
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     state = {
-        "model": config.family,
-        "config": config.to_dict(),
+        "model": None if config is None else config.family,
+        "config": None if config is None else config.to_dict(),
         "optimizer": saved_optimizer,
-        "epoch": int(epoch),
-        "loss": float(loss),
+        "epoch": 0,
+        "loss": math.nan,
         "random_state": [kind, keys.tolist(), int(position), int(has_gauss), float(gauss)],
         "versions": versions(),
         **extra,
@@ -88,20 +113,20 @@ def save_checkpoint(
     return path
 
 
+def _registered_config(module: nn.Module) -> models.Config | None:
+    """From which load makes a module of this class again; None for one that is not registered."""
+    config = getattr(module, "config", None)
+    known = isinstance(config, models.Config) and isinstance(module, config.model_class)
+    return config if known else None
+
+
 def _check_optimizer(model: nn.Module, optimizer: optim.Optimizer) -> None:
-    """An optimizer that load_checkpoint could not build again is refused before a run relies on
-    it."""
-    kind = type(optimizer).__name__
-    if getattr(optim, kind, None) is not type(optimizer):
-        raise TypeError(
-            f"save_checkpoint: {kind} is not of needle.optim, so that load_checkpoint "
-            "could not make it; save without it (None), and its state_dict() elsewhere"
-        )
+    """An optimizer of other parameters is refused before a run relies on it."""
     named = dict(model.named_parameters())
     for name, parameter in zip(optimizer.names, optimizer.params):
         if named.get(name) is not parameter:
             raise ValueError(
-                f"save_checkpoint: the optimizer's parameter {name!r} is not the "
+                f"save: the optimizer's parameter {name!r} is not the "
                 f"model's of that name; make the optimizer from model.parameters(), "
                 "model.named_parameters() or nn.flatten_parameters(model)"
             )
@@ -211,14 +236,9 @@ class Checkpoint:
         """(model, optimizer, epoch, loss) on `device`; the optimizer is None where none was saved.
         Draws no random number."""
         model = self.restore_model(device)
-        arrays = {
-            name.removeprefix("optimizer."): entry.read(model.device)
-            for name, entry in self._entries.items()
-            if name.startswith("optimizer.")
-        }
         return (
             model,
-            self._restore_optimizer(model, arrays),
+            self._restore_optimizer(model, self._optimizer_arrays(model.device)),
             self.state["epoch"],
             self.state["loss"],
         )
@@ -227,6 +247,10 @@ class Checkpoint:
         """The model alone, in `dtype` where one is given. What the optimizer keeps, some twice the
         model's size or more, is not brought into memory."""
         device = default_device() if device is None else device
+        if self.state["config"] is None:
+            raise self._error(
+                "holds a module of no registered class: make one, and ndl.load(path, module)"
+            )
         try:
             config = models.model_class(self.state.get("model", "pythia")).config_class.from_dict(
                 self.state["config"] | ({} if dtype is None else {"dtype": dtype})
@@ -241,7 +265,38 @@ class Checkpoint:
         model.tokenizer = self.tokenizer
         return model
 
-    def _compare(self, shapes: dict[str, tuple[int, ...]]) -> None:
+    def restore_into(self, module: nn.Module, optimizer: optim.Optimizer | None = None) -> None:
+        """The parameters and buffers of `module` take the values in the file, and `optimizer` its
+        state, where they lie and in their dtypes. Nothing is changed where something does not
+        fit."""
+        own = module.state_dict()
+        self._compare({name: array.shape for name, array in own.items()}, "the module")
+        values = {name: self._entries[name].read(array.device) for name, array in own.items()}
+        if optimizer is not None:
+            saved = self.state["optimizer"] or {}
+            if saved.get("class") != type(optimizer).__name__:
+                raise self._error(
+                    f"holds the state of {saved.get('class', 'no optimizer')}, not of "
+                    f"{type(optimizer).__name__}"
+                )
+            try:
+                optimizer.load_state_dict(
+                    {**saved, "arrays": self._optimizer_arrays(default_device())}
+                )
+            except (KeyError, TypeError, ValueError) as error:
+                raise self._error(f"the optimizer's state cannot be used: {error}") from error
+        module.load_state_dict(values)
+
+    def _optimizer_arrays(self, device: Device) -> dict[str, NDArray]:
+        return {
+            name.removeprefix("optimizer."): entry.read(device)
+            for name, entry in self._entries.items()
+            if name.startswith("optimizer.")
+        }
+
+    def _compare(
+        self, shapes: dict[str, tuple[int, ...]], what: str = "its own configuration"
+    ) -> None:
         """Everything that does not fit, in one error, before anything is made or loaded."""
         problems = [f"{name} is missing" for name in shapes if name not in self._entries]
         for name, entry in self._entries.items():
@@ -252,7 +307,7 @@ class Checkpoint:
             elif not name.startswith("optimizer."):
                 problems.append(f"{name} is unknown")
         if problems:
-            raise self._error("does not fit its own configuration: " + "; ".join(problems))
+            raise self._error(f"does not fit {what}: " + "; ".join(problems))
 
     def _restore_optimizer(
         self, model: nn.Module, arrays: dict[str, NDArray]
@@ -298,6 +353,35 @@ def load_checkpoint(
     (3, 2.5)
     """
     return Checkpoint(filepath).restore(device)
+
+
+def load(
+    path: str | os.PathLike,
+    module: nn.Module | None = None,
+    optimizer: optim.Optimizer | None = None,
+    device: Device | None = None,
+) -> tuple[Any, optim.Optimizer | None]:
+    """(module, optimizer) from a file of `save` or `save_checkpoint`.
+
+    Values go into the module that is given, and into its optimizer where one is. Without a module
+    both are made, on `device`, from what the file says, where the module's class is registered.
+    Raises CheckpointError that names the file and lists what does not fit; nothing is half loaded.
+
+    >>> model = nn.Linear(3, 4)
+    >>> path = ndl.save(model, None, folder / "model.safetensors")
+    >>> again, _ = ndl.load(path, nn.Linear(3, 4))
+    >>> bool((again.weight == model.weight).numpy().all())
+    True
+    """
+    checkpoint = Checkpoint(path)
+    if module is None:
+        if optimizer is not None:
+            raise TypeError("load: an optimizer is restored beside its module: give both")
+        return checkpoint.restore(device)[:2]
+    if device is not None:
+        raise TypeError("load: device is for a module that is made: the given one has its own")
+    checkpoint.restore_into(module, optimizer)
+    return module, optimizer
 
 
 # ---- the folder of a run ----------------------------------------------------------------------

@@ -9,12 +9,13 @@ A hook is a function of the Tensor at its name; what it returns takes the Tensor
 leaves it. Gradients flow through both; a captured Tensor keeps its own `.grad` where the graph has
 a leaf that is no Parameter: `model.hooks({"hook_embed": lambda x: x + zeros})`, with `zeros` a
 Tensor of x's shape, around the forward. Of Pythia names, shapes and order are those of
-TransformerLens (Nanda and Bloom 2022):
+TransformerLens (Nanda and Bloom 2022), since its version 3:
 
     hook_embed                          (B, T, C)     rows of the embedding
     blocks.I.hook_resid_pre             (B, T, C)     what layer I reads
     blocks.I.ln1.hook_scale             (B, T, 1)     float32; sqrt(var + eps), which divides
-    blocks.I.ln1.hook_normalized        (B, T, C)     what attention reads, with weight and bias
+    blocks.I.ln1.hook_normalized        (B, T, C)     float32; divided, before weight and bias
+    blocks.I.ln1.hook_out               (B, T, C)     behind them: what attention reads
     blocks.I.attn.hook_q, hook_k, hook_v   (B, T, H, D)   before rotary
     blocks.I.attn.hook_rot_q, hook_rot_k   (B, T, H, D)   behind it
     blocks.I.attn.hook_attn_scores      (B, H, T, T)  float32; scaled, -inf where a key is not seen
@@ -22,19 +23,21 @@ TransformerLens (Nanda and Bloom 2022):
     blocks.I.attn.hook_z                (B, T, H, D)  what the heads have gathered
     blocks.I.attn.hook_result           (B, T, H, C)  float32; what each head adds; without the bias
     blocks.I.hook_attn_out              (B, T, C)     what attention adds
-    blocks.I.hook_resid_mid             (B, T, C)     in between; sequential residual only
-    blocks.I.ln2.hook_scale, hook_normalized          the same of what the MLP reads
+    blocks.I.hook_resid_mid             (B, T, C)     in between; sequential residual only. Behind a
+                                                      replacement the stream goes on with it too
+    blocks.I.ln2.hook_scale, hook_normalized, hook_out   the same of what the MLP reads
     blocks.I.mlp.hook_pre, hook_post    (B, T, 4 C)   around GELU
     blocks.I.hook_mlp_out               (B, T, C)     what the MLP adds
     blocks.I.hook_resid_post            (B, T, C)     what layer I leaves
-    ln_final.hook_scale, hook_normalized              the same of what the head multiplies
+    ln_final.hook_scale, hook_normalized, hook_out       the same of what the head multiplies
 
 The points stand in the forwards of the modules (`Module.hook`), and each class lists its own
 (`Module.hook_points`). A function changes the forward of the modules that it is hooked into, and
 only where a name needs what the fused ops never store: attention computes its scores and pattern in
 the plain way, T x T numbers a head in float32, rotates q, k and v one by one, or multiplies and
-adds its heads one by one in float32; a norm computes its scale step by step in float32. All else
-keeps its bits. Generation with hooks reads the whole context for each token.
+adds its heads one by one in float32; a norm computes step by step in float32 for `hook_scale` and
+`hook_normalized`. All else keeps its bits. Generation with hooks reads the whole context for each
+token.
 """
 
 from __future__ import annotations

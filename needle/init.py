@@ -10,7 +10,7 @@ import contextlib
 import contextvars
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -194,6 +194,36 @@ def ones_like(
     return ones(*array.shape, device=device, dtype=array.dtype, requires_grad=requires_grad)
 
 
+def arange(
+    start: float,
+    stop: float | None = None,
+    step: float = 1,
+    *,
+    device: Device | None = None,
+    dtype: str | None = None,
+    requires_grad: bool = False,
+) -> Tensor:
+    """start, start + step, ... below stop; from 0 to `start` where that is the only number. Whole
+    numbers are int64 unless `dtype` says otherwise, others float32, as in NumPy.
+
+    >>> print(ndl.init.arange(3), ndl.init.arange(1, 2, 0.25))
+    [0 1 2] [1.   1.25 1.5  1.75]
+    """
+    values = np.arange(start, step=step) if stop is None else np.arange(start, stop, step)
+    kind = "int64" if values.dtype.kind == "i" else "float32"
+    return _tensor(values, device, kind if dtype is None else dtype, requires_grad)
+
+
+def from_dlpack(array: Any) -> Tensor:
+    """A Tensor over the memory of another library's array, on its device, without gradient. What
+    the other library marks read-only is copied.
+
+    >>> print(ndl.from_dlpack(np.arange(3, dtype=np.int32)))
+    [0 1 2]
+    """
+    return Tensor.from_ndarray(_C.from_dlpack(array))
+
+
 def one_hot(
     n: int,
     i: Any,
@@ -244,14 +274,24 @@ def _relu_gain(nonlinearity: str) -> float:
     return math.sqrt(2.0)
 
 
-def kaiming_uniform(fan_in: int, fan_out: int, nonlinearity: str = "relu", **kwargs: Any) -> Tensor:
-    """(fan_in, fan_out), uniform in +-sqrt(2) sqrt(3 / fan_in) (He et al. 2015).
+def kaiming_uniform(
+    fan_in: int,
+    fan_out: int,
+    shape: Sequence[int] | None = None,
+    nonlinearity: str = "relu",
+    **kwargs: Any,
+) -> Tensor:
+    """(fan_in, fan_out), or of `shape`, as a convolution's weights are, uniform in
+    +-sqrt(2) sqrt(3 / fan_in) (He et al. 2015).
 
     >>> bool(abs(ndl.init.kaiming_uniform(6, 2).numpy()).max() <= 1)
     True
+    >>> ndl.init.kaiming_uniform(9 * 4, 9 * 8, shape=(3, 3, 4, 8)).shape
+    (3, 3, 4, 8)
     """
     bound = _relu_gain(nonlinearity) * math.sqrt(3.0 / fan_in)
-    return rand(fan_in, fan_out, low=-bound, high=bound, **kwargs)
+    shape = (fan_in, fan_out) if shape is None else shape
+    return rand(*shape, low=-bound, high=bound, **kwargs)
 
 
 def kaiming_normal(fan_in: int, fan_out: int, nonlinearity: str = "relu", **kwargs: Any) -> Tensor:

@@ -124,8 +124,11 @@ GRADIENTS = [
     by_name("summation-axis", lambda a: a.sum(1), normal(3, 4, 2), axes=1),
     by_name("summation-last", lambda a: a.sum(-1), normal(3, 4, 2), axes=-1),
     by_name("summation-axes", lambda a: a.sum((0, 2)), normal(3, 4, 2), axes=(0, 2)),
+    by_name("summation-kept", lambda a: a.sum(1, keepdims=True), MATRIX, axes=1, keepdims=True),
     by_name("mean", lambda a: a.mean(0), MATRIX, axes=0),
+    by_name("mean-kept", lambda a: a.mean(0, keepdims=True), MATRIX, axes=0, keepdims=True),
     by_name("max", lambda a: a.max(1), MATRIX, axes=1),
+    by_name("max-kept", lambda a: a.max(1, keepdims=True), MATRIX, axes=1, keepdims=True),
     by_name("logsumexp", lambda a: logsumexp(a, 1), MATRIX, axes=1),
     by_name("logsumexp-axes", lambda a: logsumexp(a, (0, 2)), normal(3, 4, 2), axes=(0, 2)),
     by_name("logsumexp-all", lambda a: logsumexp(a, None), MATRIX),
@@ -153,6 +156,35 @@ GRADIENTS = [
         (normal(3), normal(3)),
     ),
     by_name("index_select", lambda a: a[:, [2, 0, 2]], MATRIX, axis=1, indices=np.array([2, 0, 2])),
+    *(
+        by_name(f"get_item-{label}", lambda a, index=index: a[index], shape, index=index)
+        for label, shape, index in [
+            ("integer", MATRIX, 1),
+            ("slices", normal(5, 3, 4), (slice(None, None, -2), ..., None, slice(1, 3))),
+            ("list", MATRIX, ([2, 0, 2],)),
+            ("lists", normal(3, 4, 2), ([2, 0, 2], slice(None), [1, 0, 1])),
+            ("bool", MATRIX, np.arange(12).reshape(3, 4) % 3 == 0),
+        ]
+    ),
+    Gradient(
+        "concatenate",
+        lambda ops, a, b: ops.concatenate([a, b, a], -1),
+        lambda a, b: np.concatenate([a, b, a], -1),
+        (MATRIX, normal(3, 2)),
+    ),
+    Gradient(
+        "where",
+        lambda ops, a, b: ops.where(np.arange(12).reshape(3, 4) % 3 == 0, a, b),
+        lambda a, b: np.where(np.arange(12).reshape(3, 4) % 3 == 0, a, b),
+        (MATRIX, normal(4)),
+    ),
+    Gradient(
+        "contiguous",
+        lambda ops, a: ops.contiguous(ops.transpose(a)) * 2,
+        lambda a: a.T * 2,
+        (MATRIX,),
+    ),
+    Gradient("to_device", lambda ops, a: ops.to_device(a, a.device), np.array, (MATRIX,)),
     # Fused: one kernel each way, differentiable once.
     *(
         replace(case, twice=False)

@@ -98,7 +98,8 @@ needle: cpu cuda all_devices default_device NDArray Tensor TensorTuple no_grad o
     data autograd models backend_ndarray cuda_init cuda_reset CudaError CudaFatalError show_config
     add multiply divide power add_scalar multiply_scalar divide_scalar power_scalar negate matmul
     summation broadcast_to reshape transpose log exp relu tanh logsumexp logsoftmax stack split flip
-    make_tuple tuple_get_item index_select block_sparse_attention convert_to_block_mask BlockMask
+    make_tuple tuple_get_item index_select where arange concatenate from_dlpack save load fit
+    block_sparse_attention convert_to_block_mask BlockMask
 needle.backend_ndarray: array empty full ones zeros NDArray cpu cuda all_devices default_device
 needle.autograd: Tensor TensorTuple Op find_topo_sort no_grad
 needle.init: rand randn randb constant ones zeros one_hot zeros_like ones_like kaiming_uniform

@@ -166,9 +166,9 @@ static nd_status attention_backward(int device, const char *name, const backward
     }
     size_t each = workspace_floats(queries, d);
     void *scratch;
-    ND_TRY(cpu_scratch(device, each * (size_t)omp_get_max_threads() * sizeof(float), &scratch));
+    ND_TRY(cpu_scratch(device, each * (size_t)cpu_threads() * sizeof(float), &scratch));
     int64_t scores = batches * heads * queries * b->k->shape[1];
-#pragma omp parallel for schedule(dynamic) if (scores > CPU_GRAIN)
+#pragma omp parallel for schedule(dynamic) num_threads(cpu_threads()) if (scores > CPU_GRAIN)
     for (int64_t pair = 0; pair < batches * heads; pair++) {
         workspace w =
             workspace_at((float *)scratch + each * (size_t)omp_get_thread_num(), queries, d);

@@ -23,6 +23,7 @@ nd_status attention_pattern_make(const char *name, const char *field, const nd_a
     if (block < 1) {
         return nd_error(ND_EVALUE, "%s: block: must be positive, not %lld", name, (long long)block);
     }
+    block = min_of(block, max_of(max_of(length, other), 1)); /* longer ones are one block as well */
     *out = (attention_pattern){.offsets = offsets->data,
                                .lists = lists->data,
                                .groups = offsets->shape[0],
@@ -167,9 +168,9 @@ static nd_status attention_forward(int device, const char *name, const forward *
     int64_t tiles = f->pattern.blocks * tiles_of_block, tasks = tiles * batches * heads;
     size_t each = workspace_floats(d);
     void *scratch;
-    ND_TRY(cpu_scratch(device, each * (size_t)omp_get_max_threads() * sizeof(float), &scratch));
+    ND_TRY(cpu_scratch(device, each * (size_t)cpu_threads() * sizeof(float), &scratch));
     int64_t scores = batches * heads * queries * f->k->shape[1];
-#pragma omp parallel if (scores > CPU_GRAIN)
+#pragma omp parallel num_threads(cpu_threads()) if (scores > CPU_GRAIN)
     {
         workspace w;
         w.scores = (float *)scratch + each * (size_t)omp_get_thread_num();

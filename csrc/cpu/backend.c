@@ -18,12 +18,18 @@ static nd_status backend_device_count(int *count) {
     return ND_OK;
 }
 
+static void setup(void) {
+    cpu_sgemm_setup();
+    cpu_threads_setup();
+    cpu_memory_setup();
+}
+
 static nd_status backend_open(int device) {
     if (device != 0) {
         return nd_error(ND_EVALUE, "cpu: there is one CPU device, index 0, not %d", device);
     }
     static pthread_once_t once = PTHREAD_ONCE_INIT;
-    pthread_once(&once, cpu_sgemm_setup);
+    pthread_once(&once, setup);
     return ND_OK;
 }
 
@@ -50,8 +56,7 @@ static nd_status backend_properties(int device, nd_properties *out) {
     processor_name(out->name, sizeof out->name);
     long pages = sysconf(_SC_PHYS_PAGES), page = sysconf(_SC_PAGESIZE);
     out->total_bytes = pages > 0 && page > 0 ? (int64_t)pages * page : 0;
-    snprintf(out->detail, sizeof out->detail, "%s, %d threads", cpu_sgemm_library(),
-             omp_get_max_threads());
+    snprintf(out->detail, sizeof out->detail, "%s, %d threads", cpu_sgemm_library(), cpu_threads());
     return ND_OK;
 }
 

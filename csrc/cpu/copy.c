@@ -145,7 +145,7 @@ static void copy_transposed(nd_array *to, const nd_array *from, const nd_loop *l
     int64_t matrices = loop->size / (loop->shape[row] * loop->shape[inner]);
     size_t size = nd_dtype_size(to->dtype);
 
-#pragma omp parallel for schedule(static) if (loop->size > CPU_GRAIN)
+#pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (loop->size > CPU_GRAIN)
     for (int64_t task = 0; task < matrices * strips; task++) {
         cpu_cursor cursor;
         cpu_cursor_seek(&outer, 2, task / strips, &cursor);
@@ -189,7 +189,7 @@ nd_status cpu_assign(int device, const assign_args *args) {
             stride = loop.strides[1][inner], blocks = cpu_ceil_div(loop.size, BLOCK);
     size_t size = nd_dtype_size(to->dtype);
 
-#pragma omp parallel for schedule(static) if (blocks > 1)
+#pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (blocks > 1)
     for (int64_t block = 0; block < blocks; block++) {
         int64_t begin = block * BLOCK, end = min_of(loop.size, begin + BLOCK);
         int64_t position = begin % row;
@@ -237,7 +237,7 @@ nd_status cpu_fill(int device, const fill_args *args) {
             blocks = cpu_ceil_div(loop.size, BLOCK);
     size_t size = nd_dtype_size(to->dtype);
 
-#pragma omp parallel for schedule(static) if (blocks > 1)
+#pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (blocks > 1)
     for (int64_t block = 0; block < blocks; block++) {
         int64_t begin = block * BLOCK, end = min_of(loop.size, begin + BLOCK);
         int64_t position = begin % row;

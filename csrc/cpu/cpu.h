@@ -126,7 +126,12 @@ ND_FN void cpu_cursor_next(const nd_loop *loop, int n, cpu_cursor *cursor) {
     }
 }
 
+/* ---- threads.c: each parallel region says num_threads(cpu_threads()) --------------------------- */
+void cpu_threads_setup(void); /* once */
+int cpu_threads(void);
+
 /* ---- memory.c: contracts in backend.h -------------------------------------------------------- */
+void cpu_memory_setup(void); /* once */
 nd_status cpu_allocate(int device, size_t bytes, void **out);
 nd_status cpu_release(int device, void *memory);
 nd_status cpu_empty_cache(int device);

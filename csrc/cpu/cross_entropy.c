@@ -52,7 +52,7 @@ nd_status cpu_cross_entropy_fwd(int device, const cross_entropy_fwd_args *args) 
     float *losses = args->losses->data, *lse = args->lse->data;
     ND_TRY(check_targets("cross_entropy_fwd", args->targets, v));
 
-#pragma omp parallel for schedule(static) if (n * v > CPU_GRAIN)
+#pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (n * v > CPU_GRAIN)
     for (int64_t i = 0; i < n; i++) {
         lse[i] = row_log_sum_exp(args->logits, i, v);
         losses[i] = 0;
@@ -80,7 +80,7 @@ nd_status cpu_cross_entropy_bwd(int device, const cross_entropy_bwd_args *args) 
     float weight = count > 0 ? dloss / count : 0.0f;
     ND_TRY(check_targets("cross_entropy_bwd", args->targets, v));
 
-#pragma omp parallel for schedule(static) if (n * v > CPU_GRAIN)
+#pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (n * v > CPU_GRAIN)
     for (int64_t i = 0; i < n; i++) {
         _Alignas(64) float from[RUN], to[RUN];
         for (int64_t j = 0; j < v; j += RUN) {

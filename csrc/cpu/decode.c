@@ -119,7 +119,7 @@ nd_status cpu_decode_attention(int device, const decode_attention_args *args) {
         return ND_OK;
     }
     int64_t work = tasks * args->keys->shape[2] * d;
-#pragma omp parallel for schedule(static) if (work > CPU_GRAIN)
+#pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (work > CPU_GRAIN)
     for (int64_t task = 0; task < tasks; task++) {
         attend(args, task);
     }
@@ -133,7 +133,7 @@ nd_status cpu_decode_greedy(int device, const decode_greedy_args *args) {
         return nd_error(ND_EVALUE, "decode_greedy: logits: %lld tokens to choose from",
                         (long long)v);
     }
-#pragma omp parallel for schedule(static) if (rows * v > CPU_GRAIN)
+#pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (rows * v > CPU_GRAIN)
     for (int64_t row = 0; row < rows; row++) {
         cpu_run run;
         float best = -INFINITY;

@@ -225,7 +225,7 @@ static nd_status elementwise(const char *name, operand x, operand y, bool unary,
     apply_fn apply = floats ? floats_apply : integers_apply;
     int64_t blocks = cpu_ceil_div(loop.size, BLOCK);
 
-#pragma omp parallel for schedule(static) if (blocks > 1)
+#pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (blocks > 1)
     for (int64_t block = 0; block < blocks; block++) {
         cpu_run buffers[3];
         source sources[2];

@@ -14,8 +14,7 @@
 nd_status cpu_layernorm_fwd(int device, const layernorm_fwd_args *args) {
     int64_t n = args->x->shape[0], c = args->x->shape[1];
     void *scratch;
-    ND_TRY(cpu_scratch(device,
-                       (size_t)((omp_get_max_threads() * 2 + 2) * max_of(c, 1)) * sizeof(float),
+    ND_TRY(cpu_scratch(device, (size_t)((cpu_threads() * 2 + 2) * max_of(c, 1)) * sizeof(float),
                        &scratch));
     float *parameters = scratch;
     const float *restrict w = cpu_read(args->w, 0, c, parameters);
@@ -23,7 +22,7 @@ nd_status cpu_layernorm_fwd(int device, const layernorm_fwd_args *args) {
     float *means = args->mean->data, *rstds = args->rstd->data;
     float eps = (float)args->eps;
 
-#pragma omp parallel for schedule(static) if (n * c > CPU_GRAIN)
+#pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (n * c > CPU_GRAIN)
     for (int64_t i = 0; i < n; i++) {
         float *buffer = parameters + (2 + 2 * omp_get_thread_num()) * c;
         const float *restrict x = cpu_read(args->x, i * c, c, buffer);
@@ -78,15 +77,14 @@ nd_status cpu_layernorm_bwd(int device, const layernorm_bwd_args *args) {
     }
     int64_t rows = max_of(32, cpu_ceil_div(n, 256)), pieces = cpu_ceil_div(n, rows);
     void *scratch;
-    ND_TRY(cpu_scratch(device,
-                       (size_t)((omp_get_max_threads() * 3 + 1 + 2 * pieces) * c) * sizeof(float),
+    ND_TRY(cpu_scratch(device, (size_t)((cpu_threads() * 3 + 1 + 2 * pieces) * c) * sizeof(float),
                        &scratch));
     float *partial = scratch, *buffers = partial + 2 * pieces * c;
     const float *w = cpu_read(args->w, 0, c, buffers);
     const float *means = args->mean->data, *rstds = args->rstd->data;
     float *restrict dw = args->dw->data, *restrict db = args->db->data;
 
-#pragma omp parallel for schedule(static) if (n * c > CPU_GRAIN)
+#pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (n * c > CPU_GRAIN)
     for (int64_t piece = 0; piece < pieces; piece++) {
         float *buffer = buffers + (1 + 3 * omp_get_thread_num()) * c;
         float *sums = partial + 2 * piece * c;
@@ -99,7 +97,7 @@ nd_status cpu_layernorm_bwd(int device, const layernorm_bwd_args *args) {
             cpu_write(args->dx, i * c, c, dx);
         }
     }
-#pragma omp parallel for schedule(static) if (pieces * c > CPU_GRAIN)
+#pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (pieces * c > CPU_GRAIN)
     for (int64_t j = 0; j < c; j++) {
         double dw_sum = 0, db_sum = 0;
         for (int64_t piece = 0; piece < pieces; piece++) {

@@ -201,11 +201,11 @@ static nd_status multiply(int device, const char *name, const nd_array *a, const
     size_t each = (panel_elements(&p) + 15) / 16 * 16;
     void *panels = NULL;
     if (each > 0) {
-        size_t threads = parallel ? (size_t)omp_get_max_threads() : 1;
+        size_t threads = parallel ? (size_t)cpu_threads() : 1;
         ND_TRY(cpu_scratch(device, each * threads * sizeof(float), &panels));
     }
 
-#pragma omp parallel for schedule(dynamic) if (parallel)
+#pragma omp parallel for schedule(dynamic) num_threads(cpu_threads()) if (parallel)
     for (int64_t tile = 0; tile < tiles; tile++) {
         float *mine = each > 0 ? (float *)panels + each * (size_t)omp_get_thread_num() : NULL;
         run_tile(&p, tile / (down * across), tile / across % down * p.tile_m,
@@ -238,7 +238,7 @@ nd_status cpu_bias_bwd(int device, const bias_bwd_args *args) {
     float *partial = scratch;
     float *restrict db = args->db->data;
 
-#pragma omp parallel for schedule(static) if (n * m > CPU_GRAIN)
+#pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (n * m > CPU_GRAIN)
     for (int64_t piece = 0; piece < pieces; piece++) {
         float buffer[COLUMNS];
         float *sums = partial + piece * m;
@@ -254,7 +254,7 @@ nd_status cpu_bias_bwd(int device, const bias_bwd_args *args) {
             }
         }
     }
-#pragma omp parallel for schedule(static) if (pieces * m > CPU_GRAIN)
+#pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (pieces * m > CPU_GRAIN)
     for (int64_t j = 0; j < m; j += 64) {
         for (int64_t c = j; c < min_of(m, j + 64); c++) {
             double sum = 0;

@@ -41,6 +41,12 @@ static struct {
     nd_memory_stats stats;
 } pool = {.mutex = PTHREAD_MUTEX_INITIALIZER};
 
+/* A child that is forked while another thread allocates gets the pool whole, and unlocked. */
+static void lock(void) { pthread_mutex_lock(&pool.mutex); }
+static void unlock(void) { pthread_mutex_unlock(&pool.mutex); }
+
+void cpu_memory_setup(void) { pthread_atfork(lock, unlock, unlock); }
+
 /* The smallest (4 + k) * 2^e, k in 0..3, that is not below bytes. */
 static int size_class_of(size_t bytes, size_t *capacity) {
     int exponent = 14; /* 4 << 14 is SMALLEST_CACHED */
@@ -91,7 +97,7 @@ nd_status cpu_allocate(int device, size_t bytes, void **out) {
     if (capacity >= SMALLEST_CACHED && !EXACT) {
         size_class = size_class_of(capacity, &capacity);
     }
-    pthread_mutex_lock(&pool.mutex);
+    lock();
     block *b = NULL;
     if (size_class >= 0 && pool.free_lists[size_class] != NULL) {
         b = pool.free_lists[size_class];
@@ -112,7 +118,7 @@ nd_status cpu_allocate(int device, size_t bytes, void **out) {
         pool.stats.peak_bytes = max_of(pool.stats.peak_bytes, pool.stats.live_bytes);
     }
     int64_t live = pool.stats.live_bytes;
-    pthread_mutex_unlock(&pool.mutex);
+    unlock();
     if (b == NULL) {
         return nd_error(
             ND_EMEMORY,
@@ -131,7 +137,7 @@ nd_status cpu_release(int device, void *memory) {
     }
     block *b = (block *)((char *)memory - ALIGNMENT);
     ASAN_UNPOISON_MEMORY_REGION(b, ALIGNMENT);
-    pthread_mutex_lock(&pool.mutex);
+    lock();
     pool.stats.live_bytes -= (int64_t)b->asked;
     if (b->size_class >= 0) {
         b->next = pool.free_lists[b->size_class];
@@ -140,29 +146,29 @@ nd_status cpu_release(int device, void *memory) {
     } else {
         pool.stats.reserved_bytes -= (int64_t)b->capacity;
     }
-    pthread_mutex_unlock(&pool.mutex);
+    unlock();
     free(b);
     return ND_OK;
 }
 
 nd_status cpu_empty_cache(int device) {
-    pthread_mutex_lock(&pool.mutex);
+    lock();
     trim_locked();
-    pthread_mutex_unlock(&pool.mutex);
+    unlock();
     return ND_OK;
 }
 
 nd_status cpu_memory_stats(int device, nd_memory_stats *out) {
-    pthread_mutex_lock(&pool.mutex);
+    lock();
     *out = pool.stats;
-    pthread_mutex_unlock(&pool.mutex);
+    unlock();
     return ND_OK;
 }
 
 nd_status cpu_reset_peak(int device) {
-    pthread_mutex_lock(&pool.mutex);
+    lock();
     pool.stats.peak_bytes = pool.stats.live_bytes;
-    pthread_mutex_unlock(&pool.mutex);
+    unlock();
     return ND_OK;
 }
 

@@ -35,7 +35,7 @@ nd_status cpu_grad_norm(int device, const grad_norm_args *args) {
     ND_TRY(cpu_scratch(device, (size_t)(pieces + 1) * sizeof(double), &scratch));
     double *sums = scratch, total = 0;
 
-#pragma omp parallel for schedule(static) if (pieces > 1)
+#pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (pieces > 1)
     for (int64_t piece = 0; piece < pieces; piece++) {
         int64_t begin = piece * PIECE;
         sums[piece] = sum_of_squares(g + begin, min_of(PIECE, n - begin));
@@ -67,7 +67,7 @@ nd_status cpu_adamw(int device, const adamw_args *args) {
     float step_size = (float)(args->lr / (1.0 - pow(args->beta1, (double)args->step)));
     float correction = (float)(1.0 / sqrt(1.0 - pow(args->beta2, (double)args->step)));
 
-#pragma omp parallel for schedule(static) if (n > CPU_GRAIN)
+#pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (n > CPU_GRAIN)
     for (int64_t block = 0; block < blocks; block++) {
         int64_t begin = block * BLOCK, count = min_of(BLOCK, n - begin);
         float *restrict p = (float *)args->p->data + begin;

@@ -110,7 +110,8 @@ static void reduce_columns(const geometry *g, const reduction *r, nd_array *out)
     int64_t blocks = cpu_ceil_div(length, COLUMNS);
     int64_t tasks = g->kept.size / length * blocks;
 
-#pragma omp parallel for schedule(static) if (g->kept.size * rows > CPU_GRAIN)
+#pragma omp parallel for schedule(static) \
+    num_threads(cpu_threads()) if (g->kept.size * rows > CPU_GRAIN)
     for (int64_t task = 0; task < tasks; task++) {
         _Alignas(64) float sums[COLUMNS], buffer[COLUMNS];
         double totals[COLUMNS];
@@ -153,7 +154,7 @@ static nd_status reduce_pieces(int device, const geometry *g, const reduction *r
     void *scratch;
     ND_TRY(cpu_scratch(device, (size_t)(outputs * pieces) * sizeof(int64_t), &scratch));
 
-#pragma omp parallel for schedule(static) if (outputs * size > CPU_GRAIN)
+#pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (outputs * size > CPU_GRAIN)
     for (int64_t task = 0; task < outputs * pieces; task++) {
         char *result = (char *)scratch + task * (int64_t)sizeof(int64_t);
         memcpy(result, floats ? (const void *)&r->start_f32 : (const void *)&r->start_i64,
@@ -203,7 +204,7 @@ static nd_status reduce(int device, const char *name, const nd_array *x, int64_t
     if (size > PIECE) {
         return reduce_pieces(device, &g, r, floats, out);
     }
-#pragma omp parallel for schedule(static) if (outputs * size > CPU_GRAIN)
+#pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (outputs * size > CPU_GRAIN)
     for (int64_t i = 0; i < outputs; i++) {
         union {
             double f32;
@@ -306,7 +307,8 @@ static nd_status find(const char *name, const nd_array *x, int64_t axes, nd_arra
     if (g.kept.size > 0 && size == 0) {
         return nd_error(ND_EVALUE, "%s: x: there is no best of zero elements", name);
     }
-#pragma omp parallel for schedule(static) if (g.kept.size * size > CPU_GRAIN)
+#pragma omp parallel for schedule(static) \
+    num_threads(cpu_threads()) if (g.kept.size * size > CPU_GRAIN)
     for (int64_t i = 0; i < g.kept.size; i++) {
         cpu_run buffer;
         union {

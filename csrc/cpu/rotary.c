@@ -29,7 +29,8 @@ nd_status cpu_rotary(int device, const rotary_args *args) {
     }
     float sign = (float)args->sign;
 
-#pragma omp parallel for schedule(static) if (positions * heads * slices * d > CPU_GRAIN)
+#pragma omp parallel for schedule(static) \
+    num_threads(cpu_threads()) if (positions * heads * slices * d > CPU_GRAIN)
     for (int64_t position = 0; position < positions; position++) {
         cpu_run from, to;
         const float *restrict cosines = (const float *)args->cos->data + position % t * r;

@@ -224,25 +224,36 @@ static int import_tensor(nd_state *state, const dl_tensor *tensor, void *owner,
     for (int i = 0; i < out->ndim; i++) {
         out->shape[i] = tensor->shape[i];
     }
+    if (nd_check(state, "from_dlpack", NULL, nd_check_shape(out->dtype, out->ndim, out->shape)) <
+        0) {
+        return -1;
+    }
     nd_contiguous_strides(out->ndim, out->shape, out->strides);
+    int64_t item = (int64_t)nd_dtype_size(out->dtype), bytes = 0;
+    bool empty = nd_size(out) == 0, overflow = false;
     for (int i = 0; i < out->ndim; i++) {
         if (tensor->strides != NULL) {
             out->strides[i] = tensor->strides[i];
         }
-        int64_t reach = (out->shape[i] - 1) * out->strides[i];
-        first += reach < 0 ? reach : 0;
-        last += reach > 0 ? reach : 0;
+        int64_t reach, *end = out->strides[i] < 0 ? &first : &last;
+        overflow |= __builtin_mul_overflow(out->strides[i], item, &reach);
+        overflow |= __builtin_mul_overflow(out->shape[i] - 1, out->strides[i], &reach);
+        overflow |= !empty && __builtin_add_overflow(*end, reach, end);
     }
-    int64_t item = (int64_t)nd_dtype_size(out->dtype);
-    bool empty = nd_size(out) == 0;
+    overflow |= __builtin_sub_overflow(last, first, &bytes) ||
+                __builtin_add_overflow(bytes, 1, &bytes) ||
+                __builtin_mul_overflow(bytes, item, &bytes);
+    if (overflow) {
+        FAIL(PyExc_ValueError, "from_dlpack: shape and strides pass 2^63 bytes");
+    }
     out->data = (char *)tensor->data + tensor->byte_offset;
     if ((uintptr_t)out->data % (uintptr_t)item != 0 && !empty) {
         FAIL(PyExc_ValueError, "from_dlpack: the memory is not aligned to its elements");
     }
     char *memory = empty ? NULL : (char *)out->data + first * item;
-    size_t bytes = empty ? 0 : (size_t)((last - first + 1) * item);
     return nd_check(state, "from_dlpack", NULL,
-                    nd_storage_borrow(device, memory, bytes, owner, release, &out->storage));
+                    nd_storage_borrow(device, memory, empty ? 0 : (size_t)bytes, owner, release,
+                                      &out->storage));
 }
 
 /* The producer's capsule, versioned where it can. */

@@ -146,7 +146,10 @@ static int module_clear(PyObject *module) {
     return 0;
 }
 
-static void module_free(void *module) { module_clear(module); }
+static void module_free(void *module) {
+    module_clear(module);
+    nd_storage_release(nd_module_state(module)->nothing);
+}
 
 static PyModuleDef_Slot module_slots[] = {
     {Py_mod_exec, module_exec},

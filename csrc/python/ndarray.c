@@ -24,11 +24,10 @@ static PyObject *ndarray_new(PyTypeObject *type, PyObject *arguments, PyObject *
     if (self == NULL) {
         return NULL;
     }
-    int64_t nothing = 0; /* until __init__ an empty array, so that no method meets half an object */
-    if (nd_array_new(nd_host(), ND_F32, 1, &nothing, &self->a) != ND_OK) {
-        Py_DECREF(self);
-        return PyErr_NoMemory();
-    }
+    /* Until __init__ an empty array, so that no method meets half an object. Its memory outlives
+     * that, for a method that is still at work. */
+    nd_array nothing = {.storage = nd_state_of_type(type)->nothing, .ndim = 1, .strides = {1}};
+    nd_array_view(&nothing, &self->a);
     return (PyObject *)self;
 }
 
@@ -36,7 +35,8 @@ static int ndarray_init(PyObject *object, PyObject *arguments, PyObject *keyword
     static char *names[] = {"other", "device", "dtype", NULL};
     nd_state *state = nd_state_of(object);
     PyObject *other, *device = Py_None, *dtype = Py_None;
-    nd_array made, *own = nd_array_of(object);
+    nd_array made;
+    NDArrayObject *self = (NDArrayObject *)object;
     if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O|OO:NDArray", names, &other, &device,
                                      &dtype)) {
         return -1;
@@ -45,8 +45,14 @@ static int ndarray_init(PyObject *object, PyObject *arguments, PyObject *keyword
     if (nd_from_arguments(state, other, device, dtype, otherwise, &made) < 0) {
         return -1;
     }
-    nd_array_clear(own);
-    *own = made;
+    if (self->made) {
+        nd_array_clear(&made);
+        FAIL(PyExc_TypeError,
+             "NDArray: __init__ was called before; x[:] = ... writes into an array");
+    }
+    nd_array_clear(&self->a);
+    self->a = made;
+    self->made = true;
     return 0;
 }
 
@@ -374,7 +380,8 @@ int nd_ndarray_init(PyObject *module, nd_state *state) {
     /* NumPy leaves `numpy_array + ndarray` to the reflected operators here. */
     if (state->handle_type == NULL || state->flat_type == NULL || type == NULL ||
         PyObject_SetAttrString((PyObject *)type, "__array_ufunc__", Py_None) < 0 ||
-        PyModule_AddType(module, type) < 0) {
+        PyModule_AddType(module, type) < 0 ||
+        nd_check(state, "NDArray", NULL, nd_storage_new(nd_host(), 0, &state->nothing)) < 0) {
         return -1;
     }
     return PyModule_AddFunctions(module, functions);

@@ -34,6 +34,7 @@ PyObject *nd_wrap(nd_state *state, nd_array *a) {
         return NULL;
     }
     self->a = *a;
+    self->made = true;
     self->weak_references = NULL;
     return (PyObject *)self;
 }

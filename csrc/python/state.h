@@ -49,6 +49,7 @@ typedef struct {
     PyObject *cuda_fatal_error;
     PyObject *devices[NUM_BACKENDS * ND_MAX_DEVICES]; /* Device objects, once asked for */
     PyObject *field_names[NUM_OPS][ND_MAX_FIELDS];    /* interned */
+    nd_storage *nothing;                              /* behind arrays that are not made yet */
     bool trace;                                       /* NEEDLE_TRACE=1 */
     bool sync;                                        /* NEEDLE_SYNC=1 */
 } nd_state;

@@ -59,7 +59,8 @@ static int complete_shape(const nd_array *a, int ndim, int64_t *shape) {
         shape[open] = size / known;
         known = size;
     }
-    if (known != size || (open >= 0 && shape[open] < 0)) {
+    bool fits = known == size && (open < 0 || shape[open] >= 0);
+    if (!fits || nd_check_shape(a->dtype, ndim, shape) != ND_OK) {
         PyObject *from = nd_pack_shape(a->ndim, a->shape), *to = nd_pack_shape(ndim, shape);
         if (from != NULL && to != NULL) {
             PyErr_Format(PyExc_ValueError, "reshape: %lld elements of shape %R do not fit %R",

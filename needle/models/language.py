@@ -159,7 +159,7 @@ class LanguageModel(Hooked):
         [(1, 3, 16), (1, 3, 16)]
         """
         names = [name for name in hook_names(self) if name.endswith(".hook_resid_pre")]
-        names.append("ln_final.hook_normalized")
+        names.append("ln_final.hook_out")
         _, cache = self.run_with_cache(input_ids, names)
         return tuple(cache[name] for name in names)
 

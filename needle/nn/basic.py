@@ -12,6 +12,14 @@ from needle.autograd import Tensor
 from needle.nn.module import Module, Parameter
 
 
+def check_features(module: Module, x: Any, name: str) -> None:
+    """ValueError where the last axis of x is not as long as the module's attribute `name` says."""
+    size = getattr(module, name)
+    if isinstance(x, Tensor) and x.cached_data.shape[-1:] != (size,):
+        got = f"{x.shape[-1]}: the last axis of x {x.shape}" if x.shape else "x without axes"
+        raise ValueError(f"{type(module).__name__}: {name} is {size}, got {got}")
+
+
 class Identity(Module):
     """x."""
 
@@ -59,6 +67,7 @@ class Linear(Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
+        check_features(self, x, "in_features")
         return ops.linear(x, self.weight, self.bias)
 
 
@@ -74,6 +83,7 @@ class TiedHead(Module):
         return self.embedding.weight
 
     def forward(self, x: Tensor) -> Tensor:
+        check_features(self.embedding, x, "embedding_dim")
         return ops.linear_transposed(x, self.weight)
 
 
@@ -174,13 +184,13 @@ class Dropout(Module):
 
 class LayerNorm1d(Module):
     """(x - mean) / sqrt(var + eps) * weight + bias over the last axis; weight 1 and bias 0,
-    (dim,). Asked for `hook_scale`, it computes step by step in float32.
+    (dim,). Asked for `hook_scale` or `hook_normalized`, it computes step by step in float32.
 
     >>> print(nn.LayerNorm1d(3)(ndl.Tensor([[1, 2, 3]])).numpy().round(3))
     [[-1.225  0.     1.225]]
     """
 
-    hook_points = {"hook_scale": None, "hook_normalized": None}
+    hook_points = {"hook_scale": None, "hook_normalized": None, "hook_out": None}
 
     def __init__(
         self, dim: int, eps: float = 1e-5, device: Device | None = None, dtype: str = "float32"
@@ -192,15 +202,16 @@ class LayerNorm1d(Module):
         self.bias = Parameter(init.zeros(dim, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.is_hooked_at("hook_scale"):
-            return self.hook("hook_normalized", ops.layer_norm(x, self.weight, self.bias, self.eps))
+        check_features(self, x, "dim")
+        if not self.is_hooked_at("hook_scale", "hook_normalized"):
+            return self.hook("hook_out", ops.layer_norm(x, self.weight, self.bias, self.eps))
         wide, column = ops.astype(x, "float32"), (*x.shape[:-1], 1)
         centred = wide - ops.mean(wide, -1).reshape(column)
         variance = ops.mean(centred * centred, -1).reshape(column)
         scale = self.hook("hook_scale", ops.sqrt(variance + self.eps))
+        normalized = self.hook("hook_normalized", centred / scale)
         weight, bias = (ops.astype(p, "float32") for p in (self.weight, self.bias))
-        y = ops.astype(centred / scale * weight + bias, x.dtype)
-        return self.hook("hook_normalized", y)
+        return self.hook("hook_out", ops.astype(normalized * weight + bias, x.dtype))
 
 
 class BatchNorm1d(Module):
@@ -234,6 +245,9 @@ class BatchNorm1d(Module):
         self.running_var = init.ones(dim, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        check_features(self, x, "dim")
+        if x.ndim != 2:
+            raise ValueError(f"BatchNorm1d: x must be (B, {self.dim}), but its shape is {x.shape}")
         if self.training:
             mean = ops.mean(x, 0)
             off = x - mean

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import Tensor
+
+P = ParamSpec("P")
+Result = TypeVar("Result", covariant=True)
+
+
+class HasForward(Protocol[P, Result]):
+    """Tells type checkers that a module is called as its own `forward` is."""
+
+    def forward(self, *args: P.args, **kwargs: P.kwargs) -> Result: ...
 
 
 class Parameter(Tensor):
@@ -78,7 +87,7 @@ class Module:
     def __init__(self) -> None:
         self.training = True
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self: HasForward[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
         return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,15 @@ import numpy as np
 from needle import _C, init, ops
 from needle._C import Device
 from needle.autograd import Tensor
-from needle.nn.basic import Dropout, Embedding, LayerNorm1d, Linear, ReLU, Sequential
+from needle.nn.basic import (
+    Dropout,
+    Embedding,
+    LayerNorm1d,
+    Linear,
+    ReLU,
+    Sequential,
+    check_features,
+)
 from needle.nn.module import Module
 
 
@@ -186,6 +194,7 @@ class Transformer(Module):
         sequence_len: int = 2048,
     ) -> None:
         super().__init__()
+        self.embedding_size = embedding_size
         self.batch_first = batch_first
         self.sequence_len = sequence_len
         self.embedding = Embedding(sequence_len, embedding_size, device=device, dtype=dtype)
@@ -204,6 +213,7 @@ class Transformer(Module):
         ]
 
     def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_features(self, x, "embedding_size")
         if not self.batch_first:
             x = ops.transpose(x, (0, 1))
         time = x.shape[1]

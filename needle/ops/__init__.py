@@ -2,8 +2,8 @@
 
 import sys as _sys
 
-from needle.autograd import define_operators as _define_operators
 from needle.block_mask import BlockMask, convert_to_block_mask
+from needle.operators import define_operators as _define_operators
 from needle.ops.attention import (
     Attention,
     QKVAttention,
@@ -16,12 +16,16 @@ from needle.ops.attention import (
 from needle.ops.broadcast import (
     AsType,
     BroadcastTo,
+    Contiguous,
     Reshape,
     Summation,
+    ToDevice,
     astype,
     broadcast_to,
+    contiguous,
     reshape,
     summation,
+    to_device,
 )
 from needle.ops.elementwise import (
     GELU,
@@ -43,6 +47,7 @@ from needle.ops.elementwise import (
     Sigmoid,
     Sqrt,
     Tanh,
+    Where,
     add,
     add_scalar,
     divide,
@@ -62,8 +67,10 @@ from needle.ops.elementwise import (
     sqrt,
     subtract,
     tanh,
+    where,
 )
-from needle.ops.embedding import EmbeddingOp, IndexAdd, IndexSelect, embedding, index_select
+from needle.ops.embedding import EmbeddingOp, embedding
+from needle.ops.indexing import GetItem, IndexAdd, IndexSelect, PlaceItem, get_item, index_select
 from needle.ops.loss import CrossEntropy, cross_entropy
 from needle.ops.matmul import (
     LinearOp,
@@ -86,6 +93,7 @@ from needle.ops.reduce import (
     softmax,
 )
 from needle.ops.shape import (
+    Concatenate,
     Flip,
     MakeTensorTuple,
     Permute,
@@ -93,6 +101,7 @@ from needle.ops.shape import (
     Stack,
     TensorTupleGetItem,
     Transpose,
+    concatenate,
     flip,
     make_tuple,
     permute,
@@ -109,6 +118,8 @@ __all__ = [
     "Attention",
     "BlockMask",
     "BroadcastTo",
+    "Concatenate",
+    "Contiguous",
     "CrossEntropy",
     "DivScalar",
     "EWiseAdd",
@@ -120,6 +131,7 @@ __all__ = [
     "Exp",
     "Flip",
     "GELU",
+    "GetItem",
     "IndexAdd",
     "IndexSelect",
     "LayerNorm",
@@ -134,6 +146,7 @@ __all__ = [
     "MulScalar",
     "Negate",
     "Permute",
+    "PlaceItem",
     "PowerScalar",
     "QKVAttention",
     "ReLU",
@@ -149,13 +162,17 @@ __all__ = [
     "Summation",
     "Tanh",
     "TensorTupleGetItem",
+    "ToDevice",
     "Transpose",
+    "Where",
     "add",
     "add_scalar",
     "astype",
     "attention",
     "block_sparse_attention",
     "broadcast_to",
+    "concatenate",
+    "contiguous",
     "convert_to_block_mask",
     "cross_entropy",
     "divide",
@@ -164,6 +181,7 @@ __all__ = [
     "exp",
     "flip",
     "gelu",
+    "get_item",
     "index_select",
     "layer_norm",
     "linear",
@@ -195,8 +213,10 @@ __all__ = [
     "subtract",
     "summation",
     "tanh",
+    "to_device",
     "transpose",
     "tuple_get_item",
+    "where",
 ]
 
 _define_operators(_sys.modules[__name__])

@@ -1,11 +1,11 @@
-"""Ops that are one another's gradients: broadcasting and summing, reshaping, casting. Those of all
-other families use them to bring a gradient back to the shape and dtype of its operand."""
+"""Ops that are one another's gradients: broadcasting and summing, reshaping, casting, moving. Those
+of all other families use them to bring a gradient back to the shape and dtype of its operand."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from needle._C import NDArray
+from needle._C import Device, NDArray
 from needle.autograd import FLOATS, Tensor, TensorOp
 from needle.backend_ndarray import Axes
 from needle.ops.common import kept_shape, normal_axes
@@ -80,25 +80,26 @@ def broadcast_to(a: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 class Summation(TensorOp):
-    def __init__(self, axes: Axes = None) -> None:
+    def __init__(self, axes: Axes = None, keepdims: bool = False) -> None:
         self.axes = axes
+        self.keepdims = keepdims
 
     def compute(self, a: NDArray) -> NDArray:
         axes = normal_axes("summation", self.axes, a.ndim)
-        return a.sum(axis=axes) if axes else a
+        return a.sum(axis=axes, keepdims=self.keepdims) if axes else a
 
     def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
         a = node.inputs[0]
         return spread(out_grad, a.shape, normal_axes("summation", self.axes, len(a.shape)))
 
 
-def summation(a: Tensor, axes: Axes = None) -> Tensor:
-    """The sum over `axes` (None: all axes), which disappear.
+def summation(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
+    """The sum over `axes` (None: all axes), which disappear, or with keepdims stay with size 1.
 
     >>> print(ndl.summation(ndl.Tensor([[1, 2], [3, 4]]), axes=1))
     [3. 7.]
     """
-    return Summation(axes)(a)
+    return Summation(axes, keepdims)(a)
 
 
 class AsType(TensorOp):
@@ -119,3 +120,32 @@ def astype(a: Tensor, dtype: str) -> Tensor:
     'bfloat16'
     """
     return AsType(dtype)(a)
+
+
+class ToDevice(TensorOp):
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def compute(self, a: NDArray) -> NDArray:
+        return a.to(self.device)
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
+        return to_device(out_grad, node.inputs[0].device)
+
+
+def to_device(a: Tensor, device: Device) -> Tensor:
+    """a on another device; the gradient comes back to this one."""
+    return ToDevice(device)(a)
+
+
+class Contiguous(TensorOp):
+    def compute(self, a: NDArray) -> NDArray:
+        return a.compact()
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
+        return out_grad
+
+
+def contiguous(a: Tensor) -> Tensor:
+    """a with its elements one after the other in memory: copied, where they are not."""
+    return Contiguous()(a)

@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Number
+from typing import Any
 
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import FusedOp, Tensor, TensorOp
+from needle.backend_ndarray import full
 from needle.ops.broadcast import reduced_to
 from needle.ops.common import const
 
@@ -119,6 +122,53 @@ def power(a: Tensor, b: Tensor) -> Tensor:
     [8. 9.]
     """
     return EWisePow()(a, b)
+
+
+class Where(TensorOp):
+    """a where the condition holds, else b, without arithmetic: bits of one are added to zeros."""
+
+    def __init__(self, condition: NDArray) -> None:
+        self.condition = condition  # bool
+
+    def compute(self, a: NDArray, b: NDArray) -> NDArray:
+        dtype = _C.add(*(_C.empty((0,), x.dtype, x.device) for x in (a, b))).dtype
+        if a.dtype == b.dtype:
+            dtype = a.dtype
+        bits = {"float32": "int32", "bfloat16": "uint16", "float16": "uint16", "bool": "uint8"}
+        a, b = (x.astype(dtype).view(bits.get(dtype, dtype)) for x in (a, b))
+        chosen = _C.multiply(a, self.condition), _C.multiply(b, _C.equal(self.condition, 0))
+        return _C.add(*chosen).view(dtype)
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> tuple:
+        a, b = node.inputs
+        nothing = const(full((), 0, out_grad.dtype, out_grad.device))
+        return (
+            reduced_to(Where(self.condition)(out_grad, nothing), a) if a.requires_grad else None,
+            reduced_to(Where(self.condition)(nothing, out_grad), b) if b.requires_grad else None,
+        )
+
+
+def where(condition: Any, a: Tensor | float, b: Tensor | float) -> Tensor:
+    """a where the condition is not 0, else b; all broadcast. One of a and b may be a number, which
+    takes the other's dtype. What is not chosen has no effect, not even as inf or NaN.
+
+    >>> x = ndl.Tensor([4, 0])
+    >>> y = ndl.where(x > 0, ndl.log(x), 7)
+    >>> print(y.numpy().round(4))
+    [1.3863 7.    ]
+    """
+    beside = a if isinstance(a, Tensor) else b
+    if not isinstance(beside, Tensor):
+        raise TypeError("where: a or b must be a Tensor, but both are numbers")
+    a, b = (
+        const(full((), x, beside.dtype, beside.device)) if isinstance(x, Number) else x
+        for x in (a, b)
+    )
+    if isinstance(condition, Tensor):
+        condition = condition.cached_data
+    if not isinstance(condition, NDArray):
+        condition = _C.array(condition, "bool", beside.device)
+    return Where(condition if condition.dtype == "bool" else _C.not_equal(condition, 0))(a, b)
 
 
 # ---- an operand and a number ---------------------------------------------------------------------

@@ -17,8 +17,8 @@ from needle.ops.elementwise import divide_scalar, multiply, subtract
 LARGEST = 3.4028234663852886e38  # of float32
 
 
-def mean(a: Tensor, axes: Axes = None) -> Tensor:
-    """The mean over `axes` (None: all axes), which disappear.
+def mean(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
+    """The mean over `axes` (None: all axes), which disappear, or with keepdims stay with size 1.
 
     >>> print(ndl.ops.mean(ndl.Tensor([[1, 2], [3, 4]]), 0))
     [2. 3.]
@@ -26,15 +26,16 @@ def mean(a: Tensor, axes: Axes = None) -> Tensor:
     count = 1
     for axis in normal_axes("mean", axes, len(a.shape)):
         count *= a.shape[axis]
-    return divide_scalar(summation(a, axes), builtins.max(count, 1))
+    return divide_scalar(summation(a, axes, keepdims), builtins.max(count, 1))
 
 
 class Max(TensorOp):
-    def __init__(self, axes: Axes = None) -> None:
+    def __init__(self, axes: Axes = None, keepdims: bool = False) -> None:
         self.axes = axes
+        self.keepdims = keepdims
 
     def compute(self, a: NDArray) -> NDArray:
-        return a.max(axis=normal_axes("max", self.axes, a.ndim))
+        return a.max(axis=normal_axes("max", self.axes, a.ndim), keepdims=self.keepdims)
 
     def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
         a = node.inputs[0].cached_data
@@ -45,15 +46,16 @@ class Max(TensorOp):
         return multiply(spread(out_grad, a.shape, axes), const(weight))
 
 
-def max(a: Tensor, axes: Axes = None) -> Tensor:
-    """The largest element over `axes` (None: all); equal ones share the gradient equally.
+def max(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
+    """The largest element over `axes` (None: all), which disappear, or with keepdims stay with size
+    1; equal ones share the gradient equally.
 
     >>> x = ndl.Tensor([1, 5, 5])
     >>> ndl.ops.max(x).backward()
     >>> print(x.grad)
     [0.  0.5 0.5]
     """
-    return Max(axes)(a)
+    return Max(axes, keepdims)(a)
 
 
 def _shifted(a: NDArray, axes: Sequence[int]) -> tuple[NDArray, NDArray, NDArray]:

@@ -1,15 +1,17 @@
-"""Ops that move elements without computing: transpose, permute, flip, stack, split, tuples. Where
+"""Ops that move elements without computing: transpose, permute, flip, stack, concatenate, split,
+tuples. Where
 the strides allow it the result is a view of the input's memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from needle import _C
 from needle._C import NDArray
-from needle.autograd import Tensor, TensorOp, TensorTuple, TensorTupleOp, Value
+from needle.autograd import Tensor, TensorOp, TensorTuple, TensorTupleOp
 from needle.backend_ndarray import zeros
-from needle.ops.common import const, normal_axes
+from needle.ops.common import const, kept_shape, normal_axes
+from needle.ops.indexing import get_item
 
 
 class Transpose(TensorOp):
@@ -178,12 +180,65 @@ def stack(args: Sequence[Tensor] | TensorTuple, axis: int = 0) -> Tensor:
     [[1. 3.]
      [2. 4.]]
     """
-    if not isinstance(args, Value):
-        args = tuple(args)
-        if not args:
-            raise ValueError("stack: needs one Tensor or more")
-        args = make_tuple(*args)
-    return Stack(axis)(args)
+    return Stack(axis)(_as_tuple("stack", args))
+
+
+def _as_tuple(op: str, args: Sequence[Tensor] | TensorTuple) -> TensorTuple:
+    if isinstance(args, TensorTuple):
+        return args
+    args = tuple(args)
+    if not args:
+        raise ValueError(f"{op}: needs one Tensor or more")
+    return make_tuple(*args)
+
+
+class Concatenate(TensorOp):
+    def __init__(self, axis: int) -> None:
+        self.axis = axis
+
+    def compute(self, arrays: tuple) -> NDArray:
+        first = arrays[0]
+        axis = normal_axes("concatenate", self.axis, first.ndim)[0]
+        for i, a in enumerate(arrays):
+            if a.ndim != first.ndim or kept_shape(a.shape, [axis]) != kept_shape(
+                first.shape, [axis]
+            ):
+                raise ValueError(
+                    f"concatenate: Tensor {i} has shape {a.shape}, but the first has "
+                    f"{first.shape}: they may differ in axis {axis} alone"
+                )
+            if a.dtype != first.dtype:
+                raise TypeError(
+                    f"concatenate: Tensor {i} is {a.dtype}, but the first is {first.dtype}"
+                )
+        size = sum(a.shape[axis] for a in arrays)
+        shape = (*first.shape[:axis], size, *first.shape[axis + 1 :])
+        out = _C.empty(shape, first.dtype, first.device)
+        for a, key in zip(arrays, _parts(arrays, axis)):
+            _C.assign(out[key], a)
+        return out
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> TensorTuple:
+        arrays = node.inputs[0].cached_data
+        axis = self.axis % len(out_grad.shape)
+        return make_tuple(*(get_item(out_grad, key) for key in _parts(arrays, axis)))
+
+
+def _parts(arrays: Sequence[NDArray], axis: int) -> Iterator[tuple]:
+    """The index of each array in the concatenation."""
+    end = 0
+    for a in arrays:
+        begin, end = end, end + a.shape[axis]
+        yield (*[slice(None)] * axis, slice(begin, end), *[slice(None)] * (a.ndim - axis - 1))
+
+
+def concatenate(args: Sequence[Tensor] | TensorTuple, axis: int = 0) -> Tensor:
+    """Tensors joined along an axis that is there, in which alone their shapes may differ.
+
+    >>> print(ndl.concatenate([ndl.Tensor([[1, 2]]), ndl.Tensor([[3]])], axis=1))
+    [[1. 2. 3.]]
+    """
+    return Concatenate(axis)(_as_tuple("concatenate", args))
 
 
 class Split(TensorTupleOp):

@@ -1,40 +1,68 @@
-"""No run loses what it has saved, nor more than the steps since: damage, refusals of the system, two
-processes, signals, a reader that goes away, data that break off."""
+"""No run loses what it has saved, nor more than the steps since: damage, refusals of the system,
+two processes, signals, a reader that goes away, data that break off."""
 
+import errno
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
-import time
 
-import numpy as np
 import pytest
+import run_log
+import train_pythia
 from harness import ROOT
+from small_runs import SMALL, flags, tensors_of
 
 from needle.checkpoint import Checkpoint, checkpoint_path, list_checkpoints
 from needle.data import DataError, Prefetch
 
-APPS = ROOT / "apps"
-sys.path.insert(0, str(APPS))
-
-import run_log  # noqa: E402
-import train_pythia  # noqa: E402
-
-OWNER_IS_ROOT = os.geteuid() == 0
+# The program with that preset, as a process of its own.
+PROGRAM = """
+import signal, sys
+sys.path.insert(0, {apps!r})
+{before}
+import train_pythia
+from needle.models import pythia
+pythia.PRESETS["tiny"] = {small}
+sys.exit(train_pythia.main(sys.argv[1:]))
+"""
 
 
 @pytest.fixture
-def small(small_runs):
-    """A run of the tiny preset made smaller: small(name, *flags) -> exit code."""
-    return small_runs
+def run(tmp_path, tokens):
+    """run(name, *flags) -> exit code of a small run in this process."""
+    return lambda name, *more: train_pythia.main(flags(tmp_path, tokens, name, *more))
 
 
-def arrays_of(path) -> list[bytes]:
-    model, optimizer, _, _ = Checkpoint(path).restore()
-    state = optimizer.state_dict()["arrays"]
-    return [x.numpy().tobytes() for x in (*model.parameters(), *state.values())]
+@pytest.fixture
+def process(tmp_path, tokens):
+    """process(name, *flags) -> the same as a process of its own; its output is one pipe."""
+    started = []
+
+    def start(name, *more, before=""):
+        program = PROGRAM.format(apps=str(ROOT / "apps"), before=before, small=SMALL)
+        argv = flags(tmp_path, tokens, name, "--eval-every", "0", *more)
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-u", "-c", program, *argv],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        )
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.kill()
+        one.wait()
+        one.stdout.close()
+
+
+def folder_of(tmp_path, name):
+    return tmp_path / "runs" / name / "checkpoints"
 
 
 def damage(path) -> None:
@@ -43,13 +71,13 @@ def damage(path) -> None:
     path.write_bytes(data)
 
 
-def test_new_checkpoints_survive_damaged_ones_of_later_steps(tmp_path, small):
-    """A recipe keeps step 4 for good; 5 and 6 are damaged; the run that goes on from 4 keeps what it
-    writes, though 5 and 6 have higher numbers than its first."""
+def test_new_checkpoints_survive_damaged_ones_of_later_steps(tmp_path, run):
+    """A recipe keeps step 4 for good, and 5 and 6 are damaged. The run that goes on from 4 keeps
+    what it writes, though its first has a lower number than the damaged."""
     recipe = ("--recipe", "pythia", "--global-batch-size", "2")
-    assert small("whole", "--save-every", "1", *recipe) == 0
-    assert small("a", "--save-every", "1", *recipe) == 0
-    folder = tmp_path / "runs" / "a" / "checkpoints"
+    assert run("whole", "--save-every", "1", *recipe) == 0
+    assert run("a", "--save-every", "1", *recipe) == 0
+    folder = folder_of(tmp_path, "a")
     for step in (5, 6):
         damage(checkpoint_path(folder, step))
     seen = []
@@ -61,18 +89,18 @@ def test_new_checkpoints_survive_damaged_ones_of_later_steps(tmp_path, small):
 
     train_pythia.prune_checkpoints = pruned
     try:
-        assert small("a", "--resume", "auto") == 0
+        assert run("a", "--resume", "auto") == 0
     finally:
         train_pythia.prune_checkpoints = prune
     assert all("step_5.safetensors" in names for names in seen[:1])
-    assert arrays_of(checkpoint_path(folder, 6)) == arrays_of(
-        checkpoint_path(tmp_path / "runs" / "whole" / "checkpoints", 6)
+    assert tensors_of(checkpoint_path(folder, 6)) == tensors_of(
+        checkpoint_path(folder_of(tmp_path, "whole"), 6)
     )
 
 
-def test_pruning_counts_whole_files_and_never_the_one_just_written(tmp_path, small):
-    assert small("a", "--save-every", "0") == 0
-    folder = tmp_path / "runs" / "a" / "checkpoints"
+def test_pruning_counts_whole_files_and_never_the_one_just_written(tmp_path, run):
+    assert run("a", "--save-every", "0") == 0
+    folder = folder_of(tmp_path, "a")
     whole = checkpoint_path(folder, 6).read_bytes()
     for step in (1, 2, 3, 4, 8, 9):
         checkpoint_path(folder, step).write_bytes(whole)
@@ -83,58 +111,52 @@ def test_pruning_counts_whole_files_and_never_the_one_just_written(tmp_path, sma
     assert names == [9, 8, 6, 4, 3]  # 6 and 3 are whole; 4 stands between them
 
 
-def test_auto_does_not_begin_anew_over_damage(tmp_path, small, capsys):
-    assert small("a") == 0
-    folder = tmp_path / "runs" / "a" / "checkpoints"
+def test_auto_does_not_begin_anew_over_damage(tmp_path, run, capsys):
+    assert run("a") == 0
+    folder = folder_of(tmp_path, "a")
     for path in list_checkpoints(folder):
         damage(path)
     before = {path: path.read_bytes() for path in list_checkpoints(folder)}
-    assert small("a", "--resume", "auto") == 1
+    assert run("a", "--resume", "auto") == 1
     assert "none of its checkpoints is whole; nothing is overwritten" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in list_checkpoints(folder)} == before
 
 
-@pytest.mark.parametrize("what", ["file", "folder", "error"])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO], ids=["permission", "disk"])
+@pytest.mark.parametrize("what", ["file", "folder"])
 def test_auto_does_not_begin_anew_over_what_the_system_refuses(
-    tmp_path, small, capsys, monkeypatch, what
+    tmp_path, run, capsys, monkeypatch, what, number
 ):
-    assert small("a") == 0
-    folder = tmp_path / "runs" / "a" / "checkpoints"
+    assert run("a") == 0
+    folder = folder_of(tmp_path, "a")
     newest = list_checkpoints(folder)[0]
-    if what == "error" or OWNER_IS_ROOT:  # permissions do not stop root
-        number = 5 if what == "error" else 13
-        victim = folder if what == "folder" else newest
-        listdir, opener = os.listdir, open
+    victim = folder if what == "folder" else newest
+    before = sorted(path.name for path in folder.iterdir())
 
-        def refuse(function):
-            def call(path, *args, **options):
-                if str(path) == str(victim):
-                    raise OSError(number, os.strerror(number), str(path))
-                return function(path, *args, **options)
+    def refusing(function):
+        def call(path, *args, **options):
+            if str(path) == str(victim):
+                raise OSError(number, os.strerror(number), str(path))
+            return function(path, *args, **options)
 
-            return call
+        return call
 
-        monkeypatch.setattr(os, "listdir", refuse(listdir))
-        monkeypatch.setattr("needle.files.open", refuse(opener), raising=False)
-    else:
-        (newest if what == "file" else folder).chmod(0)
-    before = sorted(os.scandir(tmp_path / "runs" / "a"), key=lambda e: e.name)
-    code, err = small("a", "--resume", "auto"), capsys.readouterr().err
-    monkeypatch.undo()
-    folder.chmod(0o755)
-    newest.chmod(0o644)
-    assert code == 1
-    assert str(folder if what == "folder" else newest) in err and "cannot be" in err
-    assert [e.name for e in before] == sorted(os.listdir(tmp_path / "runs" / "a"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", refusing(os.listdir))
+        patch.setattr("needle.files.open", refusing(open), raising=False)
+        assert run("a", "--resume", "auto") == 1
+    err = capsys.readouterr().err
+    assert f"{victim}: cannot be" in err and os.strerror(number) in err
+    assert before == sorted(path.name for path in folder.iterdir())
     assert Checkpoint(newest).state["step"] == 6
 
 
-def test_a_run_that_never_saved_begins_anew(tmp_path, small, capsys):
-    (tmp_path / "runs" / "a" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "runs" / "a" / "checkpoints" / ".step_2.safetensors.7-00000000.tmp").write_text("x")
-    assert small("a", "--resume", "auto") == 0
+def test_a_run_that_never_saved_begins_anew(tmp_path, run, capsys):
+    (folder_of(tmp_path, "a")).mkdir(parents=True)
+    (folder_of(tmp_path, "a") / ".step_2.safetensors.7-00000000.tmp").write_text("x")
+    assert run("a", "--resume", "auto") == 0
     assert "starting from the beginning" in capsys.readouterr().out
-    assert not list((tmp_path / "runs" / "a" / "checkpoints").glob(".*"))
+    assert not list((folder_of(tmp_path, "a")).glob(".*"))
 
 
 def test_two_processes_on_one_run(tmp_path, process):
@@ -149,62 +171,55 @@ def test_two_processes_on_one_run(tmp_path, process):
     assert first.returncode == 0
 
 
-def test_a_taken_name_is_told_before_the_text_is_read(tmp_path, small, monkeypatch, capsys):
-    assert small("a") == 0
+def test_a_taken_name_is_told_before_the_text_is_read(tmp_path, run, monkeypatch, capsys):
+    assert run("a") == 0
     monkeypatch.setattr(train_pythia, "run_data", None)
-    assert small("a") == 1
+    assert run("a") == 1
     assert "there is a run of this name already" in capsys.readouterr().err
-
-
-def go_on(command: str, tmp_path) -> None:
-    """Runs the command that was printed, as pasted."""
-    env = {**os.environ, "NEEDLE_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run(shlex.split(command), env=env, stdout=subprocess.PIPE, text=True)
-    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
 def test_signals_save_the_last_step(tmp_path, process, number):
-    run = process("a", "--save-every", "0", "--steps", "100000")
-    for line in run.stdout:
+    child = process("a", "--save-every", "0", "--steps", "100000")
+    for line in child.stdout:
         if line.startswith("step "):
             break
-    run.send_signal(number)
-    out, _ = run.communicate()
-    assert run.returncode == 0 and f"stopped by {number.name} after step" in out
+    child.send_signal(number)
+    out, _ = child.communicate()
+    assert child.returncode == 0 and f"stopped by {number.name} after step" in out
     step = int(out.split("after step ")[1].split()[0])
-    [saved] = list_checkpoints(tmp_path / "runs" / "a" / "checkpoints")
+    [saved] = list_checkpoints(folder_of(tmp_path, "a"))
     assert Checkpoint(saved).state["step"] == step >= 1
     assert f"{sys.executable} " in out.splitlines()[-1]
 
 
 def test_an_ignored_hangup_stays_ignored(process):
-    run = process("a", "--steps", "100000", before="signal.signal(signal.SIGHUP, signal.SIG_IGN)")
-    lines = iter(run.stdout)
+    child = process("a", "--steps", "100000", before="signal.signal(signal.SIGHUP, signal.SIG_IGN)")
+    lines = iter(child.stdout)
     assert any(line.startswith("step ") for line in lines)
-    run.send_signal(signal.SIGHUP)
+    child.send_signal(signal.SIGHUP)
     assert any(line.startswith("step ") for line in lines)
-    run.send_signal(signal.SIGTERM)
-    assert "stopped by SIGTERM" in run.communicate()[0]
+    child.send_signal(signal.SIGTERM)
+    assert "stopped by SIGTERM" in child.communicate()[0]
 
 
 def test_a_closed_pipe_saves_the_last_step(tmp_path, process):
-    run = process("a", "--save-every", "0", "--steps", "100000")
-    for line in run.stdout:
+    child = process("a", "--save-every", "0", "--steps", "100000")
+    for line in child.stdout:
         if line.startswith("step "):
             break
-    run.stdout.close()
-    assert run.wait(60) == 0
-    [saved] = list_checkpoints(tmp_path / "runs" / "a" / "checkpoints")
+    child.stdout.close()
+    assert child.wait(60) == 0
+    [saved] = list_checkpoints(folder_of(tmp_path, "a"))
     lines = (tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()
     assert Checkpoint(saved).state["step"] == len(lines) == json.loads(lines[-1])["step"] >= 1
 
 
 @pytest.mark.parametrize("failing", [4, 7])
-def test_data_that_break_off_cost_no_finished_step(tmp_path, small, monkeypatch, capsys, failing):
+def test_data_that_break_off_cost_no_finished_step(tmp_path, run, monkeypatch, capsys, failing):
     """The 4th and the 7th of two micro-batches a step: within a step, and before one."""
     accumulated = ("--grad-accum", "2", "--save-every", "0")
-    assert small("whole", *accumulated) == 0
+    assert run("whole", *accumulated) == 0
     taken, real = [], Prefetch.next
 
     def broken(self):
@@ -214,14 +229,14 @@ def test_data_that_break_off_cost_no_finished_step(tmp_path, small, monkeypatch,
         return real(self)
 
     monkeypatch.setattr(Prefetch, "next", broken)
-    assert small("a", *accumulated) == 1
+    assert run("a", *accumulated) == 1
     monkeypatch.undo()
     done = (failing - 1) // 2
     err = capsys.readouterr().err
     assert "tokens.npy: shrank while it was read" in err and f"after step {done} of 6" in err
-    assert small("a", "--resume", "auto") == 0
-    assert arrays_of(checkpoint_path(tmp_path / "runs" / "a" / "checkpoints", 6)) == arrays_of(
-        checkpoint_path(tmp_path / "runs" / "whole" / "checkpoints", 6)
+    assert run("a", *accumulated, "--resume", "auto") == 0
+    assert tensors_of(checkpoint_path(folder_of(tmp_path, "a"), 6)) == tensors_of(
+        checkpoint_path(folder_of(tmp_path, "whole"), 6)
     )
 
 
@@ -229,12 +244,12 @@ def test_data_that_break_off_cost_no_finished_step(tmp_path, small, monkeypatch,
     "bad",
     [b"{half", b"\xff\xfe", b"[]", b"3", b'{"step": "x"}', b"null", b'{"loss": 1}', b"[" * 9999],
 )
-def test_a_damaged_line_of_metrics_cuts_nothing(tmp_path, small, bad):
-    assert small("a", "--save-every", "2") == 0
+def test_a_damaged_line_of_metrics_cuts_nothing(tmp_path, run, bad):
+    assert run("a", "--save-every", "2") == 0
     path = tmp_path / "runs" / "a" / "metrics.jsonl"
     lines = path.read_bytes().splitlines()
     path.write_bytes(b"\n".join([lines[0], bad, *lines[1:], b""]))
-    checkpoint_path(tmp_path / "runs" / "a" / "checkpoints", 6).unlink()
-    assert small("a", "--resume", "auto") == 0
+    checkpoint_path(folder_of(tmp_path, "a"), 6).unlink()
+    assert run("a", "--resume", "auto") == 0
     steps = [line["step"] for line in run_log.read_lines(path)]
     assert steps == [1, 2, 3, 4, 5, 6] and len(path.read_bytes().splitlines()) == 6

@@ -1,6 +1,7 @@
 """The NDArray of api.md: views, indexing, arithmetic, reductions and exchange, against NumPy."""
 
 import copy
+import ctypes
 import pickle
 
 import numpy as np
@@ -9,6 +10,7 @@ from harness import DEVICES, assert_same_bits, bits, device_of, to_ndarray
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from needle import _C
 from needle import backend_ndarray as nd
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
@@ -130,6 +132,100 @@ def test_constructor_and_subclass():
     np.testing.assert_array_equal(loud.numpy()[0], np.full(4, 5))
     loud.colour = "red"  # a Python subclass has a dict
     assert loud.colour == "red"
+
+
+def test_an_array_is_made_once():
+    """A second __init__ freed the memory that an op, in another thread or in the middle of its
+    arguments, was at work on."""
+    array = nd.NDArray([1.0, 2.0])
+    with pytest.raises(TypeError, match="__init__ was called before"):
+        array.__init__(np.zeros(1000))
+    np.testing.assert_array_equal(array.numpy(), [1, 2])
+    with pytest.raises(TypeError, match="__init__ was called before"):
+        (array + 1).__init__([3.0])
+
+    class Again:
+        """A number that makes the array while its arguments are taken."""
+
+        def __float__(self):
+            half.__init__(np.ones(1000))
+            return 7.0
+
+    half = nd.NDArray.__new__(nd.NDArray)
+    assert half.shape == (0,)
+    _C.fill(half, Again())
+    np.testing.assert_array_equal(half.numpy(), np.ones(1000))
+
+    class Recursive:
+        def __array__(self, dtype=None, copy=None):
+            other.__init__([5.0])
+            return np.zeros(3)
+
+    other = nd.NDArray.__new__(nd.NDArray)
+    with pytest.raises(TypeError, match="__init__ was called before"):
+        other.__init__(Recursive())
+    np.testing.assert_array_equal(other.numpy(), [5])
+
+
+def test_strides_beyond_64_bits():
+    """Sums and products of them wrapped around; an axis of one element has any stride."""
+    x = nd.array(np.arange(6))
+    far, most = 2**62, 2**61 - 1  # float32: most * 4 is the last below 2^63
+    for shape, strides in (((1,), (far,)), ((0, 5), (far, -far)), ((1,), (-(2**63),))):
+        with pytest.raises(ValueError, match=r"stride -?\d+ of axis 0 reaches outside 2\^63 bytes"):
+            x.as_strided(shape, strides)
+        with pytest.raises(ValueError, match=r"stride -?\d+ of axis 0 reaches outside 2\^63 bytes"):
+            nd.NDArray.make(shape, strides, handle=x._handle)
+    one = x.as_strided((1, 2), (-most, 1))
+    assert one.flip(0).strides == (most, 1) and one.permute((1, 0)).strides == (1, -most)
+    np.testing.assert_array_equal((one + one).numpy(), [[0, 2]])
+    np.testing.assert_array_equal(one.flip(0).compact().numpy(), [[0, 1]])
+    with pytest.raises(ValueError, match="do not fit"):
+        nd.zeros((0, 3)).reshape((0, far, far))
+
+
+def test_from_dlpack_of_impossible_strides():
+    class Producer:
+        """Says what DLPack says of an array, but for its shape and strides."""
+
+        def __init__(self, shape, strides):
+            self.array, self.shape, self.strides = np.zeros(4, np.float32), shape, strides
+
+        def __dlpack__(self):
+            capsule = self.array.__dlpack__()
+            get = ctypes.pythonapi.PyCapsule_GetPointer
+            get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+            address = get(capsule, b"dltensor")
+            self.values = (ctypes.c_int64 * 4)(*self.shape, *self.strides)
+            values = ctypes.addressof(self.values)
+            ctypes.c_int32.from_address(address + 16).value = 2  # ndim, shape, strides
+            ctypes.c_void_p.from_address(address + 24).value = values
+            ctypes.c_void_p.from_address(address + 32).value = values + 16
+            return capsule
+
+    assert _C.from_dlpack(Producer((2, 2), (2, 1))).shape == (2, 2)
+    far = 2**62
+    for shape, strides in (
+        ((2, 2), (far, far)),
+        ((3, 2), (far, 1)),
+        ((2, 2), (-far, far)),
+        ((1, 1), (2**63 - 1, 1)),
+        ((far, far), (1, 1)),
+        ((-1, 2), (1, 1)),
+    ):
+        with pytest.raises(ValueError, match="from_dlpack: "):
+            _C.from_dlpack(Producer(shape, strides))
+
+
+def test_whole_numbers_wrap_around():
+    """What NumPy does; in C it is defined by a flag of the compiler alone."""
+    low = np.array([np.iinfo(np.int64).min, 1])
+    x = nd.array(low, dtype="int64")
+    np.testing.assert_array_equal((-x).numpy(), -low)
+    np.testing.assert_array_equal(abs(x).numpy(), abs(low))
+    np.testing.assert_array_equal((x - 1).numpy(), low - 1)
+    np.testing.assert_array_equal((x * 3).numpy(), low * 3)
+    assert (x + x).sum().item() == 2
 
 
 @both

@@ -386,6 +386,24 @@ def test_assign_converts(to, source, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "int64"])
+def test_assign_turns_matrices_into_any_strides(dtype, device):
+    """A source that is contiguous along another axis moves in squares, but for what is not."""
+    device = device_of(device)
+    values = (np.arange(3 * 70 * 100) % 251).reshape(3, 70, 100)
+    source = _C.array(values, dtype=dtype, device=device).permute((0, 2, 1))
+    wanted = values.transpose(0, 2, 1)
+    whole = (slice(None), slice(None))
+    for there in (slice(0, 70), slice(0, 140, 2), slice(139, 69, -1)):
+        for turned in (slice(None), slice(None, None, -1)):
+            array = _C.array(np.zeros((3, 100, 140)), dtype=dtype, device=device)
+            host = np.zeros((3, 100, 140), np.int64)
+            host[(*whole, there)] = wanted[:, turned]
+            array[(*whole, there)] = source[:, turned]
+            np.testing.assert_array_equal(array.numpy().astype(np.int64), host)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_assign_copies_what_overlaps(device):
     device = device_of(device)
     for to, source in [
@@ -418,6 +436,23 @@ def test_fill(dtype, device):
     np.testing.assert_array_equal(around.numpy(), expected)
 
 
+# ---- tiles ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("m, k, n", [(40, 300, 1500), (1500, 300, 40), (600, 64, 700)])
+def test_each_tile_has_its_part_of_the_bias(m, k, n, dtype, device):
+    """Products that are cut over M and over N."""
+    device, bias = device_of(device), np.arange(n) % 251
+    x, w = (_C.array(np.zeros(shape), dtype=dtype, device=device) for shape in [(m, k), (k, n)])
+    x[3, 5], w[5, 7] = 2, 4
+    y = _C.linear_fwd(x, w, _C.array(bias, dtype=dtype, device=device)).numpy()
+    wanted = np.tile(bias, (m, 1))
+    wanted[3, 7] += 8
+    np.testing.assert_array_equal(y.astype(np.float64), wanted)
+
+
 # ---- optimizer edge ------------------------------------------------------------------------------
 
 
@@ -435,6 +470,17 @@ def test_a_broken_gradient_changes_nothing(broken, device):
     for name, array in arrays.items():
         np.testing.assert_array_equal(array.numpy(), values[name], err_msg=name)
     np.testing.assert_array_equal(low.numpy(), before)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_each_gradient_counts_once_in_the_norm(device):
+    """Wherever pieces of a sum of squares begin and end."""
+    size = 3 * 65536 + 5
+    for at in (0, 1023, 1024, 16383, 16384, 65535, 65536, 131071, 131072, 3 * 65536, size - 1):
+        g = np.zeros(size, np.float32)
+        g[at] = 3
+        norm, scale = _C.grad_norm(_C.array(g, device=device_of(device)), 1.5)
+        assert (norm.item(), scale.item()) == (3, np.float32(1.5) / np.float32(3 + 1e-6)), at
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -103,11 +103,13 @@ def test_the_cache_changes_nothing(device, monkeypatch):
 @both
 def test_hooks_see_and_replace(device):
     model = small(device)
+    weight = np.linspace(0.5, 2, 32).astype(np.float32)
+    model.layers[0].norm1.weight.data = ndl.Tensor(weight, device=model.device)
     plain = model(IDS)[0].numpy()
     names = hooks.hook_names(SMALL)
-    assert names[:4] == [
+    assert names[:5] == [
         "hook_embed", "blocks.0.hook_resid_pre", "blocks.0.ln1.hook_normalized",
-        "blocks.0.attn.hook_q",
+        "blocks.0.ln1.hook_out", "blocks.0.attn.hook_q",
     ]  # fmt: skip
     logits, cache = model.run_with_cache(IDS)
     assert list(cache) == names and cache["blocks.1.attn.hook_pattern"].shape == (2, 2, 9, 9)
@@ -116,6 +118,9 @@ def test_hooks_see_and_replace(device):
     fused = [name for name in names if name.rpartition(".")[2] not in inside]
     logits, cache = model.run_with_cache(IDS, fused)
     np.testing.assert_array_equal(logits.numpy(), plain)  # names alone change no bit
+    normalized, out = (cache[f"blocks.0.ln1.hook_{n}"].numpy() for n in ("normalized", "out"))
+    np.testing.assert_array_equal(normalized * weight, out)  # before the weight, and behind it
+    np.testing.assert_allclose((normalized**2).mean(-1), 1, rtol=1e-2)
     with model.hooks({"blocks.0.mlp.hook_post": lambda x: x * 0.0}):
         assert np.abs(model(IDS)[0].numpy() - plain).max() > 1e-4
 

@@ -28,6 +28,7 @@ def build(monkeypatch):
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setattr(sys, "path", list(sys.path))
     spec.loader.exec_module(module)
+    monkeypatch.setattr(module.steps, "_notes", [])
     return module
 
 

@@ -18,16 +18,19 @@ FILES = [p for p in sorted(PACKAGE.rglob("*.py")) if p.name not in ("__main__.py
 # Where a reader looks first, there is an example in each of these.
 SHOWN = {
     "ops": "add divide power exp log relu gelu summation mean max softmax logsumexp logsoftmax "
-    "reshape broadcast_to transpose permute flip stack split matmul linear embedding index_select "
+    "reshape broadcast_to transpose permute flip stack concatenate split matmul linear embedding "
+    "index_select get_item where "
     "cross_entropy layer_norm attention block_sparse_attention",
     "nn": "Module Linear Sequential Residual Flatten Dropout LayerNorm1d BatchNorm1d Embedding "
     "SoftmaxLoss MultiHeadAttention Transformer flatten_parameters",
     "optim": "SGD Adam AdamW grad_norm clip_grad_norm Cosine",
-    "init": "rand randn randb constant one_hot xavier_uniform kaiming_uniform",
+    "init": "rand randn randb constant arange one_hot from_dlpack xavier_uniform kaiming_uniform",
     "autograd": "Tensor no_grad find_topo_sort",
+    "operators": "Operators",
     "backend_ndarray": "full broadcast_to flip maximum summation",
     "block_mask": "BlockMask convert_to_block_mask",
-    "checkpoint": "load_checkpoint",
+    "checkpoint": "load_checkpoint save load",
+    "training": "fit",
     "data.dataset": "DataLoader",
     "models.pythia": "Pythia PythiaConfig.preset Pythia.from_pretrained Pythia.generate "
     "Pythia.stream Pythia.hooks Pythia.run_with_cache Pythia.hidden_states",

@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -455,3 +456,55 @@ def test_a_gradient_from_before_flattening_is_not_kept():
     assert not flat.grad.numpy().any() and not model.weight.grad.numpy().any()
     gc.collect()
     assert not [r for r in gc.get_referrers(gone) if isinstance(r, Tensor)]
+
+
+@pytest.mark.parametrize(
+    "layer, message",
+    [
+        (lambda: nn.Linear(64, 8), "Linear: in_features is 64, got 3: the last axis of x"),
+        (lambda: nn.Sequential(nn.ReLU(), nn.Linear(64, 8)), "Linear: in_features is 64, got 3"),
+        (lambda: nn.TiedHead(nn.Embedding(8, 64)), "Embedding: embedding_dim is 64, got 3"),
+        (lambda: nn.LayerNorm1d(64), "LayerNorm1d: dim is 64, got 3"),
+        (lambda: nn.BatchNorm1d(64), "BatchNorm1d: dim is 64, got 3"),
+        (lambda: nn.AttentionLayer(64, 2, 4), "LayerNorm1d: dim is 64, got 3"),
+        (lambda: nn.TransformerLayer(64, 2, 4, 8), "LayerNorm1d: dim is 64, got 3"),
+        (lambda: nn.Transformer(64, 8, 1), "Transformer: embedding_size is 64, got 3"),
+        (
+            lambda: lambda x: nn.Attention(64, 2)(x, nn.rotary_tables(5, 4)),
+            "Linear: in_features is 64, got 3",
+        ),
+    ],
+)
+def test_a_layer_names_the_features_that_it_has_and_got(layer, message):
+    x = init.ones(2, 5, 3)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        layer()(x)
+
+
+def test_features_that_would_broadcast_are_refused():
+    """One feature, or another axis, fits by NumPy's rules, and would leave wrong statistics."""
+    norm = nn.BatchNorm1d(4)
+    with pytest.raises(ValueError, match="BatchNorm1d: dim is 4, got 1"):
+        norm(init.ones(2, 1))
+    with pytest.raises(ValueError, match=r"x must be \(B, 4\), but its shape is \(2, 5, 4\)"):
+        norm(init.ones(2, 5, 4))
+    assert norm.running_mean.shape == (4,)
+    with pytest.raises(ValueError, match="embedding_size is 4, got 1"):
+        nn.Transformer(4, 8, 1, num_head=2, dim_head=2)(init.ones(2, 1, 1))
+    with pytest.raises(ValueError, match="Linear: in_features is 4, got x without axes"):
+        nn.Linear(4, 2)(Tensor(3))
+
+
+def test_kaiming_uniform_of_a_shape():
+    """The course's: a convolution's weights (k, k, in, out) with the fan of k k in."""
+    np.random.seed(0)
+    got = init.kaiming_uniform(36, 72, (3, 3, 4, 8))
+    np.random.seed(0)
+    bound = np.sqrt(2) * np.sqrt(3 / 36)
+    expected = np.random.rand(3, 3, 4, 8) * (2 * bound) - bound
+    np.testing.assert_allclose(got.numpy(), expected, rtol=1e-5, atol=1e-7)
+    np.random.seed(0)
+    again = init.kaiming_uniform(36, 72, shape=(3, 3, 4, 8), nonlinearity="relu", dtype="bfloat16")
+    assert again.shape == (3, 3, 4, 8) and again.dtype == "bfloat16"
+    with pytest.raises(ValueError, match="nonlinearity must be 'relu'"):
+        init.kaiming_uniform(3, 3, None, "tanh")

@@ -239,3 +239,19 @@ def test_the_modules_attention_is_the_same_computation():
     swapped = [Tensor(a.transpose(0, 2, 1, 3)) for a in arrays]
     result, _ = nn.MultiHeadAttention(dropout=0.0, causal=True)(*swapped)
     np.testing.assert_allclose(result.numpy().transpose(0, 2, 1, 3), fused, atol=2e-6)
+
+
+@both
+def test_a_block_longer_than_the_sequence(device):
+    """Whatever its length it is the one block; the CPU's loop over its tiles never ended."""
+    device = device_of(device)
+    results = []
+    for block in (40, 2**31, 2**62, 2**63 - 1):
+        mask = BlockMask(np.ones((1, 1), bool), block, 40)
+        q, k, v = (Tensor(draw(i, 1, 40, 2, 8), device=device) for i in range(3))
+        o = ops.block_sparse_attention(q, k, v, mask)
+        o.backward()
+        results.append([o.numpy(), *(x.grad.numpy() for x in (q, k, v))])
+    for other in results[1:]:
+        for one, two in zip(results[0], other):
+            np.testing.assert_array_equal(one, two)

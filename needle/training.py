@@ -1,0 +1,99 @@
+"""fit: the training loop of a notebook. (apps/train_pythia.py is the one of long runs: it saves,
+resumes, reads ahead, and never waits for the device.)"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from needle import _C
+from needle.autograd import Tensor
+from needle.nn import Module, flatten_parameters
+from needle.optim import AdamW, Optimizer, Schedule, clip_grad_norm
+
+
+def fit(
+    model: Module,
+    batches: Iterable[tuple[Any, Any]],
+    optimizer: Optimizer | None = None,
+    *,
+    steps: int | None = None,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    schedule: Schedule | Callable[[int], float] | None = None,
+    max_norm: float | None = None,
+    accumulate: int = 1,
+    on_step: Callable[[int, float], Any] | None = None,
+    progress: bool = True,
+) -> list[float]:
+    """Trains `model` on `batches`, pairs (ids, targets), and returns the loss of each step.
+
+    optimizer: AdamW with its defaults where none is given. steps: as many as the batches give.
+    loss: of what the model gives for ids, and targets; without one `model(ids, targets)` gives
+    (anything, loss), as language models do. schedule: the learning rate of step 1, 2, ...
+    max_norm: gradients are clipped to it. accumulate: so many batches make a step, which follows
+    the mean of their gradients. on_step(step, loss) is called behind each step: to print, evaluate
+    or save. progress: a bar, where tqdm is installed.
+
+    FloatingPointError for a loss that is not finite, before it changes the model.
+
+    >>> np.random.seed(0)
+    >>> x = np.random.randn(8, 2)
+    >>> batches = [(ndl.Tensor(x), x.argmax(axis=1))] * 200
+    >>> model = nn.Linear(2, 2)
+    >>> losses = ndl.fit(model, batches, optim.Adam(model.parameters(), lr=0.1),
+    ...                  loss=nn.SoftmaxLoss(), progress=False)
+    >>> len(losses), losses[-1] < 0.1
+    (200, True)
+    """
+    if accumulate < 1:
+        raise ValueError(f"fit: accumulate must be 1 or more, but is {accumulate}")
+    if optimizer is None:
+        optimizer = AdamW(flatten_parameters(model))
+    elif accumulate > 1 and optimizer.flat is None:
+        flatten_parameters(model)  # gives the parameters buffers in which gradients add up
+    if steps is None and hasattr(batches, "__len__"):
+        steps = math.ceil(len(batches) / accumulate)
+    model.train()
+    losses: list[float] = []
+    source = iter(batches)
+    with _bar(steps) if progress else contextlib.nullcontext() as bar:
+        for step in itertools.count(1) if steps is None else range(1, steps + 1):
+            group = list(itertools.islice(source, accumulate))
+            if not group:
+                break
+            if schedule is not None:
+                optimizer.lr = schedule(step)
+            optimizer.reset_grad()
+            parts = []
+            for ids, targets in group:
+                part = model(ids, targets)[1] if loss is None else loss(model(ids), targets)
+                share = _C.array(1 / len(group), part.dtype, part.device)
+                part.backward(Tensor.from_ndarray(share.reshape(part.shape)))
+                parts.append(part.detach())  # the activations are free
+                del part
+            losses.append(math.fsum(part.item() for part in parts) / len(parts))
+            if not math.isfinite(losses[-1]):
+                raise FloatingPointError(f"fit: the loss of step {step} is {losses[-1]}")
+            if max_norm is not None:
+                clip_grad_norm(
+                    optimizer.params if optimizer.flat is None else optimizer.flat, max_norm
+                )
+            optimizer.step()
+            if bar is not None:
+                bar.set_postfix_str(f"loss {losses[-1]:.4f}", refresh=False)
+                bar.update()
+            if on_step is not None:
+                on_step(step, losses[-1])
+    return losses
+
+
+def _bar(steps: int | None) -> Any:
+    """tqdm's bar, which a notebook draws; none where tqdm is not installed."""
+    try:
+        return importlib.import_module("tqdm.auto").tqdm(total=steps, unit="step")
+    except ModuleNotFoundError:
+        return contextlib.nullcontext()

@@ -1,0 +1,113 @@
+"""The loop of apps/train_pythia.py beside a plain one, update by update.
+
+The plain loop takes its batches from an order written here, the gradient of a step from one
+forward and backward over all rows of its micro-batches, in a model of its own without flat buffers,
+and clips and updates in float64 NumPy. Gradients are compared at the weights that the run had, and
+updates start from the run's gradients: Adam turns the last bit of a gradient near 0 into a whole
+step.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import run_log
+import train_flags
+import train_pythia
+from harness import DEVICES
+from small_runs import flags, lines_of
+
+from needle import Tensor
+from needle.models import Pythia
+
+STEPS, WARMUP, LR, DECAY, BATCH, TIME, EPOCH = 6, 2, 0.01, 0.3, 2, 16, 12
+
+
+def micro_batches(tokens, seed, count):
+    """The first `count` of all epochs: windows of T + 1 that share one token, shuffled."""
+    windows = (len(tokens) - 1) // TIME
+    for number in range(count):
+        epoch, batch = divmod(number, EPOCH)
+        order = np.random.Generator(np.random.PCG64([seed, epoch])).permutation(windows)
+        starts = TIME * order[BATCH * batch : BATCH * (batch + 1)]
+        rows = np.array([tokens[i : i + TIME + 1] for i in starts], np.int64)
+        yield rows[:, :-1], rows[:, 1:]
+
+
+def rate(step):
+    if step < WARMUP:
+        return LR * step / WARMUP
+    return LR - (LR - LR / 10) * (step - WARMUP) / (STEPS - WARMUP)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("accumulate, clip", [(1, 0), (1, 0.4), (5, 0), (5, 0.4)])
+def test_each_update_is_that_of_a_plain_loop(
+    tmp_path, tokens, monkeypatch, device, accumulate, clip
+):
+    argv = flags(
+        tmp_path, tokens, "a", "--schedule linear --seed 5",
+        f"--grad-accum {accumulate} --clip {clip} --lr {LR} --warmup {WARMUP}",
+        f"--weight-decay {DECAY}", device=device, steps=STEPS,
+    )  # fmt: skip
+    run = train_pythia.new_run(train_flags.parser().parse_args(argv))
+
+    def now():
+        slots = {n: a.numpy() for n, a in run.optimizer.state_dict()["arrays"].items()}
+        return {
+            name: (p.numpy(), slots[f"m.{name}"], slots[f"v.{name}"])
+            for name, p in run.model.named_parameters()
+        }
+
+    states, gradients = [now()], []
+    queue = run_log.RunLog.queue
+
+    def watched(*args):  # called behind each update
+        queue(*args)
+        states.append(now())
+        gradients.append({n: p.grad.numpy() for n, p in run.model.named_parameters()})
+
+    monkeypatch.setattr(run_log.RunLog, "queue", watched)
+    assert train_pythia.train(run) == 0
+    lines = lines_of(tmp_path, "a")
+    assert len(lines) == len(gradients) == STEPS
+
+    plain = Pythia(run.model.config, device=run.device)
+    batches = micro_batches(np.asarray(run.data.train[:]), 5, accumulate * STEPS)
+    for step in range(1, STEPS + 1):
+        before, after, grads, line = (
+            states[step - 1],
+            states[step],
+            gradients[step - 1],
+            lines[step - 1],
+        )
+        ids, targets = (
+            np.concatenate(rows) for rows in zip(*(next(batches) for _ in range(accumulate)))
+        )
+        for name, parameter in plain.named_parameters():
+            parameter.data = Tensor(before[name][0], device=run.device)
+            parameter.grad = None
+        _, loss = plain(ids, targets)
+        loss.backward()
+        assert line["loss"] == pytest.approx(loss.numpy().item(), rel=1e-6)
+        assert line["lr"] == pytest.approx(rate(step), rel=1e-12)
+        assert line["tokens"] == step * ids.size
+
+        square = math.fsum((g.astype(np.float64) ** 2).sum() for g in grads.values())
+        norm = math.sqrt(square)
+        assert line["grad_norm"] == pytest.approx(norm, rel=1e-6)
+        scale = min(1, clip / (norm + 1e-6)) if clip else 1
+        assert clip == 0 or scale < 0.9  # it bites
+        for name, parameter in plain.named_parameters():
+            wanted = parameter.grad.numpy()
+            assert np.linalg.norm(grads[name] - wanted) <= 1e-5 * norm, (step, name)
+            p, m, v = (x.astype(np.float64) for x in before[name])
+            g = scale * grads[name].astype(np.float64)
+            m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+            change = (m / (1 - 0.9**step)) / (np.sqrt(v / (1 - 0.95**step)) + 1e-8)
+            decay = DECAY if p.ndim > 1 and not name.endswith("bias") else 0
+            p = p - rate(step) * (change + decay * p)
+            for got, wanted, atol in zip(after[name], (p, m, v), (1e-7, 1e-8, 1e-12)):
+                np.testing.assert_allclose(
+                    got, wanted, rtol=2e-6, atol=atol, err_msg=f"{step} {name}"
+                )

@@ -1,0 +1,336 @@
+"""The campaign against losing anything: kills, fights for a folder, disks that fill or fail,
+damaged files, long runs. `make campaign` runs it whole, tests/test_campaign.py a short form.
+
+    python tests/campaign.py [PART...] [--count N] [--seed N]
+
+Each part prints a line: how often it was tried, and what was lost. A child is forked from a process
+that has imported everything and computed nothing, so that a start costs milliseconds. What must
+hold after each blow: the newest checkpoint that was ever reported as saved, or a newer one, can be
+read; the run goes on by --resume auto; its end is that of a run that nothing ever hit, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "apps"), str(ROOT / "tests" / "apps")]
+
+import numpy as np  # noqa: E402
+import train_pythia  # noqa: E402
+from small_runs import SMALL, TOKENS, checkpoint_of, flags, numbers_of, tensors_of  # noqa: E402
+
+from needle import files  # noqa: E402
+from needle.checkpoint import Checkpoint, CheckpointError, list_checkpoints  # noqa: E402
+from needle.data import DataError, open_documents  # noqa: E402
+from needle.models import pythia  # noqa: E402
+
+STEPS = 30
+pythia.PRESETS["tiny"] = SMALL
+train_pythia.SAMPLE_TOKENS = 4
+
+
+class Lost(AssertionError):
+    """Something that had been saved is gone, or a run went another way."""
+
+
+def child(argv: list[str], prepare: Callable[[], None] = lambda: None, quiet: bool = True) -> int:
+    """The pid of a forked training. `prepare` runs in it first."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 99
+    try:
+        if quiet:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, 1)
+            os.dup2(nowhere, 2)
+        prepare()
+        code = train_pythia.main(argv)
+    finally:
+        os._exit(code)
+
+
+def wait(pid: int) -> int:
+    """The exit code; -9 for a kill."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+class Field:
+    """A folder in which runs are hit, beside one that is not."""
+
+    def __init__(self, folder: Path, rng: random.Random) -> None:
+        self.folder, self.rng = folder, rng
+        os.environ["NEEDLE_CACHE"] = str(folder / "cache")
+        np.save(folder / "tokens.npy", TOKENS)
+        if wait(child(self.argv("whole"))) != 0:
+            raise Lost("the run that nothing hits does not end")
+        self.numbers = numbers_of(folder, "whole")
+        self.tensors = tensors_of(checkpoint_of(folder, "whole", STEPS))
+
+    def argv(self, name: str) -> list[str]:
+        more = ("--grad-accum", "2", "--resume", "auto")
+        argv = flags(self.folder, self.folder / "tokens.npy", name, *more, steps=STEPS)
+        return [*argv, "--save-every", "1", "--eval-every", "0"]
+
+    def check(self, name: str, saved: int) -> int:
+        """The newest step that can be read, which must not be below `saved`."""
+        steps = []
+        for path in list_checkpoints(self.folder / "runs" / name / "checkpoints"):
+            try:
+                steps.append(Checkpoint(path).state["step"])
+            except CheckpointError:
+                pass  # it may be damaged, as long as another is whole
+        newest = max(steps, default=0)
+        if newest < saved:
+            raise Lost(f"{name}: step {saved} had been saved, and step {newest} is the newest left")
+        return newest
+
+    def check_end(self, name: str) -> None:
+        if numbers_of(self.folder, name) != self.numbers:
+            raise Lost(f"{name}: its numbers are not those of the run that nothing hit")
+        if tensors_of(checkpoint_of(self.folder, name, STEPS)) != self.tensors:
+            raise Lost(f"{name}: its last checkpoint differs")
+        folder = self.folder / "runs" / name
+        left = [path.name for path in folder.rglob("*") if path.name.endswith(".tmp")]
+        steps = [path.name for path in list_checkpoints(folder / "checkpoints")]
+        # Two are kept; the last save may have been hit before it deleted the third.
+        if left or len(steps) not in (2, 3):
+            raise Lost(f"{name}: files are left over: {left}, {steps}")
+        shutil.rmtree(folder)
+
+    def hit(self, count: int, blow: Callable[[list[str]], None], what: str) -> None:
+        """`count` blows on as many runs as that takes; each ends as the whole one."""
+        number, saved, name = 0, 0, f"{what}-0"
+        for _ in range(count):
+            blow(self.argv(name))
+            saved = self.check(name, saved)
+            if saved == STEPS and wait(child(self.argv(name))) == 0:
+                self.check_end(name)
+                number, saved = number + 1, 0
+                name = f"{what}-{number}"
+        if wait(child(self.argv(name))) != 0:
+            raise Lost(f"{name}: it does not go on")
+        self.check_end(name)
+
+
+def kills(field: Field, count: int) -> None:
+    """SIGKILL at a random moment."""
+
+    def blow(argv: list[str]) -> None:
+        pid = child(argv)
+        time.sleep(field.rng.random() ** 2 * 0.7)
+        os.kill(pid, signal.SIGKILL)
+        wait(pid)
+
+    field.hit(count, blow, "kill")
+
+
+def kills_in_a_save(field: Field, count: int) -> None:
+    """SIGKILL between two system calls of a save: before or behind an fsync or a rename."""
+
+    def blow(argv: list[str]) -> None:
+        at, seen = field.rng.randrange(1, 24), []
+
+        def deadly(function):
+            def call(*args, **options):
+                for _ in range(2):
+                    seen.append(1)
+                    if len(seen) == at:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    if len(seen) % 2:
+                        result = function(*args, **options)
+                return result
+
+            return call
+
+        def prepare() -> None:
+            files.os.fsync, files.os.replace = deadly(os.fsync), deadly(os.replace)
+
+        wait(child(argv, prepare))
+
+    field.hit(count, blow, "save")
+
+
+def fights(field: Field, count: int) -> None:
+    """Two processes begin in one folder at once: one trains, the other is refused."""
+    for number in range(count):
+        name = f"fight-{number}"
+        codes = [wait(pid) for pid in [child(field.argv(name)), child(field.argv(name))]]
+        if 0 not in codes or not set(codes) <= {0, 1}:
+            raise Lost(f"{name}: exit codes {codes}")
+        field.check_end(name)
+
+
+def full_disks(field: Field, count: int) -> None:
+    """No file may grow beyond a random size: every kind of file meets it, checkpoints first."""
+    largest = checkpoint_of(field.folder, "whole", STEPS).stat().st_size
+
+    def blow(argv: list[str]) -> None:
+        limit = int(field.rng.random() * 1.1 * largest)
+
+        def prepare() -> None:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+        wait(child(argv, prepare))
+
+    field.hit(count, blow, "disk")
+
+
+def io_errors(field: Field, count: int) -> None:
+    """The n-th of the calls open, listdir, fsync, rename, unlink fails: EIO, EACCES or ENOSPC."""
+
+    def blow(argv: list[str]) -> None:
+        at, number = field.rng.randrange(1, 40), field.rng.choice([5, 13, 28])
+        seen = []
+
+        def failing(function):
+            def call(*args, **options):
+                seen.append(1)
+                if len(seen) == at:
+                    raise OSError(number, os.strerror(number), str(args[0]) if args else None)
+                return function(*args, **options)
+
+            return call
+
+        def prepare() -> None:
+            for name in ("open", "listdir", "fsync", "replace", "unlink"):
+                setattr(os, name, failing(getattr(os, name)))
+
+        wait(child(argv, prepare))
+
+    field.hit(count, blow, "error")
+
+
+def damaged_files(field: Field, count: int) -> None:
+    """Headers of checkpoints and of token files with bytes changed, cut out, doubled or put in."""
+    rng, path = field.rng, field.folder / "damaged.safetensors"
+    good = checkpoint_of(field.folder, "whole", STEPS).read_bytes()
+    good = good[: 8 + int.from_bytes(good[:8], "little")]  # a header alone, so that it goes fast
+    index = megatron_index()
+    tokens = field.folder / "damaged"
+    tokens.with_suffix(".bin").write_bytes(bytes(40))
+    for number in range(count):
+        is_index = number % 2
+        data = bytearray(index if is_index else good)
+        for _ in range(rng.randrange(1, 4)):
+            at = rng.randrange(len(data))
+            kind = rng.randrange(5)
+            if kind == 0:
+                data[at] = rng.randrange(256)
+            elif kind == 1:
+                del data[at : at + rng.randrange(1, 30)]
+            elif kind == 2:
+                data[at:at] = data[at : at + rng.randrange(1, 30)]
+            elif kind == 3:
+                data[at : at + 8] = rng.choice([0, -1, 1 << 62, 1 << 31]).to_bytes(
+                    8, "little", signed=True
+                )
+            else:
+                del data[at:]
+            data = data or bytearray(1)
+        try:
+            if is_index:
+                tokens.with_suffix(".idx").write_bytes(data)
+                documents = open_documents(tokens)
+                for i in range(min(len(documents), 4)):
+                    np.asarray(documents[i])
+            else:
+                path.write_bytes(data)
+                Checkpoint(path)
+        except (CheckpointError, DataError):
+            continue
+        if not is_index:
+            raise Lost(f"a damaged checkpoint was read: {path}")
+
+
+def megatron_index() -> bytes:
+    """Two documents of 8 and 12 uint16 tokens."""
+    head = b"MMIDIDX\0\0" + (1).to_bytes(8, "little") + b"\x08"
+    head += (2).to_bytes(8, "little") + (3).to_bytes(8, "little")
+    arrays = np.array([8, 12], "<i4"), np.array([0, 16], "<i8"), np.array([0, 1, 2], "<i8")
+    return head + b"".join(array.tobytes() for array in arrays)
+
+
+def long_run(field: Field, count: int) -> None:
+    """`count` steps: memory and files at the end are those of the first tenth."""
+    folder = field.folder / "runs" / "long"
+    argv = flags(field.folder, field.folder / "tokens.npy", "long", steps=count)
+    pid = child([*argv, "--save-every", str(max(count // 100, 1)), "--eval-every", "0"])
+    seen, done = [], (0, 0)
+    while done == (0, 0):
+        time.sleep(0.05)
+        done = os.waitpid(pid, os.WNOHANG)
+        try:
+            resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+            names = [p for p in folder.rglob("*") if not p.name.endswith(".tmp")]
+            lines = (folder / "metrics.jsonl").read_bytes().count(b"\n")
+            seen.append((lines, resident, len(names)))
+        except (OSError, IndexError):
+            continue
+    if os.waitstatus_to_exitcode(done[1]) != 0:
+        raise Lost("the long run does not end")
+    early = [entry for entry in seen if 0.05 * count < entry[0] <= 0.3 * count]
+    late = [entry for entry in seen if 0.7 * count < entry[0] < count]  # then it plots and samples
+    if early and late:
+        grown = max(entry[1] for entry in late) - max(entry[1] for entry in early)
+        if grown > 8 << 20:
+            raise Lost(f"memory grew by {grown >> 20} MiB between a third and the end")
+        if max(entry[2] for entry in late) > max(entry[2] for entry in early):
+            raise Lost("files grew in number")
+    shutil.rmtree(folder)
+
+
+# part -> how often in the whole campaign
+PARTS = {
+    "kills": 900,
+    "kills_in_a_save": 100,
+    "fights": 100,
+    "full_disks": 200,
+    "io_errors": 400,
+    "damaged_files": 1_000_000,
+    "long_run": 10_000,
+}
+
+
+def campaign(counts: dict[str, int], seed: int) -> int:
+    """Runs the parts and prints the table; 1 when anything was lost."""
+    losses = 0
+    for name, count in counts.items():
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                globals()[name](Field(Path(folder), random.Random(seed)), count)
+                lost = "0"
+            except Lost as error:
+                losses, lost = 1, str(error)
+        took = time.monotonic() - began
+        print(f"{name:16} {count:9,} tried, lost: {lost}  ({took:.0f} s)", flush=True)
+    return losses
+
+
+def main() -> int:
+    top = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    top.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
+    top.add_argument("--count", type=int, metavar="N", help="tries of each part")
+    top.add_argument("--seed", type=int, default=0, metavar="N")
+    args = top.parse_args()
+    unknown = set(args.parts) - PARTS.keys()
+    if unknown:
+        top.error(f"there is no part {min(unknown)!r}; there are {', '.join(PARTS)}")
+    return campaign({name: args.count or PARTS[name] for name in args.parts or PARTS}, args.seed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""Threads of the CPU backend: after a fork, in numbers no machine has, and how they wait."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from needle import _C
+
+PACKAGE = Path(_C.__file__).parent.parent  # the needle tested here
+POOL = """
+import numpy as np, os, signal, threading
+import needle as ndl
+x = ndl.NDArray(np.random.default_rng(0).random((700, 700)))
+product, total = (x @ x).numpy(), float((x + x).sum())  # OpenMP's threads wait for more
+"""
+FORK = (
+    POOL
+    + """
+def works():
+    return (x @ x).numpy().tobytes() == product.tobytes() and float((x + x).sum()) == total
+
+def child():
+    signal.alarm(20)  # a child that hangs ends
+    seen = [works()]
+    thread = threading.Thread(target=lambda: seen.append(works()))
+    thread.start()
+    thread.join()
+    os._exit(0 if seen == [True, True] else 1)
+
+for _ in range(5):
+    pid = os.fork()
+    if pid == 0:
+        child()
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+assert works()
+"""
+)
+FORK_WHILE_OTHERS_ALLOCATE = (
+    POOL
+    + """
+going = True
+def allocate():
+    while going:
+        ndl.backend_ndarray.empty((256, 256)) + 1  # its elements are added without the GIL
+
+threads = [threading.Thread(target=allocate) for _ in range(3)]
+for thread in threads:
+    thread.start()
+for _ in range(200):
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        x + 1
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if status != 0:
+        break
+going = False
+print(status)
+"""
+)
+
+
+def run(program: str, **environment: str) -> subprocess.CompletedProcess:
+    variables = {k: v for k, v in os.environ.items() if not re.match("OMP_|GOMP_", k)}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=variables | {"PYTHONPATH": str(PACKAGE)} | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def printed(program: str, **environment: str) -> list[str]:
+    return run(program, **environment).stdout.split()
+
+
+def test_a_forked_child_works():
+    """Its parent's OpenMP threads are gone: every region with several of them hung."""
+    assert printed(FORK, OMP_NUM_THREADS="2") == ["0"] * 5
+
+
+def test_a_fork_while_others_allocate():
+    """The child found the lock of the memory pool taken, by a thread that it does not have."""
+    assert printed(FORK_WHILE_OTHERS_ALLOCATE) == ["0"]
+
+
+def test_more_threads_than_any_machine_has():
+    """libgomp ends the process where a thread cannot be had."""
+    show = "print(ndl.cpu().properties()['detail'].split(',')[-1])"
+    most = max(256, len(os.sched_getaffinity(0)))
+    assert printed(POOL + show, OMP_NUM_THREADS="100000") == [str(most), "threads"]
+
+
+@pytest.mark.parametrize(
+    "user, spins",
+    [
+        ({}, "0"),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, "INFINITY|[1-9]\\d{6,}"),
+        ({"GOMP_SPINCOUNT": "77"}, "77"),
+    ],
+)
+def test_threads_wait_without_spinning(user, spins):
+    """Two jobs on one machine took the cores from each other by waiting; the user's word counts."""
+    show = "import os, needle; print('OMP_WAIT_POLICY' in os.environ)"
+    done = run(show, OMP_DISPLAY_ENV="verbose", **user)
+    found = re.search(r"GOMP_SPINCOUNT = '(\w+)'", done.stderr)
+    if found is None:
+        pytest.skip("OpenMP is not libgomp, or was loaded before needle")
+    assert re.fullmatch(spins, found[1])
+    assert done.stdout.split() == [str("OMP_WAIT_POLICY" in user)]  # the environment as it was
+
+
+@pytest.mark.parametrize(
+    "source", sorted(p.name for p in Path(__file__).parents[2].glob("csrc/cpu/*.c"))
+)
+def test_every_region_asks_how_many_threads(source):
+    text = (Path(__file__).parents[2] / "csrc" / "cpu" / source).read_text().replace("\\\n", " ")
+    regions = re.findall(r"#pragma omp parallel.*", text)
+    assert all("num_threads(cpu_threads())" in region for region in regions)
+    if source != "threads.c":
+        assert "omp_get_max_threads" not in text

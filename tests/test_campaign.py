@@ -1,0 +1,65 @@
+"""A short form of the campaign (tests/campaign.py), in a process of its own: it forks."""
+
+import subprocess
+import sys
+
+import pytest
+from harness import ROOT
+
+# part -> how many of its tries
+SHORT = {
+    "kills": 6,
+    "kills_in_a_save": 4,
+    "fights": 1,
+    "full_disks": 3,
+    "io_errors": 4,
+    "damaged_files": 1000,
+    "long_run": 200,
+}
+
+
+@pytest.mark.parametrize("part", SHORT)
+def test_nothing_is_lost(part):
+    command = [
+        sys.executable,
+        str(ROOT / "tests" / "campaign.py"),
+        part,
+        "--count",
+        str(SHORT[part]),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "lost: 0" in done.stdout, done.stdout + done.stderr
+
+
+SEEN = """
+import random, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import campaign
+field = campaign.Field(Path(sys.argv[2]), random.Random(0))
+
+def lost(call, *arguments):
+    try:
+        call(*arguments)
+    except campaign.Lost as error:
+        print(error)
+
+paths = campaign.list_checkpoints(field.folder / "runs" / "whole" / "checkpoints")
+assert field.check("whole", campaign.STEPS) == campaign.STEPS
+paths[0].write_bytes(paths[1].read_bytes())
+lost(field.check_end, "whole")
+paths[0].write_bytes(b"damaged")
+lost(field.check, "whole", campaign.STEPS)
+field.numbers = field.numbers[1:]
+lost(field.check_end, "whole")
+"""
+
+
+def test_a_loss_is_seen(tmp_path):
+    command = [sys.executable, "-c", SEEN, str(ROOT / "tests"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.stdout.splitlines() == [
+        "whole: its last checkpoint differs",
+        "whole: step 30 had been saved, and step 29 is the newest left",
+        "whole: its numbers are not those of the run that nothing hit",
+    ], done.stderr

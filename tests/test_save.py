@@ -1,0 +1,146 @@
+"""needle.save and needle.load: any module with its optimizer, bit for bit."""
+
+import numpy as np
+import pytest
+
+import needle as ndl
+from needle import Tensor, nn, optim
+from needle.checkpoint import Checkpoint, CheckpointError
+from needle.models import Pythia, PythiaConfig
+
+X = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float32)
+
+
+def made(width=4, dtype="float32"):
+    """With a buffer, a shared parameter, a list and dtypes of two widths."""
+    np.random.seed(3)
+    model = nn.Sequential(
+        nn.Linear(3, width, dtype=dtype), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 2)
+    )
+    model.again = model.modules[0].weight
+    return model
+
+
+def train(model, optimizer, steps):
+    for _ in range(steps):
+        optimizer.reset_grad()
+        loss = nn.SoftmaxLoss()(model(Tensor(X, requires_grad=False)), np.arange(5) % 2)
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+def bits(model):
+    return {name: array.numpy() for name, array in model.state_dict().items()}
+
+
+def assert_same(left, right):
+    assert left.keys() == right.keys()
+    for name in left:
+        np.testing.assert_array_equal(left[name], right[name], err_msg=name)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("kind", [optim.SGD, optim.Adam, optim.AdamW])
+def test_any_module_goes_on_bit_for_bit(tmp_path, kind, flat):
+    def optimizer_of(model):
+        return kind(nn.flatten_parameters(model) if flat else model.parameters(), lr=0.05)
+
+    model = made()
+    optimizer = optimizer_of(model)
+    train(model, optimizer, 3)
+    path = ndl.save(model, optimizer, tmp_path / "model.safetensors", note="three steps")
+    saved = bits(model)
+    expected = train(model, optimizer, 4)
+
+    other = made()
+    beside = optimizer_of(other)
+    train(other, beside, 1)
+    beside.lr = 1.0
+    assert ndl.load(path, other, beside) == (other, beside)
+    assert_same(bits(other), saved)
+    assert train(other, beside, 4) == expected
+    assert_same(bits(other), bits(model))
+    assert Checkpoint(path).state["note"] == "three steps"
+
+
+def test_the_module_alone(tmp_path):
+    model = made()
+    optimizer = optim.Adam(model.parameters())
+    train(model, optimizer, 2)
+    for path in (
+        ndl.save(model, optimizer, tmp_path / "both.safetensors"),
+        ndl.save(model, None, tmp_path / "alone.safetensors"),
+    ):
+        other = made()
+        assert ndl.load(path, other) == (other, None)
+        assert_same(bits(other), bits(model))
+
+
+def test_what_does_not_fit_changes_nothing(tmp_path):
+    path = ndl.save(made(), None, tmp_path / "model.safetensors")
+    with_adam = made()
+    optimizer = optim.Adam(with_adam.parameters())
+    adam = ndl.save(with_adam, optimizer, tmp_path / "adam.safetensors")
+    wide, narrow = made(5), nn.Linear(3, 4)
+    misfits = [
+        (path, wide, None, r"does not fit the module: .*1.weight has shape \[4\], not \[5\]"),
+        (path, narrow, None, "weight is missing; bias is missing; modules.0.bias is unknown"),
+    ]
+    for file, kind, some, message in [
+        (path, optim.Adam, 6, "holds the state of no optimizer, not of Adam"),
+        (adam, optim.SGD, 6, "holds the state of Adam, not of SGD"),
+        (adam, optim.Adam, 2, "the optimizer's state cannot be used: Adam"),
+    ]:
+        module = made()
+        misfits.append((file, module, kind(module.parameters()[:some]), message))
+    for file, module, beside, message in misfits:
+        for p in module.parameters():
+            p.data = p.data * 0 + 7
+        before = bits(module)
+        with pytest.raises(CheckpointError, match=message) as error:
+            ndl.load(file, module, beside)
+        assert str(file) in str(error.value)
+        assert_same(bits(module), before)
+
+
+def test_without_a_module_the_class_must_be_registered(tmp_path):
+    path = ndl.save(made(), None, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"no registered class: make one, and ndl.load\(path"):
+        ndl.load(path)
+    config = PythiaConfig(vocab_size=16, hidden_size=8, num_layers=1, num_heads=1, max_seq_len=8)
+    model = Pythia(config)
+    saved = ndl.save(model, optim.SGD(model.parameters()), tmp_path / "pythia.safetensors")
+    again, optimizer = ndl.load(saved)
+    assert isinstance(again, Pythia) and isinstance(optimizer, optim.SGD)
+    assert_same(bits(again), bits(model))
+    assert ndl.load_checkpoint(saved)[2] == 0
+    with pytest.raises(TypeError, match="give both"):
+        ndl.load(saved, optimizer=optimizer)
+    with pytest.raises(TypeError, match="the given one has its own"):
+        ndl.load(saved, again, device=ndl.cpu())
+
+
+def test_names_and_parameters_that_are_not_the_modules(tmp_path):
+    class Wrapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.optimizer = nn.Linear(2, 2)
+
+    with pytest.raises(ValueError, match="save: optimizer.weight: in a file that name"):
+        ndl.save(Wrapped(), None, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="save: the optimizer's parameter"):
+        ndl.save(made(), optim.SGD(made().parameters()), tmp_path / "model.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+def test_dlpack_shares_memory():
+    for dtype in ("float32", "int32", "int64", "uint8"):
+        host = np.arange(6, dtype=dtype).reshape(2, 3)
+        x = ndl.from_dlpack(host)
+        assert isinstance(x, Tensor) and x.dtype == dtype and not x.requires_grad
+        host[0, 0] = 5
+        np.testing.assert_array_equal(x.numpy(), host)
+        back = np.from_dlpack(x)
+        assert np.shares_memory(back, host)
+    np.testing.assert_array_equal(np.from_dlpack(Tensor(X).T), X.T)

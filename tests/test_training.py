@@ -1,0 +1,122 @@
+"""fit against a plain reference loop, update by update."""
+
+import sys
+
+import numpy as np
+import pytest
+
+import needle as ndl
+from needle import Tensor, nn, optim
+from needle.models import Pythia, PythiaConfig
+
+X = np.random.default_rng(0).standard_normal((7, 4, 3)).astype(np.float32)
+Y = np.random.default_rng(1).integers(0, 2, (7, 4))
+BATCHES = list(zip(X, Y))
+
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        np.random.seed(0)
+        self.layers = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+
+    def forward(self, x, targets=None):
+        logits = self.layers(Tensor(x, requires_grad=False))
+        return logits if targets is None else (logits, nn.SoftmaxLoss()(logits, targets))
+
+
+def weights(model):
+    return np.concatenate([p.numpy().ravel() for p in model.parameters()])
+
+
+def reference(kind, accumulate, max_norm, schedule):
+    """The losses, and the parameters behind each update: gradients are summed batch by batch and
+    clipped in float64, then one step of the optimizer is taken on them."""
+    model = Classifier()
+    optimizer = kind(model.parameters(), weight_decay=0.0)
+    losses, seen = [], []
+    for step, begin in enumerate(range(0, len(BATCHES), accumulate), 1):
+        group = BATCHES[begin : begin + accumulate]
+        sums, total = [0.0] * len(optimizer.params), 0.0
+        for x, y in group:
+            loss = model(x, y)[1]
+            loss.backward()
+            total += loss.item() / len(group)
+            grads = [p.grad.numpy().astype(np.float64) for p in optimizer.params]
+            sums = [s + g / len(group) for s, g in zip(sums, grads)]
+        norm = np.sqrt(sum((s**2).sum() for s in sums))
+        factor = 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
+        for p, s in zip(optimizer.params, sums):
+            p.grad = Tensor(s * factor, requires_grad=False)
+        optimizer.lr = schedule(step)
+        optimizer.step()
+        losses.append(total)
+        seen.append(weights(model))
+    return losses, seen
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("kind", [optim.SGD, optim.Adam, optim.AdamW])
+@pytest.mark.parametrize("accumulate, max_norm", [(1, None), (1, 0.05), (3, None), (3, 0.05)])
+def test_every_update_is_the_reference_loops(kind, flat, accumulate, max_norm):
+    def schedule(step):
+        return 0.1 / step
+
+    model, seen = Classifier(), []
+    params = nn.flatten_parameters(model) if flat else model.parameters()
+    losses = ndl.fit(
+        model,
+        iter(BATCHES),
+        kind(params, lr=7.0, weight_decay=0.0),
+        schedule=schedule,
+        max_norm=max_norm,
+        accumulate=accumulate,
+        on_step=lambda step, loss: seen.append((step, loss, weights(model))),
+        progress=False,
+    )
+    expected, updates = reference(kind, accumulate, max_norm, schedule)
+    assert [step for step, _, _ in seen] == list(range(1, len(expected) + 1))
+    assert [loss for _, loss, _ in seen] == losses
+    np.testing.assert_allclose(losses, expected, rtol=2e-5)
+    for (_, _, got), update in zip(seen, updates):
+        np.testing.assert_allclose(got, update, rtol=2e-4, atol=2e-5)
+
+
+def test_a_loss_of_ones_own_and_a_number_of_steps():
+    model = Classifier()
+    losses = ndl.fit(model, BATCHES, steps=2, loss=nn.SoftmaxLoss(), progress=False)
+    again = Classifier()
+    assert losses == ndl.fit(again, BATCHES, steps=2, progress=False)
+    np.testing.assert_array_equal(weights(model), weights(again))
+    assert len(ndl.fit(again, BATCHES, steps=20, progress=False)) == len(BATCHES)
+    assert ndl.fit(again, [], progress=False) == []
+
+
+def test_a_language_model():
+    np.random.seed(0)
+    config = PythiaConfig(vocab_size=16, hidden_size=8, num_layers=1, num_heads=1, max_seq_len=8)
+    model = Pythia(config).eval()
+    ids = np.arange(9)[None] % 4
+    losses = ndl.fit(model, [(ids[:, :-1], ids[:, 1:])] * 100, max_norm=1.0, progress=False)
+    assert losses[-1] < losses[0] - 0.1 and model.training
+
+
+def test_a_loss_that_is_not_finite_changes_nothing():
+    model = Classifier()
+    before = weights(model)
+    with pytest.raises(FloatingPointError, match="fit: the loss of step 1 is nan"):
+        ndl.fit(model, [(X[0] * np.nan, Y[0])], progress=False)
+    np.testing.assert_array_equal(weights(model), before)
+    with pytest.raises(ValueError, match="accumulate must be 1 or more"):
+        ndl.fit(model, BATCHES, accumulate=0)
+
+
+def test_the_bar_is_tqdms_where_that_is_installed(capsys, monkeypatch):
+    pytest.importorskip("tqdm")
+    losses = ndl.fit(Classifier(), BATCHES, accumulate=2)
+    drawn = capsys.readouterr().err
+    assert "4/4" in drawn and f"loss {losses[-1]:.4f}" in drawn
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tqdm"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert ndl.fit(Classifier(), BATCHES, accumulate=2) == losses
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,67 @@
+"""What type checkers see of a Tensor and of a module that is called, by mypy."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from harness import ROOT
+
+SCRIPT = """
+import numpy as np
+import needle as ndl
+from needle import nn
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+
+    def forward(self, x: ndl.Tensor, scale: float = 1.0) -> tuple[ndl.Tensor, float]:
+        return ndl.where(x > 0, self.layer(x), 0.0), scale
+
+net, x = Net(), ndl.ones(2, 3)
+model, _ = ndl.create_pythia_70m()
+reveal_type(net(x))
+reveal_type(net(x, scale=2.0)[0])
+reveal_type(nn.Sequential(net.layer, nn.ReLU())(x))
+reveal_type(model(np.zeros((1, 8))))
+reveal_type(x[0, :, None])
+reveal_type(x @ x.T + 1)
+reveal_type(net.layer.weight / 2)
+reveal_type(x == x)
+reveal_type([row.exp() for row in x])
+reveal_type(x.sum(0, keepdims=True).to(ndl.cpu()).contiguous())
+net("x")
+net(x, y=1)
+"""
+SEEN = [
+    "tuple[Tensor, float]",
+    "Tensor",
+    "Tensor",
+    "tuple[Tensor, Tensor | None]",
+    *["Tensor"] * 4,
+    "list[Tensor]",
+    "Tensor",
+]
+
+
+@pytest.mark.parity
+def test_types_of_calls(tmp_path):
+    pytest.importorskip("mypy", reason="mypy is not installed (pip install needle[parity])")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--follow-imports=silent", "--cache-dir", tmp_path / "cache"]
+        + [tmp_path / "script.py"],
+        env=dict(os.environ, MYPYPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+    )
+    lines = done.stdout.splitlines()
+    revealed = [line.split('"')[1] for line in lines if "Revealed type is" in line]
+    names = [text.replace("needle.autograd.", "").replace("builtins.", "") for text in revealed]
+    assert names == SEEN, done.stdout + done.stderr
+    errors = [line for line in lines if ": error:" in line]
+    assert len(errors) == 2, done.stdout
+    assert 'incompatible type "str"; expected "Tensor"' in errors[0]
+    assert 'Unexpected keyword argument "y"' in errors[1]
