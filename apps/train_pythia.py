@@ -376,7 +376,12 @@ def new_run(args) -> Run:
 
 def resumed_run(args, folder: Path, lock: Lock, checkpoint: Checkpoint) -> Run:
     state = checkpoint.state
-    missing = [key for key in ("settings", "step", "data", "fingerprint") if key not in state]
+    kinds = {"settings": dict, "step": int, "data": dict, "fingerprint": str}
+    kinds["seconds"] = (int, float)
+    missing = [key for key, kind in kinds.items() if not isinstance(state.get(key), kind)]
+    if not missing:
+        known = {**train_flags.COMMON, **state["settings"]}
+        missing = [f"settings of {key}" for key in train_flags.RESULT_FLAGS if key not in known]
     if missing:
         raise CheckpointError(
             f"{checkpoint.path}: not the checkpoint of a run of train_pythia.py: "

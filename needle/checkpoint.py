@@ -39,6 +39,8 @@ from needle.safetensors import FROM_FILE, TO_FILE, Entry, pieces, read_header
 FORMAT = "needle checkpoint"
 DIGITS = 32  # of the checksum, in hexadecimal
 CHUNK = 1 << 24  # bytes read at a time
+# What each state has, whatever a caller adds.
+STATE = {"config": dict, "optimizer": (dict, type(None)), "epoch": int, "loss": (int, float)}
 CheckpointError = FileError  # a checkpoint, or a folder of transformers, that cannot be used
 
 
@@ -204,8 +206,10 @@ class Checkpoint:
                 raise self._error(f"tensor {entry.name}: unknown dtype {entry.dtype}")
         try:
             state = json.loads(metadata["state"])
-            state["config"], state["epoch"], state["loss"]
-        except (ValueError, KeyError, TypeError) as error:
+            for key, kind in STATE.items():
+                if not isinstance(state[key], kind):
+                    raise TypeError(f"{key} is {state[key]!r:.60}")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise self._error(f"the metadata cannot be used: {error}") from error
         return {entry.name: entry for entry in entries}, state
 
@@ -231,10 +235,11 @@ class Checkpoint:
     ) -> tuple[Any, optim.Optimizer | None, int, float]:
         """(model, optimizer, epoch, loss) on `device`; the optimizer is None where none was saved.
         Draws no random number."""
+        device = default_device() if device is None else device
         model = self.restore_model(device)
         return (
             model,
-            self._restore_optimizer(model, self._optimizer_arrays(model.device)),
+            self._restore_optimizer(model, self._optimizer_arrays(device)),
             self.state["epoch"],
             self.state["loss"],
         )
@@ -251,7 +256,7 @@ class Checkpoint:
             config = models.model_class(self.state.get("model", "pythia")).config_class.from_dict(
                 self.state["config"] | ({} if dtype is None else {"dtype": dtype})
             )
-            model = config.skeleton(device)
+            model = config.skeleton(device, self._entries.values())
         except (TypeError, ValueError) as error:
             raise self._error(f"its configuration cannot be used: {error}") from error
         tensors = dict([*model.named_parameters(), *model.named_buffers()])
@@ -326,8 +331,11 @@ class Checkpoint:
 
     def restore_random_state(self) -> None:
         """NumPy's global generator goes on where it was."""
-        kind, keys, position, has_gauss, gauss = self.state["random_state"]
-        np.random.set_state((kind, np.array(keys, np.uint32), position, has_gauss, gauss))
+        try:
+            kind, keys, position, has_gauss, gauss = self.state["random_state"]
+            np.random.set_state((kind, np.array(keys, np.uint32), position, has_gauss, gauss))
+        except (ValueError, LookupError, TypeError, OverflowError) as error:
+            raise self._error(f"the random state cannot be used: {error}") from error
 
 
 def load_checkpoint(

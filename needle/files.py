@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import secrets
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -23,7 +24,10 @@ class FileError(ValueError):
 def reading(path: Path) -> Iterator[BinaryIO]:
     """The file, open for reading. An error of the system within the block becomes a FileError."""
     try:
-        with open(path, "rb") as file:
+        # Without O_NONBLOCK a FIFO would wait for a writer that may never come.
+        with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise FileError(f"{path}: not a regular file")
             yield file
     except OSError as error:
         raise FileError(f"{path}: cannot be read: {error.strerror or error}") from error

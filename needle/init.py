@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,25 +20,50 @@ from needle._C import Device, NDArray
 from needle.autograd import Tensor
 from needle.backend_ndarray import full
 
-_skeleton = contextvars.ContextVar("skeleton", default=False)
+
+@dataclasses.dataclass
+class Budget:
+    """What a skeleton may hold at most: a file's configuration can ask for anything."""
+
+    tensors: float = math.inf
+    nbytes: float = math.inf  # of what is made besides, such as tables of positions
+
+    def take(self, tensors: int = 0, nbytes: int = 0) -> None:
+        self.tensors -= tensors
+        self.nbytes -= nbytes
+        if self.tensors < 0:
+            raise ValueError("it asks for far more tensors than there are")
+        if self.nbytes < 0:
+            raise ValueError(f"it asks for a table of {nbytes:,} bytes, far more than its weights")
+
+
+_skeleton: contextvars.ContextVar[Budget | None] = contextvars.ContextVar("skeleton", default=None)
 
 
 @contextlib.contextmanager
-def skeleton() -> Iterator[None]:
+def skeleton(budget: Budget | None = None) -> Iterator[None]:
     """Inside, nothing is drawn and no memory is held: each function below gives one element,
     broadcast to the shape; 0 where numbers would be drawn. A module that is made here shows its
     shapes, and takes its values from a file (each parameter's `cached_data` is replaced).
+    ValueError where it takes more than the budget.
 
     >>> with ndl.init.skeleton():
     ...     layer = nn.Linear(1_000_000, 1_000_000)
     >>> layer.weight.shape
     (1000000, 1000000)
     """
-    token = _skeleton.set(True)
+    token = _skeleton.set(budget or Budget())
     try:
         yield
     finally:
         _skeleton.reset(token)
+
+
+def take_memory(nbytes: int) -> None:
+    """Before so much is allocated that is no parameter: ValueError beyond a skeleton's budget."""
+    budget = _skeleton.get()
+    if budget is not None:
+        budget.take(nbytes=nbytes)
 
 
 def _tensor(values: np.ndarray, device: Device | None, dtype: str, requires_grad: bool) -> Tensor:
@@ -127,8 +153,11 @@ def constant(
     [[7 7]
      [7 7]]
     """
-    one = full(() if _skeleton.get() else shape, c, dtype, device)
-    return Tensor.from_ndarray(one.broadcast_to(shape) if _skeleton.get() else one, requires_grad)
+    budget = _skeleton.get()
+    if budget is None:
+        return Tensor.from_ndarray(full(shape, c, dtype, device), requires_grad)
+    budget.take(tensors=1)
+    return Tensor.from_ndarray(full((), c, dtype, device).broadcast_to(shape), requires_grad)
 
 
 def ones(

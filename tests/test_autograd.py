@@ -348,3 +348,21 @@ def test_backward_takes_a_tensor():
     x = Tensor([1.0, 2.0])
     with pytest.raises(TypeError, match="must be a Tensor, not ndarray"):
         (x * 2).backward(np.ones(2))
+
+
+@pytest.mark.parametrize(
+    "call, said",
+    [
+        (
+            lambda: ops.cross_entropy(Tensor(np.ones((2, 3))), np.array([0, 3])),
+            r"3 at \(1,\) is not a whole number below 3$",
+        ),
+        (
+            lambda: ops.embedding([[0, -1]], Tensor(np.ones((4, 3)))),
+            r"-1 at \(0, 1\) is not a whole number from 0 to 3$",
+        ),
+    ],
+)
+def test_ids_outside_are_named_in_whole_sentences(call, said):
+    with pytest.raises(ValueError, match=said):
+        call()

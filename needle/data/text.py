@@ -10,6 +10,7 @@ whole: memory is bounded by GROUP and by the longest line of JSON.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import glob
 import gzip
 import io
@@ -116,7 +117,7 @@ class _Zst(io.RawIOBase):
 def zst_decompressor(path: Path) -> Callable[[], Any]:
     """The maker of decompressors of one frame: of the standard library from Python 3.14 on, else of
     the package zstandard."""
-    if sys.version_info >= (3, 14):
+    with contextlib.suppress(ImportError):
         from compression import zstd
 
         return zstd.ZstdDecompressor
@@ -291,11 +292,15 @@ def load_tokenizer(path: str | os.PathLike) -> Any:
             "`tokenizers` saves it"
         )
     try:
-        return tokenizers_package().Tokenizer.from_file(str(path))
+        tokenizer = tokenizers_package().Tokenizer.from_file(str(path))
     except DataError:
         raise
     except Exception as error:  # the package raises bare Exception
         raise DataError(f"{path}: not a tokenizer.json: {error}") from error
+    count, limit = tokenizer.get_vocab_size(with_added_tokens=True), id_limit(tokenizer)
+    if limit > 2 * count + (1 << 20):  # tables as long as that would be made, and a vocabulary
+        raise DataError(f"{path}: {count:,} tokens have ids up to {limit - 1:,}; number them anew")
+    return tokenizer
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Any:

@@ -106,7 +106,7 @@ def load(
     problems: list[str] = []
     entries = _entries(folder, spelling, problems)
     try:
-        model = config.skeleton(device)
+        model = config.skeleton(device, entries.values())
     except ValueError as error:  # sizes that no memory has
         raise FileError(f"{path}: {error}") from error
     transposed = _transposed(model)
@@ -348,7 +348,8 @@ def _tokenizer_files(
         path = path / "tokenizer.json" if folder else path
         source = str(path)
         try:
-            text = path.read_bytes()
+            with reading(path) as file:
+                text = file.read()
             if folder and (folder / "tokenizer_config.json").is_file():  # one of theirs: as it is
                 files = {
                     name: (folder / name).read_bytes()

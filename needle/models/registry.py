@@ -8,8 +8,9 @@ loads a checkpoint must have imported the module that registers its model; Pythi
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -17,6 +18,7 @@ from needle import hf, init
 from needle.backend_ndarray import Device, cpu
 from needle.files import FileError
 from needle.nn import Module
+from needle.safetensors import FROM_FILE, Entry
 
 _families: dict[str, type[Module]] = {}
 
@@ -58,10 +60,19 @@ class Config:
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
-    def skeleton(self, device: Any = None) -> Any:
-        """The model of this configuration, as shapes without memory: see init.skeleton()."""
-        with init.skeleton():
+    def skeleton(self, device: Any = None, entries: Collection[Entry] | None = None) -> Any:
+        """The model of this configuration, as shapes without memory: see init.skeleton(). With the
+        tensors of a file ValueError where it asks for far more than they are."""
+        with init.skeleton(None if entries is None else _budget(entries)):
             return self.model_class(self, device=cpu() if device is None else device)
+
+
+def _budget(entries: Collection[Entry]) -> init.Budget:
+    """Twice as many tensors as there are, so that an error can still list what is missing; and
+    tables of positions as large as all of them, or of 1 GiB."""
+    known = [entry for entry in entries if entry.dtype in FROM_FILE]
+    size = sum(math.prod(entry.shape) * FROM_FILE[entry.dtype][1].itemsize for entry in known)
+    return init.Budget(2 * len(entries) + 64, max(size, 1 << 30))
 
 
 def register(name: str) -> Callable[[AnyModel], AnyModel]:

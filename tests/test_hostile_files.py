@@ -1,0 +1,130 @@
+"""Files that ask for more than they hold, or would wait for ever: one clear error, at once, and in
+the memory that their tensors take."""
+
+import json
+import os
+import resource
+
+import pytest
+
+from needle import checkpoint
+from needle.checkpoint import Checkpoint, CheckpointError, save_checkpoint
+from needle.data import DataError, load_tokenizer
+from needle.evaluate import load_model
+from needle.models.pythia import Pythia, PythiaConfig
+
+CONFIG = PythiaConfig(vocab_size=16, hidden_size=16, num_layers=2, num_heads=2, max_seq_len=32)
+HUGE = [2**31, 2**62]
+
+
+@pytest.fixture(autouse=True)
+def little_memory():
+    """What the test may have beyond what the process has: 4 GiB."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with open("/proc/self/statm") as file:
+        taken = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + (4 << 30), before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """As transformers saves a model."""
+    Pythia(CONFIG).save_pretrained(tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+@pytest.mark.parametrize("value", HUGE)
+@pytest.mark.parametrize(
+    "field, said",
+    [
+        ("num_hidden_layers", "far more tensors than there are"),
+        ("max_position_embeddings", "far more than its weights"),
+        ("vocab_size", "embed_in.weight has shape|passes 2|no memory"),
+        ("intermediate_size", "dense_h_to_4h.weight has shape|passes 2|no memory"),
+    ],
+)
+def test_sizes_in_config_json(folder, field, value, said):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with pytest.raises(CheckpointError, match=said) as caught:
+        load_model(folder)
+    assert str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize("value", HUGE)
+@pytest.mark.parametrize("field", ["num_layers", "max_seq_len", "vocab_size", "hidden_size"])
+def test_sizes_in_a_checkpoint_with_a_right_checksum(tmp_path, field, value):
+    config = CONFIG.to_dict() | {field: value}
+    path = save_checkpoint(Pythia(CONFIG), None, 0, 1.0, tmp_path / "a.safetensors", config=config)
+    with pytest.raises(CheckpointError, match="a.safetensors: "):
+        Checkpoint(path).restore()
+
+
+def test_a_long_context_still_loads(tmp_path):
+    """A million positions, as those who stretch rotary models give them."""
+    config = PythiaConfig(**CONFIG.to_dict() | {"max_seq_len": 1 << 20})
+    path = save_checkpoint(Pythia(config), None, 0, 1.0, tmp_path / "a.safetensors")
+    model, *_ = Checkpoint(path).restore()
+    assert model.config.max_seq_len == 1 << 20
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"config": [1]},
+        {"config": {"vocab_size": "many"}},
+        {"config": {"vocab_size": True}},
+        {"model": ["pythia"]},
+        {"model": "no such"},
+        {"optimizer": "AdamW"},
+        {"optimizer": {}},
+        {"optimizer": {"class": "AdamW"}},
+        {"optimizer": {"class": "Optimizer.__init__"}},
+        {"epoch": "first"},
+        {"loss": None},
+        {"random_state": None},
+        {"random_state": ["MT19937", [1], 0, 0, 0.0]},
+        {"random_state": ["MT19937", [-1] * 624, 0, 0, 0.0]},
+        {"random_state": [1, 2]},
+    ],
+)
+def test_a_state_with_a_right_checksum(tmp_path, monkeypatch, state):
+    path, write = tmp_path / "a.safetensors", checkpoint._write
+    monkeypatch.setattr(
+        checkpoint, "_write", lambda f, tensors, old: write(f, tensors, old | state)
+    )
+    save_checkpoint(Pythia(CONFIG), None, 0, 1.0, path)
+    with pytest.raises(CheckpointError, match="a.safetensors: "):
+        found = Checkpoint(path)
+        found.restore()
+        found.restore_random_state()
+
+
+@pytest.mark.parametrize("what", ["checkpoint", "config.json", "model.safetensors", "tokenizer"])
+def test_a_fifo_is_refused_and_not_waited_for(tmp_path, folder, what):
+    path = {"checkpoint": tmp_path / "a.safetensors", "tokenizer": tmp_path / "tokenizer.json"}
+    path = path.get(what, folder / what)
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match="not a regular file|no such|no config.json|no model"):
+        if what == "tokenizer":
+            load_tokenizer(path)
+        else:
+            load_model(path if what == "checkpoint" else folder)
+
+
+def test_a_tokenizer_with_huge_ids(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    for largest, usable in [(70_000, True), (2**31, False), (2**32 - 1, False)]:
+        path = tmp_path / "tokenizer.json"
+        model = tokenizers.models.WordLevel({"a": 0, "b": 1, "c": 2}, "a")
+        text = json.loads(tokenizers.Tokenizer(model).to_str())
+        text["model"]["vocab"]["c"] = largest
+        path.write_text(json.dumps(text))
+        if usable:
+            assert load_tokenizer(path).token_to_id("c") == largest
+        else:
+            with pytest.raises(DataError, match=f"3 tokens have ids up to {largest:,}"):
+                load_tokenizer(path)
