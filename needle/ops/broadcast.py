@@ -37,6 +37,8 @@ def spread(a: Tensor, shape: Sequence[int], axes: Sequence[int]) -> Tensor:
 
 
 class Reshape(TensorOp):
+    reads_inputs = reads_result = False
+
     def __init__(self, shape: Sequence[int]) -> None:
         self.shape = tuple(shape)
 
@@ -57,6 +59,8 @@ def reshape(a: Tensor, shape: int | Sequence[int]) -> Tensor:
 
 
 class BroadcastTo(TensorOp):
+    reads_inputs = reads_result = False
+
     def __init__(self, shape: Sequence[int]) -> None:
         self.shape = tuple(shape)
 
@@ -80,6 +84,8 @@ def broadcast_to(a: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 class Summation(TensorOp):
+    reads_inputs = reads_result = False
+
     def __init__(self, axes: Axes = None) -> None:
         self.axes = axes
 
@@ -102,6 +108,8 @@ def summation(a: Tensor, axes: Axes = None) -> Tensor:
 
 
 class AsType(TensorOp):
+    reads_inputs = reads_result = False
+
     def __init__(self, dtype: str) -> None:
         self.dtype = dtype
 

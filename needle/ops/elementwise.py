@@ -17,6 +17,8 @@ from needle.ops.common import const
 
 
 class EWiseAdd(TensorOp):
+    reads_inputs = reads_result = False
+
     def compute(self, a: NDArray, b: NDArray) -> NDArray:
         return _C.add(a, b)
 
@@ -36,6 +38,8 @@ def add(a: Tensor, b: Tensor) -> Tensor:
 
 
 class EWiseSub(TensorOp):
+    reads_inputs = reads_result = False
+
     def compute(self, a: NDArray, b: NDArray) -> NDArray:
         return _C.subtract(a, b)
 
@@ -50,6 +54,8 @@ def subtract(a: Tensor, b: Tensor) -> Tensor:
 
 
 class EWiseMul(TensorOp):
+    reads_result = False
+
     def compute(self, a: NDArray, b: NDArray) -> NDArray:
         return _C.multiply(a, b)
 
@@ -67,6 +73,8 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
 
 
 class EWiseDiv(TensorOp):
+    reads_result = False
+
     def compute(self, a: NDArray, b: NDArray) -> NDArray:
         return _C.divide(a, b)
 
@@ -91,6 +99,8 @@ def divide(a: Tensor, b: Tensor) -> Tensor:
 
 
 class EWisePow(TensorOp):
+    reads_result = False
+
     def compute(self, a: NDArray, b: NDArray) -> NDArray:
         return _C.power(a, b)
 
@@ -130,6 +140,8 @@ class _ScalarOp(TensorOp):
 
 
 class AddScalar(_ScalarOp):
+    reads_inputs = reads_result = False
+
     def compute(self, a: NDArray) -> NDArray:
         return _C.add(a, self.scalar)
 
@@ -143,6 +155,8 @@ def add_scalar(a: Tensor, scalar: float) -> Tensor:
 
 
 class SubScalar(_ScalarOp):
+    reads_inputs = reads_result = False
+
     def compute(self, a: NDArray) -> NDArray:
         return _C.subtract(a, self.scalar)
 
@@ -156,6 +170,8 @@ def subtract_scalar(a: Tensor, scalar: float) -> Tensor:
 
 
 class MulScalar(_ScalarOp):
+    reads_inputs = reads_result = False
+
     def compute(self, a: NDArray) -> NDArray:
         return _C.multiply(a, self.scalar)
 
@@ -169,6 +185,8 @@ def multiply_scalar(a: Tensor, scalar: float) -> Tensor:
 
 
 class DivScalar(_ScalarOp):
+    reads_inputs = reads_result = False
+
     def compute(self, a: NDArray) -> NDArray:
         return _C.divide(a, self.scalar)
 
@@ -182,6 +200,8 @@ def divide_scalar(a: Tensor, scalar: float) -> Tensor:
 
 
 class ScalarDiv(_ScalarOp):
+    reads_result = False
+
     def compute(self, a: NDArray) -> NDArray:
         return _C.divide(self.scalar, a)
 
@@ -196,6 +216,8 @@ def scalar_divide(scalar: float, a: Tensor) -> Tensor:
 
 
 class PowerScalar(_ScalarOp):
+    reads_result = False
+
     def compute(self, a: NDArray) -> NDArray:
         return _C.power(a, self.scalar)
 
@@ -221,6 +243,8 @@ def power_scalar(a: Tensor, scalar: float) -> Tensor:
 
 
 class ScalarPow(_ScalarOp):
+    reads_result = False
+
     def compute(self, a: NDArray) -> NDArray:
         return _C.power(self.scalar, a)
 
@@ -242,6 +266,8 @@ def scalar_power(scalar: float, a: Tensor) -> Tensor:
 
 
 class Negate(TensorOp):
+    reads_inputs = reads_result = False
+
     def compute(self, a: NDArray) -> NDArray:
         return _C.negate(a)
 
@@ -255,6 +281,8 @@ def negate(a: Tensor) -> Tensor:
 
 
 class Log(TensorOp):
+    reads_result = False
+
     def compute(self, a: NDArray) -> NDArray:
         return _C.log(a)
 
@@ -272,6 +300,8 @@ def log(a: Tensor) -> Tensor:
 
 
 class Exp(TensorOp):
+    reads_result = False
+
     def compute(self, a: NDArray) -> NDArray:
         return _C.exp(a)
 
@@ -289,6 +319,8 @@ def exp(a: Tensor) -> Tensor:
 
 
 class Sqrt(TensorOp):
+    reads_result = False
+
     def compute(self, a: NDArray) -> NDArray:
         return _C.sqrt(a)
 
@@ -302,6 +334,8 @@ def sqrt(a: Tensor) -> Tensor:
 
 
 class Tanh(TensorOp):
+    reads_result = False
+
     def compute(self, a: NDArray) -> NDArray:
         return _C.tanh(a)
 
@@ -316,6 +350,8 @@ def tanh(a: Tensor) -> Tensor:
 
 
 class Sigmoid(TensorOp):
+    reads_result = False
+
     def compute(self, a: NDArray) -> NDArray:
         return _C.sigmoid(a)
 
@@ -330,6 +366,8 @@ def sigmoid(a: Tensor) -> Tensor:
 
 
 class ReLU(TensorOp):
+    reads_result = False
+
     def compute(self, a: NDArray) -> NDArray:
         return _C.relu(a)
 
@@ -347,6 +385,8 @@ def relu(a: Tensor) -> Tensor:
 
 
 class GELU(FusedOp):
+    reads_result = False
+
     def __init__(self, approximate: str) -> None:
         if approximate not in ("none", "tanh"):
             raise ValueError(f"gelu: approximate must be 'none' or 'tanh', not {approximate!r}")

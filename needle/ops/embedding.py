@@ -17,6 +17,8 @@ from needle.ops.common import id_array, normal_axes, rows_of, sink_of
 class EmbeddingOp(FusedOp):
     """y[n] = w[ids[n]];  dw[ids[n]] += dy[n], in float32."""
 
+    reads_inputs = reads_result = False
+
     def __init__(self, ids: NDArray, shape: tuple) -> None:
         self.ids = ids  # (N,) int32
         self.shape = shape
@@ -53,6 +55,8 @@ def embedding(ids: Any, w: Tensor) -> Tensor:
 class IndexSelect(TensorOp):
     """Rows of a along one axis; linear in a, and the inverse in gradient of IndexAdd."""
 
+    reads_inputs = reads_result = False
+
     def __init__(self, axis: int, ids: NDArray) -> None:
         self.axis = axis
         self.ids = ids
@@ -69,6 +73,8 @@ class IndexSelect(TensorOp):
 
 class IndexAdd(TensorOp):
     """Zeros of `size` along the axis, with slice n of a added at ids[n]; the sum is in float32."""
+
+    reads_inputs = reads_result = False
 
     def __init__(self, axis: int, ids: NDArray, size: int) -> None:
         self.axis = axis

@@ -30,6 +30,8 @@ def mean(a: Tensor, axes: Axes = None) -> Tensor:
 
 
 class Max(TensorOp):
+    reads_result = False
+
     def __init__(self, axes: Axes = None) -> None:
         self.axes = axes
 
@@ -67,6 +69,8 @@ def _shifted(a: NDArray, axes: Sequence[int]) -> tuple[NDArray, NDArray, NDArray
 
 
 class LogSumExp(TensorOp):
+    reads_result = False
+
     def __init__(self, axes: Axes = None) -> None:
         self.axes = axes
 
@@ -93,6 +97,8 @@ def logsumexp(a: Tensor, axes: Axes = None) -> Tensor:
 
 
 class Softmax(TensorOp):
+    reads_result = False
+
     def __init__(self, axes: Axes = -1) -> None:
         self.axes = axes
 
@@ -120,6 +126,8 @@ def softmax(a: Tensor, axes: Axes = -1) -> Tensor:
 
 
 class LogSoftmax(TensorOp):
+    reads_result = False
+
     def __init__(self, axes: Axes = -1) -> None:
         self.axes = axes
 

@@ -13,6 +13,8 @@ from needle.ops.common import const, normal_axes
 
 
 class Transpose(TensorOp):
+    reads_inputs = reads_result = False
+
     def __init__(self, axes: Sequence[int] | None = None) -> None:
         self.axes = axes
 
@@ -46,6 +48,8 @@ def transpose(a: Tensor, axes: Sequence[int] | None = None) -> Tensor:
 
 
 class Permute(TensorOp):
+    reads_inputs = reads_result = False
+
     def __init__(self, axes: Sequence[int]) -> None:
         self.axes = tuple(axes)
 
@@ -69,6 +73,8 @@ def permute(a: Tensor, axes: Sequence[int]) -> Tensor:
 
 
 class Flip(TensorOp):
+    reads_inputs = reads_result = False
+
     def __init__(self, axes: Sequence[int] | None = None) -> None:
         self.axes = axes
 
@@ -93,6 +99,8 @@ def flip(a: Tensor, axes: None | int | Sequence[int] = None) -> Tensor:
 
 
 class MakeTensorTuple(TensorTupleOp):
+    reads_inputs = reads_result = False
+
     def compute(self, *arrays: NDArray) -> tuple:
         return arrays
 
@@ -106,6 +114,8 @@ def make_tuple(*args: Tensor) -> TensorTuple:
 
 
 class TensorTupleGetItem(TensorOp):
+    reads_inputs = reads_result = False
+
     def __init__(self, index: int) -> None:
         self.index = index
 
@@ -148,6 +158,8 @@ def _nth_slice(a: NDArray, axis: int, i: int) -> NDArray:
 
 
 class Stack(TensorOp):
+    reads_inputs = reads_result = False
+
     def __init__(self, axis: int) -> None:
         self.axis = axis
 
@@ -187,6 +199,8 @@ def stack(args: Sequence[Tensor] | TensorTuple, axis: int = 0) -> Tensor:
 
 
 class Split(TensorTupleOp):
+    reads_inputs = reads_result = False
+
     def __init__(self, axis: int) -> None:
         self.axis = axis
 
