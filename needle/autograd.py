@@ -93,7 +93,14 @@ def is_grad_enabled() -> bool:
 
 
 class Op:
-    """One operation. Subclass TensorOp (one result) or TensorTupleOp (several)."""
+    """One operation. Subclass TensorOp (one result) or TensorTupleOp (several).
+
+    `gradient` may read the data of the inputs and of the result; backward() refuses where those
+    changed since the forward. An op whose gradient does not read them says so.
+    """
+
+    reads_inputs: bool = True
+    reads_result: bool = True
 
     def __call__(self, *args: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__}: subclass TensorOp or TensorTupleOp")
@@ -170,6 +177,8 @@ class FusedOp(TensorOp):
 class _Severed(Op):
     """Stands where the graph of a fused op's gradient would be."""
 
+    reads_inputs = reads_result = False
+
     def __init__(self, name: str) -> None:
         self.name = name
 
@@ -208,6 +217,8 @@ class Value:
     op: Op | None = None
     inputs: Sequence[Value] = ()
     cached_data: Any = None
+    operands: Sequence[Any] = ()  # the inputs' data, as the op saw it ...
+    writes: int = 0  # ... after so many writes
     requires_grad: bool = False
     grad: Any = None
     grad_buffer: NDArray | None = None
@@ -235,7 +246,8 @@ class Value:
         inputs = tuple(inputs)
         value = cls.__new__(cls)
         try:
-            value.cached_data = op.compute(*[x.cached_data for x in inputs])
+            operands = [x.cached_data for x in inputs]
+            value.cached_data = op.compute(*operands)
         except AttributeError:
             for i, x in enumerate(inputs):
                 if not isinstance(x, Value):
@@ -249,6 +261,8 @@ class Value:
                 if x.requires_grad:
                     value.op = op
                     value.inputs = inputs
+                    value.operands = operands
+                    value.writes = _C.writes()
                     value.requires_grad = True
                     break
         return value
@@ -505,11 +519,43 @@ def compute_gradient_of_variables(output: Value, out_grad: Value) -> None:
     `.grad`, and the gradients of elementary ops can be differentiated again.
     """
     order = [node for node in find_topo_sort([output]) if node.requires_grad]
+    for node in order:  # before the first gradient is added anywhere
+        if node.op is not None:
+            _check_unchanged(node)
     if all(node.trained for node in order if node.op is None):
         with no_grad():
             _walk(order, output, out_grad, keep=False)
     else:
         _walk(order, output, out_grad, keep=True)
+
+
+def _written(data: Any) -> int:
+    return max(_written(x) for x in data) if isinstance(data, tuple) else data.written
+
+
+def _check_unchanged(node: Value) -> None:
+    """RuntimeError where the gradient of `node` would be computed from other data than its result
+    was: written in place since, or replaced."""
+    op, since = node.op, node.writes
+    changed = None
+    for i, x in enumerate(node.inputs if op.reads_inputs else ()):
+        if x.cached_data is not node.operands[i]:
+            changed = f"the data of operand {i} was replaced", x
+        elif _written(x.cached_data) > since:
+            changed = f"operand {i} was written to, or handed out for writing,", x
+        if changed is not None:
+            break
+    else:
+        if op.reads_result and _written(node.cached_data) > since:
+            changed = "the result was written to, or handed out for writing,", node
+    if changed is not None:
+        what, value = changed
+        kind = f"{value.dtype}, shape {value.shape}" if isinstance(value, Tensor) else "a tuple"
+        raise RuntimeError(
+            f"backward: {type(op).__name__}: {what} after the forward that its gradient belongs to "
+            f"({kind}): compute the forward again, or write into a copy. A view, and each "
+            "parameter of a flattened model, shares the memory of the others"
+        )
 
 
 def _walk(order: list[Value], output: Value, out_grad: Value, keep: bool) -> None:

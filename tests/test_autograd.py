@@ -1,6 +1,7 @@
 """The engine: gradients of every op against central differences, and its bookkeeping."""
 
 import gc
+import io
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from gradients import GRADIENTS
 from harness import DEVICES, central_differences, device_of
 
 import needle as ndl
-from needle import Tensor, nn, ops
+from needle import _C, Tensor, nn, ops, optim
 
 both = pytest.mark.parametrize("device", DEVICES)
 
@@ -366,3 +367,116 @@ def test_backward_takes_a_tensor():
 def test_ids_outside_are_named_in_whole_sentences(call, said):
     with pytest.raises(ValueError, match=said):
         call()
+
+
+# ---- data that changes between forward and backward ----------------------------------------------
+
+
+@pytest.mark.parametrize("case", GRADIENTS, ids=str)
+def test_an_operand_that_changed_is_refused(case):
+    """Each gradient is the one of the forward, or backward() says why there is none."""
+    arrays = inputs_of(case)
+
+    def forward():
+        tensors = [Tensor(a) for a in arrays]
+        result = case.op(ops, *tensors)
+        return tensors, result
+
+    tensors, result = forward()
+    seed = Tensor(np.random.default_rng(0).standard_normal(result.shape))
+    result.backward(seed)
+    right = [x.grad.numpy() for x in tensors]
+    for i in range(len(tensors) + 1):
+        tensors, result = forward()
+        data = (*tensors, result)[i].cached_data
+        if 0 in data.strides:
+            continue  # a broadcast view cannot be written to
+        data.fill(0.37)
+        try:
+            result.backward(seed)
+        except RuntimeError as error:
+            assert "backward: " in str(error) and "after the forward" in str(error)
+            assert all(x.grad is None for x in tensors)
+            continue
+        for x, grad in zip(tensors, right):
+            np.testing.assert_array_equal(x.grad.numpy(), grad)
+
+
+def readinto(x):
+    io.BytesIO(bytes(48)).readinto(x.cached_data)
+
+
+WRITES = {
+    "setitem": lambda x: x.cached_data.__setitem__((0, 0), 5),
+    "fill": lambda x: x.cached_data.fill(1),
+    "flat": lambda x: x.cached_data.permute((1, 0)).flat.__setitem__(0, 3),
+    "view": lambda x: x.detach().cached_data[1:].fill(2),
+    "operator": lambda x: x.cached_data.__imul__(2),
+    "operator of a view": lambda x: x.cached_data.permute((1, 0)).__iadd__(2),
+    "assign": lambda x: _C.assign(x.cached_data, _C.array(1.0)),
+    "an op in place": lambda x: _C.bias_bwd(
+        _C.array(np.ones((2, 4))), x.cached_data[0].reshape((4,))
+    ),
+    "an op on a copy": lambda x: _C.bias_bwd(
+        _C.array(np.ones((2, 3))), x.cached_data.permute((1, 0))[0].reshape((3,))
+    ),
+    "buffer": readinto,
+    "DLPack": lambda x: _C.from_dlpack(x.cached_data),
+    "interface": lambda x: x.cached_data.__array_interface__,
+    "data": lambda x: setattr(x, "data", Tensor(np.ones((3, 4)))),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_every_way_to_write_is_counted(write):
+    x, y = Tensor(np.ones((3, 4))), Tensor(np.full((3, 4), 2))
+    for first, second, place in ((x, y, 0), (y, x, 1)):
+        product = ops.multiply(first, second)
+        WRITES[write](x)
+        match = rf"backward: EWiseMul: (the data of )?operand {place} was .*float32, shape \(3, 4\)"
+        with pytest.raises(RuntimeError, match=match):
+            product.sum().backward()
+        assert x.grad is None and y.grad is None
+    product = x * y  # after the write all is well
+    product.backward()
+    np.testing.assert_array_equal(y.grad.numpy(), x.numpy())
+    product.backward()  # and reading is no write
+    [x.numpy(), np.asarray(x), str(x), x.cached_data.tolist(), x.cached_data[0] + 1, x.item]
+    product.backward()
+
+
+def test_a_result_that_its_gradient_reads():
+    qkv = [Tensor(np.random.default_rng(i).standard_normal((1, 4, 2, 8))) for i in range(3)]
+    o = ops.attention(*qkv)
+    o.cached_data.fill(0)
+    with pytest.raises(RuntimeError, match="backward: Attention: the result was written to"):
+        o.backward()
+
+
+def test_an_optimizer_step_between_forward_and_backward():
+    """A graph that is kept reads the weights, which the step has changed."""
+    model = nn.Linear(3, 2)
+    adam = optim.AdamW(model.parameters(), lr=0.1)
+    x = Tensor(np.ones((4, 3)), requires_grad=False)
+    loss = model(x).sum()
+    loss.backward()
+    loss.backward()  # the gradients' own buffer is no operand
+    before = [p.grad.numpy() for p in model.parameters()]
+    adam.step()
+    with pytest.raises(RuntimeError, match="backward: LinearOp: operand 1 was"):
+        loss.backward()
+    for p, grad in zip(model.parameters(), before):  # nothing was added
+        np.testing.assert_array_equal(p.grad.numpy(), grad)
+    for _ in range(2):
+        adam.reset_grad()
+        model(x).sum().backward()
+        adam.step()
+
+
+def test_what_a_gradient_does_not_read_may_change():
+    x = Tensor(np.ones((2, 3)))
+    y = (x + 1).reshape((3, 2)) * 4
+    x.cached_data.fill(7)
+    y.cached_data.fill(7)
+    y.sum().backward()
+    np.testing.assert_array_equal(x.grad.numpy(), np.full((2, 3), 4))

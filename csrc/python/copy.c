@@ -40,6 +40,7 @@ int nd_fill(nd_state *state, const nd_array *to, double value) {
     if (size == 0) {
         return 0;
     }
+    nd_count_write(state, to);
     nd_slot slots[2] = {{.array = (nd_array *)to}, {.real = value}};
     shown s = {.count = 0};
     nd_show(&s, "to", to);
@@ -93,6 +94,7 @@ int nd_assign(nd_state *state, const char *op, const nd_array *to, const nd_arra
         FAIL(PyExc_ValueError, "%s: source: %s", op, nd_last_error());
     }
     int result;
+    nd_count_write(state, to);
     if (nd_same_geometry(to, &wide)) {
         result = 0;
     } else if (nd_may_overlap(to, &wide)) {

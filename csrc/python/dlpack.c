@@ -133,6 +133,7 @@ PyObject *nd_ndarray_dlpack(PyObject *self, PyObject *arguments, PyObject *keywo
         return PyErr_NoMemory();
     }
     if (copy != Py_True) {
+        nd_count_write(state, a); /* the consumer may write */
         nd_array_view(a, &hold->view);
     } else if (nd_copy(state, a, a->dtype, &hold->view) < 0) {
         free(hold);

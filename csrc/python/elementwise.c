@@ -209,6 +209,7 @@ PyObject *nd_binary(nd_state *state, nd_op id, PyObject *px, PyObject *py, NDArr
                  (arrays[1] == NULL || nd_same_geometry(arrays[1], own) ||
                   !nd_may_overlap(arrays[1], own));
         if (direct) {
+            nd_count_write(state, own);
             target = own;
         }
     }

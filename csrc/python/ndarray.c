@@ -178,6 +178,10 @@ static PyObject *get_device(PyObject *self, void *closure) {
     return nd_device_object(nd_state_of(self), nd_array_of(self)->storage->device);
 }
 
+static PyObject *get_written(PyObject *self, void *closure) {
+    return PyLong_FromUnsignedLongLong(nd_array_of(self)->storage->written);
+}
+
 static PyObject *get_handle(PyObject *self, void *closure) {
     HandleObject *handle = PyObject_New(HandleObject, nd_state_of(self)->handle_type);
     if (handle != NULL) {
@@ -304,6 +308,8 @@ static PyGetSetDef ndarray_getset[] = {
     {"dtype", get_dtype, NULL, "Name of the element type", NULL},
     {"device", get_device, NULL, "Where the memory is", NULL},
     {"flat", nd_ndarray_flat, NULL, "The elements in C order, writable", NULL},
+    {"written", get_written, NULL,
+     "Number of the last write into the memory that views share (0: none since it was made)", NULL},
     {"_handle", get_handle, NULL, "The memory that views share", NULL},
     {"__array_interface__", nd_array_interface, NULL, "NumPy's protocol (CPU)", NULL},
     {"__cuda_array_interface__", nd_cuda_array_interface, NULL, "CUDA's protocol", NULL},
@@ -362,7 +368,14 @@ static PyType_Spec ndarray_spec = {
     .slots = ndarray_slots,
 };
 
+static PyObject *module_writes(PyObject *module, PyObject *unused) {
+    return PyLong_FromUnsignedLongLong(nd_module_state(module)->writes);
+}
+
 static PyMethodDef functions[] = {
+    {"writes", module_writes, METH_NOARGS,
+     "writes($module)\n--\n\nHow often arrays were written to that were there before: the last of "
+     "these writes into an array is its `written`."},
     {"array", KEYWORD_METHOD(module_array),
      "array($module, obj, dtype='float32', device=None)\n--\n\nA new NDArray with a copy of a "
      "NumPy array of any real dtype, an NDArray, a number or nested lists."},

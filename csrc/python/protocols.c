@@ -109,6 +109,7 @@ PyObject *nd_ndarray_repr(PyObject *self) {
 /* ---- the buffer protocol --------------------------------------------------------------------- */
 typedef struct {
     nd_storage *storage;
+    bool writable; /* asked for: what has been written is known when it is released */
     Py_ssize_t shape[ND_MAX_DIMS];
     Py_ssize_t strides[ND_MAX_DIMS];
 } exported;
@@ -148,6 +149,10 @@ int nd_ndarray_getbuffer(PyObject *self, Py_buffer *view, int flags) {
         hold->shape[i] = (Py_ssize_t)a->shape[i];
         hold->strides[i] = (Py_ssize_t)a->strides[i] * item;
     }
+    hold->writable = (flags & PyBUF_WRITABLE) == PyBUF_WRITABLE;
+    if (hold->writable) {
+        nd_count_write(nd_state_of(self), a);
+    }
     hold->storage = a->storage;
     nd_storage_retain(hold->storage);
     static char nothing[8]; /* an empty array has no memory, but a buffer may not be NULL */
@@ -167,6 +172,9 @@ int nd_ndarray_getbuffer(PyObject *self, Py_buffer *view, int flags) {
 
 void nd_ndarray_releasebuffer(PyObject *self, Py_buffer *view) {
     exported *hold = view->internal;
+    if (hold->writable) {
+        nd_count_write(nd_state_of(self), nd_array_of(self));
+    }
     nd_storage_release(hold->storage);
     free(hold);
 }
@@ -190,6 +198,7 @@ static PyObject *interface(PyObject *self, const char *name, int version) {
     if (nd_check_live(state, name, "x", a) < 0) {
         return NULL;
     }
+    nd_count_write(state, a); /* whoever asks may write */
     PyObject *strides = nd_is_contiguous(a) ? Py_NewRef(Py_None) : nd_pack_shape(a->ndim, bytes);
     PyObject *address = PyLong_FromVoidPtr(a->data);
     return Py_BuildValue("{sN ss s(NO) sN si}", "shape", nd_pack_shape(a->ndim, a->shape),

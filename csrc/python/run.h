@@ -68,6 +68,11 @@ void nd_trace_copy(nd_state *state, const char *op, const char *operand, const n
 /* 0, or -1: the memory went with a cuda_reset(), or its device is lost. */
 int nd_check_live(nd_state *state, const char *op, const char *operand, const nd_array *a);
 
+/* Whoever changes an array that was there before says so. */
+static inline void nd_count_write(nd_state *state, const nd_array *a) {
+    a->storage->written = ++state->writes;
+}
+
 /* ---- copy.c ---------------------------------------------------------------------------------- */
 int nd_new_array(nd_state *state, const char *op, nd_device *device, nd_dtype dtype, int ndim,
                  const int64_t *shape, nd_array *out);

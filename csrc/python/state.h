@@ -50,6 +50,7 @@ typedef struct {
     PyObject *devices[NUM_BACKENDS * ND_MAX_DEVICES]; /* Device objects, once asked for */
     PyObject *field_names[NUM_OPS][ND_MAX_FIELDS];    /* interned */
     nd_storage *nothing;                              /* behind arrays that are not made yet */
+    uint64_t writes;                                  /* into arrays that were there */
     bool trace;                                       /* NEEDLE_TRACE=1 */
     bool sync;                                        /* NEEDLE_SYNC=1 */
 } nd_state;

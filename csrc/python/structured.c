@@ -278,6 +278,10 @@ static int run_structured(call *c, nd_op id, const field *fields, const nd_slot 
             continue;
         }
         int64_t size = nd_size(slots[i].array);
+        if (is_output_kind(fields[i].kind)) {
+            nd_count_write(c->state,
+                           operands[i].copy_back ? &operands[i].original : &operands[i].array);
+        }
         writes |= size > 0 && (fields[i].kind == KIND_OUT || is_output_kind(fields[i].kind));
         work += size;
         if (fields[i].kind != KIND_OUT) {

@@ -31,6 +31,8 @@ def _array(x: Any, device: Any) -> NDArray:
 class Rotary(FusedOp):
     """Rotates pairs of dims by the angle of their position; the backward rotates the other way."""
 
+    reads_inputs = reads_result = False
+
     def __init__(self, cos: NDArray, sin: NDArray, parts: int) -> None:
         self.cos, self.sin, self.parts = cos, sin, parts
 
@@ -164,6 +166,8 @@ class QKVAttention(FusedOp):
 
     Keeps the rotated projection, the output and its log-sum-exp; views, not copies, in between.
     """
+
+    reads_inputs = False
 
     def __init__(
         self, cos: NDArray, sin: NDArray, scale: float | None, causal: bool, mask: BlockMask | None

@@ -37,6 +37,8 @@ def spread(a: Tensor, shape: Sequence[int], axes: Sequence[int]) -> Tensor:
 
 
 class Reshape(TensorOp):
+    reads_inputs = reads_result = False
+
     def __init__(self, shape: Sequence[int]) -> None:
         self.shape = tuple(shape)
 
@@ -57,6 +59,8 @@ def reshape(a: Tensor, shape: int | Sequence[int]) -> Tensor:
 
 
 class BroadcastTo(TensorOp):
+    reads_inputs = reads_result = False
+
     def __init__(self, shape: Sequence[int]) -> None:
         self.shape = tuple(shape)
 
@@ -80,6 +84,8 @@ def broadcast_to(a: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 class Summation(TensorOp):
+    reads_inputs = reads_result = False
+
     def __init__(self, axes: Axes = None, keepdims: bool = False) -> None:
         self.axes = axes
         self.keepdims = keepdims
@@ -103,6 +109,8 @@ def summation(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
 
 
 class AsType(TensorOp):
+    reads_inputs = reads_result = False
+
     def __init__(self, dtype: str) -> None:
         self.dtype = dtype
 
@@ -123,6 +131,8 @@ def astype(a: Tensor, dtype: str) -> Tensor:
 
 
 class ToDevice(TensorOp):
+    reads_inputs = reads_result = False
+
     def __init__(self, device: Device) -> None:
         self.device = device
 
@@ -139,6 +149,8 @@ def to_device(a: Tensor, device: Device) -> Tensor:
 
 
 class Contiguous(TensorOp):
+    reads_inputs = reads_result = False
+
     def compute(self, a: NDArray) -> NDArray:
         return a.compact()
 

@@ -20,6 +20,8 @@ from needle.ops.common import const
 
 
 class EWiseAdd(TensorOp):
+    reads_inputs = reads_result = False
+
     def compute(self, a: NDArray, b: NDArray) -> NDArray:
         return _C.add(a, b)
 
@@ -39,6 +41,8 @@ def add(a: Tensor, b: Tensor) -> Tensor:
 
 
 class EWiseSub(TensorOp):
+    reads_inputs = reads_result = False
+
     def compute(self, a: NDArray, b: NDArray) -> NDArray:
         return _C.subtract(a, b)
 
@@ -53,6 +57,8 @@ def subtract(a: Tensor, b: Tensor) -> Tensor:
 
 
 class EWiseMul(TensorOp):
+    reads_result = False
+
     def compute(self, a: NDArray, b: NDArray) -> NDArray:
         return _C.multiply(a, b)
 
@@ -70,6 +76,8 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
 
 
 class EWiseDiv(TensorOp):
+    reads_result = False
+
     def compute(self, a: NDArray, b: NDArray) -> NDArray:
         return _C.divide(a, b)
 
@@ -94,6 +102,8 @@ def divide(a: Tensor, b: Tensor) -> Tensor:
 
 
 class EWisePow(TensorOp):
+    reads_result = False
+
     def compute(self, a: NDArray, b: NDArray) -> NDArray:
         return _C.power(a, b)
 
@@ -126,6 +136,8 @@ def power(a: Tensor, b: Tensor) -> Tensor:
 
 class Where(TensorOp):
     """a where the condition holds, else b, without arithmetic: bits of one are added to zeros."""
+
+    reads_inputs = reads_result = False
 
     def __init__(self, condition: NDArray) -> None:
         self.condition = condition  # bool
@@ -180,6 +192,8 @@ class _ScalarOp(TensorOp):
 
 
 class AddScalar(_ScalarOp):
+    reads_inputs = reads_result = False
+
     def compute(self, a: NDArray) -> NDArray:
         return _C.add(a, self.scalar)
 
@@ -193,6 +207,8 @@ def add_scalar(a: Tensor, scalar: float) -> Tensor:
 
 
 class SubScalar(_ScalarOp):
+    reads_inputs = reads_result = False
+
     def compute(self, a: NDArray) -> NDArray:
         return _C.subtract(a, self.scalar)
 
@@ -206,6 +222,8 @@ def subtract_scalar(a: Tensor, scalar: float) -> Tensor:
 
 
 class MulScalar(_ScalarOp):
+    reads_inputs = reads_result = False
+
     def compute(self, a: NDArray) -> NDArray:
         return _C.multiply(a, self.scalar)
 
@@ -219,6 +237,8 @@ def multiply_scalar(a: Tensor, scalar: float) -> Tensor:
 
 
 class DivScalar(_ScalarOp):
+    reads_inputs = reads_result = False
+
     def compute(self, a: NDArray) -> NDArray:
         return _C.divide(a, self.scalar)
 
@@ -232,6 +252,8 @@ def divide_scalar(a: Tensor, scalar: float) -> Tensor:
 
 
 class ScalarDiv(_ScalarOp):
+    reads_result = False
+
     def compute(self, a: NDArray) -> NDArray:
         return _C.divide(self.scalar, a)
 
@@ -246,6 +268,8 @@ def scalar_divide(scalar: float, a: Tensor) -> Tensor:
 
 
 class PowerScalar(_ScalarOp):
+    reads_result = False
+
     def compute(self, a: NDArray) -> NDArray:
         return _C.power(a, self.scalar)
 
@@ -271,6 +295,8 @@ def power_scalar(a: Tensor, scalar: float) -> Tensor:
 
 
 class ScalarPow(_ScalarOp):
+    reads_result = False
+
     def compute(self, a: NDArray) -> NDArray:
         return _C.power(self.scalar, a)
 
@@ -292,6 +318,8 @@ def scalar_power(scalar: float, a: Tensor) -> Tensor:
 
 
 class Negate(TensorOp):
+    reads_inputs = reads_result = False
+
     def compute(self, a: NDArray) -> NDArray:
         return _C.negate(a)
 
@@ -305,6 +333,8 @@ def negate(a: Tensor) -> Tensor:
 
 
 class Log(TensorOp):
+    reads_result = False
+
     def compute(self, a: NDArray) -> NDArray:
         return _C.log(a)
 
@@ -322,6 +352,8 @@ def log(a: Tensor) -> Tensor:
 
 
 class Exp(TensorOp):
+    reads_result = False
+
     def compute(self, a: NDArray) -> NDArray:
         return _C.exp(a)
 
@@ -339,6 +371,8 @@ def exp(a: Tensor) -> Tensor:
 
 
 class Sqrt(TensorOp):
+    reads_result = False
+
     def compute(self, a: NDArray) -> NDArray:
         return _C.sqrt(a)
 
@@ -352,6 +386,8 @@ def sqrt(a: Tensor) -> Tensor:
 
 
 class Tanh(TensorOp):
+    reads_result = False
+
     def compute(self, a: NDArray) -> NDArray:
         return _C.tanh(a)
 
@@ -366,6 +402,8 @@ def tanh(a: Tensor) -> Tensor:
 
 
 class Sigmoid(TensorOp):
+    reads_result = False
+
     def compute(self, a: NDArray) -> NDArray:
         return _C.sigmoid(a)
 
@@ -380,6 +418,8 @@ def sigmoid(a: Tensor) -> Tensor:
 
 
 class ReLU(TensorOp):
+    reads_result = False
+
     def compute(self, a: NDArray) -> NDArray:
         return _C.relu(a)
 
@@ -397,6 +437,8 @@ def relu(a: Tensor) -> Tensor:
 
 
 class GELU(FusedOp):
+    reads_result = False
+
     def __init__(self, approximate: str) -> None:
         if approximate not in ("none", "tanh"):
             raise ValueError(f"gelu: approximate must be 'none' or 'tanh', not {approximate!r}")

@@ -16,6 +16,8 @@ from needle.ops.common import id_array, rows_of, sink_of
 class EmbeddingOp(FusedOp):
     """y[n] = w[ids[n]];  dw[ids[n]] += dy[n], in float32."""
 
+    reads_inputs = reads_result = False
+
     def __init__(self, ids: NDArray, shape: tuple) -> None:
         self.ids = ids  # (N,) int32
         self.shape = shape

@@ -38,6 +38,8 @@ def view_at(a: NDArray, index: tuple) -> NDArray:
 class GetItem(TensorOp):
     """A view of a, and the inverse in gradient of PlaceItem."""
 
+    reads_inputs = reads_result = False
+
     def __init__(self, index: tuple) -> None:
         self.index = index
 
@@ -50,6 +52,8 @@ class GetItem(TensorOp):
 
 class PlaceItem(TensorOp):
     """Zeros of a shape with a at the index."""
+
+    reads_inputs = reads_result = False
 
     def __init__(self, index: tuple, shape: tuple[int, ...]) -> None:
         self.index = index
@@ -71,6 +75,8 @@ class IndexSelect(TensorOp):
     """The slices of a at `ids`, which number the elements of `axes` in row-major order, along one
     axis `at` in the place of those; linear in a, and the inverse in gradient of IndexAdd."""
 
+    reads_inputs = reads_result = False
+
     def __init__(self, axes: tuple[int, ...], at: int, ids: np.ndarray) -> None:
         self.axes = axes
         self.at = at
@@ -91,6 +97,8 @@ class IndexSelect(TensorOp):
 
 class IndexAdd(TensorOp):
     """Zeros of a shape, to whose slices at `ids` those of a are added, in float32."""
+
+    reads_inputs = reads_result = False
 
     def __init__(
         self, axes: tuple[int, ...], at: int, ids: np.ndarray, shape: tuple[int, ...]

@@ -28,6 +28,8 @@ def _product(a: NDArray, b: NDArray) -> NDArray:
 
 
 class MatMul(TensorOp):
+    reads_result = False
+
     def compute(self, a: NDArray, b: NDArray) -> NDArray:
         return _product(a, b)
 
@@ -64,6 +66,8 @@ def add_product(x: NDArray, y: NDArray, into: NDArray) -> None:
 class LinearOp(FusedOp):
     """y = x w + b;  dx = dy w^T,  dw += x^T dy (float32, by the product itself),  db += sum dy."""
 
+    reads_result = False
+
     def compute(self, x: NDArray, w: NDArray, b: NDArray | None = None) -> NDArray:
         if b is not None and b.ndim != 1:
             b = b.reshape((b.size,))
@@ -87,6 +91,8 @@ class LinearOp(FusedOp):
 
 class LinearTransposedOp(FusedOp):
     """y = x w^T;  dx = dy w,  dw += dy^T x (float32, by the product itself)."""
+
+    reads_result = False
 
     def compute(self, x: NDArray, w: NDArray) -> NDArray:
         return (rows_of(x) @ w.permute((1, 0))).reshape(x.shape[:-1] + (w.shape[0],))

@@ -13,6 +13,8 @@ from needle.ops.common import rows_of, sink_of
 class LayerNorm(FusedOp):
     """y = (x - mean) rstd w + b over the last axis; keeps mean and rstd (float32), not y."""
 
+    reads_result = False
+
     def __init__(self, eps: float) -> None:
         self.eps = eps
 

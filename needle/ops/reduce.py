@@ -30,6 +30,8 @@ def mean(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
 
 
 class Max(TensorOp):
+    reads_result = False
+
     def __init__(self, axes: Axes = None, keepdims: bool = False) -> None:
         self.axes = axes
         self.keepdims = keepdims
@@ -69,6 +71,8 @@ def _shifted(a: NDArray, axes: Sequence[int]) -> tuple[NDArray, NDArray, NDArray
 
 
 class LogSumExp(TensorOp):
+    reads_result = False
+
     def __init__(self, axes: Axes = None) -> None:
         self.axes = axes
 
@@ -95,6 +99,8 @@ def logsumexp(a: Tensor, axes: Axes = None) -> Tensor:
 
 
 class Softmax(TensorOp):
+    reads_result = False
+
     def __init__(self, axes: Axes = -1) -> None:
         self.axes = axes
 
@@ -122,6 +128,8 @@ def softmax(a: Tensor, axes: Axes = -1) -> Tensor:
 
 
 class LogSoftmax(TensorOp):
+    reads_result = False
+
     def __init__(self, axes: Axes = -1) -> None:
         self.axes = axes
 

@@ -15,6 +15,8 @@ from needle.ops.indexing import get_item
 
 
 class Transpose(TensorOp):
+    reads_inputs = reads_result = False
+
     def __init__(self, axes: Sequence[int] | None = None) -> None:
         self.axes = axes
 
@@ -48,6 +50,8 @@ def transpose(a: Tensor, axes: Sequence[int] | None = None) -> Tensor:
 
 
 class Permute(TensorOp):
+    reads_inputs = reads_result = False
+
     def __init__(self, axes: Sequence[int]) -> None:
         self.axes = tuple(axes)
 
@@ -71,6 +75,8 @@ def permute(a: Tensor, axes: Sequence[int]) -> Tensor:
 
 
 class Flip(TensorOp):
+    reads_inputs = reads_result = False
+
     def __init__(self, axes: Sequence[int] | None = None) -> None:
         self.axes = axes
 
@@ -95,6 +101,8 @@ def flip(a: Tensor, axes: None | int | Sequence[int] = None) -> Tensor:
 
 
 class MakeTensorTuple(TensorTupleOp):
+    reads_inputs = reads_result = False
+
     def compute(self, *arrays: NDArray) -> tuple:
         return arrays
 
@@ -108,6 +116,8 @@ def make_tuple(*args: Tensor) -> TensorTuple:
 
 
 class TensorTupleGetItem(TensorOp):
+    reads_inputs = reads_result = False
+
     def __init__(self, index: int) -> None:
         self.index = index
 
@@ -150,6 +160,8 @@ def _nth_slice(a: NDArray, axis: int, i: int) -> NDArray:
 
 
 class Stack(TensorOp):
+    reads_inputs = reads_result = False
+
     def __init__(self, axis: int) -> None:
         self.axis = axis
 
@@ -193,6 +205,8 @@ def _as_tuple(op: str, args: Sequence[Tensor] | TensorTuple) -> TensorTuple:
 
 
 class Concatenate(TensorOp):
+    reads_inputs = reads_result = False
+
     def __init__(self, axis: int) -> None:
         self.axis = axis
 
@@ -242,6 +256,8 @@ def concatenate(args: Sequence[Tensor] | TensorTuple, axis: int = 0) -> Tensor:
 
 
 class Split(TensorTupleOp):
+    reads_inputs = reads_result = False
+
     def __init__(self, axis: int) -> None:
         self.axis = axis
 
