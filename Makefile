@@ -16,7 +16,7 @@ CC ?= cc
 MEMCHECK_TESTS ?= tests/csrc/test_ops.py tests/ops/test_attention.py tests/test_generate.py \
     tests/csrc/test_download.py tests/data/test_prefetch.py
 TOOL ?= memcheck
-# `make asan` runs those that call the core most: every case of tests/cases.py among them.
+# `make asan` runs those that call the core most: every case of tests/cases/ among them.
 ASAN_TESTS ?= tests/csrc tests/ops tests/nn tests/data/test_prefetch.py
 SANITIZER ?= $(firstword $(wildcard $(CUDA_HOME)/bin/compute-sanitizer \
     /usr/local/cuda/bin/compute-sanitizer) compute-sanitizer)
@@ -36,7 +36,7 @@ BUILD_NEEDS := setuptools numpy
 BUILD_LIKES := scipy_openblas32
 TRAIN_LIKES := tokenizers tqdm matplotlib zstandard
 TEST_NEEDS := $(TRAIN_LIKES) safetensors pytest hypothesis
-C_FILES = $(wildcard csrc/*.[ch] csrc/cpu/*.[ch] csrc/python/*.[ch] cuda/*.cu cuda/*.cuh)
+C_FILES = $(wildcard csrc/*.[ch] csrc/*/*.[ch] cuda/*.cu cuda/*.cuh)
 
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -49,7 +49,7 @@ help:
 	@echo 'make test                   set up, build, and run the tests (ARGS: more for pytest)'
 	@echo 'make test-cuda              only the tests that need an NVIDIA GPU; fails without one'
 	@echo 'make lib                    build needle/_C and, where CUDA is, needle/_cuda.so, in place'
-	@echo 'make check                  formatting, lint, and the architecture test'
+	@echo 'make check                  formatting, lint, and the tests of the tree'
 	@echo 'make format                 apply the formatting'
 	@echo 'make asan                   the core under the address and undefined-behaviour sanitizers'
 	@echo 'make memcheck               the CUDA kernel tests under compute-sanitizer'
@@ -149,7 +149,7 @@ check: $(STATE)/test lib
 	@$(find_tools); \
 	"$$format" --dry-run -Werror $(C_FILES) && "$$lint" check --quiet . && "$$lint" format --quiet --check . || \
 	    { echo "needle: error: see above; make format mends what can be mended by itself" >&2; exit 1; }
-	@"$(PY)" -m pytest -q tests/house/test_architecture.py
+	@"$(PY)" -m pytest -q tests/house/test_architecture.py tests/house/test_floors.py tests/house/test_every_op.py
 
 format: $(STATE)/build
 	@$(find_tools); \

@@ -137,7 +137,7 @@ def build_core(objects: Path, out: Path, version: str, toolkit: cuda.Cuda | None
         "CUDA_ARCHS": " ".join(toolkit.archs) if toolkit else "",
     }
     python, identity, compiles = python_includes(), macros(*compiler, *march), []
-    for source in sorted(p for d in ("", "cpu/", "python/") for p in ROOT.glob(f"csrc/{d}*.c")):
+    for source in sorted(ROOT.glob("csrc/**/*.c")):
         extra = []
         if source.parent.name == "python":
             extra += python

@@ -141,7 +141,7 @@ class Step:
             print(OVERWRITE, end="", flush=True)
             print(shlex.join(self.command), text, sep="\n", file=sys.stderr, flush=True)
             name = self.output.name if self.verb == "link" else self.inputs[0].relative_to(ROOT)
-            fail(f"{name} does not {self.verb} (the {self.verb}er's words are above)")
+            fail(f"{name} does not {self.verb} (its words are above)")
         if text:
             print(OVERWRITE + text, flush=True)
         os.utime(partial, ns=(started, started))  # a source saved meanwhile is newer

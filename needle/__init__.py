@@ -22,11 +22,11 @@ def _load_core() -> None:
     """Import `_C`. OpenBLAS reads the environment once, while it is loaded: it gets one thread
     (matmul.c divides a product among OpenMP's threads) and, on an AMD processor with AVX-512, the
     kernels for it, which it would not pick by itself: half the speed (docs/design.md). They are set
-    for needle's own copy of OpenBLAS; the environment is left as it was. OpenMP's threads wait
-    without spinning, unless the user said how they should."""
+    for needle's own copy of OpenBLAS; the environment is left as it was. OpenMP's threads spin no
+    longer than from one op to the next, unless the user said how they should wait."""
     wanted = {"OPENBLAS_NUM_THREADS": "1"}
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(_os.environ):
-        wanted["OMP_WAIT_POLICY"] = "PASSIVE"
+        wanted["GOMP_SPINCOUNT"] = "10000"
     core = _os.environ.get("NEEDLE_OPENBLAS_CORETYPE") or _amd_core()
     if core:
         wanted["OPENBLAS_CORETYPE"] = core

@@ -236,10 +236,11 @@ class Checkpoint:
     ) -> tuple[Any, optim.Optimizer | None, int, float]:
         """(model, optimizer, epoch, loss) on `device`; the optimizer is None where none was saved.
         Draws no random number."""
+        device = default_device() if device is None else device
         model = self.restore_model(device)
         return (
             model,
-            self._restore_optimizer(model, self._optimizer_arrays(model.device)),
+            self._restore_optimizer(model, self._optimizer_arrays(device)),
             self.state["epoch"],
             self.state["loss"],
         )

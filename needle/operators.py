@@ -61,7 +61,7 @@ class Operators(Generic[Result]):
 
     def __sub__(self, other: Any) -> Result:
         if isinstance(other, Number):
-            return ops.add_scalar(self, -other)  # type: ignore[operator]
+            return ops.subtract_scalar(self, other)  # type: ignore[operator]
         return ops.subtract(self, self._operand(other))
 
     def __rsub__(self, other: Any) -> Result:

@@ -100,6 +100,7 @@ GRADIENTS = [
     by_name("divide", np.divide, MATRIX, positive(3, 4)),
     by_name("power", np.power, positive(3, 4), MATRIX),
     by_name("add_scalar", lambda a: a + 2.5, MATRIX, scalar=2.5),
+    by_name("subtract_scalar", lambda a: a - 2.5, MATRIX, scalar=2.5),
     by_name("multiply_scalar", lambda a: a * -1.5, normal(5), scalar=-1.5),
     by_name("divide_scalar", lambda a: a / 3, normal(5), scalar=3),
     by_name("power_scalar", lambda a: a**3, MATRIX, scalar=3),

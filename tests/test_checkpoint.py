@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import needle as ndl
-from needle import evaluate, nn, optim
+from needle import evaluate, models, nn, optim
 from needle.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -415,3 +415,29 @@ def test_an_optimizer_that_cannot_come_back_is_refused_when_saved(tmp_path):
     with pytest.raises(ValueError, match="'embed_in.weight' is not the model's"):
         save_checkpoint(model, stranger, 0, 0.0, path)
     assert not path.exists()
+
+
+def test_a_registered_module_needs_no_device_of_its_own(tmp_path, monkeypatch):
+    """A plain Module with a configuration, as models/registry.py asks for it."""
+    families = dict(models.registry._families)
+    monkeypatch.setattr(models.registry, "_families", families)
+
+    @dataclasses.dataclass(frozen=True)
+    class PlainConfig(models.Config):
+        width: int = 3
+
+    @models.register("plain")
+    class Plain(nn.Module):
+        config_class = PlainConfig
+
+        def __init__(self, config, device=None) -> None:
+            super().__init__()
+            self.config, self.layer = config, nn.Linear(config.width, 2, device=device)
+
+    model = Plain(PlainConfig(5))
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    path = save_checkpoint(model, optimizer, 2, 0.5, tmp_path / "a.safetensors")
+    again, _, epoch, _ = load_checkpoint(path)
+    assert epoch == 2 and again.config == PlainConfig(5)
+    for ours, theirs in zip(model.parameters(), again.parameters()):
+        np.testing.assert_array_equal(ours.numpy(), theirs.numpy())

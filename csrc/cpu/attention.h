@@ -1,5 +1,5 @@
 /* attention.h - what attention_fwd.c and attention_bwd.c share: row tiles and lists of key ranges.
- *  */
+ */
 #ifndef NEEDLE_CPU_ATTENTION_H
 #define NEEDLE_CPU_ATTENTION_H
 
@@ -27,7 +27,7 @@ ND_FN attention_rows attention_head(const nd_array *a, int64_t batch, int64_t he
 }
 
 /* Rows [first, first + n) as float32 with a leading dimension, converted into `buffer` if need be.
- *  */
+ */
 ND_FN const float *attention_load(const attention_rows *rows, int64_t first, int64_t n,
                                   float *buffer, int64_t *leading) {
     int64_t d = rows->array->shape[3], at = rows->base + first * rows->stride;

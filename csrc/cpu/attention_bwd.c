@@ -49,7 +49,7 @@ static workspace workspace_at(float *memory, int64_t queries, int64_t d) {
 }
 
 /* p: scores in, probabilities out; ds: dO V^T in, the scores' gradient out; zero from `visible` on.
- *  */
+ */
 static void gradient_row(float *restrict p, float *restrict ds, int64_t visible, int64_t n,
                          float lse, float delta, float scale) {
     if (lse == -INFINITY) {

@@ -79,7 +79,7 @@ static size_t workspace_floats(int64_t d) {
 
 /* A row of scores becomes exp(score - maximum), zero from `visible` on; the row's running maximum,
  * sum and output follow. Whole vectors: the rest of the last one is -inf, whose exponential is 0.
- *  */
+ */
 static void softmax_row(float *restrict scores, int64_t visible, int64_t n, float *maximum,
                         float *sum, float *restrict out, int64_t d) {
     int64_t padded = (visible + ATTENTION_LANES - 1) & ~(int64_t)(ATTENTION_LANES - 1);

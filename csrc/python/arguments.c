@@ -2,6 +2,8 @@
  */
 #include "arguments.h"
 
+#include <math.h>
+
 #include "object.h"
 
 int nd_dtype_from(PyObject *object, nd_dtype *out) {
@@ -104,10 +106,52 @@ PyObject *nd_pack_shape(int ndim, const int64_t *values) {
     return tuple;
 }
 
+bool nd_is_exact(const nd_number *number) {
+    const int64_t most = (int64_t)1 << 53;
+    return number->is_float ||
+           (!number->beyond && number->integer <= most && number->integer >= -most);
+}
+
+int nd_check_number(const char *op, const nd_number *number, nd_dtype dtype) {
+    static const int64_t limits[ND_NUM_DTYPES][2] = {[ND_I32] = {INT32_MIN, INT32_MAX},
+                                                     [ND_I64] = {INT64_MIN, INT64_MAX},
+                                                     [ND_U8] = {0, UINT8_MAX},
+                                                     [ND_U16] = {0, UINT16_MAX}};
+    const char *name = nd_dtype_name(dtype);
+    if (nd_dtype_is_float(dtype)) {
+        if (number->beyond && isinf(number->value)) {
+            FAIL(PyExc_OverflowError, "%s: the integer is too large for %s", op, name);
+        }
+        return 0;
+    }
+    if (dtype == ND_BOOL) {
+        return 0;
+    }
+    if (isnan(number->value)) {
+        FAIL(PyExc_ValueError, "%s: NaN is no integer, which %s holds", op, name);
+    }
+    /* 2^63 - 1 is no double: the next one is the first that is too large. */
+    double truncated = trunc(number->value);
+    bool float_beyond = number->is_float && (truncated < -0x1p63 || truncated >= 0x1p63);
+    int64_t integer = !number->is_float ? number->integer : float_beyond ? 0 : (int64_t)truncated;
+    if (number->beyond || float_beyond) {
+        FAIL(PyExc_OverflowError, "%s: a number of more than 64 bits is out of bounds for %s", op,
+             name);
+    }
+    if (integer < limits[dtype][0] || integer > limits[dtype][1]) {
+        FAIL(PyExc_OverflowError, "%s: %lld is out of bounds for %s", op, (long long)integer, name);
+    }
+    return 0;
+}
+
 int nd_take_number(const char *op, const field *f, PyObject *object, nd_slot *slot) {
     if (f->kind == KIND_F64) {
         slot->real = PyFloat_AsDouble(object);
         if (slot->real == -1.0 && PyErr_Occurred()) {
+            if (PyErr_ExceptionMatches(PyExc_OverflowError)) {
+                FAIL(PyExc_OverflowError, "%s: %s: the integer is too large for a float", op,
+                     f->name);
+            }
             FAIL(PyExc_TypeError, "%s: %s: must be a number, not %.80s", op, f->name,
                  Py_TYPE(object)->tp_name);
         }

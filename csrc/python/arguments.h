@@ -5,6 +5,13 @@
 
 #include "run.h"
 
+typedef struct {
+    bool is_float;
+    int beyond;      /* of a whole number that no int64 holds: 1 or -1, its sign */
+    int64_t integer; /* of any other whole number */
+    double value;    /* the nearest; of a whole number that no double holds an infinity */
+} nd_number;
+
 #pragma GCC visibility push(hidden)
 /* ---- arguments.c ----------------------------------------------------------------------------- */
 int nd_dtype_from(PyObject *object, nd_dtype *out);
@@ -17,14 +24,18 @@ int nd_normalise_axes(const char *op, int ndim, int count, int64_t *axes);
 PyObject *nd_pack_shape(int ndim, const int64_t *values);
 /* An NDArray that is alive, for the operand of an op. */
 int nd_check_operand(nd_state *state, const char *op, const char *operand, PyObject *object);
+bool nd_is_exact(const nd_number *number); /* is `value` the number itself? */
+/* OverflowError unless an array of `dtype` holds it: rounded when that is a float, truncated when the
+ * number is one. ValueError for NaN among integers. Any number is a bool. */
+int nd_check_number(const char *op, const nd_number *number, nd_dtype dtype);
 /* The number of an F64 or I64 operand. */
 int nd_take_number(const char *op, const field *f, PyObject *object, nd_slot *slot);
 
 /* ---- array_likes.c --------------------------------------------------------------------------- */
 int nd_array_likes_init(void);
 bool nd_is_numpy_array(PyObject *object);
-/* A Python or NumPy number: 1, *value and *is_float; 0 when it is something else. */
-int nd_number_from(PyObject *object, double *value, bool *is_float);
+/* A Python or NumPy number: 1; 0 when it is something else. */
+int nd_number_from(PyObject *object, nd_number *out);
 /* Any array-like into a fresh array. natural: keep NumPy's dtype where we have it (float64
  * becomes float32), else convert to dtype. */
 int nd_from_object(nd_state *state, PyObject *object, bool natural, nd_dtype dtype,

@@ -7,6 +7,7 @@
 
 #define NPY_NO_DEPRECATED_API NPY_1_7_API_VERSION
 #include <numpy/arrayobject.h>
+#include <math.h>
 #include <numpy/arrayscalars.h>
 #include <string.h>
 
@@ -26,33 +27,39 @@ int nd_array_likes_init(void) {
 
 bool nd_is_numpy_array(PyObject *object) { return PyArray_Check(object); }
 
-int nd_number_from(PyObject *object, double *value, bool *is_float) {
-    *is_float = false;
+int nd_number_from(PyObject *object, nd_number *out) {
+    *out = (nd_number){.is_float = false};
     PyObject *number;
     if (PyFloat_Check(object)) {
-        *value = PyFloat_AS_DOUBLE(object);
-        *is_float = true;
+        out->value = PyFloat_AS_DOUBLE(object);
+        out->is_float = true;
         return 1;
     }
-    if (PyBool_Check(object)) {
-        *value = object == Py_True;
-        return 1;
-    }
-    if (PyLong_Check(object)) {
+    if (PyLong_Check(object)) { /* bool as well */
         number = Py_NewRef(object);
     } else if (PyArray_IsScalar(object, Integer)) {
         number = PyNumber_Index(object);
     } else if (PyArray_IsScalar(object, Floating)) {
         number = PyNumber_Float(object);
-        *is_float = true;
+        out->is_float = true;
     } else if (PyArray_IsScalar(object, Bool)) {
         number = PyBool_FromLong(PyObject_IsTrue(object));
     } else {
         return 0;
     }
-    *value = number != NULL ? PyFloat_AsDouble(number) : -1.0;
-    Py_XDECREF(number);
-    return *value == -1.0 && PyErr_Occurred() ? -1 : 1;
+    if (number == NULL) {
+        return -1;
+    }
+    if (!out->is_float) {
+        out->integer = PyLong_AsLongLongAndOverflow(number, &out->beyond);
+    }
+    out->value = out->is_float || out->beyond ? PyFloat_AsDouble(number) : (double)out->integer;
+    Py_DECREF(number);
+    if (out->beyond && PyErr_ExceptionMatches(PyExc_OverflowError)) {
+        PyErr_Clear();
+        out->value = out->beyond * (double)INFINITY;
+    }
+    return PyErr_Occurred() ? -1 : 1;
 }
 
 /* The dtype that keeps a NumPy array's numbers best. */
@@ -89,6 +96,19 @@ static int natural_dtype(PyArrayObject *array, nd_dtype *out) {
          descr);
 }
 
+/* NumPy's uint64 goes into int64 as far as that holds it. */
+static int check_unsigned(PyArrayObject *array) {
+    if (PyArray_DESCR(array)->kind != 'u' || PyArray_ITEMSIZE(array) != 8 ||
+        PyArray_SIZE(array) == 0) {
+        return 0;
+    }
+    nd_number most;
+    PyObject *highest = PyArray_Max(array, NPY_RAVEL_AXIS, NULL);
+    int found = highest != NULL ? nd_number_from(highest, &most) : -1;
+    Py_XDECREF(highest);
+    return found < 0 ? -1 : nd_check_number("array", &most, ND_I64);
+}
+
 int nd_from_object(nd_state *state, PyObject *object, bool natural, nd_dtype dtype,
                    nd_device *device, nd_array *out) {
     if (nd_is_ndarray(state, object)) {
@@ -117,9 +137,19 @@ int nd_from_object(nd_state *state, PyObject *object, bool natural, nd_dtype dty
         Py_DECREF(any);
         return -1;
     }
-    PyArrayObject *host = (PyArrayObject *)PyArray_FromArray(
-        any, PyArray_DescrFromType(numpy_types[dtype]),
-        NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED | NPY_ARRAY_NOTSWAPPED | NPY_ARRAY_FORCECAST);
+    if (natural && check_unsigned(any) < 0) {
+        Py_DECREF(any);
+        return -1;
+    }
+    /* An array may wrap around, as in NumPy; of Python's own numbers NumPy raises OverflowError. */
+    bool own_numbers = !natural && (PyList_Check(object) || PyTuple_Check(object) ||
+                                    PyLong_Check(object) || PyFloat_Check(object));
+    PyArray_Descr *descr = PyArray_DescrFromType(numpy_types[dtype]);
+    int flags =
+        NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED | NPY_ARRAY_NOTSWAPPED | NPY_ARRAY_FORCECAST;
+    PyArrayObject *host = own_numbers && dtype != ND_BOOL && !nd_dtype_is_float(dtype)
+                              ? (PyArrayObject *)PyArray_FromAny(object, descr, 0, 0, flags, NULL)
+                              : (PyArrayObject *)PyArray_FromArray(any, descr, flags);
     Py_DECREF(any);
     if (host == NULL) {
         return -1;

@@ -12,7 +12,6 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "cpu/cpu.h"
 #include "errors.h"
 
 typedef struct {
@@ -25,6 +24,11 @@ typedef struct {
     char path[4096];
     char reason[1024]; /* why there is none */
 } backend_entry;
+
+/* The tables of those that are linked into _C. */
+#define X(name, title, dlpack, table, file) extern const nd_backend name##_backend;
+ND_BACKENDS(X)
+#undef X
 
 static backend_entry backends[NUM_BACKENDS] = {
 #define X(name, title, dlpack, table, file) {#name, title, dlpack, table, file, 0, false, "", ""},

@@ -75,8 +75,7 @@ static nd_dtype promoted(nd_dtype a, nd_dtype b) {
 typedef struct {
     bool is_array;
     const nd_array *array;
-    double value;
-    bool is_float;
+    nd_number number;
     nd_array owned; /* storage NULL unless made here */
 } operand;
 
@@ -87,12 +86,12 @@ static int take_operand(nd_state *state, const char *op, const char *name, PyObj
     out->owned.storage = NULL;
     out->array = NULL;
     out->is_array = true;
-    out->value = 0;
+    out->number = (nd_number){.is_float = false};
     if (nd_is_ndarray(state, object)) {
         out->array = nd_array_of(object);
         return nd_check_live(state, op, name, out->array) < 0 ? -1 : 1;
     }
-    int number = nd_number_from(object, &out->value, &out->is_float);
+    int number = nd_number_from(object, &out->number);
     if (number != 0) {
         out->is_array = false;
         return number;
@@ -127,13 +126,17 @@ PyObject *nd_binary(nd_state *state, nd_op id, PyObject *px, PyObject *py, NDArr
 
     for (int i = 0; i < 2; i++) {
         operand *o = &operands[i];
-        /* An int64 may be too long for the double that a scalar is: it goes as an array. What no
-         * int64 holds raises OverflowError on that way. */
-        double size =
-            o->is_array || o->is_float || nd_dtype_is_float(anchor->dtype) ? 0.0 : fabs(o->value);
-        bool exact = size >= 0x1p63 || (size >= 0x1p53 && anchor->dtype == ND_I64);
-        if ((o->is_array && o->array == NULL) || exact) {
-            if (nd_from_object(state, objects[i], !exact, ND_I64, device, &o->owned) < 0) {
+        nd_number *number = &o->number;
+        bool whole = !nd_dtype_is_float(anchor->dtype), exact = o->is_array || nd_is_exact(number);
+        if (!exact && whole && info->kind == OP_KIND_CMP &&
+            (number->beyond || anchor->dtype != ND_I64)) {
+            /* No element is as large: it compares as an infinity does. */
+            *number = (nd_number){.is_float = true, .value = copysign(INFINITY, number->value)};
+        }
+        /* An int64 may be too long for the double that a scalar is: it goes as an array. */
+        exact = exact || anchor->dtype != ND_I64 || number->is_float || number->beyond;
+        if (o->is_array ? o->array == NULL : !exact) {
+            if (nd_from_object(state, objects[i], exact, ND_I64, device, &o->owned) < 0) {
                 goto done;
             }
             o->array = &o->owned;
@@ -148,20 +151,23 @@ PyObject *nd_binary(nd_state *state, nd_op id, PyObject *px, PyObject *py, NDArr
         goto done;
     }
 
-    nd_dtype dtype;
+    nd_dtype dtype = anchor->dtype;
+    const nd_number *number = arrays[0] ? &operands[1].number : &operands[0].number;
     if (arrays[0] && arrays[1]) {
         dtype = promoted(arrays[0]->dtype, arrays[1]->dtype);
-    } else {
-        dtype = anchor->dtype;
-        const operand *number = arrays[0] ? &operands[1] : &operands[0];
-        if (number->is_float && !nd_dtype_is_float(dtype)) {
-            dtype = ND_F32;
-        }
+        number = NULL;
+    } else if (number->is_float && !nd_dtype_is_float(dtype)) {
+        dtype = ND_F32;
     }
     if (info->types == TYPES_FLOAT && !nd_dtype_is_float(dtype)) {
         dtype = ND_F32;
     } else if (info->kind == OP_KIND_EW2 && dtype == ND_BOOL) {
         dtype = ND_I32;
+    }
+    bool compares = info->kind == OP_KIND_CMP && !nd_dtype_is_float(dtype);
+    if (number != NULL && !number->is_float && !compares &&
+        nd_check_number(op, number, dtype) < 0) {
+        goto done;
     }
 
     int ndim = anchor->ndim;
@@ -225,8 +231,8 @@ PyObject *nd_binary(nd_state *state, nd_op id, PyObject *px, PyObject *py, NDArr
     if (size > 0) {
         nd_slot slots[5] = {{.array = arrays[0] ? &wide[0] : NULL},
                             {.array = arrays[1] ? &wide[1] : NULL},
-                            {.real = operands[0].value},
-                            {.real = operands[1].value},
+                            {.real = operands[0].number.value},
+                            {.real = operands[1].number.value},
                             {.array = target}};
         shown s = {.count = 0};
         nd_show(&s, "x", arrays[0]);

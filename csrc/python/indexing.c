@@ -184,18 +184,16 @@ static int assign_indexed(nd_state *state, const nd_array *to, unsigned integers
 
 /* Write an array, a number or an array-like into `to`. */
 static int store(nd_state *state, const nd_array *to, unsigned integers, PyObject *value) {
-    double number;
-    bool is_float;
+    nd_number number;
     nd_array source;
     if (!nd_is_ndarray(state, value)) {
+        int found = nd_number_from(value, &number);
+        if (found < 0 || (found > 0 && nd_check_number("setitem", &number, to->dtype) < 0)) {
+            return -1;
+        }
         /* An int64 may be too long for the double that fill takes: it goes as an array. */
-        bool exact = to->dtype == ND_I64 && PyLong_Check(value) && !PyBool_Check(value);
-        int found = exact ? 0 : nd_number_from(value, &number, &is_float);
-        if (found != 0) {
-            if (found < 0) {
-                return -1;
-            }
-            return nd_fill(state, to, number);
+        if (found > 0 && (to->dtype != ND_I64 || nd_is_exact(&number))) {
+            return nd_fill(state, to, number.value);
         }
         if (nd_from_object(state, value, false, to->dtype, to->storage->device, &source) < 0) {
             return -1;

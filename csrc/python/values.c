@@ -120,15 +120,16 @@ PyObject *nd_ndarray_to(PyObject *self, PyObject *device_object) {
 }
 
 PyObject *nd_ndarray_fill(PyObject *self, PyObject *value) {
-    double number;
-    bool is_float;
-    int found = nd_number_from(value, &number, &is_float);
+    nd_number number;
+    int found = nd_number_from(value, &number);
     if (found <= 0) {
         return found < 0 ? NULL
                          : PyErr_Format(PyExc_TypeError, "fill: value: must be a number, not %.80s",
                                         Py_TYPE(value)->tp_name);
     }
-    if (nd_store(nd_state_of(self), nd_array_of(self), value) < 0) {
+    const nd_array *a = nd_array_of(self);
+    if (nd_check_number("fill", &number, a->dtype) < 0 ||
+        nd_store(nd_state_of(self), a, value) < 0) {
         return NULL;
     }
     Py_RETURN_NONE;

@@ -42,7 +42,7 @@ class _Slot:
 
 
 class Prefetch:
-    """What `batches` draws, up to `depth` batches ahead of next().
+    """The batches that `batches` draws, up to `depth` of them ahead of next().
 
     device: None or the CPU: next() gives NumPy arrays; a GPU: int32 NDArrays there, (B, T) each.
     For a GPU `batches` must have its vocab_size: nothing checks ids behind it. An error of the

@@ -115,7 +115,7 @@ class _Zst(io.RawIOBase):
 
 
 def zst_decompressor(path: Path) -> Callable[[], Any]:
-    """What makes a decompressor of one frame: of the standard library from Python 3.14 on, else of
+    """The maker of decompressors of one frame: of the standard library from Python 3.14 on, else of
     the package zstandard."""
     with contextlib.suppress(ImportError):
         from compression import zstd

@@ -73,7 +73,7 @@ def id_array(op: str, ids: Any, device: Device, limit: int, lowest: int | None =
     if isinstance(ids, Tensor):
         ids = ids.cached_data
     if isinstance(ids, NDArray):
-        if ids.device != _C.cpu():
+        if not ids.device.is_host:
             if ids.dtype != "int32":
                 ids = ids.astype("int32")
             return ids.to(device).reshape((ids.size,))

@@ -192,6 +192,19 @@ def add_scalar(a: Tensor, scalar: float) -> Tensor:
     return AddScalar(scalar)(a)
 
 
+class SubScalar(_ScalarOp):
+    def compute(self, a: NDArray) -> NDArray:
+        return _C.subtract(a, self.scalar)
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
+        return reduced_to(out_grad, node.inputs[0])
+
+
+def subtract_scalar(a: Tensor, scalar: float) -> Tensor:
+    """a - scalar; not a + -scalar, which is out of bounds for an unsigned dtype."""
+    return SubScalar(scalar)(a)
+
+
 class MulScalar(_ScalarOp):
     def compute(self, a: NDArray) -> NDArray:
         return _C.multiply(a, self.scalar)

@@ -1,4 +1,4 @@
-"""The rooms of csrc/DESIGN.md, and the habits of the tree, read from the sources themselves. (Who
+"""The rooms of docs/design.md, and the habits of the tree, read from the sources themselves. (Who
 may use whom among the files of a room is tests/house/test_floors.py's.)"""
 
 import ast
@@ -34,7 +34,7 @@ def allowed_includes(path: Path) -> set[str]:
     if path.parent.name == "csrc":
         return spine
     if is_python_side(path):  # of the backends, it links one
-        return spine | room | ({"csrc/cpu/cpu.h"} if path.name == "backends.c" else set())
+        return spine | room
     if path.name not in FILL_VTABLE:
         room -= {"cuda/device.cuh", "cuda/graph.cuh"}  # of those that fill the rest of the vtable
     return spine | {"csrc/formula.h"} | room
