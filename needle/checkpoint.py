@@ -40,7 +40,8 @@ FORMAT = "needle checkpoint"
 DIGITS = 32  # of the checksum, in hexadecimal
 CHUNK = 1 << 24  # bytes read at a time
 # What each state has, whatever a caller adds.
-STATE = {"config": dict, "optimizer": (dict, type(None)), "epoch": int, "loss": (int, float)}
+MAYBE = (dict, type(None))  # of a module that is not registered, and of no optimizer
+STATE = {"config": MAYBE, "optimizer": MAYBE, "epoch": int, "loss": (int, float)}
 CheckpointError = FileError  # a checkpoint, or a folder of transformers, that cannot be used
 
 

@@ -74,6 +74,7 @@ def test_a_long_context_still_loads(tmp_path):
     "state",
     [
         {"config": [1]},
+        {"config": None},
         {"config": {"vocab_size": "many"}},
         {"config": {"vocab_size": True}},
         {"model": ["pythia"]},
