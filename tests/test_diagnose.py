@@ -75,6 +75,14 @@ def test_the_remedy_fits_the_reason(built, driver, words):
     assert words in diagnose.remedy(built, driver)
 
 
+def test_a_build_and_a_gpu_in_words():
+    facts = ndl.show_config(file=io.StringIO())
+    facts["build"] |= {"cuda": "13.0", "cuda_archs": "80 90a"}
+    facts["cuda"] |= {"built": True}
+    assert ("CUDA backend", "built with CUDA 13.0 for sm_80, sm_90a") in diagnose.lines(facts)
+    assert diagnose.gigabytes(3 * 2**29) == "1.5 GiB"
+
+
 @pytest.mark.cuda
 def test_gpu_is_described():
     facts = ndl.show_config(file=io.StringIO())
