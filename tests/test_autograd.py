@@ -480,3 +480,31 @@ def test_what_a_gradient_does_not_read_may_change():
     y.cached_data.fill(7)
     y.sum().backward()
     np.testing.assert_array_equal(x.grad.numpy(), np.full((2, 3), 4))
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3)])
+@pytest.mark.parametrize("low", ["bfloat16", "float16"])
+def test_a_gradient_has_the_dtype_of_its_operand(low, shape):
+    """Also where operands of two dtypes were promoted, and broadcast."""
+    a, b = Tensor(np.ones((2, 3)), dtype="float32"), Tensor(np.ones(shape), dtype=low)
+    product = a * b
+    product.sum().backward()
+    assert product.dtype == "float32"
+    assert (a.grad.dtype, b.grad.dtype) == ("float32", low)
+    np.testing.assert_array_equal(b.grad.numpy().astype(np.float32), np.full(shape, 6 / b.size))
+
+
+def test_indices_select_along_each_axis():
+    values = np.arange(60).reshape(3, 4, 5).astype(np.float32)
+    for axis in range(3):
+        a = Tensor(values)
+        picked = ops.index_select(a, axis, [2, 0, 2])
+        np.testing.assert_array_equal(picked.numpy(), np.take(values, [2, 0, 2], axis))
+        picked.sum().backward()
+        counts = np.bincount([2, 0, 2], minlength=values.shape[axis])
+        shape = [-1 if i == axis else 1 for i in range(3)]
+        wanted = np.broadcast_to(counts.reshape(shape), values.shape)
+        np.testing.assert_array_equal(a.grad.numpy(), wanted)
+    for wrong in (4, 9, -5):
+        with pytest.raises(ValueError, match=rf"{wrong} at \(1,\)"):
+            ops.index_select(a, 1, [0, wrong])

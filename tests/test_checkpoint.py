@@ -24,7 +24,7 @@ from needle.checkpoint import (
 )
 from needle.hf import __main__ as shell
 from needle.models.pythia import Pythia, PythiaConfig
-from needle.safetensors import Entry
+from needle.safetensors import Entry, read_header
 
 CONFIG = PythiaConfig(
     vocab_size=53, hidden_size=16, num_layers=2, num_heads=2, max_seq_len=12, rotary_pct=0.5
@@ -189,6 +189,16 @@ def test_without_an_optimizer(tmp_path):
     model, _ = made()
     path = save_checkpoint(model, None, 0, 1.0, tmp_path / "a")
     assert load_checkpoint(path)[1] is None
+
+
+def test_a_file_of_a_header_alone(tmp_path):
+    from safetensors.numpy import save_file
+
+    save_file({"nothing": np.zeros((0, 3), np.float32)}, tmp_path / "a.safetensors")
+    with open(tmp_path / "a.safetensors", "rb") as file:
+        metadata, entries = read_header(file)
+        assert metadata == {} and [(e.name, e.shape) for e in entries] == [("nothing", (0, 3))]
+        assert file.read() == b""
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,8 +1,94 @@
-"""python -m needle.diagnose as the shell meets it."""
+"""show_config() and `python -m needle.diagnose` tell the truth and mend nothing."""
 
+import io
+import os
+import subprocess
+import sys
+
+import numpy as np
 import pytest
+from harness import ROOT
 
+import needle as ndl
 from needle import diagnose
+
+
+def run(**env: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "needle.diagnose"],
+        cwd=ROOT,
+        text=True,
+        env={**os.environ, **env},
+        capture_output=True,
+    )
+
+
+def test_show_config_prints_what_it_returns():
+    text = io.StringIO()
+    facts = ndl.show_config(file=text)
+    printed = text.getvalue()
+    assert facts["needle"] == ndl.__version__ and ndl.__version__ in printed
+    assert facts["numpy"] == np.__version__ and np.__version__ in printed
+    assert facts["build"]["blas"] in printed and facts["build"]["compiler"] in printed
+    assert facts["devices"][0]["device"] == "cpu()" and "cpu()" in printed
+    assert facts["cuda"]["usable"] == ndl.cuda().enabled()
+    if not facts["cuda"]["usable"]:
+        assert facts["cuda"]["problem"] in printed and facts["cuda"]["remedy"] in printed
+
+
+def test_command_line_tests_each_device():
+    done = run(NEEDLE_REQUIRE_CUDA="0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "test cpu()     ok" in done.stdout
+    assert done.stderr == ""
+
+
+def test_a_gpu_that_is_required_and_missing_is_a_failure():
+    if ndl.cuda().enabled():
+        pytest.skip("there is a GPU")
+    assert run(NEEDLE_REQUIRE_CUDA="1").returncode == 1
+
+
+def test_a_wrong_product_is_found(monkeypatch):
+    class Broken:
+        def __matmul__(self, other):
+            return self
+
+        def numpy(self):
+            return np.zeros((256, 256), np.float32)
+
+    monkeypatch.setattr(diagnose._C, "array", lambda *args, **more: Broken())
+    good, text = diagnose.self_test(ndl.cpu())
+    assert not good and text.startswith("WRONG")
+
+
+@pytest.mark.parametrize(
+    "built, driver, words",
+    [
+        (False, None, "driver"),
+        (True, None, "driver"),
+        (False, "13.0", "NEEDLE_CUDA=1"),
+        (True, "13.0", "CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_the_remedy_fits_the_reason(built, driver, words):
+    assert words in diagnose.remedy(built, driver)
+
+
+def test_a_build_and_a_gpu_in_words():
+    facts = ndl.show_config(file=io.StringIO())
+    facts["build"] |= {"cuda": "13.0", "cuda_archs": "80 90a"}
+    facts["cuda"] |= {"built": True}
+    assert ("CUDA backend", "built with CUDA 13.0 for sm_80, sm_90a") in diagnose.lines(facts)
+    assert diagnose.gigabytes(3 * 2**29) == "1.5 GiB"
+
+
+@pytest.mark.cuda
+def test_gpu_is_described():
+    facts = ndl.show_config(file=io.StringIO())
+    gpu = next(d for d in facts["devices"] if d["device"] == "cuda()")
+    assert gpu["arch"] >= 80 and gpu["total_bytes"] > 2**30
+    assert diagnose.self_test(ndl.cuda())[0]
 
 
 def test_help(capsys):

@@ -421,7 +421,7 @@ def test_pickled_weights_are_refused_with_the_line_that_converts_them(tmp_path):
     with pytest.raises(CheckpointError, match="a pickle") as error:
         Pythia.from_pretrained(folder)
     words = shlex.split(str(error.value).partition("This line converts it: ")[2])
-    assert words[:2] == ["python", "-c"] and len(words) == 3
+    assert words[:2] == [sys.executable, "-c"] and len(words) == 3
     compile(words[2], "line", "exec")
     assert str(folder) in words[2]
 

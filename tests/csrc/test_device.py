@@ -32,3 +32,5 @@ def test_memory_stats_count_arrays():
     del held
     after = nd.cpu().memory_stats()
     assert after["live_bytes"] == before and after["peak_bytes"] >= before + 2**20
+    small = nd.zeros((4,))  # allocating less than was held before
+    assert nd.cpu().memory_stats()["peak_bytes"] == after["peak_bytes"] and small.size == 4

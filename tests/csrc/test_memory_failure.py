@@ -1,10 +1,14 @@
 """An allocation that cannot be had raises, and afterwards everything works."""
 
+import ctypes
 import gc
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
-from harness import DEVICES, device_of, live_bytes
+from harness import DEVICES, ROOT, device_of, live_bytes
 
 import needle as ndl
 from needle import _C, Tensor, ops
@@ -104,3 +108,27 @@ def test_memory_of_every_size_is_counted_aligned_and_given_back():
     after = ndl.cpu().memory_stats()
     assert after["live_bytes"] == before["live_bytes"]
     assert after["reserved_bytes"] == before["reserved_bytes"]
+
+
+KEPT = """
+import resource
+from needle import _C
+held = _C.empty((64 << 20,))  # 256 MiB
+del held
+assert _C.cpu().memory_stats()["reserved_bytes"] >= 256 << 20
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (128 << 20),) * 2)
+_C.empty((80 << 20,)).fill(1)  # 320 MiB, of another size than what is kept
+print("done")
+"""
+
+
+@pytest.mark.skipif(
+    hasattr(ctypes.CDLL(None), "__asan_init"), reason="under the sanitizers nothing is kept"
+)
+def test_memory_that_is_kept_goes_back_before_an_allocation_fails():
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", KEPT], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "done\n", done.stderr

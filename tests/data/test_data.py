@@ -36,3 +36,10 @@ def test_shuffle_is_one_numpy_shuffle():
 def test_wrong_batch_size():
     with pytest.raises(ValueError):
         data.DataLoader(data.NDArrayDataset(np.ones(3)), batch_size=0)
+
+
+def test_arrays_of_different_lengths():
+    with pytest.raises(ValueError, match="array 1 has 2 samples, but the first has 3"):
+        data.NDArrayDataset(np.ones((3, 2)), np.ones(2))
+    with pytest.raises(ValueError, match="needs one array or more"):
+        data.NDArrayDataset()

@@ -233,6 +233,14 @@ def test_a_tokenizer_that_leaves_ids_out(tmp_path, tokenizer):
     assert open_documents(tmp_path / "x").tolist() == [70_000] * 30
 
 
+def test_tokens_that_were_added_count_and_stand_for_no_bytes(tmp_path):
+    path = word_tokenizer(tmp_path, {"a": 0, "bcd": 1, "[UNK]": 2})
+    made = text.load_tokenizer(path)
+    made.add_special_tokens(["<sep>", "<pad>"])
+    assert text.id_limit(made) == 5
+    np.testing.assert_array_equal(text.token_bytes(made)[[0, 1, 3, 4]], [1, 3, 0, 0])
+
+
 def test_a_text_that_the_tokenizer_cannot_encode(tmp_path, tokenizer, capsys):
     words = word_tokenizer(tmp_path, {"one": 0})
     (tmp_path / "a.txt").write_text("one two three")

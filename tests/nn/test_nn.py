@@ -105,6 +105,11 @@ def test_state_dict_round_trip():
         other.load_state_dict({k: v for k, v in state.items() if k != name})
     with pytest.raises((KeyError, ValueError)):
         other.load_state_dict(state | {"stranger": state[name]})
+    for shape in [(1,), (1, 4), (4, 3), ()]:  # some of them would broadcast
+        wrong = state | {name: np.zeros(shape, np.float32)}
+        with pytest.raises(ValueError, match=rf"{name} must have shape \(3, 4\)"):
+            other.load_state_dict(wrong, strict=False)
+    np.testing.assert_array_equal(one(x).numpy(), other(x).numpy())  # nothing was loaded
 
 
 @both
