@@ -81,10 +81,10 @@ typedef struct nd_storage {
     void *memory;       /* device memory on CUDA; NULL only when bytes == 0 */
     size_t bytes;
     nd_device *device;
-    uint64_t written;    /* number of the last write, of all of the process; 0: only its maker's */
     uint64_t generation; /* the device's generation when made; differs after cuda_reset(): stale */
     void *owner;         /* memory borrowed from elsewhere (a NumPy array, DLPack) ... */
     void (*release)(void *owner); /* ... and how to give it back; NULL: the backend frees memory */
+    uint64_t written; /* number of the last write, of all of the process; 0: only its maker's */
 } nd_storage;
 
 typedef struct nd_array {

@@ -26,7 +26,7 @@ def _load_core() -> None:
     longer than from one op to the next, unless the user said how they should wait."""
     wanted = {"OPENBLAS_NUM_THREADS": "1"}
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(_os.environ):
-        wanted["GOMP_SPINCOUNT"] = "10000"
+        wanted["GOMP_SPINCOUNT"] = "30000"
     core = _os.environ.get("NEEDLE_OPENBLAS_CORETYPE") or _amd_core()
     if core:
         wanted["OPENBLAS_CORETYPE"] = core

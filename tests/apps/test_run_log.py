@@ -72,6 +72,7 @@ def test_the_bar_at_80_columns(tmp_path, monkeypatch, steps, done, speed, begins
 
 def test_a_full_disk_is_named(tmp_path):
     log = run_log.RunLog(tmp_path, ndl.cpu(), 0, 5, 1, 1.0, None, 0.0)
+    log._file.close()
     log._file = open("/dev/full", "a")
     loss = full((), 3.0, "float32", ndl.cpu())
     log.queue(1, [loss], loss, 1e-3, "", 0.0)

@@ -102,7 +102,7 @@ def test_more_threads_than_any_machine_has():
 @pytest.mark.parametrize(
     "user, spins",
     [
-        ({}, "10000"),
+        ({}, "30000"),
         ({"OMP_WAIT_POLICY": "ACTIVE"}, "INFINITY|[1-9]\\d{6,}"),
         ({"GOMP_SPINCOUNT": "77"}, "77"),
     ],
