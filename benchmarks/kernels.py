@@ -1,4 +1,4 @@
-"""Time of each CUDA kernel family on Pythia-70M's shapes, beside the same operation in PyTorch.
+"""Time of every op on CUDA at Pythia-70M's shapes, beside the same operation in PyTorch.
 
     python benchmarks/kernels.py                       all families, batch 16 x 2048, bfloat16
     python benchmarks/kernels.py --only matmul --batch-size 32
@@ -8,13 +8,15 @@ Times come from events on each library's stream, after a warm-up; a sample repea
 long enough to hide the launch, needle's and PyTorch's samples alternate, and the table shows
 medians. GB/s counts the bytes that an operation must move and TFLOP/s the operations that it must
 do (a multiply and an add are two; causal attention at half), whatever the kernel really does.
-x torch is PyTorch's time over needle's: above 1, needle is faster.
+x torch is PyTorch's time over needle's: above 1, needle is faster. The last lines say which are
+below 0.9, and which ops the table leaves out and why.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 import statistics
 import sys
@@ -33,6 +35,12 @@ from needle import _C
 C, HEADS, HEAD_DIM, VOCABULARY, PARAMETERS = 512, 8, 64, 50304, 70_426_624
 ROTARY = 8  # angles: the first 16 of 64 dims turn
 SAMPLE_MS = 5.0  # a sample repeats the operation about so long
+SLOW = 0.9  # of PyTorch's speed
+LEFT_OUT = {
+    "block_sparse_attention_fwd": "beside dense attention in benchmarks/attention.py",
+    "block_sparse_attention_bwd": "beside dense attention in benchmarks/attention.py",
+    "decode_attention": "several calls in PyTorch; whole steps in benchmarks/generate.py",
+}
 ITEM_SIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -101,6 +109,12 @@ def copies(s: Shapes) -> Iterator[Case]:
         return lambda: a.transpose(1, 2).contiguous()
 
     yield Case("assign", 2 * size * n, lambda: _C.assign(narrow, x), copy_peer)
+    yield Case(
+        "fill",
+        size * n,
+        lambda: _C.fill(narrow, 1.0),
+        lambda t: functools.partial(s.tensor(t, s.rows, 4 * C).fill_, 1.0),
+    )
     yield Case("assign float32 ->", (4 + size) * n, lambda: _C.assign(narrow, wide), cast_peer)
     yield Case(
         "assign (B,T,H,D) -> (B,H,T,D)",
@@ -108,6 +122,40 @@ def copies(s: Shapes) -> Iterator[Case]:
         lambda: _C.assign(turned, heads.permute((0, 2, 1, 3))),
         turn_peer,
     )
+
+
+# op -> the same in PyTorch, given the torch module, two matrices and a row
+UNARY = {
+    "negate": lambda t, a, b, c: t.neg(a),
+    "absolute": lambda t, a, b, c: t.abs(a),
+    "relu": lambda t, a, b, c: t.relu(a),
+    "exp": lambda t, a, b, c: t.exp(a),
+    "log": lambda t, a, b, c: t.log(a),
+    "sqrt": lambda t, a, b, c: t.sqrt(a),
+    "tanh": lambda t, a, b, c: t.tanh(a),
+    "sigmoid": lambda t, a, b, c: t.sigmoid(a),
+    "gelu": lambda t, a, b, c: t.nn.functional.gelu(a),
+    "gelu_tanh": lambda t, a, b, c: t.nn.functional.gelu(a, approximate="tanh"),
+}
+BINARY = {
+    "add": lambda t, a, b, c: t.add(a, b),
+    "subtract": lambda t, a, b, c: t.sub(a, b),
+    "multiply": lambda t, a, b, c: t.mul(a, b),
+    "divide": lambda t, a, b, c: t.div(a, b),
+    "power": lambda t, a, b, c: t.pow(a, b),
+    "maximum": lambda t, a, b, c: t.maximum(a, b),
+    "minimum": lambda t, a, b, c: t.minimum(a, b),
+    "gelu_bwd": lambda t, a, b, c: t.ops.aten.gelu_backward(b, a),
+    "gelu_tanh_bwd": lambda t, a, b, c: t.ops.aten.gelu_backward(b, a, approximate="tanh"),
+}
+COMPARISONS = {
+    "equal": lambda t, a, b, c: t.eq(a, b),
+    "not_equal": lambda t, a, b, c: t.ne(a, b),
+    "less": lambda t, a, b, c: t.lt(a, b),
+    "less_equal": lambda t, a, b, c: t.le(a, b),
+    "greater": lambda t, a, b, c: t.gt(a, b),
+    "greater_equal": lambda t, a, b, c: t.ge(a, b),
+}
 
 
 def elementwise(s: Shapes) -> Iterator[Case]:
@@ -122,41 +170,51 @@ def elementwise(s: Shapes) -> Iterator[Case]:
 
         return make
 
-    yield Case("add", 3 * size * n, lambda: _C.add(x, y), peer(lambda t, a, b, c: a + b))
+    for op, call in UNARY.items():
+        yield Case(op, 2 * size * n, functools.partial(getattr(_C, op), x), peer(call))
+    for op, call in BINARY.items():
+        yield Case(op, 3 * size * n, functools.partial(getattr(_C, op), x, y), peer(call))
+    for op, call in COMPARISONS.items():
+        work = (2 * size + 1) * n
+        yield Case(op, work, functools.partial(getattr(_C, op), x, y), peer(call))
     yield Case("add a row", 2 * size * n, lambda: _C.add(x, row), peer(lambda t, a, b, c: a + c))
-    yield Case(
-        "gelu", 2 * size * n, lambda: _C.gelu(x), peer(lambda t, a, b, c: t.nn.functional.gelu(a))
-    )
-    yield Case(
-        "gelu_tanh",
-        2 * size * n,
-        lambda: _C.gelu_tanh(x),
-        peer(lambda t, a, b, c: t.nn.functional.gelu(a, approximate="tanh")),
-    )
-    yield Case(
-        "gelu_tanh_bwd",
-        3 * size * n,
-        lambda: _C.gelu_tanh_bwd(x, y),
-        peer(lambda t, a, b, c: t.ops.aten.gelu_backward(b, a, approximate="tanh")),
-    )
 
 
 def reductions(s: Shapes) -> Iterator[Case]:
-    n, size = s.rows * 4 * C, s.size
+    work = s.size * s.rows * 4 * C
     x = s.array(s.rows, 4 * C)
-    columns = x.permute((1, 0))
+    columns, short = x.permute((1, 0)), x.reshape((4 * s.rows, C))
 
     def peer(call):
         def make(torch):
             a = s.tensor(torch, s.rows, 4 * C)
-            return lambda: call(a)
+            return lambda: call(torch, a)
 
         return make
 
-    yield Case("sum of rows", size * n, lambda: _C.sum(x, 1), peer(lambda a: a.sum(1)))
-    yield Case("sum of columns", size * n, lambda: _C.sum(columns, 1), peer(lambda a: a.sum(0)))
-    yield Case("sum of all", size * n, lambda: _C.sum(x, 2), peer(lambda a: a.sum()))
-    yield Case("argmax of rows", size * n, lambda: _C.argmax(x, 1), peer(lambda a: a.argmax(1)))
+    def short_peer(torch):
+        a = s.tensor(torch, 4 * s.rows, C)
+        return lambda: a.sum(1)
+
+    peers = {
+        "sum": lambda t, a, axis: t.sum(a, axis),
+        "sumsq": lambda t, a, axis: t.linalg.vector_norm(a, dim=axis),  # and a root an output
+        "max": lambda t, a, axis: t.amax(a, axis),
+        "min": lambda t, a, axis: t.amin(a, axis),
+        "argmax": lambda t, a, axis: t.argmax(a, axis),
+        "argmin": lambda t, a, axis: t.argmin(a, axis),
+    }
+    for op, call in peers.items():
+        f = getattr(_C, op)
+        for name, array, axis in (("rows", x, 1), ("columns", columns, 0)):
+            yield Case(
+                f"{op} of {name}",
+                work,
+                functools.partial(f, array, 1),
+                peer(functools.partial(call, axis=axis)),
+            )
+    yield Case("sum of rows of 512", work, lambda: _C.sum(short, 1), short_peer)
+    yield Case("sum of all", work, lambda: _C.sum(x, 2), peer(lambda t, a: t.sum(a)))
 
 
 def products(s: Shapes) -> Iterator[Case]:
@@ -334,6 +392,24 @@ def losses(s: Shapes) -> Iterator[Case]:
     )
 
 
+def decoding(s: Shapes) -> Iterator[Case]:
+    rows = 32
+    logits = s.array(rows, VOCABULARY)
+    tokens, positions = (_C.array(np.zeros(rows), "int32", s.device) for _ in range(2))
+
+    def peer(torch):
+        a = s.tensor(torch, rows, VOCABULARY)
+        places = torch.zeros(rows, dtype=torch.int32, device="cuda")
+        return lambda: (torch.argmax(a, 1), places.add_(1))
+
+    yield Case(
+        "decode_greedy",
+        s.size * rows * VOCABULARY,
+        lambda: _C.decode_greedy(logits, tokens, positions),
+        peer,
+    )
+
+
 def optimizers(s: Shapes) -> Iterator[Case]:
     n = PARAMETERS
     p, g, m = (s.array(n, dtype="float32") for _ in range(3))
@@ -369,6 +445,7 @@ FAMILIES: dict[str, Callable[[Shapes], Iterator[Case]]] = {
     "attention": attention,
     "embedding": embeddings,
     "cross_entropy": losses,
+    "decode": decoding,
     "optimizer": optimizers,
 }
 
@@ -445,6 +522,7 @@ def main() -> None:
         f"{args.samples}" + (f", interleaved with torch {torch.__version__}" if torch else "")
     )
     print(f"{'':32}{'ms':>10}{'GB/s':>10}{'TFLOP/s':>10}{'torch ms':>10}{'x torch':>9}")
+    slow, alone = [], []
     for family in args.only:
         for case in FAMILIES[family](shapes):
             mine, peer = measure(case, shapes.device, torch, args.samples)
@@ -457,9 +535,18 @@ def main() -> None:
                 f"{case.name:32}{mine:10.4f}{gigabytes:>10}{teraflops:>10}{theirs:>10}{ratio:>9}",
                 flush=True,
             )
+            if peer is None:
+                alone.append(case.name)
+            elif peer < SLOW * mine:
+                slow.append(f"{case.name} ({peer / mine:.2f})")
         if torch is not None:
             torch.cuda.empty_cache()
         shapes.device.empty_cache()
+    if torch is not None:
+        print(f"below {SLOW} of PyTorch's speed: {', '.join(slow) or 'none'}")
+        print(f"no one call in PyTorch: {', '.join(alone) or 'none'}")
+    for op, why in LEFT_OUT.items():
+        print(f"not here: {op}: {why}")
 
 
 if __name__ == "__main__":

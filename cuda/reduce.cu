@@ -5,12 +5,16 @@
  * (index 0). The reduced elements of an output are split in a way that depends on the sizes and the
  * device only, each part is folded in a fixed order, and the parts are then folded in a fixed order.
  *
- * Who does what. Rows: neighbouring threads take neighbouring reduced elements, a warp or a block an
- * output (16-byte loads when the reduced elements are contiguous floats). Columns: when the reduced
- * elements are apart but the outputs' are neighbours, neighbouring threads take neighbouring outputs.
+ * Who does what. A thread loads pieces: 16 bytes where the elements that lie side by side are
+ * aligned floats, else an element, and several before it folds the first. Rows: neighbouring threads
+ * take neighbouring reduced elements, a warp or a block an output. Columns: when the reduced elements
+ * are apart but the outputs' are neighbours, neighbouring threads take neighbouring outputs, as many
+ * as a piece has elements each, and the block's rows of threads take the reduced elements in turn.
  * When there are few outputs, several blocks share one and leave parts in scratch, which
- * fold_kernel folds, a warp an output.
- * Bytes: each element once.
+ * fold_kernel folds, as columns.
+ * Bytes: each element once, and 8 (ARG: 32) for each part. Instructions: about 4 an element for a
+ * sum, and 6 for an ARG, 4 of them comparisons and selections, of which a multiprocessor does 64 a
+ * clock; HBM brings it 9 two-byte elements.
  */
 #include "common.cuh"
 
@@ -30,43 +34,71 @@ template <> __device__ __forceinline__ int64_t highest<int64_t>() { return INT64
 #define ND_LOWEST lowest<V>()
 #define ND_HIGHEST highest<V>()
 
-/* A folding rule: Part is what is folded, start() the empty fold, take(x, r) that of one element at
- * reduced index r, combine(a, b) is associative up to rounding, a before b. */
-#define RED(name, types, start_value, combine_text, map_text)                               \
-    template <class V> struct name##_fold {                                                 \
-        typedef V Part;                                                                     \
-        static __device__ __forceinline__ Part start() { return (V)(start_value); }         \
-        static __device__ __forceinline__ Part take(V x, int64_t) { return (V)(map_text); } \
-        static __device__ __forceinline__ Part combine(Part a, Part b) {                    \
-            return (V)(combine_text);                                                       \
-        }                                                                                   \
-        static __device__ __forceinline__ V value(Part a) { return a; }                     \
-    };
-#define ARG(name, better)                                                              \
-    template <class V> struct name##_fold {                                            \
-        typedef Found<V> Part;                                                         \
-        static __device__ __forceinline__ bool beats(V a, V b) { return better; }      \
-        static __device__ __forceinline__ Part start() { return {(V)0, -1}; }          \
-        static __device__ __forceinline__ Part take(V x, int64_t r) { return {x, r}; } \
-        static __device__ __forceinline__ Part combine(Part p, Part q) {               \
-            if (p.index < 0 || q.index < 0) {                                          \
-                return p.index < 0 ? q : p;                                            \
-            }                                                                          \
-            V a = p.value, b = q.value;                                                \
-            bool p_nan = a != a, q_nan = b != b;                                       \
-            bool p_wins = p_nan || q_nan ? p_nan && !q_nan : beats(a, b);              \
-            bool q_wins = p_nan || q_nan ? q_nan && !p_nan : beats(b, a);              \
-            return p_wins || (!q_wins && p.index < q.index) ? p : q;                   \
-        }                                                                              \
-        static __device__ __forceinline__ int64_t value(Part a) {                      \
-            return a.index < 0 ? 0 : a.index;                                          \
-        }                                                                              \
-    };
-
 template <class V> struct Found {
     V value;
-    int64_t index; /* -1: none yet */
+    int64_t index;
 };
+
+/* A folding rule: Part is what is folded, start() the empty fold. add(part, x, r) folds the elements
+ * r, r + 1, ... into a part that has seen smaller r only; combine(a, b) takes parts of any elements
+ * and is associative up to rounding. Within x a sum is a tree, so that additions can overlap. */
+#define RED(name, types, start_value, combine_text, map_text)                              \
+    template <class V> struct name##_fold {                                                \
+        typedef V Part;                                                                    \
+        static __device__ __forceinline__ Part start() { return (V)(start_value); }        \
+        static __device__ __forceinline__ V map(V x) { return (V)(map_text); }             \
+        static __device__ __forceinline__ Part combine(Part a, Part b) {                   \
+            return (V)(combine_text);                                                      \
+        }                                                                                  \
+        template <int N>                                                                   \
+        static __device__ __forceinline__ void add(Part &part, const V (&x)[N], int64_t) { \
+            V tree[N];                                                                     \
+            _Pragma("unroll") for (int k = 0; k < N; k++) { tree[k] = map(x[k]); }         \
+            _Pragma("unroll") for (int step = N / 2; step > 0; step /= 2) {                \
+                _Pragma("unroll") for (int k = 0; k < step; k++) {                         \
+                    tree[k] = combine(tree[k], tree[k + step]);                            \
+                }                                                                          \
+            }                                                                              \
+            part = combine(part, tree[0]);                                                 \
+        }                                                                                  \
+        static __device__ __forceinline__ V value(Part a) { return a; }                    \
+    };
+
+/* The empty fold is the worst value at no index. An element of that value is not better and leaves it
+ * so: where nothing is better than the worst, all are equal and the first is the answer. */
+constexpr int64_t no_index = INT64_MAX;
+#define ARG(name, better)                                                                     \
+    template <class V> struct name##_fold {                                                   \
+        typedef Found<V> Part;                                                                \
+        static __device__ __forceinline__ bool beats(V a, V b) { return better; }             \
+        /* x beats best, or is the first NaN: written so, two comparisons do. */              \
+        static __device__ __forceinline__ bool replaces(V best, V x) {                        \
+            return !(beats(best, x) || best == x) && best == best;                            \
+        }                                                                                     \
+        static __device__ __forceinline__ Part start() {                                      \
+            return {beats(highest<V>(), lowest<V>()) ? lowest<V>() : highest<V>(), no_index}; \
+        }                                                                                     \
+        static __device__ __forceinline__ Part combine(Part p, Part q) {                      \
+            bool q_wins = replaces(p.value, q.value), p_wins = replaces(q.value, p.value);    \
+            return q_wins || (!p_wins && q.index < p.index) ? q : p;                          \
+        }                                                                                     \
+        template <int N>                                                                      \
+        static __device__ __forceinline__ void add(Part &part, const V (&x)[N], int64_t r) {  \
+            V best = x[0];                                                                    \
+            int at = 0;                                                                       \
+            _Pragma("unroll") for (int k = 1; k < N; k++) {                                   \
+                bool wins = replaces(best, x[k]);                                             \
+                best = wins ? x[k] : best;                                                    \
+                at = wins ? k : at;                                                           \
+            }                                                                                 \
+            bool wins = replaces(part.value, best);                                           \
+            part.value = wins ? best : part.value;                                            \
+            part.index = wins ? r + at : part.index;                                          \
+        }                                                                                     \
+        static __device__ __forceinline__ int64_t value(Part a) {                             \
+            return a.index == no_index ? 0 : a.index;                                         \
+        }                                                                                     \
+    };
 
 #include "../csrc/ops.def"
 
@@ -109,15 +141,56 @@ __device__ __forceinline__ typename Fold::Part fold_block(typename Fold::Part pa
     return part;
 }
 
+/* N parts a thread, over the threads whose numbers differ by a multiple of `width` (a power of two);
+ * the results are right in threads 0 to width - 1. */
+template <class Fold, int N>
+__device__ __forceinline__ void fold_columns(typename Fold::Part (&part)[N], int width) {
+    __shared__ typename Fold::Part parts[N][threads / 2];
+    const int t = threadIdx.x;
+    for (int step = threads / 2; step >= width; step /= 2) {
+        if (t >= step && t < 2 * step) {
+#pragma unroll
+            for (int k = 0; k < N; k++) {
+                parts[k][t - step] = part[k];
+            }
+        }
+        __syncthreads();
+        if (t < step) {
+#pragma unroll
+            for (int k = 0; k < N; k++) {
+                part[k] = Fold::combine(part[k], parts[k][t]);
+            }
+        }
+        __syncthreads();
+    }
+}
+
 /* Geometry of one reduction. Split s of output o covers reduced elements [s * chunk, ...). */
 struct Plan {
     const void *x;
     nd_dtype dtype;
     Walk<1> kept, reduced; /* kept.size outputs of reduced.size elements each */
     int64_t chunk, splits;
+    int width; /* columns: neighbouring threads that take neighbouring outputs, a power of two */
     void *out; /* parts[split * outputs + o] when splits > 1, else the results */
     nd_dtype out_dtype;
 };
+
+/* The offset of an element, as Walk's, in a loop that stays one: it runs once an output, and unrolled
+ * its divisions take the registers of the loads. */
+template <class I> __device__ __forceinline__ int64_t rolled(const Walk<1> &walk, I i) {
+    int64_t offset = 0;
+#pragma unroll 1
+    for (int d = walk.ndim - 1; d > 0; d--) {
+        I next = i / (I)walk.shape[d];
+        offset += (int64_t)(i - next * (I)walk.shape[d]) * walk.strides[0][d];
+        i = next;
+    }
+    return walk.ndim > 0 ? offset + (int64_t)i * walk.strides[0][0] : offset;
+}
+__device__ __forceinline__ int64_t offset_of(const Walk<1> &walk, int64_t i) {
+    return walk.size <= 0x7fffffff ? rolled(walk, (uint32_t)i) : rolled(walk, (uint64_t)i);
+}
 
 template <class Fold>
 __device__ __forceinline__ void leave(const Plan &p, int64_t split, int64_t o,
@@ -129,39 +202,110 @@ __device__ __forceinline__ void leave(const Plan &p, int64_t split, int64_t o,
     }
 }
 
-/* `group` threads (32 or all) an output and split. Elements of any strides and dtype are read as V;
- * `vectors`: they are contiguous, 16-byte aligned floats V; chunk and the rows are whole vectors. */
-template <class Fold, class V, int group, bool vectors>
+/* A word of memory as the floats T in it, one operation each where T is bf16. */
+__device__ __forceinline__ void unpack(uint32_t word, float (&x)[2], Type<bf16>) {
+    x[0] = __uint_as_float(word << 16);
+    x[1] = __uint_as_float(word & 0xffff0000u);
+}
+__device__ __forceinline__ void unpack(uint32_t word, float (&x)[2], Type<f16>) {
+    x[0] = __half2float(__ushort_as_half((unsigned short)word));
+    x[1] = __half2float(__ushort_as_half((unsigned short)(word >> 16)));
+}
+__device__ __forceinline__ void unpack(uint32_t word, float (&x)[1], Type<float>) {
+    x[0] = __uint_as_float(word);
+}
+
+/* What a thread loads at a time: 16 bytes of floats T (`vectors`), or an element. Where T is int64_t
+ * it is one of any integer dtype. */
+template <class T, bool vectors> struct Piece {
+    typedef std::conditional_t<std::is_same_v<T, int64_t>, int64_t, float> V;
+    static constexpr int size = vectors ? Vec<T>::size : 1;
+    static constexpr int ahead = 4; /* pieces loaded before the first is folded */
+    std::conditional_t<vectors, uint4, T> raw;
+
+    __device__ __forceinline__ void load(const void *x, int64_t at, nd_dtype dtype) {
+        if constexpr (vectors) {
+            raw = *(const uint4 *)((const T *)x + at);
+        } else if constexpr (std::is_same_v<T, int64_t>) {
+            raw = load_as<int64_t>(x, at, dtype);
+        } else {
+            raw = ((const T *)x)[at];
+        }
+    }
+    __device__ __forceinline__ void get(V (&x)[size]) const {
+        if constexpr (vectors) {
+            const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+            for (int w = 0; w < 4; w++) {
+                float part[size / 4];
+                unpack(words[w], part, Type<T>());
+#pragma unroll
+                for (int k = 0; k < size / 4; k++) {
+                    x[w * (size / 4) + k] = part[k];
+                }
+            }
+        } else if constexpr (std::is_same_v<T, int64_t>) {
+            x[0] = raw;
+        } else {
+            x[0] = to_float(raw);
+        }
+    }
+};
+
+template <class P, int ahead, class Offset, class Take>
+__device__ __forceinline__ void scan_ahead(const Plan &p, int64_t first, int64_t end, int64_t step,
+                                           Offset offset, Take take) {
+    for (; first < end; first += ahead * step) {
+        P pieces[ahead];
+#pragma unroll
+        for (int u = 0; u < ahead; u++) {
+            if (first + u * step < end) {
+                pieces[u].load(p.x, offset(first + u * step), p.dtype);
+            }
+        }
+#pragma unroll
+        for (int u = 0; u < ahead; u++) {
+            if (first + u * step < end) {
+                typename P::V x[P::size];
+                pieces[u].get(x);
+                take(x, first + u * step);
+            }
+        }
+    }
+}
+
+/* take(values, r) of the pieces at r = first, first + step, ... before `end` of the reduced elements,
+ * which begin at `from`. One axis is read ahead; several cost divisions, and the code of those is
+ * long. */
+template <class P, class Take>
+__device__ __forceinline__ void scan(const Plan &p, int64_t from, int64_t first, int64_t end,
+                                     int64_t step, Take take) {
+    if (p.reduced.ndim == 1) {
+        const int64_t stride = p.reduced.strides[0][0];
+        scan_ahead<P, P::ahead>(
+            p, first, end, step, [&](int64_t r) { return from + r * stride; }, take);
+    } else {
+        scan_ahead<P, 1>(
+            p, first, end, step, [&](int64_t r) { return from + offset_of(p.reduced, r); }, take);
+    }
+}
+
+/* `group` threads (32 or all) an output and split. `vectors`: the pieces are of reduced elements, and
+ * chunks are whole pieces. */
+template <class Fold, class T, int group, bool vectors>
 __global__ void __launch_bounds__(threads) rows_kernel(Plan p) {
+    typedef Piece<T, vectors> P;
     const int lane = threadIdx.x % group;
     const int64_t tasks = p.kept.size * p.splits;
     for (int64_t base = (int64_t)blockIdx.x * (threads / group); base < tasks;
          base += (int64_t)gridDim.x * (threads / group)) {
         int64_t task = base + threadIdx.x / group;
+        int64_t split = p.splits > 1 ? task / p.kept.size : 0, o = task - split * p.kept.size;
         typename Fold::Part part = Fold::start();
-        int64_t o = task % p.kept.size, split = task / p.kept.size;
         if (task < tasks) {
-            int64_t at[1] = {0};
-            p.kept.add_offsets(o, at);
-            int64_t end = min((split + 1) * p.chunk, p.reduced.size);
-            if constexpr (vectors) {
-                constexpr int N = Vec<V>::size;
-                const V *x = (const V *)p.x + at[0];
-#pragma unroll 4
-                for (int64_t r = split * p.chunk + lane * N; r < end; r += group * N) {
-                    Vec<V> v = load16(x + r);
-#pragma unroll
-                    for (int k = 0; k < N; k++) {
-                        part = Fold::combine(part, Fold::take(to_float(v.v[k]), r + k));
-                    }
-                }
-            } else {
-                for (int64_t r = split * p.chunk + lane; r < end; r += group) {
-                    int64_t from[1] = {at[0]};
-                    p.reduced.add_offsets(r, from);
-                    part = Fold::combine(part, Fold::take(load_as<V>(p.x, from[0], p.dtype), r));
-                }
-            }
+            scan<P>(p, offset_of(p.kept, o), split * p.chunk + lane * P::size,
+                    min((split + 1) * p.chunk, p.reduced.size), group * P::size,
+                    [&](const typename P::V(&x)[P::size], int64_t r) { Fold::add(part, x, r); });
         }
         part = group == 32 ? fold_warp<Fold>(part) : fold_block<Fold>(part);
         if (lane == 0 && task < tasks) {
@@ -170,52 +314,61 @@ __global__ void __launch_bounds__(threads) rows_kernel(Plan p) {
     }
 }
 
-/* 32 neighbouring outputs a block, 8 threads for each. */
-template <class Fold, class V> __global__ void __launch_bounds__(threads) columns_kernel(Plan p) {
-    __shared__ typename Fold::Part parts[threads / 32][32];
-    const int column = threadIdx.x & 31, row = threadIdx.x >> 5;
-    const int64_t tiles = ceil_div<int64_t>(p.kept.size, 32), tasks = tiles * p.splits;
+/* A block takes `width` pieces of neighbouring outputs, threads / width reduced elements at a time. */
+template <class Fold, class T, bool vectors>
+__global__ void __launch_bounds__(threads) columns_kernel(Plan p) {
+    typedef Piece<T, vectors> P;
+    const int column = threadIdx.x & (p.width - 1), row = threadIdx.x / p.width;
+    const int64_t tiles = ceil_div<int64_t>(p.kept.size, p.width * P::size);
+    const int64_t tasks = tiles * p.splits;
     for (int64_t task = blockIdx.x; task < tasks; task += gridDim.x) {
-        int64_t o = task % tiles * 32 + column, split = task / tiles;
-        typename Fold::Part part = Fold::start();
+        int64_t split = p.splits > 1 ? task / tiles : 0;
+        int64_t o = ((task - split * tiles) * p.width + column) * P::size;
+        typename Fold::Part part[P::size];
+#pragma unroll
+        for (int k = 0; k < P::size; k++) {
+            part[k] = Fold::start();
+        }
         if (o < p.kept.size) {
-            int64_t at[1] = {0};
-            p.kept.add_offsets(o, at);
-            int64_t end = min((split + 1) * p.chunk, p.reduced.size);
-#pragma unroll 4
-            for (int64_t r = split * p.chunk + row; r < end; r += threads / 32) {
-                int64_t from[1] = {at[0]};
-                p.reduced.add_offsets(r, from);
-                part = Fold::combine(part, Fold::take(load_as<V>(p.x, from[0], p.dtype), r));
-            }
+            scan<P>(p, offset_of(p.kept, o), split * p.chunk + row,
+                    min((split + 1) * p.chunk, p.reduced.size), threads / p.width,
+                    [&](const typename P::V(&x)[P::size], int64_t r) {
+#pragma unroll
+                        for (int k = 0; k < P::size; k++) {
+                            typename P::V one[1] = {x[k]};
+                            Fold::add(part[k], one, r);
+                        }
+                    });
         }
-        parts[row][column] = part;
-        __syncthreads();
+        fold_columns<Fold>(part, p.width);
         if (row == 0 && o < p.kept.size) {
-            for (int k = 1; k < threads / 32; k++) {
-                part = Fold::combine(part, parts[k][column]);
+#pragma unroll
+            for (int k = 0; k < P::size; k++) {
+                leave<Fold>(p, split, o + k, part[k]);
             }
-            leave<Fold>(p, split, o, part);
         }
-        __syncthreads();
     }
 }
 
-/* parts[split * outputs + o] -> the results, a warp an output. */
+/* parts[split * outputs + o] -> the results. */
 template <class Fold>
 __global__ void __launch_bounds__(threads)
-    fold_kernel(const typename Fold::Part *parts, int64_t splits, int64_t outputs, void *out,
-                nd_dtype out_dtype) {
-    const int lane = threadIdx.x & 31;
-    for (int64_t o = (int64_t)blockIdx.x * (threads / 32) + (threadIdx.x >> 5); o < outputs;
-         o += (int64_t)gridDim.x * (threads / 32)) {
-        typename Fold::Part part = Fold::start();
-        for (int64_t s = lane; s < splits; s += 32) {
-            part = Fold::combine(part, parts[s * outputs + o]);
+    fold_kernel(const typename Fold::Part *parts, int64_t splits, int64_t outputs, int width,
+                void *out, nd_dtype out_dtype) {
+    const int column = threadIdx.x & (width - 1), row = threadIdx.x / width;
+    for (int64_t base = (int64_t)blockIdx.x * width; base < outputs;
+         base += (int64_t)gridDim.x * width) {
+        int64_t o = base + column;
+        typename Fold::Part part[1] = {Fold::start()};
+        if (o < outputs) {
+#pragma unroll 4
+            for (int64_t s = row; s < splits; s += threads / width) {
+                part[0] = Fold::combine(part[0], parts[s * outputs + o]);
+            }
         }
-        part = fold_warp<Fold>(part);
-        if (lane == 0) {
-            store_as(out, o, out_dtype, Fold::value(part));
+        fold_columns<Fold>(part, width);
+        if (row == 0 && o < outputs) {
+            store_as(out, o, out_dtype, Fold::value(part[0]));
         }
     }
 }
@@ -234,17 +387,45 @@ Walk<1> walk_of(const nd_array *x, int first, int count) {
     return Walk<1>(loop);
 }
 
-int64_t last_stride(const Walk<1> &walk) {
-    return walk.ndim > 0 ? walk.strides[0][walk.ndim - 1] : 0;
-}
+/* Do the elements of the last axis lie side by side? */
+bool is_dense(const Walk<1> &walk) { return walk.ndim > 0 && walk.strides[0][walk.ndim - 1] == 1; }
 
-bool rows_are_vectors(const Plan &p, int count, size_t size) {
-    bool fit = p.reduced.ndim == 1 && p.reduced.strides[0][0] == 1 && p.reduced.size % count == 0 &&
-               (uintptr_t)p.x % (count * size) == 0;
-    for (int d = 0; d < p.kept.ndim; d++) {
-        fit = fit && p.kept.strides[0][d] % count == 0;
+/* Can 16 bytes be read at a time along the last axis of `dense`? */
+bool vectors_fit(const Plan &p, const Walk<1> &dense, const Walk<1> &other) {
+    const int64_t size = (int64_t)nd_dtype_size(p.dtype), count = 16 / size;
+    bool fit = nd_dtype_is_float(p.dtype) && is_dense(dense) && is_aligned16(p.x) &&
+               dense.shape[dense.ndim - 1] % count == 0;
+    for (int d = 0; d < dense.ndim - 1; d++) {
+        fit = fit && dense.strides[0][d] % count == 0;
+    }
+    for (int d = 0; d < other.ndim; d++) {
+        fit = fit && other.strides[0][d] % count == 0;
     }
     return fit;
+}
+
+/* Threads of a block that take neighbouring columns: a warp, or fewer where the columns that lie side
+ * by side are fewer, and more where there are too few rows for all threads. */
+int columns_width(int64_t columns, int64_t rows) {
+    int width = 32;
+    while (width > 1 && width / 2 >= columns && threads / width < rows) {
+        width /= 2;
+    }
+    while (width < threads && threads / width > rows) {
+        width *= 2;
+    }
+    return width;
+}
+
+template <class Fold, class T, bool vectors>
+void launch(const Plan &p, bool columns, bool warps, unsigned grid, cudaStream_t stream) {
+    if (columns) {
+        columns_kernel<Fold, T, vectors><<<grid, threads, 0, stream>>>(p);
+    } else if (warps) {
+        rows_kernel<Fold, T, 32, vectors><<<grid, threads, 0, stream>>>(p);
+    } else {
+        rows_kernel<Fold, T, threads, vectors><<<grid, threads, 0, stream>>>(p);
+    }
 }
 
 template <class Fold, class V>
@@ -257,57 +438,58 @@ nd_status reduce(const char *op, int device, const nd_array *x, int64_t axes, nd
     p.reduced = walk_of(x, x->ndim - (int)axes, (int)axes);
     p.out = out->data;
     p.out_dtype = out->dtype;
-    const int64_t outputs = p.kept.size, elements = p.reduced.size;
+    const int64_t outputs = p.kept.size;
+    const int64_t elements = p.reduced.size > 0 ? p.reduced.size : 1;
     if (outputs == 0) {
         return ND_OK;
     }
     cudaStream_t stream = cuda_stream(device);
-    bool columns = last_stride(p.reduced) != 1 && last_stride(p.kept) == 1 && outputs >= 32;
-    bool warps = !columns && elements <= 1024;
+    const int processors = cuda_device_limits(device)->processors;
+    const bool columns = is_dense(p.kept) && !is_dense(p.reduced) && outputs > 1;
+    const bool vectors =
+        columns ? vectors_fit(p, p.kept, p.reduced) : vectors_fit(p, p.reduced, p.kept);
+    const int piece = vectors ? 16 / (int)nd_dtype_size(x->dtype) : 1;
+    p.width = columns
+                  ? columns_width(ceil_div<int64_t>(p.kept.shape[p.kept.ndim - 1], piece), elements)
+                  : 1;
+    /* A warp an output where the row is short, or not long and there are warps' worth of rows. */
+    const bool warps =
+        !columns && (elements <= 1024 || (elements <= 8192 && outputs >= (int64_t)processors * 32));
 
     /* Enough blocks to fill the device, and no split shorter than 16 elements a thread. */
-    int64_t blocks = columns ? ceil_div<int64_t>(outputs, 32)
-                     : warps ? ceil_div<int64_t>(outputs, threads / 32)
-                             : outputs;
-    int64_t least = columns ? 128 : threads * 16;
-    int64_t wanted = ceil_div<int64_t>((int64_t)cuda_device_limits(device)->processors * 8, blocks);
-    int64_t most = ceil_div(elements > 0 ? elements : (int64_t)1, least);
+    int64_t blocks = ceil_div<int64_t>(outputs, columns ? p.width * piece
+                                                : warps ? threads / 32
+                                                        : 1);
+    int64_t least = columns ? threads / p.width * 16 : threads * 16;
+    int64_t wanted = ceil_div<int64_t>((int64_t)processors * 8, blocks);
+    int64_t most = ceil_div(elements, least);
     p.splits = warps ? 1 : (wanted < most ? wanted : most);
-    p.chunk = ceil_div(ceil_div(elements > 0 ? elements : (int64_t)1, p.splits), (int64_t)16) * 16;
-    p.splits = ceil_div(elements > 0 ? elements : (int64_t)1, p.chunk);
+    p.chunk = ceil_div(ceil_div(elements, p.splits), (int64_t)16) * 16;
+    p.splits = ceil_div(elements, p.chunk);
     if (p.splits > 1) {
         ND_TRY(cuda_scratch(device, (size_t)(p.splits * outputs) * sizeof(Part), &p.out));
     }
-    unsigned grid = cuda_grid(device, blocks * p.splits, 64);
+    const unsigned grid = cuda_grid(device, blocks * p.splits, 64);
 
-    bool done = false;
     if constexpr (std::is_same_v<V, float>) {
-        if (!columns &&
-            rows_are_vectors(p, 16 / (int)nd_dtype_size(x->dtype), nd_dtype_size(x->dtype))) {
-            done = true;
-            ND_TRY(with_float(op, x->dtype, [&](auto tag) -> nd_status {
-                using T = typename decltype(tag)::type;
-                if (warps) {
-                    rows_kernel<Fold, T, 32, true><<<grid, threads, 0, stream>>>(p);
-                } else {
-                    rows_kernel<Fold, T, threads, true><<<grid, threads, 0, stream>>>(p);
-                }
-                return ND_OK;
-            }));
-        }
-    }
-    if (!done && columns) {
-        columns_kernel<Fold, V><<<grid, threads, 0, stream>>>(p);
-    } else if (!done && warps) {
-        rows_kernel<Fold, V, 32, false><<<grid, threads, 0, stream>>>(p);
-    } else if (!done) {
-        rows_kernel<Fold, V, threads, false><<<grid, threads, 0, stream>>>(p);
+        ND_TRY(with_float(op, x->dtype, [&](auto tag) -> nd_status {
+            using T = typename decltype(tag)::type;
+            if (vectors) {
+                launch<Fold, T, true>(p, columns, warps, grid, stream);
+            } else {
+                launch<Fold, T, false>(p, columns, warps, grid, stream);
+            }
+            return ND_OK;
+        }));
+    } else {
+        launch<Fold, V, false>(p, columns, warps, grid, stream);
     }
     CUDA_LAUNCHED(op);
     if (p.splits > 1) {
-        unsigned fold_grid = cuda_grid(device, ceil_div<int64_t>(outputs, threads / 32), 64);
+        const int width = columns_width(outputs, p.splits);
+        const unsigned fold_grid = cuda_grid(device, ceil_div<int64_t>(outputs, width), 64);
         fold_kernel<Fold><<<fold_grid, threads, 0, stream>>>((const Part *)p.out, p.splits, outputs,
-                                                             out->data, out->dtype);
+                                                             width, out->data, out->dtype);
         CUDA_LAUNCHED(op);
     }
     return ND_OK;

@@ -124,6 +124,10 @@ REDUCED_SHAPES = [  # shape, how many of the last axes
     ((257, 3), 2),
     ((5, 7, 31), 2),
     ((170, 200), 1),
+    ((40, 264), 1),  # rows and, transposed, columns of whole 16-byte loads
+    ((40, 900), 1),  # columns of several blocks, transposed
+    ((4, 20_000), 1),
+    ((16, 3, 24), 2),  # two axes that do not merge, transposed
     ((5, 7, 31), 0),
     ((2, 3, 4, 5), 1),
     ((2, 3, 4, 5), 3),

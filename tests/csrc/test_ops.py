@@ -353,6 +353,11 @@ def test_reductions_of_nan_and_infinity(device):
         assert np.isnan(_C.max(array, 1).numpy()) and np.isnan(_C.min(array, 1).numpy())
         assert _C.argmax(array, 1).numpy() == at and _C.argmin(array, 1).numpy() == at
         assert np.isnan(_C.sum(array, 1).numpy())
+        wide = to_ndarray(np.tile(values[:, None], 40), "float32", device).permute((1, 0))
+        for columns in (wide, wide[1:]):  # 16-byte loads, and not
+            assert np.isnan(_C.max(columns, 1).numpy()).all()
+            assert (_C.argmax(columns, 1).numpy() == at).all()
+            assert (_C.argmin(columns, 1).numpy() == at).all()
     lowest = to_ndarray(np.full((3, 31), -np.inf), "float32", device)
     np.testing.assert_array_equal(_C.max(lowest, 1).numpy(), np.full(3, -np.inf))
     np.testing.assert_array_equal(_C.min(_C.negate(lowest), 1).numpy(), np.full(3, np.inf))

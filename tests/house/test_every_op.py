@@ -11,7 +11,7 @@ import cases
 import numpy as np
 import pytest
 from gradients import GRADIENTS
-from harness import OPS
+from harness import OPS, ROOT
 from sources import code, files, name
 
 from needle import Tensor, ops
@@ -47,6 +47,14 @@ def test_each_op_of_the_table_has_a_test_case():
             assert op in has, f"tests/cases/ has no inputs and no reference of {op}: {entry.kind}"
     strange = (formulas | structured) - OPS.keys()
     assert not strange, f"csrc/ops.def has no {sorted(strange)}, which tests/cases/ tests"
+
+
+def test_each_op_of_the_table_is_timed():
+    text = (ROOT / "benchmarks" / "kernels.py").read_text()
+    for op in OPS:
+        assert re.search(rf"\b{op}\b", text), (
+            f"benchmarks/kernels.py neither times {op} nor says in LEFT_OUT why it does not"
+        )
 
 
 def defined() -> dict[str, str]:
