@@ -1,5 +1,6 @@
 """Tensors by NumPy's rules: what is picked, its gradient, what is refused, and what is copied."""
 
+import os
 import re
 import subprocess
 import sys
@@ -129,7 +130,7 @@ for y in (x, x.T, x[:, ::2], x[::-1]):
         ndl.ops.index_select(y, axis, [3, 1, 3])
     y[[1, 2], :, [1, 2]], y[3, :, [0, 1]]
 """
-    environment = {"NEEDLE_TRACE": "1", "PYTHONPATH": ":".join(sys.path)}
+    environment = {**os.environ, "NEEDLE_TRACE": "1", "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True
     )
