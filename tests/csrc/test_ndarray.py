@@ -6,8 +6,6 @@ from harness import DEVICES, assert_same_bits, device_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import needle as ndl
-from needle import _C
 from needle import backend_ndarray as nd
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
@@ -348,29 +346,6 @@ def test_whole_numbers_that_no_double_holds():
     array += 2**53 + 1
     np.testing.assert_array_equal(array.numpy(), [2**54 + 2, 2**53 + 6])
     assert (nd.array([5.0]) < 2**70).item() is True
-
-
-WHOLE = ("int32", "int64", "uint8", "uint16")
-BEYOND = [  # each with what an array of ones would have become
-    lambda x, n: x + n,
-    lambda x, n: n - x,
-    lambda x, n: x * n,
-    lambda x, n: nd.maximum(x, n),
-    lambda x, n: x.__iadd__(n),
-    lambda x, n: x.__imul__(n),
-    lambda x, n: x.fill(n),
-    lambda x, n: x.fill(2.0 * n),  # no double is 2^63 + 1
-    lambda x, n: _C.fill(x, n),
-    lambda x, n: x.__setitem__(slice(None), n),
-    lambda x, n: x.__setitem__(0, [n]),
-    lambda x, n: x.flat.__setitem__(0, n),
-    lambda x, n: nd.full(3, n, x.dtype, x.device),
-    lambda x, n: nd.array(n, x.dtype, x.device),
-    lambda x, n: nd.array([[1, n], [0, 1]], x.dtype, x.device),
-    lambda x, n: nd.array([1.0, n], x.dtype, x.device),
-    lambda x, n: ndl.Tensor(x) + n,
-    lambda x, n: ndl.Tensor(x) - n,
-]
 
 
 def test_flat_is_an_array_to_numpy():
