@@ -5,25 +5,12 @@ import pickle
 
 import numpy as np
 import pytest
-from harness import DEVICES, assert_same_bits, bits, device_of, to_ndarray
-from hypothesis import given, settings
+from harness import assert_same_bits, bits, device_of, to_ndarray
+from hypothesis import given
 from hypothesis import strategies as st
+from test_ndarray import both, numbers, pair, quick
 
 from needle import backend_ndarray as nd
-
-quick = settings(max_examples=60, deadline=None, derandomize=True)
-both = pytest.mark.parametrize("device", DEVICES)
-
-
-def numbers(*shape) -> np.ndarray:
-    """Different small integers, so that float32 arithmetic is exact."""
-    return (np.arange(np.prod(shape, dtype=int)) % 97 - 40).astype(np.float32).reshape(shape)
-
-
-def pair(*shape, device="cpu"):
-    host = numbers(*shape)
-    return host, nd.array(host, device=device_of(device))
-
 
 # ---- arithmetic ----------------------------------------------------------------------------------
 
