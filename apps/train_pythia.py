@@ -167,7 +167,11 @@ def train(run: Run) -> int:
             file=sys.stdout if failure is None else sys.stderr,
         )
         return 0 if failure is None else 1
-    finish(run, log)
+    print(
+        f"loss {log.first_loss:.4f} at the first step, {log.loss:.4f} at the last; "
+        f"{log.seconds:.0f} s of training"
+    )
+    finish(run)
     return 0
 
 
@@ -304,18 +308,20 @@ def report_not_finite(run: Run, error: NotFinite) -> int:
     return 1
 
 
-def finish(run: Run, log: RunLog) -> None:
+def finish(run: Run) -> None:
     """The plot, a sample, and where everything lies."""
-    print(
-        f"loss {log.first_loss:.4f} at the first step, {log.loss:.4f} at the last; "
-        f"{log.seconds:.0f} s of training"
-    )
     print(plot(run.folder))
     print(f"checkpoint: {checkpoint_path(run.folder / 'checkpoints', run.step)}")
     text = sample_text(run)
     with replacing(run.folder / "sample.txt") as file:
         file.write(text.encode())
     print(f"sample ({run.folder / 'sample.txt'}):\n{text}")
+
+
+def is_finished(run: Run) -> bool:
+    """Whether finish() came to its end after the last step: a kill may fall in between."""
+    sample, numbers = run.folder / "sample.txt", run.folder / "metrics.jsonl"
+    return sample.exists() and sample.stat().st_mtime_ns >= numbers.stat().st_mtime_ns
 
 
 def sample_text(run: Run) -> str:
@@ -477,6 +483,8 @@ def main(argv: list[str] | None = None) -> int:
         run.tensorboard, run.wandb = args.tensorboard, args.wandb
         print(f"{run.model}\n{run.data.source}\nrun: {run.folder}", flush=True)
         if run.step >= run.settings["steps"]:
+            if not is_finished(run):
+                finish(run)
             print(f"nothing to do: all {run.settings['steps']} steps are done. {longer(run)}")
             return 0
         return train(run)

@@ -1,6 +1,7 @@
 """apps/train_pythia.py and apps/generate.py as a person meets them: runs, and how they go on."""
 
 import json
+import os
 
 import generate
 import numpy as np
@@ -203,3 +204,19 @@ def test_defaults_by_device_and_model():
     assert train_flags.complete({"model": "pythia-410m"}, None, on_gpu=True)["lr"] == 3e-4
     named = {"batch_size": 2, "seq_len": 16, "grad_accum": 3, "warmup": 0}
     assert train_flags.complete(named, 97, on_gpu=False)["steps"] == 2
+
+
+def test_a_run_killed_before_its_plot_is_plotted_when_resumed(tmp_path, tokens, capsys):
+    argv = flags(tmp_path, tokens, "a", "--resume", "auto", steps=3)
+    assert train_pythia.main(argv) == 0
+    folder = tmp_path / "runs" / "a"
+    (folder / "loss.png").unlink(), (folder / "sample.txt").unlink()
+    capsys.readouterr()
+    assert train_pythia.main(argv) == 0
+    said = capsys.readouterr().out
+    assert "plot: " in said and "sample (" in said and "nothing to do" in said
+    assert (folder / "sample.txt").read_text() and (folder / "loss.png").stat().st_size
+    # One that is older than the last step is of an earlier end.
+    os.utime(folder / "sample.txt", ns=(0, 0))
+    assert train_pythia.main(argv) == 0 and "plot: " in capsys.readouterr().out
+    assert train_pythia.main(argv) == 0 and "plot: " not in capsys.readouterr().out
