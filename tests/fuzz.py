@@ -66,7 +66,7 @@ def bits_of(names: dict) -> dict:
     for name, value in list(names.items()):
         inner = value.items() if type(value) is dict and name[0] == "v" else ()
         for label, x in [(name, value)] + [(f"{name}[{key!r}]", x) for key, x in inner]:
-            if isinstance(x, array) and array.size.__get__(x) <= 5000:
+            if issubclass(type(x), array) and array.size.__get__(x) <= 5000:
                 word = {1: "uint8", 2: "uint16", 4: "int32", 8: "int64"}[
                     array.nbytes.__get__(x) // max(array.size.__get__(x), 1) or 1
                 ]
@@ -178,11 +178,11 @@ def trim(names: dict, largest: int) -> None:
     from needle import _C
 
     for name, value in list(names.items()):
-        if isinstance(value, _C.NDArray):
+        if issubclass(type(value), _C.NDArray):  # a proxy's isinstance asks what is gone
             shape = _C.NDArray.shape.__get__(value)
             if _C.NDArray.size.__get__(value) > largest or max(shape, default=0) > largest:
                 del names[name]
-        elif isinstance(value, (np.ndarray, memoryview)) and value.nbytes > 16 * largest:
+        elif issubclass(type(value), np.ndarray) and value.nbytes > 16 * largest:
             del names[name]
 
 
@@ -245,7 +245,8 @@ def child(seed: int, step: int, count: int, seconds: float, path: str) -> int:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     import numpy as np
 
-    faulthandler.enable()
+    if not SANITIZED:  # which say more
+        faulthandler.enable()
     warnings.simplefilter("ignore")
     np.seterr(all="ignore")
     exec(HEAD, NAMES)

@@ -132,8 +132,7 @@ OwnFloat = own(float, 1.5, *NUMERIC)
 OwnStr = own(str, "float32", "__eq__", "__repr__", "__str__", __hash__=str.__hash__)
 OwnList = own(list, (), "__iter__", "__len__", "__getitem__")
 OwnTuple = own(tuple, (2, 3), "__iter__", "__len__", "__getitem__")
-OwnFloat32 = own(np.float32, 1.5, *NUMERIC)
-OwnInt64 = own(np.int64, 3, *NUMERIC)
+OwnFloat32 = own(np.float32, 1.5, *NUMERIC)  # NumPy itself does not survive converting one
 
 
 class Around(np.ndarray):
@@ -367,7 +366,7 @@ def capsule(
         made.version[:] = version
         made.flags = flags
     address = ctypes.addressof(made)
-    text = name or (b"dltensor_versioned" if version else b"dltensor")
+    text = (b"dltensor_versioned" if version else b"dltensor") if name is None else name
     KEPT.append((made, memory, sizes, steps, text))
     LENT.add(address)
     return new_capsule(address, text, None)

@@ -79,7 +79,7 @@ class Lines:
         return self.rng.random() < share
 
     def variables(self, kind: type) -> list[str]:
-        return [n for n, v in self.names.items() if n[0] == "v" and isinstance(v, kind)]
+        return [n for n, v in self.names.items() if n[0] == "v" and issubclass(type(v), kind)]
 
     def fresh(self) -> str:
         self.count += 1
@@ -117,7 +117,7 @@ class Lines:
         if kind < 16:
             return self.rng.choice(NUMBERS)
         answers = self.one("2", "1", "3, -1", "0", "Raised", "2**63", "1.5", "None, 2", "True")
-        return f"{self.one('Index', 'Number', 'OwnInt', 'OwnInt64', 'Item')}({answers}{self.then()})"
+        return f"{self.one('Index', 'Number', 'OwnInt', 'Item')}({answers}{self.then()})"
 
     def number(self) -> str:
         if self.odds(0.6):
@@ -126,7 +126,7 @@ class Lines:
             "1.5", "2", "Raised", "'text'", "1e300", "1.0, Raised", "3, 2**70", "float('nan')", "None",
             "2.0, float('inf')", "True, Raised",
         )  # fmt: skip
-        kinds = ("Index", "Float", "Number", "OwnInt", "OwnFloat", "OwnFloat32", "OwnInt64", "Item")
+        kinds = ("Index", "Float", "Number", "OwnInt", "OwnFloat", "Item")
         return f"{self.rng.choice(kinds)}({answers}{self.then()})"
 
     def shape_values(self, most: int = 2000) -> tuple[int, ...]:
@@ -348,11 +348,11 @@ class Lines:
     def operator_line(self) -> str:
         op = self.one("+", "-", "*", "/", "**", "@", "==", "!=", "<", "<=", ">", ">=")
         left, right = self.array(), self.operand()
-        if self.odds(0.3):
-            left, right = right, left
         if self.odds(0.2):
             return self.keep(self.one(f"-{left}", f"+{left}", f"abs({left})", f"pow({left}, {right}, {self.operand()})",
                              f"{left}.maximum({right})", f"{left}.minimum({right})"))  # fmt: skip
+        if self.odds(0.3):
+            left, right = right, left
         return self.keep(f"{left} {op} {right}")
 
     def in_place(self) -> str:
@@ -462,6 +462,10 @@ class Lines:
 
     def assignment(self) -> str:
         target = self.array(new=False)
+        if self.odds(0.1):
+            value = f"OwnFloat32({self.one('1.5', 'Raised', '1.5, Raised', '1.5, 1e300')}{self.then()})"
+            return self.one(f"{target}.fill({value})", f"_C.fill({target}, {value})", f"{target}[0] = {value}",
+                            f"operator.iadd({target}, {value})", f"{target}.maximum({value})")  # fmt: skip
         value = target + self.one("", "[::-1]", "[:1]", "[..., ::2]") if self.odds(0.3) else self.values()
         kind = self.rng.randrange(8)
         if kind < 4:
