@@ -41,7 +41,7 @@ C_FILES = $(wildcard csrc/*.[ch] csrc/*/*.[ch] cuda/*.cu cuda/*.cuh)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help train test test-cuda lib check format asan memcheck campaign bench clean
+.PHONY: help train test test-cuda lib check format asan fuzz memcheck campaign bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -52,6 +52,7 @@ help:
 	@echo 'make check                  formatting, lint, and the tests of the tree'
 	@echo 'make format                 apply the formatting'
 	@echo 'make asan                   the core under the address and undefined-behaviour sanitizers'
+	@echo 'make fuzz                   an hour of hostile calls of the core, under the same sanitizers'
 	@echo 'make memcheck               the CUDA kernel tests under compute-sanitizer'
 	@echo 'make campaign               kills, failing disks, damaged files: an hour of tries to lose a run'
 	@echo 'make bench                  the benchmarks'
@@ -156,20 +157,28 @@ format: $(STATE)/build
 	"$$format" -i $(C_FILES); "$$lint" check --quiet --fix-only .; "$$lint" format --quiet .
 
 # The core built with the sanitizers, and its built-in matrix product, so that every byte of a product
-# goes through them; the tests that replay tests/cases/ and those of views and modules then run on
-# it. One thread, because scratch is then as small as the one thread needs; a test of its own takes
-# more threads. Python never frees all that it has: leaks are the tests' own matter.
-asan: export LDFLAGS := -fsanitize=address,undefined
-asan: export CFLAGS := -O1 -g -fno-omit-frame-pointer -fno-sanitize-recover=all -fsanitize=address,undefined
+# goes through them, and a command of Python's that runs there. One thread, because scratch is then as
+# small as the one thread needs; a test of its own takes more threads. Python never frees all that it
+# has: leaks are the tests' own matter.
+define sanitized
+@NEEDLE_CUDA=0 NEEDLE_BLAS=builtin NEEDLE_MARCH=none "$(PY)" -W ignore setup.py -q \
+    build --build-lib build/asan --build-temp build/asan/objects
+@python=$$("$(PY)" -c 'import sys; print(sys.executable)'); cd build/asan && PYTHONPATH="$$PWD" \
+    LD_PRELOAD="$$(echo $$(ldd needle/_C*.so | sed -n 's/.*=> \(.*san\.so[^ ]*\).*/\1/p') libstdc++.so.6)" \
+    ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:max_malloc_fill_size=1073741824:malloc_fill_byte=255 \
+    UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc OMP_NUM_THREADS=1 "$$python"
+endef
+asan fuzz: export LDFLAGS := -fsanitize=address,undefined
+asan fuzz: export CFLAGS := -O1 -g -fno-omit-frame-pointer -fno-sanitize-recover=all -fsanitize=address,undefined
+
+# The tests that replay tests/cases/ and those of views and modules.
 asan: $(STATE)/test
-	@NEEDLE_CUDA=0 NEEDLE_BLAS=builtin NEEDLE_MARCH=none "$(PY)" -W ignore setup.py -q \
-	    build --build-lib build/asan --build-temp build/asan/objects
-	@python=$$("$(PY)" -c 'import sys; print(sys.executable)'); cd build/asan && PYTHONPATH= \
-	    LD_PRELOAD="$$(echo $$(ldd needle/_C*.so | sed -n 's/.*=> \(.*san\.so[^ ]*\).*/\1/p') libstdc++.so.6)" \
-	    ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:max_malloc_fill_size=1073741824:malloc_fill_byte=255 \
-	    UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc OMP_NUM_THREADS=1 \
-	    "$$python" -m pytest -q --capture=sys -m 'not cuda and not parity' -p no:cacheprovider \
+	$(sanitized) -m pytest -q --capture=sys -m 'not cuda and not parity' -p no:cacheprovider \
 	    $(addprefix $(CURDIR)/,$(ASAN_TESTS)) $(ARGS)
+
+# For an hour, or as ARGS="--seconds N" says.
+fuzz: $(STATE)/test
+	$(sanitized) $(CURDIR)/tests/fuzz.py $(ARGS)
 
 memcheck: $(STATE)/test
 	@NEEDLE_CUDA=1 $(MAKE) --no-print-directory lib

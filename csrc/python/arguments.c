@@ -49,26 +49,30 @@ int nd_shape_from(PyObject *object, const char *what, int *ndim, int64_t *values
         *ndim = 1;
         return nd_int64_from(object, what, values);
     }
-    PyObject *list = PySequence_Fast(object, "");
-    if (list == NULL) {
-        FAIL(PyExc_TypeError, "%s: must be an integer or a sequence of them, not %.80s", what,
-             Py_TYPE(object)->tp_name);
+    /* A tuple of our own: an item's __index__ may change the caller's list. */
+    PyObject *items = PySequence_Tuple(object);
+    if (items == NULL) {
+        if (PyErr_ExceptionMatches(PyExc_TypeError)) {
+            PyErr_Format(PyExc_TypeError, "%s: must be an integer or a sequence of them, not %.80s",
+                         what, Py_TYPE(object)->tp_name);
+        }
+        return -1;
     }
-    Py_ssize_t count = PySequence_Fast_GET_SIZE(list);
+    Py_ssize_t count = PyTuple_GET_SIZE(items);
     if (count > ND_MAX_DIMS) {
         PyErr_Format(PyExc_ValueError, "%s: has %zd entries; an array has at most %d axes", what,
                      count, ND_MAX_DIMS);
-        Py_DECREF(list);
+        Py_DECREF(items);
         return -1;
     }
     *ndim = (int)count;
     for (Py_ssize_t i = 0; i < count; i++) {
-        if (nd_int64_from(PySequence_Fast_GET_ITEM(list, i), what, &values[i]) < 0) {
-            Py_DECREF(list);
+        if (nd_int64_from(PyTuple_GET_ITEM(items, i), what, &values[i]) < 0) {
+            Py_DECREF(items);
             return -1;
         }
     }
-    Py_DECREF(list);
+    Py_DECREF(items);
     return 0;
 }
 

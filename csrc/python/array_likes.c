@@ -131,12 +131,6 @@ int nd_from_object(nd_state *state, PyObject *object, bool natural, nd_dtype dty
         return -1;
     }
     dtype = natural ? own : dtype;
-    if (PyArray_NDIM(any) > ND_MAX_DIMS) {
-        PyErr_Format(PyExc_ValueError, "array: has %d axes; an NDArray has at most %d",
-                     PyArray_NDIM(any), ND_MAX_DIMS);
-        Py_DECREF(any);
-        return -1;
-    }
     if (natural && check_unsigned(any) < 0) {
         Py_DECREF(any);
         return -1;
@@ -152,6 +146,13 @@ int nd_from_object(nd_state *state, PyObject *object, bool natural, nd_dtype dty
                               : (PyArrayObject *)PyArray_FromArray(any, descr, flags);
     Py_DECREF(any);
     if (host == NULL) {
+        return -1;
+    }
+    /* Asked of `host` alone: converting may run Python, which may change the object. */
+    if (PyArray_NDIM(host) > ND_MAX_DIMS) {
+        PyErr_Format(PyExc_ValueError, "array: has %d axes; an NDArray has at most %d",
+                     PyArray_NDIM(host), ND_MAX_DIMS);
+        Py_DECREF(host);
         return -1;
     }
     int64_t shape[ND_MAX_DIMS];
@@ -210,13 +211,13 @@ PyObject *nd_to_numpy(nd_state *state, const nd_array *a) {
         return NULL;
     }
     npy_intp shape[ND_MAX_DIMS];
-    for (int i = 0; i < a->ndim; i++) {
-        shape[i] = (npy_intp)a->shape[i];
+    for (int i = 0; i < compact.ndim; i++) {
+        shape[i] = (npy_intp)compact.shape[i];
     }
-    PyObject *array = PyArray_SimpleNew(a->ndim, shape, numpy_types[dtype]);
-    size_t bytes = (size_t)nd_size(a) * nd_dtype_size(dtype);
+    PyObject *array = PyArray_SimpleNew(compact.ndim, shape, numpy_types[dtype]);
+    size_t bytes = (size_t)nd_size(&compact) * nd_dtype_size(dtype);
     if (array != NULL && bytes > 0) {
-        nd_device *device = a->storage->device;
+        nd_device *device = compact.storage->device;
         void *to = PyArray_DATA((PyArrayObject *)array);
         nd_status status;
         Py_BEGIN_ALLOW_THREADS

@@ -120,6 +120,11 @@ PyObject *nd_ndarray_dlpack(PyObject *self, PyObject *arguments, PyObject *keywo
     }
     if (wanted != Py_None) {
         dl_device own = dlpack_device(a), other;
+        if (!PyTuple_Check(wanted)) {
+            return PyErr_Format(PyExc_TypeError,
+                                "__dlpack__: dl_device: must be a tuple (type, index), not %.80s",
+                                Py_TYPE(wanted)->tp_name);
+        }
         if (!PyArg_ParseTuple(wanted, "ii", &other.type, &other.index)) {
             return NULL;
         }
@@ -148,10 +153,11 @@ PyObject *nd_ndarray_dlpack(PyObject *self, PyObject *arguments, PyObject *keywo
         export_free(hold);
         return nd_raise(state, "__dlpack__", device, status);
     }
+    nd_dtype dtype = hold->view.dtype;
     dl_tensor tensor = {.data = hold->view.data,
-                        .device = dlpack_device(a),
-                        .ndim = a->ndim,
-                        .dtype = {codes[a->dtype], (uint8_t)(8 * nd_dtype_size(a->dtype)), 1},
+                        .device = dlpack_device(&hold->view),
+                        .ndim = hold->view.ndim,
+                        .dtype = {codes[dtype], (uint8_t)(8 * nd_dtype_size(dtype)), 1},
                         .shape = hold->view.shape,
                         .strides = hold->view.strides};
     PyObject *capsule;
@@ -174,13 +180,17 @@ PyObject *nd_ndarray_dlpack(PyObject *self, PyObject *arguments, PyObject *keywo
     return capsule;
 }
 
-/* A producer's deleter may run Python; the interpreter may be gone when the last view goes. */
+/* A producer's deleter may run Python, also while an exception is on its way; the interpreter may be
+ * gone when the last view goes. */
 #define IMPORT_RELEASE(form)                                   \
     static void import_release_##form(void *owner) {           \
         dl_##form *producer = owner;                           \
         if (producer->deleter != NULL && Py_IsInitialized()) { \
             PyGILState_STATE gil = PyGILState_Ensure();        \
+            PyObject *type, *value, *traceback;                \
+            PyErr_Fetch(&type, &value, &traceback);            \
             producer->deleter(producer);                       \
+            PyErr_Restore(type, value, traceback);             \
             PyGILState_Release(gil);                           \
         }                                                      \
     }
@@ -233,7 +243,7 @@ static int import_tensor(nd_state *state, const dl_tensor *tensor, void *owner,
     int64_t item = (int64_t)nd_dtype_size(out->dtype), bytes = 0;
     bool empty = nd_size(out) == 0, overflow = false;
     for (int i = 0; i < out->ndim; i++) {
-        if (tensor->strides != NULL) {
+        if (tensor->strides != NULL && !empty) { /* nobody walks an empty array */
             out->strides[i] = tensor->strides[i];
         }
         int64_t reach, *end = out->strides[i] < 0 ? &first : &last;
@@ -247,7 +257,7 @@ static int import_tensor(nd_state *state, const dl_tensor *tensor, void *owner,
     if (overflow) {
         FAIL(PyExc_ValueError, "from_dlpack: shape and strides pass 2^63 bytes");
     }
-    out->data = (char *)tensor->data + tensor->byte_offset;
+    out->data = (void *)((uintptr_t)tensor->data + (uintptr_t)tensor->byte_offset);
     if ((uintptr_t)out->data % (uintptr_t)item != 0 && !empty) {
         FAIL(PyExc_ValueError, "from_dlpack: the memory is not aligned to its elements");
     }

@@ -58,10 +58,9 @@ static PyObject *download_new(PyTypeObject *type, PyObject *arguments, PyObject 
     return (PyObject *)self;
 }
 
-/* Take the bytes out and end the copy. */
-static nd_status finish(DownloadObject *self) {
-    nd_download *download = self->download;
-    self->download = NULL;
+/* Take the bytes out and end the copy, which the caller has taken out of self, with the GIL: two
+ * threads may wait. */
+static nd_status finish(DownloadObject *self, nd_download *download) {
     return self->head.device->backend->download_end(self->head.device->index, download,
                                                     self->host.storage->memory);
 }
@@ -69,7 +68,7 @@ static nd_status finish(DownloadObject *self) {
 static void download_dealloc(PyObject *object) {
     DownloadObject *self = (DownloadObject *)object;
     if (self->download != NULL && !nd_streamed_stale(self)) {
-        (void)finish(self); /* nobody asked: a failure shows at the next call */
+        (void)finish(self, self->download); /* nobody asked: a failure shows at the next call */
     }
     nd_array_clear(&self->host);
     Py_XDECREF(self->arrived);
@@ -83,12 +82,15 @@ static PyObject *download_wait(PyObject *object, PyObject *unused) {
         if (nd_streamed_check(state, self) < 0) {
             return NULL;
         }
-        if (self->download == NULL) {
-            return PyErr_Format(PyExc_RuntimeError, "Download: an earlier wait() failed");
+        nd_download *download = self->download;
+        if (download == NULL) {
+            return PyErr_Format(PyExc_RuntimeError,
+                                "Download: an earlier wait() failed, or is not over in its thread");
         }
+        self->download = NULL;
         nd_status status;
         Py_BEGIN_ALLOW_THREADS
-        status = finish(self);
+        status = finish(self, download);
         Py_END_ALLOW_THREADS
         if (status != ND_OK) {
             return nd_raise(state, "Download.wait", self->head.device, status);

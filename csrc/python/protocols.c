@@ -250,8 +250,9 @@ PyObject *nd_ndarray_reduce(PyObject *self, PyObject *unused) {
     PyObject *result = NULL;
     if (rebuild != NULL && device != NULL) {
         result = Py_BuildValue("O(y#NsO)", rebuild, compact.data != NULL ? compact.data : "",
-                               (Py_ssize_t)nd_size(a) * (Py_ssize_t)nd_dtype_size(a->dtype),
-                               nd_pack_shape(a->ndim, a->shape), nd_dtype_name(a->dtype), device);
+                               (Py_ssize_t)compact.storage->bytes,
+                               nd_pack_shape(compact.ndim, compact.shape),
+                               nd_dtype_name(compact.dtype), device);
     }
     Py_XDECREF(rebuild);
     Py_XDECREF(device);

@@ -367,8 +367,9 @@ PyObject *nd_structured(nd_state *state, nd_op id, PyObject *const *given) {
                 goto done;
             }
             /* One that becomes elements of an array, which fields[0] says may be of any dtype. */
-            if (fields[0].dtype == CLASS_ANY && nd_number_from(object, &number) > 0 &&
-                nd_check_number(info->name, &number, slots[0].array->dtype) < 0) {
+            int found = fields[0].dtype == CLASS_ANY ? nd_number_from(object, &number) : 0;
+            if (found < 0 ||
+                (found > 0 && nd_check_number(info->name, &number, slots[0].array->dtype) < 0)) {
                 goto done;
             }
         } else if (!((f->kind == KIND_OPT || f->kind == KIND_IO_OPT) && object == Py_None)) {

@@ -137,24 +137,28 @@ PyObject *nd_ndarray_fill(PyObject *self, PyObject *value) {
 
 PyObject *nd_ndarray_pad(PyObject *self, PyObject *widths) {
     nd_state *state = nd_state_of(self);
-    const nd_array *a = nd_array_of(self);
     int64_t pairs[ND_MAX_DIMS][ND_MAX_DIMS], shape[ND_MAX_DIMS];
-    PyObject *list = PySequence_Fast(widths, "pad: must be ((before, after), ...), a pair an axis");
-    if (list == NULL) {
-        return NULL;
+    /* A tuple of our own: an item's __index__ may change the caller's list. */
+    PyObject *items = PySequence_Tuple(widths);
+    if (items == NULL) {
+        return PyErr_ExceptionMatches(PyExc_TypeError)
+                   ? PyErr_Format(PyExc_TypeError,
+                                  "pad: must be ((before, after), ...), a pair an axis")
+                   : NULL;
     }
-    bool good = PySequence_Fast_GET_SIZE(list) == a->ndim;
+    const nd_array own = *nd_array_of(self), *a = &own; /* it may be made meanwhile */
+    bool good = PyTuple_GET_SIZE(items) == a->ndim;
     for (int i = 0; good && i < a->ndim; i++) {
         int count;
-        if (nd_shape_from(PySequence_Fast_GET_ITEM(list, i), "pad", &count, pairs[i]) < 0) {
-            Py_DECREF(list);
+        if (nd_shape_from(PyTuple_GET_ITEM(items, i), "pad", &count, pairs[i]) < 0) {
+            Py_DECREF(items);
             return NULL;
         }
         good = count == 2 && pairs[i][0] >= 0 && pairs[i][1] >= 0 &&
                !__builtin_add_overflow(pairs[i][0], pairs[i][1], &shape[i]) &&
                !__builtin_add_overflow(shape[i], a->shape[i], &shape[i]);
     }
-    Py_DECREF(list);
+    Py_DECREF(items);
     if (!good) {
         return PyErr_Format(PyExc_ValueError,
                             "pad: needs ((before, after), ...), one pair of "
