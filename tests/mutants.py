@@ -33,7 +33,7 @@ from pathlib import Path
 from planted.fault import Fault, ListError
 
 ROOT = Path(__file__).resolve().parent.parent
-LEFT_OUT = {".git", "runs", "asan", "__pycache__", ".pytest_cache", ".hypothesis", ".ruff_cache"}
+LEFT_OUT = {".git", "runs", "asan", ".pytest_cache", ".hypothesis", ".ruff_cache"}
 # setup.py builds what is not current, and what is current depends on the folder's name: here an
 # object that is younger than its sources is.
 BUILD = """
@@ -95,7 +95,8 @@ KINDS = {
 
 
 def left_out(folder: str, names: list[str]) -> list[str]:
-    """Histories, runs, caches and virtual environments."""
+    """Histories, runs and virtual environments. Compiled Python goes along: it is what makes the
+    start of the tests quick."""
     venvs = {name for name in names if Path(folder, name, "pyvenv.cfg").exists()}
     return [name for name in names if name in LEFT_OUT | venvs]
 
@@ -111,7 +112,7 @@ def copy_of_the_tree():
 def run(command: list[str], tree: Path, kind: Kind, seconds: float) -> tuple[int | None, str]:
     """(exit code, or None after so many seconds; what it printed)."""
     environment = os.environ | {"PYTHONPATH": str(tree), "NEEDLE_TEST_SEED": "off"}
-    environment |= {"PYTHONDONTWRITEBYTECODE": "1"} | dict(kind.environment)
+    environment |= dict(kind.environment)
     with tempfile.TemporaryFile("w+") as output:  # no pipe: a grandchild may hold it open
         child = subprocess.Popen(
             command,
@@ -142,7 +143,7 @@ def build(tree: Path, kind: Kind) -> None:
 
 def caught_by(tree: Path, kind: Kind, tests: str) -> str | None:
     """The first test that fails, or how all of them ended; None where all pass."""
-    command = [sys.executable, "-X", "dev", "-W", "error", "-m", "pytest", "-q", "-x"]
+    command = [sys.executable, "-W", "error", "-m", "pytest", "-q", "-x"]
     command += ["-p", "no:cacheprovider", *kind.options, *shlex.split(tests)]
     code, said = run(command, tree, kind, kind.seconds)
     if code == 0:

@@ -279,6 +279,8 @@ def test_setitem(device):
     host[1:] = host[:-1].copy()
     array[::-1] = array
     host[:] = host[::-1].copy()
+    array[:, :4] = array[:, :4].permute((1, 0))  # from the same place on, in another order
+    host[:, :4] = host[:, :4].T.copy()
     array[:, 0] = nd.array(np.arange(4).reshape(4, 1), device=device_of(device))
     host[:, 0] = np.arange(4)
     array[2, 3] = -1

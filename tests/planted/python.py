@@ -118,9 +118,14 @@ def draw(file: str, source: str, count: int) -> list[Fault]:
     found, faults = changes(source), []
     for place in rng.sample(sorted(found), len(found)):
         operator, occurrence = rng.choice(found[place])
-        changed = mutate_code(source, operator, occurrence)
-        if len(faults) < count and meaning(changed) not in (None, meaning(source)):
+        try:
+            changed = mutate_code(source, operator, occurrence)
+        except AttributeError:  # cosmic-ray does not know an exception with a dot in its name
+            continue
+        if meaning(changed) not in (None, meaning(source)):
             faults.append(as_fault(file, source, changed))
+        if len(faults) == count:
+            break
     return faults
 
 
