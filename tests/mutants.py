@@ -148,6 +148,8 @@ def caught_by(tree: Path, kind: Kind, tests: str) -> str | None:
     code, said = run(command, tree, kind, kind.seconds)
     if code == 0:
         return None
+    if code == 5:
+        raise ListError(f"`pytest {tests}` selects no test")
     found = re.search(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
     if found:
         return found[1]

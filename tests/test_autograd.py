@@ -404,7 +404,7 @@ def test_an_operand_that_changed_is_refused(case):
 
 @pytest.mark.parametrize("case", GRADIENTS, ids=str)
 def test_what_no_gradient_reads_may_change(case, monkeypatch):
-    """Where NaN in the operands, or in the result, changes no gradient, backward() refuses nothing."""
+    """Where NaN in its operands, or in its result, changes no gradient, nothing is refused."""
     arrays = inputs_of(case)
     changed = len(arrays) + 1
 

@@ -188,7 +188,7 @@ FAULTS = [
         "csrc/python/graph.c",
         "if (!PyCallable_Check(step)) {",
         "if (step == Py_None) {",
-        "tests/test_generate.py -k graph",
+        "tests/test_generate.py -k records",
     ),
     Fault(
         "csrc/python/indexing.c",

@@ -232,7 +232,7 @@ FAULTS = [
         "cuda/optimizer.cu",
         "if (blockIdx.x == 0 && threadIdx.x < count - pieces * N) {",
         "if (blockIdx.x == 0 && threadIdx.x + 1 < count - pieces * N) {",
-        f"{OPS} -k 'norm'",
+        f"{OPS} -k 'grad_norm or in_the_norm'",
     ),
     Fault(
         "cuda/optimizer.cu",
