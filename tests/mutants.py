@@ -34,6 +34,7 @@ from planted.fault import Fault, ListError
 
 ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = {".git", "runs", "asan", ".pytest_cache", ".hypothesis", ".ruff_cache"}
+WIDER_SECONDS = 3600  # that most of the suite may take
 # setup.py builds what is not current, and what is current depends on the folder's name: here an
 # object that is younger than its sources is.
 BUILD = """
@@ -141,11 +142,11 @@ def build(tree: Path, kind: Kind) -> None:
         raise ListError(f"the planted fault does not compile:\n{said[-3000:]}")
 
 
-def caught_by(tree: Path, kind: Kind, tests: str) -> str | None:
+def caught_by(tree: Path, kind: Kind, tests: str, seconds: int) -> str | None:
     """The first test that fails, or how all of them ended; None where all pass."""
     command = [sys.executable, "-W", "error", "-m", "pytest", "-q", "-x"]
     command += ["-p", "no:cacheprovider", *kind.options, *shlex.split(tests)]
-    code, said = run(command, tree, kind, kind.seconds)
+    code, said = run(command, tree, kind, seconds)
     if code == 0:
         return None
     if code == 5:
@@ -154,7 +155,7 @@ def caught_by(tree: Path, kind: Kind, tests: str) -> str | None:
     if found:
         return found[1]
     if code is None:
-        return f"no end after {kind.seconds} s"
+        return f"no end after {seconds} s"
     if code < 0:
         return f"the end of the process by {signal.Signals(-code).name}"
     last = said.strip().splitlines()[-1:] or ["nothing"]
@@ -190,9 +191,9 @@ def judge(number: int, fault: Fault, kind: Kind, tested: bool) -> Verdict:
             build(tree, kind)
         caught = None
         if tested:
-            caught = caught_by(tree, kind, fault.tests)
+            caught = caught_by(tree, kind, fault.tests, kind.seconds)
             wider = kind.wider(fault.file) if caught is None and not fault.lives else ""
-            caught = caught_by(tree, kind, wider) if wider else caught
+            caught = caught_by(tree, kind, wider, WIDER_SECONDS) if wider else caught
     return Verdict(number, fault, line, tested, caught, time.monotonic() - started)
 
 
@@ -200,7 +201,7 @@ def passes_without(tests: str, kind: Kind) -> None:
     with copy_of_the_tree() as tree:
         if kind.builds:
             build(tree, kind)
-        failed = caught_by(tree, kind, tests)
+        failed = caught_by(tree, kind, tests, kind.seconds)
     if failed:
         raise ListError(f"without any fault, `pytest {tests}` does not pass: {failed}")
 

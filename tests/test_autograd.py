@@ -428,6 +428,26 @@ def test_what_no_gradient_reads_may_change(case, monkeypatch):
         gradients(i)
 
 
+def test_a_write_counts_when_its_buffer_is_given_back():
+    """A file that is read into a parameter while the parameter is used."""
+    x, losses = Tensor(np.ones(4)), []
+
+    class File(io.RawIOBase):
+        def readable(self):
+            return True
+
+        def readinto(self, window):
+            losses.append((x * x).sum())
+            window[:] = bytes(len(window))
+            return len(window)
+
+    io.BufferedReader(File(), 1).readinto(x.cached_data)
+    np.testing.assert_array_equal(x.numpy(), np.zeros(4))
+    assert losses[0].item() == 4
+    with pytest.raises(RuntimeError, match="handed out for writing, after the forward"):
+        losses[0].backward()
+
+
 def readinto(x):
     io.BytesIO(bytes(48)).readinto(x.cached_data)
 

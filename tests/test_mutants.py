@@ -1,4 +1,4 @@
-"""The faults that tests/mutants.py plants fit the tree, and it tells who is caught from who lives."""
+"""tests/mutants.py: its faults fit the tree, and it tells who is caught from who lives."""
 
 import glob
 import shlex
@@ -68,8 +68,8 @@ def test_tests_must_pass_without_a_fault(small, monkeypatch):
 
 
 def test_what_does_not_end_is_ended(small):
-    slow = mutants.Kind(list, 1, builds=False)
-    Path(mutants.ROOT, "test_double.py").write_text("import time\ntime.sleep(100)\n")
-    assert mutants.caught_by(Path(mutants.ROOT), slow, "test_double.py") == "no end after 1 s"
-    code, said = mutants.run([sys.executable, "-c", "print(5)"], Path(mutants.ROOT), slow, 60)
+    root = Path(mutants.ROOT)
+    (root / "test_double.py").write_text("import time\ntime.sleep(100)\n")
+    assert mutants.caught_by(root, small, "test_double.py", 1) == "no end after 1 s"
+    code, said = mutants.run([sys.executable, "-c", "print(5)"], root, small, 60)
     assert (code, said) == (0, "5\n")
