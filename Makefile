@@ -41,7 +41,7 @@ C_FILES = $(wildcard csrc/*.[ch] csrc/*/*.[ch] cuda/*.cu cuda/*.cuh)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help train test test-cuda lib check format asan fuzz memcheck campaign bench clean
+.PHONY: help train test test-cuda lib check format asan fuzz memcheck campaign mutants bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -55,6 +55,7 @@ help:
 	@echo 'make fuzz                   an hour of hostile calls of the core, under the same sanitizers'
 	@echo 'make memcheck               the CUDA kernel tests under compute-sanitizer'
 	@echo 'make campaign               kills, failing disks, damaged files: an hour of tries to lose a run'
+	@echo 'make mutants ARGS=c          faults planted on purpose, each of which a test must see (c, cuda, python)'
 	@echo 'make bench                  the benchmarks'
 	@echo 'make clean                  remove what was built (keeps $(VENV) and runs/)'
 	@echo
@@ -189,6 +190,9 @@ memcheck: $(STATE)/test
 
 campaign: $(STATE)/test lib
 	@"$(PY)" tests/campaign.py $(ARGS)
+
+mutants: $(STATE)/test lib
+	@"$(PY)" tests/mutants.py $(ARGS)
 
 bench: $(STATE)/train lib
 	@for script in $$(grep -l __main__ benchmarks/*.py); do "$(PY)" $$script $(ARGS) || exit 1; done

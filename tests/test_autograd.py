@@ -9,7 +9,7 @@ from gradients import GRADIENTS
 from harness import DEVICES, central_differences, device_of
 
 import needle as ndl
-from needle import _C, Tensor, nn, ops, optim
+from needle import _C, Tensor, autograd, nn, ops, optim
 
 both = pytest.mark.parametrize("device", DEVICES)
 
@@ -400,6 +400,52 @@ def test_an_operand_that_changed_is_refused(case):
             continue
         for x, grad in zip(tensors, right):
             np.testing.assert_array_equal(x.grad.numpy(), grad)
+
+
+@pytest.mark.parametrize("case", GRADIENTS, ids=str)
+def test_what_no_gradient_reads_may_change(case, monkeypatch):
+    """Where NaN in its operands, or in its result, changes no gradient, nothing is refused."""
+    arrays = inputs_of(case)
+    changed = len(arrays) + 1
+
+    def gradients(changes):
+        tensors = [Tensor(a) for a in arrays]
+        result = case.op(ops, *tensors)
+        seed = Tensor(np.random.default_rng(0).standard_normal(result.shape))
+        data = [x.cached_data for x in (*tensors, result)]
+        if changes < changed and 0 not in data[changes].strides:
+            data[changes].fill(np.nan)
+        result.backward(seed)
+        return [x.grad.numpy() for x in tensors]
+
+    right = gradients(changed)
+    with monkeypatch.context() as unchecked:
+        unchecked.setattr(autograd, "_check_unchanged", lambda node: None)
+        seen = [gradients(i) for i in range(changed)]
+    same = [all(map(np.array_equal, got, right)) for got in seen]
+    operands, result = same[:-1], same[-1]
+    for i in [*range(len(operands) if all(operands) else 0), *[len(operands)] * result]:
+        gradients(i)
+
+
+def test_a_write_counts_when_its_buffer_is_given_back():
+    """A file that is read into a parameter while the parameter is used."""
+    x, losses = Tensor(np.ones(4)), []
+
+    class File(io.RawIOBase):
+        def readable(self):
+            return True
+
+        def readinto(self, window):
+            losses.append((x * x).sum())
+            window[:] = bytes(len(window))
+            return len(window)
+
+    io.BufferedReader(File(), 1).readinto(x.cached_data)
+    np.testing.assert_array_equal(x.numpy(), np.zeros(4))
+    assert losses[0].item() == 4
+    with pytest.raises(RuntimeError, match="handed out for writing, after the forward"):
+        losses[0].backward()
 
 
 def readinto(x):

@@ -303,6 +303,9 @@ def test_schedules():
     assert [linear(step) for step in (0, 50, 100, 101)] == pytest.approx([2, 1, 0, 0])
     constant = optim.Constant(3.0, warmup=4)
     assert [constant(step) for step in (1, 2, 4, 10**6)] == pytest.approx([0.75, 1.5, 3, 3])
+    for kind in (optim.Cosine, optim.PythiaCosine):  # of no steps: at its end after the first
+        empty = kind(1.0, total=0, floor=0.1)
+        assert [empty(step) for step in (2, 3, 100)] == pytest.approx([0.1] * 3)
     for wrong in (
         lambda: optim.Cosine(1.0, total=10, warmup=11),
         lambda: optim.Linear(1.0, total=-1),

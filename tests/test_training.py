@@ -55,6 +55,16 @@ def reference(kind, accumulate, max_norm, schedule):
     return losses, seen
 
 
+def test_only_sums_of_gradients_need_one_buffer():
+    """The parameters of who gives an optimizer stay where they are."""
+    for accumulate in (1, 2):
+        model = Classifier()
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        ndl.fit(model, BATCHES, optimizer, accumulate=accumulate, progress=False)
+        memory = {p.cached_data._handle.ptr() for p in model.parameters()}
+        assert len(memory) == (4 if accumulate == 1 else 1)
+
+
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("kind", [optim.SGD, optim.Adam, optim.AdamW])
 @pytest.mark.parametrize("accumulate, max_norm", [(1, None), (1, 0.05), (3, None), (3, 0.05)])

@@ -70,6 +70,31 @@ def test_the_bar_at_80_columns(tmp_path, monkeypatch, steps, done, speed, begins
     assert "█" in cells or done / steps < 1 / len(cells)
 
 
+class Pipe(io.StringIO):
+    """Knows what has gone through."""
+
+    sent = ""
+
+    def flush(self):
+        self.sent = self.getvalue()
+
+
+def test_each_plain_line_is_sent_at_once(tmp_path, monkeypatch):
+    pipe, now = Pipe(), [0.0]
+    monkeypatch.setattr(run_log.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(sys, "stdout", pipe)
+    log = run_log.RunLog(tmp_path, ndl.cpu(), 0, 2, 100, 1e6, 1e9, 0.0)
+    for step, speed, share in ((1, 100, 10), (2, 50, 5)):
+        now[0] += step
+        loss = full((), 3.5, "float32", ndl.cpu())
+        log.queue(step, [loss], loss, 1e-3, "", 0.0)
+        log.finish()
+        line = pipe.sent.splitlines()[-1]
+        assert line.startswith(f"step {step}/2  loss 3.5000  lr 1.00e-03  norm 3.500")
+        assert f"tok/s {speed}  MFU {share}.0%  mem " in line
+    log.close()
+
+
 def test_a_full_disk_is_named(tmp_path):
     log = run_log.RunLog(tmp_path, ndl.cpu(), 0, 5, 1, 1.0, None, 0.0)
     log._file.close()

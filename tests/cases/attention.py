@@ -283,6 +283,12 @@ CASES = [
         {"large-scores": (1, 40, 40, 1, 16, 1, 30.0)},
         lambda *shape: 10**4,
     ),
+    *cases_of(
+        attention_fwd,
+        attention_inputs,
+        {"negative-scale": (1, 70, 70, 2, 16, 1, -0.5)},
+        forward_terms,
+    ),
     *cases_of(block_sparse_attention_fwd, sparse_inputs, SPARSE, forward_terms),
     *cases_of(
         block_sparse_attention_bwd, partial(sparse_inputs, backward=True), SPARSE, backward_terms

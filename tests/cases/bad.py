@@ -20,6 +20,20 @@ BAD = [
         r"matmul: b: axis K",
     ),
     (
+        "matmul",
+        "one without B",
+        {"a": np.ones((2, 3)), "b": np.ones((1, 3, 5))},
+        ValueError,
+        r"matmul: b: has 3 axes, must have 2: \(K, N\)",
+    ),
+    (
+        "matmul",
+        "the other without B",
+        {"a": np.ones((1, 2, 3)), "b": np.ones((3, 5))},
+        ValueError,
+        r"matmul: b: has 2 axes, must have 3: \(B, K, N\)",
+    ),
+    (
         "rotary",
         "rotates more than D",
         {"x": np.ones((1, 3, 1, 3, 4)), "cos": np.ones((3, 3)), "sin": np.ones((3, 3))},
@@ -104,10 +118,22 @@ BAD_VALUES = [
         r"decode_attention: positions: row 0 is at -1",
     ),
     (
+        "decode_attention",
+        "position X",
+        {n: np.ones((20, 4)) for n in ("cos", "sin")} | {"positions": np.array([1, 2, 20])},
+        r"decode_attention: positions: row 2 is at 20",
+    ),
+    (
         "block_sparse_attention_fwd",
         "a block that is not there",
         {"columns": long_ids(29, 1_000_000)},
         r"block_sparse_attention_fwd: .*lists block 1000000",
+    ),
+    (
+        "block_sparse_attention_fwd",
+        "the block behind the last",
+        {"columns": long_ids(29, 5)},
+        r"block_sparse_attention_fwd: .*lists block 5 at 14",
     ),
     ("embedding_fwd", "id -1", {"ids": long_ids(31, -1)}, r"embedding_fwd: ids: .*-1"),
     ("embedding_fwd", "id V", {"ids": long_ids(31, 257)}, r"embedding_fwd: ids: .*257"),

@@ -113,6 +113,8 @@ def test_arguments_by_keyword():
         np.testing.assert_array_equal(one.numpy(), other.numpy())
     x, w, b, eps = made.values()
     _C.layernorm_fwd(x, w, eps=eps, b=b)
+    with pytest.raises(TypeError, match="got 'x' twice"):
+        _C.layernorm_fwd(x, w, b, eps, x=x)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -146,6 +148,9 @@ def test_values_that_cuda_cannot_look_at():
     np.testing.assert_allclose(
         made["dw"].numpy()[0], before[0] + np.delete(dy, bad, 0).sum(0), rtol=1e-5, atol=1e-5
     )
+    np.testing.assert_array_equal(made["dw"].numpy()[1:], before[1:])
+    made = arguments_of("embedding_bwd", device, {"ids": long_ids(31, -1)})
+    _C.embedding_bwd(**made)
     np.testing.assert_array_equal(made["dw"].numpy()[1:], before[1:])
     made = arguments_of("decode_attention", device, {"positions": np.array([1, 37, 2])})
     before = made["keys"].numpy()[1]

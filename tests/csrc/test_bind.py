@@ -66,16 +66,22 @@ def test_operands_changed_in_place_through_a_view(device):
 @both
 def test_a_broadcast_view_cannot_be_written(device):
     device = device_of(device)
-    view = _C.array(np.zeros(3), device=device).reshape((1, 3)).broadcast_to((4, 3))
-    for write in (
-        lambda: _C.matmul_acc(
-            _C.array(np.ones((4, 2)), device=device), _C.array(np.ones((2, 3)), device=device), view
-        ),
-        lambda: _C.assign(view, _C.array(np.ones((4, 3)), device=device)),
-    ):
-        with pytest.raises(ValueError):
-            write()
-    assert view.numpy().sum() == 0
+    for rows in (2, 4):
+        view = _C.array(np.zeros(3), device=device).reshape((1, 3)).broadcast_to((rows, 3))
+        a, b, c = (np.ones(shape) for shape in ((rows, 2), (2, 3), (rows, 3)))
+        a, b, c = (_C.array(x, device=device) for x in (a, b, c))
+        for write, operands in ((_C.matmul_acc, (a, b, view)), (_C.assign, (view, c))):
+            with pytest.raises(ValueError, match="broadcast view"):
+                write(*operands)
+        assert view.numpy().sum() == 0
+
+
+@both
+def test_what_is_read_may_overlap_what_is_written(device):
+    device, host = device_of(device), np.arange(12.0).reshape(4, 3)
+    array = _C.array(host, device=device)
+    _C.embedding_bwd(_C.array([1, 2, 3], dtype="int32", device=device), array[:3], array)
+    np.testing.assert_array_equal(array.numpy(), host + np.vstack([np.zeros((1, 3)), host[:3]]))
 
 
 @both

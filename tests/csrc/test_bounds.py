@@ -159,7 +159,7 @@ def test_numbers_out_of_bounds(dtype, device):
         np.testing.assert_array_equal((x + n).numpy(), [n, n])
         x[0] = np.dtype(dtype).type(n)
         assert x[0].item() == n
-    for wrong in (float("nan"), float("inf")):
+    for wrong in (float("nan"), float("inf"), 2.0**63, -(2.0**64)):
         with pytest.raises((ValueError, OverflowError), match="fill: "):
             x.fill(wrong)
 

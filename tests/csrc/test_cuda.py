@@ -171,6 +171,9 @@ def test_properties_and_events(device):
         a = a @ a * 1e-4
     end.record()
     assert 0 < start.elapsed(end) < 10_000
+    for one, other in ((start, _C.Event(device)), (_C.Event(device), end)):
+        with pytest.raises(ValueError, match="must have been recorded"):
+            one.elapsed(other)
 
 
 def test_tf32_is_off(device):
@@ -194,8 +197,10 @@ def test_views_of_many_kinds(device):
         np.s_[..., 2:3],
         np.s_[3:3],
         np.s_[::2, 1:, :, ::-1],
+        np.s_[..., :4],  # rows of 16 bytes that do not begin at multiples of them
     ]:
         view = array[index]
+        np.testing.assert_array_equal(view.numpy(), base[index])
         np.testing.assert_array_equal((view + 1).numpy(), base[index] + 1)
         np.testing.assert_array_equal(
             view.permute((3, 1, 0, 2)).sum(axis=1).numpy(), base[index].transpose(3, 1, 0, 2).sum(1)

@@ -1,5 +1,8 @@
 """Devices: their names, and the memory and time that they count."""
 
+import pickle
+import time
+
 import pytest
 
 from needle import _C
@@ -12,16 +15,24 @@ def test_device():
     assert str(nd.cuda()) == "cuda()" and str(nd.cuda(1)) == "cuda(1)"
     assert nd.cuda() == nd.cuda(0) != nd.cuda(1) and nd.cuda() != nd.cpu()
     assert nd.default_device() == nd.cpu() and nd.cpu() in nd.all_devices()
-    with pytest.raises((ValueError, TypeError)):
-        nd.cuda(-1)
+    for make in (nd.cpu, nd.cuda):
+        for index in (-1, 64, 2**40):
+            with pytest.raises(ValueError, match=f"index: {index} is not in 0 ... 63"):
+                make(index)
+    for device in (nd.cpu(), nd.cuda(), nd.cuda(1)):
+        assert pickle.loads(pickle.dumps(device)) == device
     stats = nd.cpu().memory_stats()
     assert set(stats) >= {"live_bytes", "peak_bytes", "reserved_bytes"}
     facts = nd.cpu().properties()
     assert facts["processors"] > 0 and facts["detail"]
     start, end = _C.Event(nd.cpu()), _C.Event(nd.cpu())
     start.record()
+    time.sleep(0.02)
     end.record()
-    assert 0 <= start.elapsed(end) < 1000
+    assert 20 <= start.elapsed(end) < 2000  # milliseconds
+    for wrong in ("end", None, nd.cpu()):
+        with pytest.raises(TypeError, match="must be an Event of this device"):
+            start.elapsed(wrong)
 
 
 def test_memory_stats_count_arrays():

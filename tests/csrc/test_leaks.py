@@ -157,6 +157,7 @@ def use_views(array, times: int) -> None:
             lambda a: a.reshape((5,)),
             lambda a: a + "text",
             lambda a: a.permute((0,)),
+            lambda a: a.reshape([6, "7"]),
         ):
             with pytest.raises((IndexError, ValueError, TypeError)):
                 wrong(array)
@@ -190,9 +191,30 @@ def test_exchange_gives_back():
     del array, there, window, back
     assert live_bytes(ndl.cpu()) == before
     assert sys.getrefcount(host) == references
-    capsule = _C.array(host).__dlpack__()  # nobody takes it
-    del capsule
-    assert live_bytes(ndl.cpu()) == before
+    for version in (None, (1, 0)):
+        capsule = _C.array(host).__dlpack__(max_version=version)  # nobody takes it
+        del capsule
+        assert live_bytes(ndl.cpu()) == before
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        _C.Event,
+        lambda: _C.Staging(8),
+        lambda: _C.Download(_C.array(1.0)),
+        lambda: _C.array(1.0),
+        lambda: _C.array(1.0)._handle,
+        lambda: _C.array([[1.0, 2.0], [3.0, 4.0]]).permute((1, 0)).flat,
+    ],
+    ids=["event", "staging", "download", "array", "handle", "flat"],
+)
+def test_an_object_lets_go_of_its_type(make):
+    kind = type(make())
+    references = sys.getrefcount(kind)
+    for _ in range(20):
+        make()
+    assert sys.getrefcount(kind) == references
 
 
 @both

@@ -1,5 +1,7 @@
 """The NDArray of api.md: making, views and indexing, against NumPy."""
 
+import weakref
+
 import numpy as np
 import pytest
 from harness import DEVICES, assert_same_bits, device_of
@@ -96,10 +98,13 @@ def test_float16_rounds_to_nearest_even():
     np.testing.assert_array_equal(
         made.numpy(), [np.inf, 65504, 0, least, least, 1, 1 + 2**-9, 65504]
     )
+    halves = nd.array([least, -3 * least, 2.0**-14, 1.5, np.inf, -np.inf, np.nan], dtype="float16")
+    np.testing.assert_array_equal([half.item() for half in halves], halves.numpy())
 
 
-def test_floats_out_of_range_become_the_nearest_integer():
-    made = nd.array([1e30, -1e30, np.nan, -7.9]).astype("int64")
+@both
+def test_floats_out_of_range_become_the_nearest_integer(device):
+    made = nd.array([1e30, -1e30, np.nan, -7.9], device=device_of(device)).astype("int64")
     np.testing.assert_array_equal(made.numpy(), [2**63 - 1, -(2**63), 0, -7])
 
 
@@ -127,6 +132,10 @@ def test_constructor_and_subclass():
     np.testing.assert_array_equal(loud.numpy()[0], np.full(4, 5))
     loud.colour = "red"  # a Python subclass has a dict
     assert loud.colour == "red"
+    known = weakref.ref(array)
+    assert known() is array
+    del array
+    assert known() is None
 
 
 @both
@@ -145,6 +154,13 @@ def test_make(device):
         nd.NDArray.make((3,), strides=(1,), device=device, handle=base._handle, offset=10)
     with pytest.raises(ValueError):
         nd.NDArray.make((3,), strides=(-1,), device=device, handle=base._handle, offset=1)
+    for shape in ((0,), (1,)):
+        for offset in (-1, -(2**63), 13):
+            with pytest.raises(ValueError, match="offset|outside"):
+                nd.NDArray.make(shape, device=device, handle=base._handle, offset=offset)
+    whole = nd.array([1, 2], dtype="int64", device=device)
+    assert nd.NDArray.make((2,), handle=whole._handle).dtype == "int64"
+    assert nd.NDArray.make((4,), handle=whole._handle, dtype="int32").dtype == "int32"
 
 
 # ---- views ---------------------------------------------------------------------------------------
@@ -199,6 +215,16 @@ def test_flat_writes_through():
     array.flat[7] += 2.5
     host.flat[7] += 2.5
     np.testing.assert_array_equal(array.numpy(), host)
+    turned = array.permute((1, 0)).flat  # elements that no strides reach in this order
+    np.testing.assert_array_equal(turned[-1].numpy(), [host[-1, -1]])
+    np.testing.assert_array_equal(turned[2:5].numpy(), host.T.reshape(-1)[2:5])
+    turned[-2] = 50
+    turned[2:5] = [7, 8, 9]
+    host.T.flat[-2], host.T.flat[2:5] = 50, [7, 8, 9]
+    np.testing.assert_array_equal(array.numpy(), host)
+    for at in (12, -13):
+        with pytest.raises(IndexError, match=f"{at} is out of range"):
+            turned[at]
 
 
 slices = st.slices(5) | st.integers(-5, 4)
@@ -253,6 +279,8 @@ def test_setitem(device):
     host[1:] = host[:-1].copy()
     array[::-1] = array
     host[:] = host[::-1].copy()
+    array[:, :4] = array[:, :4].permute((1, 0))  # from the same place on, in another order
+    host[:, :4] = host[:, :4].T.copy()
     array[:, 0] = nd.array(np.arange(4).reshape(4, 1), device=device_of(device))
     host[:, 0] = np.arange(4)
     array[2, 3] = -1
@@ -272,6 +300,10 @@ def test_setitem_of_as_many_elements():
     host, array = pair(3, 2, 4)
     array[:, 1, :] = nd.array(numbers(3, 4))
     host[:, 1, :] = numbers(3, 4)
+    np.testing.assert_array_equal(array.numpy(), host)
+    for wrong in ((3, 4, 2), (2, 3, 4), (4, 3)):
+        with pytest.raises(ValueError, match="setitem"):
+            array[:, 1, :] = nd.array(numbers(*wrong))
     np.testing.assert_array_equal(array.numpy(), host)
 
 
@@ -298,6 +330,8 @@ def test_process_slice():
         (slice(2, None), slice(2, 7, 1)),
         (slice(-3, -1), slice(4, 6, 1)),
         (slice(1, 100, 2), slice(1, 7, 2)),
+        (slice(None, None, -1), slice(6, None, -1)),
+        (slice(5, 1, -2), slice(5, 1, -2)),
     ]:
         assert array.process_slice(given_, 0) == expected
 
@@ -372,5 +406,6 @@ def test_flip_and_pad(device):
     np.testing.assert_array_equal(
         array[::-1, ::2].pad(padding).numpy(), np.pad(host[::-1, ::2], padding)
     )
-    with pytest.raises(ValueError):
-        array.pad(((1, 0),))
+    for wrong in (((1, 0),), ((1, 0), (0, -2), (3, 1)), ((-1, 0), (0, 2), (3, 1))):
+        with pytest.raises(ValueError, match="pad: needs"):
+            array.pad(wrong)

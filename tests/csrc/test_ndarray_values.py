@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_ndarray import both, numbers, pair, quick
 
+from needle import _C
 from needle import backend_ndarray as nd
 
 # ---- arithmetic ----------------------------------------------------------------------------------
@@ -57,6 +58,8 @@ def test_operators(device):
     c = a
     c += 1
     np.testing.assert_array_equal(c.numpy(), x + 1)
+    c += c[::-1]  # read while it is written
+    np.testing.assert_array_equal(c.numpy(), (x + 1) + (x + 1)[::-1])
     assert nd.array(3.0, device=device).numpy() == 3
 
 
@@ -64,6 +67,10 @@ def test_operators_with_numpy_scalars_and_unknown_operands():
     host, array = pair(3)
     np.testing.assert_array_equal((array * np.float32(2)).numpy(), host * 2)
     np.testing.assert_array_equal((array + np.int64(2)).numpy(), host + 2)
+    for kept in ("float16", "float32", "int32", "int64", "uint8", "uint16"):
+        assert (nd.array([True], dtype="bool") * np.ones(3, kept)).dtype == kept
+    for wide, made in (("float64", "float32"), ("int8", "int32"), ("uint32", "int64")):
+        assert (nd.array([True], dtype="bool") * np.ones(3, wide)).dtype == made
     for wrong in ("text", None, object()):
         with pytest.raises(TypeError):
             array + wrong
@@ -140,8 +147,13 @@ def test_matmul(one, other, device):
 
 
 def test_matmul_errors():
-    for one, other in (((3, 4), (5, 6)), ((2, 3, 4), (3, 4, 5))):
-        with pytest.raises(ValueError):
+    for one, other, said in (
+        ((3, 4), (5, 6), "matmul: b: axis K is 5, but was 4"),
+        ((2, 3, 4), (3, 4, 5), "^matmul: batch axes: axis 1 from the end is 2 in one operand"),
+        ((3,), (3, 3), "matmul: a: has 1 axes, must have 2 or more"),
+        ((3, 3), (3,), "matmul: b: has 1 axes, must have 2 or more"),
+    ):
+        with pytest.raises(ValueError, match=said):
             nd.array(numbers(*one)) @ nd.array(numbers(*other))
     with pytest.raises(TypeError):
         nd.array(numbers(3, 3)) @ nd.array(numbers(3, 3), dtype="bfloat16")
@@ -223,6 +235,9 @@ def test_copies(device):
             array.astype(wrong)
     with pytest.raises((TypeError, ValueError)):
         array.view("int64")
+    for count in (7, 9):
+        with pytest.raises(ValueError, match="_rebuild: the bytes are not those of the shape"):
+            _C._rebuild(bytes(count), (2,), "float32", nd.cpu())
 
 
 def test_exchange_with_numpy():
@@ -247,6 +262,13 @@ def test_exchange_with_numpy():
     )
     del array
     np.testing.assert_array_equal(shared[1:], host[1:])  # the memory outlives the array
+    if tuple(map(int, np.__version__.split(".")[:2])) >= (2, 1):  # before, it exports none
+        host.flags.writeable = False
+        _C.from_dlpack(host).fill(0)  # a copy: arrays can be written to
+        assert host[0, 0] == -40
+    unaligned = np.zeros(18, np.uint8)[2:].view(np.float32)
+    with pytest.raises(ValueError, match="not aligned"):
+        _C.from_dlpack(unaligned)
 
 
 def test_exchange_of_bfloat16():

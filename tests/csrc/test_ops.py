@@ -416,12 +416,37 @@ def test_assign_copies_what_overlaps(device):
         (slice(None, -1), slice(1, None)),
         (slice(None), slice(None, None, -1)),
         (slice(0, 128), slice(0, None, 2)),
+        (slice(4, 9, 2), slice(0, 5, 2)),  # in one element
     ]:
         values = np.arange(257.0)
         array = _C.array(values, device=device)
         _C.assign(array[to], array[source][: len(values[to])])
         values[to] = values[source][: len(values[to])].copy()
         np.testing.assert_array_equal(array.numpy(), values)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32"])
+def test_views_that_begin_anywhere(dtype, device):
+    """Wide loads fit some of them, whole rows long as they are."""
+    device = device_of(device)
+    values = (np.arange(40 * 303) % 7).reshape(40, 303)
+    array = _C.array(values, dtype=dtype, device=device)
+    ids = _C.array([5, 0, 31], dtype="int32", device=device)
+    for begin in range(17):
+        flat, wide = array.reshape((-1,))[begin : begin + 512], array[:, begin : begin + 64]
+        host = values.reshape(-1)[begin : begin + 512]
+        np.testing.assert_allclose(_C.sum(flat, 1).item(), host.sum(), rtol=2**-8)
+        for to in ("float32", "bfloat16", "int32"):
+            np.testing.assert_array_equal(flat.astype(to).numpy(), host)
+        np.testing.assert_array_equal((flat + flat).numpy(), 2 * host)
+        host = values[:, begin : begin + 64]
+        np.testing.assert_array_equal(wide.numpy(), host)
+        np.testing.assert_array_equal((wide + wide).numpy(), 2 * host)
+        np.testing.assert_array_equal(_C.max(wide, 1).numpy(), host.max(1))
+        np.testing.assert_array_equal(_C.max(wide.permute((1, 0)), 1).numpy(), host.max(0))
+        if dtype in FLOATS:
+            np.testing.assert_array_equal(_C.embedding_fwd(ids, wide).numpy(), host[[5, 0, 31]])
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,6 +1,7 @@
 """python -m needle.data: prepare, inspect, view, as the shell meets them."""
 
 import gzip
+import io
 import json
 import os
 import signal
@@ -195,6 +196,23 @@ def test_ctrl_c_reaches_all_processes_and_one_line_says_so(tmp_path, inputs, del
     if process.returncode != 0:  # else it was done before
         assert process.returncode == 130
         assert err == "needle.data: interrupted; the same command goes on\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_the_bar_counts_parts(monkeypatch):
+    """Those that were there before it as well."""
+    pytest.importorskip("tqdm")
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    show, close = prepare.progress_bar()
+    for done in (3, 4, 6):
+        show(done, 6)
+    close()
+    assert " 6/6 " in terminal.getvalue().split("\r")[-1]
 
 
 def test_what_is_there_is_not_written_over(tmp_path, inputs, monkeypatch, capsys):

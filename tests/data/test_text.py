@@ -200,6 +200,19 @@ def test_what_is_no_text_is_refused(tmp_path, tokenizer, content, capsys):
     assert not list((tmp_path / "cache").iterdir())
 
 
+def test_what_is_no_text_is_named_up_to_three(tmp_path):
+    files = [tmp_path / f"{name}.dat" for name in "abcde"]
+    for file in files:
+        file.write_bytes(b"\xff")
+    (tmp_path / "text.txt").write_text("one")
+    for count, more in ((1, ""), (3, ""), (4, " and 1 more"), (5, " and 2 more")):
+        said, chosen = [], files[:count]
+        read = list(text.documents([*chosen, tmp_path / "text.txt"], said.append))
+        assert read == [("one", True)]
+        names = ", ".join(map(str, chosen[:3]))
+        assert said == [f"left out, not UTF-8 or with zero bytes: {names}{more}"]
+
+
 # ---- tokenizers --------------------------------------------------------------------------------
 
 

@@ -394,6 +394,13 @@ def test_a_broken_file_is_named_and_leaves_the_old_build(tree):
     assert tree.answer() == 42
 
 
+def test_nothing_is_compiled_after_a_broken_file(tree):
+    tree.write("csrc/array.c", "int nd_array_unused(void) { return }\n")
+    status, text = tree.build(NEEDLE_JOBS="1")
+    assert status != 0 and "csrc/array.c does not compile" in text
+    assert not list(tree.root.glob("build/**/status.o"))  # the last one; the next may have begun
+
+
 def test_cuda_files_are_compiled_incrementally(tree, toolkit):
     env = {"NEEDLE_CUDA": "1", "NEEDLE_CUDA_ARCHS": "80 90", "CUDA_HOME": str(toolkit)}
     assert "cuda/one.cu" in tree.compiled(**env)

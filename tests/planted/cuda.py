@@ -1,0 +1,261 @@
+"""Faults in cuda/, those that take the longest to compile first. Each names the tests that see it;
+every file with code in it has one."""
+
+from planted.fault import Fault
+
+OPS = "tests/csrc/test_ops.py"
+BAD = "tests/csrc/test_bad_inputs.py"
+CUDA = "tests/csrc/test_cuda.py"
+DOWNLOAD = "tests/csrc/test_download.py"
+GENERATE = "tests/test_generate.py"
+
+FAULTS = [
+    # ---- what every file includes ----
+    Fault(
+        "cuda/common.cuh",
+        "return x == x ? (int64_t)x : 0; }",
+        "return (int64_t)x; }",
+        "tests/csrc/test_ndarray.py -k out_of_range",
+    ),
+    Fault(
+        "cuda/common.cuh",
+        "return ((uintptr_t)p & 15) == 0; }",
+        "return ((uintptr_t)p & 7) == 0; }",
+        f"{OPS} -k begin_anywhere",
+    ),
+    # ---- attention ----
+    Fault(
+        "cuda/attention.cuh",
+        "int end = p.causal ? min(keys.end, row + p.offset + 1) : keys.end;",
+        "int end = p.causal ? min(keys.end, row + p.offset) : keys.end;",
+        f"{OPS} -k 'test_structured and attention_fwd'",
+    ),
+    Fault(
+        "cuda/attention.cuh",
+        "float high = 2 * w + 1 < count ?",
+        "float high = 2 * w < count ?",
+        f"{OPS} -k 'test_structured and attention_fwd'",
+    ),
+    Fault(
+        "cuda/attention.cuh",
+        "if (offsets->shape[1] != blocks + 1) {",
+        "if (offsets->shape[1] > blocks + 1) {",
+        f"{BAD} -k 'refused and block_sparse'",
+    ),
+    Fault(
+        "cuda/mma.cuh",
+        '"r"(inside ? 16 : 0)',
+        '"r"(16)',
+        f"{OPS} -k 'test_structured and attention'",
+    ),
+    Fault(
+        "cuda/attention_bwd.cu",
+        "if (p.causal && first_key + 15 > tile.begin + p.offset) {",
+        "if (p.causal && first_key > tile.begin + p.offset) {",
+        f"{OPS} -k 'test_structured and attention_bwd'",
+    ),
+    Fault(
+        "cuda/attention_bwd.cu",
+        "dp[i][j] = s[i][j] * (dp[i][j] - stat.y);",
+        "dp[i][j] = s[i][j] * dp[i][j];",
+        f"{OPS} -k 'test_structured and attention_bwd'",
+    ),
+    Fault(
+        "cuda/attention_fwd.cu",
+        "p.flip = p.scale_log2 < 0.0f ? 0x80008000u : 0u;",
+        "p.flip = 0u;",
+        f"{OPS} -k 'test_structured and attention_fwd'",
+    ),
+    Fault(
+        "cuda/attention_fwd.cu",
+        "float total = sum[mi][half] * shrink;",
+        "float total = sum[mi][half];",
+        f"{OPS} -k 'test_structured and attention_fwd'",
+    ),
+    Fault(
+        "cuda/attention_fwd.cu",
+        "float shift = top == -INFINITY ? 0.0f : top;",
+        "float shift = top;",
+        f"{OPS} -k 'test_structured and attention_fwd'",
+    ),
+    # ---- the device ----
+    Fault(
+        "cuda/device.cuh",
+        "            lock->unlock();\n",
+        "            lock = nullptr;\n",
+        f"{CUDA} -k properties",
+    ),
+    Fault("cuda/device.cu", "    case cudaErrorIllegalAddress:\n", "", f"{CUDA} -k fatal"),
+    Fault(
+        "cuda/device.cu",
+        "if (whole > 48 * 1024) {",
+        "if (whole > 128 * 1024) {",
+        f"{OPS} -k 'test_structured and attention_fwd'",
+    ),
+    Fault("cuda/backend.cu", "    d.live_bytes = d.peak_bytes = 0;\n", "", f"{CUDA} -k reset"),
+    Fault(
+        "cuda/backend.cu",
+        "out->arch = prop.major * 10 + prop.minor;",
+        "out->arch = prop.major;",
+        f"{CUDA} -k properties",
+    ),
+    Fault("cuda/event.cu", "    event->recorded = true;\n", "", f"{CUDA} -k events"),
+    Fault(
+        "cuda/event.cu",
+        "if (!from->recorded || !to->recorded) {",
+        "if (!from->recorded && !to->recorded) {",
+        f"{CUDA} -k events",
+    ),
+    Fault(
+        "cuda/graph.cu",
+        "    if (graph->capturing) {\n"
+        "        return nd_error(ND_ECUDA,\n"
+        '                        "graph: the captured run allocates',
+        "    if (false) {\n"
+        "        return nd_error(ND_ECUDA,\n"
+        '                        "graph: the captured run allocates',
+        f"{GENERATE} -k test_graph",
+    ),
+    Fault(
+        "cuda/graph.cu",
+        "    d.recording = d.recording == graph ? nullptr : d.recording;\n",
+        "",
+        f"{GENERATE} -k test_graph",
+    ),
+    Fault(
+        "cuda/memory.cu",
+        "    d.live_bytes -= (int64_t)bytes.count;\n",
+        "",
+        f"{CUDA} -k memory_stats",
+    ),
+    Fault(
+        "cuda/memory.cu",
+        "        cuda_graph_release_later(d.recording, memory);\n        return ND_OK;\n",
+        "        return ND_OK;\n",
+        f"{GENERATE} -k test_graph",
+    ),
+    Fault(
+        "cuda/transfer.cu",
+        '    ND_TRY(cuda_refuse_in_capture(device, "upload"));\n',
+        "",
+        f"{GENERATE} -k test_graph",
+    ),
+    Fault(
+        "cuda/transfer.cu",
+        "if (capacity >= bytes && capacity <= 2 * bytes + 4096) {",
+        "if (capacity <= 2 * bytes + 4096) {",
+        DOWNLOAD,
+    ),
+    # ---- ops ----
+    Fault(
+        "cuda/copy.cu", "size / 8, (int)(size % 8));", "size / 8, 0);", f"{OPS} -k assign_converts"
+    ),
+    Fault(
+        "cuda/copy.cu",
+        "fits = loop.strides[k][d] % n == 0;",
+        "fits = loop.strides[k][d] != 0;",
+        f"{CUDA} -k views_of_many",
+    ),
+    Fault(
+        "cuda/cross_entropy.cu",
+        "*loss = valid > 0.0f ? sum / valid : 0.0f;",
+        "*loss = sum / valid;",
+        f"{OPS} -k cross_entropy",
+    ),
+    Fault(
+        "cuda/cross_entropy.cu",
+        "target < 0 ? 0.0f : target >= columns ? NAN : all",
+        "target < 0 ? 0.0f : target > columns ? NAN : all",
+        f"{BAD} -k cannot_look_at",
+    ),
+    Fault(
+        "cuda/decode.cu",
+        "const int64_t chunk = ceil_div<int64_t>(position, s.splits);",
+        "const int64_t chunk = position / s.splits;",
+        f"{OPS} -k 'test_structured and decode_attention'",
+    ),
+    Fault(
+        "cuda/decode.cu",
+        "(b.value == a.value && b.at < a.at);",
+        "(b.value == a.value && b.at > a.at);",
+        f"{OPS} -k decode_greedy",
+    ),
+    Fault(
+        "cuda/elementwise.cu",
+        "(O *)a.out, size / N, (int)(size % N));",
+        "(O *)a.out, size / N, (int)(size % N) - 1);",
+        f"{OPS} -k 'test_elementwise and add'",
+    ),
+    Fault(
+        "cuda/elementwise.cu",
+        "        for (int d = 0; d < last; d++) {\n            if (loop.strides[k][d] % count",
+        "        for (int d = 1; d < last; d++) {\n            if (loop.strides[k][d] % count",
+        f"{CUDA} -k views_of_many",
+    ),
+    Fault(
+        "cuda/embedding.cu",
+        "            (first > 0 && keys[first - 1] == key)) {",
+        "            false) {",
+        f"{OPS} -k embedding_bwd",
+    ),
+    Fault(
+        "cuda/embedding.cu",
+        "keys[i] = id >= 0 && id < vocabulary ?",
+        "keys[i] = id < vocabulary ?",
+        f"{BAD} -k cannot_look_at",
+    ),
+    Fault(
+        "cuda/layernorm.cu",
+        "            if ((i * group + lane) * N < columns) {\n",
+        "            if (row < rows) {\n",
+        f"{OPS} -k layernorm_fwd",
+    ),
+    Fault(
+        "cuda/layernorm.cu",
+        "sums[1][at] = turn == 0 ? db[i][k] : sums[1][at] + db[i][k];",
+        "sums[1][at] = turn == 0 ? db[i][k] : db[i][k];",
+        f"{OPS} -k layernorm_bwd",
+    ),
+    Fault(
+        "cuda/matmul.cu",
+        "key.stride_c = p.batch > 1 ? p.m * p.n : 0;",
+        "key.stride_c = p.batch > 1 ? p.n : 0;",
+        f"{OPS} -k 'test_structured and matmul'",
+    ),
+    Fault(
+        "cuda/matmul.cu",
+        "key.ldb = p.a.ld;",
+        "key.ldb = p.k;",
+        f"{OPS} -k 'test_structured_views and matmul'",
+    ),
+    Fault(
+        "cuda/optimizer.cu",
+        "if (blockIdx.x == 0 && threadIdx.x < count - pieces * N) {",
+        "if (blockIdx.x == 0 && threadIdx.x + 1 < count - pieces * N) {",
+        f"{OPS} -k 'grad_norm or in_the_norm'",
+    ),
+    Fault(
+        "cuda/optimizer.cu",
+        "if (!isfinite(root)) {",
+        "if (isnan(root)) {",
+        f"{OPS} -k broken_gradient",
+    ),
+    Fault(
+        "cuda/reduce.cu",
+        "return q_wins || (!p_wins && q.index < p.index) ? q : p;",
+        "return q_wins || (!p_wins && q.index > p.index) ? q : p;",
+        f"{OPS} -k test_reductions",
+    ),
+    Fault(
+        "cuda/reduce.cu",
+        "x[1] = __uint_as_float(word & 0xffff0000u);",
+        "x[1] = __uint_as_float(word);",
+        f"{OPS} -k test_reductions",
+    ),
+    Fault(
+        "cuda/rotary.cu",
+        "if (part < s.parts && d < 2 * s.half) {",
+        "if (part <= s.parts && d < 2 * s.half) {",
+        f"{OPS} -k 'test_structured and rotary'",
+    ),
+]
