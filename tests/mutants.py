@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from planted.fault import Fault, ListError
@@ -57,7 +57,7 @@ class Kind:
     wider: Callable[[str], str] = lambda file: ""
     options: tuple[str, ...] = ()
     builds: bool = True
-    environment: tuple[tuple[str, str], ...] = ()
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def c_faults() -> list[Fault]:
@@ -86,8 +86,13 @@ def wider_python(file: str) -> str:
 
 CPU = ("-m", "not cuda and not parity")
 KINDS = {
-    "c": Kind(c_faults, 300, options=CPU, environment=(("NEEDLE_CUDA", "0"),)),
-    "cuda": Kind(cuda_faults, 60, options=("-m", "cuda"), environment=(("NEEDLE_CUDA", "1"),)),
+    "c": Kind(c_faults, 300, options=CPU, environment={"NEEDLE_CUDA": "0"}),
+    "cuda": Kind(
+        cuda_faults,
+        90,
+        options=("-m", "cuda"),
+        environment={"NEEDLE_CUDA": "1", "NEEDLE_REQUIRE_CUDA": "1"},
+    ),
     "python": Kind(python_faults, 300, wider_python, CPU, builds=False),
 }
 
@@ -112,8 +117,8 @@ def copy_of_the_tree():
 
 def run(command: list[str], tree: Path, kind: Kind, seconds: float) -> tuple[int | None, str]:
     """(exit code, or None after so many seconds; what it printed)."""
-    environment = os.environ | {"PYTHONPATH": str(tree), "NEEDLE_TEST_SEED": "off"}
-    environment |= dict(kind.environment)
+    path = os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    environment = os.environ | {"PYTHONPATH": path, "NEEDLE_TEST_SEED": "off"} | kind.environment
     with tempfile.TemporaryFile("w+") as output:  # no pipe: a grandchild may hold it open
         child = subprocess.Popen(
             command,
@@ -226,8 +231,7 @@ def table(verdicts: Iterable[Verdict]) -> str:
 
 def has_gpu() -> bool:
     code = "import needle; raise SystemExit(not needle.cuda().enabled())"
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 def main() -> int:

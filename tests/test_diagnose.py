@@ -49,6 +49,15 @@ def test_a_gpu_that_is_required_and_missing_is_a_failure():
     assert run(NEEDLE_REQUIRE_CUDA="1").returncode == 1
 
 
+@pytest.mark.parametrize("usable", [True, False])
+def test_a_gpu_that_cannot_be_used_is_a_failure(monkeypatch, usable):
+    facts = ndl.show_config(file=io.StringIO())
+    facts["cuda"] |= {"built": True, "driver": "13.0", "usable": usable}
+    monkeypatch.setattr(diagnose, "show_config", lambda: facts)
+    monkeypatch.delenv("NEEDLE_REQUIRE_CUDA", raising=False)
+    assert diagnose.main([]) == (0 if usable else 1)
+
+
 def test_a_wrong_product_is_found(monkeypatch):
     class Broken:
         def __matmul__(self, other):

@@ -71,6 +71,8 @@ def test_methods_are_numpys(device):
             got = x.argmax(axis, keepdims)
             assert got.dtype == "int64" and not got.requires_grad
             np.testing.assert_array_equal(got.numpy(), X.argmax(axis, keepdims=keepdims))
+    for name in ("sum", "mean", "max", "argmax"):
+        assert getattr(x, name)(0).shape == (4,) and getattr(x, name)().shape == ()
     cube = Tensor(np.zeros((2, 3, 4)))
     assert cube.T.shape == (4, 3, 2) and Tensor(1).T.shape == ()
     np.testing.assert_array_equal(x.T.numpy(), X.T)

@@ -445,6 +445,15 @@ def test_wrong_configurations(wrong):
         PythiaConfig.preset("71m")
 
 
+@pytest.mark.parametrize("share, turned", [(0, 0), (0.0, 0), (0.5, 4), (1, 8), (1.0, 8)])
+def test_any_share_of_a_head_is_turned(share, turned):
+    config = PythiaConfig(
+        vocab_size=11, hidden_size=16, num_layers=1, num_heads=2, max_seq_len=4, rotary_pct=share
+    )
+    assert config.rotary_dims == turned
+    assert Pythia(config)(np.arange(4)[None])[0].shape == (1, 4, 11)
+
+
 def test_configuration_round_trip():
     config = PythiaConfig.preset("70m", use_sparse_attention=True)
     assert PythiaConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
