@@ -106,7 +106,7 @@ class Meter:
                  if isinstance(x, type)}  # fmt: skip
         return {
             "bytes in arrays": self.cpu.memory_stats()["live_bytes"],
-            "hostile objects": self.hostile.Hostile.alive,
+            "hostile objects": len(self.hostile.Hostile.alive),
         } | types
 
     def growing(self) -> dict[str, int]:
@@ -353,6 +353,7 @@ def fuzz(seconds: float, count: int, seed: int, jobs: int) -> int:
 
 
 def report(findings: Counter, code: int, journal: str, stderr: str) -> None:
+    stderr = re.sub(r"==\d+==WARNING: AddressSanitizer failed to allocate.*\n", "", stderr)
     reason = reason_of(code, stderr)
     findings[reason] += 1
     if findings[reason] == 1:
