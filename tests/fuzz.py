@@ -1,11 +1,11 @@
-"""The fuzz of the C extension: every callable of needle._C, with hostile objects that change what is
-being worked on. `make fuzz` runs it over the core built with the address and undefined-behaviour
-sanitizers, tests/test_fuzz.py a short form over the core as it is.
+"""The fuzz of the C extension: every callable of needle._C, with hostile objects that change what
+is being worked on. `make fuzz` runs it over the core built with the address and
+undefined-behaviour sanitizers, tests/test_fuzz.py a short form over the core as it is.
 
     python tests/fuzz.py [--seconds N] [--count N] [--seed N] [--jobs N]
 
-A case is a seed: some lines of Python, drawn one by one (tests/fuzzing/lines.py) and run. Children
-run cases, so that a crash ends a child and not the fuzz. Each of these is a finding, printed with its
+A case is a seed: some lines of Python, drawn one by one (tests/fuzzing/) and run. Children run
+cases, so that a crash ends a child and not the fuzz. Each of these is a finding, printed with its
 seed and with the lines, which can be pasted:
 
     a crash, a report of a sanitizer, a case that takes more than a minute
@@ -14,14 +14,13 @@ seed and with the lines, which can be pasted:
     memory, arrays or references that are there when the case's names are gone, or that grow when
     its lines are run again and again
 
-A finding with the first words of an earlier one is only counted. `--count 1 --seed N` repeats a case.
-The exit code is 1 when anything was found.
+A finding with the first words of an earlier one is only counted. `--count 1 --seed N` repeats a
+case. The exit code is 1 when anything was found.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -88,9 +87,8 @@ class Meter:
     """What must be back where it was: bytes in arrays, hostile objects, references."""
 
     def __init__(self) -> None:
-        from fuzzing import hostile, lines
-
         import numpy as np
+        from fuzzing import hostile, lines
 
         self.hostile, self.cpu = hostile, lines._C.cpu()
         dtypes = {f"dtype {name}": np.dtype(name) for name in ("float32", "int64", "object")}
@@ -108,7 +106,7 @@ class Meter:
                  if isinstance(x, type)}  # fmt: skip
         return {
             "bytes in arrays": self.cpu.memory_stats()["live_bytes"],
-            "hostile objects": self.hostile.Hostile.alive,
+            "hostile objects": len(self.hostile.Hostile.alive),
         } | types
 
     def growing(self) -> dict[str, int]:
@@ -172,9 +170,10 @@ def fresh_names() -> dict:
     return names
 
 
-def trim(names: dict, largest: int) -> None:
+def trim(names: dict, largest: int = 20_000) -> None:
     """Forgets what is so large that lines would take long."""
     import numpy as np
+
     from needle import _C
 
     for name, value in list(names.items()):
@@ -187,7 +186,7 @@ def trim(names: dict, largest: int) -> None:
 
 
 def case(seed: int, meter: Meter, journal, reached: set) -> None:
-    from fuzzing import hostile, lines
+    from fuzzing import grammar, hostile, lines
 
     rng = random.Random(seed)
     names = fresh_names()
@@ -196,7 +195,7 @@ def case(seed: int, meter: Meter, journal, reached: set) -> None:
     journal.begin(seed)
     for _ in range(rng.randrange(3, 14)):
         drawn, writes = writer.draw()
-        repeats = repeats and not any(w in t for t in drawn for w in lines.NEVER_THE_SAME)
+        repeats = repeats and not any(w in t for t in drawn for w in grammar.NEVER_THE_SAME)
         for number, text in enumerate(drawn):
             texts.append(f"with go_on: {text}")
             journal.line(texts[-1])
@@ -205,7 +204,7 @@ def case(seed: int, meter: Meter, journal, reached: set) -> None:
             run(texts[-1], names, hostile.FAULTS)
             if look:
                 check_unchanged(bits, names, writes)
-            trim(names, lines.LARGEST)
+            trim(names)
     names.clear()
     del writer, bits
     rest(meter)
@@ -354,6 +353,7 @@ def fuzz(seconds: float, count: int, seed: int, jobs: int) -> int:
 
 
 def report(findings: Counter, code: int, journal: str, stderr: str) -> None:
+    stderr = re.sub(r"==\d+==WARNING: AddressSanitizer failed to allocate.*\n", "", stderr)
     reason = reason_of(code, stderr)
     findings[reason] += 1
     if findings[reason] == 1:

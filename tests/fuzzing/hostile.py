@@ -1,12 +1,14 @@
 """Hostile objects, and the other words of the lines that the fuzz runs.
 
-A hostile object answers each protocol method with the next of its `answers` (an exception is raised;
-the last is repeated), after it has called `then`, which may do anything to anybody. Everything here
-is deterministic: what a line says, it says again when it is pasted.
+A hostile object answers each protocol method with the next of its `answers` (an exception is
+raised; the last is repeated), after it has called `then`, which may do anything to anybody. What a
+line says, it says again when it is pasted.
 """
 
 from __future__ import annotations
 
+# Many of these are words of the lines alone.
+# ruff: noqa: F401
 import copy
 import ctypes
 import functools
@@ -58,17 +60,18 @@ sys.unraisablehook = lambda seen: judge(seen.exc_value, f"{seen.object!r:.80}")
 
 # ---- objects -------------------------------------------------------------------------------------
 class Hostile:
-    alive = 0
+    alive: set[int] = set()
 
-    def __new__(cls, *answers, then=None):  # copies come this way as well
-        Hostile.alive += 1
-        return super().__new__(cls)
+    def __new__(cls, *answers, then=None):  # copies come this way as well, or are not counted
+        self = super().__new__(cls)
+        Hostile.alive.add(id(self))
+        return self
 
     def __init__(self, *answers, then=None):
         self.answers, self.then, self.asked = answers, then, 0
 
     def __del__(self):
-        Hostile.alive -= 1
+        Hostile.alive.discard(id(self))
 
     def answer(self, *given, **named):
         self.asked += 1
@@ -120,8 +123,9 @@ def own(base: type, value, *methods: str, **more) -> type:
     """A subclass of `base`, made with `value`, that answers for itself."""
 
     def new(cls, *answers, then=None):
-        Hostile.alive += 1
-        return base.__new__(cls, value)
+        self = base.__new__(cls, value)
+        Hostile.alive.add(id(self))
+        return self
 
     answers = dict.fromkeys(methods, Hostile.answer) | more | {"__new__": new}
     return type(f"Own{base.__name__}", (Hostile, base), answers)
@@ -147,9 +151,7 @@ class Around(np.ndarray):
 
 def around(array: np.ndarray, then) -> np.ndarray:
     """`array`, whose next copies and views are seen by then(made, of)."""
-    result = array.view(Around)
-    result_type = type("AroundOnce", (Around,), {"then": staticmethod(then)})
-    return result.view(result_type)
+    return array.view(type("AroundOnce", (Around,), {"then": staticmethod(then)}))
 
 
 class Sub(_C.NDArray):
@@ -197,7 +199,8 @@ def unmade(kind: type = _C.NDArray):
 
 
 def changing(items: list, at: int, how: str, kind: type = Number) -> list:
-    """A list that changes when its item `at` is asked for its value."""
+    """A list that changes when its item `at`, or the first number in it, is asked for its value."""
+    kept = list(items)
 
     def change():
         if how == "clear":
@@ -206,15 +209,21 @@ def changing(items: list, at: int, how: str, kind: type = Number) -> list:
             del items[-1:]
         elif how == "grow":
             items.extend([1] * 20)
-        elif how == "deepen":
-            items[:] = [nested(12)]
         elif how == "replace":
             items[:] = [object(), None, "text"]
+        else:
+            items[:] = [nested(12)] * len(kept)
         gc.collect(0)
 
+    if "__array__" in vars(kind):  # NumPy itself does not survive another length while it reads
+        how = "deepen"
     if items:
-        value = items[at % len(items)]
-        items[at % len(items)] = kind(np.array(value) if kind is Array else value, then=change)
+        at %= len(items)
+        inside = isinstance(items[at], tuple)
+        value = items[at][0] if inside else items[at]
+        hostile = kind(np.array(value) if kind is Array else value, then=change)
+        items[at] = [hostile, *items[at][1:]] if inside else hostile
+        kept.append(items[at])
     return items
 
 
@@ -408,20 +417,14 @@ def aside(call):
 
 def deep(call, room: int = 30):
     """The call where the interpreter's stack has little room."""
-    depth = len(list(itertools.takewhile(lambda f: f, iterate_frames())))
+    frame, depth = sys._getframe(), 0
+    while frame is not None:
+        frame, depth = frame.f_back, depth + 1
 
     def down(left):
         return call() if left <= 0 else down(left - 1)
 
     return down(sys.getrecursionlimit() - depth - room)
-
-
-def iterate_frames():
-    frame = sys._getframe()
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-    yield None
 
 
 def first(iterable, n: int = 5) -> list:
