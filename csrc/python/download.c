@@ -15,8 +15,9 @@
 typedef struct {
     nd_streamed head;
     nd_download *download; /* NULL once waited for */
+    bool missing;          /* while it is waited for, and when it did not come */
     nd_array host;         /* where it arrives: CPU memory */
-    PyObject *arrived;     /* the NDArray, once waited for */
+    PyObject *arrived;     /* the NDArray, once asked for */
 } DownloadObject;
 
 static PyObject *download_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
@@ -62,8 +63,11 @@ static PyObject *download_new(PyTypeObject *type, PyObject *arguments, PyObject 
 static nd_status finish(DownloadObject *self) {
     nd_download *download = self->download;
     self->download = NULL;
-    return self->head.device->backend->download_end(self->head.device->index, download,
-                                                    self->host.storage->memory);
+    self->missing = true;
+    nd_status status = self->head.device->backend->download_end(self->head.device->index, download,
+                                                                self->host.storage->memory);
+    self->missing = status != ND_OK;
+    return status;
 }
 
 static void download_dealloc(PyObject *object) {
@@ -83,13 +87,15 @@ static PyObject *download_wait(PyObject *object, PyObject *unused) {
         if (nd_streamed_check(state, self) < 0) {
             return NULL;
         }
-        if (self->download == NULL) {
+        if (self->missing) {
             return PyErr_Format(PyExc_RuntimeError, "Download: an earlier wait() failed");
         }
-        nd_status status;
-        Py_BEGIN_ALLOW_THREADS
-        status = finish(self);
-        Py_END_ALLOW_THREADS
+        nd_status status = ND_OK;
+        if (self->download != NULL) {
+            Py_BEGIN_ALLOW_THREADS
+            status = finish(self);
+            Py_END_ALLOW_THREADS
+        }
         if (status != ND_OK) {
             return nd_raise(state, "Download.wait", self->head.device, status);
         }
