@@ -5,6 +5,7 @@
  * reset() must not run while another thread uses the device.
  */
 #include <mutex>
+#include <new>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -267,40 +268,52 @@ nd_status cuda_reset(int device) {
     }
 #include "../csrc/ops.def"
 
+/* A function of the vtable, out of which no exception comes. */
+template <auto function> struct Guarded;
+template <class... Args, nd_status (*function)(Args...)> struct Guarded<function> {
+    static nd_status call(Args... args) {
+        try {
+            return function(args...);
+        } catch (const std::bad_alloc &) {
+            return nd_error(ND_EMEMORY, "cuda: out of host memory");
+        }
+    }
+};
+
 nd_backend make_backend() {
     nd_backend b;
     memset(&b, 0, sizeof b);
     b.abi = nd_abi();
     b.alignment = 16; /* one load of a vector */
     b.last_error = nd_last_error;
-    b.device_count = cuda_device_count;
-    b.open = cuda_open;
-    b.properties = cuda_properties;
-    b.reset = cuda_reset;
-    b.allocate = cuda_allocate;
-    b.release = cuda_release;
-    b.upload = cuda_upload;
-    b.download = cuda_download;
-    b.download_begin = cuda_download_begin;
-    b.download_end = cuda_download_end;
-    b.staging_new = cuda_staging_new;
-    b.staging_send = cuda_staging_send;
-    b.staging_wait = cuda_staging_wait;
-    b.staging_free = cuda_staging_free;
-    b.synchronize = cuda_synchronize;
-    b.memory_stats = cuda_memory_stats;
-    b.reset_peak = cuda_reset_peak;
-    b.empty_cache = cuda_empty_cache;
-    b.event_new = cuda_event_new;
-    b.event_record = cuda_event_record;
-    b.event_elapsed = cuda_event_elapsed;
-    b.event_free = cuda_event_free;
-    b.graph_begin = cuda_graph_begin;
-    b.graph_capture = cuda_graph_capture;
-    b.graph_end = cuda_graph_end;
-    b.graph_launch = cuda_graph_launch;
-    b.graph_free = cuda_graph_free;
-#define EACH_OP(name) b.name = call_##name;
+    b.device_count = Guarded<cuda_device_count>::call;
+    b.open = Guarded<cuda_open>::call;
+    b.properties = Guarded<cuda_properties>::call;
+    b.reset = Guarded<cuda_reset>::call;
+    b.allocate = Guarded<cuda_allocate>::call;
+    b.release = Guarded<cuda_release>::call;
+    b.upload = Guarded<cuda_upload>::call;
+    b.download = Guarded<cuda_download>::call;
+    b.download_begin = Guarded<cuda_download_begin>::call;
+    b.download_end = Guarded<cuda_download_end>::call;
+    b.staging_new = Guarded<cuda_staging_new>::call;
+    b.staging_send = Guarded<cuda_staging_send>::call;
+    b.staging_wait = Guarded<cuda_staging_wait>::call;
+    b.staging_free = Guarded<cuda_staging_free>::call;
+    b.synchronize = Guarded<cuda_synchronize>::call;
+    b.memory_stats = Guarded<cuda_memory_stats>::call;
+    b.reset_peak = Guarded<cuda_reset_peak>::call;
+    b.empty_cache = Guarded<cuda_empty_cache>::call;
+    b.event_new = Guarded<cuda_event_new>::call;
+    b.event_record = Guarded<cuda_event_record>::call;
+    b.event_elapsed = Guarded<cuda_event_elapsed>::call;
+    b.event_free = Guarded<cuda_event_free>::call;
+    b.graph_begin = Guarded<cuda_graph_begin>::call;
+    b.graph_capture = Guarded<cuda_graph_capture>::call;
+    b.graph_end = Guarded<cuda_graph_end>::call;
+    b.graph_launch = Guarded<cuda_graph_launch>::call;
+    b.graph_free = Guarded<cuda_graph_free>::call;
+#define EACH_OP(name) b.name = Guarded<call_##name>::call;
 #include "../csrc/ops.def"
     return b;
 }

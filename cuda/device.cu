@@ -165,6 +165,6 @@ nd_status cuda_prepare(const char *op, int device, const void *kernel, int threa
         CUDA_TRY(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                           (int)shared));
     }
-    d.prepared[kernel] = {shared, nullptr};
+    d.prepared[kernel] = {shared};
     return ND_OK;
 }

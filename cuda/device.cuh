@@ -4,7 +4,9 @@
  * Each function of the vtable that works on a device begins with cuda_enter(device), or with an
  * Exclusive where it changes the state below or enqueues what must not come between an op's calls;
  * when either succeeds the device is open. A function that frees asks cuda_faulted() first and then
- * does nothing: what it would free goes with the process.
+ * does nothing: what it would free goes with the process. It asks for no memory either: what it
+ * notes has its place since the memory was allocated. A std::bad_alloc of the others becomes
+ * ND_EMEMORY in the vtable.
  */
 #ifndef NEEDLE_DEVICE_CUH
 #define NEEDLE_DEVICE_CUH
@@ -20,6 +22,7 @@
 struct Bytes {
     size_t count;
     nd_graph *owner = nullptr; /* the graph whose block it is */
+    bool late = false;         /* released while capturing: given back when that ends */
 };
 
 constexpr int cuda_max_devices = 64;
@@ -35,8 +38,8 @@ struct Device {
     void *scratch = nullptr;
     size_t scratch_bytes = 0;
     int64_t live_bytes = 0, peak_bytes = 0;
-    std::unordered_map<void *, Bytes> live;    /* arrays' memory and its size */
-    std::vector<nd_download *> idle_downloads; /* to be used again */
+    std::unordered_map<void *, Bytes> live; /* arrays' memory and its size */
+    nd_download *idle_downloads = nullptr;  /* to be used again: the first, which knows the next */
     std::vector<nd_graph *> graphs;
     nd_graph *recording = nullptr;                    /* between graph_begin and graph_end */
     std::unordered_map<const void *, Bytes> prepared; /* kernels: dynamic shared memory allowed */

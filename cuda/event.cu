@@ -1,6 +1,4 @@
 /* event.cu - points in a device's stream, and the time between two of them. */
-#include <new>
-
 #include "device.cuh"
 
 struct nd_event {
@@ -11,10 +9,7 @@ struct nd_event {
 nd_status cuda_event_new(int device, nd_event **out) {
     *out = nullptr;
     ND_TRY(cuda_enter(device));
-    nd_event *event = new (std::nothrow) nd_event{nullptr, false};
-    if (!event) {
-        return nd_error(ND_EMEMORY, "event: out of host memory");
-    }
+    nd_event *event = new nd_event{nullptr, false};
     cudaError_t error = cudaEventCreate(&event->event);
     if (error != cudaSuccess) {
         delete event;

@@ -5,7 +5,6 @@
  * arrays that live at the same time never share a block.
  */
 #include <map>
-#include <new>
 #include <vector>
 
 #include "device.cuh"
@@ -18,6 +17,12 @@ struct Block {
     void *memory;
 };
 
+/* The blocks of one size: those that are idle, with room for all. */
+struct Blocks {
+    std::vector<Block> idle;
+    size_t made = 0;
+};
+
 constexpr size_t block_step = 512;
 
 size_t rounded(size_t bytes) { return ceil_div(bytes, block_step) * block_step; }
@@ -27,18 +32,17 @@ size_t rounded(size_t bytes) { return ceil_div(bytes, block_step) * block_step; 
 struct nd_graph {
     cudaGraphExec_t exec = nullptr;
     bool capturing = false;
-    std::map<size_t, std::vector<Block>> idle; /* by rounded size */
-    std::vector<Block> late;                   /* see cuda_graph_release_later */
+    std::map<size_t, Blocks> blocks; /* by rounded size */
     void *scratch = nullptr;
     size_t scratch_bytes = 0;
 };
 
 /* ---- memory ---------------------------------------------------------------------------------- */
 nd_status cuda_graph_allocate(int device, nd_graph *graph, size_t bytes, void **out) {
-    std::vector<Block> &list = graph->idle[rounded(bytes)];
-    if (!list.empty()) {
-        *out = list.back().memory;
-        list.pop_back();
+    Blocks &blocks = graph->blocks[rounded(bytes)];
+    if (!blocks.idle.empty()) {
+        *out = blocks.idle.back().memory;
+        blocks.idle.pop_back();
         return ND_OK;
     }
     if (graph->capturing) {
@@ -48,14 +52,15 @@ nd_status cuda_graph_allocate(int device, nd_graph *graph, size_t bytes, void **
                         "array that it makes",
                         bytes);
     }
-    return cuda_pool_malloc(device, rounded(bytes), out);
+    blocks.idle.reserve(blocks.made + 1);
+    ND_TRY(cuda_pool_malloc(device, rounded(bytes), out));
+    blocks.made++;
+    return ND_OK;
 }
 
 void cuda_graph_reuse(nd_graph *graph, void *memory, size_t bytes) {
-    graph->idle[rounded(bytes)].push_back({memory});
+    graph->blocks.find(rounded(bytes))->second.idle.push_back({memory});
 }
-
-void cuda_graph_release_later(nd_graph *graph, void *memory) { graph->late.push_back({memory}); }
 
 nd_status cuda_graph_scratch(int device, nd_graph *graph, size_t bytes, void **out) {
     if (bytes > graph->scratch_bytes) {
@@ -100,10 +105,8 @@ nd_status cuda_graph_begin(int device, nd_graph **out) {
     if (d.recording) {
         return nd_error(ND_EVALUE, "graph: cuda(%d) is recording one already", device);
     }
-    nd_graph *graph = new (std::nothrow) nd_graph;
-    if (!graph) {
-        return nd_error(ND_EMEMORY, "graph: out of host memory");
-    }
+    d.graphs.reserve(d.graphs.size() + 1);
+    nd_graph *graph = new nd_graph;
     d.graphs.push_back(graph);
     d.recording = *out = graph;
     return ND_OK;
@@ -124,11 +127,17 @@ namespace {
 nd_status stop_capture(int device, nd_graph *graph, cudaGraph_t *captured) {
     *captured = nullptr;
     graph->capturing = false;
-    cudaError_t error = cudaStreamEndCapture(cuda_stream(device), captured);
-    for (Block &block : graph->late) {
-        CUDA_TRY("graph", cudaFreeAsync(block.memory, cuda_stream(device)));
+    Device &d = cuda_device(device);
+    cudaError_t error = cudaStreamEndCapture(d.stream, captured);
+    for (auto entry = d.live.begin(); entry != d.live.end();) {
+        if (entry->second.late) {
+            cudaError_t freed = cudaFreeAsync(entry->first, d.stream);
+            error = error == cudaSuccess ? freed : error;
+            entry = d.live.erase(entry);
+        } else {
+            ++entry;
+        }
     }
-    graph->late.clear();
     return error == cudaSuccess ? ND_OK : cuda_error("graph", "cudaStreamEndCapture", error);
 }
 
@@ -147,8 +156,8 @@ nd_status free_graph(int device, nd_graph *graph) {
     if (graph->exec) { /* lasts until the launches that are queued are done */
         error = cudaGraphExecDestroy(graph->exec);
     }
-    for (auto &size : graph->idle) {
-        for (Block &block : size.second) {
+    for (auto &size : graph->blocks) {
+        for (Block &block : size.second.idle) {
             cudaError_t freed = cudaFreeAsync(block.memory, stream);
             error = error == cudaSuccess ? freed : error;
         }

@@ -16,8 +16,6 @@
 nd_status cuda_graph_allocate(int device, nd_graph *graph, size_t bytes, void **out);
 /* `memory`, a block of the graph, is idle again; the next allocation of its size may have it. */
 void cuda_graph_reuse(nd_graph *graph, void *memory, size_t bytes);
-/* Memory of others, released while capturing: is given back when that ends. */
-void cuda_graph_release_later(nd_graph *graph, void *memory);
 /* cuda_scratch of recorded work: the graph's own, because the device's may move. */
 nd_status cuda_graph_scratch(int device, nd_graph *graph, size_t bytes, void **out);
 

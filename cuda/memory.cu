@@ -52,7 +52,16 @@ nd_status cuda_allocate(int device, size_t bytes, void **out) {
     } else {
         ND_TRY(cuda_pool_malloc(device, bytes, out));
     }
-    d.live[*out] = {bytes, d.recording};
+    try {
+        d.live[*out] = {bytes, d.recording};
+    } catch (...) { /* no memory to note it in */
+        if (d.recording) {
+            cuda_graph_reuse(d.recording, *out, bytes);
+        } else {
+            cudaFreeAsync(*out, d.stream);
+        }
+        throw;
+    }
     d.live_bytes += (int64_t)bytes;
     d.peak_bytes = d.live_bytes > d.peak_bytes ? d.live_bytes : d.peak_bytes;
     return ND_OK;
@@ -71,13 +80,13 @@ nd_status cuda_release(int device, void *memory) {
     }
     const Bytes bytes = found->second;
     d.live_bytes -= (int64_t)bytes.count;
+    if (!bytes.owner && cuda_is_capturing(device)) {
+        found->second.late = true;
+        return ND_OK;
+    }
     d.live.erase(found);
     if (bytes.owner) {
         cuda_graph_reuse(bytes.owner, memory, bytes.count);
-        return ND_OK;
-    }
-    if (cuda_is_capturing(device)) {
-        cuda_graph_release_later(d.recording, memory);
         return ND_OK;
     }
     cudaError_t error = cudaFreeAsync(memory, d.stream);

@@ -5,7 +5,6 @@
  * again; work that is enqueued later goes on. The block of a finished copy is used again by the next
  * one that fits; a staging keeps its own.
  */
-#include <new>
 #include <string.h>
 
 #include "device.cuh"
@@ -39,6 +38,7 @@ cudaError_t pinned_free(const Pinned &block) {
 struct nd_download {
     Pinned block;
     size_t capacity, bytes; /* of the block, on their way */
+    nd_download *next;      /* among the idle ones */
 };
 
 struct nd_staging {
@@ -80,18 +80,15 @@ namespace {
 /* An idle block when one fits: making one costs far more than a copy. Blocks are rounded up so that
  * few sizes exist. */
 nd_status download_block(Device &d, size_t bytes, nd_download **out) {
-    for (size_t i = 0; i < d.idle_downloads.size(); i++) {
-        size_t capacity = d.idle_downloads[i]->capacity;
+    for (nd_download **idle = &d.idle_downloads; *idle; idle = &(*idle)->next) {
+        size_t capacity = (*idle)->capacity;
         if (capacity >= bytes && capacity <= 2 * bytes + 4096) {
-            *out = d.idle_downloads[i];
-            d.idle_downloads.erase(d.idle_downloads.begin() + (ptrdiff_t)i);
+            *out = *idle;
+            *idle = (*idle)->next;
             return ND_OK;
         }
     }
-    nd_download *made = new (std::nothrow) nd_download{};
-    if (!made) {
-        return nd_error(ND_EMEMORY, "download: out of host memory");
-    }
+    nd_download *made = new nd_download{};
     made->capacity = (bytes / 4096 + 1) * 4096;
     nd_status status = pinned_new("download", made->capacity, &made->block);
     if (status != ND_OK) {
@@ -100,6 +97,12 @@ nd_status download_block(Device &d, size_t bytes, nd_download **out) {
     }
     *out = made;
     return ND_OK;
+}
+
+/* Under the device's lock. */
+void put_back(Device &d, nd_download *download) {
+    download->next = d.idle_downloads;
+    d.idle_downloads = download;
 }
 
 } // namespace
@@ -122,7 +125,7 @@ nd_status cuda_download_begin(int device, const void *from, size_t bytes, nd_dow
         error = cudaEventRecord(block.copied, d.stream);
     }
     if (error != cudaSuccess) {
-        d.idle_downloads.push_back(download);
+        put_back(d, download);
         return cuda_error("download", "cudaMemcpyAsync", error);
     }
     *out = download;
@@ -138,18 +141,18 @@ nd_status cuda_download_end(int device, nd_download *download, void *to_host) {
     Device &d = cuda_device(device);
     {
         std::lock_guard<std::mutex> guard(d.lock);
-        d.idle_downloads.push_back(download);
+        put_back(d, download);
     }
     return error == cudaSuccess ? ND_OK : cuda_error("download", "cudaEventSynchronize", error);
 }
 
 nd_status cuda_transfer_reset(int device) {
-    std::vector<nd_download *> &idle = cuda_device(device).idle_downloads;
-    while (!idle.empty()) {
-        nd_download *last = idle.back();
-        idle.pop_back();
-        cudaError_t error = pinned_free(last->block);
-        delete last;
+    Device &d = cuda_device(device);
+    while (d.idle_downloads) {
+        nd_download *first = d.idle_downloads;
+        d.idle_downloads = first->next;
+        cudaError_t error = pinned_free(first->block);
+        delete first;
         CUDA_TRY("reset", error);
     }
     return ND_OK;
@@ -159,10 +162,7 @@ nd_status cuda_transfer_reset(int device) {
 nd_status cuda_staging_new(int device, size_t bytes, nd_staging **out, void **memory) {
     *out = nullptr;
     ND_TRY(cuda_enter(device));
-    nd_staging *made = new (std::nothrow) nd_staging{};
-    if (!made) {
-        return nd_error(ND_EMEMORY, "staging: out of host memory");
-    }
+    nd_staging *made = new nd_staging{};
     nd_status status = pinned_new("staging", bytes, &made->block);
     if (status != ND_OK) {
         delete made;

@@ -11,7 +11,8 @@ bool, uint16. Shapes are tuples of int; strides count elements.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from needle import _C
 from needle._C import Device, NDArray, all_devices, array, cpu, cuda
@@ -29,6 +30,7 @@ __all__ = [
     "broadcast_to",
     "check_device_name",
     "choose_device",
+    "commit",
     "cpu",
     "cuda",
     "default_device",
@@ -84,6 +86,20 @@ def choose_device(name: str) -> Device:
         raise ValueError(f"device {name}: {device.reason()}")
     device.synchronize()  # an enabled GPU can still refuse: out of memory, lost
     return device
+
+
+def commit(changes: Iterable[tuple[Any, Any, Any]]) -> None:
+    """`place[key] = value` for each (place, key, value): an array with ..., a list, the dict of an
+    object's attributes. All are made, or none is: a value lies on its array's device already, in
+    its shape, and so nothing here asks for memory.
+
+    >>> x, names = nd.zeros(2), ["old"]
+    >>> nd.commit([(x, ..., nd.ones(2)), (names, 0, "new")])
+    >>> x.tolist(), names
+    ([1.0, 1.0], ['new'])
+    """
+    for place, key, value in changes:
+        place[key] = value
 
 
 def _shape(shape: int | Sequence[int]) -> tuple[int, ...]:

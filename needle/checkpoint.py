@@ -32,7 +32,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from needle import _C, models, nn, optim
-from needle.backend_ndarray import Device, NDArray, default_device
+from needle.backend_ndarray import Device, NDArray, commit, default_device
 from needle.files import FileError, reading, replacing
 from needle.safetensors import FROM_FILE, TO_FILE, Entry, pieces, read_header
 
@@ -274,6 +274,7 @@ class Checkpoint:
         own = module.state_dict()
         self._compare({name: array.shape for name, array in own.items()}, "the module")
         values = {name: self._entries[name].read(array.device) for name, array in own.items()}
+        changes: list[tuple[Any, Any, Any]] = [*module.load_changes(values)]
         if optimizer is not None:
             saved = self.state["optimizer"] or {}
             if saved.get("class") != type(optimizer).__name__:
@@ -282,12 +283,11 @@ class Checkpoint:
                     f"{type(optimizer).__name__}"
                 )
             try:
-                optimizer.load_state_dict(
-                    {**saved, "arrays": self._optimizer_arrays(default_device())}
-                )
+                arrays = self._optimizer_arrays(default_device())
+                changes += optimizer.load_changes({**saved, "arrays": arrays})
             except (KeyError, TypeError, ValueError) as error:
                 raise self._error(f"the optimizer's state cannot be used: {error}") from error
-        module.load_state_dict(values)
+        commit(changes)
 
     def _optimizer_arrays(self, device: Device) -> dict[str, NDArray]:
         return {

@@ -22,7 +22,7 @@ from typing import Any
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import Tensor
-from needle.backend_ndarray import zeros
+from needle.backend_ndarray import commit, zeros
 from needle.nn import FlatParameters, Parameter
 
 Params = Any  # Iterable[Parameter] | Iterable[tuple[str, Parameter]] | list[dict] | FlatParameters
@@ -30,6 +30,8 @@ Params = Any  # Iterable[Parameter] | Iterable[tuple[str, Parameter]] | list[dic
 
 class Optimizer:
     """The parameters, their names, and state that is saved by name: the base of all optimizers.
+
+    A step that raises did not happen: whatever needs memory is made before the first change.
 
     Names are those of the pairs or of the flat object, else the ones that the module's
     `parameters()` gave, else ordinals "0", "1", ...
@@ -138,6 +140,10 @@ class Optimizer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave, from any device. ValueError lists all that does not fit
         before anything is loaded."""
+        commit(self.load_changes(state))
+
+    def load_changes(self, state: Mapping[str, Any]) -> list[tuple[Any, Any, Any]]:
+        """What load_state_dict changes, for `backend_ndarray.commit`."""
         arrays = state["arrays"]
         own = self._arrays()
         problems = [f"{name} is missing" for name in own if name not in arrays]
@@ -151,11 +157,11 @@ class Optimizer:
         problems += [f"{name} is missing" for name in self.hyperparameters if name not in state]
         if problems:
             raise ValueError(f"{type(self).__name__}.load_state_dict: " + "; ".join(problems))
-        for name, array in own.items():
-            _C.assign(array, arrays[name].to(array.device))
-        for name in self.hyperparameters:
-            setattr(self, name, state[name])
-        self.t = int(state["step"])
+        changes: list[tuple[Any, Any, Any]] = [
+            (array, ..., arrays[name].to(array.device)) for name, array in own.items()
+        ]
+        changes += [(vars(self), name, state[name]) for name in self.hyperparameters]
+        return [*changes, (vars(self), "t", int(state["step"]))]
 
     def __repr__(self) -> str:
         values = ", ".join(f"{name}={getattr(self, name)}" for name in self.hyperparameters)
@@ -163,7 +169,8 @@ class Optimizer:
 
 
 class _PerParameter(Optimizer):
-    """An optimizer that walks the parameters one by one, in float32 array arithmetic."""
+    """An optimizer that walks the parameters one by one, in float32 array arithmetic. During a step
+    there are the new values and state beside the old ones."""
 
     def __init__(self, params: Params) -> None:
         super().__init__(params)
@@ -173,6 +180,26 @@ class _PerParameter(Optimizer):
         for kept in self.state.values():
             for p in self.params:
                 kept.append(zeros(p.shape, "float32", p.device))
+
+    def _updated(self, i: int, p: Tensor, g: NDArray, t: int) -> tuple[NDArray, ...]:
+        """Parameter i behind step t, given its gradient in float32: its values, and each slot."""
+        raise NotImplementedError
+
+    def step(self) -> None:
+        t = self.t + 1
+        changes: list[tuple[Any, Any, Any]] = [(vars(self), "t", t)]
+        for i, p in enumerate(self.params):
+            if p.grad is None:
+                continue
+            g = p.grad.cached_data.astype("float32")
+            if self.weight_decay:
+                g = g + self.weight_decay * p.cached_data
+            new, *kept = self._updated(i, p, g, t)
+            new = new.astype(p.dtype)
+            flat = p.grad_buffer is not None  # its place is in the buffer of all
+            changes.append((p.cached_data, ..., new) if flat else (vars(p), "cached_data", new))
+            changes += [(self.state[slot], i, array) for slot, array in zip(self.slots, kept)]
+        commit(changes)
 
     def _arrays(self) -> dict[str, NDArray]:
         return {
@@ -201,15 +228,9 @@ class SGD(_PerParameter):
         super().__init__(params)
         self._set(lr=lr, momentum=momentum, weight_decay=weight_decay)
 
-    def step(self) -> None:
-        self.t += 1
-        for i, p in enumerate(self.params):
-            if p.grad is None:
-                continue
-            g = _decayed(p, self.weight_decay)
-            u = self.momentum * self.state["u"][i] + (1 - self.momentum) * g
-            self.state["u"][i] = u
-            _set_data(p, p.cached_data - self.lr * u)
+    def _updated(self, i: int, p: Tensor, g: NDArray, t: int) -> tuple[NDArray, ...]:
+        u = self.momentum * self.state["u"][i] + (1 - self.momentum) * g
+        return p.cached_data - self.lr * u, u
 
 
 class Adam(_PerParameter):
@@ -240,31 +261,11 @@ class Adam(_PerParameter):
         super().__init__(params)
         self._set(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay)
 
-    def step(self) -> None:
-        self.t += 1
-        m_part, v_part = 1 - self.beta1**self.t, 1 - self.beta2**self.t
-        for i, p in enumerate(self.params):
-            if p.grad is None:
-                continue
-            g = _decayed(p, self.weight_decay)
-            m = self.beta1 * self.state["m"][i] + (1 - self.beta1) * g
-            v = self.beta2 * self.state["v"][i] + (1 - self.beta2) * (g * g)
-            self.state["m"][i], self.state["v"][i] = m, v
-            change = (m / m_part) / (_C.sqrt(v / v_part) + self.eps)
-            _set_data(p, p.cached_data - self.lr * change)
-
-
-def _decayed(p: Tensor, weight_decay: float) -> NDArray:
-    """g + weight_decay p in float32."""
-    g = p.grad.cached_data.astype("float32")
-    return g + weight_decay * p.cached_data if weight_decay else g
-
-
-def _set_data(p: Tensor, new: NDArray) -> None:
-    if p.grad_buffer is not None:
-        _C.assign(p.cached_data, new)
-    else:
-        p.cached_data = new.astype(p.dtype)
+    def _updated(self, i: int, p: Tensor, g: NDArray, t: int) -> tuple[NDArray, ...]:
+        m = self.beta1 * self.state["m"][i] + (1 - self.beta1) * g
+        v = self.beta2 * self.state["v"][i] + (1 - self.beta2) * (g * g)
+        change = (m / (1 - self.beta1**t)) / (_C.sqrt(v / (1 - self.beta2**t)) + self.eps)
+        return p.cached_data - self.lr * change, m, v
 
 
 class AdamW(Optimizer):
@@ -318,11 +319,14 @@ class AdamW(Optimizer):
     def _prepare(self) -> None:
         if self._m:
             return
-        for data in self._data():
-            for kept in (self._m, self._v):
-                kept.append(zeros(data.size, "float32", data.device))
-            low = data.dtype != "float32"
-            self._master.append(data.astype("float32").reshape((data.size,)) if low else None)
+        moments = [
+            [zeros(data.size, "float32", data.device) for data in self._data()] for _ in range(2)
+        ]
+        master = [
+            None if data.dtype == "float32" else data.astype("float32").reshape((data.size,))
+            for data in self._data()
+        ]
+        (self._m, self._v), self._master = moments, master
 
     def _arrays(self) -> dict[str, NDArray]:
         self._prepare()
@@ -356,7 +360,7 @@ class AdamW(Optimizer):
         step leaves everything as it was.
         """
         self._prepare()
-        self.t += 1
+        t, launches = self.t + 1, []
         for i, start, end, own in self._launches():
             if self.flat is not None:
                 grad, data = self.flat.grad, self.flat.data
@@ -364,35 +368,45 @@ class AdamW(Optimizer):
                 if self.params[i].grad is None:
                     continue
                 data = self.params[i].cached_data
-                grad = self.params[i].grad.cached_data.astype("float32").reshape((data.size,))
+                grad = self.params[i].grad.cached_data
+                if grad.dtype != "float32":
+                    grad = grad.astype("float32")
+                grad = grad.reshape((data.size,))
                 if not data.is_compact():
                     data = self.params[i].cached_data = data.compact()
                 data = data.reshape((data.size,))
             part = slice(start, end)
             master = self._master[i]
-            _C.adamw(
-                data[part] if master is None else master[part],
-                grad[part],
-                self._m[i][part],
-                self._v[i][part],
-                None if master is None else data[part],
-                scale,
-                own.get("lr", self.lr),
-                self.beta1,
-                self.beta2,
-                self.eps,
-                own.get("weight_decay", self.weight_decay),
-                self.t,
+            launches.append(
+                (
+                    data[part] if master is None else master[part],
+                    grad[part],
+                    self._m[i][part],
+                    self._v[i][part],
+                    None if master is None else data[part],
+                    scale,
+                    own.get("lr", self.lr),
+                    self.beta1,
+                    self.beta2,
+                    self.eps,
+                    own.get("weight_decay", self.weight_decay),
+                    t,
+                )
             )
+        for operands in launches:
+            _C.adamw(*operands)
+        self.t = t
 
     def state_dict(self) -> dict[str, Any]:
         """As for every optimizer; "groups" holds the settings of parameters that have their own."""
         return {**super().state_dict(), "groups": {n: dict(own) for n, own in self._own.items()}}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
+    def load_changes(self, state: Mapping[str, Any]) -> list[tuple[Any, Any, Any]]:
+        changes = super().load_changes(state)
         if "groups" in state:
-            self._own = {n: dict(own) for n, own in state["groups"].items()}
+            own = {n: dict(own) for n, own in state["groups"].items()}
+            changes.append((vars(self), "_own", own))
+        return changes
 
 
 # ---- gradient norm -------------------------------------------------------------------------------

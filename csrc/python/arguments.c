@@ -6,12 +6,17 @@
 
 #include "object.h"
 
+bool nd_is_out_of_memory(void) { return PyErr_ExceptionMatches(PyExc_MemoryError); }
+
 int nd_dtype_from(PyObject *object, nd_dtype *out) {
     PyObject *name = NULL;
     if (PyUnicode_Check(object)) {
         name = Py_NewRef(object);
     } else { /* numpy.dtype has .name, numpy.float32 and float have .__name__ */
         name = PyObject_GetAttrString(object, PyType_Check(object) ? "__name__" : "name");
+        if (name == NULL && nd_is_out_of_memory()) {
+            return -1;
+        }
         if (name == NULL || !PyUnicode_Check(name)) {
             PyErr_Clear();
             Py_XDECREF(name);
@@ -151,6 +156,9 @@ int nd_check_number(const char *op, const nd_number *number, nd_dtype dtype) {
 int nd_take_number(const char *op, const field *f, PyObject *object, nd_slot *slot) {
     if (f->kind == KIND_F64) {
         slot->real = PyFloat_AsDouble(object);
+        if (slot->real == -1.0 && nd_is_out_of_memory()) {
+            return -1;
+        }
         if (slot->real == -1.0 && PyErr_Occurred()) {
             if (PyErr_ExceptionMatches(PyExc_OverflowError)) {
                 FAIL(PyExc_OverflowError, "%s: %s: the integer is too large for a float", op,
@@ -163,6 +171,9 @@ int nd_take_number(const char *op, const field *f, PyObject *object, nd_slot *sl
         PyObject *index = PyNumber_Index(object);
         slot->integer = index ? (int64_t)PyLong_AsLongLong(index) : -1;
         Py_XDECREF(index);
+        if (slot->integer == -1 && nd_is_out_of_memory()) {
+            return -1;
+        }
         if (slot->integer == -1 && PyErr_Occurred()) {
             bool overflow = PyErr_ExceptionMatches(PyExc_OverflowError);
             FAIL(overflow ? PyExc_ValueError : PyExc_TypeError, "%s: %s: must be an integer%s", op,

@@ -14,6 +14,8 @@ typedef struct {
 
 #pragma GCC visibility push(hidden)
 /* ---- arguments.c ----------------------------------------------------------------------------- */
+/* Is the exception that is set MemoryError? It says nothing about an argument, and stays. */
+bool nd_is_out_of_memory(void);
 int nd_dtype_from(PyObject *object, nd_dtype *out);
 int nd_int64_from(PyObject *object, const char *what, int64_t *out);
 int nd_shape_from(PyObject *object, const char *what, int *ndim, int64_t *values);

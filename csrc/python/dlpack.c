@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "arguments.h"
 #include "backends.h"
 #include "errors.h"
 #include "exchange.h"
@@ -270,6 +271,9 @@ static int import_tensor(nd_state *state, const dl_tensor *tensor, void *owner,
 /* The producer's capsule, versioned where it can. */
 static PyObject *request_capsule(PyObject *object) {
     PyObject *method = PyObject_GetAttrString(object, "__dlpack__");
+    if (method == NULL && nd_is_out_of_memory()) {
+        return NULL;
+    }
     if (method == NULL) {
         return PyErr_Format(PyExc_TypeError, "from_dlpack: %.80s has no __dlpack__()",
                             Py_TYPE(object)->tp_name);

@@ -15,8 +15,9 @@
 typedef struct {
     nd_streamed head;
     nd_download *download; /* NULL once waited for */
+    bool missing;          /* while it is waited for, and when it did not come */
     nd_array host;         /* where it arrives: CPU memory */
-    PyObject *arrived;     /* the NDArray, once waited for */
+    PyObject *arrived;     /* the NDArray, once asked for */
 } DownloadObject;
 
 static PyObject *download_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
@@ -82,16 +83,20 @@ static PyObject *download_wait(PyObject *object, PyObject *unused) {
         if (nd_streamed_check(state, self) < 0) {
             return NULL;
         }
-        nd_download *download = self->download;
-        if (download == NULL) {
+        if (self->missing) {
             return PyErr_Format(PyExc_RuntimeError,
                                 "Download: an earlier wait() failed, or is not over in its thread");
         }
-        self->download = NULL;
-        nd_status status;
-        Py_BEGIN_ALLOW_THREADS
-        status = finish(self, download);
-        Py_END_ALLOW_THREADS
+        nd_download *download = self->download;
+        nd_status status = ND_OK;
+        if (download != NULL) {
+            self->download = NULL;
+            self->missing = true;
+            Py_BEGIN_ALLOW_THREADS
+            status = finish(self, download);
+            Py_END_ALLOW_THREADS
+            self->missing = status != ND_OK;
+        }
         if (status != ND_OK) {
             return nd_raise(state, "Download.wait", self->head.device, status);
         }

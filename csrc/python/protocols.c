@@ -86,7 +86,11 @@ PyObject *nd_ndarray_repr(PyObject *self) {
     const char *dtype = nd_dtype_name(a->dtype);
     PyObject *array = nd_ndarray_numpy(self, NULL);
     if (array == NULL) {
-        if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) {
+        nd_state *state = nd_state_of(self);
+        bool lost = PyErr_ExceptionMatches(PyExc_RuntimeError) &&
+                    (!PyErr_ExceptionMatches(state->cuda_error) ||
+                     PyErr_ExceptionMatches(state->cuda_fatal_error));
+        if (!lost) {
             return NULL;
         }
         PyErr_Clear(); /* whoever prints an array, to see what is wrong, must be able to */
@@ -289,6 +293,10 @@ static PyObject *module_rebuild(PyObject *module, PyObject *arguments) {
         memcpy(host.data, bytes.buf, (size_t)bytes.len);
     }
     if (nd_device_from(state, device_object, &device) < 0) {
+        if (nd_is_out_of_memory()) {
+            nd_array_clear(&host);
+            goto done;
+        }
         PyErr_Clear();
         device = nd_host();
     }

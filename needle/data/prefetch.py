@@ -57,6 +57,7 @@ class Prefetch:
             )
         self.batches, self.position = batches, batches.position
         self.waited = 0.0  # seconds, in all
+        self._next: tuple | None = None  # what the thread has read and next() could not return
         self._slots = [
             _Slot(batches.batch_size, batches.seq_len, device) if on_gpu else None
             for _ in range(depth + 1 if on_gpu else depth)
@@ -100,15 +101,16 @@ class Prefetch:
         """(inputs, targets), integers (batch_size, seq_len); goes on for ever."""
         if self._thread is None:
             self._start()
-        began = time.perf_counter()
-        slot, batch, position = self._ready.get()
-        self.waited += time.perf_counter() - began
+        if self._next is None:
+            began = time.perf_counter()
+            self._next = self._ready.get()
+            self.waited += time.perf_counter() - began
+        slot, batch, position = self._next
         if isinstance(batch, BaseException):
-            self._ready.put((slot, batch, position))  # and so each next() from now on
-            raise batch
-        self.position = position
+            raise batch  # and so each next() from now on
         if slot is not None:
             batch = slot.send()
+        self.position, self._next = position, None
         self._free.put(slot)
         return batch
 
@@ -123,7 +125,7 @@ class Prefetch:
         if self._thread is not None:
             self._end()
             self._thread.join()
-            self._thread = None
+            self._thread = self._next = None
             self.batches.seek(self.position)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import Tensor
+from needle.backend_ndarray import commit
 
 P = ParamSpec("P")
 Result = TypeVar("Result", covariant=True)
@@ -166,6 +167,12 @@ class Module:
         ValueError lists all that is wrong before anything is loaded: wrong shapes, and when strict
         names that are missing or unexpected.
         """
+        commit(self.load_changes(state, strict))
+
+    def load_changes(
+        self, state: Mapping[str, Any], strict: bool = True
+    ) -> list[tuple[NDArray, Any, NDArray]]:
+        """What load_state_dict changes, for `backend_ndarray.commit`."""
         own = self.state_dict()
         problems = []
         if strict:
@@ -178,9 +185,11 @@ class Module:
                 )
         if problems:
             raise ValueError(f"{type(self).__name__}.load_state_dict: " + "; ".join(problems))
-        for name, array in own.items():
-            if name in state:
-                _C.assign(array, _as_ndarray(state[name]).to(array.device))
+        return [
+            (array, ..., _as_ndarray(state[name]).to(array.device))
+            for name, array in own.items()
+            if name in state
+        ]
 
 
 def _as_ndarray(value: Any) -> NDArray:

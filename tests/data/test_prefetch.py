@@ -228,3 +228,31 @@ def test_what_they_print():
     ahead.next()
     assert "epoch 0, batch 1;" in repr(ahead)
     ahead.close()
+
+
+def test_a_batch_that_could_not_be_sent_is_the_next_one():
+    plain, ahead = Batches(IDS, 3, 16), Prefetch(Batches(IDS, 3, 16))
+
+    class Slot:
+        refusals = 1
+
+        def fill(self, rows):
+            self.rows = rows.copy()
+
+        def send(self):
+            if Slot.refusals:
+                Slot.refusals -= 1
+                raise MemoryError
+            return self.rows[:, :-1], self.rows[:, 1:]
+
+    ahead._slots = [Slot(), Slot()]
+    before = ahead.position
+    with pytest.raises(MemoryError):
+        ahead.next()
+    assert ahead.position == before
+    for _ in range(5):
+        rows = plain.next_rows()
+        ids, targets = ahead.next()
+        assert (ids == rows[:, :-1]).all() and (targets == rows[:, 1:]).all()
+        assert ahead.position == plain.position
+    ahead.close()
