@@ -1,5 +1,6 @@
-"""The campaign against losing anything: kills, fights for a folder, disks that fill or fail,
-damaged files, long runs. `make campaign` runs it whole, tests/test_campaign.py a short form.
+"""The campaign against losing anything: kills, fights for a folder, disks that fill or fail, rights
+that are taken away, memory that runs out, damaged files, long runs. `make campaign` runs it whole,
+tests/test_campaign.py a short form.
 
     python tests/campaign.py [PART...] [--count N] [--seed N]
 
@@ -12,25 +13,30 @@ read; the run goes on by --resume auto; its end is that of a run that nothing ev
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import os
 import random
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "apps"), str(ROOT / "tests" / "apps")]
 
+import nth_allocation  # noqa: E402
 import numpy as np  # noqa: E402
 import train_pythia  # noqa: E402
 from small_runs import SMALL, TOKENS, checkpoint_of, flags, numbers_of, tensors_of  # noqa: E402
 
-from needle import files  # noqa: E402
+from needle import cuda, files  # noqa: E402
 from needle.checkpoint import Checkpoint, CheckpointError, list_checkpoints  # noqa: E402
 from needle.data import DataError, open_documents  # noqa: E402
 from needle.models import pythia  # noqa: E402
@@ -213,13 +219,111 @@ def io_errors(field: Field, count: int) -> None:
     field.hit(count, blow, "error")
 
 
+def give_up_rights() -> None:
+    """As a user whom permissions bind: root gives up what makes it exempt (capset(2))."""
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # the version of the structures, this process
+    if ctypes.CDLL(None).capset(header, (ctypes.c_uint32 * 6)()) != 0:
+        raise OSError("the system does not let a process give up its rights")
+
+
+def permissions(field: Field, count: int) -> None:
+    """Rights on the run's folders and files are taken away at a random moment, and given back when
+    the run has ended; before that, half of the times, it is begun once more."""
+
+    def blow(argv: list[str]) -> None:
+        folder = Path(argv[argv.index("--out") + 1]) / argv[argv.index("--name") + 1]
+        pid = child(argv, give_up_rights)
+        time.sleep(field.rng.random() ** 2 * 0.7)
+        there = [folder, *sorted(folder.rglob("*"))] if folder.exists() else []
+        taken = []
+        for path in field.rng.sample(there, min(len(there), field.rng.randrange(1, 3))):
+            with contextlib.suppress(FileNotFoundError):  # pruned by now
+                before = path.stat().st_mode
+                path.chmod(field.rng.choice([0, 0o100, 0o200, 0o400, 0o500]))
+                taken.append((path, before))
+        codes = [wait(pid)]
+        if field.rng.random() < 0.5:
+            codes.append(wait(child(argv, give_up_rights)))
+        for path, before in taken:
+            with contextlib.suppress(FileNotFoundError):
+                path.chmod(before)
+        if not set(codes) <= {0, 1}:
+            raise Lost(f"{folder.name}: exit codes {codes}")
+
+    closed = field.folder / "closed"
+    closed.mkdir(mode=0)
+    pid = os.fork()
+    if pid == 0:
+        give_up_rights()
+        os._exit(int(os.access(closed, os.R_OK)))
+    if wait(pid) != 0:
+        raise Lost("permissions do not bind this user: nothing could be tried")
+    field.hit(count, blow, "rights")
+
+
+def allocations(field: Field, count: int) -> None:
+    """The n-th allocation of needle's C code fails, or the n-th object of Python that it asks for,
+    in any thread; half of the times all behind it as well."""
+    injector = nth_allocation.Injector()
+
+    def blow(argv: list[str]) -> None:
+        kind, most = field.rng.choice([("needle", 9000), ("python", 21000)])
+        number = int(field.rng.random() ** 2 * most) + 1
+        behind = field.rng.choice([1, nth_allocation.FOREVER]) if kind == "needle" else 1
+
+        def prepare() -> None:
+            signal.alarm(300)  # it shall end, and not wait for ever
+            injector.library.arm(nth_allocation.KINDS[kind], number, behind, 1)
+
+        code = wait(child(argv, prepare))
+        if code not in (0, 1):
+            raise Lost(f"allocation {number} of {kind} fails: exit code {code}")
+
+    field.hit(count, blow, "memory")
+
+
+def every_allocation(field: Field, count: int) -> None:
+    """Each allocation of the first `count` operations of nth_allocation.py, one after the other."""
+    ways = [("cpu", "needle"), ("cpu", "python")]
+    if cuda().enabled():
+        ways += [("cuda", kind) for kind in nth_allocation.KINDS]
+    program, names = nth_allocation.__file__, list(nth_allocation.OPERATIONS)[:count]
+    for device, kind in ways:
+        command = [sys.executable, program, device, kind, *names]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise Lost(done.stderr[-2000:])
+
+
 def damaged_files(field: Field, count: int) -> None:
-    """Headers of checkpoints and of token files with bytes changed, cut out, doubled or put in."""
-    rng, path = field.rng, field.folder / "damaged.safetensors"
+    """Headers of checkpoints and of token files with bytes changed, cut out, doubled or put in. A
+    process a core, on a disk in memory where there is one."""
     good = checkpoint_of(field.folder, "whole", STEPS).read_bytes()
     good = good[: 8 + int.from_bytes(good[:8], "little")]  # a header alone, so that it goes fast
-    index = megatron_index()
-    tokens = field.folder / "damaged"
+    cores = os.cpu_count() or 1
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as text:
+        pids = []
+        for core in range(cores):
+            pids.append(os.fork())
+            if pids[-1] == 0:
+                code = 1
+                try:
+                    folder, rng = Path(text) / str(core), random.Random(field.rng.random() + core)
+                    folder.mkdir()
+                    damage(folder, rng, good, len(range(core, count, cores)))
+                    code = 0
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    os._exit(code)
+        if any([wait(pid) for pid in pids]):
+            raise Lost("a damaged file was read, or raised another error; it is named above")
+
+
+def damage(folder: Path, rng: random.Random, good: bytes, count: int) -> None:
+    """`count` damaged files, every other one a checkpoint."""
+    index, path, tokens = megatron_index(), folder / "damaged.safetensors", folder / "damaged"
     tokens.with_suffix(".bin").write_bytes(bytes(40))
     for number in range(count):
         is_index = number % 2
@@ -299,6 +403,9 @@ PARTS = {
     "fights": 100,
     "full_disks": 200,
     "io_errors": 400,
+    "permissions": 300,
+    "allocations": 1000,
+    "every_allocation": 15,
     "damaged_files": 1_000_000,
     "long_run": 10_000,
 }

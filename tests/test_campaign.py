@@ -13,6 +13,8 @@ SHORT = {
     "fights": 1,
     "full_disks": 3,
     "io_errors": 4,
+    "permissions": 4,
+    "allocations": 8,
     "damaged_files": 1000,
     "long_run": 200,
 }

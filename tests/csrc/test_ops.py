@@ -225,6 +225,9 @@ def test_elementwise_broadcast_and_scalars(op, device):
         ((), (4, 3)),
         ((2, 1, 3), (7, 1)),
         ((0, 1), (1, 4)),
+        ((3, 1), (3, 1500)),  # rows of more than a run
+        ((3, 1500), (3, 1)),
+        ((2, 300, 1), (300, 200)),
     ]:
         values = [
             elementwise_values(op, shape, "float32", rng_of(op, shape))[i]
@@ -481,6 +484,34 @@ def test_each_tile_has_its_part_of_the_bias(m, k, n, dtype, device):
     wanted = np.tile(bias, (m, 1))
     wanted[3, 7] += 8
     np.testing.assert_array_equal(y.astype(np.float64), wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_product_over_nothing_is_zero(dtype, device):
+    """Whatever was in the memory before."""
+    device = device_of(device)
+    a, b = (_C.empty(shape, dtype, device) for shape in [(1, 128, 0), (1, 0, 256)])
+    held = _C.empty((1, 128, 256), dtype, device)
+    held.fill(float("nan"))
+    del held
+    np.testing.assert_array_equal(_C.matmul(a, b).numpy(), np.zeros((1, 128, 256)))
+
+
+# ---- attention edge ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_scores_of_minus_infinity_are_keys_that_nobody_sees(dtype, device):
+    device = device_of(device)
+    q, v = (_C.array(np.full((1, 5, 1, 8), x), dtype, device) for x in (1e30, 3))
+    k = np.full((1, 5, 1, 8), -1e30)
+    o, lse = _C.attention_fwd(q, _C.array(k, dtype, device), v, 1.0, 0)
+    assert (o.numpy() == 0).all() and (lse.numpy() == -np.inf).all()
+    k[0, 2] = 0  # one that all see
+    o, lse = _C.attention_fwd(q, _C.array(k, dtype, device), v, 1.0, 0)
+    assert (o.numpy() == 3).all() and (lse.numpy() == 0).all()
 
 
 # ---- optimizer edge ------------------------------------------------------------------------------
