@@ -29,7 +29,7 @@ def declared(text: str, sizes: list[int] | None = None) -> Signature:
 
 
 def pack(text: str, sizes: list[int], *arguments) -> bytes:
-    return _C.Parameters("f", declared(text, sizes).plan).pack(HOST, *arguments)
+    return _C.Parameters("f", declared(text, sizes).plan).pack(HOST, arguments)
 
 
 # ---- types ---------------------------------------------------------------------------------------
@@ -192,11 +192,11 @@ def test_floats_of_16_bits_are_rounded_once():
     with np.errstate(over="ignore"):
         halves = values.astype(np.float16)
     half, brain = (_C.Parameters("f", declared(t, [2]).plan) for t in ("half", "nv_bfloat16"))
-    got = [half.pack(HOST, value) for value in values]
+    got = [half.pack(HOST, (value,)) for value in values]
     np.testing.assert_array_equal(np.frombuffer(b"".join(got), np.float16), halves)
     single = values[values == values.astype(np.float32)]  # the harness rounds those once
     brains = rounder("bfloat16")(single).astype(np.float32).view(np.uint32) >> 16
-    got = [brain.pack(HOST, value) for value in single]
+    got = [brain.pack(HOST, (value,)) for value in single]
     np.testing.assert_array_equal(np.frombuffer(b"".join(got), np.uint16), brains)
     # Twice rounded, over float32, this would be 1 + 2^-7: it is just below the middle.
     low = pack("nv_bfloat16", [2], 1 + 2.0**-8 - 2.0**-40)
@@ -264,8 +264,8 @@ def test_tensors_views_and_what_is_no_array():
 def test_the_device_must_be_the_kernels():
     plan = declared("float*").plan
     with pytest.raises(RuntimeError, match="no such device"):
-        _C.Parameters("f", plan).pack(ndl.cpu(1), _C.array([1.0]))
-    assert _C.Parameters("f", plan).pack(None, _C.array([1.0]))
+        _C.Parameters("f", plan).pack(ndl.cpu(1), (_C.array([1.0]),))
+    assert _C.Parameters("f", plan).pack(None, (_C.array([1.0]),))
 
 
 def test_the_count():
@@ -274,8 +274,8 @@ def test_the_count():
             TypeError, match=f"f takes 1 arguments after grid and block, but {len(given)}"
         ):
             pack("int", [4], *given)
-    with pytest.raises(TypeError, match="takes a device"):
-        _C.Parameters("f", []).pack()
+    with pytest.raises(TypeError, match="must be tuple"):
+        _C.Parameters("f", []).pack(HOST, [])
 
 
 # ---- a symbol without types ----------------------------------------------------------------------
@@ -285,20 +285,20 @@ def test_sizes_alone():
     plan = Signature.of_symbol("plain", [(0, 8), (8, 4), (12, 4), (16, 2)]).plan
     plain = _C.Parameters("plain", plan)
     x = _C.array([1.0, 2.0], dtype="bfloat16")
-    got = plain.pack(HOST, x, np.float32(1.5), np.int32(-1), b"ab")
+    got = plain.pack(HOST, (x, np.float32(1.5), np.int32(-1), b"ab"))
     assert got == struct.pack("<Qfi2s", x._handle.ptr(), 1.5, -1, b"ab")
-    assert plain.pack(HOST, np.int64(-1), np.float32(1), np.int32(1), b"ab")[:8] == b"\xff" * 8
+    assert plain.pack(HOST, (np.int64(-1), np.float32(1), np.int32(1), b"ab"))[:8] == b"\xff" * 8
     for value in (3, 1.5, True):
         with pytest.raises(
             TypeError, match=r"plain: parameter 1 \(4 bytes\): .*numpy.float32\(2\)"
         ):
-            plain.pack(HOST, x, value, np.int32(0), b"ab")
+            plain.pack(HOST, (x, value, np.int32(0), b"ab"))
     with pytest.raises(ValueError, match=r"parameter 1 \(4 bytes\): has 4 bytes, and 8 were given"):
-        plain.pack(HOST, x, np.float64(3), np.int32(0), b"ab")
+        plain.pack(HOST, (x, np.float64(3), np.int32(0), b"ab"))
     with pytest.raises(TypeError, match="lies in the host's memory"):
-        plain.pack(HOST, np.ones(1), np.float32(3), np.int32(0), b"ab")
+        plain.pack(HOST, (np.ones(1), np.float32(3), np.int32(0), b"ab"))
     with pytest.raises(TypeError, match=r"parameter 1 \(4 bytes\): must be its 4 bytes"):
-        plain.pack(HOST, x, x, np.int32(0), b"ab")
+        plain.pack(HOST, (x, x, np.int32(0), b"ab"))
 
 
 # ---- packing -------------------------------------------------------------------------------------
@@ -328,11 +328,11 @@ def test_arguments_are_not_kept():
     x, t = _C.array([1.0]), ndl.Tensor([1.0])
     before = sys.getrefcount(x), sys.getrefcount(t.cached_data)
     for _ in range(10):
-        parameters.pack(HOST, x, t, 3)
+        parameters.pack(HOST, (x, t, 3))
         with pytest.raises(TypeError):
-            parameters.pack(HOST, x, t, "no")
+            parameters.pack(HOST, (x, t, "no"))
         with pytest.raises(OverflowError):
-            parameters.pack(HOST, x, t, 2**40)
+            parameters.pack(HOST, (x, t, 2**40))
     gc.collect()
     assert (sys.getrefcount(x), sys.getrefcount(t.cached_data)) == before
 
