@@ -240,6 +240,7 @@ nd_status cuda_reset(int device) {
     Device &d = cuda_device(device);
     ND_TRY(cuda_graph_reset(device));
     CUDA_TRY("reset", cudaStreamSynchronize(d.stream));
+    ND_TRY(cuda_module_reset(device));
     for (auto &entry : d.live) {
         CUDA_TRY("reset", cudaFreeAsync(entry.first, d.stream));
     }
@@ -313,6 +314,11 @@ nd_backend make_backend() {
     b.graph_end = Guarded<cuda_graph_end>::call;
     b.graph_launch = Guarded<cuda_graph_launch>::call;
     b.graph_free = Guarded<cuda_graph_free>::call;
+    b.launch_limits = Guarded<cuda_launch_limits>::call;
+    b.module_load = Guarded<cuda_module_load>::call;
+    b.module_kernel = Guarded<cuda_module_kernel>::call;
+    b.module_unload = Guarded<cuda_module_unload>::call;
+    b.kernel_launch = Guarded<cuda_kernel_launch>::call;
 #define EACH_OP(name) b.name = Guarded<call_##name>::call;
 #include "../csrc/ops.def"
     return b;
