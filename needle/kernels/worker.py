@@ -32,7 +32,9 @@ from needle import _C
 from needle._C import CudaError, CudaFatalError, Device, NDArray
 from needle.kernels import arena, measure
 from needle.kernels.arena import Place
+from needle.kernels.compile import Compiled, build
 from needle.kernels.frames import Channel
+from needle.kernels.module import arch_of, load
 
 PR_SET_PDEATHSIG = 1
 FAULTED = 75  # the exit code of needle after a fatal fault
@@ -75,9 +77,7 @@ PASSED_AS = {
 
 
 class Needle:
-    """What a worker uses of needle. The tests bring one of their own, which needs no GPU. Imports
-    stand where a process needs them: a compiler never loads what a runner needs, and the
-    reverse."""
+    """What a worker uses of needle. The tests bring one of their own, which needs no GPU."""
 
     flush_bytes = measure.FLUSH_BYTES
 
@@ -86,9 +86,7 @@ class Needle:
         return sum(device.name == "cuda" and device.enabled() for device in _C.all_devices())
 
     def build(self, source: str, entry: str, arch: str) -> Any:
-        from needle.kernels import compile
-
-        return compile.build(source, (entry,), arch)
+        return build(source, (entry,), arch)
 
     def open(self) -> Device:
         """The device, with a context."""
@@ -97,13 +95,10 @@ class Needle:
         return device
 
     def arch(self, device: Device) -> str:
-        number = device.properties()["arch"]
-        return f"{number}a" if number >= 90 else str(number)
+        return arch_of(device)
 
     def load(self, compiled: bytes, entry: str, device: Device) -> Any:
-        from needle.kernels import compile, module
-
-        return module.load(compile.Compiled.unpack(compiled), device)[entry]
+        return load(Compiled.unpack(compiled), device)[entry]
 
     def prove(self, device: Device) -> None:
         """A kernel of needle's own with a known answer. RuntimeError."""
@@ -194,7 +189,7 @@ def compile_source(needle: Needle, job: dict[str, Any], source: bytes) -> tuple[
             for parameter in facts.signature.parameters
         ],
         # Device code that allocates may leave the context's heap full.
-        "allocates": b"malloc" in compiled.cubin,
+        "allocates": b"\0malloc\0" in compiled.cubin,
     }
     return answer, compiled.pack()
 
@@ -240,11 +235,9 @@ class Arrays:
             )
         return found
 
-    def restore(self, image: NDArray | np.ndarray) -> None:
-        """From an image of the arena, on the host or on the device."""
+    def restore(self, image: NDArray) -> None:
+        """From an image of the arena that lies on the device."""
         assert self.whole is not None
-        if isinstance(image, np.ndarray):
-            image = _C.array(image, "uint8", self.device)
         _C.assign(self.whole, image)
 
     def image(self, before: np.ndarray) -> np.ndarray:
@@ -298,20 +291,20 @@ class Job:
 def run(needle: Needle, job: Job, kernel: Any, device: Device, apart: bool) -> dict[str, Any]:
     """One launch, and what it left; a second one where an output seems not to be written."""
     places, before = job.places, job.images[0]
-    arrays = Arrays(places, before, device, apart)
-    given = arrays.arguments()
-    job.call(kernel, given)
-    device.synchronize()
-    after = arrays.image(before)
+
+    def launch(image: np.ndarray) -> np.ndarray:
+        arrays = Arrays(places, image, device, apart)
+        job.call(kernel, arrays.arguments())
+        device.synchronize()
+        return arrays.image(image)
+
+    after = launch(before)
     outside = arena.written_outside(before, after, places)
     left = {} if apart else arena.suspects(before, after, places)
     missing = None
     if left and outside is None:
         other = arena.complement(before, places)
-        arrays.restore(other)
-        job.call(kernel, given)
-        again = arena.suspects(other, arrays.image(other), places)
-        missing = arena.unwritten(left, again, places)
+        missing = arena.unwritten(left, arena.suspects(other, launch(other), places), places)
     job.give(0, after)
     if outside is not None:
         return {"status": "out_of_bounds", "message": outside}

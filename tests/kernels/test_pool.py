@@ -522,6 +522,17 @@ def test_the_memory_of_a_job_is_bounded(pool, monkeypatch):
     assert_next_is_right(pool)
     result = run(pool, "scale", X, Out(1 << 18), 1.0, 6)
     assert result.status == "out_of_memory" and "this Pool allows 1,048,576" in result.message
+    case = Case(1, 1, [X, Out(6), 1.0, 6])
+    result = evaluate(pool, "scale", [case], [X])
+    assert result.status == "out_of_memory" and result.message.startswith("case 0, timed: the ")
+    monkeypatch.setattr(pool, "memory", None)
+    result = run(pool, "scale", X, Out(1 << 50), 1.0, 6)
+    assert result.status == "out_of_memory" and "and the device has" in result.message
+    monkeypatch.setattr(isolate, "available", lambda: 1 << 20)
+    result = run(pool, "scale", X, Out(1 << 18), 1.0, 6)
+    assert (
+        result.status == "out_of_memory" and "of the host's, which has 1,048,576" in result.message
+    )
 
 
 def test_devices_are_found_by_a_process(monkeypatch):
