@@ -258,9 +258,13 @@ def passed_as(place: Place) -> tuple[str, tuple[int, ...]]:
     return dtype, (*place.shape, place.itemsize) if as_bytes else place.shape
 
 
-def plain(value: dict[str, Any]) -> bool | int | float | bytes:
-    """An argument that is no array: a number, or the bytes of a struct."""
-    return bytes.fromhex(value["bytes"]) if "bytes" in value else value["number"]
+def plain(value: dict[str, Any]) -> bool | int | float | bytes | np.generic:
+    """An argument that is no array: a number, NumPy's where it was, or the bytes of a struct."""
+    if "bytes" in value:
+        return bytes.fromhex(value["bytes"])
+    if "dtype" in value:
+        return np.dtype(value["dtype"]).type(value["number"])
+    return value["number"]
 
 
 class Job:

@@ -32,6 +32,8 @@ def children() -> set[int]:
 
 
 SOURCE = '''
+KINDS = np.float32, np.float16, int, float, bool, np.int8, bytes, bytes
+
 def scale(grid, block, x: "float const*", y: "float*", a: "float", n: "int"):
     y.reshape(-1)[:n] = a * x.reshape(-1)[:n]
 
@@ -62,6 +64,9 @@ def fails(grid, block, kind: "int"):
         0: _C.CudaFatalError("k: cudaStreamSynchronize: ... (cudaErrorIllegalAddress): lost"),
         6: _C.CudaError("k: cuLaunchKernel: ... (CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES)"),
     }[kind]
+
+def types(grid, block, out: "int*", *given):
+    out[:] = [isinstance(value, kind) for value, kind in zip(given, KINDS)]
 
 def hangs(grid, block): time.sleep(1000)
 def stops(grid, block): os.kill(os.getpid(), 19)

@@ -75,7 +75,7 @@ FAULTS = {
         """,
         ("launch_failure", "illegal_address"),
         "cudaError",
-        [Out(32), 1_000_000],
+        [Out(32), np.int32(1_000_000)],
     ),
     "endless loop": Fault(
         body("volatile float* v = y; while (v[0] != 12345.f) v[1] = 1;"),

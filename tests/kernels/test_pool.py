@@ -88,6 +88,14 @@ def test_dtypes(pool, dtype):
     assert (result.outputs[0] == expected).all() and result.outputs[0].shape == (3, 5)
 
 
+def test_numbers_arrive_as_they_are(pool):
+    """Of an `extern "C"` kernel the runner knows sizes only, and NumPy's types tell them."""
+    record = np.zeros(1, [("a", "f4"), ("b", "i4")])[0]
+    given = [np.float32(1e-45), np.float16(2), 2**63, float("inf"), True, np.int8(-1), b"xy", record]
+    result = run(pool, "types", Out(8, "int32"), *given)
+    assert (result.status, result.message) == ("ok", "") and result.outputs[0].all()
+
+
 def test_arrays_of_needle_and_empty_ones(pool):
     (y,) = run(pool, "scale", array([1.0, 2.0], device=cpu()), Out(2), 3.0, 2).outputs
     assert (y == [3, 6]).all()
