@@ -4,7 +4,14 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
+
 from needle.kernels.isolate import Pool
+from needle.kernels.values import Out
+
+X = np.arange(6, dtype=np.float32)
+SECONDS = 20.0  # that a job may take on a busy machine
+SHORT = 0.4  # that one gets which does not end
 
 FAKE_WORKER = Path(__file__).with_name("fake_worker.py")
 
@@ -113,3 +120,13 @@ def leaves_out(grid, block, y: "float*", n: "int"):
 '''
 
 ALLOCATES = SOURCE + "# \0malloc\0"  # a symbol, as machine code names it
+
+
+def run(pool, entry, *args, **more):
+    return pool.run(SOURCE, entry, 1, 32, args, **more)
+
+
+def assert_next_is_right(pool):
+    result = run(pool, "scale", X, Out(6), 2.0, 6)
+    assert (result.status, result.message) == ("ok", "")
+    assert (result.outputs[0] == 2 * X).all()
