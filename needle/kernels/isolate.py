@@ -107,7 +107,8 @@ class Pool:
     """Processes that compile and run kernels, for any number of threads at once.
 
     devices: numbers as of `needle.cuda(i)`; None: all that there are.
-    timeout: seconds that a run may take, before its process is killed.
+    timeout: seconds that a run may take, with the copies of its arrays, before its process is
+    killed.
     memory: bytes of device memory that the arrays of a job may take, guard bands included; None: as
     many as there are.
     fresh: a new process after each "fault", or after each "job".
@@ -443,11 +444,11 @@ class Pool:
         try:
             worker.greet(START_SECONDS)
             answer, _ = worker.ask(launch.header("run"), launch.code.block, [image.file], seconds)
-            worker.channel.close()  # it ends, and compute-sanitizer writes its report
-            worker.end()
+            worker.channel.send({"do": "end"})  # and compute-sanitizer completes its report
+            worker.end(START_SECONDS)
         except Late:
             answer = {"status": "timeout", "message": f"no answer after {seconds:g} s ({tool})"}
-        except Ended as error:
+        except (Ended, OSError) as error:
             answer = {"status": "crashed", "message": f"{tool}: {worker.end()}: {error}"}
         finally:
             worker.kill()
@@ -537,8 +538,9 @@ class Pool:
     # ---- looking after it ------------------------------------------------------------------------
 
     def state(self) -> list[dict[str, Any]]:
-        """Of each device: number, facts (name, arch, ...), processes that are ready and in use,
-        faults and started processes so far, and why it was set aside (None: it was not)."""
+        """Of each device: number, facts (name, arch, ...), the processes that are ready, used and
+        starting, faults and processes started so far, and why it was set aside (None: it was
+        not)."""
         found = []
         with self.changed:
             for number, crew in self.crews.items():
@@ -550,6 +552,7 @@ class Pool:
                         "facts": facts,
                         "ready": [worker.pid for worker in crew.ready],
                         "used": [worker.pid for worker in crew.used],
+                        "starting": [crew.starting.pid] if crew.starting else [],
                         "faults": crew.faults,
                         "started": crew.started,
                         "lost": crew.lost,

@@ -273,6 +273,8 @@ class Job:
 
     def __init__(self, header: dict[str, Any], compiled: bytes, files: list[int]) -> None:
         self.header, self.compiled = header, compiled
+        self.grid, self.block = tuple(header["grid"]), tuple(header["block"])
+        self.shared = header["shared"]
         self.places = [Place.from_json(place) for place in header["places"]]
         self.images = [np.frombuffer(mmap.mmap(file, 0), np.uint8) for file in files]
         for file in files:
@@ -283,7 +285,7 @@ class Job:
         arguments = [
             next(left) if value is None else plain(value) for value in self.header["arguments"]
         ]
-        kernel(self.header["grid"], self.header["block"], *arguments, shared=self.header["shared"])
+        kernel(self.grid, self.block, *arguments, shared=self.shared)
 
     def give(self, number: int, after: np.ndarray) -> None:
         """What the kernel left of image `number` to the pool: the arrays that come back."""
@@ -361,7 +363,7 @@ def attempt(needle: Needle, job: Job, device: Device, apart: bool) -> dict[str, 
             answer = time(needle, job, kernel, device)
         else:
             answer = run(needle, job, kernel, device, apart)
-        report = kernel.check(job.header["grid"], job.header["block"], job.header["shared"])
+        report = kernel.check(job.grid, job.block, job.shared)
         answer["occupancy"] = {
             name: getattr(report, name) for name in ("occupancy", "limiter", "blocks_per_sm")
         }
@@ -401,14 +403,16 @@ def runner(needle: Needle, channel: Channel, apart: bool) -> None:
             channel.send({"ready": True})
         elif header["do"] == "clean":
             channel.send({"freed": give_memory_back(device, 0)})
+        elif header["do"] == "end":
+            return
         else:
             answer = attempt(needle, Job(header, block, files), device, apart)
             flush_printed()
-            if answer.get("faulted"):
-                channel.send(answer)
-                os._exit(FAULTED)
-            give_memory_back(device, KEPT_BYTES)
+            if not answer.get("faulted"):
+                give_memory_back(device, KEPT_BYTES)
             channel.send(answer)
+            if answer.get("faulted") and not apart:  # compute-sanitizer reports at a proper end
+                os._exit(FAULTED)
 
 
 def main(argv: list[str], needle: Needle | None = None) -> NoReturn:

@@ -244,7 +244,7 @@ def test_a_right_kernel_is_right_below_each_tool(pool, tool):
 
 
 def test_memory_goes_back_after_a_large_job(pool):
-    n = 1 << 28
+    n = 1 << 26
     result = pool.run(GOOD, "scale", n // 256, 256, [np.ones(n, np.float32), Out(n), 3.0, n])
     assert result.status == "ok" and (result.outputs[0] == 3).all()
     assert pool.cleanup() < 512 << 20
