@@ -106,6 +106,7 @@ if _TYPE_CHECKING:  # what __getattr__ finds
     from needle import generation as generation
     from needle import hf as hf
     from needle import hooks as hooks
+    from needle import kernels as kernels
     from needle import models as models
     from needle import sampling as sampling
     from needle import training as training
@@ -168,6 +169,7 @@ _SUBMODULES = (
     "generation",
     "hf",
     "hooks",
+    "kernels",
     "models",
     "sampling",
     "training",

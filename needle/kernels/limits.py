@@ -1,0 +1,392 @@
+"""What a GPU allows a launch, and whether a launch fits: before it, with both numbers and a remedy.
+
+The limits of a named architecture are those of the CUDA programming guide (compute capabilities,
+technical specifications); a device tells its own. How many blocks a multiprocessor holds is
+computed as by NVIDIA's `cuda_occupancy.h`: threads in warps of 32; registers by the warp in units of
+256, in four partitions; shared memory in units of 128 bytes, with what the system keeps of each
+block; named barriers; and blocks. So compiling and checking need no GPU.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from needle._C import CudaError, Device
+
+Size = int | Sequence[int]  # of a grid, block or cluster: x, (x,), (x, y) or (x, y, z)
+
+WARP = 32
+BLOCK_THREADS, BLOCK_SIZES = 1024, (1024, 1024, 64)
+GRID_SIZES = (2**31 - 1, 65535, 65535)
+CLUSTER_BLOCKS = 8  # of every GPU that has clusters; more needs a promise that needle does not ask
+CLUSTER_ARCH = 90
+REGISTERS = 65536  # of a block, and of a multiprocessor
+REGISTER_UNIT, PARTITIONS = 256, 4
+OPEN_SHARED = 48 * 1024  # of a block, static; what is dynamic can be opted in
+KEPT_SHARED = 1024  # of each block, the system's own, from 8.0 on
+OPEN_LOCAL = 1024  # bytes of local memory a thread that each context holds from the start
+
+
+@dataclass(frozen=True)
+class Arch:
+    """A row of the guide's table; shared memory in KiB."""
+
+    blocks: int  # resident on a multiprocessor
+    threads: int
+    shared: int  # of a multiprocessor
+    block_shared: int  # of a block, opted in
+    barriers: int  # of a multiprocessor, for each block that it can hold
+
+
+ARCHS = {
+    75: Arch(16, 1024, 64, 64, 2),
+    80: Arch(32, 2048, 164, 163, 2),
+    86: Arch(16, 1536, 100, 99, 1),
+    87: Arch(16, 1536, 164, 163, 1),
+    89: Arch(24, 1536, 100, 99, 1),
+    90: Arch(32, 2048, 228, 227, 2),
+    100: Arch(32, 2048, 228, 227, 2),
+    103: Arch(32, 2048, 228, 227, 2),
+    110: Arch(24, 1536, 228, 227, 1),
+    120: Arch(24, 1536, 100, 99, 1),
+    121: Arch(24, 1536, 100, 99, 1),
+}
+
+
+class LaunchError(CudaError):
+    """A launch asks for more than the kernel or the GPU allows. Nothing was launched, and the next
+    launch finds the GPU as it was."""
+
+
+class Kernel(Protocol):
+    """What a check needs to know of a kernel (needle.kernels.cubin.Resources)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def registers(self) -> int: ...
+    @property
+    def shared_bytes(self) -> int: ...
+    @property
+    def local_bytes(self) -> int: ...
+    @property
+    def max_threads(self) -> int: ...
+    @property
+    def block(self) -> tuple[int, int, int] | None: ...
+    @property
+    def cluster(self) -> tuple[int, int, int] | None: ...
+    @property
+    def barriers(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one GPU, or every GPU of an architecture, allows. Bytes, and numbers a multiprocessor
+    (`sm_`) or a block. processors and free_bytes: None where no device was asked."""
+
+    where: str
+    arch: int  # 90 for compute capability 9.0
+    sm_threads: int
+    sm_blocks: int
+    sm_registers: int
+    sm_shared: int
+    block_registers: int
+    block_shared: int
+    kept_shared: int
+    sm_barriers: int
+    processors: int | None = None
+    free_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class LaunchReport:
+    """A launch that fits. blocks_per_sm: how many blocks a multiprocessor holds at once, the least
+    of `allowed`, what each resource allows; limiter: that resource; occupancy: resident threads, in
+    warps, of all that it could hold; resident: blocks on the whole device, None without one.
+    shared_bytes: of a block, static and dynamic; local_bytes and registers: of a thread."""
+
+    kernel: str
+    where: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    threads: int
+    blocks_per_sm: int
+    occupancy: float
+    limiter: str
+    allowed: dict[str, int]
+    registers: int
+    shared_bytes: int
+    local_bytes: int
+    cluster: tuple[int, int, int] | None = None
+    cooperative: bool = False
+    resident: int | None = None
+
+    def __str__(self) -> str:
+        by = ", ".join(f"{name} {count:,}" for name, count in self.allowed.items())
+        whole = f", {self.resident:,} on the device" if self.resident is not None else ""
+        more = f", cluster {self.cluster}" if self.cluster else ""
+        more += ", cooperative" if self.cooperative else ""
+        return (
+            f"{self.kernel} on {self.where}: grid {self.grid}, block {self.block}{more}\n"
+            f"  {self.blocks_per_sm} blocks a multiprocessor{whole}: occupancy "
+            f"{self.occupancy:.0%}, limited by {self.limiter}\n"
+            f"  blocks by {by}\n"
+            f"  {self.registers} registers and {self.local_bytes:,} bytes of local memory a "
+            f"thread, {self.shared_bytes:,} bytes of shared memory a block"
+        )
+
+
+# ---- where the limits come from ------------------------------------------------------------------
+
+
+def parse_arch(arch: str | int) -> str:
+    """ "sm_90a", "9.0", 90 -> "90a", "90", "90": how NVRTC names it after `sm_`. ValueError."""
+    match = re.fullmatch(r"(?:sm_|compute_)?(\d{1,2})\.?(\d)([af]?)", str(arch).strip().lower())
+    if not match:
+        raise ValueError(f'arch: {arch!r} is no architecture; write e.g. "90a" or "8.6"')
+    return "".join(match.groups())
+
+
+def of_arch(arch: str | int) -> Limits:
+    """Of every GPU of an architecture. ValueError for one that the table lacks."""
+    name = parse_arch(arch)
+    number = int(name.rstrip("af"))
+    if number not in ARCHS:
+        known = ", ".join(map(str, ARCHS))
+        raise ValueError(f"arch: the limits of sm_{name} are not known here, those of {known} are")
+    row = ARCHS[number]
+    return Limits(
+        where=f"sm_{name}",
+        arch=number,
+        sm_threads=row.threads,
+        sm_blocks=row.blocks,
+        sm_registers=REGISTERS,
+        sm_shared=row.shared * 1024,
+        block_registers=REGISTERS,
+        block_shared=row.block_shared * 1024,
+        kept_shared=KEPT_SHARED if number >= 80 else 0,
+        sm_barriers=row.barriers * row.blocks,
+    )
+
+
+def of_device(device: Device) -> Limits:
+    """Of a device, which is opened and asked. ValueError where it runs no kernels of one's own."""
+    facts: dict[str, Any] = device.limits()
+    row = ARCHS.get(facts["arch"])
+    return Limits(
+        where=str(device), sm_barriers=facts["sm_blocks"] * (row.barriers if row else 2), **facts
+    )
+
+
+# ---- the check -----------------------------------------------------------------------------------
+
+
+def triple(what: str, size: Size, most: Sequence[int], remedy: str) -> tuple[int, int, int]:
+    """A size of one to three whole numbers as three, each from 1 to what is allowed there."""
+    parts = (size,) if hasattr(size, "__index__") else size
+    try:
+        sizes = tuple(part.__index__() for part in parts)  # type: ignore[union-attr]
+    except (TypeError, AttributeError):
+        raise TypeError(
+            f"{what}: must be a whole number or a tuple of up to three, not {size!r}"
+        ) from None
+    if not 1 <= len(sizes) <= 3:
+        raise ValueError(f"{what}: {len(sizes)} sizes; there are x, y and z")
+    sizes += (1,) * (3 - len(sizes))
+    for axis, n, limit in zip("xyz", sizes, most):
+        if n < 1:
+            raise LaunchError(f"{what}.{axis} is {n:,}, and must be 1 or more")
+        if n > limit:
+            raise LaunchError(f"{what}.{axis} is {n:,}, and at most {limit:,} are allowed{remedy}")
+    return sizes[0], sizes[1], sizes[2]
+
+
+def check(
+    kernel: Kernel,
+    limits: Limits,
+    grid: Size,
+    block: Size,
+    shared: int = 0,
+    cluster: Size | None = None,
+    cooperative: bool = False,
+    held_local: int = OPEN_LOCAL,
+) -> LaunchReport:
+    """Whether a launch fits. shared: bytes of dynamic shared memory a block; held_local: bytes of
+    local memory a thread that the context holds already. LaunchError says what does not fit, with
+    both numbers and the remedy; TypeError and ValueError what is no size."""
+    try:
+        return _check(kernel, limits, grid, block, shared, cluster, cooperative, held_local)
+    except (LaunchError, TypeError, ValueError) as error:
+        raise type(error)(f"{kernel.name}: {error}") from None
+
+
+def _check(
+    kernel: Kernel,
+    limits: Limits,
+    grid: Size,
+    block: Size,
+    shared: int,
+    cluster: Size | None,
+    cooperative: bool,
+    held_local: int,
+) -> LaunchReport:
+    grid = triple("grid", grid, GRID_SIZES, "; put the largest number into x")
+    block = triple("block", block, BLOCK_SIZES, "; use smaller blocks and more of them")
+    threads = block[0] * block[1] * block[2]
+    _check_threads(kernel, limits, block, threads)
+    shared_bytes = _check_shared(kernel, limits, shared)
+    cluster = _check_cluster(kernel, limits, grid, cluster)
+    allowed = _blocks(kernel, limits, threads, shared_bytes)
+    limiter = min(allowed, key=lambda name: allowed[name])
+    fits = allowed[limiter]
+    resident = fits * limits.processors if limits.processors is not None else None
+    if cooperative:
+        _check_cooperative(limits, grid, fits, resident)
+    _check_local(kernel, limits, held_local)
+    return LaunchReport(
+        kernel=kernel.name,
+        where=limits.where,
+        grid=grid,
+        block=block,
+        threads=threads,
+        blocks_per_sm=fits,
+        occupancy=fits * _up(threads, WARP) / limits.sm_threads,
+        limiter=limiter,
+        allowed=allowed,
+        registers=kernel.registers,
+        shared_bytes=shared_bytes,
+        local_bytes=kernel.local_bytes,
+        cluster=cluster,
+        cooperative=bool(cooperative),
+        resident=resident,
+    )
+
+
+def _up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
+
+
+def _blocks(kernel: Kernel, limits: Limits, threads: int, shared_bytes: int) -> dict[str, int]:
+    """Blocks that a multiprocessor holds, by resource. Call it for a block that fits."""
+    warps = _up(threads, WARP) // WARP
+    allowed = {"threads": limits.sm_threads // WARP // warps}
+    if kernel.registers:
+        partition = limits.sm_registers // PARTITIONS // _warp_registers(kernel)
+        allowed["registers"] = partition * PARTITIONS // warps
+    unit = 128 if limits.arch >= 80 else 256
+    taken = _up(shared_bytes + limits.kept_shared, unit)
+    if taken:
+        allowed["shared memory"] = limits.sm_shared // taken
+    if kernel.barriers:
+        allowed["barriers"] = limits.sm_barriers // kernel.barriers
+    allowed["blocks"] = limits.sm_blocks
+    return allowed
+
+
+def _warp_registers(kernel: Kernel) -> int:
+    return _up(kernel.registers * WARP, REGISTER_UNIT)
+
+
+def _check_threads(
+    kernel: Kernel, limits: Limits, block: tuple[int, int, int], threads: int
+) -> None:
+    if threads > BLOCK_THREADS:
+        raise LaunchError(
+            f"block {block} has {threads:,} threads, and {limits.where} allows {BLOCK_THREADS:,} a "
+            "block; use smaller blocks and more of them"
+        )
+    if kernel.block is not None and block != kernel.block:
+        raise LaunchError(
+            f"block is {block}, and the source fixes it at {kernel.block} (__block_size__)"
+        )
+    if threads > kernel.max_threads:
+        raise LaunchError(
+            f"block {block} has {threads:,} threads, and the source promises at most "
+            f"{kernel.max_threads:,} (__launch_bounds__); use smaller blocks, or raise the promise"
+        )
+    # Registers are given to all four partitions alike: warps count in fours.
+    a_warp = _warp_registers(kernel)
+    needed = a_warp * _up(_up(threads, WARP) // WARP, PARTITIONS)
+    if needed > limits.block_registers:
+        most = limits.block_registers // a_warp // PARTITIONS * PARTITIONS * WARP
+        raise LaunchError(
+            f"block {block} of {threads:,} threads needs {needed:,} registers "
+            f"({kernel.registers} a thread), and {limits.where} has {limits.block_registers:,} a "
+            f"block; use at most {most:,} threads, or compile with "
+            f"__launch_bounds__({_up(threads, WARP):,})"
+        )
+
+
+def _check_shared(kernel: Kernel, limits: Limits, shared: int) -> int:
+    if not hasattr(shared, "__index__"):
+        raise TypeError(f"shared: must be a whole number of bytes, not {shared!r}")
+    shared = shared.__index__()
+    whole = kernel.shared_bytes + shared
+    if shared < 0:
+        raise LaunchError(f"shared is {shared:,} bytes, and must be 0 or more")
+    if whole > limits.block_shared:
+        raise LaunchError(
+            f"{whole:,} bytes of shared memory a block ({kernel.shared_bytes:,} static, {shared:,} "
+            f"dynamic), and {limits.where} has {limits.block_shared:,}; use smaller tiles or types"
+        )
+    return whole
+
+
+def _check_cluster(
+    kernel: Kernel, limits: Limits, grid: tuple[int, int, int], cluster: Size | None
+) -> tuple[int, int, int] | None:
+    if cluster is None and kernel.cluster is None:
+        return None
+    asked = kernel.cluster if cluster is None else triple("cluster", cluster, GRID_SIZES, "")
+    assert asked is not None
+    if kernel.cluster is not None and asked != kernel.cluster:
+        raise LaunchError(
+            f"cluster is {asked}, and the source fixes it at {kernel.cluster} (__cluster_dims__)"
+        )
+    if limits.arch < CLUSTER_ARCH and asked != (1, 1, 1):
+        raise LaunchError(
+            f"cluster {asked} needs compute capability 9.0, and {limits.where} has "
+            f"{limits.arch / 10:.1f}; launch without clusters"
+        )
+    blocks = asked[0] * asked[1] * asked[2]
+    if blocks > CLUSTER_BLOCKS:
+        raise LaunchError(
+            f"cluster {asked} has {blocks:,} blocks, and at most {CLUSTER_BLOCKS} are allowed; use "
+            "smaller clusters"
+        )
+    for axis, whole, part in zip("xyz", grid, asked):
+        if whole % part:
+            raise LaunchError(
+                f"grid.{axis} is {whole:,}, which is no multiple of cluster.{axis} = {part}; round "
+                "it up, and let the blocks beyond the end do nothing"
+            )
+    return asked
+
+
+def _check_cooperative(
+    limits: Limits, grid: tuple[int, int, int], fits: int, resident: int | None
+) -> None:
+    blocks = grid[0] * grid[1] * grid[2]
+    if resident is not None and blocks > resident:
+        raise LaunchError(
+            f"a cooperative grid of {blocks:,} blocks, and {limits.where} holds {resident:,} at "
+            f"once ({fits} on each of {limits.processors} multiprocessors), and all must run; use "
+            "at most that many, each in a loop over its share"
+        )
+
+
+def _check_local(kernel: Kernel, limits: Limits, held_local: int) -> None:
+    """The driver keeps local memory for every thread that can be resident, whatever the grid."""
+    if limits.processors is None or limits.free_bytes is None:
+        return
+    threads = limits.processors * limits.sm_threads
+    needed, free = threads * kernel.local_bytes, limits.free_bytes + threads * held_local
+    if needed > free:
+        raise LaunchError(
+            f"{kernel.local_bytes:,} bytes of local memory a thread, {needed / 2**30:.2f} GiB for "
+            f"the {threads:,} threads that {limits.where} can hold, and {free / 2**30:.2f} GiB are "
+            "free; make arrays in the kernel smaller, or free memory (device.empty_cache())"
+        )

@@ -1,0 +1,274 @@
+"""The signature of a kernel: what each parameter is, read from its compiled symbol or from a text.
+
+C++ writes the types of a function's parameters into its symbol, and the C++ runtime reads them back
+(`__cxa_demangle`, Itanium C++ ABI, section 5.1): `_Z5scalePKfPfi` is
+`scale(float const*, float*, int)`. A pointer to `const` is only read, any other is written. A symbol
+that is not mangled (`extern "C"`) tells nothing: then only the sizes are known, unless a text
+declares the types. The sizes and offsets themselves come from the machine code.
+
+What a parameter takes, by its kind (csrc/python/parameters.c checks and packs):
+
+    array    an NDArray or Tensor of `dtype` (None: of any), contiguous, aligned
+    int uint a whole number that the type holds
+    float    a number, rounded to the type
+    bool     True or False
+    bytes    `size` bytes: a struct by value
+    unknown  whatever has `size` bytes and says so: an array, a NumPy number, bytes
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+Layout = Sequence[tuple[int, int]]  # (offset, size) of each parameter, in bytes
+
+# How C++ spells the types of numbers once demangled: kind, bytes, and the dtype of arrays of it.
+# Where needle has no dtype of that sign, the one of the same bits serves.
+NUMBERS: dict[str, tuple[str, int, str | None]] = {
+    "float": ("float", 4, "float32"),
+    "double": ("float", 8, None),
+    "__half": ("float", 2, "float16"),
+    "__nv_bfloat16": ("float", 2, "bfloat16"),
+    "bool": ("bool", 1, "bool"),
+    "char": ("int", 1, "uint8"),
+    "signed char": ("int", 1, "uint8"),
+    "unsigned char": ("uint", 1, "uint8"),
+    "short": ("int", 2, "uint16"),
+    "unsigned short": ("uint", 2, "uint16"),
+    "int": ("int", 4, "int32"),
+    "unsigned int": ("uint", 4, "int32"),
+    "long": ("int", 8, "int64"),
+    "unsigned long": ("uint", 8, "int64"),
+    "long long": ("int", 8, "int64"),
+    "unsigned long long": ("uint", 8, "int64"),
+}
+# What people write in a declaration for one of these.
+ALIASES = {
+    "half": "__half",
+    "nv_bfloat16": "__nv_bfloat16",
+    "half2": "__half2",
+    "nv_bfloat162": "__nv_bfloat162",
+    "int8_t": "signed char",
+    "uint8_t": "unsigned char",
+    "int16_t": "short",
+    "uint16_t": "unsigned short",
+    "int32_t": "int",
+    "uint32_t": "unsigned int",
+    "int64_t": "long",
+    "uint64_t": "unsigned long",
+    "size_t": "unsigned long",
+}
+# CUDA's vector types: float4 lies on 16 bytes. In C++ `uchar` is `unsigned char`, and so on.
+VECTOR = re.compile(r"(u?)(char|short|int|long|longlong)([1-4])|(float|double)([1-4])")
+VECTORS_OF_TWO = {"__half2": "__half", "__nv_bfloat162": "__nv_bfloat16"}
+INTEGER_WORDS = {"signed", "unsigned", "char", "short", "int", "long"}
+QUALIFIERS = {"const", "volatile", "__restrict__", "__restrict", "restrict", "struct", "enum"}
+ANY_BYTES = "uint8"  # the dtype of arrays of what needle has no dtype for: structs, double
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter: its type as C++ spells it ("" when unknown), its kind (see this module), its
+    place in the packed arguments in bytes, and for an array what it must be."""
+
+    type: str
+    kind: str
+    size: int
+    offset: int
+    dtype: str | None = None
+    written: bool = False
+    alignment: int = 1
+
+    def __str__(self) -> str:
+        return self.type or f"{self.size} bytes"
+
+
+@dataclass(frozen=True)
+class Signature:
+    """`str()` gives `scale<float>(float const*, float*, int)`."""
+
+    name: str
+    parameters: tuple[Parameter, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(map(str, self.parameters))})"
+
+    @property
+    def known(self) -> bool:
+        """Are the types known, and not the sizes alone?"""
+        return all(p.kind != "unknown" for p in self.parameters)
+
+    @staticmethod
+    def of_symbol(symbol: str, layout: Layout) -> Signature:
+        """From the compiled symbol."""
+        plain = demangle(symbol)
+        if plain is None:
+            unknown = (Parameter("", "unknown", size, offset) for offset, size in layout)
+            return Signature(symbol, tuple(unknown))
+        name = short_name(symbol)
+        return Signature(name, _parameters(name, _split(_function_parts(plain)[1]), layout))
+
+    @staticmethod
+    def declared(name: str, text: str, layout: Layout) -> Signature:
+        """From a declaration such as "const float*, float* out, int n". ValueError where the count
+        or a size is not that of the machine code."""
+        return Signature(name, _parameters(name, _split(text), layout))
+
+
+@functools.cache
+def _demangler() -> Callable[..., int | None]:
+    for library in ("libstdc++.so.6", "libc++abi.so.1"):
+        try:
+            function = ctypes.CDLL(library)["__cxa_demangle"]
+        except OSError:
+            continue
+        function.restype = ctypes.c_void_p
+        function.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+        return function
+    raise RuntimeError(
+        "the C++ runtime (libstdc++.so.6) is not there, which reads the types of a kernel's "
+        "parameters: apt install libstdc++6"
+    )
+
+
+def demangle(symbol: str) -> str | None:
+    """The C++ spelling of a symbol; None for one that is not mangled.
+
+    >>> from needle.kernels.signature import demangle
+    >>> demangle("_Z5scalePKfPfi")
+    'scale(float const*, float*, int)'
+    """
+    if not symbol.startswith("_Z"):
+        return None
+    status = ctypes.c_int()
+    memory = _demangler()(symbol.encode(), None, None, ctypes.addressof(status))
+    if not memory:
+        return None
+    try:
+        return ctypes.string_at(memory).decode()
+    finally:
+        free = ctypes.CDLL(None).free
+        free.argtypes = [ctypes.c_void_p]
+        free(memory)
+
+
+def short_name(symbol: str) -> str:
+    """What the source calls the kernel: `scale`, `ns::scale<float>`, without result and parameters.
+
+    >>> from needle.kernels.signature import short_name
+    >>> short_name("_Z5scaleIfEvPKT_PS0_"), short_name("plain")
+    ('scale<float>', 'plain')
+    """
+    plain = demangle(symbol)
+    if plain is None:
+        return symbol
+    head, _ = _function_parts(plain)
+    spaces = _top_level(head, " ")
+    name = head[spaces[-1] + 1 :] if spaces else head  # a template's result stands before its name
+    return name.replace("(anonymous namespace)::", "")
+
+
+# ---- reading types -------------------------------------------------------------------------------
+
+
+def _function_parts(plain: str) -> tuple[str, str]:
+    """(what stands before the last parentheses of a demangled function, what stands in them)."""
+    end, depth = plain.rindex(")"), 0
+    for i in range(end, -1, -1):
+        depth += (plain[i] == ")") - (plain[i] == "(")
+        if depth == 0:
+            return plain[:i], plain[i + 1 : end]
+    raise ValueError(f"{plain!r} is no function")
+
+
+def _top_level(text: str, sought: str) -> list[int]:
+    """Where a letter stands outside of all brackets."""
+    found, depth = [], 0
+    for i, letter in enumerate(text):
+        depth += (letter in "<([{") - (letter in ">)]}")
+        if letter == sought and depth == 0:
+            found.append(i)
+    return found
+
+
+def _split(text: str) -> list[str]:
+    ends = [*_top_level(text, ","), len(text)]
+    starts = [0, *(end + 1 for end in ends[:-1])]
+    parts = [text[start:end].strip() for start, end in zip(starts, ends)]
+    return [] if parts in ([""], ["void"]) else parts
+
+
+def _parameters(name: str, types: list[str], layout: Layout) -> tuple[Parameter, ...]:
+    if len(types) != len(layout):
+        raise ValueError(
+            f"{name}: {len(types)} parameters are declared ({', '.join(types) or 'none'}), and the "
+            f"machine code has {len(layout)}, of {', '.join(str(s) for _, s in layout) or 'no'} "
+            "bytes"
+        )
+    found = []
+    for i, (text, (offset, size)) in enumerate(zip(types, layout)):
+        parameter, own_size = _read(text, offset, size)
+        if own_size not in (None, size):
+            raise ValueError(
+                f"{name}: parameter {i} is declared as {text} ({own_size} bytes), and the machine "
+                f"code has {size} bytes there"
+            )
+        found.append(parameter)
+    return tuple(found)
+
+
+def _read(text: str, offset: int, size: int) -> tuple[Parameter, int | None]:
+    """(the parameter, the bytes that its type has where that is known)."""
+    stars = _top_level(text, "*")
+    if not stars:
+        spelled, _ = _plain_type(text)
+        kind, own_size, _ = NUMBERS.get(spelled, ("bytes", None, None))
+        return Parameter(spelled, kind, size, offset), own_size
+    pointee = text[: stars[-1]].strip()
+    deeper = _top_level(pointee, "*")
+    last = pointee[deeper[-1] + 1 :] if deeper else pointee  # const there is the pointee's own
+    spelled, is_const = _plain_type(last)
+    if deeper:
+        spelled = pointee.replace(" const", "").replace("const ", "")
+    dtype, alignment = _element(spelled)
+    shown = f"{spelled} const*" if is_const else f"{spelled}*"
+    return Parameter(shown, "array", size, offset, dtype, not is_const, alignment), 8
+
+
+def _plain_type(text: str) -> tuple[str, bool]:
+    """(a type in C++'s demangled spelling, without qualifiers and without the name that a
+    declaration may give; is it const)."""
+    words = re.findall(r"[\w:]+(?:<.*>[\w:]*)?|\S+", text)
+    is_const = "const" in words
+    words = [word for word in words if word not in QUALIFIERS]
+    integer = [word for word in words if word in INTEGER_WORDS]
+    if integer:
+        sign = "unsigned " * ("unsigned" in integer)
+        if "char" in integer:
+            return ("signed char" if "signed" in integer else f"{sign}char"), is_const
+        length = "short" if "short" in integer else " ".join(["long"] * integer.count("long"))
+        return f"{sign}{length or 'int'}", is_const
+    return ALIASES.get(words[0], words[0]) if words else "", is_const
+
+
+def _element(spelled: str) -> tuple[str | None, int]:
+    """(the dtype of arrays that a pointer to this takes, the alignment in bytes it needs)."""
+    if spelled == "void":
+        return None, 1
+    if spelled in NUMBERS:
+        _, size, dtype = NUMBERS[spelled]
+        return dtype or ANY_BYTES, size
+    scalar, lanes = VECTORS_OF_TWO.get(spelled), 2
+    match = VECTOR.fullmatch(spelled)
+    if match:
+        unsigned, integer, count, floating, float_count = match.groups()
+        scalar = floating or "unsigned " * bool(unsigned) + integer.replace("longlong", "long long")
+        lanes = int(count or float_count)
+    if scalar is None:
+        return ANY_BYTES, 1
+    _, size, dtype = NUMBERS[scalar]
+    return dtype or ANY_BYTES, min(size * (lanes if lanes != 3 else 1), 16)
