@@ -1,0 +1,146 @@
+"""The time of a kernel, measured so that it can be believed.
+
+Each timed call finds its inputs and its poisoned outputs restored, from another set of inputs than
+the call before where there are several; so nothing can be kept from call to call, and the last call
+of each set is handed back to be checked. Between restoring and calling, a buffer larger than any L2
+cache is written: inputs are read from memory. Events in the stream take the time, and no stop of
+the host lies between them. What is reported is the median and the quartiles of all calls; a time
+that the device cannot reach is an error, not a record (`judge`).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from needle._C import Device, Event, empty
+
+FLUSH_BYTES = 256 << 20  # as Triton's do_bench: five times an H100's L2
+WARM_UP = 3
+MOST_CALLS = 100
+LEAST_CALLS = 5
+SHORTEST = 1.0  # microseconds: no launch is shorter, an empty kernel takes about 2
+MARGIN = 1.25  # how far a kernel may beat the rate at which the device filled the flush buffer
+LAUNCH_BOUND = 2.0  # times the time of an empty kernel
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds of one call: median and quartiles of `calls`. `rate` is the bytes of all arrays
+    by the median, in GB/s; `device_rate` that of the device writing memory. Not `valid`: `reason`
+    says why the figures are not to be believed."""
+
+    median: float
+    lower: float
+    upper: float
+    calls: int
+    rate: float
+    device_rate: float
+    valid: bool = True
+    reason: str = ""
+    hints: tuple[str, ...] = field(default=())
+
+    @staticmethod
+    def from_json(fields: dict[str, Any]) -> Timing:
+        return Timing(**{**fields, "hints": tuple(fields["hints"])})
+
+
+def measure(
+    call: Callable[[], object],
+    restore: Callable[[int], object],
+    keep: Callable[[int], object],
+    sets: int,
+    device: Device,
+    flush_bytes: int = FLUSH_BYTES,
+    seconds: float = 0.2,
+) -> tuple[list[float], float, float]:
+    """(microseconds of each timed call, those of a kernel that does nothing, the bytes a second at
+    which the device fills memory).
+
+    `restore(i)` brings set i of the inputs into place, `keep(i)` gets what the last call of that
+    set left. As many calls as fit into `seconds`, 5 to 100, and one for each set at least.
+    """
+    flush = empty((flush_bytes,), "uint8", device)
+    tiny = empty((1,), "float32", device)
+    fills = [_timed(device, lambda: flush.fill(1)) for _ in range(3)]
+    for _ in range(WARM_UP):
+        _timed(device, lambda: tiny.fill(1.0))
+    nothing = statistics.median(_timed(device, lambda: tiny.fill(1.0)) for _ in range(9))
+    warm = []
+    for i in range(WARM_UP):
+        restore(i % sets)
+        flush.fill(1)
+        warm.append(_timed(device, call))
+    wanted = int(seconds * 1e6 / max(min(warm) + min(fills), SHORTEST))
+    calls = max(min(wanted, MOST_CALLS), LEAST_CALLS, sets)
+    events = []
+    for n in range(calls):
+        restore(n % sets)
+        flush.fill(n % 2)
+        before, after = Event(device), Event(device)
+        before.record()
+        call()
+        after.record()
+        events.append((before, after))
+        if n >= calls - sets:
+            keep(n % sets)
+    device.synchronize()
+    times = [before.elapsed(after) * 1e3 for before, after in events]
+    return times, nothing, flush_bytes / (min(fills) * 1e-6)
+
+
+def _timed(device: Device, call: Callable[[], object]) -> float:
+    """Microseconds in the stream."""
+    before, after = Event(device), Event(device)
+    before.record()
+    call()
+    after.record()
+    return before.elapsed(after) * 1e3
+
+
+def judge(
+    times: list[float],
+    nothing: float,
+    device_rate: float,
+    written: int,
+    touched: int,
+    local_bytes: int,
+    l2_bytes: int = FLUSH_BYTES // 4,
+) -> Timing:
+    """A Timing of what `measure` gave. `written` are the bytes of outputs, every one of which was
+    seen to be written; `touched` those of all arrays, some of which a kernel may leave unread."""
+    lower, median, upper = (
+        statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
+    )
+    fastest = device_rate * MARGIN
+    reason, hints = "", []
+    # What stays in the L2 cache when the kernel ends need not have reached memory.
+    least = max(written - l2_bytes, 0) / fastest * 1e6
+    if median < SHORTEST:
+        reason = f"{median:.3g} us are less than a launch takes"
+    elif median < least:
+        reason = (
+            f"{median:.4g} us for {written:,} bytes of outputs; this device needs {least:.4g} us "
+            "to write them"
+        )
+    elif touched / (median * 1e-6) > fastest:
+        hints.append(
+            f"{touched:,} bytes of arrays in {median:.4g} us is faster than this device's memory "
+            f"({device_rate / 1e9:,.0f} GB/s): not all of them can have been read"
+        )
+    if median < LAUNCH_BOUND * nothing:
+        hints.append(
+            f"launch-bound: a kernel that does nothing takes {nothing:.3g} us; give it more work, "
+            "or join it with its neighbours"
+        )
+    if local_bytes:
+        hints.append(
+            f"spilling: {local_bytes} bytes of local memory a thread; fewer registers in use, or "
+            "__launch_bounds__ with fewer threads, keep values in registers"
+        )
+    rate = touched / median / 1e3 if median > 0 else 0.0
+    return Timing(
+        median, lower, upper, len(times), rate, device_rate / 1e9, not reason, reason, tuple(hints)
+    )

@@ -1,0 +1,178 @@
+"""What a caller says of the arrays of a kernel in a process of its own, and when two are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from needle import _C
+from needle._C import NDArray
+
+# The dtypes that arrays of a job may have. NumPy has no bfloat16: it comes as an NDArray on the
+# host, or of ml_dtypes, lies as uint16, and is read as float32, which holds it exactly.
+DTYPES = (
+    "float32 bfloat16 float16 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool "
+    "complex64 complex128"
+).split()
+# How far a result may be off, absolute and relative, unless the caller says it: KernelBench's.
+TOLERANCES = {
+    "float16": 1e-2,
+    "bfloat16": 1e-2,
+    "float32": 1e-4,
+    "complex64": 1e-4,
+    "float64": 1e-8,
+    "complex128": 1e-8,
+}
+Tolerance = float | tuple[float, float] | None
+Size = int | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Out:
+    """An array that the kernel writes, every element of it."""
+
+    shape: int | tuple[int, ...]
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", _shape("Out", self.shape, self.dtype))
+
+
+@dataclass(frozen=True)
+class InOut:
+    """An array (NumPy, or an NDArray on the host) that the kernel changes and that comes back."""
+
+    array: Any
+
+
+@dataclass(frozen=True)
+class Random:
+    """An array of numbers drawn from `seed`: floats of a standard normal distribution, or uniform
+    between `low` and `high` where both are given; whole numbers from `low` (0) to below `high`
+    (100). The same seed at another place among the arguments, or in another trial, gives other
+    numbers."""
+
+    shape: int | tuple[int, ...]
+    dtype: str = "float32"
+    seed: int = 0
+    low: float | None = None
+    high: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", _shape("Random", self.shape, self.dtype))
+
+    def array(self, trial: int, place: int) -> np.ndarray | NDArray:
+        random = np.random.default_rng([self.seed, trial, place])
+        dtype = "float32" if self.dtype == "bfloat16" else self.dtype
+        if dtype == "bool":
+            return random.integers(0, 2, self.shape).astype(bool)
+        if np.dtype(dtype).kind in "iu":
+            low, high = self.low or 0, 100 if self.high is None else self.high
+            return random.integers(int(low), int(high), self.shape, dtype)
+        if self.low is not None and self.high is not None:
+            drawn = random.uniform(self.low, self.high, self.shape)
+        else:
+            drawn = random.standard_normal(self.shape)
+        array = drawn.astype(dtype)
+        return _C.array(array, "bfloat16", _C.cpu()) if self.dtype == "bfloat16" else array
+
+
+@dataclass(frozen=True)
+class Case:
+    """A launch for `Pool.evaluate`: sizes as of CUDA, arguments as of `Pool.run`, and bytes of
+    dynamic shared memory."""
+
+    grid: Size
+    block: Size
+    args: Sequence[Any]
+    shared: int = 0
+
+
+def _shape(what: str, shape: Any, dtype: str) -> tuple[int, ...]:
+    if dtype not in DTYPES:
+        raise TypeError(f"{what}: dtype {dtype!r}; there are {', '.join(DTYPES)}")
+    sizes = (shape,) if hasattr(shape, "__index__") else tuple(shape)
+    if not all(hasattr(n, "__index__") and n >= 0 for n in sizes):
+        raise ValueError(f"{what}: a shape is whole numbers of 0 or more, not {sizes}")
+    return tuple(n.__index__() for n in sizes)
+
+
+def draw(case: Case, trial: int) -> Case:
+    """The case with arrays for what is random in it, those of a trial."""
+
+    def drawn(place: int, value: Any) -> Any:
+        if isinstance(value, Random):
+            return value.array(trial, place)
+        if isinstance(value, InOut):
+            return InOut(drawn(place, value.array))
+        return value
+
+    return replace(case, args=[drawn(place, value) for place, value in enumerate(case.args)])
+
+
+def host_array(value: Any) -> tuple[str, np.ndarray]:
+    """(dtype, the elements in C order, bfloat16 as uint16) of an array. TypeError."""
+    if isinstance(value, NDArray):
+        if not value.device.is_host:
+            raise TypeError(
+                f"an array of {value.device}: a pool opens no GPU; pass array.to(needle.cpu())"
+            )
+        bits = value.compact().view("uint16") if value.dtype == "bfloat16" else value
+        return value.dtype, bits.numpy()
+    array = np.ascontiguousarray(value).reshape(np.shape(value))
+    name = array.dtype.name
+    if name == "bfloat16":  # of ml_dtypes
+        return name, array.view(np.uint16)
+    if name not in DTYPES or not array.dtype.isnative:
+        raise TypeError(f"an array of dtype {array.dtype}; there are {', '.join(DTYPES)}")
+    return name, array
+
+
+def readable(dtype: str, array: np.ndarray) -> np.ndarray:
+    """A copy in which bfloat16, that lies as uint16, is float32."""
+    if dtype == "bfloat16":
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    return array.copy()
+
+
+def difference(
+    got: np.ndarray, expected: np.ndarray, dtype: str, tolerance: Tolerance
+) -> str | None:
+    """Where two arrays differ by more than `tolerance` allows; None where nowhere. An element is
+    right where |got - expected| <= absolute + relative |expected|, or where both are the same
+    infinity or NaN."""
+    if got.shape != expected.shape:
+        return f"has shape {got.shape}, and {expected.shape} is expected"
+    if not got.size:
+        return None
+    if tolerance is None:
+        tolerance = TOLERANCES.get(dtype, 0.0)
+    absolute, relative = tolerance if isinstance(tolerance, tuple) else (tolerance, tolerance)
+    if got.dtype.kind in "biu" and expected.dtype.kind in "biu" and not (absolute or relative):
+        right, error = got == expected, None
+    else:
+        wide = np.complex128 if "c" in got.dtype.kind + expected.dtype.kind else np.float64
+        a, b = got.astype(wide), expected.astype(wide)
+        with np.errstate(invalid="ignore"):
+            error = np.abs(a - b)
+            near = (error <= absolute + relative * np.abs(b)) & np.isfinite(b)
+            right = near | (a == b)
+        right |= np.isnan(a) & np.isnan(b)
+    if right.all():
+        return None
+    wrong = np.flatnonzero(~right)
+    first = np.unravel_index(wrong[0], got.shape or (1,))
+    place = ", ".join(str(int(i)) for i in first)
+    text = (
+        f"{wrong.size:,} of {got.size:,} elements are wrong, the first at [{place}]: "
+        f"{got.reshape(-1)[wrong[0]]}, expected {expected.reshape(-1)[wrong[0]]}"
+    )
+    if error is not None:
+        worst = error.reshape(-1)[wrong]
+        finite = worst[np.isfinite(worst)]
+        if finite.size:
+            text += f"; the largest error is {finite.max():.3g}"
+    return f"{text} (tolerance: {absolute:g} absolute, {relative:g} relative)"

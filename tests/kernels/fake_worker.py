@@ -1,0 +1,119 @@
+"""A worker whose device is none: its "kernels" are Python functions on the host's memory.
+
+    python tests/kernels/fake_worker.py ROLE FD
+
+Everything but the device is needle.kernels.worker's own. A parameter's annotation is its C++ type;
+the arrays of a function are NumPy arrays on the memory that the job gave. FAKE_LOG names a file that
+gets a line for each proof, and FAKE_BROKEN one whose presence makes proofs fail.
+"""
+
+import ctypes
+import dataclasses
+import inspect
+import os
+import sys
+import time
+import types
+from pathlib import Path
+
+import numpy as np
+
+from needle import _C
+from needle.kernels import worker
+from needle.kernels.signature import Parameter, Signature
+
+
+@dataclasses.dataclass
+class Compiled:
+    source: str
+    log: str = ""
+
+    @property
+    def cubin(self) -> bytes:
+        return self.source.encode()
+
+    def pack(self) -> bytes:
+        return self.source.encode()
+
+    def __getitem__(self, entry: str) -> types.SimpleNamespace:
+        function = function_of(self.source, entry)
+        parameters = []
+        for parameter in list(inspect.signature(function).parameters.values())[2:]:
+            known = isinstance(parameter.annotation, str)
+            text = parameter.annotation if known else ""
+            kind = "unknown" if not known else "array" if text.endswith("*") else "int"
+            parameters.append(Parameter(text, kind, 8, 0, None, "const" not in text))
+        return types.SimpleNamespace(
+            signature=Signature(entry, tuple(parameters)),
+            registers=16,
+            shared_bytes=0,
+            local_bytes=8 if "spills" in entry else 0,
+            max_threads=1024,
+        )
+
+
+def function_of(source: str, entry: str):
+    space = {"np": np, "os": os, "time": time, "ctypes": ctypes, "_C": _C}
+    exec(compile(source, "kernel.py", "exec"), space)
+    return space[entry]
+
+
+def memory_of(array: _C.NDArray) -> np.ndarray:
+    interface = array.__array_interface__
+    address = interface["data"][0]
+    raw = np.ctypeslib.as_array((ctypes.c_uint8 * array.nbytes).from_address(address))
+    return raw.view(interface["typestr"]).reshape(array.shape)
+
+
+class Kernel:
+    def __init__(self, function) -> None:
+        self.function = function
+
+    def __call__(self, grid, block, *args, shared=0) -> None:
+        arrays = [memory_of(a) if isinstance(a, _C.NDArray) else a for a in args]
+        self.function(grid, block, *arrays)
+
+    def check(self, grid, block, shared):
+        return types.SimpleNamespace(occupancy=0.5, limiter="threads", blocks_per_sm=2)
+
+
+class FakeNeedle(worker.Needle):
+    flush_bytes = 1 << 16
+
+    def devices(self) -> int:
+        if "FAKE_NONE" in os.environ:
+            raise RuntimeError("no NVIDIA driver")
+        return 1
+
+    def build(self, source, entry, arch):
+        if "hang the compiler" in source:
+            time.sleep(1000)
+        if "kill the compiler" in source:
+            os.kill(os.getpid(), 11)
+        try:
+            function_of(source, entry)
+        except SyntaxError as error:
+            raise ValueError(f"kernel.py({error.lineno}): error: {error.msg}") from error
+        return Compiled(source, log="a remark")
+
+    def open(self):
+        return _C.cpu()
+
+    def arch(self, device):
+        return "90a"
+
+    def load(self, compiled, entry, device):
+        return Kernel(function_of(compiled.decode(), entry))
+
+    def prove(self, device):
+        if "FAKE_LOG" in os.environ:
+            with open(os.environ["FAKE_LOG"], "a") as log:
+                log.write(f"{os.getpid()} proves itself\n")
+        if os.path.exists(os.environ.get("FAKE_BROKEN", "")):
+            raise RuntimeError("3 x + 1 is wrong")
+        super().prove(device)
+
+
+if __name__ == "__main__":
+    sys.path[:] = [p for p in sys.path if p != str(Path(__file__).parent)]
+    worker.main(sys.argv[1:], FakeNeedle())

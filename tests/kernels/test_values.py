@@ -1,0 +1,129 @@
+"""needle/kernels/values.py: arrays as callers give them, and when two are alike."""
+
+import numpy as np
+import pytest
+
+from needle import _C
+from needle.kernels.values import (
+    DTYPES,
+    Case,
+    InOut,
+    Out,
+    Random,
+    difference,
+    draw,
+    host_array,
+    readable,
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_random_arrays_have_their_dtype_and_come_back(dtype):
+    array = Random((300, 2), dtype).array(0, 0)
+    name, bits = host_array(array)
+    assert (name, bits.shape) == (dtype, (300, 2))
+    values = readable(dtype, bits)
+    assert values.dtype == ("float32" if dtype == "bfloat16" else dtype)
+    assert values is not bits and len(np.unique(values)) > (1 if dtype == "bool" else 30)
+    if dtype == "bfloat16":
+        assert (values == array.numpy()).all()
+
+
+def test_the_same_seed_gives_other_numbers_elsewhere():
+    same = Random(100, seed=3)
+    a = draw(Case(1, 1, [same, 2, same, InOut(same)]), 0).args
+    b = draw(Case(1, 1, [same, 2, same, InOut(same)]), 1).args
+    assert a[1] == 2
+    different = [a[0], a[2], a[3].array, b[0], b[2], b[3].array]
+    assert len({array.tobytes() for array in different}) == 6
+    assert (draw(Case(1, 1, [same]), 0).args[0] == a[0]).all()
+
+
+def test_bounds_of_random_numbers():
+    whole = Random(1000, "int32", low=-3, high=4).array(0, 0)
+    assert set(whole) == set(range(-3, 4))
+    flat = Random(1000, "float64", low=2, high=3).array(0, 0)
+    assert 2 <= flat.min() < 2.1 and 2.9 < flat.max() < 3
+
+
+def test_a_strided_array_is_made_contiguous_and_zero_axes_stay():
+    array = np.arange(12, dtype=np.int16).reshape(3, 4).T
+    name, bits = host_array(array)
+    assert name == "int16" and bits.flags.c_contiguous and (bits == array).all()
+    assert host_array(np.float32(3))[1].shape == ()
+    view = _C.array(np.arange(6).reshape(2, 3), "bfloat16", _C.cpu()).permute((1, 0))
+    assert (readable("bfloat16", host_array(view)[1]) == np.arange(6).reshape(2, 3).T).all()
+
+
+@pytest.mark.parametrize("array", [np.array(["a"]), np.zeros(2, ">f4"), np.zeros(2, "longdouble")])
+def test_other_arrays_are_refused(array):
+    with pytest.raises(TypeError, match="there are float32, bfloat16"):
+        host_array(array)
+
+
+def test_shapes_and_dtypes_are_checked():
+    assert Out(3).shape == Random([3]).shape == (3,)
+    with pytest.raises(TypeError, match="Out: dtype 'float8'"):
+        Out(3, "float8")
+    with pytest.raises(ValueError, match="Random: a shape"):
+        Random((2, -1))
+    with pytest.raises(ValueError, match="Out: a shape"):
+        Out((2, 1.5))
+
+
+F = np.float32
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    "got, expected, dtype, tolerance",
+    [
+        ([1.0, NAN, INF, -INF], [1.0, NAN, INF, -INF], "float32", 0.0),
+        ([1.00009], [1.0], "float32", None),
+        ([100.009], [100.0], "float32", None),
+        ([1.009], [1.0], "bfloat16", None),
+        ([2.0], [1.0], "float32", (0.0, 1.0)),
+        ([2.0], [1.0], "float32", (1.0, 0.0)),
+        ([], [], "float32", None),
+    ],
+)
+def test_what_is_near_enough(got, expected, dtype, tolerance):
+    assert difference(F(got), F(expected), dtype, tolerance) is None
+
+
+@pytest.mark.parametrize(
+    "got, expected, dtype, tolerance",
+    [
+        ([1.0003], [1.0], "float32", None),
+        ([1.03], [1.0], "bfloat16", None),
+        ([NAN], [1.0], "float32", 1e9),
+        ([1.0], [NAN], "float32", 1e9),
+        ([1.0], [INF], "float32", None),
+        ([INF], [1e30], "float32", None),
+        ([INF], [-INF], "float32", None),
+        ([2.0], [1.0], "float32", (0.0, 0.99)),
+    ],
+)
+def test_what_is_not(got, expected, dtype, tolerance):
+    assert difference(F(got), F(expected), dtype, tolerance) is not None
+
+
+def test_whole_numbers_are_compared_exactly():
+    a = np.array([[2**62, 5]])
+    assert difference(a, a, "int64", None) is None
+    assert difference(a + 1, a, "int64", None) == (
+        "2 of 2 elements are wrong, the first at [0, 0]: 4611686018427387905, expected "
+        "4611686018427387904 (tolerance: 0 absolute, 0 relative)"
+    )
+    assert difference(a + 1, a, "int64", 1) is None
+
+
+def test_a_difference_is_described():
+    got = np.zeros((2, 3), F)
+    got[1, 2], got[1, 1] = 5, 0.5
+    said = difference(got, np.zeros((2, 3), F), "float32", None)
+    assert said == (
+        "2 of 6 elements are wrong, the first at [1, 1]: 0.5, expected 0.0; the largest error is 5 "
+        "(tolerance: 0.0001 absolute, 0.0001 relative)"
+    )
+    assert difference(got, got[0], "float32", None) == "has shape (2, 3), and (3,) is expected"
