@@ -92,6 +92,27 @@ typedef struct nd_event nd_event;       /* opaque; a point in the device's strea
 typedef struct nd_download nd_download; /* opaque; an asynchronous copy to the host */
 typedef struct nd_graph nd_graph;       /* opaque; recorded work */
 typedef struct nd_staging nd_staging;   /* opaque; host memory that uploads are sent from */
+typedef struct nd_module nd_module;     /* opaque; machine code of the user's own */
+typedef struct nd_kernel nd_kernel;     /* opaque; a kernel of a module, and gone with it */
+
+/* What a device allows launches: numbers of a multiprocessor (sm_) and of a block, bytes for
+ * shared memory. kept_shared is the system's own, of each block. */
+typedef struct {
+    int arch; /* 90 for sm_90 */
+    int processors;
+    int sm_threads, sm_blocks, sm_registers, sm_shared;
+    int block_registers, block_shared, kept_shared;
+    int64_t free_bytes; /* of the device's memory, right now */
+} nd_launch_limits;
+
+/* One launch of a kernel. arguments[i] points to the bytes of parameter i. */
+typedef struct {
+    const char *name; /* for messages */
+    uint32_t grid[3], block[3], cluster[3];
+    bool has_cluster, cooperative;
+    uint32_t shared; /* bytes of dynamic shared memory a block */
+    void **arguments;
+} nd_launch;
 
 typedef struct nd_backend {
     uint64_t abi; /* nd_abi() of its build; of a backend inside _C: 0, it is the same build */
@@ -140,6 +161,16 @@ typedef struct nd_backend {
     nd_status (*graph_end)(int device, nd_graph *graph);
     nd_status (*graph_launch)(int device, nd_graph *graph);
     nd_status (*graph_free)(int device, nd_graph *graph);
+
+    /* Kernels that needle does not have, from machine code. Who launches has checked the launch
+     * against the limits and the kernel; what a launch is given lives until it has run. unload waits
+     * for what is enqueued; graphs that launch from the module have gone before.
+     * All NULL in a backend that runs none (the CPU). */
+    nd_status (*launch_limits)(int device, nd_launch_limits *out);
+    nd_status (*module_load)(int device, const void *code, nd_module **out); /* copies; new */
+    nd_status (*module_kernel)(int device, nd_module *module, const char *symbol, nd_kernel **out);
+    nd_status (*module_unload)(int device, nd_module *module);
+    nd_status (*kernel_launch)(int device, nd_kernel *kernel, const nd_launch *launch);
 
 #define EACH_OP(name) nd_status (*name)(int device, const name##_args *args);
 #include "ops.def"

@@ -239,6 +239,7 @@ nd_status cuda_reset(int device) {
     Device &d = cuda_device(device);
     ND_TRY(cuda_graph_reset(device));
     CUDA_TRY("reset", cudaStreamSynchronize(d.stream));
+    ND_TRY(cuda_module_reset(device));
     for (auto &entry : d.live) {
         CUDA_TRY("reset", cudaFreeAsync(entry.first, d.stream));
     }
@@ -300,6 +301,11 @@ nd_backend make_backend() {
     b.graph_end = cuda_graph_end;
     b.graph_launch = cuda_graph_launch;
     b.graph_free = cuda_graph_free;
+    b.launch_limits = cuda_launch_limits;
+    b.module_load = cuda_module_load;
+    b.module_kernel = cuda_module_kernel;
+    b.module_unload = cuda_module_unload;
+    b.kernel_launch = cuda_kernel_launch;
 #define EACH_OP(name) b.name = call_##name;
 #include "../csrc/ops.def"
     return b;

@@ -1,5 +1,6 @@
 /* device.cuh - a device's state and the way into a call, for the files that fill the vtable beside
- * its ops: memory.cu, transfer.cu, event.cu, graph.cu and backend.cu. Ops need common.cuh alone.
+ * its ops: memory.cu, transfer.cu, event.cu, graph.cu, module.cu and backend.cu. Ops need common.cuh
+ * alone.
  *
  * Each function of the vtable that works on a device begins with cuda_enter(device), or with an
  * Exclusive where it changes the state below or enqueues what must not come between an op's calls;
@@ -38,6 +39,7 @@ struct Device {
     std::unordered_map<void *, Bytes> live;    /* arrays' memory and its size */
     std::vector<nd_download *> idle_downloads; /* to be used again */
     std::vector<nd_graph *> graphs;
+    std::vector<nd_module *> modules;
     nd_graph *recording = nullptr;                    /* between graph_begin and graph_end */
     std::unordered_map<const void *, Bytes> prepared; /* kernels: dynamic shared memory allowed */
 };
@@ -73,6 +75,15 @@ nd_status cuda_memory_stats(int device, nd_memory_stats *out);
 nd_status cuda_reset_peak(int device);
 nd_status cuda_empty_cache(int device);
 nd_status cuda_free_scratch(Device &d); /* under the device's lock */
+
+/* ---- module.cu (contracts in backend.h) ------------------------------------------------------ */
+nd_status cuda_launch_limits(int device, nd_launch_limits *out);
+nd_status cuda_module_load(int device, const void *code, nd_module **out);
+nd_status cuda_module_kernel(int device, nd_module *module, const char *symbol, nd_kernel **out);
+nd_status cuda_module_unload(int device, nd_module *module);
+nd_status cuda_kernel_launch(int device, nd_kernel *kernel, const nd_launch *launch);
+/* reset(): unload every module of the device. Under its lock, with nothing enqueued. */
+nd_status cuda_module_reset(int device);
 
 /* ---- transfer.cu and event.cu (contracts in backend.h) --------------------------------------- */
 nd_status cuda_upload(int device, void *to, const void *from_host, size_t bytes);

@@ -1,6 +1,7 @@
 /* device.c - the type Device: a backend and an index.
  *
- * Whatever differs between devices is asked of the backend: is_host, records_graphs, properties().
+ * Whatever differs between devices is asked of the backend: is_host, records_graphs,
+ * runs_kernels, properties(), limits().
  */
 #include "device.h"
 
@@ -134,6 +135,28 @@ static PyObject *device_properties(PyObject *self, PyObject *unused) {
                          "arch", properties.arch, "detail", properties.detail);
 }
 
+static PyObject *device_limits(PyObject *self, PyObject *unused) {
+    nd_state *state = state_of_type(self);
+    nd_device *device = device_of(self);
+    if (nd_device_ready(state, device) < 0) {
+        return NULL;
+    }
+    if (device->backend->launch_limits == NULL) {
+        return PyErr_Format(PyExc_ValueError, "limits: the %s backend runs no kernels of one's own",
+                            nd_device_title(device));
+    }
+    nd_launch_limits l;
+    nd_status status = device->backend->launch_limits(device->index, &l);
+    if (status != ND_OK) {
+        return nd_raise(state, "limits", device, status);
+    }
+    return Py_BuildValue("{si si si si si si si si si sL}", "arch", l.arch, "processors",
+                         l.processors, "sm_threads", l.sm_threads, "sm_blocks", l.sm_blocks,
+                         "sm_registers", l.sm_registers, "sm_shared", l.sm_shared,
+                         "block_registers", l.block_registers, "block_shared", l.block_shared,
+                         "kept_shared", l.kept_shared, "free_bytes", (long long)l.free_bytes);
+}
+
 static PyObject *device_name(PyObject *self, void *closure) {
     return PyUnicode_FromString(nd_device_name(device_of(self)));
 }
@@ -157,6 +180,11 @@ static PyObject *device_records_graphs(PyObject *self, void *closure) {
     return PyBool_FromLong(backend != NULL && backend->graph_begin != NULL);
 }
 
+static PyObject *device_runs_kernels(PyObject *self, void *closure) {
+    const nd_backend *backend = usable_backend(self);
+    return PyBool_FromLong(backend != NULL && backend->kernel_launch != NULL);
+}
+
 static PyObject *device_reduce(PyObject *self, PyObject *unused) {
     PyObject *module = PyType_GetModule(Py_TYPE(self));
     PyObject *make =
@@ -173,6 +201,9 @@ static PyMethodDef device_methods[] = {
      "synchronize($self)\n--\n\nWait until all work given to the device is done."},
     {"properties", device_properties, METH_NOARGS,
      "properties($self)\n--\n\nname, total_bytes, processors, arch, detail."},
+    {"limits", device_limits, METH_NOARGS,
+     "limits($self)\n--\n\nWhat a kernel of one's own may ask for: arch, processors, sm_threads, "
+     "sm_blocks, sm_registers, sm_shared, block_registers, block_shared, kept_shared, free_bytes."},
     {"memory_stats", device_memory_stats, METH_NOARGS,
      "memory_stats($self)\n--\n\nlive_bytes (in arrays), peak_bytes (the most since reset_peak()), "
      "reserved_bytes (held by the pool)."},
@@ -190,6 +221,8 @@ static PyGetSetDef device_getset[] = {
     {"is_host", device_is_host, NULL,
      "The host reads its memory directly, and its ops are done when they return", NULL},
     {"records_graphs", device_records_graphs, NULL, "Graph(device, step) works", NULL},
+    {"runs_kernels", device_runs_kernels, NULL, "needle.kernels.compile() can load kernels here",
+     NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

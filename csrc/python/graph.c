@@ -5,7 +5,8 @@
  *
  * A step may use arrays of the one device only: nothing is uploaded, downloaded or waited for in it,
  * and numbers of Python are frozen into it. It must do the same in both calls and keep no array that
- * it makes: its results go into arrays made before, which the graph keeps alive through step.
+ * it makes: its results go into arrays made before, which the graph keeps alive through step. The
+ * modules whose kernels it launches are kept as well, until the graph itself has gone.
  */
 #include "backends.h"
 #include "device.h"
@@ -16,15 +17,13 @@ typedef struct {
     nd_streamed head;
     nd_graph *graph; /* NULL: recording failed */
     PyObject *step;  /* keeps what the recorded work uses */
+    PyObject *modules;
 } GraphObject;
 
-static int record(nd_state *state, GraphObject *self) {
+static int record_steps(nd_state *state, GraphObject *self) {
     nd_device *device = self->head.device;
     const nd_backend *backend = device->backend;
-    nd_status status = backend->graph_begin(device->index, &self->graph);
-    if (nd_check(state, "Graph", device, status) < 0) {
-        return -1;
-    }
+    nd_status status;
     PyObject *result = PyObject_CallNoArgs(self->step);
     Py_XDECREF(result); /* gone before the second call asks for the same memory */
     if (result == NULL) {
@@ -44,6 +43,19 @@ static int record(nd_state *state, GraphObject *self) {
         return -1;
     }
     return nd_check(state, "Graph", device, backend->graph_end(device->index, self->graph));
+}
+
+static int record(nd_state *state, GraphObject *self) {
+    nd_device *device = self->head.device;
+    nd_status status = device->backend->graph_begin(device->index, &self->graph);
+    if (nd_check(state, "Graph", device, status) < 0) {
+        return -1;
+    }
+    PyObject **recorded = &state->recorded[nd_device_slot(device)];
+    *recorded = self->modules;
+    int result = record_steps(state, self);
+    *recorded = NULL;
+    return result;
 }
 
 static PyObject *graph_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
@@ -69,7 +81,8 @@ static PyObject *graph_new(PyTypeObject *type, PyObject *arguments, PyObject *ke
         return NULL;
     }
     self->step = Py_NewRef(step);
-    if (record(state, self) < 0) {
+    self->modules = PySet_New(NULL);
+    if (self->modules == NULL || record(state, self) < 0) {
         Py_DECREF(self);
         return NULL;
     }
@@ -96,6 +109,7 @@ static void graph_dealloc(PyObject *object) {
         (void)self->head.device->backend->graph_free(self->head.device->index, self->graph);
     }
     graph_clear(object);
+    Py_XDECREF(self->modules); /* after the graph, also where the collector cleared it before */
     nd_streamed_free(object);
 }
 

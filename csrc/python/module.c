@@ -11,6 +11,7 @@
 #include "device.h"
 #include "errors.h"
 #include "exchange.h"
+#include "kernels.h"
 #include "methods.h"
 #include "ops.h"
 #include "streams.h"
@@ -111,13 +112,19 @@ static int module_exec(PyObject *module) {
                   add_type(module, &nd_event_spec, &state->event_type) < 0 ||
                   add_type(module, &nd_download_spec, NULL) < 0 ||
                   add_type(module, &nd_graph_spec, NULL) < 0 ||
+                  add_type(module, &nd_module_spec, &state->module_type) < 0 ||
+                  add_type(module, &nd_parameters_spec, &state->parameters_type) < 0 ||
+                  add_type(module, &nd_kernel_spec, NULL) < 0 ||
                   add_type(module, &nd_staging_spec, NULL) < 0;
     return failed ? -1 : 0;
 }
 
 #define HELD(X)     \
     X(ndarray_type) \
-    X(device_type) X(handle_type) X(flat_type) X(event_type) X(cuda_error) X(cuda_fatal_error)
+    X(device_type)  \
+    X(handle_type)  \
+    X(flat_type)    \
+    X(event_type) X(module_type) X(parameters_type) X(cuda_error) X(cuda_fatal_error)
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg) {
     nd_state *state = nd_module_state(module);

@@ -51,7 +51,7 @@ int nd_check_live(nd_state *state, const char *op, const char *operand, const nd
     return nd_check_alive(state, device);
 }
 
-static double microseconds_now(void) {
+double nd_microseconds(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (double)now.tv_sec * 1e6 + (double)now.tv_nsec * 1e-3;
@@ -73,8 +73,7 @@ void nd_show(shown *s, const char *name, const nd_array *array) {
     }
 }
 
-static void trace_line(const nd_op_info *info, const nd_device *device, double took,
-                       const shown *s) {
+void nd_trace_run(const char *op, const nd_device *device, double took, const shown *s) {
     char text[1024], name[24];
     int used = 0;
     text[0] = 0;
@@ -82,8 +81,8 @@ static void trace_line(const nd_op_info *info, const nd_device *device, double t
         used +=
             describe(text + used, sizeof text - (size_t)used, s->list[i].name, s->list[i].array);
     }
-    fprintf(stderr, "needle: %-22s %-7s %10.1f us %s\n", info->name, nd_device_text(device, name),
-            took, text);
+    fprintf(stderr, "needle: %-22s %-7s %10.1f us %s\n", op, nd_device_text(device, name), took,
+            text);
 }
 
 void nd_trace_copy(nd_state *state, const char *op, const char *operand, const nd_array *a) {
@@ -98,7 +97,7 @@ void nd_trace_copy(nd_state *state, const char *op, const char *operand, const n
 int nd_run_op(nd_state *state, nd_op id, nd_device *device, const nd_slot *slots, int64_t work,
               const shown *s) {
     const nd_op_info *info = &nd_ops[id];
-    double start = state->trace ? microseconds_now() : 0;
+    double start = state->trace ? nd_microseconds() : 0;
     nd_status status;
     if (work < 4096 && device->backend->is_host) {
         status = info->run(device->backend, device->index, slots);
@@ -114,7 +113,7 @@ int nd_run_op(nd_state *state, nd_op id, nd_device *device, const nd_slot *slots
         return -1;
     }
     if (state->trace) {
-        trace_line(info, device, microseconds_now() - start, s);
+        nd_trace_run(info->name, device, nd_microseconds() - start, s);
     }
     return 0;
 }

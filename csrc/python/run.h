@@ -63,7 +63,10 @@ void nd_show(shown *s, const char *name, const nd_array *array);
  * host is over sooner than the GIL could be given to anybody. */
 int nd_run_op(nd_state *state, nd_op id, nd_device *device, const nd_slot *slots, int64_t work,
               const shown *s);
-/* NEEDLE_TRACE=1: say that an operand is copied. */
+/* NEEDLE_TRACE=1: a line about what ran, and the clock it is timed by. */
+void nd_trace_run(const char *name, const nd_device *device, double took, const shown *s);
+double nd_microseconds(void);
+/* The same: say that an operand is copied. */
 void nd_trace_copy(nd_state *state, const char *op, const char *operand, const nd_array *a);
 /* 0, or -1: the memory went with a cuda_reset(), or its device is lost. */
 int nd_check_live(nd_state *state, const char *op, const char *operand, const nd_array *a);

@@ -47,12 +47,16 @@ typedef struct {
     PyTypeObject *event_type;
     PyObject *cuda_error;
     PyObject *cuda_fatal_error;
+    PyTypeObject *module_type;
+    PyTypeObject *parameters_type;
     PyObject *devices[NUM_BACKENDS * ND_MAX_DEVICES]; /* Device objects, once asked for */
-    PyObject *field_names[NUM_OPS][ND_MAX_FIELDS];    /* interned */
-    nd_storage *nothing;                              /* behind arrays that are not made yet */
-    uint64_t writes;                                  /* into arrays that were there */
-    bool trace;                                       /* NEEDLE_TRACE=1 */
-    bool sync;                                        /* NEEDLE_SYNC=1 */
+    /* A set of each device that is recording a Graph, which owns it: what it launches from. */
+    PyObject *recorded[NUM_BACKENDS * ND_MAX_DEVICES];
+    PyObject *field_names[NUM_OPS][ND_MAX_FIELDS]; /* interned */
+    nd_storage *nothing;                           /* behind arrays that are not made yet */
+    uint64_t writes;                               /* into arrays that were there */
+    bool trace;                                    /* NEEDLE_TRACE=1 */
+    bool sync;                                     /* NEEDLE_SYNC=1 */
 } nd_state;
 
 static inline nd_state *nd_module_state(PyObject *module) { return PyModule_GetState(module); }

@@ -159,7 +159,9 @@ class Entry:
         ValueError where the count or a size differs, or where the symbol says the types itself."""
         layout = [(p.offset, p.size) for p in self.signature.parameters]
         new = Signature.declared(self.signature.name, signature, layout)
-        if self.signature.known and new.parameters != self.signature.parameters:
+        if self.signature.known and [p[1:] for p in new.plan] != [
+            p[1:] for p in self.signature.plan
+        ]:
             raise ValueError(f"{new} is declared, but the source says {self.signature}")
         return dataclasses.replace(self, signature=new)
 

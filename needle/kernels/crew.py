@@ -253,7 +253,12 @@ class Crew:
             return
         with self.changed:
             self.failures = 0
-            self.give_back(worker, keep=True)
+            self.used.remove(worker)
+            if self.closing:
+                self._drop(worker, holds=False)
+            else:
+                self.ready.insert(0, worker)  # the last one: who ran before runs on
+            self.changed.notify_all()
 
     def _failed(self, why: str) -> None:
         self.failures += 1
@@ -286,7 +291,7 @@ class Crew:
     # ---- what the pool does ----------------------------------------------------------------------
 
     def free(self) -> bool:
-        """Could a job begin here now? Call it with `changed` held."""
+        """Could a job have this? Call it with `changed` held."""
         return self.lost is None and self.taken < self.parallel
 
     def take(self) -> Worker:
@@ -372,7 +377,8 @@ class Crew:
                 worker.kill()
             self.changed.notify_all()
         self.thread.join(START_SECONDS)
+        end = time.monotonic() + REAP_SECONDS
         with self.changed:
-            while self.dying and self.lost is None:
+            while (self.dying or self.used) and time.monotonic() < end:
                 self._reap()
                 self.changed.wait(TICK)

@@ -72,9 +72,7 @@ class Channel:
         head = b""
         while len(head) < HEAD.size:
             try:
-                part, brought, _, _ = socket.recv_fds(
-                    self.sock, HEAD.size - len(head), OPEN_FILES
-                )
+                part, brought, _, _ = socket.recv_fds(self.sock, HEAD.size - len(head), OPEN_FILES)
             except BlockingIOError:
                 self.wait(self.sock, select.POLLIN)
                 continue

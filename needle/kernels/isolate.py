@@ -249,7 +249,7 @@ class Pool:
                 answer, block = worker.ask(job, source.encode(), (), COMPILE_SECONDS)
                 keep = True
             except Late:
-                return Result("timeout", f"compiling took longer than {COMPILE_SECONDS:.0f} s")
+                return Result("timeout", f"compiling took longer than {COMPILE_SECONDS:g} s")
             except Ended:
                 return Result(
                     "crashed", f"the compiler: {worker.end()}", printed=worker.text_printed()
@@ -292,18 +292,22 @@ class Pool:
                 f"the job needs {needed:,} bytes of device memory (guard bands included), and this "
                 f"Pool allows {self.memory:,} (memory=)",
             )
-        try:
-            with self._crew() as (number, crew):
-                worker = crew.take()
-                if do == "time":
-                    crew.still()
-                    with crew.quiet:
+        while True:
+            try:
+                with self._crew() as (number, crew):
+                    try:
+                        worker = crew.take()
+                    except Lost:
+                        continue  # set aside just now: another device, if there is one
+                    if do == "time":
+                        crew.still()
+                        with crew.quiet:
+                            result = self._ask(crew, worker, do, launch, images, seconds)
+                    else:
                         result = self._ask(crew, worker, do, launch, images, seconds)
-                else:
-                    result = self._ask(crew, worker, do, launch, images, seconds)
-                return replace(result, device=number)
-        except Lost as lost:
-            return Result("device_lost", str(lost), resources=launch.code.resources)
+                    return replace(result, device=number)
+            except Lost as lost:
+                return Result("device_lost", str(lost), resources=launch.code.resources)
 
     def _ask(
         self,

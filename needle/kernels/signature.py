@@ -19,6 +19,7 @@ What a parameter takes, by its kind (csrc/python/parameters.c checks and packs):
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import re
 from collections.abc import Callable, Sequence
@@ -101,6 +102,11 @@ class Signature:
     def known(self) -> bool:
         """Are the types known, and not the sizes alone?"""
         return all(p.kind != "unknown" for p in self.parameters)
+
+    @property
+    def plan(self) -> list[tuple]:
+        """What _C.Parameters is made of."""
+        return [(str(p), *dataclasses.astuple(p)[1:]) for p in self.parameters]
 
     @staticmethod
     def of_symbol(symbol: str, layout: Layout) -> Signature:

@@ -155,8 +155,8 @@ def difference(
         right, error = got == expected, None
     else:
         wide = np.complex128 if "c" in got.dtype.kind + expected.dtype.kind else np.float64
-        a, b = got.astype(wide), expected.astype(wide)
-        with np.errstate(invalid="ignore"):
+        with np.errstate(invalid="ignore"):  # NaN of any kind
+            a, b = got.astype(wide), expected.astype(wide)
             error = np.abs(a - b)
             near = (error <= absolute + relative * np.abs(b)) & np.isfinite(b)
             right = near | (a == b)

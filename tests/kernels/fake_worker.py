@@ -3,8 +3,8 @@
     python tests/kernels/fake_worker.py ROLE FD
 
 Everything but the device is needle.kernels.worker's own. A parameter's annotation is its C++ type;
-the arrays of a function are NumPy arrays on the memory that the job gave. FAKE_LOG names a file that
-gets a line for each proof, and FAKE_BROKEN one whose presence makes proofs fail.
+the arrays of a function are NumPy arrays on the memory that the job gave. FAKE_LOG names a file
+that gets a line for each proof, and FAKE_BROKEN one whose presence makes proofs fail.
 """
 
 import ctypes
@@ -59,6 +59,8 @@ def function_of(source: str, entry: str):
 
 
 def memory_of(array: _C.NDArray) -> np.ndarray:
+    if array.dtype == "bfloat16":
+        array = array.view("uint16")
     interface = array.__array_interface__
     address = interface["data"][0]
     raw = np.ctypeslib.as_array((ctypes.c_uint8 * array.nbytes).from_address(address))

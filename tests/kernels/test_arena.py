@@ -81,8 +81,8 @@ def test_nothing_is_said_of_a_right_kernel(filled):
     [
         (("y", "stop", 0), "y: 2 bytes were written behind its end, the first 0 bytes behind it "
          "(element 7 of 7)"),
-        (("y", "stop", 100), "y: 2 bytes were written behind its end, the first 100 bytes behind it "
-         "(element 57 of 7)"),
+        (("y", "stop", 100), "y: 2 bytes were written behind its end, the first 100 bytes behind "
+         "it (element 57 of 7)"),
         (("y", "start", -2), "y: 2 bytes were written before its start, the nearest 1 bytes before "
          "it (element -1)"),
         (("x", "start", -8), "x: 2 bytes were written before its start, the nearest 7 bytes before "
@@ -91,12 +91,12 @@ def test_nothing_is_said_of_a_right_kernel(filled):
          "(element 2 of 1)"),
         (("s", "stop", GUARD - 2), "s: 2 bytes were written behind its end, the first 65,534 bytes "
          "behind it (element 16,384 of 1)"),
-        (("x", "start", -GUARD), "x: 2 bytes were written before its start, the nearest 65,535 bytes "
-         "before it (element -16384)"),
-        (("x", "start", 4), "x: the kernel takes it as const, and 1 of 15 elements were changed, the "
-         "first at [0, 1]"),
-        (("x", "start", 58), "x: the kernel takes it as const, and 1 of 15 elements were changed, the "
-         "first at [4, 2]"),
+        (("x", "start", -GUARD), "x: 2 bytes were written before its start, the nearest 65,535 "
+         "bytes before it (element -16384)"),
+        (("x", "start", 4), "x: the kernel takes it as const, and 1 of 15 elements were changed, "
+         "the first at [0, 1]"),
+        (("x", "start", 58), "x: the kernel takes it as const, and 1 of 15 elements were changed, "
+         "the first at [4, 2]"),
     ],
 )  # fmt: skip
 def test_a_write_outside_is_named(filled, at, said):

@@ -1,0 +1,145 @@
+"""Compiled kernels on a device: loaded, checked against that device, launched in its stream.
+
+A launch costs what CUDA's own does: arguments are checked and packed in C each time
+(csrc/python/parameters.c), the rest once for each way to launch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from needle import _C
+from needle._C import Device
+from needle.kernels import limits
+from needle.kernels.compile import Compiled, Entry
+from needle.kernels.limits import LaunchReport, Size
+from needle.kernels.signature import Signature
+
+# Bytes of local memory a thread that launches so far have made the driver keep on each device.
+_held_local: dict[Device, int] = {}
+
+
+class Kernel(_C.Kernel):
+    """A kernel on a device.
+
+        kernel(grid, block, *arguments, shared=0, cluster=None, cooperative=False)
+
+    enqueues a launch: grid blocks (x, or up to three sizes) of block threads, with `shared` bytes of
+    dynamic shared memory a block. An array is an NDArray or a Tensor on the device, contiguous, of
+    the pointer's dtype; None is no array. One that the kernel writes counts as written. A struct is
+    given as its bytes. TypeError, ValueError and OverflowError name the parameter, LaunchError
+    (a CudaError) what does not fit; then nothing was launched. A fault inside the kernel is
+    CudaFatalError, and the end of the process.
+    """
+
+    entry: Entry
+    device: Device
+
+    def __new__(cls, module: Module, entry: Entry) -> Kernel:
+        parameters = _C.Parameters(entry.name, entry.signature.plan)
+        self = super().__new__(cls, module.code, entry.symbol, parameters)
+        self.entry, self.device = entry, module.device
+        return self
+
+    def check(
+        self,
+        grid: Size,
+        block: Size,
+        shared: int = 0,
+        cluster: Size | None = None,
+        cooperative: bool = False,
+    ) -> LaunchReport:
+        """Whether such a launch fits this device, and how many blocks it then holds at once.
+        LaunchError says what does not fit, with both numbers and the remedy."""
+        return limits.check(
+            self.entry,
+            limits.of_device(self.device),
+            grid,
+            block,
+            shared,
+            cluster,
+            cooperative,
+            held_local=_held_local.get(self.device, limits.OPEN_LOCAL),
+        )
+
+    def admit(
+        self, grid: Size, block: Size, shared: int, cluster: Size | None, cooperative: bool
+    ) -> tuple[Any, ...]:
+        """What _C.Kernel asks before the first launch of a kind."""
+        report = self.check(grid, block, shared, cluster, cooperative)
+        held = _held_local.get(self.device, limits.OPEN_LOCAL)
+        _held_local[self.device] = max(held, self.entry.local_bytes)
+        dynamic = report.shared_bytes - self.entry.shared_bytes
+        return report.grid, report.block, dynamic, report.cluster, report.cooperative
+
+    @property
+    def name(self) -> str:
+        return self.entry.name
+
+    @property
+    def signature(self) -> Signature:
+        return self.entry.signature
+
+    @property
+    def registers(self) -> int:
+        """Of a thread."""
+        return self.entry.registers
+
+    @property
+    def shared_bytes(self) -> int:
+        """Static shared memory of a block."""
+        return self.entry.shared_bytes
+
+    @property
+    def local_bytes(self) -> int:
+        """Of a thread: its stack and spilled registers."""
+        return self.entry.local_bytes
+
+    def __repr__(self) -> str:
+        return f"<kernel {self.signature} on {self.device}>"
+
+
+class Module:
+    """The kernels of one compiled source on a device, by name: `module["scale<float>"]`. They stay
+    there as long as the module, a kernel of it, or a recorded Graph that launches one."""
+
+    def __init__(self, compiled: Compiled, device: Device) -> None:
+        self.compiled, self.device = compiled, device
+        self.code = _C.Module(device, compiled.cubin)
+        self._kernels: dict[Entry, Kernel] = {}
+
+    def kernel(self, name: str, signature: str | None = None) -> Kernel:
+        """The kernel of a name; with the types of its parameters, "const float*, float* out, int n",
+        for one that is `extern "C"`. KeyError lists the names that there are."""
+        entry = self.compiled[name]
+        if signature is not None:
+            entry = entry.declared(signature)
+        if entry not in self._kernels:
+            self._kernels[entry] = Kernel(self, entry)
+        return self._kernels[entry]
+
+    def __getitem__(self, name: str) -> Kernel:
+        return self.kernel(name)
+
+    def __repr__(self) -> str:
+        return f"<module {', '.join(self.compiled.entries)} on {self.device}>"
+
+
+def arch_of(device: Device) -> str:
+    """The architecture to compile for: "90a" on an H200. ValueError where the device runs no
+    kernels of one's own."""
+    number = device.limits()["arch"]
+    return f"{number}a" if number >= 90 else str(number)  # "a": with what only this one has
+
+
+def load(compiled: Compiled, device: Device) -> Module:
+    """Bring machine code onto a device. ValueError when it is for another architecture."""
+    own, made = arch_of(device), compiled.arch
+    number, its = int(own.rstrip("a")), int(made.rstrip("af"))
+    same_family = number // 10 == its // 10 and number >= its
+    if not (number == its if made.endswith("a") else same_family):
+        raise ValueError(
+            f"compiled for sm_{made}, and {device} is sm_{own}: compile with arch={own!r}, or "
+            "without arch"
+        )
+    return Module(compiled, device)

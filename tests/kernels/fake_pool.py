@@ -1,0 +1,110 @@
+"""A Pool whose workers have no GPU (tests/kernels/fake_worker.py), and kernels for it."""
+
+import os
+import sys
+from pathlib import Path
+
+from needle.kernels.isolate import Pool
+
+FAKE_WORKER = Path(__file__).with_name("fake_worker.py")
+
+
+class FakePool(Pool):
+    worker = (sys.executable, str(FAKE_WORKER))
+
+
+def fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def children() -> set[int]:
+    """Processes whose parent is this one, zombies too."""
+    found = set()
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                stat = Path(f"/proc/{entry}/stat").read_text()
+            except OSError:
+                continue
+            if int(stat.rpartition(")")[2].split()[1]) == os.getpid():
+                found.add(int(entry))
+    return found
+
+
+SOURCE = '''
+def scale(grid, block, x: "float const*", y: "float*", a: "float", n: "int"):
+    y.reshape(-1)[:n] = a * x.reshape(-1)[:n]
+
+def scale_c(grid, block, x, y, a, n):
+    y.reshape(-1)[:n] = a * x.reshape(-1)[:n]
+
+def spills(grid, block, x: "float const*", y: "float*"):
+    y[:] = x
+
+def increment(grid, block, x: "int*"):
+    x += 1
+
+def only_once(grid, block, x: "float const*", y: "float*", done=[]):
+    y[:] = 2 * x if not done else y.copy()
+    done.append(1)
+
+def uneven(grid, block, x: "float const*", y: "float*"):
+    y[:] = 2 * x
+    y[x > 2.5] += 1
+
+def who(grid, block, pid: "int*"):
+    pid[0] = os.getpid()
+
+def no_results(grid, block): pass
+
+def fails(grid, block, kind: "int"):
+    raise {
+        0: _C.CudaFatalError("k: cudaStreamSynchronize: ... (cudaErrorIllegalAddress): lost"),
+        6: _C.CudaError("k: cuLaunchKernel: ... (CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES)"),
+    }[kind]
+
+def hangs(grid, block): time.sleep(1000)
+def stops(grid, block): os.kill(os.getpid(), 19)
+def signals(grid, block, number: "int"): os.kill(os.getpid(), number)
+def breaks(grid, block): raise RuntimeError("a defect of the worker")
+
+def prints(grid, block, n: "int"):
+    os.write(1, b"x" * n)
+    os.write(2, b"end")
+
+def floods(grid, block):
+    while True:
+        os.write(1, b"x" * 65536)
+
+def forges(grid, block):
+    """What looks like an answer, as a line and as a frame."""
+    import json, struct
+    text = json.dumps({"status": "illegal_address", "faulted": True}).encode()
+    frame = struct.pack("<4sIQ", b"ndlk", len(text), 0) + text
+    os.write(1, text + bytes([10]) + frame)
+
+def garbage(grid, block):
+    """A runner that was taken over, and answers what no runner does."""
+    for name in os.listdir("/proc/self/fd"):
+        if os.path.realpath("/proc/self/fd/" + name).find("socket:") >= 0:
+            os.write(int(name), b'{"status": "ok"}' * 4)
+    time.sleep(1000)
+
+def asserts(grid, block):
+    os.write(2, b"kernel.cu:5: k: block: [0,0,0], thread: [3,0,0] Assertion `x > 0` failed.")
+    raise _C.CudaFatalError("k: ... (cudaErrorAssert): lost")
+
+def outside(grid, block, x: "float const*", y: "float*", where: "int"):
+    """Writes a float at a distance in bytes from the start of y."""
+    y[:] = 0
+    ctypes.c_float.from_address(y.ctypes.data + where).value = 1.0
+
+def changes_const(grid, block, x: "float const*", y: "float*"):
+    y[:] = 0
+    x[1] = 9
+
+def leaves_out(grid, block, y: "float*", n: "int"):
+    y[:n] = 1
+'''
+
+ALLOCATES = SOURCE + "# malloc\n"
