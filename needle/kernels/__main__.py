@@ -170,9 +170,10 @@ def start(args: argparse.Namespace, sock: Any, tls: Any) -> int:
         args.max_body_bytes, args.max_source_bytes, args.max_array_bytes, args.job_seconds
     )
     lines = Lines()
-    log.addHandler(lines)
     log.setLevel(logging.INFO)
-    log.propagate = False
+    for logger in (log, logging.getLogger("asyncio")):
+        logger.addHandler(lines)
+        logger.propagate = False
     print(WARNING)
     with Pool(args.devices, args.timeout, args.memory, fresh=args.fresh, confined=True) as pool:
         prove(pool)

@@ -49,6 +49,7 @@ GONE = 499  # as other servers log a client that did not wait
 LOG_LINES = 1000  # that wait to be written; more are dropped
 
 log = logging.getLogger("needle.kernels")
+http_log = logging.getLogger("needle.kernels.http")  # aiohttp's
 
 
 def load_aiohttp() -> ModuleType:
@@ -447,6 +448,15 @@ async def _read(read: Callable[[], Awaitable[bytes]], most: int, what: str) -> b
 # ---- running it ----------------------------------------------------------------------------------
 
 
+def without_text(record: logging.LogRecord) -> bool:
+    """aiohttp tells what was no HTTP in full: with a token, if there is one in it."""
+    error = record.exc_info[1] if record.exc_info else None
+    if error is not None and type(error).__module__.startswith("aiohttp."):
+        record.msg, record.args = "no HTTP (%s)", (type(error).__name__,)
+        record.exc_info = None
+    return True
+
+
 class Lines(logging.Handler):
     """A log to standard error whose reader may stand still: a thread writes, and lines that do not
     fit are dropped."""
@@ -490,8 +500,10 @@ async def listening(
 ) -> AsyncIterator[None]:
     """Requests are answered within. At the end what runs has `drain_seconds`, or until `hurry`."""
     web = service.aiohttp.web
+    http_log.addFilter(without_text)
     server = web.Server(
         service.handle,
+        logger=http_log,
         access_log=None,  # `handle` logs, without what stands behind a question mark
         keepalive_timeout=IDLE_SECONDS,
         lingering_time=LINGER_SECONDS,

@@ -90,17 +90,17 @@ class Needle:
         return sum(device.name == "cuda" and device.enabled() for device in _C.all_devices())
 
     def build(self, source: str, entry: str, arch: str) -> Any:
-        from needle.kernels import compile
+        from needle.kernels.compile import build
 
-        return compile.build(source, (entry,), arch)
+        return build(source, (entry,), arch)
 
     def headers(self) -> Sequence[Path]:
         """The folders of the toolkit's headers. Whatever else compiling reads, NVRTC's libraries
         and Python's modules, is loaded once this returns, because something was compiled."""
-        from needle.kernels import compile
+        from needle.kernels.compile import build, find_toolkit
 
-        compile.build("template <class T> __global__ void first(T *x) {}", "first<float>")
-        return compile.find_toolkit().include
+        build("template <class T> __global__ void first(T *x) {}", "first<float>")
+        return find_toolkit().include
 
     def open(self) -> Device:
         """The device, with a context."""
