@@ -30,6 +30,17 @@ def device_of(name: str):
     return {"cpu": ndl.cpu, "cuda": ndl.cuda}[name]()
 
 
+def nvrtc_missing() -> str | None:
+    """Why no kernel can be compiled here, or None."""
+    from needle.kernels.compile import find_toolkit
+
+    try:
+        find_toolkit()
+    except RuntimeError as error:
+        return f"needle: no NVRTC: {error}"
+    return None
+
+
 # ---- the ops of ops.def --------------------------------------------------------------------------
 
 

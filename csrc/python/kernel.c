@@ -114,7 +114,7 @@ static nd_state *state_of_kernel(PyTypeObject *type) {
 }
 
 static PyObject *kernel_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-    static char *names[] = {"module", "symbol", "parameters", NULL};
+    static char *names[] = {"owner", "symbol", "parameters", NULL};
     nd_state *state = state_of_kernel(type);
     PyObject *module, *parameters;
     const char *symbol;
@@ -308,7 +308,7 @@ static PyType_Slot kernel_slots[] = {
     {Py_tp_new, kernel_new},
     {Py_tp_dealloc, kernel_dealloc},
     {Py_tp_call, kernel_call},
-    {Py_tp_doc, "Kernel(module, symbol, parameters)\n--\n\nA kernel of a Module. A class that "
+    {Py_tp_doc, "Kernel(owner, symbol, parameters)\n--\n\nA kernel of a Module. A class that "
                 "derives from it has admit(grid, block, shared, cluster, cooperative)."},
     {0, NULL},
 };

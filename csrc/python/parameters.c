@@ -404,17 +404,16 @@ void nd_count_kernel_writes(nd_state *state, nd_parameters *self, const nd_packe
 }
 
 /* ---- Python ---------------------------------------------------------------------------------- */
-static PyObject *parameters_pack(PyObject *object, PyObject *arguments) {
+static PyObject *parameters_pack(PyObject *object, PyObject *both) {
     nd_parameters *self = (nd_parameters *)object;
     nd_state *state = PyType_GetModuleState(Py_TYPE(object));
+    PyObject *where, *arguments;
     nd_device *device;
-    Py_ssize_t given = PyTuple_GET_SIZE(arguments);
-    if (given < 1) {
-        return PyErr_Format(PyExc_TypeError, "pack: takes a device, then the arguments");
-    }
     nd_packed packed;
-    if (nd_device_from(state, PyTuple_GET_ITEM(arguments, 0), &device) < 0 ||
-        nd_pack(state, self, device, &PyTuple_GET_ITEM(arguments, 1), given - 1, &packed) < 0) {
+    if (!PyArg_ParseTuple(both, "OO!:pack", &where, &PyTuple_Type, &arguments) ||
+        nd_device_from(state, where, &device) < 0 ||
+        nd_pack(state, self, device, &PyTuple_GET_ITEM(arguments, 0), PyTuple_GET_SIZE(arguments),
+                &packed) < 0) {
         return NULL;
     }
     PyObject *bytes = PyBytes_FromStringAndSize(packed.bytes, self->bytes);
@@ -424,8 +423,8 @@ static PyObject *parameters_pack(PyObject *object, PyObject *arguments) {
 
 static PyMethodDef parameters_methods[] = {
     {"pack", parameters_pack, METH_VARARGS,
-     "pack($self, device, /, *arguments)\n--\n\nThe arguments of a launch on a device, checked, as "
-     "the bytes that the kernel is given."},
+     "pack($self, device, arguments, /)\n--\n\nThe arguments (a tuple) of a launch on a device, "
+     "checked, as the bytes that the kernel is given."},
     {NULL, NULL, 0, NULL},
 };
 

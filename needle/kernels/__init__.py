@@ -5,18 +5,33 @@
     kernel.check(grid, block)            # occupancy, and what limits it
     kernel(grid, block, x, y, 2.0)       # in needle's stream; in a Graph too
 
-A fault inside a kernel is the end of the process (docs/kernels.md).
+A fault inside a kernel is the end of the process, unless it runs in one of its own:
+
+    with ndl.kernels.Pool() as pool:
+        result = pool.run(source, "scale<float>", grid, block, [x, ndl.kernels.Out(x.shape), 2.0])
+
+docs/kernels.md has both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import overload
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any, overload
 
 from needle._C import Device, cuda
 from needle.kernels.compile import Compiled, CompileError, Entry, build
 from needle.kernels.limits import LaunchError, LaunchReport
 from needle.kernels.module import Kernel, Module, arch_of, load
+
+if _TYPE_CHECKING:  # what __getattr__ finds
+    from needle.kernels.isolate import Pool as Pool
+    from needle.kernels.isolate import Result as Result
+    from needle.kernels.measure import Timing as Timing
+    from needle.kernels.values import Case as Case
+    from needle.kernels.values import InOut as InOut
+    from needle.kernels.values import Out as Out
+    from needle.kernels.values import Random as Random
 
 __all__ = [
     "Compiled",
@@ -77,3 +92,20 @@ def compile(
         return build(source, entries, arch, options)
     device = cuda() if device is None else device
     return load(build(source, entries, arch or arch_of(device), options), device)
+
+
+# What starts and speaks to processes comes when it is first asked for.
+_POOL = ("Pool", "Result", "Timing")
+_VALUES = ("Case", "InOut", "Out", "Random")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _POOL or name in _VALUES:
+        from needle.kernels import isolate, values
+
+        return getattr(isolate if name in _POOL else values, name)
+    raise AttributeError(f"module 'needle.kernels' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_POOL, *_VALUES})

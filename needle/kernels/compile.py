@@ -139,8 +139,8 @@ def _nvrtc() -> _Nvrtc:
 @dataclass(frozen=True)
 class Entry:
     """A compiled kernel: its name as it was asked for, its symbol, its signature, and what it needs
-    (needle.kernels.cubin.Resources): registers and local_bytes of a thread, static shared_bytes of a
-    block, max_threads of a block, and block and cluster where the source fixes them."""
+    (needle.kernels.cubin.Resources): registers and local_bytes of a thread, static shared_bytes,
+    max_threads and barriers of a block, and block and cluster where the source fixes them."""
 
     name: str
     symbol: str
@@ -181,7 +181,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Compiled:
-    """Machine code for one architecture ("90a"), its kernels by name, and the compiler's remarks."""
+    """Machine code for one architecture ("90a"), its kernels by name, the compiler's remarks."""
 
     arch: str
     cubin: bytes

@@ -154,10 +154,10 @@ class Worker:
     def ended(self) -> bool:
         return self.process.poll() is not None
 
-    def end(self) -> str:
+    def end(self, seconds: float | None = None) -> str:
         """How it ended: wait for it a moment, since its socket closes before it is gone."""
         try:
-            code = self.process.wait(REAP_SECONDS)
+            code = self.process.wait(REAP_SECONDS if seconds is None else seconds)
         except subprocess.TimeoutExpired:
             return "it closed its socket"
         if code >= 0:
@@ -202,6 +202,7 @@ class Crew:
         self.changed = changed
         self.ready: list[Worker] = []
         self.used: list[Worker] = []
+        self.starting: Worker | None = None
         self.dying: list[tuple[Worker, float, bool]] = []  # give it up at, does it hold the device
         self.taken = 0
         self.faults = 0
@@ -237,7 +238,7 @@ class Crew:
                 self._failed(f"a process for {self.name} cannot be started: {error}")
             return
         with self.changed:
-            self.used.append(worker)
+            self.starting = worker
             worker.proven = self.faults
             self.started += 1
             if self.closing:
@@ -248,12 +249,12 @@ class Crew:
             why = str(error) or f"it was not ready after {START_SECONDS:.0f} s"
             said = worker.text_printed().strip()
             with self.changed:
-                self.give_back(worker, keep=False)
+                self.starting = None
+                self._drop(worker, holds=False)
                 self._failed(f"a process for {self.name} does not start: {why}\n{said}".strip())
             return
         with self.changed:
-            self.failures = 0
-            self.used.remove(worker)
+            self.failures, self.starting = 0, None
             if self.closing:
                 self._drop(worker, holds=False)
             else:
@@ -373,8 +374,10 @@ class Crew:
             for worker in self.ready:
                 self._drop(worker, holds=False)
             self.ready.clear()
-            for worker in self.used:  # it starts, or has a job of another thread, which sees it end
+            for worker in self.used:  # it has a job of another thread, which sees it end
                 worker.kill()
+            if self.starting is not None:
+                self.starting.kill()
             self.changed.notify_all()
         self.thread.join(START_SECONDS)
         end = time.monotonic() + REAP_SECONDS

@@ -29,15 +29,16 @@ REGISTERS = 0x2F  # symbol, count
 CLUSTER = 0x3D  # __cluster_dims__: three sizes
 PARAMETER_LARGE = 0x45  # index (4), ordinal (2), offset (2), size (4): lists of more than 4 KiB
 BARRIERS = 0x4C
-# Where this section is, the system's own shared memory lies before that of each kernel (from 9.0 on).
+# Where this section is (from 9.0 on), the system's own shared memory lies before each kernel's.
 KEPT_SECTION, KEPT_SHARED = ".nv.shared.reserved.0", 1024
 
 
 @dataclass
 class Resources:
-    """What a kernel needs. registers: of a thread; shared_bytes: of a block, static; local_bytes: of
-    a thread, its stack and spilled registers; max_threads: of a block, by __launch_bounds__;
-    block, cluster: sizes that the source fixes; barriers: of a block; parameters: (offset, size)."""
+    """What a kernel needs. registers: of a thread; shared_bytes: of a block, static; local_bytes:
+    of a thread, its stack and spilled registers; max_threads: of a block, by __launch_bounds__;
+    block, cluster: sizes that the source fixes; barriers: of a block; parameters: (offset, size).
+    """
 
     registers: int = 0
     shared_bytes: int = 0

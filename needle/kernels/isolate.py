@@ -69,6 +69,7 @@ EXPLAINED_BY = {
 SLOWER = 10  # times as long as a plain run may take below compute-sanitizer
 COMPILE_SECONDS = 60.0
 TIMED_BYTES = 2 << 30  # of inputs that a timing holds in several sets
+HOST_COPIES = 3  # of an arena, at the most, while a job runs
 LEAST_TIMED_CALLS = 8  # a call may take the whole timeout: warm-up and timed calls together
 
 
@@ -96,11 +97,19 @@ def mps() -> Path | None:
     return pipe if pipe.exists() else None
 
 
+def available() -> int:
+    """Bytes of host memory that can be had without swapping."""
+    with open("/proc/meminfo") as file:
+        kib = next(line.split()[1] for line in file if line.startswith("MemAvailable:"))
+    return int(kib) << 10
+
+
 class Pool:
     """Processes that compile and run kernels, for any number of threads at once.
 
     devices: numbers as of `needle.cuda(i)`; None: all that there are.
-    timeout: seconds that a run may take, before its process is killed.
+    timeout: seconds that a run may take, with the copies of its arrays, before its process is
+    killed.
     memory: bytes of device memory that the arrays of a job may take, guard bands included; None: as
     many as there are.
     fresh: a new process after each "fault", or after each "job".
@@ -231,7 +240,7 @@ class Pool:
         if not isinstance(source, str) or not isinstance(entry, str):
             raise TypeError("source and entry must be text")
         try:
-            arch = self._arch()
+            arch = self._facts()["arch"]
         except Lost as lost:
             return Result("device_lost", str(lost))
         with self.changed:
@@ -264,15 +273,14 @@ class Pool:
             return _result(answer)
         return Code(entry, block, answer["parameters"], answer["resources"], answer["allocates"])
 
-    def _arch(self) -> str:
-        """What to compile for: the GPUs of a pool are of one architecture. Waits for the first
-        process."""
+    def _facts(self) -> dict[str, Any]:
+        """Of a GPU; those of a pool are of one kind. Waits for the first process. Lost."""
         with self.changed:
             while True:
                 for crew in self.crews.values():
                     for worker in (*crew.ready, *crew.used):
                         if worker.facts:
-                            return str(worker.facts["facts"]["arch"])
+                            return dict(worker.facts["facts"])
                 if all(crew.lost is not None for crew in self.crews.values()):
                     raise Lost("; ".join(str(crew.lost) for crew in self.crews.values()))
                 if self.closed:
@@ -283,15 +291,6 @@ class Pool:
 
     def _do(self, do: str, launch: Launch, images: list[Image], seconds: float) -> Result:
         """One job for a runner, and its answer; the images hold what came back."""
-        needed = launch.size
-        if do == "time":
-            needed += launch.size * len(images) + FLUSH_BYTES
-        if self.memory is not None and needed > self.memory:
-            return Result(
-                "out_of_memory",
-                f"the job needs {needed:,} bytes of device memory (guard bands included), and this "
-                f"Pool allows {self.memory:,} (memory=)",
-            )
         while True:
             try:
                 with self._crew() as (number, crew):
@@ -343,7 +342,28 @@ class Pool:
             result = replace(result, message="\n".join([*said[:1], result.message]))
         return result
 
+    def _too_large(self, launch: Launch, on_device: int, on_host: int) -> Result | None:
+        """The answer to a job whose arrays find no place, before any memory is taken for them."""
+        try:
+            whole = int(self._facts()["total_bytes"])
+        except Lost as lost:
+            return Result("device_lost", str(lost), resources=launch.code.resources)
+        said = None
+        if self.memory is not None and on_device > self.memory:
+            said = f"device memory, and this Pool allows {self.memory:,} (memory=)"
+        elif on_device > whole:
+            said = f"device memory, and the device has {whole:,}"
+        elif on_host > available():
+            said = f"device memory, and {on_host:,} of the host's, which has {available():,} left"
+        if said is None:
+            return None
+        message = f"the arrays need {on_device:,} bytes (guard bands included) of {said}"
+        return Result("out_of_memory", message, resources=launch.code.resources)
+
     def _run(self, launch: Launch, seconds: float) -> Result:
+        too_large = self._too_large(launch, launch.size, HOST_COPIES * launch.size)
+        if too_large is not None:
+            return too_large
         image = Image(launch.size)
         try:
             launch.fill(image.memory)
@@ -404,6 +424,9 @@ class Pool:
                 "there is no compute-sanitizer here; it comes with the CUDA toolkit (CUDA_HOME)",
                 resources=launch.code.resources,
             )
+        too_large = self._too_large(launch, launch.size, HOST_COPIES * launch.size)
+        if too_large is not None:
+            return too_large
         image = Image(launch.size)
         try:
             launch.fill(image.memory)
@@ -433,11 +456,11 @@ class Pool:
         try:
             worker.greet(START_SECONDS)
             answer, _ = worker.ask(launch.header("run"), launch.code.block, [image.file], seconds)
-            worker.channel.close()  # it ends, and compute-sanitizer writes its report
-            worker.end()
+            worker.channel.send({"do": "end"})  # and compute-sanitizer completes its report
+            worker.end(START_SECONDS)
         except Late:
             answer = {"status": "timeout", "message": f"no answer after {seconds:g} s ({tool})"}
-        except Ended as error:
+        except (Ended, OSError) as error:
             answer = {"status": "crashed", "message": f"{tool}: {worker.end()}: {error}"}
         finally:
             worker.kill()
@@ -500,13 +523,18 @@ class Pool:
         self, launches: list[tuple[Launch, list[np.ndarray]]], tolerance: Tolerance
     ) -> Result:
         """One timing over all sets of inputs, and what the last call of each left, compared."""
+        first, sets = launches[0][0], len(launches)
+        on_device = first.size * (sets + 1) + FLUSH_BYTES
+        too_large = self._too_large(first, on_device, (HOST_COPIES + sets) * first.size)
+        if too_large is not None:
+            return too_large
         images: list[Image] = []
         try:
             for launch, _ in launches:
                 images.append(Image(launch.size))
                 launch.fill(images[-1].memory)
             seconds = self.timeout * LEAST_TIMED_CALLS
-            result = self._do("time", launches[0][0], images, seconds)
+            result = self._do("time", first, images, seconds)
             for image, (launch, wanted) in zip(images, launches):
                 if result.status == "ok":
                     outputs = launch.read(image.memory)
@@ -522,8 +550,9 @@ class Pool:
     # ---- looking after it ------------------------------------------------------------------------
 
     def state(self) -> list[dict[str, Any]]:
-        """Of each device: number, facts (name, arch, ...), processes that are ready and in use,
-        faults and started processes so far, and why it was set aside (None: it was not)."""
+        """Of each device: number, facts (name, arch, ...), the processes that are ready, used and
+        starting, faults and processes started so far, and why it was set aside (None: it was
+        not)."""
         found = []
         with self.changed:
             for number, crew in self.crews.items():
@@ -535,6 +564,7 @@ class Pool:
                         "facts": facts,
                         "ready": [worker.pid for worker in crew.ready],
                         "used": [worker.pid for worker in crew.used],
+                        "starting": [crew.starting.pid] if crew.starting else [],
                         "faults": crew.faults,
                         "started": crew.started,
                         "lost": crew.lost,

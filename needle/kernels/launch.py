@@ -120,8 +120,8 @@ class Launch:
 def _plain(number: int, value: Any) -> dict[str, Any]:
     if isinstance(value, (bytes, np.void)):
         return {"bytes": bytes(value).hex()}
-    if isinstance(value, np.generic):
-        value = value.item()
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        return {"number": value.item(), "dtype": value.dtype.name}
     if isinstance(value, (bool, int, float)):
         return {"number": value}
     raise TypeError(

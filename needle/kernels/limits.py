@@ -2,9 +2,9 @@
 
 The limits of a named architecture are those of the CUDA programming guide (compute capabilities,
 technical specifications); a device tells its own. How many blocks a multiprocessor holds is
-computed as by NVIDIA's `cuda_occupancy.h`: threads in warps of 32; registers by the warp in units of
-256, in four partitions; shared memory in units of 128 bytes, with what the system keeps of each
-block; named barriers; and blocks. So compiling and checking need no GPU.
+computed as by NVIDIA's `cuda_occupancy.h`: threads in warps of 32; registers by the warp in units
+of 256, in four partitions; shared memory in units of 128 bytes, with what the system keeps of each
+block; barriers; and blocks. So compiling and checking need no GPU.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class Arch:
     threads: int
     shared: int  # of a multiprocessor
     block_shared: int  # of a block, opted in
-    barriers: int  # of a multiprocessor, for each block that it can hold
+    barriers: int  # of a multiprocessor, for each block that it can hold; 0: no limit
 
 
 ARCHS = {
-    75: Arch(16, 1024, 64, 64, 2),
-    80: Arch(32, 2048, 164, 163, 2),
-    86: Arch(16, 1536, 100, 99, 1),
-    87: Arch(16, 1536, 164, 163, 1),
-    89: Arch(24, 1536, 100, 99, 1),
+    75: Arch(16, 1024, 64, 64, 0),
+    80: Arch(32, 2048, 164, 163, 0),
+    86: Arch(16, 1536, 100, 99, 0),
+    87: Arch(16, 1536, 164, 163, 0),
+    89: Arch(24, 1536, 100, 99, 0),
     90: Arch(32, 2048, 228, 227, 2),
     100: Arch(32, 2048, 228, 227, 2),
     103: Arch(32, 2048, 228, 227, 2),
@@ -280,7 +280,7 @@ def _blocks(kernel: Kernel, limits: Limits, threads: int, shared_bytes: int) -> 
     taken = _up(shared_bytes + limits.kept_shared, unit)
     if taken:
         allowed["shared memory"] = limits.sm_shared // taken
-    if kernel.barriers:
+    if kernel.barriers and limits.sm_barriers:
         allowed["barriers"] = limits.sm_barriers // kernel.barriers
     allowed["blocks"] = limits.sm_blocks
     return allowed

@@ -64,21 +64,28 @@ def measure(
     """
     flush = empty((flush_bytes,), "uint8", device)
     tiny = empty((1,), "float32", device)
-    fills = [_timed(device, lambda: flush.fill(1)) for _ in range(3)]
-    for _ in range(WARM_UP):
-        _timed(device, lambda: tiny.fill(1.0))
-    nothing = statistics.median(_timed(device, lambda: tiny.fill(1.0)) for _ in range(9))
+
+    def timed(what: Callable[[], object]) -> float:
+        """Microseconds, behind a fill of the flush buffer: no launch is waited for."""
+        flush.fill(1)
+        before, after = Event(device), Event(device)
+        before.record()
+        what()
+        after.record()
+        return before.elapsed(after) * 1e3
+
+    fills = [timed(lambda: flush.fill(2)) for _ in range(WARM_UP)]
+    nothing = statistics.median(timed(lambda: tiny.fill(1.0)) for _ in range(9))
     warm = []
     for i in range(WARM_UP):
         restore(i % sets)
-        flush.fill(1)
-        warm.append(_timed(device, call))
+        warm.append(timed(call))
     wanted = int(seconds * 1e6 / max(min(warm) + min(fills), SHORTEST))
     calls = max(min(wanted, MOST_CALLS), LEAST_CALLS, sets)
     events = []
     for n in range(calls):
         restore(n % sets)
-        flush.fill(n % 2)
+        flush.fill(1)
         before, after = Event(device), Event(device)
         before.record()
         call()
@@ -89,15 +96,6 @@ def measure(
     device.synchronize()
     times = [before.elapsed(after) * 1e3 for before, after in events]
     return times, nothing, flush_bytes / (min(fills) * 1e-6)
-
-
-def _timed(device: Device, call: Callable[[], object]) -> float:
-    """Microseconds in the stream."""
-    before, after = Event(device), Event(device)
-    before.record()
-    call()
-    after.record()
-    return before.elapsed(after) * 1e3
 
 
 def judge(

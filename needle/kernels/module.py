@@ -24,10 +24,10 @@ class Kernel(_C.Kernel):
 
         kernel(grid, block, *arguments, shared=0, cluster=None, cooperative=False)
 
-    enqueues a launch: grid blocks (x, or up to three sizes) of block threads, with `shared` bytes of
-    dynamic shared memory a block. An array is an NDArray or a Tensor on the device, contiguous, of
-    the pointer's dtype; None is no array. One that the kernel writes counts as written. A struct is
-    given as its bytes. TypeError, ValueError and OverflowError name the parameter, LaunchError
+    enqueues a launch: grid blocks (x, or up to three sizes) of block threads, with `shared` bytes
+    of dynamic shared memory a block. An array is an NDArray or a Tensor on the device, contiguous,
+    of the pointer's dtype; None is no array. One that the kernel writes counts as written. A struct
+    is given as its bytes. TypeError, ValueError and OverflowError name the parameter, LaunchError
     (a CudaError) what does not fit; then nothing was launched. A fault inside the kernel is
     CudaFatalError, and the end of the process.
     """
@@ -109,7 +109,7 @@ class Module:
         self._kernels: dict[Entry, Kernel] = {}
 
     def kernel(self, name: str, signature: str | None = None) -> Kernel:
-        """The kernel of a name; with the types of its parameters, "const float*, float* out, int n",
+        """The kernel of a name; with the types of its parameters, "const float*, float* y, int n",
         for one that is `extern "C"`. KeyError lists the names that there are."""
         entry = self.compiled[name]
         if signature is not None:

@@ -2,9 +2,9 @@
 
 C++ writes the types of a function's parameters into its symbol, and the C++ runtime reads them back
 (`__cxa_demangle`, Itanium C++ ABI, section 5.1): `_Z5scalePKfPfi` is
-`scale(float const*, float*, int)`. A pointer to `const` is only read, any other is written. A symbol
-that is not mangled (`extern "C"`) tells nothing: then only the sizes are known, unless a text
-declares the types. The sizes and offsets themselves come from the machine code.
+`scale(float const*, float*, int)`. A pointer to `const` is only read, any other is written. A
+symbol that is not mangled (`extern "C"`) tells nothing: then only the sizes are known, unless a
+text declares the types. The sizes and offsets themselves come from the machine code.
 
 What a parameter takes, by its kind (csrc/python/parameters.c checks and packs):
 

@@ -35,7 +35,9 @@ from needle import _C
 from needle._C import CudaError, CudaFatalError, Device, NDArray
 from needle.kernels import arena, landlock, measure
 from needle.kernels.arena import Place
+from needle.kernels.compile import Compiled, build, find_toolkit
 from needle.kernels.frames import Channel
+from needle.kernels.module import arch_of, load
 
 PR_SET_PDEATHSIG = 1
 FAULTED = 75  # the exit code of needle after a fatal fault
@@ -79,9 +81,7 @@ PASSED_AS = {
 
 
 class Needle:
-    """What a worker uses of needle. The tests bring one of their own, which needs no GPU. Imports
-    stand where a process needs them: a compiler never loads what a runner needs, and the
-    reverse."""
+    """What a worker uses of needle. The tests bring one of their own, which needs no GPU."""
 
     flush_bytes = measure.FLUSH_BYTES
 
@@ -90,15 +90,11 @@ class Needle:
         return sum(device.name == "cuda" and device.enabled() for device in _C.all_devices())
 
     def build(self, source: str, entry: str, arch: str) -> Any:
-        from needle.kernels.compile import build
-
         return build(source, (entry,), arch)
 
     def headers(self) -> Sequence[Path]:
         """The folders of the toolkit's headers. Whatever else compiling reads, NVRTC's libraries
         and Python's modules, is loaded once this returns, because something was compiled."""
-        from needle.kernels.compile import build, find_toolkit
-
         build("template <class T> __global__ void first(T *x) {}", "first<float>")
         return find_toolkit().include
 
@@ -109,13 +105,10 @@ class Needle:
         return device
 
     def arch(self, device: Device) -> str:
-        number = device.properties()["arch"]
-        return f"{number}a" if number >= 90 else str(number)
+        return arch_of(device)
 
     def load(self, compiled: bytes, entry: str, device: Device) -> Any:
-        from needle.kernels import compile, module
-
-        return module.load(compile.Compiled.unpack(compiled), device)[entry]
+        return load(Compiled.unpack(compiled), device)[entry]
 
     def prove(self, device: Device) -> None:
         """A kernel of needle's own with a known answer. RuntimeError."""
@@ -217,7 +210,7 @@ def compile_source(needle: Needle, job: dict[str, Any], source: bytes) -> tuple[
             for parameter in facts.signature.parameters
         ],
         # Device code that allocates may leave the context's heap full.
-        "allocates": b"malloc" in compiled.cubin,
+        "allocates": b"\0malloc\0" in compiled.cubin,
     }
     return answer, compiled.pack()
 
@@ -264,11 +257,9 @@ class Arrays:
             )
         return found
 
-    def restore(self, image: NDArray | np.ndarray) -> None:
-        """From an image of the arena, on the host or on the device."""
+    def restore(self, image: NDArray) -> None:
+        """From an image of the arena that lies on the device."""
         assert self.whole is not None
-        if isinstance(image, np.ndarray):
-            image = _C.array(image, "uint8", self.device)
         _C.assign(self.whole, image)
 
     def image(self, before: np.ndarray) -> np.ndarray:
@@ -289,9 +280,13 @@ def passed_as(place: Place) -> tuple[str, tuple[int, ...]]:
     return dtype, (*place.shape, place.itemsize) if as_bytes else place.shape
 
 
-def plain(value: dict[str, Any]) -> bool | int | float | bytes:
-    """An argument that is no array: a number, or the bytes of a struct."""
-    return bytes.fromhex(value["bytes"]) if "bytes" in value else value["number"]
+def plain(value: dict[str, Any]) -> bool | int | float | bytes | np.generic:
+    """An argument that is no array: a number, NumPy's where it was, or the bytes of a struct."""
+    if "bytes" in value:
+        return bytes.fromhex(value["bytes"])
+    if "dtype" in value:
+        return np.dtype(value["dtype"]).type(value["number"])
+    return value["number"]
 
 
 class Job:
@@ -300,6 +295,8 @@ class Job:
 
     def __init__(self, header: dict[str, Any], compiled: bytes, files: list[int]) -> None:
         self.header, self.compiled = header, compiled
+        self.grid, self.block = tuple(header["grid"]), tuple(header["block"])
+        self.shared = header["shared"]
         self.places = [Place.from_json(place) for place in header["places"]]
         self.images = [np.frombuffer(mmap.mmap(file, 0), np.uint8) for file in files]
         for file in files:
@@ -310,7 +307,7 @@ class Job:
         arguments = [
             next(left) if value is None else plain(value) for value in self.header["arguments"]
         ]
-        kernel(self.header["grid"], self.header["block"], *arguments, shared=self.header["shared"])
+        kernel(self.grid, self.block, *arguments, shared=self.shared)
 
     def give(self, number: int, after: np.ndarray) -> None:
         """What the kernel left of image `number` to the pool: the arrays that come back."""
@@ -322,20 +319,20 @@ class Job:
 def run(needle: Needle, job: Job, kernel: Any, device: Device, apart: bool) -> dict[str, Any]:
     """One launch, and what it left; a second one where an output seems not to be written."""
     places, before = job.places, job.images[0]
-    arrays = Arrays(places, before, device, apart)
-    given = arrays.arguments()
-    job.call(kernel, given)
-    device.synchronize()
-    after = arrays.image(before)
+
+    def launch(image: np.ndarray) -> np.ndarray:
+        arrays = Arrays(places, image, device, apart)
+        job.call(kernel, arrays.arguments())
+        device.synchronize()
+        return arrays.image(image)
+
+    after = launch(before)
     outside = arena.written_outside(before, after, places)
     left = {} if apart else arena.suspects(before, after, places)
     missing = None
     if left and outside is None:
         other = arena.complement(before, places)
-        arrays.restore(other)
-        job.call(kernel, given)
-        again = arena.suspects(other, arrays.image(other), places)
-        missing = arena.unwritten(left, again, places)
+        missing = arena.unwritten(left, arena.suspects(other, launch(other), places), places)
     job.give(0, after)
     if outside is not None:
         return {"status": "out_of_bounds", "message": outside}
@@ -388,7 +385,7 @@ def attempt(needle: Needle, job: Job, device: Device, apart: bool) -> dict[str, 
             answer = time(needle, job, kernel, device)
         else:
             answer = run(needle, job, kernel, device, apart)
-        report = kernel.check(job.header["grid"], job.header["block"], job.header["shared"])
+        report = kernel.check(job.grid, job.block, job.shared)
         answer["occupancy"] = {
             name: getattr(report, name) for name in ("occupancy", "limiter", "blocks_per_sm")
         }
@@ -428,14 +425,16 @@ def runner(needle: Needle, channel: Channel, apart: bool) -> None:
             channel.send({"ready": True})
         elif header["do"] == "clean":
             channel.send({"freed": give_memory_back(device, 0)})
+        elif header["do"] == "end":
+            return
         else:
             answer = attempt(needle, Job(header, block, files), device, apart)
             flush_printed()
-            if answer.get("faulted"):
-                channel.send(answer)
-                os._exit(FAULTED)
-            give_memory_back(device, KEPT_BYTES)
+            if not answer.get("faulted"):
+                give_memory_back(device, KEPT_BYTES)
             channel.send(answer)
+            if answer.get("faulted") and not apart:  # compute-sanitizer reports at a proper end
+                os._exit(FAULTED)
 
 
 def main(argv: list[str], needle: Needle | None = None) -> NoReturn:

@@ -85,6 +85,7 @@ def test_devices_tell_what_they_can():
     host = _C.cpu()
     assert (host.name, host.index, host.is_host, host.records_graphs) == ("cpu", 0, True, False)
     assert not _C.cuda().is_host and _C.cuda().records_graphs == _C.cuda().enabled()
+    assert not host.runs_kernels and _C.cuda().runs_kernels == _C.cuda().enabled()
     other = _C.cpu(1)
     assert str(other) == "cpu(1)" and other != host and not other.enabled()
     with pytest.raises(RuntimeError, match=r"cpu\(1\): no such device"):

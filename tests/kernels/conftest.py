@@ -1,8 +1,21 @@
-"""Services for the tests of needle.kernels.serve."""
+"""What the tests of this folder share: a pool without a GPU, which what they do to it costs a process
+at the most (test_isolation.py has one with a GPU), and services."""
 
 import pytest
-from fake_pool import FakePool
-from serving import MadeUpPool, running
+import safetensors.numpy
+from fake_pool import SECONDS, SHORT, FakePool
+from serving import JOB, Client, MadeUpPool, X, running
+
+
+@pytest.fixture(scope="session")
+def pool():
+    with FakePool(devices=[0], timeout=SECONDS, spares=0) as made:
+        yield made
+
+
+@pytest.fixture
+def short(pool, monkeypatch):
+    monkeypatch.setattr(pool, "timeout", SHORT)
 
 
 @pytest.fixture
@@ -12,12 +25,21 @@ def made_up():
 
 @pytest.fixture
 def client(made_up):
+    """A service whose pool is made up."""
     with running(made_up) as found:
         yield found
 
 
 @pytest.fixture(scope="session")
-def fake():
-    """A real Pool, whose kernels are Python functions."""
-    with FakePool(devices=[0], timeout=20.0, spares=0) as pool, running(pool) as found:
+def served_pool():
+    with FakePool(devices=[0], timeout=SECONDS, spares=0) as made, running(made) as found:
         yield found
+
+
+@pytest.fixture
+def fake(served_pool) -> Client:
+    """A service whose pool is real, and whose kernels are Python functions. It is left as it was
+    found: other tests count processes."""
+    yield served_pool
+    answer = served_pool.evaluate(JOB, safetensors.numpy.save({"x": X}))
+    assert answer[1].get("status") == "ok", answer

@@ -4,7 +4,14 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
+
 from needle.kernels.isolate import Pool
+from needle.kernels.values import Out
+
+X = np.arange(6, dtype=np.float32)
+SECONDS = 20.0  # that a job may take on a busy machine
+SHORT = 0.4  # that one gets which does not end
 
 FAKE_WORKER = Path(__file__).with_name("fake_worker.py")
 
@@ -32,6 +39,8 @@ def children() -> set[int]:
 
 
 SOURCE = '''
+KINDS = np.float32, np.float16, int, float, bool, np.int8, bytes, bytes
+
 def scale(grid, block, x: "float const*", y: "float*", a: "float", n: "int"):
     y.reshape(-1)[:n] = a * x.reshape(-1)[:n]
 
@@ -62,6 +71,9 @@ def fails(grid, block, kind: "int"):
         0: _C.CudaFatalError("k: cudaStreamSynchronize: ... (cudaErrorIllegalAddress): lost"),
         6: _C.CudaError("k: cuLaunchKernel: ... (CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES)"),
     }[kind]
+
+def types(grid, block, out: "int*", *given):
+    out[:] = [isinstance(value, kind) for value, kind in zip(given, KINDS)]
 
 def hangs(grid, block): time.sleep(1000)
 def stops(grid, block): os.kill(os.getpid(), 19)
@@ -107,4 +119,14 @@ def leaves_out(grid, block, y: "float*", n: "int"):
     y[:n] = 1
 '''
 
-ALLOCATES = SOURCE + "# malloc\n"
+ALLOCATES = SOURCE + "# \0malloc\0"  # a symbol, as machine code names it
+
+
+def run(pool, entry, *args, **more):
+    return pool.run(SOURCE, entry, 1, 32, args, **more)
+
+
+def assert_next_is_right(pool):
+    result = run(pool, "scale", X, Out(6), 2.0, 6)
+    assert (result.status, result.message) == ("ok", "")
+    assert (result.outputs[0] == 2 * X).all()

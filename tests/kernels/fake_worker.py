@@ -54,7 +54,7 @@ class Compiled:
 
 def function_of(source: str, entry: str):
     space = {"np": np, "os": os, "time": time, "ctypes": ctypes, "_C": _C}
-    exec(compile(source, "kernel.py", "exec"), space)
+    exec(compile(source.replace("\0", ""), "kernel.py", "exec"), space)
     return space[entry]
 
 

@@ -11,7 +11,7 @@ import time
 import pytest
 import safetensors.numpy
 from fake_pool import SOURCE
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serving import ARGS, JOB, LIMITS, SIMPLE, TOKEN, X, multipart, waiting
 from test_wire import FULL, jobs
@@ -21,6 +21,11 @@ pytest.importorskip("aiohttp", reason="no aiohttp (pip install needle[serve]): n
 from needle.kernels import serve
 from needle.kernels.serve import Turns
 from needle.kernels.wire import Refused
+
+ANYTHING = settings(
+    deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)  # the service stays from example to example
+
 
 # ---- limits --------------------------------------------------------------------------------------
 
@@ -273,7 +278,7 @@ def test_a_chunk_that_is_none(client, monkeypatch):
     assert client.alive() and client.service.held == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(ANYTHING, max_examples=60)
 @given(
     job=jobs(
         FULL
@@ -294,7 +299,7 @@ def test_jobs_with_anything_in_them(fake, job):
     assert status == 200 and answer["status"] or 400 <= status < 500, (status, answer)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(ANYTHING, max_examples=30)
 @given(
     kind=st.sampled_from(["application/json", "multipart/form-data; boundary=edge"]),
     head=st.sampled_from(
@@ -308,7 +313,7 @@ def test_bodies_of_anything(fake, kind, head, body, tail):
     assert 400 <= status < 500 and answer["error"]["message"]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(ANYTHING, max_examples=30)
 @given(
     data=st.binary(max_size=200),
     method=st.sampled_from([b"", b"GET ", b"POST /evaluate HTTP/1.1\r\n"]),

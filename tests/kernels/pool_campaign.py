@@ -1,0 +1,200 @@
+"""The campaign against the pool of kernels, on a GPU.
+
+    python tests/kernels/pool_campaign.py [--jobs 1000] [--seed 0]     mixed jobs: nothing hangs,
+        nothing stays: memory of host and GPU, files, threads and processes return to what they were
+    python tests/kernels/pool_campaign.py --training [--steps 400]     a training on the same GPU,
+        alone and beside every fault: its losses are equal bit for bit
+
+A job is a good one, or one of the faults of faulty_kernels.py, or a kill of a process that waits or
+works; a third come from other threads. The exit code is 1 when anything was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import faulthandler
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "kernels")]
+
+from fake_pool import children, fds  # noqa: E402
+from faulty_kernels import FAULTS, check, good, inject  # noqa: E402
+
+from needle.kernels import Pool, isolate  # noqa: E402
+
+HUNG_SECONDS = 120  # without a job that ends
+TRAINING = """
+import sys
+import numpy as np
+import needle as ndl
+from needle import nn, optim
+from needle.models.pythia import Pythia, PythiaConfig
+
+np.random.seed(0)
+config = PythiaConfig(vocab_size=1024, hidden_size=256, num_layers=4, num_heads=4,
+                      intermediate_size=1024, max_seq_len=256)
+model = Pythia(config, device=ndl.cuda(), dtype="bfloat16")
+optimizer = optim.AdamW(nn.flatten_parameters(model), lr=1e-3)
+for step in range(int(sys.argv[1])):
+    ids = np.random.randint(0, 1024, (8, 257))
+    _, loss = model(ids[:, :-1], ids[:, 1:])
+    loss.backward()
+    optimizer.step()
+    optimizer.reset_grad()
+    print(float(loss.numpy()).hex(), flush=True)
+"""
+
+
+def gpu_bytes() -> int:
+    """MiB in use on GPU 0, by all; 0 where nvidia-smi does not tell."""
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0"]
+    try:
+        return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout)
+    except (OSError, ValueError, subprocess.CalledProcessError):
+        return 0
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def kill_one(pool: Pool, rng: random.Random) -> None:
+    """SIGKILL or SIGSTOP for a runner or the compiler, whatever it does now. What it had is
+    answered as crashed or timeout, so the next job is not judged, the one after it is."""
+    pids = [pid for d in pool.state() for pid in d["ready"] + d["used"]]
+    pids += [worker.pid for worker in pool.compilers.ready]
+    if pids:
+        try:
+            os.kill(rng.choice(pids), rng.choice([signal.SIGKILL, signal.SIGSTOP]))
+        except ProcessLookupError:
+            pass  # it had ended
+
+
+def jobs(count: int, seed: int) -> int:
+    """Prints a line a kind of job, and what is left; the number of wrong answers."""
+    rng = random.Random(seed)
+    isolate.COMPILE_SECONDS = 5.0  # a compiler that was stopped is waited for so long
+    before = fds(), children(), threading.active_count()
+    gpu_before = gpu_bytes()
+    seen: collections.Counter[str] = collections.Counter()
+    wrong: list[str] = []
+    began = time.monotonic()
+    with Pool(devices=[0], timeout=1.0) as pool:
+        good(pool)
+        early = resident()
+
+        def one(name: str) -> None:
+            try:
+                if name == "good":
+                    good(pool)
+                else:
+                    check(name, inject(pool, name))
+            except AssertionError as error:
+                wrong.append(f"{name}: {str(error)[:300]}")
+
+        def after_kill() -> None:
+            """Until an answer is right: the one that was hit may be lost, and its successor in a
+            stopped process too."""
+            for _ in range(4):
+                try:
+                    return good(pool)
+                except AssertionError as error:
+                    last = str(error)[:300]
+            wrong.append(f"after a kill: {last}")
+
+        done = 0
+        while done < count:
+            faulthandler.dump_traceback_later(HUNG_SECONDS, exit=True)
+            name = rng.choice([*FAULTS, *["good"] * len(FAULTS), "kill"])
+            if name == "kill":
+                kill_one(pool, rng)
+                after_kill()
+                seen[name], done = seen[name] + 1, done + 1
+            elif rng.random() < 0.33:
+                names = [name, *rng.choices(list(FAULTS), k=2)]
+                threads = [threading.Thread(target=one, args=(n,)) for n in names]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+                seen.update(names)
+                done += len(names)
+            else:
+                one(name)
+                seen[name], done = seen[name] + 1, done + 1
+        faulthandler.cancel_dump_traceback_later()
+        good(pool)
+        late, state = resident(), pool.state()[0]
+    gc.collect()
+    time.sleep(1.0)
+    after = fds(), children(), threading.active_count()
+    for name, times in sorted(seen.items()):
+        print(f"{times:5}  {name}")
+    print(
+        f"{done} jobs in {time.monotonic() - began:.0f} s, {len(wrong)} wrong; {state['faults']} "
+        f"faults, {state['started']} processes started, lost: {state['lost']}"
+    )
+    print(f"files, processes, threads: {before} before, {after} after")
+    print(f"host memory: {(late - early) / 2**20:+.1f} MiB; GPU: {gpu_bytes() - gpu_before:+} MiB")
+    for line in wrong[:20]:
+        print("wrong:", line)
+    left = before != after or late - early > 64 << 20 or gpu_bytes() - gpu_before > 64
+    return len(wrong) + left
+
+
+def train(steps: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", TRAINING, str(steps)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+def beside_a_training(steps: int) -> int:
+    """Losses alone, and again while faults come from all of FAULTS, over and over."""
+    alone, _ = train(steps).communicate()
+    with Pool(devices=[0], timeout=1.0) as pool:
+        good(pool)
+        training, faults = train(steps), collections.Counter()
+        losses: list[str] = []
+        reader = threading.Thread(target=lambda: losses.extend(training.stdout))
+        reader.start()
+        while training.poll() is None:
+            for name in FAULTS:
+                check(name, inject(pool, name))
+                good(pool)
+                faults[name] += 1
+                if training.poll() is not None:
+                    break
+        reader.join()
+        training.stdout.close()
+    equal = losses == alone.splitlines(keepends=True) and len(losses) == steps
+    print(f"{len(losses)} losses beside {sum(faults.values())} jobs with faults: equal: {equal}")
+    print(f"exit code {training.returncode}; first {losses[:1]}, last {losses[-1:]}")
+    return int(not equal)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", type=int, default=1000, metavar="N")
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument("--training", action="store_true", help="beside a training instead")
+    parser.add_argument("--steps", type=int, default=400, metavar="N")
+    args = parser.parse_args()
+    wrong = beside_a_training(args.steps) if args.training else jobs(args.jobs, args.seed)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""needle/kernels/isolate.py without a GPU: evaluating against references, timing, and the reports
+of compute-sanitizer.
+"""
+
+import os
+import signal
+import sys
+import textwrap
+
+import pytest
+from fake_pool import SOURCE, X, assert_next_is_right, run
+
+from needle.kernels import isolate, sanitizer
+from needle.kernels.values import Case, Out, Random
+
+
+def test_the_memory_of_a_job_is_bounded(pool, monkeypatch):
+    monkeypatch.setattr(pool, "memory", 1 << 20)
+    assert_next_is_right(pool)
+    result = run(pool, "scale", X, Out(1 << 18), 1.0, 6)
+    assert result.status == "out_of_memory" and "this Pool allows 1,048,576" in result.message
+    case = Case(1, 1, [X, Out(6), 1.0, 6])
+    result = evaluate(pool, "scale", [case], [X])
+    assert result.status == "out_of_memory" and result.message.startswith("case 0, timed: the ")
+    monkeypatch.setattr(pool, "memory", None)
+    result = run(pool, "scale", X, Out(1 << 50), 1.0, 6)
+    assert result.status == "out_of_memory" and "and the device has" in result.message
+    monkeypatch.setattr(isolate, "available", lambda: 1 << 20)
+    result = run(pool, "scale", X, Out(1 << 18), 1.0, 6)
+    assert (
+        result.status == "out_of_memory" and "of the host's, which has 1,048,576" in result.message
+    )
+
+
+# ---- evaluating ----------------------------------------------------------------------------------
+
+
+def double(x):
+    return 2 * x
+
+
+def evaluate(pool, entry, cases, reference=double, **more):
+    return pool.evaluate(SOURCE, entry, cases, reference, **{"trials": 3, **more})
+
+
+def test_a_right_kernel_is_timed(pool):
+    cases = [Case(1, 32, [Random(n), Out(n), 2.0, n]) for n in (100, 2000)]
+    result = evaluate(pool, "scale", cases, lambda x, a, n: a * x)
+    assert (result.status, result.message) == ("ok", "")
+    assert len(result.timing) == 2
+    for timing in result.timing:
+        assert timing.valid and 0 < timing.lower <= timing.median <= timing.upper
+    untimed = evaluate(pool, "scale", cases, lambda x, a, n: a * x, time=False)
+    assert untimed.timing == ()
+
+
+def test_a_spill_is_hinted_at(pool):
+    result = evaluate(pool, "spills", [Case(1, 1, [Random(9), Out(9)])], lambda x: x)
+    assert any("spilling: 8 bytes" in hint for hint in result.timing[0].hints)
+
+
+def test_a_wrong_kernel_is_found_in_the_trial_that_shows_it(pool):
+    case = Case(1, 32, [Random(40), Out(40)])
+    result = evaluate(pool, "uneven", [case], trials=40)
+    assert result.status == "wrong_result" and result.timing == ()
+    assert result.message.startswith("case 0, trial ") and "elements are wrong" in result.message
+    assert len(result.outputs) == 1
+    assert evaluate(pool, "uneven", [case], trials=2, tolerance=(1.0, 0.0)).status == "ok"
+
+
+def test_a_kernel_that_leans_on_its_last_call_is_found(pool):
+    """It is right once, and then keeps what it finds: the timed calls show it."""
+    case = Case(1, 32, [Random(40), Out(40)])
+    assert evaluate(pool, "only_once", [case], time=False).status == "ok"
+    result = evaluate(pool, "only_once", [case])
+    assert result.status == "wrong_result" and "case 0, timed: args[1]" in result.message
+
+
+def test_an_impossible_time_is_no_result(pool, monkeypatch):
+    real = isolate.Timing.from_json
+
+    def impossible(fields):
+        return real({**fields, "valid": False, "reason": "0.1 us are less than a launch takes"})
+
+    monkeypatch.setattr(isolate.Timing, "from_json", staticmethod(impossible))
+    result = evaluate(pool, "scale", [Case(1, 1, [X, Out(6), 2.0, 6])], [[2 * X]])
+    assert result.status == "wrong_result" and "less than a launch takes" in result.message
+
+
+def test_a_fault_ends_an_evaluation(pool):
+    result = evaluate(pool, "fails", [Case(1, 1, [0])], lambda kind: [])
+    assert result.status == "illegal_address" and result.message.startswith("case 0, trial 0: ")
+    result = evaluate(pool, "outside", [Case(1, 1, [X, Out(6), 24])], lambda x, where: 0 * x)
+    assert result.status == "out_of_bounds"
+    assert_next_is_right(pool)
+
+
+def test_references(pool):
+    case = Case(1, 32, [X, Out(6), 2.0, 6])
+    assert evaluate(pool, "scale", [case], [2 * X]).status == "ok"
+    assert evaluate(pool, "scale", [case, case], [[2 * X], X]).message.startswith("case 1, trial 0")
+    with pytest.raises(ValueError, match="gave 2 outputs, and the kernel has 1: args"):
+        evaluate(pool, "scale", [case], lambda *_: (X, X))
+    with pytest.raises(ValueError, match="trials"):
+        evaluate(pool, "scale", [case], [2 * X], trials=0)
+    assert evaluate(pool, "scale", [case], [X[:3]]).message.endswith("and (3,) is expected")
+
+
+# ---- compute-sanitizer ---------------------------------------------------------------------------
+
+REPORT = """========= Invalid __global__ write of size 4 bytes
+=========     at k(float *)+0x90 in kernel.cu:7
+=========     by thread (3,0,0) in block (1,0,0)
+=========     Address 0x7f1ea0000080 is out of bounds
+"""
+
+
+@pytest.fixture
+def fake_sanitizer(tmp_path, monkeypatch):
+    """A compute-sanitizer that runs the command and writes a report."""
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(
+        f"#!{sys.executable}\n"
+        + textwrap.dedent(f"""
+            import subprocess, sys
+            worker = next(i for i, word in enumerate(sys.argv) if word == {sys.executable!r})
+            options = sys.argv[:worker]
+            fd = int(sys.argv[-1])
+            code = subprocess.call(sys.argv[worker:], pass_fds=[fd])
+            tool = options[options.index("--tool") + 1]
+            report = {REPORT!r} if tool == "memcheck" else ""
+            open(options[options.index("--log-file") + 1], "w").write(report)
+            sys.exit(code)
+        """)
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(isolate, "find_sanitizer", lambda: str(program))
+
+
+def test_a_fault_is_explained(pool, fake_sanitizer):
+    result = run(pool, "fails", 0, explain=True)
+    assert result.status == "illegal_address"
+    (finding,) = result.explanation
+    assert (finding.line, finding.thread, finding.block) == (7, (3, 0, 0), (1, 0, 0))
+    assert "memcheck: Invalid __global__ write" in result.message and "line 7" in result.message
+    assert run(pool, "fails", 6, explain=True).explanation == ()
+    assert run(pool, "scale", X, Out(6), 2.0, 6, explain=True).explanation == ()
+
+
+def test_a_sanitizer_may_be_asked_for_at_once(pool, fake_sanitizer):
+    result = run(pool, "scale", X, Out(6), 2.0, 6, sanitizer="memcheck")
+    assert result.status == "out_of_bounds" and "line 7" in result.message
+    result = run(pool, "scale", X, Out(6), 2.0, 6, sanitizer="racecheck")
+    assert result.status == "ok" and (result.outputs[0] == 2 * X).all()
+    assert run(pool, "signals", signal.SIGSEGV, sanitizer="synccheck").status == "crashed"
+    assert_next_is_right(pool)
+
+
+def test_no_sanitizer(pool, monkeypatch):
+    monkeypatch.setattr(isolate, "find_sanitizer", lambda: None)
+    result = run(pool, "fails", 0, explain=True)
+    assert result.status == "illegal_address" and "no compute-sanitizer here" in result.message
+    assert sanitizer.find_sanitizer() is None or os.access(sanitizer.find_sanitizer(), os.X_OK)

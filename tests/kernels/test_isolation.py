@@ -1,0 +1,259 @@
+"""needle/kernels/isolate.py on a GPU: every way in which a kernel can go wrong has its status and
+its message, and the next job is right. (Without a GPU: test_pool.py.)
+"""
+
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+from faulty_kernels import FAULTS, GOOD, N, X, check, good, inject
+
+from needle.kernels import Case, InOut, Out, Pool, Random
+from needle.kernels.sanitizer import find_sanitizer
+
+pytestmark = pytest.mark.cuda
+TIMEOUT = 2.0
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with Pool(devices=[0], timeout=TIMEOUT) as made:
+        good(made)
+        yield made
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_has_its_name_and_the_next_job_is_right(pool, name):
+    result = inject(pool, name)
+    check(name, result)
+    good(pool)
+    if name == "printf flood":
+        assert result.printed.startswith("line ") and "were printed and cut off" in result.printed
+    if name == "forged result":
+        assert result.printed.startswith('{"status": "illegal_address"}')
+    if name == "assert":
+        assert (
+            "thread: [" in result.message and "Assertion `threadIdx.x < 3` failed" in result.message
+        )
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_worker_that_is_killed_or_stopped(pool, number, busy):
+    """While a kernel runs in it, or while it waits."""
+    good(pool)
+    if busy:
+        results = []
+        thread = threading.Thread(target=lambda: results.append(inject(pool, "endless loop")))
+        thread.start()
+        while not pool.state()[0]["used"]:
+            time.sleep(0.001)
+        time.sleep(0.5)
+        os.kill(pool.state()[0]["used"][0], number)
+        thread.join()
+        (result,) = results
+    else:
+        os.kill(pool.state()[0]["ready"][-1], number)
+        time.sleep(0.05)
+        result = pool.run(GOOD, "scale", 8, 128, [X, Out(N), 3.0, N])
+    if number == signal.SIGSTOP:
+        assert result.status == "timeout" and "stood still" in result.message
+    elif busy:
+        assert result.status == "crashed" and "SIGKILL" in result.message
+    else:
+        assert result.status == "ok"
+    good(pool)
+
+
+BFLOAT16 = """
+#include <cuda_bf16.h>
+template <class T> __global__ void twice(const T* x, T* y, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) y[i] = x[i] + x[i];
+}
+template __global__ void twice<double>(const double*, double*, int);
+"""
+
+
+@pytest.mark.parametrize(
+    "dtype, name",
+    [
+        ("bfloat16", "__nv_bfloat16"),
+        ("float64", "double"),
+        ("int32", "int"),
+        ("uint8", "unsigned char"),
+    ],
+)
+def test_dtypes_of_templates(pool, dtype, name):
+    case = Case(4, 256, [Random(N, dtype), Out(N, dtype), N])
+    result = pool.evaluate(BFLOAT16, f"twice<{name}>", [case], lambda x, n: x + x, time=False)
+    assert (result.status, result.message) == ("ok", "")
+
+
+def test_a_struct_is_its_bytes(pool):
+    source = """
+    struct P { float a; int b; };
+    __global__ void k(float* y, P p) { y[threadIdx.x] = p.a + p.b; }
+    """
+    bits = np.float32(0.5).tobytes() + np.int32(7).tobytes()
+    result = pool.run(source, "k", 1, 32, [Out(32), bits])
+    assert (result.status, result.message) == ("ok", "") and (result.outputs[0] == 7.5).all()
+
+
+def test_in_place(pool):
+    source = "__global__ void k(float* x) { x[threadIdx.x] += 1; }"
+    result = pool.run(source, "k", 1, 32, [InOut(np.arange(32, dtype=np.float32))])
+    assert (result.outputs[0] == np.arange(1, 33)).all()
+
+
+def test_timing_of_a_kernel_that_is_bound_by_memory(pool):
+    """64 MiB in and out: between half of the device's rate and all of it, and the same again."""
+    n = 16 << 20
+    case = Case(n // 1024, 256, [Random(n), Out(n), 3.0, n])
+    source = """
+    __global__ void scale(const float4* x, float4* y, float a, int n) {
+        int i = blockIdx.x * blockDim.x + threadIdx.x;
+        float4 v = x[i];
+        y[i] = make_float4(a * v.x, a * v.y, a * v.z, a * v.w);
+    }
+    """
+    medians = []
+    for _ in range(2):
+        result = pool.evaluate(source, "scale", [case], lambda x, a, n: np.float32(a) * x, trials=2)
+        assert (result.status, result.message) == ("ok", "")
+        (timing,) = result.timing
+        assert timing.valid and 0.4 * timing.device_rate < timing.rate < 1.25 * timing.device_rate
+        assert timing.upper < 1.5 * timing.lower and timing.calls >= 50
+        medians.append(timing.median)
+    assert max(medians) < 1.1 * min(medians)
+
+
+def test_hints(pool):
+    case = Case(1, 32, [Random(32), Out(32), 3.0, 32])
+    result = pool.evaluate(GOOD, "scale", [case], lambda x, a, n: np.float32(a) * x)
+    assert any("launch-bound" in hint for hint in result.timing[0].hints), result.timing
+    source = """
+    __global__ void __launch_bounds__(1024) k(const float* x, float* y, int n) {
+        float r[90];
+        #pragma unroll
+        for (int i = 0; i < 90; i++) r[i] = x[(i * 1024 + threadIdx.x) % n];
+        __syncthreads();
+        float s = 0;
+        #pragma unroll
+        for (int i = 0; i < 90; i++) s += r[i] * r[89 - i];
+        y[threadIdx.x] = s;
+    }
+    """
+    case = Case(1, 1024, [Random(1 << 20), Out(1024), 1 << 20])
+
+    def reference(x, n):
+        r = x[np.arange(90)[:, None] * 1024 + np.arange(1024)].astype(np.float64)
+        return (r * r[::-1]).sum(0).astype(np.float32)
+
+    result = pool.evaluate(source, "k", [case], reference, tolerance=1e-3)
+    assert (result.status, result.message) == ("ok", "")
+    assert any("spilling" in hint for hint in result.timing[0].hints), result
+
+
+LEANS = """
+__device__ int calls;
+__global__ void k(const float* x, float* y, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (calls == 0 && i < n) y[i] = 2 * x[i];
+    __syncthreads();
+    if (i == 0) calls++;
+}
+"""
+
+
+def test_a_kernel_that_works_once_is_found(pool):
+    """It keeps in its module that it was called, and leaves the output of the first call."""
+    case = Case(1, 256, [Random(256), Out(256), 256])
+    result = pool.evaluate(LEANS, "k", [case], lambda x, n: 2 * x)
+    assert result.status == "wrong_result" and "timed" in result.message
+
+
+def test_a_job_starts_with_fresh_globals(pool):
+    for _ in range(3):
+        result = pool.run(LEANS, "k", 1, 256, [X[:256], Out(256), 256])
+        assert (result.status, result.message) == ("ok", "")
+
+
+@pytest.mark.skipif(find_sanitizer() is None, reason="no compute-sanitizer here")
+@pytest.mark.parametrize(
+    "name, line", [("illegal read", 1), ("misaligned address", 1), ("written behind the end", 1)]
+)
+def test_a_fault_is_explained(pool, name, line):
+    result = inject(pool, name, explain=True)
+    check(name, result)
+    finding = result.explanation[0]
+    assert finding.line == line and finding.thread and finding.block == (0, 0, 0), result
+    good(pool)
+
+
+RACE = """
+__global__ void k(const float* x, float* y) {
+    __shared__ float s[64];
+    s[threadIdx.x] = x[threadIdx.x];
+    y[threadIdx.x] = s[63 - threadIdx.x];
+}
+"""
+HALF_BARRIER = """
+__global__ void k(const float* x, float* y) {
+    if (threadIdx.x < 16)
+        __syncthreads();
+    y[threadIdx.x] = x[0];
+}
+"""
+UNSET = """
+__global__ void k(const float* x, float* y) {
+    float before = y[threadIdx.x];
+    y[threadIdx.x] = before + x[0];
+}
+"""
+
+
+@pytest.mark.skipif(find_sanitizer() is None, reason="no compute-sanitizer here")
+@pytest.mark.parametrize(
+    "tool, source, status, line",
+    [
+        ("memcheck", FAULTS["written behind the end"].source, "out_of_bounds", 1),
+        ("racecheck", RACE, "wrong_result", 4),
+        ("synccheck", HALF_BARRIER, "launch_failure", 4),
+        ("initcheck", UNSET, "wrong_result", 3),
+    ],
+)
+def test_each_tool_names_the_line(pool, tool, source, status, line):
+    n = 31 if tool == "memcheck" else 64
+    block = 32 if tool == "memcheck" else 64
+    result = pool.run(source, "k", 1, block, [X[:64], Out(n)], sanitizer=tool)
+    assert result.status == status, result
+    assert any(abs(finding.line - line) <= 1 for finding in result.explanation), result
+    good(pool)
+
+
+@pytest.mark.skipif(find_sanitizer() is None, reason="no compute-sanitizer here")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
+def test_a_right_kernel_is_right_below_each_tool(pool, tool):
+    result = pool.run(GOOD, "scale", 8, 128, [X, Out(N), 3.0, N], sanitizer=tool)
+    assert (result.status, result.message) == ("ok", "")
+    assert (result.outputs[0] == 3 * X).all()
+
+
+def test_memory_goes_back_after_a_large_job(pool):
+    n = 1 << 26
+    result = pool.run(GOOD, "scale", n // 256, 256, [np.ones(n, np.float32), Out(n), 3.0, n])
+    assert result.status == "ok" and (result.outputs[0] == 3).all()
+    assert pool.cleanup() < 512 << 20
+
+
+def test_all_devices_are_found():
+    import needle as ndl
+
+    with Pool(timeout=TIMEOUT, spares=0) as pool:
+        there = [d for d in ndl.all_devices() if d.name == "cuda" and d.enabled()]
+        assert [d["device"] for d in pool.state()] == [d.index for d in there]
+        good(pool)

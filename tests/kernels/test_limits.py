@@ -1,0 +1,236 @@
+"""needle/kernels/limits.py: occupancy against NVIDIA's own cuda_occupancy.h, and every limit with
+both numbers. No GPU and no NVRTC is asked."""
+
+import ctypes
+import dataclasses
+import random
+import shutil
+import subprocess
+
+import pytest
+from kernel_sources import MISSING
+
+import needle as ndl
+from needle.kernels import limits
+from needle.kernels.compile import find_toolkit
+from needle.kernels.cubin import Resources
+from needle.kernels.limits import ARCHS, LaunchError
+
+
+@dataclasses.dataclass
+class Kernel(Resources):
+    name: str = "f"
+    registers: int = 32
+
+
+H = limits.of_arch("90a")
+DEVICE = dataclasses.replace(H, where="cuda()", processors=132, free_bytes=2**30)
+
+
+# ---- the reference -------------------------------------------------------------------------------
+
+REFERENCE = """
+#include <cuda_occupancy.h>
+int blocks(int major, int minor, int sm_threads, int sm_shared, int optin, int kept, int most,
+           int registers, int fixed, int barriers, int threads, int dynamic, int *limits) {
+    cudaOccDeviceProp p = {major, minor, 1024, sm_threads, 65536, 65536, 32, 49152, sm_shared, 100,
+                           optin, kept};
+    cudaOccFuncAttributes a = {most, registers, fixed, PARTITIONED_GC_OFF,
+                               FUNC_SHMEM_LIMIT_OPTIN, optin - fixed, barriers, 0};
+    cudaOccDeviceState s = {CACHE_PREFER_NONE, SHAREDMEM_CARVEOUT_DEFAULT};
+    cudaOccResult r;
+    if (cudaOccMaxActiveBlocksPerMultiprocessor(&r, &p, &a, &s, threads, dynamic)) return -1;
+    limits[0] = r.blockLimitWarps, limits[1] = r.blockLimitRegs, limits[2] = r.blockLimitSharedMem;
+    limits[3] = r.blockLimitBarriers, limits[4] = r.blockLimitBlocks;
+    return r.activeBlocksPerMultiprocessor;
+}
+"""
+NAMES = ("threads", "registers", "shared memory", "barriers", "blocks")
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory):
+    if MISSING:
+        pytest.skip(f"{MISSING} (its cuda_occupancy.h is the reference)")
+    headers = [f for f in find_toolkit().include if (f / "cuda_occupancy.h").exists()]
+    if not headers or not shutil.which("cc"):
+        pytest.skip("needle: no cuda_occupancy.h beside NVRTC, or no cc")
+    folder = tmp_path_factory.mktemp("occupancy")
+    (folder / "reference.c").write_text(REFERENCE)
+    command = ["cc", "-w", "-shared", "-fPIC", f"-I{headers[0]}", "reference.c", "-o", "r.so"]
+    subprocess.run(command, cwd=folder, check=True)
+    return ctypes.CDLL(str(folder / "r.so")).blocks
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_occupancy_is_nvidias(reference, arch):
+    """Random kernels and blocks; those that do not fit at all give no block there either."""
+    where, draw, fits = limits.of_arch(arch), random.Random(arch), 0
+    for _ in range(400):
+        fixed = draw.choice([0, 0, 100, 4096, 40000])
+        kernel = Kernel(
+            registers=draw.choice([0, 4, 16, 17, 32, 40, 63, 64, 65, 96, 128, 168, 255]),
+            shared_bytes=fixed,
+            barriers=draw.choice([0, 1, 1, 2, 3, 6, 16]),
+        )
+        threads = draw.choice([1, 31, 32, 33, 64, 96, 100, 128, 160, 256, 500, 512, 768, 1024])
+        dynamic = draw.choice([0, 0, 1, 1000, 10000, 30000, 49152, 60000, 100 * 1024, 227 * 1024])
+        each = (ctypes.c_int * 5)()
+        blocks = reference(
+            arch // 10, arch % 10, where.sm_threads, where.sm_shared, where.block_shared,
+            where.kept_shared, 1024, kernel.registers, fixed, kernel.barriers, threads, dynamic,
+            each,
+        )  # fmt: skip
+        assert blocks >= 0, "the reference refuses the sizes of the table"
+        what = f"{kernel} {threads} {dynamic}"
+        if fixed + dynamic <= where.block_shared and blocks > 0:
+            report = limits.check(kernel, where, 1, threads, dynamic)
+            assert report.blocks_per_sm == blocks, what
+            expected = dict(zip(NAMES, each))
+            for name, count in report.allowed.items():
+                assert count == expected[name], f"{what}: {name}"
+            assert report.allowed[report.limiter] == blocks
+            warps = -(-threads // 32)
+            assert report.occupancy == pytest.approx(blocks * warps * 32 / where.sm_threads)
+            fits += 1
+        else:
+            with pytest.raises(LaunchError):
+                limits.check(kernel, where, 1, threads, dynamic)
+    assert fits > 100
+
+
+# ---- each limit, with both numbers ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kernel, launch, said",
+    [
+        ({}, (1, 2048), r"block.x is 2,048, and at most 1,024"),
+        ({}, (1, (32, 64)), r"block \(32, 64, 1\) has 2,048 threads, and sm_90a allows 1,024"),
+        ({}, (1, (1, 1, 65)), r"block.z is 65, and at most 64"),
+        ({}, (1, 0), r"block.x is 0, and must be 1 or more"),
+        ({}, ((1, 65536), 1), r"grid.y is 65,536, and at most 65,535 are allowed; put the largest"),
+        ({}, ((1, 1, 65536), 1), r"grid.z is 65,536, and at most 65,535"),
+        ({}, (2**31, 1), r"grid.x is 2,147,483,648, and at most 2,147,483,647"),
+        ({}, (-1, 1), r"grid.x is -1, and must be 1 or more"),
+        ({"max_threads": 128}, (1, 129), r"129 threads, and the source promises at most 128"),
+        ({"block": (64, 2, 1)}, (1, 64), r"block is \(64, 1, 1\), and the source fixes it at \("),
+        ({"registers": 96}, (1, 1024), r"needs 98,304 registers \(96 a thread\), and sm_90a has "
+         r"65,536 a block; use at most 640 threads, or compile with __launch_bounds__\(1,024\)"),
+        ({}, (1, 32, 300 * 1024), r"307,200 bytes of shared memory a block \(0 static, 307,200 "
+         r"dynamic\), and sm_90a has 232,448"),
+        ({"shared_bytes": 40000}, (1, 32, 200000), r"240,000 .*\(40,000 static, 200,000 dynamic\)"),
+        ({}, (1, 32, -1), r"shared is -1 bytes"),
+        ({}, (16, 32, 0, 16), r"cluster \(16, 1, 1\) has 16 blocks, and at most 8"),
+        ({}, (6, 32, 0, 4), r"grid.x is 6, which is no multiple of cluster.x = 4; round it up"),
+        ({}, ((4, 3), 32, 0, (2, 2)), r"grid.y is 3, which is no multiple of cluster.y = 2"),
+        ({"cluster": (2, 1, 1)}, (4, 32, 0, 4), r"cluster is \(4, 1, 1\), and the source fixes it "
+         r"at \(2, 1, 1\)"),
+        ({"cluster": (2, 1, 1)}, (3, 32), r"grid.x is 3, which is no multiple of cluster.x = 2"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit(kernel, launch, said):
+    with pytest.raises(LaunchError, match=rf"^f: .*{said}"):
+        limits.check(Kernel(**kernel), H, *launch)
+
+
+def test_clusters_need_hopper():
+    with pytest.raises(LaunchError, match=r"needs compute capability 9.0, and sm_80 has 8.0"):
+        limits.check(Kernel(), limits.of_arch("80"), 4, 32, 0, 2)
+    assert limits.check(Kernel(), limits.of_arch("80"), 4, 32, 0, 1).cluster == (1, 1, 1)
+    assert limits.check(Kernel(), H, (4, 2), 32, 0, (4, 2)).cluster == (4, 2, 1)
+
+
+def test_a_cooperative_grid_must_be_resident():
+    assert limits.check(Kernel(), DEVICE, 132 * 16, 128, cooperative=True).resident == 132 * 16
+    with pytest.raises(
+        LaunchError,
+        match=r"cooperative grid of 2,113 blocks, and cuda\(\) holds 2,112 at once \(16 on each of "
+        r"132 multiprocessors\)",
+    ):
+        limits.check(Kernel(), DEVICE, 2113, 128, cooperative=True)
+    assert limits.check(Kernel(), DEVICE, 2113, 128).cooperative is False
+    assert limits.check(Kernel(), H, 2113, 128, cooperative=True).resident is None
+
+
+def test_local_memory_is_that_of_all_resident_threads():
+    """132 x 2048 threads; 1 GiB is free, and what the context holds already counts as free."""
+    threads = 132 * 2048
+    most = 2**30 // threads + limits.OPEN_LOCAL
+    limits.check(Kernel(local_bytes=most), DEVICE, 1, 32)
+    with pytest.raises(
+        LaunchError,
+        match=rf"{most + 1:,} bytes of local memory a thread, 1.26 GiB for the {threads:,} threads "
+        r"that cuda\(\) can hold, and 1.26 GiB are free; make arrays in the kernel smaller",
+    ):
+        limits.check(Kernel(local_bytes=most + 1), DEVICE, 1, 32)
+    limits.check(Kernel(local_bytes=most + 1), DEVICE, 1, 32, held_local=most + 1)
+    limits.check(Kernel(local_bytes=500_000), H, 1, 32)
+
+
+@pytest.mark.parametrize(
+    "launch, error, said",
+    [
+        (
+            ("4", 32),
+            TypeError,
+            r"f: grid: must be a whole number or a tuple of up to three, not '4'",
+        ),
+        ((4.0, 32), TypeError, "f: grid: must be"),
+        ((4, (32, 1.0)), TypeError, "f: block: must be"),
+        ((4, None), TypeError, "f: block: must be"),
+        (((1, 1, 1, 1), 32), ValueError, "f: grid: 4 sizes"),
+        ((4, ()), ValueError, "f: block: 0 sizes"),
+        ((4, 32, 1.5), TypeError, "f: shared: must be a whole number of bytes"),
+        ((4, 32, 0, "2"), TypeError, "f: cluster: must be"),
+    ],
+)
+def test_what_is_no_size(launch, error, said):
+    with pytest.raises(error, match=said):
+        limits.check(Kernel(), H, *launch)
+
+
+def test_a_launch_error_is_a_cuda_error_that_can_be_retried():
+    assert issubclass(LaunchError, ndl.CudaError) and not issubclass(
+        LaunchError, ndl.CudaFatalError
+    )
+
+
+# ---- the table and the report --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text, name",
+    [("90a", "90a"), ("sm_90", "90"), ("9.0", "90"), (80, "80"), ("compute_120f", "120f"),
+     ("12.1", "121"), (" SM_90A ", "90a")],
+)  # fmt: skip
+def test_architectures_are_parsed(text, name):
+    assert limits.parse_arch(text) == name
+    assert limits.of_arch(text).where == f"sm_{name}"
+
+
+@pytest.mark.parametrize("text", ["", "ninety", "9", "90x", "sm90", "1234"])
+def test_what_is_no_architecture(text):
+    with pytest.raises(ValueError, match="is no architecture"):
+        limits.parse_arch(text)
+
+
+def test_an_architecture_that_the_table_lacks():
+    with pytest.raises(
+        ValueError, match="the limits of sm_70 are not known here, those of 75, 80,"
+    ):
+        limits.of_arch("70")
+
+
+def test_the_report_can_be_read():
+    kernel = Kernel(name="scale<float>", registers=40, shared_bytes=1000, local_bytes=16)
+    report = limits.check(kernel, DEVICE, (7, 2), 256, 24000, cooperative=True)
+    assert str(report) == (
+        "scale<float> on cuda(): grid (7, 2, 1), block (256, 1, 1), cooperative\n"
+        "  6 blocks a multiprocessor, 792 on the device: occupancy 75%, limited by registers\n"
+        "  blocks by threads 8, registers 6, shared memory 8, blocks 32\n"
+        "  40 registers and 16 bytes of local memory a thread, "
+        "25,000 bytes of shared memory a block"
+    )
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        report.threads = 3

@@ -1,0 +1,641 @@
+"""needle/kernels/module.py, csrc/python/kernel.c and cuda/module.cu on a GPU: launches, limits,
+graphs, lifetimes, faults; what is read from machine code against what the driver says."""
+
+import ctypes
+import gc
+import os
+import re
+import resource
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from harness import ROOT, assert_same_bits, to_ndarray
+from kernel_sources import SOURCE, needs_nvrtc
+
+import needle as ndl
+from needle import _C, kernels, ops
+from needle.kernels import LaunchError, limits
+
+pytestmark = [pytest.mark.cuda, needs_nvrtc]
+
+OWN = """
+#include <cooperative_groups.h>
+namespace cg = cooperative_groups;
+
+template <class T> __global__ void add_one(const T *x, T *y, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) y[i] = x[i] + (T)1;
+}
+
+extern __shared__ float held[];
+__global__ void reversed(const float *x, float *y, int n) {
+    for (int i = threadIdx.x; i < n; i += blockDim.x) held[i] = x[i];
+    __syncthreads();
+    for (int i = threadIdx.x; i < n; i += blockDim.x) y[i] = held[n - 1 - i];
+}
+
+__global__ void shape(int *y) {
+    unsigned cx, cy;
+    asm volatile("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(cx));
+    asm volatile("mov.u32 %0, %%cluster_nctaid.y;" : "=r"(cy));
+    int all[8] = {(int)gridDim.x, (int)gridDim.y, (int)gridDim.z, (int)blockDim.x,
+                  (int)blockDim.y, (int)blockDim.z, (int)cx, (int)cy};
+    for (int i = 0; i < 8; i++) y[i] = all[i];
+}
+
+__global__ void total(const int *x, int *parts, int n) {
+    if (threadIdx.x == 0) {
+        int sum = 0;
+        for (int i = blockIdx.x; i < n; i += gridDim.x) sum += x[i];
+        parts[blockIdx.x] = sum;
+    }
+    cg::this_grid().sync();
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+        int sum = 0;
+        for (int i = 0; i < gridDim.x; i++) sum += parts[i];
+        parts[0] = sum;
+    }
+}
+
+__global__ void double_it(float *x, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) x[i] *= 2;
+}
+
+__global__ void spin(float *x, long long cycles) {
+    long long start = clock64();
+    while (clock64() - start < cycles) {}
+    x[0] += 1;
+}
+
+__global__ void named_barriers(int *x) {
+    for (int i = 0; i < x[0]; i++) {
+        asm volatile("bar.sync 5, 64;");
+        x[i]++;
+    }
+}
+
+__global__ void many_registers(float *x) {
+    float a[160];
+    for (int k = 0; k < 160; k++) a[k] = x[k * 64 + threadIdx.x];
+    __syncthreads();
+    for (int r = 0; r < 3; r++)
+        for (int k = 0; k < 160; k++) a[k] = a[k] * a[(k + 7) % 160] + 1;
+    for (int k = 0; k < 160; k++) x[k * 64 + threadIdx.x] = a[k];
+}
+
+__global__ void wild(float *x, long long far) { x[far] = 1; }
+"""
+TYPES = {"float32": "float", "int32": "int", "int64": "long long", "uint8": "unsigned char"}
+
+
+@pytest.fixture
+def device():
+    return ndl.cuda()
+
+
+@pytest.fixture
+def own(device):
+    return kernels.compile(OWN, [*(f"add_one<{name}>" for name in TYPES.values()), "reversed",
+                                 "shape", "total", "double_it", "spin", "named_barriers",
+                                 "many_registers", "wild"])  # fmt: skip
+
+
+def array(values, dtype="float32"):
+    return _C.array(np.asarray(values), dtype=dtype, device=ndl.cuda())
+
+
+def python(code: str, **environment) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | environment,
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+# ---- launches ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "dtype, name",
+    [("float32", "float"), ("float16", "__half"), ("bfloat16", "__nv_bfloat16"), ("int32", "int"),
+     ("uint8", "unsigned char")],
+)  # fmt: skip
+def test_templates_in_every_dtype(device, dtype, name):
+    """y = s x + shift, rounded once from float32; the struct goes by value."""
+    kernel = kernels.compile(SOURCE, [f"scale<{name}>"])[f"scale<{name}>"]
+    values = np.arange(1000) % 25
+    x, y = array(values, dtype), array(np.zeros(1000), dtype)
+    affine = np.array([(3, 0.0)], dtype=np.dtype("i4,f8", align=True))[0]
+    kernel(4, 256, x, y, 2.5, 1000, affine)
+    want = _C.array(values * 2.5 + 3, dtype="float32", device=device)
+    want = np.trunc(want.numpy()) if dtype in ("int32", "uint8") else want.astype(dtype).numpy()
+    np.testing.assert_array_equal(y.numpy(), want)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_views_and_tensors(own, dtype):
+    kernel = own[f"add_one<{TYPES[dtype]}>"]
+    x = array(np.arange(64).reshape(8, 8), dtype)
+    y = ndl.Tensor.from_ndarray(array(np.zeros(16), dtype))
+    kernel((1,), (32, 1), x[2:4], y, 16)
+    np.testing.assert_array_equal(y.numpy(), np.arange(17, 33))
+    empty = array(np.zeros((0, 3)), dtype)
+    kernel(1, 32, empty, empty, 0)
+    for layout in ("transposed", "stepped", "reversed"):
+        view = to_ndarray(np.ones((4, 4)), dtype, ndl.cuda(), layout)
+        with pytest.raises(ValueError, match="not contiguous"):
+            kernel(1, 32, view, y, 16)
+
+
+def test_names_of_c_are_held_to_sizes_or_to_a_declaration(device):
+    module = kernels.compile(SOURCE)
+    x, y = array(np.arange(100)), array(np.zeros(100))
+    module["plain"](1, 128, x, y, np.float32(2.5), np.int32(100))
+    np.testing.assert_array_equal(y.numpy(), np.arange(100) * 2.5)
+    plain = module.kernel("plain", signature="const float* x, float* y, float s, int n")
+    plain(1, 128, x, y, 3, 100)
+    np.testing.assert_array_equal(y.numpy(), np.arange(100) * 3.0)
+    assert module.kernel("plain", signature="const float*, float*, float, int") is not None
+    with pytest.raises(TypeError, match="numpy.float32"):
+        module["plain"](1, 128, x, y, 2.5, np.int32(100))
+    with pytest.raises(
+        TypeError, match=r"plain: parameter 0 \(float const\*\): the array is int32"
+    ):
+        plain(1, 128, array(np.arange(100), "int32"), y, 3, 100)
+    with pytest.raises(ValueError, match="machine code has 4, of 8, 8, 4, 4 bytes"):
+        module.kernel("plain", signature="const float*, float*")
+    module["inner::fill"](1, 100, array(np.zeros(100), "int32"), 7)
+    module["twice(int*)"](1, 1, array([1], "int32"))
+
+
+def test_launches_stand_in_needles_stream(own):
+    """Behind what is queued before, and before what comes after: nothing is waited for."""
+    x = array(np.ones(1 << 20))
+    for i in range(20):
+        own["double_it"](4096, 256, x, 1 << 20)
+        x += 1.0
+        if i == 10:
+            own["spin"](1, 1, array([0.0]), 10_000_000)
+    want = 1.0
+    for _ in range(20):
+        want = want * 2 + 1
+    np.testing.assert_array_equal(x.numpy(), np.full(1 << 20, want, np.float32))
+
+
+def test_sizes_arrive(own):
+    y = array(np.zeros(8), "int32")
+    for launch, want in (
+        ((3, 5), [3, 1, 1, 5, 1, 1, 1, 1]),
+        (((3, 2), (5, 4)), [3, 2, 1, 5, 4, 1, 1, 1]),
+        (((3, 2, 7), (5, 4, 3)), [3, 2, 7, 5, 4, 3, 1, 1]),
+        ((np.int64(3), [5]), [3, 1, 1, 5, 1, 1, 1, 1]),
+    ):
+        own["shape"](*launch, y)
+        np.testing.assert_array_equal(y.numpy(), want)
+
+
+def test_a_written_array_counts_the_write(own):
+    x, y = array(np.ones(4)), array(np.ones(4))
+    before = x.written, y.written
+    own["add_one<float>"](1, 32, x, y[2:], 2)
+    assert x.written == before[0] and y.written > before[1]
+    leaf = ndl.Tensor([1.0, 2.0], device=ndl.cuda())
+    product = ops.multiply(leaf, leaf).sum()
+    own["double_it"](1, 32, leaf, 2)
+    with pytest.raises(RuntimeError, match="was written to"):
+        product.backward()
+
+
+# ---- wrong arguments, and a good launch after each -----------------------------------------------
+
+
+def test_wrong_arguments_launch_nothing(own):
+    kernel, x = own["add_one<float>"], array(np.ones(8))
+    y = array(np.zeros(8))
+    written = y.written
+    host = _C.array(np.ones(8))
+    for arguments, error, said in (
+        ((x, y), TypeError, "takes 3 arguments after grid and block, but 2 were given"),
+        ((x, y, 8, 9), TypeError, "but 4 were given"),
+        (
+            (host, y, 8),
+            TypeError,
+            r"parameter 0 .*: the array is on cpu\(\), and the kernel on cuda",
+        ),
+        ((x, host, 8), TypeError, "parameter 1 .* is on cpu"),
+        ((x.astype("bfloat16"), y, 8), TypeError, "the array is bfloat16, and must be float32"),
+        ((None, y, 8), TypeError, "must be an NDArray or a Tensor, not NoneType"),
+        ((x.numpy(), y, 8), TypeError, "not numpy.ndarray"),
+        ((x, y[::2], 4), ValueError, "not contiguous"),
+        ((x, y, 8.0), TypeError, r"parameter 2 \(int\): must be a whole number, not float"),
+        ((x, y, 2**31), OverflowError, "2147483648 is out of bounds"),
+    ):
+        with pytest.raises(error, match=said):
+            kernel(1, 32, *arguments)
+    assert y.written == written and not y.numpy().any()
+    for call, said in (
+        (lambda: kernel(), "takes a grid, a block"),
+        (lambda: kernel(1), "takes a grid, a block"),
+        (lambda: kernel(1, 32, x, y, 8, stream=3), "has no argument 'stream'"),
+        (lambda: kernel("1", 32, x, y, 8), "grid: must be a whole number"),
+        (lambda: kernel(1, 32, x, y, 8, shared=1.5), "shared: must be a whole number"),
+    ):
+        with pytest.raises(TypeError, match=said):
+            call()
+    kernel(1, 32, x, y, 8)
+    np.testing.assert_array_equal(y.numpy(), np.full(8, 2))
+
+
+def test_limits_before_the_launch(own, device):
+    """With both numbers; afterwards the next launch is right."""
+    kernel, x = own["add_one<float>"], array(np.ones(8))
+    y, facts = array(np.zeros(8)), device.limits()
+    most_shared = facts["block_shared"]
+    for launch, options, said in (
+        ((1, 2048), {}, "2,048.* 1,024"),
+        ((1, (32, 32, 2)), {}, "2,048 threads, and cuda.* allows 1,024"),
+        (((1, 65536), 32), {}, "grid.y is 65,536, and at most 65,535"),
+        (((1, 1, 65536), 32), {}, "grid.z is 65,536, and at most 65,535"),
+        ((2**31, 32), {}, "2,147,483,648, and at most 2,147,483,647"),
+        ((0, 32), {}, "grid.x is 0"),
+        ((1, 32), {"shared": 300 * 1024}, f"307,200 .* has {most_shared:,}"),
+        ((1, 32), {"shared": most_shared + 1}, f"{most_shared + 1:,} .* has {most_shared:,}"),
+        ((16, 32), {"cluster": 16}, "16 blocks, and at most 8"
+         if facts["arch"] >= 90 else "needs compute capability 9.0"),
+        ((10**6, 1024), {"cooperative": True}, "cooperative grid of 1,000,000 blocks, and cuda"),
+    ):  # fmt: skip
+        with pytest.raises(LaunchError, match=said):
+            kernel(*launch, x, y, 8, **options)
+        with pytest.raises(LaunchError, match=said):
+            kernel.check(*launch, **options)
+    wide = own["many_registers"]
+    assert wide.registers > 64
+    with pytest.raises(LaunchError, match=rf"registers \({wide.registers} a thread\).* has 65,536"):
+        wide(1, 1024, array(np.zeros(160 * 1024)))
+    with pytest.raises(LaunchError, match="129 threads, and the source promises at most 128"):
+        kernels.compile(SOURCE)["bounded"](1, 129, y)
+    assert issubclass(LaunchError, ndl.CudaError)
+    kernel(1, 32, x, y, 8)
+    np.testing.assert_array_equal(y.numpy(), np.full(8, 2))
+
+
+def test_a_block_that_just_fits_by_registers_runs(own):
+    """The most that the check allows, and it is no more than the hardware does."""
+    wide = own["many_registers"]
+    x = array(np.zeros((160, 64)))
+    for threads in (32, 64):
+        wide(1, threads, x)
+    x.numpy()
+    with pytest.raises(LaunchError) as raised:
+        wide.check(1, 1024)
+    most = int(re.search(r"at most (\d+) threads", str(raised.value))[1])
+    wide.check(1, most)
+    wide(1, most, array(np.zeros(160 * 1024)))
+    ndl.cuda().synchronize()
+    with pytest.raises(LaunchError):
+        wide.check(1, most + 1)
+
+
+@pytest.mark.parametrize("kilobytes", [4, 48, 49, 100, None])
+def test_shared_memory_is_opted_in(own, device, kilobytes):
+    most = device.limits()["block_shared"]
+    size = most if kilobytes is None else kilobytes * 1024
+    if size > most:
+        pytest.skip(f"a block has {most} bytes here")
+    n = size // 4
+    x, y = array(np.arange(n)), array(np.zeros(n))
+    own["reversed"](1, 256, x, y, n, shared=size)
+    np.testing.assert_array_equal(y.numpy(), np.arange(n)[::-1])
+
+
+def test_clusters(own, device):
+    if device.limits()["arch"] < 90:
+        pytest.skip("clusters need compute capability 9.0")
+    y = array(np.zeros(8), "int32")
+    for cluster, want in ((1, [1, 1]), (8, [8, 1]), ((4, 2), [4, 2]), ((2, 2, 2), [2, 2])):
+        own["shape"]((8, 4, 2), 32, y, cluster=cluster)
+        np.testing.assert_array_equal(y.numpy()[6:], want)
+    with pytest.raises(LaunchError, match="grid.x is 9, which is no multiple of cluster.x = 2"):
+        own["shape"](9, 32, y, cluster=2)
+    fixed = kernels.compile(
+        "__global__ void __cluster_dims__(2, 1, 1) f(int *y) "
+        '{ asm volatile("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(y[0])); }'
+    )["f"]
+    fixed(4, 32, y)
+    assert y.numpy()[0] == 2
+
+
+def test_cooperative_grids(own, device):
+    x, kernel = array(np.arange(10_000), "int32"), own["total"]
+    most = kernel.check(1, 128, cooperative=True).resident
+    for blocks in (1, 7, most):
+        parts = array(np.zeros(blocks), "int32")
+        kernel(blocks, 128, x, parts, 10_000, cooperative=True)
+        assert parts.numpy()[0] == 10_000 * 9_999 // 2
+    with pytest.raises(LaunchError, match=f"of {most + 1:,} blocks, and .* holds {most:,} at once"):
+        kernel(most + 1, 128, x, x, 0, cooperative=True)
+
+
+# ---- what is read from machine code, and what the driver says ------------------------------------
+
+
+class Driver:
+    """libcuda, in needle's own context, on a cubin that it loads itself."""
+
+    def __init__(self, cubin: bytes):
+        self.cuda = ctypes.CDLL("libcuda.so.1")
+        _C.empty((1,), "float32", ndl.cuda())  # makes the context current in this thread
+        self.library = ctypes.c_void_p()
+        self.call("cuLibraryLoadData", ctypes.byref(self.library), cubin, None, None, 0, None,
+                  None, 0)  # fmt: skip
+
+    def call(self, name, *arguments):
+        status = self.cuda[name](*arguments)
+        assert status == 0, f"{name}: {status}"
+
+    def function(self, symbol: str) -> ctypes.c_void_p:
+        kernel, function = ctypes.c_void_p(), ctypes.c_void_p()
+        self.call("cuLibraryGetKernel", ctypes.byref(kernel), self.library, symbol.encode())
+        self.call("cuKernelGetFunction", ctypes.byref(function), kernel)
+        return function
+
+    def attribute(self, function, number: int) -> int:
+        value = ctypes.c_int()
+        self.call("cuFuncGetAttribute", ctypes.byref(value), number, function)
+        return value.value
+
+    def parameters(self, function) -> list[tuple[int, int]]:
+        found = []
+        while True:
+            offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+            at = ctypes.c_size_t(len(found))
+            if self.cuda.cuFuncGetParamInfo(function, at, ctypes.byref(offset), ctypes.byref(size)):
+                return found
+            found.append((offset.value, size.value))
+
+    def blocks(self, function, threads: int, shared: int) -> int:
+        self.call("cuFuncSetAttribute", function, 8, max(shared, 0))  # MAX_DYNAMIC_SHARED
+        blocks = ctypes.c_int()
+        self.call("cuOccupancyMaxActiveBlocksPerMultiprocessor", ctypes.byref(blocks), function,
+                  threads, ctypes.c_size_t(shared))  # fmt: skip
+        return blocks.value
+
+
+@pytest.mark.parametrize("source", [SOURCE, OWN], ids=["source", "own"])
+def test_the_driver_reads_the_same(own, device, source):
+    """MAX_THREADS 0, SHARED_SIZE 1, LOCAL_SIZE 3, NUM_REGS 4 of cuFuncGetAttribute; parameters; and
+    blocks a multiprocessor, for a grid of blocks and of shared memory."""
+    module = kernels.compile(source) if source is SOURCE else own
+    driver, most = Driver(module.compiled.cubin), device.limits()["block_shared"]
+    for name, entry in module.compiled.entries.items():
+        function, kernel = driver.function(entry.symbol), module[name]
+        told = [driver.attribute(function, number) for number in (4, 1, 3)]
+        assert [entry.registers, entry.shared_bytes, entry.local_bytes] == told, name
+        layout = [(p.offset, p.size) for p in entry.signature.parameters]
+        assert driver.parameters(function) == layout, name
+        threads = driver.attribute(function, 0)
+        kernel.check(1, threads)
+        if threads < 1024:
+            with pytest.raises(LaunchError):
+                kernel.check(1, threads + 1)
+        for block in (1, 32, 64, 100, 128, 256, 512, 1024):
+            for shared in (0, 1, 1000, 20_000, 48 * 1024, 60_000, 100 * 1024, most):
+                if block > threads or shared + entry.shared_bytes > most:
+                    continue
+                report = kernel.check(1, block, shared)
+                what = f"{name}, {block} threads, {shared} bytes"
+                assert report.blocks_per_sm == driver.blocks(function, block, shared), what
+
+
+def test_the_table_is_the_devices(device):
+    own, row = limits.of_device(device), limits.of_arch(kernels.module.arch_of(device))
+    for name in ("arch", "sm_threads", "sm_blocks", "sm_registers", "sm_shared", "sm_barriers",
+                 "block_registers", "block_shared", "kept_shared"):  # fmt: skip
+        assert getattr(own, name) == getattr(row, name), name
+    facts = device.properties()
+    assert own.processors == facts["processors"] and 0 < own.free_bytes <= facts["total_bytes"]
+
+
+def test_local_memory_is_checked(device):
+    source = """__global__ void f(float *x, int i) {
+        float much[SIZE];
+        for (int k = 0; k < SIZE; k++) much[k] = x[k & 7];
+        x[0] = much[i] + much[i + 1];
+    }"""
+    x = array(np.arange(8))
+    small = kernels.compile(source, options=["-DSIZE=2000"])["f"]
+    assert small.local_bytes >= 8000
+    small(1, 32, x, 5)
+    assert x.numpy()[0] == 11
+    large = kernels.compile(source, options=["-DSIZE=125000"])["f"]
+    facts = device.limits()
+    needed = large.local_bytes * facts["processors"] * facts["sm_threads"]
+    if needed > facts["free_bytes"] + (16 << 30):
+        with pytest.raises(LaunchError, match=rf"{large.local_bytes:,} bytes of local memory a "
+                           rf"thread, {needed / 2**30:.2f} GiB for the"):  # fmt: skip
+            large(1, 32, x, 5)
+
+
+# ---- graphs and lifetimes ------------------------------------------------------------------------
+
+
+def test_in_a_graph(own, device):
+    x = array(np.ones(1000))
+
+    def step():
+        own["double_it"](4, 256, x, 1000)
+        y = x + 1.0  # an array of the graph's
+        own["add_one<float>"](4, 256, y, x, 1000)
+
+    graph = _C.Graph(device, step)
+    want = 4.0  # the first call is for real
+    np.testing.assert_array_equal(x.numpy(), np.full(1000, want))
+    for _ in range(5):
+        graph.replay()
+        want = 2 * want + 2
+    np.testing.assert_array_equal(x.numpy(), np.full(1000, want))
+
+
+def test_a_graph_keeps_the_modules_it_launches_from(device):
+    x = array(np.zeros(4))
+
+    def make():
+        source = "__global__ void bump(float *x) { x[threadIdx.x] += 1; }"
+        kernel = kernels.load(kernels.build(source, options=["-DGRAPH"]), device)["bump"]
+        return [_C.Graph(device, lambda: kernel(1, 4, x))], kernel
+
+    (graph,), kernel = make()
+    held = [graph]
+    del kernel
+    gc.collect()
+    filler = [
+        kernels.load(kernels.build(f"__global__ void f{i}(int *x) {{ x[0] = {i}; }}"), device)
+        for i in range(3)
+    ]  # what would lie in the place of freed code
+    for _ in range(10):
+        held[0].replay()
+    np.testing.assert_array_equal(x.numpy(), np.full(4, 11))
+    del graph, held, filler
+    gc.collect()
+
+
+def test_a_graph_whose_step_forgets_its_kernel(device):
+    """Only the graph knows the module then, and no kernel of it is left."""
+    x = array(np.zeros(4))
+    built = kernels.build("__global__ void bump(float *x) { x[threadIdx.x] += 1; }")
+    kept = [kernels.load(built, device)]
+    graph = _C.Graph(device, lambda: kept[0]["bump"](1, 4, x))
+    kept.clear()
+    gc.collect()
+    for _ in range(10):
+        graph.replay()
+    np.testing.assert_array_equal(x.numpy(), np.full(4, 11))
+
+
+def test_a_module_that_goes_while_a_graph_is_captured(device):
+    x = array(np.zeros(4))
+    built = kernels.build("__global__ void bump(float *x) { x[threadIdx.x] += 1; }")
+    spare = [kernels.load(built, device) for _ in range(2)]
+
+    def step():
+        x.fill(3)
+        spare.pop()
+        gc.collect()
+
+    graph = _C.Graph(device, step)
+    graph.replay()
+    np.testing.assert_array_equal(x.numpy(), np.full(4, 3))
+    kernels.load(built, device)["bump"](1, 4, x)
+    assert x.numpy()[0] == 4
+
+
+def test_code_stays_until_its_launch_has_run(device):
+    x, y = array([0.0]), array(np.zeros(4))
+    for i in range(20):
+        source = f"__global__ void late(float *y) {{ y[threadIdx.x] += {i}; }}"
+        spin = kernels.load(kernels.build(OWN, ["spin"]), device)["spin"]
+        late = kernels.load(kernels.build(source), device)["late"]
+        spin(1, 1, x, 2_000_000)
+        late(1, 4, y)
+        del late, spin
+    np.testing.assert_array_equal(y.numpy(), np.full(4, 190))
+
+
+def test_modules_come_and_go_without_growth(device):
+    built = kernels.build(SOURCE)
+    y = array(np.zeros(4), "int32")
+
+    def rounds(count):
+        for i in range(count):
+            kernels.load(built, device)["inner::fill"](1, 4, y, i)
+        assert y.numpy()[0] == count - 1
+        gc.collect()
+        return device.limits()["free_bytes"], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    rounds(50)
+    free, host = rounds(100)
+    free_after, host_after = rounds(300)
+    assert free_after >= free - (2 << 20)
+    assert host_after <= host + 20_000  # KiB
+
+
+def test_launches_from_threads(own):
+    x = [array(np.zeros(100)) for _ in range(4)]
+
+    def work(i):
+        for _ in range(200):
+            own["add_one<float>"](1, 128, x[i], x[i], 100)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for one in x:
+        assert_same_bits(one, array(np.full(100, 200.0)))
+
+
+def test_code_for_another_architecture_is_refused(device):
+    other = "80" if device.limits()["arch"] >= 90 else "90a"
+    source = "__global__ void f(float *x) { x[0] = 1; }"
+    with pytest.raises(ValueError, match=rf"compiled for sm_{other}, and cuda.* is sm_"):
+        kernels.compile(source, device=device, arch=other)
+    with pytest.raises(ndl.CudaError):
+        _C.Module(device, b"no machine code at all" + bytes(100))
+    assert kernels.compile(source)["f"].check(1, 32).threads == 32
+
+
+# ---- resets, faults, words, in processes of their own --------------------------------------------
+
+BEGIN = """
+import gc, numpy as np, needle as ndl
+from needle import _C, kernels
+source = '__global__ void wild(float *x, long long far) { x[far] = 1; }'
+module = kernels.compile(source)
+wild = module['wild']
+x = _C.array(np.zeros(4), device=ndl.cuda())
+"""
+
+
+def test_modules_of_before_a_reset_are_stale():
+    done = python(
+        BEGIN
+        + """
+graph = _C.Graph(ndl.cuda(), lambda: wild(1, 1, x, 0))
+ndl.cuda_reset()
+y = _C.array(np.zeros(4), device=ndl.cuda())
+for use in (lambda: wild(1, 1, y, 0), lambda: kernels.module.Kernel(module, wild.entry)):
+    try:
+        use()
+    except RuntimeError as error:
+        assert 'before cuda_reset' in str(error), error
+    else:
+        raise SystemExit('nothing was raised')
+del module, wild, graph
+gc.collect()
+kernels.compile(source)['wild'](1, 1, y, 2)
+assert y.numpy().tolist() == [0, 0, 1, 0]
+"""
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("sync", ["0", "1"])
+def test_a_fault_ends_the_process(sync):
+    done = python(
+        BEGIN
+        + """
+said = []
+for use in (lambda: (wild(1, 1, x, 1 << 40), x.numpy()), lambda: wild(1, 1, x, 0),
+            lambda: kernels.compile(source), lambda: wild.check(1, 1)):
+    try:
+        use()
+    except ndl.CudaFatalError as error:
+        said.append(str(error))
+    else:
+        raise SystemExit('nothing was raised')
+print(said[0])
+del module, wild, x, use
+gc.collect()
+""",
+        NEEDLE_SYNC=sync,
+    )
+    assert done.returncode == 75, (done.returncode, done.stdout, done.stderr)
+    assert "illegal memory access" in done.stdout
+    assert done.stdout.startswith("wild: ") == (sync == "1")
+
+
+def test_the_trace_names_the_kernel():
+    done = python(BEGIN + "wild(1, 1, x, 2)\n", NEEDLE_TRACE="1")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"needle: wild +cuda\(\) .* us +float\*:float32\(4\)", done.stderr)
+
+
+def test_it_can_be_read(own):
+    assert repr(own["shape"]) == "<kernel shape(int*) on cuda()>"
+    assert repr(own).startswith("<module add_one<float>, ") and repr(own).endswith(" on cuda()>")
+    with pytest.raises(KeyError, match="no kernel 'none': there are add_one<float>"):
+        own["none"]

@@ -1,0 +1,369 @@
+"""needle/kernels/signature.py and csrc/python/parameters.c: types read from symbols and texts, and
+arguments checked and packed, on the CPU: no GPU and no compiler is asked."""
+
+import ctypes
+import gc
+import struct
+import sys
+
+import numpy as np
+import pytest
+from harness import rounder
+
+import needle as ndl
+from needle import _C
+from needle.kernels.signature import Signature, demangle, short_name
+
+HOST = ndl.cpu()
+
+
+def declared(text: str, sizes: list[int] | None = None) -> Signature:
+    """Each parameter at the next offset that is a multiple of its size."""
+    sizes = [8] * len(text.split(",")) if sizes is None else sizes
+    layout, end = [], 0
+    for size in sizes:
+        unit = min(size & -size, 16)
+        layout.append((-(-end // unit) * unit, size))
+        end = layout[-1][0] + size
+    return Signature.declared("f", text, layout)
+
+
+def pack(text: str, sizes: list[int], *arguments) -> bytes:
+    return _C.Parameters("f", declared(text, sizes).plan).pack(HOST, arguments)
+
+
+# ---- types ---------------------------------------------------------------------------------------
+
+
+def test_symbols_say_what_a_kernel_takes():
+    """As g++ mangles them (Itanium C++ ABI)."""
+    symbol = "_Z5scaleI13__nv_bfloat16EvPKT_PS1_fx1P"
+    assert demangle(symbol) == (
+        "void scale<__nv_bfloat16>(__nv_bfloat16 const*, __nv_bfloat16*, float, long long, P)"
+    )
+    assert demangle("scale") is None and demangle("_Zno") is None
+    layout = [(0, 8), (8, 8), (16, 4), (24, 8), (32, 12)]
+    signature = Signature.of_symbol(symbol, layout)
+    x, y, s, n, p = signature.parameters
+    assert (x.kind, x.dtype, x.written, x.alignment) == ("array", "bfloat16", False, 2)
+    assert (y.kind, y.dtype, y.written) == ("array", "bfloat16", True)
+    assert [s.kind, n.kind, p.kind] == ["float", "int", "bytes"] and p.size == 12
+    assert [q.offset for q in signature.parameters] == [at for at, _ in layout]
+    assert signature.known and str(signature).startswith(
+        "scale<__nv_bfloat16>(__nv_bfloat16 const*"
+    )
+    plain = Signature.of_symbol("scale", layout[:3])
+    assert str(plain) == "scale(8 bytes, 8 bytes, 4 bytes)" and not plain.known
+
+
+@pytest.mark.parametrize(
+    "symbol, name",
+    [
+        ("_ZN5inner4fillEPii", "inner::fill"),
+        ("_ZN12_GLOBAL__N_16hiddenEPi", "hidden"),
+        ("_Z1fILi3E1SIfiEEvT0_", "f<3, S<float, int> >"),
+        ("_Z1fPFivE", "f"),
+        ("plain", "plain"),
+    ],
+)
+def test_short_names(symbol, name):
+    assert short_name(symbol) == name
+
+
+@pytest.mark.parametrize(
+    "text, size, kind, dtype, written, alignment",
+    [
+        ("const float*", 8, "array", "float32", False, 4),
+        ("float const *", 8, "array", "float32", False, 4),
+        ("const float *__restrict__ x", 8, "array", "float32", False, 4),
+        ("float *const x", 8, "array", "float32", True, 4),
+        ("half*", 8, "array", "float16", True, 2),
+        ("const nv_bfloat16 *", 8, "array", "bfloat16", False, 2),
+        ("uint8_t*", 8, "array", "uint8", True, 1),
+        ("unsigned *", 8, "array", "int32", True, 4),
+        ("long long int *", 8, "array", "int64", True, 8),
+        ("unsigned short*", 8, "array", "uint16", True, 2),
+        ("bool*", 8, "array", "bool", True, 1),
+        ("const float4 *", 8, "array", "float32", False, 16),
+        ("float3*", 8, "array", "float32", True, 4),
+        ("__half2*", 8, "array", "float16", True, 4),
+        ("ulonglong2*", 8, "array", "int64", True, 16),
+        ("double*", 8, "array", "uint8", True, 8),
+        ("Mine*", 8, "array", "uint8", True, 1),
+        ("const void*", 8, "array", None, False, 1),
+        ("float *const *", 8, "array", "uint8", False, 1),
+        ("const float **", 8, "array", "uint8", True, 1),
+        ("int n", 4, "int", None, False, 1),
+        ("const unsigned n", 4, "uint", None, False, 1),
+        ("size_t", 8, "uint", None, False, 1),
+        ("signed char c", 1, "int", None, False, 1),
+        ("__half", 2, "float", None, False, 1),
+        ("double d", 8, "float", None, False, 1),
+        ("bool", 1, "bool", None, False, 1),
+        ("struct Mine m", 24, "bytes", None, False, 1),
+        ("ns::Mine<float, 4> m", 24, "bytes", None, False, 1),
+        ("Pair<const float*, int> p", 16, "bytes", None, False, 1),
+    ],
+)
+def test_declared_types(text, size, kind, dtype, written, alignment):
+    (p,) = Signature.declared("f", text, [(0, size)]).parameters
+    assert (p.kind, p.dtype, p.written, p.alignment) == (kind, dtype, written, alignment)
+
+
+@pytest.mark.parametrize(
+    "text, layout, said",
+    [
+        (
+            "int",
+            [],
+            r"f: 1 parameters are declared \(int\), and the machine code has 0, of no bytes",
+        ),
+        ("", [(0, 4)], r"f: 0 parameters are declared \(none\), and the machine code has 1, of 4"),
+        ("float*, int", [(0, 8), (8, 8)], r"parameter 1 is declared as int \(4 bytes\).* 8 bytes"),
+        ("float", [(0, 8)], r"parameter 0 is declared as float \(4 bytes\)"),
+        ("float*", [(0, 4)], r"parameter 0 is declared as float\* \(8 bytes\)"),
+    ],
+)
+def test_a_declaration_is_held_to_the_machine_code(text, layout, said):
+    with pytest.raises(ValueError, match=said):
+        Signature.declared("f", text, layout)
+
+
+def test_no_parameters():
+    for text in ("", "void", "  "):
+        assert Signature.declared("f", text, []).parameters == ()
+    assert Signature.of_symbol("_Z1fv", []).parameters == ()
+    assert pack("", []) == b""
+
+
+# ---- numbers -------------------------------------------------------------------------------------
+
+CODES = {
+    "char": "b", "signed char": "b", "unsigned char": "B", "short": "h", "unsigned short": "H",
+    "int": "i", "unsigned": "I", "long": "q", "unsigned long": "Q", "long long": "q",
+    "unsigned long long": "Q",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, code", CODES.items())
+def test_whole_numbers_fill_their_type_and_no_more(name, code):
+    size = struct.calcsize(code)
+    least = -(1 << (8 * size - 1)) if code.islower() else 0
+    most = least + (1 << 8 * size) - 1
+    for value in (least, least + 1, 0, 1, most - 1, most, True, np.int8(5), np.uint64(7)):
+        assert pack(name, [size], value) == struct.pack(f"<{code}", int(value)), value
+    for value in (least - 1, most + 1, 10**30, -(10**30)):
+        with pytest.raises(
+            OverflowError, match=rf"f: parameter 0 \(.*\): {value} is out of bounds"
+        ):
+            pack(name, [size], value)
+    for value in (1.0, np.float32(1), "1", None, b"1" * size, _C.array([1.0])):
+        with pytest.raises(TypeError, match=r"parameter 0 .*must be a whole number, not "):
+            pack(name, [size], value)
+
+
+def test_floats():
+    for value in (1.5, 3, True, np.float16(0.1), np.int64(-7), float("inf"), 1e300, -0.0):
+        with np.errstate(over="ignore"):
+            assert pack("float", [4], value) == np.float32(value).tobytes()
+        assert pack("double", [8], value) == struct.pack("<d", value)
+    assert np.isnan(np.frombuffer(pack("float", [4], float("nan")), np.float32))
+    for value in ("1", None, 1j, _C.array([1.0]), ndl.Tensor([1.0]), np.ones(1)):
+        with pytest.raises(TypeError, match=r"parameter 0 \(float\): must be a number, not "):
+            pack("float", [4], value)
+    with pytest.raises(OverflowError, match="too large for a float"):
+        pack("double", [8], 10**400)
+
+
+def values_of_16_bits() -> list[float]:
+    """All halves, all bfloat16s, what lies between two of each, and the edges."""
+    halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(float)
+    brains = (np.arange(0x7F80, dtype=np.uint32) << 16).view(np.float32).astype(float)
+    some = [*halves[::7], *brains[::11], *halves[:40], *brains[:40], *halves[-4:], *brains[-4:]]
+    some = np.array(some)
+    near = [some * f for f in (1, 1 + 2**-11, 1 + 2**-9, 1 + 3 * 2**-11, 1 + 2**-8 + 2**-40)]
+    edges = [65519.99, 65520.0, 65504.0, 2.0**-25, 2.0**-24, 2.0**-134, 1e-300, np.inf, 0.0]
+    return [*np.concatenate(near), *edges]
+
+
+def test_floats_of_16_bits_are_rounded_once():
+    values = np.array(values_of_16_bits())
+    values = np.concatenate([values, -values])
+    with np.errstate(over="ignore"):
+        halves = values.astype(np.float16)
+    half, brain = (_C.Parameters("f", declared(t, [2]).plan) for t in ("half", "nv_bfloat16"))
+    got = [half.pack(HOST, (value,)) for value in values]
+    np.testing.assert_array_equal(np.frombuffer(b"".join(got), np.float16), halves)
+    single = values[values == values.astype(np.float32)]  # the harness rounds those once
+    brains = rounder("bfloat16")(single).astype(np.float32).view(np.uint32) >> 16
+    got = [brain.pack(HOST, (value,)) for value in single]
+    np.testing.assert_array_equal(np.frombuffer(b"".join(got), np.uint16), brains)
+    # Twice rounded, over float32, this would be 1 + 2^-7: it is just below the middle.
+    low = pack("nv_bfloat16", [2], 1 + 2.0**-8 - 2.0**-40)
+    assert low == struct.pack("<H", 0x3F80)
+    for kind in ("half", "nv_bfloat16"):
+        bits = struct.unpack("<H", pack(kind, [2], float("nan")))[0]
+        assert bits & 0x7C00 == 0x7C00 and bits & 0x3FF
+
+
+def test_truth_and_structures():
+    for value in (True, np.bool_(True), 1):
+        assert pack("bool", [1], value) == b"\1"
+    for value in (2, -1, 1.0, "x", None):
+        with pytest.raises(TypeError, match="must be True or False, not"):
+            pack("bool", [1], value)
+
+    class Mine(ctypes.Structure):
+        _fields_ = [("a", ctypes.c_int), ("b", ctypes.c_double)]
+
+    want = struct.pack("<iid", 3, 0, 2.5)
+    record = np.array([(3, 0, 2.5)], dtype="i4,i4,f8")[0]
+    for value in (want, bytearray(want), memoryview(want), Mine(3, 2.5), record):
+        assert pack("Mine", [16], value) == want
+    with pytest.raises(ValueError, match=r"parameter 0 \(Mine\): has 16 bytes, and 12 were given"):
+        pack("Mine", [16], want[:12])
+    for value in (3, "x" * 16, None):
+        with pytest.raises(TypeError, match=r"\(Mine\): must be its 16 bytes"):
+            pack("Mine", [16], value)
+
+
+# ---- arrays --------------------------------------------------------------------------------------
+
+DTYPES = {
+    "float32": "float", "bfloat16": "nv_bfloat16", "float16": "half", "int32": "int",
+    "int64": "long", "uint8": "unsigned char", "bool": "bool", "uint16": "unsigned short",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_arrays_of_each_dtype(dtype):
+    array = _C.array(np.ones(8), dtype=dtype)
+    for text in (f"const {DTYPES[dtype]}*", f"{DTYPES[dtype]} *", "void*"):
+        assert pack(text, [8], array) == struct.pack("<Q", array._handle.ptr())
+    other = next(name for name in DTYPES if name != dtype)
+    with pytest.raises(TypeError, match=rf"the array is {dtype}, and must be {other}; convert"):
+        pack(f"{DTYPES[other]}*", [8], array)
+
+
+def test_tensors_views_and_what_is_no_array():
+    tensor = ndl.Tensor([[1.0, 2.0], [3.0, 4.0]])
+    assert pack("float*", [8], tensor) == struct.pack("<Q", tensor.cached_data._handle.ptr())
+    base = _C.array(np.arange(16.0).reshape(4, 4))
+    assert pack("float*", [8], base[2:]) == struct.pack("<Q", base._handle.ptr() + 32)
+    for view in (base[:, 1:], base.permute((1, 0)), base[::-1], base[0:1].broadcast_to((4, 4))):
+        with pytest.raises(ValueError, match=r"parameter 0 \(float\*\): the array is a view that"):
+            pack("float*", [8], view)
+    assert pack("const float4*", [8], base[1:])
+    with pytest.raises(ValueError, match=r"begins 4 bytes past a multiple of 16, and must lie on"):
+        pack("const float4*", [8], base.reshape((16,))[1:])
+    for thing in (None, [1.0], np.ones(3, np.float32), 3, "x", ndl.TensorTuple, object()):
+        with pytest.raises(TypeError, match="must be an NDArray or a Tensor, not "):
+            pack("float*", [8], thing)
+
+
+def test_the_device_must_be_the_kernels():
+    plan = declared("float*").plan
+    with pytest.raises(RuntimeError, match="no such device"):
+        _C.Parameters("f", plan).pack(ndl.cpu(1), (_C.array([1.0]),))
+    assert _C.Parameters("f", plan).pack(None, (_C.array([1.0]),))
+
+
+def test_the_count():
+    for given in ((), (1, 2)):
+        with pytest.raises(
+            TypeError, match=f"f takes 1 arguments after grid and block, but {len(given)}"
+        ):
+            pack("int", [4], *given)
+    with pytest.raises(TypeError, match="must be tuple"):
+        _C.Parameters("f", []).pack(HOST, [])
+
+
+# ---- a symbol without types ----------------------------------------------------------------------
+
+
+def test_sizes_alone():
+    plan = Signature.of_symbol("plain", [(0, 8), (8, 4), (12, 4), (16, 2)]).plan
+    plain = _C.Parameters("plain", plan)
+    x = _C.array([1.0, 2.0], dtype="bfloat16")
+    got = plain.pack(HOST, (x, np.float32(1.5), np.int32(-1), b"ab"))
+    assert got == struct.pack("<Qfi2s", x._handle.ptr(), 1.5, -1, b"ab")
+    assert plain.pack(HOST, (np.int64(-1), np.float32(1), np.int32(1), b"ab"))[:8] == b"\xff" * 8
+    for value in (3, 1.5, True):
+        with pytest.raises(
+            TypeError, match=r"plain: parameter 1 \(4 bytes\): .*numpy.float32\(2\)"
+        ):
+            plain.pack(HOST, (x, value, np.int32(0), b"ab"))
+    with pytest.raises(ValueError, match=r"parameter 1 \(4 bytes\): has 4 bytes, and 8 were given"):
+        plain.pack(HOST, (x, np.float64(3), np.int32(0), b"ab"))
+    with pytest.raises(TypeError, match="lies in the host's memory"):
+        plain.pack(HOST, (np.ones(1), np.float32(3), np.int32(0), b"ab"))
+    with pytest.raises(TypeError, match=r"parameter 1 \(4 bytes\): must be its 4 bytes"):
+        plain.pack(HOST, (x, x, np.int32(0), b"ab"))
+
+
+# ---- packing -------------------------------------------------------------------------------------
+
+
+def test_each_lies_at_its_offset():
+    """Against the layout of a C structure, filled with a pattern in between: zeros."""
+    text = "const float*, bool, short, double, char, Mine, half"
+    sizes = [8, 1, 2, 8, 1, 12, 2]
+    x = _C.array([1.0])
+    got = pack(text, sizes, x, True, -2, 1.5, 7, b"m" * 12, 1.0)
+    want = struct.pack("<Q?xh4xdb3x12s", x._handle.ptr(), True, -2, 1.5, 7, b"m" * 12) + b"\0\x3c"
+    assert got == want
+
+
+def test_more_than_fits_on_the_stack():
+    count = 600
+    text = ", ".join(["long"] * count + ["Big"])
+    got = pack(text, [8] * count + [20000], *range(count), b"z" * 20000)
+    assert got == struct.pack(f"<{count}q", *range(count)) + b"z" * 20000
+    with pytest.raises(TypeError, match=f"parameter {count - 1} "):
+        pack(text, [8] * count + [20000], *range(count - 1), None, b"z" * 20000)
+
+
+def test_arguments_are_not_kept():
+    parameters = _C.Parameters("f", declared("float*, float*, int", [8, 8, 4]).plan)
+    x, t = _C.array([1.0]), ndl.Tensor([1.0])
+    before = sys.getrefcount(x), sys.getrefcount(t.cached_data)
+    for _ in range(10):
+        parameters.pack(HOST, (x, t, 3))
+        with pytest.raises(TypeError):
+            parameters.pack(HOST, (x, t, "no"))
+        with pytest.raises(OverflowError):
+            parameters.pack(HOST, (x, t, 2**40))
+    gc.collect()
+    assert (sys.getrefcount(x), sys.getrefcount(t.cached_data)) == before
+
+
+@pytest.mark.parametrize(
+    "plan, error",
+    [
+        (3, TypeError),
+        ([3], TypeError),
+        ([("int", "int", 4, 0, None, False)], TypeError),
+        ([("int", "whole", 4, 0, None, False, 1)], ValueError),
+        ([("int", "int", 3, 0, None, False, 1)], ValueError),
+        ([("int", "int", 4, -1, None, False, 1)], ValueError),
+        ([("int", "int", 4, 10**9, None, False, 1)], ValueError),
+        ([("P", "bytes", 10**9, 0, None, False, 1)], ValueError),
+        ([("float*", "array", 4, 0, None, False, 1)], ValueError),
+        ([("float*", "array", 8, 0, "float8", False, 1)], ValueError),
+        ([("float*", "array", 8, 0, "float32", False, 0)], ValueError),
+    ],
+)
+def test_a_plan_is_not_believed(plan, error):
+    with pytest.raises(error):
+        _C.Parameters("f", plan)
+
+
+def test_the_cpu_runs_no_kernels():
+    assert not HOST.runs_kernels
+    assert ndl.cuda().runs_kernels == ndl.cuda().enabled()
+    with pytest.raises(ValueError, match="the CPU backend runs no kernels"):
+        _C.Module(HOST, b"code")
+    with pytest.raises(ValueError, match="the CPU backend runs no kernels"):
+        HOST.limits()
+    with pytest.raises(TypeError):
+        _C.Kernel(None, "f", _C.Parameters("f", []))
