@@ -39,7 +39,7 @@ def test_kernels_that_are_no_templates_are_found():
     compiled = build(SOURCE)
     named = {
         "plain", "inner::fill", "twice(float*)", "twice(int*)", "numbers", "tile", "bounded",
-        "stack", "nothing",
+        "stack", "nothing", "barriers",
     }  # fmt: skip
     assert named <= set(compiled.entries) <= named | {"hidden"}
     assert compiled["plain"].symbol == "plain"
@@ -250,7 +250,8 @@ def test_resources_are_those_that_ptxas_tells(tmp_path):
         assert kernel.shared_bytes == (int(shared[1]) if shared else 0), symbol
         assert kernel.barriers == (int(barriers[1]) if barriers else 0), symbol
     assert found["_Z5stackPfi"].local_bytes >= 4000 and found["_Z4tilePf"].shared_bytes == 400
-    assert found["_Z7boundedPf"].max_threads == 128 and found["plain"].barriers == 0
+    assert found["_Z7boundedPf"].max_threads == 128
+    assert found["plain"].barriers == 0 and found["_Z8barriersPi"].barriers == 6
 
 
 @needs_nvrtc
