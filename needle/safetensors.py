@@ -7,24 +7,27 @@
 
 Nothing of a file is believed before it is checked: a header that is no such JSON, offsets that
 contradict shapes or leave gaps, and a file of another length are FileErrors. No pickle is loaded.
+The same for bytes that are no file, such as what a client sends: `unpack` and `pack`.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from needle.backend_ndarray import Device, NDArray, array
+from needle.backend_ndarray import Device, NDArray, array, cpu
 from needle.files import FileError
 
 HEADER_LIMIT = 100_000_000  # bytes; that of the package safetensors
+MOST_AXES = 64  # NumPy's; the product of more could take for ever
 # safetensors' name, ours, the NumPy type that carries the bits
 DTYPES = (
     ("F32", "float32", "<f4"),
@@ -38,6 +41,20 @@ DTYPES = (
 )
 TO_FILE = {ours: (theirs, np.dtype(bits)) for theirs, ours, bits in DTYPES}
 FROM_FILE = {theirs: (ours, np.dtype(bits)) for theirs, ours, bits in DTYPES}
+# What needle has no arrays of, and NumPy has.
+NUMPY_ONLY = {
+    "F64": "float64",
+    "I16": "int16",
+    "I8": "int8",
+    "U32": "uint32",
+    "U64": "uint64",
+    "C64": "complex64",
+}
+# The bits of every dtype by safetensors' name, and those names by NumPy's and needle's.
+BITS = {theirs: bits for theirs, (_, bits) in FROM_FILE.items()}
+BITS |= {theirs: np.dtype(name) for theirs, name in NUMPY_ONLY.items()}
+NAMES = {ours: theirs for theirs, ours, _ in DTYPES}
+NAMES |= {name: theirs for theirs, name in NUMPY_ONLY.items()}
 
 
 @dataclass(frozen=True)
@@ -65,7 +82,12 @@ class Entry:
 def read_header(file: BinaryIO) -> tuple[dict[str, str], list[Entry]]:
     """(metadata, tensors in the order of their bytes) of a file at its beginning, which is left
     where the data begin. A dtype that needle does not have is left to the caller."""
-    path, size = Path(file.name), os.fstat(file.fileno()).st_size
+    return _read_header(file, Path(file.name), os.fstat(file.fileno()).st_size, HEADER_LIMIT)
+
+
+def _read_header(
+    file: BinaryIO, path: Path, size: int, limit: int
+) -> tuple[dict[str, str], list[Entry]]:
     start = file.read(8)
     if start[:1] == b"\x80" and start[1:2] in (b"\2", b"\3", b"\4", b"\5"):
         raise FileError(
@@ -77,7 +99,7 @@ def read_header(file: BinaryIO) -> tuple[dict[str, str], list[Entry]]:
             f"{path}: a zip archive, such as torch.save writes; it holds pickles and is not loaded"
         )
     length = int.from_bytes(start, "little")
-    if size < 8 or length > min(size - 8, HEADER_LIMIT):
+    if size < 8 or length > min(size - 8, limit):
         raise FileError(
             f"{path}: {size} bytes long, with a header of {length}: truncated, or no safetensors "
             "file"
@@ -90,7 +112,9 @@ def read_header(file: BinaryIO) -> tuple[dict[str, str], list[Entry]]:
             (begin, end), shape = entry["data_offsets"], tuple(entry["shape"])
             if not all(type(n) is int and n >= 0 for n in (begin, end, *shape)):
                 raise ValueError(f"{name} has no proper shape and offsets")
-            _, bits = FROM_FILE.get(entry["dtype"], (None, None))
+            if len(shape) > MOST_AXES:
+                raise ValueError(f"{name} has {len(shape)} axes; {MOST_AXES} are the most")
+            bits = BITS.get(entry["dtype"])
             if begin != position or (
                 bits is not None and end - begin != math.prod(shape) * bits.itemsize
             ):
@@ -108,23 +132,62 @@ def read_header(file: BinaryIO) -> tuple[dict[str, str], list[Entry]]:
     return metadata, entries
 
 
+def _header(described: Iterable[tuple[str, str, Iterable[int], int]], metadata: Mapping) -> bytes:
+    """With its length. `described`: (name, safetensors' dtype, shape, bytes) of each tensor, in the
+    order of their bytes."""
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name, dtype, shape, nbytes in described:
+        begin, end = end, end + nbytes
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
 def pieces(tensors: Mapping[str, NDArray], metadata: Mapping[str, str]) -> Iterator[Any]:
     """The bytes of a file, piece by piece: the header with its length, then each tensor in the
     order given. One tensor at a time is brought to the host."""
-    header: dict[str, Any] = {"__metadata__": metadata}
-    end = 0
-    for name, value in tensors.items():
-        begin, end = end, end + value.nbytes
-        header[name] = {
-            "dtype": TO_FILE[value.dtype][0],
-            "shape": list(value.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
+    yield _header(
+        ((name, TO_FILE[v.dtype][0], v.shape, v.nbytes) for name, v in tensors.items()), metadata
+    )
     for value in tensors.values():
         value = value.compact()
         if value.dtype == "bfloat16":
             value = value.view("uint16")
         yield memoryview(np.ascontiguousarray(value.numpy()).reshape(-1).view(np.uint8))
+
+
+# ---- bytes that are no file ----------------------------------------------------------------------
+
+
+def unpack(data: bytes, what: str, header_limit: int = HEADER_LIMIT) -> dict[str, Any]:
+    """name -> NumPy array, read-only; a bfloat16 one is an NDArray on the host. FileErrors begin
+    with `what`; a dtype that neither has is one."""
+    path, found = Path(what), {}
+    for entry in _read_header(io.BytesIO(data), path, len(data), header_limit)[1]:
+        if entry.dtype not in BITS:
+            raise FileError(
+                f"{what}: {entry.name}: dtype {entry.dtype!r}; there are {', '.join(BITS)}"
+            )
+        try:
+            count = math.prod(entry.shape)
+            host = np.frombuffer(data, BITS[entry.dtype], count, entry.offset).reshape(entry.shape)
+            if entry.dtype == "BF16":
+                found[entry.name] = array(host, "uint16", cpu()).view("bfloat16")
+            else:
+                found[entry.name] = host.view(bool) if entry.dtype == "BOOL" else host
+        except (ValueError, OverflowError) as error:
+            raise FileError(f"{what}: {entry.name}: {error}") from error
+    return found
+
+
+def pack(arrays: Mapping[str, np.ndarray]) -> bytes:
+    """The bytes of NumPy arrays; TypeError for a dtype that safetensors does not have."""
+    for name, value in arrays.items():
+        if value.dtype.name not in NAMES:
+            raise TypeError(f"{name}: safetensors has no dtype {value.dtype}")
+    head = _header(
+        ((name, NAMES[v.dtype.name], v.shape, v.nbytes) for name, v in arrays.items()), {}
+    )
+    return b"".join([head, *(np.ascontiguousarray(v).tobytes() for v in arrays.values())])

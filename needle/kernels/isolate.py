@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from needle._C import NDArray
+from needle.kernels import landlock
 from needle.kernels.crew import START_SECONDS, Crew, Ended, Late, Lost, Worker
 from needle.kernels.launch import Code, Image, Launch
 from needle.kernels.measure import FLUSH_BYTES, Timing
@@ -114,8 +115,11 @@ class Pool:
     fresh: a new process after each "fault", or after each "job".
     spares: how many more processes are kept ready on each device, so that the next job after a
     fault finds one; each holds a CUDA context of some 500 MB.
+    confined: sources may be a stranger's: what compiles them reads the toolkit's headers and no
+    other file, and writes none (needle.kernels.landlock).
 
-    RuntimeError where there is no GPU, or where MPS shares it, and faults with it.
+    RuntimeError where there is no GPU, where MPS shares it, and faults with it, and where this
+    system cannot confine.
     """
 
     worker = (sys.executable, "-m", "needle.kernels.worker")
@@ -127,6 +131,7 @@ class Pool:
         memory: int | None = None,
         fresh: str = "fault",
         spares: int = 1,
+        confined: bool = False,
     ) -> None:
         if fresh not in ("fault", "job"):
             raise ValueError(f'fresh: must be "fault" or "job", not {fresh!r}')
@@ -139,6 +144,8 @@ class Pool:
                 "kernels cannot be kept apart. End it: echo quit | nvidia-cuda-mps-control; where "
                 "no daemon runs any more, remove that file"
             )
+        if confined:
+            landlock.version()
         self.timeout, self.memory, self.fresh = float(timeout), memory, fresh
         self.changed = threading.Condition()
         self.closed = False
@@ -151,7 +158,12 @@ class Pool:
         }
         compilers = min(len(self.crews), os.cpu_count() or 1)
         self.compilers = Crew(
-            "compiling", self._starter("compiler"), compilers, compilers, False, self.changed
+            "compiling",
+            self._starter("confined" if confined else "compiler"),
+            compilers,
+            compilers,
+            False,
+            self.changed,
         )
 
     def __enter__(self) -> Pool:

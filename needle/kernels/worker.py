@@ -2,6 +2,7 @@
 
     devices     answers how many GPUs there are, and ends
     compiler    source in, machine code out; never opens a GPU
+    confined    a compiler that sees the toolkit's headers alone (needle.kernels.landlock)
     runner      opens one GPU, proves it, then runs one job after another
     traced      a runner below compute-sanitizer
 
@@ -24,15 +25,17 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 
 from needle import _C
 from needle._C import CudaError, CudaFatalError, Device, NDArray
-from needle.kernels import arena, measure
+from needle.kernels import arena, landlock, measure
 from needle.kernels.arena import Place
-from needle.kernels.compile import Compiled, build
+from needle.kernels.compile import Compiled, build, find_toolkit
 from needle.kernels.frames import Channel
 from needle.kernels.module import arch_of, load
 
@@ -42,6 +45,7 @@ KEPT_BYTES = 256 << 20  # of device memory that a runner keeps between jobs
 MESSAGE_LETTERS = 64 << 10
 COMPILER_BYTES = 16 << 30  # of address space
 COMPILER_FILE_BYTES = 64 << 20
+COMPILER_SECONDS = 60  # of a processor, for one source
 
 # The status of a result by the end of CUDA's name of an error, cudaErrorIllegalAddress or
 # CUDA_ERROR_ILLEGAL_ADDRESS.
@@ -87,6 +91,12 @@ class Needle:
 
     def build(self, source: str, entry: str, arch: str) -> Any:
         return build(source, (entry,), arch)
+
+    def headers(self) -> Sequence[Path]:
+        """The folders of the toolkit's headers. Whatever else compiling reads, NVRTC's libraries
+        and Python's modules, is loaded once this returns, because something was compiled."""
+        build("template <class T> __global__ void first(T *x) {}", "first<float>")
+        return find_toolkit().include
 
     def open(self) -> Device:
         """The device, with a context."""
@@ -134,10 +144,21 @@ def end_with_socket(sock: socket.socket) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def restrict() -> None:
-    """What a compiler gives up before it reads a source: memory without end, and large files."""
+def restrict(confined: bool) -> None:
+    """What a compiler gives up before it reads a source: memory without end, and large files; a
+    confined one any file, and processes of its own (from which the system spares root)."""
+    file_bytes = 0 if confined else COMPILER_FILE_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (COMPILER_BYTES, COMPILER_BYTES))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (COMPILER_FILE_BYTES, COMPILER_FILE_BYTES))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
+    if confined:
+        resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+
+
+def restrict_time() -> None:
+    """A limit that ends the process by SIGXCPU, counted from now."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    end = int(used.ru_utime + used.ru_stime) + 1 + COMPILER_SECONDS
+    resource.setrlimit(resource.RLIMIT_CPU, (end, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
 def flush_printed() -> None:
@@ -194,11 +215,12 @@ def compile_source(needle: Needle, job: dict[str, Any], source: bytes) -> tuple[
     return answer, compiled.pack()
 
 
-def compiler(needle: Needle, channel: Channel) -> None:
-    restrict()
+def compiler(needle: Needle, channel: Channel, confined: bool) -> None:
+    restrict(confined)
     channel.send({"ready": True})
     while True:
         job, source, _ = channel.receive()
+        restrict_time()
         channel.send(*compile_source(needle, job, source))
 
 
@@ -421,16 +443,22 @@ def main(argv: list[str], needle: Needle | None = None) -> NoReturn:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if role != "traced":  # its parent is compute-sanitizer, whose threads come and go
         end_with_parent()
-    end_with_socket(sock)
     channel = Channel(sock)
+    if role == "confined":
+        try:
+            landlock.confine(needle.headers())  # while this process has one thread
+        except (RuntimeError, ValueError, OSError) as error:
+            channel.send({"ready": False, "message": str(error)[:MESSAGE_LETTERS]})
+            sys.exit(1)
+    end_with_socket(sock)
     try:
         if role == "devices":
             try:
                 channel.send({"ready": True, "devices": needle.devices()})
             except (RuntimeError, ValueError) as error:
                 channel.send({"ready": False, "message": str(error)[:MESSAGE_LETTERS]})
-        elif role == "compiler":
-            compiler(needle, channel)
+        elif role in ("compiler", "confined"):
+            compiler(needle, channel, role == "confined")
         else:
             runner(needle, channel, apart=role == "traced")
     except (EOFError, OSError):

@@ -1,0 +1,542 @@
+"""The service: a Pool behind HTTP, for programs that write kernels and want to know what they do.
+
+    POST /evaluate          a job (needle.kernels.wire); answered 200, whatever became of the kernel
+    GET  /health            at once, whatever runs
+    GET  /statistics
+    POST /cleanup           the bytes of device memory that were given back
+    POST /reset_gpu/{id}    a new process on that device, which proves it
+
+Compiling and running CUDA is running arbitrary code. So every request says the token and a name of
+this service (needle.kernels.access), has limits, and is refused in JSON with the limit it passed.
+The event loop only moves bytes: reading JSON, the pool and the log have threads of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import queue
+import signal
+import socket
+import ssl
+import statistics
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from needle.kernels.access import right_host, right_token
+from needle.kernels.isolate import Pool
+from needle.kernels.wire import Limits, Refused, read_job, to_json, write_result
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+BODY_SECONDS = 60.0  # for a body to arrive
+IDLE_SECONDS = 20.0  # for a connection without a request
+LINGER_SECONDS = 2.0  # for the rest of a body that was refused
+STATE_SECONDS = 0.05  # that health waits for the pool's state before it tells the last one
+REMEMBERED = 1000  # jobs, for the medians
+PIECE = 1 << 18
+GONE = 499  # as other servers log a client that did not wait
+LOG_LINES = 1000  # that wait to be written; more are dropped
+
+log = logging.getLogger("needle.kernels")
+http_log = logging.getLogger("needle.kernels.http")  # aiohttp's
+
+
+def load_aiohttp() -> ModuleType:
+    """aiohttp, which only the service uses. RuntimeError says how to get it."""
+    try:
+        import aiohttp.web
+    except ImportError as error:
+        raise RuntimeError(
+            f"the service needs aiohttp ({error}): pip install needle[serve] (or aiohttp itself)"
+        ) from None
+    return aiohttp
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    body: bytes
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+def refusal(refused: Refused, headers: dict[str, str] | None = None) -> Answer:
+    error = {"status": refused.status, "message": refused.message}
+    if refused.limit is not None:
+        error["limit"] = refused.limit
+    return Answer(refused.status, to_json({"error": error}), headers or {})
+
+
+class Turns:
+    """So many jobs at a time, the others in the order in which they came."""
+
+    def __init__(self, parallel: int) -> None:
+        self.parallel, self.running = parallel, 0
+        self.waiting: deque[asyncio.Future[None]] = deque()
+
+    async def take(self) -> None:
+        if self.running < self.parallel:
+            self.running += 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self.waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.give_back()
+            raise
+
+    def give_back(self) -> None:
+        while self.waiting:
+            turn = self.waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self.running -= 1
+
+    def send_away(self, why: Refused) -> None:
+        """All that wait."""
+        for turn in self.waiting:
+            if not turn.done():
+                turn.set_exception(why)
+        self.waiting.clear()
+
+
+class Service:
+    """The answers, on one event loop. `queue`: jobs that may wait; `parallel`: that may run, one a
+    device."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        token: str,
+        names: frozenset[str],
+        limits: Limits | None = None,
+        queue: int = 16,
+        parallel: int = 1,
+    ) -> None:
+        self.aiohttp = load_aiohttp()
+        self.pool, self.token, self.names = pool, token, names
+        self.limits, self.queue = limits or Limits(), queue
+        self.turns = Turns(parallel)
+        self.runners = ThreadPoolExecutor(parallel, "needle job")
+        self.readers = ThreadPoolExecutor(2, "needle reader")
+        self.keeper = ThreadPoolExecutor(1, "needle keeper")
+        self.watcher = ThreadPoolExecutor(1, "needle watcher")
+        self.held = 0  # jobs that are here, their bodies perhaps still on the way
+        self.keeping = False
+        self.draining = False
+        self.started = time.monotonic()
+        self.statuses: Counter[str] = Counter()
+        self.refused: Counter[int] = Counter()
+        self.queued: deque[float] = deque(maxlen=REMEMBERED)
+        self.ran: deque[float] = deque(maxlen=REMEMBERED)
+        self.asked: asyncio.Future[list[dict[str, Any]]] | None = None
+        self.state: list[dict[str, Any]] = []
+        self.routes: dict[str, tuple[str, Callable[[Any], Awaitable[Answer]]]] = {
+            "/evaluate": ("POST", self.evaluate),
+            "/health": ("GET", self.health),
+            "/statistics": ("GET", self.statistics),
+            "/cleanup": ("POST", self.cleanup),
+        }
+
+    # ---- requests --------------------------------------------------------------------------------
+
+    async def handle(self, request: web.BaseRequest) -> web.Response:
+        """Every request, of any method and path."""
+        begin = time.monotonic()
+        path = request.raw_path.partition("?")[0]  # what follows is nobody's, and not logged
+        try:
+            answer = await self._answer(request, path)
+        except Refused as refused:
+            answer = refusal(refused, _headers(refused, self._retry_after()))
+        except ConnectionError:
+            answer = Answer(GONE, b"")  # nobody reads it
+        except Exception:
+            log.exception("%s %s", request.method, ascii(path)[:200])
+            answer = refusal(Refused(500, "an error of the service itself; its log has it"))
+        if answer.status >= 400:
+            self.refused[answer.status] += 1
+        log.info(
+            "%s %s %s %d, %d bytes, %.3f s",
+            request.remote,
+            request.method,
+            ascii(path)[:200],
+            answer.status,
+            len(answer.body),
+            time.monotonic() - begin,
+        )
+        return self.aiohttp.web.Response(
+            status=answer.status,
+            body=answer.body,
+            content_type="application/json",
+            headers=answer.headers,
+        )
+
+    async def _answer(self, request: web.BaseRequest, path: str) -> Answer:
+        if not right_host(request.headers.getall("Host", ()), self.names):
+            raise Refused(
+                421, f"this service answers to {', '.join(sorted(self.names))} (--allow-host)"
+            )
+        if not right_token(request.headers.getall("Authorization", ()), self.token):
+            raise Refused(401, "Authorization: Bearer TOKEN is missing or wrong (--token-file)")
+        if path.startswith("/reset_gpu/"):
+            allowed, route = "POST", self.reset_gpu
+        elif path in self.routes:
+            allowed, route = self.routes[path]
+        else:
+            known = ", ".join([*self.routes, "/reset_gpu/{id}"])
+            raise Refused(404, f"there is no {ascii(path)[:80]}; there are {known}")
+        if request.method != allowed:
+            why = Refused(405, f"{ascii(path)[:80]} is asked by {allowed}")
+            return refusal(why, {"Allow": allowed})
+        return await route(request)
+
+    async def _in(
+        self, threads: ThreadPoolExecutor, call: Callable[..., Any], *arguments: Any
+    ) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(threads, call, *arguments)
+
+    # ---- jobs ------------------------------------------------------------------------------------
+
+    async def evaluate(self, request: web.BaseRequest) -> Answer:
+        if self.draining:
+            raise ending()
+        most = self.queue + self.turns.parallel
+        if self.held >= most:
+            raise Refused(
+                429, f"{self.held} jobs are here; {self.queue} may wait (--queue)", self.queue
+            )
+        self.held += 1
+        try:
+            try:
+                text, arrays = await asyncio.wait_for(self._body(request), BODY_SECONDS)
+            except asyncio.TimeoutError:
+                raise Refused(
+                    408, f"the body did not arrive in {BODY_SECONDS:.0f} s", BODY_SECONDS
+                ) from None
+            job = await self._in(self.readers, read_job, text, arrays, self.limits)
+            del text, arrays
+            came = time.monotonic()
+            await self.turns.take()
+            try:
+                if request.transport is None or request.transport.is_closing():
+                    raise ConnectionResetError("the client is gone")
+                began = time.monotonic()
+                result = await self._in(self.runners, self._do, job)
+                ended = time.monotonic()
+            finally:
+                self.turns.give_back()
+            self.statuses[result.status] += 1
+            self.queued.append(began - came)
+            self.ran.append(ended - began)
+            seconds = {"queued": began - came, "ran": ended - began}
+            body = await self._in(self.readers, write_result, result, job.outputs, seconds)
+            return Answer(200, body)
+        finally:
+            self.held -= 1
+
+    def _do(self, job: Any) -> Any:
+        """In a thread."""
+        try:
+            result = job.do(self.pool, self.limits.job_seconds)
+        except (MemoryError, OSError) as error:
+            raise Refused(503, f"the service has no room for the job now: {error}") from None
+        except (TypeError, ValueError, OverflowError) as error:
+            raise Refused(400, f"job: {error}"[:4000]) from None
+        except RuntimeError:
+            if self.draining:
+                raise ending() from None
+            raise
+        if self.draining and self.pool.closed:
+            raise ending()
+        return result
+
+    async def _body(self, request: web.BaseRequest) -> tuple[bytes, bytes]:
+        """(JSON, safetensors) of a job."""
+        limits = self.limits
+        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise Refused(415, "a body is taken as it is, without Content-Encoding")
+        kind = request.content_type
+        most = limits.job_bytes if kind == "application/json" else limits.body_bytes
+        if (request.content_length or 0) > most:
+            raise too_large("the body", most, kind)
+        if request.headers.get("Expect", "").lower() == "100-continue":
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        try:
+            if kind == "application/json":
+                return await _read(lambda: request.content.read(PIECE), most, kind), b""
+            if kind == "multipart/form-data":
+                return await self._parts(request)
+        except (Refused, ConnectionError, asyncio.CancelledError):
+            raise
+        except Exception as error:  # aiohttp has no one name for a body that cannot be read
+            raise Refused(400, f"the body cannot be read: {error}"[:1000]) from None
+        raise Refused(
+            415,
+            f"a job is application/json, or multipart/form-data with the parts job and arrays, not "
+            f"{ascii(kind)[:80]}",
+        )
+
+    async def _parts(self, request: web.BaseRequest) -> tuple[bytes, bytes]:
+        found: dict[str, bytes] = {}
+        most = {"job": self.limits.job_bytes, "arrays": self.limits.body_bytes}
+        reader = await request.multipart()
+        while True:
+            part = await reader.next()
+            if part is None:
+                break
+            name = getattr(part, "name", None)
+            if name not in most or name in found:
+                raise Refused(
+                    400, f"the parts are job and arrays, each once, not {ascii(name)[:80]}"
+                )
+            read = part.read_chunk
+            found[name] = await _read(lambda read=read: read(PIECE), most[name], name)
+        if "job" not in found:
+            raise Refused(400, "there is no part job")
+        return found["job"], found.get("arrays", b"")
+
+    def _retry_after(self) -> int:
+        """Seconds until a job that waits now may have its turn."""
+        each = statistics.median(self.ran) if self.ran else 1.0
+        return max(1, math.ceil(each * (len(self.turns.waiting) + 1) / self.turns.parallel))
+
+    # ---- looking after it ------------------------------------------------------------------------
+
+    async def _state(self) -> list[dict[str, Any]]:
+        """Of the devices: as they are now, or, where the pool is busy, as they were."""
+        if self.asked is None or self.asked.done():
+            self.asked = asyncio.ensure_future(self._in(self.watcher, self.pool.state))
+        done, _ = await asyncio.wait({self.asked}, timeout=STATE_SECONDS)
+        if done:
+            self.state = self.asked.result()
+        return self.state
+
+    async def health(self, request: web.BaseRequest) -> Answer:
+        """503 where no job can run: every device is set aside, or the service ends."""
+        state = await self._state()
+        usable = [one["device"] for one in state if one["lost"] is None]
+        status = "ending" if self.draining else "ok" if usable or not state else "device_lost"
+        return Answer(
+            200 if status == "ok" else 503,
+            to_json(
+                {
+                    "status": status,
+                    "running": self.turns.running,
+                    "waiting": len(self.turns.waiting),
+                    "devices": [
+                        {"device": one["device"], "lost": one["lost"], "ready": len(one["ready"])}
+                        for one in state
+                    ],
+                    "uptime_seconds": time.monotonic() - self.started,
+                }
+            ),
+        )
+
+    async def statistics(self, request: web.BaseRequest) -> Answer:
+        def median(values: deque[float]) -> float | None:
+            return statistics.median(values) if values else None
+
+        state = await self._state()
+        return Answer(
+            200,
+            to_json(
+                {
+                    "uptime_seconds": time.monotonic() - self.started,
+                    "jobs": dict(self.statuses),
+                    "refused": dict(self.refused),
+                    "queue": {
+                        "running": self.turns.running,
+                        "waiting": len(self.turns.waiting),
+                        "most_running": self.turns.parallel,
+                        "most_waiting": self.queue,
+                    },
+                    "median_seconds": {"queued": median(self.queued), "ran": median(self.ran)},
+                    "devices": [
+                        {
+                            "device": one["device"],
+                            "name": one["facts"].get("name"),
+                            "faults": one["faults"],
+                            "processes_started": one["started"],
+                            "lost": one["lost"],
+                        }
+                        for one in state
+                    ],
+                }
+            ),
+        )
+
+    async def _keep(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """One such call at a time: each may wait for a kernel."""
+        if self.draining:
+            raise ending()
+        if self.keeping:
+            raise Refused(429, "another cleanup or reset is at work", 1)
+        self.keeping = True
+        try:
+            return await self._in(self.keeper, call, *arguments)
+        except RuntimeError as error:
+            raise ending() if self.draining else Refused(503, str(error)) from None
+        finally:
+            self.keeping = False
+
+    async def cleanup(self, request: web.BaseRequest) -> Answer:
+        return Answer(200, to_json({"freed_bytes": await self._keep(self.pool.cleanup)}))
+
+    async def reset_gpu(self, request: web.BaseRequest) -> Answer:
+        text = request.raw_path.partition("?")[0].removeprefix("/reset_gpu/")
+        known = [one["device"] for one in await self._state()]
+        if not (text.isascii() and text.isdecimal() and len(text) < 6 and int(text) in known):
+            raise Refused(404, f"there is no device {ascii(text)[:80]}; there are {known}")
+        await self._keep(self.pool.reset, int(text))
+        return Answer(200, to_json({"status": "ok", "device": int(text)}))
+
+    # ---- the end ---------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """No further job begins; those that wait are told."""
+        self.draining = True
+        self.turns.send_away(ending())
+
+    async def close(self, seconds: float, hurry: asyncio.Event) -> None:
+        """Waits for what runs, so long or until `hurry`, then ends the pool's processes."""
+        self.drain()
+        end = time.monotonic() + seconds
+        while self.held and time.monotonic() < end and not hurry.is_set():
+            await asyncio.sleep(0.02)
+        await asyncio.to_thread(self.pool.close)
+        for threads in (self.runners, self.readers, self.keeper, self.watcher):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+
+def ending() -> Refused:
+    return Refused(503, "the service ends")
+
+
+def _headers(refused: Refused, retry_after: int) -> dict[str, str]:
+    if refused.status in (429, 503):
+        return {"Retry-After": str(retry_after)}
+    return {"WWW-Authenticate": "Bearer"} if refused.status == 401 else {}
+
+
+def too_large(what: str, most: int, kind: str) -> Refused:
+    flag = "--max-source-bytes" if kind in ("application/json", "job") else "--max-body-bytes"
+    return Refused(413, f"{what} is too large; the limit is {most:,} bytes ({flag})", most)
+
+
+async def _read(read: Callable[[], Awaitable[bytes]], most: int, what: str) -> bytes:
+    data = bytearray()
+    while piece := await read():
+        data += piece
+        if len(data) > most:
+            raise too_large("the body" if "/" in what else f"the part {what}", most, what)
+    return bytes(data)
+
+
+# ---- running it ----------------------------------------------------------------------------------
+
+
+def without_text(record: logging.LogRecord) -> bool:
+    """aiohttp tells what was no HTTP in full: with a token, if there is one in it."""
+    error = record.exc_info[1] if record.exc_info else None
+    if error is not None and type(error).__module__.startswith("aiohttp."):
+        record.msg, record.args = "no HTTP (%s)", (type(error).__name__,)
+        record.exc_info = None
+    return True
+
+
+class Lines(logging.Handler):
+    """A log to standard error whose reader may stand still: a thread writes, and lines that do not
+    fit are dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self.lines: queue.Queue[bytes] = queue.Queue(LOG_LINES)
+        self.dropped = 0
+        threading.Thread(target=self._write, name="needle log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self.lines.put_nowait(f"{self.format(record)}\n".encode(errors="replace"))
+        except queue.Full:
+            self.dropped += 1
+
+    def _write(self) -> None:
+        while True:
+            line = self.lines.get()
+            try:
+                while line:
+                    line = line[os.write(2, line) :]
+            except OSError:
+                pass  # nobody reads it
+            self.lines.task_done()
+
+    def flush_within(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while self.lines.unfinished_tasks and time.monotonic() < end:
+            time.sleep(0.005)
+
+
+@asynccontextmanager
+async def listening(
+    service: Service,
+    sock: socket.socket,
+    tls: ssl.SSLContext | None,
+    drain_seconds: float,
+    hurry: asyncio.Event,
+) -> AsyncIterator[None]:
+    """Requests are answered within. At the end what runs has `drain_seconds`, or until `hurry`."""
+    web = service.aiohttp.web
+    http_log.addFilter(without_text)
+    server = web.Server(
+        service.handle,
+        logger=http_log,
+        access_log=None,  # `handle` logs, without what stands behind a question mark
+        keepalive_timeout=IDLE_SECONDS,
+        lingering_time=LINGER_SECONDS,
+        auto_decompress=False,
+    )
+    runner = web.ServerRunner(server, shutdown_timeout=5.0)
+    await runner.setup()
+    site = web.SockSite(runner, sock, ssl_context=tls)
+    await site.start()
+    try:
+        yield
+    finally:
+        await site.stop()
+        await service.close(drain_seconds, hurry)
+        await runner.cleanup()
+
+
+async def serve(
+    service: Service,
+    sock: socket.socket,
+    tls: ssl.SSLContext | None,
+    drain_seconds: float,
+    ready: Callable[[], None],
+) -> None:
+    """Until SIGTERM or SIGINT. A second one ends what still runs."""
+    stop, hurry = asyncio.Event(), asyncio.Event()
+
+    def signalled() -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signalled)
+    async with listening(service, sock, tls, drain_seconds, hurry):
+        ready()
+        await stop.wait()

@@ -1,0 +1,232 @@
+"""needle/kernels/access.py: the token's file, the names of the service, where it may listen."""
+
+import os
+import socket
+import stat
+import subprocess
+
+import pytest
+
+from needle.kernels import access
+from needle.kernels.access import AccessError, listen, names_of, read_token, right_host, right_token
+
+# ---- the token -----------------------------------------------------------------------------------
+
+
+def test_a_token_is_made_once(tmp_path):
+    path = tmp_path / "folder" / "token"
+    old = os.umask(0)
+    try:
+        token = read_token(path)
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and len(token) >= 40
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert read_token(path) == token and os.listdir(path.parent) == ["token"]
+    assert read_token(tmp_path / "other") != token
+
+
+def test_where_another_service_was_faster_its_token_stays(tmp_path, monkeypatch):
+    path = tmp_path / "token"
+    path.write_text("f" * 40)
+    path.chmod(0o600)
+    monkeypatch.setattr(access.os.path, "lexists", lambda path: False)
+    assert read_token(path) == "f" * 40 and os.listdir(tmp_path) == ["token"]
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o644, 0o620, 0o602, 0o610, 0o660, 0o777])
+def test_a_token_that_others_can_read_is_refused(tmp_path, mode):
+    path = tmp_path / "token"
+    read_token(path)
+    path.chmod(mode)
+    with pytest.raises(AccessError, match=f"mode is {mode:04o}.*chmod 600"):
+        read_token(path)
+    path.chmod(0o400)
+    read_token(path)
+
+
+def test_a_token_of_another_user_is_refused(tmp_path, monkeypatch):
+    read_token(tmp_path / "token")
+    monkeypatch.setattr(access.os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(AccessError, match="belongs to user"):
+        read_token(tmp_path / "token")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "short", "x" * 19, "x" * 513, "with a blank in the middle", "ü" * 30, "a" * 8000]
+)
+def test_what_is_no_token_is_refused(tmp_path, text):
+    path = tmp_path / "token"
+    path.write_text(text)
+    path.chmod(0o600)
+    with pytest.raises(AccessError, match="holds no token"):
+        read_token(path)
+
+
+def test_a_link_a_folder_and_a_pipe_are_refused(tmp_path):
+    read_token(tmp_path / "token")
+    (tmp_path / "link").symlink_to(tmp_path / "token")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "not there")
+    (tmp_path / "folder").mkdir(mode=0o700)
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    for name in ("link", "nowhere", "folder", "pipe"):
+        with pytest.raises(AccessError, match=name):
+            read_token(tmp_path / name)
+    assert not (tmp_path / "not there").exists()
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(AccessError, match="cannot be read"):
+        read_token(tmp_path / "file" / "token")
+
+
+TOKEN = "t" * 43
+
+
+@pytest.mark.parametrize(
+    "headers, right",
+    [
+        ([f"Bearer {TOKEN}"], True),
+        ([f"bearer  {TOKEN} "], True),
+        ([], False),
+        ([""], False),
+        (["Bearer"], False),
+        (["Bearer "], False),
+        ([TOKEN], False),
+        ([f"Basic {TOKEN}"], False),
+        ([f"Bearer {TOKEN}x"], False),
+        ([f"Bearer {TOKEN[:-1]}"], False),
+        ([f"Bearer {TOKEN}", f"Bearer {TOKEN}"], False),
+        ([f"Bearer {TOKEN}, Bearer {TOKEN}"], False),
+        (["Bearer \udcff\u20ac"], False),
+    ],
+)
+def test_the_header(headers, right):
+    assert right_token(headers, TOKEN) is right
+
+
+# ---- names ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "headers, right",
+    [
+        (["localhost"], True),
+        (["LOCALHOST:18188"], True),
+        (["localhost.:1"], True),
+        (["127.0.0.1:80"], True),
+        (["[::1]:18188"], True),
+        (["[0:0:0:0:0:0:0:1]"], True),
+        (["gpu.lab:18188"], True),
+        ([], False),
+        ([""], False),
+        (["evil.example"], False),
+        (["localhost.evil.example"], False),
+        (["127.0.0.1.evil.example"], False),
+        (["127.0.0.2"], False),
+        (["evil.example@localhost"], False),
+        (["localhost/evil"], False),
+        (["localhost:18188:18188"], False),
+        (["localhost:port"], False),
+        (["[localhost]"], False),
+        (["[::1"], False),
+        (["::1"], False),
+        (["localhost", "localhost"], False),
+        (["localhost, evil.example"], False),
+        (["localhost\n"], False),
+    ],
+)
+def test_names(headers, right):
+    assert right_host(headers, names_of("127.0.0.1", ["GPU.lab"])) is right
+
+
+def test_a_service_answers_to_its_own_address_but_not_to_every():
+    assert right_host(["10.1.2.3:1"], names_of("10.1.2.3", []))
+    assert right_host(["[fe80::1]:1"], names_of("FE80:0::1", []))
+    for anything in ("0.0.0.0", "::", ""):
+        assert names_of(anything, []) == access.LOOPBACK_NAMES
+
+
+# ---- addresses -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost"])
+def test_loopback_asks_for_nothing(host):
+    with listen(host, 0, False, False) as sock:
+        assert sock.getsockname()[0].startswith("127.") or sock.getsockname()[0] == "::1"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "", "192.0.2.1", "::", "::ffff:192.0.2.1"])
+def test_elsewhere_only_when_asked_for_and_under_tls(host):
+    with pytest.raises(AccessError, match="lets in other machines.*--allow-remote"):
+        listen(host, 0, False, True)
+    with pytest.raises(AccessError, match="only under TLS.*--tls-cert"):
+        listen(host, 0, True, False)
+
+
+def test_elsewhere_when_asked_for():
+    with listen("0.0.0.0", 0, True, True) as sock:
+        assert sock.getsockname()[0] == "0.0.0.0"
+
+
+def test_addresses_that_cannot_be_had():
+    with pytest.raises(AccessError, match="--host no such host"):
+        listen("no such host", 0, True, True)
+    with pytest.raises(AccessError, match="--host aaa"):
+        listen("a" * 70 + ".example", 0, True, True)
+    with listen("127.0.0.1", 0, False, False) as first:
+        first.listen()
+        with pytest.raises(AccessError, match="in use"):
+            listen("127.0.0.1", first.getsockname()[1], False, False)
+
+
+# ---- TLS -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory):
+    """(certificate, key) for localhost, by openssl."""
+    folder = tmp_path_factory.mktemp("tls")
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost".split()
+    command += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    command += ["-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")]
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no certificate can be made: {error}")
+    return folder / "cert.pem", folder / "key.pem"
+
+
+def test_certificates(certificate, tmp_path):
+    cert, key = certificate
+    assert access.tls_context(None, None) is None
+    assert access.tls_context(cert, key).minimum_version.name == "TLSv1_2"
+    for pair in ((cert, None), (None, key)):
+        with pytest.raises(AccessError, match="belong together"):
+            access.tls_context(*pair)
+    for pair in ((cert, tmp_path / "nowhere"), (key, key), (cert, cert)):
+        with pytest.raises(AccessError, match="--tls-cert"):
+            access.tls_context(*pair)
+
+
+def test_a_locked_key_is_an_error_and_no_question(certificate, tmp_path):
+    cert, key = certificate
+    locked = tmp_path / "locked.pem"
+    subprocess.run(
+        ["openssl", "rsa", "-aes256", "-passout", "pass:x", "-in", key, "-out", locked],
+        check=True,
+        capture_output=True,
+    )
+    with pytest.raises(AccessError, match="locked by a password"):
+        access.tls_context(cert, locked)
+
+
+def test_ipv6_loopback():
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    try:
+        sock = listen("::1", 0, False, False)
+    except AccessError as error:
+        pytest.skip(str(error))
+    sock.close()

@@ -1,0 +1,310 @@
+"""needle/kernels/landlock.py: the order of its calls and their structures against a kernel that is
+made up, and, where this one has Landlock, what a process can still do."""
+
+import ctypes
+import errno
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import ROOT
+
+from needle.kernels import landlock
+from needle.kernels.compile import find_toolkit
+from needle.kernels.crew import Ended, Worker
+
+
+def missing() -> str | None:
+    try:
+        landlock.version()
+    except landlock.LandlockError as error:
+        return str(error)
+    return None
+
+
+def no_nvrtc() -> str | None:
+    try:
+        find_toolkit()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+needs_landlock = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+needs_nvrtc = pytest.mark.skipif(no_nvrtc() is not None, reason=str(no_nvrtc()))
+
+
+class Kernel:
+    """The system calls of a kernel with Landlock of some version; `fails` is (call, errno)."""
+
+    def __init__(self, monkeypatch, version=7, fails=(), keeps=True):
+        self.calls, self.known, self.fails = [], version, dict(fails)
+        monkeypatch.setattr(landlock, "_syscall", self.syscall)
+        monkeypatch.setattr(landlock.ctypes, "CDLL", lambda *a, **k: self)
+        monkeypatch.setattr(landlock, "_prove", lambda: self.calls.append(("prove",)))
+        monkeypatch.setattr(landlock.os, "listdir", lambda path: ["1"])
+
+    def prctl(self, *arguments):
+        self.calls.append(("prctl", *arguments))
+        return 0
+
+    def syscall(self, number, *arguments):
+        values = tuple(getattr(a, "value", a) for a in arguments)
+        name = {444: "create", 445: "add", 446: "restrict"}[number]
+        if name == "create" and values[0] is None:
+            assert values == (None, 0, 1)
+            name = "version"
+        if name in self.fails:
+            raise OSError(self.fails[name], os.strerror(self.fails[name]))
+        self.calls.append((name, *values))
+        if name == "version":
+            return self.known
+        return os.open("/dev/null", os.O_RDONLY) if name == "create" else 0
+
+
+@pytest.mark.parametrize(
+    "version, size, files, net, scopes",
+    [
+        (1, 8, 0x1FFF, None, None),
+        (2, 8, 0x3FFF, None, None),
+        (3, 8, 0x7FFF, None, None),
+        (4, 16, 0x7FFF, 3, None),
+        (5, 16, 0xFFFF, 3, None),
+        (6, 24, 0xFFFF, 3, 3),
+        (7, 24, 0xFFFF, 3, 3),
+        (99, 24, 0xFFFF, 3, 3),
+    ],
+)
+def test_what_each_version_takes_away(version, size, files, net, scopes):
+    """linux/landlock.h: landlock_ruleset_attr, and the versions of its documentation."""
+    attr = landlock.ruleset(version)
+    assert len(attr) == size
+    fields = struct.unpack(f"={size // 8}Q", attr)
+    assert fields == tuple(n for n in (files, net, scopes) if n is not None)
+
+
+def test_the_order_of_calls(monkeypatch, tmp_path):
+    kernel = Kernel(monkeypatch, 7)
+    one = tmp_path / "one.h"
+    one.write_text("")
+    landlock.confine([tmp_path, one])
+    names = [call[0] for call in kernel.calls]
+    assert names == ["version", "create", "add", "add", "prctl", "restrict", "prove"]
+    _, attr, size, flags = kernel.calls[1]
+    assert (attr, size, flags) == (landlock.ruleset(7), 24, 0)
+    for call, rights in zip(kernel.calls[2:4], (0b1100, 0b0100)):  # a folder, and a file
+        _, _, kind, rule, flags = call
+        allowed, place = struct.unpack("=Qi", rule)
+        assert (kind, allowed, flags, len(rule)) == (1, rights, 0, 12) and place > 2
+    assert kernel.calls[4] == ("prctl", 38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+    assert kernel.calls[5][2] == 0
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM])
+def test_a_kernel_without_it(monkeypatch, code):
+    kernel = Kernel(monkeypatch, fails={"version": code})
+    with pytest.raises(landlock.LandlockError, match="has no Landlock.*Linux 5.13"):
+        landlock.confine(["/"])
+    assert kernel.calls == []
+
+
+@pytest.mark.parametrize("call", ["create", "add", "restrict"])
+def test_a_call_that_fails(monkeypatch, call):
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        Kernel(patch, fails={call: errno.EINVAL})
+        with pytest.raises(landlock.LandlockError, match=r"version 7\).*Invalid argument"):
+            landlock.confine(["/"])
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_folder_that_is_not_there(monkeypatch, tmp_path):
+    Kernel(monkeypatch)
+    with pytest.raises(landlock.LandlockError, match="nowhere"):
+        landlock.confine([tmp_path / "nowhere"])
+
+
+def test_a_second_thread_is_refused(monkeypatch):
+    kernel = Kernel(monkeypatch)
+    monkeypatch.setattr(landlock.os, "listdir", lambda path: ["1", "2"])
+    with pytest.raises(landlock.LandlockError, match="2 threads"):
+        landlock.confine(["/"])
+    assert [call[0] for call in kernel.calls] == ["version"]
+
+
+def test_a_promise_that_is_not_kept_is_found():
+    """Here nothing is restricted, as in a container that answers these calls by itself."""
+    with pytest.raises(landlock.LandlockError, match="does not keep"):
+        landlock._prove()
+
+
+def test_errors_of_system_calls():
+    with pytest.raises(OSError) as caught:
+        landlock._syscall(landlock.RESTRICT_SELF, ctypes.c_int(-1), ctypes.c_uint32(0))
+    assert caught.value.errno  # ENOSYS, EOPNOTSUPP, EPERM or EBADF
+
+
+# ---- a process that is confined ------------------------------------------------------------------
+
+
+CONFINED = """
+import os, socket, sys
+from needle.kernels import landlock
+
+allowed, secret, target = sys.argv[1:]
+opened = open(secret)
+sock = socket.socket()
+landlock.confine([allowed])
+
+def refused(what, call):
+    try:
+        call()
+    except PermissionError:
+        return
+    raise SystemExit(f"{what} is possible")
+
+assert open(f"{allowed}/header.h").read() == "text" and os.listdir(allowed)
+assert opened.read() == "secret"  # what was open stays open
+refused("reading", lambda: open(secret))
+refused("reading /etc/passwd", lambda: open("/etc/passwd"))
+refused("listing", lambda: os.listdir(os.path.dirname(secret)))
+refused("the environment", lambda: open("/proc/self/environ"))
+refused("another process' memory", lambda: open(f"/proc/{os.getppid()}/mem"))
+refused("a link out", lambda: open(f"{allowed}/link"))
+refused("writing", lambda: open(f"{allowed}/header.h", "w"))
+refused("making", lambda: open(f"{target}/new", "w"))
+refused("a folder", lambda: os.mkdir(f"{target}/new"))
+refused("removing", lambda: os.unlink(f"{allowed}/header.h"))
+refused("a program", lambda: os.execv("/bin/true", ["true"]))
+if landlock.version() >= 3:
+    refused("truncating", lambda: os.truncate(f"{allowed}/header.h", 0))
+if landlock.version() >= 4:
+    refused("a port", lambda: sock.bind(("127.0.0.1", 0)))
+    refused("a connection", lambda: sock.connect(("127.0.0.1", 9)))
+if landlock.version() >= 6:
+    refused("a signal", lambda: os.kill(os.getppid(), 0))
+pid = os.fork()
+if pid == 0:
+    refused("reading in a child", lambda: open(secret))
+    os._exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+print("confined")
+"""
+
+
+@needs_landlock
+def test_what_a_confined_process_can_do(tmp_path):
+    allowed, outside = tmp_path / "include", tmp_path / "outside"
+    allowed.mkdir()
+    outside.mkdir()
+    (allowed / "header.h").write_text("text")
+    (outside / "secret").write_text("secret")
+    (allowed / "link").symlink_to(outside / "secret")
+    done = subprocess.run(
+        [sys.executable, "-c", CONFINED, allowed, outside / "secret", outside],
+        cwd=ROOT,
+        env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stdout, done.returncode) == ("confined\n", 0), done.stderr
+
+
+# ---- the compiler --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def compiler():
+    """The service's: needle.kernels.worker's own, with NVRTC."""
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OPENBLAS_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    worker = Worker([sys.executable, "-m", "needle.kernels.worker", "confined"], environment)
+    worker.greet(120.0)
+    yield worker
+    worker.kill()
+    worker.end()
+    worker.close()
+
+
+def compiled(compiler, source: str, entry: str = "k") -> dict:
+    return compiler.ask({"entry": entry, "arch": "90a"}, source.encode(), (), 120.0)[0]
+
+
+@needs_landlock
+@needs_nvrtc
+@pytest.mark.parametrize(
+    "path", ["/etc/passwd", "/proc/self/environ", "/proc/self/maps", f"{ROOT}/README.md"]
+)
+def test_a_source_includes_no_file_of_the_machine(compiler, path):
+    answer = compiled(compiler, f'#include "{path}"\n__global__ void k(float *x) {{}}')
+    assert answer["status"] == "compile_error"
+    assert f'cannot open source file "{path}": Permission denied' in answer["message"]
+    assert "root:" not in answer["message"]
+
+
+@needs_landlock
+@needs_nvrtc
+def test_a_source_cannot_tell_whether_a_file_is_there(compiler):
+    source = '#if __has_include("/etc/passwd")\n#error there\n#endif\n__global__ void k(int *x) {}'
+    assert compiled(compiler, source)["status"] == "ok"
+
+
+@needs_landlock
+@needs_nvrtc
+def test_a_confined_compiler_compiles(compiler):
+    """Templates and the toolkit's headers, which it reads when they are asked for."""
+    source = """
+    #include <cuda_bf16.h>
+    template <class T> __global__ void k(const T *x, T *y, int n) {
+        for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x)
+            y[i] = x[i] * T(2.0f);
+        assert(n > 0);
+        if (n == 7) printf("%d\\n", n);
+    }"""
+    answer = compiled(compiler, source, "k<__nv_bfloat16>")
+    assert (answer["status"], answer.get("message")) == ("ok", None)
+    assert [p["type"] for p in answer["parameters"]][2] == "int"
+
+
+@needs_landlock
+@needs_nvrtc
+def test_the_limits_of_a_confined_compiler(compiler):
+    text = Path(f"/proc/{compiler.pid}/limits").read_text()
+    limits = {line[:26].strip(): line[26:].split()[0] for line in text.splitlines()}
+    assert limits["Max file size"] == limits["Max processes"] == "0"
+    assert int(limits["Max address space"]) <= 16 << 30
+    compiled(compiler, "__global__ void k() {}")
+    text = Path(f"/proc/{compiler.pid}/limits").read_text()
+    (seconds,) = [line.split()[3] for line in text.splitlines() if "cpu time" in line]
+    assert int(seconds) < 200
+    assert "NoNewPrivs:\t1" in Path(f"/proc/{compiler.pid}/status").read_text()
+
+
+@pytest.mark.parametrize("role, ready", [("confined", False), ("compiler", True)])
+def test_a_compiler_that_cannot_be_confined_does_not_start(tmp_path, role, ready):
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import sys\n"
+        "from needle.kernels import landlock, worker\n"
+        "def version():\n    raise landlock.LandlockError('there is none')\n"
+        "landlock.version = version\n"
+        "class Needle(worker.Needle):\n    def headers(self):\n        return []\n"
+        "worker.main(sys.argv[1:], Needle())\n"
+    )
+    made = Worker([sys.executable, str(script), role], os.environ | {"PYTHONPATH": str(ROOT)})
+    try:
+        if ready:
+            made.greet(60.0)
+        else:
+            with pytest.raises(Ended, match="there is none"):
+                made.greet(60.0)
+    finally:
+        made.kill()
+        made.end()
+        made.close()

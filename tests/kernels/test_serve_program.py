@@ -1,0 +1,167 @@
+"""python -m needle.kernels serve: what it says, what it does not start with, and how it ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from fake_pool import SOURCE
+from harness import ROOT
+from serving import SIMPLE, Client, running
+
+pytest.importorskip("aiohttp", reason="no aiohttp (pip install needle[serve]): no service")
+
+
+def test_the_end_tells_those_that_wait_and_ends_what_runs(made_up):
+    answers = []
+    with running(made_up) as client:
+        threads = [
+            threading.Thread(
+                target=lambda: answers.append(client.evaluate(SIMPLE | {"source": "wait"}))
+            )
+            for _ in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        assert made_up.begun.acquire(timeout=60)
+        deadline = time.monotonic() + 60
+        while len(client.service.turns.waiting) < 2 and time.monotonic() < deadline:
+            time.sleep(0.005)
+    for thread in threads:
+        thread.join(60)
+    assert made_up.closed and made_up.calls == ["k"]
+    assert [status for status, _ in answers] == [503] * 3
+    with pytest.raises(OSError):
+        client.connect().request("GET", "/health")
+
+
+STARTED = """
+import sys
+sys.path[:0] = [sys.argv[1] + "/tests/kernels", sys.argv[1] + "/tests"]
+from fake_pool import FakePool
+from needle.kernels import __main__ as program
+
+class Pool(FakePool):
+    def __init__(self, *args, confined, **more):
+        assert confined
+        super().__init__(*args, **more)
+
+program.Pool = Pool
+program.PROOF = 'def one(grid, block, x: "float*"): x[0] = 1'
+if "--no-landlock" in sys.argv:
+    sys.argv.remove("--no-landlock")
+    program.landlock.CREATE_RULESET = 9999  # no system call
+else:
+    program.landlock.version = lambda: 7
+sys.exit(program.main(sys.argv[2:]))
+"""
+
+
+def start(tmp_path, *flags) -> subprocess.Popen:
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-W",
+            "error",
+            "-c",
+            STARTED,
+            str(ROOT),
+            "serve",
+            "--port",
+            "0",
+            "--token-file",
+            str(tmp_path / "token"),
+            "--timeout",
+            "60",
+            *flags,
+        ],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def descendants(pid: int) -> set[int]:
+    found, new = set(), {pid}
+    while new:
+        found |= new
+        new = set()
+        for one in [int(name) for name in os.listdir("/proc") if name.isdigit()]:
+            try:
+                with open(f"/proc/{one}/stat") as file:
+                    parent = int(file.read().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+            if parent in found and one not in found:
+                new.add(one)
+    return found - {pid}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_everything(tmp_path, number):
+    """The whole program: what it says, its token, a job in work, and nothing left behind."""
+    program = start(tmp_path, "--devices", "0", "--drain-seconds", "0.2")
+    try:
+        first, second = program.stdout.readline(), program.stdout.readline()
+        assert "arbitrary code" in first
+        assert second.startswith("listening on http://127.0.0.1:") and str(tmp_path) in second
+        token = (tmp_path / "token").read_text().strip()
+        assert token not in first + second
+        client = Client(None, None, int(second.split(",")[0].rpartition(":")[2]))
+        ask = lambda: client.ask(
+            "POST",
+            "/evaluate",
+            json.dumps(SIMPLE | {"source": SOURCE, "entry": "hangs"}),
+            Authorization=f"Bearer {token}",
+            Content_Type="application/json",
+        )
+        answers = []
+        thread = threading.Thread(target=lambda: answers.append(ask()))
+        thread.start()
+        deadline, running = time.monotonic() + 60, 0
+        while not running and time.monotonic() < deadline:
+            _, health, _ = client.ask("GET", "/health", Authorization=f"Bearer {token}")
+            running = health["running"]
+        assert running == 1
+        left = descendants(program.pid)
+        assert left
+        program.send_signal(number)
+        out, error = program.communicate(timeout=60)
+        thread.join(60)
+        assert (program.returncode, out) == (0, ""), error
+        assert answers[0][0] == 503
+        assert token not in error and "'/evaluate' 503" in error
+        deadline = time.monotonic() + 20
+        while left and time.monotonic() < deadline:
+            left = {pid for pid in left if os.path.exists(f"/proc/{pid}")}
+        assert not left
+    finally:
+        program.kill()
+        program.communicate()
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--no-landlock"], "has no Landlock (Function not implemented)"),
+        (["--host", "0.0.0.0"], "lets in other machines"),
+        (["--host", "0.0.0.0", "--allow-remote"], "only under TLS"),
+        (["--tls-cert", "/nowhere"], "belong together"),
+        (["--token-file", "{open}"], "chmod 600"),
+    ],
+)
+def test_what_does_not_start(tmp_path, flags, said):
+    (tmp_path / "open").write_text("o" * 40)
+    (tmp_path / "open").chmod(0o644)
+    flags = [flag.format(open=tmp_path / "open") for flag in flags]
+    program = start(tmp_path, *flags)
+    out, error = program.communicate(timeout=120)
+    assert (program.returncode, out) == (1, ""), error
+    assert error.startswith("needle: error: ") and said in error and error.count("\n") == 1
+    assert not (tmp_path / "token").exists()
