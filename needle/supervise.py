@@ -15,7 +15,8 @@ process group of its own, reads nothing, writes where this process does, and die
 
 Each death is a line of faults.jsonl in the run's folder:
 
-    time, step      when, and the first step that was not finished; null before the first of all
+    time, step      when, and the first step that was not finished (of a GPU, which the host is
+                    ahead of, it may be the next); null before the command told any
     exit, signal    one of them is null
     op, message     the op only where NEEDLE_SYNC was on
     seconds_lost    since the last step that need not be done again, until the device was proved
@@ -80,8 +81,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def spawn(command: Sequence[str], **options: Any) -> subprocess.Popen:
-    """`command` in a session of its own, where a terminal's Ctrl-C does not reach it, with nothing to
-    read. The kernel kills it when this process ends, however it does."""
+    """`command` in a session of its own, where a terminal's Ctrl-C does not reach it, with nothing
+    to read. The kernel kills it when this process ends, however it does."""
     parent = os.getpid()
 
     def tie() -> None:
@@ -354,7 +355,7 @@ class Supervisor:
             return life.exit_code, f"ended: stopped by {signal.Signals(self._stopped).name}"
         if self._deaths_at[life.fatal] >= DEATHS:
             return life.exit_code, f"ended: {DEATHS} deaths there, and nothing done beyond"
-        if life.fatal is not None:  # where the host ran ahead, it was the step after
+        if life.fatal is not None:  # where the host was ahead, it was the next step
             self._synced = max(self._synced, life.fatal + 1)
         problem = None if self.device == "cpu" else self._prove()
         if self._signals:
@@ -371,6 +372,8 @@ class Supervisor:
             end = time.monotonic() + pause
             while time.monotonic() < end and not self._signals:
                 time.sleep(TICK / 5)
+            if self._signals:
+                return None
             problem = probe(self.device, PROBE_SECONDS, lambda: bool(self._signals))
             if problem is None or self._signals:
                 return None
