@@ -273,7 +273,7 @@ class Supervisor:
         return Life(process, now, now, synced)
 
     def _watch(self, life: Life) -> None:
-        """Until the process is gone, or cannot be killed."""
+        """Until the process is gone, or hangs."""
         before = time.monotonic()
         while life.process.poll() is None:
             select.select([self._reader], [], [], TICK)
@@ -288,7 +288,6 @@ class Supervisor:
                 for number in (signal.SIGABRT, signal.SIGCONT):  # also where it was stopped
                     life.process.send_signal(number)
                 wait(life.process, GRACE)
-                kill(life.process)
                 break
         self._hear(life)  # its last words
 

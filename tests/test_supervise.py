@@ -60,7 +60,7 @@ def run(tmp_path, monkeypatch):
 # ---- what is started again ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("code", [0, 1, 2, 74, 76, 130, 255])
+@pytest.mark.parametrize("code", [0, 1, 74, 76, 130])
 def test_other_exit_codes_are_passed_on(run, code, capfd):
     done, _, said, faults = run(f"say('here'); sys.exit({code})")
     assert (done, said, faults) == (code, ["here"], [])
@@ -345,7 +345,7 @@ beat(step=0)
 say("ready")
 while count == 0:
     time.sleep(0.01)
-time.sleep(0.3)
+time.sleep(0.1)
 """
 
 
