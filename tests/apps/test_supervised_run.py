@@ -77,6 +77,18 @@ def test_a_fault_that_comes_back_names_its_op_and_ends_the_run(tmp_path, device)
     assert "ended: 3 deaths there" in said and "The op is exp." in said
 
 
+def test_another_way_is_seen(tmp_path, tokens):
+    for name, seed in (("a", "1"), ("b", "2"), ("c", "1")):
+        assert train_pythia.main(flags(tmp_path, tokens, name, "--seed", seed)) == 0
+    supervised_campaign.compare(tmp_path, "a", "c", 6)
+    with pytest.raises(supervised_campaign.Different, match="the losses of b"):
+        supervised_campaign.compare(tmp_path, "b", "c", 6)
+    path = checkpoint_of(tmp_path, "a", 6)
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(supervised_campaign.Different, match="the last checkpoint of a"):
+        supervised_campaign.compare(tmp_path, "a", "c", 6)
+
+
 def test_a_signal_saves_and_a_second_supervisor_is_refused(tmp_path):
     words = supervised(command(tmp_path, "a", 100_000, "cpu", []), 60)
     first = start(tmp_path, words)
