@@ -31,11 +31,13 @@ PY := $(VENV)/bin/python
 STATE := $(VENV)/.needle
 endif
 
-# Without NEEDS nothing works; without LIKES something is slower or missing, and says so itself.
+# Without NEEDS nothing works; without LIKES something is slower or missing, and says so itself. Where a
+# package is called otherwise than its module, it stands behind a colon.
 BUILD_NEEDS := setuptools numpy
 BUILD_LIKES := scipy_openblas32
 TRAIN_LIKES := tokenizers tqdm matplotlib zstandard
 TEST_NEEDS := $(TRAIN_LIKES) safetensors pytest hypothesis
+TEST_LIKES := xdist:pytest-xdist
 C_FILES = $(wildcard csrc/*.[ch] csrc/*/*.[ch] cuda/*.cu cuda/*.cuh)
 
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
@@ -84,7 +86,8 @@ endef
 # when there are any. What cannot be had ends the build of who wants it, and is a line to who likes it.
 define lacking
 lacking=$$("$(PY)" -c 'import sys; from importlib.util import find_spec; \
-print(*(n.replace("_", "-") for n in sys.argv[1:] if find_spec(n) is None))' $(1)) || exit 1; \
+print(*(package or module.replace("_", "-") for module, _, package in (n.partition(":") for n in sys.argv[1:]) \
+if find_spec(module) is None))' $(1)) || exit 1; \
 [ -z "$$lacking" ] || echo "needle: installing $$lacking"
 endef
 
@@ -120,6 +123,7 @@ $(STATE)/train: $(STATE)/build
 
 $(STATE)/test: $(STATE)/build
 	@$(call want,$(TEST_NEEDS))
+	@$(call like,$(TEST_LIKES))
 	@touch $@
 
 # ---- what to do ------------------------------------------------------------------------------------
@@ -132,9 +136,11 @@ train: $(STATE)/train lib
 test: $(STATE)/test lib
 	@"$(PY)" -X dev -W error -m pytest -q $(ARGS)
 
+# A fault takes its process along: with pytest-xdist that is a worker, and another does the rest.
 test-cuda: $(STATE)/test
 	@NEEDLE_CUDA=1 $(MAKE) --no-print-directory lib
-	@NEEDLE_REQUIRE_CUDA=1 "$(PY)" -m pytest -q -m cuda $(ARGS)
+	@workers=$$("$(PY)" -c 'from importlib.util import find_spec; print("-n 1 --max-worker-restart 999" * bool(find_spec("xdist")))'); \
+	NEEDLE_REQUIRE_CUDA=1 "$(PY)" -m pytest -q -m cuda $$workers $(ARGS)
 
 # clang-format 14 and ruff, from the machine when it has them, else from the package index.
 define find_tools

@@ -16,6 +16,7 @@ from pathlib import Path
 from needle.checkpoint import Checkpoint, find_checkpoint, newest_checkpoint
 from needle.data import DataError
 from needle.files import FileError, Lock, remove_leftovers
+from needle.heartbeat import beat
 
 
 def free_folder(out: Path, name: str | None, model: str, restart: bool) -> Path:
@@ -33,9 +34,17 @@ def free_folder(out: Path, name: str | None, model: str, restart: bool) -> Path:
     return folder
 
 
+def again(folder: Path) -> list[str]:
+    """The flags that go on with the run in `folder`."""
+    folder = folder if folder.name not in ("", "..") else folder.resolve()
+    words = ["--resume", "auto", "--name", folder.name]
+    return words if folder.parent == Path("runs") else [*words, "--out", str(folder.parent)]
+
+
 def take(folder: Path) -> Lock:
     """Makes a run's folder where there is none, and locks it. What a killed process was writing is
     removed. FileError names the process that works there."""
+    beat(run=str(folder), resume=again(folder), watched=False)
     try:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         lock = Lock(folder)

@@ -32,6 +32,7 @@ import numpy as np
 from needle import _C
 from needle.backend_ndarray import NDArray
 from needle.files import naming, replacing
+from needle.heartbeat import beat
 
 # Peak dense FLOP/s by a part of the GPU's name and dtype, from NVIDIA's data sheets.
 PEAKS = {
@@ -147,6 +148,7 @@ class RunLog:
         for what, value in (("loss", step["loss"]), ("gradient norm", step["grad_norm"])):
             if not math.isfinite(value):
                 raise NotFinite(f"step {step['step']}: the {what} is {value} ({step['where']})")
+        beat(step=step["step"])
         now = time.perf_counter()
         step["duration"] = now - self._mark
         self.seconds += step["duration"]

@@ -12,12 +12,12 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import recipes
 import run_length
 
-from needle import models
+from needle import models, supervise
 from needle.backend_ndarray import check_device_name
 from needle.models.pythia import SPARSE_PATTERNS
 
@@ -147,8 +147,8 @@ def parser() -> argparse.ArgumentParser:
         "the Python standard library, with sizes that suit the device.",
         epilog="Defaults are written cpu | gpu where they differ. Exit codes: 0 done, or stopped "
         "by SIGINT, SIGTERM, SIGHUP or a closed pipe after saving; 1 an error, or a loss that is "
-        "not finite; 2 a bad flag; 75 the GPU is lost: start again with --resume auto; 130 Ctrl-C "
-        "before the first step, or for the second time.",
+        "not finite; 2 a bad flag; 75 the GPU is lost: start again with --resume auto, as "
+        "--supervise does by itself; 130 Ctrl-C before the first step, or for the second time.",
     )
 
     recipe = top.add_argument_group(
@@ -371,7 +371,37 @@ def parser() -> argparse.ArgumentParser:
         "checkpoint of the run --name, without it of all runs in --out; with "
         "none there, auto starts from the beginning",
     )
+
+    faults = top.add_argument_group(
+        "faults",
+        "A supervisor starts the run again with --resume auto, and with the same losses bit for "
+        "bit, after exit code 75, after a signal that killed it, and where it hangs. It proves "
+        "the GPU first, waits for each op up to the step that died, so that the fault gets a "
+        "name, and gives up after three deaths at one step. Each is a line of faults.jsonl in "
+        "the run's folder. Of any command: python -m needle.supervise -- COMMAND.",
+    )
+    faults.add_argument(
+        "--supervise", action="store_true", help="run under a supervisor (default: off)"
+    )
+    faults.add_argument(
+        "--hang-seconds",
+        type=positive,
+        metavar="S",
+        help="of --supervise: a step, a batch of an evaluation or a save that takes longer is a "
+        f"hang (default: {supervise.HANG_SECONDS:g})",
+    )
     return top
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; a bad one ends the program with exit code 2."""
+    top = parser()
+    args = top.parse_args(argv)
+    if args.hang_seconds is None:
+        args.hang_seconds = supervise.HANG_SECONDS
+    elif not args.supervise:
+        top.error("argument --hang-seconds: needs --supervise")
+    return args
 
 
 def given(args: argparse.Namespace) -> dict:

@@ -35,7 +35,7 @@ import train_flags  # noqa: E402
 from run_log import NotFinite, RunLog, peak_flops, plot  # noqa: E402
 
 import needle as ndl  # noqa: E402
-from needle import models, nn, optim  # noqa: E402
+from needle import models, nn, optim, supervise  # noqa: E402
 from needle.autograd import Tensor, no_grad  # noqa: E402
 from needle.backend_ndarray import NDArray, choose_device, full  # noqa: E402
 from needle.checkpoint import (  # noqa: E402
@@ -57,6 +57,7 @@ from needle.data import (  # noqa: E402
     token_bytes,
 )
 from needle.files import Lock, replacing  # noqa: E402
+from needle.heartbeat import beat, supervised  # noqa: E402
 
 __all__ = ["load_checkpoint", "main", "save_checkpoint", "train"]
 
@@ -64,7 +65,7 @@ __all__ = ["load_checkpoint", "main", "save_checkpoint", "train"]
 EVAL_TOKENS = {"cpu": 1 << 15, "cuda": 1 << 19}
 EVAL_BATCHES = 32
 SAMPLE_TOKENS = 120
-EXIT_GPU_LOST = 75  # a supervisor starts again with --resume auto
+EXIT_GPU_LOST = 75  # a supervisor (--supervise) starts again with --resume auto
 
 
 @dataclasses.dataclass
@@ -116,6 +117,7 @@ def train(run: Run) -> int:
     )
     loss_scale = Tensor.from_ndarray(full((), 1 / micro_batches, "float32", run.device))
     stop, failure = Stop(), None
+    beat(step=run.step)
     try:
         if run.step == 0 and settings["recipe"]:
             save(run, log)
@@ -222,6 +224,7 @@ def evaluate(run: Run) -> dict[str, float]:
         for ids, targets in held_out.in_order(limit):
             _, loss = run.model(ids, targets)
             nats.append(float(loss.numpy()) * targets.size)
+            beat()
             count += targets.size
             text_bytes += 0 if sizes is None else int(sizes[targets].sum())
     run.model.train()
@@ -273,14 +276,13 @@ def save(run: Run, log: RunLog) -> None:
         seconds=log.seconds,
     )
     run.saved = run.step
+    beat(saved=run.step)
     prune_checkpoints(folder, run.step, forever=lambda step: stays(run.settings, step))
 
 
 def resume_command(run: Run) -> str:
-    words = [sys.executable, sys.argv[0], "--resume", "auto", "--name", run.folder.name]
-    if run.folder.parent != Path("runs"):
-        words += ["--out", str(run.folder.parent)]
-    words += ["--tensorboard"] * run.tensorboard
+    words = [sys.executable, sys.argv[0], *run_folder.again(run.folder)]
+    words += ["--supervise"] * supervised() + ["--tensorboard"] * run.tensorboard
     words += ["--wandb", run.wandb] if run.wandb is not None else []
     return shlex.join(words)
 
@@ -310,7 +312,9 @@ def report_not_finite(run: Run, error: NotFinite) -> int:
 
 def finish(run: Run) -> None:
     """The plot, a sample, and where everything lies."""
+    beat(watched=False)  # fonts may be looked for
     print(plot(run.folder))
+    beat()
     print(f"checkpoint: {checkpoint_path(run.folder / 'checkpoints', run.step)}")
     text = sample_text(run)
     with replacing(run.folder / "sample.txt") as file:
@@ -341,8 +345,17 @@ def sample_text(run: Run) -> str:
 # ---- making a run -----------------------------------------------------------------------------
 
 
+def open_device(name: str) -> ndl.Device:
+    """The supervisor watches while it opens; then data may be read for any time."""
+    beat()
+    device = choose_device(name)
+    told = "cpu" if device.is_host else f"{device.name}:{device.index}"
+    beat(device=told, watched=False)
+    return device
+
+
 def new_run(args) -> Run:
-    device, named, model = choose_device(args.device), train_flags.given(args), None
+    device, named, model = open_device(args.device), train_flags.given(args), None
     if "init" in named:
         model, named = run_init.start(named, args.tokens, device)
     settings = train_flags.complete(named, args.tokens, on_gpu=not device.is_host)
@@ -381,7 +394,7 @@ def new_run(args) -> Run:
 
 
 def resumed_run(args, folder: Path, lock: Lock, checkpoint: Checkpoint) -> Run:
-    state = checkpoint.state
+    device, state = open_device(args.device), checkpoint.state
     kinds = {"settings": dict, "step": int, "data": dict, "fingerprint": str}
     kinds["seconds"] = (int, float)
     missing = [key for key, kind in kinds.items() if not isinstance(state.get(key), kind)]
@@ -404,7 +417,6 @@ def resumed_run(args, folder: Path, lock: Lock, checkpoint: Checkpoint) -> Run:
         )
     described = train_flags.data_of(settings)
     data = run_data(described, folder, state["fingerprint"])
-    device = choose_device(args.device)
     batches = Prefetch(run_batches(data, described, state["config"]["vocab_size"]), device)
     batches.seek(state["data"])
     model, optimizer, _, _ = checkpoint.restore(device)
@@ -474,7 +486,11 @@ def write_description(run: Run) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = train_flags.parser().parse_args(argv)
+    args = train_flags.parse(argv)
+    if args.supervise and not supervised():
+        words = sys.argv[1:] if argv is None else argv
+        command = [sys.executable, str(Path(__file__).resolve()), *words]
+        return supervise.Supervisor(command, args.hang_seconds).run()
     run = None
     try:
         trackers.check(args.tensorboard, args.wandb)
@@ -489,6 +505,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         return train(run)
     except ndl.CudaFatalError as error:
+        beat(fault=str(error))
         print(
             f"train_pythia.py: the GPU is lost: {error}\nstart again with --resume auto",
             file=sys.stderr,

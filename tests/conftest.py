@@ -11,6 +11,7 @@ import random
 
 import numpy as np
 import pytest
+from lost_device import LostDevice
 
 import needle as ndl
 
@@ -40,6 +41,12 @@ def order_seed() -> int | None:
 
 
 SEED = order_seed()
+# Workers of pytest-xdist, which inherit it, must all take the same order.
+os.environ["NEEDLE_TEST_SEED"] = "off" if SEED is None else str(SEED)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(LostDevice(config))
 
 
 def cuda_missing() -> str | None:
@@ -61,6 +68,9 @@ def parity_missing() -> str | None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
+    no_cuda = os.environ.get("NEEDLE_REQUIRE_CUDA", "0") == "1" and cuda_missing()
+    if no_cuda:
+        raise pytest.UsageError(f"NEEDLE_REQUIRE_CUDA=1, but {no_cuda}")
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None:  # also with -q, which leaves pytest's own header out
         order = f"random, NEEDLE_TEST_SEED={SEED} repeats it" if SEED is not None else "as written"
@@ -69,8 +79,6 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     no_cuda, no_parity = cuda_missing(), parity_missing()
-    if no_cuda and os.environ.get("NEEDLE_REQUIRE_CUDA", "0") == "1":
-        raise pytest.UsageError(f"NEEDLE_REQUIRE_CUDA=1, but {no_cuda}")
     for item in items:
         if no_cuda and item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.skip(reason=f"no GPU: {no_cuda}"))

@@ -32,9 +32,23 @@ static PyObject *module_build_info(PyObject *module, PyObject *unused) {
                          nd_library_path(BACKEND_cuda), "abi", (unsigned long long)nd_abi());
 }
 
+static PyObject *module_sync_each_op(PyObject *module, PyObject *on) {
+    nd_state *state = nd_module_state(module);
+    int wanted = PyObject_IsTrue(on);
+    if (wanted < 0) {
+        return NULL;
+    }
+    PyObject *before = PyBool_FromLong(state->sync);
+    state->sync = wanted;
+    return before;
+}
+
 static PyMethodDef module_methods[] = {
     {"build_info", module_build_info, METH_NOARGS,
      "build_info($module)\n--\n\nHow this build was made, as a dict."},
+    {"sync_each_op", module_sync_each_op, METH_O,
+     "sync_each_op($module, on, /)\n--\n\nWhether each op waits for its device, so that a fault "
+     "carries its name; at first what\nNEEDLE_SYNC says. Returns what was so before."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -245,10 +245,10 @@ def test_help_names_every_flag_in_groups_with_defaults(capsys):
     for flag in (
         "model data tokenizer batch-size seq-len grad-accum steps tokens lr schedule "
         "warmup weight-decay clip dtype device seed sparse window eval-every save-every "
-        "out name resume recipe global-batch-size tensorboard wandb"
+        "out name resume recipe global-batch-size tensorboard wandb supervise hang-seconds"
     ).split():
         assert f"--{flag} " in text, flag
-    for group in ("recipe:", "model:", "data:", "training:", "output:"):
+    for group in ("recipe:", "model:", "data:", "training:", "output:", "faults:"):
         assert f"\n{group}" in text
     assert text.count("(default") >= 20
 

@@ -320,6 +320,30 @@ def test_a_fatal_fault_ends_the_process():
     assert done.stdout.lower().count("start") >= 4 and "checkpoint" in done.stdout
 
 
+SYNC = (
+    FAULT.partition("said = []")[0]
+    + """
+busy = _C.array([[1.0]], device=ndl.cuda()).broadcast_to((4096, 4096))
+for _ in range(20):
+    busy @ busy
+_C.sync_each_op(not _C.sync_each_op(False))
+try:
+    wild.exp()
+    print("passed the op")
+    ndl.cuda().synchronize()
+except ndl.CudaFatalError as error:
+    print(error)
+"""
+)
+
+
+@pytest.mark.parametrize("before, met_by", [("0", "exp: "), ("1", "passed the op")])
+def test_sync_each_op_decides_who_meets_a_fault(before, met_by):
+    done = python(SYNC, NEEDLE_SYNC=before)
+    assert done.returncode == 75, (done.returncode, done.stdout, done.stderr)
+    assert done.stdout.startswith(met_by), done.stdout
+
+
 def test_a_lost_allocation_is_no_fault(device):
     with pytest.raises((MemoryError, ndl.CudaError)) as raised:
         _C.empty((2**46,), "float32", device)

@@ -1,0 +1,450 @@
+"""Runs a training, and starts it again when a fault ends it.
+
+    python -m needle.supervise [--hang-seconds S] -- COMMAND ...
+    python apps/train_pythia.py --supervise ...            the same of itself
+
+The process is the unit of recovery: after a fatal CUDA fault none but a new one gets the device.
+COMMAND is started again after exit code 75 (the GPU is lost), after a signal that killed it, and
+when it finishes no step for S seconds: it then prints its stacks and is killed with its process
+group. Every other exit code is passed on. A fresh process proves the device before each new start.
+The steps up to the one that died run with NEEDLE_SYNC=1, so that a fault that comes back carries
+the name of its op. Three deaths at one step are the end, with the exit code of the last.
+
+SIGINT, SIGTERM and SIGHUP are passed on, once: COMMAND saves, ends, and stays ended. It has a
+process group of its own, reads nothing, writes where this process does, and dies with it.
+
+Each death is a line of faults.jsonl in the run's folder:
+
+    time, step      when, and the first step that was not finished (of a GPU, which the host is
+                    ahead of, it may be the next); null before the command told any
+    exit, signal    one of them is null
+    op, message     the op only where NEEDLE_SYNC was on
+    seconds_lost    since the last step that need not be done again, until the device was proved
+    action          restart, or why there is none
+
+COMMAND tells all this by needle/heartbeat.py, as needle's trainer does. One that tells nothing is
+started again as it was, with NEEDLE_RESTARTS, how often it has been, in its environment, and no
+hang of it is seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import ctypes
+import dataclasses
+import datetime
+import json
+import math
+import os
+import select
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from needle.heartbeat import PIPE, SYNC_UNTIL
+
+EXIT_GPU_LOST = 75
+HANG_SECONDS = 300.0  # a step, a batch of an evaluation, and a save must each fit
+DEATHS = 3  # at one step
+TICK = 0.1  # seconds between two looks at the process
+GRACE = 2.0  # seconds for the stacks of a process that hangs
+REAP = 30.0  # seconds in which what was killed must be gone
+PROBE_SECONDS = 60.0  # of a try: a context takes 0.2 s, and seconds where the driver was unloaded
+PROBE_WAITS = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0)  # seconds before each try
+
+# Its argument is the device that the command told; without one it tries every GPU.
+PROBE = """
+import sys
+import needle as ndl
+from needle.backend_ndarray import choose_device
+devices = [choose_device(name) for name in sys.argv[1:]]
+for device in devices or [d for d in ndl.all_devices() if d.enabled() and not d.is_host]:
+    x = ndl.NDArray([[1.0, 2.0], [3.0, 4.0]], device=device)
+    product = (x @ x).numpy().tolist()
+    if product != [[7.0, 10.0], [15.0, 22.0]]:
+        sys.exit(f"{device}: a wrong product: {product}")
+"""
+
+
+# ---- processes that end with this one -----------------------------------------------------------
+
+_libc = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+
+
+def spawn(command: Sequence[str], **options: Any) -> subprocess.Popen:
+    """`command` in a session of its own, where a terminal's Ctrl-C does not reach it, with nothing
+    to read. The kernel kills it when this process ends, however it does."""
+    parent = os.getpid()
+
+    def tie() -> None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before it could be asked to
+            os._exit(1)
+
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=tie, **options
+    )
+
+
+def wait(
+    process: subprocess.Popen, seconds: float, given_up: Callable[[], bool] = lambda: False
+) -> bool:
+    """Whether the process ended within so many seconds, or before `given_up`."""
+    end = time.monotonic() + seconds
+    while process.poll() is None and time.monotonic() < end and not given_up():
+        time.sleep(TICK / 5)
+    return process.returncode is not None
+
+
+def kill(process: subprocess.Popen) -> bool:
+    """Kills the process with its group; whether it is gone. A process that waits for a driver may
+    stay for ever."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # all of them are gone
+        os.killpg(process.pid, signal.SIGKILL)
+    return wait(process, REAP)
+
+
+def probe(
+    device: str | None, seconds: float = PROBE_SECONDS, given_up: Callable[[], bool] = lambda: False
+) -> str | None:
+    """Why a fresh process cannot multiply two matrices on the device, or None."""
+    root = str(Path(__file__).resolve().parent.parent)
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-c", PROBE, *([] if device is None else [device])]
+    with tempfile.TemporaryFile() as said:
+        process = spawn(
+            command, stdout=subprocess.DEVNULL, stderr=said, env={**os.environ, "PYTHONPATH": path}
+        )
+        if not wait(process, seconds, given_up):
+            gone = kill(process)
+            return f"no answer in {seconds:g} s" + ("" if gone else ", and cannot be killed")
+        said.seek(0)
+        lines = said.read().decode(errors="replace").strip().splitlines()
+    code = process.returncode
+    return None if code == 0 else lines[-1] if lines else f"exit code {code}"
+
+
+# ---- lives and deaths ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Life:
+    """One process of the command, and what it has told."""
+
+    process: subprocess.Popen
+    spawned: float  # by time.monotonic(), as all moments here
+    kept: float  # what it did since then would be lost
+    synced: float  # up to this step it waits for each op
+    watched: bool = False
+    first: int | None = None  # steps done when it told first
+    step: int | None = None  # steps done
+    fault: str = ""
+    idle: float = 0.0  # seconds without a word
+    hung: bool = False
+
+    @property
+    def died(self) -> bool:
+        """Of what a new process may be spared; a process that cannot be killed has no code."""
+        code = self.process.returncode
+        return self.hung or code == EXIT_GPU_LOST or code < 0
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell tells it."""
+        code = self.process.returncode
+        return EXIT_GPU_LOST if code is None else code if code >= 0 else 128 - code
+
+    @property
+    def fatal(self) -> int | None:
+        """The first step that is not done."""
+        return None if self.step is None else self.step + 1
+
+    @property
+    def op(self) -> str | None:
+        known = self.fault and self.fatal is not None and self.fatal <= self.synced
+        return self.fault.partition(":")[0] if known else None
+
+    @property
+    def why(self) -> str:
+        code = self.process.returncode
+        if self.hung:
+            return f"nothing finished for {self.idle:.0f} s"
+        if code < 0:
+            return f"killed by {signal.Signals(-code).name}"
+        return self.fault.partition("\n")[0] or f"exit code {code}"
+
+
+class Supervisor:
+    """Runs `command` until it ends by itself, or nothing helps: `run()` returns the exit code."""
+
+    def __init__(self, command: Sequence[str], hang_seconds: float = HANG_SECONDS) -> None:
+        self.command, self.hang_seconds = list(command), hang_seconds
+        self.folder: Path | None = None
+        self.device: str | None = None
+        self.resume: list[str] = []
+        self.lives = self.deaths = 0
+        self.lost = 0.0  # seconds: what was done twice, waiting, starting
+        self._reached = -1  # steps done, in any life
+        self._deaths_at: collections.Counter[int | None] = collections.Counter()  # since that step
+        self._synced = 0  # a new life waits for each op up to this step
+        self._signals: list[int] = []  # that have come, and were not passed on yet
+        self._stopped = 0  # the last that was
+        self._records: list[dict[str, Any]] = []  # lines of faults.jsonl, not written yet
+        self._heard = b""  # of a line
+
+    def run(self) -> int:
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="needle-") as folder, self._listening():
+            self._pipe = os.path.join(folder, "heartbeat")
+            os.mkfifo(self._pipe, 0o600)
+            # Open for writing too: the pipe has no end when a life is over.
+            self._reader = os.open(self._pipe, os.O_RDWR | os.O_NONBLOCK)
+            try:
+                code = None
+                while code is None:
+                    code = self._live()
+            finally:
+                os.close(self._reader)
+        if self.deaths:
+            took = time.monotonic() - began
+            listed = "" if self.folder is None else f" ({self.folder / 'faults.jsonl'})"
+            plural = "" if self.deaths == 1 else "s"
+            say(f"{self.deaths} death{plural}, {self.lost:.1f} s of {took:.1f} s lost{listed}")
+        return code
+
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[None]:
+        """Signals are collected. A SIGHUP that whoever started this has it ignore stays ignored."""
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        for number in (signal.SIGHUP, signal.SIGTSTP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                numbers.append(number)
+        collect = lambda number, frame: self._signals.append(number)
+        before = {number: signal.signal(number, collect) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    # ---- one life -------------------------------------------------------------------------------
+
+    def _live(self) -> int | None:
+        """From a start to what follows from its end: the exit code, or None for a new life."""
+        try:
+            life = self._start()
+        except OSError as error:
+            say(f"{self.command[0]}: {error.strerror}")
+            return 127 if isinstance(error, FileNotFoundError) else 126
+        self._watch(life)
+        if not life.died or life.process.returncode == -self._stopped:
+            return life.exit_code
+        self.deaths += 1
+        self._deaths_at[life.fatal] += 1
+        code, action = self._after(life)
+        seconds = time.monotonic() - life.kept
+        self.lost += seconds
+        at = "before the first step" if life.fatal is None else f"step {life.fatal}"
+        op = f" The op is {life.op}." if life.op else ""
+        say(f"{at}: {life.why}.{op} {seconds:.1f} s lost: {action}")
+        self._record(life, seconds, action)
+        return code
+
+    def _start(self) -> Life:
+        environment = {**os.environ, PIPE: self._pipe, "NEEDLE_RESTARTS": str(self.lives)}
+        environment.setdefault("PYTHONFAULTHANDLER", "1")  # SIGABRT prints the stacks
+        synced: float = self._synced
+        if os.environ.get("NEEDLE_SYNC", "0") not in ("", "0"):
+            synced = math.inf
+        elif synced:
+            environment |= {"NEEDLE_SYNC": "1", SYNC_UNTIL: str(self._synced)}
+        now = time.monotonic()
+        process = spawn([*self.command, *self.resume], env=environment)
+        self.lives += 1
+        return Life(process, now, now, synced)
+
+    def _watch(self, life: Life) -> None:
+        """Until the process is gone, or hangs."""
+        before = time.monotonic()
+        while life.process.poll() is None:
+            select.select([self._reader], [], [], TICK)
+            now = time.monotonic()
+            life.idle += min(now - before, 5 * TICK)  # this process may have been stopped
+            before = now
+            self._hear(life)
+            while self._signals:
+                self._pass_on(life, self._signals.pop(0))
+            if life.watched and life.idle > self.hang_seconds:
+                life.hung = True
+                for number in (signal.SIGABRT, signal.SIGCONT):  # also where it was stopped
+                    life.process.send_signal(number)
+                wait(life.process, GRACE)
+                break
+        self._hear(life)  # its last words
+
+    def _pass_on(self, life: Life, number: int) -> None:
+        if number != signal.SIGTSTP:
+            self._stopped = number
+            life.process.send_signal(number)
+            return
+        with contextlib.suppress(ProcessLookupError):  # Ctrl-Z, until fg or bg
+            os.killpg(life.process.pid, signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            os.killpg(life.process.pid, signal.SIGCONT)
+
+    def _hear(self, life: Life) -> None:
+        with contextlib.suppress(BlockingIOError):  # all is read
+            while True:
+                self._heard += os.read(self._reader, 1 << 16)
+        *lines, self._heard = self._heard.split(b"\n")
+        for line in lines:
+            try:
+                facts = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(facts, dict):
+                self._learn(life, facts)
+
+    def _learn(self, life: Life, facts: dict[str, Any]) -> None:
+        """Facts of another kind than needle/heartbeat.py's are passed over."""
+        now = time.monotonic()
+        life.idle, life.watched = 0.0, facts.get("watched") is not False
+        if isinstance(facts.get("run"), str):
+            self.folder = Path(facts["run"])
+        if isinstance(facts.get("resume"), list):
+            self.resume = [str(word) for word in facts["resume"]]
+        if isinstance(facts.get("device"), str):
+            self.device = facts["device"]
+        if isinstance(facts.get("fault"), str):
+            life.fault = facts["fault"]
+        step = facts.get("step")
+        if isinstance(step, int):
+            if life.first is None:
+                life.first = step
+            elif self.lives > 1 and life.step == life.first < step:  # the start is over
+                self.lost += now - life.spawned
+                life.kept = now
+            life.step = step
+            if step > self._reached:
+                self._reached = step
+                self._deaths_at.clear()
+        if "saved" in facts:
+            life.kept = now
+
+    # ---- after a death --------------------------------------------------------------------------
+
+    def _after(self, life: Life) -> tuple[int | None, str]:
+        """(exit code or None for a new life, the words for it)."""
+        gone = kill(life.process)  # the rest of its group too
+        if not gone:
+            return EXIT_GPU_LOST, (
+                f"ended: process {life.process.pid} cannot be killed, a driver holds it. Go on "
+                f"where the device is another: {self._again()}"
+            )
+        if self._stopped:
+            return life.exit_code, f"ended: stopped by {signal.Signals(self._stopped).name}"
+        if self._deaths_at[life.fatal] >= DEATHS:
+            return life.exit_code, f"ended: {DEATHS} deaths there, and nothing done beyond"
+        if life.fatal is not None:  # where the host was ahead, it was the next step
+            self._synced = max(self._synced, life.fatal + 1)
+        problem = None if self.device == "cpu" else self._prove()
+        if self._signals:
+            number = self._signals[-1]
+            return 128 + number, f"ended: stopped by {signal.Signals(number).name}"
+        if problem is not None:
+            return EXIT_GPU_LOST, f"ended: {problem}. Go on where there is one: {self._again()}"
+        return None, "restart"
+
+    def _prove(self) -> str | None:
+        """What is wrong with the device after several tries with growing waits, or None."""
+        name, problem = self.device or "the GPU", None
+        for pause in PROBE_WAITS:
+            end = time.monotonic() + pause
+            while time.monotonic() < end and not self._signals:
+                time.sleep(TICK / 5)
+            if self._signals:
+                return None
+            problem = probe(self.device, PROBE_SECONDS, lambda: bool(self._signals))
+            if problem is None or self._signals:
+                return None
+            say(f"{name}: {problem}")
+        return f"{name} does not come back in {len(PROBE_WAITS)} tries: {problem}"
+
+    def _again(self) -> str:
+        return shlex.join([*self.command, *self.resume])
+
+    def _record(self, life: Life, seconds: float, action: str) -> None:
+        code = life.process.returncode
+        self._records.append(
+            {
+                "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+                "step": life.fatal,
+                "exit": code if code is not None and code >= 0 else None,
+                "signal": signal.Signals(-code).name if code is not None and code < 0 else None,
+                "op": life.op,
+                "message": life.why,
+                "seconds_lost": round(seconds, 3),
+                "action": action,
+            }
+        )
+        if self.folder is None or not self.folder.is_dir():
+            return  # of a run that has no folder yet: they follow when it has
+        path = self.folder / "faults.jsonl"
+        try:
+            with open(path, "a", encoding="utf-8") as file:
+                file.writelines(json.dumps(record) + "\n" for record in self._records)
+                file.flush()
+                os.fsync(file.fileno())
+            self._records.clear()
+        except OSError as error:  # a full disk ends no training
+            say(f"{path}: {error.strerror}")
+
+
+def say(text: str) -> None:
+    """A line for people; on a terminal it may follow the bar of a training that died."""
+    with contextlib.suppress(OSError):  # nobody reads it any more
+        bar = "\n" if sys.stderr.isatty() else ""
+        print(f"{bar}supervise: {text}", file=sys.stderr, flush=True)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
+    return value
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m needle.supervise",
+        usage="%(prog)s [--hang-seconds S] -- COMMAND ...",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--hang-seconds",
+        type=_seconds,
+        default=HANG_SECONDS,
+        metavar="S",
+        help="without a finished step COMMAND is killed and started again "
+        f"(default: {HANG_SECONDS:g})",
+    )
+    parser.add_argument("command", nargs="+", metavar="COMMAND", help="the training")
+    args = parser.parse_args(argv)
+    return Supervisor(args.command, args.hang_seconds).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,245 @@
+"""Trainings under needle/supervise.py: what they tell it, and how they go on. The struck training
+is tests/supervised_campaign.py's."""
+
+import json
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+import pytest
+import run_folder
+import supervised_campaign
+import train_flags
+import train_pythia
+from harness import DEVICES, ROOT
+from small_runs import TOKENS, checkpoint_of, flags, lines_of, numbers_of, tensors_of
+from supervised_campaign import command, faults_of, start, supervised
+
+import needle as ndl
+from needle import supervise
+from needle.checkpoint import Checkpoint
+
+HANG = 10.0  # seconds; a busy machine must do a step in that time
+
+
+def text_of(process) -> str:
+    out, err = process.communicate(timeout=300)
+    return out + err
+
+
+def wait_for_step(folder, name, step, process):
+    end = time.monotonic() + 120
+    path = folder / "runs" / name / "metrics.jsonl"
+    while not path.exists() or path.read_text().count("\n") < step:
+        assert process.poll() is None, text_of(process)
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def pid_of(folder, name) -> int:
+    return int((folder / "runs" / name / "lock").read_text().split()[1])
+
+
+# ---- struck -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_struck_run_ends_as_one_that_nothing_struck(tmp_path, device):
+    """A fault, a kill within a save, and a hang."""
+    plan = [(4, "middle", "fault"), (10, "save", "kill"), (13, "end", "stop")]
+    whole = start(tmp_path, command(tmp_path, "whole", 20, device, []))
+    hang = HANG if device == "cpu" else 2 * HANG
+    struck = start(tmp_path, supervised(command(tmp_path, "struck", 20, device, plan), hang))
+    assert whole.wait(300) == 0 and struck.wait(300) == 0, text_of(whole) + text_of(struck)
+    supervised_campaign.compare(tmp_path, "struck", "whole", 20)
+    first, second, third = faults_of(tmp_path, "struck")
+    assert first["exit"] == 75 and "illegal memory access" in first["message"]
+    assert second["signal"] == "SIGKILL" and third["signal"] in ("SIGABRT", "SIGKILL")
+    assert third["message"].startswith("nothing finished for ")
+    said = text_of(struck)
+    assert "resuming" in said and "step_10.safetensors" in said
+    assert "supervise: 3 deaths, " in said.splitlines()[-1]
+    text_of(whole)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_fault_that_comes_back_names_its_op_and_ends_the_run(tmp_path, device):
+    plan = [(4, "middle", "fault")] * 3
+    process = start(tmp_path, supervised(command(tmp_path, "a", 20, device, plan), 60))
+    said = text_of(process)
+    assert process.returncode == 75, said
+    faults = faults_of(tmp_path, "a")
+    step = 4 if device == "cpu" else 3  # the host is ahead of the losses by one
+    assert [fault["step"] for fault in faults] == [step] * 3
+    assert [fault["op"] for fault in faults] == [None, "exp", "exp"]
+    assert "ended: 3 deaths there" in said and "The op is exp." in said
+
+
+def test_another_way_is_seen(tmp_path, tokens):
+    for name, seed in (("a", "1"), ("b", "2"), ("c", "1")):
+        assert train_pythia.main(flags(tmp_path, tokens, name, "--seed", seed)) == 0
+    supervised_campaign.compare(tmp_path, "a", "c", 6)
+    with pytest.raises(supervised_campaign.Different, match="the losses of b"):
+        supervised_campaign.compare(tmp_path, "b", "c", 6)
+    path = checkpoint_of(tmp_path, "a", 6)
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(supervised_campaign.Different, match="the last checkpoint of a"):
+        supervised_campaign.compare(tmp_path, "a", "c", 6)
+
+
+def test_a_signal_saves_and_a_second_supervisor_is_refused(tmp_path):
+    words = supervised(command(tmp_path, "a", 100_000, "cpu", []), 60)
+    first = start(tmp_path, words)
+    wait_for_step(tmp_path, "a", 3, first)
+    second = start(tmp_path, [*words, "--resume", "auto"])
+    refused = text_of(second)
+    assert second.returncode == 1 and "is working in this folder" in refused
+    first.send_signal(signal.SIGTERM)
+    said = text_of(first)
+    assert first.returncode == 0 and "stopped by SIGTERM after step" in said
+    step = lines_of(tmp_path, "a")[-1]["step"]
+    assert Checkpoint(checkpoint_of(tmp_path, "a", step)).state["step"] == step
+    assert faults_of(tmp_path, "a") == []
+
+
+def test_the_flag_runs_the_program_under_itself(tmp_path):
+    """Without a --name the run goes on under the one that it has found, beside an older run."""
+    np.save(tmp_path / "tokens.npy", TOKENS)
+    (tmp_path / "runs" / "tiny" / "checkpoints").mkdir(parents=True)
+    argv = flags(tmp_path, tmp_path / "tokens.npy", "x", "--supervise", steps=100_000)
+    at = argv.index("--name")
+    del argv[at : at + 2]
+    process = start(tmp_path, [sys.executable, str(ROOT / "apps" / "train_pythia.py"), *argv])
+    wait_for_step(tmp_path, "tiny-2", 3, process)
+    killed = pid_of(tmp_path, "tiny-2")
+    assert killed != process.pid
+    os.kill(killed, signal.SIGKILL)
+    end = time.monotonic() + 120
+    while pid_of(tmp_path, "tiny-2") == killed:
+        assert process.poll() is None, text_of(process)
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    step = len(lines_of(tmp_path, "tiny-2"))
+    wait_for_step(tmp_path, "tiny-2", step + 3, process)
+    process.send_signal(signal.SIGTERM)
+    said = text_of(process)
+    assert process.returncode == 0, said
+    assert "stopped by SIGTERM" in said and "--resume auto --name tiny-2" in said
+    assert "--supervise" in said and "supervise: 1 death, " in said
+    [fault] = faults_of(tmp_path, "tiny-2")
+    assert fault["signal"] == "SIGKILL" and fault["action"] == "restart"
+
+
+# ---- what a run tells ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def told(tmp_path, monkeypatch):
+    """told() -> what was told by trainings in this process."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    monkeypatch.setenv("NEEDLE_HEARTBEAT", str(path))
+    yield lambda: [json.loads(line) for line in os.read(reader, 1 << 16).splitlines()]
+    os.close(reader)
+
+
+def test_what_a_run_tells(tmp_path, tokens, told):
+    """Opening the device is watched, reading data is not, and then each step, batch and save."""
+    assert train_pythia.main(flags(tmp_path, tokens, "a", steps=4)) == 0
+    folder = tmp_path / "runs" / "a"
+    again = ["--resume", "auto", "--name", "a", "--out", str(tmp_path / "runs")]
+    taken = {"run": str(folder), "resume": again, "watched": False}
+    opened = [{}, {"device": "cpu", "watched": False}]
+    facts = told()
+    evaluated = [fact for fact in facts if fact == {}]
+    assert [fact for fact in facts if fact] == [
+        opened[1],
+        taken,
+        {"step": 0},
+        {"step": 1},
+        {"step": 2},
+        {"saved": 2},
+        {"step": 3},
+        {"step": 4},
+        {"saved": 4},
+        {"watched": False},
+    ]
+    assert facts[0] == {} and facts[-1] == {} and len(evaluated) > 3
+    assert train_pythia.main(flags(tmp_path, tokens, "a", "--resume", "auto", steps=4)) == 0
+    assert told() == [taken, *opened]  # nothing is left to do
+
+
+def test_a_resumed_run_tells_where_it_begins(tmp_path, tokens, told, monkeypatch):
+    def lost(*_):
+        raise ndl.CudaFatalError("attention_fwd: an illegal memory access\nthe context is lost")
+
+    argv = flags(tmp_path, tokens, "a", "--eval-every", "0")
+    with monkeypatch.context() as patch:
+        patch.setattr(train_pythia, "save", lost)
+        assert train_pythia.main(argv) == 75
+    assert told()[-2:] == [
+        {"step": 2},
+        {"fault": "attention_fwd: an illegal memory access\nthe context is lost"},
+    ]
+    assert train_pythia.main([*argv, "--resume", "auto"]) == 0
+    steps = [fact["step"] for fact in told() if "step" in fact]
+    assert steps == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_the_words_that_go_on_with_a_run(monkeypatch, tmp_path):
+    from pathlib import Path
+
+    auto = ["--resume", "auto", "--name"]
+    assert run_folder.again(Path("runs/a")) == [*auto, "a"]
+    assert run_folder.again(Path("elsewhere/a")) == [*auto, "a", "--out", "elsewhere"]
+    monkeypatch.chdir(tmp_path)
+    wanted = [*auto, tmp_path.name, "--out", str(tmp_path.parent)]
+    assert run_folder.again(Path(".")) == wanted
+
+
+def test_the_losses_are_the_same_with_sync(tmp_path, tokens, told, monkeypatch):
+    monkeypatch.setenv("NEEDLE_SYNC_UNTIL", "3")
+    before = ndl._C.sync_each_op(True)
+    try:
+        assert train_pythia.main(flags(tmp_path, tokens, "a")) == 0
+        assert ndl._C.sync_each_op(before) is False
+    finally:
+        ndl._C.sync_each_op(before)
+    monkeypatch.delenv("NEEDLE_HEARTBEAT")
+    assert train_pythia.main(flags(tmp_path, tokens, "b")) == 0
+    assert numbers_of(tmp_path, "a") == numbers_of(tmp_path, "b")
+    a, b = (tensors_of(checkpoint_of(tmp_path, name, 6)) for name in "ab")
+    assert a == b
+
+
+# ---- the flags ----------------------------------------------------------------------------------
+
+
+def test_the_flags(monkeypatch, capsys):
+    started = []
+
+    class Supervisor:
+        def __init__(self, *arguments):
+            started.append(arguments)
+
+        def run(self):
+            return 41
+
+    monkeypatch.delenv("NEEDLE_HEARTBEAT", raising=False)
+    monkeypatch.setattr(supervise, "Supervisor", Supervisor)
+    program = [sys.executable, str(ROOT / "apps" / "train_pythia.py")]
+    assert train_pythia.main(["--supervise", "--steps", "3"]) == 41
+    argv = ["--supervise", "--hang-seconds", "7.5"]
+    assert train_pythia.main(argv) == 41
+    wanted = [([*program, "--supervise", "--steps", "3"], 300.0), ([*program, *argv], 7.5)]
+    assert started == wanted
+    for argv, said in [
+        (["--hang-seconds", "5"], "argument --hang-seconds: needs --supervise"),
+        (["--supervise", "--hang-seconds", "0"], "argument --hang-seconds: must be a number above"),
+    ]:
+        with pytest.raises(SystemExit) as caught:
+            train_flags.parse(argv)
+        assert caught.value.code == 2 and said in capsys.readouterr().err

@@ -1,0 +1,237 @@
+"""A training that is struck at random, under its supervisor: faults, hangs, kills. Its losses and
+its last checkpoint must be those of the same training that nothing strikes, bit for bit.
+
+    python tests/supervised_campaign.py [--device cuda] [--steps N] [--blows N] [--seed N]
+
+On a GPU a fault is a real one: a kernel reads memory that nobody owns. tests/apps/
+test_supervised_run.py runs a short form. The struck training is this file too:
+
+    python tests/supervised_campaign.py child PLAN FLAGS OF TRAIN_PYTHIA ...
+
+PLAN is a JSON list of [step, moment, blow]; a blow strikes once, in whichever life comes by first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "apps"), str(ROOT / "tests" / "apps")]
+
+import numpy as np  # noqa: E402
+import train_pythia  # noqa: E402
+from small_runs import SMALL, TOKENS, checkpoint_of, flags, numbers_of, tensors_of  # noqa: E402
+
+import needle as ndl  # noqa: E402
+from needle import _C, files  # noqa: E402
+from needle.models import pythia  # noqa: E402
+
+SAVE_EVERY = 10
+MOMENTS = ("begin", "middle", "end")  # of a step; where it is saved also "save"
+BLOWS = ("fault", "kill", "segv", "exit", "hang", "stop")
+
+
+# ---- the child ----------------------------------------------------------------------------------
+
+
+class Foreign:
+    """What DLPack hands over of `array`, at an address that nobody owns."""
+
+    def __init__(self, array: ndl.NDArray) -> None:
+        self.array = array
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.array.__dlpack_device__()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        capsule = self.array.__dlpack__()
+        pointer = ctypes.pythonapi.PyCapsule_GetPointer
+        pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        ctypes.c_void_p.from_address(pointer(capsule, b"dltensor")).value = 0x10
+        return capsule
+
+
+def fault(device: str) -> None:
+    """A fatal one; of a training on the CPU only the exception."""
+    if device == "cpu":
+        raise ndl.CudaFatalError("exp: planted: an illegal memory access")
+    array = ndl.NDArray([1.0, 2.0], device=ndl.cuda())
+    _C.from_dlpack(Foreign(array)).exp()
+
+
+def strike(blow: str, device: str) -> None:
+    if blow == "fault":
+        fault(device)
+    elif blow == "exit":
+        os._exit(75)
+    elif blow == "hang":
+        time.sleep(3600)
+    else:
+        numbers = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "stop": signal.SIGSTOP}
+        os.kill(os.getpid(), numbers[blow])
+
+
+def child(plan: Path, argv: list[str]) -> int:
+    """train_pythia with the blows of the plan."""
+    blows, device = json.loads(plan.read_text()), argv[argv.index("--device") + 1]
+    at = 0
+
+    def come_by(moment: str) -> None:
+        for number, (step, when, blow) in enumerate(blows):
+            if (step, when) == (at, moment):
+                try:
+                    plan.with_name(f"{plan.name}.{number}").touch(exist_ok=False)
+                except FileExistsError:
+                    continue
+                strike(blow, device)
+
+    def before(moment: str, function: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            come_by(moment)
+            return function(*args, **options)
+
+        return call
+
+    schedule_of = train_pythia.schedule_of
+
+    def counting(settings: dict) -> Any:
+        schedule = schedule_of(settings)
+
+        def rate(step: int) -> float:
+            nonlocal at
+            at = step
+            come_by("begin")
+            return schedule(step)
+
+        return rate
+
+    train_pythia.schedule_of = counting
+    train_pythia.optim.grad_norm = before("middle", train_pythia.optim.grad_norm)
+    train_pythia.RunLog.queue = before("end", train_pythia.RunLog.queue)
+    files.os.replace = before("save", os.replace)
+    pythia.PRESETS["tiny"] = SMALL
+    train_pythia.SAMPLE_TOKENS = 4
+    return train_pythia.main(argv)
+
+
+# ---- the two runs -------------------------------------------------------------------------------
+
+
+class Different(AssertionError):
+    """The struck run went another way."""
+
+
+def command(folder: Path, name: str, steps: int, device: str, plan: list) -> list[str]:
+    """The struck training `name`, which begins or goes on."""
+    (folder / name).write_text(json.dumps(plan))
+    np.save(folder / "tokens.npy", TOKENS)
+    dtype = "float32" if device == "cpu" else "bfloat16"
+    more = ("--grad-accum", "2", "--save-every", str(SAVE_EVERY), "--eval-every", "25")
+    argv = flags(
+        folder, folder / "tokens.npy", name, *more, device=device, dtype=dtype, steps=steps
+    )
+    return [sys.executable, __file__, "child", str(folder / name), *argv]
+
+
+def start(folder: Path, words: list[str], **options: Any) -> subprocess.Popen:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "NEEDLE_CACHE": str(folder / "cache")}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(words, env=environment, **{**pipes, **options})
+
+
+def supervised(words: list[str], hang_seconds: float) -> list[str]:
+    return [
+        sys.executable,
+        "-m",
+        "needle.supervise",
+        f"--hang-seconds={hang_seconds}",
+        "--",
+        *words,
+    ]
+
+
+def faults_of(folder: Path, name: str) -> list[dict]:
+    path = folder / "runs" / name / "faults.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def compare(folder: Path, struck: str, whole: str, steps: int) -> None:
+    if numbers_of(folder, struck) != numbers_of(folder, whole):
+        raise Different(f"the losses of {struck} are not those of {whole}")
+    if tensors_of(checkpoint_of(folder, struck, steps)) != tensors_of(
+        checkpoint_of(folder, whole, steps)
+    ):
+        raise Different(f"the last checkpoint of {struck} is not that of {whole}")
+
+
+def random_plan(steps: int, count: int, seed: int) -> list[tuple[int, str, str]]:
+    """So many blows, each kind as often as the others, each at a step of its own."""
+    rng = random.Random(seed)
+    plan = []
+    for number, step in enumerate(sorted(rng.sample(range(1, steps + 1), count))):
+        moments = MOMENTS + ("save",) * (step % SAVE_EVERY == 0)
+        plan.append((step, rng.choice(moments), BLOWS[number % len(BLOWS)]))
+    kinds = [blow for _, _, blow in plan]
+    rng.shuffle(kinds)
+    return [(step, moment, blow) for (step, moment, _), blow in zip(plan, kinds)]
+
+
+def campaign(device: str, steps: int, count: int, seed: int, hang_seconds: float) -> str:
+    """Runs both and compares; the line to print. Different where anything is."""
+    plan = random_plan(steps, count, seed)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        whole = start(folder, command(folder, "whole", steps, device, []))
+        out, err = whole.communicate()
+        if whole.returncode != 0:
+            raise Different(f"the run that nothing strikes does not end: {out}{err}")
+        words = supervised(command(folder, "struck", steps, device, plan), hang_seconds)
+        struck = start(folder, words)
+        out, err = struck.communicate()
+        deaths = faults_of(folder, "struck")
+        if struck.returncode != 0 or len(deaths) != count:
+            raise Different(f"exit code {struck.returncode}, {len(deaths)} deaths: {out}{err}")
+        compare(folder, "struck", "whole", steps)
+        kinds = Counter(blow for _, _, blow in plan)
+        listed = ", ".join(f"{number} {blow}" for blow, number in sorted(kinds.items()))
+        return (
+            f"{steps} steps on {device}, {count} blows ({listed}): losses and checkpoint "
+            f"bit-equal\n{err.splitlines()[-1]}"
+        )
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["child"]:
+        return child(Path(sys.argv[2]), sys.argv[3:])
+    top = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    top.add_argument("--device", default="cpu", metavar="NAME", help="cpu or cuda (default: cpu)")
+    top.add_argument("--steps", type=int, default=300, metavar="N")
+    top.add_argument("--blows", type=int, default=20, metavar="N")
+    top.add_argument("--seed", type=int, default=0, metavar="N")
+    top.add_argument("--hang-seconds", type=float, default=10.0, metavar="S")
+    args = top.parse_args()
+    try:
+        print(campaign(args.device, args.steps, args.blows, args.seed, args.hang_seconds))
+    except Different as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code) if code == train_pythia.EXIT_GPU_LOST else sys.exit(code)
