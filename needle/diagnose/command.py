@@ -1,27 +1,29 @@
-"""What is wrong with this machine, this needle, a run or a kernel service? `python -m needle.diagnose`
+"""What is wrong with this machine, this needle, a run or a kernel service?
 
-prints the facts (versions, build, devices), and examines each device in a process of its own, with
-a deadline, so that one that hangs cannot hang this: what the driver says about each GPU (ECC, Xid
-errors, throttling, temperature, power, memory and who holds it, MIG, MPS), what the device makes, each op
-against the CPU as contiguous operands and as views, a training step of a tiny Pythia, and
-copies between GPUs. It multiplies two matrices on each device and compares with NumPy. Under 10 s
-on a machine with a free processor; with --full every op in every dtype, size and layout, every pair of GPUs, and recovery from a fault that
-is planted: under 2 minutes.
+It prints the facts (versions, build, devices), and examines each device in a process of its own
+with a deadline, so that one that hangs cannot hang this: what the driver says about each GPU (ECC,
+Xid errors, throttling, temperature, power, memory and who holds it, MIG, MPS), what it makes, every
+op against the CPU, on contiguous operands and on views, a training step of a tiny Pythia, and
+copies between GPUs. It multiplies two matrices on each device and compares with NumPy. That takes
+less than 10 s where a processor is free. With --full it tries every op in each dtype, size and
+layout, each pair of GPUs, and recovery from a fault that is planted, in less than 2 minutes.
 
 Under torchrun each rank examines its own device and prints a line.
 
-Exit code 0 when all is right, 1 when something that should work does not: each failure is a line
-FAILED with the op, where it is one's, and the remedy. No GPU is none, unless NEEDLE_REQUIRE_CUDA=1
-asks for one, or the CUDA backend was built and there is an NVIDIA driver.
+The exit code is 0 when all is right and 1 when something that should work does not: each failure is
+a line with FAILED, the op where it is one's, and the remedy. A machine without a GPU is right, but
+with NEEDLE_REQUIRE_CUDA=1, or where the CUDA backend was built and there is an NVIDIA driver. The
+token of a kernel service is in NEEDLE_KERNELS_TOKEN, or in the file that NEEDLE_KERNELS_TOKEN_FILE
+names.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any, TextIO
@@ -48,7 +50,7 @@ class Times:
     all: float
 
 
-QUICK = Times(3.5, 7.5, 8.5, 9.0)
+QUICK = Times(4.5, 8.0, 8.7, 9.2)
 FULL = Times(20, 80, 100, 115)
 
 
@@ -78,7 +80,6 @@ class Report:
         self.is_json, self.rank, self._log = is_json, rank, log
         self.facts: dict[str, Any] = {}
         self.findings: list[Finding] = []
-        self._log_refused = False
 
     def say(self, text: str) -> None:
         if not self.is_json:
@@ -91,8 +92,10 @@ class Report:
             self._log.write(f"{time.time():.3f} {text}\n")
             self._log.flush()
         except OSError as error:  # a full disk, say
-            name, self._log = self._log.name, None
-            self.add(log_refused(name, error))
+            refused, self._log = self._log, None
+            with contextlib.suppress(OSError):  # it tries what it could not write once more
+                refused.close()
+            self.add(log_refused(refused.name, error))
 
     def describe(self, name: str, text: str) -> None:
         """A line of facts."""
@@ -109,6 +112,10 @@ class Report:
             elif finding.has_failed:
                 self.say(f"rank {self.rank[0]} of {self.rank[1]}: {finding.line()}")
 
+    def close(self) -> None:
+        if self._log is not None:
+            self._log.close()
+
     @property
     def failures(self) -> list[Finding]:
         return [finding for finding in self.findings if finding.has_failed]
@@ -120,7 +127,8 @@ class Report:
             found = [finding.to_json() for finding in self.findings]
             failed = [finding.to_json() for finding in self.failures]
             ends = {"ok": not count, "failures": failed, "findings": found, "seconds": seconds}
-            print(json.dumps(self.facts | ends), flush=True)
+            ranked = {} if self.rank is None else {"rank": self.rank[0], "ranks": self.rank[1]}
+            print(json.dumps(ranked | self.facts | ends), flush=True)
         elif self.rank is not None:
             self.say(f"rank {self.rank[0]} of {self.rank[1]}: {self.summary()}")
         else:
@@ -169,8 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             examine(args, rank, report, crew, start)
         return report.end(round(time.monotonic() - start, 1))
     finally:
-        if log is not None:
-            log.close()
+        report.close()
 
 
 def examine(

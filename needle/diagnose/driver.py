@@ -1,5 +1,6 @@
 """The CUDA driver by ctypes, for what needle itself does not ask it: which GPU a device is, and
-copies from one GPU to another. Opened when used; functions as NVIDIA's "CUDA Driver API" has them."""
+copies from one GPU to another. Opened when used; functions are those of NVIDIA's "CUDA Driver
+API"."""
 
 from __future__ import annotations
 
@@ -19,10 +20,10 @@ class DriverError(RuntimeError):
 
 
 class Driver:
-    """libcuda.so.1, initialised. OSError where there is none, DriverError where it refuses."""
+    """The library, initialised. OSError where there is none, DriverError where it refuses."""
 
-    def __init__(self) -> None:
-        self._library = ctypes.CDLL("libcuda.so.1")
+    def __init__(self, library: str = "libcuda.so.1") -> None:
+        self._library = ctypes.CDLL(library)
         self.call("cuInit", c_uint(0))
 
     def call(self, function: str, *arguments: Any) -> None:

@@ -7,7 +7,7 @@ known before a number of theirs is believed.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +50,12 @@ COMPUTE_MODES = {
 }
 
 
-def examine(teller: Teller, open_library: Callable[[], Nvml]) -> list[dict[str, Any]]:
+def examine(teller: Teller) -> list[dict[str, Any]]:
     """The figures of each GPU, told as the fact `gpus`; findings are about `GPU N`, by NVML's
     number."""
     teller.at("opening NVML (libnvidia-ml.so.1)")
     try:
-        nvml = open_library()
+        nvml = Nvml()
     except OSError as error:
         present = on_the_bus()
         if present:
@@ -167,8 +167,8 @@ def judge(gpu: dict[str, Any]) -> Iterable[Finding]:
             "PCIe", f"PCIe x{pcie['width']} instead of x{pcie['width_max']}: see to its seat"
         )
     if 0 in gpu["nvlinks"] and 1 in gpu["nvlinks"]:
-        down = gpu["nvlinks"].count(0)
-        yield failed("NVLink", f"{down} of {len(gpu['nvlinks'])} NVLinks are down", RESET)
+        up = f"{sum(gpu['nvlinks'])} of {len(gpu['nvlinks'])}"
+        yield note("NVLink", f"{up} NVLinks are up: right where not all of them are connected")
     modes = gpu["modes"]
     if modes["mig"]:
         yield note("MIG", "MIG is on: CUDA sees one part of the GPU")

@@ -53,8 +53,8 @@ class Process(ctypes.Structure):
 class Nvml:
     """The library, initialised. OSError where there is none, NvmlError where it refuses."""
 
-    def __init__(self) -> None:
-        self._library = ctypes.CDLL("libnvidia-ml.so.1")
+    def __init__(self, library: str = "libnvidia-ml.so.1") -> None:
+        self._library = ctypes.CDLL(library)
         self._library.nvmlErrorString.restype = ctypes.c_char_p
         self._check(self._library.nvmlInit_v2())
 
@@ -216,10 +216,6 @@ class Nvml:
                 if error.code != INSUFFICIENT_SIZE:
                     raise
                 room = 2 * max(room, count.value)
-
-
-def open_library() -> Nvml:
-    return Nvml()
 
 
 def name_of(pid: int) -> str:

@@ -28,6 +28,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "large": dict(B=3, T=130, S=150, H=2, D=64, N=257, C=1030, K=300, M=259, V=1031, R=8, X=160)
     | {"*": (5, 130, 67)},
 }
+OFFSETS = {"lse": 6.0}  # as of rows whose probabilities are below 1: nothing overflows float16
 # Indices lie below the size of these axes; where none is named, all are 0.
 INDEX = {"ids": "V", "targets": "V", "positions": "SX", "tokens": "V"}
 NUMBERS = {"sign": 1.0, "step": 3, "parts": 2, "causal": 1, "block": BLOCK, "axes": 1}
@@ -91,7 +92,8 @@ def draw(op: str, sizes: str, dtype: str) -> Values:
                 below = [size[a] for a in INDEX.get(name, "") if a in letters]
                 values[name] = rng.integers(0, min(below, default=1), shape)
             else:
-                values[name] = elements(rng, shape, dtype_of(operand, dtype), kind)
+                drawn = elements(rng, shape, dtype_of(operand, dtype), kind)
+                values[name] = drawn + OFFSETS.get(name, 0)
     return values
 
 

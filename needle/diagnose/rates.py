@@ -1,6 +1,6 @@
 """What a GPU makes: products, memory, copies from and to the host, launches; and whether that is
-far below what GPUs of its kind make. Measured by events on its stream, medians of a few samples; clocks
-and their limits are read while it works.
+far below what GPUs of its kind make. Measured by events on its stream, medians of a few samples;
+clocks and their limits are read while it works.
 
 A sample grows until it is long enough to be believed, so that a slow device is not kept busy for
 long, and a small one is not asked for memory that it lacks.
@@ -28,11 +28,11 @@ LOAD_MS = 60.0  # of work while clocks are read
 FAR_BELOW = {"bfloat16": 0.4, "memory": 0.5}
 HOST = 2e9  # bytes/s that any link to the host makes
 LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.97e9, 5: 3.94e9, 6: 7.56e9}  # of PCIe, by generation
-PART_OF_LINK = 0.25
+PART_OF_LINK = 0.1
 SLOW_LAUNCH = 50e-6
 REMEDY = (
     "see whether another process computes on it, and its throttling, temperature and power lines "
-    "(nvidia-smi -q -d PERFORMANCE); restarting the machine clears a GPU that is stuck at low clocks"
+    "(nvidia-smi -q -d PERFORMANCE); a start of the machine frees a GPU that is stuck at low clocks"
 )
 LINK_REMEDY = "see whether the host is busy, and the PCIe generation and width in `nvidia-smi -q`"
 
@@ -148,7 +148,7 @@ def launch(device: Any) -> float:
 def under_load(device: Any, work: Callable[[], object]) -> dict[str, Any] | None:
     """Clocks, pcie, holders and power of the device's GPU while it works; None without NVML."""
     try:
-        opened = nvml.open_library()
+        opened = nvml.Nvml()
         handle = opened.handle_of(driver.uuid(device.index) or "")
     except (OSError, nvml.NvmlError):
         return None
@@ -201,6 +201,8 @@ def in_words(rates: dict[str, float]) -> str:
 def judge(teller: Teller, name: str, rates: dict[str, float], gpu: dict[str, Any] | None) -> None:
     """What is far below what such a GPU makes: a failure, or a note where somebody else is on it.
     `gpu`: what NVML said while it worked."""
+    if "MIG" in name:  # a part of a GPU: no data sheet speaks of it
+        return
     others = [one for one in gpu["holders"] if not gpus.is_ours(one["pid"])] if gpu else []
     shared = "; " + ", ".join(f"process {one['pid']}" for one in others) if others else ""
 

@@ -1,5 +1,5 @@
 """A fault that is planted: a process reads memory that nobody owns through a kernel, which ends its
-context. A fresh process must then find the device as good as before; the process is the unit of recovery.
+context. A fresh process must then find the device as good as before: the process is what recovers.
 """
 
 from __future__ import annotations

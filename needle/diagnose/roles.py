@@ -20,12 +20,12 @@ FATAL = (
 
 def machine(teller: Teller) -> None:
     """The driver, each GPU that it sees, the kernel's log, and which devices CUDA counts."""
-    from needle.diagnose import driver, gpus, nvml, xid
+    from needle.diagnose import driver, gpus, xid
 
     teller.at("asking which CUDA the driver speaks")
     version = facts.driver_version()
     teller.fact("driver", version)
-    seen = gpus.examine(teller, nvml.open_library)
+    seen = gpus.examine(teller)
     xid.examine(teller, seen)
     teller.at("counting the GPUs by CUDA")
     cuda = facts.ask_cuda()

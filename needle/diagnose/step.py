@@ -1,6 +1,7 @@
 """A whole training step of a tiny Pythia on a device: twice with the same bits, and as on the CPU.
 
-Where it is not as on the CPU, the first hook of the forward, else the first gradient, that is off is named.
+Where it is not as on the CPU, the first hook of the forward, and the first gradient, that is off is
+named.
 """
 
 from __future__ import annotations
