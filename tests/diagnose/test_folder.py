@@ -149,6 +149,10 @@ def test_a_damaged_newest_checkpoint(run, look, heard):
 
 
 def test_with_full_the_older_ones_are_read_too(run, look, heard):
+    heard.is_full = True
+    look()
+    assert heard.facts["checkpoint"]["step"] == 6 and not heard.levels()["failed"]
+    heard.is_full = False
     flip(checkpoint_path(run / "checkpoints", 3))
     assert not [f for f in (look(), heard.findings)[1] if f.has_failed]
     heard.is_full = True

@@ -53,6 +53,29 @@ def test_operands_fit_every_op(sizes):
                 assert np.isfinite(array).all() or op.endswith("attention_fwd"), (op, name)
 
 
+def test_indices_reach_as_far_as_they_may():
+    for op, name, below in (
+        ("decode_attention", "positions", 150),
+        ("embedding_bwd", "ids", 1031),
+        ("cross_entropy_fwd", "targets", 1031),
+    ):
+        values = operands.draw(op, "large", "float32")[name]
+        assert below / 20 < values.max() < below, (op, name)
+    lists = operands.draw("block_sparse_attention_bwd", "large", "float32")
+    for offsets, columns, rows in (("offsets", "columns", 9), ("offsets_t", "rows", 10)):
+        assert lists[offsets].shape == (2, rows + 1) and lists[offsets][0, 0] == 0
+        assert lists[offsets][-1, -1] == len(lists[columns]) > 50
+        assert (lists[offsets][0, -1], lists[columns].min()) == (lists[offsets][1, 0], 0)
+
+
+def test_each_layout_has_the_same_values_and_strides_of_its_own():
+    values = np.arange(12.0).reshape(3, 4)
+    views = {layout: walk.lay(values, "float32", _C.cpu(), layout) for layout in LAYOUTS}
+    assert len({view.strides for view in views.values()}) == len(LAYOUTS)
+    for view in views.values():
+        np.testing.assert_array_equal(view.numpy(), values)
+
+
 def test_the_cpu_is_right_at_every_point_of_a_short_walk(heard):
     assert walk.examine(heard, _C.cpu())
     (text,) = heard.levels()["ok"]
