@@ -34,31 +34,12 @@ from needle.backend_ndarray import NDArray
 from needle.files import naming, replacing
 from needle.heartbeat import beat
 
-# Peak dense FLOP/s by a part of the GPU's name and dtype, from NVIDIA's data sheets.
-PEAKS = {
-    "H100 PCIe": {"bfloat16": 756e12, "float32": 51e12},
-    "H100": {"bfloat16": 989e12, "float32": 67e12},
-    "H200": {"bfloat16": 989e12, "float32": 67e12},
-    "A100": {"bfloat16": 312e12, "float32": 19.5e12},
-    "B200": {"bfloat16": 2250e12, "float32": 75e12},
-    "L40S": {"bfloat16": 362e12, "float32": 91.6e12},
-    "RTX 4090": {"bfloat16": 165e12, "float32": 82.6e12},
-    "RTX 3090": {"bfloat16": 71e12, "float32": 35.6e12},
-}
 PLAIN_LINES = 40  # of a run whose output is no terminal
 TRAINING, HELD_OUT = "#0b3d91", "#b22200"  # of loss.png: dark enough to print, apart in grey
 
 
 class NotFinite(ArithmeticError):
     """A loss or a gradient norm that is no number any more."""
-
-
-def peak_flops(device_name: str, dtype: str) -> float | None:
-    """FLOP/s that the device could do at best; None where that is not known."""
-    for part, peaks in PEAKS.items():
-        if part in device_name:
-            return peaks.get(dtype)
-    return None
 
 
 def read_lines(path: Path) -> list[dict]:

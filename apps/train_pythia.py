@@ -32,7 +32,7 @@ import run_init  # noqa: E402
 import run_length  # noqa: E402
 import trackers  # noqa: E402
 import train_flags  # noqa: E402
-from run_log import NotFinite, RunLog, peak_flops, plot  # noqa: E402
+from run_log import NotFinite, RunLog, plot  # noqa: E402
 
 import needle as ndl  # noqa: E402
 from needle import models, nn, optim, supervise  # noqa: E402
@@ -58,6 +58,7 @@ from needle.data import (  # noqa: E402
 )
 from needle.files import Lock, replacing  # noqa: E402
 from needle.heartbeat import beat, supervised  # noqa: E402
+from needle.peaks import peak  # noqa: E402
 
 __all__ = ["load_checkpoint", "main", "save_checkpoint", "train"]
 
@@ -111,7 +112,7 @@ def train(run: Run) -> int:
         steps,
         tokens_per_step,
         model.flops_per_token(settings["seq_len"]),
-        peak_flops(run.device.properties()["name"], settings["dtype"]),
+        peak(run.device.properties()["name"], settings["dtype"]),
         run.seconds,
         trackers.start(run.folder, run.step, settings, run.tensorboard, run.wandb),
     )

@@ -1,5 +1,5 @@
 /* callables.c - each op of ops.def as a function of the module: its arguments by position or name,
- * its signature and its summary come from the table.
+ * its signature and its summary come from the table. And the table itself, as data for tools.
  */
 #include "arguments.h"
 #include "ops.h"
@@ -173,6 +173,79 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+/* ---- the table itself ------------------------------------------------------------------------ */
+static const char *const kind_texts[] = {
+    [OP_KIND_EW1] = "EW1", [OP_KIND_EW2] = "EW2", [OP_KIND_CMP] = "CMP",
+    [OP_KIND_RED] = "RED", [OP_KIND_ARG] = "ARG", [OP_KIND_OP] = "OP",
+};
+static const char *const field_texts[] = {
+    [KIND_IN] = "IN",   [KIND_IN_ANY] = "IN_ANY",       [KIND_IN_ROWS] = "IN_ROWS",
+    [KIND_OPT] = "OPT", [KIND_IN_MATRIX] = "IN_MATRIX", [KIND_IO] = "IO",
+    [KIND_OUT] = "OUT", [KIND_IO_ANY] = "IO_ANY",       [KIND_IO_ROWS] = "IO_ROWS",
+    [KIND_F64] = "F64", [KIND_IO_OPT] = "IO_OPT",       [KIND_I64] = "I64",
+};
+static const char *const class_names[] = {
+    [CLASS_F] = "F", [CLASS_f4] = "f4", [CLASS_i4] = "i4", [CLASS_i8] = "i8", [CLASS_ANY] = "ANY",
+};
+
+/* What the entries that write no operands out have. */
+static int implied_fields(const nd_op_info *info, field *out) {
+    dtype_class class = info->types == TYPES_FLOAT ? CLASS_F : CLASS_ANY;
+    int count = 0;
+    out[count++] = (field){KIND_IN_ANY, "x", "*", class};
+    if (info->kind == OP_KIND_EW2 || info->kind == OP_KIND_CMP) {
+        out[count++] = (field){KIND_IN_ANY, "y", "*", class};
+    } else if (info->kind != OP_KIND_EW1) {
+        out[count++] = (field){KIND_I64, "axes", "", CLASS_ANY};
+    }
+    out[count++] = (field){KIND_OUT, "out", "*", class};
+    return count;
+}
+
+/* (kind, ((how, name, axes, dtype), ...)) */
+static PyObject *describe(const nd_op_info *info) {
+    field implied[3];
+    const field *fields = info->fields != NULL ? info->fields : implied;
+    int count = info->fields != NULL ? 0 : implied_fields(info, implied);
+    while (info->fields != NULL && fields[count].kind != KIND_END) {
+        count++;
+    }
+    PyObject *operands = PyTuple_New(count);
+    for (int i = 0; operands != NULL && i < count; i++) {
+        const field *f = &fields[i];
+        bool number = f->kind == KIND_F64 || f->kind == KIND_I64;
+        PyObject *one = Py_BuildValue("(ssss)", field_texts[f->kind], f->name, f->axes,
+                                      number ? "" : class_names[f->dtype]);
+        if (one == NULL) {
+            Py_CLEAR(operands);
+        } else {
+            PyTuple_SET_ITEM(operands, i, one);
+        }
+    }
+    return operands == NULL ? NULL : Py_BuildValue("(sN)", kind_texts[info->kind], operands);
+}
+
+static PyObject *module_table(PyObject *module, PyObject *unused) {
+    PyObject *table = PyDict_New();
+    for (int id = 0; table != NULL && id < NUM_OPS; id++) {
+        PyObject *entry = describe(&nd_ops[id]);
+        if (entry == NULL || PyDict_SetItemString(table, nd_ops[id].name, entry) < 0) {
+            Py_CLEAR(table);
+        }
+        Py_XDECREF(entry);
+    }
+    return table;
+}
+
+static PyMethodDef table_method[] = {
+    {"table", module_table, METH_NOARGS,
+     "table($module)\n--\n\ncsrc/ops.def as a dict: op -> (kind, operands), an operand being (how "
+     "it "
+     "is used, name, axes, dtype)."},
+    {NULL, NULL, 0, NULL},
+};
+
 int nd_callables_init(PyObject *module, nd_state *state) {
-    return intern_names(state) < 0 ? -1 : PyModule_AddFunctions(module, methods);
+    bool failed = intern_names(state) < 0 || PyModule_AddFunctions(module, methods) < 0;
+    return failed ? -1 : PyModule_AddFunctions(module, table_method);
 }

@@ -1,20 +1,15 @@
 """The facts about this needle: its build, its machine, and why a device cannot be used.
 
-`python -m needle.diagnose` prints the facts and multiplies two matrices on each enabled device.
-Its exit code is 0 unless something that should work does not: a wrong product, a CUDA backend that
-was built but cannot be used although there is an NVIDIA driver, or NEEDLE_REQUIRE_CUDA=1 without a
-usable GPU.
+`collect` asks the driver and opens each device; `here` does neither and cannot hang.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -26,6 +21,7 @@ INSTALL_DRIVER = (
     "install NVIDIA's driver (https://www.nvidia.com/drivers); nvidia-smi then shows the GPU"
 )
 REBUILD = "NEEDLE_CUDA=1 make lib (needs the CUDA toolkit)"
+FIND_LIBRARY = "install the library, or name its folder in LD_LIBRARY_PATH; else " + REBUILD
 # Variables that change what needle and its libraries do.
 SETTINGS = ("NEEDLE_", "OPENBLAS_", "OMP_", "CUDA_", "CUBLAS")
 
@@ -53,11 +49,13 @@ def cuda_problem() -> str | None:
     return "it opens, but shows no device"
 
 
-def remedy(built: bool, driver: str | None) -> str:
+def remedy(built: bool, driver: str | None, problem: str = "") -> str:
     if driver is None:
         return INSTALL_DRIVER
     if not built:
         return REBUILD
+    if "shared object" in problem:  # the loader's words for a library that it lacks
+        return FIND_LIBRARY
     return "check that nvidia-smi shows the GPU and that CUDA_VISIBLE_DEVICES does not hide it"
 
 
@@ -66,12 +64,24 @@ def describe(device: Any) -> dict[str, Any]:
     return {"device": str(device), **facts}
 
 
-def collect() -> dict[str, Any]:
-    """The facts, as plain Python values."""
+def is_built() -> bool:
+    """Whether there is a CUDA backend beside the core."""
+    return Path(_C.__file__).with_name("_cuda.so").exists()
+
+
+def ask_cuda() -> dict[str, Any]:
+    """built, driver, usable; where it is not usable problem and remedy. Asks the driver."""
+    driver, problem = driver_version(), cuda_problem()
+    found: dict[str, Any] = {"built": is_built(), "driver": driver, "usable": problem is None}
+    if problem is not None:
+        found["problem"] = problem
+        found["remedy"] = remedy(is_built(), driver, problem)
+    return found
+
+
+def here() -> dict[str, Any]:
+    """All facts but those of CUDA: of this process, the build and the CPU."""
     build = dict(_C.build_info())
-    driver = driver_version()
-    built = Path(_C.__file__).with_name("_cuda.so").exists()
-    problem = cuda_problem()
     if os.environ.get("OMP_NUM_THREADS"):
         threads = os.environ["OMP_NUM_THREADS"] + " (OMP_NUM_THREADS)"
     else:
@@ -79,10 +89,6 @@ def collect() -> dict[str, Any]:
             len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         )
         threads = str(usable)
-    cuda: dict[str, Any] = {"built": built, "driver": driver, "usable": problem is None}
-    if problem is not None:
-        cuda["problem"] = problem
-        cuda["remedy"] = remedy(built, driver)
     return {
         "needle": build["version"],
         "location": str(Path(_C.__file__).parent),
@@ -91,14 +97,33 @@ def collect() -> dict[str, Any]:
         "platform": platform.platform(),
         "threads": threads,
         "build": build,
-        "cuda": cuda,
-        "devices": [describe(device) for device in _C.all_devices() if device.enabled()],
-        "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith(SETTINGS)},
+        "devices": [describe(_C.cpu())],
+        "settings": {
+            name: "(hidden)" if "TOKEN" in name else value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(SETTINGS)
+        },
     }
+
+
+def collect() -> dict[str, Any]:
+    """The facts, as plain Python values."""
+    facts = here() | {"cuda": ask_cuda()}
+    facts["devices"] = [describe(device) for device in _C.all_devices() if device.enabled()]
+    return facts
 
 
 def gigabytes(count: int) -> str:
     return f"{count / 2**30:.1f} GiB"
+
+
+def in_words(device: dict[str, Any]) -> str:
+    """A device's name, memory, processors and versions, as `describe` gave them."""
+    arch = f", sm_{device['arch']}" if device.get("arch") else ""
+    detail = f", {device['detail']}" if device.get("detail") else ""
+    memory = gigabytes(device.get("total_bytes", 0))
+    processors = f"{device.get('processors', '?')} processors"
+    return f"{device.get('name', '?')}, {memory}, {processors}{arch}{detail}"
 
 
 def lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
@@ -126,17 +151,7 @@ def lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("NVIDIA driver", f"speaks CUDA {cuda['driver']}" if cuda["driver"] else "none"),
     ]
-    for device in facts["devices"]:
-        arch = f", sm_{device['arch']}" if device.get("arch") else ""
-        detail = f", {device['detail']}" if device.get("detail") else ""
-        shown.append(
-            (
-                device["device"],
-                f"{device.get('name', '?')}, "
-                f"{gigabytes(device.get('total_bytes', 0))}, "
-                f"{device.get('processors', '?')} processors{arch}{detail}",
-            )
-        )
+    shown += [(device["device"], in_words(device)) for device in facts["devices"]]
     if not cuda["usable"]:
         shown.append(("cuda()", f"not usable: {cuda['problem']}"))
         shown.append(("to mend it", cuda["remedy"]))
@@ -172,25 +187,3 @@ def self_test(device: Any) -> tuple[bool, str]:
         good,
         f"{'ok' if good else 'WRONG'}: matmul is {error:.1e} off, in {seconds * 1e3:.1f} ms",
     )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    argparse.ArgumentParser(
-        prog="python -m needle.diagnose",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    ).parse_args(argv)
-    facts = show_config()
-    broken = facts["cuda"]["built"] and facts["cuda"]["driver"] and not facts["cuda"]["usable"]
-    if os.environ.get("NEEDLE_REQUIRE_CUDA", "0") == "1" and not facts["cuda"]["usable"]:
-        broken = True
-    for device in _C.all_devices():
-        if device.enabled():
-            good, text = self_test(device)
-            broken = broken or not good
-            print(f"{'test ' + str(device):<14} {text}")
-    return 1 if broken else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

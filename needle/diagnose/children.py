@@ -1,0 +1,297 @@
+"""Examinations in processes of their own, with deadlines: what hangs or dies there is a finding.
+
+A child is a fresh interpreter, exec'd and never forked, that ends with its parent. It speaks on a
+pipe of its own, so that nothing that a library or a kernel prints can be taken for a word of it, a
+JSON object a line:
+
+    {"at": "gelu float32 (31, 33)", "op": "gelu"}    it begins this: named should it hang or die
+    {"fact": ["uuid", "GPU-..."]}                     for the parent
+    {"finding": {...}}                                a Finding
+    {"detail": "..."}                                 for the log alone
+    {"end": true}                                     without it the child has died
+
+`Teller` is the child's end, `Child` the parent's, `Crew` all children of a parent. Time in which a
+child stands in line for a processor does not count: a machine that is busy is none that hangs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from needle.diagnose.finding import Finding
+
+BOOT = """
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+from needle.diagnose.roles import serve
+serve(*sys.argv[1:])
+"""
+ROOT = Path(__file__).resolve().parent.parent.parent  # of the needle that runs
+PR_SET_PDEATHSIG = 1
+LOOK = 0.1  # seconds between two looks at deadlines
+END_SECONDS = 2.0  # for what a process does behind its last word
+LAST_WORDS = 300  # characters of a dead child's output that its finding quotes
+HANGS = (
+    "if another process computes on the device (`note` lines above), end it; if it hangs again, "
+    "`nvidia-smi --gpu-reset`, or start the machine anew; --full waits longer"
+)
+
+
+def starved(pid: int | str = "self") -> float:
+    """Seconds that a process, its first thread, has stood in line for a processor, from the
+    scheduler's statistics (second number of schedstat); 0 where there are none."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
+# ---- the child's end --------------------------------------------------------------------------
+
+
+def die_with(parent: int) -> None:
+    """This process is killed when the process that started it ends, also if it has already."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+class Teller:
+    """What a child says. `where` is the subject of its findings; `until` the moment, by
+    time.monotonic(), at which it should have come to its end; `is_full` whether it may be long."""
+
+    def __init__(self, pipe: int, where: str, until: float, is_full: bool) -> None:
+        os.set_inheritable(pipe, False)
+        self._pipe, self.where, self._until, self.is_full = pipe, where, until, is_full
+        self.doing, self.op = "start", None
+
+    def _say(self, **message: Any) -> None:
+        data = json.dumps(message).encode() + b"\n"
+        while data:
+            data = data[os.write(self._pipe, data) :]
+
+    def left(self) -> float:
+        """Seconds."""
+        return self._until + starved() - time.monotonic()
+
+    def at(self, doing: str, op: str | None = None) -> None:
+        self.doing, self.op = doing, op
+        self._say(at=doing, op=op)
+
+    def fact(self, name: str, value: Any) -> None:
+        self._say(fact=[name, value])
+
+    def detail(self, text: str) -> None:
+        self._say(detail=text)
+
+    def find(self, finding: Finding) -> None:
+        self._say(finding=finding.to_json())
+
+    def ok(self, what: str, text: str) -> None:
+        self.find(Finding("ok", self.where, what, text))
+
+    def note(self, what: str, text: str, remedy: str = "") -> None:
+        self.find(Finding("note", self.where, what, text, remedy))
+
+    def failed(self, what: str, text: str, remedy: str, op: str | None = None) -> None:
+        self.find(Finding("failed", self.where, what, text, remedy, op))
+
+    def end(self) -> None:
+        self._say(end=True)
+
+
+# ---- the parent's end -------------------------------------------------------------------------
+
+
+class Child:
+    """An examination that runs. Attributes: where, facts, findings, doing (what it began last) and
+    op, ended (None while it runs, then "done", "died" or "late"), exit (as subprocess says it)."""
+
+    def __init__(
+        self,
+        where: str,
+        role: str,
+        *arguments: str,
+        deadline: float,
+        is_full: bool = False,
+        env: dict[str, str] | None = None,
+        slack: float = 1.0,
+        is_doomed: bool = False,
+    ) -> None:
+        """`deadline` by time.monotonic(): it is killed then; it is told to end `slack` earlier.
+        Of one that is doomed it is no finding that it dies."""
+        self.where, self.deadline, self.started = where, deadline, time.monotonic()
+        self.facts: dict[str, Any] = {}
+        self.findings: list[Finding] = []
+        self.doing, self.op = "start", None
+        self.is_doomed, self.ended = is_doomed, None
+        self.exit: int | None = None
+        self._rest = b""
+        self._has_said_end = False
+        self._starved = 0.0
+        self.output = tempfile.TemporaryFile()
+        self.pipe, theirs = os.pipe()
+        os.set_blocking(self.pipe, False)
+        words = [str(ROOT), str(os.getpid()), str(theirs), where, str(deadline - slack)]
+        words += [str(int(is_full)), role, *arguments]
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", BOOT, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=self.output,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs,),
+                env=os.environ | (env or {}),
+            )
+        finally:
+            os.close(theirs)
+
+    def hear(self, log: Callable[[str], None]) -> None:
+        """Takes what is in the pipe."""
+        try:
+            data = os.read(self.pipe, 1 << 16)
+        except BlockingIOError:
+            return
+        if not data:
+            self._finish("done" if self._has_said_end else "died")
+            return
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        for line in whole:
+            message = json.loads(line)
+            log(f"{self.where}: {line.decode()}")
+            if "at" in message:
+                self.doing, self.op = message["at"], message["op"]
+            elif "fact" in message:
+                name, value = message["fact"]
+                self.facts[name] = value
+            elif "finding" in message:
+                self.findings.append(Finding(**message["finding"]))
+            elif "end" in message:
+                self._has_said_end = True
+
+    def _finish(self, how: str) -> None:
+        self.starved()
+        try:
+            self.exit = self.process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:  # it has said all, and hangs as it goes
+            self.kill()
+        self.ended = how
+
+    def kill(self) -> bool:
+        """Whether it is gone. What waits inside the driver cannot be killed."""
+        self.process.kill()
+        try:
+            self.exit = self.process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def starved(self) -> float:
+        """Seconds that it has stood in line for a processor."""
+        if self.ended is None:
+            self._starved = max(self._starved, starved(self.process.pid))
+        return self._starved
+
+    def is_late(self) -> bool:
+        """Whether the deadline is over."""
+        return time.monotonic() >= self.deadline + self.starved()
+
+    def expire(self) -> None:
+        gone = self.kill()
+        self.ended = "late"
+        seconds = time.monotonic() - self.started
+        fate = "and was killed" if gone else f"and process {self.process.pid} cannot be killed: "
+        fate += "" if gone else "it waits inside the driver"
+        self.findings.append(
+            Finding(
+                "failed",
+                self.where,
+                "deadline",
+                f"{self.doing} hangs: not done {seconds:.1f} s after the start, {fate}",
+                HANGS if self.where.endswith(")") else "run it again with --full",
+                self.op,
+            )
+        )
+
+    def died(self) -> Finding:
+        """The finding about a child that ended without having said so."""
+        if self.exit is not None and self.exit < 0:
+            how = signal.Signals(-self.exit).name
+        else:
+            how = f"exit code {self.exit}"
+        words = self.printed()[-LAST_WORDS:].strip().replace("\n", " / ")
+        said = f"; its last words: {words}" if words else ""
+        return Finding(
+            "failed",
+            self.where,
+            "death",
+            f"the process that examined it died by {how} at {self.doing}{said}",
+            "build needle again (make clean lib); look for Xid errors and for a killed process in "
+            "the kernel's log (dmesg)",
+            self.op,
+        )
+
+    def printed(self) -> str:
+        self.output.seek(0)
+        return self.output.read().decode(errors="replace")
+
+    def close(self) -> None:
+        if self.ended is None:
+            self.kill()
+        os.close(self.pipe)
+        self.output.close()
+
+
+class Crew:
+    """The children of this process; leaving the context ends them all."""
+
+    def __init__(self, log: Callable[[str], None] = lambda text: None) -> None:
+        self._log = log
+        self._selector = selectors.DefaultSelector()
+        self._children: list[Child] = []
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._selector.close()
+        for child in self._children:
+            child.close()
+
+    def start(self, where: str, role: str, *arguments: str, **options: Any) -> Child:
+        child = Child(where, role, *arguments, **options)
+        self._children.append(child)
+        self._selector.register(child.pipe, selectors.EVENT_READ, child)
+        return child
+
+    def wait(self, *wanted: Child) -> None:
+        """Hears all children until the wanted ones have ended."""
+        while any(child.ended is None for child in wanted):
+            for key, _ in self._selector.select(LOOK):
+                child = key.data
+                child.hear(self._log)
+                if child.ended is not None:
+                    if child.ended == "died" and not child.is_doomed:
+                        child.findings.append(child.died())
+                    self._gone(child)
+            for child in self._children:
+                if child.ended is None and child.is_late():
+                    child.expire()
+                    self._gone(child)
+
+    def _gone(self, child: Child) -> None:
+        self._selector.unregister(child.pipe)
+        text = child.printed()
+        if text:
+            self._log(f"{child.where}: printed:\n{text}")

@@ -1,0 +1,131 @@
+"""A machine with GPUs that are none: fake libraries of NVIDIA's, and a copy of needle whose CUDA
+backend computes on the CPU, all open to planting (fake.h)."""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import pytest
+from harness import ROOT
+
+from needle.diagnose import children
+from needle.diagnose.children import Teller
+from needle.diagnose.finding import LEVELS, Finding
+
+HERE = Path(__file__).parent
+
+
+def compile_library(source: str, out: Path, *more) -> None:
+    command = ["cc", "-std=gnu17", "-O1", "-shared", "-fPIC", f"-I{ROOT / 'csrc'}", HERE / source]
+    subprocess.run([*command, "-o", out, *more], check=True)
+
+
+def objects() -> list[Path]:
+    """The CPU backend and the core beneath it, as `make lib` left them."""
+    built = ROOT / "build" / f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+    sources = [*ROOT.glob("csrc/cpu/*.c"), *ROOT.glob("csrc/*.c")]
+    return [built / source.relative_to(ROOT).with_suffix(".o") for source in sources]
+
+
+def blas() -> list[str]:
+    """What the core's matrix product is linked with, from the libraries of this process."""
+    maps = Path("/proc/self/maps").read_text()
+    found = sorted(set(re.findall(r"(/\S*lib(?:scipy_)?openblas\S*\.so\S*)", maps)))
+    return [word for path in found for word in (path, f"-Wl,-rpath,{Path(path).parent}")]
+
+
+@dataclasses.dataclass
+class Machine:
+    folder: Path
+
+    def environment(self, planted: str = "", **more: str) -> dict[str, str]:
+        return os.environ | {
+            "NEEDLE_FAKE": planted,
+            "LD_LIBRARY_PATH": str(self.folder / "lib"),
+            "PYTHONPATH": str(self.folder),
+            "OMP_NUM_THREADS": "1",
+            "NEEDLE_REQUIRE_CUDA": "0",
+            **more,
+        }
+
+    def run(self, *words: str, planted: str = "", **more: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [sys.executable, "-m", "needle.diagnose", *words],
+            cwd=self.folder,
+            env=self.environment(planted, **more),
+            capture_output=True,
+            text=True,
+        )
+
+    def told(self, *words: str, planted: str = "", **more: str) -> tuple[int, dict]:
+        """(exit code, the JSON object)."""
+        done = self.run("--json", *words, planted=planted, **more)
+        assert done.stderr == "", done.stderr
+        return done.returncode, json.loads(done.stdout)
+
+
+@pytest.fixture(scope="session")
+def machine(tmp_path_factory) -> Machine:
+    folder = tmp_path_factory.mktemp("machine")
+    skip = shutil.ignore_patterns("_cuda*", "__pycache__")
+    shutil.copytree(ROOT / "needle", folder / "needle", ignore=skip)
+    (folder / "lib").mkdir()
+    compile_library("fake_nvml.c", folder / "lib/libnvidia-ml.so.1")
+    compile_library("fake_driver.c", folder / "lib/libcuda.so.1")
+    linked = ["-fvisibility=hidden", "-fopenmp", *objects(), *blas(), "-lm", "-Wl,-z,defs"]
+    compile_library("fake_backend.c", folder / "needle/_cuda.so", *linked)
+    return Machine(folder)
+
+
+class Heard(Teller):
+    """A Teller in this process: what it was told, as lists."""
+
+    def __init__(self, where: str = "cpu()", is_full: bool = False, seconds: float = 1e9) -> None:
+        self.where, self.is_full, self.doing, self.op = where, is_full, "start", None
+        self.seconds = seconds
+        self.findings: list[Finding] = []
+        self.facts: dict = {}
+
+    def left(self) -> float:
+        return self.seconds
+
+    def _say(self, **message) -> None:
+        if "finding" in message:
+            self.findings.append(Finding(**message["finding"]))
+        if "fact" in message:
+            self.facts |= [message["fact"]]
+
+    def levels(self) -> dict[str, list[str]]:
+        """The texts by level."""
+        return {level: [f.text for f in self.findings if f.level == level] for level in LEVELS}
+
+
+@pytest.fixture
+def heard() -> Heard:
+    return Heard()
+
+
+@pytest.fixture
+def examined(machine, monkeypatch):
+    """examined(role, *words, planted=..., seconds=...) -> the Child, which has ended, on the fake
+    machine."""
+    monkeypatch.setattr(children, "ROOT", machine.folder)
+
+    def examine(
+        role: str, *words: str, where: str = "machine", planted: str = "", seconds: float = 60
+    ) -> children.Child:
+        with children.Crew() as crew:
+            deadline = time.monotonic() + seconds
+            env = machine.environment(planted)
+            child = crew.start(where, role, *words, deadline=deadline, env=env)
+            crew.wait(child)
+        return child
+
+    return examine

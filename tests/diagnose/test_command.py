@@ -1,0 +1,257 @@
+"""The program as a user runs it, on a machine whose GPUs are fakes: what it prints and returns, and
+that each planted defect ends as a line with its remedy."""
+
+import json
+import subprocess
+import time
+
+import numpy as np
+import pytest
+from harness import ROOT
+
+from needle.diagnose import children, command, recovery
+from needle.diagnose.command import FULL, QUICK, Report, Times
+from needle.diagnose.finding import Finding
+
+STUB = "int planted_library(void) { return 0; }"
+BACKEND = """
+int planted_library(void);
+const void *needle_backend(void) { planted_library(); return 0; }
+"""
+
+
+def failures(told: dict) -> list[tuple[str, str]]:
+    return [(finding["where"], finding["op"] or finding["what"]) for finding in told["failures"]]
+
+
+def test_the_deadlines_are_those_that_are_promised():
+    for times, most in ((QUICK, 10), (FULL, 120)):
+        assert times.driver < times.devices < times.peers < times.all < most
+
+
+def test_a_healthy_machine(machine, tmp_path):
+    """Two GPUs, a run's folder and a log: one JSON object without secrets, exit code 0."""
+    run, log = tmp_path / "run", tmp_path / "log"
+    (run / "checkpoints").mkdir(parents=True)
+    words = ("--log", str(log), "--run", str(run))
+    code, told = machine.told(*words, planted="count=2", NEEDLE_KERNELS_TOKEN="unspeakable")
+    assert (code, told["ok"], told["failures"]) == (0, True, [])
+    assert [device["device"] for device in told["devices"]] == ["cpu()", "cuda()", "cuda(1)"]
+    assert told["devices"][1]["rates"]["bfloat16"] > 0 and len(told["gpus"]) == 2
+    assert told["cuda"]["usable"] and told["seconds"] > 0 and set(told["peers"]) == {"0-1", "1-0"}
+    assert {finding["where"] for finding in told["findings"]} >= {
+        "GPU 1",
+        "run",
+        "cuda(1)",
+        "cpu()",
+    }
+    text = log.read_text()
+    assert "gelu float32 odd stepped" in text
+    assert told["settings"]["NEEDLE_KERNELS_TOKEN"] == "(hidden)"
+    assert "unspeakable" not in json.dumps(told) + text
+
+
+def test_what_is_wrong_is_a_line_with_its_remedy(machine):
+    done = machine.run("--device", "1", planted="count=2,at=1,ecc=3,wrong=layernorm_fwd")
+    assert done.returncode == 1 and done.stderr == ""
+    lines = done.stdout.splitlines()
+    ecc, op, last = [line for line in lines if "FAILED" in line]
+    assert ecc.startswith("GPU 1          FAILED: ECC: 3 uncorrected memory errors")
+    assert op.startswith("test cuda(1)   FAILED: layernorm_fwd float32 odd contiguous: 1 of 2015")
+    assert "To mend it: " in ecc and "To mend it: " in op and last == lines[-1]
+    assert last.startswith("in short       FAILED: 2, above (")
+    assert any(line.startswith("cuda(1)        NVIDIA Pretend") for line in lines)
+    assert any(line.startswith("test cuda(1)   ok: matmul is") for line in lines)
+    assert not any(line.startswith(("GPU 0", "test cpu()")) for line in lines)
+
+
+def test_a_gpu_that_hangs_costs_its_deadline_alone(machine, monkeypatch, capsys):
+    """The hanging op is named, and the other checks are done."""
+    monkeypatch.setattr(children, "ROOT", machine.folder)
+    monkeypatch.setattr(command, "QUICK", Times(30, 4, 5, 6))
+    environment = machine.environment("hang=embedding_bwd")
+    for name in ("NEEDLE_FAKE", "LD_LIBRARY_PATH", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, environment[name])
+    start = time.monotonic()
+    assert command.main(["--json"]) == 1
+    assert time.monotonic() - start < 60
+    told = json.loads(capsys.readouterr().out)
+    assert failures(told) == [("cuda()", "embedding_bwd")]
+    assert "embedding_bwd float32 odd contiguous hangs" in told["failures"][0]["text"]
+    assert {"product", "rates"} <= {f["what"] for f in told["findings"] if f["where"] == "cuda()"}
+
+
+@pytest.mark.parametrize(
+    "planted, op, said",
+    [
+        ("die=linear_fwd", "linear_fwd", "died by SIGSEGV at linear_fwd float32 odd contiguous"),
+        ("fatal=sum", "sum", "sum: a planted fault: the CUDA context is lost"),
+        ("open_fails=0", None, "out of memory"),
+        ("wrong=matmul", "matmul", "matmul is 1.0e+03 off"),
+    ],
+)
+def test_a_device_that_breaks_is_one_failure(examined, planted, op, said):
+    child = examined("device", "cuda", "0", where="cuda()", planted=planted)
+    (finding,) = [f for f in child.findings if f.has_failed]
+    assert said in finding.text and finding.op == op and finding.remedy
+
+
+def test_a_library_that_is_missing_is_named(tmp_path, machine, examined, monkeypatch):
+    """As libcublasLt may be: _cuda.so is there, and what it needs is not."""
+    package = tmp_path / "needle"
+    package.mkdir()
+    for path in (machine.folder / "needle").iterdir():
+        if path.name.startswith("_C."):
+            (package / path.name).write_bytes(path.read_bytes())  # finds _cuda.so beside itself
+        elif path.name != "_cuda.so":
+            (package / path.name).symlink_to(path)
+    (tmp_path / "stub.c").write_text(STUB)
+    (tmp_path / "backend.c").write_text(BACKEND)
+    lacking = tmp_path / "libcublasLt.so.99"
+    for words in (
+        [tmp_path / "stub.c", f"-Wl,-soname,{lacking.name}", "-o", lacking],
+        [tmp_path / "backend.c", lacking, "-o", package / "_cuda.so"],
+    ):
+        subprocess.run(["cc", "-shared", "-fPIC", *words], check=True)
+    lacking.unlink()
+    monkeypatch.setattr(children, "ROOT", tmp_path)
+    child = examined("machine")
+    chosen, (failure,) = command.choose(None, child, child.facts["cuda"])
+    assert chosen == [] and failure.has_failed and failure.where == "cuda()"
+    assert "libcublasLt.so.99" in failure.text and "LD_LIBRARY_PATH" in failure.remedy
+
+
+def test_a_driver_that_hangs_is_a_failure_of_cuda(examined, monkeypatch):
+    """As far as CUDA was built: where it was not, there is nothing to use a GPU by."""
+    child = examined("machine", planted="nvml_hangs=1", seconds=1.5)
+    monkeypatch.setattr(command.known, "is_built", lambda: True)
+    chosen, (failure,) = command.choose(None, child, command.silent(child))
+    assert chosen == [] and "stopped at opening NVML" in failure.text
+
+
+def test_under_torchrun_each_rank_says_a_line_about_its_own_device(machine):
+    ranks = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}
+    done = machine.run(planted="count=2,at=0,ecc=3", **ranks)
+    assert done.returncode == 0, done.stdout  # the defect is the other rank's
+    (line,) = done.stdout.splitlines()
+    assert line.startswith("rank 5 of 8: cuda(1) ok: matmul is") and "TFLOP/s" in line
+    done = machine.run(planted="count=2", **ranks | {"LOCAL_RANK": "2"})
+    assert done.returncode == 1 and "there is no cuda(2): this machine shows 2" in done.stdout
+    assert "nproc-per-node" in done.stdout and done.stdout.count("\n") == 2
+
+
+def test_the_failures_of_a_rank_carry_its_number(capsys):
+    report = Report(False, (1, 2), None)
+    report.facts["devices"] = [{"device": "cpu()"}, {"device": "cuda(1)"}]
+    report.add(Finding("ok", "cuda(1)", "ops", "all is well"))
+    report.add(Finding("failed", "GPU 1", "rows", "memory waits", "reset it"))
+    assert report.end(1.0) == 1
+    failed, line = capsys.readouterr().out.splitlines()
+    assert failed == "rank 1 of 2: GPU 1          FAILED: memory waits. To mend it: reset it"
+    assert line == "rank 1 of 2: cuda(1) FAILED: 1, above: all is well"
+
+
+def test_devices_and_logs_that_cannot_be_are_refused(tmp_path, capsys, monkeypatch):
+    with pytest.raises(SystemExit) as caught:
+        command.main(["--device", "-1"])
+    assert caught.value.code == 2 and "0 or more" in capsys.readouterr().err
+    monkeypatch.setattr(command, "examine", lambda args, rank, report, crew, start: None)
+    assert command.main(["--log", str(tmp_path / "none/log")]) == 1
+    said = capsys.readouterr().out
+    assert "none/log cannot be written: No such file" in said and "To mend it" in said
+
+
+def test_a_full_disk_ends_the_log_alone(capsys):
+    report = Report(False, None, open("/dev/full", "w"))
+    for _ in range(2):
+        report.describe("one", "fact")
+    assert report.end(1.0) == 1
+    said = capsys.readouterr().out
+    assert said.count("one            fact") == 2
+    assert said.count("/dev/full cannot be written: No space left on device") == 1
+    report.close()
+
+
+# ---- a planted fault --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "planted, has_failed, said",
+    [
+        ("", False, "a planted fault ended its process alone; a fresh one was right"),
+        ("numb=1", True, "a planted fault was not told: the process that examined it died by"),
+        ("wrong=matmul", True, "behind a planted fault a fresh process is wrong: WRONG: matmul"),
+    ],
+)
+def test_recovery(machine, monkeypatch, planted, has_failed, said):
+    monkeypatch.setattr(children, "ROOT", machine.folder)
+    environment = machine.environment(planted)
+    for name in ("NEEDLE_FAKE", "LD_LIBRARY_PATH", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, environment[name])
+    with children.Crew() as crew:
+        (finding,) = recovery.examine(crew, "cuda()", 0, time.monotonic() + 60)
+    assert finding.has_failed == has_failed and said in finding.text
+
+
+# ---- on a GPU ---------------------------------------------------------------------------------
+
+
+def diagnose(*words: str) -> tuple[int, dict, float]:
+    start = time.monotonic()
+    command_line = [children.sys.executable, "-m", "needle.diagnose", "--json", *words]
+    done = subprocess.run(command_line, cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr == "", done.stderr
+    return done.returncode, json.loads(done.stdout), time.monotonic() - start
+
+
+@pytest.mark.cuda
+def test_a_gpu_is_right_within_ten_seconds():
+    code, told, seconds = diagnose()
+    assert code == 0, told["failures"]
+    whats = {finding["what"] for finding in told["findings"] if finding["where"] == "cuda()"}
+    assert whats >= {"product", "rates", "ops", "step"} and seconds < 10
+    assert told["devices"][1]["rates"]["bfloat16"] > 1e13
+
+
+@pytest.mark.cuda
+@pytest.mark.slow
+def test_a_gpu_is_right_at_every_point_within_two_minutes():
+    code, told, seconds = diagnose("--full")
+    assert code == 0, told["failures"]
+    assert seconds < 120 and any(finding["what"] == "recovery" for finding in told["findings"])
+    assert not any("the time was up" in finding["text"] for finding in told["findings"])
+
+
+HOLD = """
+import sys, time
+import numpy as np, needle as ndl
+from needle import _C
+device = ndl.cuda()
+held = _C.empty((int(sys.argv[1]),), "uint8", device)
+held.fill(1)
+device.synchronize()
+print("holds", flush=True)
+a = _C.array(np.ones((8192, 8192), np.float32), "float32", device)
+while True:
+    for _ in range(50):
+        _C.matmul(a, a)
+    device.synchronize()
+"""
+
+
+@pytest.mark.cuda
+def test_a_gpu_that_another_process_holds_and_keeps_busy():
+    """Who holds it is named, and all is done in time; too little memory is a failure."""
+    total = diagnose("--device", "0")[1]["devices"][1]["total_bytes"]
+    for size, code in ((1 << 30, 0), (int(0.93 * total), 1)):
+        words = [children.sys.executable, "-c", HOLD, str(size)]
+        with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as other:
+            try:
+                assert other.stdout.readline() == "holds\n"
+                got, told, seconds = diagnose()
+            finally:
+                other.kill()
+        said = " ".join(finding["text"] for finding in told["findings"])
+        assert got == code and seconds < 10, told["failures"]
+        assert "GiB" in said and ("are free" in said) == (code == 1)
+        assert not np.isnan(seconds)
