@@ -30,8 +30,9 @@ bool nd_streamed_stale(const void *object) {
 int nd_streamed_check(nd_state *state, const void *object) {
     const nd_streamed *self = object;
     if (nd_streamed_stale(self)) {
+        const char *name = Py_TYPE(self)->tp_name, *dot = strrchr(name, '.');
         FAIL(PyExc_RuntimeError, "%s: was made before cuda_reset(); make it anew",
-             strrchr(Py_TYPE(self)->tp_name, '.') + 1);
+             dot != NULL ? dot + 1 : name); /* a class in Python has no dot */
     }
     return nd_check_alive(state, self->device);
 }

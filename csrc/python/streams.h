@@ -1,10 +1,11 @@
-/* streams.h - work in the stream of a device: events, asynchronous copies, recorded graphs. */
+/* streams.h - work in the stream of a device: events, asynchronous copies, recorded graphs; kernels
+ * of the user's own (kernels.h) begin alike. */
 #ifndef NEEDLE_STREAMS_H
 #define NEEDLE_STREAMS_H
 
 #include "state.h"
 
-/* How each of the four objects begins. */
+/* How each of these objects begins. */
 typedef struct {
     PyObject_HEAD
     nd_device *device;

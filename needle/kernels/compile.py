@@ -81,9 +81,9 @@ def find_toolkit() -> Toolkit:
     for root in _roots():
         for folder in (root / "lib64", root / "lib"):
             looked.append(str(folder))
-            libraries = [f for f in folder.glob("libnvrtc.so*") if ".alt." not in f.name]
+            libraries = sorted(folder.glob("libnvrtc.so*"))
             if libraries:
-                return Toolkit(min(libraries, key=lambda f: len(f.name)), _include(root))
+                return Toolkit(libraries[0], _include(root))
     for name in ("libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12"):
         try:
             ctypes.CDLL(name)

@@ -44,6 +44,13 @@ __global__ void tile(float *y) {
     y[threadIdx.x] = held[99 - threadIdx.x];
 }
 
+__global__ void barriers(int *y) {
+    for (int i = 0; i < y[0]; i++) {
+        asm volatile("bar.sync 5, 64;");
+        y[i]++;
+    }
+}
+
 __global__ void __launch_bounds__(128) bounded(float *y) { y[threadIdx.x] = 1; }
 
 __global__ void stack(float *y, int i) {

@@ -71,13 +71,6 @@ __global__ void spin(float *x, long long cycles) {
     x[0] += 1;
 }
 
-__global__ void named_barriers(int *x) {
-    for (int i = 0; i < x[0]; i++) {
-        asm volatile("bar.sync 5, 64;");
-        x[i]++;
-    }
-}
-
 __global__ void many_registers(float *x) {
     float a[160];
     for (int k = 0; k < 160; k++) a[k] = x[k * 64 + threadIdx.x];
@@ -100,7 +93,7 @@ def device():
 @pytest.fixture
 def own(device):
     return kernels.compile(OWN, [*(f"add_one<{name}>" for name in TYPES.values()), "reversed",
-                                 "shape", "total", "double_it", "spin", "named_barriers",
+                                 "shape", "total", "double_it", "spin",
                                  "many_registers", "wild"])  # fmt: skip
 
 

@@ -1,0 +1,369 @@
+"""csrc/python/kernel.c, graph.c and needle/kernels/module.py without a GPU: a backend of a page of
+C stands in for CUDA. Its memory is the host's, its one kernel fills an array, and it writes down
+what it was asked."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from harness import ROOT
+
+BACKEND = r"""
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include "backend.h"
+
+struct nd_graph { int dummy; };
+struct nd_module { int number; };
+struct nd_kernel { int dummy; };
+static struct nd_graph graph;
+static struct nd_kernel kernel;
+static char message[256] = "none";
+static int modules, refuse;
+
+static void say(const char *format, ...) {
+    FILE *file = fopen(getenv("FAKE_LOG"), "a");
+    va_list a;
+    va_start(a, format);
+    vfprintf(file, format, a);
+    va_end(a);
+    fclose(file);
+}
+static const char *last_error(void) { return message; }
+static nd_status count(int *out) { *out = 1; return ND_OK; }
+static nd_status opened(int device) { return ND_OK; }
+static nd_status allocate(int device, size_t n, void **out) { *out = calloc(1, n); return ND_OK; }
+static nd_status release(int device, void *p) { free(p); return ND_OK; }
+static nd_status upload(int device, void *to, const void *from, size_t n) {
+    memcpy(to, from, n);
+    return ND_OK;
+}
+static nd_status synchronize(int device) { say("synchronize\n"); return ND_OK; }
+static nd_status graph_begin(int device, nd_graph **out) { *out = &graph; return ND_OK; }
+static nd_status graph_part(int device, nd_graph *g) { return ND_OK; }
+static nd_status graph_free(int device, nd_graph *g) { say("graph freed\n"); return ND_OK; }
+static nd_status launch_limits(int device, nd_launch_limits *out) {
+    say("limits\n");
+    *out = (nd_launch_limits){90, 132, 2048, 32, 65536, 233472, 65536, 232448, 1024, 1 << 30};
+    return ND_OK;
+}
+static nd_status module_load(int device, const void *code, nd_module **out) {
+    if (memcmp(code, "bad", 3) == 0) {
+        strcpy(message, "module: not machine code");
+        return ND_ECUDA;
+    }
+    *out = malloc(sizeof **out);
+    (*out)->number = modules++;
+    return ND_OK;
+}
+static nd_status module_kernel(int device, nd_module *m, const char *symbol, nd_kernel **out) {
+    if (strcmp(symbol, "fill") != 0) {
+        strcpy(message, "no such symbol");
+        return ND_ECUDA;
+    }
+    *out = &kernel;
+    return ND_OK;
+}
+static nd_status module_unload(int device, nd_module *m) {
+    say("unload %d\n", m->number);
+    free(m);
+    return ND_OK;
+}
+static nd_status kernel_launch(int device, nd_kernel *k, const nd_launch *l) {
+    float *x = *(float **)l->arguments[0], value = *(float *)l->arguments[1];
+    int n = *(int *)l->arguments[2];
+    say("%s grid %u %u %u block %u %u %u shared %u cluster %d %u %u %u cooperative %d\n", l->name,
+        l->grid[0], l->grid[1], l->grid[2], l->block[0], l->block[1], l->block[2], l->shared,
+        l->has_cluster, l->cluster[0], l->cluster[1], l->cluster[2], l->cooperative);
+    if (n < 0) {
+        strcpy(message, "fill: kernel launch: it refuses");
+        return ND_ECUDA;
+    }
+    for (int i = 0; i < n; i++) x[i] = value;
+    return ND_OK;
+}
+
+const nd_backend *needle_backend(void) {
+    static nd_backend b;
+    b.abi = nd_abi();
+    b.alignment = 16;
+    b.is_host = false;
+    b.last_error = last_error;
+    b.device_count = count;
+    b.open = b.reset = opened;
+    b.allocate = allocate;
+    b.release = release;
+    b.upload = upload;
+    b.download = upload;
+    b.synchronize = synchronize;
+    b.graph_begin = graph_begin;
+    b.graph_capture = b.graph_end = b.graph_launch = graph_part;
+    b.graph_free = graph_free;
+    b.launch_limits = launch_limits;
+    b.module_load = module_load;
+    b.module_kernel = module_kernel;
+    b.module_unload = module_unload;
+    b.kernel_launch = kernel_launch;
+    return &b;
+}
+"""
+
+BEGIN = """
+import gc, os, sys
+import numpy as np
+import needle as ndl
+from needle import _C, kernels
+from needle.kernels.compile import Compiled, Entry
+from needle.kernels.signature import Signature
+
+def log():
+    gc.collect()
+    with open(os.environ["FAKE_LOG"], "a+") as file:
+        file.seek(0)
+        lines = file.read().splitlines()
+        file.truncate(0)
+    return lines
+
+signature = Signature.declared("fill", "float*, float, int", [(0, 8), (8, 4), (12, 4)])
+entry = Entry("fill", "fill", "90a", signature, 32, 0, 0, 1024, None, None, 0)
+compiled = Compiled("90a", b"code", "", {"fill": entry, "gone": entry})
+device = ndl.cuda()
+assert device.runs_kernels and not device.is_host
+module = kernels.load(compiled, device)
+fill = module["fill"]
+x = _C.empty((4,), "float32", device)
+WAY = "fill grid {} block {} shared {} cluster {} cooperative {}".format
+log()
+"""
+
+
+@pytest.fixture(scope="session")
+def fake(tmp_path_factory):
+    """needle beside the stand-in; a function that runs a script there, and shows what failed."""
+    if not shutil.which("cc"):
+        pytest.skip("needle: no cc to make the stand-in with")
+    folder = tmp_path_factory.mktemp("fake")
+    shutil.copytree(ROOT / "needle", folder / "needle", ignore=shutil.ignore_patterns("_cuda*"))
+    (folder / "fake.c").write_text(BACKEND)
+    library = folder / "needle" / "_cuda.so"
+    command = ["cc", "-w", "-std=gnu17", "-shared", "-fPIC", f"-I{ROOT / 'csrc'}", "fake.c"]
+    subprocess.run([*command, "-o", str(library)], cwd=folder, check=True)
+
+    def run(script: str, **environment) -> subprocess.CompletedProcess:
+        facts = {"PYTHONPATH": str(folder), "FAKE_LOG": str(folder / "log"), "OMP_NUM_THREADS": "1"}
+        (folder / "log").unlink(missing_ok=True)
+        done = subprocess.run(
+            [sys.executable, "-X", "dev", "-c", BEGIN + script], cwd=folder,
+            env=os.environ | facts | environment, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done
+
+    return run
+
+
+def test_a_launch_arrives_as_it_was_asked_for(fake):
+    fake("""
+fill(3, (4, 5), x, 2.5, 4)
+fill((3, 2, 1), 32, x, 2.5, 4, shared=1 << 17, cluster=(3, 1), cooperative=True)
+fill(np.int64(3), [4], x, 2.5, 4, shared=np.int32(5), cooperative=1)
+assert [line for line in log() if line != "limits"] == [
+    WAY("3 1 1", "4 5 1", 0, "0 0 0 0", 0),
+    WAY("3 2 1", "32 1 1", 131072, "1 3 1 1", 1),
+    WAY("3 1 1", "4 1 1", 5, "0 0 0 0", 1),
+]
+assert x.numpy().tolist() == [2.5] * 4
+""")
+
+
+def test_a_way_to_launch_is_checked_once(fake):
+    """Of the last eight; and one that was refused is asked again."""
+    fake("""
+def asked(n):
+    fill(n, 32, x, 1, 4)
+    return log().count("limits")
+assert [asked(n) for n in (1, 1, 2, 1, 2)] == [1, 0, 1, 0, 0]
+assert [asked(n) for n in range(3, 9)] == [1] * 6
+assert [asked(n) for n in (1, 2, 8)] == [0] * 3
+assert asked(9) == 1 and asked(2) == 0 and asked(1) == 1
+for _ in range(2):
+    try:
+        fill(1, 2048, x, 1, 4)
+    except kernels.LaunchError as error:
+        assert "2,048" in str(error) and "1,024" in str(error)
+    else:
+        raise SystemExit("nothing was raised")
+    assert log() == ["limits"]
+for keywords in ({"shared": 8}, {"cluster": 1}, {"cooperative": True}):
+    fill(1, 32, x, 1, 4, **keywords)
+    assert log().count("limits") == 1
+    fill(1, 32, x, 1, 4, **keywords)
+    assert log().count("limits") == 0
+""")
+
+
+def test_what_is_refused_launches_and_counts_nothing(fake):
+    fake("""
+before = x.written
+for error, call in (
+    (TypeError, lambda: fill(1, 32)),
+    (TypeError, lambda: fill(1)),
+    (TypeError, lambda: fill(1, 32, x, 1, 4, stream=0)),
+    (TypeError, lambda: fill(1, 32, x, 1, 4.0)),
+    (TypeError, lambda: fill(1, 32, _C.array([1.0]), 1, 4)),
+    (TypeError, lambda: fill(None, 32, x, 1, 4)),
+    (OverflowError, lambda: fill(1, 32, x, 1, 2**31)),
+    (kernels.LaunchError, lambda: fill(10**40, 32, x, 1, 4)),
+    (kernels.LaunchError, lambda: fill(1, 32, x, 1, 4, shared=-1)),
+):
+    try:
+        call()
+    except error as raised:
+        assert "fill" in str(raised), raised
+    else:
+        raise SystemExit("nothing was raised")
+assert x.written == before and [line for line in log() if line != "limits"] == []
+fill(1, 32, x, 1, 4)
+assert x.written == _C.writes() > before
+try:
+    fill(1, 32, x, 1, -1)
+except ndl.CudaError as error:
+    assert str(error) == "fill: kernel launch: it refuses"
+else:
+    raise SystemExit("nothing was raised")
+references = sys.getrefcount(x)
+tensor = ndl.Tensor.from_ndarray(x)
+for _ in range(100):
+    fill(1, 32, tensor, 1, 4)
+assert sys.getrefcount(x) == references + 1
+""")
+
+
+def test_code_lives_as_long_as_what_launches_it(fake):
+    fake("""
+assert module["fill"] is fill and module.kernel("fill") is fill
+del module
+assert log() == []
+fill(1, 32, x, 1, 4)
+log()
+del fill
+assert log() == ["unload 0"]
+
+def record():
+    fill = kernels.load(compiled, device)["fill"]
+    calls = []
+    def step():
+        if len(calls) < 2:
+            fill(1, 32, x, 3, 4)
+        calls.append(1)
+    return _C.Graph(device, step), fill
+
+graph, fill = record()
+del fill
+log()
+graph.replay()
+assert log() == []
+del graph
+assert log() == ["graph freed", "unload 1"]
+
+class Fails(Exception):
+    pass
+
+def failing():
+    kernels.load(compiled, device)["fill"](1, 32, x, 3, 4)
+    raise Fails
+
+try:
+    _C.Graph(device, failing)
+except Fails:
+    pass
+assert log()[-2:] == ["graph freed", "unload 2"]
+kernels.load(compiled, device)["fill"](1, 32, x, 3, 4)
+assert log()[-1] == "unload 3"  # no graph holds it
+""")
+
+
+def test_a_cycle_through_a_graph_goes_in_order(fake):
+    """Where the garbage collector finds them, the graph goes before the code that it launches."""
+    fake("""
+def make():
+    fill = kernels.load(compiled, device)["fill"]
+    held = {}
+    def step():
+        held.get("kernel", fill)(1, 32, x, 3, 4)
+    held["kernel"], held["graph"] = fill, _C.Graph(device, step)
+
+del module, fill
+log()
+make()
+assert log()[-2:] == ["graph freed", "unload 1"]
+""")
+
+
+def test_what_was_made_before_a_reset_is_stale(fake):
+    fake("""
+ndl.cuda_reset()
+y = _C.empty((4,), "float32", device)
+for use in (lambda: fill(1, 32, y, 1, 4), lambda: kernels.module.Kernel(module, entry)):
+    try:
+        use()
+    except RuntimeError as error:
+        assert "was made before cuda_reset(); make it anew" in str(error), error
+    else:
+        raise SystemExit("nothing was raised")
+log()
+del module, fill
+assert log() == []
+kernels.load(compiled, device)["fill"](1, 32, y, 1, 4)
+""")
+
+
+def test_modules_and_kernels_that_cannot_be_had(fake):
+    fake("""
+import dataclasses
+bad = dataclasses.replace(compiled, cubin=b"bad code")
+gone = dataclasses.replace(compiled, entries={"f": dataclasses.replace(entry, symbol="g")})
+for made, said in ((lambda: kernels.load(bad, device), "Module: module: not machine code"),
+                   (lambda: kernels.load(gone, device)["f"], "Kernel: no such symbol")):
+    try:
+        made()
+    except ndl.CudaError as error:
+        assert said.endswith(str(error)) or said == str(error), error
+    else:
+        raise SystemExit("nothing was raised")
+class Silent(_C.Kernel):
+    def admit(self, *way):
+        return way[:3]
+silent = Silent(module.code, "fill", _C.Parameters("fill", signature.plan))
+try:
+    silent(1, 32, x, 1, 4)
+except TypeError as error:
+    assert "admit() must return" in str(error)
+else:
+    raise SystemExit("nothing was raised")
+for wrong in ((None, "fill", None), (module.code, "fill", 3), (module.code, 3, None)):
+    try:
+        _C.Kernel(*wrong)
+    except TypeError:
+        continue
+    raise SystemExit("nothing was raised")
+for arch, good in (("90", 1), ("90a", 1), ("80", 0), ("100", 0), ("86", 0), ("90f", 1)):
+    try:
+        kernels.load(dataclasses.replace(compiled, arch=arch), device)
+        assert good, arch
+    except ValueError as error:
+        assert not good and f"compiled for sm_{arch}, and cuda() is sm_90a" in str(error)
+""")
+
+
+def test_it_waits_and_tells_where_that_is_asked_for(fake):
+    fake("fill(1, 32, x, 1, 4)\nassert log()[-1] == 'synchronize'\n", NEEDLE_SYNC="1")
+    done = fake("fill(1, 32, x, 1, 4)\n", NEEDLE_TRACE="1")
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("needle: fill ")]
+    assert "cuda()" in line and "us  float*:float32(4)" in line
+    done = fake("fill(1, 32, x, 1, 4)\nassert 'synchronize' not in log()\n")
+    assert "needle:" not in done.stderr
