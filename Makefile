@@ -35,7 +35,7 @@ endif
 BUILD_NEEDS := setuptools numpy
 BUILD_LIKES := scipy_openblas32
 TRAIN_LIKES := tokenizers tqdm matplotlib zstandard
-TEST_NEEDS := $(TRAIN_LIKES) safetensors pytest hypothesis
+TEST_NEEDS := $(TRAIN_LIKES) safetensors pytest hypothesis aiohttp
 C_FILES = $(wildcard csrc/*.[ch] csrc/*/*.[ch] cuda/*.cu cuda/*.cuh)
 
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
