@@ -70,7 +70,8 @@ class Kernel(_C.Kernel):
         held = _held_local.get(self.device, limits.OPEN_LOCAL)
         _held_local[self.device] = max(held, self.entry.local_bytes)
         dynamic = report.shared_bytes - self.entry.shared_bytes
-        return report.grid, report.block, dynamic, report.cluster, report.cooperative
+        given = report.cluster if self.entry.cluster is None else None  # else the code has it
+        return report.grid, report.block, dynamic, given, report.cooperative
 
     @property
     def name(self) -> str:

@@ -461,7 +461,7 @@ def main(argv: list[str], needle: Needle | None = None) -> NoReturn:
             compiler(needle, channel, role == "confined")
         else:
             runner(needle, channel, apart=role == "traced")
-    except (EOFError, OSError):
+    except (EOFError, ConnectionError):
         sys.exit(0)  # the pool is gone
     sys.exit(0)
 

@@ -2,6 +2,7 @@
 as a person runs it."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -56,6 +57,14 @@ def test_views_are_copied_and_writes_are_seen():
         c.grad.sum().backward()
     with pytest.raises(ValueError, match=r"a is \(8, 8\), and b \(8, 1\)"):
         own_kernel.swiglu(a, b[:, :1])
+
+
+def test_the_one_of_the_readme():
+    text = (ROOT / "README.md").read_text()
+    (code,) = (b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "class Cube" in b)
+    names: dict = {}
+    exec(code, names)
+    np.testing.assert_array_equal(names["x"].grad.numpy(), 3 * np.arange(6.0) ** 2)
 
 
 def test_as_a_person_runs_it():

@@ -270,3 +270,63 @@ def files(grid, block, out: "char*"):
         (text,) = pool.run(source, "files", 1, 1, [Out(500, "uint8")]).outputs
     names = bytes(text).rstrip(b"\0").decode().split()
     assert names == ["/dev/null", "/memfd", "pipe", "pipe", "socket"]
+
+
+def test_a_busy_worker_ends_when_its_socket_does():
+    """Also below compute-sanitizer, whose child it is: no signal tells it that the pool died."""
+    worker = crew.Worker(
+        [sys.executable, str(FAKE_WORKER), "traced"], FakePool._environment(None, 0)
+    )
+    try:
+        worker.greet(SECONDS)
+        launch = {"entry": "hangs", "grid": [1], "block": [1], "shared": 0, "local_bytes": 0}
+        file = os.memfd_create("arena")
+        os.ftruncate(file, 4096)
+        job = {"do": "run", **launch, "arguments": [], "places": []}
+        worker.channel.send(job, SOURCE.encode(), [file])
+        os.close(file)
+        time.sleep(0.2)
+        assert not worker.ended()
+        worker.channel.close()
+        wait_for(worker.ended, 5)
+    finally:
+        worker.kill()
+        worker.end()
+        worker.close()
+
+
+def silent_crew() -> crew.Crew:
+    """Its one process never becomes ready."""
+
+    def start():
+        return crew.Worker([sys.executable, "-c", "import time; time.sleep(1000)"], os.environ)
+
+    return crew.Crew("nothing", start, 1, 1, True, threading.Condition())
+
+
+def test_who_waits_for_a_process_is_told_that_the_pool_closed():
+    silent, told = silent_crew(), []
+
+    def take():
+        try:
+            silent.take()
+        except RuntimeError as error:
+            told.append(str(error))
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    wait_for(lambda: silent.starting is not None)
+    silent.close()
+    thread.join(5)
+    assert told == ["this Pool is closed"] and not silent.dying
+
+
+def test_draining_ends_though_the_flood_does_not():
+    class Endless:
+        def read(self, size):
+            return b"x" * size
+
+    worker = crew.Worker.__new__(crew.Worker)
+    worker.output, worker.printed, worker.printed_bytes = Endless(), bytearray(), 0
+    assert worker._drain()
+    assert len(worker.printed) == crew.PRINTED_BYTES and worker.printed_bytes >= 1 << 20

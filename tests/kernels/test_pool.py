@@ -95,6 +95,23 @@ def test_a_forged_answer_is_only_text(pool):
     assert_next_is_right(pool)
 
 
+def test_shared_memory_keeps_its_size(pool):
+    """Else the pool would die of reading what a process cut off."""
+    source = """
+def cut(grid, block, out: "int*"):
+    out[:] = 0
+    for n in os.listdir("/proc/self/fd"):
+        if os.path.lexists("/proc/self/fd/" + n) and "memfd" in os.readlink("/proc/self/fd/" + n):
+            for size in (0, 1 << 30):
+                try:
+                    os.ftruncate(int(n), size)
+                except PermissionError:
+                    out[0] += 1
+"""
+    result = pool.run(source, "cut", 1, 1, [Out(1, "int32")])
+    assert (result.status, result.message) == ("ok", "") and result.outputs[0] == 2
+
+
 # ---- faults, and the job after them --------------------------------------------------------------
 
 
