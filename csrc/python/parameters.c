@@ -248,7 +248,7 @@ static uint16_t narrow(double x, int mantissa, int bias) {
         return (uint16_t)(sign | infinity | 1 << (mantissa - 1));
     }
     double size = fabs(x);
-    int exponent = size < ldexp(1.0, 1 - bias) ? 1 - bias : isinf(size) ? bias + 1 : ilogb(size);
+    int exponent = size < ldexp(1.0, 1 - bias) ? 1 - bias : ilogb(size);
     if (exponent > bias) {
         return sign | infinity;
     }

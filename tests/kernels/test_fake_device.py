@@ -243,6 +243,22 @@ assert sys.getrefcount(x) == references + 1
 """)
 
 
+def test_only_what_is_not_const_counts_as_written(fake):
+    fake("""
+for text, counts in (("float*", 1), ("const float*", 0), (None, 1)):
+    layout = [(0, 8), (8, 4), (12, 4)]
+    if text:
+        its, value, n = Signature.declared("fill", f"{text}, float, int", layout), 1, 4
+    else:
+        its, value, n = Signature.of_symbol("fill", layout), np.float32(1), np.int32(4)
+    kernel = kernels.module.Kernel(module, Entry("fill", "fill", "90a", its, 32, 0, 0, 1024,
+                                                 None, None, 0))
+    before = x.written
+    kernel(1, 32, x, value, n)
+    assert (x.written > before) == counts, text
+""")
+
+
 def test_code_lives_as_long_as_what_launches_it(fake):
     fake("""
 assert module["fill"] is fill and module.kernel("fill") is fill

@@ -198,9 +198,9 @@ def test_floats_of_16_bits_are_rounded_once():
     brains = rounder("bfloat16")(single).astype(np.float32).view(np.uint32) >> 16
     got = [brain.pack(HOST, (value,)) for value in single]
     np.testing.assert_array_equal(np.frombuffer(b"".join(got), np.uint16), brains)
-    # Twice rounded, over float32, this would be 1 + 2^-7: it is just below the middle.
-    low = pack("nv_bfloat16", [2], 1 + 2.0**-8 - 2.0**-40)
-    assert low == struct.pack("<H", 0x3F80)
+    # Just below the middle of 1 + 2^-7 and 1 + 2^-6, where float32 has the middle, which goes up.
+    low = pack("nv_bfloat16", [2], 1 + 2.0**-7 + 2.0**-8 - 2.0**-40)
+    assert low == struct.pack("<H", 0x3F81)
     for kind in ("half", "nv_bfloat16"):
         bits = struct.unpack("<H", pack(kind, [2], float("nan")))[0]
         assert bits & 0x7C00 == 0x7C00 and bits & 0x3FF
