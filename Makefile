@@ -37,7 +37,7 @@ BUILD_NEEDS := setuptools numpy
 BUILD_LIKES := scipy_openblas32
 TRAIN_LIKES := tokenizers tqdm matplotlib zstandard
 TEST_NEEDS := $(TRAIN_LIKES) safetensors pytest hypothesis
-TEST_LIKES := xdist:pytest-xdist
+TEST_LIKES := xdist:pytest-xdist aiohttp
 C_FILES = $(wildcard csrc/*.[ch] csrc/*/*.[ch] cuda/*.cu cuda/*.cuh)
 
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))

@@ -162,6 +162,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (RuntimeError, ValueError) as error:
             print(f"needle: error: {error}", file=sys.stderr)
             return 1
+        except KeyboardInterrupt:  # before it is ready
+            return 130
 
 
 def start(args: argparse.Namespace, sock: Any, tls: Any) -> int:

@@ -369,7 +369,7 @@ class Service:
                             "device": one["device"],
                             "name": one["facts"].get("name"),
                             "faults": one["faults"],
-                            "processes_started": one["started"],
+                            "restarts": one["started"] - len(one["ready"]) - len(one["used"]),
                             "lost": one["lost"],
                         }
                         for one in state

@@ -69,8 +69,9 @@ class Limits:
 
     @property
     def job_bytes(self) -> int:
-        """Of the JSON: two sources, escaped. Python reads it without letting other threads run."""
-        return 4 * self.source_bytes + (64 << 10)
+        """Of the JSON: two sources and the rest. Python reads it without letting other threads run,
+        in a tenth of a second at the worst."""
+        return 2 * self.source_bytes + (128 << 10)
 
 
 class Runs(Protocol):

@@ -120,7 +120,7 @@ def multipart(**parts: bytes) -> tuple[bytes, str]:
 
 
 @contextmanager
-def running(pool, **more):
+def running(pool, tls=None, **more):
     more = {"limits": LIMITS, "queue": 2, **more}
     sock = listen("127.0.0.1", 0, False, False)
     ready, box = threading.Event(), {}
@@ -128,7 +128,7 @@ def running(pool, **more):
     async def work():
         box["loop"], box["stop"] = asyncio.get_running_loop(), asyncio.Event()
         box["service"] = Service(pool, TOKEN, LOOPBACK_NAMES, **more)
-        async with listening(box["service"], sock, None, 0.2, asyncio.Event()):
+        async with listening(box["service"], sock, tls, 0.2, asyncio.Event()):
             ready.set()
             await box["stop"].wait()
 

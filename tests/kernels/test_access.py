@@ -184,20 +184,6 @@ def test_addresses_that_cannot_be_had():
 # ---- TLS -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="session")
-def certificate(tmp_path_factory):
-    """(certificate, key) for localhost, by openssl."""
-    folder = tmp_path_factory.mktemp("tls")
-    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost".split()
-    command += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    command += ["-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")]
-    try:
-        subprocess.run(command, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no certificate can be made: {error}")
-    return folder / "cert.pem", folder / "key.pem"
-
-
 def test_certificates(certificate, tmp_path):
     cert, key = certificate
     assert access.tls_context(None, None) is None

@@ -3,9 +3,11 @@ made up, or one whose workers have no GPU (fake_pool.py).
 """
 
 import base64
+import http.client
 import json
 import logging
 import os
+import ssl
 import sys
 import threading
 import time
@@ -13,11 +15,12 @@ import time
 import pytest
 import safetensors.numpy
 from fake_pool import SOURCE
-from serving import ARGS, JOB, SIMPLE, TOKEN, X
+from serving import ARGS, JOB, SIMPLE, TOKEN, Client, X, running
 from test_wire import bfloat16
 
 pytest.importorskip("aiohttp", reason="no aiohttp (pip install needle[serve]): no service")
 
+from needle.kernels.access import tls_context
 from needle.kernels.serve import Lines, load_aiohttp
 
 # ---- jobs ----------------------------------------------------------------------------------------
@@ -149,7 +152,7 @@ def test_health_and_statistics(client):
         "device": 0,
         "name": "H",
         "faults": 2,
-        "processes_started": 5,
+        "restarts": 4,
         "lost": None,
     }
 
@@ -206,6 +209,22 @@ def test_methods(client, path, allowed):
 def test_paths(client, path):
     status, answer, _ = client.ask("GET", path)
     assert status == 404 and "/reset_gpu/{id}" in answer["error"]["message"]
+
+
+def test_under_tls(made_up, certificate, monkeypatch):
+    """And whoever speaks plainly there is not answered."""
+    with running(made_up, tls=tls_context(*certificate)) as client:
+        assert client.raw(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n") == b""
+        context = ssl.create_default_context(cafile=certificate[0])
+        monkeypatch.setattr(
+            Client,
+            "connect",
+            lambda self: http.client.HTTPSConnection(
+                "localhost", self.port, timeout=60, context=context
+            ),
+        )
+        assert client.alive() and client.evaluate(SIMPLE)[0] == 200
+        assert client.ask("GET", "/health", Authorization=None)[0] == 401
 
 
 # ---- the log -------------------------------------------------------------------------------------

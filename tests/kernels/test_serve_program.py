@@ -1,17 +1,26 @@
 """python -m needle.kernels serve: what it says, what it does not start with, and how it ends."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from fake_pool import SOURCE
 from harness import ROOT
-from serving import SIMPLE, Client, running
+from serving import SIMPLE, Client, MadeUpPool, running
+
+from needle.kernels import __main__ as program
+from needle.kernels.access import LOOPBACK_NAMES
+from needle.kernels.isolate import Result
+from needle.kernels.serve import log
+from needle.kernels.wire import Limits
 
 pytest.importorskip("aiohttp", reason="no aiohttp (pip install needle[serve]): no service")
 
@@ -106,9 +115,9 @@ def descendants(pid: int) -> set[int]:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_everything(tmp_path, number):
     """The whole program: what it says, its token, a job in work, and nothing left behind."""
-    program = start(tmp_path, "--devices", "0", "--drain-seconds", "0.2")
+    started = start(tmp_path, "--devices", "0", "--drain-seconds", "0.2")
     try:
-        first, second = program.stdout.readline(), program.stdout.readline()
+        first, second = started.stdout.readline(), started.stdout.readline()
         assert "arbitrary code" in first
         assert second.startswith("listening on http://127.0.0.1:") and str(tmp_path) in second
         token = (tmp_path / "token").read_text().strip()
@@ -129,12 +138,12 @@ def test_a_signal_ends_everything(tmp_path, number):
             _, health, _ = client.ask("GET", "/health", Authorization=f"Bearer {token}")
             running = health["running"]
         assert running == 1
-        left = descendants(program.pid)
+        left = descendants(started.pid)
         assert left
-        program.send_signal(number)
-        out, error = program.communicate(timeout=60)
+        started.send_signal(number)
+        out, error = started.communicate(timeout=60)
         thread.join(60)
-        assert (program.returncode, out) == (0, ""), error
+        assert (started.returncode, out) == (0, ""), error
         assert answers[0][0] == 503
         assert token not in error and "'/evaluate' 503" in error
         deadline = time.monotonic() + 20
@@ -142,8 +151,8 @@ def test_a_signal_ends_everything(tmp_path, number):
             left = {pid for pid in left if os.path.exists(f"/proc/{pid}")}
         assert not left
     finally:
-        program.kill()
-        program.communicate()
+        started.kill()
+        started.communicate()
 
 
 @pytest.mark.parametrize(
@@ -160,8 +169,80 @@ def test_what_does_not_start(tmp_path, flags, said):
     (tmp_path / "open").write_text("o" * 40)
     (tmp_path / "open").chmod(0o644)
     flags = [flag.format(open=tmp_path / "open") for flag in flags]
-    program = start(tmp_path, *flags)
-    out, error = program.communicate(timeout=120)
-    assert (program.returncode, out) == (1, ""), error
+    started = start(tmp_path, *flags)
+    out, error = started.communicate(timeout=120)
+    assert (started.returncode, out) == (1, ""), error
     assert error.startswith("needle: error: ") and said in error and error.count("\n") == 1
     assert not (tmp_path / "token").exists()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--port", "65536"],
+        ["--port", "x"],
+        ["--timeout", "0"],
+        ["--timeout", "nan"],
+        ["--queue", "-1"],
+        ["--max-body-bytes", "0"],
+        ["--max-array-bytes", "1.5"],
+        ["--devices", "0,x"],
+        ["--fresh", "never"],
+        ["--nonsense"],
+    ],
+)
+def test_bad_flags(flags, capsys):
+    with pytest.raises(SystemExit) as caught:
+        program.main(["serve", *flags])
+    assert caught.value.code == 2 and flags[0] in capsys.readouterr().err
+
+
+def test_flags_reach_the_pool_and_the_service(tmp_path, monkeypatch):
+    made = {}
+
+    class NoPool(MadeUpPool):
+        def __init__(self, devices, timeout, memory, fresh, confined):
+            super().__init__()
+            made["pool"] = (devices, timeout, memory, fresh, confined)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exception):
+            self.close()
+
+        def run(self, source, entry, grid, block, args):
+            made["proof"] = source
+            return Result("ok", outputs=(np.float32([1]),))
+
+    async def serve(service, sock, tls, drain_seconds, ready):
+        made["service"] = (service.limits, service.queue, service.names, service.turns.parallel)
+        made["drain"], made["tls"] = drain_seconds, tls
+        ready()
+
+    monkeypatch.setattr(program, "Pool", NoPool)
+    monkeypatch.setattr(program, "serve", serve)
+    monkeypatch.setattr(program.landlock, "version", lambda: 1)
+    flags = "--port 0 --devices 2,0 --timeout 3 --memory 4096 --fresh job --queue 5 --job-seconds 6"
+    flags += " --max-body-bytes 7 --max-source-bytes 8 --max-array-bytes 9 --drain-seconds 1.5"
+    flags += f" --allow-host GPU.lab --allow-host b --token-file {tmp_path}/token"
+    names, level = [logging.getLogger(n) for n in ("needle.kernels", "asyncio")], log.level
+    before = [(logger, logger.handlers[:], logger.propagate) for logger in names]
+    try:
+        assert program.main(["serve", *flags.split()]) == 0
+    finally:
+        log.setLevel(level)
+        for logger, handlers, propagate in before:
+            logger.handlers[:], logger.propagate = handlers, propagate
+    assert made["pool"] == ([2, 0], 3.0, 4096, "job", True)
+    assert made["service"] == (Limits(7, 8, 9, 6.0), 5, LOOPBACK_NAMES | {"gpu.lab", "b"}, 2)
+    assert (made["drain"], made["tls"], made["proof"]) == (1.5, None, program.PROOF)
+
+
+@pytest.mark.parametrize(
+    "result", [Result("crashed", "the compiler: no Landlock"), Result("ok", outputs=([2.0],))]
+)
+def test_a_first_kernel_that_fails_is_the_end(result):
+    pool = SimpleNamespace(run=lambda *args: result)
+    with pytest.raises(RuntimeError, match="a first kernel does not run"):
+        program.prove(pool)

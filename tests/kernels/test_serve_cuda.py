@@ -1,0 +1,199 @@
+"""The service with a GPU: right, wrong and endless kernels over HTTP, health meanwhile, reset and
+cleanup; and the whole program, whose compiler is confined.
+"""
+
+import base64
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from faulty_kernels import GOOD, N, X
+from harness import ROOT
+from serving import Client, running
+from test_landlock import missing as landlock_missing
+
+from needle.kernels import Pool
+from needle.kernels.wire import Limits
+
+pytest.importorskip("aiohttp", reason="no aiohttp (pip install needle[serve]): no service")
+pytestmark = pytest.mark.cuda
+
+TIMEOUT = 2.0
+ARGS = [{"array": "x"}, {"shape": [N], "dtype": "float32", "out": True}, 3.0, N]
+CASE = {"grid": 8, "block": 128, "args": ARGS}
+JOB = {"source": GOOD, "entry": "scale", "cases": [CASE]}
+ARRAYS = safetensors.numpy.save({"x": X, "y": 3 * X, "wrong": 4 * X})
+ENDLESS = 'extern "C" __global__ void k(volatile int *x) { while (!x[0]) {} }'
+READS_NOTHING = 'extern "C" __global__ void k(int *x) { x[1ll << 40] = 1; }'
+DRAWN = [{"shape": [1 << 20], "dtype": "bfloat16", "seed": 7}]
+DRAWN += [{"shape": [1 << 20], "dtype": "bfloat16", "out": True}, 1 << 20]
+HALVED = """
+#include <cuda_bf16.h>
+template <class T> __global__ void half_of(const T *x, T *y, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) y[i] = x[i] * T(FACTOR);
+}
+"""
+
+
+@pytest.fixture(scope="session")
+def service():
+    confined = landlock_missing() is None
+    with Pool(devices=[0], timeout=TIMEOUT, confined=confined) as pool:
+        with running(pool, limits=Limits()) as found:
+            yield found
+
+
+def zeros(source: str) -> dict:
+    """A job of a kernel that is to see a zero."""
+    args = [{"shape": [4], "dtype": "int32", "seed": 0, "low": 0, "high": 1}]
+    return {"source": source, "entry": "k", "cases": [{"grid": 1, "block": 1, "args": args}]}
+
+
+def assert_good(service):
+    status, answer = service.evaluate(JOB | {"outputs": True}, ARRAYS)
+    assert (status, answer["status"], answer["message"]) == (200, "ok", "")
+    assert (safetensors.numpy.load(base64.b64decode(answer["outputs"]))["0"] == 3 * X).all()
+
+
+def test_a_good_and_a_wrong_kernel(service):
+    assert_good(service)
+    right = JOB | {"cases": [CASE | {"expected": ["y"]}], "trials": 2}
+    status, answer = service.evaluate(right, ARRAYS)
+    assert (status, answer["status"]) == (200, "ok"), answer
+    assert answer["timing"][0]["median"] > 1 and answer["resources"]["registers"] > 0
+    wrong = JOB | {"cases": [CASE | {"expected": ["wrong"]}]}
+    status, answer = service.evaluate(wrong, ARRAYS)
+    assert (status, answer["status"]) == (200, "wrong_result") and "expected" in answer["message"]
+    assert service.evaluate(JOB | {"source": "no CUDA"}, ARRAYS)[1]["status"] == "compile_error"
+
+
+@pytest.mark.parametrize("factor, status", [("0.5f", "ok"), ("0.625f", "wrong_result")])
+def test_another_kernel_as_reference(service, factor, status):
+    """bfloat16, drawn from a seed on both sides."""
+    entry = "half_of<__nv_bfloat16>"
+    job = {
+        "source": HALVED.replace("FACTOR", factor),
+        "entry": entry,
+        "cases": [{"grid": 4096, "block": 256, "args": DRAWN}],
+        "reference": {"source": HALVED.replace("FACTOR", "0.5f"), "entry": entry},
+        "trials": 2,
+    }
+    code, answer = service.evaluate(job)
+    assert (code, answer["status"]) == (200, status), answer
+    assert bool(answer["timing"]) == (status == "ok")
+
+
+def test_health_while_a_kernel_loops_and_the_next_is_right(service):
+    assert_good(service)
+    answers, times = [], []
+    thread = threading.Thread(target=lambda: answers.append(service.evaluate(zeros(ENDLESS))))
+    thread.start()
+    while thread.is_alive():
+        began = time.monotonic()
+        assert service.ask("GET", "/health")[0] == 200
+        times.append(time.monotonic() - began)
+        time.sleep(0.02)
+    thread.join()
+    assert (answers[0][0], answers[0][1]["status"]) == (200, "timeout")
+    print(
+        f"\nhealth during {TIMEOUT} s of a kernel that loops: {len(times)} answers, median", end=" "
+    )
+    print(f"{statistics.median(times) * 1e3:.1f} ms, slowest {max(times) * 1e3:.1f} ms")
+    assert len(times) > 20 and max(times) < 0.1
+    assert_good(service)
+
+
+def test_a_fault_and_a_reset(service):
+    status, answer = service.evaluate(zeros(READS_NOTHING))
+    assert (status, answer["status"]) == (200, "illegal_address")
+    assert_good(service)
+    before = {pid for one in service.service.pool.state() for pid in one["ready"]}
+    assert service.ask("POST", "/reset_gpu/0")[:2] == (200, {"status": "ok", "device": 0})
+    after = {pid for one in service.service.pool.state() for pid in one["ready"] + one["used"]}
+    assert after and not after & before
+    assert service.ask("POST", "/reset_gpu/99")[0] == 404
+    assert_good(service)
+    device = service.ask("GET", "/statistics")[1]["devices"][0]
+    assert device["name"] and device["faults"] >= 1 and device["restarts"] >= 2
+
+
+def test_cleanup(service):
+    args = [{"shape": [8 << 20], "dtype": "float32", "seed": 1}]
+    args += [{"shape": [8 << 20], "dtype": "float32", "out": True}, 1.0, 8 << 20]
+    job = JOB | {"cases": [{"grid": 65536, "block": 128, "args": args}]}
+    assert service.evaluate(job)[1]["status"] == "ok"
+    status, answer, _ = service.ask("POST", "/cleanup")
+    assert status == 200 and answer["freed_bytes"] >= 64 << 20
+    assert service.ask("POST", "/cleanup")[1]["freed_bytes"] <= 32 << 20
+    assert_good(service)
+
+
+# ---- the program ---------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(landlock_missing() is not None, reason=str(landlock_missing()))
+def test_the_program(tmp_path):
+    """As a user starts it: its first kernel, a file that no source reads, and its end in work."""
+    program = subprocess.Popen(
+        [sys.executable, "-m", "needle.kernels", "serve", "--port", "0", "--devices", "0"]
+        + ["--token-file", str(tmp_path / "token"), "--timeout", "60", "--drain-seconds", "0.5"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert "arbitrary code" in program.stdout.readline()
+        listening = program.stdout.readline()
+        client = Client(None, None, int(listening.split(",")[0].rpartition(":")[2]))
+        token = (tmp_path / "token").read_text().strip()
+
+        def evaluate(job):
+            return client.ask(
+                "POST",
+                "/evaluate",
+                json.dumps(job),
+                Authorization=f"Bearer {token}",
+                Content_Type="application/json",
+            )[:2]
+
+        secret = zeros('#include "/etc/passwd"\n' + ENDLESS)
+        status, answer = evaluate(secret)
+        assert (status, answer["status"]) == (200, "compile_error")
+        assert "Permission denied" in answer["message"] and "root:" not in answer["message"]
+        answers = []
+        thread = threading.Thread(target=lambda: answers.append(evaluate(zeros(ENDLESS))))
+        thread.start()
+        running = 0
+        while not running:
+            running = client.ask("GET", "/health", Authorization=f"Bearer {token}")[1]["running"]
+        time.sleep(1.0)
+        began = time.monotonic()
+        program.send_signal(signal.SIGTERM)
+        out, error = program.communicate(timeout=60)
+        thread.join(60)
+        print(f"\nended {time.monotonic() - began:.2f} s after SIGTERM, a kernel in work")
+        assert program.returncode == 0, error
+        assert answers[0][0] == 503 and token not in error + out
+    finally:
+        program.kill()
+        program.communicate()
+
+
+def test_numbers_are_those_of_numpy(service):
+    """A seed draws the same numbers here and there, so that a client can check them."""
+    args = [{"shape": [N], "dtype": "float32", "seed": 11, "inout": True}]
+    source = 'extern "C" __global__ void k(float *x) {}'
+    job = {"source": source, "entry": "k", "cases": [{"grid": 1, "block": 1, "args": args}]}
+    _, answer = service.evaluate(job | {"outputs": True})
+    got = safetensors.numpy.load(base64.b64decode(answer["outputs"]))["0"]
+    assert (got == np.random.default_rng([11, 0, 0]).standard_normal(N).astype(np.float32)).all()
