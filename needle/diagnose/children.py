@@ -74,7 +74,8 @@ class Teller:
     def __init__(self, pipe: int, where: str, until: float, is_full: bool) -> None:
         os.set_inheritable(pipe, False)
         self._pipe, self.where, self._until, self.is_full = pipe, where, until, is_full
-        self.doing, self.op = "start", None
+        self.doing = "start"
+        self.op: str | None = None
 
     def _say(self, **message: Any) -> None:
         data = json.dumps(message).encode() + b"\n"
@@ -134,8 +135,9 @@ class Child:
         self.where, self.deadline, self.started = where, deadline, time.monotonic()
         self.facts: dict[str, Any] = {}
         self.findings: list[Finding] = []
-        self.doing, self.op = "start", None
-        self.is_doomed, self.ended = is_doomed, None
+        self.doing, self.is_doomed = "start", is_doomed
+        self.op: str | None = None
+        self.ended: str | None = None
         self.exit: int | None = None
         self._rest = b""
         self._has_said_end = False
