@@ -42,6 +42,7 @@ PR_SET_PDEATHSIG = 1
 LOOK = 0.1  # seconds between two looks at deadlines
 END_SECONDS = 2.0  # for what a process does behind its last word
 LAST_WORDS = 300  # characters of a dead child's output that its finding quotes
+SLOW = "see to its disk or its network; --full waits longer"
 HANGS = (
     "if another process computes on the device (`note` lines above), end it; if it hangs again, "
     "`nvidia-smi --gpu-reset`, or start the machine anew; --full waits longer"
@@ -221,7 +222,7 @@ class Child:
                 self.where,
                 "deadline",
                 f"{self.doing} hangs: not done {seconds:.1f} s after the start, {fate}",
-                HANGS if self.where.endswith(")") else "run it again with --full",
+                SLOW if self.where in ("run", "server") else HANGS,
                 self.op,
             )
         )
