@@ -42,6 +42,7 @@ PR_SET_PDEATHSIG = 1
 LOOK = 0.1  # seconds between two looks at deadlines
 END_SECONDS = 2.0  # for what a process does behind its last word
 LAST_WORDS = 300  # characters of a dead child's output that its finding quotes
+SLOW = "see to its disk or its network; --full waits longer"
 HANGS = (
     "if another process computes on the device (`note` lines above), end it; if it hangs again, "
     "`nvidia-smi --gpu-reset`, or start the machine anew; --full waits longer"
@@ -74,7 +75,8 @@ class Teller:
     def __init__(self, pipe: int, where: str, until: float, is_full: bool) -> None:
         os.set_inheritable(pipe, False)
         self._pipe, self.where, self._until, self.is_full = pipe, where, until, is_full
-        self.doing, self.op = "start", None
+        self.doing = "start"
+        self.op: str | None = None
 
     def _say(self, **message: Any) -> None:
         data = json.dumps(message).encode() + b"\n"
@@ -134,8 +136,9 @@ class Child:
         self.where, self.deadline, self.started = where, deadline, time.monotonic()
         self.facts: dict[str, Any] = {}
         self.findings: list[Finding] = []
-        self.doing, self.op = "start", None
-        self.is_doomed, self.ended = is_doomed, None
+        self.doing, self.is_doomed = "start", is_doomed
+        self.op: str | None = None
+        self.ended: str | None = None
         self.exit: int | None = None
         self._rest = b""
         self._has_said_end = False
@@ -219,7 +222,7 @@ class Child:
                 self.where,
                 "deadline",
                 f"{self.doing} hangs: not done {seconds:.1f} s after the start, {fate}",
-                HANGS if self.where.endswith(")") else "run it again with --full",
+                SLOW if self.where in ("run", "server") else HANGS,
                 self.op,
             )
         )

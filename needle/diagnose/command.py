@@ -141,7 +141,9 @@ class Report:
         devices = [device["device"] for device in self.facts.get("devices", [])]
         which = devices[-1] if devices else "no device"
         verdict = f"FAILED: {len(self.failures)}, above" if self.failures else "ok"
-        about = [f.text for f in self.findings if f.level == "ok" and f.where == which]
+        kinds = ("product", "rates", "ops", "step")
+        right = [f for f in self.findings if f.level == "ok" and f.where == which]
+        about = [finding.text for finding in right if finding.what in kinds]
         return f"{which} {verdict}: " + "; ".join(about)
 
 
@@ -176,6 +178,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with Crew(report.log) as crew:
             examine(args, rank, report, crew, start)
         return report.end(round(time.monotonic() - start, 1))
+    except KeyboardInterrupt:  # the children are gone
+        return 130
     finally:
         report.close()
 
@@ -214,7 +218,7 @@ def examine(
         env["OMP_NUM_THREADS"] = str(max(1, cores))
     children = [begin(times.devices, name, "device", "cuda", str(i)) for i, name in chosen]
     report.add(*of_these(machine, chosen, wanted), *told)
-    for child in [cpu] * (cpu is not None) + children:
+    for child in ([] if cpu is None else [cpu]) + children:
         crew.wait(child)
         show(report, child)
     start += max((child.starved() for child in children), default=0.0)
@@ -229,11 +233,11 @@ def examine(
         for (index, name), child in zip(chosen, children):
             if child.ended == "done":
                 report.add(*recovery.examine(crew, name, index, start + times.all))
-    for child in (folder, server):
-        if child is not None:
-            crew.wait(child)
-            show(report, child)
-            report.facts[child.where] = child.facts
+    for asked in (folder, server):
+        if asked is not None:
+            crew.wait(asked)
+            show(report, asked)
+            report.facts[asked.where] = asked.facts
 
 
 def silent(machine: Child) -> dict[str, Any]:

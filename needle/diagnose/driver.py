@@ -5,9 +5,12 @@ API"."""
 from __future__ import annotations
 
 import ctypes
+import re
 from ctypes import byref, c_int, c_size_t, c_uint, c_void_p
+from pathlib import Path
 from typing import Any
 
+LIBRARY = re.compile(r"/\S*/lib(?:cuda|cudart|cublas|cublasLt|nvrtc|nccl|nvidia-ml)\.so\S*")
 PEER_ALREADY_ENABLED, PEER_UNSUPPORTED = 704, 217
 
 
@@ -88,6 +91,11 @@ class Driver:
 
     def synchronize(self) -> None:
         self.call("cuCtxSynchronize")
+
+
+def libraries() -> list[str]:
+    """NVIDIA's libraries that this process has loaded, as paths; the names carry their versions."""
+    return sorted(set(LIBRARY.findall(Path("/proc/self/maps").read_text())))
 
 
 def uuid(index: int) -> str | None:

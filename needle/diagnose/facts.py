@@ -181,9 +181,9 @@ def self_test(device: Any) -> tuple[bool, str]:
     except (RuntimeError, MemoryError) as error:
         return False, f"FAILED: {error}"
     seconds = time.perf_counter() - start
-    error = float(np.abs(got - a.astype(np.float64) @ b.astype(np.float64)).max())
-    good = error < 1e-3
+    off = float(np.abs(got - a.astype(np.float64) @ b.astype(np.float64)).max())
+    good = off < 1e-3
     return (
         good,
-        f"{'ok' if good else 'WRONG'}: matmul is {error:.1e} off, in {seconds * 1e3:.1f} ms",
+        f"{'ok' if good else 'WRONG'}: matmul is {off:.1e} off, in {seconds * 1e3:.1f} ms",
     )

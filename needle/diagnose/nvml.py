@@ -14,6 +14,7 @@ ABSENT = (2, 3, 4, 13)
 INSUFFICIENT_SIZE = 7
 UNCORRECTED, VOLATILE, AGGREGATE = 1, 0, 1
 CLOCK_SM, CLOCK_MEMORY = 1, 2
+MEMORY = ("total", "free", "used")
 LINKS = 18  # NVLinks that a GPU has at most
 
 
@@ -34,7 +35,7 @@ class Pci(ctypes.Structure):
 
 
 class Memory(ctypes.Structure):
-    _fields_ = [(name, c_ulonglong) for name in ("total", "free", "used")]
+    _fields_ = [(name, c_ulonglong) for name in MEMORY]
 
 
 class Utilization(ctypes.Structure):
@@ -111,16 +112,17 @@ class Nvml:
         has_pci = self.ask("nvmlDeviceGetPciInfo_v3", handle, byref(pci))
         has_memory = self.ask("nvmlDeviceGetMemoryInfo", handle, byref(memory))
         has_use = self.ask("nvmlDeviceGetUtilizationRates", handle, byref(use))
+        mig = self.numbers("nvmlDeviceGetMigMode", handle, 2)
         modes = {
             "persistence": self.number("nvmlDeviceGetPersistenceMode", handle),
             "compute": self.number("nvmlDeviceGetComputeMode", handle),
-            "mig": (self.numbers("nvmlDeviceGetMigMode", handle, 2) or [None])[0],
+            "mig": mig[0] if mig else None,
         }
         return {
             "name": self.text("nvmlDeviceGetName", handle),
             "uuid": self.text("nvmlDeviceGetUUID", handle),
             "pci": pci.bus_id.decode(errors="replace").lower() if has_pci else None,
-            "memory": {n: getattr(memory, n) for n, _ in Memory._fields_} if has_memory else None,
+            "memory": {n: getattr(memory, n) for n in MEMORY} if has_memory else None,
             "utilization": use.gpu if has_use else None,
             "temperature": self.number("nvmlDeviceGetTemperature", handle, c_uint(0)),
             "power": self._watts("nvmlDeviceGetPowerUsage", handle),

@@ -64,7 +64,7 @@ def dtypes_of(op: str, is_full: bool) -> tuple[str, ...]:
     classes = {dtype for _, _, _, dtype in operands}
     if "F" not in classes and "ANY" not in classes:
         return FLOATS[:1]
-    found = FLOATS if is_full else FLOATS[:2]
+    found: tuple[str, ...] = FLOATS if is_full else FLOATS[:2]
     if "ANY" in classes and is_full:
         found += SIGNED
         found += UNSIGNED if kind in ("CMP", "RED", "ARG", "OP") else ()

@@ -30,7 +30,7 @@ def examine(teller: Teller, devices: list[int], least: float) -> None:
     contexts = {index: driver.context(index) for index in devices}
     around = list(zip(devices, devices[1:] + devices[:1]))
     pairs = list(itertools.permutations(devices, 2)) if teller.is_full else around
-    rates = {}
+    rates: dict[str, float] = {}
     for source, target in dict.fromkeys(pairs):
         if teller.left() < 0:
             teller.note("peers", f"the time was up after {len(rates)} of {len(pairs)} pairs")

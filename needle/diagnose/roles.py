@@ -46,6 +46,7 @@ def device(teller: Teller, name: str, index: str) -> None:
     teller.fact("device", facts.describe(chosen))
     if not chosen.is_host:
         teller.fact("uuid", driver.uuid(chosen.index))
+        teller.ok("libraries", f"libraries: {', '.join(driver.libraries())}")
     teller.at("a product of two matrices", "matmul")
     good, text = facts.self_test(chosen)
     if not good:

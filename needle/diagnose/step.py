@@ -15,7 +15,9 @@ from needle.diagnose.children import Teller
 from needle.diagnose.walk import REMEDY, TOLERANCE
 from needle.models.pythia import Pythia, PythiaConfig
 
-SHAPE = dict(vocab_size=257, hidden_size=64, num_layers=2, num_heads=2, max_seq_len=32)
+SHAPE: dict[str, Any] = dict(
+    vocab_size=257, hidden_size=64, num_layers=2, num_heads=2, max_seq_len=32
+)
 GRADIENT = 5e-3  # a gradient may be off by so much of the largest number of all gradients
 SMALL = 1e-3  # of the largest: a gradient whose own largest is below counts as that large
 
@@ -37,12 +39,13 @@ def one_step(device: Any, dtype: str) -> dict[str, np.ndarray]:
     flat = nn.flatten_parameters(model)
     optimizer = optim.AdamW(flat, lr=1e-3, weight_decay=0.1)
     _, loss = model(ids[:, :-1], ids[:, 1:])
+    assert loss is not None  # with targets there is one
     loss.backward()
     _, scale = optim.grad_norm(flat, 1.0)
     optimizer.step(scale)
     found = {"loss": loss.numpy()}
     backwards = list(reversed(model.named_parameters()))
-    found |= {f"gradient of {name}": p.grad.numpy() for name, p in backwards}
+    found |= {f"gradient of {n}": p.grad.numpy() for n, p in backwards if p.grad is not None}
     return found | {name: p.numpy() for name, p in model.named_parameters()}
 
 

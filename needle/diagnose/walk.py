@@ -136,7 +136,8 @@ def examine(teller: Teller, device: Any) -> bool:
     """Walks until the time is up. Whether nothing was off."""
     host = _C.cpu()
     todo = list(points(teller.is_full))
-    done, wrong = 0, set()
+    done = 0
+    wrong: set[str] = set()
     for point in todo:
         if point.op in wrong:
             continue
@@ -150,7 +151,7 @@ def examine(teller: Teller, device: Any) -> bool:
             text, is_steady = off
             teller.failed("op", f"{point}: {text}", REMEDY if is_steady else FLAKY, point.op)
     against = "NumPy and its own contiguous operands" if device.is_host else "cpu()"
-    if not wrong:
+    if done and not wrong:
         ops = len({point.op for point in todo[:done]})
         teller.ok("ops", f"{ops} ops agree with {against} at {done} points")
     if done < len(todo) and len(wrong) < ENOUGH and not wrong:

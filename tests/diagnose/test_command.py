@@ -45,6 +45,8 @@ def test_a_healthy_machine(machine, tmp_path):
         "cuda(1)",
         "cpu()",
     }
+    said = [f["text"] for f in told["findings"] if f["what"] == "libraries"]
+    assert len(said) == 2 and str(machine.folder / "lib/libcuda.so.1") in said[0]
     text = log.read_text()
     assert "gelu float32 odd stepped" in text
     assert told["settings"]["NEEDLE_KERNELS_TOKEN"] == "(hidden)"
@@ -73,7 +75,7 @@ def test_a_gpu_that_hangs_costs_its_deadline_alone(machine, monkeypatch, capsys)
     for name in ("NEEDLE_FAKE", "LD_LIBRARY_PATH", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, environment[name])
     start = time.monotonic()
-    assert command.main(["--json"]) == 1
+    assert command.main(["--json", "--device", "0"]) == 1
     assert time.monotonic() - start < 60
     told = json.loads(capsys.readouterr().out)
     assert failures(told) == [("cuda()", "embedding_bwd")]
@@ -144,6 +146,7 @@ def test_the_failures_of_a_rank_carry_its_number(capsys):
     report = Report(False, (1, 2), None)
     report.facts["devices"] = [{"device": "cpu()"}, {"device": "cuda(1)"}]
     report.add(Finding("ok", "cuda(1)", "ops", "all is well"))
+    report.add(Finding("ok", "cuda()", "ops", "of another"))
     report.add(Finding("failed", "GPU 1", "rows", "memory waits", "reset it"))
     assert report.end(1.0) == 1
     failed, line = capsys.readouterr().out.splitlines()
