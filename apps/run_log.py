@@ -105,22 +105,27 @@ class RunLog:
         data_wait_ms: float,
     ) -> None:
         """Step `step` is on its way to the device; the step before it is written now."""
-        if self._pending is not None:
-            self.finish()
-        self._pending = {
-            "step": step,
-            "losses": [_C.Download(loss) for loss in losses],
-            "norm": _C.Download(norm),
-            "lr": lr,
-            "where": where,
-            "data_wait_ms": data_wait_ms,
-        }
+        before, self._pending = (
+            self._pending,
+            {
+                "step": step,
+                "losses": [_C.Download(loss) for loss in losses],
+                "norm": _C.Download(norm),
+                "lr": lr,
+                "where": where,
+                "data_wait_ms": data_wait_ms,
+            },
+        )
+        if before is not None:
+            self._write(before)
         if self._on_cpu:
             self.wait()
 
     def wait(self) -> None:
         """Waits for the queued step. Raises NotFinite that names step and batch."""
-        step = self._pending
+        self._wait(self._pending)
+
+    def _wait(self, step: dict) -> None:
         if "loss" in step:
             return
         values = [float(loss.wait()) for loss in step["losses"]]
@@ -142,6 +147,10 @@ class RunLog:
         """Writes the line of the queued step, with what was evaluated after it."""
         self.wait()
         step, self._pending = self._pending, None
+        self._write(step, **evaluated)
+
+    def _write(self, step: dict, **evaluated: float) -> None:
+        self._wait(step)
         line = {
             "step": step["step"],
             "tokens": step["step"] * self._tokens_per_step,
@@ -153,9 +162,8 @@ class RunLog:
             "seconds": round(self.seconds, 3),
             **evaluated,
         }
-        with naming(self.path):
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
+        self._file.write(json.dumps(line) + "\n")
+        self._flush()
         for tracker in self._trackers:
             tracker.log(line)
         try:
@@ -165,9 +173,15 @@ class RunLog:
             silence()
 
     def settle(self) -> None:
-        """Writes the line of the queued step, where there is one."""
+        """Writes what is not written: the line of the queued step, and lines that were refused."""
+        self._flush()
         if self._pending is not None:
             self.finish()
+
+    def _flush(self) -> None:
+        """A line that is refused stays in the file's buffer."""
+        with naming(self.path):
+            self._file.flush()
 
     def skip_time(self) -> None:
         """Time since the last step (evaluating, saving) does not count for the next one."""

@@ -132,12 +132,16 @@ def train(run: Run) -> int:
             ]
             norm, scale = optim.grad_norm(flat, settings["clip"])
             optimizer.step(scale)
-            log.queue(step, losses, norm, optimizer.lr, where, 1e3 * (batches.waited - waited))
-
             run.step, run.position = step, batches.position
+            waited = 1e3 * (batches.waited - waited)
+            try:
+                log.queue(step, losses, norm, optimizer.lr, where, waited)
+            except OSError as error:  # of the line before: this step is done, and the last one
+                failure = error
+
             if not log.is_heard:
                 stop.reason = stop.reason or "a closed pipe"
-            ends = step == steps or stop.reason is not None
+            ends = step == steps or stop.reason is not None or failure is not None
             evaluates = step == steps or _due(step, settings["eval_every"])
             saves = ends or _due(step, settings["save_every"]) or stays(settings, step)
             if evaluates or saves:
@@ -512,10 +516,10 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return EXIT_GPU_LOST
-    except ndl.CudaError as error:
+    except (ndl.CudaError, MemoryError) as error:
         print(
-            f"train_pythia.py: {error}\n(where device memory ran out: a smaller --batch-size, "
-            "with --grad-accum to keep the step's size)",
+            f"train_pythia.py: {error or 'out of memory'}\n(where memory ran out: a smaller "
+            "--batch-size, with --grad-accum to keep the step's size)",
             file=sys.stderr,
         )
         return 1

@@ -12,7 +12,7 @@ import pytest
 import run_log
 import train_pythia
 from harness import ROOT
-from small_runs import SMALL, flags, tensors_of
+from small_runs import SMALL, flags, numbers_of, tensors_of
 
 from needle.checkpoint import Checkpoint, checkpoint_path, list_checkpoints
 from needle.data import DataError, Prefetch
@@ -240,6 +240,44 @@ def test_data_that_break_off_cost_no_finished_step(tmp_path, run, monkeypatch, c
     )
 
 
+class RefusedOnce:
+    """metrics.jsonl, of which one write is refused."""
+
+    def __init__(self, file, at):
+        self.file, self.left = file, at
+
+    def flush(self):
+        self.left -= 1
+        if self.left == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.file.flush()
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+
+@pytest.mark.parametrize("more", ["--eval-every 0", "--eval-every 1"])
+@pytest.mark.parametrize("at", [1, 3, 5])
+def test_a_refused_line_of_metrics_costs_nothing(tmp_path, run, monkeypatch, capsys, at, more):
+    """The state that is saved then is that of the last step whose line is written."""
+    real = run_log.RunLog.__init__
+
+    def refusing(self, *args):
+        real(self, *args)
+        self._file = RefusedOnce(self._file, at)
+
+    assert run("whole", "--save-every 0", more) == 0
+    monkeypatch.setattr(run_log.RunLog, "__init__", refusing)
+    assert run("a", "--save-every 0", more) == 1
+    monkeypatch.undo()
+    err = capsys.readouterr().err
+    assert "metrics.jsonl" in err and "and saved" in err
+    assert run("a", "--save-every 0", more, "--resume auto") == 0
+    assert numbers_of(tmp_path, "a") == numbers_of(tmp_path, "whole")
+    last = [checkpoint_path(folder_of(tmp_path, name), 6) for name in ("a", "whole")]
+    assert tensors_of(last[0]) == tensors_of(last[1])
+
+
 @pytest.mark.parametrize(
     "bad",
     [b"{half", b"\xff\xfe", b"[]", b"3", b'{"step": "x"}', b"null", b'{"loss": 1}', b"[" * 9999],
@@ -253,3 +291,22 @@ def test_a_damaged_line_of_metrics_cuts_nothing(tmp_path, run, bad):
     assert run("a", "--resume", "auto") == 0
     steps = [line["step"] for line in run_log.read_lines(path)]
     assert steps == [1, 2, 3, 4, 5, 6] and len(path.read_bytes().splitlines()) == 6
+
+
+def test_memory_that_runs_out_is_said_and_the_run_goes_on(tmp_path, run, monkeypatch, capsys):
+    assert run("whole") == 0
+    taken, real = [], train_pythia.forward_backward
+
+    def short(*args):
+        taken.append(1)
+        if len(taken) == 4:
+            raise MemoryError("allocate: the system refused 1 bytes")
+        return real(*args)
+
+    monkeypatch.setattr(train_pythia, "forward_backward", short)
+    assert run("a") == 1
+    monkeypatch.undo()
+    err = capsys.readouterr().err
+    assert "allocate: the system refused 1 bytes" in err and "--batch-size" in err
+    assert run("a", "--resume", "auto") == 0
+    assert numbers_of(tmp_path, "a") == numbers_of(tmp_path, "whole")

@@ -38,8 +38,8 @@ def sweep(device: str, kind: str, names: list[str], every: int = 1) -> dict[str,
 @both
 def test_each_allocation_of_needle(device):
     failures = sweep(device, "needle", SHORT)
-    # On the CPU nothing is copied to be saved.
-    assert all(failures[name] > 0 for name in SHORT if (device, name) != ("cpu", "Save"))
+    # To be saved contiguous arrays are copied by NumPy's memory alone.
+    assert all(failures[name] > 0 for name in SHORT if name != "Save")
     assert failures["Forward"] >= 100 and failures["Load"] >= 100
 
 
