@@ -7,7 +7,7 @@ import resource
 
 import pytest
 
-from needle import checkpoint
+from needle import checkpoint, safetensors
 from needle.checkpoint import Checkpoint, CheckpointError, save_checkpoint
 from needle.data import DataError, load_tokenizer
 from needle.evaluate import load_model
@@ -101,6 +101,38 @@ def test_a_state_with_a_right_checksum(tmp_path, monkeypatch, state):
         found = Checkpoint(path)
         found.restore()
         found.restore_random_state()
+
+
+@pytest.mark.parametrize(
+    "offsets, said",
+    [
+        ([(0, 8), (8, 20)], None),
+        ([(0, 8), (12, 24)], "b contradict"),  # a hole
+        ([(0, 8), (4, 16)], "b contradict"),  # an overlap
+        ([(0, 8), (8, 16)], "b contradict"),  # too few bytes for its shape
+        ([(0, 12), (12, 24)], "a contradict"),  # too many
+        ([(4, 12), (12, 24)], "a contradict"),
+        ([(0, 8), (8, -20)], "b has no proper"),
+    ],
+)
+def test_offsets_that_contradict_the_shapes(tmp_path, offsets, said):
+    shapes = {"a": [2], "b": [3]}
+    header = json.dumps(
+        {
+            name: {"dtype": "F32", "shape": shape, "data_offsets": place}
+            for (name, shape), place in zip(shapes.items(), offsets)
+        }
+    ).encode()
+    path = tmp_path / "a.safetensors"
+    length = offsets[-1][1] if said and "contradict" in said else 20
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(length))
+    with open(path, "rb") as file:
+        if said is None:
+            entries = safetensors.read_header(file)[1]
+            assert [(entry.name, entry.shape) for entry in entries] == [("a", (2,)), ("b", (3,))]
+            return
+        with pytest.raises(safetensors.FileError, match=said):
+            safetensors.read_header(file)
 
 
 @pytest.mark.parametrize("what", ["checkpoint", "config.json", "model.safetensors", "tokenizer"])

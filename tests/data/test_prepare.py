@@ -77,9 +77,9 @@ def test_documents_come_back_in_their_order(tmp_path, inputs, capsys):
     for text, stop, size in zip(TEXTS, ends, found.sizes):
         ids = found[stop - size : stop].tolist()
         assert ids.pop() == end and tokenizer.decode(ids) == text
-    assert run(tmp_path, inputs, "two", "--processes", "2") == 0
-    assert content(tmp_path, "one") == content(tmp_path, "two")
-    assert not list(tmp_path.glob("*.parts"))
+    assert run(tmp_path, inputs, "new/folders/two", "--processes", "2") == 0
+    assert content(tmp_path, "one") == content(tmp_path, "new/folders/two")
+    assert not list(tmp_path.rglob("*.parts"))
 
 
 def test_the_cut_neither_loses_nor_doubles_a_line(tmp_path, inputs):
