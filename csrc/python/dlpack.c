@@ -257,7 +257,8 @@ static int import_tensor(nd_state *state, const dl_tensor *tensor, void *owner,
     if (overflow) {
         FAIL(PyExc_ValueError, "from_dlpack: shape and strides pass 2^63 bytes");
     }
-    out->data = (char *)tensor->data + tensor->byte_offset;
+    /* As numbers: an empty tensor may say any offset. */
+    out->data = (void *)((uintptr_t)tensor->data + (uintptr_t)tensor->byte_offset);
     if ((uintptr_t)out->data % (uintptr_t)item != 0 && !empty) {
         FAIL(PyExc_ValueError, "from_dlpack: the memory is not aligned to its elements");
     }
@@ -271,8 +272,10 @@ static int import_tensor(nd_state *state, const dl_tensor *tensor, void *owner,
 static PyObject *request_capsule(PyObject *object) {
     PyObject *method = PyObject_GetAttrString(object, "__dlpack__");
     if (method == NULL) {
-        return PyErr_Format(PyExc_TypeError, "from_dlpack: %.80s has no __dlpack__()",
-                            Py_TYPE(object)->tp_name);
+        return PyErr_ExceptionMatches(PyExc_AttributeError)
+                   ? PyErr_Format(PyExc_TypeError, "from_dlpack: %.80s has no __dlpack__()",
+                                  Py_TYPE(object)->tp_name)
+                   : NULL;
     }
     PyObject *nothing = PyTuple_New(0);
     PyObject *named = Py_BuildValue("{s(ii)}", "max_version", 1, 0);

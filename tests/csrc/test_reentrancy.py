@@ -47,17 +47,35 @@ def test_pads_that_are_cleared_while_they_are_read():
     np.testing.assert_array_equal(x.pad(pads).numpy(), [[0, 1, 1], [0, 1, 1], [0, 0, 0]])
 
 
-@pytest.mark.parametrize("what", ["a shape", "widths"])
-def test_what_an_iterator_raises_is_passed_on(what):
-    class Broken(Exception):
-        pass
+class Broken(Exception):
+    pass
 
-    def broken():
-        yield 1
-        raise Broken
 
+def broken(*given):
+    raise Broken
+
+
+def iterate():
+    yield 1
+    raise Broken
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: _C.empty(iterate()),
+        lambda: _C.empty((1, 1)).pad(iterate()),
+        lambda: _C.empty((1, Item(1, broken))),
+        lambda: _C.empty(1, type("Dtype", (), {"name": property(broken)})()),
+        lambda: _C.fill(_C.empty(1), type("Value", (), {"__float__": broken})()),
+        lambda: _C.sum(_C.empty(1), Item(1, broken)),
+        lambda: _C.from_dlpack(type("Producer", (), {"__dlpack__": property(broken)})()),
+    ],
+    ids=["shape", "pads", "size", "dtype", "float", "integer", "__dlpack__"],
+)
+def test_what_an_argument_raises_is_passed_on(call):
     with pytest.raises(Broken):
-        _C.empty(broken()) if what == "a shape" else _C.empty((1, 1)).pad(broken())
+        call()
 
 
 def test_a_list_that_gets_deeper_between_two_readings():
@@ -156,7 +174,22 @@ def test_a_deleter_that_runs_python_while_an_exception_is_on_its_way():
         ctypes.py_object,
         (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p),
     )
-    name = b"dltensor_versioned"
+    name = b"dltensor_versioned"  # kept: the capsule has its address
     with pytest.raises(MemoryError, match="70368744177664|281474976710656"):
         _C.from_dlpack(new(at, name, None))
     assert deleted == [6]
+
+
+def test_an_empty_tensor_at_any_offset():
+    managed = (ctypes.c_uint64 * 8)(*[0] * 8)
+    memory, shape = (ctypes.c_float * 1)(), (ctypes.c_int64 * 1)(0)
+    managed[0], managed[1] = ctypes.addressof(memory), 1
+    managed[2] = 1 | (2 | 32 << 8 | 1 << 16) << 32
+    managed[3], managed[5] = ctypes.addressof(shape), 2**63
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype, new.argtypes = (
+        ctypes.py_object,
+        (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p),
+    )
+    name = b"dltensor"
+    assert _C.from_dlpack(new(ctypes.addressof(managed), name, None)).tolist() == []
