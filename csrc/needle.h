@@ -124,7 +124,7 @@ nd_status nd_broadcast_shape(const nd_array *a, const nd_array *b, int *ndim, in
  * False when no strides can. */
 bool nd_reshape_strides(const nd_array *a, nd_array *view);
 /* ND_EVALUE unless all elements of the view lie inside its storage and each stride, in bytes, is one
- * of 64 bits, whatever its axis' size; of an empty view, unless all strides together are. */
+ * of 64 bits, whatever its axis' size. */
 nd_status nd_check_bounds(const nd_array *a);
 /* Do the two views possibly touch the same element? (conservative: compares byte ranges) */
 bool nd_may_overlap(const nd_array *a, const nd_array *b);

@@ -21,6 +21,7 @@ case. The exit code is 1 when anything was found.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -128,30 +129,22 @@ def run(text: str, names: dict, faults: list) -> None:
 
 
 def check_growth(meter: Meter, texts: list[str], times: int = 5) -> None:
-    """Runs the lines again and again: what grows by as much each time leaks."""
+    """Runs the lines again and again: what grows each time by as much leaks."""
     codes = [compile(text, "<line>", "exec") for text in texts]
-
-    def window() -> dict[str, int]:
+    leaks, last = set(), {}
+    for turn in range(6):
         for _ in range(times):
             names = fresh_names()
             for code in codes:
-                try:
+                with contextlib.suppress(BaseException):
                     exec(code, names)
-                except BaseException:
-                    pass
             names.clear()
             rest(meter)
-        return meter.growing()
-
-    window()
-    counts = [window()]
-    for _ in range(4):
-        counts.append(window())
-        steps = {n: [b[n] - a[n] for a, b in zip(counts, counts[1:])] for n in counts[0]}
-        leaks = {n: s for n, s in steps.items() if min(s) >= times and len(set(s)) == 1}
-        if not leaks:
-            return
-    raise Found(f"leaks when it is repeated: {', '.join(leaks)}")
+        now = meter.growing()
+        grown = {name for name, n in now.items() if n - last.get(name, n) >= times}
+        leaks, last = grown if turn < 3 else leaks & grown, now  # caches fill first
+    if leaks:
+        raise Found(f"leaks when it is repeated: {', '.join(sorted(leaks))}")
 
 
 def rest(meter: Meter) -> None:

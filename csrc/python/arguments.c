@@ -14,8 +14,8 @@ int nd_dtype_from(PyObject *object, nd_dtype *out) {
         name = Py_NewRef(object);
     } else { /* numpy.dtype has .name, numpy.float32 and float have .__name__ */
         name = PyObject_GetAttrString(object, PyType_Check(object) ? "__name__" : "name");
-        if (name == NULL && nd_is_out_of_memory()) {
-            return -1;
+        if (name == NULL && !PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            return -1; /* what the object raised */
         }
         if (name == NULL || !PyUnicode_Check(name)) {
             PyErr_Clear();
@@ -164,20 +164,24 @@ int nd_take_number(const char *op, const field *f, PyObject *object, nd_slot *sl
                 FAIL(PyExc_OverflowError, "%s: %s: the integer is too large for a float", op,
                      f->name);
             }
-            FAIL(PyExc_TypeError, "%s: %s: must be a number, not %.80s", op, f->name,
-                 Py_TYPE(object)->tp_name);
+            if (PyErr_ExceptionMatches(PyExc_TypeError)) {
+                PyErr_Format(PyExc_TypeError, "%s: %s: must be a number, not %.80s", op, f->name,
+                             Py_TYPE(object)->tp_name);
+            }
+            return -1;
         }
     } else {
         PyObject *index = PyNumber_Index(object);
         slot->integer = index ? (int64_t)PyLong_AsLongLong(index) : -1;
         Py_XDECREF(index);
-        if (slot->integer == -1 && nd_is_out_of_memory()) {
-            return -1;
-        }
         if (slot->integer == -1 && PyErr_Occurred()) {
             bool overflow = PyErr_ExceptionMatches(PyExc_OverflowError);
-            FAIL(overflow ? PyExc_ValueError : PyExc_TypeError, "%s: %s: must be an integer%s", op,
-                 f->name, overflow ? " of 64 bits" : "");
+            if (overflow || PyErr_ExceptionMatches(PyExc_TypeError)) {
+                PyErr_Format(overflow ? PyExc_ValueError : PyExc_TypeError,
+                             "%s: %s: must be an integer%s", op, f->name,
+                             overflow ? " of 64 bits" : "");
+            }
+            return -1;
         }
     }
     return 0;

@@ -244,7 +244,7 @@ static int import_tensor(nd_state *state, const dl_tensor *tensor, void *owner,
     int64_t item = (int64_t)nd_dtype_size(out->dtype), bytes = 0;
     bool empty = nd_size(out) == 0, overflow = false;
     for (int i = 0; i < out->ndim; i++) {
-        if (tensor->strides != NULL && !empty) { /* nobody walks an empty array */
+        if (tensor->strides != NULL) {
             out->strides[i] = tensor->strides[i];
         }
         int64_t reach, *end = out->strides[i] < 0 ? &first : &last;
@@ -258,6 +258,7 @@ static int import_tensor(nd_state *state, const dl_tensor *tensor, void *owner,
     if (overflow) {
         FAIL(PyExc_ValueError, "from_dlpack: shape and strides pass 2^63 bytes");
     }
+    /* As numbers: an empty tensor may say any offset. */
     out->data = (void *)((uintptr_t)tensor->data + (uintptr_t)tensor->byte_offset);
     if ((uintptr_t)out->data % (uintptr_t)item != 0 && !empty) {
         FAIL(PyExc_ValueError, "from_dlpack: the memory is not aligned to its elements");
@@ -275,8 +276,10 @@ static PyObject *request_capsule(PyObject *object) {
         return NULL;
     }
     if (method == NULL) {
-        return PyErr_Format(PyExc_TypeError, "from_dlpack: %.80s has no __dlpack__()",
-                            Py_TYPE(object)->tp_name);
+        return PyErr_ExceptionMatches(PyExc_AttributeError)
+                   ? PyErr_Format(PyExc_TypeError, "from_dlpack: %.80s has no __dlpack__()",
+                                  Py_TYPE(object)->tp_name)
+                   : NULL;
     }
     PyObject *nothing = PyTuple_New(0);
     PyObject *named = Py_BuildValue("{s(ii)}", "max_version", 1, 0);

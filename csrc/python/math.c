@@ -106,15 +106,15 @@ static int three_axes(nd_state *state, nd_array *a, nd_array *view, bool fits, n
 static int merge_batch(nd_state *state, const nd_array *a, int ndim, const int64_t *batch,
                        nd_array *out) {
     int64_t shape[ND_MAX_DIMS], size = 1;
-    memcpy(shape, batch, (size_t)ndim * sizeof *shape);
+    for (int i = 0; i < ndim; i++) {
+        shape[i] = batch[i];
+        size *= batch[i];
+    }
     shape[ndim] = a->shape[a->ndim - 2];
     shape[ndim + 1] = a->shape[a->ndim - 1];
     nd_array wide;
     if (nd_check(state, "matmul", NULL, nd_broadcast_to(a, ndim + 2, shape, &wide)) < 0) {
         return -1;
-    }
-    for (int i = 0; i < ndim; i++) { /* no overflow: the broadcast has checked the shape */
-        size *= batch[i];
     }
     /* Only the batch axes may merge, whatever the matrix axes look like: reshape them alone. */
     nd_array batches = wide, flat = wide;

@@ -206,7 +206,8 @@ ASSIGNMENT 9
   del <variable>[<key>] | _C.fill(<variable>, <number>) | _C.assign(<variable>, <array>)
   _C.assign(<x=variable>, <x>[::-1])
 own
-  OwnFloat32(1.5<then>) | OwnFloat32(Raised<then>) | OwnFloat32(1.5, Raised)
+  OwnInt64(1.5, Raised) | OwnInt64(1.5, 3) | OwnInt64(3<then>) | OwnFloat32(1.5<then>)
+  OwnFloat32(Raised<then>) | OwnFloat32(1.5, Raised)
   OwnFloat32(1.5, 1e300)
 INDEX 7
   *3 <new> = <array>[<key>] | <new> = <array>.flat[<key>]
@@ -269,6 +270,18 @@ LIFETIME 4
   <new> = iter(<x=variable>); next(<new>); drop('<x>'); next(<new>)
   <new> = iter(<array>); <new>.__setstate__(<integer>); next(<new>)
   <new> = Sub(made((2, 3))); <new>.itself = <new>; <new> @ <new>.permute((1, 0))
+UNMADE 3
+  <t=new> = unmade(<subclass>); <about>
+about
+  <t>.<reducing>(<making>) | <t>.<reducing>((<making>,), True) | <t>.pad([(<making>, 1)])
+  <t>.reshape(<making>) | <t>.permute(<making>) | <t>[<making>] | <t>[<making>, None] = 1
+  <t>.as_strided((<making>,), (1,)) | <t>.flip(<making>) | <t>.broadcast_to(<making>)
+  <t>.process_slice(slice(<making>), 0) | <t> + np.array([<making>], object)
+  _C.fill(<t>, <making>) | <t>.__dlpack__(max_version=(<making>, 0)) | _C.argmax(<t>, <making>)
+  <t>[...] = [<making>] | operator.iadd(<t>, np.array([<making>], object)) | <t>.flat[<making>]
+making
+  Number(<small>, then=lambda: <t>.__init__(np.ones((2,) * <small>)))
+  Float(1.5, then=lambda: <t>.__init__(np.ones((2,) * <small>)))
 WALKING 3
   first(<array>) | first(zip(<x=variable>, <x>)) | <number> in <array> | first(reversed(<array>))
   a, *b = first(<array>) | first(enumerate(<array>.flat)) | operator.index(<array>)
