@@ -8,7 +8,8 @@ test_supervised_run.py runs a short form. The struck training is this file too:
 
     python tests/supervised_campaign.py child PLAN FLAGS OF TRAIN_PYTHIA ...
 
-PLAN is a JSON list of [step, moment, blow]; a blow strikes once, in whichever life comes by first.
+PLAN is a JSON list of [step, moment, blow]; each strikes once, one at a
+time, in whichever life comes by first.
 """
 
 from __future__ import annotations
@@ -96,6 +97,7 @@ def child(plan: Path, argv: list[str]) -> int:
                 except FileExistsError:
                     continue
                 strike(blow, device)
+                return  # a GPU's fault is seen later, and the next is of another life
 
     def before(moment: str, function: Any) -> Any:
         def call(*args: Any, **options: Any) -> Any:

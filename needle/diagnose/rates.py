@@ -28,7 +28,7 @@ LOAD_MS = 60.0  # of work while clocks are read
 FAR_BELOW = {"bfloat16": 0.4, "memory": 0.5}
 HOST = 2e9  # bytes/s that any link to the host makes
 LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.97e9, 5: 3.94e9, 6: 7.56e9}  # of PCIe, by generation
-PART_OF_LINK = 0.1
+PART_OF_LINK = 0.05  # pageable memory, on a busy host: an H200 was seen to make 0.09
 SLOW_LAUNCH = 50e-6
 REMEDY = (
     "see whether another process computes on it, and its throttling, temperature and power lines "

@@ -25,6 +25,7 @@ from needle.kernels.frames import Channel, FrameError
 PRINTED_BYTES = 64 << 10
 START_SECONDS = 60.0
 PROVE_SECONDS = 10.0
+ANSWER_SECONDS = 1.0  # in which a process that waits says that it is there
 REAP_SECONDS = 5.0  # a process that is still there so long after SIGKILL is given up
 STARTS = 2  # that may fail one after the other before a device is set aside
 TICK = 0.002
@@ -153,6 +154,15 @@ class Worker:
 
     def ended(self) -> bool:
         return self.process.poll() is not None
+
+    def answers(self) -> bool:
+        """Whether a process that waits is there. One that was killed is listed for up to 0.1 s,
+        in which the driver takes its memory back; one that was stopped, for ever."""
+        try:
+            self.ask({"do": "answer"}, b"", (), ANSWER_SECONDS)
+        except (Late, Ended):
+            return False
+        return True
 
     def end(self, seconds: float | None = None) -> str:
         """How it ended: wait for it a moment, since its socket closes before it is gone."""
@@ -308,7 +318,7 @@ class Crew:
                 worker = self.ready.pop()
                 self.used.append(worker)
                 faults = self.faults
-            if worker.ended():
+            if not worker.answers():
                 self.give_back(worker, keep=False)
             elif not self.prove or worker.proven == faults or self._proves(worker, faults):
                 return worker

@@ -423,6 +423,8 @@ def runner(needle: Needle, channel: Channel, apart: bool) -> None:
                 channel.send({"ready": False, "message": str(error)[:MESSAGE_LETTERS]})
                 return
             channel.send({"ready": True})
+        elif header["do"] == "answer":
+            channel.send({})
         elif header["do"] == "clean":
             channel.send({"freed": give_memory_back(device, 0)})
         elif header["do"] == "end":

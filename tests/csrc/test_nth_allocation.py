@@ -40,13 +40,13 @@ def test_each_allocation_of_needle(device):
     failures = sweep(device, "needle", SHORT)
     # To be saved contiguous arrays are copied by NumPy's memory alone.
     assert all(failures[name] > 0 for name in SHORT if name != "Save")
-    assert failures["Forward"] >= 100 and failures["Load"] >= 100
+    assert failures["Forward"] >= 50 and failures["Load"] >= 100
 
 
 @both
 def test_some_allocations_of_needle(device):
     failures = sweep(device, "needle", LONG, every=97)
-    assert failures["Fit"] >= 2 and failures["Generate"] >= 6
+    assert failures["Fit"] >= 2 and failures["Generate"] >= 2
 
 
 @pytest.mark.cuda

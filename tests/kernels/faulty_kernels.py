@@ -127,7 +127,7 @@ FAULTS = {
         body("y[threadIdx.x] = 0;"), ("out_of_memory",), "", [Out((1 << 41,), "uint8")]
     ),
     "2,048 threads": Fault(
-        body("y[threadIdx.x] = 0;"), ("invalid_launch",), "2,048 threads", OUT, 1, 2048
+        body("y[threadIdx.x] = 0;"), ("invalid_launch",), "block.x is 2,048", OUT, 1, 2048
     ),
     "grid.y 65,536": Fault(
         body("y[threadIdx.x] = 0;"), ("invalid_launch",), "grid.y is 65,536", OUT, (1, 65536)

@@ -2,6 +2,7 @@
 graphs, lifetimes, faults; what is read from machine code against what the driver says."""
 
 import ctypes
+import dataclasses
 import gc
 import os
 import re
@@ -556,8 +557,11 @@ def test_code_for_another_architecture_is_refused(device):
     source = "__global__ void f(float *x) { x[0] = 1; }"
     with pytest.raises(ValueError, match=rf"compiled for sm_{other}, and cuda.* is sm_"):
         kernels.compile(source, device=device, arch=other)
+    compiled = kernels.build(source)
     with pytest.raises(ndl.CudaError):
-        _C.Module(device, b"no machine code at all" + bytes(100))
+        kernels.load(dataclasses.replace(compiled, cubin=b"no machine code" + bytes(100)), device)[
+            "f"
+        ]
     assert kernels.compile(source)["f"].check(1, 32).threads == 32
 
 

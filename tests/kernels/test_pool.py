@@ -144,6 +144,15 @@ def test_a_stopped_process_is_killed(pool, short, monkeypatch):
     assert_next_is_right_in_time(pool, monkeypatch)
 
 
+def test_a_process_that_is_stopped_while_it_waits_is_replaced(pool):
+    waiting = pool.state()[0]["ready"]
+    assert waiting
+    for pid in waiting:
+        os.kill(pid, signal.SIGSTOP)
+    assert_next_is_right(pool)
+    assert not set(pool.state()[0]["ready"]) & set(waiting)
+
+
 def test_an_endless_flood_does_not_outlast_the_deadline(pool, short, monkeypatch):
     result = run(pool, "floods")
     assert result.status == "timeout" and len(result.printed) < 66_000
