@@ -31,7 +31,7 @@ TESTS = {
     "needle/data/megatron.py": "tests/data/test_token_data.py tests/data/test_sample_order.py",
     "needle/data/prefetch.py": "tests/data/test_prefetch.py",
     "needle/data/prepare.py": "tests/data/test_prepare.py",
-    "needle/data/readers.py": "tests/data/test_damaged_files.py tests/data/test_text.py",
+    "needle/data/readers.py": "tests/data/test_token_data.py tests/data/test_damaged_files.py",
     "needle/data/text.py": "tests/data/test_text.py",
     "needle/data/tokens.py": "tests/data/test_token_data.py tests/data/test_damaged_files.py",
     "needle/diagnose.py": "tests/test_diagnose.py",
