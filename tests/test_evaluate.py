@@ -208,6 +208,13 @@ def command(capsys, *words) -> tuple[int, str, str]:
     return code, out, err
 
 
+def test_the_command_needs_data(run, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command(capsys, run, "--device", "cpu")
+    assert ended.value.code == 2
+    assert "the following arguments are required: --data" in capsys.readouterr().err
+
+
 def test_command(run, tmp_path, capsys):
     text = tmp_path / "text.txt"
     scores = tmp_path / "scores.f4"

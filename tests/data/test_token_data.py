@@ -29,6 +29,9 @@ def test_megatron_of_every_type(tmp_path, dtype):
         np.testing.assert_array_equal(data.train.sizes, [len(d) for d in documents[:39]])
     ids, targets = Batches(data.train, 2, 8).next()
     assert ids.dtype in (np.int32, np.int64) and ids.shape == targets.shape == (2, 8)
+    write_megatron(tmp_path / "y", documents, dtype)
+    with pytest.raises(DataError, match="2 Megatron files are in it; name one of them"):
+        open_data(tmp_path)
 
 
 def test_type_7_of_eight_bytes_is_read_by_its_size(tmp_path):

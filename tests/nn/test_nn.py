@@ -453,6 +453,16 @@ def test_a_flat_module_is_copied_alone(copied, device):
     assert copy.copy(flat) is flat and nn.flatten_parameters(model) is flat
 
 
+def test_what_can_be_flattened():
+    flat = nn.flatten_parameters(nn.Linear(3, 2, bias=False))  # one parameter
+    assert [p.shape for p in flat.parameters] == [(3, 2)]
+    mixed = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 3, dtype="bfloat16"))
+    with pytest.raises(ValueError, match="1.weight is bfloat16 on .*, but .*0.weight is float32"):
+        nn.flatten_parameters(mixed)
+    with pytest.raises(ValueError, match="no parameter that requires gradients"):
+        nn.flatten_parameters(nn.ReLU())
+
+
 def test_a_gradient_from_before_flattening_is_not_kept():
     model = nn.Linear(4, 2)
     model(Tensor(INPUT)).sum().backward()

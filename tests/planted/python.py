@@ -31,7 +31,7 @@ TESTS = {
     "needle/data/megatron.py": "tests/data/test_token_data.py tests/data/test_sample_order.py",
     "needle/data/prefetch.py": "tests/data/test_prefetch.py",
     "needle/data/prepare.py": "tests/data/test_prepare.py",
-    "needle/data/readers.py": "tests/data/test_damaged_files.py tests/data/test_text.py",
+    "needle/data/readers.py": "tests/data/test_token_data.py tests/data/test_damaged_files.py",
     "needle/data/text.py": "tests/data/test_text.py",
     "needle/data/tokens.py": "tests/data/test_token_data.py tests/data/test_damaged_files.py",
     "needle/diagnose.py": "tests/test_diagnose.py",
@@ -40,7 +40,7 @@ TESTS = {
     "needle/generation.py": "tests/test_generate.py",
     "needle/hf/": "tests/test_hf.py",
     "needle/hooks.py": "tests/test_hooks.py",
-    "needle/init.py": "tests/nn",
+    "needle/init.py": "tests/nn tests/test_operators.py",
     "needle/lm_eval.py": "tests/test_lm_eval.py",
     "needle/models/": "tests/models/test_pythia.py tests/test_checkpoint.py",
     "needle/models/gpt_neox.py": "tests/test_hf.py",
@@ -53,7 +53,7 @@ TESTS = {
     "needle/sampling.py": "tests/test_generate.py",
     "needle/training.py": "tests/test_training.py",
     "apps/": "tests/apps",
-    "apps/generate.py": "tests/test_generate.py",
+    "apps/generate.py": "tests/apps/test_train_stops.py tests/apps/test_train.py",
     "apps/recipes.py": "tests/apps/test_recipe.py",
     "apps/run_init.py": "tests/apps/test_run_init.py",
     "apps/run_length.py": "tests/apps/test_run_length.py",
@@ -64,6 +64,25 @@ TESTS = {
     "checkout.py": "tests/house/test_checkout.py",
     "setup.py": "tests/house/test_build.py",
 }
+
+# Of the sample, what no test can see: file, a text of the planted lines, why.
+LIVES = [
+    (
+        "apps/run_length.py",
+        "MEASURED = 1.0",
+        "changes nothing that is promised: how long a step is measured before a run of 3 minutes",
+    ),
+    (
+        "apps/train_pythia.py",
+        '"cuda": 1 * 19}',
+        "the size of an evaluation on a GPU, a setting: how many of the held-out tokens it reads",
+    ),
+    (
+        "needle/__init__.py",
+        "file.read( 8191)",
+        "changes nothing: the first processor is described in the first 2 KiB of /proc/cpuinfo",
+    ),
+]
 
 
 def tests_of(file: str) -> str:
@@ -124,8 +143,9 @@ def as_fault(file: str, source: str, changed: str) -> Fault:
     after = min(after, len(old) - first - 1, len(new) - first - 1)
     while source.count("".join(old[first : len(old) - after])) != 1:
         first -= 1
-    text, into = (lines[first : len(lines) - after] for lines in (old, new))
-    return Fault(file, "".join(text), "".join(into), tests_of(file))
+    text, into = ("".join(lines[first : len(lines) - after]) for lines in (old, new))
+    lives = [why for where, planted, why in LIVES if where == file and planted in into]
+    return Fault(file, text, into, tests_of(file), "".join(lives))
 
 
 def draw(file: str, source: str, count: int) -> list[Fault]:
