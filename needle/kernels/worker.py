@@ -215,11 +215,20 @@ def compile_source(needle: Needle, job: dict[str, Any], source: bytes) -> tuple[
     return answer, compiled.pack()
 
 
+def next_job(channel: Channel) -> tuple[dict[str, Any], bytes, list[int]]:
+    """What the pool wants next; in between it asks whether this process still is there."""
+    while True:
+        header, block, files = channel.receive()
+        if header.get("do") != "answer":
+            return header, block, files
+        channel.send({})
+
+
 def compiler(needle: Needle, channel: Channel, confined: bool) -> None:
     restrict(confined)
     channel.send({"ready": True})
     while True:
-        job, source, _ = channel.receive()
+        job, source, _ = next_job(channel)
         restrict_time()
         channel.send(*compile_source(needle, job, source))
 
@@ -415,7 +424,7 @@ def runner(needle: Needle, channel: Channel, apart: bool) -> None:
     facts = {**device.properties(), "arch": needle.arch(device)}
     channel.send({"ready": True, "facts": facts})
     while True:
-        header, block, files = channel.receive()
+        header, block, files = next_job(channel)
         if header["do"] == "prove":
             try:
                 needle.prove(device)
@@ -423,8 +432,6 @@ def runner(needle: Needle, channel: Channel, apart: bool) -> None:
                 channel.send({"ready": False, "message": str(error)[:MESSAGE_LETTERS]})
                 return
             channel.send({"ready": True})
-        elif header["do"] == "answer":
-            channel.send({})
         elif header["do"] == "clean":
             channel.send({"freed": give_memory_back(device, 0)})
         elif header["do"] == "end":
