@@ -78,6 +78,16 @@ def test_gradients_of_gradients(case, device):
         close(np.zeros(tensor.shape) if tensor.grad is None else tensor.grad.numpy(), numeric, 1e-3)
 
 
+@pytest.mark.parametrize("case", [case for case in GRADIENTS if not case.twice], ids=str)
+def test_what_cannot_be_differentiated_again_says_so(case):
+    tensors = [Tensor(a) for a in inputs_of(case)]
+    case.op(ops, *tensors).sum().backward()
+    for tensor in tensors:
+        grad, tensor.grad = tensor.grad, None
+        with pytest.raises(NotImplementedError, match="fused op cannot be differentiated again"):
+            (grad * grad).sum().backward()
+
+
 @both
 @pytest.mark.parametrize("case", GRADIENTS, ids=str)
 def test_gradient_as_tuple(case, device):

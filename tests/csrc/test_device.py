@@ -35,6 +35,13 @@ def test_device():
             start.elapsed(wrong)
 
 
+@pytest.mark.parametrize("name, index", [("cuda", 0), ("cuda:0", 0), ("cuda:3", 3)])
+def test_the_device_that_a_command_line_names(monkeypatch, name, index):
+    asked = []
+    monkeypatch.setattr(nd, "cuda", lambda index=0: asked.append(index) or nd.cpu())
+    assert nd.choose_device(name) == nd.cpu() and asked == [index]
+
+
 def test_memory_stats_count_arrays():
     before = nd.cpu().memory_stats()["live_bytes"]
     held = nd.zeros((256, 1024))
