@@ -113,6 +113,7 @@ class Meter:
     def growing(self) -> dict[str, int]:
         """What a few cases may grow, but not each."""
         gc.collect()
+        sys._clear_type_cache()  # of up to 4,096 names that C has looked up
         more = self.allocated() // 16 if self.allocated else sys.getallocatedblocks()
         return {f"references to {n}": sys.getrefcount(x) for n, x in self.known.items()} | {
             "memory": more

@@ -267,7 +267,7 @@ def wild(dtype, shape, how, seed=0):
         values = values.astype(values.dtype.newbyteorder("S"))
     elif how == "broadcast":
         values = np.broadcast_to(values, (2, *values.shape))
-    elif how == "readonly" and dtype != "object":  # which leaks in NumPy itself
+    elif how == "readonly":
         values.flags.writeable = False
     return values
 
