@@ -161,11 +161,11 @@ def pieces(tensors: Mapping[str, NDArray], metadata: Mapping[str, str]) -> Itera
 # ---- bytes that are no file ----------------------------------------------------------------------
 
 
-def unpack(data: bytes, what: str, header_limit: int = HEADER_LIMIT) -> dict[str, Any]:
-    """name -> NumPy array, read-only; a bfloat16 one is an NDArray on the host. FileErrors begin
-    with `what`; a dtype that neither has is one."""
-    path, found = Path(what), {}
-    for entry in _read_header(io.BytesIO(data), path, len(data), header_limit)[1]:
+def unpack(data: bytes | bytearray, what: str, header_limit: int = HEADER_LIMIT) -> dict[str, Any]:
+    """name -> NumPy array on the memory of `data`; a bfloat16 one is an NDArray on the host.
+    FileErrors begin with `what`; a dtype that neither has is one."""
+    head, found = io.BytesIO(memoryview(data)[: 8 + header_limit]), {}
+    for entry in _read_header(head, Path(what), len(data), header_limit)[1]:
         if entry.dtype not in BITS:
             raise FileError(
                 f"{what}: {entry.name}: dtype {entry.dtype!r}; there are {', '.join(BITS)}"

@@ -14,6 +14,7 @@ The event loop only moves bytes: reading JSON, the pool and the log have threads
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
 import math
 import os
@@ -131,7 +132,7 @@ class Service:
         self.limits, self.queue = limits or Limits(), queue
         self.turns = Turns(parallel)
         self.runners = ThreadPoolExecutor(parallel, "needle job")
-        self.readers = ThreadPoolExecutor(2, "needle reader")
+        self.reader = ThreadPoolExecutor(1, "needle reader")
         self.keeper = ThreadPoolExecutor(1, "needle keeper")
         self.watcher = ThreadPoolExecutor(1, "needle watcher")
         self.held = 0  # jobs that are here, their bodies perhaps still on the way
@@ -179,7 +180,8 @@ class Service:
         )
         return self.aiohttp.web.Response(
             status=answer.status,
-            body=answer.body,
+            # Of a file aiohttp sends piece by piece, of bytes all at once.
+            body=answer.body if len(answer.body) <= PIECE else io.BytesIO(answer.body),
             content_type="application/json",
             headers=answer.headers,
         )
@@ -226,7 +228,7 @@ class Service:
                 raise Refused(
                     408, f"the body did not arrive in {BODY_SECONDS:.0f} s", BODY_SECONDS
                 ) from None
-            job = await self._in(self.readers, read_job, text, arrays, self.limits)
+            job = await self._in(self.reader, read_job, text, arrays, self.limits)
             del text, arrays
             came = time.monotonic()
             await self.turns.take()
@@ -242,7 +244,7 @@ class Service:
             self.queued.append(began - came)
             self.ran.append(ended - began)
             seconds = {"queued": began - came, "ran": ended - began}
-            body = await self._in(self.readers, write_result, result, job.outputs, seconds)
+            body = await self._in(self.reader, write_result, result, job.outputs, seconds)
             return Answer(200, body)
         finally:
             self.held -= 1
@@ -263,7 +265,7 @@ class Service:
             raise ending()
         return result
 
-    async def _body(self, request: web.BaseRequest) -> tuple[bytes, bytes]:
+    async def _body(self, request: web.BaseRequest) -> tuple[bytearray, bytearray]:
         """(JSON, safetensors) of a job."""
         limits = self.limits
         if request.headers.get("Content-Encoding", "identity").lower() != "identity":
@@ -276,7 +278,7 @@ class Service:
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         try:
             if kind == "application/json":
-                return await _read(lambda: request.content.read(PIECE), most, kind), b""
+                return await _read(lambda: request.content.read(PIECE), most, kind), bytearray()
             if kind == "multipart/form-data":
                 return await self._parts(request)
         except (Refused, ConnectionError, asyncio.CancelledError):
@@ -289,8 +291,8 @@ class Service:
             f"{ascii(kind)[:80]}",
         )
 
-    async def _parts(self, request: web.BaseRequest) -> tuple[bytes, bytes]:
-        found: dict[str, bytes] = {}
+    async def _parts(self, request: web.BaseRequest) -> tuple[bytearray, bytearray]:
+        found: dict[str, bytearray] = {}
         most = {"job": self.limits.job_bytes, "arrays": self.limits.body_bytes}
         reader = await request.multipart()
         while True:
@@ -306,7 +308,7 @@ class Service:
             found[name] = await _read(lambda read=read: read(PIECE), most[name], name)
         if "job" not in found:
             raise Refused(400, "there is no part job")
-        return found["job"], found.get("arrays", b"")
+        return found["job"], found.get("arrays", bytearray())
 
     def _retry_after(self) -> int:
         """Seconds until a job that waits now may have its turn."""
@@ -417,7 +419,7 @@ class Service:
         while self.held and time.monotonic() < end and not hurry.is_set():
             await asyncio.sleep(0.02)
         await asyncio.to_thread(self.pool.close)
-        for threads in (self.runners, self.readers, self.keeper, self.watcher):
+        for threads in (self.runners, self.reader, self.keeper, self.watcher):
             threads.shutdown(wait=False, cancel_futures=True)
 
 
@@ -436,13 +438,13 @@ def too_large(what: str, most: int, kind: str) -> Refused:
     return Refused(413, f"{what} is too large; the limit is {most:,} bytes ({flag})", most)
 
 
-async def _read(read: Callable[[], Awaitable[bytes]], most: int, what: str) -> bytes:
+async def _read(read: Callable[[], Awaitable[bytes]], most: int, what: str) -> bytearray:
     data = bytearray()
     while piece := await read():
         data += piece
         if len(data) > most:
             raise too_large("the body" if "/" in what else f"the part {what}", most, what)
-    return bytes(data)
+    return data
 
 
 # ---- running it ----------------------------------------------------------------------------------

@@ -195,7 +195,7 @@ def _dtype_of(value: Any) -> str | None:
 # ---- reading -------------------------------------------------------------------------------------
 
 
-def read_job(text: bytes, arrays: bytes, limits: Limits) -> Job:
+def read_job(text: bytes | bytearray, arrays: bytes | bytearray, limits: Limits) -> Job:
     """From the JSON of a job and the safetensors that came with it (b"": none)."""
     if len(text) > limits.job_bytes:
         raise Refused(

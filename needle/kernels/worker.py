@@ -158,7 +158,9 @@ def restrict_time() -> None:
     """A limit that ends the process by SIGXCPU, counted from now."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     end = int(used.ru_utime + used.ru_stime) + 1 + COMPILER_SECONDS
-    resource.setrlimit(resource.RLIMIT_CPU, (end, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+    most = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    soft = end if most == resource.RLIM_INFINITY else min(end, most)
+    resource.setrlimit(resource.RLIMIT_CPU, (soft, most))
 
 
 def flush_printed() -> None:
