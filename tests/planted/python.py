@@ -23,7 +23,8 @@ TESTS = {
     "needle/autograd.py": "tests/test_autograd.py tests/csrc/test_leaks.py",
     "needle/backend_ndarray.py": "tests/csrc/test_device.py tests/csrc/test_ndarray.py",
     "needle/block_mask.py": "tests/test_block_mask.py tests/ops/test_attention.py",
-    "needle/checkpoint.py": "tests/test_checkpoint.py tests/test_save.py tests/apps/test_survival.py",
+    "needle/checkpoint.py": "tests/test_checkpoint.py tests/test_save.py "
+    "tests/apps/test_survival.py",
     "needle/data/": "tests/data",
     "needle/data/__main__.py": "tests/data/test_prepare.py tests/data/test_text.py",
     "needle/data/batches.py": "tests/data/test_token_data.py tests/data/test_sample_order.py",
