@@ -10,6 +10,7 @@ alone, but for how many it gets.
 import ast
 import random
 from collections import defaultdict
+from importlib.util import find_spec
 from pathlib import Path
 
 from planted.fault import Fault, ListError
@@ -23,7 +24,7 @@ TESTS = {
     "needle/autograd.py": "tests/test_autograd.py tests/csrc/test_leaks.py",
     "needle/backend_ndarray.py": "tests/csrc/test_device.py tests/csrc/test_ndarray.py",
     "needle/block_mask.py": "tests/test_block_mask.py tests/ops/test_attention.py",
-    "needle/checkpoint.py": "tests/test_checkpoint.py tests/test_save.py tests/apps/test_survival.py",
+    "needle/checkpoint.py": "tests/test_checkpoint.py tests/apps/test_survival.py",
     "needle/data/": "tests/data",
     "needle/data/__main__.py": "tests/data/test_prepare.py tests/data/test_text.py",
     "needle/data/batches.py": "tests/data/test_token_data.py tests/data/test_sample_order.py",
@@ -41,7 +42,7 @@ TESTS = {
     "needle/hf/": "tests/test_hf.py",
     "needle/hooks.py": "tests/test_hooks.py",
     "needle/init.py": "tests/nn tests/test_operators.py",
-    "needle/lm_eval.py": "tests/test_lm_eval.py",
+    "needle/lm_eval.py": "tests/test_lm_eval.py -m parity",
     "needle/models/": "tests/models/test_pythia.py tests/test_checkpoint.py",
     "needle/models/gpt_neox.py": "tests/test_hf.py",
     "needle/models/registry.py": "tests/models/test_pythia.py tests/test_hf.py",
@@ -144,6 +145,11 @@ def as_fault(file: str, source: str, changed: str) -> Fault:
     while source.count("".join(old[first : len(old) - after])) != 1:
         first -= 1
     text, into = ("".join(lines[first : len(lines) - after]) for lines in (old, new))
+    if file == "needle/lm_eval.py" and None in map(find_spec, ("lm_eval", "torch", "accelerate")):
+        why = (
+            "undecided here: its tests need packages that are missing (pip install needle[parity])"
+        )
+        return Fault(file, text, into, tests_of(file), why)
     lives = [why for where, planted, why in LIVES if where == file and planted in into]
     return Fault(file, text, into, tests_of(file), "".join(lives))
 
