@@ -56,6 +56,7 @@ TESTS = {
     "apps/": "tests/apps",
     "apps/generate.py": "tests/apps/test_train_stops.py tests/apps/test_train.py",
     "apps/recipes.py": "tests/apps/test_recipe.py",
+    "apps/run_folder.py": "tests/apps/test_survival.py tests/apps/test_train.py",
     "apps/run_init.py": "tests/apps/test_run_init.py",
     "apps/run_length.py": "tests/apps/test_run_length.py",
     "apps/run_log.py": "tests/apps/test_run_log.py tests/apps/test_loop.py",
