@@ -107,7 +107,9 @@ class Meter:
                  if isinstance(x, type)}  # fmt: skip
         return {
             "bytes in arrays": self.cpu.memory_stats()["live_bytes"],
-            "hostile objects": len(self.hostile.Hostile.alive),
+            "hostile objects": sum(
+                issubclass(type(x), self.hostile.Hostile) for x in gc.get_objects()
+            ),
         } | types
 
     def growing(self) -> dict[str, int]:
@@ -236,10 +238,9 @@ def child(seed: int, step: int, count: int, seconds: float, path: str) -> int:
     if not SANITIZED:
         limit = (2 << 30) + int(Path("/proc/self/statm").read_text().split()[0]) * 4096
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        faulthandler.enable()  # the sanitizers say more
     import numpy as np
 
-    if not SANITIZED:  # which say more
-        faulthandler.enable()
     warnings.simplefilter("ignore")
     np.seterr(all="ignore")
     exec(HEAD, NAMES)

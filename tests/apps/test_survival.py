@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+import run_folder
 import run_log
 import train_pythia
 from harness import ROOT
@@ -96,6 +97,18 @@ def test_new_checkpoints_survive_damaged_ones_of_later_steps(tmp_path, run):
     assert tensors_of(checkpoint_path(folder, 6)) == tensors_of(
         checkpoint_path(folder_of(tmp_path, "whole"), 6)
     )
+
+
+def test_runs_without_a_name_are_counted(tmp_path):
+    for name in ("tiny", "tiny-2", "tiny-3"):
+        folder = run_folder.free_folder(tmp_path, None, "tiny", restart=False)
+        assert folder == tmp_path / name and not folder.exists()
+        folder.mkdir()
+    assert run_folder.free_folder(tmp_path, None, "tiny", restart=True) == tmp_path / "tiny"
+    assert run_folder.free_folder(tmp_path, "tiny", "tiny", restart=False) == tmp_path / "tiny"
+    (tmp_path / "tiny" / "metrics.jsonl").touch()  # it is empty no more
+    with pytest.raises(DataError, match="tiny: there is a run of this name already; .*--name tiny"):
+        run_folder.free_folder(tmp_path, "tiny", "tiny", restart=False)
 
 
 def test_pruning_counts_whole_files_and_never_the_one_just_written(tmp_path, run):

@@ -1,10 +1,13 @@
 """How runs of apps/train_pythia.py end early: signals, faults, and settings that are refused."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import generate
 import numpy as np
@@ -46,6 +49,24 @@ def wait_for_step(tmp_path, name, step, process):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    "folder, tensorboard, wandb, more",
+    [
+        ("runs/a", False, None, ""),
+        ("runs/b c", False, None, ""),
+        ("more runs/a", False, None, " --out 'more runs'"),
+        ("/runs/a", True, "project", " --out /runs --tensorboard --wandb project"),
+    ],
+)
+def test_the_command_that_goes_on(monkeypatch, folder, tensorboard, wandb, more):
+    folder = Path(folder)
+    monkeypatch.setattr(sys, "argv", ["apps/train_pythia.py", "--steps", "5"])
+    run = SimpleNamespace(folder=folder, tensorboard=tensorboard, wandb=wandb)
+    name = shlex.quote(folder.name)
+    begins = f"{shlex.quote(sys.executable)} apps/train_pythia.py --resume auto --name {name}"
+    assert train_pythia.resume_command(run) == begins + more
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

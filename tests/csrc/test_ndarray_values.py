@@ -1,6 +1,7 @@
 """The values of NDArrays: arithmetic, numbers beside arrays, reductions, copies and exchange."""
 
 import copy
+import ctypes
 import pickle
 
 import numpy as np
@@ -308,3 +309,23 @@ def test_errors_name_the_operation():
         nd.empty((2**40, 2**40))
     with pytest.raises(ValueError):
         nd.empty((1,) * 9)
+
+
+def test_a_buffer_asked_for_without_a_shape_is_bytes():
+    """What memoryview reads of a view without shape, in type.__buffer__ (Python 3.12), is one axis."""
+
+    class View(ctypes.Structure):
+        _fields_ = [("buf", ctypes.c_void_p), ("obj", ctypes.py_object)]
+        _fields_ += [("len", ctypes.c_ssize_t), ("itemsize", ctypes.c_ssize_t)]
+        _fields_ += [("readonly", ctypes.c_int), ("ndim", ctypes.c_int)]
+        _fields_ += [(name, ctypes.c_void_p) for name in ("format", "shape", "strides")]
+        _fields_ += [("suboffsets", ctypes.c_void_p), ("internal", ctypes.c_void_p)]
+
+    get = ctypes.pythonapi.PyObject_GetBuffer
+    get.argtypes = [ctypes.py_object, ctypes.POINTER(View), ctypes.c_int]
+    array = _C.array(np.ones((4, 3, 1), np.float32))
+    for flags, ndim in [(0, 1), (1, 1), (8, 3), (8 | 16, 3)]:  # SIMPLE, WRITABLE, ND, STRIDES
+        view = View()
+        assert get(array, view, flags) == 0
+        assert (view.ndim, bool(view.shape), view.len) == (ndim, ndim == 3, 48)
+        ctypes.pythonapi.PyBuffer_Release(ctypes.byref(view))

@@ -60,18 +60,8 @@ sys.unraisablehook = lambda seen: judge(seen.exc_value, f"{seen.object!r:.80}")
 
 # ---- objects -------------------------------------------------------------------------------------
 class Hostile:
-    alive: set[int] = set()
-
-    def __new__(cls, *answers, then=None):  # copies come this way as well, or are not counted
-        self = super().__new__(cls)
-        Hostile.alive.add(id(self))
-        return self
-
     def __init__(self, *answers, then=None):
         self.answers, self.then, self.asked = answers, then, 0
-
-    def __del__(self):
-        Hostile.alive.discard(id(self))
 
     def answer(self, *given, **named):
         self.asked += 1
@@ -123,9 +113,7 @@ def own(base: type, value, *methods: str, **more) -> type:
     """A subclass of `base`, made with `value`, that answers for itself."""
 
     def new(cls, *answers, then=None):
-        self = base.__new__(cls, value)
-        Hostile.alive.add(id(self))
-        return self
+        return base.__new__(cls, value)
 
     answers = dict.fromkeys(methods, Hostile.answer) | more | {"__new__": new}
     return type(f"Own{base.__name__}", (Hostile, base), answers)

@@ -1,6 +1,7 @@
 """Which needle is imported: a checkout's own where it is built, else the installed one; and nothing
 of needle runs when Python starts."""
 
+import importlib.util
 import os
 import re
 import shutil
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 from harness import ROOT
 from test_build import Tree
+
+from needle import _C
 
 SCRIPT = """import sys
 from pathlib import Path
@@ -120,6 +123,19 @@ def test_a_checkout_that_is_not_built_uses_the_installed_needle(tree, tmp_path):
     assert shown(tree.root, python) == site
     assert not tree.build()[0]
     assert shown(tree.root, python) == tree.root
+
+
+def test_the_checkout_comes_before_every_other_needle(tmp_path, monkeypatch):
+    """Before one that PYTHONPATH names, too, and once."""
+    spec = importlib.util.spec_from_file_location("checkout", ROOT / "checkout.py")
+    checkout = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(checkout)
+    (tmp_path / "needle").mkdir()
+    monkeypatch.setattr(checkout, "ROOT", Path(_C.__file__).parent.parent)  # where one is built
+    here = str(checkout.ROOT)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), here, "/usr/lib/python3"])
+    checkout.choose()
+    assert sys.path == [here, str(tmp_path), "/usr/lib/python3"]
 
 
 def test_an_unbuilt_needle_says_what_to_do(tmp_path):
