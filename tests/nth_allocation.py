@@ -32,15 +32,17 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "apps"), str(ROOT / "tests")]
+sys.path += [str(ROOT), str(ROOT / "apps"), str(ROOT / "tests")]
 
 import numpy as np  # noqa: E402
-import train_pythia  # noqa: E402
 from harness import bits, device_of  # noqa: E402
 
 import needle as ndl  # noqa: E402
 from needle import _C, Tensor, nn, optim  # noqa: E402
 from needle.models.pythia import Pythia, PythiaConfig  # noqa: E402
+
+# isort: split
+import train_pythia  # noqa: E402  behind needle, of which it would choose the checkout's
 
 KINDS = {"needle": 1, "driver": 2, "python": 4}
 FOREVER = 1 << 40

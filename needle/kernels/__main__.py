@@ -175,7 +175,6 @@ def start(args: argparse.Namespace, sock: Any, tls: Any) -> int:
     log.setLevel(logging.INFO)
     for logger in (log, logging.getLogger("asyncio")):
         logger.addHandler(lines)
-        logger.propagate = False
     print(WARNING)
     with Pool(args.devices, args.timeout, args.memory, fresh=args.fresh, confined=True) as pool:
         prove(pool)

@@ -10,6 +10,7 @@ import random
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,7 +26,8 @@ LONG = ["StepOfAdam", "Fit", "Trainer", "LoadAnew", "Generate", "FromNothing"]
 
 def sweep(device: str, kind: str, names: list[str], every: int = 1) -> dict[str, int]:
     """operation -> how many of its allocations failed."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    package = Path(_C.__file__).parent.parent  # under the sanitizers a build of its own
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(package)}
     command = [sys.executable, str(ROOT / "tests" / "nth_allocation.py"), device, kind, *names]
     command += ["--every", str(every), "--first", str(random.randint(1, every))]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)

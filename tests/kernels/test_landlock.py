@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fake_pool import FakePool
 from harness import ROOT
 
 from needle.kernels import landlock
@@ -308,3 +309,27 @@ def test_a_compiler_that_cannot_be_confined_does_not_start(tmp_path, role, ready
         made.kill()
         made.end()
         made.close()
+
+
+# ---- a pool that asks for it ---------------------------------------------------------------------
+
+
+def test_a_pool_has_a_confined_compiler_or_is_none(monkeypatch):
+    roles = []
+
+    class Recording(FakePool):
+        def _starter(self, role, device=None):
+            roles.append(role)
+            return super()._starter("compiler" if role == "confined" else role, device)
+
+    monkeypatch.setattr(landlock, "version", lambda: 1)
+    for confined, role in ((True, "confined"), (False, "compiler")):
+        with Recording(devices=[0], spares=0, confined=confined):
+            assert roles[-2:] == ["runner", role]
+
+    def version():
+        raise landlock.LandlockError("there is none")
+
+    monkeypatch.setattr(landlock, "version", version)
+    with pytest.raises(RuntimeError, match="there is none"):
+        FakePool(devices=[0], spares=0, confined=True)

@@ -12,16 +12,20 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 import safetensors.numpy
-from fake_pool import SOURCE
+from fake_pool import SOURCE, FakePool
 from serving import ARGS, JOB, SIMPLE, TOKEN, Client, X, running
+from test_landlock import needs_landlock, needs_nvrtc
 from test_wire import bfloat16
 
 pytest.importorskip("aiohttp", reason="no aiohttp (pip install needle[serve]): no service")
 
 from needle.kernels.access import tls_context
-from needle.kernels.serve import Lines, load_aiohttp
+from needle.kernels.crew import Worker
+from needle.kernels.isolate import Pool
+from needle.kernels.serve import PIECE, Lines, load_aiohttp
 
 # ---- jobs ----------------------------------------------------------------------------------------
 
@@ -32,6 +36,15 @@ def test_a_kernel_that_is_right(fake):
     got = safetensors.numpy.load(base64.b64decode(answer["outputs"]))
     assert got.keys() == {"0"} and (got["0"] == 2 * X).all()
     assert answer["resources"]["registers"] == 16 and 0 <= answer["seconds"]["ran"] < 60
+
+
+def test_an_answer_of_many_pieces(fake):
+    x = np.random.default_rng(0).random(100_000, np.float32)
+    args = [{"array": "x"}, {"shape": [x.size], "dtype": "float32", "out": True}, 2.0, x.size]
+    job = JOB | {"outputs": True, "cases": [{"grid": 1, "block": 1, "args": args}]}
+    status, answer = fake.evaluate(job, safetensors.numpy.save({"x": x}))
+    assert (status, answer["status"]) == (200, "ok") and x.nbytes > PIECE
+    assert (safetensors.numpy.load(base64.b64decode(answer["outputs"]))["0"] == 2 * x).all()
 
 
 def test_kernels_that_are_wrong_are_answers(fake):
@@ -86,6 +99,24 @@ def test_a_defect_is_said_without_its_traceback(client, caplog):
     assert status == 500 and "told so" not in json.dumps(answer)
     assert "KeyError" in caplog.text
     assert client.alive()
+
+
+@needs_landlock
+@needs_nvrtc
+def test_a_source_reads_no_file():
+    """The service's own compiler, NVRTC below Landlock; the device is made up."""
+
+    class Confined(FakePool):
+        def _starter(self, role, device=None):
+            if role != "confined":
+                return super()._starter(role, device)
+            return lambda: Worker([*Pool.worker, role], self._environment(device))
+
+    job = SIMPLE | {"source": '#include "/etc/passwd"\n__global__ void k() {}'}
+    with Confined(devices=[0], spares=0, confined=True) as pool, running(pool) as client:
+        status, answer = client.evaluate(job)
+    assert (status, answer["status"]) == (200, "compile_error")
+    assert "Permission denied" in answer["message"] and "root:" not in answer["message"]
 
 
 # ---- who may ask ---------------------------------------------------------------------------------

@@ -227,13 +227,13 @@ def test_flags_reach_the_pool_and_the_service(tmp_path, monkeypatch):
     flags += " --max-body-bytes 7 --max-source-bytes 8 --max-array-bytes 9 --drain-seconds 1.5"
     flags += f" --allow-host GPU.lab --allow-host b --token-file {tmp_path}/token"
     names, level = [logging.getLogger(n) for n in ("needle.kernels", "asyncio")], log.level
-    before = [(logger, logger.handlers[:], logger.propagate) for logger in names]
+    before = [(logger, logger.handlers[:]) for logger in names]
     try:
         assert program.main(["serve", *flags.split()]) == 0
     finally:
         log.setLevel(level)
-        for logger, handlers, propagate in before:
-            logger.handlers[:], logger.propagate = handlers, propagate
+        for logger, handlers in before:
+            logger.handlers[:] = handlers
     assert made["pool"] == ([2, 0], 3.0, 4096, "job", True)
     assert made["service"] == (Limits(7, 8, 9, 6.0), 5, LOOPBACK_NAMES | {"gpu.lab", "b"}, 2)
     assert (made["drain"], made["tls"], made["proof"]) == (1.5, None, program.PROOF)

@@ -399,7 +399,7 @@ def test_outputs_that_are_too_large_to_send():
         b"\x80\x04pickle.",
         b"PK\3\4zip archive",
         (1 << 40).to_bytes(8, "little") + b"{}",
-        (300 << 10).to_bytes(8, "little") + b" " * (300 << 10),
+        (300 << 10).to_bytes(8, "little") + b"{}" + b" " * ((300 << 10) - 2),
         sent(x=X)[:-1],
         sent(x=X) + b"x",
         sent(x=X).replace(b'"F32"', b'"F99"'),
