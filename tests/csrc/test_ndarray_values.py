@@ -312,7 +312,7 @@ def test_errors_name_the_operation():
 
 
 def test_a_buffer_asked_for_without_a_shape_is_bytes():
-    """What memoryview reads of a view without shape, in type.__buffer__ (Python 3.12), is one axis."""
+    """One axis is what memoryview reads of it, in type.__buffer__ (Python 3.12)."""
 
     class View(ctypes.Structure):
         _fields_ = [("buf", ctypes.c_void_p), ("obj", ctypes.py_object)]

@@ -75,8 +75,8 @@ thing
   *2 <answering>(<answer><then>) | <talking>(<word><then>)
   Sequence(<integer>, <number>, <number><then>)
 plain_thing
-  None | ... | 'text' | '\ud800' | '' | b'bytes' | bytearray(b'12345678') | [] | () | {}
-  {'a': 1} | {1, 2} | [[]] | [[], [1]] | nested(9) | nested(8) | nested(70) | selfish()
+  None | ... | 'text' | '\ud800' | '' | b'bytes' | bytearray(b'12345678') | [] | () | Words()
+  Words(a=1) | {1, 2} | [[]] | [[], [1]] | nested(9) | nested(8) | nested(70) | selfish()
   selfish(tuple) | (i for i in (1, 2)) | range(5) | iter([1, 2]) | object() | int | float | type
   np | _C | _C.NDArray | _C.CudaError | np.dtype('>f4') | _C.cpu() | _C.cuda() | _C.cuda(63)
   print | slice(None) | memoryview(b'abcd') | memoryview(b'') | (ctypes.c_float * 4)()

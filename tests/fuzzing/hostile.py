@@ -73,6 +73,13 @@ class Hostile:
         return reply
 
 
+class Words(dict):
+    """Its own KeyError is none of the core's (slices are keys from Python 3.12 on)."""
+
+    def __missing__(self, key):
+        raise Raised(key)
+
+
 def speaks(kind: str, /, *methods: str, base: type = Hostile, **more) -> type:
     return type(kind, (base,), dict.fromkeys(methods, Hostile.answer) | more)
 
