@@ -164,7 +164,8 @@ def pieces(tensors: Mapping[str, NDArray], metadata: Mapping[str, str]) -> Itera
 def unpack(data: bytes | bytearray, what: str, header_limit: int = HEADER_LIMIT) -> dict[str, Any]:
     """name -> NumPy array on the memory of `data`; a bfloat16 one is an NDArray on the host.
     FileErrors begin with `what`; a dtype that neither has is one."""
-    head, found = io.BytesIO(memoryview(data)[: 8 + header_limit]), {}
+    head = io.BytesIO(memoryview(data)[: 8 + header_limit])
+    found: dict[str, Any] = {}
     for entry in _read_header(head, Path(what), len(data), header_limit)[1]:
         if entry.dtype not in BITS:
             raise FileError(

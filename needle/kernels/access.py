@@ -127,7 +127,7 @@ def listen(host: str, port: int, allow_remote: bool, tls: bool) -> socket.socket
     except (OSError, UnicodeError) as error:
         raise AccessError(f"--host {host}: {error}") from None
     family, _, _, _, address = found[0]
-    if not ipaddress.ip_address(address[0].partition("%")[0]).is_loopback:
+    if not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
         if not allow_remote:
             raise AccessError(
                 f"--host {host} ({address[0]}) lets in other machines, and whoever has the token "

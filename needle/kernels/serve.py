@@ -46,6 +46,7 @@ LINGER_SECONDS = 2.0  # for the rest of a body that was refused
 STATE_SECONDS = 0.05  # that health waits for the pool's state before it tells the last one
 REMEMBERED = 1000  # jobs, for the medians
 PIECE = 1 << 18
+RESET = "/reset_gpu/"
 GONE = 499  # as other servers log a client that did not wait
 LOG_LINES = 1000  # that wait to be written; more are dropped
 
@@ -150,6 +151,7 @@ class Service:
             "/health": ("GET", self.health),
             "/statistics": ("GET", self.statistics),
             "/cleanup": ("POST", self.cleanup),
+            RESET + "{id}": ("POST", self.reset_gpu),
         }
 
     # ---- requests --------------------------------------------------------------------------------
@@ -193,13 +195,10 @@ class Service:
             )
         if not right_token(request.headers.getall("Authorization", ()), self.token):
             raise Refused(401, "Authorization: Bearer TOKEN is missing or wrong (--token-file)")
-        if path.startswith("/reset_gpu/"):
-            allowed, route = "POST", self.reset_gpu
-        elif path in self.routes:
-            allowed, route = self.routes[path]
-        else:
-            known = ", ".join([*self.routes, "/reset_gpu/{id}"])
-            raise Refused(404, f"there is no {ascii(path)[:80]}; there are {known}")
+        known = RESET + "{id}" if path.startswith(RESET) else path
+        if known not in self.routes:
+            raise Refused(404, f"no {ascii(path)[:80]}; there are {', '.join(self.routes)}")
+        allowed, route = self.routes[known]
         if request.method != allowed:
             why = Refused(405, f"{ascii(path)[:80]} is asked by {allowed}")
             return refusal(why, {"Allow": allowed})
@@ -398,7 +397,7 @@ class Service:
         return Answer(200, to_json({"freed_bytes": await self._keep(self.pool.cleanup)}))
 
     async def reset_gpu(self, request: web.BaseRequest) -> Answer:
-        text = request.raw_path.partition("?")[0].removeprefix("/reset_gpu/")
+        text = request.raw_path.partition("?")[0].removeprefix(RESET)
         known = [one["device"] for one in await self._state()]
         if not (text.isascii() and text.isdecimal() and len(text) < 6 and int(text) in known):
             raise Refused(404, f"there is no device {ascii(text)[:80]}; there are {known}")

@@ -100,7 +100,8 @@ class Reference:
 
     def outputs(self, pool: Runs, case: Case, inputs: Sequence[Any]) -> tuple[np.ndarray, ...]:
         """`inputs`: the arguments of the case but Out; bfloat16 as float32, which holds it."""
-        given, args = iter(inputs), []
+        given = iter(inputs)
+        args: list[Any] = []
         for asked in case.args:
             if isinstance(asked, Out):
                 args.append(asked)

@@ -59,8 +59,11 @@ def test_operators(device):
     c = a
     c += 1
     np.testing.assert_array_equal(c.numpy(), x + 1)
-    c += c[::-1]  # read while it is written
-    np.testing.assert_array_equal(c.numpy(), (x + 1) + (x + 1)[::-1])
+    for size in (35, 5000, 100_000):  # read while it is written, at once and in parts
+        host = np.arange(size, dtype=np.float32)
+        d = nd.array(host, device=device)
+        d += d[::-1]
+        np.testing.assert_array_equal(d.numpy(), np.full(size, size - 1))
     assert nd.array(3.0, device=device).numpy() == 3
 
 
