@@ -60,8 +60,13 @@ def resume(what: str, out: Path, name: str | None) -> tuple[Path, Lock, Checkpoi
     """(folder, its lock, checkpoint) that --resume names; None where `auto` finds nothing."""
     if what != "auto":
         path = Path(what)
-        folder = path if path.is_dir() else path.resolve().parent.parent
         found = find_checkpoint(path)  # before a folder is made from a mistyped name
+        folder = path if path.is_dir() else path.resolve().parent.parent
+        if not path.is_dir() and path.resolve().parent.name != "checkpoints":
+            raise FileError(
+                f"--resume {path}: not in the folder checkpoints/ of a run, where it could go on; "
+                f"a new run starts from its weights: --init {path}"
+            )
         return folder, take(folder), found
     folders = [out / name] if name else _newest_first(out)
     for folder in folders:

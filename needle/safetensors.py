@@ -57,23 +57,46 @@ NAMES = {ours: theirs for theirs, ours, _ in DTYPES}
 NAMES |= {name: theirs for theirs, name in NUMPY_ONLY.items()}
 
 
+class _Open:
+    """A file that stays open: what was checked is what is read, whoever takes its name meanwhile."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = os.dup(file.fileno())
+
+    def read(self, count: int, offset: int) -> np.ndarray:
+        """Bytes, as many as there are of `count`."""
+        host = np.empty(count, np.uint8)
+        done = 0
+        while done < count:
+            got = os.preadv(self._file, [memoryview(host)[done:]], offset + done)
+            if got == 0:
+                break
+            done += got
+        return host[:done]
+
+    def __del__(self) -> None:
+        os.close(self._file)
+
+
 @dataclass(frozen=True)
 class Entry:
     """A tensor in a file: its name there, and where its bytes begin."""
 
     path: Path
+    file: _Open | None  # None for bytes that are no file
     name: str
     dtype: str  # safetensors' name
     shape: tuple[int, ...]
     offset: int
 
     def read(self, device: Device) -> NDArray:
+        assert self.file is not None
         dtype, bits = FROM_FILE[self.dtype]
-        count = math.prod(self.shape)
-        host = np.fromfile(self.path, bits, count, offset=self.offset)
+        count = math.prod(self.shape) * bits.itemsize
+        host = self.file.read(count, self.offset)
         if host.size != count:
             raise FileError(f"{self.path}: {self.name}: the file has been cut while it was read")
-        host = host.reshape(self.shape)
+        host = host.view(bits).reshape(self.shape)
         if dtype == "bfloat16":
             return array(host, "uint16", device).view("bfloat16")
         return array(host, dtype, device)
@@ -82,11 +105,12 @@ class Entry:
 def read_header(file: BinaryIO) -> tuple[dict[str, str], list[Entry]]:
     """(metadata, tensors in the order of their bytes) of a file at its beginning, which is left
     where the data begin. A dtype that needle does not have is left to the caller."""
-    return _read_header(file, Path(file.name), os.fstat(file.fileno()).st_size, HEADER_LIMIT)
+    size = os.fstat(file.fileno()).st_size
+    return _read_header(file, Path(file.name), size, HEADER_LIMIT, _Open(file))
 
 
 def _read_header(
-    file: BinaryIO, path: Path, size: int, limit: int
+    file: BinaryIO, path: Path, size: int, limit: int, kept: _Open | None = None
 ) -> tuple[dict[str, str], list[Entry]]:
     start = file.read(8)
     if start[:1] == b"\x80" and start[1:2] in (b"\2", b"\3", b"\4", b"\5"):
@@ -119,7 +143,7 @@ def _read_header(
                 bits is not None and end - begin != math.prod(shape) * bits.itemsize
             ):
                 raise ValueError(f"the offsets and the shape of {name} contradict each other")
-            entries.append(Entry(path, name, entry["dtype"], shape, base + begin))
+            entries.append(Entry(path, kept, name, entry["dtype"], shape, base + begin))
             position = end
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise FileError(

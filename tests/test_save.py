@@ -144,3 +144,21 @@ def test_dlpack_shares_memory():
         back = np.from_dlpack(x)
         assert np.shares_memory(back, host)
     np.testing.assert_array_equal(np.from_dlpack(Tensor(X).T), X.T)
+
+
+@pytest.mark.parametrize("taken", ["replaced", "removed"])
+def test_what_was_checked_is_what_is_read(taken, tmp_path):
+    """Another process may take the file's name between the check and the read of its tensors."""
+    path = tmp_path / "model.safetensors"
+    model = nn.Linear(3, 4)
+    kept = {name: array.numpy() for name, array in model.state_dict().items()}
+    ndl.save(model, None, path)
+    checkpoint = Checkpoint(path)
+    if taken == "replaced":
+        ndl.save(nn.Linear(3, 4), None, path)
+    else:
+        path.unlink()
+    again = nn.Linear(3, 4)
+    checkpoint.restore_into(again)
+    for name, array in again.state_dict().items():
+        np.testing.assert_array_equal(array.numpy(), kept[name])

@@ -220,3 +220,14 @@ def test_a_run_killed_before_its_plot_is_plotted_when_resumed(tmp_path, tokens, 
     os.utime(folder / "sample.txt", ns=(0, 0))
     assert train_pythia.main(argv) == 0 and "plot: " in capsys.readouterr().out
     assert train_pythia.main(argv) == 0 and "plot: " not in capsys.readouterr().out
+
+
+def test_a_checkpoint_outside_of_a_run_is_not_resumed(tmp_path, tokens, capsys):
+    """Its grandparent is no run's folder, and nothing is written there."""
+    assert train_pythia.main(flags(tmp_path, tokens, "a")) == 0
+    alone = tmp_path / "elsewhere" / "kept" / "kept.safetensors"
+    alone.parent.mkdir(parents=True)
+    alone.write_bytes(checkpoint_of(tmp_path, "a", 6).read_bytes())
+    assert train_pythia.main(flags(tmp_path, tokens, "b", "--resume", str(alone))) == 1
+    assert f"a new run starts from its weights: --init {alone}" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["kept"]
