@@ -58,7 +58,7 @@ NAMES |= {name: theirs for theirs, name in NUMPY_ONLY.items()}
 
 
 class _Open:
-    """A file that stays open: what was checked is what is read, whoever takes its name meanwhile."""
+    """A file that stays open: what was checked is what is read, whoever takes its name."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = os.dup(file.fileno())
