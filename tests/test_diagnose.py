@@ -11,6 +11,7 @@ from harness import ROOT
 
 import needle as ndl
 from needle import diagnose
+from needle.diagnose import command
 
 
 def run(**env: str) -> subprocess.CompletedProcess:
@@ -51,11 +52,15 @@ def test_a_gpu_that_is_required_and_missing_is_a_failure():
 
 @pytest.mark.parametrize("usable", [True, False])
 def test_a_gpu_that_cannot_be_used_is_a_failure(monkeypatch, usable):
-    facts = ndl.show_config(file=io.StringIO())
-    facts["cuda"] |= {"built": True, "driver": "13.0", "usable": usable}
-    monkeypatch.setattr(diagnose, "show_config", lambda: facts)
     monkeypatch.delenv("NEEDLE_REQUIRE_CUDA", raising=False)
-    assert diagnose.main([]) == (0 if usable else 1)
+    cuda = {"built": True, "driver": "13.0", "usable": usable, "count": 1}
+    cuda |= {"problem": "no such device", "remedy": "nvidia-smi"}
+    chosen, told = command.choose(None, None, cuda)
+    assert (len(chosen), len(told)) == ((1, 0) if usable else (0, 1))
+    if not usable:
+        assert told[0].has_failed and told[0].text == "no such device"
+        cuda["driver"] = None  # a machine without a GPU
+        assert command.choose(None, None, cuda) == ([], [])
 
 
 def test_a_wrong_product_is_found(monkeypatch):

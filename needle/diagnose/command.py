@@ -28,6 +28,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, TextIO
 
+from needle import _C
 from needle.diagnose import facts as known
 from needle.diagnose import recovery
 from needle.diagnose.children import Child, Crew
@@ -200,7 +201,7 @@ def examine(
 
     wanted = rank[2] if rank and args.device is None else args.device
     machine = begin(times.driver, "machine", "machine")
-    cpu = begin(times.devices, "cpu()", "device", "cpu", "0") if wanted is None else None
+    cpu = begin(times.devices, str(_C.cpu()), "device", "cpu", "0") if wanted is None else None
     folder = begin(times.all, "run", "run", args.run) if args.run else None
     server = begin(times.peers, "server", "server", args.server) if args.server else None
 
@@ -212,7 +213,7 @@ def examine(
         report.describe(name, text)
     chosen, told = choose(wanted, machine, cuda)
     if wanted is not None and not chosen and not cuda["usable"]:
-        cpu = begin(times.devices, "cpu()", "device", "cpu", "0")  # there is nothing else
+        cpu = begin(times.devices, str(_C.cpu()), "device", "cpu", "0")  # there is nothing else
     cores = len(os.sched_getaffinity(0)) // max(1, len(chosen))
     if "OMP_NUM_THREADS" not in os.environ:  # each compares with the CPU
         env["OMP_NUM_THREADS"] = str(max(1, cores))

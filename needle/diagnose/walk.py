@@ -150,7 +150,7 @@ def examine(teller: Teller, device: Any) -> bool:
             wrong.add(point.op)
             text, is_steady = off
             teller.failed("op", f"{point}: {text}", REMEDY if is_steady else FLAKY, point.op)
-    against = "NumPy and its own contiguous operands" if device.is_host else "cpu()"
+    against = "NumPy and its own contiguous operands" if device.is_host else str(_C.cpu())
     if done and not wrong:
         ops = len({point.op for point in todo[:done]})
         teller.ok("ops", f"{ops} ops agree with {against} at {done} points")

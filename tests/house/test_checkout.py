@@ -33,8 +33,9 @@ print(_C.__file__)
 def tree(tmp_path):
     """A small project with a Makefile, an app, and a .venv that has nothing, not built."""
     made = Tree(tmp_path / "tree")
-    for folder in ("ops", "nn", "data", "hf", "models"):
-        (made.root / "needle" / folder).mkdir()
+    listed = (made.root / "pyproject.toml").read_text().split("packages = [")[1].split("]")[0]
+    for package in re.findall(r'"needle\.(\w+)"', listed):
+        (made.root / "needle" / package).mkdir()
     (made.root / "apps").mkdir()
     made.write("apps/show.py", SCRIPT)
     for file in ("Makefile", "checkout.py"):

@@ -9,6 +9,7 @@ VALUES = "tests/csrc/test_ndarray_values.py"
 BOUNDS = "tests/csrc/test_bounds.py"
 BAD = "tests/csrc/test_bad_inputs.py"
 LEAKS = "tests/csrc/test_leaks.py"
+KERNELS = "tests/kernels/test_fake_device.py tests/kernels/test_signature.py"
 
 FAULTS = [
     # ---- memory and views ----
@@ -54,7 +55,7 @@ FAULTS = [
     Fault("csrc/python/arguments.c", "truncated >= 0x1p63", "truncated > 0x1p63", BOUNDS),
     Fault(
         "csrc/python/arguments.c",
-        "what, &values[i]) < 0) {\n            Py_DECREF(list);",
+        "what, &values[i]) < 0) {\n            Py_DECREF(items);",
         "what, &values[i]) < 0) {",
         f"{LEAKS} -k views_and_indexing",
     ),
@@ -445,5 +446,24 @@ FAULTS = [
         "return forked ? 1 : wanted < most ? wanted : most;",
         "return wanted < most ? wanted : most;",
         "tests/csrc/test_threads.py -k forked_child",
+    ),
+    # ---- kernels of one's own ----
+    Fault(
+        "csrc/python/kernel.c",
+        "if (memcmp(&self->admitted[i], out, sizeof *out) == 0) {",
+        "if (memcmp(&self->admitted[i], out, sizeof *out) != 0) {",
+        KERNELS,
+    ),
+    Fault(
+        "csrc/python/kernel.c",
+        "if (recorded != NULL && PySet_Add(recorded, self->module) < 0) {",
+        "if (recorded != NULL && PySet_Size(recorded) < 0) {",
+        KERNELS,
+    ),
+    Fault(
+        "csrc/python/parameters.c",
+        "if (p->dtype != ANY_DTYPE && (int)a->dtype != p->dtype) {",
+        "if (p->dtype != ANY_DTYPE && (int)a->dtype > p->dtype) {",
+        KERNELS,
     ),
 ]

@@ -130,9 +130,15 @@ FAULTS = [
     ),
     Fault(
         "cuda/memory.cu",
-        "        cuda_graph_release_later(d.recording, memory);\n        return ND_OK;\n",
+        "        found->second.late = true;\n        return ND_OK;\n",
         "        return ND_OK;\n",
         f"{GENERATE} -k test_graph",
+    ),
+    Fault(
+        "cuda/module.cu",
+        "cluster->val.clusterDim.x = launch->cluster[0];",
+        "cluster->val.clusterDim.x = 1;",
+        "tests/kernels/test_module.py -k cluster",
     ),
     Fault(
         "cuda/transfer.cu",
