@@ -273,7 +273,7 @@ def allocations(field: Field, count: int) -> None:
 
         def prepare() -> None:
             signal.alarm(300)  # it shall end, and not wait for ever
-            injector.library.arm(nth_allocation.KINDS[kind], number, behind, 1)
+            injector.functions.arm(nth_allocation.KINDS[kind], number, behind, 1)
 
         code = wait(child(argv, prepare))
         if code not in (0, 1):

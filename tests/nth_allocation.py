@@ -69,22 +69,22 @@ class Injector:
             command = [*os.environ.get("CC", "cc").split(), "-std=gnu17", "-O1", "-fPIC", "-Wall"]
             command += ["-Wextra", "-Werror", "-fexceptions", "-shared", str(source), "-ldl"]
             subprocess.run([*command, "-o", str(made)], check=True)
-            self.library = ctypes.PyDLL(str(made))
-        self.library.run.restype = ctypes.py_object
-        self.library.run.argtypes = [ctypes.py_object, ctypes.c_int, ctypes.c_long, ctypes.c_long]
-        self.library.arm.argtypes = [ctypes.c_int, ctypes.c_long, ctypes.c_long, ctypes.c_int]
-        self.library.calls_seen.restype = self.library.calls_failed.restype = ctypes.c_long
+            self.functions = ctypes.PyDLL(str(made))
+        self.functions.run.restype = ctypes.py_object
+        self.functions.run.argtypes = [ctypes.py_object, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+        self.functions.arm.argtypes = [ctypes.c_int, ctypes.c_long, ctypes.c_long, ctypes.c_int]
+        self.functions.calls_seen.restype = self.functions.calls_failed.restype = ctypes.c_long
         self._replace(_C.__file__, is_c=True)
         if cuda:
             path = _C.build_info()["cuda_library"]
             ctypes.CDLL(path)
             self._replace(path, is_c=False)
             ndl.cuda_init()
-            if self.library.driver_calls_replaced() == 0:
+            if self.functions.driver_calls_replaced() == 0:
                 raise Wrong("the calls of the CUDA driver were not reached")
 
     def _replace(self, path: str, is_c: bool) -> None:
-        if self.library.replace_imports(path.encode(), int(is_c)) <= 0:
+        if self.functions.replace_imports(path.encode(), int(is_c)) <= 0:
             raise Wrong(f"{path}: none of its imported functions could be replaced")
 
     def attempt(
@@ -97,7 +97,7 @@ class Injector:
 
         def body() -> None:
             try:
-                self.library.run(call, KINDS[kind], number, count)
+                self.functions.run(call, KINDS[kind], number, count)
                 outcome.append(None)
             except BaseException as error:  # whatever it is, the caller judges
                 outcome.append((type(error), str(error)))
@@ -105,7 +105,7 @@ class Injector:
         thread = threading.Thread(target=body)
         thread.start()
         thread.join()
-        return self.library.calls_failed(), outcome[0]
+        return self.functions.calls_failed(), outcome[0]
 
 
 # ---- what is done -------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ class CompileError(ValueError):
 class Toolkit:
     """NVRTC's library, and the folders of the toolkit's headers (cuda_bf16.h among them)."""
 
-    library: Path
+    nvrtc: Path
     include: tuple[Path, ...]
 
 
@@ -101,16 +101,16 @@ class _Nvrtc:
     """The library's functions; each raises where the library reports an error."""
 
     def __init__(self, toolkit: Toolkit) -> None:
-        self.library = ctypes.CDLL(str(toolkit.library))
-        self.library.nvrtcGetErrorString.restype = ctypes.c_char_p
+        self.functions = ctypes.CDLL(str(toolkit.nvrtc))
+        self.functions.nvrtcGetErrorString.restype = ctypes.c_char_p
 
     def check(self, function: str, status: int) -> None:
         if status:
-            text = self.library.nvrtcGetErrorString(status).decode()
+            text = self.functions.nvrtcGetErrorString(status).decode()
             raise RuntimeError(f"{function}: {text}")
 
     def call(self, function: str, *arguments: Any) -> None:
-        self.check(function, self.library[function](*arguments))
+        self.check(function, self.functions[function](*arguments))
 
     def data(self, what: str, program: ctypes.c_void_p) -> bytes:
         """nvrtcGetWHAT, of as many bytes as nvrtcGetWHATSize says."""
@@ -286,7 +286,7 @@ def _compile(
         for name in names:
             nvrtc.call("nvrtcAddNameExpression", program, name.encode())
         given = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
-        status = nvrtc.library.nvrtcCompileProgram(program, len(flags), given)
+        status = nvrtc.functions.nvrtcCompileProgram(program, len(flags), given)
         log = nvrtc.data("ProgramLog", program).rstrip(b"\0\n").decode(errors="replace")
         if status in (COMPILATION, BAD_OPTION):
             raise CompileError(_why(nvrtc, arch, include, log), log)
@@ -301,13 +301,13 @@ def _why(nvrtc: _Nvrtc, arch: str, include: tuple[Path, ...], log: str) -> str:
     known = nvrtc.archs()
     if int(arch.rstrip("af")) not in known:
         return (
-            f"{SOURCE}: this NVRTC ({find_toolkit().library}) does not know sm_{arch}, only "
+            f"{SOURCE}: this NVRTC ({find_toolkit().nvrtc}) does not know sm_{arch}, only "
             f"{', '.join(f'sm_{n}' for n in known)}: take another arch, or a newer toolkit"
         )
     if not any((folder / "cuda_fp16.h").exists() for folder in include):
         return (
             f"{SOURCE} does not compile, and the toolkit's headers were not found beside "
-            f"{find_toolkit().library}: {sys.executable} -m pip install nvidia-cuda-runtime "
+            f"{find_toolkit().nvrtc}: {sys.executable} -m pip install nvidia-cuda-runtime "
             "nvidia-cuda-crt nvidia-cuda-cccl"
         )
     return f"{SOURCE} does not compile (sm_{arch}):"
@@ -315,7 +315,7 @@ def _why(nvrtc: _Nvrtc, arch: str, include: tuple[Path, ...], log: str) -> str:
 
 def _lowered(nvrtc: _Nvrtc, program: ctypes.c_void_p, name: str, log: str) -> str:
     lowered = ctypes.c_char_p()
-    status = nvrtc.library.nvrtcGetLoweredName(program, name.encode(), ctypes.byref(lowered))
+    status = nvrtc.functions.nvrtcGetLoweredName(program, name.encode(), ctypes.byref(lowered))
     if status or lowered.value is None:
         raise CompileError(f"entries: {name!r} is no kernel of {SOURCE}", log)
     return lowered.value.decode()

@@ -126,7 +126,7 @@ def test_the_toolkit_is_found_in_nvidias_pip_packages(monkeypatch, tmp_path):
     ):
         monkeypatch.setenv("CUDA_HOME", str(nvidia / home))
         found = compile_module.find_toolkit.__wrapped__()
-        assert found.library == nvidia / home / "lib" / library
+        assert found.nvrtc == nvidia / home / "lib" / library
         assert nvidia / include in found.include
     monkeypatch.delenv("CUDA_HOME")
     monkeypatch.delenv("CUDA_PATH", raising=False)
@@ -180,7 +180,7 @@ def test_the_machine_code_names_lines_of_the_source():
 
 def ptx_of(source: str) -> str:
     """By NVRTC, called by hand."""
-    library = ctypes.CDLL(str(compile_module.find_toolkit().library))
+    library = ctypes.CDLL(str(compile_module.find_toolkit().nvrtc))
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     done = library.nvrtcCreateProgram(
         ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None
@@ -226,10 +226,10 @@ def test_parameters_are_those_of_the_ptx():
 
 def ptxas_of_this_release() -> str | None:
     """The assembler beside NVRTC, or another of its release."""
-    beside = compile_module.find_toolkit().library.parent.parent / "bin" / "ptxas"
+    beside = compile_module.find_toolkit().nvrtc.parent.parent / "bin" / "ptxas"
     found = next((f for f in (beside, "/usr/local/cuda/bin/ptxas", "ptxas") if shutil.which(f)), "")
     numbers = ctypes.c_int(), ctypes.c_int()
-    library = ctypes.CDLL(str(compile_module.find_toolkit().library))
+    library = ctypes.CDLL(str(compile_module.find_toolkit().nvrtc))
     library.nvrtcVersion(*map(ctypes.byref, numbers))
     release = f"release {numbers[0].value}.{numbers[1].value},"
     told = found and subprocess.run([found, "--version"], capture_output=True, text=True).stdout

@@ -342,8 +342,8 @@ class Driver:
     def __init__(self, cubin: bytes):
         self.cuda = ctypes.CDLL("libcuda.so.1")
         _C.empty((1,), "float32", ndl.cuda())  # makes the context current in this thread
-        self.library = ctypes.c_void_p()
-        self.call("cuLibraryLoadData", ctypes.byref(self.library), cubin, None, None, 0, None,
+        self.loaded = ctypes.c_void_p()
+        self.call("cuLibraryLoadData", ctypes.byref(self.loaded), cubin, None, None, 0, None,
                   None, 0)  # fmt: skip
 
     def call(self, name, *arguments):
@@ -352,7 +352,7 @@ class Driver:
 
     def function(self, symbol: str) -> ctypes.c_void_p:
         kernel, function = ctypes.c_void_p(), ctypes.c_void_p()
-        self.call("cuLibraryGetKernel", ctypes.byref(kernel), self.library, symbol.encode())
+        self.call("cuLibraryGetKernel", ctypes.byref(kernel), self.loaded, symbol.encode())
         self.call("cuKernelGetFunction", ctypes.byref(function), kernel)
         return function
 
