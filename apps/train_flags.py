@@ -505,6 +505,19 @@ def share_step(settings: dict, named: dict) -> None:
         )
 
 
+def misfits(settings: dict) -> list[str]:
+    """What no flag could have set, in the settings of a checkpoint."""
+    found = []
+    for flag, value in settings.items():
+        default = {**COMMON, **CPU, "warmup": 0}.get(flag)
+        kinds = (int, float) if isinstance(default, float) else type(default)
+        if default is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
+            found.append(f"{flag} is {value!r:.40}")
+        elif default is None and flag in COMMON and not isinstance(value, str | None):
+            found.append(f"{flag} is {value!r:.40}")
+    return found
+
+
 def resumed(named: dict, tokens: int | None, saved: dict) -> tuple[dict, list[str]]:
     """(settings of a resumed run, differences that forbid it)."""
     if tokens is not None:

@@ -401,16 +401,25 @@ def new_run(args) -> Run:
 def resumed_run(args, folder: Path, lock: Lock, checkpoint: Checkpoint) -> Run:
     device, state = open_device(args.device), checkpoint.state
     kinds = {"settings": dict, "step": int, "data": dict, "fingerprint": str}
-    kinds["seconds"] = (int, float)
+    kinds |= {"seconds": (int, float), "optimizer": dict}
     missing = [key for key, kind in kinds.items() if not isinstance(state.get(key), kind)]
     if not missing:
         known = {**train_flags.COMMON, **state["settings"]}
         missing = [f"settings of {key}" for key in train_flags.RESULT_FLAGS if key not in known]
+        missing += [
+            f"{key} of its data"
+            for key in ("epoch", "batch")
+            if type(state["data"].get(key)) is not int
+        ]
     if missing:
         raise CheckpointError(
             f"{checkpoint.path}: not the checkpoint of a run of train_pythia.py: "
             f"it has no {', '.join(missing)}"
         )
+    wrong = train_flags.misfits(state["settings"])
+    if wrong or state["step"] < 0:
+        wrong += [f"step is {state['step']}"] * (state["step"] < 0)
+        raise CheckpointError(f"{checkpoint.path}: its settings cannot be used: {', '.join(wrong)}")
     settings, differences = train_flags.resumed(
         train_flags.given(args), args.tokens, state["settings"]
     )

@@ -231,3 +231,31 @@ def test_a_checkpoint_outside_of_a_run_is_not_resumed(tmp_path, tokens, capsys):
     assert train_pythia.main(flags(tmp_path, tokens, "b", "--resume", str(alone))) == 1
     assert f"a new run starts from its weights: --init {alone}" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["kept"]
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ({"settings": {"steps": "x"}}, "steps is 'x'"),
+        ({"settings": {"lr": None}}, "lr is None"),
+        ({"settings": {"save_every": "x"}}, "save_every is 'x'"),
+        ({"settings": {"data": 3}}, "data is 3"),
+        ({"data": {}}, "epoch of its data, batch of its data"),
+        ({"optimizer": None}, "it has no optimizer"),
+        ({"step": -3}, "step is -3"),
+    ],
+)
+def test_a_crafted_checkpoint_is_one_error(tmp_path, tokens, capsys, monkeypatch, wrong, said):
+    """Its checksum is right, and what it says is not."""
+    assert train_pythia.main(flags(tmp_path, tokens, "a")) == 0
+    read = Checkpoint._read
+
+    def crafted(self, file):
+        entries, state = read(self, file)
+        for key, value in wrong.items():
+            state[key] = {**state[key], **value} if key == "settings" else value
+        return entries, state
+
+    monkeypatch.setattr(Checkpoint, "_read", crafted)
+    assert train_pythia.main(flags(tmp_path, tokens, "a", "--resume", "auto")) == 1
+    assert said in capsys.readouterr().err
