@@ -145,6 +145,7 @@ def test_a_stopped_process_is_killed(pool, short, monkeypatch):
 
 
 def test_a_process_that_is_stopped_while_it_waits_is_replaced(pool):
+    assert_next_is_right(pool)  # and its process waits again
     waiting = pool.state()[0]["ready"]
     assert waiting
     for pid in waiting:
