@@ -165,15 +165,17 @@ def build_cuda(objects: Path, out: Path, cuda: Cuda) -> None:
     compiles = [steps.compile_step(source, objects, command, identity) for source in sources]
     inputs = [objects / "csrc" / name for name in ("status.o", "array.o")]
     inputs += [step.output for step in compiles]
+    exports = steps.ROOT / "cuda/exports.map"
     # The places where cuBLASLt may lie at run time: where it was found now, then NVIDIA's pip
     # packages beside needle, wherever the wheel got installed.
     pip = [f"nvidia/{name}/lib" for name in (f"cu{cuda.version.split('.')[0]}", "cublas")]
     rpaths = [str(cuda.cublaslt.parent)]
     rpaths += [f"{base}/{path}" for base in (site_folders()[0], "$ORIGIN/..") for path in pip]
-    command = [*cxx, "-shared", *map(str, inputs), "-Wl,-z,defs", "-Wl,--exclude-libs,ALL"]
+    command = [*cxx, "-shared", *map(str, inputs), "-Wl,-z,defs"]
+    command += [f"-Wl,--version-script={exports}"]
     command += [f"-L{path}" for path in cuda.libraries]
     command += ["-lcudart_static", str(cuda.cublaslt), "-lrt", "-lpthread", "-ldl"]
     command += [f"-Wl,-rpath,{path}" for path in dict.fromkeys(rpaths)]
     command += steps.flags_from("LDFLAGS")
-    link = steps.Step("link", command, inputs, out, objects / "_cuda.link")
+    link = steps.Step("link", command, [*inputs, exports], out, objects / "_cuda.link")
     steps.build(compiles, link)
