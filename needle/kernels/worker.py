@@ -45,7 +45,7 @@ KEPT_BYTES = 256 << 20  # of device memory that a runner keeps between jobs
 MESSAGE_LETTERS = 64 << 10
 COMPILER_BYTES = 16 << 30  # of address space
 COMPILER_FILE_BYTES = 64 << 20
-COMPILER_SECONDS = 60  # of a processor, for one source
+COMPILER_SECONDS = 120  # of a processor, in a life; after half of it no further source is taken
 
 # The status of a result by the end of CUDA's name of an error, cudaErrorIllegalAddress or
 # CUDA_ERROR_ILLEGAL_ADDRESS.
@@ -145,22 +145,17 @@ def end_with_socket(sock: socket.socket) -> None:
 
 
 def restrict(confined: bool) -> None:
-    """What a compiler gives up before it reads a source: memory without end, and large files; a
-    confined one any file, and processes of its own (from which the system spares root)."""
+    """What a compiler gives up before it reads a source: memory and time without end, and large
+    files; a confined one any file, and processes of its own (from which the system spares root).
+    Time by the hard limit, because NVRTC lifts the soft one (seen in 13.5)."""
     file_bytes = 0 if confined else COMPILER_FILE_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (COMPILER_BYTES, COMPILER_BYTES))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
-    if confined:
-        resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
-
-
-def restrict_time() -> None:
-    """A limit that ends the process by SIGXCPU, counted from now."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    end = int(used.ru_utime + used.ru_stime) + 1 + COMPILER_SECONDS
-    most = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    soft = end if most == resource.RLIM_INFINITY else min(end, most)
-    resource.setrlimit(resource.RLIMIT_CPU, (soft, most))
+    limits = {"AS": COMPILER_BYTES, "FSIZE": file_bytes, "CPU": COMPILER_SECONDS}
+    limits |= {"NPROC": 0} if confined else {}
+    for name, most in limits.items():
+        kind = getattr(resource, f"RLIMIT_{name}")
+        hard = resource.getrlimit(kind)[1]  # someone may have set less
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (most, most))
 
 
 def flush_printed() -> None:
@@ -227,12 +222,18 @@ def next_job(channel: Channel) -> tuple[dict[str, Any], bytes, list[int]]:
 
 
 def compiler(needle: Needle, channel: Channel, confined: bool) -> None:
+    """Until much of its time is used: the pool starts another."""
     restrict(confined)
     channel.send({"ready": True})
-    while True:
+    while used_seconds() < COMPILER_SECONDS / 2:
         job, source, _ = next_job(channel)
-        restrict_time()
         channel.send(*compile_source(needle, job, source))
+
+
+def used_seconds() -> float:
+    """Of processors, since this process began."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
 
 
 # ---- the runner ----------------------------------------------------------------------------------

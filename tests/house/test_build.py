@@ -275,8 +275,8 @@ class Tree:
         for folder in ("csrc/cpu", "csrc/python", "cuda", "needle"):
             (root / folder).mkdir(parents=True)
         shutil.copytree(ROOT / "building", root / "building")
-        for file in ("setup.py", "pyproject.toml"):
-            shutil.copy(ROOT / file, root)
+        for file in ("setup.py", "pyproject.toml", "cuda/exports.map"):
+            shutil.copy(ROOT / file, root / file)
         (root / "README.md").write_text("small")
         self.write("needle/__init__.py", "")
         self.write("csrc/needle.h", "#define ANSWER 42\n")
@@ -296,7 +296,9 @@ class Tree:
         self.write("cuda/one.cu", '#include "shared.cuh"\nint one() { return PART; }\n')
         self.write(
             "cuda/two.cu",
-            'extern "C" int cublasLtCreate();\nint two() { return cublasLtCreate(); }\n',
+            'extern "C" int cublasLtCreate();\n#pragma GCC visibility push(default)\n'
+            'extern "C" int needle_backend() { return cublasLtCreate(); }\n'
+            "int as_in_std() { return 0; }\n",
         )
 
     def write(self, path: str, text: str) -> None:
@@ -420,6 +422,10 @@ def test_cuda_files_are_compiled_incrementally(tree, toolkit):
     )
     assert "libcublasLt.so.13" in dynamic.stdout and str(toolkit / "lib") in dynamic.stdout
     assert "libcudart" not in dynamic.stdout
+    symbols = subprocess.run(
+        ["nm", "-D", "--defined-only", str(library)], check=True, stdout=subprocess.PIPE, text=True
+    )
+    assert [line.split()[-1] for line in symbols.stdout.splitlines()] == ["needle_backend"]
     # A build without CUDA does not leave a backend behind that need not fit it.
     tree.compiled()
     assert not library.exists()
