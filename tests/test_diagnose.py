@@ -4,6 +4,7 @@ import io
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from harness import ROOT
 
 import needle as ndl
 from needle import diagnose
-from needle.diagnose import command
+from needle.diagnose import command, facts
+from needle.kernels.compile import Toolkit
 
 
 def run(**env: str) -> subprocess.CompletedProcess:
@@ -95,6 +97,23 @@ def test_a_build_and_a_gpu_in_words():
     facts["cuda"] |= {"built": True}
     assert ("CUDA backend", "built with CUDA 13.0 for sm_80, sm_90a") in diagnose.lines(facts)
     assert diagnose.gigabytes(3 * 2**29) == "1.5 GiB"
+
+
+def test_the_compiler_of_own_kernels(monkeypatch):
+    def missing():
+        raise RuntimeError("no NVRTC: install it")
+
+    found = [Toolkit(Path("/cuda/lib/libnvrtc.so"), ())]
+    monkeypatch.setattr(facts, "find_toolkit", lambda: found[0])
+    assert "own kernels    /cuda/lib/libnvrtc.so" in shown()
+    monkeypatch.setattr(facts, "find_toolkit", missing)
+    assert "own kernels    no NVRTC: install it" in shown()
+
+
+def shown() -> str:
+    file = io.StringIO()
+    ndl.show_config(file=file)
+    return file.getvalue()
 
 
 @pytest.mark.cuda

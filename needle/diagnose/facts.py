@@ -16,6 +16,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from needle import _C
+from needle.kernels.compile import find_toolkit
 
 INSTALL_DRIVER = (
     "install NVIDIA's driver (https://www.nvidia.com/drivers); nvidia-smi then shows the GPU"
@@ -79,6 +80,14 @@ def ask_cuda() -> dict[str, Any]:
     return found
 
 
+def nvrtc() -> dict[str, str]:
+    """The library that compiles a user's own kernels, as `path`; where there is none `problem`."""
+    try:
+        return {"path": str(find_toolkit().nvrtc)}
+    except RuntimeError as error:
+        return {"problem": str(error)}
+
+
 def here() -> dict[str, Any]:
     """All facts but those of CUDA: of this process, the build and the CPU."""
     build = dict(_C.build_info())
@@ -97,6 +106,7 @@ def here() -> dict[str, Any]:
         "platform": platform.platform(),
         "threads": threads,
         "build": build,
+        "nvrtc": nvrtc(),
         "devices": [describe(_C.cpu())],
         "settings": {
             name: "(hidden)" if "TOKEN" in name else value
@@ -149,6 +159,7 @@ def lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
             else f"built with CUDA {build.get('cuda') or '?'} for sm_"
             + ", sm_".join((build.get("cuda_archs") or "?").split()),
         ),
+        ("own kernels", facts["nvrtc"].get("path") or facts["nvrtc"]["problem"]),
         ("NVIDIA driver", f"speaks CUDA {cuda['driver']}" if cuda["driver"] else "none"),
     ]
     shown += [(device["device"], in_words(device)) for device in facts["devices"]]
@@ -163,7 +174,7 @@ def show_config(file: TextIO | None = None) -> dict[str, Any]:
     """Print what needle is built from and runs on, and return it as a dictionary.
 
     It goes to `file` (default: standard output). Keys: needle, location, python, numpy, platform,
-    threads, build, cuda, devices, settings.
+    threads, build, nvrtc, cuda, devices, settings.
     """
     facts = collect()
     for name, value in lines(facts):
