@@ -64,7 +64,8 @@ struct Problem {
     uint32_t flip;    /* 0x80008000 where q must change sign in the forward, else 0 */
     Rows q, k, v, o, dout, dq, dk, dv;
     float *lse;    /* (B, H, T) */
-    float2 *stats; /* (B, H, T): what the backward needs of a row, see there */
+    float2 *stats; /* (B, H, stats_stride): what the backward needs of a row, see there */
+    int stats_stride;
 };
 
 /* ---- host: filling it ------------------------------------------------------------------------ */

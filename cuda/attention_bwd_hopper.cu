@@ -1,0 +1,384 @@
+/* attention_bwd_hopper.cu - attention_bwd.cu on Hopper, for 16-bit operands of head dims up to 128 whose
+ * rows the copy engine takes. Maths, precision and order of sums are those of attention_bwd.cu: the
+ * same bits from run to run, no atomics.
+ *
+ * One kernel serves both directions. It owns rows of X and Y and walks parts of 64 rows of x and y:
+ *     S = X x^T    dP = Y y^T    P = exp(scale S - lse)    dS = P (dP - delta)    dX = scale sum dS x
+ *   for dq:    X, Y are q, do    x, y are k, v     lse and delta belong to rows
+ *   for dk dv: X, Y are k, v     x, y are q, do    they belong to columns, and dY = sum P y
+ * Parallel: a consumer warpgroup owns 64 rows and keeps X and Y in registers as operands, P and dS pass from
+ *   the first products to the second in registers. The first products of a part and the second of the
+ *   part before are issued together; P and dS are formed while the latter run.
+ * Rows beyond the end arrive as zeros and add nothing: only what causality cuts is masked.
+ */
+#include "attention_hopper.cuh"
+
+using namespace attention;
+using namespace hopper;
+
+namespace {
+
+struct Backward {
+    CUtensorMap own[2], other[2], gradient[2]; /* of X, Y; x, y; dX, dY */
+    CUtensorMap stats;                         /* (lse, delta) of 64 queries a box */
+    Problem p;
+};
+
+template <bool KEYS_, int PANELS_, int CONSUMERS_, int SLOTS_, int STAGES_, bool LISTS_>
+struct BackwardShape {
+    static constexpr bool KEYS = KEYS_; /* are the own rows keys: dk dv */
+    static constexpr int PANELS = PANELS_, CONSUMERS = CONSUMERS_, SLOTS = SLOTS_, STAGES = STAGES_;
+    static constexpr bool LISTS = LISTS_;
+    static constexpr bool IN_REGISTERS = !(KEYS && PANELS == 2); /* X and Y */
+    static constexpr int ROWS = HALF * CONSUMERS;
+    static constexpr int THREADS = WARPGROUP * (1 + CONSUMERS);
+    static constexpr int KEEP = CONSUMERS == 3 ? 32 : CONSUMERS == 2 ? 24 : 56; /* producer's */
+    static constexpr int TAKE = CONSUMERS == 3 ? 160 : CONSUMERS == 2 ? 240 : 192;
+    static constexpr int CTAS = CONSUMERS == 1 ? 2 : 1;
+    static constexpr uint32_t PART = HALF * PANEL_ROW; /* bytes of 64 rows of a panel */
+    static constexpr uint32_t OWN_PANEL = CONSUMERS * PART, OWN = PANELS * OWN_PANEL;
+    static constexpr uint32_t OTHER = PANELS * PART;
+    static constexpr uint32_t STATS = KEYS ? HALF * 8 : 0;
+    static constexpr uint32_t OTHER_AT = SLOTS * 2 * OWN, STATS_AT = OTHER_AT + STAGES * 2 * OTHER;
+    static constexpr uint32_t BARRIERS_AT = STATS_AT + STAGES * STATS;
+    static constexpr size_t SHARED = BARRIERS_AT + 8 * (2 * SLOTS + 2 * STAGES);
+};
+
+template <class Shape> struct Places {
+    uint32_t base;
+
+    /* which: 0 for X or x, 1 for Y or y */
+    __device__ __forceinline__ uint32_t own(int slot, int which) const {
+        return base + (2 * slot + which) * Shape::OWN;
+    }
+    __device__ __forceinline__ uint32_t other(int stage, int which) const {
+        return base + Shape::OTHER_AT + (2 * stage + which) * Shape::OTHER;
+    }
+    __device__ __forceinline__ uint32_t stats(int stage) const {
+        return base + Shape::STATS_AT + stage * Shape::STATS;
+    }
+    __device__ __forceinline__ uint32_t barrier(int number) const {
+        return base + Shape::BARRIERS_AT + 8 * number;
+    }
+    __device__ __forceinline__ uint32_t own_full(int slot) const { return barrier(slot); }
+    __device__ __forceinline__ uint32_t own_empty(int slot) const { return barrier(Shape::SLOTS + slot); }
+    __device__ __forceinline__ uint32_t full(int stage) const { return barrier(2 * Shape::SLOTS + stage); }
+    __device__ __forceinline__ uint32_t empty(int stage) const {
+        return barrier(2 * Shape::SLOTS + Shape::STAGES + stage);
+    }
+};
+
+/* The parts that the block's own rows from `first` on meet. */
+template <class Shape>
+__device__ __forceinline__ PartWalk<Shape::LISTS> walk_of(const Problem &p, const Piece &piece, int first) {
+    if constexpr (Shape::KEYS) {
+        return PartWalk<Shape::LISTS>(p, piece.h, first, p.causal ? max(first - p.offset, 0) : 0, p.T);
+    } else {
+        return PartWalk<Shape::LISTS>(p, piece.h, first, 0, keys_end(p, first + Shape::ROWS));
+    }
+}
+
+/* ---- the producer -------------------------------------------------------------------------------- */
+template <class Shape>
+__device__ __forceinline__ void produce(const Backward &f, Places<Shape> at) {
+    const Problem &p = f.p;
+    Ring<Shape::SLOTS> slot;
+    Ring<Shape::STAGES> stage;
+    const int64_t pieces = (int64_t)p.tiles * p.B * p.H;
+    for (int64_t index = blockIdx.x; index < pieces; index += gridDim.x) {
+        Piece piece = piece_at(p, index, p.causal && !Shape::KEYS);
+        int first = piece.tile * Shape::ROWS;
+        barrier_wait(at.own_empty(slot.at), slot.phase ^ 1);
+        barrier_expect(at.own_full(slot.at), 2 * Shape::OWN);
+        for (int which = 0; which < 2; which++) {
+            for (int panel = 0; panel < Shape::PANELS; panel++) {
+                for (int part = 0; part < Shape::CONSUMERS; part++) {
+                    box_load(at.own(slot.at, which) + panel * Shape::OWN_PANEL + part * Shape::PART,
+                             &f.own[which], at.own_full(slot.at), panel * PANEL_COLUMNS,
+                             first + part * HALF, piece.h, piece.b);
+                }
+            }
+        }
+        slot.advance();
+        PartWalk<Shape::LISTS> walk = walk_of<Shape>(p, piece, first);
+        for (int part = walk.next(); part >= 0; part = walk.next()) {
+            barrier_wait(at.empty(stage.at), stage.phase ^ 1);
+            barrier_expect(at.full(stage.at), 2 * Shape::OTHER + Shape::STATS);
+            for (int which = 0; which < 2; which++) {
+                for (int panel = 0; panel < Shape::PANELS; panel++) {
+                    box_load(at.other(stage.at, which) + panel * Shape::PART, &f.other[which],
+                             at.full(stage.at), panel * PANEL_COLUMNS, part, piece.h, piece.b);
+                }
+            }
+            if (Shape::KEYS) {
+                box_load(at.stats(stage.at), &f.stats, at.full(stage.at), 2 * part, piece.h, piece.b, 0);
+            }
+            stage.advance();
+        }
+    }
+}
+
+/* ---- a consumer ---------------------------------------------------------------------------------- */
+template <class T, class Shape>
+__device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
+    constexpr int PANELS = Shape::PANELS;
+    constexpr int GRADIENTS = Shape::KEYS ? 2 : 1;
+    const Problem &p = f.p;
+    const int group = __shfl_sync(~0u, (int)threadIdx.x / WARPGROUP, 0) - 1, lane = threadIdx.x & 31;
+    const int my_row = (int)(threadIdx.x % WARPGROUP) / 32 * 16 + lane / 4;
+    const bool speaks = threadIdx.x % WARPGROUP == 0; /* for its warpgroup */
+    const int own_rows = Shape::KEYS ? p.S : p.T;
+    Ring<Shape::SLOTS> slot;
+    Ring<Shape::STAGES> stage;
+    const int64_t pieces = (int64_t)p.tiles * p.B * p.H;
+    for (int64_t index = blockIdx.x; index < pieces; index += gridDim.x) {
+        Piece piece = piece_at(p, index, p.causal && !Shape::KEYS);
+        const int first = piece.tile * Shape::ROWS, mine = first + HALF * group;
+        float stat[2][2]; /* of the two rows: lse, delta */
+        if constexpr (!Shape::KEYS) {
+            const float2 *stats = p.stats + ((int64_t)piece.b * p.H + piece.h) * p.stats_stride;
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                int row = mine + my_row + 8 * half;
+                float2 pair = row < p.T ? stats[row] : make_float2(INFINITY, 0.0f);
+                stat[half][0] = pair.x;
+                stat[half][1] = pair.y;
+            }
+        }
+
+        barrier_wait(at.own_full(slot.at), slot.phase);
+        uint32_t own[Shape::IN_REGISTERS ? 2 * 4 * PANELS : 1][4];
+        if constexpr (Shape::IN_REGISTERS) {
+#pragma unroll
+            for (int i = 0; i < 8 * PANELS; i++) {
+                int which = i / (4 * PANELS), panel = i / 4 % PANELS, step = i % 4;
+                int row = (my_row - lane / 4) + (lane & 15);
+                load_matrices(own[i], at.own(slot.at, which) + panel * Shape::OWN_PANEL +
+                                          group * Shape::PART + panel_offset(row, 2 * step + (lane >> 4)));
+            }
+        }
+        float gradient[GRADIENTS][PANELS][32];
+#pragma unroll
+        for (int i = 0; i < GRADIENTS * PANELS * 32; i++) {
+            gradient[i / 32 / PANELS][i / 32 % PANELS][i % 32] = 0.0f;
+        }
+        float s[32], dp[32];
+        uint32_t w[GRADIENTS][4][4]; /* dS and P of the part before, rounded */
+        Ring<Shape::STAGES> before;
+
+        auto first_products = [&]() {
+            products_begin();
+#pragma unroll
+            for (int which = 0; which < 2; which++) {
+#pragma unroll
+                for (int i = 0; i < 4 * PANELS; i++) {
+                    uint64_t b = rows_operand(at.other(stage.at, which) + i / 4 * Shape::PART + i % 4 * 32);
+                    float(&c)[32] = which == 0 ? s : dp;
+                    if constexpr (Shape::IN_REGISTERS) {
+                        product<T, 0>(c, own[which * 4 * PANELS + i], b, i > 0);
+                    } else {
+                        product<T, 0>(c,
+                                      rows_operand(at.own(slot.at, which) + i / 4 * Shape::OWN_PANEL +
+                                                   group * Shape::PART + i % 4 * 32),
+                                      b, i > 0);
+                    }
+                }
+            }
+            products_end();
+        };
+        auto second_products = [&]() {
+            products_begin();
+#pragma unroll
+            for (int which = 0; which < GRADIENTS; which++) {
+#pragma unroll
+                for (int step = 0; step < 4; step++) {
+#pragma unroll
+                    for (int panel = 0; panel < PANELS; panel++) {
+                        product<T, 1>(gradient[which][panel], w[which][step],
+                                      columns_operand(at.other(before.at, which) + panel * Shape::PART +
+                                                          step * 16 * PANEL_ROW,
+                                                      0),
+                                      true);
+                    }
+                }
+            }
+            products_end();
+        };
+        auto second_products_done = [&]() {
+            products_wait<0>();
+#pragma unroll
+            for (int which = 0; which < GRADIENTS; which++) {
+#pragma unroll
+                for (int panel = 0; panel < PANELS; panel++) {
+                    hold(gradient[which][panel]);
+                }
+                hold(w[which]);
+            }
+            if (speaks) {
+                barrier_arrive(at.empty(before.at));
+            }
+        };
+        /* s becomes P, dp becomes dS. */
+        auto weigh = [&](int part) {
+            hold(s);
+            hold(dp);
+            bool cut = p.causal && (Shape::KEYS ? part + p.offset < mine + HALF - 1
+                                                : part + HALF - 1 > mine + p.offset);
+            if (cut) { /* key - query above the offset is not seen */
+                int distance = Shape::KEYS ? mine + my_row - part - 2 * (lane % 4) - p.offset
+                                           : mine + my_row - part - 2 * (lane % 4) + p.offset;
+#pragma unroll
+                for (int i = 0; i < 32; i++) {
+                    int row = i / 2 % 2 * 8, column = i / 4 * 8 + i % 2;
+                    bool hidden = Shape::KEYS ? distance + row > column : column > distance + row;
+                    s[i] = hidden ? -INFINITY : s[i];
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < 8; n++) {
+                uint32_t columns[4]; /* lse, delta, lse, delta */
+                if constexpr (Shape::KEYS) {
+                    load_shared16(columns, at.stats(stage.at) + (8 * n + 2 * (lane % 4)) * 8);
+                }
+#pragma unroll
+                for (int i = 4 * n; i < 4 * n + 4; i++) {
+                    float lse = Shape::KEYS ? __uint_as_float(columns[i % 2 * 2]) : stat[i / 2 % 2][0];
+                    float delta = Shape::KEYS ? __uint_as_float(columns[i % 2 * 2 + 1]) : stat[i / 2 % 2][1];
+                    s[i] = fast_exp2(fmaf(s[i], p.scale_log2, -lse));
+                    dp[i] = s[i] * (dp[i] - delta);
+                }
+            }
+        };
+        auto round = [&]() {
+#pragma unroll
+            for (int i = 0; i < 16; i++) {
+                w[0][i / 4][i % 4] = pack_pair<T>(dp[2 * i], dp[2 * i + 1]);
+                if constexpr (Shape::KEYS) {
+                    w[GRADIENTS - 1][i / 4][i % 4] = pack_pair<T>(s[2 * i], s[2 * i + 1]);
+                }
+            }
+            before = stage;
+            stage.advance();
+        };
+        auto sees = [&](int part) {
+            return mine < own_rows &&
+                   (!p.causal ||
+                    (Shape::KEYS ? part + HALF - 1 + p.offset >= mine : part < keys_end(p, mine + HALF)));
+        };
+        auto pass = [&]() { /* a part that none of these rows meets */
+            if (speaks) {
+                barrier_wait(at.full(stage.at), stage.phase);
+                barrier_arrive(at.empty(stage.at));
+            }
+            stage.advance();
+        };
+
+        PartWalk<Shape::LISTS> walk = walk_of<Shape>(p, piece, first);
+        int part = walk.next();
+        for (; part >= 0 && !sees(part); part = walk.next()) {
+            pass();
+        }
+        if (part >= 0) {
+            barrier_wait(at.full(stage.at), stage.phase);
+            first_products();
+            products_wait<0>();
+            weigh(part);
+            round();
+            for (part = walk.next(); part >= 0 && sees(part); part = walk.next()) {
+                barrier_wait(at.full(stage.at), stage.phase);
+                if constexpr (Shape::IN_REGISTERS) {
+                    first_products();
+                    second_products();
+                    products_wait<1>();
+                    weigh(part);
+                    second_products_done();
+                } else { /* no registers for s and w at once */
+                    second_products();
+                    second_products_done();
+                    first_products();
+                    products_wait<0>();
+                    weigh(part);
+                }
+                round();
+            }
+            second_products();
+            second_products_done();
+        }
+        for (; part >= 0; part = walk.next()) {
+            pass();
+        }
+
+#pragma unroll
+        for (int which = 0; which < GRADIENTS; which++) {
+            float factor = which == 0 ? p.scale : 1.0f;
+            float factors[2] = {factor, factor};
+#pragma unroll
+            for (int panel = 0; panel < PANELS; panel++) {
+                stage_rows<T>(at.own(slot.at, which) + panel * Shape::OWN_PANEL + group * Shape::PART,
+                              gradient[which][panel], factors);
+            }
+        }
+        proxy_fence();
+        turn_wait(1 + group, WARPGROUP);
+        if (speaks) {
+            if (mine < own_rows) {
+                for (int which = 0; which < GRADIENTS; which++) {
+                    for (int panel = 0; panel < PANELS; panel++) {
+                        box_store(&f.gradient[which],
+                                  at.own(slot.at, which) + panel * Shape::OWN_PANEL + group * Shape::PART,
+                                  panel * PANEL_COLUMNS, mine, piece.h, piece.b);
+                    }
+                }
+                box_stores_read();
+            }
+            barrier_arrive(at.own_empty(slot.at));
+        }
+        slot.advance();
+    }
+}
+
+template <class T, class Shape>
+__global__ void __launch_bounds__(Shape::THREADS, Shape::CTAS)
+    attention_bwd_hopper_kernel(const __grid_constant__ Backward f) {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    Places<Shape> at{shared_address(shared_memory)};
+    if (threadIdx.x == 0) {
+        for (int slot = 0; slot < Shape::SLOTS; slot++) {
+            barrier_init(at.own_full(slot), 1);
+            barrier_init(at.own_empty(slot), Shape::CONSUMERS);
+        }
+        for (int stage = 0; stage < Shape::STAGES; stage++) {
+            barrier_init(at.full(stage), 1);
+            barrier_init(at.empty(stage), Shape::CONSUMERS);
+        }
+        barrier_init_done();
+    }
+    __syncthreads();
+    if (threadIdx.x < WARPGROUP) {
+        registers_down_to<Shape::KEEP>();
+        if (threadIdx.x == 0) {
+            produce(f, at);
+        }
+    } else {
+        registers_up_to<Shape::TAKE>();
+        consume<T>(f, at);
+    }
+}
+
+template <class T>
+nd_status launch(Backward f) {
+    auto run = [&](auto shape) {
+        using Shape = decltype(shape);
+        attention_bwd_hopper_kernel<T, Shape><<<132, Shape::THREADS, Shape::SHARED>>>(f);
+    };
+    run(BackwardShape<true, 1, 2, 2, 4, false>());
+    run(BackwardShape<true, 2, 2, 1, 2, false>());
+    run(BackwardShape<false, 1, 2, 2, 4, false>());
+    run(BackwardShape<false, 1, 3, 2, 4, false>());
+    run(BackwardShape<false, 2, 2, 1, 2, false>());
+    run(BackwardShape<true, 1, 2, 2, 4, true>());
+    return ND_OK;
+}
+} // namespace
+nd_status test_launch(const Backward &f);
+nd_status test_launch(const Backward &f) { return launch<bf16>(f); }

@@ -1,0 +1,135 @@
+/* attention_hopper.cuh - what the forward and backward attention kernels for Hopper share: tensor maps of
+ * their operands, the order of work, the walk over tiles of the other side.
+ *
+ * A thread block is a producer warpgroup, one thread of which asks the copy engine for tiles, and CONSUMERS
+ * warpgroups, each of which owns 64 rows (queries, or keys in the kernel for dk and dv) and computes. It
+ * lives as long as the grid: one block a multiprocessor takes one piece of work after another, the
+ * longest first.
+ *
+ * Tiles of the other side are 128 rows (forward) in two halves of 64, or 64 rows (backward). Dense,
+ * they follow each other; with lists, halves are the 64-row parts of the listed blocks, two at a time.
+ * Rows beyond the end arrive as zeros.
+ */
+#ifndef NEEDLE_ATTENTION_HOPPER_CUH
+#define NEEDLE_ATTENTION_HOPPER_CUH
+
+#include "attention.cuh"
+#include "hopper.cuh"
+
+namespace attention {
+
+constexpr int HALF = 64; /* rows of a consumer, and of a half of a tile */
+
+/* ---- host: tensor maps --------------------------------------------------------------------------
+ * Whether the copy engine takes a (B, T, H, D) operand: rows that start at multiples of 16 bytes. */
+static inline bool is_boxable(const nd_array *a) {
+    const int64_t most = ((int64_t)1 << 40) / 2;
+    bool good = is_aligned16(a->data) && a->shape[3] <= 128 && a->strides[3] == 1;
+    for (int axis = 0; axis < 3; axis++) {
+        int64_t stride = a->strides[axis];
+        good = good && (a->shape[axis] <= 1 || (stride > 0 && stride % 8 == 0 && stride < most));
+    }
+    return good && a->shape[3] > 0;
+}
+
+/* The map of a (B, T, H, D) operand for which is_boxable() holds, in boxes of `rows` rows of a head and 64
+ * columns: a panel. ND_ECUDA. */
+nd_status box_map(const char *op, const nd_array *a, int rows, CUtensorMap *out);
+
+/* ---- device: the order of work -------------------------------------------------------------------
+ * Piece `index` of all: heads that share the L2 go together, in them the longest pieces first. */
+struct Piece {
+    int b, h, tile;
+};
+
+__device__ __forceinline__ Piece piece_at(const Problem &p, int64_t index, bool descending) {
+    int64_t section_size = (int64_t)p.heads_together * p.tiles;
+    int section = (int)(index / section_size);
+    int rest = (int)(index - section * section_size);
+    int first = section * p.heads_together;
+    int together = min(p.heads_together, p.B * p.H - first);
+    int head = first + rest % together, tile = rest / together;
+    return Piece{head / p.H, head % p.H, descending ? p.tiles - 1 - tile : tile};
+}
+
+/* A place in a ring of N, and the phase of its barriers. */
+template <int N> struct Ring {
+    int at = 0;
+    uint32_t phase = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++at == N) {
+            at = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+/* One past the last key that any of the queries before `end` sees. */
+__device__ __forceinline__ int keys_end(const Problem &p, int end) {
+    return p.causal ? max(min(p.S, min(end, p.T) + p.offset), 0) : p.S;
+}
+
+/* The parts of 64 rows of the other side that rows from `own` on meet, ascending, within
+ * [from, to): all of them, or those of the listed blocks. */
+template <bool LISTS> struct PartWalk {
+    const int *entries;
+    int entry, last, at, block, blocks, from, to;
+
+    __device__ __forceinline__ PartWalk(const Problem &p, int head, int own, int from, int to)
+        : entries(p.lists.entries), entry(0), last(0), at(LISTS ? 0 : from / HALF * HALF),
+          block(p.other_block), blocks(p.lists.blocks), from(from), to(to) {
+        if constexpr (LISTS) {
+            const int *offsets = p.lists.offsets + head * p.lists.head_stride + own / p.own_block;
+            entry = max(offsets[0], 0);
+            last = min(offsets[1], p.lists.size);
+        }
+    }
+
+    /* The first row of the next part; -1 at the end. */
+    __device__ __forceinline__ int next() {
+        if constexpr (LISTS) {
+            while (entry < last) {
+                int index = entries[entry], start = index * block + at;
+                bool inside = (unsigned)index < (unsigned)blocks && start < to;
+                at += HALF;
+                if (!inside || at >= block) {
+                    at = 0;
+                    entry++;
+                }
+                if (inside && start + HALF > from) {
+                    return start;
+                }
+            }
+            return -1;
+        } else {
+            int start = at;
+            at += HALF;
+            return start < to ? start : -1;
+        }
+    }
+};
+
+/* Byte offset of chunk `chunk` (16 bytes) of row `row` of a panel. */
+__device__ __forceinline__ uint32_t panel_offset(int row, int chunk) {
+    return (uint32_t)(row * hopper::PANEL_ROW + ((chunk ^ (row & 7)) << 4));
+}
+
+/* A consumer's 64 x 64 accumulators, times factor[half], rounded into its 64 rows of a panel. */
+template <class T>
+__device__ __forceinline__ void stage_rows(uint32_t panel, const float (&c)[32], const float (&factor)[2]) {
+    const int lane = threadIdx.x & 31, row = (int)(threadIdx.x % hopper::WARPGROUP) / 32 * 16 + lane / 4;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+#pragma unroll
+        for (int n = 0; n < 8; n++) {
+            store_shared4(panel + panel_offset(row + 8 * half, n) + 4 * (lane % 4),
+                          pack_pair<T>(c[4 * n + 2 * half] * factor[half],
+                                       c[4 * n + 2 * half + 1] * factor[half]));
+        }
+    }
+}
+
+} // namespace attention
+
+#endif

@@ -1,0 +1,232 @@
+/* hopper.cuh - what a Hopper (sm_90a) has beyond older GPUs, each instruction once, by the names that
+ * the attention kernels read by. PTX ISA 8.0 and later, sections in brackets.
+ *
+ * Shared memory is addressed by 32-bit shared-window addresses. A *panel* is how matrices lie there:
+ * rows of 64 16-bit elements (128 bytes), the 16-byte chunk c of row r at chunk c ^ (r % 8), its start a
+ * multiple of 1024 bytes. That is what the copy engine writes with CU_TENSOR_MAP_SWIZZLE_128B and what
+ * wgmma reads with the 128-byte swizzle; neither meets a bank conflict. A matrix of more than 64 columns is
+ * several panels, one behind the other.
+ *
+ * Products are issued by a warpgroup, 128 threads that begin at a multiple of 128, all of which call the
+ * function, and run on while the threads go on. c[4 n + 2 h + e] of a thread is row
+ * 16 warp + lane / 4 + 8 h, column 8 n + 2 (lane % 4) + e of the 64 x N result. A in registers is
+ * four words of two elements: a[0] row lane / 4, columns 2 (lane % 4) + {0, 1}; a[1] eight rows below;
+ * a[2], a[3] the same eight columns to the right. So words made of c[8 s .. 8 s + 7] in order are A of columns
+ * 16 s.. of the next product.
+ */
+#ifndef NEEDLE_HOPPER_CUH
+#define NEEDLE_HOPPER_CUH
+
+#include <cuda.h>
+
+#include "common.cuh"
+
+namespace hopper {
+
+constexpr int WARPGROUP = 128;        /* threads */
+constexpr int PANEL_COLUMNS = 64;     /* of 16 bits */
+constexpr uint32_t PANEL_ROW = 128;   /* bytes */
+constexpr uint32_t PANEL_ALIGN = 1024;
+
+#ifdef __CUDACC__
+
+/* ---- barriers in shared memory [mbarrier] -------------------------------------------------------
+ * 8 bytes each. A phase ends when `arrivals` threads have arrived and all announced bytes have come;
+ * waiting for phase p (0, 1, 0, ...) returns once it has ended. */
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+/* By the thread that made them, before the __syncthreads after which others use them. */
+__device__ __forceinline__ void barrier_init_done() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+/* Arrives, and announces bytes that the copy engine will bring. */
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t phase) {
+    asm volatile("{\n"
+                 ".reg .pred done;\n"
+                 "again:\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                 "@done bra.uni over;\n"
+                 "bra.uni again;\n"
+                 "over:\n"
+                 "}\n" ::"r"(barrier),
+                 "r"(phase)
+                 : "memory");
+}
+
+/* ---- barriers by number [bar]: 1 to 15, of `threads` threads ----------------------------------- */
+__device__ __forceinline__ void turn_wait(int number, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void turn_pass(int number, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+/* ---- the copy engine [cp.async.bulk.tensor] -----------------------------------------------------
+ * A box of a tensor map (box_map, host) from (c0, c1, c2, c3), fastest first; what lies outside of the
+ * tensor arrives as zeros and is not written. One thread calls these. */
+__device__ __forceinline__ void box_prefetch(const CUtensorMap *map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+/* Completes on the barrier, which must have been told of the bytes of the whole box. */
+__device__ __forceinline__ void box_load(uint32_t to, const CUtensorMap *map, uint32_t barrier, int c0,
+                                         int c1, int c2, int c3) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
+                 "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+                 : "memory");
+}
+
+/* What threads wrote to shared memory is there for the copy engine after proxy_fence() by each of them
+ * and a barrier. */
+__device__ __forceinline__ void proxy_fence() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void box_store(const CUtensorMap *map, uint32_t from, int c0, int c1, int c2,
+                                          int c3) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
+                 ::"l"(map),
+                 "r"(from), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+                 : "memory");
+}
+
+/* Ends the group of this thread's stores and waits until shared memory has been read. */
+__device__ __forceinline__ void box_stores_read() {
+    asm volatile("cp.async.bulk.commit_group;\n"
+                 "cp.async.bulk.wait_group.read 0;" ::
+                     : "memory");
+}
+
+/* ---- registers [setmaxnreg] ---------------------------------------------------------------------
+ * Of each thread of the calling warpgroup from here on; a multiple of 8. */
+template <int COUNT> __device__ __forceinline__ void registers_down_to() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT> __device__ __forceinline__ void registers_up_to() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+/* ---- products [wgmma] ---------------------------------------------------------------------------
+ * The matrix descriptors of panels. rows: the k of the product runs along a row (Q and K of Q K^T);
+ * 16 columns further is 32 bytes further. columns: k runs down the rows (V of P V); 16 rows further is
+ * 2048 bytes further, and the next 64 columns are `panel` bytes away. */
+constexpr uint64_t SWIZZLE_128 = (uint64_t)1 << 62;
+constexpr uint64_t EIGHT_ROWS = (uint64_t)(8 * PANEL_ROW >> 4) << 32;
+
+__device__ __forceinline__ uint64_t rows_operand(uint32_t address) {
+    return SWIZZLE_128 | EIGHT_ROWS | (uint64_t)1 << 16 | (address & 0x3ffff) >> 4;
+}
+__device__ __forceinline__ uint64_t columns_operand(uint32_t address, uint32_t panel) {
+    return SWIZZLE_128 | EIGHT_ROWS | (uint64_t)(panel >> 4) << 16 | (address & 0x3ffff) >> 4;
+}
+
+/* Before the first product that reads registers (accumulators too) that the threads have written. */
+__device__ __forceinline__ void products_begin() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+/* Ends a group of products. */
+__device__ __forceinline__ void products_end() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+/* All groups are done but the last LEFT. */
+template <int LEFT> __device__ __forceinline__ void products_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
+/* After products_wait: the compiler must not move what reads or overwrites these above it. */
+template <int N> __device__ __forceinline__ void hold(float (&c)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        asm volatile("" : "+f"(c[i])::"memory");
+    }
+}
+template <int M, int N> __device__ __forceinline__ void hold(uint32_t (&a)[M][N]) {
+#pragma unroll
+    for (int i = 0; i < M * N; i++) {
+        asm volatile("" : "+r"(a[i / N][i % N])::"memory");
+    }
+}
+
+#define HOPPER_C8(c, i) \
+    "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), \
+        "+f"(c[i + 6]), "+f"(c[i + 7])
+#define HOPPER_C32(c, i) HOPPER_C8(c, i), HOPPER_C8(c, i + 8), HOPPER_C8(c, i + 16), HOPPER_C8(c, i + 24)
+#define HOPPER_NAMES32 \
+    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25," \
+    "%26,%27,%28,%29,%30,%31"
+#define HOPPER_NAMES64 \
+    HOPPER_NAMES32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50," \
+                   "%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+/* SHAPE: "m64n64k16"; KIND: "bf16.bf16"; A .. ADD: the numbers of the operands behind c. */
+#define HOPPER_SHARED(SHAPE, KIND, NAMES, A, B, ADD, TB, ...) \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD ", 0;\n" \
+                 "wgmma.mma_async.sync.aligned." SHAPE ".f32." KIND " {" NAMES "}, %" #A ", %" #B \
+                 ", add, 1, 1, 0, %" #TB ";\n}\n" \
+                 : __VA_ARGS__ \
+                 : "l"(a), "l"(b), "r"((int)add), "n"(COLUMNS))
+#define HOPPER_REGISTERS(SHAPE, KIND, NAMES, A0, A1, A2, A3, B, ADD, TB, ...) \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD ", 0;\n" \
+                 "wgmma.mma_async.sync.aligned." SHAPE ".f32." KIND " {" NAMES "}, {%" #A0 ", %" #A1 \
+                 ", %" #A2 ", %" #A3 "}, %" #B ", add, 1, 1, %" #TB ";\n}\n" \
+                 : __VA_ARGS__ \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add), "n"(COLUMNS))
+
+template <class T> constexpr bool is_bf16 = false;
+template <> constexpr bool is_bf16<bf16> = true;
+
+/* c = a b, or c += a b with `add`: 64 x 16 by 16 x N. COLUMNS: b is a columns_operand. */
+template <class T, int COLUMNS, int C>
+__device__ __forceinline__ void product(float (&c)[C], uint64_t a, uint64_t b, bool add) {
+    constexpr bool brain = is_bf16<T>;
+    static_assert(C == 32 || C == 64, "N is 64 or 128");
+    if constexpr (C == 32 && brain) {
+        HOPPER_SHARED("m64n64k16", "bf16.bf16", HOPPER_NAMES32, 32, 33, 34, 35, HOPPER_C32(c, 0));
+    } else if constexpr (C == 32) {
+        HOPPER_SHARED("m64n64k16", "f16.f16", HOPPER_NAMES32, 32, 33, 34, 35, HOPPER_C32(c, 0));
+    } else if constexpr (brain) {
+        HOPPER_SHARED("m64n128k16", "bf16.bf16", HOPPER_NAMES64, 64, 65, 66, 67, HOPPER_C32(c, 0),
+                      HOPPER_C32(c, 32));
+    } else {
+        HOPPER_SHARED("m64n128k16", "f16.f16", HOPPER_NAMES64, 64, 65, 66, 67, HOPPER_C32(c, 0),
+                      HOPPER_C32(c, 32));
+    }
+}
+
+/* The same with a in registers. */
+template <class T, int COLUMNS, int C>
+__device__ __forceinline__ void product(float (&c)[C], const uint32_t (&a)[4], uint64_t b, bool add) {
+    constexpr bool brain = is_bf16<T>;
+    static_assert(C == 32 || C == 64, "N is 64 or 128");
+    if constexpr (C == 32 && brain) {
+        HOPPER_REGISTERS("m64n64k16", "bf16.bf16", HOPPER_NAMES32, 32, 33, 34, 35, 36, 37, 38,
+                         HOPPER_C32(c, 0));
+    } else if constexpr (C == 32) {
+        HOPPER_REGISTERS("m64n64k16", "f16.f16", HOPPER_NAMES32, 32, 33, 34, 35, 36, 37, 38,
+                         HOPPER_C32(c, 0));
+    } else if constexpr (brain) {
+        HOPPER_REGISTERS("m64n128k16", "bf16.bf16", HOPPER_NAMES64, 64, 65, 66, 67, 68, 69, 70,
+                         HOPPER_C32(c, 0), HOPPER_C32(c, 32));
+    } else {
+        HOPPER_REGISTERS("m64n128k16", "f16.f16", HOPPER_NAMES64, 64, 65, 66, 67, 68, 69, 70,
+                         HOPPER_C32(c, 0), HOPPER_C32(c, 32));
+    }
+}
+
+#endif
+
+} // namespace hopper
+
+#endif
