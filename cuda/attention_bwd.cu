@@ -18,7 +18,7 @@
  * Bytes: q, do, dq once and k, v once a query tile (dq); k, v, dk, dv once and q, do once a key
  *   tile (dk dv), repeats mostly from L2; do, o once and 8 bytes a row written (stats).
  */
-#include "attention.cuh"
+#include "attention_hopper.cuh"
 
 using namespace attention;
 
@@ -64,10 +64,11 @@ __global__ void __launch_bounds__(STATS_THREADS)
         }
         sum = warp_sum<8>(sum);
         if (inside && lane == 0) {
-            int64_t at = ((int64_t)b * p.H + h) * p.T + t;
-            float lse = p.lse[at];
+            int64_t head = (int64_t)b * p.H + h;
+            float lse = p.lse[head * p.T + t];
             float unit = sizeof(T) == 4 ? 1.0f : LOG2E;
-            p.stats[at] = make_float2(lse == -INFINITY ? INFINITY : lse * unit, sum);
+            p.stats[head * p.stats_stride + t] =
+                make_float2(lse == -INFINITY ? INFINITY : lse * unit, sum);
         }
     }
 }
@@ -121,7 +122,7 @@ __global__ void __launch_bounds__(QueryTile<DP>::THREADS, QueryTile<DP>::CTAS)
     const int m0 = (int)(threadIdx.x / 32) * 16;
     const int first_row = work.own.begin + m0; /* of this warp */
     const int last_row = min(first_row + 16, work.own.end) - 1;
-    const float2 *stats = p.stats + ((int64_t)work.b * p.H + work.h) * p.T;
+    const float2 *stats = p.stats + ((int64_t)work.b * p.H + work.h) * p.stats_stride;
     float2 stat[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -214,7 +215,7 @@ __global__ void __launch_bounds__(KeyTile<DP>::THREADS, KeyTile<DP>::CTAS)
     }
     const T *q = p.q.head<const T>(work.b, work.h);
     const T *dout = p.dout.head<const T>(work.b, work.h);
-    const float2 *stats = p.stats + ((int64_t)work.b * p.H + work.h) * p.T;
+    const float2 *stats = p.stats + ((int64_t)work.b * p.H + work.h) * p.stats_stride;
     Span seen = queries_of_keys(p, work.own);
     TileWalk<Tile::QUERIES> walk(p, work, seen.begin, seen.end);
 
@@ -357,7 +358,7 @@ __global__ void __launch_bounds__(FLOAT_THREADS, 1)
                               p.D);
 
     const int ty = threadIdx.x / 16, tx = threadIdx.x % 16;
-    const float2 *stats = p.stats + ((int64_t)work.b * p.H + work.h) * p.T;
+    const float2 *stats = p.stats + ((int64_t)work.b * p.H + work.h) * p.stats_stride;
     float dq[M][DP / 64][4];
     clear(dq);
     for (Span tile = walk.next(); tile.begin >= 0; tile = walk.next()) {
@@ -414,7 +415,7 @@ __global__ void __launch_bounds__(FLOAT_THREADS, 1)
     load_float_tile<DP, ROWS>(v_tile, p.v, p.v.head<const float>(work.b, work.h), work.own, p.D);
 
     const int ty = threadIdx.x / 16, tx = threadIdx.x % 16;
-    const float2 *stats = p.stats + ((int64_t)work.b * p.H + work.h) * p.T;
+    const float2 *stats = p.stats + ((int64_t)work.b * p.H + work.h) * p.stats_stride;
     float dk[M][DP / 64][4], dv[M][DP / 64][4];
     clear(dk);
     clear(dv);
@@ -477,15 +478,19 @@ template <class T, int DP> struct Kernels<T, DP, true> {
     static constexpr size_t DQ_SHARED = FloatTile<DP>::SHARED, DKDV_SHARED = FloatTile<DP>::SHARED;
 };
 
-template <class T, int DP>
-nd_status launch(const char *op, int device, Problem p, const Masks &masks) {
-    using K = Kernels<T, DP>;
+template <class T> nd_status launch_stats(const char *op, int device, const Problem &p) {
     int64_t rows = (int64_t)p.B * p.T * p.H;
     if (rows > 0) {
         unsigned blocks = cuda_grid(device, ceil_div(rows, (int64_t)STATS_ROWS), 32);
         attention_stats_kernel<T><<<blocks, STATS_THREADS, 0, cuda_stream(device)>>>(p);
         CUDA_LAUNCHED(op);
     }
+    return ND_OK;
+}
+
+template <class T, int DP>
+nd_status launch(const char *op, int device, Problem p, const Masks &masks) {
+    using K = Kernels<T, DP>;
     problem_tiles(&p, false, K::QUERIES, masks.block, masks.offsets, masks.columns);
     ND_TRY(problem_launch(op, device, K::dq, p, K::DQ_THREADS, K::DQ_SHARED));
     problem_tiles(&p, true, K::KEYS, masks.block, masks.offsets_t, masks.rows);
@@ -504,10 +509,20 @@ nd_status backward(const char *op, int device, const Args *a, const Masks &masks
     p.dv = rows_of(a->dv);
     p.lse = (float *)a->lse->data;
     void *scratch = NULL;
-    ND_TRY(cuda_scratch(device, (size_t)p.B * p.H * p.T * sizeof(float2), &scratch));
+    p.stats_stride = ceil_div(p.T, 2) * 2; /* rows of whole 16 bytes, for tensor maps */
+    ND_TRY(cuda_scratch(device, (size_t)p.B * p.H * p.stats_stride * sizeof(float2), &scratch));
     p.stats = (float2 *)scratch;
     return with_float(op, a->q->dtype, [&](auto tag) -> nd_status {
         using T = typename decltype(tag)::type;
+        ND_TRY(launch_stats<T>(op, device, p));
+        Operands all = {a->q, a->k, a->v, a->o, a->dout, a->dq, a->dk, a->dv};
+        if (hopper_serves(device, p, a->q->dtype, masks.block,
+                          {a->q, a->k, a->v, a->dout, a->dq, a->dk, a->dv})) {
+            ND_TRY(attention_bwd_hopper(op, device, p, all, false, masks.offsets, masks.columns,
+                                        masks.block));
+            return attention_bwd_hopper(op, device, p, all, true, masks.offsets_t, masks.rows,
+                                        masks.block);
+        }
         auto run = [&](auto columns) -> nd_status {
             return launch<T, decltype(columns)::value>(op, device, p, masks);
         };

@@ -16,25 +16,22 @@
 using namespace attention;
 using namespace hopper;
 
-namespace {
-
-struct Backward {
-    CUtensorMap own[2], other[2], gradient[2]; /* of X, Y; x, y; dX, dY */
-    CUtensorMap stats;                         /* (lse, delta) of 64 queries a box */
-    Problem p;
-};
+/* Not in the namespace below, whose members must all be used. */
+namespace attention {
 
 template <bool KEYS_, int PANELS_, int CONSUMERS_, int SLOTS_, int STAGES_, bool LISTS_>
 struct BackwardShape {
     static constexpr bool KEYS = KEYS_; /* are the own rows keys: dk dv */
     static constexpr int PANELS = PANELS_, CONSUMERS = CONSUMERS_, SLOTS = SLOTS_, STAGES = STAGES_;
     static constexpr bool LISTS = LISTS_;
+    /* Are there registers for what the second products read and the first ones write at once? */
+    static constexpr bool OVERLAP = !KEYS || (PANELS == 1 && CONSUMERS > 1);
     static constexpr bool IN_REGISTERS = !(KEYS && PANELS == 2); /* X and Y */
     static constexpr int ROWS = HALF * CONSUMERS;
     static constexpr int THREADS = WARPGROUP * (1 + CONSUMERS);
-    static constexpr int KEEP = CONSUMERS == 3 ? 32 : CONSUMERS == 2 ? 24 : 56; /* producer's */
-    static constexpr int TAKE = CONSUMERS == 3 ? 160 : CONSUMERS == 2 ? 240 : 192;
-    static constexpr int CTAS = CONSUMERS == 1 ? 2 : 1;
+    static constexpr int CTAS = CONSUMERS == 1 && PANELS == 1 ? 2 : 1;
+    static constexpr int KEEP = CONSUMERS == 3 ? 32 : CTAS == 2 ? 56 : 24; /* producer's */
+    static constexpr int TAKE = CONSUMERS == 3 ? 160 : CTAS == 2 ? 192 : 240;
     static constexpr uint32_t PART = HALF * PANEL_ROW; /* bytes of 64 rows of a panel */
     static constexpr uint32_t OWN_PANEL = CONSUMERS * PART, OWN = PANELS * OWN_PANEL;
     static constexpr uint32_t OTHER = PANELS * PART;
@@ -43,6 +40,18 @@ struct BackwardShape {
     static constexpr uint32_t BARRIERS_AT = STATS_AT + STAGES * STATS;
     static constexpr size_t SHARED = BARRIERS_AT + 8 * (2 * SLOTS + 2 * STAGES);
 };
+
+} // namespace attention
+
+namespace {
+
+struct Backward {
+    CUtensorMap own[2], other[2], gradient[2]; /* of X, Y; x, y; dX, dY */
+    CUtensorMap stats;                         /* (lse, delta) of 64 queries a box */
+    Problem p;
+};
+
+#ifdef HOPPER_CODE
 
 template <class Shape> struct Places {
     uint32_t base;
@@ -61,8 +70,12 @@ template <class Shape> struct Places {
         return base + Shape::BARRIERS_AT + 8 * number;
     }
     __device__ __forceinline__ uint32_t own_full(int slot) const { return barrier(slot); }
-    __device__ __forceinline__ uint32_t own_empty(int slot) const { return barrier(Shape::SLOTS + slot); }
-    __device__ __forceinline__ uint32_t full(int stage) const { return barrier(2 * Shape::SLOTS + stage); }
+    __device__ __forceinline__ uint32_t own_empty(int slot) const {
+        return barrier(Shape::SLOTS + slot);
+    }
+    __device__ __forceinline__ uint32_t full(int stage) const {
+        return barrier(2 * Shape::SLOTS + stage);
+    }
     __device__ __forceinline__ uint32_t empty(int stage) const {
         return barrier(2 * Shape::SLOTS + Shape::STAGES + stage);
     }
@@ -70,9 +83,11 @@ template <class Shape> struct Places {
 
 /* The parts that the block's own rows from `first` on meet. */
 template <class Shape>
-__device__ __forceinline__ PartWalk<Shape::LISTS> walk_of(const Problem &p, const Piece &piece, int first) {
+__device__ __forceinline__ PartWalk<Shape::LISTS> walk_of(const Problem &p, const Piece &piece,
+                                                          int first) {
     if constexpr (Shape::KEYS) {
-        return PartWalk<Shape::LISTS>(p, piece.h, first, p.causal ? max(first - p.offset, 0) : 0, p.T);
+        return PartWalk<Shape::LISTS>(p, piece.h, first, p.causal ? max(first - p.offset, 0) : 0,
+                                      p.T);
     } else {
         return PartWalk<Shape::LISTS>(p, piece.h, first, 0, keys_end(p, first + Shape::ROWS));
     }
@@ -111,7 +126,8 @@ __device__ __forceinline__ void produce(const Backward &f, Places<Shape> at) {
                 }
             }
             if (Shape::KEYS) {
-                box_load(at.stats(stage.at), &f.stats, at.full(stage.at), 2 * part, piece.h, piece.b, 0);
+                box_load(at.stats(stage.at), &f.stats, at.full(stage.at), 2 * part, piece.h,
+                         piece.b, 0);
             }
             stage.advance();
         }
@@ -124,7 +140,8 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
     constexpr int PANELS = Shape::PANELS;
     constexpr int GRADIENTS = Shape::KEYS ? 2 : 1;
     const Problem &p = f.p;
-    const int group = __shfl_sync(~0u, (int)threadIdx.x / WARPGROUP, 0) - 1, lane = threadIdx.x & 31;
+    const int group = __shfl_sync(~0u, (int)threadIdx.x / WARPGROUP, 0) - 1,
+              lane = threadIdx.x & 31;
     const int my_row = (int)(threadIdx.x % WARPGROUP) / 32 * 16 + lane / 4;
     const bool speaks = threadIdx.x % WARPGROUP == 0; /* for its warpgroup */
     const int own_rows = Shape::KEYS ? p.S : p.T;
@@ -154,7 +171,8 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
                 int which = i / (4 * PANELS), panel = i / 4 % PANELS, step = i % 4;
                 int row = (my_row - lane / 4) + (lane & 15);
                 load_matrices(own[i], at.own(slot.at, which) + panel * Shape::OWN_PANEL +
-                                          group * Shape::PART + panel_offset(row, 2 * step + (lane >> 4)));
+                                          group * Shape::PART +
+                                          panel_offset(row, 2 * step + (lane >> 4)));
             }
         }
         float gradient[GRADIENTS][PANELS][32];
@@ -172,14 +190,16 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
             for (int which = 0; which < 2; which++) {
 #pragma unroll
                 for (int i = 0; i < 4 * PANELS; i++) {
-                    uint64_t b = rows_operand(at.other(stage.at, which) + i / 4 * Shape::PART + i % 4 * 32);
+                    uint64_t b =
+                        rows_operand(at.other(stage.at, which) + i / 4 * Shape::PART + i % 4 * 32);
                     float(&c)[32] = which == 0 ? s : dp;
                     if constexpr (Shape::IN_REGISTERS) {
                         product<T, 0>(c, own[which * 4 * PANELS + i], b, i > 0);
                     } else {
                         product<T, 0>(c,
-                                      rows_operand(at.own(slot.at, which) + i / 4 * Shape::OWN_PANEL +
-                                                   group * Shape::PART + i % 4 * 32),
+                                      rows_operand(at.own(slot.at, which) +
+                                                   i / 4 * Shape::OWN_PANEL + group * Shape::PART +
+                                                   i % 4 * 32),
                                       b, i > 0);
                     }
                 }
@@ -195,7 +215,8 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
 #pragma unroll
                     for (int panel = 0; panel < PANELS; panel++) {
                         product<T, 1>(gradient[which][panel], w[which][step],
-                                      columns_operand(at.other(before.at, which) + panel * Shape::PART +
+                                      columns_operand(at.other(before.at, which) +
+                                                          panel * Shape::PART +
                                                           step * 16 * PANEL_ROW,
                                                       0),
                                       true);
@@ -242,8 +263,10 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
                 }
 #pragma unroll
                 for (int i = 4 * n; i < 4 * n + 4; i++) {
-                    float lse = Shape::KEYS ? __uint_as_float(columns[i % 2 * 2]) : stat[i / 2 % 2][0];
-                    float delta = Shape::KEYS ? __uint_as_float(columns[i % 2 * 2 + 1]) : stat[i / 2 % 2][1];
+                    float lse =
+                        Shape::KEYS ? __uint_as_float(columns[i % 2 * 2]) : stat[i / 2 % 2][0];
+                    float delta =
+                        Shape::KEYS ? __uint_as_float(columns[i % 2 * 2 + 1]) : stat[i / 2 % 2][1];
                     s[i] = fast_exp2(fmaf(s[i], p.scale_log2, -lse));
                     dp[i] = s[i] * (dp[i] - delta);
                 }
@@ -262,15 +285,15 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
         };
         auto sees = [&](int part) {
             return mine < own_rows &&
-                   (!p.causal ||
-                    (Shape::KEYS ? part + HALF - 1 + p.offset >= mine : part < keys_end(p, mine + HALF)));
+                   (!p.causal || (Shape::KEYS ? part + HALF - 1 + p.offset >= mine
+                                              : part < keys_end(p, mine + HALF)));
         };
         auto pass = [&]() { /* a part that none of these rows meets */
-            if (speaks) {
-                barrier_wait(at.full(stage.at), stage.phase);
-                barrier_arrive(at.empty(stage.at));
-            }
-            stage.advance();
+                            if (speaks) {
+                                barrier_wait(at.full(stage.at), stage.phase);
+                                barrier_arrive(at.empty(stage.at));
+                            }
+                            stage.advance();
         };
 
         PartWalk<Shape::LISTS> walk = walk_of<Shape>(p, piece, first);
@@ -286,13 +309,13 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
             round();
             for (part = walk.next(); part >= 0 && sees(part); part = walk.next()) {
                 barrier_wait(at.full(stage.at), stage.phase);
-                if constexpr (Shape::IN_REGISTERS) {
+                if constexpr (Shape::OVERLAP) {
                     first_products();
                     second_products();
                     products_wait<1>();
                     weigh(part);
                     second_products_done();
-                } else { /* no registers for s and w at once */
+                } else {
                     second_products();
                     second_products_done();
                     first_products();
@@ -314,7 +337,8 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
             float factors[2] = {factor, factor};
 #pragma unroll
             for (int panel = 0; panel < PANELS; panel++) {
-                stage_rows<T>(at.own(slot.at, which) + panel * Shape::OWN_PANEL + group * Shape::PART,
+                stage_rows<T>(at.own(slot.at, which) + panel * Shape::OWN_PANEL +
+                                  group * Shape::PART,
                               gradient[which][panel], factors);
             }
         }
@@ -325,7 +349,8 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
                 for (int which = 0; which < GRADIENTS; which++) {
                     for (int panel = 0; panel < PANELS; panel++) {
                         box_store(&f.gradient[which],
-                                  at.own(slot.at, which) + panel * Shape::OWN_PANEL + group * Shape::PART,
+                                  at.own(slot.at, which) + panel * Shape::OWN_PANEL +
+                                      group * Shape::PART,
                                   panel * PANEL_COLUMNS, mine, piece.h, piece.b);
                     }
                 }
@@ -337,9 +362,12 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
     }
 }
 
+#endif
+
 template <class T, class Shape>
 __global__ void __launch_bounds__(Shape::THREADS, Shape::CTAS)
     attention_bwd_hopper_kernel(const __grid_constant__ Backward f) {
+#ifdef HOPPER_CODE
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     Places<Shape> at{shared_address(shared_memory)};
     if (threadIdx.x == 0) {
@@ -363,22 +391,58 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::CTAS)
         registers_up_to<Shape::TAKE>();
         consume<T>(f, at);
     }
+#endif
 }
 
-template <class T>
-nd_status launch(Backward f) {
-    auto run = [&](auto shape) {
-        using Shape = decltype(shape);
-        attention_bwd_hopper_kernel<T, Shape><<<132, Shape::THREADS, Shape::SHARED>>>(f);
-    };
-    run(BackwardShape<true, 1, 2, 2, 4, false>());
-    run(BackwardShape<true, 2, 2, 1, 2, false>());
-    run(BackwardShape<false, 1, 2, 2, 4, false>());
-    run(BackwardShape<false, 1, 3, 2, 4, false>());
-    run(BackwardShape<false, 2, 2, 1, 2, false>());
-    run(BackwardShape<true, 1, 2, 2, 4, true>());
-    return ND_OK;
+/* ---- host ---------------------------------------------------------------------------------------- */
+template <class Shape>
+nd_status launch(const char *op, int device, Backward f, const Operands &a, const nd_array *offsets,
+                 const nd_array *entries, int64_t block) {
+    constexpr bool KEYS = Shape::KEYS;
+    hopper_tiles(&f.p, KEYS, Shape::ROWS, offsets, entries, block);
+    const nd_array *own[] = {KEYS ? a.k : a.q, KEYS ? a.v : a.dout};
+    const nd_array *other[] = {KEYS ? a.q : a.k, KEYS ? a.dout : a.v};
+    const nd_array *gradient[] = {KEYS ? a.dk : a.dq, KEYS ? a.dv : a.dq};
+    for (int which = 0; which < 2; which++) {
+        ND_TRY(box_map(op, own[which], HALF, &f.own[which]));
+        ND_TRY(box_map(op, other[which], HALF, &f.other[which]));
+        ND_TRY(box_map(op, gradient[which], HALF, &f.gradient[which]));
+    }
+    const Problem &p = f.p;
+    const int64_t row = 8 * p.stats_stride; /* bytes */
+    ND_TRY(tensor_map(op, p.stats, 4, {2 * p.T, p.H, p.B, 1}, {row, row * p.H, 16}, 2 * HALF, 1,
+                      &f.stats));
+    if (a.q->dtype == ND_BF16) {
+        return hopper_launch<Shape>(op, device, attention_bwd_hopper_kernel<bf16, Shape>, f);
+    }
+    return hopper_launch<Shape>(op, device, attention_bwd_hopper_kernel<f16, Shape>, f);
 }
+
+template <bool KEYS, class Run>
+nd_status with_shape(bool wide, bool lists, int64_t block, Run &&run) {
+    if (!lists) {
+        return wide ? run(BackwardShape<KEYS, 2, 2, 1, 2, false>())
+                    : run(BackwardShape<KEYS, 1, 2, 2, 4, false>());
+    }
+    if (block % (2 * HALF) == 0) {
+        return wide ? run(BackwardShape<KEYS, 2, 2, 1, 2, true>())
+                    : run(BackwardShape<KEYS, 1, 2, 2, 4, true>());
+    }
+    return wide ? run(BackwardShape<KEYS, 2, 1, 1, 2, true>())
+                : run(BackwardShape<KEYS, 1, 1, 1, 3, true>());
+}
+
 } // namespace
-nd_status test_launch(const Backward &f);
-nd_status test_launch(const Backward &f) { return launch<bf16>(f); }
+
+nd_status attention::attention_bwd_hopper(const char *op, int device, Problem p, const Operands &a,
+                                          bool keys, const nd_array *offsets,
+                                          const nd_array *entries, int64_t block) {
+    Backward f = {};
+    f.p = p;
+    auto run = [&](auto shape) {
+        return launch<decltype(shape)>(op, device, f, a, offsets, entries, block);
+    };
+    bool wide = p.D > PANEL_COLUMNS, lists = offsets != NULL;
+    return keys ? with_shape<true>(wide, lists, block, run)
+                : with_shape<false>(wide, lists, block, run);
+}

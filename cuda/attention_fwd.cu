@@ -16,7 +16,7 @@
  * Work: 4 D operations a visible (query, key) pair; causal about half of 4 T S D a head.
  * Bytes: q and o once; k and v once a query tile, mostly from L2; lse 4 a row.
  */
-#include "attention.cuh"
+#include "attention_hopper.cuh"
 
 #include <float.h>
 
@@ -285,6 +285,10 @@ nd_status forward(const char *op, int device, const nd_array *q, const nd_array 
     ND_TRY(problem_new(op, q, k, v, scale, causal, &p));
     p.o = rows_of(o);
     p.lse = data_of<float>(lse);
+    if (hopper_serves(device, p, q->dtype, mask.block, {q, k, v, o})) {
+        return attention_fwd_hopper(op, device, p, Operands{q, k, v, o, NULL, NULL, NULL, NULL},
+                                    mask.offsets, mask.columns, mask.block);
+    }
     return with_float(op, q->dtype, [&](auto tag) -> nd_status {
         using T = typename decltype(tag)::type;
         if constexpr (sizeof(T) == 4) {

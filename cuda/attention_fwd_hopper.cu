@@ -17,21 +17,17 @@
 using namespace attention;
 using namespace hopper;
 
-namespace {
-
-struct Forward {
-    CUtensorMap q, k, v, o;
-    Problem p;
-};
+/* Not in the namespace below, whose members must all be used. */
+namespace attention {
 
 template <int PANELS_, int CONSUMERS_, int STAGES_, bool LISTS_> struct ForwardShape {
     static constexpr int PANELS = PANELS_, CONSUMERS = CONSUMERS_, STAGES = STAGES_;
     static constexpr bool LISTS = LISTS_;
     static constexpr int QUERIES = HALF * CONSUMERS, KEYS = 2 * HALF;
     static constexpr int THREADS = WARPGROUP * (1 + CONSUMERS);
-    static constexpr int KEEP = CONSUMERS == 3 ? 32 : CONSUMERS == 2 ? 24 : 56; /* producer's */
-    static constexpr int TAKE = CONSUMERS == 3 ? 160 : CONSUMERS == 2 ? 240 : 192;
-    static constexpr int CTAS = CONSUMERS == 1 ? 2 : 1;
+    static constexpr int CTAS = CONSUMERS == 1 && PANELS == 1 ? 2 : 1;
+    static constexpr int KEEP = CONSUMERS == 3 ? 32 : CTAS == 2 ? 56 : 24; /* producer's */
+    static constexpr int TAKE = CONSUMERS == 3 ? 160 : CTAS == 2 ? 192 : 240;
     static constexpr uint32_t HALF_PANEL = HALF * PANEL_ROW;
     static constexpr uint32_t Q_PANEL = QUERIES * PANEL_ROW, KV_PANEL = KEYS * PANEL_ROW;
     static constexpr uint32_t Q_BYTES = PANELS * Q_PANEL, KV_BYTES = PANELS * KV_PANEL;
@@ -39,6 +35,17 @@ template <int PANELS_, int CONSUMERS_, int STAGES_, bool LISTS_> struct ForwardS
     static constexpr uint32_t BARRIERS_AT = V_AT + STAGES * KV_BYTES;
     static constexpr size_t SHARED = BARRIERS_AT + 8 * (4 + 4 * STAGES);
 };
+
+} // namespace attention
+
+namespace {
+
+struct Forward {
+    CUtensorMap q, k, v, o;
+    Problem p;
+};
+
+#ifdef HOPPER_CODE
 
 /* Where what lies in shared memory; the barriers of tile number n are those of stage n % STAGES. */
 template <class Shape> struct Places {
@@ -76,7 +83,8 @@ struct Halves {
 template <bool LISTS> struct KeyWalk {
     PartWalk<LISTS> parts;
 
-    __device__ __forceinline__ KeyWalk(const Problem &p, const Piece &piece, int first_query, int end)
+    __device__ __forceinline__ KeyWalk(const Problem &p, const Piece &piece, int first_query,
+                                       int end)
         : parts(p, piece.h, first_query, 0, end) {}
 
     __device__ __forceinline__ bool next(Halves *tile) {
@@ -92,8 +100,7 @@ template <bool LISTS> struct KeyWalk {
 };
 
 /* ---- the producer -------------------------------------------------------------------------------- */
-template <class Shape>
-__device__ __forceinline__ void produce(const Forward &f, Places<Shape> at) {
+template <class Shape> __device__ __forceinline__ void produce(const Forward &f, Places<Shape> at) {
     const Problem &p = f.p;
     Ring<2> q;
     Ring<Shape::STAGES> kv;
@@ -111,7 +118,8 @@ __device__ __forceinline__ void produce(const Forward &f, Places<Shape> at) {
             }
         }
         q.advance();
-        auto load = [&](const CUtensorMap *map, uint32_t to, uint32_t full, uint32_t empty, Halves tile) {
+        auto load = [&](const CUtensorMap *map, uint32_t to, uint32_t full, uint32_t empty,
+                        Halves tile) {
             barrier_wait(empty, kv.phase ^ 1);
             barrier_expect(full, Shape::KV_BYTES);
             for (int panel = 0; panel < Shape::PANELS; panel++) {
@@ -171,7 +179,8 @@ struct Softmax {
 
 /* -inf for the keys of one half (s[from .. from + 31]) that a row does not see. */
 template <int N>
-__device__ __forceinline__ void hide(float (&s)[N], int from, int first_key, int end, int half, int lane) {
+__device__ __forceinline__ void hide(float (&s)[N], int from, int first_key, int end, int half,
+                                     int lane) {
     int columns = first_key < 0 ? 0 : end - first_key - 2 * (lane % 4);
 #pragma unroll
     for (int n = 0; n < HALF / 8; n++) {
@@ -189,7 +198,8 @@ __device__ __forceinline__ void consume(const Forward &f, Places<Shape> at) {
     constexpr int PANELS = Shape::PANELS, CONSUMERS = Shape::CONSUMERS;
     constexpr int WEIGHTS = Shape::KEYS / 16; /* steps of 16 keys */
     const Problem &p = f.p;
-    const int group = __shfl_sync(~0u, (int)threadIdx.x / WARPGROUP, 0) - 1, lane = threadIdx.x & 31;
+    const int group = __shfl_sync(~0u, (int)threadIdx.x / WARPGROUP, 0) - 1,
+              lane = threadIdx.x & 31;
     const int row_in_tile = HALF * group + (int)(threadIdx.x % WARPGROUP) / 32 * 16 + lane / 4;
     const bool speaks = threadIdx.x % WARPGROUP == 0; /* for its warpgroup */
     const int my_turn = 1 + group, next_turn = 1 + (group + 1) % CONSUMERS;
@@ -248,7 +258,8 @@ __device__ __forceinline__ void consume(const Forward &f, Places<Shape> at) {
             for (int step = 0; step < WEIGHTS; step++) {
 #pragma unroll
                 for (int panel = 0; panel < PANELS; panel++) {
-                    uint32_t place = at.v(before.at) + panel * Shape::KV_PANEL + step * 16 * PANEL_ROW;
+                    uint32_t place =
+                        at.v(before.at) + panel * Shape::KV_PANEL + step * 16 * PANEL_ROW;
                     product<T, 1>(o[panel], w[step], columns_operand(place, 0), true);
                 }
             }
@@ -271,7 +282,8 @@ __device__ __forceinline__ void consume(const Forward &f, Places<Shape> at) {
             if (speaks) {
                 barrier_arrive(at.k_empty(kv.at));
             }
-            int least = p.causal ? min(p.S, mine + p.offset + 1) : p.S; /* what its first row sees */
+            int least =
+                p.causal ? min(p.S, mine + p.offset + 1) : p.S; /* what its first row sees */
             if ((Shape::LISTS && tile.second < 0) || max(tile.first, tile.second) + HALF > least) {
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
@@ -360,8 +372,8 @@ __device__ __forceinline__ void consume(const Forward &f, Places<Shape> at) {
         if (speaks) {
             if (mine < p.T) {
                 for (int panel = 0; panel < PANELS; panel++) {
-                    box_store(&f.o, my_q + panel * Shape::Q_PANEL, panel * PANEL_COLUMNS, mine, piece.h,
-                              piece.b);
+                    box_store(&f.o, my_q + panel * Shape::Q_PANEL, panel * PANEL_COLUMNS, mine,
+                              piece.h, piece.b);
                 }
                 box_stores_read();
             }
@@ -371,9 +383,12 @@ __device__ __forceinline__ void consume(const Forward &f, Places<Shape> at) {
     }
 }
 
+#endif
+
 template <class T, class Shape>
 __global__ void __launch_bounds__(Shape::THREADS, Shape::CTAS)
     attention_fwd_hopper_kernel(const __grid_constant__ Forward f) {
+#ifdef HOPPER_CODE
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     Places<Shape> at{shared_address(shared_memory)};
     if (threadIdx.x == 0) {
@@ -399,20 +414,41 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::CTAS)
         registers_up_to<Shape::TAKE>();
         consume<T>(f, at);
     }
+#endif
 }
 
-template <class T>
-nd_status launch(Forward f) {
-    auto run = [&](auto shape) {
-        using Shape = decltype(shape);
-        attention_fwd_hopper_kernel<T, Shape><<<132, Shape::THREADS, Shape::SHARED>>>(f);
-    };
-    run(ForwardShape<1, 3, 4, false>());
-    run(ForwardShape<2, 2, 2, false>());
-    run(ForwardShape<1, 2, 4, true>());
-    run(ForwardShape<2, 2, 2, true>());
-    return ND_OK;
+/* ---- host ---------------------------------------------------------------------------------------- */
+template <class Shape>
+nd_status launch(const char *op, int device, Forward f, const Operands &a, const nd_array *offsets,
+                 const nd_array *entries, int64_t block) {
+    hopper_tiles(&f.p, false, Shape::QUERIES, offsets, entries, block);
+    const int key_rows = Shape::LISTS ? HALF : 2 * HALF;
+    ND_TRY(box_map(op, a.q, HALF, &f.q));
+    ND_TRY(box_map(op, a.k, key_rows, &f.k));
+    ND_TRY(box_map(op, a.v, key_rows, &f.v));
+    ND_TRY(box_map(op, a.o, HALF, &f.o));
+    if (a.q->dtype == ND_BF16) {
+        return hopper_launch<Shape>(op, device, attention_fwd_hopper_kernel<bf16, Shape>, f);
+    }
+    return hopper_launch<Shape>(op, device, attention_fwd_hopper_kernel<f16, Shape>, f);
 }
+
 } // namespace
-nd_status test_launch(const Forward &f);
-nd_status test_launch(const Forward &f) { return launch<bf16>(f); }
+
+nd_status attention::attention_fwd_hopper(const char *op, int device, Problem p, const Operands &a,
+                                          const nd_array *offsets, const nd_array *entries,
+                                          int64_t block) {
+    Forward f = {};
+    f.p = p;
+    auto run = [&](auto shape) {
+        return launch<decltype(shape)>(op, device, f, a, offsets, entries, block);
+    };
+    bool wide = p.D > PANEL_COLUMNS;
+    if (offsets == NULL) {
+        return wide ? run(ForwardShape<2, 2, 2, false>()) : run(ForwardShape<1, 3, 4, false>());
+    }
+    if (block % (2 * HALF) == 0) {
+        return wide ? run(ForwardShape<2, 2, 2, true>()) : run(ForwardShape<1, 2, 4, true>());
+    }
+    return wide ? run(ForwardShape<2, 1, 2, true>()) : run(ForwardShape<1, 1, 2, true>());
+}

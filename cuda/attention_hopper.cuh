@@ -13,6 +13,8 @@
 #ifndef NEEDLE_ATTENTION_HOPPER_CUH
 #define NEEDLE_ATTENTION_HOPPER_CUH
 
+#include <initializer_list>
+
 #include "attention.cuh"
 #include "hopper.cuh"
 
@@ -20,21 +22,72 @@ namespace attention {
 
 constexpr int HALF = 64; /* rows of a consumer, and of a half of a tile */
 
-/* ---- host: tensor maps --------------------------------------------------------------------------
- * Whether the copy engine takes a (B, T, H, D) operand: rows that start at multiples of 16 bytes. */
+/* ---- host ----------------------------------------------------------------------------------------
+ * What attention_fwd.cu and attention_bwd.cu ask for when hopper_serves(). The problem is filled but
+ * for the tiles; offsets and entries are NULL when dense. */
+struct Operands {
+    const nd_array *q, *k, *v, *o;
+    const nd_array *dout, *dq, *dk, *dv; /* backward only */
+};
+
+nd_status attention_fwd_hopper(const char *op, int device, Problem p, const Operands &a,
+                               const nd_array *offsets, const nd_array *entries, int64_t block);
+
+/* Of dq, or of dk and dv with `keys` (and the transposed lists); p.stats is there. */
+nd_status attention_bwd_hopper(const char *op, int device, Problem p, const Operands &a, bool keys,
+                               const nd_array *offsets, const nd_array *entries, int64_t block);
+
+/* Whether the copy engine takes a (B, T, H, D) operand: rows that start at multiples of 16 bytes. */
 static inline bool is_boxable(const nd_array *a) {
-    const int64_t most = ((int64_t)1 << 40) / 2;
-    bool good = is_aligned16(a->data) && a->shape[3] <= 128 && a->strides[3] == 1;
+    const int64_t most = (int64_t)1 << 38;
+    bool good = is_aligned16(a->data) && (a->shape[3] == 1 || a->strides[3] == 1);
     for (int axis = 0; axis < 3; axis++) {
         int64_t stride = a->strides[axis];
         good = good && (a->shape[axis] <= 1 || (stride > 0 && stride % 8 == 0 && stride < most));
     }
-    return good && a->shape[3] > 0;
+    return good;
 }
 
-/* The map of a (B, T, H, D) operand for which is_boxable() holds, in boxes of `rows` rows of a head and 64
- * columns: a panel. ND_ECUDA. */
-nd_status box_map(const char *op, const nd_array *a, int rows, CUtensorMap *out);
+/* 16 bits, head dims up to 128, blocks of whole parts, something to do. */
+static inline bool hopper_serves(int device, const Problem &p, nd_dtype dtype, int64_t block,
+                                 std::initializer_list<const nd_array *> operands) {
+    bool good = hopper::hopper_usable(device) && dtype != ND_F32 && p.D >= 1 && p.D <= 128 &&
+                p.scale > 0 && block % HALF == 0 && p.B > 0 && p.H > 0 && p.T > 0 && p.S > 0;
+    for (const nd_array *operand : operands) {
+        good = good && is_boxable(operand);
+    }
+    return good;
+}
+
+/* The map of an operand, in boxes of `rows` rows of a head and 64 columns. */
+static inline nd_status box_map(const char *op, const nd_array *a, int rows, CUtensorMap *out) {
+    const int64_t shape[4] = {a->shape[3], a->shape[1], a->shape[2], a->shape[0]};
+    const int64_t strides[3] = {2 * a->strides[1], 2 * a->strides[2], 2 * a->strides[0]};
+    return hopper::tensor_map(op, a->data, 2, shape, strides, hopper::PANEL_COLUMNS, rows, out);
+}
+
+/* The tile geometry: `rows` own rows a thread block. */
+static inline void hopper_tiles(Problem *p, bool own_keys, int rows, const nd_array *offsets,
+                                const nd_array *entries, int64_t block) {
+    problem_tiles(p, own_keys, rows, block, offsets, entries);
+    p->tiles = ceil_div(p->own_rows, rows);
+}
+
+/* As many thread blocks as run at once, each of which takes one piece after the other. */
+template <class Shape, class Arguments>
+static inline nd_status hopper_launch(const char *op, int device, void (*kernel)(Arguments),
+                                      const Arguments &arguments) {
+    const Problem &p = arguments.p;
+    int64_t pieces = (int64_t)p.tiles * p.B * p.H;
+    int64_t most = (int64_t)cuda_device_limits(device)->processors * Shape::CTAS;
+    ND_TRY(cuda_prepare(op, device, (const void *)kernel, Shape::THREADS, Shape::SHARED));
+    kernel<<<(unsigned)(pieces < most ? pieces : most), Shape::THREADS, Shape::SHARED,
+             cuda_stream(device)>>>(arguments);
+    CUDA_LAUNCHED(op);
+    return ND_OK;
+}
+
+#ifdef HOPPER_CODE
 
 /* ---- device: the order of work -------------------------------------------------------------------
  * Piece `index` of all: heads that share the L2 go together, in them the longest pieces first. */
@@ -117,8 +170,10 @@ __device__ __forceinline__ uint32_t panel_offset(int row, int chunk) {
 
 /* A consumer's 64 x 64 accumulators, times factor[half], rounded into its 64 rows of a panel. */
 template <class T>
-__device__ __forceinline__ void stage_rows(uint32_t panel, const float (&c)[32], const float (&factor)[2]) {
-    const int lane = threadIdx.x & 31, row = (int)(threadIdx.x % hopper::WARPGROUP) / 32 * 16 + lane / 4;
+__device__ __forceinline__ void stage_rows(uint32_t panel, const float (&c)[32],
+                                           const float (&factor)[2]) {
+    const int lane = threadIdx.x & 31,
+              row = (int)(threadIdx.x % hopper::WARPGROUP) / 32 * 16 + lane / 4;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
 #pragma unroll
@@ -130,6 +185,7 @@ __device__ __forceinline__ void stage_rows(uint32_t panel, const float (&c)[32],
     }
 }
 
+#endif
 } // namespace attention
 
 #endif

@@ -23,18 +23,34 @@
 
 namespace hopper {
 
-constexpr int WARPGROUP = 128;        /* threads */
-constexpr int PANEL_COLUMNS = 64;     /* of 16 bits */
-constexpr uint32_t PANEL_ROW = 128;   /* bytes */
+constexpr int WARPGROUP = 128;      /* threads */
+constexpr int PANEL_COLUMNS = 64;   /* of 16 bits */
+constexpr uint32_t PANEL_ROW = 128; /* bytes */
 constexpr uint32_t PANEL_ALIGN = 1024;
 
-#ifdef __CUDACC__
+/* A kernel that uses what follows has an empty body for other architectures, where nobody launches it: see
+ * hopper_usable(). */
+#if defined(__CUDACC__) && (!defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL))
+#define HOPPER_CODE 1
+#endif
+
+/* ---- host (hopper.cu) ----------------------------------------------------------------------------
+ * Whether kernels for sm_90a were built and the device (or NEEDLE_ARCH) takes them. */
+bool hopper_usable(int device);
+
+/* A tensor map of up to 4 axes, fastest first: elements of 2 bytes (bf16, float16: the map does not care) or
+ * 4 (float), `strides` in bytes of axes 1 to 3, boxes of box0 x box1 x 1 x 1. 16-bit boxes are panels. */
+nd_status tensor_map(const char *op, void *data, int element_bytes, const int64_t (&shape)[4],
+                     const int64_t (&strides)[3], int box0, int box1, CUtensorMap *out);
+
+#ifdef HOPPER_CODE
 
 /* ---- barriers in shared memory [mbarrier] -------------------------------------------------------
  * 8 bytes each. A phase ends when `arrivals` threads have arrived and all announced bytes have come;
  * waiting for phase p (0, 1, 0, ...) returns once it has ended. */
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals)
+                 : "memory");
 }
 
 /* By the thread that made them, before the __syncthreads after which others use them. */
@@ -81,8 +97,8 @@ __device__ __forceinline__ void box_prefetch(const CUtensorMap *map) {
 }
 
 /* Completes on the barrier, which must have been told of the bytes of the whole box. */
-__device__ __forceinline__ void box_load(uint32_t to, const CUtensorMap *map, uint32_t barrier, int c0,
-                                         int c1, int c2, int c3) {
+__device__ __forceinline__ void box_load(uint32_t to, const CUtensorMap *map, uint32_t barrier,
+                                         int c0, int c1, int c2, int c3) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
                  " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
                  "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
@@ -95,12 +111,13 @@ __device__ __forceinline__ void proxy_fence() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-__device__ __forceinline__ void box_store(const CUtensorMap *map, uint32_t from, int c0, int c1, int c2,
-                                          int c3) {
-    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
-                 ::"l"(map),
-                 "r"(from), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-                 : "memory");
+__device__ __forceinline__ void box_store(const CUtensorMap *map, uint32_t from, int c0, int c1,
+                                          int c2, int c3) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
+            map),
+        "r"(from), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+        : "memory");
 }
 
 /* Ends the group of this thread's stores and waits until shared memory has been read. */
@@ -160,29 +177,32 @@ template <int M, int N> __device__ __forceinline__ void hold(uint32_t (&a)[M][N]
     }
 }
 
-#define HOPPER_C8(c, i) \
+#define HOPPER_C8(c, i)                                                                         \
     "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), \
         "+f"(c[i + 6]), "+f"(c[i + 7])
-#define HOPPER_C32(c, i) HOPPER_C8(c, i), HOPPER_C8(c, i + 8), HOPPER_C8(c, i + 16), HOPPER_C8(c, i + 24)
-#define HOPPER_NAMES32 \
-    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25," \
+#define HOPPER_C32(c, i) \
+    HOPPER_C8(c, i), HOPPER_C8(c, i + 8), HOPPER_C8(c, i + 16), HOPPER_C8(c, i + 24)
+#define HOPPER_NAMES32                                                                            \
+    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%" \
+    "25,"                                                                                         \
     "%26,%27,%28,%29,%30,%31"
-#define HOPPER_NAMES64 \
+#define HOPPER_NAMES64                                                                             \
     HOPPER_NAMES32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50," \
                    "%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 /* SHAPE: "m64n64k16"; KIND: "bf16.bf16"; A .. ADD: the numbers of the operands behind c. */
-#define HOPPER_SHARED(SHAPE, KIND, NAMES, A, B, ADD, TB, ...) \
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD ", 0;\n" \
+#define HOPPER_SHARED(SHAPE, KIND, NAMES, A, B, ADD, TB, ...)                                     \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD ", 0;\n"                           \
                  "wgmma.mma_async.sync.aligned." SHAPE ".f32." KIND " {" NAMES "}, %" #A ", %" #B \
-                 ", add, 1, 1, 0, %" #TB ";\n}\n" \
-                 : __VA_ARGS__ \
+                 ", add, 1, 1, 0, %" #TB ";\n}\n"                                                 \
+                 : __VA_ARGS__                                                                    \
                  : "l"(a), "l"(b), "r"((int)add), "n"(COLUMNS))
-#define HOPPER_REGISTERS(SHAPE, KIND, NAMES, A0, A1, A2, A3, B, ADD, TB, ...) \
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD ", 0;\n" \
-                 "wgmma.mma_async.sync.aligned." SHAPE ".f32." KIND " {" NAMES "}, {%" #A0 ", %" #A1 \
-                 ", %" #A2 ", %" #A3 "}, %" #B ", add, 1, 1, %" #TB ";\n}\n" \
-                 : __VA_ARGS__ \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add), "n"(COLUMNS))
+#define HOPPER_REGISTERS(SHAPE, KIND, NAMES, A0, A1, A2, A3, B, ADD, TB, ...)              \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD ", 0;\n"                    \
+                 "wgmma.mma_async.sync.aligned." SHAPE ".f32." KIND " {" NAMES "}, {%" #A0 \
+                 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", add, 1, 1, %" #TB ";\n}\n"     \
+                 : __VA_ARGS__                                                             \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add),      \
+                   "n"(COLUMNS))
 
 template <class T> constexpr bool is_bf16 = false;
 template <> constexpr bool is_bf16<bf16> = true;
@@ -207,7 +227,8 @@ __device__ __forceinline__ void product(float (&c)[C], uint64_t a, uint64_t b, b
 
 /* The same with a in registers. */
 template <class T, int COLUMNS, int C>
-__device__ __forceinline__ void product(float (&c)[C], const uint32_t (&a)[4], uint64_t b, bool add) {
+__device__ __forceinline__ void product(float (&c)[C], const uint32_t (&a)[4], uint64_t b,
+                                        bool add) {
     constexpr bool brain = is_bf16<T>;
     static_assert(C == 32 || C == 64, "N is 64 or 128");
     if constexpr (C == 32 && brain) {
