@@ -398,14 +398,16 @@ def new_run(args) -> Run:
     return run
 
 
-def resumed_run(args, folder: Path, lock: Lock, checkpoint: Checkpoint) -> Run:
-    device, state = open_device(args.device), checkpoint.state
+def check_state(checkpoint: Checkpoint) -> None:
+    """CheckpointError for the file of another program, and for values that no run could have."""
+    state = checkpoint.state
     kinds = {"settings": dict, "step": int, "data": dict, "fingerprint": str}
     kinds |= {"seconds": (int, float), "optimizer": dict}
     missing = [key for key, kind in kinds.items() if not isinstance(state.get(key), kind)]
     if not missing:
         known = {**train_flags.COMMON, **state["settings"]}
-        missing = [f"settings of {key}" for key in train_flags.RESULT_FLAGS if key not in known]
+        flags = train_flags.RESULT_FLAGS + train_flags.OTHER_FLAGS
+        missing = [f"settings of {key}" for key in flags if key not in known]
         missing += [
             f"{key} of its data"
             for key in ("epoch", "batch")
@@ -416,10 +418,24 @@ def resumed_run(args, folder: Path, lock: Lock, checkpoint: Checkpoint) -> Run:
             f"{checkpoint.path}: not the checkpoint of a run of train_pythia.py: "
             f"it has no {', '.join(missing)}"
         )
-    wrong = train_flags.misfits(state["settings"])
-    if wrong or state["step"] < 0:
-        wrong += [f"step is {state['step']}"] * (state["step"] < 0)
+    wrong = train_flags.misfits(known)
+    if not wrong:
+        steps, epoch = known["steps"], state["data"]["epoch"]
+        if not 0 <= state["step"] <= steps:
+            wrong.append(f"step is {state['step']}: the run has {steps}")
+        if not 0 <= epoch <= steps * known["grad_accum"]:
+            wrong.append(f"epoch of its data is {epoch}: the run draws fewer batches")
+    if not 0 <= state["seconds"] < math.inf:
+        wrong.append(f"seconds is {state['seconds']!r:.40}: must be a number of 0 or more")
+    if state["optimizer"].get("class") != "AdamW":
+        wrong.append(f"optimizer is {state['optimizer'].get('class')!r:.40}: runs have AdamW")
+    if wrong:
         raise CheckpointError(f"{checkpoint.path}: its settings cannot be used: {', '.join(wrong)}")
+
+
+def resumed_run(args, folder: Path, lock: Lock, checkpoint: Checkpoint) -> Run:
+    device, state = open_device(args.device), checkpoint.state
+    check_state(checkpoint)
     settings, differences = train_flags.resumed(
         train_flags.given(args), args.tokens, state["settings"]
     )
@@ -431,9 +447,11 @@ def resumed_run(args, folder: Path, lock: Lock, checkpoint: Checkpoint) -> Run:
         )
     described = train_flags.data_of(settings)
     data = run_data(described, folder, state["fingerprint"])
-    batches = Prefetch(run_batches(data, described, state["config"]["vocab_size"]), device)
+    batches = Prefetch(run_batches(data, described, checkpoint.configuration().vocab_size), device)
     batches.seek(state["data"])
     model, optimizer, _, _ = checkpoint.restore(device)
+    if optimizer.flat is None:
+        raise CheckpointError(f"{checkpoint.path}: its optimizer has a part of the parameters only")
     checkpoint.restore_random_state()
     print(f"resuming {checkpoint.path} after step {state['step']}")
     return Run(

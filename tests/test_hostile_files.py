@@ -7,8 +7,8 @@ import resource
 
 import pytest
 
-from needle import checkpoint, safetensors
-from needle.checkpoint import Checkpoint, CheckpointError, save_checkpoint
+from needle import checkpoint, optim, safetensors
+from needle.checkpoint import Checkpoint, CheckpointError, load, save_checkpoint
 from needle.data import DataError, load_tokenizer
 from needle.evaluate import load_model
 from needle.models.pythia import Pythia, PythiaConfig
@@ -101,6 +101,49 @@ def test_a_state_with_a_right_checksum(tmp_path, monkeypatch, state):
         found = Checkpoint(path)
         found.restore()
         found.restore_random_state()
+
+
+ADAMW = {"class": "AdamW", "step": 3, "groups": {}, "lr": 0.1, "beta1": 0.9, "beta2": 0.95}
+ADAMW |= {"eps": 1e-8, "weight_decay": 0.0}
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ({"class": "Optimizer"}, "its class is 'Optimizer'; there are Adam, AdamW, SGD$"),
+        ({"class": "_PerParameter"}, "its class is '_PerParameter'; there are"),
+        ({"class": "Tensor"}, "its class is 'Tensor'; there are"),
+        ({"class": ["AdamW"]}, "its class is .'AdamW'.; there are"),
+        ({"lr": "x"}, "lr must be finite and not negative, but is 'x'"),
+        ({"lr": float("nan")}, "lr must be finite and not negative, but is nan"),
+        ({"lr": -0.1}, "lr must be finite and not negative, but is -0.1"),
+        ({"lr": True}, "lr must be finite and not negative, but is True"),
+        ({"beta1": 1.0, "eps": 10**400}, r"beta1 must be in \[0, 1\), but is 1.0; eps must be"),
+        ({"step": 2**80}, "step must be a whole number of 0 to 2.53, but is 1208925"),
+        ({"step": 2.5}, "step must be a whole number"),
+        ({"step": -1}, "step must be a whole number"),
+        ({"groups": "x"}, "groups must be a dict of dicts, but is 'x'"),
+        ({"groups": {"embed_in.weight": {"lr": None}}}, "lr must be finite.*but is None"),
+    ],
+)
+@pytest.mark.parametrize("into", [False, True])
+def test_an_optimizer_with_a_right_checksum(tmp_path, monkeypatch, wrong, said, into):
+    """One error that names the file and the setting, whoever reads it; nothing changes."""
+    model, write = Pythia(CONFIG), checkpoint._write
+    optimizer = optim.AdamW(model.parameters())
+    before = optimizer.state_dict()
+    monkeypatch.setattr(
+        checkpoint,
+        "_write",
+        lambda f, tensors, old: write(f, tensors, old | {"optimizer": ADAMW | wrong}),
+    )
+    path = save_checkpoint(model, optimizer, 0, 1.0, tmp_path / "a.safetensors")
+    if into and "class" in wrong:
+        said = "holds the state of"
+    with pytest.raises(CheckpointError, match=said) as caught:
+        load(path, model, optimizer) if into else load(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert {**optimizer.state_dict(), "arrays": 0} == {**before, "arrays": 0}
 
 
 @pytest.mark.parametrize(
