@@ -31,7 +31,7 @@ import numpy as np
 
 from needle import _C
 from needle.backend_ndarray import NDArray
-from needle.files import naming, replacing
+from needle.files import naming, reading, regular, replacing
 from needle.heartbeat import beat
 
 PLAIN_LINES = 40  # of a run whose output is no terminal
@@ -44,8 +44,12 @@ class NotFinite(ArithmeticError):
 
 def read_lines(path: Path) -> list[dict]:
     """The lines of metrics.jsonl; damaged ones (a kill, a full disk) are passed over."""
+    if not path.exists():
+        return []
+    with reading(path) as file:
+        texts = file.read().splitlines()
     lines = []
-    for text in path.read_bytes().splitlines() if path.exists() else ():
+    for text in texts:
         try:
             line = json.loads(text)
             if all(isinstance(line[key], (int, float)) for key in ("step", "loss", "tokens")):
@@ -84,7 +88,7 @@ class RunLog:
         self.first_loss = drop_lines_after(self.path, start)
         self.loss = math.nan
         self.seconds = seconds  # of training, over all parts of the run
-        self._file = open(self.path, "a", encoding="utf-8")
+        self._file = open(self.path, "a", encoding="utf-8", opener=regular)
         self._trackers = trackers
         self._device, self._steps, self._tokens_per_step = device, steps, tokens_per_step
         self._on_cpu = device.is_host

@@ -208,7 +208,7 @@ class Checkpoint:
         """The tokenizer.json of the run, or the one beside the file; None where there is none."""
         where = self.path.resolve().parent
         beside = (folder / "tokenizer.json" for folder in (where.parent, where))
-        return next((path for path in beside if path.is_file()), None)
+        return next((path for path in beside if path.exists()), None)
 
     def _error(self, problem: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {problem}")

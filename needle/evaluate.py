@@ -258,7 +258,7 @@ def load_model(
     """
     path = Path(path)
     if path.is_dir() and not (path / "checkpoints").is_dir():
-        if not (path / "config.json").is_file():
+        if not (path / "config.json").exists():
             raise CheckpointError(
                 f"{path}: neither a run of needle (no folder checkpoints/) nor a "
                 "model of transformers (no config.json)"

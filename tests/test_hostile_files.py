@@ -9,8 +9,11 @@ import pytest
 
 from needle import checkpoint, optim, safetensors
 from needle.checkpoint import Checkpoint, CheckpointError, load, save_checkpoint
-from needle.data import DataError, load_tokenizer
+from needle.data import DataError, load_tokenizer, open_data
+from needle.data.runs import open_run
 from needle.evaluate import load_model
+from needle.files import Lock
+from needle.hf.__main__ import import_folder
 from needle.models.pythia import Pythia, PythiaConfig
 
 CONFIG = PythiaConfig(vocab_size=16, hidden_size=16, num_layers=2, num_heads=2, max_seq_len=32)
@@ -178,17 +181,46 @@ def test_offsets_that_contradict_the_shapes(tmp_path, offsets, said):
             safetensors.read_header(file)
 
 
-@pytest.mark.parametrize("what", ["checkpoint", "config.json", "model.safetensors", "tokenizer"])
-def test_a_fifo_is_refused_and_not_waited_for(tmp_path, folder, what):
-    path = {"checkpoint": tmp_path / "a.safetensors", "tokenizer": tmp_path / "tokenizer.json"}
-    path = path.get(what, folder / what)
+def idx_of(path):
+    path.with_suffix(".bin").write_bytes(b"")
+    return open_data(path.with_suffix(".bin"))
+
+
+def bin_of(path):
+    path.with_suffix(".idx").write_bytes(b"")
+    return open_data(path)
+
+
+@pytest.mark.parametrize(
+    "name, read",
+    [
+        ("a.safetensors", load_model),
+        ("hf", load_model),
+        ("config.json", lambda path: load_model(path.parent)),
+        ("model.safetensors", lambda path: load_model(path.parent)),
+        ("model.safetensors.index.json", lambda path: load_model(path.parent)),
+        ("tokenizer.json", load_tokenizer),
+        ("tokenizer.json", lambda path: load_tokenizer(load_model(path.parent)[1])),
+        ("tokenizer.json", lambda path: import_folder(path.parent, path.parent / "a" / "b")),
+        ("data", open_data),
+        ("data.txt", open_data),
+        ("data.npy", open_data),
+        ("data.bin", open_data),
+        ("data.bin", bin_of),
+        ("data.idx", idx_of),
+        ("config.json", lambda path: open_run(path.parent)),
+        ("lock", lambda path: Lock(path.parent)),
+    ],
+)
+def test_a_fifo_is_named_and_not_waited_for(folder, name, read):
+    path = folder / name
+    if "index" in name:
+        (folder / "model.safetensors").unlink()
     path.unlink(missing_ok=True)
     os.mkfifo(path)
-    with pytest.raises(ValueError, match="not a regular file|no such|no config.json|no model"):
-        if what == "tokenizer":
-            load_tokenizer(path)
-        else:
-            load_model(path if what == "checkpoint" else folder)
+    with pytest.raises(ValueError, match="it is a FIFO, not a regular file") as caught:
+        read(path)
+    assert str(caught.value).startswith(f"{path}: ")
 
 
 def test_a_tokenizer_with_huge_ids(tmp_path):

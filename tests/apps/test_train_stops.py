@@ -69,6 +69,23 @@ def test_the_command_that_goes_on(monkeypatch, folder, tensorboard, wandb, more)
     assert train_pythia.resume_command(run) == begins + more
 
 
+@pytest.mark.parametrize("name", ["lock", "metrics.jsonl"])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_fifo_in_the_folder_is_named(tmp_path, tokens, capsys, name, resumed):
+    """Opened for writing it would wait for a reader."""
+    path = tmp_path / "runs" / "a" / name
+    argv = flags(tmp_path, tokens, "a", "--resume", "auto")
+    if resumed:
+        assert train_pythia.main(argv) == 0
+        path.unlink()
+        (path.parent / "sample.txt").unlink()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(path)
+    assert train_pythia.main(argv) == 1
+    error = capsys.readouterr().err
+    assert f"{path}: cannot be" in error and "it is a FIFO, not a regular file" in error
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_finishes_the_step_saves_and_exits_0(tmp_path, tokens, number):
     argv = flags(tmp_path, tokens, "a", "--grad-accum", "3", steps=5000)
