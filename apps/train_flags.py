@@ -368,8 +368,8 @@ def parser() -> argparse.ArgumentParser:
         type=path_name,
         metavar="WHAT",
         help="a checkpoint, the folder of a run, or auto: the newest good "
-        "checkpoint of the run --name, without it of all runs in --out; with "
-        "none there, auto starts from the beginning",
+        "checkpoint of the run --name, without it of all runs in --out; where "
+        "none was ever saved, auto starts from the beginning",
     )
 
     faults = top.add_argument_group(

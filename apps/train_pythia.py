@@ -11,7 +11,6 @@ writes the same losses, bit for bit, as one that was not.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import shlex
@@ -280,6 +279,7 @@ def save(run: Run, log: RunLog) -> None:
         settings=run.settings,
         seconds=log.seconds,
     )
+    run_folder.note_saved(run.folder)
     run.saved = run.step
     beat(saved=run.step)
     prune_checkpoints(folder, run.step, forever=lambda step: stays(run.settings, step))
@@ -509,9 +509,9 @@ def write_description(run: Run) -> None:
         },
         "device": {"name": run.device.properties()["name"], "device": str(run.device)},
         "versions": versions(),
+        "saved": False,
     }
-    with replacing(run.folder / "config.json") as file:
-        file.write(json.dumps(description, indent=2).encode() + b"\n")
+    run_folder.write_description(run.folder, description)
     if run.data.tokenizer is not None:
         with replacing(run.folder / "tokenizer.json") as file:
             file.write(run.data.tokenizer.to_str().encode())
