@@ -408,6 +408,9 @@ class Tensor(Value, Operators["Tensor"]):
     def __float__(self) -> float:
         return float(self.item())
 
+    def __int__(self) -> int:
+        return int(self.item())
+
     def __format__(self, spec: str) -> str:
         """f"{loss:.4f}" formats the one value of a Tensor of size 1; without a format, as str()."""
         return format(self.item(), spec) if spec else str(self)
