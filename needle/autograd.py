@@ -446,6 +446,8 @@ class Tensor(Value, Operators["Tensor"]):
         """Compute `.grad` of every leaf that this Tensor was computed from.
 
         out_grad: the gradient of this Tensor, of its shape; ones when not given.
+        RuntimeError where an operand that a gradient reads was written in place since the forward;
+        writes of other libraries into memory that they share (`from_dlpack`) are not seen.
         The graph stays, so that it can be walked again: drop the Tensor (`del loss`) to free the
         activations before the next step allocates its own.
         """

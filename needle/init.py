@@ -216,7 +216,8 @@ def arange(
 
 def from_dlpack(array: Any) -> Tensor:
     """A Tensor over the memory of another library's array, on its device, without gradient. What
-    the other library marks read-only is copied.
+    the other library marks read-only is copied. `backward()` does not see what that library writes
+    there after the forward: the gradient is then that of the new values.
 
     >>> print(ndl.from_dlpack(np.arange(3, dtype=np.int32)))
     [0 1 2]
