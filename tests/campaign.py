@@ -31,6 +31,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "apps"), str(ROOT / "tests" / "apps")]
 
+import programs  # noqa: E402
+
+programs.need_pytest()
+
 import nth_allocation  # noqa: E402
 import numpy as np  # noqa: E402
 import train_pythia  # noqa: E402
@@ -428,7 +432,7 @@ def campaign(counts: dict[str, int], seed: int) -> int:
 
 
 def main() -> int:
-    top = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    top = argparse.ArgumentParser(description=programs.first_paragraph(__doc__))
     top.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
     top.add_argument("--count", type=int, metavar="N", help="tries of each part")
     top.add_argument("--seed", type=int, default=0, metavar="N")
