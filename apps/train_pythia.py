@@ -2,8 +2,8 @@
 """Trains a Pythia language model: `python apps/train_pythia.py`, `--help` for the flags.
 
 The file reads downwards: `train` is the loop, then the parts it calls, then `main`. A run lives in
-runs/NAME/: config.json, metrics.jsonl (a line a step), loss.png, tokenizer.json, sample.txt and
-checkpoints/step_N.safetensors. `--recipe` (recipes.py) trains as the published Pythias
+runs/NAME/: config.json, metrics.jsonl (a line a step), loss.png, tokenizer.json, sample.txt, lock
+and checkpoints/step_N.safetensors. `--recipe` (recipes.py) trains as the published Pythias
 were. Every number of a run follows from its settings: a run that was stopped anywhere and resumed
 writes the same losses, bit for bit, as one that was not.
 """
@@ -87,6 +87,8 @@ class Run:
     seconds: float = 0.0
     tensorboard: bool = False
     wandb: str | None = None  # the project
+    device_name: str = "auto"  # as the command line says it
+    hang_seconds: float = supervise.HANG_SECONDS
 
 
 # ---- the loop ---------------------------------------------------------------------------------
@@ -286,8 +288,12 @@ def save(run: Run, log: RunLog) -> None:
 
 
 def resume_command(run: Run) -> str:
+    """With the flags that a checkpoint does not hold."""
     words = [sys.executable, sys.argv[0], *run_folder.again(run.folder)]
+    words += ["--device", run.device_name] if run.device_name != "auto" else []
     words += ["--supervise"] * supervised() + ["--tensorboard"] * run.tensorboard
+    if supervised() and run.hang_seconds != supervise.HANG_SECONDS:
+        words += ["--hang-seconds", f"{run.hang_seconds:g}"]
     words += ["--wandb", run.wandb] if run.wandb is not None else []
     return shlex.join(words)
 
@@ -529,6 +535,7 @@ def main(argv: list[str] | None = None) -> int:
         found = run_folder.resume(args.resume, Path(args.out), args.name) if args.resume else None
         run = new_run(args) if found is None else resumed_run(args, *found)
         run.tensorboard, run.wandb = args.tensorboard, args.wandb
+        run.device_name, run.hang_seconds = args.device, args.hang_seconds
         print(f"{run.model}\n{run.data.source}\nrun: {run.folder}", flush=True)
         if run.step >= run.settings["steps"]:
             if not is_finished(run):

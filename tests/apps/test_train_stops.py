@@ -1,5 +1,6 @@
 """How runs of apps/train_pythia.py end early: signals, faults, and settings that are refused."""
 
+import dataclasses
 import os
 import shlex
 import signal
@@ -52,18 +53,26 @@ def wait_for_step(tmp_path, name, step, process):
 
 
 @pytest.mark.parametrize(
-    "folder, tensorboard, wandb, more",
+    "folder, flags, more",
     [
-        ("runs/a", False, None, ""),
-        ("runs/b c", False, None, ""),
-        ("more runs/a", False, None, " --out 'more runs'"),
-        ("/runs/a", True, "project", " --out /runs --tensorboard --wandb project"),
+        ("runs/a", {}, ""),
+        ("runs/b c", {}, ""),
+        ("more runs/a", {}, " --out 'more runs'"),
+        (
+            "/runs/a",
+            {"tensorboard": True, "wandb": "project"},
+            " --out /runs --tensorboard --wandb project",
+        ),
+        ("runs/a", {"device_name": "cuda:1"}, " --device cuda:1"),
+        ("runs/a", {"hang_seconds": 7.5}, " --supervise --hang-seconds 7.5"),
     ],
 )
-def test_the_command_that_goes_on(monkeypatch, folder, tensorboard, wandb, more):
+def test_the_command_that_goes_on(monkeypatch, folder, flags, more):
     folder = Path(folder)
     monkeypatch.setattr(sys, "argv", ["apps/train_pythia.py", "--steps", "5"])
-    run = SimpleNamespace(folder=folder, tensorboard=tensorboard, wandb=wandb)
+    monkeypatch.setattr(train_pythia, "supervised", lambda: "hang_seconds" in flags)
+    fields = {field.name: field.default for field in dataclasses.fields(train_pythia.Run)}
+    run = SimpleNamespace(**fields | flags | {"folder": folder})
     name = shlex.quote(folder.name)
     begins = f"{shlex.quote(sys.executable)} apps/train_pythia.py --resume auto --name {name}"
     assert train_pythia.resume_command(run) == begins + more
@@ -96,7 +105,7 @@ def test_a_signal_finishes_the_step_saves_and_exits_0(tmp_path, tokens, number):
     assert process.returncode == 0, error
     last = lines_of(tmp_path, "a")[-1]["step"]
     assert f"stopped by {number.name} after step {last} of 5000, and saved" in out
-    assert "--resume auto --name a" in out
+    assert "--resume auto --name a" in out and " --device cpu\n" in out
     newest = list_checkpoints(tmp_path / "runs" / "a" / "checkpoints")[0]
     assert Checkpoint(newest).state["step"] == last
 
