@@ -20,7 +20,7 @@ from run_log import read_lines
 
 from needle.checkpoint import Checkpoint, find_checkpoint, newest_checkpoint
 from needle.data import DataError
-from needle.files import FileError, Lock, reading, remove_leftovers, replacing
+from needle.files import FileError, Lock, described, reading, remove_leftovers, replacing
 from needle.heartbeat import beat
 
 
@@ -97,7 +97,7 @@ def take(folder: Path) -> Lock:
             remove_leftovers(folder / "checkpoints")
         return lock
     except OSError as error:
-        raise FileError(f"{error.filename}: {error.strerror}") from error
+        raise FileError(described(error)) from error
 
 
 def resume(what: str, out: Path, name: str | None) -> tuple[Path, Lock, Checkpoint] | None:

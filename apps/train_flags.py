@@ -87,6 +87,7 @@ RESULT_FLAGS = (
     "window",
 )
 OTHER_FLAGS = ("eval_every", "save_every")
+LONGEST_NAME = 255
 
 
 def _number(
@@ -113,6 +114,14 @@ positive = _number(float, 0, False, "a number above 0")
 not_negative = _number(float, 0, True, "a number of 0 or more")
 
 
+def share(text: str) -> float:
+    words = "a number above 0 and at most 1"
+    value = _number(float, 0, False, words)(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"must be {words}, not {text!r}")
+    return value
+
+
 def device_name(text: str) -> str:
     try:
         return check_device_name(text)
@@ -136,6 +145,11 @@ def run_name(text: str) -> str:
     if not text or "/" in text or text.startswith("."):
         raise argparse.ArgumentTypeError(
             f"must be a name for a folder, without '/' and not beginning with '.', not {text!r}"
+        )
+    if len(os.fsencode(text)) > LONGEST_NAME:
+        raise argparse.ArgumentTypeError(
+            f"must have at most {LONGEST_NAME} bytes, as file systems want it, not "
+            f"{len(os.fsencode(text))}"
         )
     return text
 

@@ -55,7 +55,7 @@ from needle.data import (  # noqa: E402
     run_data,
     token_bytes,
 )
-from needle.files import Lock, replacing  # noqa: E402
+from needle.files import Lock, described, replacing  # noqa: E402
 from needle.heartbeat import beat, supervised  # noqa: E402
 from needle.peaks import peak  # noqa: E402
 
@@ -166,7 +166,7 @@ def train(run: Run) -> int:
         batches.close()
         stop.restore()
     if failure is not None:
-        print(f"train_pythia.py: {failure}", file=sys.stderr)
+        print(f"train_pythia.py: {described(failure)}", file=sys.stderr)
     if run.step < steps or failure is not None:
         reason = stop.reason or "this error"
         print(
@@ -558,7 +558,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 1
     except (ValueError, OSError) as error:
-        print(f"train_pythia.py: {error}", file=sys.stderr)
+        print(f"train_pythia.py: {described(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # before the first step, or a second one within a step
         print("train_pythia.py: interrupted", file=sys.stderr)

@@ -65,6 +65,15 @@ def reading(path: Path) -> Iterator[BinaryIO]:
         raise FileError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
+def described(error: Exception) -> str:
+    """For a line that people read: an error of the system as its file and the reason, any other as
+    it says itself."""
+    if not isinstance(error, OSError) or error.filename is None:
+        return str(error)
+    more = "; see to its permissions" if isinstance(error, PermissionError) else ""
+    return f"{error.filename}: {error.strerror}{more}"
+
+
 @contextlib.contextmanager
 def naming(path: str | os.PathLike) -> Iterator[None]:
     """An OSError that says no file, as those of writing do (a full disk), gets this one's name."""

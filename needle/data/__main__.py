@@ -18,7 +18,7 @@ from needle.data.readers import TokenData, matching, no_text, open_data, open_to
 from needle.data.runs import open_run
 from needle.data.text import documents, load_tokenizer, warn
 from needle.data.tokens import DataError, Documents, FlatTokens, to_ids
-from needle.files import naming, reading
+from needle.files import described, naming, reading
 
 SCANNED = 1 << 22  # ids that `inspect` looks at, spread over the file
 
@@ -246,7 +246,7 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError) as error:
-        print(f"needle.data: {error}", file=sys.stderr)
+        print(f"needle.data: {described(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("needle.data: interrupted; the same command goes on", file=sys.stderr)

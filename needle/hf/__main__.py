@@ -11,7 +11,7 @@ from pathlib import Path
 from needle import hf, models
 from needle.backend_ndarray import FLOAT_DTYPES, cpu
 from needle.checkpoint import CheckpointError, find_checkpoint, save_checkpoint
-from needle.files import reading, replacing
+from needle.files import described, reading, replacing
 
 
 def export_checkpoint(
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             written = import_folder(args.folder, args.checkpoint, args.dtype)
     except (ValueError, OSError, RuntimeError) as error:
-        print(f"needle.hf: {error}", file=sys.stderr)
+        print(f"needle.hf: {described(error)}", file=sys.stderr)
         return 1
     for path in written:
         print(path)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -273,15 +274,62 @@ def test_a_warmup_longer_than_the_run(tmp_path, capsys):
     assert train_flags.complete(constant, None, on_gpu=False)["warmup"] == 7
 
 
-def test_bad_sampling_is_refused_before_the_prompt_is_printed(tmp_path, texts, capsys):
-    assert train_pythia.main(flags(tmp_path, texts, "a", steps=1)) == 0
-    capsys.readouterr()
-    argv = [str(tmp_path / "runs" / "a"), "--device", "cpu", "--top-p", "2"]
-    assert generate.main(argv) == 1
-    assert capsys.readouterr() == (
-        "",
-        "generate.py: top_p must be above 0 and at most 1, not 2.0\n",
-    )
+@pytest.mark.parametrize("value", ["7", "1.01", "0", "-1", "nan", "inf", "x"])
+def test_a_bad_share_of_probability_is_a_bad_flag(capsys, value):
+    with pytest.raises(SystemExit) as stop:
+        generate.main(["nowhere", f"--top-p={value}"])
+    said = f"argument --top-p: must be a number above 0 and at most 1, not {value!r}\n"
+    assert stop.value.code == 2 and capsys.readouterr().err.endswith(said)
+    assert generate.parser().parse_args(["nowhere", "--top-p", "1"]).top_p == 1
+
+
+# As a user whom permissions bind: capset(2) with the version of its structures and no rights.
+POWERLESS = """
+import ctypes, sys
+header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+if ctypes.CDLL(None).capset(header, none) != 0:
+    sys.exit(77)
+sys.path.insert(0, sys.argv.pop(1))
+import generate, train_pythia
+from needle.models import pythia
+pythia.PRESETS["tiny"] = eval(sys.argv.pop(1))
+sys.exit(globals()[sys.argv.pop(1)].main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("more", [None, [], ["--resume", "auto"], ["--resume"]])
+def test_a_folder_that_may_not_be_read(tmp_path, tokens, more):
+    """`more` flags of a training; None: generate.py."""
+    assert train_pythia.main(flags(tmp_path, tokens, "a", steps=1)) == 0
+    folder = tmp_path / "runs" / "a"
+    argv = ["generate", str(folder)]
+    if more is not None:
+        more = [*more, str(folder)] if more == ["--resume"] else more
+        argv = ["train_pythia", *flags(tmp_path, tokens, "a", *more)]
+    folder.chmod(0)
+    try:
+        command = [sys.executable, "-c", POWERLESS, str(ROOT / "apps"), repr(SMALL), *argv]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    finally:
+        folder.chmod(0o755)
+    if done.returncode == 77:
+        pytest.skip("the system does not let a process give up its rights")
+    assert done.returncode == 1
+    program, path, *_, reason = done.stderr.split(": ")
+    assert program == f"{argv[0]}.py" and Path(path).is_relative_to(folder)
+    assert re.fullmatch("Permission denied(; see to its permissions)?\n", reason)
+
+
+def test_a_name_that_no_file_system_takes(tmp_path, tokens, capsys):
+    argv = flags(tmp_path, tokens, "é" * 128)
+    with pytest.raises(SystemExit) as stop:
+        train_pythia.main(argv)
+    said = "argument --name: must have at most 255 bytes, as file systems want it, not 256\n"
+    assert stop.value.code == 2 and capsys.readouterr().err.endswith(said)
+    for flag in ("--data", "--init", "--tokenizer", "--resume"):
+        long = str(tmp_path / ("a" * 300))
+        assert train_pythia.main(flags(tmp_path, tokens, "a", flag, long)) == 1
+        assert capsys.readouterr().err == f"train_pythia.py: {long}: File name too long\n"
 
 
 def test_help_names_every_flag_in_groups_with_defaults(capsys):
