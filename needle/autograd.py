@@ -253,7 +253,7 @@ class Value:
                 if not isinstance(x, Value):
                     raise TypeError(
                         f"{type(op).__name__}: operand {i} must be a Tensor, "
-                        f"but is {type(x).__name__}"
+                        f"but is {type(x).__name__} (ndl.Tensor(array) makes one)"
                     ) from None
             raise
         if _mode.enabled:
