@@ -374,18 +374,21 @@ def new_run(args) -> Run:
     folder = run_folder.free_folder(
         Path(args.out), args.name, settings["model"], restart=bool(args.resume)
     )
-    if device.is_host and train_flags.may_choose_steps(named, args.tokens, settings):
-        config = model_config(settings) if model is None else model.config
-        named["steps"] = run_length.choose_steps(config, settings, device)
-        settings = train_flags.complete(named, None, on_gpu=False)
     described = train_flags.data_of(settings)
     data = run_data(described)
-    np.random.seed(settings["seed"])
     if model is None:
         config = model_config(settings, data.vocab_size)
-        model = config.model_class(config, device=device)
     else:
-        run_init.check_vocabulary(settings["init"], model.config, data.vocab_size)
+        config = model.config
+        run_init.check_vocabulary(settings["init"], config, data.vocab_size)
+    if device.is_host and train_flags.may_choose_steps(named, args.tokens, settings):
+        run_batches(data, described)  # too little text is said before anything is measured
+        named["steps"] = run_length.choose_steps(config, settings, device)
+        settings = train_flags.complete(named, None, on_gpu=False)
+        described = train_flags.data_of(settings)
+    np.random.seed(settings["seed"])
+    if model is None:
+        model = config.model_class(config, device=device)
     batches = Prefetch(run_batches(data, described, model.config.vocab_size), device)
     flat = nn.flatten_parameters(model)
     optimizer = optim.AdamW(
