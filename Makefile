@@ -57,7 +57,7 @@ help:
 	@echo 'make fuzz                   an hour of hostile calls of the core, under the same sanitizers'
 	@echo 'make memcheck               the CUDA kernel tests under compute-sanitizer'
 	@echo 'make campaign               kills, failing disks, damaged files: an hour of tries to lose a run'
-	@echo 'make mutants ARGS=c          faults planted on purpose, each of which a test must see (c, cuda, python)'
+	@echo 'make mutants ARGS=c         faults planted on purpose, each of which a test must see (c, cuda, python)'
 	@echo 'make bench                  the benchmarks'
 	@echo 'make clean                  remove what was built (keeps $(VENV) and runs/)'
 	@echo

@@ -20,8 +20,8 @@ import train_flags  # noqa: E402
 from needle.backend_ndarray import FLOAT_DTYPES, choose_device  # noqa: E402
 from needle.data import END_OF_TEXT, load_tokenizer  # noqa: E402
 from needle.evaluate import load_model  # noqa: E402
+from needle.files import described  # noqa: E402
 from needle.generation import stream_text  # noqa: E402
-from needle.sampling import check_sampling  # noqa: E402
 
 
 def parser() -> argparse.ArgumentParser:
@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument(
         "--top-p",
-        type=train_flags.positive,
+        type=train_flags.share,
         metavar="P",
         help="choose among the likeliest tokens that have probability P together",
     )
@@ -105,8 +105,6 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
-        # stream_text checks too, but only when its first piece is asked for, behind the prompt.
-        check_sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
         model, beside = load_model(args.model, choose_device(args.device), args.dtype)
         if args.tokenizer is None and beside is None:
             raise ValueError(f"{args.model}: no tokenizer.json lies with it; give --tokenizer")
@@ -132,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
         print()
         return 0
     except (ValueError, OSError, RuntimeError) as error:
-        print(f"generate.py: {error}", file=sys.stderr)
+        print(f"generate.py: {described(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print()

@@ -2,36 +2,80 @@
 
     runs/NAME/lock          held by the one process that trains in it (needle/files.py)
     runs/NAME/checkpoints/  step_N.safetensors
+    runs/NAME/config.json   says by `saved` whether there has been a checkpoint
 
-A run begins anew only where nothing was ever saved. Checkpoints that cannot be read, and folders
-that cannot be listed, are errors: whoever began anew would overwrite them.
+A run begins anew only where nothing was ever saved. Checkpoints that are gone or cannot be read,
+and folders that cannot be listed, are errors: whoever began anew would overwrite what is left.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
 import os
 from pathlib import Path
 
+from run_log import read_lines
+
 from needle.checkpoint import Checkpoint, find_checkpoint, newest_checkpoint
 from needle.data import DataError
-from needle.files import FileError, Lock, remove_leftovers
+from needle.files import FileError, Lock, described, reading, remove_leftovers, replacing
 from needle.heartbeat import beat
 
 
 def free_folder(out: Path, name: str | None, model: str, restart: bool) -> Path:
     """The folder of a new run, not made yet. `restart`: a run that died before its first checkpoint
-    begins again in its own folder. DataError where there is a run of this name."""
+    begins again in its own folder. DataError where there is a run of this name, or has been one
+    that saved."""
+    given = name or ""
     if name is None:
         names = itertools.chain([model], (f"{model}-{i}" for i in itertools.count(2)))
         name = next(n for n in names if restart or not (out / n).exists())
     folder = out / name
+    if restart and has_saved(folder):
+        raise DataError(
+            f"{folder / 'checkpoints'}: no checkpoint is left there, and this run has saved some: "
+            f"put one back to go on, or begin anew under another --name, or remove {folder}"
+        )
+    if restart:
+        print(
+            f"--resume auto: no checkpoint in {out / given}: starting from the beginning",
+            flush=True,
+        )
     if not restart and folder.exists() and any(folder.iterdir()):
         raise DataError(
             f"{folder}: there is a run of this name already; go on with it by "
             f"--resume auto --name {name}, or choose another --name"
         )
     return folder
+
+
+def has_saved(folder: Path) -> bool:
+    """Whether a run ever had a checkpoint. Where its config.json does not say so, as older ones do
+    not: whether it has trained."""
+    try:
+        return bool(read_description(folder)["saved"])
+    except (FileError, ValueError, KeyError, TypeError):
+        return bool(read_lines(folder / "metrics.jsonl"))
+
+
+def note_saved(folder: Path) -> None:
+    """Its first checkpoint is there; config.json says so from now on."""
+    with contextlib.suppress(FileError, ValueError, TypeError):  # the training does not need it
+        description = read_description(folder)
+        if not description.get("saved"):
+            write_description(folder, {**description, "saved": True})
+
+
+def read_description(folder: Path) -> dict:
+    with reading(folder / "config.json") as file:
+        return json.loads(file.read())
+
+
+def write_description(folder: Path, description: dict) -> None:
+    with replacing(folder / "config.json") as file:
+        file.write(json.dumps(description, indent=2).encode() + b"\n")
 
 
 def again(folder: Path) -> list[str]:
@@ -53,7 +97,7 @@ def take(folder: Path) -> Lock:
             remove_leftovers(folder / "checkpoints")
         return lock
     except OSError as error:
-        raise FileError(f"{error.filename}: {error.strerror}") from error
+        raise FileError(described(error)) from error
 
 
 def resume(what: str, out: Path, name: str | None) -> tuple[Path, Lock, Checkpoint] | None:
@@ -77,10 +121,6 @@ def resume(what: str, out: Path, name: str | None) -> tuple[Path, Lock, Checkpoi
         if found is not None:
             return folder, lock, found
         lock.release()
-    print(
-        f"--resume auto: no checkpoint in {out / (name or '')}: starting from the beginning",
-        flush=True,
-    )
     return None
 
 

@@ -31,10 +31,11 @@ import numpy as np
 
 from needle import _C
 from needle.backend_ndarray import NDArray
-from needle.files import naming, replacing
+from needle.files import naming, reading, regular, replacing
 from needle.heartbeat import beat
 
 PLAIN_LINES = 40  # of a run whose output is no terminal
+SMOOTHED = 50  # of so many steps the loss is a mean of neighbours
 TRAINING, HELD_OUT = "#0b3d91", "#b22200"  # of loss.png: dark enough to print, apart in grey
 
 
@@ -44,8 +45,12 @@ class NotFinite(ArithmeticError):
 
 def read_lines(path: Path) -> list[dict]:
     """The lines of metrics.jsonl; damaged ones (a kill, a full disk) are passed over."""
+    if not path.exists():
+        return []
+    with reading(path) as file:
+        texts = file.read().splitlines()
     lines = []
-    for text in path.read_bytes().splitlines() if path.exists() else ():
+    for text in texts:
         try:
             line = json.loads(text)
             if all(isinstance(line[key], (int, float)) for key in ("step", "loss", "tokens")):
@@ -84,7 +89,7 @@ class RunLog:
         self.first_loss = drop_lines_after(self.path, start)
         self.loss = math.nan
         self.seconds = seconds  # of training, over all parts of the run
-        self._file = open(self.path, "a", encoding="utf-8")
+        self._file = open(self.path, "a", encoding="utf-8", opener=regular)
         self._trackers = trackers
         self._device, self._steps, self._tokens_per_step = device, steps, tokens_per_step
         self._on_cpu = device.is_host
@@ -286,10 +291,10 @@ def short(number: float) -> str:
 
 
 def smoothed(values: Sequence[float]) -> np.ndarray:
-    """The mean of each value and its neighbours, a fiftieth of all on either side; fewer at the
-    beginning, so that the first descent stays where it is."""
+    """The mean of each value and its neighbours, one of SMOOTHED on either side; fewer at the
+    beginning, so that the first descent stays where it is. Of fewer values: they themselves."""
     at = np.arange(len(values))
-    reach = np.minimum(at, len(values) // 50)
+    reach = np.minimum(at, len(values) // SMOOTHED)
     stop = np.minimum(at + reach + 1, len(values))
     sums = np.concatenate([[0], np.cumsum(values, dtype=np.float64)])
     return (sums[stop] - sums[at - reach]) / (stop - (at - reach))
@@ -309,8 +314,11 @@ def plot(folder: Path) -> str:
 
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     tokens, losses = [e["tokens"] for e in lines], [e["loss"] for e in lines]
-    axes.plot(tokens, losses, color=TRAINING, alpha=0.3, lw=0.8)
-    axes.plot(tokens, smoothed(losses), color=TRAINING, lw=1.8, label="training, smoothed")
+    label = "training"
+    if len(losses) >= SMOOTHED:
+        axes.plot(tokens, losses, color=TRAINING, alpha=0.3, lw=0.8)
+        label = "training, smoothed"
+    axes.plot(tokens, smoothed(losses), color=TRAINING, lw=1.8, label=label)
     held_out = [e for e in lines if "val_loss" in e]
     if held_out:
         places, values = [e["tokens"] for e in held_out], [e["val_loss"] for e in held_out]

@@ -16,6 +16,8 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+from needle.files import reading
+
 TENSORBOARD = ("tensorboard", "tensorboardX")
 
 
@@ -109,12 +111,14 @@ class WeightsAndBiases:
         kept = folder / "wandb_id"
         if not kept.exists():
             kept.write_text(uuid.uuid4().hex + "\n")
+        with reading(kept) as file:
+            identity = file.read().decode().strip()
         try:
             self._run = wandb.init(
                 project=project,
                 name=folder.name,
                 dir=str(folder),
-                id=kept.read_text().strip(),
+                id=identity,
                 resume="allow",
                 config=settings,
             )

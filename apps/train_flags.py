@@ -87,6 +87,7 @@ RESULT_FLAGS = (
     "window",
 )
 OTHER_FLAGS = ("eval_every", "save_every")
+LONGEST_NAME = 255
 
 
 def _number(
@@ -113,6 +114,14 @@ positive = _number(float, 0, False, "a number above 0")
 not_negative = _number(float, 0, True, "a number of 0 or more")
 
 
+def share(text: str) -> float:
+    words = "a number above 0 and at most 1"
+    value = _number(float, 0, False, words)(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"must be {words}, not {text!r}")
+    return value
+
+
 def device_name(text: str) -> str:
     try:
         return check_device_name(text)
@@ -136,6 +145,11 @@ def run_name(text: str) -> str:
     if not text or "/" in text or text.startswith("."):
         raise argparse.ArgumentTypeError(
             f"must be a name for a folder, without '/' and not beginning with '.', not {text!r}"
+        )
+    if len(os.fsencode(text)) > LONGEST_NAME:
+        raise argparse.ArgumentTypeError(
+            f"must have at most {LONGEST_NAME} bytes, as file systems want it, not "
+            f"{len(os.fsencode(text))}"
         )
     return text
 
@@ -368,8 +382,8 @@ def parser() -> argparse.ArgumentParser:
         type=path_name,
         metavar="WHAT",
         help="a checkpoint, the folder of a run, or auto: the newest good "
-        "checkpoint of the run --name, without it of all runs in --out; with "
-        "none there, auto starts from the beginning",
+        "checkpoint of the run --name, without it of all runs in --out; where "
+        "none was ever saved, auto starts from the beginning",
     )
 
     faults = top.add_argument_group(
@@ -445,13 +459,21 @@ def complete(named: dict, tokens: int | None, on_gpu: bool) -> dict:
     if "warmup" not in named:
         steps = settings["steps"]
         settings["warmup"] = steps // 10 if recipe is None else recipes.warmup(steps)
-    # A constant rate has no end to reach: a run of it may stop within the warmup and go on later.
-    if settings["warmup"] > settings["steps"] and settings["schedule"] != "constant":
-        raise ValueError(
-            f"--warmup {settings['warmup']}: the run has {settings['steps']} steps, "
-            f"and its warmup must be 0 to {settings['steps']} of them"
-        )
+    problem = late_warmup(settings)
+    if problem is not None:
+        raise ValueError(problem)
     return settings
+
+
+def late_warmup(settings: dict) -> str | None:
+    """What is wrong with a warmup that ends behind the run. A constant rate has no end to reach: a
+    run of it may stop within the warmup and go on later."""
+    warmup, steps = settings["warmup"], settings["steps"]
+    if warmup <= steps or settings["schedule"] == "constant":
+        return None
+    return (
+        f"--warmup {warmup}: the run has {steps} steps, and its warmup must be 0 to {steps} of them"
+    )
 
 
 def may_choose_steps(named: dict, tokens: int | None, settings: dict) -> bool:
@@ -507,15 +529,22 @@ def share_step(settings: dict, named: dict) -> None:
 
 def misfits(settings: dict) -> list[str]:
     """What no flag could have set, in the settings of a checkpoint."""
-    found = []
-    for flag, value in settings.items():
-        default = {**COMMON, **CPU, "warmup": 0}.get(flag)
+    top, found = parser(), []
+    top.exit_on_error = False
+    for flag in RESULT_FLAGS + OTHER_FLAGS:
+        value, default = settings[flag], {**COMMON, **CPU, "warmup": 0}[flag]
         kinds = (int, float) if isinstance(default, float) else type(default)
-        if default is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
+        if default is None:
+            kinds = (str, type(None))
+        if isinstance(value, bool) or not isinstance(value, kinds):
             found.append(f"{flag} is {value!r:.40}")
-        elif default is None and flag in COMMON and not isinstance(value, str | None):
-            found.append(f"{flag} is {value!r:.40}")
-    return found
+        elif value is not None and flag != "model":  # with --init it may be none of the presets
+            try:
+                top.parse_args([f"--{flag.replace('_', '-')}={value}"])
+            except argparse.ArgumentError as error:
+                found.append(f"{flag} is {value!r:.40}: {error.message}")
+    late = None if found else late_warmup(settings)
+    return found if late is None else [late]
 
 
 def resumed(named: dict, tokens: int | None, saved: dict) -> tuple[dict, list[str]]:

@@ -2,8 +2,8 @@
 """Trains a Pythia language model: `python apps/train_pythia.py`, `--help` for the flags.
 
 The file reads downwards: `train` is the loop, then the parts it calls, then `main`. A run lives in
-runs/NAME/: config.json, metrics.jsonl (a line a step), loss.png, tokenizer.json, sample.txt and
-checkpoints/step_N.safetensors. `--recipe` (recipes.py) trains as the published Pythias
+runs/NAME/: config.json, metrics.jsonl (a line a step), loss.png, tokenizer.json, sample.txt, lock
+and checkpoints/step_N.safetensors. `--recipe` (recipes.py) trains as the published Pythias
 were. Every number of a run follows from its settings: a run that was stopped anywhere and resumed
 writes the same losses, bit for bit, as one that was not.
 """
@@ -11,7 +11,6 @@ writes the same losses, bit for bit, as one that was not.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import shlex
@@ -56,7 +55,7 @@ from needle.data import (  # noqa: E402
     run_data,
     token_bytes,
 )
-from needle.files import Lock, replacing  # noqa: E402
+from needle.files import Lock, described, replacing  # noqa: E402
 from needle.heartbeat import beat, supervised  # noqa: E402
 from needle.peaks import peak  # noqa: E402
 
@@ -88,6 +87,8 @@ class Run:
     seconds: float = 0.0
     tensorboard: bool = False
     wandb: str | None = None  # the project
+    device_name: str = "auto"  # as the command line says it
+    hang_seconds: float = supervise.HANG_SECONDS
 
 
 # ---- the loop ---------------------------------------------------------------------------------
@@ -165,7 +166,7 @@ def train(run: Run) -> int:
         batches.close()
         stop.restore()
     if failure is not None:
-        print(f"train_pythia.py: {failure}", file=sys.stderr)
+        print(f"train_pythia.py: {described(failure)}", file=sys.stderr)
     if run.step < steps or failure is not None:
         reason = stop.reason or "this error"
         print(
@@ -280,14 +281,19 @@ def save(run: Run, log: RunLog) -> None:
         settings=run.settings,
         seconds=log.seconds,
     )
+    run_folder.note_saved(run.folder)
     run.saved = run.step
     beat(saved=run.step)
     prune_checkpoints(folder, run.step, forever=lambda step: stays(run.settings, step))
 
 
 def resume_command(run: Run) -> str:
+    """With the flags that a checkpoint does not hold."""
     words = [sys.executable, sys.argv[0], *run_folder.again(run.folder)]
+    words += ["--device", run.device_name] if run.device_name != "auto" else []
     words += ["--supervise"] * supervised() + ["--tensorboard"] * run.tensorboard
+    if supervised() and run.hang_seconds != supervise.HANG_SECONDS:
+        words += ["--hang-seconds", f"{run.hang_seconds:g}"]
     words += ["--wandb", run.wandb] if run.wandb is not None else []
     return shlex.join(words)
 
@@ -368,18 +374,21 @@ def new_run(args) -> Run:
     folder = run_folder.free_folder(
         Path(args.out), args.name, settings["model"], restart=bool(args.resume)
     )
-    if device.is_host and train_flags.may_choose_steps(named, args.tokens, settings):
-        config = model_config(settings) if model is None else model.config
-        named["steps"] = run_length.choose_steps(config, settings, device)
-        settings = train_flags.complete(named, None, on_gpu=False)
     described = train_flags.data_of(settings)
     data = run_data(described)
-    np.random.seed(settings["seed"])
     if model is None:
         config = model_config(settings, data.vocab_size)
-        model = config.model_class(config, device=device)
     else:
-        run_init.check_vocabulary(settings["init"], model.config, data.vocab_size)
+        config = model.config
+        run_init.check_vocabulary(settings["init"], config, data.vocab_size)
+    if device.is_host and train_flags.may_choose_steps(named, args.tokens, settings):
+        run_batches(data, described)  # too little text is said before anything is measured
+        named["steps"] = run_length.choose_steps(config, settings, device)
+        settings = train_flags.complete(named, None, on_gpu=False)
+        described = train_flags.data_of(settings)
+    np.random.seed(settings["seed"])
+    if model is None:
+        model = config.model_class(config, device=device)
     batches = Prefetch(run_batches(data, described, model.config.vocab_size), device)
     flat = nn.flatten_parameters(model)
     optimizer = optim.AdamW(
@@ -398,14 +407,16 @@ def new_run(args) -> Run:
     return run
 
 
-def resumed_run(args, folder: Path, lock: Lock, checkpoint: Checkpoint) -> Run:
-    device, state = open_device(args.device), checkpoint.state
+def check_state(checkpoint: Checkpoint) -> None:
+    """CheckpointError for the file of another program, and for values that no run could have."""
+    state = checkpoint.state
     kinds = {"settings": dict, "step": int, "data": dict, "fingerprint": str}
     kinds |= {"seconds": (int, float), "optimizer": dict}
     missing = [key for key, kind in kinds.items() if not isinstance(state.get(key), kind)]
     if not missing:
         known = {**train_flags.COMMON, **state["settings"]}
-        missing = [f"settings of {key}" for key in train_flags.RESULT_FLAGS if key not in known]
+        flags = train_flags.RESULT_FLAGS + train_flags.OTHER_FLAGS
+        missing = [f"settings of {key}" for key in flags if key not in known]
         missing += [
             f"{key} of its data"
             for key in ("epoch", "batch")
@@ -416,10 +427,24 @@ def resumed_run(args, folder: Path, lock: Lock, checkpoint: Checkpoint) -> Run:
             f"{checkpoint.path}: not the checkpoint of a run of train_pythia.py: "
             f"it has no {', '.join(missing)}"
         )
-    wrong = train_flags.misfits(state["settings"])
-    if wrong or state["step"] < 0:
-        wrong += [f"step is {state['step']}"] * (state["step"] < 0)
+    wrong = train_flags.misfits(known)
+    if not wrong:
+        steps, epoch = known["steps"], state["data"]["epoch"]
+        if not 0 <= state["step"] <= steps:
+            wrong.append(f"step is {state['step']}: the run has {steps}")
+        if not 0 <= epoch <= steps * known["grad_accum"]:
+            wrong.append(f"epoch of its data is {epoch}: the run draws fewer batches")
+    if not 0 <= state["seconds"] < math.inf:
+        wrong.append(f"seconds is {state['seconds']!r:.40}: must be a number of 0 or more")
+    if state["optimizer"].get("class") != "AdamW":
+        wrong.append(f"optimizer is {state['optimizer'].get('class')!r:.40}: runs have AdamW")
+    if wrong:
         raise CheckpointError(f"{checkpoint.path}: its settings cannot be used: {', '.join(wrong)}")
+
+
+def resumed_run(args, folder: Path, lock: Lock, checkpoint: Checkpoint) -> Run:
+    device, state = open_device(args.device), checkpoint.state
+    check_state(checkpoint)
     settings, differences = train_flags.resumed(
         train_flags.given(args), args.tokens, state["settings"]
     )
@@ -431,9 +456,11 @@ def resumed_run(args, folder: Path, lock: Lock, checkpoint: Checkpoint) -> Run:
         )
     described = train_flags.data_of(settings)
     data = run_data(described, folder, state["fingerprint"])
-    batches = Prefetch(run_batches(data, described, state["config"]["vocab_size"]), device)
+    batches = Prefetch(run_batches(data, described, checkpoint.configuration().vocab_size), device)
     batches.seek(state["data"])
     model, optimizer, _, _ = checkpoint.restore(device)
+    if optimizer.flat is None:
+        raise CheckpointError(f"{checkpoint.path}: its optimizer has a part of the parameters only")
     checkpoint.restore_random_state()
     print(f"resuming {checkpoint.path} after step {state['step']}")
     return Run(
@@ -491,9 +518,9 @@ def write_description(run: Run) -> None:
         },
         "device": {"name": run.device.properties()["name"], "device": str(run.device)},
         "versions": versions(),
+        "saved": False,
     }
-    with replacing(run.folder / "config.json") as file:
-        file.write(json.dumps(description, indent=2).encode() + b"\n")
+    run_folder.write_description(run.folder, description)
     if run.data.tokenizer is not None:
         with replacing(run.folder / "tokenizer.json") as file:
             file.write(run.data.tokenizer.to_str().encode())
@@ -511,6 +538,7 @@ def main(argv: list[str] | None = None) -> int:
         found = run_folder.resume(args.resume, Path(args.out), args.name) if args.resume else None
         run = new_run(args) if found is None else resumed_run(args, *found)
         run.tensorboard, run.wandb = args.tensorboard, args.wandb
+        run.device_name, run.hang_seconds = args.device, args.hang_seconds
         print(f"{run.model}\n{run.data.source}\nrun: {run.folder}", flush=True)
         if run.step >= run.settings["steps"]:
             if not is_finished(run):
@@ -533,7 +561,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 1
     except (ValueError, OSError) as error:
-        print(f"train_pythia.py: {error}", file=sys.stderr)
+        print(f"train_pythia.py: {described(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # before the first step, or a second one within a step
         print("train_pythia.py: interrupted", file=sys.stderr)

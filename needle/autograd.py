@@ -253,7 +253,7 @@ class Value:
                 if not isinstance(x, Value):
                     raise TypeError(
                         f"{type(op).__name__}: operand {i} must be a Tensor, "
-                        f"but is {type(x).__name__}"
+                        f"but is {type(x).__name__} (ndl.Tensor(array) makes one)"
                     ) from None
             raise
         if _mode.enabled:
@@ -408,6 +408,9 @@ class Tensor(Value, Operators["Tensor"]):
     def __float__(self) -> float:
         return float(self.item())
 
+    def __int__(self) -> int:
+        return int(self.item())
+
     def __format__(self, spec: str) -> str:
         """f"{loss:.4f}" formats the one value of a Tensor of size 1; without a format, as str()."""
         return format(self.item(), spec) if spec else str(self)
@@ -443,6 +446,8 @@ class Tensor(Value, Operators["Tensor"]):
         """Compute `.grad` of every leaf that this Tensor was computed from.
 
         out_grad: the gradient of this Tensor, of its shape; ones when not given.
+        RuntimeError where an operand that a gradient reads was written in place since the forward;
+        writes of other libraries into memory that they share (`from_dlpack`) are not seen.
         The graph stays, so that it can be walked again: drop the Tensor (`del loss`) to free the
         activations before the next step allocates its own.
         """

@@ -19,6 +19,7 @@ from needle._C import Device, NDArray, all_devices, array, cpu, cuda
 
 Axes = int | Sequence[int] | None
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = (*FLOAT_DTYPES, "int32", "int64", "uint8", "bool", "uint16")
 
 __all__ = [
     "BackendDevice",

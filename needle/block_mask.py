@@ -11,12 +11,19 @@ The kernels read lists: for mask g and block row i the key blocks
 
 from __future__ import annotations
 
+import functools
+import math
+import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from needle import _C
 from needle._C import Device, NDArray
+
+DRAWN = 48  # blocks a side of what print() draws
+SHADES = "·░▒▓█"
 
 
 def _positive(what: str, value: Any) -> int:
@@ -34,11 +41,14 @@ class BlockMask:
     >>> mask = ndl.BlockMask.local(T=8, window=2, block=2)
     >>> mask
     BlockMask(T=8, S=8, block=2, density=0.625)
-    >>> print(mask.causal().blocks[0].astype(int))
-    [[1 0 0 0]
-     [1 1 0 0]
-     [0 1 1 0]
-     [0 0 1 1]]
+    >>> print(mask.causal())
+    BlockMask(T=8, S=8, block=2, density=0.438)
+    ██······
+    ████····
+    ··████··
+    ····████
+    >>> mask.ideal_speedup  # of causal attention: of 36 pairs 24 are left
+    1.5
     """
 
     __slots__ = ("T", "S", "block", "blocks", "_causal", "_lists", "_hash")
@@ -107,25 +117,56 @@ class BlockMask:
         return BlockMask((rows * block < n_global) | (columns * block < n_global), block, T)
 
     @staticmethod
+    def dilated(T: int, segment: int, dilation: int, block: int) -> BlockMask:
+        """Keys of the query's segment of `segment` tokens that are a multiple of `dilation` tokens
+        away, as a branch of ops.dilated_attention has them for all its heads together."""
+        segment, dilation = _positive("segment", segment), _positive("dilation", dilation)
+        rows, columns = _block_indices(T, block)
+        kept = np.zeros((rows.size, columns.size), bool)
+        for start in range(0, T, segment):
+            end = min(start + segment, T)
+            low, high = (np.clip(np.arange(rows.size) * block + x, start, end) for x in (0, block))
+            lowest = low[:, None] - (high[None, :] - 1)
+            highest = high[:, None] - 1 - low[None, :]
+            meet = (low < high)[:, None] & (low < high)[None, :]
+            kept |= meet & ((highest // dilation) * dilation >= lowest)
+        return BlockMask(kept, block, T)
+
+    @staticmethod
+    def random(T: int, n_random: int, block: int, seed: int = 0) -> BlockMask:
+        """For each block of queries its own keys and `n_random` blocks of those before it (all,
+        where there are fewer), drawn from the seed (Zaheer et al. 2020)."""
+        n_random = _positive("n_random", n_random)
+        rows, _ = _block_indices(T, block)
+        generator = np.random.default_rng(seed)
+        kept = np.eye(rows.size, dtype=bool)
+        for row in range(rows.size):
+            kept[row, generator.permutation(row)[:n_random]] = True
+        return BlockMask(kept, block, T)
+
+    @staticmethod
     def mixed(
         T: int,
         window: int | None = None,
         stride: int | None = None,
         n_global: int | None = None,
         block: int = 64,
+        n_random: int | None = None,
+        seed: int = 0,
     ) -> BlockMask:
-        """The union of the local, strided and global patterns that are given (not None)."""
+        """The union of the local, strided, global and random patterns that are given (not None)."""
         parts = [
             make(T, value, block)
             for make, value in (
                 (BlockMask.local, window),
                 (BlockMask.strided, stride),
                 (BlockMask.global_, n_global),
+                (functools.partial(BlockMask.random, seed=seed), n_random),
             )
             if value is not None
         ]
         if not parts:
-            raise ValueError("BlockMask.mixed: give window, stride or n_global")
+            raise ValueError("BlockMask.mixed: give window, stride, n_global or n_random")
         mask = parts[0]
         for part in parts[1:]:
             mask = mask | part
@@ -137,6 +178,28 @@ class BlockMask:
         block, T = _positive("block", block), _positive("T", T)
         S = T if S is None else _positive("S", S)
         return BlockMask(np.ones((-(-T // block), -(-S // block)), dtype=bool), block, T, S)
+
+    @staticmethod
+    def from_function(
+        keep: Callable[[np.ndarray, np.ndarray], Any], T: int, block: int, S: int | None = None
+    ) -> BlockMask:
+        """The blocks for which `keep(query block, key block)` is true. It is called once, with
+        whole numbers (query blocks, 1) and (1, key blocks), and gives bool that broadcasts to
+        (query blocks, key blocks), or to (H, query blocks, key blocks) for a mask a head.
+
+        >>> ndl.BlockMask.from_function(lambda i, j: (i - j) % 3 == 0, T=64, block=16)
+        BlockMask(T=64, S=64, block=16, density=0.375)
+        """
+        block, T = _positive("block", block), _positive("T", T)
+        S = T if S is None else _positive("S", S)
+        sizes = (-(-T // block), -(-S // block))
+        kept = np.asarray(keep(np.arange(sizes[0])[:, None], np.arange(sizes[1])[None, :]))
+        if kept.ndim > 3:
+            raise ValueError(
+                f"BlockMask.from_function: the function must give {sizes} or (H, *{sizes}), but "
+                f"gave {kept.shape}"
+            )
+        return BlockMask(np.broadcast_to(kept, (*kept.shape[:-2], *sizes)), block, T, S)
 
     # -- combining
 
@@ -176,6 +239,18 @@ class BlockMask:
     def density(self) -> float:
         """The kept fraction of all blocks."""
         return float(self.blocks.mean())
+
+    @property
+    def ideal_speedup(self) -> float:
+        """Of causal attention by this mask over causal dense attention, where time goes by pairs of
+        query and key: inf when no pair is left."""
+        query, key = np.arange(self.T)[:, None], np.arange(0, self.S, self.block)[None, :]
+        length = np.minimum(self.S - key, self.block)
+        seen = np.clip(query + self.S - self.T + 1 - key, 0, length)  # of each block, by each query
+        starts = np.arange(0, self.T, self.block)
+        pairs = np.add.reduceat(seen, starts, axis=0)
+        kept = int((pairs * self.blocks).sum())
+        return float(pairs.sum() * self.heads / kept) if kept else math.inf
 
     def to_dense(self) -> np.ndarray:
         """The kept blocks as a bool array over tokens: (T, S), or (H, T, S) with one mask a
@@ -217,6 +292,45 @@ class BlockMask:
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __str__(self) -> str:
+        """The line of repr(), and the blocks as a drawing: two letters a block, or where there are
+        more than DRAWN a side two for as many blocks as needed, darker the more of them are kept.
+        Where each head has a mask, that of the first."""
+        kept = self.blocks[0].astype(np.float64)
+        step = -(-max(kept.shape) // DRAWN)
+        for axis in (0, 1):
+            edges = np.arange(0, kept.shape[axis], step)
+            sums = np.add.reduceat(kept, edges, axis=axis)
+            counts = np.diff([*edges, kept.shape[axis]])
+            kept = sums / (counts[:, None] if axis == 0 else counts)
+        levels = np.ceil(kept * (len(SHADES) - 1)).astype(int)
+        lines = ["".join(SHADES[level] * 2 for level in row) for row in levels]
+        note = "" if self.heads == 1 else f"\nhead 0 of {self.heads}:"
+        return "\n".join([repr(self) + note, *lines])
+
+    def plot(self, path: str | os.PathLike) -> None:
+        """Save a picture of the kept blocks, queries downwards, a panel a head (the first 16).
+        RuntimeError without matplotlib; the ending of the path says which kind of file."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            raise RuntimeError(
+                "BlockMask.plot: needs matplotlib: pip install needle[apps] (or matplotlib itself)"
+            ) from None
+        shown = self.blocks[:16]
+        columns = math.ceil(math.sqrt(len(shown)))
+        rows = -(-len(shown) // columns)
+        figure = Figure(figsize=(4 * columns, 4 * rows), layout="constrained")
+        figure.suptitle(f"{self!r}, ideal speed-up {self.ideal_speedup:.2f}")
+        for head, blocks in enumerate(shown):
+            axes = figure.add_subplot(rows, columns, head + 1)
+            axes.imshow(blocks, cmap="Greys", vmin=0, extent=(0, self.S, self.T, 0), aspect="auto")
+            axes.set_xlabel("key")
+            axes.set_ylabel("query")
+            if self.heads > 1:
+                axes.set_title(f"head {head}")
+        figure.savefig(path)
 
     def __repr__(self) -> str:
         heads = "" if self.heads == 1 else f", heads={self.heads}"

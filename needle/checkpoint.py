@@ -18,6 +18,7 @@ leads to a whole file. No pickle is ever loaded, whatever the file is called.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -25,7 +26,7 @@ import math
 import os
 import platform
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -133,6 +134,21 @@ def _check_optimizer(model: nn.Module, optimizer: optim.Optimizer) -> None:
             )
 
 
+def _optimizer_class(name: Any) -> type[optim.Optimizer]:
+    """ValueError for what is no optimizer of needle.optim, or the base of all."""
+    known = {
+        key: kind
+        for key, kind in vars(optim).items()
+        if isinstance(kind, type)
+        and issubclass(kind, optim.Optimizer)
+        and kind is not optim.Optimizer
+        and not key.startswith("_")
+    }
+    if not isinstance(name, str) or name not in known:
+        raise ValueError(f"its class is {name!r:.40}; there are {', '.join(sorted(known))}")
+    return known[name]
+
+
 def versions() -> dict[str, str]:
     """The versions that a run was made with."""
     return {
@@ -192,10 +208,18 @@ class Checkpoint:
         """The tokenizer.json of the run, or the one beside the file; None where there is none."""
         where = self.path.resolve().parent
         beside = (folder / "tokenizer.json" for folder in (where.parent, where))
-        return next((path for path in beside if path.is_file()), None)
+        return next((path for path in beside if path.exists()), None)
 
     def _error(self, problem: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {problem}")
+
+    @contextlib.contextmanager
+    def _naming(self, problem: str) -> Iterator[None]:
+        """What the state's values make Python raise becomes an error that names the file."""
+        try:
+            yield
+        except (TypeError, ValueError, LookupError, OverflowError) as error:
+            raise self._error(f"{problem}: {error}") from error
 
     def _read(self, file: BinaryIO) -> tuple[dict[str, Entry], dict]:
         metadata, entries = read_header(file)
@@ -245,21 +269,24 @@ class Checkpoint:
             self.state["loss"],
         )
 
-    def restore_model(self, device: Device | None = None, dtype: str | None = None) -> Any:
-        """The model alone, in `dtype` where one is given. What the optimizer keeps, some twice the
-        model's size or more, is not brought into memory."""
-        device = default_device() if device is None else device
+    def configuration(self, dtype: str | None = None) -> models.Config:
+        """The model's, in `dtype` where one is given."""
         if self.state["config"] is None:
             raise self._error(
                 "holds a module of no registered class: make one, and ndl.load(path, module)"
             )
-        try:
-            config = models.model_class(self.state.get("model", "pythia")).config_class.from_dict(
+        with self._naming("its configuration cannot be used"):
+            return models.model_class(self.state.get("model", "pythia")).config_class.from_dict(
                 self.state["config"] | ({} if dtype is None else {"dtype": dtype})
             )
+
+    def restore_model(self, device: Device | None = None, dtype: str | None = None) -> Any:
+        """The model alone, in `dtype` where one is given. What the optimizer keeps, some twice the
+        model's size or more, is not brought into memory."""
+        device = default_device() if device is None else device
+        config = self.configuration(dtype)
+        with self._naming("its configuration cannot be used"):
             model = config.skeleton(device, self._entries.values())
-        except (TypeError, ValueError) as error:
-            raise self._error(f"its configuration cannot be used: {error}") from error
         tensors = dict([*model.named_parameters(), *model.named_buffers()])
         self._compare({name: tensor.shape for name, tensor in tensors.items()})
         for name, tensor in tensors.items():
@@ -282,11 +309,9 @@ class Checkpoint:
                     f"holds the state of {saved.get('class', 'no optimizer')}, not of "
                     f"{type(optimizer).__name__}"
                 )
-            try:
+            with self._naming("the optimizer's state cannot be used"):
                 arrays = self._optimizer_arrays(default_device())
                 changes += optimizer.load_changes({**saved, "arrays": arrays})
-            except (KeyError, TypeError, ValueError) as error:
-                raise self._error(f"the optimizer's state cannot be used: {error}") from error
         commit(changes)
 
     def _optimizer_arrays(self, device: Device) -> dict[str, NDArray]:
@@ -317,26 +342,22 @@ class Checkpoint:
         saved = self.state["optimizer"]
         if saved is None:
             return None
-        try:
+        with self._naming("the optimizer's state cannot be used"):
             numbers = dict(saved)
-            kind = getattr(optim, numbers.pop("class"))
+            kind = _optimizer_class(numbers.pop("class", None))
             held = {name.partition(".")[2] for name in arrays}
             named = model.named_parameters()
             some = [(name, parameter) for name, parameter in named if name in held]
             whole = len(some) in (0, len(named))  # else it trained a part of the model
             optimizer = kind(nn.flatten_parameters(model) if whole else some)
             optimizer.load_state_dict({**numbers, "arrays": arrays})
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise self._error(f"the optimizer's state cannot be used: {error}") from error
         return optimizer
 
     def restore_random_state(self) -> None:
         """NumPy's global generator goes on where it was."""
-        try:
+        with self._naming("the random state cannot be used"):
             kind, keys, position, has_gauss, gauss = self.state["random_state"]
             np.random.set_state((kind, np.array(keys, np.uint32), position, has_gauss, gauss))
-        except (ValueError, LookupError, TypeError, OverflowError) as error:
-            raise self._error(f"the random state cannot be used: {error}") from error
 
 
 def load_checkpoint(

@@ -32,7 +32,7 @@ from needle.backend_ndarray import FLOAT_DTYPES, Device, choose_device
 from needle.checkpoint import CheckpointError, find_checkpoint
 from needle.data.readers import open_tokens
 from needle.data.tokens import check_ids, place_of, to_ids
-from needle.files import naming
+from needle.files import described, naming
 from needle.models import LanguageModel
 
 # Elements of logits that exist at a time; float32 ones take four times as many bytes.
@@ -258,7 +258,7 @@ def load_model(
     """
     path = Path(path)
     if path.is_dir() and not (path / "checkpoints").is_dir():
-        if not (path / "config.json").is_file():
+        if not (path / "config.json").exists():
             raise CheckpointError(
                 f"{path}: neither a run of needle (no folder checkpoints/) nor a "
                 "model of transformers (no config.json)"
@@ -425,7 +425,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             ):  # np.save by name would add a suffix
                 np.save(file, scores.per_token)
     except (ValueError, OSError, RuntimeError) as error:
-        print(f"needle.evaluate: {error}", file=sys.stderr)
+        print(f"needle.evaluate: {described(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

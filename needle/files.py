@@ -20,17 +20,58 @@ class FileError(ValueError):
     """A file that cannot be read or written; the message names the file and the problem."""
 
 
+KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def not_regular(path: str | os.PathLike | int) -> str | None:
+    """What lies at `path` in place of a regular file or a folder, in words; None where there is
+    one of these, nothing, or nothing that may be seen."""
+    try:
+        kind = KINDS.get(stat.S_IFMT(os.stat(path).st_mode))
+    except OSError:
+        return None
+    return None if kind is None else f"it is {kind}, not a regular file"
+
+
+def regular(path: str | os.PathLike, flags: int) -> int:
+    """The `opener` of regular files: what is none is an OSError that says what it is."""
+    try:
+        # Without O_NONBLOCK a FIFO would wait for a process that may never come.
+        file = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        problem = not_regular(path)
+        if problem is None:
+            raise
+        raise OSError(errno.EINVAL, problem, str(path)) from error
+    problem = not_regular(file)
+    if problem is not None:
+        os.close(file)
+        raise OSError(errno.EINVAL, problem, str(path))
+    return file
+
+
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[BinaryIO]:
     """The file, open for reading. An error of the system within the block becomes a FileError."""
     try:
-        # Without O_NONBLOCK a FIFO would wait for a writer that may never come.
-        with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise FileError(f"{path}: not a regular file")
+        with open(path, "rb", opener=regular) as file:
             yield file
     except OSError as error:
         raise FileError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def described(error: Exception) -> str:
+    """For a line that people read: an error of the system as its file and the reason, any other as
+    it says itself."""
+    if not isinstance(error, OSError) or error.filename is None:
+        return str(error)
+    more = "; see to its permissions" if isinstance(error, PermissionError) else ""
+    return f"{error.filename}: {error.strerror}{more}"
 
 
 @contextlib.contextmanager
@@ -101,7 +142,7 @@ class Lock:
         self.path = Path(folder) / "lock"
         self._file: int | None = None
         try:
-            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            self._file = regular(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         except OSError as error:
             raise FileError(f"{self.path}: cannot be opened: {error.strerror or error}") from error
         try:

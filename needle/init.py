@@ -11,6 +11,7 @@ import contextvars
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -66,14 +67,32 @@ def take_memory(nbytes: int) -> None:
         budget.take(nbytes=nbytes)
 
 
+def check_size(what: str, size: Any, least: int = 0) -> int:
+    """`size` as an int; `what` names it, as "Linear: in_features". ValueError below `least`,
+    TypeError for what is no whole number."""
+    wanted = f"{what} must be a whole number of {least} or more, but is {size!r:.40}"
+    if isinstance(size, bool) or not isinstance(size, Integral):
+        raise TypeError(wanted)
+    if size < least:
+        raise ValueError(wanted)
+    return int(size)
+
+
 def _tensor(values: np.ndarray, device: Device | None, dtype: str, requires_grad: bool) -> Tensor:
     data = _C.array(values, dtype, _C.cpu() if device is None else device)
     return Tensor.from_ndarray(data, requires_grad)
 
 
 def _drawn(
-    draw: Callable[[], Any], shape: tuple[int, ...], device: Device | None, dtype: str, grad: bool
+    op: str,
+    draw: Callable[[], Any],
+    shape: tuple[int, ...],
+    device: Device | None,
+    dtype: str,
+    grad: bool,
 ) -> Tensor:
+    for axis, size in enumerate(shape):
+        check_size(f"{op}: axis {axis} of the shape", size)
     if _skeleton.get():
         return constant(*shape, c=0, device=device, dtype=dtype, requires_grad=grad)
     return _tensor(np.asarray(draw()), device, dtype, grad)
@@ -97,7 +116,7 @@ def rand(
     def draw() -> Any:
         return np.random.rand(*shape) * (high - low) + low
 
-    return _drawn(draw, shape, device, dtype, requires_grad)
+    return _drawn("rand", draw, shape, device, dtype, requires_grad)
 
 
 def randn(
@@ -121,7 +140,7 @@ def randn(
         values += mean
         return values
 
-    return _drawn(draw, shape, device, dtype, requires_grad)
+    return _drawn("randn", draw, shape, device, dtype, requires_grad)
 
 
 def randb(
@@ -137,7 +156,7 @@ def randb(
     >>> print(ndl.init.randb(3, p=0.6))
     [ True False False]
     """
-    return _drawn(lambda: np.random.rand(*shape) <= p, shape, device, dtype, requires_grad)
+    return _drawn("randb", lambda: np.random.rand(*shape) <= p, shape, device, dtype, requires_grad)
 
 
 def constant(
@@ -216,7 +235,8 @@ def arange(
 
 def from_dlpack(array: Any) -> Tensor:
     """A Tensor over the memory of another library's array, on its device, without gradient. What
-    the other library marks read-only is copied.
+    the other library marks read-only is copied. `backward()` does not see what that library writes
+    there after the forward: the gradient is then that of the new values.
 
     >>> print(ndl.from_dlpack(np.arange(3, dtype=np.int32)))
     [0 1 2]
@@ -251,6 +271,11 @@ def one_hot(
 # ---- initialisers of weights ---------------------------------------------------------------------
 
 
+def _check_fans(op: str, fan_in: int, fan_out: int) -> None:
+    for name, size in (("fan_in", fan_in), ("fan_out", fan_out)):
+        check_size(f"{op}: {name}", size, least=1)
+
+
 def xavier_uniform(fan_in: int, fan_out: int, gain: float = 1.0, **kwargs: Any) -> Tensor:
     """(fan_in, fan_out), uniform in +-gain sqrt(6 / (fan_in + fan_out)) (Glorot and Bengio
     2010).
@@ -258,12 +283,14 @@ def xavier_uniform(fan_in: int, fan_out: int, gain: float = 1.0, **kwargs: Any) 
     >>> bool(abs(ndl.init.xavier_uniform(3, 3).numpy()).max() <= 1)
     True
     """
+    _check_fans("xavier_uniform", fan_in, fan_out)
     bound = gain * math.sqrt(6.0 / (fan_in + fan_out))
     return rand(fan_in, fan_out, low=-bound, high=bound, **kwargs)
 
 
 def xavier_normal(fan_in: int, fan_out: int, gain: float = 1.0, **kwargs: Any) -> Tensor:
     """(fan_in, fan_out), normal with std gain sqrt(2 / (fan_in + fan_out))."""
+    _check_fans("xavier_normal", fan_in, fan_out)
     std = gain * math.sqrt(2.0 / (fan_in + fan_out))
     return randn(fan_in, fan_out, mean=0.0, std=std, **kwargs)
 
@@ -289,12 +316,16 @@ def kaiming_uniform(
     >>> ndl.init.kaiming_uniform(9 * 4, 9 * 8, shape=(3, 3, 4, 8)).shape
     (3, 3, 4, 8)
     """
+    _check_fans("kaiming_uniform", fan_in, fan_out)
     bound = _relu_gain(nonlinearity) * math.sqrt(3.0 / fan_in)
     shape = (fan_in, fan_out) if shape is None else shape
+    if not isinstance(shape, (tuple, list)):
+        raise TypeError(f"kaiming_uniform: shape must be a tuple of sizes, but is {shape!r:.40}")
     return rand(*shape, low=-bound, high=bound, **kwargs)
 
 
 def kaiming_normal(fan_in: int, fan_out: int, nonlinearity: str = "relu", **kwargs: Any) -> Tensor:
     """(fan_in, fan_out), normal with std sqrt(2) / sqrt(fan_in)."""
+    _check_fans("kaiming_normal", fan_in, fan_out)
     std = _relu_gain(nonlinearity) / math.sqrt(fan_in)
     return randn(fan_in, fan_out, mean=0.0, std=std, **kwargs)

@@ -12,7 +12,7 @@ import numpy as np
 
 from needle import _C
 from needle._C import Device, NDArray
-from needle.backend_ndarray import Axes
+from needle.backend_ndarray import DTYPES, Axes, check_device_name, choose_device
 
 Result = TypeVar("Result")
 ops: Any = None
@@ -22,6 +22,13 @@ def define_operators(module: Any) -> None:
     """From now on +, @, .sum() and the like of Tensors call the functions of `module`."""
     global ops
     ops = module
+
+
+def _one_of(op: str, axes: Any, axis: Any) -> Any:
+    """The one of two words for the same that was given."""
+    if axes is not None and axis is not None:
+        raise TypeError(f"{op}: axes and axis are the same: give one of them")
+    return axis if axes is None else axes
 
 
 class Operators(Generic[Result]):
@@ -160,19 +167,23 @@ class Operators(Generic[Result]):
         """The slices at `indices` along `axis`."""
         return ops.index_select(self, axis, indices)
 
-    # -- reductions over `axes` (None: all), which disappear, or with keepdims stay with size 1
+    # -- reductions over `axes` (None: all), which disappear, or with keepdims stay with size 1;
+    # `axis` is NumPy's word for it
 
-    def sum(self, axes: Axes = None, keepdims: bool = False) -> Result:
-        return ops.summation(self, axes, keepdims)
+    def sum(self, axes: Axes = None, keepdims: bool = False, *, axis: Axes = None) -> Result:
+        return ops.summation(self, _one_of("sum", axes, axis), keepdims)
 
-    def mean(self, axes: Axes = None, keepdims: bool = False) -> Result:
-        return ops.mean(self, axes, keepdims)
+    def mean(self, axes: Axes = None, keepdims: bool = False, *, axis: Axes = None) -> Result:
+        return ops.mean(self, _one_of("mean", axes, axis), keepdims)
 
-    def max(self, axes: Axes = None, keepdims: bool = False) -> Result:
-        return ops.max(self, axes, keepdims)
+    def max(self, axes: Axes = None, keepdims: bool = False, *, axis: Axes = None) -> Result:
+        return ops.max(self, _one_of("max", axes, axis), keepdims)
 
-    def argmax(self, axis: int | None = None, keepdims: bool = False) -> Result:
+    def argmax(
+        self, axis: int | None = None, keepdims: bool = False, *, axes: int | None = None
+    ) -> Result:
         """Where the first largest stands: int64, without gradient."""
+        axis = _one_of("argmax", axes, axis)
         return self.from_ndarray(self.cached_data.argmax(axis=axis, keepdims=keepdims))
 
     # -- shape, dtype, device
@@ -207,6 +218,18 @@ class Operators(Generic[Result]):
         """The values in another dtype; gradients come back in this one."""
         return ops.astype(self, dtype)
 
-    def to(self, device: Device) -> Result:
-        """The values on another device; gradients come back to this one."""
-        return ops.to_device(self, device)
+    def to(self, device: Device | str) -> Result:
+        """The values on another device, `ndl.cuda()` or "cuda:0", or by the name of a dtype in that
+        one; gradients come back to where these are."""
+        if not isinstance(device, str):
+            return ops.to_device(self, device)
+        if device in DTYPES:
+            return ops.astype(self, device)
+        try:
+            check_device_name(device)
+        except ValueError:
+            raise ValueError(
+                f"to: must name a device (cpu, cuda, cuda:INDEX) or a dtype ({', '.join(DTYPES)}), "
+                f"not {device!r}"
+            ) from None
+        return ops.to_device(self, choose_device(device))

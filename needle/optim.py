@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from needle import _C
@@ -25,7 +26,23 @@ from needle.autograd import Tensor
 from needle.backend_ndarray import commit, zeros
 from needle.nn import FlatParameters, Parameter
 
+MOST_STEPS = 2**53  # beyond it a float cannot count
 Params = Any  # Iterable[Parameter] | Iterable[tuple[str, Parameter]] | list[dict] | FlatParameters
+
+
+def _misfits(*groups: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the hyperparameters in `groups`."""
+    problems = []
+    for name, value in [item for group in groups for item in group.items()]:
+        try:
+            number = math.nan if isinstance(value, (bool, str)) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        below_one = name in ("momentum", "beta1", "beta2")
+        if not 0 <= number < (1 if below_one else math.inf):
+            kind = "in [0, 1)" if below_one else "finite and not negative"
+            problems.append(f"{name} must be {kind}, but is {value!r:.40}")
+    return problems
 
 
 class Optimizer:
@@ -98,19 +115,11 @@ class Optimizer:
     def _set(self, **settings: float) -> None:
         """Take the hyperparameters; ValueError where one of them, or of a group's own, is one with
         which no step makes sense."""
+        problems = _misfits(settings, *self._own.values())
+        if problems:
+            raise ValueError(f"{type(self).__name__}: {'; '.join(problems)}")
         for name, value in settings.items():
             setattr(self, name, value)
-        groups = [settings, *self._own.values()]
-        for name, value in [item for group in groups for item in group.items()]:
-            if name in ("momentum", "beta1", "beta2"):
-                if not 0 <= value < 1:
-                    raise ValueError(
-                        f"{type(self).__name__}: {name} must be in [0, 1), but is {value}"
-                    )
-            elif not 0 <= value < math.inf:
-                raise ValueError(
-                    f"{type(self).__name__}: {name} must be finite and not negative, but is {value}"
-                )
 
     def step(self) -> None:
         """Update every parameter that has a gradient."""
@@ -154,14 +163,27 @@ class Optimizer:
                 problems.append(
                     f"{name} must have shape {own[name].shape}, but has {tuple(array.shape)}"
                 )
-        problems += [f"{name} is missing" for name in self.hyperparameters if name not in state]
+        wanted = ("step", *self.hyperparameters)
+        problems += [f"{name} is missing" for name in wanted if name not in state]
+        problems += _misfits({n: state[n] for n in self.hyperparameters if n in state})
+        step = state.get("step", 0)
+        whole = isinstance(step, Integral) and not isinstance(step, bool)
+        if not whole or not 0 <= step <= MOST_STEPS:
+            problems.append(f"step must be a whole number of 0 to 2^53, but is {step!r:.40}")
+        problems += self._group_misfits(state.get("groups", {}))
         if problems:
             raise ValueError(f"{type(self).__name__}.load_state_dict: " + "; ".join(problems))
         changes: list[tuple[Any, Any, Any]] = [
             (array, ..., arrays[name].to(array.device)) for name, array in own.items()
         ]
         changes += [(vars(self), name, state[name]) for name in self.hyperparameters]
-        return [*changes, (vars(self), "t", int(state["step"]))]
+        return [*changes, (vars(self), "t", int(step))]
+
+    @staticmethod
+    def _group_misfits(groups: Any) -> list[str]:
+        if isinstance(groups, dict) and all(isinstance(own, dict) for own in groups.values()):
+            return _misfits(*groups.values())
+        return [f"groups must be a dict of dicts, but is {groups!r:.40}"]
 
     def __repr__(self) -> str:
         values = ", ".join(f"{name}={getattr(self, name)}" for name in self.hyperparameters)

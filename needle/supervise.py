@@ -49,6 +49,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from needle.files import regular
 from needle.heartbeat import PIPE, SYNC_UNTIL
 
 EXIT_GPU_LOST = 75
@@ -400,7 +401,7 @@ class Supervisor:
             return  # of a run that has no folder yet: they follow when it has
         path = self.folder / "faults.jsonl"
         try:
-            with open(path, "a", encoding="utf-8") as file:
+            with open(path, "a", encoding="utf-8", opener=regular) as file:
                 file.writelines(json.dumps(record) + "\n" for record in self._records)
                 file.flush()
                 os.fsync(file.fileno())

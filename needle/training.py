@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
+
+import numpy as np
 
 from needle import _C
 from needle.autograd import Tensor
@@ -29,7 +32,8 @@ def fit(
     on_step: Callable[[int, float], Any] | None = None,
     progress: bool = True,
 ) -> list[float]:
-    """Trains `model` on `batches`, pairs (ids, targets), and returns the loss of each step.
+    """Trains `model` on `batches`, pairs (ids, targets), and returns the loss of each step. NumPy
+    arrays of floats in the place of ids become Tensors beside the model, in its dtype.
 
     optimizer: AdamW with its defaults where none is given. steps: as many as the batches give.
     loss: of what the model gives for ids, and targets; without one `model(ids, targets)` gives
@@ -69,8 +73,8 @@ def fit(
                 optimizer.lr = schedule(step)
             optimizer.reset_grad()
             parts = []
-            for ids, targets in group:
-                part = model(ids, targets)[1] if loss is None else loss(model(ids), targets)
+            for ids, targets in map(_pair, group):
+                part = _loss(model, _input(ids, optimizer.params[0]), targets, loss)
                 share = _C.array(1 / len(group), part.dtype, part.device)
                 part.backward(Tensor.from_ndarray(share.reshape(part.shape)))
                 parts.append(part.detach())  # the activations are free
@@ -89,6 +93,43 @@ def fit(
             if on_step is not None:
                 on_step(step, losses[-1])
     return losses
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    """(ids, targets) of a batch; TypeError for what is no pair, as an array, which has rows."""
+    shape = f" of shape {batch.shape}" if hasattr(batch, "shape") else ""
+    if not shape:
+        with contextlib.suppress(TypeError, ValueError):
+            ids, targets = batch
+            return ids, targets
+    raise TypeError(
+        "fit: each of batches must be a pair (ids, targets), but one is a "
+        f"{type(batch).__name__}{shape}; a single batch is [(ids, targets)]"
+    )
+
+
+def _input(ids: Any, parameter: Tensor) -> Any:
+    if isinstance(ids, np.ndarray) and ids.dtype.kind == "f":
+        return Tensor(ids, parameter.device, parameter.dtype, requires_grad=False)
+    return ids
+
+
+def _loss(model: Module, ids: Any, targets: Any, loss: Callable[[Any, Any], Tensor] | None) -> Any:
+    """One number, as a Tensor."""
+    if loss is None:
+        try:
+            inspect.signature(model.forward).bind(ids, targets)
+        except TypeError:
+            raise TypeError(
+                f"fit: {type(model).__name__} takes no targets, and so gives no loss: give one, as "
+                "loss=nn.SoftmaxLoss()"
+            ) from None
+        part = model(ids, targets)[1]
+    else:
+        part = loss(model(ids), targets)
+    if part.size != 1:
+        raise ValueError(f"fit: the loss must be one number, but its shape is {part.shape}")
+    return part
 
 
 def _bar(steps: int | None) -> Any:

@@ -1,6 +1,6 @@
 """The campaign against losing anything: kills, fights for a folder, disks that fill or fail, rights
-that are taken away, memory that runs out, damaged files, long runs. `make campaign` runs it whole,
-tests/test_campaign.py a short form.
+that are taken away, memory that runs out, damaged files, trainings under a supervisor, long runs.
+`make campaign` runs it whole, tests/test_campaign.py a short form.
 
     python tests/campaign.py [PART...] [--count N] [--seed N]
 
@@ -31,8 +31,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "apps"), str(ROOT / "tests" / "apps")]
 
+import programs  # noqa: E402
+
+programs.need_pytest()
+
 import nth_allocation  # noqa: E402
 import numpy as np  # noqa: E402
+import supervised_campaign  # noqa: E402
 import train_pythia  # noqa: E402
 from small_runs import SMALL, TOKENS, checkpoint_of, flags, numbers_of, tensors_of  # noqa: E402
 
@@ -397,6 +402,15 @@ def long_run(field: Field, count: int) -> None:
 
 
 # part -> how often in the whole campaign
+def supervised(field: Field, count: int) -> None:
+    """Blows to a training under its supervisor, one in 15 steps (supervised_campaign.py)."""
+    device, seed = "cuda" if cuda().enabled() else "cpu", field.rng.randrange(2**32)
+    try:
+        print(supervised_campaign.campaign(device, 15 * count, count, seed, hang_seconds=10.0))
+    except supervised_campaign.Different as error:
+        raise Lost(str(error)) from error
+
+
 PARTS = {
     "kills": 900,
     "kills_in_a_save": 100,
@@ -407,6 +421,7 @@ PARTS = {
     "allocations": 1000,
     "every_allocation": 15,
     "damaged_files": 1_000_000,
+    "supervised": 20,
     "long_run": 10_000,
 }
 
@@ -428,7 +443,7 @@ def campaign(counts: dict[str, int], seed: int) -> int:
 
 
 def main() -> int:
-    top = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    top = argparse.ArgumentParser(description=programs.first_paragraph(__doc__))
     top.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
     top.add_argument("--count", type=int, metavar="N", help="tries of each part")
     top.add_argument("--seed", type=int, default=0, metavar="N")

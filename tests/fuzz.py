@@ -41,6 +41,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "csrc")]
 sys.path.append(str(ROOT))  # last: the sanitized needle is on PYTHONPATH
 
+import programs  # noqa: E402
+
+programs.need_pytest()
+
 A_LIFE = 400  # cases of a child, whose memory then goes back whole
 PATIENCE = 60  # seconds for a case
 HEAD = """import contextlib, sys
@@ -356,7 +360,7 @@ def report(findings: Counter, code: int, journal: str, stderr: str) -> None:
 
 
 def main() -> int:
-    top = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    top = argparse.ArgumentParser(description=programs.first_paragraph(__doc__))
     top.add_argument("--seconds", type=float, default=3600, metavar="N", help="3600 if not given")
     top.add_argument("--count", type=int, default=10**9, metavar="N", help="cases at most")
     top.add_argument("--seed", type=int, default=0, metavar="N", help="that of the first case")

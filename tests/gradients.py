@@ -72,6 +72,31 @@ def attend(q, k, v, causal=True, scale=None, see=None):
     return softmax_attention(np.asarray, q, k, v, scale, see)["o"]
 
 
+def times_seen(t: int, heads: int, branches, causal: bool = True) -> np.ndarray:
+    """(H, T, T): how many branches of dilated attention let a query of a head see a key."""
+    i, head = np.arange(t), np.arange(heads)[:, None]
+    count = np.zeros((heads, t, t))
+    for width, dilation in branches:
+        inside = i % width % dilation == head % dilation  # (H, T)
+        same = i[:, None] // width == i[None, :] // width
+        count += inside[:, :, None] & inside[:, None, :] & same
+    return count * visible(t, t, causal)
+
+
+def dilated_weights(q, k, branches, causal: bool = True) -> np.ndarray:
+    """(B, H, T, T); zeros for a query of no branch."""
+    count = times_seen(q.shape[1], q.shape[2], branches, causal)
+    scores = np.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5
+    top = np.where(count > 0, scores, -1e300).max(-1, keepdims=True)
+    terms = count * np.exp(np.where(count > 0, scores - top, 0))
+    total = terms.sum(-1, keepdims=True)
+    return terms / np.where(total == 0, 1, total)
+
+
+def attend_dilated(q, k, v, branches, causal: bool = True):
+    return np.einsum("bhts,bshd->bthd", dilated_weights(q, k, branches, causal), v)
+
+
 def attend_packed(qkv, half=2):
     turned = turn(qkv, half, 2)
     return attend(turned[..., 0, :], turned[..., 1, :], turned[..., 2, :])
@@ -221,6 +246,13 @@ GRADIENTS = [
                 lambda q, k, v: attend(q, k, v, see=BLOCKS.to_dense() & visible(5, 5, True)),
                 *[normal(1, 5, 2, 3)] * 3,
                 mask=BLOCKS,
+            ),
+            by_name(
+                "dilated_attention",
+                lambda q, k, v: attend_dilated(q, k, v, ((3, 1), (7, 2))),
+                *[normal(2, 7, 3, 3)] * 3,
+                segments=(3, 10),
+                dilations=(1, 2),
             ),
             Gradient(
                 "qkv_attention",

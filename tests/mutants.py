@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+import programs
 from planted.fault import Fault, ListError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -242,6 +243,7 @@ def main() -> int:
     parser.add_argument("numbers", nargs="*", type=int, metavar="N", help="these alone, from 1")
     parser.add_argument("--jobs", type=int, default=1, help="so many at a time (default: 1)")
     arguments = parser.parse_args()
+    programs.need_pytest()  # which would fail for every fault, as if a test had caught it
     kind = KINDS[arguments.kind]
     faults = dict(enumerate(kind.faults(), 1))
     if unknown := set(arguments.numbers) - set(faults):

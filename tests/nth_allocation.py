@@ -34,6 +34,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT), str(ROOT / "apps"), str(ROOT / "tests")]
 
+import programs  # noqa: E402
+
+programs.need_pytest()
+
 import numpy as np  # noqa: E402
 from harness import bits, device_of  # noqa: E402
 
@@ -539,7 +543,7 @@ def reserved(device) -> int:
 
 
 def main() -> int:
-    top = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    top = argparse.ArgumentParser(description=programs.first_paragraph(__doc__))
     top.add_argument("device", choices=["cpu", "cuda"])
     top.add_argument("kind", choices=KINDS)
     top.add_argument("operations", nargs="*", metavar="OPERATION", help=", ".join(OPERATIONS))

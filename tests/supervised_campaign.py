@@ -31,6 +31,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "apps"), str(ROOT / "tests" / "apps")]
 
+import programs  # noqa: E402
+
+programs.need_pytest()
+
 import numpy as np  # noqa: E402
 import train_pythia  # noqa: E402
 from small_runs import SMALL, TOKENS, checkpoint_of, flags, numbers_of, tensors_of  # noqa: E402
@@ -218,7 +222,7 @@ def campaign(device: str, steps: int, count: int, seed: int, hang_seconds: float
 def main() -> int:
     if sys.argv[1:2] == ["child"]:
         return child(Path(sys.argv[2]), sys.argv[3:])
-    top = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    top = argparse.ArgumentParser(description=programs.first_paragraph(__doc__))
     top.add_argument("--device", default="cpu", metavar="NAME", help="cpu or cuda (default: cpu)")
     top.add_argument("--steps", type=int, default=300, metavar="N")
     top.add_argument("--blows", type=int, default=20, metavar="N")

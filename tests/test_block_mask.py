@@ -1,6 +1,7 @@
 """BlockMask: each pattern against its definition over single tokens, and the lists kernels read."""
 
 import pickle
+import sys
 
 import numpy as np
 import pytest
@@ -38,12 +39,74 @@ def test_patterns(t, block, size):
         (BlockMask.global_(t, size, block), lambda i, j: (i < size) | (j < size)),
         (BlockMask.dense(t, block), lambda i, j: i == i),
         (
+            BlockMask.dilated(t, size, 3, block),
+            lambda i, j: (i // size == j // size) & ((i - j) % 3 == 0),
+        ),
+        (
             BlockMask.mixed(t, window=size, n_global=size, block=block),
             lambda i, j: (abs(i - j) < size) | (i < size) | (j < size),
         ),
     ]:
         np.testing.assert_array_equal(mask.blocks[0], blocks_of(pattern, t, block))
         assert (mask.T, mask.S, mask.block, mask.heads) == (t, t, block, 1)
+
+
+def test_random_blocks_are_those_of_the_seed():
+    mask = BlockMask.random(100, 3, 10, seed=4)
+    kept = mask.blocks[0]
+    assert kept.diagonal().all() and not np.triu(kept, 1).any()
+    assert kept.sum(axis=1).tolist() == [min(row, 3) + 1 for row in range(10)]
+    assert mask == BlockMask.random(100, 3, 10, seed=4) != BlockMask.random(100, 3, 10, seed=5)
+    mixed = BlockMask.mixed(100, window=10, n_random=3, seed=4, block=10)
+    assert mixed == BlockMask.local(100, 10, 10) | mask
+    with pytest.raises(ValueError, match="n_random must be a whole number above 0"):
+        BlockMask.random(100, 0, 10)
+
+
+def test_a_mask_from_a_function():
+    mask = BlockMask.from_function(lambda i, j: (i + j) % 2 == 0, 50, 10, S=35)
+    assert (mask.blocks[0] == (np.add.outer(np.arange(5), np.arange(4)) % 2 == 0)).all()
+    assert BlockMask.from_function(lambda i, j: np.bool_(True), 20, 10) == BlockMask.dense(20, 10)
+    heads = np.array([0, 1])[:, None, None]
+    mask = BlockMask.from_function(lambda i, j: (i - j == heads), 30, 10)
+    assert mask.heads == 2 and (mask.blocks[1] == np.eye(3, k=-1, dtype=bool)).all()
+    with pytest.raises(ValueError, match="blocks must be bool"):
+        BlockMask.from_function(lambda i, j: i - j, 20, 10)
+    with pytest.raises(ValueError, match=r"must give \(2, 2\) or .* gave \(1, 1, 2, 2\)"):
+        BlockMask.from_function(lambda i, j: np.ones((1, 1, 2, 2), bool), 20, 10)
+
+
+@quick
+@given(lengths, st.integers(0, 30), blocks_, st.integers(1, 3), st.integers(0, 2**32 - 1))
+def test_the_ideal_speedup_counts_pairs(t, more, block, heads, seed):
+    s = t + more
+    sizes = (heads, -(-t // block), -(-s // block))
+    mask = BlockMask(np.random.default_rng(seed).random(sizes) < 0.5, block, t, s)
+    seen = np.tri(t, s, more, dtype=bool)
+    kept = (seen & mask.to_dense()).sum()
+    assert mask.ideal_speedup == (seen.sum() * heads / kept if kept else np.inf)
+    assert mask.causal().ideal_speedup == mask.ideal_speedup
+
+
+def test_what_print_draws():
+    mask = BlockMask.local(8, 2, 2).causal()
+    drawing = "██······\n████····\n··████··\n····████"
+    assert str(mask) == f"{mask!r}\n{drawing}"
+    assert f"{BlockMask(np.stack([mask.blocks[0]] * 3), 2, 8)}".splitlines()[1] == "head 0 of 3:"
+    large = str(BlockMask.dense(50_000, 100).causal()).splitlines()[1:]
+    assert len(large) == 46 and {len(line) for line in large} == {92}
+    assert large[0][:2] in ("▒▒", "▓▓") and large[-1][:2] == "██" and large[0][2:4] == "··"
+
+
+def test_the_picture(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    BlockMask.local(100, 20, 10).plot(tmp_path / "one.png")
+    BlockMask(np.ones((3, 2, 2), bool), 4, 8).plot(str(tmp_path / "three.svg"))
+    assert (tmp_path / "one.png").read_bytes()[:4] == b"\x89PNG"
+    assert (tmp_path / "three.svg").read_text().count('id="axes_') == 3
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(RuntimeError, match="needs matplotlib: pip install"):
+        BlockMask.local(100, 20, 10).plot(tmp_path / "two.png")
 
 
 @quick

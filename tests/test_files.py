@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from needle import files
-from needle.files import FileError, Lock, remove_leftovers, replacing
+from needle.files import FileError, Lock, regular, remove_leftovers, replacing
 
 
 def test_two_writers_never_mix(tmp_path):
@@ -118,6 +118,19 @@ def test_a_lock_is_held_by_one_and_goes_with_the_process(tmp_path):
     again = Lock(tmp_path)
     del again
     assert Lock(tmp_path).held
+
+
+@pytest.mark.parametrize("mode", ["r", "r+", "w", "a"])
+def test_a_fifo_is_opened_by_nobody(tmp_path, mode):
+    os.mkfifo(tmp_path / "a")
+    with pytest.raises(OSError, match="it is a FIFO, not a regular file: '.*a'"):
+        open(tmp_path / "a", mode, opener=regular)
+    with pytest.raises(OSError, match="it is a device, not a regular file: '/dev/null'"):
+        open(os.devnull, mode, opener=regular)
+    with open(tmp_path / "b", "a", opener=regular) as file:
+        file.write("b")
+    with open(tmp_path / "b", opener=regular) as file:
+        assert file.read() == "b" and os.fstat(file.fileno()).st_mode & 0o111 == 0
 
 
 def test_a_lock_that_cannot_be_made(tmp_path):

@@ -7,10 +7,13 @@ import resource
 
 import pytest
 
-from needle import checkpoint, safetensors
-from needle.checkpoint import Checkpoint, CheckpointError, save_checkpoint
-from needle.data import DataError, load_tokenizer
+from needle import checkpoint, optim, safetensors
+from needle.checkpoint import Checkpoint, CheckpointError, load, save_checkpoint
+from needle.data import DataError, load_tokenizer, open_data
+from needle.data.runs import open_run
 from needle.evaluate import load_model
+from needle.files import Lock
+from needle.hf.__main__ import import_folder
 from needle.models.pythia import Pythia, PythiaConfig
 
 CONFIG = PythiaConfig(vocab_size=16, hidden_size=16, num_layers=2, num_heads=2, max_seq_len=32)
@@ -103,6 +106,49 @@ def test_a_state_with_a_right_checksum(tmp_path, monkeypatch, state):
         found.restore_random_state()
 
 
+ADAMW = {"class": "AdamW", "step": 3, "groups": {}, "lr": 0.1, "beta1": 0.9, "beta2": 0.95}
+ADAMW |= {"eps": 1e-8, "weight_decay": 0.0}
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ({"class": "Optimizer"}, "its class is 'Optimizer'; there are Adam, AdamW, SGD$"),
+        ({"class": "_PerParameter"}, "its class is '_PerParameter'; there are"),
+        ({"class": "Tensor"}, "its class is 'Tensor'; there are"),
+        ({"class": ["AdamW"]}, "its class is .'AdamW'.; there are"),
+        ({"lr": "x"}, "lr must be finite and not negative, but is 'x'"),
+        ({"lr": float("nan")}, "lr must be finite and not negative, but is nan"),
+        ({"lr": -0.1}, "lr must be finite and not negative, but is -0.1"),
+        ({"lr": True}, "lr must be finite and not negative, but is True"),
+        ({"beta1": 1.0, "eps": 10**400}, r"beta1 must be in \[0, 1\), but is 1.0; eps must be"),
+        ({"step": 2**80}, "step must be a whole number of 0 to 2.53, but is 1208925"),
+        ({"step": 2.5}, "step must be a whole number"),
+        ({"step": -1}, "step must be a whole number"),
+        ({"groups": "x"}, "groups must be a dict of dicts, but is 'x'"),
+        ({"groups": {"embed_in.weight": {"lr": None}}}, "lr must be finite.*but is None"),
+    ],
+)
+@pytest.mark.parametrize("into", [False, True])
+def test_an_optimizer_with_a_right_checksum(tmp_path, monkeypatch, wrong, said, into):
+    """One error that names the file and the setting, whoever reads it; nothing changes."""
+    model, write = Pythia(CONFIG), checkpoint._write
+    optimizer = optim.AdamW(model.parameters())
+    before = optimizer.state_dict()
+    monkeypatch.setattr(
+        checkpoint,
+        "_write",
+        lambda f, tensors, old: write(f, tensors, old | {"optimizer": ADAMW | wrong}),
+    )
+    path = save_checkpoint(model, optimizer, 0, 1.0, tmp_path / "a.safetensors")
+    if into and "class" in wrong:
+        said = "holds the state of"
+    with pytest.raises(CheckpointError, match=said) as caught:
+        load(path, model, optimizer) if into else load(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert {**optimizer.state_dict(), "arrays": 0} == {**before, "arrays": 0}
+
+
 @pytest.mark.parametrize(
     "offsets, said",
     [
@@ -135,17 +181,46 @@ def test_offsets_that_contradict_the_shapes(tmp_path, offsets, said):
             safetensors.read_header(file)
 
 
-@pytest.mark.parametrize("what", ["checkpoint", "config.json", "model.safetensors", "tokenizer"])
-def test_a_fifo_is_refused_and_not_waited_for(tmp_path, folder, what):
-    path = {"checkpoint": tmp_path / "a.safetensors", "tokenizer": tmp_path / "tokenizer.json"}
-    path = path.get(what, folder / what)
+def idx_of(path):
+    path.with_suffix(".bin").write_bytes(b"")
+    return open_data(path.with_suffix(".bin"))
+
+
+def bin_of(path):
+    path.with_suffix(".idx").write_bytes(b"")
+    return open_data(path)
+
+
+@pytest.mark.parametrize(
+    "name, read",
+    [
+        ("a.safetensors", load_model),
+        ("hf", load_model),
+        ("config.json", lambda path: load_model(path.parent)),
+        ("model.safetensors", lambda path: load_model(path.parent)),
+        ("model.safetensors.index.json", lambda path: load_model(path.parent)),
+        ("tokenizer.json", load_tokenizer),
+        ("tokenizer.json", lambda path: load_tokenizer(load_model(path.parent)[1])),
+        ("tokenizer.json", lambda path: import_folder(path.parent, path.parent / "a" / "b")),
+        ("data", open_data),
+        ("data.txt", open_data),
+        ("data.npy", open_data),
+        ("data.bin", open_data),
+        ("data.bin", bin_of),
+        ("data.idx", idx_of),
+        ("config.json", lambda path: open_run(path.parent)),
+        ("lock", lambda path: Lock(path.parent)),
+    ],
+)
+def test_a_fifo_is_named_and_not_waited_for(folder, name, read):
+    path = folder / name
+    if "index" in name:
+        (folder / "model.safetensors").unlink()
     path.unlink(missing_ok=True)
     os.mkfifo(path)
-    with pytest.raises(ValueError, match="not a regular file|no such|no config.json|no model"):
-        if what == "tokenizer":
-            load_tokenizer(path)
-        else:
-            load_model(path if what == "checkpoint" else folder)
+    with pytest.raises(ValueError, match="it is a FIFO, not a regular file") as caught:
+        read(path)
+    assert str(caught.value).startswith(f"{path}: ")
 
 
 def test_a_tokenizer_with_huge_ids(tmp_path):

@@ -9,6 +9,7 @@ from harness import DEVICES, device_of
 
 import needle as ndl
 from needle import Tensor, nn
+from needle import backend_ndarray as nd
 
 both = pytest.mark.parametrize("device", DEVICES)
 X = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
@@ -66,13 +67,21 @@ def test_methods_are_numpys(device):
                 expected = getattr(X, name)(axis=axes, keepdims=keepdims)
                 assert got.shape == expected.shape and got.requires_grad
                 np.testing.assert_allclose(got.numpy(), expected, rtol=1e-5, atol=1e-6)
+                for word in ("axes", "axis"):
+                    again = getattr(x, name)(**{word: axes}, keepdims=keepdims)
+                    np.testing.assert_array_equal(again.numpy(), got.numpy())
     for axis in (None, 0, -1):
         for keepdims in (False, True):
             got = x.argmax(axis, keepdims)
             assert got.dtype == "int64" and not got.requires_grad
             np.testing.assert_array_equal(got.numpy(), X.argmax(axis, keepdims=keepdims))
+            for word in ("axes", "axis"):
+                again = x.argmax(**{word: axis}, keepdims=keepdims)
+                np.testing.assert_array_equal(again.numpy(), got.numpy())
     for name in ("sum", "mean", "max", "argmax"):
         assert getattr(x, name)(0).shape == (4,) and getattr(x, name)().shape == ()
+        with pytest.raises(TypeError, match=f"{name}: axes and axis are the same: give one"):
+            getattr(x, name)(axes=0, axis=1)
     cube = Tensor(np.zeros((2, 3, 4)))
     assert cube.T.shape == (4, 3, 2) and Tensor(1).T.shape == ()
     np.testing.assert_array_equal(x.T.numpy(), X.T)
@@ -108,6 +117,29 @@ def test_contiguous_and_to():
     )
     (packed * 3).to(ndl.cpu()).sum().backward()
     np.testing.assert_array_equal(x.grad.numpy(), np.full((3, 4), 3))
+
+
+def test_to_takes_names():
+    x = Tensor(X)
+    for name in ("cpu", "float32", "bfloat16", "int64"):
+        y = x.to(name)
+        assert (y.device, y.dtype) == (ndl.cpu(), "float32" if name == "cpu" else name)
+    x.to("bfloat16").sum().backward()
+    assert x.grad.dtype == "float32"
+    assert [nd.empty(1, dtype=dtype).dtype for dtype in nd.DTYPES] == list(nd.DTYPES)
+    for wrong in ("gpu", "float64"):
+        with pytest.raises(ValueError, match=f"must name a device .cpu.*dtype .*not '{wrong}'"):
+            x.to(wrong)
+    with pytest.raises(ValueError, match="device cuda:63: "):
+        x.to("cuda:63")
+
+
+def test_one_element_is_a_number():
+    assert int(Tensor([[3.7]])) == 3 and type(int(Tensor(3))) is int
+    assert int(Tensor([-2], dtype="int64")) == -2 and float(Tensor([[1.5]])) == 1.5
+    for number in (int, float):
+        with pytest.raises(ValueError, match=r"size must be 1, but the shape is \(2,\)"):
+            number(Tensor([1, 2]))
 
 
 @pytest.mark.cuda

@@ -229,6 +229,12 @@ def test_state_dict_of_another_optimizer_is_refused():
     arrays.pop(next(iter(arrays)))
     with pytest.raises((KeyError, ValueError)):
         adamw(Two(ndl.cpu()).parameters()).load_state_dict(state | {"arrays": arrays})
+    del state["step"]
+    with pytest.raises(ValueError, match="step is missing; lr must be finite.*but is 'x'"):
+        adamw(Two(ndl.cpu()).parameters()).load_state_dict(state | {"lr": "x"})
+    taken = adamw(Two(ndl.cpu()).parameters())
+    taken.load_state_dict(state | {"step": np.int64(3)})  # as NumPy's files give it back
+    assert taken.t == 3
 
 
 @both
@@ -281,8 +287,10 @@ def test_wrong_hyperparameters(kind):
         {"lr": 0.1, "weight_decay": -1.0},
         {"lr": float("nan")},
         {"lr": float("inf")},
+        {"lr": "0.1"},
+        {"lr": None},
     ):
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match=f"{kind}: [a-z_]+ must be finite and not negative"):
             made(parameters, **wrong)
     fraction = "momentum" if kind == "SGD" else "beta1"
     with pytest.raises(ValueError, match=fraction):

@@ -228,12 +228,17 @@ def test_a_command_that_cannot_be_run(tmp_path, monkeypatch, capfd, name, code):
     assert f"supervise: {tmp_path / name}: " in err and err.count("\n") == 1
 
 
-def test_a_log_that_cannot_be_written_ends_no_training(tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize("fifo", [False, True])
+def test_a_log_that_cannot_be_written_ends_no_training(tmp_path, monkeypatch, capfd, fifo):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "faults.jsonl").mkdir()
+    if fifo:
+        os.mkfifo("faults.jsonl")
+    else:
+        os.mkdir("faults.jsonl")
     code = BEGIN + "beat(run='.', device='cpu'); sys.exit(75 if life == 0 else 0)"
     assert Supervisor([sys.executable, "-S", "-c", code]).run() == 0
-    assert "supervise: faults.jsonl: Is a directory" in capfd.readouterr().err
+    said = "it is a FIFO, not a regular file" if fifo else "Is a directory"
+    assert f"supervise: faults.jsonl: {said}" in capfd.readouterr().err
 
 
 # ---- the device ---------------------------------------------------------------------------------

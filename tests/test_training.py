@@ -102,6 +102,40 @@ def test_a_loss_of_ones_own_and_a_number_of_steps():
     assert ndl.fit(again, [], progress=False) == []
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_arrays_of_numpy_become_tensors(dtype):
+    """In the model's dtype, whatever theirs; ids stay what they are."""
+
+    def losses(inputs):
+        np.random.seed(0)
+        model = nn.Sequential(nn.Linear(3, 8, dtype=dtype), nn.ReLU(), nn.Linear(8, 2, dtype=dtype))
+        batches = [(x, y) for x, y in zip(inputs, Y)]
+        return ndl.fit(model, batches, loss=nn.SoftmaxLoss(), progress=False)
+
+    expected = losses([Tensor(x, dtype=dtype) for x in X])
+    assert losses(X) == losses(X.astype(np.float64)) == expected
+    table = nn.Sequential(nn.Embedding(5, 2), nn.Flatten())
+    ids = (np.array([[3]]), np.array([1]))
+    assert ndl.fit(table, [ids], loss=nn.SoftmaxLoss(), progress=False)
+
+
+@pytest.mark.parametrize(
+    "batches, loss, error, said",
+    [
+        ([(X[0], Y[0])], None, TypeError, "fit: Sequential takes no targets.*loss=nn.SoftmaxLoss"),
+        (X, nn.SoftmaxLoss(), TypeError, r"must be a pair .ids, targets., .*of shape \(4, 3\)"),
+        ((X[0], Y[0]), nn.SoftmaxLoss(), TypeError, r"a single batch is \[\(ids, targets\)\]"),
+        ([5], nn.SoftmaxLoss(), TypeError, "must be a pair .ids, targets., but one is a int"),
+        ([(X[0], 0)], lambda y, t: y, ValueError, r"loss must be one number, .*shape is \(4, 2\)"),
+        ([(X[0].astype(int), 0)], nn.SoftmaxLoss(), TypeError, r"ndarray \(ndl.Tensor\(array\)"),
+    ],
+)
+def test_what_fit_wants_is_said(batches, loss, error, said):
+    model = nn.Sequential(nn.Linear(3, 2))
+    with pytest.raises(error, match=said):
+        ndl.fit(model, batches, loss=loss, progress=False)
+
+
 def test_a_language_model():
     np.random.seed(0)
     config = PythiaConfig(vocab_size=16, hidden_size=8, num_layers=1, num_heads=1, max_seq_len=8)

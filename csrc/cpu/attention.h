@@ -1,4 +1,7 @@
 /* attention.h - what attention_fwd.c and attention_bwd.c share: row tiles and lists of key ranges.
+ *
+ * Scores lie transposed, S^T: a row a key, a column a query, so that a vector holds as many queries
+ * and nothing is summed across its lanes. Columns beyond the queries of a tile hold zeros for q.
  */
 #ifndef NEEDLE_CPU_ATTENTION_H
 #define NEEDLE_CPU_ATTENTION_H
@@ -6,49 +9,99 @@
 #include <limits.h>
 
 #include "cpu.h"
+#include "tile.h"
 
-enum { ATTENTION_QUERIES = 64, ATTENTION_KEYS = 128, ATTENTION_LANES = 16 };
+enum { ATTENTION_QUERIES = 64, ATTENTION_KEYS = 128 }; /* of a tile; whole panels */
 
-/* Rows (of D values) of one head of a (B, T, H, D) view; sgemm reads them in place when it can. */
+/* nd_exp for arguments that are not above 88: 2^n in one piece. What would be denormal is 0. */
+ND_FN float attention_exp(float x) {
+    const float magic = 12582912.0f;
+    float t = x * 1.44269504f + magic;
+    float n = t - magic;
+    float r = x - n * 0.693145752f;
+    r = r - n * 1.42860677e-6f;
+    float p = 0.00139517174f;
+    p = p * r + 0.00836959854f;
+    p = p * r + 0.0416661873f;
+    p = p * r + 0.166665122f;
+    p = p * r + 0.5f;
+    p = p * r * r + r + 1.0f;
+    float power = nd_bits_float((nd_float_bits(t) << 23) + 0x3f800000u);
+    return x < -87.0f ? 0.0f : p * power;
+}
+
+/* Rows (of D values) of one head of a (B, T, H, D) view. */
 typedef struct {
     const nd_array *array;
     int64_t base;   /* element offset of the head */
     int64_t stride; /* from row to row */
-    bool in_place;
 } attention_rows;
 
 ND_FN attention_rows attention_head(const nd_array *a, int64_t batch, int64_t head) {
-    int64_t d = a->shape[3], stride = a->shape[1] <= 1 ? max_of(d, 1) : a->strides[1];
-    return (attention_rows){.array = a,
-                            .base = batch * a->strides[0] + head * a->strides[2],
-                            .stride = stride,
-                            .in_place =
-                                a->dtype == ND_F32 && stride >= max_of(d, 1) && stride <= INT_MAX};
+    return (attention_rows){
+        .array = a, .base = batch * a->strides[0] + head * a->strides[2], .stride = a->strides[1]};
 }
 
-/* Rows [first, first + n) as float32 with a leading dimension, converted into `buffer` if need be.
- */
-ND_FN const float *attention_load(const attention_rows *rows, int64_t first, int64_t n,
-                                  float *buffer, int64_t *leading) {
-    int64_t d = rows->array->shape[3], at = rows->base + first * rows->stride;
-    if (rows->in_place) {
-        *leading = rows->stride;
-        return (const float *)rows->array->data + at;
+/* Ask for row i of a head before it is read or written: no hardware foresees such strides. */
+ND_FN void attention_fetch(const attention_rows *rows, int64_t i) {
+    int64_t line = 64 / (int64_t)nd_dtype_size(rows->array->dtype);
+    for (int64_t j = 0; j < rows->array->shape[3]; j += line) {
+        __builtin_prefetch(cpu_at(rows->array, rows->base + i * rows->stride + j));
     }
-    for (int64_t i = 0; i < n; i++) {
-        cpu_load_f32(buffer + i * d, cpu_at(rows->array, at + i * rows->stride), rows->array->dtype,
-                     1, d);
-    }
-    *leading = max_of(d, 1);
-    return buffer;
 }
 
-ND_FN void attention_store(const attention_rows *rows, int64_t first, int64_t n,
-                           const float *from) {
-    int64_t d = rows->array->shape[3], at = rows->base + first * rows->stride;
+enum { ATTENTION_AHEAD = 8 }; /* rows */
+
+/* Rows [first, first + n) as float32, side by side: rows of a large stride share few sets of the
+ * cache. Zeros from column D to `leading`. */
+ND_FN void attention_load(const attention_rows *rows, int64_t first, int64_t n, float *restrict to,
+                          int64_t leading) {
+    int64_t d = rows->array->shape[3];
     for (int64_t i = 0; i < n; i++) {
-        cpu_store_f32(cpu_at(rows->array, at + i * rows->stride), rows->array->dtype, 1,
-                      from + i * d, d);
+        if (i + ATTENTION_AHEAD < n) {
+            attention_fetch(rows, first + i + ATTENTION_AHEAD);
+        }
+        const void *from = cpu_at(rows->array, rows->base + (first + i) * rows->stride);
+        cpu_load_f32(to + i * leading, from, rows->array->dtype, 1, d);
+        for (int64_t j = d; j < leading; j++) {
+            to[i * leading + j] = 0;
+        }
+    }
+}
+
+ND_FN void attention_store(const attention_rows *rows, int64_t first, int64_t n, const float *from,
+                           int64_t leading) {
+    int64_t d = rows->array->shape[3];
+    for (int64_t i = 0; i < n; i++) {
+        if (i + ATTENTION_AHEAD < n) {
+            attention_fetch(rows, first + i + ATTENTION_AHEAD);
+        }
+        void *to = cpu_at(rows->array, rows->base + (first + i) * rows->stride);
+        cpu_store_f32(to, rows->array->dtype, 1, from + i * leading, d);
+    }
+}
+
+/* n <= ATTENTION_QUERIES rows of D as columns, times scale; zeros for the columns that are left. */
+ND_FN void attention_columns(const float *restrict rows, int64_t n, int64_t d, int64_t leading,
+                             float scale, float *restrict to) {
+    for (int64_t j = 0; j < d; j++) {
+        for (int64_t i = 0; i < n; i++) {
+            to[j * ATTENTION_QUERIES + i] = scale * rows[i * leading + j];
+        }
+        for (int64_t i = n; i < ATTENTION_QUERIES; i++) {
+            to[j * ATTENTION_QUERIES + i] = 0;
+        }
+    }
+}
+
+/* Columns back to n rows of D, each times its factor where there are factors. */
+ND_FN void attention_rows_of(const float *restrict columns, int64_t n, int64_t d,
+                             const float *restrict factor, float *restrict to) {
+    for (int64_t i = 0; i < n; i++) {
+        float times = factor == NULL ? 1.0f : factor[i];
+        for (int64_t j = 0; j < d; j++) {
+            to[i * d + j] = columns[j * ATTENTION_QUERIES + i] * times;
+        }
     }
 }
 
@@ -110,11 +163,24 @@ ND_FN bool attention_walk_next(attention_walk *walk, int64_t *begin, int64_t *en
     return true;
 }
 
-/* How many of the n keys from `key` on query t sees. */
-ND_FN int64_t attention_visible(bool causal, int64_t t, int64_t queries, int64_t keys, int64_t key,
+/* How many of the n keys from s on some query before t sees. */
+ND_FN int64_t attention_visible(bool causal, int64_t t, int64_t queries, int64_t keys, int64_t s,
                                 int64_t n) {
-    int64_t visible = causal ? t + keys - queries + 1 - key : n;
-    return max_of(0, min_of(visible, n));
+    return causal ? max_of(0, min_of(t + keys - queries - s, n)) : n;
+}
+
+/* The scores of a panel of queries from t on and n keys from s on: -inf where a query does not see
+ * a key. */
+ND_FN void attention_hide(bool causal, int64_t t, int64_t queries, int64_t keys, int64_t s,
+                          int64_t n, float *scores, int64_t leading) {
+    int64_t all =
+        attention_visible(causal, t + 1, queries, keys, s, n); /* that the first query sees */
+    for (int64_t key = all; key < n; key++) {
+        int64_t first = min_of(s + key - (keys - queries) - t, TILE_PANEL);
+        for (int64_t i = 0; i < first; i++) {
+            scores[key * leading + i] = -INFINITY;
+        }
+    }
 }
 
 #endif

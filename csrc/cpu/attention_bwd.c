@@ -5,10 +5,9 @@
  *   dV = P^T dO,  dS = P (dO V^T - delta) scale,  dQ = dS K,  dK = dS^T Q
  *
  * A task is one head, whose dq, dk and dv belong to it alone: no atomics, the same bits for any
- * number of threads. It walks key tiles of 128; for each, the query tiles of 64 that see it, with
- * five sgemms a pair; dK and dV of the tile stay in scratch, dQ is added up in place (float32) or
- * in a float32 copy of the head (16-bit dtypes). 10 T S D operations a head, half of that when
- * causal.
+ * number of threads. It walks query tiles of 64; for each, the keys that it sees, 128 at a time,
+ * with five products a pair; dQ of the tile stays in scratch, dK and dV are added up in a float32
+ * copy of the head. 10 T S D operations a head, half of that when causal.
  */
 #include <omp.h>
 
@@ -16,162 +15,159 @@
 
 typedef struct {
     const nd_array *dout, *q, *k, *v, *o, *lse;
-    attention_pattern pattern; /* for each key block, the query blocks that see it */
+    attention_pattern pattern; /* for each query block, the key blocks that it sees */
     float scale;
     bool causal;
     nd_array *dq, *dk, *dv;
 } backward;
 
-/* One thread's tiles. */
+/* One thread's tiles. A column a query: p, ds, qt, doutt, dqt. A row a query: q, dout. A row a key,
+ * for all keys of the head: k, v, dk, dv. Rows of q, dout, dk and dv are padded to whole panels. */
 typedef struct {
-    float *p, *ds, *q, *dout, *k, *v, *dk, *dv, *dq, *delta;
+    float *p, *ds, *qt, *doutt, *dqt, *q, *dout, *k, *v, *dk, *dv;
+    float lse[ATTENTION_QUERIES], delta[ATTENTION_QUERIES];
 } workspace;
 
-static size_t workspace_floats(int64_t queries, int64_t d) {
+static size_t workspace_floats(int64_t keys, int64_t d) {
     size_t tiles = 2 * ATTENTION_QUERIES * ATTENTION_KEYS;
-    size_t rows = 2 * ATTENTION_QUERIES + 4 * ATTENTION_KEYS + (size_t)queries;
-    return (tiles + rows * (size_t)d + (size_t)queries + 15) / 16 * 16;
+    size_t rows = 3 * ATTENTION_QUERIES + 2 * (size_t)keys;
+    size_t padded = 2 * ATTENTION_QUERIES + 2 * (size_t)keys;
+    return (tiles + rows * (size_t)d + padded * (size_t)tile_padded(d) + 15) / 16 * 16;
 }
 
-static workspace workspace_at(float *memory, int64_t queries, int64_t d) {
+static workspace workspace_at(float *memory, int64_t keys, int64_t d) {
+    int64_t padded = tile_padded(d);
     workspace w;
     w.p = memory;
     w.ds = w.p + ATTENTION_QUERIES * ATTENTION_KEYS;
-    w.q = w.ds + ATTENTION_QUERIES * ATTENTION_KEYS;
-    w.dout = w.q + ATTENTION_QUERIES * d;
-    w.k = w.dout + ATTENTION_QUERIES * d;
-    w.v = w.k + ATTENTION_KEYS * d;
-    w.dk = w.v + ATTENTION_KEYS * d;
-    w.dv = w.dk + ATTENTION_KEYS * d;
-    w.dq = w.dv + ATTENTION_KEYS * d;
-    w.delta = w.dq + queries * d;
+    w.qt = w.ds + ATTENTION_QUERIES * ATTENTION_KEYS;
+    w.doutt = w.qt + ATTENTION_QUERIES * d;
+    w.dqt = w.doutt + ATTENTION_QUERIES * d;
+    w.k = w.dqt + ATTENTION_QUERIES * d;
+    w.v = w.k + keys * d;
+    w.q = w.v + keys * d;
+    w.dout = w.q + ATTENTION_QUERIES * padded;
+    w.dk = w.dout + ATTENTION_QUERIES * padded;
+    w.dv = w.dk + keys * padded;
     return w;
 }
 
-/* p: scores in, probabilities out; ds: dO V^T in, the scores' gradient out; zero from `visible` on.
- */
-static void gradient_row(float *restrict p, float *restrict ds, int64_t visible, int64_t n,
-                         float lse, float delta, float scale) {
-    if (lse == -INFINITY) {
-        visible = 0;
-    }
-    int64_t padded = (visible + ATTENTION_LANES - 1) & ~(int64_t)(ATTENTION_LANES - 1);
-    for (int64_t j = visible; j < padded; j++) {
-        p[j] = -INFINITY;
-        ds[j] = 0;
-    }
-    for (int64_t j = 0; j < padded; j++) {
-        float probability = nd_exp(p[j] - lse);
-        p[j] = probability;
-        ds[j] = probability * (ds[j] - delta) * scale;
-    }
-    for (int64_t j = visible; j < n; j++) {
-        p[j] = 0;
-        ds[j] = 0;
+/* p: scores in, probabilities out; ds: dO V^T in, the scores' gradient out. One key, a panel of
+ * queries. */
+static void gradient_row(float *restrict p, float *restrict ds, const float *restrict lse,
+                         const float *restrict delta, float scale) {
+    for (int64_t i = 0; i < TILE_PANEL; i++) {
+        float probability = attention_exp(p[i] - lse[i]);
+        p[i] = probability;
+        ds[i] = probability * (ds[i] - delta[i]) * scale;
     }
 }
 
-/* delta[t] = dO[t] . o[t] */
-static void row_products(const backward *b, const attention_rows *dout_rows, int64_t batch,
-                         int64_t head, workspace *w) {
+/* The rows of a query tile: q and dout in both ways, lse, and delta[t] = dO[t] . o[t]. A query that
+ * saw no key, and the columns beyond the last, get probabilities of 0. */
+static void load_queries(const backward *b, int64_t batch, int64_t head, int64_t t0, int64_t rows,
+                         workspace *w) {
     int64_t queries = b->q->shape[1], heads = b->q->shape[2], d = b->q->shape[3];
-    float buffer[256];
-    for (int64_t t = 0; t < queries; t++) {
-        int64_t leading;
-        const float *restrict dout = attention_load(dout_rows, t, 1, w->dout, &leading);
-        const float *restrict o =
-            cpu_read(b->o, ((batch * queries + t) * heads + head) * d, d, buffer);
+    int64_t padded = tile_padded(d);
+    attention_rows q_rows = attention_head(b->q, batch, head);
+    attention_rows dout_rows = attention_head(b->dout, batch, head);
+    attention_load(&q_rows, t0, rows, w->q, padded);
+    attention_load(&dout_rows, t0, rows, w->dout, padded);
+    attention_columns(w->q, rows, d, padded, b->scale, w->qt);
+    attention_columns(w->dout, rows, d, padded, 1.0f, w->doutt);
+    const float *lse = (const float *)b->lse->data + (batch * heads + head) * queries + t0;
+    for (int64_t i = 0; i < ATTENTION_QUERIES; i++) {
+        w->lse[i] = i < rows && lse[i] != -INFINITY ? lse[i] : INFINITY;
+        w->delta[i] = 0;
+    }
+    attention_rows o_rows = attention_head(b->o, batch, head);
+    attention_load(&o_rows, t0, rows, w->dqt, d);
+    for (int64_t i = 0; i < rows; i++) {
+        const float *restrict o = w->dqt + i * d, *restrict dout = w->dout + i * padded;
         float sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (int64_t j = 0; j < d; j++) {
             sum += dout[j] * o[j];
         }
-        w->delta[t] = sum;
+        w->delta[i] = sum;
     }
 }
 
-/* Keys [s0, s1) of one key block against all queries that see them. */
-static void key_tile(const backward *b, int64_t batch, int64_t head, int64_t block, int64_t s0,
-                     int64_t s1, float *dq, int64_t lddq, workspace *w) {
-    int64_t queries = b->q->shape[1], heads = b->q->shape[2], d = b->q->shape[3];
-    int64_t keys = b->k->shape[1], n = s1 - s0, width = max_of(d, 1);
-    int64_t ldk, ldv, ldq, lddout, t0, t1;
-    attention_rows q_rows = attention_head(b->q, batch, head);
-    attention_rows k_rows = attention_head(b->k, batch, head);
-    attention_rows v_rows = attention_head(b->v, batch, head);
-    attention_rows dout_rows = attention_head(b->dout, batch, head);
-    const float *k = attention_load(&k_rows, s0, n, w->k, &ldk);
-    const float *v = attention_load(&v_rows, s0, n, w->v, &ldv);
-    const float *lse = (const float *)b->lse->data + (batch * heads + head) * queries;
-    memset(w->dk, 0, (size_t)(n * d) * sizeof(float));
-    memset(w->dv, 0, (size_t)(n * d) * sizeof(float));
-    int64_t first = b->causal ? max_of(0, s0 - (keys - queries)) : 0;
-    attention_walk walk =
-        attention_walk_start(&b->pattern, head, block, first, queries, ATTENTION_QUERIES);
-    while (attention_walk_next(&walk, &t0, &t1)) {
-        int64_t rows = t1 - t0;
-        const float *q = attention_load(&q_rows, t0, rows, w->q, &ldq);
-        const float *dout = attention_load(&dout_rows, t0, rows, w->dout, &lddout);
-        cpu_sgemm(false, true, rows, n, d, b->scale, q, ldq, k, ldk, 0.0f, w->p, ATTENTION_KEYS);
-        cpu_sgemm(false, true, rows, n, d, 1.0f, dout, lddout, v, ldv, 0.0f, w->ds, ATTENTION_KEYS);
-        for (int64_t i = 0; i < rows; i++) {
-            gradient_row(w->p + i * ATTENTION_KEYS, w->ds + i * ATTENTION_KEYS,
-                         attention_visible(b->causal, t0 + i, queries, keys, s0, n), n, lse[t0 + i],
-                         w->delta[t0 + i], b->scale);
+/* Queries [t0, t1) of one query block against all keys that they see. */
+static void query_tile(const backward *b, int64_t batch, int64_t head, int64_t block, int64_t t0,
+                       int64_t t1, workspace *w) {
+    int64_t queries = b->q->shape[1], keys = b->k->shape[1], d = b->q->shape[3];
+    int64_t rows = t1 - t0, padded = tile_padded(d), s0, s1;
+    load_queries(b, batch, head, t0, rows, w);
+    memset(w->dqt, 0, (size_t)(ATTENTION_QUERIES * d) * sizeof(float));
+    int64_t last = attention_visible(b->causal, t1, queries, keys, 0, keys);
+    attention_walk walk = attention_walk_start(&b->pattern, head, block, 0, last, ATTENTION_KEYS);
+    while (attention_walk_next(&walk, &s0, &s1)) {
+        const float *k = w->k + s0 * d, *v = w->v + s0 * d;
+        for (int64_t at = 0; at < rows; at += TILE_PANEL) {
+            int64_t end = min_of(t0 + at + TILE_PANEL, t1);
+            int64_t n = attention_visible(b->causal, end, queries, keys, s0, s1 - s0);
+            float *p = w->p + at, *ds = w->ds + at;
+            tile_product(n, TILE_PANEL, d, k, d, 1, w->qt + at, ATTENTION_QUERIES, p,
+                         ATTENTION_QUERIES, false);
+            tile_product(n, TILE_PANEL, d, v, d, 1, w->doutt + at, ATTENTION_QUERIES, ds,
+                         ATTENTION_QUERIES, false);
+            attention_hide(b->causal, t0 + at, queries, keys, s0, n, p, ATTENTION_QUERIES);
+            for (int64_t key = 0; key < n; key++) {
+                gradient_row(p + key * ATTENTION_QUERIES, ds + key * ATTENTION_QUERIES, w->lse + at,
+                             w->delta + at, b->scale);
+            }
+            for (int64_t key = n; key < s1 - s0; key++) {
+                memset(p + key * ATTENTION_QUERIES, 0, TILE_PANEL * sizeof(float));
+                memset(ds + key * ATTENTION_QUERIES, 0, TILE_PANEL * sizeof(float));
+            }
+            tile_product(d, TILE_PANEL, n, k, 1, d, ds, ATTENTION_QUERIES, w->dqt + at,
+                         ATTENTION_QUERIES, true);
         }
-        cpu_sgemm(true, false, n, d, rows, 1.0f, w->p, ATTENTION_KEYS, dout, lddout, 1.0f, w->dv,
-                  width);
-        cpu_sgemm(true, false, n, d, rows, 1.0f, w->ds, ATTENTION_KEYS, q, ldq, 1.0f, w->dk, width);
-        cpu_sgemm(false, false, rows, d, n, 1.0f, w->ds, ATTENTION_KEYS, k, ldk, 1.0f,
-                  dq + t0 * lddq, lddq);
+        tile_product(s1 - s0, padded, rows, w->p, ATTENTION_QUERIES, 1, w->dout, padded,
+                     w->dv + s0 * padded, padded, true);
+        tile_product(s1 - s0, padded, rows, w->ds, ATTENTION_QUERIES, 1, w->q, padded,
+                     w->dk + s0 * padded, padded, true);
     }
-    attention_rows dk_rows = attention_head(b->dk, batch, head);
-    attention_rows dv_rows = attention_head(b->dv, batch, head);
-    attention_store(&dk_rows, s0, n, w->dk);
-    attention_store(&dv_rows, s0, n, w->dv);
+    attention_rows dq_rows = attention_head(b->dq, batch, head);
+    attention_rows_of(w->dqt, rows, d, NULL, w->q);
+    attention_store(&dq_rows, t0, rows, w->q, d);
 }
 
 static void backward_head(const backward *b, int64_t batch, int64_t head, workspace *w) {
     int64_t queries = b->q->shape[1], keys = b->k->shape[1], d = b->q->shape[3];
-    int64_t block = b->pattern.block;
-    attention_rows dout_rows = attention_head(b->dout, batch, head);
-    attention_rows dq_rows = attention_head(b->dq, batch, head);
-    float *dq = w->dq;
-    int64_t lddq = max_of(d, 1);
-    if (dq_rows.in_place) {
-        dq = (float *)b->dq->data + dq_rows.base;
-        lddq = dq_rows.stride;
-    }
-    for (int64_t t = 0; t < queries; t++) {
-        memset(dq + t * lddq, 0, (size_t)d * sizeof(float));
-    }
-    row_products(b, &dout_rows, batch, head, w);
+    int64_t block = b->pattern.block, padded = tile_padded(d);
+    attention_rows k_rows = attention_head(b->k, batch, head);
+    attention_rows v_rows = attention_head(b->v, batch, head);
+    attention_load(&k_rows, 0, keys, w->k, d);
+    attention_load(&v_rows, 0, keys, w->v, d);
+    memset(w->dk, 0, (size_t)(2 * keys * padded) * sizeof(float)); /* and dv behind it */
     for (int64_t i = 0; i < b->pattern.blocks; i++) {
-        int64_t end = min_of(keys, (i + 1) * block);
-        for (int64_t s0 = i * block; s0 < end; s0 += ATTENTION_KEYS) {
-            key_tile(b, batch, head, i, s0, min_of(end, s0 + ATTENTION_KEYS), dq, lddq, w);
+        int64_t end = min_of(queries, (i + 1) * block);
+        for (int64_t t0 = i * block; t0 < end; t0 += ATTENTION_QUERIES) {
+            query_tile(b, batch, head, i, t0, min_of(end, t0 + ATTENTION_QUERIES), w);
         }
     }
-    if (!dq_rows.in_place) {
-        attention_store(&dq_rows, 0, queries, dq);
-    }
+    attention_rows dk_rows = attention_head(b->dk, batch, head);
+    attention_rows dv_rows = attention_head(b->dv, batch, head);
+    attention_store(&dk_rows, 0, keys, w->dk, padded);
+    attention_store(&dv_rows, 0, keys, w->dv, padded);
 }
 
 static nd_status attention_backward(int device, const char *name, const backward *b) {
     int64_t batches = b->q->shape[0], queries = b->q->shape[1], heads = b->q->shape[2],
-            d = b->q->shape[3];
+            keys = b->k->shape[1], d = b->q->shape[3];
     if (d > 256) {
         return nd_error(ND_EVALUE, "%s: q: head dim %lld is above the limit of 256", name,
                         (long long)d);
     }
-    size_t each = workspace_floats(queries, d);
+    size_t each = workspace_floats(keys, d);
     void *scratch;
     ND_TRY(cpu_scratch(device, each * (size_t)cpu_threads() * sizeof(float), &scratch));
-    int64_t scores = batches * heads * queries * b->k->shape[1];
+    int64_t scores = batches * heads * queries * keys;
 #pragma omp parallel for schedule(dynamic) num_threads(cpu_threads()) if (scores > CPU_GRAIN)
     for (int64_t pair = 0; pair < batches * heads; pair++) {
-        workspace w =
-            workspace_at((float *)scratch + each * (size_t)omp_get_thread_num(), queries, d);
+        workspace w = workspace_at((float *)scratch + each * (size_t)omp_get_thread_num(), keys, d);
         backward_head(b, pair / heads, pair % heads, &w);
     }
     return ND_OK;
@@ -189,8 +185,8 @@ nd_status cpu_attention_bwd(int device, const attention_bwd_args *args) {
                   .dq = args->dq,
                   .dk = args->dk,
                   .dv = args->dv};
-    ND_TRY(attention_pattern_make("attention_bwd", "", NULL, NULL, 0, args->k->shape[1],
-                                  args->q->shape[1], args->q->shape[2], &b.pattern));
+    ND_TRY(attention_pattern_make("attention_bwd", "", NULL, NULL, 0, args->q->shape[1],
+                                  args->k->shape[1], args->q->shape[2], &b.pattern));
     return attention_backward(device, "attention_bwd", &b);
 }
 
@@ -206,8 +202,12 @@ nd_status cpu_block_sparse_attention_bwd(int device, const block_sparse_attentio
                   .dq = args->dq,
                   .dk = args->dk,
                   .dv = args->dv};
+    attention_pattern transposed; /* for GPUs; checked here as well, so that both say the same */
     ND_TRY(attention_pattern_make("block_sparse_attention_bwd", "offsets_t", args->offsets_t,
                                   args->rows, args->block, args->k->shape[1], args->q->shape[1],
+                                  args->q->shape[2], &transposed));
+    ND_TRY(attention_pattern_make("block_sparse_attention_bwd", "offsets", args->offsets,
+                                  args->columns, args->block, args->q->shape[1], args->k->shape[1],
                                   args->q->shape[2], &b.pattern));
     return attention_backward(device, "block_sparse_attention_bwd", &b);
 }

@@ -2,12 +2,13 @@
  *
  *   S = scale Q K^T (masked),  P = exp(S - lse),  o = P V,  lse = log of the row sums of exp(S)
  *
- * A task is a tile of up to 64 queries of one head. It walks the keys it may see, 128 at a time:
- * one sgemm for the scores, an online softmax over them (running maximum and sum; when the maximum
- * grows, the accumulated output shrinks), one sgemm that adds P V. No T x S matrix exists, memory
- * is a tile a thread. Keys behind a query's causal limit cost nothing but the rest of their tile;
- * blocks that a sparse pattern does not list are never read. Everything in float32; tasks are
- * independent, so threads do not change bits. 4 T S D operations a head, half of that when causal.
+ * A task is a tile of up to 64 queries of one head. It walks the keys it may see, 128 at a time, a
+ * panel of queries after the other: one product for the scores, an online softmax over them
+ * (running maximum and sum; when the maximum grows, the accumulated output shrinks), one product
+ * that adds V^T P^T. No T x S matrix exists; memory is a tile a thread, and k and v of the heads
+ * in work as float32, side by side. Keys behind a panel's causal limit cost nothing; blocks that a
+ * sparse pattern does not list are never met. Everything in float32; tasks are independent, so
+ * threads do not change bits. 4 T S D operations a head, half of that when causal.
  */
 #include <omp.h>
 
@@ -66,98 +67,103 @@ typedef struct {
     nd_array *o, *lse;
 } forward;
 
-/* One thread's tiles. */
+/* One thread's tiles: scores (KEYS, PANEL), out and q (D, QUERIES), rows (QUERIES, D). */
 typedef struct {
-    float *scores, *out, *q, *k, *v;
+    float *scores, *out, *q, *rows;
     float maximum[ATTENTION_QUERIES], sum[ATTENTION_QUERIES];
 } workspace;
 
 static size_t workspace_floats(int64_t d) {
-    size_t tile = ATTENTION_QUERIES * ATTENTION_KEYS;
-    return tile + (size_t)d * 2 * (ATTENTION_QUERIES + ATTENTION_KEYS);
+    return TILE_PANEL * ATTENTION_KEYS + 3 * ATTENTION_QUERIES * (size_t)d;
 }
 
-/* A row of scores becomes exp(score - maximum), zero from `visible` on; the row's running maximum,
- * sum and output follow. Whole vectors: the rest of the last one is -inf, whose exponential is 0.
- */
-static void softmax_row(float *restrict scores, int64_t visible, int64_t n, float *maximum,
-                        float *sum, float *restrict out, int64_t d) {
-    int64_t padded = (visible + ATTENTION_LANES - 1) & ~(int64_t)(ATTENTION_LANES - 1);
-    for (int64_t j = visible; j < padded; j++) {
-        scores[j] = -INFINITY;
-    }
-    float highest = *maximum, part = 0;
-#pragma omp simd reduction(max : highest)
-    for (int64_t j = 0; j < padded; j++) {
-        highest = scores[j] > highest ? scores[j] : highest;
-    }
-    float shift = highest == -INFINITY ? 0.0f : highest;
-#pragma omp simd reduction(+ : part)
-    for (int64_t j = 0; j < padded; j++) {
-        scores[j] = nd_exp(scores[j] - shift);
-        part += scores[j];
-    }
-    for (int64_t j = padded; j < n; j++) {
-        scores[j] = 0;
-    }
-    if (highest != *maximum) {
-        float shrink = nd_exp(*maximum - shift);
-        *sum *= shrink;
-        for (int64_t j = 0; j < d; j++) {
-            out[j] *= shrink;
+/* Scores of n keys become exp(score - maximum); each query's running maximum, sum and output
+ * follow. All are of one panel. */
+static void softmax_panel(float *restrict scores, int64_t n, float *restrict maximum,
+                          float *restrict sum, float *restrict out, int64_t d) {
+    float top[TILE_PANEL], shrink[TILE_PANEL], part[TILE_PANEL] = {0};
+    bool grown = false;
+    memcpy(top, maximum, sizeof top);
+    for (int64_t key = 0; key < n; key++) {
+        const float *row = scores + key * TILE_PANEL;
+        for (int64_t i = 0; i < TILE_PANEL; i++) {
+            top[i] = row[i] > top[i] ? row[i] : top[i];
         }
     }
-    *sum += part;
-    *maximum = highest;
+    for (int64_t i = 0; i < TILE_PANEL; i++) {
+        float old = maximum[i];
+        grown |= top[i] != old;
+        maximum[i] = top[i];
+        top[i] = top[i] == -INFINITY ? 0.0f : top[i]; /* -inf - -inf is not a number */
+        shrink[i] = attention_exp(old - top[i]);
+    }
+    for (int64_t key = 0; key < n; key++) {
+        float *row = scores + key * TILE_PANEL;
+        for (int64_t i = 0; i < TILE_PANEL; i++) {
+            row[i] = attention_exp(row[i] - top[i]);
+            part[i] += row[i];
+        }
+    }
+    for (int64_t i = 0; i < TILE_PANEL; i++) {
+        sum[i] = sum[i] * shrink[i] + part[i];
+    }
+    if (grown) {
+        for (int64_t j = 0; j < d; j++) {
+            for (int64_t i = 0; i < TILE_PANEL; i++) {
+                out[j * ATTENTION_QUERIES + i] *= shrink[i];
+            }
+        }
+    }
 }
 
-static void forward_tile(const forward *f, int64_t batch, int64_t head, int64_t block, int64_t t0,
-                         int64_t t1, workspace *w) {
+/* k, v: the head's, (S, D). */
+static void forward_tile(const forward *f, int64_t batch, int64_t head, const float *k,
+                         const float *v, int64_t block, int64_t t0, int64_t t1, workspace *w) {
     int64_t d = f->q->shape[3], queries = f->q->shape[1], keys = f->k->shape[1];
-    int64_t heads = f->q->shape[2], rows = t1 - t0, ldq, ldk, ldv, s0, s1;
+    int64_t heads = f->q->shape[2], rows = t1 - t0, s0, s1;
     attention_rows q_rows = attention_head(f->q, batch, head);
-    attention_rows k_rows = attention_head(f->k, batch, head);
-    attention_rows v_rows = attention_head(f->v, batch, head);
-    const float *q = attention_load(&q_rows, t0, rows, w->q, &ldq);
-    memset(w->out, 0, (size_t)(rows * d) * sizeof(float));
-    for (int64_t i = 0; i < rows; i++) {
+    attention_load(&q_rows, t0, rows, w->rows, d);
+    attention_columns(w->rows, rows, d, d, f->scale, w->q);
+    memset(w->out, 0, (size_t)(ATTENTION_QUERIES * d) * sizeof(float));
+    for (int64_t i = 0; i < ATTENTION_QUERIES; i++) {
         w->maximum[i] = -INFINITY;
         w->sum[i] = 0;
     }
-    int64_t last = attention_visible(f->causal, t1 - 1, queries, keys, 0, keys);
+    int64_t last = attention_visible(f->causal, t1, queries, keys, 0, keys);
     attention_walk walk = attention_walk_start(&f->pattern, head, block, 0, last, ATTENTION_KEYS);
     while (attention_walk_next(&walk, &s0, &s1)) {
-        int64_t n = s1 - s0;
-        const float *k = attention_load(&k_rows, s0, n, w->k, &ldk);
-        cpu_sgemm(false, true, rows, n, d, f->scale, q, ldq, k, ldk, 0.0f, w->scores,
-                  ATTENTION_KEYS);
-        for (int64_t i = 0; i < rows; i++) {
-            softmax_row(w->scores + i * ATTENTION_KEYS,
-                        attention_visible(f->causal, t0 + i, queries, keys, s0, n), n,
-                        &w->maximum[i], &w->sum[i], w->out + i * d, d);
+        for (int64_t at = 0; at < rows; at += TILE_PANEL) {
+            int64_t end = min_of(t0 + at + TILE_PANEL, t1);
+            int64_t n = attention_visible(f->causal, end, queries, keys, s0, s1 - s0);
+            if (n == 0) {
+                continue;
+            }
+            tile_product(n, TILE_PANEL, d, k + s0 * d, d, 1, w->q + at, ATTENTION_QUERIES,
+                         w->scores, TILE_PANEL, false);
+            attention_hide(f->causal, t0 + at, queries, keys, s0, n, w->scores, TILE_PANEL);
+            softmax_panel(w->scores, n, w->maximum + at, w->sum + at, w->out + at, d);
+            tile_product(d, TILE_PANEL, n, v + s0 * d, 1, d, w->scores, TILE_PANEL, w->out + at,
+                         ATTENTION_QUERIES, true);
         }
-        const float *v = attention_load(&v_rows, s0, n, w->v, &ldv);
-        cpu_sgemm(false, false, rows, d, n, 1.0f, w->scores, ATTENTION_KEYS, v, ldv, 1.0f, w->out,
-                  max_of(d, 1));
     }
     float *lse = (float *)f->lse->data + (batch * heads + head) * queries + t0;
     for (int64_t i = 0; i < rows; i++) {
-        float *restrict out = w->out + i * d;
         bool empty = w->maximum[i] == -INFINITY && w->sum[i] == 0;
-        float inverse = empty ? 0.0f : 1.0f / w->sum[i];
-        for (int64_t j = 0; j < d; j++) {
-            out[j] *= inverse;
-        }
         lse[i] = empty ? -INFINITY : w->maximum[i] + nd_log(w->sum[i]);
-        cpu_store_f32(cpu_at(f->o, ((batch * queries + t0 + i) * heads + head) * d), f->o->dtype, 1,
-                      out, d);
+        w->sum[i] = empty ? 0.0f : 1.0f / w->sum[i];
     }
+    attention_rows_of(w->out, rows, d, w->sum, w->rows);
+    attention_rows o_rows = attention_head(f->o, batch, head);
+    attention_store(&o_rows, t0, rows, w->rows, d);
 }
 
+/* Bytes of k and v that are laid out before the tiles of their heads begin. */
+static const int64_t GROUP_BYTES = 32 << 20;
+
 static nd_status attention_forward(int device, const char *name, const forward *f) {
-    int64_t batches = f->q->shape[0], queries = f->q->shape[1], heads = f->q->shape[2],
-            d = f->q->shape[3], block = f->pattern.block;
-    if (batches * queries * heads == 0) {
+    int64_t queries = f->q->shape[1], heads = f->q->shape[2], d = f->q->shape[3];
+    int64_t pairs = f->q->shape[0] * heads, keys = f->k->shape[1], block = f->pattern.block;
+    if (pairs * queries == 0) {
         return ND_OK;
     }
     if (d > 256) {
@@ -165,29 +171,46 @@ static nd_status attention_forward(int device, const char *name, const forward *
                         (long long)d);
     }
     int64_t tiles_of_block = cpu_ceil_div(block, ATTENTION_QUERIES);
-    int64_t tiles = f->pattern.blocks * tiles_of_block, tasks = tiles * batches * heads;
-    size_t each = workspace_floats(d);
+    int64_t tiles = f->pattern.blocks * tiles_of_block, parts = cpu_ceil_div(keys, ATTENTION_KEYS);
+    int64_t head_floats = keys * d, head_bytes = 2 * head_floats * (int64_t)sizeof(float);
+    int64_t group = max_of(1, min_of(pairs, GROUP_BYTES / max_of(head_bytes, 1)));
+    size_t each = (workspace_floats(d) + 15) / 16 * 16;
     void *scratch;
-    ND_TRY(cpu_scratch(device, each * (size_t)cpu_threads() * sizeof(float), &scratch));
-    int64_t scores = batches * heads * queries * f->k->shape[1];
-#pragma omp parallel num_threads(cpu_threads()) if (scores > CPU_GRAIN)
+    ND_TRY(cpu_scratch(device,
+                       each * (size_t)cpu_threads() * sizeof(float) + (size_t)(group * head_bytes),
+                       &scratch));
+    float *values = (float *)scratch + each * (size_t)cpu_threads();
+#pragma omp parallel num_threads(cpu_threads()) if (pairs * queries * keys > CPU_GRAIN)
     {
         workspace w;
         w.scores = (float *)scratch + each * (size_t)omp_get_thread_num();
-        w.out = w.scores + ATTENTION_QUERIES * ATTENTION_KEYS;
+        w.out = w.scores + TILE_PANEL * ATTENTION_KEYS;
         w.q = w.out + ATTENTION_QUERIES * d;
-        w.k = w.q + ATTENTION_QUERIES * d;
-        w.v = w.k + ATTENTION_KEYS * d;
+        w.rows = w.q + ATTENTION_QUERIES * d;
+        for (int64_t first = 0; first < pairs; first += group) {
+            int64_t count = min_of(group, pairs - first);
+#pragma omp for schedule(static)
+            for (int64_t task = 0; task < 2 * count * parts; task++) {
+                int64_t which = task / parts, s0 = task % parts * ATTENTION_KEYS;
+                int64_t pair = first + which / 2;
+                attention_rows rows =
+                    attention_head(which % 2 ? f->v : f->k, pair / heads, pair % heads);
+                attention_load(&rows, s0, min_of(ATTENTION_KEYS, keys - s0),
+                               values + which * head_floats + s0 * d, d);
+            }
 #pragma omp for schedule(dynamic)
-        for (int64_t task = 0; task < tasks; task++) {
-            /* Late queries see most keys: they go first, so that no thread ends with a long one. */
-            int64_t tile = tiles - 1 - task / (batches * heads);
-            int64_t pair = task % (batches * heads), of_block = tile / tiles_of_block;
-            int64_t t0 = of_block * block + tile % tiles_of_block * ATTENTION_QUERIES;
-            int64_t end = min_of(queries, (of_block + 1) * block);
-            if (t0 < end) {
-                forward_tile(f, pair / heads, pair % heads, of_block, t0,
-                             min_of(end, t0 + ATTENTION_QUERIES), &w);
+            for (int64_t task = 0; task < tiles * count; task++) {
+                /* Late queries see most keys: they go first, so that no thread ends with a long
+                 * one. */
+                int64_t tile = tiles - 1 - task / count, of_block = tile / tiles_of_block;
+                int64_t in_group = task % count, pair = first + in_group;
+                int64_t t0 = of_block * block + tile % tiles_of_block * ATTENTION_QUERIES;
+                int64_t end = min_of(queries, (of_block + 1) * block);
+                const float *k = values + 2 * in_group * head_floats;
+                if (t0 < end) {
+                    forward_tile(f, pair / heads, pair % heads, k, k + head_floats, of_block, t0,
+                                 min_of(end, t0 + ATTENTION_QUERIES), &w);
+                }
             }
         }
     }

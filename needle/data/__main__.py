@@ -18,7 +18,7 @@ from needle.data.readers import TokenData, matching, no_text, open_data, open_to
 from needle.data.runs import open_run
 from needle.data.text import documents, load_tokenizer, warn
 from needle.data.tokens import DataError, Documents, FlatTokens, to_ids
-from needle.files import naming
+from needle.files import described, naming, reading
 
 SCANNED = 1 << 22  # ids that `inspect` looks at, spread over the file
 
@@ -195,7 +195,10 @@ def batches_of(args: argparse.Namespace) -> tuple[TokenData, Batches, int, int]:
 def steps_of(run: str, settings: dict) -> int:
     """Of a run: as many as it was to have, or more where it went on for longer."""
     metrics = Path(run) / "metrics.jsonl"
-    done = re.findall(rb'^{"step": (\d+),', metrics.read_bytes() if metrics.exists() else b"", re.M)
+    if not metrics.exists():
+        return settings["steps"]
+    with reading(metrics) as file:
+        done = re.findall(rb'^{"step": (\d+),', file.read(), re.M)
     return max([settings["steps"], *map(int, done[-1:])])
 
 
@@ -243,7 +246,7 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError) as error:
-        print(f"needle.data: {error}", file=sys.stderr)
+        print(f"needle.data: {described(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("needle.data: interrupted; the same command goes on", file=sys.stderr)

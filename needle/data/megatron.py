@@ -28,7 +28,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from needle.data.tokens import DataError, Documents, Part, whole_file
+from needle.data.tokens import DataError, Documents, Part, absent, whole_file
+from needle.files import not_regular
 
 MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")
@@ -98,10 +99,13 @@ def data_files(prefix: Path) -> list[Path]:
     shards in which the Pythias' data are published (there the last one is 00020), in order."""
     if not Path(f"{prefix}.idx").is_file():
         raise DataError(
-            f"{prefix}.idx: no such file; Megatron's data are two files, "
+            f"{prefix}.idx: {absent(f'{prefix}.idx')}; Megatron's data are two files, "
             f"{prefix.name}.idx and {prefix.name}.bin"
         )
     whole = Path(f"{prefix}.bin")
+    problem = not_regular(whole)
+    if problem is not None:
+        raise DataError(f"{whole}: {problem}")
     if whole.is_file():
         return [whole]
     shards = sorted(
@@ -261,6 +265,6 @@ def prefix_of(path: str | os.PathLike) -> Path | None:
     path = Path(path)
     prefix = path.with_suffix("") if path.suffix in (".idx", ".bin") else path
     for name in (prefix, prefix.with_name(SHARD.sub("", prefix.name) or prefix.name)):
-        if Path(f"{name}.idx").is_file():
+        if Path(f"{name}.idx").exists():
             return name
     return None

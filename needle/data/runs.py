@@ -24,6 +24,7 @@ from needle.data.batches import Batches
 from needle.data.readers import TokenData, open_data
 from needle.data.text import id_limit, load_tokenizer
 from needle.data.tokens import DataError
+from needle.files import FileError, reading
 
 
 def run_data(
@@ -58,13 +59,14 @@ def open_run(folder: str | os.PathLike) -> tuple[TokenData, Batches, dict]:
     """(data, batches, settings) of the run in `folder`; the settings hold the words above too."""
     path = Path(folder) / "config.json"
     try:
-        config = json.loads(path.read_text())
+        with reading(path) as file:
+            config = json.loads(file.read())
         described = config["data"] if "path" in config["data"] else _older(config, Path(folder))
         data = run_data(described, Path(folder), described["fingerprint"])
         batches = run_batches(data, described, described["id_limit"])
         return data, batches, {**config["settings"], **described}
     except (OSError, KeyError, TypeError, ValueError) as error:
-        if isinstance(error, DataError):
+        if isinstance(error, (DataError, FileError)):
             raise
         raise DataError(f"{path}: not the config.json of a run: {error!r}") from error
 

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from needle.data.tokens import DataError
+from needle.data.tokens import DataError, absent
 
 END_OF_TEXT = "<|endoftext|>"
 PIECE = 1 << 20  # characters of a document that are tokenised as one
@@ -288,7 +288,7 @@ def load_tokenizer(path: str | os.PathLike) -> Any:
         path = path / "tokenizer.json"
     if not path.is_file():
         raise DataError(
-            f"{path}: no such tokenizer file; give a tokenizer.json as the package "
+            f"{path}: {absent(path, 'tokenizer file')}; give a tokenizer.json as the package "
             "`tokenizers` saves it"
         )
     try:

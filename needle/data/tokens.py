@@ -24,9 +24,16 @@ from typing import Any
 
 import numpy as np
 
+from needle.files import not_regular, regular
+
 
 class DataError(ValueError):
     """Data that cannot be used; the message names it and says what to do."""
+
+
+def absent(path: str | os.PathLike, what: str = "file") -> str:
+    """Why there is nothing to read at `path`: no such file, or what lies there instead."""
+    return not_regular(path) or f"no such {what}"
 
 
 class Part:
@@ -38,7 +45,7 @@ class Part:
         self.end = offset + count * self.dtype.itemsize
         self._map, self._ids = None, np.empty(0, self.dtype)
         try:
-            with open(path, "rb") as file:
+            with open(path, "rb", opener=regular) as file:
                 self._check_size(os.fstat(file.fileno()).st_size, "is truncated")
                 if count:  # an empty map is refused by the system
                     self._map = mmap.mmap(file.fileno(), self.end, access=mmap.ACCESS_READ)

@@ -22,6 +22,7 @@ from typing import Any
 from needle.checkpoint import Checkpoint, CheckpointError, list_checkpoints, step_of
 from needle.diagnose.children import Teller
 from needle.diagnose.facts import gigabytes
+from needle.files import reading, regular
 
 TAIL = 1 << 16  # bytes of the end of a file that are looked at
 SHOWN = 3  # faults
@@ -59,12 +60,16 @@ def lock(teller: Teller, folder: Path) -> bool:
     teller.at("looking at the lock")
     path = folder / "lock"
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        file = regular(path, os.O_RDONLY)
     except FileNotFoundError:
         teller.ok("lock", "nobody has worked in it yet")
         return False
     except OSError as error:
-        teller.failed("lock", f"{path} cannot be read: {error.strerror}", "see to its permissions")
+        teller.failed(
+            "lock",
+            f"{path} cannot be read: {error.strerror}",
+            "see to its permissions, or move it away",
+        )
         return False
     try:
         named = os.read(file, 200).decode(errors="replace").strip() or "a process without a name"
@@ -189,7 +194,7 @@ def checkpoints(teller: Teller, folder: Path) -> Checkpoint | None:
 
 def last_lines(path: Path) -> list[dict[str, Any]]:
     """The objects among the last lines of a file of JSON lines; what is cut off is left out."""
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
         data = file.read()
     found = []
@@ -212,7 +217,9 @@ def metrics(teller: Teller, folder: Path, is_held: bool) -> None:
         teller.note("metrics", "there is no metrics.jsonl yet")
         return
     except OSError as error:
-        teller.failed("metrics", f"{path}: {error.strerror}", "see to its permissions")
+        teller.failed(
+            "metrics", f"{path}: {error.strerror}", "see to its permissions, or move it away"
+        )
         return
     if not lines:
         teller.note("metrics", "metrics.jsonl has no whole line")
@@ -245,7 +252,9 @@ def faults(teller: Teller, folder: Path) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        teller.failed("faults", f"{path}: {error.strerror}", "see to its permissions")
+        teller.failed(
+            "faults", f"{path}: {error.strerror}", "see to its permissions, or move it away"
+        )
         return
     teller.fact("faults", lines)
     for line in lines[-SHOWN:]:
@@ -289,7 +298,8 @@ def go_on(teller: Teller, folder: Path, is_held: bool, newest: Checkpoint | None
     command = shlex.join(words)
     steps = None
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        steps = json.loads((folder / "config.json").read_text())["settings"]["steps"]
+        with reading(folder / "config.json") as file:
+            steps = json.loads(file.read())["settings"]["steps"]
     step = None if newest is None else newest.state.get("step")
     if is_held:
         teller.ok("go on", "it is at work; SIGTERM lets its step end, saves and stops it")

@@ -126,7 +126,7 @@ def load(
             value = value.permute((1, 0))
         parameter.cached_data = _C.empty(value.shape, dtype, device)
         _C.assign(parameter.cached_data, value)
-    if (folder / "tokenizer.json").is_file():
+    if (folder / "tokenizer.json").exists():
         model.tokenizer = folder.absolute()
     return model
 
@@ -184,9 +184,9 @@ def read_json(path: Path) -> dict[str, Any]:
 def _entries(folder: Path, spelling: Spelling, problems: list[str]) -> dict[str, Entry]:
     """Our name -> tensor, of all weight files of the folder; buffers are left out."""
     whole, index = folder / WEIGHTS, folder / INDEX
-    if whole.is_file():
+    if whole.exists():
         found = _header(whole)
-    elif index.is_file():
+    elif index.exists():
         found = _shards(folder, read_json(index), problems)
     else:
         raise FileError(_no_weights(folder))
@@ -228,7 +228,7 @@ def _shards(folder: Path, index: dict[str, Any], problems: list[str]) -> list[En
         raise FileError(f"{folder / INDEX}: has no weight_map from tensors to files")
     found: list[Entry] = []
     for file in sorted(set(where.values())):
-        if Path(file).name != file or not (folder / file).is_file():
+        if Path(file).name != file or not (folder / file).exists():
             problems.append(f"{INDEX} names the file {file!r}, which is not in the folder")
             continue
         shard = _header(folder / file)

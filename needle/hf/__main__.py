@@ -11,7 +11,7 @@ from pathlib import Path
 from needle import hf, models
 from needle.backend_ndarray import FLOAT_DTYPES, cpu
 from needle.checkpoint import CheckpointError, find_checkpoint, save_checkpoint
-from needle.files import replacing
+from needle.files import described, reading, replacing
 
 
 def export_checkpoint(
@@ -29,8 +29,10 @@ def import_folder(
     """Writes the model of `folder` as a checkpoint without an optimizer, and its tokenizer.json
     beside it, where apps/generate.py looks; returns the files. The loss it records is NaN."""
     source, target = Path(folder) / "tokenizer.json", Path(checkpoint)
-    content = source.read_bytes() if source.is_file() else None
-    beside = target.parent / "tokenizer.json"
+    content, beside = None, target.parent / "tokenizer.json"
+    if source.exists():
+        with reading(source) as file:
+            content = file.read()
     if content is not None and beside.is_file() and beside.read_bytes() != content:
         raise CheckpointError(
             f"{beside}: another model's tokenizer lies there already; write the "
@@ -84,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             written = import_folder(args.folder, args.checkpoint, args.dtype)
     except (ValueError, OSError, RuntimeError) as error:
-        print(f"needle.hf: {error}", file=sys.stderr)
+        print(f"needle.hf: {described(error)}", file=sys.stderr)
         return 1
     for path in written:
         print(path)

@@ -120,6 +120,11 @@ class _Nvrtc:
         self.call(f"nvrtcGet{what}", program, buffer)
         return buffer.raw
 
+    def version(self) -> tuple[int, int]:
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self.call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
+        return major.value, minor.value
+
     def archs(self) -> list[int]:
         count = ctypes.c_int()
         self.call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
@@ -276,6 +281,9 @@ def _compile(
     nvrtc, include = _nvrtc(), find_toolkit().include
     flags = [f"--gpu-architecture=sm_{arch}", "-lineinfo", *(f"-I{folder}" for folder in include)]
     flags += [] if any("-std" in option for option in options) else ["-std=c++17"]
+    # Since 12.9 NVRTC keeps what it compiled on the disk, and opens the driver for that: threads,
+    # memory and device files in a process that is to have no GPU.
+    flags += ["--no-cache"] if nvrtc.version() >= (12, 9) else []
     flags += options
     program = ctypes.c_void_p()
     text = source.encode()

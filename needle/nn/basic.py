@@ -51,8 +51,8 @@ class Linear(Module):
     ) -> None:
         super().__init__()
         place = {"device": device, "dtype": dtype}
-        self.in_features = in_features
-        self.out_features = out_features
+        self.in_features = init.check_size("Linear: in_features", in_features, least=1)
+        self.out_features = init.check_size("Linear: out_features", out_features, least=1)
         self.weight = Parameter(
             init.kaiming_uniform(in_features, out_features, **place)
             if std is None
@@ -171,7 +171,7 @@ class Dropout(Module):
 
     def __init__(self, p: float = 0.5) -> None:
         super().__init__()
-        if not 0 <= p < 1:
+        if isinstance(p, str) or not 0 <= p < 1:
             raise ValueError(f"Dropout: p must be in [0, 1), but is {p}")
         self.p = p
 
@@ -196,7 +196,7 @@ class LayerNorm1d(Module):
         self, dim: int, eps: float = 1e-5, device: Device | None = None, dtype: str = "float32"
     ) -> None:
         super().__init__()
-        self.dim = dim
+        self.dim = init.check_size(f"{type(self).__name__}: dim", dim)
         self.eps = eps
         self.weight = Parameter(init.ones(dim, device=device, dtype=dtype))
         self.bias = Parameter(init.zeros(dim, device=device, dtype=dtype))
@@ -236,7 +236,7 @@ class BatchNorm1d(Module):
         dtype: str = "float32",
     ) -> None:
         super().__init__()
-        self.dim = dim
+        self.dim = init.check_size(f"{type(self).__name__}: dim", dim)
         self.eps = eps
         self.momentum = momentum
         self.weight = Parameter(init.ones(dim, device=device, dtype=dtype))
@@ -277,8 +277,8 @@ class Embedding(Module):
         std: float = 1.0,
     ) -> None:
         super().__init__()
-        self.num_embeddings = num_embeddings
-        self.embedding_dim = embedding_dim
+        self.num_embeddings = init.check_size("Embedding: num_embeddings", num_embeddings)
+        self.embedding_dim = init.check_size("Embedding: embedding_dim", embedding_dim)
         self.weight = Parameter(
             init.randn(num_embeddings, embedding_dim, std=std, device=device, dtype=dtype)
         )

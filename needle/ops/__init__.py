@@ -27,6 +27,7 @@ from needle.ops.broadcast import (
     summation,
     to_device,
 )
+from needle.ops.dilated import DilatedAttention, dilated_attention
 from needle.ops.elementwise import (
     GELU,
     AddScalar,
@@ -123,6 +124,7 @@ __all__ = [
     "Concatenate",
     "Contiguous",
     "CrossEntropy",
+    "DilatedAttention",
     "DivScalar",
     "EWiseAdd",
     "EWiseDiv",
@@ -178,6 +180,7 @@ __all__ = [
     "contiguous",
     "convert_to_block_mask",
     "cross_entropy",
+    "dilated_attention",
     "divide",
     "divide_scalar",
     "embedding",

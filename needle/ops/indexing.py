@@ -262,7 +262,12 @@ def _items(index: Any, shape: tuple[int, ...]) -> list[Any]:
                 )
         elif item is None or item is Ellipsis or isinstance(item, slice):
             items.append(item)
-        elif isinstance(item, (bool, np.bool_)) or not hasattr(item, "__index__"):
+        elif isinstance(item, (bool, np.bool_)):
+            raise IndexError(
+                f"{item} alone is no index: None adds an axis, an array of bool picks elements, "
+                "0 or 1 is a place"
+            )
+        elif not hasattr(item, "__index__"):
             raise IndexError(
                 "an index must be an integer, a slice, ..., None, or an array or list of integers "
                 f"or bool, not {type(item).__name__}"

@@ -59,6 +59,22 @@ def test_only_an_open_length_of_tiny_is_chosen():
         assert train_flags.may_choose_steps(named, tokens, settings) is chosen
 
 
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        ("--data nowhere", "nowhere: no such file or folder"),
+        ("--tokenizer nowhere", "nowhere: no such tokenizer file"),
+        ("--batch-size 400", "fewer than one batch of 400 x 16"),
+    ],
+)
+def test_data_is_looked_at_before_anything_is_measured(
+    tmp_path, tokens, short, monkeypatch, capsys, more, said
+):
+    monkeypatch.setattr(run_length, "seconds_of_step", None)
+    assert train_pythia.main(open_ended(tmp_path, tokens, "a", more)) == 1
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("seconds, steps", [(1000.0, 2), (37.0, 4), (0.001, 6)])
 def test_the_measurement_changes_the_length_and_nothing_else(
     tmp_path, tokens, short, monkeypatch, capsys, seconds, steps

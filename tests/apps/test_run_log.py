@@ -124,6 +124,23 @@ def test_the_smoothed_line():
     np.testing.assert_array_equal(run_log.smoothed([4.0]), [4.0])
 
 
+@pytest.mark.parametrize("steps, labels", [(49, ["training"]), (50, ["training, smoothed"])])
+def test_the_plot_says_smoothed_where_it_is(tmp_path, monkeypatch, steps, labels):
+    pytest.importorskip("matplotlib")
+    from matplotlib import pyplot
+
+    lines = [f'{{"step": {n}, "tokens": {n}, "loss": {n % 7}}}\n' for n in range(1, steps + 1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    run_log.plot(tmp_path)
+    axes = pyplot.gcf().axes[0]
+    monkeypatch.undo()
+    pyplot.close("all")
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == labels
+    same = [list(line.get_ydata()) == [n % 7 for n in range(1, steps + 1)] for line in axes.lines]
+    assert same == ([True] if steps < 50 else [True, False])
+
+
 def test_the_plot_has_short_ticks_both_lines_and_points(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     from matplotlib import colors, pyplot

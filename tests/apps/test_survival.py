@@ -172,6 +172,33 @@ def test_a_run_that_never_saved_begins_anew(tmp_path, run, capsys):
     assert not list((folder_of(tmp_path, "a")).glob(".*"))
 
 
+@pytest.mark.parametrize("gone", ["files", "folder"])
+@pytest.mark.parametrize("older", [False, True])
+def test_a_run_that_saved_does_not_begin_anew(tmp_path, run, capsys, gone, older):
+    """Its checkpoints were deleted, and its metrics and its model's name are left."""
+    assert run("tiny", "--steps", "1") == 0  # stopped before --save-every: by its end
+    folder = tmp_path / "runs" / "tiny"
+    before = (folder / "metrics.jsonl").read_bytes()
+    for path in (folder / "checkpoints").iterdir():
+        path.unlink()
+    if gone == "folder":
+        (folder / "checkpoints").rmdir()
+    if older:  # a config.json that does not say whether the run has saved
+        config = json.loads((folder / "config.json").read_text())
+        assert config.pop("saved") is True
+        (folder / "config.json").write_text(json.dumps(config))
+    unnamed = flags(tmp_path, tmp_path / "tokens.npy", "tiny", "--resume", "auto")
+    unnamed[unnamed.index("--name") : unnamed.index("--name") + 2] = []
+    for begin in (lambda: run("tiny", "--resume", "auto"), lambda: train_pythia.main(unnamed)):
+        assert begin() == 1
+        out, error = capsys.readouterr()
+        assert f"{folder / 'checkpoints'}: no checkpoint is left there" in error
+        assert f"another --name, or remove {folder}" in error
+        assert "starting from the beginning" not in out
+        assert (folder / "metrics.jsonl").read_bytes() == before
+    assert run("b", "--resume", "auto") == 0
+
+
 def test_two_processes_on_one_run(tmp_path, process):
     first = process("a", "--steps", "100000")
     assert any(line.startswith("step ") for line in first.stdout)

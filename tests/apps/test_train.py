@@ -240,7 +240,23 @@ def test_a_checkpoint_outside_of_a_run_is_not_resumed(tmp_path, tokens, capsys):
         ({"settings": {"lr": None}}, "lr is None"),
         ({"settings": {"save_every": "x"}}, "save_every is 'x'"),
         ({"settings": {"data": 3}}, "data is 3"),
+        ({"settings": {"lr": float("nan")}}, "lr is nan: must be a number above 0"),
+        ({"settings": {"lr": -1.0}}, "lr is -1.0: must be a number above 0"),
+        ({"settings": {"steps": -6}}, "steps is -6: must be a whole number of 1 or more"),
+        ({"settings": {"seed": 2**40}}, "seed is 1099511627776: must be at most 4294967295"),
+        ({"settings": {"recipe": "zz"}}, "recipe is 'zz': invalid choice"),
+        ({"settings": {"schedule": "zz"}}, "schedule is 'zz': invalid choice"),
+        ({"settings": {"sparse": "zz"}}, "sparse is 'zz': invalid choice"),
+        ({"settings": {"warmup": 9}}, "--warmup 9: the run has 6 steps"),
+        ({"settings": {"eval_every": ...}}, "it has no settings of eval_every"),
         ({"data": {}}, "epoch of its data, batch of its data"),
+        ({"data": {"epoch": 2**80, "batch": 0}}, f"epoch of its data is {2**80}"),
+        ({"config": None}, "holds a module of no registered class"),
+        ({"config": {"vocab_size": "x"}}, "its configuration cannot be used"),
+        ({"seconds": float("nan")}, "seconds is nan: must be a number of 0 or more"),
+        ({"step": 2**80}, f"step is {2**80}: the run has 6"),
+        ({"optimizer": {"class": "Adam"}}, "optimizer is 'Adam': runs have AdamW"),
+        ({"optimizer": {"class": "AdamW", "lr": "x"}}, "lr must be finite and not negative"),
         ({"optimizer": None}, "it has no optimizer"),
         ({"step": -3}, "step is -3"),
     ],
@@ -254,8 +270,11 @@ def test_a_crafted_checkpoint_is_one_error(tmp_path, tokens, capsys, monkeypatch
         entries, state = read(self, file)
         for key, value in wrong.items():
             state[key] = {**state[key], **value} if key == "settings" else value
+        settings = state["settings"]
+        state["settings"] = {key: settings[key] for key in settings if settings[key] is not ...}
         return entries, state
 
     monkeypatch.setattr(Checkpoint, "_read", crafted)
     assert train_pythia.main(flags(tmp_path, tokens, "a", "--resume", "auto")) == 1
-    assert said in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert said in error and "step_6.safetensors: " in error and error.count("\n") == 1

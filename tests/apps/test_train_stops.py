@@ -1,6 +1,8 @@
 """How runs of apps/train_pythia.py end early: signals, faults, and settings that are refused."""
 
+import dataclasses
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -52,21 +54,46 @@ def wait_for_step(tmp_path, name, step, process):
 
 
 @pytest.mark.parametrize(
-    "folder, tensorboard, wandb, more",
+    "folder, flags, more",
     [
-        ("runs/a", False, None, ""),
-        ("runs/b c", False, None, ""),
-        ("more runs/a", False, None, " --out 'more runs'"),
-        ("/runs/a", True, "project", " --out /runs --tensorboard --wandb project"),
+        ("runs/a", {}, ""),
+        ("runs/b c", {}, ""),
+        ("more runs/a", {}, " --out 'more runs'"),
+        (
+            "/runs/a",
+            {"tensorboard": True, "wandb": "project"},
+            " --out /runs --tensorboard --wandb project",
+        ),
+        ("runs/a", {"device_name": "cuda:1"}, " --device cuda:1"),
+        ("runs/a", {"hang_seconds": 7.5}, " --supervise --hang-seconds 7.5"),
     ],
 )
-def test_the_command_that_goes_on(monkeypatch, folder, tensorboard, wandb, more):
+def test_the_command_that_goes_on(monkeypatch, folder, flags, more):
     folder = Path(folder)
     monkeypatch.setattr(sys, "argv", ["apps/train_pythia.py", "--steps", "5"])
-    run = SimpleNamespace(folder=folder, tensorboard=tensorboard, wandb=wandb)
+    monkeypatch.setattr(train_pythia, "supervised", lambda: "hang_seconds" in flags)
+    fields = {field.name: field.default for field in dataclasses.fields(train_pythia.Run)}
+    run = SimpleNamespace(**fields | flags | {"folder": folder})
     name = shlex.quote(folder.name)
     begins = f"{shlex.quote(sys.executable)} apps/train_pythia.py --resume auto --name {name}"
     assert train_pythia.resume_command(run) == begins + more
+
+
+@pytest.mark.parametrize("name", ["lock", "metrics.jsonl"])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_fifo_in_the_folder_is_named(tmp_path, tokens, capsys, name, resumed):
+    """Opened for writing it would wait for a reader."""
+    path = tmp_path / "runs" / "a" / name
+    argv = flags(tmp_path, tokens, "a", "--resume", "auto")
+    if resumed:
+        assert train_pythia.main(argv) == 0
+        path.unlink()
+        (path.parent / "sample.txt").unlink()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(path)
+    assert train_pythia.main(argv) == 1
+    error = capsys.readouterr().err
+    assert f"{path}: cannot be" in error and "it is a FIFO, not a regular file" in error
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -79,7 +106,7 @@ def test_a_signal_finishes_the_step_saves_and_exits_0(tmp_path, tokens, number):
     assert process.returncode == 0, error
     last = lines_of(tmp_path, "a")[-1]["step"]
     assert f"stopped by {number.name} after step {last} of 5000, and saved" in out
-    assert "--resume auto --name a" in out
+    assert "--resume auto --name a" in out and " --device cpu\n" in out
     newest = list_checkpoints(tmp_path / "runs" / "a" / "checkpoints")[0]
     assert Checkpoint(newest).state["step"] == last
 
@@ -247,15 +274,62 @@ def test_a_warmup_longer_than_the_run(tmp_path, capsys):
     assert train_flags.complete(constant, None, on_gpu=False)["warmup"] == 7
 
 
-def test_bad_sampling_is_refused_before_the_prompt_is_printed(tmp_path, texts, capsys):
-    assert train_pythia.main(flags(tmp_path, texts, "a", steps=1)) == 0
-    capsys.readouterr()
-    argv = [str(tmp_path / "runs" / "a"), "--device", "cpu", "--top-p", "2"]
-    assert generate.main(argv) == 1
-    assert capsys.readouterr() == (
-        "",
-        "generate.py: top_p must be above 0 and at most 1, not 2.0\n",
-    )
+@pytest.mark.parametrize("value", ["7", "1.01", "0", "-1", "nan", "inf", "x"])
+def test_a_bad_share_of_probability_is_a_bad_flag(capsys, value):
+    with pytest.raises(SystemExit) as stop:
+        generate.main(["nowhere", f"--top-p={value}"])
+    said = f"argument --top-p: must be a number above 0 and at most 1, not {value!r}\n"
+    assert stop.value.code == 2 and capsys.readouterr().err.endswith(said)
+    assert generate.parser().parse_args(["nowhere", "--top-p", "1"]).top_p == 1
+
+
+# As a user whom permissions bind: capset(2) with the version of its structures and no rights.
+POWERLESS = """
+import ctypes, sys
+header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+if ctypes.CDLL(None).capset(header, none) != 0:
+    sys.exit(77)
+sys.path.insert(0, sys.argv.pop(1))
+import generate, train_pythia
+from needle.models import pythia
+pythia.PRESETS["tiny"] = eval(sys.argv.pop(1))
+sys.exit(globals()[sys.argv.pop(1)].main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("more", [None, [], ["--resume", "auto"], ["--resume"]])
+def test_a_folder_that_may_not_be_read(tmp_path, tokens, more):
+    """`more` flags of a training; None: generate.py."""
+    assert train_pythia.main(flags(tmp_path, tokens, "a", steps=1)) == 0
+    folder = tmp_path / "runs" / "a"
+    argv = ["generate", str(folder)]
+    if more is not None:
+        more = [*more, str(folder)] if more == ["--resume"] else more
+        argv = ["train_pythia", *flags(tmp_path, tokens, "a", *more)]
+    folder.chmod(0)
+    try:
+        command = [sys.executable, "-c", POWERLESS, str(ROOT / "apps"), repr(SMALL), *argv]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    finally:
+        folder.chmod(0o755)
+    if done.returncode == 77:
+        pytest.skip("the system does not let a process give up its rights")
+    assert done.returncode == 1
+    program, path, *_, reason = done.stderr.split(": ")
+    assert program == f"{argv[0]}.py" and Path(path).is_relative_to(folder)
+    assert re.fullmatch("Permission denied(; see to its permissions)?\n", reason)
+
+
+def test_a_name_that_no_file_system_takes(tmp_path, tokens, capsys):
+    argv = flags(tmp_path, tokens, "é" * 128)
+    with pytest.raises(SystemExit) as stop:
+        train_pythia.main(argv)
+    said = "argument --name: must have at most 255 bytes, as file systems want it, not 256\n"
+    assert stop.value.code == 2 and capsys.readouterr().err.endswith(said)
+    for flag in ("--data", "--init", "--tokenizer", "--resume"):
+        long = str(tmp_path / ("a" * 300))
+        assert train_pythia.main(flags(tmp_path, tokens, "a", flag, long)) == 1
+        assert capsys.readouterr().err == f"train_pythia.py: {long}: File name too long\n"
 
 
 def test_help_names_every_flag_in_groups_with_defaults(capsys):

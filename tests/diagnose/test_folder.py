@@ -212,6 +212,16 @@ def test_faults_and_damaged_lines(run, look, heard):
     assert "step 6" in found["metrics"].text
 
 
+def test_fifos_are_named_and_not_waited_for(run, look, heard):
+    for name in ("lock", "metrics.jsonl", "faults.jsonl", "config.json"):
+        (run / name).unlink(missing_ok=True)
+        os.mkfifo(run / name)
+    found = look()
+    for what in ("lock", "metrics", "faults"):
+        assert "it is a FIFO, not a regular file" in found[what].text
+    assert "to go on from step 6" in found["go on"].text
+
+
 def test_a_run_without_anything_yet(tmp_path, heard):
     (tmp_path / "checkpoints").mkdir()
     folder.examine(heard, str(tmp_path))

@@ -20,7 +20,7 @@ SHOWN = {
     "ops": "add divide power exp log relu gelu summation mean max softmax logsumexp logsoftmax "
     "reshape broadcast_to transpose permute flip stack concatenate split matmul linear embedding "
     "index_select get_item where "
-    "cross_entropy layer_norm attention block_sparse_attention",
+    "cross_entropy layer_norm attention block_sparse_attention dilated_attention",
     "nn": "Module Linear Sequential Residual Flatten Dropout LayerNorm1d BatchNorm1d Embedding "
     "SoftmaxLoss MultiHeadAttention Transformer flatten_parameters",
     "optim": "SGD Adam AdamW grad_norm clip_grad_norm Cosine",

@@ -3,12 +3,15 @@ against ptxas' own account and the PTX."""
 
 import ctypes
 import importlib
+import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 
 import pytest
+from harness import ROOT
 from kernel_sources import SCALES, SOURCE, needs_nvrtc
 
 from needle.kernels import Compiled, CompileError, build, cubin
@@ -29,6 +32,33 @@ def error_of(*arguments, **keywords) -> CompileError:
     with pytest.raises(CompileError) as raised:
         build(*arguments, **keywords)
     return raised.value
+
+
+DRIVER = """
+#include <stdio.h>
+__attribute__((constructor)) static void opened(void) {
+    puts("the driver is opened");
+    fflush(stdout);
+}
+int cuInit(unsigned flags) { return 0 * (int)flags; }
+"""
+
+
+@needs_nvrtc
+def test_compiling_opens_no_driver(tmp_path):
+    """Not for NVRTC's cache on the disk either: a confined compiler is to have neither a thread nor
+    a device file of a GPU."""
+    library = tmp_path / "libcuda.so.1"
+    (tmp_path / "driver.c").write_text(DRIVER)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "driver.c"], check=True)
+    environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    for script, said in (
+        (f"from needle.kernels import build; print(len(build({PLAIN!r}).entries))", "1"),
+        ("import ctypes; ctypes.CDLL('libcuda.so.1')", "the driver is opened"),
+    ):
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert (done.stdout.strip(), done.returncode) == (said, 0), done.stderr
 
 
 # ---- names ---------------------------------------------------------------------------------------

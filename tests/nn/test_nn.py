@@ -510,6 +510,49 @@ def test_features_that_would_broadcast_are_refused():
         nn.Linear(4, 2)(Tensor(3))
 
 
+@pytest.mark.parametrize(
+    "made, error, said",
+    [
+        (lambda: nn.Linear(-1, 3), ValueError, "Linear: in_features must be a whole number of 1"),
+        (lambda: nn.Linear(3, 0), ValueError, "Linear: out_features must be .* but is 0"),
+        (lambda: nn.Linear(2.5, 3), TypeError, "Linear: in_features must be .* but is 2.5"),
+        (lambda: nn.Linear(3, True), TypeError, "Linear: out_features must be .* but is True"),
+        (lambda: nn.Embedding(-1, 3), ValueError, "Embedding: num_embeddings must be"),
+        (lambda: nn.Embedding(3, "a"), TypeError, "Embedding: embedding_dim must be .* is 'a'"),
+        (lambda: nn.LayerNorm1d(-1), ValueError, "LayerNorm1d: dim must be a whole number of 0"),
+        (lambda: nn.BatchNorm1d((3,)), TypeError, r"BatchNorm1d: dim must be .* is \(3,\)"),
+        (lambda: nn.Dropout("a"), ValueError, r"Dropout: p must be in \[0, 1\), but is a"),
+        (
+            lambda: init.kaiming_uniform(2, 3, shape=3),
+            TypeError,
+            "kaiming_uniform: shape must be a tu",
+        ),
+        (
+            lambda: init.kaiming_uniform(2, 3, shape=(2, -1)),
+            ValueError,
+            "axis 1 of the shape must be a whole number of 0 or more, but is -1",
+        ),
+        (lambda: init.kaiming_uniform(0, 3), ValueError, "kaiming_uniform: fan_in must be"),
+        (lambda: init.kaiming_normal(-1, 3), ValueError, "kaiming_normal: fan_in must be"),
+        (lambda: init.xavier_uniform(3, -1), ValueError, "xavier_uniform: fan_out must be"),
+        (lambda: init.xavier_normal(-3, 1), ValueError, "xavier_normal: fan_in must be"),
+        (lambda: init.rand(2, -1), ValueError, "rand: axis 1 of the shape must be"),
+        (lambda: init.randn((2, 3)), TypeError, "randn: axis 0 of the shape must be"),
+        (lambda: init.randb("a"), TypeError, "randb: axis 0 of the shape must be"),
+    ],
+)
+def test_wrong_sizes_are_named(made, error, said):
+    with pytest.raises(error, match=said):
+        made()
+    with pytest.raises(error, match=said), init.skeleton():
+        made()
+
+
+def test_sizes_of_numpy_and_of_nothing():
+    assert nn.Linear(np.int64(3), np.int32(2))(ndl.ones(1, 3)).shape == (1, 2)
+    assert init.rand(0, 2).shape == (0, 2) and nn.Embedding(0, 2).weight.shape == (0, 2)
+
+
 def test_kaiming_uniform_of_a_shape():
     """The course's: a convolution's weights (k, k, in, out) with the fan of k k in."""
     np.random.seed(0)

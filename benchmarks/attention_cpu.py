@@ -1,0 +1,125 @@
+"""Attention on the CPU, float32: dense and causal beside PyTorch on the same cores, block-sparse
+beside what its kept pairs would take at the dense rate.
+
+    python benchmarks/attention_cpu.py [--threads N] [--seq-len T] [--heads H] [--head-dim D]
+
+needle and PyTorch take turns; the medians of all turns are shown, and the middle half. needle reads
+q, k, v as (B, T, H, D), PyTorch contiguous (B, H, T, D). Without torch needle is timed alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import checkout
+
+checkout.choose()
+Call = Callable[[], object]
+
+
+def timed(calls: dict[str, Call], turns: int = 11) -> dict[str, float]:
+    """name -> median milliseconds, printed with the quartiles."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    for _ in range(turns):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            samples[name].append((time.perf_counter() - start) * 1e3)
+    for name, times in samples.items():
+        low, middle, high = statistics.quantiles(times, n=4)
+        print(f"{name:<34} {middle:8.2f} ms  ({low:.2f} to {high:.2f})")
+    return {name: statistics.median(times) for name, times in samples.items()}
+
+
+def torch_calls(arrays: list[np.ndarray]) -> dict[str, Call]:
+    import torch
+
+    q, k, v, dout = (torch.from_numpy(x).transpose(1, 2).contiguous() for x in arrays)
+    for x in (q, k, v):
+        x.requires_grad_()
+    attend = torch.nn.functional.scaled_dot_product_attention
+    o = attend(q, k, v, is_causal=True)
+
+    def forward() -> None:
+        with torch.no_grad():
+            attend(q, k, v, is_causal=True)
+
+    def backward() -> None:
+        torch.autograd.grad(o, (q, k, v), dout, retain_graph=True)
+
+    return {"forward": forward, "backward": backward}
+
+
+def main() -> int:
+    top = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    top.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
+    top.add_argument("--batch-size", type=int, default=1, metavar="B")
+    top.add_argument("--seq-len", type=int, default=2048, metavar="T")
+    top.add_argument("--heads", type=int, default=8, metavar="H")
+    top.add_argument("--head-dim", type=int, default=64, metavar="D")
+    args = top.parse_args()
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # before needle is loaded
+    import needle as ndl
+    from needle import _C
+
+    B, T, H, D = args.batch_size, args.seq_len, args.heads, args.head_dim
+    generator, device = np.random.default_rng(0), ndl.cpu()
+    arrays = [generator.standard_normal((B, T, H, D)).astype(np.float32) for _ in range(4)]
+    q, k, v, dout = (_C.array(x, "float32", device) for x in arrays)
+    gradients = [_C.empty(q.shape, "float32", device) for _ in range(3)]
+    o, lse = _C.attention_fwd(q, k, v, D**-0.5, 1)
+    calls: dict[str, Call] = {
+        "needle forward": lambda: _C.attention_fwd(q, k, v, D**-0.5, 1),
+        "needle backward": lambda: _C.attention_bwd(dout, q, k, v, o, lse, D**-0.5, 1, *gradients),
+    }
+    if importlib.util.find_spec("torch"):
+        import torch
+
+        torch.set_num_threads(args.threads)
+        calls |= {f"torch {name}": call for name, call in torch_calls(arrays).items()}
+    properties = device.properties()
+    print(f"{properties['name']}, {args.threads} threads; B {B}, T {T}, H {H}, D {D}, float32")
+    dense = timed(calls)
+    for name in ("forward", "backward"):
+        if f"torch {name}" in dense:
+            ratio = dense[f"torch {name}"] / dense[f"needle {name}"]
+            print(f"{name}: {ratio:.2f} of PyTorch's speed")
+
+    pairs = T * (T + 1) // 2
+    for block, window in ((64, 256), (128, 256), (128, 512)):
+        mask = ndl.BlockMask.local(T=T, window=window, block=block).causal()
+        lists = mask.lists(device)
+        kept = int((np.tri(T, dtype=bool) & mask.to_dense()).sum())
+        sparse = (q, k, v, *lists[:2], block, D**-0.5, 1)
+        so, slse = _C.block_sparse_attention_fwd(*sparse)
+        tail = (so, slse, *lists, block, D**-0.5, 1, *gradients)
+        took = timed(
+            {
+                f"window {window}, blocks of {block}, forward": lambda sparse=sparse: (
+                    _C.block_sparse_attention_fwd(*sparse)
+                ),
+                f"window {window}, blocks of {block}, backward": lambda tail=tail: (
+                    _C.block_sparse_attention_bwd(dout, q, k, v, *tail)
+                ),
+            }
+        )
+        ideal = [dense[f"needle {name}"] * kept / pairs for name in ("forward", "backward")]
+        ratios = [ms / best for ms, best in zip(took.values(), ideal)]
+        print(f"times ideal: forward {ratios[0]:.2f}, backward {ratios[1]:.2f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

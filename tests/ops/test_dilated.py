@@ -1,0 +1,120 @@
+"""Dilated attention against softmax attention in float64 in which a key counts once for each branch
+that holds it, and against index_select with dense attention."""
+
+import numpy as np
+import pytest
+from gradients import attend_dilated, dilated_weights
+from harness import DEVICES, device_of, rounder
+
+from needle import Tensor, ops
+
+both = pytest.mark.parametrize("device", DEVICES)
+# T, segments, dilations: one branch; the last segment shorter; longer than T; more dilation than
+# heads; tokens of no branch; segments that are no multiple of the dilation.
+BRANCHES = [
+    (64, (16,), (1,)),
+    (64, (16, 64), (1, 4)),
+    (67, (16, 32, 200), (1, 2, 8)),
+    (67, (10, 25), (1, 3)),
+    (40, (8, 20), (4, 5)),
+    (1, (4, 8), (1, 2)),
+]
+BOUND = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 3e-3}
+
+
+def draw(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def gradients_of(q, k, v, dout, branches, causal):
+    """dq, dk, dv in float64."""
+    p = dilated_weights(q, k, branches, causal)
+    dp = np.einsum("bthd,bshd->bhts", dout, v)
+    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * q.shape[-1] ** -0.5
+    return (
+        np.einsum("bhts,bshd->bthd", ds, k),
+        np.einsum("bhts,bthd->bshd", ds, q),
+        np.einsum("bhts,bthd->bshd", p, dout),
+    )
+
+
+def assert_close(got, want, dtype, what):
+    off = np.abs(got - want).max(initial=0)
+    assert off <= BOUND[dtype] * max(1, np.abs(want).max(initial=0)), f"{what}: {off:.2g} off"
+
+
+@both
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("t, segments, dilations", BRANCHES)
+def test_forward_and_gradients(t, segments, dilations, causal, dtype, device):
+    device, branches = device_of(device), tuple(zip(segments, dilations))
+    q, k, v, dout = (rounder(dtype)(draw(i, 2, t, 3, 24)) for i in range(4))
+    leaves = [Tensor(x, device=device, dtype=dtype, requires_grad=True) for x in (q, k, v)]
+    o = ops.dilated_attention(*leaves, segments, dilations, causal)
+    assert (o.shape, o.dtype) == (q.shape, dtype)
+    assert_close(o.numpy(), attend_dilated(q, k, v, branches, causal), dtype, "o")
+    o.backward(Tensor(dout, device=device, dtype=dtype))
+    wanted = gradients_of(q, k, v, dout, branches, causal)
+    for name, leaf, want in zip("qkv", leaves, wanted):
+        assert_close(leaf.grad.numpy(), want, dtype, f"d{name}")
+
+
+@both
+def test_index_select_and_dense_attention_say_the_same(device):
+    """On slices of heads and time too, whose strides are not those of an array of their shape."""
+    device, segments, dilations = device_of(device), (16, 32), (1, 2)
+    whole = [Tensor(draw(i, 2, 70, 6, 16), device=device) for i in range(3)]
+    q, k, v = (x[:, 3:67, 1:5, :] for x in whole)
+    got = ops.dilated_attention(q, k, v, segments, dilations).numpy()
+    numbers = [x.numpy().astype(np.float64) for x in (q, k, v)]
+    assert_close(got, attend_dilated(*numbers, tuple(zip(segments, dilations))), "float32", "o")
+    # One branch alone, head by head, segment by segment.
+    alone = ops.dilated_attention(q, k, v, (32,), (2,)).numpy()
+    for head in range(4):
+        for start in (0, 32):
+            tokens = np.arange(start + head % 2, start + 32, 2)
+            one = [x[:, :, head : head + 1, :].index_select(1, tokens) for x in (q, k, v)]
+            want = ops.attention(*one).numpy()
+            np.testing.assert_allclose(alone[:, tokens, head : head + 1], want, atol=1e-6)
+            between = np.arange(start + 1 - head % 2, start + 32, 2)
+            assert (alone[:, between, head] == 0).all()
+
+
+@both
+def test_one_branch_of_the_whole_sequence_is_attention(device):
+    q, k, v = (Tensor(draw(i, 1, 33, 2, 8), device=device_of(device)) for i in range(3))
+    got = ops.dilated_attention(q, k, v, (100,), (1,), scale=0.3).numpy()
+    np.testing.assert_allclose(got, ops.attention(q, k, v, scale=0.3).numpy(), atol=1e-6)
+
+
+def test_nothing_and_a_query_that_sees_nothing():
+    empty = Tensor(np.zeros((2, 0, 3, 4)))
+    assert ops.dilated_attention(empty, empty, empty, (4,), (1,)).shape == (2, 0, 3, 4)
+    q = Tensor(np.full((1, 4, 1, 2), -np.inf))
+    k = Tensor(np.ones((1, 4, 1, 2)))
+    assert (ops.dilated_attention(q, k, k, (2, 4), (1, 2)).numpy() == 0).all()
+
+
+@pytest.mark.parametrize(
+    "segments, dilations, said",
+    [
+        ((4, 8), (1,), "as many, one a branch, but are 2 and 1"),
+        ((), (), "are 0 and 0"),
+        ((0,), (1,), "segments must be whole numbers above 0, but has 0"),
+        ((4,), (1.5,), "dilations must be whole numbers above 0, but has 1.5"),
+        ((True,), (1,), "segments must be .* but has True"),
+    ],
+)
+def test_wrong_branches(segments, dilations, said):
+    q = Tensor(np.zeros((1, 8, 2, 4)))
+    with pytest.raises(ValueError, match=said):
+        ops.dilated_attention(q, q, q, segments, dilations)
+
+
+def test_wrong_shapes():
+    q = Tensor(np.zeros((1, 8, 2, 4)))
+    with pytest.raises(ValueError, match=r"must have one shape \(B, T, H, D\), but have"):
+        ops.dilated_attention(q, q, Tensor(np.zeros((1, 7, 2, 4))), (4,), (1,))
+    with pytest.raises(ValueError, match="must have one shape"):
+        ops.dilated_attention(*[Tensor(np.zeros((8, 2, 4)))] * 3, (4,), (1,))

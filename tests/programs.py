@@ -1,0 +1,24 @@
+"""What the programs of tests/ share, those that pytest does not start (campaign.py, fuzz.py, ...).
+
+They import this before anything that may be missing.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+
+def need_pytest() -> None:
+    """Ends the program with exit code 2 where there is no pytest, which their helpers import."""
+    if importlib.util.find_spec("pytest") is None:
+        print(
+            f"{Path(sys.argv[0]).name}: needs the package pytest: "
+            f"{sys.executable} -m pip install pytest",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+
+
+def first_paragraph(text: str | None) -> str:
+    """Of a docstring: what --help says."""
+    return (text or "").split("\n\n")[0]

@@ -1,0 +1,48 @@
+"""The programs of tests/ that pytest does not start: their help, and what they say without it."""
+
+import subprocess
+import sys
+
+import pytest
+from harness import ROOT
+
+PROGRAMS = {
+    "campaign.py": "`make campaign` runs it whole, tests/test_campaign.py a short form.",
+    "fuzz.py": "a short form over the core as it is.",
+    "mutants.py": "does a test see each?",
+    "nth_allocation.py": "in forward, backward, step, save, load, generate.",
+    "supervised_campaign.py": "bit for bit.",
+}
+WITHOUT = """
+import runpy, sys
+sys.modules["pytest"] = None
+sys.argv = sys.argv[1:]
+sys.path.insert(0, sys.argv[0].rpartition("/")[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def said(*command):
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_without_pytest_is_one_line(name):
+    words = {"mutants.py": ["c"], "nth_allocation.py": ["cpu", "needle"]}.get(name, [])
+    done = said("-c", WITHOUT, str(ROOT / "tests" / name), *words)
+    line = f"{name}: needs the package pytest: {sys.executable} -m pip install pytest\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_help_is_whole_sentences(name):
+    done = said(str(ROOT / "tests" / name), "--help")
+    assert done.returncode == 0 and PROGRAMS[name] in " ".join(done.stdout.split())
+
+
+def test_the_help_of_make_is_two_columns():
+    done = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("make ")]
+    assert len(lines) > 10
+    for line in lines:
+        assert line[27] == " " != line[28], line
