@@ -1,4 +1,4 @@
-"""Attention forward and backward, needle against PyTorch's fused kernels, interleaved in one run.
+"""Attention on a GPU, forward and backward, needle against PyTorch's fused kernels in one run.
 
 TFLOP/s count 4 D operations a pair of query and key forward and 10 D backward; causal: half of all
 pairs; sparse: the pairs of the kept blocks, diagonal blocks as a half. needle reads q, k, v out of
@@ -6,6 +6,15 @@ a packed (B, T, H, 3, D) array, as in the model; PyTorch reads contiguous (B, H,
 
     python benchmarks/attention.py                   64 Ki tokens at T = 2048, 8192, 16384, 65536
     python benchmarks/attention.py --shapes 2048x16 --head-dim 128 --dtype float16
+    python benchmarks/attention.py --densities 0.1 0.25 0.5 0.75 1 --block 128 --plot speedup.png
+
+A sample is as many calls, one behind the other between two events, as take some 20 ms: launching
+hides behind the calls before. Ten seconds of load come first; then the sides take turns, and medians
+and quartiles of the samples are shown, with the clock and power of the last round. With --densities
+it times needle's block-sparse kernels, by random blocks, beside its dense ones. Peers: cuDNN and
+FlashAttention-2 as PyTorch has them, the latter also with deterministic algorithms on (needle's
+backward always is), and FlexAttention, compiled, by the mask of needle's sparse row. On an H200
+cuDNN must come within 5 % of what it is known for, or the run says that it does not count.
 
 Without torch, or with --alone, only needle is timed.
 """
@@ -13,9 +22,12 @@ Without torch, or with --alone, only needle is timed.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import statistics
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,11 +41,36 @@ import needle as ndl
 from needle import _C
 from needle.block_mask import BlockMask
 
-PEERS = {"torch flash": "FLASH_ATTENTION", "torch cuDNN": "CUDNN_ATTENTION"}
-Timed = tuple[Callable[[], None], Callable[[], None]]  # forward, backward
+SAMPLE_MS = 20.0
+LOAD_SECONDS = 10.0
+WAYS = ("forward", "backward")
+Call = Callable[[], object]
+# cuDNN 9.19 on an H200 through PyTorch 2.11: TFLOP/s by T, 64 Ki tokens, 8 heads of 64, bfloat16.
+CUDNN = {2048: (384, 328), 8192: (436, 408), 16384: (445, 431), 65536: (455, 431)}
 
 
-def needle_side(packed: np.ndarray, dout: np.ndarray, dtype: str, mask: BlockMask | None) -> Timed:
+@dataclasses.dataclass
+class Side:
+    """One row: what it runs, how its stream is timed, how many pairs it counts."""
+
+    name: str
+    calls: tuple[Call, Call]  # forward, backward
+    timer: Callable[[Call, int], float]  # milliseconds of so many calls
+    pairs: float
+    counts: tuple[int, int] = (1, 1)  # calls of a sample
+    times: tuple[list[float], list[float]] = dataclasses.field(default_factory=lambda: ([], []))
+
+    def rate(self, way: int, operations: float) -> float:
+        """TFLOP/s at the median, `operations` a pair."""
+        return operations * self.pairs / statistics.median(self.times[way]) / 1e9
+
+
+# ---- needle --------------------------------------------------------------------------------------
+
+
+def needle_calls(
+    packed: np.ndarray, dout: np.ndarray, dtype: str, mask: BlockMask | None
+) -> tuple[Call, Call]:
     device = ndl.cuda()
     B, T, H, _, D = packed.shape
     strides = (T * H * 3 * D, H * 3 * D, 3 * D, 1)
@@ -42,11 +79,9 @@ def needle_side(packed: np.ndarray, dout: np.ndarray, dtype: str, mask: BlockMas
         flat = array.reshape((array.size,))
         return [flat[i * D : array.size].as_strided((B, T, H, D), strides) for i in range(3)]
 
-    qkv = _C.array(packed, dtype=dtype, device=device)
-    q, k, v = views(qkv)
+    q, k, v = views(_C.array(packed, dtype=dtype, device=device))
     do = _C.array(dout, dtype=dtype, device=device)
-    dqkv = _C.empty(packed.shape, dtype, device)
-    gradients = views(dqkv)
+    gradients = views(_C.empty(packed.shape, dtype, device))
     scale = D**-0.5
     lists = mask.lists(device) if mask is not None else ()
 
@@ -68,45 +103,14 @@ def needle_side(packed: np.ndarray, dout: np.ndarray, dtype: str, mask: BlockMas
     return forward, backward
 
 
-def torch_side(packed: np.ndarray, dout: np.ndarray, dtype: str, backend: str) -> Timed:
-    import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    kind = getattr(torch, dtype)
-    q, k, v = (
-        torch.from_numpy(packed[:, :, :, i])
-        .to("cuda", kind)
-        .transpose(1, 2)
-        .contiguous()
-        .requires_grad_()
-        for i in range(3)
-    )
-    do = torch.from_numpy(dout).to("cuda", kind).transpose(1, 2).contiguous()
-    which = getattr(SDPBackend, backend)
-
-    def attend() -> torch.Tensor:
-        with sdpa_kernel(which):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    o = attend()
-
-    def forward() -> None:
-        with torch.no_grad():
-            attend()
-
-    def backward() -> None:
-        torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
-
-    return forward, backward
-
-
-def needle_timer() -> Callable[[Callable[[], None]], float]:
+def needle_timer() -> Callable[[Call, int], float]:
     device = ndl.cuda()
     start, end = _C.Event(device), _C.Event(device)
 
-    def milliseconds(call: Callable[[], None]) -> float:
+    def milliseconds(call: Call, count: int) -> float:
         start.record()
-        call()
+        for _ in range(count):
+            call()
         end.record()
         device.synchronize()
         return start.elapsed(end)
@@ -114,14 +118,18 @@ def needle_timer() -> Callable[[Callable[[], None]], float]:
     return milliseconds
 
 
-def torch_timer() -> Callable[[Callable[[], None]], float]:
+# ---- PyTorch -------------------------------------------------------------------------------------
+
+
+def torch_timer() -> Callable[[Call, int], float]:
     import torch
 
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
-    def milliseconds(call: Callable[[], None]) -> float:
+    def milliseconds(call: Call, count: int) -> float:
         start.record()
-        call()
+        for _ in range(count):
+            call()
         end.record()
         torch.cuda.synchronize()
         return start.elapsed_time(end)
@@ -129,9 +137,89 @@ def torch_timer() -> Callable[[Callable[[], None]], float]:
     return milliseconds
 
 
-def window_mask(T: int) -> BlockMask:
-    """Blocks of 128: a window of 256 tokens and the first block."""
-    return (BlockMask.local(T, 256, 128) | BlockMask.global_(T, 1, 128)).causal()
+def torch_operands(packed: np.ndarray, dout: np.ndarray, dtype: str) -> list:
+    import torch
+
+    kind = getattr(torch, dtype)
+    parts = [*(packed[:, :, :, i] for i in range(3)), dout]
+    tensors = [torch.from_numpy(x).to("cuda", kind).transpose(1, 2).contiguous() for x in parts]
+    return [x.requires_grad_(i < 3) for i, x in enumerate(tensors)]
+
+
+def torch_calls(operands: list, attend: Callable, deterministic: bool = False) -> tuple[Call, Call]:
+    import torch
+
+    *qkv, do = operands
+    o = attend(*qkv)
+
+    def forward() -> None:
+        with torch.no_grad():
+            attend(*qkv)
+
+    def backward() -> None:
+        torch.use_deterministic_algorithms(deterministic)
+        torch.autograd.grad(o, qkv, do, retain_graph=True)
+        torch.use_deterministic_algorithms(False)
+
+    forward(), backward()
+    return forward, backward
+
+
+def torch_sides(operands: list, T: int, sparse: BlockMask, kept: float, pairs: float) -> list[Side]:
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def fused(backend: SDPBackend) -> Callable:
+        def attend(q, k, v):
+            with sdpa_kernel(backend):
+                return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        return attend
+
+    def flex() -> Callable:
+        blocks = torch.from_numpy(sparse.blocks[0].copy()).cuda()
+
+        def seen(b, h, q, k):
+            return blocks[q // sparse.block, k // sparse.block] & (q >= k)
+
+        mask = create_block_mask(seen, None, None, T, T, BLOCK_SIZE=sparse.block)
+        compiled = torch.compile(flex_attention)
+        return lambda q, k, v: compiled(q, k, v, block_mask=mask)
+
+    flash, cudnn = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
+    asked = [
+        ("torch cuDNN", lambda: torch_calls(operands, fused(cudnn)), pairs),
+        ("torch flash", lambda: torch_calls(operands, fused(flash)), pairs),
+        ("torch flash, deterministic", lambda: torch_calls(operands, fused(flash), True), pairs),
+        ("torch flex, window 256 + first", lambda: torch_calls(operands, flex()), kept),
+    ]
+    sides = []
+    for name, make, counted in asked:
+        try:
+            sides.append(Side(name, make(), torch_timer(), counted))
+        except Exception as error:  # of a compiler, a backend that has no kernel, memory
+            print(f"{name}: left out: {str(error).splitlines()[0]}")
+    return sides
+
+
+# ---- measuring -----------------------------------------------------------------------------------
+
+
+def window_mask(T: int, block: int) -> BlockMask:
+    """A window of 256 tokens and the first block."""
+    return (BlockMask.local(T, 256, block) | BlockMask.global_(T, 1, block)).causal()
+
+
+def random_mask(T: int, block: int, density: float) -> BlockMask:
+    """The diagonal, and of the blocks below it so many as the density asks for, drawn by a seed."""
+    n = -(-T // block)
+    below = np.tri(n, k=-1, dtype=bool)
+    wanted = max(int(round(density * n * (n + 1) / 2)) - n, 0)
+    places = np.flatnonzero(below)
+    kept = np.eye(n, dtype=bool)
+    kept.reshape(-1)[np.random.default_rng(0).permutation(places)[:wanted]] = True
+    return BlockMask(kept, block, T)
 
 
 def kept_pairs(mask: BlockMask) -> float:
@@ -139,41 +227,147 @@ def kept_pairs(mask: BlockMask) -> float:
     return float(((columns < rows) + 0.5 * (columns == rows)).sum() * mask.block**2)
 
 
-def measure(T: int, B: int, args: argparse.Namespace, tokens: np.ndarray, dout: np.ndarray) -> None:
-    H, D = args.heads, args.head_dim
-    packed = tokens[: B * T].reshape(B, T, H, 3, D)
-    do = dout[: B * T].reshape(B, T, H, D)
-    mask = window_mask(T)
-    sides = {
-        "needle": needle_side(packed, do, args.dtype, None),
-        "needle, window 256 + first": needle_side(packed, do, args.dtype, mask),
-    }
-    timers = dict.fromkeys(sides, needle_timer())
-    pairs = dict.fromkeys(sides, T * T / 2)
-    pairs["needle, window 256 + first"] = kept_pairs(mask)
-    if not args.alone and importlib.util.find_spec("torch"):
-        for name, backend in PEERS.items():
-            try:
-                sides[name] = torch_side(packed, do, args.dtype, backend)
-            except RuntimeError as error:
-                print(f"{name}: left out: {str(error).splitlines()[0]}")
-                continue
-            timers[name], pairs[name] = torch_timer(), T * T / 2
+def machine_now() -> subprocess.Popen:
+    query = "--query-gpu=clocks.sm,power.draw,temperature.gpu"
+    return subprocess.Popen(
+        ["nvidia-smi", query, "--format=csv,noheader"], stdout=subprocess.PIPE, text=True
+    )
 
-    times: dict[tuple[str, int], list[float]] = {(n, w): [] for n in sides for w in (0, 1)}
-    for repeat in range(args.warmup + args.repeats):
-        for name, calls in sides.items():
-            for which, call in enumerate(calls):
-                took = timers[name](call)
-                if repeat >= args.warmup:
-                    times[name, which].append(took)
-    for name in sides:
-        row = f"{T:6d} {B:4d} {D:4d}  {name:28}"
-        for which, operations in enumerate((4, 10)):
-            median = statistics.median(times[name, which])
-            rate = operations * D * pairs[name] * B * H / median / 1e9
-            row += f"{median:10.3f} {rate:8.1f}"
-        print(row, flush=True)
+
+def run(sides: list[Side], rounds: int) -> None:
+    """Fills in `counts` and `times` of each side."""
+    for side in sides:
+        once = [max(side.timer(call, 3) / 3, 1e-3) for call in side.calls]
+        side.counts = tuple(max(1, int(SAMPLE_MS / ms)) for ms in once)
+    end = time.monotonic() + LOAD_SECONDS
+    while time.monotonic() < end:
+        for side in sides:
+            for call, count in zip(side.calls, side.counts):
+                side.timer(call, count)
+    for number in range(rounds):
+        seen = machine_now() if number == rounds - 1 else None
+        for side in sides:
+            for way, (call, count) in enumerate(zip(side.calls, side.counts)):
+                side.times[way].append(side.timer(call, count) / count)
+    if seen is not None:
+        print(f"clock, power, temperature in the last round: {seen.communicate()[0].strip()}")
+
+
+def show(side: Side, D: int, what: str) -> None:
+    row = f"{what}  {side.name:31}"
+    for way, operations in enumerate((4, 10)):
+        low, middle, high = statistics.quantiles(side.times[way], n=4)
+        row += f"{middle:9.3f} ({low:.3f} to {high:.3f}) {side.rate(way, operations * D):7.1f}"
+    print(row, flush=True)
+
+
+def shape_of_all(args: argparse.Namespace, T: int, B: int) -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(0)
+    shape = (B, T, args.heads, 3, args.head_dim)
+    packed = generator.standard_normal(shape, dtype=np.float32)
+    return packed, generator.standard_normal(shape[:3] + shape[4:], dtype=np.float32)
+
+
+def beside_peers(T: int, B: int, args: argparse.Namespace) -> None:
+    packed, dout = shape_of_all(args, T, B)
+    sparse = window_mask(T, 128)
+    pairs, kept = T * T / 2 * B * args.heads, kept_pairs(sparse) * B * args.heads
+    timer = needle_timer()
+    sides = [
+        Side("needle", needle_calls(packed, dout, args.dtype, None), timer, pairs),
+        Side(
+            "needle, window 256 + first",
+            needle_calls(packed, dout, args.dtype, sparse),
+            timer,
+            kept,
+        ),
+    ]
+    if not args.alone and importlib.util.find_spec("torch"):
+        operands = torch_operands(packed, dout, args.dtype)
+        sides += torch_sides(operands, T, sparse, kept, pairs)
+    run(sides, args.rounds)
+    for side in sides:
+        show(side, args.head_dim, f"{T:6d} {B:4d} {args.head_dim:4d}")
+    by_name = {side.name: side for side in sides}
+    for peer, ours in (
+        ("torch cuDNN", "needle"),
+        ("torch flash, deterministic", "needle"),
+        ("torch flex, window 256 + first", "needle, window 256 + first"),
+    ):
+        if peer in by_name:
+            ratios = [
+                statistics.median(
+                    b / a for a, b in zip(by_name[ours].times[way], by_name[peer].times[way])
+                )
+                for way in (0, 1)
+            ]
+            print(f"{ours} to {peer}: forward {ratios[0]:.3f}, backward {ratios[1]:.3f}")
+    check_peer(by_name.get("torch cuDNN"), T, B, args)
+
+
+def check_peer(cudnn: Side | None, T: int, B: int, args: argparse.Namespace) -> None:
+    usual = (args.heads, args.head_dim, args.dtype, B * T) == (8, 64, "bfloat16", 65536)
+    if (
+        cudnn is None
+        or not usual
+        or T not in CUDNN
+        or "H200" not in ndl.cuda().properties()["name"]
+    ):
+        return
+    for way, operations in enumerate((4, 10)):
+        rate = cudnn.rate(way, operations * args.head_dim)
+        if rate < 0.95 * CUDNN[T][way]:
+            print(
+                f"THIS RUN DOES NOT COUNT: cuDNN's {WAYS[way]} reached {rate:.0f} of its "
+                f"{CUDNN[T][way]} TFLOP/s at T {T}"
+            )
+
+
+def over_densities(T: int, B: int, args: argparse.Namespace) -> list[tuple[float, float, float]]:
+    """(density, speed-up forward, backward) of each density."""
+    packed, dout = shape_of_all(args, T, B)
+    timer, each = needle_timer(), B * args.heads
+    sides = [Side("dense", needle_calls(packed, dout, args.dtype, None), timer, T * T / 2 * each)]
+    for density in args.densities:
+        mask = random_mask(T, args.block, density)
+        calls = needle_calls(packed, dout, args.dtype, mask)
+        sides.append(Side(f"density {density:g}", calls, timer, kept_pairs(mask) * each))
+    run(sides, args.rounds)
+    dense, found = sides[0], []
+    for side in sides:
+        show(side, args.head_dim, f"{T:6d} {B:4d} {args.head_dim:4d}")
+        share = side.pairs / dense.pairs
+        gains = [
+            statistics.median(a / b for a, b in zip(dense.times[way], side.times[way]))
+            for way in (0, 1)
+        ]
+        print(
+            f"    of the dense rate, by kept pairs: forward {gains[0] * share:.3f}, "
+            f"backward {gains[1] * share:.3f}"
+        )
+        found.append((share, *gains))
+    return found[1:]
+
+
+def plot(path: str, curves: dict[int, list[tuple[float, float, float]]], block: int) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    for way, name in enumerate(WAYS):
+        axes = figure.add_subplot(1, 2, way + 1)
+        shares = sorted({point[0] for curve in curves.values() for point in curve})
+        axes.plot(shares, [1 / share for share in shares], "k--", label="ideal")
+        for T, curve in curves.items():
+            axes.plot(
+                [p[0] for p in curve], [p[1 + way] for p in curve], marker="o", label=f"T {T}"
+            )
+        axes.set_xlabel("kept share of causal pairs")
+        axes.set_ylabel("speed-up over dense")
+        axes.set_yscale("log")
+        axes.set_title(f"{name}, blocks of {block}")
+        axes.legend()
+    figure.savefig(path, dpi=120)
+    print(f"plot: {path}")
 
 
 def main() -> None:
@@ -183,36 +377,40 @@ def main() -> None:
     parser.add_argument(
         "--shapes",
         nargs="+",
-        default=["2048x32", "8192x8", "16384x4", "65536x1"],
-        help="TxB, causal, S = T (default: %(default)s)",
+        metavar="TxB",
+        help="causal, S = T (default: 64 Ki tokens at T 2048, 8192, 16384, 65536; with --densities "
+        "at T 4096, 16384, 65536)",
     )
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--warmup", type=int, default=5, help="rounds before the clock counts")
-    parser.add_argument("--repeats", type=int, default=20, help="timed rounds; medians are shown")
+    parser.add_argument("--rounds", type=int, default=20, help="samples of each side")
     parser.add_argument("--alone", action="store_true", help="time needle only")
+    parser.add_argument("--densities", nargs="+", type=float, metavar="SHARE")
+    parser.add_argument("--block", type=int, default=128, help="of --densities")
+    parser.add_argument("--plot", metavar="FILE", help="of --densities: a picture")
     args = parser.parse_args()
     if not ndl.cuda().enabled():
         raise SystemExit(
             "attention.py needs a CUDA device: python -m needle.diagnose says why there is none"
         )
-    shapes = [tuple(int(n) for n in shape.split("x")) for shape in args.shapes]
+    usual = (4096, 16384, 65536) if args.densities else tuple(CUDNN)
+    shapes = args.shapes or [f"{T}x{65536 // T}" for T in usual]
     properties = ndl.cuda().properties()
     print(
         f"{properties['name']}, {properties['detail']}; {args.dtype}, H {args.heads}, "
-        f"{args.repeats} rounds, interleaved"
+        f"{args.rounds} samples a side, taking turns"
     )
-    print(
-        f"{'T':>6} {'B':>4} {'D':>4}  {'':28}{'fwd ms':>10} {'TFLOP/s':>8}{'bwd ms':>10} "
-        f"{'TFLOP/s':>8}"
-    )
-    most = max(T * B for T, B in shapes)
-    generator = np.random.default_rng(0)
-    tokens = generator.standard_normal((most, args.heads, 3, args.head_dim), dtype=np.float32)
-    dout = generator.standard_normal((most, args.heads, args.head_dim), dtype=np.float32)
-    for T, B in shapes:
-        measure(T, B, args, tokens, dout)
+    columns = "".join(f"{way + ' ms (middle half)':>27} {'TFLOP/s':>7}" for way in WAYS)
+    print(f"{'T':>6} {'B':>4} {'D':>4}  {'':31}{columns}")
+    curves = {}
+    for T, B in (tuple(int(n) for n in shape.split("x")) for shape in shapes):
+        if args.densities:
+            curves[T] = over_densities(T, B, args)
+        else:
+            beside_peers(T, B, args)
+    if args.plot and curves:
+        plot(args.plot, curves, args.block)
 
 
 if __name__ == "__main__":
