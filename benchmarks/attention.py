@@ -9,8 +9,8 @@ a packed (B, T, H, 3, D) array, as in the model; PyTorch reads contiguous (B, H,
     python benchmarks/attention.py --densities 0.1 0.25 0.5 0.75 1 --block 128 --plot speedup.png
 
 A sample is as many calls, one behind the other between two events, as take some 20 ms: launching
-hides behind the calls before. Ten seconds of load come first; then the sides take turns, and medians
-and quartiles of the samples are shown, with the clock and power of the last round. With --densities
+hides behind the calls before. Ten seconds of load come first; the sides take turns; medians and
+quartiles of the samples are shown, with clock and power in the last round. With --densities
 it times needle's block-sparse kernels, by random blocks, beside its dense ones. Peers: cuDNN and
 FlashAttention-2 as PyTorch has them, the latter also with deterministic algorithms on (needle's
 backward always is), and FlexAttention, compiled, by the mask of needle's sparse row. On an H200
