@@ -28,6 +28,7 @@ PROVE_SECONDS = 10.0
 ANSWER_SECONDS = 1.0  # in which a process that waits says that it is there
 REAP_SECONDS = 5.0  # a process that is still there so long after SIGKILL is given up
 STARTS = 2  # that may fail one after the other before a device is set aside
+LONGEST_POLL = 3600.0  # poll(2) takes no more than 2^31 ms
 TICK = 0.002
 
 
@@ -115,7 +116,7 @@ class Worker:
             left = self.deadline - time.monotonic()
             if left <= 0:
                 raise Late
-            found = dict(ready.poll(left * 1000 + 1))
+            found = dict(ready.poll(min(left, LONGEST_POLL) * 1000 + 1))
             if output_open and self.output.fileno() in found:
                 if not self._drain():
                     ready.unregister(self.output)
@@ -246,6 +247,11 @@ class Crew:
         except OSError as error:
             with self.changed:
                 self._failed(f"a process for {self.name} cannot be started: {error}")
+            return
+        except Exception as error:  # a defect: this thread must live, or jobs wait for ever
+            with self.changed:
+                self.failures = STARTS
+                self._failed(f"a process for {self.name} cannot be started: {error!r}")
             return
         with self.changed:
             self.starting = worker

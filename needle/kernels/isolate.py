@@ -15,11 +15,12 @@ person who means harm they are no wall.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -97,6 +98,50 @@ def mps() -> Path | None:
     return pipe if pipe.exists() else None
 
 
+def _visible() -> list[str]:
+    """The devices that CUDA programs of this environment see, by the names it gives them; none:
+    it does not say."""
+    return [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+
+
+def _device_numbers(devices: Any) -> list[int]:
+    """As a caller gives them. TypeError and ValueError."""
+    if isinstance(devices, str) or not isinstance(devices, Iterable):
+        raise TypeError(f"devices: must be a list of numbers, not {devices!r}")
+    numbers, visible = [], _visible()
+    for device in devices:
+        if isinstance(device, bool) or not hasattr(device, "__index__"):
+            raise TypeError(f"devices: must be whole numbers, as of needle.cuda(i), not {device!r}")
+        number = device.__index__()
+        if number < 0:
+            raise ValueError(f"devices: {number} is no device; they count from 0")
+        if visible and number >= len(visible):
+            raise ValueError(
+                f"devices: there is no {number}, since CUDA_VISIBLE_DEVICES={','.join(visible)} "
+                f"shows {len(visible)}, from 0 to {len(visible) - 1}"
+            )
+        if number in numbers:
+            raise ValueError(f"devices: {number} is there twice")
+        numbers.append(number)
+    if not numbers:
+        raise ValueError("devices: there must be one at least")
+    return numbers
+
+
+def _check_numbers(timeout: Any, memory: Any, spares: Any) -> None:
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float, np.number)):
+        raise TypeError(f"timeout: must be a number of seconds, not {timeout!r}")
+    if not 0 < timeout < math.inf:
+        raise ValueError(f"timeout: must be above 0 and finite, not {timeout}")
+    for name, value, least in (("memory", memory, 1), ("spares", spares, 0)):
+        if value is None and name == "memory":
+            continue
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise TypeError(f"{name}: must be a whole number, not {value!r}")
+        if value < least:
+            raise ValueError(f"{name}: must be {least} or more, not {value}")
+
+
 def available() -> int:
     """Bytes of host memory that can be had without swapping."""
     with open("/proc/meminfo") as file:
@@ -135,8 +180,7 @@ class Pool:
     ) -> None:
         if fresh not in ("fault", "job"):
             raise ValueError(f'fresh: must be "fault" or "job", not {fresh!r}')
-        if not timeout > 0 or spares < 0:
-            raise ValueError(f"timeout must be above 0 and spares 0 or more: {timeout}, {spares}")
+        _check_numbers(timeout, memory, spares)
         pipe = mps()
         if pipe is not None:
             raise RuntimeError(
@@ -149,9 +193,9 @@ class Pool:
         self.timeout, self.memory, self.fresh = float(timeout), memory, fresh
         self.changed = threading.Condition()
         self.closed = False
-        numbers = range(self._count_devices()) if devices is None else list(devices)
-        if not numbers:
-            raise ValueError("devices: there must be one at least")
+        numbers = (
+            list(range(self._count_devices())) if devices is None else _device_numbers(devices)
+        )
         self.crews = {
             n: Crew(f"cuda({n})", self._starter("runner", n), 1 + spares, 1, True, self.changed)
             for n in numbers
@@ -191,9 +235,7 @@ class Pool:
             "OPENBLAS_NUM_THREADS": "1",
         }
         if device is not None:
-            visible = [
-                name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name
-            ]
+            visible = _visible()
             found["CUDA_VISIBLE_DEVICES"] = visible[device] if visible else str(device)
         return found
 

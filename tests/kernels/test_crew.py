@@ -134,6 +134,19 @@ def test_a_device_whose_processes_do_not_start(monkeypatch):
     assert "does not start" in result.message and "ZeroDivisionError" in result.message
 
 
+def test_a_defect_in_starting_sets_aside_and_hangs_nobody():
+    def start():
+        raise IndexError("list index out of range")
+
+    defect = crew.Crew("cuda(7)", start, 1, 1, True, threading.Condition())
+    with pytest.raises(crew.Lost, match=r"cuda\(7\) cannot be started: IndexError\('list index"):
+        defect.take()
+    defect.reset()
+    with pytest.raises(crew.Lost):
+        defect.take()
+    defect.close()
+
+
 # ---- many at once --------------------------------------------------------------------------------
 
 

@@ -285,7 +285,7 @@ def test_wrong_calls(pool):
         pool.run(SOURCE.encode(), "no_results", 1, 1, [])
     with pytest.raises(ValueError, match="fresh: must be"):
         FakePool(devices=[0], fresh="never")
-    with pytest.raises(ValueError, match="timeout must be above 0"):
+    with pytest.raises(ValueError, match="timeout: must be above 0"):
         FakePool(devices=[0], timeout=0)
     assert_next_is_right(pool)
 
@@ -305,6 +305,49 @@ def test_a_runner_sees_its_device_alone(visible, seen, monkeypatch):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert FakePool._environment(None, 1)["CUDA_VISIBLE_DEVICES"] == seen
     assert FakePool._environment(None, None).get("CUDA_VISIBLE_DEVICES") == visible
+
+
+@pytest.mark.parametrize(
+    "devices, error, said",
+    [
+        ([3], ValueError, "there is no 3, since CUDA_VISIBLE_DEVICES=5,GPU-6 shows 2, from 0 to 1"),
+        ([-1], ValueError, "-1 is no device"),
+        ([0, 1, 0], ValueError, "0 is there twice"),
+        ([], ValueError, "one at least"),
+        (["0"], TypeError, "whole numbers, as of needle.cuda"),
+        ([True], TypeError, "not True"),
+        ("0", TypeError, "must be a list"),
+        (0, TypeError, "must be a list"),
+    ],
+)
+def test_devices_that_are_none(devices, error, said, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-6")
+    with pytest.raises(error, match=f"devices: .*{said}"):
+        FakePool(devices=devices)
+
+
+@pytest.mark.parametrize(
+    "name, value, error",
+    [
+        ("timeout", 0, ValueError),
+        ("timeout", float("inf"), ValueError),
+        ("timeout", float("nan"), ValueError),
+        ("timeout", "1", TypeError),
+        ("spares", -1, ValueError),
+        ("spares", 1.5, TypeError),
+        ("memory", 0, ValueError),
+        ("memory", "1 GB", TypeError),
+    ],
+)
+def test_numbers_of_a_pool_that_are_none(name, value, error):
+    with pytest.raises(error, match=f"{name}: must be"):
+        FakePool(devices=[0], **{name: value})
+
+
+def test_a_deadline_may_be_months_away():
+    """poll(2) waits 24 days at the most."""
+    with FakePool(devices=[0], timeout=1e9, spares=0) as pool:
+        assert_next_is_right(pool)
 
 
 def test_mps_is_refused(tmp_path, monkeypatch):
