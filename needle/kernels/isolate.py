@@ -31,8 +31,9 @@ import numpy as np
 from needle._C import NDArray
 from needle.kernels import landlock
 from needle.kernels.crew import START_SECONDS, Crew, Ended, Late, Lost, Worker
+from needle.kernels.frames import fitting
 from needle.kernels.launch import Code, Image, Launch
-from needle.kernels.measure import FLUSH_BYTES, Timing
+from needle.kernels.measure import FLUSH_BYTES, LEAST_CALLS, Timing
 from needle.kernels.sanitizer import (
     TOOLS,
     Finding,
@@ -41,7 +42,7 @@ from needle.kernels.sanitizer import (
     sanitizer_command,
     status_of,
 )
-from needle.kernels.values import Case, Size, Tolerance, difference, draw
+from needle.kernels.values import Case, Size, Tolerance, both, difference, draw
 
 STATUSES = (
     "ok",
@@ -70,6 +71,7 @@ EXPLAINED_BY = {
 SLOWER = 10  # times as long as a plain run may take below compute-sanitizer
 COMPILE_SECONDS = 60.0
 TIMED_BYTES = 2 << 30  # of inputs that a timing holds in several sets
+MOST_SETS = LEAST_CALLS  # of them, so that the shortest timing calls each
 HOST_COPIES = 3  # of an arena, at the most, while a job runs
 LEAST_TIMED_CALLS = 8  # a call may take the whole timeout: warm-up and timed calls together
 
@@ -279,12 +281,16 @@ class Pool:
     # ---- compiling -------------------------------------------------------------------------------
 
     def _compile(self, source: str, entry: str) -> Code | Result:
-        if not isinstance(source, str) or not isinstance(entry, str):
-            raise TypeError("source and entry must be text")
+        text = _encoded("source", source)
+        _encoded("entry", entry)
         try:
-            arch = self._facts()["arch"]
+            job = {"entry": entry, "arch": self._facts()["arch"]}
         except Lost as lost:
             return Result("device_lost", str(lost))
+        try:
+            fitting(job, text)
+        except ValueError as error:
+            raise ValueError(f"source and entry are too long to be sent: {error}") from None
         with self.changed:
             while self.compilers.taken >= self.compilers.parallel:
                 self.changed.wait(1.0)
@@ -296,8 +302,7 @@ class Pool:
                 return Result("crashed", f"the compiler: {lost}")
             keep = False
             try:
-                job = {"entry": entry, "arch": arch}
-                answer, block = worker.ask(job, source.encode(), (), COMPILE_SECONDS)
+                answer, block = worker.ask(job, text, (), COMPILE_SECONDS)
                 keep = True
             except Late:
                 return Result("timeout", f"compiling took longer than {COMPILE_SECONDS:g} s")
@@ -333,6 +338,7 @@ class Pool:
 
     def _do(self, do: str, launch: Launch, images: list[Image], seconds: float) -> Result:
         """One job for a runner, and its answer; the images hold what came back."""
+        header = _sendable(launch, do)
         while True:
             try:
                 with self._crew() as (number, crew):
@@ -343,9 +349,9 @@ class Pool:
                     if do == "time":
                         crew.still()
                         with crew.quiet:
-                            result = self._ask(crew, worker, do, launch, images, seconds)
+                            result = self._ask(crew, worker, header, launch, images, seconds)
                     else:
-                        result = self._ask(crew, worker, do, launch, images, seconds)
+                        result = self._ask(crew, worker, header, launch, images, seconds)
                     return replace(result, device=number)
             except Lost as lost:
                 return Result("device_lost", str(lost), resources=launch.code.resources)
@@ -354,7 +360,7 @@ class Pool:
         self,
         crew: Crew,
         worker: Worker,
-        do: str,
+        header: dict[str, Any],
         launch: Launch,
         images: list[Image],
         seconds: float,
@@ -362,7 +368,7 @@ class Pool:
         keep, fault, holds = False, True, True
         try:
             files = [image.file for image in images]
-            answer, _ = worker.ask(launch.header(do), launch.code.block, files, seconds)
+            answer, _ = worker.ask(header, launch.code.block, files, seconds)
             fault = holds = bool(answer.get("faulted"))
             keep = not fault and self.fresh == "fault" and not launch.code.allocates
             # A process that answered a fault has ended its kernel: the next need not wait for it.
@@ -466,6 +472,7 @@ class Pool:
                 "there is no compute-sanitizer here; it comes with the CUDA toolkit (CUDA_HOME)",
                 resources=launch.code.resources,
             )
+        header = _sendable(launch, "run")
         too_large = self._too_large(launch, launch.size, HOST_COPIES * launch.size)
         if too_large is not None:
             return too_large
@@ -474,7 +481,7 @@ class Pool:
             launch.fill(image.memory)
             with self._crew() as (number, _), tempfile.TemporaryDirectory() as folder:
                 report = Path(folder) / "report"
-                result = self._below(program, tool, report, number, launch, image)
+                result = self._below(program, tool, report, number, header, launch, image)
                 text = report.read_text(errors="replace") if report.exists() else ""
             found = tuple(read_report(text))
             status = status_of(found)
@@ -490,14 +497,21 @@ class Pool:
             image.close()
 
     def _below(
-        self, program: str, tool: str, report: Path, device: int, launch: Launch, image: Image
+        self,
+        program: str,
+        tool: str,
+        report: Path,
+        device: int,
+        header: dict[str, Any],
+        launch: Launch,
+        image: Image,
     ) -> Result:
         command = [*sanitizer_command(program, tool, report), *self.worker, "traced"]
         worker = Worker(command, self._environment(device))
         seconds = SLOWER * self.timeout
         try:
             worker.greet(START_SECONDS)
-            answer, _ = worker.ask(launch.header("run"), launch.code.block, [image.file], seconds)
+            answer, _ = worker.ask(header, launch.code.block, [image.file], seconds)
             worker.channel.send({"do": "end"})  # and compute-sanitizer completes its report
             worker.end(START_SECONDS)
         except Late:
@@ -533,8 +547,19 @@ class Pool:
 
         The first failure ends it. A timed call that is not possible is `wrong_result` too.
         """
+        if isinstance(trials, bool) or not hasattr(trials, "__index__"):
+            raise TypeError(f"trials: must be a whole number, not {trials!r}")
         if trials < 1:
             raise ValueError(f"trials: must be 1 or more, not {trials}")
+        both(tolerance)
+        cases = list(cases)
+        for number, case in enumerate(cases):
+            if not isinstance(case, Case):
+                raise TypeError(f"cases[{number}]: must be a Case, not {type(case).__name__}")
+        if not cases:
+            raise ValueError("cases: there must be one at least")
+        if not callable(reference) and len(reference) != len(cases):
+            raise ValueError(f"reference: {len(reference)} for {len(cases)} cases; give one each")
         code = self._compile(source, entry)
         if isinstance(code, Result):
             return code
@@ -551,7 +576,7 @@ class Pool:
                 if result.status != "ok":
                     where = f"case {number}, trial {trial}: {result.message}"
                     return replace(result, message=where, timing=tuple(timings))
-                if len(launches) * launch.size < TIMED_BYTES:
+                if len(launches) < MOST_SETS and len(launches) * launch.size < TIMED_BYTES:
                     launches.append((launch, wanted))
             if time:
                 timed = self._timed(launches, tolerance)
@@ -652,6 +677,17 @@ class Pool:
                 self.changed.notify_all()
 
 
+def _encoded(what: str, text: Any) -> bytes:
+    if not isinstance(text, str):
+        raise TypeError(f"source and entry must be text; {what} is {type(text).__name__}")
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{what}: letter {error.start} is half a surrogate pair, which is no text"
+        ) from None
+
+
 def _result(
     answer: dict[str, Any], printed: str = "", resources: dict[str, Any] | None = None
 ) -> Result:
@@ -669,11 +705,27 @@ def _result(
     )
 
 
+def _sendable(launch: Launch, do: str) -> dict[str, Any]:
+    """The header of a job, before a process is chosen for it. TypeError and ValueError."""
+    header = launch.header(do)
+    try:
+        fitting(header, launch.code.block)
+    except ValueError as error:
+        raise ValueError(f"the launch has too many arguments, or too long: {error}") from None
+    return header
+
+
 def _expected(launch: Launch, reference: Any) -> list[np.ndarray]:
     """What the outputs should be, one for each."""
     if callable(reference):
         reference = reference(*launch.inputs())
-    found = [reference] if isinstance(reference, (np.ndarray, NDArray)) else list(reference)
+    single = isinstance(reference, (np.ndarray, np.generic, NDArray))
+    if not single and not isinstance(reference, Iterable):
+        raise TypeError(
+            "reference: must give an array, or several, one for each output, not "
+            f"{type(reference).__name__}"
+        )
+    found = [reference] if single else list(reference)
     if len(found) != len(launch.outputs):
         raise ValueError(
             f"reference: gave {len(found)} outputs, and the kernel has {len(launch.outputs)}: "

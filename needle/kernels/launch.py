@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,12 +83,13 @@ class Launch:
         return [place for place in self.places if place.role in ("out", "inout")]
 
     def header(self, do: str) -> dict[str, Any]:
+        """TypeError and ValueError for what cannot be sent."""
         return {
             "do": do,
             "entry": self.code.entry,
             "grid": _sizes("grid", self.case.grid),
             "block": _sizes("block", self.case.block),
-            "shared": int(self.case.shared),
+            "shared": _whole("shared", self.case.shared),
             "local_bytes": self.code.resources["local_bytes"],
             "arguments": self.numbers,
             "places": [place.to_json() for place in self.places],
@@ -131,8 +133,18 @@ def _plain(number: int, value: Any) -> dict[str, Any]:
 
 
 def _sizes(what: str, size: Size) -> list[int]:
-    """As JSON; the runner says what is wrong with them."""
-    sizes = [size] if hasattr(size, "__index__") else list(size)  # type: ignore[arg-type]
-    if not all(hasattr(n, "__index__") for n in sizes):
+    """As JSON; the runner says whether a device takes them."""
+    if hasattr(size, "__index__"):
+        return [size.__index__()]
+    if isinstance(size, str) or not isinstance(size, Iterable):
         raise TypeError(f"{what}: must be a whole number or a tuple of them, not {size!r}")
-    return [n.__index__() for n in sizes]
+    sizes = list(size)
+    if not 1 <= len(sizes) <= 3:
+        raise ValueError(f"{what}: must be a whole number or 1 to 3 of them, not {len(sizes):,}")
+    return [_whole(what, n) for n in sizes]
+
+
+def _whole(what: str, number: Any) -> int:
+    if not hasattr(number, "__index__"):
+        raise TypeError(f"{what}: must be a whole number or a tuple of them, not {number!r}")
+    return number.__index__()

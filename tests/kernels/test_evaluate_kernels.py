@@ -10,7 +10,7 @@ import textwrap
 import pytest
 from fake_pool import SOURCE, X, assert_next_is_right, run
 
-from needle.kernels import isolate, sanitizer
+from needle.kernels import frames, isolate, sanitizer
 from needle.kernels.values import Case, Out, Random
 
 
@@ -104,6 +104,38 @@ def test_references(pool):
     with pytest.raises(ValueError, match="trials"):
         evaluate(pool, "scale", [case], [2 * X], trials=0)
     assert evaluate(pool, "scale", [case], [X[:3]]).message.endswith("and (3,) is expected")
+
+
+CASE = Case(1, 32, [Random(6), Out(6)])
+
+
+@pytest.mark.parametrize(
+    "arguments, error, said",
+    [
+        ({"cases": []}, ValueError, "cases: there must be one"),
+        ({"cases": [(1, 1, [])]}, TypeError, r"cases\[0\]: must be a Case, not tuple"),
+        ({"reference": []}, ValueError, "reference: 0 for 1 cases"),
+        ({"reference": lambda x: None}, TypeError, "reference: must give an array, .* NoneType"),
+        ({"tolerance": "x"}, TypeError, "tolerance: must be a number"),
+        ({"trials": 2.5}, TypeError, "trials: must be a whole number"),
+    ],
+)
+def test_wrong_evaluations(pool, arguments, error, said):
+    before = pool.state()[0]
+    with pytest.raises(error, match=said):
+        evaluate(pool, "spills", **{"cases": [CASE], **arguments})
+    assert pool.state()[0] == before
+
+
+def test_more_trials_than_a_frame_has_files(pool):
+    before = pool.state()[0]
+    result = evaluate(pool, "spills", [CASE], lambda x: x, trials=frames.OPEN_FILES + 1)
+    assert (result.status, len(result.timing)) == ("ok", 1)
+    assert pool.state()[0] == before
+
+
+def test_a_tolerance_may_be_a_list(pool):
+    assert evaluate(pool, "spills", [CASE], lambda x: x, tolerance=[1e-4, 1e-4]).status == "ok"
 
 
 # ---- compute-sanitizer ---------------------------------------------------------------------------

@@ -283,11 +283,37 @@ def test_wrong_calls(pool):
         pool.run(SOURCE, "no_results", (1, 2.5), 1, [])
     with pytest.raises(TypeError, match="source and entry must be text"):
         pool.run(SOURCE.encode(), "no_results", 1, 1, [])
+    with pytest.raises(ValueError, match="source: letter 2 is half a surrogate pair"):
+        pool.run("k \ud800", "k", 1, 1, [])
+    with pytest.raises(ValueError, match="entry: letter 0 is half a surrogate pair"):
+        pool.run(SOURCE, "\udfff", 1, 1, [])
     with pytest.raises(ValueError, match="fresh: must be"):
         FakePool(devices=[0], fresh="never")
     with pytest.raises(ValueError, match="timeout: must be above 0"):
         FakePool(devices=[0], timeout=0)
     assert_next_is_right(pool)
+
+
+@pytest.mark.parametrize(
+    "source, grid, shared, args, error, said",
+    [
+        (SOURCE, [1] * 3_000_000, 0, [], ValueError, "grid: .* 1 to 3 of them, not 3,000,000"),
+        (SOURCE, [], 0, [], ValueError, "grid: .* not 0"),
+        (SOURCE, "1", 0, [], TypeError, "grid: must be a whole number"),
+        (SOURCE, (1, 2.5), 0, [], TypeError, "grid: must be a whole number"),
+        (SOURCE, 1, "x", [], TypeError, "shared: must be a whole number"),
+        (SOURCE, 1, 0, [b"x" * (3 << 20)], ValueError, "too many arguments, or too long: a frame"),
+        ("#" * (257 << 20), 1, 0, [], ValueError, "source and entry are too long to be sent"),
+    ],
+)
+def test_what_cannot_be_sent_costs_no_process(pool, source, grid, shared, args, error, said):
+    assert_next_is_right(pool)
+    before = pool.state()
+    compilers = [worker.pid for worker in pool.compilers.ready]
+    with pytest.raises(error, match=said):
+        pool.run(source, "no_results", grid, 1, args, shared)
+    assert pool.state() == before
+    assert [worker.pid for worker in pool.compilers.ready] == compilers
 
 
 def test_devices_are_found_by_a_process(monkeypatch):
