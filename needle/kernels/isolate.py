@@ -366,6 +366,7 @@ class Pool:
         seconds: float,
     ) -> Result:
         keep, fault, holds = False, True, True
+        answer: dict[str, Any] = {}
         try:
             files = [image.file for image in images]
             answer, _ = worker.ask(header, launch.code.block, files, seconds)
@@ -382,7 +383,7 @@ class Pool:
         except Ended:
             answer = {"status": "crashed", "message": f"the process of the kernel: {worker.end()}"}
         finally:
-            crew.give_back(worker, keep, fault, holds)
+            crew.give_back(worker, keep, fault, holds, _lost(crew, answer))
         printed = worker.text_printed()
         result = _result(answer, printed, launch.code.resources)
         if result.status == "assertion":
@@ -479,9 +480,14 @@ class Pool:
         image = Image(launch.size)
         try:
             launch.fill(image.memory)
-            with self._crew() as (number, _), tempfile.TemporaryDirectory() as folder:
+            with (
+                self._crew() as (number, crew),
+                tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+            ):
                 report = Path(folder) / "report"
-                result = self._below(program, tool, report, number, header, launch, image)
+                command = [*sanitizer_command(program, tool, report), *self.worker, "traced"]
+                worker = Worker(command, self._environment(number))
+                result = self._below(crew, worker, tool, header, launch, image)
                 text = report.read_text(errors="replace") if report.exists() else ""
             found = tuple(read_report(text))
             status = status_of(found)
@@ -498,20 +504,19 @@ class Pool:
 
     def _below(
         self,
-        program: str,
+        crew: Crew,
+        worker: Worker,
         tool: str,
-        report: Path,
-        device: int,
         header: dict[str, Any],
         launch: Launch,
         image: Image,
     ) -> Result:
-        command = [*sanitizer_command(program, tool, report), *self.worker, "traced"]
-        worker = Worker(command, self._environment(device))
-        seconds = SLOWER * self.timeout
+        seconds, fault = SLOWER * self.timeout, True
+        answer: dict[str, Any] = {}
         try:
             worker.greet(START_SECONDS)
             answer, _ = worker.ask(header, launch.code.block, [image.file], seconds)
+            fault = bool(answer.get("faulted"))
             worker.channel.send({"do": "end"})  # and compute-sanitizer completes its report
             worker.end(START_SECONDS)
         except Late:
@@ -521,7 +526,7 @@ class Pool:
         finally:
             worker.kill()
             worker.end()
-            worker.close()
+            crew.follow(worker, fault, _lost(crew, answer))
         return _result(answer, worker.text_printed(), launch.code.resources)
 
     # ---- evaluating ------------------------------------------------------------------------------
@@ -675,6 +680,13 @@ class Pool:
             with self.changed:
                 crew.taken -= 1
                 self.changed.notify_all()
+
+
+def _lost(crew: Crew, answer: dict[str, Any]) -> str | None:
+    """Why a device is set aside after an answer: the driver said that it is lost."""
+    if answer.get("status") != "device_lost":
+        return None
+    return f"{crew.name}: {answer.get('message')}: set aside until reset"
 
 
 def _encoded(what: str, text: Any) -> bytes:

@@ -2,6 +2,7 @@
 aside, shared by threads, and leave nothing behind.
 """
 
+import errno
 import gc
 import os
 import signal
@@ -132,6 +133,69 @@ def test_a_device_whose_processes_do_not_start(monkeypatch):
         result = run(pool, "no_results")
     assert result.status == "device_lost"
     assert "does not start" in result.message and "ZeroDivisionError" in result.message
+
+
+def test_what_the_driver_calls_lost_is_set_aside():
+    """An ECC error: the memory stays bad, whatever process comes next."""
+    with FakePool(devices=[0], timeout=SECONDS, spares=0) as pool:
+        assert run(pool, "fails", 1).status == "device_lost"
+        assert "cudaErrorECCUncorrectable" in pool.state()[0]["lost"]
+        result = run(pool, "no_results")
+        assert result.status == "device_lost" and "set aside until reset" in result.message
+        pool.reset(0)
+        assert_next_is_right(pool)
+
+
+@pytest.mark.parametrize("lacking", crew.SHORTAGES)
+def test_a_shortage_on_the_host_is_waited_for(lacking, monkeypatch):
+    """Files or processes that others hold for a while are no fault of the device."""
+    monkeypatch.setattr(crew, "RETRY_SECONDS", 0.01)
+    left = [1] * 5
+
+    def start():
+        if left:
+            left.pop()
+            raise OSError(lacking, os.strerror(lacking))
+        return crew.Worker([sys.executable, str(FAKE_WORKER), "compiler"], os.environ)
+
+    one = crew.Crew("nothing", start, 1, 1, False, threading.Condition())
+    try:
+        worker = one.take()
+        assert one.lost is None and one.failures == 0 and not left
+        one.give_back(worker, keep=True)
+    finally:
+        one.close()
+
+
+def test_a_shortage_that_does_not_end(monkeypatch):
+    monkeypatch.setattr(crew, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(crew, "SHORTAGE_SECONDS", 0.1)
+
+    def start():
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    one = crew.Crew("nothing", start, 1, 1, False, threading.Condition())
+    with pytest.raises(crew.Lost, match="nothing cannot be started: .*Too many open files"):
+        one.take()
+    one.close()
+
+
+def test_a_process_has_not_ended_while_another_holds_its_socket():
+    """As below compute-sanitizer, which may end before the process that it watches."""
+    code = """
+import subprocess, sys
+command = ["sleep", "1000"]
+child = subprocess.Popen(command, pass_fds=[int(sys.argv[1])], start_new_session=True)
+print(child.pid, flush=True)
+"""
+    worker = crew.Worker([sys.executable, "-c", code], os.environ)
+    assert worker.end(SECONDS) == "it ended with exit code 0"
+    assert not worker.ended()
+    worker._drain()
+    os.kill(int(worker.text_printed()), signal.SIGKILL)
+    wait_for(worker.ended)
+    worker.close()
+    assert worker.ended()
 
 
 def test_a_defect_in_starting_sets_aside_and_hangs_nobody():

@@ -8,9 +8,9 @@ import sys
 import textwrap
 
 import pytest
-from fake_pool import SOURCE, X, assert_next_is_right, run
+from fake_pool import SECONDS, SHORT, SOURCE, FakePool, X, assert_next_is_right, run
 
-from needle.kernels import frames, isolate, sanitizer
+from needle.kernels import crew, frames, isolate, sanitizer
 from needle.kernels.values import Case, Out, Random
 
 
@@ -186,6 +186,38 @@ def test_a_sanitizer_may_be_asked_for_at_once(pool, fake_sanitizer):
     assert result.status == "ok" and (result.outputs[0] == 2 * X).all()
     assert run(pool, "signals", signal.SIGSEGV, sanitizer="synccheck").status == "crashed"
     assert_next_is_right(pool)
+
+
+@pytest.mark.parametrize("entry, args", [("fails", [0]), ("signals", [9]), ("hangs", [])])
+def test_a_fault_below_a_sanitizer_counts(pool, fake_sanitizer, short, monkeypatch, entry, args):
+    monkeypatch.setattr(isolate, "SLOWER", 1)
+    before = pool.state()[0]["faults"]
+    run(pool, entry, *args, sanitizer="synccheck")
+    assert pool.state()[0]["faults"] == before + 1
+    monkeypatch.setattr(pool, "timeout", SECONDS)
+    assert run(pool, "scale", X, Out(6), 2.0, 6, sanitizer="racecheck").status == "ok"
+    assert pool.state()[0]["faults"] == before + 1
+    assert_next_is_right(pool)
+
+
+def test_a_sanitized_process_that_outlives_sigkill_holds_its_device(fake_sanitizer, monkeypatch):
+    undying, real = [], crew.Worker.ended
+    monkeypatch.setattr(crew.Worker, "ended", lambda w: w.pid not in undying and real(w))
+    monkeypatch.setattr(crew, "REAP_SECONDS", 0.2)
+    monkeypatch.setattr(crew.Worker, "kill", lambda w, kill=crew.Worker.kill: (
+        undying.append(w.pid) if "traced" in w.process.args else None, kill(w)
+    ))  # fmt: skip
+    monkeypatch.setattr(isolate, "SLOWER", 1)
+    with FakePool(devices=[0], timeout=SECONDS, spares=0) as pool:
+        assert_next_is_right(pool)
+        pool.timeout = SHORT
+        assert run(pool, "hangs", sanitizer="synccheck").status == "timeout"
+        pool.timeout = SECONDS
+        result = run(pool, "no_results")
+        assert result.status == "device_lost" and "after SIGKILL and holds" in result.message
+        undying.clear()
+        pool.reset(0)
+        assert_next_is_right(pool)
 
 
 def test_no_sanitizer(pool, monkeypatch):
