@@ -43,7 +43,7 @@ PR_SET_PDEATHSIG = 1
 FAULTED = 75  # the exit code of needle after a fatal fault
 KEPT_BYTES = 256 << 20  # of device memory that a runner keeps between jobs
 MESSAGE_LETTERS = 64 << 10
-COMPILER_BYTES = 16 << 30  # of address space
+COMPILER_BYTES = 16 << 30  # of address space, or half of a smaller host's memory
 COMPILER_FILE_BYTES = 64 << 20
 COMPILER_SECONDS = 120  # of a processor, in a life; after half of it no further source is taken
 
@@ -149,7 +149,12 @@ def restrict(confined: bool) -> None:
     files; a confined one any file, and processes of its own (from which the system spares root).
     Time by the hard limit, because NVRTC lifts the soft one (seen in 13.5)."""
     file_bytes = 0 if confined else COMPILER_FILE_BYTES
-    limits = {"AS": COMPILER_BYTES, "FSIZE": file_bytes, "CPU": COMPILER_SECONDS}
+    host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limits = {
+        "AS": min(COMPILER_BYTES, host_bytes // 2),
+        "FSIZE": file_bytes,
+        "CPU": COMPILER_SECONDS,
+    }
     limits |= {"NPROC": 0} if confined else {}
     for name, most in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}")
@@ -451,6 +456,7 @@ def runner(needle: Needle, channel: Channel, apart: bool) -> None:
 
 def main(argv: list[str], needle: Needle | None = None) -> NoReturn:
     role, sock = argv[0], socket.socket(fileno=int(argv[1]))
+    sock.set_inheritable(False)  # who holds it counts as this process (needle.kernels.crew)
     needle = needle or Needle()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if role != "traced":  # its parent is compute-sanitizer, whose threads come and go
