@@ -340,6 +340,17 @@ class Crew:
 
     # ---- what the pool does ----------------------------------------------------------------------
 
+    def state(self) -> dict[str, Any]:
+        """Its processes, by their ids, and why it was set aside. Call it with `changed` held."""
+        return {
+            "ready": [worker.pid for worker in self.ready],
+            "used": [worker.pid for worker in self.used],
+            "starting": [self.starting.pid] if self.starting else [],
+            "faults": self.faults,
+            "started": self.started,
+            "lost": self.lost,
+        }
+
     def free(self) -> bool:
         """Could a job have this? Call it with `changed` held."""
         return self.lost is None and self.taken < self.parallel

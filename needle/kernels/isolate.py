@@ -299,7 +299,7 @@ class Pool:
             try:
                 worker = self.compilers.take()
             except Lost as lost:
-                return Result("crashed", f"the compiler: {lost}")
+                return Result("device_lost", f"{lost}: nothing compiles before a reset")
             keep = False
             try:
                 answer, block = worker.ask(job, text, (), COMPILE_SECONDS)
@@ -624,23 +624,15 @@ class Pool:
     def state(self) -> list[dict[str, Any]]:
         """Of each device: number, facts (name, arch, ...), the processes that are ready, used and
         starting, faults and processes started so far, and why it was set aside (None: it was
-        not)."""
-        found = []
+        not). `compilers`: the same of the processes that compile, for all devices."""
         with self.changed:
+            compilers = self.compilers.state()
+            found = []
             for number, crew in self.crews.items():
                 workers = (*crew.ready, *crew.used)
                 facts = next((w.facts["facts"] for w in workers if w.facts), {})
                 found.append(
-                    {
-                        "device": number,
-                        "facts": facts,
-                        "ready": [worker.pid for worker in crew.ready],
-                        "used": [worker.pid for worker in crew.used],
-                        "starting": [crew.starting.pid] if crew.starting else [],
-                        "faults": crew.faults,
-                        "started": crew.started,
-                        "lost": crew.lost,
-                    }
+                    {"device": number, "facts": facts, **crew.state(), "compilers": compilers}
                 )
         return found
 
@@ -663,23 +655,24 @@ class Pool:
         return freed
 
     def reset(self, device: int) -> None:
-        """A new process on a device, which proves it; also where the device was set aside.
-        RuntimeError, with the reason, where that fails; KeyError for a device that is not the
-        pool's."""
+        """A new process on a device, which proves it; also where the device was set aside. Where no
+        process compiles any more, new ones for that too. RuntimeError, with the reason, where that
+        fails; KeyError for a device that is not the pool's."""
         crew = self.crews[device]
-        with self.changed:
-            while crew.taken:
-                self.changed.wait(1.0)
-            crew.taken += 1
-        try:
-            crew.reset()
-            crew.give_back(crew.take(), keep=True)
-        except Lost as lost:
-            raise RuntimeError(str(lost)) from None
-        finally:
+        for one in (self.compilers, crew) if self.compilers.lost is not None else (crew,):
             with self.changed:
-                crew.taken -= 1
-                self.changed.notify_all()
+                while one.taken:
+                    self.changed.wait(1.0)
+                one.taken += 1
+            try:
+                one.reset()
+                one.give_back(one.take(), keep=True)
+            except Lost as lost:
+                raise RuntimeError(str(lost)) from None
+            finally:
+                with self.changed:
+                    one.taken -= 1
+                    self.changed.notify_all()
 
 
 def _lost(crew: Crew, answer: dict[str, Any]) -> str | None:

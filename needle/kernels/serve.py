@@ -326,10 +326,17 @@ class Service:
         return self.state
 
     async def health(self, request: web.BaseRequest) -> Answer:
-        """503 where no job can run: every device is set aside, or the service ends."""
+        """503 where no job can run: every device is set aside, nothing compiles, or the service
+        ends."""
         state = await self._state()
-        usable = [one["device"] for one in state if one["lost"] is None]
-        status = "ending" if self.draining else "ok" if usable or not state else "device_lost"
+        compilers = state[0]["compilers"] if state else {"lost": None, "ready": []}
+        status = "ok"
+        if state and all(one["lost"] is not None for one in state):
+            status = "device_lost"
+        if compilers["lost"] is not None:
+            status = "compilers_lost"
+        if self.draining:
+            status = "ending"
         return Answer(
             200 if status == "ok" else 503,
             to_json(
@@ -341,6 +348,7 @@ class Service:
                         {"device": one["device"], "lost": one["lost"], "ready": len(one["ready"])}
                         for one in state
                     ],
+                    "compilers": {"lost": compilers["lost"], "ready": len(compilers["ready"])},
                     "uptime_seconds": time.monotonic() - self.started,
                 }
             ),

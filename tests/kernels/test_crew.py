@@ -198,6 +198,42 @@ print(child.pid, flush=True)
     assert worker.ended()
 
 
+def test_compilers_that_do_not_start_are_no_fault_of_a_kernel(monkeypatch):
+    """They are told of, and a reset of any device starts them again."""
+    with FakePool(devices=[0], timeout=SECONDS, spares=0) as pool:
+        assert_next_is_right(pool)
+        real = pool.compilers.start_worker
+
+        def start():
+            raise PermissionError("no python")
+
+        pool.compilers.start_worker = start
+        os.kill(pool.state()[0]["compilers"]["ready"][0], signal.SIGKILL)
+        for _ in range(2):
+            result = run(pool, "no_results")
+            assert result.status == "device_lost" and "nothing compiles" in result.message
+            assert "a process for compiling cannot be started: no python" in result.message
+        assert "no python" in pool.state()[0]["compilers"]["lost"]
+        assert pool.state()[0]["lost"] is None
+        with pytest.raises(RuntimeError, match="no python"):
+            pool.reset(0)
+        pool.compilers.start_worker = real
+        pool.reset(0)
+        assert pool.state()[0]["compilers"]["lost"] is None
+        assert_next_is_right(pool)
+
+
+def test_a_compiler_that_is_tired_is_replaced_between_jobs(pool):
+    """It ends itself once much of its time is used, which no job sees."""
+    seen = set()
+    for _ in range(3):
+        result = pool.run(SOURCE + "# tire the compiler", "no_results", 1, 1, [])
+        assert (result.status, result.message) == ("ok", "")
+        seen |= set(pool.state()[0]["compilers"]["ready"])
+    assert_next_is_right(pool)
+    assert len(seen) == 3 and pool.state()[0]["compilers"]["faults"] == 0
+
+
 def test_a_defect_in_starting_sets_aside_and_hangs_nobody():
     def start():
         raise IndexError("list index out of range")
