@@ -33,7 +33,7 @@ from needle.kernels import landlock
 from needle.kernels.crew import START_SECONDS, Crew, Ended, Late, Lost, Worker
 from needle.kernels.frames import fitting
 from needle.kernels.launch import Code, Image, Launch
-from needle.kernels.measure import FLUSH_BYTES, LEAST_CALLS, Timing
+from needle.kernels.measure import FLUSH_BYTES, LEAST_CALLS, WARM_UP, Timing
 from needle.kernels.sanitizer import (
     TOOLS,
     Finding,
@@ -73,7 +73,7 @@ COMPILE_SECONDS = 60.0
 TIMED_BYTES = 2 << 30  # of inputs that a timing holds in several sets
 MOST_SETS = LEAST_CALLS  # of them, so that the shortest timing calls each
 HOST_COPIES = 3  # of an arena, at the most, while a job runs
-LEAST_TIMED_CALLS = 8  # a call may take the whole timeout: warm-up and timed calls together
+LEAST_TIMED_CALLS = 2 * (WARM_UP + LEAST_CALLS)  # each of which may take the whole timeout
 
 
 @dataclass(frozen=True)
@@ -336,9 +336,12 @@ class Pool:
 
     # ---- running ---------------------------------------------------------------------------------
 
-    def _do(self, do: str, launch: Launch, images: list[Image], seconds: float) -> Result:
-        """One job for a runner, and its answer; the images hold what came back."""
-        header = _sendable(launch, do)
+    def _do(
+        self, do: str, launch: Launch, images: list[Image], seconds: float, **more: Any
+    ) -> Result:
+        """One job for a runner, and its answer; the images hold what came back. `more` goes into
+        its header."""
+        header = _sendable(launch, do, **more)
         while True:
             try:
                 with self._crew() as (number, crew):
@@ -596,6 +599,8 @@ class Pool:
     ) -> Result:
         """One timing over all sets of inputs, and what the last call of each left, compared."""
         first, sets = launches[0][0], len(launches)
+        turns = zip(launches, [*launches[1:], launches[0]])
+        warm = sets > 1 and not any(one.shares_with(next_one) for (one, _), (next_one, _) in turns)
         on_device = first.size * (sets + 1) + FLUSH_BYTES
         too_large = self._too_large(first, on_device, (HOST_COPIES + sets) * first.size)
         if too_large is not None:
@@ -606,7 +611,7 @@ class Pool:
                 images.append(Image(launch.size))
                 launch.fill(images[-1].memory)
             seconds = self.timeout * LEAST_TIMED_CALLS
-            result = self._do("time", first, images, seconds)
+            result = self._do("time", first, images, seconds, warm=warm)
             for image, (launch, wanted) in zip(images, launches):
                 if result.status == "ok":
                     outputs = launch.read(image.memory)
@@ -710,9 +715,9 @@ def _result(
     )
 
 
-def _sendable(launch: Launch, do: str) -> dict[str, Any]:
+def _sendable(launch: Launch, do: str, **more: Any) -> dict[str, Any]:
     """The header of a job, before a process is chosen for it. TypeError and ValueError."""
-    header = launch.header(do)
+    header = launch.header(do, **more)
     try:
         fitting(header, launch.code.block)
     except ValueError as error:

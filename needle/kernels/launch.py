@@ -82,7 +82,7 @@ class Launch:
     def outputs(self) -> list[Place]:
         return [place for place in self.places if place.role in ("out", "inout")]
 
-    def header(self, do: str) -> dict[str, Any]:
+    def header(self, do: str, **more: Any) -> dict[str, Any]:
         """TypeError and ValueError for what cannot be sent."""
         return {
             "do": do,
@@ -93,7 +93,17 @@ class Launch:
             "local_bytes": self.code.resources["local_bytes"],
             "arguments": self.numbers,
             "places": [place.to_json() for place in self.places],
+            **more,
         }
+
+    def shares_with(self, other: Launch) -> bool:
+        """Whether an array that is read is the same in both."""
+        pairs = zip(self.values, other.values)
+        return any(
+            np.array_equal(a.reshape(-1).view(np.uint8), b.reshape(-1).view(np.uint8))
+            for a, b in pairs
+            if a is not None and b is not None and a.size
+        )
 
     def fill(self, memory: np.ndarray) -> None:
         arena.poison(memory, self.places)

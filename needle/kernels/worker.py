@@ -25,7 +25,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -358,7 +358,7 @@ def run(needle: Needle, job: Job, kernel: Any, device: Device, apart: bool) -> d
     return {"status": "ok"}
 
 
-def time(needle: Needle, job: Job, kernel: Any, device: Device) -> dict[str, Any]:
+def time(needle: Needle, job: Job, load: Callable[[], Any], device: Device) -> dict[str, Any]:
     """Timed calls over all images; each is left with what its last call wrote."""
     arrays = Arrays(job.places, job.images[0], device, apart=False)
     given = arrays.arguments()
@@ -371,11 +371,17 @@ def time(needle: Needle, job: Job, kernel: Any, device: Device) -> dict[str, Any
         outside.extend([found] if found else [])
         job.give(number, after)
 
+    def load_anew() -> Callable[[], None]:
+        kernel = load()
+        return lambda: job.call(kernel, given)
+
+    warm = job.header["warm"]
     times, nothing, device_rate = measure.measure(
-        lambda: job.call(kernel, given),
+        load_anew,
         lambda number: arrays.restore(pristine[number]),
         keep,
         len(job.images),
+        warm,
         device,
         needle.flush_bytes,
     )
@@ -389,6 +395,7 @@ def time(needle: Needle, job: Job, kernel: Any, device: Device) -> dict[str, Any
         sum(size for size, is_out in sizes if is_out),
         sum(size for size, _ in sizes),
         job.header["local_bytes"],
+        warm,
     )
     return {"status": "ok", "timing": dataclasses.asdict(timing)}
 
@@ -396,11 +403,15 @@ def time(needle: Needle, job: Job, kernel: Any, device: Device) -> dict[str, Any
 def attempt(needle: Needle, job: Job, device: Device, apart: bool) -> dict[str, Any]:
     """The answer to a job, whatever it does to the device. Whoever asks ends the process after a
     fault (`faulted`)."""
+
+    def load() -> Any:
+        return needle.load(job.compiled, job.header["entry"], device)
+
     try:
-        kernel = needle.load(job.compiled, job.header["entry"], device)
         if job.header["do"] == "time":
-            answer = time(needle, job, kernel, device)
+            answer, kernel = time(needle, job, load, device), load()
         else:
+            kernel = load()
             answer = run(needle, job, kernel, device, apart)
         report = kernel.check(job.grid, job.block, job.shared)
         answer["occupancy"] = {

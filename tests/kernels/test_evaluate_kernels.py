@@ -7,6 +7,7 @@ import signal
 import sys
 import textwrap
 
+import numpy as np
 import pytest
 from fake_pool import SECONDS, SHORT, SOURCE, FakePool, X, assert_next_is_right, run
 
@@ -74,6 +75,33 @@ def test_a_kernel_that_leans_on_its_last_call_is_found(pool):
     assert evaluate(pool, "only_once", [case], time=False).status == "ok"
     result = evaluate(pool, "only_once", [case])
     assert result.status == "wrong_result" and "case 0, timed: args[1]" in result.message
+
+
+REMEMBERS = """
+KNOWN = {}
+def remembers(grid, block, x: "float const*", w: "float const*", y: "float*"):
+    key = x.tobytes() if x[0] else w.tobytes()
+    if key not in KNOWN:
+        time.sleep(0.02)
+        KNOWN[key] = 2 * x + w
+    y[:] = KNOWN[key]
+"""
+
+
+@pytest.mark.parametrize("x", [Random(50), X, np.zeros(6, np.float32)], ids=["drawn", "given", "0"])
+@pytest.mark.parametrize("w", [Random(6), X], ids=["drawn", "given"])
+def test_a_kernel_that_remembers_gains_nothing(pool, x, w):
+    """It computes each set of inputs once, and copies from then on: from one load of its code to
+    the next it forgets, and what its warm-up saw is no part of what it is timed with."""
+    size = x.shape[0]
+    w = Random(size) if isinstance(w, Random) else np.ones(size, np.float32)
+    case = Case(1, 32, [x, w, Out(size)])
+    result = pool.evaluate(REMEMBERS, "remembers", [case], lambda x, w: 2 * x + w)
+    assert (result.status, result.message) == ("ok", "")
+    (timing,) = result.timing
+    assert timing.lower >= 20_000
+    drawn = isinstance(x, Random) and isinstance(w, Random)
+    assert any("the first of its code" in hint for hint in timing.hints) != drawn
 
 
 def test_an_impossible_time_is_no_result(pool, monkeypatch):
