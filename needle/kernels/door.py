@@ -17,7 +17,7 @@ import ssl
 from collections.abc import Callable, Container
 from typing import Any
 
-from needle.kernels.crew import RETRY_SECONDS, SHORTAGES
+from needle.kernels.crew import RETRY_SECONDS
 
 MOST_FILES = 1 << 16  # hard limits of 2^30 are seen, and programs that try every file up to them
 MOST_CONNECTIONS = 1000
@@ -78,12 +78,13 @@ class Door:
             await self._make_room()
             try:
                 connection, _ = await loop.sock_accept(self.sock)
-            except OSError as error:  # ECONNABORTED and the like: the client is gone
-                if error.errno in SHORTAGES:
-                    if not self.short:
-                        log.warning("no connection can be taken: %s", error)
-                    self.short = True
-                    await asyncio.sleep(RETRY_SECONDS)
+            except ConnectionAbortedError:
+                continue  # this client has left
+            except OSError as error:
+                if not self.short:
+                    log.warning("no connection can be taken: %s", error)
+                self.short = True
+                await asyncio.sleep(RETRY_SECONDS)
                 continue
             self.short = False
             task = loop.create_task(self._greet(connection))

@@ -69,7 +69,10 @@ class Launch:
                 dtype, array, role = value.dtype, None, "out"
                 shape = value.shape
             else:
-                dtype, array = host_array(getattr(value, "array", value))
+                try:
+                    dtype, array = host_array(getattr(value, "array", value))
+                except TypeError as error:
+                    raise TypeError(f"{name}: {error}") from None
                 shape = array.shape
                 role = {True: "const", False: "inout", None: "in"}[known.get("const")]
                 if isinstance(value, InOut):

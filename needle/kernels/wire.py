@@ -119,6 +119,8 @@ class Reference:
             )
         )
         result = pool.run(self.source, self.entry, grid, block, args, shared)
+        if result.status == "device_lost":
+            raise Refused(503, f"no device for the reference: {result.message}")
         if result.status != "ok":
             raise Refused(422, f"reference: it fails: {result.status}: {result.message}")
         return result.outputs

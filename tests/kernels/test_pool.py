@@ -279,6 +279,8 @@ open(%r, "w").write(repr(limits_of))
 def test_wrong_calls(pool):
     with pytest.raises(TypeError, match=r"args\[1\]: str is no argument of a kernel"):
         run(pool, "scale", X, "y")
+    with pytest.raises(TypeError, match=r"args\[0\] .*: an array of dtype >f4; there are float32"):
+        run(pool, "scale", X.astype(">f4"), Out(6), 2.0, 6)
     with pytest.raises(ValueError, match="sanitizer: must be one of memcheck"):
         run(pool, "scale", sanitizer="valgrind")
     with pytest.raises(TypeError, match="grid: must be a whole number"):

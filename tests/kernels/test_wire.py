@@ -201,10 +201,15 @@ def test_a_reference_gets_the_same_arguments(own):
     assert (pool.answers[0] == 2 * X).all()
 
 
-def test_a_reference_that_fails_is_said():
-    with pytest.raises(Refused, match="reference: it fails: timeout: as asked") as caught:
-        read(JOB | {"reference": REFERENCE}).do(Recorder("timeout"), 10.0)
-    assert caught.value.status == 422
+@pytest.mark.parametrize(
+    "failed, status, said",
+    [("timeout", 422, "reference: it fails: timeout"), ("device_lost", 503, "no device for the")],
+)
+def test_a_reference_that_fails_is_said(failed, status, said):
+    """Its own fault, or the service's."""
+    with pytest.raises(Refused, match=f"{said}.*: as asked") as caught:
+        read(JOB | {"reference": REFERENCE}).do(Recorder(failed), 10.0)
+    assert caught.value.status == status
 
 
 def test_a_job_that_takes_too_long_ends_between_launches(monkeypatch):
