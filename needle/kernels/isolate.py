@@ -15,7 +15,6 @@ person who means harm they are no wall.
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import tempfile
@@ -30,6 +29,14 @@ import numpy as np
 
 from needle._C import NDArray
 from needle.kernels import landlock
+from needle.kernels.asked import (
+    device_numbers,
+    encoded,
+    evaluation,
+    pool_numbers,
+    sendable,
+    visible_devices,
+)
 from needle.kernels.crew import START_SECONDS, Crew, Ended, Late, Lost, Worker
 from needle.kernels.frames import fitting
 from needle.kernels.launch import Code, Image, Launch
@@ -42,7 +49,7 @@ from needle.kernels.sanitizer import (
     sanitizer_command,
     status_of,
 )
-from needle.kernels.values import Case, Size, Tolerance, both, difference, draw
+from needle.kernels.values import Case, Size, Tolerance, difference, draw
 
 STATUSES = (
     "ok",
@@ -100,50 +107,6 @@ def mps() -> Path | None:
     return pipe if pipe.exists() else None
 
 
-def _visible() -> list[str]:
-    """The devices that CUDA programs of this environment see, by the names it gives them; none:
-    it does not say."""
-    return [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-
-
-def _device_numbers(devices: Any) -> list[int]:
-    """As a caller gives them. TypeError and ValueError."""
-    if isinstance(devices, str) or not isinstance(devices, Iterable):
-        raise TypeError(f"devices: must be a list of numbers, not {devices!r}")
-    numbers, visible = [], _visible()
-    for device in devices:
-        if isinstance(device, bool) or not hasattr(device, "__index__"):
-            raise TypeError(f"devices: must be whole numbers, as of needle.cuda(i), not {device!r}")
-        number = device.__index__()
-        if number < 0:
-            raise ValueError(f"devices: {number} is no device; they count from 0")
-        if visible and number >= len(visible):
-            raise ValueError(
-                f"devices: there is no {number}, since CUDA_VISIBLE_DEVICES={','.join(visible)} "
-                f"shows {len(visible)}, from 0 to {len(visible) - 1}"
-            )
-        if number in numbers:
-            raise ValueError(f"devices: {number} is there twice")
-        numbers.append(number)
-    if not numbers:
-        raise ValueError("devices: there must be one at least")
-    return numbers
-
-
-def _check_numbers(timeout: Any, memory: Any, spares: Any) -> None:
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float, np.number)):
-        raise TypeError(f"timeout: must be a number of seconds, not {timeout!r}")
-    if not 0 < timeout < math.inf:
-        raise ValueError(f"timeout: must be above 0 and finite, not {timeout}")
-    for name, value, least in (("memory", memory, 1), ("spares", spares, 0)):
-        if value is None and name == "memory":
-            continue
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise TypeError(f"{name}: must be a whole number, not {value!r}")
-        if value < least:
-            raise ValueError(f"{name}: must be {least} or more, not {value}")
-
-
 def available() -> int:
     """Bytes of host memory that can be had without swapping."""
     with open("/proc/meminfo") as file:
@@ -182,7 +145,7 @@ class Pool:
     ) -> None:
         if fresh not in ("fault", "job"):
             raise ValueError(f'fresh: must be "fault" or "job", not {fresh!r}')
-        _check_numbers(timeout, memory, spares)
+        pool_numbers(timeout, memory, spares)
         pipe = mps()
         if pipe is not None:
             raise RuntimeError(
@@ -195,9 +158,7 @@ class Pool:
         self.timeout, self.memory, self.fresh = float(timeout), memory, fresh
         self.changed = threading.Condition()
         self.closed = False
-        numbers = (
-            list(range(self._count_devices())) if devices is None else _device_numbers(devices)
-        )
+        numbers = list(range(self._count_devices())) if devices is None else device_numbers(devices)
         self.crews = {
             n: Crew(f"cuda({n})", self._starter("runner", n), 1 + spares, 1, True, self.changed)
             for n in numbers
@@ -237,7 +198,7 @@ class Pool:
             "OPENBLAS_NUM_THREADS": "1",
         }
         if device is not None:
-            visible = _visible()
+            visible = visible_devices()
             found["CUDA_VISIBLE_DEVICES"] = visible[device] if visible else str(device)
         return found
 
@@ -281,8 +242,8 @@ class Pool:
     # ---- compiling -------------------------------------------------------------------------------
 
     def _compile(self, source: str, entry: str) -> Code | Result:
-        text = _encoded("source", source)
-        _encoded("entry", entry)
+        text = encoded("source", source)
+        encoded("entry", entry)
         try:
             job = {"entry": entry, "arch": self._facts()["arch"]}
         except Lost as lost:
@@ -341,7 +302,7 @@ class Pool:
     ) -> Result:
         """One job for a runner, and its answer; the images hold what came back. `more` goes into
         its header."""
-        header = _sendable(launch, do, **more)
+        header = sendable(launch, do, **more)
         while True:
             try:
                 with self._crew() as (number, crew):
@@ -476,7 +437,7 @@ class Pool:
                 "there is no compute-sanitizer here; it comes with the CUDA toolkit (CUDA_HOME)",
                 resources=launch.code.resources,
             )
-        header = _sendable(launch, "run")
+        header = sendable(launch, "run")
         too_large = self._too_large(launch, launch.size, HOST_COPIES * launch.size)
         if too_large is not None:
             return too_large
@@ -555,19 +516,7 @@ class Pool:
 
         The first failure ends it. A timed call that is not possible is `wrong_result` too.
         """
-        if isinstance(trials, bool) or not hasattr(trials, "__index__"):
-            raise TypeError(f"trials: must be a whole number, not {trials!r}")
-        if trials < 1:
-            raise ValueError(f"trials: must be 1 or more, not {trials}")
-        both(tolerance)
-        cases = list(cases)
-        for number, case in enumerate(cases):
-            if not isinstance(case, Case):
-                raise TypeError(f"cases[{number}]: must be a Case, not {type(case).__name__}")
-        if not cases:
-            raise ValueError("cases: there must be one at least")
-        if not callable(reference) and len(reference) != len(cases):
-            raise ValueError(f"reference: {len(reference)} for {len(cases)} cases; give one each")
+        cases = evaluation(cases, reference, tolerance, trials)
         code = self._compile(source, entry)
         if isinstance(code, Result):
             return code
@@ -687,17 +636,6 @@ def _lost(crew: Crew, answer: dict[str, Any]) -> str | None:
     return f"{crew.name}: {answer.get('message')}: set aside until reset"
 
 
-def _encoded(what: str, text: Any) -> bytes:
-    if not isinstance(text, str):
-        raise TypeError(f"source and entry must be text; {what} is {type(text).__name__}")
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{what}: letter {error.start} is half a surrogate pair, which is no text"
-        ) from None
-
-
 def _result(
     answer: dict[str, Any], printed: str = "", resources: dict[str, Any] | None = None
 ) -> Result:
@@ -713,16 +651,6 @@ def _result(
         resources={**(resources or {}), **answer.get("occupancy", {})},
         timing=timing,
     )
-
-
-def _sendable(launch: Launch, do: str, **more: Any) -> dict[str, Any]:
-    """The header of a job, before a process is chosen for it. TypeError and ValueError."""
-    header = launch.header(do, **more)
-    try:
-        fitting(header, launch.code.block)
-    except ValueError as error:
-        raise ValueError(f"the launch has too many arguments, or too long: {error}") from None
-    return header
 
 
 def _expected(launch: Launch, reference: Any) -> list[np.ndarray]:

@@ -143,6 +143,8 @@ CASE = Case(1, 32, [Random(6), Out(6)])
         ({"cases": []}, ValueError, "cases: there must be one"),
         ({"cases": [(1, 1, [])]}, TypeError, r"cases\[0\]: must be a Case, not tuple"),
         ({"reference": []}, ValueError, "reference: 0 for 1 cases"),
+        ({"reference": iter([X])}, TypeError, "reference: must be a function, or a list"),
+        ({"cases": CASE}, TypeError, "cases: must be a list of Case, not Case"),
         ({"reference": lambda x: None}, TypeError, "reference: must give an array, .* NoneType"),
         ({"tolerance": "x"}, TypeError, "tolerance: must be a number"),
         ({"trials": 2.5}, TypeError, "trials: must be a whole number"),
