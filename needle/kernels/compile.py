@@ -161,13 +161,12 @@ class Entry:
 
     def declared(self, signature: str) -> Entry:
         """With the types of a declaration, "const float*, int", for a kernel that is `extern "C"`.
-        ValueError where the count or a size differs, or where the symbol says the types itself."""
-        layout = [(p.offset, p.size) for p in self.signature.parameters]
-        new = Signature.declared(self.signature.name, signature, layout)
-        if self.signature.known and [p[1:] for p in new.plan] != [
-            p[1:] for p in self.signature.plan
-        ]:
-            raise ValueError(f"{new} is declared, but the source says {self.signature}")
+        ValueError where the count or a size differs, or a type that the symbol says itself."""
+        own = self.signature.parameters
+        new = Signature.declared(self.signature.name, signature, [(p.offset, p.size) for p in own])
+        for ours, theirs in zip(own, new.parameters):
+            if ours.kind != "unknown" and dataclasses.replace(ours, type=theirs.type) != theirs:
+                raise ValueError(f"{new} is declared, but the source says {self.signature}")
         return dataclasses.replace(self, signature=new)
 
     def check(

@@ -92,6 +92,24 @@ def test_entries_are_made_and_found_by_the_name_asked_for():
         compiled["scale<double>"]
 
 
+@needs_nvrtc
+def test_a_kernel_with_types_that_are_not_read_spoils_none():
+    source = """
+    struct P { int a; };
+    __global__ void table(float *o, const int y[4][4], float (*z)[8]) {}
+    __global__ void odd(float &r, int P::*m, void (*f)(int), long double d) {}
+    """
+    compiled = build(source + PLAIN)
+    assert str(compiled["table"].signature) == "table(float*, int const*, float*)"
+    assert {p.kind for p in compiled["odd"].signature.parameters} == {"unknown"}
+    odd = compiled["odd"].declared("float*, long, long, double")
+    assert [p.kind for p in odd.signature.parameters] == ["array", "int", "int", "float"]
+    mixed = build("__global__ void f(int n, float &r) {}")["f"]
+    assert mixed.declared("int, float*").signature.known
+    with pytest.raises(ValueError, match=r"is declared, but the source says f\(int, float&\)"):
+        mixed.declared("float, float*")
+
+
 # ---- what goes wrong -----------------------------------------------------------------------------
 
 
