@@ -13,7 +13,8 @@ import numpy as np
 from needle._C import NDArray
 from needle.kernels import arena
 from needle.kernels.arena import Place
-from needle.kernels.values import Case, InOut, Out, Size, host_array, readable
+from needle.kernels.limits import whole_numbers
+from needle.kernels.values import Case, InOut, Out, host_array, readable
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,8 @@ class Launch:
         return {
             "do": do,
             "entry": self.code.entry,
-            "grid": _sizes("grid", self.case.grid),
-            "block": _sizes("block", self.case.block),
+            "grid": list(whole_numbers("grid", self.case.grid)),  # the runner checks them
+            "block": list(whole_numbers("block", self.case.block)),
             "shared": int(self.case.shared),
             "local_bytes": self.code.resources["local_bytes"],
             "arguments": self.numbers,
@@ -128,11 +129,3 @@ def _plain(number: int, value: Any) -> dict[str, Any]:
         f"args[{number}]: {type(value).__name__} is no argument of a kernel; pass an array, Out, "
         "InOut, Random, a number, or bytes for a struct"
     )
-
-
-def _sizes(what: str, size: Size) -> list[int]:
-    """As JSON; the runner says what is wrong with them."""
-    sizes = [size] if hasattr(size, "__index__") else list(size)  # type: ignore[arg-type]
-    if not all(hasattr(n, "__index__") for n in sizes):
-        raise TypeError(f"{what}: must be a whole number or a tuple of them, not {size!r}")
-    return [n.__index__() for n in sizes]

@@ -337,6 +337,12 @@ def test_every_architecture_of_the_table(arch):
 
 
 @needs_nvrtc
+def test_what_can_be_compiled_can_be_checked():
+    known = [number for number in compile_module._nvrtc().archs() if number >= min(limits_of.ARCHS)]
+    assert {number for number in known if number <= max(limits_of.ARCHS)} <= limits_of.ARCHS.keys()
+
+
+@needs_nvrtc
 def test_what_is_no_cubin():
     good = build(PLAIN).cubin
     for bad in (b"", b"\x7fELF", good[:50], good[:200], good[: len(good) // 2], b"\0" * 1000):
