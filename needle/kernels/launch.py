@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import mmap
+import operator
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from needle._C import NDArray
 from needle.kernels import arena
 from needle.kernels.arena import Place
+from needle.kernels.limits import whole_numbers
 from needle.kernels.values import Case, InOut, Out, Size, host_array, readable
 
 
@@ -147,17 +148,14 @@ def _plain(number: int, value: Any) -> dict[str, Any]:
 
 def _sizes(what: str, size: Size) -> list[int]:
     """As JSON; the runner says whether a device takes them."""
-    if hasattr(size, "__index__"):
-        return [size.__index__()]
-    if isinstance(size, str) or not isinstance(size, Iterable):
-        raise TypeError(f"{what}: must be a whole number or a tuple of them, not {size!r}")
-    sizes = list(size)
+    sizes = whole_numbers(what, size)
     if not 1 <= len(sizes) <= 3:
         raise ValueError(f"{what}: must be a whole number or 1 to 3 of them, not {len(sizes):,}")
-    return [_whole(what, n) for n in sizes]
+    return list(sizes)
 
 
 def _whole(what: str, number: Any) -> int:
-    if not hasattr(number, "__index__"):
-        raise TypeError(f"{what}: must be a whole number or a tuple of them, not {number!r}")
-    return number.__index__()
+    try:
+        return operator.index(number)
+    except TypeError:
+        raise TypeError(f"{what}: must be a whole number, not {number!r}") from None

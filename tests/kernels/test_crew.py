@@ -156,7 +156,8 @@ def test_a_shortage_on_the_host_is_waited_for(lacking, monkeypatch):
         if left:
             left.pop()
             raise OSError(lacking, os.strerror(lacking))
-        return crew.Worker([sys.executable, str(FAKE_WORKER), "compiler"], os.environ)
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        return crew.Worker([sys.executable, str(FAKE_WORKER), "compiler"], environment)
 
     one = crew.Crew("nothing", start, 1, 1, False, threading.Condition())
     try:

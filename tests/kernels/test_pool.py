@@ -276,6 +276,12 @@ open(%r, "w").write(repr(limits_of))
 # ---- the ways in ---------------------------------------------------------------------------------
 
 
+def test_sizes_may_be_numpys(pool):
+    args = [X, Out((6,)), 2.0, 6]
+    result = pool.run(SOURCE, "scale", np.array([4, 2]), np.array([32]), args)
+    assert (result.status, result.message) == ("ok", "")
+
+
 def test_wrong_calls(pool):
     with pytest.raises(TypeError, match=r"args\[1\]: str is no argument of a kernel"):
         run(pool, "scale", X, "y")
