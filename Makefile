@@ -43,7 +43,7 @@ C_FILES = $(wildcard csrc/*.[ch] csrc/*/*.[ch] cuda/*.cu cuda/*.cuh)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help train test test-cuda lib check format asan fuzz memcheck campaign mutants bench clean
+.PHONY: help train test gpu test-cuda lib check format asan fuzz memcheck campaign mutants bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -136,8 +136,13 @@ train: $(STATE)/train lib
 test: $(STATE)/test lib
 	@"$(PY)" -X dev -W error -m pytest -q $(ARGS)
 
+# What runs on a GPU asks for one before it builds for minutes.
+gpu: $(STATE)/python
+	@"$(PY)" -c 'from building import cuda, steps; why = cuda.missing_gpu(); \
+	    why and steps.fail(f"these tests run on a GPU: {why}")'
+
 # A fault takes its process along: with pytest-xdist that is a worker, and another does the rest.
-test-cuda: $(STATE)/test
+test-cuda: gpu $(STATE)/test
 	@NEEDLE_CUDA=1 $(MAKE) --no-print-directory lib
 	@workers=$$("$(PY)" -c 'from importlib.util import find_spec; print("-n 1 --max-worker-restart 999" * bool(find_spec("xdist")))'); \
 	NEEDLE_REQUIRE_CUDA=1 "$(PY)" -m pytest -q -m cuda $$workers $(ARGS)
@@ -187,7 +192,7 @@ asan: $(STATE)/test
 fuzz: $(STATE)/test
 	$(sanitized) $(CURDIR)/tests/fuzz.py $(ARGS)
 
-memcheck: $(STATE)/test
+memcheck: gpu $(STATE)/test
 	@NEEDLE_CUDA=1 $(MAKE) --no-print-directory lib
 	@command -v $(SANITIZER) >/dev/null || { echo "needle: error: no compute-sanitizer: it comes with the CUDA toolkit (SANITIZER=/path)" >&2; exit 1; }
 	@NEEDLE_REQUIRE_CUDA=1 $(SANITIZER) --tool $(TOOL) --error-exitcode 1 \

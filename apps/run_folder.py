@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import json
 import os
+import shlex
 from pathlib import Path
 
 from run_log import read_lines
@@ -46,7 +47,7 @@ def free_folder(out: Path, name: str | None, model: str, restart: bool) -> Path:
     if not restart and folder.exists() and any(folder.iterdir()):
         raise DataError(
             f"{folder}: there is a run of this name already; go on with it by "
-            f"--resume auto --name {name}, or choose another --name"
+            f"{shlex.join(again(folder))}, or choose another --name"
         )
     return folder
 
@@ -78,11 +79,19 @@ def write_description(folder: Path, description: dict) -> None:
         file.write(json.dumps(description, indent=2).encode() + b"\n")
 
 
+def flag(name: str, value: str | os.PathLike) -> list[str]:
+    """The words that give a flag this value, which may look like a flag itself."""
+    text = str(value)
+    return [f"{name}={text}"] if text.startswith("-") else [name, text]
+
+
 def again(folder: Path) -> list[str]:
     """The flags that go on with the run in `folder`."""
     folder = folder if folder.name not in ("", "..") else folder.resolve()
-    words = ["--resume", "auto", "--name", folder.name]
-    return words if folder.parent == Path("runs") else [*words, "--out", str(folder.parent)]
+    if folder.name.startswith("."):  # --name takes none such
+        return flag("--resume", folder)
+    words = ["--resume", "auto", *flag("--name", folder.name)]
+    return words if folder.parent == Path("runs") else [*words, *flag("--out", folder.parent)]
 
 
 def take(folder: Path) -> Lock:
@@ -109,7 +118,7 @@ def resume(what: str, out: Path, name: str | None) -> tuple[Path, Lock, Checkpoi
         if not path.is_dir() and path.resolve().parent.name != "checkpoints":
             raise FileError(
                 f"--resume {path}: not in the folder checkpoints/ of a run, where it could go on; "
-                f"a new run starts from its weights: --init {path}"
+                f"a new run starts from its weights: {shlex.join(flag('--init', path))}"
             )
         return folder, take(folder), found
     folders = [out / name] if name else _newest_first(out)

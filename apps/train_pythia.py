@@ -294,7 +294,7 @@ def resume_command(run: Run) -> str:
     words += ["--supervise"] * supervised() + ["--tensorboard"] * run.tensorboard
     if supervised() and run.hang_seconds != supervise.HANG_SECONDS:
         words += ["--hang-seconds", f"{run.hang_seconds:g}"]
-    words += ["--wandb", run.wandb] if run.wandb is not None else []
+    words += run_folder.flag("--wandb", run.wandb) if run.wandb is not None else []
     return shlex.join(words)
 
 
@@ -304,7 +304,7 @@ def longer(run: Run) -> str:
         return f"More --steps go on: {resume_command(run)} --steps N"
     return (
         f"The {run.settings['schedule']} schedule ends there; a new run goes on from its weights: "
-        f"--init {shlex.quote(str(run.folder))}"
+        f"{shlex.join(run_folder.flag('--init', run.folder))}"
     )
 
 
@@ -452,7 +452,7 @@ def resumed_run(args, folder: Path, lock: Lock, checkpoint: Checkpoint) -> Run:
         raise CheckpointError(
             f"{checkpoint.path}: this run cannot go on with other settings: "
             f"{'; '.join(differences)}. Leave these flags out, or start anew, from its weights by "
-            f"--init {folder}"
+            f"{shlex.join(run_folder.flag('--init', folder))}"
         )
     described = train_flags.data_of(settings)
     data = run_data(described, folder, state["fingerprint"])

@@ -16,6 +16,7 @@ from building import steps
 from building.steps import fail, note, output_of
 
 ALL_ARCHS = ("80", "86", "89", "90a", "100", "120", "121")
+NO_DRIVER = "no NVIDIA driver (libcuda.so.1 does not load)"
 NVIDIA_PIP = (
     f"{sys.executable} -m pip install nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt "
     "nvidia-cuda-cccl nvidia-cuda-runtime nvidia-cublas"
@@ -109,12 +110,26 @@ def find_toolkit() -> Cuda | str:
     )
 
 
+def missing_gpu() -> str | None:
+    """Why nothing can run on a GPU here, by the driver's own account; None where it can."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return NO_DRIVER
+    count = ctypes.c_int()
+    code = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    if code == 0 and count.value > 0:
+        return None
+    said = f"error {code}" if code else "none"
+    return f"the NVIDIA driver shows no GPU ({said}): see nvidia-smi and CUDA_VISIBLE_DEVICES"
+
+
 def find_gpus() -> tuple[list[str], str | None]:
     """(architectures of the GPUs here, None), or ([], why there is no NVIDIA driver)."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return [], "no NVIDIA driver (libcuda.so.1 does not load)"
+        return [], NO_DRIVER
     text = output_of("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
     return parse_archs(" ".join(re.findall(r"\d+\.\d", text))), None
 

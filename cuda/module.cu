@@ -89,6 +89,7 @@ nd_status cuda_module_load(int device, const void *code, nd_module **out) {
     Exclusive call;
     ND_TRY(call.begin(device));
     Device &d = cuda_device(device);
+    d.modules.reserve(d.modules.size() + 1); /* nothing may fail once the library is loaded */
     nd_module *module = new (std::nothrow) nd_module{nullptr, nullptr, false};
     if (!module) {
         return nd_error(ND_EMEMORY, "module: out of host memory");

@@ -134,6 +134,11 @@ def probe(
     return None if code == 0 else lines[-1] if lines else f"exit code {code}"
 
 
+def signal_name(number: int) -> str:
+    """Real-time signals between the first and the last have no name, but kill as well."""
+    return next((one.name for one in signal.Signals if one == number), f"signal {number}")
+
+
 # ---- lives and deaths ---------------------------------------------------------------------------
 
 
@@ -180,7 +185,7 @@ class Life:
         if self.hung:
             return f"nothing finished for {self.idle:.0f} s"
         if code < 0:
-            return f"killed by {signal.Signals(-code).name}"
+            return f"killed by {signal_name(-code)}"
         return self.fault.partition("\n")[0] or f"exit code {code}"
 
 
@@ -352,7 +357,7 @@ class Supervisor:
                 f"where the device is another: {self._again()}"
             )
         if self._stopped:
-            return life.exit_code, f"ended: stopped by {signal.Signals(self._stopped).name}"
+            return life.exit_code, f"ended: stopped by {signal_name(self._stopped)}"
         if self._deaths_at[life.fatal] >= DEATHS:
             return life.exit_code, f"ended: {DEATHS} deaths there, and nothing done beyond"
         if life.fatal is not None:  # where the host was ahead, it was the next step
@@ -360,7 +365,7 @@ class Supervisor:
         problem = None if self.device == "cpu" else self._prove()
         if self._signals:
             number = self._signals[-1]
-            return 128 + number, f"ended: stopped by {signal.Signals(number).name}"
+            return 128 + number, f"ended: stopped by {signal_name(number)}"
         if problem is not None:
             return EXIT_GPU_LOST, f"ended: {problem}. Go on where there is one: {self._again()}"
         return None, "restart"
@@ -390,7 +395,7 @@ class Supervisor:
                 "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
                 "step": life.fatal,
                 "exit": code if code is not None and code >= 0 else None,
-                "signal": signal.Signals(-code).name if code is not None and code < 0 else None,
+                "signal": signal_name(-code) if code is not None and code < 0 else None,
                 "op": life.op,
                 "message": life.why,
                 "seconds_lost": round(seconds, 3),

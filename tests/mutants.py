@@ -163,7 +163,8 @@ def caught_by(tree: Path, kind: Kind, tests: str, seconds: int) -> str | None:
     if code is None:
         return f"no end after {seconds} s"
     if code < 0:
-        return f"the end of the process by {signal.Signals(-code).name}"
+        name = next((one.name for one in signal.Signals if one == -code), f"signal {-code}")
+        return f"the end of the process by {name}"
     last = said.strip().splitlines()[-1:] or ["nothing"]
     return f"exit code {code} of pytest, which said {last[0]}"
 

@@ -16,9 +16,9 @@ from needle.diagnose import command, facts
 from needle.kernels.compile import Toolkit
 
 
-def run(**env: str) -> subprocess.CompletedProcess:
+def run(*words: str, **env: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "needle.diagnose"],
+        [sys.executable, "-m", "needle.diagnose", *words],
         cwd=ROOT,
         text=True,
         env={**os.environ, **env},
@@ -52,6 +52,14 @@ def test_a_gpu_that_is_required_and_missing_is_a_failure():
     assert run(NEEDLE_REQUIRE_CUDA="1").returncode == 1
 
 
+def test_a_gpu_that_is_asked_for_and_missing_is_a_failure():
+    if ndl.cuda().enabled():
+        pytest.skip("there is a GPU")
+    done = run("--device", "0", NEEDLE_REQUIRE_CUDA="0")
+    assert done.returncode == 1 and "test cuda()    FAILED: " in done.stdout
+    assert "To mend it: " in done.stdout and "test cpu()     ok" in done.stdout
+
+
 @pytest.mark.parametrize("usable", [True, False])
 def test_a_gpu_that_cannot_be_used_is_a_failure(monkeypatch, usable):
     monkeypatch.delenv("NEEDLE_REQUIRE_CUDA", raising=False)
@@ -63,6 +71,9 @@ def test_a_gpu_that_cannot_be_used_is_a_failure(monkeypatch, usable):
         assert told[0].has_failed and told[0].text == "no such device"
         cuda["driver"] = None  # a machine without a GPU
         assert command.choose(None, None, cuda) == ([], [])
+        assert command.choose(1, None, cuda) == ([], [])  # torchrun's second rank
+        chosen, (failure,) = command.choose(1, None, cuda, is_asked=True)
+        assert chosen == [] and failure.where == "cuda(1)" and failure.remedy == "nvidia-smi"
 
 
 def test_a_wrong_product_is_found(monkeypatch):

@@ -69,7 +69,11 @@ static nd_status finish(DownloadObject *self, nd_download *download) {
 static void download_dealloc(PyObject *object) {
     DownloadObject *self = (DownloadObject *)object;
     if (self->download != NULL && !nd_streamed_stale(self)) {
-        (void)finish(self, self->download); /* nobody asked: a failure shows at the next call */
+        nd_status status;
+        Py_BEGIN_ALLOW_THREADS
+        status = finish(self, self->download);
+        (void)status; /* nobody asked: a failure shows at the next call */
+        Py_END_ALLOW_THREADS
     }
     nd_array_clear(&self->host);
     Py_XDECREF(self->arrived);

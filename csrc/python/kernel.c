@@ -57,10 +57,21 @@ static PyObject *module_new(PyTypeObject *type, PyObject *arguments, PyObject *k
     return (PyObject *)self;
 }
 
+/* Unloading waits for the kernels that are queued, of which one may never end: that is done before
+ * it, without the GIL and without the backend's lock. Meanwhile there may have been a cuda_reset(),
+ * which unloads by itself. A failure shows at the next call. */
 static void module_dealloc(PyObject *object) {
     ModuleObject *self = (ModuleObject *)object;
+    const nd_device *device = self->head.device;
     if (self->module != NULL && !nd_streamed_stale(self)) {
-        (void)self->head.device->backend->module_unload(self->head.device->index, self->module);
+        nd_status status;
+        Py_BEGIN_ALLOW_THREADS
+        status = device->backend->synchronize(device->index);
+        (void)status;
+        Py_END_ALLOW_THREADS
+    }
+    if (self->module != NULL && !nd_streamed_stale(self)) {
+        (void)device->backend->module_unload(device->index, self->module);
     }
     nd_streamed_free(object);
 }

@@ -53,7 +53,11 @@ static PyObject *staging_new(PyTypeObject *type, PyObject *arguments, PyObject *
 static void staging_dealloc(PyObject *object) {
     StagingObject *self = (StagingObject *)object;
     if (self->staging != NULL) {
-        (void)self->head.device->backend->staging_free(self->head.device->index, self->staging);
+        nd_status status;
+        Py_BEGIN_ALLOW_THREADS
+        status = self->head.device->backend->staging_free(self->head.device->index, self->staging);
+        (void)status; /* it waited for the last copy */
+        Py_END_ALLOW_THREADS
     }
     nd_streamed_free(object);
 }

@@ -230,7 +230,8 @@ class Child:
     def died(self) -> Finding:
         """The finding about a child that ended without having said so."""
         if self.exit is not None and self.exit < 0:
-            how = signal.Signals(-self.exit).name
+            number = -self.exit  # most of the real-time signals have no name
+            how = next((one.name for one in signal.Signals if one == number), f"signal {number}")
         else:
             how = f"exit code {self.exit}"
         words = self.printed()[-LAST_WORDS:].strip().replace("\n", " / ")

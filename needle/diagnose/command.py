@@ -12,9 +12,9 @@ Under torchrun each rank examines its own device and prints a line.
 
 The exit code is 0 when all is right and 1 when something that should work does not: each failure is
 a line with FAILED, the op where it is one's, and the remedy. A machine without a GPU is right, but
-with NEEDLE_REQUIRE_CUDA=1, or where the CUDA backend was built and there is an NVIDIA driver. The
-token of a kernel service is in NEEDLE_KERNELS_TOKEN, or in the file that NEEDLE_KERNELS_TOKEN_FILE
-names.
+with --device or NEEDLE_REQUIRE_CUDA=1, or where the CUDA backend was built and there is an NVIDIA
+driver. The token of a kernel service is in NEEDLE_KERNELS_TOKEN, or in the file that
+NEEDLE_KERNELS_TOKEN_FILE names.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def examine(
     report.facts |= known.here() | {"cuda": cuda, "gpus": machine.facts.get("gpus", [])}
     for name, text in known.lines(report.facts):
         report.describe(name, text)
-    chosen, told = choose(wanted, machine, cuda)
+    chosen, told = choose(wanted, machine, cuda, is_asked=args.device is not None)
     if wanted is not None and not chosen and not cuda["usable"]:
         cpu = begin(times.devices, str(_C.cpu()), "device", "cpu", "0")  # there is nothing else
     cores = len(os.sched_getaffinity(0)) // max(1, len(chosen))
@@ -256,15 +256,17 @@ def silent(machine: Child) -> dict[str, Any]:
 
 
 def choose(
-    wanted: int | None, machine: Child, cuda: dict[str, Any]
+    wanted: int | None, machine: Child, cuda: dict[str, Any], is_asked: bool = False
 ) -> tuple[list[tuple[int, str]], list[Finding]]:
-    """The devices to examine, (index, name), and what is wrong with what was asked for."""
+    """The devices to examine, (index, name), and what is wrong with what was asked for: by a person
+    (`is_asked`), who wants a GPU, or by torchrun, which counts ranks where there is none too."""
     count = cuda.get("count", 0)
     names = [(i, f"cuda({i or ''})") for i in range(count)]
-    is_required = os.environ.get("NEEDLE_REQUIRE_CUDA", "0") == "1"
+    is_required = is_asked or os.environ.get("NEEDLE_REQUIRE_CUDA", "0") == "1"
     if not cuda["usable"]:
         if (cuda["built"] and cuda["driver"]) or is_required:
-            return [], [Finding("failed", "cuda()", "usable", cuda["problem"], cuda["remedy"])]
+            where = f"cuda({wanted or ''})"
+            return [], [Finding("failed", where, "usable", cuda["problem"], cuda["remedy"])]
         return [], []
     if wanted is None:
         return names, []

@@ -1,6 +1,6 @@
-"""What is in a run's folder, and how to go on: who works there, which checkpoint is the newest that
-is whole, the last line of metrics.jsonl, what the supervisor wrote into faults.jsonl, and the space
-that is left. Nothing in it is changed.
+"""What is in a run's folder, and how to go on: who works there, whether config.json is whole,
+the last line of metrics.jsonl, which checkpoint is the newest that is whole, what the supervisor
+wrote into faults.jsonl, and the space that is left. Nothing in it is changed.
 
 A line of faults.jsonl is an object with time, step, exit, signal, op, message and action.
 """
@@ -22,7 +22,7 @@ from typing import Any
 from needle.checkpoint import Checkpoint, CheckpointError, list_checkpoints, step_of
 from needle.diagnose.children import Teller
 from needle.diagnose.facts import gigabytes
-from needle.files import reading, regular
+from needle.files import FileError, reading, regular
 
 TAIL = 1 << 16  # bytes of the end of a file that are looked at
 SHOWN = 3  # faults
@@ -45,11 +45,16 @@ def examine(teller: Teller, path: str) -> None:
         teller.failed("folder", f"{folder} is not the folder of a run", remedy)
         return
     is_held = lock(teller, folder)
-    newest = checkpoints(teller, folder)
-    metrics(teller, folder, is_held)
+    config = description(teller, folder)
+    last = metrics(teller, folder, is_held)
+    paths = listed(teller, folder)
+    if paths:
+        newest, is_open = checkpoints(teller, paths)
+    else:
+        newest, is_open = None, paths is not None and unsaved(teller, config, last, is_held)
     faults(teller, folder)
     space(teller, folder)
-    go_on(teller, folder, is_held, newest)
+    go_on(teller, folder, is_held, newest, config, is_open)
 
 
 # ---- who works there --------------------------------------------------------------------------
@@ -144,17 +149,57 @@ def processes_with(path: Path) -> Iterator[int]:
 # ---- what is in it ----------------------------------------------------------------------------
 
 
-def checkpoints(teller: Teller, folder: Path) -> Checkpoint | None:
-    """The newest that is whole; with --full the older ones are read too."""
+def description(teller: Teller, folder: Path) -> dict[str, Any]:
+    """config.json; empty where there is none that could be used."""
+    path = folder / "config.json"
+    if not os.path.lexists(path):
+        return {}
     try:
-        paths = list_checkpoints(folder / "checkpoints")
+        with reading(path) as file:
+            found = json.loads(file.read())
+        if isinstance(found, dict) and isinstance(found.get("settings"), dict):
+            return found
+        problem = f"{path}: it does not hold the settings of a run"
+    except FileError as error:
+        problem = str(error)
+    except (ValueError, RecursionError) as error:
+        problem = f"{path}: it is no JSON: {error}"
+    remedy = "move it away: the checkpoints hold the settings too, and training goes on without it"
+    teller.failed("config", problem, remedy)
+    return {}
+
+
+def listed(teller: Teller, folder: Path) -> list[Path] | None:
+    """The checkpoints, the newest first; None where the system does not tell."""
+    try:
+        return list_checkpoints(folder / "checkpoints")
     except CheckpointError as error:
         teller.failed("checkpoints", str(error), "see to the permissions of checkpoints/")
         return None
-    if not paths:
+
+
+def unsaved(teller: Teller, config: dict[str, Any], last: dict[str, Any], is_held: bool) -> bool:
+    """What it means that there is no checkpoint; whether --resume auto begins anew. It does not
+    where there has been one: where config.json does not say that, where there are steps."""
+    step, has_saved = last.get("step", 0), bool(config.get("saved", last))
+    if has_saved:
+        text = f"no checkpoint is left of this run, which came to step {step}"
+        remedy = "put one back, or begin anew under another --name, or remove the folder"
+        teller.failed("checkpoints", text, remedy)
+    elif last and not is_held:
+        text = f"there is no checkpoint: the run ended at step {step} before its first"
+        remedy = "--resume auto begins anew; a smaller --save-every loses less"
+        teller.failed("checkpoints", text, remedy)
+    else:
         teller.note("checkpoints", "there is no checkpoint yet")
-        return None
+    return not has_saved
+
+
+def checkpoints(teller: Teller, paths: list[Path]) -> tuple[Checkpoint | None, bool]:
+    """(the newest that is whole, whether --resume auto goes on from it or from one that was not
+    read here); with --full the older ones are read too."""
     newest, damaged, unread, room = None, [], [], CHECKED[teller.is_full]
+    is_open = True
     for path in paths:
         if newest is not None and not teller.is_full:
             break
@@ -170,11 +215,10 @@ def checkpoints(teller: Teller, folder: Path) -> Checkpoint | None:
         except CheckpointError as error:
             damaged.append(path)
             older = "an older one" if path is not paths[-1] else "a copy"
-            remedy = (
-                "make it readable, or move it away to go on from an older one"
-                if isinstance(error.__cause__, OSError)
-                else f"restore it from a copy; --resume auto goes on from {older}"
-            )
+            remedy = f"restore it from a copy; --resume auto goes on from {older}"
+            if isinstance(error.__cause__, OSError):
+                remedy = "make it readable, or move it away to go on from an older one"
+                is_open = newest is not None and is_open
             teller.failed("checkpoint", str(error), remedy)
     if unread:
         text = f"not read, for they are large: {', '.join(unread)}"
@@ -186,10 +230,11 @@ def checkpoints(teller: Teller, folder: Path) -> Checkpoint | None:
         teller.ok("checkpoint", f"{text}{newest.state['loss']:.4f}, {size}")
         teller.fact("checkpoint", {"path": str(newest.path), "step": step})
     elif len(damaged) == len(paths):
+        is_open = False
         remedy = "restore one from a copy, or begin under another --name"
         teller.failed("checkpoints", "none of the checkpoints is whole", remedy)
     teller.fact("damaged", [str(path) for path in damaged])
-    return newest
+    return newest, is_open
 
 
 def last_lines(path: Path) -> list[dict[str, Any]]:
@@ -208,22 +253,23 @@ def last_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def metrics(teller: Teller, folder: Path, is_held: bool) -> None:
+def metrics(teller: Teller, folder: Path, is_held: bool) -> dict[str, Any]:
+    """The last line; empty where there is none."""
     teller.at("reading metrics.jsonl")
     path = folder / "metrics.jsonl"
     try:
         lines, age = last_lines(path), time.time() - path.stat().st_mtime
     except FileNotFoundError:
         teller.note("metrics", "there is no metrics.jsonl yet")
-        return
+        return {}
     except OSError as error:
         teller.failed(
             "metrics", f"{path}: {error.strerror}", "see to its permissions, or move it away"
         )
-        return
+        return {}
     if not lines:
         teller.note("metrics", "metrics.jsonl has no whole line")
-        return
+        return {}
     last = lines[-1]
     words = ", ".join(
         f"{key} {last[key]}" for key in ("step", "loss", "tokens_per_second") if key in last
@@ -235,6 +281,7 @@ def metrics(teller: Teller, folder: Path, is_held: bool) -> None:
         if age > max(60, 20 * max(spans)):
             text = "the run is held, and has written no step for 20 times its longest"
             teller.note("metrics", f"{text}: it hangs, evaluates or saves")
+    return last
 
 
 def ago(seconds: float) -> str:
@@ -290,20 +337,27 @@ def space(teller: Teller, folder: Path) -> None:
 # ---- how to go on -----------------------------------------------------------------------------
 
 
-def go_on(teller: Teller, folder: Path, is_held: bool, newest: Checkpoint | None) -> None:
+def go_on(
+    teller: Teller,
+    folder: Path,
+    is_held: bool,
+    newest: Checkpoint | None,
+    config: dict[str, Any],
+    is_open: bool,
+) -> None:
+    """Nothing, where a failure above is to be mended first."""
+    folder = folder.resolve()
     words = ["python", "apps/train_pythia.py", "--resume", "auto"]
-    words += ["--name", folder.resolve().name]
-    if folder.resolve().parent != Path("runs").resolve():
-        words += ["--out", str(folder.resolve().parent)]
-    command = shlex.join(words)
-    steps = None
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        with reading(folder / "config.json") as file:
-            steps = json.loads(file.read())["settings"]["steps"]
+    words += [f"--name={folder.name}"] if folder.name.startswith("-") else ["--name", folder.name]
+    if folder.parent != Path("runs").resolve():
+        words += ["--out", str(folder.parent)]
+    if folder.name.startswith("."):  # --name takes none such
+        words[3:] = [str(folder)]
     step = None if newest is None else newest.state.get("step")
     if is_held:
         teller.ok("go on", "it is at work; SIGTERM lets its step end, saves and stops it")
-    elif step is not None and step == steps:
-        teller.ok("go on", f"all {steps} steps are done")
-    else:
-        teller.ok("go on", f"to go on{'' if step is None else f' from step {step}'}: {command}")
+    elif step is not None and step == config.get("settings", {}).get("steps"):
+        teller.ok("go on", f"all {step} steps are done")
+    elif is_open:
+        where = "" if step is None else f" from step {step}"
+        teller.ok("go on", f"to go on{where}: {shlex.join(words)}")

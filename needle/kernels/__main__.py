@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from needle.kernels import landlock
+from needle.kernels import door, landlock
 from needle.kernels.access import AccessError, listen, names_of, read_token, tls_context, token_path
 from needle.kernels.isolate import Pool
 from needle.kernels.serve import Lines, Service, load_aiohttp, log, serve
@@ -175,9 +175,11 @@ def start(args: argparse.Namespace, sock: Any, tls: Any) -> int:
     log.setLevel(logging.INFO)
     for logger in (log, logging.getLogger("asyncio")):
         logger.addHandler(lines)
+    door.raise_limit()
     print(WARNING)
     with Pool(args.devices, args.timeout, args.memory, fresh=args.fresh, confined=True) as pool:
         prove(pool)
+        connections = door.room(len(pool.state()))
         host, port = sock.getsockname()[:2]
         where = f"[{host}]" if ":" in host else host
 
@@ -196,6 +198,7 @@ def start(args: argparse.Namespace, sock: Any, tls: Any) -> int:
                 limits,
                 args.queue,
                 len(pool.state()),
+                connections,
             )
             await serve(service, sock, tls, args.drain_seconds, ready)
 

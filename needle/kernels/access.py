@@ -17,6 +17,7 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
+BACKLOG = 128  # connections that wait to be taken
 TOKEN_BYTES = 32  # of chance
 TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{20,512}")  # what the header Authorization can hold
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -118,8 +119,8 @@ def names_of(host: str, more: Iterable[str]) -> frozenset[str]:
 
 
 def listen(host: str, port: int, allow_remote: bool, tls: bool) -> socket.socket:
-    """A socket bound there. AccessError where that would let in other machines, and was not asked
-    for or is not under TLS; and where it cannot be bound."""
+    """A socket that listens there. AccessError where that would let in other machines, and was not
+    asked for or is not under TLS; and where it cannot be bound."""
     try:
         found = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -143,6 +144,7 @@ def listen(host: str, port: int, allow_remote: bool, tls: bool) -> socket.socket
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
+        sock.listen(BACKLOG)  # or another could bind there, too
     except OSError as error:
         sock.close()
         raise AccessError(f"--host {host} --port {port}: {error.strerror or error}") from None

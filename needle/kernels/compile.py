@@ -31,6 +31,9 @@ from needle.kernels.signature import Parameter, Signature, demangle, short_name
 SOURCE = "kernel.cu"  # the file that messages and compute-sanitizer name
 COMPILATION, BAD_OPTION = 6, 5  # of nvrtcResult
 MAGIC = b"needle cubin 1\n"
+# What makes NVRTC read other files than the toolkit's headers: options, and lines of a source.
+READING_OPTION = re.compile(r"-I|--?(pre-)?include|--?(use-)?pch")
+READING_LINE = re.compile(r"#\s*include\s*(?!\s|<[^/])")
 
 
 class CompileError(ValueError):
@@ -161,13 +164,12 @@ class Entry:
 
     def declared(self, signature: str) -> Entry:
         """With the types of a declaration, "const float*, int", for a kernel that is `extern "C"`.
-        ValueError where the count or a size differs, or where the symbol says the types itself."""
-        layout = [(p.offset, p.size) for p in self.signature.parameters]
-        new = Signature.declared(self.signature.name, signature, layout)
-        if self.signature.known and [p[1:] for p in new.plan] != [
-            p[1:] for p in self.signature.plan
-        ]:
-            raise ValueError(f"{new} is declared, but the source says {self.signature}")
+        ValueError where the count or a size differs, or a type that the symbol says itself."""
+        own = self.signature.parameters
+        new = Signature.declared(self.signature.name, signature, [(p.offset, p.size) for p in own])
+        for ours, theirs in zip(own, new.parameters):
+            if ours.kind != "unknown" and dataclasses.replace(ours, type=theirs.type) != theirs:
+                raise ValueError(f"{new} is declared, but the source says {self.signature}")
         return dataclasses.replace(self, signature=new)
 
     def check(
@@ -247,20 +249,38 @@ def build(
     source: the text; it may include the toolkit's headers. entries: names of kernels as C++ spells
     them, `scale<__nv_bfloat16>` makes the template so; none: every kernel that is no template.
     options: more for NVRTC, such as "-DTILE=64", "-I/my/headers", "--maxrregcount=64". The same
-    source, entries, arch and options are compiled once a process.
+    source, entries, arch and options are compiled once a process, unless they read other headers
+    than the toolkit's (-I, #include "mine.h"), which may have changed.
     CompileError has the log, with the lines of `source`; RuntimeError: there is no NVRTC.
     """
     if not isinstance(source, str):
         raise TypeError(f"source: must be the text of a program, not {type(source).__name__}")
-    names = (entries,) if isinstance(entries, str) else tuple(entries)
+    names = (entries,) if isinstance(entries, str) else _texts("entries", entries)
     if isinstance(options, str):
         raise TypeError(f"options: must be a list of texts; write [{options!r}]")
-    return _build(source, names, limits.parse_arch(arch), tuple(options))
+    more = _texts("options", options)
+    reads = READING_LINE.search(source) or any(map(READING_OPTION.match, more))
+    return (_build if reads else _build_once)(source, names, limits.parse_arch(arch), more)
 
 
-@functools.lru_cache(maxsize=256)
+def _texts(what: str, given: Sequence[str]) -> tuple[str, ...]:
+    if not isinstance(given, Iterable):
+        raise TypeError(f"{what}: must be a list of texts, not {given!r}")
+    texts = tuple(given)
+    for text in texts:
+        if not isinstance(text, str):
+            raise TypeError(f"{what}: must be a list of texts, and {text!r} in it is none")
+    return texts
+
+
 def _build(source: str, names: tuple[str, ...], arch: str, options: tuple[str, ...]) -> Compiled:
     code, log, symbols = _compile(source, names, arch, options)
+    if not code.startswith(b"\x7fELF"):
+        raise CompileError(
+            f"{SOURCE}: the compiler makes no machine code with the options {' '.join(options)}: "
+            "leave out the one that asks for another form, such as -dlto",
+            log,
+        )
     found = machine_code.kernels(code)
     if not names:
         symbols = _own_names(found)
@@ -272,6 +292,9 @@ def _build(source: str, names: tuple[str, ...], arch: str, options: tuple[str, .
             )
     made = {name: _entry(name, symbol, arch, found) for name, symbol in symbols.items()}
     return Compiled(arch, code, log, made)
+
+
+_build_once = functools.lru_cache(maxsize=256)(_build)
 
 
 def _compile(

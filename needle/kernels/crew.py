@@ -10,6 +10,7 @@ was killed to its end: a process that outlives SIGKILL holds its device, which i
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -28,6 +29,11 @@ PROVE_SECONDS = 10.0
 ANSWER_SECONDS = 1.0  # in which a process that waits says that it is there
 REAP_SECONDS = 5.0  # a process that is still there so long after SIGKILL is given up
 STARTS = 2  # that may fail one after the other before a device is set aside
+# What the host may lack for a moment, open files, processes or memory, is no fault of a device.
+SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
+SHORTAGE_SECONDS = 60.0  # after which it counts as a failure
+RETRY_SECONDS = 0.2
+LONGEST_POLL = 3600.0  # poll(2) takes no more than 2^31 ms
 TICK = 0.002
 
 
@@ -48,18 +54,22 @@ class Worker:
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair()
-        with theirs:
-            self.process = subprocess.Popen(
-                [*command, str(theirs.fileno())],
-                bufsize=0,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # Ctrl-C is the pool's matter; and one group to kill
-                env=environment,
-                cwd="/",
-            )
+        try:
+            with theirs:
+                self.process = subprocess.Popen(
+                    [*command, str(theirs.fileno())],
+                    bufsize=0,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,  # Ctrl-C is the pool's matter; and one group to kill
+                    env=environment,
+                    cwd="/",
+                )
+        except BaseException:
+            ours.close()
+            raise
         assert self.process.stdout is not None
         self.output = self.process.stdout
         os.set_blocking(self.output.fileno(), False)
@@ -115,7 +125,7 @@ class Worker:
             left = self.deadline - time.monotonic()
             if left <= 0:
                 raise Late
-            found = dict(ready.poll(left * 1000 + 1))
+            found = dict(ready.poll(min(left, LONGEST_POLL) * 1000 + 1))
             if output_open and self.output.fileno() in found:
                 if not self._drain():
                     ready.unregister(self.output)
@@ -153,7 +163,15 @@ class Worker:
             return False
 
     def ended(self) -> bool:
-        return self.process.poll() is not None
+        """Whether it is gone, and whatever it started with its socket too: below compute-sanitizer
+        it is a child that holds the device."""
+        if self.process.poll() is None:
+            return False
+        if self.channel.sock.fileno() < 0:
+            return True
+        hung_up = select.poll()
+        hung_up.register(self.channel.sock, 0)
+        return bool(hung_up.poll(0))
 
     def answers(self) -> bool:
         """Whether a process that waits is there. One that was killed is listed for up to 0.1 s,
@@ -217,6 +235,8 @@ class Crew:
         self.taken = 0
         self.faults = 0
         self.failures = 0  # starts and proofs that failed, one after the other
+        self.short_since: float | None = None
+        self.retry_at = 0.0
         self.started = 0
         self.lost: str | None = None
         self.closing = False
@@ -229,9 +249,13 @@ class Crew:
     def _keep(self) -> None:
         while True:
             with self.changed:
-                while not self.closing and not self._lacking():
+                while not self.closing:
+                    pause = self.retry_at - time.monotonic()
+                    if self._lacking() and pause <= 0:
+                        break
                     self._reap()
-                    self.changed.wait(TICK * 5 if self.dying else None)
+                    waits = max(pause, TICK) if self._lacking() else None
+                    self.changed.wait(TICK * 5 if self.dying else waits)
                 if self.closing:
                     return
             with self.quiet:
@@ -245,7 +269,15 @@ class Crew:
             worker = self.start_worker()
         except OSError as error:
             with self.changed:
-                self._failed(f"a process for {self.name} cannot be started: {error}")
+                if error.errno in SHORTAGES and self._may_wait():
+                    self.retry_at = time.monotonic() + RETRY_SECONDS
+                else:
+                    self._failed(f"a process for {self.name} cannot be started: {error}")
+            return
+        except Exception as error:  # a defect: this thread must live, or jobs wait for ever
+            with self.changed:
+                self.failures = STARTS
+                self._failed(f"a process for {self.name} cannot be started: {error!r}")
             return
         with self.changed:
             self.starting = worker
@@ -264,12 +296,19 @@ class Crew:
                 self._failed(f"a process for {self.name} does not start: {why}\n{said}".strip())
             return
         with self.changed:
-            self.failures, self.starting = 0, None
+            self.failures, self.short_since, self.starting = 0, None, None
             if self.closing:
                 self._drop(worker, holds=False)
             else:
                 self.ready.insert(0, worker)  # the last one: who ran before runs on
             self.changed.notify_all()
+
+    def _may_wait(self) -> bool:
+        """Has this host lacked what a process takes for a short while only?"""
+        now = time.monotonic()
+        if self.short_since is None:
+            self.short_since = now
+        return now - self.short_since < SHORTAGE_SECONDS
 
     def _failed(self, why: str) -> None:
         self.failures += 1
@@ -300,6 +339,17 @@ class Crew:
         self.dying = left
 
     # ---- what the pool does ----------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Its processes, by their ids, and why it was set aside. Call it with `changed` held."""
+        return {
+            "ready": [worker.pid for worker in self.ready],
+            "used": [worker.pid for worker in self.used],
+            "starting": [self.starting.pid] if self.starting else [],
+            "faults": self.faults,
+            "started": self.started,
+            "lost": self.lost,
+        }
 
     def free(self) -> bool:
         """Could a job have this? Call it with `changed` held."""
@@ -343,17 +393,33 @@ class Crew:
         return False
 
     def give_back(
-        self, worker: Worker, keep: bool, fault: bool = False, holds: bool = False
+        self,
+        worker: Worker,
+        keep: bool,
+        fault: bool = False,
+        holds: bool = False,
+        lost: str | None = None,
     ) -> None:
         """What was taken: to be kept, or to be killed. After a fault the others prove themselves
-        anew. `holds`: it may hold the device, so nothing runs there before it is gone."""
+        anew. `holds`: it may hold the device, so nothing runs there before it is gone. `lost`: why
+        nothing runs there before a reset."""
         with self.changed:
             self.used.remove(worker)
             self.faults += fault
+            self.lost = self.lost or lost
             if keep and not self.closing:
                 self.ready.append(worker)
             else:
                 self._drop(worker, holds)
+            self.changed.notify_all()
+
+    def follow(self, worker: Worker, fault: bool, lost: str | None = None) -> None:
+        """To its end, one that was started beside the crew and held the device. `fault` and `lost`
+        as of `give_back`."""
+        with self.changed:
+            self.faults += fault
+            self.lost = self.lost or lost
+            self._drop(worker, holds=True)
             self.changed.notify_all()
 
     def still(self) -> None:
@@ -374,7 +440,7 @@ class Crew:
             for worker in self.ready:
                 self._drop(worker, holds=True)
             self.ready.clear()
-            self.lost, self.failures = None, 0
+            self.lost, self.failures, self.short_since = None, 0, None
             self.changed.notify_all()
 
     def close(self) -> None:

@@ -33,6 +33,18 @@ def wait_for_ever(sock: socket.socket, events: int) -> None:
     ready.poll()
 
 
+def fitting(header: dict[str, Any], block: bytes = b"", files: Sequence[int] = ()) -> bytes:
+    """The JSON of a frame. ValueError for what no frame holds; whoever asks before a process is
+    chosen loses none to it."""
+    text = json.dumps(header).encode()
+    if len(text) > JSON_BYTES or len(block) > BLOCK_BYTES or len(files) > OPEN_FILES:
+        raise ValueError(
+            f"a frame of {len(text):,} bytes of JSON, {len(block):,} bytes and {len(files)} "
+            f"files; it holds {JSON_BYTES:,}, {BLOCK_BYTES:,} and {OPEN_FILES}"
+        )
+    return text
+
+
 class Channel:
     """One end of the socket. `wait(sock, events)` returns when the socket is ready, or raises: so
     its owner has deadlines, and other things to do while it waits."""
@@ -48,12 +60,7 @@ class Channel:
 
     def send(self, header: dict[str, Any], block: bytes = b"", files: Sequence[int] = ()) -> None:
         """ValueError for what no frame holds; OSError when the other end is gone."""
-        text = json.dumps(header).encode()
-        if len(text) > JSON_BYTES or len(block) > BLOCK_BYTES or len(files) > OPEN_FILES:
-            raise ValueError(
-                f"a frame of {len(text):,} bytes of JSON, {len(block):,} bytes and {len(files)} "
-                f"files; it holds {JSON_BYTES:,}, {BLOCK_BYTES:,} and {OPEN_FILES}"
-            )
+        text = fitting(header, block, files)
         rest = memoryview(HEAD.pack(MARK, len(text), len(block)) + text)
         while rest:
             try:

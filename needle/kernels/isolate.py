@@ -19,7 +19,7 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,9 +29,18 @@ import numpy as np
 
 from needle._C import NDArray
 from needle.kernels import landlock
+from needle.kernels.asked import (
+    device_numbers,
+    encoded,
+    evaluation,
+    pool_numbers,
+    sendable,
+    visible_devices,
+)
 from needle.kernels.crew import START_SECONDS, Crew, Ended, Late, Lost, Worker
+from needle.kernels.frames import fitting
 from needle.kernels.launch import Code, Image, Launch
-from needle.kernels.measure import FLUSH_BYTES, Timing
+from needle.kernels.measure import FLUSH_BYTES, LEAST_CALLS, WARM_UP, Timing
 from needle.kernels.sanitizer import (
     TOOLS,
     Finding,
@@ -69,8 +78,9 @@ EXPLAINED_BY = {
 SLOWER = 10  # times as long as a plain run may take below compute-sanitizer
 COMPILE_SECONDS = 60.0
 TIMED_BYTES = 2 << 30  # of inputs that a timing holds in several sets
+MOST_SETS = LEAST_CALLS  # of them, so that the shortest timing calls each
 HOST_COPIES = 3  # of an arena, at the most, while a job runs
-LEAST_TIMED_CALLS = 8  # a call may take the whole timeout: warm-up and timed calls together
+LEAST_TIMED_CALLS = 2 * (WARM_UP + LEAST_CALLS)  # each of which may take the whole timeout
 
 
 @dataclass(frozen=True)
@@ -135,8 +145,7 @@ class Pool:
     ) -> None:
         if fresh not in ("fault", "job"):
             raise ValueError(f'fresh: must be "fault" or "job", not {fresh!r}')
-        if not timeout > 0 or spares < 0:
-            raise ValueError(f"timeout must be above 0 and spares 0 or more: {timeout}, {spares}")
+        pool_numbers(timeout, memory, spares)
         pipe = mps()
         if pipe is not None:
             raise RuntimeError(
@@ -149,9 +158,7 @@ class Pool:
         self.timeout, self.memory, self.fresh = float(timeout), memory, fresh
         self.changed = threading.Condition()
         self.closed = False
-        numbers = range(self._count_devices()) if devices is None else list(devices)
-        if not numbers:
-            raise ValueError("devices: there must be one at least")
+        numbers = list(range(self._count_devices())) if devices is None else device_numbers(devices)
         self.crews = {
             n: Crew(f"cuda({n})", self._starter("runner", n), 1 + spares, 1, True, self.changed)
             for n in numbers
@@ -191,9 +198,7 @@ class Pool:
             "OPENBLAS_NUM_THREADS": "1",
         }
         if device is not None:
-            visible = [
-                name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name
-            ]
+            visible = visible_devices()
             found["CUDA_VISIBLE_DEVICES"] = visible[device] if visible else str(device)
         return found
 
@@ -237,12 +242,16 @@ class Pool:
     # ---- compiling -------------------------------------------------------------------------------
 
     def _compile(self, source: str, entry: str) -> Code | Result:
-        if not isinstance(source, str) or not isinstance(entry, str):
-            raise TypeError("source and entry must be text")
+        text = encoded("source", source)
+        encoded("entry", entry)
         try:
-            arch = self._facts()["arch"]
+            job = {"entry": entry, "arch": self._facts()["arch"]}
         except Lost as lost:
             return Result("device_lost", str(lost))
+        try:
+            fitting(job, text)
+        except ValueError as error:
+            raise ValueError(f"source and entry are too long to be sent: {error}") from None
         with self.changed:
             while self.compilers.taken >= self.compilers.parallel:
                 self.changed.wait(1.0)
@@ -251,11 +260,10 @@ class Pool:
             try:
                 worker = self.compilers.take()
             except Lost as lost:
-                return Result("crashed", f"the compiler: {lost}")
+                return Result("device_lost", f"{lost}: nothing compiles before a reset")
             keep = False
             try:
-                job = {"entry": entry, "arch": arch}
-                answer, block = worker.ask(job, source.encode(), (), COMPILE_SECONDS)
+                answer, block = worker.ask(job, text, (), COMPILE_SECONDS)
                 keep = True
             except Late:
                 return Result("timeout", f"compiling took longer than {COMPILE_SECONDS:g} s")
@@ -289,8 +297,12 @@ class Pool:
 
     # ---- running ---------------------------------------------------------------------------------
 
-    def _do(self, do: str, launch: Launch, images: list[Image], seconds: float) -> Result:
-        """One job for a runner, and its answer; the images hold what came back."""
+    def _do(
+        self, do: str, launch: Launch, images: list[Image], seconds: float, **more: Any
+    ) -> Result:
+        """One job for a runner, and its answer; the images hold what came back. `more` goes into
+        its header."""
+        header = sendable(launch, do, **more)
         while True:
             try:
                 with self._crew() as (number, crew):
@@ -301,9 +313,9 @@ class Pool:
                     if do == "time":
                         crew.still()
                         with crew.quiet:
-                            result = self._ask(crew, worker, do, launch, images, seconds)
+                            result = self._ask(crew, worker, header, launch, images, seconds)
                     else:
-                        result = self._ask(crew, worker, do, launch, images, seconds)
+                        result = self._ask(crew, worker, header, launch, images, seconds)
                     return replace(result, device=number)
             except Lost as lost:
                 return Result("device_lost", str(lost), resources=launch.code.resources)
@@ -312,15 +324,16 @@ class Pool:
         self,
         crew: Crew,
         worker: Worker,
-        do: str,
+        header: dict[str, Any],
         launch: Launch,
         images: list[Image],
         seconds: float,
     ) -> Result:
         keep, fault, holds = False, True, True
+        answer: dict[str, Any] = {}
         try:
             files = [image.file for image in images]
-            answer, _ = worker.ask(launch.header(do), launch.code.block, files, seconds)
+            answer, _ = worker.ask(header, launch.code.block, files, seconds)
             fault = holds = bool(answer.get("faulted"))
             keep = not fault and self.fresh == "fault" and not launch.code.allocates
             # A process that answered a fault has ended its kernel: the next need not wait for it.
@@ -334,7 +347,7 @@ class Pool:
         except Ended:
             answer = {"status": "crashed", "message": f"the process of the kernel: {worker.end()}"}
         finally:
-            crew.give_back(worker, keep, fault, holds)
+            crew.give_back(worker, keep, fault, holds, _lost(crew, answer))
         printed = worker.text_printed()
         result = _result(answer, printed, launch.code.resources)
         if result.status == "assertion":
@@ -424,15 +437,21 @@ class Pool:
                 "there is no compute-sanitizer here; it comes with the CUDA toolkit (CUDA_HOME)",
                 resources=launch.code.resources,
             )
+        header = sendable(launch, "run")
         too_large = self._too_large(launch, launch.size, HOST_COPIES * launch.size)
         if too_large is not None:
             return too_large
         image = Image(launch.size)
         try:
             launch.fill(image.memory)
-            with self._crew() as (number, _), tempfile.TemporaryDirectory() as folder:
+            with (
+                self._crew() as (number, crew),
+                tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+            ):
                 report = Path(folder) / "report"
-                result = self._below(program, tool, report, number, launch, image)
+                command = [*sanitizer_command(program, tool, report), *self.worker, "traced"]
+                worker = Worker(command, self._environment(number))
+                result = self._below(crew, worker, tool, header, launch, image)
                 text = report.read_text(errors="replace") if report.exists() else ""
             found = tuple(read_report(text))
             status = status_of(found)
@@ -448,14 +467,20 @@ class Pool:
             image.close()
 
     def _below(
-        self, program: str, tool: str, report: Path, device: int, launch: Launch, image: Image
+        self,
+        crew: Crew,
+        worker: Worker,
+        tool: str,
+        header: dict[str, Any],
+        launch: Launch,
+        image: Image,
     ) -> Result:
-        command = [*sanitizer_command(program, tool, report), *self.worker, "traced"]
-        worker = Worker(command, self._environment(device))
-        seconds = SLOWER * self.timeout
+        seconds, fault = SLOWER * self.timeout, True
+        answer: dict[str, Any] = {}
         try:
             worker.greet(START_SECONDS)
-            answer, _ = worker.ask(launch.header("run"), launch.code.block, [image.file], seconds)
+            answer, _ = worker.ask(header, launch.code.block, [image.file], seconds)
+            fault = bool(answer.get("faulted"))
             worker.channel.send({"do": "end"})  # and compute-sanitizer completes its report
             worker.end(START_SECONDS)
         except Late:
@@ -465,7 +490,7 @@ class Pool:
         finally:
             worker.kill()
             worker.end()
-            worker.close()
+            crew.follow(worker, fault, _lost(crew, answer))
         return _result(answer, worker.text_printed(), launch.code.resources)
 
     # ---- evaluating ------------------------------------------------------------------------------
@@ -491,8 +516,7 @@ class Pool:
 
         The first failure ends it. A timed call that is not possible is `wrong_result` too.
         """
-        if trials < 1:
-            raise ValueError(f"trials: must be 1 or more, not {trials}")
+        cases = evaluation(cases, reference, tolerance, trials)
         code = self._compile(source, entry)
         if isinstance(code, Result):
             return code
@@ -509,7 +533,7 @@ class Pool:
                 if result.status != "ok":
                     where = f"case {number}, trial {trial}: {result.message}"
                     return replace(result, message=where, timing=tuple(timings))
-                if len(launches) * launch.size < TIMED_BYTES:
+                if len(launches) < MOST_SETS and len(launches) * launch.size < TIMED_BYTES:
                     launches.append((launch, wanted))
             if time:
                 timed = self._timed(launches, tolerance)
@@ -524,6 +548,8 @@ class Pool:
     ) -> Result:
         """One timing over all sets of inputs, and what the last call of each left, compared."""
         first, sets = launches[0][0], len(launches)
+        turns = zip(launches, [*launches[1:], launches[0]])
+        warm = sets > 1 and not any(one.shares_with(next_one) for (one, _), (next_one, _) in turns)
         on_device = first.size * (sets + 1) + FLUSH_BYTES
         too_large = self._too_large(first, on_device, (HOST_COPIES + sets) * first.size)
         if too_large is not None:
@@ -534,7 +560,7 @@ class Pool:
                 images.append(Image(launch.size))
                 launch.fill(images[-1].memory)
             seconds = self.timeout * LEAST_TIMED_CALLS
-            result = self._do("time", first, images, seconds)
+            result = self._do("time", first, images, seconds, warm=warm)
             for image, (launch, wanted) in zip(images, launches):
                 if result.status == "ok":
                     outputs = launch.read(image.memory)
@@ -552,23 +578,15 @@ class Pool:
     def state(self) -> list[dict[str, Any]]:
         """Of each device: number, facts (name, arch, ...), the processes that are ready, used and
         starting, faults and processes started so far, and why it was set aside (None: it was
-        not)."""
-        found = []
+        not). `compilers`: the same of the processes that compile, for all devices."""
         with self.changed:
+            compilers = self.compilers.state()
+            found = []
             for number, crew in self.crews.items():
                 workers = (*crew.ready, *crew.used)
                 facts = next((w.facts["facts"] for w in workers if w.facts), {})
                 found.append(
-                    {
-                        "device": number,
-                        "facts": facts,
-                        "ready": [worker.pid for worker in crew.ready],
-                        "used": [worker.pid for worker in crew.used],
-                        "starting": [crew.starting.pid] if crew.starting else [],
-                        "faults": crew.faults,
-                        "started": crew.started,
-                        "lost": crew.lost,
-                    }
+                    {"device": number, "facts": facts, **crew.state(), "compilers": compilers}
                 )
         return found
 
@@ -591,23 +609,31 @@ class Pool:
         return freed
 
     def reset(self, device: int) -> None:
-        """A new process on a device, which proves it; also where the device was set aside.
-        RuntimeError, with the reason, where that fails; KeyError for a device that is not the
-        pool's."""
+        """A new process on a device, which proves it; also where the device was set aside. Where no
+        process compiles any more, new ones for that too. RuntimeError, with the reason, where that
+        fails; KeyError for a device that is not the pool's."""
         crew = self.crews[device]
-        with self.changed:
-            while crew.taken:
-                self.changed.wait(1.0)
-            crew.taken += 1
-        try:
-            crew.reset()
-            crew.give_back(crew.take(), keep=True)
-        except Lost as lost:
-            raise RuntimeError(str(lost)) from None
-        finally:
+        for one in (self.compilers, crew) if self.compilers.lost is not None else (crew,):
             with self.changed:
-                crew.taken -= 1
-                self.changed.notify_all()
+                while one.taken:
+                    self.changed.wait(1.0)
+                one.taken += 1
+            try:
+                one.reset()
+                one.give_back(one.take(), keep=True)
+            except Lost as lost:
+                raise RuntimeError(str(lost)) from None
+            finally:
+                with self.changed:
+                    one.taken -= 1
+                    self.changed.notify_all()
+
+
+def _lost(crew: Crew, answer: dict[str, Any]) -> str | None:
+    """Why a device is set aside after an answer: the driver said that it is lost."""
+    if answer.get("status") != "device_lost":
+        return None
+    return f"{crew.name}: {answer.get('message')}: set aside until reset"
 
 
 def _result(
@@ -631,7 +657,13 @@ def _expected(launch: Launch, reference: Any) -> list[np.ndarray]:
     """What the outputs should be, one for each."""
     if callable(reference):
         reference = reference(*launch.inputs())
-    found = [reference] if isinstance(reference, (np.ndarray, NDArray)) else list(reference)
+    single = isinstance(reference, (np.ndarray, np.generic, NDArray))
+    if not single and not isinstance(reference, Iterable):
+        raise TypeError(
+            "reference: must give an array, or several, one for each output, not "
+            f"{type(reference).__name__}"
+        )
+    found = [reference] if single else list(reference)
     if len(found) != len(launch.outputs):
         raise ValueError(
             f"reference: gave {len(found)} outputs, and the kernel has {len(launch.outputs)}: "

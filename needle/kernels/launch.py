@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import mmap
+import operator
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 from needle._C import NDArray
 from needle.kernels import arena
 from needle.kernels.arena import Place
+from needle.kernels.limits import whole_numbers
 from needle.kernels.values import Case, InOut, Out, Size, host_array, readable
 
 
@@ -68,7 +70,10 @@ class Launch:
                 dtype, array, role = value.dtype, None, "out"
                 shape = value.shape
             else:
-                dtype, array = host_array(getattr(value, "array", value))
+                try:
+                    dtype, array = host_array(getattr(value, "array", value))
+                except TypeError as error:
+                    raise TypeError(f"{name}: {error}") from None
                 shape = array.shape
                 role = {True: "const", False: "inout", None: "in"}[known.get("const")]
                 if isinstance(value, InOut):
@@ -81,17 +86,28 @@ class Launch:
     def outputs(self) -> list[Place]:
         return [place for place in self.places if place.role in ("out", "inout")]
 
-    def header(self, do: str) -> dict[str, Any]:
+    def header(self, do: str, **more: Any) -> dict[str, Any]:
+        """TypeError and ValueError for what cannot be sent."""
         return {
             "do": do,
             "entry": self.code.entry,
             "grid": _sizes("grid", self.case.grid),
             "block": _sizes("block", self.case.block),
-            "shared": int(self.case.shared),
+            "shared": _whole("shared", self.case.shared),
             "local_bytes": self.code.resources["local_bytes"],
             "arguments": self.numbers,
             "places": [place.to_json() for place in self.places],
+            **more,
         }
+
+    def shares_with(self, other: Launch) -> bool:
+        """Whether an array that is read is the same in both."""
+        pairs = zip(self.values, other.values)
+        return any(
+            np.array_equal(a.reshape(-1).view(np.uint8), b.reshape(-1).view(np.uint8))
+            for a, b in pairs
+            if a is not None and b is not None and a.size
+        )
 
     def fill(self, memory: np.ndarray) -> None:
         arena.poison(memory, self.places)
@@ -131,8 +147,15 @@ def _plain(number: int, value: Any) -> dict[str, Any]:
 
 
 def _sizes(what: str, size: Size) -> list[int]:
-    """As JSON; the runner says what is wrong with them."""
-    sizes = [size] if hasattr(size, "__index__") else list(size)  # type: ignore[arg-type]
-    if not all(hasattr(n, "__index__") for n in sizes):
-        raise TypeError(f"{what}: must be a whole number or a tuple of them, not {size!r}")
-    return [n.__index__() for n in sizes]
+    """As JSON; the runner says whether a device takes them."""
+    sizes = whole_numbers(what, size)
+    if not 1 <= len(sizes) <= 3:
+        raise ValueError(f"{what}: must be a whole number or 1 to 3 of them, not {len(sizes):,}")
+    return list(sizes)
+
+
+def _whole(what: str, number: Any) -> int:
+    try:
+        return operator.index(number)
+    except TypeError:
+        raise TypeError(f"{what}: must be a whole number, not {number!r}") from None

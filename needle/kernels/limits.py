@@ -9,6 +9,8 @@ block; barriers; and blocks. So compiling and checking need no GPU.
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,10 +48,11 @@ ARCHS = {
     80: Arch(32, 2048, 164, 163, 0),
     86: Arch(16, 1536, 100, 99, 0),
     87: Arch(16, 1536, 164, 163, 0),
+    88: Arch(16, 1536, 100, 99, 0),  # not in the guide: of cuda_occupancy.h, and as ptxas counts
     89: Arch(24, 1536, 100, 99, 0),
     90: Arch(32, 2048, 228, 227, 2),
     100: Arch(32, 2048, 228, 227, 2),
-    103: Arch(32, 2048, 228, 227, 1),
+    103: Arch(32, 2048, 228, 227, 1),  # barriers of CUDA 13.5's cuda_occupancy.h; 13.0's had 2
     110: Arch(24, 1536, 228, 227, 1),
     120: Arch(24, 1536, 100, 99, 1),
     121: Arch(24, 1536, 100, 99, 1),
@@ -143,7 +146,10 @@ class LaunchReport:
 
 
 def parse_arch(arch: str | int) -> str:
-    """ "sm_90a", "9.0", 90 -> "90a", "90", "90": how NVRTC names it after `sm_`. ValueError."""
+    """ "sm_90a", "9.0", 90 -> "90a", "90", "90": how NVRTC names it after `sm_`. ValueError;
+    TypeError for a float, where 90.0 could be 9.0."""
+    if not isinstance(arch, str) and not hasattr(arch, "__index__"):
+        raise TypeError(f'arch: must be a text such as "90a" or a number such as 90, not {arch!r}')
     match = re.fullmatch(r"(?:sm_|compute_)?(\d{1,2})\.?(\d)([af]?)", str(arch).strip().lower())
     if not match:
         raise ValueError(f'arch: {arch!r} is no architecture; write e.g. "90a" or "8.6"')
@@ -184,15 +190,18 @@ def of_device(device: Device) -> Limits:
 # ---- the check -----------------------------------------------------------------------------------
 
 
+def whole_numbers(what: str, size: Size) -> tuple[int, ...]:
+    """A size as Python's numbers, however many. TypeError where it is none."""
+    with contextlib.suppress(TypeError):  # an array of NumPy's has __index__, and refuses
+        return (operator.index(size),)  # type: ignore[arg-type]
+    with contextlib.suppress(TypeError):
+        return tuple(map(operator.index, size))  # type: ignore[arg-type]
+    raise TypeError(f"{what}: must be a whole number or a tuple of up to three, not {size!r}")
+
+
 def triple(what: str, size: Size, most: Sequence[int], remedy: str) -> tuple[int, int, int]:
     """A size of one to three whole numbers as three, each from 1 to what is allowed there."""
-    parts = (size,) if hasattr(size, "__index__") else size
-    try:
-        sizes = tuple(part.__index__() for part in parts)  # type: ignore[union-attr]
-    except (TypeError, AttributeError):
-        raise TypeError(
-            f"{what}: must be a whole number or a tuple of up to three, not {size!r}"
-        ) from None
+    sizes = whole_numbers(what, size)
     if not 1 <= len(sizes) <= 3:
         raise ValueError(f"{what}: {len(sizes)} sizes; there are x, y and z")
     sizes += (1,) * (3 - len(sizes))
@@ -316,14 +325,15 @@ def _check_threads(
             f"block {block} of {threads:,} threads needs {needed:,} registers "
             f"({kernel.registers} a thread), and {limits.where} has {limits.block_registers:,} a "
             f"block; use at most {most:,} threads, or compile with "
-            f"__launch_bounds__({_up(threads, WARP):,})"
+            f"__launch_bounds__({_up(threads, WARP)})"
         )
 
 
 def _check_shared(kernel: Kernel, limits: Limits, shared: int) -> int:
-    if not hasattr(shared, "__index__"):
-        raise TypeError(f"shared: must be a whole number of bytes, not {shared!r}")
-    shared = shared.__index__()
+    try:
+        shared = operator.index(shared)
+    except TypeError:
+        raise TypeError(f"shared: must be a whole number of bytes, not {shared!r}") from None
     whole = kernel.shared_bytes + shared
     if shared < 0:
         raise LaunchError(f"shared is {shared:,} bytes, and must be 0 or more")

@@ -1,16 +1,26 @@
 """The time of a kernel, measured so that it can be believed.
 
-Each timed call finds its inputs and its poisoned outputs restored, from another set of inputs than
-the call before where there are several; so nothing can be kept from call to call, and the last call
-of each set is handed back to be checked. Between restoring and calling, a buffer larger than any L2
-cache is written: inputs are read from memory. Events in the stream take the time, and no stop of
-the host lies between them. What is reported is the median and the quartiles of all calls; a time
-that the device cannot reach is an error, not a record (`judge`).
+Each timed call is of code that was loaded for it, so that its variables are as the source sets
+them, and finds its inputs and its poisoned outputs restored; the last call of each set of inputs is
+handed back to be checked. Where sets have no array in common, the code is warmed up by a call with
+another set; else the timed call is the first that it gets, which costs some microseconds, and a
+hint says so. So no result can be kept from one call to the next.
+
+Between restoring and calling, a buffer larger than any L2 cache is written: inputs are read from
+memory. Events in the stream take the time, and no stop of the host lies between them. What is
+reported is the median and the quartiles of all calls; a time that the device cannot reach is an
+error, not a record (`judge`).
+
+What remains possible: code may keep from its warm-up what follows from the numbers, the grid and
+the block alone, such as a table of sines; and memory that no load sets, the heap of device code and
+what lies far beyond the guard bands, holds what a kernel hides there on purpose.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,12 +28,18 @@ from typing import Any
 from needle._C import Device, Event, empty
 
 FLUSH_BYTES = 256 << 20  # as Triton's do_bench: five times an H100's L2
+MOST_FLUSHES = 500
 WARM_UP = 3
 MOST_CALLS = 100
 LEAST_CALLS = 5
 SHORTEST = 1.0  # microseconds: no launch is shorter, an empty kernel takes about 2
 MARGIN = 1.25  # how far a kernel may beat the rate at which the device filled the flush buffer
 LAUNCH_BOUND = 2.0  # times the time of an empty kernel
+HOST = 500.0  # microseconds in which the host has checked and queued a first launch
+COLD = (
+    "each call is the first of its code, which takes some microseconds, because sets of inputs "
+    "have arrays in common, or there is one: with Random arguments and trials above 1 it is warm"
+)
 
 
 @dataclass(frozen=True)
@@ -48,10 +64,11 @@ class Timing:
 
 
 def measure(
-    call: Callable[[], object],
+    load: Callable[[], Callable[[], object]],
     restore: Callable[[int], object],
     keep: Callable[[int], object],
     sets: int,
+    warm: bool,
     device: Device,
     flush_bytes: int = FLUSH_BYTES,
     seconds: float = 0.2,
@@ -59,8 +76,10 @@ def measure(
     """(microseconds of each timed call, those of a kernel that does nothing, the bytes a second at
     which the device fills memory).
 
-    `restore(i)` brings set i of the inputs into place, `keep(i)` gets what the last call of that
-    set left. As many calls as fit into `seconds`, 5 to 100, and one for each set at least.
+    `load()` loads the code anew, and gives what calls it; `restore(i)` brings set i of the inputs
+    into place, `keep(i)` gets what the last call of that set left. `warm`: each timed call comes
+    after one with the next set. As many calls as fit into `seconds` of the device, and with their
+    loads into five times as many, 5 to 100, and one for each set at least.
     """
     flush = empty((flush_bytes,), "uint8", device)
     tiny = empty((1,), "float32", device)
@@ -76,25 +95,30 @@ def measure(
 
     fills = [timed(lambda: flush.fill(2)) for _ in range(WARM_UP)]
     nothing = statistics.median(timed(lambda: tiny.fill(1.0)) for _ in range(9))
-    warm = []
-    for i in range(WARM_UP):
-        restore(i % sets)
-        warm.append(timed(call))
-    wanted = int(seconds * 1e6 / max(min(warm) + min(fills), SHORTEST))
-    calls = max(min(wanted, MOST_CALLS), LEAST_CALLS, sets)
-    events = []
+    # The device writes for as long as the host needs to queue the launch of code that is new.
+    flushes = min(math.ceil(HOST / max(min(fills), 1.0)), MOST_FLUSHES)
+
+    def once(number: int) -> float:
+        """Microseconds of a call with a set. The code goes when it returns."""
+        call = load()
+        if warm:
+            restore((number + 1) % sets)
+            call()
+        restore(number % sets)
+        for _ in range(flushes - 1):
+            flush.fill(1)
+        return timed(call)
+
+    began = time.perf_counter()
+    first = [once(i) for i in range(WARM_UP)]
+    each = (time.perf_counter() - began) / WARM_UP
+    wanted = seconds * 1e6 / max(min(first) + flushes * min(fills), SHORTEST)
+    calls = max(min(int(wanted), int(5 * seconds / each), MOST_CALLS), LEAST_CALLS, sets)
+    times = []
     for n in range(calls):
-        restore(n % sets)
-        flush.fill(1)
-        before, after = Event(device), Event(device)
-        before.record()
-        call()
-        after.record()
-        events.append((before, after))
+        times.append(once(n))
         if n >= calls - sets:
             keep(n % sets)
-    device.synchronize()
-    times = [before.elapsed(after) * 1e3 for before, after in events]
     return times, nothing, flush_bytes / (min(fills) * 1e-6)
 
 
@@ -105,6 +129,7 @@ def judge(
     written: int,
     touched: int,
     local_bytes: int,
+    warm: bool = True,
     l2_bytes: int = FLUSH_BYTES // 4,
 ) -> Timing:
     """A Timing of what `measure` gave. `written` are the bytes of outputs, every one of which was
@@ -138,6 +163,8 @@ def judge(
             f"spilling: {local_bytes} bytes of local memory a thread; fewer registers in use, or "
             "__launch_bounds__ with fewer threads, keep values in registers"
         )
+    if not warm:
+        hints.append(COLD)
     rate = touched / median / 1e3 if median > 0 else 0.0
     return Timing(
         median, lower, upper, len(times), rate, device_rate / 1e9, not reason, reason, tuple(hints)

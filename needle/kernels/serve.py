@@ -34,6 +34,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from needle.kernels.access import right_host, right_token
+from needle.kernels.door import MOST_CONNECTIONS, Door
 from needle.kernels.isolate import Pool
 from needle.kernels.wire import Limits, Refused, read_job, to_json, write_result
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 BODY_SECONDS = 60.0  # for a body to arrive
 IDLE_SECONDS = 20.0  # for a connection without a request
+END_SECONDS = 5.0  # for the answers that are on their way when the service ends
 LINGER_SECONDS = 2.0  # for the rest of a body that was refused
 STATE_SECONDS = 0.05  # that health waits for the pool's state before it tells the last one
 REMEMBERED = 1000  # jobs, for the medians
@@ -117,7 +119,7 @@ class Turns:
 
 class Service:
     """The answers, on one event loop. `queue`: jobs that may wait; `parallel`: that may run, one a
-    device."""
+    device; `connections`: that may be open."""
 
     def __init__(
         self,
@@ -127,6 +129,7 @@ class Service:
         limits: Limits | None = None,
         queue: int = 16,
         parallel: int = 1,
+        connections: int = MOST_CONNECTIONS,
     ) -> None:
         self.aiohttp = load_aiohttp()
         self.pool, self.token, self.names = pool, token, names
@@ -136,6 +139,8 @@ class Service:
         self.reader = ThreadPoolExecutor(1, "needle reader")
         self.keeper = ThreadPoolExecutor(1, "needle keeper")
         self.watcher = ThreadPoolExecutor(1, "needle watcher")
+        self.connections = connections
+        self.busy: set[Any] = set()  # of them, those that are being answered
         self.held = 0  # jobs that are here, their bodies perhaps still on the way
         self.keeping = False
         self.draining = False
@@ -157,7 +162,20 @@ class Service:
     # ---- requests --------------------------------------------------------------------------------
 
     async def handle(self, request: web.BaseRequest) -> web.Response:
-        """Every request, of any method and path."""
+        """Every request, of any method and path; sent before it returns, so that its connection is
+        known to be busy."""
+        self.busy.add(request.protocol)
+        try:
+            response = await self._handle(request)
+            await response.prepare(request)
+            await response.write_eof()
+        except ConnectionError:
+            pass  # nobody reads it
+        finally:
+            self.busy.discard(request.protocol)
+        return response
+
+    async def _handle(self, request: web.BaseRequest) -> web.Response:
         begin = time.monotonic()
         path = request.raw_path.partition("?")[0]  # what follows is nobody's, and not logged
         try:
@@ -326,10 +344,17 @@ class Service:
         return self.state
 
     async def health(self, request: web.BaseRequest) -> Answer:
-        """503 where no job can run: every device is set aside, or the service ends."""
+        """503 where no job can run: every device is set aside, nothing compiles, or the service
+        ends."""
         state = await self._state()
-        usable = [one["device"] for one in state if one["lost"] is None]
-        status = "ending" if self.draining else "ok" if usable or not state else "device_lost"
+        compilers = state[0]["compilers"] if state else {"lost": None, "ready": []}
+        status = "ok"
+        if state and all(one["lost"] is not None for one in state):
+            status = "device_lost"
+        if compilers["lost"] is not None:
+            status = "compilers_lost"
+        if self.draining:
+            status = "ending"
         return Answer(
             200 if status == "ok" else 503,
             to_json(
@@ -341,6 +366,7 @@ class Service:
                         {"device": one["device"], "lost": one["lost"], "ready": len(one["ready"])}
                         for one in state
                     ],
+                    "compilers": {"lost": compilers["lost"], "ready": len(compilers["ready"])},
                     "uptime_seconds": time.monotonic() - self.started,
                 }
             ),
@@ -510,16 +536,17 @@ async def listening(
         lingering_time=LINGER_SECONDS,
         auto_decompress=False,
     )
-    runner = web.ServerRunner(server, shutdown_timeout=5.0)
-    await runner.setup()
-    site = web.SockSite(runner, sock, ssl_context=tls)
-    await site.start()
+    door = Door(server, sock, tls, service.connections, service.busy, IDLE_SECONDS)
+    letting_in = asyncio.create_task(door.run())
     try:
         yield
     finally:
-        await site.stop()
+        letting_in.cancel()
+        await asyncio.wait({letting_in})
+        await door.close()
         await service.close(drain_seconds, hurry)
-        await runner.cleanup()
+        server.pre_shutdown()
+        await server.shutdown(END_SECONDS)
 
 
 async def serve(

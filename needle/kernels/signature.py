@@ -4,7 +4,8 @@ C++ writes the types of a function's parameters into its symbol, and the C++ run
 (`__cxa_demangle`, Itanium C++ ABI, section 5.1): `_Z5scalePKfPfi` is
 `scale(float const*, float*, int)`. A pointer to `const` is only read, any other is written. A
 symbol that is not mangled (`extern "C"`) tells nothing: then only the sizes are known, unless a
-text declares the types. The sizes and offsets themselves come from the machine code.
+text declares the types. The sizes and offsets themselves come from the machine code. What is not
+read here (references, pointers to functions and to members, `long double`) is unknown as well.
 
 What a parameter takes, by its kind (csrc/python/parameters.c checks and packs):
 
@@ -67,7 +68,13 @@ ALIASES = {
 VECTOR = re.compile(r"(u?)(char|short|int|long|longlong)([1-4])|(float|double)([1-4])")
 VECTORS_OF_TWO = {"__half2": "__half", "__nv_bfloat162": "__nv_bfloat16"}
 INTEGER_WORDS = {"signed", "unsigned", "char", "short", "int", "long"}
-QUALIFIERS = {"const", "volatile", "__restrict__", "__restrict", "restrict", "struct", "enum"}
+QUALIFIERS = {"const", "volatile", "__restrict__", "__restrict", "restrict", "__grid_constant__"}
+QUALIFIERS |= {"struct", "class", "union", "enum"}
+TYPE = r"[\w:]+(?:<.*>[\w:]*)?"
+# What a declaration may call a parameter: no word that could belong to its type.
+NAME = re.compile(r"(?!(?:__|_[A-Z])|(?:void|bool|float|double)$)[A-Za-z_]\w*")
+# C++ takes `float x[4][8]` as `float (*x)[8]`; to the machine both are the address of a float.
+ARRAY = re.compile(r"(.*?)(?:\(\s*\*[^()*&:]*\))?\s*(?:\[[^][]*\]\s*)+")
 ANY_BYTES = "uint8"  # the dtype of arrays of what needle has no dtype for: structs, double
 
 
@@ -110,13 +117,17 @@ class Signature:
 
     @staticmethod
     def of_symbol(symbol: str, layout: Layout) -> Signature:
-        """From the compiled symbol."""
-        plain = demangle(symbol)
-        if plain is None:
-            unknown = (Parameter("", "unknown", size, offset) for offset, size in layout)
-            return Signature(symbol, tuple(unknown))
-        name = short_name(symbol)
-        return Signature(name, _parameters(name, _split(_function_parts(plain)[1]), layout))
+        """From the compiled symbol. What does not fit the machine code is unknown."""
+        parts = _function_parts(symbol)
+        types = [] if parts is None else _split(parts[1])
+        if len(types) != len(layout):
+            types = [""] * len(layout)
+        found = []
+        for text, (offset, size) in zip(types, layout):
+            parameter, own_size = _read(text, offset, size)
+            fits = own_size in (None, size)
+            found.append(parameter if fits else Parameter(text, "unknown", size, offset))
+        return Signature(short_name(symbol), tuple(found))
 
     @staticmethod
     def declared(name: str, text: str, layout: Layout) -> Signature:
@@ -169,26 +180,28 @@ def short_name(symbol: str) -> str:
     >>> short_name("_Z5scaleIfEvPKT_PS0_"), short_name("plain")
     ('scale<float>', 'plain')
     """
-    plain = demangle(symbol)
-    if plain is None:
+    parts = _function_parts(symbol)
+    if parts is None:
         return symbol
-    head, _ = _function_parts(plain)
+    head, _ = parts
     spaces = _top_level(head, " ")
-    name = head[spaces[-1] + 1 :] if spaces else head  # a template's result stands before its name
-    return name.replace("(anonymous namespace)::", "")
+    return head[spaces[-1] + 1 :] if spaces else head  # a template's result stands before its name
 
 
 # ---- reading types -------------------------------------------------------------------------------
 
 
-def _function_parts(plain: str) -> tuple[str, str]:
-    """(what stands before the last parentheses of a demangled function, what stands in them)."""
-    end, depth = plain.rindex(")"), 0
-    for i in range(end, -1, -1):
-        depth += (plain[i] == ")") - (plain[i] == "(")
-        if depth == 0:
-            return plain[:i], plain[i + 1 : end]
-    raise ValueError(f"{plain!r} is no function")
+def _function_parts(symbol: str) -> tuple[str, str] | None:
+    """(what stands before the parameters of a C++ function, what stands in their parentheses); None
+    for a symbol that is not mangled, also where C gave it a name that looks so."""
+    plain = (demangle(symbol) or "").replace("(anonymous namespace)::", "")
+    if not plain.endswith(")"):
+        return None
+    start, depth = len(plain), 0
+    while start == len(plain) or depth:
+        start -= 1
+        depth += (plain[start] == ")") - (plain[start] == "(")
+    return plain[:start], plain[start + 1 : -1]
 
 
 def _top_level(text: str, sought: str) -> list[int]:
@@ -229,36 +242,54 @@ def _parameters(name: str, types: list[str], layout: Layout) -> tuple[Parameter,
 
 def _read(text: str, offset: int, size: int) -> tuple[Parameter, int | None]:
     """(the parameter, the bytes that its type has where that is known)."""
-    stars = _top_level(text, "*")
+    unknown = Parameter(text, "unknown", size, offset), None
+    plain = ARRAY.sub(r"\1*", text) if ARRAY.fullmatch(text) else text
+    stars = _top_level(plain, "*")
     if not stars:
-        spelled, _ = _plain_type(text)
+        spelled, _ = _plain_type(plain)
         kind, own_size, _ = NUMBERS.get(spelled, ("bytes", None, None))
-        return Parameter(spelled, kind, size, offset), own_size
-    pointee = text[: stars[-1]].strip()
+        return (Parameter(spelled, kind, size, offset), own_size) if spelled else unknown
+    pointee, (name, _) = plain[: stars[-1]].strip(), _words(plain[stars[-1] + 1 :])
     deeper = _top_level(pointee, "*")
-    last = pointee[deeper[-1] + 1 :] if deeper else pointee  # const there is the pointee's own
-    spelled, is_const = _plain_type(last)
     if deeper:
-        spelled = pointee.replace(" const", "").replace("const ", "")
+        words, is_const = _words(pointee[deeper[-1] + 1 :])  # const there is the pointee's own
+        spelled = "" if words else pointee.replace(" const", "").replace("const ", "")
+    else:
+        spelled, is_const = _plain_type(pointee)
+    if not spelled or not _may_be_name(name):
+        return unknown
     dtype, alignment = _element(spelled)
     shown = f"{spelled} const*" if is_const else f"{spelled}*"
     return Parameter(shown, "array", size, offset, dtype, not is_const, alignment), 8
 
 
+def _words(text: str) -> tuple[list[str], bool]:
+    """(the words of a type without its qualifiers, is it const)."""
+    words = re.findall(TYPE + r"|\S+", text)
+    return [word for word in words if word not in QUALIFIERS], "const" in words
+
+
+def _may_be_name(words: list[str]) -> bool:
+    """Whether the words behind a type are what a declaration calls the parameter, or nothing."""
+    return words == [] or (len(words) == 1 and NAME.fullmatch(words[0]) is not None)
+
+
 def _plain_type(text: str) -> tuple[str, bool]:
     """(a type in C++'s demangled spelling, without qualifiers and without the name that a
-    declaration may give; is it const)."""
-    words = re.findall(r"[\w:]+(?:<.*>[\w:]*)?|\S+", text)
-    is_const = "const" in words
-    words = [word for word in words if word not in QUALIFIERS]
+    declaration may give, "" where it is none that is read here; is it const)."""
+    words, is_const = _words(text)
     integer = [word for word in words if word in INTEGER_WORDS]
     if integer:
+        more = [word for word in words if word not in INTEGER_WORDS]  # 128-bit ones, long double
         sign = "unsigned " * ("unsigned" in integer)
-        if "char" in integer:
-            return ("signed char" if "signed" in integer else f"{sign}char"), is_const
         length = "short" if "short" in integer else " ".join(["long"] * integer.count("long"))
-        return f"{sign}{length or 'int'}", is_const
-    return ALIASES.get(words[0], words[0]) if words else "", is_const
+        spelled = f"{sign}{length or 'int'}"
+        if "char" in integer:
+            spelled = "signed char" if "signed" in integer else f"{sign}char"
+    else:
+        first, more = "".join(words[:1]), words[1:]
+        spelled = ALIASES.get(first, first) if re.fullmatch(TYPE, first) else ""
+    return spelled if _may_be_name(more) else "", is_const
 
 
 def _element(spelled: str) -> tuple[str | None, int]:

@@ -26,7 +26,7 @@ TOLERANCES = {
     "float64": 1e-8,
     "complex128": 1e-8,
 }
-Tolerance = float | tuple[float, float] | None
+Tolerance = float | Sequence[float] | None
 Size = int | Sequence[int]
 
 
@@ -43,9 +43,17 @@ class Out:
 
 @dataclass(frozen=True)
 class InOut:
-    """An array (NumPy, or an NDArray on the host) that the kernel changes and that comes back."""
+    """An array (NumPy, an NDArray on the host, or Random) that the kernel changes and that comes
+    back."""
 
     array: Any
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.array, (np.ndarray, np.generic, NDArray, Random)):
+            raise TypeError(
+                f"InOut: takes an array or Random, not {type(self.array).__name__}; Out comes back "
+                "by itself"
+            )
 
 
 @dataclass(frozen=True)
@@ -63,19 +71,37 @@ class Random:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", _shape("Random", self.shape, self.dtype))
+        if not hasattr(self.seed, "__index__") or self.seed < 0:
+            raise ValueError(f"Random: seed must be a whole number of 0 or more, not {self.seed!r}")
+        if self.bounds is not None:
+            (low, high), (least, most) = self.bounds, _range(self.dtype)
+            if not least <= low < high <= most or high - low == np.inf:
+                raise ValueError(
+                    f"Random: low and high are {low} and {high}; {self.dtype} takes numbers from "
+                    f"{least:g} to {most:g}, low below high"
+                )
+
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """What it is drawn between; None: from a standard normal distribution, or of two truths."""
+        if self.dtype.startswith(("int", "uint")):
+            return self.low or 0, 100 if self.high is None else self.high
+        if self.dtype == "bool" or self.low is None or self.high is None:
+            return None
+        return self.low, self.high
 
     def array(self, trial: int, place: int) -> np.ndarray | NDArray:
         random = np.random.default_rng([self.seed, trial, place])
         dtype = "float32" if self.dtype == "bfloat16" else self.dtype
         if dtype == "bool":
             return random.integers(0, 2, self.shape).astype(bool)
-        if np.dtype(dtype).kind in "iu":
-            low, high = self.low or 0, 100 if self.high is None else self.high
-            return random.integers(int(low), int(high), self.shape, dtype)
-        if self.low is not None and self.high is not None:
-            drawn = random.uniform(self.low, self.high, self.shape)
-        else:
+        if self.bounds is None:
             drawn = random.standard_normal(self.shape)
+        elif np.dtype(dtype).kind in "iu":
+            low, high = self.bounds
+            return random.integers(int(low), int(high), self.shape, dtype)
+        else:
+            drawn = random.uniform(*self.bounds, self.shape)
         array = drawn.astype(dtype)
         return _C.array(array, "bfloat16", _C.cpu()) if self.dtype == "bfloat16" else array
 
@@ -98,6 +124,14 @@ def _shape(what: str, shape: Any, dtype: str) -> tuple[int, ...]:
     if not all(hasattr(n, "__index__") and n >= 0 for n in sizes):
         raise ValueError(f"{what}: a shape is whole numbers of 0 or more, not {sizes}")
     return tuple(n.__index__() for n in sizes)
+
+
+def _range(dtype: str) -> tuple[int | float, int | float]:
+    """The least and the most finite number of a dtype; of whole ones what is below the second."""
+    if dtype.startswith(("int", "uint")):
+        return int(np.iinfo(dtype).min), int(np.iinfo(dtype).max) + 1
+    most = float(np.finfo("float32" if dtype == "bfloat16" else dtype).max)
+    return -most, most
 
 
 def draw(case: Case, trial: int) -> Case:
@@ -138,6 +172,21 @@ def readable(dtype: str, array: np.ndarray) -> np.ndarray:
     return array.copy()
 
 
+def both(tolerance: Tolerance) -> tuple[float, float] | None:
+    """(absolute, relative) of a tolerance as callers give it. TypeError and ValueError."""
+    if tolerance is None:
+        return None
+    pair = (tolerance, tolerance) if isinstance(tolerance, (int, float, np.number)) else tolerance
+    said = f"tolerance: must be a number, or (absolute, relative), not {tolerance!r}"
+    if isinstance(pair, str) or not isinstance(pair, (Sequence, np.ndarray)):
+        raise TypeError(said)
+    if not all(isinstance(number, (int, float, np.number)) for number in pair):
+        raise TypeError(said)
+    if len(pair) != 2 or not all(0 <= number < np.inf for number in pair):
+        raise ValueError(f"{said}; both are finite, and 0 or more")
+    return float(pair[0]), float(pair[1])
+
+
 def difference(
     got: np.ndarray, expected: np.ndarray, dtype: str, tolerance: Tolerance
 ) -> str | None:
@@ -148,9 +197,8 @@ def difference(
         return f"has shape {got.shape}, and {expected.shape} is expected"
     if not got.size:
         return None
-    if tolerance is None:
-        tolerance = TOLERANCES.get(dtype, 0.0)
-    absolute, relative = tolerance if isinstance(tolerance, tuple) else (tolerance, tolerance)
+    own = TOLERANCES.get(dtype, 0.0)
+    absolute, relative = both(tolerance) or (own, own)
     if got.dtype.kind in "biu" and expected.dtype.kind in "biu" and not (absolute or relative):
         right, error = got == expected, None
     else:

@@ -119,6 +119,8 @@ class Reference:
             )
         )
         result = pool.run(self.source, self.entry, grid, block, args, shared)
+        if result.status == "device_lost":
+            raise Refused(503, f"no device for the reference: {result.message}")
         if result.status != "ok":
             raise Refused(422, f"reference: it fails: {result.status}: {result.message}")
         return result.outputs
@@ -211,6 +213,14 @@ def read_job(text: bytes | bytearray, arrays: bytes | bytearray, limits: Limits)
         raise Refused(400, "job: JSON that is nested too deeply") from None
     except ValueError as error:  # UnicodeDecodeError and a number of thousands of digits, too
         raise Refused(400, f"job: no JSON: {error}") from None
+    header = int.from_bytes(arrays[:8], "little")  # so a file of safetensors begins
+    if HEADER_BYTES < header <= len(arrays) - 8:
+        raise Refused(
+            413,
+            f"arrays: {header:,} bytes of JSON, the header of safetensors; the limit is "
+            f"{HEADER_BYTES:,}: fewer arrays, shorter names, less __metadata__",
+            HEADER_BYTES,
+        )
     try:
         given = unpack(arrays, "arrays", HEADER_BYTES) if arrays else {}
     except FileError as error:
@@ -492,7 +502,10 @@ class _Reader:
                 raise Refused(400, f"{where}: what is out has no seed, low, high, inout")
             return Out(shape, dtype)
         seed = fields.get("seed", _whole(0, 2**63 - 1))
-        return Random(shape, dtype, seed, **drawn)
+        try:
+            return Random(shape, dtype, seed, **drawn)
+        except ValueError as error:
+            raise Refused(400, f"{where}: {error}") from None
 
     def _count(self, nbytes: int, where: str) -> None:
         self.bytes += nbytes

@@ -25,7 +25,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,7 +43,7 @@ PR_SET_PDEATHSIG = 1
 FAULTED = 75  # the exit code of needle after a fatal fault
 KEPT_BYTES = 256 << 20  # of device memory that a runner keeps between jobs
 MESSAGE_LETTERS = 64 << 10
-COMPILER_BYTES = 16 << 30  # of address space
+COMPILER_BYTES = 16 << 30  # of address space, or half of a smaller host's memory
 COMPILER_FILE_BYTES = 64 << 20
 COMPILER_SECONDS = 120  # of a processor, in a life; after half of it no further source is taken
 
@@ -149,7 +149,12 @@ def restrict(confined: bool) -> None:
     files; a confined one any file, and processes of its own (from which the system spares root).
     Time by the hard limit, because NVRTC lifts the soft one (seen in 13.5)."""
     file_bytes = 0 if confined else COMPILER_FILE_BYTES
-    limits = {"AS": COMPILER_BYTES, "FSIZE": file_bytes, "CPU": COMPILER_SECONDS}
+    host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limits = {
+        "AS": min(COMPILER_BYTES, host_bytes // 2),
+        "FSIZE": file_bytes,
+        "CPU": COMPILER_SECONDS,
+    }
     limits |= {"NPROC": 0} if confined else {}
     for name, most in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}")
@@ -353,7 +358,7 @@ def run(needle: Needle, job: Job, kernel: Any, device: Device, apart: bool) -> d
     return {"status": "ok"}
 
 
-def time(needle: Needle, job: Job, kernel: Any, device: Device) -> dict[str, Any]:
+def time(needle: Needle, job: Job, load: Callable[[], Any], device: Device) -> dict[str, Any]:
     """Timed calls over all images; each is left with what its last call wrote."""
     arrays = Arrays(job.places, job.images[0], device, apart=False)
     given = arrays.arguments()
@@ -366,11 +371,17 @@ def time(needle: Needle, job: Job, kernel: Any, device: Device) -> dict[str, Any
         outside.extend([found] if found else [])
         job.give(number, after)
 
+    def load_anew() -> Callable[[], None]:
+        kernel = load()
+        return lambda: job.call(kernel, given)
+
+    warm = job.header["warm"]
     times, nothing, device_rate = measure.measure(
-        lambda: job.call(kernel, given),
+        load_anew,
         lambda number: arrays.restore(pristine[number]),
         keep,
         len(job.images),
+        warm,
         device,
         needle.flush_bytes,
     )
@@ -384,6 +395,7 @@ def time(needle: Needle, job: Job, kernel: Any, device: Device) -> dict[str, Any
         sum(size for size, is_out in sizes if is_out),
         sum(size for size, _ in sizes),
         job.header["local_bytes"],
+        warm,
     )
     return {"status": "ok", "timing": dataclasses.asdict(timing)}
 
@@ -391,11 +403,15 @@ def time(needle: Needle, job: Job, kernel: Any, device: Device) -> dict[str, Any
 def attempt(needle: Needle, job: Job, device: Device, apart: bool) -> dict[str, Any]:
     """The answer to a job, whatever it does to the device. Whoever asks ends the process after a
     fault (`faulted`)."""
+
+    def load() -> Any:
+        return needle.load(job.compiled, job.header["entry"], device)
+
     try:
-        kernel = needle.load(job.compiled, job.header["entry"], device)
         if job.header["do"] == "time":
-            answer = time(needle, job, kernel, device)
+            answer, kernel = time(needle, job, load, device), load()
         else:
+            kernel = load()
             answer = run(needle, job, kernel, device, apart)
         report = kernel.check(job.grid, job.block, job.shared)
         answer["occupancy"] = {
@@ -451,6 +467,7 @@ def runner(needle: Needle, channel: Channel, apart: bool) -> None:
 
 def main(argv: list[str], needle: Needle | None = None) -> NoReturn:
     role, sock = argv[0], socket.socket(fileno=int(argv[1]))
+    sock.set_inheritable(False)  # who holds it counts as this process (needle.kernels.crew)
     needle = needle or Needle()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if role != "traced":  # its parent is compute-sanitizer, whose threads come and go

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -190,14 +191,25 @@ def test_a_resumed_run_tells_where_it_begins(tmp_path, tokens, told, monkeypatch
 
 
 def test_the_words_that_go_on_with_a_run(monkeypatch, tmp_path):
-    from pathlib import Path
-
     auto = ["--resume", "auto", "--name"]
     assert run_folder.again(Path("runs/a")) == [*auto, "a"]
     assert run_folder.again(Path("elsewhere/a")) == [*auto, "a", "--out", "elsewhere"]
     monkeypatch.chdir(tmp_path)
     wanted = [*auto, tmp_path.name, "--out", str(tmp_path.parent)]
     assert run_folder.again(Path(".")) == wanted
+
+
+@pytest.mark.parametrize("folder", ["runs/-y", "runs/--name", "-out/a b", "-out/-y", "a/-b/c"])
+def test_the_words_are_those_of_the_same_run(folder):
+    """Also where a name looks like a flag."""
+    args = train_flags.parse(run_folder.again(Path(folder)))
+    assert Path(args.out) / args.name == Path(folder) and args.resume == "auto"
+
+
+@pytest.mark.parametrize("folder", ["runs/.old", "-out/.old"])
+def test_a_run_that_no_name_can_call_goes_on_from_its_folder(folder):
+    args = train_flags.parse(run_folder.again(Path(folder)))
+    assert (args.resume, args.name) == (folder, None)
 
 
 def test_the_losses_are_the_same_with_sync(tmp_path, tokens, told, monkeypatch):

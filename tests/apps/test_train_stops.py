@@ -79,6 +79,20 @@ def test_the_command_that_goes_on(monkeypatch, folder, flags, more):
     assert train_pythia.resume_command(run) == begins + more
 
 
+def test_the_command_that_goes_on_is_read_as_it_is_meant(monkeypatch):
+    """Where every value looks like a flag."""
+    monkeypatch.setattr(sys, "argv", ["apps/train_pythia.py"])
+    fields = {field.name: field.default for field in dataclasses.fields(train_pythia.Run)}
+    settings = {"schedule": "cosine"}
+    more = {"folder": Path("-out/-y"), "wandb": "-project", "settings": settings}
+    run = SimpleNamespace(**fields | more)
+    words = shlex.split(train_pythia.resume_command(run))[2:]
+    args = train_flags.parse(words)
+    assert (args.out, args.name, args.wandb) == ("-out", "-y", "-project")
+    (word,) = shlex.split(train_pythia.longer(run))[-1:]
+    assert train_flags.parse([word]).init == "-out/-y"
+
+
 @pytest.mark.parametrize("name", ["lock", "metrics.jsonl"])
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_fifo_in_the_folder_is_named(tmp_path, tokens, capsys, name, resumed):

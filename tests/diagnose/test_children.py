@@ -61,6 +61,7 @@ def test_what_it_prints_is_none_of_its_words(run):
     "end, said",
     [
         ("os.kill(os.getpid(), signal.SIGSEGV)", "died by SIGSEGV at gelu float32"),
+        ("os.kill(os.getpid(), 40)", "died by signal 40 at gelu float32"),
         ("os._exit(7)", "died by exit code 7 at gelu float32"),
         ("raise OSError('a broken thing')", "OSError: a broken thing"),
     ],

@@ -3,6 +3,7 @@ changes."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ import pytest
 
 import needle as ndl
 from needle import nn, optim
-from needle.checkpoint import checkpoint_path
+from needle.checkpoint import CheckpointError, checkpoint_path
 from needle.diagnose import folder
 from needle.files import Lock
 
@@ -145,7 +146,7 @@ def test_a_damaged_newest_checkpoint(run, look, heard):
     flip(checkpoint_path(run / "checkpoints", 3))
     found = look()
     assert "none of the checkpoints is whole" in found["checkpoints"].text
-    assert "--name" in found["checkpoints"].remedy
+    assert "--name" in found["checkpoints"].remedy and "go on" not in found
 
 
 def test_with_full_the_older_ones_are_read_too(run, look, heard):
@@ -217,7 +218,7 @@ def test_fifos_are_named_and_not_waited_for(run, look, heard):
         (run / name).unlink(missing_ok=True)
         os.mkfifo(run / name)
     found = look()
-    for what in ("lock", "metrics", "faults"):
+    for what in ("lock", "config", "metrics", "faults"):
         assert "it is a FIFO, not a regular file" in found[what].text
     assert "to go on from step 6" in found["go on"].text
 
@@ -228,6 +229,67 @@ def test_a_run_without_anything_yet(tmp_path, heard):
     assert not heard.levels()["failed"]
     said = " ".join(heard.levels()["note"] + heard.levels()["ok"])
     assert "no checkpoint yet" in said and "no metrics.jsonl yet" in said and "to go on: " in said
+
+
+@pytest.mark.parametrize(
+    "config, is_held, has_failed, said, goes_on",
+    [
+        (
+            {"saved": True},
+            False,
+            True,
+            "no checkpoint is left of this run, which came to step 6",
+            0,
+        ),
+        ({"saved": True}, True, True, "no checkpoint is left of this run", 1),
+        ({}, False, True, "no checkpoint is left of this run", 0),  # older ones do not say
+        ({"saved": False}, False, True, "the run ended at step 6 before its first", 1),
+        ({"saved": False}, True, False, "there is no checkpoint yet", 1),
+    ],
+)
+def test_steps_without_a_checkpoint(run, look, config, is_held, has_failed, said, goes_on):
+    """Where there has been one, --resume auto refuses to begin anew (apps/run_folder.py)."""
+    shutil.rmtree(run / "checkpoints")
+    (run / "config.json").write_text(json.dumps({"settings": {"steps": 9}, **config}))
+    lock = Lock(run) if is_held else None
+    found = look()
+    assert found["checkpoints"].has_failed == has_failed and said in found["checkpoints"].text
+    assert bool(found["checkpoints"].remedy) == has_failed and ("go on" in found) == goes_on
+    if lock:
+        lock.release()
+
+
+def test_a_checkpoint_that_may_not_be_read_is_in_the_way(look, heard, monkeypatch):
+    """--resume auto takes no older one, whose steps would be written over it."""
+
+    def refuse(path, real=folder.Checkpoint):
+        if path.name == "step_6.safetensors":
+            raise CheckpointError(f"{path}: Permission denied") from PermissionError(13, "no")
+        return real(path)
+
+    monkeypatch.setattr(folder, "Checkpoint", refuse)
+    assert "go on" not in look()
+    (failure,) = [f for f in heard.findings if f.has_failed]
+    assert "move it away to go on from an older one" in failure.remedy
+
+
+@pytest.mark.parametrize(
+    "text", [b"{garbage", b"\xff\xfe", b"[]", b'{"settings": 3}', b"[" * 99999]
+)
+def test_a_description_that_is_damaged_is_named(run, look, text):
+    (run / "config.json").write_bytes(text)
+    found = look()
+    assert found["config"].has_failed and "config.json: " in found["config"].text
+    assert "move it away" in found["config"].remedy and "from step 6: " in found["go on"].text
+
+
+@pytest.mark.parametrize(
+    "name, words", [("-y", " --resume auto --name=-y --out "), (".old", " --resume /")]
+)
+def test_names_that_look_like_flags(run, heard, name, words):
+    folder.examine(heard, str(run.rename(run.parent / name)))
+    (said,) = [f.text for f in heard.findings if f.what == "go on"]
+    assert words in said
 
 
 def test_a_run_that_is_done(run, look):

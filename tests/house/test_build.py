@@ -13,6 +13,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from harness import ROOT
@@ -62,6 +63,44 @@ def test_bad_archs_are_named(build, text):
     with pytest.raises(SystemExit) as error:
         build.cuda.parse_archs(text)
     assert "NEEDLE_CUDA_ARCHS" in one_line(error)
+
+
+@pytest.mark.parametrize(
+    "codes, count, said",
+    [
+        ((0, 0), 2, None),
+        ((0, 0), 0, r"the NVIDIA driver shows no GPU \(none\): see nvidia-smi"),
+        ((100, 0), 0, r"shows no GPU \(error 100\)"),
+        (None, 0, "no NVIDIA driver"),
+    ],
+)
+def test_the_driver_is_asked_for_a_gpu(build, monkeypatch, codes, count, said):
+    def driver(name):
+        if codes is None:
+            raise OSError(name)
+
+        def tell(pointer):
+            pointer._obj.value = count
+            return codes[1]
+
+        return SimpleNamespace(cuInit=lambda flags: codes[0], cuDeviceGetCount=tell)
+
+    monkeypatch.setattr(build.cuda.ctypes, "CDLL", driver)
+    found = build.cuda.missing_gpu()
+    assert found is None if said is None else re.search(said, found)
+
+
+@pytest.mark.parametrize("target", ["test-cuda", "memcheck"])
+def test_what_needs_a_gpu_asks_for_it_before_it_builds(target):
+    done = subprocess.run(
+        ["make", "-s", target, f"PYTHON={sys.executable}", "VENV="],
+        cwd=ROOT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0 and done.stdout == ""
+    assert done.stderr.startswith("needle: error: these tests run on a GPU: ")
 
 
 def test_gencode_is_exact(build):

@@ -69,6 +69,7 @@ def no_results(grid, block): pass
 def fails(grid, block, kind: "int"):
     raise {
         0: _C.CudaFatalError("k: cudaStreamSynchronize: ... (cudaErrorIllegalAddress): lost"),
+        1: _C.CudaFatalError("k: ... (cudaErrorECCUncorrectable): lost"),
         6: _C.CudaError("k: cuLaunchKernel: ... (CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES)"),
     }[kind]
 

@@ -90,6 +90,8 @@ class FakeNeedle(worker.Needle):
     def build(self, source, entry, arch):
         if "hang the compiler" in source:
             time.sleep(1000)
+        if "tire the compiler" in source:
+            worker.used_seconds = lambda: float("inf")
         if "kill the compiler" in source:
             os.kill(os.getpid(), 11)
         try:

@@ -33,6 +33,7 @@ class MadeUpPool:
     def __init__(self):
         self.go, self.begun, self.closed = threading.Event(), threading.Semaphore(0), False
         self.calls, self.lost, self.state_waits = [], None, threading.Event()
+        self.compilers_lost = None
         self.state_waits.set()
 
     def run(self, source, entry, *args, **more):
@@ -47,6 +48,7 @@ class MadeUpPool:
     def state(self):
         assert self.state_waits.wait(60)
         one = {"facts": {"name": "H"}, "ready": [1], "used": [], "faults": 2, "started": 5}
+        one["compilers"] = {"lost": self.compilers_lost, "ready": [2, 3]}
         return [{"device": n, "lost": self.lost, **one} for n in (0, 3)]
 
     def cleanup(self):

@@ -92,6 +92,24 @@ def test_entries_are_made_and_found_by_the_name_asked_for():
         compiled["scale<double>"]
 
 
+@needs_nvrtc
+def test_a_kernel_with_types_that_are_not_read_spoils_none():
+    source = """
+    struct P { int a; };
+    __global__ void table(float *o, const int y[4][4], float (*z)[8]) {}
+    __global__ void odd(float &r, int P::*m, void (*f)(int), long double d) {}
+    """
+    compiled = build(source + PLAIN)
+    assert str(compiled["table"].signature) == "table(float*, int const*, float*)"
+    assert {p.kind for p in compiled["odd"].signature.parameters} == {"unknown"}
+    odd = compiled["odd"].declared("float*, long, long, double")
+    assert [p.kind for p in odd.signature.parameters] == ["array", "int", "int", "float"]
+    mixed = build("__global__ void f(int n, float &r) {}")["f"]
+    assert mixed.declared("int, float*").signature.known
+    with pytest.raises(ValueError, match=r"is declared, but the source says f\(int, float&\)"):
+        mixed.declared("float, float*")
+
+
 # ---- what goes wrong -----------------------------------------------------------------------------
 
 
@@ -116,6 +134,7 @@ def test_the_log_has_the_lines_of_the_source():
         ((PLAIN + "\0",), "character of value 0"),
         ((PLAIN, (), "29"), r"does not know sm_29, only sm_"),
         ((PLAIN, (), "90a", ["--no-such-option"]), "no-such-option"),
+        ((PLAIN, (), "90a", ["-DX", "-dlto"]), "no machine code with the options -DX -dlto: leave"),
         ((FULL,), "too much shared data"),
     ],
 )
@@ -128,6 +147,12 @@ def test_what_is_no_source_and_no_architecture():
         build(b"")
     with pytest.raises(TypeError, match=r"options: must be a list of texts; write \['-DX'\]"):
         build(PLAIN, options="-DX")
+    with pytest.raises(TypeError, match="options: must be a list of texts, and 1 in it is none"):
+        build(PLAIN, options=["-DX", 1])
+    with pytest.raises(TypeError, match="options: must be a list of texts, not 1"):
+        build(PLAIN, options=1)
+    with pytest.raises(TypeError, match="entries: must be a list of texts, and None in it is none"):
+        build(PLAIN, [None])
     with pytest.raises(ValueError, match="arch: 'hopper' is no architecture"):
         build(PLAIN, arch="hopper")
 
@@ -186,6 +211,27 @@ def test_one_source_is_compiled_once():
     assert time.perf_counter() - start < 2e-3
     for other in (build(SOURCE, SCALES[:1]), build(SOURCE, SCALES, "80")):
         assert other is not first and other.cubin != first.cubin
+
+
+@needs_nvrtc
+def test_headers_of_ones_own_are_read_each_time(tmp_path, monkeypatch):
+    """Wherever they are named: in an option, or in the source."""
+    monkeypatch.chdir(tmp_path)
+    header = tmp_path / "mine.h"
+    body = "\n__global__ void f(float *x) { __shared__ float y[SIZE]; y[threadIdx.x] = x[0]; " \
+           "__syncthreads(); x[1] = y[SIZE - 1 - threadIdx.x]; }"  # fmt: skip
+    for include, options in (
+        ("#include <mine.h>", [f"-I{tmp_path}"]),
+        ("#include <mine.h>", ["-I", str(tmp_path)]),
+        ("#include <mine.h>", [f"--include-path={tmp_path}"]),
+        ("", ["-include", "mine.h"]),
+        ('# include "mine.h"', []),
+        (f"#include <{header}>", []),
+        ('#define MINE "mine.h"\n#include MINE', []),
+    ):
+        for size in (64, 96):
+            header.write_text(f"#define SIZE {size}\n")
+            assert build(include + body, options=options)["f"].shared_bytes == 4 * size, include
 
 
 @needs_nvrtc
@@ -316,6 +362,12 @@ def test_every_architecture_of_the_table(arch):
     assert 0 < found.registers < 40 and found.shared_bytes == 100 and found.local_bytes == 0
     assert found.check(2, 32).occupancy > 0
     assert [(p.offset, p.size) for p in found.signature.parameters] == [(0, 8), (8, 4)]
+
+
+@needs_nvrtc
+def test_what_can_be_compiled_can_be_checked():
+    known = [number for number in compile_module._nvrtc().archs() if number >= min(limits_of.ARCHS)]
+    assert {number for number in known if number <= max(limits_of.ARCHS)} <= limits_of.ARCHS.keys()
 
 
 @needs_nvrtc

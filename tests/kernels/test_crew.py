@@ -2,6 +2,7 @@
 aside, shared by threads, and leave nothing behind.
 """
 
+import errno
 import gc
 import os
 import signal
@@ -132,6 +133,119 @@ def test_a_device_whose_processes_do_not_start(monkeypatch):
         result = run(pool, "no_results")
     assert result.status == "device_lost"
     assert "does not start" in result.message and "ZeroDivisionError" in result.message
+
+
+def test_what_the_driver_calls_lost_is_set_aside():
+    """An ECC error: the memory stays bad, whatever process comes next."""
+    with FakePool(devices=[0], timeout=SECONDS, spares=0) as pool:
+        assert run(pool, "fails", 1).status == "device_lost"
+        assert "cudaErrorECCUncorrectable" in pool.state()[0]["lost"]
+        result = run(pool, "no_results")
+        assert result.status == "device_lost" and "set aside until reset" in result.message
+        pool.reset(0)
+        assert_next_is_right(pool)
+
+
+@pytest.mark.parametrize("lacking", crew.SHORTAGES)
+def test_a_shortage_on_the_host_is_waited_for(lacking, monkeypatch):
+    """Files or processes that others hold for a while are no fault of the device."""
+    monkeypatch.setattr(crew, "RETRY_SECONDS", 0.01)
+    left = [1] * 5
+
+    def start():
+        if left:
+            left.pop()
+            raise OSError(lacking, os.strerror(lacking))
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        return crew.Worker([sys.executable, str(FAKE_WORKER), "compiler"], environment)
+
+    one = crew.Crew("nothing", start, 1, 1, False, threading.Condition())
+    try:
+        worker = one.take()
+        assert one.lost is None and one.failures == 0 and not left
+        one.give_back(worker, keep=True)
+    finally:
+        one.close()
+
+
+def test_a_shortage_that_does_not_end(monkeypatch):
+    monkeypatch.setattr(crew, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(crew, "SHORTAGE_SECONDS", 0.1)
+
+    def start():
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    one = crew.Crew("nothing", start, 1, 1, False, threading.Condition())
+    with pytest.raises(crew.Lost, match="nothing cannot be started: .*Too many open files"):
+        one.take()
+    one.close()
+
+
+def test_a_process_has_not_ended_while_another_holds_its_socket():
+    """As below compute-sanitizer, which may end before the process that it watches."""
+    code = """
+import subprocess, sys
+command = ["sleep", "1000"]
+child = subprocess.Popen(command, pass_fds=[int(sys.argv[1])], start_new_session=True)
+print(child.pid, flush=True)
+"""
+    worker = crew.Worker([sys.executable, "-c", code], os.environ)
+    assert worker.end(SECONDS) == "it ended with exit code 0"
+    assert not worker.ended()
+    worker._drain()
+    os.kill(int(worker.text_printed()), signal.SIGKILL)
+    wait_for(worker.ended)
+    worker.close()
+    assert worker.ended()
+
+
+def test_compilers_that_do_not_start_are_no_fault_of_a_kernel(monkeypatch):
+    """They are told of, and a reset of any device starts them again."""
+    with FakePool(devices=[0], timeout=SECONDS, spares=0) as pool:
+        assert_next_is_right(pool)
+        real = pool.compilers.start_worker
+
+        def start():
+            raise PermissionError("no python")
+
+        pool.compilers.start_worker = start
+        os.kill(pool.state()[0]["compilers"]["ready"][0], signal.SIGKILL)
+        for _ in range(2):
+            result = run(pool, "no_results")
+            assert result.status == "device_lost" and "nothing compiles" in result.message
+            assert "a process for compiling cannot be started: no python" in result.message
+        assert "no python" in pool.state()[0]["compilers"]["lost"]
+        assert pool.state()[0]["lost"] is None
+        with pytest.raises(RuntimeError, match="no python"):
+            pool.reset(0)
+        pool.compilers.start_worker = real
+        pool.reset(0)
+        assert pool.state()[0]["compilers"]["lost"] is None
+        assert_next_is_right(pool)
+
+
+def test_a_compiler_that_is_tired_is_replaced_between_jobs(pool):
+    """It ends itself once much of its time is used, which no job sees."""
+    seen = set()
+    for _ in range(3):
+        result = pool.run(SOURCE + "# tire the compiler", "no_results", 1, 1, [])
+        assert (result.status, result.message) == ("ok", "")
+        seen |= set(pool.state()[0]["compilers"]["ready"])
+    assert_next_is_right(pool)
+    assert len(seen) == 3 and pool.state()[0]["compilers"]["faults"] == 0
+
+
+def test_a_defect_in_starting_sets_aside_and_hangs_nobody():
+    def start():
+        raise IndexError("list index out of range")
+
+    defect = crew.Crew("cuda(7)", start, 1, 1, True, threading.Condition())
+    with pytest.raises(crew.Lost, match=r"cuda\(7\) cannot be started: IndexError\('list index"):
+        defect.take()
+    defect.reset()
+    with pytest.raises(crew.Lost):
+        defect.take()
+    defect.close()
 
 
 # ---- many at once --------------------------------------------------------------------------------

@@ -7,10 +7,11 @@ import signal
 import sys
 import textwrap
 
+import numpy as np
 import pytest
-from fake_pool import SOURCE, X, assert_next_is_right, run
+from fake_pool import SECONDS, SHORT, SOURCE, FakePool, X, assert_next_is_right, run
 
-from needle.kernels import isolate, sanitizer
+from needle.kernels import crew, frames, isolate, sanitizer
 from needle.kernels.values import Case, Out, Random
 
 
@@ -76,6 +77,33 @@ def test_a_kernel_that_leans_on_its_last_call_is_found(pool):
     assert result.status == "wrong_result" and "case 0, timed: args[1]" in result.message
 
 
+REMEMBERS = """
+KNOWN = {}
+def remembers(grid, block, x: "float const*", w: "float const*", y: "float*"):
+    key = x.tobytes() if x[0] else w.tobytes()
+    if key not in KNOWN:
+        time.sleep(0.02)
+        KNOWN[key] = 2 * x + w
+    y[:] = KNOWN[key]
+"""
+
+
+@pytest.mark.parametrize("x", [Random(50), X, np.zeros(6, np.float32)], ids=["drawn", "given", "0"])
+@pytest.mark.parametrize("w", [Random(6), X], ids=["drawn", "given"])
+def test_a_kernel_that_remembers_gains_nothing(pool, x, w):
+    """It computes each set of inputs once, and copies from then on: from one load of its code to
+    the next it forgets, and what its warm-up saw is no part of what it is timed with."""
+    size = x.shape[0]
+    w = Random(size) if isinstance(w, Random) else np.ones(size, np.float32)
+    case = Case(1, 32, [x, w, Out(size)])
+    result = pool.evaluate(REMEMBERS, "remembers", [case], lambda x, w: 2 * x + w)
+    assert (result.status, result.message) == ("ok", "")
+    (timing,) = result.timing
+    assert timing.lower >= 20_000
+    drawn = isinstance(x, Random) and isinstance(w, Random)
+    assert any("the first of its code" in hint for hint in timing.hints) != drawn
+
+
 def test_an_impossible_time_is_no_result(pool, monkeypatch):
     real = isolate.Timing.from_json
 
@@ -104,6 +132,40 @@ def test_references(pool):
     with pytest.raises(ValueError, match="trials"):
         evaluate(pool, "scale", [case], [2 * X], trials=0)
     assert evaluate(pool, "scale", [case], [X[:3]]).message.endswith("and (3,) is expected")
+
+
+CASE = Case(1, 32, [Random(6), Out(6)])
+
+
+@pytest.mark.parametrize(
+    "arguments, error, said",
+    [
+        ({"cases": []}, ValueError, "cases: there must be one"),
+        ({"cases": [(1, 1, [])]}, TypeError, r"cases\[0\]: must be a Case, not tuple"),
+        ({"reference": []}, ValueError, "reference: 0 for 1 cases"),
+        ({"reference": iter([X])}, TypeError, "reference: must be a function, or a list"),
+        ({"cases": CASE}, TypeError, "cases: must be a list of Case, not Case"),
+        ({"reference": lambda x: None}, TypeError, "reference: must give an array, .* NoneType"),
+        ({"tolerance": "x"}, TypeError, "tolerance: must be a number"),
+        ({"trials": 2.5}, TypeError, "trials: must be a whole number"),
+    ],
+)
+def test_wrong_evaluations(pool, arguments, error, said):
+    before = pool.state()[0]
+    with pytest.raises(error, match=said):
+        evaluate(pool, "spills", **{"cases": [CASE], **arguments})
+    assert pool.state()[0] == before
+
+
+def test_more_trials_than_a_frame_has_files(pool):
+    before = pool.state()[0]
+    result = evaluate(pool, "spills", [CASE], lambda x: x, trials=frames.OPEN_FILES + 1)
+    assert (result.status, len(result.timing)) == ("ok", 1)
+    assert pool.state()[0] == before
+
+
+def test_a_tolerance_may_be_a_list(pool):
+    assert evaluate(pool, "spills", [CASE], lambda x: x, tolerance=[1e-4, 1e-4]).status == "ok"
 
 
 # ---- compute-sanitizer ---------------------------------------------------------------------------
@@ -154,6 +216,38 @@ def test_a_sanitizer_may_be_asked_for_at_once(pool, fake_sanitizer):
     assert result.status == "ok" and (result.outputs[0] == 2 * X).all()
     assert run(pool, "signals", signal.SIGSEGV, sanitizer="synccheck").status == "crashed"
     assert_next_is_right(pool)
+
+
+@pytest.mark.parametrize("entry, args", [("fails", [0]), ("signals", [9]), ("hangs", [])])
+def test_a_fault_below_a_sanitizer_counts(pool, fake_sanitizer, short, monkeypatch, entry, args):
+    monkeypatch.setattr(isolate, "SLOWER", 1)
+    before = pool.state()[0]["faults"]
+    run(pool, entry, *args, sanitizer="synccheck")
+    assert pool.state()[0]["faults"] == before + 1
+    monkeypatch.setattr(pool, "timeout", SECONDS)
+    assert run(pool, "scale", X, Out(6), 2.0, 6, sanitizer="racecheck").status == "ok"
+    assert pool.state()[0]["faults"] == before + 1
+    assert_next_is_right(pool)
+
+
+def test_a_sanitized_process_that_outlives_sigkill_holds_its_device(fake_sanitizer, monkeypatch):
+    undying, real = [], crew.Worker.ended
+    monkeypatch.setattr(crew.Worker, "ended", lambda w: w.pid not in undying and real(w))
+    monkeypatch.setattr(crew, "REAP_SECONDS", 0.2)
+    monkeypatch.setattr(crew.Worker, "kill", lambda w, kill=crew.Worker.kill: (
+        undying.append(w.pid) if "traced" in w.process.args else None, kill(w)
+    ))  # fmt: skip
+    monkeypatch.setattr(isolate, "SLOWER", 1)
+    with FakePool(devices=[0], timeout=SECONDS, spares=0) as pool:
+        assert_next_is_right(pool)
+        pool.timeout = SHORT
+        assert run(pool, "hangs", sanitizer="synccheck").status == "timeout"
+        pool.timeout = SECONDS
+        result = run(pool, "no_results")
+        assert result.status == "device_lost" and "after SIGKILL and holds" in result.message
+        undying.clear()
+        pool.reset(0)
+        assert_next_is_right(pool)
 
 
 def test_no_sanitizer(pool, monkeypatch):

@@ -15,6 +15,7 @@ BACKEND = r"""
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 #include "backend.h"
 
 struct nd_graph { int dummy; };
@@ -23,7 +24,7 @@ struct nd_kernel { int dummy; };
 static struct nd_graph graph;
 static struct nd_kernel kernel;
 static char message[256] = "none";
-static int modules, refuse;
+static int modules, refuse, busy;
 
 static void say(const char *format, ...) {
     FILE *file = fopen(getenv("FAKE_LOG"), "a");
@@ -42,7 +43,16 @@ static nd_status upload(int device, void *to, const void *from, size_t n) {
     memcpy(to, from, n);
     return ND_OK;
 }
-static nd_status synchronize(int device) { say("synchronize\n"); return ND_OK; }
+/* A launch of no elements is one that takes long. */
+static void wait_for_it(void) {
+    if (busy) usleep(400000);
+    busy = 0;
+}
+static nd_status synchronize(int device) {
+    wait_for_it();
+    say("synchronize\n");
+    return ND_OK;
+}
 static nd_status graph_begin(int device, nd_graph **out) { *out = &graph; return ND_OK; }
 static nd_status graph_part(int device, nd_graph *g) { return ND_OK; }
 static nd_status graph_free(int device, nd_graph *g) { say("graph freed\n"); return ND_OK; }
@@ -69,6 +79,7 @@ static nd_status module_kernel(int device, nd_module *m, const char *symbol, nd_
     return ND_OK;
 }
 static nd_status module_unload(int device, nd_module *m) {
+    wait_for_it();
     say("unload %d\n", m->number);
     free(m);
     return ND_OK;
@@ -83,6 +94,7 @@ static nd_status kernel_launch(int device, nd_kernel *k, const nd_launch *l) {
         strcpy(message, "fill: kernel launch: it refuses");
         return ND_ECUDA;
     }
+    busy = n == 0;
     for (int i = 0; i < n; i++) x[i] = value;
     return ND_OK;
 }
@@ -267,7 +279,7 @@ assert log() == []
 fill(1, 32, x, 1, 4)
 log()
 del fill
-assert log() == ["unload 0"]
+assert log() == ["synchronize", "unload 0"]
 
 def record():
     fill = kernels.load(compiled, device)["fill"]
@@ -284,7 +296,7 @@ log()
 graph.replay()
 assert log() == []
 del graph
-assert log() == ["graph freed", "unload 1"]
+assert log() == ["graph freed", "synchronize", "unload 1"]
 
 class Fails(Exception):
     pass
@@ -296,7 +308,7 @@ def failing():
 try:
     _C.Graph(device, failing)
 except Fails:
-    assert log()[-2:] == ["graph freed", "unload 2"]
+    assert log()[-3:] == ["graph freed", "synchronize", "unload 2"]
 else:
     raise SystemExit("nothing was raised")
 kernels.load(compiled, device)["fill"](1, 32, x, 3, 4)
@@ -317,7 +329,37 @@ def make():
 del module, fill
 log()
 make()
-assert log()[-2:] == ["graph freed", "unload 1"]
+assert log()[-3:] == ["graph freed", "synchronize", "unload 1"]
+""")
+
+
+def test_other_threads_run_while_a_module_waits_for_its_kernels(fake):
+    """Also where one of them is the cuda_reset() that unloads it."""
+    fake("""
+import threading, time
+
+def free(meanwhile):
+    global module, fill
+    module = kernels.load(compiled, device)
+    fill = module["fill"]
+    log()
+    fill(1, 32, x, 1, 0)
+    def let_go():
+        global module, fill
+        del module, fill
+    thread = threading.Thread(target=let_go)
+    start = time.perf_counter()
+    thread.start()
+    steps = 0
+    while thread.is_alive():
+        meanwhile()
+        time.sleep(0.01)
+        steps += 1
+    assert time.perf_counter() - start > 0.3 and steps > 5, steps
+    return log()
+
+assert free(lambda: None)[-2:] == ["synchronize", "unload 1"]
+assert "unload 2" not in free(ndl.cuda_reset)
 """)
 
 

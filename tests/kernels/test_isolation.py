@@ -176,6 +176,40 @@ def test_a_kernel_that_works_once_is_found(pool):
     assert result.status == "wrong_result" and "timed" in result.message
 
 
+REMEMBERS = """
+__device__ float kept[64][256], keys[64];
+__device__ int count;
+__global__ void k(const float* x, float* y) {
+    __shared__ int found;
+    int i = threadIdx.x;
+    if (i == 0) {
+        found = -1;
+        for (int j = 0; j < count; j++)
+            if (keys[j] == x[0]) found = j;
+    }
+    __syncthreads();
+    if (found >= 0) {
+        y[i] = kept[found][i];
+        return;
+    }
+    for (long long end = clock64() + 2000000; clock64() < end;) {}
+    y[i] = kept[count][i] = 2 * x[i];
+    __syncthreads();
+    if (i == 0) keys[count++] = x[0];
+}
+"""
+
+
+@pytest.mark.parametrize("x", [Random(256), X[:256]], ids=["drawn", "given"])
+def test_a_kernel_that_remembers_gains_nothing(pool, x):
+    """A millisecond for each set of inputs that it does not know yet: for each timed call."""
+    result = pool.evaluate(REMEMBERS, "k", [Case(1, 256, [x, Out(256)])], lambda x: 2 * x)
+    assert (result.status, result.message) == ("ok", "")
+    (timing,) = result.timing
+    assert timing.lower > 500 and timing.upper < 10_000
+    assert any("the first of its code" in hint for hint in timing.hints) != isinstance(x, Random)
+
+
 def test_a_job_starts_with_fresh_globals(pool):
     for _ in range(3):
         result = pool.run(LEANS, "k", 1, 256, [X[:256], Out(256), 256])

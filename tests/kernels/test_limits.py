@@ -7,6 +7,7 @@ import random
 import shutil
 import subprocess
 
+import numpy as np
 import pytest
 from kernel_sources import MISSING
 
@@ -67,7 +68,7 @@ def test_occupancy_is_nvidias(reference, arch):
     """Random kernels and blocks; those that do not fit at all give no block there either."""
     where, draw, fits = limits.of_arch(arch), random.Random(arch), 0
     barriers = [0, 1, 1, 2, 3, 6, 16]
-    if arch == 103:  # of which the header of CUDA 13.0 has more barriers than that of 13.5
+    if arch == 103:  # for which the header had twice as many barriers until CUDA 13.5
         barriers = [0, 1]
     for _ in range(400):
         fixed = draw.choice([0, 0, 100, 4096, 40000])
@@ -122,7 +123,7 @@ def test_occupancy_is_nvidias(reference, arch):
         ({"max_threads": 128}, (1, 129), r"129 threads, and the source promises at most 128"),
         ({"block": (64, 2, 1)}, (1, 64), r"block is \(64, 1, 1\), and the source fixes it at \("),
         ({"registers": 96}, (1, 1024), r"needs 98,304 registers \(96 a thread\), and sm_90a has "
-         r"65,536 a block; use at most 640 threads, or compile with __launch_bounds__\(1,024\)"),
+         r"65,536 a block; use at most 640 threads, or compile with __launch_bounds__\(1024\)$"),
         ({}, (1, 32, 300 * 1024), r"307,200 bytes of shared memory a block \(0 static, 307,200 "
          r"dynamic\), and sm_90a has 232,448"),
         ({"shared_bytes": 40000}, (1, 32, 200000), r"240,000 .*\(40,000 static, 200,000 dynamic\)"),
@@ -187,6 +188,9 @@ def test_local_memory_is_that_of_all_resident_threads():
         ((4, None), TypeError, "f: block: must be"),
         (((1, 1, 1, 1), 32), ValueError, "f: grid: 4 sizes"),
         ((4, ()), ValueError, "f: block: 0 sizes"),
+        ((np.array([4, 2.5]), 32), TypeError, "f: grid: must be"),
+        ((np.array([[4, 2]]), 32), TypeError, "f: grid: must be"),
+        ((4, 32, np.array([1, 2])), TypeError, "f: shared: must be a whole number of bytes"),
         ((4, 32, 1.5), TypeError, "f: shared: must be a whole number of bytes"),
         ((4, 32, 0, "2"), TypeError, "f: cluster: must be"),
     ],
@@ -194,6 +198,14 @@ def test_local_memory_is_that_of_all_resident_threads():
 def test_what_is_no_size(launch, error, said):
     with pytest.raises(error, match=said):
         limits.check(Kernel(), H, *launch)
+
+
+@pytest.mark.parametrize("kind", [tuple, list, np.array, lambda sizes: map(np.int64, sizes)])
+def test_sizes_may_be_numpys(kind):
+    report = limits.check(Kernel(), H, kind([4, 2]), kind([32]), np.int32(8))
+    assert (report.grid, report.block, report.shared_bytes) == ((4, 2, 1), (32, 1, 1), 8)
+    assert all(type(n) is int for n in report.grid)
+    assert limits.check(Kernel(), H, np.array(4), 32).grid == (4, 1, 1)
 
 
 def test_a_launch_error_is_a_cuda_error_that_can_be_retried():
@@ -219,6 +231,12 @@ def test_architectures_are_parsed(text, name):
 def test_what_is_no_architecture(text):
     with pytest.raises(ValueError, match="is no architecture"):
         limits.parse_arch(text)
+
+
+@pytest.mark.parametrize("arch", [90.0, 9.0, None, b"90a"])
+def test_an_architecture_is_a_text_or_a_whole_number(arch):
+    with pytest.raises(TypeError, match='arch: must be a text such as "90a" or a number such as'):
+        limits.parse_arch(arch)
 
 
 def test_an_architecture_that_the_table_lacks():

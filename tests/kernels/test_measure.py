@@ -1,6 +1,7 @@
 """needle/kernels/measure.py: what is timed, on the host; and what a time is taken for."""
 
 import time
+import weakref
 
 import pytest
 
@@ -11,46 +12,71 @@ from needle.kernels.measure import Timing, judge
 GB = 1e9
 
 
-def test_each_call_finds_its_inputs_restored():
-    """Sets come in turn, warm-up included, and the last call of each is handed over."""
+@pytest.mark.parametrize("warm", [True, False])
+def test_each_call_finds_its_inputs_restored_and_its_code_new(warm):
+    """Sets come in turn, and the last call of each is handed over. The warm-up of new code is with
+    another set."""
     done = []
+
+    def load():
+        done.append("load")
+        return lambda: (done.append("call"), time.sleep(0.002))
+
     times, nothing, rate = measure.measure(
-        lambda: (done.append("call"), time.sleep(0.002)),
+        load,
         lambda number: done.append(number),
         lambda number: done.append(f"keep {number}"),
         3,
+        warm,
         _C.cpu(),
         flush_bytes=4096,
         seconds=0.02,
     )
     assert len(times) >= measure.LEAST_CALLS and min(times) > 1900
     assert 0 < nothing < 1900 and rate > 0
-    restored = [entry for entry in done if isinstance(entry, int)]
-    assert restored == [*[0, 1, 2], *[n % 3 for n in range(len(times))]]
-    for before, after in zip(done, done[1:]):
-        assert (after == "call") == isinstance(before, int)
     kept = [entry for entry in done if str(entry).startswith("keep")]
-    assert sorted(kept) == ["keep 0", "keep 1", "keep 2"]
-    assert done[-1] in kept
+    assert sorted(kept) == ["keep 0", "keep 1", "keep 2"] and done[-1] == kept[-1]
+    rest = [entry for entry in done if entry not in kept]
+    sets = [n % 3 for n in (*range(measure.WARM_UP), *range(len(times)))]
+    wanted = []
+    for one in sets:
+        wanted += ["load", *([(one + 1) % 3, "call"] if warm else []), one, "call"]
+    assert rest == wanted
+    for number in range(3):
+        assert done[done.index(f"keep {number}") - 2 :][:2] == [number, "call"]
+
+
+def test_the_code_is_gone_before_it_is_loaded_anew():
+    alive = weakref.WeakSet()
+
+    class Code:
+        def __init__(self):
+            assert not alive
+            alive.add(self)
+
+        def __call__(self):
+            pass
+
+    measure.measure(Code, lambda _: None, lambda _: None, 2, True, _C.cpu(), 4096, 0.01)
+    assert not alive
 
 
 def test_the_number_of_calls_follows_the_time():
-    def calls(seconds):
+    def calls(seconds, load=lambda: lambda: time.sleep(0.001)):
         return len(
             measure.measure(
-                lambda: time.sleep(0.001),
-                lambda _: None,
-                lambda _: None,
-                1,
-                _C.cpu(),
-                4096,
-                seconds,
+                load, lambda _: None, lambda _: None, 1, False, _C.cpu(), 4096, seconds
             )[0]
         )
 
+    def slowly():
+        time.sleep(0.02)
+        return lambda: None
+
     assert calls(0.0) == measure.LEAST_CALLS
-    assert 8 <= calls(0.02) <= 20
+    assert 6 <= calls(0.02) <= 20
     assert calls(100.0) == measure.MOST_CALLS
+    assert 5 <= calls(0.04, slowly) <= 10
 
 
 def judged(times, nothing=2.0, rate=4000 * GB, written=0, touched=0, local=0) -> Timing:
@@ -77,6 +103,8 @@ def test_a_time_that_cannot_be_is_an_error():
 def test_hints():
     assert "launch-bound: a kernel that does nothing takes 2 us" in judged([3.9]).hints[0]
     assert "spilling: 48 bytes" in judged([30.0], local=48).hints[0]
+    (hint,) = judge([30.0], 2.0, 4000 * GB, 0, 0, 0, warm=False).hints
+    assert "the first of its code" in hint and "Random arguments and trials above 1" in hint
     (hint,) = judged([30.0], touched=1 << 30).hints
     assert "not all of them can have been read" in hint
 

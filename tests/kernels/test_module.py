@@ -10,6 +10,7 @@ import resource
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -516,6 +517,22 @@ def test_code_stays_until_its_launch_has_run(device):
         late(1, 4, y)
         del late, spin
     np.testing.assert_array_equal(y.numpy(), np.full(4, 190))
+
+
+def test_other_threads_run_while_code_stays(device):
+    """Those that use the device, too."""
+    x, y = array([0.0]), array([1.0])
+    held = [kernels.load(kernels.build(OWN, ["spin"]), device)]
+    held[0]["spin"](1, 1, x, 1_000_000_000)
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    steps = 0
+    while thread.is_alive():
+        y = y + y
+        time.sleep(0.01)
+        steps += 1
+    assert steps > 10
+    assert x.numpy()[0] == 1
 
 
 def test_modules_come_and_go_without_growth(device):

@@ -266,7 +266,9 @@ open(%r, "w").write(repr(limits_of))
         # the runner executes the same text, and is limited in its core files alone
         assert Path(path).read_text() == "[(-1, -1), (0, 0)]"
         pool.run(source % path + "\nraise SyntaxError", "limits", 1, 1, [])
-        assert Path(path).read_text() == f"[({1 << 34}, {1 << 34}), (0, 0)]"
+        half = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        most = min(1 << 34, half)
+        assert Path(path).read_text() == f"[({most}, {most}), (0, 0)]"
     finally:
         os.unlink(path)
 
@@ -274,20 +276,54 @@ open(%r, "w").write(repr(limits_of))
 # ---- the ways in ---------------------------------------------------------------------------------
 
 
+def test_sizes_may_be_numpys(pool):
+    args = [X, Out((6,)), 2.0, 6]
+    result = pool.run(SOURCE, "scale", np.array([4, 2]), np.array([32]), args)
+    assert (result.status, result.message) == ("ok", "")
+
+
 def test_wrong_calls(pool):
     with pytest.raises(TypeError, match=r"args\[1\]: str is no argument of a kernel"):
         run(pool, "scale", X, "y")
+    with pytest.raises(TypeError, match=r"args\[0\] .*: an array of dtype >f4; there are float32"):
+        run(pool, "scale", X.astype(">f4"), Out(6), 2.0, 6)
     with pytest.raises(ValueError, match="sanitizer: must be one of memcheck"):
         run(pool, "scale", sanitizer="valgrind")
     with pytest.raises(TypeError, match="grid: must be a whole number"):
         pool.run(SOURCE, "no_results", (1, 2.5), 1, [])
     with pytest.raises(TypeError, match="source and entry must be text"):
         pool.run(SOURCE.encode(), "no_results", 1, 1, [])
+    with pytest.raises(ValueError, match="source: letter 2 is half a surrogate pair"):
+        pool.run("k \ud800", "k", 1, 1, [])
+    with pytest.raises(ValueError, match="entry: letter 0 is half a surrogate pair"):
+        pool.run(SOURCE, "\udfff", 1, 1, [])
     with pytest.raises(ValueError, match="fresh: must be"):
         FakePool(devices=[0], fresh="never")
-    with pytest.raises(ValueError, match="timeout must be above 0"):
+    with pytest.raises(ValueError, match="timeout: must be above 0"):
         FakePool(devices=[0], timeout=0)
     assert_next_is_right(pool)
+
+
+@pytest.mark.parametrize(
+    "source, grid, shared, args, error, said",
+    [
+        (SOURCE, [1] * 3_000_000, 0, [], ValueError, "grid: .* 1 to 3 of them, not 3,000,000"),
+        (SOURCE, [], 0, [], ValueError, "grid: .* not 0"),
+        (SOURCE, "1", 0, [], TypeError, "grid: must be a whole number"),
+        (SOURCE, (1, 2.5), 0, [], TypeError, "grid: must be a whole number"),
+        (SOURCE, 1, "x", [], TypeError, "shared: must be a whole number"),
+        (SOURCE, 1, 0, [b"x" * (3 << 20)], ValueError, "too many arguments, or too long: a frame"),
+        ("#" * (257 << 20), 1, 0, [], ValueError, "source and entry are too long to be sent"),
+    ],
+)
+def test_what_cannot_be_sent_costs_no_process(pool, source, grid, shared, args, error, said):
+    assert_next_is_right(pool)
+    before = pool.state()
+    compilers = [worker.pid for worker in pool.compilers.ready]
+    with pytest.raises(error, match=said):
+        pool.run(source, "no_results", grid, 1, args, shared)
+    assert pool.state() == before
+    assert [worker.pid for worker in pool.compilers.ready] == compilers
 
 
 def test_devices_are_found_by_a_process(monkeypatch):
@@ -305,6 +341,49 @@ def test_a_runner_sees_its_device_alone(visible, seen, monkeypatch):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert FakePool._environment(None, 1)["CUDA_VISIBLE_DEVICES"] == seen
     assert FakePool._environment(None, None).get("CUDA_VISIBLE_DEVICES") == visible
+
+
+@pytest.mark.parametrize(
+    "devices, error, said",
+    [
+        ([3], ValueError, "there is no 3, since CUDA_VISIBLE_DEVICES=5,GPU-6 shows 2, from 0 to 1"),
+        ([-1], ValueError, "-1 is no device"),
+        ([0, 1, 0], ValueError, "0 is there twice"),
+        ([], ValueError, "one at least"),
+        (["0"], TypeError, "whole numbers, as of needle.cuda"),
+        ([True], TypeError, "not True"),
+        ("0", TypeError, "must be a list"),
+        (0, TypeError, "must be a list"),
+    ],
+)
+def test_devices_that_are_none(devices, error, said, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-6")
+    with pytest.raises(error, match=f"devices: .*{said}"):
+        FakePool(devices=devices)
+
+
+@pytest.mark.parametrize(
+    "name, value, error",
+    [
+        ("timeout", 0, ValueError),
+        ("timeout", float("inf"), ValueError),
+        ("timeout", float("nan"), ValueError),
+        ("timeout", "1", TypeError),
+        ("spares", -1, ValueError),
+        ("spares", 1.5, TypeError),
+        ("memory", 0, ValueError),
+        ("memory", "1 GB", TypeError),
+    ],
+)
+def test_numbers_of_a_pool_that_are_none(name, value, error):
+    with pytest.raises(error, match=f"{name}: must be"):
+        FakePool(devices=[0], **{name: value})
+
+
+def test_a_deadline_may_be_months_away():
+    """poll(2) waits 24 days at the most."""
+    with FakePool(devices=[0], timeout=1e9, spares=0) as pool:
+        assert_next_is_right(pool)
 
 
 def test_mps_is_refused(tmp_path, monkeypatch):

@@ -195,6 +195,14 @@ def test_health_without_a_device(client, made_up):
     assert answer["devices"][0]["lost"] == "set aside"
 
 
+def test_health_without_a_compiler(client, made_up):
+    assert client.ask("GET", "/health")[1]["compilers"] == {"lost": None, "ready": 2}
+    made_up.compilers_lost = "cannot be started"
+    status, answer, _ = client.ask("GET", "/health")
+    assert (status, answer["status"]) == (503, "compilers_lost")
+    assert answer["compilers"]["lost"] == "cannot be started"
+
+
 def test_health_does_not_wait_for_the_pool(client, made_up):
     assert client.alive()
     made_up.state_waits.clear()

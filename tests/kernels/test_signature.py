@@ -57,6 +57,40 @@ def test_symbols_say_what_a_kernel_takes():
 
 
 @pytest.mark.parametrize(
+    "symbol, sizes, kinds, shown",
+    [
+        ("_Z2k1PfPA4_Ki", (8, 8), "array array", "k1(float*, int const*)"),
+        ("_Z2k3RfRK1PRA4_f", (8, 8, 8), "unknown unknown unknown",
+         "k3(float&, P const&, float (&) [4])"),
+        ("_Z2k5M1PiMS_FifEPS0_", (8, 16, 8), "unknown unknown array",
+         "k5(int P::*, int (P::*)(float), int P::**)"),
+        ("_Z2k6PFviEPS0_", (8, 8), "unknown unknown", "k6(void (*)(int), void (**)(int))"),
+        ("_Z2k4ePe", (8, 8), "unknown unknown", "k4(long double, long double*)"),
+        ("_Z1fN12_GLOBAL__N_11QEPS0_", (12, 8), "bytes array", "f(Q, Q*)"),
+        # C's names that look like C++'s, and what no type could tell: sizes alone.
+        ("_Z3bar", (8,), "unknown", "_Z3bar(8 bytes)"),
+        ("_Z1fv", (8,), "unknown", "f(8 bytes)"),
+        ("_Z1fi", (8,), "unknown", "f(int)"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_held_to_its_size(symbol, sizes, kinds, shown):
+    """And spoils neither its kernel nor its module."""
+    layout = [(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
+    signature = Signature.of_symbol(symbol, layout)
+    assert " ".join(p.kind for p in signature.parameters) == kinds and str(signature) == shown
+    assert [(p.offset, p.size) for p in signature.parameters] == layout
+    assert _C.Parameters("f", signature.plan)
+
+
+def test_a_number_for_what_is_unknown_must_say_its_form():
+    assert pack("long double", [8], np.float64(3)) == struct.pack("<d", 3)
+    with pytest.raises(TypeError, match=r"parameter 0 \(long double\): .*numpy.float32\(2\)"):
+        pack("long double", [8], 3)
+    x = _C.array([1.0])
+    assert pack("float&", [8], x) == struct.pack("<Q", x._handle.ptr())
+
+
+@pytest.mark.parametrize(
     "symbol, name",
     [
         ("_ZN5inner4fillEPii", "inner::fill"),
@@ -103,6 +137,28 @@ def test_short_names(symbol, name):
         ("struct Mine m", 24, "bytes", None, False, 1),
         ("ns::Mine<float, 4> m", 24, "bytes", None, False, 1),
         ("Pair<const float*, int> p", 16, "bytes", None, False, 1),
+        ("const __grid_constant__ CUtensorMap map", 128, "bytes", None, False, 1),
+        ("const float x[]", 8, "array", "float32", False, 4),
+        ("const int y[4][8]", 8, "array", "int32", False, 4),
+        ("const int (*__restrict__ y)[4]", 8, "array", "int32", False, 4),
+        ("half (*)[4][8]", 8, "array", "float16", True, 2),
+        ("float *const (*)[4]", 8, "array", "uint8", False, 1),
+        ("float &r", 8, "unknown", None, False, 1),
+        ("Mine&&", 8, "unknown", None, False, 1),
+        ("float *&p", 8, "unknown", None, False, 1),
+        ("float (&a)[4]", 8, "unknown", None, False, 1),
+        ("long double", 8, "unknown", None, False, 1),
+        ("long double *", 8, "unknown", None, False, 1),
+        ("unsigned __int128", 16, "unknown", None, False, 1),
+        ("float _Complex", 8, "unknown", None, False, 1),
+        ("int P::*", 8, "unknown", None, False, 1),
+        ("int (P::*)(float)", 16, "unknown", None, False, 1),
+        ("float* P::*", 8, "unknown", None, False, 1),
+        ("void (*f)(int)", 8, "unknown", None, False, 1),
+        ("void (**)(int, float)", 8, "unknown", None, False, 1),
+        ("decltype(nullptr)", 8, "unknown", None, False, 1),
+        ("run()::{lambda(int)#1}", 4, "unknown", None, False, 1),
+        ("int n m", 4, "unknown", None, False, 1),
     ],
 )
 def test_declared_types(text, size, kind, dtype, written, alignment):

@@ -10,6 +10,7 @@ from needle.kernels.values import (
     InOut,
     Out,
     Random,
+    both,
     difference,
     draw,
     host_array,
@@ -69,6 +70,65 @@ def test_shapes_and_dtypes_are_checked():
         Random((2, -1))
     with pytest.raises(ValueError, match="Out: a shape"):
         Out((2, 1.5))
+
+
+@pytest.mark.parametrize(
+    "dtype, low, high",
+    [
+        ("float16", 0, 70000.0),
+        ("bfloat16", 0, 1e39),
+        ("float64", -1e308, 1.5e308),
+        ("float32", 2, 1),
+        ("float32", float("nan"), 1),
+        ("int8", 0, 129),
+        ("uint8", -1, 5),
+        ("int32", 5, 5),
+        ("int32", 100, None),
+    ],
+)
+def test_bounds_that_a_dtype_does_not_hold(dtype, low, high):
+    with pytest.raises(ValueError, match=f"Random: low and high are .*{dtype} takes numbers from"):
+        Random(3, dtype, low=low, high=high)
+
+
+def test_bounds_at_the_edge(recwarn):
+    assert Random(3, "float16", low=0, high=65504).array(0, 0).dtype == np.float16
+    assert Random(3, "int8", low=127, high=128).array(0, 0).tolist() == [127] * 3
+    assert Random(3, "uint64", low=2**63, high=2**64).array(0, 0).min() >= 2**63
+    assert not recwarn
+    with pytest.raises(ValueError, match="Random: seed must be"):
+        Random(3, seed=-1)
+
+
+@pytest.mark.parametrize("array", [Out(3), InOut(np.zeros(3)), [1, 2], 5, "x"])
+def test_inout_takes_arrays(array):
+    with pytest.raises(TypeError, match="InOut: takes an array or Random, not"):
+        InOut(array)
+
+
+@pytest.mark.parametrize(
+    "given, error",
+    [
+        ("x", TypeError),
+        ("xy", TypeError),
+        ((1, "x"), TypeError),
+        ({1: 2}, TypeError),
+        ((1, 2, 3), ValueError),
+        ((), ValueError),
+        (-1e-4, ValueError),
+        ((0, float("nan")), ValueError),
+        (float("inf"), ValueError),
+    ],
+)
+def test_tolerances_that_are_none(given, error):
+    with pytest.raises(error, match="tolerance: must be a number, or .absolute, relative., not"):
+        both(given)
+
+
+def test_tolerances():
+    assert both(None) is None
+    assert both(1) == both([1, 1.0]) == both(np.float32(1)) == both(np.ones(2)) == (1.0, 1.0)
+    assert difference(F([2.0, 3.0]), F([1.0, 1.0]), "float32", [2, 0]) is None
 
 
 F = np.float32

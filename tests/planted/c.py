@@ -334,6 +334,12 @@ FAULTS = [
         f"{OPS} -k 'test_structured and attention_bwd'",
     ),
     Fault(
+        "csrc/cpu/attention_bwd.c",
+        "lse[i] != -INFINITY ? lse[i] : INFINITY;",
+        "lse[i] != INFINITY ? lse[i] : INFINITY;",
+        f"{OPS} -k 'test_structured and attention_bwd'",
+    ),
+    Fault(
         "csrc/cpu/attention_fwd.c",
         "top[i] = top[i] == -INFINITY ? 0.0f : top[i];",
         "top[i] += 0;",
