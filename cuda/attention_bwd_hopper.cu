@@ -331,6 +331,7 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
             pass();
         }
 
+        turn_wait(1 + group, WARPGROUP); /* nobody reads these rows any more */
 #pragma unroll
         for (int which = 0; which < GRADIENTS; which++) {
             float factor = which == 0 ? p.scale : 1.0f;

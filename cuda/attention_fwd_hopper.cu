@@ -350,6 +350,7 @@ __device__ __forceinline__ void consume(const Forward &f, Places<Shape> at) {
             kv.advance();
         }
 
+        turn_wait(1 + CONSUMERS + group, WARPGROUP); /* nobody multiplies by my_q any more */
         float factors[2];
         float *lse = p.lse + ((int64_t)piece.b * p.H + piece.h) * p.T;
 #pragma unroll
