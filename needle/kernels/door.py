@@ -90,6 +90,7 @@ class Door:
             task = loop.create_task(self._greet(connection))
             self.greeting[task] = None
             task.add_done_callback(lambda done: self.greeting.pop(done, None))
+            await asyncio.sleep(0)  # a task that never began could not close its connection
 
     async def _greet(self, connection: socket.socket) -> None:
         try:
