@@ -169,10 +169,7 @@ static inline nd_status problem_launch(const char *op, int device, void (*kernel
         return nd_error(ND_EVALUE, "%s: q: %lld tiles, but one launch takes at most 2^31 - 1", op,
                         (long long)blocks);
     }
-    ND_TRY(cuda_prepare(op, device, (const void *)kernel, threads, shared));
-    kernel<<<(unsigned)blocks, threads, shared, cuda_stream(device)>>>(p);
-    CUDA_LAUNCHED(op);
-    return ND_OK;
+    return cuda_launch(op, device, kernel, p, (unsigned)blocks, threads, shared);
 }
 
 /* Calls f(Columns<DP>()) with the tile width for a head dim. */

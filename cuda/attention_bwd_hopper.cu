@@ -369,8 +369,7 @@ template <class T, class Shape>
 __global__ void __launch_bounds__(Shape::THREADS, Shape::CTAS)
     attention_bwd_hopper_kernel(const __grid_constant__ Backward f) {
 #ifdef HOPPER_CODE
-    extern __shared__ __align__(1024) unsigned char shared_memory[];
-    Places<Shape> at{shared_address(shared_memory)};
+    Places<Shape> at{dynamic_shared()};
     if (threadIdx.x == 0) {
         for (int slot = 0; slot < Shape::SLOTS; slot++) {
             barrier_init(at.own_full(slot), 1);

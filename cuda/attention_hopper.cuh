@@ -80,11 +80,8 @@ static inline nd_status hopper_launch(const char *op, int device, void (*kernel)
     const Problem &p = arguments.p;
     int64_t pieces = (int64_t)p.tiles * p.B * p.H;
     int64_t most = (int64_t)cuda_device_limits(device)->processors * Shape::CTAS;
-    ND_TRY(cuda_prepare(op, device, (const void *)kernel, Shape::THREADS, Shape::SHARED));
-    kernel<<<(unsigned)(pieces < most ? pieces : most), Shape::THREADS, Shape::SHARED,
-             cuda_stream(device)>>>(arguments);
-    CUDA_LAUNCHED(op);
-    return ND_OK;
+    return cuda_launch(op, device, kernel, arguments, (unsigned)(pieces < most ? pieces : most),
+                       Shape::THREADS, Shape::SHARED);
 }
 
 #ifdef HOPPER_CODE

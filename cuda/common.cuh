@@ -68,6 +68,18 @@ nd_status cuda_scratch(int device, size_t bytes, void **out);
  * a repeated call costs a look-up. */
 nd_status cuda_prepare(const char *op, int device, const void *kernel, int threads, size_t shared);
 
+/* A launch of `blocks` thread blocks of a kernel with one argument. */
+template <class A>
+static inline nd_status cuda_launch(const char *op, int device, void (*kernel)(A),
+                                    const A &argument, unsigned blocks, int threads,
+                                    size_t shared) {
+    ND_TRY(cuda_prepare(op, device, (const void *)kernel, threads, shared));
+    void *arguments[] = {(void *)&argument};
+    CUDA_TRY(op, cudaLaunchKernel((const void *)kernel, dim3(blocks), dim3((unsigned)threads),
+                                  arguments, shared, cuda_stream(device)));
+    return ND_OK;
+}
+
 /* reduce.cu: to[c] += the sum over r of partial[r * columns + c], rows in a fixed order. */
 nd_status cuda_add_columns(const char *op, int device, const float *partial, int64_t rows,
                            int64_t columns, float *to);

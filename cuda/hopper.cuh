@@ -45,6 +45,12 @@ nd_status tensor_map(const char *op, void *data, int element_bytes, const int64_
 
 #ifdef HOPPER_CODE
 
+/* Where a block's dynamic shared memory begins: a multiple of PANEL_ALIGN. */
+__device__ __forceinline__ uint32_t dynamic_shared() {
+    extern __shared__ __align__(1024) unsigned char dynamic_shared_memory[];
+    return (uint32_t)__cvta_generic_to_shared(dynamic_shared_memory);
+}
+
 /* ---- barriers in shared memory [mbarrier] -------------------------------------------------------
  * 8 bytes each. A phase ends when `arrivals` threads have arrived and all announced bytes have come;
  * waiting for phase p (0, 1, 0, ...) returns once it has ended. */

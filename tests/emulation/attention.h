@@ -1,0 +1,60 @@
+/* attention.h - for forward.cpp and backward.cpp: arrays from Python, and what the host's side needs. */
+#pragma once
+#include "emulated.h"
+
+#include <cstdarg>
+
+#include "attention_hopper.cuh"
+
+using namespace attention;
+
+/* Three, so that a block has several pieces of work, and another block some. */
+const cuda_limits *cuda_device_limits(int) {
+    static const cuda_limits limits = {3, 90, 1024, 227 << 10, 50 << 20};
+    return &limits;
+}
+nd_status cuda_prepare(const char *, int, const void *, int, size_t) { return ND_OK; }
+cudaStream_t cuda_stream(int) { return NULL; }
+static char message[512];
+nd_status nd_error(nd_status status, const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(message, sizeof message, format, arguments);
+    va_end(arguments);
+    return status;
+}
+size_t nd_dtype_size(nd_dtype dtype) { return dtype == ND_F32 ? 4 : 2; }
+nd_status cuda_error(const char *, const char *, cudaError_t) { return ND_ECUDA; }
+
+/* Of 16 bits, (B, T, H, D) with strides in elements. */
+struct Given {
+    void *data;
+    int64_t shape[4], strides[4];
+};
+
+static inline nd_array array_of(const Given &given, bool is_half) {
+    nd_array array = {};
+    array.data = given.data;
+    array.dtype = is_half ? ND_F16 : ND_BF16;
+    array.ndim = 4;
+    memcpy(array.shape, given.shape, sizeof given.shape);
+    memcpy(array.strides, given.strides, sizeof given.strides);
+    return array;
+}
+
+/* Lists of blocks: (G, P) offsets and E entries; G is 0 when dense. */
+struct GivenLists {
+    int *offsets, *entries;
+    int64_t groups, points, count, block;
+};
+
+struct GivenBlocks {
+    nd_array offsets = {}, entries = {};
+    explicit GivenBlocks(const GivenLists &given) {
+        offsets.data = given.offsets;
+        offsets.shape[0] = given.groups;
+        offsets.shape[1] = given.points;
+        entries.data = given.entries;
+        entries.shape[0] = given.count;
+    }
+};

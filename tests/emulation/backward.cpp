@@ -1,0 +1,33 @@
+/* backward.cpp - attention_bwd_hopper.cu on the CPU: dq, or dk and dv. */
+#include "attention.h"
+
+#include "attention_bwd_hopper.cu"
+
+/* stats: (B, H, stride) pairs of lse, times log2 e, and delta. given: the lists of the own rows' side. */
+extern "C" const char *backward(const Given *q, const Given *k, const Given *v, const Given *dout,
+                                const Given *dq, const Given *dk, const Given *dv, float *stats,
+                                int stride, const GivenLists *given, int keys, int causal,
+                                double scale, int is_half, unsigned seed) {
+    emulated::chance.seed(seed);
+    nd_array arrays[7] = {array_of(*q, is_half),    array_of(*k, is_half),  array_of(*v, is_half),
+                          array_of(*dout, is_half), array_of(*dq, is_half), array_of(*dk, is_half),
+                          array_of(*dv, is_half)};
+    Problem p;
+    if (problem_new("backward", &arrays[0], &arrays[1], &arrays[2], scale, causal, &p) != ND_OK) {
+        return message;
+    }
+    p.stats = (float2 *)stats;
+    p.stats_stride = stride;
+    for (const nd_array &array : arrays) {
+        if (!hopper_serves(0, p, array.dtype, given->block, {&array})) {
+            return "not served";
+        }
+    }
+    GivenBlocks lists(*given);
+    const nd_array *offsets = given->groups ? &lists.offsets : NULL;
+    Operands all = {&arrays[0], &arrays[1], &arrays[2], NULL,
+                    &arrays[3], &arrays[4], &arrays[5], &arrays[6]};
+    nd_status status = attention_bwd_hopper("backward", 0, p, all, keys != 0, offsets,
+                                            &lists.entries, given->block);
+    return status == ND_OK ? "" : message;
+}

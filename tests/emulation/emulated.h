@@ -1,0 +1,553 @@
+/* emulated.h - one GPU block on the CPU: what the Hopper kernels use of the hardware, so that their logic
+ * (barriers, phases, who reads what when, swizzles, fragments) is tried where no GPU is.
+ *
+ * A kernel's source is compiled as C++ behind this header, which takes the place of mma.cuh and hopper.cuh.
+ * Threads are fibers, resumed in turns from a random one on; a block ends, or is seen to wait for ever.
+ * Whatever the hardware may do late is done late: boxes arrive after some turns, products are
+ * computed when they are waited for and read shared memory then, stores read it when they are waited
+ * for. Shared memory is NaN before, and so are sums whose product is under way.
+ *
+ * Not emulated: time, the register file, the caches, other blocks at once. Blocks run one by one.
+ */
+#pragma once
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <random>
+#include <stdexcept>
+#include <vector>
+
+#define __CUDACC__ 1
+#undef __device__
+#undef __global__
+#undef __forceinline__
+#undef __launch_bounds__
+#undef __grid_constant__
+#undef __shared__
+#undef __align__
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __shared__
+#define __align__(bytes) __attribute__((aligned(bytes)))
+
+using std::max;
+using std::min;
+
+namespace emulated {
+
+/* ---- fibers ------------------------------------------------------------------------------------ */
+constexpr size_t STACK = 96 << 10;
+struct Fiber {
+    ucontext_t context;
+    std::vector<char> stack;
+    bool done;
+};
+inline std::vector<Fiber> fibers;
+inline ucontext_t scheduler;
+inline int current;
+inline long progress; /* anything that another fiber may have waited for */
+inline std::mt19937 chance;
+inline std::function<void()> kernel_body;
+inline const char *failure;
+
+inline void fail(const char *what) {
+    failure = failure ? failure : what;
+    progress++;
+}
+
+inline void yield() { swapcontext(&fibers[current].context, &scheduler); }
+
+template <class F> void wait_until(F &&condition) {
+    while (!condition() && !failure) {
+        yield();
+    }
+    if (failure) { /* nobody goes on */
+        fibers[current].done = true;
+        yield();
+    }
+    progress++;
+}
+
+/* ---- what is done late --------------------------------------------------------------------------- */
+struct Late {
+    int turns;
+    std::function<void()> run;
+};
+inline std::deque<Late> late;
+
+struct Barrier {
+    int arrivals, missing;
+    long bytes;
+    uint32_t phase;
+    void settle() {
+        if (missing == 0 && bytes == 0) {
+            phase ^= 1;
+            missing = arrivals;
+            progress++;
+        }
+    }
+};
+inline std::map<uint32_t, Barrier> barriers;
+struct Meeting { /* __syncthreads, bar.sync */
+    int there;
+    long round;
+};
+inline Meeting meetings[17];
+
+inline void meet(int number, int threads, bool waits) {
+    Meeting &m = meetings[number];
+    long round = m.round;
+    progress++;
+    if (++m.there == threads) {
+        m.there = 0;
+        m.round++;
+    } else if (m.there > threads) {
+        fail("more threads arrive at a barrier than it is for");
+    } else if (waits) {
+        wait_until([&] { return m.round != round; });
+    }
+}
+
+/* A product of a warp: its 16 rows. */
+struct Product {
+    int columns, lanes;
+    bool by_columns, in_registers, add, done;
+    float (*value)(uint16_t);
+    uint64_t a, b;
+    float *sums[32];
+    uint32_t words[32][4];
+};
+struct Warp {
+    std::deque<Product> products;
+    size_t issued[32];
+    std::vector<size_t> groups[32]; /* how many products were issued when a group ended */
+    uint32_t exchanged[32];
+    int gave, took;
+    long round;
+};
+inline std::vector<Warp> warps;
+
+/* ---- shared memory ------------------------------------------------------------------------------- */
+constexpr uint32_t BASE = 4096; /* of its addresses: what is at 0 is a mistake */
+alignas(1024) inline unsigned char memory[232 << 10];
+
+inline unsigned char *at(uint32_t address, size_t bytes = 1) {
+    if (address < BASE || address + bytes > BASE + sizeof memory) {
+        fail("an address outside of shared memory");
+        return memory;
+    }
+    return memory + (address - BASE);
+}
+
+/* The copy engine and wgmma swizzle by bits 7 to 9 of the address. */
+inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
+
+/* ---- a block --------------------------------------------------------------------------------------- */
+struct Index {
+    unsigned x, y, z;
+};
+
+} // namespace emulated
+
+static emulated::Index threadIdx, blockIdx, blockDim, gridDim;
+
+namespace emulated {
+
+inline void fiber_main() {
+    kernel_body();
+    fibers[current].done = true;
+    progress++;
+    yield();
+}
+
+inline void run_block(int threads) {
+    blockDim.x = (unsigned)threads;
+    fibers.assign((size_t)threads, Fiber{});
+    warps.assign((size_t)threads / 32, Warp{});
+    late.clear();
+    barriers.clear();
+    memset(meetings, 0, sizeof meetings);
+    memset(memory, 0xff, sizeof memory);
+    for (Fiber &fiber : fibers) {
+        fiber.stack.resize(STACK);
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack.data();
+        fiber.context.uc_stack.ss_size = STACK;
+        fiber.context.uc_link = &scheduler;
+        makecontext(&fiber.context, fiber_main, 0);
+    }
+    for (int left = threads, idle = 0; left > 0 && !failure;) {
+        long before = progress;
+        int first = (int)(chance() % (unsigned)threads);
+        for (int i = 0; i < threads; i++) {
+            current = (first + i) % threads;
+            threadIdx.x = (unsigned)current;
+            if (!fibers[(size_t)current].done) {
+                swapcontext(&scheduler, &fibers[(size_t)current].context);
+                left -= fibers[(size_t)current].done;
+            }
+        }
+        for (size_t i = 0; i < late.size();) {
+            if (--late[i].turns > 0) {
+                i++;
+                continue;
+            }
+            auto run = late[i].run;
+            late.erase(late.begin() + (long)i);
+            run();
+            progress++;
+        }
+        idle = progress == before && late.empty() ? idle + 1 : 0;
+        if (idle > 2) {
+            fail("all threads wait, and nothing is under way");
+        }
+    }
+}
+
+/* ---- exchange within a warp ------------------------------------------------------------------------ */
+template <class V> V from_lane(V mine, int lane) {
+    Warp &warp = warps[threadIdx.x / 32];
+    wait_until([&] { return warp.took == 0; });
+    memcpy(&warp.exchanged[threadIdx.x % 32], &mine, 4);
+    long round = warp.round;
+    if (++warp.gave == 32) {
+        warp.gave = 0;
+        warp.took = 32;
+        warp.round++;
+    }
+    wait_until([&] { return warp.round != round; });
+    memcpy(&mine, &warp.exchanged[lane & 31], 4);
+    warp.took--;
+    return mine;
+}
+
+/* ---- products ---------------------------------------------------------------------------------------- */
+inline float of_bf16(uint16_t bits) {
+    uint32_t wide = (uint32_t)bits << 16;
+    float x;
+    memcpy(&x, &wide, 4);
+    return x;
+}
+inline float of_f16(uint16_t bits) {
+    __half h;
+    memcpy(&h, &bits, 2);
+    return __half2float(h);
+}
+
+/* PTX ISA, "Matrix Descriptor Format" and "Shared Memory Matrix Layout" with the 128-byte swizzle. */
+inline void compute(Product &p, int warp) {
+    auto address = [](uint64_t d) { return (uint32_t)(d & 0x3fff) << 4; };
+    auto stride = [](uint64_t d) { return (uint32_t)(d >> 32 & 0x3fff) << 4; };  /* of 8 rows */
+    auto leading = [](uint64_t d) { return (uint32_t)(d >> 16 & 0x3fff) << 4; }; /* of 64 columns */
+    auto element = [&](uint32_t where) {
+        uint16_t bits;
+        memcpy(&bits, at(swizzled(where), 2), 2);
+        return p.value(bits);
+    };
+    float a[16][16], b[16][256];
+    for (int row = 0; row < 16; row++) {
+        for (int k = 0; k < 16; k++) {
+            if (p.in_registers) {
+                uint32_t word = p.words[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
+                a[row][k] = p.value((uint16_t)(k % 2 ? word >> 16 : word));
+            } else {
+                int r = warp % 4 * 16 + row;
+                a[row][k] = element(address(p.a) + (uint32_t)(r / 8) * stride(p.a) +
+                                    (uint32_t)(r % 8 * 128 + k * 2));
+            }
+        }
+    }
+    for (int k = 0; k < 16; k++) {
+        for (int n = 0; n < p.columns; n++) {
+            uint32_t where = p.by_columns
+                                 ? (uint32_t)(n / 64) * leading(p.b) + (uint32_t)(n % 64 * 2) +
+                                       (uint32_t)(k / 8) * stride(p.b) + (uint32_t)(k % 8 * 128)
+                                 : (uint32_t)(n / 8) * stride(p.b) + (uint32_t)(n % 8 * 128 + k * 2);
+            b[k][n] = element(address(p.b) + where);
+        }
+    }
+    for (int row = 0; row < 16; row++) {
+        for (int n = 0; n < p.columns; n++) {
+            float &sum = p.sums[row % 8 * 4 + n % 8 / 2][n / 8 * 4 + row / 8 * 2 + n % 2];
+            sum = p.add ? sum : 0.0f;
+            for (int k = 0; k < 16; k++) {
+                sum += a[row][k] * b[k][n];
+            }
+        }
+    }
+    p.done = true;
+}
+
+inline void issue(const Product &asked, float *sums, int count, const uint32_t *words) {
+    Warp &warp = warps[threadIdx.x / 32];
+    int lane = (int)threadIdx.x % 32;
+    size_t number = warp.issued[lane]++;
+    if (warp.products.size() <= number) {
+        warp.products.push_back(asked);
+    }
+    Product &p = warp.products[number];
+    if (p.a != asked.a || p.b != asked.b || p.add != asked.add || p.columns != asked.columns) {
+        fail("the lanes of a warp ask for different products");
+    }
+    p.sums[lane] = sums;
+    if (words) {
+        memcpy(p.words[lane], words, sizeof p.words[lane]);
+    }
+    for (int i = 0; i < count && !asked.add; i++) {
+        sums[i] = NAN;
+    }
+    p.lanes++;
+    progress++;
+}
+
+struct Map { /* inside of a CUtensorMap */
+    unsigned char *data;
+    int element, rows, columns;
+    int64_t shape[4], strides[4];
+};
+static_assert(sizeof(Map) <= sizeof(CUtensorMap));
+
+/* f(address in shared memory, element of the tensor or NULL where it has none) for each of a box. */
+template <class F> void each_of_box(const Map &map, uint32_t place, const int (&from)[4], F &&f) {
+    for (int row = 0; row < map.rows; row++) {
+        for (int column = 0; column < map.columns; column++) {
+            int64_t where[4] = {from[0] + column, from[1] + row, from[2], from[3]};
+            unsigned char *element = map.data;
+            for (int axis = 0; axis < 4; axis++) {
+                bool inside = where[axis] >= 0 && where[axis] < map.shape[axis];
+                element = inside && element ? element + where[axis] * map.strides[axis] : NULL;
+            }
+            uint32_t linear = place + (uint32_t)((row * map.columns + column) * map.element);
+            f(map.element == 2 ? swizzled(linear) : linear, element);
+        }
+    }
+}
+
+inline std::map<unsigned, std::vector<std::function<void()>>> stores; /* by thread */
+
+} // namespace emulated
+
+/* ---- CUDA's own names -------------------------------------------------------------------------------- */
+inline void __syncthreads() { emulated::meet(16, (int)blockDim.x, true); }
+inline void __syncwarp() {}
+inline float __shfl_xor_sync(unsigned, float x, int mask) {
+    return emulated::from_lane(x, ((int)threadIdx.x % 32) ^ mask);
+}
+inline int __shfl_sync(unsigned, int x, int lane) { return emulated::from_lane(x, lane); }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline unsigned __float_as_uint(float x) {
+    unsigned bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+inline float __uint_as_float(unsigned bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+inline void __stwb(uint4 *to, uint4 x) { *to = x; }
+
+/* ---- mma.cuh -------------------------------------------------------------------------------------------- */
+#define NEEDLE_MMA_CUH
+#define cuda_launch cuda_launch_on_a_gpu
+#include "common.cuh"
+#undef cuda_launch
+
+uint32_t shared_address(const void *pointer);
+inline void store_shared4(uint32_t to, uint32_t x) { memcpy(emulated::at(to, 4), &x, 4); }
+inline void load_shared16(uint32_t (&x)[4], uint32_t from) { memcpy(x, emulated::at(from, 16), 16); }
+inline void load_matrices(uint32_t (&x)[4], uint32_t row) {
+    int lane = (int)threadIdx.x % 32;
+    for (int i = 0; i < 4; i++) {
+        uint32_t from = emulated::from_lane(row, 8 * i + lane / 4);
+        memcpy(&x[i], emulated::at(from + 4 * (uint32_t)(lane % 4), 4), 4);
+    }
+}
+template <class T> uint32_t pack_pair(float low, float high);
+template <> inline uint32_t pack_pair<bf16>(float low, float high) {
+    return pack(__float2bfloat16_rn(low), __float2bfloat16_rn(high));
+}
+template <> inline uint32_t pack_pair<f16>(float low, float high) {
+    return pack(__float2half_rn(low), __float2half_rn(high));
+}
+inline float fast_exp2(float x) { return exp2f(x); }
+/* Of the portable kernels, which are not emulated. */
+void copy_async16(uint32_t to, const void *from, bool inside);
+void copy_async_commit();
+template <int pending> void copy_async_wait();
+void store_shared16(uint32_t to, const uint32_t (&x)[4]);
+void load_matrices_transposed(uint32_t (&x)[4], uint32_t row);
+template <class T>
+void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+
+/* ---- hopper.cuh: contracts there ------------------------------------------------------------------------ */
+#define NEEDLE_HOPPER_CUH
+#define HOPPER_CODE 1
+
+namespace hopper {
+
+constexpr int WARPGROUP = 128, PANEL_COLUMNS = 64;
+constexpr uint32_t PANEL_ROW = 128, PANEL_ALIGN = 1024;
+
+inline bool hopper_usable(int) { return true; }
+inline uint32_t dynamic_shared() { return emulated::BASE; }
+
+inline nd_status tensor_map(const char *, void *data, int element, const int64_t (&shape)[4],
+                            const int64_t (&strides)[3], int columns, int rows, CUtensorMap *out) {
+    emulated::Map map = {(unsigned char *)data, element, rows, columns, {}, {element}};
+    for (int axis = 0; axis < 4; axis++) {
+        map.shape[axis] = shape[axis];
+        map.strides[axis] = axis == 0 ? element : strides[axis - 1];
+    }
+    memcpy(out, &map, sizeof map);
+    return ND_OK;
+}
+
+inline emulated::Barrier &barrier_at(uint32_t address) {
+    auto found = emulated::barriers.find(address);
+    if (found == emulated::barriers.end()) {
+        emulated::fail("a barrier that nobody made");
+        return emulated::barriers[address];
+    }
+    return found->second;
+}
+inline void barrier_init(uint32_t barrier, int arrivals) {
+    emulated::barriers[barrier] = emulated::Barrier{arrivals, arrivals, 0, 0};
+}
+inline void barrier_init_done() {}
+inline void barrier_arrive(uint32_t barrier) {
+    emulated::Barrier &b = barrier_at(barrier);
+    if (--b.missing < 0) {
+        emulated::fail("more threads arrive in a phase than the barrier is for");
+    }
+    b.settle();
+    emulated::progress++;
+}
+inline void barrier_expect(uint32_t barrier, uint32_t bytes) {
+    barrier_at(barrier).bytes += bytes;
+    barrier_arrive(barrier);
+}
+inline void barrier_wait(uint32_t barrier, uint32_t phase) {
+    emulated::wait_until([&] { return barrier_at(barrier).phase != phase; });
+}
+inline void turn_wait(int number, int threads) { emulated::meet(number, threads, true); }
+inline void turn_pass(int number, int threads) { emulated::meet(number, threads, false); }
+
+inline emulated::Map checked(const CUtensorMap *map, uint32_t place) {
+    emulated::Map m;
+    memcpy(&m, map, sizeof m);
+    if (place % (m.element == 2 ? PANEL_ALIGN : 128) != 0) {
+        emulated::fail("a box at a place that is not aligned");
+    }
+    return m;
+}
+inline void box_load(uint32_t to, const CUtensorMap *map, uint32_t barrier, int c0, int c1, int c2,
+                     int c3) {
+    emulated::Map m = checked(map, to);
+    emulated::late.push_back({1 + (int)(emulated::chance() % 6), [=] {
+        emulated::each_of_box(m, to, {c0, c1, c2, c3}, [&](uint32_t place, unsigned char *from) {
+            unsigned char *target = emulated::at(place, (size_t)m.element);
+            from ? memcpy(target, from, (size_t)m.element) : memset(target, 0, (size_t)m.element);
+        });
+        emulated::Barrier &b = barrier_at(barrier);
+        b.bytes -= (long)m.rows * m.columns * m.element;
+        b.settle();
+    }});
+}
+inline void proxy_fence() {}
+inline void box_store(const CUtensorMap *map, uint32_t from, int c0, int c1, int c2, int c3) {
+    emulated::Map m = checked(map, from);
+    emulated::stores[threadIdx.x].push_back([=] {
+        emulated::each_of_box(m, from, {c0, c1, c2, c3}, [&](uint32_t place, unsigned char *to) {
+            if (to) {
+                memcpy(to, emulated::at(place, (size_t)m.element), (size_t)m.element);
+            }
+        });
+    });
+}
+inline void box_stores_read() {
+    for (unsigned turns = emulated::chance() % 4; turns > 0; turns--) {
+        emulated::progress++;
+        emulated::yield();
+    }
+    for (auto &store : emulated::stores[threadIdx.x]) {
+        store();
+    }
+    emulated::stores[threadIdx.x].clear();
+}
+
+template <int COUNT> void registers_down_to() {}
+template <int COUNT> void registers_up_to() {}
+
+/* The bits are those of hopper.cuh. */
+constexpr uint64_t LAYOUT = (uint64_t)1 << 62 | (uint64_t)(8 * PANEL_ROW >> 4) << 32;
+inline uint64_t rows_operand(uint32_t address) {
+    return LAYOUT | (uint64_t)1 << 16 | (address & 0x3ffff) >> 4;
+}
+inline uint64_t columns_operand(uint32_t address, uint32_t panel) {
+    return LAYOUT | (uint64_t)(panel >> 4) << 16 | (address & 0x3ffff) >> 4;
+}
+inline void products_begin() {}
+inline void products_end() {
+    emulated::Warp &warp = emulated::warps[threadIdx.x / 32];
+    warp.groups[threadIdx.x % 32].push_back(warp.issued[threadIdx.x % 32]);
+}
+template <int LEFT> void products_wait() {
+    emulated::Warp &warp = emulated::warps[threadIdx.x / 32];
+    auto &groups = warp.groups[threadIdx.x % 32];
+    if (groups.size() <= LEFT) {
+        return;
+    }
+    for (size_t i = 0; i < groups[groups.size() - 1 - LEFT]; i++) {
+        if (!warp.products[i].done) {
+            emulated::wait_until([&] { return warp.products[i].lanes == 32; });
+            if (!warp.products[i].done) {
+                emulated::compute(warp.products[i], (int)threadIdx.x / 32);
+            }
+        }
+    }
+}
+template <int N> void hold(float (&)[N]) {}
+template <int M, int N> void hold(uint32_t (&)[M][N]) {}
+
+template <class T> constexpr auto value_of = emulated::of_bf16;
+template <> constexpr auto value_of<f16> = emulated::of_f16;
+template <class T, int COLUMNS, int C>
+void product(float (&c)[C], uint64_t a, uint64_t b, bool add) {
+    emulated::issue({2 * C, 0, COLUMNS != 0, false, add, false, value_of<T>, a, b, {}, {}}, c, C, NULL);
+}
+template <class T, int COLUMNS, int C>
+void product(float (&c)[C], const uint32_t (&a)[4], uint64_t b, bool add) {
+    emulated::issue({2 * C, 0, COLUMNS != 0, true, add, false, value_of<T>, 0, b, {}, {}}, c, C, a);
+}
+
+} // namespace hopper
+
+/* ---- the host -------------------------------------------------------------------------------------------- */
+template <class A>
+nd_status cuda_launch(const char *op, int, void (*kernel)(A), const A &argument, unsigned blocks,
+                      int threads, size_t shared) {
+    if (shared > sizeof emulated::memory) {
+        return nd_error(ND_ECUDA, "%s: %zu bytes of shared memory", op, shared);
+    }
+    gridDim.x = blocks;
+    emulated::failure = NULL;
+    emulated::kernel_body = [&] { kernel(argument); };
+    for (blockIdx.x = 0; blockIdx.x < blocks && !emulated::failure; blockIdx.x++) {
+        emulated::run_block(threads);
+    }
+    return emulated::failure ? nd_error(ND_ECUDA, "%s: %s", op, emulated::failure) : ND_OK;
+}

@@ -1,0 +1,26 @@
+/* forward.cpp - attention_fwd_hopper.cu on the CPU. */
+#include "attention.h"
+
+#include "attention_fwd_hopper.cu"
+
+extern "C" const char *forward(const Given *q, const Given *k, const Given *v, const Given *o, float *lse,
+                               const GivenLists *given, int causal, double scale, int is_half,
+                               unsigned seed) {
+    emulated::chance.seed(seed);
+    nd_array arrays[4] = {array_of(*q, is_half), array_of(*k, is_half), array_of(*v, is_half),
+                          array_of(*o, is_half)};
+    Problem p;
+    if (problem_new("forward", &arrays[0], &arrays[1], &arrays[2], scale, causal, &p) != ND_OK) {
+        return message;
+    }
+    p.lse = lse;
+    if (!hopper_serves(0, p, arrays[0].dtype, given->block, {&arrays[0], &arrays[1], &arrays[2], &arrays[3]})) {
+        return "not served";
+    }
+    GivenBlocks lists(*given);
+    const nd_array *offsets = given->groups ? &lists.offsets : NULL;
+    Operands all = {&arrays[0], &arrays[1], &arrays[2], &arrays[3], NULL, NULL, NULL, NULL};
+    nd_status status =
+        attention_fwd_hopper("forward", 0, p, all, offsets, &lists.entries, given->block);
+    return status == ND_OK ? "" : message;
+}

@@ -1,0 +1,229 @@
+"""The Hopper attention kernels on the CPU (emulated.h), against softmax attention in float64. Needs
+a C++ compiler and the toolkit's headers, and no GPU: what is tried is their logic."""
+
+import ctypes
+import functools
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from harness import ROOT
+
+sys.path.insert(0, str(ROOT))
+from building import cuda, steps  # noqa: E402
+from needle.block_mask import BlockMask, _compressed  # noqa: E402
+
+HERE = Path(__file__).resolve().parent
+TOOLKIT = cuda.find_toolkit()
+pytestmark = pytest.mark.skipif(isinstance(TOOLKIT, str), reason=f"no CUDA headers: {TOOLKIT}")
+
+
+class Given(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("shape", ctypes.c_int64 * 4),
+        ("strides", ctypes.c_int64 * 4),
+    ]
+
+    @staticmethod
+    def of(array: np.ndarray) -> "Given":
+        strides = [step // array.itemsize for step in array.strides]
+        return Given(
+            array.ctypes.data, (ctypes.c_int64 * 4)(*array.shape), (ctypes.c_int64 * 4)(*strides)
+        )
+
+
+class Lists(ctypes.Structure):
+    _fields_ = [("offsets", ctypes.c_void_p), ("entries", ctypes.c_void_p)]
+    _fields_ += [(name, ctypes.c_int64) for name in ("groups", "points", "count", "block")]
+
+
+def lists_of(blocks: np.ndarray | None, block: int) -> tuple[Lists, object]:
+    """(for C, what must live as long)."""
+    if blocks is None:
+        return Lists(), None
+    offsets, entries = _compressed(blocks)
+    kept = np.ascontiguousarray(offsets), np.ascontiguousarray(entries)
+    return Lists(
+        kept[0].ctypes.data, kept[1].ctypes.data, *offsets.shape, entries.size, block
+    ), kept
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
+    """name -> the function of that file, built once."""
+    folder = tmp_path_factory.mktemp("emulated")
+
+    @functools.cache
+    def function(name: str):
+        library = folder / f"{name}.so"
+        command = [*steps.find_compiler("CXX", "c++ g++ clang++", "g++"), "-std=c++17", "-O2", "-w"]
+        command += ["-fPIC", "-shared", f"-I{HERE}", "-Icuda", "-Icsrc"]
+        command += [f"-I{path}" for path in TOOLKIT.include]
+        command += ["-o", str(library), str(HERE / f"{name}.cpp")]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        found = getattr(ctypes.CDLL(str(library)), name)
+        found.restype = ctypes.c_char_p
+        return found
+
+    return function
+
+
+# ---- operands ------------------------------------------------------------------------------------
+
+
+def to_16(x: np.ndarray, is_half: bool) -> np.ndarray:
+    if is_half:
+        return x.astype(np.float16).view(np.uint16)
+    bits = x.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def from_16(bits: np.ndarray, is_half: bool) -> np.ndarray:
+    if is_half:
+        return bits.view(np.float16).astype(np.float64)
+    return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+class Problem:
+    """Random operands; `packed`: q, k and v lie in one array, as in the model."""
+
+    def __init__(self, B, T, S, H, D, causal, mask=None, is_half=False, packed=False, seed=0):
+        rng = np.random.default_rng(seed)
+        self.sizes, self.causal, self.mask, self.is_half = (B, T, S, H, D), causal, mask, is_half
+        self.scale = D**-0.5
+        if packed:
+            whole = to_16(rng.standard_normal((B, T, H, 3, D)), is_half)
+            self.q, self.k, self.v = (whole[:, :, :, i] for i in range(3))
+        else:
+            self.q, self.k, self.v = (
+                to_16(rng.standard_normal((B, n, H, D)), is_half) for n in (T, S, S)
+            )
+        self.dout = to_16(rng.standard_normal((B, T, H, D)), is_half)
+        i, j = np.arange(T)[:, None], np.arange(S)[None, :]
+        see = np.broadcast_to((j <= i + S - T) if causal else (i >= 0) & (j >= 0), (1, T, S))
+        if mask is not None:
+            see = see & mask.to_dense().reshape(-1, T, S)
+        q, k, v, dout = (from_16(x, is_half) for x in (self.q, self.k, self.v, self.dout))
+        scores = np.where(see, np.einsum("bthd,bshd->bhts", q, k) * self.scale, -np.inf)
+        top = scores.max(-1, keepdims=True, initial=-1e300)
+        terms = np.exp(scores - top)
+        total = terms.sum(-1, keepdims=True)
+        with np.errstate(divide="ignore"):
+            self.lse = (np.log(total) + top)[..., 0]
+        self.lse[total[..., 0] == 0] = -np.inf
+        p = terms / np.where(total == 0, 1, total)
+        self.o = np.einsum("bhts,bshd->bthd", p, v)
+        dp = np.einsum("bthd,bshd->bhts", dout, v)
+        delta = (p * dp).sum(-1, keepdims=True)
+        ds = p * (dp - delta) * self.scale
+        self.delta = delta[..., 0]
+        self.dq = np.einsum("bhts,bshd->bthd", ds, k)
+        self.dk = np.einsum("bhts,bthd->bshd", ds, q)
+        self.dv = np.einsum("bhts,bthd->bshd", p, dout)
+
+    def blocks(self, transposed: bool):
+        if self.mask is None:
+            return lists_of(None, 0)
+        kept = self.mask.causal().blocks if self.causal else self.mask.blocks
+        return lists_of(kept.transpose(0, 2, 1) if transposed else kept, self.mask.block)
+
+    def stats(self) -> tuple[np.ndarray, int]:
+        """As attention_stats_kernel writes them; NaN beyond the end of a row of odd length."""
+        stride = -(-self.sizes[1] // 2) * 2
+        stats = np.full((*self.lse.shape[:2], stride, 2), np.nan, np.float32)
+        stats[:, :, : self.sizes[1], 0] = np.where(
+            np.isinf(self.lse), np.inf, self.lse / math.log(2)
+        )
+        stats[:, :, : self.sizes[1], 1] = self.delta
+        return stats, stride
+
+    def close(self, bits: np.ndarray, want: np.ndarray, what: str) -> None:
+        got = from_16(bits, self.is_half)
+        assert np.isfinite(got).all(), f"{what}: {np.argwhere(~np.isfinite(got))[:3]}"
+        bound = (2e-3 if self.is_half else 1.6e-2) * max(1.0, np.abs(want).max())
+        off = np.abs(got - want)
+        assert off.max() <= bound, (
+            f"{what}: {off.max():.3g} off at {np.unravel_index(off.argmax(), off.shape)}"
+        )
+
+
+def poison(like: np.ndarray) -> np.ndarray:
+    return np.full(like.shape, 0x7FC1, np.uint16)
+
+
+def mask_of(T, S, block, heads, seed) -> BlockMask:
+    shape = (heads, -(-T // block), -(-S // block))
+    return BlockMask(np.random.default_rng(seed).random(shape) < 0.5, block, T, S)
+
+
+DENSE = [
+    (1, 200, 200, 1, 64, True),
+    (1, 500, 500, 2, 64, True),
+    (2, 31, 31, 2, 64, True),
+    (1, 1, 1, 1, 64, False),
+    (1, 193, 400, 2, 48, True),
+    (1, 300, 257, 1, 64, False),
+    (1, 400, 400, 1, 8, True),
+    (1, 300, 300, 1, 128, True),
+    (2, 130, 300, 1, 96, False),
+]
+SPARSE = [
+    (512, 512, 128, True),
+    (450, 450, 128, True),
+    (450, 700, 256, False),
+    (450, 450, 64, True),
+    (400, 400, 192, True),
+]
+
+
+def problems():
+    for i, shape in enumerate(DENSE):
+        yield pytest.param(dict(zip("BTSHD", shape), causal=shape[5], seed=i), id=f"dense-{shape}")
+    for i, (T, S, block, causal) in enumerate(SPARSE):
+        for D in (64, 128):
+            more = dict(B=1, T=T, S=S, H=2, D=D, causal=causal, seed=i)
+            more["mask"] = mask_of(T, S, block, 1 + i % 2, i)
+            yield pytest.param(more, id=f"blocks-of-{block}-{T}-{S}-{D}")
+    yield pytest.param(dict(B=2, T=130, S=130, H=3, D=64, causal=True, packed=True), id="packed")
+    yield pytest.param(dict(B=1, T=200, S=200, H=1, D=64, causal=True, is_half=True), id="float16")
+
+
+@pytest.mark.parametrize("given", list(problems()))
+def test_forward(compiled, given):
+    p = Problem(**given)
+    o = poison(p.dout)
+    lse = np.full(p.lse.shape, 12345, np.float32)
+    lists, _kept = p.blocks(transposed=False)
+    said = compiled("forward")(
+        *(ctypes.byref(Given.of(x)) for x in (p.q, p.k, p.v, o)), ctypes.c_void_p(lse.ctypes.data),
+        ctypes.byref(lists), int(p.causal), ctypes.c_double(p.scale), int(p.is_half), 1,
+    )  # fmt: skip
+    assert said == b"", said
+    p.close(o, p.o, "o")
+    np.testing.assert_allclose(lse, p.lse, atol=1e-4)
+
+
+@pytest.mark.parametrize("given", list(problems()))
+@pytest.mark.parametrize("keys", [False, True], ids=["dq", "dkdv"])
+def test_backward(compiled, given, keys):
+    p = Problem(**given)
+    gradients = [poison(x) for x in (p.q, p.k, p.v)]
+    stats, stride = p.stats()
+    lists, _kept = p.blocks(transposed=keys)
+    said = compiled("backward")(
+        *(ctypes.byref(Given.of(x)) for x in (p.q, p.k, p.v, p.dout, *gradients)),
+        ctypes.c_void_p(stats.ctypes.data), stride, ctypes.byref(lists), int(keys), int(p.causal),
+        ctypes.c_double(p.scale), int(p.is_half), 1,
+    )  # fmt: skip
+    assert said == b"", said
+    wanted = (p.dq, p.dk, p.dv)
+    for name, got, want, mine in zip(("dq", "dk", "dv"), gradients, wanted, (not keys, keys, keys)):
+        if mine:
+            p.close(got, want, name)
+        else:
+            assert (got == 0x7FC1).all(), f"{name} was written"
