@@ -176,13 +176,16 @@ def trim(names: dict, largest: int = 20_000) -> None:
 
     from needle import _C
 
-    for name, value in list(names.items()):
+    gc.disable()  # what is collected may drop names
+    there = list(names.items())
+    gc.enable()
+    for name, value in there:
         if issubclass(type(value), _C.NDArray):  # a proxy's isinstance asks what is gone
             shape = _C.NDArray.shape.__get__(value)
             if _C.NDArray.size.__get__(value) > largest or max(shape, default=0) > largest:
-                del names[name]
+                names.pop(name, None)
         elif issubclass(type(value), np.ndarray) and value.nbytes > 16 * largest:
-            del names[name]
+            names.pop(name, None)
 
 
 def case(seed: int, meter: Meter, journal, reached: set) -> None:

@@ -387,6 +387,14 @@ def refused(call) -> None:
     raise Fault("the call was not refused")
 
 
+def was(operand):
+    """An operand that is to be changed: where it has become a dtype, of which NumPy takes the index
+    of an array for a field and raises KeyError, it stays."""
+    if isinstance(operand, np.dtype):
+        raise TypeError("no operand any more")
+    return operand
+
+
 def together(*calls, times: int = 4) -> None:
     """The calls, each in a thread of its own, at once."""
     gate = threading.Barrier(len(calls))

@@ -197,13 +197,13 @@ class Lines:
         arrays = [o.name for o in op.inputs if o.is_array]
         for _ in range(self.rng.choice((0, 0, 1, 1, 1, 2, 3))):
             operand = self.rng.choice(op.inputs)
-            self.bound["old"] = f"{given}[{operand.name!r}]"
+            self.bound["old"] = f"was({given}[{operand.name!r}])"
             self.bound["own_operand"] = given
             self.bound["peer"] = repr(self.rng.choice(arrays))
             rule = (
                 "changed" if operand.is_array else "integer" if operand.mode == "I64" else "number"
             )
-            lines.append(f"{self.bound['old']} = {self.word(rule)}")
+            lines.append(f"{given}[{operand.name!r}] = {self.word(rule)}")
         call = f"(**{given})" if self.rng.random() < 0.2 else f"(*{given}.values())"
         lines.append(f"_C.{name}{call}")
         return lines, tuple(f"{given}[{o.name!r}]" for o in op.inputs if o.is_written)
