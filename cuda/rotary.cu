@@ -1,14 +1,13 @@
-/* rotary.cu - rotary position embedding of packed heads, x (B, T, H, P, D) -> y.
+/* rotary.cu - rotary position embedding of packed heads, x (B, T, H, P, D), in place.
  *
  * In the slices p < parts (q and k of packed q, k, v), for i < R, with s = sign sin[t, i] and
  * c = cos[t, i]:
- *     y[i] = x[i] c - x[i + R] s,   y[i + R] = x[i + R] c + x[i] s
- * All else is copied. The backward is the same with sign = -1. Computed in float32, rounded once.
+ *     x[i], x[i + R] = x[i] c - x[i + R] s, x[i + R] c + x[i] s
+ * All else is not touched. The backward is the same with sign = -1. Computed in float32, rounded once.
  *
- * A block takes the rows (b, t) one after the other, a thread 16 bytes of y. A thread whose bytes
- * turn also loads their partners, which the neighbouring thread has just brought into the cache.
- * When R or D is not a multiple of the vector, the same kernel runs an element a thread.
- * Bytes: x once, y once, cos and sin T R each.
+ * A thread takes 16 bytes of x[0 .. R) and their partners; when R or D is not a multiple of the vector,
+ * the same kernel takes an element. Bytes: the rotated ones read and written, in whole sectors of 32;
+ * cos and sin T R each.
  */
 #include "common.cuh"
 
@@ -42,45 +41,41 @@ template <class T, int N> __device__ __forceinline__ void store_piece(T *p, cons
 }
 
 struct Shape {
-    int64_t rows, times, width;    /* B T, T, H P D */
-    int slices, parts, dims, half; /* P, parts, D, R */
+    int64_t items, times;           /* (b, t, h, p < parts, N of R); T */
+    int heads, slices, parts, dims; /* H, P, parts, D */
+    int half;                       /* R */
 };
 
 template <class T, int N>
 __global__ void __launch_bounds__(256)
-    rotary_kernel(const T *x, const float *cosines, const float *sines, float sign, T *y, Shape s) {
-    const uint32_t pieces = (uint32_t)(s.width / N), a_slice = (uint32_t)(s.dims / N);
-    for (int64_t row = blockIdx.x; row < s.rows; row += gridDim.x) {
-        const T *from = x + row * s.width;
-        T *to = y + row * s.width;
-        const int64_t t = row % s.times;
-        for (uint32_t i = threadIdx.x; i < pieces; i += blockDim.x) {
-            const uint32_t slice = i / a_slice;
-            const int d = (int)(i - slice * a_slice) * N;
-            const int part = (int)(slice % (uint32_t)s.slices);
-            Piece<T, N> own = load_piece<T, N>(from + (int64_t)i * N);
-            if (part < s.parts && d < 2 * s.half) {
-                const bool first = d < s.half;
-                const int at = first ? d : d - s.half;
-                Piece<T, N> other =
-                    load_piece<T, N>(from + (int64_t)i * N + (first ? s.half : -s.half));
-                const float *c = cosines + t * s.half + at, *n = sines + t * s.half + at;
-                const float signed_sine = first ? -sign : sign;
-                constexpr int step = N == 1 ? 1 : 4;
+    rotary_kernel(T *x, const float *cosines, const float *sines, float sign, Shape s) {
+    const uint32_t pieces = (uint32_t)(s.half / N), parts = (uint32_t)s.parts;
+    const uint32_t a_row = pieces * parts * (uint32_t)s.heads; /* items of a (b, t) */
+    const int64_t start = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    for (int64_t item = start; item < s.items; item += (int64_t)gridDim.x * blockDim.x) {
+        const int64_t row = item / a_row, t = row % s.times;
+        const uint32_t rest = (uint32_t)(item - row * a_row);
+        const uint32_t slice = rest / pieces, head = slice / parts;
+        const int at = (int)(rest - slice * pieces) * N;
+        const int64_t from = (row * s.heads + head) * s.slices + (slice - head * parts);
+        T *place = x + from * s.dims + at;
+        Piece<T, N> first = load_piece<T, N>(place), second = load_piece<T, N>(place + s.half);
+        const float *c = cosines + t * s.half + at, *n = sines + t * s.half + at;
+        constexpr int step = N == 1 ? 1 : 4;
 #pragma unroll
-                for (int base = 0; base < N; base += step) {
-                    Piece<float, step> cs = load_piece<float, step>(c + base);
-                    Piece<float, step> ns = load_piece<float, step>(n + base);
+        for (int base = 0; base < N; base += step) {
+            Piece<float, step> cs = load_piece<float, step>(c + base);
+            Piece<float, step> ns = load_piece<float, step>(n + base);
 #pragma unroll
-                    for (int j = 0; j < step; j++) {
-                        const int k = base + j;
-                        own.v[k] = from_float<T>(to_float(own.v[k]) * cs.v[j] +
-                                                 to_float(other.v[k]) * (signed_sine * ns.v[j]));
-                    }
-                }
+            for (int j = 0; j < step; j++) {
+                const float a = to_float(first.v[base + j]), b = to_float(second.v[base + j]);
+                const float sine = sign * ns.v[j];
+                first.v[base + j] = from_float<T>(a * cs.v[j] - b * sine);
+                second.v[base + j] = from_float<T>(b * cs.v[j] + a * sine);
             }
-            store_piece<T, N>(to + (int64_t)i * N, own);
         }
+        store_piece<T, N>(place, first);
+        store_piece<T, N>(place + s.half, second);
     }
 }
 
@@ -97,38 +92,35 @@ nd_status cuda_rotary(int device, const rotary_args *a) {
         return nd_error(ND_EVALUE, "rotary: parts: %lld: must be between 0 and %lld",
                         (long long)a->parts, (long long)shape[3]);
     }
-    Shape s;
-    s.rows = shape[0] * shape[1];
-    s.times = shape[1];
-    s.width = shape[2] * shape[3] * shape[4];
-    s.slices = (int)shape[3];
-    s.parts = (int)a->parts;
-    s.dims = (int)shape[4];
-    s.half = (int)half;
-    if (s.rows == 0 || s.width == 0) {
+    const int64_t rows = shape[0] * shape[1];
+    if (rows == 0 || shape[2] == 0 || a->parts == 0 || half == 0) {
         return ND_OK;
     }
-    if (s.width > 0x7fffffff) {
+    if (shape[2] * shape[3] * shape[4] > 0x7fffffff) {
         return nd_error(ND_EVALUE, "rotary: x: H P D is %lld: must be below 2^31",
-                        (long long)s.width);
+                        (long long)(shape[2] * shape[3] * shape[4]));
     }
     return with_float("rotary", a->x->dtype, [&](auto tag) -> nd_status {
         using T = typename decltype(tag)::type;
         constexpr int N = Vec<T>::size;
-        const T *x = data_of<T>(a->x);
-        T *y = data_of<T>(a->y);
+        T *x = data_of<T>(a->x);
         const float *cosines = data_of<float>(a->cos), *sines = data_of<float>(a->sin);
-        bool vectors = s.dims % N == 0 && s.half % N == 0 && is_aligned16(x) && is_aligned16(y) &&
+        bool vectors = shape[4] % N == 0 && half % N == 0 && is_aligned16(x) &&
                        is_aligned16(cosines) && is_aligned16(sines);
-        int64_t pieces = vectors ? s.width / N : s.width;
-        int threads = (int)(pieces < 256 ? ceil_div<int64_t>(pieces, 32) * 32 : 256);
-        unsigned grid = cuda_grid(device, s.rows, 64);
+        Shape s = {rows * shape[2] * a->parts * (vectors ? half / N : half),
+                   shape[1],
+                   (int)shape[2],
+                   (int)shape[3],
+                   (int)a->parts,
+                   (int)shape[4],
+                   (int)half};
+        unsigned grid = cuda_grid(device, ceil_div<int64_t>(s.items, 256), 8);
         if (vectors) {
-            rotary_kernel<T, N><<<grid, threads, 0, cuda_stream(device)>>>(x, cosines, sines,
-                                                                           (float)a->sign, y, s);
+            rotary_kernel<T, N>
+                <<<grid, 256, 0, cuda_stream(device)>>>(x, cosines, sines, (float)a->sign, s);
         } else {
-            rotary_kernel<T, 1><<<grid, threads, 0, cuda_stream(device)>>>(x, cosines, sines,
-                                                                           (float)a->sign, y, s);
+            rotary_kernel<T, 1>
+                <<<grid, 256, 0, cuda_stream(device)>>>(x, cosines, sines, (float)a->sign, s);
         }
         CUDA_LAUNCHED("rotary");
         return ND_OK;

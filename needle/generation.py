@@ -425,7 +425,9 @@ class Cache:
             seen = _C.decode_attention(packed, *rotary, self.positions, scale, keys, values)
             return Tensor.from_ndarray(seen.reshape((batch, 1, heads, size)))
         cos, sin = (table[:time] for table in rotary)
-        q, k, v = qkv_parts(_C.rotary(packed, cos, sin, 2, 1.0))
+        packed = packed.compact()
+        _C.rotary(packed, cos, sin, 2, 1.0)  # the projection is nobody else's
+        q, k, v = qkv_parts(packed)
         keys[:, :, :time] = k.permute((0, 2, 1, 3))
         values[:, :, :time] = v.permute((0, 2, 1, 3))
         return Tensor.from_ndarray(_C.attention_fwd(q, k, v, scale, 1)[0])

@@ -57,7 +57,7 @@ def logsoftmax(x):
 
 def turn(x, half, parts, sign=1.0):
     angle = np.arange(x.shape[1])[:, None] / 100.0 ** (np.arange(half) / half)
-    return rotary(np.asarray, x, np.cos(angle), np.sin(angle), parts, sign)["y"]
+    return rotary(np.asarray, x, np.cos(angle), np.sin(angle), parts, sign)["x"]
 
 
 def tables(t, half):

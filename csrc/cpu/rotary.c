@@ -1,10 +1,9 @@
 /* rotary.c - rotary position embedding (Su et al. 2021) with halves rotated, as in GPT-NeoX.
  *
- * In the first `parts` slices of each head, for r < R:
- *     y[r]     = x[r] cos - x[R + r] s        s = sign * sin
- *     y[R + r] = x[R + r] cos + x[r] s
- * dims from 2 R on and the other slices are copied. The rotation is orthogonal: its backward is the
- * same with sign = -1. Threads take positions; x and y move once.
+ * In place, in the first `parts` slices of each head, for r < R:
+ *     x[r], x[R + r] = x[r] cos - x[R + r] s, x[R + r] cos + x[r] s        s = sign * sin
+ * Dims from 2 R on and the other slices are not touched. The rotation is orthogonal: its backward is
+ * the same with sign = -1. Threads take positions.
  */
 #include "cpu.h"
 
@@ -30,29 +29,26 @@ nd_status cpu_rotary(int device, const rotary_args *args) {
     float sign = (float)args->sign;
 
 #pragma omp parallel for schedule(static) \
-    num_threads(cpu_threads()) if (positions * heads * slices * d > CPU_GRAIN)
+    num_threads(cpu_threads()) if (positions * heads * args->parts * r > CPU_GRAIN)
     for (int64_t position = 0; position < positions; position++) {
-        cpu_run from, to;
+        cpu_run turned;
         const float *restrict cosines = (const float *)args->cos->data + position % t * r;
         const float *restrict sines = (const float *)args->sin->data + position % t * r;
         for (int64_t slice = 0; slice < heads * slices; slice++) {
-            int64_t at = (position * heads * slices + slice) * d;
             if (slice % slices >= args->parts) {
-                memcpy(cpu_at(args->y, at), cpu_at(args->x, at),
-                       (size_t)d * nd_dtype_size(args->x->dtype));
                 continue;
             }
-            const float *restrict x = cpu_read(args->x, at, d, from.f32);
-            float *restrict y = cpu_target(args->y, at, to.f32);
+            int64_t at = (position * heads * slices + slice) * d;
+            float *restrict x = cpu_target(args->x, at, turned.f32);
+            if (x == turned.f32) {
+                cpu_load_f32(x, cpu_at(args->x, at), args->x->dtype, 1, 2 * r);
+            }
             for (int64_t i = 0; i < r; i++) {
-                float s = sign * sines[i];
-                y[i] = x[i] * cosines[i] - x[r + i] * s;
-                y[r + i] = x[r + i] * cosines[i] + x[i] * s;
+                float first = x[i], second = x[r + i], s = sign * sines[i];
+                x[i] = first * cosines[i] - second * s;
+                x[r + i] = second * cosines[i] + first * s;
             }
-            for (int64_t i = 2 * r; i < d; i++) {
-                y[i] = x[i];
-            }
-            cpu_write(args->y, at, d, y);
+            cpu_write(args->x, at, 2 * r, x);
         }
     }
     return ND_OK;

@@ -87,7 +87,7 @@ class Attention(Module):
         elif self.is_hooked_at(*PROJECTIONS, *PATTERNS):
             seen = self._by_parts(qkv, cos, sin, mask)
         else:
-            seen = ops.qkv_attention(qkv, cos, sin, causal=True, mask=mask)
+            seen = ops.qkv_attention(qkv, cos, sin, causal=True, mask=mask, overwrite=True)
         seen = self.hook("hook_z", seen)
         if self.is_hooked_at(RESULT):
             return self._by_head(seen)

@@ -37,10 +37,15 @@ class Rotary(FusedOp):
         self.cos, self.sin, self.parts = cos, sin, parts
 
     def compute(self, x: NDArray) -> NDArray:
-        return _C.rotary(x, self.cos, self.sin, self.parts, 1.0)
+        return self._turned(x, 1.0)
 
     def backward(self, dout: NDArray, node: Tensor, sinks: Sequence[NDArray | None]) -> tuple:
-        return (_C.rotary(dout, self.cos, self.sin, self.parts, -1.0),)
+        return (self._turned(dout, -1.0),)
+
+    def _turned(self, x: NDArray, sign: float) -> NDArray:
+        y = x.copy()
+        _C.rotary(y, self.cos, self.sin, self.parts, sign)
+        return y
 
 
 def rotary(x: Tensor, cos: Any, sin: Any, parts: int) -> Tensor:
@@ -164,28 +169,37 @@ def block_sparse_attention(
 class QKVAttention(FusedOp):
     """Rotates q and k of the packed projection, attends, and writes one packed gradient.
 
-    Keeps the rotated projection, the output and its log-sum-exp; views, not copies, in between.
+    Keeps the rotated projection, the output and its log-sum-exp; views, not copies, in between. With
+    `overwrite` the projection is rotated where it lies.
     """
 
     reads_inputs = False
 
     def __init__(
-        self, cos: NDArray, sin: NDArray, scale: float | None, causal: bool, mask: BlockMask | None
+        self,
+        cos: NDArray,
+        sin: NDArray,
+        scale: float | None,
+        causal: bool,
+        mask: BlockMask | None,
+        overwrite: bool,
     ) -> None:
-        self.cos, self.sin = cos, sin
+        self.cos, self.sin, self.overwrite = cos, sin, overwrite
         self.options = (scale, causal, mask)
 
     def compute(self, qkv: NDArray) -> NDArray:
         if qkv.ndim != 5 or qkv.shape[3] != 3:
             raise ValueError(f"qkv_attention: qkv must be (B, T, H, 3, D), but is {qkv.shape}")
-        self.rotated = _C.rotary(qkv, self.cos, self.sin, 2, 1.0)
+        self.rotated = qkv if self.overwrite and qkv.is_compact() else qkv.copy()
+        _C.rotary(self.rotated, self.cos, self.sin, 2, 1.0)
         self.kernel = _Kernel(*self.options)
         return self.kernel.forward(*qkv_parts(self.rotated))
 
     def backward(self, dout: NDArray, node: Tensor, sinks: Sequence[NDArray | None]) -> tuple:
         drotated = _C.empty(self.rotated.shape, self.rotated.dtype, self.rotated.device)
         self.kernel.backward(dout, qkv_parts(self.rotated), qkv_parts(drotated))
-        return (_C.rotary(drotated, self.cos, self.sin, 2, -1.0),)
+        _C.rotary(drotated, self.cos, self.sin, 2, -1.0)
+        return (drotated,)
 
 
 def qkv_parts(packed: NDArray) -> list[NDArray]:
@@ -204,12 +218,14 @@ def qkv_attention(
     causal: bool = True,
     scale: float | None = None,
     mask: BlockMask | None = None,
+    overwrite: bool = False,
 ) -> Tensor:
     """Self-attention of a packed projection: rotates q and k, then `attention`.
 
     qkv: (B, T, H, 3, D); cos, sin: (T, R) float32, as in `rotary`; the result is (B, T, H, D).
+    overwrite: qkv belongs to nobody else and may be rotated in its place, which saves a copy.
     """
     device = qkv.device
     cos = _array(cos, device)
     sin = _array(sin, device)
-    return QKVAttention(cos, sin, scale, causal, mask)(qkv)
+    return QKVAttention(cos, sin, scale, causal, mask, overwrite)(qkv)

@@ -17,7 +17,7 @@ def rotary(r, x, cos, sin, parts, sign):
     first, second = x[..., :parts, :half], x[..., :parts, half : 2 * half]
     y[..., :parts, :half] = r(r(first * c) - r(second * s))
     y[..., :parts, half : 2 * half] = r(r(second * c) + r(first * s))
-    return {"y": y}
+    return {"x": y}
 
 
 def visible(t: int, s: int, causal) -> np.ndarray:
@@ -115,7 +115,7 @@ def decode_attention(r, qkv, cos, sin, positions, scale, keys, values):
     keys, values, o = keys.copy(), values.copy(), []
     for b, p in enumerate(positions):
         packed = qkv[b].transpose(1, 0, 2)[None, None]  # (1, 1, 3, H, D): slices before heads
-        rotated = rotary(r, packed.transpose(0, 1, 3, 2, 4), cos[[p]], sin[[p]], 2, 1.0)["y"]
+        rotated = rotary(r, packed.transpose(0, 1, 3, 2, 4), cos[[p]], sin[[p]], 2, 1.0)["x"]
         q, k, v = (rotated[:, :, :, i] for i in range(3))  # (1, 1, H, D) each
         keys[b, :, p], values[b, :, p] = k[0, 0], v[0, 0]
         seen = (c[b : b + 1, :, : p + 1].transpose(0, 2, 1, 3) for c in (keys, values))
