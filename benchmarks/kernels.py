@@ -323,7 +323,8 @@ def attention(s: Shapes) -> Iterator[Case]:
         d = torch.randn_like(out)
         return lambda: torch.autograd.grad(out, (a, b, c), d, retain_graph=True)
 
-    yield Case("rotary", 2 * s.size * qkv.size * 2 // 3 * 2 * ROTARY // HEAD_DIM, lambda: _C.rotary(qkv, cos, sin, 2, 1.0))
+    turned = qkv.size * 2 // 3 * 2 * ROTARY // HEAD_DIM  # of q and k
+    yield Case("rotary", 2 * s.size * turned, lambda: _C.rotary(qkv, cos, sin, 2, 1.0))
     yield Case(
         "attention_fwd", work, lambda: _C.attention_fwd(q, k, v, scale, 1), forward_peer, flops=True
     )

@@ -169,8 +169,8 @@ def block_sparse_attention(
 class QKVAttention(FusedOp):
     """Rotates q and k of the packed projection, attends, and writes one packed gradient.
 
-    Keeps the rotated projection, the output and its log-sum-exp; views, not copies, in between. With
-    `overwrite` the projection is rotated where it lies.
+    Keeps the rotated projection, the output and its log-sum-exp; views, not copies, in between.
+    With `overwrite` the projection is rotated where it lies.
     """
 
     reads_inputs = False

@@ -267,4 +267,23 @@ FAULTS = [
         "(slice - head);",
         f"{OPS} -k 'test_structured and not views and rotary'",
     ),
+    # ---- Hopper, which tests/emulation tries without a GPU ----
+    Fault(
+        "cuda/hopper.cu",
+        "shape[axis + 1] == 1 ? 16 :",
+        "shape[axis + 1] == 1 ? 0 :",
+        f"{OPS} -k 'test_structured and attention'",
+    ),
+    Fault(
+        "cuda/attention_fwd_hopper.cu",
+        "tile.second < 0 ? p.S : tile.second",
+        "tile.second < 0 ? 0 : tile.second",
+        "tests/emulation -k test_forward",
+    ),
+    Fault(
+        "cuda/attention_bwd_hopper.cu",
+        "distance + row > column : column > distance + row;",
+        "distance + row >= column : column > distance + row;",
+        "tests/emulation -k test_backward",
+    ),
 ]
