@@ -65,12 +65,10 @@ ND_FN float nd_bits_float(uint32_t x) {
     return v.f;
 }
 
-/* exp(x) = 2^n exp(r), n = round(x / ln 2). Adding 1.5 * 2^23 rounds to an integer and leaves it in
- * the low mantissa bits: no conversion that would be undefined for a NaN. 2^n is applied in two
- * halves, so that overflow and denormal results come out by themselves. */
-ND_FN float nd_exp(float x) {
-    x = x > 89.0f ? 89.0f : x;
-    x = x < -105.0f ? -105.0f : x;
+/* exp(x) = 2^n exp(r), n = round(x / ln 2): exp(r), and n in the low bits of `power`. Adding
+ * 1.5 * 2^23 rounds to an integer and leaves it in the low mantissa bits: no conversion that would
+ * be undefined for a NaN. */
+ND_FN float nd_exp_parts(float x, uint32_t *power) {
     const float magic = 12582912.0f;
     float t = x * 1.44269504f + magic;
     float n = t - magic;
@@ -81,8 +79,17 @@ ND_FN float nd_exp(float x) {
     p = p * r + 0.0416661873f;
     p = p * r + 0.166665122f;
     p = p * r + 0.5f;
-    p = p * r * r + r + 1.0f;
-    int32_t k = (int32_t)(nd_float_bits(t) - 0x4b400000u);
+    *power = nd_float_bits(t);
+    return p * r * r + r + 1.0f;
+}
+
+/* 2^n is applied in two halves, so that overflow and denormal results come out by themselves. */
+ND_FN float nd_exp(float x) {
+    x = x > 89.0f ? 89.0f : x;
+    x = x < -105.0f ? -105.0f : x;
+    uint32_t power;
+    float p = nd_exp_parts(x, &power);
+    int32_t k = (int32_t)(power - 0x4b400000u);
     int32_t half = k >> 1;
     float s1 = nd_bits_float((uint32_t)(half + 127) << 23);
     float s2 = nd_bits_float((uint32_t)(k - half + 127) << 23);

@@ -60,11 +60,14 @@ NAMES |= {name: theirs for theirs, name in NUMPY_ONLY.items()}
 class _Open:
     """A file that stays open: what was checked is what is read, whoever takes its name."""
 
+    _file: int | None = None
+
     def __init__(self, file: BinaryIO) -> None:
         self._file = os.dup(file.fileno())
 
     def read(self, count: int, offset: int) -> np.ndarray:
         """Bytes, as many as there are of `count`."""
+        assert self._file is not None
         host = np.empty(count, np.uint8)
         done = 0
         while done < count:
@@ -75,7 +78,8 @@ class _Open:
         return host[:done]
 
     def __del__(self) -> None:
-        os.close(self._file)
+        if self._file is not None:  # no more files could be opened
+            os.close(self._file)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,11 @@
 """Files that ask for more than they hold, or would wait for ever: one clear error, at once, and in
 the memory that their tensors take."""
 
+import errno
 import json
 import os
 import resource
+import sys
 
 import pytest
 
@@ -236,3 +238,19 @@ def test_a_tokenizer_with_huge_ids(tmp_path):
         else:
             with pytest.raises(DataError, match=f"3 tokens have ids up to {largest:,}"):
                 load_tokenizer(path)
+
+
+def test_no_more_files_may_be_open(tmp_path, monkeypatch):
+    """The error of the system, and nothing that Python prints when what was half made goes."""
+    path = tmp_path / "a.safetensors"
+    path.write_bytes((2).to_bytes(8, "little") + b"{}")
+
+    def dup(file):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    ignored = []
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+    monkeypatch.setattr(os, "dup", dup)
+    with open(path, "rb") as file, pytest.raises(OSError, match="Too many open files"):
+        safetensors.read_header(file)
+    assert not ignored

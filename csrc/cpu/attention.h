@@ -15,19 +15,9 @@ enum { ATTENTION_QUERIES = 64, ATTENTION_KEYS = 128 }; /* of a tile; whole panel
 
 /* nd_exp for arguments that are not above 88: 2^n in one piece. What would be denormal is 0. */
 ND_FN float attention_exp(float x) {
-    const float magic = 12582912.0f;
-    float t = x * 1.44269504f + magic;
-    float n = t - magic;
-    float r = x - n * 0.693145752f;
-    r = r - n * 1.42860677e-6f;
-    float p = 0.00139517174f;
-    p = p * r + 0.00836959854f;
-    p = p * r + 0.0416661873f;
-    p = p * r + 0.166665122f;
-    p = p * r + 0.5f;
-    p = p * r * r + r + 1.0f;
-    float power = nd_bits_float((nd_float_bits(t) << 23) + 0x3f800000u);
-    return x < -87.0f ? 0.0f : p * power;
+    uint32_t power;
+    float p = nd_exp_parts(x, &power);
+    return x < -87.0f ? 0.0f : p * nd_bits_float((power << 23) + 0x3f800000u);
 }
 
 /* Rows (of D values) of one head of a (B, T, H, D) view. */
@@ -40,6 +30,20 @@ typedef struct {
 ND_FN attention_rows attention_head(const nd_array *a, int64_t batch, int64_t head) {
     return (attention_rows){
         .array = a, .base = batch * a->strides[0] + head * a->strides[2], .stride = a->strides[1]};
+}
+
+/* Whether the head dim and float32 copies of the keys of a head can be had at all: an array that
+ * repeats one key has room for 2^60 of them. */
+ND_FN nd_status attention_check(const char *name, int64_t keys, int64_t d) {
+    if (d > 256) {
+        return nd_error(ND_EVALUE, "%s: q: head dim %lld is above the limit of 256", name,
+                        (long long)d);
+    }
+    if (keys > ((int64_t)1 << 44) / max_of(tile_padded(d), 1)) {
+        return nd_error(ND_EMEMORY, "%s: k: %lld keys of %lld dims are too many to be copied", name,
+                        (long long)keys, (long long)d);
+    }
+    return ND_OK;
 }
 
 /* Ask for row i of a head before it is read or written: no hardware foresees such strides. */

@@ -157,10 +157,7 @@ static void backward_head(const backward *b, int64_t batch, int64_t head, worksp
 static nd_status attention_backward(int device, const char *name, const backward *b) {
     int64_t batches = b->q->shape[0], queries = b->q->shape[1], heads = b->q->shape[2],
             keys = b->k->shape[1], d = b->q->shape[3];
-    if (d > 256) {
-        return nd_error(ND_EVALUE, "%s: q: head dim %lld is above the limit of 256", name,
-                        (long long)d);
-    }
+    ND_TRY(attention_check(name, keys, d));
     size_t each = workspace_floats(keys, d);
     void *scratch;
     ND_TRY(cpu_scratch(device, each * (size_t)cpu_threads() * sizeof(float), &scratch));

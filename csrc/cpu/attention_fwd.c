@@ -166,10 +166,7 @@ static nd_status attention_forward(int device, const char *name, const forward *
     if (pairs * queries == 0) {
         return ND_OK;
     }
-    if (d > 256) {
-        return nd_error(ND_EVALUE, "%s: q: head dim %lld is above the limit of 256", name,
-                        (long long)d);
-    }
+    ND_TRY(attention_check(name, keys, d));
     int64_t tiles_of_block = cpu_ceil_div(block, ATTENTION_QUERIES);
     int64_t tiles = f->pattern.blocks * tiles_of_block, parts = cpu_ceil_div(keys, ATTENTION_KEYS);
     int64_t head_floats = keys * d, head_bytes = 2 * head_floats * (int64_t)sizeof(float);

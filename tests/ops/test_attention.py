@@ -255,3 +255,17 @@ def test_a_block_longer_than_the_sequence(device):
     for other in results[1:]:
         for one, two in zip(results[0], other):
             np.testing.assert_array_equal(one, two)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("keys", [2**45, 2**57, 2**58 - 1])
+def test_more_keys_than_memory_could_hold(keys, dtype):
+    """An array that repeats one key may have nearly 2^63 bytes; float32 copies of two would pass
+    2^64. The backward's results cannot repeat, and are refused as they are."""
+    one = _C.array(np.ones((1, 1, 1, 8), np.float32), dtype, device_of("cpu"))
+    many = one.as_strided((1, keys if dtype == "bfloat16" else keys // 2, 1, 8), (0, 0, 0, 1))
+    with pytest.raises(MemoryError, match="attention_fwd: k: .* keys of 8 dims are too many"):
+        _C.attention_fwd(one, many, many, 1.0, 0)
+    o, lse = _C.attention_fwd(one, one, one, 1.0, 0)
+    with pytest.raises((MemoryError, ValueError), match="attention_bwd"):
+        _C.attention_bwd(one, one, many, many, o, lse, 1.0, 0, one.copy(), many, many)
