@@ -167,8 +167,11 @@ def torch_calls(operands: list, attend: Callable, deterministic: bool = False) -
 
 def torch_sides(operands: list, T: int, sparse: BlockMask, kept: float, pairs: float) -> list[Side]:
     import torch
+    from torch._functorch import config
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    config.donated_buffer = False  # FlexAttention's graph is kept for many backward passes
 
     def fused(backend: SDPBackend) -> Callable:
         def attend(q, k, v):

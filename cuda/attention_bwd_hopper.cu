@@ -6,12 +6,16 @@
  *     S = X x^T    dP = Y y^T    P = exp(scale S - lse)    dS = P (dP - delta)    dX = scale sum dS x
  *   for dq:    X, Y are q, do    x, y are k, v     lse and delta belong to rows
  *   for dk dv: X, Y are k, v     x, y are q, do    they belong to columns, and dY = sum P y
- * Parallel: a consumer warpgroup owns 64 rows and keeps X and Y in registers as operands, P and dS pass from
- *   the first products to the second in registers. The first products of a part and the second of the
- *   part before are issued together; P and dS are formed while the latter run.
+ * Parallel: a consumer warpgroup owns 64 rows; P and dS pass from the first products to the second in
+ *   registers. The first products of a part and the second of the part before are issued together; P and
+ *   dS are formed while the latter run. What bounds it is not the products but what the threads issue around
+ *   them: the fewer instructions a part, the faster. Where they fit, three consumers share the processor (dq:
+ *   X and Y are then read from shared memory), else two with X and Y in registers.
  * Rows beyond the end arrive as zeros and add nothing: only what causality cuts is masked.
  */
 #include "attention_hopper.cuh"
+
+#include <limits.h>
 
 using namespace attention;
 using namespace hopper;
@@ -26,7 +30,7 @@ struct BackwardShape {
     static constexpr bool LISTS = LISTS_;
     /* Are there registers for what the second products read and the first ones write at once? */
     static constexpr bool OVERLAP = !KEYS || (PANELS == 1 && CONSUMERS > 1);
-    static constexpr bool IN_REGISTERS = !(KEYS && PANELS == 2); /* X and Y */
+    static constexpr bool IN_REGISTERS = !(KEYS && PANELS == 2) && CONSUMERS < 3; /* X and Y */
     static constexpr int ROWS = HALF * CONSUMERS;
     static constexpr int THREADS = WARPGROUP * (1 + CONSUMERS);
     static constexpr int CTAS = CONSUMERS == 1 && PANELS == 1 ? 2 : 1;
@@ -38,7 +42,8 @@ struct BackwardShape {
     static constexpr uint32_t STATS = KEYS ? HALF * 8 : 0;
     static constexpr uint32_t OTHER_AT = SLOTS * 2 * OWN, STATS_AT = OTHER_AT + STAGES * 2 * OTHER;
     static constexpr uint32_t BARRIERS_AT = STATS_AT + STAGES * STATS;
-    static constexpr size_t SHARED = BARRIERS_AT + 8 * (2 * SLOTS + 2 * STAGES);
+    static constexpr uint32_t PIECES_AT = BARRIERS_AT + 8 * (2 * SLOTS + 2 * STAGES);
+    static constexpr size_t SHARED = PIECES_AT + PIECE_BYTES * SLOTS;
 };
 
 } // namespace attention
@@ -68,6 +73,10 @@ template <class Shape> struct Places {
     }
     __device__ __forceinline__ uint32_t barrier(int number) const {
         return base + Shape::BARRIERS_AT + 8 * number;
+    }
+    /* The piece whose rows are in a slot. */
+    __device__ __forceinline__ uint32_t piece(int slot) const {
+        return base + Shape::PIECES_AT + PIECE_BYTES * slot;
     }
     __device__ __forceinline__ uint32_t own_full(int slot) const { return barrier(slot); }
     __device__ __forceinline__ uint32_t own_empty(int slot) const {
@@ -99,11 +108,19 @@ __device__ __forceinline__ void produce(const Backward &f, Places<Shape> at) {
     const Problem &p = f.p;
     Ring<Shape::SLOTS> slot;
     Ring<Shape::STAGES> stage;
-    const int64_t pieces = (int64_t)p.tiles * p.B * p.H;
-    for (int64_t index = blockIdx.x; index < pieces; index += gridDim.x) {
-        Piece piece = piece_at(p, index, p.causal && !Shape::KEYS);
-        int first = piece.tile * Shape::ROWS;
+    const int pieces = p.tiles * p.B * p.H;
+    for (int index = blockIdx.x;; index = next_piece()) {
         barrier_wait(at.own_empty(slot.at), slot.phase ^ 1);
+        Piece piece = {0, 0, -1};
+        if (index < pieces) {
+            piece = piece_at(p, index, p.causal && !Shape::KEYS);
+        }
+        store_piece(at.piece(slot.at), piece);
+        if (piece.tile < 0) {
+            barrier_arrive(at.own_full(slot.at));
+            break;
+        }
+        int first = piece.tile * Shape::ROWS;
         barrier_expect(at.own_full(slot.at), 2 * Shape::OWN);
         for (int which = 0; which < 2; which++) {
             for (int panel = 0; panel < Shape::PANELS; panel++) {
@@ -132,6 +149,7 @@ __device__ __forceinline__ void produce(const Backward &f, Places<Shape> at) {
             stage.advance();
         }
     }
+    leave_pieces();
 }
 
 /* ---- a consumer ---------------------------------------------------------------------------------- */
@@ -147,9 +165,12 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
     const int own_rows = Shape::KEYS ? p.S : p.T;
     Ring<Shape::SLOTS> slot;
     Ring<Shape::STAGES> stage;
-    const int64_t pieces = (int64_t)p.tiles * p.B * p.H;
-    for (int64_t index = blockIdx.x; index < pieces; index += gridDim.x) {
-        Piece piece = piece_at(p, index, p.causal && !Shape::KEYS);
+    for (;;) {
+        barrier_wait(at.own_full(slot.at), slot.phase);
+        const Piece piece = load_piece(at.piece(slot.at));
+        if (piece.tile < 0) {
+            break;
+        }
         const int first = piece.tile * Shape::ROWS, mine = first + HALF * group;
         float stat[2][2]; /* of the two rows: lse, delta */
         if constexpr (!Shape::KEYS) {
@@ -163,7 +184,6 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
             }
         }
 
-        barrier_wait(at.own_full(slot.at), slot.phase);
         uint32_t own[Shape::IN_REGISTERS ? 2 * 4 * PANELS : 1][4];
         if constexpr (Shape::IN_REGISTERS) {
 #pragma unroll
@@ -184,29 +204,45 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
         uint32_t w[GRADIENTS][4][4]; /* dS and P of the part before, rounded */
         Ring<Shape::STAGES> before;
 
+        /* Of these parts my rows see something: after `none`, before `end`; on one side of `edge`
+         * they see not all. */
+        int none = -1, end = mine < own_rows ? p.T : 0, edge = INT_MIN;
+        if constexpr (Shape::KEYS) {
+            if (p.causal) {
+                none = mine - p.offset - HALF;
+                edge = mine - p.offset + HALF - 1;
+            }
+        } else {
+            end = mine < own_rows ? keys_end(p, mine + HALF) : 0;
+            edge = p.causal ? mine + p.offset - HALF + 1 : INT_MAX;
+        }
+        auto sees = [&](int part) { return part > none && part < end; };
+
         auto first_products = [&]() {
+            const Operand others = rows_operand(at.other(stage.at, 0));
+            const Operand owns = rows_operand(at.own(slot.at, 0) + group * Shape::PART);
             products_begin();
 #pragma unroll
             for (int which = 0; which < 2; which++) {
 #pragma unroll
                 for (int i = 0; i < 4 * PANELS; i++) {
-                    uint64_t b =
-                        rows_operand(at.other(stage.at, which) + i / 4 * Shape::PART + i % 4 * 32);
+                    const Operand b =
+                        further(others, which * Shape::OTHER + i / 4 * Shape::PART + i % 4 * 32);
                     float(&c)[32] = which == 0 ? s : dp;
                     if constexpr (Shape::IN_REGISTERS) {
                         product<T, 0>(c, own[which * 4 * PANELS + i], b, i > 0);
                     } else {
                         product<T, 0>(c,
-                                      rows_operand(at.own(slot.at, which) +
-                                                   i / 4 * Shape::OWN_PANEL + group * Shape::PART +
-                                                   i % 4 * 32),
+                                      further(owns, which * Shape::OWN + i / 4 * Shape::OWN_PANEL +
+                                                        i % 4 * 32),
                                       b, i > 0);
                     }
                 }
+                products_end();
             }
-            products_end();
         };
         auto second_products = [&]() {
+            const Operand others = columns_operand(at.other(before.at, 0));
             products_begin();
 #pragma unroll
             for (int which = 0; which < GRADIENTS; which++) {
@@ -215,10 +251,8 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
 #pragma unroll
                     for (int panel = 0; panel < PANELS; panel++) {
                         product<T, 1>(gradient[which][panel], w[which][step],
-                                      columns_operand(at.other(before.at, which) +
-                                                          panel * Shape::PART +
-                                                          step * 16 * PANEL_ROW,
-                                                      0),
+                                      further(others, which * Shape::OTHER + panel * Shape::PART +
+                                                          step * 16 * PANEL_ROW),
                                       true);
                     }
                 }
@@ -239,13 +273,18 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
                 barrier_arrive(at.empty(before.at));
             }
         };
-        /* s becomes P, dp becomes dS. */
-        auto weigh = [&](int part) {
+        /* s becomes P, dp becomes dS, while PENDING groups behind those of s and dp run on. */
+        auto weigh = [&](int part, auto pending) {
+            constexpr int PENDING = decltype(pending)::value;
+            if constexpr (Shape::KEYS) {
+                products_wait<PENDING>();
+                hold(dp);
+            } else {
+                products_wait<PENDING + 1>();
+            }
             hold(s);
-            hold(dp);
-            bool cut = p.causal && (Shape::KEYS ? part + p.offset < mine + HALF - 1
-                                                : part + HALF - 1 > mine + p.offset);
-            if (cut) { /* key - query above the offset is not seen */
+            if (Shape::KEYS ? part < edge
+                            : part > edge) { /* key - query above the offset: unseen */
                 int distance = Shape::KEYS ? mine + my_row - part - 2 * (lane % 4) - p.offset
                                            : mine + my_row - part - 2 * (lane % 4) + p.offset;
 #pragma unroll
@@ -255,22 +294,36 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
                     s[i] = hidden ? -INFINITY : s[i];
                 }
             }
+            if constexpr (Shape::KEYS) {
 #pragma unroll
-            for (int n = 0; n < 8; n++) {
-                uint32_t columns[4]; /* lse, delta, lse, delta */
-                if constexpr (Shape::KEYS) {
+                for (int n = 0; n < 8; n++) {
+                    uint32_t columns[4]; /* lse, delta, lse, delta */
                     load_shared16(columns, at.stats(stage.at) + (8 * n + 2 * (lane % 4)) * 8);
-                }
 #pragma unroll
-                for (int i = 4 * n; i < 4 * n + 4; i++) {
-                    float lse =
-                        Shape::KEYS ? __uint_as_float(columns[i % 2 * 2]) : stat[i / 2 % 2][0];
-                    float delta =
-                        Shape::KEYS ? __uint_as_float(columns[i % 2 * 2 + 1]) : stat[i / 2 % 2][1];
-                    s[i] = fast_exp2(fmaf(s[i], p.scale_log2, -lse));
-                    dp[i] = s[i] * (dp[i] - delta);
+                    for (int i = 4 * n; i < 4 * n + 4; i++) {
+                        float lse = __uint_as_float(columns[i % 2 * 2]),
+                              delta = __uint_as_float(columns[i % 2 * 2 + 1]);
+                        s[i] = fast_exp2(fmaf(s[i], p.scale_log2, -lse));
+                        dp[i] = s[i] * (dp[i] - delta);
+                    }
+                }
+            } else {
+#pragma unroll
+                for (int i = 0; i < 32; i++) {
+                    s[i] = fast_exp2(fmaf(s[i], p.scale_log2, -stat[i / 2 % 2][0]));
+                }
+                hold(s);
+                stay_above(p.D);
+                products_wait<PENDING>();
+                hold(dp);
+#pragma unroll
+                for (int i = 0; i < 32; i++) {
+                    dp[i] = s[i] * (dp[i] - stat[i / 2 % 2][1]);
                 }
             }
+            hold(s);
+            hold(dp);
+            stay_above(p.D);
         };
         auto round = [&]() {
 #pragma unroll
@@ -283,12 +336,7 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
             before = stage;
             stage.advance();
         };
-        auto sees = [&](int part) {
-            return mine < own_rows &&
-                   (!p.causal || (Shape::KEYS ? part + HALF - 1 + p.offset >= mine
-                                              : part < keys_end(p, mine + HALF)));
-        };
-        auto pass = [&]() { /* a part that none of these rows meets */
+        auto pass = [&]() { /* a part that none of my rows meets */
                             if (speaks) {
                                 barrier_wait(at.full(stage.at), stage.phase);
                                 barrier_arrive(at.empty(stage.at));
@@ -304,23 +352,20 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
         if (part >= 0) {
             barrier_wait(at.full(stage.at), stage.phase);
             first_products();
-            products_wait<0>();
-            weigh(part);
+            weigh(part, std::integral_constant<int, 0>());
             round();
             for (part = walk.next(); part >= 0 && sees(part); part = walk.next()) {
                 barrier_wait(at.full(stage.at), stage.phase);
                 if constexpr (Shape::OVERLAP) {
                     first_products();
                     second_products();
-                    products_wait<1>();
-                    weigh(part);
+                    weigh(part, std::integral_constant<int, 1>());
                     second_products_done();
                 } else {
                     second_products();
                     second_products_done();
                     first_products();
-                    products_wait<0>();
-                    weigh(part);
+                    weigh(part, std::integral_constant<int, 0>());
                 }
                 round();
             }
@@ -422,7 +467,7 @@ template <bool KEYS, class Run>
 nd_status with_shape(bool wide, bool lists, int64_t block, Run &&run) {
     if (!lists) {
         return wide ? run(BackwardShape<KEYS, 2, 2, 1, 2, false>())
-                    : run(BackwardShape<KEYS, 1, 2, 2, 4, false>());
+                    : run(BackwardShape < KEYS, 1, KEYS ? 2 : 3, 2, 4, false > ());
     }
     if (block % (2 * HALF) == 0) {
         return wide ? run(BackwardShape<KEYS, 2, 2, 1, 2, true>())

@@ -33,7 +33,8 @@ template <int PANELS_, int CONSUMERS_, int STAGES_, bool LISTS_> struct ForwardS
     static constexpr uint32_t Q_BYTES = PANELS * Q_PANEL, KV_BYTES = PANELS * KV_PANEL;
     static constexpr uint32_t K_AT = 2 * Q_BYTES, V_AT = K_AT + STAGES * KV_BYTES;
     static constexpr uint32_t BARRIERS_AT = V_AT + STAGES * KV_BYTES;
-    static constexpr size_t SHARED = BARRIERS_AT + 8 * (4 + 4 * STAGES);
+    static constexpr uint32_t PIECES_AT = BARRIERS_AT + 8 * (4 + 4 * STAGES);
+    static constexpr size_t SHARED = PIECES_AT + 2 * PIECE_BYTES;
 };
 
 } // namespace attention
@@ -60,6 +61,10 @@ template <class Shape> struct Places {
     }
     __device__ __forceinline__ uint32_t barrier(int number) const {
         return base + Shape::BARRIERS_AT + 8 * number;
+    }
+    /* The piece whose queries are in a slot. */
+    __device__ __forceinline__ uint32_t piece(int slot) const {
+        return base + Shape::PIECES_AT + PIECE_BYTES * slot;
     }
     __device__ __forceinline__ uint32_t q_full(int slot) const { return barrier(slot); }
     __device__ __forceinline__ uint32_t q_empty(int slot) const { return barrier(2 + slot); }
@@ -104,11 +109,19 @@ template <class Shape> __device__ __forceinline__ void produce(const Forward &f,
     const Problem &p = f.p;
     Ring<2> q;
     Ring<Shape::STAGES> kv;
-    const int64_t pieces = (int64_t)p.tiles * p.B * p.H;
-    for (int64_t index = blockIdx.x; index < pieces; index += gridDim.x) {
-        Piece piece = piece_at(p, index, p.causal);
-        int first = piece.tile * Shape::QUERIES;
+    const int pieces = p.tiles * p.B * p.H;
+    for (int index = blockIdx.x;; index = next_piece()) {
         barrier_wait(at.q_empty(q.at), q.phase ^ 1);
+        Piece piece = {0, 0, -1};
+        if (index < pieces) {
+            piece = piece_at(p, index, p.causal);
+        }
+        store_piece(at.piece(q.at), piece);
+        if (piece.tile < 0) {
+            barrier_arrive(at.q_full(q.at));
+            break;
+        }
+        int first = piece.tile * Shape::QUERIES;
         barrier_expect(at.q_full(q.at), Shape::Q_BYTES);
         for (int panel = 0; panel < Shape::PANELS; panel++) {
             for (int part = 0; part < Shape::CONSUMERS; part++) {
@@ -137,6 +150,7 @@ template <class Shape> __device__ __forceinline__ void produce(const Forward &f,
             load(&f.v, at.v(kv.at), at.v_full(kv.at), at.v_empty(kv.at), tile);
         }
     }
+    leave_pieces();
 }
 
 /* ---- a consumer ---------------------------------------------------------------------------------- */
@@ -208,11 +222,16 @@ __device__ __forceinline__ void consume(const Forward &f, Places<Shape> at) {
     if (CONSUMERS > 1 && group == CONSUMERS - 1) {
         turn_pass(next_turn, 2 * WARPGROUP);
     }
-    const int64_t pieces = (int64_t)p.tiles * p.B * p.H;
-    for (int64_t index = blockIdx.x; index < pieces; index += gridDim.x) {
-        Piece piece = piece_at(p, index, p.causal);
+    for (;;) {
+        barrier_wait(at.q_full(q.at), q.phase);
+        const Piece piece = load_piece(at.piece(q.at));
+        if (piece.tile < 0) {
+            break;
+        }
         const int first = piece.tile * Shape::QUERIES, mine = first + HALF * group;
         const int my_end = mine < p.T ? keys_end(p, mine + HALF) : 0;
+        const int least =
+            p.causal ? min(p.S, mine + p.offset + 1) : p.S; /* my first row sees so many */
         const uint32_t my_q = at.q(q.at) + group * Shape::HALF_PANEL;
 
         float o[PANELS][32];
@@ -239,28 +258,30 @@ __device__ __forceinline__ void consume(const Forward &f, Places<Shape> at) {
             }
         };
         auto multiply_keys = [&](float(&s)[64]) {
+            const Operand queries = rows_operand(my_q), keys = rows_operand(at.k(kv.at));
             products_begin();
 #pragma unroll
             for (int panel = 0; panel < PANELS; panel++) {
 #pragma unroll
                 for (int step = 0; step < PANEL_COLUMNS / 16; step++) {
-                    product<T, 0>(s, rows_operand(my_q + panel * Shape::Q_PANEL + 32 * step),
-                                  rows_operand(at.k(kv.at) + panel * Shape::KV_PANEL + 32 * step),
+                    product<T, 0>(s, further(queries, panel * Shape::Q_PANEL + 32 * step),
+                                  further(keys, panel * Shape::KV_PANEL + 32 * step),
                                   panel + step > 0);
                 }
             }
             products_end();
         };
         auto multiply_values = [&]() {
+            const Operand values = columns_operand(at.v(before.at));
             barrier_wait(at.v_full(before.at), before.phase);
             products_begin();
 #pragma unroll
             for (int step = 0; step < WEIGHTS; step++) {
 #pragma unroll
                 for (int panel = 0; panel < PANELS; panel++) {
-                    uint32_t place =
-                        at.v(before.at) + panel * Shape::KV_PANEL + step * 16 * PANEL_ROW;
-                    product<T, 1>(o[panel], w[step], columns_operand(place, 0), true);
+                    product<T, 1>(o[panel], w[step],
+                                  further(values, panel * Shape::KV_PANEL + step * 16 * PANEL_ROW),
+                                  true);
                 }
             }
             products_end();
@@ -282,8 +303,6 @@ __device__ __forceinline__ void consume(const Forward &f, Places<Shape> at) {
             if (speaks) {
                 barrier_arrive(at.k_empty(kv.at));
             }
-            int least =
-                p.causal ? min(p.S, mine + p.offset + 1) : p.S; /* what its first row sees */
             if ((Shape::LISTS && tile.second < 0) || max(tile.first, tile.second) + HALF > least) {
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
@@ -304,7 +323,6 @@ __device__ __forceinline__ void consume(const Forward &f, Places<Shape> at) {
             kv.advance();
         };
 
-        barrier_wait(at.q_full(q.at), q.phase);
         KeyWalk<Shape::LISTS> walk(p, piece, first, keys_end(p, first + Shape::QUERIES));
         Halves tile;
         bool there = walk.next(&tile);

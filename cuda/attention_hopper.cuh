@@ -4,7 +4,7 @@
  * A thread block is a producer warpgroup, one thread of which asks the copy engine for tiles, and CONSUMERS
  * warpgroups, each of which owns 64 rows (queries, or keys in the kernel for dk and dv) and computes. It
  * lives as long as the grid: one block a multiprocessor takes one piece of work after another, the
- * longest first.
+ * longest first, whenever it is free. Which block computes a piece changes none of its bits.
  *
  * Tiles of the other side are 128 rows (forward) in two halves of 64, or 64 rows (backward). Dense,
  * they follow each other; with lists, halves are the 64-row parts of the listed blocks, two at a time.
@@ -52,7 +52,8 @@ static inline bool is_boxable(const nd_array *a) {
 static inline bool hopper_serves(int device, const Problem &p, nd_dtype dtype, int64_t block,
                                  std::initializer_list<const nd_array *> operands) {
     bool good = hopper::hopper_usable(device) && dtype != ND_F32 && p.D >= 1 && p.D <= 128 &&
-                p.scale > 0 && block % HALF == 0 && p.B > 0 && p.H > 0 && p.T > 0 && p.S > 0;
+                p.scale > 0 && block % HALF == 0 && p.B > 0 && p.H > 0 && p.T > 0 && p.S > 0 &&
+                (int64_t)p.B * p.H * (p.T / HALF + p.S / HALF + 1) < (1 << 30); /* pieces */
     for (const nd_array *operand : operands) {
         good = good && is_boxable(operand);
     }
@@ -73,7 +74,8 @@ static inline void hopper_tiles(Problem *p, bool own_keys, int rows, const nd_ar
     p->tiles = ceil_div(p->own_rows, rows);
 }
 
-/* As many thread blocks as run at once, each of which takes one piece after the other. */
+/* As many thread blocks as run at once, each of which takes one piece after the other. Launches of one
+ * file must follow each other on the device, as those of needle's one stream do: see Pieces. */
 template <class Shape, class Arguments>
 static inline nd_status hopper_launch(const char *op, int device, void (*kernel)(Arguments),
                                       const Arguments &arguments) {
@@ -87,19 +89,45 @@ static inline nd_status hopper_launch(const char *op, int device, void (*kernel)
 #ifdef HOPPER_CODE
 
 /* ---- device: the order of work -------------------------------------------------------------------
- * Piece `index` of all: heads that share the L2 go together, in them the longest pieces first. */
+ * Piece `index` of all: heads that share the L2 go together, in them the longest pieces first. The producer
+ * works it out and leaves it in shared memory; the tile of what is no piece any more is -1. */
 struct Piece {
     int b, h, tile;
 };
+constexpr uint32_t PIECE_BYTES = 16;
 
-__device__ __forceinline__ Piece piece_at(const Problem &p, int64_t index, bool descending) {
-    int64_t section_size = (int64_t)p.heads_together * p.tiles;
-    int section = (int)(index / section_size);
-    int rest = (int)(index - section * section_size);
+__device__ __forceinline__ Piece piece_at(const Problem &p, int index, bool descending) {
+    int section_size = p.heads_together * p.tiles;
+    int section = index / section_size;
+    int rest = index - section * section_size;
     int first = section * p.heads_together;
     int together = min(p.heads_together, p.B * p.H - first);
     int head = first + rest % together, tile = rest / together;
     return Piece{head / p.H, head % p.H, descending ? p.tiles - 1 - tile : tile};
+}
+
+__device__ __forceinline__ void store_piece(uint32_t to, const Piece &piece) {
+    const uint32_t words[4] = {(uint32_t)piece.b, (uint32_t)piece.h, (uint32_t)piece.tile, 0};
+    store_shared16(to, words);
+}
+__device__ __forceinline__ Piece load_piece(uint32_t from) {
+    uint32_t words[4];
+    load_shared16(words, from);
+    return Piece{(int)words[0], (int)words[1], (int)words[2]};
+}
+
+/* Which piece is next: a block's first is its own number, further ones are counted off. The last block
+ * to leave sets the counters back for the next launch. One thread a block calls these. */
+static __device__ unsigned int pieces_taken, blocks_left;
+
+__device__ __forceinline__ int next_piece() {
+    return (int)(gridDim.x + atomicAdd(&pieces_taken, 1u));
+}
+
+__device__ __forceinline__ void leave_pieces() {
+    if (atomicAdd(&blocks_left, 1u) == gridDim.x - 1) {
+        pieces_taken = blocks_left = 0;
+    }
 }
 
 /* A place in a ring of N, and the phase of its barriers. */

@@ -143,18 +143,22 @@ template <int COUNT> __device__ __forceinline__ void registers_up_to() {
 }
 
 /* ---- products [wgmma] ---------------------------------------------------------------------------
- * The matrix descriptors of panels. rows: the k of the product runs along a row (Q and K of Q K^T);
- * 16 columns further is 32 bytes further. columns: k runs down the rows (V of P V); 16 rows further is
- * 2048 bytes further, and the next 64 columns are `panel` bytes away. */
-constexpr uint64_t SWIZZLE_128 = (uint64_t)1 << 62;
-constexpr uint64_t EIGHT_ROWS = (uint64_t)(8 * PANEL_ROW >> 4) << 32;
+ * An operand in panels is the low word of its matrix descriptor; the high one is the same for all.
+ * rows: the k of the product runs along a row (Q and K of Q K^T); columns: it runs down the rows (V of P V).
+ * further() is some bytes on: 32 for the next 16 columns, 2048 for the next 16 rows. */
+typedef uint32_t Operand;
 
-__device__ __forceinline__ uint64_t rows_operand(uint32_t address) {
-    return SWIZZLE_128 | EIGHT_ROWS | (uint64_t)1 << 16 | (address & 0x3ffff) >> 4;
+__device__ __forceinline__ Operand rows_operand(uint32_t address) {
+    return 1 << 16 | (address & 0x3ffff) >> 4;
 }
-__device__ __forceinline__ uint64_t columns_operand(uint32_t address, uint32_t panel) {
-    return SWIZZLE_128 | EIGHT_ROWS | (uint64_t)(panel >> 4) << 16 | (address & 0x3ffff) >> 4;
+__device__ __forceinline__ Operand columns_operand(uint32_t address) {
+    return (address & 0x3ffff) >> 4;
 }
+__device__ __forceinline__ Operand further(Operand operand, uint32_t bytes) {
+    return operand + (bytes >> 4);
+}
+/* 128-byte swizzle; 1024 bytes from eight rows to the next. */
+#define HOPPER_PANELS "0x40000040"
 
 /* Before the first product that reads registers (accumulators too) that the threads have written. */
 __device__ __forceinline__ void products_begin() {
@@ -183,6 +187,22 @@ template <int M, int N> __device__ __forceinline__ void hold(uint32_t (&a)[M][N]
     }
 }
 
+/* What is computed above it stays there, though nobody waits: ptxas moves arithmetic below products_wait, so
+ * that nothing would be left to do while products run, but not below a loop. `some` is not negative, which
+ * the compiler cannot know. */
+__device__ __forceinline__ void stay_above(int some) {
+    asm volatile("{\n"
+                 ".reg .pred never;\n"
+                 "setp.lt.s32 never, %0, 0;\n"
+                 "again:\n"
+                 "@!never bra over;\n"
+                 "nanosleep.u32 0;\n"
+                 "bra again;\n"
+                 "over:\n"
+                 "}\n" ::"r"(some)
+                 : "memory");
+}
+
 #define HOPPER_C8(c, i)                                                                         \
     "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), \
         "+f"(c[i + 6]), "+f"(c[i + 7])
@@ -196,18 +216,21 @@ template <int M, int N> __device__ __forceinline__ void hold(uint32_t (&a)[M][N]
     HOPPER_NAMES32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50," \
                    "%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 /* SHAPE: "m64n64k16"; KIND: "bf16.bf16"; A .. ADD: the numbers of the operands behind c. */
-#define HOPPER_SHARED(SHAPE, KIND, NAMES, A, B, ADD, TB, ...)                                     \
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD ", 0;\n"                           \
-                 "wgmma.mma_async.sync.aligned." SHAPE ".f32." KIND " {" NAMES "}, %" #A ", %" #B \
-                 ", add, 1, 1, 0, %" #TB ";\n}\n"                                                 \
-                 : __VA_ARGS__                                                                    \
-                 : "l"(a), "l"(b), "r"((int)add), "n"(COLUMNS))
-#define HOPPER_REGISTERS(SHAPE, KIND, NAMES, A0, A1, A2, A3, B, ADD, TB, ...)              \
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD ", 0;\n"                    \
-                 "wgmma.mma_async.sync.aligned." SHAPE ".f32." KIND " {" NAMES "}, {%" #A0 \
-                 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", add, 1, 1, %" #TB ";\n}\n"     \
+#define HOPPER_SHARED(SHAPE, KIND, NAMES, A, B, ADD, TB, ...)                              \
+    asm volatile("{\n.reg .pred add;\n.reg .b64 a, b;\nsetp.ne.b32 add, %" #ADD ", 0;\n"   \
+                 "mov.b64 a, {%" #A ", " HOPPER_PANELS "};\n"                              \
+                 "mov.b64 b, {%" #B ", " HOPPER_PANELS "};\n"                              \
+                 "wgmma.mma_async.sync.aligned." SHAPE ".f32." KIND " {" NAMES "}, a, b, " \
+                 "add, 1, 1, 0, %" #TB ";\n}\n"                                            \
                  : __VA_ARGS__                                                             \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add),      \
+                 : "r"(a), "r"(b), "r"((int)add), "n"(COLUMNS))
+#define HOPPER_REGISTERS(SHAPE, KIND, NAMES, A0, A1, A2, A3, B, ADD, TB, ...)              \
+    asm volatile("{\n.reg .pred add;\n.reg .b64 b;\nsetp.ne.b32 add, %" #ADD ", 0;\n"      \
+                 "mov.b64 b, {%" #B ", " HOPPER_PANELS "};\n"                              \
+                 "wgmma.mma_async.sync.aligned." SHAPE ".f32." KIND " {" NAMES "}, {%" #A0 \
+                 ", %" #A1 ", %" #A2 ", %" #A3 "}, b, add, 1, 1, %" #TB ";\n}\n"           \
+                 : __VA_ARGS__                                                             \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"((int)add),      \
                    "n"(COLUMNS))
 
 template <class T> constexpr bool is_bf16 = false;
@@ -215,7 +238,7 @@ template <> constexpr bool is_bf16<bf16> = true;
 
 /* c = a b, or c += a b with `add`: 64 x 16 by 16 x N. COLUMNS: b is a columns_operand. */
 template <class T, int COLUMNS, int C>
-__device__ __forceinline__ void product(float (&c)[C], uint64_t a, uint64_t b, bool add) {
+__device__ __forceinline__ void product(float (&c)[C], Operand a, Operand b, bool add) {
     constexpr bool brain = is_bf16<T>;
     static_assert(C == 32 || C == 64, "N is 64 or 128");
     if constexpr (C == 32 && brain) {
@@ -233,7 +256,7 @@ __device__ __forceinline__ void product(float (&c)[C], uint64_t a, uint64_t b, b
 
 /* The same with a in registers. */
 template <class T, int COLUMNS, int C>
-__device__ __forceinline__ void product(float (&c)[C], const uint32_t (&a)[4], uint64_t b,
+__device__ __forceinline__ void product(float (&c)[C], const uint32_t (&a)[4], Operand b,
                                         bool add) {
     constexpr bool brain = is_bf16<T>;
     static_assert(C == 32 || C == 64, "N is 64 or 128");

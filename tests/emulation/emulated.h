@@ -368,6 +368,12 @@ inline void __stwb(uint4 *to, uint4 x) { *to = x; }
 
 uint32_t shared_address(const void *pointer);
 inline void store_shared4(uint32_t to, uint32_t x) { memcpy(emulated::at(to, 4), &x, 4); }
+inline unsigned atomicAdd(unsigned *to, unsigned x) {
+    unsigned old = *to;
+    *to += x;
+    return old;
+}
+inline void store_shared16(uint32_t to, const uint32_t (&x)[4]) { memcpy(emulated::at(to, 16), x, 16); }
 inline void load_shared16(uint32_t (&x)[4], uint32_t from) { memcpy(x, emulated::at(from, 16), 16); }
 inline void load_matrices(uint32_t (&x)[4], uint32_t row) {
     int lane = (int)threadIdx.x % 32;
@@ -494,12 +500,11 @@ template <int COUNT> void registers_up_to() {}
 
 /* The bits are those of hopper.cuh. */
 constexpr uint64_t LAYOUT = (uint64_t)1 << 62 | (uint64_t)(8 * PANEL_ROW >> 4) << 32;
-inline uint64_t rows_operand(uint32_t address) {
-    return LAYOUT | (uint64_t)1 << 16 | (address & 0x3ffff) >> 4;
-}
-inline uint64_t columns_operand(uint32_t address, uint32_t panel) {
-    return LAYOUT | (uint64_t)(panel >> 4) << 16 | (address & 0x3ffff) >> 4;
-}
+typedef uint32_t Operand;
+inline Operand rows_operand(uint32_t address) { return 1 << 16 | (address & 0x3ffff) >> 4; }
+inline Operand columns_operand(uint32_t address) { return (address & 0x3ffff) >> 4; }
+inline Operand further(Operand operand, uint32_t bytes) { return operand + (bytes >> 4); }
+inline void stay_above(int) {}
 inline void products_begin() {}
 inline void products_end() {
     emulated::Warp &warp = emulated::warps[threadIdx.x / 32];
@@ -526,12 +531,12 @@ template <int M, int N> void hold(uint32_t (&)[M][N]) {}
 template <class T> constexpr auto value_of = emulated::of_bf16;
 template <> constexpr auto value_of<f16> = emulated::of_f16;
 template <class T, int COLUMNS, int C>
-void product(float (&c)[C], uint64_t a, uint64_t b, bool add) {
-    emulated::issue({2 * C, 0, COLUMNS != 0, false, add, false, value_of<T>, a, b, {}, {}}, c, C, NULL);
+void product(float (&c)[C], Operand a, Operand b, bool add) {
+    emulated::issue({2 * C, 0, COLUMNS != 0, false, add, false, value_of<T>, LAYOUT | a, LAYOUT | b, {}, {}}, c, C, NULL);
 }
 template <class T, int COLUMNS, int C>
-void product(float (&c)[C], const uint32_t (&a)[4], uint64_t b, bool add) {
-    emulated::issue({2 * C, 0, COLUMNS != 0, true, add, false, value_of<T>, 0, b, {}, {}}, c, C, a);
+void product(float (&c)[C], const uint32_t (&a)[4], Operand b, bool add) {
+    emulated::issue({2 * C, 0, COLUMNS != 0, true, add, false, value_of<T>, 0, LAYOUT | b, {}, {}}, c, C, a);
 }
 
 } // namespace hopper

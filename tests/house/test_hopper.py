@@ -13,10 +13,8 @@ sys.path.insert(0, str(ROOT))
 from building import cuda  # noqa: E402
 
 TOOLKIT = cuda.find_toolkit()
-WGMMA = (
-    0x9F0,
-    0xDF0,
-)  # HGMMA with A in shared memory, in registers: bits 0 to 11 of an instruction
+# HGMMA with A in shared memory, in registers: bits 0 to 11 of an instruction.
+WGMMA = (0x9F0, 0xDF0)
 
 
 def words_of(code: bytes) -> list[int]:
