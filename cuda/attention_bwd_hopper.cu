@@ -195,10 +195,13 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
                                           panel_offset(row, 2 * step + (lane >> 4)));
             }
         }
-        float gradient[GRADIENTS][PANELS][32];
+        float gradient[GRADIENTS][32 * PANELS];
 #pragma unroll
-        for (int i = 0; i < GRADIENTS * PANELS * 32; i++) {
-            gradient[i / 32 / PANELS][i / 32 % PANELS][i % 32] = 0.0f;
+        for (int which = 0; which < GRADIENTS; which++) {
+#pragma unroll
+            for (int i = 0; i < 32 * PANELS; i++) {
+                gradient[which][i] = 0.0f;
+            }
         }
         float s[32], dp[32];
         uint32_t w[GRADIENTS][4][4]; /* dS and P of the part before, rounded */
@@ -242,19 +245,15 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
             }
         };
         auto second_products = [&]() {
-            const Operand others = columns_operand(at.other(before.at, 0));
+            const Operand others = columns_operand(at.other(before.at, 0), Shape::PART);
             products_begin();
 #pragma unroll
             for (int which = 0; which < GRADIENTS; which++) {
 #pragma unroll
                 for (int step = 0; step < 4; step++) {
-#pragma unroll
-                    for (int panel = 0; panel < PANELS; panel++) {
-                        product<T, 1>(gradient[which][panel], w[which][step],
-                                      further(others, which * Shape::OTHER + panel * Shape::PART +
-                                                          step * 16 * PANEL_ROW),
-                                      true);
-                    }
+                    product<T, 1>(gradient[which], w[which][step],
+                                  further(others, which * Shape::OTHER + step * 16 * PANEL_ROW),
+                                  true);
                 }
             }
             products_end();
@@ -263,10 +262,7 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
             products_wait<0>();
 #pragma unroll
             for (int which = 0; which < GRADIENTS; which++) {
-#pragma unroll
-                for (int panel = 0; panel < PANELS; panel++) {
-                    hold(gradient[which][panel]);
-                }
+                hold(gradient[which]);
                 hold(w[which]);
             }
             if (speaks) {
@@ -385,7 +381,7 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
             for (int panel = 0; panel < PANELS; panel++) {
                 stage_rows<T>(at.own(slot.at, which) + panel * Shape::OWN_PANEL +
                                   group * Shape::PART,
-                              gradient[which][panel], factors);
+                              gradient[which], 32 * panel, factors);
             }
         }
         proxy_fence();

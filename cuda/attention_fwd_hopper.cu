@@ -234,13 +234,10 @@ __device__ __forceinline__ void consume(const Forward &f, Places<Shape> at) {
             p.causal ? min(p.S, mine + p.offset + 1) : p.S; /* my first row sees so many */
         const uint32_t my_q = at.q(q.at) + group * Shape::HALF_PANEL;
 
-        float o[PANELS][32];
+        float o[32 * PANELS];
 #pragma unroll
-        for (int panel = 0; panel < PANELS; panel++) {
-#pragma unroll
-            for (int i = 0; i < 32; i++) {
-                o[panel][i] = 0.0f;
-            }
+        for (int i = 0; i < 32 * PANELS; i++) {
+            o[i] = 0.0f;
         }
         uint32_t w[WEIGHTS][4]; /* the weights of the tile before, rounded */
         Softmax softmax;
@@ -272,26 +269,18 @@ __device__ __forceinline__ void consume(const Forward &f, Places<Shape> at) {
             products_end();
         };
         auto multiply_values = [&]() {
-            const Operand values = columns_operand(at.v(before.at));
+            const Operand values = columns_operand(at.v(before.at), Shape::KV_PANEL);
             barrier_wait(at.v_full(before.at), before.phase);
             products_begin();
 #pragma unroll
             for (int step = 0; step < WEIGHTS; step++) {
-#pragma unroll
-                for (int panel = 0; panel < PANELS; panel++) {
-                    product<T, 1>(o[panel], w[step],
-                                  further(values, panel * Shape::KV_PANEL + step * 16 * PANEL_ROW),
-                                  true);
-                }
+                product<T, 1>(o, w[step], further(values, step * 16 * PANEL_ROW), true);
             }
             products_end();
         };
         auto values_done = [&]() {
             products_wait<0>();
-#pragma unroll
-            for (int panel = 0; panel < PANELS; panel++) {
-                hold(o[panel]);
-            }
+            hold(o);
             hold(w);
             if (speaks) {
                 barrier_arrive(at.v_empty(before.at));
@@ -345,11 +334,8 @@ __device__ __forceinline__ void consume(const Forward &f, Places<Shape> at) {
                 weigh(s, tile);
                 values_done();
 #pragma unroll
-                for (int panel = 0; panel < PANELS; panel++) {
-#pragma unroll
-                    for (int i = 0; i < 32; i++) {
-                        o[panel][i] *= softmax.shrink[i / 2 % 2];
-                    }
+                for (int i = 0; i < 32 * PANELS; i++) {
+                    o[i] *= softmax.shrink[i / 2 % 2];
                 }
                 round(s);
             }
@@ -384,7 +370,7 @@ __device__ __forceinline__ void consume(const Forward &f, Places<Shape> at) {
         }
 #pragma unroll
         for (int panel = 0; panel < PANELS; panel++) {
-            stage_rows<T>(my_q + panel * Shape::Q_PANEL, o[panel], factors);
+            stage_rows<T>(my_q + panel * Shape::Q_PANEL, o, 32 * panel, factors);
         }
         proxy_fence();
         turn_wait(1 + CONSUMERS + group, WARPGROUP);

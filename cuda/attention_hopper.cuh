@@ -193,9 +193,9 @@ __device__ __forceinline__ uint32_t panel_offset(int row, int chunk) {
     return (uint32_t)(row * hopper::PANEL_ROW + ((chunk ^ (row & 7)) << 4));
 }
 
-/* A consumer's 64 x 64 accumulators, times factor[half], rounded into its 64 rows of a panel. */
-template <class T>
-__device__ __forceinline__ void stage_rows(uint32_t panel, const float (&c)[32],
+/* A panel's 32 of a consumer's accumulators, times factor[half], rounded into its 64 rows there. */
+template <class T, int N>
+__device__ __forceinline__ void stage_rows(uint32_t panel, const float (&c)[N], int from,
                                            const float (&factor)[2]) {
     const int lane = threadIdx.x & 31,
               row = (int)(threadIdx.x % hopper::WARPGROUP) / 32 * 16 + lane / 4;
@@ -204,8 +204,8 @@ __device__ __forceinline__ void stage_rows(uint32_t panel, const float (&c)[32],
 #pragma unroll
         for (int n = 0; n < 8; n++) {
             store_shared4(panel + panel_offset(row + 8 * half, n) + 4 * (lane % 4),
-                          pack_pair<T>(c[4 * n + 2 * half] * factor[half],
-                                       c[4 * n + 2 * half + 1] * factor[half]));
+                          pack_pair<T>(c[from + 4 * n + 2 * half] * factor[half],
+                                       c[from + 4 * n + 2 * half + 1] * factor[half]));
         }
     }
 }

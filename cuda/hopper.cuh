@@ -144,15 +144,16 @@ template <int COUNT> __device__ __forceinline__ void registers_up_to() {
 
 /* ---- products [wgmma] ---------------------------------------------------------------------------
  * An operand in panels is the low word of its matrix descriptor; the high one is the same for all.
- * rows: the k of the product runs along a row (Q and K of Q K^T); columns: it runs down the rows (V of P V).
+ * rows: the k of the product runs along a row (Q and K of Q K^T); columns: it runs down the rows (V of
+ * P V), and the next 64 columns are `panel` bytes away.
  * further() is some bytes on: 32 for the next 16 columns, 2048 for the next 16 rows. */
 typedef uint32_t Operand;
 
 __device__ __forceinline__ Operand rows_operand(uint32_t address) {
     return 1 << 16 | (address & 0x3ffff) >> 4;
 }
-__device__ __forceinline__ Operand columns_operand(uint32_t address) {
-    return (address & 0x3ffff) >> 4;
+__device__ __forceinline__ Operand columns_operand(uint32_t address, uint32_t panel) {
+    return panel >> 4 << 16 | (address & 0x3ffff) >> 4;
 }
 __device__ __forceinline__ Operand further(Operand operand, uint32_t bytes) {
     return operand + (bytes >> 4);

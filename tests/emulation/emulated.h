@@ -502,7 +502,9 @@ template <int COUNT> void registers_up_to() {}
 constexpr uint64_t LAYOUT = (uint64_t)1 << 62 | (uint64_t)(8 * PANEL_ROW >> 4) << 32;
 typedef uint32_t Operand;
 inline Operand rows_operand(uint32_t address) { return 1 << 16 | (address & 0x3ffff) >> 4; }
-inline Operand columns_operand(uint32_t address) { return (address & 0x3ffff) >> 4; }
+inline Operand columns_operand(uint32_t address, uint32_t panel) {
+    return panel >> 4 << 16 | (address & 0x3ffff) >> 4;
+}
 inline Operand further(Operand operand, uint32_t bytes) { return operand + (bytes >> 4); }
 inline void stay_above(int) {}
 inline void products_begin() {}
