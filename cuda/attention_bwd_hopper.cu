@@ -28,8 +28,10 @@ struct BackwardShape {
     static constexpr bool KEYS = KEYS_; /* are the own rows keys: dk dv */
     static constexpr int PANELS = PANELS_, CONSUMERS = CONSUMERS_, SLOTS = SLOTS_, STAGES = STAGES_;
     static constexpr bool LISTS = LISTS_;
-    /* Are there registers for what the second products read and the first ones write at once? */
+    /* Are there registers for what the second products read and both first ones write at once? */
     static constexpr bool OVERLAP = !KEYS || (PANELS == 1 && CONSUMERS > 1);
+    /* Are S and dP waited for together, so that lse and delta of columns are loaded once? */
+    static constexpr bool TOGETHER = KEYS && OVERLAP;
     static constexpr bool IN_REGISTERS = !(KEYS && PANELS == 2) && CONSUMERS < 3; /* X and Y */
     static constexpr int ROWS = HALF * CONSUMERS;
     static constexpr int THREADS = WARPGROUP * (1 + CONSUMERS);
@@ -221,28 +223,22 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
         }
         auto sees = [&](int part) { return part > none && part < end; };
 
-        auto first_products = [&]() {
-            const Operand others = rows_operand(at.other(stage.at, 0));
-            const Operand owns = rows_operand(at.own(slot.at, 0) + group * Shape::PART);
+        auto first_product = [&](int which) {
+            const Operand other = rows_operand(at.other(stage.at, which));
+            const Operand ours = rows_operand(at.own(slot.at, which) + group * Shape::PART);
+            float(&c)[32] = which == 0 ? s : dp;
             products_begin();
 #pragma unroll
-            for (int which = 0; which < 2; which++) {
-#pragma unroll
-                for (int i = 0; i < 4 * PANELS; i++) {
-                    const Operand b =
-                        further(others, which * Shape::OTHER + i / 4 * Shape::PART + i % 4 * 32);
-                    float(&c)[32] = which == 0 ? s : dp;
-                    if constexpr (Shape::IN_REGISTERS) {
-                        product<T, 0>(c, own[which * 4 * PANELS + i], b, i > 0);
-                    } else {
-                        product<T, 0>(c,
-                                      further(owns, which * Shape::OWN + i / 4 * Shape::OWN_PANEL +
-                                                        i % 4 * 32),
-                                      b, i > 0);
-                    }
+            for (int i = 0; i < 4 * PANELS; i++) {
+                const Operand b = further(other, i / 4 * Shape::PART + i % 4 * 32);
+                if constexpr (Shape::IN_REGISTERS) {
+                    product<T, 0>(c, own[which * 4 * PANELS + i], b, i > 0);
+                } else {
+                    product<T, 0>(c, further(ours, i / 4 * Shape::OWN_PANEL + i % 4 * 32), b,
+                                  i > 0);
                 }
-                products_end();
             }
+            products_end();
         };
         auto second_products = [&]() {
             const Operand others = columns_operand(at.other(before.at, 0), Shape::PART);
@@ -269,57 +265,28 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
                 barrier_arrive(at.empty(before.at));
             }
         };
-        /* s becomes P, dp becomes dS, while PENDING groups behind those of s and dp run on. */
-        auto weigh = [&](int part, auto pending) {
-            constexpr int PENDING = decltype(pending)::value;
-            if constexpr (Shape::KEYS) {
-                products_wait<PENDING>();
-                hold(dp);
-            } else {
-                products_wait<PENDING + 1>();
-            }
-            hold(s);
-            if (Shape::KEYS ? part < edge
-                            : part > edge) { /* key - query above the offset: unseen */
-                int distance = Shape::KEYS ? mine + my_row - part - 2 * (lane % 4) - p.offset
-                                           : mine + my_row - part - 2 * (lane % 4) + p.offset;
+        /* Of two columns a thread, of eight in all: lse, delta, lse, delta. */
+        auto load_columns = [&](uint32_t(&columns)[4], int n) {
+            load_shared16(columns, at.stats(stage.at) + (8 * n + 2 * (lane % 4)) * 8);
+        };
+        auto lse_of = [&](const uint32_t(&columns)[4], int i) {
+            return Shape::KEYS ? __uint_as_float(columns[i % 2 * 2]) : stat[i / 2 % 2][0];
+        };
+        auto delta_of = [&](const uint32_t(&columns)[4], int i) {
+            return Shape::KEYS ? __uint_as_float(columns[i % 2 * 2 + 1]) : stat[i / 2 % 2][1];
+        };
+        auto hide = [&](int part) { /* key - query above the offset is not seen */
+                                    int distance =
+                                        Shape::KEYS
+                                            ? mine + my_row - part - 2 * (lane % 4) - p.offset
+                                            : mine + my_row - part - 2 * (lane % 4) + p.offset;
 #pragma unroll
-                for (int i = 0; i < 32; i++) {
-                    int row = i / 2 % 2 * 8, column = i / 4 * 8 + i % 2;
-                    bool hidden = Shape::KEYS ? distance + row > column : column > distance + row;
-                    s[i] = hidden ? -INFINITY : s[i];
-                }
-            }
-            if constexpr (Shape::KEYS) {
-#pragma unroll
-                for (int n = 0; n < 8; n++) {
-                    uint32_t columns[4]; /* lse, delta, lse, delta */
-                    load_shared16(columns, at.stats(stage.at) + (8 * n + 2 * (lane % 4)) * 8);
-#pragma unroll
-                    for (int i = 4 * n; i < 4 * n + 4; i++) {
-                        float lse = __uint_as_float(columns[i % 2 * 2]),
-                              delta = __uint_as_float(columns[i % 2 * 2 + 1]);
-                        s[i] = fast_exp2(fmaf(s[i], p.scale_log2, -lse));
-                        dp[i] = s[i] * (dp[i] - delta);
-                    }
-                }
-            } else {
-#pragma unroll
-                for (int i = 0; i < 32; i++) {
-                    s[i] = fast_exp2(fmaf(s[i], p.scale_log2, -stat[i / 2 % 2][0]));
-                }
-                hold(s);
-                stay_above(p.D);
-                products_wait<PENDING>();
-                hold(dp);
-#pragma unroll
-                for (int i = 0; i < 32; i++) {
-                    dp[i] = s[i] * (dp[i] - stat[i / 2 % 2][1]);
-                }
-            }
-            hold(s);
-            hold(dp);
-            stay_above(p.D);
+                                    for (int i = 0; i < 32; i++) {
+                                        int row = i / 2 % 2 * 8, column = i / 4 * 8 + i % 2;
+                                        bool hidden = Shape::KEYS ? distance + row > column
+                                                                  : column > distance + row;
+                                        s[i] = hidden ? -INFINITY : s[i];
+                                    }
         };
         auto round = [&]() {
 #pragma unroll
@@ -331,6 +298,69 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
             }
             before = stage;
             stage.advance();
+        };
+        /* A part's S and dP become w. `following`: the second products of the part before are
+         * issued on the way, to be done at its end. */
+        auto work = [&](int part, auto following) {
+            constexpr int PENDING = decltype(following)::value;
+            first_product(0);
+            if constexpr (Shape::OVERLAP) {
+                first_product(1);
+            }
+            if constexpr (PENDING) {
+                second_products();
+            }
+            products_wait<PENDING + (Shape::OVERLAP && !Shape::TOGETHER)>();
+            hold(s);
+            if (Shape::KEYS ? part < edge : part > edge) {
+                hide(part);
+            }
+            uint32_t columns[4];
+            if constexpr (Shape::TOGETHER) {
+                hold(dp);
+#pragma unroll
+                for (int i = 0; i < 32; i++) {
+                    if (i % 4 == 0) {
+                        load_columns(columns, i / 4);
+                    }
+                    s[i] = fast_exp2(fmaf(s[i], p.scale_log2, -lse_of(columns, i)));
+                    dp[i] = s[i] * (dp[i] - delta_of(columns, i));
+                }
+            } else {
+#pragma unroll
+                for (int i = 0; i < 32; i++) {
+                    if (Shape::KEYS && i % 4 == 0) {
+                        load_columns(columns, i / 4);
+                    }
+                    s[i] = fast_exp2(fmaf(s[i], p.scale_log2, -lse_of(columns, i)));
+                }
+                hold(s);
+                stay_above(p.D);
+                if constexpr (Shape::OVERLAP) {
+                    products_wait<PENDING>();
+                } else {
+                    if constexpr (PENDING) {
+                        second_products_done();
+                    }
+                    first_product(1);
+                    products_wait<0>();
+                }
+                hold(dp);
+#pragma unroll
+                for (int i = 0; i < 32; i++) {
+                    if (Shape::KEYS && i % 4 == 0) {
+                        load_columns(columns, i / 4);
+                    }
+                    dp[i] = s[i] * (dp[i] - delta_of(columns, i));
+                }
+            }
+            if constexpr (PENDING && Shape::OVERLAP) {
+                hold(s);
+                hold(dp);
+                stay_above(p.D);
+                second_products_done();
+            }
+            round();
         };
         auto pass = [&]() { /* a part that none of my rows meets */
                             if (speaks) {
@@ -347,23 +377,10 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
         }
         if (part >= 0) {
             barrier_wait(at.full(stage.at), stage.phase);
-            first_products();
-            weigh(part, std::integral_constant<int, 0>());
-            round();
+            work(part, std::integral_constant<int, 0>());
             for (part = walk.next(); part >= 0 && sees(part); part = walk.next()) {
                 barrier_wait(at.full(stage.at), stage.phase);
-                if constexpr (Shape::OVERLAP) {
-                    first_products();
-                    second_products();
-                    weigh(part, std::integral_constant<int, 1>());
-                    second_products_done();
-                } else {
-                    second_products();
-                    second_products_done();
-                    first_products();
-                    weigh(part, std::integral_constant<int, 0>());
-                }
-                round();
+                work(part, std::integral_constant<int, 1>());
             }
             second_products();
             second_products_done();
