@@ -270,10 +270,18 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
             load_shared16(columns, at.stats(stage.at) + (8 * n + 2 * (lane % 4)) * 8);
         };
         auto lse_of = [&](const uint32_t(&columns)[4], int i) {
-            return Shape::KEYS ? __uint_as_float(columns[i % 2 * 2]) : stat[i / 2 % 2][0];
+            if constexpr (Shape::KEYS) {
+                return __uint_as_float(columns[i % 2 * 2]);
+            } else {
+                return stat[i / 2 % 2][0];
+            }
         };
         auto delta_of = [&](const uint32_t(&columns)[4], int i) {
-            return Shape::KEYS ? __uint_as_float(columns[i % 2 * 2 + 1]) : stat[i / 2 % 2][1];
+            if constexpr (Shape::KEYS) {
+                return __uint_as_float(columns[i % 2 * 2 + 1]);
+            } else {
+                return stat[i / 2 % 2][1];
+            }
         };
         auto hide = [&](int part) { /* key - query above the offset is not seen */
                                     int distance =
