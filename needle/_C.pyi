@@ -287,6 +287,9 @@ def rotary(x: NDArray, cos: NDArray, sin: NDArray, parts: int, sign: float) -> N
 def attention_fwd(
     q: NDArray, k: NDArray, v: NDArray, scale: float, causal: int
 ) -> tuple[NDArray, NDArray]: ...
+def attention_fwd_into(
+    q: NDArray, k: NDArray, v: NDArray, scale: float, causal: int, o: NDArray
+) -> NDArray: ...
 def attention_bwd(
     dout: NDArray,
     q: NDArray,

@@ -64,6 +64,10 @@ def attention_fwd(r, q, k, v, scale, causal):
     return softmax_attention(r, q, k, v, scale, visible(q.shape[1], k.shape[1], causal))
 
 
+def attention_fwd_into(r, q, k, v, scale, causal, o):
+    return attention_fwd(r, q, k, v, scale, causal)
+
+
 def attention_bwd(r, dout, q, k, v, o, lse, scale, causal, dq, dk, dv):
     see = visible(q.shape[1], k.shape[1], causal)
     return softmax_attention_bwd(r, dout, q, k, v, o, lse, scale, see)
@@ -167,7 +171,9 @@ def logits_inputs(b, v):
     return inputs
 
 
-def attention_inputs(b, t, s, h, d, causal, scale=None, blocks=None, block=None, backward=False):
+def attention_inputs(
+    b, t, s, h, d, causal, scale=None, blocks=None, block=None, backward=False, into=False
+):
     """blocks: (G, query blocks, key blocks) of bool for the block-sparse ops."""
 
     def inputs(rng):
@@ -187,6 +193,8 @@ def attention_inputs(b, t, s, h, d, causal, scale=None, blocks=None, block=None,
             made |= {"d" + n: np.full(shape, np.nan) for n, shape in of.items()}
         else:
             lists = {n: lists[n] for n in ("offsets", "columns") if n in lists}
+        if into:
+            made["o"] = np.full((b, t, h, d), np.nan)
         return made | lists | ({"block": block} if lists else {}) | last
 
     return inputs
@@ -276,6 +284,7 @@ CASES = [
         },
     ),
     *cases_of(attention_fwd, attention_inputs, ATTENTION, forward_terms),
+    *cases_of(attention_fwd_into, partial(attention_inputs, into=True), ATTENTION, forward_terms),
     *cases_of(attention_bwd, partial(attention_inputs, backward=True), ATTENTION, backward_terms),
     *cases_of(
         attention_fwd,
