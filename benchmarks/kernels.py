@@ -338,6 +338,23 @@ def attention(s: Shapes) -> Iterator[Case]:
     )
 
 
+def dilated(s: Shapes) -> Iterator[Case]:
+    """Branches of LongNet's kind. Bytes are those of what they hold, and of the result."""
+    numbers = (s.time // 4, s.time // 2, s.time), (1, 2, 4)
+    segments, dilations = (_C.array(list(n), "int32", s.device) for n in numbers)
+    shape = (len(numbers[0]), s.batch, s.time, HEADS, HEAD_DIM)
+    parts, lse = s.array(*shape), s.array(*shape[:-1], dtype="float32")
+    rows = s.rows * HEADS
+    held = sum(1 / dilation for dilation in numbers[1])
+    work = (held + 1) * rows * HEAD_DIM * s.size
+    yield Case("dilated_sum", work, lambda: _C.dilated_sum(parts, segments, dilations))
+    yield Case(
+        "dilated_merge",
+        work + (held + 1) * rows * 4,
+        lambda: _C.dilated_merge(parts, lse, segments, dilations),
+    )
+
+
 def embeddings(s: Shapes) -> Iterator[Case]:
     ids, w, dy = s.ids(VOCABULARY), s.array(VOCABULARY, C), s.array(s.rows, C)
     dw = s.array(VOCABULARY, C, dtype="float32")
@@ -445,6 +462,7 @@ FAMILIES: dict[str, Callable[[Shapes], Iterator[Case]]] = {
     "matmul": products,
     "layernorm": norms,
     "attention": attention,
+    "dilated": dilated,
     "embedding": embeddings,
     "cross_entropy": losses,
     "decode": decoding,

@@ -331,6 +331,10 @@ def block_sparse_attention_bwd(
     dk: NDArray,
     dv: NDArray,
 ) -> None: ...
+def dilated_merge(
+    parts: NDArray, lse: NDArray, segments: NDArray, dilations: NDArray
+) -> tuple[NDArray, NDArray]: ...
+def dilated_sum(parts: NDArray, segments: NDArray, dilations: NDArray) -> NDArray: ...
 def decode_attention(
     qkv: NDArray,
     cos: NDArray,

@@ -1,4 +1,4 @@
-"""Rotary embedding, attention dense and block-sparse, and the step of generation."""
+"""Rotary embedding, attention dense, block-sparse and dilated, and the step of generation."""
 
 import math
 from collections.abc import Callable
@@ -127,6 +127,30 @@ def decode_attention(r, qkv, cos, sin, positions, scale, keys, values):
     return {"keys": keys, "values": values, "o": np.array(o).reshape(len(positions), *q_shape(qkv))}
 
 
+def held(segments, dilations, t, heads) -> np.ndarray:
+    """(W, T, H): which branches of dilated attention hold a token for a head."""
+    segments, dilations = (np.maximum(n, 1)[:, None, None] for n in (segments, dilations))
+    return np.arange(t)[:, None] % segments % dilations == np.arange(heads) % dilations
+
+
+def dilated_merge(r, parts, lse, segments, dilations):
+    see = held(segments, dilations, *parts.shape[2:4])[:, None]
+    lse = np.where(see, lse, -np.inf)
+    top = lse.max(0, initial=-np.inf)
+    top = np.where(np.isfinite(top), top, 0)
+    weights = r(np.exp(lse - top))
+    sums = weights.sum(0)
+    with np.errstate(divide="ignore"):
+        total = np.log(sums) + top
+    weights = r(weights / np.where(sums > 0, sums, 1))[..., None]
+    return {"out": r((weights * np.where(see[..., None], parts, 0)).sum(0)), "total": total}
+
+
+def dilated_sum(r, parts, segments, dilations):
+    see = held(segments, dilations, *parts.shape[2:4])[:, None, ..., None]
+    return {"out": r(np.where(see, parts, 0).sum(0))}
+
+
 def q_shape(qkv):
     return qkv.shape[1], qkv.shape[3]
 
@@ -156,6 +180,27 @@ def decode_inputs(b, h, d, s, half, positions, scale=None, angles=None):
             "keys": rng.standard_normal((b, h, s, d)),
             "values": rng.standard_normal((b, h, s, d)),
         }
+
+    return inputs
+
+
+def dilated_inputs(b, t, h, d, segments, dilations, merge=False):
+    """What a branch does not hold is NaN; a few queries saw no key in any branch."""
+
+    def inputs(rng):
+        numbers = {
+            "segments": np.array(segments, np.int64),
+            "dilations": np.array(dilations, np.int64),
+        }
+        see = held(*numbers.values(), t, h)[:, None]
+        parts = rng.standard_normal((len(segments), b, t, h, d))
+        made = {"parts": np.where(see[..., None], parts, np.nan)}
+        if merge:
+            lse = 5 * rng.standard_normal(parts.shape[:-1])
+            lse[rng.random(lse.shape) < 0.1] = -np.inf
+            lse[:, :, :2] = -np.inf
+            made["lse"] = np.where(see, lse, np.nan)
+        return made | numbers
 
     return inputs
 
@@ -217,6 +262,19 @@ def irregular(heads: int, rows: int, columns: int) -> np.ndarray:
     return ((i * 7 + j * 3 + g) % 5 < 3) & (i % 4 != 3)
 
 
+DILATED = {  # label: B, T, H, D, segments, dilations
+    "one": (1, 1, 1, 1, [1], [1]),
+    "odd": (2, 31, 3, 16, [31, 8, 13], [1, 3, 2]),
+    "odd-dims": (2, 37, 5, 21, [10, 37], [1, 4]),
+    "long-rows": (1, 7, 2, 2500, [4, 7], [1, 2]),
+    "more-dilation-than-heads": (1, 65, 3, 24, [16, 64], [1, 8]),
+    "held-by-none": (2, 40, 4, 8, [20], [4]),
+    "numbers-below-1": (1, 9, 2, 8, [0, 4, -3], [1, 0, 2]),
+    "many-rows": (3, 300, 7, 64, [64, 128, 300], [1, 2, 4]),
+    "no-branch": (1, 3, 2, 8, [], []),
+    "no-token": (2, 0, 3, 8, [4], [1]),
+    "no-dim": (1, 5, 2, 0, [5, 5], [1, 2]),
+}
 ATTENTION = {  # label: B, T, S, H, D, causal
     "one": (1, 1, 1, 1, 1, 1),
     "odd": (2, 31, 31, 3, 16, 1),
@@ -301,6 +359,15 @@ CASES = [
     *cases_of(block_sparse_attention_fwd, sparse_inputs, SPARSE, forward_terms),
     *cases_of(
         block_sparse_attention_bwd, partial(sparse_inputs, backward=True), SPARSE, backward_terms
+    ),
+    *cases_of(
+        dilated_merge,
+        partial(dilated_inputs, merge=True),
+        DILATED,
+        lambda b, t, h, d, segments, dilations: len(segments),
+    ),
+    *cases_of(
+        dilated_sum, dilated_inputs, DILATED, lambda b, t, h, d, segments, dilations: len(segments)
     ),
     *cases_of(
         decode_attention,

@@ -212,7 +212,7 @@ class Lines:
         """An op on operands made from its letters: right in their axes, wild in their values."""
         name = self.rng.choice(ops_of("OP"))
         sizes = {
-            letter: self.rng.choice((0, 1, 2, 3, 4, 5, 8, 17)) for letter in "BTHDSNCKMVRXGPUE"
+            letter: self.rng.choice((0, 1, 2, 3, 4, 5, 8, 17)) for letter in "BTHDSNCKMVRXGPUEW"
         }
         if self.rng.random() < 0.8:
             sizes["P"], sizes["R"] = 3, self.rng.choice((1, 2, 4))

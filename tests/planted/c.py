@@ -382,6 +382,18 @@ FAULTS = [
         f"{BAD} -k refused_values",
     ),
     Fault(
+        "csrc/cpu/dilated.c",
+        "(t % max_of(segment, 1) - h) % max_of(dilation, 1) == 0;",
+        "(t - h) % max_of(dilation, 1) == 0;",
+        f"{OPS} -k 'test_structured and dilated_sum'",
+    ),
+    Fault(
+        "csrc/cpu/dilated.c",
+        "(weighted && top == -INFINITY)",
+        "(weighted && sum < 0)",
+        f"{OPS} -k 'test_structured and dilated_merge'",
+    ),
+    Fault(
         "csrc/cpu/elementwise.c",
         "*scalar = s->constant || stride == 0;",
         "*scalar = s->constant;",

@@ -190,6 +190,18 @@ FAULTS = [
         f"{OPS} -k 'test_structured and not views and decode_greedy'",
     ),
     Fault(
+        "cuda/dilated.cu",
+        "(p.t % max(segment, 1) - p.h) % max(dilation, 1) == 0;",
+        "(p.t - p.h) % max(dilation, 1) == 0;",
+        f"{OPS} -k 'test_structured and not views and dilated_sum'",
+    ),
+    Fault(
+        "cuda/dilated.cu",
+        "if (next == -INFINITY) {",
+        "if (one == INFINITY) {",
+        f"{OPS} -k 'test_structured and not views and dilated_merge'",
+    ),
+    Fault(
         "cuda/elementwise.cu",
         "(O *)a.out, size / N, (int)(size % N));",
         "(O *)a.out, size / N, (int)(size % N) - 1);",
