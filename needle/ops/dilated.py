@@ -7,7 +7,10 @@ scores: a query then attends once to the keys of all its branches, as often as t
 with L the log-sum-exp over all branches, P = exp(score - L) and the output o, each branch's
 gradient is the plain one for L and o: its weight needs no gradient of its own.
 
-A dilation is a stride: every branch is a few views of q, k and v through the dense kernels.
+A dilation is a stride: every branch is a few views of q, k and v through the dense kernels, which
+write the same views of an array of the branch. It is filled where the branch holds a token, and
+read there alone: what joins the branches makes one pass over what they hold. The arrays are as
+large as q for each branch, in the backward three of them.
 """
 
 from __future__ import annotations
@@ -21,43 +24,68 @@ from needle import _C
 from needle._C import NDArray
 from needle.autograd import FusedOp, Tensor
 
-LOWEST = -3e38  # instead of -inf, where a difference is taken
+Steps = tuple[int, int, int]  # along batch, time and heads
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A view (B', T', H', X) of a (B, T, H, X): of the segments of `width` tokens from `start` on
-    the `size` tokens `dilation` apart, of the heads from `head` on those as far apart. `count`
-    segments of one of the batch, or with `batch` None of all of them, as one axis."""
+    """A view (B', T', H', ...) of a (B, T, H, ...): where it starts, its sizes, and how far the
+    next of each of its axes is."""
 
-    batch: int | None
-    count: int
-    width: int
-    start: int
-    size: int
-    head: int
-    dilation: int
+    start: Steps
+    shape: Steps
+    steps: tuple[Steps, Steps, Steps]
 
     def __call__(self, x: NDArray) -> NDArray:
-        time, head, last = x.strides[1:]
-        segments = self.count if self.batch is not None else x.shape[0] * self.count
-        heads = -(-(x.shape[2] - self.head) // self.dilation)
-        return x[self.batch or 0 :, self.start :, self.head :, :].as_strided(
-            (segments, self.size, heads, x.shape[3]),
-            (self.width * time, self.dilation * time, self.dilation * head, last),
-        )
+        rest = x.ndim - 3
+        first = tuple(slice(at, None) for at in self.start) + (slice(None),) * rest
+        strides = [sum(n * s for n, s in zip(step, x.strides)) for step in self.steps]
+        return x[first].as_strided((*self.shape, *x.shape[3:]), (*strides, *x.strides[3:]))
 
 
 def _pieces(shape: tuple[int, ...], width: int, dilation: int, merges: bool) -> Iterator[_Piece]:
-    """Of one branch: the whole segments and what is left behind them, for each offset of heads."""
-    batch, time, heads, _ = shape
+    """Of one branch: its whole segments and what is left behind them. B' is the batch, or the
+    segments, or both where `merges` says that batch and time are one axis."""
+    batch, time, heads = shape[:3]
     count = time // width
-    together = merges and time % width == 0
     for start, length, segments in ((0, width, count), (count * width, time % width, 1)):
-        for offset in range(min(dilation, heads, length) if segments else 0):
-            size = -(-(length - offset) // dilation)
-            for one in (None,) if together else range(batch):
-                yield _Piece(one, segments, width, start + offset, size, offset, dilation)
+        if segments == 0 or length == 0:
+            continue
+        if segments == 1:
+            sequences, step = [(0, batch)], (1, 0, 0)
+        elif batch == 1 or (merges and time % width == 0):
+            sequences, step = [(0, batch * segments)], (0, width, 0)
+        else:
+            sequences, step = [(one, segments) for one in range(batch)], (0, width, 0)
+        for first, number in sequences:
+            for token, size, head, together, next_head in _heads(heads, length, dilation):
+                yield _Piece(
+                    (first, start + token, head),
+                    (number, size, together),
+                    (step, (0, dilation, 0), next_head),
+                )
+
+
+def _heads(heads: int, length: int, dilation: int) -> list[tuple[int, int, int, int, Steps]]:
+    """The views of a segment: first token, tokens, first head, heads, step to the next head. Either
+    the heads of one offset, `dilation` apart, or up to `dilation` neighbours, each of which begins
+    a token behind the one before; whichever are fewer."""
+    offsets = [
+        (o, -(-(length - o) // dilation), o, -(-(heads - o) // dilation), (0, 0, dilation))
+        for o in range(min(dilation, heads, length))
+    ]
+    neighbours = []
+    longer = length % dilation  # offsets of one token more
+    for head in range(0, heads, dilation):
+        most = min(dilation, heads - head)
+        for begin, end, size in (
+            (0, longer, length // dilation + 1),
+            (longer, most, length // dilation),
+        ):
+            end = min(end, most)
+            if begin < end and size > 0:
+                neighbours.append((begin, size, head + begin, end - begin, (0, 1, 1)))
+    return min(offsets, neighbours, key=len)
 
 
 def _merges(x: NDArray) -> bool:
@@ -65,35 +93,28 @@ def _merges(x: NDArray) -> bool:
     return x.shape[0] == 1 or x.strides[0] == x.shape[1] * x.strides[1]
 
 
-def _add(to: NDArray, what: NDArray) -> None:
-    _C.assign(to, to + what)
+def _each(x: NDArray) -> list[NDArray]:
+    """Its parts along the first axis."""
+    return [x[n : n + 1].reshape(x.shape[1:]) for n in range(x.shape[0])]
 
 
 class DilatedAttention(FusedOp):
     def __init__(self, branches: Sequence[tuple[int, int]], scale: float, causal: bool) -> None:
-        self.branches, self.scale, self.causal = branches, scale, causal
+        self.branches, self.scale, self.causal = branches, scale, int(causal)
 
     def compute(self, q: NDArray, k: NDArray, v: NDArray) -> NDArray:
-        shape, device, merges = q.shape, q.device, all(map(_merges, (q, k, v)))
-        self.pieces = [
-            piece for branch in self.branches for piece in _pieces(shape, *branch, merges)
-        ]
-        self.lse = _C.empty((*shape[:3], 1), "float32", device)
-        self.lse.fill(-math.inf)
-        parts = []
-        for piece in self.pieces:
-            o, lse = _C.attention_fwd(piece(q), piece(k), piece(v), self.scale, int(self.causal))
-            lse = _by_time(lse)
-            total = piece(self.lse)
-            top = total.maximum(lse).maximum(LOWEST)
-            _C.assign(total, top + ((total - top).exp() + (lse - top).exp()).log())
-            parts.append((o, lse))
-        out = _C.empty(shape, "float32", device)
-        out.fill(0.0)
-        for piece, (o, lse) in zip(self.pieces, parts):
-            weight = (lse - piece(self.lse).maximum(LOWEST)).exp()
-            _add(piece(out), weight.broadcast_to(o.shape) * o.astype("float32"))
-        self.out = out.astype(q.dtype)
+        merges = all(map(_merges, (q, k, v)))
+        self.pieces = [list(_pieces(q.shape, *branch, merges)) for branch in self.branches]
+        self.numbers = [_C.array(list(n), "int32", q.device) for n in zip(*self.branches)]
+        parts = _C.empty((len(self.branches), *q.shape), q.dtype, q.device)
+        lses = _C.empty(parts.shape[:4], "float32", q.device)
+        for pieces, part, to in zip(self.pieces, _each(parts), _each(lses)):
+            for piece in pieces:
+                lse = _C.attention_fwd_into(
+                    piece(q), piece(k), piece(v), self.scale, self.causal, piece(part)
+                )
+                _C.assign(piece(to), lse.permute((0, 2, 1)))
+        self.out, self.lse = _C.dilated_merge(parts, lses, *self.numbers)
         return self.out
 
     def backward(
@@ -101,30 +122,18 @@ class DilatedAttention(FusedOp):
     ) -> list[NDArray | None]:
         arrays = [x.cached_data for x in node.inputs]
         dout = dout.compact()
-        totals = [_C.empty(x.shape, "float32", x.device) for x in arrays]
-        for total in totals:
-            total.fill(0.0)
-        for piece in self.pieces:
-            qkv = [piece(x) for x in arrays]
-            into = [_C.empty(x.shape, x.dtype, x.device) for x in qkv]
-            _C.attention_bwd(
-                piece(dout), *qkv, piece(self.out), _by_time(piece(self.lse)), self.scale,
-                int(self.causal), *into,
-            )  # fmt: skip
-            for total, part in zip(totals, into):
-                _add(piece(total), part.astype("float32"))
+        sums = [_C.empty((len(self.branches), *x.shape), x.dtype, x.device) for x in arrays]
+        for pieces, *into in zip(self.pieces, *map(_each, sums)):
+            for piece in pieces:
+                lse = piece(self.lse).permute((0, 2, 1)).compact()
+                _C.attention_bwd(
+                    piece(dout), *map(piece, arrays), piece(self.out), lse, self.scale,
+                    self.causal, *map(piece, into),
+                )  # fmt: skip
         return [
-            total.astype(x.dtype) if x.requires_grad else None
-            for x, total in zip(node.inputs, totals)
+            _C.dilated_sum(parts, *self.numbers) if x.requires_grad else None
+            for x, parts in zip(node.inputs, sums)
         ]
-
-
-def _by_time(lse: NDArray) -> NDArray:
-    """(B, H, T) as (B, T, H, 1), and back."""
-    if lse.ndim == 3:
-        return lse.reshape((*lse.shape, 1)).permute((0, 2, 1, 3))
-    b, t, h, _ = lse.shape
-    return lse.permute((0, 2, 1, 3)).compact().reshape((b, h, t))
 
 
 def dilated_attention(

@@ -3,21 +3,26 @@ that holds it, and against index_select with dense attention."""
 
 import numpy as np
 import pytest
+from cases.attention import held
 from gradients import attend_dilated, dilated_weights
-from harness import DEVICES, device_of, rounder
+from harness import DEVICES, device_of, poison, rounder
 
-from needle import Tensor, ops
+from needle import _C, Tensor, ops
+from needle.ops.dilated import _pieces
 
 both = pytest.mark.parametrize("device", DEVICES)
-# T, segments, dilations: one branch; the last segment shorter; longer than T; more dilation than
-# heads; tokens of no branch; segments that are no multiple of the dilation.
+# T, heads, segments, dilations: one branch; the last segment shorter; longer than T; more dilation
+# than heads; tokens of no branch; segments that are no multiple of the dilation; more heads than
+# that, in views of an offset and of neighbours.
 BRANCHES = [
-    (64, (16,), (1,)),
-    (64, (16, 64), (1, 4)),
-    (67, (16, 32, 200), (1, 2, 8)),
-    (67, (10, 25), (1, 3)),
-    (40, (8, 20), (4, 5)),
-    (1, (4, 8), (1, 2)),
+    (64, 3, (16,), (1,)),
+    (64, 3, (16, 64), (1, 4)),
+    (67, 3, (16, 32, 200), (1, 2, 8)),
+    (67, 3, (10, 25), (1, 3)),
+    (40, 3, (8, 20), (4, 5)),
+    (1, 3, (4, 8), (1, 2)),
+    (48, 7, (12, 24), (1, 2)),
+    (45, 7, (15, 24), (1, 4)),
 ]
 BOUND = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 3e-3}
 
@@ -46,10 +51,11 @@ def assert_close(got, want, dtype, what):
 @both
 @pytest.mark.parametrize("dtype", BOUND)
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("t, segments, dilations", BRANCHES)
-def test_forward_and_gradients(t, segments, dilations, causal, dtype, device):
+@pytest.mark.parametrize("t, heads, segments, dilations", BRANCHES)
+def test_forward_and_gradients(t, heads, segments, dilations, causal, dtype, device):
     device, branches = device_of(device), tuple(zip(segments, dilations))
-    q, k, v, dout = (rounder(dtype)(draw(i, 2, t, 3, 24)) for i in range(4))
+    q, k, v, dout = (rounder(dtype)(draw(i, 2, t, heads, 24)) for i in range(4))
+    poison(device, 1 << 15)
     leaves = [Tensor(x, device=device, dtype=dtype, requires_grad=True) for x in (q, k, v)]
     o = ops.dilated_attention(*leaves, segments, dilations, causal)
     assert (o.shape, o.dtype) == (q.shape, dtype)
@@ -58,6 +64,50 @@ def test_forward_and_gradients(t, segments, dilations, causal, dtype, device):
     wanted = gradients_of(q, k, v, dout, branches, causal)
     for name, leaf, want in zip("qkv", leaves, wanted):
         assert_close(leaf.grad.numpy(), want, dtype, f"d{name}")
+
+
+@pytest.mark.parametrize("merges", [True, False])
+def test_views_hold_each_token_of_a_branch_once(merges):
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        batch, t, heads = (int(n) for n in rng.integers(1, (4, 40, 12)))
+        width, dilation = int(rng.integers(1, t + 1)), int(rng.integers(1, 10))
+        times = _C.array(np.zeros((batch, t, heads)))
+        for piece in _pieces(times.shape, width, dilation, merges):
+            view = piece(times)
+            _C.assign(view, view + 1)
+        wanted = held(np.array([width]), np.array([dilation]), t, heads)
+        said = f"{(batch, t, heads)}, segments of {width}, dilation {dilation}"
+        np.testing.assert_array_equal(times.numpy(), np.tile(wanted, (batch, 1, 1)), said)
+
+
+def test_the_fewest_views():
+    """A launch each: all heads and sequences in one where their strides allow it."""
+
+    def count(shape, *branch):
+        return len(list(_pieces(shape, *branch, True)))
+
+    assert count((2, 64, 8), 16, 1) == 1
+    assert count((2, 64, 8), 16, 2) == 2  # heads of an offset
+    assert count((2, 64, 8), 16, 8) == 1  # neighbours
+    assert count((1, 67, 8), 67, 8) == 2  # of 9 tokens and of 8
+    assert count((2, 70, 8), 16, 1) == 3  # each sequence, then what is left of both
+
+
+@both
+def test_gradients_of_slices(device):
+    """Whose batch and time are not one axis."""
+    device, segments, dilations = device_of(device), (8, 32), (1, 2)
+    numbers = [rounder("float32")(draw(i, 2, 40, 6, 16)) for i in range(4)]
+    leaves = [Tensor(x, device=device, requires_grad=True) for x in numbers[:3]]
+    part = (slice(None), slice(3, 35), slice(1, 5))
+    ops.dilated_attention(*(x[part] for x in leaves), segments, dilations).backward(
+        Tensor(numbers[3][part], device=device)
+    )
+    branches = tuple(zip(segments, dilations))
+    wanted = gradients_of(*(x[part] for x in numbers), branches, True)
+    for name, leaf, want in zip("qkv", leaves, wanted):
+        assert_close(leaf.grad.numpy()[part], want, "float32", f"d{name}")
 
 
 @both
