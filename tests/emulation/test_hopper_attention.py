@@ -227,3 +227,43 @@ def test_backward(compiled, given, keys):
             p.close(got, want, name)
         else:
             assert (got == 0x7FC1).all(), f"{name} was written"
+
+
+def neighbours(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(an array, its view with these values): as in dilated attention each head begins a token
+    behind the one before, and has every H-th."""
+    B, T, H, D = values.shape
+    whole = np.full((B, T * H, H, D), 0x7FC1, np.uint16)
+    batch, time, head, last = whole.strides
+    strides = (batch, H * time, time + head, last)
+    view = np.lib.stride_tricks.as_strided(whole, values.shape, strides)
+    view[...] = values
+    return whole, view
+
+
+@pytest.mark.parametrize("D", [48, 64, 128])
+def test_views_of_neighbouring_heads(compiled, D):
+    """Operands and results; what lies between the rows is not touched."""
+    p = Problem(2, 150, 150, 3, D, True)
+    q, k, v, dout = (neighbours(x)[1] for x in (p.q, p.k, p.v, p.dout))
+    written = {name: neighbours(poison(p.q)) for name in ("o", "dq", "dk", "dv")}
+    views = [view for _, view in written.values()]
+    lse = np.empty(p.lse.shape, np.float32)
+    stats, stride = p.stats()
+    last = ctypes.c_double(p.scale), int(p.is_half), 1
+    said = compiled("forward")(
+        *(ctypes.byref(Given.of(x)) for x in (q, k, v, views[0])), ctypes.c_void_p(lse.ctypes.data),
+        ctypes.byref(Lists()), int(p.causal), *last,
+    )  # fmt: skip
+    assert said == b"", said
+    for keys in (False, True):
+        said = compiled("backward")(
+            *(ctypes.byref(Given.of(x)) for x in (q, k, v, dout, *views[1:])),
+            ctypes.c_void_p(stats.ctypes.data), stride, ctypes.byref(Lists()), int(keys),
+            int(p.causal), *last,
+        )  # fmt: skip
+        assert said == b"", said
+    for name, (whole, view) in written.items():
+        p.close(view, getattr(p, name), name)
+        view[...] = 0x7FC1
+        assert (whole == 0x7FC1).all(), f"{name}: more was written than its rows"

@@ -13,7 +13,7 @@ from needle.ops.dilated import _pieces
 both = pytest.mark.parametrize("device", DEVICES)
 # T, heads, segments, dilations: one branch; the last segment shorter; longer than T; more dilation
 # than heads; tokens of no branch; segments that are no multiple of the dilation; more heads than
-# that, in views of an offset and of neighbours.
+# that, in views of an offset and of neighbours; several tiles.
 BRANCHES = [
     (64, 3, (16,), (1,)),
     (64, 3, (16, 64), (1, 4)),
@@ -23,6 +23,7 @@ BRANCHES = [
     (1, 3, (4, 8), (1, 2)),
     (48, 7, (12, 24), (1, 2)),
     (45, 7, (15, 24), (1, 4)),
+    (610, 6, (256, 610), (1, 3)),
 ]
 BOUND = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 3e-3}
 
