@@ -381,6 +381,7 @@ def when_said(path, word, then):
     return thread
 
 
+@pytest.mark.usefixtures("heeds_hangup")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("end, code", [("sys.exit(0)", 0), ("sys.exit(75)", 75)])
 def test_a_signal_is_passed_on_once_and_ends_it(run, tmp_path, number, end, code):
