@@ -6,7 +6,8 @@ runner does both at once. The other roles open no GPU.
 
 import sys
 
-del sys.path[0]  # this folder, whose modules are no modules of Python's
+if __name__ == "__main__":
+    del sys.path[0]  # this folder, whose modules are none of Python's
 
 import ctypes
 import threading
@@ -19,9 +20,9 @@ def begin() -> None:
         pass  # needle says what is wrong
 
 
-if sys.argv[1] == "runner":
-    threading.Thread(target=begin, daemon=True).start()
+if __name__ == "__main__":
+    if sys.argv[1] == "runner":
+        threading.Thread(target=begin, daemon=True).start()
+    from needle.kernels.worker import main
 
-from needle.kernels.worker import main
-
-main(sys.argv[1:])
+    main(sys.argv[1:])
