@@ -13,6 +13,8 @@
 #ifndef NEEDLE_ATTENTION_HOPPER_CUH
 #define NEEDLE_ATTENTION_HOPPER_CUH
 
+#include <limits.h>
+
 #include <initializer_list>
 
 #include "attention.cuh"
@@ -117,16 +119,16 @@ __device__ __forceinline__ Piece load_piece(uint32_t from) {
 }
 
 /* Which piece is next: a block's first is its own number, further ones are counted off. The last block
- * to leave sets the counters back for the next launch. One thread a block calls these. */
-static __device__ unsigned int pieces_taken, blocks_left;
+ * to leave sets both counters back for the next launch. One thread a block calls these. */
+static __device__ unsigned int pieces_taken, blocks_gone;
 
 __device__ __forceinline__ int next_piece() {
-    return (int)(gridDim.x + atomicAdd(&pieces_taken, 1u));
+    return (int)(gridDim.x + atomicInc(&pieces_taken, UINT_MAX));
 }
 
 __device__ __forceinline__ void leave_pieces() {
-    if (atomicAdd(&blocks_left, 1u) == gridDim.x - 1) {
-        pieces_taken = blocks_left = 0;
+    if (atomicInc(&blocks_gone, gridDim.x - 1) == gridDim.x - 1) { /* it is 0 again */
+        pieces_taken = 0;
     }
 }
 
