@@ -15,8 +15,6 @@
  */
 #include "attention_hopper.cuh"
 
-#include <limits.h>
-
 using namespace attention;
 using namespace hopper;
 

@@ -13,6 +13,8 @@
 #ifndef NEEDLE_ATTENTION_HOPPER_CUH
 #define NEEDLE_ATTENTION_HOPPER_CUH
 
+#include <limits.h>
+
 #include <initializer_list>
 
 #include "attention.cuh"
@@ -20,7 +22,8 @@
 
 namespace attention {
 
-constexpr int HALF = 64; /* rows of a consumer, and of a half of a tile */
+constexpr int HALF = 64;             /* rows of a consumer, and of a half of a tile */
+constexpr uint32_t PIECE_BYTES = 16; /* of a piece of work in shared memory */
 
 /* ---- host ----------------------------------------------------------------------------------------
  * What attention_fwd.cu and attention_bwd.cu ask for when hopper_serves(). The problem is filled but
@@ -94,7 +97,6 @@ static inline nd_status hopper_launch(const char *op, int device, void (*kernel)
 struct Piece {
     int b, h, tile;
 };
-constexpr uint32_t PIECE_BYTES = 16;
 
 __device__ __forceinline__ Piece piece_at(const Problem &p, int index, bool descending) {
     int section_size = p.heads_together * p.tiles;
@@ -117,16 +119,16 @@ __device__ __forceinline__ Piece load_piece(uint32_t from) {
 }
 
 /* Which piece is next: a block's first is its own number, further ones are counted off. The last block
- * to leave sets the counters back for the next launch. One thread a block calls these. */
-static __device__ unsigned int pieces_taken, blocks_left;
+ * to leave sets both counters back for the next launch. One thread a block calls these. */
+static __device__ unsigned int pieces_taken, blocks_gone;
 
 __device__ __forceinline__ int next_piece() {
-    return (int)(gridDim.x + atomicAdd(&pieces_taken, 1u));
+    return (int)(gridDim.x + atomicInc(&pieces_taken, UINT_MAX));
 }
 
 __device__ __forceinline__ void leave_pieces() {
-    if (atomicAdd(&blocks_left, 1u) == gridDim.x - 1) {
-        pieces_taken = blocks_left = 0;
+    if (atomicInc(&blocks_gone, gridDim.x - 1) == gridDim.x - 1) { /* it is 0 again */
+        pieces_taken = 0;
     }
 }
 

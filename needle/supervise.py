@@ -8,7 +8,8 @@ COMMAND is started again after exit code 75 (the GPU is lost), after a signal th
 when it finishes no step for S seconds: it then prints its stacks and is killed with its process
 group. Every other exit code is passed on. A fresh process proves the device before each new start.
 The steps up to the one that died run with NEEDLE_SYNC=1, so that a fault that comes back carries
-the name of its op. Three deaths at one step are the end, with the exit code of the last.
+the name of its op. Three deaths at one step are the end, with the exit code of the last; a step
+and its neighbours count as one, since the host is ahead of a GPU by a step or not, as time falls.
 
 SIGINT, SIGTERM and SIGHUP are passed on, once: COMMAND saves, ends, and stays ended. It has a
 process group of its own, reads nothing, writes where this process does, and dies with it.
@@ -16,7 +17,7 @@ process group of its own, reads nothing, writes where this process does, and die
 Each death is a line of faults.jsonl in the run's folder:
 
     time, step      when, and the first step that was not finished (of a GPU, which the host is
-                    ahead of, it may be the next); null before the command told any
+                    ahead of, it may be one later); null before the command told any
     exit, signal    one of them is null
     op, message     the op only where NEEDLE_SYNC was on
     seconds_lost    since the last step that need not be done again, until the device was proved
@@ -358,7 +359,7 @@ class Supervisor:
             )
         if self._stopped:
             return life.exit_code, f"ended: stopped by {signal_name(self._stopped)}"
-        if self._deaths_at[life.fatal] >= DEATHS:
+        if self._deaths_about(life.fatal) >= DEATHS:
             return life.exit_code, f"ended: {DEATHS} deaths there, and nothing done beyond"
         if life.fatal is not None:  # where the host was ahead, it was the next step
             self._synced = max(self._synced, life.fatal + 1)
@@ -369,6 +370,12 @@ class Supervisor:
         if problem is not None:
             return EXIT_GPU_LOST, f"ended: {problem}. Go on where there is one: {self._again()}"
         return None, "restart"
+
+    def _deaths_about(self, step: int | None) -> int:
+        """At this step or, since the host of a GPU is ahead by a step or not, one beside it."""
+        if step is None:
+            return self._deaths_at[None]
+        return sum(self._deaths_at[near] for near in (step - 1, step, step + 1))
 
     def _prove(self) -> str | None:
         """What is wrong with the device after several tries with growing waits, or None."""

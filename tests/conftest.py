@@ -8,6 +8,7 @@ import collections
 import importlib.util
 import os
 import random
+import signal
 
 import numpy as np
 import pytest
@@ -29,6 +30,14 @@ def texts(tmp_path, monkeypatch):
         (folder / f"{number:02}.txt").write_text("\n".join(lines) + f"\nünïcode {number}\n")
     (folder / "picture.bin").write_bytes(bytes(range(256)))
     return folder
+
+
+@pytest.fixture
+def heeds_hangup():
+    """Below nohup SIGHUP is ignored, by the children of a test too."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def order_seed() -> int | None:

@@ -210,6 +210,18 @@ sys.exit(75 if life < 6 else 0)
     assert done == 0 and [fault["step"] for fault in faults] == [6, 4, 3, 7, 5, 8]
 
 
+def test_deaths_at_neighbouring_steps_are_counted_together(run):
+    """One fault of a GPU: whether the loss before it arrived in time makes a step."""
+    code = """
+beat(step=0)
+for step in range(1, [3, 2, 3][life] + 1):
+    beat(step=step)
+sys.exit(75)
+"""
+    done, _, _, faults = run(code)
+    assert done == 75 and [fault["step"] for fault in faults] == [4, 3, 4]
+
+
 def test_a_step_that_is_done_forgives_the_deaths_before(run):
     code = """
 if life in (0, 1, 3, 4):
@@ -369,6 +381,7 @@ def when_said(path, word, then):
     return thread
 
 
+@pytest.mark.usefixtures("heeds_hangup")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("end, code", [("sys.exit(0)", 0), ("sys.exit(75)", 75)])
 def test_a_signal_is_passed_on_once_and_ends_it(run, tmp_path, number, end, code):

@@ -262,7 +262,15 @@ class Crew:
                 self._start_one()
 
     def _lacking(self) -> bool:
-        return self.lost is None and len(self.ready) + len(self.used) < self.size
+        """Should one be started? Where another is ready, not before what was killed is gone from
+        the device: the driver would be busy with both while the next job waits."""
+        if self.lost is not None or (self.ready and self._held()):
+            return False
+        return len(self.ready) + len(self.used) < self.size
+
+    def _held(self) -> bool:
+        """Does what was killed still hold the device?"""
+        return any(holds for _, _, holds in self.dying)
 
     def _start_one(self) -> None:
         try:
@@ -360,11 +368,12 @@ class Crew:
         has counted itself in `taken`."""
         while True:
             with self.changed:
-                while not self.ready or any(holds for _, _, holds in self.dying):
+                while True:
                     self._check_usable()
                     self._reap()
+                    if self.ready and not self._held():
+                        break
                     self.changed.wait(TICK if self.dying else 1.0)
-                self._check_usable()
                 worker = self.ready.pop()
                 self.used.append(worker)
                 faults = self.faults

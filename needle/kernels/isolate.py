@@ -132,7 +132,7 @@ class Pool:
     system cannot confine.
     """
 
-    worker = (sys.executable, "-m", "needle.kernels.worker")
+    worker = (sys.executable, str(Path(__file__).with_name("start.py")))
 
     def __init__(
         self,

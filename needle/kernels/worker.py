@@ -1,4 +1,4 @@
-"""The processes of a pool: `python -m needle.kernels.worker ROLE FD`, started by it alone.
+"""The processes of a pool: `needle/kernels/start.py ROLE FD`, started by it alone.
 
     devices     answers how many GPUs there are, and ends
     compiler    source in, machine code out; never opens a GPU
@@ -493,7 +493,3 @@ def main(argv: list[str], needle: Needle | None = None) -> NoReturn:
     except (EOFError, ConnectionError):
         sys.exit(0)  # the pool is gone
     sys.exit(0)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -218,6 +218,7 @@ def test_a_taken_name_is_told_before_the_text_is_read(tmp_path, run, monkeypatch
     assert "there is a run of this name already" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("heeds_hangup")
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
 def test_signals_save_the_last_step(tmp_path, process, number):
     child = process("a", "--save-every", "0", "--steps", "100000")

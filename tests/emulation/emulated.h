@@ -368,9 +368,9 @@ inline void __stwb(uint4 *to, uint4 x) { *to = x; }
 
 uint32_t shared_address(const void *pointer);
 inline void store_shared4(uint32_t to, uint32_t x) { memcpy(emulated::at(to, 4), &x, 4); }
-inline unsigned atomicAdd(unsigned *to, unsigned x) {
-    unsigned old = *to;
-    *to += x;
+inline unsigned atomicInc(unsigned *counter, unsigned last) {
+    unsigned old = *counter;
+    *counter = old >= last ? 0 : old + 1;
     return old;
 }
 inline void store_shared16(uint32_t to, const uint32_t (&x)[4]) { memcpy(emulated::at(to, 16), x, 16); }

@@ -127,6 +127,38 @@ def test_a_process_that_outlives_sigkill_holds_its_device(monkeypatch):
         assert_next_is_right(pool)
 
 
+def test_a_spare_takes_over_once_what_was_killed_is_gone(monkeypatch):
+    """At once then, and the next spare is not started before: the driver would be busy with it."""
+    killed, started = {}, []
+    kill, ended, begin = crew.Worker.kill, crew.Worker.ended, crew.Crew._start_one
+
+    def kill_and_note(worker):
+        killed[worker.pid] = time.monotonic()
+        kill(worker)
+
+    def starts(one):
+        started.append(time.monotonic())
+        begin(one)
+
+    def is_gone(worker):
+        return ended(worker) and time.monotonic() > killed.get(worker.pid, 0) + 0.3
+
+    with FakePool(devices=[0], timeout=SECONDS) as pool:
+        wait_for(lambda: len(pool.state()[0]["ready"]) == 2)
+        assert_next_is_right(pool)
+        monkeypatch.setattr(crew.Worker, "kill", kill_and_note)
+        monkeypatch.setattr(crew.Worker, "ended", is_gone)
+        monkeypatch.setattr(crew.Crew, "_start_one", starts)
+        pool.timeout = SHORT
+        assert run(pool, "hangs").status == "timeout"
+        pool.timeout = SECONDS
+        (since,) = killed.values()
+        assert_next_is_right(pool)
+        assert 0.3 < time.monotonic() - since < 0.8
+        wait_for(lambda: len(pool.state()[0]["ready"]) == 2)
+        assert started[0] > since + 0.3
+
+
 def test_a_device_whose_processes_do_not_start(monkeypatch):
     monkeypatch.setattr(FakePool, "worker", (sys.executable, "-c", "print('no driver'); 1 / 0"))
     with FakePool(devices=[0]) as pool:

@@ -16,6 +16,7 @@ from harness import ROOT
 from needle.kernels import landlock, worker
 from needle.kernels.compile import find_toolkit
 from needle.kernels.crew import Ended, Worker
+from needle.kernels.isolate import Pool
 
 
 def missing() -> str | None:
@@ -225,7 +226,7 @@ def compiler():
         "OPENBLAS_NUM_THREADS": "1",
         "OMP_NUM_THREADS": "1",
     }
-    made = Worker([sys.executable, "-m", "needle.kernels.worker", "confined"], environment)
+    made = Worker([*Pool.worker, "confined"], environment)
     made.greet(120.0)
     yield made
     made.kill()

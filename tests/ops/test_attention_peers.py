@@ -1,0 +1,149 @@
+"""Attention on a GPU beside the kernels that people compare it with, cuDNN's and FlashAttention's
+as PyTorch has them, all against float64 on the same 16-bit inputs. Theirs is the error that 16 bits
+cost: ours may be no larger, over random shapes, strides and masks."""
+
+import math
+
+import numpy as np
+import pytest
+from cases import softmax_attention, softmax_attention_bwd, visible
+from harness import HALF_ULP, poison, rounder
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import needle as ndl
+from needle import _C
+from needle.block_mask import BlockMask
+
+pytestmark = [pytest.mark.cuda, pytest.mark.parity]
+exactly = rounder("float64")
+WHAT = ("o", "dq", "dk", "dv")
+
+
+def error(got: np.ndarray, exact: np.ndarray) -> float:
+    """The root mean square of the difference, in that of the exact values."""
+    return float(np.sqrt(((got - exact) ** 2).mean() / max((exact**2).mean(), 1e-30)))
+
+
+def of_needle(q, k, v, dout, dtype: str, causal: bool, packed: bool, mask) -> dict:
+    device = ndl.cuda()
+    B, T, H, D = q.shape
+
+    def array(x: np.ndarray) -> _C.NDArray:
+        return _C.array(x, dtype=dtype, device=device)
+
+    if packed:  # as in a model: (B, T, H, 3, D), where the gradients go as well
+        strides = (T * H * 3 * D, H * 3 * D, 3 * D, 1)
+
+        def views(whole: _C.NDArray) -> list[_C.NDArray]:
+            flat = whole.reshape((whole.size,))
+            return [flat[i * D : whole.size].as_strided(q.shape, strides) for i in range(3)]
+
+        arrays = views(array(np.stack([q, k, v], 3)))
+        gradients = views(array(np.full((B, T, H, 3, D), np.nan)))
+    else:
+        arrays = [array(x) for x in (q, k, v)]
+        gradients = [array(np.full(x.shape, np.nan)) for x in (q, k, v)]
+    scale = 1 / math.sqrt(D)
+    poison(device, 4 * q.size)
+    if mask is None:
+        o, lse = _C.attention_fwd(*arrays, scale, int(causal))
+        _C.attention_bwd(array(dout), *arrays, o, lse, scale, int(causal), *gradients)
+    else:
+        lists = mask.lists(device)
+        o, lse = _C.block_sparse_attention_fwd(*arrays, *lists[:2], mask.block, scale, int(causal))
+        _C.block_sparse_attention_bwd(
+            array(dout), *arrays, o, lse, *lists, mask.block, scale, int(causal), *gradients
+        )
+    return dict(zip(WHAT, [x.numpy().astype(np.float64) for x in (o, *gradients)]))
+
+
+def of_torch(q, k, v, dout, dtype: str, causal: bool, backend, see) -> dict:
+    import torch
+    from torch.nn.attention import sdpa_kernel
+
+    def tensor(x: np.ndarray):
+        x = torch.from_numpy(x).to("cuda", getattr(torch, dtype))
+        return x.transpose(1, 2).contiguous().requires_grad_()
+
+    operands = [tensor(x) for x in (q, k, v)]
+    seen = None if see is None else torch.from_numpy(see).cuda()
+    with sdpa_kernel(backend):
+        o = torch.nn.functional.scaled_dot_product_attention(
+            *operands, attn_mask=seen, is_causal=causal and see is None
+        )
+    gradients = torch.autograd.grad(o, operands, tensor(dout))
+    found = [x.detach().transpose(1, 2).double().cpu().numpy() for x in (o, *gradients)]
+    return dict(zip(WHAT, found))
+
+
+@st.composite
+def problems(draw, masked: bool):
+    """(B, T, S, H, D, dtype, causal, packed, block, seed)"""
+    T = draw(st.sampled_from([1, 31, 64, 65, 127, 128, 129, 191, 193, 256, 300, 449]))
+    causal = draw(st.booleans())
+    packed = draw(st.booleans())
+    # PyTorch's causal mask begins at the first key, needle's ends at the last: the same for S = T.
+    same = causal or packed or masked
+    S = T if same else draw(st.sampled_from([1, 33, 128, 200, 385]))
+    D = 8 * draw(st.integers(1, 16))
+    dtype = draw(st.sampled_from(["bfloat16", "float16"]))
+    block = draw(st.sampled_from([64, 128])) if masked else 0
+    sizes = draw(st.integers(1, 2)), T, S, draw(st.integers(1, 3)), D
+    return *sizes, dtype, causal, packed, block, draw(st.integers(0, 2**31))
+
+
+def compare(problem, backends, ratios: list[float]) -> None:
+    B, T, S, H, D, dtype, causal, packed, block, seed = problem
+    generator = np.random.default_rng(seed)
+    r = rounder(dtype)
+    shapes = [(B, T, H, D), (B, S, H, D), (B, S, H, D), (B, T, H, D)]
+    q, k, v, dout = (r(generator.standard_normal(shape)) for shape in shapes)
+    see, mask = visible(T, S, causal), None
+    if block:
+        n = -(-T // block)
+        kept = generator.random((H, n, n)) < 0.4
+        kept[:, np.arange(n), np.arange(n)] = True  # PyTorch gives NaN to who sees nothing
+        mask = BlockMask(kept, block, T)
+        see = see & mask.to_dense()
+    scale = 1 / math.sqrt(D)
+    exact = softmax_attention(exactly, q, k, v, scale, see)
+    exact |= softmax_attention_bwd(exactly, dout, q, k, v, exact["o"], exact["lse"], scale, see)
+    ours = of_needle(q, k, v, dout, dtype, causal, packed, mask)
+    theirs, little = [], HALF_ULP[dtype] / 4
+    for backend in backends:
+        try:
+            theirs.append(of_torch(q, k, v, dout, dtype, causal, backend, see if block else None))
+        except RuntimeError as refused:  # a shape that it does not take
+            assert "No available kernel" in str(refused), refused
+    for what in WHAT:
+        mine = error(ours[what], exact[what])
+        assert np.isfinite(mine), f"{what} of {problem}: not written, or not finite"
+        if theirs and (exact[what] ** 2).mean() > 1e-12:
+            worst = max(error(peer[what], exact[what]) for peer in theirs)
+            assert mine <= 1.25 * worst + little, f"{what}: {mine:.2e}, peer {worst:.2e}"
+            ratios.append(mine / max(worst, little))
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["dense", "blocks"])
+def test_errors_are_no_larger_than_those_of_peers(masked):
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("this PyTorch has no CUDA")
+    from torch.nn.attention import SDPBackend
+
+    backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+    if masked:  # the one that takes a mask
+        backends = [SDPBackend.EFFICIENT_ATTENTION]
+    ratios: list[float] = []
+
+    @settings(max_examples=60, deadline=None, database=None)
+    @given(problems(masked))
+    def check(problem):
+        compare(problem, backends, ratios)
+
+    check()
+    assert len(ratios) > 100
+    middle = float(np.exp(np.mean(np.log(np.maximum(ratios, 1e-3)))))
+    print(f"{len(ratios)} errors, {middle:.3f} of the peers' in the geometric mean")
+    assert middle <= 1.02
