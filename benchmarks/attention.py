@@ -7,11 +7,13 @@ a packed (B, T, H, 3, D) array, as in the model; PyTorch reads contiguous (B, H,
     python benchmarks/attention.py                   64 Ki tokens at T = 2048, 8192, 16384, 65536
     python benchmarks/attention.py --shapes 2048x16 --head-dim 128 --dtype float16
     python benchmarks/attention.py --densities 0.1 0.25 0.5 0.75 1 --block 128 --plot speedup.png
+    python benchmarks/attention.py --dilated 2048:1 8192:4 32768:16 --shapes 32768x2
 
 A sample is as many calls, one behind the other between two events, as take some 20 ms: launching
 hides behind the calls before. Ten seconds of load come first; the sides take turns; medians and
 quartiles of the samples are shown, with clock and power in the last round. With --densities
-it times needle's block-sparse kernels, by random blocks, beside its dense ones. Peers: cuDNN and
+it times needle's block-sparse kernels, by random blocks, beside its dense ones, and with --dilated
+ops.dilated_attention of branches segment:dilation, the join included. Peers: cuDNN and
 FlashAttention-2 as PyTorch has them, the latter also with deterministic algorithms on (needle's
 backward always is), and FlexAttention, compiled, by the mask of needle's sparse row. On an H200
 cuDNN must come within 5 % of what it is known for, or the run says that it does not count.
@@ -28,6 +30,7 @@ import statistics
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,6 +43,7 @@ checkout.choose()
 import needle as ndl
 from needle import _C
 from needle.block_mask import BlockMask
+from needle.ops.dilated import DilatedAttention
 
 SAMPLE_MS = 20.0
 LOAD_SECONDS = 10.0
@@ -352,6 +356,52 @@ def over_densities(T: int, B: int, args: argparse.Namespace) -> list[tuple[float
     return found[1:]
 
 
+def dilated_calls(
+    packed: np.ndarray, dout: np.ndarray, dtype: str, branches: list[tuple[int, int]]
+) -> tuple[Call, Call]:
+    device, D = ndl.cuda(), packed.shape[-1]
+    inputs = [
+        ndl.Tensor(packed[:, :, :, i], device=device, dtype=dtype, requires_grad=True)
+        for i in range(3)
+    ]
+    op, do = DilatedAttention(branches, D**-0.5, True), _C.array(dout, dtype=dtype, device=device)
+    arrays, node = [x.cached_data for x in inputs], types.SimpleNamespace(inputs=inputs)
+    op.compute(*arrays)
+    return lambda: op.compute(*arrays), lambda: op.backward(do, node, ())
+
+
+def over_branches(T: int, B: int, args: argparse.Namespace) -> None:
+    packed, dout = shape_of_all(args, T, B)
+    branches, timer = [(min(w, T), r) for w, r in args.dilated], needle_timer()
+    held = sum(
+        (-(-(length - h % r) // r)) ** 2 / 2 * segments
+        for w, r in branches
+        for length, segments in ((w, T // w), (T % w, 1))
+        for h in range(args.heads)
+        if h % r < length
+    )
+    sides = [
+        Side(
+            "dense", needle_calls(packed, dout, args.dtype, None), timer, T * T / 2 * B * args.heads
+        ),
+        Side("dilated", dilated_calls(packed, dout, args.dtype, branches), timer, held * B),
+    ]
+    run(sides, args.rounds)
+    for side in sides:
+        show(side, args.head_dim, f"{T:6d} {B:4d} {args.head_dim:4d}")
+    dense, dilated = sides
+    costs = [dense.rate(way, 1.0) / dilated.rate(way, 1.0) for way in (0, 1)]
+    print(
+        f"    of the time that its pairs take at the dense rate: forward {costs[0]:.2f}, "
+        f"backward {costs[1]:.2f}"
+    )
+
+
+def branch(text: str) -> tuple[int, int]:
+    segment, dilation = (int(number) for number in text.split(":"))
+    return segment, dilation
+
+
 def plot(path: str, curves: dict[int, list[tuple[float, float, float]]], block: int) -> None:
     from matplotlib.figure import Figure
 
@@ -392,6 +442,7 @@ def main() -> None:
     parser.add_argument("--densities", nargs="+", type=float, metavar="SHARE")
     parser.add_argument("--block", type=int, default=128, help="of --densities")
     parser.add_argument("--plot", metavar="FILE", help="of --densities: a picture")
+    parser.add_argument("--dilated", nargs="+", type=branch, metavar="SEGMENT:DILATION")
     args = parser.parse_args()
     if not ndl.cuda().enabled():
         raise SystemExit(
@@ -408,7 +459,9 @@ def main() -> None:
     print(f"{'T':>6} {'B':>4} {'D':>4}  {'':31}{columns}")
     curves = {}
     for T, B in (tuple(int(n) for n in shape.split("x")) for shape in shapes):
-        if args.densities:
+        if args.dilated:
+            over_branches(T, B, args)
+        elif args.densities:
             curves[T] = over_densities(T, B, args)
         else:
             beside_peers(T, B, args)
