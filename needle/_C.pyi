@@ -300,6 +300,7 @@ def attention_bwd(
     dk: NDArray,
     dv: NDArray,
 ) -> None: ...
+def block_lists(kept: NDArray, offsets: NDArray, entries: NDArray) -> NDArray: ...
 def block_sparse_attention_fwd(
     q: NDArray,
     k: NDArray,

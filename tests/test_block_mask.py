@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+from harness import DEVICES, device_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -121,14 +122,16 @@ def test_convert_to_block_mask(t, s, block, heads, seed):
     assert convert_to_block_mask(mask.to_dense(), block) == mask
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @quick
 @given(lengths, blocks_, st.integers(1, 3), st.integers(0, 2**32 - 1))
-def test_lists(t, block, heads, seed):
+def test_lists(device, t, block, heads, seed):
     """Ascending key blocks of each query block, counted through all heads, and their transposes."""
+    device = device_of(device)
     n = -(-t // block)
     kept = np.random.default_rng(seed).random((heads, n, n)) < 0.4
     mask = BlockMask(kept, block, t)
-    offsets, columns, offsets_t, rows = (a.numpy() for a in mask.lists(ndl.cpu()))
+    offsets, columns, offsets_t, rows = (a.numpy() for a in mask.lists(device))
     for starts, entries, of in (
         (offsets, columns, kept),
         (offsets_t, rows, kept.transpose(0, 2, 1)),
@@ -140,7 +143,7 @@ def test_lists(t, block, heads, seed):
                 np.testing.assert_array_equal(
                     entries[starts[g, i] : starts[g, i + 1]], np.flatnonzero(of[g, i])
                 )
-    assert mask.lists(ndl.cpu())[0] is mask.lists(ndl.cpu())[0]  # made once
+    assert mask.lists(device)[0] is mask.lists(device)[0]  # made once
 
 
 def test_a_query_sees_itself():

@@ -17,7 +17,7 @@ from needle import _C
 FLOATS = ("float32", "bfloat16", "float16")
 SIGNED = ("int32", "int64")
 UNSIGNED = ("uint8", "bool")
-STORED = {"f4": "float32", "i4": "int32", "i8": "int64"}
+STORED = {"f4": "float32", "i4": "int32", "i8": "int64", "b1": "bool"}
 BLOCK = 16
 
 # Sizes by axis letter, "*" for any shape. P is 3 where it packs q, k and v; R is at most D / 2.
@@ -78,7 +78,9 @@ def draw(op: str, sizes: str, dtype: str) -> Values:
     size = dict(SIZES[sizes])
     operands = inputs(op)
     letters = "".join(axes for _, _, axes, _ in operands)
-    lists = {} if "columns" not in {name for _, name, _, _ in operands} else blocks(size)
+    lists = blocks(size) if {"columns", "kept"} & {name for _, name, _, _ in operands} else {}
+    if op == "block_lists":  # makes them, in arrays of their sizes
+        lists |= {"offsets": 0 * lists["offsets"], "entries": 0 * lists["columns"]}
     values: Values = {}
     for operand in operands:
         how, name, axes, kind = operand
@@ -108,7 +110,7 @@ def elements(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, kind:
 
 
 def blocks(size: dict[str, int]) -> Values:
-    """offsets, columns, offsets_t, rows of an irregular mask for each head."""
+    """An irregular mask for each head, `kept`, and its lists: offsets, columns, offsets_t, rows."""
     heads, queries, keys = (size["H"], -(-size["T"] // BLOCK), -(-size["S"] // BLOCK))
     g, i, j = np.ogrid[:heads, :queries, :keys]
     kept = (i * 7 + j * 3 + g) % 5 < 3
@@ -121,4 +123,5 @@ def blocks(size: dict[str, int]) -> Values:
 
     offsets, columns = lists(kept)
     offsets_t, rows = lists(kept.transpose(0, 2, 1))
-    return {"offsets": offsets, "columns": columns, "offsets_t": offsets_t, "rows": rows}
+    lists_of_both = {"offsets": offsets, "columns": columns, "offsets_t": offsets_t, "rows": rows}
+    return {"kept": kept} | lists_of_both

@@ -76,6 +76,13 @@ BAD = [
         r"block_sparse_attention_fwd: offsets",
     ),
     (
+        "block_lists",
+        "as many offsets as rows",
+        {"offsets": np.zeros((3, 31))},
+        ValueError,
+        r"block_lists: offsets: axis P is 31, but 31 rows need 32",
+    ),
+    (
         "decode_attention",
         "two slices",
         {"qkv": np.ones((3, 2, 2, 16))},
@@ -134,6 +141,12 @@ BAD_VALUES = [
         "the block behind the last",
         {"columns": long_ids(29, 5)},
         r"block_sparse_attention_fwd: .*lists block 5 at 14",
+    ),
+    (
+        "block_lists",
+        "too few entries",
+        {"entries": np.zeros(5)},
+        r"block_lists: entries: axis E is 5, but \d+ blocks are kept",
     ),
     ("embedding_fwd", "id -1", {"ids": long_ids(31, -1)}, r"embedding_fwd: ids: .*-1"),
     ("embedding_fwd", "id V", {"ids": long_ids(31, 257)}, r"embedding_fwd: ids: .*257"),

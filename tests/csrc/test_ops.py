@@ -39,7 +39,7 @@ from needle.ops import cross_entropy
 
 FIRST = {case.op: case for case in reversed(CASES)}  # one case of each structured op
 SHAPES = [(1,), (31,), (257,), (31, 257), (3, 1, 5, 7), (0,), (4, 0, 3), ()]
-STORED = {"F": None, "f4": "float32", "i4": "int32", "i8": "int64"}
+STORED = {"F": None, "f4": "float32", "i4": "int32", "i8": "int64", "b1": "bool"}
 
 
 def rng_of(*what):
@@ -159,7 +159,7 @@ def test_structured_views(case, layout, device):
             layouts = {
                 n: v
                 for n, v in layouts.items()
-                if n not in ("offsets", "columns", "offsets_t", "rows", "lse")
+                if n not in ("kept", "offsets", "columns", "offsets_t", "rows", "lse")
             }
         if any(o.mode == "IN_MATRIX" for o in arrays):
             for dtype in FLOATS:

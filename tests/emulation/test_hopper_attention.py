@@ -13,8 +13,9 @@ import pytest
 from harness import ROOT
 
 sys.path.insert(0, str(ROOT))
+import needle as ndl  # noqa: E402
 from building import cuda, steps  # noqa: E402
-from needle.block_mask import BlockMask, _compressed  # noqa: E402
+from needle.block_mask import BlockMask  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 TOOLKIT = cuda.find_toolkit()
@@ -41,15 +42,15 @@ class Lists(ctypes.Structure):
     _fields_ += [(name, ctypes.c_int64) for name in ("groups", "points", "count", "block")]
 
 
-def lists_of(blocks: np.ndarray | None, block: int) -> tuple[Lists, object]:
+def lists_of(mask: BlockMask | None, transposed: bool) -> tuple[Lists, object]:
     """(for C, what must live as long)."""
-    if blocks is None:
+    if mask is None:
         return Lists(), None
-    offsets, entries = _compressed(blocks)
-    kept = np.ascontiguousarray(offsets), np.ascontiguousarray(entries)
+    lists = [a.numpy() for a in mask.lists(ndl.cpu())]
+    offsets, entries = lists[2:] if transposed else lists[:2]
     return Lists(
-        kept[0].ctypes.data, kept[1].ctypes.data, *offsets.shape, entries.size, block
-    ), kept
+        offsets.ctypes.data, entries.ctypes.data, *offsets.shape, entries.size, mask.block
+    ), lists
 
 
 @pytest.fixture(scope="session")
@@ -127,10 +128,8 @@ class Problem:
         self.dv = np.einsum("bhts,bthd->bshd", p, dout)
 
     def blocks(self, transposed: bool):
-        if self.mask is None:
-            return lists_of(None, 0)
-        kept = self.mask.causal().blocks if self.causal else self.mask.blocks
-        return lists_of(kept.transpose(0, 2, 1) if transposed else kept, self.mask.block)
+        mask = self.mask.causal() if self.mask is not None and self.causal else self.mask
+        return lists_of(mask, transposed)
 
     def stats(self) -> tuple[np.ndarray, int]:
         """As attention_stats_kernel writes them; NaN beyond the end of a row of odd length."""

@@ -54,7 +54,7 @@ WORDS = {  # rules that the table of ops makes
     "attribute": [name.partition(".")[2] for name in CALLABLES if name.startswith("NDArray.")],
 }
 DTYPES = ("float32", "bfloat16", "float16", "int32", "int64", "uint8", "bool", "uint16")
-STORED = {"f4": "float32", "i4": "int32", "i8": "int64"}
+STORED = {"f4": "float32", "i4": "int32", "i8": "int64", "b1": "bool"}
 NUMPY_DTYPES = (
     "float32 float64 float16 int8 int32 int64 uint8 uint16 uint64 bool complex64 object U3 S2 "
     "longdouble datetime64[s] V4"

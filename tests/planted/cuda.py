@@ -267,6 +267,18 @@ FAULTS = [
         "(slice - head);",
         f"{OPS} -k 'test_structured and not views and rotary'",
     ),
+    Fault(
+        "cuda/block_lists.cu",
+        "at + __popc(found & below);",
+        "at + __popc(found & ~below);",
+        f"{OPS} -k 'test_structured and block_lists'",
+    ),
+    Fault(
+        "cuda/block_lists.cu",
+        "(mask * (kept.columns + 1) + kept.columns - count)",
+        "(mask * (kept.columns + 1) + count)",
+        f"{OPS} -k 'test_structured and block_lists'",
+    ),
     # ---- Hopper, which tests/emulation tries without a GPU ----
     Fault(
         "cuda/hopper.cu",
