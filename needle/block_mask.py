@@ -7,7 +7,8 @@ the block: the last one is shorter.
 
 The kernels read lists: for mask g and block row i the key blocks
 `columns[offsets[g, i] .. offsets[g, i + 1])`, ascending, and the transposed lists for the backward.
-`_C.block_lists` makes them on the device, once a mask.
+Block rows are worked on from the longest list to the shortest, so that no long one begins when the
+others end. `_C.block_lists` makes lists and order on the device, once a mask.
 """
 
 from __future__ import annotations
@@ -272,8 +273,9 @@ class BlockMask:
                 f"block_sparse_attention: the mask is for {self.heads} heads, but q has {heads}"
             )
 
-    def lists(self, device: Device) -> tuple[NDArray, NDArray, NDArray, NDArray]:
-        """(offsets, columns, offsets_t, rows) as int32 on `device`; made once a device."""
+    def lists(self, device: Device) -> tuple[NDArray, NDArray, NDArray, NDArray, NDArray, NDArray]:
+        """(offsets, columns, order, offsets_t, rows, order_t) as int32 on `device`; made once a
+        device."""
         if device not in self._lists:
             kept, count = _C.array(self.blocks, "bool", device), int(self.blocks.sum())
             transposed = kept.permute((0, 2, 1))
@@ -344,13 +346,12 @@ def _block_indices(T: int, block: int) -> tuple[np.ndarray, np.ndarray]:
     return np.arange(n)[:, None], np.arange(n)[None, :]
 
 
-def _listed(kept: NDArray, count: int) -> tuple[NDArray, NDArray]:
-    """(offsets, entries) of bool (G, rows, columns), of which `count` are true."""
+def _listed(kept: NDArray, count: int) -> tuple[NDArray, NDArray, NDArray]:
+    """(offsets, entries, order) of bool (G, rows, columns), of which `count` are true."""
     heads, rows, _ = kept.shape
     offsets = _C.empty((heads, rows + 1), "int32", kept.device)
     entries = _C.empty((count,), "int32", kept.device)
-    _C.block_lists(kept, offsets, entries)
-    return offsets, entries
+    return offsets, entries, _C.block_lists(kept, offsets, entries)
 
 
 def convert_to_block_mask(dense_mask: Any, block: int) -> BlockMask:

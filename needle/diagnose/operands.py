@@ -110,18 +110,18 @@ def elements(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, kind:
 
 
 def blocks(size: dict[str, int]) -> Values:
-    """An irregular mask for each head, `kept`, and its lists: offsets, columns, offsets_t, rows."""
+    """An irregular mask for each head, `kept`, and its lists: offsets, columns, order, offsets_t,
+    rows, order_t."""
     heads, queries, keys = (size["H"], -(-size["T"] // BLOCK), -(-size["S"] // BLOCK))
     g, i, j = np.ogrid[:heads, :queries, :keys]
     kept = (i * 7 + j * 3 + g) % 5 < 3
 
-    def lists(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def lists(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         counts = np.concatenate([[0], np.cumsum(mask.sum(-1))])
         rows = mask.shape[1]
         offsets = np.stack([counts[n * rows : (n + 1) * rows + 1] for n in range(heads)])
-        return offsets, np.nonzero(mask)[2]
+        return offsets, np.nonzero(mask)[2], np.argsort(-mask.sum(-1), axis=-1, kind="stable")
 
-    offsets, columns = lists(kept)
-    offsets_t, rows = lists(kept.transpose(0, 2, 1))
-    lists_of_both = {"offsets": offsets, "columns": columns, "offsets_t": offsets_t, "rows": rows}
-    return {"kept": kept} | lists_of_both
+    both = dict(zip(("offsets", "columns", "order"), lists(kept)))
+    both |= zip(("offsets_t", "rows", "order_t"), lists(kept.transpose(0, 2, 1)))
+    return {"kept": kept} | both

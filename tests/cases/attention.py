@@ -93,8 +93,10 @@ def both_lists(blocks: np.ndarray) -> dict:
     return {
         "offsets": one["offsets"],
         "columns": one["entries"],
+        "order": one["order"],
         "offsets_t": other["offsets"],
         "rows": other["entries"],
+        "order_t": other["order"],
     }
 
 
@@ -107,13 +109,31 @@ def see_blocks(t, s, offsets, columns, block, causal) -> np.ndarray:
     return (see & visible(t, s, causal))[None]
 
 
-def block_sparse_attention_fwd(r, q, k, v, offsets, columns, block, scale, causal):
+def block_sparse_attention_fwd(r, q, k, v, offsets, columns, order, block, scale, causal):
     see = see_blocks(q.shape[1], k.shape[1], offsets, columns, block, causal)
     return softmax_attention(r, q, k, v, scale, see)
 
 
 def block_sparse_attention_bwd(
-    r, dout, q, k, v, o, lse, offsets, columns, offsets_t, rows, block, scale, causal, dq, dk, dv
+    r,
+    dout,
+    q,
+    k,
+    v,
+    o,
+    lse,
+    offsets,
+    columns,
+    order,
+    offsets_t,
+    rows,
+    order_t,
+    block,
+    scale,
+    causal,
+    dq,
+    dk,
+    dv,
 ):
     see = see_blocks(q.shape[1], k.shape[1], offsets, columns, block, causal)
     return softmax_attention_bwd(r, dout, q, k, v, o, lse, scale, see)
@@ -195,7 +215,7 @@ def attention_inputs(b, t, s, h, d, causal, scale=None, blocks=None, block=None,
             # dq, dk and dv are overwritten: whatever is in them must not matter.
             made |= {"d" + n: np.full(shape, np.nan) for n, shape in of.items()}
         else:
-            lists = {n: lists[n] for n in ("offsets", "columns") if n in lists}
+            lists = {n: lists[n] for n in ("offsets", "columns", "order") if n in lists}
         return made | lists | ({"block": block} if lists else {}) | last
 
     return inputs

@@ -59,7 +59,7 @@ BAD = [
     (
         "block_sparse_attention_fwd",
         "too few query blocks",
-        {"offsets": np.zeros((1, 2))},
+        {"offsets": np.zeros((3, 2))},
         ValueError,
         r"block_sparse_attention_fwd: offsets",
     ),
@@ -71,9 +71,24 @@ BAD = [
             "k": np.ones((1, 80, 3, 4)),
             "v": np.ones((1, 80, 3, 4)),
             "offsets": np.zeros((2, 6)),
+            "order": np.zeros((2, 5)),
         },
         ValueError,
         r"block_sparse_attention_fwd: offsets",
+    ),
+    (
+        "block_sparse_attention_fwd",
+        "an order of too few blocks",
+        {"order": np.zeros((3, 4))},
+        ValueError,
+        r"block_sparse_attention_fwd: order: names 4 blocks a mask, but there are 5",
+    ),
+    (
+        "block_sparse_attention_bwd",
+        "a transposed order of too many blocks",
+        {"order_t": np.zeros((3, 6))},
+        ValueError,
+        r"block_sparse_attention_bwd: order_t: names 6 blocks a mask, but there are 5",
     ),
     (
         "block_lists",
@@ -141,6 +156,18 @@ BAD_VALUES = [
         "the block behind the last",
         {"columns": long_ids(29, 5)},
         r"block_sparse_attention_fwd: .*lists block 5 at 14",
+    ),
+    (
+        "block_sparse_attention_fwd",
+        "an order with a block behind the last",
+        {"order": np.tile([0, 1, 2, 3, 5], (3, 1))},
+        r"block_sparse_attention_fwd: order: names block 5 at 4",
+    ),
+    (
+        "block_sparse_attention_bwd",
+        "an order with a block twice",
+        {"order_t": np.tile([0, 1, 2, 1, 4], (3, 1))},
+        r"block_sparse_attention_bwd: order_t: names block 1 at 3",
     ),
     (
         "block_lists",
