@@ -20,7 +20,8 @@
 
 namespace attention {
 
-constexpr int HALF = 64; /* rows of a consumer, and of a half of a tile */
+constexpr int HALF = 64;             /* rows of a consumer, and of a half of a tile */
+constexpr uint32_t PIECE_BYTES = 16; /* of a Piece in shared memory */
 
 /* ---- host ----------------------------------------------------------------------------------------
  * What attention_fwd.cu and attention_bwd.cu ask for when hopper_serves(). The problem is filled but
@@ -87,7 +88,6 @@ static inline nd_status hopper_launch(const char *op, int device, void (*kernel)
 struct Piece {
     int b, h, tile;
 };
-constexpr uint32_t PIECE_BYTES = 16;
 
 __device__ __forceinline__ Piece piece_at(const Problem &p, int index, bool descending) {
     int section_size = p.heads_together * p.tiles;
