@@ -90,8 +90,9 @@ KERNELS = r"<((?:cub|thrust|cuda|cooperative_groups|cute?|cutlass)\b[^_>][^>]*)>
 
 @pytest.mark.parametrize("path", files("cuda/*.cu", "cuda/*.cuh"), ids=name)
 def test_no_atomics(path):
-    """Floats would add up to other bits in each run, and no counter of integers was needed yet."""
-    found = re.findall(ATOMIC, code(path))
+    """Floats would add up to other bits in each run. A counter that goes up by 1u, by which blocks
+    take pieces of work, adds nothing to a result."""
+    found = re.findall(ATOMIC, re.sub(r"\batomicAdd\(&\w+, 1u\)", "", code(path)))
     assert not found, f"{name(path)}: {found}: the sum depends on who comes first; use a tree"
     hidden = set(re.findall(KERNELS, code(path)))
     hidden -= {"cub/device/device_radix_sort.cuh", "cub/device/device_scan.cuh"}
