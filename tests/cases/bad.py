@@ -171,6 +171,12 @@ BAD_VALUES = [
     ),
     (
         "block_lists",
+        "too many entries",
+        {"entries": np.zeros(5000)},
+        r"block_lists: entries: axis E is 5000, but \d+ blocks are kept",
+    ),
+    (
+        "block_lists",
         "too few entries",
         {"entries": np.zeros(5)},
         r"block_lists: entries: axis E is 5, but \d+ blocks are kept",
