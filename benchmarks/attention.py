@@ -92,7 +92,7 @@ def needle_calls(
     def forward() -> tuple[_C.NDArray, _C.NDArray]:
         if mask is None:
             return _C.attention_fwd(q, k, v, scale, 1)
-        return _C.block_sparse_attention_fwd(q, k, v, *lists[:2], mask.block, scale, 1)
+        return _C.block_sparse_attention_fwd(q, k, v, *lists[:3], mask.block, scale, 1)
 
     o, lse = forward()
 

@@ -102,7 +102,7 @@ def main() -> int:
         mask = ndl.BlockMask.local(T=T, window=window, block=block).causal()
         lists = mask.lists(device)
         kept = int((np.tri(T, dtype=bool) & mask.to_dense()).sum())
-        sparse = (q, k, v, *lists[:2], block, D**-0.5, 1)
+        sparse = (q, k, v, *lists[:3], block, D**-0.5, 1)
         so, slse = _C.block_sparse_attention_fwd(*sparse)
         tail = (so, slse, *lists, block, D**-0.5, 1, *gradients)
         took = timed(

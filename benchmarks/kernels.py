@@ -40,6 +40,7 @@ LEFT_OUT = {
     "attention_fwd_into": "attention_fwd, whose result has a place already",
     "block_sparse_attention_fwd": "beside dense attention in benchmarks/attention.py",
     "block_sparse_attention_bwd": "beside dense attention in benchmarks/attention.py",
+    "block_lists": "once a mask",
     "decode_attention": "several calls in PyTorch; whole steps in benchmarks/generate.py",
 }
 ITEM_SIZE = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -42,10 +42,11 @@ struct Rows {
 
 /* Which blocks a block meets; offsets is NULL when there is one block, and it meets it. */
 struct Lists {
-    const int *offsets, *entries;
-    int64_t head_stride; /* of offsets: 0 when all heads share one mask */
-    int size;            /* of entries */
-    int blocks;          /* entries lie in [0, blocks); others are ignored */
+    const int *offsets, *entries, *order;
+    int64_t head_stride;  /* of offsets: 0 when all heads share one mask */
+    int64_t order_stride; /* the same of order */
+    int size;             /* of entries */
+    int blocks;           /* entries lie in [0, blocks); others are ignored */
 };
 
 /* Work for a kernel in which each thread block owns a tile of "own" rows (queries, or keys in the
@@ -104,23 +105,32 @@ static inline nd_status problem_new(const char *op, const nd_array *q, const nd_
     return ND_OK;
 }
 
-/* The tile geometry: `tile` own rows a thread block. `list` and `offsets` are NULL when dense. */
-static inline void problem_tiles(Problem *p, bool own_keys, int tile, int64_t block,
-                                 const nd_array *offsets, const nd_array *entries) {
+/* The operands that list the blocks which blocks of `block` own rows meet; arrays are NULL when dense. */
+struct BlockLists {
+    const nd_array *offsets, *entries, *order;
+    int64_t block;
+};
+constexpr BlockLists DENSE = {NULL, NULL, NULL, 0};
+
+/* The tile geometry: `tile` own rows a thread block. */
+static inline void problem_tiles(Problem *p, bool own_keys, int tile, const BlockLists &lists) {
     int longest = p->T > p->S ? p->T : p->S;
     p->own_rows = own_keys ? p->S : p->T;
     p->other_rows = own_keys ? p->T : p->S;
-    if (offsets != NULL) {
-        p->own_block = p->other_block = (int)(block < longest ? block : longest);
-        p->lists.offsets = data_of<int>(offsets);
-        p->lists.entries = data_of<int>(entries);
-        p->lists.head_stride = offsets->shape[0] == 1 ? 0 : offsets->shape[1];
-        p->lists.size = (int)entries->shape[0];
+    if (lists.offsets != NULL) {
+        bool shared = lists.offsets->shape[0] == 1;
+        p->own_block = p->other_block = (int)(lists.block < longest ? lists.block : longest);
+        p->lists.offsets = data_of<int>(lists.offsets);
+        p->lists.entries = data_of<int>(lists.entries);
+        p->lists.order = data_of<int>(lists.order);
+        p->lists.head_stride = shared ? 0 : lists.offsets->shape[1];
+        p->lists.order_stride = shared ? 0 : lists.order->shape[1];
+        p->lists.size = (int)lists.entries->shape[0];
         p->lists.blocks = p->other_block > 0 ? ceil_div(p->other_rows, p->other_block) : 0;
     } else {
         p->own_block = p->own_rows;
         p->other_block = p->other_rows;
-        p->lists = Lists{NULL, NULL, 0, 1, 1};
+        p->lists = Lists{NULL, NULL, NULL, 0, 0, 1, 1};
     }
     p->tiles_per_block = ceil_div(p->own_block, tile);
     int blocks = p->own_block > 0 ? ceil_div(p->own_rows, p->own_block) : 0;
@@ -133,27 +143,34 @@ static inline void problem_tiles(Problem *p, bool own_keys, int tile, int64_t bl
     p->heads_together = heads > 0 ? (int)heads : 1;
 }
 
-static inline nd_status check_blocks(const char *op, const char *operand, const nd_array *offsets,
-                                     const nd_array *entries, int64_t heads, int64_t rows,
-                                     int64_t block) {
+/* `suffix`: behind the names of the operands, "_t" of the transposed lists. */
+static inline nd_status check_blocks(const char *op, const char *suffix, const BlockLists &lists,
+                                     int64_t heads, int64_t rows) {
+    const nd_array *offsets = lists.offsets, *entries = lists.entries, *order = lists.order;
+    const int64_t block = lists.block;
     if (block < 1) {
         return nd_error(ND_EVALUE, "%s: block is %lld, but must be at least 1", op,
                         (long long)block);
     }
     int64_t blocks = rows / block + (rows % block != 0);
     if (offsets->shape[0] != 1 && offsets->shape[0] != heads) {
-        return nd_error(ND_EVALUE, "%s: %s: axis G is %lld, but must be 1 or the %lld heads", op,
-                        operand, (long long)offsets->shape[0], (long long)heads);
+        return nd_error(ND_EVALUE, "%s: offsets%s: axis G is %lld, but must be 1 or the %lld heads",
+                        op, suffix, (long long)offsets->shape[0], (long long)heads);
     }
     if (offsets->shape[1] != blocks + 1) {
         return nd_error(ND_EVALUE,
-                        "%s: %s: %lld offsets a mask, but %lld rows in blocks of %lld need %lld",
-                        op, operand, (long long)offsets->shape[1], (long long)rows,
-                        (long long)block, (long long)(blocks + 1));
+                        "%s: offsets%s: %lld offsets a mask, but %lld rows in blocks of %lld need "
+                        "%lld",
+                        op, suffix, (long long)offsets->shape[1], (long long)rows, (long long)block,
+                        (long long)(blocks + 1));
+    }
+    if (order->shape[1] != blocks) {
+        return nd_error(ND_EVALUE, "%s: order%s: names %lld blocks a mask, but there are %lld", op,
+                        suffix, (long long)order->shape[1], (long long)blocks);
     }
     if (entries->shape[0] > INT32_MAX) {
-        return nd_error(ND_EVALUE, "%s: %s: %lld listed blocks, but at most 2^31 - 1 can be", op,
-                        operand, (long long)entries->shape[0]);
+        return nd_error(ND_EVALUE, "%s: offsets%s: %lld listed blocks, but at most 2^31 - 1 can be",
+                        op, suffix, (long long)entries->shape[0]);
     }
     return ND_OK;
 }
@@ -202,9 +219,21 @@ struct Work {
     Span own;
 };
 
-/* Thread blocks start in the order of their index, so the longest rows come first (`descending`:
- * a causal query tile is the longer the later it is), and within that order the heads of a section
- * go together, so that the keys and values of a section stay in the L2 cache. */
+/* The own tile of a head that has a place in the order of work: the longest come first, by the order of
+ * the lists, or dense by `descending`: a causal query tile is the longer the later it is. An order that
+ * names no block there gives the last. */
+__device__ __forceinline__ int tile_at(const Problem &p, int head, int place, bool descending) {
+    if (p.lists.order != NULL) {
+        unsigned at = place / p.tiles_per_block, blocks = p.tiles / p.tiles_per_block;
+        unsigned block = (unsigned)p.lists.order[head * p.lists.order_stride + at];
+        return min(block, blocks - 1) * p.tiles_per_block + place % p.tiles_per_block;
+    }
+    return descending ? p.tiles - 1 - place : place;
+}
+
+/* Thread blocks start in the order of their index, so the longest rows come first, and within that
+ * order the heads of a section go together, so that the keys and values of a section stay in the L2
+ * cache. */
 template <int TILE>
 __device__ __forceinline__ bool find_work(const Problem &p, bool descending, Work *work) {
     int heads = p.B * p.H;
@@ -213,13 +242,10 @@ __device__ __forceinline__ bool find_work(const Problem &p, bool descending, Wor
     int index = (int)(blockIdx.x - section * section_size);
     int first = section * p.heads_together;
     int together = min(p.heads_together, heads - first);
-    int tile = index / together;
     int head = first + index % together;
-    if (descending) {
-        tile = p.tiles - 1 - tile;
-    }
     work->b = head / p.H;
     work->h = head % p.H;
+    int tile = tile_at(p, work->h, index / together, descending);
     work->block = tile / p.tiles_per_block;
     int start = work->block * p.own_block;
     work->own.begin = start + tile % p.tiles_per_block * TILE;

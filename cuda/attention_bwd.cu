@@ -458,11 +458,6 @@ __global__ void __launch_bounds__(FLOAT_THREADS, 1)
 }
 
 /* ---- host ------------------------------------------------------------------------------------ */
-struct Masks {
-    const nd_array *offsets, *columns, *offsets_t, *rows; /* NULL when dense */
-    int64_t block;
-};
-
 template <class T, int DP, bool FLOAT = sizeof(T) == 4> struct Kernels {
     static constexpr auto dq = attention_dq_kernel<T, DP>, dkdv = attention_dkdv_kernel<T, DP>;
     static constexpr int QUERIES = QueryTile<DP>::QUERIES, KEYS = KeyTile<DP>::KEYS;
@@ -489,17 +484,19 @@ template <class T> nd_status launch_stats(const char *op, int device, const Prob
 }
 
 template <class T, int DP>
-nd_status launch(const char *op, int device, Problem p, const Masks &masks) {
+nd_status launch(const char *op, int device, Problem p, const BlockLists &lists,
+                 const BlockLists &transposed) {
     using K = Kernels<T, DP>;
-    problem_tiles(&p, false, K::QUERIES, masks.block, masks.offsets, masks.columns);
+    problem_tiles(&p, false, K::QUERIES, lists);
     ND_TRY(problem_launch(op, device, K::dq, p, K::DQ_THREADS, K::DQ_SHARED));
-    problem_tiles(&p, true, K::KEYS, masks.block, masks.offsets_t, masks.rows);
+    problem_tiles(&p, true, K::KEYS, transposed);
     return problem_launch(op, device, K::dkdv, p, K::DKDV_THREADS, K::DKDV_SHARED);
 }
 
 /* The fields that the dense and the sparse op share. */
 template <class Args>
-nd_status backward(const char *op, int device, const Args *a, const Masks &masks) {
+nd_status backward(const char *op, int device, const Args *a, const BlockLists &lists,
+                   const BlockLists &transposed) {
     Problem p;
     ND_TRY(problem_new(op, a->q, a->k, a->v, a->scale, a->causal, &p));
     p.o = rows_of(a->o);
@@ -516,15 +513,13 @@ nd_status backward(const char *op, int device, const Args *a, const Masks &masks
         using T = typename decltype(tag)::type;
         ND_TRY(launch_stats<T>(op, device, p));
         Operands all = {a->q, a->k, a->v, a->o, a->dout, a->dq, a->dk, a->dv};
-        if (hopper_serves(device, p, a->q->dtype, masks.block,
+        if (hopper_serves(device, p, a->q->dtype, lists.block,
                           {a->q, a->k, a->v, a->dout, a->dq, a->dk, a->dv})) {
-            ND_TRY(attention_bwd_hopper(op, device, p, all, false, masks.offsets, masks.columns,
-                                        masks.block));
-            return attention_bwd_hopper(op, device, p, all, true, masks.offsets_t, masks.rows,
-                                        masks.block);
+            ND_TRY(attention_bwd_hopper(op, device, p, all, false, lists));
+            return attention_bwd_hopper(op, device, p, all, true, transposed);
         }
         auto run = [&](auto columns) -> nd_status {
-            return launch<T, decltype(columns)::value>(op, device, p, masks);
+            return launch<T, decltype(columns)::value>(op, device, p, lists, transposed);
         };
         if constexpr (sizeof(T) == 4) {
             return with_columns32(p.D, run);
@@ -537,13 +532,15 @@ nd_status backward(const char *op, int device, const Args *a, const Masks &masks
 } // namespace
 
 nd_status cuda_attention_bwd(int device, const attention_bwd_args *a) {
-    return backward("attention_bwd", device, a, Masks{NULL, NULL, NULL, NULL, 0});
+    return backward("attention_bwd", device, a, DENSE, DENSE);
 }
 
 nd_status cuda_block_sparse_attention_bwd(int device, const block_sparse_attention_bwd_args *a) {
     const char *op = "block_sparse_attention_bwd";
     int64_t heads = a->q->shape[2];
-    ND_TRY(check_blocks(op, "offsets", a->offsets, a->columns, heads, a->q->shape[1], a->block));
-    ND_TRY(check_blocks(op, "offsets_t", a->offsets_t, a->rows, heads, a->k->shape[1], a->block));
-    return backward(op, device, a, Masks{a->offsets, a->columns, a->offsets_t, a->rows, a->block});
+    const BlockLists lists = {a->offsets, a->columns, a->order, a->block};
+    const BlockLists transposed = {a->offsets_t, a->rows, a->order_t, a->block};
+    ND_TRY(check_blocks(op, "", lists, heads, a->q->shape[1]));
+    ND_TRY(check_blocks(op, "_t", transposed, heads, a->k->shape[1]));
+    return backward(op, device, a, lists, transposed);
 }

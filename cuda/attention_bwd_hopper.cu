@@ -114,6 +114,10 @@ __device__ __forceinline__ void produce(const Backward &f, Places<Shape> at) {
         Piece piece = {0, 0, -1};
         if (index < pieces) {
             piece = piece_at(p, index, p.causal && !Shape::KEYS);
+            if (piece.tile * Shape::ROWS >=
+                p.own_rows) { /* a last block is shorter than the others */
+                continue;
+            }
         }
         store_piece(at.piece(slot.at), piece);
         if (piece.tile < 0) {
@@ -460,10 +464,10 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::CTAS)
 
 /* ---- host ---------------------------------------------------------------------------------------- */
 template <class Shape>
-nd_status launch(const char *op, int device, Backward f, const Operands &a, const nd_array *offsets,
-                 const nd_array *entries, int64_t block) {
+nd_status launch(const char *op, int device, Backward f, const Operands &a,
+                 const BlockLists &lists) {
     constexpr bool KEYS = Shape::KEYS;
-    hopper_tiles(&f.p, KEYS, Shape::ROWS, offsets, entries, block);
+    problem_tiles(&f.p, KEYS, Shape::ROWS, lists);
     const nd_array *own[] = {KEYS ? a.k : a.q, KEYS ? a.v : a.dout};
     const nd_array *other[] = {KEYS ? a.q : a.k, KEYS ? a.dout : a.v};
     const nd_array *gradient[] = {KEYS ? a.dk : a.dq, KEYS ? a.dv : a.dq};
@@ -483,12 +487,12 @@ nd_status launch(const char *op, int device, Backward f, const Operands &a, cons
 }
 
 template <bool KEYS, class Run>
-nd_status with_shape(bool wide, bool lists, int64_t block, Run &&run) {
-    if (!lists) {
+nd_status with_shape(bool wide, const BlockLists &lists, Run &&run) {
+    if (lists.offsets == NULL) {
         return wide ? run(BackwardShape<KEYS, 2, 2, 1, 2, false>())
                     : run(BackwardShape < KEYS, 1, KEYS ? 2 : 3, 2, 4, false > ());
     }
-    if (block % (2 * HALF) == 0) {
+    if (lists.block % (2 * HALF) == 0) {
         return wide ? run(BackwardShape<KEYS, 2, 2, 1, 2, true>())
                     : run(BackwardShape<KEYS, 1, 2, 2, 4, true>());
     }
@@ -499,14 +503,10 @@ nd_status with_shape(bool wide, bool lists, int64_t block, Run &&run) {
 } // namespace
 
 nd_status attention::attention_bwd_hopper(const char *op, int device, Problem p, const Operands &a,
-                                          bool keys, const nd_array *offsets,
-                                          const nd_array *entries, int64_t block) {
+                                          bool keys, const BlockLists &lists) {
     Backward f = {};
     f.p = p;
-    auto run = [&](auto shape) {
-        return launch<decltype(shape)>(op, device, f, a, offsets, entries, block);
-    };
-    bool wide = p.D > PANEL_COLUMNS, lists = offsets != NULL;
-    return keys ? with_shape<true>(wide, lists, block, run)
-                : with_shape<false>(wide, lists, block, run);
+    auto run = [&](auto shape) { return launch<decltype(shape)>(op, device, f, a, lists); };
+    bool wide = p.D > PANEL_COLUMNS;
+    return keys ? with_shape<true>(wide, lists, run) : with_shape<false>(wide, lists, run);
 }

@@ -273,21 +273,16 @@ __global__ void __launch_bounds__(FLOAT_THREADS, 1)
 }
 
 /* ---- host ------------------------------------------------------------------------------------ */
-struct Mask {
-    const nd_array *offsets, *columns; /* NULL when dense */
-    int64_t block;
-};
-
 nd_status forward(const char *op, int device, const nd_array *q, const nd_array *k,
-                  const nd_array *v, Mask mask, double scale, int64_t causal, nd_array *o,
-                  nd_array *lse) {
+                  const nd_array *v, const BlockLists &lists, double scale, int64_t causal,
+                  nd_array *o, nd_array *lse) {
     Problem p;
     ND_TRY(problem_new(op, q, k, v, scale, causal, &p));
     p.o = rows_of(o);
     p.lse = data_of<float>(lse);
-    if (hopper_serves(device, p, q->dtype, mask.block, {q, k, v, o})) {
+    if (hopper_serves(device, p, q->dtype, lists.block, {q, k, v, o})) {
         return attention_fwd_hopper(op, device, p, Operands{q, k, v, o, NULL, NULL, NULL, NULL},
-                                    mask.offsets, mask.columns, mask.block);
+                                    lists);
     }
     return with_float(op, q->dtype, [&](auto tag) -> nd_status {
         using T = typename decltype(tag)::type;
@@ -295,7 +290,7 @@ nd_status forward(const char *op, int device, const nd_array *q, const nd_array 
             return with_columns32(p.D, [&](auto columns) -> nd_status {
                 constexpr int DP = decltype(columns)::value;
                 using Tile = FloatForwardTile<DP>;
-                problem_tiles(&p, false, Tile::ROWS, mask.block, mask.offsets, mask.columns);
+                problem_tiles(&p, false, Tile::ROWS, lists);
                 return problem_launch(op, device, attention_fwd_float_kernel<DP>, p, FLOAT_THREADS,
                                       Tile::SHARED);
             });
@@ -306,7 +301,7 @@ nd_status forward(const char *op, int device, const nd_array *q, const nd_array 
             return with_columns16(p.D, [&](auto columns) -> nd_status {
                 constexpr int DP = decltype(columns)::value;
                 using Tile = ForwardTile<DP>;
-                problem_tiles(&p, false, Tile::QUERIES, mask.block, mask.offsets, mask.columns);
+                problem_tiles(&p, false, Tile::QUERIES, lists);
                 return problem_launch(op, device, attention_fwd_kernel<T, DP>, p, Tile::THREADS,
                                       Tile::SHARED);
             });
@@ -317,8 +312,8 @@ nd_status forward(const char *op, int device, const nd_array *q, const nd_array 
 } // namespace
 
 nd_status cuda_attention_fwd(int device, const attention_fwd_args *a) {
-    return forward("attention_fwd", device, a->q, a->k, a->v, Mask{NULL, NULL, 0}, a->scale,
-                   a->causal, a->o, a->lse);
+    return forward("attention_fwd", device, a->q, a->k, a->v, DENSE, a->scale, a->causal, a->o,
+                   a->lse);
 }
 
 nd_status cuda_attention_fwd_into(int device, const attention_fwd_into_args *a) {
@@ -328,8 +323,7 @@ nd_status cuda_attention_fwd_into(int device, const attention_fwd_into_args *a) 
 
 nd_status cuda_block_sparse_attention_fwd(int device, const block_sparse_attention_fwd_args *a) {
     const char *op = "block_sparse_attention_fwd";
-    ND_TRY(check_blocks(op, "offsets", a->offsets, a->columns, a->q->shape[2], a->q->shape[1],
-                        a->block));
-    return forward(op, device, a->q, a->k, a->v, Mask{a->offsets, a->columns, a->block}, a->scale,
-                   a->causal, a->o, a->lse);
+    const BlockLists lists = {a->offsets, a->columns, a->order, a->block};
+    ND_TRY(check_blocks(op, "", lists, a->q->shape[2], a->q->shape[1]));
+    return forward(op, device, a->q, a->k, a->v, lists, a->scale, a->causal, a->o, a->lse);
 }

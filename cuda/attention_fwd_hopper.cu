@@ -115,6 +115,9 @@ template <class Shape> __device__ __forceinline__ void produce(const Forward &f,
         Piece piece = {0, 0, -1};
         if (index < pieces) {
             piece = piece_at(p, index, p.causal);
+            if (piece.tile * Shape::QUERIES >= p.T) { /* a last block is shorter than the others */
+                continue;
+            }
         }
         store_piece(at.piece(q.at), piece);
         if (piece.tile < 0) {
@@ -423,9 +426,9 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::CTAS)
 
 /* ---- host ---------------------------------------------------------------------------------------- */
 template <class Shape>
-nd_status launch(const char *op, int device, Forward f, const Operands &a, const nd_array *offsets,
-                 const nd_array *entries, int64_t block) {
-    hopper_tiles(&f.p, false, Shape::QUERIES, offsets, entries, block);
+nd_status launch(const char *op, int device, Forward f, const Operands &a,
+                 const BlockLists &lists) {
+    problem_tiles(&f.p, false, Shape::QUERIES, lists);
     const int key_rows = Shape::LISTS ? HALF : 2 * HALF;
     ND_TRY(box_map(op, a.q, HALF, &f.q));
     ND_TRY(box_map(op, a.k, key_rows, &f.k));
@@ -440,18 +443,15 @@ nd_status launch(const char *op, int device, Forward f, const Operands &a, const
 } // namespace
 
 nd_status attention::attention_fwd_hopper(const char *op, int device, Problem p, const Operands &a,
-                                          const nd_array *offsets, const nd_array *entries,
-                                          int64_t block) {
+                                          const BlockLists &lists) {
     Forward f = {};
     f.p = p;
-    auto run = [&](auto shape) {
-        return launch<decltype(shape)>(op, device, f, a, offsets, entries, block);
-    };
+    auto run = [&](auto shape) { return launch<decltype(shape)>(op, device, f, a, lists); };
     bool wide = p.D > PANEL_COLUMNS;
-    if (offsets == NULL) {
+    if (lists.offsets == NULL) {
         return wide ? run(ForwardShape<2, 2, 2, false>()) : run(ForwardShape<1, 3, 4, false>());
     }
-    if (block % (2 * HALF) == 0) {
+    if (lists.block % (2 * HALF) == 0) {
         return wide ? run(ForwardShape<2, 2, 2, true>()) : run(ForwardShape<1, 2, 4, true>());
     }
     return wide ? run(ForwardShape<2, 1, 2, true>()) : run(ForwardShape<1, 1, 2, true>());

@@ -23,22 +23,22 @@
 namespace attention {
 
 constexpr int HALF = 64;             /* rows of a consumer, and of a half of a tile */
-constexpr uint32_t PIECE_BYTES = 16; /* of a piece of work in shared memory */
+constexpr uint32_t PIECE_BYTES = 16; /* of a Piece in shared memory */
 
 /* ---- host ----------------------------------------------------------------------------------------
  * What attention_fwd.cu and attention_bwd.cu ask for when hopper_serves(). The problem is filled but
- * for the tiles; offsets and entries are NULL when dense. */
+ * for the tiles. */
 struct Operands {
     const nd_array *q, *k, *v, *o;
     const nd_array *dout, *dq, *dk, *dv; /* backward only */
 };
 
 nd_status attention_fwd_hopper(const char *op, int device, Problem p, const Operands &a,
-                               const nd_array *offsets, const nd_array *entries, int64_t block);
+                               const BlockLists &lists);
 
 /* Of dq, or of dk and dv with `keys` (and the transposed lists); p.stats is there. */
 nd_status attention_bwd_hopper(const char *op, int device, Problem p, const Operands &a, bool keys,
-                               const nd_array *offsets, const nd_array *entries, int64_t block);
+                               const BlockLists &lists);
 
 /* Whether the copy engine takes a (B, T, H, D) operand: rows that start at multiples of 16 bytes. */
 static inline bool is_boxable(const nd_array *a) {
@@ -56,7 +56,7 @@ static inline bool hopper_serves(int device, const Problem &p, nd_dtype dtype, i
                                  std::initializer_list<const nd_array *> operands) {
     bool good = hopper::hopper_usable(device) && dtype != ND_F32 && p.D >= 1 && p.D <= 128 &&
                 p.scale > 0 && block % HALF == 0 && p.B > 0 && p.H > 0 && p.T > 0 && p.S > 0 &&
-                (int64_t)p.B * p.H * (p.T / HALF + p.S / HALF + 1) < (1 << 30); /* pieces */
+                (int64_t)p.B * p.H * (p.T / HALF + p.S / HALF + 1) < (1 << 29); /* half of pieces */
     for (const nd_array *operand : operands) {
         good = good && is_boxable(operand);
     }
@@ -68,13 +68,6 @@ static inline nd_status box_map(const char *op, const nd_array *a, int rows, CUt
     const int64_t shape[4] = {a->shape[3], a->shape[1], a->shape[2], a->shape[0]};
     const int64_t strides[3] = {2 * a->strides[1], 2 * a->strides[2], 2 * a->strides[0]};
     return hopper::tensor_map(op, a->data, 2, shape, strides, hopper::PANEL_COLUMNS, rows, out);
-}
-
-/* The tile geometry: `rows` own rows a thread block. */
-static inline void hopper_tiles(Problem *p, bool own_keys, int rows, const nd_array *offsets,
-                                const nd_array *entries, int64_t block) {
-    problem_tiles(p, own_keys, rows, block, offsets, entries);
-    p->tiles = ceil_div(p->own_rows, rows);
 }
 
 /* As many thread blocks as run at once, each of which takes one piece after the other. Launches of one
@@ -104,8 +97,8 @@ __device__ __forceinline__ Piece piece_at(const Problem &p, int index, bool desc
     int rest = index - section * section_size;
     int first = section * p.heads_together;
     int together = min(p.heads_together, p.B * p.H - first);
-    int head = first + rest % together, tile = rest / together;
-    return Piece{head / p.H, head % p.H, descending ? p.tiles - 1 - tile : tile};
+    int head = first + rest % together, h = head % p.H;
+    return Piece{head / p.H, h, tile_at(p, h, rest / together, descending)};
 }
 
 __device__ __forceinline__ void store_piece(uint32_t to, const Piece &piece) {

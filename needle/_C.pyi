@@ -303,12 +303,14 @@ def attention_bwd(
     dk: NDArray,
     dv: NDArray,
 ) -> None: ...
+def block_lists(kept: NDArray, offsets: NDArray, entries: NDArray) -> NDArray: ...
 def block_sparse_attention_fwd(
     q: NDArray,
     k: NDArray,
     v: NDArray,
     offsets: NDArray,
     columns: NDArray,
+    order: NDArray,
     block: int,
     scale: float,
     causal: int,
@@ -322,8 +324,10 @@ def block_sparse_attention_bwd(
     lse: NDArray,
     offsets: NDArray,
     columns: NDArray,
+    order: NDArray,
     offsets_t: NDArray,
     rows: NDArray,
+    order_t: NDArray,
     block: int,
     scale: float,
     causal: int,

@@ -7,6 +7,8 @@ the block: the last one is shorter.
 
 The kernels read lists: for mask g and block row i the key blocks
 `columns[offsets[g, i] .. offsets[g, i + 1])`, ascending, and the transposed lists for the backward.
+Block rows are worked on from the longest list to the shortest, so that no long one begins when the
+others end. `_C.block_lists` makes lists and order on the device, once a mask.
 """
 
 from __future__ import annotations
@@ -271,14 +273,13 @@ class BlockMask:
                 f"block_sparse_attention: the mask is for {self.heads} heads, but q has {heads}"
             )
 
-    def lists(self, device: Device) -> tuple[NDArray, NDArray, NDArray, NDArray]:
-        """(offsets, columns, offsets_t, rows) as int32 on `device`; made once a device."""
+    def lists(self, device: Device) -> tuple[NDArray, NDArray, NDArray, NDArray, NDArray, NDArray]:
+        """(offsets, columns, order, offsets_t, rows, order_t) as int32 on `device`; made once a
+        device."""
         if device not in self._lists:
-            self._lists[device] = tuple(
-                _C.array(a, "int32", device)
-                for blocks in (self.blocks, self.blocks.transpose(0, 2, 1))
-                for a in _compressed(blocks)
-            )
+            kept, count = _C.array(self.blocks, "bool", device), int(self.blocks.sum())
+            transposed = kept.permute((0, 2, 1))
+            self._lists[device] = (*_listed(kept, count), *_listed(transposed, count))
         return self._lists[device]
 
     def __eq__(self, other: object) -> bool:
@@ -345,13 +346,12 @@ def _block_indices(T: int, block: int) -> tuple[np.ndarray, np.ndarray]:
     return np.arange(n)[:, None], np.arange(n)[None, :]
 
 
-def _compressed(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(offsets (G, rows + 1), columns) of (G, rows, columns) bool; offsets count through all G."""
-    counts = blocks.sum(axis=2, dtype=np.int64)
-    ends = counts.reshape(-1).cumsum().reshape(counts.shape)
-    starts = ends[:, :1] - counts[:, :1]
-    offsets = np.concatenate([starts, ends], axis=1).astype(np.int32)
-    return offsets, np.nonzero(blocks)[2].astype(np.int32)
+def _listed(kept: NDArray, count: int) -> tuple[NDArray, NDArray, NDArray]:
+    """(offsets, entries, order) of bool (G, rows, columns), of which `count` are true."""
+    heads, rows, _ = kept.shape
+    offsets = _C.empty((heads, rows + 1), "int32", kept.device)
+    entries = _C.empty((count,), "int32", kept.device)
+    return offsets, entries, _C.block_lists(kept, offsets, entries)
 
 
 def convert_to_block_mask(dense_mask: Any, block: int) -> BlockMask:

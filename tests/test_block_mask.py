@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+from harness import DEVICES, device_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -121,26 +122,27 @@ def test_convert_to_block_mask(t, s, block, heads, seed):
     assert convert_to_block_mask(mask.to_dense(), block) == mask
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @quick
 @given(lengths, blocks_, st.integers(1, 3), st.integers(0, 2**32 - 1))
-def test_lists(t, block, heads, seed):
-    """Ascending key blocks of each query block, counted through all heads, and their transposes."""
+def test_lists(device, t, block, heads, seed):
+    """Ascending key blocks of each query block, counted through all heads, the query blocks by
+    falling number of them, and the same of the transposed blocks."""
+    device = device_of(device)
     n = -(-t // block)
     kept = np.random.default_rng(seed).random((heads, n, n)) < 0.4
     mask = BlockMask(kept, block, t)
-    offsets, columns, offsets_t, rows = (a.numpy() for a in mask.lists(ndl.cpu()))
-    for starts, entries, of in (
-        (offsets, columns, kept),
-        (offsets_t, rows, kept.transpose(0, 2, 1)),
-    ):
+    lists = [a.numpy() for a in mask.lists(device)]
+    for (starts, entries, order), of in ((lists[:3], kept), (lists[3:], kept.transpose(0, 2, 1))):
         assert starts.shape == (heads, n + 1) and entries.shape == (kept.sum(),)
-        assert starts.dtype == entries.dtype == np.int32
+        assert starts.dtype == entries.dtype == order.dtype == np.int32
+        np.testing.assert_array_equal(order, np.argsort(-of.sum(-1), axis=1, kind="stable"))
         for g in range(heads):
             for i in range(n):
                 np.testing.assert_array_equal(
                     entries[starts[g, i] : starts[g, i + 1]], np.flatnonzero(of[g, i])
                 )
-    assert mask.lists(ndl.cpu())[0] is mask.lists(ndl.cpu())[0]  # made once
+    assert mask.lists(device)[0] is mask.lists(device)[0]  # made once
 
 
 def test_a_query_sees_itself():

@@ -125,6 +125,11 @@ nd_status attention_pattern_make(const char *name, const char *field, const nd_a
                                  const nd_array *lists, int64_t block, int64_t length,
                                  int64_t other, int64_t heads, attention_pattern *out);
 
+/* Checked although threads here take blocks as they come, so that both backends refuse the same calls:
+ * `order` names each block of the pattern once, for each of its masks. */
+nd_status attention_order_check(int device, const char *name, const char *field,
+                                const nd_array *order, const attention_pattern *p);
+
 /* Walks the rows of the other side in [first, last) that a block meets, at most `step` at a time;
  * listed blocks that touch are merged, so that small blocks still make full tiles. */
 typedef struct {

@@ -203,8 +203,12 @@ nd_status cpu_block_sparse_attention_bwd(int device, const block_sparse_attentio
     ND_TRY(attention_pattern_make("block_sparse_attention_bwd", "offsets_t", args->offsets_t,
                                   args->rows, args->block, args->k->shape[1], args->q->shape[1],
                                   args->q->shape[2], &transposed));
+    ND_TRY(attention_order_check(device, "block_sparse_attention_bwd", "order_t", args->order_t,
+                                 &transposed));
     ND_TRY(attention_pattern_make("block_sparse_attention_bwd", "offsets", args->offsets,
                                   args->columns, args->block, args->q->shape[1], args->k->shape[1],
                                   args->q->shape[2], &b.pattern));
+    ND_TRY(attention_order_check(device, "block_sparse_attention_bwd", "order", args->order,
+                                 &b.pattern));
     return attention_backward(device, "block_sparse_attention_bwd", &b);
 }

@@ -59,6 +59,31 @@ nd_status attention_pattern_make(const char *name, const char *field, const nd_a
     return ND_OK;
 }
 
+nd_status attention_order_check(int device, const char *name, const char *field,
+                                const nd_array *order, const attention_pattern *p) {
+    if (order->shape[1] != p->blocks) {
+        return nd_error(ND_EVALUE, "%s: %s: names %lld blocks a mask, but there are %lld", name,
+                        field, (long long)order->shape[1], (long long)p->blocks);
+    }
+    const int32_t *blocks = order->data;
+    void *scratch;
+    ND_TRY(cpu_scratch(device, (size_t)p->blocks, &scratch));
+    uint8_t *named = scratch;
+    for (int64_t i = 0; i < p->groups * p->blocks; i++) {
+        if (i % p->blocks == 0) {
+            memset(named, 0, (size_t)p->blocks);
+        }
+        if (blocks[i] < 0 || blocks[i] >= p->blocks || named[blocks[i]]) {
+            return nd_error(ND_EVALUE,
+                            "%s: %s: names block %d at %lld, but must name each of %lld blocks "
+                            "once",
+                            name, field, (int)blocks[i], (long long)i, (long long)p->blocks);
+        }
+        named[blocks[i]] = 1;
+    }
+    return ND_OK;
+}
+
 typedef struct {
     const nd_array *q, *k, *v;
     attention_pattern pattern;
@@ -253,5 +278,7 @@ nd_status cpu_block_sparse_attention_fwd(int device, const block_sparse_attentio
     ND_TRY(attention_pattern_make("block_sparse_attention_fwd", "offsets", args->offsets,
                                   args->columns, args->block, args->q->shape[1], args->k->shape[1],
                                   args->q->shape[2], &f.pattern));
+    ND_TRY(attention_order_check(device, "block_sparse_attention_fwd", "order", args->order,
+                                 &f.pattern));
     return attention_forward(device, "block_sparse_attention_fwd", &f);
 }

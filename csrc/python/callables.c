@@ -185,7 +185,8 @@ static const char *const field_texts[] = {
     [KIND_F64] = "F64", [KIND_IO_OPT] = "IO_OPT",       [KIND_I64] = "I64",
 };
 static const char *const class_names[] = {
-    [CLASS_F] = "F", [CLASS_f4] = "f4", [CLASS_i4] = "i4", [CLASS_i8] = "i8", [CLASS_ANY] = "ANY",
+    [CLASS_F] = "F",   [CLASS_f4] = "f4", [CLASS_i4] = "i4",
+    [CLASS_i8] = "i8", [CLASS_b1] = "b1", [CLASS_ANY] = "ANY",
 };
 
 /* What the entries that write no operands out have. */

@@ -20,7 +20,7 @@ typedef enum {
     KIND_END,
 } field_kind;
 
-typedef enum { CLASS_F, CLASS_f4, CLASS_i4, CLASS_i8, CLASS_ANY } dtype_class;
+typedef enum { CLASS_F, CLASS_f4, CLASS_i4, CLASS_i8, CLASS_b1, CLASS_ANY } dtype_class;
 typedef enum { TYPES_ANY, TYPES_FLOAT } op_types;
 typedef enum {
     OP_KIND_EW1,

@@ -17,7 +17,7 @@ from needle import _C
 FLOATS = ("float32", "bfloat16", "float16")
 SIGNED = ("int32", "int64")
 UNSIGNED = ("uint8", "bool")
-STORED = {"f4": "float32", "i4": "int32", "i8": "int64"}
+STORED = {"f4": "float32", "i4": "int32", "i8": "int64", "b1": "bool"}
 BLOCK = 16
 
 # Sizes by axis letter, "*" for any shape. P is 3 where it packs q, k and v; R is at most D / 2.
@@ -78,7 +78,9 @@ def draw(op: str, sizes: str, dtype: str) -> Values:
     size = dict(SIZES[sizes])
     operands = inputs(op)
     letters = "".join(axes for _, _, axes, _ in operands)
-    lists = {} if "columns" not in {name for _, name, _, _ in operands} else blocks(size)
+    lists = blocks(size) if {"columns", "kept"} & {name for _, name, _, _ in operands} else {}
+    if op == "block_lists":  # makes them, in arrays of their sizes
+        lists |= {"offsets": 0 * lists["offsets"], "entries": 0 * lists["columns"]}
     values: Values = {}
     for operand in operands:
         how, name, axes, kind = operand
@@ -108,17 +110,18 @@ def elements(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, kind:
 
 
 def blocks(size: dict[str, int]) -> Values:
-    """offsets, columns, offsets_t, rows of an irregular mask for each head."""
+    """An irregular mask for each head, `kept`, and its lists: offsets, columns, order, offsets_t,
+    rows, order_t."""
     heads, queries, keys = (size["H"], -(-size["T"] // BLOCK), -(-size["S"] // BLOCK))
     g, i, j = np.ogrid[:heads, :queries, :keys]
     kept = (i * 7 + j * 3 + g) % 5 < 3
 
-    def lists(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def lists(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         counts = np.concatenate([[0], np.cumsum(mask.sum(-1))])
         rows = mask.shape[1]
         offsets = np.stack([counts[n * rows : (n + 1) * rows + 1] for n in range(heads)])
-        return offsets, np.nonzero(mask)[2]
+        return offsets, np.nonzero(mask)[2], np.argsort(-mask.sum(-1), axis=-1, kind="stable")
 
-    offsets, columns = lists(kept)
-    offsets_t, rows = lists(kept.transpose(0, 2, 1))
-    return {"offsets": offsets, "columns": columns, "offsets_t": offsets_t, "rows": rows}
+    both = dict(zip(("offsets", "columns", "order"), lists(kept)))
+    both |= zip(("offsets_t", "rows", "order_t"), lists(kept.transpose(0, 2, 1)))
+    return {"kept": kept} | both

@@ -88,7 +88,7 @@ class _Kernel:
             self.lists = mask.lists(q.device)
             self.block = mask.block
             self.o, self.lse = _C.block_sparse_attention_fwd(
-                q, k, v, self.lists[0], self.lists[1], self.block, self.factor, int(self.causal)
+                q, k, v, *self.lists[:3], self.block, self.factor, int(self.causal)
             )
         return self.o
 

@@ -73,24 +73,35 @@ def attention_bwd(r, dout, q, k, v, o, lse, scale, causal, dq, dk, dv):
     return softmax_attention_bwd(r, dout, q, k, v, o, lse, scale, see)
 
 
-def block_lists(blocks: np.ndarray) -> dict:
-    """Blocks (G, query blocks, key blocks) of bool as the lists of ops.def, and transposed."""
+def block_lists(r, kept, offsets, entries):
+    """kept (G, R, C): of each row its columns, and the rows of each mask by falling length."""
+    offsets, found, order = np.zeros_like(offsets), [], []
+    for g, mask in enumerate(kept):
+        lists = [np.flatnonzero(row) for row in mask]
+        for i, entries_of_row in enumerate(lists):
+            offsets[g, i] = len(found)
+            found.extend(entries_of_row)
+        offsets[g, len(lists)] = len(found)
+        order.append(sorted(range(len(lists)), key=lambda i: (-len(lists[i]), i)))
+    order = np.array(order, np.int64).reshape(kept.shape[:2])
+    return {"offsets": offsets, "entries": np.array(found, np.int64), "order": order}
+
+
+def both_lists(blocks: np.ndarray) -> dict:
+    """The lists of blocks (G, query blocks, key blocks), and those of the transposed blocks."""
 
     def lists(of):
-        offsets = np.zeros((of.shape[0], of.shape[1] + 1), np.int64)
-        entries, start = [], 0
-        for g in range(of.shape[0]):
-            offsets[g, 0] = start
-            for i in range(of.shape[1]):
-                found = np.flatnonzero(of[g, i])
-                entries.extend(found)
-                start += len(found)
-                offsets[g, i + 1] = start
-        return offsets, np.array(entries, np.int64)
+        return block_lists(None, of, np.zeros((of.shape[0], of.shape[1] + 1), np.int64), None)
 
-    offsets, columns = lists(blocks)
-    offsets_t, rows = lists(blocks.transpose(0, 2, 1))
-    return {"offsets": offsets, "columns": columns, "offsets_t": offsets_t, "rows": rows}
+    one, other = lists(blocks), lists(blocks.transpose(0, 2, 1))
+    return {
+        "offsets": one["offsets"],
+        "columns": one["entries"],
+        "order": one["order"],
+        "offsets_t": other["offsets"],
+        "rows": other["entries"],
+        "order_t": other["order"],
+    }
 
 
 def see_blocks(t, s, offsets, columns, block, causal) -> np.ndarray:
@@ -102,13 +113,31 @@ def see_blocks(t, s, offsets, columns, block, causal) -> np.ndarray:
     return (see & visible(t, s, causal))[None]
 
 
-def block_sparse_attention_fwd(r, q, k, v, offsets, columns, block, scale, causal):
+def block_sparse_attention_fwd(r, q, k, v, offsets, columns, order, block, scale, causal):
     see = see_blocks(q.shape[1], k.shape[1], offsets, columns, block, causal)
     return softmax_attention(r, q, k, v, scale, see)
 
 
 def block_sparse_attention_bwd(
-    r, dout, q, k, v, o, lse, offsets, columns, offsets_t, rows, block, scale, causal, dq, dk, dv
+    r,
+    dout,
+    q,
+    k,
+    v,
+    o,
+    lse,
+    offsets,
+    columns,
+    order,
+    offsets_t,
+    rows,
+    order_t,
+    block,
+    scale,
+    causal,
+    dq,
+    dk,
+    dv,
 ):
     see = see_blocks(q.shape[1], k.shape[1], offsets, columns, block, causal)
     return softmax_attention_bwd(r, dout, q, k, v, o, lse, scale, see)
@@ -225,7 +254,7 @@ def attention_inputs(
         of = {"q": (b, t, h, d), "k": (b, s, h, d), "v": (b, s, h, d)}
         made = {name: rng.standard_normal(shape) for name, shape in of.items()}
         last = {"scale": d**-0.5 if scale is None else scale, "causal": int(causal)}
-        lists = {} if blocks is None else block_lists(np.asarray(blocks, bool))
+        lists = {} if blocks is None else both_lists(np.asarray(blocks, bool))
         if backward:
             see = visible(t, s, causal)
             if lists:
@@ -237,10 +266,20 @@ def attention_inputs(
             # dq, dk and dv are overwritten: whatever is in them must not matter.
             made |= {"d" + n: np.full(shape, np.nan) for n, shape in of.items()}
         else:
-            lists = {n: lists[n] for n in ("offsets", "columns") if n in lists}
+            lists = {n: lists[n] for n in ("offsets", "columns", "order") if n in lists}
         if into:
             made["o"] = np.full((b, t, h, d), np.nan)
         return made | lists | ({"block": block} if lists else {}) | last
+
+    return inputs
+
+
+def kept_inputs(g, r, c, density=0.4):
+    """offsets and entries are overwritten: whatever is in them must not matter."""
+
+    def inputs(rng):
+        kept = rng.random((g, r, c)) < density
+        return {"kept": kept, "offsets": np.full((g, r + 1), 7), "entries": np.full(kept.sum(), 7)}
 
     return inputs
 
@@ -355,6 +394,23 @@ CASES = [
         attention_inputs,
         {"negative-scale": (1, 70, 70, 2, 16, 1, -0.5)},
         forward_terms,
+    ),
+    *cases_of(
+        block_lists,
+        kept_inputs,
+        {
+            "odd": (3, 31, 45),
+            "one": (1, 1, 1, 1.0),
+            "300": (1, 300, 300),
+            "wide": (2, 5, 1100),
+            "tall": (2, 1100, 5),
+            "sparse": (4, 67, 33, 0.02),  # most rows are empty
+            "none-kept": (2, 9, 40, 0.0),
+            "all-kept": (2, 9, 40, 1.0),
+            "no-rows": (2, 0, 5),
+            "no-columns": (2, 5, 0),
+            "no-masks": (0, 3, 5),
+        },
     ),
     *cases_of(block_sparse_attention_fwd, sparse_inputs, SPARSE, forward_terms),
     *cases_of(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from gradients import GRADIENTS
 from harness import DEVICES, OPS, device_of, live_bytes, to_ndarray
-from test_ops import FIRST, call, prepare
+from test_ops import FIRST, call, dtype_of, prepare
 
 import needle as ndl
 from needle import _C, Tensor, nn, optim
@@ -111,8 +111,7 @@ def test_every_op_after_an_exception(device):
         for operand in OPS[op].inputs:
             value = values[operand.name]
             if operand.is_array and value is not None:
-                dtype = {"F": "float32", "f4": "float32", "i4": "int32"}[operand.dtype]
-                value = to_ndarray(value, dtype, device, "transposed")
+                value = to_ndarray(value, dtype_of(operand, "float32"), device, "transposed")
             made[operand.name] = value
         last = [name for name in arrays if made[name] is not None][-1]
         made[last] = made[last].astype("int64")

@@ -39,7 +39,8 @@ from needle.ops import cross_entropy
 
 FIRST = {case.op: case for case in reversed(CASES)}  # one case of each structured op
 SHAPES = [(1,), (31,), (257,), (31, 257), (3, 1, 5, 7), (0,), (4, 0, 3), ()]
-STORED = {"F": None, "f4": "float32", "i4": "int32", "i8": "int64"}
+STORED = {"F": None, "f4": "float32", "i4": "int32", "i8": "int64", "b1": "bool"}
+UNREPEATED = "kept offsets columns order offsets_t rows order_t lse".split()
 
 
 def rng_of(*what):
@@ -156,11 +157,7 @@ def test_structured_views(case, layout, device):
     choices += [{o.name: layout} for o in free] if first and case.op not in ("adamw",) else []
     for layouts in choices:
         if layout == "broadcast":  # what must stay a list of blocks or a table keeps its values
-            layouts = {
-                n: v
-                for n, v in layouts.items()
-                if n not in ("offsets", "columns", "offsets_t", "rows", "lse")
-            }
+            layouts = {n: v for n, v in layouts.items() if n not in UNREPEATED}
         if any(o.mode == "IN_MATRIX" for o in arrays):
             for dtype in FLOATS:
                 values = prepare(case, dtype, layouts)

@@ -42,19 +42,28 @@ static inline nd_array array_of(const Given &given, bool is_half) {
     return array;
 }
 
-/* Lists of blocks: (G, P) offsets and E entries; G is 0 when dense. */
+/* Lists of blocks: (G, P) offsets, E entries and the order (G, P - 1); G is 0 when dense. */
 struct GivenLists {
-    int *offsets, *entries;
+    int *offsets, *entries, *order;
     int64_t groups, points, count, block;
 };
 
 struct GivenBlocks {
-    nd_array offsets = {}, entries = {};
+    nd_array offsets = {}, entries = {}, order = {};
+    BlockLists lists = DENSE;
     explicit GivenBlocks(const GivenLists &given) {
+        if (given.groups == 0) {
+            return;
+        }
         offsets.data = given.offsets;
         offsets.shape[0] = given.groups;
         offsets.shape[1] = given.points;
         entries.data = given.entries;
         entries.shape[0] = given.count;
+        order.data = given.order;
+        order.shape[0] = given.groups;
+        order.shape[1] = given.points - 1;
+        lists = {&offsets, &entries, &order, given.block};
     }
+    GivenBlocks(const GivenBlocks &) = delete;
 };

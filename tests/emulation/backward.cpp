@@ -23,11 +23,9 @@ extern "C" const char *backward(const Given *q, const Given *k, const Given *v, 
             return "not served";
         }
     }
-    GivenBlocks lists(*given);
-    const nd_array *offsets = given->groups ? &lists.offsets : NULL;
+    GivenBlocks blocks(*given);
     Operands all = {&arrays[0], &arrays[1], &arrays[2], NULL,
                     &arrays[3], &arrays[4], &arrays[5], &arrays[6]};
-    nd_status status = attention_bwd_hopper("backward", 0, p, all, keys != 0, offsets,
-                                            &lists.entries, given->block);
+    nd_status status = attention_bwd_hopper("backward", 0, p, all, keys != 0, blocks.lists);
     return status == ND_OK ? "" : message;
 }

@@ -17,10 +17,8 @@ extern "C" const char *forward(const Given *q, const Given *k, const Given *v, c
     if (!hopper_serves(0, p, arrays[0].dtype, given->block, {&arrays[0], &arrays[1], &arrays[2], &arrays[3]})) {
         return "not served";
     }
-    GivenBlocks lists(*given);
-    const nd_array *offsets = given->groups ? &lists.offsets : NULL;
+    GivenBlocks blocks(*given);
     Operands all = {&arrays[0], &arrays[1], &arrays[2], &arrays[3], NULL, NULL, NULL, NULL};
-    nd_status status =
-        attention_fwd_hopper("forward", 0, p, all, offsets, &lists.entries, given->block);
+    nd_status status = attention_fwd_hopper("forward", 0, p, all, blocks.lists);
     return status == ND_OK ? "" : message;
 }

@@ -13,8 +13,9 @@ import pytest
 from harness import ROOT
 
 sys.path.insert(0, str(ROOT))
+import needle as ndl  # noqa: E402
 from building import cuda, steps  # noqa: E402
-from needle.block_mask import BlockMask, _compressed  # noqa: E402
+from needle.block_mask import BlockMask  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 TOOLKIT = cuda.find_toolkit()
@@ -37,19 +38,20 @@ class Given(ctypes.Structure):
 
 
 class Lists(ctypes.Structure):
-    _fields_ = [("offsets", ctypes.c_void_p), ("entries", ctypes.c_void_p)]
+    _fields_ = [(name, ctypes.c_void_p) for name in ("offsets", "entries", "order")]
     _fields_ += [(name, ctypes.c_int64) for name in ("groups", "points", "count", "block")]
 
 
-def lists_of(blocks: np.ndarray | None, block: int) -> tuple[Lists, object]:
-    """(for C, what must live as long)."""
-    if blocks is None:
+def lists_of(mask: BlockMask | None, transposed: bool, change=None) -> tuple[Lists, object]:
+    """(for C, what must live as long); `change` makes another order of the mask's."""
+    if mask is None:
         return Lists(), None
-    offsets, entries = _compressed(blocks)
-    kept = np.ascontiguousarray(offsets), np.ascontiguousarray(entries)
-    return Lists(
-        kept[0].ctypes.data, kept[1].ctypes.data, *offsets.shape, entries.size, block
-    ), kept
+    lists = [a.numpy() for a in mask.lists(ndl.cpu())][3 if transposed else 0 :][:3]
+    if change is not None:
+        lists[2] = np.ascontiguousarray(change(lists[2]), np.int32)
+    offsets, entries, _ = lists
+    pointers = [a.ctypes.data for a in lists]
+    return Lists(*pointers, *offsets.shape, entries.size, mask.block), lists
 
 
 @pytest.fixture(scope="session")
@@ -126,11 +128,9 @@ class Problem:
         self.dk = np.einsum("bhts,bthd->bshd", ds, q)
         self.dv = np.einsum("bhts,bthd->bshd", p, dout)
 
-    def blocks(self, transposed: bool):
-        if self.mask is None:
-            return lists_of(None, 0)
-        kept = self.mask.causal().blocks if self.causal else self.mask.blocks
-        return lists_of(kept.transpose(0, 2, 1) if transposed else kept, self.mask.block)
+    def blocks(self, transposed: bool, change=None):
+        mask = self.mask.causal() if self.mask is not None and self.causal else self.mask
+        return lists_of(mask, transposed, change)
 
     def stats(self) -> tuple[np.ndarray, int]:
         """As attention_stats_kernel writes them; NaN beyond the end of a row of odd length."""
@@ -193,17 +193,37 @@ def problems():
     yield pytest.param(dict(B=1, T=200, S=200, H=1, D=64, causal=True, is_half=True), id="float16")
 
 
-@pytest.mark.parametrize("given", list(problems()))
-def test_forward(compiled, given):
-    p = Problem(**given)
+def forward(compiled, p: Problem, change=None) -> tuple[np.ndarray, np.ndarray]:
+    """o and lse; what is not written stays 0x7FC1 and 12345."""
     o = poison(p.dout)
     lse = np.full(p.lse.shape, 12345, np.float32)
-    lists, _kept = p.blocks(transposed=False)
+    lists, _kept = p.blocks(False, change)
     said = compiled("forward")(
         *(ctypes.byref(Given.of(x)) for x in (p.q, p.k, p.v, o)), ctypes.c_void_p(lse.ctypes.data),
         ctypes.byref(lists), int(p.causal), ctypes.c_double(p.scale), int(p.is_half), 1,
     )  # fmt: skip
     assert said == b"", said
+    return o, lse
+
+
+def backward(compiled, p: Problem, keys: bool, change=None) -> list[np.ndarray]:
+    """dq, dk, dv, of which the kernel for `keys` writes the last two, else the first."""
+    gradients = [poison(x) for x in (p.q, p.k, p.v)]
+    stats, stride = p.stats()
+    lists, _kept = p.blocks(keys, change)
+    said = compiled("backward")(
+        *(ctypes.byref(Given.of(x)) for x in (p.q, p.k, p.v, p.dout, *gradients)),
+        ctypes.c_void_p(stats.ctypes.data), stride, ctypes.byref(lists), int(keys), int(p.causal),
+        ctypes.c_double(p.scale), int(p.is_half), 1,
+    )  # fmt: skip
+    assert said == b"", said
+    return gradients
+
+
+@pytest.mark.parametrize("given", list(problems()))
+def test_forward(compiled, given):
+    p = Problem(**given)
+    o, lse = forward(compiled, p)
     p.close(o, p.o, "o")
     np.testing.assert_allclose(lse, p.lse, atol=1e-4)
 
@@ -212,16 +232,8 @@ def test_forward(compiled, given):
 @pytest.mark.parametrize("keys", [False, True], ids=["dq", "dkdv"])
 def test_backward(compiled, given, keys):
     p = Problem(**given)
-    gradients = [poison(x) for x in (p.q, p.k, p.v)]
-    stats, stride = p.stats()
-    lists, _kept = p.blocks(transposed=keys)
-    said = compiled("backward")(
-        *(ctypes.byref(Given.of(x)) for x in (p.q, p.k, p.v, p.dout, *gradients)),
-        ctypes.c_void_p(stats.ctypes.data), stride, ctypes.byref(lists), int(keys), int(p.causal),
-        ctypes.c_double(p.scale), int(p.is_half), 1,
-    )  # fmt: skip
-    assert said == b"", said
     wanted = (p.dq, p.dk, p.dv)
+    gradients = backward(compiled, p, keys)
     for name, got, want, mine in zip(("dq", "dk", "dv"), gradients, wanted, (not keys, keys, keys)):
         if mine:
             p.close(got, want, name)
@@ -267,3 +279,35 @@ def test_views_of_neighbouring_heads(compiled, D):
         p.close(view, getattr(p, name), name)
         view[...] = 0x7FC1
         assert (whole == 0x7FC1).all(), f"{name}: more was written than its rows"
+
+
+def written(compiled, p: Problem, way: str, change=None) -> list[np.ndarray]:
+    """What a kernel writes, (B, rows, ...) of its own rows."""
+    if way == "forward":
+        o, lse = forward(compiled, p, change)
+        return [o, lse.transpose(0, 2, 1)]
+    dq, dk, dv = backward(compiled, p, way == "dkdv", change)
+    return [dk, dv] if way == "dkdv" else [dq]
+
+
+@pytest.mark.parametrize("block, heads", [(64, 2), (128, 1), (192, 3)])
+@pytest.mark.parametrize("way", ["forward", "dq", "dkdv"])
+def test_the_order_of_work(compiled, way, block, heads):
+    """Any order gives the same bits. Of a wrong one the blocks that it names are right, however
+    often it names them; what is no block stands for the last; the others are not touched."""
+    mask = mask_of(700, 700, block, heads, 5)
+    p = Problem(1, 700, 700, heads, 64, True, mask)
+    blocks = -(-700 // block)
+    shuffle = np.random.default_rng(6).permuted
+    usual = written(compiled, p, way)
+    for change in (lambda order: order[:, ::-1], lambda order: shuffle(order, axis=1)):
+        for one, other in zip(usual, written(compiled, p, way, change)):
+            np.testing.assert_array_equal(one, other)
+    for named in ([1], [0, 2], [99, 1], [-1, 0], [2**31 - 1, -(2**31)]):
+        wrong = np.resize(named, (mask.heads, blocks))
+        rows = np.arange(700) // block
+        met = np.isin(rows, [i if 0 <= i < blocks else blocks - 1 for i in named])
+        for one, other in zip(usual, written(compiled, p, way, lambda _, wrong=wrong: wrong)):
+            np.testing.assert_array_equal(one[:, met], other[:, met])
+            nothing = 12345 if other.dtype == np.float32 else 0x7FC1
+            assert (other[:, ~met] == nothing).all()

@@ -54,7 +54,8 @@ WORDS = {  # rules that the table of ops makes
     "attribute": [name.partition(".")[2] for name in CALLABLES if name.startswith("NDArray.")],
 }
 DTYPES = ("float32", "bfloat16", "float16", "int32", "int64", "uint8", "bool", "uint16")
-STORED = {"f4": "float32", "i4": "int32", "i8": "int64"}
+LETTERS = sorted({a for op in OPS.values() for o in op.operands for a in o.axes} - {"*"})
+STORED = {"f4": "float32", "i4": "int32", "i8": "int64", "b1": "bool"}
 NUMPY_DTYPES = (
     "float32 float64 float16 int8 int32 int64 uint8 uint16 uint64 bool complex64 object U3 S2 "
     "longdouble datetime64[s] V4"
@@ -211,9 +212,7 @@ class Lines:
     def on_letters(self) -> str:
         """An op on operands made from its letters: right in their axes, wild in their values."""
         name = self.rng.choice(ops_of("OP"))
-        sizes = {
-            letter: self.rng.choice((0, 1, 2, 3, 4, 5, 8, 17)) for letter in "BTHDSNCKMVRXGPUEW"
-        }
+        sizes = {letter: self.rng.choice((0, 1, 2, 3, 4, 5, 8, 17)) for letter in LETTERS}
         if self.rng.random() < 0.8:
             sizes["P"], sizes["R"] = 3, self.rng.choice((1, 2, 4))
             sizes["D"] = 2 * sizes["R"]

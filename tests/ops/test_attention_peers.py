@@ -51,7 +51,7 @@ def of_needle(q, k, v, dout, dtype: str, causal: bool, packed: bool, mask) -> di
         _C.attention_bwd(array(dout), *arrays, o, lse, scale, int(causal), *gradients)
     else:
         lists = mask.lists(device)
-        o, lse = _C.block_sparse_attention_fwd(*arrays, *lists[:2], mask.block, scale, int(causal))
+        o, lse = _C.block_sparse_attention_fwd(*arrays, *lists[:3], mask.block, scale, int(causal))
         _C.block_sparse_attention_bwd(
             array(dout), *arrays, o, lse, *lists, mask.block, scale, int(causal), *gradients
         )

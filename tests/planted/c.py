@@ -352,6 +352,18 @@ FAULTS = [
         f"{BAD} -k refused_values",
     ),
     Fault(
+        "csrc/cpu/block_lists.c",
+        "for (int64_t length = longest; length >= 0; length--) {",
+        "for (int64_t length = 0; length <= longest; length++) {",
+        f"{OPS} -k 'test_structured and block_lists'",
+    ),
+    Fault(
+        "csrc/cpu/block_lists.c",
+        "if (total != size) {",
+        "if (total > size) {",
+        f"{BAD} -k 'refused_values and block_lists'",
+    ),
+    Fault(
         "csrc/cpu/backend.c",
         "(double)(to->time.tv_nsec - from->time.tv_nsec) * 1e-6;",
         "(double)(to->time.tv_nsec - from->time.tv_nsec) * 1e-3;",

@@ -1,0 +1,100 @@
+/* block_lists.c - from the blocks that masks keep to the lists that attention reads.
+ *
+ * Rows are counted, the counts summed up to where each list begins, then the columns written: both
+ * passes over `kept` split the rows among threads. The order of work is a counting sort by length, which
+ * keeps equal rows in their order.
+ */
+#include <limits.h>
+
+#include "cpu.h"
+
+static const uint8_t *row_of(const nd_array *kept, int64_t row) {
+    int64_t rows = kept->shape[1];
+    return cpu_at(kept, row / rows * kept->strides[0] + row % rows * kept->strides[1]);
+}
+
+static int64_t count_row(const nd_array *kept, int64_t row) {
+    const uint8_t *from = row_of(kept, row);
+    int64_t columns = kept->shape[2], stride = kept->strides[2], count = 0;
+    for (int64_t j = 0; j < columns; j++) {
+        count += from[j * stride] != 0;
+    }
+    return count;
+}
+
+static void list_row(const nd_array *kept, int64_t row, int32_t *to) {
+    const uint8_t *from = row_of(kept, row);
+    int64_t columns = kept->shape[2], stride = kept->strides[2];
+    for (int64_t j = 0; j < columns; j++) {
+        if (from[j * stride] != 0) {
+            *to++ = (int32_t)j;
+        }
+    }
+}
+
+/* The rows by falling count, none of which is above `longest`; places: longest + 1 numbers. */
+static void order_rows(const int64_t *counts, int64_t rows, int64_t longest, int64_t *places,
+                       int32_t *order) {
+    for (int64_t length = 0; length <= longest; length++) {
+        places[length] = 0;
+    }
+    for (int64_t i = 0; i < rows; i++) {
+        places[counts[i]]++;
+    }
+    int64_t place = 0;
+    for (int64_t length = longest; length >= 0; length--) {
+        int64_t equal = places[length];
+        places[length] = place;
+        place += equal;
+    }
+    for (int64_t i = 0; i < rows; i++) {
+        order[places[counts[i]]++] = (int32_t)i;
+    }
+}
+
+nd_status cpu_block_lists(int device, const block_lists_args *args) {
+    const nd_array *kept = args->kept;
+    int64_t masks = kept->shape[0], rows = kept->shape[1], columns = kept->shape[2];
+    int64_t all = masks * rows, size = args->entries->shape[0];
+    int32_t *offsets = args->offsets->data, *entries = args->entries->data;
+    int32_t *order = args->order->data;
+    if (args->offsets->shape[1] != rows + 1) {
+        return nd_error(ND_EVALUE, "block_lists: offsets: axis P is %lld, but %lld rows need %lld",
+                        (long long)args->offsets->shape[1], (long long)rows, (long long)(rows + 1));
+    }
+    if (all > INT_MAX || columns > INT_MAX || size > INT_MAX) {
+        return nd_error(
+            ND_EVALUE, "block_lists: kept: rows of all masks, columns and kept blocks must each be "
+                       "below 2^31");
+    }
+    int64_t longest = min_of(columns, size);
+    void *scratch;
+    ND_TRY(cpu_scratch(device, (size_t)(all + longest + 1) * sizeof(int64_t), &scratch));
+    int64_t *counts = scratch, *places = counts + all, total = 0;
+
+#pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (all * columns > CPU_GRAIN)
+    for (int64_t row = 0; row < all; row++) {
+        counts[row] = count_row(kept, row);
+    }
+    for (int64_t row = 0; row < all; row++) {
+        total += counts[row];
+    }
+    if (total != size) {
+        return nd_error(ND_EVALUE, "block_lists: entries: axis E is %lld, but %lld blocks are kept",
+                        (long long)size, (long long)total);
+    }
+    int64_t end = 0;
+    for (int64_t g = 0; g < masks; g++) {
+        offsets[g * (rows + 1)] = (int32_t)end;
+        for (int64_t i = 0; i < rows; i++) {
+            end += counts[g * rows + i];
+            offsets[g * (rows + 1) + i + 1] = (int32_t)end;
+        }
+        order_rows(counts + g * rows, rows, longest, places, order + g * rows);
+    }
+#pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (all * columns > CPU_GRAIN)
+    for (int64_t row = 0; row < all; row++) {
+        list_row(kept, row, entries + offsets[row / rows * (rows + 1) + row % rows]);
+    }
+    return ND_OK;
+}
