@@ -317,8 +317,8 @@ nd_status cuda_attention_fwd(int device, const attention_fwd_args *a) {
 }
 
 nd_status cuda_attention_fwd_into(int device, const attention_fwd_into_args *a) {
-    return forward("attention_fwd_into", device, a->q, a->k, a->v, Mask{NULL, NULL, 0}, a->scale,
-                   a->causal, a->o, a->lse);
+    return forward("attention_fwd_into", device, a->q, a->k, a->v, DENSE, a->scale, a->causal, a->o,
+                   a->lse);
 }
 
 nd_status cuda_block_sparse_attention_fwd(int device, const block_sparse_attention_fwd_args *a) {
