@@ -56,8 +56,9 @@ for step in range(int(sys.argv[1])):
 
 
 def gpu_bytes() -> int:
-    """MiB in use on GPU 0, by all; 0 where nvidia-smi does not tell."""
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0"]
+    """MiB in use on the first GPU that CUDA sees, by all; 0 where nvidia-smi does not tell."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", first]
     try:
         return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout)
     except (OSError, ValueError, subprocess.CalledProcessError):
