@@ -2,8 +2,9 @@
 
     python tests/kernels/pool_campaign.py [--jobs 1000] [--seed 0]     mixed jobs: nothing hangs,
         nothing stays: memory of host and GPU, files, threads and processes return to what they were
-    python tests/kernels/pool_campaign.py --training [--steps 400]     a training on the same GPU,
-        alone and beside every fault: its losses are equal bit for bit
+    python tests/kernels/pool_campaign.py --training [--steps 300]     a training on the same GPU,
+        of so many steps or more, until every fault has come beside it, and as many steps alone: its
+        losses are equal bit for bit
 
 A job is a good one, or one of the faults of faulty_kernels.py, or a kill of a process that waits or
 works; a third come from other threads. The exit code is 1 when anything was wrong.
@@ -34,6 +35,8 @@ from needle.kernels import Pool, isolate  # noqa: E402
 
 HUNG_SECONDS = 120  # without a job that ends
 TRAINING = """
+import itertools
+import select
 import sys
 import numpy as np
 import needle as ndl
@@ -45,13 +48,15 @@ config = PythiaConfig(vocab_size=1024, hidden_size=256, num_layers=4, num_heads=
                       intermediate_size=1024, max_seq_len=256)
 model = Pythia(config, device=ndl.cuda(), dtype="bfloat16")
 optimizer = optim.AdamW(nn.flatten_parameters(model), lr=1e-3)
-for step in range(int(sys.argv[1])):
+for step in itertools.count(1):
     ids = np.random.randint(0, 1024, (8, 257))
     _, loss = model(ids[:, :-1], ids[:, 1:])
     loss.backward()
     optimizer.step()
     optimizer.reset_grad()
     print(float(loss.numpy()).hex(), flush=True)
+    if step >= int(sys.argv[1]) and select.select([sys.stdin], [], [], 0)[0]:
+        break  # standard input was closed
 """
 
 
@@ -153,9 +158,11 @@ def jobs(count: int, seed: int) -> int:
     return len(wrong) + left
 
 
-def train(steps: int) -> subprocess.Popen[str]:
+def train(steps: int, stdin: int) -> subprocess.Popen[str]:
+    """`steps`, and on until its standard input is closed."""
     return subprocess.Popen(
         [sys.executable, "-c", TRAINING, str(steps)],
+        stdin=stdin,
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -163,25 +170,26 @@ def train(steps: int) -> subprocess.Popen[str]:
 
 
 def beside_a_training(steps: int) -> int:
-    """Losses alone, and again while faults come from all of FAULTS, over and over."""
-    alone, _ = train(steps).communicate()
+    """Losses while every one of FAULTS comes, each followed by a good job, and again alone."""
     with Pool(devices=[0], timeout=1.0) as pool:
         good(pool)
-        training, faults = train(steps), collections.Counter()
+        training = train(steps, subprocess.PIPE)
         losses: list[str] = []
         reader = threading.Thread(target=lambda: losses.extend(training.stdout))
         reader.start()
-        while training.poll() is None:
-            for name in FAULTS:
-                check(name, inject(pool, name))
-                good(pool)
-                faults[name] += 1
-                if training.poll() is not None:
-                    break
+        while not losses and training.poll() is None:
+            time.sleep(0.01)
+        for name in FAULTS:
+            check(name, inject(pool, name))
+            good(pool)
+        beside = len(losses)
+        training.stdin.close()
         reader.join()
+        training.wait()
         training.stdout.close()
-    equal = losses == alone.splitlines(keepends=True) and len(losses) == steps
-    print(f"{len(losses)} losses beside {sum(faults.values())} jobs with faults: equal: {equal}")
+    alone, _ = train(len(losses), subprocess.DEVNULL).communicate()
+    equal = losses == alone.splitlines(keepends=True) and training.returncode == 0 < beside
+    print(f"{len(losses)} losses, {beside} of them beside {len(FAULTS)} faults: equal: {equal}")
     print(f"exit code {training.returncode}; first {losses[:1]}, last {losses[-1:]}")
     return int(not equal)
 
@@ -191,7 +199,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1000, metavar="N")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--training", action="store_true", help="beside a training instead")
-    parser.add_argument("--steps", type=int, default=400, metavar="N")
+    parser.add_argument("--steps", type=int, default=300, metavar="N")
     args = parser.parse_args()
     wrong = beside_a_training(args.steps) if args.training else jobs(args.jobs, args.seed)
     return int(wrong > 0)
