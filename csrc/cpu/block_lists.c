@@ -8,26 +8,28 @@
 
 #include "cpu.h"
 
-static const uint8_t *row_of(const nd_array *kept, int64_t row) {
+/* Where a row of all begins; an empty array has no memory to point into. */
+static int64_t row_at(const nd_array *kept, int64_t row) {
     int64_t rows = kept->shape[1];
-    return cpu_at(kept, row / rows * kept->strides[0] + row % rows * kept->strides[1]);
+    return row / rows * kept->strides[0] + row % rows * kept->strides[1];
 }
 
 static int64_t count_row(const nd_array *kept, int64_t row) {
-    const uint8_t *from = row_of(kept, row);
-    int64_t columns = kept->shape[2], stride = kept->strides[2], count = 0;
-    for (int64_t j = 0; j < columns; j++) {
-        count += from[j * stride] != 0;
+    const uint8_t *data = kept->data;
+    int64_t at = row_at(kept, row), stride = kept->strides[2], count = 0;
+    for (int64_t j = 0; j < kept->shape[2]; j++) {
+        count += data[at + j * stride] != 0;
     }
     return count;
 }
 
-static void list_row(const nd_array *kept, int64_t row, int32_t *to) {
-    const uint8_t *from = row_of(kept, row);
-    int64_t columns = kept->shape[2], stride = kept->strides[2];
-    for (int64_t j = 0; j < columns; j++) {
-        if (from[j * stride] != 0) {
-            *to++ = (int32_t)j;
+/* The columns of a row become entries[to ..]. */
+static void list_row(const nd_array *kept, int64_t row, int32_t *entries, int64_t to) {
+    const uint8_t *data = kept->data;
+    int64_t at = row_at(kept, row), stride = kept->strides[2];
+    for (int64_t j = 0; j < kept->shape[2]; j++) {
+        if (data[at + j * stride] != 0) {
+            entries[to++] = (int32_t)j;
         }
     }
 }
@@ -94,7 +96,7 @@ nd_status cpu_block_lists(int device, const block_lists_args *args) {
     }
 #pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (all * columns > CPU_GRAIN)
     for (int64_t row = 0; row < all; row++) {
-        list_row(kept, row, entries + offsets[row / rows * (rows + 1) + row % rows]);
+        list_row(kept, row, entries, offsets[row / rows * (rows + 1) + row % rows]);
     }
     return ND_OK;
 }
