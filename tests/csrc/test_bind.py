@@ -4,10 +4,11 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import DEVICES, ROOT, device_of, to_ndarray
+from harness import DEVICES, device_of, to_ndarray
 
 from needle import _C
 
@@ -29,7 +30,7 @@ x + 1
 def test_trace_shows_calls_and_copies(traced):
     done = subprocess.run(
         [sys.executable, "-c", TRACED],
-        cwd=ROOT,
+        cwd=Path(_C.__file__).parent.parent,  # below the sanitizers not the tree
         env=os.environ | {"NEEDLE_TRACE": traced},
         capture_output=True,
         text=True,
