@@ -372,12 +372,13 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
             }
             round();
         };
-        auto pass = [&]() { /* a part that none of my rows meets */
-                            if (speaks) {
-                                barrier_wait(at.full(stage.at), stage.phase);
-                                barrier_arrive(at.empty(stage.at));
-                            }
-                            stage.advance();
+        /* A part that none of my rows meets. */
+        auto pass = [&]() {
+            if (speaks) {
+                barrier_wait(at.full(stage.at), stage.phase);
+                barrier_arrive(at.empty(stage.at));
+            }
+            stage.advance();
         };
 
         PartWalk<Shape::LISTS> walk = walk_of<Shape>(p, piece, first);
@@ -489,8 +490,9 @@ nd_status launch(const char *op, int device, Backward f, const Operands &a,
 template <bool KEYS, class Run>
 nd_status with_shape(bool wide, const BlockLists &lists, Run &&run) {
     if (lists.offsets == NULL) {
+        constexpr int CONSUMERS = KEYS ? 2 : 3; /* that many have registers enough */
         return wide ? run(BackwardShape<KEYS, 2, 2, 1, 2, false>())
-                    : run(BackwardShape < KEYS, 1, KEYS ? 2 : 3, 2, 4, false > ());
+                    : run(BackwardShape<KEYS, 1, CONSUMERS, 2, 4, false>());
     }
     if (lists.block % (2 * HALF) == 0) {
         return wide ? run(BackwardShape<KEYS, 2, 2, 1, 2, true>())

@@ -239,32 +239,24 @@ static nd_status attention_forward(int device, const char *name, const forward *
     return ND_OK;
 }
 
-static nd_status dense_forward(int device, const char *name, forward f) {
-    ND_TRY(attention_pattern_make(name, "", NULL, NULL, 0, f.q->shape[1], f.k->shape[1],
-                                  f.q->shape[2], &f.pattern));
+static nd_status dense_forward(int device, const char *name, const nd_array *q, const nd_array *k,
+                               const nd_array *v, double scale, int64_t causal, nd_array *o,
+                               nd_array *lse) {
+    forward f = {
+        .q = q, .k = k, .v = v, .scale = (float)scale, .causal = causal != 0, .o = o, .lse = lse};
+    ND_TRY(attention_pattern_make(name, "", NULL, NULL, 0, q->shape[1], k->shape[1], q->shape[2],
+                                  &f.pattern));
     return attention_forward(device, name, &f);
 }
 
-nd_status cpu_attention_fwd(int device, const attention_fwd_args *args) {
-    return dense_forward(device, "attention_fwd",
-                         (forward){.q = args->q,
-                                   .k = args->k,
-                                   .v = args->v,
-                                   .scale = (float)args->scale,
-                                   .causal = args->causal != 0,
-                                   .o = args->o,
-                                   .lse = args->lse});
+nd_status cpu_attention_fwd(int device, const attention_fwd_args *a) {
+    return dense_forward(device, "attention_fwd", a->q, a->k, a->v, a->scale, a->causal, a->o,
+                         a->lse);
 }
 
-nd_status cpu_attention_fwd_into(int device, const attention_fwd_into_args *args) {
-    return dense_forward(device, "attention_fwd_into",
-                         (forward){.q = args->q,
-                                   .k = args->k,
-                                   .v = args->v,
-                                   .scale = (float)args->scale,
-                                   .causal = args->causal != 0,
-                                   .o = args->o,
-                                   .lse = args->lse});
+nd_status cpu_attention_fwd_into(int device, const attention_fwd_into_args *a) {
+    return dense_forward(device, "attention_fwd_into", a->q, a->k, a->v, a->scale, a->causal, a->o,
+                         a->lse);
 }
 
 nd_status cpu_block_sparse_attention_fwd(int device, const block_sparse_attention_fwd_args *args) {

@@ -15,13 +15,14 @@ large as q for each branch, in the backward three of them.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from needle import _C
-from needle._C import NDArray
+from needle._C import Device, NDArray
 from needle.autograd import FusedOp, Tensor
 
 Steps = tuple[int, int, int]  # along batch, time and heads
@@ -98,6 +99,12 @@ def _each(x: NDArray) -> list[NDArray]:
     return [x[n : n + 1].reshape(x.shape[1:]) for n in range(x.shape[0])]
 
 
+@functools.lru_cache(maxsize=64)
+def _numbers(branches: tuple[tuple[int, int], ...], device: Device) -> list[NDArray]:
+    """Segments and dilations on the device: a step of training does not wait for their upload."""
+    return [_C.array(list(numbers), "int32", device) for numbers in zip(*branches)]
+
+
 class DilatedAttention(FusedOp):
     def __init__(self, branches: Sequence[tuple[int, int]], scale: float, causal: bool) -> None:
         self.branches, self.scale, self.causal = branches, scale, int(causal)
@@ -105,7 +112,7 @@ class DilatedAttention(FusedOp):
     def compute(self, q: NDArray, k: NDArray, v: NDArray) -> NDArray:
         merges = all(map(_merges, (q, k, v)))
         self.pieces = [list(_pieces(q.shape, *branch, merges)) for branch in self.branches]
-        self.numbers = [_C.array(list(n), "int32", q.device) for n in zip(*self.branches)]
+        self.numbers = _numbers(tuple(self.branches), q.device)
         parts = _C.empty((len(self.branches), *q.shape), q.dtype, q.device)
         lses = _C.empty(parts.shape[:4], "float32", q.device)
         for pieces, part, to in zip(self.pieces, _each(parts), _each(lses)):

@@ -407,3 +407,24 @@ def test_a_thousand_backward_passes_give_the_same_bits(other_work):
             first = first or found
             assert all(np.array_equal(a, b) for a, b in zip(first, found))
         assert not other_work or other.poll() is None
+
+
+@both
+@pytest.mark.parametrize("compact", [True, False])
+def test_a_projection_may_be_rotated_in_its_place(device, compact):
+    """The same bits, gradients too. What is no array of its own is copied all the same."""
+    device = device_of(device)
+    cos, sin = (_C.array(draw(i, 9, 2), device=device) for i in (1, 2))
+    values = draw(3, 2, 9, 9, 3, 8).astype(np.float32)  # as many heads as tokens
+    found = []
+    for overwrite in (False, True):
+        leaf = Tensor(values, device=device, requires_grad=True)
+        qkv = leaf * 1.0 if compact else ops.permute(leaf * 1.0, (0, 2, 1, 3, 4))
+        before = qkv.numpy().copy()
+        out = ops.qkv_attention(qkv, cos, sin, overwrite=overwrite)
+        out.sum().backward()
+        found.append((out.numpy(), leaf.grad.numpy(), qkv.numpy(), before))
+    for one, other in zip(found[0][:2], found[1][:2]):
+        np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(found[0][2], found[0][3])
+    assert np.array_equal(found[1][2], found[1][3]) != compact

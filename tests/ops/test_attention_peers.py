@@ -127,10 +127,10 @@ def compare(problem, backends, ratios: list[float]) -> None:
 
 @pytest.mark.parametrize("masked", [False, True], ids=["dense", "blocks"])
 def test_errors_are_no_larger_than_those_of_peers(masked):
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("this PyTorch has no CUDA")
+    import torch
     from torch.nn.attention import SDPBackend
+
+    assert torch.cuda.is_available(), "the peers need a PyTorch with CUDA: this one has none"
 
     backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
     if masked:  # the one that takes a mask

@@ -169,3 +169,17 @@ def test_wrong_shapes():
         ops.dilated_attention(q, q, Tensor(np.zeros((1, 7, 2, 4))), (4,), (1,))
     with pytest.raises(ValueError, match="must have one shape"):
         ops.dilated_attention(*[Tensor(np.zeros((8, 2, 4)))] * 3, (4,), (1,))
+
+
+@both
+def test_only_the_first_call_uploads(device, monkeypatch):
+    """Segments and dilations stay on the device: a step of training does not wait for a copy."""
+    q = Tensor(np.ones((1, 40, 2, 8), np.float32), device=device_of(device))
+    ops.dilated_attention(q, q, q, segments=(7, 39), dilations=(1, 3))
+    uploads = []
+    real = _C.array
+    monkeypatch.setattr(_C, "array", lambda *given: uploads.append(given) or real(*given))
+    ops.dilated_attention(q, q, q, segments=(7, 39), dilations=(1, 3))
+    assert uploads == []
+    ops.dilated_attention(q, q, q, segments=(7, 38), dilations=(1, 3))
+    assert len(uploads) == 2
