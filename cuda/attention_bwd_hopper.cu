@@ -92,13 +92,13 @@ template <class Shape> struct Places {
 
 /* The parts that the block's own rows from `first` on meet. */
 template <class Shape>
-__device__ __forceinline__ PartWalk<Shape::LISTS> walk_of(const Problem &p, const Piece &piece,
-                                                          int first) {
+__device__ __forceinline__ PartWalk<Shape::LISTS, HALF> walk_of(const Problem &p,
+                                                                const Piece &piece, int first) {
     if constexpr (Shape::KEYS) {
-        return PartWalk<Shape::LISTS>(p, piece.h, first, p.causal ? max(first - p.offset, 0) : 0,
-                                      p.T);
+        return PartWalk<Shape::LISTS, HALF>(p, piece.h, first,
+                                            p.causal ? max(first - p.offset, 0) : 0, p.T);
     } else {
-        return PartWalk<Shape::LISTS>(p, piece.h, first, 0, keys_end(p, first + Shape::ROWS));
+        return PartWalk<Shape::LISTS, HALF>(p, piece.h, first, 0, keys_end(p, first + Shape::ROWS));
     }
 }
 
@@ -109,9 +109,9 @@ __device__ __forceinline__ void produce(const Backward &f, Places<Shape> at) {
     Ring<Shape::SLOTS> slot;
     Ring<Shape::STAGES> stage;
     const int pieces = p.tiles * p.B * p.H;
-    for (int index = blockIdx.x;; index = next_piece()) {
+    for (int index = blockIdx.x;; index = next_piece(gridDim.x)) {
         barrier_wait(at.own_empty(slot.at), slot.phase ^ 1);
-        Piece piece = {0, 0, -1};
+        Piece piece = {0, 0, -1, false};
         if (index < pieces) {
             piece = piece_at(p, index, p.causal && !Shape::KEYS);
             if (piece.tile * Shape::ROWS >=
@@ -136,7 +136,7 @@ __device__ __forceinline__ void produce(const Backward &f, Places<Shape> at) {
             }
         }
         slot.advance();
-        PartWalk<Shape::LISTS> walk = walk_of<Shape>(p, piece, first);
+        PartWalk<Shape::LISTS, HALF> walk = walk_of<Shape>(p, piece, first);
         for (int part = walk.next(); part >= 0; part = walk.next()) {
             barrier_wait(at.empty(stage.at), stage.phase ^ 1);
             barrier_expect(at.full(stage.at), 2 * Shape::OTHER + Shape::STATS);
@@ -153,7 +153,7 @@ __device__ __forceinline__ void produce(const Backward &f, Places<Shape> at) {
             stage.advance();
         }
     }
-    leave_pieces();
+    leave_pieces(gridDim.x);
 }
 
 /* ---- a consumer ---------------------------------------------------------------------------------- */
@@ -285,18 +285,16 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
                 return stat[i / 2 % 2][1];
             }
         };
-        auto hide = [&](int part) { /* key - query above the offset is not seen */
-                                    int distance =
-                                        Shape::KEYS
-                                            ? mine + my_row - part - 2 * (lane % 4) - p.offset
-                                            : mine + my_row - part - 2 * (lane % 4) + p.offset;
+        /* key - query above the offset is not seen */
+        auto hide = [&](int part) {
+            int distance =
+                mine + my_row - part - 2 * (lane % 4) + (Shape::KEYS ? -p.offset : p.offset);
 #pragma unroll
-                                    for (int i = 0; i < 32; i++) {
-                                        int row = i / 2 % 2 * 8, column = i / 4 * 8 + i % 2;
-                                        bool hidden = Shape::KEYS ? distance + row > column
-                                                                  : column > distance + row;
-                                        s[i] = hidden ? -INFINITY : s[i];
-                                    }
+            for (int i = 0; i < 32; i++) {
+                int row = i / 2 % 2 * 8, column = i / 4 * 8 + i % 2;
+                bool hidden = Shape::KEYS ? distance + row > column : column > distance + row;
+                s[i] = hidden ? -INFINITY : s[i];
+            }
         };
         auto round = [&]() {
 #pragma unroll
@@ -381,7 +379,7 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
             stage.advance();
         };
 
-        PartWalk<Shape::LISTS> walk = walk_of<Shape>(p, piece, first);
+        PartWalk<Shape::LISTS, HALF> walk = walk_of<Shape>(p, piece, first);
         int part = walk.next();
         for (; part >= 0 && !sees(part); part = walk.next()) {
             pass();
@@ -426,8 +424,9 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
                 }
                 box_stores_read();
             }
-            barrier_arrive(at.own_empty(slot.at));
         }
+        /* by every thread: each has read which piece it was */
+        barrier_arrive(at.own_empty(slot.at));
         slot.advance();
     }
 }
@@ -442,7 +441,7 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::CTAS)
     if (threadIdx.x == 0) {
         for (int slot = 0; slot < Shape::SLOTS; slot++) {
             barrier_init(at.own_full(slot), 1);
-            barrier_init(at.own_empty(slot), Shape::CONSUMERS);
+            barrier_init(at.own_empty(slot), Shape::CONSUMERS * WARPGROUP);
         }
         for (int stage = 0; stage < Shape::STAGES; stage++) {
             barrier_init(at.full(stage), 1);
@@ -491,15 +490,15 @@ template <bool KEYS, class Run>
 nd_status with_shape(bool wide, const BlockLists &lists, Run &&run) {
     if (lists.offsets == NULL) {
         constexpr int CONSUMERS = KEYS ? 2 : 3; /* that many have registers enough */
-        return wide ? run(BackwardShape<KEYS, 2, 2, 1, 2, false>())
+        return wide ? run(BackwardShape<KEYS, 2, 2, 1, 4, false>())
                     : run(BackwardShape<KEYS, 1, CONSUMERS, 2, 4, false>());
     }
     if (lists.block % (2 * HALF) == 0) {
-        return wide ? run(BackwardShape<KEYS, 2, 2, 1, 2, true>())
+        return wide ? run(BackwardShape<KEYS, 2, 2, 1, 4, true>())
                     : run(BackwardShape<KEYS, 1, 2, 2, 4, true>());
     }
-    return wide ? run(BackwardShape<KEYS, 2, 1, 1, 2, true>())
-                : run(BackwardShape<KEYS, 1, 1, 1, 3, true>());
+    return wide ? run(BackwardShape<KEYS, 2, 1, 2, 4, true>())
+                : run(BackwardShape<KEYS, 1, 1, 2, 4, true>());
 }
 
 } // namespace

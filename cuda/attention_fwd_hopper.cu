@@ -20,21 +20,28 @@ using namespace hopper;
 /* Not in the namespace below, whose members must all be used. */
 namespace attention {
 
-template <int PANELS_, int CONSUMERS_, int STAGES_, bool LISTS_> struct ForwardShape {
-    static constexpr int PANELS = PANELS_, CONSUMERS = CONSUMERS_, STAGES = STAGES_;
+template <int PANELS_, int TEAMS_, int CONSUMERS_, int KEYS_, int STAGES_, bool LISTS_>
+struct ForwardShape {
+    static constexpr int PANELS = PANELS_, TEAMS = TEAMS_, CONSUMERS = CONSUMERS_;
+    static constexpr int KEYS = KEYS_, STAGES = STAGES_; /* of a tile; tiles in shared memory */
     static constexpr bool LISTS = LISTS_;
-    static constexpr int QUERIES = HALF * CONSUMERS, KEYS = 2 * HALF;
-    static constexpr int THREADS = WARPGROUP * (1 + CONSUMERS);
-    static constexpr int CTAS = CONSUMERS == 1 && PANELS == 1 ? 2 : 1;
-    static constexpr int KEEP = CONSUMERS == 3 ? 32 : CTAS == 2 ? 56 : 24; /* producer's */
-    static constexpr int TAKE = CONSUMERS == 3 ? 160 : CTAS == 2 ? 192 : 240;
+    static constexpr int CTAS = 1, QUERIES = HALF * CONSUMERS;
+    static constexpr int THREADS = WARPGROUP * (1 + TEAMS * CONSUMERS);
+    static constexpr int EACH =
+        65536 / THREADS / 8 * 8; /* registers at the launch; a producer's: */
+    static constexpr int KEEP = 32;
+    static constexpr int SPARE = (EACH - KEEP) / (TEAMS * CONSUMERS) / 8 * 8;
+    static constexpr int TAKE = EACH + SPARE < 240 ? EACH + SPARE : 240;
     static constexpr uint32_t HALF_PANEL = HALF * PANEL_ROW;
     static constexpr uint32_t Q_PANEL = QUERIES * PANEL_ROW, KV_PANEL = KEYS * PANEL_ROW;
     static constexpr uint32_t Q_BYTES = PANELS * Q_PANEL, KV_BYTES = PANELS * KV_PANEL;
     static constexpr uint32_t K_AT = 2 * Q_BYTES, V_AT = K_AT + STAGES * KV_BYTES;
     static constexpr uint32_t BARRIERS_AT = V_AT + STAGES * KV_BYTES;
     static constexpr uint32_t PIECES_AT = BARRIERS_AT + 8 * (4 + 4 * STAGES);
-    static constexpr size_t SHARED = PIECES_AT + 2 * PIECE_BYTES;
+    static constexpr uint32_t TILES_AT = PIECES_AT + 2 * PIECE_BYTES;
+    static constexpr uint32_t TEAM =
+        (TILES_AT + 4 * STAGES + PANEL_ALIGN - 1) / PANEL_ALIGN * PANEL_ALIGN;
+    static constexpr size_t SHARED = TEAMS * TEAM;
 };
 
 } // namespace attention
@@ -48,7 +55,7 @@ struct Forward {
 
 #ifdef HOPPER_CODE
 
-/* Where what lies in shared memory; the barriers of tile number n are those of stage n % STAGES. */
+/* Where what lies in a team's shared memory; the barriers of tile number n are those of stage n % STAGES. */
 template <class Shape> struct Places {
     uint32_t base;
 
@@ -66,6 +73,10 @@ template <class Shape> struct Places {
     __device__ __forceinline__ uint32_t piece(int slot) const {
         return base + Shape::PIECES_AT + PIECE_BYTES * slot;
     }
+    /* With lists: the first key of the tile in a stage, + 1 with the last of a piece. */
+    __device__ __forceinline__ uint32_t tile(int stage) const {
+        return base + Shape::TILES_AT + 4 * stage;
+    }
     __device__ __forceinline__ uint32_t q_full(int slot) const { return barrier(slot); }
     __device__ __forceinline__ uint32_t q_empty(int slot) const { return barrier(2 + slot); }
     __device__ __forceinline__ uint32_t k_full(int stage) const { return barrier(4 + stage); }
@@ -80,51 +91,34 @@ template <class Shape> struct Places {
     }
 };
 
-/* The halves of a key tile by their first key; the second is -1 where there are no more. */
-struct Halves {
-    int first, second;
-};
-
-template <bool LISTS> struct KeyWalk {
-    PartWalk<LISTS> parts;
-
-    __device__ __forceinline__ KeyWalk(const Problem &p, const Piece &piece, int first_query,
-                                       int end)
-        : parts(p, piece.h, first_query, 0, end) {}
-
-    __device__ __forceinline__ bool next(Halves *tile) {
-        tile->first = parts.next();
-        if constexpr (LISTS) {
-            tile->second = tile->first < 0 ? -1 : parts.next();
-        } else {
-            parts.next();
-            tile->second = tile->first + HALF;
-        }
-        return tile->first >= 0;
-    }
-};
-
 /* ---- the producer -------------------------------------------------------------------------------- */
-template <class Shape> __device__ __forceinline__ void produce(const Forward &f, Places<Shape> at) {
+template <class Shape>
+__device__ __forceinline__ void produce(const Forward &f, Places<Shape> at, int team) {
     const Problem &p = f.p;
+    const unsigned int producers = gridDim.x * Shape::TEAMS;
     Ring<2> q;
     Ring<Shape::STAGES> kv;
     const int pieces = p.tiles * p.B * p.H;
-    for (int index = blockIdx.x;; index = next_piece()) {
+    for (int index = blockIdx.x + gridDim.x * team;; index = next_piece(producers)) {
         barrier_wait(at.q_empty(q.at), q.phase ^ 1);
-        Piece piece = {0, 0, -1};
+        Piece piece = {0, 0, -1, false};
         if (index < pieces) {
             piece = piece_at(p, index, p.causal);
             if (piece.tile * Shape::QUERIES >= p.T) { /* a last block is shorter than the others */
                 continue;
             }
         }
-        store_piece(at.piece(q.at), piece);
         if (piece.tile < 0) {
+            store_piece(at.piece(q.at), piece);
             barrier_arrive(at.q_full(q.at));
             break;
         }
         int first = piece.tile * Shape::QUERIES;
+        PartWalk<Shape::LISTS, Shape::KEYS> walk(p, piece.h, first, 0,
+                                                 keys_end(p, first + Shape::QUERIES));
+        int tile = walk.next();
+        piece.meets = tile >= 0;
+        store_piece(at.piece(q.at), piece);
         barrier_expect(at.q_full(q.at), Shape::Q_BYTES);
         for (int panel = 0; panel < Shape::PANELS; panel++) {
             for (int part = 0; part < Shape::CONSUMERS; part++) {
@@ -134,92 +128,109 @@ template <class Shape> __device__ __forceinline__ void produce(const Forward &f,
             }
         }
         q.advance();
-        auto load = [&](const CUtensorMap *map, uint32_t to, uint32_t full, uint32_t empty,
-                        Halves tile) {
-            barrier_wait(empty, kv.phase ^ 1);
+        auto load = [&](const CUtensorMap *map, uint32_t to, uint32_t full) {
             barrier_expect(full, Shape::KV_BYTES);
             for (int panel = 0; panel < Shape::PANELS; panel++) {
-                uint32_t place = to + panel * Shape::KV_PANEL;
-                box_load(place, map, full, panel * PANEL_COLUMNS, tile.first, piece.h, piece.b);
-                if (Shape::LISTS) { /* what is not listed comes from beyond the end, as zeros */
-                    box_load(place + Shape::HALF_PANEL, map, full, panel * PANEL_COLUMNS,
-                             tile.second < 0 ? p.S : tile.second, piece.h, piece.b);
-                }
+                box_load(to + panel * Shape::KV_PANEL, map, full, panel * PANEL_COLUMNS, tile,
+                         piece.h, piece.b);
             }
         };
-        KeyWalk<Shape::LISTS> walk(p, piece, first, keys_end(p, first + Shape::QUERIES));
-        for (Halves tile; walk.next(&tile); kv.advance()) {
-            load(&f.k, at.k(kv.at), at.k_full(kv.at), at.k_empty(kv.at), tile);
-            load(&f.v, at.v(kv.at), at.v_full(kv.at), at.v_empty(kv.at), tile);
+        for (; tile >= 0; kv.advance()) {
+            int following = walk.next();
+            barrier_wait(at.k_empty(kv.at), kv.phase ^ 1);
+            if (Shape::LISTS) {
+                store_shared4(at.tile(kv.at), tile + (following < 0));
+            }
+            load(&f.k, at.k(kv.at), at.k_full(kv.at));
+            barrier_wait(at.v_empty(kv.at), kv.phase ^ 1);
+            load(&f.v, at.v(kv.at), at.v_full(kv.at));
+            tile = following;
         }
     }
-    leave_pieces();
+    leave_pieces(producers);
 }
 
 /* ---- a consumer ---------------------------------------------------------------------------------- */
-/* The two rows of a thread: running maximum (of all four threads of a row) and sum (its own part). */
+/* The two rows of a thread: a score that all its exponents are taken from (of all four threads of a row), and
+ * the sum of the weights (its own part). The score is a running maximum that follows only when one is
+ * 2^STRAY times heavier, so that what was added up is seldom multiplied again; weights up to 2^STRAY are
+ * as exact as those up to 1. */
 struct Softmax {
-    float maximum[2], sum[2], shrink[2];
+    static constexpr float STRAY = 8.0f;
+    float from[2], sum[2], shrink[2];
 
     __device__ __forceinline__ void init() {
-        maximum[0] = maximum[1] = -INFINITY;
+        from[0] = from[1] = -INFINITY;
         sum[0] = sum[1] = 0.0f;
     }
 
-    /* Scores become weights; what was added up before them must be multiplied by `shrink`. */
-    template <int N> __device__ __forceinline__ void weights(float (&s)[N], float scale_log2) {
+    /* Scores become weights; with `true` what was added up before must be multiplied by `shrink`. */
+    template <int N> __device__ __forceinline__ bool weights(float (&s)[N], float scale_log2) {
+        float top[2];
+        bool strays = false;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            float old = maximum[half], top = old;
+            top[half] = from[half];
 #pragma unroll
             for (int i = 2 * half; i < N; i += 4) {
-                top = fmaxf(top, fmaxf(s[i], s[i + 1]));
+                top[half] = fmaxf(top[half], fmaxf(s[i], s[i + 1]));
             }
-            top = warp_max<4>(top);
+            top[half] = warp_max<4>(top[half]);
+            strays |= (top[half] - from[half]) * scale_log2 > STRAY; /* not where both are -inf */
+        }
+        strays = __any_sync(~0u, strays);
+        if (strays) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                shrink[half] = fast_exp2(
+                    top[half] == -INFINITY ? 0.0f : (from[half] - top[half]) * scale_log2);
+                sum[half] *= shrink[half];
+                from[half] = top[half];
+            }
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
             /* -inf - -inf is not a number: rows without a key so far subtract 0 */
-            float shift = top == -INFINITY ? 0.0f : top * scale_log2;
-            shrink[half] = fast_exp2(fmaf(old, scale_log2, -shift));
-            float total = sum[half] * shrink[half];
+            float shift = from[half] == -INFINITY ? 0.0f : from[half] * scale_log2;
 #pragma unroll
             for (int i = 2 * half; i < N; i += 4) {
 #pragma unroll
                 for (int e = i; e < i + 2; e++) {
                     s[e] = fast_exp2(fmaf(s[e], scale_log2, -shift));
-                    total += s[e];
+                    sum[half] += s[e];
                 }
             }
-            maximum[half] = top;
-            sum[half] = total;
         }
+        return strays;
     }
 };
 
-/* -inf for the keys of one half (s[from .. from + 31]) that a row does not see. */
+/* -inf for the keys of a tile that a thread's upper or lower row, which sees `columns`, does not see. */
 template <int N>
-__device__ __forceinline__ void hide(float (&s)[N], int from, int first_key, int end, int half,
-                                     int lane) {
-    int columns = first_key < 0 ? 0 : end - first_key - 2 * (lane % 4);
+__device__ __forceinline__ void hide(float (&s)[N], int columns, int half, int lane) {
 #pragma unroll
-    for (int n = 0; n < HALF / 8; n++) {
+    for (int n = 0; n < N / 4; n++) {
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-            if (8 * n + e >= columns) {
-                s[from + 4 * n + 2 * half + e] = -INFINITY;
+            if (8 * n + e >= columns - 2 * (lane % 4)) {
+                s[4 * n + 2 * half + e] = -INFINITY;
             }
         }
     }
 }
 
 template <class T, class Shape>
-__device__ __forceinline__ void consume(const Forward &f, Places<Shape> at) {
+__device__ __forceinline__ void consume(const Forward &f, Places<Shape> at, int team, int group) {
     constexpr int PANELS = Shape::PANELS, CONSUMERS = Shape::CONSUMERS;
-    constexpr int WEIGHTS = Shape::KEYS / 16; /* steps of 16 keys */
+    constexpr int WEIGHTS = Shape::KEYS / 16, /* steps of 16 keys */
+        SCORES = Shape::KEYS / 2;
     const Problem &p = f.p;
-    const int group = __shfl_sync(~0u, (int)threadIdx.x / WARPGROUP, 0) - 1,
-              lane = threadIdx.x & 31;
-    const int row_in_tile = HALF * group + (int)(threadIdx.x % WARPGROUP) / 32 * 16 + lane / 4;
+    const int lane = threadIdx.x & 31;
+    const int my_row = (int)(threadIdx.x % WARPGROUP) / 32 * 16 + lane / 4;
     const bool speaks = threadIdx.x % WARPGROUP == 0; /* for its warpgroup */
-    const int my_turn = 1 + group, next_turn = 1 + (group + 1) % CONSUMERS;
+    const int my_turn = 1 + team * CONSUMERS + group,
+              next_turn = 1 + team * CONSUMERS + (group + 1) % CONSUMERS,
+              my_barrier = my_turn + Shape::TEAMS * CONSUMERS;
     Ring<2> q;
     Ring<Shape::STAGES> kv;
     if (CONSUMERS > 1 && group == CONSUMERS - 1) {
@@ -247,6 +258,28 @@ __device__ __forceinline__ void consume(const Forward &f, Places<Shape> at) {
         softmax.init();
         Ring<Shape::STAGES> before; /* whose values wait for w */
 
+        /* Waits for the keys of the next tile, if there is one. Only the producer reads lists: it leaves word
+         * of a tile beside it, which all of a consumer's threads must have read when the tile is handed
+         * back. */
+        int tile = -Shape::KEYS; /* its first key */
+        bool more = piece.meets;
+        const int end = keys_end(p, first + Shape::QUERIES);
+        auto next_tile = [&]() {
+            if constexpr (!Shape::LISTS) {
+                tile += Shape::KEYS;
+                more = tile < end;
+            }
+            if (!more) {
+                return false;
+            }
+            barrier_wait(at.k_full(kv.at), kv.phase);
+            if constexpr (Shape::LISTS) {
+                int word = (int)load_shared4(at.tile(kv.at));
+                tile = word & ~1;
+                more = word == tile;
+            }
+            return true;
+        };
         auto take_turn = [&]() {
             if (CONSUMERS > 1) {
                 turn_wait(my_turn, 2 * WARPGROUP);
@@ -257,7 +290,7 @@ __device__ __forceinline__ void consume(const Forward &f, Places<Shape> at) {
                 turn_pass(next_turn, 2 * WARPGROUP);
             }
         };
-        auto multiply_keys = [&](float(&s)[64]) {
+        auto multiply_keys = [&](float(&s)[SCORES]) {
             const Operand queries = rows_operand(my_q), keys = rows_operand(at.k(kv.at));
             products_begin();
 #pragma unroll
@@ -290,23 +323,22 @@ __device__ __forceinline__ void consume(const Forward &f, Places<Shape> at) {
             }
         };
         /* From scores that have been multiplied to weights, but for rounding them. */
-        auto weigh = [&](float(&s)[64], Halves tile) {
+        auto weigh = [&](float(&s)[SCORES]) {
             hold(s);
             if (speaks) {
                 barrier_arrive(at.k_empty(kv.at));
             }
-            if ((Shape::LISTS && tile.second < 0) || max(tile.first, tile.second) + HALF > least) {
+            if (tile + Shape::KEYS > least) {
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
-                    int row = first + row_in_tile + 8 * half;
+                    int row = mine + my_row + 8 * half;
                     int end = p.causal ? min(p.S, row + p.offset + 1) : p.S;
-                    hide(s, 0, tile.first, end, half, lane);
-                    hide(s, 32, tile.second, end, half, lane);
+                    hide(s, end - tile, half, lane);
                 }
             }
-            softmax.weights(s, p.scale_log2);
+            return softmax.weights(s, p.scale_log2);
         };
-        auto round = [&](const float(&s)[64]) {
+        auto round = [&](const float(&s)[SCORES]) {
 #pragma unroll
             for (int i = 0; i < 4 * WEIGHTS; i++) {
                 w[i / 4][i % 4] = pack_pair<T>(s[2 * i], s[2 * i + 1]);
@@ -315,41 +347,39 @@ __device__ __forceinline__ void consume(const Forward &f, Places<Shape> at) {
             kv.advance();
         };
 
-        KeyWalk<Shape::LISTS> walk(p, piece, first, keys_end(p, first + Shape::QUERIES));
-        Halves tile;
-        bool there = walk.next(&tile);
-        if (there && tile.first < my_end) {
-            float s[64];
-            barrier_wait(at.k_full(kv.at), kv.phase);
+        bool there = next_tile();
+        if (there && tile < my_end) {
+            float s[SCORES];
             take_turn();
             multiply_keys(s);
             pass_turn();
             products_wait<0>();
-            weigh(s, tile);
+            weigh(s);
             round(s);
-            for (there = walk.next(&tile); there && tile.first < my_end; there = walk.next(&tile)) {
-                barrier_wait(at.k_full(kv.at), kv.phase);
+            for (there = next_tile(); there && tile < my_end; there = next_tile()) {
                 take_turn();
                 multiply_keys(s);
                 multiply_values();
                 pass_turn();
                 products_wait<1>();
-                weigh(s, tile);
+                bool strays = weigh(s);
                 values_done();
+                if (strays) {
 #pragma unroll
-                for (int i = 0; i < 32 * PANELS; i++) {
-                    o[i] *= softmax.shrink[i / 2 % 2];
+                    for (int i = 0; i < 32 * PANELS; i++) {
+                        o[i] *= softmax.shrink[i / 2 % 2];
+                    }
                 }
                 round(s);
             }
             multiply_values();
             values_done();
         }
-        for (; there; there = walk.next(&tile)) { /* beyond the edge: passed on unread */
+        for (; there; there = next_tile()) { /* beyond the edge: passed on unread */
             take_turn();
             pass_turn();
+            turn_wait(my_barrier, WARPGROUP);
             if (speaks) {
-                barrier_wait(at.k_full(kv.at), kv.phase);
                 barrier_arrive(at.k_empty(kv.at));
                 barrier_wait(at.v_full(kv.at), kv.phase);
                 barrier_arrive(at.v_empty(kv.at));
@@ -357,17 +387,17 @@ __device__ __forceinline__ void consume(const Forward &f, Places<Shape> at) {
             kv.advance();
         }
 
-        turn_wait(1 + CONSUMERS + group, WARPGROUP); /* nobody multiplies by my_q any more */
+        turn_wait(my_barrier, WARPGROUP); /* nobody multiplies by my_q any more */
         float factors[2];
         float *lse = p.lse + ((int64_t)piece.b * p.H + piece.h) * p.T;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float sum = warp_sum<4>(softmax.sum[half]);
             float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
-            int row = first + row_in_tile + 8 * half;
+            int row = mine + my_row + 8 * half;
             if (lane % 4 == 0 && row < p.T) {
-                lse[row] = sum == 0.0f ? -INFINITY
-                                       : softmax.maximum[half] * p.scale_log2 * LN2 + logf(sum);
+                lse[row] =
+                    sum == 0.0f ? -INFINITY : softmax.from[half] * p.scale_log2 * LN2 + logf(sum);
             }
             factors[half] = factor;
         }
@@ -376,7 +406,7 @@ __device__ __forceinline__ void consume(const Forward &f, Places<Shape> at) {
             stage_rows<T>(my_q + panel * Shape::Q_PANEL, o, 32 * panel, factors);
         }
         proxy_fence();
-        turn_wait(1 + CONSUMERS + group, WARPGROUP);
+        turn_wait(my_barrier, WARPGROUP);
         if (speaks) {
             if (mine < p.T) {
                 for (int panel = 0; panel < PANELS; panel++) {
@@ -385,8 +415,8 @@ __device__ __forceinline__ void consume(const Forward &f, Places<Shape> at) {
                 }
                 box_stores_read();
             }
-            barrier_arrive(at.q_empty(q.at));
         }
+        barrier_arrive(at.q_empty(q.at)); /* by every thread: each has read which piece it was */
         q.advance();
     }
 }
@@ -397,11 +427,12 @@ template <class T, class Shape>
 __global__ void __launch_bounds__(Shape::THREADS, Shape::CTAS)
     attention_fwd_hopper_kernel(const __grid_constant__ Forward f) {
 #ifdef HOPPER_CODE
-    Places<Shape> at{dynamic_shared()};
-    if (threadIdx.x == 0) {
+    const uint32_t shared = dynamic_shared();
+    for (int team = 0; team < Shape::TEAMS && threadIdx.x == 0; team++) {
+        Places<Shape> at{shared + team * Shape::TEAM};
         for (int slot = 0; slot < 2; slot++) {
             barrier_init(at.q_full(slot), 1);
-            barrier_init(at.q_empty(slot), Shape::CONSUMERS);
+            barrier_init(at.q_empty(slot), Shape::CONSUMERS * WARPGROUP);
         }
         for (int stage = 0; stage < Shape::STAGES; stage++) {
             barrier_init(at.k_full(stage), 1);
@@ -412,14 +443,16 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::CTAS)
         barrier_init_done();
     }
     __syncthreads();
-    if (threadIdx.x < WARPGROUP) {
+    const int warp = __shfl_sync(~0u, (int)threadIdx.x / 32, 0);
+    if (warp < WARPGROUP / 32) {
         registers_down_to<Shape::KEEP>();
-        if (threadIdx.x == 0) {
-            produce(f, at);
+        if (warp < Shape::TEAMS && threadIdx.x % 32 == 0) {
+            produce(f, Places<Shape>{shared + warp * Shape::TEAM}, warp);
         }
     } else {
         registers_up_to<Shape::TAKE>();
-        consume<T>(f, at);
+        const int number = warp / (WARPGROUP / 32) - 1, team = number / Shape::CONSUMERS;
+        consume<T>(f, Places<Shape>{shared + team * Shape::TEAM}, team, number % Shape::CONSUMERS);
     }
 #endif
 }
@@ -429,10 +462,9 @@ template <class Shape>
 nd_status launch(const char *op, int device, Forward f, const Operands &a,
                  const BlockLists &lists) {
     problem_tiles(&f.p, false, Shape::QUERIES, lists);
-    const int key_rows = Shape::LISTS ? HALF : 2 * HALF;
     ND_TRY(box_map(op, a.q, HALF, &f.q));
-    ND_TRY(box_map(op, a.k, key_rows, &f.k));
-    ND_TRY(box_map(op, a.v, key_rows, &f.v));
+    ND_TRY(box_map(op, a.k, Shape::KEYS, &f.k));
+    ND_TRY(box_map(op, a.v, Shape::KEYS, &f.v));
     ND_TRY(box_map(op, a.o, HALF, &f.o));
     if (a.q->dtype == ND_BF16) {
         return hopper_launch<Shape>(op, device, attention_fwd_hopper_kernel<bf16, Shape>, f);
@@ -449,10 +481,13 @@ nd_status attention::attention_fwd_hopper(const char *op, int device, Problem p,
     auto run = [&](auto shape) { return launch<decltype(shape)>(op, device, f, a, lists); };
     bool wide = p.D > PANEL_COLUMNS;
     if (lists.offsets == NULL) {
-        return wide ? run(ForwardShape<2, 2, 2, false>()) : run(ForwardShape<1, 3, 4, false>());
+        return wide ? run(ForwardShape<2, 1, 2, 128, 2, false>())
+                    : run(ForwardShape<1, 1, 3, 128, 4, false>());
     }
     if (lists.block % (2 * HALF) == 0) {
-        return wide ? run(ForwardShape<2, 2, 2, true>()) : run(ForwardShape<1, 2, 4, true>());
+        return wide ? run(ForwardShape<2, 1, 2, 128, 2, true>())
+                    : run(ForwardShape<1, 2, 2, 64, 4, true>());
     }
-    return wide ? run(ForwardShape<2, 1, 2, true>()) : run(ForwardShape<1, 1, 2, true>());
+    return wide ? run(ForwardShape<2, 2, 1, 64, 2, true>())
+                : run(ForwardShape<1, 4, 1, 64, 2, true>());
 }

@@ -1,14 +1,13 @@
 /* attention_hopper.cuh - what the forward and backward attention kernels for Hopper share: tensor maps of
  * their operands, the order of work, the walk over tiles of the other side.
  *
- * A thread block is a producer warpgroup, one thread of which asks the copy engine for tiles, and CONSUMERS
- * warpgroups, each of which owns 64 rows (queries, or keys in the kernel for dk and dv) and computes. It
- * lives as long as the grid: one block a multiprocessor takes one piece of work after another, the
- * longest first, whenever it is free. Which block computes a piece changes none of its bits.
+ * A team is a producer, one thread that asks the copy engine for tiles, and CONSUMERS warpgroups, each of
+ * which owns 64 rows (queries, or keys in the kernel for dk and dv) and computes. It lives as long as the
+ * grid and takes one piece of work after another, the longest first, whenever it is free. Which team
+ * computes a piece changes none of its bits. A thread block has one warpgroup for its producers.
  *
- * Tiles of the other side are 128 rows (forward) in two halves of 64, or 64 rows (backward). Dense,
- * they follow each other; with lists, halves are the 64-row parts of the listed blocks, two at a time.
- * Rows beyond the end arrive as zeros.
+ * Tiles of the other side are 128 or 64 rows. Dense, they follow each other; with lists, they are parts of the
+ * listed blocks. Rows beyond the end arrive as zeros.
  */
 #ifndef NEEDLE_ATTENTION_HOPPER_CUH
 #define NEEDLE_ATTENTION_HOPPER_CUH
@@ -22,7 +21,7 @@
 
 namespace attention {
 
-constexpr int HALF = 64;             /* rows of a consumer, and of a half of a tile */
+constexpr int HALF = 64;             /* rows of a consumer */
 constexpr uint32_t PIECE_BYTES = 16; /* of a Piece in shared memory */
 
 /* ---- host ----------------------------------------------------------------------------------------
@@ -89,6 +88,7 @@ static inline nd_status hopper_launch(const char *op, int device, void (*kernel)
  * works it out and leaves it in shared memory; the tile of what is no piece any more is -1. */
 struct Piece {
     int b, h, tile;
+    bool meets; /* any rows of the other side; only the forward asks, of lists */
 };
 
 __device__ __forceinline__ Piece piece_at(const Problem &p, int index, bool descending) {
@@ -98,29 +98,30 @@ __device__ __forceinline__ Piece piece_at(const Problem &p, int index, bool desc
     int first = section * p.heads_together;
     int together = min(p.heads_together, p.B * p.H - first);
     int head = first + rest % together, h = head % p.H;
-    return Piece{head / p.H, h, tile_at(p, h, rest / together, descending)};
+    return Piece{head / p.H, h, tile_at(p, h, rest / together, descending), true};
 }
 
 __device__ __forceinline__ void store_piece(uint32_t to, const Piece &piece) {
-    const uint32_t words[4] = {(uint32_t)piece.b, (uint32_t)piece.h, (uint32_t)piece.tile, 0};
+    const uint32_t words[4] = {(uint32_t)piece.b, (uint32_t)piece.h, (uint32_t)piece.tile,
+                               piece.meets};
     store_shared16(to, words);
 }
 __device__ __forceinline__ Piece load_piece(uint32_t from) {
     uint32_t words[4];
     load_shared16(words, from);
-    return Piece{(int)words[0], (int)words[1], (int)words[2]};
+    return Piece{(int)words[0], (int)words[1], (int)words[2], words[3] != 0};
 }
 
-/* Which piece is next: a block's first is its own number, further ones are counted off. The last block
- * to leave sets both counters back for the next launch. One thread a block calls these. */
-static __device__ unsigned int pieces_taken, blocks_gone;
+/* Which piece is next, to one producer of `producers` in the grid: the first is its own number, further ones
+ * are counted off. The last producer to leave sets both counters back for the next launch. */
+static __device__ unsigned int pieces_taken, producers_gone;
 
-__device__ __forceinline__ int next_piece() {
-    return (int)(gridDim.x + atomicInc(&pieces_taken, UINT_MAX));
+__device__ __forceinline__ int next_piece(unsigned int producers) {
+    return (int)(producers + atomicInc(&pieces_taken, UINT_MAX));
 }
 
-__device__ __forceinline__ void leave_pieces() {
-    if (atomicInc(&blocks_gone, gridDim.x - 1) == gridDim.x - 1) { /* it is 0 again */
+__device__ __forceinline__ void leave_pieces(unsigned int producers) {
+    if (atomicInc(&producers_gone, producers - 1) == producers - 1) { /* it is 0 again */
         pieces_taken = 0;
     }
 }
@@ -143,14 +144,14 @@ __device__ __forceinline__ int keys_end(const Problem &p, int end) {
     return p.causal ? max(min(p.S, min(end, p.T) + p.offset), 0) : p.S;
 }
 
-/* The parts of 64 rows of the other side that rows from `own` on meet, ascending, within
- * [from, to): all of them, or those of the listed blocks. */
-template <bool LISTS> struct PartWalk {
+/* The parts of so many ROWS of the other side that rows from `own` on meet, ascending, within [from, to):
+ * all of them, or those of the listed blocks. */
+template <bool LISTS, int ROWS> struct PartWalk {
     const int *entries;
     int entry, last, at, block, blocks, from, to;
 
     __device__ __forceinline__ PartWalk(const Problem &p, int head, int own, int from, int to)
-        : entries(p.lists.entries), entry(0), last(0), at(LISTS ? 0 : from / HALF * HALF),
+        : entries(p.lists.entries), entry(0), last(0), at(LISTS ? 0 : from / ROWS * ROWS),
           block(p.other_block), blocks(p.lists.blocks), from(from), to(to) {
         if constexpr (LISTS) {
             const int *offsets = p.lists.offsets + head * p.lists.head_stride + own / p.own_block;
@@ -165,19 +166,19 @@ template <bool LISTS> struct PartWalk {
             while (entry < last) {
                 int index = entries[entry], start = index * block + at;
                 bool inside = (unsigned)index < (unsigned)blocks && start < to;
-                at += HALF;
+                at += ROWS;
                 if (!inside || at >= block) {
                     at = 0;
                     entry++;
                 }
-                if (inside && start + HALF > from) {
+                if (inside && start + ROWS > from) {
                     return start;
                 }
             }
             return -1;
         } else {
             int start = at;
-            at += HALF;
+            at += ROWS;
             return start < to ? start : -1;
         }
     }

@@ -169,7 +169,8 @@ __device__ __forceinline__ void products_begin() {
 __device__ __forceinline__ void products_end() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-/* All groups are done but the last LEFT. */
+/* All groups are done but the last LEFT: for all four warps, so that one thread can hand on the memory that
+ * they read. */
 template <int LEFT> __device__ __forceinline__ void products_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }

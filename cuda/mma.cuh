@@ -52,6 +52,12 @@ __device__ __forceinline__ void store_shared4(uint32_t to, uint32_t x) {
     asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(to), "r"(x) : "memory");
 }
 
+__device__ __forceinline__ uint32_t load_shared4(uint32_t from) {
+    uint32_t x;
+    asm volatile("ld.shared.b32 %0, [%1];\n" : "=r"(x) : "r"(from) : "memory");
+    return x;
+}
+
 __device__ __forceinline__ void load_shared16(uint32_t (&x)[4], uint32_t from) {
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])

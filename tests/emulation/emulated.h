@@ -347,6 +347,12 @@ inline float __shfl_xor_sync(unsigned, float x, int mask) {
     return emulated::from_lane(x, ((int)threadIdx.x % 32) ^ mask);
 }
 inline int __shfl_sync(unsigned, int x, int lane) { return emulated::from_lane(x, lane); }
+inline int __any_sync(unsigned, int some) {
+    for (int mask = 16; mask > 0; mask /= 2) {
+        some |= emulated::from_lane(some, ((int)threadIdx.x % 32) ^ mask);
+    }
+    return some;
+}
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline unsigned __float_as_uint(float x) {
     unsigned bits;
@@ -368,6 +374,11 @@ inline void __stwb(uint4 *to, uint4 x) { *to = x; }
 
 uint32_t shared_address(const void *pointer);
 inline void store_shared4(uint32_t to, uint32_t x) { memcpy(emulated::at(to, 4), &x, 4); }
+inline uint32_t load_shared4(uint32_t from) {
+    uint32_t x;
+    memcpy(&x, emulated::at(from, 4), 4);
+    return x;
+}
 inline unsigned atomicInc(unsigned *counter, unsigned last) {
     unsigned old = *counter;
     *counter = old >= last ? 0 : old + 1;
@@ -512,17 +523,19 @@ inline void products_end() {
     emulated::Warp &warp = emulated::warps[threadIdx.x / 32];
     warp.groups[threadIdx.x % 32].push_back(warp.issued[threadIdx.x % 32]);
 }
+/* A product is the warpgroup's: it is done when it is for all four warps, none of which can be behind it. */
 template <int LEFT> void products_wait() {
-    emulated::Warp &warp = emulated::warps[threadIdx.x / 32];
-    auto &groups = warp.groups[threadIdx.x % 32];
+    const size_t warp = threadIdx.x / 32;
+    auto &groups = emulated::warps[warp].groups[threadIdx.x % 32];
     if (groups.size() <= LEFT) {
         return;
     }
     for (size_t i = 0; i < groups[groups.size() - 1 - LEFT]; i++) {
-        if (!warp.products[i].done) {
-            emulated::wait_until([&] { return warp.products[i].lanes == 32; });
-            if (!warp.products[i].done) {
-                emulated::compute(warp.products[i], (int)threadIdx.x / 32);
+        for (size_t each = warp / 4 * 4; each < warp / 4 * 4 + 4; each++) {
+            auto &products = emulated::warps[each].products;
+            emulated::wait_until([&] { return products.size() > i && products[i].lanes == 32; });
+            if (!products[i].done) {
+                emulated::compute(products[i], (int)each);
             }
         }
     }

@@ -306,8 +306,8 @@ FAULTS = [
     ),
     Fault(
         "cuda/attention_fwd_hopper.cu",
-        "tile.second < 0 ? p.S : tile.second",
-        "tile.second < 0 ? 0 : tile.second",
+        "tile + (following < 0)",
+        "tile + (following < 0 && tile > 0)",
         "tests/emulation -k test_forward",
     ),
     Fault(
