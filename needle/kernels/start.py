@@ -1,7 +1,8 @@
 """How a process of the pool begins, run by its path: `start.py ROLE FD` (needle.kernels.worker).
 
-The driver takes a quarter of a second to find its GPUs, and Python as long to import needle: a
-runner does both at once. The other roles open no GPU.
+The driver takes a quarter of a second to find its GPU and half as long to make a context there, and
+Python as long to import needle: a runner, which sees one GPU, does both at once. The other roles
+open none.
 """
 
 import sys
@@ -14,10 +15,13 @@ import threading
 
 
 def begin() -> None:
+    """The context that needle finds later: the device's primary one."""
     try:
-        ctypes.CDLL("libcuda.so.1").cuInit(0)
+        driver = ctypes.CDLL("libcuda.so.1")
+        if driver.cuInit(0) == 0:
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(ctypes.c_void_p()), 0)
     except OSError:
-        pass  # needle says what is wrong
+        pass  # needle says what is wrong, of calls that failed too
 
 
 if __name__ == "__main__":
