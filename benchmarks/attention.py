@@ -27,7 +27,6 @@ import argparse
 import dataclasses
 import importlib.util
 import statistics
-import subprocess
 import sys
 import time
 import types
@@ -40,6 +39,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import checkout
 
 checkout.choose()
+from machine import machine_now
+
 import needle as ndl
 from needle import _C
 from needle.block_mask import BlockMask
@@ -232,13 +233,6 @@ def random_mask(T: int, block: int, density: float) -> BlockMask:
 def kept_pairs(mask: BlockMask) -> float:
     rows, columns = np.nonzero(mask.blocks[0])
     return float(((columns < rows) + 0.5 * (columns == rows)).sum() * mask.block**2)
-
-
-def machine_now() -> subprocess.Popen:
-    query = "--query-gpu=clocks.sm,power.draw,temperature.gpu"
-    return subprocess.Popen(
-        ["nvidia-smi", query, "--format=csv,noheader"], stdout=subprocess.PIPE, text=True
-    )
 
 
 def run(sides: list[Side], rounds: int) -> None:
