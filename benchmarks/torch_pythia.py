@@ -65,7 +65,7 @@ class TorchPythia(nn.Module):
         for layer in self.layers:
             x = layer(x, self.cos.to(x.dtype), self.sin.to(x.dtype))
         logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     def optimizer(self, lr: float) -> torch.optim.AdamW:
         matrices = [p for p in self.parameters() if p.ndim >= 2]

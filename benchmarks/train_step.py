@@ -1,27 +1,46 @@
-"""Tokens a second of a full training step, needle against PyTorch, in one process and interleaved.
+"""A full training step, needle beside PyTorch, in one process and in turns.
 
-A step is: ids and targets from the host, forward, loss, backward, gradient clipping, AdamW and the
-loss read back. Both sides do the same work on the same random tokens; neither reads data from disk.
+    python benchmarks/train_step.py                        with a GPU: B 4, 16, 32, 64 of T 2048
+    python benchmarks/train_step.py --profile              needle's step by operation
+    python benchmarks/train_step.py --device cpu --dtype bfloat16
+    python benchmarks/train_step.py --device cpu --model tiny --batch-size 16 --seq-len 256
 
-    python benchmarks/train_step.py                              the CPU default of train_pythia.py
-    python benchmarks/train_step.py --model pythia-70m --device cuda --dtype bfloat16 \
-        --batch-size 16 --seq-len 2048 --compile
+A step is random tokens from the host, forward, loss, backward, clipping by the norm, AdamW; both
+sides read the loss when the next step is queued. Ten seconds of load come first, then blocks of
+steps in turns, each from an idle device to an idle device; printed are the median of the blocks and
+the least and the most. On the CPU a block is as many steps as take needle some two seconds.
 
-The PyTorch side keeps float32 weights and runs under autocast when the dtype is bfloat16.
-Without torch only needle is timed.
+The peer is PyTorch with cuDNN's attention (bfloat16 on a GPU), torch.compile and fused AdamW, up to
+B 4 on a GPU with CUDA graphs too, with float32 weights under autocast and with bfloat16 weights:
+whichever a short trial finds the fastest (--peer names one instead: see torch_training.py). On the
+CPU both run on OMP_NUM_THREADS threads, by default one a processor. Without torch, or with --alone,
+only needle is timed.
+
+THIS RUN DOES NOT COUNT stands below a run that says nothing about a bar: too short, or on an H200
+the peer is more than 5 % below what it is known for. A bar counts when two separate runs reach it.
+
+TFLOP/s count the products forward and backward and causal attention at half of all pairs, nothing
+computed twice: the FLOP a token that are printed. Memory is the most that lay in arrays, and the
+most (PyTorch) or what (needle) the allocator held of the device. Host is the time in which the host
+queues a step.
+
+--profile times each operation of needle's step between two events of the device, and counts the
+bytes of its operands and results and the FLOP of its products; the floor is the larger of bytes at
+4.2 TB/s and FLOP at 688 TFLOP/s, what a copy and a bfloat16 product of 8192^3 reach on an H200. The
+step without events, in turns with the profiled one, must take what the rows add up to, within 3 %.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
-import os
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -29,117 +48,305 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import checkout
 
 checkout.choose()
+from machine import machine_now
+
 import needle as ndl
-from needle import _C, nn, optim
-from needle.models.pythia import Pythia, PythiaConfig
+from needle import _C, models, nn, optim
+from needle.autograd import Tensor
+from needle.data.batches import Batches
+from needle.data.prefetch import Prefetch
+
+LOAD_SECONDS, LEAST_BLOCKS = 10.0, 5
+BATCHES = 32  # that come round again
+# The better of the peer's figures in two rounds of measurements on an H200, Pythia-70m at T 2048 in
+# bfloat16: B -> million tokens a second.
+PEER = {4: 0.938, 16: 1.175, 32: 1.235, 64: 1.264}
 
 
-def batches(
-    vocabulary: int, batch: int, length: int
-) -> Callable[[], tuple[np.ndarray, np.ndarray]]:
-    generator = np.random.default_rng(0)
+class Side(Protocol):
+    """What takes training steps."""
 
-    def draw() -> tuple[np.ndarray, np.ndarray]:
-        rows = generator.integers(0, vocabulary, (batch, length + 1), dtype=np.int32)
-        return rows[:, :-1], rows[:, 1:]
+    name: str
 
-    return draw
+    def queue(self) -> Callable[[], float]:
+        """One step is on its way; the result waits for its loss."""
+
+    def synchronize(self) -> None: ...
+
+    def reset_peak(self) -> None: ...
+
+    def peak(self) -> tuple[int, int] | None:
+        """Bytes in arrays at most, and held by the allocator; None where nobody counts."""
 
 
-def needle_step(config: PythiaConfig, args: argparse.Namespace) -> Callable[[], float]:
-    device = ndl.cuda() if args.device == "cuda" else ndl.cpu()
-    model = Pythia(config, device=device, dtype=args.dtype)
-    flat = nn.flatten_parameters(model)
-    optimizer = optim.AdamW(flat, lr=1e-3, weight_decay=0.1, beta1=0.9, beta2=0.95)
-    draw = batches(config.vocab_size, args.batch_size, args.seq_len)
+class NeedleSide:
+    """The step of apps/train_pythia.py."""
 
-    def step() -> float:
-        ids, targets = draw()
-        optimizer.reset_grad()
-        _, loss = model(ids, targets)
+    name = "needle"
+
+    def __init__(
+        self, config: models.Config, device: ndl.Device, tokens: np.ndarray, shape: tuple[int, int]
+    ) -> None:
+        np.random.seed(0)
+        self.device = device
+        self.model = config.model_class(config, device=device)
+        self.flat = nn.flatten_parameters(self.model)
+        self.optimizer = optim.AdamW(self.flat, lr=1e-3, weight_decay=0.1, beta1=0.9, beta2=0.95)
+        batches = Batches(tokens, *shape, vocab_size=config.vocab_size)
+        self.batches = Prefetch(batches, device)
+
+    def queue(self) -> Callable[[], float]:
+        self.optimizer.reset_grad()
+        loss = self._forward_backward(*self.batches.next())
+        _, scale = optim.grad_norm(self.flat, 1.0)
+        self.optimizer.step(scale)
+        loss = _C.Download(loss.cached_data)
+        return lambda: float(loss.wait())
+
+    def _forward_backward(self, ids, targets) -> Tensor:
+        """The logits and all activations are free when this returns."""
+        _, loss = self.model(ids, targets)
         loss.backward()
-        _, scale = _C.grad_norm(flat.grad, 1.0)
-        optimizer.step(scale)
-        return float(loss.numpy())
+        return loss.detach()
 
-    return step
+    def synchronize(self) -> None:
+        self.device.synchronize()
+
+    def reset_peak(self) -> None:
+        self.device.reset_peak()
+
+    def peak(self) -> tuple[int, int] | None:
+        if self.device.is_host:
+            return None
+        stats = self.device.memory_stats()
+        return stats["peak_bytes"], stats["reserved_bytes"]
+
+    def close(self) -> None:
+        self.batches.close()
+        del self.model, self.flat, self.optimizer
+        gc.collect()
+        self.device.empty_cache()
 
 
-def torch_step(config: PythiaConfig, args: argparse.Namespace) -> Callable[[], float]:
-    import torch
-    from torch_pythia import TorchPythia
+# ---- measuring -----------------------------------------------------------------------------------
 
-    torch.manual_seed(0)
-    torch.set_num_threads(args.threads)
-    model = TorchPythia(
-        config.vocab_size,
-        config.hidden_size,
-        config.num_hidden_layers,
-        config.num_attention_heads,
-        args.seq_len,
-    ).to(args.device)
-    optimizer = model.optimizer(1e-3)
-    forward = torch.compile(model) if args.compile else model
-    draw = batches(config.vocab_size, args.batch_size, args.seq_len)
 
-    def step() -> float:
-        ids, targets = (torch.from_numpy(a.astype(np.int64)).to(args.device) for a in draw())
-        optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(args.device, torch.bfloat16, enabled=args.dtype == "bfloat16"):
-            loss = forward(ids, targets)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        return loss.item()
+def block(side: Side, steps: int) -> tuple[float, float, float]:
+    """Milliseconds a step, those of the host, and the last loss."""
+    host, before = 0.0, None
+    side.synchronize()
+    start = time.perf_counter()
+    for _ in range(steps):
+        queued = time.perf_counter()
+        loss = side.queue()
+        host += time.perf_counter() - queued
+        if before is not None:
+            before()
+        before = loss
+    last = loss()
+    side.synchronize()
+    return 1e3 * (time.perf_counter() - start) / steps, 1e3 * host / steps, last
 
-    return step
+
+def steps_of_a_block(side: Side, asked: int | None, on_gpu: bool) -> int:
+    """On the CPU what takes some two seconds, behind a step that warms up."""
+    if asked is not None or on_gpu:
+        return asked or 20
+    block(side, 1)
+    return min(max(round(2000 / block(side, 1)[0]), 1), 20)
+
+
+def load(sides: list[Side], steps: int, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for side in sides:
+            block(side, steps)
+
+
+def look(sides: list[Side], steps: int, when: str) -> None:
+    """What the GPU is doing below blocks that nobody times."""
+    asked = machine_now()
+    while asked.poll() is None:
+        for side in sides:
+            block(side, steps)
+    print(f"clock, power, temperature {when}: {asked.communicate()[0].strip()}")
+
+
+def spread(values: list[float], form: str) -> str:
+    middle = statistics.median(values)
+    return f"{middle:{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
+def reasons_not_to_count(
+    args: argparse.Namespace, device_name: str, batch_size: int, peer_rate: float | None
+) -> list[str]:
+    """peer_rate: tokens a second, None without a peer."""
+    found = []
+    if args.blocks < LEAST_BLOCKS:
+        found.append(f"{args.blocks} blocks a side, and not {LEAST_BLOCKS}")
+    if args.load < LOAD_SECONDS:
+        found.append(f"{args.load:g} s of load, and not {LOAD_SECONDS:g}")
+    usual = (args.model, args.seq_len, args.dtype) == ("pythia-70m", 2048, "bfloat16")
+    if usual and "H200" in device_name and batch_size in PEER:
+        known = PEER[batch_size] * 1e6
+        if peer_rate is None:
+            found.append("no peer beside it")
+        elif peer_rate < 0.95 * known:
+            found.append(
+                f"the peer reached {peer_rate:,.0f} of its {known:,.0f} tokens/s at B {batch_size}"
+            )
+    return found
+
+
+def beside_peer(
+    side: NeedleSide, peer: Side | None, batch_size: int, args: argparse.Namespace
+) -> None:
+    sides: list[Side] = [side] if peer is None else [side, peer]
+    on_gpu = not side.device.is_host
+    steps = steps_of_a_block(side, args.steps, on_gpu)
+    for each in sides:
+        block(each, steps)
+        each.reset_peak()
+    load(sides, steps, args.load)
+    if on_gpu:
+        look(sides, steps, "before")
+    blocks: dict[str, list[tuple[float, float, float]]] = {each.name: [] for each in sides}
+    for _ in range(args.blocks):
+        for each in sides:
+            blocks[each.name].append(block(each, steps))
+    if on_gpu:
+        look(sides, steps, "after")
+    tokens, flops = batch_size * args.seq_len, side.model.flops_per_token(args.seq_len)
+    print(f"B {batch_size}: {args.blocks} blocks of {steps} steps a side, in turns")
+    for each in sides:
+        ms, host, losses = zip(*blocks[each.name])
+        rate = [1e3 * tokens / taken for taken in ms]
+        line = f"  {each.name:26} {spread(ms, '.2f')} ms, {spread(rate, ',.0f')} tokens/s, "
+        line += f"{statistics.median(rate) * flops / 1e12:.4g} TFLOP/s"
+        if on_gpu:
+            peak, held = (bytes / 2**30 for bytes in each.peak())
+            line += f", host {statistics.median(host):.2f} ms, {peak:.1f} GiB ({held:.1f} held)"
+        print(f"{line}, loss {losses[-1]:.3f}")
+    rate = None
+    if peer is not None:
+        ours, theirs = ([taken for taken, _, _ in blocks[each.name]] for each in sides)
+        ratios = [b / a for a, b in zip(ours, theirs)]
+        print(f"  needle's speed over the peer's: {spread(ratios, '.3f')}")
+        rate = 1e3 * tokens / statistics.median(theirs)
+    name = side.device.properties()["name"]
+    for reason in reasons_not_to_count(args, name, batch_size, rate):
+        print(f"  THIS RUN DOES NOT COUNT: {reason}")
+
+
+def torch_peer(
+    config: models.Config, tokens: np.ndarray, shape: tuple[int, int], args: argparse.Namespace
+):
+    """The TorchSide that --peer names, or the fastest; None where there is none."""
+    if args.alone:
+        return None
+    if not importlib.util.find_spec("torch"):
+        print("torch is not installed: needle is timed alone")
+        return None
+    import torch_training
+
+    def step_ms(side: Side) -> float:
+        block(side, 3)  # compiles
+        steps = steps_of_a_block(side, args.steps, args.device == "cuda")
+        return min(block(side, steps)[0] for _ in range(2))
+
+    make = lambda mode: torch_training.TorchSide(
+        config, args.device, args.dtype, tokens, shape, mode
+    )
+    names = [args.peer] if args.peer else torch_training.modes(args.device, args.dtype, shape[0])
+    return torch_training.fastest(names, make, step_ms)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="tiny")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--seq-len", type=int, default=256)
-    parser.add_argument("--warmup", type=int, default=3, help="steps before the clock starts")
-    parser.add_argument("--steps", type=int, default=10, help="timed steps of each side")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of PyTorch on the CPU")
-    parser.add_argument("--compile", action="store_true", help="torch.compile the peer")
-    parser.add_argument("--alone", action="store_true", help="time needle only")
-    args = parser.parse_args()
-
-    config = PythiaConfig.preset(args.model)
-    sides = {"needle": needle_step(config, args)}
-    if not args.alone and importlib.util.find_spec("torch"):
-        sides["torch compiled" if args.compile else "torch eager"] = torch_step(config, args)
-    for step in sides.values():
-        for _ in range(args.warmup):
-            step()
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(args.steps):
-        for name, step in sides.items():
-            start = time.perf_counter()
-            step()
-            seconds[name].append(time.perf_counter() - start)
-
-    device = ndl.cuda() if args.device == "cuda" else ndl.cpu()
-    tokens = args.batch_size * args.seq_len
-    print(f"{platform.machine()}, {os.cpu_count()} cores, {device.properties()['name']}")
-    print(
-        f"{args.model}, B {args.batch_size}, T {args.seq_len}, V {config.vocab_size}, "
-        f"{args.dtype}, {args.steps} steps a side, interleaved"
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="default: cuda where there is one"
     )
-    print(f"{'':16}{'ms median':>10}{'min':>9}{'max':>9}{'tok/s':>12}{'x needle':>10}")
-    reference = statistics.median(seconds["needle"])
-    for name, times in seconds.items():
-        median = statistics.median(times)
-        print(
-            f"{name:16}{median * 1e3:10.2f}{min(times) * 1e3:9.2f}{max(times) * 1e3:9.2f}"
-            f"{tokens / median:12,.0f}{reference / median:10.2f}"
-        )
+    parser.add_argument(
+        "--model", choices=models.preset_names(), default="pythia-70m", help="default: pythia-70m"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="default: bfloat16 on a GPU, float32 on the CPU",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        nargs="+",
+        metavar="B",
+        help="one after the other (default: 4 16 32 64 on a GPU, 4 on the CPU)",
+    )
+    parser.add_argument(
+        "--seq-len", type=int, metavar="T", help="default: 2048 on a GPU, 512 on the CPU"
+    )
+    parser.add_argument(
+        "--blocks", type=int, default=LEAST_BLOCKS, metavar="N", help="of each side (default: 5)"
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="of a block (default: 20 on a GPU, what takes 2 s on the CPU)",
+    )
+    parser.add_argument(
+        "--load",
+        type=float,
+        default=LOAD_SECONDS,
+        metavar="SECONDS",
+        help="before the first block (default: 10)",
+    )
+    ways = [
+        how + low for how in ("eager", "compile", "autotune", "graphs") for low in ("", "-bf16")
+    ]
+    parser.add_argument("--peer", choices=ways, help="default: the fastest that is found")
+    parser.add_argument("--alone", action="store_true", help="time needle only")
+    parser.add_argument("--profile", action="store_true", help="needle's step by operation")
+    args = parser.parse_args()
+    args.device = args.device or ("cuda" if ndl.cuda().enabled() else "cpu")
+    on_gpu = args.device == "cuda"
+    device = ndl.cuda() if on_gpu else ndl.cpu()
+    if not device.enabled():
+        raise SystemExit(f"train_step.py: no CUDA device: {device.reason()}")
+    args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
+    args.seq_len = args.seq_len or (2048 if on_gpu else 512)
+    sizes = args.batch_size or ([4, 16, 32, 64] if on_gpu else [4])
+    if min(args.blocks, args.seq_len, *sizes, 1 if args.steps is None else args.steps) < 1:
+        parser.error("--blocks, --steps, --batch-size and --seq-len must be 1 or more")
+    if args.peer and args.peer.endswith("-bf16") and args.dtype != "bfloat16":
+        parser.error(f"--peer {args.peer} is for --dtype bfloat16, not {args.dtype}")
+    config = models.preset(args.model, max_seq_len=args.seq_len, dtype=args.dtype)
+    properties = device.properties()
+    print(f"{properties['name']}, {properties['detail']}")
+    for number, batch_size in enumerate(sizes):
+        shape = (batch_size, args.seq_len)
+        draw = np.random.default_rng(0).integers
+        tokens = draw(0, config.vocab_size, BATCHES * batch_size * args.seq_len + 1, np.uint16)
+        side = NeedleSide(config, device, tokens, shape)
+        if number == 0:
+            print(
+                f"{args.model}, T {args.seq_len}, {args.dtype}; "
+                f"{side.model.flops_per_token(args.seq_len) / 1e6:.1f} MFLOP a token"
+            )
+        if args.profile:
+            import profile_step
+
+            steps = steps_of_a_block(side, args.steps, on_gpu)
+            load([side], steps, args.load)
+            print(f"B {batch_size}: the mean of {args.blocks} blocks of {steps} steps")
+            profile_step.profile(side, block, steps, args.blocks)
+        else:
+            peer = torch_peer(config, tokens, shape, args)
+            beside_peer(side, peer, batch_size, args)
+            if peer is not None:
+                peer.close()
+        side.close()
 
 
 if __name__ == "__main__":
