@@ -2,7 +2,6 @@
 sees all of a step."""
 
 import argparse
-import importlib.util
 import os
 import re
 import subprocess
@@ -68,7 +67,6 @@ def test_needle_alone():
 
 
 @pytest.mark.parity
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_beside_torch(dtype):
     out = said(PROGRAM, *SMALL.split(), "--peer", "eager", "--dtype", dtype).stdout
