@@ -327,6 +327,12 @@ def parser() -> argparse.ArgumentParser:
         "can be used, else the CPU)",
     )
     training.add_argument(
+        "--recompute",
+        action="store_true",
+        help="keep of each layer only what it reads, and compute it again in the backward: the "
+        "same bits with less memory, for about a third more time; a resumed run needs it again",
+    )
+    training.add_argument(
         "--seed",
         type=seed,
         metavar="N",

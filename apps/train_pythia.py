@@ -193,6 +193,12 @@ def forward_backward(
     return loss.cached_data
 
 
+def recompute_layers(model: models.LanguageModel) -> None:
+    if model.recompute is None:
+        raise ValueError(f"--recompute: a {type(model).__name__} cannot compute layers again")
+    model.recompute = True
+
+
 def schedule_of(settings: dict) -> optim.Schedule:
     """Up a line over the warmup, then constant, or down to a tenth of the peak."""
     peak, warmup, steps = settings["lr"], settings["warmup"], settings["steps"]
@@ -539,6 +545,8 @@ def main(argv: list[str] | None = None) -> int:
         run = new_run(args) if found is None else resumed_run(args, *found)
         run.tensorboard, run.wandb = args.tensorboard, args.wandb
         run.device_name, run.hang_seconds = args.device, args.hang_seconds
+        if args.recompute:
+            recompute_layers(run.model)
         print(f"{run.model}\n{run.data.source}\nrun: {run.folder}", flush=True)
         if run.step >= run.settings["steps"]:
             if not is_finished(run):
@@ -555,8 +563,8 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_GPU_LOST
     except (ndl.CudaError, MemoryError) as error:
         print(
-            f"train_pythia.py: {error or 'out of memory'}\n(where memory ran out: a smaller "
-            "--batch-size, with --grad-accum to keep the step's size)",
+            f"train_pythia.py: {error or 'out of memory'}\n(where memory ran out: --recompute, or "
+            "a smaller --batch-size, with --grad-accum to keep the step's size)",
             file=sys.stderr,
         )
         return 1

@@ -24,7 +24,7 @@ import copy
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import ContextDecorator
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -43,11 +43,14 @@ __all__ = [
     "TensorTupleOp",
     "Value",
     "compute_gradient_of_variables",
+    "enable_grad",
     "find_topo_sort",
+    "gradients_into_leaves",
     "is_grad_enabled",
     "no_grad",
 ]
 
+Entered = TypeVar("Entered", bound="_Set")
 FLOATS = ("float32", "bfloat16", "float16")  # dtypes that gradients are rounded to
 
 
@@ -61,7 +64,22 @@ class _Mode(threading.local):
 _mode = _Mode()
 
 
-class no_grad(ContextDecorator):
+class _Set(ContextDecorator):
+    wanted: bool
+
+    def __init__(self) -> None:
+        self._before: list[bool] = []
+
+    def __enter__(self: Entered) -> Entered:
+        self._before.append(_mode.enabled)
+        _mode.enabled = self.wanted
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _mode.enabled = self._before.pop()
+
+
+class no_grad(_Set):
     """Inside `with no_grad():` (or a function decorated with `@no_grad()`) results remember nothing
     and do not require gradients. It nests, and concerns only the calling thread.
 
@@ -72,16 +90,13 @@ class no_grad(ContextDecorator):
     False
     """
 
-    def __init__(self) -> None:
-        self._before: list[bool] = []
+    wanted = False
 
-    def __enter__(self) -> no_grad:
-        self._before.append(_mode.enabled)
-        _mode.enabled = False
-        return self
 
-    def __exit__(self, *exc: object) -> None:
-        _mode.enabled = self._before.pop()
+class enable_grad(_Set):
+    """The reverse, inside of a no_grad()."""
+
+    wanted = True
 
 
 def is_grad_enabled() -> bool:
@@ -532,6 +547,14 @@ def compute_gradient_of_variables(output: Value, out_grad: Value) -> None:
             _walk(order, output, out_grad, keep=False)
     else:
         _walk(order, output, out_grad, keep=True)
+
+
+def gradients_into_leaves(output: Value, out_grad: Value) -> None:
+    """As in training, whatever the leaves are: for the backward of an op that has a graph of its
+    own."""
+    order = [node for node in find_topo_sort([output]) if node.requires_grad]
+    with no_grad():
+        _walk(order, output, out_grad, keep=False)
 
 
 def _written(data: Any) -> int:

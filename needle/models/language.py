@@ -31,6 +31,9 @@ class LanguageModel(Hooked):
 
     config_class: ClassVar[type[Config]]
     embed_out: nn.Module
+    # Whether layers are computed again in the backward, which saves memory (nn.recompute); None of
+    # a kind of model whose `hidden` does not ask.
+    recompute: bool | None = None
 
     def __init__(self, config: Any, device: Device | None = None, dtype: str | None = None) -> None:
         super().__init__()

@@ -257,6 +257,7 @@ class Pythia(LanguageModel):
     config_class = PythiaConfig
     spelling = gpt_neox
     hook_points = {"hook_embed": None, "blocks": "layers", "ln_final": "final_layer_norm"}
+    recompute = False
 
     def __init__(
         self,
@@ -294,7 +295,10 @@ class Pythia(LanguageModel):
         mask = None if cache else self.block_mask(ids.shape[1])
         x = self.hook("hook_embed", self.embed_in(ids))
         for i, layer in enumerate(self.layers):
-            x = layer(x, self._rotary, mask, cache and cache.layer(i))
+            if self.recompute and cache is None:
+                x = nn.recompute(layer, x, self._rotary, mask)
+            else:
+                x = layer(x, self._rotary, mask, cache and cache.layer(i))
         return self.final_layer_norm(x)
 
     def block_mask(self, time: int) -> BlockMask | None:

@@ -18,6 +18,7 @@ from needle.nn.basic import (
 )
 from needle.nn.flat import FlatParameters, flatten_parameters, is_decayed
 from needle.nn.module import Module, Parameter
+from needle.nn.recomputed import recompute
 from needle.nn.transformer import AttentionLayer, MultiHeadAttention, Transformer, TransformerLayer
 
 __all__ = [
@@ -44,5 +45,6 @@ __all__ = [
     "TransformerLayer",
     "flatten_parameters",
     "is_decayed",
+    "recompute",
     "rotary_tables",
 ]

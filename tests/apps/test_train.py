@@ -196,6 +196,24 @@ def test_sparse_attention_trains_and_is_remembered(tmp_path, tokens):
     assert config["sparse_window"] == 70
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_recompute_changes_no_bit_and_may_change_at_a_resume(tmp_path, tokens, monkeypatch, device):
+    assert train_pythia.main(flags(tmp_path, tokens, "plain", device=device)) == 0
+    argv = flags(tmp_path, tokens, "again", device=device)
+    run_until(monkeypatch, 3, argv + ["--recompute"])
+    assert train_pythia.main(argv + ["--resume", "auto"]) == 0
+    assert numbers_of(tmp_path, "again") == numbers_of(tmp_path, "plain")
+    assert tensors_of(checkpoint_of(tmp_path, "again", 6)) == tensors_of(
+        checkpoint_of(tmp_path, "plain", 6)
+    )
+
+
+def test_recompute_of_a_model_that_cannot(tmp_path, tokens, capsys, monkeypatch):
+    monkeypatch.setattr(ndl.Pythia, "recompute", None)
+    assert train_pythia.main(flags(tmp_path, tokens, "a", "--recompute")) == 1
+    assert "--recompute: a Pythia cannot compute layers again" in capsys.readouterr().err
+
+
 def test_defaults_by_device_and_model():
     cpu = train_flags.complete({}, None, on_gpu=False)
     assert (cpu["model"], cpu["dtype"], cpu["warmup"]) == ("tiny", "float32", cpu["steps"] // 10)

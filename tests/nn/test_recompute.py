@@ -1,0 +1,166 @@
+"""Layers that are computed again in the backward: the same bits with less memory."""
+
+import numpy as np
+import pytest
+from harness import DEVICES, device_of
+
+import needle as ndl
+from needle import Tensor, nn, ops
+from needle.models.pythia import Pythia, PythiaConfig
+
+both = pytest.mark.parametrize("device", DEVICES)
+
+
+def small(device, recompute, dtype="float32", **changes):
+    np.random.seed(0)
+    shape = {"vocab_size": 96, "hidden_size": 64, "num_layers": 3, "num_heads": 2}
+    config = PythiaConfig(**{**shape, "max_seq_len": 128, **changes})
+    model = Pythia(config, device=device_of(device), dtype=dtype)
+    model.recompute = recompute
+    return model
+
+
+def trained(model, flat):
+    """Losses, weights and gradients of three steps of two micro-batches."""
+    optimizer = ndl.optim.AdamW(
+        nn.flatten_parameters(model) if flat else model.parameters(), lr=1e-2
+    )
+    rng, found = np.random.default_rng(1), []
+    for _ in range(3):
+        optimizer.reset_grad()
+        for _ in range(2 if flat else 1):
+            ids = rng.integers(0, 96, (2, 129))
+            _, loss = model(ids[:, :-1], ids[:, 1:])
+            loss.backward()
+            found.append(loss.numpy())
+        found += [p.grad.numpy().copy() for p in model.parameters()]
+        optimizer.step()
+    return found + [p.numpy().copy() for p in model.parameters()]
+
+
+@both
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"use_parallel_residual": False, "tie_word_embeddings": True},
+        {"use_sparse_attention": True},
+    ],
+)
+@pytest.mark.parametrize("flat", [True, False])
+def test_the_same_bits(flat, changes, dtype, device):
+    plain, again = (trained(small(device, on, dtype, **changes), flat) for on in (False, True))
+    for one, other in zip(plain, again):
+        np.testing.assert_array_equal(one, other)
+
+
+@both
+def test_layers_keep_what_they_read_alone(device):
+    """Between forward and backward; a layer's activations are many times its input."""
+    held = []
+    for on in (False, True):
+        model = small(device, on, num_layers=8, vocab_size=8)
+        nn.flatten_parameters(model)
+        ids = np.zeros((16, 128), np.int32)
+        model(ids, ids)[1].backward()
+        before = model.device.memory_stats()["live_bytes"]
+        _, loss = model(ids, ids)
+        held.append(model.device.memory_stats()["live_bytes"] - before)
+        loss.backward()
+        del loss
+    inputs = 9 * 16 * 128 * 64 * 4  # of 8 layers and the last norm
+    assert held[1] < 2 * inputs < held[0] / 3, held
+
+
+class Doubled(nn.Module):
+    """Counts its calls and drops half."""
+
+    calls = 0
+    hook_points = {"hook_in": None}
+
+    def __init__(self, **place):
+        super().__init__()
+        self.linear = nn.Linear(5, 5, **place)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x, factor=2.0):
+        self.calls += 1
+        return self.dropout(self.linear(self.hook("hook_in", x))) * factor
+
+
+@both
+def test_dropout_drops_the_same_and_the_next_draw_is_as_without(device):
+    found = []
+    for call in (lambda layer, x: layer(x, 3.0), lambda layer, x: nn.recompute(layer, x, 3.0)):
+        np.random.seed(2)
+        layer = Doubled(device=device_of(device))
+        x = ndl.ones(4, 5, device=device_of(device), requires_grad=True)
+        y = call(layer, call(layer, x))  # the parameters are those of both
+        y.sum().backward()
+        found.append(
+            [y.numpy(), x.grad.numpy(), layer.linear.weight.grad.numpy(), np.random.rand()]
+        )
+        assert layer.calls in (2, 4)
+    for one, other in zip(*found):
+        np.testing.assert_array_equal(one, other)
+    assert layer.calls == 4
+
+
+def test_a_graph_is_needed_and_no_hook():
+    layer, x = Doubled(), ndl.ones(4, 5, requires_grad=True)
+    with ndl.no_grad():
+        assert not nn.recompute(layer, x).requires_grad
+    layer._hooks = {"hook_in": [lambda x: x]}
+    layer.calls = 0
+    nn.recompute(layer, x).sum().backward()
+    assert layer.calls == 1
+
+
+def test_inside_of_another():
+    np.random.seed(0)
+    inner = nn.Sequential(nn.Linear(5, 5), nn.ReLU())
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return nn.recompute(self.inner, x) * 2.0
+
+    grads = []
+    for module in (Outer(), nn.Sequential(inner)):
+        x = Tensor(np.arange(10.0).reshape(2, 5))
+        (
+            nn.recompute(module, x) * (2.0 if module.__class__ is nn.Sequential else 1.0)
+        ).sum().backward()
+        grads.append([x.grad.numpy(), inner.modules[0].weight.grad.numpy()])
+    for one, other in zip(*grads):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_what_it_refuses():
+    class Pair(nn.Module):
+        def forward(self, x):
+            return x, x
+
+    x = ndl.ones(4, 5, requires_grad=True)
+    with pytest.raises(TypeError, match="recompute: Pair must give one Tensor, not tuple"):
+        nn.recompute(Pair(), x)
+    with pytest.raises(TypeError, match="gradients flow through x alone"):
+        nn.recompute(Doubled(), x, x)
+    with pytest.raises(ValueError, match="recompute: running_mean would be moved"):
+        nn.recompute(nn.BatchNorm1d(5), x)
+    y = nn.recompute(Doubled(), x)
+    (ops.power_scalar(y, 2)).sum().backward()
+    with pytest.raises(NotImplementedError, match="cannot be differentiated again"):
+        x.grad.sum().backward()
+
+
+def test_weights_that_were_written_are_noticed():
+    layer, x = Doubled(), ndl.ones(4, 5, requires_grad=True)
+    y = nn.recompute(layer, x).sum()
+    layer.linear.weight.data = layer.linear.weight.data * 2.0
+    with pytest.raises(RuntimeError, match="after the forward"):
+        y.backward()
