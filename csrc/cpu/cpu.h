@@ -149,6 +149,16 @@ void cpu_sgemm(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t
 void cpu_sgemm_setup(void);          /* keeps the BLAS from starting threads of its own */
 const char *cpu_sgemm_library(void); /* e.g. "OpenBLAS SkylakeX" */
 
+/* ---- bf16_product.c: c = (add: +=) a b on the calling thread, a and b bfloat16 ------------------
+ * Element (i, p) of a at i * a_row + p * a_column, and so b's; c float32, row-major. `panels` has
+ * room for cpu_bf16_product_words. Only where chosen. */
+void cpu_bf16_product_setup(void); /* chooses */
+bool cpu_bf16_product_chosen(void);
+int64_t cpu_bf16_product_words(int64_t m, int64_t n, int64_t k);
+void cpu_bf16_product(int64_t m, int64_t n, int64_t k, const uint16_t *a, int64_t a_row,
+                      int64_t a_column, const uint16_t *b, int64_t b_row, int64_t b_column,
+                      bool add, float *c, int64_t ldc, uint32_t *panels);
+
 #pragma GCC visibility pop
 
 #endif

@@ -9,7 +9,8 @@
  * OpenMP hands the tiles to threads, each tile is one single-threaded sgemm. So the bits do not
  * depend on the number of threads. Transposed operands are read through sgemm's transpose flags.
  * A bfloat16 or float16 tile converts panels of K_PANEL of its operands into scratch, accumulates
- * in float32 and rounds once; so does an operand whose strides no BLAS can take.
+ * in float32 and rounds once; so does an operand whose strides no BLAS can take. Where
+ * bf16_product.c is chosen, it multiplies the panels of bfloat16 tiles as they are.
  */
 #include <limits.h>
 #include <omp.h>
@@ -90,15 +91,46 @@ typedef struct {
     const nd_array *bias; /* or NULL */
     nd_array *c;          /* C-contiguous, (..., M, N) */
     bool accumulate;
+    bool pairs; /* by bf16_product.c */
     int64_t m, n, k;
     int64_t tile_m, tile_n;
 } product;
 
+/* In units of 4 bytes. */
 static size_t panel_elements(const product *p) {
+    size_t c = p->c->dtype == ND_F32 ? 0 : (size_t)(p->tile_m * p->tile_n);
+    if (p->pairs) {
+        return c + (size_t)cpu_bf16_product_words(p->tile_m, p->tile_n, K_PANEL);
+    }
     size_t a = p->a.in_place ? 0 : (size_t)(p->tile_m * K_PANEL);
     size_t b = p->b.in_place ? 0 : (size_t)(p->tile_n * K_PANEL);
-    size_t c = p->c->dtype == ND_F32 ? 0 : (size_t)(p->tile_m * p->tile_n);
     return a + b + c;
+}
+
+/* c = (add: +=) the product of rows x depth of a with depth x columns of b. */
+static void multiply_panel(const product *p, int64_t at_a, int64_t at_b, int64_t rows,
+                           int64_t columns, int64_t depth, bool add, float *c, int64_t ldc,
+                           float *panels) {
+    if (p->pairs) {
+        cpu_bf16_product(rows, columns, depth, cpu_at(p->a.array, at_a), p->a.strides[0],
+                         p->a.strides[1], cpu_at(p->b.array, at_b), p->b.strides[0],
+                         p->b.strides[1], add, c, ldc, (uint32_t *)panels);
+        return;
+    }
+    const float *a = (const float *)p->a.array->data + at_a;
+    const float *b = (const float *)p->b.array->data + at_b;
+    if (!p->a.in_place) {
+        pack(&p->a, at_a, rows, depth, panels);
+        a = panels;
+        panels += p->tile_m * K_PANEL;
+    }
+    if (!p->b.in_place) {
+        pack(&p->b, at_b, depth, columns, panels);
+        b = panels;
+    }
+    cpu_sgemm(p->a.in_place && p->a.transposed, p->b.in_place && p->b.transposed, rows, columns,
+              depth, 1.0f, a, p->a.in_place ? p->a.leading : max_of(depth, 1), b,
+              p->b.in_place ? p->b.leading : columns, add ? 1.0f : 0.0f, c, ldc);
 }
 
 static void run_tile(const product *p, int64_t batch, int64_t i, int64_t j, float *panels) {
@@ -106,16 +138,14 @@ static void run_tile(const product *p, int64_t batch, int64_t i, int64_t j, floa
     int64_t at_a = batch_offset(p->a.array, batch) + i * p->a.strides[0];
     int64_t at_b = batch_offset(p->b.array, batch) + j * p->b.strides[1];
     int64_t at_c = (batch * p->m + i) * p->n + j;
-    float *a_panel = panels;
-    float *b_panel = a_panel + (p->a.in_place ? 0 : p->tile_m * K_PANEL);
-    float *c_panel = b_panel + (p->b.in_place ? 0 : p->tile_n * K_PANEL);
     bool direct = p->c->dtype == ND_F32;
-    float *c = direct ? (float *)p->c->data + at_c : c_panel;
+    float *c = direct ? (float *)p->c->data + at_c : panels;
     int64_t ldc = direct ? p->n : columns;
+    panels += direct ? 0 : p->tile_m * p->tile_n;
 
-    float beta = p->accumulate ? 1.0f : 0.0f;
+    bool add = p->accumulate;
     if (p->bias != NULL) {
-        beta = 1.0f;
+        add = true;
         cpu_load_f32(c, cpu_at(p->bias, j), p->bias->dtype, 1, columns);
         for (int64_t r = 1; r < rows; r++) {
             memcpy(c + r * ldc, c, (size_t)columns * sizeof *c);
@@ -124,21 +154,8 @@ static void run_tile(const product *p, int64_t batch, int64_t i, int64_t j, floa
     bool whole = p->a.in_place && p->b.in_place;
     int64_t step = whole ? max_of(p->k, 1) : K_PANEL;
     for (int64_t k0 = 0; k0 < max_of(p->k, 1); k0 += step) {
-        int64_t depth = min_of(step, p->k - k0);
-        const float *a = (const float *)p->a.array->data + at_a + k0 * p->a.strides[1];
-        const float *b = (const float *)p->b.array->data + at_b + k0 * p->b.strides[0];
-        if (!p->a.in_place) {
-            pack(&p->a, at_a + k0 * p->a.strides[1], rows, depth, a_panel);
-            a = a_panel;
-        }
-        if (!p->b.in_place) {
-            pack(&p->b, at_b + k0 * p->b.strides[0], depth, columns, b_panel);
-            b = b_panel;
-        }
-        cpu_sgemm(p->a.in_place && p->a.transposed, p->b.in_place && p->b.transposed, rows, columns,
-                  depth, 1.0f, a, p->a.in_place ? p->a.leading : max_of(depth, 1), b,
-                  p->b.in_place ? p->b.leading : columns, beta, c, ldc);
-        beta = 1.0f;
+        multiply_panel(p, at_a + k0 * p->a.strides[1], at_b + k0 * p->b.strides[0], rows, columns,
+                       min_of(step, p->k - k0), add || k0 > 0, c, ldc, panels);
     }
     if (!direct) {
         for (int64_t r = 0; r < rows; r++) {
@@ -174,6 +191,7 @@ static nd_status multiply(int device, const char *name, const nd_array *a, const
                  .bias = bias,
                  .c = c,
                  .accumulate = accumulate,
+                 .pairs = a->dtype == ND_BF16 && cpu_bf16_product_chosen(),
                  .m = a->shape[a->ndim - 2],
                  .n = b->shape[b->ndim - 1],
                  .k = a->shape[a->ndim - 1]};

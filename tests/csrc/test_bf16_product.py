@@ -1,0 +1,142 @@
+"""Products of bfloat16 matrices on the CPU, by AVX512-BF16 and without: the bits of many products,
+made in processes of their own for each number of threads, against float64.
+
+The operands hold bfloat16 exactly, so that the error is that of float32 sums: K 2^-24 of the sum of
+magnitudes at most, in any order, and half a unit of a result that is bfloat16 itself.
+"""
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from harness import EPS32, HALF_ULP, LAYOUTS, ROOT, bits, laid_out_values, rounder, to_ndarray
+
+import needle as ndl
+from needle import _C
+
+SIZES = [  # (batch, m, k, n)
+    (1, 1, 1, 1),
+    (1, 1, 127, 33),
+    (2, 31, 2, 1),
+    (1, 33, 31, 127),
+    (1, 15, 33, 31),
+    (1, 14, 512, 32),
+    (2, 3, 513, 257),
+    (1, 127, 1100, 16),
+    (2, 5, 0, 7),
+    (1, 300, 200, 300),  # many tiles
+]
+PATHS = ("0", "1")  # of NEEDLE_BF16_DOT
+BF16 = rounder("bfloat16")
+
+
+def operands(size):
+    batch, m, k, n = size
+    rng = np.random.default_rng(size)
+    a, b = BF16(rng.standard_normal((batch, m, k))), BF16(rng.standard_normal((batch, k, n)))
+    c, bias = rng.standard_normal((batch, m, n)).astype(np.float32), BF16(rng.standard_normal(n))
+    return a, b, c, bias
+
+
+def products():
+    """(name, result, exact, magnitudes) of every op, size and layout."""
+    cpu = ndl.cpu()
+    for size in SIZES:
+        a, b, c, bias = operands(size)
+        for first, second in itertools.product(LAYOUTS, repeat=2):
+            seen_a, seen_b = laid_out_values(a, first), laid_out_values(b, second)
+            views = (to_ndarray(x, "bfloat16", cpu, how) for x, how in ((a, first), (b, second)))
+            left, right = views
+            exact, magnitudes = seen_a @ seen_b, abs(seen_a) @ abs(seen_b)
+            name = f"{size} {first} {second}"
+            yield f"matmul {name}", _C.matmul(left, right), exact, magnitudes
+            total = to_ndarray(c, "float32", cpu)
+            _C.matmul_acc(left, right, total)
+            yield f"matmul_acc {name}", total, c + exact, abs(c) + magnitudes
+        x, w, y = (to_ndarray(value, "bfloat16", cpu) for value in (a[0], b[0], bias))
+        exact, magnitudes = a[0] @ b[0] + bias, abs(a[0]) @ abs(b[0]) + abs(bias)
+        yield f"linear_fwd {size}", _C.linear_fwd(x, w, y), exact, magnitudes
+
+
+def special() -> np.ndarray:
+    """Infinity; infinity less infinity; infinity times zero; NaN; a denormal operand, whose product
+    is not; a product that is denormal."""
+    a = [[np.inf, 1], [np.inf, np.inf], [np.inf, 1], [np.nan, 1], [2.0**-130, 0], [2.0**-70, 0]]
+    b = [[1, 1], [1, -1], [0, 1], [0, 1], [2.0**120, 0], [2.0**-70, 0]]
+    left = to_ndarray(np.reshape(a, (6, 1, 2)), "bfloat16", ndl.cpu())
+    right = to_ndarray(np.reshape(b, (6, 2, 1)), "bfloat16", ndl.cpu())
+    total = to_ndarray(np.zeros((6, 1, 1)), "float32", ndl.cpu())
+    _C.matmul_acc(left, right, total)
+    return total.numpy().ravel()
+
+
+def bound(name, exact, magnitudes):
+    rounding = 0 if name.startswith("matmul_acc") else HALF_ULP["bfloat16"] * abs(exact)
+    k = int(name.split(",")[2])
+    return rounding + 1.01 * (k + 2) * EPS32 * magnitudes
+
+
+def main(file: str) -> None:
+    """In a process of its own: checks every product and writes its bits."""
+    found = {"special": special(), "detail": ndl.cpu().properties()["detail"]}
+    for name, result, exact, magnitudes in products():
+        error = abs(result.numpy().astype(float) - exact)
+        assert (error <= bound(name, exact, magnitudes)).all(), f"{name}: {error.max()}"
+        found[name] = bits(result)
+    np.savez(file, **found)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """By path and number of threads, what main() found."""
+    folder, found = tmp_path_factory.mktemp("products"), {}
+    needle = Path(_C.__file__).parent.parent  # the one that is tested here
+    for path, threads in itertools.product(PATHS, (1, 2, 3, 4)):
+        environment = dict(os.environ, NEEDLE_BF16_DOT=path, OMP_NUM_THREADS=str(threads))
+        environment["PYTHONPATH"] = os.pathsep.join([str(needle), str(ROOT / "tests")])
+        file = folder / f"{path}-{threads}.npz"
+        command = [sys.executable, __file__, str(file)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        found[path, threads] = dict(np.load(file))
+    return found
+
+
+def of_path(results, path):
+    if ("AVX512-BF16" in str(results[path, 1]["detail"])) != (path == "1"):
+        pytest.skip("the processor has no AVX512-BF16, or the compiler does not know it")
+    return results[path, 1]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_threads_change_no_bit(results, path):
+    alone = of_path(results, path)
+    for threads in (2, 3, 4):
+        for name, expected in alone.items():
+            if name != "detail":
+                np.testing.assert_array_equal(results[path, threads][name], expected, name)
+
+
+def test_layouts_change_no_bit(results):
+    """The order of the sums depends on k alone. OpenBLAS' depends on more."""
+    found = of_path(results, "1")
+    for name, result in found.items():
+        if name.startswith("matmul") and "broadcast" not in name:
+            plain = name.rsplit(" ", 2)[0] + " contiguous contiguous"
+            np.testing.assert_array_equal(result, found[plain], name)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_is_not_normal(results, path):
+    """Only AVX512-BF16 takes denormals for zeros."""
+    tiny = [0, 0] if path == "1" else [2.0**-10, 2.0**-140]
+    expected = np.float32([np.inf, np.nan, np.nan, np.nan, *tiny])
+    np.testing.assert_array_equal(of_path(results, path)["special"], expected)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
