@@ -178,7 +178,8 @@ define sanitized
 @python=$$("$(PY)" -c 'import sys; print(sys.executable)'); cd build/asan && PYTHONPATH="$$PWD" \
     LD_PRELOAD="$$(echo $$(ldd needle/_C*.so | sed -n 's/.*=> \(.*san\.so[^ ]*\).*/\1/p') libstdc++.so.6)" \
     ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:max_malloc_fill_size=1073741824:malloc_fill_byte=255 \
-    UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc OMP_NUM_THREADS=1 "$$python"
+    UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc OMP_NUM_THREADS=1 \
+    NEEDLE_CPU_PRODUCTS=blas "$$python"
 endef
 asan fuzz: export LDFLAGS := -fsanitize=address,undefined
 asan fuzz: export CFLAGS := -O1 -g -fno-omit-frame-pointer -fno-sanitize-recover=all -fsanitize=address,undefined

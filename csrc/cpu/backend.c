@@ -20,7 +20,7 @@ static nd_status backend_device_count(int *count) {
 
 static void setup(void) {
     cpu_sgemm_setup();
-    cpu_bf16_product_setup();
+    cpu_panels_setup();
     cpu_threads_setup();
     cpu_memory_setup();
 }
@@ -57,8 +57,9 @@ static nd_status backend_properties(int device, nd_properties *out) {
     processor_name(out->name, sizeof out->name);
     long pages = sysconf(_SC_PHYS_PAGES), page = sysconf(_SC_PAGESIZE);
     out->total_bytes = pages > 0 && page > 0 ? (int64_t)pages * page : 0;
-    snprintf(out->detail, sizeof out->detail, "%s%s, %d threads", cpu_sgemm_library(),
-             cpu_bf16_product_chosen() ? ", AVX512-BF16" : "", cpu_threads());
+    const char *own = cpu_panels_instructions();
+    snprintf(out->detail, sizeof out->detail, "%s%s%s, %d threads", own != NULL ? own : "",
+             own != NULL ? " and " : "", cpu_sgemm_library(), cpu_threads());
     return ND_OK;
 }
 

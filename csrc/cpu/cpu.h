@@ -1,5 +1,5 @@
 /* cpu.h - what the files of the CPU backend share: prototypes, dtype conversion, iteration,
- * scratch, the one float32 matrix product.
+ * scratch, the matrix products.
  *
  * Arithmetic happens in float32 (or int64): a kernel works on rows or tiles, reads float32 memory
  * in place and converts any other dtype into a small buffer on the stack or in scratch.
@@ -149,15 +149,15 @@ void cpu_sgemm(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t
 void cpu_sgemm_setup(void);          /* keeps the BLAS from starting threads of its own */
 const char *cpu_sgemm_library(void); /* e.g. "OpenBLAS SkylakeX" */
 
-/* ---- bf16_product.c: c = (add: +=) a b on the calling thread, a and b bfloat16 ------------------
- * Element (i, p) of a at i * a_row + p * a_column, and so b's; c float32, row-major. `panels` has
- * room for cpu_bf16_product_words. Only where chosen. */
-void cpu_bf16_product_setup(void); /* chooses */
-bool cpu_bf16_product_chosen(void);
-int64_t cpu_bf16_product_words(int64_t m, int64_t n, int64_t k);
-void cpu_bf16_product(int64_t m, int64_t n, int64_t k, const uint16_t *a, int64_t a_row,
-                      int64_t a_column, const uint16_t *b, int64_t b_row, int64_t b_column,
-                      bool add, float *c, int64_t ldc, uint32_t *panels);
+/* ---- panels.c: c = (add: +=) a b on the calling thread, a and b of one dtype, c float32 ----------
+ * Strides of a and b in elements, of which one is 1. `panels` has room for cpu_panels_words; that
+ * is 0 for no product but where the processor lacks the instructions, or they are not wanted. */
+void cpu_panels_setup(void);               /* chooses */
+const char *cpu_panels_instructions(void); /* "AVX-512", or NULL */
+int64_t cpu_panels_words(nd_dtype dtype, int64_t m, int64_t n, int64_t k);
+void cpu_panels_product(nd_dtype dtype, int64_t m, int64_t n, int64_t k, const void *a,
+                        const int64_t *a_strides, const void *b, const int64_t *b_strides, bool add,
+                        float *c, int64_t ldc, uint32_t *panels);
 
 #pragma GCC visibility pop
 

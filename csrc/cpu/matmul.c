@@ -5,12 +5,14 @@
  *   linear_fwd  y  = x w + b        the bias is written first, the product added to it
  *   bias_bwd    db += column sums of dy
  *
- * The result is cut into tiles over M and N (never over K), whose sizes depend on the shape alone;
- * OpenMP hands the tiles to threads, each tile is one single-threaded sgemm. So the bits do not
- * depend on the number of threads. Transposed operands are read through sgemm's transpose flags.
- * A bfloat16 or float16 tile converts panels of K_PANEL of its operands into scratch, accumulates
- * in float32 and rounds once; so does an operand whose strides no BLAS can take. Where
- * bf16_product.c is chosen, it multiplies the panels of bfloat16 tiles as they are.
+ * The result is cut into tiles over M and N (never over K); OpenMP hands the tiles to threads, each
+ * tile is one single-threaded product. K is cut into panels of K_PANEL, added in their order.
+ *
+ * By panels.c where the processor can: bits depend on K alone. Else by sgemm, where tiles have sizes
+ * that depend on the shape alone, so that the bits do not depend on the number of threads either:
+ * transposed operands are read through sgemm's transpose flags, a bfloat16 or float16 tile converts
+ * the panels of its operands into scratch, accumulates in float32 and rounds once; so does an
+ * operand whose strides no BLAS can take.
  */
 #include <limits.h>
 #include <omp.h>
@@ -18,6 +20,7 @@
 #include "cpu.h"
 
 enum { K_PANEL = 512, FEWEST_TILES = 32, SMALLEST_TILE = 64 };
+enum { FEWEST_ROWS = 32 }; /* of float32: below, packing b takes longer than a BLAS multiplies */
 static const double SMALLEST_TILE_WORK = 4e6;  /* multiply-adds worth handing to a thread */
 static const double SMALLEST_SPLIT_WORK = 1e6; /* below: one tile, no threads */
 
@@ -91,7 +94,7 @@ typedef struct {
     const nd_array *bias; /* or NULL */
     nd_array *c;          /* C-contiguous, (..., M, N) */
     bool accumulate;
-    bool pairs; /* by bf16_product.c */
+    bool panels; /* by panels.c */
     int64_t m, n, k;
     int64_t tile_m, tile_n;
 } product;
@@ -99,8 +102,8 @@ typedef struct {
 /* In units of 4 bytes. */
 static size_t panel_elements(const product *p) {
     size_t c = p->c->dtype == ND_F32 ? 0 : (size_t)(p->tile_m * p->tile_n);
-    if (p->pairs) {
-        return c + (size_t)cpu_bf16_product_words(p->tile_m, p->tile_n, K_PANEL);
+    if (p->panels) {
+        return c + (size_t)cpu_panels_words(p->a.array->dtype, p->tile_m, p->tile_n, K_PANEL);
     }
     size_t a = p->a.in_place ? 0 : (size_t)(p->tile_m * K_PANEL);
     size_t b = p->b.in_place ? 0 : (size_t)(p->tile_n * K_PANEL);
@@ -111,10 +114,10 @@ static size_t panel_elements(const product *p) {
 static void multiply_panel(const product *p, int64_t at_a, int64_t at_b, int64_t rows,
                            int64_t columns, int64_t depth, bool add, float *c, int64_t ldc,
                            float *panels) {
-    if (p->pairs) {
-        cpu_bf16_product(rows, columns, depth, cpu_at(p->a.array, at_a), p->a.strides[0],
-                         p->a.strides[1], cpu_at(p->b.array, at_b), p->b.strides[0],
-                         p->b.strides[1], add, c, ldc, (uint32_t *)panels);
+    if (p->panels) {
+        cpu_panels_product(p->a.array->dtype, rows, columns, depth, cpu_at(p->a.array, at_a),
+                           p->a.strides, cpu_at(p->b.array, at_b), p->b.strides, add, c, ldc,
+                           (uint32_t *)panels);
         return;
     }
     const float *a = (const float *)p->a.array->data + at_a;
@@ -151,7 +154,7 @@ static void run_tile(const product *p, int64_t batch, int64_t i, int64_t j, floa
             memcpy(c + r * ldc, c, (size_t)columns * sizeof *c);
         }
     }
-    bool whole = p->a.in_place && p->b.in_place;
+    bool whole = p->a.in_place && p->b.in_place && !p->panels;
     int64_t step = whole ? max_of(p->k, 1) : K_PANEL;
     for (int64_t k0 = 0; k0 < max_of(p->k, 1); k0 += step) {
         multiply_panel(p, at_a + k0 * p->a.strides[1], at_b + k0 * p->b.strides[0], rows, columns,
@@ -170,12 +173,13 @@ static void choose_tiles(product *p, int64_t batches) {
     p->tile_m = p->m;
     p->tile_n = p->n;
     bool panels = panel_elements(p) > 0;
+    int64_t fewest = p->panels ? min_of(FEWEST_TILES, 8 * cpu_threads()) : FEWEST_TILES;
     for (;;) {
         int64_t tiles = batches * cpu_ceil_div(p->m, p->tile_m) * cpu_ceil_div(p->n, p->tile_n);
         double tile_work = work * (double)batches / (double)tiles;
         bool too_large = (panels && p->tile_m * p->tile_n > 512 * 512) || p->tile_m > INT_MAX / 2 ||
                          p->tile_n > INT_MAX / 2;
-        bool halve = tiles < FEWEST_TILES && tile_work > 2 * SMALLEST_TILE_WORK;
+        bool halve = tiles < fewest && tile_work > 2 * SMALLEST_TILE_WORK;
         int64_t *longer = p->tile_m > p->tile_n ? &p->tile_m : &p->tile_n;
         if (!too_large && (!halve || *longer < 2 * SMALLEST_TILE)) {
             return;
@@ -191,10 +195,10 @@ static nd_status multiply(int device, const char *name, const nd_array *a, const
                  .bias = bias,
                  .c = c,
                  .accumulate = accumulate,
-                 .pairs = a->dtype == ND_BF16 && cpu_bf16_product_chosen(),
                  .m = a->shape[a->ndim - 2],
                  .n = b->shape[b->ndim - 1],
                  .k = a->shape[a->ndim - 1]};
+    p.panels = cpu_panels_instructions() != NULL && (p.m >= FEWEST_ROWS || a->dtype != ND_F32);
     if (p.m == 0 || p.n == 0 || nd_size(c) == 0) {
         return ND_OK;
     }

@@ -425,8 +425,8 @@ FAULTS = [
     ),
     Fault(
         "csrc/cpu/matmul.c",
-        "p->b.in_place ? p->b.leading : columns, beta, c, ldc);\n        beta = 1.0f;",
-        "p->b.in_place ? p->b.leading : columns, beta, c, ldc);",
+        "add || k0 > 0, c, ldc, panels);",
+        "add, c, ldc, panels);",
         f"{OPS} -k 'test_structured and matmul'",
     ),
     Fault(
@@ -452,6 +452,18 @@ FAULTS = [
         "(float)(1.0 / sqrt(1.0 - pow(args->beta2, (double)args->step)))",
         "(float)(1.0 / (1.0 - pow(args->beta2, (double)args->step)))",
         f"{OPS} -k adamw",
+    ),
+    Fault(
+        "csrc/cpu/panels.c",
+        "_mm512_maskz_loadu_ps(add ? masks[half] : 0, to)",
+        "_mm512_maskz_loadu_ps(masks[half], to)",
+        f"{OPS} -k over_nothing",
+    ),
+    Fault(
+        "csrc/cpu/panels.c",
+        "load(FROM_BF16, first + step, 2 * w + 1 < k ? lanes : 0)",
+        "load(FROM_BF16, first + step, lanes)",
+        "tests/csrc/test_panels.py",
     ),
     Fault(
         "csrc/cpu/reduce.c",

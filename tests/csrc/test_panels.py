@@ -1,8 +1,8 @@
-"""Products of bfloat16 matrices on the CPU, by AVX512-BF16 and without: the bits of many products,
-made in processes of their own for each number of threads, against float64.
+"""Products of panels on the CPU (csrc/cpu/panels.c), by each path that NEEDLE_CPU_PRODUCTS names:
+the bits of many products, made in processes of their own for each number of threads, and float64.
 
-The operands hold bfloat16 exactly, so that the error is that of float32 sums: K 2^-24 of the sum of
-magnitudes at most, in any order, and half a unit of a result that is bfloat16 itself.
+The operands hold their dtype exactly, so that the error is that of float32 sums: K 2^-24 of the sum
+of magnitudes at most, in any order, and half a unit of a result that has 16 bits itself.
 """
 
 import itertools
@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import EPS32, HALF_ULP, LAYOUTS, ROOT, bits, laid_out_values, rounder, to_ndarray
+from cases import FLOATS
+from harness import EPS32, HALF_ULP, LAYOUTS, ROOT, TINY, bits, laid_out_values, rounder, to_ndarray
 
 import needle as ndl
 from needle import _C
@@ -30,36 +31,37 @@ SIZES = [  # (batch, m, k, n)
     (2, 5, 0, 7),
     (1, 300, 200, 300),  # many tiles
 ]
-PATHS = ("0", "1")  # of NEEDLE_BF16_DOT
-BF16 = rounder("bfloat16")
+THREADS = (1, 2, 3, 4)
+PATHS = {"blas": "", "avx512": "AVX-512 and ", "avx512_bf16": "AVX512-BF16 and "}  # said first
+VIEWS = [(first, second) for first in LAYOUTS for second in {"contiguous", "transposed", first}]
 
 
-def operands(size):
+def operands(size, dtype):
     batch, m, k, n = size
-    rng = np.random.default_rng(size)
-    a, b = BF16(rng.standard_normal((batch, m, k))), BF16(rng.standard_normal((batch, k, n)))
-    c, bias = rng.standard_normal((batch, m, n)).astype(np.float32), BF16(rng.standard_normal(n))
+    rng, exact = np.random.default_rng(size), rounder(dtype)
+    a, b = exact(rng.standard_normal((batch, m, k))), exact(rng.standard_normal((batch, k, n)))
+    c, bias = rng.standard_normal((batch, m, n)).astype(np.float32), exact(rng.standard_normal(n))
     return a, b, c, bias
 
 
 def products():
-    """(name, result, exact, magnitudes) of every op, size and layout."""
+    """(name, k, result, exact, magnitudes) of every op, dtype, size and layout."""
     cpu = ndl.cpu()
-    for size in SIZES:
-        a, b, c, bias = operands(size)
-        for first, second in itertools.product(LAYOUTS, repeat=2):
+    for dtype, size in itertools.product(FLOATS, SIZES):
+        a, b, c, bias = operands(size, dtype)
+        k = size[2]
+        for first, second in VIEWS:
             seen_a, seen_b = laid_out_values(a, first), laid_out_values(b, second)
-            views = (to_ndarray(x, "bfloat16", cpu, how) for x, how in ((a, first), (b, second)))
-            left, right = views
+            left, right = to_ndarray(a, dtype, cpu, first), to_ndarray(b, dtype, cpu, second)
             exact, magnitudes = seen_a @ seen_b, abs(seen_a) @ abs(seen_b)
-            name = f"{size} {first} {second}"
-            yield f"matmul {name}", _C.matmul(left, right), exact, magnitudes
+            name = f"{dtype} {size} {first} {second}"
+            yield f"matmul {name}", k, _C.matmul(left, right), exact, magnitudes
             total = to_ndarray(c, "float32", cpu)
             _C.matmul_acc(left, right, total)
-            yield f"matmul_acc {name}", total, c + exact, abs(c) + magnitudes
-        x, w, y = (to_ndarray(value, "bfloat16", cpu) for value in (a[0], b[0], bias))
+            yield f"matmul_acc {name}", k, total, c + exact, abs(c) + magnitudes
+        x, w, y = (to_ndarray(value, dtype, cpu) for value in (a[0], b[0], bias))
         exact, magnitudes = a[0] @ b[0] + bias, abs(a[0]) @ abs(b[0]) + abs(bias)
-        yield f"linear_fwd {size}", _C.linear_fwd(x, w, y), exact, magnitudes
+        yield f"linear_fwd {dtype} {size}", k, _C.linear_fwd(x, w, y), exact, magnitudes
 
 
 def special() -> np.ndarray:
@@ -74,18 +76,14 @@ def special() -> np.ndarray:
     return total.numpy().ravel()
 
 
-def bound(name, exact, magnitudes):
-    rounding = 0 if name.startswith("matmul_acc") else HALF_ULP["bfloat16"] * abs(exact)
-    k = int(name.split(",")[2])
-    return rounding + 1.01 * (k + 2) * EPS32 * magnitudes
-
-
 def main(file: str) -> None:
     """In a process of its own: checks every product and writes its bits."""
     found = {"special": special(), "detail": ndl.cpu().properties()["detail"]}
-    for name, result, exact, magnitudes in products():
+    for name, k, result, exact, magnitudes in products():
+        rounding = HALF_ULP[result.dtype] * np.maximum(abs(exact), TINY[result.dtype])
+        bound = rounding + 1.01 * (k + 2) * EPS32 * magnitudes
         error = abs(result.numpy().astype(float) - exact)
-        assert (error <= bound(name, exact, magnitudes)).all(), f"{name}: {error.max()}"
+        assert (error <= bound).all(), f"{name}: {error.max()}"
         found[name] = bits(result)
     np.savez(file, **found)
 
@@ -95,8 +93,8 @@ def results(tmp_path_factory):
     """By path and number of threads, what main() found."""
     folder, found = tmp_path_factory.mktemp("products"), {}
     needle = Path(_C.__file__).parent.parent  # the one that is tested here
-    for path, threads in itertools.product(PATHS, (1, 2, 3, 4)):
-        environment = dict(os.environ, NEEDLE_BF16_DOT=path, OMP_NUM_THREADS=str(threads))
+    for path, threads in itertools.product(PATHS, THREADS):
+        environment = dict(os.environ, NEEDLE_CPU_PRODUCTS=path, OMP_NUM_THREADS=str(threads))
         environment["PYTHONPATH"] = os.pathsep.join([str(needle), str(ROOT / "tests")])
         file = folder / f"{path}-{threads}.npz"
         command = [sys.executable, __file__, str(file)]
@@ -107,33 +105,33 @@ def results(tmp_path_factory):
 
 
 def of_path(results, path):
-    if ("AVX512-BF16" in str(results[path, 1]["detail"])) != (path == "1"):
-        pytest.skip("the processor has no AVX512-BF16, or the compiler does not know it")
+    if not str(results[path, 1]["detail"]).startswith(PATHS[path]):
+        pytest.skip(f"the processor or the compiler does not know {PATHS[path]}")
     return results[path, 1]
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_threads_change_no_bit(results, path):
     alone = of_path(results, path)
-    for threads in (2, 3, 4):
+    for threads in THREADS[1:]:
         for name, expected in alone.items():
             if name != "detail":
                 np.testing.assert_array_equal(results[path, threads][name], expected, name)
 
 
-def test_layouts_change_no_bit(results):
-    """The order of the sums depends on k alone. OpenBLAS' depends on more."""
-    found = of_path(results, "1")
-    for name, result in found.items():
-        if name.startswith("matmul") and "broadcast" not in name:
+@pytest.mark.parametrize("path", ["avx512", "avx512_bf16"])
+def test_layouts_change_no_bit(results, path):
+    """The order of the sums depends on k alone, but for few rows of float32, which a BLAS takes."""
+    for name, result in of_path(results, path).items():
+        if name.startswith("matmul") and "broadcast" not in name and "float32" not in name:
             plain = name.rsplit(" ", 2)[0] + " contiguous contiguous"
-            np.testing.assert_array_equal(result, found[plain], name)
+            np.testing.assert_array_equal(result, results[path, 1][plain], name)
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_what_is_not_normal(results, path):
-    """Only AVX512-BF16 takes denormals for zeros."""
-    tiny = [0, 0] if path == "1" else [2.0**-10, 2.0**-140]
+    """In bfloat16. Only AVX512-BF16 takes denormals for zeros."""
+    tiny = [0, 0] if path == "avx512_bf16" else [2.0**-10, 2.0**-140]
     expected = np.float32([np.inf, np.nan, np.nan, np.nan, *tiny])
     np.testing.assert_array_equal(of_path(results, path)["special"], expected)
 

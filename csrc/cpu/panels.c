@@ -1,0 +1,266 @@
+/* panels.c - matrix products of packed panels by AVX-512: float32, bfloat16 and float16.
+ *
+ *   c = a b  or  c += a b       a (m, k) and b (k, n) of one dtype, c (m, n) float32
+ *
+ * a and b lie as IN_MATRIX gives them: along one axis of more than one element the stride is 1.
+ * Both are packed, from any such layout and dtype in one pass, into panels of ROWS rows of a and
+ * COLUMNS columns of b. ROWS x COLUMNS sums stay in registers over all of k and are then added to
+ * c. Their order depends on k alone: neither strides, tiles nor threads change a bit.
+ *
+ * A panel's words are float32, multiplied by FMAs, or pairs of bfloat16 that are neighbours in k,
+ * multiplied by AVX512-BF16's vdpbf16ps, whose float32 lanes get two products each; an odd k ends
+ * with a zero. By definition that instruction ignores MXCSR: it rounds to nearest even, takes
+ * denormal operands for zeros, and makes denormal sums zeros. Infinities and NaN go through as in
+ * float32.
+ *
+ * Compiled for any x86-64 and chosen when needle starts. Pairs are faster on AMD's processors,
+ * which do as many vdpbf16ps a cycle as FMAs. Intel's since Sapphire Rapids do a quarter as many
+ * (measured, docs/measurements.md): there bfloat16 becomes float32 while it is packed.
+ * NEEDLE_CPU_PRODUCTS=blas, avx512 or avx512_bf16 decides otherwise.
+ */
+#include <stdlib.h>
+
+#include "cpu.h"
+
+#if defined(__x86_64__) && (defined(__clang__) ? __clang_major__ >= 10 : __GNUC__ >= 10)
+
+#include <immintrin.h>
+
+/* 28 sums, two vectors of b and one word of a repeated: 31 of 32 registers. */
+enum { ROWS = 14, LANES = 16, COLUMNS = 2 * LANES };
+#define INLINE static inline __attribute__((always_inline))
+#define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl")))
+#define AVX512_BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
+
+static bool chosen, pairs_chosen;
+
+void cpu_panels_setup(void) {
+    const char *asked = getenv("NEEDLE_CPU_PRODUCTS");
+    asked = asked == NULL ? "" : asked;
+    chosen = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+             __builtin_cpu_supports("avx512vl") && strcmp(asked, "blas") != 0;
+    bool faster = __builtin_cpu_is("amd") && strcmp(asked, "avx512") != 0;
+    pairs_chosen = chosen && __builtin_cpu_supports("avx512bf16") &&
+                   (faster || strcmp(asked, "avx512_bf16") == 0);
+}
+
+const char *cpu_panels_instructions(void) {
+    return pairs_chosen ? "AVX512-BF16" : chosen ? "AVX-512" : NULL;
+}
+
+/* What an operand's elements become. */
+typedef enum { PAIRS, FROM_F32, FROM_BF16, FROM_F16 } form;
+
+static form form_of(nd_dtype dtype) {
+    return dtype == ND_F32   ? FROM_F32
+           : dtype == ND_F16 ? FROM_F16
+           : pairs_chosen    ? PAIRS
+                             : FROM_BF16;
+}
+
+/* The words of k elements. */
+ND_FN int64_t words_of(form f, int64_t k) { return f == PAIRS ? cpu_ceil_div(k, 2) : k; }
+
+static int64_t panel_words(form f, int64_t lanes, int64_t width, int64_t k) {
+    return cpu_ceil_div(lanes, width) * width * words_of(f, k);
+}
+
+int64_t cpu_panels_words(nd_dtype dtype, int64_t m, int64_t n, int64_t k) {
+    form f = form_of(dtype);
+    return chosen ? panel_words(f, m, ROWS, k) + panel_words(f, n, COLUMNS, k) : 0;
+}
+
+/* The first n <= 16 of elements side by side, a float32 each, then zeros. */
+AVX512 INLINE __m512i load(form f, const char *from, int64_t n) {
+    __mmask16 inside = (__mmask16)((1u << n) - 1);
+    if (f == FROM_F32) {
+        return _mm512_maskz_loadu_epi32(inside, from);
+    }
+    __m256i halves = _mm256_maskz_loadu_epi16(inside, from);
+    return f == FROM_F16 ? _mm512_castps_si512(_mm512_cvtph_ps(halves))
+                         : _mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16);
+}
+
+/* 16 vectors of 16 words, transposed in place. */
+AVX512 INLINE void transpose(__m512i x[LANES]) {
+    __m512i y[LANES];
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i += 4) { /* 4 x 4 words within quarters of vectors */
+        __m512i a = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+        __m512i b = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+        __m512i c = _mm512_unpacklo_epi32(x[i + 2], x[i + 3]);
+        __m512i d = _mm512_unpackhi_epi32(x[i + 2], x[i + 3]);
+        y[i] = _mm512_unpacklo_epi64(a, c);
+        y[i + 1] = _mm512_unpackhi_epi64(a, c);
+        y[i + 2] = _mm512_unpacklo_epi64(b, d);
+        y[i + 3] = _mm512_unpackhi_epi64(b, d);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 4; i++) { /* 4 x 4 quarters */
+        __m512i a = _mm512_shuffle_i32x4(y[i], y[i + 4], 0x88);
+        __m512i b = _mm512_shuffle_i32x4(y[i], y[i + 4], 0xdd);
+        __m512i c = _mm512_shuffle_i32x4(y[i + 8], y[i + 12], 0x88);
+        __m512i d = _mm512_shuffle_i32x4(y[i + 8], y[i + 12], 0xdd);
+        x[i] = _mm512_shuffle_i32x4(a, c, 0x88);
+        x[i + 4] = _mm512_shuffle_i32x4(b, d, 0x88);
+        x[i + 8] = _mm512_shuffle_i32x4(a, c, 0xdd);
+        x[i + 12] = _mm512_shuffle_i32x4(b, d, 0xdd);
+    }
+}
+
+/* `lanes` <= 16 rows or columns, `lane` bytes apart, of k elements that are `step` bytes apart:
+ * word w of lane l at to[w * width + l]; zeros from `lanes` to `room`. */
+AVX512 INLINE void pack_lanes(form f, const char *from, int64_t lane, int64_t step, int64_t lanes,
+                              int64_t k, int64_t room, int64_t width, uint32_t *to) {
+    __mmask16 written = (__mmask16)((1u << room) - 1);
+    int64_t words = words_of(f, k), size = f == FROM_F32 ? 4 : 2;
+    if (step != size && k > 1) { /* so the lanes lie side by side */
+        for (int64_t w = 0; w < words; w++) {
+            __m512i x;
+            if (f == PAIRS) { /* bfloat16 is the upper half of float32 */
+                const char *first = from + 2 * w * step;
+                __m512i low = load(FROM_BF16, first, lanes);
+                __m512i high = load(FROM_BF16, first + step, 2 * w + 1 < k ? lanes : 0);
+                x = _mm512_or_si512(_mm512_srli_epi32(low, 16), high);
+            } else {
+                x = load(f, from + w * step, lanes);
+            }
+            _mm512_mask_storeu_epi32(to + w * width, written, x);
+        }
+        return;
+    }
+    for (int64_t w0 = 0; w0 < words; w0 += LANES) {
+        __m512i x[LANES];
+#pragma GCC unroll 16
+        for (int l = 0; l < LANES; l++) {
+            if (l >= lanes) {
+                x[l] = _mm512_setzero_si512();
+            } else if (f == PAIRS) {
+                int64_t left = min_of(k - 2 * w0, 2 * LANES);
+                x[l] = _mm512_maskz_loadu_epi16((__mmask32)(((uint64_t)1 << left) - 1),
+                                                from + l * lane + 2 * w0 * size);
+            } else {
+                x[l] = load(f, from + l * lane + w0 * size, min_of(k - w0, LANES));
+            }
+        }
+        transpose(x);
+#pragma GCC unroll 16
+        for (int w = 0; w < LANES; w++) {
+            if (w0 + w < words) {
+                _mm512_mask_storeu_epi32(to + (w0 + w) * width, written, x[w]);
+            }
+        }
+    }
+}
+
+/* All lanes into panels of `width`, one behind the other. Strides in elements. */
+AVX512 INLINE void pack_form(form f, const void *from, int64_t lane, int64_t step, int64_t lanes,
+                             int64_t k, int64_t width, uint32_t *to) {
+    int64_t size = f == FROM_F32 ? 4 : 2;
+    for (int64_t l = 0; l < lanes; l += width, to += panel_words(f, 1, width, k)) {
+        for (int64_t i = 0; i < width; i += LANES) {
+            pack_lanes(f, (const char *)from + (l + i) * lane * size, lane * size, step * size,
+                       max_of(0, min_of(LANES, lanes - l - i)), k, min_of(LANES, width - i), width,
+                       to + i);
+        }
+    }
+}
+
+AVX512 static void pack(form f, const void *from, int64_t lane, int64_t step, int64_t lanes,
+                        int64_t k, int64_t width, uint32_t *to) {
+    switch (f) {
+    case PAIRS:
+        pack_form(PAIRS, from, lane, step, lanes, k, width, to);
+        break;
+    case FROM_F32:
+        pack_form(FROM_F32, from, lane, step, lanes, k, width, to);
+        break;
+    case FROM_BF16:
+        pack_form(FROM_BF16, from, lane, step, lanes, k, width, to);
+        break;
+    case FROM_F16:
+        pack_form(FROM_F16, from, lane, step, lanes, k, width, to);
+        break;
+    }
+}
+
+/* The sums of one panel of a with one of b, of which m <= `rows` x n are stored; `rows` is a
+ * constant where it is inlined. */
+#define KERNEL(name, TARGET, MULTIPLY)                                                        \
+    TARGET INLINE void name(int rows, int64_t words, const uint32_t *a, const uint32_t *b,    \
+                            bool add, float *c, int64_t ldc, int64_t m, int64_t n) {          \
+        uint32_t inside = (uint32_t)(((uint64_t)1 << n) - 1);                                 \
+        __mmask16 masks[2] = {(__mmask16)inside, (__mmask16)(inside >> LANES)};               \
+        __m512 sums[ROWS][2];                                                                 \
+        _Pragma("GCC unroll 16") for (int r = 0; r < rows; r++) {                             \
+            sums[r][0] = sums[r][1] = _mm512_setzero_ps();                                    \
+            __builtin_prefetch(c + (r < m ? r : 0) * ldc, 1);                                 \
+        }                                                                                     \
+        for (int64_t w = 0; w < words; w++) {                                                 \
+            __m512i first = _mm512_loadu_si512(b + w * COLUMNS);                              \
+            __m512i second = _mm512_loadu_si512(b + w * COLUMNS + LANES);                     \
+            _Pragma("GCC unroll 16") for (int r = 0; r < rows; r++) {                         \
+                __m512i left = _mm512_set1_epi32((int)a[w * ROWS + r]);                       \
+                sums[r][0] = MULTIPLY(sums[r][0], left, first);                               \
+                sums[r][1] = MULTIPLY(sums[r][1], left, second);                              \
+            }                                                                                 \
+        }                                                                                     \
+        _Pragma("GCC unroll 16") for (int r = 0; r < rows; r++) {                             \
+            for (int half = 0; half < 2 && r < m; half++) {                                   \
+                float *to = c + r * ldc + half * LANES;                                       \
+                __m512 before = _mm512_maskz_loadu_ps(add ? masks[half] : 0, to);             \
+                _mm512_mask_storeu_ps(to, masks[half], _mm512_add_ps(before, sums[r][half])); \
+            }                                                                                 \
+        }                                                                                     \
+    }                                                                                         \
+    /* All panels of a with all of b: a panel of a stays in the first cache. */               \
+    TARGET static void name##_all(int64_t m, int64_t n, int64_t words, const uint32_t *a,     \
+                                  const uint32_t *b, bool add, float *c, int64_t ldc) {       \
+        for (int64_t i = 0; i < m; i += ROWS, a += ROWS * words) {                            \
+            const uint32_t *panel = b;                                                        \
+            for (int64_t j = 0; j < n; j += COLUMNS, panel += COLUMNS * words) {              \
+                int64_t left = min_of(m - i, ROWS), columns = min_of(n - j, COLUMNS);         \
+                float *to = c + i * ldc + j;                                                  \
+                if (left > 8) {                                                               \
+                    name(ROWS, words, a, panel, add, to, ldc, left, columns);                 \
+                } else if (left > 4) {                                                        \
+                    name(8, words, a, panel, add, to, ldc, left, columns);                    \
+                } else {                                                                      \
+                    name(4, words, a, panel, add, to, ldc, left, columns);                    \
+                }                                                                             \
+            }                                                                                 \
+        }                                                                                     \
+    }
+
+#define FMA(sum, a, b) _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum)
+#define DOT(sum, a, b) _mm512_dpbf16_ps(sum, (__m512bh)(a), (__m512bh)(b))
+KERNEL(multiply_floats, AVX512, FMA)
+KERNEL(multiply_pairs, AVX512_BF16, DOT)
+
+void cpu_panels_product(nd_dtype dtype, int64_t m, int64_t n, int64_t k, const void *a,
+                        const int64_t *a_strides, const void *b, const int64_t *b_strides, bool add,
+                        float *c, int64_t ldc, uint32_t *panels) {
+    form f = form_of(dtype);
+    uint32_t *b_panels = panels + panel_words(f, m, ROWS, k);
+    pack(f, a, a_strides[0], a_strides[1], m, k, ROWS, panels);
+    pack(f, b, b_strides[1], b_strides[0], n, k, COLUMNS, b_panels);
+    if (f == PAIRS) {
+        multiply_pairs_all(m, n, words_of(f, k), panels, b_panels, add, c, ldc);
+    } else {
+        multiply_floats_all(m, n, words_of(f, k), panels, b_panels, add, c, ldc);
+    }
+}
+
+#else
+
+void cpu_panels_setup(void) {}
+
+const char *cpu_panels_instructions(void) { return NULL; }
+
+int64_t cpu_panels_words(nd_dtype dtype, int64_t m, int64_t n, int64_t k) { return 0; }
+
+void cpu_panels_product(nd_dtype dtype, int64_t m, int64_t n, int64_t k, const void *a,
+                        const int64_t *a_strides, const void *b, const int64_t *b_strides, bool add,
+                        float *c, int64_t ldc, uint32_t *panels) {}
+
+#endif
