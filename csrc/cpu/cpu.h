@@ -154,7 +154,7 @@ const char *cpu_sgemm_library(void); /* e.g. "OpenBLAS SkylakeX" */
  * is 0 for no product but where the processor lacks the instructions, or they are not wanted. */
 void cpu_panels_setup(void);               /* chooses */
 const char *cpu_panels_instructions(void); /* "AVX-512", or NULL */
-int64_t cpu_panels_words(nd_dtype dtype, int64_t m, int64_t n, int64_t k);
+int64_t cpu_panels_words(nd_dtype dtype, int64_t n, int64_t k);
 void cpu_panels_product(nd_dtype dtype, int64_t m, int64_t n, int64_t k, const void *a,
                         const int64_t *a_strides, const void *b, const int64_t *b_strides, bool add,
                         float *c, int64_t ldc, uint32_t *panels);

@@ -103,7 +103,7 @@ typedef struct {
 static size_t panel_elements(const product *p) {
     size_t c = p->c->dtype == ND_F32 ? 0 : (size_t)(p->tile_m * p->tile_n);
     if (p->panels) {
-        return c + (size_t)cpu_panels_words(p->a.array->dtype, p->tile_m, p->tile_n, K_PANEL);
+        return c + (size_t)cpu_panels_words(p->a.array->dtype, p->tile_n, K_PANEL);
     }
     size_t a = p->a.in_place ? 0 : (size_t)(p->tile_m * K_PANEL);
     size_t b = p->b.in_place ? 0 : (size_t)(p->tile_n * K_PANEL);
@@ -172,19 +172,20 @@ static void choose_tiles(product *p, int64_t batches) {
     double work = (double)p->m * (double)p->n * (double)max_of(p->k, 1);
     p->tile_m = p->m;
     p->tile_n = p->n;
-    bool panels = panel_elements(p) > 0;
+    int64_t most = p->panels ? 1024 * 512 : panel_elements(p) > 0 ? 512 * 512 : INT64_MAX;
+    int64_t widest = p->panels ? 512 : INT_MAX / 2; /* as much of b as the second cache holds */
     int64_t fewest = p->panels ? min_of(FEWEST_TILES, 8 * cpu_threads()) : FEWEST_TILES;
     for (;;) {
         int64_t tiles = batches * cpu_ceil_div(p->m, p->tile_m) * cpu_ceil_div(p->n, p->tile_n);
         double tile_work = work * (double)batches / (double)tiles;
-        bool too_large = (panels && p->tile_m * p->tile_n > 512 * 512) || p->tile_m > INT_MAX / 2 ||
-                         p->tile_n > INT_MAX / 2;
+        bool too_wide = p->tile_n > widest;
+        bool too_large = p->tile_m > INT_MAX / 2 || p->tile_m * p->tile_n > most;
         bool halve = tiles < fewest && tile_work > 2 * SMALLEST_TILE_WORK;
-        int64_t *longer = p->tile_m > p->tile_n ? &p->tile_m : &p->tile_n;
-        if (!too_large && (!halve || *longer < 2 * SMALLEST_TILE)) {
+        int64_t *longer = p->tile_m > p->tile_n && !too_wide ? &p->tile_m : &p->tile_n;
+        if (!too_large && !too_wide && (!halve || *longer < 2 * SMALLEST_TILE)) {
             return;
         }
-        *longer = cpu_ceil_div(cpu_ceil_div(*longer, 2), 16) * 16;
+        *longer = cpu_ceil_div(cpu_ceil_div(*longer, 2), 32) * 32;
     }
 }
 

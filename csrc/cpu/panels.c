@@ -4,8 +4,8 @@
  *
  * a and b lie as IN_MATRIX gives them: along one axis of more than one element the stride is 1.
  * Both are packed, from any such layout and dtype in one pass, into panels of ROWS rows of a and
- * COLUMNS columns of b. ROWS x COLUMNS sums stay in registers over all of k and are then added to
- * c. Their order depends on k alone: neither strides, tiles nor threads change a bit.
+ * COLUMNS columns of b: all of b, for the second cache, then a panel of a at a time, for the first.
+ * ROWS x COLUMNS sums stay in registers over all of k and are then added to c. Their order depends on k alone: neither strides, tiles nor threads change a bit.
  *
  * A panel's words are float32, multiplied by FMAs, or pairs of bfloat16 that are neighbours in k,
  * multiplied by AVX512-BF16's vdpbf16ps, whose float32 lanes get two products each; an odd k ends
@@ -65,9 +65,9 @@ static int64_t panel_words(form f, int64_t lanes, int64_t width, int64_t k) {
     return cpu_ceil_div(lanes, width) * width * words_of(f, k);
 }
 
-int64_t cpu_panels_words(nd_dtype dtype, int64_t m, int64_t n, int64_t k) {
+int64_t cpu_panels_words(nd_dtype dtype, int64_t n, int64_t k) {
     form f = form_of(dtype);
-    return chosen ? panel_words(f, m, ROWS, k) + panel_words(f, n, COLUMNS, k) : 0;
+    return chosen ? panel_words(f, 1, ROWS, k) + panel_words(f, n, COLUMNS, k) : 0;
 }
 
 /* The first n <= 16 of elements side by side, a float32 each, then zeros. */
@@ -213,21 +213,17 @@ AVX512 static void pack(form f, const void *from, int64_t lane, int64_t step, in
             }                                                                                 \
         }                                                                                     \
     }                                                                                         \
-    /* All panels of a with all of b: a panel of a stays in the first cache. */               \
-    TARGET static void name##_all(int64_t m, int64_t n, int64_t words, const uint32_t *a,     \
+    /* One panel of a with all of b. */                                                       \
+    TARGET static void name##_row(int64_t m, int64_t n, int64_t words, const uint32_t *a,     \
                                   const uint32_t *b, bool add, float *c, int64_t ldc) {       \
-        for (int64_t i = 0; i < m; i += ROWS, a += ROWS * words) {                            \
-            const uint32_t *panel = b;                                                        \
-            for (int64_t j = 0; j < n; j += COLUMNS, panel += COLUMNS * words) {              \
-                int64_t left = min_of(m - i, ROWS), columns = min_of(n - j, COLUMNS);         \
-                float *to = c + i * ldc + j;                                                  \
-                if (left > 8) {                                                               \
-                    name(ROWS, words, a, panel, add, to, ldc, left, columns);                 \
-                } else if (left > 4) {                                                        \
-                    name(8, words, a, panel, add, to, ldc, left, columns);                    \
-                } else {                                                                      \
-                    name(4, words, a, panel, add, to, ldc, left, columns);                    \
-                }                                                                             \
+        for (int64_t j = 0; j < n; j += COLUMNS, c += COLUMNS, b += COLUMNS * words) {        \
+            int64_t columns = min_of(n - j, COLUMNS);                                         \
+            if (m > 8) {                                                                      \
+                name(ROWS, words, a, b, add, c, ldc, m, columns);                             \
+            } else if (m > 4) {                                                               \
+                name(8, words, a, b, add, c, ldc, m, columns);                                \
+            } else {                                                                          \
+                name(4, words, a, b, add, c, ldc, m, columns);                                \
             }                                                                                 \
         }                                                                                     \
     }
@@ -241,13 +237,17 @@ void cpu_panels_product(nd_dtype dtype, int64_t m, int64_t n, int64_t k, const v
                         const int64_t *a_strides, const void *b, const int64_t *b_strides, bool add,
                         float *c, int64_t ldc, uint32_t *panels) {
     form f = form_of(dtype);
-    uint32_t *b_panels = panels + panel_words(f, m, ROWS, k);
-    pack(f, a, a_strides[0], a_strides[1], m, k, ROWS, panels);
+    int64_t words = words_of(f, k), row_bytes = a_strides[0] * (int64_t)nd_dtype_size(dtype);
+    uint32_t *b_panels = panels + panel_words(f, 1, ROWS, k);
     pack(f, b, b_strides[1], b_strides[0], n, k, COLUMNS, b_panels);
-    if (f == PAIRS) {
-        multiply_pairs_all(m, n, words_of(f, k), panels, b_panels, add, c, ldc);
-    } else {
-        multiply_floats_all(m, n, words_of(f, k), panels, b_panels, add, c, ldc);
+    for (int64_t i = 0; i < m; i += ROWS, c += ROWS * ldc) {
+        int64_t rows = min_of(m - i, ROWS);
+        pack(f, (const char *)a + i * row_bytes, a_strides[0], a_strides[1], rows, k, ROWS, panels);
+        if (f == PAIRS) {
+            multiply_pairs_row(rows, n, words, panels, b_panels, add, c, ldc);
+        } else {
+            multiply_floats_row(rows, n, words, panels, b_panels, add, c, ldc);
+        }
     }
 }
 
@@ -257,7 +257,7 @@ void cpu_panels_setup(void) {}
 
 const char *cpu_panels_instructions(void) { return NULL; }
 
-int64_t cpu_panels_words(nd_dtype dtype, int64_t m, int64_t n, int64_t k) { return 0; }
+int64_t cpu_panels_words(nd_dtype dtype, int64_t n, int64_t k) { return 0; }
 
 void cpu_panels_product(nd_dtype dtype, int64_t m, int64_t n, int64_t k, const void *a,
                         const int64_t *a_strides, const void *b, const int64_t *b_strides, bool add,
