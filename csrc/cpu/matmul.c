@@ -20,7 +20,6 @@
 #include "cpu.h"
 
 enum { K_PANEL = 512, FEWEST_TILES = 32, SMALLEST_TILE = 64 };
-enum { FEWEST_ROWS = 32 }; /* of float32: below, packing b takes longer than a BLAS multiplies */
 static const double SMALLEST_TILE_WORK = 4e6;  /* multiply-adds worth handing to a thread */
 static const double SMALLEST_SPLIT_WORK = 1e6; /* below: one tile, no threads */
 
@@ -199,7 +198,7 @@ static nd_status multiply(int device, const char *name, const nd_array *a, const
                  .m = a->shape[a->ndim - 2],
                  .n = b->shape[b->ndim - 1],
                  .k = a->shape[a->ndim - 1]};
-    p.panels = cpu_panels_instructions() != NULL && (p.m >= FEWEST_ROWS || a->dtype != ND_F32);
+    p.panels = cpu_panels_take(a->dtype, p.m);
     if (p.m == 0 || p.n == 0 || nd_size(c) == 0) {
         return ND_OK;
     }

@@ -5,7 +5,8 @@
  * a and b lie as IN_MATRIX gives them: along one axis of more than one element the stride is 1.
  * Both are packed, from any such layout and dtype in one pass, into panels of ROWS rows of a and
  * COLUMNS columns of b: all of b, for the second cache, then a panel of a at a time, for the first.
- * ROWS x COLUMNS sums stay in registers over all of k and are then added to c. Their order depends on k alone: neither strides, tiles nor threads change a bit.
+ * ROWS x COLUMNS sums stay in registers over all of k and are then added to c. Their order depends
+ * on k alone: neither strides, tiles nor threads change a bit.
  *
  * A panel's words are float32, multiplied by FMAs, or pairs of bfloat16 that are neighbours in k,
  * multiplied by AVX512-BF16's vdpbf16ps, whose float32 lanes get two products each; an odd k ends
@@ -16,6 +17,7 @@
  * Compiled for any x86-64 and chosen when needle starts. Pairs are faster on AMD's processors,
  * which do as many vdpbf16ps a cycle as FMAs. Intel's since Sapphire Rapids do a quarter as many
  * (measured, docs/measurements.md): there bfloat16 becomes float32 while it is packed.
+ * float32 is multiplied here on Intel's alone: on AMD's nobody has measured it beside OpenBLAS.
  * NEEDLE_CPU_PRODUCTS=blas, avx512 or avx512_bf16 decides otherwise.
  */
 #include <stdlib.h>
@@ -27,21 +29,27 @@
 #include <immintrin.h>
 
 /* 28 sums, two vectors of b and one word of a repeated: 31 of 32 registers. */
+enum { FEWEST_ROWS = 32 }; /* of float32: below, packing b takes longer than a BLAS multiplies */
 enum { ROWS = 14, LANES = 16, COLUMNS = 2 * LANES };
 #define INLINE static inline __attribute__((always_inline))
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl")))
 #define AVX512_BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
 
-static bool chosen, pairs_chosen;
+static bool chosen, floats_chosen, pairs_chosen;
 
 void cpu_panels_setup(void) {
     const char *asked = getenv("NEEDLE_CPU_PRODUCTS");
     asked = asked == NULL ? "" : asked;
     chosen = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
              __builtin_cpu_supports("avx512vl") && strcmp(asked, "blas") != 0;
+    floats_chosen = chosen && (__builtin_cpu_is("intel") || strncmp(asked, "avx512", 6) == 0);
     bool faster = __builtin_cpu_is("amd") && strcmp(asked, "avx512") != 0;
     pairs_chosen = chosen && __builtin_cpu_supports("avx512bf16") &&
                    (faster || strcmp(asked, "avx512_bf16") == 0);
+}
+
+bool cpu_panels_take(nd_dtype dtype, int64_t m) {
+    return chosen && (dtype != ND_F32 || (floats_chosen && m >= FEWEST_ROWS));
 }
 
 const char *cpu_panels_instructions(void) {
@@ -256,6 +264,8 @@ void cpu_panels_product(nd_dtype dtype, int64_t m, int64_t n, int64_t k, const v
 void cpu_panels_setup(void) {}
 
 const char *cpu_panels_instructions(void) { return NULL; }
+
+bool cpu_panels_take(nd_dtype dtype, int64_t m) { return false; }
 
 int64_t cpu_panels_words(nd_dtype dtype, int64_t n, int64_t k) { return 0; }
 

@@ -189,6 +189,12 @@ static int take_array(const place *w, PyObject *array, char *to) {
     }
     if (p->dtype != ANY_DTYPE && (int)a->dtype != p->dtype) {
         const char *wanted = nd_dtype_name((nd_dtype)p->dtype);
+        if (p->dtype == ND_U8 && p->alignment > 1) { /* elements that needle has no dtype for */
+            return wrong(w, PyExc_TypeError,
+                         "the array is %s, and must be the bytes of what is pointed to, as uint8: "
+                         "upload NumPy's .view(\"uint8\")",
+                         nd_dtype_name(a->dtype));
+        }
         return wrong(w, PyExc_TypeError,
                      "the array is %s, and must be %s; convert it with .astype(\"%s\")",
                      nd_dtype_name(a->dtype), wanted, wanted);
