@@ -166,9 +166,11 @@ class Life:
 
     @property
     def exit_code(self) -> int:
-        """As a shell tells it."""
+        """As a shell tells it; a hang is no success, whatever the process made of its end."""
         code = self.process.returncode
-        return EXIT_GPU_LOST if code is None else code if code >= 0 else 128 - code
+        if code is None or (self.hung and code == 0):
+            return EXIT_GPU_LOST
+        return code if code >= 0 else 128 - code
 
     @property
     def fatal(self) -> int | None:
@@ -253,7 +255,7 @@ class Supervisor:
             say(f"{self.command[0]}: {error.strerror}")
             return 127 if isinstance(error, FileNotFoundError) else 126
         self._watch(life)
-        if not life.died or life.process.returncode == -self._stopped:
+        if not life.died or (self._stopped and life.process.returncode == -self._stopped):
             return life.exit_code
         self.deaths += 1
         self._deaths_at[life.fatal] += 1
@@ -364,12 +366,16 @@ class Supervisor:
         if life.fatal is not None:  # where the host was ahead, it was the next step
             self._synced = max(self._synced, life.fatal + 1)
         problem = None if self.device == "cpu" else self._prove()
-        if self._signals:
-            number = self._signals[-1]
+        if self._ending():
+            number = self._ending()[-1]
             return 128 + number, f"ended: stopped by {signal_name(number)}"
         if problem is not None:
             return EXIT_GPU_LOST, f"ended: {problem}. Go on where there is one: {self._again()}"
         return None, "restart"
+
+    def _ending(self) -> list[int]:
+        """The signals that end this, of those that came: Ctrl-Z waits for the new life."""
+        return [number for number in self._signals if number != signal.SIGTSTP]
 
     def _deaths_about(self, step: int | None) -> int:
         """At this step or, since the host of a GPU is ahead by a step or not, one beside it."""
@@ -382,12 +388,12 @@ class Supervisor:
         name, problem = self.device or "the GPU", None
         for pause in PROBE_WAITS:
             end = time.monotonic() + pause
-            while time.monotonic() < end and not self._signals:
+            while time.monotonic() < end and not self._ending():
                 time.sleep(TICK / 5)
-            if self._signals:
+            if self._ending():
                 return None
-            problem = probe(self.device, PROBE_SECONDS, lambda: bool(self._signals))
-            if problem is None or self._signals:
+            problem = probe(self.device, PROBE_SECONDS, lambda: bool(self._ending()))
+            if problem is None or self._ending():
                 return None
             say(f"{name}: {problem}")
         return f"{name} does not come back in {len(PROBE_WAITS)} tries: {problem}"

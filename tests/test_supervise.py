@@ -222,6 +222,16 @@ sys.exit(75)
     assert done == 75 and [fault["step"] for fault in faults] == [4, 3, 4]
 
 
+def test_a_hang_that_ends_well_is_a_hang(run):
+    code = """
+signal.signal(signal.SIGABRT, lambda *rest: os._exit(0))
+beat(step=1)
+time.sleep(60)
+"""
+    done, _, _, faults = run(code, hang=HANG)
+    assert done == 75 and [fault["step"] for fault in faults] == [2, 2, 2]
+
+
 def test_a_step_that_is_done_forgives_the_deaths_before(run):
     code = """
 if life in (0, 1, 3, 4):

@@ -150,9 +150,13 @@ def examine(teller: Teller, device: Any) -> bool:
             wrong.add(point.op)
             text, is_steady = off
             teller.failed("op", f"{point}: {text}", REMEDY if is_steady else FLAKY, point.op)
-    against = "NumPy and its own contiguous operands" if device.is_host else str(_C.cpu())
+    against = str(_C.cpu())
     if done and not wrong:
-        ops = len({point.op for point in todo[:done]})
+        walked = {point.op for point in todo[:done]}
+        ops = len(walked)
+        if device.is_host:
+            known = sum(hasattr(np, op) for op in walked)
+            against = f"their own contiguous operands, {known} of them with NumPy"
         teller.ok("ops", f"{ops} ops agree with {against} at {done} points")
     if done < len(todo) and len(wrong) < ENOUGH and not wrong:
         teller.note("ops", f"the time was up after {done} of {len(todo)} points: --full walks all")

@@ -15,10 +15,11 @@ from needle.kernels.launch import Launch
 from needle.kernels.values import Case, Tolerance, both
 
 
-def visible_devices() -> list[str]:
-    """The devices that CUDA programs of this environment see, by the names it gives them; none:
+def visible_devices() -> list[str] | None:
+    """The devices that CUDA programs of this environment see, by the names it gives them; None:
     it does not say."""
-    return [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    said = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if said is None else [name for name in said.split(",") if name]
 
 
 def device_numbers(devices: Any) -> list[int]:
@@ -32,10 +33,11 @@ def device_numbers(devices: Any) -> list[int]:
         number = device.__index__()
         if number < 0:
             raise ValueError(f"devices: {number} is no device; they count from 0")
-        if visible and number >= len(visible):
+        if visible is not None and number >= len(visible):
+            shown = f"{len(visible)}, from 0 to {len(visible) - 1}" if visible else "none"
             raise ValueError(
                 f"devices: there is no {number}, since CUDA_VISIBLE_DEVICES={','.join(visible)} "
-                f"shows {len(visible)}, from 0 to {len(visible) - 1}"
+                f"shows {shown}"
             )
         if number in numbers:
             raise ValueError(f"devices: {number} is there twice")

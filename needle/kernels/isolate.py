@@ -75,6 +75,7 @@ EXPLAINED_BY = {
     "launch_failure": "memcheck",
     "timeout": "synccheck",
 }
+NO_SANITIZER = "there is no compute-sanitizer here; it comes with the CUDA toolkit (CUDA_HOME)"
 SLOWER = 10  # times as long as a plain run may take below compute-sanitizer
 COMPILE_SECONDS = 60.0
 TIMED_BYTES = 2 << 30  # of inputs that a timing holds in several sets
@@ -199,7 +200,7 @@ class Pool:
         }
         if device is not None:
             visible = visible_devices()
-            found["CUDA_VISIBLE_DEVICES"] = visible[device] if visible else str(device)
+            found["CUDA_VISIBLE_DEVICES"] = str(device) if visible is None else visible[device]
         return found
 
     def _starter(self, role: str, device: int | None = None) -> Callable[[], Worker]:
@@ -411,6 +412,8 @@ class Pool:
         """
         if sanitizer is not None and sanitizer not in TOOLS:
             raise ValueError(f"sanitizer: must be one of {', '.join(TOOLS)}, not {sanitizer!r}")
+        if sanitizer is not None and find_sanitizer() is None:
+            raise ValueError(f"sanitizer: {NO_SANITIZER}")
         code = self._compile(source, entry)
         if isinstance(code, Result):
             return code
@@ -432,11 +435,7 @@ class Pool:
         """A run in a process of its own below compute-sanitizer."""
         program = find_sanitizer()
         if program is None:
-            return Result(
-                "crashed",
-                "there is no compute-sanitizer here; it comes with the CUDA toolkit (CUDA_HOME)",
-                resources=launch.code.resources,
-            )
+            return Result("crashed", NO_SANITIZER, resources=launch.code.resources)
         header = sendable(launch, "run")
         too_large = self._too_large(launch, launch.size, HOST_COPIES * launch.size)
         if too_large is not None:

@@ -7,7 +7,7 @@ open none.
 
 import sys
 
-if __name__ == "__main__":
+if __name__ == "__main__" and sys.path[0] == __file__.rpartition("/")[0]:
     del sys.path[0]  # this folder, whose modules are none of Python's
 
 import ctypes

@@ -343,6 +343,23 @@ def test_a_runner_sees_its_device_alone(visible, seen, monkeypatch):
     assert FakePool._environment(None, None).get("CUDA_VISIBLE_DEVICES") == visible
 
 
+def test_a_user_who_hides_all_devices_is_obeyed(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    said = "devices: there is no 0, since CUDA_VISIBLE_DEVICES= shows none"
+    with pytest.raises(ValueError, match=said):
+        FakePool(devices=[0])
+
+
+def test_a_process_finds_needle_where_python_leaves_out_the_folder_of_a_script(monkeypatch):
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    start = Path(isolate.__file__).with_name("start.py")
+    done = subprocess.run(
+        [sys.executable, str(start), "no such role", "0"], capture_output=True, text=True
+    )
+    assert "No module named" not in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize(
     "devices, error, said",
     [

@@ -301,6 +301,12 @@ def test_arrays_of_each_dtype(dtype):
         pack(f"{DTYPES[other]}*", [8], array)
 
 
+def test_of_elements_without_a_dtype_the_bytes_are_asked_for():
+    said = r"the array is float32, and must be the bytes of what is pointed to, as uint8"
+    with pytest.raises(TypeError, match=said):
+        pack("double*", [8], _C.array(np.ones(8)))
+
+
 def test_tensors_views_and_what_is_no_array():
     tensor = ndl.Tensor([[1.0, 2.0], [3.0, 4.0]])
     assert pack("float*", [8], tensor) == struct.pack("<Q", tensor.cached_data._handle.ptr())
