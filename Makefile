@@ -17,7 +17,7 @@ MEMCHECK_TESTS ?= tests/csrc/test_ops.py tests/ops/test_attention.py tests/test_
     tests/csrc/test_download.py tests/data/test_prefetch.py
 TOOL ?= memcheck
 # `make asan` runs those that call the core most: every case of tests/cases/ among them.
-ASAN_TESTS ?= tests/csrc tests/ops tests/nn/test_nn.py tests/data/test_prefetch.py tests/kernels/test_signature.py
+ASAN_TESTS ?= tests/csrc tests/ops tests/nn tests/data/test_prefetch.py tests/kernels/test_signature.py
 SANITIZER ?= $(firstword $(wildcard $(CUDA_HOME)/bin/compute-sanitizer \
     /usr/local/cuda/bin/compute-sanitizer) compute-sanitizer)
 RUFF := ruff==0.14.*

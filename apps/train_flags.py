@@ -330,7 +330,8 @@ def parser() -> argparse.ArgumentParser:
         "--recompute",
         action="store_true",
         help="keep of each layer only what it reads, and compute it again in the backward: the "
-        "same bits with less memory, for about a third more time; a resumed run needs it again",
+        "same bits with less memory, for the time of a second forward; a resumed run needs it "
+        "again",
     )
     training.add_argument(
         "--seed",

@@ -45,7 +45,6 @@ __all__ = [
     "compute_gradient_of_variables",
     "enable_grad",
     "find_topo_sort",
-    "gradients_into_leaves",
     "is_grad_enabled",
     "no_grad",
 ]
@@ -530,31 +529,27 @@ def find_topo_sort(node_list: Sequence[Value]) -> list[Value]:
     return order
 
 
-def compute_gradient_of_variables(output: Value, out_grad: Value) -> None:
+def compute_gradient_of_variables(
+    output: Value, out_grad: Value, training: bool | None = None
+) -> None:
     """Walk the graph of `output` in reverse and leave the gradients in the leaves.
 
-    When every leaf is an nn.Parameter this is training: the gradients in between are freed as soon
-    as they are used, and no graph of them is built (it would hold the activations until the next
-    backward, in cycles that only the garbage collector frees). Otherwise each node keeps its
+    training: by default when every leaf is an nn.Parameter. The gradients in between are then freed
+    as soon as they are used, and no graph of them is built (it would hold the activations until the
+    next backward, in cycles that only the garbage collector frees). Otherwise each node keeps its
     `.grad`, and the gradients of elementary ops can be differentiated again.
     """
     order = [node for node in find_topo_sort([output]) if node.requires_grad]
     for node in order:  # before the first gradient is added anywhere
         if node.op is not None:
             _check_unchanged(node)
-    if all(node.trained for node in order if node.op is None):
+    if training is None:
+        training = all(node.trained for node in order if node.op is None)
+    if training:
         with no_grad():
             _walk(order, output, out_grad, keep=False)
     else:
         _walk(order, output, out_grad, keep=True)
-
-
-def gradients_into_leaves(output: Value, out_grad: Value) -> None:
-    """As in training, whatever the leaves are: for the backward of an op that has a graph of its
-    own."""
-    order = [node for node in find_topo_sort([output]) if node.requires_grad]
-    with no_grad():
-        _walk(order, output, out_grad, keep=False)
 
 
 def _written(data: Any) -> int:

@@ -96,8 +96,8 @@ class Module:
 
     def __repr__(self) -> str:
         """The tree of modules, with their settings and the shapes of their parameters."""
-        found = {id(v): v.size for _, v in _walk(self, "", set()) if isinstance(v, Parameter)}
-        return "\n".join([f"{_label(self)}: {sum(found.values()):,} parameters", *_tree(self)])
+        size = sum(p.size for p in self.distinct_parameters())
+        return "\n".join([f"{_label(self)}: {size:,} parameters", *_tree(self)])
 
     def hook(self, name: str, x: Tensor) -> Tensor:
         """x, or what the functions hooked at this point give in its place."""
@@ -126,6 +126,11 @@ class Module:
     def parameters(self) -> list[Parameter]:
         """Every parameter once, in the order of definition."""
         return [p for _, p in self.named_parameters()]
+
+    def distinct_parameters(self) -> list[Parameter]:
+        """The same; their names stay those that they have in a module around this one."""
+        found = {id(v): v for _, v in _walk(self, "", set()) if isinstance(v, Parameter)}
+        return list(found.values())
 
     def named_buffers(self) -> list[tuple[str, Tensor]]:
         """(name, buffer) in the order of definition."""

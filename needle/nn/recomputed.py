@@ -4,8 +4,8 @@
     x = nn.recompute(layer, x, rotary, mask)      # as layer(x, rotary, mask)
 
 The forward keeps x alone; the backward runs the layer once more, with the graph, and walks that.
-Kernels give the same bits each time, so results and gradients are those without it, for about a
-third more time.
+Kernels give the same bits each time, so results and gradients are those without it, for the
+time of a second forward.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from needle.autograd import (
     FusedOp,
     NDArray,
     Tensor,
+    compute_gradient_of_variables,
     enable_grad,
-    gradients_into_leaves,
     is_grad_enabled,
     no_grad,
 )
@@ -59,14 +59,15 @@ class Recomputed(FusedOp):
         finally:
             np.random.set_state(now)
         # Parameters without a buffer get their .grad at the end of the whole backward, not here.
-        alone = [p for p in parameters if p.grad_buffer is None]
-        before = [p.grad for p in alone]
-        for p in alone:
+        before = [(p, p.grad) for p in parameters if p.grad_buffer is None]
+        for p, _ in before:
             p.grad = None
-        gradients_into_leaves(out, Tensor.from_ndarray(dout))
-        found = [p.grad if p.grad_buffer is None else None for p in (x, *parameters)]
-        for p, grad in zip(alone, before):
-            p.grad = grad
+        try:
+            compute_gradient_of_variables(out, Tensor.from_ndarray(dout), training=True)
+            found = [p.grad if p.grad_buffer is None else None for p in (x, *parameters)]
+        finally:
+            for p, grad in before:
+                p.grad = grad
         return [None if grad is None else grad.cached_data for grad in found]
 
 
@@ -84,14 +85,12 @@ def recompute(module: Module, x: Tensor, *rest: Any) -> Tensor:
     >>> bool((nn.recompute(layer, x).numpy() == layer(x).numpy()).all())
     True
     """
-    hooked = any(each._hooks is not None for _, each in module.named_modules())
-    if hooked or not is_grad_enabled():
+    if not is_grad_enabled() or any(part._hooks is not None for _, part in module.named_modules()):
         return module(x, *rest)
     if any(isinstance(value, Tensor) and value.requires_grad for value in rest):
         raise TypeError("recompute: gradients flow through x alone, but another operand needs one")
-    if module.named_buffers():
+    for name, _ in module.named_buffers():
         raise ValueError(
-            f"recompute: {module.named_buffers()[0][0]} would be moved by each of two forwards: "
-            "call this module as it is"
+            f"recompute: {name} would be moved by each of two forwards: call this module as it is"
         )
-    return Recomputed(module, rest)(x, *module.parameters())
+    return Recomputed(module, rest)(x, *module.distinct_parameters())
