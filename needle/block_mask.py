@@ -275,12 +275,13 @@ class BlockMask:
 
     def lists(self, device: Device) -> tuple[NDArray, NDArray, NDArray, NDArray, NDArray, NDArray]:
         """(offsets, columns, order, offsets_t, rows, order_t) as int32 on `device`; made once a
-        device."""
-        if device not in self._lists:
+        device, and again when it was reset."""
+        place = device, device.generation
+        if place not in self._lists:
             kept, count = _C.array(self.blocks, "bool", device), int(self.blocks.sum())
             transposed = kept.permute((0, 2, 1))
-            self._lists[device] = (*_listed(kept, count), *_listed(transposed, count))
-        return self._lists[device]
+            self._lists[place] = (*_listed(kept, count), *_listed(transposed, count))
+        return self._lists[place]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BlockMask):

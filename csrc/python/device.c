@@ -215,9 +215,15 @@ static PyMethodDef device_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static PyObject *device_generation(PyObject *self, void *unused) {
+    return PyLong_FromUnsignedLongLong(device_of(self)->generation);
+}
+
 static PyGetSetDef device_getset[] = {
     {"name", device_name, NULL, "The backend: \"cpu\" or \"cuda\"", NULL},
     {"index", device_index, NULL, "The number among devices of its name", NULL},
+    {"generation", device_generation, NULL,
+     "Grows with each cuda_reset(): what is kept for a device is kept for one of these", NULL},
     {"is_host", device_is_host, NULL,
      "The host reads its memory directly, and its ops are done when they return", NULL},
     {"records_graphs", device_records_graphs, NULL, "Graph(device, step) works", NULL},

@@ -100,8 +100,11 @@ def _each(x: NDArray) -> list[NDArray]:
 
 
 @functools.lru_cache(maxsize=64)
-def _numbers(branches: tuple[tuple[int, int], ...], device: Device) -> list[NDArray]:
-    """Segments and dilations on the device: a step of training does not wait for their upload."""
+def _numbers(
+    branches: tuple[tuple[int, int], ...], device: Device, generation: int
+) -> list[NDArray]:
+    """Segments and dilations on the device, as long as it is not reset: a step of training does not
+    wait for their upload."""
     return [_C.array(list(numbers), "int32", device) for numbers in zip(*branches)]
 
 
@@ -112,7 +115,7 @@ class DilatedAttention(FusedOp):
     def compute(self, q: NDArray, k: NDArray, v: NDArray) -> NDArray:
         merges = all(map(_merges, (q, k, v)))
         self.pieces = [list(_pieces(q.shape, *branch, merges)) for branch in self.branches]
-        self.numbers = _numbers(tuple(self.branches), q.device)
+        self.numbers = _numbers(tuple(self.branches), q.device, q.device.generation)
         parts = _C.empty((len(self.branches), *q.shape), q.dtype, q.device)
         lses = _C.empty(parts.shape[:4], "float32", q.device)
         for pieces, part, to in zip(self.pieces, _each(parts), _each(lses)):

@@ -278,6 +278,23 @@ def test_cuda_reset():
     assert done.returncode == 0, done.stderr
 
 
+RESET_MASKS = """
+import numpy as np, needle as ndl
+mask = ndl.BlockMask.local(40, 16, 16)
+for _ in range(3):  # what was kept for the device goes with it
+    q = ndl.Tensor(np.ones((1, 40, 2, 8), np.float32), device=ndl.cuda())
+    one = ndl.ops.block_sparse_attention(q, q, q, mask).numpy()
+    two = ndl.ops.dilated_attention(q, q, q, segments=(8, 40), dilations=(1, 2)).numpy()
+    assert np.allclose(one, 1) and np.allclose(two, 1)
+    ndl.cuda_reset()
+"""
+
+
+def test_masks_and_dilations_live_through_a_reset():
+    done = python(RESET_MASKS)
+    assert done.returncode == 0, done.stderr
+
+
 FAULT = """
 import ctypes, sys, needle as ndl
 from needle import _C

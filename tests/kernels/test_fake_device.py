@@ -363,6 +363,14 @@ assert "unload 2" not in free(ndl.cuda_reset)
 """)
 
 
+def test_a_reset_begins_another_generation(fake):
+    fake("""
+before = device.generation, ndl.cpu().generation
+ndl.cuda_reset()
+assert (device.generation, ndl.cpu().generation) == (before[0] + 1, before[1])
+""")
+
+
 def test_what_was_made_before_a_reset_is_stale(fake):
     fake("""
 ndl.cuda_reset()
