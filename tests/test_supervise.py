@@ -525,6 +525,21 @@ def test_ctrl_z_stops_the_command_too(tmp_path):
     assert process.wait(60) == 128 + signal.SIGTERM
 
 
+def test_ctrl_z_while_the_gpu_is_probed_waits_for_the_new_life(run, monkeypatch):
+    passed, stops = [], []
+
+    def probe(device, seconds, is_stopped):
+        os.kill(os.getpid(), signal.SIGTSTP)
+        stops.append(is_stopped())
+
+    monkeypatch.setattr(supervise, "probe", probe)
+    monkeypatch.setattr(Supervisor, "_pass_on", lambda self, life, number: passed.append(number))
+    code = "say(life); time.sleep(0.3 * life); sys.exit(0 if life else 75)"
+    done, _, said, faults = run(code, device="cuda:0")
+    assert (done, said, stops, passed) == (0, ["0", "1"], [False], [signal.SIGTSTP])
+    assert [fault["action"] for fault in faults] == ["restart"]
+
+
 # ---- the command line, and the beat -------------------------------------------------------------
 
 

@@ -409,21 +409,25 @@ class Pool:
 
         sanitizer: run below compute-sanitizer, "memcheck", "racecheck", "synccheck" or "initcheck".
         explain: repeat a fault below it, so that message and explanation have line, thread, block.
+        ValueError and TypeError for what cannot be run, a sanitizer that is not installed among it.
         """
         if sanitizer is not None and sanitizer not in TOOLS:
             raise ValueError(f"sanitizer: must be one of {', '.join(TOOLS)}, not {sanitizer!r}")
-        if sanitizer is not None and find_sanitizer() is None:
+        program = find_sanitizer() if sanitizer is not None or explain else None
+        if sanitizer is not None and program is None:
             raise ValueError(f"sanitizer: {NO_SANITIZER}")
         code = self._compile(source, entry)
         if isinstance(code, Result):
             return code
         launch = Launch(code, draw(Case(grid, block, args, shared), 0))
-        if sanitizer is not None:
-            return self._sanitized(launch, sanitizer)
+        if sanitizer is not None and program is not None:
+            return self._sanitized(launch, sanitizer, program)
         result = self._run(launch, self.timeout)
         if explain and result.status in EXPLAINED_BY:
             tool = EXPLAINED_BY[result.status]
-            again = self._sanitized(launch, tool)
+            if program is None:
+                return replace(result, message=f"{result.message}\n{tool}: {NO_SANITIZER}")
+            again = self._sanitized(launch, tool, program)
             found = "\n".join(str(finding) for finding in again.explanation)
             told = found or f"{again.status}: {again.message}"
             return replace(
@@ -431,11 +435,8 @@ class Pool:
             )
         return result
 
-    def _sanitized(self, launch: Launch, tool: str) -> Result:
+    def _sanitized(self, launch: Launch, tool: str, program: str) -> Result:
         """A run in a process of its own below compute-sanitizer."""
-        program = find_sanitizer()
-        if program is None:
-            return Result("crashed", NO_SANITIZER, resources=launch.code.resources)
         header = sendable(launch, "run")
         too_large = self._too_large(launch, launch.size, HOST_COPIES * launch.size)
         if too_large is not None:

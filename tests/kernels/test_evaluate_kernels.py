@@ -254,4 +254,7 @@ def test_no_sanitizer(pool, monkeypatch):
     monkeypatch.setattr(isolate, "find_sanitizer", lambda: None)
     result = run(pool, "fails", 0, explain=True)
     assert result.status == "illegal_address" and "no compute-sanitizer here" in result.message
+    with pytest.raises(ValueError, match="sanitizer: there is no compute-sanitizer here"):
+        run(pool, "fails", 0, sanitizer="memcheck")
+    assert_next_is_right(pool)
     assert sanitizer.find_sanitizer() is None or os.access(sanitizer.find_sanitizer(), os.X_OK)
