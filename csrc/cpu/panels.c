@@ -14,10 +14,11 @@
  * denormal operands for zeros, and makes denormal sums zeros. Infinities and NaN go through as in
  * float32.
  *
- * Compiled for any x86-64 and chosen when needle starts. Pairs are faster on AMD's processors,
- * which do as many vdpbf16ps a cycle as FMAs. Intel's since Sapphire Rapids do a quarter as many
- * (measured, docs/measurements.md): there bfloat16 becomes float32 while it is packed.
- * float32 is multiplied here on Intel's alone: on AMD's nobody has measured it beside OpenBLAS.
+ * Compiled for any x86-64 and chosen when needle starts. Intel's processors since Sapphire Rapids do
+ * a quarter as many vdpbf16ps a cycle as FMAs (measured, docs/measurements.md): there bfloat16
+ * becomes float32 while it is packed. AMD's do as many by what is published, and take pairs; nobody
+ * has measured it, nor float32 beside OpenBLAS there, which is therefore multiplied here on Intel's
+ * alone.
  * NEEDLE_CPU_PRODUCTS=blas, avx512 or avx512_bf16 decides otherwise.
  */
 #include <stdlib.h>
@@ -28,8 +29,8 @@
 
 #include <immintrin.h>
 
-/* 28 sums, two vectors of b and one word of a repeated: 31 of 32 registers. */
 enum { FEWEST_ROWS = 32 }; /* of float32: below, packing b takes longer than a BLAS multiplies */
+/* 28 sums, two vectors of b and one word of a repeated: 31 of 32 registers. */
 enum { ROWS = 14, LANES = 16, COLUMNS = 2 * LANES };
 #define INLINE static inline __attribute__((always_inline))
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl")))
@@ -174,6 +175,7 @@ AVX512 INLINE void pack_form(form f, const void *from, int64_t lane, int64_t ste
     }
 }
 
+/* The form is a constant in each case, so that the compiler makes four of the above. */
 AVX512 static void pack(form f, const void *from, int64_t lane, int64_t step, int64_t lanes,
                         int64_t k, int64_t width, uint32_t *to) {
     switch (f) {

@@ -7,6 +7,7 @@ of magnitudes at most, in any order, and half a unit of a result that has 16 bit
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,8 @@ SIZES = [  # (batch, m, k, n)
 ]
 THREADS = (1, 2, 3, 4)
 PATHS = {"blas": "", "avx512": "AVX-512 and ", "avx512_bf16": "AVX512-BF16 and "}  # said first
+NEEDED = {"blas": set(), "avx512": {"avx512f", "avx512bw", "avx512vl"}}  # of the processor
+NEEDED["avx512_bf16"] = NEEDED["avx512"] | {"avx512_bf16"}
 VIEWS = [(first, second) for first in LAYOUTS for second in {"contiguous", "transposed", first}]
 
 
@@ -105,8 +108,16 @@ def results(tmp_path_factory):
 
 
 def of_path(results, path):
-    if not str(results[path, 1]["detail"]).startswith(PATHS[path]):
-        pytest.skip(f"the processor or the compiler does not know {PATHS[path]}")
+    """Where the processor has the instructions, the path must have been taken."""
+    flags = re.search(r"(?m)^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text())
+    missing = NEEDED[path] - set(flags[1].split() if flags else ())
+    compiler = _C.build_info()["compiler"]
+    if path != "blas" and int(re.search(r"(\d+)\.\d", compiler)[1]) < 10:
+        missing = {f"code by {compiler}: a compiler of version 10 makes it"}
+    if missing:
+        pytest.skip(f"this processor has no {', '.join(sorted(missing))}")
+    detail = str(results[path, 1]["detail"])
+    assert detail.startswith(PATHS[path]) and (path != "blas" or "AVX" not in detail.split()[0])
     return results[path, 1]
 
 
