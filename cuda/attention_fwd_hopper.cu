@@ -1,10 +1,12 @@
 /* attention_fwd_hopper.cu - attention_fwd.cu on Hopper, for 16-bit operands of head dims up to 128 whose
  * rows the copy engine takes. Maths, precision and results are those of attention_fwd.cu.
  *
- * Parallel: three consumer warpgroups (two for head dims above 64, and with lists) own 64 queries
- *   each and walk key tiles of 128. The scores of tile j + 1 are multiplied while the weights of tile j
- *   are: a consumer issues Q K^T of j + 1 and P V of j together, and turns scores into weights while P V
- *   runs. Consumers take turns in issuing, so that one's exponentials fall into the others' products.
+ * Parallel: dense, a team of three consumer warpgroups (two for head dims above 64), which own 64 queries
+ *   each and walk key tiles of 128. With lists of blocks of 128, two teams of two consumers and key tiles of
+ *   64, of smaller blocks four teams of one; above 64 dims one team of two and tiles of 128, or two of one
+ *   and 64. The producer alone reads lists. The scores of tile j + 1 are multiplied while the weights of
+ *   tile j are: a consumer issues Q K^T of j + 1 and P V of j together, and turns scores into weights
+ *   while P V runs. Consumers take turns in issuing, so that one's exponentials fall into the others' products.
  * A consumer whose queries see none of a tile passes it on unread (the causal triangle's edge); only
  *   tiles that the edge or the end of the keys cuts are masked.
  * Shared memory: Q twice, so that the next piece's queries are there; O leaves through it. K and V in STAGES
@@ -27,9 +29,8 @@ struct ForwardShape {
     static constexpr bool LISTS = LISTS_;
     static constexpr int CTAS = 1, QUERIES = HALF * CONSUMERS;
     static constexpr int THREADS = WARPGROUP * (1 + TEAMS * CONSUMERS);
-    static constexpr int EACH =
-        65536 / THREADS / 8 * 8; /* registers at the launch; a producer's: */
-    static constexpr int KEEP = 32;
+    /* Registers a thread: at the launch, and a producer's and a consumer's thereafter. */
+    static constexpr int EACH = 65536 / THREADS / 8 * 8, KEEP = 32;
     static constexpr int SPARE = (EACH - KEEP) / (TEAMS * CONSUMERS) / 8 * 8;
     static constexpr int TAKE = EACH + SPARE < 240 ? EACH + SPARE : 240;
     static constexpr uint32_t HALF_PANEL = HALF * PANEL_ROW;

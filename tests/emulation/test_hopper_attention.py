@@ -3,6 +3,7 @@ a C++ compiler and the toolkit's headers, and no GPU: what is tried is their log
 
 import ctypes
 import functools
+import itertools
 import math
 import subprocess
 import sys
@@ -92,9 +93,12 @@ def from_16(bits: np.ndarray, is_half: bool) -> np.ndarray:
 
 
 class Problem:
-    """Random operands; `packed`: q, k and v lie in one array, as in the model."""
+    """Random operands; `packed`: q, k and v lie in one array, as in the model. `rise`: how many
+    powers of two heavier a key weighs 64 keys on; queries and keys then differ less."""
 
-    def __init__(self, B, T, S, H, D, causal, mask=None, is_half=False, packed=False, seed=0):
+    def __init__(
+        self, B, T, S, H, D, causal, mask=None, is_half=False, packed=False, seed=0, rise=None
+    ):
         rng = np.random.default_rng(seed)
         self.sizes, self.causal, self.mask, self.is_half = (B, T, S, H, D), causal, mask, is_half
         self.scale = D**-0.5
@@ -105,6 +109,11 @@ class Problem:
             self.q, self.k, self.v = (
                 to_16(rng.standard_normal((B, n, H, D)), is_half) for n in (T, S, S)
             )
+        if rise is not None:
+            q, k = (from_16(x, is_half) / 4 for x in (self.q, self.k))
+            q[..., 0] = 8
+            k[..., 0] = (rise / 64 * math.log(2) / self.scale / 8) * np.arange(S)[None, :, None]
+            self.q, self.k = to_16(q, is_half), to_16(k, is_half)
         self.dout = to_16(rng.standard_normal((B, T, H, D)), is_half)
         i, j = np.arange(T)[:, None], np.arange(S)[None, :]
         see = np.broadcast_to((j <= i + S - T) if causal else (i >= 0) & (j >= 0), (1, T, S))
@@ -190,7 +199,16 @@ def problems():
             more["mask"] = mask_of(T, S, block, 1 + i % 2, i)
             yield pytest.param(more, id=f"blocks-of-{block}-{T}-{S}-{D}")
     yield pytest.param(dict(B=2, T=130, S=130, H=3, D=64, causal=True, packed=True), id="packed")
-    yield pytest.param(dict(B=1, T=200, S=200, H=1, D=64, causal=True, is_half=True), id="float16")
+
+
+def rising():
+    """The forward's exponents follow the maximum when 2^8 behind it: seldom, always, never."""
+    for rise, is_half, blocks in itertools.product((1.5, 5.0, 30.0, -5.0), (0, 1), (0, 64, 128)):
+        more = dict(B=1, T=450, S=450, H=1, D=64, causal=True, is_half=bool(is_half), rise=rise)
+        more["mask"] = mask_of(450, 450, blocks, 1, 3) if blocks else None
+        yield pytest.param(
+            more, id=f"rising-{rise}-{'float16' if is_half else 'bfloat16'}-{blocks}"
+        )
 
 
 def forward(compiled, p: Problem, change=None) -> tuple[np.ndarray, np.ndarray]:
@@ -220,7 +238,7 @@ def backward(compiled, p: Problem, keys: bool, change=None) -> list[np.ndarray]:
     return gradients
 
 
-@pytest.mark.parametrize("given", list(problems()))
+@pytest.mark.parametrize("given", [*problems(), *rising()])
 def test_forward(compiled, given):
     p = Problem(**given)
     o, lse = forward(compiled, p)

@@ -306,6 +306,12 @@ FAULTS = [
     ),
     Fault(
         "cuda/attention_fwd_hopper.cu",
+        "sum[half] *= shrink[half];",
+        "",
+        "tests/emulation -k test_forward",
+    ),
+    Fault(
+        "cuda/attention_fwd_hopper.cu",
         "tile + (following < 0)",
         "tile + (following < 0 && tile > 0)",
         "tests/emulation -k test_forward",
