@@ -187,8 +187,8 @@ def forward_backward(
     model: models.LanguageModel, ids: np.ndarray, targets: np.ndarray, loss_scale: Tensor
 ) -> NDArray:
     """Adds the gradient of loss_scale times the loss to the buffers; the loss stays on the device.
-    The logits and all activations are free when this returns."""
-    _, loss = model(ids, targets)
+    All activations are free when this returns."""
+    loss = model.loss(ids, targets)
     loss.backward(loss_scale)
     return loss.cached_data
 
@@ -234,7 +234,7 @@ def evaluate(run: Run) -> dict[str, float]:
     run.model.eval()
     with no_grad():
         for ids, targets in held_out.in_order(limit):
-            _, loss = run.model(ids, targets)
+            loss = run.model.loss(ids, targets)
             nats.append(float(loss.numpy()) * targets.size)
             beat()
             count += targets.size

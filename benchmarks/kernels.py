@@ -252,14 +252,14 @@ def products(s: Shapes) -> Iterator[Case]:
         yield Case(
             f"matmul dx {k} -> {m}",
             work,
-            lambda dy3=dy3, w_t=w_t: _C.matmul(dy3, w_t),
+            lambda dy3=dy3, w_t=w_t: _C.matmul(dy3, w_t, None),
             dx_peer,
             flops=True,
         )
         yield Case(
             f"matmul_acc dw {k} -> {m}",
             work,
-            lambda x_t=x_t, dy3=dy3, dw=dw: _C.matmul_acc(x_t, dy3, dw),
+            lambda x_t=x_t, dy3=dy3, dw=dw: _C.matmul_acc(x_t, dy3, None, 1, dw),
             dw_peer,
             flops=True,
         )

@@ -3,13 +3,17 @@
  *   forward   lse[n] = log sum_v exp(logits[n, v]),  losses[n] = lse[n] - logits[n, targets[n]]
  *             loss = sum(losses) / count, count = the number of targets >= 0 (loss 0 when none)
  *   backward  dlogits[n, v] = (exp(logits[n, v] - lse[n]) - (v == targets[n])) dloss / count
+ *   both      logits[n, v] becomes exp(logits[n, v] - lse[n]) - (v == targets[n]); share = 1 / count
  *
  * A negative target gives losses 0 and dlogits 0. A target >= V gives losses NaN and dlogits 0.
  * Computed in float32. A block takes a row. Forward: each thread keeps a running maximum and the
  * sum of exponentials relative to it, rescaled when the maximum grows, so one read of the row is
  * enough; the threads' pairs are merged in a fixed order. A row may start anywhere (V odd): the
  * elements before its first 16-byte boundary and after its last go one by one.
- * Bytes, T bytes an element: forward N V T; backward 2 N V T. One exponential an element in each.
+ * Both: the row stays in shared memory between the two, two blocks a multiprocessor where two rows fit,
+ * so that one reads while the other writes; a row that does not fit is read twice.
+ * Bytes, T bytes an element: forward N V T; backward 2 N V T; both 2 N V T (3 N V T for long rows). One
+ * exponential an element in each, two in both.
  */
 #include "common.cuh"
 
@@ -52,58 +56,70 @@ struct Running {
     }
 };
 
+/* The log of the sum of a row's exponentials, by the whole block; each vector goes through `see(first, vector)`
+ * as it passes. */
+template <int AT_ONCE, class T, class See>
+__device__ __forceinline__ float log_sum_exp(const T *x, const Cut &cut, int64_t columns,
+                                             See &&see) {
+    constexpr int N = Vec<T>::size;
+    Running r = {-INFINITY, 0.0f};
+    const T *body = x + cut.head;
+    for (int64_t base = threadIdx.x; base < cut.vectors; base += (int64_t)AT_ONCE * blockDim.x) {
+        Vec<T> v[AT_ONCE];
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; u++) {
+            const int64_t i = base + (int64_t)u * blockDim.x;
+            if (i < cut.vectors) {
+                v[u] = load16(body + i * N);
+            } else {
+#pragma unroll
+                for (int k = 0; k < N; k++) {
+                    v[u].v[k] = from_float<T>(-INFINITY);
+                }
+            }
+        }
+        float most = to_float(v[0].v[0]);
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; u++) {
+            const int64_t i = base + (int64_t)u * blockDim.x;
+            if (i < cut.vectors) {
+                see(cut.head + i * N, v[u]);
+            }
+#pragma unroll
+            for (int k = 0; k < N; k++) {
+                most = fmaxf(most, to_float(v[u].v[k]));
+            }
+        }
+        const float shift = r.raise(most);
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; u++) {
+#pragma unroll
+            for (int k = 0; k < N; k++) {
+                r.sum += exp2f((to_float(v[u].v[k]) - shift) * log2_e);
+            }
+        }
+    }
+    for (int64_t c = threadIdx.x; c < cut.head; c += blockDim.x) {
+        r.add(to_float(x[c]));
+    }
+    for (int64_t c = cut.tail + threadIdx.x; c < columns; c += blockDim.x) {
+        r.add(to_float(x[c]));
+    }
+    const float max = block_max(r.max);
+    r.raise(max);
+    const float sum = block_sum(r.sum);
+    return (max == -INFINITY ? 0.0f : max) + logf(sum);
+}
+
 template <class T>
 __global__ void __launch_bounds__(most_threads)
     forward_kernel(const T *logits, const int32_t *targets, float *losses, float *lse, int64_t rows,
                    int64_t columns) {
-    constexpr int N = Vec<T>::size;
     for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
         const T *x = logits + row * columns;
         const Cut cut = cut_row(x, columns, true);
-        Running r = {-INFINITY, 0.0f};
-        const T *body = x + cut.head;
-        for (int64_t base = threadIdx.x; base < cut.vectors; base += (int64_t)unroll * blockDim.x) {
-            Vec<T> v[unroll];
-#pragma unroll
-            for (int u = 0; u < unroll; u++) {
-                const int64_t i = base + (int64_t)u * blockDim.x;
-                if (i < cut.vectors) {
-                    v[u] = load16(body + i * N);
-                } else {
-#pragma unroll
-                    for (int k = 0; k < N; k++) {
-                        v[u].v[k] = from_float<T>(-INFINITY);
-                    }
-                }
-            }
-            float most = to_float(v[0].v[0]);
-#pragma unroll
-            for (int u = 0; u < unroll; u++) {
-#pragma unroll
-                for (int k = 0; k < N; k++) {
-                    most = fmaxf(most, to_float(v[u].v[k]));
-                }
-            }
-            const float shift = r.raise(most);
-#pragma unroll
-            for (int u = 0; u < unroll; u++) {
-#pragma unroll
-                for (int k = 0; k < N; k++) {
-                    r.sum += exp2f((to_float(v[u].v[k]) - shift) * log2_e);
-                }
-            }
-        }
-        for (int64_t c = threadIdx.x; c < cut.head; c += blockDim.x) {
-            r.add(to_float(x[c]));
-        }
-        for (int64_t c = cut.tail + threadIdx.x; c < columns; c += blockDim.x) {
-            r.add(to_float(x[c]));
-        }
-        const float max = block_max(r.max);
-        r.raise(max);
-        const float sum = block_sum(r.sum);
+        const float all = log_sum_exp<unroll>(x, cut, columns, [](int64_t, const Vec<T> &) {});
         if (threadIdx.x == 0) {
-            const float all = (max == -INFINITY ? 0.0f : max) + logf(sum);
             const int64_t target = targets[row];
             lse[row] = all;
             losses[row] = target < 0 ? 0.0f : target >= columns ? NAN : all - to_float(x[target]);
@@ -111,9 +127,10 @@ __global__ void __launch_bounds__(most_threads)
     }
 }
 
-/* One block: the mean over the rows whose target counts. */
-__global__ void __launch_bounds__(1024) mean_kernel(const float *losses, const int32_t *targets,
-                                                    float *loss, float *count, int64_t rows) {
+/* One block: the mean over the rows whose target counts; how many those are, or with `inverse` 1 by that. */
+__global__ void __launch_bounds__(1024)
+    mean_kernel(const float *losses, const int32_t *targets, float *loss, float *count,
+                bool inverse, int64_t rows) {
     float sum = 0.0f, valid = 0.0f;
 #pragma unroll 4
     for (int64_t i = threadIdx.x; i < rows; i += 1024) {
@@ -124,7 +141,7 @@ __global__ void __launch_bounds__(1024) mean_kernel(const float *losses, const i
     valid = block_sum(valid);
     if (threadIdx.x == 0) {
         *loss = valid > 0.0f ? sum / valid : 0.0f;
-        *count = valid;
+        *count = !inverse ? valid : valid > 0.0f ? 1.0f / valid : 0.0f;
     }
 }
 
@@ -180,6 +197,58 @@ __global__ void __launch_bounds__(most_threads)
     }
 }
 
+/* Shared memory: the row, at the same place in 16 bytes as in memory, where it FITS. */
+template <class T, bool FITS>
+__global__ void __launch_bounds__(most_threads)
+    both_kernel(T *logits, const int32_t *targets, float *losses, int64_t rows, int64_t columns) {
+    constexpr int N = Vec<T>::size;
+    extern __shared__ __align__(16) unsigned char kept_bytes[];
+    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+        T *x = logits + row * columns;
+        const Cut cut = cut_row(x, columns, true);
+        T *kept = reinterpret_cast<T *>(kept_bytes + ((uintptr_t)x & 15));
+        const int64_t target = targets[row];
+        const bool counts = target >= 0 && target < columns;
+        float all = 0.0f;
+        if (counts) {
+            all = log_sum_exp<8>(x, cut, columns, [&](int64_t first, const Vec<T> &v) {
+                if constexpr (FITS) {
+                    *reinterpret_cast<Vec<T> *>(kept + first) = v;
+                }
+            });
+        }
+        if (threadIdx.x == 0) {
+            losses[row] = counts ? all - to_float(x[target]) : target < 0 ? 0.0f : NAN;
+        }
+        __syncthreads(); /* the target's logit has been read */
+#pragma unroll 4
+        for (int64_t i = threadIdx.x; i < cut.vectors; i += blockDim.x) {
+            const int64_t first = cut.head + i * N;
+            Vec<T> v;
+            if (counts) {
+                if constexpr (FITS) {
+                    v = *reinterpret_cast<const Vec<T> *>(kept + first);
+                } else {
+                    v = load16(x + first);
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < N; k++) {
+                v.v[k] =
+                    from_float<T>(counts ? gradient(v.v[k], all, 1.0f, first + k == target) : 0.0f);
+            }
+            store16(x + first, v);
+        }
+        for (int64_t c = threadIdx.x; c < cut.head; c += blockDim.x) {
+            x[c] = from_float<T>(counts ? gradient(x[c], all, 1.0f, c == target) : 0.0f);
+        }
+        for (int64_t c = cut.tail + threadIdx.x; c < columns; c += blockDim.x) {
+            x[c] = from_float<T>(counts ? gradient(x[c], all, 1.0f, c == target) : 0.0f);
+        }
+        __syncthreads(); /* shared memory is free for the next row */
+    }
+}
+
 int threads_for(int64_t columns) {
     return columns >= 16384 ? most_threads : columns >= 2048 ? 256 : 64;
 }
@@ -199,7 +268,7 @@ nd_status cuda_cross_entropy_fwd(int device, const cross_entropy_fwd_args *a) {
             CUDA_LAUNCHED("cross_entropy_fwd");
         }
         mean_kernel<<<1, 1024, 0, stream>>>(losses, targets, data_of<float>(a->loss),
-                                            data_of<float>(a->count), rows);
+                                            data_of<float>(a->count), false, rows);
         CUDA_LAUNCHED("cross_entropy_fwd");
         return ND_OK;
     });
@@ -221,6 +290,35 @@ nd_status cuda_cross_entropy_bwd(int device, const cross_entropy_bwd_args *a) {
                 data_of<float>(a->count), data_of<float>(a->dloss), dlogits, rows, columns,
                 vectors);
         CUDA_LAUNCHED("cross_entropy_bwd");
+        return ND_OK;
+    });
+}
+
+nd_status cuda_cross_entropy_fwd_bwd(int device, const cross_entropy_fwd_bwd_args *a) {
+    const char *op = "cross_entropy_fwd_bwd";
+    const int64_t rows = a->logits->shape[0], columns = a->logits->shape[1];
+    const cuda_limits *limits = cuda_device_limits(device);
+    cudaStream_t stream = cuda_stream(device);
+    const int32_t *targets = data_of<int32_t>(a->targets);
+    float *losses = data_of<float>(a->losses);
+    return with_float(op, a->logits->dtype, [&](auto tag) -> nd_status {
+        using T = typename decltype(tag)::type;
+        const size_t row_bytes = (size_t)columns * sizeof(T) + 16;
+        const bool fits = row_bytes + 1024 <= limits->block_shared; /* the reductions' own */
+        const bool two_fit = 2 * (row_bytes + 2048) <= limits->block_shared;
+        if (rows > 0) {
+            auto *kernel = fits ? both_kernel<T, true> : both_kernel<T, false>;
+            int threads = threads_for(columns);
+            threads = threads > 256 && two_fit ? 256 : threads;
+            size_t shared = fits ? row_bytes : 0;
+            ND_TRY(cuda_prepare(op, device, (const void *)kernel, threads, shared));
+            kernel<<<cuda_grid(device, rows, 1024), threads, shared, stream>>>(
+                data_of<T>(a->logits), targets, losses, rows, columns);
+            CUDA_LAUNCHED(op);
+        }
+        mean_kernel<<<1, 1024, 0, stream>>>(losses, targets, data_of<float>(a->loss),
+                                            data_of<float>(a->share), true, rows);
+        CUDA_LAUNCHED(op);
         return ND_OK;
     });
 }

@@ -1,6 +1,6 @@
 /* matmul.cu - matrix products by cuBLASLt, and the bias gradient.
  *
- *   matmul      c[b] = a[b] b[b]                 matmul_acc   c[b] += a[b] b[b], c in float32
+ *   matmul      c[b] = scale a[b] b[b]      matmul_acc   c[b] (+)= scale a[b] b[b], c in float32
  *   linear_fwd  y = x w + bias (in the product's epilogue)
  *   bias_bwd    db += column sums of dy          (linear's other gradients are matmul and matmul_acc)
  *
@@ -34,6 +34,7 @@ struct Key {
     int64_t transpose_a, transpose_b;
     int64_t in, out;   /* nd_dtype */
     int64_t bias, add; /* epilogue bias; beta = 1 */
+    int64_t scaled;    /* alpha and beta are read on the device */
     int64_t align_a, align_b, align_c;
 
     bool operator==(const Key &other) const { return memcmp(this, &other, sizeof *this) == 0; }
@@ -205,6 +206,11 @@ nd_status fill_plan(const char *op, const Blas &blas, const Key &key, const void
                                                 sizeof op_a));
     BLAS_TRY(op, cublasLtMatmulDescSetAttribute(plan->product, CUBLASLT_MATMUL_DESC_TRANSB, &op_b,
                                                 sizeof op_b));
+    if (key.scaled) {
+        cublasLtPointerMode_t mode = CUBLASLT_POINTER_MODE_DEVICE;
+        BLAS_TRY(op, cublasLtMatmulDescSetAttribute(
+                         plan->product, CUBLASLT_MATMUL_DESC_POINTER_MODE, &mode, sizeof mode));
+    }
     if (key.bias) {
         cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_BIAS;
         cudaDataType_t type = data_type(key.out);
@@ -225,9 +231,12 @@ nd_status fill_plan(const char *op, const Blas &blas, const Key &key, const void
     return status;
 }
 
+/* beta where alpha is read on the device. */
+__device__ const float zero_one[2] = {0.0f, 1.0f};
+
 /* `supported` comes back false when cuBLASLt has no kernel for this product. */
 nd_status run(const char *op, int device, const Key &key, const void *a, const void *b, void *c,
-              const void *bias, bool *supported) {
+              const void *bias, const float *scale, bool *supported) {
     Blas *blas;
     ND_TRY(ready(op, device, &blas));
     auto found = blas->plans.find(key);
@@ -248,8 +257,15 @@ nd_status run(const char *op, int device, const Key &key, const void *a, const v
         BLAS_TRY(op, cublasLtMatmulDescSetAttribute(plan.product, CUBLASLT_MATMUL_DESC_BIAS_POINTER,
                                                     &bias, sizeof bias));
     }
-    const float alpha = 1.0f, beta = key.add ? 1.0f : 0.0f;
-    BLAS_TRY(op, cublasLtMatmul(blas->handle, plan.product, &alpha, a, plan.a, b, plan.b, &beta, c,
+    const float one = 1.0f, added = key.add ? 1.0f : 0.0f;
+    const float *alpha = &one, *beta = &added;
+    if (key.scaled) {
+        void *constants;
+        CUDA_TRY(op, cudaGetSymbolAddress(&constants, zero_one));
+        alpha = scale;
+        beta = (const float *)constants + key.add;
+    }
+    BLAS_TRY(op, cublasLtMatmul(blas->handle, plan.product, alpha, a, plan.a, b, plan.b, beta, c,
                                 plan.c, c, plan.c, &plan.algo, blas->workspace,
                                 blas->workspace_bytes, cuda_stream(device)));
     return ND_OK;
@@ -287,8 +303,9 @@ nd_status matrix_of(const char *op, const char *operand, const nd_array *x, Matr
 struct Product {
     int64_t batch, m, n, k; /* row-major c (m x n) = a (m x k) b (k x n) */
     Matrix a, b;
-    char *c;          /* contiguous */
-    const void *bias; /* of n elements, in c's dtype, or null */
+    char *c;            /* contiguous */
+    const void *bias;   /* of n elements, in c's dtype, or null */
+    const float *scale; /* on the device, or null */
     nd_dtype in, out;
     bool add;
 };
@@ -312,10 +329,11 @@ nd_status multiply_once(const char *op, int device, const Product &p, bool *supp
     key.out = p.out;
     key.bias = p.bias != nullptr;
     key.add = p.add;
+    key.scaled = p.scale != nullptr;
     key.align_a = alignment(p.b.data, key.stride_a, p.in);
     key.align_b = alignment(p.a.data, key.stride_b, p.in);
     key.align_c = alignment(p.c, key.stride_c, p.out);
-    return run(op, device, key, p.b.data, p.a.data, p.c, p.bias, supported);
+    return run(op, device, key, p.b.data, p.a.data, p.c, p.bias, p.scale, supported);
 }
 
 nd_status no_kernel(const char *op, const Product &p) {
@@ -354,14 +372,15 @@ nd_status multiply(const char *op, int device, const Product &p) {
     return ND_OK;
 }
 
-nd_status matmul(const char *op, int device, const nd_array *a, const nd_array *b, nd_array *c,
-                 bool add) {
+nd_status matmul(const char *op, int device, const nd_array *a, const nd_array *b,
+                 const nd_array *scale, bool add, nd_array *c) {
     Product p;
     p.batch = c->shape[0];
     p.m = c->shape[1];
     p.n = c->shape[2];
     p.k = a->shape[2];
     p.bias = nullptr;
+    p.scale = scale ? data_of<float>(scale) : nullptr;
     p.in = a->dtype;
     p.out = c->dtype;
     p.c = (char *)c->data;
@@ -444,11 +463,11 @@ __global__ void __launch_bounds__(32 * strip_rows)
 } // namespace
 
 nd_status cuda_matmul(int device, const matmul_args *a) {
-    return matmul("matmul", device, a->a, a->b, a->c, false);
+    return matmul("matmul", device, a->a, a->b, a->scale, false, a->c);
 }
 
 nd_status cuda_matmul_acc(int device, const matmul_acc_args *a) {
-    return matmul("matmul_acc", device, a->a, a->b, a->c, true);
+    return matmul("matmul_acc", device, a->a, a->b, a->scale, a->add != 0, a->c);
 }
 
 nd_status cuda_linear_fwd(int device, const linear_fwd_args *a) {
@@ -461,6 +480,7 @@ nd_status cuda_linear_fwd(int device, const linear_fwd_args *a) {
     p.in = p.out = a->x->dtype;
     p.c = (char *)a->y->data;
     p.bias = nullptr;
+    p.scale = nullptr;
     p.add = false;
     if (p.m == 0 || p.n == 0) {
         return ND_OK;

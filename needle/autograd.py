@@ -12,6 +12,7 @@ An op offers up to three things (docs/design.md, Two protocols):
 - `accumulate(out_grad, node, sinks)`: like gradient, but where `sinks[i]` is a float32 NDArray, it
   adds the gradient of input i into it and returns None there. That is how the gradients of
   flattened parameters (`needle.nn.flatten_parameters`) are summed by the kernel that computes them.
+  A kernel that can write as well as add asks `sinks.claim(i)` (Sinks).
 
 After `backward()` the `.grad` of a Tensor without a gradient buffer is the gradient of that one
 call (it replaces the one before, as in the course); that of a Parameter with a gradient buffer is a
@@ -37,6 +38,7 @@ __all__ = [
     "FusedOp",
     "NDArray",
     "Op",
+    "Sinks",
     "Tensor",
     "TensorOp",
     "TensorTuple",
@@ -134,7 +136,7 @@ class Op:
             return tuple(grads)
         return (grads,)
 
-    def accumulate(self, out_grad: Any, node: Value, sinks: Sequence[NDArray | None]) -> tuple:
+    def accumulate(self, out_grad: Any, node: Value, sinks: Sinks) -> tuple:
         """`gradient_as_tuple`, but entry i is added into `sinks[i]` and returned as None where
         that is not None."""
         grads = list(self.gradient_as_tuple(out_grad, node))
@@ -172,15 +174,13 @@ class FusedOp(TensorOp):
     def __call__(self, *args: Value) -> Tensor:
         return Tensor.make_from_op(copy.copy(self), args)
 
-    def backward(
-        self, dout: NDArray, node: Tensor, sinks: Sequence[NDArray | None]
-    ) -> Sequence[NDArray | None]:
+    def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> Sequence[NDArray | None]:
         raise NotImplementedError(f"{type(self).__name__}.backward is not defined")
 
     def gradient(self, out_grad: Tensor, node: Tensor) -> tuple:
-        return self.accumulate(out_grad, node, (None,) * len(node.inputs))
+        return self.accumulate(out_grad, node, Sinks([None] * len(node.inputs)))
 
-    def accumulate(self, out_grad: Tensor, node: Tensor, sinks: Sequence[NDArray | None]) -> tuple:
+    def accumulate(self, out_grad: Tensor, node: Tensor, sinks: Sinks) -> tuple:
         dout = out_grad.cached_data
         if dout.dtype != node.dtype:
             dout = dout.astype(node.dtype)
@@ -213,6 +213,31 @@ def _severed(grad: NDArray, op: Op) -> Tensor:
     return out
 
 
+class Sinks(Sequence["NDArray | None"]):
+    """Where an op adds the gradients of its inputs: `sinks[i]` is the float32 array of input i, or
+    None where its gradient is returned instead.
+
+    A buffer that nothing was added to since `reset_grad()` is not zeroed before it is needed:
+    `sinks[i]` zeroes it then, and `claim(i)` leaves that to a kernel that can write.
+    """
+
+    def __init__(self, owners: Sequence[Value | None]) -> None:
+        self._owners = owners
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def __getitem__(self, i: Any) -> Any:
+        owner = self._owners[i]
+        return None if owner is None else owner.grad_buffer
+
+    def claim(self, i: int) -> tuple[NDArray | None, bool]:
+        """The array, and whether to add to it; without that its numbers are of no meaning, and the
+        caller writes all of them."""
+        owner = self._owners[i]
+        return (None, False) if owner is None else owner.claim_grad_buffer()
+
+
 def _add_into(sink: NDArray, grad: NDArray) -> None:
     """sink += grad, in float32."""
     _C.assign(sink, _C.add(sink, grad))
@@ -237,6 +262,7 @@ class Value:
     grad: Any = None
     grad_buffer: NDArray | None = None
     trained: bool = False  # an nn.Parameter
+    has_grad_buffer: bool = False  # gradients are added up there: see nn.flatten_parameters
 
     def realize_cached_data(self) -> Any:
         """The result. Everything is computed at once, so this is `cached_data`."""
@@ -245,6 +271,10 @@ class Value:
     def is_leaf(self) -> bool:
         """True when no op made it."""
         return self.op is None
+
+    def claim_grad_buffer(self) -> tuple[NDArray | None, bool]:
+        """See Sinks.claim."""
+        return self.grad_buffer, True
 
     @classmethod
     def make_const(cls, data: Any, *, requires_grad: bool = False) -> Any:
@@ -395,7 +425,7 @@ class Tensor(Value, Operators["Tensor"]):
             raise TypeError(f"Tensor.data: must be a Tensor, but is {type(value).__name__}")
         if new.dtype != self.dtype:
             raise TypeError(f"Tensor.data: dtype is {self.dtype}, but the new data is {new.dtype}")
-        if self.grad_buffer is None:
+        if not self.has_grad_buffer:
             self.cached_data = new
             return
         if new.shape != self.shape:
@@ -589,7 +619,7 @@ def _walk(order: list[Value], output: Value, out_grad: Value, keep: bool) -> Non
             continue
         op = node.op
         if op is None:
-            if node.grad_buffer is not None:
+            if node.has_grad_buffer:
                 _add_into(node.grad_buffer, grad.cached_data)
             else:
                 node.grad = grad
@@ -601,9 +631,9 @@ def _walk(order: list[Value], output: Value, out_grad: Value, keep: bool) -> Non
         if keep:
             node.grad = grad
         inputs = node.inputs
-        sinks = [x.grad_buffer if x.requires_grad else None for x in inputs]
-        if any(sink is not None for sink in sinks):
-            parts = op.accumulate(grad, node, sinks)
+        owners = [x if x.requires_grad and x.has_grad_buffer else None for x in inputs]
+        if any(owner is not None for owner in owners):
+            parts = op.accumulate(grad, node, Sinks(owners))
         else:
             parts = op.gradient_as_tuple(grad, node)
         if len(parts) < len(inputs):

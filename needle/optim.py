@@ -126,9 +126,10 @@ class Optimizer:
         raise NotImplementedError(f"{type(self).__name__}.step is not defined")
 
     def reset_grad(self) -> None:
-        """Forget the gradients: one fill of the flat buffer, or `.grad = None` for each."""
+        """Forget the gradients: those of a flat object count as zeros, each other `.grad` is
+        None."""
         if self.flat is not None:
-            self.flat.grad.fill(0)
+            self.flat.forget_grad()
         else:
             for p in self.params:
                 p.grad = None
@@ -218,7 +219,7 @@ class _PerParameter(Optimizer):
                 g = g + self.weight_decay * p.cached_data
             new, *kept = self._updated(i, p, g, t)
             new = new.astype(p.dtype)
-            flat = p.grad_buffer is not None  # its place is in the buffer of all
+            flat = p.has_grad_buffer  # its place is in the buffer of all
             changes.append((p.cached_data, ..., new) if flat else (vars(p), "cached_data", new))
             changes += [(self.state[slot], i, array) for slot, array in zip(self.slots, kept)]
         commit(changes)

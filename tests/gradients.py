@@ -266,6 +266,19 @@ GRADIENTS = [
                 normal(4, 5),
                 targets=TARGETS.astype(np.int32),
             ),
+            by_name(
+                "linear_cross_entropy",
+                lambda x, w: mean_cross_entropy(x @ w, TARGETS),
+                normal(4, 3),
+                normal(3, 5),
+                targets=TARGETS.astype(np.int32),
+            ),
+            Gradient(
+                "linear_cross_entropy-transposed",
+                lambda ops, x, w: ops.linear_cross_entropy(x, w, TARGETS, transposed=True),
+                lambda x, w: mean_cross_entropy((x @ w.T).reshape(-1, 5), TARGETS),
+                (normal(2, 2, 3), normal(5, 3)),
+            ),
         ]
     ),
 ]

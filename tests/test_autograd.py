@@ -147,6 +147,42 @@ def test_sinks_accumulate(device, dtype):
     assert np.abs(flat.grad.numpy()).sum() == 0
 
 
+@both
+def test_forgotten_gradients_count_as_zeros(device):
+    """The first product behind reset_grad() writes, the second adds; what no gradient reaches is
+    zero for whoever looks, and for the norm."""
+    device = device_of(device)
+    module = Fused(device, "float32")
+    flat = nn.flatten_parameters(module)
+    ids = np.array([[0, 3, 3], [6, 1, 0]], np.int32)
+
+    def gradients():
+        return {name: p.grad.numpy() for name, p in module.named_parameters()}
+
+    module(ids).sum().backward()
+    first = gradients()
+    for p in module.parameters():
+        p.grad_buffer.fill(np.nan)  # who adds to what is forgotten keeps it
+    flat.forget_grad()
+    module(ids).sum().backward()
+    for name, grad in gradients().items():
+        np.testing.assert_array_equal(grad, first[name], name)
+    flat.forget_grad()
+    ops.embedding(ids, module.table).sum().backward()
+    assert module.table.grad.numpy().any()
+    rest = [p for p in module.parameters() if p is not module.table]
+    expected = np.sqrt((module.table.grad.numpy().astype(float) ** 2).sum())
+    assert float(ndl.optim.grad_norm(flat)[0].numpy()) == pytest.approx(expected)
+    assert not any(p.grad.numpy().any() for p in rest)
+    flat.forget_grad()
+    twice = ops.linear(ops.linear(Tensor(np.eye(6), device=device), module.weight), module.weight)
+    twice.sum().backward()
+    weight = module.weight.numpy().astype(float)
+    close(
+        module.weight.grad.numpy(), weight.sum(1) + weight.sum(0)[:, None] + np.zeros((6, 6)), 1e-5
+    )
+
+
 def test_flat_buffers():
     module = Fused(ndl.cpu(), "float32")
     before = {name: p.numpy() for name, p in module.named_parameters()}

@@ -2,6 +2,7 @@
  *
  *   forward    lse = log sum exp(logits),  losses = lse - logits[target],  loss = mean of the valid
  *   backward   dlogits = (exp(logits - lse) - onehot(target)) dloss / count
+ *   both       logits become exp(logits - lse) - onehot(target), and share = 1 / count
  * Rows with a negative target are ignored: losses 0, dlogits 0. The forward walks a row once, in
  * runs that stay in the first-level cache, with a running maximum; the backward reads and writes
  * each logit once. Threads take rows; the mean is added up in float64 in the order of the rows.
@@ -46,51 +47,46 @@ static float row_log_sum_exp(const nd_array *logits, int64_t row, int64_t v) {
     return (maximum == -INFINITY ? 0.0f : maximum) + nd_log(sum);
 }
 
-nd_status cpu_cross_entropy_fwd(int device, const cross_entropy_fwd_args *args) {
-    int64_t n = args->logits->shape[0], v = args->logits->shape[1];
-    const int32_t *targets = args->targets->data;
-    float *losses = args->losses->data, *lse = args->lse->data;
-    ND_TRY(check_targets("cross_entropy_fwd", args->targets, v));
+/* losses and lse of every row; the sum of losses and how many rows count. */
+static double sum_losses(const nd_array *logits, const int32_t *targets, float *losses, float *lse,
+                         int64_t *count) {
+    int64_t n = logits->shape[0], v = logits->shape[1];
 
 #pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (n * v > CPU_GRAIN)
     for (int64_t i = 0; i < n; i++) {
-        lse[i] = row_log_sum_exp(args->logits, i, v);
+        lse[i] = row_log_sum_exp(logits, i, v);
         losses[i] = 0;
         if (targets[i] >= 0) {
             float value;
-            losses[i] = lse[i] - *cpu_read(args->logits, i * v + targets[i], 1, &value);
+            losses[i] = lse[i] - *cpu_read(logits, i * v + targets[i], 1, &value);
         }
     }
     double total = 0;
-    int64_t count = 0;
+    *count = 0;
     for (int64_t i = 0; i < n; i++) {
         total += losses[i];
-        count += targets[i] >= 0;
+        *count += targets[i] >= 0;
     }
-    *(float *)args->loss->data = count > 0 ? (float)(total / (double)count) : 0.0f;
-    *(float *)args->count->data = (float)count;
-    return ND_OK;
+    return total;
 }
 
-nd_status cpu_cross_entropy_bwd(int device, const cross_entropy_bwd_args *args) {
-    int64_t n = args->logits->shape[0], v = args->logits->shape[1];
-    const int32_t *targets = args->targets->data;
-    const float *lse = args->lse->data;
-    float count = *(const float *)args->count->data, dloss = *(const float *)args->dloss->data;
-    float weight = count > 0 ? dloss / count : 0.0f;
-    ND_TRY(check_targets("cross_entropy_bwd", args->targets, v));
+/* dlogits = (exp(logits - lse) - onehot) weight, which may be the same array. */
+static void write_gradient(const nd_array *logits, const int32_t *targets, const float *lse,
+                           float weight, nd_array *dlogits) {
+    int64_t n = logits->shape[0], v = logits->shape[1];
 
 #pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (n * v > CPU_GRAIN)
     for (int64_t i = 0; i < n; i++) {
         _Alignas(64) float from[RUN], to[RUN];
         for (int64_t j = 0; j < v; j += RUN) {
             int64_t columns = min_of(RUN, v - j), at = i * v + j, target = targets[i] - j;
-            float *restrict dx = cpu_target(args->dlogits, at, to);
+            float *dx = cpu_target(dlogits, at, to);
             if (targets[i] < 0) {
                 memset(dx, 0, (size_t)columns * sizeof *dx);
             } else {
-                const float *restrict x = cpu_read(args->logits, at, columns, from);
+                const float *x = cpu_read(logits, at, columns, from);
                 float row_lse = lse[i];
+#pragma omp simd
                 for (int64_t k = 0; k < columns; k++) {
                     dx[k] = nd_exp(x[k] - row_lse) * weight;
                 }
@@ -98,8 +94,39 @@ nd_status cpu_cross_entropy_bwd(int device, const cross_entropy_bwd_args *args) 
                     dx[target] -= weight;
                 }
             }
-            cpu_write(args->dlogits, at, columns, dx);
+            cpu_write(dlogits, at, columns, dx);
         }
     }
+}
+
+nd_status cpu_cross_entropy_fwd(int device, const cross_entropy_fwd_args *args) {
+    (void)device;
+    int64_t count;
+    ND_TRY(check_targets("cross_entropy_fwd", args->targets, args->logits->shape[1]));
+    double total =
+        sum_losses(args->logits, args->targets->data, args->losses->data, args->lse->data, &count);
+    *(float *)args->loss->data = count > 0 ? (float)(total / (double)count) : 0.0f;
+    *(float *)args->count->data = (float)count;
+    return ND_OK;
+}
+
+nd_status cpu_cross_entropy_bwd(int device, const cross_entropy_bwd_args *args) {
+    (void)device;
+    float count = *(const float *)args->count->data, dloss = *(const float *)args->dloss->data;
+    ND_TRY(check_targets("cross_entropy_bwd", args->targets, args->logits->shape[1]));
+    write_gradient(args->logits, args->targets->data, args->lse->data,
+                   count > 0 ? dloss / count : 0.0f, args->dlogits);
+    return ND_OK;
+}
+
+nd_status cpu_cross_entropy_fwd_bwd(int device, const cross_entropy_fwd_bwd_args *args) {
+    int64_t count;
+    void *lse;
+    ND_TRY(check_targets("cross_entropy_fwd_bwd", args->targets, args->logits->shape[1]));
+    ND_TRY(cpu_scratch(device, (size_t)args->logits->shape[0] * sizeof(float), &lse));
+    double total = sum_losses(args->logits, args->targets->data, args->losses->data, lse, &count);
+    write_gradient(args->logits, args->targets->data, lse, 1.0f, args->logits);
+    *(float *)args->loss->data = count > 0 ? (float)(total / (double)count) : 0.0f;
+    *(float *)args->share->data = count > 0 ? 1.0f / (float)count : 0.0f;
     return ND_OK;
 }

@@ -1,7 +1,7 @@
 /* matmul.c - matrix products: matmul, matmul_acc, linear_fwd, bias_bwd.
  *
- *   matmul      c  = a b            (batched)
- *   matmul_acc  c += a b            c float32: how a weight gradient is accumulated
+ *   matmul      c  = scale a b      (batched)
+ *   matmul_acc  c (+)= scale a b    c float32: how a weight gradient is accumulated
  *   linear_fwd  y  = x w + b        the bias is written first, the product added to it
  *   bias_bwd    db += column sums of dy
  *
@@ -93,6 +93,8 @@ typedef struct {
     const nd_array *bias; /* or NULL */
     nd_array *c;          /* C-contiguous, (..., M, N) */
     bool accumulate;
+    bool direct; /* tiles are made where they stay, not in scratch */
+    float scale;
     bool panels; /* by panels.c */
     int64_t m, n, k;
     int64_t tile_m, tile_n;
@@ -100,7 +102,7 @@ typedef struct {
 
 /* In units of 4 bytes. */
 static size_t panel_elements(const product *p) {
-    size_t c = p->c->dtype == ND_F32 ? 0 : (size_t)(p->tile_m * p->tile_n);
+    size_t c = p->direct ? 0 : (size_t)(p->tile_m * p->tile_n);
     if (p->panels) {
         return c + (size_t)cpu_panels_words(p->a.array->dtype, p->tile_n, K_PANEL);
     }
@@ -140,12 +142,11 @@ static void run_tile(const product *p, int64_t batch, int64_t i, int64_t j, floa
     int64_t at_a = batch_offset(p->a.array, batch) + i * p->a.strides[0];
     int64_t at_b = batch_offset(p->b.array, batch) + j * p->b.strides[1];
     int64_t at_c = (batch * p->m + i) * p->n + j;
-    bool direct = p->c->dtype == ND_F32;
-    float *c = direct ? (float *)p->c->data + at_c : panels;
-    int64_t ldc = direct ? p->n : columns;
-    panels += direct ? 0 : p->tile_m * p->tile_n;
+    float *c = p->direct ? (float *)p->c->data + at_c : panels;
+    int64_t ldc = p->direct ? p->n : columns;
+    panels += p->direct ? 0 : p->tile_m * p->tile_n;
 
-    bool add = p->accumulate;
+    bool add = p->accumulate && p->direct;
     if (p->bias != NULL) {
         add = true;
         cpu_load_f32(c, cpu_at(p->bias, j), p->bias->dtype, 1, columns);
@@ -159,10 +160,19 @@ static void run_tile(const product *p, int64_t batch, int64_t i, int64_t j, floa
         multiply_panel(p, at_a + k0 * p->a.strides[1], at_b + k0 * p->b.strides[0], rows, columns,
                        min_of(step, p->k - k0), add || k0 > 0, c, ldc, panels);
     }
-    if (!direct) {
-        for (int64_t r = 0; r < rows; r++) {
-            cpu_store_f32(cpu_at(p->c, at_c + r * p->n), p->c->dtype, 1, c + r * columns, columns);
+    for (int64_t r = 0; r < rows && !p->direct; r++) {
+        float *row = c + r * columns;
+        if (p->accumulate) { /* float32 */
+            float *to = (float *)p->c->data + at_c + r * p->n;
+            for (int64_t i = 0; i < columns; i++) {
+                to[i] += p->scale * row[i];
+            }
+            continue;
         }
+        for (int64_t i = 0; i < columns; i++) {
+            row[i] *= p->scale;
+        }
+        cpu_store_f32(cpu_at(p->c, at_c + r * p->n), p->c->dtype, 1, row, columns);
     }
 }
 
@@ -189,12 +199,15 @@ static void choose_tiles(product *p, int64_t batches) {
 }
 
 static nd_status multiply(int device, const char *name, const nd_array *a, const nd_array *b,
-                          const nd_array *bias, nd_array *c, bool accumulate) {
+                          const nd_array *bias, const nd_array *scale, bool accumulate,
+                          nd_array *c) {
     product p = {.a = matrix_of(a),
                  .b = matrix_of(b),
                  .bias = bias,
                  .c = c,
                  .accumulate = accumulate,
+                 .direct = c->dtype == ND_F32 && scale == NULL,
+                 .scale = scale == NULL ? 1.0f : *(const float *)scale->data,
                  .m = a->shape[a->ndim - 2],
                  .n = b->shape[b->ndim - 1],
                  .k = a->shape[a->ndim - 1]};
@@ -237,15 +250,16 @@ static nd_status multiply(int device, const char *name, const nd_array *a, const
 }
 
 nd_status cpu_matmul(int device, const matmul_args *args) {
-    return multiply(device, "matmul", args->a, args->b, NULL, args->c, false);
+    return multiply(device, "matmul", args->a, args->b, NULL, args->scale, false, args->c);
 }
 
 nd_status cpu_matmul_acc(int device, const matmul_acc_args *args) {
-    return multiply(device, "matmul_acc", args->a, args->b, NULL, args->c, true);
+    return multiply(device, "matmul_acc", args->a, args->b, NULL, args->scale, args->add != 0,
+                    args->c);
 }
 
 nd_status cpu_linear_fwd(int device, const linear_fwd_args *args) {
-    return multiply(device, "linear_fwd", args->x, args->w, args->b, args->y, false);
+    return multiply(device, "linear_fwd", args->x, args->w, args->b, NULL, false, args->y);
 }
 
 /* Each piece of ROWS rows sums its columns into a row of `partial`; those are added in order. */

@@ -181,7 +181,7 @@ static PyObject *matmul(nd_state *state, const nd_array *a, const nd_array *b) {
     if (batches(state, a, b, ndim, shape, &x, &y) < 0) {
         return NULL;
     }
-    PyObject *operands[2] = {nd_wrap(state, &x), nd_wrap(state, &y)};
+    PyObject *operands[3] = {nd_wrap(state, &x), nd_wrap(state, &y), Py_None};
     PyObject *result =
         operands[0] && operands[1] ? nd_structured(state, OP_matmul, operands) : NULL;
     Py_XDECREF(operands[0]);

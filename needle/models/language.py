@@ -56,19 +56,40 @@ class LanguageModel(Hooked):
         Host data (lists, NumPy, CPU arrays) is checked against the vocabulary before anything is
         uploaded: ValueError. An int32 NDArray that lies on the GPU already is taken as it is.
         """
+        if targets is None:
+            return self.embed_out(self.final_hidden(input_ids)), None
+        ids, wanted = self._ids_and_targets(input_ids, targets)
+        logits = self.embed_out(self.hidden(ids))
+        flat = logits.reshape((ids.size, self.config.vocab_size))
+        return logits, ops.cross_entropy(flat, wanted)
+
+    def loss(self, input_ids: Any, targets: Any) -> Tensor:
+        """The loss of forward(), for training: logits are stored once instead of twice, and nobody
+        sees them. A head other than nn.TiedHead and nn.Linear without a bias is called as it is.
+
+        >>> config = ndl.PythiaConfig(vocab_size=50, hidden_size=16, num_layers=1, num_heads=2)
+        >>> model = ndl.Pythia(config)
+        >>> loss = model.loss([[1, 2, 3]], targets=[[2, 3, 4]])
+        >>> abs(loss.item() - model([[1, 2, 3]], targets=[[2, 3, 4]])[1].item()) < 1e-6
+        True
+        """
+        head = self.embed_out
+        if type(head) not in (nn.Linear, nn.TiedHead) or getattr(head, "bias", None) is not None:
+            return self(input_ids, targets)[1]
+        ids, wanted = self._ids_and_targets(input_ids, targets)
+        transposed = isinstance(head, nn.TiedHead)
+        return ops.linear_cross_entropy(self.hidden(ids), head.weight, wanted, transposed)
+
+    def _ids_and_targets(self, input_ids: Any, targets: Any) -> tuple[NDArray, NDArray]:
+        """(B, T) and (B T,) on the device, checked."""
         ids = self._tokens(input_ids, "input_ids", low=0)
-        wanted = None if targets is None else self._tokens(targets, "targets", low=None)
-        if wanted is not None and tuple(wanted.shape) != tuple(ids.shape):
+        wanted = self._tokens(targets, "targets", low=None)
+        if tuple(wanted.shape) != tuple(ids.shape):
             raise ValueError(
                 f"{self._name}: targets have shape {tuple(wanted.shape)}, input_ids "
                 f"{tuple(ids.shape)}; both must be (batch, time)"
             )
-        batch, time = ids.shape
-        logits = self.embed_out(self.hidden(ids))
-        if wanted is None:
-            return logits, None
-        flat = logits.reshape((batch * time, self.config.vocab_size))
-        return logits, ops.cross_entropy(flat, wanted.reshape((batch * time,)))
+        return ids, wanted.reshape((ids.size,))
 
     def final_hidden(self, input_ids: Any) -> Tensor:
         """ids (B, T) -> (B, T, C), as the head reads it; ids are checked as in forward()."""

@@ -18,7 +18,8 @@ class FlatParameters:
 
     data: (N,) in the model's dtype; grad: (N,) float32. Decayed parameters come first and fill
     data[:decay_size]. Parameter i is `parameters[i]`, named `names[i]`, at data[offsets[i]:] with
-    its size; what lies between parameters is zero in both buffers and stays zero.
+    its size; what lies between parameters is zero in both buffers and stays zero. Ask for `grad`
+    anew behind each forget_grad(): zeros that a product will overwrite are not written before.
 
     A deep copy or a pickle holds copies of the parameters, in new buffers with their values and
     gradients: together with the model, `copy.deepcopy((model, optimizer))`, it is the model's copy
@@ -39,9 +40,30 @@ class FlatParameters:
             if i + 1 == decayed:
                 self.decay_size = end
         self.data = _C.empty((end,), dtype, device)
-        self.grad = _C.empty((end,), "float32", device)
+        self._grad = _C.empty((end,), "float32", device)
         self.data.fill(0)
-        self.grad.fill(0)
+        self._grad.fill(0)
+        # Vectors, whose gradients nothing writes, lie together as a rule: [start, end) of each run.
+        self._vectors: list[tuple[int, int]] = []
+        for p, start, stop in zip(self.parameters, self.offsets, [*self.offsets[1:], end]):
+            if p.ndim < 2 and self._vectors and self._vectors[-1][1] == start:
+                self._vectors[-1] = (self._vectors[-1][0], stop)
+            elif p.ndim < 2:
+                self._vectors.append((start, stop))
+
+    @property
+    def grad(self) -> NDArray:
+        for p in self.parameters:
+            _ = p.grad_buffer  # zeros, where they are yet to be written
+        return self._grad
+
+    def forget_grad(self) -> None:
+        """All gradients count as zeros."""
+        for p in self.parameters:
+            if p.ndim >= 2:
+                p.forget_grad()
+        for start, stop in self._vectors:
+            self._grad[start:stop].fill(0)
 
     @property
     def size(self) -> int:
@@ -59,7 +81,7 @@ class FlatParameters:
             place, grad = self.view(self.data, i), p.grad
             _C.assign(place, p.cached_data)
             p.cached_data = place
-            p.grad_buffer = self.view(self.grad, i)
+            p.grad_buffer = self.view(self._grad, i)
             if grad is not None:
                 p.grad = grad
             p._grad = None  # it would be a second gradient, in memory of its own
@@ -142,5 +164,5 @@ def flatten_parameters(
 
     flat = FlatParameters(order, decayed, first.device, first.dtype)
     flat.adopt()
-    flat.grad.fill(0)
+    flat.forget_grad()
     return flat

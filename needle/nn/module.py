@@ -27,7 +27,9 @@ class Parameter(Tensor):
 
     After `flatten_parameters` its data is a view of the model's flat buffer and `grad_buffer`
     (float32, its shape) a view of the flat gradient: `.grad` is then a Tensor over that view, into
-    which every backward() adds; setting `.grad` writes into it, None being zeros.
+    which every backward() adds; setting `.grad` writes into it, None being zeros. Zeros are only
+    written when somebody asks for them: after `forget_grad()` the next product writes instead of
+    adding, and who looks before finds zeros.
 
     A copy or a pickle stands alone, with values and gradient, until it is flattened itself.
 
@@ -38,24 +40,51 @@ class Parameter(Tensor):
     trained = True
     name: str | None = None
     _grad: Tensor | None = None
+    _grad_buffer: NDArray | None = None
+    _forgotten = False  # what the buffer holds counts as zeros
+
+    @property
+    def has_grad_buffer(self) -> bool:  # type: ignore[override]
+        return self._grad_buffer is not None
+
+    @property
+    def grad_buffer(self) -> NDArray | None:  # type: ignore[override]
+        if self._forgotten:
+            self._grad_buffer.fill(0)
+            self._forgotten = False
+        return self._grad_buffer
+
+    @grad_buffer.setter
+    def grad_buffer(self, buffer: NDArray) -> None:
+        self._grad_buffer, self._forgotten = buffer, False
+
+    def claim_grad_buffer(self) -> tuple[NDArray | None, bool]:
+        add, self._forgotten = not self._forgotten, False
+        return self._grad_buffer, add
+
+    def forget_grad(self) -> None:
+        """The gradient is zero, or None without a buffer."""
+        self._grad, self._forgotten = None, self.has_grad_buffer
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
-        if self.grad_buffer is not None:
+        if self.has_grad_buffer:
             return Tensor.from_ndarray(self.grad_buffer)
         return self._grad
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        if self.grad_buffer is None:
-            self._grad = value
-        elif value is None:
-            self.grad_buffer.fill(0)
-        else:
+        if value is None:
+            self.forget_grad()
+        elif self.has_grad_buffer:
             _C.assign(self.grad_buffer, value.cached_data)
+        else:
+            self._grad = value
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {k: v for k, v in vars(self).items() if k not in ("grad_buffer", "_flat")}
+        state = {
+            k: v for k, v in vars(self).items() if k not in ("_grad_buffer", "_forgotten", "_flat")
+        }
         return {**state, "_grad": self.grad}
 
 

@@ -10,7 +10,6 @@ time of a second forward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ import numpy as np
 from needle.autograd import (
     FusedOp,
     NDArray,
+    Sinks,
     Tensor,
     compute_gradient_of_variables,
     enable_grad,
@@ -46,9 +46,7 @@ class Recomputed(FusedOp):
             )
         return out.cached_data
 
-    def backward(
-        self, dout: NDArray, node: Tensor, sinks: Sequence[NDArray | None]
-    ) -> list[NDArray | None]:
+    def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> list[NDArray | None]:
         first, *parameters = node.inputs
         x = Tensor.make_const(first.cached_data, requires_grad=first.requires_grad)
         now = np.random.get_state()
@@ -59,12 +57,12 @@ class Recomputed(FusedOp):
         finally:
             np.random.set_state(now)
         # Parameters without a buffer get their .grad at the end of the whole backward, not here.
-        before = [(p, p.grad) for p in parameters if p.grad_buffer is None]
+        before = [(p, p.grad) for p in parameters if not p.has_grad_buffer]
         for p, _ in before:
             p.grad = None
         try:
             compute_gradient_of_variables(out, Tensor.from_ndarray(dout), training=True)
-            found = [p.grad if p.grad_buffer is None else None for p in (x, *parameters)]
+            found = [None if p.has_grad_buffer else p.grad for p in (x, *parameters)]
         finally:
             for p, grad in before:
                 p.grad = grad

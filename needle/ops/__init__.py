@@ -74,7 +74,7 @@ from needle.ops.elementwise import (
 )
 from needle.ops.embedding import EmbeddingOp, embedding
 from needle.ops.indexing import GetItem, IndexAdd, IndexSelect, PlaceItem, get_item, index_select
-from needle.ops.loss import CrossEntropy, cross_entropy
+from needle.ops.loss import CrossEntropy, LinearCrossEntropy, cross_entropy, linear_cross_entropy
 from needle.ops.matmul import (
     LinearOp,
     LinearTransposedOp,
@@ -139,6 +139,7 @@ __all__ = [
     "IndexAdd",
     "IndexSelect",
     "LayerNorm",
+    "LinearCrossEntropy",
     "LinearOp",
     "LinearTransposedOp",
     "Log",
@@ -191,6 +192,7 @@ __all__ = [
     "index_select",
     "layer_norm",
     "linear",
+    "linear_cross_entropy",
     "linear_transposed",
     "log",
     "logsoftmax",

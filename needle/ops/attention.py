@@ -13,7 +13,7 @@ from typing import Any
 
 from needle import _C
 from needle._C import NDArray
-from needle.autograd import FusedOp, Tensor
+from needle.autograd import FusedOp, Sinks, Tensor
 from needle.block_mask import BlockMask
 
 
@@ -39,7 +39,7 @@ class Rotary(FusedOp):
     def compute(self, x: NDArray) -> NDArray:
         return self._turned(x, 1.0)
 
-    def backward(self, dout: NDArray, node: Tensor, sinks: Sequence[NDArray | None]) -> tuple:
+    def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> tuple:
         return (self._turned(dout, -1.0),)
 
     def _turned(self, x: NDArray, sign: float) -> NDArray:
@@ -111,9 +111,7 @@ class Attention(FusedOp):
         self.kernel = _Kernel(*self.options)
         return self.kernel.forward(q, k, v)
 
-    def backward(
-        self, dout: NDArray, node: Tensor, sinks: Sequence[NDArray | None]
-    ) -> list[NDArray | None]:
+    def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> list[NDArray | None]:
         qkv = [x.cached_data for x in node.inputs]
         into = [_C.empty(x.shape, x.dtype, x.device) for x in qkv]
         self.kernel.backward(dout, qkv, into)
@@ -195,7 +193,7 @@ class QKVAttention(FusedOp):
         self.kernel = _Kernel(*self.options)
         return self.kernel.forward(*qkv_parts(self.rotated))
 
-    def backward(self, dout: NDArray, node: Tensor, sinks: Sequence[NDArray | None]) -> tuple:
+    def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> tuple:
         drotated = _C.empty(self.rotated.shape, self.rotated.dtype, self.rotated.device)
         self.kernel.backward(dout, qkv_parts(self.rotated), qkv_parts(drotated))
         _C.rotary(drotated, self.cos, self.sin, 2, -1.0)

@@ -9,7 +9,7 @@ import numpy as np
 
 from needle import _C
 from needle._C import Device, NDArray
-from needle.autograd import Tensor
+from needle.autograd import Sinks, Tensor
 from needle.backend_ndarray import Axes, zeros
 
 
@@ -35,9 +35,7 @@ def kept_shape(shape: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:
     return tuple(1 if i in axes else n for i, n in enumerate(shape))
 
 
-def sink_of(
-    sinks: Sequence[NDArray | None], grads: list[NDArray | None], node: Tensor, i: int
-) -> NDArray:
+def sink_of(sinks: Sinks, grads: list[NDArray | None], node: Tensor, i: int) -> NDArray:
     """The float32 array into which a kernel adds the gradient of input i of a fused op: its sink,
     else fresh zeros, which become grads[i] where the input needs a gradient."""
     sink, x = sinks[i], node.inputs[i]
@@ -46,6 +44,19 @@ def sink_of(
         if x.requires_grad:
             grads[i] = sink
     return sink
+
+
+def claim_of(
+    sinks: Sinks, grads: list[NDArray | None], node: Tensor, i: int
+) -> tuple[NDArray, bool]:
+    """The same for a kernel that writes where the second result is False."""
+    place, add = sinks.claim(i)
+    x = node.inputs[i]
+    if place is None:
+        place = _C.empty(x.shape, "float32", x.device)
+        if x.requires_grad:
+            grads[i] = place
+    return place, add
 
 
 def const(array: NDArray) -> Tensor:

@@ -23,7 +23,7 @@ from typing import Any
 
 from needle import _C
 from needle._C import Device, NDArray
-from needle.autograd import FusedOp, Tensor
+from needle.autograd import FusedOp, Sinks, Tensor
 
 Steps = tuple[int, int, int]  # along batch, time and heads
 
@@ -127,9 +127,7 @@ class DilatedAttention(FusedOp):
         self.out, self.lse = _C.dilated_merge(parts, lses, *self.numbers)
         return self.out
 
-    def backward(
-        self, dout: NDArray, node: Tensor, sinks: Sequence[NDArray | None]
-    ) -> list[NDArray | None]:
+    def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> list[NDArray | None]:
         arrays = [x.cached_data for x in node.inputs]
         dout = dout.compact()
         sums = [_C.empty((len(self.branches), *x.shape), x.dtype, x.device) for x in arrays]

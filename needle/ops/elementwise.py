@@ -5,13 +5,12 @@ except for gelu's, which is a kernel of its own."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from numbers import Number
 from typing import Any
 
 from needle import _C
 from needle._C import NDArray
-from needle.autograd import FusedOp, Tensor, TensorOp
+from needle.autograd import FusedOp, Sinks, Tensor, TensorOp
 from needle.backend_ndarray import full
 from needle.ops.broadcast import reduced_to
 from needle.ops.common import const
@@ -447,7 +446,7 @@ class GELU(FusedOp):
     def compute(self, x: NDArray) -> NDArray:
         return _C.gelu_tanh(x) if self.tanh else _C.gelu(x)
 
-    def backward(self, dout: NDArray, node: Tensor, sinks: Sequence[NDArray | None]) -> tuple:
+    def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> tuple:
         x = node.inputs[0].cached_data
         return (_C.gelu_tanh_bwd(x, dout) if self.tanh else _C.gelu_bwd(x, dout),)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from needle import _C
 from needle._C import NDArray
-from needle.autograd import FusedOp, Tensor
+from needle.autograd import FusedOp, Sinks, Tensor
 from needle.ops.common import id_array, rows_of, sink_of
 
 
@@ -25,9 +24,7 @@ class EmbeddingOp(FusedOp):
     def compute(self, w: NDArray) -> NDArray:
         return _C.embedding_fwd(self.ids, w).reshape(self.shape + (w.shape[1],))
 
-    def backward(
-        self, dout: NDArray, node: Tensor, sinks: Sequence[NDArray | None]
-    ) -> list[NDArray | None]:
+    def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> list[NDArray | None]:
         grads: list[NDArray | None] = [None]
         _C.embedding_bwd(self.ids, rows_of(dout), sink_of(sinks, grads, node, 0))
         return grads

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from needle import _C
 from needle._C import NDArray
-from needle.autograd import FusedOp, Tensor
-from needle.ops.common import id_array
+from needle.autograd import FusedOp, Sinks, Tensor, is_grad_enabled
+from needle.ops.common import claim_of, id_array, rows_of
+from needle.ops.matmul import weight_grad
 
 
 class CrossEntropy(FusedOp):
@@ -24,9 +24,16 @@ class CrossEntropy(FusedOp):
         _, self.lse, loss, self.count = _C.cross_entropy_fwd(logits, self.targets)
         return loss
 
-    def backward(self, dout: NDArray, node: Tensor, sinks: Sequence[NDArray | None]) -> tuple:
+    def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> tuple:
         logits = node.inputs[0].cached_data
         return (_C.cross_entropy_bwd(logits, self.targets, self.lse, self.count, dout),)
+
+
+def _target_ids(op: str, targets: Any, rows: int, vocabulary: int, device: _C.Device) -> NDArray:
+    ids = id_array(op, targets, device, vocabulary, lowest=None)
+    if ids.size != rows:
+        raise ValueError(f"{op}: {ids.size} targets for {rows} rows of logits")
+    return ids
 
 
 def cross_entropy(logits: Tensor, targets: Any) -> Tensor:
@@ -42,7 +49,62 @@ def cross_entropy(logits: Tensor, targets: Any) -> Tensor:
     """
     if len(logits.shape) != 2:
         raise ValueError(f"cross_entropy: logits must be (N, V), but the shape is {logits.shape}")
-    ids = id_array("cross_entropy", targets, logits.device, logits.shape[1], lowest=None)
-    if ids.size != logits.shape[0]:
-        raise ValueError(f"cross_entropy: {ids.size} targets for {logits.shape[0]} rows of logits")
-    return CrossEntropy(ids)(logits)
+    return CrossEntropy(_target_ids("cross_entropy", targets, *logits.shape, logits.device))(logits)
+
+
+class LinearCrossEntropy(FusedOp):
+    """logits = x w, and their cross-entropy. Of the logits only their gradient is kept, in their
+    place, without the factor dloss / count, which both products of the backward read."""
+
+    reads_result = False
+
+    def __init__(self, targets: NDArray, transposed: bool) -> None:
+        self.targets, self.transposed = targets, transposed
+
+    def _oriented(self, w: NDArray) -> NDArray:
+        return w.permute((1, 0)) if self.transposed else w
+
+    def compute(self, x: NDArray, w: NDArray) -> NDArray:
+        logits = rows_of(x) @ self._oriented(w)
+        if not is_grad_enabled():
+            return _C.cross_entropy_fwd(logits, self.targets)[2]
+        _, loss, self.share = _C.cross_entropy_fwd_bwd(logits, self.targets)
+        self.dlogits = logits
+        return loss
+
+    def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> list[NDArray | None]:
+        x, w = node.inputs
+        rows, dlogits = rows_of(x.cached_data), self.dlogits
+        scale = _C.multiply(dout, self.share)
+        grads: list[NDArray | None] = [None, None]
+        if x.requires_grad:
+            w_t = self._oriented(w.cached_data).permute((1, 0))
+            grads[0] = _C.matmul(dlogits, w_t, scale).reshape(x.shape)
+        if w.requires_grad:
+            pair = (dlogits, rows) if self.transposed else (rows, dlogits)
+            weight_grad(*pair, claim_of(sinks, grads, node, 1), scale)
+        return grads
+
+
+def linear_cross_entropy(x: Tensor, w: Tensor, targets: Any, transposed: bool = False) -> Tensor:
+    """cross_entropy(x @ w, targets), for which the logits are stored once: half the memory, and
+    each is read and written once between the products.
+
+    x: (..., C); w: (C, V), or (V, C) with `transposed`, as an embedding lies; targets: a whole
+    number below V for each row of x, as in cross_entropy. The gradient of w is float32 in every
+    dtype.
+
+    >>> x, w = ndl.randn(2, 4), ndl.randn(4, 3)
+    >>> both = ndl.ops.linear_cross_entropy(x, w, [0, 2]), ndl.ops.cross_entropy(x @ w, [0, 2])
+    >>> abs(both[0].item() - both[1].item()) < 1e-6
+    True
+    """
+    c, v = (w.shape[1], w.shape[0]) if transposed and w.ndim == 2 else w.shape[:2]
+    if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != c:
+        raise ValueError(
+            f"linear_cross_entropy: w must be {'(V, C)' if transposed else '(C, V)'} for x "
+            f"(..., C), but x is {x.shape} and w {w.shape}"
+        )
+    rows = x.size // max(c, 1)
+    ids = _target_ids("linear_cross_entropy", targets, rows, v, x.device)
+    return LinearCrossEntropy(ids, transposed)(x, w)

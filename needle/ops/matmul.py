@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from needle import _C
 from needle._C import NDArray
-from needle.autograd import FusedOp, Tensor, TensorOp
+from needle.autograd import FusedOp, Sinks, Tensor, TensorOp
 from needle.ops.broadcast import reduced_to, reshape
-from needle.ops.common import rows_of, sink_of
+from needle.ops.common import claim_of, rows_of, sink_of
 from needle.ops.shape import transpose
 
 
@@ -56,11 +54,15 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     return MatMul()(a, b)
 
 
-def add_product(x: NDArray, y: NDArray, into: NDArray) -> None:
-    """into (K, M) float32 += x^T y of rows x (N, K) and y (N, M)."""
+def weight_grad(
+    x: NDArray, y: NDArray, claimed: tuple[NDArray, bool], scale: NDArray | None = None
+) -> None:
+    """scale x^T y of rows x (N, K) and y (N, M), written to the (K, M) float32 array of a claim, or
+    added to it where that says so."""
+    into, add = claimed
     n, k, m = *x.shape, y.shape[1]
     x_t = x.permute((1, 0)).reshape((1, k, n))
-    _C.matmul_acc(x_t, y.reshape((1, n, m)), into.reshape((1, k, m)))
+    _C.matmul_acc(x_t, y.reshape((1, n, m)), scale, int(add), into.reshape((1, k, m)))
 
 
 class LinearOp(FusedOp):
@@ -73,16 +75,14 @@ class LinearOp(FusedOp):
             b = b.reshape((b.size,))
         return _C.linear_fwd(rows_of(x), w, b).reshape(x.shape[:-1] + (w.shape[1],))
 
-    def backward(
-        self, dout: NDArray, node: Tensor, sinks: Sequence[NDArray | None]
-    ) -> list[NDArray | None]:
+    def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> list[NDArray | None]:
         x, w = node.inputs[0].cached_data, node.inputs[1].cached_data
         dy = rows_of(dout)
         grads: list[NDArray | None] = [None] * len(node.inputs)
         if node.inputs[0].requires_grad:
             grads[0] = (dy @ w.permute((1, 0))).reshape(x.shape)
         if node.inputs[1].requires_grad:
-            add_product(rows_of(x), dy, sink_of(sinks, grads, node, 1))
+            weight_grad(rows_of(x), dy, claim_of(sinks, grads, node, 1))
         if len(node.inputs) == 3 and node.inputs[2].requires_grad:
             db = sink_of(sinks, grads, node, 2)
             _C.bias_bwd(dy, db.reshape((db.size,)))
@@ -97,16 +97,14 @@ class LinearTransposedOp(FusedOp):
     def compute(self, x: NDArray, w: NDArray) -> NDArray:
         return (rows_of(x) @ w.permute((1, 0))).reshape(x.shape[:-1] + (w.shape[0],))
 
-    def backward(
-        self, dout: NDArray, node: Tensor, sinks: Sequence[NDArray | None]
-    ) -> list[NDArray | None]:
+    def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> list[NDArray | None]:
         x, w = node.inputs[0].cached_data, node.inputs[1].cached_data
         dy = rows_of(dout)
         grads: list[NDArray | None] = [None, None]
         if node.inputs[0].requires_grad:
             grads[0] = (dy @ w).reshape(x.shape)
         if node.inputs[1].requires_grad:
-            add_product(dy, rows_of(x), sink_of(sinks, grads, node, 1))
+            weight_grad(dy, rows_of(x), claim_of(sinks, grads, node, 1))
         return grads
 
 

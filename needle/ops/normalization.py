@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from needle import _C
 from needle._C import NDArray
-from needle.autograd import FusedOp, Tensor
+from needle.autograd import FusedOp, Sinks, Tensor
 from needle.ops.common import rows_of, sink_of
 
 
@@ -22,9 +20,7 @@ class LayerNorm(FusedOp):
         y, self.mean, self.rstd = _C.layernorm_fwd(rows_of(x), w, b, self.eps)
         return y.reshape(x.shape)
 
-    def backward(
-        self, dout: NDArray, node: Tensor, sinks: Sequence[NDArray | None]
-    ) -> list[NDArray | None]:
+    def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> list[NDArray | None]:
         x, w, _ = node.inputs
         grads: list[NDArray | None] = [None, None, None]
         into = [sink_of(sinks, grads, node, i) for i in (1, 2)]

@@ -191,6 +191,12 @@ BAD_VALUES = [
         r"cross_entropy_fwd: targets: .*257",
     ),
     (
+        "cross_entropy_fwd_bwd",
+        "target V",
+        {"targets": long_ids(31, 257)},
+        r"cross_entropy_fwd_bwd: targets: .*257",
+    ),
+    (
         "cross_entropy_bwd",
         "target V",
         {"targets": long_ids(31, 257)},

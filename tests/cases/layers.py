@@ -7,12 +7,12 @@ import numpy as np
 from cases.case import cases_of, draw, normal, targets
 
 
-def matmul(r, a, b):
-    return {"c": r(a @ b)}
+def matmul(r, a, b, scale):
+    return {"c": r(a @ b * (1.0 if scale is None else scale))}
 
 
-def matmul_acc(r, a, b, c):
-    return {"c": c + a @ b}
+def matmul_acc(r, a, b, scale, add, c):
+    return {"c": (c if add else 0) + a @ b * (1.0 if scale is None else scale)}
 
 
 def linear_fwd(r, x, w, b):
@@ -64,6 +64,19 @@ def cross_entropy_fwd(r, logits, targets):
         "lse": lse,
         "loss": np.float64(losses.sum() / max(count, 1)),
         "count": np.float64(count),
+    }
+
+
+def cross_entropy_fwd_bwd(r, logits, targets):
+    forward = cross_entropy_fwd(r, logits, targets)
+    valid = targets >= 0
+    p = r(np.exp(logits - forward["lse"][:, None]))
+    p[np.arange(len(targets)), np.where(valid, targets, 0)] -= valid
+    return {
+        "logits": r(np.where(valid[:, None], p, 0)),
+        "losses": forward["losses"],
+        "loss": forward["loss"],
+        "share": 1 / forward["count"] if forward["count"] else np.float64(0),
     }
 
 
@@ -146,7 +159,7 @@ LOSSES = {
 CASES = [
     *cases_of(
         matmul,
-        lambda b, m, k, n: draw(a=normal(b, m, k), b=normal(b, k, n)),
+        lambda b, m, k, n, scale=None: draw(a=normal(b, m, k), b=normal(b, k, n), scale=scale),
         [
             (1, 1, 1, 1),
             (1, 31, 257, 31),
@@ -158,14 +171,37 @@ CASES = [
             (2, 0, 3, 4),
             (1, 130, 300, 257),
             (1, 33, 1100, 40),
+            (1, 130, 300, 257, np.float64(0.3)),
+            (3, 31, 1100, 40, np.float64(-2.5)),
+            (2, 5, 0, 3, np.float64(2.0)),
         ],
-        lambda b, m, k, n: k,
+        lambda b, m, k, n, *scale: k,
     ),
     *cases_of(
         matmul_acc,
-        lambda b, m, k, n: draw(a=normal(b, m, k), b=normal(b, k, n), c=normal(b, m, n)),
-        [(1, 1, 1, 1), (1, 31, 257, 17), (2, 31, 31, 257), (1, 5, 0, 3), (0, 2, 3, 4)],
-        lambda b, m, k, n: k,
+        lambda b, m, k, n, scale=None, add=1: draw(
+            a=normal(b, m, k),
+            b=normal(b, k, n),
+            scale=scale,
+            add=add,
+            # written without being read: a NaN would stay
+            c=normal(b, m, n) if add else np.full((b, m, n), np.nan),
+        ),
+        {
+            "x".join(map(str, shape[:4])) + "".join(f"-{x}" for x in shape[4:]): shape
+            for shape in [
+                (1, 1, 1, 1),
+                (1, 31, 257, 17),
+                (2, 31, 31, 257),
+                (1, 5, 0, 3),
+                (0, 2, 3, 4),
+                (1, 31, 257, 17, None, 0),
+                (2, 31, 31, 257, np.float64(-0.75), 0),
+                (1, 130, 600, 65, np.float64(0.3), 1),
+                (1, 5, 0, 3, np.float64(2.0), 0),
+            ]
+        },
+        lambda b, m, k, n, *more: k,
     ),
     *cases_of(
         linear_fwd,
@@ -225,6 +261,12 @@ CASES = [
     ),
     *cases_of(
         cross_entropy_bwd, partial(losses_inputs, backward=True), LOSSES, lambda n, v, *more: v
+    ),
+    *cases_of(
+        cross_entropy_fwd_bwd,
+        losses_inputs,
+        LOSSES | {"long": (3, 120_007), "wide": (5, 50_304, (1,))},
+        lambda n, v, *more: v,
     ),
     *cases_of(
         grad_norm,

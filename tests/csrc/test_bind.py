@@ -57,9 +57,8 @@ def test_operands_changed_in_place_through_a_view(device):
     expected[2, 1:7:2] = 5
     np.testing.assert_array_equal(base.numpy(), expected)
     c = base[:4, ::-1].permute((1, 0))
-    _C.matmul_acc(
-        _C.array(np.ones((8, 2)), device=device), _C.array(np.ones((2, 4)), device=device), c
-    )
+    ones = [_C.array(np.ones(shape), device=device) for shape in ((8, 2), (2, 4))]
+    _C.matmul_acc(*ones, None, 1, c)
     expected[:4] += 2
     np.testing.assert_array_equal(base.numpy(), expected)
 
@@ -71,7 +70,7 @@ def test_a_broadcast_view_cannot_be_written(device):
         view = _C.array(np.zeros(3), device=device).reshape((1, 3)).broadcast_to((rows, 3))
         a, b, c = (np.ones(shape) for shape in ((rows, 2), (2, 3), (rows, 3)))
         a, b, c = (_C.array(x, device=device) for x in (a, b, c))
-        for write, operands in ((_C.matmul_acc, (a, b, view)), (_C.assign, (view, c))):
+        for write, operands in ((_C.matmul_acc, (a, b, None, 1, view)), (_C.assign, (view, c))):
             with pytest.raises(ValueError, match="broadcast view"):
                 write(*operands)
         assert view.numpy().sum() == 0

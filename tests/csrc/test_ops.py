@@ -493,7 +493,7 @@ def test_a_product_over_nothing_is_zero(rows, dtype, device):
     held = _C.empty((1, rows, 2048), dtype, device)
     held.fill(float("nan"))
     del held
-    np.testing.assert_array_equal(_C.matmul(a, b).numpy(), np.zeros((1, rows, 2048)))
+    np.testing.assert_array_equal(_C.matmul(a, b, None).numpy(), np.zeros((1, rows, 2048)))
 
 
 # ---- attention edge ------------------------------------------------------------------------------
@@ -589,7 +589,7 @@ for shape in [(1_000_003,), (3, 400_001), (1000, 1003)]:
         for axes in range(1, len(shape) + 1):
             print(op, shape, axes, bits(getattr(_C, op)(x, axes)).tobytes().hex()[:64])
 a, b = (to_ndarray(rng.standard_normal((1, 700, 700)), "float32", device) for _ in "ab")
-print(hashlib.sha256(bits(_C.matmul(a, b)).tobytes()).hexdigest())
+print(hashlib.sha256(bits(_C.matmul(a, b, None)).tobytes()).hexdigest())
 """
 
 

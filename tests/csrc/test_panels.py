@@ -58,9 +58,9 @@ def products():
             left, right = to_ndarray(a, dtype, cpu, first), to_ndarray(b, dtype, cpu, second)
             exact, magnitudes = seen_a @ seen_b, abs(seen_a) @ abs(seen_b)
             name = f"{dtype} {size} {first} {second}"
-            yield f"matmul {name}", k, _C.matmul(left, right), exact, magnitudes
+            yield f"matmul {name}", k, _C.matmul(left, right, None), exact, magnitudes
             total = to_ndarray(c, "float32", cpu)
-            _C.matmul_acc(left, right, total)
+            _C.matmul_acc(left, right, None, 1, total)
             yield f"matmul_acc {name}", k, total, c + exact, abs(c) + magnitudes
         x, w, y = (to_ndarray(value, dtype, cpu) for value in (a[0], b[0], bias))
         exact, magnitudes = a[0] @ b[0] + bias, abs(a[0]) @ abs(b[0]) + abs(bias)
@@ -75,7 +75,7 @@ def special() -> np.ndarray:
     left = to_ndarray(np.reshape(a, (6, 1, 2)), "bfloat16", ndl.cpu())
     right = to_ndarray(np.reshape(b, (6, 2, 1)), "bfloat16", ndl.cpu())
     total = to_ndarray(np.zeros((6, 1, 1)), "float32", ndl.cpu())
-    _C.matmul_acc(left, right, total)
+    _C.matmul_acc(left, right, None, 1, total)
     return total.numpy().ravel()
 
 

@@ -316,7 +316,7 @@ huge
   wide(<n>)[...] + wide(<n>)[::-1]
   made((2, 2)).as_strided((<n>, 3), (1, 1))
   made((2, 2)).as_strided((2, 2), (<n>, <n>)) | wide(<n>).fill(1)
-  _C.matmul(wide(<n>), wide(<n>)) | np.asarray(wide(<n>)) + 1 | wide(<n>).compact()
+  _C.matmul(wide(<n>), wide(<n>), None) | np.asarray(wide(<n>)) + 1 | wide(<n>).compact()
   wide(<n>).flat[1:].copy()
 n
   2**31 | 2**40 | 2**50 | 2**58
