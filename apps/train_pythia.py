@@ -286,6 +286,7 @@ def save(run: Run, log: RunLog) -> None:
         schedule=schedule,
         settings=run.settings,
         seconds=log.seconds,
+        products=run.device.properties()["products"],
     )
     run_folder.note_saved(run.folder)
     run.saved = run.step
@@ -469,6 +470,9 @@ def resumed_run(args, folder: Path, lock: Lock, checkpoint: Checkpoint) -> Run:
         raise CheckpointError(f"{checkpoint.path}: its optimizer has a part of the parameters only")
     checkpoint.restore_random_state()
     print(f"resuming {checkpoint.path} after step {state['step']}")
+    before, now = state.get("products"), device.properties()["products"]
+    if before not in (None, now):
+        print(f"its steps were multiplied by {before}, these by {now}: bits may differ")
     return Run(
         folder,
         lock,

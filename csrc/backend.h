@@ -80,6 +80,7 @@ typedef struct {
     int processors;      /* cores, or multiprocessors */
     int arch;            /* CUDA: 90 for sm_90; CPU: 0 */
     char detail[256];    /* CPU: OpenBLAS core and threads; CUDA: driver and runtime versions */
+    char products[256];  /* what multiplies matrices, and so decides their bits */
 } nd_properties;
 
 typedef struct {

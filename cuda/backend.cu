@@ -214,6 +214,7 @@ nd_status cuda_properties(int device, nd_properties *out) {
     snprintf(out->detail, sizeof out->detail, "driver %s (CUDA %d.%d), runtime CUDA %d.%d",
              release[0] ? release : "of unknown release", driver / 1000, driver / 10 % 100,
              runtime / 1000, runtime / 10 % 100);
+    cuda_products(out->products, sizeof out->products);
     return ND_OK;
 }
 

@@ -90,6 +90,9 @@ nd_status cuda_pool_malloc(int device, size_t bytes, void **out);
 /* matmul.cu: drop plans, handle and workspace of the device (reset). */
 nd_status cuda_matmul_reset(int device);
 
+/* matmul.cu: the library and the table that decide how products are computed. */
+void cuda_products(char *text, size_t size);
+
 /* Blocks for a grid-stride loop: `wanted`, but no more than `per_processor` on each processor. */
 static inline unsigned cuda_grid(int device, int64_t wanted, int per_processor) {
     int64_t most = (int64_t)cuda_device_limits(device)->processors * per_processor;
@@ -209,6 +212,14 @@ template <> __device__ __forceinline__ bf16 from_float<bf16>(float x) {
     return __float2bfloat16_rn(x);
 }
 template <> __device__ __forceinline__ f16 from_float<f16>(float x) { return __float2half_rn(x); }
+
+/* 2^x on the special function unit: relative error below 2^-22, exp2(-inf) = 0, and
+ * what is below 2^-126 is 0. */
+__device__ __forceinline__ float fast_exp2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+    return y;
+}
 
 /* ---- any dtype, known at run time ---------------------------------------------------------------
  * V is float for float dtypes and int64_t for integers and bool. The branch is the same for the

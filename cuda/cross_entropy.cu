@@ -46,7 +46,7 @@ struct Running {
     __device__ __forceinline__ float raise(float x) {
         const float up = fmaxf(max, x);
         const float shift = up == -INFINITY ? 0.0f : up;
-        sum *= exp2f((max - shift) * log2_e);
+        sum *= fast_exp2((max - shift) * log2_e);
         max = up;
         return shift;
     }
@@ -56,18 +56,34 @@ struct Running {
     }
 };
 
+/* The larger of each pair of a vector's elements; a NaN may be lost, but shows in the sum. */
+__device__ __forceinline__ float vector_max(const Vec<float> &v) {
+    return fmaxf(fmaxf(v.v[0], v.v[1]), fmaxf(v.v[2], v.v[3]));
+}
+template <class T, class Pair> __device__ __forceinline__ float pairs_max(const Vec<T> &v) {
+    const Pair *p = reinterpret_cast<const Pair *>(&v);
+    const Pair top = __hmax2(__hmax2(p[0], p[1]), __hmax2(p[2], p[3]));
+    return fmaxf(to_float(top.x), to_float(top.y));
+}
+__device__ __forceinline__ float vector_max(const Vec<bf16> &v) {
+    return pairs_max<bf16, __nv_bfloat162>(v);
+}
+__device__ __forceinline__ float vector_max(const Vec<f16> &v) {
+    return pairs_max<f16, __half2>(v);
+}
+
 /* The log of the sum of a row's exponentials, by the whole block; each vector goes through `see(first, vector)`
  * as it passes. */
-template <int AT_ONCE, class T, class See>
+template <class T, class See>
 __device__ __forceinline__ float log_sum_exp(const T *x, const Cut &cut, int64_t columns,
                                              See &&see) {
     constexpr int N = Vec<T>::size;
     Running r = {-INFINITY, 0.0f};
     const T *body = x + cut.head;
-    for (int64_t base = threadIdx.x; base < cut.vectors; base += (int64_t)AT_ONCE * blockDim.x) {
-        Vec<T> v[AT_ONCE];
+    for (int64_t base = threadIdx.x; base < cut.vectors; base += (int64_t)unroll * blockDim.x) {
+        Vec<T> v[unroll];
 #pragma unroll
-        for (int u = 0; u < AT_ONCE; u++) {
+        for (int u = 0; u < unroll; u++) {
             const int64_t i = base + (int64_t)u * blockDim.x;
             if (i < cut.vectors) {
                 v[u] = load16(body + i * N);
@@ -78,24 +94,21 @@ __device__ __forceinline__ float log_sum_exp(const T *x, const Cut &cut, int64_t
                 }
             }
         }
-        float most = to_float(v[0].v[0]);
+        float most = -INFINITY;
 #pragma unroll
-        for (int u = 0; u < AT_ONCE; u++) {
+        for (int u = 0; u < unroll; u++) {
             const int64_t i = base + (int64_t)u * blockDim.x;
             if (i < cut.vectors) {
                 see(cut.head + i * N, v[u]);
             }
-#pragma unroll
-            for (int k = 0; k < N; k++) {
-                most = fmaxf(most, to_float(v[u].v[k]));
-            }
+            most = fmaxf(most, vector_max(v[u]));
         }
         const float shift = r.raise(most);
 #pragma unroll
-        for (int u = 0; u < AT_ONCE; u++) {
+        for (int u = 0; u < unroll; u++) {
 #pragma unroll
             for (int k = 0; k < N; k++) {
-                r.sum += exp2f((to_float(v[u].v[k]) - shift) * log2_e);
+                r.sum += fast_exp2((to_float(v[u].v[k]) - shift) * log2_e);
             }
         }
     }
@@ -118,7 +131,7 @@ __global__ void __launch_bounds__(most_threads)
     for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
         const T *x = logits + row * columns;
         const Cut cut = cut_row(x, columns, true);
-        const float all = log_sum_exp<unroll>(x, cut, columns, [](int64_t, const Vec<T> &) {});
+        const float all = log_sum_exp(x, cut, columns, [](int64_t, const Vec<T> &) {});
         if (threadIdx.x == 0) {
             const int64_t target = targets[row];
             lse[row] = all;
@@ -211,41 +224,45 @@ __global__ void __launch_bounds__(most_threads)
         const bool counts = target >= 0 && target < columns;
         float all = 0.0f;
         if (counts) {
-            all = log_sum_exp<8>(x, cut, columns, [&](int64_t first, const Vec<T> &v) {
+            all = log_sum_exp(x, cut, columns, [&](int64_t first, const Vec<T> &v) {
                 if constexpr (FITS) {
                     *reinterpret_cast<Vec<T> *>(kept + first) = v;
                 }
             });
         }
+        const float of_target = counts ? to_float(x[target]) : 0.0f;
         if (threadIdx.x == 0) {
-            losses[row] = counts ? all - to_float(x[target]) : target < 0 ? 0.0f : NAN;
+            losses[row] = counts ? all - of_target : target < 0 ? 0.0f : NAN;
         }
-        __syncthreads(); /* the target's logit has been read */
+        __syncthreads(); /* everybody has the target's logit */
+        auto probability = [&](T logit) {
+            return from_float<T>(counts ? fast_exp2((to_float(logit) - all) * log2_e) : 0.0f);
+        };
 #pragma unroll 4
         for (int64_t i = threadIdx.x; i < cut.vectors; i += blockDim.x) {
             const int64_t first = cut.head + i * N;
             Vec<T> v;
-            if (counts) {
-                if constexpr (FITS) {
-                    v = *reinterpret_cast<const Vec<T> *>(kept + first);
-                } else {
-                    v = load16(x + first);
-                }
+            if constexpr (FITS) {
+                v = *reinterpret_cast<const Vec<T> *>(kept + first);
+            } else {
+                v = load16(x + first);
             }
 #pragma unroll
             for (int k = 0; k < N; k++) {
-                v.v[k] =
-                    from_float<T>(counts ? gradient(v.v[k], all, 1.0f, first + k == target) : 0.0f);
+                v.v[k] = probability(v.v[k]);
             }
             store16(x + first, v);
         }
         for (int64_t c = threadIdx.x; c < cut.head; c += blockDim.x) {
-            x[c] = from_float<T>(counts ? gradient(x[c], all, 1.0f, c == target) : 0.0f);
+            x[c] = probability(x[c]);
         }
         for (int64_t c = cut.tail + threadIdx.x; c < columns; c += blockDim.x) {
-            x[c] = from_float<T>(counts ? gradient(x[c], all, 1.0f, c == target) : 0.0f);
+            x[c] = probability(x[c]);
         }
-        __syncthreads(); /* shared memory is free for the next row */
+        __syncthreads(); /* shared memory is free, and the row written */
+        if (threadIdx.x == 0 && counts) {
+            x[target] = from_float<T>(fast_exp2((of_target - all) * log2_e) - 1.0f);
+        }
     }
 }
 
@@ -305,11 +322,9 @@ nd_status cuda_cross_entropy_fwd_bwd(int device, const cross_entropy_fwd_bwd_arg
         using T = typename decltype(tag)::type;
         const size_t row_bytes = (size_t)columns * sizeof(T) + 16;
         const bool fits = row_bytes + 1024 <= limits->block_shared; /* the reductions' own */
-        const bool two_fit = 2 * (row_bytes + 2048) <= limits->block_shared;
         if (rows > 0) {
             auto *kernel = fits ? both_kernel<T, true> : both_kernel<T, false>;
-            int threads = threads_for(columns);
-            threads = threads > 256 && two_fit ? 256 : threads;
+            const int threads = threads_for(columns);
             size_t shared = fits ? row_bytes : 0;
             ND_TRY(cuda_prepare(op, device, (const void *)kernel, threads, shared));
             kernel<<<cuda_grid(device, rows, 1024), threads, shared, stream>>>(

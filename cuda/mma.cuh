@@ -120,11 +120,4 @@ template <> __device__ __forceinline__ uint32_t pack_pair<f16>(float low, float 
     return packed;
 }
 
-/* 2^x on the special function unit: relative error below 2^-22, exp2(-inf) = 0. */
-__device__ __forceinline__ float fast_exp2(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
-    return y;
-}
-
 #endif

@@ -58,8 +58,9 @@ static nd_status backend_properties(int device, nd_properties *out) {
     long pages = sysconf(_SC_PHYS_PAGES), page = sysconf(_SC_PAGESIZE);
     out->total_bytes = pages > 0 && page > 0 ? (int64_t)pages * page : 0;
     const char *own = cpu_panels_instructions();
-    snprintf(out->detail, sizeof out->detail, "%s%s%s, %d threads", own != NULL ? own : "",
-             own != NULL ? " and " : "", cpu_sgemm_library(), cpu_threads());
+    snprintf(out->products, sizeof out->products, "%.120s%s%.120s", own != NULL ? own : "",
+             own != NULL ? " and " : "", cpu_sgemm_library());
+    snprintf(out->detail, sizeof out->detail, "%.200s, %d threads", out->products, cpu_threads());
     return ND_OK;
 }
 

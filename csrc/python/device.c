@@ -130,9 +130,10 @@ static PyObject *device_properties(PyObject *self, PyObject *unused) {
     if (status != ND_OK) {
         return nd_raise(state, "properties", device, status);
     }
-    return Py_BuildValue("{ss sL si si ss}", "name", properties.name, "total_bytes",
+    return Py_BuildValue("{ss sL si si ss ss}", "name", properties.name, "total_bytes",
                          (long long)properties.total_bytes, "processors", properties.processors,
-                         "arch", properties.arch, "detail", properties.detail);
+                         "arch", properties.arch, "detail", properties.detail, "products",
+                         properties.products);
 }
 
 static PyObject *device_limits(PyObject *self, PyObject *unused) {
@@ -200,7 +201,7 @@ static PyMethodDef device_methods[] = {
     {"synchronize", device_synchronize, METH_NOARGS,
      "synchronize($self)\n--\n\nWait until all work given to the device is done."},
     {"properties", device_properties, METH_NOARGS,
-     "properties($self)\n--\n\nname, total_bytes, processors, arch, detail."},
+     "properties($self)\n--\n\nname, total_bytes, processors, arch, detail, products."},
     {"limits", device_limits, METH_NOARGS,
      "limits($self)\n--\n\nWhat a kernel of one's own may ask for: arch, processors, sm_threads, "
      "sm_blocks, sm_registers, sm_shared, block_registers, block_shared, kept_shared, free_bytes."},

@@ -169,6 +169,24 @@ def test_resuming_with_other_settings_is_refused(tmp_path, tokens, capsys):
     assert "nothing to do" in capsys.readouterr().out
 
 
+def test_resuming_with_other_products_is_said(tmp_path, tokens, capsys, monkeypatch):
+    """The library and the table that decide how products are computed decide their bits."""
+    argv = flags(tmp_path, tokens, "a", "--resume", "auto")
+    run_until(monkeypatch, 3, argv)
+    products = ndl.cpu().properties()["products"]
+    assert products and Checkpoint(checkpoint_of(tmp_path, "a", 2)).state["products"] == products
+    capsys.readouterr()
+    run_until(monkeypatch, 5, argv)
+    out = capsys.readouterr().out
+    assert "resuming" in out and "bits may differ" not in out
+    monkeypatch.setattr(
+        train_pythia, "check_state", lambda checkpoint: checkpoint.state.update(products="abacus")
+    )
+    assert train_pythia.main(argv) == 0
+    said = f"its steps were multiplied by abacus, these by {products}: bits may differ"
+    assert said in capsys.readouterr().out
+
+
 def test_a_constant_rate_may_go_on_for_longer(tmp_path, tokens):
     more = ["--schedule", "constant", "--warmup", "2"]
     assert train_pythia.main(flags(tmp_path, tokens, "a", *more, steps=4)) == 0

@@ -369,7 +369,9 @@ inline void __stwb(uint4 *to, uint4 x) { *to = x; }
 /* ---- mma.cuh -------------------------------------------------------------------------------------------- */
 #define NEEDLE_MMA_CUH
 #define cuda_launch cuda_launch_on_a_gpu
+#define fast_exp2 fast_exp2_on_a_gpu
 #include "common.cuh"
+#undef fast_exp2
 #undef cuda_launch
 
 uint32_t shared_address(const void *pointer);
