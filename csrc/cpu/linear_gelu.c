@@ -7,10 +7,9 @@
 nd_status cpu_linear_gelu_fwd(int device, const linear_gelu_fwd_args *args) {
     linear_fwd_args product = {.x = args->x, .w = args->w, .b = args->b, .y = args->pre};
     ND_TRY(cpu_linear_fwd(device, &product));
-    if (args->tanh) {
-        return cpu_gelu_tanh(device, &(gelu_tanh_args){.x = args->pre, .out = args->y});
-    }
-    return cpu_gelu(device, &(gelu_args){.x = args->pre, .out = args->y});
+    gelu_tanh_args tanh_form = {.x = args->pre, .out = args->y};
+    gelu_args erf_form = {.x = args->pre, .out = args->y};
+    return args->tanh ? cpu_gelu_tanh(device, &tanh_form) : cpu_gelu(device, &erf_form);
 }
 
 /* dpre, which is the product, becomes gelu'(pre) times it. */
