@@ -16,7 +16,7 @@
  *   reads 64 bytes a clock at the tensor cores' speed when both operands come anew, more than the L2 gives
  *   all multiprocessors, and half of it so.
  * Results leave a consumer's warp by 16 rows x 64 columns: turned in its own 2 KB of shared memory, then
- *   written in whole lines. pre is read the same way, two such pieces ahead.
+ *   written in whole lines. pre is read the same way, a piece ahead.
  * Time: 4096 clocks a tile of depth 512 for the products; for the end of a tile 128 elements a thread, so 32
  *   instructions an element.
  */
@@ -129,6 +129,16 @@ template <> __device__ __forceinline__ float2 unpack_pair<f16>(uint32_t x) {
                        __half2float(__ushort_as_half((unsigned short)(x >> 16))));
 }
 
+/* word[i] = f(i, the pair in word[i]) */
+template <class T, class F>
+__device__ __forceinline__ void each_pair(uint32_t (&word)[16], const F &f) {
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+        const float2 y = f(i, unpack_pair<T>(word[i]));
+        word[i] = pack_pair<T>(y.x, y.y);
+    }
+}
+
 /* A warp's 16 rows x 64 columns of a matrix of rows x columns, from (row, column); and the words of its lanes
  * as wgmma has them: word[2 n + h] is columns 8 n + 2 (lane % 4) + {0, 1} of row lane / 4 + 8 h. */
 struct Piece {
@@ -140,11 +150,17 @@ struct Piece {
         const int lane = threadIdx.x & 31;
         return staging + panel_offset(lane % 16, n + lane / 16);
     }
-    /* Part i = 0 .. 3 in memory: four rows, 16 bytes a lane; NULL where the matrix has none. */
-    template <class T> __device__ __forceinline__ T *part(void *matrix, int i) const {
-        const int lane = threadIdx.x & 31, at = row + 4 * i + lane / 8, to = column + lane % 8 * 8;
-        return at < rows && to < columns ? (T *)matrix + ((int64_t)at * columns + to) : NULL;
+    /* In memory, as parts i = 0 .. 3 of four rows, 16 bytes a lane: the first one's, whether the matrix has
+     * them, how many elements on they are. */
+    template <class T> __device__ __forceinline__ T *first_part(void *matrix) const {
+        const int lane = threadIdx.x & 31;
+        return (T *)matrix + ((int64_t)(row + lane / 8) * columns + column + lane % 8 * 8);
     }
+    __device__ __forceinline__ bool has_part(int i) const {
+        const int lane = threadIdx.x & 31;
+        return row + 4 * i + lane / 8 < rows && column + lane % 8 * 8 < columns;
+    }
+    __device__ __forceinline__ int64_t part_at(int i) const { return (int64_t)columns * (4 * i); }
     __device__ __forceinline__ uint32_t staged_part(int i) const {
         const int lane = threadIdx.x & 31;
         return staging + panel_offset(4 * i + lane / 8, lane % 8);
@@ -152,10 +168,13 @@ struct Piece {
 
     template <class T>
     __device__ __forceinline__ void load(uint32_t (&x)[4][4], void *matrix) const {
+        const T *from = first_part<T>(matrix);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const T *from = part<T>(matrix, i);
-            uint4 bits = from ? *reinterpret_cast<const uint4 *>(from) : make_uint4(0, 0, 0, 0);
+            uint4 bits = make_uint4(0, 0, 0, 0);
+            if (has_part(i)) {
+                bits = *reinterpret_cast<const uint4 *>(from + part_at(i));
+            }
             x[i][0] = bits.x, x[i][1] = bits.y, x[i][2] = bits.z, x[i][3] = bits.w;
         }
     }
@@ -186,12 +205,14 @@ struct Piece {
             store_matrices(matrix_row(n), four);
         }
         __syncwarp();
+        T *to = first_part<T>(matrix);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             uint32_t x[4];
             load_shared16(x, staged_part(i));
-            if (T *to = part<T>(matrix, i)) {
-                __stwb(reinterpret_cast<uint4 *>(to), make_uint4(x[0], x[1], x[2], x[3]));
+            if (has_part(i)) {
+                __stwb(reinterpret_cast<uint4 *>(to + part_at(i)),
+                       make_uint4(x[0], x[1], x[2], x[3]));
             }
         }
         __syncwarp();
@@ -215,7 +236,6 @@ template <class T, int STAGES, bool RESIDENT> struct End<T, LinearShape<false, R
         }
     }
 
-    template <bool TANH>
     __device__ __forceinline__ void finish(const Linear &f, Piece at, const float (&c)[2][64], int,
                                            int) {
         const int row = at.row, column = at.column;
@@ -224,24 +244,29 @@ template <class T, int STAGES, bool RESIDENT> struct End<T, LinearShape<false, R
             const int panel = unit / 2, m = unit % 2;
             at.row = row + 64 * m;
             at.column = column + PANEL_COLUMNS * panel;
-            uint32_t pre[16], y[16];
+            uint32_t word[16];
 #pragma unroll
             for (int i = 0; i < 16; i++) {
                 const float *sum = &c[m][32 * panel + 2 * i];
                 const float2 b = unpack_pair<T>(bias[panel][i / 2]);
-                pre[i] = pack_pair<T>(sum[0] + b.x, sum[1] + b.y);
-                const float2 x = unpack_pair<T>(pre[i]);
-                y[i] = TANH ? pack_pair<T>(nd_gelu_tanh(x.x), nd_gelu_tanh(x.y))
-                            : pack_pair<T>(nd_gelu(x.x), nd_gelu(x.y));
+                word[i] = pack_pair<T>(sum[0] + b.x, sum[1] + b.y);
             }
-            at.store<T>(f.pre, pre);
-            at.store<T>(f.out, y);
+            at.store<T>(f.pre, word);
+            if (f.tanh) {
+                each_pair<T>(word, [&](int, float2 x) {
+                    return make_float2(nd_gelu_tanh(x.x), nd_gelu_tanh(x.y));
+                });
+            } else {
+                each_pair<T>(
+                    word, [&](int, float2 x) { return make_float2(nd_gelu(x.x), nd_gelu(x.y)); });
+            }
+            at.store<T>(f.out, word);
         }
     }
 };
 
 template <class T, int STAGES, bool RESIDENT> struct End<T, LinearShape<true, RESIDENT, STAGES>> {
-    uint32_t ahead[2][4][4]; /* pre of the next two pieces */
+    uint32_t ahead[4][4]; /* pre of the next piece */
 
     static __device__ __forceinline__ Piece piece(Piece at, int unit) {
         at.row += 64 * (unit % 2);
@@ -249,12 +274,8 @@ template <class T, int STAGES, bool RESIDENT> struct End<T, LinearShape<true, RE
         return at;
     }
 
-    __device__ __forceinline__ void begin(const Linear &f, Piece at) {
-        piece(at, 0).load<T>(ahead[0], f.pre);
-        piece(at, 1).load<T>(ahead[1], f.pre);
-    }
+    __device__ __forceinline__ void begin(const Linear &f, Piece at) { at.load<T>(ahead, f.pre); }
 
-    template <bool TANH>
     __device__ __forceinline__ void finish(const Linear &f, Piece at, const float (&c)[2][64],
                                            int group, int row_tile) {
         const int lane = threadIdx.x & 31;
@@ -270,18 +291,28 @@ template <class T, int STAGES, bool RESIDENT> struct End<T, LinearShape<true, RE
             for (int m = 0; m < 2; m++) {
                 const int unit = 2 * panel + m;
                 uint32_t word[16];
-                piece(at, unit).turn(word, ahead[m]);
-                if (panel == 0) {
-                    piece(at, unit + 2).load<T>(ahead[m], f.pre);
+                piece(at, unit).turn(word, ahead);
+                if (unit < 3) {
+                    piece(at, unit + 1).load<T>(ahead, f.pre);
+                }
+                auto product = [&](int i) {
+                    const float *sum = &c[m][32 * panel + 2 * i];
+                    return unpack_pair<T>(pack_pair<T>(sum[0], sum[1]));
+                };
+                if (f.tanh) {
+                    each_pair<T>(word, [&](int i, float2 x) {
+                        const float2 g = product(i);
+                        return make_float2(nd_gelu_tanh_grad(x.x) * g.x,
+                                           nd_gelu_tanh_grad(x.y) * g.y);
+                    });
+                } else {
+                    each_pair<T>(word, [&](int i, float2 x) {
+                        const float2 g = product(i);
+                        return make_float2(nd_gelu_grad(x.x) * g.x, nd_gelu_grad(x.y) * g.y);
+                    });
                 }
 #pragma unroll
                 for (int i = 0; i < 16; i++) {
-                    const float *sum = &c[m][32 * panel + 2 * i];
-                    const float2 x = unpack_pair<T>(word[i]);
-                    const float2 g = unpack_pair<T>(pack_pair<T>(sum[0], sum[1]));
-                    word[i] = TANH ? pack_pair<T>(nd_gelu_tanh_grad(x.x) * g.x,
-                                                  nd_gelu_tanh_grad(x.y) * g.y)
-                                   : pack_pair<T>(nd_gelu_grad(x.x) * g.x, nd_gelu_grad(x.y) * g.y);
                     const float2 d = unpack_pair<T>(word[i]);
                     sums[i / 2 * 2] += d.x;
                     sums[i / 2 * 2 + 1] += d.y;
@@ -381,11 +412,7 @@ __device__ __forceinline__ void consume(const Linear &f, Places<Shape> at, int g
         }
         ring.skip(f.steps); /* the other's tile */
 
-        if (f.tanh) {
-            results.template finish<true>(f, piece, c, group, down);
-        } else {
-            results.template finish<false>(f, piece, c, group, down);
-        }
+        results.finish(f, piece, c, group, down);
     }
 }
 
