@@ -263,6 +263,40 @@ def products(s: Shapes) -> Iterator[Case]:
             dw_peer,
             flops=True,
         )
+    x, w, b, pre = (
+        s.array(rows, C),
+        s.array(C, 4 * C, scale=0.02),
+        s.array(4 * C),
+        s.array(rows, 4 * C),
+    )
+    w_back, db = s.array(4 * C, C, scale=0.02), s.array(4 * C, dtype="float32")
+    work = 2.0 * rows * C * 4 * C
+
+    def gelu_peer(torch):
+        a, v, c = s.tensor(torch, rows, C), s.tensor(torch, 4 * C, C), s.tensor(torch, 4 * C)
+        f = torch.nn.functional
+        return lambda: f.gelu(f.linear(a, v, c), approximate="tanh")
+
+    def gelu_bwd_peer(torch):
+        d, v, p = s.tensor(torch, rows, C), s.tensor(torch, C, 4 * C), s.tensor(torch, rows, 4 * C)
+        gelu_bwd = torch.ops.aten.gelu_backward
+        return lambda: gelu_bwd(d @ v, p, approximate="tanh").sum(0)
+
+    for form, tanh in (("erf", 0), ("tanh", 1)):
+        yield Case(
+            f"linear_gelu_fwd {form}",
+            work,
+            functools.partial(_C.linear_gelu_fwd, x, w, b, tanh),
+            gelu_peer,
+            flops=True,
+        )
+        yield Case(
+            f"linear_gelu_bwd {form}",
+            work,
+            functools.partial(_C.linear_gelu_bwd, x, w_back, pre, tanh, db),
+            gelu_bwd_peer,
+            flops=True,
+        )
     for m in (C, 3 * C, 4 * C):
         dy, db = s.array(rows, m), s.array(m, dtype="float32")
 

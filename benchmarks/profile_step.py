@@ -22,6 +22,8 @@ FLOP = {
     "matmul": (2, "BMKN"),
     "matmul_acc": (2, "BMKN"),
     "linear_fwd": (2, "NKM"),
+    "linear_gelu_fwd": (2, "NKM"),
+    "linear_gelu_bwd": (2, "NKM"),
     "attention_fwd": (4, "BHTSD"),
     "attention_bwd": (10, "BHTSD"),
 }

@@ -46,6 +46,13 @@ ND_FN float nd_normal_exp(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(-0.72134752f * x * x));
     return y;
 }
+/* e^x for 1 / (1 + e^x), which an error of the size of x units hardly moves: where x is large, so is e^x or
+ * 1 / e^x. */
+ND_FN float nd_logistic_exp(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.44269504f * x));
+    return y;
+}
 
 #else
 
@@ -138,6 +145,7 @@ ND_FN float nd_tanh(float x) {
 
 ND_FN float nd_reciprocal(float x) { return 1.0f / x; }
 ND_FN float nd_normal_exp(float x) { return nd_exp(-0.5f * x * x); }
+ND_FN float nd_logistic_exp(float x) { return nd_exp(x); }
 
 #endif
 
@@ -182,7 +190,7 @@ ND_FN float nd_gelu_grad(float x) {
 
 ND_FN float nd_gelu_tanh(float x) {
     float u = 0.797884561f * (x + 0.044715f * x * x * x);
-    return x * nd_sigmoid(2.0f * u);
+    return x * nd_reciprocal(1.0f + nd_logistic_exp(-2.0f * u));
 }
 
 /* s + x s (1 - s) 2 u', s = sigmoid(2 u); 1 - s = s exp(-2 u) does not cancel. It is 0 or 1 to the
@@ -192,8 +200,8 @@ ND_FN float nd_gelu_tanh_grad(float x) {
     x = x < -10.0f ? -10.0f : x;
     float u = 0.797884561f * (x + 0.044715f * x * x * x);
     float du = 0.797884561f * (1.0f + 0.134145f * x * x);
-    float e = nd_exp(-2.0f * u);
-    float s = 1.0f / (1.0f + e);
+    float e = nd_logistic_exp(-2.0f * u);
+    float s = nd_reciprocal(1.0f + e);
     return s + 2.0f * x * s * (s * e) * du;
 }
 

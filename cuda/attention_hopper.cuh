@@ -17,7 +17,7 @@
 #include <initializer_list>
 
 #include "attention.cuh"
-#include "hopper.cuh"
+#include "stages.cuh"
 
 namespace attention {
 
@@ -126,19 +126,6 @@ __device__ __forceinline__ void leave_pieces(unsigned int producers) {
     }
 }
 
-/* A place in a ring of N, and the phase of its barriers. */
-template <int N> struct Ring {
-    int at = 0;
-    uint32_t phase = 0;
-
-    __device__ __forceinline__ void advance() {
-        if (++at == N) {
-            at = 0;
-            phase ^= 1;
-        }
-    }
-};
-
 /* One past the last key that any of the queries before `end` sees. */
 __device__ __forceinline__ int keys_end(const Problem &p, int end) {
     return p.causal ? max(min(p.S, min(end, p.T) + p.offset), 0) : p.S;
@@ -184,11 +171,6 @@ template <bool LISTS, int ROWS> struct PartWalk {
     }
 };
 
-/* Byte offset of chunk `chunk` (16 bytes) of row `row` of a panel. */
-__device__ __forceinline__ uint32_t panel_offset(int row, int chunk) {
-    return (uint32_t)(row * hopper::PANEL_ROW + ((chunk ^ (row & 7)) << 4));
-}
-
 /* A panel's 32 of a consumer's accumulators, times factor[half], rounded into its 64 rows there. */
 template <class T, int N>
 __device__ __forceinline__ void stage_rows(uint32_t panel, const float (&c)[N], int from,
@@ -199,7 +181,7 @@ __device__ __forceinline__ void stage_rows(uint32_t panel, const float (&c)[N], 
     for (int half = 0; half < 2; half++) {
 #pragma unroll
         for (int n = 0; n < 8; n++) {
-            store_shared4(panel + panel_offset(row + 8 * half, n) + 4 * (lane % 4),
+            store_shared4(panel + hopper::panel_offset(row + 8 * half, n) + 4 * (lane % 4),
                           pack_pair<T>(c[from + 4 * n + 2 * half] * factor[half],
                                        c[from + 4 * n + 2 * half + 1] * factor[half]));
         }

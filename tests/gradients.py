@@ -3,6 +3,7 @@ gradients can be compared with central differences of it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from cases import (
@@ -106,6 +107,10 @@ def norm(x, w, b):
     return layernorm_fwd(np.asarray, x, w, b, 1e-5)["y"]
 
 
+def mlp(gelu, x, w1, b1, w2, b2):
+    return gelu(x @ w1 + b1) @ w2 + b2
+
+
 def mean_cross_entropy(logits, targets):
     return cross_entropy_fwd(None, logits, targets)["loss"]
 
@@ -114,6 +119,7 @@ IDS = np.array([[3, 0, 3], [1, 4, 3]])
 TARGETS = np.array([2, 0, -100, 4])
 BLOCKS = BlockMask(np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool), 2, 5)
 MATRIX, FAR = normal(3, 4), away_from_zero(3, 4)
+MLP = (normal(2, 3, 4), normal(4, 5), normal(5), normal(5, 3), normal(3))
 
 GRADIENTS = [
     by_name("add", np.add, MATRIX, MATRIX),
@@ -218,6 +224,8 @@ GRADIENTS = [
             by_name("linear", lambda x, w, b: x @ w + b, normal(2, 3, 4), normal(4, 5), normal(5)),
             by_name("linear-no-bias", np.matmul, MATRIX, normal(4, 5)),
             by_name("linear_transposed", lambda x, w: x @ w.T, normal(2, 3, 4), normal(5, 4)),
+            by_name("gelu_mlp", partial(mlp, gelu), *MLP),
+            by_name("gelu_mlp-tanh", partial(mlp, gelu_tanh), *MLP, approximate="tanh"),
             by_name("layer_norm", norm, normal(2, 3, 6), normal(6, mean=1), normal(6)),
             by_name("gelu", gelu, MATRIX),
             by_name("gelu-tanh", gelu_tanh, MATRIX, approximate="tanh"),

@@ -20,6 +20,7 @@ both = pytest.mark.parametrize("device", DEVICES)
 IDS = np.random.default_rng(5).integers(0, 29, (2, 9))
 PATTERN = "blocks.1.attn.hook_pattern"
 NORM = ("hook_scale", "hook_normalized")  # what the fused norm never stores
+MLP = ("hook_pre", "hook_post")  # where the fused MLP does not stop
 
 
 def small(device=None, dtype="float32", **changes) -> Pythia:
@@ -150,7 +151,7 @@ def test_names_alone_change_no_bit(device, dtype):
     names = [
         n
         for n in hooks.hook_names(model.config)
-        if not n.endswith((*PROJECTIONS, *PATTERNS, RESULT, *NORM))
+        if not n.endswith((*PROJECTIONS, *PATTERNS, RESULT, *NORM, *MLP))
     ]
     logits, cache = model.run_with_cache(IDS, names)
     np.testing.assert_array_equal(logits.numpy(), plain)
@@ -512,7 +513,8 @@ def run(mark):
     print("end", file=sys.stderr, flush=True)
 run("new")
 fused = [name for name in hooks.hook_names(model.config) if not name.endswith(
-         (*PROJECTIONS, *PATTERNS, RESULT, "hook_scale", "hook_normalized"))]
+         (*PROJECTIONS, *PATTERNS, RESULT, "hook_scale", "hook_normalized", "hook_pre",
+         "hook_post"))]
 with model.hooks({name: lambda x: None for name in fused}):
     run("hooked")
 with model.hooks({"blocks.1.ln2.hook_scale": lambda x: None}):

@@ -190,9 +190,13 @@ class MLP(nn.Module):
         self.dense_4h_to_h = nn.Linear(inner, width, True, *place, std=wang)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.hook("hook_pre", self.dense_h_to_4h(x))
+        up, down = self.dense_h_to_4h, self.dense_4h_to_h
+        plain = all(type(layer) is nn.Linear and layer.bias is not None for layer in (up, down))
+        if plain and not self.is_hooked_at(*self.hook_points):
+            return ops.gelu_mlp(x, up.weight, up.bias, down.weight, down.bias, self.approximate)
+        x = self.hook("hook_pre", up(x))
         x = self.hook("hook_post", ops.gelu(x, self.approximate))
-        return self.dense_4h_to_h(x)
+        return down(x)
 
 
 class Layer(nn.Module):

@@ -83,6 +83,7 @@ from needle.ops.matmul import (
     linear_transposed,
     matmul,
 )
+from needle.ops.mlp import GeluMLP, gelu_mlp
 from needle.ops.normalization import LayerNorm, layer_norm
 from needle.ops.reduce import (
     LogSoftmax,
@@ -135,6 +136,7 @@ __all__ = [
     "Exp",
     "Flip",
     "GELU",
+    "GeluMLP",
     "GetItem",
     "IndexAdd",
     "IndexSelect",
@@ -188,6 +190,7 @@ __all__ = [
     "exp",
     "flip",
     "gelu",
+    "gelu_mlp",
     "get_item",
     "index_select",
     "layer_norm",

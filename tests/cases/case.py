@@ -13,6 +13,7 @@ class Case:
     inputs: Callable[[np.random.Generator], dict]  # operand name -> float64 array, number or None
     reference: Callable[..., dict]  # (r, **inputs) -> name of each OUT and IO operand -> array
     terms: float = 1  # how many terms one element sums
+    of_rounded: tuple[str, ...] = ()  # float32 results of what was rounded to the other dtype
 
     def __str__(self) -> str:
         return f"{self.op}-{self.label}"
@@ -23,13 +24,14 @@ def cases_of(
     inputs: Callable,
     shapes: dict[str, tuple] | Iterable[tuple],
     terms: Callable = lambda *shape: 1,
+    of_rounded: tuple[str, ...] = (),
 ) -> list[Case]:
     """Cases of the op that `reference` is named after: for each shape, whose label is its numbers
     where it has no other, `inputs(*shape)` and `terms(*shape)`."""
     if not isinstance(shapes, dict):
         shapes = {"x".join(map(str, shape)): shape for shape in shapes}
     return [
-        Case(reference.__name__, label, inputs(*shape), reference, terms(*shape))
+        Case(reference.__name__, label, inputs(*shape), reference, terms(*shape), of_rounded)
         for label, shape in shapes.items()
     ]
 

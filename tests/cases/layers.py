@@ -5,6 +5,7 @@ from functools import partial
 import numpy as np
 
 from cases.case import cases_of, draw, normal, targets
+from cases.elementwise import gelu, gelu_grad, gelu_tanh, gelu_tanh_grad
 
 
 def matmul(r, a, b, scale):
@@ -22,6 +23,16 @@ def linear_fwd(r, x, w, b):
 
 def bias_bwd(r, dy, db):
     return {"db": db + dy.sum(0)}
+
+
+def linear_gelu_fwd(r, x, w, b, tanh):
+    pre = r(r(x @ w) + b)
+    return {"pre": pre, "y": r((gelu_tanh if tanh else gelu)(pre))}
+
+
+def linear_gelu_bwd(r, dy, w, pre, tanh, db):
+    dpre = r(r(dy @ w.T) * r((gelu_tanh_grad if tanh else gelu_grad)(pre)))
+    return {"dpre": dpre, "db": db + dpre.sum(0)}
 
 
 def layernorm_fwd(r, x, w, b, eps):
@@ -156,6 +167,23 @@ LOSSES = {
     "none": (0, 7),
 }
 
+# Rows, inner size, columns, form: odd, and as an own kernel takes them, in tiles of 128 x 128 x 64.
+MLPS = {
+    f"{n}x{k}x{m}-{'tanh' if tanh else 'erf'}": (n, k, m, tanh)
+    for n, k, m, tanh in [
+        (1, 1, 1, 0),
+        (31, 257, 31, 1),
+        (65, 64, 1, 0),
+        (1, 8, 8, 1),
+        (300, 72, 264, 0),
+        (260, 520, 136, 1),
+        (3000, 512, 392, 1),
+        (0, 8, 16, 1),
+        (5, 0, 8, 0),
+        (5, 8, 0, 1),
+    ]
+}
+
 CASES = [
     *cases_of(
         matmul,
@@ -220,6 +248,23 @@ CASES = [
         lambda n, m: draw(dy=normal(n, m, mean=0.5), db=normal(m)),
         [(1, 1), (31, 257), (257, 31), (1000, 3), (1000, 300), (0, 4), (4, 0)],
         lambda n, m: n,
+    ),
+    *cases_of(
+        linear_gelu_fwd,
+        lambda n, k, m, tanh: draw(
+            x=normal(n, k, std=(k or 1) ** -0.5), w=normal(k, m), b=normal(m), tanh=tanh
+        ),
+        MLPS,
+        lambda n, k, *more: k,
+    ),
+    *cases_of(
+        linear_gelu_bwd,
+        lambda n, m, k, tanh: draw(
+            dy=normal(n, m), w=normal(k, m), pre=normal(n, k), tanh=tanh, db=normal(k)
+        ),
+        MLPS,
+        lambda n, m, *more: max(n, m),
+        of_rounded=("db",),
     ),
     *cases_of(
         layernorm_fwd,

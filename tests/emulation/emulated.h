@@ -27,6 +27,8 @@
 #include <stdexcept>
 #include <vector>
 
+#include "formula.h" /* as the CPU has it */
+
 #define __CUDACC__ 1
 #undef __device__
 #undef __global__
@@ -342,7 +344,7 @@ inline std::map<unsigned, std::vector<std::function<void()>>> stores; /* by thre
 
 /* ---- CUDA's own names -------------------------------------------------------------------------------- */
 inline void __syncthreads() { emulated::meet(16, (int)blockDim.x, true); }
-inline void __syncwarp() {}
+inline void __syncwarp() { emulated::from_lane(0, 0); }
 inline float __shfl_xor_sync(unsigned, float x, int mask) {
     return emulated::from_lane(x, ((int)threadIdx.x % 32) ^ mask);
 }
@@ -506,6 +508,14 @@ inline void box_stores_read() {
         store();
     }
     emulated::stores[threadIdx.x].clear();
+}
+
+inline void store_matrices(uint32_t row, const uint32_t (&x)[4]) {
+    int lane = (int)threadIdx.x % 32;
+    for (int i = 0; i < 4; i++) {
+        uint32_t to = emulated::from_lane(row, 8 * i + lane / 4);
+        memcpy(emulated::at(to + 4 * (uint32_t)(lane % 4), 4), &x[i], 4);
+    }
 }
 
 template <int COUNT> void registers_down_to() {}

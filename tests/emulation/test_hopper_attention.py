@@ -2,25 +2,15 @@
 a C++ compiler and the toolkit's headers, and no GPU: what is tried is their logic."""
 
 import ctypes
-import functools
 import itertools
 import math
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import ROOT
+from words import from_16, poison, to_16
 
-sys.path.insert(0, str(ROOT))
-import needle as ndl  # noqa: E402
-from building import cuda, steps  # noqa: E402
-from needle.block_mask import BlockMask  # noqa: E402
-
-HERE = Path(__file__).resolve().parent
-TOOLKIT = cuda.find_toolkit()
-pytestmark = pytest.mark.skipif(isinstance(TOOLKIT, str), reason=f"no CUDA headers: {TOOLKIT}")
+import needle as ndl
+from needle.block_mask import BlockMask
 
 
 class Given(ctypes.Structure):
@@ -55,41 +45,7 @@ def lists_of(mask: BlockMask | None, transposed: bool, change=None) -> tuple[Lis
     return Lists(*pointers, *offsets.shape, entries.size, mask.block), lists
 
 
-@pytest.fixture(scope="session")
-def compiled(tmp_path_factory):
-    """name -> the function of that file, built once."""
-    folder = tmp_path_factory.mktemp("emulated")
-
-    @functools.cache
-    def function(name: str):
-        library = folder / f"{name}.so"
-        command = [*steps.find_compiler("CXX", "c++ g++ clang++", "g++"), "-std=c++17", "-O2", "-w"]
-        command += ["-fPIC", "-shared", f"-I{HERE}", "-Icuda", "-Icsrc"]
-        command += [f"-I{path}" for path in TOOLKIT.include]
-        command += ["-o", str(library), str(HERE / f"{name}.cpp")]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        found = getattr(ctypes.CDLL(str(library)), name)
-        found.restype = ctypes.c_char_p
-        return found
-
-    return function
-
-
 # ---- operands ------------------------------------------------------------------------------------
-
-
-def to_16(x: np.ndarray, is_half: bool) -> np.ndarray:
-    if is_half:
-        return x.astype(np.float16).view(np.uint16)
-    bits = x.astype(np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-
-
-def from_16(bits: np.ndarray, is_half: bool) -> np.ndarray:
-    if is_half:
-        return bits.view(np.float16).astype(np.float64)
-    return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
 
 class Problem:
@@ -161,10 +117,6 @@ class Problem:
         )
 
 
-def poison(like: np.ndarray) -> np.ndarray:
-    return np.full(like.shape, 0x7FC1, np.uint16)
-
-
 def mask_of(T, S, block, heads, seed) -> BlockMask:
     shape = (heads, -(-T // block), -(-S // block))
     return BlockMask(np.random.default_rng(seed).random(shape) < 0.5, block, T, S)
@@ -213,10 +165,10 @@ def rising():
 
 def forward(compiled, p: Problem, change=None) -> tuple[np.ndarray, np.ndarray]:
     """o and lse; what is not written stays 0x7FC1 and 12345."""
-    o = poison(p.dout)
+    o = poison(p.dout.shape)
     lse = np.full(p.lse.shape, 12345, np.float32)
     lists, _kept = p.blocks(False, change)
-    said = compiled("forward")(
+    said = compiled("forward", "forward")(
         *(ctypes.byref(Given.of(x)) for x in (p.q, p.k, p.v, o)), ctypes.c_void_p(lse.ctypes.data),
         ctypes.byref(lists), int(p.causal), ctypes.c_double(p.scale), int(p.is_half), 1,
     )  # fmt: skip
@@ -226,10 +178,10 @@ def forward(compiled, p: Problem, change=None) -> tuple[np.ndarray, np.ndarray]:
 
 def backward(compiled, p: Problem, keys: bool, change=None) -> list[np.ndarray]:
     """dq, dk, dv, of which the kernel for `keys` writes the last two, else the first."""
-    gradients = [poison(x) for x in (p.q, p.k, p.v)]
+    gradients = [poison(x.shape) for x in (p.q, p.k, p.v)]
     stats, stride = p.stats()
     lists, _kept = p.blocks(keys, change)
-    said = compiled("backward")(
+    said = compiled("backward", "backward")(
         *(ctypes.byref(Given.of(x)) for x in (p.q, p.k, p.v, p.dout, *gradients)),
         ctypes.c_void_p(stats.ctypes.data), stride, ctypes.byref(lists), int(keys), int(p.causal),
         ctypes.c_double(p.scale), int(p.is_half), 1,
@@ -276,18 +228,18 @@ def test_views_of_neighbouring_heads(compiled, D):
     """Operands and results; what lies between the rows is not touched."""
     p = Problem(2, 150, 150, 3, D, True)
     q, k, v, dout = (neighbours(x)[1] for x in (p.q, p.k, p.v, p.dout))
-    written = {name: neighbours(poison(p.q)) for name in ("o", "dq", "dk", "dv")}
+    written = {name: neighbours(poison(p.q.shape)) for name in ("o", "dq", "dk", "dv")}
     views = [view for _, view in written.values()]
     lse = np.empty(p.lse.shape, np.float32)
     stats, stride = p.stats()
     last = ctypes.c_double(p.scale), int(p.is_half), 1
-    said = compiled("forward")(
+    said = compiled("forward", "forward")(
         *(ctypes.byref(Given.of(x)) for x in (q, k, v, views[0])), ctypes.c_void_p(lse.ctypes.data),
         ctypes.byref(Lists()), int(p.causal), *last,
     )  # fmt: skip
     assert said == b"", said
     for keys in (False, True):
-        said = compiled("backward")(
+        said = compiled("backward", "backward")(
             *(ctypes.byref(Given.of(x)) for x in (q, k, v, dout, *views[1:])),
             ctypes.c_void_p(stats.ctypes.data), stride, ctypes.byref(Lists()), int(keys),
             int(p.causal), *last,

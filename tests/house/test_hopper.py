@@ -14,7 +14,7 @@ from building import cuda  # noqa: E402
 
 TOOLKIT = cuda.find_toolkit()
 # HGMMA with A in shared memory, in registers: bits 0 to 11 of an instruction.
-WGMMA = (0x9F0, 0xDF0)
+SHARED, REGISTERS = 0x9F0, 0xDF0
 
 
 def words_of(code: bytes) -> list[int]:
@@ -28,8 +28,15 @@ def words_of(code: bytes) -> list[int]:
 
 
 @pytest.mark.skipif(isinstance(TOOLKIT, str), reason=f"no nvcc: {TOOLKIT}")
-@pytest.mark.parametrize("source", ["attention_fwd_hopper", "attention_bwd_hopper"])
-def test_products_are_wgmma(source, tmp_path):
+@pytest.mark.parametrize(
+    "source, kinds",
+    [
+        ("attention_fwd_hopper", (SHARED, REGISTERS)),
+        ("attention_bwd_hopper", (SHARED, REGISTERS)),
+        ("linear_hopper", (SHARED,)),
+    ],
+)
+def test_products_are_wgmma(source, kinds, tmp_path):
     out = tmp_path / "code.cubin"
     command = [str(TOOLKIT.nvcc), "-std=c++17", "-O3", "-Icsrc", "-Icuda", "-DNEEDLE_HOPPER"]
     command += [f"-I{path}" for path in TOOLKIT.include]
@@ -39,5 +46,5 @@ def test_products_are_wgmma(source, tmp_path):
     # C75xx: products that wait for each other, register counts that are ignored.
     assert "(C75" not in done.stderr, done.stderr
     words = words_of(out.read_bytes())
-    kinds = [sum((word & 0xFFF) == kind for word in words) for kind in WGMMA]
-    assert all(kinds), f"{len(words)} instructions, wgmma from shared memory, registers: {kinds}"
+    found = [sum((word & 0xFFF) == kind for word in words) for kind in kinds]
+    assert all(found), f"{len(words)} instructions, wgmma of {kinds}: {found}"

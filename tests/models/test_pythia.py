@@ -72,6 +72,56 @@ def tokens(seed: int, *shape, vocabulary=41) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, vocabulary, shape)
 
 
+# ---- ways through a layer ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("act", ["gelu", "gelu_new"])
+def test_the_fused_mlp_has_the_bits_of_its_steps(act, dtype, flat):
+    """Of which it takes the place where no hook looks inside: logits and all gradients, added to
+    those of a batch before."""
+    ids, targets = tokens(1, 3, 33), tokens(2, 3, 33)
+    results = []
+    for names in ((), ("blocks.0.mlp.hook_pre", "blocks.1.mlp.hook_post")):
+        model = small(seed=4, dtype=dtype, hidden_act=act)
+        if flat:
+            nn.flatten_parameters(model)
+        seen = []
+        with model.hooks({name: lambda x, seen=seen: seen.append(x.shape) for name in names}):
+            for _ in range(2):
+                logits, loss = model(ids, targets)
+                loss.backward()
+        assert seen == [(3, 33, 128)] * 2 * len(names)
+        gradients = {n: p.grad.numpy() for n, p in model.named_parameters()}
+        results.append({"logits": logits.numpy(), **gradients})
+    fused, stepwise = results
+    assert fused.keys() == stepwise.keys()
+    for name, values in fused.items():
+        np.testing.assert_array_equal(values, stepwise[name], err_msg=name)
+
+
+@both
+def test_an_mlp_of_other_layers_goes_step_by_step(device):
+    """One without a bias, and one that is no Linear of ours."""
+
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * 2.0
+
+    device = device_of(device)
+    x = Tensor(np.random.default_rng(0).standard_normal((5, 32)), device=device)
+    mlp = small(device).layers[0].mlp
+    plain = mlp(x).numpy()
+    mlp.dense_4h_to_h.__class__ = Doubled
+    np.testing.assert_allclose(mlp(x).numpy(), 2 * plain, rtol=1e-5, atol=1e-6)
+    mlp.dense_4h_to_h = nn.Linear(128, 32, False, device)
+    hidden = ndl.ops.gelu(mlp.dense_h_to_4h(x), mlp.approximate)
+    np.testing.assert_allclose(
+        mlp(x).numpy(), (hidden @ mlp.dense_4h_to_h.weight).numpy(), rtol=1e-5, atol=1e-6
+    )
+
+
 # ---- against transformers ------------------------------------------------------------------------
 
 

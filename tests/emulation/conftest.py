@@ -1,0 +1,43 @@
+"""The Hopper kernels as a library for the CPU: emulated.h. Needs a C++ compiler and the toolkit's
+headers, and no GPU."""
+
+import ctypes
+import functools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import ROOT
+
+sys.path.insert(0, str(ROOT))
+from building import cuda, steps  # noqa: E402
+
+HERE = Path(__file__).resolve().parent
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
+    """file, function -> the function of that file, built once."""
+    toolkit = cuda.find_toolkit()
+    if isinstance(toolkit, str):
+        pytest.skip(f"no CUDA headers: {toolkit}")
+    folder = tmp_path_factory.mktemp("emulated")
+
+    @functools.cache
+    def library(name: str) -> ctypes.CDLL:
+        out = folder / f"{name}.so"
+        command = [*steps.find_compiler("CXX", "c++ g++ clang++", "g++"), "-std=c++17", "-O2", "-w"]
+        command += ["-fPIC", "-shared", f"-I{HERE}", "-Icuda", "-Icsrc"]
+        command += [f"-I{path}" for path in toolkit.include]
+        command += ["-o", str(out), str(HERE / f"{name}.cpp")]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return ctypes.CDLL(str(out))
+
+    def function(name: str, of: str):
+        found = getattr(library(name), of)
+        found.restype = ctypes.c_char_p
+        return found
+
+    return function

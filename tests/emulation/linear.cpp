@@ -1,0 +1,59 @@
+/* linear.cpp - linear_hopper.cu on the CPU. Matrices of 16 bits, row-major. */
+#include "emulated.h"
+#include "host.h"
+
+#include "linear_hopper.cu"
+
+static std::vector<char> scratch;
+nd_status cuda_scratch(int, size_t bytes, void **out) {
+    scratch.assign(bytes, (char)0xff);
+    *out = scratch.data();
+    return ND_OK;
+}
+nd_status cuda_add_columns(const char *, int, const float *partial, int64_t rows, int64_t columns,
+                           float *to) {
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t c = 0; c < columns; c++) {
+            to[c] += partial[r * columns + c];
+        }
+    }
+    return ND_OK;
+}
+
+static nd_array matrix(void *data, int64_t rows, int64_t columns, int is_half) {
+    nd_array a = {};
+    a.data = data;
+    a.dtype = is_half ? ND_F16 : ND_BF16;
+    a.ndim = 2;
+    a.shape[0] = rows;
+    a.shape[1] = columns;
+    return a;
+}
+
+static const char *result(nd_status status) { return status == ND_OK ? "" : message; }
+
+extern "C" const char *forward(void *x, void *w, void *b, void *pre, void *y, int n, int k, int m,
+                               int tanh, int is_half, unsigned seed) {
+    emulated::chance.seed(seed);
+    nd_array all[5] = {matrix(x, n, k, is_half), matrix(w, k, m, is_half), matrix(b, 1, m, is_half),
+                       matrix(pre, n, m, is_half), matrix(y, n, m, is_half)};
+    if (!linear_hopper_serves(0, {&all[0], &all[1], &all[2], &all[3], &all[4]})) {
+        return "not served";
+    }
+    linear_gelu_fwd_args args = {&all[0], &all[1], &all[2], tanh, &all[3], &all[4]};
+    return result(linear_gelu_fwd_hopper(0, &args));
+}
+
+extern "C" const char *backward(void *dy, void *w, void *pre, void *dpre, float *db, int n, int m,
+                                int k, int tanh, int is_half, unsigned seed) {
+    emulated::chance.seed(seed);
+    nd_array all[4] = {matrix(dy, n, m, is_half), matrix(w, k, m, is_half),
+                       matrix(pre, n, k, is_half), matrix(dpre, n, k, is_half)};
+    if (!linear_hopper_serves(0, {&all[0], &all[1], &all[2], &all[3]})) {
+        return "not served";
+    }
+    nd_array sums = {};
+    sums.data = db;
+    linear_gelu_bwd_args args = {&all[0], &all[1], &all[2], tanh, &all[3], &sums};
+    return result(linear_gelu_bwd_hopper(0, &args));
+}
