@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from needle import _C
 from needle._C import NDArray
-from needle.autograd import FusedOp, Tensor
-from needle.ops.common import rows_of, sink_of
-from needle.ops.matmul import add_product
+from needle.autograd import FusedOp, Sinks, Tensor
+from needle.ops.common import claim_of, rows_of, sink_of
+from needle.ops.matmul import weight_grad
 
 
 class GeluMLP(FusedOp):
@@ -30,15 +28,13 @@ class GeluMLP(FusedOp):
         self.pre, self.g = _C.linear_gelu_fwd(rows_of(x), w1, b1, self.tanh)
         return _C.linear_fwd(self.g, w2, b2).reshape(x.shape[:-1] + (w2.shape[1],))
 
-    def backward(
-        self, dout: NDArray, node: Tensor, sinks: Sequence[NDArray | None]
-    ) -> list[NDArray | None]:
+    def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> list[NDArray | None]:
         x, w1, _, w2, _ = (t.cached_data for t in node.inputs)
         needed = [t.requires_grad for t in node.inputs]
         dy = rows_of(dout)
         grads: list[NDArray | None] = [None] * 5
         if needed[3]:
-            add_product(self.g, dy, sink_of(sinks, grads, node, 3))
+            weight_grad(self.g, dy, claim_of(sinks, grads, node, 3))
         if needed[4]:
             db2 = sink_of(sinks, grads, node, 4)
             _C.bias_bwd(dy, db2.reshape((db2.size,)))
@@ -48,7 +44,7 @@ class GeluMLP(FusedOp):
             if needed[0]:
                 grads[0] = (dpre @ w1.permute((1, 0))).reshape(x.shape)
             if needed[1]:
-                add_product(rows_of(x), dpre, sink_of(sinks, grads, node, 1))
+                weight_grad(rows_of(x), dpre, claim_of(sinks, grads, node, 1))
         return grads
 
 
