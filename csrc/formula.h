@@ -189,8 +189,8 @@ ND_FN float nd_gelu_grad(float x) {
 }
 
 ND_FN float nd_gelu_tanh(float x) {
-    float u = 0.797884561f * (x + 0.044715f * x * x * x);
-    return x * nd_reciprocal(1.0f + nd_logistic_exp(-2.0f * u));
+    float twice_u = x * (1.59576912f + 0.0713548163f * x * x);
+    return x * nd_reciprocal(1.0f + nd_logistic_exp(-twice_u));
 }
 
 /* s + x s (1 - s) 2 u', s = sigmoid(2 u); 1 - s = s exp(-2 u) does not cancel. It is 0 or 1 to the
@@ -198,11 +198,12 @@ ND_FN float nd_gelu_tanh(float x) {
 ND_FN float nd_gelu_tanh_grad(float x) {
     x = x > 10.0f ? 10.0f : x;
     x = x < -10.0f ? -10.0f : x;
-    float u = 0.797884561f * (x + 0.044715f * x * x * x);
-    float du = 0.797884561f * (1.0f + 0.134145f * x * x);
-    float e = nd_logistic_exp(-2.0f * u);
+    float z = x * x;
+    float twice_u = x * (1.59576912f + 0.0713548163f * z);
+    float twice_du = 1.59576912f + 0.214064449f * z;
+    float e = nd_logistic_exp(-twice_u);
     float s = nd_reciprocal(1.0f + e);
-    return s + 2.0f * x * s * (s * e) * du;
+    return s + x * s * (s * e) * twice_du;
 }
 
 #endif

@@ -4,9 +4,9 @@
  *   forward   pre = x w + b, y = gelu(pre)                    a is x, b is w as it lies: (depth, columns)
  *   backward  dpre = (dy w^T) gelu'(pre), db += its columns   a is dy, b is w^T: (columns, depth) in memory
  *
- * Each arrow of ops.def's rounds once: gelu reads the rounded pre, gelu' multiplies the rounded product, and
- * the column sums (float32) are of the rounded dpre: results are those of the separate ops but for the
- * order of the product's sums. Sums of 128 rows go to scratch and are added in their order.
+ * gelu reads the rounded pre, gelu' multiplies the rounded product, and the column sums (float32) are of the
+ * rounded dpre: results are those of the separate ops but for the order of the product's sums. Sums of 128
+ * rows go to scratch and are added in their order.
  *
  * Parallel: tiles of 128 x 128. A thread block has one column of tiles, or a few, and walks down its rows; the
  *   blocks of all columns walk together, so that a's rows are read from memory once. Two consumers take
