@@ -29,7 +29,7 @@ class LayerNorm(FusedOp):
         grads: list[NDArray | None] = [None, None, None]
         into = [sink_of(sinks, grads, node, i) for i in (1, 2)]
         dx = _C.layernorm_bwd(
-            rows_of(dout), rows_of(x.cached_data), w.cached_data, self.mean, self.rstd, *into
+            rows_of(dout), rows_of(x.cached_data), w.cached_data, self.mean, self.rstd, None, *into
         )
         if x.requires_grad:
             grads[0] = dx.reshape(x.shape)
