@@ -289,6 +289,15 @@ def test_tuples():
     assert isinstance(ops.make_tuple(x, x), ndl.TensorTuple)
 
 
+def test_the_gradient_of_a_tuple_has_zeros_where_nothing_came():
+    x = Tensor(np.arange(6.0).reshape(2, 3))
+    parts = ops.split(x, 1)
+    (parts[-1] * 2).backward()
+    assert isinstance(parts.grad, ndl.TensorTuple)
+    np.testing.assert_array_equal(parts.grad.numpy(), [[0, 0], [0, 0], [2, 2]])
+    np.testing.assert_array_equal(x.grad.numpy(), [[0, 0, 2], [0, 0, 2]])
+
+
 def test_scalars_on_either_side():
     x = Tensor([2.0, 4.0])
     for got, expected in [
