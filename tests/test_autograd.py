@@ -121,7 +121,9 @@ class Fused(nn.Module):
         x = ops.embedding(ids, self.table)
         for _ in range(2):
             x = ops.layer_norm(ops.linear(x, self.weight, self.bias), self.gamma, self.beta, 1e-5)
-        return x
+        y, x = ops.layer_norm_residual(x, self.gamma, self.beta)
+        y, z, x = ops.layer_norm_pair(x + y, self.gamma, self.beta, self.gamma, self.bias)
+        return x + y * z
 
 
 @both

@@ -227,12 +227,21 @@ class Layer(nn.Module):
         mask: BlockMask | None = None,
         cache: nn.attention.Cached | None = None,
     ) -> Tensor:
-        read = x = self.hook("hook_resid_pre", x)
-        attended = self.attention(self.input_layernorm(x), rotary, mask, cache)
-        x = x + self.hook("hook_attn_out", attended)
+        norm1, norm2 = self.input_layernorm, self.post_attention_layernorm
+        x = self.hook("hook_resid_pre", x)
+        # The stream goes on as the x that the norms' op hands through: it adds up the gradients.
+        if self.parallel:
+            operands = (norm1.weight, norm1.bias, norm2.weight, norm2.bias)
+            y1, y2, x = ops.layer_norm_pair(x, *operands, norm1.eps)
+        else:
+            y1, x = ops.layer_norm_residual(x, norm1.weight, norm1.bias, norm1.eps)
+        attended = self.attention(norm1(x, y1), rotary, mask, cache)
+        read, x = x, x + self.hook("hook_attn_out", attended)
         if not self.parallel:
-            read = x = self.hook("hook_resid_mid", x)
-        written = self.mlp(self.post_attention_layernorm(read))
+            x = self.hook("hook_resid_mid", x)
+            y2, x = ops.layer_norm_residual(x, norm2.weight, norm2.bias, norm2.eps)
+            read = x
+        written = self.mlp(norm2(read, y2))
         return self.hook("hook_resid_post", x + self.hook("hook_mlp_out", written))
 
 

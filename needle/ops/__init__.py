@@ -83,7 +83,13 @@ from needle.ops.matmul import (
     linear_transposed,
     matmul,
 )
-from needle.ops.normalization import LayerNorm, layer_norm
+from needle.ops.normalization import (
+    LayerNorm,
+    LayerNormResidual,
+    layer_norm,
+    layer_norm_pair,
+    layer_norm_residual,
+)
 from needle.ops.reduce import (
     LogSoftmax,
     LogSumExp,
@@ -139,6 +145,7 @@ __all__ = [
     "IndexAdd",
     "IndexSelect",
     "LayerNorm",
+    "LayerNormResidual",
     "LinearOp",
     "LinearTransposedOp",
     "Log",
@@ -190,6 +197,8 @@ __all__ = [
     "get_item",
     "index_select",
     "layer_norm",
+    "layer_norm_pair",
+    "layer_norm_residual",
     "linear",
     "linear_transposed",
     "log",
