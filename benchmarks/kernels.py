@@ -330,8 +330,19 @@ def norms(s: Shapes) -> Iterator[Case]:
     yield Case(
         "layernorm_bwd",
         3 * size * n,
-        lambda: _C.layernorm_bwd(dy, x, w, mean, rstd, dw, db),
+        lambda: _C.layernorm_bwd(dy, x, w, mean, rstd, None, dw, db),
         backward_peer,
+    )
+
+    dy2, dres, w2, b2 = s.array(s.rows, C), s.array(s.rows, C), s.array(C), s.array(C)
+    dw2, db2 = s.array(C, dtype="float32"), s.array(C, dtype="float32")
+    yield Case(
+        "layernorm_pair_fwd", 3 * size * n, lambda: _C.layernorm_pair_fwd(x, w, b, w2, b2, 1e-5)
+    )
+    yield Case(
+        "layernorm_pair_bwd",
+        5 * size * n,
+        lambda: _C.layernorm_pair_bwd(dy, dy2, x, w, w2, mean, rstd, dres, dw, db, dw2, db2),
     )
 
 

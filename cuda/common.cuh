@@ -83,6 +83,9 @@ static inline nd_status cuda_launch(const char *op, int device, void (*kernel)(A
 /* reduce.cu: to[c] += the sum over r of partial[r * columns + c], rows in a fixed order. */
 nd_status cuda_add_columns(const char *op, int device, const float *partial, int64_t rows,
                            int64_t columns, float *to);
+/* The same of `count` matrices (at most 4), one behind the other, each to an array of its own. */
+nd_status cuda_add_columns_of(const char *op, int device, const float *partial, int64_t rows,
+                              int64_t columns, int count, float *const *to);
 
 /* Memory of the device's pool that lives on (freed by cudaFreeAsync); not counted as an array's. */
 nd_status cuda_pool_malloc(int device, size_t bytes, void **out);

@@ -1,30 +1,50 @@
-/* layernorm.cu - layer normalisation over the last axis, x (N, C).
+/* layernorm.cu - layer normalisation over the last axis, x (N, C), by one norm, or by two that read
+ * the same x (mean and rstd are then the same).
  *
  *   forward   mean = sum(x) / C, rstd = 1 / sqrt(sum((x - mean)^2) / C + eps)
- *             h = (x - mean) rstd, y = h w + b
- *   backward  g = dy w
- *             dx = rstd (g - sum(g) / C - h sum(g h) / C)
- *             dw += sum over rows of dy h, db += sum over rows of dy
+ *             h = (x - mean) rstd, y = h w + b of each norm
+ *   backward  g = the sum of the norms' dy w
+ *             dx = rstd (g - sum(g) / C - h sum(g h) / C) + dres, where there is a dres
+ *             of each norm dw += sum over rows of dy h, db += sum over rows of dy
  *
- * Everything is computed in float32; the variance is that of the differences from the mean, not a
- * difference of squares.
+ * Everything is computed in float32, and dx is rounded once; the variance is that of the differences
+ * from the mean, not a difference of squares.
  *
  * Rows in registers: when C is a multiple of the 16-byte vector, at most 4096, and all rows are
- * aligned, a group of 32 threads (C <= 1024) or 256 holds the row it works on, so that x (and dy) is
- * read once. In the backward each group keeps its columns' part of dw and db in registers over
- * all of its rows; a block leaves one row of partial sums for each in scratch, and
- * cuda_add_columns adds them in a fixed order. Which row goes to which group depends on N and the
- * device only. Other shapes: a block a row that reads it three times, mostly from cache, and dw and
- * db from a second pass over columns.
+ * aligned, each element is read once. In the forward a group of 32 threads (C <= 1024) or 256 holds
+ * the row it works on. In the backward a thread has 8 columns of a row, whatever C: their parts of
+ * dw and db stay in its registers over all of the block's rows, and the rows to come wait in shared
+ * memory, so that few threads keep enough reads under way. A block leaves one row of partial sums for
+ * each dw and db in scratch, and cuda_add_columns_of adds them in a fixed order. Which row goes to
+ * which threads depends on N and the device only. Other shapes: a block a row that reads it three
+ * times, mostly from cache, and dw and db from a second pass over columns.
  *
- * Bytes, T bytes an element: forward 2 N C T + 8 N; backward 3 N C T + 8 N, and 8 C a block twice.
+ * Bytes, T bytes an element: forward 2 N C T + 8 N, by two norms 3 N C T + 8 N; backward 3 N C T + 8 N,
+ * N C T more for the second norm and for dres, and 8 C a block and norm twice.
  */
 #include "common.cuh"
+#include "mma.cuh"
 
 namespace {
 
 constexpr int threads = 256;
-constexpr int warps = threads / 32;
+
+/* The operands of the norms of an x, as arrays and as what kernels take. */
+template <class T, int norms> struct Forward {
+    const T *x, *w[norms], *b[norms];
+    T *y[norms];
+    float *mean, *rstd, eps;
+    int64_t rows, columns;
+};
+template <class T, int norms> struct Backward {
+    const T *read[2 + norms]; /* rows: x, dres or null, the norms' dy */
+    const T *w[norms];
+    const float *mean, *rstd;
+    T *dx;
+    float *partial; /* of each norm dw and db: a row of columns a block */
+    int64_t rows, columns;
+};
+enum { X, DRES, DY };
 
 /* Sum over the group of 32 or 256 neighbouring threads. */
 template <int group> __device__ __forceinline__ float group_sum(float v) {
@@ -32,8 +52,8 @@ template <int group> __device__ __forceinline__ float group_sum(float v) {
 }
 
 /* count vectors of T a thread, `group` vectors apart; beyond the row nothing is read: zeros. */
-template <class T, int group, int count>
-__device__ __forceinline__ void load_row(const T *row, int columns, int lane,
+template <class T, int count>
+__device__ __forceinline__ void load_row(const T *row, int columns, int group, int lane,
                                          Vec<T> (&out)[count]) {
 #pragma unroll
     for (int i = 0; i < count; i++) {
@@ -50,11 +70,12 @@ __device__ __forceinline__ void load_row(const T *row, int columns, int lane,
 }
 
 /* ---- rows in registers ----------------------------------------------------------------------- */
-template <class T, int group, int count>
-__global__ void __launch_bounds__(threads)
-    forward_kernel(const T *x, const T *w, const T *b, float eps, T *y, float *mean, float *rstd,
-                   int64_t rows, int columns) {
+template <class T, int norms, int group, int count>
+__global__ void __launch_bounds__(threads, count < 4 ? 1 : 3)
+    forward_kernel(const Forward<T, norms> p) {
     constexpr int N = Vec<T>::size;
+    const int64_t rows = p.rows;
+    const int columns = (int)p.columns;
     const int lane = threadIdx.x % group;
     const float inverse = 1.0f / (float)columns;
     for (int64_t base = (int64_t)blockIdx.x * (threads / group); base < rows;
@@ -64,7 +85,7 @@ __global__ void __launch_bounds__(threads)
             break; /* a whole warp leaves; blocks never do inside the loop */
         }
         Vec<T> xs[count];
-        load_row<T, group, count>(x + row * columns, columns, lane, xs);
+        load_row(p.x + row * columns, columns, group, lane, xs);
         float sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < count; i++) {
@@ -85,124 +106,199 @@ __global__ void __launch_bounds__(threads)
                 }
             }
         }
-        const float r = 1.0f / sqrtf(group_sum<group>(squares) * inverse + eps);
+        const float r = 1.0f / sqrtf(group_sum<group>(squares) * inverse + p.eps);
 #pragma unroll
         for (int i = 0; i < count; i++) {
             int c = (i * group + lane) * N;
             if (c < columns) {
-                Vec<T> ws = load16(w + c), bs = load16(b + c), ys;
 #pragma unroll
-                for (int k = 0; k < N; k++) {
-                    float h = (to_float(xs[i].v[k]) - m) * r;
-                    ys.v[k] = from_float<T>(h * to_float(ws.v[k]) + to_float(bs.v[k]));
+                for (int n = 0; n < norms; n++) {
+                    Vec<T> ws = load16(p.w[n] + c), bs = load16(p.b[n] + c), ys;
+#pragma unroll
+                    for (int k = 0; k < N; k++) {
+                        float h = (to_float(xs[i].v[k]) - m) * r;
+                        ys.v[k] = from_float<T>(h * to_float(ws.v[k]) + to_float(bs.v[k]));
+                    }
+                    store16(p.y[n] + row * columns + c, ys);
                 }
-                store16(y + row * columns + c, ys);
             }
         }
         if (lane == 0) {
-            mean[row] = m;
-            rstd[row] = r;
+            p.mean[row] = m;
+            p.rstd[row] = r;
         }
     }
 }
 
-/* partial: gridDim.x rows of dw, then gridDim.x rows of db. */
-template <class T, int group, int count>
-__global__ void __launch_bounds__(threads)
-    backward_kernel(const T *dy, const T *x, const T *w, const float *mean, const float *rstd,
-                    T *dx, float *partial, int64_t rows, int columns) {
-    constexpr int N = Vec<T>::size;
-    const int lane = threadIdx.x % group;
-    const float inverse = 1.0f / (float)columns;
-    float dw[count][N], db[count][N];
-    Vec<T> ws[count];
-    load_row<T, group, count>(w, columns, lane, ws);
+/* The backward's block: blockDim.x threads hold a row, blockDim.y rows at a time. */
+constexpr int held = 8; /* columns a thread */
+constexpr int widest = 4096;
+constexpr int most_threads = widest / held;
+static inline dim3 backward_block(unsigned columns) {
+    const unsigned a_row = ceil_div(columns, 32u * held) * 32;
+    return dim3(a_row, a_row < threads ? threads / a_row : 1);
+}
+
+/* Both sums over the warps that hold a row. `parts` must not be that of the call before: one barrier
+ * is then enough. */
+__device__ __forceinline__ float2 row_sums(float2 v, float2 (&parts)[most_threads / 32]) {
+    v = make_float2(warp_sum(v.x), warp_sum(v.y));
+    const int warps = blockDim.x / 32;
+    if (warps == 1) {
+        return v;
+    }
+    float2 *of_row = parts + threadIdx.y * warps;
+    if (threadIdx.x % 32 == 0) {
+        of_row[threadIdx.x / 32] = v;
+    }
+    __syncthreads();
+    v = of_row[0];
+    for (int i = 1; i < warps; i++) {
+        v.x += of_row[i].x;
+        v.y += of_row[i].y;
+    }
+    return v;
+}
+
+/* What this thread reads of the rows to come, on its way into places of shared memory that no other
+ * thread reads: nobody waits for anybody. Rows and columns that are not there, and a dres that is
+ * not, are zeros. */
+template <class T, int norms> struct Ahead {
+    static constexpr int N = Vec<T>::size, count = held / N, operands = 2 + norms;
+    static constexpr int rows = 4 / sizeof(T); /* 96 or 128 bytes a thread are under way */
+    static constexpr size_t bytes = sizeof(uint4) * rows * operands * count; /* a thread */
+
+    const Backward<T, norms> &p;
+    uint4 *places;
+
+    __device__ __forceinline__ uint4 *place(int slot, int operand, int i) const {
+        return places + ((slot * operands + operand) * count + i) * blockDim.x * blockDim.y;
+    }
+    __device__ __forceinline__ void fetch(int64_t row, int slot) const {
 #pragma unroll
-    for (int i = 0; i < count; i++) {
+        for (int o = 0; o < operands; o++) {
 #pragma unroll
-        for (int k = 0; k < N; k++) {
-            dw[i][k] = db[i][k] = 0.0f;
+            for (int i = 0; i < count; i++) {
+                const int c = (i * blockDim.x + threadIdx.x) * N;
+                copy_async16(shared_address(place(slot, o, i)), p.read[o] + row * p.columns + c,
+                             row < p.rows && c < p.columns && p.read[o] != nullptr);
+            }
+        }
+        copy_async_commit();
+    }
+    __device__ __forceinline__ void take(int slot, Vec<T> (&to)[operands][count]) const {
+        copy_async_wait<rows - 1>();
+#pragma unroll
+        for (int o = 0; o < operands; o++) {
+#pragma unroll
+            for (int i = 0; i < count; i++) {
+                to[o][i] = load16((const T *)place(slot, o, i));
+            }
         }
     }
-    for (int64_t base = (int64_t)blockIdx.x * (threads / group); base < rows;
-         base += (int64_t)gridDim.x * (threads / group)) {
-        int64_t row = base + threadIdx.x / group;
-        if (group == 32 && row >= rows) {
-            break;
+};
+
+template <class T, int norms>
+__global__ void __launch_bounds__(most_threads, 1) backward_kernel(const Backward<T, norms> p) {
+    constexpr int N = Vec<T>::size, count = held / N;
+    extern __shared__ uint4 shared[];
+    __shared__ float2 parts[2][most_threads / 32];
+    const Ahead<T, norms> ahead = {p, shared + threadIdx.y * blockDim.x + threadIdx.x};
+    const float inverse = 1.0f / (float)p.columns;
+    float sums[2 * norms][count][N] = {}; /* of each norm dw and db */
+    Vec<T> ws[norms][count];
+#pragma unroll
+    for (int n = 0; n < norms; n++) {
+        load_row(p.w[n], (int)p.columns, blockDim.x, threadIdx.x, ws[n]);
+    }
+    const int64_t first = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
+    const int64_t step = (int64_t)gridDim.x * blockDim.y;
+#pragma unroll
+    for (int slot = 0; slot < ahead.rows; slot++) {
+        ahead.fetch(first + slot * step, slot);
+    }
+    float next_mean = first < p.rows ? p.mean[first] : 0.0f;
+    float next_rstd = first < p.rows ? p.rstd[first] : 0.0f;
+    int turn = 0;
+    /* The threads of a block go on together, also those whose last row is not there. */
+    for (int64_t row = first; row - threadIdx.y < p.rows; row += step) {
+        Vec<T> at[2 + norms][count];
+        ahead.take(turn % ahead.rows, at);
+        ahead.fetch(row + ahead.rows * step, turn % ahead.rows);
+        const float mean = next_mean, rstd = next_rstd;
+        if (row + step < p.rows) {
+            next_mean = p.mean[row + step];
+            next_rstd = p.rstd[row + step];
         }
-        Vec<T> xs[count], ds[count];
-        load_row<T, group, count>(x + row * columns, columns, lane, xs);
-        load_row<T, group, count>(dy + row * columns, columns, lane, ds);
-        const float m = mean[row], r = rstd[row];
-        float sum_g = 0.0f, sum_gh = 0.0f;
+        float g[count][N];
+        float2 sum = make_float2(0.0f, 0.0f); /* of g and of g h */
 #pragma unroll
         for (int i = 0; i < count; i++) {
 #pragma unroll
             for (int k = 0; k < N; k++) {
                 /* beyond the row dy and w are zero, and so is all that is added */
-                float d = to_float(ds[i].v[k]), h = (to_float(xs[i].v[k]) - m) * r;
-                float g = d * to_float(ws[i].v[k]);
-                sum_g += g;
-                sum_gh += g * h;
-                dw[i][k] += d * h;
-                db[i][k] += d;
+                const float h = (to_float(at[X][i].v[k]) - mean) * rstd;
+                g[i][k] = 0.0f;
+#pragma unroll
+                for (int n = 0; n < norms; n++) {
+                    const float d = to_float(at[DY + n][i].v[k]);
+                    g[i][k] += d * to_float(ws[n][i].v[k]);
+                    sums[2 * n][i][k] += d * h;
+                    sums[2 * n + 1][i][k] += d;
+                }
+                sum.x += g[i][k];
+                sum.y += g[i][k] * h;
             }
         }
-        sum_g = group_sum<group>(sum_g) * inverse;
-        sum_gh = group_sum<group>(sum_gh) * inverse;
+        sum = row_sums(sum, parts[turn]);
+        turn ^= 1;
+        sum.x *= inverse;
+        sum.y *= inverse;
 #pragma unroll
         for (int i = 0; i < count; i++) {
-            int c = (i * group + lane) * N;
-            if (c < columns) {
+            const int c = (i * blockDim.x + threadIdx.x) * N;
+            if (row < p.rows && c < p.columns) {
                 Vec<T> out;
 #pragma unroll
                 for (int k = 0; k < N; k++) {
-                    float h = (to_float(xs[i].v[k]) - m) * r;
-                    float g = to_float(ds[i].v[k]) * to_float(ws[i].v[k]);
-                    out.v[k] = from_float<T>(r * (g - sum_g - h * sum_gh));
+                    const float h = (to_float(at[X][i].v[k]) - mean) * rstd;
+                    const float d = rstd * (g[i][k] - sum.x - h * sum.y);
+                    out.v[k] = from_float<T>(d + to_float(at[DRES][i].v[k]));
                 }
-                store16(dx + row * columns + c, out);
+                store16(p.dx + row * p.columns + c, out);
             }
         }
     }
 
-    float *to_dw = partial + (int64_t)blockIdx.x * columns;
-    float *to_db = partial + ((int64_t)gridDim.x + blockIdx.x) * columns;
-    if (group == 32) {
-        /* The block's warps hold the same columns: one warp after the other adds its part. */
-        __shared__ float sums[2][32 * count * N];
-        const int warp = threadIdx.x / 32;
-        for (int turn = 0; turn < warps; turn++) {
-            if (warp == turn) {
-#pragma unroll
-                for (int i = 0; i < count; i++) {
-#pragma unroll
-                    for (int k = 0; k < N; k++) {
-                        int at = (i * N + k) * 32 + lane;
-                        sums[0][at] = turn == 0 ? dw[i][k] : sums[0][at] + dw[i][k];
-                        sums[1][at] = turn == 0 ? db[i][k] : sums[1][at] + db[i][k];
-                    }
-                }
-            }
-            __syncthreads();
+    /* The threads above each other hold the same columns: each adds what those before it have, and
+     * the last writes. The rows that were fetched beyond the end must have come before. */
+    copy_async_wait<0>();
+    for (int y = 0; y < blockDim.y; y++) {
+        __syncthreads();
+        if (threadIdx.y != y) {
+            continue;
         }
-        for (int c = threadIdx.x; c < columns; c += threads) {
-            int i = c / (32 * N), in_row = c % (32 * N);
-            int at = (i * N + in_row % N) * 32 + in_row / N;
-            to_dw[c] = sums[0][at];
-            to_db[c] = sums[1][at];
-        }
-    } else {
 #pragma unroll
-        for (int i = 0; i < count; i++) {
-            int c = (i * group + lane) * N;
-            if (c < columns) {
+        for (int s = 0; s < 2 * norms; s++) {
+            float *to = p.partial + ((int64_t)s * gridDim.x + blockIdx.x) * p.columns;
+#pragma unroll
+            for (int i = 0; i < count; i++) {
+                const int c = (i * blockDim.x + threadIdx.x) * N;
 #pragma unroll
                 for (int k = 0; k < N; k += 4) {
-                    *(float4 *)(to_dw + c + k) =
-                        make_float4(dw[i][k], dw[i][k + 1], dw[i][k + 2], dw[i][k + 3]);
-                    *(float4 *)(to_db + c + k) =
-                        make_float4(db[i][k], db[i][k + 1], db[i][k + 2], db[i][k + 3]);
+                    float4 *handed = (float4 *)shared;
+                    handed += ((s * count + i) * (N / 4) + k / 4) * blockDim.x + threadIdx.x;
+                    float4 v = make_float4(sums[s][i][k], sums[s][i][k + 1], sums[s][i][k + 2],
+                                           sums[s][i][k + 3]);
+                    if (y > 0) {
+                        v = make_float4(handed->x + v.x, handed->y + v.y, handed->z + v.z,
+                                        handed->w + v.w);
+                    }
+                    if (y + 1 < blockDim.y) {
+                        *handed = v;
+                    } else if (c < p.columns) {
+                        *(float4 *)(to + c + k) = v;
+                    }
                 }
             }
         }
@@ -210,13 +306,12 @@ __global__ void __launch_bounds__(threads)
 }
 
 /* ---- any C ----------------------------------------------------------------------------------- */
-template <class T>
-__global__ void __launch_bounds__(threads)
-    any_forward_kernel(const T *x, const T *w, const T *b, float eps, T *y, float *mean,
-                       float *rstd, int64_t rows, int64_t columns) {
+template <class T, int norms>
+__global__ void __launch_bounds__(threads) any_forward_kernel(const Forward<T, norms> p) {
+    const int64_t columns = p.columns;
     const float inverse = 1.0f / (float)columns;
-    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-        const T *from = x + row * columns;
+    for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
+        const T *from = p.x + row * columns;
         float sum = 0.0f;
         for (int64_t c = threadIdx.x; c < columns; c += threads) {
             sum += to_float(from[c]);
@@ -227,67 +322,85 @@ __global__ void __launch_bounds__(threads)
             float d = to_float(from[c]) - m;
             squares += d * d;
         }
-        const float r = 1.0f / sqrtf(block_sum(squares) * inverse + eps);
+        const float r = 1.0f / sqrtf(block_sum(squares) * inverse + p.eps);
         for (int64_t c = threadIdx.x; c < columns; c += threads) {
             float h = (to_float(from[c]) - m) * r;
-            y[row * columns + c] = from_float<T>(h * to_float(w[c]) + to_float(b[c]));
+#pragma unroll
+            for (int n = 0; n < norms; n++) {
+                float y = h * to_float(p.w[n][c]) + to_float(p.b[n][c]);
+                p.y[n][row * columns + c] = from_float<T>(y);
+            }
         }
         if (threadIdx.x == 0) {
-            mean[row] = m;
-            rstd[row] = r;
+            p.mean[row] = m;
+            p.rstd[row] = r;
         }
     }
 }
 
-template <class T>
-__global__ void __launch_bounds__(threads)
-    any_backward_kernel(const T *dy, const T *x, const T *w, const float *mean, const float *rstd,
-                        T *dx, int64_t rows, int64_t columns) {
+template <class T, int norms>
+__global__ void __launch_bounds__(threads) any_backward_kernel(const Backward<T, norms> p) {
+    const int64_t columns = p.columns;
     const float inverse = 1.0f / (float)columns;
-    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-        const float m = mean[row], r = rstd[row];
+    for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
+        const float m = p.mean[row], r = p.rstd[row];
+        auto h_at = [&](int64_t at) { return (to_float(p.read[X][at]) - m) * r; };
+        auto g_at = [&](int64_t c) {
+            float g = 0.0f;
+#pragma unroll
+            for (int n = 0; n < norms; n++) {
+                g += to_float(p.read[DY + n][row * columns + c]) * to_float(p.w[n][c]);
+            }
+            return g;
+        };
         float sum_g = 0.0f, sum_gh = 0.0f;
         for (int64_t c = threadIdx.x; c < columns; c += threads) {
-            float g = to_float(dy[row * columns + c]) * to_float(w[c]);
+            const float g = g_at(c);
             sum_g += g;
-            sum_gh += g * ((to_float(x[row * columns + c]) - m) * r);
+            sum_gh += g * h_at(row * columns + c);
         }
         sum_g = block_sum(sum_g) * inverse;
         sum_gh = block_sum(sum_gh) * inverse;
         for (int64_t c = threadIdx.x; c < columns; c += threads) {
-            float g = to_float(dy[row * columns + c]) * to_float(w[c]);
-            float h = (to_float(x[row * columns + c]) - m) * r;
-            dx[row * columns + c] = from_float<T>(r * (g - sum_g - h * sum_gh));
+            const int64_t at = row * columns + c;
+            const float d = r * (g_at(c) - sum_g - h_at(at) * sum_gh);
+            p.dx[at] = from_float<T>(p.read[DRES] ? d + to_float(p.read[DRES][at]) : d);
         }
     }
 }
 
 /* Block (i, j): 256 columns, rows [j chunk, (j + 1) chunk). */
-template <class T>
+template <class T, int norms>
 __global__ void __launch_bounds__(threads)
-    any_weights_kernel(const T *dy, const T *x, const float *mean, const float *rstd,
-                       float *partial, int64_t rows, int64_t columns, int64_t chunk) {
+    any_weights_kernel(const Backward<T, norms> p, int64_t chunk) {
     const int64_t c = (int64_t)blockIdx.x * threads + threadIdx.x;
-    if (c >= columns) {
+    if (c >= p.columns) {
         return;
     }
-    const int64_t end = min(rows, (blockIdx.y + 1) * chunk);
-    float dw = 0.0f, db = 0.0f;
+    const int64_t end = min(p.rows, (blockIdx.y + 1) * chunk);
+    float sums[2 * norms] = {};
 #pragma unroll 4
     for (int64_t row = blockIdx.y * chunk; row < end; row++) {
-        float d = to_float(dy[row * columns + c]);
-        dw += d * ((to_float(x[row * columns + c]) - mean[row]) * rstd[row]);
-        db += d;
+        const int64_t at = row * p.columns + c;
+        const float h = (to_float(p.read[X][at]) - p.mean[row]) * p.rstd[row];
+#pragma unroll
+        for (int n = 0; n < norms; n++) {
+            const float d = to_float(p.read[DY + n][at]);
+            sums[2 * n] += d * h;
+            sums[2 * n + 1] += d;
+        }
     }
-    partial[blockIdx.y * columns + c] = dw;
-    partial[((int64_t)gridDim.y + blockIdx.y) * columns + c] = db;
+#pragma unroll
+    for (int s = 0; s < 2 * norms; s++) {
+        p.partial[((int64_t)s * gridDim.y + blockIdx.y) * p.columns + c] = sums[s];
+    }
 }
 
 /* ---- host ------------------------------------------------------------------------------------ */
 /* f(group, count): the smallest kernel that holds a row, or false when none does. */
 template <class T, class F> bool with_row_in_registers(int64_t columns, F &&f) {
     constexpr int N = Vec<T>::size;
-    if (columns == 0 || columns % N != 0 || columns > 4096) {
+    if (columns == 0 || columns % N != 0 || columns > widest) {
         return false;
     }
     int64_t vectors = columns / N;
@@ -311,84 +424,141 @@ template <class T, class F> bool with_row_in_registers(int64_t columns, F &&f) {
     return true;
 }
 
-} // namespace
+/* The operands that each norm has of its own. */
+struct ForwardNorm {
+    const nd_array *w, *b;
+    nd_array *y;
+};
+struct BackwardNorm {
+    const nd_array *dy, *w;
+    nd_array *dw, *db;
+};
 
-nd_status cuda_layernorm_fwd(int device, const layernorm_fwd_args *a) {
-    const int64_t rows = a->x->shape[0], columns = a->x->shape[1];
+template <int norms>
+nd_status forward(const char *op, int device, const nd_array *x, const ForwardNorm (&of)[norms],
+                  double eps, nd_array *mean, nd_array *rstd) {
+    const int64_t rows = x->shape[0], columns = x->shape[1];
     if (rows == 0) {
         return ND_OK;
     }
     cudaStream_t stream = cuda_stream(device);
-    return with_float("layernorm_fwd", a->x->dtype, [&](auto tag) -> nd_status {
+    return with_float(op, x->dtype, [&](auto tag) -> nd_status {
         using T = typename decltype(tag)::type;
-        const T *x = data_of<T>(a->x), *w = data_of<T>(a->w), *b = data_of<T>(a->b);
-        T *y = data_of<T>(a->y);
-        float *mean = data_of<float>(a->mean), *rstd = data_of<float>(a->rstd), eps = (float)a->eps;
-        bool aligned = is_aligned16(x) && is_aligned16(w) && is_aligned16(b) && is_aligned16(y);
-        bool done =
-            aligned && with_row_in_registers<T>(columns, [&](auto group, auto count) {
-                constexpr int G = decltype(group)::get, K = decltype(count)::get;
-                unsigned grid = cuda_grid(device, ceil_div<int64_t>(rows, threads / G), 1024);
-                forward_kernel<T, G, K>
-                    <<<grid, threads, 0, stream>>>(x, w, b, eps, y, mean, rstd, rows, (int)columns);
-            });
-        if (!done) {
-            any_forward_kernel<T><<<cuda_grid(device, rows, 1024), threads, 0, stream>>>(
-                x, w, b, eps, y, mean, rstd, rows, columns);
+        Forward<T, norms> p;
+        p.x = data_of<T>(x);
+        bool aligned = is_aligned16(p.x);
+        for (int n = 0; n < norms; n++) {
+            p.w[n] = data_of<T>(of[n].w);
+            p.b[n] = data_of<T>(of[n].b);
+            p.y[n] = data_of<T>(of[n].y);
+            aligned &= is_aligned16(p.w[n]) && is_aligned16(p.b[n]) && is_aligned16(p.y[n]);
         }
-        CUDA_LAUNCHED("layernorm_fwd");
+        p.mean = data_of<float>(mean);
+        p.rstd = data_of<float>(rstd);
+        p.eps = (float)eps;
+        p.rows = rows;
+        p.columns = columns;
+        bool done = aligned && with_row_in_registers<T>(columns, [&](auto group, auto count) {
+                        constexpr int G = decltype(group)::get, K = decltype(count)::get;
+                        unsigned grid =
+                            cuda_grid(device, ceil_div<int64_t>(rows, threads / G), 1024);
+                        forward_kernel<T, norms, G, K><<<grid, threads, 0, stream>>>(p);
+                    });
+        if (!done) {
+            any_forward_kernel<T, norms><<<cuda_grid(device, rows, 1024), threads, 0, stream>>>(p);
+        }
+        CUDA_LAUNCHED(op);
         return ND_OK;
     });
 }
 
-nd_status cuda_layernorm_bwd(int device, const layernorm_bwd_args *a) {
-    const char *op = "layernorm_bwd";
-    const int64_t rows = a->x->shape[0], columns = a->x->shape[1];
+template <int norms>
+nd_status backward(const char *op, int device, const nd_array *x, const BackwardNorm (&of)[norms],
+                   const nd_array *mean, const nd_array *rstd, const nd_array *dres, nd_array *dx) {
+    const int64_t rows = x->shape[0], columns = x->shape[1];
     if (rows == 0 || columns == 0) {
         return ND_OK;
     }
     cudaStream_t stream = cuda_stream(device);
-    return with_float(op, a->x->dtype, [&](auto tag) -> nd_status {
+    return with_float(op, x->dtype, [&](auto tag) -> nd_status {
         using T = typename decltype(tag)::type;
-        const T *dy = data_of<T>(a->dy), *x = data_of<T>(a->x), *w = data_of<T>(a->w);
-        const float *mean = data_of<float>(a->mean), *rstd = data_of<float>(a->rstd);
-        T *dx = data_of<T>(a->dx);
-        bool aligned = is_aligned16(x) && is_aligned16(w) && is_aligned16(dy) && is_aligned16(dx);
+        Backward<T, norms> p;
+        p.read[X] = data_of<T>(x);
+        p.read[DRES] = dres ? data_of<T>(dres) : nullptr;
+        float *sums[2 * norms];
+        for (int n = 0; n < norms; n++) {
+            p.read[DY + n] = data_of<T>(of[n].dy);
+            p.w[n] = data_of<T>(of[n].w);
+            sums[2 * n] = data_of<float>(of[n].dw);
+            sums[2 * n + 1] = data_of<float>(of[n].db);
+        }
+        p.mean = data_of<float>(mean);
+        p.rstd = data_of<float>(rstd);
+        p.dx = data_of<T>(dx);
+        p.rows = rows;
+        p.columns = columns;
+        bool in_registers = columns % Vec<T>::size == 0 && columns <= widest && is_aligned16(p.dx);
+        for (const T *read : p.read) {
+            in_registers &= is_aligned16(read); /* null is */
+        }
+        for (const T *w : p.w) {
+            in_registers &= is_aligned16(w);
+        }
 
-        /* Partial rows of dw (and as many of db). Two blocks of 256 threads a processor fill it. */
-        int64_t strips = ceil_div<int64_t>(columns, threads);
-        int64_t blocks = cuda_device_limits(device)->processors * 2;
-        bool in_registers = aligned && with_row_in_registers<T>(columns, [](auto, auto) {});
-        int64_t chunk = 0;
+        /* A row of partial sums a block. 512 threads are what a processor has registers for. */
+        const int64_t processors = cuda_device_limits(device)->processors;
+        const int64_t strips = ceil_div<int64_t>(columns, threads);
+        const dim3 block = in_registers ? backward_block((unsigned)columns) : dim3(threads);
+        const int block_threads = block.x * block.y;
+        int64_t blocks, chunk = 0;
         if (in_registers) {
-            int64_t groups = ceil_div<int64_t>(rows, columns <= 1024 ? warps : 1);
-            blocks = groups < blocks ? groups : blocks;
+            blocks = processors * (most_threads / block_threads);
+            blocks = min(blocks, ceil_div<int64_t>(rows, block.y));
         } else {
-            chunk = ceil_div(rows, ceil_div(blocks * 4, strips));
+            chunk = ceil_div(rows, ceil_div(processors * 8, strips));
             blocks = ceil_div(rows, chunk);
         }
         void *scratch;
-        ND_TRY(cuda_scratch(device, (size_t)(2 * blocks * columns) * sizeof(float), &scratch));
-        float *partial = (float *)scratch;
+        ND_TRY(
+            cuda_scratch(device, (size_t)(2 * norms * blocks * columns) * sizeof(float), &scratch));
+        p.partial = (float *)scratch;
 
         if (in_registers) {
-            with_row_in_registers<T>(columns, [&](auto group, auto count) {
-                constexpr int G = decltype(group)::get, K = decltype(count)::get;
-                backward_kernel<T, G, K><<<(unsigned)blocks, threads, 0, stream>>>(
-                    dy, x, w, mean, rstd, dx, partial, rows, (int)columns);
-            });
+            const size_t shared = Ahead<T, norms>::bytes * block_threads;
+            ND_TRY(cuda_prepare(op, device, (const void *)backward_kernel<T, norms>, block_threads,
+                                shared));
+            backward_kernel<T, norms><<<(unsigned)blocks, block, shared, stream>>>(p);
             CUDA_LAUNCHED(op);
         } else {
-            any_backward_kernel<T><<<cuda_grid(device, rows, 1024), threads, 0, stream>>>(
-                dy, x, w, mean, rstd, dx, rows, columns);
+            any_backward_kernel<T, norms><<<cuda_grid(device, rows, 1024), threads, 0, stream>>>(p);
             CUDA_LAUNCHED(op);
             dim3 grid((unsigned)strips, (unsigned)blocks);
-            any_weights_kernel<T>
-                <<<grid, threads, 0, stream>>>(dy, x, mean, rstd, partial, rows, columns, chunk);
+            any_weights_kernel<T, norms><<<grid, threads, 0, stream>>>(p, chunk);
             CUDA_LAUNCHED(op);
         }
-        ND_TRY(cuda_add_columns(op, device, partial, blocks, columns, data_of<float>(a->dw)));
-        return cuda_add_columns(op, device, partial + blocks * columns, blocks, columns,
-                                data_of<float>(a->db));
+        return cuda_add_columns_of(op, device, p.partial, blocks, columns, 2 * norms, sums);
     });
+}
+
+} // namespace
+
+nd_status cuda_layernorm_fwd(int device, const layernorm_fwd_args *a) {
+    return forward<1>("layernorm_fwd", device, a->x, {{a->w, a->b, a->y}}, a->eps, a->mean,
+                      a->rstd);
+}
+
+nd_status cuda_layernorm_pair_fwd(int device, const layernorm_pair_fwd_args *a) {
+    return forward<2>("layernorm_pair_fwd", device, a->x,
+                      {{a->w1, a->b1, a->y1}, {a->w2, a->b2, a->y2}}, a->eps, a->mean, a->rstd);
+}
+
+nd_status cuda_layernorm_bwd(int device, const layernorm_bwd_args *a) {
+    return backward<1>("layernorm_bwd", device, a->x, {{a->dy, a->w, a->dw, a->db}}, a->mean,
+                       a->rstd, a->dres, a->dx);
+}
+
+nd_status cuda_layernorm_pair_bwd(int device, const layernorm_pair_bwd_args *a) {
+    return backward<2>("layernorm_pair_bwd", device, a->x,
+                       {{a->dy1, a->w1, a->dw1, a->db1}, {a->dy2, a->w2, a->dw2, a->db2}}, a->mean,
+                       a->rstd, a->dres, a->dx);
 }

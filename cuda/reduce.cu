@@ -16,6 +16,8 @@
  * sum, and 6 for an ARG, 4 of them comparisons and selections, of which a multiprocessor does 64 a
  * clock; HBM brings it 9 two-byte elements.
  */
+#include <algorithm>
+
 #include "common.cuh"
 
 namespace {
@@ -495,9 +497,16 @@ nd_status reduce(const char *op, int device, const nd_array *x, int64_t axes, nd
     return ND_OK;
 }
 
-/* Sums of a tall matrix's columns: 32 columns a block, 32 threads a column. */
+/* Sums of a tall matrix's columns: 32 columns a block, 32 threads a column; blockIdx.y tells which
+ * of the matrices. */
+constexpr int most_sums = 4;
+struct Sums {
+    float *to[most_sums];
+};
 __global__ void __launch_bounds__(1024)
-    add_columns_kernel(const float *partial, int64_t rows, int64_t columns, float *to) {
+    add_columns_kernel(const float *partial, int64_t rows, int64_t columns, const Sums all) {
+    float *to = all.to[blockIdx.y];
+    partial += blockIdx.y * rows * columns;
     __shared__ float sums[32][33];
     const int64_t c = (int64_t)blockIdx.x * 32 + threadIdx.x;
     float sum = 0.0f;
@@ -522,12 +531,19 @@ __global__ void __launch_bounds__(1024)
 
 } // namespace
 
-nd_status cuda_add_columns(const char *op, int device, const float *partial, int64_t rows,
-                           int64_t columns, float *to) {
-    add_columns_kernel<<<(unsigned)ceil_div<int64_t>(columns, 32), dim3(32, 32), 0,
-                         cuda_stream(device)>>>(partial, rows, columns, to);
+nd_status cuda_add_columns_of(const char *op, int device, const float *partial, int64_t rows,
+                              int64_t columns, int count, float *const *to) {
+    Sums all = {};
+    std::copy(to, to + count, all.to);
+    dim3 grid((unsigned)ceil_div<int64_t>(columns, 32), (unsigned)count);
+    add_columns_kernel<<<grid, dim3(32, 32), 0, cuda_stream(device)>>>(partial, rows, columns, all);
     CUDA_LAUNCHED(op);
     return ND_OK;
+}
+
+nd_status cuda_add_columns(const char *op, int device, const float *partial, int64_t rows,
+                           int64_t columns, float *to) {
+    return cuda_add_columns_of(op, device, partial, rows, columns, 1, &to);
 }
 
 #define RED(name, types, start, combine, map)                                                   \

@@ -285,7 +285,31 @@ def layernorm_fwd(
     x: NDArray, w: NDArray, b: NDArray, eps: float
 ) -> tuple[NDArray, NDArray, NDArray]: ...
 def layernorm_bwd(
-    dy: NDArray, x: NDArray, w: NDArray, mean: NDArray, rstd: NDArray, dw: NDArray, db: NDArray
+    dy: NDArray,
+    x: NDArray,
+    w: NDArray,
+    mean: NDArray,
+    rstd: NDArray,
+    dres: NDArray | None,
+    dw: NDArray,
+    db: NDArray,
+) -> NDArray: ...
+def layernorm_pair_fwd(
+    x: NDArray, w1: NDArray, b1: NDArray, w2: NDArray, b2: NDArray, eps: float
+) -> tuple[NDArray, NDArray, NDArray, NDArray]: ...
+def layernorm_pair_bwd(
+    dy1: NDArray,
+    dy2: NDArray,
+    x: NDArray,
+    w1: NDArray,
+    w2: NDArray,
+    mean: NDArray,
+    rstd: NDArray,
+    dres: NDArray | None,
+    dw1: NDArray,
+    db1: NDArray,
+    dw2: NDArray,
+    db2: NDArray,
 ) -> NDArray: ...
 def rotary(x: NDArray, cos: NDArray, sin: NDArray, parts: int, sign: float) -> None: ...
 def attention_fwd(

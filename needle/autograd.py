@@ -8,7 +8,8 @@ An op offers up to three things (docs/design.md, Two protocols):
 
 - `compute(*arrays)`: NDArrays in, NDArray out (a TensorTupleOp: a tuple of NDArrays);
 - `gradient(out_grad, node)`: Tensors in, a Tensor or a tuple of Tensors out, one for each input of
-  `node`. It is pure. That of an elementary op is built from ops, so it can be differentiated again;
+  `node`. It is pure. That of an elementary op is built from ops, so it can be differentiated again.
+  The gradient of a tuple is a TensorTuple, or a list, with None for the elements that have none;
 - `accumulate(out_grad, node, sinks)`: like gradient, but where `sinks[i]` is a float32 NDArray, it
   adds the gradient of input i into it and returns None there. That is how the gradients of
   flattened parameters (`needle.nn.flatten_parameters`) are summed by the kernel that computes them.
@@ -31,11 +32,12 @@ import numpy as np
 
 from needle import _C, operators
 from needle._C import Device, NDArray
-from needle.backend_ndarray import ones
+from needle.backend_ndarray import ones, zeros
 from needle.operators import Operators
 
 __all__ = [
     "FusedOp",
+    "FusedTupleOp",
     "NDArray",
     "Op",
     "Sinks",
@@ -155,10 +157,14 @@ class TensorOp(Op):
 
 
 class TensorTupleOp(Op):
-    """An op whose result is a TensorTuple; compute returns a tuple of NDArrays."""
+    """An op whose result is a TensorTuple; compute returns a tuple of NDArrays. Its `gradient` gets
+    a TensorTuple, with zeros for the elements that nothing reached."""
 
     def __call__(self, *args: Value) -> TensorTuple:
         return TensorTuple.make_from_op(self, args)
+
+    def gradient_as_tuple(self, out_grad: Any, node: Value) -> tuple:
+        return super().gradient_as_tuple(_whole(out_grad, node), node)
 
 
 class FusedOp(TensorOp):
@@ -174,18 +180,39 @@ class FusedOp(TensorOp):
     def __call__(self, *args: Value) -> Tensor:
         return Tensor.make_from_op(copy.copy(self), args)
 
-    def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> Sequence[NDArray | None]:
+    def backward(self, dout: Any, node: Any, sinks: Sinks) -> Sequence[NDArray | None]:
         raise NotImplementedError(f"{type(self).__name__}.backward is not defined")
 
-    def gradient(self, out_grad: Tensor, node: Tensor) -> tuple:
+    def gradient(self, out_grad: Any, node: Any) -> tuple:
         return self.accumulate(out_grad, node, Sinks([None] * len(node.inputs)))
 
-    def accumulate(self, out_grad: Tensor, node: Tensor, sinks: Sinks) -> tuple:
-        dout = out_grad.cached_data
-        if dout.dtype != node.dtype:
-            dout = dout.astype(node.dtype)
-        grads = self.backward(dout, node, sinks)
+    def accumulate(self, out_grad: Any, node: Any, sinks: Sinks) -> tuple:
+        grads = self.backward(self._douts(out_grad, node), node, sinks)
         return tuple(None if g is None else _severed(g, self) for g in grads)
+
+    def _douts(self, out_grad: Any, node: Any) -> Any:
+        return _rounded(out_grad, node.cached_data)
+
+
+class FusedTupleOp(FusedOp):
+    """A FusedOp with several results: `compute` returns a tuple of NDArrays, and the `dout` of
+    `backward` is a list, with None for a result whose gradient nobody asks for.
+
+    A result may be an input itself: its gradient then comes along, to be added in the same kernel.
+    """
+
+    def __call__(self, *args: Value) -> Any:
+        return TensorTuple.make_from_op(copy.copy(self), args)
+
+    def _douts(self, out_grad: Any, node: Any) -> list[NDArray | None]:
+        pairs = zip(out_grad, node.cached_data)
+        return [None if g is None else _rounded(g, result) for g, result in pairs]
+
+
+def _rounded(grad: Tensor, result: NDArray) -> NDArray:
+    """The gradient of a result, in its dtype."""
+    dout = grad.cached_data
+    return dout if dout.dtype == result.dtype else dout.astype(result.dtype)
 
 
 class _Severed(Op):
@@ -582,6 +609,26 @@ def compute_gradient_of_variables(
         _walk(order, output, out_grad, keep=True)
 
 
+def _sum(a: Any, b: Any) -> Any:
+    """a + b of two gradients, None being nothing; of a tuple's, element by element."""
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b if isinstance(a, Tensor) else [_sum(x, y) for x, y in zip(a, b)]
+
+
+def _whole(grads: Any, node: Value) -> TensorTuple:
+    """The gradient of a tuple as a TensorTuple: zeros, which take no memory, where it has none."""
+    if isinstance(grads, TensorTuple):
+        return grads
+
+    def nothing(x: NDArray) -> Tensor:
+        zero = zeros((1,) * x.ndim, x.dtype, x.device)
+        return Tensor.from_ndarray(zero.broadcast_to(x.shape))
+
+    pairs = zip(grads, node.cached_data)
+    return operators.ops.make_tuple(*[nothing(x) if g is None else g for g, x in pairs])
+
+
 def _written(data: Any) -> int:
     return max(_written(x) for x in data) if isinstance(data, tuple) else data.written
 
@@ -629,7 +676,7 @@ def _walk(order: list[Value], output: Value, out_grad: Value, keep: bool) -> Non
                 node.dtype
             )  # a float32 weight gradient of a weight that was computed
         if keep:
-            node.grad = grad
+            node.grad = _whole(grad, node) if isinstance(grad, list) else grad
         inputs = node.inputs
         owners = [x if x.requires_grad and x.has_grad_buffer else None for x in inputs]
         if any(owner is not None for owner in owners):
@@ -643,6 +690,5 @@ def _walk(order: list[Value], output: Value, out_grad: Value, keep: bool) -> Non
             )
         for x, part in zip(inputs, parts):
             if part is not None and x.requires_grad:
-                before = pending.get(id(x))
-                pending[id(x)] = part if before is None else before + part
+                pending[id(x)] = _sum(pending.get(id(x)), part)
         del grad, parts

@@ -121,7 +121,9 @@ class Fused(nn.Module):
         x = ops.embedding(ids, self.table)
         for _ in range(2):
             x = ops.layer_norm(ops.linear(x, self.weight, self.bias), self.gamma, self.beta, 1e-5)
-        return x
+        y, x = ops.layer_norm_residual(x, self.gamma, self.beta)
+        y, z, x = ops.layer_norm_pair(x + y, self.gamma, self.beta, self.gamma, self.bias)
+        return x + y * z
 
 
 @both
@@ -323,6 +325,15 @@ def test_tuples():
     (parts[0] + parts[2]).backward()
     np.testing.assert_array_equal(x.grad.numpy(), [[1, 0, 1], [1, 0, 1]])
     assert isinstance(ops.make_tuple(x, x), ndl.TensorTuple)
+
+
+def test_the_gradient_of_a_tuple_has_zeros_where_nothing_came():
+    x = Tensor(np.arange(6.0).reshape(2, 3))
+    parts = ops.split(x, 1)
+    (parts[-1] * 2).backward()
+    assert isinstance(parts.grad, ndl.TensorTuple)
+    np.testing.assert_array_equal(parts.grad.numpy(), [[0, 0], [0, 0], [2, 2]])
+    np.testing.assert_array_equal(x.grad.numpy(), [[0, 0, 2], [0, 0, 2]])
 
 
 def test_scalars_on_either_side():

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -445,6 +446,36 @@ def test_gradients_through_the_plain_attention(device):
         np.testing.assert_allclose(grads[1][name], wanted, rtol=0, atol=1e-5 * scale, err_msg=name)
 
 
+@both
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("parallel", [True, False])
+def test_names_alone_change_no_bit_of_gradients_and_norms(device, dtype, parallel):
+    """Those that need nothing but what the fused ops have: the logits, every gradient, and what the
+    norms give, which is what each gives alone."""
+    model = small(device_of(device), dtype, use_parallel_residual=parallel)
+    plain = (*PROJECTIONS, *PATTERNS, RESULT, *NORM)
+    names = [name for name in hooks.hook_names(model.config) if not name.endswith(plain)]
+    assert "blocks.1.ln2.hook_out" in names
+    seen, found = {}, []
+    for functions in ({}, {name: partial(seen.__setitem__, name) for name in names}):
+        with model.hooks(functions):
+            logits, loss = model(IDS[:, :-1], IDS[:, 1:])
+        loss.backward()
+        found.append([logits.numpy(), *(p.grad.numpy().copy() for p in model.parameters())])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert list(seen) == names
+    for i, layer in enumerate(model.layers):
+        between = "hook_resid_pre" if parallel else "hook_resid_mid"
+        for norm, point, read in (
+            (layer.input_layernorm, "ln1", "hook_resid_pre"),
+            (layer.post_attention_layernorm, "ln2", between),
+        ):
+            got = seen[f"blocks.{i}.{point}.hook_out"]
+            wanted = norm(seen[f"blocks.{i}.{read}"])
+            np.testing.assert_array_equal(got.numpy(), wanted.numpy())
+
+
 def test_no_graph_without_gradients():
     model = small()
     with ndl.no_grad():
@@ -545,6 +576,10 @@ def test_unused_hooks_cost_nothing():
     def count(mark, row):
         return sum(row in line for line in rows(mark))
 
-    assert count("new", "layernorm_fwd") == 5
-    assert count("one norm", "layernorm_fwd") == count("another norm", "layernorm_fwd") == 4
+    for way in ("fwd", "bwd"):
+        assert count("new", f"layernorm_pair_{way}") == 2 and count("new", f"layernorm_{way}") == 1
+    assert (
+        count("one norm", "layernorm_pair_bwd") == 1 == count("another norm", "layernorm_fwd") + 1
+    )
+    assert count("one norm", "layernorm_bwd") == 2  # of ln1 alone, and of ln_final
     assert count("new", "attention_fwd") == 2 == count("one norm", "attention_fwd")

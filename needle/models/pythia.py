@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from needle import hf, init, nn, ops
@@ -231,13 +232,38 @@ class Layer(nn.Module):
         mask: BlockMask | None = None,
         cache: nn.attention.Cached | None = None,
     ) -> Tensor:
-        read = x = self.hook("hook_resid_pre", x)
-        attended = self.attention(self.input_layernorm(x), rotary, mask, cache)
+        norm1, norm2 = self.input_layernorm, self.post_attention_layernorm
+        x = self.hook("hook_resid_pre", x)
+        if self.parallel:
+            y1, y2, x = normed(x, norm1, norm2)
+        else:
+            y1, x = normed(x, norm1)
+        attended = self.attention(y1(), rotary, mask, cache)
         x = x + self.hook("hook_attn_out", attended)
         if not self.parallel:
-            read = x = self.hook("hook_resid_mid", x)
-        written = self.mlp(self.post_attention_layernorm(read))
+            y2, x = normed(self.hook("hook_resid_mid", x), norm2)
+        written = self.mlp(y2())
         return self.hook("hook_resid_post", x + self.hook("hook_mlp_out", written))
+
+
+def normed(x: Tensor, *norms: nn.Module) -> tuple:
+    """For each of one or two norms a function that gives what it makes of x, and x to go on with.
+
+    Plain norms of one eps are one op, which hands x on and adds up its gradients; hooks fire when
+    a result is asked for. Other modules, and norms with a hook at a step, are called then.
+    """
+    plain = all(
+        type(norm) is nn.LayerNorm1d
+        and norm.eps == norms[0].eps
+        and not norm.is_hooked_at("hook_scale", "hook_normalized")
+        for norm in norms
+    )
+    if not plain:
+        return (*(partial(norm, x) for norm in norms), x)
+    op = ops.layer_norm_residual if len(norms) == 1 else ops.layer_norm_pair
+    operands = [p for norm in norms for p in (norm.weight, norm.bias)]
+    *ys, x = op(x, *operands, norms[0].eps)
+    return (*(partial(norm.hook, "hook_out", y) for norm, y in zip(norms, ys)), x)
 
 
 # ---- the model --------------------------------------------------------------------------------

@@ -84,7 +84,13 @@ from needle.ops.matmul import (
     matmul,
 )
 from needle.ops.mlp import GeluMLP, gelu_mlp
-from needle.ops.normalization import LayerNorm, layer_norm
+from needle.ops.normalization import (
+    LayerNorm,
+    LayerNormResidual,
+    layer_norm,
+    layer_norm_pair,
+    layer_norm_residual,
+)
 from needle.ops.reduce import (
     LogSoftmax,
     LogSumExp,
@@ -141,6 +147,7 @@ __all__ = [
     "IndexAdd",
     "IndexSelect",
     "LayerNorm",
+    "LayerNormResidual",
     "LinearCrossEntropy",
     "LinearOp",
     "LinearTransposedOp",
@@ -194,6 +201,8 @@ __all__ = [
     "get_item",
     "index_select",
     "layer_norm",
+    "layer_norm_pair",
+    "layer_norm_residual",
     "linear",
     "linear_cross_entropy",
     "linear_transposed",

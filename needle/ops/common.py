@@ -35,7 +35,9 @@ def kept_shape(shape: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:
     return tuple(1 if i in axes else n for i, n in enumerate(shape))
 
 
-def sink_of(sinks: Sinks, grads: list[NDArray | None], node: Tensor, i: int) -> NDArray:
+def sink_of(
+    sinks: Sequence[NDArray | None], grads: list[NDArray | None], node: Any, i: int
+) -> NDArray:
     """The float32 array into which a kernel adds the gradient of input i of a fused op: its sink,
     else fresh zeros, which become grads[i] where the input needs a gradient."""
     sink, x = sinks[i], node.inputs[i]

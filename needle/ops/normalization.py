@@ -1,10 +1,15 @@
-"""Layer normalisation (Ba, Kiros and Hinton 2016), fused."""
+"""Layer normalisation (Ba, Kiros and Hinton 2016), fused.
+
+What a residual stream reads goes to a norm, or to two, and on beside them: x + f(norm(x)). Of
+`layer_norm_residual` and `layer_norm_pair` x itself is the last result; whoever goes on with that
+has its gradient added by the kernel of the norms' own.
+"""
 
 from __future__ import annotations
 
 from needle import _C
 from needle._C import NDArray
-from needle.autograd import FusedOp, Sinks, Tensor
+from needle.autograd import FusedOp, FusedTupleOp, Sinks, Tensor, TensorTuple
 from needle.ops.common import rows_of, sink_of
 
 
@@ -25,7 +30,7 @@ class LayerNorm(FusedOp):
         grads: list[NDArray | None] = [None, None, None]
         into = [sink_of(sinks, grads, node, i) for i in (1, 2)]
         dx = _C.layernorm_bwd(
-            rows_of(dout), rows_of(x.cached_data), w.cached_data, self.mean, self.rstd, *into
+            rows_of(dout), rows_of(x.cached_data), w.cached_data, self.mean, self.rstd, None, *into
         )
         if x.requires_grad:
             grads[0] = dx.reshape(x.shape)
@@ -42,3 +47,72 @@ def layer_norm(x: Tensor, w: Tensor, b: Tensor, eps: float = 1e-5) -> Tensor:
     [[-1.225  0.     1.225]]
     """
     return LayerNorm(eps)(x, w, b)
+
+
+class LayerNormResidual(FusedTupleOp):
+    """(y, x), or (y1, y2, x) with two norms of the same x; keeps mean and rstd (float32), which are
+    the same for both. x is handed through: no copy."""
+
+    reads_result = False
+
+    def __init__(self, eps: float) -> None:
+        self.eps = eps
+
+    def compute(self, x: NDArray, *of_norms: NDArray) -> tuple:
+        forward = _C.layernorm_fwd if len(of_norms) == 2 else _C.layernorm_pair_fwd
+        *ys, self.mean, self.rstd = forward(rows_of(x), *of_norms, self.eps)
+        return (*(y.reshape(x.shape) for y in ys), x)
+
+    def backward(
+        self, dout: list[NDArray | None], node: TensorTuple, sinks: Sinks
+    ) -> list[NDArray | None]:
+        x, *of_norms = node.inputs
+        *dys, dres = dout
+        grads: list[NDArray | None] = [None] * len(node.inputs)
+        into_of: list[NDArray | None] = list(sinks)
+        for i in range(3, len(into_of)):
+            if of_norms[i - 1] is of_norms[i - 3]:  # both norms' own: kernels add to each at once
+                into_of[i] = None
+        used = [n for n, dy in enumerate(dys) if dy is not None]
+        if not used:
+            grads[0] = dres
+            return grads
+        into = [sink_of(into_of, grads, node, 1 + 2 * n + i) for n in used for i in (0, 1)]
+        backward = _C.layernorm_bwd if len(used) == 1 else _C.layernorm_pair_bwd
+        dx = backward(
+            *(rows_of(dys[n]) for n in used),
+            rows_of(x.cached_data),
+            *(of_norms[2 * n].cached_data for n in used),
+            self.mean,
+            self.rstd,
+            None if dres is None else rows_of(dres),
+            *into,
+        )
+        if x.requires_grad:
+            grads[0] = dx.reshape(x.shape)
+        return grads
+
+
+def layer_norm_residual(x: Tensor, w: Tensor, b: Tensor, eps: float = 1e-5) -> TensorTuple:
+    """(layer_norm(x, w, b, eps), x), of which the second is x for the residual connection.
+
+    >>> x, w, b = ndl.Tensor([[1, 2, 3]]), ndl.ones(3), ndl.zeros(3)
+    >>> y, x = ndl.ops.layer_norm_residual(x, w, b)
+    >>> print((x + y).numpy().round(3))
+    [[-0.225  2.     4.225]]
+    """
+    return LayerNormResidual(eps)(x, w, b)
+
+
+def layer_norm_pair(
+    x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, eps: float = 1e-5
+) -> TensorTuple:
+    """(layer_norm(x, w1, b1, eps), layer_norm(x, w2, b2, eps), x), which read x once; the third is
+    x for the residual connection.
+
+    >>> x, w, b = ndl.Tensor([[1, 2, 3]]), ndl.ones(3), ndl.zeros(3)
+    >>> one, other, x = ndl.ops.layer_norm_pair(x, w, b, 2 * w, b)
+    >>> print((x + one + other).numpy().round(3))
+    [[-2.674  2.     6.674]]
+    """
+    return LayerNormResidual(eps)(x, w1, b1, w2, b2)

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import Tensor, TensorOp, TensorTuple, TensorTupleOp
-from needle.backend_ndarray import zeros
-from needle.ops.common import const, kept_shape, normal_axes
+from needle.ops.common import kept_shape, normal_axes
 from needle.ops.indexing import get_item
 
 
@@ -129,15 +128,10 @@ class TensorTupleGetItem(TensorOp):
     def compute(self, a: tuple) -> NDArray:
         return a[self.index]
 
-    def gradient(self, out_grad: Tensor, node: Tensor) -> TensorTuple:
-        parts = []
-        for i, x in enumerate(node.inputs[0].cached_data):
-            if i == self.index % len(node.inputs[0]):
-                parts.append(out_grad)
-            else:
-                nothing = zeros((1,) * x.ndim, x.dtype, x.device)
-                parts.append(const(nothing.broadcast_to(x.shape)))
-        return make_tuple(*parts)
+    def gradient(self, out_grad: Tensor, node: Tensor) -> tuple:
+        parts: list[Tensor | None] = [None] * len(node.inputs[0])
+        parts[self.index] = out_grad
+        return (parts,)
 
 
 def tuple_get_item(value: TensorTuple, index: int) -> Tensor:

@@ -13,6 +13,27 @@ def long_ids(n, bad):
 
 BAD = [
     (
+        "layernorm_bwd",
+        "a residual of another size",
+        {"dres": np.ones((2, 3))},
+        ValueError,
+        r"layernorm_bwd: dres: axis N is 2",
+    ),
+    (
+        "layernorm_pair_fwd",
+        "weights of two sizes",
+        {"w2": np.ones(2)},
+        ValueError,
+        r"layernorm_pair_fwd: w2: axis C is 2",
+    ),
+    (
+        "layernorm_pair_bwd",
+        "a residual of another size",
+        {"dres": np.ones((31, 4))},
+        ValueError,
+        r"layernorm_pair_bwd: dres: axis C is 4",
+    ),
+    (
         "matmul",
         "inner sizes",
         {"a": np.ones((1, 2, 3)), "b": np.ones((1, 4, 5))},

@@ -42,15 +42,28 @@ def layernorm_fwd(r, x, w, b, eps):
     return {"y": y, "mean": mean[..., 0], "rstd": rstd[..., 0]}
 
 
-def layernorm_bwd(r, dy, x, w, mean, rstd, dw, db):
+def layernorm_bwd(r, dy, x, w, mean, rstd, dres, dw, db):
     xhat = r(r(x - mean[:, None]) * rstd[:, None])
     g = r(dy * w)
     inner = r(g - g.mean(-1, keepdims=True) - r(xhat * (g * xhat).mean(-1, keepdims=True)))
+    dx = r(inner * rstd[:, None])
     return {
         "dw": dw + (dy * (x - mean[:, None]) * rstd[:, None]).sum(0),
         "db": db + dy.sum(0),
-        "dx": r(inner * rstd[:, None]),
+        "dx": dx if dres is None else r(dres + dx),
     }
+
+
+def layernorm_pair_fwd(r, x, w1, b1, w2, b2, eps):
+    one, other = layernorm_fwd(r, x, w1, b1, eps), layernorm_fwd(r, x, w2, b2, eps)
+    return {"y1": one["y"], "y2": other["y"], "mean": one["mean"], "rstd": one["rstd"]}
+
+
+def layernorm_pair_bwd(r, dy1, dy2, x, w1, w2, mean, rstd, dres, dw1, db1, dw2, db2):
+    one = layernorm_bwd(r, dy1, x, w1, mean, rstd, dres, dw1, db1)
+    other = layernorm_bwd(r, dy2, x, w2, mean, rstd, one["dx"], dw2, db2)
+    sums = {"dw1": one["dw"], "db1": one["db"], "dw2": other["dw"], "db2": other["db"]}
+    return sums | {"dx": other["dx"]}
 
 
 def embedding_fwd(r, ids, w):
@@ -113,17 +126,17 @@ def adamw(r, p, g, m, v, p_low, scale, lr, beta1, beta2, eps, weight_decay, step
     return {"p": p, "m": m, "v": v, "p_low": p}
 
 
-def layernorm_bwd_inputs(n, c):
+def layernorm_bwd_inputs(n, c, residual=True, norms=("",)):
     def inputs(rng):
         x = rng.standard_normal((n, c)) * 2 + 1
         return {
-            "dy": rng.standard_normal((n, c)),
+            **{f"dy{i}": rng.standard_normal((n, c)) for i in norms},
             "x": x,
-            "w": 1 + 0.3 * rng.standard_normal(c),
+            **{f"w{i}": 1 + 0.3 * rng.standard_normal(c) for i in norms},
             "mean": x.mean(-1),
             "rstd": 1 / np.sqrt(x.var(-1) + 1e-5),
-            "dw": rng.standard_normal(c),
-            "db": rng.standard_normal(c),
+            "dres": rng.standard_normal((n, c)) if residual else None,
+            **{f"d{p}{i}": rng.standard_normal(c) for i in norms for p in "wb"},
         }
 
     return inputs
@@ -156,6 +169,11 @@ def losses_inputs(n, v, ignored=(), std=3.0, backward=False):
 
     return inputs
 
+
+# Of the backward on CUDA: rows of 32, 64, 96 and 512 threads, and of some that have nothing to do;
+# more rows than the blocks take at once, twice and more.
+NORMS = [(1, 3), (31, 257), (257, 31), (3, 1024), (300, 5), (0, 8)]
+NORMS += [(7000, 8), (1100, 264), (9, 776), (5, 4096)]
 
 LOSSES = {
     "one": (1, 1),
@@ -284,8 +302,29 @@ CASES = [
     *cases_of(
         layernorm_bwd,
         layernorm_bwd_inputs,
-        [(1, 3), (31, 257), (257, 31), (3, 1024), (300, 5), (0, 8)],
-        max,
+        {f"{n}x{c}": (n, c) for n, c in NORMS}
+        | {f"{n}x{c}-alone": (n, c, False) for n, c in NORMS[1:4]},
+        lambda n, c, *more: max(n, c),
+    ),
+    *cases_of(
+        layernorm_pair_fwd,
+        lambda n, c: draw(
+            x=normal(n, c, mean=1, std=2),
+            w1=normal(c, mean=1),
+            b1=normal(c),
+            w2=normal(c, mean=1),
+            b2=normal(c),
+            eps=1e-5,
+        ),
+        [(1, 1), (31, 257), (257, 31), (3, 1024), (5, 4100), (0, 8)],
+        lambda n, c: c,
+    ),
+    *cases_of(
+        layernorm_pair_bwd,
+        partial(layernorm_bwd_inputs, norms="12"),
+        {f"{n}x{c}": (n, c) for n, c in NORMS}
+        | {f"{n}x{c}-alone": (n, c, False) for n, c in NORMS[1:4]},
+        lambda n, c, *more: max(n, c),
     ),
     *cases_of(
         embedding_fwd,

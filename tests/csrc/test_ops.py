@@ -173,6 +173,22 @@ def test_structured_views(case, layout, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(1, 1), (31, 257), (6, 512), (7, 1032), (3, 4100)])
+def test_norms_of_a_pair_have_the_bits_of_each_alone(shape, dtype, device):
+    device = device_of(device)
+    rng = rng_of("layernorm_pair_fwd", shape)
+    x, *operands = (
+        to_ndarray(rng.standard_normal(of), dtype, device) for of in (shape, *[shape[1:]] * 4)
+    )
+    *both, mean, rstd = _C.layernorm_pair_fwd(x, *operands, 1e-5)
+    for y, w, b in zip(both, operands[::2], operands[1::2]):
+        alone = _C.layernorm_fwd(x, w, b, 1e-5)
+        for got, wanted, name in zip((y, mean, rstd), alone, ("y", "mean", "rstd")):
+            assert_same_bits(got, wanted, name)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("op", ELEMENTWISE)
 def test_elementwise(op, dtype, device):
     device = device_of(device)
