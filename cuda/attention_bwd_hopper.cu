@@ -11,7 +11,8 @@
  *   dS are formed while the latter run. What bounds it is not the products but what the threads issue around
  *   them: the fewer instructions a part, the faster. Where they fit, three consumers share the processor (dq:
  *   X and Y are then read from shared memory), else two with X and Y in registers.
- * Rows beyond the end arrive as zeros and add nothing: only what causality cuts is masked.
+ * Rows beyond the end arrive as zeros. Queries there add nothing; keys have score 0, which may weigh any
+ *   number against the others, and are masked, as is what causality cuts.
  */
 #include "attention_hopper.cuh"
 
@@ -221,7 +222,7 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
             }
         } else {
             end = mine < own_rows ? keys_end(p, mine + HALF) : 0;
-            edge = p.causal ? mine + p.offset - HALF + 1 : INT_MAX;
+            edge = p.causal ? min(mine + p.offset - HALF + 1, p.S - HALF) : p.S - HALF;
         }
         auto sees = [&](int part) { return part > none && part < end; };
 
@@ -285,14 +286,18 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
                 return stat[i / 2 % 2][1];
             }
         };
-        /* key - query above the offset is not seen */
+        /* key - query above the offset is not seen, nor a key beyond the end */
         auto hide = [&](int part) {
-            int distance =
-                mine + my_row - part - 2 * (lane % 4) + (Shape::KEYS ? -p.offset : p.offset);
+            const int first = part + 2 * (lane % 4);
+            const int distance = !Shape::KEYS && !p.causal
+                                     ? p.S
+                                     : mine + my_row - first + (Shape::KEYS ? -p.offset : p.offset);
+            const int last = p.S - 1 - first; /* column, of keys */
 #pragma unroll
             for (int i = 0; i < 32; i++) {
                 int row = i / 2 % 2 * 8, column = i / 4 * 8 + i % 2;
-                bool hidden = Shape::KEYS ? distance + row > column : column > distance + row;
+                bool hidden =
+                    Shape::KEYS ? distance + row > column : column > min(distance + row, last);
                 s[i] = hidden ? -INFINITY : s[i];
             }
         };

@@ -10,12 +10,13 @@
  * sum of exponentials relative to it, rescaled when the maximum grows, so one read of the row is
  * enough; the threads' pairs are merged in a fixed order. A row may start anywhere (V odd): the
  * elements before its first 16-byte boundary and after its last go one by one.
- * Both: the row stays in shared memory between the two, two blocks a multiprocessor where two rows fit,
- * so that one reads while the other writes; a row that does not fit is read twice.
+ * Both: where two rows fit into shared memory a block walks down rows, and the next arrives while it works
+ * on one; longer rows are read twice, the second time as a rule out of the L2.
  * Bytes, T bytes an element: forward N V T; backward 2 N V T; both 2 N V T (3 N V T for long rows). One
  * exponential an element in each, two in both.
  */
 #include "common.cuh"
+#include "mma.cuh"
 
 namespace {
 
@@ -72,21 +73,19 @@ __device__ __forceinline__ float vector_max(const Vec<f16> &v) {
     return pairs_max<f16, __half2>(v);
 }
 
-/* The log of the sum of a row's exponentials, by the whole block; each vector goes through `see(first, vector)`
- * as it passes. */
-template <class T, class See>
+/* The log of the sum of a row's exponentials, by the whole block; get(i) is the vector from element i on. */
+template <class T, class Get>
 __device__ __forceinline__ float log_sum_exp(const T *x, const Cut &cut, int64_t columns,
-                                             See &&see) {
+                                             Get &&get) {
     constexpr int N = Vec<T>::size;
     Running r = {-INFINITY, 0.0f};
-    const T *body = x + cut.head;
     for (int64_t base = threadIdx.x; base < cut.vectors; base += (int64_t)unroll * blockDim.x) {
         Vec<T> v[unroll];
 #pragma unroll
         for (int u = 0; u < unroll; u++) {
             const int64_t i = base + (int64_t)u * blockDim.x;
             if (i < cut.vectors) {
-                v[u] = load16(body + i * N);
+                v[u] = get(cut.head + i * N);
             } else {
 #pragma unroll
                 for (int k = 0; k < N; k++) {
@@ -97,10 +96,6 @@ __device__ __forceinline__ float log_sum_exp(const T *x, const Cut &cut, int64_t
         float most = -INFINITY;
 #pragma unroll
         for (int u = 0; u < unroll; u++) {
-            const int64_t i = base + (int64_t)u * blockDim.x;
-            if (i < cut.vectors) {
-                see(cut.head + i * N, v[u]);
-            }
             most = fmaxf(most, vector_max(v[u]));
         }
         const float shift = r.raise(most);
@@ -131,7 +126,7 @@ __global__ void __launch_bounds__(most_threads)
     for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
         const T *x = logits + row * columns;
         const Cut cut = cut_row(x, columns, true);
-        const float all = log_sum_exp(x, cut, columns, [](int64_t, const Vec<T> &) {});
+        const float all = log_sum_exp(x, cut, columns, [&](int64_t i) { return load16(x + i); });
         if (threadIdx.x == 0) {
             const int64_t target = targets[row];
             lse[row] = all;
@@ -210,43 +205,62 @@ __global__ void __launch_bounds__(most_threads)
     }
 }
 
-/* Shared memory: the row, at the same place in 16 bytes as in memory, where it FITS. */
-template <class T, bool FITS>
-__global__ void __launch_bounds__(most_threads)
-    both_kernel(T *logits, const int32_t *targets, float *losses, int64_t rows, int64_t columns) {
+/* AHEAD: two rows are in shared memory, row_bytes each, at the same place in 16 bytes as in memory. A thread
+ * reads there what it has copied itself. */
+template <class T, bool AHEAD>
+__global__ void __launch_bounds__(1024)
+    both_kernel(T *logits, const int32_t *targets, float *losses, int64_t rows, int64_t columns,
+                int64_t row_bytes) {
     constexpr int N = Vec<T>::size;
     extern __shared__ __align__(16) unsigned char kept_bytes[];
-    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+    auto place = [&](int slot, const T *x) {
+        return reinterpret_cast<T *>(kept_bytes + slot * row_bytes + ((uintptr_t)x & 15));
+    };
+    auto fetch = [&](int64_t row, int slot) {
+        const T *x = logits + row * columns;
+        if (row < rows) {
+            const Cut cut = cut_row(x, columns, true);
+            T *kept = place(slot, x);
+            for (int64_t i = threadIdx.x; i < cut.vectors; i += blockDim.x) {
+                const int64_t first = cut.head + i * N;
+                copy_async16(shared_address(kept + first), x + first, true);
+            }
+        }
+        copy_async_commit();
+    };
+    int64_t row = blockIdx.x;
+    if (AHEAD) {
+        fetch(row, 0);
+        fetch(row + gridDim.x, 1);
+    }
+    int64_t target = row < rows ? targets[row] : -1;
+    for (int slot = 0; row < rows; row += gridDim.x, slot ^= 1) {
+        const int64_t next_target = row + gridDim.x < rows ? targets[row + gridDim.x] : -1;
         T *x = logits + row * columns;
         const Cut cut = cut_row(x, columns, true);
-        T *kept = reinterpret_cast<T *>(kept_bytes + ((uintptr_t)x & 15));
-        const int64_t target = targets[row];
+        const T *kept = place(slot, x);
         const bool counts = target >= 0 && target < columns;
-        float all = 0.0f;
-        if (counts) {
-            all = log_sum_exp(x, cut, columns, [&](int64_t first, const Vec<T> &v) {
-                if constexpr (FITS) {
-                    *reinterpret_cast<Vec<T> *>(kept + first) = v;
-                }
-            });
+        float of_target = 0.0f, all = 0.0f;
+        auto get = [&](int64_t i) {
+            return AHEAD ? *reinterpret_cast<const Vec<T> *>(kept + i) : load16(x + i);
+        };
+        if (AHEAD) {
+            copy_async_wait<1>();
         }
-        const float of_target = counts ? to_float(x[target]) : 0.0f;
+        if (counts) {
+            of_target = to_float(x[target]);
+            all = log_sum_exp(x, cut, columns, get); /* behind it nobody needs the target's logit */
+        }
         if (threadIdx.x == 0) {
             losses[row] = counts ? all - of_target : target < 0 ? 0.0f : NAN;
         }
-        __syncthreads(); /* everybody has the target's logit */
         auto probability = [&](T logit) {
             return from_float<T>(counts ? fast_exp2((to_float(logit) - all) * log2_e) : 0.0f);
         };
 #pragma unroll 4
         for (int64_t i = threadIdx.x; i < cut.vectors; i += blockDim.x) {
             const int64_t first = cut.head + i * N;
-            Vec<T> v;
-            if constexpr (FITS) {
-                v = *reinterpret_cast<const Vec<T> *>(kept + first);
-            } else {
-                v = load16(x + first);
-            }
+            Vec<T> v = get(first);
 #pragma unroll
             for (int k = 0; k < N; k++) {
                 v.v[k] = probability(v.v[k]);
@@ -259,10 +273,16 @@ __global__ void __launch_bounds__(most_threads)
         for (int64_t c = cut.tail + threadIdx.x; c < columns; c += blockDim.x) {
             x[c] = probability(x[c]);
         }
-        __syncthreads(); /* shared memory is free, and the row written */
-        if (threadIdx.x == 0 && counts) {
+        const int64_t of = target < cut.head   ? target
+                           : target < cut.tail ? (target - cut.head) / N
+                                               : target - cut.tail;
+        if (counts && of % blockDim.x == threadIdx.x) { /* who wrote it corrects it */
             x[target] = from_float<T>(fast_exp2((of_target - all) * log2_e) - 1.0f);
         }
+        if (AHEAD) {
+            fetch(row + 2 * (int64_t)gridDim.x, slot);
+        }
+        target = next_target;
     }
 }
 
@@ -320,15 +340,18 @@ nd_status cuda_cross_entropy_fwd_bwd(int device, const cross_entropy_fwd_bwd_arg
     float *losses = data_of<float>(a->losses);
     return with_float(op, a->logits->dtype, [&](auto tag) -> nd_status {
         using T = typename decltype(tag)::type;
-        const size_t row_bytes = (size_t)columns * sizeof(T) + 16;
-        const bool fits = row_bytes + 1024 <= limits->block_shared; /* the reductions' own */
+        const int64_t row_bytes = (columns * (int64_t)sizeof(T) + 31) / 16 * 16;
+        const size_t two_rows = 2 * (size_t)row_bytes, reductions = 1024;
+        const bool ahead = two_rows + reductions <= limits->block_shared;
         if (rows > 0) {
-            auto *kernel = fits ? both_kernel<T, true> : both_kernel<T, false>;
-            const int threads = threads_for(columns);
-            size_t shared = fits ? row_bytes : 0;
+            auto *kernel = ahead ? both_kernel<T, true> : both_kernel<T, false>;
+            const int threads = columns >= 16384 ? 1024 : threads_for(columns);
+            const size_t shared = ahead ? two_rows : 0;
+            const int fit = (int)(limits->block_shared / (shared + reductions));
+            const int together = fit < 2048 / threads ? fit : 2048 / threads;
             ND_TRY(cuda_prepare(op, device, (const void *)kernel, threads, shared));
-            kernel<<<cuda_grid(device, rows, 1024), threads, shared, stream>>>(
-                data_of<T>(a->logits), targets, losses, rows, columns);
+            kernel<<<cuda_grid(device, rows, together), threads, shared, stream>>>(
+                data_of<T>(a->logits), targets, losses, rows, columns, row_bytes);
             CUDA_LAUNCHED(op);
         }
         mean_kernel<<<1, 1024, 0, stream>>>(losses, targets, data_of<float>(a->loss),

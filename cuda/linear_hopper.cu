@@ -5,20 +5,21 @@
  *   backward  dpre = (dy w^T) gelu'(pre), db += its columns   a is dy, b is w^T: (columns, depth) in memory
  *
  * gelu reads the rounded pre, gelu' multiplies the rounded product, and the column sums (float32) are of the
- * rounded dpre: results are those of the separate ops but for the order of the product's sums. Sums of 128
+ * rounded dpre: results are those of the separate ops but for the order of the product's sums. Sums of 64
  * rows go to scratch and are added in their order.
  *
- * Parallel: tiles of 128 x 128. A thread block has one column of tiles, or a few, and walks down its rows; the
- *   blocks of all columns walk together, so that a's rows are read from memory once. Two consumers take
- *   turns, a whole tile each: while one multiplies, the other rounds, applies gelu and writes. A producer
- *   thread asks for a's and b's parts of 64 of the depth, in the order of the tiles.
- * Up to a depth of 512 b's 128 columns stay in shared memory while a block is in them: a tile of 128 x 128
- *   reads 64 bytes a clock at the tensor cores' speed when both operands come anew, more than the L2 gives
- *   all multiprocessors, and half of it so.
- * Results leave a consumer's warp by 16 rows x 64 columns: turned in its own 2 KB of shared memory, then
- *   written in whole lines. pre is read the same way, a piece ahead.
- * Time: 4096 clocks a tile of depth 512 for the products; for the end of a tile 128 elements a thread, so 32
- *   instructions an element.
+ * Parallel: tiles of 64 x 128. A thread block has one column of tiles, or a few, and walks down its rows; the
+ *   blocks of all columns walk together, so that a's rows are read from memory once. Consumers take turns,
+ *   a whole tile each: while one multiplies, the others round, apply gelu and write, which takes each of
+ *   them two to three times as long. A producer thread asks for a's and b's parts of 64 of the depth, in
+ *   the order of the tiles.
+ * Up to a depth of 512 b's 128 columns stay in shared memory while a block is in them: tiles that read both
+ *   operands anew at the tensor cores' speed take more than the L2 gives all multiprocessors.
+ * Shared memory is what binds: products read 96 bytes a clock of it, of 128, and a's parts write 32. So results
+ *   go from registers to memory, 8 bytes a lane: neighbouring lanes exchange a word, and four hold the 32
+ *   bytes of a row that memory moves together. pre is read the same way, 64 columns ahead.
+ * Time: 2048 clocks a tile of depth 512 for the products; for the end of a tile 64 elements a thread, so 32
+ *   instructions an element. A warp alone issues one in three to four clocks: hence more than two consumers.
  */
 #include "linear_hopper.cuh"
 #include "mma.cuh"
@@ -29,19 +30,20 @@ using namespace hopper;
 /* Not in the namespace below, whose members must all be used. */
 namespace linear {
 
-template <bool BACKWARD_, bool RESIDENT_, int STAGES_> struct LinearShape {
+template <bool BACKWARD_, bool RESIDENT_, int CONSUMERS_, int STAGES_> struct LinearShape {
     static constexpr bool BACKWARD = BACKWARD_;
     static constexpr bool RESIDENT = RESIDENT_; /* b's columns stay: depths up to DEPTH */
     static constexpr int STAGES = STAGES_;      /* of a; of b too, where it does not stay */
-    static constexpr int SIDE = 128, STEP = PANEL_COLUMNS, DEPTH = 512;
-    static constexpr int CONSUMERS = 2, THREADS = WARPGROUP * (1 + CONSUMERS);
-    /* Registers a thread, of the 168 at the launch: a producer's and a consumer's. */
-    static constexpr int KEEP = 24, TAKE = 240;
-    static constexpr uint32_t PART = SIDE * PANEL_ROW; /* a step of a or b */
-    static constexpr uint32_t B_AT = STAGES * PART;
-    static constexpr uint32_t STAGING_AT = B_AT + (RESIDENT ? DEPTH / STEP : STAGES) * PART;
-    static constexpr uint32_t STAGING = 16 * PANEL_ROW; /* of a warp */
-    static constexpr uint32_t BARRIERS_AT = STAGING_AT + CONSUMERS * WARPGROUP / 32 * STAGING;
+    static constexpr int ROWS = 64, COLUMNS = 128, STEP = PANEL_COLUMNS, DEPTH = 512;
+    static constexpr int CONSUMERS = CONSUMERS_, THREADS = WARPGROUP * (1 + CONSUMERS);
+    /* Registers a thread: at the launch, then a producer's and a consumer's. */
+    static constexpr int EACH = 65536 / THREADS / 8 * 8, KEEP = 24;
+    static constexpr int TAKE = EACH + (EACH - KEEP) / CONSUMERS / 8 * 8;
+    static constexpr uint32_t A_PART = ROWS * PANEL_ROW, B_PART = COLUMNS * PANEL_ROW; /* a step */
+    static constexpr uint32_t B_AT = STAGES * A_PART;
+    static constexpr uint32_t SUMS_AT = B_AT + (RESIDENT ? DEPTH / STEP : STAGES) * B_PART;
+    static constexpr uint32_t SUMS = 4 * COLUMNS; /* of a warp, backward */
+    static constexpr uint32_t BARRIERS_AT = SUMS_AT + CONSUMERS * WARPGROUP / 32 * SUMS;
     static constexpr size_t SHARED = BARRIERS_AT + 8 * 2 * STAGES;
 };
 
@@ -66,13 +68,13 @@ struct Linear {
 template <class Shape> struct Places {
     uint32_t base;
 
-    __device__ __forceinline__ uint32_t a(int stage) const { return base + stage * Shape::PART; }
+    __device__ __forceinline__ uint32_t a(int stage) const { return base + stage * Shape::A_PART; }
     /* Of a step whose part of a is in this stage. */
     __device__ __forceinline__ uint32_t b(int step, int stage) const {
-        return base + Shape::B_AT + (Shape::RESIDENT ? step : stage) * Shape::PART;
+        return base + Shape::B_AT + (Shape::RESIDENT ? step : stage) * Shape::B_PART;
     }
-    __device__ __forceinline__ uint32_t staging(int warp) const {
-        return base + Shape::STAGING_AT + warp * Shape::STAGING;
+    __device__ __forceinline__ uint32_t sums(int warp) const {
+        return base + Shape::SUMS_AT + warp * Shape::SUMS;
     }
     __device__ __forceinline__ uint32_t full(int stage) const {
         return base + Shape::BARRIERS_AT + 8 * stage;
@@ -94,7 +96,8 @@ template <class Shape> __device__ __forceinline__ void produce(const Linear &f, 
     int stays = -1; /* the column of tiles whose b is there */
     for (int tile = first_tile(f, blockIdx.x); tile < end; tile++) {
         const int across = tile / f.row_tiles;
-        const int row = (tile - across * f.row_tiles) * Shape::SIDE, column = across * Shape::SIDE;
+        const int row = (tile - across * f.row_tiles) * Shape::ROWS,
+                  column = across * Shape::COLUMNS;
         const bool fresh = !Shape::RESIDENT || across != stays;
         if (Shape::RESIDENT && fresh) { /* nobody multiplies by the last one any more */
             Ring<Shape::STAGES> each = ring;
@@ -107,13 +110,13 @@ template <class Shape> __device__ __forceinline__ void produce(const Linear &f, 
             const uint32_t full = at.full(ring.at), b = at.b(step, ring.at);
             const int deep = step * Shape::STEP;
             barrier_wait(at.empty(ring.at), ring.phase ^ 1);
-            barrier_expect(full, fresh ? 2 * Shape::PART : Shape::PART);
+            barrier_expect(full, fresh ? Shape::A_PART + Shape::B_PART : Shape::A_PART);
             box_load(at.a(ring.at), &f.a, full, deep, row, 0, 0);
             if (fresh && Shape::BACKWARD) {
                 box_load(b, &f.b, full, deep, column, 0, 0);
             } else if (fresh) {
                 box_load(b, &f.b, full, column, deep, 0, 0);
-                box_load(b + Shape::PART / 2, &f.b, full, column + PANEL_COLUMNS, deep, 0, 0);
+                box_load(b + Shape::B_PART / 2, &f.b, full, column + PANEL_COLUMNS, deep, 0, 0);
             }
         }
     }
@@ -139,117 +142,95 @@ __device__ __forceinline__ void each_pair(uint32_t (&word)[16], const F &f) {
     }
 }
 
-/* A warp's 16 rows x 64 columns of a matrix of rows x columns, from (row, column); and the words of its lanes
- * as wgmma has them: word[2 n + h] is columns 8 n + 2 (lane % 4) + {0, 1} of row lane / 4 + 8 h. */
+/* A warp's 16 rows x 64 columns of a matrix of the result's size, from (row, column), and the words of its
+ * lanes as wgmma has them: word[2 n + h] is columns 8 n + 2 (lane % 4) + {0, 1} of row lane / 4 + 8 h. */
 struct Piece {
-    uint32_t staging; /* 2 KB, the warp's */
-    int rows, columns, row, column;
+    const Linear &f;
+    int row, column;
 
-    /* Of the matrices 2 n + h, h = 0, 1 of n and n + 1: the row that this lane has the address of. */
-    __device__ __forceinline__ uint32_t matrix_row(int n) const {
-        const int lane = threadIdx.x & 31;
-        return staging + panel_offset(lane % 16, n + lane / 16);
+    /* In memory a lane has four columns of each row and each 16 columns: of the first eight where it is even,
+     * of the others where it is odd. Its place in the first 16, and whether the matrix has it. */
+    static __device__ __forceinline__ bool is_odd() { return threadIdx.x & 1; }
+    __device__ __forceinline__ int first_column() const {
+        return column + 8 * (threadIdx.x & 1) + 2 * (threadIdx.x & 2);
     }
-    /* In memory, as parts i = 0 .. 3 of four rows, 16 bytes a lane: the first one's, whether the matrix has
-     * them, how many elements on they are. */
-    template <class T> __device__ __forceinline__ T *first_part(void *matrix) const {
+    template <class T> __device__ __forceinline__ T *place(void *matrix, int h) const {
         const int lane = threadIdx.x & 31;
-        return (T *)matrix + ((int64_t)(row + lane / 8) * columns + column + lane % 8 * 8);
+        return (T *)matrix + (int64_t)(row + lane / 4 + 8 * h) * f.columns + first_column();
     }
-    __device__ __forceinline__ bool has_part(int i) const {
+    __device__ __forceinline__ bool has(int h, int p) const {
         const int lane = threadIdx.x & 31;
-        return row + 4 * i + lane / 8 < rows && column + lane % 8 * 8 < columns;
-    }
-    __device__ __forceinline__ int64_t part_at(int i) const { return (int64_t)columns * (4 * i); }
-    __device__ __forceinline__ uint32_t staged_part(int i) const {
-        const int lane = threadIdx.x & 31;
-        return staging + panel_offset(4 * i + lane / 8, lane % 8);
+        return row + lane / 4 + 8 * h < f.rows && first_column() + 16 * p < f.columns;
     }
 
-    template <class T>
-    __device__ __forceinline__ void load(uint32_t (&x)[4][4], void *matrix) const {
-        const T *from = first_part<T>(matrix);
+    template <class T> __device__ __forceinline__ void load(uint2 (&x)[2][4], void *matrix) const {
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            uint4 bits = make_uint4(0, 0, 0, 0);
-            if (has_part(i)) {
-                bits = *reinterpret_cast<const uint4 *>(from + part_at(i));
+        for (int h = 0; h < 2; h++) {
+            const T *from = place<T>(matrix, h);
+#pragma unroll
+            for (int p = 0; p < 4; p++) {
+                x[h][p] = make_uint2(0, 0);
+                if (has(h, p)) {
+                    x[h][p] = *reinterpret_cast<const uint2 *>(from + 16 * p);
+                }
             }
-            x[i][0] = bits.x, x[i][1] = bits.y, x[i][2] = bits.z, x[i][3] = bits.w;
         }
     }
     /* From what load() brought. */
-    __device__ __forceinline__ void turn(uint32_t (&word)[16], const uint32_t (&x)[4][4]) const {
+    static __device__ __forceinline__ void exchange(uint32_t (&word)[16], const uint2 (&x)[2][4]) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            store_shared16(staged_part(i), x[i]);
-        }
-        __syncwarp();
+        for (int h = 0; h < 2; h++) {
 #pragma unroll
-        for (int n = 0; n < 8; n += 2) {
-            uint32_t four[4];
-            load_matrices(four, matrix_row(n));
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                word[2 * n + i] = four[i];
+            for (int p = 0; p < 4; p++) {
+                const uint2 y = x[h][p];
+                const uint32_t got = __shfl_xor_sync(~0u, is_odd() ? y.x : y.y, 1);
+                word[4 * p + h] = is_odd() ? got : y.x;
+                word[4 * p + 2 + h] = is_odd() ? y.y : got;
             }
         }
-        __syncwarp();
     }
     template <class T>
     __device__ __forceinline__ void store(void *matrix, const uint32_t (&word)[16]) const {
 #pragma unroll
-        for (int n = 0; n < 8; n += 2) {
-            const uint32_t four[4] = {word[2 * n], word[2 * n + 1], word[2 * n + 2],
-                                      word[2 * n + 3]};
-            store_matrices(matrix_row(n), four);
-        }
-        __syncwarp();
-        T *to = first_part<T>(matrix);
+        for (int h = 0; h < 2; h++) {
+            T *to = place<T>(matrix, h);
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            uint32_t x[4];
-            load_shared16(x, staged_part(i));
-            if (has_part(i)) {
-                __stwb(reinterpret_cast<uint4 *>(to + part_at(i)),
-                       make_uint4(x[0], x[1], x[2], x[3]));
+            for (int p = 0; p < 4; p++) {
+                const uint32_t a = word[4 * p + h], b = word[4 * p + 2 + h];
+                const uint32_t got = __shfl_xor_sync(~0u, is_odd() ? a : b, 1);
+                if (has(h, p)) {
+                    *reinterpret_cast<uint2 *>(to + 16 * p) =
+                        make_uint2(is_odd() ? got : a, is_odd() ? b : got);
+                }
             }
         }
-        __syncwarp();
     }
 };
 
-/* The sums c[m] of rows 64 m .. of a tile become results; begin() asks for what is read, early enough. */
+/* The sums of a tile become results; begin() asks for what is read, early enough. */
 template <class T, class Shape> struct End;
 
-template <class T, int STAGES, bool RESIDENT> struct End<T, LinearShape<false, RESIDENT, STAGES>> {
-    uint32_t bias[2][8]; /* pairs of the thread's columns */
+template <class T, bool RESIDENT, int CONSUMERS, int STAGES>
+struct End<T, LinearShape<false, RESIDENT, CONSUMERS, STAGES>> {
+    __device__ __forceinline__ void begin(const Linear &, Piece) {}
 
-    __device__ __forceinline__ void begin(const Linear &f, Piece at) {
-        const int mine = at.column + 2 * (threadIdx.x % 4);
+    __device__ __forceinline__ void finish(const Linear &f, Piece at, const float (&c)[64],
+                                           uint32_t, int, int) {
 #pragma unroll
-        for (int i = 0; i < 16; i++) {
-            const int column = mine + 8 * i;
-            bias[i / 8][i % 8] =
-                column < f.columns ? *reinterpret_cast<const uint32_t *>((const T *)f.bias + column)
-                                   : 0;
-        }
-    }
-
-    __device__ __forceinline__ void finish(const Linear &f, Piece at, const float (&c)[2][64], int,
-                                           int) {
-        const int row = at.row, column = at.column;
-#pragma unroll
-        for (int unit = 0; unit < 4; unit++) {
-            const int panel = unit / 2, m = unit % 2;
-            at.row = row + 64 * m;
-            at.column = column + PANEL_COLUMNS * panel;
+        for (int panel = 0; panel < 2; panel++, at.column += PANEL_COLUMNS) {
+            const int mine = at.column + 2 * (threadIdx.x % 4);
             uint32_t word[16];
 #pragma unroll
-            for (int i = 0; i < 16; i++) {
-                const float *sum = &c[m][32 * panel + 2 * i];
-                const float2 b = unpack_pair<T>(bias[panel][i / 2]);
+            for (int i = 0; i < 16; i += 2) {
+                const int column = mine + 4 * i;
+                float2 b = make_float2(0.0f, 0.0f);
+                if (column < f.columns) {
+                    b = unpack_pair<T>(
+                        *reinterpret_cast<const uint32_t *>((const T *)f.bias + column));
+                }
+                const float *sum = &c[32 * panel + 2 * i];
                 word[i] = pack_pair<T>(sum[0] + b.x, sum[1] + b.y);
+                word[i + 1] = pack_pair<T>(sum[2] + b.x, sum[3] + b.y);
             }
             at.store<T>(f.pre, word);
             if (f.tanh) {
@@ -265,59 +246,45 @@ template <class T, int STAGES, bool RESIDENT> struct End<T, LinearShape<false, R
     }
 };
 
-template <class T, int STAGES, bool RESIDENT> struct End<T, LinearShape<true, RESIDENT, STAGES>> {
-    uint32_t ahead[4][4]; /* pre of the next piece */
-
-    static __device__ __forceinline__ Piece piece(Piece at, int unit) {
-        at.row += 64 * (unit % 2);
-        at.column += PANEL_COLUMNS * (unit / 2);
-        return at;
-    }
+template <class T, bool RESIDENT, int CONSUMERS, int STAGES>
+struct End<T, LinearShape<true, RESIDENT, CONSUMERS, STAGES>> {
+    uint2 ahead[2][4]; /* pre of the next piece */
 
     __device__ __forceinline__ void begin(const Linear &f, Piece at) { at.load<T>(ahead, f.pre); }
 
-    __device__ __forceinline__ void finish(const Linear &f, Piece at, const float (&c)[2][64],
-                                           int group, int row_tile) {
-        const int lane = threadIdx.x & 31;
+    __device__ __forceinline__ void finish(const Linear &f, Piece at, const float (&c)[64],
+                                           uint32_t my_sums, int group, int row_tile) {
+        const int lane = threadIdx.x & 31, tile_column = at.column;
         float column_sums[2][2]; /* of columns 2 lane + {0, 1} of each panel */
 #pragma unroll
-        for (int panel = 0; panel < 2; panel++) {
-            float sums[16];
-#pragma unroll
-            for (int i = 0; i < 16; i++) {
-                sums[i] = 0.0f;
+        for (int panel = 0; panel < 2; panel++, at.column += PANEL_COLUMNS) {
+            uint32_t word[16];
+            Piece::exchange(word, ahead);
+            if (panel == 0) {
+                Piece{f, at.row, at.column + PANEL_COLUMNS}.load<T>(ahead, f.pre);
             }
+            auto product = [&](int i) {
+                const float *sum = &c[32 * panel + 2 * i];
+                return unpack_pair<T>(pack_pair<T>(sum[0], sum[1]));
+            };
+            if (f.tanh) {
+                each_pair<T>(word, [&](int i, float2 x) {
+                    const float2 g = product(i);
+                    return make_float2(nd_gelu_tanh_grad(x.x) * g.x, nd_gelu_tanh_grad(x.y) * g.y);
+                });
+            } else {
+                each_pair<T>(word, [&](int i, float2 x) {
+                    const float2 g = product(i);
+                    return make_float2(nd_gelu_grad(x.x) * g.x, nd_gelu_grad(x.y) * g.y);
+                });
+            }
+            at.store<T>(f.out, word);
+            float sums[16]; /* of the thread's two rows */
 #pragma unroll
-            for (int m = 0; m < 2; m++) {
-                const int unit = 2 * panel + m;
-                uint32_t word[16];
-                piece(at, unit).turn(word, ahead);
-                if (unit < 3) {
-                    piece(at, unit + 1).load<T>(ahead, f.pre);
-                }
-                auto product = [&](int i) {
-                    const float *sum = &c[m][32 * panel + 2 * i];
-                    return unpack_pair<T>(pack_pair<T>(sum[0], sum[1]));
-                };
-                if (f.tanh) {
-                    each_pair<T>(word, [&](int i, float2 x) {
-                        const float2 g = product(i);
-                        return make_float2(nd_gelu_tanh_grad(x.x) * g.x,
-                                           nd_gelu_tanh_grad(x.y) * g.y);
-                    });
-                } else {
-                    each_pair<T>(word, [&](int i, float2 x) {
-                        const float2 g = product(i);
-                        return make_float2(nd_gelu_grad(x.x) * g.x, nd_gelu_grad(x.y) * g.y);
-                    });
-                }
-#pragma unroll
-                for (int i = 0; i < 16; i++) {
-                    const float2 d = unpack_pair<T>(word[i]);
-                    sums[i / 2 * 2] += d.x;
-                    sums[i / 2 * 2 + 1] += d.y;
-                }
-                piece(at, unit).store<T>(f.out, word);
+            for (int i = 0; i < 16; i += 2) {
+                const float2 upper = unpack_pair<T>(word[i]), lower = unpack_pair<T>(word[i + 1]);
+                sums[i] = upper.x + lower.x;
+                sums[i + 1] = upper.y + lower.y;
             }
             /* Over the eight lanes of a column; each keeps half of what it has, three times. */
 #pragma unroll
@@ -336,19 +303,19 @@ template <class T, int STAGES, bool RESIDENT> struct End<T, LinearShape<true, RE
             column_sums[panel][0] = sums[0];
             column_sums[panel][1] = sums[1];
         }
-        /* Over the warps, through the staging, which is not written again before a turn is waited for. */
+        /* Over the warps, through shared memory, which is not written again before a turn is waited for. */
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            store_shared4(at.staging + 4 * (PANEL_COLUMNS * (i / 2) + 2 * lane + i % 2),
+            store_shared4(my_sums + 4 * (PANEL_COLUMNS * (i / 2) + 2 * lane + i % 2),
                           __float_as_uint(column_sums[i / 2][i % 2]));
         }
-        turn_wait(3 + group, WARPGROUP);
-        const int thread = threadIdx.x % WARPGROUP, column = at.column + thread;
-        const uint32_t first = at.staging - thread / 32 * Shape::STAGING + 4 * thread;
+        turn_wait(1 + Shape::CONSUMERS + group, WARPGROUP);
+        const int thread = threadIdx.x % WARPGROUP, column = tile_column + thread;
+        const uint32_t first = my_sums - thread / 32 * Shape::SUMS + 4 * thread;
         float sum = 0.0f;
 #pragma unroll
         for (int warp = 0; warp < WARPGROUP / 32; warp++) {
-            sum += __uint_as_float(load_shared4(first + warp * Shape::STAGING));
+            sum += __uint_as_float(load_shared4(first + warp * Shape::SUMS));
         }
         if (column < f.columns) {
             f.partial[(int64_t)row_tile * f.columns + column] = sum;
@@ -356,45 +323,41 @@ template <class T, int STAGES, bool RESIDENT> struct End<T, LinearShape<true, RE
     }
 
   private:
-    using Shape = LinearShape<true, RESIDENT, STAGES>;
+    using Shape = LinearShape<true, RESIDENT, CONSUMERS, STAGES>;
 };
 
 template <class T, class Shape>
 __device__ __forceinline__ void consume(const Linear &f, Places<Shape> at, int group) {
     const int warp = (int)(threadIdx.x % WARPGROUP) / 32;
     const bool speaks = threadIdx.x % WARPGROUP == 0; /* for its warpgroup */
-    const int my_turn = 1 + group, next_turn = 2 - group;
+    const int my_turn = 1 + group, next_turn = 1 + (group + 1) % Shape::CONSUMERS;
     const int end = first_tile(f, blockIdx.x + 1);
     Ring<Shape::STAGES> ring;
-    if (group == 1) {
+    if (group == Shape::CONSUMERS - 1) {
         turn_pass(next_turn, 2 * WARPGROUP);
-        ring.skip(f.steps);
     }
+    ring.skip(group * f.steps);
     for (int tile = first_tile(f, blockIdx.x) + group; tile < end; tile += Shape::CONSUMERS) {
         const int across = tile / f.row_tiles, down = tile - across * f.row_tiles;
-        const Piece piece = {at.staging(4 * group + warp), f.rows, f.columns,
-                             down * Shape::SIDE + 16 * warp, across * Shape::SIDE};
+        const Piece piece = {f, down * Shape::ROWS + 16 * warp, across * Shape::COLUMNS};
         End<T, Shape> results;
         results.begin(f, piece);
 
-        float c[2][64];
+        float c[64];
         int before = 0;
         turn_wait(my_turn, 2 * WARPGROUP);
         for (int step = 0; step < f.steps; step++, ring.advance()) {
             const Operand a = rows_operand(at.a(ring.at));
             const uint32_t b_at = at.b(step, ring.at);
             const Operand b =
-                Shape::BACKWARD ? rows_operand(b_at) : columns_operand(b_at, Shape::PART / 2);
+                Shape::BACKWARD ? rows_operand(b_at) : columns_operand(b_at, Shape::B_PART / 2);
             barrier_wait(at.full(ring.at), ring.phase);
             products_begin();
 #pragma unroll
             for (int k = 0; k < Shape::STEP / 16; k++) {
-#pragma unroll
-                for (int m = 0; m < 2; m++) {
-                    product<T, !Shape::BACKWARD>(
-                        c[m], further(a, m * Shape::PART / 2 + 32 * k),
-                        further(b, Shape::BACKWARD ? 32 * k : 16 * PANEL_ROW * k), step + k > 0);
-                }
+                product<T, !Shape::BACKWARD>(
+                    c, further(a, 32 * k),
+                    further(b, Shape::BACKWARD ? 32 * k : 16 * PANEL_ROW * k), step + k > 0);
             }
             products_end();
             products_wait<1>();
@@ -405,14 +368,13 @@ __device__ __forceinline__ void consume(const Linear &f, Places<Shape> at, int g
         }
         turn_pass(next_turn, 2 * WARPGROUP);
         products_wait<0>();
-        hold(c[0]);
-        hold(c[1]);
+        hold(c);
         if (speaks) {
             barrier_arrive(at.empty(before));
         }
-        ring.skip(f.steps); /* the other's tile */
+        ring.skip((Shape::CONSUMERS - 1) * f.steps); /* the others' tiles */
 
-        results.finish(f, piece, c, group, down);
+        results.finish(f, piece, c, at.sums(4 * group + warp), group, down);
     }
 }
 
@@ -457,10 +419,10 @@ nd_status launch(const char *op, int device, Linear f, const nd_array *a, const 
     f.rows = (int)a->shape[0];
     f.columns = (int)b->shape[Shape::BACKWARD ? 0 : 1];
     f.steps = ceil_div((int)a->shape[1], Shape::STEP);
-    f.row_tiles = ceil_div(f.rows, Shape::SIDE);
-    f.column_tiles = ceil_div(f.columns, Shape::SIDE);
-    ND_TRY(map_of(op, a, Shape::SIDE, &f.a));
-    ND_TRY(map_of(op, b, Shape::BACKWARD ? Shape::SIDE : Shape::STEP, &f.b));
+    f.row_tiles = ceil_div(f.rows, Shape::ROWS);
+    f.column_tiles = ceil_div(f.columns, Shape::COLUMNS);
+    ND_TRY(map_of(op, a, Shape::ROWS, &f.a));
+    ND_TRY(map_of(op, b, Shape::BACKWARD ? Shape::COLUMNS : Shape::STEP, &f.b));
     /* As many blocks as run at once; a multiple of the columns of tiles, so that none has parts of two, where
      * that makes no block's share longer. */
     const int64_t tiles = (int64_t)f.row_tiles * f.column_tiles;
@@ -479,8 +441,8 @@ nd_status launch(const char *op, int device, Linear f, const nd_array *a, const 
 template <bool BACKWARD>
 nd_status multiply(const char *op, int device, const Linear &f, const nd_array *a,
                    const nd_array *b) {
-    using Resident = LinearShape<BACKWARD, true, 5>;
-    using Streaming = LinearShape<BACKWARD, false, 6>;
+    using Resident = LinearShape<BACKWARD, true, 3, 10>;
+    using Streaming = LinearShape<BACKWARD, false, 3, 8>;
     return a->shape[1] <= Resident::DEPTH ? launch<Resident>(op, device, f, a, b)
                                           : launch<Streaming>(op, device, f, a, b);
 }
@@ -499,7 +461,7 @@ nd_status linear_gelu_fwd_hopper(int device, const linear_gelu_fwd_args *a) {
 nd_status linear_gelu_bwd_hopper(int device, const linear_gelu_bwd_args *a) {
     const char *op = "linear_gelu_bwd";
     const int64_t columns = a->pre->shape[1];
-    const int64_t pieces = ceil_div<int64_t>(a->pre->shape[0], LinearShape<true, true, 1>::SIDE);
+    const int64_t pieces = ceil_div<int64_t>(a->pre->shape[0], LinearShape<true, true, 1, 1>::ROWS);
     void *partial;
     ND_TRY(cuda_scratch(device, (size_t)(pieces * columns) * sizeof(float), &partial));
     Linear f = {};

@@ -345,7 +345,7 @@ inline std::map<unsigned, std::vector<std::function<void()>>> stores; /* by thre
 /* ---- CUDA's own names -------------------------------------------------------------------------------- */
 inline void __syncthreads() { emulated::meet(16, (int)blockDim.x, true); }
 inline void __syncwarp() { emulated::from_lane(0, 0); }
-inline float __shfl_xor_sync(unsigned, float x, int mask) {
+template <class V> inline V __shfl_xor_sync(unsigned, V x, int mask) {
     return emulated::from_lane(x, ((int)threadIdx.x % 32) ^ mask);
 }
 inline int __shfl_sync(unsigned, int x, int lane) { return emulated::from_lane(x, lane); }

@@ -50,10 +50,23 @@ def lists_of(mask: BlockMask | None, transposed: bool, change=None) -> tuple[Lis
 
 class Problem:
     """Random operands; `packed`: q, k and v lie in one array, as in the model. `rise`: how many
-    powers of two heavier a key weighs 64 keys on; queries and keys then differ less."""
+    powers of two heavier a key weighs 64 keys on; queries and keys then differ less. `low`: how far
+    below zero all scores lie, about."""
 
     def __init__(
-        self, B, T, S, H, D, causal, mask=None, is_half=False, packed=False, seed=0, rise=None
+        self,
+        B,
+        T,
+        S,
+        H,
+        D,
+        causal,
+        mask=None,
+        is_half=False,
+        packed=False,
+        seed=0,
+        rise=None,
+        low=0,
     ):
         rng = np.random.default_rng(seed)
         self.sizes, self.causal, self.mask, self.is_half = (B, T, S, H, D), causal, mask, is_half
@@ -69,6 +82,10 @@ class Problem:
             q, k = (from_16(x, is_half) / 4 for x in (self.q, self.k))
             q[..., 0] = 8
             k[..., 0] = (rise / 64 * math.log(2) / self.scale / 8) * np.arange(S)[None, :, None]
+            self.q, self.k = to_16(q, is_half), to_16(k, is_half)
+        if low:
+            q, k = (from_16(x, is_half) for x in (self.q, self.k))
+            q[..., 0], k[..., 0] = -low / self.scale, 1  # dS sums to 0: times k it stays small
             self.q, self.k = to_16(q, is_half), to_16(k, is_half)
         self.dout = to_16(rng.standard_normal((B, T, H, D)), is_half)
         i, j = np.arange(T)[:, None], np.arange(S)[None, :]
@@ -163,6 +180,16 @@ def rising():
         )
 
 
+def low_scores():
+    """What lies beyond the last key has score 0, which would weigh e^low."""
+    for is_half, low in ((0, 15), (0, 95), (1, 15)):
+        for blocks, causal in itertools.product((0, 64, 128), (False, True)):
+            more = dict(B=1, T=100, S=100, H=1, D=64, causal=causal, is_half=bool(is_half), low=low)
+            more["mask"] = mask_of(100, 100, blocks, 1, 3) if blocks else None
+            kind = "float16" if is_half else "bfloat16"
+            yield pytest.param(more, id=f"low-{low}-{kind}-{blocks}-{causal}")
+
+
 def forward(compiled, p: Problem, change=None) -> tuple[np.ndarray, np.ndarray]:
     """o and lse; what is not written stays 0x7FC1 and 12345."""
     o = poison(p.dout.shape)
@@ -190,7 +217,7 @@ def backward(compiled, p: Problem, keys: bool, change=None) -> list[np.ndarray]:
     return gradients
 
 
-@pytest.mark.parametrize("given", [*problems(), *rising()])
+@pytest.mark.parametrize("given", [*problems(), *rising(), *low_scores()])
 def test_forward(compiled, given):
     p = Problem(**given)
     o, lse = forward(compiled, p)
@@ -198,7 +225,7 @@ def test_forward(compiled, given):
     np.testing.assert_allclose(lse, p.lse, atol=1e-4)
 
 
-@pytest.mark.parametrize("given", list(problems()))
+@pytest.mark.parametrize("given", [*problems(), *low_scores()])
 @pytest.mark.parametrize("keys", [False, True], ids=["dq", "dkdv"])
 def test_backward(compiled, given, keys):
     p = Problem(**given)

@@ -101,15 +101,38 @@ def test_attention_reads_packed_views(device):
 
 
 @both
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("causal", [True, False])
-def test_large_scores_stay_finite(causal, device):
+def test_large_scores_stay_finite(causal, dtype, device):
     device = device_of(device)
-    q, k, v = (1e4 * draw(i, 1, 40, 1, 8) for i in range(3))
-    tensors = [Tensor(a, device=device) for a in (q, k, v)]
+    q, k, v = (1e4 * draw(i, 1, 100, 1, 64) for i in range(3))
+    tensors = [Tensor(a, device=device, dtype=dtype) for a in (q, k, v)]
     o = ops.attention(*tensors, causal=causal)
     o.backward()
     assert np.isfinite(o.numpy()).all()
     assert all(np.isfinite(t.grad.numpy()).all() for t in tensors)
+
+
+@both
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("block", [None, 64])
+def test_scores_far_below_zero(block, causal, dtype, device):
+    """A tile's keys beyond the last one have score 0 in no way, or they would weigh e^95."""
+    device, t = device_of(device), 100
+    mask = None if block is None else BlockMask.dense(t, block)
+    arrays = [draw(i, 1, t, 2, 64) for i in range(4)]
+    arrays[0][..., 0], arrays[1][..., 0] = -95 * 8, 1
+
+    def run(device, dtype):
+        tensors = [Tensor(a, device=device, dtype=dtype) for a in arrays[:3]]
+        o = ops.attention(*tensors, causal=causal, mask=mask)
+        o.backward(Tensor(arrays[3], device=device, dtype=dtype))
+        return [o.numpy(), *(x.grad.numpy() for x in tensors)]
+
+    for name, got, want in zip(("o", "dq", "dk", "dv"), run(device, dtype), run(None, "float32")):
+        bound = 2e-2 * np.abs(want).max()
+        assert np.abs(got - want).max() <= bound, name  # NaN is not
 
 
 @both
