@@ -245,7 +245,7 @@ def products(s: Shapes) -> Iterator[Case]:
         yield Case(
             f"linear_fwd {k} -> {m}",
             work,
-            lambda x=x, w=w, bias=bias: _C.linear_fwd(x, w, bias),
+            lambda x=x, w=w, bias=bias: _C.linear_fwd(x, w, bias, None),
             forward_peer,
             flops=True,
         )

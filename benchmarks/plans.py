@@ -62,7 +62,7 @@ def products(
         bias = None if head else b
         yield (
             (rows, m, k, 0, 0, "BF16", int(not head), 0, 0),
-            lambda x=x, w=w, b=bias: _C.linear_fwd(x, w, b),
+            lambda x=x, w=w, b=bias: _C.linear_fwd(x, w, b, None),
         )
         yield (
             (rows, k, m, 0, 1, "BF16", 0, 0, int(head)),

@@ -1,7 +1,7 @@
 /* matmul.cu - matrix products by cuBLASLt, and the bias gradient.
  *
  *   matmul      c[b] = scale a[b] b[b]      matmul_acc   c[b] (+)= scale a[b] b[b], c in float32
- *   linear_fwd  y = x w + bias (in the product's epilogue)
+ *   linear_fwd  y = r + x w + bias (in the product's epilogue)
  *   bias_bwd    db += column sums of dy          (linear's other gradients are matmul and matmul_acc)
  *
  * All products accumulate in float32; TF32 only with NEEDLE_TF32=1. cuBLASLt thinks in columns: a
@@ -51,7 +51,7 @@ struct Key {
     int64_t in, out;   /* nd_dtype */
     int64_t bias, add; /* epilogue bias; beta = 1 */
     int64_t scaled;    /* alpha and beta are read on the device */
-    int64_t align_a, align_b, align_c;
+    int64_t align_a, align_b, align_c, align_from;
 
     bool operator==(const Key &other) const { return memcmp(this, &other, sizeof *this) == 0; }
 };
@@ -195,7 +195,7 @@ nd_status choose(const char *op, const Blas &blas, const Key &key, const void *b
                  cublasLtMatmulPreference_t preference, Plan *plan) {
     uint64_t workspace = blas.workspace_bytes;
     uint32_t aligned_a = (uint32_t)key.align_a, aligned_b = (uint32_t)key.align_b,
-             aligned_c = (uint32_t)key.align_c;
+             aligned_c = (uint32_t)key.align_c, aligned_from = (uint32_t)key.align_from;
     uint32_t reductions = CUBLASLT_REDUCTION_SCHEME_NONE | CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
     struct {
         cublasLtMatmulPreferenceAttributes_t which;
@@ -206,7 +206,7 @@ nd_status choose(const char *op, const Blas &blas, const Key &key, const void *b
         {CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &reductions, sizeof reductions},
         {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &aligned_a, sizeof aligned_a},
         {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &aligned_b, sizeof aligned_b},
-        {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &aligned_c, sizeof aligned_c},
+        {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &aligned_from, sizeof aligned_from},
         {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &aligned_c, sizeof aligned_c},
     };
     for (const auto &wish : wishes) {
@@ -274,9 +274,10 @@ nd_status fill_plan(const char *op, const Blas &blas, const Key &key, const void
 /* beta where alpha is read on the device. */
 __device__ const float zero_one[2] = {0.0f, 1.0f};
 
-/* `supported` comes back false when cuBLASLt has no kernel for this product. */
-nd_status run(const char *op, int device, const Key &key, const void *a, const void *b, void *c,
-              const void *bias, const float *scale, bool *supported) {
+/* `supported` comes back false when cuBLASLt has no kernel for this product. What is added to, with
+ * key.add, is `from`. */
+nd_status run(const char *op, int device, const Key &key, const void *a, const void *b,
+              const void *from, void *c, const void *bias, const float *scale, bool *supported) {
     Blas *blas;
     ND_TRY(ready(op, device, &blas));
     auto found = blas->plans.find(key);
@@ -305,7 +306,7 @@ nd_status run(const char *op, int device, const Key &key, const void *a, const v
         alpha = scale;
         beta = (const float *)constants + key.add;
     }
-    BLAS_TRY(op, cublasLtMatmul(blas->handle, plan.product, alpha, a, plan.a, b, plan.b, beta, c,
+    BLAS_TRY(op, cublasLtMatmul(blas->handle, plan.product, alpha, a, plan.a, b, plan.b, beta, from,
                                 plan.c, c, plan.c, &plan.algo, blas->workspace,
                                 blas->workspace_bytes, cuda_stream(device)));
     return ND_OK;
@@ -344,6 +345,7 @@ struct Product {
     int64_t batch, m, n, k; /* row-major c (m x n) = a (m x k) b (k x n) */
     Matrix a, b;
     char *c;            /* contiguous */
+    const void *from;   /* what is added to, with `add`: c, or another array like it */
     const void *bias;   /* of n elements, in c's dtype, or null */
     const float *scale; /* on the device, or null */
     nd_dtype in, out;
@@ -373,7 +375,8 @@ nd_status multiply_once(const char *op, int device, const Product &p, bool *supp
     key.align_a = alignment(p.b.data, key.stride_a, p.in);
     key.align_b = alignment(p.a.data, key.stride_b, p.in);
     key.align_c = alignment(p.c, key.stride_c, p.out);
-    return run(op, device, key, p.b.data, p.a.data, p.c, p.bias, p.scale, supported);
+    key.align_from = alignment(p.from, key.stride_c, p.out);
+    return run(op, device, key, p.b.data, p.a.data, p.from, p.c, p.bias, p.scale, supported);
 }
 
 nd_status no_kernel(const char *op, const Product &p) {
@@ -404,6 +407,7 @@ nd_status multiply(const char *op, int device, const Product &p) {
         one.a.data = p.a.data + i * p.a.batch_stride * (int64_t)size;
         one.b.data = p.b.data + i * p.b.batch_stride * (int64_t)size;
         one.c = p.c + i * p.m * p.n * (int64_t)out_size;
+        one.from = one.c; /* nobody has batches and another array */
         ND_TRY(multiply_once(op, device, one, &supported));
         if (!supported) {
             return no_kernel(op, one);
@@ -423,7 +427,7 @@ nd_status matmul(const char *op, int device, const nd_array *a, const nd_array *
     p.scale = scale ? data_of<float>(scale) : nullptr;
     p.in = a->dtype;
     p.out = c->dtype;
-    p.c = (char *)c->data;
+    p.from = p.c = (char *)c->data;
     p.add = add;
     if (p.batch == 0 || p.m == 0 || p.n == 0) {
         return ND_OK;
@@ -519,37 +523,39 @@ nd_status cuda_linear_fwd(int device, const linear_fwd_args *a) {
     p.k = a->x->shape[1];
     p.in = p.out = a->x->dtype;
     p.c = (char *)a->y->data;
+    p.from = a->r ? a->r->data : p.c;
     p.bias = nullptr;
     p.scale = nullptr;
-    p.add = false;
+    p.add = a->r != nullptr;
     if (p.m == 0 || p.n == 0) {
         return ND_OK;
     }
-    if (p.k == 0) {
-        if (a->b) {
-            return repeat_bias(device, a->b, a->y);
+    if (p.k > 0) {
+        ND_TRY(matrix_of(op, "x", a->x, &p.a));
+        ND_TRY(matrix_of(op, "w", a->w, &p.b));
+        if (!a->b && !a->r) {
+            return multiply(op, device, p);
         }
-        fill_args zero = {a->y, 0.0};
-        return cuda_fill(device, &zero);
-    }
-    ND_TRY(matrix_of(op, "x", a->x, &p.a));
-    ND_TRY(matrix_of(op, "w", a->w, &p.b));
-    if (!a->b) {
-        return multiply(op, device, p);
-    }
-    if (is_aligned16(a->b->data)) {
-        bool supported = false;
-        p.bias = a->b->data;
-        ND_TRY(multiply_once(op, device, p, &supported));
-        if (supported) {
-            return ND_OK;
+        if (!a->b || is_aligned16(a->b->data)) {
+            bool supported = false;
+            p.bias = a->b ? a->b->data : nullptr;
+            ND_TRY(multiply_once(op, device, p, &supported));
+            if (supported) {
+                return ND_OK;
+            }
+            p.bias = nullptr;
         }
-        p.bias = nullptr;
     }
-    /* The same sum without the epilogue: start from the bias. */
-    ND_TRY(repeat_bias(device, a->b, a->y));
+    /* The same sum without the epilogue: start from the bias, r comes last. */
+    fill_args zero = {a->y, 0.0};
+    ND_TRY(a->b ? repeat_bias(device, a->b, a->y) : cuda_fill(device, &zero));
+    p.from = p.c;
     p.add = true;
-    return multiply(op, device, p);
+    if (p.k > 0) {
+        ND_TRY(multiply(op, device, p));
+    }
+    add_args sum = {a->r, a->y, 0, 0, a->y}; /* each thread reads its elements before it writes */
+    return a->r ? cuda_add(device, &sum) : ND_OK;
 }
 
 nd_status cuda_bias_bwd(int device, const bias_bwd_args *a) {

@@ -36,9 +36,10 @@ The points stand in the forwards of the modules (`Module.hook`), and each class 
 only where a name needs what the fused ops never store: attention computes its scores and pattern in
 the plain way, T x T numbers a head in float32, rotates q, k and v one by one, or multiplies and
 adds its heads one by one in float32; a norm computes step by step in float32 for `hook_scale` and
-`hook_normalized`; an MLP with a hook inside multiplies and applies GELU one after the other, which
-on a GPU may add up in another order. All else keeps its bits. Generation with hooks reads the whole
-context for each token.
+`hook_normalized`; an MLP with a hook inside multiplies and applies GELU one after the other; and
+what is seen at `hook_attn_out` and `hook_mlp_out` is added behind them, not by the product that
+makes it. The last two may round and add up otherwise on a GPU; all else keeps its bits. Generation
+with hooks reads the whole context for each token.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
  *
  *   matmul      c  = scale a b      (batched)
  *   matmul_acc  c (+)= scale a b    c float32: how a weight gradient is accumulated
- *   linear_fwd  y  = x w + b        the bias is written first, the product added to it
+ *   linear_fwd  y  = r + x w + b    the bias is written first, the product added to it; r last
  *   bias_bwd    db += column sums of dy
  *
  * The result is cut into tiles over M and N (never over K); OpenMP hands the tiles to threads, each
@@ -259,7 +259,9 @@ nd_status cpu_matmul_acc(int device, const matmul_acc_args *args) {
 }
 
 nd_status cpu_linear_fwd(int device, const linear_fwd_args *args) {
-    return multiply(device, "linear_fwd", args->x, args->w, args->b, NULL, false, args->y);
+    ND_TRY(multiply(device, "linear_fwd", args->x, args->w, args->b, NULL, false, args->y));
+    add_args sum = {.x = args->r, .y = args->y, .out = args->y}; /* as if it were another op */
+    return args->r == NULL ? ND_OK : cpu_add(device, &sum);
 }
 
 /* Each piece of ROWS rows sums its columns into a row of `partial`; those are added in order. */

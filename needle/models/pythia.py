@@ -190,14 +190,18 @@ class MLP(nn.Module):
         self.dense_h_to_4h = nn.Linear(width, inner, True, *place, std=small)
         self.dense_4h_to_h = nn.Linear(inner, width, True, *place, std=wang)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """residual, of x's shape, is added."""
         up, down = self.dense_h_to_4h, self.dense_4h_to_h
         plain = all(type(layer) is nn.Linear and layer.bias is not None for layer in (up, down))
         if plain and not self.is_hooked_at(*self.hook_points):
-            return ops.gelu_mlp(x, up.weight, up.bias, down.weight, down.bias, self.approximate)
+            weights = up.weight, up.bias, down.weight, down.bias
+            return ops.gelu_mlp(x, *weights, self.approximate, residual)
         x = self.hook("hook_pre", up(x))
         x = self.hook("hook_post", ops.gelu(x, self.approximate))
-        return down(x)
+        if residual is None:
+            return down(x)
+        return down(x, residual) if plain else residual + down(x)
 
 
 class Layer(nn.Module):
@@ -238,12 +242,16 @@ class Layer(nn.Module):
             y1, y2, x = normed(x, norm1, norm2)
         else:
             y1, x = normed(x, norm1)
-        attended = self.attention(y1(), rotary, mask, cache)
-        x = x + self.hook("hook_attn_out", attended)
+        x = self._add("hook_attn_out", x, self.attention, y1(), rotary, mask, cache)
         if not self.parallel:
             y2, x = normed(self.hook("hook_resid_mid", x), norm2)
-        written = self.mlp(y2())
-        return self.hook("hook_resid_post", x + self.hook("hook_mlp_out", written))
+        return self.hook("hook_resid_post", self._add("hook_mlp_out", x, self.mlp, y2()))
+
+    def _add(self, name: str, x: Tensor, part: nn.Module, *operands: Any) -> Tensor:
+        """x + part(*operands), by the part's last product unless somebody looks at what it adds."""
+        if type(part) not in (nn.Attention, MLP) or self.is_hooked_at(name):
+            return x + self.hook(name, part(*operands))
+        return part(*operands, residual=x)
 
 
 def normed(x: Tensor, *norms: nn.Module) -> tuple:

@@ -72,8 +72,10 @@ class Attention(Module):
         rotary: tuple[NDArray, NDArray],
         mask: BlockMask | None = None,
         cache: Cached | None = None,
+        residual: Tensor | None = None,
     ) -> Tensor:
         """Training and evaluation attend within x, prefill and decoding over what `cache` holds.
+        residual (B, T, C) is added to the result.
 
         rotary: tables (S, R) with S >= T, 2 R <= D. mask: only these blocks of keys. Scores and
         pattern are computed, T x T numbers a head in float32, where a hook asks for them; q, k and
@@ -90,8 +92,10 @@ class Attention(Module):
             seen = ops.qkv_attention(qkv, cos, sin, causal=True, mask=mask, overwrite=True)
         seen = self.hook("hook_z", seen)
         if self.is_hooked_at(RESULT):
-            return self._by_head(seen)
-        return self.dense(seen.reshape(x.shape))
+            y = self._by_head(seen)
+            return y if residual is None else residual + y
+        y = seen.reshape(x.shape)
+        return self.dense(y) if residual is None else self.dense(y, residual)
 
     def _by_parts(self, qkv: Tensor, cos: NDArray, sin: NDArray, mask: BlockMask | None) -> Tensor:
         q, k, v = (self.hook(name, x) for name, x in zip(PROJECTIONS, ops.split(qkv, 3)))

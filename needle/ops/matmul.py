@@ -66,14 +66,18 @@ def weight_grad(
 
 
 class LinearOp(FusedOp):
-    """y = x w + b;  dx = dy w^T,  dw += x^T dy (float32, by the product itself),  db += sum dy."""
+    """y = r + x w + b;  dx = dy w^T,  dw += x^T dy (float32, by the product itself),  db += sum dy,
+    dr = dy. b and r are there or not."""
 
     reads_result = False
 
-    def compute(self, x: NDArray, w: NDArray, b: NDArray | None = None) -> NDArray:
-        if b is not None and b.ndim != 1:
-            b = b.reshape((b.size,))
-        return _C.linear_fwd(rows_of(x), w, b).reshape(x.shape[:-1] + (w.shape[1],))
+    def __init__(self, has_bias: bool, has_residual: bool) -> None:
+        self.has_bias, self.has_residual = has_bias, has_residual
+
+    def compute(self, x: NDArray, w: NDArray, *rest: NDArray) -> NDArray:
+        b = rest[0].reshape((rest[0].size,)) if self.has_bias else None
+        r = rows_of(rest[-1]) if self.has_residual else None
+        return _C.linear_fwd(rows_of(x), w, b, r).reshape(x.shape[:-1] + (w.shape[1],))
 
     def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> list[NDArray | None]:
         x, w = node.inputs[0].cached_data, node.inputs[1].cached_data
@@ -83,9 +87,11 @@ class LinearOp(FusedOp):
             grads[0] = (dy @ w.permute((1, 0))).reshape(x.shape)
         if node.inputs[1].requires_grad:
             weight_grad(rows_of(x), dy, claim_of(sinks, grads, node, 1))
-        if len(node.inputs) == 3 and node.inputs[2].requires_grad:
+        if self.has_bias and node.inputs[2].requires_grad:
             db = sink_of(sinks, grads, node, 2)
             _C.bias_bwd(dy, db.reshape((db.size,)))
+        if self.has_residual and node.inputs[-1].requires_grad:
+            grads[-1] = dout
         return grads
 
 
@@ -119,13 +125,28 @@ def linear_transposed(x: Tensor, w: Tensor) -> Tensor:
     return LinearTransposedOp()(x, w)
 
 
-def linear(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-    """x @ w + b over the last axis of x: (..., K) and (K, M) give (..., M).
+def linear(x: Tensor, w: Tensor, b: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    """residual + x @ w + b over the last axis of x: (..., K) and (K, M) give (..., M).
 
-    b: M elements in any shape, or None. The gradients of w and b are float32 in every dtype.
+    b: M elements in any shape, or None. residual: of the result's shape, or None; the sum is then
+    rounded once on CUDA, where the product adds to it. The gradients of w and b are float32 in
+    every dtype.
 
     >>> x, w, b = ndl.ones(1, 2), ndl.Tensor([[1, 2, 3], [4, 5, 6]]), ndl.Tensor([10, 20, 30])
     >>> print(ndl.ops.linear(x, w, b))
     [[15. 27. 39.]]
+    >>> print(ndl.ops.linear(x, w, b, residual=ndl.ones(1, 3)))
+    [[16. 28. 40.]]
     """
-    return LinearOp()(x, w) if b is None else LinearOp()(x, w, b)
+    operands = [x, w] if b is None else [x, w, b]
+    if residual is not None:
+        check_residual("linear", residual, x, w)
+        operands.append(residual)
+    return LinearOp(b is not None, residual is not None)(*operands)
+
+
+def check_residual(op: str, residual: Tensor, x: Tensor, w: Tensor) -> None:
+    """ValueError where it has not the shape of x @ w."""
+    shape = tuple(x.shape[:-1]) + tuple(w.shape[1:])
+    if tuple(residual.shape) != shape:
+        raise ValueError(f"{op}: residual must be {shape}, as the result, but is {residual.shape}")

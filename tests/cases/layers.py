@@ -16,9 +16,10 @@ def matmul_acc(r, a, b, scale, add, c):
     return {"c": (c if add else 0) + a @ b * (1.0 if scale is None else scale)}
 
 
-def linear_fwd(r, x, w, b):
-    y = r(x @ w)
-    return {"y": y if b is None else r(y + b)}
+def linear_fwd(rounded, x, w, b, r):
+    y = rounded(x @ w)
+    y = y if b is None else rounded(y + b)
+    return {"y": y if r is None else rounded(r + y)}
 
 
 def bias_bwd(r, dy, db):
@@ -251,15 +252,27 @@ CASES = [
     ),
     *cases_of(
         linear_fwd,
-        lambda n, k, m: draw(x=normal(n, k), w=normal(k, m), b=normal(m)),
+        lambda n, k, m: draw(x=normal(n, k), w=normal(k, m), b=normal(m), r=None),
         [(1, 1, 1), (31, 257, 31), (65, 64, 1), (0, 3, 4), (5, 0, 4)],
         lambda n, k, m: k,
     ),
     *cases_of(
         linear_fwd,
-        lambda n, k, m: draw(x=normal(n, k), w=normal(k, m), b=None),
+        lambda n, k, m: draw(x=normal(n, k), w=normal(k, m), b=None, r=None),
         {"257x31x1100-no-bias": (257, 31, 1100)},
         lambda n, k, m: k,
+    ),
+    *cases_of(
+        linear_fwd,
+        lambda n, k, m, has_bias: draw(
+            x=normal(n, k), w=normal(k, m), b=normal(m) if has_bias else None, r=normal(n, m)
+        ),
+        {
+            f"{n}x{k}x{m}-residual{'' if b else '-no-bias'}": (n, k, m, b)
+            for n, k, m in [(1, 1, 1), (31, 257, 31), (64, 64, 136), (5, 0, 4), (0, 3, 4)]
+            for b in (True, False)
+        },
+        lambda n, k, m, has_bias: k,
     ),
     *cases_of(
         bias_bwd,

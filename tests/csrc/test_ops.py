@@ -494,7 +494,7 @@ def test_each_tile_has_its_part_of_the_bias(m, k, n, dtype, device):
     device, bias = device_of(device), np.arange(n) % 251
     x, w = (_C.array(np.zeros(shape), dtype=dtype, device=device) for shape in [(m, k), (k, n)])
     x[3, 5], w[5, 7] = 2, 4
-    y = _C.linear_fwd(x, w, _C.array(bias, dtype=dtype, device=device)).numpy()
+    y = _C.linear_fwd(x, w, _C.array(bias, dtype=dtype, device=device), None).numpy()
     wanted = np.tile(bias, (m, 1))
     wanted[3, 7] += 8
     np.testing.assert_array_equal(y.astype(np.float64), wanted)

@@ -64,7 +64,7 @@ def products():
             yield f"matmul_acc {name}", k, total, c + exact, abs(c) + magnitudes
         x, w, y = (to_ndarray(value, dtype, cpu) for value in (a[0], b[0], bias))
         exact, magnitudes = a[0] @ b[0] + bias, abs(a[0]) @ abs(b[0]) + abs(bias)
-        yield f"linear_fwd {dtype} {size}", k, _C.linear_fwd(x, w, y), exact, magnitudes
+        yield f"linear_fwd {dtype} {size}", k, _C.linear_fwd(x, w, y, None), exact, magnitudes
 
 
 def special() -> np.ndarray:

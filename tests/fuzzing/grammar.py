@@ -312,7 +312,7 @@ huge
   made((2, 2)).pad(((<n>, <n>), (1, <n>))) | _C.Staging(<n>) | _C.Download(wide(<n>))
   bytes(wide(<n>)) | round_trip(wide(<n>), 4) | repr(wide(<n>))
   wide(<x=n>).permute((2, 0, 1)).reshape((<x> * 4 + 1,))
-  _C.linear_fwd(wide(<n>)[:, 0, :], made((2, 2)), None) | _C.array(wide(<n>), 'bfloat16')
+  _C.linear_fwd(wide(<n>)[:, 0, :], made((2, 2)), None, None) | _C.array(wide(<n>), 'bfloat16')
   wide(<n>)[...] + wide(<n>)[::-1]
   made((2, 2)).as_strided((<n>, 3), (1, 1))
   made((2, 2)).as_strided((2, 2), (<n>, <n>)) | wide(<n>).fill(1)
