@@ -59,10 +59,10 @@ def products(
         x_t, w_t = x.permute((1, 0)).reshape((1, k, rows)), w.permute((1, 0))
         dy3 = dy.reshape((1, rows, m))
         factor = scale if head else None
-        bias = None if head else b
+        bias, residual = None if head else b, dy if m == width else None
         yield (
-            (rows, m, k, 0, 0, "BF16", int(not head), 0, 0),
-            lambda x=x, w=w, b=bias: _C.linear_fwd(x, w, b, None),
+            (rows, m, k, 0, 0, "BF16", int(not head), int(residual is not None), 0),
+            lambda x=x, w=w, b=bias, r=residual: _C.linear_fwd(x, w, b, r),
         )
         yield (
             (rows, k, m, 0, 1, "BF16", 0, 0, int(head)),

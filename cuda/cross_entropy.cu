@@ -26,12 +26,11 @@ constexpr float log2_e = 1.44269504f;
 
 /* A row cut into `head` single elements, whole vectors, and the rest. */
 struct Cut {
-    int64_t head, vectors, tail; /* tail: index of the first element after the vectors */
+    int head, vectors, tail; /* tail: index of the first element after the vectors */
 };
-template <class T>
-__device__ __forceinline__ Cut cut_row(const T *row, int64_t columns, bool vectors) {
+template <class T> __device__ __forceinline__ Cut cut_row(const T *row, int columns, bool vectors) {
     constexpr int N = Vec<T>::size;
-    int64_t head = (16 - ((uintptr_t)row & 15)) % 16 / sizeof(T);
+    int head = (16 - (int)((uintptr_t)row & 15)) % 16 / (int)sizeof(T);
     Cut cut;
     cut.head = vectors && head < columns ? head : columns;
     cut.vectors = (columns - cut.head) / N;
@@ -73,44 +72,56 @@ __device__ __forceinline__ float vector_max(const Vec<f16> &v) {
     return pairs_max<f16, __half2>(v);
 }
 
+/* exp(x - shift). Of 16 bits in one step less, which costs 2^-24 |shift|. */
+template <class T> struct Exponential {
+    float shift;
+
+    __device__ __forceinline__ explicit Exponential(float by)
+        : shift(sizeof(T) == 2 ? by * log2_e : by) {}
+    __device__ __forceinline__ float operator()(T x) const {
+        const float f = to_float(x);
+        return fast_exp2(sizeof(T) == 2 ? fmaf(f, log2_e, -shift) : (f - shift) * log2_e);
+    }
+};
+
 /* The log of the sum of a row's exponentials, by the whole block; get(i) is the vector from element i on. */
 template <class T, class Get>
-__device__ __forceinline__ float log_sum_exp(const T *x, const Cut &cut, int64_t columns,
-                                             Get &&get) {
+__device__ __forceinline__ float log_sum_exp(const T *x, const Cut &cut, int columns, Get &&get) {
     constexpr int N = Vec<T>::size;
     Running r = {-INFINITY, 0.0f};
-    for (int64_t base = threadIdx.x; base < cut.vectors; base += (int64_t)unroll * blockDim.x) {
-        Vec<T> v[unroll];
-#pragma unroll
-        for (int u = 0; u < unroll; u++) {
-            const int64_t i = base + (int64_t)u * blockDim.x;
-            if (i < cut.vectors) {
-                v[u] = get(cut.head + i * N);
-            } else {
-#pragma unroll
-                for (int k = 0; k < N; k++) {
-                    v[u].v[k] = from_float<T>(-INFINITY);
-                }
-            }
-        }
+    const int vectors = cut.vectors, stride = blockDim.x;
+    auto take = [&](int first, auto count) {
+        constexpr int COUNT = decltype(count)::get;
+        Vec<T> v[COUNT];
         float most = -INFINITY;
 #pragma unroll
-        for (int u = 0; u < unroll; u++) {
+        for (int u = 0; u < COUNT; u++) {
+            v[u] = get(cut.head + (first + u * stride) * N);
+        }
+#pragma unroll
+        for (int u = 0; u < COUNT; u++) {
             most = fmaxf(most, vector_max(v[u]));
         }
-        const float shift = r.raise(most);
+        const Exponential<T> weight(r.raise(most));
 #pragma unroll
-        for (int u = 0; u < unroll; u++) {
+        for (int u = 0; u < COUNT; u++) {
 #pragma unroll
             for (int k = 0; k < N; k++) {
-                r.sum += fast_exp2((to_float(v[u].v[k]) - shift) * log2_e);
+                r.sum += weight(v[u].v[k]);
             }
         }
+    };
+    int i = threadIdx.x;
+    for (; i + (unroll - 1) * stride < vectors; i += unroll * stride) {
+        take(i, Constant<unroll>());
     }
-    for (int64_t c = threadIdx.x; c < cut.head; c += blockDim.x) {
+    for (; i < vectors; i += stride) {
+        take(i, Constant<1>());
+    }
+    for (int c = threadIdx.x; c < cut.head; c += stride) {
         r.add(to_float(x[c]));
     }
-    for (int64_t c = cut.tail + threadIdx.x; c < columns; c += blockDim.x) {
+    for (int c = cut.tail + threadIdx.x; c < columns; c += stride) {
         r.add(to_float(x[c]));
     }
     const float max = block_max(r.max);
@@ -125,8 +136,8 @@ __global__ void __launch_bounds__(most_threads)
                    int64_t columns) {
     for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
         const T *x = logits + row * columns;
-        const Cut cut = cut_row(x, columns, true);
-        const float all = log_sum_exp(x, cut, columns, [&](int64_t i) { return load16(x + i); });
+        const Cut cut = cut_row(x, (int)columns, true);
+        const float all = log_sum_exp(x, cut, (int)columns, [&](int i) { return load16(x + i); });
         if (threadIdx.x == 0) {
             const int64_t target = targets[row];
             lse[row] = all;
@@ -168,7 +179,7 @@ __global__ void __launch_bounds__(most_threads)
     for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
         const T *x = logits + row * columns;
         T *dx = dlogits + row * columns;
-        const Cut cut = cut_row(x, columns, vectors);
+        const Cut cut = cut_row(x, (int)columns, vectors);
         const int64_t target = targets[row];
         const bool counts = target >= 0 && target < columns;
         const float all = lse[row];
@@ -219,71 +230,80 @@ __global__ void __launch_bounds__(1024)
     auto fetch = [&](int64_t row, int slot) {
         const T *x = logits + row * columns;
         if (row < rows) {
-            const Cut cut = cut_row(x, columns, true);
+            const Cut cut = cut_row(x, (int)columns, true);
             T *kept = place(slot, x);
-            for (int64_t i = threadIdx.x; i < cut.vectors; i += blockDim.x) {
-                const int64_t first = cut.head + i * N;
+            for (int i = threadIdx.x; i < cut.vectors; i += blockDim.x) {
+                const int first = cut.head + i * N;
                 copy_async16(shared_address(kept + first), x + first, true);
             }
         }
         copy_async_commit();
     };
+    const int width = (int)columns, stride = blockDim.x;
     int64_t row = blockIdx.x;
     if (AHEAD) {
         fetch(row, 0);
         fetch(row + gridDim.x, 1);
     }
-    int64_t target = row < rows ? targets[row] : -1;
+    int target = row < rows ? targets[row] : -1;
     for (int slot = 0; row < rows; row += gridDim.x, slot ^= 1) {
-        const int64_t next_target = row + gridDim.x < rows ? targets[row + gridDim.x] : -1;
+        const int next_target = row + gridDim.x < rows ? targets[row + gridDim.x] : -1;
         T *x = logits + row * columns;
-        const Cut cut = cut_row(x, columns, true);
+        const Cut cut = cut_row(x, width, true);
         const T *kept = place(slot, x);
-        const bool counts = target >= 0 && target < columns;
-        float of_target = 0.0f, all = 0.0f;
-        auto get = [&](int64_t i) {
+        auto get = [&](int i) {
             return AHEAD ? *reinterpret_cast<const Vec<T> *>(kept + i) : load16(x + i);
         };
         if (AHEAD) {
             copy_async_wait<1>();
         }
-        if (counts) {
-            of_target = to_float(x[target]);
-            all = log_sum_exp(x, cut, columns, get); /* behind it nobody needs the target's logit */
-        }
-        if (threadIdx.x == 0) {
-            losses[row] = counts ? all - of_target : target < 0 ? 0.0f : NAN;
-        }
-        auto probability = [&](T logit) {
-            return from_float<T>(counts ? fast_exp2((to_float(logit) - all) * log2_e) : 0.0f);
-        };
+        auto write = [&](auto value) {
 #pragma unroll 4
-        for (int64_t i = threadIdx.x; i < cut.vectors; i += blockDim.x) {
-            const int64_t first = cut.head + i * N;
-            Vec<T> v = get(first);
+            for (int i = threadIdx.x; i < cut.vectors; i += stride) {
+                Vec<T> v = get(cut.head + i * N);
 #pragma unroll
-            for (int k = 0; k < N; k++) {
-                v.v[k] = probability(v.v[k]);
+                for (int k = 0; k < N; k++) {
+                    v.v[k] = from_float<T>(value(v.v[k]));
+                }
+                store16(x + cut.head + i * N, v);
             }
-            store16(x + first, v);
-        }
-        for (int64_t c = threadIdx.x; c < cut.head; c += blockDim.x) {
-            x[c] = probability(x[c]);
-        }
-        for (int64_t c = cut.tail + threadIdx.x; c < columns; c += blockDim.x) {
-            x[c] = probability(x[c]);
-        }
-        const int64_t of = target < cut.head   ? target
+            for (int c = threadIdx.x; c < cut.head; c += stride) {
+                x[c] = from_float<T>(value(x[c]));
+            }
+            for (int c = cut.tail + threadIdx.x; c < width; c += stride) {
+                x[c] = from_float<T>(value(x[c]));
+            }
+        };
+        if (target >= 0 && target < width) {
+            const float of_target = to_float(x[target]);
+            /* Behind it nobody needs the target's logit any more. */
+            const float all = log_sum_exp(x, cut, width, get);
+            write(Exponential<T>(all));
+            const int by = target < cut.head   ? target
                            : target < cut.tail ? (target - cut.head) / N
                                                : target - cut.tail;
-        if (counts && of % blockDim.x == threadIdx.x) { /* who wrote it corrects it */
-            x[target] = from_float<T>(fast_exp2((of_target - all) * log2_e) - 1.0f);
+            if (by % stride == threadIdx.x) { /* who wrote it corrects it */
+                x[target] = from_float<T>(fast_exp2((of_target - all) * log2_e) - 1.0f);
+                losses[row] = all - of_target;
+            }
+        } else {
+            write([](T) { return 0.0f; });
+            if (threadIdx.x == 0) {
+                losses[row] = target < 0 ? 0.0f : NAN;
+            }
         }
         if (AHEAD) {
             fetch(row + 2 * (int64_t)gridDim.x, slot);
         }
         target = next_target;
     }
+}
+
+nd_status check_columns(const char *op, int64_t columns) {
+    return columns <= INT32_MAX - (1 << 20)
+               ? ND_OK
+               : nd_error(ND_EVALUE, "%s: logits: axis V is %lld: must be below 2^31 - 2^20", op,
+                          (long long)columns);
 }
 
 int threads_for(int64_t columns) {
@@ -297,6 +317,7 @@ nd_status cuda_cross_entropy_fwd(int device, const cross_entropy_fwd_args *a) {
     cudaStream_t stream = cuda_stream(device);
     const int32_t *targets = data_of<int32_t>(a->targets);
     float *losses = data_of<float>(a->losses);
+    ND_TRY(check_columns("cross_entropy_fwd", columns));
     return with_float("cross_entropy_fwd", a->logits->dtype, [&](auto tag) -> nd_status {
         using T = typename decltype(tag)::type;
         if (rows > 0) {
@@ -316,6 +337,7 @@ nd_status cuda_cross_entropy_bwd(int device, const cross_entropy_bwd_args *a) {
     if (rows == 0 || columns == 0) {
         return ND_OK;
     }
+    ND_TRY(check_columns("cross_entropy_bwd", columns));
     return with_float("cross_entropy_bwd", a->logits->dtype, [&](auto tag) -> nd_status {
         using T = typename decltype(tag)::type;
         const T *logits = data_of<T>(a->logits);
@@ -338,6 +360,7 @@ nd_status cuda_cross_entropy_fwd_bwd(int device, const cross_entropy_fwd_bwd_arg
     cudaStream_t stream = cuda_stream(device);
     const int32_t *targets = data_of<int32_t>(a->targets);
     float *losses = data_of<float>(a->losses);
+    ND_TRY(check_columns(op, columns));
     return with_float(op, a->logits->dtype, [&](auto tag) -> nd_status {
         using T = typename decltype(tag)::type;
         const int64_t row_bytes = (columns * (int64_t)sizeof(T) + 31) / 16 * 16;

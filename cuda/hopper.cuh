@@ -133,15 +133,6 @@ __device__ __forceinline__ void box_stores_read() {
                      : "memory");
 }
 
-/* ---- results [stmatrix] -------------------------------------------------------------------------
- * Four 8 x 8 matrices of 16-bit elements, the other way of load_matrices (mma.cuh): lane l gives the address
- * of row l % 8 of matrix l / 8, and in x[m] the elements (l / 4, 2 (l % 4) + {0, 1}) of matrix m. */
-__device__ __forceinline__ void store_matrices(uint32_t row, const uint32_t (&x)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
-                 "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
-                 : "memory");
-}
-
 /* ---- registers [setmaxnreg] ---------------------------------------------------------------------
  * Of each thread of the calling warpgroup from here on; a multiple of 8. */
 template <int COUNT> __device__ __forceinline__ void registers_down_to() {

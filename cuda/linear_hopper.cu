@@ -15,9 +15,10 @@
  *   the order of the tiles.
  * Up to a depth of 512 b's 128 columns stay in shared memory while a block is in them: tiles that read both
  *   operands anew at the tensor cores' speed take more than the L2 gives all multiprocessors.
- * Shared memory is what binds: products read 96 bytes a clock of it, of 128, and a's parts write 32. So results
- *   go from registers to memory, 8 bytes a lane: neighbouring lanes exchange a word, and four hold the 32
- *   bytes of a row that memory moves together. pre is read the same way, 64 columns ahead.
+ * Shared memory is what binds: products read 96 bytes a clock of the 128 that it gives, and a's parts are
+ *   written to it. So results go from registers to memory, 8 bytes a lane: neighbouring lanes exchange a word,
+ *   and four hold the 32 bytes of a row that memory moves together. pre is read the same way, 64 columns
+ *   ahead.
  * Time: 2048 clocks a tile of depth 512 for the products; for the end of a tile 64 elements a thread, so 32
  *   instructions an element. A warp alone issues one in three to four clocks: hence more than two consumers.
  */

@@ -510,13 +510,6 @@ inline void box_stores_read() {
     emulated::stores[threadIdx.x].clear();
 }
 
-inline void store_matrices(uint32_t row, const uint32_t (&x)[4]) {
-    int lane = (int)threadIdx.x % 32;
-    for (int i = 0; i < 4; i++) {
-        uint32_t to = emulated::from_lane(row, 8 * i + lane / 4);
-        memcpy(emulated::at(to + 4 * (uint32_t)(lane % 4), 4), &x[i], 4);
-    }
-}
 
 template <int COUNT> void registers_down_to() {}
 template <int COUNT> void registers_up_to() {}
