@@ -391,6 +391,11 @@ def over_branches(T: int, B: int, args: argparse.Namespace) -> None:
     )
 
 
+def shape(text: str) -> tuple[int, int]:
+    T, B = (int(number) for number in text.split("x"))
+    return T, B
+
+
 def branch(text: str) -> tuple[int, int]:
     segment, dilation = (int(number) for number in text.split(":"))
     return segment, dilation
@@ -424,26 +429,57 @@ def main() -> None:
     parser.add_argument(
         "--shapes",
         nargs="+",
+        type=shape,
         metavar="TxB",
         help="causal, S = T (default: 64 Ki tokens at T 2048, 8192, 16384, 65536; with --densities "
         "at T 4096, 16384, 65536)",
     )
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--rounds", type=int, default=20, help="samples of each side")
-    parser.add_argument("--alone", action="store_true", help="time needle only")
-    parser.add_argument("--densities", nargs="+", type=float, metavar="SHARE")
-    parser.add_argument("--block", type=int, default=128, help="of --densities")
-    parser.add_argument("--plot", metavar="FILE", help="of --densities: a picture")
-    parser.add_argument("--dilated", nargs="+", type=branch, metavar="SEGMENT:DILATION")
+    parser.add_argument("--heads", type=int, default=8, metavar="H", help="default: 8")
+    parser.add_argument("--head-dim", type=int, default=64, metavar="D", help="default: 64")
+    parser.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=("bfloat16", "float16", "float32"),
+        help="default: bfloat16",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=20,
+        metavar="N",
+        help="samples of each side, two at least (default: 20)",
+    )
+    parser.add_argument(
+        "--alone", action="store_true", help="time needle only (default: beside PyTorch, if found)"
+    )
+    parser.add_argument(
+        "--densities",
+        nargs="+",
+        type=float,
+        metavar="SHARE",
+        help="time random blocks of these shares beside dense attention, and no peer "
+        "(default: none)",
+    )
+    parser.add_argument(
+        "--block", type=int, default=128, metavar="N", help="of --densities (default: 128)"
+    )
+    parser.add_argument(
+        "--plot", metavar="FILE", help="of --densities: a picture of them (default: none)"
+    )
+    parser.add_argument(
+        "--dilated",
+        nargs="+",
+        type=branch,
+        metavar="SEGMENT:DILATION",
+        help="time dilated attention of these branches beside dense, and no peer (default: none)",
+    )
     args = parser.parse_args()
     if not ndl.cuda().enabled():
         raise SystemExit(
             "attention.py needs a CUDA device: python -m needle.diagnose says why there is none"
         )
     usual = (4096, 16384, 65536) if args.densities else tuple(CUDNN)
-    shapes = args.shapes or [f"{T}x{65536 // T}" for T in usual]
+    shapes = args.shapes or [(T, 65536 // T) for T in usual]
     properties = ndl.cuda().properties()
     print(
         f"{properties['name']}, {properties['detail']}; {args.dtype}, H {args.heads}, "
@@ -452,7 +488,7 @@ def main() -> None:
     columns = "".join(f"{way + ' ms (middle half)':>27} {'TFLOP/s':>7}" for way in WAYS)
     print(f"{'T':>6} {'B':>4} {'D':>4}  {'':31}{columns}")
     curves = {}
-    for T, B in (tuple(int(n) for n in shape.split("x")) for shape in shapes):
+    for T, B in shapes:
         if args.dilated:
             over_branches(T, B, args)
         elif args.densities:

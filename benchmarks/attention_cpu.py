@@ -3,8 +3,9 @@ beside what its kept pairs would take at the dense rate.
 
     python benchmarks/attention_cpu.py [--threads N] [--seq-len T] [--heads H] [--head-dim D]
 
-needle and PyTorch take turns; the medians of all turns are shown, and the middle half. needle reads
-q, k, v as (B, T, H, D), PyTorch contiguous (B, H, T, D). Without torch needle is timed alone.
+What is compared takes turns, needle and PyTorch, dense and block-sparse; shown are the medians of
+all turns and the middle half, and of the ratios of each turn the median. needle reads q, k, v as
+(B, T, H, D), PyTorch contiguous (B, H, T, D). Without torch needle is timed alone.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ checkout.choose()
 Call = Callable[[], object]
 
 
-def timed(calls: dict[str, Call], turns: int = 11) -> dict[str, float]:
-    """name -> median milliseconds, printed with the quartiles."""
+def timed(calls: dict[str, Call], turns: int = 11) -> dict[str, list[float]]:
+    """name -> milliseconds of each turn; the quartiles are printed."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
@@ -40,7 +41,12 @@ def timed(calls: dict[str, Call], turns: int = 11) -> dict[str, float]:
     for name, times in samples.items():
         low, middle, high = statistics.quantiles(times, n=4)
         print(f"{name:<34} {middle:8.2f} ms  ({low:.2f} to {high:.2f})")
-    return {name: statistics.median(times) for name, times in samples.items()}
+    return samples
+
+
+def ratio(times: list[float], others: list[float]) -> float:
+    """Of the turns' ratios the median."""
+    return statistics.median(a / b for a, b in zip(times, others, strict=True))
 
 
 def torch_calls(arrays: list[np.ndarray]) -> dict[str, Call]:
@@ -64,11 +70,15 @@ def torch_calls(arrays: list[np.ndarray]) -> dict[str, Call]:
 
 def main() -> int:
     top = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    top.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
-    top.add_argument("--batch-size", type=int, default=1, metavar="B")
-    top.add_argument("--seq-len", type=int, default=2048, metavar="T")
-    top.add_argument("--heads", type=int, default=8, metavar="H")
-    top.add_argument("--head-dim", type=int, default=64, metavar="D")
+    cores = len(os.sched_getaffinity(0))
+    for flag, default, letter, what in (
+        ("--threads", cores, "N", "default: one a core, here %(default)s"),
+        ("--batch-size", 1, "B", "sequences (default: %(default)s)"),
+        ("--seq-len", 2048, "T", "queries and keys of each (default: %(default)s)"),
+        ("--heads", 8, "H", "default: %(default)s"),
+        ("--head-dim", 64, "D", "default: %(default)s"),
+    ):
+        top.add_argument(flag, type=int, default=default, metavar=letter, help=what)
     args = top.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # before needle is loaded
     import needle as ndl
@@ -80,10 +90,12 @@ def main() -> int:
     q, k, v, dout = (_C.array(x, "float32", device) for x in arrays)
     gradients = [_C.empty(q.shape, "float32", device) for _ in range(3)]
     o, lse = _C.attention_fwd(q, k, v, D**-0.5, 1)
+    ways = ("forward", "backward")
     calls: dict[str, Call] = {
         "needle forward": lambda: _C.attention_fwd(q, k, v, D**-0.5, 1),
         "needle backward": lambda: _C.attention_bwd(dout, q, k, v, o, lse, D**-0.5, 1, *gradients),
     }
+    dense = dict(calls)
     if importlib.util.find_spec("torch"):
         import torch
 
@@ -91,11 +103,11 @@ def main() -> int:
         calls |= {f"torch {name}": call for name, call in torch_calls(arrays).items()}
     properties = device.properties()
     print(f"{properties['name']}, {args.threads} threads; B {B}, T {T}, H {H}, D {D}, float32")
-    dense = timed(calls)
-    for name in ("forward", "backward"):
-        if f"torch {name}" in dense:
-            ratio = dense[f"torch {name}"] / dense[f"needle {name}"]
-            print(f"{name}: {ratio:.2f} of PyTorch's speed")
+    took = timed(calls)
+    for way in ways:
+        if f"torch {way}" in took:
+            speed = ratio(took[f"torch {way}"], took[f"needle {way}"])
+            print(f"{way}: {speed:.2f} of PyTorch's speed")
 
     pairs = T * (T + 1) // 2
     for block, window in ((64, 256), (128, 256), (128, 512)):
@@ -105,19 +117,20 @@ def main() -> int:
         sparse = (q, k, v, *lists[:3], block, D**-0.5, 1)
         so, slse = _C.block_sparse_attention_fwd(*sparse)
         tail = (so, slse, *lists, block, D**-0.5, 1, *gradients)
+        what = f"window {window}, blocks of {block}"
         took = timed(
-            {
-                f"window {window}, blocks of {block}, forward": lambda sparse=sparse: (
-                    _C.block_sparse_attention_fwd(*sparse)
-                ),
-                f"window {window}, blocks of {block}, backward": lambda tail=tail: (
+            dense
+            | {
+                f"{what}, forward": lambda sparse=sparse: _C.block_sparse_attention_fwd(*sparse),
+                f"{what}, backward": lambda tail=tail: (
                     _C.block_sparse_attention_bwd(dout, q, k, v, *tail)
                 ),
             }
         )
-        ideal = [dense[f"needle {name}"] * kept / pairs for name in ("forward", "backward")]
-        ratios = [ms / best for ms, best in zip(took.values(), ideal)]
-        print(f"times ideal: forward {ratios[0]:.2f}, backward {ratios[1]:.2f}")
+        costs = [
+            ratio(took[f"{what}, {way}"], took[f"needle {way}"]) * pairs / kept for way in ways
+        ]
+        print(f"times ideal: forward {costs[0]:.2f}, backward {costs[1]:.2f}")
     return 0
 
 

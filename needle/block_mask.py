@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,10 @@ class BlockMask:
 
     blocks: bool (query blocks, key blocks) or (H, query blocks, key blocks); block: tokens a side;
     T, S: tokens (S is T by default). Two masks are equal when they keep the same blocks.
+
+    Any block works everywhere. Hopper GPUs (H100, H200) have their fast kernels for multiples of 64
+    alone, with q, k and v in bfloat16 or float16, head dims of 8, 16, ... 128 and a scale above 0;
+    whatever else there is goes through the kernels of older GPUs.
 
     >>> mask = ndl.BlockMask.local(T=8, window=2, block=2)
     >>> mask
@@ -194,14 +199,22 @@ class BlockMask:
         """
         block, T = _positive("block", block), _positive("T", T)
         S = T if S is None else _positive("S", S)
-        sizes = (-(-T // block), -(-S // block))
-        kept = np.asarray(keep(np.arange(sizes[0])[:, None], np.arange(sizes[1])[None, :]))
-        if kept.ndim > 3:
+        rows, columns = -(-T // block), -(-S // block)
+        try:
+            kept = np.asarray(keep(np.arange(rows)[:, None], np.arange(columns)[None, :]))
+        except ValueError as error:
             raise ValueError(
-                f"BlockMask.from_function: the function must give {sizes} or (H, *{sizes}), but "
-                f"gave {kept.shape}"
+                "BlockMask.from_function: the function is called once, with arrays of all query "
+                "and of all key blocks, so that conditions are joined by & and |, each in "
+                f"parentheses, not by `and` and `or`: {error}"
+            ) from error
+        shape = (*kept.shape[:-2], rows, columns)
+        if kept.ndim > 3 or any(n not in (1, m) for n, m in zip(kept.shape[::-1], shape[::-1])):
+            raise ValueError(
+                f"BlockMask.from_function: the function must give {(rows, columns)} or "
+                f"(H, {rows}, {columns}), or what broadcasts to them, but gave {kept.shape}"
             )
-        return BlockMask(np.broadcast_to(kept, (*kept.shape[:-2], *sizes)), block, T, S)
+        return BlockMask(np.broadcast_to(kept, shape), block, T, S)
 
     # -- combining
 
@@ -246,13 +259,23 @@ class BlockMask:
     def ideal_speedup(self) -> float:
         """Of causal attention by this mask over causal dense attention, where time goes by pairs of
         query and key: inf when no pair is left."""
-        query, key = np.arange(self.T)[:, None], np.arange(0, self.S, self.block)[None, :]
-        length = np.minimum(self.S - key, self.block)
-        seen = np.clip(query + self.S - self.T + 1 - key, 0, length)  # of each block, by each query
-        starts = np.arange(0, self.T, self.block)
-        pairs = np.add.reduceat(seen, starts, axis=0)
-        kept = int((pairs * self.blocks).sum())
+        _, rows, columns = self.blocks.shape
+        query = np.minimum(np.arange(rows + 1) * self.block, self.T)[:, None]
+        key = np.minimum(np.arange(columns + 1) * self.block, self.S)[None, :]
+        # The last query before an edge sees `side` keys behind another, each query before it one
+        # less: their pairs are a triangle, and those of a block the difference of four.
+        side = np.maximum(query + self.S - self.T - key, 0)
+        pairs = -np.diff(np.diff(side * (side + 1) // 2, axis=0), axis=1)
+        kept = int((pairs * self.blocks.sum(axis=0)).sum())
         return float(pairs.sum() * self.heads / kept) if kept else math.inf
+
+    def head(self, number: int) -> BlockMask:
+        """The mask of one head, as print() and plot() show it."""
+        if self.heads == 1:
+            return self
+        if not 0 <= number < self.heads:
+            raise IndexError(f"BlockMask.head: there are {self.heads} heads, and no {number}")
+        return BlockMask(self.blocks[number], self.block, self.T, self.S)
 
     def to_dense(self) -> np.ndarray:
         """The kept blocks as a bool array over tokens: (T, S), or (H, T, S) with one mask a
@@ -261,27 +284,26 @@ class BlockMask:
         wide = wide[:, : self.T, : self.S]
         return wide[0] if self.heads == 1 else wide
 
-    def check(self, T: int, S: int, heads: int) -> None:
-        """ValueError unless the mask fits T queries, S keys and this number of heads."""
+    def check(self, op: str, T: int, S: int, heads: int) -> None:
+        """ValueError of `op` unless the mask fits T queries, S keys and this number of heads."""
         if (T, S) != (self.T, self.S):
             raise ValueError(
-                f"block_sparse_attention: the mask is for {self.T} queries and {self.S} keys, "
-                f"but q and k have {T} and {S}"
+                f"{op}: the mask is for {self.T} queries and {self.S} keys, but q and k have "
+                f"{T} and {S}"
             )
         if self.heads not in (1, heads):
-            raise ValueError(
-                f"block_sparse_attention: the mask is for {self.heads} heads, but q has {heads}"
-            )
+            raise ValueError(f"{op}: the mask is for {self.heads} heads, but q has {heads}")
 
     def lists(self, device: Device) -> tuple[NDArray, NDArray, NDArray, NDArray, NDArray, NDArray]:
         """(offsets, columns, order, offsets_t, rows, order_t) as int32 on `device`; made once a
         device, and again when it was reset."""
-        place = device, device.generation
-        if place not in self._lists:
+        generation, lists = self._lists.get(device, (None, None))
+        if generation != device.generation:
             kept, count = _C.array(self.blocks, "bool", device), int(self.blocks.sum())
             transposed = kept.permute((0, 2, 1))
-            self._lists[place] = (*_listed(kept, count), *_listed(transposed, count))
-        return self._lists[place]
+            lists = (*_listed(kept, count), *_listed(transposed, count))
+            self._lists[device] = device.generation, lists
+        return lists
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BlockMask):
@@ -298,7 +320,7 @@ class BlockMask:
     def __str__(self) -> str:
         """The line of repr(), and the blocks as a drawing: two letters a block, or where there are
         more than DRAWN a side two for as many blocks as needed, darker the more of them are kept.
-        Where each head has a mask, that of the first."""
+        Where each head has a mask, that of the first; head(n) has the others."""
         kept = self.blocks[0].astype(np.float64)
         step = -(-max(kept.shape) // DRAWN)
         for axis in (0, 1):
@@ -308,12 +330,13 @@ class BlockMask:
             kept = sums / (counts[:, None] if axis == 0 else counts)
         levels = np.ceil(kept * (len(SHADES) - 1)).astype(int)
         lines = ["".join(SHADES[level] * 2 for level in row) for row in levels]
-        note = "" if self.heads == 1 else f"\nhead 0 of {self.heads}:"
+        note = "" if self.heads == 1 else f"\nhead 0 of {self.heads}, another by head(n):"
         return "\n".join([repr(self) + note, *lines])
 
     def plot(self, path: str | os.PathLike) -> None:
-        """Save a picture of the kept blocks, queries downwards, a panel a head (the first 16).
-        RuntimeError without matplotlib; the ending of the path says which kind of file."""
+        """Save a picture of the kept blocks, queries downwards, a panel a head: of the first 16,
+        and head(n).plot() of any. RuntimeError without matplotlib; the ending of the path says
+        which kind of file."""
         try:
             from matplotlib.figure import Figure
         except ImportError:
@@ -324,7 +347,8 @@ class BlockMask:
         columns = math.ceil(math.sqrt(len(shown)))
         rows = -(-len(shown) // columns)
         figure = Figure(figsize=(4 * columns, 4 * rows), layout="constrained")
-        figure.suptitle(f"{self!r}, ideal speed-up {self.ideal_speedup:.2f}")
+        title = textwrap.fill(repr(self), 36 * columns)  # so many letters are 4 inches
+        figure.suptitle(f"{title}\nideal speed-up {self.ideal_speedup:.2f}")
         for head, blocks in enumerate(shown):
             axes = figure.add_subplot(rows, columns, head + 1)
             axes.imshow(blocks, cmap="Greys", vmin=0, extent=(0, self.S, self.T, 0), aspect="auto")
@@ -355,11 +379,22 @@ def _listed(kept: NDArray, count: int) -> tuple[NDArray, NDArray, NDArray]:
     return offsets, entries, _C.block_lists(kept, offsets, entries)
 
 
+def as_block_mask(op: str, mask: Any) -> BlockMask:
+    """`mask`, if it is a BlockMask; TypeError of `op` if not."""
+    if not isinstance(mask, BlockMask):
+        raise TypeError(
+            f"{op}: mask must be a BlockMask, not {type(mask).__name__}; "
+            "convert_to_block_mask makes one from a dense mask"
+        )
+    return mask
+
+
 def convert_to_block_mask(dense_mask: Any, block: int) -> BlockMask:
     """The blocks that hold at least one true entry of a dense mask.
 
     dense_mask: bool (T, S), or (H, T, S) for one mask a head: a NumPy array, NDArray, Tensor or
-    nested list; numbers count as true when not 0. T and S need not be multiples of `block`.
+    nested list; numbers count as true when not 0. T and S need not be multiples of `block`. Of a
+    mask that is added to scores, 0 where a query sees a key and -inf elsewhere, pass mask == 0.
 
     >>> ndl.convert_to_block_mask(np.tri(4, dtype=bool), block=2)
     BlockMask(T=4, S=4, block=2, density=0.750)
@@ -373,6 +408,11 @@ def convert_to_block_mask(dense_mask: Any, block: int) -> BlockMask:
         )
     if dense.dtype.kind not in "biuf":
         raise ValueError(f"convert_to_block_mask: the mask must be bool, but is {dense.dtype}")
+    if dense.dtype.kind == "f" and not (dense > np.finfo(dense.dtype).min).all():
+        raise ValueError(
+            "convert_to_block_mask: the mask has -inf, NaN or the lowest float, so it seems to be "
+            "added to scores; pass mask == 0 or another bool mask"
+        )
     T, S = dense.shape[-2:]
     kept = np.logical_or.reduceat(dense.astype(bool), np.arange(0, T, block), axis=-2)
     kept = np.logical_or.reduceat(kept, np.arange(0, S, block), axis=-1)

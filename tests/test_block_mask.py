@@ -1,7 +1,9 @@
 """BlockMask: each pattern against its definition over single tokens, and the lists kernels read."""
 
 import pickle
+import re
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import needle as ndl
-from needle import ops
+from needle import _C, ops
 from needle.block_mask import BlockMask, convert_to_block_mask
 
 quick = settings(max_examples=40, deadline=None, derandomize=True)
@@ -73,8 +75,12 @@ def test_a_mask_from_a_function():
     assert mask.heads == 2 and (mask.blocks[1] == np.eye(3, k=-1, dtype=bool)).all()
     with pytest.raises(ValueError, match="blocks must be bool"):
         BlockMask.from_function(lambda i, j: i - j, 20, 10)
-    with pytest.raises(ValueError, match=r"must give \(2, 2\) or .* gave \(1, 1, 2, 2\)"):
-        BlockMask.from_function(lambda i, j: np.ones((1, 1, 2, 2), bool), 20, 10)
+    for wrong in (np.ones(shape, bool) for shape in ((1, 1, 2, 2), (3, 3), (2, 3), (2, 0))):
+        said = rf"must give \(2, 2\) or \(H, 2, 2\), .* gave {re.escape(str(wrong.shape))}"
+        with pytest.raises(ValueError, match=said):
+            BlockMask.from_function(lambda i, j, wrong=wrong: wrong, 20, 10)
+    with pytest.raises(ValueError, match="from_function: .* joined by & and |, .*ambiguous"):
+        BlockMask.from_function(lambda i, j: i >= j and i - j < 3, 20, 10)
 
 
 @quick
@@ -89,22 +95,41 @@ def test_the_ideal_speedup_counts_pairs(t, more, block, heads, seed):
     assert mask.causal().ideal_speedup == mask.ideal_speedup
 
 
+def test_the_ideal_speedup_asks_for_no_number_a_token():
+    mask = BlockMask.local(1 << 20, 1 << 13, 1 << 13)
+    tracemalloc.start()
+    try:
+        assert mask.ideal_speedup > 1 and tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
 def test_what_print_draws():
     mask = BlockMask.local(8, 2, 2).causal()
     drawing = "██······\n████····\n··████··\n····████"
     assert str(mask) == f"{mask!r}\n{drawing}"
-    assert f"{BlockMask(np.stack([mask.blocks[0]] * 3), 2, 8)}".splitlines()[1] == "head 0 of 3:"
+    heads = BlockMask(np.stack([np.eye(4) > 0, *[mask.blocks[0]] * 2]), 2, 8)
+    assert str(heads).splitlines()[1:3] == ["head 0 of 3, another by head(n):", "██······"]
+    assert str(heads.head(2)) == str(mask) == str(mask.head(5)) and heads.head(1) == mask
+    with pytest.raises(IndexError, match="there are 3 heads, and no 3"):
+        heads.head(3)
     large = str(BlockMask.dense(50_000, 100).causal()).splitlines()[1:]
     assert len(large) == 46 and {len(line) for line in large} == {92}
     assert large[0][:2] in ("▒▒", "▓▓") and large[-1][:2] == "██" and large[0][2:4] == "··"
 
 
 def test_the_picture(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
+    Figure = pytest.importorskip("matplotlib.figure").Figure
     BlockMask.local(100, 20, 10).plot(tmp_path / "one.png")
     BlockMask(np.ones((3, 2, 2), bool), 4, 8).plot(str(tmp_path / "three.svg"))
     assert (tmp_path / "one.png").read_bytes()[:4] == b"\x89PNG"
     assert (tmp_path / "three.svg").read_text().count('id="axes_') == 3
+    figures = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda *given: figures.append(given[0]) or save(*given))
+    BlockMask.local(65536, 512, 128).plot(tmp_path / "long.png")
+    title, page = figures[0]._suptitle.get_window_extent(), figures[0].bbox
+    assert page.x0 < title.x0 < title.x1 < page.x1, title.x1 - title.x0
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(RuntimeError, match="needs matplotlib: pip install"):
         BlockMask.local(100, 20, 10).plot(tmp_path / "two.png")
@@ -143,6 +168,18 @@ def test_lists(device, t, block, heads, seed):
                     entries[starts[g, i] : starts[g, i + 1]], np.flatnonzero(of[g, i])
                 )
     assert mask.lists(device)[0] is mask.lists(device)[0]  # made once
+
+
+def test_a_reset_drops_the_lists_of_before(monkeypatch):
+    class Place:
+        generation = 0
+
+    made, mask, place = _C.array, BlockMask.dense(40, 10), Place()
+    monkeypatch.setattr(_C, "array", lambda x, dtype, device: made(x, dtype))
+    before = mask.lists(place)
+    assert mask.lists(place) is before
+    place.generation += 1
+    assert mask.lists(place)[0] is not before[0] and len(mask._lists) == 1
 
 
 def test_a_query_sees_itself():
@@ -191,6 +228,15 @@ def test_strides_leave_blocks_out():
 def test_dense_masks_of_any_kind(form):
     dense = np.tril(np.ones((7, 7)))
     assert convert_to_block_mask(form(dense), 3) == BlockMask(np.tril(np.ones((3, 3), bool)), 3, 7)
+
+
+@pytest.mark.parametrize("hidden", [-np.inf, np.nan, np.finfo("float32").min])
+def test_a_mask_that_is_added_to_scores_is_refused(hidden):
+    """Its hidden keys would be those that are kept."""
+    added = np.where(np.tri(4, dtype=bool), 0, np.float32(hidden)).astype(np.float32)
+    with pytest.raises(ValueError, match="convert_to_block_mask: .* pass mask == 0"):
+        convert_to_block_mask(added, 2)
+    assert convert_to_block_mask(added == 0, 2) == BlockMask(np.tri(2, dtype=bool), 2, 4)
 
 
 def test_names():

@@ -14,7 +14,7 @@ from needle import init, ops
 from needle._C import Device, NDArray
 from needle.autograd import Tensor
 from needle.backend_ndarray import array
-from needle.block_mask import BlockMask
+from needle.block_mask import BlockMask, as_block_mask
 from needle.nn.basic import Linear
 from needle.nn.module import Module
 
@@ -110,6 +110,7 @@ class Attention(Module):
         time, heads, size = q.shape[1:]
         visible = np.tri(time, dtype=bool)[None]
         if mask is not None:
+            as_block_mask("Attention", mask).check("Attention", time, time, heads)
             visible = visible & mask.to_dense().reshape((-1, time, time))
         hidden_keys = np.where(visible, np.float32(0), -np.float32(np.inf))
         q, k, wide = (ops.transpose(ops.astype(x, "float32"), (1, 2)) for x in (q, k, v))

@@ -8,13 +8,16 @@ Layout everywhere: (B, T, H, D), any strides whose last is 1. The packed project
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import FusedOp, Sinks, Tensor
-from needle.block_mask import BlockMask
+from needle.block_mask import BlockMask, as_block_mask
 
 
 def _array(x: Any, device: Any) -> NDArray:
@@ -61,29 +64,41 @@ def rotary(x: Tensor, cos: Any, sin: Any, parts: int) -> Tensor:
 # ---- kernels, dense or by blocks -----------------------------------------------------------------
 
 
-class _Kernel:
-    """One attention call: forward keeps what backward needs."""
+def scale_and_causal(op: str, scale: Any, causal: Any, size: int) -> tuple[float, bool]:
+    """What both are for heads of `size` dims; TypeError or ValueError of `op`."""
+    if scale is not None and not isinstance(scale, numbers.Real):
+        raise TypeError(f"{op}: scale must be a number or None, but is {scale!r:.40}")
+    scale = 1.0 / math.sqrt(max(size, 1)) if scale is None else float(scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"{op}: scale must be finite, but is {scale}")
+    if not isinstance(causal, (int, np.bool_)):
+        raise TypeError(f"{op}: causal must be True or False, but is {causal!r:.40}")
+    return scale, bool(causal)
 
-    def __init__(self, scale: float | None, causal: bool, mask: BlockMask | None) -> None:
-        self.scale = scale
-        self.causal = causal
-        self.mask = mask
+
+class _Kernel:
+    """One call of `op`: forward keeps what backward needs."""
+
+    def __init__(self, op: str, scale: float | None, causal: bool, mask: BlockMask | None) -> None:
+        self.op = op
+        self.options = (scale, causal)
+        self.mask = None if mask is None else as_block_mask(op, mask)
 
     def forward(self, q: NDArray, k: NDArray, v: NDArray) -> NDArray:
         for name, x in (("q", q), ("k", k), ("v", v)):
             if x.ndim != 4:
-                raise ValueError(f"attention: {name} must be (B, T, H, D), but is {x.shape}")
-        scale = 1.0 / math.sqrt(q.shape[3]) if self.scale is None else self.scale
-        self.factor = float(scale)
+                raise ValueError(f"{self.op}: {name} must be (B, T, H, D), but is {x.shape}")
+        self.factor, self.causal = scale_and_causal(self.op, *self.options, q.shape[3])
         t, s = q.shape[1], k.shape[1]
         if self.causal and s < t:
             raise ValueError(
-                f"attention: causal needs no fewer keys than queries, but there are {s} for {t}"
+                f"{self.op}: causal needs no fewer keys than queries, but there are {s} for {t}; "
+                "pass causal=False where a query may see all keys"
             )
         if self.mask is None:
             self.o, self.lse = _C.attention_fwd(q, k, v, self.factor, int(self.causal))
         else:
-            self.mask.check(t, s, q.shape[2])
+            self.mask.check(self.op, t, s, q.shape[2])
             mask = self.mask.causal() if self.causal else self.mask
             self.lists = mask.lists(q.device)
             self.block = mask.block
@@ -104,8 +119,10 @@ class _Kernel:
 
 
 class Attention(FusedOp):
-    def __init__(self, scale: float | None, causal: bool, mask: BlockMask | None) -> None:
-        self.options = (scale, causal, mask)
+    def __init__(
+        self, scale: float | None, causal: bool, mask: BlockMask | None, name: str = "attention"
+    ) -> None:
+        self.options = (name, scale, causal, mask)
 
     def compute(self, q: NDArray, k: NDArray, v: NDArray) -> NDArray:
         self.kernel = _Kernel(*self.options)
@@ -151,17 +168,15 @@ def block_sparse_attention(
 ) -> Tensor:
     """`attention` over the blocks of `mask` alone; blocks that are not in it are never touched.
 
+    Which blocks are fast on which GPU, and for which operands: BlockMask.
+
     >>> q = ndl.randn(1, 100, 2, 16)
     >>> mask = ndl.BlockMask.local(T=100, window=32, block=16)
     >>> ndl.block_sparse_attention(q, q, q, mask).shape
     (1, 100, 2, 16)
     """
-    if not isinstance(mask, BlockMask):
-        raise TypeError(
-            f"block_sparse_attention: mask must be a BlockMask, not {type(mask).__name__}; "
-            "convert_to_block_mask makes one from a dense mask"
-        )
-    return Attention(scale, causal, mask)(q, k, v)
+    name = "block_sparse_attention"
+    return Attention(scale, causal, as_block_mask(name, mask), name)(q, k, v)
 
 
 class QKVAttention(FusedOp):
@@ -183,14 +198,14 @@ class QKVAttention(FusedOp):
         overwrite: bool,
     ) -> None:
         self.cos, self.sin, self.overwrite = cos, sin, overwrite
-        self.options = (scale, causal, mask)
+        self.options = ("qkv_attention", scale, causal, mask)
 
     def compute(self, qkv: NDArray) -> NDArray:
         if qkv.ndim != 5 or qkv.shape[3] != 3:
             raise ValueError(f"qkv_attention: qkv must be (B, T, H, 3, D), but is {qkv.shape}")
+        self.kernel = _Kernel(*self.options)
         self.rotated = qkv if self.overwrite and qkv.is_compact() else qkv.copy()
         _C.rotary(self.rotated, self.cos, self.sin, 2, 1.0)
-        self.kernel = _Kernel(*self.options)
         return self.kernel.forward(*qkv_parts(self.rotated))
 
     def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> tuple:

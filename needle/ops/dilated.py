@@ -16,14 +16,16 @@ large as q for each branch, in the backward three of them.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from needle import _C
 from needle._C import Device, NDArray
 from needle.autograd import FusedOp, Sinks, Tensor
+from needle.ops.attention import scale_and_causal
 
 Steps = tuple[int, int, int]  # along batch, time and heads
 
@@ -156,10 +158,10 @@ def dilated_attention(
     """Attention within segments, of which the longer hold fewer tokens; its gradient is exact.
 
     q, k, v: (B, T, H, D), floats; the result is (B, T, H, D). segments, dilations: those of the
-    branches, whole numbers; a segment longer than T is one of T, the last one of T may be shorter.
-    causal: a query sees keys at or before it. scale: 1 / sqrt(D) by default. A token that no branch
-    holds for a head gives 0 there; with a dilation of 1 in one branch there is none.
-    ValueError for shapes and numbers that do not fit.
+    branches, whole numbers in sequences; a segment longer than T is one of T, the last one of T may
+    be shorter. causal: a query sees keys at or before it. scale: 1 / sqrt(D) by default. A token
+    that no branch holds for a head gives 0 there; with a dilation of 1 in one branch there is none.
+    ValueError for shapes and numbers that do not fit, TypeError for what is no sequence.
 
     >>> q = ndl.randn(1, 100, 4, 16)
     >>> ndl.ops.dilated_attention(q, q, q, segments=(16, 64), dilations=(1, 4)).shape
@@ -170,23 +172,30 @@ def dilated_attention(
         raise ValueError(
             f"dilated_attention: q, k and v must have one shape (B, T, H, D), but have {shapes}"
         )
-    branches = list(zip(segments, dilations))
-    if len(segments) != len(dilations) or not branches:
+    widths, strides = _whole("segments", segments), _whole("dilations", dilations)
+    if len(widths) != len(strides) or not widths:
         raise ValueError(
             "dilated_attention: segments and dilations must be as many, one a branch, but are "
-            f"{len(segments)} and {len(dilations)}"
+            f"{len(widths)} and {len(strides)}"
         )
-    for name, numbers in (("segments", segments), ("dilations", dilations)):
-        for number in numbers:
-            _check(name, number)
-    time, size = shapes[0][1], shapes[0][3]
-    scale = 1.0 / math.sqrt(max(size, 1)) if scale is None else float(scale)
-    whole = [(min(width, max(time, 1)), dilation) for width, dilation in branches]
-    return DilatedAttention(whole, scale, causal)(q, k, v)
+    _, time, heads, size = shapes[0]
+    scale, causal = scale_and_causal("dilated_attention", scale, causal, size)
+    most = max(time, 1)  # above these numbers a branch stays as it is
+    branches = [(min(w, most), min(r, max(most, heads))) for w, r in zip(widths, strides)]
+    return DilatedAttention(branches, scale, causal)(q, k, v)
 
 
-def _check(name: str, number: Any) -> None:
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise ValueError(
-            f"dilated_attention: {name} must be whole numbers above 0, but has {number!r:.40}"
-        )
+def _whole(name: str, given: Any) -> list[int]:
+    try:
+        numbers = list(given)
+    except TypeError:
+        raise TypeError(
+            f"dilated_attention: {name} must be a sequence of whole numbers, one a branch, such as "
+            f"({given!r:.20},), but is {given!r:.40}"
+        ) from None
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, (int, np.integer)) or number < 1:
+            raise ValueError(
+                f"dilated_attention: {name} must be whole numbers above 0, but has {number!r:.40}"
+            )
+    return [int(number) for number in numbers]

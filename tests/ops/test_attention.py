@@ -356,6 +356,84 @@ def test_errors(wrong, message):
         wrong(Tensor(np.ones((1, 32, 2, 8))), BlockMask.local(32, 16, 16))
 
 
+def calls_of_attention(q, qkv, angles, **options) -> dict:
+    """By the op that their errors name, each with a mask of its own or none."""
+    return {
+        "attention": lambda: ops.attention(q, q, q, **options),
+        "block_sparse_attention": lambda: ops.block_sparse_attention(
+            q, q, q, **{"mask": BlockMask.dense(32, 16), **options}
+        ),
+        "qkv_attention": lambda: ops.qkv_attention(qkv, angles, angles, **options),
+        "dilated_attention": lambda: ops.dilated_attention(q, q, q, (4,), (1,), **options),
+    }
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"mask": np.ones((32, 32), bool)}, TypeError, "mask must be a BlockMask, not ndarray"),
+        ({"mask": BlockMask.local(64, 16, 16)}, ValueError, "the mask is for 64 queries"),
+        ({"mask": BlockMask(np.ones((3, 2, 2), bool), 16, 32)}, ValueError, "the mask is for 3 h"),
+        ({"scale": "x"}, TypeError, "scale must be a number or None, but is 'x'"),
+        ({"scale": np.nan}, ValueError, "scale must be finite, but is nan"),
+        ({"scale": -np.inf}, ValueError, "scale must be finite, but is -inf"),
+        ({"causal": "yes"}, TypeError, "causal must be True or False, but is 'yes'"),
+        ({"causal": None}, TypeError, "causal must be True or False, but is None"),
+    ],
+)
+def test_errors_of_options_name_the_op(options, error, message):
+    q, qkv = Tensor(np.ones((1, 32, 2, 8))), Tensor(np.ones((1, 32, 2, 3, 8)))
+    calls = calls_of_attention(q, qkv, np.ones((32, 2), np.float32), **options)
+    if "mask" in options:
+        del calls["dilated_attention"]
+    for name, call in calls.items():
+        with pytest.raises(error, match=f"^{name}: {message}"):
+            call()
+
+
+def test_options_of_numpy_are_taken():
+    q, qkv = Tensor(draw(0, 1, 32, 2, 8)), Tensor(draw(1, 1, 32, 2, 3, 8))
+    given = [(np.bool_(True), np.float32(0.5)), (True, 0.5)]
+    made = [
+        calls_of_attention(q, qkv, np.ones((32, 2), np.float32), causal=causal, scale=scale)
+        for causal, scale in given
+    ]
+    for one, other in zip(*(calls.values() for calls in made)):
+        np.testing.assert_array_equal(one().numpy(), other().numpy())
+
+
+def test_the_module_refuses_the_same_masks(monkeypatch):
+    """Also where a hook asks for the pattern, which is computed without the kernels."""
+    layer, x = nn.Attention(32, 2), Tensor(draw(0, 1, 16, 32))
+    rotary = tuple(_C.array(table) for table in nn.rotary_tables(16, 4))
+    for hooks in (None, {"hook_q": ()}, {"hook_pattern": ()}):
+        monkeypatch.setattr(layer, "_hooks", hooks)
+        with pytest.raises(TypeError, match="ttention: mask must be a BlockMask, not ndarray"):
+            layer(x, rotary, np.ones((16, 16), bool))
+        with pytest.raises(ValueError, match="ttention: the mask is for 64 queries"):
+            layer(x, rotary, BlockMask.local(64, 16, 16))
+
+
+def test_too_few_keys_for_causal():
+    q, k = Tensor(np.ones((1, 8, 1, 4))), Tensor(np.ones((1, 5, 1, 4)))
+    with pytest.raises(ValueError, match="attention: causal needs .* 5 for 8; pass causal=False"):
+        ops.attention(q, k, k)
+    assert ops.attention(q, k, k, causal=False).shape == q.shape
+
+
+@both
+def test_heads_without_dims(device):
+    q = Tensor(np.zeros((1, 32, 2, 0)), device=device_of(device), requires_grad=True)
+    for made in (
+        ops.attention(q, q, q),
+        ops.attention(q, q, q, mask=BlockMask.dense(32, 16)),
+        ops.dilated_attention(q, q, q, (4,), (1,)),
+    ):
+        assert made.shape == q.shape
+        made.sum().backward()
+        assert q.grad.shape == q.shape
+
+
 def test_the_modules_attention_is_the_same_computation():
     """nn.MultiHeadAttention on (B, H, T, D) agrees with ops.attention on (B, T, H, D)."""
     arrays = [draw(i, 2, 20, 3, 8) for i in range(3)]

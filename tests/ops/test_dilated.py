@@ -147,6 +147,27 @@ def test_nothing_and_a_query_that_sees_nothing():
     assert (ops.dilated_attention(q, k, k, (2, 4), (1, 2)).numpy() == 0).all()
 
 
+@both
+@pytest.mark.parametrize("dilation", [9, 40, 2**31, 2**70])
+@pytest.mark.parametrize("t", [3, 40])
+def test_dilations_of_any_size(t, dilation, device):
+    """Whole numbers of NumPy, too; above T and heads each head has its own token of a segment."""
+    q, k, v = (Tensor(draw(i, 2, t, 7, 8), device=device_of(device)) for i in range(3))
+    got = ops.dilated_attention(q, k, v, np.array([30, 2**62]), (1, dilation)).numpy()
+    numbers = [x.numpy().astype(np.float64) for x in (q, k, v)]
+    branches = ((30, 1), (t, min(dilation, 1000)))
+    assert_close(got, attend_dilated(*numbers, branches), "float32", "o")
+
+
+@pytest.mark.parametrize("given", [4, None, np.int64(4)])
+def test_branches_are_sequences(given):
+    q = Tensor(np.zeros((1, 8, 2, 4)))
+    with pytest.raises(TypeError, match="segments must be a sequence of whole numbers, one a bra"):
+        ops.dilated_attention(q, q, q, given, (1,))
+    with pytest.raises(TypeError, match="dilations must be a sequence"):
+        ops.dilated_attention(q, q, q, (4,), given)
+
+
 @pytest.mark.parametrize(
     "segments, dilations, said",
     [
