@@ -418,6 +418,12 @@ FAULTS = [
         f"{OPS} -k embedding_fwd",
     ),
     Fault(
+        "csrc/cpu/linear_gelu.c",
+        "return args->tanh ? cpu_gelu_tanh(device, &tanh_form) : cpu_gelu(device, &erf_form);",
+        "return args->tanh ? cpu_gelu(device, &erf_form) : cpu_gelu_tanh(device, &tanh_form);",
+        f"{OPS} -k linear_gelu_fwd",
+    ),
+    Fault(
         "csrc/cpu/layernorm.c",
         "db[j] += (float)db_sum;",
         "db[j] = (float)db_sum;",

@@ -23,6 +23,19 @@ FAULTS = [
         "return ((uintptr_t)p & 7) == 0; }",
         f"{OPS} -k begin_anywhere",
     ),
+    # ---- products with GELU ----
+    Fault(
+        "cuda/linear_gelu.cu",
+        "gelu_tanh_bwd_args gelu = {a->pre, a->dpre, 0, 0, a->dpre};",
+        "gelu_tanh_bwd_args gelu = {a->dpre, a->pre, 0, 0, a->dpre};",
+        f"{OPS} -k linear_gelu_bwd",
+    ),
+    Fault(
+        "cuda/linear_hopper.cu",
+        "word[4 * p + 2 + h] = is_odd() ? y.y : got;",
+        "word[4 * p + 2 + h] = is_odd() ? got : y.y;",
+        f"{OPS} -k linear_gelu_bwd",
+    ),
     # ---- attention ----
     Fault(
         "cuda/attention.cuh",
