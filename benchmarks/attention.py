@@ -99,10 +99,10 @@ def needle_calls(
 
     def backward() -> None:
         if mask is None:
-            _C.attention_bwd(do, q, k, v, o, lse, scale, 1, *gradients)
+            _C.attention_bwd(do, q, k, v, o, lse, scale, 1, None, None, *gradients)
         else:
             _C.block_sparse_attention_bwd(
-                do, q, k, v, o, lse, *lists, mask.block, scale, 1, *gradients
+                do, q, k, v, o, lse, *lists, mask.block, scale, 1, None, None, *gradients
             )
 
     return forward, backward

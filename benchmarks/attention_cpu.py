@@ -93,7 +93,9 @@ def main() -> int:
     ways = ("forward", "backward")
     calls: dict[str, Call] = {
         "needle forward": lambda: _C.attention_fwd(q, k, v, D**-0.5, 1),
-        "needle backward": lambda: _C.attention_bwd(dout, q, k, v, o, lse, D**-0.5, 1, *gradients),
+        "needle backward": lambda: _C.attention_bwd(
+            dout, q, k, v, o, lse, D**-0.5, 1, None, None, *gradients
+        ),
     }
     dense = dict(calls)
     if importlib.util.find_spec("torch"):
@@ -116,7 +118,7 @@ def main() -> int:
         kept = int((np.tri(T, dtype=bool) & mask.to_dense()).sum())
         sparse = (q, k, v, *lists[:3], block, D**-0.5, 1)
         so, slse = _C.block_sparse_attention_fwd(*sparse)
-        tail = (so, slse, *lists, block, D**-0.5, 1, *gradients)
+        tail = (so, slse, *lists, block, D**-0.5, 1, None, None, *gradients)
         what = f"window {window}, blocks of {block}"
         took = timed(
             dense

@@ -5,6 +5,8 @@
  *     dS_ij = P_ij (do_i . v_j - delta_i)
  *     dv_j = sum_i P_ij do_i     dk_j = scale sum_i dS_ij q_i     dq_i = scale sum_j dS_ij k_j
  *   A query without a key (lse = -inf) has P = 0. dq, dk, dv are written, not added to.
+ *   With cos and sin dq and dk are turned back by the angles of their positions: by the kernels for
+ *   Hopper before they are rounded, else by a pass over the dims that turn.
  * Precision: 16-bit operands; products, P, dS and the gradients in float32; P and dS are rounded to
  *   the operands' dtype as operands of the second products. float32 operands: float32 throughout.
  * Same bits from run to run: no atomics. Three kernels, each output element summed by one thread:
@@ -493,12 +495,36 @@ nd_status launch(const char *op, int device, Problem p, const BlockLists &lists,
     return problem_launch(op, device, K::dkdv, p, K::DKDV_THREADS, K::DKDV_SHARED);
 }
 
+template <class Args> nd_status check_angles(const char *op, const Args *a) {
+    const int64_t queries = a->q->shape[1], keys = a->k->shape[1], dims = a->q->shape[3];
+    if ((a->cos == NULL) != (a->sin == NULL)) {
+        return nd_error(ND_EVALUE, "%s: %s: must be given with the other of cos and sin", op,
+                        a->cos == NULL ? "cos" : "sin");
+    }
+    if (a->cos == NULL) {
+        return ND_OK;
+    }
+    if (keys != queries) {
+        return nd_error(ND_EVALUE,
+                        "%s: cos: the angles of %lld positions turn dq and dk, but there are "
+                        "%lld keys",
+                        op, (long long)queries, (long long)keys);
+    }
+    const int64_t half = a->cos->shape[1];
+    if (2 * half > dims) {
+        return nd_error(ND_EVALUE, "%s: cos: %lld angles turn %lld dims, but a head has %lld", op,
+                        (long long)half, (long long)(2 * half), (long long)dims);
+    }
+    return ND_OK;
+}
+
 /* The fields that the dense and the sparse op share. */
 template <class Args>
 nd_status backward(const char *op, int device, const Args *a, const BlockLists &lists,
                    const BlockLists &transposed) {
     Problem p;
     ND_TRY(problem_new(op, a->q, a->k, a->v, a->scale, a->causal, &p));
+    ND_TRY(check_angles(op, a));
     p.o = rows_of(a->o);
     p.dout = rows_of(a->dout);
     p.dq = rows_of(a->dq);
@@ -512,20 +538,32 @@ nd_status backward(const char *op, int device, const Args *a, const BlockLists &
     return with_float(op, a->q->dtype, [&](auto tag) -> nd_status {
         using T = typename decltype(tag)::type;
         ND_TRY(launch_stats<T>(op, device, p));
-        Operands all = {a->q, a->k, a->v, a->o, a->dout, a->dq, a->dk, a->dv};
+        bool turned = a->cos == NULL;
         if (hopper_serves(device, p, a->q->dtype, lists.block,
                           {a->q, a->k, a->v, a->dout, a->dq, a->dk, a->dv})) {
+            Operands all = {a->q, a->k, a->v, a->o, a->dout, a->dq, a->dk, a->dv, NULL, NULL};
+            if (hopper_turns(a->cos)) {
+                all.cos = a->cos;
+                all.sin = a->sin;
+                turned = true;
+            }
             ND_TRY(attention_bwd_hopper(op, device, p, all, false, lists));
-            return attention_bwd_hopper(op, device, p, all, true, transposed);
-        }
-        auto run = [&](auto columns) -> nd_status {
-            return launch<T, decltype(columns)::value>(op, device, p, lists, transposed);
-        };
-        if constexpr (sizeof(T) == 4) {
-            return with_columns32(p.D, run);
+            ND_TRY(attention_bwd_hopper(op, device, p, all, true, transposed));
         } else {
-            return with_columns16(p.D, run);
+            auto run = [&](auto columns) -> nd_status {
+                return launch<T, decltype(columns)::value>(op, device, p, lists, transposed);
+            };
+            if constexpr (sizeof(T) == 4) {
+                ND_TRY(with_columns32(p.D, run));
+            } else {
+                ND_TRY(with_columns16(p.D, run));
+            }
         }
+        if (turned) {
+            return ND_OK;
+        }
+        ND_TRY(cuda_turn(op, device, a->dq, 1, a->cos, a->sin, -1.0f));
+        return cuda_turn(op, device, a->dk, 1, a->cos, a->sin, -1.0f);
     });
 }
 

@@ -11,6 +11,7 @@
  *   dS are formed while the latter run. What bounds it is not the products but what the threads issue around
  *   them: the fewer instructions a part, the faster. Where they fit, three consumers share the processor (dq:
  *   X and Y are then read from shared memory), else two with X and Y in registers.
+ * With angles dq and dk are turned back in registers: the accumulators of a thread hold both dims of a pair.
  * Rows beyond the end arrive as zeros. Queries there add nothing; keys have score 0, which may weigh any
  *   number against the others, and are masked, as is what causality cuts.
  */
@@ -54,6 +55,8 @@ namespace {
 struct Backward {
     CUtensorMap own[2], other[2], gradient[2]; /* of X, Y; x, y; dX, dY */
     CUtensorMap stats;                         /* (lse, delta) of 64 queries a box */
+    const float *cosines, *sines;              /* (T, R) */
+    int half;                                  /* R: 8 or 16; 0: nothing is turned */
     Problem p;
 };
 
@@ -155,6 +158,31 @@ __device__ __forceinline__ void produce(const Backward &f, Places<Shape> at) {
         }
     }
     leave_pieces(gridDim.x);
+}
+
+/* Rows of a gradient turned back by the angles of their positions: a thread has columns 2 (lane % 4) and the
+ * next, of each eight, of two rows. */
+template <int R, int N>
+__device__ __forceinline__ void turn_back(float (&c)[N], const Backward &f, const int (&rows)[2]) {
+    const int column = 2 * (int)(threadIdx.x % 4);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int64_t at = (int64_t)rows[half] * R + column;
+#pragma unroll
+        for (int n = 0; n < R / 8; n++) {
+            const float2 cosine = *(const float2 *)(f.cosines + at + 8 * n);
+            const float2 sine = *(const float2 *)(f.sines + at + 8 * n);
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const float cos = e == 0 ? cosine.x : cosine.y, sin = e == 0 ? sine.x : sine.y;
+                float &first = c[4 * n + 2 * half + e];
+                float &second = c[4 * (n + R / 8) + 2 * half + e];
+                const float before = first;
+                first = before * cos + second * sin;
+                second = second * cos - before * sin;
+            }
+        }
+    }
 }
 
 /* ---- a consumer ---------------------------------------------------------------------------------- */
@@ -403,6 +431,14 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
             pass();
         }
 
+        /* Beyond the end any angle does: nothing is stored there. */
+        const int positions[2] = {min(mine + my_row, own_rows - 1),
+                                  min(mine + my_row + 8, own_rows - 1)};
+        if (f.half == 8) {
+            turn_back<8>(gradient[0], f, positions);
+        } else if (f.half == 16) {
+            turn_back<16>(gradient[0], f, positions);
+        }
         turn_wait(1 + group, WARPGROUP); /* nobody reads these rows any more */
 #pragma unroll
         for (int which = 0; which < GRADIENTS; which++) {
@@ -480,6 +516,11 @@ nd_status launch(const char *op, int device, Backward f, const Operands &a,
         ND_TRY(box_map(op, own[which], HALF, &f.own[which]));
         ND_TRY(box_map(op, other[which], HALF, &f.other[which]));
         ND_TRY(box_map(op, gradient[which], HALF, &f.gradient[which]));
+    }
+    if (a.cos != NULL) {
+        f.cosines = data_of<float>(a.cos);
+        f.sines = data_of<float>(a.sin);
+        f.half = (int)a.cos->shape[1];
     }
     const Problem &p = f.p;
     const int64_t row = 8 * p.stats_stride; /* bytes */

@@ -30,6 +30,7 @@ constexpr uint32_t PIECE_BYTES = 16; /* of a Piece in shared memory */
 struct Operands {
     const nd_array *q, *k, *v, *o;
     const nd_array *dout, *dq, *dk, *dv; /* backward only */
+    const nd_array *cos, *sin;           /* of dq and dk, where they are turned: see hopper_turns */
 };
 
 nd_status attention_fwd_hopper(const char *op, int device, Problem p, const Operands &a,
@@ -38,6 +39,12 @@ nd_status attention_fwd_hopper(const char *op, int device, Problem p, const Oper
 /* Of dq, or of dk and dv with `keys` (and the transposed lists); p.stats is there. */
 nd_status attention_bwd_hopper(const char *op, int device, Problem p, const Operands &a, bool keys,
                                const BlockLists &lists);
+
+/* Whether the backward turns dq and dk itself: where both of a pair of dims lie in one thread, in as
+ * many registers as the kernel has code for. */
+static inline bool hopper_turns(const nd_array *cos) {
+    return cos != NULL && (cos->shape[1] == 8 || cos->shape[1] == 16);
+}
 
 /* Whether the copy engine takes a (B, T, H, D) operand: rows that start at multiples of 16 bytes. */
 static inline bool is_boxable(const nd_array *a) {

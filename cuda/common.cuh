@@ -87,6 +87,11 @@ nd_status cuda_add_columns(const char *op, int device, const float *partial, int
 nd_status cuda_add_columns_of(const char *op, int device, const float *partial, int64_t rows,
                               int64_t columns, int count, float *const *to);
 
+/* rotary.cu: in x (B, T, H, D), or the slices p < parts of x (B, T, H, P, D), unit stride in D, the first
+ * 2 R dims turned by sign times the angles of their position; cos and sin are (T, R), 2 R <= D. */
+nd_status cuda_turn(const char *op, int device, const nd_array *x, int64_t parts,
+                    const nd_array *cos, const nd_array *sin, float sign);
+
 /* Memory of the device's pool that lives on (freed by cudaFreeAsync); not counted as an array's. */
 nd_status cuda_pool_malloc(int device, size_t bytes, void **out);
 

@@ -5,9 +5,11 @@
  *     x[i], x[i + R] = x[i] c - x[i + R] s, x[i + R] c + x[i] s
  * All else is not touched. The backward is the same with sign = -1. Computed in float32, rounded once.
  *
- * A thread takes 16 bytes of x[0 .. R) and their partners; when R or D is not a multiple of the vector,
- * the same kernel takes an element. Bytes: the rotated ones read and written, in whole sectors of 32;
- * cos and sin T R each.
+ * Two neighbouring lanes share 16 bytes of x[0 .. R) and their partners, one each, and show each other
+ * what they have: where 2 R dims are a sector of memory, a warp reads and writes whole ones. A thread
+ * takes these dims of two positions, so that one division of its index serves both. When R or a stride
+ * is not a multiple of the vector, the same kernel takes elements. Bytes: the rotated ones read and
+ * written, in whole sectors of 32; cos and sin T R each.
  */
 #include "common.cuh"
 
@@ -41,45 +43,118 @@ template <class T, int N> __device__ __forceinline__ void store_piece(T *p, cons
 }
 
 struct Shape {
-    int64_t items, times;           /* (b, t, h, p < parts, N of R); T */
-    int heads, slices, parts, dims; /* H, P, parts, D */
-    int half;                       /* R */
+    int64_t items;             /* (b, t / 2, h, p < parts, piece of R, which of the pair) */
+    int64_t times, pairs;      /* T, and T / 2 rounded up */
+    int64_t heads;             /* H */
+    int parts, half;           /* of P; R */
+    int64_t b, t, head, slice; /* strides of x */
 };
+
+/* Where an item is; the division of 64-bit numbers costs five times that of 32. */
+struct Place {
+    int64_t x, t;
+    int at;      /* of R */
+    bool second; /* of the pair */
+};
+template <class I> __device__ __forceinline__ Place place_of(I item, const Shape &s, int width) {
+    const I pieces = 2 * (I)(s.half / width), slices = item / pieces;
+    const I heads = slices / (I)s.parts, pairs = heads / (I)s.heads, batch = pairs / (I)s.pairs;
+    const int piece = (int)(item - slices * pieces);
+    const int64_t slice = (int64_t)(slices - heads * (I)s.parts);
+    const int64_t head = (int64_t)(heads - pairs * (I)s.heads);
+    const int64_t t = 2 * (int64_t)(pairs - batch * (I)s.pairs);
+    const int at = piece / 2 * width;
+    const bool second = piece % 2 != 0;
+    return Place{(int64_t)batch * s.b + t * s.t + head * s.head + slice * s.slice + at +
+                     (second ? s.half : 0),
+                 t, at, second};
+}
+
+/* One of the pair turned, in a lane whose neighbour has the other. */
+template <class T, int N>
+__device__ __forceinline__ Piece<T, N> turned(const Piece<T, N> &mine, const float *cosines,
+                                              const float *sines, float sign) {
+    constexpr int step = N == 1 ? 1 : 4;
+    Piece<T, N> out;
+#pragma unroll
+    for (int base = 0; base < N; base += step) {
+        const Piece<float, step> c = load_piece<float, step>(cosines + base);
+        const Piece<float, step> s = load_piece<float, step>(sines + base);
+#pragma unroll
+        for (int j = 0; j < step; j++) {
+            const float x = to_float(mine.v[base + j]);
+            const float other = __shfl_xor_sync(~0u, x, 1);
+            out.v[base + j] = from_float<T>(fmaf(x, c.v[j], other * (sign * s.v[j])));
+        }
+    }
+    return out;
+}
 
 template <class T, int N>
 __global__ void __launch_bounds__(256)
     rotary_kernel(T *x, const float *cosines, const float *sines, float sign, Shape s) {
-    const uint32_t pieces = (uint32_t)(s.half / N), parts = (uint32_t)s.parts;
-    const uint32_t a_row = pieces * parts * (uint32_t)s.heads; /* items of a (b, t) */
-    const int64_t start = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    for (int64_t item = start; item < s.items; item += (int64_t)gridDim.x * blockDim.x) {
-        const int64_t row = item / a_row, t = row % s.times;
-        const uint32_t rest = (uint32_t)(item - row * a_row);
-        const uint32_t slice = rest / pieces, head = slice / parts;
-        const int at = (int)(rest - slice * pieces) * N;
-        const int64_t from = (row * s.heads + head) * s.slices + (slice - head * parts);
-        T *place = x + from * s.dims + at;
-        Piece<T, N> first = load_piece<T, N>(place), second = load_piece<T, N>(place + s.half);
-        const float *c = cosines + t * s.half + at, *n = sines + t * s.half + at;
-        constexpr int step = N == 1 ? 1 : 4;
+    const int64_t item = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (item >= s.items) { /* and so is its neighbour */
+        return;
+    }
+    const Place place =
+        s.items <= 0x7fffffff ? place_of((uint32_t)item, s, N) : place_of((uint64_t)item, s, N);
+    const bool both = place.t + 1 < s.times;
+    T *to[2] = {x + place.x, x + place.x + (both ? s.t : 0)};
+    const int64_t angles[2] = {place.t * s.half + place.at, (place.t + both) * s.half + place.at};
+    const float turn = place.second ? sign : -sign;
+    const Piece<T, N> mine[2] = {load_piece<T, N>(to[0]), load_piece<T, N>(to[1])};
+    Piece<T, N> out[2];
 #pragma unroll
-        for (int base = 0; base < N; base += step) {
-            Piece<float, step> cs = load_piece<float, step>(c + base);
-            Piece<float, step> ns = load_piece<float, step>(n + base);
-#pragma unroll
-            for (int j = 0; j < step; j++) {
-                const float a = to_float(first.v[base + j]), b = to_float(second.v[base + j]);
-                const float sine = sign * ns.v[j];
-                first.v[base + j] = from_float<T>(a * cs.v[j] - b * sine);
-                second.v[base + j] = from_float<T>(b * cs.v[j] + a * sine);
-            }
-        }
-        store_piece<T, N>(place, first);
-        store_piece<T, N>(place + s.half, second);
+    for (int n = 0; n < 2; n++) {
+        out[n] = turned<T, N>(mine[n], cosines + angles[n], sines + angles[n], turn);
+    }
+    store_piece<T, N>(to[0], out[0]);
+    if (both) {
+        store_piece<T, N>(to[1], out[1]);
     }
 }
 
 } // namespace
+
+nd_status cuda_turn(const char *op, int device, const nd_array *x, int64_t parts,
+                    const nd_array *cos, const nd_array *sin, float sign) {
+    const int64_t *shape = x->shape, *strides = x->strides, half = cos->shape[1];
+    const int64_t slices = shape[0] * ceil_div<int64_t>(shape[1], 2) * shape[2] * parts;
+    if (slices * half == 0) {
+        return ND_OK;
+    }
+    return with_float(op, x->dtype, [&](auto tag) -> nd_status {
+        using T = typename decltype(tag)::type;
+        constexpr int N = Vec<T>::size;
+        const float *cosines = data_of<float>(cos), *sines = data_of<float>(sin);
+        bool vectors =
+            half % N == 0 && is_aligned16(x->data) && is_aligned16(cosines) && is_aligned16(sines);
+        for (int axis = 0; axis < x->ndim - 1; axis++) {
+            vectors = vectors && (shape[axis] == 1 || strides[axis] % N == 0);
+        }
+        const Shape s = {2 * slices * (vectors ? half / N : half),
+                         shape[1],
+                         ceil_div<int64_t>(shape[1], 2),
+                         shape[2],
+                         (int)parts,
+                         (int)half,
+                         strides[0],
+                         strides[1],
+                         strides[2],
+                         x->ndim == 5 ? strides[3] : 0};
+        const int64_t blocks = ceil_div<int64_t>(s.items, 256);
+        if (blocks > INT32_MAX) {
+            return nd_error(ND_EVALUE, "%s: %lld dims to turn, but one launch takes at most 2^39",
+                            op, (long long)s.items);
+        }
+        auto kernel = vectors ? rotary_kernel<T, N> : rotary_kernel<T, 1>;
+        kernel<<<(unsigned)blocks, 256, 0, cuda_stream(device)>>>((T *)x->data, cosines, sines,
+                                                                  sign, s);
+        CUDA_LAUNCHED(op);
+        return ND_OK;
+    });
+}
 
 nd_status cuda_rotary(int device, const rotary_args *a) {
     const int64_t *shape = a->x->shape;
@@ -92,37 +167,5 @@ nd_status cuda_rotary(int device, const rotary_args *a) {
         return nd_error(ND_EVALUE, "rotary: parts: %lld: must be between 0 and %lld",
                         (long long)a->parts, (long long)shape[3]);
     }
-    const int64_t rows = shape[0] * shape[1];
-    if (rows == 0 || shape[2] == 0 || a->parts == 0 || half == 0) {
-        return ND_OK;
-    }
-    if (shape[2] * shape[3] * shape[4] > 0x7fffffff) {
-        return nd_error(ND_EVALUE, "rotary: x: H P D is %lld: must be below 2^31",
-                        (long long)(shape[2] * shape[3] * shape[4]));
-    }
-    return with_float("rotary", a->x->dtype, [&](auto tag) -> nd_status {
-        using T = typename decltype(tag)::type;
-        constexpr int N = Vec<T>::size;
-        T *x = data_of<T>(a->x);
-        const float *cosines = data_of<float>(a->cos), *sines = data_of<float>(a->sin);
-        bool vectors = shape[4] % N == 0 && half % N == 0 && is_aligned16(x) &&
-                       is_aligned16(cosines) && is_aligned16(sines);
-        Shape s = {rows * shape[2] * a->parts * (vectors ? half / N : half),
-                   shape[1],
-                   (int)shape[2],
-                   (int)shape[3],
-                   (int)a->parts,
-                   (int)shape[4],
-                   (int)half};
-        unsigned grid = cuda_grid(device, ceil_div<int64_t>(s.items, 256), 8);
-        if (vectors) {
-            rotary_kernel<T, N>
-                <<<grid, 256, 0, cuda_stream(device)>>>(x, cosines, sines, (float)a->sign, s);
-        } else {
-            rotary_kernel<T, 1>
-                <<<grid, 256, 0, cuda_stream(device)>>>(x, cosines, sines, (float)a->sign, s);
-        }
-        CUDA_LAUNCHED("rotary");
-        return ND_OK;
-    });
+    return cuda_turn("rotary", device, a->x, a->parts, a->cos, a->sin, (float)a->sign);
 }

@@ -3,6 +3,7 @@
  *   P = exp(scale Q K^T - lse)   recomputed, tile by tile
  *   delta = rowsum(dO o)
  *   dV = P^T dO,  dS = P (dO V^T - delta) scale,  dQ = dS K,  dK = dS^T Q
+ *   with cos and sin: dQ and dK turned back by the angles of their positions, before they are rounded
  *
  * A task is one head, whose dq, dk and dv belong to it alone: no atomics, the same bits for any
  * number of threads. It walks query tiles of 64; for each, the keys that it sees, 128 at a time,
@@ -18,6 +19,7 @@ typedef struct {
     attention_pattern pattern; /* for each query block, the key blocks that it sees */
     float scale;
     bool causal;
+    const nd_array *cos, *sin; /* NULL: not turned */
     nd_array *dq, *dk, *dv;
 } backward;
 
@@ -93,6 +95,18 @@ static void load_queries(const backward *b, int64_t batch, int64_t head, int64_t
     }
 }
 
+/* Rows of dq or dk from position `first` on, turned back by their angles where there are any. */
+static void turn_back(const backward *b, int64_t first, int64_t n, int64_t leading, float *rows) {
+    if (b->cos == NULL) {
+        return;
+    }
+    int64_t r = b->cos->shape[1];
+    const float *cosines = (const float *)b->cos->data, *sines = (const float *)b->sin->data;
+    for (int64_t i = 0; i < n; i++) {
+        cpu_turn(rows + i * leading, cosines + (first + i) * r, sines + (first + i) * r, r, -1.0f);
+    }
+}
+
 /* Queries [t0, t1) of one query block against all keys that they see. */
 static void query_tile(const backward *b, int64_t batch, int64_t head, int64_t block, int64_t t0,
                        int64_t t1, workspace *w) {
@@ -131,6 +145,7 @@ static void query_tile(const backward *b, int64_t batch, int64_t head, int64_t b
     }
     attention_rows dq_rows = attention_head(b->dq, batch, head);
     attention_rows_of(w->dqt, rows, d, NULL, w->q);
+    turn_back(b, t0, rows, d, w->q);
     attention_store(&dq_rows, t0, rows, w->q, d);
 }
 
@@ -150,14 +165,39 @@ static void backward_head(const backward *b, int64_t batch, int64_t head, worksp
     }
     attention_rows dk_rows = attention_head(b->dk, batch, head);
     attention_rows dv_rows = attention_head(b->dv, batch, head);
+    turn_back(b, 0, keys, padded, w->dk);
     attention_store(&dk_rows, 0, keys, w->dk, padded);
     attention_store(&dv_rows, 0, keys, w->dv, padded);
+}
+
+static nd_status angles_check(const char *name, const backward *b) {
+    int64_t queries = b->q->shape[1], keys = b->k->shape[1], d = b->q->shape[3];
+    if ((b->cos == NULL) != (b->sin == NULL)) {
+        return nd_error(ND_EVALUE, "%s: %s: must be given with the other of cos and sin", name,
+                        b->cos == NULL ? "cos" : "sin");
+    }
+    if (b->cos == NULL) {
+        return ND_OK;
+    }
+    if (keys != queries) {
+        return nd_error(ND_EVALUE,
+                        "%s: cos: the angles of %lld positions turn dq and dk, but there are "
+                        "%lld keys",
+                        name, (long long)queries, (long long)keys);
+    }
+    int64_t r = b->cos->shape[1];
+    if (2 * r > d) {
+        return nd_error(ND_EVALUE, "%s: cos: %lld angles turn %lld dims, but a head has %lld", name,
+                        (long long)r, (long long)(2 * r), (long long)d);
+    }
+    return ND_OK;
 }
 
 static nd_status attention_backward(int device, const char *name, const backward *b) {
     int64_t batches = b->q->shape[0], queries = b->q->shape[1], heads = b->q->shape[2],
             keys = b->k->shape[1], d = b->q->shape[3];
     ND_TRY(attention_check(name, keys, d));
+    ND_TRY(angles_check(name, b));
     size_t each = workspace_floats(keys, d);
     void *scratch;
     ND_TRY(cpu_scratch(device, each * (size_t)cpu_threads() * sizeof(float), &scratch));
@@ -179,6 +219,8 @@ nd_status cpu_attention_bwd(int device, const attention_bwd_args *args) {
                   .lse = args->lse,
                   .scale = (float)args->scale,
                   .causal = args->causal != 0,
+                  .cos = args->cos,
+                  .sin = args->sin,
                   .dq = args->dq,
                   .dk = args->dk,
                   .dv = args->dv};
@@ -196,6 +238,8 @@ nd_status cpu_block_sparse_attention_bwd(int device, const block_sparse_attentio
                   .lse = args->lse,
                   .scale = (float)args->scale,
                   .causal = args->causal != 0,
+                  .cos = args->cos,
+                  .sin = args->sin,
                   .dq = args->dq,
                   .dk = args->dk,
                   .dv = args->dv};

@@ -130,6 +130,10 @@ ND_FN void cpu_cursor_next(const nd_loop *loop, int n, cpu_cursor *cursor) {
 void cpu_threads_setup(void); /* once */
 int cpu_threads(void);
 
+/* ---- rotary.c: the first 2 R dims of a row of float32, by sign times the R angles of its position -- */
+void cpu_turn(float *restrict x, const float *restrict cosines, const float *restrict sines,
+              int64_t r, float sign);
+
 /* ---- memory.c: contracts in backend.h -------------------------------------------------------- */
 void cpu_memory_setup(void); /* once */
 nd_status cpu_allocate(int device, size_t bytes, void **out);

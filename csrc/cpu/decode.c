@@ -37,10 +37,7 @@ static void rotate(const nd_array *x, int64_t at, int64_t d, const float *cosine
     unsigned char rounded[MAX_DIMS * sizeof(float)];
     const float *from = cpu_read(x, at, d, buffer);
     memcpy(out, from, (size_t)d * sizeof *out);
-    for (int64_t i = 0; i < r; i++) {
-        out[i] = from[i] * cosines[i] - from[r + i] * sines[i];
-        out[r + i] = from[r + i] * cosines[i] + from[i] * sines[i];
-    }
+    cpu_turn(out, cosines, sines, r, 1.0f);
     cpu_store_f32(rounded, x->dtype, 1, out, d);
     cpu_load_f32(out, rounded, x->dtype, 1, d);
 }

@@ -7,6 +7,15 @@
  */
 #include "cpu.h"
 
+void cpu_turn(float *restrict x, const float *restrict cosines, const float *restrict sines,
+              int64_t r, float sign) {
+    for (int64_t i = 0; i < r; i++) {
+        float first = x[i], second = x[r + i], s = sign * sines[i];
+        x[i] = first * cosines[i] - second * s;
+        x[r + i] = second * cosines[i] + first * s;
+    }
+}
+
 nd_status cpu_rotary(int device, const rotary_args *args) {
     const int64_t *shape = args->x->shape;
     int64_t positions = shape[0] * shape[1], t = shape[1], heads = shape[2], slices = shape[3],
@@ -32,22 +41,18 @@ nd_status cpu_rotary(int device, const rotary_args *args) {
     num_threads(cpu_threads()) if (positions * heads * args->parts * r > CPU_GRAIN)
     for (int64_t position = 0; position < positions; position++) {
         cpu_run turned;
-        const float *restrict cosines = (const float *)args->cos->data + position % t * r;
-        const float *restrict sines = (const float *)args->sin->data + position % t * r;
+        const float *cosines = (const float *)args->cos->data + position % t * r;
+        const float *sines = (const float *)args->sin->data + position % t * r;
         for (int64_t slice = 0; slice < heads * slices; slice++) {
             if (slice % slices >= args->parts) {
                 continue;
             }
             int64_t at = (position * heads * slices + slice) * d;
-            float *restrict x = cpu_target(args->x, at, turned.f32);
+            float *x = cpu_target(args->x, at, turned.f32);
             if (x == turned.f32) {
                 cpu_load_f32(x, cpu_at(args->x, at), args->x->dtype, 1, 2 * r);
             }
-            for (int64_t i = 0; i < r; i++) {
-                float first = x[i], second = x[r + i], s = sign * sines[i];
-                x[i] = first * cosines[i] - second * s;
-                x[r + i] = second * cosines[i] + first * s;
-            }
+            cpu_turn(x, cosines, sines, r, sign);
             cpu_write(args->x, at, 2 * r, x);
         }
     }

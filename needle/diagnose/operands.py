@@ -77,6 +77,8 @@ def draw(op: str, sizes: str, dtype: str) -> Values:
     rng = np.random.default_rng(zlib.crc32(f"{op} {sizes}".encode()))
     size = dict(SIZES[sizes])
     operands = inputs(op)
+    if {"cos", "dk"} <= {name for _, name, _, _ in operands}:
+        size["S"] = size["T"]  # angles turn both
     letters = "".join(axes for _, _, axes, _ in operands)
     lists = blocks(size) if {"columns", "kept"} & {name for _, name, _, _ in operands} else {}
     if op == "block_lists":  # makes them, in arrays of their sizes

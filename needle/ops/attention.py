@@ -107,15 +107,23 @@ class _Kernel:
             )
         return self.o
 
-    def backward(self, dout: NDArray, qkv: Sequence[NDArray], into: Sequence[NDArray]) -> None:
-        """Overwrites the three arrays of `into` with dq, dk, dv."""
+    def backward(
+        self,
+        dout: NDArray,
+        qkv: Sequence[NDArray],
+        into: Sequence[NDArray],
+        cos: NDArray | None = None,
+        sin: NDArray | None = None,
+    ) -> None:
+        """Overwrites the three arrays of `into` with dq, dk, dv. With cos and sin q and k have been
+        rotated, and dq and dk are the gradients of what they were before."""
+        last = (self.factor, int(self.causal), cos, sin, *into)
         if self.mask is None:
-            _C.attention_bwd(dout, *qkv, self.o, self.lse, self.factor, int(self.causal), *into)
+            _C.attention_bwd(dout, *qkv, self.o, self.lse, *last)
         else:
             _C.block_sparse_attention_bwd(
-                dout, *qkv, self.o, self.lse, *self.lists, self.block, self.factor,
-                int(self.causal), *into,
-            )  # fmt: skip
+                dout, *qkv, self.o, self.lse, *self.lists, self.block, *last
+            )
 
 
 class Attention(FusedOp):
@@ -180,7 +188,8 @@ def block_sparse_attention(
 
 
 class QKVAttention(FusedOp):
-    """Rotates q and k of the packed projection, attends, and writes one packed gradient.
+    """Rotates q and k of the packed projection, attends, and writes one packed gradient, in which
+    the kernels turn dq and dk back.
 
     Keeps the rotated projection, the output and its log-sum-exp; views, not copies, in between.
     With `overwrite` the projection is rotated where it lies.
@@ -209,10 +218,9 @@ class QKVAttention(FusedOp):
         return self.kernel.forward(*qkv_parts(self.rotated))
 
     def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> tuple:
-        drotated = _C.empty(self.rotated.shape, self.rotated.dtype, self.rotated.device)
-        self.kernel.backward(dout, qkv_parts(self.rotated), qkv_parts(drotated))
-        _C.rotary(drotated, self.cos, self.sin, 2, -1.0)
-        return (drotated,)
+        dqkv = _C.empty(self.rotated.shape, self.rotated.dtype, self.rotated.device)
+        self.kernel.backward(dout, qkv_parts(self.rotated), qkv_parts(dqkv), self.cos, self.sin)
+        return (dqkv,)
 
 
 def qkv_parts(packed: NDArray) -> list[NDArray]:

@@ -68,9 +68,21 @@ def attention_fwd_into(r, q, k, v, scale, causal, o):
     return attention_fwd(r, q, k, v, scale, causal)
 
 
-def attention_bwd(r, dout, q, k, v, o, lse, scale, causal, dq, dk, dv):
+def turned_back(r, gradients, cos, sin):
+    """dq and dk of what the q and k given were before rotary; dv as it is."""
+    if cos is None:
+        return gradients
+    turned = {
+        name: rotary(r, gradients[name][:, :, :, None], cos, sin, 1, -1.0)["x"][:, :, :, 0]
+        for name in ("dq", "dk")
+    }
+    return gradients | turned
+
+
+def attention_bwd(r, dout, q, k, v, o, lse, scale, causal, cos, sin, dq, dk, dv):
     see = visible(q.shape[1], k.shape[1], causal)
-    return softmax_attention_bwd(r, dout, q, k, v, o, lse, scale, see)
+    gradients = softmax_attention_bwd(r, dout, q, k, v, o, lse, scale, see)
+    return turned_back(r, gradients, cos, sin)
 
 
 def block_lists(r, kept, offsets, entries):
@@ -135,12 +147,15 @@ def block_sparse_attention_bwd(
     block,
     scale,
     causal,
+    cos,
+    sin,
     dq,
     dk,
     dv,
 ):
     see = see_blocks(q.shape[1], k.shape[1], offsets, columns, block, causal)
-    return softmax_attention_bwd(r, dout, q, k, v, o, lse, scale, see)
+    gradients = softmax_attention_bwd(r, dout, q, k, v, o, lse, scale, see)
+    return turned_back(r, gradients, cos, sin)
 
 
 def decode_attention(r, qkv, cos, sin, positions, scale, keys, values):
@@ -188,22 +203,23 @@ def decode_greedy(r, logits, tokens, positions):
     return {"tokens": logits.argmax(-1), "positions": positions + 1}
 
 
+def angles(t: int, half: int) -> dict:
+    angle = np.arange(t)[:, None] / 100.0 ** (np.arange(half) / max(half, 1))
+    return {"cos": np.cos(angle), "sin": np.sin(angle)}
+
+
 def rotary_inputs(b, t, h, p, d, half, parts, sign):
     def inputs(rng):
-        angle = np.arange(t)[:, None] / 100.0 ** (np.arange(half) / max(half, 1))
         x = rng.standard_normal((b, t, h, p, d))
-        return {"x": x, "cos": np.cos(angle), "sin": np.sin(angle), "parts": parts, "sign": sign}
+        return {"x": x, "parts": parts, "sign": sign} | angles(t, half)
 
     return inputs
 
 
-def decode_inputs(b, h, d, s, half, positions, scale=None, angles=None):
+def decode_inputs(b, h, d, s, half, positions, scale=None, count=None):
     def inputs(rng):
-        angle = np.arange(angles or s)[:, None] / 100.0 ** (np.arange(half) / max(half, 1))
-        return {
+        return angles(count or s, half) | {
             "qkv": rng.standard_normal((b, h, 3, d)),
-            "cos": np.cos(angle),
-            "sin": np.sin(angle),
             "positions": np.resize(positions, b).astype(np.int64),
             "scale": 1 / math.sqrt(d) if scale is None else scale,
             "keys": rng.standard_normal((b, h, s, d)),
@@ -246,9 +262,21 @@ def logits_inputs(b, v):
 
 
 def attention_inputs(
-    b, t, s, h, d, causal, scale=None, blocks=None, block=None, backward=False, into=False
+    b,
+    t,
+    s,
+    h,
+    d,
+    causal,
+    scale=None,
+    blocks=None,
+    block=None,
+    backward=False,
+    into=False,
+    half=None,
 ):
-    """blocks: (G, query blocks, key blocks) of bool for the block-sparse ops."""
+    """blocks: (G, query blocks, key blocks) of bool for the block-sparse ops. half: so many angles
+    turn dq and dk back."""
 
     def inputs(rng):
         of = {"q": (b, t, h, d), "k": (b, s, h, d), "v": (b, s, h, d)}
@@ -263,6 +291,7 @@ def attention_inputs(
             made |= softmax_attention(
                 lambda a: a, **{n: made[n] for n in of}, scale=last["scale"], see=see
             )
+            made |= {"cos": None, "sin": None} if half is None else angles(t, half)
             # dq, dk and dv are overwritten: whatever is in them must not matter.
             made |= {"d" + n: np.full(shape, np.nan) for n, shape in of.items()}
         else:
@@ -300,6 +329,27 @@ def irregular(heads: int, rows: int, columns: int) -> np.ndarray:
     g, i, j = np.ogrid[:heads, :rows, :columns]
     return ((i * 7 + j * 3 + g) % 5 < 3) & (i % 4 != 3)
 
+
+TURNED = {  # label: B, T, S, H, D, causal, R
+    "turned": (2, 31, 31, 3, 16, 1, 4),
+    "turned-16-of-64": (2, 130, 130, 2, 64, 1, 8),
+    "turned-32-of-64": (1, 70, 70, 1, 64, 0, 16),
+    "turned-32-of-128": (1, 193, 193, 2, 128, 1, 16),
+    "turned-16-of-128": (1, 65, 65, 1, 128, 1, 8),
+    "turned-whole-head": (1, 67, 67, 2, 16, 1, 8),
+    "turned-24-of-96": (1, 71, 71, 2, 96, 1, 12),
+    "turned-odd-dims": (1, 33, 33, 2, 21, 1, 5),
+    "turned-256": (1, 40, 40, 1, 256, 1, 32),
+    "turned-by-nothing": (1, 17, 17, 1, 8, 1, 0),
+    "turned-one": (1, 1, 1, 1, 2, 1, 1),
+    "turned-zero-size": (2, 0, 0, 3, 16, 1, 4),
+}
+TURNED_SPARSE = {  # label: B, T, S, H, D, causal, blocks, block, R
+    "turned": (1, 77, 77, 3, 9, 1, PER_HEAD, 16, 3),
+    "turned-16-of-64": (1, 300, 300, 3, 64, 1, PER_HEAD, 64, 8),
+    "turned-32-of-128": (1, 601, 601, 2, 128, 1, STRIDED, 128, 16),
+    "turned-20-of-40": (1, 71, 71, 2, 40, 0, irregular(2, 5, 5), 16, 10),
+}
 
 DILATED = {  # label: B, T, H, D, segments, dilations
     "one": (1, 1, 1, 1, [1], [1]),
@@ -355,6 +405,16 @@ def sparse_inputs(*shape, backward=False):
     return attention_inputs(*dense, blocks=blocks, block=block, backward=backward)
 
 
+def turned_inputs(*shape):
+    *dense, half = shape
+    return attention_inputs(*dense, backward=True, half=half)
+
+
+def turned_sparse_inputs(*shape):
+    *dense, blocks, block, half = shape
+    return attention_inputs(*dense, blocks=blocks, block=block, backward=True, half=half)
+
+
 def forward_terms(b, t, s, h, d, *more):
     return max(d, s)
 
@@ -383,6 +443,7 @@ CASES = [
     *cases_of(attention_fwd, attention_inputs, ATTENTION, forward_terms),
     *cases_of(attention_fwd_into, partial(attention_inputs, into=True), ATTENTION, forward_terms),
     *cases_of(attention_bwd, partial(attention_inputs, backward=True), ATTENTION, backward_terms),
+    *cases_of(attention_bwd, turned_inputs, TURNED, backward_terms),
     *cases_of(
         attention_fwd,
         attention_inputs,
@@ -416,6 +477,7 @@ CASES = [
     *cases_of(
         block_sparse_attention_bwd, partial(sparse_inputs, backward=True), SPARSE, backward_terms
     ),
+    *cases_of(block_sparse_attention_bwd, turned_sparse_inputs, TURNED_SPARSE, backward_terms),
     *cases_of(
         dilated_merge,
         partial(dilated_inputs, merge=True),

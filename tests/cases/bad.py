@@ -111,6 +111,31 @@ BAD = [
         ValueError,
         r"block_sparse_attention_bwd: order_t: names 6 blocks a mask, but there are 5",
     ),
+    *(
+        (
+            "attention_bwd",
+            f"angles, and {keys} keys",
+            {n: np.ones((2, keys, 3, 16)) for n in ("k", "v", "dk", "dv")},
+            ValueError,
+            rf"attention_bwd: cos: the angles of 31 positions .* but there are {keys} keys",
+        )
+        for keys in (30, 40)
+    ),
+    *(
+        (op, f"no {name}", {name: None}, ValueError, rf"{op}: {name}: must be given with")
+        for op in ("attention_bwd", "block_sparse_attention_bwd")
+        for name in ("cos", "sin")
+    ),
+    *(
+        (
+            op,
+            "turns more than D",
+            {n: np.ones((t, 9)) for n in ("cos", "sin")},
+            ValueError,
+            rf"{op}: cos: 9 angles turn 18 dims, but a head has",
+        )
+        for op, t in (("attention_bwd", 31), ("block_sparse_attention_bwd", 77))
+    ),
     (
         "block_lists",
         "as many offsets as rows",

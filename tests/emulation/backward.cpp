@@ -3,11 +3,13 @@
 
 #include "attention_bwd_hopper.cu"
 
-/* stats: (B, H, stride) pairs of lse, times log2 e, and delta. given: the lists of the own rows' side. */
+/* stats: (B, H, stride) pairs of lse, times log2 e, and delta. given: the lists of the own rows' side.
+ * cos, sin: (T, half), NULL where nothing is turned. */
 extern "C" const char *backward(const Given *q, const Given *k, const Given *v, const Given *dout,
                                 const Given *dq, const Given *dk, const Given *dv, float *stats,
-                                int stride, const GivenLists *given, int keys, int causal,
-                                double scale, int is_half, unsigned seed) {
+                                int stride, const GivenLists *given, float *cos, float *sin,
+                                int half, int keys, int causal, double scale, int is_half,
+                                unsigned seed) {
     emulated::chance.seed(seed);
     nd_array arrays[7] = {array_of(*q, is_half),    array_of(*k, is_half),  array_of(*v, is_half),
                           array_of(*dout, is_half), array_of(*dq, is_half), array_of(*dk, is_half),
@@ -23,9 +25,25 @@ extern "C" const char *backward(const Given *q, const Given *k, const Given *v, 
             return "not served";
         }
     }
+    nd_array angles[2] = {};
+    angles[0].data = cos;
+    angles[1].data = sin;
+    for (nd_array &array : angles) {
+        array.dtype = ND_F32;
+        array.ndim = 2;
+        array.shape[0] = p.T;
+        array.shape[1] = half;
+    }
+    if (cos != NULL && !hopper_turns(&angles[0])) {
+        return "not turned";
+    }
     GivenBlocks blocks(*given);
     Operands all = {&arrays[0], &arrays[1], &arrays[2], NULL,
                     &arrays[3], &arrays[4], &arrays[5], &arrays[6]};
+    if (cos != NULL) {
+        all.cos = &angles[0];
+        all.sin = &angles[1];
+    }
     nd_status status = attention_bwd_hopper("backward", 0, p, all, keys != 0, blocks.lists);
     return status == ND_OK ? "" : message;
 }

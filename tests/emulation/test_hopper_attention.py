@@ -51,7 +51,7 @@ def lists_of(mask: BlockMask | None, transposed: bool, change=None) -> tuple[Lis
 class Problem:
     """Random operands; `packed`: q, k and v lie in one array, as in the model. `rise`: how many
     powers of two heavier a key weighs 64 keys on; queries and keys then differ less. `low`: how far
-    below zero all scores lie, about."""
+    below zero all scores lie, about. `half`: so many angles a position turn dq and dk back."""
 
     def __init__(
         self,
@@ -67,6 +67,7 @@ class Problem:
         seed=0,
         rise=None,
         low=0,
+        half=None,
     ):
         rng = np.random.default_rng(seed)
         self.sizes, self.causal, self.mask, self.is_half = (B, T, S, H, D), causal, mask, is_half
@@ -109,6 +110,20 @@ class Problem:
         self.dq = np.einsum("bhts,bshd->bthd", ds, k)
         self.dk = np.einsum("bhts,bthd->bshd", ds, q)
         self.dv = np.einsum("bhts,bthd->bshd", p, dout)
+        self.half, self.angles = half, (None, None)
+        if half is not None:
+            angle = rng.uniform(-3, 3, (T, half))
+            self.angles = [np.float32(x) for x in (np.cos(angle), np.sin(angle))]
+            cos, sin = (x[:, None] for x in self.angles)
+            for x in (self.dq, self.dk):
+                one, other = x[..., :half].copy(), x[..., half : 2 * half].copy()
+                x[..., :half] = one * cos + other * sin
+                x[..., half : 2 * half] = other * cos - one * sin
+
+    def turn(self) -> tuple:
+        """cos, sin and half for C."""
+        pointers = (None if x is None else ctypes.c_void_p(x.ctypes.data) for x in self.angles)
+        return *pointers, self.half or 0
 
     def blocks(self, transposed: bool, change=None):
         mask = self.mask.causal() if self.mask is not None and self.causal else self.mask
@@ -132,6 +147,19 @@ class Problem:
         assert off.max() <= bound, (
             f"{what}: {off.max():.3g} off at {np.unravel_index(off.argmax(), off.shape)}"
         )
+
+
+def turned():
+    """Pairs of dims (i, i + 8) and (i, i + 16), the last positions in the middle of a tile."""
+    for half, (T, D), causal in itertools.product(
+        (8, 16), ((1, 64), (150, 64), (257, 40), (200, 128), (130, 96)), (False, True)
+    ):
+        more = dict(B=2, T=T, S=T, H=2, D=D, causal=causal, half=half, packed=True)
+        yield pytest.param(more, id=f"turned-{half}-{T}-{D}-{causal}")
+    for half, block, D in itertools.product((8, 16), (64, 128), (64, 128)):
+        more = dict(B=1, T=450, S=450, H=2, D=D, causal=True, half=half, is_half=True)
+        more["mask"] = mask_of(450, 450, block, 2, 1)
+        yield pytest.param(more, id=f"turned-{half}-blocks-of-{block}-{D}")
 
 
 def mask_of(T, S, block, heads, seed) -> BlockMask:
@@ -210,8 +238,8 @@ def backward(compiled, p: Problem, keys: bool, change=None) -> list[np.ndarray]:
     lists, _kept = p.blocks(keys, change)
     said = compiled("backward", "backward")(
         *(ctypes.byref(Given.of(x)) for x in (p.q, p.k, p.v, p.dout, *gradients)),
-        ctypes.c_void_p(stats.ctypes.data), stride, ctypes.byref(lists), int(keys), int(p.causal),
-        ctypes.c_double(p.scale), int(p.is_half), 1,
+        ctypes.c_void_p(stats.ctypes.data), stride, ctypes.byref(lists), *p.turn(), int(keys),
+        int(p.causal), ctypes.c_double(p.scale), int(p.is_half), 1,
     )  # fmt: skip
     assert said == b"", said
     return gradients
@@ -225,7 +253,7 @@ def test_forward(compiled, given):
     np.testing.assert_allclose(lse, p.lse, atol=1e-4)
 
 
-@pytest.mark.parametrize("given", [*problems(), *low_scores()])
+@pytest.mark.parametrize("given", [*problems(), *low_scores(), *turned()])
 @pytest.mark.parametrize("keys", [False, True], ids=["dq", "dkdv"])
 def test_backward(compiled, given, keys):
     p = Problem(**given)
@@ -268,8 +296,8 @@ def test_views_of_neighbouring_heads(compiled, D):
     for keys in (False, True):
         said = compiled("backward", "backward")(
             *(ctypes.byref(Given.of(x)) for x in (q, k, v, dout, *views[1:])),
-            ctypes.c_void_p(stats.ctypes.data), stride, ctypes.byref(Lists()), int(keys),
-            int(p.causal), *last,
+            ctypes.c_void_p(stats.ctypes.data), stride, ctypes.byref(Lists()), None, None, 0,
+            int(keys), int(p.causal), *last,
         )  # fmt: skip
         assert said == b"", said
     for name, (whole, view) in written.items():

@@ -21,6 +21,7 @@ from harness import (
 
 from needle import _C, Tensor, nn, ops
 from needle.block_mask import BlockMask
+from needle.ops.attention import qkv_parts
 
 both = pytest.mark.parametrize("device", DEVICES)
 exactly = rounder("float64")
@@ -70,6 +71,8 @@ def test_head_dims(d, dtype, device):
         _C.array(given[1], device=device),
         scale,
         1,
+        None,
+        None,
         *gradients,
     )
     exact, naive = (
@@ -292,7 +295,7 @@ class Ordered:
         lse = _C.array(lse.transpose(0, 2, 1), "float32", self.device)
         options = (self.mask.block, self.d**-0.5, 1)
         _C.block_sparse_attention_bwd(
-            self.dout, self.q, self.k, self.v, o, lse, *lists, *options, *into
+            self.dout, self.q, self.k, self.v, o, lse, *lists, *options, None, None, *into
         )
         return [x.numpy() for x in into]
 
@@ -470,7 +473,7 @@ def test_more_keys_than_memory_could_hold(keys, dtype):
         _C.attention_fwd(one, many, many, 1.0, 0)
     o, lse = _C.attention_fwd(one, one, one, 1.0, 0)
     with pytest.raises((MemoryError, ValueError), match="attention_bwd"):
-        _C.attention_bwd(one, one, many, many, o, lse, 1.0, 0, one.copy(), many, many)
+        _C.attention_bwd(one, one, many, many, o, lse, 1.0, 0, None, None, one.copy(), many, many)
 
 
 OTHER_WORK = """
@@ -503,11 +506,42 @@ def test_a_thousand_backward_passes_give_the_same_bits(other_work):
         for _ in range(1000):
             gradients = [_C.empty(shape, "bfloat16", device) for _ in range(3)]
             o, lse = _C.attention_fwd(q, k, v, 0.125, 1)
-            _C.attention_bwd(dout, q, k, v, o, lse, 0.125, 1, *gradients)
+            _C.attention_bwd(dout, q, k, v, o, lse, 0.125, 1, None, None, *gradients)
             found = [bits(x).copy() for x in (o, *gradients)]
             first = first or found
             assert all(np.array_equal(a, b) for a, b in zip(first, found))
         assert not other_work or other.poll() is None
+
+
+@both
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("block", [None, 64])
+@pytest.mark.parametrize("half", [3, 8, 16])
+def test_gradients_turn_back_where_they_are_written(half, block, dtype, device):
+    """In a packed array, as the model's: what attention without angles and then rotary give there,
+    but rounded once."""
+    device = device_of(device)
+    b, t, h, d = 2, 131, 3, 64
+    angle = draw(1, t, half)
+    cos, sin = (_C.array(x, device=device) for x in (np.cos(angle), np.sin(angle)))
+    qkv = [_C.array(draw(i, b, t, h, d), dtype=dtype, device=device) for i in range(3)]
+    dout = _C.array(draw(3, b, t, h, d), dtype=dtype, device=device)
+    forward, backward, before, after = _C.attention_fwd, _C.attention_bwd, (), ()
+    if block is not None:
+        lists = BlockMask.local(t, 64, block).causal().lists(device)
+        before, after = (*lists[:3], block), (*lists, block)
+        forward, backward = _C.block_sparse_attention_fwd, _C.block_sparse_attention_bwd
+    o, lse = forward(*qkv, *before, 0.125, 1)
+    found = []
+    for angles in ((None, None), (cos, sin)):
+        packed = _C.array(np.full((b, t, h, 3, d), np.nan), dtype=dtype, device=device)
+        backward(dout, *qkv, o, lse, *after, 0.125, 1, *angles, *qkv_parts(packed))
+        if angles[0] is None:
+            _C.rotary(packed, cos, sin, 2, -1.0)
+        found.append(packed.numpy().astype(float))
+    np.testing.assert_array_equal(found[0][..., 2, :], found[1][..., 2, :])
+    bound = 0 if dtype == "float32" else 2**-7 * np.abs(found[0]).max()
+    assert np.abs(found[0] - found[1]).max() <= bound
 
 
 @both

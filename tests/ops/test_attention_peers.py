@@ -48,13 +48,14 @@ def of_needle(q, k, v, dout, dtype: str, causal: bool, packed: bool, mask) -> di
     poison(device, 4 * q.size)
     if mask is None:
         o, lse = _C.attention_fwd(*arrays, scale, int(causal))
-        _C.attention_bwd(array(dout), *arrays, o, lse, scale, int(causal), *gradients)
+        _C.attention_bwd(array(dout), *arrays, o, lse, scale, int(causal), None, None, *gradients)
     else:
         lists = mask.lists(device)
         o, lse = _C.block_sparse_attention_fwd(*arrays, *lists[:3], mask.block, scale, int(causal))
         _C.block_sparse_attention_bwd(
-            array(dout), *arrays, o, lse, *lists, mask.block, scale, int(causal), *gradients
-        )
+            array(dout), *arrays, o, lse, *lists, mask.block, scale, int(causal), None, None,
+            *gradients,
+        )  # fmt: skip
     return dict(zip(WHAT, [x.numpy().astype(np.float64) for x in (o, *gradients)]))
 
 
