@@ -541,7 +541,7 @@ nd_status backward(const char *op, int device, const Args *a, const BlockLists &
         bool turned = a->cos == NULL;
         if (hopper_serves(device, p, a->q->dtype, lists.block,
                           {a->q, a->k, a->v, a->dout, a->dq, a->dk, a->dv})) {
-            Operands all = {a->q, a->k, a->v, a->o, a->dout, a->dq, a->dk, a->dv, NULL, NULL};
+            Operands all = {a->q, a->k, a->v, a->o, a->dout, a->dq, a->dk, a->dv};
             if (hopper_turns(a->cos)) {
                 all.cos = a->cos;
                 all.sin = a->sin;

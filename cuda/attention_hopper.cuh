@@ -29,8 +29,8 @@ constexpr uint32_t PIECE_BYTES = 16; /* of a Piece in shared memory */
  * for the tiles. */
 struct Operands {
     const nd_array *q, *k, *v, *o;
-    const nd_array *dout, *dq, *dk, *dv; /* backward only */
-    const nd_array *cos, *sin;           /* of dq and dk, where they are turned: see hopper_turns */
+    const nd_array *dout, *dq, *dk, *dv;     /* backward only */
+    const nd_array *cos = NULL, *sin = NULL; /* where dq and dk are turned: see hopper_turns */
 };
 
 nd_status attention_fwd_hopper(const char *op, int device, Problem p, const Operands &a,
