@@ -341,8 +341,8 @@ TURNED = {  # label: B, T, S, H, D, causal, R
     "turned-odd-dims": (1, 33, 33, 2, 21, 1, 5),
     "turned-256": (1, 40, 40, 1, 256, 1, 32),
     "turned-by-nothing": (1, 17, 17, 1, 8, 1, 0),
-    # Of one token dq is a difference of two equal sums, each of which may be rounded otherwise.
-    "turned-two": (1, 2, 2, 1, 2, 1, 1),
+    # Of one token, or nearly so of two, dq is a difference of equal sums: nothing but rounding.
+    "turned-two-dims": (1, 9, 9, 1, 2, 1, 1),
     "turned-zero-size": (2, 0, 0, 3, 16, 1, 4),
 }
 TURNED_SPARSE = {  # label: B, T, S, H, D, causal, blocks, block, R
