@@ -232,6 +232,24 @@ GRADIENTS = [
             by_name("linear_transposed", lambda x, w: x @ w.T, normal(2, 3, 4), normal(5, 4)),
             by_name("gelu_mlp", partial(mlp, gelu), *MLP),
             by_name("gelu_mlp-tanh", partial(mlp, gelu_tanh), *MLP, approximate="tanh"),
+            Gradient(
+                "linear-residual",
+                lambda ops, x, w, b, r: ops.linear(x, w, b, residual=r),
+                lambda x, w, b, r: r + x @ w + b,
+                (normal(2, 3, 4), normal(4, 5), normal(5), normal(2, 3, 5)),
+            ),
+            Gradient(
+                "linear-residual-no-bias",
+                lambda ops, x, w, r: ops.linear(x, w, residual=r),
+                lambda x, w, r: r + x @ w,
+                (MATRIX, normal(4, 5), normal(3, 5)),
+            ),
+            Gradient(
+                "gelu_mlp-residual",
+                lambda ops, r, *operands: ops.gelu_mlp(*operands, residual=r),
+                lambda r, *operands: r + mlp(gelu, *operands),
+                (normal(2, 3, 3), *MLP),
+            ),
             by_name("layer_norm", norm, normal(2, 3, 6), normal(6, mean=1), normal(6)),
             Gradient(
                 "layer_norm_residual",

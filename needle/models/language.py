@@ -65,7 +65,8 @@ class LanguageModel(Hooked):
 
     def loss(self, input_ids: Any, targets: Any) -> Tensor:
         """The loss of forward(), for training: logits are stored once instead of twice, and nobody
-        sees them. A head other than nn.TiedHead and nn.Linear without a bias is called as it is.
+        sees them. A head other than nn.TiedHead and nn.Linear without a bias is called as it is,
+        and so is the forward() of a class that writes its own.
 
         >>> config = ndl.PythiaConfig(vocab_size=50, hidden_size=16, num_layers=1, num_heads=2)
         >>> model = ndl.Pythia(config)
@@ -74,7 +75,8 @@ class LanguageModel(Hooked):
         True
         """
         head = self.embed_out
-        if type(head) not in (nn.Linear, nn.TiedHead) or getattr(head, "bias", None) is not None:
+        plain = type(head) in (nn.Linear, nn.TiedHead) and getattr(head, "bias", None) is None
+        if not plain or type(self).forward is not LanguageModel.forward:
             return self(input_ids, targets)[1]
         ids, wanted = self._ids_and_targets(input_ids, targets)
         transposed = isinstance(head, nn.TiedHead)

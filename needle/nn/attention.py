@@ -94,8 +94,11 @@ class Attention(Module):
         if self.is_hooked_at(RESULT):
             y = self._by_head(seen)
             return y if residual is None else residual + y
-        y = seen.reshape(x.shape)
-        return self.dense(y) if residual is None else self.dense(y, residual)
+        seen = seen.reshape(x.shape)
+        if residual is not None and type(self.dense) is Linear:  # another may not take one
+            return self.dense(seen, residual)
+        y = self.dense(seen)
+        return y if residual is None else residual + y
 
     def _by_parts(self, qkv: Tensor, cos: NDArray, sin: NDArray, mask: BlockMask | None) -> Tensor:
         q, k, v = (self.hook(name, x) for name, x in zip(PROJECTIONS, ops.split(qkv, 3)))

@@ -122,6 +122,69 @@ def test_an_mlp_of_other_layers_goes_step_by_step(device):
     )
 
 
+@both
+@pytest.mark.parametrize("parallel", [True, False])
+def test_other_modules_in_a_layer_are_called_as_they_are(parallel, device):
+    """Norms, parts and projections of somebody's own take no residual and share no pass."""
+
+    class Norm(nn.LayerNorm1d):
+        def forward(self, x):
+            return super().forward(x) * 2.0
+
+    class Dense(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * 2.0
+
+    class Part(nn.Attention):
+        def forward(self, x, rotary, mask=None, cache=None):
+            return super().forward(x, rotary, mask, cache) * 2.0
+
+    ids = np.arange(12).reshape(2, 6)
+    logits = {}
+    for way in ("plain", "norms", "dense", "part"):
+        np.random.seed(0)
+        model = small(device_of(device), use_parallel_residual=parallel)
+        for layer in model.layers:
+            if way == "norms":
+                layer.input_layernorm.__class__ = Norm
+            elif way == "dense":
+                layer.attention.dense.__class__ = Dense
+            elif way == "part":
+                layer.attention.__class__ = Part
+            else:  # what the others compute, by weights
+                layer.attention.dense.weight.data = layer.attention.dense.weight.data * 2.0
+        logits[way] = model(ids)[0].numpy()
+    np.testing.assert_allclose(logits["dense"], logits["plain"], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(logits["part"], logits["plain"], rtol=1e-4, atol=1e-5)
+    assert np.abs(logits["norms"] - logits["plain"]).max() > 1e-3
+
+
+def test_a_class_with_a_forward_of_its_own_is_trained_by_it():
+    class Own(Pythia):
+        def forward(self, input_ids, targets=None):
+            logits, loss = super().forward(input_ids, targets)
+            return logits, loss if loss is None else loss * 3.0
+
+    np.random.seed(0)
+    model = small()
+    ids = np.arange(12).reshape(2, 6)
+    once = model.loss(ids, ids).item()
+    model.__class__ = Own
+    assert model.loss(ids, ids).item() == pytest.approx(3 * once)
+
+
+@pytest.mark.parametrize("call", ["linear", "gelu_mlp"])
+def test_a_residual_of_another_shape_is_refused(call):
+    x, w, v = ndl.ones(2, 3), ndl.ones(3, 4), ndl.ones(4, 5)
+    b, c = ndl.zeros(4), ndl.zeros(5)
+    for shape in ((2, 3), (1, 5), (5,)):
+        with pytest.raises(ValueError, match=f"{call}: residual must be"):
+            if call == "linear":
+                ndl.ops.linear(x, w, b, residual=ndl.ones(*shape))
+            else:
+                ndl.ops.gelu_mlp(x, w, b, v, c, residual=ndl.ones(*shape))
+
+
 # ---- against transformers ------------------------------------------------------------------------
 
 
