@@ -1,0 +1,215 @@
+"""Which rank this process is, from the environment that its launcher left it.
+
+    torchrun   RANK WORLD_SIZE, LOCAL_RANK LOCAL_WORLD_SIZE, MASTER_ADDR MASTER_PORT; the same of
+               Kubeflow, of `needle.distributed.spawn`, and of a script of one's own
+    mpirun     Open MPI's OMPI_COMM_WORLD_RANK and the like; Hydra's (MPICH, Intel MPI) PMI_RANK
+               PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS
+    srun       SLURM_PROCID and the like, of a task of a step
+
+Several are there at once when launchers stand within each other, and the innermost knows the ranks.
+torchrun is started by tasks of the other two, one a machine. mpirun within an allocation of Slurm
+starts its daemons by srun, whose SLURM_PROCID counts machines and reaches every rank that they
+start. So torchrun's come first, then mpirun's, then srun's.
+
+A command in an sbatch script or in a shell of salloc has Slurm's variables too, but is no task: it
+runs once, whatever --ntasks says, and is no rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import zlib
+from collections.abc import Mapping
+
+PORTS = 61440  # from here on 4096 ports, up to the last, for launchers that name none
+# Slurm's own steps (batch script, salloc's shell, pending, external) count down from here.
+FIRST_OWN_STEP = 0xFFFFFFF0
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """One rank of a start. `host` and `port` are where rank 0 should be found, `job` is a word that
+    other starts do not have; all three only where the environment says them."""
+
+    rank: int
+    size: int
+    local_rank: int  # among those of this machine
+    local_size: int
+    launcher: str  # torchrun, mpirun, srun or needle
+    host: str | None = None
+    port: int | None = None
+    job: str = ""
+
+
+def find(environ: Mapping[str, str] = os.environ) -> Place | None:
+    """The place of this process, or None where nobody started it as a rank. ValueError names the
+    variable that is damaged, lacks its fellow, or contradicts another."""
+    place = _torchrun(environ) or _open_mpi(environ) or _hydra(environ) or _srun(environ)
+    if place is None:
+        _refuse_traces(environ)
+    elif environ.get("WORLD_SIZE", str(place.size)) != str(place.size):
+        raise ValueError(
+            f"WORLD_SIZE={environ['WORLD_SIZE']}, but {place.launcher} started {place.size} "
+            "ranks: unset WORLD_SIZE, or make it that number"
+        )
+    return place
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a Slurm node list, such as `node[001-004,7],other`."""
+    first = re.match(r"((?:[^,\[\]]|\[[^\[\]]*\])*)(?:,|$)", nodes)
+    host = re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[1]) if first else ""
+    if not re.fullmatch(r"[\w.-]+", host):
+        raise ValueError(f"{nodes!r} is no list of nodes as Slurm writes them: node[001-004,7],x")
+    return host
+
+
+# ---- the launchers, the innermost first ---------------------------------------------------------
+
+
+def _torchrun(environ: Mapping[str, str]) -> Place | None:
+    if not {"RANK", "LOCAL_RANK"} & environ.keys():
+        return None
+    # Kubeflow's PyTorchJob starts one process a machine and sets no LOCAL_.
+    local = {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} & environ.keys()
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
+    numbers = _numbers(environ, "torchrun", names if local else names[:2]) + (0, 1) * (not local)
+    host, port = _master(environ)
+    if "NEEDLE_LAUNCH" in environ:
+        return _place(names, numbers, "needle", host, port, environ["NEEDLE_LAUNCH"])
+    if port is not None and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        port += 1 if port < 65535 else -1  # torchrun itself listens at the port that it names
+    job = [environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")]
+    return _place(names, numbers, "torchrun", host, port, ".".join(job) if any(job) else "")
+
+
+def _open_mpi(environ: Mapping[str, str]) -> Place | None:
+    names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+    if not {*names} & environ.keys():
+        return None
+    return _mpi_place(environ, names)
+
+
+def _hydra(environ: Mapping[str, str]) -> Place | None:
+    # Slurm's PMI plugins set PMI_RANK as well, but nothing local: that is srun's.
+    if not {"MPI_LOCALRANKID", "MPI_LOCALNRANKS"} & environ.keys():
+        return None
+    return _mpi_place(environ, ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"])
+
+
+def _mpi_place(environ: Mapping[str, str], names: list[str]) -> Place:
+    numbers, job = _numbers(environ, "mpirun", names), environ.get("PMIX_NAMESPACE", "")
+    host, port = _master(environ)
+    if host is None and job and numbers[1] == numbers[3]:  # all on one machine
+        host, port = "127.0.0.1", PORTS + zlib.crc32(job.encode()) % 4096
+    return _place(names, numbers, "mpirun", host, port, job)
+
+
+def _srun(environ: Mapping[str, str]) -> Place | None:
+    if not {"SLURM_STEP_ID", "SLURM_PROCID"} <= environ.keys():
+        return None
+    size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    names = ["SLURM_PROCID", size, "SLURM_LOCALID"]
+    step, job, node, *numbers = _numbers(
+        environ, "srun", ["SLURM_STEP_ID", "SLURM_JOB_ID", "SLURM_NODEID", *names]
+    )
+    if step >= FIRST_OWN_STEP:
+        return None
+    tasks = _either(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    counts = _tasks_per_node(*tasks)
+    if node >= len(counts):
+        raise ValueError(f"SLURM_NODEID={node}, but {tasks[0]}={tasks[1]} has {len(counts)} nodes")
+    host, port = _master(environ)
+    if host is None:
+        nodes, listed = _either(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+        try:
+            host, port = first_host(listed), PORTS + job % 4096
+        except ValueError as error:
+            raise ValueError(f"{nodes}: {error}") from None
+    start = f"slurm.{job}.{step}.{environ.get('SLURM_RESTART_COUNT', '0')}"
+    return _place([*names, tasks[0]], (*numbers, counts[node]), "srun", host, port, start)
+
+
+def _refuse_traces(environ: Mapping[str, str]) -> None:
+    """ValueError where a launcher was at work and yet this process cannot know its rank: alone it
+    would train the same as each of its fellows."""
+    if environ.get("PET_NNODES", "1") not in ("1", "1:1"):
+        raise ValueError(
+            f"PET_NNODES={environ['PET_NNODES']}, but RANK is not set: these variables are for "
+            "torchrun, so that the command must be `torchrun PROGRAM`, not `python PROGRAM`"
+        )
+    for name in ("WORLD_SIZE", "PMI_RANK", "PMIX_RANK"):
+        if name in environ:
+            raise ValueError(
+                f"{name}={environ[name]}, but nothing says the rest (ranks, how many, and which of "
+                "this machine): start by torchrun, mpirun or srun, set RANK, WORLD_SIZE, "
+                f"LOCAL_RANK and LOCAL_WORLD_SIZE, or unset {name} to run one process alone"
+            )
+
+
+# ---- reading variables --------------------------------------------------------------------------
+
+
+def _numbers(environ: Mapping[str, str], launcher: str, names: list[str]) -> tuple[int, ...]:
+    remedy = f"{launcher} sets {', '.join(names)}; unset all of them to run one process alone"
+    for name in names:
+        if name not in environ:
+            there = next(other for other in names if other in environ)
+            raise ValueError(f"{there}={environ[there]}, but {name} is not set: {remedy}")
+        if not re.fullmatch(r"[0-9]{1,10}", environ[name]):
+            raise ValueError(f"{name}={environ[name]!r}: must be a whole number: {remedy}")
+    return tuple(int(environ[name]) for name in names)
+
+
+def _place(
+    names: list[str],
+    numbers: tuple[int, ...],
+    launcher: str,
+    host: str | None,
+    port: int | None,
+    job: str,
+) -> Place:
+    """`names` are the variables of the four numbers, for the messages."""
+    for index, total in ((0, 1), (2, 3), (3, 1)):
+        low, high = numbers[index], numbers[total]
+        if low > high if index == 3 else low >= high:
+            most = high if index == 3 else high - 1
+            raise ValueError(
+                f"{names[index]}={low}, but {names[total]}={high}, so that it can be at most "
+                f"{most}: both must come from the same launcher ({launcher})"
+            )
+    return Place(*numbers, launcher, host, port, job)
+
+
+def _master(environ: Mapping[str, str]) -> tuple[str, int] | tuple[None, None]:
+    """Scripts for srun and mpirun set these as well."""
+    host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
+    if host is None and port is None:
+        return None, None
+    if not host or port is None:
+        there = f"MASTER_PORT={port}" if not host else f"MASTER_ADDR={host}"
+        raise ValueError(f"{there} alone: MASTER_ADDR and MASTER_PORT must be set both, or neither")
+    if not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 65536:
+        raise ValueError(f"MASTER_PORT={port!r}: must be a port, 1 to 65535")
+    return host, int(port)
+
+
+def _either(environ: Mapping[str, str], name: str, other: str) -> tuple[str, str]:
+    """(name, value): of the step or, in old versions of Slurm, of the job."""
+    for one in (name, other):
+        if one in environ:
+            return one, environ[one]
+    raise ValueError(f"SLURM_PROCID is set, but neither {name} nor {other}: start by srun")
+
+
+def _tasks_per_node(name: str, text: str) -> list[int]:
+    """`8(x2),4` is 8, 8, 4."""
+    counts: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part)
+        if not found:
+            raise ValueError(f"{name}={text!r}: must be counts as Slurm writes them: 8(x2),4")
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts

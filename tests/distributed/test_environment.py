@@ -1,0 +1,164 @@
+"""needle/distributed/environment.py: what each launcher sets, alone, within another, and damaged."""
+
+import pytest
+
+from needle.distributed.environment import Place, find, first_host
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "7c9",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-vm-25743@1",
+    "PMIX_RANK": "1",
+}
+HYDRA = {"PMI_RANK": "2", "PMI_SIZE": "3", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+BATCH = {  # a command in an sbatch script
+    "SLURM_JOB_ID": "8195",
+    "SLURM_NTASKS": "12",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_TASKS_PER_NODE": "8,4",
+    "SLURM_JOB_NODELIST": "node[001-004,7],other",
+}
+SRUN = BATCH | {
+    "SLURM_STEP_ID": "2",
+    "SLURM_STEP_NUM_TASKS": "12",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x3)",
+    "SLURM_STEP_NODELIST": "node[002-004]",
+    "SLURM_PROCID": "9",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+}
+
+
+def test_nobody_started_it():
+    assert find({}) is None and find({"MASTER_ADDR": "x", "HOME": "/"}) is None
+    assert find(BATCH) is None  # runs once
+    for own in (0xFFFFFFFA, 0xFFFFFFFB):  # salloc's shell, the batch script of newer versions
+        assert find(SRUN | {"SLURM_STEP_ID": str(own)}) is None
+
+
+def test_torchrun():
+    assert find(TORCHRUN) == Place(3, 4, 1, 2, "torchrun", "10.0.0.1", 29501, "7c9.0")
+    static = {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    assert find(static).port == 29500  # nobody listens there yet
+    assert find(TORCHRUN | {"MASTER_PORT": "65535"}).port == 65534
+
+
+def test_a_pytorchjob_of_kubeflow_has_one_process_a_machine():
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    place = find({name: TORCHRUN[name] for name in names})
+    assert place == Place(3, 4, 0, 1, "torchrun", "10.0.0.1", 29500)
+
+
+def test_needle_itself():
+    place = find({**TORCHRUN, "NEEDLE_LAUNCH": "f00"})
+    assert place == Place(3, 4, 1, 2, "needle", "10.0.0.1", 29500, "f00")
+
+
+def test_mpirun():
+    place = find(OPEN_MPI)
+    assert (place.rank, place.size, place.local_rank, place.local_size) == (1, 2, 1, 2)
+    assert place.launcher == "mpirun" and place.job == "prterun-vm-25743@1"
+    assert place.host == "127.0.0.1" and 61440 <= place.port <= 65535  # all on one machine
+    spread = find(OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "8"})
+    assert spread.host is spread.port is None
+    told = find(OPEN_MPI | {"MASTER_ADDR": "a", "MASTER_PORT": "1"})
+    assert (told.host, told.port) == ("a", 1)
+    assert find(HYDRA) == Place(2, 3, 0, 1, "mpirun")
+
+
+def test_srun():
+    place = find(SRUN)
+    assert place == Place(9, 12, 1, 4, "srun", "node002", 61440 + 3, "slurm.8195.2.0")
+    assert find(SRUN | {"SLURM_RESTART_COUNT": "1"}).job != place.job
+    old = {k: v for k, v in SRUN.items() if k[:11] != "SLURM_STEP_" or k == "SLURM_STEP_ID"}
+    old |= {"SLURM_TASKS_PER_NODE": "4(x3)"}
+    assert find(old) == Place(9, 12, 1, 4, "srun", "node001", 61440 + 3, "slurm.8195.2.0")
+    pmi = find(SRUN | {"PMI_RANK": "9", "PMI_SIZE": "12", "PMIX_RANK": "9"})
+    assert pmi == place
+
+
+def test_the_innermost_launcher_knows_the_ranks():
+    daemon = {**SRUN, "SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "2", "SLURM_LOCALID": "0"}
+    assert find(daemon | OPEN_MPI).launcher == "mpirun"
+    assert find(daemon | HYDRA) == find(HYDRA)
+    assert find(daemon | TORCHRUN) == find(daemon | OPEN_MPI | TORCHRUN) == find(TORCHRUN)
+
+
+@pytest.mark.parametrize(
+    "nodes, host",
+    [
+        ("node001", "node001"),
+        ("node001,host2", "node001"),
+        ("node[001-0015],host2", "node001"),
+        ("node[7,009-011],host2", "node7"),
+        ("a-b.c[12]", "a-b.c12"),
+        ("rack[3-4]n[08-16],x", "rack3n08"),
+    ],
+)
+def test_the_first_host_of_a_list(nodes, host):
+    assert first_host(nodes) == host
+
+
+@pytest.mark.parametrize("nodes", ["", "[", "node[", "node[1-2", "node[a]", ",a", "a]", "a b"])
+def test_no_list(nodes):
+    with pytest.raises(ValueError, match="list of nodes"):
+        first_host(nodes)
+    with pytest.raises(ValueError, match="SLURM_STEP_NODELIST"):
+        find(SRUN | {"SLURM_STEP_NODELIST": nodes})
+
+
+@pytest.mark.parametrize(
+    "environ, change, words",
+    [
+        (TORCHRUN, {"WORLD_SIZE": "2"}, ["RANK=3", "WORLD_SIZE=2", "at most 1"]),
+        (TORCHRUN, {"WORLD_SIZE": "0"}, ["RANK=3", "WORLD_SIZE=0"]),
+        (TORCHRUN, {"RANK": "-1"}, ["RANK='-1'", "whole number"]),
+        (TORCHRUN, {"RANK": "two"}, ["RANK='two'", "whole number", "unset"]),
+        (TORCHRUN, {"RANK": "²"}, ["whole number"]),
+        (TORCHRUN, {"RANK": None}, ["WORLD_SIZE=4", "RANK is not set"]),
+        (TORCHRUN, {"WORLD_SIZE": None}, ["RANK=3", "WORLD_SIZE is not set"]),
+        (TORCHRUN, {"LOCAL_RANK": None}, ["RANK=3", "LOCAL_RANK is not set"]),
+        (TORCHRUN, {"LOCAL_RANK": "2"}, ["LOCAL_RANK=2", "LOCAL_WORLD_SIZE=2"]),
+        (TORCHRUN, {"LOCAL_WORLD_SIZE": "5"}, ["LOCAL_WORLD_SIZE=5", "WORLD_SIZE=4", "at most 4"]),
+        (TORCHRUN, {"MASTER_PORT": None}, ["MASTER_ADDR=10.0.0.1", "neither"]),
+        (TORCHRUN, {"MASTER_ADDR": None}, ["MASTER_PORT=29500", "neither"]),
+        (TORCHRUN, {"MASTER_PORT": "0"}, ["MASTER_PORT='0'", "1 to 65535"]),
+        (TORCHRUN, {"MASTER_PORT": "65536"}, ["MASTER_PORT='65536'"]),
+        (OPEN_MPI, {"OMPI_COMM_WORLD_RANK": "2"}, ["OMPI_COMM_WORLD_RANK=2", "at most 1"]),
+        (OPEN_MPI, {"OMPI_COMM_WORLD_SIZE": None}, ["OMPI_COMM_WORLD_SIZE is not set"]),
+        (HYDRA, {"PMI_SIZE": "x"}, ["PMI_SIZE='x'"]),
+        (HYDRA, {"MPI_LOCALRANKID": None}, ["MPI_LOCALRANKID is not set"]),
+        (HYDRA, {"MPI_LOCALRANKID": None, "MPI_LOCALNRANKS": None}, ["PMI_RANK=2", "rest"]),
+        (SRUN, {"SLURM_PROCID": "12"}, ["SLURM_PROCID=12", "SLURM_STEP_NUM_TASKS=12"]),
+        (SRUN, {"SLURM_LOCALID": "4"}, ["SLURM_LOCALID=4", "SLURM_STEP_TASKS_PER_NODE=4"]),
+        (SRUN, {"SLURM_NODEID": "3"}, ["SLURM_NODEID=3", "has 3 nodes"]),
+        (SRUN, {"SLURM_STEP_TASKS_PER_NODE": "4(x"}, ["SLURM_STEP_TASKS_PER_NODE='4(x'"]),
+        (SRUN, {"SLURM_JOB_ID": "n"}, ["SLURM_JOB_ID='n'"]),
+        (SRUN, {"SLURM_LOCALID": None}, ["SLURM_LOCALID is not set"]),
+        (SRUN, {"WORLD_SIZE": "2"}, ["WORLD_SIZE=2", "srun started 12"]),
+        ({}, {"WORLD_SIZE": "2"}, ["WORLD_SIZE=2", "RANK"]),
+        ({}, {"PMIX_RANK": "1"}, ["PMIX_RANK=1", "LOCAL_RANK"]),
+        ({}, {"PET_NNODES": "2"}, ["PET_NNODES=2", "torchrun PROGRAM"]),
+    ],
+)
+def test_what_cannot_be(environ, change, words):
+    changed = {k: v for k, v in (environ | change).items() if v is not None}
+    with pytest.raises(ValueError) as raised:
+        find(changed)
+    for word in words:
+        assert word in str(raised.value), str(raised.value)
