@@ -1,4 +1,4 @@
-"""needle/distributed/environment.py: what each launcher sets, alone, within another, and damaged."""
+"""needle/distributed/environment.py: what launchers set, alone, within another, and damaged."""
 
 import pytest
 

@@ -1,0 +1,420 @@
+"""The control channel: what the ranks say to each other in small messages, and who says that a rank
+is missing.
+
+    control = Control.join(place, {"needle": "0.1.0", ...}, folder)
+    losses = control.gather("losses", loss)                 # one of each rank, in their order
+    stop = control.broadcast("stop", reason)                # rank 0's
+    with control.watched("all_gather weights"): ...         # a collective that goes elsewhere
+    control.leave("the disk is full"), or control.close()
+
+All ranks call these in the same order. Rank 0 stands in the middle. The collectives are numbered,
+and a thread of each rank tells rank 0 its number, name and step some twenty times a deadline, so
+that entering and leaving a collective costs an assignment, and so that silence tells as well.
+
+Within `deadline` seconds of entering a collective it is done or there is one message, the same at
+all ranks: who noticed, in which collective at which step, and which ranks have not come, do not
+answer (stopped, or the machine is gone) or are gone (the connection ended: the process died). A
+rank that says itself why it ends (`leave`) is quoted. `gather` then raises; a watched collective
+hangs in C, and the thread prints the message and ends the process with the exit code of the error,
+75 where starting again may help. For that the collective must release the GIL while it waits.
+Outside of collectives nothing is interrupted: the next one raises.
+
+Messages, as JSON arrays:
+
+    ["at", number, name, step, inside, seconds]    to and from rank 0, again and again
+    ["value", number, name, step, text]            to rank 0: this rank's JSON for a gather
+    ["values", number, [text, ...]]                from rank 0, in the ranks' order
+    ["late", number, name, step]                   to rank 0: for this rank the deadline has passed
+    ["end", kind, text, code]                      from rank 0 to all, or of a rank that leaves
+    ["bye", number, name, step]                    the last collective that this rank came to
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import queue
+import select
+import selectors
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from needle.distributed import rendezvous
+from needle.distributed.environment import Place
+from needle.distributed.messages import LIMIT, Connection, encode
+from needle.distributed.rendezvous import KINDS, RankError, RankMissing, RanksDiffer, name_ranks
+
+__all__ = ["Control", "RankError", "RankMissing", "RanksDiffer"]
+
+LOOKS = 20  # in a deadline
+SLOWEST_LOOK = 1.0  # seconds
+EARLY = 0.9  # of the deadline: the thread looks some time later, and asks rank 0
+SILENT = 0.25  # of the deadline: without a word for so long a rank does not answer
+LINGER = 1.0  # seconds for the last words, when this rank closes
+MOST_DESCRIBED = 8  # ranks of a message
+MOST_REASON = 1000  # characters
+
+
+class _At(NamedTuple):
+    """Where a rank is: in, or behind, a collective."""
+
+    number: int
+    name: str
+    step: int
+    inside: str = ""  # "gather", "watched", or "" behind it
+
+    def __str__(self) -> str:
+        if not self.number:
+            return "before the first collective"
+        return f"{'in' if self.inside else 'behind'} {self.name!r} at step {self.step}"
+
+
+@dataclasses.dataclass
+class _Peer:
+    """What rank 0 knows of a rank, or a rank of rank 0."""
+
+    connection: Connection
+    at: _At = _At(0, "", 0)
+    since: float = 0.0  # when it came there; this and the next by this process' clock
+    heard: float = 0.0  # its last word
+    is_open: bool = True
+    has_closed: bool = False  # it said bye: `at` is its last collective
+
+
+class Control:
+    """The control channel of a rank; made by `join`. Used by one thread. `step` is for the user to
+    set: messages quote it. Attributes: place, rank, size, deadline."""
+
+    def __init__(self, place: Place, connections: dict[int, Connection], deadline: float) -> None:
+        self.place, self.rank, self.size, self.deadline = place, place.rank, place.size, deadline
+        self.step = 0
+        self._at = _At(0, "", 0)  # the thread reads it, as a whole
+        self._period = min(deadline / LOOKS, SLOWEST_LOOK)
+        self._failure: tuple[type[RankError], str, int] | None = None  # the first is the cause
+        self._lock = threading.Lock()
+        self._answers: queue.SimpleQueue[tuple[int, list[str]] | None] = queue.SimpleQueue()
+        self._gathering: dict[int, dict[int, tuple[_At, str]]] = {}  # by number, by rank
+        self._closing = self._closed = False
+        self._peers = {rank: _Peer(connection) for rank, connection in connections.items()}
+        # The thread's: seconds in which this process was not stopped, where it saw this rank, since
+        # when, and when it asked rank 0 who is late.
+        self._now, self._seen, self._since = 0.0, self._at, 0.0
+        self._asked: float | None = None
+        self._thread = threading.Thread(target=self._watch, name="needle control", daemon=True)
+        if self._peers:
+            self._thread.start()
+
+    @classmethod
+    def join(
+        cls,
+        place: Place,
+        facts: dict[str, str],
+        folder: Path | None = None,
+        seconds: float = 60.0,
+        deadline: float = 60.0,
+    ) -> Control:
+        """The channel, when all ranks are there and have the same facts (configuration, build,
+        versions). `folder` is one that all ranks see: rank 0 leaves its address there while they
+        come. RankMissing names the ranks that did not come within so many seconds, RanksDiffer
+        those that differ from rank 0, and in what: every rank that came raises the same."""
+        connections = {}
+        if place.size > 1:
+            connections = rendezvous.meet(place, facts, folder, seconds, deadline)
+        return cls(place, connections, deadline)
+
+    # ---- collectives ----------------------------------------------------------------------------
+
+    def gather(self, name: str, value: Any) -> list[Any]:
+        """The values of all ranks, the same list at each: what JSON makes of them, a tuple a list.
+        TypeError and ValueError for what is no JSON, or more than a MiB; RankMissing; RanksDiffer
+        where another rank is at another collective."""
+        text = json.dumps(value)
+        if len(text) > LIMIT:
+            raise ValueError(
+                f"{name}: {len(text):,} bytes: the control channel is for small messages, up to "
+                f"{LIMIT:,} bytes of a rank; arrays take another way"
+            )
+        self._enter(name, "gather")
+        at = self._at
+        try:
+            if self.size == 1:
+                texts = [text]
+            elif self.rank == 0:
+                self._collect(0, at, text)
+                texts = self._answer(at)
+            else:
+                self._tell(0, ["value", *at[:3], text])
+                texts = self._answer(at)
+        finally:
+            self._leave()
+        return [json.loads(one) for one in texts]
+
+    def broadcast(self, name: str, value: Any = None) -> Any:
+        """Rank 0's value. The others' are not looked at."""
+        return self.gather(name, value if self.rank == 0 else None)[0]
+
+    def watched(self, name: str) -> _Watched:
+        """A context in which this rank is in a collective that other libraries carry out."""
+        return _Watched(self, name)
+
+    def leave(self, reason: str, code: int = 1) -> None:
+        """The others end as well, quoting the reason, with the same exit code."""
+        text = f"rank {self.rank} stopped at step {self.step}: {reason[:MOST_REASON]}"
+        if self.rank == 0:
+            self._fail(RankMissing, text, code)
+        elif self._failure is None:
+            self._tell(0, ["end", "missing", text, code])
+        self._end()
+
+    def close(self) -> None:
+        """This rank comes to no further collective, and that is right so."""
+        if not self._closing:
+            for rank in self._peers:
+                self._tell(rank, ["bye", *self._at[:3]])
+        self._end()
+
+    def _end(self) -> None:
+        self._closing = True
+        for peer in self._peers.values():
+            peer.connection.end_sending()
+        if self._thread.is_alive():
+            self._thread.join(LINGER)
+        self._closed = True
+
+    def _enter(self, name: str, inside: str) -> None:
+        if self._failure is not None:
+            raise self._error(_At(self._at.number + 1, name, self.step, inside))
+        if self._closing:
+            raise RuntimeError(f"{name}: the control channel is closed")
+        self._at = _At(self._at.number + 1, name, self.step, inside)
+
+    def _leave(self) -> None:
+        self._at = self._at._replace(inside="")
+
+    def _answer(self, at: _At) -> list[str]:
+        while self._failure is None:
+            answer = self._answers.get()
+            if answer is not None and answer[0] == at.number:
+                return answer[1]
+        raise self._error(at)
+
+    def _error(self, at: _At) -> RankError:
+        kind, text, code = self._failure
+        error = kind(f"rank {self.rank}, {at}: {text}")
+        error.code = code
+        return error
+
+    # ---- rank 0 in the middle -------------------------------------------------------------------
+
+    def _collect(self, rank: int, at: _At, text: str) -> None:
+        """Rank 0: a value of a rank, and when it was the last one, the answer to all."""
+        with self._lock:
+            there = self._gathering.setdefault(at.number, {})
+            other = next(iter(there.items()), None)
+            there[rank] = (at, text)
+            if len(there) == self.size:
+                del self._gathering[at.number]
+        if other is not None and other[1][0].name != at.name:
+            self._fail(
+                RanksDiffer,
+                f"the ranks are at different collectives: rank {rank} is {at}, rank {other[0]} "
+                f"{other[1][0]}; it is number {at.number} of each",
+            )
+        elif len(there) == self.size:
+            texts = [there[rank][1] for rank in range(self.size)]
+            for peer in self._peers:
+                self._tell(peer, ["values", at.number, texts])
+            self._answers.put((at.number, texts))
+
+    def _tell(self, rank: int, message: list[Any]) -> None:
+        connection = self._peers[rank].connection
+        with contextlib.suppress(OSError):  # it is gone: the thread sees it, and says so
+            connection.send(encode(message, connection.limit))
+
+    def _fail(self, kind: type[RankError], text: str, code: int | None = None) -> None:
+        """The first failure is the cause; rank 0 tells it to all."""
+        code = kind.code if code is None else code
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = kind, text, code
+        if self.rank == 0:
+            word = next(word for word, one in KINDS.items() if one is kind)
+            for rank in self._peers:
+                self._tell(rank, ["end", word, text, code])
+        self._answers.put(None)
+
+    # ---- the thread -----------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        try:
+            with selectors.DefaultSelector() as selector:
+                for rank, peer in self._peers.items():
+                    selector.register(peer.connection, selectors.EVENT_READ, rank)
+                before = reported = time.monotonic()
+                while not self._closed:
+                    if self._closing and not any(peer.is_open for peer in self._peers.values()):
+                        break
+                    for key, _ in selector.select(max(0.0, reported + self._period - before)):
+                        if not self._hear(key.data):
+                            selector.unregister(key.fileobj)
+                            self._peers[key.data].is_open = False
+                            key.fileobj.close()
+                    now = time.monotonic()
+                    self._now += min(now - before, max(1.0, 2 * self._period))
+                    before = now
+                    if now >= reported + self._period:
+                        reported = now
+                        self._report()
+                    self._look()
+        except Exception as error:  # whatever it is: from now on nobody watches
+            self._fail(RankMissing, f"the control channel of rank {self.rank} failed: {error!r}")
+            self._look()
+        finally:
+            for peer in self._peers.values():
+                peer.connection.close()
+
+    def _hear(self, rank: int) -> bool:
+        """Takes what has come from a rank; whether more may come."""
+        peer = self._peers[rank]
+        try:
+            for message in peer.connection.receive():
+                peer.heard = self._now
+                self._take(rank, peer, message)
+        except EOFError as error:
+            if not self._closing:
+                self._fail(
+                    RankMissing,
+                    f"rank {rank} is gone: its connection ended ({error}), as when its process or "
+                    f"its machine dies; it was last seen {peer.at}",
+                )
+            return False
+        except (ValueError, TypeError, KeyError, IndexError) as error:
+            self._fail(RanksDiffer, f"rank {rank} sent what is no message: {error!r}")
+            return False
+        return not peer.has_closed
+
+    def _take(self, rank: int, peer: _Peer, message: list[Any]) -> None:
+        word, *more = message
+        if word == "at":
+            at = _At(*more[:4])
+            if at != peer.at:
+                peer.at, peer.since = at, self._now - more[4]
+        elif word == "value":
+            peer.at, peer.since = _At(*more[:3], "gather"), self._now
+            self._collect(rank, peer.at, more[3])
+        elif word == "values":
+            self._answers.put((more[0], more[1]))
+        elif word == "late":
+            self._fail(RankMissing, self._absent(rank, _At(*more, "watched")))
+        elif word == "end":
+            self._fail(KINDS[more[0]], more[1], more[2])
+        elif word == "bye":
+            peer.at, peer.has_closed = _At(*more), True
+        else:
+            raise ValueError(word)
+
+    def _report(self) -> None:
+        for rank, peer in self._peers.items():
+            if peer.is_open:
+                self._tell(rank, ["at", *self._seen, round(self._now - self._since, 3)])
+
+    def _look(self) -> None:
+        """What follows from what is known now."""
+        at = self._at
+        if at != self._seen:
+            self._seen, self._since, self._asked = at, self._now, None
+        if self._failure is None:
+            self._look_for_closed()
+        if self._failure is None and at.inside:
+            if self._now - self._since >= EARLY * self.deadline:
+                self._be_late(at)
+        if self._failure is not None and at.inside == "watched" and self._at == at:
+            self._die(at)
+
+    def _look_for_closed(self) -> None:
+        """A collective in which one is, and to which one that has closed will not come."""
+        places = [(self.rank, self._seen)]
+        places += [(rank, peer.at) for rank, peer in self._peers.items()]
+        for closed, peer in self._peers.items():
+            for rank, at in places:
+                if peer.has_closed and at.inside and at.number > peer.at.number:
+                    text = f"rank {rank} is {at}, but rank {closed} has ended, {peer.at}"
+                    self._fail(RankMissing, text)
+
+    def _be_late(self, at: _At) -> None:
+        """The deadline has passed here. Rank 0 knows who did not come."""
+        if self.rank == 0:
+            self._fail(RankMissing, self._absent(0, at))
+            return
+        first = self._peers[0]
+        silent = self._now - first.heard
+        if first.has_closed:
+            self._fail(RankMissing, f"{self._waited(self.rank, at)}; rank 0 has ended before")
+        elif silent > SILENT * self.deadline or (
+            self._asked is not None and self._now - self._asked > 2 * self._period
+        ):
+            self._fail(
+                RankMissing,
+                f"{self._waited(self.rank, at)}: rank 0 does not answer for {silent:.1f} s: it is "
+                f"stopped, or its machine is gone; it was last seen {first.at}",
+            )
+        elif self._asked is None:
+            self._asked = self._now
+            self._tell(0, ["late", *at[:3]])
+
+    def _waited(self, rank: int, at: _At) -> str:
+        return f"rank {rank} waited {self.deadline:g} s {at}"
+
+    def _absent(self, noticed: int, at: _At) -> str:
+        """Rank 0's answer to who has not come to where a rank waits."""
+        places = {0: (self._seen, self._since, 0.0)}
+        for rank, peer in self._peers.items():
+            places[rank] = peer.at, peer.since, self._now - peer.heard
+        words = {}
+        for rank, (there, since, silent) in places.items():
+            has_come = there.number > at.number or there[:2] == (at.number, at.name)
+            is_silent = silent > SILENT * self.deadline
+            if rank == noticed or (has_come and not is_silent):
+                continue
+            words[rank] = "came" if has_come else "has not come"
+            if is_silent:
+                words[rank] += (
+                    f" and does not answer for {silent:.1f} s: it is stopped, or its machine is "
+                    f"gone (last seen {there})"
+                )
+            else:
+                words[rank] += f" (for {self._now - since:.1f} s it is {there})"
+        listed = [f"rank {rank} {said}" for rank, said in [*words.items()][:MOST_DESCRIBED]]
+        if len(words) > MOST_DESCRIBED:
+            listed.append(f"and so with {name_ranks([*words][MOST_DESCRIBED:])}")
+        said = "; ".join(listed) or "all ranks have come, so that the transfer itself hangs"
+        return f"{self._waited(noticed, at)}: {said}"
+
+    def _die(self, at: _At) -> None:
+        """The main thread waits in C, where no exception reaches it."""
+        _, text, code = self._failure
+        line = f"needle: rank {self.rank}, {at}: {text}\n".encode()[:4000]
+        with contextlib.suppress(OSError):  # a stderr that nobody reads holds up no end
+            if select.select([], [2], [], 1.0)[1]:
+                os.write(2, line)
+        os._exit(code)
+
+
+class _Watched:
+    """`with control.watched(name)`."""
+
+    __slots__ = ("_control", "_name")
+
+    def __init__(self, control: Control, name: str) -> None:
+        self._control, self._name = control, name
+
+    def __enter__(self) -> None:
+        self._control._enter(self._name, "watched")
+
+    def __exit__(self, *exception: object) -> None:
+        self._control._leave()

@@ -1,0 +1,379 @@
+"""How the ranks of a start find each other, and make sure that they belong together.
+
+Rank 0 listens on all interfaces, IPv6 and IPv4, at the port that the environment names or one of
+the next seven; into a folder that all ranks see, where there is one, it writes its addresses.
+The others try what the file says, then what the environment says, until the deadline.
+
+    rank r -> rank 0    {MAGIC: VERSION, "job", "nonce", "rank", "size", "facts", "who", "id"}
+    rank 0 -> rank r    ["heard", seconds]      the verdict comes within so many
+                        ["stranger", why]       another start: look elsewhere
+    the verdict         ["welcome"], or ["missing" or "differ", text]
+
+Rank 0 waits for as many processes as there are ranks, or until its deadline. Then each process that
+has come gets the same verdict: a rank that nobody came as, one that two claim, another number of
+ranks, and facts in which a rank differs from rank 0 are named with both values. A connection that
+says none of this, or not all of it, costs nothing but its descriptor for a while.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import re
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from needle.distributed.environment import Place
+from needle.distributed.messages import Connection, encode
+from needle.files import replacing
+
+MAGIC = "needle control channel"
+VERSION = "1"  # of the messages, those of needle/distributed/control.py too; a fact like others
+PORTS = 8  # tried from the one that the environment names: others may listen there
+PATIENCE = 2.0  # seconds for a connection, and for the first word of rank 0
+STRANGER_SECONDS = 10.0  # for all of a greeting
+MOST_TEXT = 20_000  # characters of a verdict
+
+
+class RankError(RuntimeError):
+    """The ranks cannot go on. `code`: the exit code that says whether starting again may help."""
+
+    code = 1
+
+
+class RanksDiffer(RankError):
+    """The ranks do not belong together: each of them raises this, with the same words."""
+
+
+class RankMissing(RankError):
+    """A rank did not come, stopped or is gone."""
+
+    code = 75
+
+    def __init__(self, text: str, code: int = 75) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+KINDS = {"missing": RankMissing, "differ": RanksDiffer}
+
+
+def meet(
+    place: Place, facts: dict[str, str], folder: Path | None, seconds: float, deadline: float
+) -> dict[int, Connection]:
+    """Connections to the other ranks at rank 0, to rank 0 at the others, all of them welcome.
+    RankMissing, RanksDiffer; OSError where rank 0 cannot listen; FileError where it cannot write;
+    ValueError where nothing says how to find rank 0."""
+    if place.host is None and folder is None:
+        raise ValueError(
+            f"{place.launcher} does not say where rank 0 is: set MASTER_ADDR (its machine) and "
+            "MASTER_PORT for all ranks, or give a folder that all of them see"
+        )
+    file = None if folder is None else folder / f"rank0.{_as_name(place.job)}.json"
+    facts = facts | {MAGIC: VERSION}
+    if place.rank == 0:
+        return _receive(place, facts, file, seconds, deadline)
+    return {0: _go(place, facts, file, seconds, deadline)}
+
+
+def name_ranks(ranks: list[int], most: int = 16) -> str:
+    """`rank 2`; `ranks 1, 2 and 5`."""
+    words = [str(rank) for rank in ranks[:most]]
+    words += [f"{len(ranks) - most} more"] * (len(ranks) > most)
+    listed = " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+    return f"rank{'s' * (len(ranks) > 1)} {listed}"
+
+
+# ---- rank 0 -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Guest:
+    """A process that has come."""
+
+    rank: int
+    size: int
+    facts: dict[str, str]
+    who: str
+    id: str
+
+
+def _receive(
+    place: Place, facts: dict[str, str], file: Path | None, seconds: float, deadline: float
+) -> dict[int, Connection]:
+    end, nonce = time.monotonic() + seconds, secrets.token_hex(8)
+    guests: dict[Connection, _Guest] = {}
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(_listen(place, file is not None))
+        selector = stack.enter_context(selectors.DefaultSelector())
+        listener.setblocking(False)  # who knocks may be gone before the door opens
+        selector.register(listener, selectors.EVENT_READ)
+        strangers: dict[Connection, float] = {}  # -> when they must have said all
+        stack.callback(lambda: [one.close() for one in strangers])
+        if file is not None:
+            port = listener.getsockname()[1]
+            said = {"job": place.job, "nonce": nonce, "addresses": addresses(), "port": port}
+            with replacing(file) as out:
+                out.write(json.dumps(said).encode())
+            stack.callback(file.unlink, missing_ok=True)
+
+        def drop(connection: Connection) -> None:
+            selector.unregister(connection)
+            strangers.pop(connection, None)
+            guests.pop(connection, None)
+            connection.close()
+
+        while 1 + len(guests) < place.size and time.monotonic() < end:
+            for key, _ in selector.select(max(0.0, min(end - time.monotonic(), 0.5))):
+                if key.fileobj is listener:
+                    with contextlib.suppress(OSError):  # gone again, or no descriptors left
+                        one = Connection(listener.accept()[0], deadline=deadline)
+                        strangers[one] = time.monotonic() + STRANGER_SECONDS
+                        selector.register(one, selectors.EVENT_READ)
+                    continue
+                one = key.fileobj
+                if one not in strangers and one not in guests:
+                    continue  # dropped a moment ago
+                try:
+                    guest = _greeting(one, place.job, nonce)
+                    if guest is None:
+                        continue
+                    if one in guests:
+                        raise ValueError("it has said all already")
+                    one.send(encode(["heard", max(0.0, end - time.monotonic())]))
+                except (OSError, EOFError, ValueError, KeyError):
+                    drop(one)
+                    continue
+                strangers.pop(one, None)
+                for same in [it for it, other in guests.items() if other.id == guest.id]:
+                    drop(same)  # it comes again
+                guests[one] = guest
+            for one in [one for one, until in strangers.items() if time.monotonic() > until]:
+                drop(one)
+    kind, text = _verdict(place, facts, list(guests.values()), seconds)
+    for one in guests:
+        with contextlib.suppress(OSError):  # it is gone, which is seen soon enough
+            one.send(encode([kind, text] if kind else ["welcome"]))
+        one.limit *= 2 * place.size
+    if kind:
+        for one in guests:
+            one.close()
+        raise KINDS[kind](text)
+    return {guest.rank: one for one, guest in guests.items()}
+
+
+def _greeting(connection: Connection, job: str, nonce: str) -> _Guest | None:
+    """The guest, when all that it says has arrived. ValueError for a stranger; EOFError."""
+    messages = connection.receive()
+    if not messages:
+        return None
+    said = messages[0]
+    if len(messages) > 1 or not isinstance(said, dict) or MAGIC not in said:
+        raise ValueError("not of this protocol")
+    if said["job"] != job or said["nonce"] not in ("", nonce):
+        connection.send(encode(["stranger", "another start"]))
+        raise ValueError("another start")
+    kinds = {"rank": int, "size": int, "facts": dict, "who": str, "id": str}
+    if any(type(said[name]) is not kind for name, kind in kinds.items()):
+        raise ValueError("not of this protocol")
+    guest = _Guest(**{name: said[name] for name in kinds})
+    if not 0 < guest.rank < guest.size or {type(v) for v in guest.facts.values()} - {str}:
+        raise ValueError("not of this protocol")
+    return guest
+
+
+def _verdict(
+    place: Place, facts: dict[str, str], guests: list[_Guest], seconds: float
+) -> tuple[str, str]:
+    """("", "") where all have come and agree, else the kind of the error and its text."""
+    claims: dict[int, list[_Guest]] = defaultdict(list)
+    problems = []
+    for guest in guests:
+        if guest.size != place.size:
+            problems.append(
+                f"rank {guest.rank} ({guest.who}) was started as one of {guest.size} ranks, rank 0 "
+                f"as one of {place.size}: start all of them by one command, or with one number"
+            )
+        else:
+            claims[guest.rank].append(guest)
+    claims[0].append(_Guest(0, place.size, facts, _who(), ""))
+    for rank, claimed in sorted(claims.items()):
+        if len(claimed) > 1:
+            problems.append(
+                f"rank {rank} is claimed by {' and by '.join(one.who for one in claimed)}: each "
+                "process needs a rank of its own"
+            )
+    problems += _differences(facts, claims)
+    missing = [rank for rank in range(place.size) if rank not in claims]
+    kind = "differ" if problems else "missing" if missing else ""
+    if missing and len(guests) + 1 < place.size:
+        problems.append(
+            f"{name_ranks(missing)} of {place.size} did not come within {seconds:g} s: see what "
+            f"{place.launcher} says of them, and whether they reach rank 0 ({_who()})"
+        )
+    return kind, "; ".join(problems)[:MOST_TEXT]
+
+
+def _differences(facts: dict[str, str], claims: dict[int, list[_Guest]]) -> list[str]:
+    """Ranks that differ in the same way share their words."""
+    alike: dict[str, list[int]] = defaultdict(list)
+    for rank, claimed in sorted(claims.items()):
+        for guest in claimed:
+            names = sorted(facts.keys() | guest.facts.keys())
+            pairs = [(name, guest.facts.get(name), facts.get(name)) for name in names]
+            words = [
+                f"{name} is {_quoted(there)}, at rank 0 {_quoted(here)}"
+                for name, there, here in pairs
+                if there != here
+            ]
+            if words:
+                alike[", ".join(words)].append(rank)
+    return [f"{name_ranks(ranks)}: {words}" for words, ranks in alike.items()]
+
+
+def _quoted(value: str | None) -> str:
+    return "not there" if value is None else repr(value)
+
+
+def _listen(place: Place, has_file: bool) -> socket.socket:
+    """At the port of the environment or one of the next; at any where a file can say which."""
+    if place.port is None:
+        return _listen_at(0)
+    for port in ports(place.port):
+        with contextlib.suppress(OSError):
+            return _listen_at(port)
+    if has_file:
+        return _listen_at(0)
+    raise OSError(
+        f"rank 0 cannot listen: the ports {place.port} to {place.port + PORTS - 1} are taken; set "
+        "another MASTER_PORT for all ranks"
+    )
+
+
+def _listen_at(port: int) -> socket.socket:
+    backlog = 1024  # all ranks of a large start come at once
+    with contextlib.suppress(OSError):  # a machine without IPv6
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
+        )
+    return socket.create_server(("", port), backlog=backlog)
+
+
+def ports(first: int) -> list[int]:
+    """Where rank 0 may be, in the order in which they are tried."""
+    return [port if port < 65536 else port - PORTS for port in range(first, first + PORTS)]
+
+
+def addresses() -> list[str]:
+    """Of this machine: its own name for itself first, for ranks beside rank 0, then all others.
+    (Whoever tries one that is another machine's finds nobody there, or a stranger.)"""
+    found = ["127.0.0.1", socket.gethostname()]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # has no IPv4 address
+                asked = struct.pack("256s", name.encode()[:15])
+                answer = fcntl.ioctl(sock, 0x8915, asked)  # SIOCGIFADDR
+                found.append(socket.inet_ntoa(answer[20:24]))
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6") as file:  # no IPv6
+        for line in file:
+            number, _, _, scope, *_ = line.split()
+            if scope == "00":  # global
+                found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(number)))
+    return list(dict.fromkeys(found))
+
+
+# ---- the others ---------------------------------------------------------------------------------
+
+
+def _go(
+    place: Place, facts: dict[str, str], file: Path | None, seconds: float, deadline: float
+) -> Connection:
+    end, pause = time.monotonic() + seconds, 0.02
+    greeting = {
+        MAGIC: VERSION,
+        "job": place.job,
+        "rank": place.rank,
+        "size": place.size,
+        "facts": facts,
+    }
+    greeting |= {"who": _who(), "id": secrets.token_hex(8)}
+    tried: dict[str, str] = {}  # address -> what came of it
+    while True:
+        for host, port, nonce in _candidates(place, file):
+            if time.monotonic() >= end:
+                break
+            try:
+                return _introduce(host, port, greeting | {"nonce": nonce}, place, end, deadline)
+            except (OSError, EOFError, ValueError) as error:
+                tried[f"{host}:{port}"] = getattr(error, "strerror", None) or str(error)
+        if time.monotonic() >= end:
+            break
+        time.sleep(min(pause, max(0.0, end - time.monotonic())))
+        pause = min(2 * pause, 0.5)
+    listed = "; ".join(f"{address}: {why}" for address, why in tried.items())
+    where = "it wrote no address" if not tried else f"tried {listed}"
+    told = "" if file is None else f" (its file is {file})"
+    raise RankMissing(
+        f"rank {place.rank} did not find rank 0 within {seconds:g} s: {where}{told}. Does it run, "
+        "may its machine be reached from here, and is MASTER_ADDR, where it is set, the machine "
+        "of rank 0?"
+    )
+
+
+def _introduce(
+    host: str, port: int, greeting: dict[str, Any], place: Place, end: float, deadline: float
+) -> Connection:
+    """The connection, where whoever listens there is rank 0 and welcomes this rank. RankError is
+    the verdict; anything else means to look elsewhere, or again."""
+    left = max(0.01, min(PATIENCE, end - time.monotonic()))
+    with contextlib.ExitStack() as stack:
+        sock = stack.enter_context(socket.create_connection((host, port), timeout=left))
+        connection = Connection(sock, deadline=deadline)
+        connection.send(encode(greeting))
+        word, *more = _words(connection.wait(PATIENCE))
+        if word != "heard":
+            raise ValueError(str(more[0]) if word == "stranger" and more else "another program")
+        word, *more = _words(connection.wait(float(more[0]) + PATIENCE))
+        if word in KINDS:
+            raise KINDS[word](str(more[0]))
+        if word != "welcome":
+            raise ValueError("another program")
+        connection.limit *= 2 * place.size
+        stack.pop_all()
+        return connection
+
+
+def _words(message: Any) -> list[Any]:
+    if not isinstance(message, list) or not message:
+        raise ValueError("another program")
+    return message
+
+
+def _candidates(place: Place, file: Path | None) -> Iterator[tuple[str, int, str]]:
+    """(host, port, nonce): of the file, if it is of this start, then of the environment."""
+    try:
+        said = json.loads(file.read_bytes()) if file is not None else {}
+        if said["job"] == place.job:
+            yield from [(host, int(said["port"]), said["nonce"]) for host in said["addresses"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # rank 0 has not written it yet, or only a part of it is visible here
+    if place.host is not None:
+        yield from [(place.host, port, "") for port in ports(place.port)]
+
+
+def _who() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def _as_name(job: str) -> str:
+    return re.sub(r"[^\w.-]", "_", job)[:100] or "start"

@@ -1,0 +1,293 @@
+"""needle/distributed/control.py: what ranks say to each other, and who says that one is missing,
+killed, stopped or late, in a gather and in a collective that hangs in C."""
+
+import signal
+import time
+
+import pytest
+
+# A rank that stands for one in NCCL: its main thread sleeps where no exception reaches it.
+HANG = "time.sleep(600)"
+IN_GATHER = "control.gather('losses', rank)"
+IN_WATCHED = f"with control.watched('weights'): {HANG}"
+
+
+def test_values_arrive_as_they_were(start):
+    body = """
+control = join()
+values = [0.1, 5e-324, 1.7976931348623157e308, float("inf"), -0.0, 2**70, None, "ü\\n"]
+for number in range(200):
+    got = control.gather("values", [rank, number, *values])
+    assert repr(got) == repr([[r, number, *values] for r in range(3)])
+nan = control.gather("nan", (float("nan"), {1: True}))
+assert all(str(one) == "[nan, {'1': True}]" for one in nan) and len(nan) == 3
+assert control.broadcast("name", f"of rank {rank}") == "of rank 0"
+big = "x" * 1_000_000
+assert control.gather("big", big) == [big] * 3
+assert control.gather("quotes", '"' * 500_000) == ['"' * 500_000] * 3
+with control.watched("weights"):
+    pass
+say("well")
+control.close()
+control.close()
+"""
+    for rank in start(body, 3):
+        assert rank.end() == (0, ["well"], "")
+
+
+def test_one_process_alone(start):
+    body = """
+control = join()
+assert control.gather("x", (1,)) == [[1]] and control.broadcast("x", 2) == 2
+with control.watched("x"):
+    pass
+control.leave("done")
+"""
+    [rank] = start(body, 1)
+    assert rank.end() == (0, [], "")
+
+
+def test_what_is_refused_changes_nothing(start):
+    """Too large, no JSON: an error of this rank, behind which the ranks still agree."""
+    body = """
+control = join()
+for value in ("x" * 1_100_000, object(), {(1, 2): 3}):
+    try:
+        control.gather("x", value)
+    except (ValueError, TypeError) as error:
+        say(str(error)[:36])
+assert control.gather("x", 1) == [1, 1]
+control.close()
+try:
+    control.gather("x", 1)
+except RuntimeError as error:
+    say(error)
+"""
+    for rank in start(body):
+        code, words, said = rank.end()
+        assert (code, said) == (0, "")
+        assert words[0] == "x: 1,100,002 bytes: the control chann"[:36]
+        assert (
+            "Object of type object is not" in words[1]
+            and words[3] == "x: the control channel is closed"
+        )
+
+
+def test_ranks_at_different_collectives(start):
+    body = """
+control = join()
+control.step = 7
+control.gather("losses", 1)
+control.gather("stop" if rank == 2 else "losses", 1)
+"""
+    for rank in start(body, 3):
+        code, _, said = rank.end()
+        assert code == 1 and "RanksDiffer" in said and "number 2 of each" in said
+        assert "in 'stop' at step 7" in said and "in 'losses' at step 7" in said
+
+
+@pytest.mark.parametrize("where", [IN_GATHER, IN_WATCHED])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_is_killed(start, within, where, victim):
+    body = f"""
+control = join()
+control.step = 5
+control.gather("begin", None)
+say("ready")
+if rank == {victim}: {HANG}
+{where}
+"""
+    ranks = start(body, 3, deadline=20.0)
+    for rank in ranks:
+        rank.heard("ready")
+    ranks[victim].kill()
+    with within(5):  # and not at the deadline
+        ended = [rank.end() for number, rank in enumerate(ranks) if number != victim]
+    for code, _, said in ended:
+        assert code == 75 and f"rank {victim} is gone: its connection ended" in said
+        assert said.count("\n") == 1 and "at step 5: rank" in said
+        assert f"in '{'losses' if where is IN_GATHER else 'weights'}'" in said
+
+
+@pytest.mark.parametrize("where", [IN_GATHER, IN_WATCHED])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_is_stopped(start, within, where, victim):
+    body = f"""
+control = join()
+control.gather("begin", None)
+say("ready")
+if rank == {victim}: {HANG}
+{where}
+"""
+    ranks = start(body, 3)
+    for rank in ranks:
+        rank.heard("ready")
+    ranks[victim].kill(signal.SIGSTOP)
+    with within(5):
+        ended = [rank.end() for number, rank in enumerate(ranks) if number != victim]
+    for code, _, said in ended:
+        assert code == 75 and "waited 2 s in" in said and said.count("\n") == 1
+        assert f"rank {victim}" in said and "does not answer for" in said
+        assert "stopped, or its machine is gone" in said
+
+
+@pytest.mark.parametrize("where", [IN_GATHER, IN_WATCHED])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_does_not_come(start, within, where, victim):
+    """It lives, does something else, and hears of it when it comes."""
+    body = f"""
+control = join()
+control.step = 8
+control.gather("begin", None)
+control.step = 9
+if rank == {victim}:
+    while control._failure is None: time.sleep(0.01)
+{where}
+"""
+    ranks = start(body, 3)
+    with within(8):
+        ended = [rank.end() for rank in ranks]
+    for code, _, said in ended:
+        assert code == 75 and "waited 2 s in" in said
+        assert f"rank {victim} has not come (for" in said and "behind 'begin' at step 8" in said
+
+
+def test_all_come_and_the_transfer_hangs(start):
+    ranks = start(f"control = join()\n{IN_WATCHED}", 3, deadline=1.0)
+    for rank in ranks:
+        code, _, said = rank.end()
+        assert code == 75 and "all ranks have come, so that the transfer itself hangs" in said
+
+
+def test_a_collective_within_the_deadline_is_no_hang(start):
+    body = """
+control = join()
+for _ in range(3):
+    with control.watched("weights"): time.sleep(0.6)
+    time.sleep(1.5 * rank)
+    control.gather("x", 1)
+say("well")
+control.close()
+"""
+    for rank in start(body, deadline=2.0):
+        assert rank.end() == (0, ["well"], "")
+
+
+def test_a_stop_of_all_is_no_hang(start):
+    """Ctrl-Z and fg: time in which a rank did not run is not counted."""
+    body = """
+control = join()
+say("ready")
+with control.watched("weights"): time.sleep(2)
+say("well")
+control.close()
+"""
+    ranks = start(body, deadline=4.0)
+    for rank in ranks:
+        rank.heard("ready")
+    for rank in ranks:
+        rank.kill(signal.SIGSTOP)
+    time.sleep(5)
+    for rank in ranks:
+        rank.kill(signal.SIGCONT)
+    for rank in ranks:
+        assert rank.end() == (0, ["ready", "well"], "")
+
+
+@pytest.mark.parametrize("where", [IN_GATHER, IN_WATCHED])
+@pytest.mark.parametrize("leaver", [0, 1])
+@pytest.mark.parametrize("code", [1, 75])
+def test_a_rank_says_why_it_leaves(start, within, where, leaver, code):
+    body = f"""
+control = join()
+control.step = 3
+control.gather("begin", None)
+if rank == {leaver}:
+    control.leave("the disk is full", {code})
+    sys.exit({code})
+{where}
+"""
+    with within(10):
+        ended = [rank.end() for rank in start(body, 3, deadline=30.0)]
+    assert {ended[rank][0] for rank in range(3)} == {code}
+    for rank in {0, 1, 2} - {leaver}:
+        assert f"rank {leaver} stopped at step 3: the disk is full" in ended[rank][2]
+
+
+@pytest.mark.parametrize("where", [IN_GATHER, IN_WATCHED])
+@pytest.mark.parametrize("closer", [0, 1])
+def test_a_rank_has_ended_too_early(start, within, where, closer):
+    body = f"""
+control = join()
+control.gather("begin", None)
+if rank == {closer}:
+    control.close()
+    sys.exit()
+{where}
+"""
+    with within(10):
+        ended = [rank.end() for rank in start(body, 3, deadline=30.0)]
+    for rank in {0, 1, 2} - {closer}:
+        code, _, said = ended[rank]
+        assert code == 75 and f"rank {closer} has ended, behind 'begin'" in said
+
+
+def test_who_is_done_first_may_go(start):
+    """A rank is through a collective in which the others still are, closes, and ends."""
+    body = """
+control = join()
+with control.watched("weights"): time.sleep(0.3 * rank)
+control.close()
+say("well")
+"""
+    for rank in start(body, 3, deadline=20.0):
+        assert rank.end() == (0, ["well"], "")
+
+
+def test_a_rank_outside_of_collectives_is_not_interrupted(start):
+    """It finishes what it does, and raises at the next one."""
+    body = """
+control = join()
+control.gather("begin", None)
+if rank == 1: os._exit(3)
+time.sleep(1)
+say("through")
+with control.watched("weights"): say("never")
+"""
+    zero, one = start(body)
+    code, words, said = zero.end()
+    assert (code, words) == (75, ["through"]) and "rank 1 is gone" in said
+    assert one.end()[0] == 3
+
+
+def test_a_stderr_that_nobody_reads_holds_up_no_end(start, within):
+    body = f"""
+control = join()
+control.gather("begin", None)
+os.set_blocking(2, False)
+try:
+    while True: os.write(2, b"x" * 4096)
+except BlockingIOError:
+    os.set_blocking(2, True)
+say("ready")
+if rank == 1: os._exit(3)
+{IN_WATCHED}
+"""
+    zero, one = start(body)
+    zero.heard("ready")
+    with within(10):
+        assert zero.process.wait(20) == 75
+
+
+def test_a_rank_that_says_nonsense_ends_all(start):
+    """An error of the program: no rank takes half a message for a value."""
+    body = """
+control = join()
+control.gather("begin", None)
+if rank == 1:
+    control._peers[0].connection.send(b"\\0\\0\\0\\2[]")
+control.gather("x", 1)
+"""
+    for rank in start(body, 3):
+        code, _, said = rank.end()
+        assert code == 1 and "rank 1 sent what is no message" in said
