@@ -33,7 +33,6 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import ctypes
 import dataclasses
 import datetime
 import json
@@ -52,13 +51,13 @@ from typing import Any
 
 from needle.files import regular
 from needle.heartbeat import PIPE, SYNC_UNTIL
+from needle.processes import kill, signal_name, spawn, wait
 
 EXIT_GPU_LOST = 75
 HANG_SECONDS = 300.0  # a step, a batch of an evaluation, and a save must each fit
 DEATHS = 3  # at one step
 TICK = 0.1  # seconds between two looks at the process
 GRACE = 2.0  # seconds for the stacks of a process that hangs
-REAP = 30.0  # seconds in which what was killed must be gone
 PROBE_SECONDS = 60.0  # of a try: a context takes 0.2 s, and seconds where the driver was unloaded
 PROBE_WAITS = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0)  # seconds before each try
 
@@ -76,43 +75,7 @@ for device in devices or [d for d in ndl.all_devices() if d.enabled() and not d.
 """
 
 
-# ---- processes that end with this one -----------------------------------------------------------
-
-_libc = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
-
-
-def spawn(command: Sequence[str], **options: Any) -> subprocess.Popen:
-    """`command` in a session of its own, where a terminal's Ctrl-C does not reach it, with nothing
-    to read. The kernel kills it when this process ends, however it does."""
-    parent = os.getpid()
-
-    def tie() -> None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before it could be asked to
-            os._exit(1)
-
-    return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=tie, **options
-    )
-
-
-def wait(
-    process: subprocess.Popen, seconds: float, given_up: Callable[[], bool] = lambda: False
-) -> bool:
-    """Whether the process ended within so many seconds, or before `given_up`."""
-    end = time.monotonic() + seconds
-    while process.poll() is None and time.monotonic() < end and not given_up():
-        time.sleep(TICK / 5)
-    return process.returncode is not None
-
-
-def kill(process: subprocess.Popen) -> bool:
-    """Kills the process with its group; whether it is gone. A process that waits for a driver may
-    stay for ever."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # all of them are gone
-        os.killpg(process.pid, signal.SIGKILL)
-    return wait(process, REAP)
+# ---- the device ---------------------------------------------------------------------------------
 
 
 def probe(
@@ -133,11 +96,6 @@ def probe(
         lines = said.read().decode(errors="replace").strip().splitlines()
     code = process.returncode
     return None if code == 0 else lines[-1] if lines else f"exit code {code}"
-
-
-def signal_name(number: int) -> str:
-    """Real-time signals between the first and the last have no name, but kill as well."""
-    return next((one.name for one in signal.Signals if one == number), f"signal {number}")
 
 
 # ---- lives and deaths ---------------------------------------------------------------------------

@@ -16,11 +16,9 @@ child stands in line for a processor does not count: a machine that is busy is n
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import selectors
-import signal
 import subprocess
 import sys
 import tempfile
@@ -30,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from needle.diagnose.finding import Finding
+from needle.processes import signal_name
 
 BOOT = """
 import sys
@@ -38,7 +37,6 @@ from needle.diagnose.roles import serve
 serve(*sys.argv[1:])
 """
 ROOT = Path(__file__).resolve().parent.parent.parent  # of the needle that runs
-PR_SET_PDEATHSIG = 1
 LOOK = 0.1  # seconds between two looks at deadlines
 END_SECONDS = 2.0  # for what a process does behind its last word
 LAST_WORDS = 300  # characters of a dead child's output that its finding quotes
@@ -59,13 +57,6 @@ def starved(pid: int | str = "self") -> float:
 
 
 # ---- the child's end --------------------------------------------------------------------------
-
-
-def die_with(parent: int) -> None:
-    """This process is killed when the process that started it ends, also if it has already."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 class Teller:
@@ -230,8 +221,7 @@ class Child:
     def died(self) -> Finding:
         """The finding about a child that ended without having said so."""
         if self.exit is not None and self.exit < 0:
-            number = -self.exit  # most of the real-time signals have no name
-            how = next((one.name for one in signal.Signals if one == number), f"signal {number}")
+            how = signal_name(-self.exit)
         else:
             how = f"exit code {self.exit}"
         words = self.printed()[-LAST_WORDS:].strip().replace("\n", " / ")

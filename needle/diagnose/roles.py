@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from needle import _C
 from needle.diagnose import facts
-from needle.diagnose.children import Teller, die_with
+from needle.diagnose.children import Teller
+from needle.processes import die_with
 
 FATAL = (
     "a kernel or the GPU itself is broken: look at the Xid and ECC lines, try another GPU, and "

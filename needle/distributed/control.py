@@ -173,6 +173,7 @@ class Control:
     def close(self) -> None:
         """This rank comes to no further collective, and that is right so."""
         if not self._closing:
+            self._closing = True  # before it is answered
             for rank in self._peers:
                 self._tell(rank, ["bye", *self._at[:3]])
         self._end()

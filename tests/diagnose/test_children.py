@@ -15,7 +15,8 @@ from needle.diagnose.children import Crew, Teller
 BOOT = """
 import os, signal, sys, time
 sys.path.insert(0, sys.argv.pop(1))
-from needle.diagnose.children import Teller, die_with
+from needle.diagnose.children import Teller
+from needle.processes import die_with
 parent, pipe, where, until, is_full, role = sys.argv[1:]
 die_with(int(parent))
 teller = Teller(int(pipe), where, float(until), is_full == "1")

@@ -1,0 +1,62 @@
+"""Processes that end with the one that started them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+LOOK = 0.02  # seconds between two looks at a process that is to end
+REAP = 30.0  # seconds in which what was killed must be gone
+
+_libc = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent: int) -> None:
+    """The kernel kills this process when the one that started it ends, however it does; also where
+    it has already."""
+    _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def spawn(command: Sequence[str], **options: Any) -> subprocess.Popen:
+    """`command` in a session of its own, where a terminal's Ctrl-C does not reach it, with nothing
+    to read. It dies with this process."""
+    parent = os.getpid()
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=lambda: die_with(parent),
+        **options,
+    )
+
+
+def wait(
+    process: subprocess.Popen, seconds: float, given_up: Callable[[], bool] = lambda: False
+) -> bool:
+    """Whether the process ended within so many seconds, or before `given_up`."""
+    end = time.monotonic() + seconds
+    while process.poll() is None and time.monotonic() < end and not given_up():
+        time.sleep(LOOK)
+    return process.returncode is not None
+
+
+def kill(process: subprocess.Popen) -> bool:
+    """Kills the process with its group; whether it is gone. A process that waits for a driver may
+    stay for ever."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # all of them are gone
+        os.killpg(process.pid, signal.SIGKILL)
+    return wait(process, REAP)
+
+
+def signal_name(number: int) -> str:
+    """Real-time signals between the first and the last have no name, but kill as well."""
+    return next((one.name for one in signal.Signals if one == number), f"signal {number}")

@@ -1,0 +1,276 @@
+"""needle/distributed/spawn.py: ranks that end well, fail, hang, and lose who started them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from harness import ROOT
+from rank_processes import BEGIN, END
+
+from needle import heartbeat
+from needle.distributed import spawn
+from needle.distributed.environment import find
+
+LAUNCH = """
+import sys
+from needle.distributed import spawn
+spawn.MARGIN = float(sys.argv[2])
+sys.exit(spawn.run([sys.executable, "-S", "-c", sys.argv[4]], int(sys.argv[1]), float(sys.argv[3])))
+"""
+# What a rank begins with. A rank leaves a file with its process' number.
+RANK = """
+import os, signal, sys, time
+rank = int(os.environ["RANK"])
+open(f"{rank}.part", "w").write(str(os.getpid()))
+os.rename(f"{rank}.part", f"{rank}.pid")
+"""
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """launch(code, count) -> a process that starts ranks, each of which runs the code."""
+    begun = []
+
+    def start(code, count=3, deadline=60.0, margin=10.0, begin=RANK, **environ):
+        clean = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        process = subprocess.Popen(
+            [sys.executable, "-c", LAUNCH, str(count), str(margin), str(deadline), begin + code],
+            cwd=tmp_path,
+            env=clean | {"PYTHONPATH": path} | environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        begun.append(process)
+        return process
+
+    yield start
+    for process in begun:
+        process.kill()
+        process.communicate()
+
+
+def pid_of(folder: Path, rank: int, seconds: float = 30) -> int:
+    """When it has begun."""
+    end = time.monotonic() + seconds
+    while not (folder / f"{rank}.pid").exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return int((folder / f"{rank}.pid").read_text())
+
+
+def is_gone(pid: int, seconds: float = 20) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if state == "Z":  # nobody in this container reaps orphans
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_each_rank_knows_its_place(monkeypatch):
+    monkeypatch.setenv("RANK", "7")  # whatever stands around it
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "outer")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv(heartbeat.PIPE, raising=False)
+    made = spawn.environments(3)
+    places = [find(environ) for environ in made]
+    assert [(p.rank, p.size, p.local_rank, p.local_size) for p in places] == [
+        (rank, 3, rank, 3) for rank in range(3)
+    ]
+    assert {p.launcher for p in places} == {"needle"} and len(
+        {(p.port, p.job) for p in places}
+    ) == 1
+    assert spawn.environments(3)[0]["NEEDLE_LAUNCH"] != places[0].job
+    threads = int(made[0]["OMP_NUM_THREADS"])
+    assert 1 <= threads <= max(1, len(os.sched_getaffinity(0)) // 3)
+    assert heartbeat.PIPE not in made[0]
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    monkeypatch.setenv(heartbeat.PIPE, "/tmp/pipe")
+    made = spawn.environments(2)
+    assert [environ["OMP_NUM_THREADS"] for environ in made] == ["5", "5"]
+    assert [environ[heartbeat.PIPE] for environ in made] == ["/tmp/pipe", os.devnull]
+
+
+def test_what_the_ranks_say(launch):
+    code = """
+print(f"out {rank}")
+sys.stderr.write(f"one of {rank}\\ntwo \\xff without an end")
+"""
+    process = launch(code, 2)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, "out 0\n")
+    assert sorted(err.replace("end", "end\n").splitlines()) == sorted(
+        [
+            "one of 0",
+            "two \xff without an end",
+            "rank 1: one of 1",
+            "rank 1: two \xff without an end",
+            "",
+        ]
+    )
+
+
+def test_a_line_without_end_is_said(launch):
+    process = launch("sys.stderr.write('x' * 300_000) if rank else None", 2)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and err.count("x") == 300_000
+    assert all(line.startswith("rank 1: ") for line in err.splitlines())
+
+
+def test_the_first_that_failed_gives_the_exit_code(launch, tmp_path):
+    wait = "while not os.path.exists('2.over'): time.sleep(0.01)\ntime.sleep(0.3)\n"
+    code = f"""
+if rank == 2:
+    open("2.over", "w")
+    sys.exit(3)
+{wait}
+sys.exit(4 if rank else 0)
+"""
+    process = launch(code)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 3 and err == "needle: rank 2 ended with code 3\n"
+    (tmp_path / "2.over").unlink()
+    process = launch(code.replace("4 if", "75 if"))
+    assert process.communicate(timeout=60) and process.returncode == 75
+
+
+def test_the_ranks_hear_of_a_death_and_end_by_themselves(launch):
+    code = """
+from needle.distributed.environment import find
+def main():
+    control = Control.join(find(), {}, None, 30.0, 20.0)
+    control.gather("begin", None)
+    if rank == 1: os.kill(os.getpid(), signal.SIGKILL)
+    with control.watched("weights"): time.sleep(600)
+"""
+    begin = BEGIN.partition("rank, size, port")[0] + RANK.replace("import", "import os,", 1)
+    process = launch(code + END, begin=begin)
+    began = time.monotonic()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 75 and time.monotonic() - began < 15
+    assert "needle: rank 1 was killed by SIGKILL\n" in err
+    assert "\nneedle: rank 0, in 'weights' at step 0: rank 1 is gone" in "\n" + err
+    assert "rank 2: needle: rank 2, in 'weights' at step 0: rank 1 is gone" in err
+
+
+def test_who_hears_of_nothing_is_ended(launch, tmp_path):
+    """By SIGTERM, and where that is not heeded by SIGKILL."""
+    code = """
+if rank == 0:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if rank == 1:
+    while not (os.path.exists("0.pid") and os.path.exists("2.pid")): time.sleep(0.01)
+    time.sleep(0.2)
+    sys.exit(9)
+time.sleep(600)
+"""
+    process = launch(code, deadline=0.2, margin=0.3)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 9
+    assert err.splitlines() == [
+        "needle: rank 1 ended with code 9",
+        "needle: ranks that do not end by themselves (0, 2): SIGTERM",
+        "needle: ranks that do not end by themselves (0): SIGKILL",
+    ]
+    assert all(is_gone(pid_of(tmp_path, rank)) for rank in range(3))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_are_passed_on_once(launch, tmp_path, heeds_hangup, number):
+    code = """
+heard = []
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, lambda number, frame: heard.append(number))
+open(f"{rank}.ready", "w")
+while not heard: time.sleep(0.01)
+time.sleep(0.3)
+print(*heard, file=sys.stderr)
+"""
+    process = launch(code)
+    for rank in range(3):
+        pid_of(tmp_path, rank)
+    while len([*tmp_path.glob("*.ready")]) < 3:
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    said = f"{int(number)}"
+    assert process.returncode == 0
+    assert sorted(err.splitlines()) == sorted([said, f"rank 1: {said}", f"rank 2: {said}"])
+
+
+def test_a_death_by_a_signal_that_was_passed_on(launch, tmp_path):
+    process = launch("signal.signal(signal.SIGTERM, signal.SIG_DFL)\ntime.sleep(600)")
+    for rank in range(3):
+        pid_of(tmp_path, rank)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM and "was killed by SIGTERM" in err
+
+
+def test_a_supervisor_that_asks_for_stacks_gets_those_of_the_ranks(launch, tmp_path):
+    process = launch("time.sleep(600)", PYTHONFAULTHANDLER="1")
+    for rank in range(3):
+        pid_of(tmp_path, rank)
+    process.send_signal(signal.SIGABRT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGABRT
+    assert err.count("Fatal Python error: Aborted") == 3
+    assert err.count("rank 1: Fatal Python error: Aborted") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_nothing_is_left_when_it_is_killed(launch, tmp_path, number):
+    process = launch("signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)")
+    pids = [pid_of(tmp_path, rank) for rank in range(3)]
+    process.send_signal(number)
+    assert process.wait(30) == -number
+    assert all(is_gone(pid) for pid in pids)
+
+
+def test_a_command_that_is_not_there(capfd):
+    assert spawn.run(["/nowhere/at all"], 2) == 127
+    assert spawn.run(["/"], 2) == 126
+    assert capfd.readouterr().err.splitlines() == [
+        "needle: /nowhere/at all: No such file or directory",
+        "needle: /: Permission denied",
+    ]
+
+
+def test_a_supervisor_hears_rank_0_alone(tmp_path):
+    """And starts all of them again when one was killed."""
+    code = (
+        RANK.replace("{rank}.pid", "{rank}.{os.environ['NEEDLE_RESTARTS']}.pid")
+        + """
+import json
+with open(os.environ["NEEDLE_HEARTBEAT"], "w") as pipe:
+    pipe.write(json.dumps({"run": ".", "device": "cpu", "step": 100 + rank}) + "\\n")
+if os.environ["NEEDLE_RESTARTS"] == "0":
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL) if rank else None
+"""
+    )
+    words = [sys.executable, "-c", LAUNCH, "2", "10", "60", code]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-m", "needle.supervise", "--", *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    [fault] = map(json.loads, (tmp_path / "faults.jsonl").read_text().splitlines())
+    assert (fault["step"], fault["exit"], fault["action"]) == (101, 75, "restart")
+    assert len([*tmp_path.glob("*.pid")]) == 4
