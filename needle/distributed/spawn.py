@@ -28,6 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from typing import IO
 
 from needle.heartbeat import PIPE
 from needle.processes import kill, signal_name, spawn
@@ -55,7 +56,7 @@ class _Launch:
         self.patience: float | None = None  # until then the others may end by themselves
         self.signals: list[int] = []  # that have come, and were not passed on yet
         self.passed_on: set[int] = set()
-        self.lines: dict[int, bytearray] = {}  # of stderr, not whole yet
+        self.lines: dict[int, bytes] = {}  # of stderr, not whole yet
 
     def run(self) -> int:
         with self._listening(), selectors.DefaultSelector() as selector:
@@ -68,8 +69,9 @@ class _Launch:
                             selector.unregister(key.fileobj)
                     self._pass_on()
                     self._look()
-                for key in list(selector.get_map().values()):  # their last words
-                    self._repeat(key.data, key.fileobj)
+                for key in selector.get_map().values():  # last words; a child of theirs may hold
+                    self._repeat(key.data, key.fileobj)  # the pipe open
+                    self._say_lines(key.data, b"\n")
             except OSError as error:
                 say(f"{self.command[0]}: {error.strerror}")
                 return 127 if isinstance(error, FileNotFoundError) else 126
@@ -89,7 +91,7 @@ class _Launch:
         if process.stderr is not None:
             os.set_blocking(process.stderr.fileno(), False)
             selector.register(process.stderr, selectors.EVENT_READ, rank)
-            self.lines[rank] = bytearray()
+            self.lines[rank] = b""
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
@@ -155,21 +157,23 @@ class _Launch:
                         del self.running[rank]
         self.running.clear()  # a process that waits for a driver may stay for ever
 
-    def _repeat(self, rank: int, pipe) -> bool:
-        """Whole lines of a rank's stderr; whether there may be more."""
+    def _repeat(self, rank: int, pipe: IO[bytes]) -> bool:
+        """Says what has come of a rank's stderr; whether there may be more."""
         try:
             data = os.read(pipe.fileno(), 1 << 16)
         except BlockingIOError:
             return True
-        held = self.lines[rank]
-        held += data or (b"\n" if held else b"")
-        *whole, rest = held.split(b"\n")
+        self._say_lines(rank, data or b"\n")
+        return bool(data)
+
+    def _say_lines(self, rank: int, data: bytes) -> None:
+        *whole, rest = (self.lines[rank] + data).split(b"\n")
         if len(rest) > LONGEST_LINE:
             whole, rest = [*whole, rest], b""
-        self.lines[rank] = bytearray(rest)
+        self.lines[rank] = rest
         for line in whole:
-            say(line.decode(errors="replace"), f"rank {rank}")
-        return bool(data)
+            if line:
+                say(line.decode(errors="replace"), f"rank {rank}")
 
 
 def environments(count: int) -> list[dict[str, str]]:

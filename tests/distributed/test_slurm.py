@@ -63,5 +63,5 @@ def test_its_lines_are_sbatchs():
     said = dict(lines)
     assert said["--signal"] == "TERM@120" and said["--open-mode"] == "append"
     assert "--requeue" in said and said["--gpus-per-node"] == said["--ntasks-per-node"]
-    body = SCRIPT.read_text().partition("\npython=")[0]
+    body = SCRIPT.read_text().partition("\npython=python3")[0]
     assert all(not line or line.startswith("#") for line in body.splitlines())
