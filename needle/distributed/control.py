@@ -35,7 +35,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import queue
 import select
 import selectors
 import threading
@@ -52,7 +51,7 @@ __all__ = ["Control", "RankError", "RankMissing", "RanksDiffer"]
 
 LOOKS = 20  # in a deadline
 SLOWEST_LOOK = 1.0  # seconds
-EARLY = 0.9  # of the deadline: the thread looks some time later, and asks rank 0
+EARLY = 0.8  # of the deadline: the thread looks some time later, and asks rank 0
 SILENT = 0.25  # of the deadline: without a word for so long a rank does not answer
 LINGER = 1.0  # seconds for the last words, when this rank closes
 MOST_DESCRIBED = 8  # ranks of a message
@@ -96,14 +95,20 @@ class Control:
         self._period = min(deadline / LOOKS, SLOWEST_LOOK)
         self._failure: tuple[type[RankError], str, int] | None = None  # the first is the cause
         self._lock = threading.Lock()
-        self._answers: queue.SimpleQueue[tuple[int, list[str]] | None] = queue.SimpleQueue()
+        self._answered: tuple[int, list[str]] = 0, []  # the last gather that is done
         self._gathering: dict[int, dict[int, tuple[_At, str]]] = {}  # by number, by rank
-        self._closing = self._closed = False
+        self._closing, self._closed = False, threading.Event()
         self._peers = {rank: _Peer(connection) for rank, connection in connections.items()}
+        # Whoever holds the lock reads: a gather itself, so that no other thread stands between, and
+        # else the thread.
+        self._reading, self._selector = threading.Lock(), selectors.DefaultSelector()
+        for rank, connection in connections.items():
+            self._selector.register(connection, selectors.EVENT_READ, rank)
         # The thread's: seconds in which this process was not stopped, where it saw this rank, since
         # when, and when it asked rank 0 who is late.
         self._now, self._seen, self._since = 0.0, self._at, 0.0
         self._asked: float | None = None
+        self._reported = 0.0
         self._thread = threading.Thread(target=self._watch, name="needle control", daemon=True)
         if self._peers:
             self._thread.start()
@@ -180,11 +185,14 @@ class Control:
 
     def _end(self) -> None:
         self._closing = True
-        for peer in self._peers.values():
-            peer.connection.end_sending()
-        if self._thread.is_alive():
-            self._thread.join(LINGER)
-        self._closed = True
+        end = time.monotonic() + LINGER
+        with self._reading:
+            for peer in self._peers.values():
+                peer.connection.end_sending()
+            # Closed while something is unread, a connection drops what is on its way to the others.
+            while time.monotonic() < end and any(peer.is_open for peer in self._peers.values()):
+                self._hear(end - time.monotonic())
+        self._closed.set()
 
     def _enter(self, name: str, inside: str) -> None:
         if self._failure is not None:
@@ -197,10 +205,11 @@ class Control:
         self._at = self._at._replace(inside="")
 
     def _answer(self, at: _At) -> list[str]:
-        while self._failure is None:
-            answer = self._answers.get()
-            if answer is not None and answer[0] == at.number:
-                return answer[1]
+        with self._reading:
+            while self._answered[0] != at.number and self._failure is None:
+                self._hear(self._period)  # the thread may have found out meanwhile who is late
+        if self._answered[0] == at.number:
+            return self._answered[1]
         raise self._error(at)
 
     def _error(self, at: _At) -> RankError:
@@ -225,11 +234,11 @@ class Control:
                 f"the ranks are at different collectives: rank {rank} is {at}, rank {other[0]} "
                 f"{other[1][0]}; it is number {at.number} of each",
             )
-        elif len(there) == self.size:
+        elif len(there) == self.size and self._failure is None:
             texts = [there[rank][1] for rank in range(self.size)]
             for peer in self._peers:
                 self._tell(peer, ["values", at.number, texts])
-            self._answers.put((at.number, texts))
+            self._answered = at.number, texts
 
     def _tell(self, rank: int, message: list[Any]) -> None:
         connection = self._peers[rank].connection
@@ -247,40 +256,19 @@ class Control:
             word = next(word for word, one in KINDS.items() if one is kind)
             for rank in self._peers:
                 self._tell(rank, ["end", word, text, code])
-        self._answers.put(None)
 
-    # ---- the thread -----------------------------------------------------------------------------
+    # ---- what has come --------------------------------------------------------------------------
 
-    def _watch(self) -> None:
-        try:
-            with selectors.DefaultSelector() as selector:
-                for rank, peer in self._peers.items():
-                    selector.register(peer.connection, selectors.EVENT_READ, rank)
-                before = reported = time.monotonic()
-                while not self._closed:
-                    if self._closing and not any(peer.is_open for peer in self._peers.values()):
-                        break
-                    for key, _ in selector.select(max(0.0, reported + self._period - before)):
-                        if not self._hear(key.data):
-                            selector.unregister(key.fileobj)
-                            self._peers[key.data].is_open = False
-                            key.fileobj.close()
-                    now = time.monotonic()
-                    self._now += min(now - before, max(1.0, 2 * self._period))
-                    before = now
-                    if now >= reported + self._period:
-                        reported = now
-                        self._report()
-                    self._look()
-        except Exception as error:  # whatever it is: from now on nobody watches
-            self._fail(RankMissing, f"the control channel of rank {self.rank} failed: {error!r}")
-            self._look()
-        finally:
-            for peer in self._peers.values():
-                peer.connection.close()
+    def _hear(self, seconds: float) -> None:
+        """Takes it, waiting so long for the first of it."""
+        for key, _ in self._selector.select(max(0.0, seconds)):
+            if not self._hear_of(key.data):
+                self._selector.unregister(key.fileobj)
+                self._peers[key.data].is_open = False
+                key.fileobj.close()
 
-    def _hear(self, rank: int) -> bool:
-        """Takes what has come from a rank; whether more may come."""
+    def _hear_of(self, rank: int) -> bool:
+        """What has come of a rank; whether more may come."""
         peer = self._peers[rank]
         try:
             for message in peer.connection.receive():
@@ -309,7 +297,7 @@ class Control:
             peer.at, peer.since = _At(*more[:3], "gather"), self._now
             self._collect(rank, peer.at, more[3])
         elif word == "values":
-            self._answers.put((more[0], more[1]))
+            self._answered = more[0], more[1]
         elif word == "late":
             self._fail(RankMissing, self._absent(rank, _At(*more, "watched")))
         elif word == "end":
@@ -318,6 +306,38 @@ class Control:
             peer.at, peer.has_closed = _At(*more), True
         else:
             raise ValueError(word)
+
+    # ---- the thread -----------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        before = time.monotonic()
+        try:
+            while not self._closed.is_set():
+                # A hang is over as soon as its cause is known; else there is time.
+                if self._at.inside == "watched":
+                    self._selector.select(self._period)
+                else:
+                    self._closed.wait(self._period)
+                if self._reading.acquire(blocking=False):
+                    try:
+                        self._hear(0.0)
+                    finally:
+                        self._reading.release()
+                now = time.monotonic()
+                self._now += min(now - before, max(1.0, 2 * self._period))
+                before = now
+                self._look()
+                if self._now >= self._reported + self._period:
+                    self._reported = self._now
+                    self._report()
+        except Exception as error:  # whatever it is: from now on nobody watches
+            self._fail(RankMissing, f"the control channel of rank {self.rank} failed: {error!r}")
+            self._look()
+        finally:
+            with self._reading:
+                self._selector.close()
+                for peer in self._peers.values():
+                    peer.connection.close()
 
     def _report(self) -> None:
         for rank, peer in self._peers.items():
@@ -357,7 +377,7 @@ class Control:
         if first.has_closed:
             self._fail(RankMissing, f"{self._waited(self.rank, at)}; rank 0 has ended before")
         elif silent > SILENT * self.deadline or (
-            self._asked is not None and self._now - self._asked > 2 * self._period
+            self._asked is not None and self._now - self._asked > 4 * self._period
         ):
             self._fail(
                 RankMissing,
