@@ -28,7 +28,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import IO
 
 from needle.heartbeat import PIPE
 from needle.processes import kill, signal_name, spawn
@@ -65,12 +64,12 @@ class _Launch:
                     self._start(rank, environ, selector)
                 while self.running:
                     for key, _ in selector.select(TICK):
-                        if not self._repeat(key.data, key.fileobj):
+                        if not self._repeat(key.data, key.fd):
                             selector.unregister(key.fileobj)
                     self._pass_on()
                     self._look()
                 for key in selector.get_map().values():  # last words; a child of theirs may hold
-                    self._repeat(key.data, key.fileobj)  # the pipe open
+                    self._repeat(key.data, key.fd)  # the pipe open
                     self._say_lines(key.data, b"\n")
             except OSError as error:
                 say(f"{self.command[0]}: {error.strerror}")
@@ -157,10 +156,10 @@ class _Launch:
                         del self.running[rank]
         self.running.clear()  # a process that waits for a driver may stay for ever
 
-    def _repeat(self, rank: int, pipe: IO[bytes]) -> bool:
+    def _repeat(self, rank: int, pipe: int) -> bool:
         """Says what has come of a rank's stderr; whether there may be more."""
         try:
-            data = os.read(pipe.fileno(), 1 << 16)
+            data = os.read(pipe, 1 << 16)
         except BlockingIOError:
             return True
         self._say_lines(rank, data or b"\n")
