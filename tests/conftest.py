@@ -37,7 +37,7 @@ def texts(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory):
-    """(name, make) -> a folder that make(folder) has filled, once for all workers of pytest-xdist."""
+    """(name, make) -> a folder that make(folder) has filled, once for all workers of xdist."""
     workers = "PYTEST_XDIST_WORKER" in os.environ  # their folders lie beside each other
     base = tmp_path_factory.getbasetemp()
     root = base.parent if workers else base

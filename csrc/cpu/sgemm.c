@@ -81,9 +81,9 @@ const char *cpu_sgemm_library(void) {
 
 enum { ROWS = 4, COLUMNS = 32, DEPTH = 256 };
 
-/* One ROWS x COLUMNS tile of c in registers; both panels are packed, padded with zeros. The sanitizers
- * leave it alone: it would be half of their time, and sees no operand, only the panels, all of whose
- * numbers are in its sums. */
+/* One ROWS x COLUMNS tile of c in registers; both panels are packed, padded with zeros. The
+ * sanitizers leave it alone: it would be half of their time, and it sees no operand, only the
+ * panels, all of whose numbers are in its sums. */
 __attribute__((no_sanitize("address", "undefined"))) static void
 tile(int64_t depth, const float *restrict a, const float *restrict b, float sums[ROWS][COLUMNS]) {
     float t[ROWS][COLUMNS] = {{0}};
