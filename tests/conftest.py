@@ -5,13 +5,10 @@ NEEDLE_REQUIRE_CUDA=1   no GPU is a failure, not a reason to skip
 """
 
 import collections
-import fcntl
 import importlib.util
 import os
 import random
 import signal
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,27 +30,6 @@ def texts(tmp_path, monkeypatch):
         (folder / f"{number:02}.txt").write_text("\n".join(lines) + f"\nünïcode {number}\n")
     (folder / "picture.bin").write_bytes(bytes(range(256)))
     return folder
-
-
-@pytest.fixture(scope="session")
-def made_once(tmp_path_factory):
-    """(name, make) -> a folder that make(folder) has filled, once for all workers of xdist."""
-    workers = "PYTEST_XDIST_WORKER" in os.environ  # their folders lie beside each other
-    base = tmp_path_factory.getbasetemp()
-    root = base.parent if workers else base
-
-    def folder_of(name: str, make: Callable[[Path], None]) -> Path:
-        folder = root / name
-        with open(root / f"{name}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not folder.exists():
-                making = root / f"{name}.making"
-                making.mkdir(exist_ok=True)  # of a test that failed
-                make(making)
-                making.rename(folder)
-        return folder
-
-    return folder_of
 
 
 @pytest.fixture

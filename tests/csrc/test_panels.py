@@ -98,20 +98,22 @@ def main(folder: str) -> None:
 
 
 @pytest.fixture(scope="session")
-def results(made_once):
+def results(tmp_path_factory):
     """By path and number of threads, what main() found."""
     needle = Path(_C.__file__).parent.parent  # the one that is tested here
     python_path = os.pathsep.join([str(needle), str(ROOT / "tests")])
 
-    def run(path: str, folder: Path) -> None:
+    @functools.cache
+    def files(path: str) -> Path:
+        folder = tmp_path_factory.mktemp(path)
         environment = os.environ | {"NEEDLE_CPU_PRODUCTS": path, "PYTHONPATH": python_path}
         command = [sys.executable, __file__, str(folder)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
+        return folder
 
     def found(path: str, threads: int) -> dict[str, np.ndarray]:
-        folder = made_once(f"products-{path}", functools.partial(run, path))
-        with np.load(folder / f"{threads}.npz") as file:
+        with np.load(files(path) / f"{threads}.npz") as file:
             return dict(file)
 
     return found
