@@ -221,7 +221,7 @@ def test_a_taken_name_is_told_before_the_text_is_read(tmp_path, run, monkeypatch
 @pytest.mark.usefixtures("heeds_hangup")
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
 def test_signals_save_the_last_step(tmp_path, process, number):
-    child = process("a", "--save-every", "0", "--steps", "100000")
+    child = process("a", "--save-every", "0", "--steps", "20000")
     for line in child.stdout:
         if line.startswith("step "):
             break
@@ -235,7 +235,8 @@ def test_signals_save_the_last_step(tmp_path, process, number):
 
 
 def test_an_ignored_hangup_stays_ignored(process):
-    child = process("a", "--steps", "100000", before="signal.signal(signal.SIGHUP, signal.SIG_IGN)")
+    ignoring = "signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    child = process("a", "--steps", "20000", "--save-every", "0", before=ignoring)
     lines = iter(child.stdout)
     assert any(line.startswith("step ") for line in lines)
     child.send_signal(signal.SIGHUP)
@@ -245,7 +246,7 @@ def test_an_ignored_hangup_stays_ignored(process):
 
 
 def test_a_closed_pipe_saves_the_last_step(tmp_path, process):
-    child = process("a", "--save-every", "0", "--steps", "100000")
+    child = process("a", "--save-every", "0", "--steps", "20000")
     for line in child.stdout:
         if line.startswith("step "):
             break

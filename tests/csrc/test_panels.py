@@ -1,10 +1,13 @@
 """Products of panels on the CPU (csrc/cpu/panels.c), by each path that NEEDLE_CPU_PRODUCTS names:
-the bits of many products, made in processes of their own for each number of threads, and float64.
+the bits of many products, made in a process of its own for each path by each number of threads, and
+float64.
 
 The operands hold their dtype exactly, so that the error is that of float32 sums: K 2^-24 of the sum
 of magnitudes at most, in any order, and half a unit of a result that has 16 bits itself.
 """
 
+import ctypes
+import functools
 import itertools
 import os
 import re
@@ -79,31 +82,40 @@ def special() -> np.ndarray:
     return total.numpy().ravel()
 
 
-def main(file: str) -> None:
-    """In a process of its own: checks every product and writes its bits."""
-    found = {"special": special(), "detail": ndl.cpu().properties()["detail"]}
-    for name, k, result, exact, magnitudes in products():
-        rounding = HALF_ULP[result.dtype] * np.maximum(abs(exact), TINY[result.dtype])
-        bound = rounding + 1.01 * (k + 2) * EPS32 * magnitudes
-        error = abs(result.numpy().astype(float) - exact)
-        assert (error <= bound).all(), f"{name}: {error.max()}"
-        found[name] = bits(result)
-    np.savez(file, **found)
+def main(folder: str) -> None:
+    """In a process of its own: checks every product and writes its bits, a file for each number of
+    threads. From few to many, so that none finds more scratch memory than it asks for."""
+    for threads in THREADS:
+        ctypes.CDLL(_C.__file__).omp_set_num_threads(threads)
+        found = {"special": special(), "detail": ndl.cpu().properties()["detail"]}
+        for name, k, result, exact, magnitudes in products():
+            rounding = HALF_ULP[result.dtype] * np.maximum(abs(exact), TINY[result.dtype])
+            bound = rounding + 1.01 * (k + 2) * EPS32 * magnitudes
+            error = abs(result.numpy().astype(float) - exact)
+            assert (error <= bound).all(), f"{name}, {threads} threads: {error.max()}"
+            found[name] = bits(result)
+        np.savez(Path(folder) / str(threads), **found)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def results(tmp_path_factory):
     """By path and number of threads, what main() found."""
-    folder, found = tmp_path_factory.mktemp("products"), {}
     needle = Path(_C.__file__).parent.parent  # the one that is tested here
-    for path, threads in itertools.product(PATHS, THREADS):
-        environment = dict(os.environ, NEEDLE_CPU_PRODUCTS=path, OMP_NUM_THREADS=str(threads))
-        environment["PYTHONPATH"] = os.pathsep.join([str(needle), str(ROOT / "tests")])
-        file = folder / f"{path}-{threads}.npz"
-        command = [sys.executable, __file__, str(file)]
+    python_path = os.pathsep.join([str(needle), str(ROOT / "tests")])
+
+    @functools.cache
+    def files(path: str) -> Path:
+        folder = tmp_path_factory.mktemp(path)
+        environment = os.environ | {"NEEDLE_CPU_PRODUCTS": path, "PYTHONPATH": python_path}
+        command = [sys.executable, __file__, str(folder)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        found[path, threads] = dict(np.load(file))
+        return folder
+
+    def found(path: str, threads: int) -> dict[str, np.ndarray]:
+        with np.load(files(path) / f"{threads}.npz") as file:
+            return dict(file)
+
     return found
 
 
@@ -116,27 +128,30 @@ def of_path(results, path):
         missing = {f"code by {compiler}: a compiler of version 10 makes it"}
     if missing:
         pytest.skip(f"this processor has no {', '.join(sorted(missing))}")
-    detail = str(results[path, 1]["detail"])
+    alone = results(path, 1)
+    detail = str(alone["detail"])
     assert detail.startswith(PATHS[path]) and (path != "blas" or "AVX" not in detail.split()[0])
-    return results[path, 1]
+    return alone
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_threads_change_no_bit(results, path):
     alone = of_path(results, path)
     for threads in THREADS[1:]:
+        others = results(path, threads)
         for name, expected in alone.items():
             if name != "detail":
-                np.testing.assert_array_equal(results[path, threads][name], expected, name)
+                np.testing.assert_array_equal(others[name], expected, name)
 
 
 @pytest.mark.parametrize("path", ["avx512", "avx512_bf16"])
 def test_layouts_change_no_bit(results, path):
     """The order of the sums depends on k alone, but for few rows of float32, which a BLAS takes."""
-    for name, result in of_path(results, path).items():
+    found = of_path(results, path)
+    for name, result in found.items():
         if name.startswith("matmul") and "broadcast" not in name and "float32" not in name:
             plain = name.rsplit(" ", 2)[0] + " contiguous contiguous"
-            np.testing.assert_array_equal(result, results[path, 1][plain], name)
+            np.testing.assert_array_equal(result, found[plain], name)
 
 
 @pytest.mark.parametrize("path", PATHS)
