@@ -23,16 +23,15 @@ Tensor over the buffer, into which every call adds until it is zeroed (`optimize
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Iterable, Sequence
-from contextlib import ContextDecorator
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from needle import _C, operators
 from needle._C import Device, NDArray
 from needle.backend_ndarray import ones, zeros
+from needle.grad_mode import enable_grad, is_grad_enabled, mode, no_grad
 from needle.operators import Operators
 
 __all__ = [
@@ -53,58 +52,7 @@ __all__ = [
     "no_grad",
 ]
 
-Entered = TypeVar("Entered", bound="_Set")
 FLOATS = ("float32", "bfloat16", "float16")  # dtypes that gradients are rounded to
-
-
-# ---- gradient mode -------------------------------------------------------------------------------
-
-
-class _Mode(threading.local):
-    enabled = True
-
-
-_mode = _Mode()
-
-
-class _Set(ContextDecorator):
-    wanted: bool
-
-    def __init__(self) -> None:
-        self._before: list[bool] = []
-
-    def __enter__(self: Entered) -> Entered:
-        self._before.append(_mode.enabled)
-        _mode.enabled = self.wanted
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        _mode.enabled = self._before.pop()
-
-
-class no_grad(_Set):
-    """Inside `with no_grad():` (or a function decorated with `@no_grad()`) results remember nothing
-    and do not require gradients. It nests, and concerns only the calling thread.
-
-    >>> x = ndl.Tensor([1, 2])
-    >>> with ndl.no_grad():
-    ...     y = x * 2
-    >>> y.requires_grad
-    False
-    """
-
-    wanted = False
-
-
-class enable_grad(_Set):
-    """The reverse, inside of a no_grad()."""
-
-    wanted = True
-
-
-def is_grad_enabled() -> bool:
-    """False inside `no_grad()`."""
-    return _mode.enabled
 
 
 # ---- ops -----------------------------------------------------------------------------------------
@@ -234,7 +182,7 @@ class _Severed(Op):
 def _severed(grad: NDArray, op: Op) -> Tensor:
     """A gradient whose own gradient is unknown. It keeps nothing alive but itself."""
     out = Tensor.from_ndarray(grad)
-    if _mode.enabled:
+    if mode.enabled:
         out.op = _Severed(type(op).__name__)
         out.requires_grad = True
     return out
@@ -250,6 +198,7 @@ class Sinks(Sequence["NDArray | None"]):
 
     def __init__(self, owners: Sequence[Value | None]) -> None:
         self._owners = owners
+        self._claimed: list[Value] = []
 
     def __len__(self) -> int:
         return len(self._owners)
@@ -262,7 +211,17 @@ class Sinks(Sequence["NDArray | None"]):
         """The array, and whether to add to it; without that its numbers are of no meaning, and the
         caller writes all of them."""
         owner = self._owners[i]
-        return (None, False) if owner is None else owner.claim_grad_buffer()
+        if owner is None:
+            return None, False
+        buffer, add = owner.claim_grad_buffer()
+        if not add:
+            self._claimed.append(owner)
+        return buffer, add
+
+    def disclaim(self) -> None:
+        """The op failed: what was to be written counts as zeros again."""
+        for owner in self._claimed:
+            owner.forget_grad()
 
 
 def _add_into(sink: NDArray, grad: NDArray) -> None:
@@ -303,6 +262,10 @@ class Value:
         """See Sinks.claim."""
         return self.grad_buffer, True
 
+    def forget_grad(self) -> None:
+        """The gradient counts as zeros."""
+        self.grad = None
+
     @classmethod
     def make_const(cls, data: Any, *, requires_grad: bool = False) -> Any:
         """A leaf over `data`, not copied."""
@@ -327,7 +290,7 @@ class Value:
                         f"but is {type(x).__name__} (ndl.Tensor(array) makes one)"
                     ) from None
             raise
-        if _mode.enabled:
+        if mode.enabled:
             for x in inputs:
                 if x.requires_grad:
                     value.op = op
@@ -680,7 +643,12 @@ def _walk(order: list[Value], output: Value, out_grad: Value, keep: bool) -> Non
         inputs = node.inputs
         owners = [x if x.requires_grad and x.has_grad_buffer else None for x in inputs]
         if any(owner is not None for owner in owners):
-            parts = op.accumulate(grad, node, Sinks(owners))
+            sinks = Sinks(owners)
+            try:
+                parts = op.accumulate(grad, node, sinks)
+            except BaseException:
+                sinks.disclaim()
+                raise
         else:
             parts = op.gradient_as_tuple(grad, node)
         if len(parts) < len(inputs):

@@ -624,3 +624,35 @@ def test_indices_select_along_each_axis():
     for wrong in (4, 9, -5):
         with pytest.raises(ValueError, match=rf"{wrong} at \(1,\)"):
             ops.index_select(a, 1, [0, wrong])
+
+
+class Unlucky(autograd.FusedOp):
+    """x times a weight, whose product backwards fails when it is to be written."""
+
+    fails = True
+
+    def compute(self, x, w):
+        return _C.matmul(x.reshape((1, *x.shape)), w.reshape((1, *w.shape)), None).reshape((2, 4))
+
+    def backward(self, dout, node, sinks):
+        sink, add = sinks.claim(1)
+        sink.fill(7)  # as a kernel that got so far
+        if Unlucky.fails:
+            raise MemoryError("no room")
+        assert not add
+        return None, None
+
+
+def test_a_product_that_fails_leaves_no_old_gradient():
+    """It had claimed the buffer, which still holds the gradient of the step before."""
+    model = nn.Linear(3, 4, bias=False)
+    flat = nn.flatten_parameters(model)
+    model(ndl.ones(2, 3)).sum().backward()
+    flat.forget_grad()
+    loss = Unlucky()(ndl.ones(2, 3), model.weight).sum()
+    with pytest.raises(MemoryError, match="no room"):
+        loss.backward()
+    assert not flat.grad.numpy().any()
+    flat.forget_grad()
+    model(ndl.ones(2, 3)).sum().backward()
+    np.testing.assert_array_equal(model.weight.grad.numpy(), 2)

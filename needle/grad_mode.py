@@ -1,0 +1,56 @@
+"""Whether results remember how they were computed: no_grad() and enable_grad(), of a thread."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ContextDecorator
+from typing import TypeVar
+
+Entered = TypeVar("Entered", bound="_Set")
+
+
+class _Mode(threading.local):
+    enabled = True
+
+
+mode = _Mode()
+
+
+class _Set(ContextDecorator):
+    wanted: bool
+
+    def __init__(self) -> None:
+        self._before: list[bool] = []
+
+    def __enter__(self: Entered) -> Entered:
+        self._before.append(mode.enabled)
+        mode.enabled = self.wanted
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        mode.enabled = self._before.pop()
+
+
+class no_grad(_Set):
+    """Inside `with no_grad():` (or a function decorated with `@no_grad()`) results remember nothing
+    and do not require gradients. It nests, and concerns only the calling thread.
+
+    >>> x = ndl.Tensor([1, 2])
+    >>> with ndl.no_grad():
+    ...     y = x * 2
+    >>> y.requires_grad
+    False
+    """
+
+    wanted = False
+
+
+class enable_grad(_Set):
+    """The reverse, inside of a no_grad()."""
+
+    wanted = True
+
+
+def is_grad_enabled() -> bool:
+    """False inside `no_grad()`."""
+    return mode.enabled
