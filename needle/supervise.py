@@ -4,12 +4,13 @@
     python apps/train_pythia.py --supervise ...            the same of itself
 
 The process is the unit of recovery: after a fatal CUDA fault none but a new one gets the device.
-COMMAND is started again after exit code 75 (the GPU is lost), after a signal that killed it, and
-when it finishes no step for S seconds: it then prints its stacks and is killed with its process
-group. Every other exit code is passed on. A fresh process proves the device before each new start.
-The steps up to the one that died run with NEEDLE_SYNC=1, so that a fault that comes back carries
-the name of its op. Three deaths at one step are the end, with the exit code of the last; a step
-and its neighbours count as one, since the host is ahead of a GPU by a step or not, as time falls.
+COMMAND is started again after exit code 75 (the GPU is lost), after a signal that killed it (or a
+rank of the mpirun that it is), and when it finishes no step for S seconds: it then prints its
+stacks and is killed with its process group. Every other exit code is passed on. A fresh process
+proves the device before each new start. The steps up to the one that died run with NEEDLE_SYNC=1,
+so that a fault that comes back carries the name of its op. Three deaths at one step are the end,
+with the exit code of the last; a step and its neighbours count as one, since the host is ahead of a
+GPU by a step or not, as time falls.
 
 SIGINT, SIGTERM and SIGHUP are passed on, once: COMMAND saves, ends, and stays ended. It has a
 process group of its own, reads nothing, writes where this process does, and dies with it.
@@ -54,6 +55,8 @@ from needle.heartbeat import PIPE, SYNC_UNTIL
 from needle.processes import kill, signal_name, spawn, wait
 
 EXIT_GPU_LOST = 75
+# Signals that are no wish to stop.
+KILLERS = tuple(signal.Signals[f"SIG{n}"] for n in ("ILL", "ABRT", "BUS", "FPE", "KILL", "SEGV"))
 HANG_SECONDS = 300.0  # a step, a batch of an evaluation, and a save must each fit
 DEATHS = 3  # at one step
 TICK = 0.1  # seconds between two looks at the process
@@ -117,9 +120,16 @@ class Life:
     hung: bool = False
 
     @property
+    def code(self) -> int | None:
+        """The exit code, -n where signal n killed the process, or one that it had started: a
+        launcher of ranks says so by 128 + n, as a shell does."""
+        code = self.process.returncode
+        return 128 - code if code is not None and code - 128 in KILLERS else code
+
+    @property
     def died(self) -> bool:
         """Of what a new process may be spared; a process that cannot be killed has no code."""
-        code = self.process.returncode
+        code = self.code
         return self.hung or code == EXIT_GPU_LOST or code < 0
 
     @property
@@ -142,7 +152,7 @@ class Life:
 
     @property
     def why(self) -> str:
-        code = self.process.returncode
+        code = self.code
         if self.hung:
             return f"nothing finished for {self.idle:.0f} s"
         if code < 0:
@@ -360,7 +370,7 @@ class Supervisor:
         return shlex.join([*self.command, *self.resume])
 
     def _record(self, life: Life, seconds: float, action: str) -> None:
-        code = life.process.returncode
+        code = life.code
         self._records.append(
             {
                 "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

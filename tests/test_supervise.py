@@ -72,6 +72,7 @@ def test_other_exit_codes_are_passed_on(run, code, capfd):
     [
         ("sys.exit(75)", {"exit": 75, "signal": None, "message": "exit code 75"}),
         ("die(signal.SIGKILL)", {"exit": None, "signal": "SIGKILL"}),
+        ("sys.exit(128 + 9)", {"exit": None, "signal": "SIGKILL"}),  # of a launcher's rank
         ("die(signal.SIGSEGV)", {"exit": None, "signal": "SIGSEGV"}),
         ("die(40)", {"exit": None, "signal": "signal 40", "message": "killed by signal 40"}),
         ("die(signal.SIGTERM)", {"exit": None, "signal": "SIGTERM"}),  # not from us
