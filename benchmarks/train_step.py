@@ -52,9 +52,10 @@ from machine import machine_now
 
 import needle as ndl
 from needle import _C, models, nn, optim
-from needle.autograd import Tensor
+from needle.backend_ndarray import NDArray
 from needle.data.batches import Batches
 from needle.data.prefetch import Prefetch
+from needle.training import Recorded
 
 LOAD_SECONDS, LEAST_BLOCKS = 10.0, 5
 BATCHES = 32  # that come round again
@@ -85,7 +86,12 @@ class NeedleSide:
     name = "needle"
 
     def __init__(
-        self, config: models.Config, device: ndl.Device, tokens: np.ndarray, shape: tuple[int, int]
+        self,
+        config: models.Config,
+        device: ndl.Device,
+        tokens: np.ndarray,
+        shape: tuple[int, int],
+        graph: bool = False,
     ) -> None:
         np.random.seed(0)
         self.device = device
@@ -94,20 +100,22 @@ class NeedleSide:
         self.optimizer = optim.AdamW(self.flat, lr=1e-3, weight_decay=0.1, beta1=0.9, beta2=0.95)
         batches = Batches(tokens, *shape, vocab_size=config.vocab_size)
         self.batches = Prefetch(batches, device)
+        self._gradient = self._compute
+        if graph:
+            self._gradient = Recorded(self._compute, shape, device)
 
     def queue(self) -> Callable[[], float]:
-        self.optimizer.reset_grad()
-        loss = self._forward_backward(*self.batches.next())
+        loss = _C.Download(self._gradient(*self.batches.next()))
         _, scale = optim.grad_norm(self.flat, 1.0)
         self.optimizer.step(scale)
-        loss = _C.Download(loss.cached_data)
         return lambda: float(loss.wait())
 
-    def _forward_backward(self, ids, targets) -> Tensor:
+    def _compute(self, ids, targets) -> NDArray:
         """All activations are free when this returns."""
+        self.optimizer.reset_grad()
         loss = self.model.loss(ids, targets)
         loss.backward()
-        return loss.detach()
+        return loss.cached_data
 
     def synchronize(self) -> None:
         self.device.synchronize()
@@ -123,7 +131,7 @@ class NeedleSide:
 
     def close(self) -> None:
         self.batches.close()
-        del self.model, self.flat, self.optimizer
+        del self.model, self.flat, self.optimizer, self._gradient
         gc.collect()
         self.device.empty_cache()
 
@@ -307,6 +315,7 @@ def main() -> None:
     ]
     parser.add_argument("--peer", choices=ways, help="default: the fastest that is found")
     parser.add_argument("--alone", action="store_true", help="time needle only")
+    parser.add_argument("--graph", action="store_true", help="needle's micro-batch as a CUDA graph")
     parser.add_argument("--profile", action="store_true", help="needle's step by operation")
     args = parser.parse_args()
     args.device = args.device or ("cuda" if ndl.cuda().enabled() else "cpu")
@@ -328,7 +337,7 @@ def main() -> None:
         shape = (batch_size, args.seq_len)
         draw = np.random.default_rng(0).integers
         tokens = draw(0, config.vocab_size, BATCHES * batch_size * args.seq_len + 1, np.uint16)
-        side = NeedleSide(config, device, tokens, shape)
+        side = NeedleSide(config, device, tokens, shape, args.graph)
         if number == 0:
             print(
                 f"{args.model}, T {args.seq_len}, {args.dtype}; "

@@ -1,5 +1,5 @@
 """fit: the training loop of a notebook. (apps/train_pythia.py is the one of long runs: it saves,
-resumes, reads ahead, and never waits for the device.)"""
+resumes, reads ahead, and never waits for the device.) Recorded: a micro-batch without the host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 
 from needle import _C
+from needle._C import Device, NDArray
 from needle.autograd import Tensor
+from needle.models.language import LanguageModel
 from needle.nn import Module, flatten_parameters
 from needle.optim import AdamW, Optimizer, Schedule, clip_grad_norm
 
@@ -36,11 +38,12 @@ def fit(
     arrays of floats in the place of ids become Tensors beside the model, in its dtype.
 
     optimizer: AdamW with its defaults where none is given. steps: as many as the batches give.
-    loss: of what the model gives for ids, and targets; without one `model(ids, targets)` gives
-    (anything, loss), as language models do. schedule: the learning rate of step 1, 2, ...
-    max_norm: gradients are clipped to it. accumulate: so many batches make a step, which follows
-    the mean of their gradients. on_step(step, loss) is called behind each step: to print, evaluate
-    or save. progress: a bar, where tqdm is installed.
+    loss: of what the model gives for ids, and targets; without one the model's own:
+    `model.loss(ids, targets)` of a language model, else `model(ids, targets)` gives (anything,
+    loss). schedule: the learning rate of step 1, 2, ... max_norm: gradients are clipped to it.
+    accumulate: so many batches make a step, which follows the mean of their gradients.
+    on_step(step, loss) is called behind each step: to print, evaluate or save. progress: a bar,
+    where tqdm is installed.
 
     FloatingPointError for a loss that is not finite, before it changes the model.
 
@@ -116,7 +119,9 @@ def _input(ids: Any, parameter: Tensor) -> Any:
 
 def _loss(model: Module, ids: Any, targets: Any, loss: Callable[[Any, Any], Tensor] | None) -> Any:
     """One number, as a Tensor."""
-    if loss is None:
+    if loss is None and isinstance(model, LanguageModel):
+        part = model.loss(ids, targets)
+    elif loss is None:
         try:
             inspect.signature(model.forward).bind(ids, targets)
         except TypeError:
@@ -138,3 +143,41 @@ def _bar(steps: int | None) -> Any:
         return importlib.import_module("tqdm.auto").tqdm(total=steps, unit="step")
     except ModuleNotFoundError:
         return contextlib.nullcontext()
+
+
+class Recorded:
+    """compute(ids, targets) for a device that records graphs: enqueued as one piece, so that the
+    host costs next to nothing where it would hold up small batches. Same bits.
+
+    compute takes int32 NDArrays of `shape`, leaves gradients in buffers that stay where they are,
+    and returns the loss, a scalar; each call does the same (`_C.Graph`). ids and targets may be any
+    arrays of integers of that shape. The first call computes, for what is made once; the second is
+    recorded; the third is the first that is replayed. The memory of one micro-batch is the graph's
+    as long as this lives. ValueError, of the second call, on a device that records none.
+    """
+
+    def __init__(
+        self, compute: Callable[[NDArray, NDArray], NDArray], shape: tuple[int, int], device: Device
+    ) -> None:
+        self._compute, self._device = compute, device
+        self._inputs = [_C.empty(shape, "int32", device) for _ in range(2)]
+        self._loss = _C.empty((), "float32", device)
+        self._has_computed, self._graph = False, None
+
+    def __call__(self, ids: Any, targets: Any) -> NDArray:
+        """The loss, float32, on the device."""
+        for place, array in zip(self._inputs, (ids, targets)):
+            if not isinstance(array, NDArray):
+                array = _C.array(array, "int32", self._device)
+            _C.assign(place, array)
+        if self._graph is not None:
+            self._graph.replay()
+        elif self._has_computed:
+            self._graph = _C.Graph(self._device, self._step)
+        else:
+            self._step()
+            self._has_computed = True
+        return self._loss.copy()
+
+    def _step(self) -> None:
+        _C.assign(self._loss, self._compute(*self._inputs))

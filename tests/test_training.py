@@ -4,9 +4,10 @@ import sys
 
 import numpy as np
 import pytest
+from harness import DEVICES, device_of
 
 import needle as ndl
-from needle import Tensor, nn, optim
+from needle import _C, Tensor, nn, optim, training
 from needle.models import Pythia, PythiaConfig
 
 X = np.random.default_rng(0).standard_normal((7, 4, 3)).astype(np.float32)
@@ -145,6 +146,24 @@ def test_a_language_model():
     assert losses[-1] < losses[0] - 0.1 and model.training
 
 
+def test_a_language_model_is_asked_for_its_loss(monkeypatch):
+    """Which keeps no logits, and is the same number."""
+    config = PythiaConfig(vocab_size=16, hidden_size=8, num_layers=1, num_heads=1, max_seq_len=8)
+    model = Pythia(config)
+    ids = np.random.RandomState(0).randint(0, 16, (2, 5))
+    batch, asked = (ids, np.roll(ids, -1, 1)), []
+    loss = type(model).loss
+
+    def watched(self, *arrays):
+        asked.append(arrays)
+        return loss(self, *arrays)
+
+    monkeypatch.setattr(type(model), "loss", watched)
+    wanted = model(*batch)[1].item()
+    (found,) = ndl.fit(model, [batch], progress=False)
+    assert len(asked) == 1 and found == pytest.approx(wanted, rel=1e-6)
+
+
 def test_a_loss_that_is_not_finite_changes_nothing():
     model = Classifier()
     before = weights(model)
@@ -164,3 +183,54 @@ def test_the_bar_is_tqdms_where_that_is_installed(capsys, monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     assert ndl.fit(Classifier(), BATCHES, accumulate=2) == losses
     assert capsys.readouterr().err == ""
+
+
+class Replayed:
+    """_C.Graph of a device that records none: it does the step each time."""
+
+    made = 0
+
+    def __init__(self, device, step):
+        Replayed.made += 1
+        self.replay = step
+        step()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_recorded_micro_batch_changes_no_bit(monkeypatch, device):
+    device = device_of(device)
+    if not device.records_graphs:
+        monkeypatch.setattr(_C, "Graph", Replayed)
+    config = PythiaConfig(vocab_size=64, hidden_size=32, num_layers=2, num_heads=2, max_seq_len=16)
+
+    def losses(recorded):
+        np.random.seed(1)
+        model = Pythia(config, device=device)
+        optimizer = optim.AdamW(nn.flatten_parameters(model), lr=1e-2)
+
+        def gradient(ids, targets):
+            optimizer.reset_grad()
+            loss = model.loss(ids, targets)
+            loss.backward()
+            return loss.cached_data
+
+        compute = gradient
+        if recorded:
+            compute = training.Recorded(gradient, (2, 16), device)
+        found = []
+        for _ in range(6):
+            ids = np.random.randint(0, 64, (2, 17)).astype(np.int32)
+            inputs = [_C.array(x, "int32", device) for x in (ids[:, :-1], ids[:, 1:])]
+            found.append(compute(*inputs))
+            optimizer.step()
+        return [loss.item() for loss in found], optimizer.flat.data.numpy().tobytes()
+
+    assert losses(True) == losses(False)
+
+
+def test_a_device_that_records_nothing():
+    loss = _C.array(1.0, "float32", ndl.cpu())
+    recorded = training.Recorded(lambda ids, targets: loss, (1, 2), ndl.cpu())
+    assert recorded([[1, 2]], [[2, 3]]).item() == 1
+    with pytest.raises(ValueError, match="the CPU backend records no graphs"):
+        recorded([[1, 2]], [[2, 3]])
