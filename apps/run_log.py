@@ -60,36 +60,40 @@ def read_lines(path: Path) -> list[dict]:
     return lines
 
 
-def drop_lines_after(path: Path, step: int) -> float:
+def drop_lines_after(path: Path, step: int) -> tuple[float, float]:
     """Cuts metrics.jsonl back to `step`: what a killed run wrote after its last checkpoint is
-    computed again. Returns the first loss (nan where there is none)."""
+    computed again. Returns the first loss (nan where there is none), and the seconds trained."""
     kept = [line for line in read_lines(path) if line["step"] <= step]
     if path.exists():
         with replacing(path) as file:
             file.write("".join(json.dumps(line) + "\n" for line in kept).encode())
-    return kept[0]["loss"] if kept else math.nan
+    if not kept:
+        return math.nan, 0.0
+    seconds = kept[-1].get("seconds", 0.0)
+    return kept[0]["loss"], float(seconds) if isinstance(seconds, (int, float)) else 0.0
 
 
 class RunLog:
-    """The log of one run from `start` (steps done already) to `steps`."""
+    """The log of one run from `start` (steps done already) to `steps`. Without a folder it is that
+    of a rank that only waits for its numbers: it writes and shows nothing."""
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | None,
         device,
         start: int,
         steps: int,
         tokens_per_step: int,
         flops_per_token: float,
         peak: float | None,
-        seconds: float,
         trackers: Sequence = (),
     ) -> None:
-        self.path = folder / "metrics.jsonl"
-        self.first_loss = drop_lines_after(self.path, start)
+        self.path = None if folder is None else folder / "metrics.jsonl"
+        self.first_loss, self.seconds = math.nan, 0.0  # of training, over all parts of the run
         self.loss = math.nan
-        self.seconds = seconds  # of training, over all parts of the run
-        self._file = open(self.path, "a", encoding="utf-8", opener=regular)
+        if self.path is not None:
+            self.first_loss, self.seconds = drop_lines_after(self.path, start)
+            self._file = open(self.path, "a", encoding="utf-8", opener=regular)
         self._trackers = trackers
         self._device, self._steps, self._tokens_per_step = device, steps, tokens_per_step
         self._on_cpu = device.is_host
@@ -97,7 +101,7 @@ class RunLog:
         self._pending: dict | None = None
         self._mark = time.perf_counter()
         self._start, self._started = start, time.perf_counter()
-        self._bar = _bar(start, steps)
+        self._bar = None if folder is None else _bar(start, steps)
         self.is_heard = True  # False once nobody reads the output any more
 
     def queue(
@@ -134,7 +138,10 @@ class RunLog:
         if "loss" in step:
             return
         values = [float(loss.wait()) for loss in step["losses"]]
-        step["loss"] = math.fsum(values) / len(values)
+        broken = [i for i, value in enumerate(values) if not math.isfinite(value)]
+        if broken and len(values) > 1:
+            step["where"] += f", micro-batch {broken[0]} of the {len(values)} from there"
+        step["loss"] = values[broken[0]] if broken else math.fsum(values) / len(values)
         step["grad_norm"] = float(step["norm"].wait())
         for what, value in (("loss", step["loss"]), ("gradient norm", step["grad_norm"])):
             if not math.isfinite(value):
@@ -156,6 +163,8 @@ class RunLog:
 
     def _write(self, step: dict, **evaluated: float) -> None:
         self._wait(step)
+        if self.path is None:
+            return
         line = {
             "step": step["step"],
             "tokens": step["step"] * self._tokens_per_step,
@@ -185,6 +194,8 @@ class RunLog:
 
     def _flush(self) -> None:
         """A line that is refused stays in the file's buffer."""
+        if self.path is None:
+            return
         with naming(self.path):
             self._file.flush()
 
@@ -194,6 +205,8 @@ class RunLog:
 
     def sync(self) -> None:
         """Everything written so far survives a power cut."""
+        if self.path is None:
+            return
         with naming(self.path):
             os.fsync(self._file.fileno())
         for tracker in self._trackers:
@@ -202,8 +215,9 @@ class RunLog:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
-        with contextlib.suppress(OSError):  # a line that was refused, and reported, is tried again
-            self._file.close()
+        if self.path is not None:
+            with contextlib.suppress(OSError):  # a line that was refused, and reported, again
+                self._file.close()
         for tracker in self._trackers:
             tracker.close()
         self._trackers = ()

@@ -19,6 +19,7 @@ import run_length
 
 from needle import models, supervise
 from needle.backend_ndarray import check_device_name
+from needle.distributed.tree import fitting_ranks
 from needle.models.pythia import SPARSE_PATTERNS
 
 SCHEDULES = ("cosine", "linear", "constant", "pythia")
@@ -260,7 +261,8 @@ def parser() -> argparse.ArgumentParser:
         "--grad-accum",
         type=count,
         metavar="N",
-        help="micro-batches a step (default: 1, or what --global-batch-size or the recipe needs)",
+        help="micro-batches a step, shared by all ranks (default: one a rank, or what "
+        "--global-batch-size or the recipe needs)",
     )
     training.add_argument(
         "--global-batch-size",
@@ -332,6 +334,13 @@ def parser() -> argparse.ArgumentParser:
         help="keep of each layer only what it reads, and compute it again in the backward: the "
         "same bits with less memory, for the time of a second forward; a resumed run needs it "
         "again",
+    )
+    training.add_argument(
+        "--graph",
+        action="store_true",
+        help="record a micro-batch once and replay it as one CUDA graph: the same bits, faster "
+        "where the host cannot keep up with small batches, with more memory; a resumed run needs "
+        "it again (default: off)",
     )
     training.add_argument(
         "--seed",
@@ -411,6 +420,15 @@ def parser() -> argparse.ArgumentParser:
         help="of --supervise: a step, a batch of an evaluation or a save that takes longer is a "
         f"hang (default: {supervise.HANG_SECONDS:g})",
     )
+    faults.add_argument(
+        "--verify",
+        type=count_or_zero,
+        default=0,
+        metavar="N",
+        help="of several ranks: every N steps one micro-batch is computed again by another rank "
+        "and compared bit for bit; a difference names the device, saves nothing of the step, and "
+        "ends the run with 75 (default: 0, never)",
+    )
     return top
 
 
@@ -446,8 +464,9 @@ def steps_of(tokens: int, settings: dict) -> int:
     return -(-tokens // (settings["batch_size"] * settings["seq_len"] * settings["grad_accum"]))
 
 
-def complete(named: dict, tokens: int | None, on_gpu: bool) -> dict:
-    """All settings of a new run. A --window without --sparse ends the program as argparse does;
+def complete(named: dict, tokens: int | None, on_gpu: bool, ranks: int = 1) -> dict:
+    """All settings of a new run. Where nothing says how many micro-batches a step has, each of so
+    many ranks has one. A --window without --sparse ends the program as argparse does;
     ValueError where the batch or the warmup cannot be as named."""
     base = dict(CUDA if on_gpu else CPU)
     recipe = named.get("recipe")
@@ -457,10 +476,10 @@ def complete(named: dict, tokens: int | None, on_gpu: bool) -> dict:
         base.update(TINY)
     if recipe is not None:
         base.update(recipes.values(recipe, model))
-    settings = {**COMMON, **base, "model": model, **named}
+    settings = {**COMMON, "grad_accum": ranks, **base, "model": model, **named}
     if "window" in named and settings["sparse"] is None:
         parser().error("argument --window: needs --sparse")
-    share_step(settings, named)
+    share_step(settings, named, ranks)
     if tokens is not None:
         settings["steps"] = steps_of(tokens, settings)
     if "warmup" not in named:
@@ -504,7 +523,7 @@ def data_of(settings: dict) -> dict:
     }
 
 
-def share_step(settings: dict, named: dict) -> None:
+def share_step(settings: dict, named: dict, ranks: int) -> None:
     """Makes batch_size x grad_accum the sequences of a step that the command line or the recipe
     wants. Flags that were given stay; ValueError where that cannot be."""
     wanted = settings.pop("global_batch_size", None)
@@ -517,9 +536,9 @@ def share_step(settings: dict, named: dict) -> None:
         settings["batch_size"] = wanted // settings["grad_accum"]
     elif "grad_accum" not in named:
         if "batch_size" not in named:  # as large as usual, or less where that does not divide
-            settings["batch_size"] = next(
-                n for n in range(settings["batch_size"], 0, -1) if wanted % n == 0
-            )
+            sizes = [n for n in range(settings["batch_size"], 0, -1) if wanted % n == 0]
+            shared = (n for n in sizes if ranks in fitting_ranks(wanted // n))
+            settings["batch_size"] = next(shared, sizes[0])
         settings["grad_accum"] = wanted // settings["batch_size"]
     if settings["batch_size"] * settings["grad_accum"] != wanted:
         words = " and ".join(

@@ -17,6 +17,7 @@ import shlex
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +30,7 @@ import recipes  # noqa: E402
 import run_folder  # noqa: E402
 import run_init  # noqa: E402
 import run_length  # noqa: E402
+import run_state  # noqa: E402
 import trackers  # noqa: E402
 import train_flags  # noqa: E402
 from run_log import NotFinite, RunLog, plot  # noqa: E402
@@ -55,9 +57,16 @@ from needle.data import (  # noqa: E402
     run_data,
     token_bytes,
 )
+from needle.distributed import environment  # noqa: E402
+from needle.distributed.control import Control, RankError  # noqa: E402
+from needle.distributed.data_parallel import DataParallel  # noqa: E402
+from needle.distributed.group import Group, RankFailed  # noqa: E402
+from needle.distributed.tree import own_leaves  # noqa: E402
+from needle.distributed.verify import Verification, WrongDevice  # noqa: E402
 from needle.files import Lock, described, replacing  # noqa: E402
-from needle.heartbeat import beat, supervised  # noqa: E402
+from needle.heartbeat import PIPE, beat, supervised  # noqa: E402
 from needle.peaks import peak  # noqa: E402
+from needle.training import Recorded  # noqa: E402
 
 __all__ = ["load_checkpoint", "main", "save_checkpoint", "train"]
 
@@ -73,7 +82,7 @@ class Run:
     """Everything the loop works on."""
 
     folder: Path
-    lock: Lock
+    lock: Lock | None  # rank 0 holds it
     settings: dict
     device: ndl.Device
     data: TokenData
@@ -81,14 +90,16 @@ class Run:
     flat: nn.FlatParameters
     optimizer: optim.AdamW
     batches: Prefetch
+    parallel: DataParallel  # what this rank does of a step; alone, all of it
     position: dict[str, int]  # in the data, behind the steps done
     step: int = 0  # steps done
     saved: int = 0  # of them, up to the last checkpoint
-    seconds: float = 0.0
     tensorboard: bool = False
     wandb: str | None = None  # the project
     device_name: str = "auto"  # as the command line says it
     hang_seconds: float = supervise.HANG_SECONDS
+    verify_every: int = 0
+    graph: bool = False
 
 
 # ---- the loop ---------------------------------------------------------------------------------
@@ -96,28 +107,21 @@ class Run:
 
 def train(run: Run) -> int:
     """Trains from run.step to settings["steps"]; returns the exit code."""
-    settings, model, flat, optimizer, batches = (
-        run.settings,
-        run.model,
-        run.flat,
-        run.optimizer,
-        run.batches,
-    )
-    schedule = schedule_of(settings)
-    steps, micro_batches = settings["steps"], settings["grad_accum"]
-    tokens_per_step = settings["batch_size"] * settings["seq_len"] * micro_batches
-    log = RunLog(
-        run.folder,
-        run.device,
-        run.step,
-        steps,
-        tokens_per_step,
-        model.flops_per_token(settings["seq_len"]),
-        peak(run.device.properties()["name"], settings["dtype"]),
-        run.seconds,
-        trackers.start(run.folder, run.step, settings, run.tensorboard, run.wandb),
-    )
-    loss_scale = Tensor.from_ndarray(full((), 1 / micro_batches, "float32", run.device))
+    settings, model, optimizer, batches = run.settings, run.model, run.optimizer, run.batches
+    parallel, ranks = run.parallel, run.parallel.group
+    schedule, steps = schedule_of(settings), settings["steps"]
+    share = full((), 1 / settings["grad_accum"], "float32", run.device)
+    loss_scale = Tensor.from_ndarray(share)
+
+    def gradient(ids: Any, targets: Any) -> NDArray:
+        optimizer.reset_grad()
+        return forward_backward(model, ids, targets, loss_scale)
+
+    shape = settings["batch_size"], settings["seq_len"]
+    if run.graph:
+        gradient = Recorded(gradient, shape, run.device)
+    verification = Verification(parallel, run.verify_every, shape, gradient)
+    log = open_log(run)
     stop, failure = Stop(), None
     beat(step=run.step)
     try:
@@ -126,22 +130,31 @@ def train(run: Run) -> int:
             log.skip_time()
         for step in range(run.step + 1, steps + 1):
             where, waited = f"epoch {batches.epoch}, batch {batches.batch}", batches.waited
-            optimizer.lr = schedule(step)
-            optimizer.reset_grad()
-            losses = [
-                forward_backward(model, *batches.next(), loss_scale) for _ in range(micro_batches)
-            ]
-            norm, scale = optim.grad_norm(flat, settings["clip"])
-            optimizer.step(scale)
+            ranks.step, optimizer.lr, losses = step, schedule(step), []
+            try:
+                for leaf in parallel.own_leaves:
+                    ids, targets = batches.next()
+                    losses.append(gradient(ids, targets))
+                    verification.keep(step, leaf, ids, targets)
+                    parallel.add_leaf()
+            except (DataError, OSError) as error:
+                failure = error
+            _, failure = agree(ranks, "the gradients", None, failure)
+            if failure is not None:
+                raise failure
+            norm, scale = parallel.reduce(settings["clip"])
+            verification.check(step)
+            parallel.step(scale)
             run.step, run.position = step, batches.position
             waited = 1e3 * (batches.waited - waited)
             try:
-                log.queue(step, losses, norm, optimizer.lr, where, waited)
+                log.queue(step, parallel.losses(losses), norm, optimizer.lr, where, waited)
             except OSError as error:  # of the line before: this step is done, and the last one
                 failure = error
 
             if not log.is_heard:
                 stop.reason = stop.reason or "a closed pipe"
+            stop.reason, failure = agree(ranks, "the end of the step", stop.reason, failure)
             ends = step == steps or stop.reason is not None or failure is not None
             evaluates = step == steps or _due(step, settings["eval_every"])
             saves = ends or _due(step, settings["save_every"]) or stays(settings, step)
@@ -155,8 +168,8 @@ def train(run: Run) -> int:
                 break
     except NotFinite as error:
         log.close()
-        return report_not_finite(run, error)
-    except (DataError, OSError) as error:  # drops the part of a step, and not those that are done
+        return report_not_finite(run, error) if ranks.rank == 0 else 1
+    except (DataError, OSError, RankFailed) as error:  # drops the part of a step, not those done
         failure = error
         if run.step > run.saved:
             log.settle()
@@ -165,22 +178,43 @@ def train(run: Run) -> int:
         log.close()
         batches.close()
         stop.restore()
-    if failure is not None:
-        print(f"train_pythia.py: {described(failure)}", file=sys.stderr)
     if run.step < steps or failure is not None:
-        reason = stop.reason or "this error"
-        print(
-            f"stopped by {reason} after step {run.step} of {steps}, and saved. Go on with\n"
-            f"    {resume_command(run)}",
-            file=sys.stdout if failure is None else sys.stderr,
-        )
+        if ranks.rank == 0:
+            report_stop(run, stop.reason, failure)
         return 0 if failure is None else 1
     print(
         f"loss {log.first_loss:.4f} at the first step, {log.loss:.4f} at the last; "
         f"{log.seconds:.0f} s of training"
     )
-    finish(run)
+    if ranks.rank == 0:
+        finish(run)
     return 0
+
+
+def open_log(run: Run) -> RunLog:
+    settings, leads = run.settings, run.parallel.group.rank == 0
+    return RunLog(
+        run.folder if leads else None,
+        run.device,
+        run.step,
+        settings["steps"],
+        settings["batch_size"] * settings["seq_len"] * settings["grad_accum"],
+        run.model.flops_per_token(settings["seq_len"]),
+        peak(run.device.properties()["name"], settings["dtype"]),
+        trackers.start(run.folder, run.step, settings, run.tensorboard, run.wandb) if leads else (),
+    )
+
+
+def agree(
+    ranks: Group, name: str, reason: str | None, failure: Exception | None
+) -> tuple[str | None, Exception | None]:
+    """The first rank's reason to stop, and this rank's failure, else the first of another's."""
+    told = ranks.gather(name, [reason, failure and described(failure)])
+    reasons = [theirs for theirs, _ in told if theirs is not None]
+    failures = [f"rank {r}: {theirs}" for r, (_, theirs) in enumerate(told) if theirs is not None]
+    if failures and failure is None:
+        failure = RankFailed(failures[0])
+    return reasons[0] if reasons else None, failure
 
 
 def forward_backward(
@@ -231,15 +265,18 @@ def evaluate(run: Run) -> dict[str, float]:
     limit = min(max(most // (rows * length), 1), EVAL_BATCHES)
     sizes = None if run.data.tokenizer is None else token_bytes(run.data.tokenizer)
     nats, count, text_bytes = [], 0, 0
+    ranks = run.parallel.group
     run.model.eval()
     with no_grad():
-        for ids, targets in held_out.in_order(limit):
-            loss = run.model.loss(ids, targets)
-            nats.append(float(loss.numpy()) * targets.size)
-            beat()
+        for number, (ids, targets) in enumerate(held_out.in_order(limit)):
             count += targets.size
             text_bytes += 0 if sizes is None else int(sizes[targets].sum())
+            if number % ranks.size == ranks.rank:
+                loss = run.model.loss(ids, targets)
+                nats.append(float(loss.numpy()) * targets.size)
+                beat()
     run.model.train()
+    nats = [part for parts in ranks.gather("the evaluation", nats) for part in parts]
     result = {"val_loss": math.fsum(nats) / count}
     if text_bytes:
         result["val_bits_per_byte"] = math.fsum(nats) / math.log(2) / text_bytes
@@ -270,7 +307,17 @@ class Stop:
 
 
 def save(run: Run, log: RunLog) -> None:
-    """The checkpoint of run.step; the last two stay, and those that a recipe keeps."""
+    """The checkpoint of run.step, which rank 0 writes, of all ranks."""
+    with run.parallel.whole_optimizer():
+        try:
+            run.parallel.group.first("the checkpoint", lambda: write_checkpoint(run, log))
+        except RankFailed as error:
+            raise CheckpointError(str(error)) from None
+    run.saved = run.step
+
+
+def write_checkpoint(run: Run, log: RunLog) -> None:
+    """The last two stay, and those that a recipe keeps."""
     log.sync()
     folder = run.folder / "checkpoints"
     schedule = {name: run.settings[name] for name in ("schedule", "lr", "warmup", "steps")}
@@ -285,11 +332,9 @@ def save(run: Run, log: RunLog) -> None:
         fingerprint=run.data.fingerprint,
         schedule=schedule,
         settings=run.settings,
-        seconds=log.seconds,
         products=run.device.properties()["products"],
     )
     run_folder.note_saved(run.folder)
-    run.saved = run.step
     beat(saved=run.step)
     prune_checkpoints(folder, run.step, forever=lambda step: stays(run.settings, step))
 
@@ -299,6 +344,8 @@ def resume_command(run: Run) -> str:
     words = [sys.executable, sys.argv[0], *run_folder.again(run.folder)]
     words += ["--device", run.device_name] if run.device_name != "auto" else []
     words += ["--supervise"] * supervised() + ["--tensorboard"] * run.tensorboard
+    words += ["--graph"] * run.graph
+    words += ["--verify", str(run.verify_every)] if run.verify_every else []
     if supervised() and run.hang_seconds != supervise.HANG_SECONDS:
         words += ["--hang-seconds", f"{run.hang_seconds:g}"]
     words += run_folder.flag("--wandb", run.wandb) if run.wandb is not None else []
@@ -312,6 +359,16 @@ def longer(run: Run) -> str:
     return (
         f"The {run.settings['schedule']} schedule ends there; a new run goes on from its weights: "
         f"{shlex.join(run_folder.flag('--init', run.folder))}"
+    )
+
+
+def report_stop(run: Run, reason: str | None, failure: Exception | None) -> None:
+    if failure is not None:
+        print(f"train_pythia.py: {described(failure)}", file=sys.stderr)
+    print(
+        f"stopped by {reason or 'this error'} after step {run.step} of {run.settings['steps']}, "
+        f"and saved. Go on with\n    {resume_command(run)}",
+        file=sys.stdout if failure is None else sys.stderr,
     )
 
 
@@ -363,26 +420,31 @@ def sample_text(run: Run) -> str:
 # ---- making a run -----------------------------------------------------------------------------
 
 
-def open_device(name: str) -> ndl.Device:
+def open_device(name: str, ranks: Group) -> ndl.Device:
     """The supervisor watches while it opens; then data may be read for any time."""
     beat()
     device = choose_device(name)
+    ranks.connect(device)
     told = "cpu" if device.is_host else f"{device.name}:{device.index}"
     beat(device=told, watched=False)
     return device
 
 
-def new_run(args) -> Run:
-    device, named, model = open_device(args.device), train_flags.given(args), None
+def new_run(args, ranks: Group) -> Run:
+    device, named, model = open_device(args.device, ranks), train_flags.given(args), None
     if "init" in named:
         model, named = run_init.start(named, args.tokens, device)
-    settings = train_flags.complete(named, args.tokens, on_gpu=not device.is_host)
+    settings = train_flags.complete(named, args.tokens, not device.is_host, ranks.size)
+
+    def free_folder() -> str:
+        out = Path(args.out)
+        return str(run_folder.free_folder(out, args.name, settings["model"], bool(args.resume)))
+
     # Names are checked before the text is tokenised, which may take long.
-    folder = run_folder.free_folder(
-        Path(args.out), args.name, settings["model"], restart=bool(args.resume)
-    )
+    folder = Path(ranks.first("the folder of the run", free_folder))
     described = train_flags.data_of(settings)
-    data = run_data(described)
+    with ranks.rank_0_first("the data"):
+        data = run_data(described)
     if model is None:
         config = model_config(settings, data.vocab_size)
     else:
@@ -390,13 +452,15 @@ def new_run(args) -> Run:
         run_init.check_vocabulary(settings["init"], config, data.vocab_size)
     if device.is_host and train_flags.may_choose_steps(named, args.tokens, settings):
         run_batches(data, described)  # too little text is said before anything is measured
-        named["steps"] = run_length.choose_steps(config, settings, device)
-        settings = train_flags.complete(named, None, on_gpu=False)
+        named["steps"] = ranks.first(
+            "the number of steps", lambda: run_length.choose_steps(config, settings, device)
+        )
+        settings = train_flags.complete(named, None, False, ranks.size)
         described = train_flags.data_of(settings)
     np.random.seed(settings["seed"])
     if model is None:
         model = config.model_class(config, device=device)
-    batches = Prefetch(run_batches(data, described, model.config.vocab_size), device)
+    batches = Prefetch(open_batches(ranks, data, described, model.config.vocab_size), device)
     flat = nn.flatten_parameters(model)
     optimizer = optim.AdamW(
         flat,
@@ -406,52 +470,27 @@ def new_run(args) -> Run:
         eps=1e-8,
         weight_decay=settings["weight_decay"],
     )
-    lock = run_folder.take(folder)
+    parallel = DataParallel(ranks, flat, optimizer, settings["grad_accum"])
+    lock = run_folder.take(folder) if ranks.rank == 0 else None
+    position = batches.position
     run = Run(
-        folder, lock, settings, device, data, model, flat, optimizer, batches, batches.position
+        folder, lock, settings, device, data, model, flat, optimizer, batches, parallel, position
     )
-    write_description(run)
+    if ranks.rank == 0:
+        write_description(run)
     return run
 
 
-def check_state(checkpoint: Checkpoint) -> None:
-    """CheckpointError for the file of another program, and for values that no run could have."""
-    state = checkpoint.state
-    kinds = {"settings": dict, "step": int, "data": dict, "fingerprint": str}
-    kinds |= {"seconds": (int, float), "optimizer": dict}
-    missing = [key for key, kind in kinds.items() if not isinstance(state.get(key), kind)]
-    if not missing:
-        known = {**train_flags.COMMON, **state["settings"]}
-        flags = train_flags.RESULT_FLAGS + train_flags.OTHER_FLAGS
-        missing = [f"settings of {key}" for key in flags if key not in known]
-        missing += [
-            f"{key} of its data"
-            for key in ("epoch", "batch")
-            if type(state["data"].get(key)) is not int
-        ]
-    if missing:
-        raise CheckpointError(
-            f"{checkpoint.path}: not the checkpoint of a run of train_pythia.py: "
-            f"it has no {', '.join(missing)}"
-        )
-    wrong = train_flags.misfits(known)
-    if not wrong:
-        steps, epoch = known["steps"], state["data"]["epoch"]
-        if not 0 <= state["step"] <= steps:
-            wrong.append(f"step is {state['step']}: the run has {steps}")
-        if not 0 <= epoch <= steps * known["grad_accum"]:
-            wrong.append(f"epoch of its data is {epoch}: the run draws fewer batches")
-    if not 0 <= state["seconds"] < math.inf:
-        wrong.append(f"seconds is {state['seconds']!r:.40}: must be a number of 0 or more")
-    if state["optimizer"].get("class") != "AdamW":
-        wrong.append(f"optimizer is {state['optimizer'].get('class')!r:.40}: runs have AdamW")
-    if wrong:
-        raise CheckpointError(f"{checkpoint.path}: its settings cannot be used: {', '.join(wrong)}")
+def open_batches(ranks: Group, data: TokenData, described: dict, vocab_size: int) -> Batches:
+    """Of each step's micro-batches those that this rank computes."""
+    batches, every = run_batches(data, described, vocab_size), described["micro_batches"]
+    batches.share(own_leaves(every, ranks.rank, ranks.size), every)
+    return batches
 
 
-def resumed_run(args, folder: Path, lock: Lock, checkpoint: Checkpoint) -> Run:
-    device, state = open_device(args.device), checkpoint.state
-    check_state(checkpoint)
+def resumed_run(args, ranks: Group, folder: Path, lock: Lock | None, checkpoint: Checkpoint) -> Run:
+    device, state = open_device(args.device, ranks), checkpoint.state
+    run_state.check(checkpoint)
     settings, differences = train_flags.resumed(
         train_flags.given(args), args.tokens, state["settings"]
     )
@@ -462,13 +501,16 @@ def resumed_run(args, folder: Path, lock: Lock, checkpoint: Checkpoint) -> Run:
             f"{shlex.join(run_folder.flag('--init', folder))}"
         )
     described = train_flags.data_of(settings)
-    data = run_data(described, folder, state["fingerprint"])
-    batches = Prefetch(run_batches(data, described, checkpoint.configuration().vocab_size), device)
+    with ranks.rank_0_first("the data"):
+        data = run_data(described, folder, state["fingerprint"])
+    vocab_size = checkpoint.configuration().vocab_size
+    batches = Prefetch(open_batches(ranks, data, described, vocab_size), device)
     batches.seek(state["data"])
     model, optimizer, _, _ = checkpoint.restore(device)
     if optimizer.flat is None:
         raise CheckpointError(f"{checkpoint.path}: its optimizer has a part of the parameters only")
     checkpoint.restore_random_state()
+    parallel = DataParallel(ranks, optimizer.flat, optimizer, settings["grad_accum"])
     print(f"resuming {checkpoint.path} after step {state['step']}")
     before, now = state.get("products"), device.properties()["products"]
     if before not in (None, now):
@@ -483,10 +525,10 @@ def resumed_run(args, folder: Path, lock: Lock, checkpoint: Checkpoint) -> Run:
         optimizer.flat,
         optimizer,
         batches,
+        parallel,
         state["data"],
         state["step"],
         state["step"],
-        state["seconds"],
     )
 
 
@@ -536,51 +578,103 @@ def write_description(run: Run) -> None:
             file.write(run.data.tokenizer.to_str().encode())
 
 
+def make_run(args, ranks: Group) -> Run:
+    """New, or the one that --resume finds; rank 0 looks for it, and holds its lock."""
+    found = None
+
+    def find() -> list[str] | None:
+        nonlocal found
+        found = run_folder.resume(args.resume, Path(args.out), args.name)
+        return found and [str(found[0]), str(found[2].path)]
+
+    told = ranks.first("the run to resume", find) if args.resume else None
+    if told is None:
+        return new_run(args, ranks)
+    folder, lock, checkpoint = found or (Path(told[0]), None, Checkpoint(told[1]))
+    return resumed_run(args, ranks, folder, lock, checkpoint)
+
+
+def join(args, argv: list[str], place: environment.Place | None) -> Group:
+    """The ranks that somebody started together, once they agree on what to do with what. Rank 0 is
+    the one that prints, and that a supervisor hears."""
+    if place is None or place.size == 1:
+        return Group()
+    if args.supervise:
+        raise ValueError(
+            "--supervise: each rank would have a supervisor of its own: start all under one, "
+            f"python -m needle.supervise -- {place.launcher} ..."
+        )
+    if place.rank > 0:
+        if supervised():
+            os.environ[PIPE] = os.devnull
+        sys.stdout = open(os.devnull, "w")
+    facts = {"flags": shlex.join(argv), **versions()}
+    return Group(place, Control.join(place, facts, Path(args.out)))
+
+
 def main(argv: list[str] | None = None) -> int:
-    args = train_flags.parse(argv)
-    if args.supervise and not supervised():
-        words = sys.argv[1:] if argv is None else argv
-        command = [sys.executable, str(Path(__file__).resolve()), *words]
-        return supervise.Supervisor(command, args.hang_seconds).run()
-    run = None
+    args, words = train_flags.parse(argv), sys.argv[1:] if argv is None else argv
+    run, ranks, problem = None, Group(), None
+
+    def report(text: str) -> None:
+        nonlocal problem
+        problem = text
+        who = "" if ranks.rank == 0 else f" rank {ranks.rank}:"
+        print(f"train_pythia.py:{who} {text}", file=sys.stderr)
+
     try:
+        place = environment.find()
+        if args.supervise and not supervised() and place is None:
+            command = [sys.executable, str(Path(__file__).resolve()), *words]
+            return supervise.Supervisor(command, args.hang_seconds).run()
         trackers.check(args.tensorboard, args.wandb)
-        found = run_folder.resume(args.resume, Path(args.out), args.name) if args.resume else None
-        run = new_run(args) if found is None else resumed_run(args, *found)
+        ranks = join(args, words, place)
+        run = make_run(args, ranks)
         run.tensorboard, run.wandb = args.tensorboard, args.wandb
         run.device_name, run.hang_seconds = args.device, args.hang_seconds
+        run.verify_every, run.graph = args.verify, args.graph
         if args.recompute:
             recompute_layers(run.model)
+        if args.graph and not run.device.records_graphs:
+            raise ValueError(f"--graph: {run.device} records no graphs, as GPUs do: leave it out")
         print(f"{run.model}\n{run.data.source}\nrun: {run.folder}", flush=True)
         if run.step >= run.settings["steps"]:
-            if not is_finished(run):
+            if ranks.rank == 0 and not is_finished(run):
                 finish(run)
             print(f"nothing to do: all {run.settings['steps']} steps are done. {longer(run)}")
             return 0
         return train(run)
     except ndl.CudaFatalError as error:
         beat(fault=str(error))
-        print(
-            f"train_pythia.py: the GPU is lost: {error}\nstart again with --resume auto",
-            file=sys.stderr,
-        )
+        report(f"the GPU is lost: {error}\nstart again with --resume auto")
         return EXIT_GPU_LOST
     except (ndl.CudaError, MemoryError) as error:
-        print(
-            f"train_pythia.py: {error or 'out of memory'}\n(where memory ran out: --recompute, or "
-            "a smaller --batch-size, with --grad-accum to keep the step's size)",
-            file=sys.stderr,
+        report(
+            f"{error or 'out of memory'}\n(where memory ran out: --recompute, or a smaller "
+            "--batch-size, with --grad-accum to keep the step's size)"
         )
         return 1
+    except WrongDevice as error:
+        if ranks.rank == 0:
+            report(str(error))
+        return EXIT_GPU_LOST
+    except RankFailed as error:  # that rank has said it
+        problem = str(error)
+        return 1
+    except RankError as error:  # who is missing, or differs, is said by all that are there
+        print(f"train_pythia.py: {error}", file=sys.stderr)
+        return error.code
     except (ValueError, OSError) as error:
-        print(f"train_pythia.py: {described(error)}", file=sys.stderr)
+        report(described(error))
         return 1
     except KeyboardInterrupt:  # before the first step, or a second one within a step
-        print("train_pythia.py: interrupted", file=sys.stderr)
+        report("interrupted")
         return 130
     finally:
-        if run is not None:
+        if run is not None and run.lock is not None:
             run.lock.release()
+        error = sys.exc_info()[1]
+        ranks.close(problem or (error and f"{type(error).__name__}: {error}"))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from needle.autograd import Tensor
 from needle.backend_ndarray import commit, zeros
 from needle.nn import FlatParameters, Parameter
 
+NORM_CHUNK = 16384  # elements of a flat gradient whose norm is one part of the whole
 MOST_STEPS = 2**53  # beyond it a float cannot count
 Params = Any  # Iterable[Parameter] | Iterable[tuple[str, Parameter]] | list[dict] | FlatParameters
 
@@ -327,17 +328,38 @@ class AdamW(Optimizer):
             for name, offset in zip(self.flat.names, self.flat.offsets):
                 if offset >= self.flat.decay_size:
                     self._own[name] = {"weight_decay": 0.0}
-        # one flat object: one array each; else one a parameter; made at the first step
+        # one flat object: one array each, of the part that is updated here; else one a parameter;
+        # made at the first step
         self._m: list[NDArray] = []
         self._v: list[NDArray] = []
         self._master: list[NDArray | None] = []
+        self._part: slice | None = None if self.flat is None else slice(0, self.flat.size)
 
     # -- the arrays
 
     def _data(self) -> list[NDArray]:
         if self.flat is not None:
-            return [self.flat.data]
+            return [self.flat.data[self._part]]
         return [p.cached_data for p in self.params]
+
+    def keep(self, part: slice, arrays: Mapping[str, NDArray] | None = None) -> None:
+        """From now on `step` updates flat.data[part] alone, and state is kept for that: `arrays`,
+        by slot, or a copy of that part of the state so far. With a flat object only; the state of
+        the other parts is somebody else's, who has to give it back before `state_dict`."""
+        assert self.flat is not None and self._part is not None
+        if arrays is None and self._m:
+            at = slice(part.start - self._part.start, part.stop - self._part.start)
+            arrays = {slot: array[at].copy() for slot, array in self.kept().items()}
+        self._part = part
+        if arrays is not None:
+            self._m, self._v = [arrays["m"]], [arrays["v"]]
+            self._master = [arrays.get("master")]
+
+    def kept(self) -> dict[str, NDArray]:
+        """The state of the part that is updated here, flat, by slot."""
+        self._prepare()
+        slots = {"m": self._m[0], "v": self._v[0], "master": self._master[0]}
+        return {slot: array for slot, array in slots.items() if array is not None}
 
     def _prepare(self) -> None:
         if self._m:
@@ -353,6 +375,11 @@ class AdamW(Optimizer):
 
     def _arrays(self) -> dict[str, NDArray]:
         self._prepare()
+        if self.flat is not None and self._m[0].size != self.flat.size:
+            raise RuntimeError(
+                "AdamW: the state of the other ranks' parameters is theirs: save within "
+                "DataParallel.whole_optimizer()"
+            )
         out = {}
         for slot, arrays in (("m", self._m), ("v", self._v), ("master", self._master)):
             for i, (name, p) in enumerate(zip(self.names, self.params)):
@@ -371,6 +398,9 @@ class AdamW(Optimizer):
         out: list[tuple[int, int, int, dict]] = []
         ends = self.flat.offsets[1:] + [self.flat.size]
         for start, end, settings in zip(self.flat.offsets, ends, own):
+            start, end = max(start, self._part.start), min(end, self._part.stop)
+            if start >= end:
+                continue
             if out and out[-1][3] == settings:
                 start = out.pop()[1]
             out.append((0, start, end, settings))
@@ -398,14 +428,15 @@ class AdamW(Optimizer):
                 if not data.is_compact():
                     data = self.params[i].cached_data = data.compact()
                 data = data.reshape((data.size,))
-            part = slice(start, end)
-            master = self._master[i]
+            part, master = slice(start, end), self._master[i]
+            first = 0 if self._part is None else self._part.start
+            kept = slice(start - first, end - first)
             launches.append(
                 (
-                    data[part] if master is None else master[part],
+                    data[part] if master is None else master[kept],
                     grad[part],
-                    self._m[i][part],
-                    self._v[i][part],
+                    self._m[i][kept],
+                    self._v[i][kept],
                     None if master is None else data[part],
                     scale,
                     own.get("lr", self.lr),
@@ -446,7 +477,27 @@ def grad_norm(flat: FlatParameters, max_norm: float = 0.0) -> tuple[NDArray, NDA
     >>> round(norm.item(), 3), round(scale.item(), 3)
     (22.627, 0.044)
     """
-    norm, scale = _C.grad_norm(flat.grad, max_norm)
+    grad = flat.grad
+    norms = _C.empty((-(-grad.size // NORM_CHUNK),), "float32", grad.device)
+    chunk_norms(grad, norms)
+    return total_norm(norms, max_norm)
+
+
+def chunk_norms(grad: NDArray, norms: NDArray) -> None:
+    """The norms of each NORM_CHUNK elements of a flat gradient, and of what is left at its end,
+    into `norms`: what the norm of all is made of, whoever computes which of them."""
+    rows = grad.size // NORM_CHUNK
+    end = rows * NORM_CHUNK
+    if rows:
+        squares = _C.sumsq(grad[:end].reshape((rows, NORM_CHUNK)), 1)
+        _C.assign(norms[:rows], _C.sqrt(squares))
+    if end < grad.size:
+        _C.assign(norms[rows:], _C.grad_norm(grad[end:], 0.0)[0].reshape((1,)))
+
+
+def total_norm(norms: NDArray, max_norm: float) -> tuple[NDArray, NDArray]:
+    """What grad_norm returns, from the norms of its chunks."""
+    norm, scale = _C.grad_norm(norms, max_norm)
     return norm, scale
 
 

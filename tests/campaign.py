@@ -29,14 +29,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "apps"), str(ROOT / "tests" / "apps")]
+TESTS = ROOT / "tests"
+sys.path[:0] = [str(f) for f in (ROOT, ROOT / "apps", TESTS / "apps", TESTS / "distributed")]
 
 import programs  # noqa: E402
 
 programs.need_pytest()
 
+import mpi_runs  # noqa: E402
 import nth_allocation  # noqa: E402
 import numpy as np  # noqa: E402
+import ranks_campaign  # noqa: E402
 import supervised_campaign  # noqa: E402
 import train_pythia  # noqa: E402
 from small_runs import SMALL, TOKENS, checkpoint_of, flags, numbers_of, tensors_of  # noqa: E402
@@ -411,6 +414,17 @@ def supervised(field: Field, count: int) -> None:
         raise Lost(str(error)) from error
 
 
+def ranks(field: Field, count: int) -> None:
+    """Blows to several ranks of one training, by mpirun (distributed/ranks_campaign.py)."""
+    problem = mpi_runs.missing()
+    if problem is not None:
+        raise Lost(f"not tried: {problem}")
+    try:
+        print(ranks_campaign.campaign(field.folder, count, field.rng.randrange(2**32)))
+    except ranks_campaign.Different as error:
+        raise Lost(str(error)) from error
+
+
 # part -> how often in the whole campaign
 PARTS = {
     "kills": 900,
@@ -423,6 +437,7 @@ PARTS = {
     "every_allocation": 15,
     "damaged_files": 1_000_000,
     "supervised": 20,
+    "ranks": 100,
     "long_run": 10_000,
 }
 

@@ -124,7 +124,8 @@ def child(plan: Path, argv: list[str]) -> int:
         return rate
 
     train_pythia.schedule_of = counting
-    train_pythia.optim.grad_norm = before("middle", train_pythia.optim.grad_norm)
+    parallel = train_pythia.DataParallel
+    parallel.reduce = before("middle", parallel.reduce)
     train_pythia.RunLog.queue = before("end", train_pythia.RunLog.queue)
     files.os.replace = before("save", os.replace)
     pythia.PRESETS["tiny"] = SMALL

@@ -158,6 +158,7 @@ class Batches:
         self._check_enough()
         self.epoch = self.batch = 0
         self._order = self._samples.order(0)
+        self._own, self._every, self._drawn = range(1), 1, 0
 
     def _check_enough(self) -> None:
         self.windows = self._samples.count
@@ -208,20 +209,50 @@ class Batches:
             )
         self.epoch, self.batch = epoch, batch
         self._order = self._samples.order(epoch)
+        self._drawn = 0
 
     def seek_batch(self, number: int) -> None:
         """Go to the batch that a run draws as its `number`-th, from 0."""
         epoch, batch = divmod(number, len(self))
         self.seek({**self.position, "epoch": epoch, "batch": batch})
 
-    def next_rows(self) -> np.ndarray:
-        """integers (batch_size, seq_len + 1), int32 or int64: the next batch."""
+    def share(self, own: range, every: int) -> None:
+        """From here on: of each `every` batches in a row those numbered `own`, for one of several
+        ranks. Behind the last of them `position` is that behind all `every`, where each rank is.
+
+        >>> from needle.data import Batches
+        >>> batches = Batches(np.arange(100), batch_size=2, seq_len=4)
+        >>> batches.share(range(1, 2), every=4)
+        >>> _ = batches.next()
+        >>> batches.position
+        {'epoch': 0, 'batch': 4}
+        """
+        self._own, self._every, self._drawn = own, every, 0
+
+    def _skip(self, count: int) -> None:
+        """Go on as if `count` batches had been drawn."""
+        while count > 0:
+            self._turn()
+            here = min(count, len(self) - self.batch)
+            self.batch, count = self.batch + here, count - here
+
+    def _turn(self) -> None:
+        """Begin the next epoch where this one is at its end."""
         if self.batch == len(self):
             self.epoch, self.batch = self.epoch + 1, 0
             self._order = self._samples.order(self.epoch)
+
+    def next_rows(self) -> np.ndarray:
+        """integers (batch_size, seq_len + 1), int32 or int64: the next batch."""
+        if self._drawn == 0:
+            self._skip(self._own.start)
+        self._turn()
         chosen = self._order[self.batch * self.batch_size : (self.batch + 1) * self.batch_size]
         rows = self._rows(chosen)
         self.batch += 1
+        self._drawn = (self._drawn + 1) % len(self._own)
+        if self._drawn == 0:
+            self._skip(self._every - self._own.stop)
         return rows
 
     def next(self) -> tuple[np.ndarray, np.ndarray]:

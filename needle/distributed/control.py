@@ -133,7 +133,7 @@ class Control:
 
     # ---- collectives ----------------------------------------------------------------------------
 
-    def gather(self, name: str, value: Any) -> list[Any]:
+    def gather(self, name: str, value: Any, patient: bool = False) -> list[Any]:
         """The values of all ranks, the same list at each: what JSON makes of them, a tuple a list.
         TypeError and ValueError for what is no JSON, or more than a MiB; RankMissing; RanksDiffer
         where another rank is at another collective."""
@@ -143,7 +143,7 @@ class Control:
                 f"{name}: {len(text):,} bytes: the control channel is for small messages, up to "
                 f"{LIMIT:,} bytes of a rank; arrays take another way"
             )
-        self._enter(name, "gather")
+        self._enter(name, "patient gather" if patient and self.rank > 0 else "gather")
         at = self._at
         try:
             if self.size == 1:
@@ -158,9 +158,10 @@ class Control:
             self._leave()
         return [json.loads(one) for one in texts]
 
-    def broadcast(self, name: str, value: Any = None) -> Any:
-        """Rank 0's value. The others' are not looked at."""
-        return self.gather(name, value if self.rank == 0 else None)[0]
+    def broadcast(self, name: str, value: Any = None, patient: bool = False) -> Any:
+        """Rank 0's value. The others' are not looked at. A patient rank waits for any time while
+        rank 0 answers: it is preparing what takes long."""
+        return self.gather(name, value if self.rank == 0 else None, patient)[0]
 
     def watched(self, name: str) -> _Watched:
         """A context in which this rank is in a collective that other libraries carry out."""
@@ -352,7 +353,8 @@ class Control:
         if self._failure is None:
             self._look_for_closed()
         if self._failure is None and at.inside:
-            if self._now - self._since >= EARLY * self.deadline:
+            is_patient = at.inside == "patient gather" and not self._is_silent(0)
+            if self._now - self._since >= EARLY * self.deadline and not is_patient:
                 self._be_late(at)
         if self._failure is not None and at.inside == "watched" and self._at == at:
             self._die(at)
@@ -366,6 +368,9 @@ class Control:
                 if peer.has_closed and at.inside and at.number > peer.at.number:
                     text = f"rank {rank} is {at}, but rank {closed} has ended, {peer.at}"
                     self._fail(RankMissing, text)
+
+    def _is_silent(self, rank: int) -> bool:
+        return self._now - self._peers[rank].heard > SILENT * self.deadline
 
     def _be_late(self, at: _At) -> None:
         """The deadline has passed here. Rank 0 knows who did not come."""

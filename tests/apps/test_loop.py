@@ -18,6 +18,7 @@ from harness import DEVICES
 from small_runs import flags, lines_of
 
 from needle import Tensor
+from needle.distributed.group import Group
 from needle.models import Pythia
 
 STEPS, WARMUP, LR, DECAY, BATCH, TIME, EPOCH = 6, 2, 0.01, 0.3, 2, 16, 12
@@ -50,7 +51,8 @@ def test_each_update_is_that_of_a_plain_loop(
         f"--grad-accum {accumulate} --clip {clip} --lr {LR} --warmup {WARMUP}",
         f"--weight-decay {DECAY}", device=device, steps=STEPS,
     )  # fmt: skip
-    run = train_pythia.new_run(train_flags.parser().parse_args(argv))
+    args = train_flags.parser().parse_args(argv)
+    run = train_pythia.new_run(args, Group())
 
     def now():
         slots = {n: a.numpy() for n, a in run.optimizer.state_dict()["arrays"].items()}

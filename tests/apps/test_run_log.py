@@ -41,7 +41,7 @@ def shown(tmp_path, monkeypatch, columns, steps, done, speed):
     terminal, now = Terminal(columns), [0.0]
     monkeypatch.setattr(run_log.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(sys, "stderr", terminal)
-    log = run_log.RunLog(tmp_path, ndl.cpu(), 0, steps, speed, 1.0, 1e12, 0.0)
+    log = run_log.RunLog(tmp_path, ndl.cpu(), 0, steps, speed, 1.0, 1e12)
     for step in range(1, done + 1):
         now[0] += 1.0  # a step a second
         loss = full((), 3.6312, "float32", ndl.cpu())
@@ -83,7 +83,7 @@ def test_each_plain_line_is_sent_at_once(tmp_path, monkeypatch):
     pipe, now = Pipe(), [0.0]
     monkeypatch.setattr(run_log.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(sys, "stdout", pipe)
-    log = run_log.RunLog(tmp_path, ndl.cpu(), 0, 2, 100, 1e6, 1e9, 0.0)
+    log = run_log.RunLog(tmp_path, ndl.cpu(), 0, 2, 100, 1e6, 1e9)
     for step, speed, share in ((1, 100, 10), (2, 50, 5)):
         now[0] += step
         loss = full((), 3.5, "float32", ndl.cpu())
@@ -96,7 +96,7 @@ def test_each_plain_line_is_sent_at_once(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_is_named(tmp_path):
-    log = run_log.RunLog(tmp_path, ndl.cpu(), 0, 5, 1, 1.0, None, 0.0)
+    log = run_log.RunLog(tmp_path, ndl.cpu(), 0, 5, 1, 1.0, None)
     log._file.close()
     log._file = open("/dev/full", "a")
     loss = full((), 3.0, "float32", ndl.cpu())

@@ -291,3 +291,33 @@ control.gather("x", 1)
     for rank in start(body, 3):
         code, _, said = rank.end()
         assert code == 1 and "rank 1 sent what is no message" in said
+
+
+def test_a_patient_rank_waits_for_one_that_answers(start):
+    body = """
+control = join()
+if rank == 0:
+    time.sleep(2.5 * deadline)
+assert control.broadcast("the data", rank, patient=rank > 0) == 0
+say("well")
+control.close()
+"""
+    for rank in start(body, 2, deadline=1.0):
+        assert rank.end() == (0, ["well"], "")
+
+
+def test_a_patient_rank_does_not_wait_for_one_that_is_stopped(start):
+    body = """
+control = join()
+say("joined")
+if rank == 0:
+    time.sleep(600)
+control.broadcast("the data", rank, patient=rank > 0)
+"""
+    first, second = start(body, 2, deadline=1.0)
+    first.heard("joined")
+    second.heard("joined")
+    first.kill(signal.SIGSTOP)
+    code, _, said = second.end()
+    first.kill()
+    assert code == 75 and "rank 0 does not answer" in said

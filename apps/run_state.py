@@ -1,0 +1,40 @@
+"""What a checkpoint must hold for a run of train_pythia.py to go on from it."""
+
+from __future__ import annotations
+
+import train_flags
+
+from needle.checkpoint import Checkpoint, CheckpointError
+
+
+def check(checkpoint: Checkpoint) -> None:
+    """CheckpointError for the file of another program, and for values that no run could have."""
+    state = checkpoint.state
+    kinds = {"settings": dict, "step": int, "data": dict, "fingerprint": str}
+    kinds |= {"optimizer": dict}
+    missing = [key for key, kind in kinds.items() if not isinstance(state.get(key), kind)]
+    if not missing:
+        known = {**train_flags.COMMON, **state["settings"]}
+        flags = train_flags.RESULT_FLAGS + train_flags.OTHER_FLAGS
+        missing = [f"settings of {key}" for key in flags if key not in known]
+        missing += [
+            f"{key} of its data"
+            for key in ("epoch", "batch")
+            if type(state["data"].get(key)) is not int
+        ]
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint.path}: not the checkpoint of a run of train_pythia.py: "
+            f"it has no {', '.join(missing)}"
+        )
+    wrong = train_flags.misfits(known)
+    if not wrong:
+        steps, epoch = known["steps"], state["data"]["epoch"]
+        if not 0 <= state["step"] <= steps:
+            wrong.append(f"step is {state['step']}: the run has {steps}")
+        if not 0 <= epoch <= steps * known["grad_accum"]:
+            wrong.append(f"epoch of its data is {epoch}: the run draws fewer batches")
+    if state["optimizer"].get("class") != "AdamW":
+        wrong.append(f"optimizer is {state['optimizer'].get('class')!r:.40}: runs have AdamW")
+    if wrong:
+        raise CheckpointError(f"{checkpoint.path}: its settings cannot be used: {', '.join(wrong)}")

@@ -1,0 +1,161 @@
+"""Data parallel training whose bits do not depend on the number of ranks.
+
+A step is `leaves` micro-batches, whoever computes them: rank r of R those from r leaves / R on.
+Each leaf writes its gradient, and they are added in the order of one tree (tree.py), first those of
+a rank, then, piece by piece, those of all ranks: each sends every other the piece of its sum that
+the other owns, the bytes of a reduce-scatter, and the owner adds them. It also keeps the
+optimizer's state of that piece alone (ZeRO stage 1, Rajbhandari et al. 2020), steps it, and sends
+the new weights round.
+
+    parallel = DataParallel(group, flat, optimizer, leaves)
+    for step in range(1, steps + 1):
+        for _ in parallel.own_leaves:
+            optimizer.reset_grad()
+            loss.backward()                        scaled by 1 / leaves
+            parallel.add_leaf()
+        norm, scale = parallel.reduce(max_norm)
+        parallel.step(scale)
+
+Alone (`Group()`) a rank owns everything and sends nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+from needle import _C
+from needle._C import NDArray
+from needle.distributed.group import Group, as_bytes
+from needle.distributed.tree import merges, own_leaves, tree_sum
+from needle.nn import FlatParameters
+from needle.optim import NORM_CHUNK, AdamW, chunk_norms, total_norm
+
+
+def pieces(size: int, ranks: int) -> list[slice]:
+    """Which part of a flat buffer of `size` elements each rank owns: whole chunks of the norm, but
+    for the end.
+
+    >>> from needle.distributed.data_parallel import pieces
+    >>> pieces(40000, 2)
+    [slice(0, 16384, None), slice(16384, 40000, None)]
+    """
+    chunks = -(-size // NORM_CHUNK)
+    ends = [min(chunks * rank // ranks * NORM_CHUNK, size) for rank in range(ranks + 1)]
+    return [slice(start, end) for start, end in zip(ends, ends[1:])]
+
+
+class DataParallel:
+    """ValueError where the group's ranks cannot share so many leaves.
+
+    Bytes that a rank keeps beside its model, of N parameters and R ranks: the gradient 4 N, a copy
+    of it for each doubling of its leaves, received pieces 4 N (R - 1) / R, and of the optimizer 8 N
+    / R, 12 N / R where it has master weights."""
+
+    def __init__(self, group: Group, flat: FlatParameters, optimizer: AdamW, leaves: int) -> None:
+        self.group, self.flat, self.optimizer = group, flat, optimizer
+        self.own_leaves = own_leaves(leaves, group.rank, group.size)
+        self.pieces = pieces(flat.size, group.size)
+        self._added = 0
+        self._sums: list[NDArray] = []  # of finished subtrees, the largest first ...
+        self._buffers: list[NDArray] = []  # ... and where they lie
+        self._received: list[NDArray] = []
+        if group.size > 1:
+            optimizer.keep(self.pieces[group.rank])
+
+    # ---- a step ---------------------------------------------------------------------------------
+
+    def add_leaf(self) -> None:
+        """flat.grad is the gradient of this rank's next leaf; after the last, the sum of all
+        its."""
+        grad, count = self.flat.grad, len(self.own_leaves)
+        for _ in range(merges(self._added, count)):
+            grad += self._sums.pop()
+        self._added = (self._added + 1) % count
+        if self._added:
+            depth = len(self._sums)
+            if depth == len(self._buffers):
+                self._buffers.append(_C.empty(grad.shape, "float32", grad.device))
+            _C.assign(self._buffers[depth], grad)
+            self._sums.append(self._buffers[depth])
+
+    def reduce(self, max_norm: float = 0.0) -> tuple[NDArray, NDArray]:
+        """(norm, scale) as optim.grad_norm; this rank's piece of flat.grad is then the sum over all
+        ranks, and the rest of no meaning."""
+        group, grad = self.group, self.flat.grad
+        own = grad[self.pieces[group.rank]]
+        if group.size > 1:
+            if not self._received:
+                self._received = [
+                    _C.empty((0 if r == group.rank else own.size,), "float32", own.device)
+                    for r in range(group.size)
+                ]
+            sends = [None if r == group.rank else grad[p] for r, p in enumerate(self.pieces)]
+            group.exchange("the sum of gradients", sends, self._received)
+            parts = [own if r == group.rank else x for r, x in enumerate(self._received)]
+            total = tree_sum(parts)
+            if total is not own:
+                _C.assign(own, total)
+        norms = _C.empty((-(-grad.size // NORM_CHUNK),), "float32", grad.device)
+        chunks = [slice(-(-p.start // NORM_CHUNK), -(-p.stop // NORM_CHUNK)) for p in self.pieces]
+        chunk_norms(own, norms[chunks[group.rank]])
+        group.all_gather("the gradient's norm", norms, chunks)
+        return total_norm(norms, max_norm)
+
+    def step(self, scale: NDArray | None = None) -> None:
+        """The optimizer's, of this rank's piece; flat.data then has the weights of all."""
+        self.optimizer.step(scale)
+        if self.group.size > 1:
+            data = self.flat.data
+            width = data.nbytes // data.size
+            wide = [slice(p.start * width, p.stop * width) for p in self.pieces]
+            self.group.all_gather("the weights", as_bytes(data), wide)
+
+    def losses(self, own: Sequence[NDArray]) -> list[NDArray]:
+        """The float32 scalars of all leaves, in their order, from those of this rank."""
+        if self.group.size == 1:
+            return list(own)
+        count, group = len(own), self.group
+        all_losses = _C.empty((count * group.size,), "float32", self.flat.grad.device)
+        for i, loss in zip(self.own_leaves, own):
+            _C.assign(all_losses[i : i + 1], loss.reshape((1,)))
+        shares = [slice(r * count, (r + 1) * count) for r in range(group.size)]
+        group.all_gather("the losses", all_losses, shares)
+        return [all_losses[i].reshape(()) for i in range(all_losses.size)]
+
+    # ---- the optimizer's state ------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def whole_optimizer(self) -> Iterator[None]:
+        """In the block rank 0's optimizer holds the state of all ranks, in the memory of the host:
+        what a checkpoint is written from. The others hold theirs, and only send."""
+        group, optimizer = self.group, self.optimizer
+        if group.size == 1:
+            yield
+            return
+        own = optimizer.kept()
+        gathered = {slot: self._on_rank_0(f"the optimizer's {slot}", own[slot]) for slot in own}
+        if group.rank == 0:
+            optimizer.keep(slice(0, self.flat.size), gathered)
+        try:
+            yield
+        finally:
+            if group.rank == 0:
+                optimizer.keep(self.pieces[0], own)
+
+    def _on_rank_0(self, name: str, piece: NDArray) -> NDArray | None:
+        """The whole of which each rank has its piece, in the host's memory, on rank 0."""
+        group = self.group
+        whole = _C.empty((self.flat.size,), "float32", _C.cpu()) if group.rank == 0 else None
+        nothing: list[NDArray | None] = [None] * group.size
+        for rank, part in enumerate(self.pieces):
+            if whole is None:
+                sends = [piece if group.rank == rank else None, *nothing[1:]]
+                group.exchange(name, sends, nothing)
+            else:
+                size = part.stop - part.start
+                given = piece if rank == 0 else _C.empty((size,), "float32", piece.device)
+                receives = [given if r == rank != 0 else None for r in range(group.size)]
+                group.exchange(name, nothing, receives)
+                _C.assign(whole[part], given.to(whole.device))
+        return whole

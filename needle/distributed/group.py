@@ -1,0 +1,158 @@
+"""The ranks of a run, and what they do together: small values, and bytes of arrays.
+
+`Group()` is one process alone: everything below then is what one rank does by itself, so that a
+loop written for many is the loop for one. `Group(place, control)` is all the processes that
+somebody started together (environment.py): their control channel (control.py) carries small values
+and names who is missing; once `connect` has chosen it, a transport moves the bytes of arrays
+(mpi.py between processes of the CPU).
+
+Every method is called by all ranks, in the same order, but where it says otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from needle._C import Device, NDArray
+from needle.distributed.control import Control
+from needle.distributed.environment import Place
+
+
+class Transport(Protocol):
+    def exchange(
+        self, sends: Sequence[NDArray | None], receives: Sequence[NDArray | None]
+    ) -> None: ...
+
+
+class RankFailed(RuntimeError):
+    """Another rank met an error that ends the work of all; it is told there."""
+
+
+class Group:
+    """rank: this process's number; size: how many there are."""
+
+    def __init__(self, place: Place | None = None, control: Control | None = None) -> None:
+        self.rank, self.size = (0, 1) if place is None else (place.rank, place.size)
+        self._place, self._control = place, control
+        self._transport: Transport | None = None
+
+    def connect(self, device: Device) -> None:
+        """Arrays of this device can travel from now on. ValueError where nothing here can move
+        them, or where the ranks' products are not computed by the same library for the same
+        processor."""
+        if self._place is None:
+            return
+        self._transport = _transport(self._place, device)
+        products = self.gather("the products", device.properties()["products"])
+        for rank, theirs in enumerate(products):
+            if theirs != products[0]:
+                raise ValueError(
+                    f"rank {rank} multiplies by {theirs}, rank 0 by {products[0]}: their bits "
+                    "would differ; start all ranks on machines of one kind, with the same packages"
+                )
+
+    # ---- small values ---------------------------------------------------------------------------
+
+    def gather(self, name: str, value: Any) -> list:
+        """The JSON values of all ranks, in their order."""
+        return [value] if self._control is None else self._control.gather(name, value)
+
+    def first(self, name: str, make: Callable[[], Any]) -> Any:
+        """What make() gives on rank 0, to all; it may take any time. Its error is RankFailed on the
+        others."""
+        made = None
+        with self.rank_0_first(name):
+            if self.rank == 0:
+                made = make()
+        return made if self._control is None else self._control.broadcast(name, made)
+
+    @contextlib.contextmanager
+    def rank_0_first(self, name: str) -> Iterator[None]:
+        """The block runs on rank 0, and then on the others: what the first leaves in a cache is
+        there for them. Its error on rank 0 is RankFailed on the others."""
+        if self._control is None:
+            yield
+            return
+        problem = None
+        if self.rank == 0:
+            try:
+                yield
+            except BaseException as error:
+                problem = str(error) or type(error).__name__
+                raise
+            finally:
+                self._control.broadcast(name, problem)
+            return
+        problem = self._control.broadcast(name, patient=True)
+        if problem is not None:
+            raise RankFailed(f"rank 0: {problem}")
+        yield
+
+    @property
+    def step(self) -> int:
+        """Of the training: messages about who is missing name it."""
+        return 0 if self._control is None else self._control.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        if self._control is not None:
+            self._control.step = step
+
+    # ---- arrays ---------------------------------------------------------------------------------
+
+    def exchange(
+        self, name: str, sends: Sequence[NDArray | None], receives: Sequence[NDArray | None]
+    ) -> None:
+        """Sends sends[r] to rank r and fills receives[r] from there; None, or no elements: nothing.
+        What one rank sends another receives, in an array of the same size. An array is compact;
+        that of a float that no other library knows is handed over as bytes (`as_bytes`)."""
+        if self._transport is None:
+            return
+        with self._control.watched(name):
+            self._transport.exchange(sends, receives)
+
+    def all_gather(self, name: str, flat: NDArray, pieces: Sequence[slice]) -> None:
+        """Fills a flat array, of which each rank has its piece, with the pieces of the others."""
+        own = flat[pieces[self.rank]]
+        self.exchange(
+            name,
+            [None if r == self.rank else own for r in range(self.size)],
+            [None if r == self.rank else flat[piece] for r, piece in enumerate(pieces)],
+        )
+
+    def close(self, reason: str | None = None, code: int = 1) -> None:
+        """The end of this rank's part; any rank, any time. With a reason the others end too, quote
+        it, and have this exit code."""
+        control, self._control = self._control, None
+        if control is not None and reason is not None:
+            control.leave(reason, code)
+        elif control is not None:
+            control.close()
+
+
+def as_bytes(flat: NDArray) -> NDArray:
+    """A view of all memory of an array that was made flat, as uint8."""
+    return NDArray.make((flat.nbytes,), handle=flat._handle, dtype="uint8")
+
+
+def _transport(place: Place, device: Device) -> Transport:
+    if not device.is_host:
+        raise ValueError(
+            f"{place.launcher} started {place.size} ranks, but needle trains on one GPU so far: "
+            "start one process, or train on the CPU (--device cpu)"
+        )
+    if place.launcher not in ("mpirun", "srun"):
+        raise ValueError(
+            f"{place.launcher} started {place.size} ranks on the CPU, where MPI connects them: "
+            "start them with mpirun"
+        )
+    try:
+        from needle.distributed.mpi import MPITransport
+    except ImportError as error:
+        raise ValueError(
+            f"{place.size} ranks on the CPU need the package mpi4py ({error}): "
+            "pip install needle[mpi]"
+        ) from error
+    return MPITransport(place.rank, place.size)

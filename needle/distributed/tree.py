@@ -1,0 +1,67 @@
+"""The order in which a step's gradients are added: a property of the run, not of who computes it.
+
+The micro-batches of a step are the leaves of one binary tree of float32 sums. Leaf i is followed by
+as many sums of two neighbours as a binary counter carries when it goes from i to i + 1, and the
+last one by those that are left over:
+
+    leaves    1 2 3 4          ((1 + 2) + (3 + 4))
+              1 2 3 4 5 6      (((1 + 2) + (3 + 4)) + (5 + 6))
+
+A run of 2^k leaves that begins at a multiple of 2^k is a subtree. So `ranks` ranks of 2^k leaves
+each sum their own, and the sums are the leaves of a tree by the same rule: the bits are those of
+one rank that computes all leaves, which may be any number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from needle._C import NDArray
+
+
+def merges(i: int, leaves: int) -> int:
+    """How many sums follow leaf i of `leaves`: each of the last two partial sums.
+
+    >>> from needle.distributed.tree import merges
+    >>> [merges(i, 6) for i in range(6)]
+    [0, 1, 0, 2, 0, 2]
+    """
+    carried = (~i & (i + 1)).bit_length() - 1  # the ones at the end of i
+    return carried + (leaves.bit_count() - 1 if i == leaves - 1 else 0)
+
+
+def tree_sum(parts: Sequence[NDArray]) -> NDArray:
+    """The sum of float32 arrays of one shape, by the rule above. It lies in parts[0]; the others
+    hold partial sums."""
+    sums: list[NDArray] = []
+    for i, part in enumerate(parts):
+        sums.append(part)
+        for _ in range(merges(i, len(parts))):
+            right = sums.pop()
+            sums[-1] += right
+    return sums[0]
+
+
+def own_leaves(leaves: int, rank: int, ranks: int) -> range:
+    """Which of a step's leaves a rank computes. ValueError where they cannot be shared so."""
+    fitting = fitting_ranks(leaves)
+    if ranks not in fitting:
+        counts = ", ".join(map(str, fitting))
+        raise ValueError(
+            f"{ranks} ranks cannot share a step of {leaves} micro-batches with the bits of one: "
+            f"each needs 1, 2, 4, ... of them. {counts} ranks can: change their number, or, of a "
+            "new run, --grad-accum"
+        )
+    share = leaves // ranks
+    return range(rank * share, (rank + 1) * share)
+
+
+def fitting_ranks(leaves: int) -> list[int]:
+    """The numbers of ranks that can share so many leaves: any number for one, 2^k each for more.
+
+    >>> from needle.distributed.tree import fitting_ranks
+    >>> fitting_ranks(12)
+    [1, 3, 6, 12]
+    """
+    shares = (1 << k for k in range(leaves.bit_length()))
+    return sorted({1} | {leaves // share for share in shares if leaves % share == 0})

@@ -1,0 +1,92 @@
+"""One rank of a small training, struck as PLAN says: {"rank": r, "step": s, "what": ...} in JSON,
+where "mark" may name a file that the blow leaves, and "deadline" that of the ranks, in seconds.
+
+kill, stop, term    the signal, from itself, when it has computed its first micro-batch of step
+s data                its data cannot be read there nan                 its loss is none bit
+one bit of its gradient is another full                the checkpoint of step s meets a full
+disk
+"""
+
+import errno
+import json
+import os
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "apps")]
+
+import train_pythia
+
+from needle.data import DataError
+from needle.distributed import environment
+from needle.models import pythia
+
+pythia.PRESETS["tiny"] = (2, 64, 2, 256)
+train_pythia.SAMPLE_TOKENS = 4
+
+
+def strike(what: str, at: int, mark: str | None) -> None:
+    compute, schedule_of, write = (
+        train_pythia.forward_backward,
+        train_pythia.schedule_of,
+        train_pythia.save_checkpoint,
+    )
+    struck, step = False, 0
+
+    def strikes() -> bool:
+        nonlocal struck
+        now = step == at and not struck
+        if now and mark is not None:
+            Path(mark).touch()
+        struck |= now
+        return now
+
+    def counting(settings):
+        schedule = schedule_of(settings)
+
+        def rate(number):
+            nonlocal step
+            step = number
+            return schedule(number)
+
+        return rate
+
+    def struck_compute(model, ids, targets, loss_scale):
+        loss = compute(model, ids, targets, loss_scale)
+        if what == "full" or not strikes():
+            return loss
+        if what in ("kill", "stop", "term"):
+            os.kill(os.getpid(), getattr(signal, f"SIG{what.upper()}"))
+        elif what == "data":
+            raise DataError("tokens.npy: a page cannot be read")
+        elif what == "nan":
+            return loss * float("nan")
+        elif what == "bit":
+            gradient = next(iter(model.parameters())).grad_buffer
+            np.asarray(memoryview(gradient)).reshape(-1).view(np.int32)[3] ^= 1
+        return loss
+
+    def struck_write(*args, **more):
+        if what == "full" and strikes():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "step.safetensors")
+        return write(*args, **more)
+
+    train_pythia.schedule_of = counting
+    train_pythia.forward_backward = struck_compute
+    train_pythia.save_checkpoint = struck_write
+
+
+if __name__ == "__main__":
+    plan, place = json.loads(os.environ.get("PLAN", "null")), environment.find()
+    if plan is not None and plan["rank"] == (0 if place is None else place.rank):
+        strike(plan["what"], plan["step"], plan.get("mark"))
+    if plan is not None and "deadline" in plan:
+        train_pythia.Control.join = partial(train_pythia.Control.join, deadline=plan["deadline"])
+    code = train_pythia.main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(code) if code == train_pythia.EXIT_GPU_LOST else sys.exit(code)

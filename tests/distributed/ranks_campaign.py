@@ -1,0 +1,100 @@
+"""Blows to trainings of several ranks: kills, stops, signals, planted faults; each run then goes on
+with another number of ranks, and ends as one that nothing hit."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+from mpi_runs import STEPS, run, start, write_tokens, written
+
+from needle.checkpoint import list_checkpoints, step_of
+
+DEADLINE = 4.0  # seconds, of the ranks of a campaign
+MARGIN = 20.0  # for mpirun to start them, and to see that they have ended
+EXIT = {"term": 0, "data": 1, "nan": 1, "full": 1, "bit": 75, "kill": None, "stop": None}
+
+
+class Different(AssertionError):
+    """A run hung, ended otherwise than it should, or went another way."""
+
+
+def plan_of(rng: random.Random, ranks: int, done: int) -> dict:
+    """A blow to come after step `done`."""
+    what = rng.choice([w for w in EXIT if w != "bit" or ranks > 1])
+    rank, step = rng.randrange(ranks), rng.randrange(done + 1, STEPS)
+    if what == "full":  # where rank 0 saves
+        rank, step = 0, -(-step // 20) * 20
+    elif what == "bit":  # a micro-batch that is verified: leaf step % 4, its rank's first
+        step = next(s for s in range(step, step + 4) if s % 4 == rank * (4 // ranks))
+    return {"what": what, "rank": rank, "step": step, "deadline": DEADLINE}
+
+
+def next_step(out: Path, begun: float, found: list[float]) -> None:
+    """When the log has its next line."""
+    log = out / "a" / "metrics.jsonl"
+    size = log.stat().st_size
+    while time.monotonic() < begun + 100:
+        if log.stat().st_size > size:
+            found.append(time.monotonic() - begun)
+            return
+        size = min(size, log.stat().st_size)
+        time.sleep(0.02)
+
+
+def campaign(folder: Path, blows: int, seed: int) -> str:
+    rng, tokens = random.Random(seed), write_tokens(folder / "tokens.npy")
+    run(folder / "whole", tokens, 0)
+    whole, given, ends, waits, number = written(folder / "whole"), 0, [], [], 0
+    while given < blows:
+        number += 1
+        out, done = folder / f"run_{number}", 0
+        for _ in range(min(rng.randrange(1, 5), blows - given)):
+            saved = list_checkpoints(out / "a" / "checkpoints")
+            done = step_of(saved[0]) if saved else 0
+            if done >= STEPS - 5:
+                break
+            ranks = rng.choice([1, 2, 4])
+            plan = plan_of(rng, ranks, done)
+            mark = out.with_suffix(".mark")
+            mark.unlink(missing_ok=True)
+            more = ["--resume", "auto", *(["--verify", "1"] if plan["what"] == "bit" else [])]
+            process = start(out, tokens, ranks, *more, plan={**plan, "mark": str(mark)})
+            threading.Thread(target=process.wait, daemon=True).start()
+            while process.poll() is None and not mark.exists():
+                time.sleep(0.01)
+            struck = time.monotonic()
+            if plan["what"] == "stop" and ranks == 1:  # there is nobody to wait for it
+                process.kill()
+            try:
+                said = process.communicate(timeout=DEADLINE + MARGIN)[0]
+            except subprocess.TimeoutExpired as error:
+                process.kill()
+                raise Different(f"{plan} of {ranks}: nothing ended it") from error
+            if not mark.exists():
+                raise Different(f"{plan} of {ranks}: it never came there: {said}")
+            wanted = EXIT[plan["what"]]
+            if (process.returncode == 0) != (wanted == 0) or wanted not in (
+                None,
+                process.returncode,
+            ):
+                raise Different(f"{plan} of {ranks}: exit code {process.returncode}: {said}")
+            if plan["what"] == "bit" and f": rank {plan['rank']} (" not in said:
+                raise Different(f"{plan} of {ranks}: not named: {said}")
+            ends.append(time.monotonic() - struck)
+            given += 1
+        found: list[float] = []
+        begun = time.monotonic()
+        if (out / "a" / "metrics.jsonl").exists():
+            threading.Thread(target=next_step, args=(out, begun, found), daemon=True).start()
+        run(out, tokens, rng.choice([0, 1, 2, 4]), "--resume", "auto")
+        waits += found
+        if written(out) != whole:
+            raise Different(f"run {number}: its end is not that of the run that nothing hit")
+    return (
+        f"{given} blows to {number} runs; from a blow to the end of all ranks {max(ends):.1f} s at "
+        f"most (deadline {DEADLINE:g} s), from a start to the next step {max(waits):.1f} s at most"
+    )

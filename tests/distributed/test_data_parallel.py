@@ -1,0 +1,157 @@
+"""Steps shared by ranks have the bits of one rank's: sums, norm, weights, the optimizer's state."""
+
+import numpy as np
+import pytest
+from together import together
+
+from needle import _C, nn, optim
+from needle.distributed.data_parallel import DataParallel, pieces
+from needle.distributed.group import Group, RankFailed, as_bytes
+from needle.optim import NORM_CHUNK
+
+SHAPES = [(300, 200), (7, 9), (130, 500), (40,)]  # 8 chunks, the last one cut
+
+
+def gradients(leaves, seed):
+    random = np.random.RandomState(seed)
+    return [
+        [random.standard_normal(shape).astype(np.float32) for shape in SHAPES]
+        for _ in range(leaves)
+    ]
+
+
+class Model(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        random = np.random.RandomState(0)
+        self.parts = [nn.Parameter(random.standard_normal(shape), dtype=dtype) for shape in SHAPES]
+
+
+def train(group, leaves, dtype, steps=3, max_norm=1.0):
+    flat = nn.flatten_parameters(Model(dtype))
+    optimizer = optim.AdamW(flat, lr=0.01)
+    parallel = DataParallel(group, flat, optimizer, leaves)
+    norms, sums = [], []
+    for step in range(steps):
+        given = gradients(leaves, step)
+        for leaf in parallel.own_leaves:
+            optimizer.reset_grad()
+            for parameter, grad in zip(flat.parameters, given[leaf]):
+                parameter.grad_buffer[...] = grad
+            parallel.add_leaf()
+        norm, scale = parallel.reduce(max_norm)
+        norms.append((norm.item(), scale.item()))
+        sums.append(flat.grad[parallel.pieces[group.rank]].numpy())
+        parallel.step(scale)
+    losses = [_C.array(np.float32(leaf), "float32", _C.cpu()) for leaf in parallel.own_leaves]
+    losses = [loss.item() for loss in parallel.losses(losses)]
+    held = {slot: array.size for slot, array in optimizer.kept().items()}
+    with parallel.whole_optimizer():
+        arrays = optimizer.state_dict()["arrays"] if group.rank == 0 else {}
+        state = {name: array.numpy().tobytes() for name, array in arrays.items()}
+    assert {slot: array.size for slot, array in optimizer.kept().items()} == held
+    weights = as_bytes(flat.data).numpy().tobytes()
+    return norms, np.concatenate(sums), losses, weights, state, held
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("leaves, counts", [(8, (2, 4, 8)), (12, (3, 6, 12)), (1, ())])
+def test_ranks_change_no_bit(leaves, counts, dtype):
+    ((norms, _, losses, weights, state, _),) = together(
+        1, lambda group: train(group, leaves, dtype)
+    )
+    assert losses == list(range(leaves))
+    for ranks in counts:
+        done = together(ranks, lambda group: train(group, leaves, dtype))
+        for theirs in done:
+            assert theirs[0] == norms
+            assert theirs[2] == losses
+            assert theirs[3] == weights
+        assert done[0][4] == state  # of a saved optimizer
+        slots = 2 if dtype == "float32" else 3
+        total = sum(size for theirs in done for size in theirs[5].values())
+        assert total == slots * nn.flatten_parameters(Model(dtype)).size  # each kept once
+
+
+def test_the_sum_and_its_norm():
+    """Against NumPy: the sum by the tree's own order in float32, the norm in float64."""
+    ((norms, sums, *_),) = together(1, lambda group: train(group, 4, "float32", 1, 0.5))
+    a, b, c, d = gradients(4, 0)
+    flat = nn.flatten_parameters(Model("float32"))
+    square = 0.0
+    for i in range(len(SHAPES)):
+        wanted = (a[i] + b[i]) + (c[i] + d[i])
+        start = flat.offsets[i]
+        np.testing.assert_array_equal(sums[start : start + wanted.size], wanted.ravel())
+        square += (wanted.astype(np.float64) ** 2).sum()
+    assert norms[0][0] == pytest.approx(square**0.5, rel=1e-6)
+    assert norms[0][1] == pytest.approx(0.5 / (square**0.5 + 1e-6), rel=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 64, NORM_CHUNK, NORM_CHUNK + 64, 5 * NORM_CHUNK + 1])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_pieces(size, ranks):
+    found = pieces(size, ranks)
+    assert len(found) == ranks and found[0].start == 0 and found[-1].stop == size
+    for piece, following in zip(found, found[1:]):
+        assert piece.stop == following.start
+        assert piece.stop % NORM_CHUNK == 0 or piece.stop == size
+    sizes = [piece.stop - piece.start for piece in found]
+    assert max(sizes) - min(sizes) <= 2 * NORM_CHUNK
+
+
+def test_a_part_of_the_state_is_not_saved_as_all_of_it():
+    def work(group):
+        flat = nn.flatten_parameters(Model("float32"))
+        optimizer = optim.AdamW(flat)
+        DataParallel(group, flat, optimizer, 2)
+        with pytest.raises(RuntimeError, match="save within DataParallel.whole_optimizer"):
+            optimizer.state_dict()
+
+    together(2, work)
+
+
+def test_state_that_was_loaded_whole_is_cut():
+    """As a resumed run does: AdamW with the state of all, then its own piece of it."""
+
+    def work(group):
+        flat = nn.flatten_parameters(Model("float32"))
+        optimizer = optim.AdamW(flat)
+        whole = optimizer.kept()["m"]
+        whole += _C.array(np.arange(flat.size, dtype=np.float32), "float32", _C.cpu())
+        before = whole.numpy()
+        parallel = DataParallel(group, flat, optimizer, 4)
+        own = parallel.pieces[group.rank]
+        np.testing.assert_array_equal(optimizer.kept()["m"].numpy(), before[own])
+
+    together(4, work)
+
+
+def test_rank_0_goes_first_and_its_error_is_everybodys():
+    order = []
+
+    def work(group):
+        with group.rank_0_first("a cache"):
+            order.append(group.rank)
+        assert group.first("a number", lambda: 5 + group.rank) == 5
+
+        def fail():
+            raise ValueError("no such file")
+
+        with pytest.raises((ValueError, RankFailed), match="no such file") as caught:
+            group.first("a file", fail)
+        return type(caught.value)
+
+    assert together(3, work) == [ValueError, RankFailed, RankFailed]
+    assert order[0] == 0 and sorted(order) == [0, 1, 2]
+
+
+def test_alone_it_is_what_one_does():
+    group = Group()
+    assert group.gather("x", 3) == [3] and group.first("y", lambda: 4) == 4
+    with group.rank_0_first("z"):
+        pass
+    with pytest.raises(ZeroDivisionError), group.rank_0_first("z"):
+        1 / 0
+    group.connect(_C.cpu())
+    group.close("never mind")

@@ -1,0 +1,116 @@
+"""apps/train_pythia.py by mpirun: the same bytes whatever the number of ranks, and ends that are
+told.
+
+Real processes, on the CPU; `rank_program.py` is what each of them runs.
+"""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from mpi_runs import AS_ROOT, PROGRAM, STEPS, missing, mpirun, run, write_tokens, written
+
+from needle.checkpoint import checkpoint_path
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    return write_tokens(tmp_path_factory.mktemp("tokens") / "tokens.npy")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, tokens):
+    """What one process without mpirun writes."""
+    out = tmp_path_factory.mktemp("alone")
+    run(out, tokens, 0)
+    return written(out)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_change_no_byte(tmp_path, tokens, alone, ranks):
+    run(tmp_path, tokens, ranks)
+    assert written(tmp_path) == alone
+
+
+def test_a_run_goes_on_with_other_numbers_of_ranks(tmp_path, tokens, alone):
+    for ranks, step in (4, 17), (1, 31), (2, 44):
+        plan = {"rank": ranks - 1, "step": step, "what": "term"}
+        said = run(tmp_path, tokens, ranks, "--resume", "auto", plan=plan)
+        assert f"stopped by SIGTERM after step {step} of {STEPS}, and saved" in said
+        assert said.count("and saved") == 1  # rank 0 speaks for all
+    run(tmp_path, tokens, 0, "--resume", "auto")
+    assert written(tmp_path) == alone
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_killed_rank_ends_the_others_who_name_it(tmp_path, tokens, alone, rank):
+    said = run(tmp_path, tokens, 4, plan={"rank": rank, "step": 25, "what": "kill"}, code=None)
+    assert f"at step 25: rank {rank} is gone" in said
+    run(tmp_path, tokens, 2, "--resume", "auto")
+    assert written(tmp_path) == alone
+
+
+def test_data_that_one_rank_cannot_read(tmp_path, tokens, alone):
+    said = run(tmp_path, tokens, 2, plan={"rank": 1, "step": 23, "what": "data"}, code=1)
+    assert "train_pythia.py: rank 1: tokens.npy: a page cannot be read" in said
+    assert "after step 22 of 60, and saved" in said
+    run(tmp_path, tokens, 4, "--resume", "auto")
+    assert written(tmp_path) == alone
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_loss_that_is_none_stops_all(tmp_path, tokens, rank):
+    said = run(tmp_path, tokens, 2, plan={"rank": rank, "step": 23, "what": "nan"}, code=1)
+    assert re.search(
+        rf"step 23: the loss is nan \(epoch \d+, batch \d+, micro-batch {2 * rank} of the 4", said
+    )
+    assert said.count("the last good checkpoint is") == 1
+    assert "step_20.safetensors" in said
+
+
+def test_a_disk_that_is_full(tmp_path, tokens, alone):
+    said = run(tmp_path, tokens, 2, plan={"rank": 0, "step": 40, "what": "full"}, code=1)
+    assert "No space left on device" in said
+    run(tmp_path, tokens, 4, "--resume", "auto")
+    assert written(tmp_path) == alone
+
+
+def test_a_wrong_device_is_named_and_saves_nothing(tmp_path, tokens, alone):
+    said = run(
+        tmp_path, tokens, 4, "--verify", "5", code=75,
+        plan={"rank": 3, "step": 35, "what": "bit"},  # the seventh, of micro-batch 3
+    )  # fmt: skip
+    assert re.search(r"step 35: .*micro-batch 3 differs in 1 of [\d,]+ .*: rank 3 \(", said), said
+    assert not checkpoint_path(tmp_path / "a" / "checkpoints", 35).exists()
+    run(tmp_path, tokens, 2, "--resume", "auto", "--verify", "5")
+    assert written(tmp_path) == alone
+
+
+@pytest.mark.parametrize(
+    "ranks, more, words",
+    [
+        (3, [], "3 ranks cannot share a step of 4 micro-batches"),
+        (2, ["--supervise"], "python -m needle.supervise -- mpirun"),
+        (1, ["--verify", "3"], "there is only this one"),
+    ],
+)
+def test_what_cannot_be(tmp_path, tokens, ranks, more, words):
+    assert words in run(tmp_path, tokens, ranks, *more, code=1)
+
+
+def test_ranks_that_were_told_otherwise(tmp_path, tokens):
+    one = ["-n", "1", sys.executable, PROGRAM, "--device", "cpu", "--model", "tiny"]
+    one += ["--data", tokens, "--out", tmp_path]
+    done = subprocess.run(
+        [mpirun(), "--map-by", ":OVERSUBSCRIBE", *one, "--lr", "1e-3", ":", *one, "--lr", "2e-3"],
+        env={**os.environ, **AS_ROOT},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 1
+    assert re.search("rank 1: flags is '.*--lr 2e-3.*', at rank 0 '.*--lr 1e-3", done.stderr)

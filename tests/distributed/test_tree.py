@@ -1,0 +1,63 @@
+"""The order of a step's sums is one tree, however its leaves are shared."""
+
+import numpy as np
+import pytest
+
+from needle import _C
+from needle.distributed.tree import fitting_ranks, merges, own_leaves, tree_sum
+
+
+class Written:
+    """A sum that is written down."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def __iadd__(self, other):
+        return Written(f"({self.text}+{other.text})")
+
+
+def written(texts):
+    return tree_sum([Written(text) for text in texts]).text
+
+
+def wanted(texts):
+    """The same by its definition: the largest whole subtree, and the tree of the rest."""
+    if len(texts) == 1:
+        return texts[0]
+    half = 1 << ((len(texts) - 1).bit_length() - 1)
+    return f"({wanted(texts[:half])}+{wanted(texts[half:])})"
+
+
+@pytest.mark.parametrize("leaves", range(1, 34))
+def test_the_tree(leaves):
+    texts = [str(i) for i in range(leaves)]
+    assert written(texts) == wanted(texts)
+    assert sum(merges(i, leaves) for i in range(leaves)) == leaves - 1
+
+
+@pytest.mark.parametrize("leaves", range(1, 65))
+def test_whoever_fits_writes_the_same_tree(leaves):
+    texts, fitting = [str(i) for i in range(leaves)], fitting_ranks(leaves)
+    for ranks in fitting:
+        shares = [own_leaves(leaves, rank, ranks) for rank in range(ranks)]
+        assert [i for share in shares for i in share] == list(range(leaves))
+        assert written([written(texts[s.start : s.stop]) for s in shares]) == wanted(texts)
+    for ranks in set(range(2, leaves + 2)) - set(fitting):
+        with pytest.raises(ValueError, match=f"{ranks} ranks cannot share a step of {leaves} "):
+            own_leaves(leaves, 0, ranks)
+
+
+def test_who_fits():
+    assert [fitting_ranks(n) for n in (1, 2, 8, 10)] == [[1], [1, 2], [1, 2, 4, 8], [1, 5, 10]]
+    with pytest.raises(ValueError, match="1, 3, 6, 12 ranks can: .*--grad-accum"):
+        own_leaves(12, 0, 4)
+
+
+def test_sums_of_arrays():
+    parts = np.random.RandomState(1).standard_normal((6, 1000)).astype(np.float32)
+    a, b, c, d, e, f = parts
+    arrays = [_C.array(part, "float32", _C.cpu()) for part in parts]
+    total = tree_sum(arrays)
+    assert total is arrays[0]
+    np.testing.assert_array_equal(total.numpy(), ((a + b) + (c + d)) + (e + f))

@@ -1,0 +1,105 @@
+"""A device that computes wrong is named, and the sums of the others stay as they are."""
+
+import re
+
+import numpy as np
+import pytest
+from together import together
+
+from needle import nn, optim
+from needle.distributed.data_parallel import DataParallel
+from needle.distributed.group import Group
+from needle.distributed.verify import Verification, WrongDevice
+
+SHAPE = (2, 5)
+
+
+def leaf_gradient(step, leaf):
+    return np.random.RandomState(100 * step + leaf).standard_normal(300).astype(np.float32)
+
+
+def run(group, steps, every, leaves, plant=None):
+    """Steps of a model whose gradient its ids say. plant(rank, step, leaf, call): whether that
+    result is to be wrong by one bit. Returns the sums of the steps."""
+    flat = nn.flatten_parameters(nn.Linear(300, 1, bias=False))
+    parallel = DataParallel(group, flat, optim.AdamW(flat), leaves)
+    calls = []
+
+    def compute(ids, targets):
+        ids = ids if isinstance(ids, np.ndarray) else ids.numpy()
+        step, leaf = (int(x) for x in ids[0, :2])
+        grad = leaf_gradient(step, leaf)
+        calls.append((step, leaf))
+        flat.forget_grad()
+        if plant is not None and plant(group.rank, step, leaf, calls.count((step, leaf))):
+            grad.view(np.int32)[17] ^= 1
+        flat.parameters[0].grad_buffer[...] = grad.reshape(300, 1)
+
+    verification, sums = Verification(parallel, every, SHAPE, compute), []
+    for step in range(1, steps + 1):
+        for leaf in parallel.own_leaves:
+            ids = np.zeros(SHAPE, np.int64)
+            ids[0, :2] = step, leaf
+            compute(ids, ids + 1)
+            verification.keep(step, leaf, ids, ids + 1)
+            parallel.add_leaf()
+        parallel.reduce()
+        verification.check(step)
+        sums.append(flat.grad[parallel.pieces[group.rank]].numpy())
+    return sums, len(calls)
+
+
+@pytest.mark.parametrize("ranks, leaves", [(2, 2), (2, 8), (4, 4)])
+def test_nothing_is_found_where_nothing_is_wrong(ranks, leaves):
+    without = together(ranks, lambda group: run(group, 6, 0, leaves))
+    verified = together(ranks, lambda group: run(group, 6, 2, leaves))
+    for (sums, _), (wanted, _) in zip(verified, without):
+        for got, expected in zip(sums, wanted):
+            np.testing.assert_array_equal(got, expected)
+    assert sum(calls for _, calls in verified) == 6 * leaves + 3  # a leaf every other step
+
+
+def message(ranks, leaves, plant, every=1, steps=8):
+    with pytest.raises(WrongDevice) as caught:
+        together(ranks, lambda group: run(group, steps, every, leaves, plant))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_a_device_that_is_wrong_once_is_named(ranks, wrong):
+    """As it computes its own leaf: a second time it does not."""
+
+    def plant(rank, step, leaf, call):
+        return rank == wrong and step == 4 + wrong and call == 1
+
+    said = message(ranks, ranks, plant, every=1)
+    leaf = (4 + wrong) % ranks
+    assert leaf == wrong  # that leaf was its own
+    assert re.search(rf"step {4 + wrong}: .* in 1 of 320 numbers .*: rank {wrong} \(", said), said
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_witness_that_is_wrong_once_is_named(ranks):
+    def plant(rank, step, leaf, call):
+        return step == 2 * ranks and rank == 1 and leaf == 0 and call == 1
+
+    said = message(ranks, ranks, plant)
+    assert ": rank 1 (" in said and "computes wrong" in said, said
+
+
+@pytest.mark.parametrize("wrong", range(4))
+def test_of_three_or_more_the_majority_is_right(wrong):
+    said = message(4, 4, lambda rank, step, leaf, call: rank == wrong)
+    assert f": rank {wrong} (" in said and " or " not in said, said
+
+
+def test_of_two_that_differ_for_ever_both_are_named():
+    said = message(2, 2, lambda rank, step, leaf, call: rank == 1)
+    assert ": rank 1 (" in said and " or rank 0 (" in said, said
+
+
+def test_it_needs_another():
+    with pytest.raises(ValueError, match="there is only this one"):
+        run(Group(), 1, 1, 2)
+    assert len(run(Group(), 2, 0, 2)[0]) == 2

@@ -1,0 +1,71 @@
+"""Ranks that are threads of one process, so that a test sees what all of them hold."""
+
+import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from needle import _C
+from needle.distributed.environment import Place
+from needle.distributed.group import Group
+
+SECONDS = 60  # a rank that failed leaves the others waiting so long at most
+
+
+class Shared:
+    def __init__(self, size):
+        self.barrier, self.values = threading.Barrier(size), [None] * size
+
+
+class Member:
+    """Control channel and transport of one rank."""
+
+    step = 0
+
+    def __init__(self, rank, shared):
+        self.rank, self.shared = rank, shared
+
+    def gather(self, name, value):
+        self.shared.values[self.rank] = name, value
+        self.shared.barrier.wait(SECONDS)
+        told = list(self.shared.values)
+        self.shared.barrier.wait(SECONDS)
+        assert {theirs for theirs, _ in told} == {name}
+        return [theirs for _, theirs in told]
+
+    def broadcast(self, name, value=None, patient=False):
+        return self.gather(name, value)[0]
+
+    @contextlib.contextmanager
+    def watched(self, name):
+        yield
+
+    def exchange(self, sends, receives):
+        sent = [None if array is None else array.copy() for array in sends]
+        for sender, theirs in enumerate(self.gather("an exchange", sent)):
+            if receives[sender] is not None and receives[sender].size:
+                _C.assign(receives[sender], theirs[self.rank])
+
+
+def together(size, work):
+    """[work(group) of each rank]; the first error of any is raised."""
+    shared = Shared(size)
+
+    def rank(number):
+        member = Member(number, shared)
+        group = Group()
+        if size > 1:
+            group = Group(Place(number, size, number, size, "mpirun", None, None), member)
+            group._transport = member
+        try:
+            return work(group)
+        except BaseException:
+            shared.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        done = [pool.submit(rank, number) for number in range(size)]
+    errors = [job.exception() for job in done if job.exception() is not None]
+    real = [e for e in errors if not isinstance(e, threading.BrokenBarrierError)]
+    if errors:
+        raise (real or errors)[0]
+    return [job.result() for job in done]
