@@ -107,6 +107,11 @@ def _shape(shape: int | Sequence[int]) -> tuple[int, ...]:
     return (shape,) if isinstance(shape, int) else tuple(shape)
 
 
+def as_bytes(array: NDArray) -> NDArray:
+    """A view of all memory of an array that is no view itself, as flat uint8: bytes to send."""
+    return NDArray.make((array.nbytes,), handle=array._handle, dtype="uint8")
+
+
 def empty(
     shape: int | Sequence[int], dtype: str = "float32", device: Device | None = None
 ) -> NDArray:

@@ -18,6 +18,7 @@ from cases import (
 )
 
 from needle import BlockMask
+from needle.distributed.group import Group
 
 
 @dataclass(frozen=True)
@@ -289,6 +290,13 @@ GRADIENTS = [
                 "block_sparse_attention",
                 lambda q, k, v: attend(q, k, v, see=BLOCKS.to_dense() & visible(5, 5, True)),
                 *[normal(1, 5, 2, 3)] * 3,
+                mask=BLOCKS,
+            ),
+            by_name(
+                "ring_attention",
+                lambda q, k, v: attend(q, k, v, see=BLOCKS.to_dense() & visible(5, 5, True)),
+                *[normal(1, 5, 2, 3)] * 3,
+                group=Group(),
                 mask=BLOCKS,
             ),
             by_name(

@@ -26,7 +26,8 @@ from collections.abc import Iterator, Sequence
 
 from needle import _C
 from needle._C import NDArray
-from needle.distributed.group import Group, as_bytes
+from needle.backend_ndarray import as_bytes
+from needle.distributed.group import Group
 from needle.distributed.tree import merges, own_leaves, tree_sum
 from needle.nn import FlatParameters
 from needle.optim import NORM_CHUNK, AdamW, chunk_norms, total_norm

@@ -107,7 +107,8 @@ class Group:
     ) -> None:
         """Sends sends[r] to rank r and fills receives[r] from there; None, or no elements: nothing.
         What one rank sends another receives, in an array of the same size. An array is compact;
-        that of a float that no other library knows is handed over as bytes (`as_bytes`)."""
+        that of a float that no other library knows is handed over as bytes
+        (`backend_ndarray.as_bytes`)."""
         if self._transport is None:
             return
         with self._control.watched(name):
@@ -130,11 +131,6 @@ class Group:
             control.leave(reason, code)
         elif control is not None:
             control.close()
-
-
-def as_bytes(flat: NDArray) -> NDArray:
-    """A view of all memory of an array that was made flat, as uint8."""
-    return NDArray.make((flat.nbytes,), handle=flat._handle, dtype="uint8")
 
 
 def _transport(place: Place, device: Device) -> Transport:

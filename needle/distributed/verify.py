@@ -28,8 +28,8 @@ import numpy as np
 
 from needle import _C
 from needle._C import NDArray
+from needle.backend_ndarray import as_bytes
 from needle.distributed.data_parallel import DataParallel
-from needle.distributed.group import as_bytes
 
 
 class WrongDevice(RuntimeError):

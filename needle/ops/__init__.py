@@ -102,6 +102,7 @@ from needle.ops.reduce import (
     mean,
     softmax,
 )
+from needle.ops.ring_attention import RingAttention, ring_attention, ring_chunks
 from needle.ops.shape import (
     Concatenate,
     Flip,
@@ -165,6 +166,7 @@ __all__ = [
     "QKVAttention",
     "ReLU",
     "Reshape",
+    "RingAttention",
     "Rotary",
     "ScalarDiv",
     "ScalarPow",
@@ -222,6 +224,8 @@ __all__ = [
     "qkv_attention",
     "relu",
     "reshape",
+    "ring_attention",
+    "ring_chunks",
     "rotary",
     "scalar_divide",
     "scalar_power",

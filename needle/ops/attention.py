@@ -76,7 +76,7 @@ def scale_and_causal(op: str, scale: Any, causal: Any, size: int) -> tuple[float
     return scale, bool(causal)
 
 
-class _Kernel:
+class Kernel:
     """One call of `op`: forward keeps what backward needs."""
 
     def __init__(self, op: str, scale: float | None, causal: bool, mask: BlockMask | None) -> None:
@@ -133,7 +133,7 @@ class Attention(FusedOp):
         self.options = (name, scale, causal, mask)
 
     def compute(self, q: NDArray, k: NDArray, v: NDArray) -> NDArray:
-        self.kernel = _Kernel(*self.options)
+        self.kernel = Kernel(*self.options)
         return self.kernel.forward(q, k, v)
 
     def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> list[NDArray | None]:
@@ -212,7 +212,7 @@ class QKVAttention(FusedOp):
     def compute(self, qkv: NDArray) -> NDArray:
         if qkv.ndim != 5 or qkv.shape[3] != 3:
             raise ValueError(f"qkv_attention: qkv must be (B, T, H, 3, D), but is {qkv.shape}")
-        self.kernel = _Kernel(*self.options)
+        self.kernel = Kernel(*self.options)
         self.rotated = qkv if self.overwrite and qkv.is_compact() else qkv.copy()
         _C.rotary(self.rotated, self.cos, self.sin, 2, 1.0)
         return self.kernel.forward(*qkv_parts(self.rotated))

@@ -5,8 +5,9 @@ import pytest
 from together import together
 
 from needle import _C, nn, optim
+from needle.backend_ndarray import as_bytes
 from needle.distributed.data_parallel import DataParallel, pieces
-from needle.distributed.group import Group, RankFailed, as_bytes
+from needle.distributed.group import Group, RankFailed
 from needle.optim import NORM_CHUNK
 
 SHAPES = [(300, 200), (7, 9), (130, 500), (40,)]  # 8 chunks, the last one cut

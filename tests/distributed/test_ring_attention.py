@@ -1,0 +1,169 @@
+"""Attention over a sequence that ranks share: float64's numbers, one device's errors, all ranks."""
+
+import numpy as np
+import pytest
+from cases import softmax_attention, visible
+from together import together
+
+import needle as ndl
+from needle import _C, BlockMask
+from needle.distributed.group import Group
+from needle.ops import attention, ring_attention, ring_chunks
+from needle.ops.attention import qkv_parts
+
+B, H, D = 2, 2, 8
+
+
+def operands(time, dtype, seed=0):
+    """q, k, v and the gradient of the result, as the dtype holds them, in float64."""
+    random = np.random.RandomState(seed)
+    arrays = [random.standard_normal((B, time, H, D)) for _ in range(4)]
+    return [_C.array(x, dtype, _C.cpu()).numpy().astype(np.float64) for x in arrays]
+
+
+def reference(arrays, see):
+    """The result, and the gradients of q, k and v, in float64."""
+    q, k, v, dout = arrays
+    scale = D**-0.5
+    scores = np.where(see, np.einsum("bthd,bshd->bhts", q, k) * scale, -np.inf)
+    top = np.where(see.any(-1), scores.max(-1), 0)[..., None]
+    p = np.exp(scores - top)
+    p /= np.maximum(p.sum(-1, keepdims=True), 1e-300)
+    out = np.einsum("bhts,bshd->bthd", p, v)
+    np.testing.assert_allclose(
+        out, softmax_attention(np.asarray, q, k, v, scale, see)["o"], atol=1e-12
+    )
+    dp = np.einsum("bthd,bshd->bhts", dout, v)
+    ds = p * (dp - (dp * p).sum(-1, keepdims=True)) * scale
+    return (
+        out,
+        np.einsum("bhts,bshd->bthd", ds, k),
+        np.einsum("bhts,bthd->bshd", ds, q),
+        np.einsum("bhts,bthd->bshd", p, dout),
+    )
+
+
+def tensors(arrays, dtype):
+    made = [ndl.Tensor(x, dtype=dtype) for x in arrays[:3]]
+    return made, ndl.Tensor(arrays[3], dtype=dtype, requires_grad=False)
+
+
+def attended(compute, arrays, dtype):
+    """The result of `compute` and its three gradients, in float64."""
+    qkv, dout = tensors(arrays, dtype)
+    out = compute(*qkv)
+    out.backward(dout)
+    return [x.numpy().astype(np.float64) for x in (out, *(y.grad for y in qkv))]
+
+
+def shared(arrays, ranks, dtype, **options):
+    """The same of all ranks, put together."""
+    time = arrays[0].shape[1]
+    layout = options.get("layout", "zigzag")
+
+    def rows(x, rank):
+        return np.concatenate([x[:, run] for run in ring_chunks(time, rank, ranks, layout)], 1)
+
+    def work(group):
+        own = [rows(x, group.rank) for x in arrays]
+        return attended(lambda q, k, v: ring_attention(q, k, v, group, **options), own, dtype)
+
+    whole = [np.empty((B, time, H, D)) for _ in range(4)]
+    for rank, parts in enumerate(together(ranks, work)):
+        for x, part in zip(whole, parts):
+            begin = 0
+            for run in ring_chunks(time, rank, ranks, layout):
+                size = run.stop - run.start
+                x[:, run] = part[:, begin : begin + size]
+                begin += size
+    return whole
+
+
+def distances(found, wanted):
+    return [np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in zip(found, wanted)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("ranks, time", [(1, 31), (2, 124), (3, 186), (4, 8)])
+def test_it_is_attention(ranks, time, causal, layout, dtype):
+    """Against float64, with errors no larger than those of one device."""
+    arrays = operands(time, dtype)
+    wanted = reference(arrays, visible(time, time, causal))
+    alone = attended(lambda q, k, v: attention(q, k, v, causal), arrays, dtype)
+    found = shared(arrays, ranks, dtype, causal=causal, layout=layout)
+    for mine, theirs in zip(distances(found, wanted), distances(alone, wanted)):
+        assert mine <= 1.1 * theirs + 1e-7
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        BlockMask.local(96, 20, 8),
+        BlockMask.random(96, 3, 8, seed=1),
+        BlockMask(np.random.RandomState(2).rand(H, 12, 12) < 0.5, 8, 96),  # one a head; empty rows
+    ],
+    ids=["local", "random", "heads"],
+)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_blocks(ranks, mask, causal):
+    arrays = operands(96, "float32")
+    see = mask.to_dense() & visible(96, 96, causal)
+    wanted = reference(arrays, np.broadcast_to(see, (B, H, 96, 96)))
+    found = shared(arrays, ranks, "float32", causal=causal, mask=mask)
+    assert max(distances(found, wanted)) < 1e-6
+
+
+def test_two_runs_give_the_same_bits():
+    arrays = operands(64, "bfloat16")
+    first, second = (shared(arrays, 4, "bfloat16") for _ in range(2))
+    for x, y in zip(first, second):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_views_as_operands():
+    """As a packed projection has them."""
+    packed = np.random.RandomState(0).standard_normal((B, 24, H, 3, D)).astype(np.float32)
+    x = ndl.Tensor(packed)
+    views = [ndl.Tensor.from_ndarray(part) for part in qkv_parts(x.cached_data)]
+    assert not views[0].cached_data.is_compact()
+    found = ring_attention(*views, Group()).numpy()
+    np.testing.assert_array_equal(found, attention(*views).numpy())
+
+
+def test_gradients_that_nobody_wants():
+    q, k, v = (ndl.Tensor(np.ones((1, 4, 1, 4))) for _ in range(3))
+    k.requires_grad = False
+    ring_attention(q, k, v, Group()).sum().backward()
+    assert k.grad is None and v.grad is not None
+
+
+def test_chunks():
+    assert ring_chunks(24, 0, 3) == [slice(0, 4), slice(20, 24)]
+    assert ring_chunks(24, 1, 3, "contiguous") == [slice(8, 16)]
+    assert ring_chunks(7, 0, 1) == [slice(0, 7)]
+    with pytest.raises(ValueError, match="7 tokens cannot be shared by 2 ranks: a multiple of 4"):
+        ring_chunks(7, 0, 2)
+    with pytest.raises(ValueError, match="layout must be one of"):
+        ring_chunks(8, 0, 2, "striped")
+
+
+@pytest.mark.parametrize(
+    "shapes, options, words",
+    [
+        ([(1, 4, 2, 4), (1, 8, 2, 4), (1, 8, 2, 4)], {}, "alike"),
+        ([(4, 2, 4)] * 3, {}, "alike"),
+        ([(1, 3, 2, 4)] * 3, {}, "6 tokens cannot be shared by 2 ranks"),
+        ([(1, 8, 2, 4)] * 3, {"mask": BlockMask.dense(8, 4)}, "but there are 16 tokens in all"),
+        ([(1, 8, 2, 4)] * 3, {"mask": BlockMask.dense(16, 8)}, "cut by blocks of 8"),
+        ([(1, 8, 2, 4)] * 3, {"scale": "x"}, "scale must be a number"),
+    ],
+)
+def test_what_is_refused(shapes, options, words):
+    def work(group):
+        ring_attention(*(ndl.zeros(*shape) for shape in shapes), group, **options)
+
+    with pytest.raises((ValueError, TypeError), match=words):
+        together(2, work)
