@@ -58,6 +58,7 @@ COMMON = {
     "data": None,
     "tokenizer": None,
     "grad_accum": 1,
+    "context_parallel": 1,
     "schedule": "cosine",
     "weight_decay": 0.1,
     "clip": 1.0,
@@ -76,6 +77,7 @@ RESULT_FLAGS = (
     "batch_size",
     "seq_len",
     "grad_accum",
+    "context_parallel",
     "steps",
     "lr",
     "schedule",
@@ -263,6 +265,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="micro-batches a step, shared by all ranks (default: one a rank, or what "
         "--global-batch-size or the recipe needs)",
+    )
+    training.add_argument(
+        "--context-parallel",
+        type=count,
+        metavar="N",
+        help="so many neighbouring ranks share each sequence, for those longer than one holds: "
+        "each has --seq-len / N tokens, which must be a multiple of 2 N (default: 1)",
     )
     training.add_argument(
         "--global-batch-size",
@@ -476,6 +485,13 @@ def complete(named: dict, tokens: int | None, on_gpu: bool, ranks: int = 1) -> d
         base.update(TINY)
     if recipe is not None:
         base.update(recipes.values(recipe, model))
+    context = named.get("context_parallel", 1)
+    if ranks % context:
+        raise ValueError(
+            f"--context-parallel {context}: so many ranks share each sequence, and {ranks} cannot "
+            f"be cut into such groups: start a multiple of {context}"
+        )
+    ranks //= context
     settings = {**COMMON, "grad_accum": ranks, **base, "model": model, **named}
     if "window" in named and settings["sparse"] is None:
         parser().error("argument --window: needs --sparse")

@@ -11,7 +11,6 @@ writes the same losses, bit for bit, as one that was not.
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import shlex
 import signal
@@ -33,11 +32,12 @@ import run_length  # noqa: E402
 import run_state  # noqa: E402
 import trackers  # noqa: E402
 import train_flags  # noqa: E402
+from run_evaluation import evaluate, own_columns  # noqa: E402
 from run_log import NotFinite, RunLog, plot  # noqa: E402
 
 import needle as ndl  # noqa: E402
 from needle import models, nn, optim, supervise  # noqa: E402
-from needle.autograd import Tensor, no_grad  # noqa: E402
+from needle.autograd import Tensor  # noqa: E402
 from needle.backend_ndarray import NDArray, choose_device, full  # noqa: E402
 from needle.checkpoint import (  # noqa: E402
     Checkpoint,
@@ -48,19 +48,11 @@ from needle.checkpoint import (  # noqa: E402
     save_checkpoint,
     versions,
 )
-from needle.data import (  # noqa: E402
-    Batches,
-    DataError,
-    Prefetch,
-    TokenData,
-    run_batches,
-    run_data,
-    token_bytes,
-)
+from needle.data import Batches, DataError, Prefetch, TokenData, run_batches, run_data  # noqa: E402
 from needle.distributed import environment  # noqa: E402
 from needle.distributed.control import Control, RankError  # noqa: E402
 from needle.distributed.data_parallel import DataParallel  # noqa: E402
-from needle.distributed.group import Group, RankFailed  # noqa: E402
+from needle.distributed.group import Group, RankFailed, Subgroup  # noqa: E402
 from needle.distributed.tree import own_leaves  # noqa: E402
 from needle.distributed.verify import Verification, WrongDevice  # noqa: E402
 from needle.files import Lock, described, replacing  # noqa: E402
@@ -70,9 +62,6 @@ from needle.training import Recorded  # noqa: E402
 
 __all__ = ["load_checkpoint", "main", "save_checkpoint", "train"]
 
-# One evaluation reads so many tokens at most, in so many batches at most.
-EVAL_TOKENS = {"cpu": 1 << 15, "cuda": 1 << 19}
-EVAL_BATCHES = 32
 SAMPLE_TOKENS = 120
 EXIT_GPU_LOST = 75  # a supervisor (--supervise) starts again with --resume auto
 
@@ -109,15 +98,18 @@ def train(run: Run) -> int:
     """Trains from run.step to settings["steps"]; returns the exit code."""
     settings, model, optimizer, batches = run.settings, run.model, run.optimizer, run.batches
     parallel, ranks = run.parallel, run.parallel.group
+    if parallel.context > 1:
+        model.share_sequences(Subgroup(ranks, parallel.context))
     schedule, steps = schedule_of(settings), settings["steps"]
-    share = full((), 1 / settings["grad_accum"], "float32", run.device)
+    parts = settings["grad_accum"] * parallel.context
+    share = full((), 1 / parts, "float32", run.device)
     loss_scale = Tensor.from_ndarray(share)
 
     def gradient(ids: Any, targets: Any) -> NDArray:
         optimizer.reset_grad()
         return forward_backward(model, ids, targets, loss_scale)
 
-    shape = settings["batch_size"], settings["seq_len"]
+    shape = settings["batch_size"], settings["seq_len"] // parallel.context
     if run.graph:
         gradient = Recorded(gradient, shape, run.device)
     verification = Verification(parallel, run.verify_every, shape, gradient)
@@ -160,7 +152,9 @@ def train(run: Run) -> int:
             saves = ends or _due(step, settings["save_every"]) or stays(settings, step)
             if evaluates or saves:
                 log.wait()
-                log.finish(**(evaluate(run) if evaluates else {}))
+                log.finish(
+                    **(evaluate(run.model, run.data, settings, parallel) if evaluates else {})
+                )
                 if saves:
                     save(run, log)
                 log.skip_time()
@@ -178,6 +172,8 @@ def train(run: Run) -> int:
         log.close()
         batches.close()
         stop.restore()
+        if parallel.context > 1:
+            model.share_sequences(None)
     if run.step < steps or failure is not None:
         if ranks.rank == 0:
             report_stop(run, stop.reason, failure)
@@ -251,36 +247,6 @@ def stays(settings: dict, step: int) -> bool:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def evaluate(run: Run) -> dict[str, float]:
-    """val_loss in nats a token, and val_bits_per_byte where the tokenizer is known."""
-    settings, tokens = run.settings, run.data.held_out
-    length = settings["seq_len"]
-    rows = min(settings["batch_size"], max(len(tokens) - 1, 0) // length)
-    if rows == 0:
-        return {}
-    held_out = Batches(tokens, rows, length, vocab_size=run.model.config.vocab_size)
-    most = EVAL_TOKENS["cpu" if run.device.is_host else "cuda"]
-    limit = min(max(most // (rows * length), 1), EVAL_BATCHES)
-    sizes = None if run.data.tokenizer is None else token_bytes(run.data.tokenizer)
-    nats, count, text_bytes = [], 0, 0
-    ranks = run.parallel.group
-    run.model.eval()
-    with no_grad():
-        for number, (ids, targets) in enumerate(held_out.in_order(limit)):
-            count += targets.size
-            text_bytes += 0 if sizes is None else int(sizes[targets].sum())
-            if number % ranks.size == ranks.rank:
-                loss = run.model.loss(ids, targets)
-                nats.append(float(loss.numpy()) * targets.size)
-                beat()
-    run.model.train()
-    nats = [part for parts in ranks.gather("the evaluation", nats) for part in parts]
-    result = {"val_loss": math.fsum(nats) / count}
-    if text_bytes:
-        result["val_bits_per_byte"] = math.fsum(nats) / math.log(2) / text_bytes
-    return result
 
 
 # ---- stopping and saving ----------------------------------------------------------------------
@@ -460,7 +426,9 @@ def new_run(args, ranks: Group) -> Run:
     np.random.seed(settings["seed"])
     if model is None:
         model = config.model_class(config, device=device)
-    batches = Prefetch(open_batches(ranks, data, described, model.config.vocab_size), device)
+    context = settings["context_parallel"]
+    batches = open_batches(ranks, context, data, described, model.config.vocab_size)
+    batches = Prefetch(batches, device)
     flat = nn.flatten_parameters(model)
     optimizer = optim.AdamW(
         flat,
@@ -470,7 +438,7 @@ def new_run(args, ranks: Group) -> Run:
         eps=1e-8,
         weight_decay=settings["weight_decay"],
     )
-    parallel = DataParallel(ranks, flat, optimizer, settings["grad_accum"])
+    parallel = DataParallel(ranks, flat, optimizer, settings["grad_accum"], context)
     lock = run_folder.take(folder) if ranks.rank == 0 else None
     position = batches.position
     run = Run(
@@ -481,10 +449,13 @@ def new_run(args, ranks: Group) -> Run:
     return run
 
 
-def open_batches(ranks: Group, data: TokenData, described: dict, vocab_size: int) -> Batches:
+def open_batches(
+    ranks: Group, context: int, data: TokenData, described: dict, vocab_size: int
+) -> Batches:
     """Of each step's micro-batches those that this rank computes."""
     batches, every = run_batches(data, described, vocab_size), described["micro_batches"]
-    batches.share(own_leaves(every, ranks.rank, ranks.size), every)
+    own = own_leaves(every, ranks.rank // context, ranks.size // context)
+    batches.share(own, every, own_columns(batches.seq_len, ranks, context))
     return batches
 
 
@@ -504,13 +475,14 @@ def resumed_run(args, ranks: Group, folder: Path, lock: Lock | None, checkpoint:
     with ranks.rank_0_first("the data"):
         data = run_data(described, folder, state["fingerprint"])
     vocab_size = checkpoint.configuration().vocab_size
-    batches = Prefetch(open_batches(ranks, data, described, vocab_size), device)
+    context = settings["context_parallel"]
+    batches = Prefetch(open_batches(ranks, context, data, described, vocab_size), device)
     batches.seek(state["data"])
     model, optimizer, _, _ = checkpoint.restore(device)
     if optimizer.flat is None:
         raise CheckpointError(f"{checkpoint.path}: its optimizer has a part of the parameters only")
     checkpoint.restore_random_state()
-    parallel = DataParallel(ranks, optimizer.flat, optimizer, settings["grad_accum"])
+    parallel = DataParallel(ranks, optimizer.flat, optimizer, settings["grad_accum"], context)
     print(f"resuming {checkpoint.path} after step {state['step']}")
     before, now = state.get("products"), device.properties()["products"]
     if before not in (None, now):

@@ -159,6 +159,7 @@ class Batches:
         self.epoch = self.batch = 0
         self._order = self._samples.order(0)
         self._own, self._every, self._drawn = range(1), 1, 0
+        self.columns: np.ndarray | None = None
 
     def _check_enough(self) -> None:
         self.windows = self._samples.count
@@ -216,9 +217,10 @@ class Batches:
         epoch, batch = divmod(number, len(self))
         self.seek({**self.position, "epoch": epoch, "batch": batch})
 
-    def share(self, own: range, every: int) -> None:
+    def share(self, own: range, every: int, columns: np.ndarray | None = None) -> None:
         """From here on: of each `every` batches in a row those numbered `own`, for one of several
         ranks. Behind the last of them `position` is that behind all `every`, where each rank is.
+        columns: of the sequences the tokens at these places alone, in their order.
 
         >>> from needle.data import Batches
         >>> batches = Batches(np.arange(100), batch_size=2, seq_len=4)
@@ -228,6 +230,19 @@ class Batches:
         {'epoch': 0, 'batch': 4}
         """
         self._own, self._every, self._drawn = own, every, 0
+        self.columns = columns
+
+    @property
+    def width(self) -> int:
+        """Tokens of a sequence that are drawn."""
+        return self.seq_len if self.columns is None else len(self.columns)
+
+    def parts(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(inputs, targets) of rows (batch_size, seq_len + 1), (batch_size, width) each."""
+        inputs, targets = rows[:, :-1], rows[:, 1:]
+        if self.columns is None:
+            return inputs, targets
+        return inputs[:, self.columns], targets[:, self.columns]
 
     def _skip(self, count: int) -> None:
         """Go on as if `count` batches had been drawn."""
@@ -256,15 +271,13 @@ class Batches:
         return rows
 
     def next(self) -> tuple[np.ndarray, np.ndarray]:
-        """(inputs, targets), integers (batch_size, seq_len); goes on for ever."""
-        rows = self.next_rows()
-        return rows[:, :-1], rows[:, 1:]
+        """(inputs, targets), integers (batch_size, width); goes on for ever."""
+        return self.parts(self.next_rows())
 
     def in_order(self, limit: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """At most `limit` batches, evenly spread and always the same: for evaluation."""
         for first in np.linspace(0, len(self) - 1, min(limit, len(self))).astype(int):
-            rows = self._rows(np.arange(self.batch_size) + first * self.batch_size)
-            yield rows[:, :-1], rows[:, 1:]
+            yield self.parts(self._rows(np.arange(self.batch_size) + first * self.batch_size))
 
     def _rows(self, chosen: np.ndarray) -> np.ndarray:
         found = self._samples.rows(chosen)

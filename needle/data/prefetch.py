@@ -24,15 +24,15 @@ from needle.data.batches import Batches
 class _Slot:
     """Pinned memory for the ids and targets of a batch."""
 
-    def __init__(self, batch_size: int, seq_len: int, device: Device) -> None:
-        self.shape = (batch_size, seq_len)
-        self.stagings = [Staging(4 * batch_size * seq_len, device) for _ in range(2)]
+    def __init__(self, shape: tuple[int, int], device: Device) -> None:
+        self.shape = shape
+        self.stagings = [Staging(4 * shape[0] * shape[1], device) for _ in range(2)]
         self.arrays = [
             np.frombuffer(staging, np.int32).reshape(self.shape) for staging in self.stagings
         ]
 
-    def fill(self, rows: np.ndarray) -> None:
-        for staging, array, part in zip(self.stagings, self.arrays, (rows[:, :-1], rows[:, 1:])):
+    def fill(self, parts: tuple[np.ndarray, np.ndarray]) -> None:
+        for staging, array, part in zip(self.stagings, self.arrays, parts):
             staging.wait()
             array[:] = part
 
@@ -59,7 +59,7 @@ class Prefetch:
         self.waited = 0.0  # seconds, in all
         self._next: tuple | None = None  # what the thread has read and next() could not return
         self._slots = [
-            _Slot(batches.batch_size, batches.seq_len, device) if on_gpu else None
+            _Slot((batches.batch_size, batches.width), device) if on_gpu else None
             for _ in range(depth + 1 if on_gpu else depth)
         ]
         self._thread = None
@@ -98,7 +98,7 @@ class Prefetch:
         return len(self.batches)
 
     def next(self) -> tuple:
-        """(inputs, targets), integers (batch_size, seq_len); goes on for ever."""
+        """(inputs, targets), integers (batch_size, batches.width); goes on for ever."""
         if self._thread is None:
             self._start()
         if self._next is None:
@@ -135,10 +135,9 @@ _END = object()
 def _work(batches: Batches, free: queue.SimpleQueue, ready: queue.SimpleQueue) -> None:
     while (slot := free.get()) is not _END:
         try:
-            rows = batches.next_rows()
+            batch = batches.parts(batches.next_rows())
             if slot is not None:
-                slot.fill(rows)
-            batch = rows[:, :-1], rows[:, 1:]
+                slot.fill(batch)
         except BaseException as error:
             ready.put((slot, error, None))
             return

@@ -49,13 +49,20 @@ def pieces(size: int, ranks: int) -> list[slice]:
 class DataParallel:
     """ValueError where the group's ranks cannot share so many leaves.
 
+    context: so many neighbouring ranks share each leaf, as tokens of its sequences; each has the
+    gradient of 1 / context of the mean over its tokens. Their sums, each along the tree, are added
+    along one: the bits depend on `context`, and not on how many ranks there are.
+
     Bytes that a rank keeps beside its model, of N parameters and R ranks: the gradient 4 N, a copy
     of it for each doubling of its leaves, received pieces 4 N (R - 1) / R, and of the optimizer 8 N
     / R, 12 N / R where it has master weights."""
 
-    def __init__(self, group: Group, flat: FlatParameters, optimizer: AdamW, leaves: int) -> None:
+    def __init__(
+        self, group: Group, flat: FlatParameters, optimizer: AdamW, leaves: int, context: int = 1
+    ) -> None:
         self.group, self.flat, self.optimizer = group, flat, optimizer
-        self.own_leaves = own_leaves(leaves, group.rank, group.size)
+        self.context = context
+        self.own_leaves = own_leaves(leaves, group.rank // context, group.size // context)
         self.pieces = pieces(flat.size, group.size)
         self._added = 0
         self._sums: list[NDArray] = []  # of finished subtrees, the largest first ...
@@ -94,7 +101,8 @@ class DataParallel:
             sends = [None if r == group.rank else grad[p] for r, p in enumerate(self.pieces)]
             group.exchange("the sum of gradients", sends, self._received)
             parts = [own if r == group.rank else x for r, x in enumerate(self._received)]
-            total = tree_sum(parts)
+            of_tokens = [tree_sum(parts[c :: self.context]) for c in range(self.context)]
+            total = tree_sum(of_tokens)
             if total is not own:
                 _C.assign(own, total)
         norms = _C.empty((-(-grad.size // NORM_CHUNK),), "float32", grad.device)
@@ -118,11 +126,14 @@ class DataParallel:
             return list(own)
         count, group = len(own), self.group
         all_losses = _C.empty((count * group.size,), "float32", self.flat.grad.device)
-        for i, loss in zip(self.own_leaves, own):
+        for i, loss in enumerate(own, group.rank * count):
             _C.assign(all_losses[i : i + 1], loss.reshape((1,)))
         shares = [slice(r * count, (r + 1) * count) for r in range(group.size)]
         group.all_gather("the losses", all_losses, shares)
-        return [all_losses[i].reshape(()) for i in range(all_losses.size)]
+        shape = group.size // self.context, self.context, count
+        leaves = _C.sum(all_losses.reshape(shape).permute((0, 2, 1)), 1) / self.context
+        leaves = leaves.reshape((leaves.size,))
+        return [leaves[i].reshape(()) for i in range(leaves.size)]
 
     # ---- the optimizer's state ------------------------------------------------------------------
 

@@ -30,8 +30,33 @@ class RankFailed(RuntimeError):
     """Another rank met an error that ends the work of all; it is told there."""
 
 
-class Group:
-    """rank: this process's number; size: how many there are."""
+class Ranks:
+    """rank: this process's number; size: how many there are. What they do together with arrays."""
+
+    rank: int
+    size: int
+
+    def exchange(
+        self, name: str, sends: Sequence[NDArray | None], receives: Sequence[NDArray | None]
+    ) -> None:
+        """Sends sends[r] to rank r and fills receives[r] from there; None, or no elements: nothing.
+        What one rank sends another receives, in an array of the same size. An array is compact;
+        that of a float that no other library knows is handed over as bytes
+        (`backend_ndarray.as_bytes`)."""
+        raise NotImplementedError(f"{type(self).__name__}.exchange is not defined")
+
+    def all_gather(self, name: str, flat: NDArray, pieces: Sequence[slice]) -> None:
+        """Fills a flat array, of which each rank has its piece, with the pieces of the others."""
+        own = flat[pieces[self.rank]]
+        self.exchange(
+            name,
+            [None if r == self.rank else own for r in range(self.size)],
+            [None if r == self.rank else flat[piece] for r, piece in enumerate(pieces)],
+        )
+
+
+class Group(Ranks):
+    """All the ranks of a run."""
 
     def __init__(self, place: Place | None = None, control: Control | None = None) -> None:
         self.rank, self.size = (0, 1) if place is None else (place.rank, place.size)
@@ -105,23 +130,10 @@ class Group:
     def exchange(
         self, name: str, sends: Sequence[NDArray | None], receives: Sequence[NDArray | None]
     ) -> None:
-        """Sends sends[r] to rank r and fills receives[r] from there; None, or no elements: nothing.
-        What one rank sends another receives, in an array of the same size. An array is compact;
-        that of a float that no other library knows is handed over as bytes
-        (`backend_ndarray.as_bytes`)."""
         if self._transport is None:
             return
         with self._control.watched(name):
             self._transport.exchange(sends, receives)
-
-    def all_gather(self, name: str, flat: NDArray, pieces: Sequence[slice]) -> None:
-        """Fills a flat array, of which each rank has its piece, with the pieces of the others."""
-        own = flat[pieces[self.rank]]
-        self.exchange(
-            name,
-            [None if r == self.rank else own for r in range(self.size)],
-            [None if r == self.rank else flat[piece] for r, piece in enumerate(pieces)],
-        )
 
     def close(self, reason: str | None = None, code: int = 1) -> None:
         """The end of this rank's part; any rank, any time. With a reason the others end too, quote
@@ -131,6 +143,23 @@ class Group:
             control.leave(reason, code)
         elif control is not None:
             control.close()
+
+
+class Subgroup(Ranks):
+    """The ranks of a group in runs of `size` neighbours, each for the run that it is in; all ranks
+    of the group call."""
+
+    def __init__(self, group: Group, size: int) -> None:
+        self._group, self._begin = group, group.rank // size * size
+        self.rank, self.size = group.rank - self._begin, size
+
+    def exchange(
+        self, name: str, sends: Sequence[NDArray | None], receives: Sequence[NDArray | None]
+    ) -> None:
+        wide: list[list[NDArray | None]] = [[None] * self._group.size for _ in range(2)]
+        for all_ranks, own in zip(wide, (sends, receives)):
+            all_ranks[self._begin : self._begin + self.size] = own
+        self._group.exchange(name, *wide)
 
 
 def _transport(place: Place, device: Device) -> Transport:

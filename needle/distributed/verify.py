@@ -52,6 +52,8 @@ class Verification:
     ) -> None:
         if every and parallel.group.size == 1:
             raise ValueError("--verify: another rank computes it again, and there is only this one")
+        if every and parallel.context > 1:
+            raise ValueError("--verify: no rank can compute a micro-batch again that several share")
         self._parallel, self._every, self._compute = parallel, every, compute
         self._leaves = len(parallel.own_leaves) * parallel.group.size
         self._batch = [_C.empty(shape, "int32", parallel.flat.grad.device) for _ in range(2)]

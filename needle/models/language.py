@@ -34,6 +34,9 @@ class LanguageModel(Hooked):
     # Whether layers are computed again in the backward, which saves memory (nn.recompute); None of
     # a kind of model whose `hidden` does not ask.
     recompute: bool | None = None
+    # The ranks that share each sequence; `shares` of a kind of model whose `hidden` asks for them.
+    group: Any = None
+    shares: bool = False
 
     def __init__(self, config: Any, device: Device | None = None, dtype: str | None = None) -> None:
         super().__init__()
@@ -48,6 +51,18 @@ class LanguageModel(Hooked):
         """The blocks of keys that attention reads in sequences of `time` tokens; None: all. Models
         that have one generate without a cache."""
         return None
+
+    def share_sequences(self, group: Any) -> None:
+        """From now on a sequence of T tokens is what the ranks of `group` (a Group or Subgroup of
+        needle.distributed) have together, each those of `ops.ring_chunks(T, rank, ranks)`: ids and
+        targets are those tokens, and the loss is the mean over them. Generation does not share;
+        None ends it. TypeError of a kind of model that cannot."""
+        if not self.shares:
+            raise TypeError(f"{self._name}: its sequences cannot be shared among ranks")
+        self.group = group
+        for _, module in self.named_modules():
+            if isinstance(module, nn.Attention):
+                module.group = group
 
     def forward(self, input_ids: Any, targets: Any = None) -> tuple[Tensor, Tensor | None]:
         """ids (B, T) -> logits (B, T, V) and, with targets (B, T), the mean cross-entropy in nats

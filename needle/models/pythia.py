@@ -24,7 +24,7 @@ from typing import Any
 
 from needle import hf, init, nn, ops
 from needle.autograd import Tensor
-from needle.backend_ndarray import FLOAT_DTYPES, Device, NDArray, array
+from needle.backend_ndarray import FLOAT_DTYPES, Device, NDArray, array, empty
 from needle.block_mask import BlockMask
 from needle.generation import Cache
 from needle.models import gpt_neox
@@ -296,6 +296,7 @@ class Pythia(LanguageModel):
     spelling = gpt_neox
     hook_points = {"hook_embed": None, "blocks": "layers", "ln_final": "final_layer_norm"}
     recompute = False
+    shares = True
 
     def __init__(
         self,
@@ -330,14 +331,28 @@ class Pythia(LanguageModel):
         self._rotary = tuple(array(table, "float32", self.device) for table in tables)
 
     def hidden(self, ids: NDArray, cache: Cache | None = None) -> Tensor:
-        mask = None if cache else self.block_mask(ids.shape[1])
+        rotary, mask = (self._rotary, None) if cache else self._of_tokens(ids.shape[1])
         x = self.hook("hook_embed", self.embed_in(ids))
         for i, layer in enumerate(self.layers):
             if self.recompute and cache is None:
-                x = nn.recompute(layer, x, self._rotary, mask)
+                x = nn.recompute(layer, x, rotary, mask)
             else:
-                x = layer(x, self._rotary, mask, cache and cache.layer(i))
+                x = layer(x, rotary, mask, cache and cache.layer(i))
         return self.final_layer_norm(x)
+
+    def _of_tokens(self, time: int) -> tuple[Any, BlockMask | None]:
+        """Rotary tables of `time` tokens, and the mask of the sequences that they belong to."""
+        if self.group is None:
+            return self._rotary, self.block_mask(time)
+        whole, begin = time * self.group.size, 0
+        shapes = [(time, *table.shape[1:]) for table in self._rotary]
+        rotary = [empty(shape, "float32", self.device) for shape in shapes]
+        for run in ops.ring_chunks(whole, self.group.rank, self.group.size):
+            size = run.stop - run.start
+            for rows, table in zip(rotary, self._rotary):
+                rows[begin : begin + size] = table[run]
+            begin += size
+        return tuple(rotary), self.block_mask(whole)
 
     def block_mask(self, time: int) -> BlockMask | None:
         if not self.config.use_sparse_attention:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -50,6 +51,7 @@ class Attention(Module):
     """
 
     hook_points = dict.fromkeys((*PROJECTIONS, *PATTERNS, "hook_z", RESULT))
+    group: Any = None  # the ranks that share each sequence (ops.ring_attention), this one's tokens
 
     def __init__(
         self,
@@ -86,7 +88,7 @@ class Attention(Module):
         cos, sin = (table[:time] for table in rotary)
         if cache is not None:
             seen = cache(qkv, rotary)
-        elif self.is_hooked_at(*PROJECTIONS, *PATTERNS):
+        elif self.group is not None or self.is_hooked_at(*PROJECTIONS, *PATTERNS):
             seen = self._by_parts(qkv, cos, sin, mask)
         else:
             seen = ops.qkv_attention(qkv, cos, sin, causal=True, mask=mask, overwrite=True)
@@ -104,6 +106,8 @@ class Attention(Module):
         q, k, v = (self.hook(name, x) for name, x in zip(PROJECTIONS, ops.split(qkv, 3)))
         q = self.hook("hook_rot_q", _rotated(q, cos, sin))
         k = self.hook("hook_rot_k", _rotated(k, cos, sin))
+        if self.group is not None:
+            return ops.ring_attention(q, k, v, self.group, mask=mask)
         if self.is_hooked_at(*PATTERNS):
             return self._plain(q, k, v, mask)
         return ops.attention(q, k, v, causal=True, mask=mask)

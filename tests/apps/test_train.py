@@ -6,6 +6,7 @@ import os
 import generate
 import numpy as np
 import pytest
+import run_state
 import train_flags
 import train_pythia
 from harness import DEVICES
@@ -180,7 +181,7 @@ def test_resuming_with_other_products_is_said(tmp_path, tokens, capsys, monkeypa
     out = capsys.readouterr().out
     assert "resuming" in out and "bits may differ" not in out
     monkeypatch.setattr(
-        train_pythia, "check_state", lambda checkpoint: checkpoint.state.update(products="abacus")
+        run_state, "check", lambda checkpoint: checkpoint.state.update(products="abacus")
     )
     assert train_pythia.main(argv) == 0
     said = f"its steps were multiplied by abacus, these by {products}: bits may differ"

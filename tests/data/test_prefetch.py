@@ -236,14 +236,14 @@ def test_a_batch_that_could_not_be_sent_is_the_next_one():
     class Slot:
         refusals = 1
 
-        def fill(self, rows):
-            self.rows = rows.copy()
+        def fill(self, parts):
+            self.parts = [part.copy() for part in parts]
 
         def send(self):
             if Slot.refusals:
                 Slot.refusals -= 1
                 raise MemoryError
-            return self.rows[:, :-1], self.rows[:, 1:]
+            return self.parts
 
     ahead._slots = [Slot(), Slot()]
     before = ahead.position

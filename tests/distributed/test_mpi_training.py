@@ -46,6 +46,22 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(tmp_path, tokens, alone):
     assert written(tmp_path) == alone
 
 
+def test_ranks_share_sequences(tmp_path, tokens, alone):
+    """2 and 4 ranks, two to a sequence: the same bytes, and almost the numbers of one process."""
+    for ranks in 2, 4:
+        run(tmp_path / str(ranks), tokens, ranks, "--context-parallel", "2")
+    plan = {"rank": 1, "step": 25, "what": "term"}
+    run(tmp_path / "cut", tokens, 4, "--context-parallel", "2", plan=plan)
+    run(tmp_path / "cut", tokens, 2, "--resume", "auto")
+    checkpoint, lines = written(tmp_path / "2")
+    assert written(tmp_path / "4") == (checkpoint, lines)
+    assert written(tmp_path / "cut") == (checkpoint, lines)
+    for line, wanted in zip(lines, alone[1], strict=True):
+        assert line.keys() == wanted.keys()
+        for name in line:
+            assert line[name] == pytest.approx(wanted[name], rel=1e-4), (line["step"], name)
+
+
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_killed_rank_ends_the_others_who_name_it(tmp_path, tokens, alone, rank):
     said = run(tmp_path, tokens, 4, plan={"rank": rank, "step": 25, "what": "kill"}, code=None)
@@ -96,6 +112,9 @@ def test_a_wrong_device_is_named_and_saves_nothing(tmp_path, tokens, alone):
         (3, [], "3 ranks cannot share a step of 4 micro-batches"),
         (2, ["--supervise"], "python -m needle.supervise -- mpirun"),
         (1, ["--verify", "3"], "there is only this one"),
+        (2, ["--verify", "3", "--context-parallel", "2"], "that several share"),
+        (1, ["--context-parallel", "2"], "start a multiple of 2"),
+        (2, ["--context-parallel", "2", "--seq-len", "30"], "30 tokens cannot be shared by 2"),
     ],
 )
 def test_what_cannot_be(tmp_path, tokens, ranks, more, words):

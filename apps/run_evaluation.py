@@ -1,0 +1,66 @@
+"""The held-out loss of a run, whose batches its ranks share."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from needle.autograd import no_grad
+from needle.data import Batches, TokenData, token_bytes
+from needle.distributed.data_parallel import DataParallel
+from needle.distributed.group import Ranks
+from needle.heartbeat import beat
+from needle.models.language import LanguageModel
+from needle.ops import ring_chunks
+
+# One evaluation reads so many tokens at most, in so many batches at most.
+EVAL_TOKENS = {"cpu": 1 << 15, "cuda": 1 << 19}
+EVAL_BATCHES = 32
+
+
+def evaluate(
+    model: LanguageModel, data: TokenData, settings: dict, parallel: DataParallel
+) -> dict[str, float]:
+    """val_loss in nats a token, and val_bits_per_byte where the tokenizer is known."""
+    tokens = data.held_out
+    length = settings["seq_len"]
+    rows = min(settings["batch_size"], max(len(tokens) - 1, 0) // length)
+    if rows == 0:
+        return {}
+    ranks, context = parallel.group, parallel.context
+    held_out = Batches(tokens, rows, length, vocab_size=model.config.vocab_size)
+    held_out.share(range(1), 1, own_columns(length, ranks, context))
+    most = EVAL_TOKENS["cpu" if model.device.is_host else "cuda"]
+    limit = min(max(most // (rows * length), 1), EVAL_BATCHES)
+    sizes = None if data.tokenizer is None else token_bytes(data.tokenizer)
+    nats, count, text_bytes = [], 0, 0
+    model.eval()
+    drawn, shares = list(held_out.in_order(limit)), ranks.size // context
+    with no_grad():
+        for number in range(ranks.rank // context, -(-len(drawn) // shares) * shares, shares):
+            if number >= len(drawn) and context == 1:
+                break
+            ids, targets = drawn[min(number, len(drawn) - 1)]
+            loss = float(model.loss(ids, targets).numpy())
+            beat()
+            if number < len(drawn):  # else it is for ranks that meet within layers, all alike
+                nats.append(loss * targets.size)
+                count += targets.size
+                text_bytes += 0 if sizes is None else int(sizes[targets].sum())
+    model.train()
+    told = ranks.gather("the evaluation", [nats, count, text_bytes])
+    nats = [part for parts, _, _ in told for part in parts]
+    count, text_bytes = (sum(theirs) for theirs in list(zip(*told))[1:])
+    result = {"val_loss": math.fsum(nats) / count}
+    if text_bytes:
+        result["val_bits_per_byte"] = math.fsum(nats) / math.log(2) / text_bytes
+    return result
+
+
+def own_columns(length: int, ranks: Ranks, context: int) -> np.ndarray | None:
+    """Of a sequence the tokens of this rank, where `context` ranks share it."""
+    if context == 1:
+        return None
+    runs = ring_chunks(length, ranks.rank % context, context)
+    return np.concatenate([np.arange(run.start, run.stop) for run in runs])

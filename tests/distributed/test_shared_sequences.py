@@ -1,0 +1,127 @@
+"""A Pythia whose sequences ranks share: its loss, its gradients, and what it does alone again."""
+
+import threading
+
+import numpy as np
+import pytest
+from together import together
+
+import needle as ndl
+from needle import nn, optim
+from needle.autograd import Tensor
+from needle.backend_ndarray import full
+from needle.distributed.data_parallel import DataParallel
+from needle.distributed.group import Subgroup
+from needle.models import Pythia, PythiaConfig
+from needle.ops import ring_chunks
+
+TIME = 48
+IDS = np.random.RandomState(0).randint(0, 50, (4, 2, TIME + 1))  # four micro-batches
+
+
+DRAWS = threading.Lock()  # NumPy's generator is everybody's
+
+
+def model_of(**changes):
+    sizes = {"vocab_size": 50, "hidden_size": 32, "num_layers": 2, "num_heads": 2}
+    with DRAWS:
+        np.random.seed(1)
+        return Pythia(PythiaConfig(**sizes, max_seq_len=TIME, **changes))
+
+
+def gradient(group, context, **changes):
+    """(losses, the norm of the gradient, this rank's piece of it) of one step."""
+    model = model_of(**changes)
+    flat = nn.flatten_parameters(model)
+    parallel = DataParallel(group, flat, optim.AdamW(flat), len(IDS), context)
+    columns = np.arange(TIME)
+    if context > 1:
+        model.share_sequences(Subgroup(group, context))
+        runs = ring_chunks(TIME, group.rank % context, context)
+        columns = np.concatenate([columns[run] for run in runs])
+    scale = Tensor.from_ndarray(full((), 1 / (len(IDS) * context), "float32", model.device))
+    losses = []
+    for leaf in parallel.own_leaves:
+        parallel.optimizer.reset_grad()
+        loss = model.loss(IDS[leaf][:, :-1][:, columns], IDS[leaf][:, 1:][:, columns])
+        loss.backward(scale)
+        losses.append(loss.cached_data)
+        parallel.add_leaf()
+    norm, _ = parallel.reduce()
+    losses = [loss.item() for loss in parallel.losses(losses)]
+    return losses, norm.item(), flat.grad[parallel.pieces[group.rank]].numpy()
+
+
+CHANGES = {
+    "dense": {},
+    "sparse": {
+        "use_sparse_attention": True,
+        "sparse_pattern": "local",
+        "sparse_window": 10,
+        "sparse_block": 2,
+    },
+    "sequential": {"use_parallel_residual": False},
+    "tied": {"tie_word_embeddings": True},
+}
+
+
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("ranks, context", [(2, 2), (4, 2), (4, 4), (3, 3)])
+def test_the_gradient_is_that_of_one(ranks, context, changes):
+    ((wanted_losses, wanted_norm, wanted),) = together(1, lambda g: gradient(g, 1, **changes))
+    done = together(ranks, lambda group: gradient(group, context, **changes))
+    found = np.concatenate([piece for _, _, piece in done])
+    assert np.linalg.norm(found - wanted) < 2e-6 * np.linalg.norm(wanted)
+    for losses, norm, _ in done:
+        assert losses == pytest.approx(wanted_losses, rel=1e-6)
+        assert norm == pytest.approx(wanted_norm, rel=1e-6)
+
+
+def test_the_number_of_ranks_changes_no_bit():
+    two, four = (together(ranks, lambda group: gradient(group, 2)) for ranks in (2, 4))
+    assert two[0][:2] == four[0][:2]
+    pieces = [np.concatenate([piece for _, _, piece in done]) for done in (two, four)]
+    np.testing.assert_array_equal(*pieces)
+
+
+def test_layers_that_are_computed_again_change_no_bit():
+    def again(group):
+        model = model_of()
+        model.share_sequences(Subgroup(group, 2))
+        model.recompute = again.wanted
+        columns = np.concatenate([np.arange(TIME)[r] for r in ring_chunks(TIME, group.rank, 2)])
+        loss = model.loss(IDS[0][:, :-1][:, columns], IDS[0][:, 1:][:, columns])
+        loss.backward()
+        return [p.grad.numpy().tobytes() for p in model.parameters()]
+
+    found = []
+    for again.wanted in False, True:
+        found.append(together(2, again))
+    assert found[0] == found[1]
+
+
+def test_it_ends():
+    def work(group):
+        model = model_of()
+        wanted = model(IDS[0][:, :-1])[0].numpy()
+        model.share_sequences(Subgroup(group, 2))
+        model.share_sequences(None)
+        np.testing.assert_array_equal(model(IDS[0][:, :-1])[0].numpy(), wanted)
+
+    together(2, work)
+
+
+def test_generation_does_not_share():
+    def work(group):
+        model = model_of().eval()
+        wanted = model.generate(IDS[0][0, :8], 5, temperature=0)
+        model.share_sequences(Subgroup(group, 2))
+        np.testing.assert_array_equal(model.generate(IDS[0][0, :8], 5, temperature=0), wanted)
+
+    together(2, work)
+
+
+def test_a_model_that_cannot(monkeypatch):
+    monkeypatch.setattr(ndl.Pythia, "shares", False)
+    with pytest.raises(TypeError, match="Pythia: its sequences cannot be shared"):
+        model_of().share_sequences(None)
