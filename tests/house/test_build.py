@@ -108,6 +108,8 @@ def test_gencode_is_exact(build):
         "-gencode=arch=compute_80,code=sm_80",
         "-gencode=arch=compute_90a,code=sm_90a",
     ]
+    assert build.cuda.gencode(["80", "89"])[1] == "-gencode=arch=compute_80,code=sm_89"
+    assert build.cuda.gencode(["86", "89"])[1] == "-gencode=arch=compute_89,code=sm_89"
 
 
 @pytest.mark.parametrize(
