@@ -11,6 +11,7 @@ where it is, all is whole. Processes are spawned: OpenMP's threads do not surviv
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -209,15 +210,10 @@ def _encode_all(
         workers, multiprocessing.get_context("spawn"), _worker_start, (tokenizer,)
     )
     try:
-        # Ctrl-C reaches all processes of a terminal: the workers inherit this and are deaf to it,
-        # the parent hears it when the mask is gone, and ends them.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
+        with _deaf_to_ctrl_c():
             futures = [
                 pool.submit(_worker_unit, units[i], i, dtype.str, str(parts)) for i in missing
             ]
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for future in as_completed(futures):
             yield future.result()
     except KeyboardInterrupt:  # what they have begun is done again; nobody waits for it now
@@ -231,6 +227,26 @@ def _encode_all(
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _deaf_to_ctrl_c() -> Iterator[None]:
+    """Ctrl-C reaches all processes of a terminal: workers that start in here inherit the mask and
+    are deaf to it for good; this process hears it behind, as a KeyboardInterrupt. The mask is this
+    thread's alone: where another takes the signal, the handler keeps it from cutting a start in
+    two, which the worker would answer with a traceback."""
+    is_main, heard = threading.current_thread() is threading.main_thread(), []
+    if is_main:
+        handler = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if is_main:
+            signal.signal(signal.SIGINT, handler)
+    if heard:
+        raise KeyboardInterrupt
 
 
 _worker_tokenizer = None  # of this process, where it is a worker

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -196,6 +197,30 @@ def test_ctrl_c_reaches_all_processes_and_one_line_says_so(tmp_path, inputs, del
     if process.returncode != 0:  # else it was done before
         assert process.returncode == 130
         assert err == "needle.data: interrupted; the same command goes on\n"
+
+
+def test_ctrl_c_that_another_thread_takes_cuts_no_start_in_two(tmp_path, inputs, monkeypatch):
+    """The mask is that of the thread that starts the workers."""
+    given, submit = [], prepare.ProcessPoolExecutor.submit
+    done = threading.Event()
+    other = threading.Thread(target=done.wait)
+    other.start()
+
+    def submitting(self, *args):
+        if not given:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)  # here it would be raised
+        given.append(args)
+        return submit(self, *args)
+
+    monkeypatch.setattr(prepare.ProcessPoolExecutor, "submit", submitting)
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        assert run(tmp_path, inputs, tmp_path / "x", "--processes", "2") == 130
+    finally:
+        done.set()
+        other.join()
+    assert len(given) > 2 and signal.getsignal(signal.SIGINT) is handler
 
 
 class Terminal(io.StringIO):
