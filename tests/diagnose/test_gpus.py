@@ -96,7 +96,7 @@ def test_one_defect_is_one_failure(seen, planted, said, remedy):
 
 
 def test_a_driver_that_hangs_is_named(examined):
-    child = examined("machine", planted="nvml_hangs=1", seconds=1.5)
+    child = examined("machine", planted="nvml_hangs=1", seconds=4.0)
     (finding,) = child.findings
     assert child.ended == "late" and "opening NVML (libnvidia-ml.so.1) hangs" in finding.text
 
