@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from needle.autograd import no_grad
-from needle.data import Batches, TokenData, token_bytes
+from needle.data import Batches, DataError, TokenData, token_bytes
 from needle.distributed.data_parallel import DataParallel
 from needle.distributed.group import Ranks
 from needle.heartbeat import beat
@@ -34,25 +34,30 @@ def evaluate(
     most = EVAL_TOKENS["cpu" if model.device.is_host else "cuda"]
     limit = min(max(most // (rows * length), 1), EVAL_BATCHES)
     sizes = None if data.tokenizer is None else token_bytes(data.tokenizer)
-    nats, count, text_bytes = [], 0, 0
+    nats, count, text_bytes, failure = [], 0, 0, None
     model.eval()
-    drawn, shares = list(held_out.in_order(limit)), ranks.size // context
-    with no_grad():
+    try:
+        drawn, shares = list(held_out.in_order(limit)), ranks.size // context
         for number in range(ranks.rank // context, -(-len(drawn) // shares) * shares, shares):
             if number >= len(drawn) and context == 1:
                 break
             ids, targets = drawn[min(number, len(drawn) - 1)]
-            loss = float(model.loss(ids, targets).numpy())
+            with no_grad():
+                loss = float(model.loss(ids, targets).numpy())
             beat()
             if number < len(drawn):  # else it is for ranks that meet within layers, all alike
                 nats.append(loss * targets.size)
                 count += targets.size
                 text_bytes += 0 if sizes is None else int(sizes[targets].sum())
+    except (DataError, OSError) as error:
+        failure = error
     model.train()
     told = ranks.gather("the evaluation", [nats, count, text_bytes])
     nats = [part for parts, _, _ in told for part in parts]
     count, text_bytes = (sum(theirs) for theirs in list(zip(*told))[1:])
-    result = {"val_loss": math.fsum(nats) / count}
+    if failure is not None:  # behind the ranks' meeting
+        raise failure
+    result = {"val_loss": math.fsum(nats) / count} if count else {}
     if text_bytes:
         result["val_bits_per_byte"] = math.fsum(nats) / math.log(2) / text_bytes
     return result

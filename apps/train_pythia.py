@@ -11,6 +11,7 @@ writes the same losses, bit for bit, as one that was not.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import shlex
 import signal
@@ -109,11 +110,13 @@ def train(run: Run) -> int:
         optimizer.reset_grad()
         return forward_backward(model, ids, targets, loss_scale)
 
+    ranks.same("the weights", parallel.digest())
     shape = settings["batch_size"], settings["seq_len"] // parallel.context
     if run.graph:
         gradient = Recorded(gradient, shape, run.device)
     verification = Verification(parallel, run.verify_every, shape, gradient)
-    log = open_log(run)
+    with ranks.rank_0_first("the log"):
+        log = open_log(run)
     stop, failure = Stop(), None
     beat(step=run.step)
     try:
@@ -131,9 +134,7 @@ def train(run: Run) -> int:
                     parallel.add_leaf()
             except (DataError, OSError) as error:
                 failure = error
-            _, failure = agree(ranks, "the gradients", None, failure)
-            if failure is not None:
-                raise failure
+            agree_to_go_on(ranks, "the gradients", failure)
             norm, scale = parallel.reduce(settings["clip"])
             verification.check(step)
             parallel.step(scale)
@@ -146,15 +147,19 @@ def train(run: Run) -> int:
 
             if not log.is_heard:
                 stop.reason = stop.reason or "a closed pipe"
-            stop.reason, failure = agree(ranks, "the end of the step", stop.reason, failure)
+            stop.reason, failure = agree(ranks, "the end of the step", failure, stop.reason)
             ends = step == steps or stop.reason is not None or failure is not None
             evaluates = step == steps or _due(step, settings["eval_every"])
             saves = ends or _due(step, settings["save_every"]) or stays(settings, step)
             if evaluates or saves:
                 log.wait()
-                log.finish(
-                    **(evaluate(run.model, run.data, settings, parallel) if evaluates else {})
-                )
+                broken = None
+                try:
+                    found = evaluate(model, run.data, settings, parallel) if evaluates else {}
+                    log.finish(**found)
+                except (DataError, OSError) as error:
+                    broken = error
+                agree_to_go_on(ranks, "the evaluation's end", broken)
                 if saves:
                     save(run, log)
                 log.skip_time()
@@ -163,7 +168,9 @@ def train(run: Run) -> int:
     except NotFinite as error:
         log.close()
         return report_not_finite(run, error) if ranks.rank == 0 else 1
-    except (DataError, OSError, RankFailed) as error:  # drops the part of a step, not those done
+    except (Failed, OSError) as error:  # drops the part of a step, and not those that are done
+        if ranks.size > 1 and not isinstance(error, Failed):
+            raise  # the others do not know
         failure = error
         if run.step > run.saved:
             log.settle()
@@ -182,8 +189,9 @@ def train(run: Run) -> int:
         f"loss {log.first_loss:.4f} at the first step, {log.loss:.4f} at the last; "
         f"{log.seconds:.0f} s of training"
     )
-    if ranks.rank == 0:
-        finish(run)
+    with ranks.rank_0_first("the plot and the sample"):
+        if ranks.rank == 0:
+            finish(run)
     return 0
 
 
@@ -201,16 +209,26 @@ def open_log(run: Run) -> RunLog:
     )
 
 
+class Failed(Exception):
+    """An error that all ranks have agreed to stop for, behind the same step."""
+
+
 def agree(
-    ranks: Group, name: str, reason: str | None, failure: Exception | None
-) -> tuple[str | None, Exception | None]:
-    """The first rank's reason to stop, and this rank's failure, else the first of another's."""
-    told = ranks.gather(name, [reason, failure and described(failure)])
-    reasons = [theirs for theirs, _ in told if theirs is not None]
-    failures = [f"rank {r}: {theirs}" for r, (_, theirs) in enumerate(told) if theirs is not None]
-    if failures and failure is None:
-        failure = RankFailed(failures[0])
-    return reasons[0] if reasons else None, failure
+    ranks: Group, name: str, failure: Exception | None, reason: str | None = None
+) -> tuple[str | None, Failed | None]:
+    """The first rank's reason to stop, and the first rank's failure."""
+    told, failed = ranks.gather(name, [reason, failure and described(failure)]), None
+    for rank, (_, theirs) in reversed([*enumerate(told)]):
+        if theirs is not None:
+            failed = Failed(theirs if ranks.size == 1 else f"rank {rank}: {theirs}")
+    return next((theirs for theirs, _ in told if theirs is not None), None), failed
+
+
+def agree_to_go_on(ranks: Group, name: str, failure: Exception | None) -> None:
+    """Failed, on all ranks, where one of them has a failure."""
+    _, failed = agree(ranks, name, failure)
+    if failed is not None:
+        raise failed from failure
 
 
 def forward_backward(
@@ -253,12 +271,13 @@ def _due(step: int, every: int) -> bool:
 
 
 class Stop:
-    """SIGINT, SIGTERM and SIGHUP let the step end; a second SIGINT interrupts at once. A SIGHUP
-    that whoever started the process has it ignore (nohup) stays ignored."""
+    """SIGINT, SIGTERM, SIGHUP, and SIGUSR1, which mpirun passes on as it is, let the step end; a
+    second SIGINT interrupts at once. A SIGHUP that whoever started the process has it ignore
+    (nohup) stays ignored."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
-        numbers = [signal.SIGINT, signal.SIGTERM]
+        numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             numbers.append(signal.SIGHUP)
         self._before = {number: signal.signal(number, self._on_signal) for number in numbers}
@@ -275,10 +294,7 @@ class Stop:
 def save(run: Run, log: RunLog) -> None:
     """The checkpoint of run.step, which rank 0 writes, of all ranks."""
     with run.parallel.whole_optimizer():
-        try:
-            run.parallel.group.first("the checkpoint", lambda: write_checkpoint(run, log))
-        except RankFailed as error:
-            raise CheckpointError(str(error)) from None
+        run.parallel.group.first("the checkpoint", lambda: write_checkpoint(run, log))
     run.saved = run.step
 
 
@@ -307,13 +323,19 @@ def write_checkpoint(run: Run, log: RunLog) -> None:
 
 def resume_command(run: Run) -> str:
     """With the flags that a checkpoint does not hold."""
-    words = [sys.executable, sys.argv[0], *run_folder.again(run.folder)]
+    words, ranks = [], run.parallel.group
+    if ranks.size > 1:
+        words += [sys.executable, "-m", "needle.supervise", "--"] * supervised()
+        words += [ranks.launcher] + ["-n", str(ranks.size)] * (ranks.launcher == "mpirun")
+    words += [sys.executable, sys.argv[0], *run_folder.again(run.folder)]
     words += ["--device", run.device_name] if run.device_name != "auto" else []
-    words += ["--supervise"] * supervised() + ["--tensorboard"] * run.tensorboard
-    words += ["--graph"] * run.graph
+    words += ["--tensorboard"] * run.tensorboard + ["--graph"] * run.graph
+    words += ["--recompute"] * bool(run.model.recompute)
     words += ["--verify", str(run.verify_every)] if run.verify_every else []
-    if supervised() and run.hang_seconds != supervise.HANG_SECONDS:
-        words += ["--hang-seconds", f"{run.hang_seconds:g}"]
+    if supervised() and ranks.size == 1:
+        words += ["--supervise"]
+        if run.hang_seconds != supervise.HANG_SECONDS:
+            words += ["--hang-seconds", f"{run.hang_seconds:g}"]
     words += run_folder.flag("--wandb", run.wandb) if run.wandb is not None else []
     return shlex.join(words)
 
@@ -411,6 +433,7 @@ def new_run(args, ranks: Group) -> Run:
     described = train_flags.data_of(settings)
     with ranks.rank_0_first("the data"):
         data = run_data(described)
+    ranks.same("the data", data.fingerprint)
     if model is None:
         config = model_config(settings, data.vocab_size)
     else:
@@ -474,6 +497,7 @@ def resumed_run(args, ranks: Group, folder: Path, lock: Lock | None, checkpoint:
     described = train_flags.data_of(settings)
     with ranks.rank_0_first("the data"):
         data = run_data(described, folder, state["fingerprint"])
+    ranks.same("the data", data.fingerprint)
     vocab_size = checkpoint.configuration().vocab_size
     context = settings["context_parallel"]
     batches = Prefetch(open_batches(ranks, context, data, described, vocab_size), device)
@@ -580,23 +604,34 @@ def join(args, argv: list[str], place: environment.Place | None) -> Group:
         if supervised():
             os.environ[PIPE] = os.devnull
         sys.stdout = open(os.devnull, "w")
-    facts = {"flags": shlex.join(argv), **versions()}
+    facts = {"flags": shlex.join(argv), "source": source_digest(), **versions()}
     return Group(place, Control.join(place, facts, Path(args.out)))
+
+
+def source_digest() -> str:
+    """Of the program, the package and its core: ranks that differ in them may differ in bits."""
+    folders = [Path(__file__).parent, Path(ndl.__file__).parent]
+    files = sorted(p for f in folders for p in f.rglob("*") if p.suffix in (".py", ".so"))
+    digest = hashlib.blake2b(digest_size=8)
+    for path in files:
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def main(argv: list[str] | None = None) -> int:
     args, words = train_flags.parse(argv), sys.argv[1:] if argv is None else argv
-    run, ranks, problem = None, Group(), None
+    run, ranks, problem, code = None, Group(), None, 1
 
-    def report(text: str) -> None:
-        nonlocal problem
-        problem = text
+    def report(text: str, exit_code: int) -> int:
+        nonlocal problem, code
+        problem, code = text, exit_code
         who = "" if ranks.rank == 0 else f" rank {ranks.rank}:"
         print(f"train_pythia.py:{who} {text}", file=sys.stderr)
+        return code
 
     try:
         place = environment.find()
-        if args.supervise and not supervised() and place is None:
+        if args.supervise and not supervised() and (place is None or place.size == 1):
             command = [sys.executable, str(Path(__file__).resolve()), *words]
             return supervise.Supervisor(command, args.hang_seconds).run()
         trackers.check(args.tensorboard, args.wandb)
@@ -618,35 +653,36 @@ def main(argv: list[str] | None = None) -> int:
         return train(run)
     except ndl.CudaFatalError as error:
         beat(fault=str(error))
-        report(f"the GPU is lost: {error}\nstart again with --resume auto")
-        return EXIT_GPU_LOST
+        return report(f"the GPU is lost: {error}\nstart again with --resume auto", EXIT_GPU_LOST)
     except (ndl.CudaError, MemoryError) as error:
-        report(
-            f"{error or 'out of memory'}\n(where memory ran out: --recompute, or a smaller "
-            "--batch-size, with --grad-accum to keep the step's size)"
+        return report(
+            f"{str(error) or 'out of memory'}\n(where memory ran out: --recompute, or a smaller "
+            "--batch-size, with --grad-accum to keep the step's size)",
+            1,
         )
-        return 1
     except WrongDevice as error:
+        beat(fault=str(error))
+        problem, code = str(error), EXIT_GPU_LOST
         if ranks.rank == 0:
-            report(str(error))
-        return EXIT_GPU_LOST
+            report(problem, code)
+        return code
     except RankFailed as error:  # that rank has said it
         problem = str(error)
         return 1
     except RankError as error:  # who is missing, or differs, is said by all that are there
+        beat(fault=str(error))
+        problem, code = str(error), error.code
         print(f"train_pythia.py: {error}", file=sys.stderr)
-        return error.code
+        return code
     except (ValueError, OSError) as error:
-        report(described(error))
-        return 1
+        return report(described(error), 1)
     except KeyboardInterrupt:  # before the first step, or a second one within a step
-        report("interrupted")
-        return 130
+        return report("interrupted", 130)
     finally:
         if run is not None and run.lock is not None:
             run.lock.release()
         error = sys.exc_info()[1]
-        ranks.close(problem or (error and f"{type(error).__name__}: {error}"))
+        ranks.close(problem or (error and f"{type(error).__name__}: {error}"), code)
 
 
 if __name__ == "__main__":

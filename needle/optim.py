@@ -347,6 +347,8 @@ class AdamW(Optimizer):
         by slot, or a copy of that part of the state so far. With a flat object only; the state of
         the other parts is somebody else's, who has to give it back before `state_dict`."""
         assert self.flat is not None and self._part is not None
+        if arrays is None and not self._part.start <= part.start <= part.stop <= self._part.stop:
+            raise ValueError(f"AdamW.keep: {part} is not within what is kept, {self._part}")
         if arrays is None and self._m:
             at = slice(part.start - self._part.start, part.stop - self._part.start)
             arrays = {slot: array[at].copy() for slot, array in self.kept().items()}
@@ -378,7 +380,7 @@ class AdamW(Optimizer):
         if self.flat is not None and self._m[0].size != self.flat.size:
             raise RuntimeError(
                 "AdamW: the state of the other ranks' parameters is theirs: save within "
-                "DataParallel.whole_optimizer()"
+                "DataParallel.whole_optimizer(), and load before DataParallel is made"
             )
         out = {}
         for slot, arrays in (("m", self._m), ("v", self._v), ("master", self._master)):

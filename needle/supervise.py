@@ -55,6 +55,7 @@ from needle.heartbeat import PIPE, SYNC_UNTIL
 from needle.processes import kill, signal_name, spawn, wait
 
 EXIT_GPU_LOST = 75
+MPIRUN = ("mpirun", "mpiexec", "orterun", "prterun")
 # Signals that are no wish to stop.
 KILLERS = tuple(signal.Signals[f"SIG{n}"] for n in ("ILL", "ABRT", "BUS", "FPE", "KILL", "SEGV"))
 HANG_SECONDS = 300.0  # a step, a batch of an evaluation, and a save must each fit
@@ -271,7 +272,9 @@ class Supervisor:
     def _pass_on(self, life: Life, number: int) -> None:
         if number != signal.SIGTSTP:
             self._stopped = number
-            life.process.send_signal(number)
+            # mpirun kills its ranks half a second after any other.
+            by_mpirun = Path(self.command[0]).name in MPIRUN
+            life.process.send_signal(signal.SIGUSR1 if by_mpirun else number)
             return
         with contextlib.suppress(ProcessLookupError):  # Ctrl-Z, until fg or bg
             os.killpg(life.process.pid, signal.SIGSTOP)

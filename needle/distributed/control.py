@@ -143,7 +143,7 @@ class Control:
                 f"{name}: {len(text):,} bytes: the control channel is for small messages, up to "
                 f"{LIMIT:,} bytes of a rank; arrays take another way"
             )
-        self._enter(name, "patient gather" if patient and self.rank > 0 else "gather")
+        self._enter(name, "patient gather" if patient else "gather")
         at = self._at
         try:
             if self.size == 1:
@@ -159,8 +159,7 @@ class Control:
         return [json.loads(one) for one in texts]
 
     def broadcast(self, name: str, value: Any = None, patient: bool = False) -> Any:
-        """Rank 0's value. The others' are not looked at. A patient rank waits for any time while
-        rank 0 answers: it is preparing what takes long."""
+        """Rank 0's value. The others' are not looked at."""
         return self.gather(name, value if self.rank == 0 else None, patient)[0]
 
     def watched(self, name: str) -> _Watched:
@@ -353,9 +352,13 @@ class Control:
         if self._failure is None:
             self._look_for_closed()
         if self._failure is None and at.inside:
-            is_patient = at.inside == "patient gather" and not self._is_silent(0)
+            is_patient = at.inside == "patient gather" and not any(
+                map(self._is_silent, self._peers)
+            )
             if self._now - self._since >= EARLY * self.deadline and not is_patient:
                 self._be_late(at)
+            elif self.rank == 0:
+                self._look_for_other_places(at)
         if self._failure is not None and at.inside == "watched" and self._at == at:
             self._die(at)
 
@@ -368,6 +371,17 @@ class Control:
                 if peer.has_closed and at.inside and at.number > peer.at.number:
                     text = f"rank {rank} is {at}, but rank {closed} has ended, {peer.at}"
                     self._fail(RankMissing, text)
+
+    def _look_for_other_places(self, at: _At) -> None:
+        """Ranks in a collective of the same number and another name never meet."""
+        for rank, peer in self._peers.items():
+            there = peer.at
+            if there.inside and there.number == at.number and there.name != at.name:
+                self._fail(
+                    RanksDiffer,
+                    f"the ranks are at different collectives: rank {rank} is {there}, rank 0 {at}; "
+                    f"it is number {at.number} of each",
+                )
 
     def _is_silent(self, rank: int) -> bool:
         return self._now - self._peers[rank].heard > SILENT * self.deadline

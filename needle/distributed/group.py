@@ -24,6 +24,7 @@ class Transport(Protocol):
     def exchange(
         self, sends: Sequence[NDArray | None], receives: Sequence[NDArray | None]
     ) -> None: ...
+    def close(self) -> None: ...
 
 
 class RankFailed(RuntimeError):
@@ -70,19 +71,31 @@ class Group(Ranks):
         if self._place is None:
             return
         self._transport = _transport(self._place, device)
-        products = self.gather("the products", device.properties()["products"])
-        for rank, theirs in enumerate(products):
-            if theirs != products[0]:
-                raise ValueError(
-                    f"rank {rank} multiplies by {theirs}, rank 0 by {products[0]}: their bits "
-                    "would differ; start all ranks on machines of one kind, with the same packages"
-                )
+        self.same("the libraries of products", device.properties()["products"])
 
     # ---- small values ---------------------------------------------------------------------------
 
     def gather(self, name: str, value: Any) -> list:
         """The JSON values of all ranks, in their order."""
         return [value] if self._control is None else self._control.gather(name, value)
+
+    @property
+    def launcher(self) -> str | None:
+        """Who started the ranks; None of a process alone."""
+        return None if self._place is None else self._place.launcher
+
+    def same(self, what: str, value: str) -> None:
+        """ValueError, on all ranks, where one has another value than rank 0. A rank may come late,
+        from what takes any time."""
+        if self._control is None:
+            return
+        values = self._control.gather(what, value, patient=True)
+        others = [rank for rank, theirs in enumerate(values) if theirs != values[0]]
+        if others:
+            raise ValueError(
+                f"rank {others[0]}: {what} differ from rank 0's ({values[others[0]]:.60}, and "
+                f"{values[0]:.60}): their bits would; all ranks need the same"
+            )
 
     def first(self, name: str, make: Callable[[], Any]) -> Any:
         """What make() gives on rank 0, to all; it may take any time. Its error is RankFailed on the
@@ -136,12 +149,15 @@ class Group(Ranks):
             self._transport.exchange(sends, receives)
 
     def close(self, reason: str | None = None, code: int = 1) -> None:
-        """The end of this rank's part; any rank, any time. With a reason the others end too, quote
-        it, and have this exit code."""
+        """The end. With a reason of this rank alone, at any time: the others end too, quote it, and
+        have this exit code. Without one all ranks come, within the deadline."""
         control, self._control = self._control, None
         if control is not None and reason is not None:
             control.leave(reason, code)
         elif control is not None:
+            if self._transport is not None:
+                with control.watched("the end"):
+                    self._transport.close()
             control.close()
 
 
@@ -178,6 +194,6 @@ def _transport(place: Place, device: Device) -> Transport:
     except ImportError as error:
         raise ValueError(
             f"{place.size} ranks on the CPU need the package mpi4py ({error}): "
-            "pip install needle[mpi]"
+            "pip install mpi4py, into the environment of each"
         ) from error
     return MPITransport(place.rank, place.size)

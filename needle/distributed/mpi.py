@@ -2,15 +2,21 @@
 
 Importing this file starts MPI, which mpirun prepared. A call returns when all its bytes are there;
 whoever waits for a rank that is gone waits for ever, and is ended by the control channel's watch.
+So is MPI's end, for which it waits for all ranks: `close` is that, and a process that does not come
+to it just exits, which ends the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mpi4py import MPI
+import mpi4py
 
-from needle._C import NDArray
+mpi4py.rc.finalize = False
+
+from mpi4py import MPI  # noqa: E402
+
+from needle._C import NDArray  # noqa: E402
 
 MOST = 1 << 30  # bytes of a message: counts of MPI are 32 bits
 
@@ -36,3 +42,7 @@ class MPITransport:
                 for begin in range(0, len(data), MOST):
                     requests.append(start([data[begin : begin + MOST], MPI.BYTE], peer))
         MPI.Request.Waitall(requests)
+
+    def close(self) -> None:
+        """The end of MPI in this process, for which all ranks come."""
+        MPI.Finalize()

@@ -85,7 +85,8 @@ class Verification:
         flat = self._parallel.flat
         own = flat.grad[self._parallel.pieces[group.rank]].copy()
         if group.rank != owner:
-            self._grad = _C.empty((flat.size,), "float32", own.device)
+            size = flat.size if group.rank == witness else 0
+            self._grad = _C.empty((size,), "float32", own.device)
         for array in self._batch:
             self._send("the micro-batch to verify", array, owner, range(group.size))
         self._send("the gradient to verify", self._grad, owner, [witness])

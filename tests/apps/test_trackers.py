@@ -2,11 +2,14 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import trackers
 import train_pythia
 from small_runs import flags, lines_of, run_until
+
+from needle.distributed.group import Group
 
 # Packages with the calls that apps/trackers.py makes of the real ones; each call becomes a line of
 # the file $CALLS.
@@ -175,4 +178,5 @@ def test_a_tracker_that_is_not_installed(tmp_path, tokens, monkeypatch, capsys, 
 
 def test_the_command_to_go_on_names_the_trackers(tmp_path):
     run = train_pythia.Run(tmp_path / "a", *[None] * 10, tensorboard=True, wandb="p q")
+    run.parallel, run.model = SimpleNamespace(group=Group()), SimpleNamespace(recompute=False)
     assert train_pythia.resume_command(run).endswith("--tensorboard --wandb 'p q'")

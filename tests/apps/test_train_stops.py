@@ -21,6 +21,7 @@ from small_runs import SMALL, TOKENS, checkpoint_of, flags, lines_of, numbers_of
 
 import needle as ndl
 from needle.checkpoint import Checkpoint, list_checkpoints
+from needle.distributed.group import Group
 
 # The program with that preset, as a process of its own.
 PROGRAM = f"""
@@ -53,6 +54,10 @@ def wait_for_step(tmp_path, name, step, process):
         time.sleep(0.02)
 
 
+# What a run of one process has.
+ALONE = {"parallel": SimpleNamespace(group=Group()), "model": SimpleNamespace(recompute=False)}
+
+
 @pytest.mark.parametrize(
     "folder, flags, more",
     [
@@ -73,7 +78,7 @@ def test_the_command_that_goes_on(monkeypatch, folder, flags, more):
     monkeypatch.setattr(sys, "argv", ["apps/train_pythia.py", "--steps", "5"])
     monkeypatch.setattr(train_pythia, "supervised", lambda: "hang_seconds" in flags)
     fields = {field.name: field.default for field in dataclasses.fields(train_pythia.Run)}
-    run = SimpleNamespace(**fields | flags | {"folder": folder})
+    run = SimpleNamespace(**fields | ALONE | flags | {"folder": folder})
     name = shlex.quote(folder.name)
     begins = f"{shlex.quote(sys.executable)} apps/train_pythia.py --resume auto --name {name}"
     assert train_pythia.resume_command(run) == begins + more
@@ -85,7 +90,7 @@ def test_the_command_that_goes_on_is_read_as_it_is_meant(monkeypatch):
     fields = {field.name: field.default for field in dataclasses.fields(train_pythia.Run)}
     settings = {"schedule": "cosine"}
     more = {"folder": Path("-out/-y"), "wandb": "-project", "settings": settings}
-    run = SimpleNamespace(**fields | more)
+    run = SimpleNamespace(**fields | ALONE | more)
     words = shlex.split(train_pythia.resume_command(run))[2:]
     args = train_flags.parse(words)
     assert (args.out, args.name, args.wandb) == ("-out", "-y", "-project")

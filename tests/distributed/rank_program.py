@@ -1,10 +1,14 @@
 """One rank of a small training, struck as PLAN says: {"rank": r, "step": s, "what": ...} in JSON,
 where "mark" may name a file that the blow leaves, and "deadline" that of the ranks, in seconds.
 
-kill, stop, term    the signal, from itself, when it has computed its first micro-batch of step
-s data                its data cannot be read there nan                 its loss is none bit
-one bit of its gradient is another full                the checkpoint of step s meets a full
-disk
+    kill, stop, term    the signal, from itself, when it has computed its first micro-batch then
+    data                its data cannot be read there
+    nan                 its loss is none
+    bit                 one bit of its gradient is another
+    full                the checkpoint of step s meets a full disk
+    end                 it is stopped (SIGSTOP) behind the last step, when its log is closed
+    slow                each of its micro-batches takes 0.1 s more
+    late                its data take half as long again as the deadline
 """
 
 import errno
@@ -12,6 +16,7 @@ import json
 import os
 import signal
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -30,13 +35,18 @@ pythia.PRESETS["tiny"] = (2, 64, 2, 256)
 train_pythia.SAMPLE_TOKENS = 4
 
 
-def strike(what: str, at: int, mark: str | None) -> None:
+def strike(what: str, at: int, mark: str | None, deadline: float) -> None:
     compute, schedule_of, write = (
         train_pythia.forward_backward,
         train_pythia.schedule_of,
         train_pythia.save_checkpoint,
     )
     struck, step = False, 0
+    run_data, close = train_pythia.run_data, train_pythia.RunLog.close
+
+    def late_data(*args):
+        time.sleep(1.5 * deadline)
+        return run_data(*args)
 
     def strikes() -> bool:
         nonlocal struck
@@ -58,6 +68,8 @@ def strike(what: str, at: int, mark: str | None) -> None:
 
     def struck_compute(model, ids, targets, loss_scale):
         loss = compute(model, ids, targets, loss_scale)
+        if what == "slow":
+            time.sleep(0.1)
         if what == "full" or not strikes():
             return loss
         if what in ("kill", "stop", "term"):
@@ -76,6 +88,14 @@ def strike(what: str, at: int, mark: str | None) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "step.safetensors")
         return write(*args, **more)
 
+    def struck_close(self):
+        close(self)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    if what == "end":
+        train_pythia.RunLog.close = struck_close
+    if what == "late":
+        train_pythia.run_data = late_data
     train_pythia.schedule_of = counting
     train_pythia.forward_backward = struck_compute
     train_pythia.save_checkpoint = struck_write
@@ -84,7 +104,7 @@ def strike(what: str, at: int, mark: str | None) -> None:
 if __name__ == "__main__":
     plan, place = json.loads(os.environ.get("PLAN", "null")), environment.find()
     if plan is not None and plan["rank"] == (0 if place is None else place.rank):
-        strike(plan["what"], plan["step"], plan.get("mark"))
+        strike(plan["what"], plan["step"], plan.get("mark"), plan.get("deadline", 60.0))
     if plan is not None and "deadline" in plan:
         train_pythia.Control.join = partial(train_pythia.Control.join, deadline=plan["deadline"])
     code = train_pythia.main(sys.argv[1:])

@@ -293,16 +293,17 @@ control.gather("x", 1)
         assert code == 1 and "rank 1 sent what is no message" in said
 
 
-def test_a_patient_rank_waits_for_one_that_answers(start):
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_patient_rank_waits_for_one_that_answers(start, late):
     body = """
 control = join()
-if rank == 0:
+if rank == LATE:
     time.sleep(2.5 * deadline)
-assert control.broadcast("the data", rank, patient=rank > 0) == 0
+assert control.broadcast("the data", rank, patient=True) == 0
 say("well")
 control.close()
 """
-    for rank in start(body, 2, deadline=1.0):
+    for rank in start(body.replace("LATE", str(late)), 2, deadline=1.0):
         assert rank.end() == (0, ["well"], "")
 
 
@@ -312,7 +313,7 @@ control = join()
 say("joined")
 if rank == 0:
     time.sleep(600)
-control.broadcast("the data", rank, patient=rank > 0)
+control.broadcast("the data", rank, patient=True)
 """
     first, second = start(body, 2, deadline=1.0)
     first.heard("joined")
@@ -321,3 +322,18 @@ control.broadcast("the data", rank, patient=rank > 0)
     code, _, said = second.end()
     first.kill()
     assert code == 75 and "rank 0 does not answer" in said
+
+
+def test_ranks_in_other_collectives_of_one_number(start):
+    """One in a gather, one in C: they would wait for each other until the deadline."""
+    body = f"""
+control = join()
+if rank == 0:
+    control.gather("losses", 1)
+with control.watched("weights"): {HANG}
+"""
+    began = time.monotonic()
+    for rank in start(body, 2, deadline=20.0):
+        code, _, said = rank.end()
+        assert code == 1 and "at different collectives: rank 1 is in 'weights'" in said
+    assert time.monotonic() - began < 15

@@ -1,5 +1,7 @@
 """Steps shared by ranks have the bits of one rank's: sums, norm, weights, the optimizer's state."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from together import together
@@ -7,6 +9,7 @@ from together import together
 from needle import _C, nn, optim
 from needle.backend_ndarray import as_bytes
 from needle.distributed.data_parallel import DataParallel, pieces
+from needle.distributed.environment import Place
 from needle.distributed.group import Group, RankFailed
 from needle.optim import NORM_CHUNK
 
@@ -128,6 +131,14 @@ def test_state_that_was_loaded_whole_is_cut():
     together(4, work)
 
 
+def test_a_part_of_what_is_kept_no_more():
+    optimizer = optim.AdamW(nn.flatten_parameters(Model("float32")))
+    optimizer.kept()
+    optimizer.keep(slice(0, NORM_CHUNK))
+    with pytest.raises(ValueError, match="not within what is kept"):
+        optimizer.keep(slice(NORM_CHUNK // 2, 2 * NORM_CHUNK))
+
+
 def test_rank_0_goes_first_and_its_error_is_everybodys():
     order = []
 
@@ -145,6 +156,43 @@ def test_rank_0_goes_first_and_its_error_is_everybodys():
 
     assert together(3, work) == [ValueError, RankFailed, RankFailed]
     assert order[0] == 0 and sorted(order) == [0, 1, 2]
+
+
+def test_ranks_must_be_the_same():
+    def work(group):
+        group.same("the colours", "green")
+        group.same("the data", "a" if group.rank < 2 else "b")
+
+    with pytest.raises(ValueError, match=r"rank 2: the data differ from rank 0's \(b, and a\)"):
+        together(3, work)
+
+
+def test_products_of_another_library_are_refused(monkeypatch):
+    monkeypatch.setattr("needle.distributed.group._transport", lambda place, device: None)
+
+    class Device:
+        def __init__(self, rank):
+            self.rank = rank
+
+        def properties(self):
+            return {"products": f"library {self.rank}"}
+
+    with pytest.raises(ValueError, match="rank 1: the libraries of products differ"):
+        together(2, lambda group: group.connect(Device(group.rank)))
+    together(2, lambda group: group.connect(Device(0)))
+
+
+@pytest.mark.parametrize(
+    "launcher, device, words",
+    [
+        ("mpirun", SimpleNamespace(is_host=False), "trains on one GPU so far"),
+        ("torchrun", SimpleNamespace(is_host=True), "start them with mpirun"),
+    ],
+)
+def test_ranks_that_nothing_connects(launcher, device, words):
+    place = Place(0, 2, 0, 2, launcher)
+    with pytest.raises(ValueError, match=words):
+        Group(place).connect(device)
 
 
 def test_alone_it_is_what_one_does():

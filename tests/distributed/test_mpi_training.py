@@ -6,15 +6,21 @@ Real processes, on the CPU; `rank_program.py` is what each of them runs.
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 
+import numpy as np
 import pytest
-from mpi_runs import AS_ROOT, PROGRAM, STEPS, missing, mpirun, run, write_tokens, written
+from mpi_runs import AS_ROOT, PROGRAM, STEPS, missing, mpirun, run, start, write_tokens, written
 
 from needle.checkpoint import checkpoint_path
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+
+SLOW = {"rank": 0, "step": 0, "what": "slow"}  # a run that lasts until somebody stops it
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +76,68 @@ def test_a_killed_rank_ends_the_others_who_name_it(tmp_path, tokens, alone, rank
     assert written(tmp_path) == alone
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_may_take_its_time_for_its_data(tmp_path, tokens, alone, rank):
+    """Two machines without a common cache tokenise both."""
+    plan = {"rank": rank, "step": 0, "what": "late", "deadline": 5.0}
+    run(tmp_path, tokens, 2, plan=plan)
+    assert written(tmp_path) == alone
+
+
+def test_a_signal_to_mpirun(tmp_path, tokens, alone):
+    """It passes SIGUSR1 on; any other it follows by SIGKILL."""
+    process = start(tmp_path, tokens, 2, plan=SLOW)
+    log = tmp_path / "a" / "metrics.jsonl"
+    while not log.exists() or log.read_bytes().count(b"\n") < 3:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGUSR1)
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 0, said
+    assert "stopped by SIGUSR1 after step" in said and "and saved. Go on with\n    mpirun" in said
+    run(tmp_path, tokens, 4, "--resume", "auto")
+    assert written(tmp_path) == alone
+
+
+def test_the_supervisor_of_mpirun_lets_its_ranks_save(tmp_path, tokens, alone):
+    process = start(tmp_path, tokens, 2, plan=SLOW, supervised=True)
+    log = tmp_path / "a" / "metrics.jsonl"
+    while not log.exists() or log.read_bytes().count(b"\n") < 3:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=60)[0]
+    assert "stopped by SIGUSR1 after step" in said and "needle.supervise -- mpirun -n 2" in said
+    run(tmp_path, tokens, 0, "--resume", "auto")
+    assert written(tmp_path) == alone
+
+
+def test_a_rank_that_is_stopped_at_the_end_is_not_waited_for(tmp_path, tokens, alone):
+    plan = {"rank": 1, "step": STEPS, "what": "end", "deadline": 5.0}
+    said = run(tmp_path, tokens, 2, plan=plan, code=75)
+    assert "rank 1 has not come and does not answer" in said
+    assert written(tmp_path) == alone
+
+
+def test_other_data_are_refused(tmp_path, tokens):
+    """What a flag means may differ from machine to machine."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for number, folder in enumerate(folders):
+        folder.mkdir()
+        np.save(folder / "t.npy", np.random.RandomState(number).randint(0, 250, 9000, np.uint16))
+    one = [sys.executable, PROGRAM, "--device", "cpu", "--model", "tiny", "--out", tmp_path / "o"]
+    one += ["--data", "t.npy", "--seq-len", "32", "--steps", "3"]
+    words = [["-n", "1", "--wdir", folder, *one] for folder in folders]
+    done = subprocess.run(
+        [mpirun(), "--map-by", ":OVERSUBSCRIBE", *words[0], ":", *words[1]],
+        env={**os.environ, **AS_ROOT},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 1 and "rank 1: the data differ from rank 0's" in done.stderr
+
+
 def test_data_that_one_rank_cannot_read(tmp_path, tokens, alone):
     said = run(tmp_path, tokens, 2, plan={"rank": 1, "step": 23, "what": "data"}, code=1)
     assert "train_pythia.py: rank 1: tokens.npy: a page cannot be read" in said
@@ -90,7 +158,7 @@ def test_a_loss_that_is_none_stops_all(tmp_path, tokens, rank):
 
 def test_a_disk_that_is_full(tmp_path, tokens, alone):
     said = run(tmp_path, tokens, 2, plan={"rank": 0, "step": 40, "what": "full"}, code=1)
-    assert "No space left on device" in said
+    assert "No space left on device" in said and "rank 1:" not in said
     run(tmp_path, tokens, 4, "--resume", "auto")
     assert written(tmp_path) == alone
 

@@ -24,7 +24,7 @@ class Member:
     def __init__(self, rank, shared):
         self.rank, self.shared = rank, shared
 
-    def gather(self, name, value):
+    def gather(self, name, value, patient=False):
         self.shared.values[self.rank] = name, value
         self.shared.barrier.wait(SECONDS)
         told = list(self.shared.values)

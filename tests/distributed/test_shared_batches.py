@@ -1,0 +1,88 @@
+"""What ranks draw of a run is together what one process draws, epoch after epoch."""
+
+import numpy as np
+import pytest
+import train_flags
+
+from needle.data import Batches, Prefetch
+from needle.distributed.tree import own_leaves
+
+TOKENS = np.random.RandomState(0).randint(0, 99, 430)  # 26 windows of 16: 13 micro-batches an epoch
+
+
+def drawn(ranks, leaves, steps, at=None, ahead=False):
+    """(the inputs of each leaf of each step, the positions behind the steps)."""
+    found, positions = {}, []
+    for rank in range(ranks):
+        batches, own = Batches(TOKENS, 2, 16, seed=5), own_leaves(leaves, rank, ranks)
+        batches.share(own, leaves)
+        if at is not None:
+            batches.seek(at)
+        if ahead:
+            batches = Prefetch(batches)
+        for step in range(steps):
+            for leaf in own:
+                found[step, leaf] = batches.next()[0].tobytes()
+            positions.append((step, tuple(batches.position.items())))
+        if ahead:
+            batches.close()
+    return found, sorted(set(positions))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("leaves, counts", [(1, ()), (4, (2, 4)), (6, (3, 6)), (12, (3, 6, 12))])
+def test_shares_are_the_whole(leaves, counts, ahead):
+    steps = 1 + 3 * 13 // leaves  # over three epochs, which end within steps
+    plain = Batches(TOKENS, 2, 16, seed=5)
+    wanted, behind = {}, []
+    for step in range(steps):
+        for leaf in range(leaves):
+            wanted[step, leaf] = plain.next()[0].tobytes()
+        behind.append((step, tuple(plain.position.items())))
+    assert len(set(wanted.values())) > 13  # epochs differ
+    for ranks in (1, *counts):
+        assert drawn(ranks, leaves, steps, ahead=ahead) == (wanted, behind)
+        middle = steps // 2
+        found, positions = drawn(ranks, leaves, steps - middle, dict(behind[middle - 1][1]), ahead)
+        assert found == {
+            (step - middle, leaf): rows for (step, leaf), rows in wanted.items() if step >= middle
+        }
+        assert positions == [(step - middle, where) for step, where in behind[middle:]]
+
+
+def test_a_seek_begins_a_step():
+    batches = Batches(TOKENS, 2, 16)
+    batches.share(range(2, 4), 4)
+    start = batches.position
+    first = batches.next()[0]
+    batches.seek(start)
+    np.testing.assert_array_equal(batches.next()[0], first)
+
+
+def test_tokens_of_a_rank():
+    plain, own = Batches(TOKENS, 2, 16), Batches(TOKENS, 2, 16)
+    columns = np.array([0, 1, 14, 15])
+    own.share(range(1), 1, columns)
+    for theirs, ours in zip(plain.next(), own.next()):
+        np.testing.assert_array_equal(ours, theirs[:, columns])
+    for theirs, ours in zip(plain.in_order(3), own.in_order(3)):
+        np.testing.assert_array_equal(ours, [part[:, columns] for part in theirs])
+    assert own.width == 4 and plain.width == 16
+
+
+@pytest.mark.parametrize(
+    "named, ranks, wanted",
+    [
+        ({}, 1, (16, 1)),
+        ({}, 4, (16, 4)),
+        ({"context_parallel": 2}, 4, (16, 2)),
+        ({"grad_accum": 8}, 4, (16, 8)),
+        ({"global_batch_size": 12}, 1, (12, 1)),
+        ({"global_batch_size": 12}, 3, (4, 3)),
+        ({"global_batch_size": 64}, 8, (8, 8)),
+        ({"global_batch_size": 64, "batch_size": 2}, 8, (2, 32)),
+    ],
+)
+def test_the_micro_batches_of_a_step_follow_its_ranks(named, ranks, wanted):
+    settings = train_flags.complete({"model": "tiny", **named}, None, False, ranks)
+    assert (settings["batch_size"], settings["grad_accum"]) == wanted
