@@ -29,7 +29,8 @@ def plan_of(rng: random.Random, ranks: int, done: int) -> dict:
     if what == "full":  # where rank 0 saves
         rank, step = 0, -(-step // 20) * 20
     elif what == "bit":  # a micro-batch that is verified: leaf step % 4, its rank's first
-        step = next(s for s in range(step, step + 4) if s % 4 == rank * (4 // ranks))
+        fitting = [s for s in range(done + 1, STEPS) if s % 4 == rank * (4 // ranks)]
+        step = rng.choice(fitting)
     return {"what": what, "rank": rank, "step": step, "deadline": DEADLINE}
 
 
@@ -38,10 +39,11 @@ def next_step(out: Path, begun: float, found: list[float]) -> None:
     log = out / "a" / "metrics.jsonl"
     size = log.stat().st_size
     while time.monotonic() < begun + 100:
-        if log.stat().st_size > size:
+        now = log.stat().st_size if log.exists() else 0
+        if now > size:
             found.append(time.monotonic() - begun)
             return
-        size = min(size, log.stat().st_size)
+        size = min(size, now)
         time.sleep(0.02)
 
 
