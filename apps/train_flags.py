@@ -347,9 +347,9 @@ def parser() -> argparse.ArgumentParser:
     training.add_argument(
         "--graph",
         action="store_true",
-        help="record a micro-batch once and replay it as one CUDA graph: the same bits, faster "
-        "where the host cannot keep up with small batches, with more memory; a resumed run needs "
-        "it again (default: off)",
+        help="record a micro-batch once and replay it as one CUDA graph, for batches so small "
+        "that the host cannot keep up; takes more memory; a resumed run may change it "
+        "(default: off)",
     )
     training.add_argument(
         "--seed",

@@ -217,11 +217,11 @@ def agree(
     ranks: Group, name: str, failure: Exception | None, reason: str | None = None
 ) -> tuple[str | None, Failed | None]:
     """The first rank's reason to stop, and the first rank's failure."""
-    told, failed = ranks.gather(name, [reason, failure and described(failure)]), None
-    for rank, (_, theirs) in reversed([*enumerate(told)]):
-        if theirs is not None:
-            failed = Failed(theirs if ranks.size == 1 else f"rank {rank}: {theirs}")
-    return next((theirs for theirs, _ in told if theirs is not None), None), failed
+    told = ranks.gather(name, [reason, failure and described(failure)])
+    reasons = [theirs for theirs, _ in told if theirs is not None]
+    whose = [f"rank {rank}: " if ranks.size > 1 else "" for rank in range(ranks.size)]
+    failures = [who + theirs for who, (_, theirs) in zip(whose, told) if theirs is not None]
+    return reasons[0] if reasons else None, Failed(failures[0]) if failures else None
 
 
 def agree_to_go_on(ranks: Group, name: str, failure: Exception | None) -> None:

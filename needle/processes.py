@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 LOOK = 0.02  # seconds between two looks at a process that is to end
@@ -55,6 +55,24 @@ def kill(process: subprocess.Popen) -> bool:
     with contextlib.suppress(ProcessLookupError, PermissionError):  # all of them are gone
         os.killpg(process.pid, signal.SIGKILL)
     return wait(process, REAP)
+
+
+@contextlib.contextmanager
+def collecting(into: list[int], *numbers: int) -> Iterator[None]:
+    """In the block these signals are appended to `into` as they come, and SIGHUP and SIGTSTP too,
+    where whoever started this process does not have it ignore them (nohup)."""
+    wanted = [*numbers]
+    for number in (signal.SIGHUP, signal.SIGTSTP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            wanted.append(number)
+    collect = lambda number, frame: into.append(number)
+    before = {number: signal.signal(number, collect) for number in wanted}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            # None is a handler in C, as the fault handler's, which Python cannot put back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def signal_name(number: int) -> str:

@@ -46,13 +46,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from needle.files import regular
 from needle.heartbeat import PIPE, SYNC_UNTIL
-from needle.processes import kill, signal_name, spawn, wait
+from needle.processes import collecting, kill, signal_name, spawn, wait
 
 EXIT_GPU_LOST = 75
 MPIRUN = ("mpirun", "mpiexec", "orterun", "prterun")
@@ -181,7 +181,10 @@ class Supervisor:
 
     def run(self) -> int:
         began = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="needle-") as folder, self._listening():
+        with (
+            tempfile.TemporaryDirectory(prefix="needle-") as folder,
+            collecting(self._signals, signal.SIGINT, signal.SIGTERM),
+        ):
             self._pipe = os.path.join(folder, "heartbeat")
             os.mkfifo(self._pipe, 0o600)
             # Open for writing too: the pipe has no end when a life is over.
@@ -198,21 +201,6 @@ class Supervisor:
             plural = "" if self.deaths == 1 else "s"
             say(f"{self.deaths} death{plural}, {self.lost:.1f} s of {took:.1f} s lost{listed}")
         return code
-
-    @contextlib.contextmanager
-    def _listening(self) -> Iterator[None]:
-        """Signals are collected. A SIGHUP that whoever started this has it ignore stays ignored."""
-        numbers = [signal.SIGINT, signal.SIGTERM]
-        for number in (signal.SIGHUP, signal.SIGTSTP):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                numbers.append(number)
-        collect = lambda number, frame: self._signals.append(number)
-        before = {number: signal.signal(number, collect) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     # ---- one life -------------------------------------------------------------------------------
 

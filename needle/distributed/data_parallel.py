@@ -84,7 +84,10 @@ class DataParallel:
     def add_leaf(self) -> None:
         """flat.grad is the gradient of this rank's next leaf; after the last, the sum of all
         its."""
-        grad, count = self.flat.grad, len(self.own_leaves)
+        count = len(self.own_leaves)
+        if count == 1:
+            return  # it is the sum
+        grad = self.flat.grad
         for _ in range(merges(self._added, count)):
             grad += self._sums.pop()
         self._added = (self._added + 1) % count

@@ -11,6 +11,7 @@ Every method is called by all ranks, in the same order, but where it says otherw
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -31,12 +32,13 @@ class RankFailed(RuntimeError):
     """Another rank met an error that ends the work of all; it is told there."""
 
 
-class Ranks:
+class Ranks(abc.ABC):
     """rank: this process's number; size: how many there are. What they do together with arrays."""
 
     rank: int
     size: int
 
+    @abc.abstractmethod
     def exchange(
         self, name: str, sends: Sequence[NDArray | None], receives: Sequence[NDArray | None]
     ) -> None:
@@ -44,7 +46,6 @@ class Ranks:
         What one rank sends another receives, in an array of the same size. An array is compact;
         that of a float that no other library knows is handed over as bytes
         (`backend_ndarray.as_bytes`)."""
-        raise NotImplementedError(f"{type(self).__name__}.exchange is not defined")
 
     def all_gather(self, name: str, flat: NDArray, pieces: Sequence[slice]) -> None:
         """Fills a flat array, of which each rank has its piece, with the pieces of the others."""

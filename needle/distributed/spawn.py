@@ -27,10 +27,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from needle.heartbeat import PIPE
-from needle.processes import kill, signal_name, spawn
+from needle.processes import collecting, kill, signal_name, spawn
 
 DEADLINE = 60.0  # of the control channel
 MARGIN = 10.0  # seconds more: for a rank to come to its next collective, and after SIGTERM to end
@@ -58,7 +58,10 @@ class _Launch:
         self.lines: dict[int, bytes] = {}  # of stderr, not whole yet
 
     def run(self) -> int:
-        with self._listening(), selectors.DefaultSelector() as selector:
+        with (
+            collecting(self.signals, signal.SIGINT, signal.SIGTERM, signal.SIGABRT),
+            selectors.DefaultSelector() as selector,
+        ):
             try:
                 for rank, environ in enumerate(environments(self.count)):
                     self._start(rank, environ, selector)
@@ -91,22 +94,6 @@ class _Launch:
             os.set_blocking(process.stderr.fileno(), False)
             selector.register(process.stderr, selectors.EVENT_READ, rank)
             self.lines[rank] = b""
-
-    @contextlib.contextmanager
-    def _listening(self) -> Iterator[None]:
-        """Signals are collected. A SIGHUP that whoever started this has it ignore stays ignored."""
-        numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGABRT]
-        for number in (signal.SIGHUP, signal.SIGTSTP):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                numbers.append(number)
-        collect = lambda number, frame: self.signals.append(number)
-        before = {number: signal.signal(number, collect) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                # None is a handler in C, as the fault handler's, which Python cannot put back.
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _pass_on(self) -> None:
         while self.signals:

@@ -345,6 +345,11 @@ class Pythia(LanguageModel):
         if self.group is None:
             return self._rotary, self.block_mask(time)
         whole, begin = time * self.group.size, 0
+        if whole > self.config.max_seq_len:
+            raise ValueError(
+                f"Pythia: {self.group.size} ranks share sequences of {whole} tokens, but "
+                f"max_seq_len is {self.config.max_seq_len}"
+            )
         shapes = [(time, *table.shape[1:]) for table in self._rotary]
         rotary = [empty(shape, "float32", self.device) for shape in shapes]
         for run in ops.ring_chunks(whole, self.group.rank, self.group.size):

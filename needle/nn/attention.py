@@ -106,10 +106,15 @@ class Attention(Module):
         q, k, v = (self.hook(name, x) for name, x in zip(PROJECTIONS, ops.split(qkv, 3)))
         q = self.hook("hook_rot_q", _rotated(q, cos, sin))
         k = self.hook("hook_rot_k", _rotated(k, cos, sin))
+        if self.is_hooked_at(*PATTERNS):
+            if self.group is not None:
+                raise ValueError(
+                    f"Attention: {' and '.join(PATTERNS)} are of whole sequences, which ranks "
+                    "share here: take these hooks away, or end share_sequences"
+                )
+            return self._plain(q, k, v, mask)
         if self.group is not None:
             return ops.ring_attention(q, k, v, self.group, mask=mask)
-        if self.is_hooked_at(*PATTERNS):
-            return self._plain(q, k, v, mask)
         return ops.attention(q, k, v, causal=True, mask=mask)
 
     def _plain(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None) -> Tensor:

@@ -1,5 +1,6 @@
 """One rank of a small training, struck as PLAN says: {"rank": r, "step": s, "what": ...} in JSON,
-where "mark" may name a file that the blow leaves, and "deadline" that of the ranks, in seconds.
+where "mark" may name a file that the blow leaves, "deadline" be that of the ranks, in seconds, and
+"most" the bytes of a message.
 
     kill, stop, term    the signal, from itself, when it has computed its first micro-batch then
     data                its data cannot be read there
@@ -105,6 +106,10 @@ if __name__ == "__main__":
     plan, place = json.loads(os.environ.get("PLAN", "null")), environment.find()
     if plan is not None and plan["rank"] == (0 if place is None else place.rank):
         strike(plan["what"], plan["step"], plan.get("mark"), plan.get("deadline", 60.0))
+    if plan is not None and "most" in plan:
+        from needle.distributed import mpi
+
+        mpi.MOST = plan["most"]
     if plan is not None and "deadline" in plan:
         train_pythia.Control.join = partial(train_pythia.Control.join, deadline=plan["deadline"])
     code = train_pythia.main(sys.argv[1:])

@@ -1,6 +1,5 @@
 """Ranks that real launchers start find their places and each other."""
 
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -51,10 +50,9 @@ def test_mpirun(tmp_path, monkeypatch):
     assert started(tmp_path, mpirun, *words) == f"mpirun 2 {EXPECTED}\n"
 
 
+@pytest.mark.parity  # torch is there, and torchrun with it
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [["--standalone"], ["--master-port", "29511"]])
 def test_torchrun(tmp_path, how):
-    if not importlib.util.find_spec("torch"):
-        pytest.skip("no torchrun (pip install torch)")
     run = [sys.executable, "-m", "torch.distributed.run", *how, "--nproc-per-node", "2"]
     assert started(tmp_path, *run) == f"torchrun 2 {EXPECTED}\n"

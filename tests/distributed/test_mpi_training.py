@@ -84,13 +84,23 @@ def test_a_rank_may_take_its_time_for_its_data(tmp_path, tokens, alone, rank):
     assert written(tmp_path) == alone
 
 
-def test_a_signal_to_mpirun(tmp_path, tokens, alone):
-    """It passes SIGUSR1 on; any other it follows by SIGKILL."""
-    process = start(tmp_path, tokens, 2, plan=SLOW)
-    log = tmp_path / "a" / "metrics.jsonl"
+def until_it_trains(process, out):
+    log = out / "a" / "metrics.jsonl"
     while not log.exists() or log.read_bytes().count(b"\n") < 3:
         assert process.poll() is None
         time.sleep(0.01)
+
+
+def test_messages_are_sent_in_pieces(tmp_path, tokens, alone):
+    """Counts of MPI are 32 bits: a longer array goes as several messages."""
+    run(tmp_path, tokens, 2, plan={"rank": 0, "step": 0, "what": None, "most": 1000})
+    assert written(tmp_path) == alone
+
+
+def test_a_signal_to_mpirun(tmp_path, tokens, alone):
+    """It passes SIGUSR1 on; any other it follows by SIGKILL."""
+    process = start(tmp_path, tokens, 2, plan=SLOW)
+    until_it_trains(process, tmp_path)
     process.send_signal(signal.SIGUSR1)
     said = process.communicate(timeout=60)[0]
     assert process.returncode == 0, said
@@ -101,10 +111,7 @@ def test_a_signal_to_mpirun(tmp_path, tokens, alone):
 
 def test_the_supervisor_of_mpirun_lets_its_ranks_save(tmp_path, tokens, alone):
     process = start(tmp_path, tokens, 2, plan=SLOW, supervised=True)
-    log = tmp_path / "a" / "metrics.jsonl"
-    while not log.exists() or log.read_bytes().count(b"\n") < 3:
-        assert process.poll() is None
-        time.sleep(0.01)
+    until_it_trains(process, tmp_path)
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=60)[0]
     assert "stopped by SIGUSR1 after step" in said and "needle.supervise -- mpirun -n 2" in said

@@ -121,6 +121,21 @@ def test_generation_does_not_share():
     together(2, work)
 
 
+def test_what_needs_whole_sequences_is_refused():
+    def work(group):
+        model = model_of()
+        model.share_sequences(Subgroup(group, 2))
+        with pytest.raises(ValueError, match=f"share sequences of {2 * TIME} tokens, but max_seq"):
+            model(IDS[0][:, :-1])
+        half = IDS[0][:, : TIME // 2]
+        _, cache = model.run_with_cache(half, names="blocks.0.attn.hook_rot_q")
+        assert list(cache) == ["blocks.0.attn.hook_rot_q"]
+        with pytest.raises(ValueError, match="hook_pattern are of whole sequences"):
+            model.run_with_cache(half, names="blocks.0.attn.hook_pattern")
+
+    together(2, work)
+
+
 def test_a_model_that_cannot(monkeypatch):
     monkeypatch.setattr(ndl.Pythia, "shares", False)
     with pytest.raises(TypeError, match="Pythia: its sequences cannot be shared"):
