@@ -54,41 +54,88 @@ def cross_entropy(logits: Tensor, targets: Any) -> Tensor:
 
 class LinearCrossEntropy(FusedOp):
     """logits = x w, and their cross-entropy. Of the logits only their gradient is kept, in their
-    place, without the factor dloss / count, which both products of the backward read."""
+    place, without the factor dloss / count, which both products of the backward read.
+
+    Logits of more than ROWS rows are never there at once. A run of rows after the other then gives
+    its gradients of x and w in the forward, in float32, where the next one takes the place of its
+    logits; the factor comes in the backward. needs: whether x and w need a gradient."""
 
     reads_result = False
+    ROWS = 1 << 15  # enough for products at their full speed: 3 GiB of bfloat16 at Pythia's V
 
-    def __init__(self, targets: NDArray, transposed: bool) -> None:
-        self.targets, self.transposed = targets, transposed
+    def __init__(self, targets: NDArray, transposed: bool, needs: tuple[bool, bool]) -> None:
+        self.targets, self.transposed, self.needs = targets, transposed, needs
+        self.dlogits: NDArray | None = None
 
     def _oriented(self, w: NDArray) -> NDArray:
         return w.permute((1, 0)) if self.transposed else w
 
+    def _weight_grad(
+        self, x: NDArray, dlogits: NDArray, into: tuple[NDArray, bool], scale: NDArray | None
+    ) -> None:
+        weight_grad(*((dlogits, x) if self.transposed else (x, dlogits)), into, scale)
+
     def compute(self, x: NDArray, w: NDArray) -> NDArray:
-        logits = rows_of(x) @ self._oriented(w)
+        rows = rows_of(x)
+        if rows.shape[0] > self.ROWS:
+            return self._in_runs(rows, w)
+        logits = rows @ self._oriented(w)
         if not is_grad_enabled():
             return _C.cross_entropy_fwd(logits, self.targets)[2]
         _, loss, self.share = _C.cross_entropy_fwd_bwd(logits, self.targets)
         self.dlogits = logits
         return loss
 
+    def _in_runs(self, x: NDArray, w: NDArray) -> NDArray:
+        count, head = x.shape[0], self._oriented(w)
+        losses = _C.empty((count,), "float32", x.device)
+        needs = self.needs if is_grad_enabled() else (False, False)
+        self.dx, self.dw = (
+            _C.empty(of.shape, "float32", x.device) if need else None
+            for of, need in zip((x, w), needs)
+        )
+        head_t = head.permute((1, 0)).reshape((1, *head.shape[::-1]))
+        for start in range(0, count, self.ROWS):
+            run = slice(start, min(start + self.ROWS, count))
+            logits, targets = x[run] @ head, self.targets[run]
+            if not any(needs):
+                losses[run] = _C.cross_entropy_fwd(logits, targets)[0]
+                continue
+            losses[run] = _C.cross_entropy_fwd_bwd(logits, targets)[0]
+            if self.dx is not None:
+                dlogits, dx = (a.reshape((1, *a.shape)) for a in (logits, self.dx[run]))
+                _C.matmul_acc(dlogits, head_t, None, 0, dx)
+            if self.dw is not None:
+                self._weight_grad(x[run], logits, (self.dw, start > 0), None)
+            del logits  # their memory is the next run's
+        valid = (self.targets >= 0).astype("float32").sum()
+        self.share = 1.0 / _C.maximum(valid, 1.0)
+        return losses.sum() * self.share
+
     def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> list[NDArray | None]:
         x, w = node.inputs
-        rows, dlogits = rows_of(x.cached_data), self.dlogits
         scale = _C.multiply(dout, self.share)
         grads: list[NDArray | None] = [None, None]
+        if self.dlogits is None:
+            if x.requires_grad:
+                grads[0] = (self.dx * scale).astype(x.dtype).reshape(x.shape)
+            if w.requires_grad:
+                into, add = claim_of(sinks, grads, node, 1)
+                dw = self.dw * scale
+                _C.assign(into, into + dw if add else dw)
+            return grads
         if x.requires_grad:
             w_t = self._oriented(w.cached_data).permute((1, 0))
-            grads[0] = _C.matmul(dlogits, w_t, scale).reshape(x.shape)
+            grads[0] = _C.matmul(self.dlogits, w_t, scale).reshape(x.shape)
         if w.requires_grad:
-            pair = (dlogits, rows) if self.transposed else (rows, dlogits)
-            weight_grad(*pair, claim_of(sinks, grads, node, 1), scale)
+            into = claim_of(sinks, grads, node, 1)
+            self._weight_grad(rows_of(x.cached_data), self.dlogits, into, scale)
         return grads
 
 
 def linear_cross_entropy(x: Tensor, w: Tensor, targets: Any, transposed: bool = False) -> Tensor:
-    """cross_entropy(x @ w, targets), for which the logits are stored once: half the memory, and
-    each is read and written once between the products.
+    """cross_entropy(x @ w, targets), for which the logits are stored once, at most 32,768 rows of
+    them, and each is read and written once between the products.
 
     x: (..., C); w: (C, V), or (V, C) with `transposed`, as an embedding lies; targets: a whole
     number below V for each row of x, as in cross_entropy. The gradient of w is float32 in every
@@ -107,4 +154,4 @@ def linear_cross_entropy(x: Tensor, w: Tensor, targets: Any, transposed: bool = 
         )
     rows = x.size // max(c, 1)
     ids = _target_ids("linear_cross_entropy", targets, rows, v, x.device)
-    return LinearCrossEntropy(ids, transposed)(x, w)
+    return LinearCrossEntropy(ids, transposed, (x.requires_grad, w.requires_grad))(x, w)

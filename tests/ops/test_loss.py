@@ -1,0 +1,115 @@
+"""linear_cross_entropy over more rows than logits may be there at once, beside NumPy in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from harness import DEVICES, device_of
+
+from needle import Tensor, no_grad, ops
+from needle.nn import Module, Parameter, flatten_parameters
+
+V, C = 13, 6
+both = pytest.mark.parametrize("device", DEVICES)
+
+
+@pytest.fixture(autouse=True)
+def short_runs(monkeypatch):
+    monkeypatch.setattr(ops.LinearCrossEntropy, "ROWS", 4)
+
+
+def reference(x, w, targets):
+    """loss, dx, dw in float64."""
+    logits = x @ w
+    logits = logits - logits.max(1, keepdims=True)
+    softmax = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    valid = targets >= 0
+    count = max(valid.sum(), 1)
+    at = np.arange(len(x)), np.where(valid, targets, 0)
+    loss = -(np.log(softmax[at]) * valid).sum() / count
+    dlogits = softmax.copy()
+    dlogits[at] -= 1
+    dlogits *= valid[:, None] / count
+    return loss, dlogits @ w.T, x.T @ dlogits
+
+
+def operands(device, rows, dtype="float32", transposed=False, ignored=()):
+    rng = np.random.default_rng(rows)
+    x = Tensor(rng.standard_normal((rows, C)), device, dtype)
+    w = rng.standard_normal((C, V))
+    w = Tensor(w.T if transposed else w, device, dtype)
+    targets = rng.integers(0, V, rows)
+    targets[list(ignored)] = -1
+    exact = (t.numpy().astype(np.float64) for t in (x, w))
+    return x, w, targets, exact
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype, close", [("float32", 1e-6), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize(
+    "rows, ignored",
+    [(5, ()), (8, (0,)), (11, (4, 5, 6, 7)), (9, (8,)), (6, range(6))],
+    ids=["one row more", "two whole runs", "a run ignored", "a row alone ignored", "all ignored"],
+)
+@both
+def test_runs_of_rows_are_one_loss(device, rows, ignored, dtype, close, transposed):
+    device = device_of(device)
+    x, w, targets, (x64, w64) = operands(device, rows, dtype, transposed, ignored)
+    loss, dx, dw = reference(x64, w64.T if transposed else w64, targets)
+    got = ops.linear_cross_entropy(x, w, targets, transposed)
+    got.backward(Tensor(3.0, device))
+    assert got.dtype == "float32" and got.shape == ()
+    np.testing.assert_allclose(got.item(), loss, rtol=close, atol=close)
+    np.testing.assert_allclose(x.grad.numpy(), 3 * dx, rtol=close, atol=close)
+    np.testing.assert_allclose(
+        w.grad.numpy(), 3 * (dw.T if transposed else dw), rtol=close, atol=close
+    )
+    assert x.grad.dtype == dtype
+    with no_grad():
+        alone = ops.linear_cross_entropy(x, w, targets, transposed)
+    assert alone.item() == got.item()
+
+
+@both
+def test_only_what_is_asked_for_and_twice(device):
+    device = device_of(device)
+    x, w, targets, (x64, w64) = operands(device, 10)
+    _, dx, dw = reference(x64, w64, targets)
+    for leaf, other, grad in (x, w.detach(), dx), (w, x.detach(), dw):
+        pair = (leaf, other) if leaf is x else (other, leaf)
+        loss = ops.linear_cross_entropy(*pair, targets)
+        for factor in 1.0, -2.0:
+            loss.backward(Tensor(factor, device))
+            np.testing.assert_allclose(leaf.grad.numpy(), factor * grad, rtol=1e-5, atol=1e-6)
+        assert other.grad is None
+
+
+@both
+def test_into_the_flat_gradient(device):
+    device = device_of(device)
+    x, w, targets, (x64, w64) = operands(device, 10)
+    _, _, dw = reference(x64, w64, targets)
+    head = Module()
+    head.weight = Parameter(w)
+    flat = flatten_parameters(head)
+    for times in 1, 2:  # the first writes, the second adds
+        ops.linear_cross_entropy(x.detach(), head.weight, targets).backward()
+        got = flat.view(flat.grad, 0).numpy()
+        np.testing.assert_allclose(got, times * dw, rtol=1e-5, atol=1e-6)
+    flat.forget_grad()
+    ops.linear_cross_entropy(x.detach(), head.weight, targets).backward()
+    np.testing.assert_allclose(flat.view(flat.grad, 0).numpy(), dw, rtol=1e-5, atol=1e-6)
+
+
+@both
+def test_no_more_logits_than_a_run(device, monkeypatch):
+    device = device_of(device)
+    rows, v = 64, 4096
+    monkeypatch.setattr(ops.LinearCrossEntropy, "ROWS", 8)
+    x, w = Tensor(np.ones((rows, C)), device), Tensor(np.ones((C, v)), device)
+    targets = np.zeros(rows, int)
+    ops.linear_cross_entropy(x, w, targets).backward()
+    device.reset_peak()
+    before = device.memory_stats()["peak_bytes"]
+    ops.linear_cross_entropy(x, w, targets).backward()
+    assert device.memory_stats()["peak_bytes"] - before < rows * v * 4 / 2
