@@ -286,7 +286,7 @@ def products(s: Shapes) -> Iterator[Case]:
         yield Case(
             f"linear_gelu_fwd {form}",
             work,
-            functools.partial(_C.linear_gelu_fwd, x, w, b, tanh),
+            functools.partial(_C.linear_gelu_fwd, x, w, b, tanh, s.array(rows, 4 * C)),
             gelu_peer,
             flops=True,
         )
@@ -305,7 +305,10 @@ def products(s: Shapes) -> Iterator[Case]:
             return lambda: d.sum(0)
 
         yield Case(
-            f"bias_bwd {m}", s.size * rows * m, lambda dy=dy, db=db: _C.bias_bwd(dy, db), sum_peer
+            f"bias_bwd {m}",
+            s.size * rows * m,
+            lambda dy=dy, db=db: _C.bias_bwd(dy, db, None),
+            sum_peer,
         )
 
 

@@ -13,6 +13,7 @@ not list.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import sys
@@ -27,7 +28,7 @@ import checkout
 checkout.choose()
 
 import needle as ndl
-from needle import _C, models
+from needle import _C, models, ops
 
 ANSWERS, LEAST_GAIN, BLOCK_MS = 8, 1.02, 8.0
 
@@ -51,29 +52,38 @@ def products(
     width, inner = config.hidden_size, config.intermediate_size
     scale = _C.array(0.5, "float32", device)
     pairs = [(width, 3 * width), (width, inner), (width, width), (inner, width)]
+    pairs.append((width + inner, width))  # the last two side by side: ops.attention_mlp
+    runs = rows > ops.LinearCrossEntropy.ROWS  # of rows, whose gradients the forward gives
     for k, m in [*pairs, (width, config.vocab_size)]:
         head = m == config.vocab_size
-        x, dy = random((rows, k), device), random((rows, m), device)
+        n = min(rows, ops.LinearCrossEntropy.ROWS) if head else rows
+        x, dy = random((n, k), device), random((n, m), device)
         w, b = random((k, m), device), random((m,), device)
         dw = random((1, k, m), device, "float32")
-        x_t, w_t = x.permute((1, 0)).reshape((1, k, rows)), w.permute((1, 0))
-        dy3 = dy.reshape((1, rows, m))
-        factor = scale if head else None
+        x_t, w_t = x.permute((1, 0)).reshape((1, k, n)), w.permute((1, 0))
+        dy3 = dy.reshape((1, n, m))
+        factor = scale if head and not runs else None
+        scaled = int(factor is not None)
         bias, residual = None if head else b, dy if m == width else None
         yield (
-            (rows, m, k, 0, 0, "BF16", int(not head), int(residual is not None), 0),
-            lambda x=x, w=w, b=bias, r=residual: _C.linear_fwd(x, w, b, r),
+            (n, m, k, 0, 0, "BF16", int(not head), int(residual is not None), 0),
+            functools.partial(_C.linear_fwd, x, w, bias, residual),
         )
-        yield (
-            (rows, k, m, 0, 1, "BF16", 0, 0, int(head)),
-            lambda dy=dy, w_t=w_t, factor=factor: _C.matmul(dy, w_t, factor),
-        )
+        if head and runs:
+            dx = random((1, n, k), device, "float32")
+            yield (
+                (n, k, m, 0, 1, "F32", 0, 0, 0),
+                functools.partial(_C.matmul_acc, dy3, w_t.reshape((1, m, k)), None, 0, dx),
+            )
+        else:
+            yield (
+                (n, k, m, 0, 1, "BF16", 0, 0, scaled),
+                functools.partial(_C.matmul, dy, w_t, factor),
+            )
         for add in (0, 1):
             yield (
-                (k, m, rows, 1, 0, "F32", 0, add, int(head)),
-                lambda x_t=x_t, dy3=dy3, dw=dw, factor=factor, add=add: _C.matmul_acc(
-                    x_t, dy3, factor, add, dw
-                ),
+                (k, m, n, 1, 0, "F32", 0, add, scaled),
+                functools.partial(_C.matmul_acc, x_t, dy3, factor, add, dw),
             )
 
 

@@ -25,13 +25,16 @@ FLOP = {
     "linear_gelu_fwd": (2, "NKM"),
     "linear_gelu_bwd": (2, "NKM"),
     "attention_fwd": (4, "BHTSD"),
+    "attention_fwd_into": (4, "BHTSD"),
     "attention_bwd": (10, "BHTSD"),
 }
 # IO operands that are written and not read.
 WRITTEN = {
     "assign": ("to",),
     "fill": ("to",),
+    "linear_gelu_fwd": ("y",),
     "attention_fwd_into": ("o",),
+    "block_sparse_attention_fwd_into": ("o",),
     "attention_bwd": ("dq", "dk", "dv"),
     "block_sparse_attention_bwd": ("dq", "dk", "dv"),
     "adamw": ("p_low",),

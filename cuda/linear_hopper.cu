@@ -61,6 +61,7 @@ struct Linear {
     bool tanh;
     const void *bias; /* forward */
     void *pre, *out;  /* rows x columns; backward: pre is read, out is dpre */
+    int64_t out_row;  /* elements from a row of out to the next */
     float *partial;   /* backward: row_tiles x columns */
 };
 
@@ -155,9 +156,10 @@ struct Piece {
     __device__ __forceinline__ int first_column() const {
         return column + 8 * (threadIdx.x & 1) + 2 * (threadIdx.x & 2);
     }
-    template <class T> __device__ __forceinline__ T *place(void *matrix, int h) const {
+    template <class T>
+    __device__ __forceinline__ T *place(void *matrix, int64_t stride, int h) const {
         const int lane = threadIdx.x & 31;
-        return (T *)matrix + (int64_t)(row + lane / 4 + 8 * h) * f.columns + first_column();
+        return (T *)matrix + (row + lane / 4 + 8 * h) * stride + first_column();
     }
     __device__ __forceinline__ bool has(int h, int p) const {
         const int lane = threadIdx.x & 31;
@@ -167,7 +169,7 @@ struct Piece {
     template <class T> __device__ __forceinline__ void load(uint2 (&x)[2][4], void *matrix) const {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const T *from = place<T>(matrix, h);
+            const T *from = place<T>(matrix, f.columns, h);
 #pragma unroll
             for (int p = 0; p < 4; p++) {
                 x[h][p] = make_uint2(0, 0);
@@ -191,10 +193,11 @@ struct Piece {
         }
     }
     template <class T>
-    __device__ __forceinline__ void store(void *matrix, const uint32_t (&word)[16]) const {
+    __device__ __forceinline__ void store(void *matrix, int64_t stride,
+                                          const uint32_t (&word)[16]) const {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            T *to = place<T>(matrix, h);
+            T *to = place<T>(matrix, stride, h);
 #pragma unroll
             for (int p = 0; p < 4; p++) {
                 const uint32_t a = word[4 * p + h], b = word[4 * p + 2 + h];
@@ -233,7 +236,7 @@ struct End<T, LinearShape<false, RESIDENT, CONSUMERS, STAGES>> {
                 word[i] = pack_pair<T>(sum[0] + b.x, sum[1] + b.y);
                 word[i + 1] = pack_pair<T>(sum[2] + b.x, sum[3] + b.y);
             }
-            at.store<T>(f.pre, word);
+            at.store<T>(f.pre, f.columns, word);
             if (f.tanh) {
                 each_pair<T>(word, [&](int, float2 x) {
                     return make_float2(nd_gelu_tanh(x.x), nd_gelu_tanh(x.y));
@@ -242,7 +245,7 @@ struct End<T, LinearShape<false, RESIDENT, CONSUMERS, STAGES>> {
                 each_pair<T>(
                     word, [&](int, float2 x) { return make_float2(nd_gelu(x.x), nd_gelu(x.y)); });
             }
-            at.store<T>(f.out, word);
+            at.store<T>(f.out, f.out_row, word);
         }
     }
 };
@@ -279,7 +282,7 @@ struct End<T, LinearShape<true, RESIDENT, CONSUMERS, STAGES>> {
                     return make_float2(nd_gelu_grad(x.x) * g.x, nd_gelu_grad(x.y) * g.y);
                 });
             }
-            at.store<T>(f.out, word);
+            at.store<T>(f.out, f.out_row, word);
             float sums[16]; /* of the thread's two rows */
 #pragma unroll
             for (int i = 0; i < 16; i += 2) {
@@ -456,6 +459,7 @@ nd_status linear_gelu_fwd_hopper(int device, const linear_gelu_fwd_args *a) {
     f.bias = a->b->data;
     f.pre = a->pre->data;
     f.out = a->y->data;
+    f.out_row = a->y->strides[0];
     return multiply<false>("linear_gelu_fwd", device, f, a->x, a->w);
 }
 
@@ -469,6 +473,7 @@ nd_status linear_gelu_bwd_hopper(int device, const linear_gelu_bwd_args *a) {
     f.tanh = a->tanh != 0;
     f.pre = a->pre->data;
     f.out = a->dpre->data;
+    f.out_row = columns;
     f.partial = (float *)partial;
     ND_TRY(multiply<true>(op, device, f, a->dy, a->w));
     return cuda_add_columns(op, device, f.partial, pieces, columns, data_of<float>(a->db));

@@ -17,7 +17,8 @@ static inline bool linear_hopper_serves(int device,
     for (const nd_array *a : operands) {
         int64_t rows = a->shape[0], columns = a->shape[a->ndim - 1];
         good = good && a->dtype != ND_F32 && is_aligned16(a->data) && rows > 0 && columns > 0 &&
-               columns % 8 == 0 && rows < (1 << 30) && columns < (1 << 30);
+               columns % 8 == 0 && (a->ndim == 1 || rows == 1 || a->strides[0] % 8 == 0) &&
+               rows < (1 << 30) && columns < (1 << 30);
     }
     return good;
 }

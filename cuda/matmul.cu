@@ -2,7 +2,7 @@
  *
  *   matmul      c[b] = scale a[b] b[b]      matmul_acc   c[b] (+)= scale a[b] b[b], c in float32
  *   linear_fwd  y = r + x w + bias (in the product's epilogue)
- *   bias_bwd    db += column sums of dy          (linear's other gradients are matmul and matmul_acc)
+ *   bias_bwd    db, db2 += column sums of dy     (linear's other gradients are matmul and matmul_acc)
  *
  * All products accumulate in float32; TF32 only with NEEDLE_TF32=1. cuBLASLt thinks in columns: a
  * row-major matrix is the transpose of a column-major one with the same leading dimension, so
@@ -586,8 +586,14 @@ nd_status cuda_bias_bwd(int device, const bias_bwd_args *a) {
                 dy, rows, columns, chunk, (float *)partial);
         }
         CUDA_LAUNCHED("bias_bwd");
-        return cuda_add_columns("bias_bwd", device, (const float *)partial, chunks, columns,
-                                data_of<float>(a->db));
+        nd_array *const to[2] = {a->db, a->db2};
+        for (nd_array *db : to) {
+            if (db) {
+                ND_TRY(cuda_add_columns("bias_bwd", device, (const float *)partial, chunks, columns,
+                                        data_of<float>(db)));
+            }
+        }
+        return ND_OK;
     });
 }
 

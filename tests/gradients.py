@@ -99,9 +99,24 @@ def attend_dilated(q, k, v, branches, causal: bool = True):
     return np.einsum("bhts,bshd->bthd", dilated_weights(q, k, branches, causal), v)
 
 
-def attend_packed(qkv, half=2):
+def attend_packed(qkv, half=2, see=None):
     turned = turn(qkv, half, 2)
-    return attend(turned[..., 0, :], turned[..., 1, :], turned[..., 2, :])
+    return attend(turned[..., 0, :], turned[..., 1, :], turned[..., 2, :], see=see)
+
+
+PARALLEL = (  # B T H 3 D, then H D x C, C, B T K, K x M, M, M x C, C, B T C
+    *(normal(2, 5, 3, 3, 4), normal(12, 6), normal(6), normal(2, 5, 7), normal(7, 8), normal(8)),
+    *(normal(8, 6), normal(6), normal(2, 5, 6)),
+)
+
+
+def attention_mlp(ops, qkv, *rest, **options):
+    return ops.attention_mlp(qkv, *tables(5, 2), *rest, **options)
+
+
+def attend_beside_mlp(form, qkv, w_o, b_o, x, w1, b1, w2, b2, r, see=None):
+    seen = attend_packed(qkv, see=see)
+    return r + seen.reshape(*seen.shape[:2], -1) @ w_o + b_o + mlp(form, x, w1, b1, w2, b2)
 
 
 def norm(x, w, b):
@@ -125,6 +140,7 @@ def mean_cross_entropy(logits, targets):
 IDS = np.array([[3, 0, 3], [1, 4, 3]])
 TARGETS = np.array([2, 0, -100, 4])
 BLOCKS = BlockMask(np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool), 2, 5)
+SEEN = BLOCKS.to_dense() & visible(5, 5, True)
 MATRIX, FAR = normal(3, 4), away_from_zero(3, 4)
 MLP = (normal(2, 3, 4), normal(4, 5), normal(5), normal(5, 3), normal(3))
 
@@ -233,6 +249,18 @@ GRADIENTS = [
             by_name("linear_transposed", lambda x, w: x @ w.T, normal(2, 3, 4), normal(5, 4)),
             by_name("gelu_mlp", partial(mlp, gelu), *MLP),
             by_name("gelu_mlp-tanh", partial(mlp, gelu_tanh), *MLP, approximate="tanh"),
+            *[
+                Gradient(
+                    f"attention_mlp-{name}",
+                    partial(attention_mlp, approximate=approximate, mask=mask),
+                    partial(attend_beside_mlp, form, see=see),
+                    PARALLEL,
+                )
+                for name, approximate, form, mask, see in [
+                    ("dense", "none", gelu, None, None),
+                    ("tanh-blocks", "tanh", gelu_tanh, BLOCKS, SEEN),
+                ]
+            ],
             Gradient(
                 "linear-residual",
                 lambda ops, x, w, b, r: ops.linear(x, w, b, residual=r),
@@ -288,13 +316,13 @@ GRADIENTS = [
             ),
             by_name(
                 "block_sparse_attention",
-                lambda q, k, v: attend(q, k, v, see=BLOCKS.to_dense() & visible(5, 5, True)),
+                lambda q, k, v: attend(q, k, v, see=SEEN),
                 *[normal(1, 5, 2, 3)] * 3,
                 mask=BLOCKS,
             ),
             by_name(
                 "ring_attention",
-                lambda q, k, v: attend(q, k, v, see=BLOCKS.to_dense() & visible(5, 5, True)),
+                lambda q, k, v: attend(q, k, v, see=SEEN),
                 *[normal(1, 5, 2, 3)] * 3,
                 group=Group(),
                 mask=BLOCKS,

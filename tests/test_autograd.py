@@ -518,10 +518,10 @@ WRITES = {
     "operator of a view": lambda x: x.cached_data.permute((1, 0)).__iadd__(2),
     "assign": lambda x: _C.assign(x.cached_data, _C.array(1.0)),
     "an op in place": lambda x: _C.bias_bwd(
-        _C.array(np.ones((2, 4))), x.cached_data[0].reshape((4,))
+        _C.array(np.ones((2, 4))), x.cached_data[0].reshape((4,)), None
     ),
     "an op on a copy": lambda x: _C.bias_bwd(
-        _C.array(np.ones((2, 3))), x.cached_data.permute((1, 0))[0].reshape((3,))
+        _C.array(np.ones((2, 3))), x.cached_data.permute((1, 0))[0].reshape((3,)), None
     ),
     "buffer": readinto,
     "DLPack": lambda x: _C.from_dlpack(x.cached_data),

@@ -21,8 +21,9 @@ both = pytest.mark.parametrize("device", DEVICES)
 IDS = np.random.default_rng(5).integers(0, 29, (2, 9))
 PATTERN = "blocks.1.attn.hook_pattern"
 NORM = ("hook_scale", "hook_normalized")  # what the fused norm never stores
-MLP = ("hook_pre", "hook_post")  # where the fused MLP does not stop
-ADDED = ("hook_attn_out", "hook_mlp_out")  # what the product that computes it adds to the stream
+# Where a fused MLP does not stop, and what the product that computes it adds to the stream; a
+# layer with a parallel residual does all of it, and the products behind attention, in one op.
+INSIDE = ("hook_z", "hook_pre", "hook_post", "hook_attn_out", "hook_mlp_out")
 
 
 def small(device=None, dtype="float32", **changes) -> Pythia:
@@ -150,8 +151,7 @@ def test_names_alone_change_no_bit(device, dtype):
     """Hooks that do not need the plain attention leave the kernels of the model as they are."""
     model = small(device_of(device), dtype)
     plain = model(IDS)[0].numpy()
-    others = (*PROJECTIONS, *PATTERNS, RESULT, *NORM, *MLP)
-    others += () if model.device.is_host else ADDED
+    others = (*PROJECTIONS, *PATTERNS, RESULT, *NORM, *INSIDE)
     names = [n for n in hooks.hook_names(model.config) if not n.endswith(others)]
     logits, cache = model.run_with_cache(IDS, names)
     np.testing.assert_array_equal(logits.numpy(), plain)
@@ -453,7 +453,7 @@ def test_names_alone_change_no_bit_of_gradients_and_norms(device, dtype, paralle
     norms give, which is what each gives alone."""
     model = small(device_of(device), dtype, use_parallel_residual=parallel)
     plain = (*PROJECTIONS, *PATTERNS, RESULT, *NORM)
-    plain += () if model.device.is_host else (*MLP, *ADDED)
+    plain += INSIDE if parallel or not model.device.is_host else ()
     names = [name for name in hooks.hook_names(model.config) if not name.endswith(plain)]
     assert "blocks.1.ln2.hook_out" in names
     seen, found = {}, []
@@ -544,7 +544,7 @@ def run(mark):
     print("end", file=sys.stderr, flush=True)
 run("new")
 fused = [name for name in hooks.hook_names(model.config) if not name.endswith(
-         (*PROJECTIONS, *PATTERNS, RESULT, "hook_scale", "hook_normalized", "hook_pre",
+         (*PROJECTIONS, *PATTERNS, RESULT, "hook_scale", "hook_normalized", "hook_z", "hook_pre",
          "hook_post", "hook_attn_out", "hook_mlp_out"))]
 with model.hooks({name: lambda x: None for name in fused}):
     run("hooked")
@@ -582,4 +582,4 @@ def test_unused_hooks_cost_nothing():
         count("one norm", "layernorm_pair_bwd") == 1 == count("another norm", "layernorm_fwd") + 1
     )
     assert count("one norm", "layernorm_bwd") == 2  # of ln1 alone, and of ln_final
-    assert count("new", "attention_fwd") == 2 == count("one norm", "attention_fwd")
+    assert count("new", "attention_fwd_into") == 2 == count("one norm", "attention_fwd_into")

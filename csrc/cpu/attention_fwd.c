@@ -259,18 +259,21 @@ nd_status cpu_attention_fwd_into(int device, const attention_fwd_into_args *a) {
                          a->lse);
 }
 
-nd_status cpu_block_sparse_attention_fwd(int device, const block_sparse_attention_fwd_args *args) {
-    forward f = {.q = args->q,
-                 .k = args->k,
-                 .v = args->v,
-                 .scale = (float)args->scale,
-                 .causal = args->causal != 0,
-                 .o = args->o,
-                 .lse = args->lse};
-    ND_TRY(attention_pattern_make("block_sparse_attention_fwd", "offsets", args->offsets,
-                                  args->columns, args->block, args->q->shape[1], args->k->shape[1],
-                                  args->q->shape[2], &f.pattern));
-    ND_TRY(attention_order_check(device, "block_sparse_attention_fwd", "order", args->order,
-                                 &f.pattern));
-    return attention_forward(device, "block_sparse_attention_fwd", &f);
-}
+/* The structs of the two ops differ in who allocated o. */
+#define SPARSE_FORWARD(op)                                                              \
+    nd_status cpu_##op(int device, const op##_args *a) {                                \
+        forward f = {.q = a->q,                                                         \
+                     .k = a->k,                                                         \
+                     .v = a->v,                                                         \
+                     .scale = (float)a->scale,                                          \
+                     .causal = a->causal != 0,                                          \
+                     .o = a->o,                                                         \
+                     .lse = a->lse};                                                    \
+        ND_TRY(attention_pattern_make(#op, "offsets", a->offsets, a->columns, a->block, \
+                                      a->q->shape[1], a->k->shape[1], a->q->shape[2],   \
+                                      &f.pattern));                                     \
+        ND_TRY(attention_order_check(device, #op, "order", a->order, &f.pattern));      \
+        return attention_forward(device, #op, &f);                                      \
+    }
+SPARSE_FORWARD(block_sparse_attention_fwd)
+SPARSE_FORWARD(block_sparse_attention_fwd_into)

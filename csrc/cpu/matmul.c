@@ -274,7 +274,7 @@ nd_status cpu_bias_bwd(int device, const bias_bwd_args *args) {
     }
     ND_TRY(cpu_scratch(device, (size_t)(pieces * m) * sizeof(float), &scratch));
     float *partial = scratch;
-    float *restrict db = args->db->data;
+    float *db = args->db->data, *db2 = args->db2 ? args->db2->data : NULL;
 
 #pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (n * m > CPU_GRAIN)
     for (int64_t piece = 0; piece < pieces; piece++) {
@@ -300,6 +300,9 @@ nd_status cpu_bias_bwd(int device, const bias_bwd_args *args) {
                 sum += partial[piece * m + c];
             }
             db[c] += (float)sum;
+            if (db2) {
+                db2[c] += (float)sum;
+            }
         }
     }
     return ND_OK;

@@ -7,7 +7,7 @@
 #pragma GCC visibility push(hidden)
 /* ---- views.c --------------------------------------------------------------------------------- */
 nd_method nd_ndarray_permute, nd_ndarray_broadcast_to, nd_ndarray_reshape, nd_ndarray_flip;
-nd_method nd_ndarray_view;
+nd_method nd_ndarray_view, nd_ndarray_joined;
 nd_keyword_method nd_ndarray_as_strided;
 
 /* ---- indexing.c ------------------------------------------------------------------------------ */

@@ -260,6 +260,9 @@ static PyMethodDef ndarray_methods[] = {
      "as_strided($self, shape, strides)\n--\n\nView with these strides, in elements; ValueError "
      "when "
      "it would reach outside the memory."},
+    {"joined", nd_ndarray_joined, METH_O,
+     "joined($self, other, /)\n--\n\nOne view over both, along the first axis, where other lies "
+     "right behind this array in the same memory; else None."},
     {"flip", nd_ndarray_flip, METH_VARARGS,
      "flip($self, axes=None, /)\n--\n\nView with the axes (default: all) walked backwards."},
     {"view", nd_ndarray_view, METH_O,

@@ -1,4 +1,4 @@
-/* views.c - NDArray's views: permute, broadcast_to, reshape, as_strided, flip, view.
+/* views.c - NDArray's views: permute, broadcast_to, reshape, as_strided, joined, flip, view.
  *
  * Nothing here copies, but for reshape where no strides can express the result.
  */
@@ -119,6 +119,27 @@ PyObject *nd_ndarray_as_strided(PyObject *self, PyObject *arguments, PyObject *k
     nd_status status = nd_check_bounds(&view);
     return status != ND_OK ? nd_raise(state, "as_strided", NULL, status)
                            : nd_wrap_view(state, &view);
+}
+
+PyObject *nd_ndarray_joined(PyObject *self, PyObject *other) {
+    nd_state *state = nd_state_of(self);
+    if (nd_check_operand(state, "joined", "other", other) < 0) {
+        return NULL;
+    }
+    const nd_array *a = nd_array_of(self), *b = nd_array_of(other);
+    bool fits = a->storage == b->storage && a->dtype == b->dtype && a->ndim == b->ndim &&
+                a->ndim > 0 && nd_is_contiguous(a) && nd_is_contiguous(b) &&
+                (char *)a->data + nd_size(a) * (int64_t)nd_dtype_size(a->dtype) == b->data;
+    for (int i = 1; i < a->ndim && fits; i++) {
+        fits = a->shape[i] == b->shape[i];
+    }
+    if (!fits) {
+        Py_RETURN_NONE;
+    }
+    nd_array view = *a;
+    view.shape[0] += b->shape[0];
+    nd_contiguous_strides(view.ndim, view.shape, view.strides);
+    return nd_wrap_view(state, &view);
 }
 
 PyObject *nd_ndarray_flip(PyObject *self, PyObject *arguments) {

@@ -216,6 +216,7 @@ class Layer(nn.Module):
         "hook_mlp_out": None,
         "hook_resid_post": None,
     }
+    neighbours = (("attention.dense.weight", "mlp.dense_4h_to_h.weight"),)  # of one product
 
     def __init__(self, config: PythiaConfig, device: Device | None) -> None:
         super().__init__()
@@ -240,12 +241,48 @@ class Layer(nn.Module):
         x = self.hook("hook_resid_pre", x)
         if self.parallel:
             y1, y2, x = normed(x, norm1, norm2)
+            if cache is None and self._ends_in_one_product():
+                x = self._in_one_product(x, y1(), y2(), rotary, mask)
+                return self.hook("hook_resid_post", x)
         else:
             y1, x = normed(x, norm1)
         x = self._add("hook_attn_out", x, self.attention, y1(), rotary, mask, cache)
         if not self.parallel:
             y2, x = normed(self.hook("hook_resid_mid", x), norm2)
         return self.hook("hook_resid_post", self._add("hook_mlp_out", x, self.mlp, y2()))
+
+    def _ends_in_one_product(self) -> bool:
+        """Whether nobody looks inside of attention and MLP, and both are those of this file."""
+        attention, mlp = self.attention, self.mlp
+        if type(attention) is not nn.Attention or type(mlp) is not MLP:
+            return False
+        linears = attention.dense, mlp.dense_h_to_4h, mlp.dense_4h_to_h
+        return (
+            attention.group is None
+            and all(type(layer) is nn.Linear and layer.bias is not None for layer in linears)
+            and not self.is_hooked_at("hook_attn_out", "hook_mlp_out")
+            and not attention.is_hooked_at(*attention.hook_points)
+            and not mlp.is_hooked_at(*mlp.hook_points)
+        )
+
+    def _in_one_product(
+        self,
+        x: Tensor,
+        y1: Tensor,
+        y2: Tensor,
+        rotary: tuple[NDArray, NDArray],
+        mask: BlockMask | None,
+    ) -> Tensor:
+        attention, mlp = self.attention, self.mlp
+        qkv, tables = attention.packed(y1), (table[: x.shape[1]] for table in rotary)
+        out, up, down = attention.dense, mlp.dense_h_to_4h, mlp.dense_4h_to_h
+        ends = (up.weight, up.bias, down.weight, down.bias)
+        return ops.attention_mlp(
+            *(qkv, *tables, out.weight, out.bias, y2, *ends, x),
+            approximate=mlp.approximate,
+            mask=mask,
+            overwrite=True,
+        )
 
     def _add(self, name: str, x: Tensor, part: nn.Module, *operands: Any) -> Tensor:
         """x + part(*operands), by the part's last product unless somebody looks at what it adds."""

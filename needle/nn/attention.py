@@ -83,9 +83,8 @@ class Attention(Module):
         pattern are computed, T x T numbers a head in float32, where a hook asks for them; q, k and
         v one by one where one asks for those.
         """
-        batch, time, _ = x.shape
-        qkv = self.query_key_value(x).reshape((batch, time, self.heads, 3, self.head_dim))
-        cos, sin = (table[:time] for table in rotary)
+        qkv = self.packed(x)
+        cos, sin = (table[: x.shape[1]] for table in rotary)
         if cache is not None:
             seen = cache(qkv, rotary)
         elif self.group is not None or self.is_hooked_at(*PROJECTIONS, *PATTERNS):
@@ -101,6 +100,10 @@ class Attention(Module):
             return self.dense(seen, residual)
         y = self.dense(seen)
         return y if residual is None else residual + y
+
+    def packed(self, x: Tensor) -> Tensor:
+        """q, k and v of x as they lie, (B, T, H, 3, D)."""
+        return self.query_key_value(x).reshape((*x.shape[:2], self.heads, 3, self.head_dim))
 
     def _by_parts(self, qkv: Tensor, cos: NDArray, sin: NDArray, mask: BlockMask | None) -> Tensor:
         q, k, v = (self.hook(name, x) for name, x in zip(PROJECTIONS, ops.split(qkv, 3)))

@@ -121,11 +121,36 @@ def is_decayed(name: str, p: Parameter) -> bool:
     return p.ndim >= 2 and name.rpartition(".")[2] != "bias"
 
 
+def _neighbours(module: Module) -> dict[str, str]:
+    """Which parameter shall follow which, by their names: `Module.neighbours` of all modules."""
+    pairs = {}
+    for path, part in module.named_modules():
+        prefix = f"{path}." if path else ""
+        pairs |= {prefix + first: prefix + second for first, second in part.neighbours}
+    return pairs
+
+
+def _together(
+    named: list[tuple[str, Parameter]], pairs: dict[str, str]
+) -> list[tuple[str, Parameter]]:
+    """In their order, but that the second of a pair follows the first, where both are there."""
+    there = dict(named)
+    seconds = {second for first, second in pairs.items() if first in there}
+    order = []
+    for name, p in named:
+        if name not in seconds:
+            order.append((name, p))
+            if pairs.get(name) in there:
+                order.append((pairs[name], there[pairs[name]]))
+    return order
+
+
 def flatten_parameters(
     module: Module, decay: Callable[[str, Parameter], bool] = is_decayed
 ) -> FlatParameters:
     """Move the parameters of `module` that require gradients into one buffer, those for which
     `decay(name, parameter)` is true first, and give each a view of one float32 gradient buffer.
+    Their order is otherwise that of `named_parameters()`, but for `Module.neighbours`.
 
     Values stay, gradients start at zero. A module that is flat already, in the same order, gives
     back the same object as long as somebody (an optimizer) holds it. ValueError when the parameters
@@ -150,7 +175,9 @@ def flatten_parameters(
                 f"{first.dtype} on {first.device}; all must be alike"
             )
     chosen = [bool(decay(name, p)) for name, p in named]
-    order = [x for x, d in zip(named, chosen) if d] + [x for x, d in zip(named, chosen) if not d]
+    pairs = _neighbours(module)
+    order = _together([x for x, d in zip(named, chosen) if d], pairs)
+    order += _together([x for x, d in zip(named, chosen) if not d], pairs)
     decayed = sum(chosen)
 
     before = _flat_of(first)

@@ -112,6 +112,9 @@ class Module:
     # beside a point, where forward calls `self.hook(name, x)`; beside a name of modules below, the
     # attribute that holds the module or the list of them.
     hook_points: Mapping[str, str | None] = {}
+    # (first, second): names of parameters below; flatten_parameters lets the second follow the
+    # first in memory, so that one product can take both.
+    neighbours: Sequence[tuple[str, str]] = ()
     _hooks: Mapping[str, Sequence[Callable[[Tensor], Tensor]]] | None = None  # those in force
 
     def __init__(self) -> None:

@@ -91,6 +91,7 @@ from needle.ops.normalization import (
     layer_norm_pair,
     layer_norm_residual,
 )
+from needle.ops.parallel import AttentionMLP, attention_mlp
 from needle.ops.reduce import (
     LogSoftmax,
     LogSumExp,
@@ -127,6 +128,7 @@ __all__ = [
     "AddScalar",
     "AsType",
     "Attention",
+    "AttentionMLP",
     "BlockMask",
     "BroadcastTo",
     "Concatenate",
@@ -186,6 +188,7 @@ __all__ = [
     "add_scalar",
     "astype",
     "attention",
+    "attention_mlp",
     "block_sparse_attention",
     "broadcast_to",
     "concatenate",

@@ -20,7 +20,8 @@ from needle.autograd import FusedOp, Sinks, Tensor
 from needle.block_mask import BlockMask, as_block_mask
 
 
-def _array(x: Any, device: Any) -> NDArray:
+def array_on(x: Any, device: Any) -> NDArray:
+    """A table of angles in any form, float32 where it has none."""
     if isinstance(x, Tensor):
         x = x.cached_data
     if not isinstance(x, NDArray):
@@ -58,7 +59,7 @@ def rotary(x: Tensor, cos: Any, sin: Any, parts: int) -> Tensor:
     dims (i, i + R), i < R, rotate by the angle of position t; everything else is copied.
     """
     device = x.device
-    return Rotary(_array(cos, device), _array(sin, device), parts)(x)
+    return Rotary(array_on(cos, device), array_on(sin, device), parts)(x)
 
 
 # ---- kernels, dense or by blocks -----------------------------------------------------------------
@@ -84,7 +85,8 @@ class Kernel:
         self.options = (scale, causal)
         self.mask = None if mask is None else as_block_mask(op, mask)
 
-    def forward(self, q: NDArray, k: NDArray, v: NDArray) -> NDArray:
+    def forward(self, q: NDArray, k: NDArray, v: NDArray, into: NDArray | None = None) -> NDArray:
+        """into: where the result shall lie, of q's shape; its last axis has unit stride."""
         for name, x in (("q", q), ("k", k), ("v", v)):
             if x.ndim != 4:
                 raise ValueError(f"{self.op}: {name} must be (B, T, H, D), but is {x.shape}")
@@ -95,15 +97,17 @@ class Kernel:
                 f"{self.op}: causal needs no fewer keys than queries, but there are {s} for {t}; "
                 "pass causal=False where a query may see all keys"
             )
+        self.o = _C.empty(q.shape, q.dtype, q.device) if into is None else into
+        last = self.factor, int(self.causal), self.o
         if self.mask is None:
-            self.o, self.lse = _C.attention_fwd(q, k, v, self.factor, int(self.causal))
+            self.lse = _C.attention_fwd_into(q, k, v, *last)
         else:
             self.mask.check(self.op, t, s, q.shape[2])
             mask = self.mask.causal() if self.causal else self.mask
             self.lists = mask.lists(q.device)
             self.block = mask.block
-            self.o, self.lse = _C.block_sparse_attention_fwd(
-                q, k, v, *self.lists[:3], self.block, self.factor, int(self.causal)
+            self.lse = _C.block_sparse_attention_fwd_into(
+                q, k, v, *self.lists[:3], self.block, *last
             )
         return self.o
 
@@ -205,22 +209,28 @@ class QKVAttention(FusedOp):
         causal: bool,
         mask: BlockMask | None,
         overwrite: bool,
+        name: str = "qkv_attention",
     ) -> None:
         self.cos, self.sin, self.overwrite = cos, sin, overwrite
-        self.options = ("qkv_attention", scale, causal, mask)
+        self.options = (name, scale, causal, mask)
 
-    def compute(self, qkv: NDArray) -> NDArray:
+    def compute(self, qkv: NDArray, into: NDArray | None = None) -> NDArray:
+        """into: see Kernel.forward."""
         if qkv.ndim != 5 or qkv.shape[3] != 3:
-            raise ValueError(f"qkv_attention: qkv must be (B, T, H, 3, D), but is {qkv.shape}")
+            op = self.options[0]
+            raise ValueError(f"{op}: qkv must be (B, T, H, 3, D), but is {qkv.shape}")
         self.kernel = Kernel(*self.options)
         self.rotated = qkv if self.overwrite and qkv.is_compact() else qkv.copy()
         _C.rotary(self.rotated, self.cos, self.sin, 2, 1.0)
-        return self.kernel.forward(*qkv_parts(self.rotated))
+        return self.kernel.forward(*qkv_parts(self.rotated), into)
 
-    def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> tuple:
+    def gradient_of_qkv(self, dout: NDArray) -> NDArray:
         dqkv = _C.empty(self.rotated.shape, self.rotated.dtype, self.rotated.device)
         self.kernel.backward(dout, qkv_parts(self.rotated), qkv_parts(dqkv), self.cos, self.sin)
-        return (dqkv,)
+        return dqkv
+
+    def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> tuple:
+        return (self.gradient_of_qkv(dout),)
 
 
 def qkv_parts(packed: NDArray) -> list[NDArray]:
@@ -247,6 +257,6 @@ def qkv_attention(
     overwrite: qkv belongs to nobody else and may be rotated in its place, which saves a copy.
     """
     device = qkv.device
-    cos = _array(cos, device)
-    sin = _array(sin, device)
+    cos = array_on(cos, device)
+    sin = array_on(sin, device)
     return QKVAttention(cos, sin, scale, causal, mask, overwrite)(qkv)

@@ -76,6 +76,11 @@ def rows_of(x: NDArray, last: int = 1) -> NDArray:
     return x.reshape((n,) + tuple(tail))
 
 
+def vector(x: NDArray) -> NDArray:
+    """A bias, of whatever shape."""
+    return x.reshape((x.size,))
+
+
 def id_array(op: str, ids: Any, device: Device, limit: int, lowest: int | None = 0) -> NDArray:
     """Ids as a 1-D int32 NDArray on `device`, checked while they are on the host.
 

@@ -6,7 +6,7 @@ from needle import _C
 from needle._C import NDArray
 from needle.autograd import FusedOp, Sinks, Tensor, TensorOp
 from needle.ops.broadcast import reduced_to, reshape
-from needle.ops.common import claim_of, rows_of, sink_of
+from needle.ops.common import claim_of, rows_of, sink_of, vector
 from needle.ops.shape import transpose
 
 
@@ -75,7 +75,7 @@ class LinearOp(FusedOp):
         self.has_bias, self.has_residual = has_bias, has_residual
 
     def compute(self, x: NDArray, w: NDArray, *rest: NDArray) -> NDArray:
-        b = rest[0].reshape((rest[0].size,)) if self.has_bias else None
+        b = vector(rest[0]) if self.has_bias else None
         r = rows_of(rest[-1]) if self.has_residual else None
         return _C.linear_fwd(rows_of(x), w, b, r).reshape(x.shape[:-1] + (w.shape[1],))
 
@@ -88,8 +88,7 @@ class LinearOp(FusedOp):
         if node.inputs[1].requires_grad:
             weight_grad(rows_of(x), dy, claim_of(sinks, grads, node, 1))
         if self.has_bias and node.inputs[2].requires_grad:
-            db = sink_of(sinks, grads, node, 2)
-            _C.bias_bwd(dy, db.reshape((db.size,)))
+            _C.bias_bwd(dy, vector(sink_of(sinks, grads, node, 2)), None)
         if self.has_residual and node.inputs[-1].requires_grad:
             grads[-1] = dout
         return grads

@@ -5,50 +5,71 @@ from __future__ import annotations
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import FusedOp, Sinks, Tensor
-from needle.ops.common import claim_of, rows_of, sink_of
+from needle.ops.common import claim_of, rows_of, sink_of, vector
 from needle.ops.matmul import check_residual, weight_grad
 
 
-class GeluMLP(FusedOp):
-    """y = r + g w2 + b2, g = gelu(pre), pre = x w1 + b1; keeps pre and g. r is there or not.
+class GeluLayer:
+    """g = gelu(pre), pre = x w1 + b1, in front of a product with w2; keeps pre and g.
 
-    dpre = dy w2^T gelu'(pre),  dx = dpre w1^T;  float32: dw2 += g^T dy,  db2 += sum dy,
-    dw1 += x^T dpre,  db1 += sum dpre;  dr = dy.
+    dpre = dy w2^T gelu'(pre),  dx = dpre w1^T;  float32: dw1 += x^T dpre,  db1 += sum dpre.
+    """
+
+    def __init__(self, op: str, approximate: str) -> None:
+        if approximate not in ("none", "tanh"):
+            raise ValueError(f"{op}: approximate must be 'none' or 'tanh', not {approximate!r}")
+        self.tanh = int(approximate == "tanh")
+
+    def forward(self, x: NDArray, w1: NDArray, b1: NDArray, into: NDArray) -> NDArray:
+        """g, in `into`; rows of x (N, K)."""
+        self.pre, self.g = _C.linear_gelu_fwd(x, w1, vector(b1), self.tanh, into), into
+        return into
+
+    def backward(
+        self, dy: NDArray, w2: NDArray, node: Tensor, at: int, sinks: Sinks, grads: list
+    ) -> None:
+        """The gradients of x, w1 and b1, inputs at, at + 1 and at + 2 of the op."""
+        x, w1, b1 = node.inputs[at : at + 3]
+        if not any(t.requires_grad for t in (x, w1, b1)):
+            return
+        db1 = vector(sink_of(sinks, grads, node, at + 2))
+        dpre = _C.linear_gelu_bwd(dy, w2, self.pre, self.tanh, db1)
+        if x.requires_grad:
+            grads[at] = (dpre @ w1.cached_data.permute((1, 0))).reshape(x.shape)
+        if w1.requires_grad:
+            weight_grad(rows_of(x.cached_data), dpre, claim_of(sinks, grads, node, at + 1))
+
+
+class GeluMLP(FusedOp):
+    """y = r + g w2 + b2, g = gelu(x w1 + b1): GeluLayer. r is there or not.
+
+    float32: dw2 += g^T dy,  db2 += sum dy;  dr = dy.
     """
 
     reads_result = False
 
     def __init__(self, approximate: str) -> None:
-        if approximate not in ("none", "tanh"):
-            raise ValueError(f"gelu_mlp: approximate must be 'none' or 'tanh', not {approximate!r}")
-        self.tanh = int(approximate == "tanh")
+        self.approximate = approximate
 
     def compute(
         self, x: NDArray, w1: NDArray, b1: NDArray, w2: NDArray, b2: NDArray, *residual: NDArray
     ) -> NDArray:
-        b1, b2 = (b.reshape((b.size,)) for b in (b1, b2))
+        self.up = GeluLayer("gelu_mlp", self.approximate)
         r = rows_of(residual[0]) if residual else None
-        self.pre, self.g = _C.linear_gelu_fwd(rows_of(x), w1, b1, self.tanh)
-        return _C.linear_fwd(self.g, w2, b2, r).reshape(x.shape[:-1] + (w2.shape[1],))
+        rows = rows_of(x)
+        g = self.up.forward(rows, w1, b1, _C.empty((rows.shape[0], w1.shape[1]), x.dtype, x.device))
+        return _C.linear_fwd(g, w2, vector(b2), r).reshape(x.shape[:-1] + (w2.shape[1],))
 
     def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> list[NDArray | None]:
-        x, w1, _, w2 = (t.cached_data for t in node.inputs[:4])
-        needed = [t.requires_grad for t in node.inputs]
+        _, _, _, w2, b2, *residual = node.inputs
         dy = rows_of(dout)
-        grads: list[NDArray | None] = [None] * len(needed)
-        if needed[3]:
-            weight_grad(self.g, dy, claim_of(sinks, grads, node, 3))
-        if needed[4]:
-            db2 = sink_of(sinks, grads, node, 4)
-            _C.bias_bwd(dy, db2.reshape((db2.size,)))
-        if any(needed[:3]):
-            db1 = sink_of(sinks, grads, node, 2)
-            dpre = _C.linear_gelu_bwd(dy, w2, self.pre, self.tanh, db1.reshape((db1.size,)))
-            if needed[0]:
-                grads[0] = (dpre @ w1.permute((1, 0))).reshape(x.shape)
-            if needed[1]:
-                weight_grad(rows_of(x), dpre, claim_of(sinks, grads, node, 1))
-        if needed[5:] == [True]:
+        grads: list[NDArray | None] = [None] * len(node.inputs)
+        if w2.requires_grad:
+            weight_grad(self.up.g, dy, claim_of(sinks, grads, node, 3))
+        if b2.requires_grad:
+            _C.bias_bwd(dy, vector(sink_of(sinks, grads, node, 4)), None)
+        self.up.backward(dy, w2.cached_data, node, 0, sinks, grads)
+        if residual and residual[0].requires_grad:
             grads[5] = dout
         return grads
 

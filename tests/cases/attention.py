@@ -130,6 +130,10 @@ def block_sparse_attention_fwd(r, q, k, v, offsets, columns, order, block, scale
     return softmax_attention(r, q, k, v, scale, see)
 
 
+def block_sparse_attention_fwd_into(r, q, k, v, offsets, columns, order, block, scale, causal, o):
+    return block_sparse_attention_fwd(r, q, k, v, offsets, columns, order, block, scale, causal)
+
+
 def block_sparse_attention_bwd(
     r,
     dout,
@@ -401,9 +405,9 @@ SPARSE = {  # label: B, T, S, H, D, causal, blocks, block
 }
 
 
-def sparse_inputs(*shape, backward=False):
+def sparse_inputs(*shape, backward=False, into=False):
     *dense, blocks, block = shape
-    return attention_inputs(*dense, blocks=blocks, block=block, backward=backward)
+    return attention_inputs(*dense, blocks=blocks, block=block, backward=backward, into=into)
 
 
 def turned_inputs(*shape):
@@ -475,6 +479,9 @@ CASES = [
         },
     ),
     *cases_of(block_sparse_attention_fwd, sparse_inputs, SPARSE, forward_terms),
+    *cases_of(
+        block_sparse_attention_fwd_into, partial(sparse_inputs, into=True), SPARSE, forward_terms
+    ),
     *cases_of(
         block_sparse_attention_bwd, partial(sparse_inputs, backward=True), SPARSE, backward_terms
     ),

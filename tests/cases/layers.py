@@ -22,11 +22,12 @@ def linear_fwd(rounded, x, w, b, r):
     return {"y": y if r is None else rounded(r + y)}
 
 
-def bias_bwd(r, dy, db):
-    return {"db": db + dy.sum(0)}
+def bias_bwd(r, dy, db, db2):
+    sums = dy.sum(0)
+    return {"db": db + sums} | ({} if db2 is None else {"db2": db2 + sums})
 
 
-def linear_gelu_fwd(r, x, w, b, tanh):
+def linear_gelu_fwd(r, x, w, b, tanh, y):
     pre = r(r(x @ w) + b)
     return {"pre": pre, "y": r((gelu_tanh if tanh else gelu)(pre))}
 
@@ -276,14 +277,24 @@ CASES = [
     ),
     *cases_of(
         bias_bwd,
-        lambda n, m: draw(dy=normal(n, m, mean=0.5), db=normal(m)),
+        lambda n, m: draw(dy=normal(n, m, mean=0.5), db=normal(m), db2=None),
         [(1, 1), (31, 257), (257, 31), (1000, 3), (1000, 300), (0, 4), (4, 0)],
+        lambda n, m: n,
+    ),
+    *cases_of(
+        bias_bwd,
+        lambda n, m: draw(dy=normal(n, m, mean=0.5), db=normal(m), db2=normal(m)),
+        {"257x31-two": (257, 31), "70x512-two": (70, 512), "0x4-two": (0, 4)},
         lambda n, m: n,
     ),
     *cases_of(
         linear_gelu_fwd,
         lambda n, k, m, tanh: draw(
-            x=normal(n, k, std=(k or 1) ** -0.5), w=normal(k, m), b=normal(m), tanh=tanh
+            x=normal(n, k, std=(k or 1) ** -0.5),
+            w=normal(k, m),
+            b=normal(m),
+            tanh=tanh,
+            y=np.full((n, m), np.nan),  # overwritten
         ),
         MLPS,
         lambda n, k, *more: k,

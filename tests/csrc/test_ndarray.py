@@ -409,3 +409,28 @@ def test_flip_and_pad(device):
     for wrong in (((1, 0),), ((1, 0), (0, -2), (3, 1)), ((-1, 0), (0, 2), (3, 1))):
         with pytest.raises(ValueError, match="pad: needs"):
             array.pad(wrong)
+
+
+def test_neighbours_in_memory_join():
+    host, array = pair(6, 4)
+    one, other = array[:2], array[2:6]
+    both = one.joined(other)
+    np.testing.assert_array_equal(both.numpy(), host)
+    both[1:3] = 7
+    assert (array.numpy()[1:3] == 7).all()
+    parts = array.reshape((3, 2, 4))
+    assert parts[:1].joined(parts[1:3]).shape == (3, 2, 4)
+    for a, b in [
+        (other, one),
+        (one, array[3:6]),
+        (array[:, :2], array[2:6]),
+        (one, array[2:6, :3]),
+        (one, other.copy()),
+        (one, other.view("int32")),
+        (one, other.reshape((2, 2, 4))),
+        (one, other.reshape((2, 8))),
+        (nd.ones(()), nd.ones(())),
+    ]:
+        assert a.joined(b) is None
+    with pytest.raises(TypeError, match="joined: other"):
+        one.joined([1])
