@@ -346,10 +346,11 @@ def parser() -> argparse.ArgumentParser:
     )
     training.add_argument(
         "--graph",
-        action="store_true",
-        help="record a micro-batch once and replay it as one CUDA graph, for batches so small "
-        "that the host cannot keep up; takes more memory; a resumed run may change it "
-        "(default: off)",
+        action=argparse.BooleanOptionalAction,
+        help="record a micro-batch once and replay it as one CUDA graph: faster where batches are "
+        "so small that the host cannot keep up; the same bits, with memory of its own beside that "
+        "of evaluations; a resumed run may change it (default: on a GPU for micro-batches of up "
+        "to 16,384 tokens)",
     )
     training.add_argument(
         "--seed",

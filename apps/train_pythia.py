@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import os
 import shlex
 import signal
@@ -59,7 +60,7 @@ from needle.distributed.verify import Verification, WrongDevice  # noqa: E402
 from needle.files import Lock, described, replacing  # noqa: E402
 from needle.heartbeat import PIPE, beat, supervised  # noqa: E402
 from needle.peaks import peak  # noqa: E402
-from needle.training import Recorded  # noqa: E402
+from needle.training import Recorded, worth_recording  # noqa: E402
 
 __all__ = ["load_checkpoint", "main", "save_checkpoint", "train"]
 
@@ -89,7 +90,7 @@ class Run:
     device_name: str = "auto"  # as the command line says it
     hang_seconds: float = supervise.HANG_SECONDS
     verify_every: int = 0
-    graph: bool = False
+    graph: bool | None = None  # None: where it is faster
 
 
 # ---- the loop ---------------------------------------------------------------------------------
@@ -112,7 +113,8 @@ def train(run: Run) -> int:
 
     ranks.same("the weights", parallel.digest())
     shape = settings["batch_size"], settings["seq_len"] // parallel.context
-    if run.graph:
+    by_itself = parallel.context == 1 and worth_recording(run.device, math.prod(shape))
+    if by_itself if run.graph is None else run.graph:
         gradient = Recorded(gradient, shape, run.device)
     verification = Verification(parallel, run.verify_every, shape, gradient)
     with ranks.rank_0_first("the log"):
@@ -329,7 +331,8 @@ def resume_command(run: Run) -> str:
         words += [ranks.launcher] + ["-n", str(ranks.size)] * (ranks.launcher == "mpirun")
     words += [sys.executable, sys.argv[0], *run_folder.again(run.folder)]
     words += ["--device", run.device_name] if run.device_name != "auto" else []
-    words += ["--tensorboard"] * run.tensorboard + ["--graph"] * run.graph
+    words += ["--tensorboard"] * run.tensorboard
+    words += [] if run.graph is None else ["--graph" if run.graph else "--no-graph"]
     words += ["--recompute"] * bool(run.model.recompute)
     words += ["--verify", str(run.verify_every)] if run.verify_every else []
     if supervised() and ranks.size == 1:
@@ -644,6 +647,8 @@ def main(argv: list[str] | None = None) -> int:
             recompute_layers(run.model)
         if args.graph and not run.device.records_graphs:
             raise ValueError(f"--graph: {run.device} records no graphs, as GPUs do: leave it out")
+        if args.graph and run.parallel.context > 1:
+            raise ValueError("--graph: not together with --context-parallel: leave it out")
         print(f"{run.model}\n{run.data.source}\nrun: {run.folder}", flush=True)
         if run.step >= run.settings["steps"]:
             if ranks.rank == 0 and not is_finished(run):

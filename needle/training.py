@@ -145,6 +145,16 @@ def _bar(steps: int | None) -> Any:
         return contextlib.nullcontext()
 
 
+def worth_recording(device: Device, tokens: int) -> bool:
+    """Whether a micro-batch of so many tokens is faster as a graph: a GPU is done with fewer
+    before the host has queued the next, and busy with more.
+
+    >>> ndl.training.worth_recording(ndl.cpu(), 8192)
+    False
+    """
+    return device.records_graphs and tokens <= 1 << 14
+
+
 class Recorded:
     """compute(ids, targets) for a device that records graphs: enqueued as one piece, so that the
     host costs next to nothing where it would hold up small batches. Same bits.

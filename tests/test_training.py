@@ -1,6 +1,7 @@
 """fit against a plain reference loop, update by update."""
 
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -234,3 +235,10 @@ def test_a_device_that_records_nothing():
     assert recorded([[1, 2]], [[2, 3]]).item() == 1
     with pytest.raises(ValueError, match="the CPU backend records no graphs"):
         recorded([[1, 2]], [[2, 3]])
+
+
+def test_small_micro_batches_are_worth_recording():
+    gpu = SimpleNamespace(records_graphs=True)
+    assert training.worth_recording(gpu, 8 * 2048)
+    assert not training.worth_recording(gpu, 8 * 2048 + 1)
+    assert not training.worth_recording(ndl.cpu(), 1)

@@ -51,7 +51,9 @@ def near(got, wanted, close):
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("sparse", [False, True])
 def test_a_layer_is_what_its_steps_are(device, dtype, close, flat, sparse):
-    changes = {"use_sparse_attention": sparse, "sparse_block": 16, "sparse_window": 16} if sparse else {}
+    changes = (
+        {"use_sparse_attention": sparse, "sparse_block": 16, "sparse_window": 16} if sparse else {}
+    )
     device = device_of(device)
     results = []
     for hooks in {}, SEPARATE:
