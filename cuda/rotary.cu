@@ -6,9 +6,8 @@
  * All else is not touched. The backward is the same with sign = -1. Computed in float32, rounded once.
  *
  * Two neighbouring lanes share 16 bytes of x[0 .. R) and their partners, one each, and show each other
- * what they have: where 2 R dims are a sector of memory, a warp reads and writes whole ones. A thread
- * takes these dims of two positions, so that one division of its index serves both. When R or a stride
- * is not a multiple of the vector, the same kernel takes elements. Bytes: the rotated ones read and
+ * what they have: where 2 R dims are a sector of memory, a warp reads and writes whole ones. When R or a
+ * stride is not a multiple of the vector, the same kernel takes elements. Bytes: the rotated ones read and
  * written, in whole sectors of 32; cos and sin T R each.
  */
 #include "common.cuh"
@@ -43,32 +42,11 @@ template <class T, int N> __device__ __forceinline__ void store_piece(T *p, cons
 }
 
 struct Shape {
-    int64_t items;             /* (b, t / 2, h, p < parts, piece of R, which of the pair) */
-    int64_t times, pairs;      /* T, and T / 2 rounded up */
-    int64_t heads;             /* H */
+    int64_t items;             /* (b, t, h, p < parts, piece of R, which of the pair) */
+    int64_t times, heads;      /* T; H */
     int parts, half;           /* of P; R */
     int64_t b, t, head, slice; /* strides of x */
 };
-
-/* Where an item is; the division of 64-bit numbers costs five times that of 32. */
-struct Place {
-    int64_t x, t;
-    int at;      /* of R */
-    bool second; /* of the pair */
-};
-template <class I> __device__ __forceinline__ Place place_of(I item, const Shape &s, int width) {
-    const I pieces = 2 * (I)(s.half / width), slices = item / pieces;
-    const I heads = slices / (I)s.parts, pairs = heads / (I)s.heads, batch = pairs / (I)s.pairs;
-    const int piece = (int)(item - slices * pieces);
-    const int64_t slice = (int64_t)(slices - heads * (I)s.parts);
-    const int64_t head = (int64_t)(heads - pairs * (I)s.heads);
-    const int64_t t = 2 * (int64_t)(pairs - batch * (I)s.pairs);
-    const int at = piece / 2 * width;
-    const bool second = piece % 2 != 0;
-    return Place{(int64_t)batch * s.b + t * s.t + head * s.head + slice * s.slice + at +
-                     (second ? s.half : 0),
-                 t, at, second};
-}
 
 /* One of the pair turned, in a lane whose neighbour has the other. */
 template <class T, int N>
@@ -97,22 +75,17 @@ __global__ void __launch_bounds__(256)
     if (item >= s.items) { /* and so is its neighbour */
         return;
     }
-    const Place place =
-        s.items <= 0x7fffffff ? place_of((uint32_t)item, s, N) : place_of((uint64_t)item, s, N);
-    const bool both = place.t + 1 < s.times;
-    T *to[2] = {x + place.x, x + place.x + (both ? s.t : 0)};
-    const int64_t angles[2] = {place.t * s.half + place.at, (place.t + both) * s.half + place.at};
-    const float turn = place.second ? sign : -sign;
-    const Piece<T, N> mine[2] = {load_piece<T, N>(to[0]), load_piece<T, N>(to[1])};
-    Piece<T, N> out[2];
-#pragma unroll
-    for (int n = 0; n < 2; n++) {
-        out[n] = turned<T, N>(mine[n], cosines + angles[n], sines + angles[n], turn);
-    }
-    store_piece<T, N>(to[0], out[0]);
-    if (both) {
-        store_piece<T, N>(to[1], out[1]);
-    }
+    const int64_t pieces = 2 * (s.half / N), slices = item / pieces, heads = slices / s.parts;
+    const int64_t times = heads / s.heads, batch = times / s.times;
+    const int piece = (int)(item - slices * pieces), at = piece / 2 * N;
+    const bool second = piece % 2 != 0; /* of the pair */
+    const int64_t t = times - batch * s.times;
+    T *to = x + batch * s.b + t * s.t + (heads - times * s.heads) * s.head +
+            (slices - heads * s.parts) * s.slice + at + (second ? s.half : 0);
+    const int64_t angle = t * s.half + at;
+    const Piece<T, N> mine = load_piece<T, N>(to);
+    store_piece<T, N>(to,
+                      turned<T, N>(mine, cosines + angle, sines + angle, second ? sign : -sign));
 }
 
 } // namespace
@@ -120,7 +93,7 @@ __global__ void __launch_bounds__(256)
 nd_status cuda_turn(const char *op, int device, const nd_array *x, int64_t parts,
                     const nd_array *cos, const nd_array *sin, float sign) {
     const int64_t *shape = x->shape, *strides = x->strides, half = cos->shape[1];
-    const int64_t slices = shape[0] * ceil_div<int64_t>(shape[1], 2) * shape[2] * parts;
+    const int64_t slices = shape[0] * shape[1] * shape[2] * parts;
     if (slices * half == 0) {
         return ND_OK;
     }
@@ -135,7 +108,6 @@ nd_status cuda_turn(const char *op, int device, const nd_array *x, int64_t parts
         }
         const Shape s = {2 * slices * (vectors ? half / N : half),
                          shape[1],
-                         ceil_div<int64_t>(shape[1], 2),
                          shape[2],
                          (int)parts,
                          (int)half,
