@@ -1,4 +1,4 @@
-"""Trainings of `rank_program.py` by mpirun or --gpus, begun and read back."""
+"""Trainings of `rank_program.py` by mpirun, begun and read back."""
 
 import importlib.util
 import json
