@@ -23,7 +23,7 @@ A collective that is only enqueued on a device (`goes_on`) is watched until the 
 and nobody waits for that: the thread asks now and then. Its deadline begins when the device comes
 to it, behind all the work before it, and it is the devices' places that say which rank has not
 come. The main thread may then stand anywhere, in a wait for a result of the device among it, which
-no exception reaches: once a failure is known the process gets a look's time to end by itself.
+no exception reaches: once a failure is known the process gets some seconds to end by itself.
 
 Messages, as JSON arrays:
 
@@ -61,6 +61,7 @@ LOOKS = 20  # in a deadline
 SLOWEST_LOOK = 1.0  # seconds
 EARLY = 0.8  # of the deadline: the thread looks some time later, and asks rank 0
 SILENT = 0.25  # of the deadline: without a word for so long a rank does not answer
+GRACE = 0.1  # of the deadline: for the main thread to end by itself, where its device hangs
 LINGER = 1.0  # seconds for the last words, when this rank closes
 MOST_DESCRIBED = 8  # ranks of a message
 MOST_REASON = 1000  # characters
@@ -135,7 +136,7 @@ class Control:
         self._now, self._seen, self._since = 0.0, self._at, 0.0
         self._asked: float | None = None
         self._device, self._device_since = self._at, 0.0
-        self._is_doomed = False  # a look has passed since a failure met work on the device
+        self._doomed: float | None = None  # since when a failure meets work on the device
         self._reported = 0.0
         self._thread = threading.Thread(target=self._watch, name="needle control", daemon=True)
         if self._peers:
@@ -393,9 +394,12 @@ class Control:
             return
         if at.inside == "watched" and self._at == at:
             self._die(at)
-        if self._enqueued and self._is_doomed:
+        if not self._enqueued:
+            self._doomed = None
+        elif self._doomed is None:
+            self._doomed = self._now
+        elif self._now - self._doomed >= GRACE * self.deadline:
             self._die(self._enqueued[0].at)
-        self._is_doomed = bool(self._enqueued)
 
     def _look_at_device(self) -> None:
         """Where the device is: in the first collective that it has not done, or before it."""
