@@ -338,6 +338,13 @@ def parser() -> argparse.ArgumentParser:
         "can be used, else the CPU)",
     )
     training.add_argument(
+        "--gpus",
+        type=count,
+        metavar="N",
+        help="train on the first N GPUs, a rank on each, with the bits of one; without it on one, "
+        "or on what a launcher (torchrun, srun, mpirun) starts (default: 1)",
+    )
+    training.add_argument(
         "--recompute",
         action="store_true",
         help="keep of each layer only what it reads, and compute it again in the backward: the "

@@ -11,7 +11,6 @@ writes the same losses, bit for bit, as one that was not.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 import os
 import shlex
@@ -31,6 +30,7 @@ import recipes  # noqa: E402
 import run_folder  # noqa: E402
 import run_init  # noqa: E402
 import run_length  # noqa: E402
+import run_ranks  # noqa: E402
 import run_state  # noqa: E402
 import trackers  # noqa: E402
 import train_flags  # noqa: E402
@@ -40,7 +40,7 @@ from run_log import NotFinite, RunLog, plot  # noqa: E402
 import needle as ndl  # noqa: E402
 from needle import models, nn, optim, supervise  # noqa: E402
 from needle.autograd import Tensor  # noqa: E402
-from needle.backend_ndarray import NDArray, choose_device, full  # noqa: E402
+from needle.backend_ndarray import NDArray, full  # noqa: E402
 from needle.checkpoint import (  # noqa: E402
     Checkpoint,
     CheckpointError,
@@ -51,14 +51,14 @@ from needle.checkpoint import (  # noqa: E402
     versions,
 )
 from needle.data import Batches, DataError, Prefetch, TokenData, run_batches, run_data  # noqa: E402
-from needle.distributed import environment  # noqa: E402
-from needle.distributed.control import Control, RankError  # noqa: E402
+from needle.distributed import environment, spawn  # noqa: E402
+from needle.distributed.control import RankError  # noqa: E402
 from needle.distributed.data_parallel import DataParallel  # noqa: E402
 from needle.distributed.group import Group, RankFailed, Subgroup  # noqa: E402
 from needle.distributed.tree import own_leaves  # noqa: E402
 from needle.distributed.verify import Verification, WrongDevice  # noqa: E402
 from needle.files import Lock, described, replacing  # noqa: E402
-from needle.heartbeat import PIPE, beat, supervised  # noqa: E402
+from needle.heartbeat import beat, supervised  # noqa: E402
 from needle.peaks import peak  # noqa: E402
 from needle.training import Recorded, worth_recording  # noqa: E402
 
@@ -326,16 +326,18 @@ def write_checkpoint(run: Run, log: RunLog) -> None:
 def resume_command(run: Run) -> str:
     """With the flags that a checkpoint does not hold."""
     words, ranks = [], run.parallel.group
-    if ranks.size > 1:
+    is_own = ranks.launcher in (None, "needle")  # and not somebody else's launcher
+    if not is_own:
         words += [sys.executable, "-m", "needle.supervise", "--"] * supervised()
         words += [ranks.launcher] + ["-n", str(ranks.size)] * (ranks.launcher == "mpirun")
     words += [sys.executable, sys.argv[0], *run_folder.again(run.folder)]
+    words += ["--gpus", str(ranks.size)] if ranks.launcher == "needle" else []
     words += ["--device", run.device_name] if run.device_name != "auto" else []
     words += ["--tensorboard"] * run.tensorboard
     words += [] if run.graph is None else ["--graph" if run.graph else "--no-graph"]
     words += ["--recompute"] * bool(run.model.recompute)
     words += ["--verify", str(run.verify_every)] if run.verify_every else []
-    if supervised() and ranks.size == 1:
+    if supervised() and is_own:
         words += ["--supervise"]
         if run.hang_seconds != supervise.HANG_SECONDS:
             words += ["--hang-seconds", f"{run.hang_seconds:g}"]
@@ -411,18 +413,9 @@ def sample_text(run: Run) -> str:
 # ---- making a run -----------------------------------------------------------------------------
 
 
-def open_device(name: str, ranks: Group) -> ndl.Device:
-    """The supervisor watches while it opens; then data may be read for any time."""
-    beat()
-    device = choose_device(name)
-    ranks.connect(device)
-    told = "cpu" if device.is_host else f"{device.name}:{device.index}"
-    beat(device=told, watched=False)
-    return device
-
-
 def new_run(args, ranks: Group) -> Run:
-    device, named, model = open_device(args.device, ranks), train_flags.given(args), None
+    device = run_ranks.open_device(args.device, ranks)
+    named, model = train_flags.given(args), None
     if "init" in named:
         model, named = run_init.start(named, args.tokens, device)
     settings = train_flags.complete(named, args.tokens, not device.is_host, ranks.size)
@@ -486,7 +479,7 @@ def open_batches(
 
 
 def resumed_run(args, ranks: Group, folder: Path, lock: Lock | None, checkpoint: Checkpoint) -> Run:
-    device, state = open_device(args.device, ranks), checkpoint.state
+    device, state = run_ranks.open_device(args.device, ranks), checkpoint.state
     run_state.check(checkpoint)
     settings, differences = train_flags.resumed(
         train_flags.given(args), args.tokens, state["settings"]
@@ -593,37 +586,10 @@ def make_run(args, ranks: Group) -> Run:
     return resumed_run(args, ranks, folder, lock, checkpoint)
 
 
-def join(args, argv: list[str], place: environment.Place | None) -> Group:
-    """The ranks that somebody started together, once they agree on what to do with what. Rank 0 is
-    the one that prints, and that a supervisor hears."""
-    if place is None or place.size == 1:
-        return Group()
-    if args.supervise:
-        raise ValueError(
-            "--supervise: each rank would have a supervisor of its own: start all under one, "
-            f"python -m needle.supervise -- {place.launcher} ..."
-        )
-    if place.rank > 0:
-        if supervised():
-            os.environ[PIPE] = os.devnull
-        sys.stdout = open(os.devnull, "w")
-    facts = {"flags": shlex.join(argv), "source": source_digest(), **versions()}
-    return Group(place, Control.join(place, facts, Path(args.out)))
-
-
-def source_digest() -> str:
-    """Of the program, the package and its core: ranks that differ in them may differ in bits."""
-    folders = [Path(__file__).parent, Path(ndl.__file__).parent]
-    files = sorted(p for f in folders for p in f.rglob("*") if p.suffix in (".py", ".so"))
-    digest = hashlib.blake2b(digest_size=8)
-    for path in files:
-        digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()
-
-
 def main(argv: list[str] | None = None) -> int:
     args, words = train_flags.parse(argv), sys.argv[1:] if argv is None else argv
     run, ranks, problem, code = None, Group(), None, 1
+    program = [sys.executable, str(Path(__file__).resolve())]
 
     def report(text: str, exit_code: int) -> int:
         nonlocal problem, code
@@ -635,10 +601,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         place = environment.find()
         if args.supervise and not supervised() and (place is None or place.size == 1):
-            command = [sys.executable, str(Path(__file__).resolve()), *words]
-            return supervise.Supervisor(command, args.hang_seconds).run()
+            return supervise.Supervisor([*program, *words], args.hang_seconds).run()
+        if run_ranks.starts_ranks(args, place):
+            return spawn.run([*program, *words], args.gpus)
         trackers.check(args.tensorboard, args.wandb)
-        ranks = join(args, words, place)
+        ranks = run_ranks.join(args, words, place)
         run = make_run(args, ranks)
         run.tensorboard, run.wandb = args.tensorboard, args.wandb
         run.device_name, run.hang_seconds = args.device, args.hang_seconds
@@ -693,4 +660,5 @@ def main(argv: list[str] | None = None) -> int:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code) if code == EXIT_GPU_LOST else sys.exit(code)
+    # What waits on a GPU for a rank that is gone would hold up the interpreter's end.
+    os._exit(code) if code else sys.exit(code)

@@ -81,6 +81,7 @@ typedef struct {
     int arch;            /* CUDA: 90 for sm_90; CPU: 0 */
     char detail[256];    /* CPU: OpenBLAS core and threads; CUDA: driver and runtime versions */
     char products[256];  /* what multiplies matrices, and so decides their bits */
+    char uuid[64];       /* CUDA: of this GPU alone in the world; CPU: "" */
 } nd_properties;
 
 typedef struct {
@@ -143,12 +144,14 @@ typedef struct nd_backend {
     nd_status (*staging_wait)(int device, nd_staging *staging);
     nd_status (*staging_free)(int device, nd_staging *staging); /* waits */
     nd_status (*synchronize)(int device);
+    nd_status (*stream)(int device, void **out); /* as other libraries take it; host: NULL */
     nd_status (*memory_stats)(int device, nd_memory_stats *out);
     nd_status (*reset_peak)(int device);
     nd_status (*empty_cache)(int device);
 
     nd_status (*event_new)(int device, nd_event **out); /* new */
     nd_status (*event_record)(int device, nd_event *event);
+    nd_status (*event_query)(int device, nd_event *event, bool *done); /* does not wait */
     nd_status (*event_elapsed)(int device, nd_event *from, nd_event *to, double *milliseconds);
     nd_status (*event_free)(int device, nd_event *event);
 

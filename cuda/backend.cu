@@ -215,6 +215,13 @@ nd_status cuda_properties(int device, nd_properties *out) {
              release[0] ? release : "of unknown release", driver / 1000, driver / 10 % 100,
              runtime / 1000, runtime / 10 % 100);
     cuda_products(out->products, sizeof out->products);
+    const unsigned char *id = (const unsigned char *)prop.uuid.bytes;
+    size_t used = (size_t)snprintf(out->uuid, sizeof out->uuid, "GPU");
+    for (int i = 0; i < 16; i++) {
+        bool first = i == 0 || i == 4 || i == 6 || i == 8 || i == 10; /* of a group */
+        used += (size_t)snprintf(out->uuid + used, sizeof out->uuid - used, "%s%02x",
+                                 first ? "-" : "", id[i]);
+    }
     return ND_OK;
 }
 
@@ -222,6 +229,12 @@ nd_status cuda_synchronize(int device) {
     ND_TRY(cuda_enter(device));
     ND_TRY(cuda_refuse_in_capture(device, "synchronize"));
     CUDA_TRY("synchronize", cudaStreamSynchronize(cuda_stream(device)));
+    return ND_OK;
+}
+
+nd_status cuda_stream_handle(int device, void **out) {
+    ND_TRY(cuda_enter(device));
+    *out = cuda_stream(device);
     return ND_OK;
 }
 
@@ -303,11 +316,13 @@ nd_backend make_backend() {
     b.staging_wait = Guarded<cuda_staging_wait>::call;
     b.staging_free = Guarded<cuda_staging_free>::call;
     b.synchronize = Guarded<cuda_synchronize>::call;
+    b.stream = Guarded<cuda_stream_handle>::call;
     b.memory_stats = Guarded<cuda_memory_stats>::call;
     b.reset_peak = Guarded<cuda_reset_peak>::call;
     b.empty_cache = Guarded<cuda_empty_cache>::call;
     b.event_new = Guarded<cuda_event_new>::call;
     b.event_record = Guarded<cuda_event_record>::call;
+    b.event_query = Guarded<cuda_event_query>::call;
     b.event_elapsed = Guarded<cuda_event_elapsed>::call;
     b.event_free = Guarded<cuda_event_free>::call;
     b.graph_begin = Guarded<cuda_graph_begin>::call;

@@ -102,6 +102,7 @@ nd_status cuda_transfer_reset(int device);
 
 nd_status cuda_event_new(int device, nd_event **out);
 nd_status cuda_event_record(int device, nd_event *event);
+nd_status cuda_event_query(int device, nd_event *event, bool *done);
 nd_status cuda_event_elapsed(int device, nd_event *from, nd_event *to, double *milliseconds);
 nd_status cuda_event_free(int device, nd_event *event);
 

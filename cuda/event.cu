@@ -26,6 +26,21 @@ nd_status cuda_event_record(int device, nd_event *event) {
     return ND_OK;
 }
 
+nd_status cuda_event_query(int device, nd_event *event, bool *done) {
+    ND_TRY(cuda_enter(device));
+    if (!event->recorded) {
+        return nd_error(ND_EVALUE, "event: done: the event must have been recorded");
+    }
+    cudaError_t error = cudaEventQuery(event->event);
+    *done = error == cudaSuccess;
+    if (error == cudaErrorNotReady) {
+        cudaGetLastError(); /* an answer, which the next call must not take for a failure */
+        return ND_OK;
+    }
+    CUDA_TRY("event", error);
+    return ND_OK;
+}
+
 nd_status cuda_event_elapsed(int device, nd_event *from, nd_event *to, double *milliseconds) {
     ND_TRY(cuda_enter(device));
     if (!from->recorded || !to->recorded) {

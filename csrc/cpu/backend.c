@@ -124,6 +124,11 @@ static nd_status backend_staging_free(int device, nd_staging *staging) {
 
 static nd_status backend_synchronize(int device) { return ND_OK; }
 
+static nd_status backend_stream(int device, void **out) {
+    *out = NULL;
+    return ND_OK;
+}
+
 /* ---- events ---------------------------------------------------------------------------------- */
 struct nd_event {
     struct timespec time;
@@ -138,6 +143,11 @@ static nd_status backend_event_record(int device, nd_event *event) {
     if (clock_gettime(CLOCK_MONOTONIC, &event->time) != 0) {
         return nd_error(ND_ESYSTEM, "event: clock_gettime: %s", strerror(errno));
     }
+    return ND_OK;
+}
+
+static nd_status backend_event_query(int device, nd_event *event, bool *done) {
+    *done = true;
     return ND_OK;
 }
 
@@ -172,11 +182,13 @@ const nd_backend cpu_backend = {
     .staging_wait = backend_staging_wait,
     .staging_free = backend_staging_free,
     .synchronize = backend_synchronize,
+    .stream = backend_stream,
     .memory_stats = cpu_memory_stats,
     .reset_peak = cpu_reset_peak,
     .empty_cache = cpu_empty_cache,
     .event_new = backend_event_new,
     .event_record = backend_event_record,
+    .event_query = backend_event_query,
     .event_elapsed = backend_event_elapsed,
     .event_free = backend_event_free,
 #define EACH_OP(name) .name = cpu_##name,

@@ -130,10 +130,10 @@ static PyObject *device_properties(PyObject *self, PyObject *unused) {
     if (status != ND_OK) {
         return nd_raise(state, "properties", device, status);
     }
-    return Py_BuildValue("{ss sL si si ss ss}", "name", properties.name, "total_bytes",
+    return Py_BuildValue("{ss sL si si ss ss ss}", "name", properties.name, "total_bytes",
                          (long long)properties.total_bytes, "processors", properties.processors,
                          "arch", properties.arch, "detail", properties.detail, "products",
-                         properties.products);
+                         properties.products, "uuid", properties.uuid);
 }
 
 static PyObject *device_limits(PyObject *self, PyObject *unused) {
@@ -164,6 +164,17 @@ static PyObject *device_name(PyObject *self, void *closure) {
 
 static PyObject *device_index(PyObject *self, void *closure) {
     return PyLong_FromLong(device_of(self)->index);
+}
+
+static PyObject *device_stream(PyObject *self, void *closure) {
+    nd_state *state = state_of_type(self);
+    nd_device *device = device_of(self);
+    void *stream = NULL;
+    if (nd_device_ready(state, device) < 0) {
+        return NULL;
+    }
+    nd_status status = device->backend->stream(device->index, &stream);
+    return status == ND_OK ? PyLong_FromVoidPtr(stream) : nd_raise(state, "stream", device, status);
 }
 
 /* The backend's table; NULL when arrays cannot live there. */
@@ -201,7 +212,7 @@ static PyMethodDef device_methods[] = {
     {"synchronize", device_synchronize, METH_NOARGS,
      "synchronize($self)\n--\n\nWait until all work given to the device is done."},
     {"properties", device_properties, METH_NOARGS,
-     "properties($self)\n--\n\nname, total_bytes, processors, arch, detail, products."},
+     "properties($self)\n--\n\nname, total_bytes, processors, arch, detail, products, uuid."},
     {"limits", device_limits, METH_NOARGS,
      "limits($self)\n--\n\nWhat a kernel of one's own may ask for: arch, processors, sm_threads, "
      "sm_blocks, sm_registers, sm_shared, block_registers, block_shared, kept_shared, free_bytes."},
@@ -225,6 +236,9 @@ static PyGetSetDef device_getset[] = {
     {"index", device_index, NULL, "The number among devices of its name", NULL},
     {"generation", device_generation, NULL,
      "Grows with each cuda_reset(): what is kept for a device is kept for one of these", NULL},
+    {"stream", device_stream, NULL,
+     "The stream of all its work, as the device's libraries take it (cudaStream_t); the CPU's is 0",
+     NULL},
     {"is_host", device_is_host, NULL,
      "The host reads its memory directly, and its ops are done when they return", NULL},
     {"records_graphs", device_records_graphs, NULL, "Graph(device, step) works", NULL},

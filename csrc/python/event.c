@@ -1,4 +1,5 @@
-/* event.c - the type Event: a point in a device's stream of work, for timing.
+/* event.c - the type Event: a point in a device's stream of work, for timing and for asking whether
+ * the work before it is done.
  */
 #include "device.h"
 #include "errors.h"
@@ -50,6 +51,21 @@ static PyObject *event_record(PyObject *object, PyObject *unused) {
     return nd_none_or_raise(state, "Event.record", self->head.device, status);
 }
 
+static PyObject *event_done(PyObject *object, PyObject *unused) {
+    EventObject *self = (EventObject *)object;
+    nd_state *state = PyType_GetModuleState(Py_TYPE(object));
+    if (nd_streamed_check(state, self) < 0) {
+        return NULL;
+    }
+    bool done = false;
+    nd_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = self->head.device->backend->event_query(self->head.device->index, self->event, &done);
+    Py_END_ALLOW_THREADS
+    return status == ND_OK ? PyBool_FromLong(done)
+                           : nd_raise(state, "Event.done", self->head.device, status);
+}
+
 static PyObject *event_elapsed(PyObject *object, PyObject *other_object) {
     EventObject *self = (EventObject *)object, *other = (EventObject *)other_object;
     nd_state *state = PyType_GetModuleState(Py_TYPE(object));
@@ -76,6 +92,8 @@ static PyObject *event_elapsed(PyObject *object, PyObject *other_object) {
 static PyMethodDef event_methods[] = {
     {"record", event_record, METH_NOARGS,
      "record($self)\n--\n\nMark the present point of the device's stream of work."},
+    {"done", event_done, METH_NOARGS,
+     "done($self)\n--\n\nIs all work before the marked point done? Does not wait."},
     {"elapsed", event_elapsed, METH_O,
      "elapsed($self, other)\n--\n\nMilliseconds from this event to a later one; waits for both."},
     {NULL, NULL, 0, NULL},
@@ -85,7 +103,7 @@ static PyType_Slot event_slots[] = {
     {Py_tp_new, event_new},
     {Py_tp_dealloc, event_dealloc},
     {Py_tp_methods, event_methods},
-    {Py_tp_doc, "Event(device=None)\n--\n\nA point in a device's stream of work, for timing."},
+    {Py_tp_doc, "Event(device=None)\n--\n\nA point in a device's stream of work."},
     {0, NULL},
 };
 

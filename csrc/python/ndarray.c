@@ -182,6 +182,16 @@ static PyObject *get_written(PyObject *self, void *closure) {
     return PyLong_FromUnsignedLongLong(nd_array_of(self)->storage->written);
 }
 
+static PyObject *get_data_ptr(PyObject *self, void *closure) {
+    nd_state *state = nd_state_of(self);
+    const nd_array *a = nd_array_of(self);
+    if (nd_check_live(state, "data_ptr", "x", a) < 0) {
+        return NULL;
+    }
+    nd_count_write(state, a); /* whoever asks may write */
+    return PyLong_FromVoidPtr(a->data);
+}
+
 static PyObject *get_handle(PyObject *self, void *closure) {
     HandleObject *handle = PyObject_New(HandleObject, nd_state_of(self)->handle_type);
     if (handle != NULL) {
@@ -314,6 +324,11 @@ static PyGetSetDef ndarray_getset[] = {
     {"written", get_written, NULL,
      "Number of the last write into the memory that views share (0: none since it was made)", NULL},
     {"_handle", get_handle, NULL, "The memory that views share", NULL},
+    {"data_ptr", get_data_ptr, NULL,
+     "Address of the first element, for a library that works in the device's stream and so needs "
+     "no "
+     "wait; counts as a write",
+     NULL},
     {"__array_interface__", nd_array_interface, NULL, "NumPy's protocol (CPU)", NULL},
     {"__cuda_array_interface__", nd_cuda_array_interface, NULL, "CUDA's protocol", NULL},
     {NULL, NULL, NULL, NULL, NULL},

@@ -19,12 +19,19 @@ hangs in C, and the thread prints the message and ends the process with the exit
 75 where starting again may help. For that the collective must release the GIL while it waits.
 Outside of collectives nothing is interrupted: the next one raises.
 
+A collective that is only enqueued on a device (`goes_on`) is watched until the device has done it,
+and nobody waits for that: the thread asks now and then. Its deadline begins when the device comes
+to it, behind all the work before it, and it is the devices' places that say which rank has not
+come. The main thread may then stand anywhere, in a wait for a result of the device among it, which
+no exception reaches: once a failure is known the process gets some seconds to end by itself.
+
 Messages, as JSON arrays:
 
-    ["at", number, name, step, inside, seconds]    to and from rank 0, again and again
+    ["at", number, name, step, inside, seconds,    to and from rank 0, again and again: the host's
+        number, name, step, inside, seconds]       place, and the device's
     ["value", number, name, step, text]            to rank 0: this rank's JSON for a gather
     ["values", number, [text, ...]]                from rank 0, in the ranks' order
-    ["late", number, name, step]                   to rank 0: for this rank the deadline has passed
+    ["late", number, name, step, inside]           to rank 0: for this rank the deadline has passed
     ["end", kind, text, code]                      from rank 0 to all, or of a rank that leaves
     ["bye", number, name, step]                    the last collective that this rank came to
 """
@@ -39,8 +46,9 @@ import select
 import selectors
 import threading
 import time
+from collections import deque
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from needle.distributed import rendezvous
 from needle.distributed.environment import Place
@@ -53,6 +61,7 @@ LOOKS = 20  # in a deadline
 SLOWEST_LOOK = 1.0  # seconds
 EARLY = 0.8  # of the deadline: the thread looks some time later, and asks rank 0
 SILENT = 0.25  # of the deadline: without a word for so long a rank does not answer
+GRACE = 0.1  # of the deadline: for the main thread to end by itself, where its device hangs
 LINGER = 1.0  # seconds for the last words, when this rank closes
 MOST_DESCRIBED = 8  # ranks of a message
 MOST_REASON = 1000  # characters
@@ -64,12 +73,26 @@ class _At(NamedTuple):
     number: int
     name: str
     step: int
-    inside: str = ""  # "gather", "watched", or "" behind it
+    inside: str = ""  # "gather", "watched", of a device "device", or "" behind it
 
     def __str__(self) -> str:
         if not self.number:
             return "before the first collective"
         return f"{'in' if self.inside else 'behind'} {self.name!r} at step {self.step}"
+
+
+class Work(Protocol):
+    """A collective that was handed to a device. Asked from another thread; an error says that it
+    cannot end well."""
+
+    def begun(self) -> bool: ...
+    def done(self) -> bool: ...
+
+
+class _Enqueued(NamedTuple):
+    at: _At
+    before: _At  # the collective before it
+    work: Work
 
 
 @dataclasses.dataclass
@@ -78,7 +101,9 @@ class _Peer:
 
     connection: Connection
     at: _At = _At(0, "", 0)
-    since: float = 0.0  # when it came there; this and the next by this process' clock
+    since: float = 0.0  # when it came there; this and the others by this process' clock
+    device: _At = _At(0, "", 0)
+    device_since: float = 0.0
     heard: float = 0.0  # its last word
     is_open: bool = True
     has_closed: bool = False  # it said bye: `at` is its last collective
@@ -91,9 +116,11 @@ class Control:
     def __init__(self, place: Place, connections: dict[int, Connection], deadline: float) -> None:
         self.place, self.rank, self.size, self.deadline = place, place.rank, place.size, deadline
         self.step = 0
-        self._at = _At(0, "", 0)  # the thread reads it, as a whole
+        self._at = self._before = _At(0, "", 0)  # the thread reads it, as a whole
+        self._enqueued: deque[_Enqueued] = deque()  # the thread takes from it what is done
         self._period = min(deadline / LOOKS, SLOWEST_LOOK)
         self._failure: tuple[type[RankError], str, int] | None = None  # the first is the cause
+        self._is_failing = False  # somebody says it
         self._lock = threading.Lock()
         self._answered: tuple[int, list[str]] = 0, []  # the last gather that is done
         self._gathering: dict[int, dict[int, tuple[_At, str]]] = {}  # by number, by rank
@@ -108,6 +135,8 @@ class Control:
         # when, and when it asked rank 0 who is late.
         self._now, self._seen, self._since = 0.0, self._at, 0.0
         self._asked: float | None = None
+        self._device, self._device_since = self._at, 0.0
+        self._doomed: float | None = None  # since when a failure meets work on the device
         self._reported = 0.0
         self._thread = threading.Thread(target=self._watch, name="needle control", daemon=True)
         if self._peers:
@@ -199,6 +228,7 @@ class Control:
             raise self._error(_At(self._at.number + 1, name, self.step, inside))
         if self._closing:
             raise RuntimeError(f"{name}: the control channel is closed")
+        self._before = self._at
         self._at = _At(self._at.number + 1, name, self.step, inside)
 
     def _leave(self) -> None:
@@ -249,13 +279,14 @@ class Control:
         """The first failure is the cause; rank 0 tells it to all."""
         code = kind.code if code is None else code
         with self._lock:
-            if self._failure is not None:
+            if self._is_failing:
                 return
-            self._failure = kind, text, code
+            self._is_failing = True
         if self.rank == 0:
             word = next(word for word, one in KINDS.items() if one is kind)
             for rank in self._peers:
                 self._tell(rank, ["end", word, text, code])
+        self._failure = kind, text, code  # last: who sees it may end the process
 
     # ---- what has come --------------------------------------------------------------------------
 
@@ -290,16 +321,18 @@ class Control:
     def _take(self, rank: int, peer: _Peer, message: list[Any]) -> None:
         word, *more = message
         if word == "at":
-            at = _At(*more[:4])
+            at, device = _At(*more[:4]), _At(*more[5:9])
             if at != peer.at:
                 peer.at, peer.since = at, self._now - more[4]
+            if device != peer.device:
+                peer.device, peer.device_since = device, self._now - more[9]
         elif word == "value":
             peer.at, peer.since = _At(*more[:3], "gather"), self._now
             self._collect(rank, peer.at, more[3])
         elif word == "values":
             self._answered = more[0], more[1]
         elif word == "late":
-            self._fail(RankMissing, self._absent(rank, _At(*more, "watched")))
+            self._fail(RankMissing, self._absent(rank, _At(*more)))
         elif word == "end":
             self._fail(KINDS[more[0]], more[1], more[2])
         elif word == "bye":
@@ -340,32 +373,68 @@ class Control:
                     peer.connection.close()
 
     def _report(self) -> None:
+        seconds = [round(self._now - since, 3) for since in (self._since, self._device_since)]
         for rank, peer in self._peers.items():
             if peer.is_open:
-                self._tell(rank, ["at", *self._seen, round(self._now - self._since, 3)])
+                self._tell(rank, ["at", *self._seen, seconds[0], *self._device, seconds[1]])
 
     def _look(self) -> None:
         """What follows from what is known now."""
         at = self._at
         if at != self._seen:
-            self._seen, self._since, self._asked = at, self._now, None
+            self._seen, self._since = at, self._now
+        self._look_at_device()
         if self._failure is None:
             self._look_for_closed()
-        if self._failure is None and at.inside:
-            is_patient = at.inside == "patient gather" and not any(
-                map(self._is_silent, self._peers)
-            )
-            if self._now - self._since >= EARLY * self.deadline and not is_patient:
-                self._be_late(at)
-            elif self.rank == 0:
-                self._look_for_other_places(at)
-        if self._failure is not None and at.inside == "watched" and self._at == at:
+        if self._failure is None:
+            self._look_for_the_late(at)
+        if self._failure is None and at.inside and self.rank == 0:
+            self._look_for_other_places(at)
+        if self._failure is None:
+            return
+        if at.inside == "watched" and self._at == at:
             self._die(at)
+        if not self._enqueued:
+            self._doomed = None
+        elif self._doomed is None:
+            self._doomed = self._now
+        elif self._now - self._doomed >= GRACE * self.deadline:
+            self._die(self._enqueued[0].at)
+
+    def _look_at_device(self) -> None:
+        """Where the device is: in the first collective that it has not done, or before it."""
+        device = self._device._replace(inside="")
+        try:
+            while self._enqueued and self._enqueued[0].work.done():
+                device = self._enqueued.popleft().at._replace(inside="")
+            if self._enqueued:
+                first = self._enqueued[0]
+                device = first.at if first.work.begun() else first.before._replace(inside="")
+        except Exception as error:  # a fault of the device, of the network between devices
+            if self._failure is None:
+                text = f"rank {self.rank}, {self._enqueued[0].at}: {str(error)[:MOST_REASON]}"
+                self._fail(RankMissing, text)
+                if self.rank != 0:
+                    self._tell(0, ["end", "missing", text, RankMissing.code])
+        if device != self._device:
+            self._device, self._device_since = device, self._now
+
+    def _look_for_the_late(self, at: _At) -> None:
+        """This rank waits too long, its main thread or its device."""
+        is_patient = at.inside == "patient gather" and not any(map(self._is_silent, self._peers))
+        waits = [(at, self._since)] if at.inside and not is_patient else []
+        waits += [(self._device, self._device_since)] if self._device.inside else []
+        late = [at for at, since in waits if self._now - since >= EARLY * self.deadline]
+        if late:
+            self._be_late(late[-1])
+        else:
+            self._asked = None
 
     def _look_for_closed(self) -> None:
         """A collective in which one is, and to which one that has closed will not come."""
-        places = [(self.rank, self._seen)]
-        places += [(rank, peer.at) for rank, peer in self._peers.items()]
+        places = [(self.rank, self._seen), (self.rank, self._device)]
+        for rank, peer in self._peers.items():
+            places += [(rank, peer.at), (rank, peer.device)]
         for closed, peer in self._peers.items():
             for rank, at in places:
                 if peer.has_closed and at.inside and at.number > peer.at.number:
@@ -405,18 +474,23 @@ class Control:
             )
         elif self._asked is None:
             self._asked = self._now
-            self._tell(0, ["late", *at[:3]])
+            self._tell(0, ["late", *at])
 
     def _waited(self, rank: int, at: _At) -> str:
         return f"rank {rank} waited {self.deadline:g} s {at}"
 
     def _absent(self, noticed: int, at: _At) -> str:
         """Rank 0's answer to who has not come to where a rank waits."""
-        places = {0: (self._seen, self._since, 0.0)}
-        for rank, peer in self._peers.items():
-            places[rank] = peer.at, peer.since, self._now - peer.heard
+        hosts = {0: (self._seen, self._since)}
+        hosts |= {rank: (peer.at, peer.since) for rank, peer in self._peers.items()}
+        devices = {0: (self._device, self._device_since)}
+        devices |= {rank: (peer.device, peer.device_since) for rank, peer in self._peers.items()}
         words = {}
-        for rank, (there, since, silent) in places.items():
+        for rank, (there, since) in hosts.items():
+            silent = self._now - self._peers[rank].heard if rank else 0.0
+            who = "it"
+            if at.inside == "device" and there.number >= at.number:  # the host has come
+                (there, since), who = devices[rank], "its device"
             has_come = there.number > at.number or there[:2] == (at.number, at.name)
             is_silent = silent > SILENT * self.deadline
             if rank == noticed or (has_come and not is_silent):
@@ -428,7 +502,7 @@ class Control:
                     f"gone (last seen {there})"
                 )
             else:
-                words[rank] += f" (for {self._now - since:.1f} s it is {there})"
+                words[rank] += f" (for {self._now - since:.1f} s {who} is {there})"
         listed = [f"rank {rank} {said}" for rank, said in [*words.items()][:MOST_DESCRIBED]]
         if len(words) > MOST_DESCRIBED:
             listed.append(f"and so with {name_ranks([*words][MOST_DESCRIBED:])}")
@@ -453,8 +527,15 @@ class _Watched:
     def __init__(self, control: Control, name: str) -> None:
         self._control, self._name = control, name
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> _Watched:
         self._control._enter(self._name, "watched")
+        return self
+
+    def goes_on(self, work: Work) -> None:
+        """In the block: behind it the collective is watched until the device has done it."""
+        control = self._control
+        at = control._at._replace(inside="device")
+        control._enqueued.append(_Enqueued(at, control._before, work))
 
     def __exit__(self, *exception: object) -> None:
         self._control._leave()

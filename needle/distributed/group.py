@@ -4,7 +4,7 @@
 loop written for many is the loop for one. `Group(place, control)` is all the processes that
 somebody started together (environment.py): their control channel (control.py) carries small values
 and names who is missing; once `connect` has chosen it, a transport moves the bytes of arrays
-(mpi.py between processes of the CPU).
+(nccl.py between GPUs, mpi.py between processes of the CPU).
 
 Every method is called by all ranks, in the same order, but where it says otherwise.
 """
@@ -13,18 +13,22 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import platform
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from needle._C import Device, NDArray
-from needle.distributed.control import Control
+from needle._C import Device, NDArray, all_devices
+from needle.backend_ndarray import choose_device
+from needle.distributed.control import Control, Work
 from needle.distributed.environment import Place
 
 
 class Transport(Protocol):
     def exchange(
         self, sends: Sequence[NDArray | None], receives: Sequence[NDArray | None]
-    ) -> None: ...
+    ) -> Work | None:
+        """What goes on in a device; None when all is done."""
+
     def close(self) -> None: ...
 
 
@@ -65,14 +69,63 @@ class Group(Ranks):
         self._place, self._control = place, control
         self._transport: Transport | None = None
 
+    def device(self, name: str) -> Device:
+        """What a command line names (`choose_device`), of a rank the GPU that is its own: with
+        several of a machine that of its number among them, or the one that its launcher lets it
+        see. ValueError where it has none."""
+        place = self._place
+        if place is None or name == "cpu" or (name == "auto" and not visible_gpus()):
+            return choose_device(name)
+        if name not in ("auto", "cuda"):
+            raise ValueError(
+                f"--device {name}: each of {place.size} ranks takes a GPU of its own: leave it "
+                "out, and choose by CUDA_VISIBLE_DEVICES"
+            )
+        count = visible_gpus()
+        if 1 < count <= place.local_rank:
+            raise ValueError(
+                f"{place.launcher} started {place.local_size} ranks on {platform.node()}, where "
+                f"{count} GPUs are visible: start at most {count} there"
+            )
+        return choose_device(f"cuda:{place.local_rank if count > 1 else 0}")
+
     def connect(self, device: Device) -> None:
         """Arrays of this device can travel from now on. ValueError where nothing here can move
-        them, or where the ranks' products are not computed by the same library for the same
-        processor."""
+        them, where two ranks have the same GPU, or where the ranks' products are not computed by
+        the same library for the same processor."""
         if self._place is None:
             return
-        self._transport = _transport(self._place, device)
-        self.same("the libraries of products", device.properties()["products"])
+        facts = device.properties()
+        self.same("the kinds of devices", device.name)
+        if device.is_host:
+            self._transport = _mpi(self._place)
+            self.same("the libraries of products", facts["products"])
+            return
+        self.same("the GPUs", facts["name"])
+        self.same("the libraries of products", facts["products"])
+        self._refuse_shared_gpus(facts["uuid"])
+        self._transport = self._nccl(device)
+
+    def _refuse_shared_gpus(self, uuid: str) -> None:
+        told = self._control.gather("the GPUs' numbers", [uuid, platform.node()])
+        for rank, one in enumerate(told):
+            first = told.index(one)
+            if first != rank:
+                raise ValueError(
+                    f"ranks {first} and {rank} have the same GPU ({', '.join(one)}): each "
+                    "needs one of its own: start no more ranks on a machine than it has GPUs, and "
+                    "let each see all of them, or its own alone (CUDA_VISIBLE_DEVICES)"
+                )
+
+    def _nccl(self, device: Device) -> Transport:
+        from needle.distributed.nccl import Library, NCCLTransport
+
+        library, control = Library(), self._control
+        self.same("the versions of NCCL", library.version_text)
+        unique = library.unique_id().hex() if self.rank == 0 else None
+        unique = control.broadcast("the meeting point of NCCL", unique)
+        with control.watched("the connection of the GPUs"):
+            return NCCLTransport(library, self.rank, self.size, bytes.fromhex(unique), device)
 
     # ---- small values ---------------------------------------------------------------------------
 
@@ -84,6 +137,11 @@ class Group(Ranks):
     def launcher(self) -> str | None:
         """Who started the ranks; None of a process alone."""
         return None if self._place is None else self._place.launcher
+
+    @property
+    def local_size(self) -> int:
+        """How many ranks this machine has."""
+        return 1 if self._place is None else self._place.local_size
 
     def same(self, what: str, value: str) -> None:
         """ValueError, on all ranks, where one has another value than rank 0. A rank may come late,
@@ -146,8 +204,10 @@ class Group(Ranks):
     ) -> None:
         if self._transport is None:
             return
-        with self._control.watched(name):
-            self._transport.exchange(sends, receives)
+        with self._control.watched(name) as collective:
+            work = self._transport.exchange(sends, receives)
+            if work is not None:
+                collective.goes_on(work)
 
     def close(self, reason: str | None = None, code: int = 1) -> None:
         """The end. With a reason of this rank alone, at any time: the others end too, quote it, and
@@ -179,12 +239,12 @@ class Subgroup(Ranks):
         self._group.exchange(name, *wide)
 
 
-def _transport(place: Place, device: Device) -> Transport:
-    if not device.is_host:
-        raise ValueError(
-            f"{place.launcher} started {place.size} ranks, but needle trains on one GPU so far: "
-            "start one process, or train on the CPU (--device cpu)"
-        )
+def visible_gpus() -> int:
+    """How many there are to be used; no context is made on any."""
+    return sum(device.name == "cuda" and device.enabled() for device in all_devices())
+
+
+def _mpi(place: Place) -> Transport:
     if place.launcher not in ("mpirun", "srun"):
         raise ValueError(
             f"{place.launcher} started {place.size} ranks on the CPU, where MPI connects them: "

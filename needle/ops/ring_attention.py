@@ -4,8 +4,10 @@ Keys and values are gathered, and each rank attends from its queries to them by 
 device: a query meets all its keys in one call, whose accumulator and log-sum-exp are float32. The
 backward gives each rank's part of the gradients of all keys; the parts travel to whose keys they
 are, and are added there in the order of the ranks, in float32. So the bits depend on the number of
-ranks alone. Bytes that a rank receives, of H heads of D dims and T tokens on N ranks: forward
-2 T H D (N - 1) / N elements of the operands' dtype, backward as many of float32.
+ranks alone. Each part comes out of its kernel in the kernel's dtype: float32 on the CPU; on a GPU,
+whose tensor cores take 16 bits, that of the operands, which rounds a gradient of keys once for each
+run of queries. Bytes that a rank receives, of H heads of D dims and T tokens on N ranks: forward
+2 T H D (N - 1) / N elements of the operands' dtype, backward these again and as many of float32.
 
 Layouts: which tokens a rank has, of 2 N chunks of T / 2 N tokens each.
 
@@ -95,25 +97,27 @@ class RingAttention(FusedOp):
         return out
 
     def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> list[NDArray | None]:
-        q, k, v = (x.cached_data.astype("float32") for x in node.inputs)
-        dout, (b, _, h, d) = dout.astype("float32"), q.shape
+        q, k, v = (x.cached_data for x in node.inputs)
         keys, values = self._gathered(k, v)  # again: kept, they would be N times the operands
-        dq = _C.empty(q.shape, "float32", q.device)
+        q, keys, values, dout, result = map(_exact, (q, keys, values, dout, node.cached_data))
+        b, _, h, d = q.shape
+        dq = _C.empty(q.shape, q.dtype, q.device)
         sums = [_C.empty((b, self.time, h, d), "float32", q.device) for _ in range(2)]
         for total in sums:
             total.fill(0)
         for kernel, (local, tokens) in zip(self.kernels, self._own()):
             end = tokens.stop if self.causal else self.time
             operands = q[:, local], keys[:, :end], values[:, :end]
-            into = [dq[:, local], *(_C.empty(x.shape, "float32", q.device) for x in operands[1:])]
-            kernel.o = node.cached_data[:, local].astype("float32")
+            into = [dq[:, local], *(_C.empty(x.shape, q.dtype, q.device) for x in operands[1:])]
+            kernel.o = result[:, local]
             kernel.backward(dout[:, local], operands, into)
             kernel.o = None
             for total, part in zip(sums, into[1:]):
-                total[:, :end] += part
+                total[:, :end] += part if part.dtype == "float32" else part.astype("float32")
         parts = [dq, *self._scattered(sums)]
         return [
-            dx.astype(x.dtype) if x.requires_grad else None for x, dx in zip(node.inputs, parts)
+            (dx if dx.dtype == x.dtype else dx.astype(x.dtype)) if x.requires_grad else None
+            for x, dx in zip(node.inputs, parts)
         ]
 
     def _own(self) -> list[tuple[slice, slice]]:
@@ -184,6 +188,11 @@ class RingAttention(FusedOp):
         for part in rest:
             total += part
         return [total[i : i + 1].reshape(shape[1:]) for i in range(len(sums))]
+
+
+def _exact(x: NDArray) -> NDArray:
+    """What the kernels of the backward read: the CPU's count in float32 anyway."""
+    return x.astype("float32") if x.device.is_host and x.dtype != "float32" else x
 
 
 def _placed(chunks: Sequence[slice]) -> list[tuple[slice, slice]]:

@@ -2,8 +2,10 @@
 
 import gc
 import os
+import re
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -170,7 +172,13 @@ def test_properties_and_events(device):
     for _ in range(10):
         a = a @ a * 1e-4
     end.record()
+    while not end.done():
+        time.sleep(0.001)
+    assert start.done() and device.stream != 0
+    assert re.fullmatch(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", facts["uuid"])
     assert 0 < start.elapsed(end) < 10_000
+    with pytest.raises(ValueError, match="must have been recorded"):
+        _C.Event(device).done()
     for one, other in ((start, _C.Event(device)), (_C.Event(device), end)):
         with pytest.raises(ValueError, match="must have been recorded"):
             one.elapsed(other)

@@ -30,6 +30,8 @@ def test_device():
     time.sleep(0.02)
     end.record()
     assert 20 <= start.elapsed(end) < 2000  # milliseconds
+    assert end.done() is True
+    assert nd.cpu().stream == 0 and facts["uuid"] == ""
     for wrong in ("end", None, nd.cpu()):
         with pytest.raises(TypeError, match="must be an Event of this device"):
             start.elapsed(wrong)

@@ -145,6 +145,8 @@ def test_make(device):
     view = nd.NDArray.make((3, 2), strides=(4, 1), device=device, handle=base._handle, offset=1)
     np.testing.assert_array_equal(view.numpy(), numbers(12).reshape(3, 4)[:, 1:3])
     assert view._handle.ptr() == base._handle.ptr()
+    before = base.written
+    assert view.data_ptr == base.data_ptr + 4 and base.written > before
     view.fill(0)
     assert base.numpy()[1] == 0
     assert nd.NDArray.make((2, 5), device=device).strides == (5, 1)

@@ -98,6 +98,7 @@ static nd_status properties(int device, nd_properties *out) {
     out->total_bytes = 141ll << 30;
     out->processors = 132;
     out->arch = 90;
+    snprintf(out->uuid, sizeof out->uuid, "GPU-%d", device);
     return ND_OK;
 }
 

@@ -1,6 +1,6 @@
 """One rank of a small training, struck as PLAN says: {"rank": r, "step": s, "what": ...} in JSON,
 where "mark" may name a file that the blow leaves, "deadline" be that of the ranks, in seconds, and
-"most" the bytes of a message.
+"most" the bytes of a message. FAKE_NCCL names a library that pretends to be NCCL between GPUs.
 
     kill, stop, term    the signal, from itself, when it has computed its first micro-batch then
     data                its data cannot be read there
@@ -26,10 +26,13 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "apps")]
 
+import run_ranks
 import train_pythia
 
+from needle import cpu
 from needle.data import DataError
-from needle.distributed import environment
+from needle.distributed import environment, group, nccl
+from needle.distributed.control import Control
 from needle.models import pythia
 
 pythia.PRESETS["tiny"] = (2, 64, 2, 256)
@@ -81,7 +84,9 @@ def strike(what: str, at: int, mark: str | None, deadline: float) -> None:
             return loss * float("nan")
         elif what == "bit":
             gradient = next(iter(model.parameters())).grad_buffer
-            np.asarray(memoryview(gradient)).reshape(-1).view(np.int32)[3] ^= 1
+            wrong = gradient.numpy()
+            wrong.reshape(-1).view(np.int32)[3] ^= 1
+            gradient[...] = wrong
         return loss
 
     def struck_write(*args, **more):
@@ -102,7 +107,20 @@ def strike(what: str, at: int, mark: str | None, deadline: float) -> None:
     train_pythia.save_checkpoint = struck_write
 
 
+def pretend_gpus(library: str) -> None:
+    """Four GPUs are visible, and all are the CPU; between them moves this library's NCCL."""
+    run_ranks.visible_gpus = group.visible_gpus = lambda: 4
+    group.choose_device = lambda name: cpu()
+    nccl.library_path = lambda: library
+    group.Group.connect = lambda self, device: setattr(
+        self, "_transport", self._place and self._nccl(device)
+    )
+
+
 if __name__ == "__main__":
+    train_pythia.__file__ = __file__  # what --gpus starts
+    if "FAKE_NCCL" in os.environ:
+        pretend_gpus(os.environ["FAKE_NCCL"])
     plan, place = json.loads(os.environ.get("PLAN", "null")), environment.find()
     if plan is not None and plan["rank"] == (0 if place is None else place.rank):
         strike(plan["what"], plan["step"], plan.get("mark"), plan.get("deadline", 60.0))
@@ -111,7 +129,7 @@ if __name__ == "__main__":
 
         mpi.MOST = plan["most"]
     if plan is not None and "deadline" in plan:
-        train_pythia.Control.join = partial(train_pythia.Control.join, deadline=plan["deadline"])
+        Control.join = partial(Control.join, deadline=plan["deadline"])
     code = train_pythia.main(sys.argv[1:])
     sys.stdout.flush()
     os._exit(code) if code == train_pythia.EXIT_GPU_LOST else sys.exit(code)

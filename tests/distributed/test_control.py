@@ -337,3 +337,137 @@ with control.watched("weights"): {HANG}
         code, _, said = rank.end()
         assert code == 1 and "at different collectives: rank 1 is in 'weights'" in said
     assert time.monotonic() - began < 15
+
+
+# ---- collectives that go on in a device ----------------------------------------------------------
+
+# Work of a device that begins and ends so many seconds from now, or raises.
+WORK = """
+class Work:
+    def __init__(self, begins, ends):
+        self.begins, self.ends = (time.monotonic() + seconds for seconds in (begins, ends))
+    def begun(self): return time.monotonic() >= self.begins
+    def done(self): return time.monotonic() >= self.ends
+class Broken(Work):
+    def done(self): raise RuntimeError("the cable is out")
+def enqueue(name, work):
+    with control.watched(name) as collective:
+        collective.goes_on(work)
+NEVER = 10**6
+control = join()
+control.step = 3
+control.gather("the gradients", None)
+"""
+
+
+def ended(start, body, size=3, **more):
+    return [rank.end() for rank in start(WORK + body, size, **more)]
+
+
+def test_work_of_a_device_is_not_waited_for(start, within):
+    body = """
+began = time.monotonic()
+for number in range(3):
+    enqueue("the sum", Work(0.0, 0.3 * (number + 1)))
+say(time.monotonic() - began < 0.2)
+time.sleep(1.5)
+assert not control._enqueued and control._device[:3] == (4, "the sum", 3)
+control.gather("losses", None)
+control.close()
+"""
+    assert ended(start, body) == [(0, ["True"], "")] * 3
+
+
+def test_a_device_may_take_its_time_to_come_to_a_collective(start):
+    """Behind hours of a step's work, where all of them do: the deadline is two seconds."""
+    body = """
+enqueue("the sum", Work(4.0, 4.5))
+enqueue("the weights", Work(4.5, 5.0))
+time.sleep(6)
+control.close()
+"""
+    assert ended(start, body) == [(0, [], "")] * 3
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_device_that_does_not_come_is_named(start, within, late):
+    """All main threads wait in C for a result of it."""
+    body = f"""
+enqueue("the sum", Work(NEVER if rank == {late} else 0, NEVER))
+{HANG}
+"""
+    with within(8):
+        found = ended(start, body)
+    for code, _, said in found:
+        assert code == 75 and said.count("\n") == 1, said
+        assert "waited 2 s in 'the sum' at step 3" in said, said
+        assert f"rank {late} has not come (for " in said, said
+        assert "s its device is behind 'the gradients' at step 3)" in said, said
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_rank_that_does_not_come_to_a_device_s_collective_is_named(start, within, late):
+    body = f"""
+if rank == {late}:
+    while control._failure is None: time.sleep(0.01)
+    sys.exit(control._failure[2])
+enqueue("the sum", Work(0, NEVER))
+{HANG}
+"""
+    with within(8):
+        found = ended(start, body)
+    for code, _, said in found[:late] + found[late + 1 :]:
+        assert code == 75 and f"rank {late} has not come (for " in said, said
+        assert "s it is behind 'the gradients' at step 3)" in said, said
+    assert found[late][0] == 75
+
+
+def test_all_devices_hang_together(start, within):
+    with within(8):
+        found = ended(start, f"enqueue('the sum', Work(0, NEVER))\n{HANG}")
+    for code, _, said in found:
+        assert code == 75 and "all ranks have come, so that the transfer itself hangs" in said
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_is_killed_while_devices_wait_for_it(start, within, victim):
+    body = f"""
+enqueue("the sum", Work(0, NEVER))
+say("ready")
+{HANG}
+"""
+    ranks = start(WORK + body, 3, deadline=20.0)
+    for rank in ranks:
+        rank.heard("ready")
+    ranks[victim].kill()
+    with within(10):  # and not at the deadline
+        found = [rank.end() for number, rank in enumerate(ranks) if number != victim]
+    for code, _, said in found:
+        assert code == 75 and f"in 'the sum' at step 3: rank {victim} is gone" in said, said
+
+
+@pytest.mark.parametrize("broken", [0, 2])
+def test_an_error_of_a_device_is_everybody_s(start, within, broken):
+    body = f"""
+enqueue("the sum", Broken(0, NEVER) if rank == {broken} else Work(0, NEVER))
+{HANG}
+"""
+    with within(8):
+        found = ended(start, body, deadline=20.0)
+    for code, _, said in found:
+        assert code == 75 and f"rank {broken}, in 'the sum' at step 3: the cable is out" in said
+
+
+def test_who_can_end_by_itself_does(start):
+    """A gather raises, and the process has some seconds to say more."""
+    body = """
+enqueue("the sum", Work(0, NEVER))
+if rank == 2: control.leave("the disk is full")
+else:
+    try: control.gather("losses", None)
+    except RankMissing as error:
+        say(str(error).partition(": ")[2])
+        os._exit(error.code)
+"""
+    for code, words, said in ended(start, body, deadline=60.0)[:2]:
+        assert (code, words, said) == (1, ["rank 2 stopped at step 3: the disk is full"], "")

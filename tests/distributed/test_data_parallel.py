@@ -168,31 +168,60 @@ def test_ranks_must_be_the_same():
 
 
 def test_products_of_another_library_are_refused(monkeypatch):
-    monkeypatch.setattr("needle.distributed.group._transport", lambda place, device: None)
-
-    class Device:
-        def __init__(self, rank):
-            self.rank = rank
-
-        def properties(self):
-            return {"products": f"library {self.rank}"}
-
+    monkeypatch.setattr("needle.distributed.group._mpi", lambda place: None)
     with pytest.raises(ValueError, match="rank 1: the libraries of products differ"):
-        together(2, lambda group: group.connect(Device(group.rank)))
-    together(2, lambda group: group.connect(Device(0)))
+        together(2, lambda group: group.connect(device(products=f"library {group.rank}")))
+    together(2, lambda group: group.connect(device()))
+
+
+def device(kind="cpu", **facts):
+    facts = {"name": "H200", "products": "library", "uuid": ""} | facts
+    return SimpleNamespace(is_host=kind == "cpu", name=kind, properties=lambda: facts)
 
 
 @pytest.mark.parametrize(
-    "launcher, device, words",
+    "make, words",
     [
-        ("mpirun", SimpleNamespace(is_host=False), "trains on one GPU so far"),
-        ("torchrun", SimpleNamespace(is_host=True), "start them with mpirun"),
+        (lambda rank: device("cuda" if rank else "cpu"), "rank 1: the kinds of devices differ"),
+        (
+            lambda rank: device("cuda", name=f"GPU {rank}"),
+            "rank 1: the GPUs differ .*GPU 1, and GP",
+        ),
+        (lambda rank: device("cuda", products=str(rank)), "rank 1: the libraries of products"),
+        (lambda rank: device("cuda", uuid="GPU-7"), r"ranks 0 and 1 have the same GPU \(GPU-7, "),
     ],
 )
-def test_ranks_that_nothing_connects(launcher, device, words):
-    place = Place(0, 2, 0, 2, launcher)
+def test_gpus_that_cannot_go_together(make, words):
     with pytest.raises(ValueError, match=words):
-        Group(place).connect(device)
+        together(2, lambda group: group.connect(make(group.rank)))
+
+
+@pytest.mark.parametrize(
+    "name, local_rank, gpus, chosen",
+    [
+        ("auto", 1, 2, "cuda:1"),
+        ("cuda", 1, 4, "cuda:1"),
+        ("auto", 1, 1, "cuda:0"),  # the launcher lets each see its own
+        ("auto", 1, 0, "auto"),
+        ("cpu", 1, 2, "cpu"),
+        ("cuda:1", 1, 2, "takes a GPU of its own: leave it out"),
+        ("auto", 2, 2, "torchrun started 3 ranks on .*, where 2 GPUs are visible: start at most 2"),
+    ],
+)
+def test_the_device_of_a_rank(monkeypatch, name, local_rank, gpus, chosen):
+    monkeypatch.setattr("needle.distributed.group.visible_gpus", lambda: gpus)
+    monkeypatch.setattr("needle.distributed.group.choose_device", lambda name: name)
+    group = Group(Place(local_rank, 3, local_rank, 3, "torchrun"))
+    if " " not in chosen:
+        assert group.device(name) == chosen
+        return
+    with pytest.raises(ValueError, match=chosen):
+        group.device(name)
+
+
+def test_ranks_that_nothing_connects():
+    with pytest.raises(ValueError, match="torchrun started 2 ranks .* start them with mpirun"):
+        Group(Place(0, 2, 0, 2, "torchrun")).connect(device())
 
 
 def test_alone_it_is_what_one_does():

@@ -22,8 +22,12 @@ control.close()
 
 def greeting(port, **changes):
     """A connection that says what a rank says, with changes."""
-    said = {rendezvous.MAGIC: "1", "job": "test", "nonce": "", "rank": 1, "size": 2}
-    said |= {"facts": {rendezvous.MAGIC: "1"}, "who": "somebody", "id": "x"} | changes
+    said = {rendezvous.MAGIC: rendezvous.VERSION, "job": "test", "nonce": "", "rank": 1, "size": 2}
+    said |= {
+        "facts": {rendezvous.MAGIC: rendezvous.VERSION},
+        "who": "somebody",
+        "id": "x",
+    } | changes
     return knock(port, frame(json.dumps(said).encode()))
 
 
@@ -133,7 +137,9 @@ def test_strangers_cost_nothing(start):
     """What they say, half of it, too much, or nothing at all: they neither hold up nor end ours."""
     port = free_port()
     [first] = start(MEET, 3, ranks=(0,), port=port)
-    whole = frame(json.dumps({rendezvous.MAGIC: "1", "job": "test", "nonce": ""}).encode())
+    whole = frame(
+        json.dumps({rendezvous.MAGIC: rendezvous.VERSION, "job": "test", "nonce": ""}).encode()
+    )
     strangers = [
         knock(port, data)
         for data in (

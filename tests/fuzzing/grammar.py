@@ -240,7 +240,7 @@ STREAMS 5
   <new> = _C.Staging(64); np.frombuffer(<new>, 'f4')[:] = 2; <new>.send(<integers>, <dtype>)
   <new> = memoryview(_C.Staging(16)); <new>[:3] = b'abc'; bytes(<new>)
   <new> = _C.Staging(32); <new>.wait(); <new>.send((9,), 'float32')
-  <new> = _C.Event(<device>); <new>.record(); <new>.elapsed(<thing>)
+  <new> = _C.Event(<device>); <new>.record(); (<new>.done(), <new>.elapsed(<thing>))
   <new> = _C.Event(); <new>.elapsed(<new>); _C.Event().elapsed(<new>)
   _C.Graph(<device>, lambda: 3) | _C.Graph(<device>, <thing>)
   <new> = _C.<streamed>; <new>.__new__(<new>, <thing>)

@@ -1,0 +1,296 @@
+"""Weak scaling of a training step over the GPUs of this machine, needle beside PyTorch's DDP.
+
+    python benchmarks/data_parallel.py                  all GPUs; B 16 of T 2048 a GPU and leaf
+    python benchmarks/data_parallel.py --gpus 2 --leaves 1 --alone
+
+A step is that of the app: random tokens from the host, forward and backward of each of a rank's
+leaves (micro-batches), the sum over ranks in the order of the tree, clipping by the norm, AdamW of
+a rank's piece, the new weights round, and the two small agreements of each step. The peer is the
+model of train_step.py in PyTorch, compiled, float32 weights under autocast to bfloat16, fused
+AdamW, in DistributedDataParallel, at one leaf a rank.
+
+Each side is a group of processes, on one GPU and on all; after some seconds of load their blocks of
+steps take turns, so that all see the same machine. Printed are the median of the blocks, the least
+and the most; efficiency is the tokens a second of all GPUs over those of one times their number.
+
+Below stand the parts of the exchange on their own, between two events of the device: needle's sum
+(the pieces travel, own kernels add them, and the norm), the pieces' way alone, and the weights'
+way, beside NCCL's all_reduce, reduce_scatter and all_gather of as many bytes. The cost of the
+invariant tree is what needle's sum and the weights' way take more than reduce_scatter and
+all_gather do, as a share of the step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import checkout
+
+checkout.choose()
+from groups import Workers, join, own_gpu, serve, torch_group
+from machine import machine_now
+from train_step import BATCHES, NeedleSide, block, spread
+
+import needle as ndl
+from needle import _C, models
+from needle.backend_ndarray import as_bytes
+from needle.distributed.data_parallel import DataParallel
+from needle.distributed.group import Group, visible_gpus
+
+TIMES = 20  # that a part of the exchange is timed
+
+
+class ParallelSide(NeedleSide):
+    """A rank's part of the step of apps/train_pythia.py; `leaves` may change between blocks."""
+
+    def __init__(self, config: models.Config, group: Group, tokens: np.ndarray, shape) -> None:
+        super().__init__(config, own_gpu(group), tokens, shape)
+        self.group, self.parallels = group, {}
+
+    def share(self, leaves: int) -> None:
+        """So many leaves a rank from now on."""
+        if leaves not in self.parallels:
+            self.parallels[leaves] = DataParallel(
+                self.group, self.flat, self.optimizer, leaves * self.group.size
+            )
+        self.parallel = self.parallels[leaves]
+
+    def queue(self) -> Callable[[], float]:
+        losses = []
+        for _ in self.parallel.own_leaves:
+            losses.append(self._gradient(*self.batches.next()))
+            self.parallel.add_leaf()
+        self.group.gather("the gradients", None)
+        _, scale = self.parallel.reduce(1.0)
+        self.parallel.step(scale)
+        loss = _C.Download(self.parallel.losses(losses)[0])
+        self.group.gather("the end of the step", None)
+        return lambda: float(loss.wait())
+
+    def parts(self) -> dict[str, float]:
+        """Milliseconds of each part of the exchange."""
+        self.share(1)
+        parallel, group, rank = self.parallel, self.group, self.group.rank
+        grad, data = self.flat.grad, self.flat.data
+        sends = [None if r == rank else grad[p] for r, p in enumerate(parallel.pieces)]
+        own = grad[parallel.pieces[rank]]
+        receives = [
+            None if r == rank else _C.empty(own.shape, own.dtype, own.device)
+            for r in range(group.size)
+        ]
+        width = data.nbytes // data.size
+        wide = [slice(p.start * width, p.stop * width) for p in parallel.pieces]
+        return {
+            "sum": self._time(lambda: parallel.reduce(1.0)),
+            "pieces": self._time(lambda: group.exchange("pieces", sends, receives)),
+            "weights": self._time(lambda: group.all_gather("weights", as_bytes(data), wide)),
+        }
+
+    def _time(self, call: Callable[[], Any]) -> float:
+        first, last = _C.Event(self.device), _C.Event(self.device)
+        call()
+        self.synchronize()
+        self.group.gather("ready", None)
+        first.record()
+        for _ in range(TIMES):
+            call()
+        last.record()
+        return first.elapsed(last) / TIMES
+
+
+def torch_parts(size: int, count: int) -> dict[str, float]:
+    """NCCL's collectives of a float32 gradient and of bfloat16 weights of so many elements."""
+    import torch
+    from torch import distributed
+
+    size = -(-size // count) * count
+    grad = torch.zeros(size, device="cuda")
+    weights = torch.zeros(size, device="cuda", dtype=torch.bfloat16)
+    piece, own = torch.zeros(size // count, device="cuda"), weights.chunk(count)[0].clone()
+    calls = {
+        "all_reduce": lambda: distributed.all_reduce(grad),
+        "reduce_scatter": lambda: distributed.reduce_scatter_tensor(piece, grad),
+        "all_gather": lambda: distributed.all_gather_into_tensor(weights, own),
+    }
+    found = {}
+    for name, call in calls.items():
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        call()
+        torch.cuda.synchronize()
+        distributed.barrier()
+        first.record()
+        for _ in range(TIMES):
+            call()
+        last.record()
+        last.synchronize()
+        found[name] = first.elapsed_time(last) / TIMES
+    return found
+
+
+# ---- the processes of a group --------------------------------------------------------------------
+
+
+def work(args: argparse.Namespace) -> None:
+    config = models.preset(args.model, max_seq_len=args.seq_len, dtype="bfloat16")
+    shape = args.batch_size, args.seq_len
+    if args.worker == "needle":
+        group = join()
+        tokens = tokens_of(group.rank, config, shape)
+        side = ParallelSide(config, group, tokens, shape)
+    else:
+        import torch
+        from torch_training import TorchSide
+
+        rank, count = torch_group()
+        tokens = tokens_of(rank, config, shape)
+        side = TorchSide(config, "cuda", "bfloat16", tokens, shape, "compile")
+        if count > 1:
+            shared = torch.nn.parallel.DistributedDataParallel(
+                side.model, device_ids=[rank], gradient_as_bucket_view=True
+            )
+            side.forward = torch.compile(shared, dynamic=False)
+
+    def answer(what: str, leaves: int = 1, steps: int = 1, size: int = 0) -> Any:
+        if what == "parts":
+            return side.parts() if args.worker == "needle" else torch_parts(size, count)
+        if what == "size":
+            return side.flat.size
+        if args.worker == "needle":
+            side.share(leaves)
+        return block(side, steps)
+
+    serve(answer)
+    if args.worker == "needle":
+        side.synchronize()
+        group.close()
+    elif count > 1:
+        torch.distributed.destroy_process_group()
+
+
+def tokens_of(rank: int, config: models.Config, shape: tuple[int, int]) -> np.ndarray:
+    draw = np.random.default_rng(rank).integers
+    return draw(0, config.vocab_size, BATCHES * shape[0] * shape[1] + 1, np.uint16)
+
+
+# ---- the driver ----------------------------------------------------------------------------------
+
+
+def measure(sides: dict[str, Workers], leaves: int, args: argparse.Namespace) -> dict[str, float]:
+    """Tokens a second of each side, at the median."""
+    steps = max(args.steps // leaves, 2)
+    question = {"what": "block", "leaves": leaves, "steps": steps}
+    end = time.monotonic() + args.load
+    while time.monotonic() < end:
+        for side in sides.values():
+            side.ask(**question)
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(args.blocks):
+        for name, side in sides.items():
+            times[name].append(max(ms for ms, _, _ in side.ask(**question)))
+    asked = machine_now()
+    while asked.poll() is None:
+        next(reversed(sides.values())).ask(**question)
+    print(f"\n{leaves} x {args.batch_size} x {args.seq_len} a GPU and step: ", end="")
+    print(f"{args.blocks} blocks of {steps} steps a side, in turns; clock, power, temperature:")
+    print("  " + "\n  ".join(asked.communicate()[0].strip().splitlines()))
+    rates = {}
+    for name, side in sides.items():
+        tokens = leaves * side.count * args.batch_size * args.seq_len
+        rate = [1e3 * tokens / ms for ms in times[name]]
+        rates[name] = statistics.median(rate)
+        print(f"  {name:22} {spread(times[name], '.2f')} ms, {spread(rate, ',.0f')} tokens/s")
+    return rates
+
+
+def slowest(found: list[dict[str, float]]) -> dict[str, float]:
+    """Of the ranks."""
+    return {name: max(one[name] for one in found) for name in found[0]}
+
+
+def tell_parts(sides: dict[str, Workers], many: str, step_ms: float) -> None:
+    ours = sides[f"needle, {many}"]
+    [size, *_] = ours.ask(what="size")
+    own = slowest(ours.ask(what="parts"))
+    print(f"\nthe exchange of {size:,} parameters, ms:")
+    print(
+        f"  needle: the sum {own['sum']:.3f} (of it the pieces' way {own['pieces']:.3f}), "
+        f"the weights {own['weights']:.3f}"
+    )
+    if f"DDP, {many}" not in sides:
+        return
+    nccl = slowest(sides[f"DDP, {many}"].ask(what="parts", size=size))
+    print("  NCCL: " + ", ".join(f"{name} {ms:.3f}" for name, ms in nccl.items()))
+    more = own["sum"] + own["weights"] - nccl["reduce_scatter"] - nccl["all_gather"]
+    print(f"  the invariant tree costs {more:+.3f} ms, {more / step_ms:+.2%} of the step")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gpus", type=int, metavar="N", help="default: all that are visible")
+    parser.add_argument(
+        "--model", choices=models.preset_names(), default="pythia-70m", help="default: pythia-70m"
+    )
+    parser.add_argument("--batch-size", type=int, default=16, metavar="B", help="default: 16")
+    parser.add_argument("--seq-len", type=int, default=2048, metavar="T", help="default: 2048")
+    parser.add_argument(
+        "--leaves", type=int, nargs="+", default=[1, 4], metavar="N", help="a rank (default: 1 4)"
+    )
+    parser.add_argument("--blocks", type=int, default=5, metavar="N", help="a side (default: 5)")
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="a block (default: 20)")
+    parser.add_argument(
+        "--load", type=float, default=5.0, metavar="SECONDS", help="before the blocks (default: 5)"
+    )
+    parser.add_argument("--alone", action="store_true", help="without PyTorch")
+    parser.add_argument("--worker", choices=("needle", "torch"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        return work(args)
+    visible = visible_gpus()
+    gpus = args.gpus or visible
+    if not 2 <= gpus <= visible:
+        parser.error(f"{visible} GPUs are visible, and this needs 2 or more of them")
+    many = f"{gpus} GPUs"
+    properties = ndl.cuda().properties()
+    print(f"{gpus} x {properties['name']}, {properties['detail']}; {args.model}, bfloat16")
+    flags = ["--model", args.model, "--batch-size", args.batch_size, "--seq-len", args.seq_len]
+
+    def start(kind: str, name: str, count: int) -> Workers:
+        return Workers(name, count, [__file__, "--worker", kind, *map(str, flags)])
+
+    sides = {f"needle, {words}": start("needle", f"needle, {words}", count)
+             for words, count in (("1 GPU", 1), (many, gpus))}  # fmt: skip
+    if not args.alone and importlib.util.find_spec("torch"):
+        sides["torch, 1 GPU"] = start("torch", "torch, 1 GPU", 1)
+        sides[f"DDP, {many}"] = start("torch", f"DDP, {many}", gpus)
+    for side in sides.values():  # all compile, load and connect at once
+        side.tell(what="block", steps=3)
+    for side in sides.values():
+        side.answers()
+    for leaves in args.leaves:
+        shown = {n: s for n, s in sides.items() if leaves == 1 or n.startswith("needle")}
+        rates = measure(shown, leaves, args)
+        for name, one in (("needle", "needle"), ("DDP", "torch")):
+            if f"{name}, {many}" in rates:
+                share = rates[f"{name}, {many}"] / (gpus * rates[f"{one}, 1 GPU"])
+                print(f"  {name}: {share:.1%} of {gpus} times one GPU")
+        if leaves == 1:
+            step_ms = 1e3 * gpus * args.batch_size * args.seq_len / rates[f"needle, {many}"]
+            tell_parts(sides, many, step_ms)
+    for side in sides.values():
+        side.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""Attention over a sequence that GPUs share, forward and backward, beside one GPU and PyTorch.
+
+    python benchmarks/ring_attention.py                    T = 16384, 65536, 131072; all GPUs
+    python benchmarks/ring_attention.py --lengths 65536 --head-dims 64 --alone
+
+One sequence, 8 heads, bfloat16, causal. TFLOP/s a GPU count 4 D operations a pair of query and key
+forward and 10 D backward, half of all pairs, over the GPUs. The ideal is needle's attention of the
+whole sequence on one GPU; a share is the rate of all GPUs over that of one times their number.
+needle's ring_attention gathers keys and values, in the zigzag layout; the peer is PyTorch's context
+parallel with cuDNN's attention, which gathers them too, and cuDNN's on one GPU.
+
+Each side is a group of processes. A sample is as many steps as take some 100 ms, between two events
+of the device; the sides take turns, and the median of the samples is shown, of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import checkout
+
+checkout.choose()
+from groups import Workers, join, own_gpu, serve, torch_group
+from machine import machine_now
+
+import needle as ndl
+from needle import _C, ops
+from needle.distributed.group import visible_gpus
+
+HEADS, SAMPLES, SAMPLE_MS = 8, 5, 100.0
+Step = Callable[[], Any]
+
+
+# ---- the processes of a group --------------------------------------------------------------------
+
+
+def needle_worker() -> None:
+    group = join()
+    device = own_gpu(group)
+
+    def random(time: int, dim: int, seed: int) -> ndl.Tensor:
+        """The same rows again and again: the host would take seconds for so many."""
+        shape = 1, min(time, 1024), HEADS, dim
+        rows = np.random.default_rng(seed).standard_normal(shape, np.float32)
+        rows = _C.array(rows, "bfloat16", device)
+        whole = _C.empty((1, time, HEADS, dim), "bfloat16", device)
+        for begin in range(0, time, shape[1]):
+            part = whole[:, begin : begin + shape[1]]
+            _C.assign(part, rows[:, : part.shape[1]])
+        made = ndl.Tensor.from_ndarray(whole)
+        made.requires_grad = seed < 3
+        return made
+
+    def answer(time: int, dim: int, steps: int) -> float:
+        q, k, v, dout = (random(time // group.size, dim, seed) for seed in range(4))
+
+        def step() -> None:
+            for x in (q, k, v):
+                x.grad = None
+            if group.size == 1:
+                ops.attention(q, k, v).backward(dout)
+            else:
+                ops.ring_attention(q, k, v, group).backward(dout)
+
+        first, last = _C.Event(device), _C.Event(device)
+        step()
+        device.synchronize()
+        group.gather("ready", None)
+        first.record()
+        for _ in range(steps):
+            step()
+        last.record()
+        return first.elapsed(last) / steps
+
+    serve(answer)
+    group.close()
+
+
+def torch_worker() -> None:
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    rank, count = torch_group()
+    mesh = torch.distributed.init_device_mesh("cuda", (count,)) if count > 1 else None
+
+    @contextlib.contextmanager
+    def shared(operands: list[torch.Tensor]) -> Iterator[None]:
+        """In the block they are this rank's tokens."""
+        if mesh is None:
+            yield
+            return
+        from torch.distributed.tensor.experimental import context_parallel
+
+        with context_parallel(
+            mesh,
+            buffers=operands,
+            buffer_seq_dims=[2] * len(operands),
+            no_restore_buffers=set(operands),
+        ):
+            yield
+
+    def answer(time: int, dim: int, steps: int) -> float:
+        torch.manual_seed(0)
+        make = lambda: torch.randn(1, HEADS, time, dim, device="cuda", dtype=torch.bfloat16)
+        operands = [make() for _ in range(4)]
+        *qkv, dout = operands
+
+        def step() -> None:
+            for x in qkv:
+                x.grad = None
+            scaled_dot_product_attention(*qkv, is_causal=True).backward(dout)
+
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), shared(operands):
+            for x in qkv:
+                x.requires_grad = True
+            step()
+            torch.cuda.synchronize()
+            if count > 1:
+                torch.distributed.barrier()
+            first.record()
+            for _ in range(steps):
+                step()
+            last.record()
+            last.synchronize()
+        return first.elapsed_time(last) / steps
+
+    serve(answer)
+    if count > 1:
+        torch.distributed.destroy_process_group()
+
+
+# ---- the driver ----------------------------------------------------------------------------------
+
+
+def measure(sides: dict[str, Workers], time: int, dim: int) -> None:
+    operations, steps = 14 * dim * HEADS * time * time / 2, {}
+    for name, side in [*sides.items()]:
+        try:
+            steps[name] = steps_of(side, time, dim)
+        except SystemExit as error:
+            if name.startswith("needle"):
+                raise
+            print(f"left out: {error}")
+            del sides[name]
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(SAMPLES):
+        for name, side in sides.items():
+            times[name].append(max(side.ask(time=time, dim=dim, steps=steps[name])))
+    print(f"\nT {time:,}, head dim {dim}")
+    rates: dict[str, float] = {}
+    for name, side in sides.items():
+        ms = statistics.median(times[name])
+        rates[name] = operations / ms / 1e9 / side.count
+        ideal = rates.get(f"{name.split(',')[0]}, 1 GPU", rates["needle, 1 GPU"])
+        print(
+            f"  {name:16} {ms:9.2f} ms ({min(times[name]):.2f} to {max(times[name]):.2f}), "
+            f"{rates[name]:5.0f} TFLOP/s a GPU, {rates[name] / ideal:6.1%} of its one GPU, "
+            f"{rates[name] / rates['needle, 1 GPU']:6.1%} of needle's"
+        )
+
+
+def steps_of(side: Workers, time: int, dim: int) -> int:
+    side.ask(time=time, dim=dim, steps=1)
+    ms = max(side.ask(time=time, dim=dim, steps=1))
+    return min(max(round(SAMPLE_MS / ms), 1), 30)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gpus", type=int, metavar="N", help="default: all that are visible")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[16384, 65536, 131072], metavar="T",
+        help="default: 16384 65536 131072",
+    )  # fmt: skip
+    parser.add_argument(
+        "--head-dims", type=int, nargs="+", default=[64, 128], metavar="D", help="default: 64 128"
+    )
+    parser.add_argument("--alone", action="store_true", help="without PyTorch")
+    parser.add_argument("--worker", choices=("needle", "torch"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        return {"needle": needle_worker, "torch": torch_worker}[args.worker]()
+    visible = visible_gpus()
+    gpus = args.gpus or visible
+    if not 2 <= gpus <= visible:
+        parser.error(f"{visible} GPUs are visible, and this needs 2 or more of them")
+    properties = ndl.cuda().properties()
+    print(f"{gpus} x {properties['name']}, {properties['detail']}; bfloat16, {HEADS} heads, causal")
+    kinds = ["needle"]
+    if not args.alone and importlib.util.find_spec("torch"):
+        kinds.append("torch")
+    names = {f"{kind}, {'1 GPU' if count == 1 else f'{count} GPUs'}": (kind, count)
+             for kind in kinds for count in (1, gpus)}  # fmt: skip
+    sides = {
+        name: Workers(name, count, [__file__, "--worker", kind])
+        for name, (kind, count) in names.items()
+    }
+    for dim in args.head_dims:
+        for time in args.lengths:
+            measure(sides, time, dim)
+    asked = machine_now()
+    print(f"\nclock, power, temperature: {asked.communicate()[0].strip()}".replace("\n", "\n  "))
+    for side in sides.values():
+        side.close()
+
+
+if __name__ == "__main__":
+    main()

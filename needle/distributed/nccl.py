@@ -1,0 +1,200 @@
+"""Bytes between GPUs by NCCL, opened when they are first needed: no arithmetic is NCCL's.
+
+`libnccl.so.2` is the pip wheel's (the extra `gpus`), else the system's. Sends and receives are
+enqueued on needle's own stream of the device, so that kernels before and after see them in order
+and the host waits for nothing; what it returns is the work that the control channel's thread
+watches (control.py). Before and behind an exchange stands an event: its deadline begins when the
+GPU has come to the first, and with the second it is over. Making the host wait for the step before
+lost: a wait may stand anywhere (a loss, an evaluation, a checkpoint), and each would need a watch.
+
+The communicator is a blocking one. What NCCL does on the host, finding the peers and connecting to
+each at the first exchange with it, happens in the caller's `watched`, which ends a hang. Nothing is
+aborted: a process whose peers are gone is ended.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from needle._C import Device, Event, NDArray
+from needle.distributed.rendezvous import RankMissing
+
+NAME = "libnccl.so.2"
+OLDEST = 21800  # 2.18.0, as ncclGetVersion tells it
+SUCCESS, IN_PROGRESS = 0, 7  # ncclResult_t
+INT8 = 0  # ncclDataType_t
+ID_BYTES = 128
+INSTALL = "pip install nvidia-nccl-cu13 (or needle[gpus]), into the environment of each rank"
+
+
+class UniqueId(ctypes.Structure):
+    """Handed over by value."""
+
+    _fields_ = (("internal", ctypes.c_char * ID_BYTES),)
+
+
+_POINTER, _INT, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+# Of functions that return ncclResult_t: their parameters.
+FUNCTIONS: dict[str, list[Any]] = {
+    "ncclGetVersion": [ctypes.POINTER(_INT)],
+    "ncclGetUniqueId": [ctypes.POINTER(UniqueId)],
+    "ncclCommInitRank": [ctypes.POINTER(_POINTER), _INT, UniqueId, _INT],
+    "ncclCommDestroy": [_POINTER],
+    "ncclCommGetAsyncError": [_POINTER, ctypes.POINTER(_INT)],
+    "ncclGroupStart": [],
+    "ncclGroupEnd": [],
+    "ncclSend": [_POINTER, _SIZE, _INT, _INT, _POINTER, _POINTER],
+    "ncclRecv": [_POINTER, _SIZE, _INT, _INT, _POINTER, _POINTER],
+}
+
+
+def library_path() -> str:
+    """Of the pip wheel, which is found without importing anything of it, else what the system's
+    loader finds by that name."""
+    try:
+        spec = importlib.util.find_spec("nvidia.nccl")
+    except ModuleNotFoundError:
+        spec = None
+    places = [] if spec is None else spec.submodule_search_locations or []
+    paths = [Path(place, "lib", NAME) for place in places]
+    return next((str(path) for path in paths if path.is_file()), NAME)
+
+
+class Library:
+    """NCCL. `version` is as 22809 for 2.28.9. ValueError where there is none, or one that is too
+    old; every call raises RankMissing, a RuntimeError, with NCCL's own words: what it meets is
+    mostly a rank or a network that is gone, and a new start may help."""
+
+    def __init__(self, path: str | None = None) -> None:
+        path = path or library_path()
+        try:
+            self._library = ctypes.CDLL(path)
+            for name, parameters in FUNCTIONS.items():
+                function = getattr(self._library, name)
+                function.argtypes, function.restype = parameters, _INT
+            for name, parameter in ("ncclGetErrorString", _INT), ("ncclGetLastError", _POINTER):
+                function = getattr(self._library, name)
+                function.argtypes, function.restype = [parameter], ctypes.c_char_p
+        except (OSError, AttributeError) as error:
+            raise ValueError(
+                f"several GPUs need NCCL, which cannot be loaded ({error}): {INSTALL}"
+            ) from error
+        version = _INT()
+        self.call("ncclGetVersion", ctypes.byref(version))
+        self.version = version.value
+        if self.version < OLDEST:
+            raise ValueError(
+                f"{path} is NCCL {self.version_text}, and needle needs 2.18 or newer: {INSTALL}"
+            )
+
+    @property
+    def version_text(self) -> str:
+        # Before 2.9 the number had fewer digits.
+        major = 10000 if self.version >= 10000 else 1000
+        return f"{self.version // major}.{self.version % major // 100}.{self.version % 100}"
+
+    def call(self, name: str, *arguments: Any, communicator: Any = None) -> None:
+        self.check(name, getattr(self._library, name)(*arguments), communicator)
+
+    def check(self, name: str, result: int, communicator: Any = None) -> None:
+        """RankMissing for what a function returned, or left as its asynchronous error."""
+        if result == SUCCESS:
+            return
+        words = self._library.ncclGetErrorString(result) or b"?"
+        last = self._library.ncclGetLastError(communicator) or b""
+        more = f" ({last.decode(errors='replace').strip()})" if last.strip() else ""
+        raise RankMissing(
+            f"NCCL: {name}: {words.decode(errors='replace')}{more}: NCCL_DEBUG=INFO in the "
+            "environment of the ranks says what it tried"
+        )
+
+    def unique_id(self) -> bytes:
+        """What the ranks of a communicator have in common; of one of them."""
+        made = UniqueId()
+        self.call("ncclGetUniqueId", ctypes.byref(made))
+        return bytes(made)
+
+
+class _Exchange:
+    """What the control channel watches (control.Work)."""
+
+    def __init__(self, transport: NCCLTransport, device: Device) -> None:
+        self._transport = transport
+        self.first, self.last = Event(device), Event(device)
+
+    def begun(self) -> bool:
+        return self.first.done()
+
+    def done(self) -> bool:
+        self._transport.look()
+        return self.last.done()
+
+
+class NCCLTransport:
+    """Joins the communicator of `size` ranks, for which all of them come."""
+
+    def __init__(
+        self, library: Library, rank: int, size: int, unique_id: bytes, device: Device
+    ) -> None:
+        self._library, self._device, self._stream = library, device, device.stream
+        self._lock = threading.Lock()  # the thread that looks may not see a communicator that goes
+        device.synchronize()  # makes it this thread's device, on which NCCL begins
+        communicator = _POINTER()
+        library.call(
+            "ncclCommInitRank",
+            ctypes.byref(communicator),
+            size,
+            UniqueId.from_buffer_copy(unique_id),
+            rank,
+        )
+        self._communicator: ctypes.c_void_p | None = communicator
+
+    def exchange(
+        self, sends: Sequence[NDArray | None], receives: Sequence[NDArray | None]
+    ) -> _Exchange | None:
+        """See Group.exchange; None where this rank has no part in it. After an error the ranks
+        cannot go on: some may have begun."""
+        parts = [
+            (name, peer, array)
+            for name, arrays in (("ncclSend", sends), ("ncclRecv", receives))
+            for peer, array in enumerate(arrays)
+            if array is not None and array.size
+        ]
+        for _, peer, array in parts:
+            if array.device != self._device or not array.is_compact():
+                raise ValueError(
+                    f"exchange: the array for rank {peer} must be compact, on {self._device}"
+                )
+        if not parts:
+            return None
+        call, communicator = self._library.call, self._communicator
+        work = _Exchange(self, self._device)
+        work.first.record()
+        call("ncclGroupStart", communicator=communicator)
+        for name, peer, array in parts:
+            where = array.data_ptr, array.nbytes, INT8, peer
+            call(name, *where, communicator, self._stream, communicator=communicator)
+        call("ncclGroupEnd", communicator=communicator)
+        work.last.record()
+        return work
+
+    def look(self) -> None:
+        """RankMissing where NCCL has met an error since."""
+        with self._lock:
+            if self._communicator is not None:
+                state = _INT()
+                self._library.call("ncclCommGetAsyncError", self._communicator, ctypes.byref(state))
+                if state.value != IN_PROGRESS:
+                    self._library.check("an exchange", state.value, self._communicator)
+
+    def close(self) -> None:
+        """When all that was enqueued is done; all ranks come."""
+        self._device.synchronize()
+        with self._lock:
+            communicator, self._communicator = self._communicator, None
+        self._library.call("ncclCommDestroy", communicator)

@@ -1,0 +1,218 @@
+"""needle/distributed/nccl.py and --gpus against a library that has NCCL's functions and no GPU."""
+
+import ctypes.util
+import re
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from gpu_runs import (
+    Runs,
+    a_killed_rank_ends_the_others,
+    a_signal_saves_once,
+    a_stopped_rank_is_named,
+    a_wrong_device_is_named,
+    fake_library,
+    goes_on_with_other_numbers,
+    under_a_supervisor,
+)
+from harness import ROOT
+from mpi_runs import write_tokens
+
+from needle import _C
+from needle.distributed import nccl
+from needle.distributed.control import RankMissing
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    return fake_library(tmp_path_factory.mktemp("fake"))
+
+
+@pytest.fixture(autouse=True)
+def pipes(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path_factory.mktemp("pipes")))
+
+
+# ---- the library ---------------------------------------------------------------------------------
+
+
+def test_what_is_not_there_is_said_with_what_to_install(tmp_path, library, monkeypatch):
+    words = r"several GPUs need NCCL.*pip install nvidia-nccl-cu13 \(or needle\[gpus\]\)"
+    with pytest.raises(ValueError, match=words):
+        nccl.Library(str(tmp_path / "libnccl.so.2"))
+    other = ctypes.util.find_library("m")
+    with pytest.raises(ValueError, match="ncclGetVersion.*pip install"):
+        nccl.Library(other)
+    monkeypatch.setenv("FAKE_NCCL_VERSION", "21705")
+    with pytest.raises(ValueError, match=r"is NCCL 2\.17\.5, and needle needs 2\.18 or newer"):
+        nccl.Library(str(library))
+    monkeypatch.setenv("FAKE_NCCL_VERSION", "2708")
+    with pytest.raises(ValueError, match=r"is NCCL 2\.7\.8"):
+        nccl.Library(str(library))
+
+
+def test_the_wheel_comes_before_the_system(tmp_path, monkeypatch):
+    monkeypatch.setattr(nccl.importlib.util, "find_spec", lambda name: None)
+    assert nccl.library_path() == "libnccl.so.2"
+    wheel = tmp_path / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
+    wheel.parent.mkdir(parents=True)
+    wheel.touch()
+    monkeypatch.undo()
+    code = "from needle.distributed.nccl import library_path; print(library_path())"
+    paths = [str(tmp_path), str(ROOT), *sys.path]
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:] = {paths!r}; {code}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == str(wheel)
+
+
+@pytest.mark.parametrize("call", ["ncclGetUniqueId", "ncclCommInitRank", "ncclSend", "ncclRecv"])
+def test_an_error_has_the_words_of_nccl(library, monkeypatch, call):
+    monkeypatch.setenv("FAKE_NCCL_FAILS", call)
+    words = rf"NCCL: {call}: unhandled system error \(the cable is out\): NCCL_DEBUG=INFO"
+    with pytest.raises(RankMissing, match=words) as caught:
+        made = nccl.Library(str(library))
+        transport = nccl.NCCLTransport(made, 0, 2, made.unique_id(), _C.cpu())
+        array = _C.array(np.zeros(3))
+        transport.exchange([None, array], [None, array.copy()])
+    assert caught.value.code == 75
+
+
+# ---- an exchange ---------------------------------------------------------------------------------
+
+
+def connected(library, size, work):
+    """[work(transport, rank)] of ranks that are threads."""
+    made = nccl.Library(str(library))
+    unique = made.unique_id()
+    barrier = threading.Barrier(size)
+
+    def rank(number):
+        transport = nccl.NCCLTransport(made, number, size, unique, _C.cpu())
+        barrier.wait(60)
+        return work(transport, number)
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(rank, range(size)))
+
+
+def test_a_message_to_oneself(library):
+    """One process: sends and receives through the same pipe would be refused."""
+
+    def work(transport, rank):
+        nothing = [None]
+        assert transport.exchange(nothing, nothing) is None
+        assert transport.exchange([_C.empty((0,))], nothing) is None
+        transport.close()
+        transport.look()  # there is nothing left to look at
+
+    connected(library, 1, work)
+
+
+@pytest.mark.parametrize("wrong", ["view", "device"])
+def test_what_cannot_be_sent(library, wrong):
+    def work(transport, rank):
+        array = _C.array(np.zeros((4, 4)))
+        if wrong == "device":
+            transport._device = _C.cuda()
+        with pytest.raises(ValueError, match="rank 0 must be compact, on c"):
+            transport.exchange([array.permute((1, 0)) if wrong == "view" else array], [None])
+
+    connected(library, 1, work)
+
+
+def test_an_error_behind_the_call_is_found_by_who_looks(library, monkeypatch):
+    def work(transport, rank):
+        transport.look()
+        monkeypatch.setenv("FAKE_NCCL_FAILS", "ncclCommGetAsyncError")
+        with pytest.raises(RankMissing, match="NCCL: an exchange: unhandled system error"):
+            transport.look()
+
+    connected(library, 1, work)
+
+
+# ---- trainings -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def kind(tmp_path_factory, library):
+    """(where its runs lie, what one process writes)."""
+    tokens = write_tokens(tmp_path_factory.mktemp("tokens") / "tokens.npy")
+    runs = Runs(tmp_path_factory.mktemp("alone"), tokens, library)
+    said = runs.run("alone", 1)
+    assert "4 GPUs are visible, 1 is used: --gpus 4 uses all" not in said  # it is the CPU
+    return runs, runs.written("alone")
+
+
+@pytest.fixture
+def runs(kind, tmp_path):
+    return Runs(tmp_path, kind[0].tokens, kind[0].library)
+
+
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_gpus_change_no_byte(runs, kind, gpus):
+    said = runs.run("many", gpus)
+    assert said.count("loss ") >= 1 and "rank 1:" not in said
+    assert runs.written("many") == kind[1]
+
+
+def test_sequences_are_shared(runs, kind):
+    runs.run("shared", 2, "--context-parallel", "2")
+    wide = Runs(runs.out, runs.tokens, runs.library)
+    wide.run("wide", 4, "--context-parallel", "2")
+    assert runs.written("shared") == wide.written("wide")
+
+
+def test_a_run_goes_on_with_other_numbers(runs, kind):
+    goes_on_with_other_numbers(runs, kind[1])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank(runs, kind, rank):
+    a_killed_rank_ends_the_others(runs, kind[1], rank)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank(runs, rank):
+    a_stopped_rank_is_named(runs, rank)
+
+
+@pytest.mark.parametrize("to_launcher", [False, True])
+def test_a_signal(runs, kind, to_launcher):
+    a_signal_saves_once(runs, kind[1], to_launcher)
+
+
+def test_a_wrong_device(runs, kind):
+    a_wrong_device_is_named(runs, kind[1])
+
+
+def test_under_a_supervisor_all_are_started_again(runs, kind):
+    under_a_supervisor(runs, kind[1])
+
+
+@pytest.mark.parametrize(
+    "gpus, more, words",
+    [
+        (5, [], "--gpus 5: 4 can be used here: give a smaller number"),
+        (2, ["--device", "cpu"], "--gpus 2: with --device cpu there is nothing to share"),
+        (2, ["--device", "cuda:1"], "--gpus 2: with --device cuda:1 there is nothing to share"),
+        (3, [], "3 ranks cannot share a step of 4 micro-batches"),
+        (0, [], "argument --gpus: must be a whole number of 1 or more"),
+    ],
+)
+def test_what_cannot_be(runs, gpus, more, words):
+    assert words in runs.run("x", gpus, *more, code=None)
+
+
+def test_gpus_below_a_launcher_are_refused(runs, monkeypatch):
+    for name, value in ("RANK", 1), ("WORLD_SIZE", 2), ("LOCAL_RANK", 1), ("LOCAL_WORLD_SIZE", 2):
+        monkeypatch.setenv(name, str(value))
+    said = runs.run("x", 2, code=1)
+    assert re.search("--gpus 2: torchrun has started this process as rank 1 of 2: leave", said)
