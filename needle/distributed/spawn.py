@@ -122,9 +122,12 @@ class _Launch:
     def _ended(self, rank: int, code: int) -> None:
         if code == 0:
             return
-        if not self.failed:  # the others say themselves why they follow it
+        # The others say themselves why they follow the first, but for one that was killed: its end
+        # may be seen behind theirs, while the driver takes its memory back.
+        if not self.failed or (code < 0 and -code not in self.passed_on):
             how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with code {code}"
             say(f"rank {rank} {how}")
+        if not self.failed:
             self.patience = time.monotonic() + self.deadline + MARGIN
         if code < 0:
             code = 128 - code if -code in self.passed_on else EXIT_AGAIN

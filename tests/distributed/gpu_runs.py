@@ -87,7 +87,8 @@ def ranks_of(launcher: int) -> list[int]:
 
 # ---- what must be so on GPUs and on what pretends to be some -------------------------------------
 
-SLOW = {"rank": 0, "step": 0, "what": "slow"}  # each micro-batch takes 0.1 s more
+# A run that lasts some seconds, until somebody ends it.
+SLOW = {"rank": 0, "step": 0, "what": "slow", "seconds": 0.4}
 
 
 def goes_on_with_other_numbers(runs: Runs, alone: tuple, counts=(2, 1, 2)) -> None:

@@ -8,7 +8,7 @@ where "mark" may name a file that the blow leaves, "deadline" be that of the ran
     bit                 one bit of its gradient is another
     full                the checkpoint of step s meets a full disk
     end                 it is stopped (SIGSTOP) behind the last step, when its log is closed
-    slow                each of its micro-batches takes 0.1 s more
+    slow                each of its micro-batches takes 0.1 s more, or as many as "seconds" says
     late                its data take half as long again as the deadline
 """
 
@@ -39,7 +39,7 @@ pythia.PRESETS["tiny"] = (2, 64, 2, 256)
 train_pythia.SAMPLE_TOKENS = 4
 
 
-def strike(what: str, at: int, mark: str | None, deadline: float) -> None:
+def strike(what: str, at: int, mark: str | None, deadline: float, seconds: float) -> None:
     compute, schedule_of, write = (
         train_pythia.forward_backward,
         train_pythia.schedule_of,
@@ -73,7 +73,7 @@ def strike(what: str, at: int, mark: str | None, deadline: float) -> None:
     def struck_compute(model, ids, targets, loss_scale):
         loss = compute(model, ids, targets, loss_scale)
         if what == "slow":
-            time.sleep(0.1)
+            time.sleep(seconds)
         if what == "full" or not strikes():
             return loss
         if what in ("kill", "stop", "term"):
@@ -123,7 +123,8 @@ if __name__ == "__main__":
         pretend_gpus(os.environ["FAKE_NCCL"])
     plan, place = json.loads(os.environ.get("PLAN", "null")), environment.find()
     if plan is not None and plan["rank"] == (0 if place is None else place.rank):
-        strike(plan["what"], plan["step"], plan.get("mark"), plan.get("deadline", 60.0))
+        more = plan.get("mark"), plan.get("deadline", 60.0), plan.get("seconds", 0.1)
+        strike(plan["what"], plan["step"], *more)
     if plan is not None and "most" in plan:
         from needle.distributed import mpi
 
