@@ -38,6 +38,7 @@ SAMPLE_MS = 5.0  # a sample repeats the operation about so long
 SLOW = 0.9  # of PyTorch's speed
 LEFT_OUT = {
     "attention_fwd_into": "attention_fwd, whose result has a place already",
+    "block_sparse_attention_fwd_into": "the same of block_sparse_attention_fwd",
     "block_sparse_attention_fwd": "beside dense attention in benchmarks/attention.py",
     "block_sparse_attention_bwd": "beside dense attention in benchmarks/attention.py",
     "block_lists": "once a mask",

@@ -321,12 +321,17 @@ nd_status cuda_attention_fwd_into(int device, const attention_fwd_into_args *a) 
                    a->lse);
 }
 
-/* The structs of the two ops differ in who allocated o. */
-#define SPARSE_FORWARD(name)                                                                       \
-    nd_status cuda_##name(int device, const name##_args *a) {                                      \
-        const BlockLists lists = {a->offsets, a->columns, a->order, a->block};                     \
-        ND_TRY(check_blocks(#name, "", lists, a->q->shape[2], a->q->shape[1]));                    \
-        return forward(#name, device, a->q, a->k, a->v, lists, a->scale, a->causal, a->o, a->lse); \
-    }
-SPARSE_FORWARD(block_sparse_attention_fwd)
-SPARSE_FORWARD(block_sparse_attention_fwd_into)
+nd_status cuda_block_sparse_attention_fwd(int device, const block_sparse_attention_fwd_args *a) {
+    const char *op = "block_sparse_attention_fwd";
+    const BlockLists lists = {a->offsets, a->columns, a->order, a->block};
+    ND_TRY(check_blocks(op, "", lists, a->q->shape[2], a->q->shape[1]));
+    return forward(op, device, a->q, a->k, a->v, lists, a->scale, a->causal, a->o, a->lse);
+}
+
+nd_status cuda_block_sparse_attention_fwd_into(int device,
+                                               const block_sparse_attention_fwd_into_args *a) {
+    const char *op = "block_sparse_attention_fwd_into";
+    const BlockLists lists = {a->offsets, a->columns, a->order, a->block};
+    ND_TRY(check_blocks(op, "", lists, a->q->shape[2], a->q->shape[1]));
+    return forward(op, device, a->q, a->k, a->v, lists, a->scale, a->causal, a->o, a->lse);
+}

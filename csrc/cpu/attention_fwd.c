@@ -259,21 +259,39 @@ nd_status cpu_attention_fwd_into(int device, const attention_fwd_into_args *a) {
                          a->lse);
 }
 
-/* The structs of the two ops differ in who allocated o. */
-#define SPARSE_FORWARD(op)                                                              \
-    nd_status cpu_##op(int device, const op##_args *a) {                                \
-        forward f = {.q = a->q,                                                         \
-                     .k = a->k,                                                         \
-                     .v = a->v,                                                         \
-                     .scale = (float)a->scale,                                          \
-                     .causal = a->causal != 0,                                          \
-                     .o = a->o,                                                         \
-                     .lse = a->lse};                                                    \
-        ND_TRY(attention_pattern_make(#op, "offsets", a->offsets, a->columns, a->block, \
-                                      a->q->shape[1], a->k->shape[1], a->q->shape[2],   \
-                                      &f.pattern));                                     \
-        ND_TRY(attention_order_check(device, #op, "order", a->order, &f.pattern));      \
-        return attention_forward(device, #op, &f);                                      \
-    }
-SPARSE_FORWARD(block_sparse_attention_fwd)
-SPARSE_FORWARD(block_sparse_attention_fwd_into)
+static nd_status sparse_forward(int device, const char *name,
+                                const block_sparse_attention_fwd_args *a) {
+    forward f = {.q = a->q,
+                 .k = a->k,
+                 .v = a->v,
+                 .scale = (float)a->scale,
+                 .causal = a->causal != 0,
+                 .o = a->o,
+                 .lse = a->lse};
+    ND_TRY(attention_pattern_make(name, "offsets", a->offsets, a->columns, a->block, a->q->shape[1],
+                                  a->k->shape[1], a->q->shape[2], &f.pattern));
+    ND_TRY(attention_order_check(device, name, "order", a->order, &f.pattern));
+    return attention_forward(device, name, &f);
+}
+
+nd_status cpu_block_sparse_attention_fwd(int device, const block_sparse_attention_fwd_args *a) {
+    return sparse_forward(device, "block_sparse_attention_fwd", a);
+}
+
+nd_status cpu_block_sparse_attention_fwd_into(int device,
+                                              const block_sparse_attention_fwd_into_args *a) {
+    const block_sparse_attention_fwd_args same = {
+        .q = a->q,
+        .k = a->k,
+        .v = a->v,
+        .offsets = a->offsets,
+        .columns = a->columns,
+        .order = a->order,
+        .block = a->block,
+        .scale = a->scale,
+        .causal = a->causal,
+        .o = a->o,
+        .lse = a->lse,
+    };
+    return sparse_forward(device, "block_sparse_attention_fwd_into", &same);
+}

@@ -113,15 +113,16 @@ def attention_mlp(
     neighbours in memory (`Module.neighbours`). overwrite: see qkv_attention. The gradients of
     weights and biases are float32 in every dtype.
 
-    >>> model = ndl.Pythia(ndl.PythiaConfig(vocab_size=9, hidden_size=8, num_layers=1, num_heads=2))
-    >>> a, m = model.layers[0].attention, model.layers[0].mlp
-    >>> x = ndl.randn(1, 3, 8)
-    >>> cos, sin = (t.astype("float32") for t in nn.rotary_tables(3, 2))
-    >>> y = ops.attention_mlp(
-    ...     a.query_key_value(x).reshape((1, 3, 2, 3, 4)), cos, sin, a.dense.weight, a.dense.bias,
-    ...     x, m.dense_h_to_4h.weight, m.dense_h_to_4h.bias,
-    ...     m.dense_4h_to_h.weight, m.dense_4h_to_h.bias, residual=x)
-    >>> bool(abs((y - (x + a(x, (cos, sin)) + m(x))).numpy()).max() < 1e-6)
+    >>> config = ndl.PythiaConfig(vocab_size=9, hidden_size=16, num_layers=1, num_heads=2)
+    >>> layer = ndl.Pythia(config).layers[0]
+    >>> attention, mlp, x = layer.attention, layer.mlp, ndl.randn(1, 3, 16)
+    >>> cos, sin = map(nd.array, nn.rotary_tables(3, 2))
+    >>> out, up, down = attention.dense, mlp.dense_h_to_4h, mlp.dense_4h_to_h
+    >>> y = ndl.ops.attention_mlp(
+    ...     attention.packed(x), cos, sin, out.weight, out.bias,
+    ...     x, up.weight, up.bias, down.weight, down.bias, residual=x, approximate="tanh")
+    >>> parts = attention(x, (cos, sin)) + mlp(x)
+    >>> bool(abs((y - (x + parts)).numpy()).max() < 1e-5)
     True
     """
     if len(qkv.shape) != 5 or qkv.shape[3] != 3:

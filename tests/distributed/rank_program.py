@@ -70,8 +70,23 @@ def strike(what: str, at: int, mark: str | None, deadline: float, seconds: float
 
         return rate
 
+    models, replays = [], False
+
     def struck_compute(model, ids, targets, loss_scale):
+        models[:] = [model]
         loss = compute(model, ids, targets, loss_scale)
+        return loss if replays else computed(loss)
+
+    class StruckRecorded(train_pythia.Recorded):
+        def __init__(self, *args):
+            nonlocal replays
+            replays = True
+            super().__init__(*args)
+
+        def __call__(self, *batch):
+            return computed(super().__call__(*batch))
+
+    def computed(loss):
         if what == "slow":
             time.sleep(seconds)
         if what == "full" or not strikes():
@@ -83,7 +98,7 @@ def strike(what: str, at: int, mark: str | None, deadline: float, seconds: float
         elif what == "nan":
             return loss * float("nan")
         elif what == "bit":
-            gradient = next(iter(model.parameters())).grad_buffer
+            gradient = next(iter(models[0].parameters())).grad_buffer
             wrong = gradient.numpy()
             wrong.reshape(-1).view(np.int32)[3] ^= 1
             gradient[...] = wrong
@@ -104,6 +119,7 @@ def strike(what: str, at: int, mark: str | None, deadline: float, seconds: float
         train_pythia.run_data = late_data
     train_pythia.schedule_of = counting
     train_pythia.forward_backward = struck_compute
+    train_pythia.Recorded = StruckRecorded
     train_pythia.save_checkpoint = struck_write
 
 
