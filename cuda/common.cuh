@@ -83,9 +83,10 @@ static inline nd_status cuda_launch(const char *op, int device, void (*kernel)(A
 /* reduce.cu: to[c] += the sum over r of partial[r * columns + c], rows in a fixed order. */
 nd_status cuda_add_columns(const char *op, int device, const float *partial, int64_t rows,
                            int64_t columns, float *to);
-/* The same of `count` matrices (at most 4), one behind the other, each to an array of its own. */
+/* The same of `count` matrices (at most 4), `apart` elements from each other (0: of one), each to an array of its
+ * own. */
 nd_status cuda_add_columns_of(const char *op, int device, const float *partial, int64_t rows,
-                              int64_t columns, int count, float *const *to);
+                              int64_t columns, int64_t apart, int count, float *const *to);
 
 /* rotary.cu: in x (B, T, H, D), or the slices p < parts of x (B, T, H, P, D), unit stride in D, the first
  * 2 R dims turned by sign times the angles of their position; cos and sin are (T, R), 2 R <= D. */

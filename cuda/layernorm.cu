@@ -536,7 +536,8 @@ nd_status backward(const char *op, int device, const nd_array *x, const Backward
             any_weights_kernel<T, norms><<<grid, threads, 0, stream>>>(p, chunk);
             CUDA_LAUNCHED(op);
         }
-        return cuda_add_columns_of(op, device, p.partial, blocks, columns, 2 * norms, sums);
+        return cuda_add_columns_of(op, device, p.partial, blocks, columns, blocks * columns,
+                                   2 * norms, sums);
     });
 }
 

@@ -586,14 +586,9 @@ nd_status cuda_bias_bwd(int device, const bias_bwd_args *a) {
                 dy, rows, columns, chunk, (float *)partial);
         }
         CUDA_LAUNCHED("bias_bwd");
-        nd_array *const to[2] = {a->db, a->db2};
-        for (nd_array *db : to) {
-            if (db) {
-                ND_TRY(cuda_add_columns("bias_bwd", device, (const float *)partial, chunks, columns,
-                                        data_of<float>(db)));
-            }
-        }
-        return ND_OK;
+        float *const to[2] = {data_of<float>(a->db), a->db2 ? data_of<float>(a->db2) : nullptr};
+        return cuda_add_columns_of("bias_bwd", device, (const float *)partial, chunks, columns, 0,
+                                   a->db2 ? 2 : 1, to);
     });
 }
 

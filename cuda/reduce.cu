@@ -498,15 +498,16 @@ nd_status reduce(const char *op, int device, const nd_array *x, int64_t axes, nd
 }
 
 /* Sums of a tall matrix's columns: 32 columns a block, 32 threads a column; blockIdx.y tells which
- * of the matrices. */
+ * of the matrices, which are `apart` elements from each other. */
 constexpr int most_sums = 4;
 struct Sums {
     float *to[most_sums];
 };
 __global__ void __launch_bounds__(1024)
-    add_columns_kernel(const float *partial, int64_t rows, int64_t columns, const Sums all) {
+    add_columns_kernel(const float *partial, int64_t rows, int64_t columns, int64_t apart,
+                       const Sums all) {
     float *to = all.to[blockIdx.y];
-    partial += blockIdx.y * rows * columns;
+    partial += blockIdx.y * apart;
     __shared__ float sums[32][33];
     const int64_t c = (int64_t)blockIdx.x * 32 + threadIdx.x;
     float sum = 0.0f;
@@ -532,18 +533,19 @@ __global__ void __launch_bounds__(1024)
 } // namespace
 
 nd_status cuda_add_columns_of(const char *op, int device, const float *partial, int64_t rows,
-                              int64_t columns, int count, float *const *to) {
+                              int64_t columns, int64_t apart, int count, float *const *to) {
     Sums all = {};
     std::copy(to, to + count, all.to);
     dim3 grid((unsigned)ceil_div<int64_t>(columns, 32), (unsigned)count);
-    add_columns_kernel<<<grid, dim3(32, 32), 0, cuda_stream(device)>>>(partial, rows, columns, all);
+    add_columns_kernel<<<grid, dim3(32, 32), 0, cuda_stream(device)>>>(partial, rows, columns,
+                                                                       apart, all);
     CUDA_LAUNCHED(op);
     return ND_OK;
 }
 
 nd_status cuda_add_columns(const char *op, int device, const float *partial, int64_t rows,
                            int64_t columns, float *to) {
-    return cuda_add_columns_of(op, device, partial, rows, columns, 1, &to);
+    return cuda_add_columns_of(op, device, partial, rows, columns, 0, 1, &to);
 }
 
 #define RED(name, types, start, combine, map)                                                   \
