@@ -28,8 +28,8 @@ constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
 constexpr int MAX_HEAD_DIM = 256;
 
-/* Heads whose other rows fit in this part of the L2 cache, a section, are worked on together. The tests on
- * the CPU take a smaller one, so that their small problems have several. */
+/* Heads whose other rows fit in this part of the L2 cache, a section, are worked on together. The
+ * tests on the CPU take a smaller one, so that their small problems have several. */
 #ifndef NEEDLE_SECTION_BYTES
 #define NEEDLE_SECTION_BYTES ((int64_t)16 << 20)
 #endif
