@@ -1,8 +1,8 @@
 """Attention on a GPU, forward and backward, needle against PyTorch's fused kernels in one run.
 
-TFLOP/s count 4 D operations a pair of query and key forward and 10 D backward; causal: half of all
-pairs; sparse: the pairs of the kept blocks, diagonal blocks as a half. needle reads q, k, v out of
-a packed (B, T, H, 3, D) array, as in the model; PyTorch reads contiguous (B, H, T, D) tensors.
+TFLOP/s count 4 D operations a pair of query and key forward and 10 D backward; causal: the pairs
+that are seen, T (T + 1) / 2; sparse: those of them in kept blocks. needle reads q, k, v out of a
+packed (B, T, H, 3, D) array, as in the model; PyTorch reads contiguous (B, H, T, D) tensors.
 
     python benchmarks/attention.py                   64 Ki tokens at T = 2048, 8192, 16384, 65536
     python benchmarks/attention.py --shapes 2048x16 --head-dim 128 --dtype float16
@@ -15,8 +15,9 @@ quartiles of the samples are shown, with clock and power in the last round. With
 it times needle's block-sparse kernels, by random blocks, beside its dense ones, and with --dilated
 ops.dilated_attention of branches segment:dilation, the join included. Peers: cuDNN and
 FlashAttention-2 as PyTorch has them, the latter also with deterministic algorithms on (needle's
-backward always is), and FlexAttention, compiled, by the mask of needle's sparse row. On an H200
-cuDNN must come within 5 % of what it is known for, or the run says that it does not count.
+backward always is), and FlexAttention, compiled anew for each shape, by the mask of needle's sparse
+row. On an H200 cuDNN must come within 5 % of what it is known for, or the run says that it does not
+count.
 
 Without torch, or with --alone, only needle is timed.
 """
@@ -177,6 +178,7 @@ def torch_sides(operands: list, T: int, sparse: BlockMask, kept: float, pairs: f
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     config.donated_buffer = False  # FlexAttention's graph is kept for many backward passes
+    torch._dynamo.reset()  # of an earlier shape's code a second would be a slower one of any shape
 
     def fused(backend: SDPBackend) -> Callable:
         def attend(q, k, v):
@@ -192,7 +194,7 @@ def torch_sides(operands: list, T: int, sparse: BlockMask, kept: float, pairs: f
             return blocks[q // sparse.block, k // sparse.block] & (q >= k)
 
         mask = create_block_mask(seen, None, None, T, T, BLOCK_SIZE=sparse.block)
-        compiled = torch.compile(flex_attention)
+        compiled = torch.compile(flex_attention, dynamic=False)
         return lambda q, k, v: compiled(q, k, v, block_mask=mask)
 
     flash, cudnn = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
@@ -231,8 +233,20 @@ def random_mask(T: int, block: int, density: float) -> BlockMask:
 
 
 def kept_pairs(mask: BlockMask) -> float:
-    rows, columns = np.nonzero(mask.blocks[0])
-    return float(((columns < rows) + 0.5 * (columns == rows)).sum() * mask.block**2)
+    """Of a mask for all heads: those that a causal query sees."""
+    return causal_pairs(mask.T) / mask.ideal_speedup
+
+
+def causal_pairs(T: int) -> float:
+    return T * (T + 1) / 2
+
+
+def speeds(ours: Side, peer: Side) -> list[float]:
+    """How many times as long the peer takes forward and backward: medians of the rounds' ratios."""
+    return [
+        statistics.median(b / a for a, b in zip(ours.times[way], peer.times[way], strict=True))
+        for way in (0, 1)
+    ]
 
 
 def run(sides: list[Side], rounds: int) -> None:
@@ -272,7 +286,7 @@ def shape_of_all(args: argparse.Namespace, T: int, B: int) -> tuple[np.ndarray, 
 def beside_peers(T: int, B: int, args: argparse.Namespace) -> None:
     packed, dout = shape_of_all(args, T, B)
     sparse = window_mask(T, 128)
-    pairs, kept = T * T / 2 * B * args.heads, kept_pairs(sparse) * B * args.heads
+    pairs, kept = (n * B * args.heads for n in (causal_pairs(T), kept_pairs(sparse)))
     timer = needle_timer()
     sides = [
         Side("needle", needle_calls(packed, dout, args.dtype, None), timer, pairs),
@@ -296,52 +310,51 @@ def beside_peers(T: int, B: int, args: argparse.Namespace) -> None:
         ("torch flex, window 256 + first", "needle, window 256 + first"),
     ):
         if peer in by_name:
-            ratios = [
-                statistics.median(
-                    b / a for a, b in zip(by_name[ours].times[way], by_name[peer].times[way])
-                )
-                for way in (0, 1)
-            ]
+            ratios = speeds(by_name[ours], by_name[peer])
             print(f"{ours} to {peer}: forward {ratios[0]:.3f}, backward {ratios[1]:.3f}")
-    check_peer(by_name.get("torch cuDNN"), T, B, args)
+    gpu = ndl.cuda().properties()["name"]
+    for line in check_peer(by_name.get("torch cuDNN"), T, B, args, gpu):
+        print(line)
 
 
-def check_peer(cudnn: Side | None, T: int, B: int, args: argparse.Namespace) -> None:
+def check_peer(cudnn: Side | None, T: int, B: int, args: argparse.Namespace, gpu: str) -> list[str]:
+    """What keeps the ratio to cuDNN from counting, a line each."""
+    nothing = "this run says nothing about how needle stands to cuDNN"
     usual = (args.heads, args.head_dim, args.dtype, B * T) == (8, 64, "bfloat16", 65536)
-    if (
-        cudnn is None
-        or not usual
-        or T not in CUDNN
-        or "H200" not in ndl.cuda().properties()["name"]
-    ):
-        return
+    if cudnn is None:
+        return [f"cuDNN was left out: {nothing} at T {T}"]
+    if not usual or T not in CUDNN or "H200" not in gpu:
+        shape = f"T {T}, B {B}, H {args.heads}, D {args.head_dim}, {args.dtype} on {gpu}"
+        return [f"cuDNN is known for nothing at {shape}: {nothing} there"]
+    lines = []
     for way, operations in enumerate((4, 10)):
         rate = cudnn.rate(way, operations * args.head_dim)
         if rate < 0.95 * CUDNN[T][way]:
-            print(
+            lines.append(
                 f"THIS RUN DOES NOT COUNT: cuDNN's {WAYS[way]} reached {rate:.0f} of its "
                 f"{CUDNN[T][way]} TFLOP/s at T {T}"
             )
+    return lines
 
 
 def over_densities(T: int, B: int, args: argparse.Namespace) -> list[tuple[float, float, float]]:
     """(density, speed-up forward, backward) of each density."""
     packed, dout = shape_of_all(args, T, B)
     timer, each = needle_timer(), B * args.heads
-    sides = [Side("dense", needle_calls(packed, dout, args.dtype, None), timer, T * T / 2 * each)]
+    pairs = causal_pairs(T) * each
+    sides = [Side("dense", needle_calls(packed, dout, args.dtype, None), timer, pairs)]
     for density in args.densities:
         mask = random_mask(T, args.block, density)
         calls = needle_calls(packed, dout, args.dtype, mask)
-        sides.append(Side(f"density {density:g}", calls, timer, kept_pairs(mask) * each))
+        n = mask.blocks.shape[1]
+        name = f"density {density:g}, in fact {mask.blocks.sum() / causal_pairs(n):.3f}"
+        sides.append(Side(name, calls, timer, kept_pairs(mask) * each))
     run(sides, args.rounds)
     dense, found = sides[0], []
     for side in sides:
         show(side, args.head_dim, f"{T:6d} {B:4d} {args.head_dim:4d}")
         share = side.pairs / dense.pairs
-        gains = [
-            statistics.median(a / b for a, b in zip(dense.times[way], side.times[way]))
-            for way in (0, 1)
-        ]
+        gains = speeds(side, dense)
         print(
             f"    of the dense rate, by kept pairs: forward {gains[0] * share:.3f}, "
             f"backward {gains[1] * share:.3f}"
@@ -368,16 +381,15 @@ def over_branches(T: int, B: int, args: argparse.Namespace) -> None:
     packed, dout = shape_of_all(args, T, B)
     branches, timer = [(min(w, T), r) for w, r in args.dilated], needle_timer()
     held = sum(
-        (-(-(length - h % r) // r)) ** 2 / 2 * segments
+        causal_pairs(-(-(length - h % r) // r)) * segments
         for w, r in branches
         for length, segments in ((w, T // w), (T % w, 1))
         for h in range(args.heads)
         if h % r < length
     )
+    pairs = causal_pairs(T) * B * args.heads
     sides = [
-        Side(
-            "dense", needle_calls(packed, dout, args.dtype, None), timer, T * T / 2 * B * args.heads
-        ),
+        Side("dense", needle_calls(packed, dout, args.dtype, None), timer, pairs),
         Side("dilated", dilated_calls(packed, dout, args.dtype, branches), timer, held * B),
     ]
     run(sides, args.rounds)
@@ -422,7 +434,7 @@ def plot(path: str, curves: dict[int, list[tuple[float, float, float]]], block: 
     print(f"plot: {path}")
 
 
-def main() -> None:
+def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -473,7 +485,18 @@ def main() -> None:
         metavar="SEGMENT:DILATION",
         help="time dilated attention of these branches beside dense, and no peer (default: none)",
     )
-    args = parser.parse_args()
+    args = parser.parse_args(words)
+    if args.rounds < 2:
+        parser.error(f"--rounds: quartiles need 2 samples at least, not {args.rounds}")
+    if args.densities and args.dilated:
+        parser.error("--densities and --dilated are two runs: give one of them")
+    if args.plot and not args.densities:
+        parser.error("--plot is a picture of --densities, which are not given")
+    return args
+
+
+def main() -> None:
+    args = read_arguments()
     if not ndl.cuda().enabled():
         raise SystemExit(
             "attention.py needs a CUDA device: python -m needle.diagnose says why there is none"

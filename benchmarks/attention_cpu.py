@@ -68,7 +68,7 @@ def torch_calls(arrays: list[np.ndarray]) -> dict[str, Call]:
     return {"forward": forward, "backward": backward}
 
 
-def main() -> int:
+def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
     top = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     cores = len(os.sched_getaffinity(0))
     for flag, default, letter, what in (
@@ -79,7 +79,17 @@ def main() -> int:
         ("--head-dim", 64, "D", "default: %(default)s"),
     ):
         top.add_argument(flag, type=int, default=default, metavar=letter, help=what)
-    args = top.parse_args()
+    args = top.parse_args(words)
+    for name, value in vars(args).items():
+        if value < 1:
+            top.error(f"--{name.replace('_', '-')} must be 1 at least, but is {value}")
+    if args.head_dim > 256:
+        top.error(f"--head-dim is {args.head_dim}, but at most 256 is supported")
+    return args
+
+
+def main() -> int:
+    args = read_arguments()
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # before needle is loaded
     import needle as ndl
     from needle import _C

@@ -28,6 +28,12 @@ constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
 constexpr int MAX_HEAD_DIM = 256;
 
+/* Heads whose other rows fit in this part of the L2 cache, a section, are worked on together. The
+ * tests on the CPU take a smaller one, so that their small problems have several. */
+#ifndef NEEDLE_SECTION_BYTES
+#define NEEDLE_SECTION_BYTES ((int64_t)16 << 20)
+#endif
+
 /* ---- the problem ----------------------------------------------------------------------------- */
 /* A (B, T, H, D) operand: strides in elements, unit stride in D. */
 struct Rows {
@@ -136,9 +142,8 @@ static inline void problem_tiles(Problem *p, bool own_keys, int tile, const Bloc
     int blocks = p->own_block > 0 ? ceil_div(p->own_rows, p->own_block) : 0;
     p->tiles = p->tiles_per_block * blocks;
 
-    /* Heads whose other rows fit in a part of the L2 cache are worked on together. */
     int64_t head_bytes = (int64_t)p->other_rows * p->D * 4 + 1;
-    int64_t heads = ((int64_t)16 << 20) / head_bytes, all = (int64_t)p->B * p->H;
+    int64_t heads = NEEDLE_SECTION_BYTES / head_bytes, all = (int64_t)p->B * p->H;
     heads = heads < all ? heads : all;
     p->heads_together = heads > 0 ? (int)heads : 1;
 }

@@ -144,6 +144,10 @@ class BlockMask:
         """For each block of queries its own keys and `n_random` blocks of those before it (all,
         where there are fewer), drawn from the seed (Zaheer et al. 2020)."""
         n_random = _positive("n_random", n_random)
+        if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
+            raise ValueError(
+                f"BlockMask.random: seed must be a whole number, 0 or above, but is {seed!r:.40}"
+            )
         rows, _ = _block_indices(T, block)
         generator = np.random.default_rng(seed)
         kept = np.eye(rows.size, dtype=bool)
@@ -197,6 +201,11 @@ class BlockMask:
         >>> ndl.BlockMask.from_function(lambda i, j: (i - j) % 3 == 0, T=64, block=16)
         BlockMask(T=64, S=64, block=16, density=0.375)
         """
+        if not callable(keep):
+            raise TypeError(
+                "BlockMask.from_function: keep must be a function of (query block, key block), "
+                f"but is {keep!r:.40}"
+            )
         block, T = _positive("block", block), _positive("T", T)
         S = T if S is None else _positive("S", S)
         rows, columns = -(-T // block), -(-S // block)
@@ -393,8 +402,9 @@ def convert_to_block_mask(dense_mask: Any, block: int) -> BlockMask:
     """The blocks that hold at least one true entry of a dense mask.
 
     dense_mask: bool (T, S), or (H, T, S) for one mask a head: a NumPy array, NDArray, Tensor or
-    nested list; numbers count as true when not 0. T and S need not be multiples of `block`. Of a
-    mask that is added to scores, 0 where a query sees a key and -inf elsewhere, pass mask == 0.
+    nested list; numbers count as true when above 0. T and S need not be multiples of `block`. A
+    mask that is added to scores, 0 where a query sees a key and -inf or -1e9 elsewhere, has
+    negative numbers and is refused: pass mask == 0.
 
     >>> ndl.convert_to_block_mask(np.tri(4, dtype=bool), block=2)
     BlockMask(T=4, S=4, block=2, density=0.750)
@@ -408,10 +418,10 @@ def convert_to_block_mask(dense_mask: Any, block: int) -> BlockMask:
         )
     if dense.dtype.kind not in "biuf":
         raise ValueError(f"convert_to_block_mask: the mask must be bool, but is {dense.dtype}")
-    if dense.dtype.kind == "f" and not (dense > np.finfo(dense.dtype).min).all():
+    if dense.dtype.kind in "if" and not (dense >= 0).all():
         raise ValueError(
-            "convert_to_block_mask: the mask has -inf, NaN or the lowest float, so it seems to be "
-            "added to scores; pass mask == 0 or another bool mask"
+            "convert_to_block_mask: the mask has negative numbers or NaN, so it seems to be added "
+            "to scores; pass mask == 0 or another bool mask"
         )
     T, S = dense.shape[-2:]
     kept = np.logical_or.reduceat(dense.astype(bool), np.arange(0, T, block), axis=-2)

@@ -64,6 +64,9 @@ def test_random_blocks_are_those_of_the_seed():
     assert mixed == BlockMask.local(100, 10, 10) | mask
     with pytest.raises(ValueError, match="n_random must be a whole number above 0"):
         BlockMask.random(100, 0, 10)
+    for seed in (None, -1, 1.5, "x", True):
+        with pytest.raises(ValueError, match="BlockMask.random: seed must be a whole number, 0 or"):
+            BlockMask.mixed(100, n_random=3, block=10, seed=seed)
 
 
 def test_a_mask_from_a_function():
@@ -79,6 +82,8 @@ def test_a_mask_from_a_function():
         said = rf"must give \(2, 2\) or \(H, 2, 2\), .* gave {re.escape(str(wrong.shape))}"
         with pytest.raises(ValueError, match=said):
             BlockMask.from_function(lambda i, j, wrong=wrong: wrong, 20, 10)
+    with pytest.raises(TypeError, match="from_function: keep must be a function .*, but is 3"):
+        BlockMask.from_function(3, 20, 10)
     with pytest.raises(ValueError, match="from_function: .* joined by & and |, .*ambiguous"):
         BlockMask.from_function(lambda i, j: i >= j and i - j < 3, 20, 10)
 
@@ -230,13 +235,16 @@ def test_dense_masks_of_any_kind(form):
     assert convert_to_block_mask(form(dense), 3) == BlockMask(np.tril(np.ones((3, 3), bool)), 3, 7)
 
 
-@pytest.mark.parametrize("hidden", [-np.inf, np.nan, np.finfo("float32").min])
+@pytest.mark.parametrize("hidden", [-np.inf, np.nan, np.finfo("float32").min, -1e9, -1e4, -1])
 def test_a_mask_that_is_added_to_scores_is_refused(hidden):
     """Its hidden keys would be those that are kept."""
     added = np.where(np.tri(4, dtype=bool), 0, np.float32(hidden)).astype(np.float32)
     with pytest.raises(ValueError, match="convert_to_block_mask: .* pass mask == 0"):
         convert_to_block_mask(added, 2)
     assert convert_to_block_mask(added == 0, 2) == BlockMask(np.tri(2, dtype=bool), 2, 4)
+    if np.abs(hidden) < np.inf:
+        with pytest.raises(ValueError, match="convert_to_block_mask: .* pass mask == 0"):
+            convert_to_block_mask(np.where(np.tri(4, dtype=bool), 0, int(max(hidden, -(2**31)))), 2)
 
 
 def test_names():

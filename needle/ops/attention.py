@@ -19,6 +19,9 @@ from needle._C import NDArray
 from needle.autograd import FusedOp, Sinks, Tensor
 from needle.block_mask import BlockMask, as_block_mask
 
+# The kernels hold a scale in float32, and times log2 e where they take powers of two.
+LOG2E, FLOAT32_MAX = math.log2(math.e), float(np.finfo(np.float32).max)
+
 
 def array_on(x: Any, device: Any) -> NDArray:
     """A table of angles in any form, float32 where it has none."""
@@ -70,8 +73,8 @@ def scale_and_causal(op: str, scale: Any, causal: Any, size: int) -> tuple[float
     if scale is not None and not isinstance(scale, numbers.Real):
         raise TypeError(f"{op}: scale must be a number or None, but is {scale!r:.40}")
     scale = 1.0 / math.sqrt(max(size, 1)) if scale is None else float(scale)
-    if not math.isfinite(scale):
-        raise ValueError(f"{op}: scale must be finite, but is {scale}")
+    if not abs(scale) * LOG2E <= FLOAT32_MAX:  # nor is NaN
+        raise ValueError(f"{op}: scale must be finite in float32, but is {scale}")
     if not isinstance(causal, (int, np.bool_)):
         raise TypeError(f"{op}: causal must be True or False, but is {causal!r:.40}")
     return scale, bool(causal)

@@ -51,7 +51,8 @@ def lists_of(mask: BlockMask | None, transposed: bool, change=None) -> tuple[Lis
 class Problem:
     """Random operands; `packed`: q, k and v lie in one array, as in the model. `rise`: how many
     powers of two heavier a key weighs 64 keys on; queries and keys then differ less. `low`: how far
-    below zero all scores lie, about. `half`: so many angles a position turn dq and dk back."""
+    below zero all scores lie, about. `half`: so many angles a position turn dq and dk back.
+    `infinite`: some keys of head 0 and some queries of head 1 are -inf, and all their scores."""
 
     def __init__(
         self,
@@ -68,6 +69,7 @@ class Problem:
         rise=None,
         low=0,
         half=None,
+        infinite=False,
     ):
         rng = np.random.default_rng(seed)
         self.sizes, self.causal, self.mask, self.is_half = (B, T, S, H, D), causal, mask, is_half
@@ -87,6 +89,11 @@ class Problem:
         if low:
             q, k = (from_16(x, is_half) for x in (self.q, self.k))
             q[..., 0], k[..., 0] = -low / self.scale, 1  # dS sums to 0: times k it stays small
+            self.q, self.k = to_16(q, is_half), to_16(k, is_half)
+        if infinite:
+            q, k = (from_16(x, is_half) for x in (self.q, self.k))
+            q[..., 0], k[..., 0] = abs(q[..., 0]) + 1, abs(k[..., 0]) + 1
+            k[:, 3::7, 0, 0] = q[:, 3::7, 1, 0] = -np.inf
             self.q, self.k = to_16(q, is_half), to_16(k, is_half)
         self.dout = to_16(rng.standard_normal((B, T, H, D)), is_half)
         i, j = np.arange(T)[:, None], np.arange(S)[None, :]
@@ -177,6 +184,8 @@ DENSE = [
     (1, 400, 400, 1, 8, True),
     (1, 300, 300, 1, 128, True),
     (2, 130, 300, 1, 96, False),
+    (1, 200, 200, 5, 64, True),  # sections of 2, 2 and 1 heads
+    (3, 150, 150, 1, 128, False),
 ]
 SPARSE = [
     (512, 512, 128, True),
@@ -195,6 +204,9 @@ def problems():
             more = dict(B=1, T=T, S=S, H=2, D=D, causal=causal, seed=i)
             more["mask"] = mask_of(T, S, block, 1 + i % 2, i)
             yield pytest.param(more, id=f"blocks-of-{block}-{T}-{S}-{D}")
+    for block, D in itertools.product((64, 128), (64, 128)):
+        more = dict(B=1, T=200, S=200, H=5, D=D, causal=True, mask=mask_of(200, 200, block, 5, 7))
+        yield pytest.param(more, id=f"sections-blocks-of-{block}-{D}")
     yield pytest.param(dict(B=2, T=130, S=130, H=3, D=64, causal=True, packed=True), id="packed")
 
 
@@ -216,6 +228,13 @@ def low_scores():
             more["mask"] = mask_of(100, 100, blocks, 1, 3) if blocks else None
             kind = "float16" if is_half else "bfloat16"
             yield pytest.param(more, id=f"low-{low}-{kind}-{blocks}-{causal}")
+
+
+def infinite():
+    for blocks, D, causal in itertools.product((0, 64, 128), (64, 128), (False, True)):
+        more = dict(B=1, T=200, S=200, H=2, D=D, causal=causal, is_half=D == 128, infinite=True)
+        more["mask"] = mask_of(200, 200, blocks, 1, 3) if blocks else None
+        yield pytest.param(more, id=f"infinite-{blocks}-{D}-{causal}")
 
 
 def forward(compiled, p: Problem, change=None) -> tuple[np.ndarray, np.ndarray]:
@@ -245,7 +264,7 @@ def backward(compiled, p: Problem, keys: bool, change=None) -> list[np.ndarray]:
     return gradients
 
 
-@pytest.mark.parametrize("given", [*problems(), *rising(), *low_scores()])
+@pytest.mark.parametrize("given", [*problems(), *rising(), *low_scores(), *infinite()])
 def test_forward(compiled, given):
     p = Problem(**given)
     o, lse = forward(compiled, p)

@@ -4,6 +4,7 @@ every file with code in it has one."""
 from planted.fault import Fault
 
 OPS = "tests/csrc/test_ops.py"
+PIECES = "tests/ops/test_attention_pieces.py"
 BAD = "tests/csrc/test_bad_inputs.py"
 CUDA = "tests/csrc/test_cuda.py"
 DOWNLOAD = "tests/csrc/test_download.py"
@@ -54,6 +55,12 @@ FAULTS = [
         "if (offsets->shape[1] != blocks + 1) {",
         "if (offsets->shape[1] > blocks + 1) {",
         f"{BAD} -k 'refused and block_sparse'",
+    ),
+    Fault(
+        "cuda/attention.cuh",
+        "int first = section * p.heads_together;",
+        "int first = 0 * section;",
+        f"{PIECES} -k float32",
     ),
     Fault(
         "cuda/mma.cuh",
@@ -316,6 +323,12 @@ FAULTS = [
         "min(block, blocks - 1) * p.tiles_per_block",
         "min(block, blocks) * p.tiles_per_block",
         "tests/emulation -k order_of_work",
+    ),
+    Fault(
+        "cuda/attention_hopper.cuh",
+        "int first = section * p.heads_together;",
+        "int first = 0 * section;",
+        "tests/emulation -k 'test_forward and sections'",
     ),
     Fault(
         "cuda/attention_fwd_hopper.cu",
