@@ -81,7 +81,8 @@ def main() -> int:
     np.random.seed(0)
     device = ndl.cuda() if on_gpu else ndl.cpu()
     model = config.model_class(config, device=device)
-    peer = torch_training.TorchSide(config, args.device, dtype, tokens, shape, args.peer)
+    one = tokens[: args.batch_size * args.seq_len + 1]  # batches are given below
+    peer = torch_training.TorchSide(config, args.device, dtype, one, shape, args.peer)
     copy_weights(model, peer.model)
     optimizer = optim.AdamW(
         nn.flatten_parameters(model), weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8

@@ -98,13 +98,13 @@ class LinearCrossEntropy(FusedOp):
         for start in range(0, count, self.ROWS):
             run = slice(start, min(start + self.ROWS, count))
             logits, targets = x[run] @ head, self.targets[run]
-            if not any(needs):
-                losses[run] = _C.cross_entropy_fwd(logits, targets)[0]
-                continue
-            losses[run] = _C.cross_entropy_fwd_bwd(logits, targets)[0]
+            kernel = _C.cross_entropy_fwd_bwd if any(needs) else _C.cross_entropy_fwd
+            losses[run] = kernel(logits, targets)[0]
             if self.dx is not None:
-                dlogits, dx = (a.reshape((1, *a.shape)) for a in (logits, self.dx[run]))
+                dx = self.dx[run]
+                dlogits, dx = logits.reshape((1, *logits.shape)), dx.reshape((1, *dx.shape))
                 _C.matmul_acc(dlogits, head_t, None, 0, dx)
+                del dlogits
             if self.dw is not None:
                 self._weight_grad(x[run], logits, (self.dw, start > 0), None)
             del logits  # their memory is the next run's

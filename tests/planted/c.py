@@ -419,9 +419,24 @@ FAULTS = [
     ),
     Fault(
         "csrc/cpu/linear_gelu.c",
-        "return args->tanh ? cpu_gelu_tanh(device, &tanh_form) : cpu_gelu(device, &erf_form);",
-        "return args->tanh ? cpu_gelu(device, &erf_form) : cpu_gelu_tanh(device, &tanh_form);",
+        "apply_gelu(args->pre, args->tanh, args->y);",
+        "apply_gelu(args->pre, !args->tanh, args->y);",
         f"{OPS} -k linear_gelu_fwd",
+    ),
+    Fault(
+        "csrc/cpu/linear_gelu.c",
+        "to = row * y->strides[0] + j;",
+        "to = row * columns + j;",
+        f"{OPS} -k linear_gelu_fwd",
+    ),
+    Fault(
+        "csrc/cpu/matmul.c", "db2[c] += (float)sum;", "db2[c] = (float)sum;", f"{OPS} -k bias_bwd"
+    ),
+    Fault(
+        "csrc/python/views.c",
+        "nd_is_contiguous(b) &&",
+        "true &&",
+        "tests/csrc/test_ndarray.py -k join",
     ),
     Fault(
         "csrc/cpu/layernorm.c",

@@ -295,8 +295,8 @@ FAULTS = [
     ),
     Fault(
         "cuda/rotary.cu",
-        "(slices - heads * (I)s.parts);",
-        "(slices - heads);",
+        "(slices - heads * s.parts) * s.slice",
+        "(slices - heads) * s.slice",
         f"{OPS} -k 'test_structured and not views and rotary'",
     ),
     Fault(
