@@ -334,6 +334,14 @@ GRADIENTS = [
                 segments=(3, 10),
                 dilations=(1, 2),
             ),
+            by_name(
+                "ring_dilated_attention",
+                lambda q, k, v: attend_dilated(q, k, v, ((3, 1), (7, 2))),
+                *[normal(2, 7, 3, 3)] * 3,
+                group=Group(),
+                segments=(3, 10),
+                dilations=(1, 2),
+            ),
             Gradient(
                 "qkv_attention",
                 lambda ops, qkv: ops.qkv_attention(qkv, *tables(4, 2)),

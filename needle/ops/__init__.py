@@ -104,6 +104,7 @@ from needle.ops.reduce import (
     softmax,
 )
 from needle.ops.ring_attention import RingAttention, ring_attention, ring_chunks
+from needle.ops.ring_dilated import RingDilatedAttention, ring_dilated_attention
 from needle.ops.shape import (
     Concatenate,
     Flip,
@@ -169,6 +170,7 @@ __all__ = [
     "ReLU",
     "Reshape",
     "RingAttention",
+    "RingDilatedAttention",
     "Rotary",
     "ScalarDiv",
     "ScalarPow",
@@ -229,6 +231,7 @@ __all__ = [
     "reshape",
     "ring_attention",
     "ring_chunks",
+    "ring_dilated_attention",
     "rotary",
     "scalar_divide",
     "scalar_power",

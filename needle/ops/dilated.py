@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ Steps = tuple[int, int, int]  # along batch, time and heads
 
 
 @dataclass(frozen=True)
-class _Piece:
+class Piece:
     """A view (B', T', H', ...) of a (B, T, H, ...): where it starts, its sizes, and how far the
     next of each of its axes is."""
 
@@ -45,8 +46,12 @@ class _Piece:
         strides = [sum(n * s for n, s in zip(step, x.strides)) for step in self.steps]
         return x[first].as_strided((*self.shape, *x.shape[3:]), (*strides, *x.strides[3:]))
 
+    def later(self, tokens: int) -> Piece:
+        batch, time, head = self.start
+        return replace(self, start=(batch, time + tokens, head))
 
-def _pieces(shape: tuple[int, ...], width: int, dilation: int, merges: bool) -> Iterator[_Piece]:
+
+def pieces_of(shape: tuple[int, ...], width: int, dilation: int, merges: bool) -> Iterator[Piece]:
     """Of one branch: its whole segments and what is left behind them. B' is the batch, or the
     segments, or both where `merges` says that batch and time are one axis."""
     batch, time, heads = shape[:3]
@@ -61,34 +66,41 @@ def _pieces(shape: tuple[int, ...], width: int, dilation: int, merges: bool) -> 
         else:
             sequences, step = [(one, segments) for one in range(batch)], (0, width, 0)
         for first, number in sequences:
-            for token, size, head, together, next_head in _heads(heads, length, dilation):
-                yield _Piece(
-                    (first, start + token, head),
+            for offset, head, together, next_head in heads_of(heads, dilation, 0, length):
+                size = tokens_before(length, offset, dilation)
+                yield Piece(
+                    (first, start + offset, head),
                     (number, size, together),
                     (step, (0, dilation, 0), next_head),
                 )
 
 
-def _heads(heads: int, length: int, dilation: int) -> list[tuple[int, int, int, int, Steps]]:
-    """The views of a segment: first token, tokens, first head, heads, step to the next head. Either
-    the heads of one offset, `dilation` apart, or up to `dilation` neighbours, each of which begins
-    a token behind the one before; whichever are fewer."""
+def tokens_before(end: int, offset: int, dilation: int) -> int:
+    """How many of offset, offset + dilation, ... are below `end`."""
+    return max(0, -(-(end - offset) // dilation))
+
+
+def heads_of(heads: int, dilation: int, *bounds: int) -> list[tuple[int, int, int, Steps]]:
+    """The views of a segment: first token, first head, heads, step to the next head. Either the
+    heads of one offset, `dilation` apart, or up to `dilation` neighbours, each of which begins a
+    token behind the one before; whichever are fewer. All heads of a view have as many tokens before
+    each of the bounds, and some between the first two."""
     offsets = [
-        (o, -(-(length - o) // dilation), o, -(-(heads - o) // dilation), (0, 0, dilation))
-        for o in range(min(dilation, heads, length))
+        (o, o, -(-(heads - o) // dilation), (0, 0, dilation)) for o in range(min(dilation, heads))
     ]
     neighbours = []
-    longer = length % dilation  # offsets of one token more
+    cuts = sorted({0, dilation} | {bound % dilation for bound in bounds})
     for head in range(0, heads, dilation):
         most = min(dilation, heads - head)
-        for begin, end, size in (
-            (0, longer, length // dilation + 1),
-            (longer, most, length // dilation),
-        ):
-            end = min(end, most)
-            if begin < end and size > 0:
-                neighbours.append((begin, size, head + begin, end - begin, (0, 1, 1)))
-    return min(offsets, neighbours, key=len)
+        for begin, end in pairwise(cuts):
+            if begin < most:
+                neighbours.append((begin, head + begin, min(end, most) - begin, (0, 1, 1)))
+
+    def filled(views: list[tuple[int, int, int, Steps]]) -> list[tuple[int, int, int, Steps]]:
+        before = [[tokens_before(b, view[0], dilation) for b in bounds[:2]] for view in views]
+        return [view for view, (begin, end) in zip(views, before) if begin < end]
+
+    return min(filled(offsets), filled(neighbours), key=len)
 
 
 def _merges(x: NDArray) -> bool:
@@ -96,13 +108,13 @@ def _merges(x: NDArray) -> bool:
     return x.shape[0] == 1 or x.strides[0] == x.shape[1] * x.strides[1]
 
 
-def _each(x: NDArray) -> list[NDArray]:
+def each(x: NDArray) -> list[NDArray]:
     """Its parts along the first axis."""
     return [x[n : n + 1].reshape(x.shape[1:]) for n in range(x.shape[0])]
 
 
 @functools.lru_cache(maxsize=64)
-def _numbers(
+def numbers_of(
     branches: tuple[tuple[int, int], ...], device: Device, generation: int
 ) -> list[NDArray]:
     """Segments and dilations on the device, as long as it is not reset: a step of training does not
@@ -116,11 +128,11 @@ class DilatedAttention(FusedOp):
 
     def compute(self, q: NDArray, k: NDArray, v: NDArray) -> NDArray:
         merges = all(map(_merges, (q, k, v)))
-        self.pieces = [list(_pieces(q.shape, *branch, merges)) for branch in self.branches]
-        self.numbers = _numbers(tuple(self.branches), q.device, q.device.generation)
+        self.pieces = [list(pieces_of(q.shape, *branch, merges)) for branch in self.branches]
+        self.numbers = numbers_of(tuple(self.branches), q.device, q.device.generation)
         parts = _C.empty((len(self.branches), *q.shape), q.dtype, q.device)
         lses = _C.empty(parts.shape[:4], "float32", q.device)
-        for pieces, part, to in zip(self.pieces, _each(parts), _each(lses)):
+        for pieces, part, to in zip(self.pieces, each(parts), each(lses)):
             for piece in pieces:
                 lse = _C.attention_fwd_into(
                     piece(q), piece(k), piece(v), self.scale, self.causal, piece(part)
@@ -133,7 +145,7 @@ class DilatedAttention(FusedOp):
         arrays = [x.cached_data for x in node.inputs]
         dout = dout.compact()
         sums = [_C.empty((len(self.branches), *x.shape), x.dtype, x.device) for x in arrays]
-        for pieces, *into in zip(self.pieces, *map(_each, sums)):
+        for pieces, *into in zip(self.pieces, *map(each, sums)):
             for piece in pieces:
                 lse = piece(self.lse).permute((0, 2, 1)).compact()
                 _C.attention_bwd(
@@ -167,35 +179,47 @@ def dilated_attention(
     >>> ndl.ops.dilated_attention(q, q, q, segments=(16, 64), dilations=(1, 4)).shape
     (1, 100, 4, 16)
     """
-    shapes = [tuple(x.shape) for x in (q, k, v)]
+    return DilatedAttention(
+        *checked("dilated_attention", (q, k, v), segments, dilations, causal, scale)
+    )(q, k, v)
+
+
+def checked(
+    op: str,
+    qkv: Sequence[Tensor],
+    segments: Sequence[int],
+    dilations: Sequence[int],
+    causal: bool,
+    scale: float | None,
+    ranks: int = 1,
+) -> tuple[list[tuple[int, int]], float, bool]:
+    """The branches, the scale and `causal`, of sequences that so many ranks share; TypeError or
+    ValueError of `op`."""
+    shapes = [tuple(x.shape) for x in qkv]
     if any(shape != shapes[0] for shape in shapes) or len(shapes[0]) != 4:
-        raise ValueError(
-            f"dilated_attention: q, k and v must have one shape (B, T, H, D), but have {shapes}"
-        )
-    widths, strides = _whole("segments", segments), _whole("dilations", dilations)
+        raise ValueError(f"{op}: q, k and v must have one shape (B, T, H, D), but have {shapes}")
+    widths, strides = _whole(op, "segments", segments), _whole(op, "dilations", dilations)
     if len(widths) != len(strides) or not widths:
         raise ValueError(
-            "dilated_attention: segments and dilations must be as many, one a branch, but are "
+            f"{op}: segments and dilations must be as many, one a branch, but are "
             f"{len(widths)} and {len(strides)}"
         )
     _, time, heads, size = shapes[0]
-    scale, causal = scale_and_causal("dilated_attention", scale, causal, size)
-    most = max(time, 1)  # above these numbers a branch stays as it is
+    scale, causal = scale_and_causal(op, scale, causal, size)
+    most = max(time * ranks, 1)  # above these numbers a branch stays as it is
     branches = [(min(w, most), min(r, max(most, heads))) for w, r in zip(widths, strides)]
-    return DilatedAttention(branches, scale, causal)(q, k, v)
+    return branches, scale, causal
 
 
-def _whole(name: str, given: Any) -> list[int]:
+def _whole(op: str, name: str, given: Any) -> list[int]:
     try:
         numbers = list(given)
     except TypeError:
         raise TypeError(
-            f"dilated_attention: {name} must be a sequence of whole numbers, one a branch, such as "
+            f"{op}: {name} must be a sequence of whole numbers, one a branch, such as "
             f"({given!r:.20},), but is {given!r:.40}"
         ) from None
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, (int, np.integer)) or number < 1:
-            raise ValueError(
-                f"dilated_attention: {name} must be whole numbers above 0, but has {number!r:.40}"
-            )
+            raise ValueError(f"{op}: {name} must be whole numbers above 0, but has {number!r:.40}")
     return [int(number) for number in numbers]

@@ -68,82 +68,27 @@ def ring_chunks(time: int, rank: int, ranks: int, layout: str = "zigzag") -> lis
     return [slice(chunk * width, (chunk + 1) * width) for chunk in chunks]
 
 
-class RingAttention(FusedOp):
-    def __init__(
-        self, group: Ranks, causal: bool, scale: float | None, mask: BlockMask | None, layout: str
-    ) -> None:
-        self.group, self.causal, self.scale, self.layout = group, causal, scale, layout
-        self.mask = None if mask is None else as_block_mask("ring_attention", mask)
+class SharedSequence:
+    """The tokens of sequences that the ranks of a group share; this rank has `own_time` of each."""
 
-    def compute(self, q: NDArray, k: NDArray, v: NDArray) -> NDArray:
-        if q.ndim != 4 or q.shape != k.shape or k.shape != v.shape:
-            raise ValueError(
-                "ring_attention: q, k and v must be (B, T / ranks, H, D) alike, but are "
-                f"{q.shape}, {k.shape} and {v.shape}"
-            )
-        self.time = q.shape[1] * self.group.size
-        self.chunks = [
-            ring_chunks(self.time, rank, self.group.size, self.layout)
-            for rank in range(self.group.size)
-        ]
-        keys, values = self._gathered(k, v)
-        out, self.kernels = _C.empty(q.shape, q.dtype, q.device), []
-        for local, tokens in self._own():
-            kernel = Kernel("ring_attention", self.scale, self.causal, self._mask_of(tokens))
-            end = tokens.stop if self.causal else self.time
-            _C.assign(out[:, local], kernel.forward(q[:, local], keys[:, :end], values[:, :end]))
-            kernel.o = None  # it is in the result
-            self.kernels.append(kernel)
-        return out
-
-    def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> list[NDArray | None]:
-        q, k, v = (x.cached_data for x in node.inputs)
-        keys, values = self._gathered(k, v)  # again: kept, they would be N times the operands
-        q, keys, values, dout, result = map(_exact, (q, keys, values, dout, node.cached_data))
-        b, _, h, d = q.shape
-        dq = _C.empty(q.shape, q.dtype, q.device)
-        sums = [_C.empty((b, self.time, h, d), "float32", q.device) for _ in range(2)]
-        for total in sums:
-            total.fill(0)
-        for kernel, (local, tokens) in zip(self.kernels, self._own()):
-            end = tokens.stop if self.causal else self.time
-            operands = q[:, local], keys[:, :end], values[:, :end]
-            into = [dq[:, local], *(_C.empty(x.shape, q.dtype, q.device) for x in operands[1:])]
-            kernel.o = result[:, local]
-            kernel.backward(dout[:, local], operands, into)
-            kernel.o = None
-            for total, part in zip(sums, into[1:]):
-                total[:, :end] += part if part.dtype == "float32" else part.astype("float32")
-        parts = [dq, *self._scattered(sums)]
-        return [
-            (dx if dx.dtype == x.dtype else dx.astype(x.dtype)) if x.requires_grad else None
-            for x, dx in zip(node.inputs, parts)
+    def __init__(self, group: Ranks, own_time: int, layout: str) -> None:
+        self.group, self.time = group, own_time * group.size
+        self._chunks = [
+            ring_chunks(self.time, rank, group.size, layout) for rank in range(group.size)
         ]
 
-    def _own(self) -> list[tuple[slice, slice]]:
+    def own(self) -> list[tuple[slice, slice]]:
         """(where a run of this rank's tokens lies in its arrays, which tokens it is)."""
-        return _placed(self.chunks[self.group.rank])
+        return _placed(self._chunks[self.group.rank])
 
-    def _mask_of(self, tokens: slice) -> BlockMask | None:
-        """What the queries of these tokens see, of the keys that they are given."""
-        mask, end = self.mask, tokens.stop if self.causal else self.time
-        if mask is None:
-            return None
-        if (mask.T, mask.S) != (self.time, self.time):
-            raise ValueError(
-                f"ring_attention: the mask is for {mask.T} queries and {mask.S} keys, "
-                f"but there are {self.time} tokens in all"
-            )
-        if tokens.start % mask.block or (tokens.stop % mask.block and tokens.stop != self.time):
-            raise ValueError(
-                f"ring_attention: a rank's run of {tokens.stop - tokens.start} tokens is cut by "
-                f"blocks of {mask.block}: it must be a multiple of them"
-            )
-        rows = slice(tokens.start // mask.block, -(-tokens.stop // mask.block))
-        kept = mask.blocks[:, rows, : -(-end // mask.block)]
-        return BlockMask(np.ascontiguousarray(kept), mask.block, tokens.stop - tokens.start, end)
+    def zeros(self, like: NDArray) -> NDArray:
+        """Of all tokens, in float32, for what `gradients` takes."""
+        b, _, h, d = like.shape
+        total = _C.empty((b, self.time, h, d), "float32", like.device)
+        total.fill(0)
+        return total
 
-    def _gathered(self, *parts: NDArray) -> list[NDArray]:
+    def gathered(self, *parts: NDArray) -> list[NDArray]:
         """Of each array of this rank the one of all tokens, in their order."""
         group, shape = self.group, parts[0].shape
         if group.size == 1:
@@ -159,10 +104,19 @@ class RingAttention(FusedOp):
             whole = _C.empty((shape[0], self.time, *shape[2:]), both.dtype, both.device)
             for rank in range(group.size):
                 theirs = both[rank : rank + 1, i : i + 1].reshape(shape)
-                for local, tokens in _placed(self.chunks[rank]):
+                for local, tokens in _placed(self._chunks[rank]):
                     _C.assign(whole[:, tokens], theirs[:, local])
             found.append(whole)
         return found
+
+    def gradients(
+        self, qkv: Sequence[Tensor], dq: NDArray, sums: Sequence[NDArray]
+    ) -> list[NDArray | None]:
+        """Of this rank's q, k and v, from dq and its part of the gradients of all k and v."""
+        return [
+            (dx if dx.dtype == x.dtype else dx.astype(x.dtype)) if x.requires_grad else None
+            for x, dx in zip(qkv, (dq, *self._scattered(sums)))
+        ]
 
     def _scattered(self, sums: Sequence[NDArray]) -> list[NDArray]:
         """Of gradients of all tokens, to which each rank adds its part, those of this rank's."""
@@ -175,7 +129,7 @@ class RingAttention(FusedOp):
         for i, total in enumerate(sums):
             for rank in range(group.size):
                 place = sends[rank][i : i + 1].reshape(shape[1:])
-                for local, tokens in _placed(self.chunks[rank]):
+                for local, tokens in _placed(self._chunks[rank]):
                     _C.assign(place[:, local], total[:, tokens])
         receives = [_C.empty(shape, "float32", device) for _ in range(group.size)]
         receives[group.rank] = sends[group.rank]
@@ -190,7 +144,70 @@ class RingAttention(FusedOp):
         return [total[i : i + 1].reshape(shape[1:]) for i in range(len(sums))]
 
 
-def _exact(x: NDArray) -> NDArray:
+class RingAttention(FusedOp):
+    def __init__(
+        self, group: Ranks, causal: bool, scale: float | None, mask: BlockMask | None, layout: str
+    ) -> None:
+        self.group, self.causal, self.scale, self.layout = group, causal, scale, layout
+        self.mask = None if mask is None else as_block_mask("ring_attention", mask)
+
+    def compute(self, q: NDArray, k: NDArray, v: NDArray) -> NDArray:
+        if q.ndim != 4 or q.shape != k.shape or k.shape != v.shape:
+            raise ValueError(
+                "ring_attention: q, k and v must be (B, T / ranks, H, D) alike, but are "
+                f"{q.shape}, {k.shape} and {v.shape}"
+            )
+        self.sequence = SharedSequence(self.group, q.shape[1], self.layout)
+        keys, values = self.sequence.gathered(k, v)
+        out, self.kernels = _C.empty(q.shape, q.dtype, q.device), []
+        for local, tokens in self.sequence.own():
+            kernel = Kernel("ring_attention", self.scale, self.causal, self._mask_of(tokens))
+            end = tokens.stop if self.causal else self.sequence.time
+            _C.assign(out[:, local], kernel.forward(q[:, local], keys[:, :end], values[:, :end]))
+            kernel.o = None  # it is in the result
+            self.kernels.append(kernel)
+        return out
+
+    def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> list[NDArray | None]:
+        q, k, v = (x.cached_data for x in node.inputs)
+        # Again, since kept they would be N times the operands.
+        keys, values = self.sequence.gathered(k, v)
+        q, keys, values, dout, result = map(exact, (q, keys, values, dout, node.cached_data))
+        dq = _C.empty(q.shape, q.dtype, q.device)
+        sums = [self.sequence.zeros(k) for _ in range(2)]
+        for kernel, (local, tokens) in zip(self.kernels, self.sequence.own()):
+            end = tokens.stop if self.causal else self.sequence.time
+            operands = q[:, local], keys[:, :end], values[:, :end]
+            into = [dq[:, local], *(_C.empty(x.shape, q.dtype, q.device) for x in operands[1:])]
+            kernel.o = result[:, local]
+            kernel.backward(dout[:, local], operands, into)
+            kernel.o = None
+            for total, part in zip(sums, into[1:]):
+                total[:, :end] += part if part.dtype == "float32" else part.astype("float32")
+        return self.sequence.gradients(node.inputs, dq, sums)
+
+    def _mask_of(self, tokens: slice) -> BlockMask | None:
+        """What the queries of these tokens see, of the keys that they are given."""
+        mask, time = self.mask, self.sequence.time
+        end = tokens.stop if self.causal else time
+        if mask is None:
+            return None
+        if (mask.T, mask.S) != (time, time):
+            raise ValueError(
+                f"ring_attention: the mask is for {mask.T} queries and {mask.S} keys, "
+                f"but there are {time} tokens in all"
+            )
+        if tokens.start % mask.block or (tokens.stop % mask.block and tokens.stop != time):
+            raise ValueError(
+                f"ring_attention: a rank's run of {tokens.stop - tokens.start} tokens is cut by "
+                f"blocks of {mask.block}: it must be a multiple of them"
+            )
+        rows = slice(tokens.start // mask.block, -(-tokens.stop // mask.block))
+        kept = mask.blocks[:, rows, : -(-end // mask.block)]
+        return BlockMask(np.ascontiguousarray(kept), mask.block, tokens.stop - tokens.start, end)
+
+
+def exact(x: NDArray) -> NDArray:
     """What the kernels of the backward read: the CPU's count in float32 anyway."""
     return x.astype("float32") if x.device.is_host and x.dtype != "float32" else x
 

@@ -15,6 +15,10 @@ from needle.checkpoint import checkpoint_path
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROGRAM = Path(__file__).with_name("rank_program.py")
 STEPS = 60
+FLAGS = (
+    f"--device cpu --model tiny --batch-size 2 --seq-len 32 --grad-accum 4 --steps {STEPS} "
+    "--eval-every 15 --save-every 20 --clip 0.5 --name a"
+).split()
 TIMING = ("tokens_per_second", "data_wait_ms", "seconds")
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
@@ -38,14 +42,10 @@ def write_tokens(path):
 
 def start(out, tokens, ranks, *more, plan=None, supervised=False):
     """`ranks` processes; 0: one, and no mpirun."""
-    flags = (
-        f"--device cpu --model tiny --batch-size 2 --seq-len 32 --grad-accum 4 --steps {STEPS} "
-        "--eval-every 15 --save-every 20 --clip 0.5 --name a"
-    ).split()
     by = [mpirun(), "--map-by", ":OVERSUBSCRIBE", "-n", str(ranks)] if ranks else []
     above = [sys.executable, "-m", "needle.supervise", "--"] if supervised else []
     return subprocess.Popen(
-        [*above, *by, sys.executable, PROGRAM, *flags, "--data", tokens, "--out", out, *more],
+        [*above, *by, sys.executable, PROGRAM, *FLAGS, "--data", tokens, "--out", out, *more],
         env={**os.environ, **AS_ROOT, "PLAN": json.dumps(plan), "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -1,11 +1,16 @@
-"""apps/slurm.sbatch, with an srun and an scontrol that write down what they are asked for."""
+"""apps/slurm.sbatch, with an srun and an scontrol that write down what they are asked for, and by a
+Slurm of one machine where it can start."""
 
+import json
 import os
 import re
 import subprocess
+import sys
 import time
 
+import mpi_runs
 import pytest
+import slurm_cluster
 from harness import ROOT
 
 SCRIPT = ROOT / "apps" / "slurm.sbatch"
@@ -14,17 +19,21 @@ SCRIPT = ROOT / "apps" / "slurm.sbatch"
 @pytest.fixture
 def submit(tmp_path):
     """submit(exit code of srun, flags, variables) -> (exit code, words of srun, of scontrol)."""
-    for name in ("srun", "scontrol"):
-        path = tmp_path / name
-        path.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >{name}.words\nexit ${name}_code')
-        path.chmod(0o755)
+    says = {
+        "srun": 'printf "%s\\n" "$@" >srun.words\nexit $srun_code',
+        "scontrol": 'printf "%s\\n" "$@" >scontrol.words',
+        "squeue": 'echo "$squeue_says"',
+    }
+    for name, lines in says.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{lines}\n")
+        (tmp_path / name).chmod(0o755)
 
     def run(code, *flags, **environ):
         for path in tmp_path.glob("*.words"):
             path.unlink()
         clean = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
         clean |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
-        clean |= {"srun_code": str(code), "scontrol_code": "0", "PYTHON": "/opt/my python"}
+        clean |= {"srun_code": str(code), "PYTHON": "/opt/my python"}
         done = subprocess.run(
             ["bash", SCRIPT, *flags], cwd=tmp_path, env=clean | environ, capture_output=True
         )
@@ -58,6 +67,14 @@ def test_back_into_the_queue(submit):
         assert done == code and bool(scontrol) == again, (code, end, count)
 
 
+def test_an_old_slurm_is_asked_when_the_time_ends(submit):
+    for end, again in (("now + 100 seconds", True), ("now + 3 hours", False)):
+        said = subprocess.check_output(["date", "--date", end, "+%FT%T"], text=True).strip()
+        assert bool(submit(0, squeue_says=said)[2]) == again, end
+    for nothing in ("N/A", "Unknown", ""):
+        assert not submit(0, squeue_says=nothing)[2]
+
+
 def test_its_lines_are_sbatchs():
     lines = re.findall(r"^#SBATCH (--[\w-]+)(?:=(\S+))?$", SCRIPT.read_text(), re.MULTILINE)
     said = dict(lines)
@@ -65,3 +82,55 @@ def test_its_lines_are_sbatchs():
     assert "--requeue" in said and said["--gpus-per-node"] == said["--ntasks-per-node"]
     body = SCRIPT.read_text().partition("\npython=python3")[0]
     assert all(not line or line.startswith("#") for line in body.splitlines())
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    reason = mpi_runs.missing() or slurm_cluster.missing()
+    if reason:
+        pytest.skip(reason)
+    made = slurm_cluster.Cluster(tmp_path)
+    try:
+        if reason := made.start():
+            pytest.skip(f"Slurm does not start here: {reason}")
+        yield made
+    finally:
+        made.close()
+
+
+def test_a_real_slurm(cluster, tmp_path):
+    """Two ranks on the CPU. The end of the time comes before that of the run: it is saved, goes
+    back into the queue and on, and has the bytes of a run that nobody stopped."""
+    tokens = mpi_runs.write_tokens(tmp_path / "tokens.npy")
+    mpi_runs.run(tmp_path / "alone", tokens, 0)
+    python, said = tmp_path / "python", tmp_path / "said"
+    python.write_text(
+        "#!/bin/sh\nshift  # the app, for the program of the tests\n"
+        '[ "${SLURM_RESTART_COUNT:-0}" = 0 ] || PLAN=null\n'
+        f'export PLAN\nexec "{sys.executable}" "{mpi_runs.PROGRAM}" "$@"\n'
+    )
+    python.chmod(0o755)
+    plan = {"rank": 1, "step": 0, "what": "slow", "seconds": 1}
+    cluster.environ |= {"PYTHON": str(python), "PLAN": json.dumps(plan), "PYTHONPATH": str(ROOT)}
+    # Slurm looks for what is near its end every 30 s: SIGTERM comes after 20 to 50 s.
+    job = cluster.ask(
+        *("sbatch", "--parsable", "--time=1", "--signal=TERM@10", "--gpus-per-node=0"),
+        *("--ntasks-per-node=2", f"--output={said}", f"--chdir={ROOT}", str(SCRIPT)),
+        *(*mpi_runs.FLAGS, "--data", str(tokens), "--out", str(tmp_path / "out")),
+    ).strip()
+    state = ""
+    for _ in range(180):
+        state = cluster.ask("scontrol", "--oneliner", "show", "job", job)
+        if "Restarts=0" not in state and "TimeLimit=00:01:00" in state:
+            cluster.ask("scontrol", "update", f"JobId={job}", "TimeLimit=10", "StartTime=now")
+        if re.search("JobState=(COMPLETED|FAILED|TIMEOUT|CANCELLED|NODE_FAIL)", state):
+            break
+        time.sleep(1)
+    log = said.read_text()
+    assert "JobState=COMPLETED" in state and "ExitCode=0:0" in state, state + log
+    stopped = re.findall(
+        rf"stopped by SIGTERM after step (\d+) of {mpi_runs.STEPS}, and saved", log
+    )
+    assert len(stopped) == 1 and 0 < int(stopped[0]) < mpi_runs.STEPS, log
+    assert log.count("the time is over: back into the queue") == 1, log
+    assert mpi_runs.written(tmp_path / "out") == mpi_runs.written(tmp_path / "alone")

@@ -8,7 +8,7 @@ from gradients import attend_dilated, dilated_weights
 from harness import DEVICES, device_of, poison, rounder
 
 from needle import _C, Tensor, ops
-from needle.ops.dilated import _pieces
+from needle.ops.dilated import pieces_of
 
 both = pytest.mark.parametrize("device", DEVICES)
 # T, heads, segments, dilations: one branch; the last segment shorter; longer than T; more dilation
@@ -74,7 +74,7 @@ def test_views_hold_each_token_of_a_branch_once(merges):
         batch, t, heads = (int(n) for n in rng.integers(1, (4, 40, 12)))
         width, dilation = int(rng.integers(1, t + 1)), int(rng.integers(1, 10))
         times = _C.array(np.zeros((batch, t, heads)))
-        for piece in _pieces(times.shape, width, dilation, merges):
+        for piece in pieces_of(times.shape, width, dilation, merges):
             view = piece(times)
             _C.assign(view, view + 1)
         wanted = held(np.array([width]), np.array([dilation]), t, heads)
@@ -86,7 +86,7 @@ def test_the_fewest_views():
     """A launch each: all heads and sequences in one where their strides allow it."""
 
     def count(shape, *branch):
-        return len(list(_pieces(shape, *branch, True)))
+        return len(list(pieces_of(shape, *branch, True)))
 
     assert count((2, 64, 8), 16, 1) == 1
     assert count((2, 64, 8), 16, 2) == 2  # heads of an offset

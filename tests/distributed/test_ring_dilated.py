@@ -1,0 +1,219 @@
+"""Dilated attention over a sequence that ranks share: float64's numbers, one device's errors."""
+
+import numpy as np
+import pytest
+from gradients import attend_dilated, dilated_weights
+from together import together
+
+import needle as ndl
+from needle import _C
+from needle.distributed.group import Group
+from needle.ops import dilated_attention, ring_chunks, ring_dilated_attention
+from needle.ops.ring_dilated import calls_of, counts_from_its_run
+
+B, D = 2, 8
+# T, heads, segments, dilations; runs of T / 2, T / 4 and T / 8 tokens: they hold whole segments;
+# lie in one, at multiples of the dilation and not; are cut by segments, at the same and at others;
+# the last segment is shorter; segments longer than T; more dilation than heads, and fewer; tokens
+# of no branch.
+BRANCHES = [
+    (64, 3, (8,), (1,)),
+    (64, 4, (4, 16, 64), (1, 2, 4)),
+    (64, 8, (16, 64), (1, 8)),
+    (48, 3, (12, 48), (1, 4)),
+    (40, 3, (8, 24, 100), (1, 3, 7)),
+    (56, 5, (11, 30), (2, 3)),
+    (24, 7, (5, 9, 24), (4, 2, 5)),
+    (72, 3, (50,), (1,)),
+]
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """What is left unwritten is seen."""
+    real = _C.empty
+
+    def empty(shape, dtype, device):
+        made = real(shape, dtype, device)
+        made.fill(float("nan"))
+        return made
+
+    monkeypatch.setattr(_C, "empty", empty)
+
+
+def operands(time, heads, dtype, seed=0):
+    """q, k, v and the gradient of the result, as the dtype holds them, in float64."""
+    random = np.random.RandomState(seed)
+    arrays = [random.standard_normal((B, time, heads, D)) for _ in range(4)]
+    return [_C.array(x, dtype, _C.cpu()).numpy().astype(np.float64) for x in arrays]
+
+
+def reference(arrays, branches, causal):
+    """The result, and the gradients of q, k and v, in float64."""
+    q, k, v, dout = arrays
+    p = dilated_weights(q, k, branches, causal)
+    dp = np.einsum("bthd,bshd->bhts", dout, v)
+    ds = p * (dp - (dp * p).sum(-1, keepdims=True)) * D**-0.5
+    return (
+        attend_dilated(q, k, v, branches, causal),
+        np.einsum("bhts,bshd->bthd", ds, k),
+        np.einsum("bhts,bthd->bshd", ds, q),
+        np.einsum("bhts,bthd->bshd", p, dout),
+    )
+
+
+def attended(compute, arrays, dtype):
+    """The result of `compute` and its three gradients, in float64."""
+    leaves = [ndl.Tensor(x, dtype=dtype) for x in arrays[:3]]
+    out = compute(*leaves)
+    out.backward(ndl.Tensor(arrays[3], dtype=dtype, requires_grad=False))
+    return [x.numpy().astype(np.float64) for x in (out, *(leaf.grad for leaf in leaves))]
+
+
+def shared(arrays, ranks, dtype, segments, dilations, causal=True, layout="zigzag"):
+    """The same of all ranks, put together."""
+    time = arrays[0].shape[1]
+    own = [
+        np.concatenate([np.arange(time)[run] for run in ring_chunks(time, rank, ranks, layout)])
+        for rank in range(ranks)
+    ]
+
+    def work(group):
+        def attend(q, k, v):
+            return ring_dilated_attention(q, k, v, group, segments, dilations, causal, None, layout)
+
+        return attended(attend, [x[:, own[group.rank]] for x in arrays], dtype)
+
+    whole = [np.empty(arrays[0].shape) for _ in range(4)]
+    for tokens, parts in zip(own, together(ranks, work)):
+        for x, part in zip(whole, parts):
+            x[:, tokens] = part
+    return whole
+
+
+def distances(found, wanted):
+    return [np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in zip(found, wanted)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("ranks, layout", [(1, "zigzag"), (2, "zigzag"), (4, "zigzag"),
+                                           (2, "contiguous"), (4, "contiguous")])  # fmt: skip
+@pytest.mark.parametrize("time, heads, segments, dilations", BRANCHES)
+def test_it_is_dilated_attention(time, heads, segments, dilations, ranks, layout, causal, dtype):
+    """Against float64, with errors no larger than those of one device."""
+    arrays, branches = operands(time, heads, dtype), tuple(zip(segments, dilations))
+    wanted = reference(arrays, branches, causal)
+    alone = attended(
+        lambda q, k, v: dilated_attention(q, k, v, segments, dilations, causal), arrays, dtype
+    )
+    found = shared(arrays, ranks, dtype, segments, dilations, causal, layout)
+    for mine, theirs in zip(distances(found, wanted), distances(alone, wanted)):
+        assert mine <= 1.1 * theirs + 1e-7
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_calls_see_what_the_branches_hold(causal):
+    """Any run of tokens, any branch: counted by the views, each call's own triangle."""
+    random = np.random.default_rng(0)
+    for _ in range(300):
+        time, heads = (int(n) for n in random.integers(1, (30, 9)))
+        width, dilation = int(random.integers(1, time + 1)), int(random.integers(1, 10))
+        begin, end = sorted(int(n) for n in random.integers(0, time + 1, 2))
+        rows = np.arange(time * heads, dtype=np.float32).reshape(1, time, heads, 1)
+        own, all_keys = _C.array(rows[:, begin:end]), _C.array(rows)
+        seen = np.zeros((time * heads, time * heads), int)
+        run = slice(begin, end)
+        for queries, keys in calls_of(own.shape, run, time, (width, dilation), causal):
+            q, k = (x.numpy()[..., 0].astype(int) for x in (queries(own), keys(all_keys)))
+            assert q.shape[1] > 0 and q.shape[::2] == k.shape[::2]
+            triangle = np.tri(q.shape[1], k.shape[1], k.shape[1] - q.shape[1], dtype=int)
+            for n, h in np.ndindex(*q.shape[::2]):
+                seen[np.ix_(q[n, :, h], k[n, :, h])] += triangle if causal else 1
+        i, head = np.divmod(np.arange(time * heads), heads)
+        held = i % width % dilation == head % dilation
+        wanted = (
+            held[:, None] & held & (head[:, None] == head) & (i[:, None] // width == i // width)
+        )
+        wanted &= ((i >= begin) & (i < end))[:, None]
+        if causal:
+            wanted &= i <= i[:, None]
+        np.testing.assert_array_equal(seen, wanted, f"{run} of {time}, {(width, dilation)}")
+
+
+def test_tokens_are_counted_from_a_run_only_where_that_is_the_same():
+    random, met = np.random.default_rng(1), set()
+    for _ in range(1000):
+        width, dilation, begin, size = (int(n) for n in random.integers(1, (40, 6, 40, 20)))
+        t = np.arange(begin, begin + size)
+        counts = counts_from_its_run((width, dilation), slice(begin, begin + size))
+        met.add(counts)
+        if counts:
+            from_run = (t - begin) % width % dilation
+            np.testing.assert_array_equal(from_run, t % width % dilation)
+    assert met == {True, False}
+
+
+def test_two_runs_give_the_same_bits():
+    arrays = operands(56, 3, "bfloat16")
+    first, second = (shared(arrays, 4, "bfloat16", (11, 56), (1, 4)) for _ in range(2))
+    for x, y in zip(first, second):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_views_as_operands():
+    """Every second head of those from the second on."""
+    packed = np.random.RandomState(0).standard_normal((3, B, 24, 5, D)).astype(np.float32)
+    wide = np.repeat(packed, 2, axis=3)
+
+    def work(group):
+        own = ring_chunks(24, group.rank, group.size)
+        x = [ndl.Tensor(np.concatenate([wide[i][:, run] for run in own], 1)) for i in range(3)]
+        views = [y[:, :, 1:9:2, :] for y in x]
+        assert not views[0].cached_data.is_compact()
+        out = ring_dilated_attention(*views, group, (6, 24), (1, 2))
+        out.sum().backward()
+        return [y.numpy() for y in (out, *(y.grad for y in x))]
+
+    found = together(2, work)
+    x = [ndl.Tensor(part) for part in wide]
+    out = dilated_attention(*(y[:, :, 1:9:2, :] for y in x), (6, 24), (1, 2))
+    out.sum().backward()
+    for i, right in enumerate([out, *(y.grad for y in x)]):
+        for rank in range(2):
+            tokens = np.concatenate([np.arange(24)[run] for run in ring_chunks(24, rank, 2)])
+            np.testing.assert_allclose(found[rank][i], right.numpy()[:, tokens], atol=2e-6)
+
+
+def test_gradients_that_nobody_wants():
+    q, k, v = (ndl.Tensor(np.ones((1, 4, 1, 4))) for _ in range(3))
+    k.requires_grad = False
+    ring_dilated_attention(q, k, v, Group(), (2,), (1,)).sum().backward()
+    assert k.grad is None and v.grad is not None
+
+
+def test_one_rank_has_the_bits_of_one_device():
+    q, k, v = (ndl.Tensor(x) for x in operands(40, 3, "float32")[:3])
+    found = ring_dilated_attention(q, k, v, Group(), (8, 30), (1, 4)).numpy()
+    np.testing.assert_array_equal(found, dilated_attention(q, k, v, (8, 30), (1, 4)).numpy())
+
+
+@pytest.mark.parametrize(
+    "shapes, options, words",
+    [
+        ([(1, 4, 2, 4), (1, 8, 2, 4), (1, 8, 2, 4)], {}, "must have one shape"),
+        ([(4, 2, 4)] * 3, {}, "must have one shape"),
+        ([(1, 3, 2, 4)] * 3, {}, "6 tokens cannot be shared by 2 ranks"),
+        ([(1, 8, 2, 4)] * 3, {"segments": (4, 8)}, "ring_dilated_attention: segments and dil"),
+        ([(1, 8, 2, 4)] * 3, {"dilations": 1}, "ring_dilated_attention: dilations must be a seq"),
+        ([(1, 8, 2, 4)] * 3, {"layout": "striped"}, "layout must be one of"),
+        ([(1, 8, 2, 4)] * 3, {"scale": "x"}, "scale must be a number"),
+    ],
+)
+def test_what_is_refused(shapes, options, words):
+    def work(group):
+        given = {"segments": (4,), "dilations": (1,)} | options
+        ring_dilated_attention(*(ndl.zeros(*shape) for shape in shapes), group, **given)
+
+    with pytest.raises((ValueError, TypeError), match=words):
+        together(2, work)
