@@ -616,6 +616,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--graph: {run.device} records no graphs, as GPUs do: leave it out")
         if args.graph and run.parallel.context > 1:
             raise ValueError("--graph: not together with --context-parallel: leave it out")
+        run_ranks.tell_gpus(ranks, run.settings, args.verify > 0)
         print(f"{run.model}\n{run.data.source}\nrun: {run.folder}", flush=True)
         if run.step >= run.settings["steps"]:
             if ranks.rank == 0 and not is_finished(run):
@@ -633,7 +634,8 @@ def main(argv: list[str] | None = None) -> int:
             1,
         )
     except WrongDevice as error:
-        beat(fault=str(error))
+        wrong = [ranks.gpus[rank] for rank in error.ranks] if ranks.gpus else []
+        beat(fault=str(error), wrong=wrong)
         problem, code = str(error), EXIT_GPU_LOST
         if ranks.rank == 0:
             report(problem, code)

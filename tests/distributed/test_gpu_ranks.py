@@ -14,12 +14,15 @@ from gpu_runs import (
     a_signal_saves_once,
     a_stopped_rank_is_named,
     a_wrong_device_is_named,
+    goes_on_with_fewer,
     goes_on_with_other_numbers,
+    goes_on_without_a_wrong_device,
     under_a_supervisor,
 )
 from harness import ROOT
 from mpi_runs import write_tokens
 
+import needle as ndl
 from needle.distributed.group import visible_gpus
 
 pytestmark = [
@@ -200,6 +203,18 @@ def test_a_wrong_device(runs, alone):
 
 def test_under_a_supervisor_all_are_started_again(runs, alone):
     under_a_supervisor(runs, alone("float32"))
+
+
+def uuid_of(index):
+    return ndl.cuda(index).properties()["uuid"]
+
+
+def test_a_gpu_that_does_not_prove_itself_is_left_out(runs, alone):
+    goes_on_with_fewer(runs, alone("float32"), 2, [uuid_of(0)], 1)
+
+
+def test_a_wrong_device_is_left_out(runs, alone):
+    goes_on_without_a_wrong_device(runs, alone("float32"), uuid_of(1))
 
 
 def test_a_rank_that_hangs_in_a_transfer_is_named(tmp_path):
