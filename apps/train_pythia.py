@@ -119,7 +119,7 @@ def train(run: Run) -> int:
     verification = Verification(parallel, run.verify_every, shape, gradient)
     with ranks.rank_0_first("the log"):
         log = open_log(run)
-    stop, failure = Stop(), None
+    stop, reason, failure = Stop(), None, None
     beat(step=run.step)
     try:
         if run.step == 0 and settings["recipe"]:
@@ -149,8 +149,9 @@ def train(run: Run) -> int:
 
             if not log.is_heard:
                 stop.reason = stop.reason or "a closed pipe"
-            stop.reason, failure = agree(ranks, "the end of the step", failure, stop.reason)
-            ends = step == steps or stop.reason is not None or failure is not None
+            # A signal that comes meanwhile is told at the end of the next step.
+            reason, failure = agree(ranks, "the end of the step", failure, stop.reason)
+            ends = step == steps or reason is not None or failure is not None
             evaluates = step == steps or _due(step, settings["eval_every"])
             saves = ends or _due(step, settings["save_every"]) or stays(settings, step)
             if evaluates or saves:
@@ -185,7 +186,7 @@ def train(run: Run) -> int:
             model.share_sequences(None)
     if run.step < steps or failure is not None:
         if ranks.rank == 0:
-            report_stop(run, stop.reason, failure)
+            report_stop(run, reason, failure)
         return 0 if failure is None else 1
     print(
         f"loss {log.first_loss:.4f} at the first step, {log.loss:.4f} at the last; "

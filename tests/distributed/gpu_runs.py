@@ -147,6 +147,12 @@ def a_signal_saves_once(runs: Runs, alone: tuple, to_launcher: bool) -> None:
     assert runs.written("signal") == alone
 
 
+def a_signal_between_two_steps_is_heard(runs: Runs, gpus: int) -> None:
+    plan = {"rank": gpus - 1, "step": 5, "what": "meet"}
+    said = runs.run("meet", gpus, plan=plan)
+    assert f"stopped by SIGTERM after step 6 of {STEPS}, and saved" in said, said
+
+
 def a_wrong_device_is_named(runs: Runs, alone: tuple) -> None:
     plan = {"rank": 1, "step": 12, "what": "bit"}  # the sixth that is verified, of micro-batch 2
     said = runs.run("wrong", 2, "--verify", "2", plan=plan, code=75)

@@ -5,6 +5,7 @@ names a library that pretends to be NCCL between GPUs, BROKEN_GPUS those, by UUI
 themselves to a supervisor.
 
     kill, stop, term    the signal, from itself, when it has computed its first micro-batch then
+    meet                SIGTERM, while it waits for the others at the end of the step
     data                its data cannot be read there
     nan                 its loss is none
     bit                 one bit of its gradient is another
@@ -49,6 +50,7 @@ def strike(what: str, at: int, mark: str | None, deadline: float, seconds: float
     )
     struck, step = False, 0
     run_data, close = train_pythia.run_data, train_pythia.RunLog.close
+    agree = train_pythia.agree
 
     def late_data(*args):
         time.sleep(1.5 * deadline)
@@ -91,7 +93,7 @@ def strike(what: str, at: int, mark: str | None, deadline: float, seconds: float
     def computed(loss):
         if what == "slow":
             time.sleep(seconds)
-        if what == "full" or not strikes():
+        if what in ("full", "meet") or not strikes():
             return loss
         if what in ("kill", "stop", "term"):
             os.kill(os.getpid(), getattr(signal, f"SIG{what.upper()}"))
@@ -115,6 +117,14 @@ def strike(what: str, at: int, mark: str | None, deadline: float, seconds: float
         close(self)
         os.kill(os.getpid(), signal.SIGSTOP)
 
+    def struck_agree(ranks, name, *more):
+        agreed = agree(ranks, name, *more)
+        if name == "the end of the step" and strikes():
+            os.kill(os.getpid(), signal.SIGTERM)
+        return agreed
+
+    if what == "meet":
+        train_pythia.agree = struck_agree
     if what == "end":
         train_pythia.RunLog.close = struck_close
     if what == "late":

@@ -13,6 +13,7 @@ import run_ranks
 from gpu_runs import (
     Runs,
     a_killed_rank_ends_the_others,
+    a_signal_between_two_steps_is_heard,
     a_signal_saves_once,
     a_stopped_rank_is_named,
     a_wrong_device_is_named,
@@ -191,6 +192,11 @@ def test_a_stopped_rank(runs, rank):
 @pytest.mark.parametrize("to_launcher", [False, True])
 def test_a_signal(runs, kind, to_launcher):
     a_signal_saves_once(runs, kind[1], to_launcher)
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_signal_between_two_steps(runs, gpus):
+    a_signal_between_two_steps_is_heard(runs, gpus)
 
 
 def test_a_wrong_device(runs, kind):
