@@ -426,7 +426,7 @@ def new_run(args, ranks: Group) -> Run:
         return str(run_folder.free_folder(out, args.name, settings["model"], bool(args.resume)))
 
     # Names are checked before the text is tokenised, which may take long.
-    folder = Path(ranks.first("the folder of the run", free_folder))
+    free = Path(ranks.first("the name of the run", free_folder))
     described = train_flags.data_of(settings)
     with ranks.rank_0_first("the data"):
         data = run_data(described)
@@ -459,7 +459,15 @@ def new_run(args, ranks: Group) -> Run:
         weight_decay=settings["weight_decay"],
     )
     parallel = DataParallel(ranks, flat, optimizer, settings["grad_accum"], context)
-    lock = run_folder.take(folder) if ranks.rank == 0 else None
+    lock = None
+
+    def take() -> str:
+        nonlocal lock
+        words = args.name, settings["model"], bool(args.resume)
+        folder, lock = run_folder.take_new(free, Path(args.out), *words)
+        return str(folder)
+
+    folder = Path(ranks.first("the folder of the run", take))
     position = batches.position
     run = Run(
         folder, lock, settings, device, data, model, flat, optimizer, batches, parallel, position
