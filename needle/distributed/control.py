@@ -31,7 +31,8 @@ Messages, as JSON arrays:
         number, name, step, inside, seconds]       place, and the device's
     ["value", number, name, step, text]            to rank 0: this rank's JSON for a gather
     ["values", number, [text, ...]]                from rank 0, in the ranks' order
-    ["late", number, name, step, inside]           to rank 0: for this rank the deadline has passed
+    ["late", number, name, step, inside, seconds]  to rank 0: for this rank, which has waited so
+                                                   long, the deadline is about to pass
     ["end", kind, text, code]                      from rank 0 to all, or of a rank that leaves
     ["bye", number, name, step]                    the last collective that this rank came to
 """
@@ -332,7 +333,7 @@ class Control:
         elif word == "values":
             self._answered = more[0], more[1]
         elif word == "late":
-            self._fail(RankMissing, self._absent(rank, _At(*more)))
+            self._fail(RankMissing, self._absent(rank, _At(*more[:4]), more[4]))
         elif word == "end":
             self._fail(KINDS[more[0]], more[1], more[2])
         elif word == "bye":
@@ -424,9 +425,10 @@ class Control:
         is_patient = at.inside == "patient gather" and not any(map(self._is_silent, self._peers))
         waits = [(at, self._since)] if at.inside and not is_patient else []
         waits += [(self._device, self._device_since)] if self._device.inside else []
-        late = [at for at, since in waits if self._now - since >= EARLY * self.deadline]
+        waits = [(at, self._now - since) for at, since in waits]
+        late = [(at, seconds) for at, seconds in waits if seconds >= EARLY * self.deadline]
         if late:
-            self._be_late(late[-1])
+            self._be_late(*late[-1])
         else:
             self._asked = None
 
@@ -455,31 +457,29 @@ class Control:
     def _is_silent(self, rank: int) -> bool:
         return self._now - self._peers[rank].heard > SILENT * self.deadline
 
-    def _be_late(self, at: _At) -> None:
-        """The deadline has passed here. Rank 0 knows who did not come."""
+    def _be_late(self, at: _At, seconds: float) -> None:
+        """Here the deadline is about to pass. Rank 0 knows who did not come."""
         if self.rank == 0:
-            self._fail(RankMissing, self._absent(0, at))
+            self._fail(RankMissing, self._absent(0, at, seconds))
             return
+        waited = _waited(self.rank, at, seconds)
         first = self._peers[0]
         silent = self._now - first.heard
         if first.has_closed:
-            self._fail(RankMissing, f"{self._waited(self.rank, at)}; rank 0 has ended before")
+            self._fail(RankMissing, f"{waited}; rank 0 has ended before")
         elif silent > SILENT * self.deadline or (
             self._asked is not None and self._now - self._asked > 4 * self._period
         ):
             self._fail(
                 RankMissing,
-                f"{self._waited(self.rank, at)}: rank 0 does not answer for {silent:.1f} s: it is "
+                f"{waited}: rank 0 does not answer for {silent:.1f} s: it is "
                 f"stopped, or its machine is gone; it was last seen {first.at}",
             )
         elif self._asked is None:
             self._asked = self._now
-            self._tell(0, ["late", *at])
+            self._tell(0, ["late", *at, seconds])
 
-    def _waited(self, rank: int, at: _At) -> str:
-        return f"rank {rank} waited {self.deadline:g} s {at}"
-
-    def _absent(self, noticed: int, at: _At) -> str:
+    def _absent(self, noticed: int, at: _At, seconds: float) -> str:
         """Rank 0's answer to who has not come to where a rank waits."""
         hosts = {0: (self._seen, self._since)}
         hosts |= {rank: (peer.at, peer.since) for rank, peer in self._peers.items()}
@@ -507,7 +507,7 @@ class Control:
         if len(words) > MOST_DESCRIBED:
             listed.append(f"and so with {name_ranks([*words][MOST_DESCRIBED:])}")
         said = "; ".join(listed) or "all ranks have come, so that the transfer itself hangs"
-        return f"{self._waited(noticed, at)}: {said}"
+        return f"{_waited(noticed, at, seconds)}: {said}"
 
     def _die(self, at: _At) -> None:
         """The main thread waits in C, where no exception reaches it."""
@@ -517,6 +517,10 @@ class Control:
             if select.select([], [2], [], 1.0)[1]:
                 os.write(2, line)
         os._exit(code)
+
+
+def _waited(rank: int, at: _At, seconds: float) -> str:
+    return f"rank {rank} waited {seconds:.1f} s {at}"
 
 
 class _Watched:

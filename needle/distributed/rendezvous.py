@@ -39,7 +39,7 @@ from needle.distributed.messages import Connection, encode
 from needle.files import replacing
 
 MAGIC = "needle control channel"
-VERSION = "2"  # of the messages, those of needle/distributed/control.py too; a fact like others
+VERSION = "3"  # of the messages, those of needle/distributed/control.py too; a fact like others
 PORTS = 8  # tried from the one that the environment names: others may listen there
 PATIENCE = 2.0  # seconds for a connection, and for the first word of rank 0
 STRANGER_SECONDS = 10.0  # for all of a greeting
