@@ -597,14 +597,15 @@ def make_run(args, ranks: Group) -> Run:
 
 def main(argv: list[str] | None = None) -> int:
     args, words = train_flags.parse(argv), sys.argv[1:] if argv is None else argv
-    run, ranks, problem, code = None, Group(), None, 1
+    run, ranks, problem, code, said = None, Group(), None, 1, ""
     program = [sys.executable, str(Path(__file__).resolve())]
 
     def report(text: str, exit_code: int) -> int:
-        nonlocal problem, code
-        problem, code = text, exit_code
-        who = "" if ranks.rank == 0 else f" rank {ranks.rank}:"
-        print(f"train_pythia.py:{who} {text}", file=sys.stderr)
+        """Rank 0 says it now, another where it turns out that rank 0 does not say the same."""
+        nonlocal problem, code, said
+        problem, code, said = text, exit_code, text
+        if ranks.rank == 0:
+            print(f"train_pythia.py: {text}", file=sys.stderr)
         return code
 
     try:
@@ -652,11 +653,11 @@ def main(argv: list[str] | None = None) -> int:
     except RankFailed as error:  # that rank has said it
         problem = str(error)
         return 1
-    except RankError as error:  # who is missing, or differs, is said by all that are there
+    except RankError as error:
         beat(fault=str(error))
-        problem, code = str(error), error.code
-        print(f"train_pythia.py: {error}", file=sys.stderr)
-        return code
+        if error.is_rank_0s:
+            return error.code
+        return report(str(error), error.code)
     except (ValueError, OSError) as error:
         return report(described(error), 1)
     except KeyboardInterrupt:  # before the first step, or a second one within a step
@@ -665,7 +666,10 @@ def main(argv: list[str] | None = None) -> int:
         if run is not None and run.lock is not None:
             run.lock.release()
         error = sys.exc_info()[1]
-        ranks.close(problem or (error and f"{type(error).__name__}: {error}"), code)
+        is_told = ranks.close(problem or (error and f"{type(error).__name__}: {error}"), code)
+        if said and ranks.rank > 0 and not is_told:
+            who = "" if said.startswith(f"rank {ranks.rank}, ") else f"rank {ranks.rank}: "
+            print(f"train_pythia.py: {who}{said}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ Messages, as JSON arrays:
                                                    long, the deadline is about to pass
     ["end", kind, text, code]                      from rank 0 to all, or of a rank that leaves
     ["bye", number, name, step]                    the last collective that this rank came to
+    ["left", reason]                               from rank 0: what it has told people at its end
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ SILENT = 0.25  # of the deadline: without a word for so long a rank does not ans
 GRACE = 0.1  # of the deadline: for the main thread to end by itself, where its device hangs
 LINGER = 1.0  # seconds for the last words, when this rank closes
 MOST_DESCRIBED = 8  # ranks of a message
-MOST_REASON = 1000  # characters
+MOST_REASON = 1000  # characters; of rank 0, whose reason may quote one, some more
 
 
 class _At(NamedTuple):
@@ -126,6 +127,7 @@ class Control:
         self._answered: tuple[int, list[str]] = 0, []  # the last gather that is done
         self._gathering: dict[int, dict[int, tuple[_At, str]]] = {}  # by number, by rank
         self._closing, self._closed = False, threading.Event()
+        self._last_words = ""  # of rank 0
         self._peers = {rank: _Peer(connection) for rank, connection in connections.items()}
         # Whoever holds the lock reads: a gather itself, so that no other thread stands between, and
         # else the thread.
@@ -196,14 +198,22 @@ class Control:
         """A context in which this rank is in a collective that other libraries carry out."""
         return _Watched(self, name)
 
-    def leave(self, reason: str, code: int = 1) -> None:
-        """The others end as well, quoting the reason, with the same exit code."""
-        text = f"rank {self.rank} stopped at step {self.step}: {reason[:MOST_REASON]}"
+    def leave(self, reason: str, code: int = 1) -> bool:
+        """The others end as well, quoting the reason, with the same exit code. Whether rank 0
+        leaves too, with this reason, one that quotes it, or the one that is quoted here."""
+        own = reason[:MOST_REASON]
+        text = f"rank {self.rank} stopped at step {self.step}: {own}"
+        if self._failure is not None and self._failure[1] in reason:
+            own = self._failure[1]  # behind where this rank was
         if self.rank == 0:
             self._fail(RankMissing, text, code)
+            for rank in self._peers:
+                self._tell(rank, ["left", reason[: 3 * MOST_REASON]])
         elif self._failure is None:
             self._tell(0, ["end", "missing", text, code])
         self._end()
+        said = self._last_words
+        return bool(said) and (own in said or said[:MOST_REASON] in own)
 
     def close(self) -> None:
         """This rank comes to no further collective, and that is right so."""
@@ -336,6 +346,8 @@ class Control:
             self._fail(RankMissing, self._absent(rank, _At(*more[:4]), more[4]))
         elif word == "end":
             self._fail(KINDS[more[0]], more[1], more[2])
+        elif word == "left":
+            self._last_words = str(more[0])
         elif word == "bye":
             peer.at, peer.has_closed = _At(*more), True
         else:

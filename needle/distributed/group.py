@@ -211,17 +211,19 @@ class Group(Ranks):
             if work is not None:
                 collective.goes_on(work)
 
-    def close(self, reason: str | None = None, code: int = 1) -> None:
+    def close(self, reason: str | None = None, code: int = 1) -> bool:
         """The end. With a reason of this rank alone, at any time: the others end too, quote it, and
-        have this exit code. Without one all ranks come, within the deadline."""
+        have this exit code; whether rank 0 tells people the same. Without one all ranks come,
+        within the deadline."""
         control, self._control = self._control, None
         if control is not None and reason is not None:
-            control.leave(reason, code)
-        elif control is not None:
+            return control.leave(reason, code)
+        if control is not None:
             if self._transport is not None:
                 with control.watched("the end"):
                     self._transport.close()
             control.close()
+        return False
 
 
 class Subgroup(Ranks):

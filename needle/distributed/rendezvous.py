@@ -50,6 +50,7 @@ class RankError(RuntimeError):
     """The ranks cannot go on. `code`: the exit code that says whether starting again may help."""
 
     code = 1
+    is_rank_0s = False  # rank 0 has it too, in the same words
 
 
 class RanksDiffer(RankError):
@@ -358,7 +359,9 @@ def _introduce(
             raise ValueError(str(more[0]) if word == "stranger" and more else "another program")
         word, *more = _words(connection.wait(float(more[0]) + PATIENCE))
         if word in KINDS:
-            raise KINDS[word](str(more[0]))
+            verdict = KINDS[word](str(more[0]))
+            verdict.is_rank_0s = True
+            raise verdict
         if word != "welcome":
             raise ValueError("another program")
         connection.limit *= 2 * place.size

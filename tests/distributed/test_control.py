@@ -159,6 +159,42 @@ if rank == {victim}:
         assert f"rank {victim} has not come (for" in said and "behind 'begin' at step 8" in said
 
 
+@pytest.mark.parametrize(
+    "reason, told",
+    [
+        ('"the flags are wrong"', True),
+        ('f"the flags of {rank} are wrong"', False),
+        ('"wrong, " * 1000', True),
+        ('"out of memory" if rank else "the disk is full"', False),
+    ],
+)
+def test_who_leaves_with_the_same_reason_as_rank_0_is_told_so(start, reason, told):
+    """Also where it comes later, and only the quoted reason is left to hear."""
+    body = f"""
+control = join()
+control.gather("begin", None)
+if rank == 2: time.sleep(0.5)
+say(control.leave({reason}))
+"""
+    for rank in start(body, 3)[1:]:
+        assert rank.end() == (0, [str(told)], "")
+
+
+@pytest.mark.parametrize("late", [0.0, 0.6])
+def test_who_hears_of_a_rank_that_left_is_told_that_rank_0_says_so(start, late):
+    """Each adds where it was. (Who left may be gone before rank 0 says it.)"""
+    body = f"""
+control = join()
+if rank == 2:
+    control.leave("the disk is full")
+else:
+    time.sleep({late})
+    try: control.gather("begin", None)
+    except RankMissing as error: say(control.leave(str(error)))
+"""
+    assert start(body, 3, deadline=4.0)[1].end() == (0, ["True"], "")
+
+
 def test_all_come_and_the_transfer_hangs(start):
     ranks = start(f"control = join()\n{IN_WATCHED}", 3, deadline=1.0)
     for rank in ranks:
