@@ -109,6 +109,40 @@ def take(folder: Path) -> Lock:
         raise FileError(described(error)) from error
 
 
+def take_new(
+    folder: Path, out: Path, name: str | None, model: str, restart: bool
+) -> tuple[Path, Lock]:
+    """(the folder of a new run, its lock). `folder` is what free_folder gave for the other four.
+    Where another start has made it meanwhile a run without a name takes the next, any other is
+    refused."""
+    chooses = name is None and not restart
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        while chooses:
+            try:
+                folder.mkdir()
+                break
+            except FileExistsError:
+                folder = free_folder(out, name, model, restart)
+    except OSError as error:
+        raise FileError(described(error)) from error
+    lock = take(folder)
+    if not chooses and (has_saved(folder) if restart else _is_used(folder)):
+        lock.release()
+        raise DataError(
+            f"{folder}: another start has begun this run meanwhile; go on with it by "
+            f"{shlex.join(again(folder))}, or choose another --name"
+        )
+    return folder, lock
+
+
+def _is_used(folder: Path) -> bool:
+    """Whether there is more than `take` makes."""
+    made = {"lock", "checkpoints"}
+    saved = (folder / "checkpoints").iterdir()
+    return bool({path.name for path in folder.iterdir()} - made) or any(saved)
+
+
 def resume(what: str, out: Path, name: str | None) -> tuple[Path, Lock, Checkpoint] | None:
     """(folder, its lock, checkpoint) that --resume names; None where `auto` finds nothing."""
     if what != "auto":

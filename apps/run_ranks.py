@@ -15,6 +15,7 @@ from needle.checkpoint import versions
 from needle.distributed.control import Control
 from needle.distributed.environment import Place
 from needle.distributed.group import Group, visible_gpus
+from needle.distributed.tree import fitting_ranks
 from needle.heartbeat import PIPE, beat, supervised
 
 
@@ -74,7 +75,8 @@ def source_digest() -> str:
 
 def open_device(name: str, ranks: Group) -> ndl.Device:
     """The supervisor watches while it opens; then data may be read for any time. Of several ranks
-    it is told no device, and so proves every GPU before it starts them again."""
+    it is told no device, and so proves every GPU before it starts them again, until it knows theirs
+    (`tell_gpus`)."""
     beat()
     device = ranks.device(name)
     ranks.connect(device)
@@ -85,3 +87,18 @@ def open_device(name: str, ranks: Group) -> ndl.Device:
     told = "cpu" if device.is_host else f"{device.name}:{device.index}"
     beat(watched=False, **({"device": told} if device.is_host or ranks.size == 1 else {}))
     return device
+
+
+def tell_gpus(ranks: Group, settings: dict, verifies: bool) -> None:
+    """The supervisor may go on with fewer of them. It is told the step's size too: a run that has
+    no checkpoint yet begins anew, and must not take another from its number of ranks."""
+    if ranks.launcher != "needle" or not ranks.gpus:
+        return
+    context, words = settings["context_parallel"], {}
+    for count in fitting_ranks(settings["grad_accum"]):
+        flags = {"gpus": count * context} | {k: settings[k] for k in ("batch_size", "grad_accum")}
+        if verifies and count * context == 1:
+            flags["verify"] = 0  # nobody else could compute a micro-batch again
+        pairs = [(f"--{name.replace('_', '-')}", str(value)) for name, value in flags.items()]
+        words[str(count * context)] = [word for pair in pairs for word in pair]
+    beat(watched=False, gpus=ranks.gpus, ranks=words)

@@ -119,7 +119,7 @@ def train(run: Run) -> int:
     verification = Verification(parallel, run.verify_every, shape, gradient)
     with ranks.rank_0_first("the log"):
         log = open_log(run)
-    stop, failure = Stop(), None
+    stop, reason, failure = Stop(), None, None
     beat(step=run.step)
     try:
         if run.step == 0 and settings["recipe"]:
@@ -149,8 +149,9 @@ def train(run: Run) -> int:
 
             if not log.is_heard:
                 stop.reason = stop.reason or "a closed pipe"
-            stop.reason, failure = agree(ranks, "the end of the step", failure, stop.reason)
-            ends = step == steps or stop.reason is not None or failure is not None
+            # A signal that comes meanwhile is told at the end of the next step.
+            reason, failure = agree(ranks, "the end of the step", failure, stop.reason)
+            ends = step == steps or reason is not None or failure is not None
             evaluates = step == steps or _due(step, settings["eval_every"])
             saves = ends or _due(step, settings["save_every"]) or stays(settings, step)
             if evaluates or saves:
@@ -185,7 +186,7 @@ def train(run: Run) -> int:
             model.share_sequences(None)
     if run.step < steps or failure is not None:
         if ranks.rank == 0:
-            report_stop(run, stop.reason, failure)
+            report_stop(run, reason, failure)
         return 0 if failure is None else 1
     print(
         f"loss {log.first_loss:.4f} at the first step, {log.loss:.4f} at the last; "
@@ -425,7 +426,7 @@ def new_run(args, ranks: Group) -> Run:
         return str(run_folder.free_folder(out, args.name, settings["model"], bool(args.resume)))
 
     # Names are checked before the text is tokenised, which may take long.
-    folder = Path(ranks.first("the folder of the run", free_folder))
+    free = Path(ranks.first("the name of the run", free_folder))
     described = train_flags.data_of(settings)
     with ranks.rank_0_first("the data"):
         data = run_data(described)
@@ -458,7 +459,15 @@ def new_run(args, ranks: Group) -> Run:
         weight_decay=settings["weight_decay"],
     )
     parallel = DataParallel(ranks, flat, optimizer, settings["grad_accum"], context)
-    lock = run_folder.take(folder) if ranks.rank == 0 else None
+    lock = None
+
+    def take() -> str:
+        nonlocal lock
+        words = args.name, settings["model"], bool(args.resume)
+        folder, lock = run_folder.take_new(free, Path(args.out), *words)
+        return str(folder)
+
+    folder = Path(ranks.first("the folder of the run", take))
     position = batches.position
     run = Run(
         folder, lock, settings, device, data, model, flat, optimizer, batches, parallel, position
@@ -588,14 +597,15 @@ def make_run(args, ranks: Group) -> Run:
 
 def main(argv: list[str] | None = None) -> int:
     args, words = train_flags.parse(argv), sys.argv[1:] if argv is None else argv
-    run, ranks, problem, code = None, Group(), None, 1
+    run, ranks, problem, code, said = None, Group(), None, 1, ""
     program = [sys.executable, str(Path(__file__).resolve())]
 
     def report(text: str, exit_code: int) -> int:
-        nonlocal problem, code
-        problem, code = text, exit_code
-        who = "" if ranks.rank == 0 else f" rank {ranks.rank}:"
-        print(f"train_pythia.py:{who} {text}", file=sys.stderr)
+        """Rank 0 says it now, another where it turns out that rank 0 does not say the same."""
+        nonlocal problem, code, said
+        problem, code, said = text, exit_code, text
+        if ranks.rank == 0:
+            print(f"train_pythia.py: {text}", file=sys.stderr)
         return code
 
     try:
@@ -616,6 +626,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--graph: {run.device} records no graphs, as GPUs do: leave it out")
         if args.graph and run.parallel.context > 1:
             raise ValueError("--graph: not together with --context-parallel: leave it out")
+        run_ranks.tell_gpus(ranks, run.settings, args.verify > 0)
         print(f"{run.model}\n{run.data.source}\nrun: {run.folder}", flush=True)
         if run.step >= run.settings["steps"]:
             if ranks.rank == 0 and not is_finished(run):
@@ -633,7 +644,8 @@ def main(argv: list[str] | None = None) -> int:
             1,
         )
     except WrongDevice as error:
-        beat(fault=str(error))
+        wrong = [ranks.gpus[rank] for rank in error.ranks] if ranks.gpus else []
+        beat(fault=str(error), wrong=wrong)
         problem, code = str(error), EXIT_GPU_LOST
         if ranks.rank == 0:
             report(problem, code)
@@ -641,11 +653,11 @@ def main(argv: list[str] | None = None) -> int:
     except RankFailed as error:  # that rank has said it
         problem = str(error)
         return 1
-    except RankError as error:  # who is missing, or differs, is said by all that are there
+    except RankError as error:
         beat(fault=str(error))
-        problem, code = str(error), error.code
-        print(f"train_pythia.py: {error}", file=sys.stderr)
-        return code
+        if error.is_rank_0s:
+            return error.code
+        return report(str(error), error.code)
     except (ValueError, OSError) as error:
         return report(described(error), 1)
     except KeyboardInterrupt:  # before the first step, or a second one within a step
@@ -654,7 +666,10 @@ def main(argv: list[str] | None = None) -> int:
         if run is not None and run.lock is not None:
             run.lock.release()
         error = sys.exc_info()[1]
-        ranks.close(problem or (error and f"{type(error).__name__}: {error}"), code)
+        is_told = ranks.close(problem or (error and f"{type(error).__name__}: {error}"), code)
+        if said and ranks.rank > 0 and not is_told:
+            who = "" if said.startswith(f"rank {ranks.rank}, ") else f"rank {ranks.rank}: "
+            print(f"train_pythia.py: {who}{said}", file=sys.stderr)
 
 
 if __name__ == "__main__":

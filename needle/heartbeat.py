@@ -7,6 +7,10 @@ that work went on. Words of an object, each of which may be left out:
     run       the folder of the run, which gets faults.jsonl
     resume    words that go on with it, put behind the command when it is started again
     device    cpu, cuda:0
+    gpus      of its ranks, where each has one and it starts them itself, by UUID
+    ranks     {"2": words}: by how many ranks can share its steps, what is put behind `resume` to
+              start so many, where not all of `gpus` prove themselves
+    wrong     those of `gpus` that have computed wrong, or may have
     watched   false: what comes now may take any time, until the next line
     step      steps finished so far
     saved     of these, steps that need not be done again

@@ -12,6 +12,10 @@ so that a fault that comes back carries the name of its op. Three deaths at one 
 with the exit code of the last; a step and its neighbours count as one, since the host is ahead of a
 GPU by a step or not, as time falls.
 
+Of a COMMAND with a rank on each of several GPUs every one is proved. Those that do not prove
+themselves, or that computed wrong, are left out from then on: the largest number of ranks that can
+share its steps goes on, on the first of the others (CUDA_VISIBLE_DEVICES), with the same bits.
+
 SIGINT, SIGTERM and SIGHUP are passed on, once: COMMAND saves, ends, and stays ended. It has a
 process group of its own, reads nothing, writes where this process does, and dies with it.
 
@@ -23,6 +27,8 @@ Each death is a line of faults.jsonl in the run's folder:
     op, message     the op only where NEEDLE_SYNC was on
     seconds_lost    since the last step that need not be done again, until the device was proved
     action          restart, or why there is none
+    left_out        the GPUs that no later life of this supervisor gets, by UUID, and why; only
+                    where it leaves some out. Who starts the run anew chooses anew
 
 COMMAND tells all this by needle/heartbeat.py, as needle's trainer does. One that tells nothing is
 started again as it was, with NEEDLE_RESTARTS, how often it has been, in its environment, and no
@@ -46,7 +52,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,24 +88,51 @@ for device in devices or [d for d in ndl.all_devices() if d.enabled() and not d.
 # ---- the device ---------------------------------------------------------------------------------
 
 
+def never() -> bool:
+    return False
+
+
 def probe(
-    device: str | None, seconds: float = PROBE_SECONDS, given_up: Callable[[], bool] = lambda: False
+    device: str | None, seconds: float = PROBE_SECONDS, given_up: Callable[[], bool] = never
 ) -> str | None:
     """Why a fresh process cannot multiply two matrices on the device, or None."""
-    root = str(Path(__file__).resolve().parent.parent)
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-c", PROBE, *([] if device is None else [device])]
-    with tempfile.TemporaryFile() as said:
-        process = spawn(
-            command, stdout=subprocess.DEVNULL, stderr=said, env={**os.environ, "PYTHONPATH": path}
+    return _Probe(device).problem(seconds, given_up)
+
+
+def probe_each(
+    gpus: Sequence[str], seconds: float = PROBE_SECONDS, given_up: Callable[[], bool] = never
+) -> dict[str, str | None]:
+    """The same of GPUs by their UUIDs, all at once, each in a process that sees no other."""
+    probes = {gpu: _Probe("cuda:0", CUDA_VISIBLE_DEVICES=gpu) for gpu in gpus}
+    return {gpu: one.problem(seconds, given_up) for gpu, one in probes.items()}
+
+
+class _Probe:
+    """A fresh process that multiplies two matrices on a device."""
+
+    def __init__(self, device: str | None, **environ: str) -> None:
+        root = str(Path(__file__).resolve().parent.parent)
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        command = [sys.executable, "-c", PROBE, *([] if device is None else [device])]
+        self._said, self._began = tempfile.TemporaryFile(), time.monotonic()
+        self._process = spawn(
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=self._said,
+            env={**os.environ, "PYTHONPATH": path, **environ},
         )
-        if not wait(process, seconds, given_up):
-            gone = kill(process)
-            return f"no answer in {seconds:g} s" + ("" if gone else ", and cannot be killed")
-        said.seek(0)
-        lines = said.read().decode(errors="replace").strip().splitlines()
-    code = process.returncode
-    return None if code == 0 else lines[-1] if lines else f"exit code {code}"
+
+    def problem(self, seconds: float, given_up: Callable[[], bool]) -> str | None:
+        """Why it could not, or None."""
+        with self._said:
+            left = self._began + seconds - time.monotonic()
+            if not wait(self._process, left, given_up):
+                gone = kill(self._process)
+                return f"no answer in {seconds:g} s" + ("" if gone else ", and cannot be killed")
+            self._said.seek(0)
+            lines = self._said.read().decode(errors="replace").strip().splitlines()
+        code = self._process.returncode
+        return None if code == 0 else lines[-1] if lines else f"exit code {code}"
 
 
 # ---- lives and deaths ---------------------------------------------------------------------------
@@ -169,6 +202,10 @@ class Supervisor:
         self.folder: Path | None = None
         self.device: str | None = None
         self.resume: list[str] = []
+        self._gpus: list[str] = []  # of its ranks, at first, in their order
+        self._words: dict[int, list[str]] = {}  # by the number of ranks: what starts so many
+        self._left_out: dict[str, str] = {}  # GPU: why
+        self._fewer: tuple[list[str], list[str]] | None = None  # (GPUs to see, words)
         self.lives = self.deaths = 0
         self.lost = 0.0  # seconds: what was done twice, waiting, starting
         self._reached = -1  # steps done, in any life
@@ -228,13 +265,16 @@ class Supervisor:
     def _start(self) -> Life:
         environment = {**os.environ, PIPE: self._pipe, "NEEDLE_RESTARTS": str(self.lives)}
         environment.setdefault("PYTHONFAULTHANDLER", "1")  # SIGABRT prints the stacks
+        gpus, words = self._fewer or ([], [])
+        if gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         synced: float = self._synced
         if os.environ.get("NEEDLE_SYNC", "0") not in ("", "0"):
             synced = math.inf
         elif synced:
             environment |= {"NEEDLE_SYNC": "1", SYNC_UNTIL: str(self._synced)}
         now = time.monotonic()
-        process = spawn([*self.command, *self.resume], env=environment)
+        process = spawn([*self.command, *self.resume, *words], env=environment)
         self.lives += 1
         return Life(process, now, now, synced)
 
@@ -292,6 +332,13 @@ class Supervisor:
             self.resume = [str(word) for word in facts["resume"]]
         if isinstance(facts.get("device"), str):
             self.device = facts["device"]
+        gpus, words, wrong = (facts.get(word) for word in ("gpus", "ranks", "wrong"))
+        if isinstance(gpus, list) and isinstance(words, dict) and not self._gpus:
+            self._gpus = [str(gpu) for gpu in gpus]
+            fitting = [n for n in words if n.isdecimal() and isinstance(words[n], list)]
+            self._words = {int(n): [str(word) for word in words[n]] for n in fitting}
+        if isinstance(wrong, list):
+            self._left_out |= {gpu: "computed wrong" for gpu in self._gpus if gpu in wrong}
         if isinstance(facts.get("fault"), str):
             life.fault = facts["fault"]
         step = facts.get("step")
@@ -324,7 +371,11 @@ class Supervisor:
             return life.exit_code, f"ended: {DEATHS} deaths there, and nothing done beyond"
         if life.fatal is not None:  # where the host was ahead, it was the next step
             self._synced = max(self._synced, life.fatal + 1)
-        problem = None if self.device == "cpu" else self._prove()
+        problem = None
+        if self._gpus:
+            problem = self._prove_gpus()
+        elif self.device != "cpu":
+            problem = self._prove()
         if self._ending():
             number = self._ending()[-1]
             return 128 + number, f"ended: stopped by {signal_name(number)}"
@@ -345,17 +396,58 @@ class Supervisor:
     def _prove(self) -> str | None:
         """What is wrong with the device after several tries with growing waits, or None."""
         name, problem = self.device or "the GPU", None
-        for pause in PROBE_WAITS:
-            end = time.monotonic() + pause
-            while time.monotonic() < end and not self._ending():
-                time.sleep(TICK / 5)
-            if self._ending():
-                return None
+        for _ in self._tries():
             problem = probe(self.device, PROBE_SECONDS, lambda: bool(self._ending()))
             if problem is None or self._ending():
                 return None
             say(f"{name}: {problem}")
         return f"{name} does not come back in {len(PROBE_WAITS)} tries: {problem}"
+
+    def _tries(self) -> Iterator[None]:
+        """Each behind its wait, until a signal ends this."""
+        for pause in PROBE_WAITS:
+            end = time.monotonic() + pause
+            while time.monotonic() < end and not self._ending():
+                time.sleep(TICK / 5)
+            if self._ending():
+                return
+            yield
+
+    def _prove_gpus(self) -> str | None:
+        """Leaves those of the ranks' GPUs out that do not prove themselves in several tries, and
+        those that computed wrong; why no number of ranks can go on, or None."""
+        kept = [gpu for gpu in self._gpus if gpu not in self._left_out]
+        unproved: dict[str, str | None] = dict.fromkeys(kept)
+        for _ in self._tries():
+            found = probe_each([*unproved], PROBE_SECONDS, lambda: bool(self._ending()))
+            if self._ending():
+                return None
+            unproved = {gpu: problem for gpu, problem in found.items() if problem is not None}
+            for gpu, problem in unproved.items():
+                say(f"{self._name(gpu)}: {problem}")
+            if not unproved:
+                break
+        if self._ending():
+            return None
+        self._left_out |= {gpu: f"does not prove itself: {why}" for gpu, why in unproved.items()}
+        if not self._left_out:
+            return None
+        kept = [gpu for gpu in kept if gpu not in unproved]
+        listed = "; ".join(f"{self._name(gpu)} {why}" for gpu, why in self._left_out.items())
+        count = max((n for n in self._words if n <= len(kept)), default=0)
+        if count == 0:
+            return listed
+        fewer = kept[:count], self._words[count]
+        if fewer != self._fewer:
+            self._fewer = fewer
+            say(
+                f"{listed}: going on with {count} of {len(self._gpus)} GPUs, the same bits "
+                f"({shlex.join(fewer[1])})"
+            )
+        return None
+
+    def _name(self, gpu: str) -> str:
+        return f"GPU {self._gpus.index(gpu)} ({gpu})"
 
     def _again(self) -> str:
         return shlex.join([*self.command, *self.resume])
@@ -372,6 +464,7 @@ class Supervisor:
                 "message": life.why,
                 "seconds_lost": round(seconds, 3),
                 "action": action,
+                **({"left_out": dict(self._left_out)} if self._left_out else {}),
             }
         )
         if self.folder is None or not self.folder.is_dir():

@@ -312,6 +312,100 @@ def test_the_probe():
 def test_the_probe_of_a_gpu():
     assert supervise.probe("cuda:0") is None
     assert supervise.probe(None) is None
+    uuid = _C.cuda(0).properties()["uuid"]
+    found = supervise.probe_each([uuid, "GPU-none"])
+    assert found[uuid] is None and "cuda:0" in found["GPU-none"]
+
+
+# ---- the GPUs of several ranks ------------------------------------------------------------------
+
+GPUS = """
+beat(gpus=["A", "B", "C", "D"], ranks={"4": ["--gpus", "4"], "2": ["--gpus", "2"], "1": []})
+say(os.environ.get("CUDA_VISIBLE_DEVICES"), *sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """broken(*sets): which GPUs do not prove themselves after each death, in each of two tries."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(supervise, "PROBE_WAITS", (0.0, 0.01))
+    asked = []
+
+    def plan(*sets):
+        tries = [names for names in sets for _ in range(2 if names else 1)]
+
+        def probe_each(gpus, seconds, given_up):
+            asked.append("".join(gpus))
+            names = tries.pop(0)
+            return {gpu: "no answer" if gpu in names else None for gpu in gpus}
+
+        monkeypatch.setattr(supervise, "probe_each", probe_each)
+        return asked
+
+    return plan
+
+
+def test_each_gpu_of_the_ranks_is_proved(run, broken):
+    asked = broken("")
+    done, _, said, [fault] = run(GPUS + "sys.exit(0 if life else 75)")
+    assert (done, said, asked) == (0, ["None", "None"], ["ABCD"])
+    assert fault["action"] == "restart" and "left_out" not in fault
+
+
+def test_gpus_that_do_not_prove_themselves_are_left_out_for_good(run, broken, capfd):
+    """The third that proves itself stands by, and steps in for the next that does not."""
+    asked = broken("B", "", "C", "AD")
+    code = GPUS + "beat(step=life)\nsys.exit(75)"
+    done, one, said, faults = run(code)
+    assert said == ["None", "A,C --gpus 2", "A,C --gpus 2", "A,D --gpus 2"]
+    assert asked == ["ABCD", "B", "ACD", "ACD", "C", "AD", "AD"] and done == 75
+    wanted = ["B", "B", "BC", "BCAD"]
+    assert ["".join(fault["left_out"]) for fault in faults] == wanted
+    assert faults[-1]["action"].startswith("ended: GPU 1 (B) does not prove itself: no answer; ")
+    err = capfd.readouterr().err
+    words = "going on with 2 of 4 GPUs, the same bits (--gpus 2)"
+    assert f"supervise: GPU 1 (B) does not prove itself: no answer: {words}\n" in err
+    assert err.count(words) == 2 and err.count("supervise: GPU 2 (C): no answer\n") == 2
+
+
+def test_a_gpu_that_comes_back_in_a_later_try_is_kept(run, broken, monkeypatch):
+    broken("")
+    tries = [{"A": None, "B": "no answer", "C": None, "D": None}, {"B": None}]
+    monkeypatch.setattr(supervise, "probe_each", lambda *rest: tries.pop(0))
+    done, _, said, _ = run(GPUS + "sys.exit(0 if life else 75)")
+    assert (done, said, tries) == (0, ["None", "None"], [])
+
+
+@pytest.mark.parametrize(
+    "wrong, seen, code", [("D", "A,B --gpus 2", 0), ("CA", "B,D --gpus 2", 0), ("ABCD", None, 75)]
+)
+def test_a_gpu_that_computed_wrong_is_left_out(run, broken, wrong, seen, code):
+    """Though it proves itself; where all are in doubt nothing is started."""
+    asked = broken("")
+    tell = f"beat(wrong={[*wrong, 'Z']!r}, fault='step 3: GPU wrong')"
+    done, _, said, [fault] = run(GPUS + f"if life == 0:\n    {tell}\n    sys.exit(75)")
+    assert done == code and said == ["None", *([seen] if seen else [])]
+    assert sorted(fault["left_out"]) == sorted(wrong) and fault["message"] == "step 3: GPU wrong"
+    assert not asked or not {*asked[0]} & {*wrong}
+
+
+def test_a_signal_while_gpus_are_proved_leaves_none_out(run, monkeypatch):
+    def probe_each(gpus, seconds, given_up):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return dict.fromkeys(gpus, "no answer")
+
+    monkeypatch.setattr(supervise, "probe_each", probe_each)
+    done, _, _, [fault] = run(GPUS + "sys.exit(75)")
+    assert done == 128 + signal.SIGTERM and "left_out" not in fault
+
+
+def test_gpus_that_are_not_there_do_not_prove_themselves():
+    found = supervise.probe_each(["GPU-none", "GPU-neither"])
+    assert [*found] == ["GPU-none", "GPU-neither"]
+    assert all("cuda:0" in why for why in found.values())
+    found = supervise.probe_each(["GPU-none", "GPU-neither"], 0.01)
+    assert {*found.values()} == {"no answer in 0.01 s"}
 
 
 # ---- NEEDLE_SYNC --------------------------------------------------------------------------------

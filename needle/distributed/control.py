@@ -31,9 +31,11 @@ Messages, as JSON arrays:
         number, name, step, inside, seconds]       place, and the device's
     ["value", number, name, step, text]            to rank 0: this rank's JSON for a gather
     ["values", number, [text, ...]]                from rank 0, in the ranks' order
-    ["late", number, name, step, inside]           to rank 0: for this rank the deadline has passed
+    ["late", number, name, step, inside, seconds]  to rank 0: for this rank, which has waited so
+                                                   long, the deadline is about to pass
     ["end", kind, text, code]                      from rank 0 to all, or of a rank that leaves
     ["bye", number, name, step]                    the last collective that this rank came to
+    ["left", reason]                               from rank 0: what it has told people at its end
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ SILENT = 0.25  # of the deadline: without a word for so long a rank does not ans
 GRACE = 0.1  # of the deadline: for the main thread to end by itself, where its device hangs
 LINGER = 1.0  # seconds for the last words, when this rank closes
 MOST_DESCRIBED = 8  # ranks of a message
-MOST_REASON = 1000  # characters
+MOST_REASON = 1000  # characters; of rank 0, whose reason may quote one, some more
 
 
 class _At(NamedTuple):
@@ -125,6 +127,7 @@ class Control:
         self._answered: tuple[int, list[str]] = 0, []  # the last gather that is done
         self._gathering: dict[int, dict[int, tuple[_At, str]]] = {}  # by number, by rank
         self._closing, self._closed = False, threading.Event()
+        self._last_words = ""  # of rank 0
         self._peers = {rank: _Peer(connection) for rank, connection in connections.items()}
         # Whoever holds the lock reads: a gather itself, so that no other thread stands between, and
         # else the thread.
@@ -195,14 +198,22 @@ class Control:
         """A context in which this rank is in a collective that other libraries carry out."""
         return _Watched(self, name)
 
-    def leave(self, reason: str, code: int = 1) -> None:
-        """The others end as well, quoting the reason, with the same exit code."""
-        text = f"rank {self.rank} stopped at step {self.step}: {reason[:MOST_REASON]}"
+    def leave(self, reason: str, code: int = 1) -> bool:
+        """The others end as well, quoting the reason, with the same exit code. Whether rank 0
+        leaves too, with this reason, one that quotes it, or the one that is quoted here."""
+        own = reason[:MOST_REASON]
+        text = f"rank {self.rank} stopped at step {self.step}: {own}"
+        if self._failure is not None and self._failure[1] in reason:
+            own = self._failure[1]  # behind where this rank was
         if self.rank == 0:
             self._fail(RankMissing, text, code)
+            for rank in self._peers:
+                self._tell(rank, ["left", reason[: 3 * MOST_REASON]])
         elif self._failure is None:
             self._tell(0, ["end", "missing", text, code])
         self._end()
+        said = self._last_words
+        return bool(said) and (own in said or said[:MOST_REASON] in own)
 
     def close(self) -> None:
         """This rank comes to no further collective, and that is right so."""
@@ -332,9 +343,11 @@ class Control:
         elif word == "values":
             self._answered = more[0], more[1]
         elif word == "late":
-            self._fail(RankMissing, self._absent(rank, _At(*more)))
+            self._fail(RankMissing, self._absent(rank, _At(*more[:4]), more[4]))
         elif word == "end":
             self._fail(KINDS[more[0]], more[1], more[2])
+        elif word == "left":
+            self._last_words = str(more[0])
         elif word == "bye":
             peer.at, peer.has_closed = _At(*more), True
         else:
@@ -424,9 +437,10 @@ class Control:
         is_patient = at.inside == "patient gather" and not any(map(self._is_silent, self._peers))
         waits = [(at, self._since)] if at.inside and not is_patient else []
         waits += [(self._device, self._device_since)] if self._device.inside else []
-        late = [at for at, since in waits if self._now - since >= EARLY * self.deadline]
+        waits = [(at, self._now - since) for at, since in waits]
+        late = [(at, seconds) for at, seconds in waits if seconds >= EARLY * self.deadline]
         if late:
-            self._be_late(late[-1])
+            self._be_late(*late[-1])
         else:
             self._asked = None
 
@@ -455,31 +469,29 @@ class Control:
     def _is_silent(self, rank: int) -> bool:
         return self._now - self._peers[rank].heard > SILENT * self.deadline
 
-    def _be_late(self, at: _At) -> None:
-        """The deadline has passed here. Rank 0 knows who did not come."""
+    def _be_late(self, at: _At, seconds: float) -> None:
+        """Here the deadline is about to pass. Rank 0 knows who did not come."""
         if self.rank == 0:
-            self._fail(RankMissing, self._absent(0, at))
+            self._fail(RankMissing, self._absent(0, at, seconds))
             return
+        waited = _waited(self.rank, at, seconds)
         first = self._peers[0]
         silent = self._now - first.heard
         if first.has_closed:
-            self._fail(RankMissing, f"{self._waited(self.rank, at)}; rank 0 has ended before")
+            self._fail(RankMissing, f"{waited}; rank 0 has ended before")
         elif silent > SILENT * self.deadline or (
             self._asked is not None and self._now - self._asked > 4 * self._period
         ):
             self._fail(
                 RankMissing,
-                f"{self._waited(self.rank, at)}: rank 0 does not answer for {silent:.1f} s: it is "
+                f"{waited}: rank 0 does not answer for {silent:.1f} s: it is "
                 f"stopped, or its machine is gone; it was last seen {first.at}",
             )
         elif self._asked is None:
             self._asked = self._now
-            self._tell(0, ["late", *at])
+            self._tell(0, ["late", *at, seconds])
 
-    def _waited(self, rank: int, at: _At) -> str:
-        return f"rank {rank} waited {self.deadline:g} s {at}"
-
-    def _absent(self, noticed: int, at: _At) -> str:
+    def _absent(self, noticed: int, at: _At, seconds: float) -> str:
         """Rank 0's answer to who has not come to where a rank waits."""
         hosts = {0: (self._seen, self._since)}
         hosts |= {rank: (peer.at, peer.since) for rank, peer in self._peers.items()}
@@ -507,7 +519,7 @@ class Control:
         if len(words) > MOST_DESCRIBED:
             listed.append(f"and so with {name_ranks([*words][MOST_DESCRIBED:])}")
         said = "; ".join(listed) or "all ranks have come, so that the transfer itself hangs"
-        return f"{self._waited(noticed, at)}: {said}"
+        return f"{_waited(noticed, at, seconds)}: {said}"
 
     def _die(self, at: _At) -> None:
         """The main thread waits in C, where no exception reaches it."""
@@ -517,6 +529,10 @@ class Control:
             if select.select([], [2], [], 1.0)[1]:
                 os.write(2, line)
         os._exit(code)
+
+
+def _waited(rank: int, at: _At, seconds: float) -> str:
+    return f"rank {rank} waited {seconds:.1f} s {at}"
 
 
 class _Watched:

@@ -68,6 +68,7 @@ class Group(Ranks):
         self.rank, self.size = (0, 1) if place is None else (place.rank, place.size)
         self._place, self._control = place, control
         self._transport: Transport | None = None
+        self.gpus: list[str] = []  # of the ranks, by UUID, once they are connected
 
     def device(self, name: str) -> Device:
         """What a command line names (`choose_device`), of a rank the GPU that is its own: with
@@ -103,10 +104,10 @@ class Group(Ranks):
             return
         self.same("the GPUs", facts["name"])
         self.same("the libraries of products", facts["products"])
-        self._refuse_shared_gpus(facts["uuid"])
+        self._learn_gpus(facts["uuid"])
         self._transport = self._nccl(device)
 
-    def _refuse_shared_gpus(self, uuid: str) -> None:
+    def _learn_gpus(self, uuid: str) -> None:
         told = self._control.gather("the GPUs' numbers", [uuid, platform.node()])
         for rank, one in enumerate(told):
             first = told.index(one)
@@ -116,6 +117,7 @@ class Group(Ranks):
                     "needs one of its own: start no more ranks on a machine than it has GPUs, and "
                     "let each see all of them, or its own alone (CUDA_VISIBLE_DEVICES)"
                 )
+        self.gpus = [uuid for uuid, _ in told]
 
     def _nccl(self, device: Device) -> Transport:
         from needle.distributed.nccl import Library, NCCLTransport
@@ -209,17 +211,19 @@ class Group(Ranks):
             if work is not None:
                 collective.goes_on(work)
 
-    def close(self, reason: str | None = None, code: int = 1) -> None:
+    def close(self, reason: str | None = None, code: int = 1) -> bool:
         """The end. With a reason of this rank alone, at any time: the others end too, quote it, and
-        have this exit code. Without one all ranks come, within the deadline."""
+        have this exit code; whether rank 0 tells people the same. Without one all ranks come,
+        within the deadline."""
         control, self._control = self._control, None
         if control is not None and reason is not None:
-            control.leave(reason, code)
-        elif control is not None:
+            return control.leave(reason, code)
+        if control is not None:
             if self._transport is not None:
                 with control.watched("the end"):
                     self._transport.close()
             control.close()
+        return False
 
 
 class Subgroup(Ranks):

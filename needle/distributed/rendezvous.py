@@ -1,8 +1,9 @@
 """How the ranks of a start find each other, and make sure that they belong together.
 
 Rank 0 listens on all interfaces, IPv6 and IPv4, at the port that the environment names or one of
-the next seven; into a folder that all ranks see, where there is one, it writes its addresses.
-The others try what the file says, then what the environment says, until the deadline.
+the next seven; into a folder that all ranks see, where there is one, it writes its addresses, and
+removes those that starts left there when they were killed. The others try what the file says, then
+what the environment says, until the deadline.
 
     rank r -> rank 0    {MAGIC: VERSION, "job", "nonce", "rank", "size", "facts", "who", "id"}
     rank 0 -> rank r    ["heard", seconds]      the verdict comes within so many
@@ -38,7 +39,7 @@ from needle.distributed.messages import Connection, encode
 from needle.files import replacing
 
 MAGIC = "needle control channel"
-VERSION = "2"  # of the messages, those of needle/distributed/control.py too; a fact like others
+VERSION = "3"  # of the messages, those of needle/distributed/control.py too; a fact like others
 PORTS = 8  # tried from the one that the environment names: others may listen there
 PATIENCE = 2.0  # seconds for a connection, and for the first word of rank 0
 STRANGER_SECONDS = 10.0  # for all of a greeting
@@ -49,6 +50,7 @@ class RankError(RuntimeError):
     """The ranks cannot go on. `code`: the exit code that says whether starting again may help."""
 
     code = 1
+    is_rank_0s = False  # rank 0 has it too, in the same words
 
 
 class RanksDiffer(RankError):
@@ -123,9 +125,11 @@ def _receive(
         if file is not None:
             port = listener.getsockname()[1]
             said = {"job": place.job, "nonce": nonce, "addresses": addresses(), "port": port}
+            said["seconds"] = seconds
             with replacing(file) as out:
                 out.write(json.dumps(said).encode())
             stack.callback(file.unlink, missing_ok=True)
+            _remove_stale(file, seconds)
 
         def drop(connection: Connection) -> None:
             selector.unregister(connection)
@@ -170,6 +174,16 @@ def _receive(
             one.close()
         raise KINDS[kind](text)
     return {guest.rank: one for one, guest in guests.items()}
+
+
+def _remove_stale(own: Path, seconds: float) -> None:
+    """The files of rank 0s that were killed while ranks came: those that nobody waits by any more.
+    Ages by the clock of the file system, which may be another machine's."""
+    for file in own.parent.glob("rank0.*.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # gone, or another's
+            said, age = json.loads(file.read_bytes()), own.stat().st_mtime - file.stat().st_mtime
+            if said["nonce"] and age > said.get("seconds", seconds) + PATIENCE:
+                file.unlink()
 
 
 def _greeting(connection: Connection, job: str, nonce: str) -> _Guest | None:
@@ -345,7 +359,9 @@ def _introduce(
             raise ValueError(str(more[0]) if word == "stranger" and more else "another program")
         word, *more = _words(connection.wait(float(more[0]) + PATIENCE))
         if word in KINDS:
-            raise KINDS[word](str(more[0]))
+            verdict = KINDS[word](str(more[0]))
+            verdict.is_rank_0s = True
+            raise verdict
         if word != "welcome":
             raise ValueError("another program")
         connection.limit *= 2 * place.size

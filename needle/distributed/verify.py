@@ -34,7 +34,11 @@ from needle.distributed.data_parallel import DataParallel
 
 class WrongDevice(RuntimeError):
     """Two devices gave different bits for one leaf; the message names the one that is wrong, or
-    both where it cannot be told."""
+    both where it cannot be told, and `ranks` are theirs."""
+
+    def __init__(self, text: str, ranks: list[int]) -> None:
+        super().__init__(text)
+        self.ranks = ranks
 
 
 class Verification:
@@ -133,7 +137,8 @@ class Verification:
             f"step {step}: the gradient of micro-batch {leaf} differs in {differing:,} of "
             f"{flat.size:,} numbers between rank {owner} and rank {witness}: {said} computes "
             "wrong. Nothing of this step is saved. Go on without that device; what was saved "
-            f"since step {step - self._every}, where nothing was found, it may have spoiled"
+            f"since step {step - self._every}, where nothing was found, it may have spoiled",
+            suspects,
         )
 
 

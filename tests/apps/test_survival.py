@@ -17,6 +17,7 @@ from small_runs import SMALL, flags, numbers_of, tensors_of
 
 from needle.checkpoint import Checkpoint, checkpoint_path, list_checkpoints
 from needle.data import DataError, Prefetch
+from needle.files import FileError
 
 # The program with that preset, as a process of its own.
 PROGRAM = """
@@ -209,6 +210,55 @@ def test_two_processes_on_one_run(tmp_path, process):
     first.send_signal(signal.SIGTERM)
     first.communicate()
     assert first.returncode == 0
+
+
+def test_two_starts_that_found_one_name_free(tmp_path):
+    """Neither works in the other's folder, also when the other has ended."""
+    out, shared = tmp_path / "runs", tmp_path / "runs" / "tiny"
+    folder, lock = run_folder.take_new(shared, out, None, "tiny", False)
+    assert folder == shared and lock.held
+    other, second = run_folder.take_new(shared, out, None, "tiny", False)
+    assert other == out / "tiny-2" and second.held
+    with pytest.raises(FileError, match="is working in this folder"):
+        run_folder.take_new(shared, out, "tiny", "tiny", False)
+    lock.release()
+    folder, lock = run_folder.take_new(shared, out, "tiny", "tiny", False)  # it wrote nothing
+    lock.release()
+    (shared / "config.json").write_text('{"saved": true}')
+    for name, restart in ("tiny", False), ("tiny", True), (None, True):
+        with pytest.raises(DataError, match="another start has begun this run.*--resume auto"):
+            run_folder.take_new(shared, out, name, "tiny", restart)
+    run_folder.Lock(shared).release()  # nobody holds it
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "runs").touch()
+    with pytest.raises(FileError, match="runs: File exists"):
+        run_folder.take_new(tmp_path / "runs" / "tiny", tmp_path / "runs", None, "tiny", False)
+
+
+@pytest.mark.parametrize("name", ["a", None])
+def test_another_start_is_faster(tmp_path, run, tokens, monkeypatch, capsys, name):
+    """It begins and ends while this one reads its data."""
+    run_data, argv = train_pythia.run_data, flags(tmp_path, tokens, "a")
+    if name is None:
+        argv = argv[: argv.index("--name")] + argv[argv.index("--name") + 2 :]
+
+    def slow(*args):
+        monkeypatch.setattr(train_pythia, "run_data", run_data)
+        assert train_pythia.main(argv) == 0
+        return run_data(*args)
+
+    monkeypatch.setattr(train_pythia, "run_data", slow)
+    code = train_pythia.main(argv)
+    runs = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    if name is None:
+        assert code == 0 and runs == ["tiny", "tiny-2"]
+        first, second = ((tmp_path / "runs" / run / "config.json").read_text() for run in runs)
+        assert first == second
+    else:
+        assert code == 1 and runs == ["a"]
+        assert "another start has begun this run meanwhile" in capsys.readouterr().err
 
 
 def test_a_taken_name_is_told_before_the_text_is_read(tmp_path, run, monkeypatch, capsys):

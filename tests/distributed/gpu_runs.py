@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from mpi_runs import PROGRAM, ROOT, TIMING
@@ -29,7 +30,9 @@ class Runs:
     def __init__(self, out: Path, tokens: Path, library: Path | None = None, *flags: str) -> None:
         self.out, self.tokens, self.library, self.flags = out, tokens, library, flags
 
-    def start(self, name: str, gpus: int, *more: str, plan=None) -> subprocess.Popen:
+    def start(
+        self, name: str, gpus: int, *more: str, plan=None, broken: Sequence[str] = ()
+    ) -> subprocess.Popen:
         flags = (
             f"--model tiny --batch-size 2 --seq-len 32 --grad-accum 4 --steps {STEPS} --eval-every "
             f"4 --save-every 6 --clip 0.5 --dtype float32 --gpus {gpus} --name {name}"
@@ -37,6 +40,8 @@ class Runs:
         environ = {**os.environ, "PLAN": json.dumps(plan), "PYTHONPATH": str(ROOT)}
         if self.library is not None:
             environ["FAKE_NCCL"] = str(self.library)
+        if broken:
+            environ["BROKEN_GPUS"] = ",".join(broken)
         return subprocess.Popen(
             [sys.executable, PROGRAM, *flags, *self.flags, "--data", self.tokens]
             + ["--out", self.out, *more],
@@ -142,6 +147,12 @@ def a_signal_saves_once(runs: Runs, alone: tuple, to_launcher: bool) -> None:
     assert runs.written("signal") == alone
 
 
+def a_signal_between_two_steps_is_heard(runs: Runs, gpus: int) -> None:
+    plan = {"rank": gpus - 1, "step": 5, "what": "meet"}
+    said = runs.run("meet", gpus, plan=plan)
+    assert f"stopped by SIGTERM after step 6 of {STEPS}, and saved" in said, said
+
+
 def a_wrong_device_is_named(runs: Runs, alone: tuple) -> None:
     plan = {"rank": 1, "step": 12, "what": "bit"}  # the sixth that is verified, of micro-batch 2
     said = runs.run("wrong", 2, "--verify", "2", plan=plan, code=75)
@@ -160,3 +171,31 @@ def under_a_supervisor(runs: Runs, alone: tuple) -> None:
     assert process.returncode == 0, said
     assert "rank 1 was killed by SIGKILL" in said and "restart" in said
     assert runs.written("supervised") == alone
+
+
+def goes_on_with_fewer(runs: Runs, alone: tuple, gpus: int, broken: list[str], kept: int) -> None:
+    """Where a rank was killed, and the `broken` do not prove themselves afterwards."""
+    plan = {"rank": gpus - 1, "step": 8, "what": "kill", "once": True}
+    said = runs.run("fewer", gpus, "--supervise", plan=plan, broken=broken)
+    assert f"going on with {kept} of {gpus} GPUs, the same bits (--gpus {kept} " in said, said
+    assert "does not prove itself: it has fallen off the bus" in said
+    [fault] = faults_of(runs, "fewer")
+    assert (fault["action"], [*fault["left_out"]]) == ("restart", broken)
+    assert runs.written("fewer") == alone
+
+
+def goes_on_without_a_wrong_device(runs: Runs, alone: tuple, uuid: str) -> None:
+    """Rank 1's, found before there is any checkpoint."""
+    plan = {"rank": 1, "step": 4, "what": "bit", "once": True}
+    more = ["--supervise", "--verify", "2"]  # at step 4 micro-batch 2
+    said = runs.run("wrong", 2, *more, plan=plan)
+    assert f"GPU 1 ({uuid}) computed wrong: going on with 1 of 2 GPUs, the same bits" in said
+    assert "--verify 0)" in said
+    [fault] = faults_of(runs, "wrong")
+    assert fault["left_out"] == {uuid: "computed wrong"} and "rank 1 (" in fault["message"]
+    assert runs.written("wrong") == alone
+
+
+def faults_of(runs: Runs, name: str) -> list[dict]:
+    lines = (runs.out / name / "faults.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]

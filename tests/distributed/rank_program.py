@@ -1,8 +1,11 @@
 """One rank of a small training, struck as PLAN says: {"rank": r, "step": s, "what": ...} in JSON,
-where "mark" may name a file that the blow leaves, "deadline" be that of the ranks, in seconds, and
-"most" the bytes of a message. FAKE_NCCL names a library that pretends to be NCCL between GPUs.
+where "mark" may name a file that the blow leaves, "deadline" be that of the ranks, in seconds,
+"most" the bytes of a message, and "once" spares who was started again by a supervisor. FAKE_NCCL
+names a library that pretends to be NCCL between GPUs, BROKEN_GPUS those, by UUID, that do not prove
+themselves to a supervisor.
 
     kill, stop, term    the signal, from itself, when it has computed its first micro-batch then
+    meet                SIGTERM, while it waits for the others at the end of the step
     data                its data cannot be read there
     nan                 its loss is none
     bit                 one bit of its gradient is another
@@ -29,7 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "apps")]
 import run_ranks
 import train_pythia
 
-from needle import cpu
+from needle import cpu, supervise
 from needle.data import DataError
 from needle.distributed import environment, group, nccl
 from needle.distributed.control import Control
@@ -47,6 +50,7 @@ def strike(what: str, at: int, mark: str | None, deadline: float, seconds: float
     )
     struck, step = False, 0
     run_data, close = train_pythia.run_data, train_pythia.RunLog.close
+    agree = train_pythia.agree
 
     def late_data(*args):
         time.sleep(1.5 * deadline)
@@ -89,7 +93,7 @@ def strike(what: str, at: int, mark: str | None, deadline: float, seconds: float
     def computed(loss):
         if what == "slow":
             time.sleep(seconds)
-        if what == "full" or not strikes():
+        if what in ("full", "meet") or not strikes():
             return loss
         if what in ("kill", "stop", "term"):
             os.kill(os.getpid(), getattr(signal, f"SIG{what.upper()}"))
@@ -113,6 +117,14 @@ def strike(what: str, at: int, mark: str | None, deadline: float, seconds: float
         close(self)
         os.kill(os.getpid(), signal.SIGSTOP)
 
+    def struck_agree(ranks, name, *more):
+        agreed = agree(ranks, name, *more)
+        if name == "the end of the step" and strikes():
+            os.kill(os.getpid(), signal.SIGTERM)
+        return agreed
+
+    if what == "meet":
+        train_pythia.agree = struck_agree
     if what == "end":
         train_pythia.RunLog.close = struck_close
     if what == "late":
@@ -124,20 +136,39 @@ def strike(what: str, at: int, mark: str | None, deadline: float, seconds: float
 
 
 def pretend_gpus(library: str) -> None:
-    """Four GPUs are visible, and all are the CPU; between them moves this library's NCCL."""
-    run_ranks.visible_gpus = group.visible_gpus = lambda: 4
+    """Four GPUs are visible, or those that CUDA_VISIBLE_DEVICES names, and all are the CPU; between
+    them moves this library's NCCL."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c,GPU-d").split(",")
+    run_ranks.visible_gpus = group.visible_gpus = lambda: len(names)
     group.choose_device = lambda name: cpu()
     nccl.library_path = lambda: library
-    group.Group.connect = lambda self, device: setattr(
-        self, "_transport", self._place and self._nccl(device)
-    )
+    supervise.PROBE = ""
+
+    def connect(self, device):
+        if self._place is not None:
+            self._learn_gpus(names[self._place.local_rank])
+            self._transport = self._nccl(device)
+
+    group.Group.connect = connect
+
+
+# Stands before the probe of a device.
+BROKEN = """
+import os, sys
+if os.environ["CUDA_VISIBLE_DEVICES"] in os.environ["BROKEN_GPUS"].split(","):
+    sys.exit("it has fallen off the bus")
+"""
 
 
 if __name__ == "__main__":
     train_pythia.__file__ = __file__  # what --gpus starts
     if "FAKE_NCCL" in os.environ:
         pretend_gpus(os.environ["FAKE_NCCL"])
+    if "BROKEN_GPUS" in os.environ:
+        supervise.PROBE, supervise.PROBE_WAITS = BROKEN + supervise.PROBE, (0.0, 0.1)
     plan, place = json.loads(os.environ.get("PLAN", "null")), environment.find()
+    if plan is not None and plan.get("once") and os.environ.get("NEEDLE_RESTARTS", "0") != "0":
+        plan = None
     if plan is not None and plan["rank"] == (0 if place is None else place.rank):
         more = plan.get("mark"), plan.get("deadline", 60.0), plan.get("seconds", 0.1)
         strike(plan["what"], plan["step"], *more)

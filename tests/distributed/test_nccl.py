@@ -9,22 +9,27 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import run_ranks
 from gpu_runs import (
     Runs,
     a_killed_rank_ends_the_others,
+    a_signal_between_two_steps_is_heard,
     a_signal_saves_once,
     a_stopped_rank_is_named,
     a_wrong_device_is_named,
     fake_library,
+    goes_on_with_fewer,
     goes_on_with_other_numbers,
+    goes_on_without_a_wrong_device,
     under_a_supervisor,
 )
 from harness import ROOT
 from mpi_runs import write_tokens
 
 from needle import _C
-from needle.distributed import nccl
+from needle.distributed import environment, nccl, spawn
 from needle.distributed.control import RankMissing
+from needle.distributed.group import Group
 
 
 @pytest.fixture(scope="module")
@@ -189,12 +194,55 @@ def test_a_signal(runs, kind, to_launcher):
     a_signal_saves_once(runs, kind[1], to_launcher)
 
 
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_signal_between_two_steps(runs, gpus):
+    a_signal_between_two_steps_is_heard(runs, gpus)
+
+
 def test_a_wrong_device(runs, kind):
     a_wrong_device_is_named(runs, kind[1])
 
 
 def test_under_a_supervisor_all_are_started_again(runs, kind):
     under_a_supervisor(runs, kind[1])
+
+
+# Of four that go on, three prove themselves, and two can share four micro-batches.
+@pytest.mark.parametrize("gpus, broken, kept", [(2, "a", 1), (4, "b", 2), (4, "abd", 1)])
+def test_a_gpu_that_does_not_prove_itself_is_left_out(runs, kind, gpus, broken, kept):
+    goes_on_with_fewer(runs, kind[1], gpus, [f"GPU-{name}" for name in broken], kept)
+
+
+def test_a_wrong_device_is_left_out(runs, kind):
+    goes_on_without_a_wrong_device(runs, kind[1], "GPU-b")
+
+
+def test_where_no_gpu_proves_itself_the_run_ends(runs):
+    plan = {"rank": 1, "step": 8, "what": "kill", "once": True}
+    said = runs.run("x", 2, "--supervise", plan=plan, broken=["GPU-a", "GPU-b"], code=75)
+    why = "does not prove itself: it has fallen off the bus"
+    assert f"ended: GPU 0 (GPU-a) {why}; GPU 1 (GPU-b) {why}. Go on where there is one" in said
+
+
+@pytest.mark.parametrize("context, counts", [(1, [1, 2, 4]), (2, [2, 4, 8])])
+def test_what_starts_fewer_ranks_keeps_the_size_of_a_step(monkeypatch, context, counts):
+    told, ranks = {}, Group()
+    ranks._place, ranks.gpus = spawned_place(), [f"GPU-{n}" for n in range(8)]
+    monkeypatch.setattr(run_ranks, "beat", lambda **facts: told.update(facts))
+    settings = {"batch_size": 3, "grad_accum": 4, "context_parallel": context}
+    run_ranks.tell_gpus(ranks, settings, verifies=True)
+    size = ["--batch-size", "3", "--grad-accum", "4"]
+    alone = ["--verify", "0"]  # nobody else is there
+    wanted = {str(n): ["--gpus", str(n), *size, *alone * (n == 1)] for n in counts}
+    assert told == {"watched": False, "gpus": ranks.gpus, "ranks": wanted}
+    told.clear()
+    ranks.gpus = []  # processors
+    run_ranks.tell_gpus(ranks, settings, verifies=False)
+    assert not told
+
+
+def spawned_place():
+    return environment.find(spawn.environments(8)[0])
 
 
 @pytest.mark.parametrize(
@@ -208,7 +256,7 @@ def test_under_a_supervisor_all_are_started_again(runs, kind):
     ],
 )
 def test_what_cannot_be(runs, gpus, more, words):
-    assert words in runs.run("x", gpus, *more, code=None)
+    assert runs.run("x", gpus, *more, code=None).count(words) == 1  # though all ranks meet it
 
 
 def test_gpus_below_a_launcher_are_refused(runs, monkeypatch):

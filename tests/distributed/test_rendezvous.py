@@ -2,6 +2,7 @@
 strangers at the door."""
 
 import json
+import os
 import socket
 import struct
 import time
@@ -70,6 +71,27 @@ def test_a_file_says_where_rank_0_is(start, tmp_path):
     for rank in start(body, 3):
         assert rank.end() == (0, ["[0, 1, 2]"], "")
     assert not [*tmp_path.iterdir()]
+
+
+def test_files_of_starts_that_were_killed_are_removed(start, tmp_path):
+    """When nobody waits by them any more: not those of a start that goes on beside this one."""
+    said = {"job": "another", "nonce": "n", "addresses": ["127.0.0.1"], "port": 1}
+    ages = {
+        "young": (said | {"seconds": 60}, 30),
+        "patient": (said | {"seconds": 600}, 300),
+        "stale": (said | {"seconds": 60}, 100),
+        "older": (said, 1000),  # of a version that did not say how long it waits
+        "foreign": ({"rank": 0}, 1000),
+        "list": ([], 1000),
+    }
+    for name, (words, age) in ages.items():
+        path = tmp_path / f"rank0.{name}.json"
+        path.write_text(json.dumps(words))
+        os.utime(path, (time.time() - age,) * 2)
+    for rank in start(MEET.replace("join()", "join(host=None)"), 2):
+        assert rank.end() == (0, ["[0, 1]"], "")
+    left = sorted(path.name.split(".")[1] for path in tmp_path.iterdir())
+    assert left == ["foreign", "list", "patient", "young"]
 
 
 def test_the_port_is_taken(start):
