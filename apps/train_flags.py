@@ -423,9 +423,11 @@ def parser() -> argparse.ArgumentParser:
         "faults",
         "A supervisor starts the run again with --resume auto, and with the same losses bit for "
         "bit, after exit code 75, after a signal that killed it, and where it hangs. It proves "
-        "the GPU first, waits for each op up to the step that died, so that the fault gets a "
-        "name, and gives up after three deaths at one step. Each is a line of faults.jsonl in "
-        "the run's folder. Of any command: python -m needle.supervise -- COMMAND.",
+        "the GPU first (of --gpus each, and goes on without those that do not prove themselves or "
+        "that --verify named, with the same bits), waits for each op up to the step that died, so "
+        "that the fault gets a name, and gives up after three deaths at one step. Each is a line "
+        "of faults.jsonl in the run's folder. Of any command: python -m needle.supervise -- "
+        "COMMAND.",
     )
     faults.add_argument(
         "--supervise", action="store_true", help="run under a supervisor (default: off)"
@@ -444,7 +446,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="of several ranks: every N steps one micro-batch is computed again by another rank "
         "and compared bit for bit; a difference names the device, saves nothing of the step, and "
-        "ends the run with 75 (default: 0, never)",
+        "ends the run with 75; --supervise goes on without the device, where others are left "
+        "(default: 0, never)",
     )
     return top
 

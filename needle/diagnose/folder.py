@@ -2,7 +2,7 @@
 the last line of metrics.jsonl, which checkpoint is the newest that is whole, what the supervisor
 wrote into faults.jsonl, and the space that is left. Nothing in it is changed.
 
-A line of faults.jsonl is an object with time, step, exit, signal, op, message and action.
+A line of faults.jsonl is an object with time, step, exit, signal, op, message, action and left_out.
 """
 
 from __future__ import annotations
@@ -307,6 +307,8 @@ def faults(teller: Teller, folder: Path) -> None:
     for line in lines[-SHOWN:]:
         kinds = ("time", "step", "exit", "signal", "op", "message", "action")
         words = [f"{key} {line[key]}" for key in kinds if line.get(key) is not None]
+        if isinstance(line.get("left_out"), dict):
+            words += [f"without {gpu}, which {why}" for gpu, why in line["left_out"].items()]
         teller.note("fault", f"a fault: {', '.join(words)}"[:600])
     if len(lines) > SHOWN:
         teller.note("faults", f"and {len(lines) - SHOWN} faults before")
