@@ -27,16 +27,20 @@ static nd_array matrix(void *data, int64_t rows, int64_t columns, int is_half) {
     a.ndim = 2;
     a.shape[0] = rows;
     a.shape[1] = columns;
+    a.strides[0] = columns;
+    a.strides[1] = 1;
     return a;
 }
 
 static const char *result(nd_status status) { return status == ND_OK ? "" : message; }
 
+/* The rows of y are `row` elements apart. */
 extern "C" const char *forward(void *x, void *w, void *b, void *pre, void *y, int n, int k, int m,
-                               int tanh, int is_half, unsigned seed) {
+                               int row, int tanh, int is_half, unsigned seed) {
     emulated::chance.seed(seed);
     nd_array all[5] = {matrix(x, n, k, is_half), matrix(w, k, m, is_half), matrix(b, 1, m, is_half),
                        matrix(pre, n, m, is_half), matrix(y, n, m, is_half)};
+    all[4].strides[0] = row;
     if (!linear_hopper_serves(0, {&all[0], &all[1], &all[2], &all[3], &all[4]})) {
         return "not served";
     }
