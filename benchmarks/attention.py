@@ -91,12 +91,14 @@ def needle_calls(
     scale = D**-0.5
     lists = mask.lists(device) if mask is not None else ()
 
-    def forward() -> tuple[_C.NDArray, _C.NDArray]:
-        if mask is None:
-            return _C.attention_fwd(q, k, v, scale, 1)
-        return _C.block_sparse_attention_fwd(q, k, v, *lists[:3], mask.block, scale, 1)
+    o = _C.empty(q.shape, dtype, device)
 
-    o, lse = forward()
+    def forward() -> _C.NDArray:
+        if mask is None:
+            return _C.attention_fwd(q, k, v, scale, 1, o)
+        return _C.block_sparse_attention_fwd(q, k, v, *lists[:3], mask.block, scale, 1, o)
+
+    lse = forward()
 
     def backward() -> None:
         if mask is None:

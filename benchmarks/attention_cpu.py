@@ -98,11 +98,11 @@ def main() -> int:
     generator, device = np.random.default_rng(0), ndl.cpu()
     arrays = [generator.standard_normal((B, T, H, D)).astype(np.float32) for _ in range(4)]
     q, k, v, dout = (_C.array(x, "float32", device) for x in arrays)
-    gradients = [_C.empty(q.shape, "float32", device) for _ in range(3)]
-    o, lse = _C.attention_fwd(q, k, v, D**-0.5, 1)
+    o, *gradients = (_C.empty(q.shape, "float32", device) for _ in range(4))
+    lse = _C.attention_fwd(q, k, v, D**-0.5, 1, o)
     ways = ("forward", "backward")
     calls: dict[str, Call] = {
-        "needle forward": lambda: _C.attention_fwd(q, k, v, D**-0.5, 1),
+        "needle forward": lambda: _C.attention_fwd(q, k, v, D**-0.5, 1, o),
         "needle backward": lambda: _C.attention_bwd(
             dout, q, k, v, o, lse, D**-0.5, 1, None, None, *gradients
         ),
@@ -126,8 +126,9 @@ def main() -> int:
         mask = ndl.BlockMask.local(T=T, window=window, block=block).causal()
         lists = mask.lists(device)
         kept = int((np.tri(T, dtype=bool) & mask.to_dense()).sum())
-        sparse = (q, k, v, *lists[:3], block, D**-0.5, 1)
-        so, slse = _C.block_sparse_attention_fwd(*sparse)
+        so = _C.empty(q.shape, "float32", device)
+        sparse = (q, k, v, *lists[:3], block, D**-0.5, 1, so)
+        slse = _C.block_sparse_attention_fwd(*sparse)
         tail = (so, slse, *lists, block, D**-0.5, 1, None, None, *gradients)
         what = f"window {window}, blocks of {block}"
         took = timed(

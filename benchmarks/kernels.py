@@ -37,8 +37,6 @@ ROTARY = 8  # angles: the first 16 of 64 dims turn
 SAMPLE_MS = 5.0  # a sample repeats the operation about so long
 SLOW = 0.9  # of PyTorch's speed
 LEFT_OUT = {
-    "attention_fwd_into": "attention_fwd, whose result has a place already",
-    "block_sparse_attention_fwd_into": "the same of block_sparse_attention_fwd",
     "block_sparse_attention_fwd": "beside dense attention in benchmarks/attention.py",
     "block_sparse_attention_bwd": "beside dense attention in benchmarks/attention.py",
     "block_lists": "once a mask",
@@ -357,8 +355,8 @@ def attention(s: Shapes) -> Iterator[Case]:
         qkv[:, :, :, i : i + 1].reshape((s.batch, s.time, HEADS, HEAD_DIM)) for i in range(3)
     )
     scale = HEAD_DIM**-0.5
-    o, lse = _C.attention_fwd(q, k, v, scale, 1)
-    dq, dk, dv = (_C.empty(q.shape, s.dtype, s.device) for _ in range(3))
+    o, dq, dk, dv = (_C.empty(q.shape, s.dtype, s.device) for _ in range(4))
+    lse = _C.attention_fwd(q, k, v, scale, 1, o)
     work = 2.0 * 2 * s.batch * HEADS * s.time * s.time * HEAD_DIM / 2
 
     def inputs(torch):
@@ -377,7 +375,11 @@ def attention(s: Shapes) -> Iterator[Case]:
     turned = qkv.size * 2 // 3 * 2 * ROTARY // HEAD_DIM  # of q and k
     yield Case("rotary", 2 * s.size * turned, lambda: _C.rotary(qkv, cos, sin, 2, 1.0))
     yield Case(
-        "attention_fwd", work, lambda: _C.attention_fwd(q, k, v, scale, 1), forward_peer, flops=True
+        "attention_fwd",
+        work,
+        lambda: _C.attention_fwd(q, k, v, scale, 1, o),
+        forward_peer,
+        flops=True,
     )
     yield Case(
         "attention_bwd",

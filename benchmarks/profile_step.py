@@ -25,7 +25,6 @@ FLOP = {
     "linear_gelu_fwd": (2, "NKM"),
     "linear_gelu_bwd": (2, "NKM"),
     "attention_fwd": (4, "BHTSD"),
-    "attention_fwd_into": (4, "BHTSD"),
     "attention_bwd": (10, "BHTSD"),
 }
 # IO operands that are written and not read.
@@ -33,8 +32,8 @@ WRITTEN = {
     "assign": ("to",),
     "fill": ("to",),
     "linear_gelu_fwd": ("y",),
-    "attention_fwd_into": ("o",),
-    "block_sparse_attention_fwd_into": ("o",),
+    "attention_fwd": ("o",),
+    "block_sparse_attention_fwd": ("o",),
     "attention_bwd": ("dq", "dk", "dv"),
     "block_sparse_attention_bwd": ("dq", "dk", "dv"),
     "adamw": ("p_low",),

@@ -316,21 +316,8 @@ nd_status cuda_attention_fwd(int device, const attention_fwd_args *a) {
                    a->lse);
 }
 
-nd_status cuda_attention_fwd_into(int device, const attention_fwd_into_args *a) {
-    return forward("attention_fwd_into", device, a->q, a->k, a->v, DENSE, a->scale, a->causal, a->o,
-                   a->lse);
-}
-
 nd_status cuda_block_sparse_attention_fwd(int device, const block_sparse_attention_fwd_args *a) {
     const char *op = "block_sparse_attention_fwd";
-    const BlockLists lists = {a->offsets, a->columns, a->order, a->block};
-    ND_TRY(check_blocks(op, "", lists, a->q->shape[2], a->q->shape[1]));
-    return forward(op, device, a->q, a->k, a->v, lists, a->scale, a->causal, a->o, a->lse);
-}
-
-nd_status cuda_block_sparse_attention_fwd_into(int device,
-                                               const block_sparse_attention_fwd_into_args *a) {
-    const char *op = "block_sparse_attention_fwd_into";
     const BlockLists lists = {a->offsets, a->columns, a->order, a->block};
     ND_TRY(check_blocks(op, "", lists, a->q->shape[2], a->q->shape[1]));
     return forward(op, device, a->q, a->k, a->v, lists, a->scale, a->causal, a->o, a->lse);

@@ -73,9 +73,8 @@ nd_status cuda_linear_gelu_fwd(int device, const linear_gelu_fwd_args *a) {
             a->tanh ? (vectors ? gelu_rows_kernel<T, true, N> : gelu_rows_kernel<T, true, 1>)
                     : (vectors ? gelu_rows_kernel<T, false, N> : gelu_rows_kernel<T, false, 1>);
         const int64_t pieces = ceil_div<int64_t>(rows * columns, 256 * (vectors ? N : 1));
-        const int64_t most = 32 * (int64_t)cuda_device_limits(device)->processors;
-        kernel<<<(unsigned)(pieces < most ? pieces : most), 256, 0, cuda_stream(device)>>>(
-            pre, rows, columns, stride, y);
+        kernel<<<cuda_grid(device, pieces, 32), 256, 0, cuda_stream(device)>>>(pre, rows, columns,
+                                                                               stride, y);
         CUDA_LAUNCHED("linear_gelu_fwd");
         return ND_OK;
     });

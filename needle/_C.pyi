@@ -319,9 +319,6 @@ def layernorm_pair_bwd(
 ) -> NDArray: ...
 def rotary(x: NDArray, cos: NDArray, sin: NDArray, parts: int, sign: float) -> None: ...
 def attention_fwd(
-    q: NDArray, k: NDArray, v: NDArray, scale: float, causal: int
-) -> tuple[NDArray, NDArray]: ...
-def attention_fwd_into(
     q: NDArray, k: NDArray, v: NDArray, scale: float, causal: int, o: NDArray
 ) -> NDArray: ...
 def attention_bwd(
@@ -341,17 +338,6 @@ def attention_bwd(
 ) -> None: ...
 def block_lists(kept: NDArray, offsets: NDArray, entries: NDArray) -> NDArray: ...
 def block_sparse_attention_fwd(
-    q: NDArray,
-    k: NDArray,
-    v: NDArray,
-    offsets: NDArray,
-    columns: NDArray,
-    order: NDArray,
-    block: int,
-    scale: float,
-    causal: int,
-) -> tuple[NDArray, NDArray]: ...
-def block_sparse_attention_fwd_into(
     q: NDArray,
     k: NDArray,
     v: NDArray,

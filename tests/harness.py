@@ -102,6 +102,12 @@ def read_ops() -> dict[str, Op]:
 OPS = read_ops()
 
 
+def attended(op: Callable, q: _C.NDArray, *rest) -> tuple[_C.NDArray, _C.NDArray]:
+    """(o, lse) of attention_fwd or block_sparse_attention_fwd, o a new array."""
+    o = _C.empty(q.shape, q.dtype, q.device)
+    return o, op(q, *rest, o)
+
+
 # ---- rounding ------------------------------------------------------------------------------------
 
 

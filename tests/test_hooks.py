@@ -582,4 +582,4 @@ def test_unused_hooks_cost_nothing():
         count("one norm", "layernorm_pair_bwd") == 1 == count("another norm", "layernorm_fwd") + 1
     )
     assert count("one norm", "layernorm_bwd") == 2  # of ln1 alone, and of ln_final
-    assert count("new", "attention_fwd_into") == 2 == count("one norm", "attention_fwd_into")
+    assert count("new", "attention_fwd") == 2 == count("one norm", "attention_fwd")

@@ -239,28 +239,7 @@ static nd_status attention_forward(int device, const char *name, const forward *
     return ND_OK;
 }
 
-static nd_status dense_forward(int device, const char *name, const nd_array *q, const nd_array *k,
-                               const nd_array *v, double scale, int64_t causal, nd_array *o,
-                               nd_array *lse) {
-    forward f = {
-        .q = q, .k = k, .v = v, .scale = (float)scale, .causal = causal != 0, .o = o, .lse = lse};
-    ND_TRY(attention_pattern_make(name, "", NULL, NULL, 0, q->shape[1], k->shape[1], q->shape[2],
-                                  &f.pattern));
-    return attention_forward(device, name, &f);
-}
-
 nd_status cpu_attention_fwd(int device, const attention_fwd_args *a) {
-    return dense_forward(device, "attention_fwd", a->q, a->k, a->v, a->scale, a->causal, a->o,
-                         a->lse);
-}
-
-nd_status cpu_attention_fwd_into(int device, const attention_fwd_into_args *a) {
-    return dense_forward(device, "attention_fwd_into", a->q, a->k, a->v, a->scale, a->causal, a->o,
-                         a->lse);
-}
-
-static nd_status sparse_forward(int device, const char *name,
-                                const block_sparse_attention_fwd_args *a) {
     forward f = {.q = a->q,
                  .k = a->k,
                  .v = a->v,
@@ -268,30 +247,23 @@ static nd_status sparse_forward(int device, const char *name,
                  .causal = a->causal != 0,
                  .o = a->o,
                  .lse = a->lse};
-    ND_TRY(attention_pattern_make(name, "offsets", a->offsets, a->columns, a->block, a->q->shape[1],
-                                  a->k->shape[1], a->q->shape[2], &f.pattern));
-    ND_TRY(attention_order_check(device, name, "order", a->order, &f.pattern));
-    return attention_forward(device, name, &f);
+    const char *op = "attention_fwd";
+    ND_TRY(attention_pattern_make(op, "", NULL, NULL, 0, a->q->shape[1], a->k->shape[1],
+                                  a->q->shape[2], &f.pattern));
+    return attention_forward(device, op, &f);
 }
 
 nd_status cpu_block_sparse_attention_fwd(int device, const block_sparse_attention_fwd_args *a) {
-    return sparse_forward(device, "block_sparse_attention_fwd", a);
-}
-
-nd_status cpu_block_sparse_attention_fwd_into(int device,
-                                              const block_sparse_attention_fwd_into_args *a) {
-    const block_sparse_attention_fwd_args same = {
-        .q = a->q,
-        .k = a->k,
-        .v = a->v,
-        .offsets = a->offsets,
-        .columns = a->columns,
-        .order = a->order,
-        .block = a->block,
-        .scale = a->scale,
-        .causal = a->causal,
-        .o = a->o,
-        .lse = a->lse,
-    };
-    return sparse_forward(device, "block_sparse_attention_fwd_into", &same);
+    forward f = {.q = a->q,
+                 .k = a->k,
+                 .v = a->v,
+                 .scale = (float)a->scale,
+                 .causal = a->causal != 0,
+                 .o = a->o,
+                 .lse = a->lse};
+    const char *op = "block_sparse_attention_fwd";
+    ND_TRY(attention_pattern_make(op, "offsets", a->offsets, a->columns, a->block, a->q->shape[1],
+                                  a->k->shape[1], a->q->shape[2], &f.pattern));
+    ND_TRY(attention_order_check(device, op, "order", a->order, &f.pattern));
+    return attention_forward(device, op, &f);
 }

@@ -103,15 +103,13 @@ class Kernel:
         self.o = _C.empty(q.shape, q.dtype, q.device) if into is None else into
         last = self.factor, int(self.causal), self.o
         if self.mask is None:
-            self.lse = _C.attention_fwd_into(q, k, v, *last)
+            self.lse = _C.attention_fwd(q, k, v, *last)
         else:
             self.mask.check(self.op, t, s, q.shape[2])
             mask = self.mask.causal() if self.causal else self.mask
             self.lists = mask.lists(q.device)
             self.block = mask.block
-            self.lse = _C.block_sparse_attention_fwd_into(
-                q, k, v, *self.lists[:3], self.block, *last
-            )
+            self.lse = _C.block_sparse_attention_fwd(q, k, v, *self.lists[:3], self.block, *last)
         return self.o
 
     def backward(

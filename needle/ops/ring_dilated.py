@@ -82,7 +82,7 @@ class RingDilatedAttention(FusedOp):
                     part.fill(0)
                     to.fill(-math.inf)
                 for queries, seen in self._calls(own, run, branch):
-                    lse = _C.attention_fwd_into(
+                    lse = _C.attention_fwd(
                         queries(own), seen(keys), seen(values), self.scale, self.causal,
                         queries(part),
                     )  # fmt: skip

@@ -60,12 +60,8 @@ def softmax_attention_bwd(r, dout, q, k, v, o, lse, scale, see):
     }
 
 
-def attention_fwd(r, q, k, v, scale, causal):
+def attention_fwd(r, q, k, v, scale, causal, o):
     return softmax_attention(r, q, k, v, scale, visible(q.shape[1], k.shape[1], causal))
-
-
-def attention_fwd_into(r, q, k, v, scale, causal, o):
-    return attention_fwd(r, q, k, v, scale, causal)
 
 
 def turned_back(r, gradients, cos, sin):
@@ -125,13 +121,9 @@ def see_blocks(t, s, offsets, columns, block, causal) -> np.ndarray:
     return (see & visible(t, s, causal))[None]
 
 
-def block_sparse_attention_fwd(r, q, k, v, offsets, columns, order, block, scale, causal):
+def block_sparse_attention_fwd(r, q, k, v, offsets, columns, order, block, scale, causal, o):
     see = see_blocks(q.shape[1], k.shape[1], offsets, columns, block, causal)
     return softmax_attention(r, q, k, v, scale, see)
-
-
-def block_sparse_attention_fwd_into(r, q, k, v, offsets, columns, order, block, scale, causal, o):
-    return block_sparse_attention_fwd(r, q, k, v, offsets, columns, order, block, scale, causal)
 
 
 def block_sparse_attention_bwd(
@@ -266,21 +258,10 @@ def logits_inputs(b, v):
 
 
 def attention_inputs(
-    b,
-    t,
-    s,
-    h,
-    d,
-    causal,
-    scale=None,
-    blocks=None,
-    block=None,
-    backward=False,
-    into=False,
-    half=None,
+    b, t, s, h, d, causal, scale=None, blocks=None, block=None, backward=False, half=None
 ):
     """blocks: (G, query blocks, key blocks) of bool for the block-sparse ops. half: so many angles
-    turn dq and dk back."""
+    turn dq and dk back. What is overwritten is NaN before, which must not matter."""
 
     def inputs(rng):
         of = {"q": (b, t, h, d), "k": (b, s, h, d), "v": (b, s, h, d)}
@@ -296,11 +277,9 @@ def attention_inputs(
                 lambda a: a, **{n: made[n] for n in of}, scale=last["scale"], see=see
             )
             made |= {"cos": None, "sin": None} if half is None else angles(t, half)
-            # dq, dk and dv are overwritten: whatever is in them must not matter.
             made |= {"d" + n: np.full(shape, np.nan) for n, shape in of.items()}
         else:
             lists = {n: lists[n] for n in ("offsets", "columns", "order") if n in lists}
-        if into:
             made["o"] = np.full((b, t, h, d), np.nan)
         return made | lists | ({"block": block} if lists else {}) | last
 
@@ -405,9 +384,9 @@ SPARSE = {  # label: B, T, S, H, D, causal, blocks, block
 }
 
 
-def sparse_inputs(*shape, backward=False, into=False):
+def sparse_inputs(*shape, backward=False):
     *dense, blocks, block = shape
-    return attention_inputs(*dense, blocks=blocks, block=block, backward=backward, into=into)
+    return attention_inputs(*dense, blocks=blocks, block=block, backward=backward)
 
 
 def turned_inputs(*shape):
@@ -446,7 +425,6 @@ CASES = [
         },
     ),
     *cases_of(attention_fwd, attention_inputs, ATTENTION, forward_terms),
-    *cases_of(attention_fwd_into, partial(attention_inputs, into=True), ATTENTION, forward_terms),
     *cases_of(attention_bwd, partial(attention_inputs, backward=True), ATTENTION, backward_terms),
     *cases_of(attention_bwd, turned_inputs, TURNED, backward_terms),
     *cases_of(
@@ -479,9 +457,6 @@ CASES = [
         },
     ),
     *cases_of(block_sparse_attention_fwd, sparse_inputs, SPARSE, forward_terms),
-    *cases_of(
-        block_sparse_attention_fwd_into, partial(sparse_inputs, into=True), SPARSE, forward_terms
-    ),
     *cases_of(
         block_sparse_attention_bwd, partial(sparse_inputs, backward=True), SPARSE, backward_terms
     ),

@@ -66,7 +66,7 @@ BAD = [
     (
         "attention_fwd",
         "head dim 257",
-        {n: np.ones((1, 2, 1, 257)) for n in "qkv"},
+        {n: np.ones((1, 2, 1, 257)) for n in "qkvo"},
         ValueError,
         r"attention_fwd: .*256",
     ),
@@ -91,6 +91,7 @@ BAD = [
             "q": np.ones((1, 80, 3, 4)),
             "k": np.ones((1, 80, 3, 4)),
             "v": np.ones((1, 80, 3, 4)),
+            "o": np.ones((1, 80, 3, 4)),
             "offsets": np.zeros((2, 6)),
             "order": np.zeros((2, 5)),
         },

@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 from cases import causal_blocks, softmax_attention, softmax_attention_bwd, visible
 from gradients import attend
-from harness import DEVICES, assert_within, central_differences, device_of, rounder, to_ndarray
+from harness import (
+    DEVICES,
+    assert_within,
+    attended,
+    central_differences,
+    device_of,
+    rounder,
+    to_ndarray,
+)
 
 from needle import _C, Tensor, nn, ops
 from needle.block_mask import BlockMask
@@ -45,7 +53,7 @@ def test_head_dims(d, dtype, device):
     q, k, v, dout = (r(draw(i, 1, t, 2, d)) for i in range(4))
     scale = d**-0.5
     arrays = [_C.array(a, dtype=dtype, device=device) for a in (q, k, v)]
-    o, lse = _C.attention_fwd(*arrays, scale, 1)
+    o, lse = attended(_C.attention_fwd, *arrays, scale, 1)
     see = visible(t, t, True)
     exact, naive = (softmax_attention(f, q, k, v, scale, see) for f in (exactly, r))
     assert_within(o.numpy(), exact["o"], naive["o"], dtype, max(d, t), "o")
@@ -85,8 +93,8 @@ def test_attention_reads_packed_views(device):
     packed = draw(0, 2, 9, 3, 3, 8)
     array = _C.array(packed, device=device)
     views = [array[:, :, :, i].reshape((2, 9, 3, 8)) for i in range(3)]
-    o, _ = _C.attention_fwd(*views, 8**-0.5, 1)
-    expected, _ = _C.attention_fwd(*(view.compact() for view in views), 8**-0.5, 1)
+    o, _ = attended(_C.attention_fwd, *views, 8**-0.5, 1)
+    expected, _ = attended(_C.attention_fwd, *(view.compact() for view in views), 8**-0.5, 1)
     np.testing.assert_array_equal(o.numpy(), expected.numpy())
 
 
@@ -266,8 +274,8 @@ class Ordered:
         order = _C.array(change(order.numpy()), "int32", self.device)
         options = (self.mask.block, self.d**-0.5, 1)
         self.device.synchronize()
-        made = _C.block_sparse_attention_fwd(
-            self.q, self.k, self.v, offsets, columns, order, *options
+        made = attended(
+            _C.block_sparse_attention_fwd, self.q, self.k, self.v, offsets, columns, order, *options
         )
         o, lse = (x.numpy() for x in made)
         return [o, lse.transpose(0, 2, 1)]
@@ -459,8 +467,8 @@ def test_more_keys_than_memory_could_hold(keys, dtype):
     one = _C.array(np.ones((1, 1, 1, 8), np.float32), dtype, device_of("cpu"))
     many = one.as_strided((1, keys if dtype == "bfloat16" else keys // 2, 1, 8), (0, 0, 0, 1))
     with pytest.raises(MemoryError, match="attention_fwd: k: .* keys of 8 dims are too many"):
-        _C.attention_fwd(one, many, many, 1.0, 0)
-    o, lse = _C.attention_fwd(one, one, one, 1.0, 0)
+        attended(_C.attention_fwd, one, many, many, 1.0, 0)
+    o, lse = attended(_C.attention_fwd, one, one, one, 1.0, 0)
     with pytest.raises((MemoryError, ValueError), match="attention_bwd"):
         _C.attention_bwd(one, one, many, many, o, lse, 1.0, 0, None, None, one.copy(), many, many)
 
@@ -483,7 +491,7 @@ def test_gradients_turn_back_where_they_are_written(half, block, dtype, device):
         lists = BlockMask.local(t, 64, block).causal().lists(device)
         before, after = (*lists[:3], block), (*lists, block)
         forward, backward = _C.block_sparse_attention_fwd, _C.block_sparse_attention_bwd
-    o, lse = forward(*qkv, *before, 0.125, 1)
+    o, lse = attended(forward, *qkv, *before, 0.125, 1)
     found = []
     for angles in ((None, None), (cos, sin)):
         packed = _C.array(np.full((b, t, h, 3, d), np.nan), dtype=dtype, device=device)
@@ -544,10 +552,10 @@ def test_scores_of_minus_infinity_and_ten_thousand(d, block, dtype, device):
     gradients = [_C.empty(q.shape, dtype, device) for _ in range(3)]
     last = scale, 1, None, None, *gradients
     if mask is None:
-        o, lse = _C.attention_fwd(*arrays, scale, 1)
+        o, lse = attended(_C.attention_fwd, *arrays, scale, 1)
         _C.attention_bwd(dout_array, *arrays, o, lse, *last)
     else:
-        o, lse = _C.block_sparse_attention_fwd(*arrays, *lists[:3], block, scale, 1)
+        o, lse = attended(_C.block_sparse_attention_fwd, *arrays, *lists[:3], block, scale, 1)
         _C.block_sparse_attention_bwd(dout_array, *arrays, o, lse, *lists, *last)
     exact, naive = (softmax_attention(f, q, k, v, scale, see) for f in (exactly, r))
     assert_within(o.numpy(), exact["o"], naive["o"], dtype, t, "o")

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 from cases import softmax_attention, softmax_attention_bwd, visible
-from harness import HALF_ULP, poison, rounder
+from harness import HALF_ULP, attended, poison, rounder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -47,11 +47,13 @@ def of_needle(q, k, v, dout, dtype: str, causal: bool, packed: bool, mask) -> di
     scale = 1 / math.sqrt(D)
     poison(device, 4 * q.size)
     if mask is None:
-        o, lse = _C.attention_fwd(*arrays, scale, int(causal))
+        o, lse = attended(_C.attention_fwd, *arrays, scale, int(causal))
         _C.attention_bwd(array(dout), *arrays, o, lse, scale, int(causal), None, None, *gradients)
     else:
         lists = mask.lists(device)
-        o, lse = _C.block_sparse_attention_fwd(*arrays, *lists[:3], mask.block, scale, int(causal))
+        o, lse = attended(
+            _C.block_sparse_attention_fwd, *arrays, *lists[:3], mask.block, scale, int(causal)
+        )
         _C.block_sparse_attention_bwd(
             array(dout), *arrays, o, lse, *lists, mask.block, scale, int(causal), None, None,
             *gradients,
