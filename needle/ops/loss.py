@@ -122,7 +122,10 @@ class LinearCrossEntropy(FusedOp):
             if w.requires_grad:
                 into, add = claim_of(sinks, grads, node, 1)
                 dw = self.dw * scale
-                _C.assign(into, into + dw if add else dw)
+                if add:
+                    into += dw
+                else:
+                    _C.assign(into, dw)
             return grads
         if x.requires_grad:
             w_t = self._oriented(w.cached_data).permute((1, 0))
