@@ -53,7 +53,7 @@ FUNCTIONS: dict[str, list[Any]] = {
 }
 
 
-def library_path() -> str:
+def find_library() -> str:
     """Of the pip wheel, which is found without importing anything of it, else what the system's
     loader finds by that name."""
     try:
@@ -71,7 +71,7 @@ class Library:
     mostly a rank or a network that is gone, and a new start may help."""
 
     def __init__(self, path: str | None = None) -> None:
-        path = path or library_path()
+        path = path or find_library()
         try:
             self._library = ctypes.CDLL(path)
             for name, parameters in FUNCTIONS.items():

@@ -1,5 +1,5 @@
 /* fake_nccl.c - NCCL's functions as nccl.h declares them, between processes of one machine, on memory
- * of the host: a FIFO for each pair, in a folder below TMPDIR whose name is the unique id.
+ * of the host: a FIFO for each pair, in a folder below TMPDIR whose path is the unique id.
  *
  * A group's messages all move at its end, which waits for them, also for ranks that are gone. The
  * environment: FAKE_NCCL_VERSION is its version, FAKE_NCCL_FAILS names a function that fails.
@@ -52,10 +52,17 @@ int ncclGetVersion(int *version) {
 }
 
 int ncclGetUniqueId(unique_id *id) {
+    static int made;
     memset(id, 0, sizeof *id);
-    const char *folder = getenv("TMPDIR");
-    snprintf(id->internal, sizeof id->internal, "%s/nccl.XXXXXX", folder != NULL ? folder : "/tmp");
-    return fails(__func__) || mkdtemp(id->internal) == NULL ? SYSTEM_ERROR : SUCCESS;
+    const char *parent = getenv("TMPDIR");
+    do {
+        snprintf(id->internal, sizeof id->internal, "%s/nccl-%d-%d",
+                 parent != NULL ? parent : "/tmp", (int)getpid(), made++);
+        if (mkdir(id->internal, 0700) == 0) {
+            return fails(__func__) ? SYSTEM_ERROR : SUCCESS;
+        }
+    } while (errno == EEXIST);
+    return SYSTEM_ERROR;
 }
 
 static int pipe_of(const char *folder, int from, int to) {

@@ -25,10 +25,10 @@ def fake_library(folder: Path) -> Path:
 
 
 class Runs:
-    """A folder of runs of one kind: `flags` of all of them, `library` where NCCL is pretended."""
+    """A folder of runs of one kind: `flags` of all of them, `fake_nccl` where NCCL is pretended."""
 
-    def __init__(self, out: Path, tokens: Path, library: Path | None = None, *flags: str) -> None:
-        self.out, self.tokens, self.library, self.flags = out, tokens, library, flags
+    def __init__(self, out: Path, tokens: Path, fake_nccl: Path | None = None, *flags: str) -> None:
+        self.out, self.tokens, self.fake_nccl, self.flags = out, tokens, fake_nccl, flags
 
     def start(
         self, name: str, gpus: int, *more: str, plan=None, broken: Sequence[str] = ()
@@ -38,8 +38,8 @@ class Runs:
             f"4 --save-every 6 --clip 0.5 --dtype float32 --gpus {gpus} --name {name}"
         ).split()
         environ = {**os.environ, "PLAN": json.dumps(plan), "PYTHONPATH": str(ROOT)}
-        if self.library is not None:
-            environ["FAKE_NCCL"] = str(self.library)
+        if self.fake_nccl is not None:
+            environ["FAKE_NCCL"] = str(self.fake_nccl)
         if broken:
             environ["BROKEN_GPUS"] = ",".join(broken)
         return subprocess.Popen(

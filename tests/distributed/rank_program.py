@@ -141,7 +141,7 @@ def pretend_gpus(library: str) -> None:
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c,GPU-d").split(",")
     run_ranks.visible_gpus = group.visible_gpus = lambda: len(names)
     group.choose_device = lambda name: cpu()
-    nccl.library_path = lambda: library
+    nccl.find_library = lambda: library
     supervise.PROBE = ""
 
     def connect(self, device):

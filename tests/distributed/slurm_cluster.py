@@ -1,6 +1,7 @@
 """A Slurm of one machine, this one, whose daemons and files end with the test."""
 
 import contextlib
+import ctypes
 import os
 import platform
 import shutil
@@ -47,6 +48,10 @@ def missing() -> str | None:
     lacking = [name for name in PROGRAMS if shutil.which(name, path=path) is None]
     if lacking:
         return f"no {', '.join(lacking)} ({REMEDY})"
+    try:
+        ctypes.CDLL("libpmix.so")
+    except OSError as error:
+        return f"{error} ({REMEDY})"
     return None if os.geteuid() == 0 else "slurmd needs root"
 
 
@@ -60,8 +65,8 @@ class Cluster:
             "PATH": f"{os.environ['PATH']}:/usr/sbin",
         }
 
-    def start(self) -> str | None:
-        """None, or why it takes no jobs."""
+    def start(self) -> None:
+        """Returns once it has run a job; RuntimeError with what the daemons say where none runs."""
         folder = self.folder
         for name in "state", "spool":
             (folder / name).mkdir()
@@ -83,7 +88,8 @@ class Cluster:
         self._start("slurmd", "-D")
         idle = self._wait(lambda: self.ask("sinfo", "--noheader", "--format=%T").strip() == "idle")
         heard = self.ask("srun", "--ntasks=2", "echo", "heard").split() if idle else []
-        return None if heard == ["heard"] * 2 else f"{REMEDY}: {self._said()}"
+        if heard != ["heard"] * 2:
+            raise RuntimeError(f"Slurm takes no job: {' '.join(heard)} | {self._said()}")
 
     def ask(self, *words: str) -> str:
         return subprocess.run(

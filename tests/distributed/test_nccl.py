@@ -30,6 +30,7 @@ from needle import _C
 from needle.distributed import environment, nccl, spawn
 from needle.distributed.control import RankMissing
 from needle.distributed.group import Group
+from needle.distributed.nccl import Library, NCCLTransport, find_library
 
 
 @pytest.fixture(scope="module")
@@ -48,26 +49,26 @@ def pipes(tmp_path_factory, monkeypatch):
 def test_what_is_not_there_is_said_with_what_to_install(tmp_path, library, monkeypatch):
     words = r"several GPUs need NCCL.*pip install nvidia-nccl-cu13 \(or needle\[gpus\]\)"
     with pytest.raises(ValueError, match=words):
-        nccl.Library(str(tmp_path / "libnccl.so.2"))
+        Library(str(tmp_path / "libnccl.so.2"))
     other = ctypes.util.find_library("m")
     with pytest.raises(ValueError, match="ncclGetVersion.*pip install"):
-        nccl.Library(other)
+        Library(other)
     monkeypatch.setenv("FAKE_NCCL_VERSION", "21705")
     with pytest.raises(ValueError, match=r"is NCCL 2\.17\.5, and needle needs 2\.18 or newer"):
-        nccl.Library(str(library))
+        Library(str(library))
     monkeypatch.setenv("FAKE_NCCL_VERSION", "2708")
     with pytest.raises(ValueError, match=r"is NCCL 2\.7\.8"):
-        nccl.Library(str(library))
+        Library(str(library))
 
 
 def test_the_wheel_comes_before_the_system(tmp_path, monkeypatch):
     monkeypatch.setattr(nccl.importlib.util, "find_spec", lambda name: None)
-    assert nccl.library_path() == "libnccl.so.2"
+    assert find_library() == "libnccl.so.2"
     wheel = tmp_path / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
     wheel.parent.mkdir(parents=True)
     wheel.touch()
     monkeypatch.undo()
-    code = "from needle.distributed.nccl import library_path; print(library_path())"
+    code = "from needle.distributed.nccl import find_library; print(find_library())"
     paths = [str(tmp_path), str(ROOT), *sys.path]
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path[:] = {paths!r}; {code}"],
@@ -83,8 +84,8 @@ def test_an_error_has_the_words_of_nccl(library, monkeypatch, call):
     monkeypatch.setenv("FAKE_NCCL_FAILS", call)
     words = rf"NCCL: {call}: unhandled system error \(the cable is out\): NCCL_DEBUG=INFO"
     with pytest.raises(RankMissing, match=words) as caught:
-        made = nccl.Library(str(library))
-        transport = nccl.NCCLTransport(made, 0, 2, made.unique_id(), _C.cpu())
+        made = Library(str(library))
+        transport = NCCLTransport(made, 0, 2, made.unique_id(), _C.cpu())
         array = _C.array(np.zeros(3))
         transport.exchange([None, array], [None, array.copy()])
     assert caught.value.code == 75
@@ -95,12 +96,12 @@ def test_an_error_has_the_words_of_nccl(library, monkeypatch, call):
 
 def connected(library, size, work):
     """[work(transport, rank)] of ranks that are threads."""
-    made = nccl.Library(str(library))
+    made = Library(str(library))
     unique = made.unique_id()
     barrier = threading.Barrier(size)
 
     def rank(number):
-        transport = nccl.NCCLTransport(made, number, size, unique, _C.cpu())
+        transport = NCCLTransport(made, number, size, unique, _C.cpu())
         barrier.wait(60)
         return work(transport, number)
 
@@ -158,7 +159,7 @@ def kind(tmp_path_factory, library):
 
 @pytest.fixture
 def runs(kind, tmp_path):
-    return Runs(tmp_path, kind[0].tokens, kind[0].library)
+    return Runs(tmp_path, kind[0].tokens, kind[0].fake_nccl)
 
 
 @pytest.mark.parametrize("gpus", [2, 4])
@@ -170,7 +171,7 @@ def test_gpus_change_no_byte(runs, kind, gpus):
 
 def test_sequences_are_shared(runs, kind):
     runs.run("shared", 2, "--context-parallel", "2")
-    wide = Runs(runs.out, runs.tokens, runs.library)
+    wide = Runs(runs.out, runs.tokens, runs.fake_nccl)
     wide.run("wide", 4, "--context-parallel", "2")
     assert runs.written("shared") == wide.written("wide")
 

@@ -14,6 +14,7 @@ import slurm_cluster
 from harness import ROOT
 
 SCRIPT = ROOT / "apps" / "slurm.sbatch"
+MISSING = mpi_runs.missing() or slurm_cluster.missing()
 
 
 @pytest.fixture
@@ -86,18 +87,15 @@ def test_its_lines_are_sbatchs():
 
 @pytest.fixture
 def cluster(tmp_path):
-    reason = mpi_runs.missing() or slurm_cluster.missing()
-    if reason:
-        pytest.skip(reason)
     made = slurm_cluster.Cluster(tmp_path)
     try:
-        if reason := made.start():
-            pytest.skip(f"Slurm does not start here: {reason}")
+        made.start()
         yield made
     finally:
         made.close()
 
 
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 def test_a_real_slurm(cluster, tmp_path):
     """Two ranks on the CPU. The end of the time comes before that of the run: it is saved, goes
     back into the queue and on, and has the bytes of a run that nobody stopped."""
