@@ -113,8 +113,10 @@ def train(run: Run) -> int:
 
     ranks.same("the weights", parallel.digest())
     shape = settings["batch_size"], settings["seq_len"] // parallel.context
-    by_itself = parallel.context == 1 and worth_recording(run.device, math.prod(shape))
-    if by_itself if run.graph is None else run.graph:
+    recorded = run.graph
+    if recorded is None:
+        recorded = parallel.context == 1 and worth_recording(run.device, math.prod(shape))
+    if recorded:
         gradient = Recorded(gradient, shape, run.device)
     verification = Verification(parallel, run.verify_every, shape, gradient)
     with ranks.rank_0_first("the log"):
