@@ -230,6 +230,13 @@ __device__ __forceinline__ float fast_exp2(float x) {
     return y;
 }
 
+/* fminf, but a NaN wins. */
+__device__ __forceinline__ float min_or_nan(float x, float y) {
+    float less;
+    asm("min.NaN.f32 %0, %1, %2;\n" : "=f"(less) : "f"(x), "f"(y));
+    return less;
+}
+
 /* ---- any dtype, known at run time ---------------------------------------------------------------
  * V is float for float dtypes and int64_t for integers and bool. The branch is the same for the
  * whole grid. Floats truncate to integers; what is not zero is true. */

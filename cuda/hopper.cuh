@@ -133,6 +133,16 @@ __device__ __forceinline__ void box_stores_read() {
                      : "memory");
 }
 
+/* ---- [stmatrix] ---------------------------------------------------------------------------------
+ * The way back of load_matrices_transposed (mma.cuh): x[m] of a lane are elements (2 (lane % 4), lane / 4) and
+ * (2 (lane % 4) + 1, lane / 4) of matrix m, 8 x 8 16-bit elements, whose row r lies where lane 8 m + r says. */
+__device__ __forceinline__ void store_matrices_transposed(uint32_t row, const uint32_t (&x)[4]) {
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
+        "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+        : "memory");
+}
+
 /* ---- registers [setmaxnreg] ---------------------------------------------------------------------
  * Of each thread of the calling warpgroup from here on; a multiple of 8. */
 template <int COUNT> __device__ __forceinline__ void registers_down_to() {

@@ -5,23 +5,21 @@
  *   backward  dpre = (dy w^T) gelu'(pre), db += its columns   a is dy, b is w^T: (columns, depth) in memory
  *
  * gelu reads the rounded pre, gelu' multiplies the rounded product, and the column sums (float32) are of the
- * rounded dpre: results are those of the separate ops but for the order of the product's sums. Sums of 64
- * rows go to scratch and are added in their order.
+ * rounded dpre: results are those of the separate ops but for the order of the product's sums and the last
+ * bits of gelu (gelu.cuh). Sums of 64 rows go to scratch and are added in their order.
+ *
+ * Depths up to 512 are linear_shallow_hopper.cu's. Of what is here:
  *
  * Parallel: tiles of 64 x 128. A thread block has one column of tiles, or a few, and walks down its rows; the
  *   blocks of all columns walk together, so that a's rows are read from memory once. Consumers take turns,
- *   a whole tile each: while one multiplies, the others round, apply gelu and write, which takes each of
- *   them two to three times as long. A producer thread asks for a's and b's parts of 64 of the depth, in
- *   the order of the tiles.
- * Up to a depth of 512 b's 128 columns stay in shared memory while a block is in them: tiles that read both
- *   operands anew at the tensor cores' speed take more than the L2 gives all multiprocessors.
- * Shared memory is what binds: products read 96 bytes a clock of the 128 that it gives, and a's parts are
+ *   a whole tile each: while one multiplies, the others round, apply gelu and write. A producer thread asks
+ *   for a's and b's parts of 64 of the depth, in the order of the tiles.
+ * Shared memory is what binds: products read 96 bytes a clock of the 128 that it gives, and both operands are
  *   written to it. So results go from registers to memory, 8 bytes a lane: neighbouring lanes exchange a word,
  *   and four hold the 32 bytes of a row that memory moves together. pre is read the same way, 64 columns
  *   ahead.
- * Time: 2048 clocks a tile of depth 512 for the products; for the end of a tile 64 elements a thread, so 32
- *   instructions an element. A warp alone issues one in three to four clocks: hence more than two consumers.
  */
+#include "gelu.cuh"
 #include "linear_hopper.cuh"
 #include "mma.cuh"
 #include "stages.cuh"
@@ -31,18 +29,17 @@ using namespace hopper;
 /* Not in the namespace below, whose members must all be used. */
 namespace linear {
 
-template <bool BACKWARD_, bool RESIDENT_, int CONSUMERS_, int STAGES_> struct LinearShape {
+template <bool BACKWARD_> struct LinearShape {
     static constexpr bool BACKWARD = BACKWARD_;
-    static constexpr bool RESIDENT = RESIDENT_; /* b's columns stay: depths up to DEPTH */
-    static constexpr int STAGES = STAGES_;      /* of a; of b too, where it does not stay */
-    static constexpr int ROWS = 64, COLUMNS = 128, STEP = PANEL_COLUMNS, DEPTH = 512;
-    static constexpr int CONSUMERS = CONSUMERS_, THREADS = WARPGROUP * (1 + CONSUMERS);
+    static constexpr int STAGES = 8;
+    static constexpr int ROWS = 64, COLUMNS = 128, STEP = PANEL_COLUMNS;
+    static constexpr int CONSUMERS = 3, THREADS = WARPGROUP * (1 + CONSUMERS);
     /* Registers a thread: at the launch, then a producer's and a consumer's. */
     static constexpr int EACH = 65536 / THREADS / 8 * 8, KEEP = 24;
     static constexpr int TAKE = EACH + (EACH - KEEP) / CONSUMERS / 8 * 8;
     static constexpr uint32_t A_PART = ROWS * PANEL_ROW, B_PART = COLUMNS * PANEL_ROW; /* a step */
     static constexpr uint32_t B_AT = STAGES * A_PART;
-    static constexpr uint32_t SUMS_AT = B_AT + (RESIDENT ? DEPTH / STEP : STAGES) * B_PART;
+    static constexpr uint32_t SUMS_AT = B_AT + STAGES * B_PART;
     static constexpr uint32_t SUMS = 4 * COLUMNS; /* of a warp, backward */
     static constexpr uint32_t BARRIERS_AT = SUMS_AT + CONSUMERS * WARPGROUP / 32 * SUMS;
     static constexpr size_t SHARED = BARRIERS_AT + 8 * 2 * STAGES;
@@ -71,9 +68,8 @@ template <class Shape> struct Places {
     uint32_t base;
 
     __device__ __forceinline__ uint32_t a(int stage) const { return base + stage * Shape::A_PART; }
-    /* Of a step whose part of a is in this stage. */
-    __device__ __forceinline__ uint32_t b(int step, int stage) const {
-        return base + Shape::B_AT + (Shape::RESIDENT ? step : stage) * Shape::B_PART;
+    __device__ __forceinline__ uint32_t b(int stage) const {
+        return base + Shape::B_AT + stage * Shape::B_PART;
     }
     __device__ __forceinline__ uint32_t sums(int warp) const {
         return base + Shape::SUMS_AT + warp * Shape::SUMS;
@@ -95,28 +91,19 @@ __device__ __forceinline__ int first_tile(const Linear &f, int block) {
 template <class Shape> __device__ __forceinline__ void produce(const Linear &f, Places<Shape> at) {
     Ring<Shape::STAGES> ring;
     const int end = first_tile(f, blockIdx.x + 1);
-    int stays = -1; /* the column of tiles whose b is there */
     for (int tile = first_tile(f, blockIdx.x); tile < end; tile++) {
         const int across = tile / f.row_tiles;
         const int row = (tile - across * f.row_tiles) * Shape::ROWS,
                   column = across * Shape::COLUMNS;
-        const bool fresh = !Shape::RESIDENT || across != stays;
-        if (Shape::RESIDENT && fresh) { /* nobody multiplies by the last one any more */
-            Ring<Shape::STAGES> each = ring;
-            for (int stage = 0; stage < Shape::STAGES; stage++, each.advance()) {
-                barrier_wait(at.empty(each.at), each.phase ^ 1);
-            }
-            stays = across;
-        }
         for (int step = 0; step < f.steps; step++, ring.advance()) {
-            const uint32_t full = at.full(ring.at), b = at.b(step, ring.at);
+            const uint32_t full = at.full(ring.at), b = at.b(ring.at);
             const int deep = step * Shape::STEP;
             barrier_wait(at.empty(ring.at), ring.phase ^ 1);
-            barrier_expect(full, fresh ? Shape::A_PART + Shape::B_PART : Shape::A_PART);
+            barrier_expect(full, Shape::A_PART + Shape::B_PART);
             box_load(at.a(ring.at), &f.a, full, deep, row, 0, 0);
-            if (fresh && Shape::BACKWARD) {
+            if (Shape::BACKWARD) {
                 box_load(b, &f.b, full, deep, column, 0, 0);
-            } else if (fresh) {
+            } else {
                 box_load(b, &f.b, full, column, deep, 0, 0);
                 box_load(b + Shape::B_PART / 2, &f.b, full, column + PANEL_COLUMNS, deep, 0, 0);
             }
@@ -125,15 +112,6 @@ template <class Shape> __device__ __forceinline__ void produce(const Linear &f, 
 }
 
 /* ---- a consumer ---------------------------------------------------------------------------------- */
-template <class T> __device__ __forceinline__ float2 unpack_pair(uint32_t x);
-template <> __device__ __forceinline__ float2 unpack_pair<bf16>(uint32_t x) {
-    return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000));
-}
-template <> __device__ __forceinline__ float2 unpack_pair<f16>(uint32_t x) {
-    return make_float2(__half2float(__ushort_as_half((unsigned short)x)),
-                       __half2float(__ushort_as_half((unsigned short)(x >> 16))));
-}
-
 /* word[i] = f(i, the pair in word[i]) */
 template <class T, class F>
 __device__ __forceinline__ void each_pair(uint32_t (&word)[16], const F &f) {
@@ -214,8 +192,7 @@ struct Piece {
 /* The sums of a tile become results; begin() asks for what is read, early enough. */
 template <class T, class Shape> struct End;
 
-template <class T, bool RESIDENT, int CONSUMERS, int STAGES>
-struct End<T, LinearShape<false, RESIDENT, CONSUMERS, STAGES>> {
+template <class T> struct End<T, LinearShape<false>> {
     __device__ __forceinline__ void begin(const Linear &, Piece) {}
 
     __device__ __forceinline__ void finish(const Linear &f, Piece at, const float (&c)[64],
@@ -243,15 +220,15 @@ struct End<T, LinearShape<false, RESIDENT, CONSUMERS, STAGES>> {
                 });
             } else {
                 each_pair<T>(
-                    word, [&](int, float2 x) { return make_float2(nd_gelu(x.x), nd_gelu(x.y)); });
+                    word, [&](int, float2 x) { return make_float2(gelu_16(x.x), gelu_16(x.y)); });
             }
             at.store<T>(f.out, f.out_row, word);
         }
     }
 };
 
-template <class T, bool RESIDENT, int CONSUMERS, int STAGES>
-struct End<T, LinearShape<true, RESIDENT, CONSUMERS, STAGES>> {
+template <class T> struct End<T, LinearShape<true>> {
+    using Shape = LinearShape<true>;
     uint2 ahead[2][4]; /* pre of the next piece */
 
     __device__ __forceinline__ void begin(const Linear &f, Piece at) { at.load<T>(ahead, f.pre); }
@@ -279,7 +256,7 @@ struct End<T, LinearShape<true, RESIDENT, CONSUMERS, STAGES>> {
             } else {
                 each_pair<T>(word, [&](int i, float2 x) {
                     const float2 g = product(i);
-                    return make_float2(nd_gelu_grad(x.x) * g.x, nd_gelu_grad(x.y) * g.y);
+                    return make_float2(gelu_grad_16(x.x) * g.x, gelu_grad_16(x.y) * g.y);
                 });
             }
             at.store<T>(f.out, f.out_row, word);
@@ -325,9 +302,6 @@ struct End<T, LinearShape<true, RESIDENT, CONSUMERS, STAGES>> {
             f.partial[(int64_t)row_tile * f.columns + column] = sum;
         }
     }
-
-  private:
-    using Shape = LinearShape<true, RESIDENT, CONSUMERS, STAGES>;
 };
 
 template <class T, class Shape>
@@ -352,7 +326,7 @@ __device__ __forceinline__ void consume(const Linear &f, Places<Shape> at, int g
         turn_wait(my_turn, 2 * WARPGROUP);
         for (int step = 0; step < f.steps; step++, ring.advance()) {
             const Operand a = rows_operand(at.a(ring.at));
-            const uint32_t b_at = at.b(step, ring.at);
+            const uint32_t b_at = at.b(ring.at);
             const Operand b =
                 Shape::BACKWARD ? rows_operand(b_at) : columns_operand(b_at, Shape::B_PART / 2);
             barrier_wait(at.full(ring.at), ring.phase);
@@ -411,13 +385,6 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
 }
 
 /* ---- host ---------------------------------------------------------------------------------------- */
-/* Of a matrix of 16 bits as it lies, in boxes of `rows` rows and 64 columns. */
-nd_status map_of(const char *op, const nd_array *a, int rows, CUtensorMap *out) {
-    const int64_t shape[4] = {a->shape[1], a->shape[0], 1, 1};
-    const int64_t strides[3] = {2 * a->shape[1], 0, 0};
-    return tensor_map(op, a->data, 2, shape, strides, PANEL_COLUMNS, rows, out);
-}
-
 template <class Shape>
 nd_status launch(const char *op, int device, Linear f, const nd_array *a, const nd_array *b) {
     f.rows = (int)a->shape[0];
@@ -425,48 +392,37 @@ nd_status launch(const char *op, int device, Linear f, const nd_array *a, const 
     f.steps = ceil_div((int)a->shape[1], Shape::STEP);
     f.row_tiles = ceil_div(f.rows, Shape::ROWS);
     f.column_tiles = ceil_div(f.columns, Shape::COLUMNS);
-    ND_TRY(map_of(op, a, Shape::ROWS, &f.a));
-    ND_TRY(map_of(op, b, Shape::BACKWARD ? Shape::COLUMNS : Shape::STEP, &f.b));
-    /* As many blocks as run at once; a multiple of the columns of tiles, so that none has parts of two, where
-     * that makes no block's share longer. */
-    const int64_t tiles = (int64_t)f.row_tiles * f.column_tiles;
-    int64_t blocks = cuda_device_limits(device)->processors;
-    const int64_t even = blocks / f.column_tiles * f.column_tiles;
-    if (tiles < blocks) {
-        blocks = tiles;
-    } else if (even > 0 && ceil_div(tiles, even) == ceil_div(tiles, blocks)) {
-        blocks = even;
-    }
+    ND_TRY(linear::map_of(op, a, Shape::ROWS, &f.a));
+    ND_TRY(linear::map_of(op, b, Shape::BACKWARD ? Shape::COLUMNS : Shape::STEP, &f.b));
     auto kernel =
         a->dtype == ND_BF16 ? linear_hopper_kernel<bf16, Shape> : linear_hopper_kernel<f16, Shape>;
-    return cuda_launch(op, device, kernel, f, (unsigned)blocks, Shape::THREADS, Shape::SHARED);
-}
-
-template <bool BACKWARD>
-nd_status multiply(const char *op, int device, const Linear &f, const nd_array *a,
-                   const nd_array *b) {
-    using Resident = LinearShape<BACKWARD, true, 3, 10>;
-    using Streaming = LinearShape<BACKWARD, false, 3, 8>;
-    return a->shape[1] <= Resident::DEPTH ? launch<Resident>(op, device, f, a, b)
-                                          : launch<Streaming>(op, device, f, a, b);
+    return cuda_launch(op, device, kernel, f,
+                       linear::blocks_for(device, f.row_tiles, f.column_tiles), Shape::THREADS,
+                       Shape::SHARED);
 }
 
 } // namespace
 
 nd_status linear_gelu_fwd_hopper(int device, const linear_gelu_fwd_args *a) {
+    if (a->x->shape[1] <= linear::SHALLOW) {
+        return linear_gelu_fwd_shallow(device, a);
+    }
     Linear f = {};
     f.tanh = a->tanh != 0;
     f.bias = a->b->data;
     f.pre = a->pre->data;
     f.out = a->y->data;
     f.out_row = a->y->strides[0];
-    return multiply<false>("linear_gelu_fwd", device, f, a->x, a->w);
+    return launch<LinearShape<false>>("linear_gelu_fwd", device, f, a->x, a->w);
 }
 
 nd_status linear_gelu_bwd_hopper(int device, const linear_gelu_bwd_args *a) {
+    if (a->dy->shape[1] <= linear::SHALLOW) {
+        return linear_gelu_bwd_shallow(device, a);
+    }
     const char *op = "linear_gelu_bwd";
     const int64_t columns = a->pre->shape[1];
-    const int64_t pieces = ceil_div<int64_t>(a->pre->shape[0], LinearShape<true, true, 1, 1>::ROWS);
+    const int64_t pieces = ceil_div<int64_t>(a->pre->shape[0], LinearShape<true>::ROWS);
     void *partial;
     ND_TRY(cuda_scratch(device, (size_t)(pieces * columns) * sizeof(float), &partial));
     Linear f = {};
@@ -475,6 +431,6 @@ nd_status linear_gelu_bwd_hopper(int device, const linear_gelu_bwd_args *a) {
     f.out = a->dpre->data;
     f.out_row = columns;
     f.partial = (float *)partial;
-    ND_TRY(multiply<true>(op, device, f, a->dy, a->w));
+    ND_TRY(launch<LinearShape<true>>(op, device, f, a->dy, a->w));
     return cuda_add_columns(op, device, f.partial, pieces, columns, data_of<float>(a->db));
 }

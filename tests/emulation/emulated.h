@@ -372,7 +372,9 @@ inline void __stwb(uint4 *to, uint4 x) { *to = x; }
 #define NEEDLE_MMA_CUH
 #define cuda_launch cuda_launch_on_a_gpu
 #define fast_exp2 fast_exp2_on_a_gpu
+#define min_or_nan min_or_nan_on_a_gpu
 #include "common.cuh"
+#undef min_or_nan
 #undef fast_exp2
 #undef cuda_launch
 
@@ -397,6 +399,25 @@ inline void load_matrices(uint32_t (&x)[4], uint32_t row) {
         memcpy(&x[i], emulated::at(from + 4 * (uint32_t)(lane % 4), 4), 4);
     }
 }
+inline void load_matrices_transposed(uint32_t (&x)[4], uint32_t row) {
+    int lane = (int)threadIdx.x % 32;
+    for (int i = 0; i < 4; i++) {
+        uint16_t pair[2];
+        for (int e = 0; e < 2; e++) {
+            uint32_t from = emulated::from_lane(row, 8 * i + lane % 4 * 2 + e);
+            memcpy(&pair[e], emulated::at(from + 2 * (uint32_t)(lane / 4), 2), 2);
+        }
+        memcpy(&x[i], pair, 4);
+    }
+    emulated::from_lane(0, 0); /* nobody writes before all have read */
+}
+template <class T> float2 unpack_pair(uint32_t x);
+template <> inline float2 unpack_pair<bf16>(uint32_t x) {
+    return make_float2(emulated::of_bf16((uint16_t)x), emulated::of_bf16((uint16_t)(x >> 16)));
+}
+template <> inline float2 unpack_pair<f16>(uint32_t x) {
+    return make_float2(emulated::of_f16((uint16_t)x), emulated::of_f16((uint16_t)(x >> 16)));
+}
 template <class T> uint32_t pack_pair(float low, float high);
 template <> inline uint32_t pack_pair<bf16>(float low, float high) {
     return pack(__float2bfloat16_rn(low), __float2bfloat16_rn(high));
@@ -405,12 +426,12 @@ template <> inline uint32_t pack_pair<f16>(float low, float high) {
     return pack(__float2half_rn(low), __float2half_rn(high));
 }
 inline float fast_exp2(float x) { return exp2f(x); }
+inline float min_or_nan(float x, float y) { return x != x || x < y ? x : y; }
 /* Of the portable kernels, which are not emulated. */
 void copy_async16(uint32_t to, const void *from, bool inside);
 void copy_async_commit();
 template <int pending> void copy_async_wait();
 void store_shared16(uint32_t to, const uint32_t (&x)[4]);
-void load_matrices_transposed(uint32_t (&x)[4], uint32_t row);
 template <class T>
 void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 
@@ -510,6 +531,16 @@ inline void box_stores_read() {
     emulated::stores[threadIdx.x].clear();
 }
 
+inline void store_matrices_transposed(uint32_t row, const uint32_t (&x)[4]) {
+    int lane = (int)threadIdx.x % 32;
+    for (int i = 0; i < 4; i++) {
+        for (int e = 0; e < 2; e++) {
+            uint32_t to = emulated::from_lane(row, 8 * i + lane % 4 * 2 + e);
+            uint16_t bits = (uint16_t)(x[i] >> 16 * e);
+            memcpy(emulated::at(to + 2 * (uint32_t)(lane / 4), 2), &bits, 2);
+        }
+    }
+}
 
 template <int COUNT> void registers_down_to() {}
 template <int COUNT> void registers_up_to() {}

@@ -4,6 +4,13 @@
 
 #include "linear_hopper.cu"
 
+/* Names that each of the two files has for itself. */
+#define Places ShallowPlaces
+#define End ShallowEnd
+#define launch shallow_launch
+#define produce shallow_produce
+#include "linear_shallow_hopper.cu"
+
 static std::vector<char> scratch;
 nd_status cuda_scratch(int, size_t bytes, void **out) {
     scratch.assign(bytes, (char)0xff);

@@ -1,0 +1,423 @@
+/* linear_shallow_hopper.cu - linear_hopper.cu's two products for depths up to 512: the MLP of a model of at most
+ * that width. What they compute is said there.
+ *
+ * The transposed result is computed, c^T = b^T a^T: what stays for a whole column of tiles, b^T, is the operand
+ *   that wgmma takes from registers, 64 columns x 512 of depth are 128 registers a thread, and products read 64
+ *   bytes a clock of shared memory instead of 96.
+ * Parallel: tiles of 128 x 128, 64 columns for each of two consumers. A thread block has one column of tiles, or
+ *   a few, and walks down its rows, all blocks together, so that a's rows are read from memory once. The
+ *   consumers take turns: while one multiplies, the other rounds, applies gelu and writes. A producer thread
+ *   asks for steps of 64 of the depth.
+ * Results leave, and pre comes, by the copy engine, 64 rows at a time; stmatrix and ldmatrix transpose them
+ *   between registers and shared memory.
+ * Time: 32,768 x 512 x 2048 take 83 us without the ends and 125 with them, on an H200 that is cool. Products move
+ *   their sums through the ports of the register file, which slows the other consumer's arithmetic and is slowed
+ *   by it: each instruction at the end counts (gelu.cuh).
+ */
+#include "gelu.cuh"
+#include "linear_hopper.cuh"
+#include "mma.cuh"
+#include "stages.cuh"
+
+using namespace hopper;
+
+/* Not in the namespace below, whose members must all be used. */
+namespace linear {
+
+template <bool BACKWARD_, bool TANH_> struct ShallowShape {
+    static constexpr bool BACKWARD = BACKWARD_, TANH = TANH_;
+    static constexpr int ROWS = 128, COLUMNS = 128, STEP = PANEL_COLUMNS, STEPS = SHALLOW / STEP;
+    static constexpr int HALF = 64;    /* rows that are written together */
+    static constexpr int AT_ONCE = 32; /* rows that are worked on together */
+    static constexpr int CONSUMERS = 2, THREADS = WARPGROUP * (1 + CONSUMERS);
+    static constexpr int KEEP = 24, TAKE = 240; /* registers of producers and of consumers */
+    static constexpr uint32_t PANEL = 64 * PANEL_ROW;
+    /* A stage is a step of a, or of b's 64 columns of each consumer. */
+    static constexpr int STAGES = 10;
+    static constexpr uint32_t STAGE = 2 * PANEL;
+    /* Of a consumer: pre and y of two halves; or of four what is pre first and dpre then. */
+    static constexpr int BUFFERS = BACKWARD ? 4 : 2, PANELS = BACKWARD ? 1 : 2;
+    static constexpr uint32_t BUFFERS_AT = STAGES * STAGE;
+    static constexpr uint32_t BARRIERS_AT = BUFFERS_AT + CONSUMERS * BUFFERS * PANELS * PANEL;
+    static constexpr size_t SHARED = BARRIERS_AT + 8 * 2 * (STAGES + BUFFERS);
+};
+
+} // namespace linear
+
+using linear::ShallowShape;
+
+namespace {
+
+struct Shallow {
+    CUtensorMap a, b, pre, out;
+    int rows, columns; /* of c */
+    int row_tiles, column_tiles;
+    const void *bias; /* forward */
+    float *partial;   /* backward: 2 row_tiles x columns */
+};
+
+#ifdef HOPPER_CODE
+
+template <class Shape> struct Places {
+    uint32_t base;
+
+    __device__ __forceinline__ uint32_t stage(int i) const { return base + i * Shape::STAGE; }
+    __device__ __forceinline__ uint32_t buffer(int consumer, int i) const {
+        return base + Shape::BUFFERS_AT +
+               (consumer * Shape::BUFFERS + i) * Shape::PANELS * Shape::PANEL;
+    }
+    __device__ __forceinline__ uint32_t full(int stage) const {
+        return base + Shape::BARRIERS_AT + 8 * stage;
+    }
+    __device__ __forceinline__ uint32_t empty(int stage) const {
+        return full(Shape::STAGES + stage);
+    }
+    /* Of both consumers' buffers, backward. */
+    __device__ __forceinline__ uint32_t came(int buffer) const {
+        return full(2 * Shape::STAGES + buffer);
+    }
+    __device__ __forceinline__ uint32_t left(int buffer) const {
+        return came(Shape::BUFFERS + buffer);
+    }
+};
+
+/* Blocks share the tiles, column by column, in pieces that differ by one at most. Calls
+ * work(first column, first tile of rows, how many) for each column of tiles that the block has a part of. */
+template <class Shape, class F>
+__device__ __forceinline__ void each_run(const Shallow &f, const F &work) {
+    const int64_t tiles = (int64_t)f.row_tiles * f.column_tiles;
+    int tile = (int)(tiles * blockIdx.x / gridDim.x);
+    const int end = (int)(tiles * (blockIdx.x + 1) / gridDim.x);
+    while (tile < end) {
+        const int across = tile / f.row_tiles, down = tile - across * f.row_tiles;
+        const int count = min(end - tile, f.row_tiles - down);
+        work(across * Shape::COLUMNS, down, count);
+        tile += count;
+    }
+}
+
+/* ---- the producer -------------------------------------------------------------------------------- */
+template <class Shape> __device__ __forceinline__ void produce(const Shallow &f, Places<Shape> at) {
+    Ring<Shape::STAGES> ring;
+    Ring<Shape::BUFFERS> buffers;
+    auto stage = [&]() {
+        barrier_wait(at.empty(ring.at), ring.phase ^ 1);
+        barrier_expect(at.full(ring.at), Shape::STAGE);
+        return at.stage(ring.at);
+    };
+    each_run<Shape>(f, [&](int column, int down, int count) {
+        for (int step = 0; step < Shape::STEPS; step++, ring.advance()) {
+            const int deep = step * Shape::STEP;
+            const uint32_t to = stage();
+            for (int i = 0; i < Shape::CONSUMERS; i++) {
+                const int mine = column + i * PANEL_COLUMNS;
+                box_load(to + i * Shape::PANEL, &f.b, at.full(ring.at),
+                         Shape::BACKWARD ? deep : mine, Shape::BACKWARD ? mine : deep, 0, 0);
+            }
+        }
+        for (int tile = down; tile < down + count; tile++) {
+            const int row = tile * Shape::ROWS;
+            for (int step = 0; step < Shape::STEPS; step++, ring.advance()) {
+                box_load(stage(), &f.a, at.full(ring.at), step * Shape::STEP, row, 0, 0);
+            }
+            for (int half = 0; Shape::BACKWARD && half < 2; half++, buffers.advance()) {
+                const uint32_t came = at.came(buffers.at);
+                barrier_wait(at.left(buffers.at), buffers.phase ^ 1);
+                barrier_expect(came, Shape::CONSUMERS * Shape::PANEL);
+                for (int i = 0; i < Shape::CONSUMERS; i++) {
+                    box_load(at.buffer(i, buffers.at), &f.pre, came, column + i * PANEL_COLUMNS,
+                             row + half * Shape::HALF, 0, 0);
+                }
+            }
+        }
+    });
+}
+
+/* ---- a consumer ---------------------------------------------------------------------------------- */
+/* Shape::AT_ONCE rows of a half, from 8 s on, become results: enough for a warp to have something to do while
+ * it waits for each. Of a thread c[4 s + 2 h + e] is row 8 s + 2 (lane % 4) + e, column
+ * 16 warp + lane / 4 + 8 h of the consumer's 64. */
+template <class T, class Shape> struct End;
+
+template <int N>
+__device__ __forceinline__ void store_rows(const uint32_t (&word)[N][4], uint32_t place) {
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        store_matrices_transposed(place + 16 * PANEL_ROW * i, word[i]);
+    }
+}
+
+template <class T, bool TANH> struct End<T, ShallowShape<false, TANH>> {
+    using Shape = ShallowShape<false, TANH>;
+    float bias[2];
+    int buffer = 0;
+
+    __device__ __forceinline__ void run(const Shallow &f, int column) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int mine = column + 8 * h;
+            bias[h] = mine < f.columns ? to_float(((const T *)f.bias)[mine]) : 0.0f;
+        }
+    }
+    __device__ __forceinline__ void begin(Places<Shape>) {}
+
+    __device__ __forceinline__ void rows(const float *c, uint32_t place) {
+        uint32_t word[Shape::AT_ONCE / 16][4];
+#pragma unroll
+        for (int i = 0; i < Shape::AT_ONCE / 4; i++) {
+            const float *sum = &c[2 * i];
+            word[i / 4][i % 4] = pack_pair<T>(sum[0] + bias[i % 2], sum[1] + bias[i % 2]);
+        }
+        store_rows(word, place);
+#pragma unroll
+        for (int i = 0; i < Shape::AT_ONCE / 4; i++) {
+            const float2 x = unpack_pair<T>(word[i / 4][i % 4]);
+            word[i / 4][i % 4] = TANH ? pack_pair<T>(nd_gelu_tanh(x.x), nd_gelu_tanh(x.y))
+                                      : pack_pair<T>(gelu_16(x.x), gelu_16(x.y));
+        }
+        store_rows(word, place + Shape::PANEL);
+    }
+
+    __device__ __forceinline__ void finish(const Shallow &, int, int) {}
+    __device__ __forceinline__ void store(const Shallow &f, Places<Shape>, uint32_t from,
+                                          int column, int row) {
+        box_store(&f.pre, from, column, row, 0, 0);
+        box_store(&f.out, from + Shape::PANEL, column, row, 0, 0);
+    }
+    __device__ __forceinline__ void advance() { buffer ^= 1; }
+    /* What was stored has been read. */
+    __device__ __forceinline__ void free(Places<Shape>) {}
+};
+
+template <class T, bool TANH> struct End<T, ShallowShape<true, TANH>> {
+    using Shape = ShallowShape<true, TANH>;
+    float sums[2];
+    int buffer = 0, stored = -1;
+    uint32_t phase = 0;
+
+    __device__ __forceinline__ void run(const Shallow &, int) {}
+    __device__ __forceinline__ void begin(Places<Shape> at) {
+        barrier_wait(at.came(buffer), phase);
+        sums[0] = sums[1] = 0.0f;
+    }
+
+    __device__ __forceinline__ void rows(const float *c, uint32_t place) {
+        uint32_t word[Shape::AT_ONCE / 16][4];
+#pragma unroll
+        for (int i = 0; i < Shape::AT_ONCE / 16; i++) {
+            load_matrices_transposed(word[i], place + 16 * PANEL_ROW * i);
+        }
+#pragma unroll
+        for (int i = 0; i < Shape::AT_ONCE / 4; i++) {
+            const float *sum = &c[2 * i];
+            const float2 x = unpack_pair<T>(word[i / 4][i % 4]);
+            const float2 g = unpack_pair<T>(pack_pair<T>(sum[0], sum[1]));
+            word[i / 4][i % 4] =
+                TANH ? pack_pair<T>(nd_gelu_tanh_grad(x.x) * g.x, nd_gelu_tanh_grad(x.y) * g.y)
+                     : pack_pair<T>(gelu_grad_16(x.x) * g.x, gelu_grad_16(x.y) * g.y);
+            const float2 d = unpack_pair<T>(word[i / 4][i % 4]);
+            sums[i % 2] += d.x + d.y;
+        }
+        store_rows(word, place);
+    }
+
+    __device__ __forceinline__ void finish(const Shallow &f, int piece, int column) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            sums[h] += __shfl_xor_sync(~0u, sums[h], 1);
+            sums[h] += __shfl_xor_sync(~0u, sums[h], 2);
+            if (threadIdx.x % 4 == 0 && column + 8 * h < f.columns) {
+                f.partial[(int64_t)piece * f.columns + column + 8 * h] = sums[h];
+            }
+        }
+    }
+    __device__ __forceinline__ void store(const Shallow &f, Places<Shape>, uint32_t from,
+                                          int column, int row) {
+        box_store(&f.out, from, column, row, 0, 0);
+        stored = buffer;
+    }
+    __device__ __forceinline__ void advance() {
+        if (++buffer == Shape::BUFFERS) {
+            buffer = 0;
+            phase ^= 1;
+        }
+    }
+    __device__ __forceinline__ void free(Places<Shape> at) {
+        if (stored >= 0) {
+            barrier_arrive(at.left(stored));
+            stored = -1;
+        }
+    }
+};
+
+template <class T, class Shape>
+__device__ __forceinline__ void consume(const Shallow &f, Places<Shape> at, int group) {
+    const int warp = (int)(threadIdx.x % WARPGROUP) / 32, lane = threadIdx.x & 31;
+    const bool speaks = threadIdx.x % WARPGROUP == 0; /* for its warpgroup */
+    const int my_turn = 1 + group, other_turn = 2 - group, mine_alone = 3 + group;
+    const uint32_t in_panel = panel_offset(lane / 16 * 8 + (lane & 7), 2 * warp + (lane >> 3 & 1));
+    Ring<Shape::STAGES> ring;
+    End<T, Shape> end;
+    if (group == 1) {
+        turn_pass(other_turn, 2 * WARPGROUP);
+    }
+    each_run<Shape>(f, [&](int block_column, int down, int count) {
+        const int first = block_column + group * PANEL_COLUMNS;
+        const int column = first + 16 * warp + lane / 4;
+        end.run(f, column);
+
+        /* b^T of the consumer's columns, as it lies in memory, from shared memory to registers. */
+        uint32_t b[4 * Shape::STEPS][4];
+#pragma unroll
+        for (int step = 0; step < Shape::STEPS; step++, ring.advance()) {
+            const uint32_t panel = at.stage(ring.at) + group * Shape::PANEL;
+            barrier_wait(at.full(ring.at), ring.phase);
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                if constexpr (Shape::BACKWARD) {
+                    const int row = 16 * warp + (lane & 15), chunk = 2 * k + lane / 16;
+                    load_matrices(b[4 * step + k], panel + panel_offset(row, chunk));
+                } else {
+                    const int row = 16 * k + lane / 16 * 8 + (lane & 7),
+                              chunk = 2 * warp + (lane >> 3 & 1);
+                    load_matrices_transposed(b[4 * step + k], panel + panel_offset(row, chunk));
+                }
+            }
+            turn_wait(mine_alone, WARPGROUP);
+            if (speaks) {
+                barrier_arrive(at.empty(ring.at));
+            }
+        }
+
+        for (int tile = down; tile < down + count; tile++) {
+            float c[64];
+            int before = 0;
+            turn_wait(my_turn, 2 * WARPGROUP);
+#pragma unroll
+            for (int step = 0; step < Shape::STEPS; step++, ring.advance()) {
+                barrier_wait(at.full(ring.at), ring.phase);
+                const Operand a = rows_operand(at.stage(ring.at));
+                products_begin();
+#pragma unroll
+                for (int k = 0; k < 4; k++) {
+                    product<T, 0>(c, b[4 * step + k], further(a, 32 * k), step + k > 0);
+                }
+                products_end();
+                if (step > 0) {
+                    products_wait<1>();
+                    if (speaks) {
+                        barrier_arrive(at.empty(before));
+                    }
+                }
+                before = ring.at;
+                if (step == Shape::STEPS - 2) { /* the other comes while the last one is computed */
+                    turn_pass(other_turn, 2 * WARPGROUP);
+                }
+            }
+            products_wait<0>();
+            hold(c);
+            if (speaks) {
+                barrier_arrive(at.empty(before));
+            }
+
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const uint32_t buffer = at.buffer(group, end.buffer);
+                end.begin(at);
+#pragma unroll
+                for (int s = 0; s < Shape::HALF; s += Shape::AT_ONCE) {
+                    end.rows(c + 32 * half + s / 2, buffer + in_panel + PANEL_ROW * s);
+                }
+                end.finish(f, 2 * tile + half, column);
+                proxy_fence();
+                if (speaks) {
+                    box_stores_read(); /* so that the next half may be written there */
+                    end.free(at);
+                }
+                turn_wait(mine_alone, WARPGROUP);
+                if (speaks) {
+                    end.store(f, at, buffer, first, tile * Shape::ROWS + half * Shape::HALF);
+                }
+                end.advance();
+            }
+        }
+    });
+    if (speaks) {
+        box_stores_read();
+    }
+}
+
+#endif
+
+template <class T, class Shape>
+__global__ void __launch_bounds__(Shape::THREADS, 1)
+    linear_shallow_kernel(const __grid_constant__ Shallow f) {
+#ifdef HOPPER_CODE
+    const Places<Shape> at = {dynamic_shared()};
+    if (threadIdx.x == 0) {
+        for (int stage = 0; stage < Shape::STAGES; stage++) {
+            barrier_init(at.full(stage), 1);
+            barrier_init(at.empty(stage), Shape::CONSUMERS);
+        }
+        for (int buffer = 0; buffer < Shape::BUFFERS; buffer++) {
+            barrier_init(at.came(buffer), 1);
+            barrier_init(at.left(buffer), Shape::CONSUMERS);
+        }
+        barrier_init_done();
+    }
+    __syncthreads();
+    const int group = __shfl_sync(~0u, (int)threadIdx.x / WARPGROUP, 0);
+    if (group == 0) {
+        registers_down_to<Shape::KEEP>();
+        if (threadIdx.x == 0) {
+            produce(f, at);
+        }
+    } else {
+        registers_up_to<Shape::TAKE>();
+        consume<T>(f, at, group - 1);
+    }
+#endif
+}
+
+/* ---- host ---------------------------------------------------------------------------------------- */
+template <class Shape>
+nd_status launch(const char *op, int device, Shallow f, const nd_array *a, const nd_array *b,
+                 const nd_array *pre, const nd_array *out) {
+    f.rows = (int)pre->shape[0];
+    f.columns = (int)pre->shape[1];
+    f.row_tiles = ceil_div(f.rows, Shape::ROWS);
+    f.column_tiles = ceil_div(f.columns, Shape::COLUMNS);
+    ND_TRY(linear::map_of(op, a, Shape::ROWS, &f.a));
+    ND_TRY(linear::map_of(op, b, 64, &f.b));
+    ND_TRY(linear::map_of(op, pre, Shape::HALF, &f.pre));
+    ND_TRY(linear::map_of(op, out, Shape::HALF, &f.out));
+    auto kernel = a->dtype == ND_BF16 ? linear_shallow_kernel<bf16, Shape>
+                                      : linear_shallow_kernel<f16, Shape>;
+    return cuda_launch(op, device, kernel, f,
+                       linear::blocks_for(device, f.row_tiles, f.column_tiles), Shape::THREADS,
+                       Shape::SHARED);
+}
+
+} // namespace
+
+nd_status linear_gelu_fwd_shallow(int device, const linear_gelu_fwd_args *a) {
+    const char *op = "linear_gelu_fwd";
+    Shallow f = {};
+    f.bias = a->b->data;
+    return a->tanh ? launch<ShallowShape<false, true>>(op, device, f, a->x, a->w, a->pre, a->y)
+                   : launch<ShallowShape<false, false>>(op, device, f, a->x, a->w, a->pre, a->y);
+}
+
+nd_status linear_gelu_bwd_shallow(int device, const linear_gelu_bwd_args *a) {
+    const char *op = "linear_gelu_bwd";
+    const int64_t columns = a->pre->shape[1];
+    const int64_t pieces = 2 * ceil_div<int64_t>(a->pre->shape[0], ShallowShape<true, true>::ROWS);
+    void *partial;
+    ND_TRY(cuda_scratch(device, (size_t)(pieces * columns) * sizeof(float), &partial));
+    Shallow f = {};
+    f.partial = (float *)partial;
+    ND_TRY((a->tanh
+                ? launch<ShallowShape<true, true>>(op, device, f, a->dy, a->w, a->pre, a->dpre)
+                : launch<ShallowShape<true, false>>(op, device, f, a->dy, a->w, a->pre, a->dpre)));
+    return cuda_add_columns(op, device, f.partial, pieces, columns, data_of<float>(a->db));
+}
