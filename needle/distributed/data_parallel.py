@@ -110,7 +110,7 @@ class DataParallel:
         self, group: Group, flat: FlatParameters, optimizer: AdamW, leaves: int, context: int = 1
     ) -> None:
         self.group, self.flat, self.optimizer = group, flat, optimizer
-        self.context = context
+        self.context, device = context, flat.data.device
         self.own_leaves = own_leaves(leaves, group.rank // context, group.size // context)
         self.buckets = buckets(flat) if group.size > 1 else [slice(0, flat.size)]
         self.pieces = [pieces(bucket, group.size) for bucket in self.buckets]
@@ -119,13 +119,17 @@ class DataParallel:
         self._sums: list[NDArray] = []  # of finished subtrees, the largest first ...
         self._buffers: list[NDArray] = []  # ... and where they lie
         self._sent: list[Callable[[], None]] = []  # of the buckets that are on their way
-        self._received: list[list[NDArray]] = []
+        sizes = [piece.stop - piece.start for piece in self.own]
+        self._received = [
+            [_C.empty((0 if r == group.rank else n,), "float32", device) for r in range(group.size)]
+            for n in sizes
+        ]
         # The norms of chunks as they travel, one rank's behind another's; where that of each is.
         of_ranks = [[n for p in own for n in chunks_of(p)] for own in zip(*self.pieces)]
         ends = [0, *itertools.accumulate(map(len, of_ranks))]
         self._norms_of = [slice(*ends_of) for ends_of in itertools.pairwise(ends)]
         places = np.argsort(np.concatenate(of_ranks)).astype(np.int32)
-        self._norm_places = _C.array(places, "int32", flat.data.device)
+        self._norm_places = _C.array(places, "int32", device)
         if group.size > 1:
             optimizer.keep(self.own)
 
@@ -181,10 +185,6 @@ class DataParallel:
         grad = self.flat.grad_of(bucket)
         for earlier in reversed(self._sums):  # all are merged behind the last leaf
             grad += earlier[bucket]
-        if number == len(self._received):
-            own = self.own[number]
-            sizes = [0 if r == group.rank else own.stop - own.start for r in range(group.size)]
-            self._received.append([_C.empty((n,), "float32", grad.device) for n in sizes])
         begin = bucket.start
         sends = [
             None if r == group.rank else grad[piece.start - begin : piece.stop - begin]
@@ -207,9 +207,11 @@ class DataParallel:
             chunk_norms(grad[own], norms[begin:end])
             begin = end
         self._sent, self._sums = [], []
-        group.all_gather("the gradient's norm", norms, self._norms_of)
-        in_order = _C.embedding_fwd(self._norm_places, norms.reshape((norms.size, 1)))
-        return total_norm(in_order.reshape((norms.size,)), max_norm)
+        if group.size > 1:
+            group.all_gather("the gradient's norm", norms, self._norms_of)
+            in_order = _C.embedding_fwd(self._norm_places, norms.reshape((norms.size, 1)))
+            norms = in_order.reshape((norms.size,))
+        return total_norm(norms, max_norm)
 
     def _add(self, own: NDArray, received: Sequence[NDArray]) -> None:
         """What the ranks have sent of a piece, to this rank's part of it."""
