@@ -117,8 +117,8 @@ def test_ranks_may_differ_in_when_they_send(small):
 
 
 def started(group, **changes):
-    """For the last step: [(bucket, how many leaves were final)] as buckets were sent, the numbers
-    of the leaves that were final, in the backward's order, and the DataParallel."""
+    """Of one step: how many leaves were final as each bucket was sent, the numbers of the leaves in
+    the order in which they were final, and the DataParallel."""
     log, final, made = [], [], []
     start = group.start
 
@@ -302,6 +302,7 @@ def test_the_buckets_of_pythia_70m():
         [*[width] * 4 + [3 * width, width, 4 * width, width]] * 6 + [width] * 2,
     )
     found = buckets(flat)
+    assert len(found) == 7  # as docs/many_gpus.md and docs/eight_gpus.md say
     head, *layers, vectors, embedding = [part.stop - part.start for part in found]
     assert abs(head - vocab * width) <= NORM_CHUNK == 16384
     assert abs(embedding - vocab * width) <= NORM_CHUNK
