@@ -16,7 +16,6 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ from run_log import NotFinite, RunLog, plot  # noqa: E402
 
 import needle as ndl  # noqa: E402
 from needle import models, nn, optim, supervise  # noqa: E402
-from needle.autograd import Tensor, Value  # noqa: E402
+from needle.autograd import Tensor  # noqa: E402
 from needle.backend_ndarray import NDArray, full  # noqa: E402
 from needle.checkpoint import (  # noqa: E402
     Checkpoint,
@@ -66,7 +65,6 @@ from needle.training import Recorded, worth_recording  # noqa: E402
 __all__ = ["load_checkpoint", "main", "save_checkpoint", "train"]
 
 SAMPLE_TOKENS = 120
-OnFinal = Callable[[Value], object]
 EXIT_GPU_LOST = 75  # a supervisor (--supervise) starts again with --resume auto
 
 
@@ -109,9 +107,9 @@ def train(run: Run) -> int:
     share = full((), 1 / parts, "float32", run.device)
     loss_scale = Tensor.from_ndarray(share)
 
-    def gradient(ids: Any, targets: Any, on_final: OnFinal | None = None) -> NDArray:
+    def gradient(ids: Any, targets: Any) -> NDArray:
         optimizer.reset_grad()
-        return forward_backward(model, ids, targets, loss_scale, on_final)
+        return forward_backward(model, ids, targets, loss_scale)
 
     ranks.same("the weights", parallel.digest())
     shape = settings["batch_size"], settings["seq_len"] // parallel.context
@@ -132,18 +130,15 @@ def train(run: Run) -> int:
         for step in range(run.step + 1, steps + 1):
             where, waited = f"epoch {batches.epoch}, batch {batches.batch}", batches.waited
             ranks.step, optimizer.lr, losses = step, schedule(step), []
-            for leaf in parallel.own_leaves:
-                try:
+            try:
+                for leaf in parallel.own_leaves:
                     ids, targets = batches.next()
-                except (DataError, OSError) as error:
-                    failure = error
-                if failure is not None or leaf == parallel.own_leaves[-1]:
-                    agree_to_go_on(ranks, "the gradients", failure)  # in its backward they travel
-                # Of a graph nobody knows when a gradient is done, and a leaf to verify stays whole.
-                late = recorded or verification.keeps(step, leaf)
-                losses.append(gradient(ids, targets, *() if late else (parallel.on_final(leaf),)))
-                verification.keep(step, leaf, ids, targets)
-                parallel.add_leaf()
+                    losses.append(gradient(ids, targets))
+                    verification.keep(step, leaf, ids, targets)
+                    parallel.add_leaf()
+            except (DataError, OSError) as error:
+                failure = error
+            agree_to_go_on(ranks, "the gradients", failure)
             norm, scale = parallel.reduce(settings["clip"])
             verification.check(step)
             parallel.step(scale)
@@ -242,17 +237,12 @@ def agree_to_go_on(ranks: Group, name: str, failure: Exception | None) -> None:
 
 
 def forward_backward(
-    model: models.LanguageModel,
-    ids: np.ndarray,
-    targets: np.ndarray,
-    loss_scale: Tensor,
-    on_final: OnFinal | None = None,
+    model: models.LanguageModel, ids: np.ndarray, targets: np.ndarray, loss_scale: Tensor
 ) -> NDArray:
-    """Adds the gradient of loss_scale times the loss to the buffers, and says of each as soon as it
-    has (`Tensor.backward`); the loss stays on the device. All activations are free when this
-    returns."""
+    """Adds the gradient of loss_scale times the loss to the buffers; the loss stays on the device.
+    All activations are free when this returns."""
     loss = model.loss(ids, targets)
-    loss.backward(loss_scale, on_final)
+    loss.backward(loss_scale)
     return loss.cached_data
 
 

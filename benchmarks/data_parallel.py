@@ -4,9 +4,8 @@
     python benchmarks/data_parallel.py --gpus 2 --leaves 1 --alone
 
 A step is that of the app: random tokens from the host, forward and backward of each of a rank's
-leaves (micro-batches), the sum over ranks in the order of the tree, of which buckets travel during
-the last leaf's backward, clipping by the norm, AdamW of a rank's pieces, the new weights round, and
-the two small agreements of each step. The peer is the
+leaves (micro-batches), the sum over ranks in the order of the tree, clipping by the norm, AdamW of
+a rank's piece, the new weights round, and the two small agreements of each step. The peer is the
 model of train_step.py in PyTorch, compiled, float32 weights under autocast to bfloat16, fused
 AdamW, in DistributedDataParallel, at one leaf a rank.
 
@@ -16,10 +15,9 @@ and the most; efficiency is the tokens a second of all GPUs over those of one ti
 
 Below stand the parts of the exchange on their own, between two events of the device: needle's sum
 (the pieces travel, own kernels add them, and the norm), the pieces' way alone, and the weights'
-way, beside NCCL's all_reduce, reduce_scatter and all_gather of as many bytes. What of the sum is
-hidden is what a step takes more where all buckets are sent behind the backward, in blocks that take
-turns with those of the step as it is. The cost of the invariant tree is what needle's sum and the
-weights' way take more than reduce_scatter and all_gather do, as a share of the step.
+way, beside NCCL's all_reduce, reduce_scatter and all_gather of as many bytes. The cost of the
+invariant tree is what needle's sum and the weights' way take more than reduce_scatter and
+all_gather do, as a share of the step.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +55,10 @@ class ParallelSide(NeedleSide):
 
     def __init__(self, config: models.Config, group: Group, tokens: np.ndarray, shape) -> None:
         super().__init__(config, own_gpu(group), tokens, shape)
-        self.group, self.parallels, self.early = group, {}, True
+        self.group, self.parallels = group, {}
 
-    def share(self, leaves: int, early: bool = True) -> None:
-        """So many leaves a rank from now on; early: buckets leave during its last backward."""
-        self.early = early
+    def share(self, leaves: int) -> None:
+        """So many leaves a rank from now on."""
         if leaves not in self.parallels:
             self.parallels[leaves] = DataParallel(
                 self.group, self.flat, self.optimizer, leaves * self.group.size
@@ -71,13 +67,10 @@ class ParallelSide(NeedleSide):
 
     def queue(self) -> Callable[[], float]:
         losses = []
-        for leaf in self.parallel.own_leaves:
-            batch, on_final = self.batches.next(), None
-            if leaf == self.parallel.own_leaves[-1]:
-                self.group.gather("the gradients", None)
-                on_final = self.parallel.on_final(leaf) if self.early else None
-            losses.append(self._gradient(*batch, on_final))
+        for _ in self.parallel.own_leaves:
+            losses.append(self._gradient(*self.batches.next()))
             self.parallel.add_leaf()
+        self.group.gather("the gradients", None)
         _, scale = self.parallel.reduce(1.0)
         self.parallel.step(scale)
         loss = _C.Download(self.parallel.losses(losses)[0])
@@ -88,28 +81,19 @@ class ParallelSide(NeedleSide):
         """Milliseconds of each part of the exchange."""
         self.share(1)
         parallel, group, rank = self.parallel, self.group, self.group.rank
-        grad, data = self.flat.grad, as_bytes(self.flat.data)
-        width = data.size // grad.size
-        pieces, weights = [], []
-        for of_ranks in parallel.pieces:
-            own = grad[of_ranks[rank]]
-            sends = [None if r == rank else grad[p] for r, p in enumerate(of_ranks)]
-            receives = [
-                None if r == rank else _C.empty(own.shape, own.dtype, own.device)
-                for r in range(group.size)
-            ]
-            pieces.append(partial(group.start, "pieces", sends, receives))
-            wide = [slice(p.start * width, p.stop * width) for p in of_ranks]
-            weights.append(partial(group.start_gather, "weights", data, wide))
-
-        def all_of(starts: list[Callable]) -> None:
-            for arrive in [start() for start in starts]:
-                arrive()
-
+        grad, data = self.flat.grad, self.flat.data
+        sends = [None if r == rank else grad[p] for r, p in enumerate(parallel.pieces)]
+        own = grad[parallel.pieces[rank]]
+        receives = [
+            None if r == rank else _C.empty(own.shape, own.dtype, own.device)
+            for r in range(group.size)
+        ]
+        width = data.nbytes // data.size
+        wide = [slice(p.start * width, p.stop * width) for p in parallel.pieces]
         return {
             "sum": self._time(lambda: parallel.reduce(1.0)),
-            "pieces": self._time(lambda: all_of(pieces)),
-            "weights": self._time(lambda: all_of(weights)),
+            "pieces": self._time(lambda: group.exchange("pieces", sends, receives)),
+            "weights": self._time(lambda: group.all_gather("weights", as_bytes(data), wide)),
         }
 
     def _time(self, call: Callable[[], Any]) -> float:
@@ -176,15 +160,13 @@ def work(args: argparse.Namespace) -> None:
             )
             side.forward = torch.compile(shared, dynamic=False)
 
-    def answer(
-        what: str, leaves: int = 1, steps: int = 1, size: int = 0, early: bool = True
-    ) -> Any:
+    def answer(what: str, leaves: int = 1, steps: int = 1, size: int = 0) -> Any:
         if what == "parts":
             return side.parts() if args.worker == "needle" else torch_parts(size, count)
         if what == "size":
             return side.flat.size
         if args.worker == "needle":
-            side.share(leaves, early)
+            side.share(leaves)
         return block(side, steps)
 
     serve(answer)
@@ -235,9 +217,7 @@ def slowest(found: list[dict[str, float]]) -> dict[str, float]:
     return {name: max(one[name] for one in found) for name in found[0]}
 
 
-def tell_parts(
-    sides: dict[str, Workers], many: str, step_ms: float, args: argparse.Namespace
-) -> None:
+def tell_parts(sides: dict[str, Workers], many: str, step_ms: float) -> None:
     ours = sides[f"needle, {many}"]
     [size, *_] = ours.ask(what="size")
     own = slowest(ours.ask(what="parts"))
@@ -245,16 +225,6 @@ def tell_parts(
     print(
         f"  needle: the sum {own['sum']:.3f} (of it the pieces' way {own['pieces']:.3f}), "
         f"the weights {own['weights']:.3f}"
-    )
-    times: dict[bool, list[float]] = {True: [], False: []}
-    for _ in range(args.blocks):
-        for early, taken in times.items():
-            answers = ours.ask(what="block", steps=max(args.steps, 2), early=early)
-            taken.append(max(ms for ms, _, _ in answers))
-    beside, behind = (statistics.median(taken) for taken in times.values())
-    print(
-        f"  a step with it beside the backward {beside:.3f}, behind it {behind:.3f}: "
-        f"{behind - beside:.3f} of the sum are hidden, {own['sum'] - behind + beside:.3f} exposed"
     )
     if f"DDP, {many}" not in sides:
         return
@@ -317,7 +287,7 @@ def main() -> None:
                 print(f"  {name}: {share:.1%} of {gpus} times one GPU")
         if leaves == 1:
             step_ms = 1e3 * gpus * args.batch_size * args.seq_len / rates[f"needle, {many}"]
-            tell_parts(sides, many, step_ms, args)
+            tell_parts(sides, many, step_ms)
     for side in sides.values():
         side.close()
 

@@ -110,11 +110,11 @@ class NeedleSide:
         self.optimizer.step(scale)
         return lambda: float(loss.wait())
 
-    def _compute(self, ids, targets, on_final=None) -> NDArray:
-        """All activations are free when this returns. on_final: as of Tensor.backward."""
+    def _compute(self, ids, targets) -> NDArray:
+        """All activations are free when this returns."""
         self.optimizer.reset_grad()
         loss = self.model.loss(ids, targets)
-        loss.backward(on_final=on_final)
+        loss.backward()
         return loss.cached_data
 
     def synchronize(self) -> None:

@@ -4,7 +4,7 @@
  *     const nd_backend *needle_backend(void);
  * Rules for every implementation:
  *   - operands are borrowed: never freed, kept or reallocated; outputs arrive allocated;
- *   - ops are asynchronous on their device's stream ND_COMPUTE and ordered by it;
+ *   - ops are asynchronous on their device's one stream and ordered by it;
  *   - scratch comes from the backend's own cpu_scratch / cuda_scratch(device, bytes, &p) and is
  *     valid until the op that asked returns (on CUDA: for work enqueued before that);
  *   - every element of an OUT operand is written; IO operands say in ops.def whether they are
@@ -90,18 +90,12 @@ typedef struct {
     int64_t reserved_bytes; /* held by the pool, live or cached */
 } nd_memory_stats;
 
-typedef struct nd_event nd_event;       /* opaque; a point in a stream of the device */
+typedef struct nd_event nd_event;       /* opaque; a point in the device's stream */
 typedef struct nd_download nd_download; /* opaque; an asynchronous copy to the host */
 typedef struct nd_graph nd_graph;       /* opaque; recorded work */
 typedef struct nd_staging nd_staging;   /* opaque; host memory that uploads are sent from */
 typedef struct nd_module nd_module;     /* opaque; machine code of the user's own */
 typedef struct nd_kernel nd_kernel;     /* opaque; a kernel of a module, and gone with it */
-
-/* The streams of a device: that of all its work, and one beside it for what other libraries move
- * between devices meanwhile. Work of one stream is done in its order; of the other it sees what an
- * event_wait says. Memory is allocated and released in the order of ND_COMPUTE alone: what the other
- * uses must live until ND_COMPUTE has waited for that. On the host both are the order of the calls. */
-typedef enum { ND_COMPUTE, ND_EXCHANGE } nd_stream;
 
 /* What a device allows launches: numbers of a multiprocessor (sm_) and of a block, bytes for
  * shared memory. kept_shared is the system's own, of each block. */
@@ -130,7 +124,7 @@ typedef struct nd_backend {
 
     /* 0 and ND_OK when there is none; a failure says why there can be none (no driver, ...). */
     nd_status (*device_count)(int *count);
-    nd_status (*open)(int device); /* create context and streams; idempotent */
+    nd_status (*open)(int device); /* create context and stream; idempotent */
     nd_status (*properties)(int device, nd_properties *out);
     /* Free everything of a healthy context; ND_EFATAL after a fatal fault (restart). */
     nd_status (*reset)(int device);
@@ -149,18 +143,14 @@ typedef struct nd_backend {
     nd_status (*staging_send)(int device, nd_staging *staging, void *to, size_t bytes);
     nd_status (*staging_wait)(int device, nd_staging *staging);
     nd_status (*staging_free)(int device, nd_staging *staging); /* waits */
-    nd_status (*synchronize)(int device);                       /* waits for both streams */
-    /* One of them as other libraries take it; host: NULL. */
-    nd_status (*stream)(int device, nd_stream stream, void **out);
+    nd_status (*synchronize)(int device);
+    nd_status (*stream)(int device, void **out); /* as other libraries take it; host: NULL */
     nd_status (*memory_stats)(int device, nd_memory_stats *out);
     nd_status (*reset_peak)(int device);
     nd_status (*empty_cache)(int device);
 
     nd_status (*event_new)(int device, nd_event **out); /* new */
-    nd_status (*event_record)(int device, nd_event *event, nd_stream stream);
-    /* What is given to this stream from now on begins when the event is done; the host does not wait.
-     * Not while a graph is recorded, which would take the other stream's work along. */
-    nd_status (*event_wait)(int device, nd_event *event, nd_stream stream);
+    nd_status (*event_record)(int device, nd_event *event);
     nd_status (*event_query)(int device, nd_event *event, bool *done); /* does not wait */
     nd_status (*event_elapsed)(int device, nd_event *from, nd_event *to, double *milliseconds);
     nd_status (*event_free)(int device, nd_event *event);

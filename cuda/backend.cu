@@ -124,29 +124,6 @@ nd_status pool_new(int device, cudaMemPool_t *out) {
     return ND_OK;
 }
 
-/* Blocks of an exchange go before those of the grids that run beside it: they are few, and other
- * devices wait for them. Where a stream cannot be made the pool goes as well. */
-nd_status streams_new(Device &d) {
-    int least = 0, greatest = 0;
-    cudaError_t error = cudaDeviceGetStreamPriorityRange(&least, &greatest);
-    if (error == cudaSuccess) {
-        error = cudaStreamCreateWithFlags(&d.stream, cudaStreamNonBlocking);
-    }
-    if (error == cudaSuccess) {
-        error = cudaStreamCreateWithPriority(&d.exchange, cudaStreamNonBlocking, greatest);
-        if (error != cudaSuccess) {
-            cudaStreamDestroy(d.stream);
-        }
-    }
-    if (error == cudaSuccess) {
-        return ND_OK;
-    }
-    cudaMemPoolDestroy(d.pool);
-    d.pool = nullptr;
-    d.stream = nullptr;
-    return cuda_error("cuda", "making its streams", error);
-}
-
 /* With the device's lock held. */
 nd_status open_locked(int device) {
     Device &d = cuda_device(device);
@@ -184,7 +161,12 @@ nd_status open_locked(int device) {
         d.arch = arch < d.arch ? arch : d.arch;
     }
     ND_TRY(pool_new(device, &d.pool));
-    ND_TRY(streams_new(d));
+    cudaError_t error = cudaStreamCreateWithFlags(&d.stream, cudaStreamNonBlocking);
+    if (error != cudaSuccess) {
+        cudaMemPoolDestroy(d.pool);
+        d.pool = nullptr;
+        return cuda_error("cuda", "cudaStreamCreateWithFlags", error);
+    }
     d.opened = true;
     return ND_OK;
 }
@@ -247,13 +229,12 @@ nd_status cuda_synchronize(int device) {
     ND_TRY(cuda_enter(device));
     ND_TRY(cuda_refuse_in_capture(device, "synchronize"));
     CUDA_TRY("synchronize", cudaStreamSynchronize(cuda_stream(device)));
-    CUDA_TRY("synchronize", cudaStreamSynchronize(cuda_stream_of(device, ND_EXCHANGE)));
     return ND_OK;
 }
 
-nd_status cuda_stream_handle(int device, nd_stream stream, void **out) {
+nd_status cuda_stream_handle(int device, void **out) {
     ND_TRY(cuda_enter(device));
-    *out = cuda_stream_of(device, stream);
+    *out = cuda_stream(device);
     return ND_OK;
 }
 
@@ -272,7 +253,6 @@ nd_status cuda_reset(int device) {
     ND_TRY(call.begin(device));
     Device &d = cuda_device(device);
     ND_TRY(cuda_graph_reset(device));
-    CUDA_TRY("reset", cudaStreamSynchronize(d.exchange));
     CUDA_TRY("reset", cudaStreamSynchronize(d.stream));
     ND_TRY(cuda_module_reset(device));
     for (auto &entry : d.live) {
@@ -287,10 +267,9 @@ nd_status cuda_reset(int device) {
     CUDA_TRY("reset", cudaStreamSynchronize(d.stream));
     CUDA_TRY("reset", cudaMemPoolTrimTo(d.pool, 0));
     CUDA_TRY("reset", cudaMemPoolDestroy(d.pool));
-    CUDA_TRY("reset", cudaStreamDestroy(d.exchange));
     CUDA_TRY("reset", cudaStreamDestroy(d.stream));
     d.pool = nullptr;
-    d.stream = d.exchange = nullptr;
+    d.stream = nullptr;
     d.opened = false;
     return open_locked(device);
 }
@@ -343,7 +322,6 @@ nd_backend make_backend() {
     b.empty_cache = Guarded<cuda_empty_cache>::call;
     b.event_new = Guarded<cuda_event_new>::call;
     b.event_record = Guarded<cuda_event_record>::call;
-    b.event_wait = Guarded<cuda_event_wait>::call;
     b.event_query = Guarded<cuda_event_query>::call;
     b.event_elapsed = Guarded<cuda_event_elapsed>::call;
     b.event_free = Guarded<cuda_event_free>::call;

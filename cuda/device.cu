@@ -107,11 +107,6 @@ nd_status Exclusive::begin(int device) {
 
 Device &cuda_device(int device) { return state().devices[device]; }
 
-cudaStream_t cuda_stream_of(int device, nd_stream stream) {
-    const Device &d = cuda_device(device);
-    return stream == ND_EXCHANGE ? d.exchange : d.stream;
-}
-
 /* ---- the pool -------------------------------------------------------------------------------- */
 nd_status cuda_pool_malloc(int device, size_t bytes, void **out) {
     Device &d = cuda_device(device);

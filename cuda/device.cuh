@@ -31,7 +31,7 @@ constexpr int cuda_max_devices = 64;
 struct Device {
     std::mutex lock;
     bool opened = false;
-    cudaStream_t stream = nullptr, exchange = nullptr; /* ND_COMPUTE, ND_EXCHANGE */
+    cudaStream_t stream = nullptr;
     cudaMemPool_t pool = nullptr;
     cuda_limits limits = {};
     int arch = 0;             /* limits.arch, or NEEDLE_ARCH when that is less */
@@ -70,7 +70,6 @@ struct Exclusive {
 };
 
 Device &cuda_device(int device);
-cudaStream_t cuda_stream_of(int device, nd_stream stream);
 
 /* ---- memory.cu (contracts in backend.h) ------------------------------------------------------ */
 nd_status cuda_allocate(int device, size_t bytes, void **out);
@@ -102,8 +101,7 @@ nd_status cuda_staging_free(int device, nd_staging *staging);
 nd_status cuda_transfer_reset(int device);
 
 nd_status cuda_event_new(int device, nd_event **out);
-nd_status cuda_event_record(int device, nd_event *event, nd_stream stream);
-nd_status cuda_event_wait(int device, nd_event *event, nd_stream stream);
+nd_status cuda_event_record(int device, nd_event *event);
 nd_status cuda_event_query(int device, nd_event *event, bool *done);
 nd_status cuda_event_elapsed(int device, nd_event *from, nd_event *to, double *milliseconds);
 nd_status cuda_event_free(int device, nd_event *event);

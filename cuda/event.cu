@@ -1,6 +1,5 @@
-/* event.cu - points in the streams of a device: waits of one for the other, times between two. */
+/* event.cu - points in a device's stream, and the time between two of them. */
 #include "device.cuh"
-#include "graph.cuh"
 
 struct nd_event {
     cudaEvent_t event;
@@ -20,24 +19,10 @@ nd_status cuda_event_new(int device, nd_event **out) {
     return ND_OK;
 }
 
-nd_status cuda_event_record(int device, nd_event *event, nd_stream stream) {
+nd_status cuda_event_record(int device, nd_event *event) {
     ND_TRY(cuda_enter(device));
-    CUDA_TRY("event", cudaEventRecord(event->event, cuda_stream_of(device, stream)));
+    CUDA_TRY("event", cudaEventRecord(event->event, cuda_stream(device)));
     event->recorded = true;
-    return ND_OK;
-}
-
-nd_status cuda_event_wait(int device, nd_event *event, nd_stream stream) {
-    ND_TRY(cuda_enter(device));
-    if (!event->recorded) {
-        return nd_error(ND_EVALUE, "event: wait: the event must have been recorded");
-    }
-    if (cuda_is_capturing(device)) {
-        return nd_error(ND_EVALUE,
-                        "event: wait: a graph is being recorded, and would take the work "
-                        "of the other stream along; wait before or after");
-    }
-    CUDA_TRY("event", cudaStreamWaitEvent(cuda_stream_of(device, stream), event->event, 0));
     return ND_OK;
 }
 

@@ -23,7 +23,7 @@ Tensor over the buffer, into which every call adds until it is zeroed (`optimize
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -476,16 +476,10 @@ class Tensor(Value, Operators["Tensor"]):
 
     # -- gradients
 
-    def backward(
-        self, out_grad: Tensor | None = None, on_final: Callable[[Value], object] | None = None
-    ) -> None:
+    def backward(self, out_grad: Tensor | None = None) -> None:
         """Compute `.grad` of every leaf that this Tensor was computed from.
 
         out_grad: the gradient of this Tensor, of its shape; ones when not given.
-        on_final: called with each leaf of the graph that requires gradients, once, as soon as the
-        walk has passed all that uses it: its gradient is final, as far as this call goes, while
-        those of others are still to come. Also with a leaf that nothing gave a gradient. The order
-        is that of the graph, the same each time. An error of it ends the walk, and is raised.
         RuntimeError where an operand that a gradient reads was written in place since the forward;
         writes of other libraries into memory that they share (`from_dlpack`) are not seen.
         The graph stays, so that it can be walked again: drop the Tensor (`del loss`) to free the
@@ -504,7 +498,7 @@ class Tensor(Value, Operators["Tensor"]):
             raise ValueError(
                 f"backward: out_grad: the shape must be {self.shape}, but is {out_grad.shape}"
             )
-        compute_gradient_of_variables(self, out_grad, on_final=on_final)
+        compute_gradient_of_variables(self, out_grad)
 
     def _operand(self, other: Any) -> Tensor:
         """What stands beside this Tensor in an operation, as a Tensor on the same device."""
@@ -556,10 +550,7 @@ def find_topo_sort(node_list: Sequence[Value]) -> list[Value]:
 
 
 def compute_gradient_of_variables(
-    output: Value,
-    out_grad: Value,
-    training: bool | None = None,
-    on_final: Callable[[Value], object] | None = None,
+    output: Value, out_grad: Value, training: bool | None = None
 ) -> None:
     """Walk the graph of `output` in reverse and leave the gradients in the leaves.
 
@@ -567,7 +558,6 @@ def compute_gradient_of_variables(
     as soon as they are used, and no graph of them is built (it would hold the activations until the
     next backward, in cycles that only the garbage collector frees). Otherwise each node keeps its
     `.grad`, and the gradients of elementary ops can be differentiated again.
-    on_final: see Tensor.backward.
     """
     order = [node for node in find_topo_sort([output]) if node.requires_grad]
     for node in order:  # before the first gradient is added anywhere
@@ -577,9 +567,9 @@ def compute_gradient_of_variables(
         training = all(node.trained for node in order if node.op is None)
     if training:
         with no_grad():
-            _walk(order, output, out_grad, False, on_final)
+            _walk(order, output, out_grad, keep=False)
     else:
-        _walk(order, output, out_grad, True, on_final)
+        _walk(order, output, out_grad, keep=True)
 
 
 def _sum(a: Any, b: Any) -> Any:
@@ -631,28 +621,18 @@ def _check_unchanged(node: Value) -> None:
         )
 
 
-def _walk(
-    order: list[Value],
-    output: Value,
-    out_grad: Value,
-    keep: bool,
-    on_final: Callable[[Value], object] | None,
-) -> None:
+def _walk(order: list[Value], output: Value, out_grad: Value, keep: bool) -> None:
     pending: dict[int, Any] = {id(output): out_grad}
     for node in reversed(order):
         grad = pending.pop(id(node), None)
+        if grad is None:
+            continue
         op = node.op
         if op is None:
-            if grad is None:
-                pass  # it has none, or ops added it into the buffer
-            elif node.has_grad_buffer:
+            if node.has_grad_buffer:
                 _add_into(node.grad_buffer, grad.cached_data)
             else:
                 node.grad = grad
-            if on_final is not None:
-                on_final(node)
-            continue
-        if grad is None:
             continue
         if isinstance(node, Tensor) and grad.dtype != node.dtype and node.dtype in FLOATS:
             grad = grad.astype(

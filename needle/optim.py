@@ -16,7 +16,7 @@ without a gradient is left alone. `lr` may be set between steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -328,46 +328,37 @@ class AdamW(Optimizer):
             for name, offset in zip(self.flat.names, self.flat.offsets):
                 if offset >= self.flat.decay_size:
                     self._own[name] = {"weight_decay": 0.0}
-        # one flat object: one array each, of the parts that are updated here, one behind the other;
-        # else one a parameter; made at the first step
+        # one flat object: one array each, of the part that is updated here; else one a parameter;
+        # made at the first step
         self._m: list[NDArray] = []
         self._v: list[NDArray] = []
         self._master: list[NDArray | None] = []
-        self._parts = [] if self.flat is None else [slice(0, self.flat.size)]
+        self._part: slice | None = None if self.flat is None else slice(0, self.flat.size)
 
     # -- the arrays
 
-    def keep(self, parts: Sequence[slice], arrays: Mapping[str, NDArray] | None = None) -> None:
-        """From now on `step` updates these parts of flat.data alone, and state is kept for them:
-        `arrays`, by slot, flat, the parts one behind the other, or a copy of what there is so far.
-        With a flat object only; the state of other parts is somebody else's, who has to give it
-        back before `state_dict`. ValueError for a part whose state is not here."""
-        assert self.flat is not None
-        if arrays is None:
-            places = [self._place(part) for part in parts]
-            if self._m:
-                arrays = {
-                    slot: _joined([array[place] for place in places])
-                    for slot, array in self.kept().items()
-                }
-        self._parts = list(parts)
+    def _data(self) -> list[NDArray]:
+        if self.flat is not None:
+            return [self.flat.data[self._part]]
+        return [p.cached_data for p in self.params]
+
+    def keep(self, part: slice, arrays: Mapping[str, NDArray] | None = None) -> None:
+        """From now on `step` updates flat.data[part] alone, and state is kept for that: `arrays`,
+        by slot, or a copy of that part of the state so far. With a flat object only; the state of
+        the other parts is somebody else's, who has to give it back before `state_dict`."""
+        assert self.flat is not None and self._part is not None
+        if arrays is None and not self._part.start <= part.start <= part.stop <= self._part.stop:
+            raise ValueError(f"AdamW.keep: {part} is not within what is kept, {self._part}")
+        if arrays is None and self._m:
+            at = slice(part.start - self._part.start, part.stop - self._part.start)
+            arrays = {slot: array[at].copy() for slot, array in self.kept().items()}
+        self._part = part
         if arrays is not None:
             self._m, self._v = [arrays["m"]], [arrays["v"]]
             self._master = [arrays.get("master")]
 
-    def _place(self, part: slice) -> slice:
-        """Where in the arrays the state of a part lies."""
-        size, begin = part.stop - part.start, 0
-        for kept in self._parts:
-            if kept.start <= part.start and part.stop <= kept.stop:
-                return slice(begin + part.start - kept.start, begin + part.stop - kept.start)
-            begin += kept.stop - kept.start
-        if size:
-            raise ValueError(f"AdamW.keep: {part} is not within what is kept, {self._parts}")
-        return slice(0, 0)
-
     def kept(self) -> dict[str, NDArray]:
-        """The state of the parts that are updated here, flat, one behind the other, by slot."""
+        """The state of the part that is updated here, flat, by slot."""
         self._prepare()
         slots = {"m": self._m[0], "v": self._v[0], "master": self._master[0]}
         return {slot: array for slot, array in slots.items() if array is not None}
@@ -375,20 +366,18 @@ class AdamW(Optimizer):
     def _prepare(self) -> None:
         if self._m:
             return
-        if self.flat is None:
-            groups = [[p.cached_data] for p in self.params]
-        else:
-            groups = [[self.flat.data[part] for part in self._parts]]
         moments = [
-            [zeros(sum(x.size for x in group), "float32", group[0].device) for group in groups]
-            for _ in range(2)
+            [zeros(data.size, "float32", data.device) for data in self._data()] for _ in range(2)
         ]
-        master = [None if group[0].dtype == "float32" else _joined(group) for group in groups]
+        master = [
+            None if data.dtype == "float32" else data.astype("float32").reshape((data.size,))
+            for data in self._data()
+        ]
         (self._m, self._v), self._master = moments, master
 
     def _arrays(self) -> dict[str, NDArray]:
         self._prepare()
-        if self.flat is not None and self._parts != [slice(0, self.flat.size)]:
+        if self.flat is not None and self._m[0].size != self.flat.size:
             raise RuntimeError(
                 "AdamW: the state of the other ranks' parameters is theirs: save within "
                 "DataParallel.whole_optimizer(), and load before DataParallel is made"
@@ -402,39 +391,32 @@ class AdamW(Optimizer):
                     out[f"{slot}.{name}"] = view
         return out
 
-    def _launches(self) -> list[tuple[int, slice, slice, dict]]:
-        """(parameter or part, slice of its data, of its state, own settings): neighbours in a part
-        of the flat buffer that are set alike go together."""
+    def _launches(self) -> list[tuple[int, int, int, dict]]:
+        """(array, start, end, own settings): neighbours in the flat buffer that are set alike go
+        together."""
         own = [self._own.get(name, {}) for name in self.names]
         if self.flat is None:
-            wholes = [slice(0, p.size) for p in self.params]
-            return [(i, whole, whole, own[i]) for i, whole in enumerate(wholes)]
-        out: list[tuple[int, slice, slice, dict]] = []
+            return [(i, 0, p.size, own[i]) for i, p in enumerate(self.params)]
+        out: list[tuple[int, int, int, dict]] = []
         ends = self.flat.offsets[1:] + [self.flat.size]
-        begin = 0
-        for number, part in enumerate(self._parts):
-            for i in self.flat.within(part) if part.start < part.stop else ():
-                start, end = max(self.flat.offsets[i], part.start), min(ends[i], part.stop)
-                if out and out[-1][0] == number and out[-1][3] == own[i]:
-                    start = out.pop()[1].start
-                kept = slice(begin + start - part.start, begin + end - part.start)
-                out.append((number, slice(start, end), kept, own[i]))
-            begin += part.stop - part.start
+        for start, end, settings in zip(self.flat.offsets, ends, own):
+            start, end = max(start, self._part.start), min(end, self._part.stop)
+            if start >= end:
+                continue
+            if out and out[-1][3] == settings:
+                start = out.pop()[1]
+            out.append((0, start, end, settings))
         return out
 
-    def step(
-        self, scale: NDArray | None = None, on_part: Callable[[int], object] | None = None
-    ) -> None:
+    def step(self, scale: NDArray | None = None) -> None:
         """Update every parameter that has a gradient, multiplied by `scale` first.
 
         scale: the float32 scalar on the device that `grad_norm` returned. When it is not finite the
-        step leaves everything as it was. on_part: called with 0, 1, ... for each part that is kept
-        here (`keep`), when all of its update has been given to the device.
+        step leaves everything as it was.
         """
         self._prepare()
-        t = self.t + 1
-        launches: list[list[tuple]] = [[] for _ in self._parts or self.params]
-        for i, part, kept, own in self._launches():
+        t, launches = self.t + 1, []
+        for i, start, end, own in self._launches():
             if self.flat is not None:
                 grad, data = self.flat.grad, self.flat.data
             else:
@@ -448,14 +430,15 @@ class AdamW(Optimizer):
                 if not data.is_compact():
                     data = self.params[i].cached_data = data.compact()
                 data = data.reshape((data.size,))
-            array = i if self.flat is None else 0
-            master = self._master[array]
-            launches[i].append(
+            part, master = slice(start, end), self._master[i]
+            first = 0 if self._part is None else self._part.start
+            kept = slice(start - first, end - first)
+            launches.append(
                 (
                     data[part] if master is None else master[kept],
                     grad[part],
-                    self._m[array][kept],
-                    self._v[array][kept],
+                    self._m[i][kept],
+                    self._v[i][kept],
                     None if master is None else data[part],
                     scale,
                     own.get("lr", self.lr),
@@ -466,11 +449,8 @@ class AdamW(Optimizer):
                     t,
                 )
             )
-        for i, some in enumerate(launches):
-            for operands in some:
-                _C.adamw(*operands)
-            if on_part is not None:
-                on_part(i)
+        for operands in launches:
+            _C.adamw(*operands)
         self.t = t
 
     def state_dict(self) -> dict[str, Any]:
@@ -483,16 +463,6 @@ class AdamW(Optimizer):
             own = {n: dict(own) for n, own in state["groups"].items()}
             changes.append((vars(self), "_own", own))
         return changes
-
-
-def _joined(arrays: Sequence[NDArray]) -> NDArray:
-    """A float32 copy of them, flat, one behind the other."""
-    out = _C.empty((sum(x.size for x in arrays),), "float32", arrays[0].device)
-    begin = 0
-    for x in arrays:
-        _C.assign(out[begin : begin + x.size], x.reshape((x.size,)))
-        begin += x.size
-    return out
 
 
 # ---- gradient norm -------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 /* backend.c - the CPU as a device: properties, copies, time, and the table of its operations.
  *
- * The CPU has no streams: ops are done on return.
+ * The CPU has no stream: ops are done on return.
  */
 #include <errno.h>
 #include <omp.h>
@@ -124,7 +124,7 @@ static nd_status backend_staging_free(int device, nd_staging *staging) {
 
 static nd_status backend_synchronize(int device) { return ND_OK; }
 
-static nd_status backend_stream(int device, nd_stream stream, void **out) {
+static nd_status backend_stream(int device, void **out) {
     *out = NULL;
     return ND_OK;
 }
@@ -139,14 +139,12 @@ static nd_status backend_event_new(int device, nd_event **out) {
     return *out != NULL ? ND_OK : nd_error(ND_EMEMORY, "event: the system is out of memory");
 }
 
-static nd_status backend_event_record(int device, nd_event *event, nd_stream stream) {
+static nd_status backend_event_record(int device, nd_event *event) {
     if (clock_gettime(CLOCK_MONOTONIC, &event->time) != 0) {
         return nd_error(ND_ESYSTEM, "event: clock_gettime: %s", strerror(errno));
     }
     return ND_OK;
 }
-
-static nd_status backend_event_wait(int device, nd_event *event, nd_stream stream) { return ND_OK; }
 
 static nd_status backend_event_query(int device, nd_event *event, bool *done) {
     *done = true;
@@ -190,7 +188,6 @@ const nd_backend cpu_backend = {
     .empty_cache = cpu_empty_cache,
     .event_new = backend_event_new,
     .event_record = backend_event_record,
-    .event_wait = backend_event_wait,
     .event_query = backend_event_query,
     .event_elapsed = backend_event_elapsed,
     .event_free = backend_event_free,

@@ -166,23 +166,15 @@ static PyObject *device_index(PyObject *self, void *closure) {
     return PyLong_FromLong(device_of(self)->index);
 }
 
-static PyObject *stream_of(PyObject *self, nd_stream which) {
+static PyObject *device_stream(PyObject *self, void *closure) {
     nd_state *state = state_of_type(self);
     nd_device *device = device_of(self);
     void *stream = NULL;
     if (nd_device_ready(state, device) < 0) {
         return NULL;
     }
-    nd_status status = device->backend->stream(device->index, which, &stream);
+    nd_status status = device->backend->stream(device->index, &stream);
     return status == ND_OK ? PyLong_FromVoidPtr(stream) : nd_raise(state, "stream", device, status);
-}
-
-static PyObject *device_stream(PyObject *self, void *closure) {
-    return stream_of(self, ND_COMPUTE);
-}
-
-static PyObject *device_exchange_stream(PyObject *self, void *closure) {
-    return stream_of(self, ND_EXCHANGE);
 }
 
 /* The backend's table; NULL when arrays cannot live there. */
@@ -246,10 +238,6 @@ static PyGetSetDef device_getset[] = {
      "Grows with each cuda_reset(): what is kept for a device is kept for one of these", NULL},
     {"stream", device_stream, NULL,
      "The stream of all its work, as the device's libraries take it (cudaStream_t); the CPU's is 0",
-     NULL},
-    {"exchange_stream", device_exchange_stream, NULL,
-     "The stream beside it, of what libraries move between devices; the two see of each other what "
-     "Event.wait says; the CPU's is 0",
      NULL},
     {"is_host", device_is_host, NULL,
      "The host reads its memory directly, and its ops are done when they return", NULL},

@@ -1,5 +1,5 @@
-/* event.c - the type Event: a point in a stream of a device, for timing, for asking whether the work
- * before it is done, and for letting the other stream wait for it.
+/* event.c - the type Event: a point in a device's stream of work, for timing and for asking whether
+ * the work before it is done.
  */
 #include "device.h"
 #include "errors.h"
@@ -40,45 +40,15 @@ static void event_dealloc(PyObject *object) {
     nd_streamed_free(object);
 }
 
-/* The stream that an optional argument names, "compute" without one; -1 and an exception. */
-static int stream_named(PyObject *const *arguments, Py_ssize_t count, const char *method) {
-    if (count == 0) {
-        return ND_COMPUTE;
-    }
-    if (count == 1 && PyUnicode_Check(arguments[0])) {
-        if (PyUnicode_CompareWithASCIIString(arguments[0], "compute") == 0) {
-            return ND_COMPUTE;
-        }
-        if (PyUnicode_CompareWithASCIIString(arguments[0], "exchange") == 0) {
-            return ND_EXCHANGE;
-        }
-    }
-    PyErr_Format(PyExc_ValueError, "Event.%s: stream: must be \"compute\" or \"exchange\"", method);
-    return -1;
-}
-
-static PyObject *event_record(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
+static PyObject *event_record(PyObject *object, PyObject *unused) {
     EventObject *self = (EventObject *)object;
     nd_state *state = PyType_GetModuleState(Py_TYPE(object));
-    int stream = stream_named(arguments, count, "record");
-    if (stream < 0 || nd_streamed_check(state, self) < 0) {
+    if (nd_streamed_check(state, self) < 0) {
         return NULL;
     }
-    nd_device *device = self->head.device;
-    nd_status status = device->backend->event_record(device->index, self->event, (nd_stream)stream);
-    return nd_none_or_raise(state, "Event.record", device, status);
-}
-
-static PyObject *event_wait(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
-    EventObject *self = (EventObject *)object;
-    nd_state *state = PyType_GetModuleState(Py_TYPE(object));
-    int stream = stream_named(arguments, count, "wait");
-    if (stream < 0 || nd_streamed_check(state, self) < 0) {
-        return NULL;
-    }
-    nd_device *device = self->head.device;
-    nd_status status = device->backend->event_wait(device->index, self->event, (nd_stream)stream);
-    return nd_none_or_raise(state, "Event.wait", device, status);
+    nd_status status =
+        self->head.device->backend->event_record(self->head.device->index, self->event);
+    return nd_none_or_raise(state, "Event.record", self->head.device, status);
 }
 
 static PyObject *event_done(PyObject *object, PyObject *unused) {
@@ -120,13 +90,8 @@ static PyObject *event_elapsed(PyObject *object, PyObject *other_object) {
 }
 
 static PyMethodDef event_methods[] = {
-    {"record", (PyCFunction)(void (*)(void))event_record, METH_FASTCALL,
-     "record($self, stream='compute', /)\n--\n\nMark the present point of a stream of the device: "
-     "'compute', of all its work, or 'exchange' (Device.exchange_stream)."},
-    {"wait", (PyCFunction)(void (*)(void))event_wait, METH_FASTCALL,
-     "wait($self, stream='compute', /)\n--\n\nWhat is given to this stream from now on begins when "
-     "the work before the marked point is done; the host does not wait. ValueError while a Graph "
-     "is recorded."},
+    {"record", event_record, METH_NOARGS,
+     "record($self)\n--\n\nMark the present point of the device's stream of work."},
     {"done", event_done, METH_NOARGS,
      "done($self)\n--\n\nIs all work before the marked point done? Does not wait."},
     {"elapsed", event_elapsed, METH_O,
@@ -138,7 +103,7 @@ static PyType_Slot event_slots[] = {
     {Py_tp_new, event_new},
     {Py_tp_dealloc, event_dealloc},
     {Py_tp_methods, event_methods},
-    {Py_tp_doc, "Event(device=None)\n--\n\nA point in a stream of a device."},
+    {Py_tp_doc, "Event(device=None)\n--\n\nA point in a device's stream of work."},
     {0, NULL},
 };
 

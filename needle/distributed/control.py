@@ -61,7 +61,6 @@ __all__ = ["Control", "RankError", "RankMissing", "RanksDiffer"]
 
 LOOKS = 20  # in a deadline
 SLOWEST_LOOK = 1.0  # seconds
-BLINK = 0.1  # seconds: who comes to a watched collective meanwhile learns so late what is known
 EARLY = 0.8  # of the deadline: the thread looks some time later, and asks rank 0
 SILENT = 0.25  # of the deadline: without a word for so long a rank does not answer
 GRACE = 0.1  # of the deadline: for the main thread to end by itself, where its device hangs
@@ -364,7 +363,7 @@ class Control:
                 if self._at.inside == "watched":
                     self._selector.select(self._period)
                 else:
-                    self._closed.wait(min(self._period, BLINK))
+                    self._closed.wait(self._period)
                 if self._reading.acquire(blocking=False):
                     try:
                         self._hear(0.0)

@@ -23,17 +23,10 @@ from needle.distributed.control import Control, Work
 from needle.distributed.environment import Place
 
 
-class Transfer(Work, Protocol):
-    """An exchange that goes on beside what the device computes."""
-
-    def wait(self) -> None:
-        """What is given to the device from now on comes behind it."""
-
-
 class Transport(Protocol):
     def exchange(
         self, sends: Sequence[NDArray | None], receives: Sequence[NDArray | None]
-    ) -> Transfer | None:
+    ) -> Work | None:
         """What goes on in a device; None when all is done."""
 
     def close(self) -> None: ...
@@ -50,38 +43,22 @@ class Ranks(abc.ABC):
     size: int
 
     @abc.abstractmethod
-    def start(
-        self, name: str, sends: Sequence[NDArray | None], receives: Sequence[NDArray | None]
-    ) -> Callable[[], None]:
-        """Sends sends[r] to rank r and fills receives[r] from there; None, or no elements: nothing.
-        What one rank sends another receives, in an array of the same size. An array is compact;
-        that of a float that no other library knows is handed over as bytes
-        (`backend_ndarray.as_bytes`).
-
-        The exchange begins when what was given to the device before is done, one behind the other
-        in the order of the calls, and goes on beside what is given to it from now on. Until the
-        function that is returned was called, nothing may write what is sent, or use what is
-        received; what is given to the device behind that call may. The host waits for nothing."""
-
     def exchange(
         self, name: str, sends: Sequence[NDArray | None], receives: Sequence[NDArray | None]
     ) -> None:
-        """`start`, and its end."""
-        self.start(name, sends, receives)()
+        """Sends sends[r] to rank r and fills receives[r] from there; None, or no elements: nothing.
+        What one rank sends another receives, in an array of the same size. An array is compact;
+        that of a float that no other library knows is handed over as bytes
+        (`backend_ndarray.as_bytes`)."""
 
-    def start_gather(self, name: str, flat: NDArray, pieces: Sequence[slice]) -> Callable[[], None]:
-        """Fills a flat array, of which each rank has its piece, with the pieces of the others, as
-        `start` does."""
+    def all_gather(self, name: str, flat: NDArray, pieces: Sequence[slice]) -> None:
+        """Fills a flat array, of which each rank has its piece, with the pieces of the others."""
         own = flat[pieces[self.rank]]
-        return self.start(
+        self.exchange(
             name,
             [None if r == self.rank else own for r in range(self.size)],
             [None if r == self.rank else flat[piece] for r, piece in enumerate(pieces)],
         )
-
-    def all_gather(self, name: str, flat: NDArray, pieces: Sequence[slice]) -> None:
-        """`start_gather`, and its end."""
-        self.start_gather(name, flat, pieces)()
 
 
 class Group(Ranks):
@@ -224,17 +201,15 @@ class Group(Ranks):
 
     # ---- arrays ---------------------------------------------------------------------------------
 
-    def start(
+    def exchange(
         self, name: str, sends: Sequence[NDArray | None], receives: Sequence[NDArray | None]
-    ) -> Callable[[], None]:
+    ) -> None:
         if self._transport is None:
-            return _is_done
+            return
         with self._control.watched(name) as collective:
             work = self._transport.exchange(sends, receives)
-            if work is None:
-                return _is_done
-            collective.goes_on(work)
-        return work.wait
+            if work is not None:
+                collective.goes_on(work)
 
     def close(self, reason: str | None = None, code: int = 1) -> bool:
         """The end. With a reason of this rank alone, at any time: the others end too, quote it, and
@@ -259,17 +234,13 @@ class Subgroup(Ranks):
         self._group, self._begin = group, group.rank // size * size
         self.rank, self.size = group.rank - self._begin, size
 
-    def start(
+    def exchange(
         self, name: str, sends: Sequence[NDArray | None], receives: Sequence[NDArray | None]
-    ) -> Callable[[], None]:
+    ) -> None:
         wide: list[list[NDArray | None]] = [[None] * self._group.size for _ in range(2)]
         for all_ranks, own in zip(wide, (sends, receives)):
             all_ranks[self._begin : self._begin + self.size] = own
-        return self._group.start(name, *wide)
-
-
-def _is_done() -> None:
-    """Of an exchange that was over when it had been called."""
+        self._group.exchange(name, *wide)
 
 
 def visible_gpus() -> int:

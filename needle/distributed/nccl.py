@@ -1,13 +1,11 @@
 """Bytes between GPUs by NCCL, opened when they are first needed: no arithmetic is NCCL's.
 
 `libnccl.so.2` is the pip wheel's (the extra `gpus`), else the system's. Sends and receives are
-enqueued on the device's stream for exchanges, all of them, in the order of the calls, which is the
-same on all ranks. It waits for an event of the stream that computes, in which what is sent was
-made; that stream goes on, until `wait` lets it wait for the event behind the exchange. The host
-waits for nothing: what it gets is the work that the control channel's thread watches (control.py).
-The deadline of an exchange begins when the GPU has come to the first event and is done with the
-exchanges before, and with the second it is over. Making the host wait for the step before lost: a
-wait may stand anywhere (a loss, an evaluation, a checkpoint), and each would need a watch.
+enqueued on needle's own stream of the device, so that kernels before and after see them in order
+and the host waits for nothing; what it returns is the work that the control channel's thread
+watches (control.py). Before and behind an exchange stands an event: its deadline begins when the
+GPU has come to the first, and with the second it is over. Making the host wait for the step before
+lost: a wait may stand anywhere (a loss, an evaluation, a checkpoint), and each would need a watch.
 
 The communicator is a blocking one. What NCCL does on the host, finding the peers and connecting to
 each at the first exchange with it, happens in the caller's `watched`, which ends a hang. Nothing is
@@ -123,11 +121,10 @@ class Library:
 
 
 class _Exchange:
-    """A group.Transfer. It keeps the arrays until `wait`: their memory goes back in the order of
-    the other stream."""
+    """What the control channel watches (control.Work)."""
 
-    def __init__(self, transport: NCCLTransport, device: Device, arrays: Sequence[NDArray]) -> None:
-        self._transport, self._arrays = transport, arrays
+    def __init__(self, transport: NCCLTransport, device: Device) -> None:
+        self._transport = transport
         self.first, self.last = Event(device), Event(device)
 
     def begun(self) -> bool:
@@ -137,10 +134,6 @@ class _Exchange:
         self._transport.look()
         return self.last.done()
 
-    def wait(self) -> None:
-        self.last.wait("compute")
-        self._arrays = ()
-
 
 class NCCLTransport:
     """Joins the communicator of `size` ranks, for which all of them come."""
@@ -148,7 +141,7 @@ class NCCLTransport:
     def __init__(
         self, library: Library, rank: int, size: int, unique_id: bytes, device: Device
     ) -> None:
-        self._library, self._device, self._stream = library, device, device.exchange_stream
+        self._library, self._device, self._stream = library, device, device.stream
         self._lock = threading.Lock()  # the thread that looks may not see a communicator that goes
         device.synchronize()  # makes it this thread's device, on which NCCL begins
         communicator = _POINTER()
@@ -180,15 +173,14 @@ class NCCLTransport:
         if not parts:
             return None
         call, communicator = self._library.call, self._communicator
-        work = _Exchange(self, self._device, [array for _, _, array in parts])
-        work.first.record("compute")
-        work.first.wait("exchange")
+        work = _Exchange(self, self._device)
+        work.first.record()
         call("ncclGroupStart", communicator=communicator)
         for name, peer, array in parts:
             where = array.data_ptr, array.nbytes, INT8, peer
             call(name, *where, communicator, self._stream, communicator=communicator)
         call("ncclGroupEnd", communicator=communicator)
-        work.last.record("exchange")
+        work.last.record()
         return work
 
     def look(self) -> None:

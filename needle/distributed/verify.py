@@ -8,7 +8,7 @@ compute it, twice, to find out whose result it is that no other has.
     for leaf in parallel.own_leaves:
         ...                                 the leaf's backward
         verification.keep(step, leaf, ids, targets)
-        parallel.add_leaf()                 without parallel.on_final where `keeps`
+        parallel.add_leaf()
     norm, scale = parallel.reduce(max_norm)
     verification.check(step)                before the weights change
 
@@ -69,13 +69,9 @@ class Verification:
             return None
         return step // self._every % self._leaves
 
-    def keeps(self, step: int, leaf: int) -> bool:
-        """Whether `keep` will need this leaf's gradient, which must not be added or sent before."""
-        return leaf == self._leaf(step)
-
     def keep(self, step: int, leaf: int, ids: Any, targets: Any) -> None:
         """flat.grad is the gradient of this leaf of the step."""
-        if self.keeps(step, leaf):
+        if leaf == self._leaf(step):
             for place, array in zip(self._batch, (ids, targets)):
                 if isinstance(array, np.ndarray):
                     array = _C.array(array, "int32", place.device)
@@ -83,18 +79,18 @@ class Verification:
             self._grad = self._parallel.flat.grad.copy()
 
     def check(self, step: int) -> None:
-        """WrongDevice, on all ranks. To be called where flat.grad holds this rank's pieces of the
-        sum, which stay."""
+        """WrongDevice, on all ranks. To be called where flat.grad holds this rank's piece of the
+        sum, which stays."""
         leaf, group = self._leaf(step), self._parallel.group
         if leaf is None:
             return
         owner = leaf // len(self._parallel.own_leaves)
         witness = (owner + 1) % group.size
         flat = self._parallel.flat
-        own = [flat.grad[piece].copy() for piece in self._parallel.own]
+        own = flat.grad[self._parallel.pieces[group.rank]].copy()
         if group.rank != owner:
             size = flat.size if group.rank == witness else 0
-            self._grad = _C.empty((size,), "float32", flat.data.device)
+            self._grad = _C.empty((size,), "float32", own.device)
         for array in self._batch:
             self._send("the micro-batch to verify", array, owner, range(group.size))
         self._send("the gradient to verify", self._grad, owner, [witness])
@@ -105,8 +101,7 @@ class Verification:
         differing = group.gather("the verification", differing)[witness]
         if differing:
             self._find_wrong(step, leaf, owner, witness, differing)
-        for piece, kept in zip(self._parallel.own, own):
-            _C.assign(flat.grad[piece], kept)
+        _C.assign(flat.grad[self._parallel.pieces[group.rank]], own)
         self._grad = None
 
     def _again(self) -> NDArray:

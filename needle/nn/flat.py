@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -54,19 +53,9 @@ class FlatParameters:
 
     @property
     def grad(self) -> NDArray:
-        self.grad_of(slice(0, self.size))
+        for p in self.parameters:
+            _ = p.grad_buffer  # zeros, where they are yet to be written
         return self._grad
-
-    def grad_of(self, part: slice) -> NDArray:
-        """grad[part], during a backward too: gradients elsewhere stay unwritten."""
-        for i in self.within(part):
-            _ = self.parameters[i].grad_buffer  # zeros, where they are yet to be written
-        return self._grad[part]
-
-    def within(self, part: slice) -> range:
-        """Which parameters lie in this part of the buffers, whole or cut."""
-        first = bisect.bisect_right(self.offsets, part.start) - 1
-        return range(first, bisect.bisect_left(self.offsets, part.stop))
 
     def forget_grad(self) -> None:
         """All gradients count as zeros."""

@@ -278,13 +278,13 @@ def recorded_run(tmp_path, tokens, monkeypatch, name, **options):
     """(losses, batches as the run drew them, the model of step 0)."""
     forward_backward, drawn = train_pythia.forward_backward, []
 
-    def recording(model, ids, targets, *more):
+    def recording(model, ids, targets, share):
         drawn.append(
             tuple(
                 np.array(x.numpy() if hasattr(x, "numpy") else x, np.int64) for x in (ids, targets)
             )
         )
-        return forward_backward(model, ids, targets, *more)
+        return forward_backward(model, ids, targets, share)
 
     with monkeypatch.context() as patch:
         patch.setattr(train_pythia, "forward_backward", recording)

@@ -179,49 +179,9 @@ def test_properties_and_events(device):
     assert 0 < start.elapsed(end) < 10_000
     with pytest.raises(ValueError, match="must have been recorded"):
         _C.Event(device).done()
-    with pytest.raises(ValueError, match="wait: the event must have been recorded"):
-        _C.Event(device).wait("exchange")
     for one, other in ((start, _C.Event(device)), (_C.Event(device), end)):
         with pytest.raises(ValueError, match="must have been recorded"):
             one.elapsed(other)
-
-
-def test_two_streams_see_of_each_other_what_events_say(device):
-    assert device.exchange_stream not in (0, device.stream)
-    a = _C.array(np.ones((4096, 4096)), device=device)
-    before, computed, beside, behind, again = (_C.Event(device) for _ in range(5))
-    device.synchronize()
-    before.record()
-    for _ in range(50):
-        b = a @ a
-    computed.record()
-    beside.record("exchange")  # waits for nothing
-    computed.wait("exchange")
-    behind.record("exchange")
-    behind.wait()
-    again.record()
-    assert not computed.done()  # else the host was too slow to show anything
-    while not beside.done():
-        assert not computed.done()
-    device.synchronize()
-    assert computed.done() and behind.done() and again.done()
-    assert before.elapsed(beside) < before.elapsed(computed) <= before.elapsed(behind)
-    assert behind.elapsed(again) >= 0
-    assert b[0, 0].numpy() == 4096
-
-
-def test_no_stream_waits_for_the_other_in_a_graph(device):
-    event, there = _C.Event(device), _C.empty((4,), "float32", device)
-    event.record("exchange")
-
-    def step():
-        there.fill(1)
-        event.wait()
-
-    with pytest.raises(ValueError, match="event: wait: a graph is being recorded"):
-        _C.Graph(device, step)
-    there.fill(2)
-    assert there.numpy().tolist() == [2] * 4
 
 
 def test_tf32_is_off(device):

@@ -396,9 +396,9 @@ def test_view_of_a_run_is_what_the_run_draws(tmp_path, inputs, monkeypatch, caps
     data = tmp_path / ("x" if kind == "megatron" else "texts")
     drawn, forward_backward = [], train_pythia.forward_backward
 
-    def watched(model, ids, targets, *more):
+    def watched(model, ids, targets, share):
         drawn.append(np.concatenate([ids, targets[:, -1:]], axis=1))
-        return forward_backward(model, ids, targets, *more)
+        return forward_backward(model, ids, targets, share)
 
     monkeypatch.setattr(train_pythia, "forward_backward", watched)
     assert (
@@ -480,9 +480,9 @@ def test_view_and_checkpoints_of_a_run_that_was_killed_went_on_and_walked_its_da
     forward_backward, queue = train_pythia.forward_backward, run_log.RunLog.queue
     dies_at = [5]
 
-    def watched(model, ids, targets, *more):
+    def watched(model, ids, targets, share):
         micro.append(np.concatenate([ids, targets[:, -1:]], axis=1))
-        return forward_backward(model, ids, targets, *more)
+        return forward_backward(model, ids, targets, share)
 
     def queued(self, step, *rest):
         rows = np.concatenate(micro)

@@ -7,7 +7,6 @@ themselves to a supervisor.
     kill, stop, term    the signal, from itself, when it has computed its first micro-batch then
     meet                SIGTERM, while it waits for the others at the end of the step
     data                its data cannot be read there
-    memory              it is out of memory in the backward, when gradients are on their way
     nan                 its loss is none
     bit                 one bit of its gradient is another
     full                the checkpoint of step s meets a full disk
@@ -35,10 +34,9 @@ import train_pythia
 
 from needle import cpu, supervise
 from needle.data import DataError
-from needle.distributed import data_parallel, environment, group, nccl
+from needle.distributed import environment, group, nccl
 from needle.distributed.control import Control
 from needle.models import pythia
-from needle.optim import NORM_CHUNK
 
 pythia.PRESETS["tiny"] = (2, 64, 2, 256)
 train_pythia.SAMPLE_TOKENS = 4
@@ -78,29 +76,10 @@ def strike(what: str, at: int, mark: str | None, deadline: float, seconds: float
 
     models, replays = [], False
 
-    def struck_compute(model, ids, targets, loss_scale, on_final=None):
+    def struck_compute(model, ids, targets, loss_scale):
         models[:] = [model]
-        if what == "memory" and on_final is not None:
-            on_final = failing(on_final)
-        loss = compute(model, ids, targets, loss_scale, on_final)
+        loss = compute(model, ids, targets, loss_scale)
         return loss if replays else computed(loss)
-
-    def failing(on_final):
-        finals = []
-
-        def final(parameter):
-            on_final(parameter)
-            finals.append(parameter)
-            if len(finals) == 10 and strikes():
-                raise MemoryError("cuda: out of host memory")
-
-        return final
-
-    class StruckPrefetch(train_pythia.Prefetch):
-        def next(self):
-            if what == "data" and strikes():
-                raise DataError("tokens.npy: a page cannot be read")
-            return super().next()
 
     class StruckRecorded(train_pythia.Recorded):
         def __init__(self, *args):
@@ -114,10 +93,12 @@ def strike(what: str, at: int, mark: str | None, deadline: float, seconds: float
     def computed(loss):
         if what == "slow":
             time.sleep(seconds)
-        if what in ("full", "meet", "data", "memory") or not strikes():
+        if what in ("full", "meet") or not strikes():
             return loss
         if what in ("kill", "stop", "term"):
             os.kill(os.getpid(), getattr(signal, f"SIG{what.upper()}"))
+        elif what == "data":
+            raise DataError("tokens.npy: a page cannot be read")
         elif what == "nan":
             return loss * float("nan")
         elif what == "bit":
@@ -150,7 +131,7 @@ def strike(what: str, at: int, mark: str | None, deadline: float, seconds: float
         train_pythia.run_data = late_data
     train_pythia.schedule_of = counting
     train_pythia.forward_backward = struck_compute
-    train_pythia.Recorded, train_pythia.Prefetch = StruckRecorded, StruckPrefetch
+    train_pythia.Recorded = StruckRecorded
     train_pythia.save_checkpoint = struck_write
 
 
@@ -191,7 +172,6 @@ if __name__ == "__main__":
     if plan is not None and plan["rank"] == (0 if place is None else place.rank):
         more = plan.get("mark"), plan.get("deadline", 60.0), plan.get("seconds", 0.1)
         strike(plan["what"], plan["step"], *more)
-    data_parallel.BUCKET = NORM_CHUNK  # the tiny model has several
     if plan is not None and "most" in plan:
         from needle.distributed import mpi
 

@@ -45,7 +45,7 @@ def train(group, leaves, dtype, steps=3, max_norm=1.0):
             parallel.add_leaf()
         norm, scale = parallel.reduce(max_norm)
         norms.append((norm.item(), scale.item()))
-        sums.append({own.start: flat.grad[own].numpy() for own in parallel.own})
+        sums.append(flat.grad[parallel.pieces[group.rank]].numpy())
         parallel.step(scale)
     losses = [_C.array(np.float32(leaf), "float32", _C.cpu()) for leaf in parallel.own_leaves]
     losses = [loss.item() for loss in parallel.losses(losses)]
@@ -55,7 +55,7 @@ def train(group, leaves, dtype, steps=3, max_norm=1.0):
         state = {name: array.numpy().tobytes() for name, array in arrays.items()}
     assert {slot: array.size for slot, array in optimizer.kept().items()} == held
     weights = as_bytes(flat.data).numpy().tobytes()
-    return norms, sums, losses, weights, state, held
+    return norms, np.concatenate(sums), losses, weights, state, held
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -79,8 +79,7 @@ def test_ranks_change_no_bit(leaves, counts, dtype):
 
 def test_the_sum_and_its_norm():
     """Against NumPy: the sum by the tree's own order in float32, the norm in float64."""
-    ((norms, [sums], *_),) = together(1, lambda group: train(group, 4, "float32", 1, 0.5))
-    sums = sums[0]
+    ((norms, sums, *_),) = together(1, lambda group: train(group, 4, "float32", 1, 0.5))
     a, b, c, d = gradients(4, 0)
     flat = nn.flatten_parameters(Model("float32"))
     square = 0.0
@@ -96,12 +95,11 @@ def test_the_sum_and_its_norm():
 @pytest.mark.parametrize("size", [1, 64, NORM_CHUNK, NORM_CHUNK + 64, 5 * NORM_CHUNK + 1])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_pieces(size, ranks):
-    begin = 3 * NORM_CHUNK
-    found = pieces(slice(begin, begin + size), ranks)
-    assert len(found) == ranks and found[0].start == begin and found[-1].stop == begin + size
+    found = pieces(size, ranks)
+    assert len(found) == ranks and found[0].start == 0 and found[-1].stop == size
     for piece, following in zip(found, found[1:]):
         assert piece.stop == following.start
-        assert piece.stop % NORM_CHUNK == 0 or piece.stop == begin + size
+        assert piece.stop % NORM_CHUNK == 0 or piece.stop == size
     sizes = [piece.stop - piece.start for piece in found]
     assert max(sizes) - min(sizes) <= 2 * NORM_CHUNK
 
@@ -127,8 +125,8 @@ def test_state_that_was_loaded_whole_is_cut():
         whole += _C.array(np.arange(flat.size, dtype=np.float32), "float32", _C.cpu())
         before = whole.numpy()
         parallel = DataParallel(group, flat, optimizer, 4)
-        wanted = np.concatenate([before[own] for own in parallel.own])
-        np.testing.assert_array_equal(optimizer.kept()["m"].numpy(), wanted)
+        own = parallel.pieces[group.rank]
+        np.testing.assert_array_equal(optimizer.kept()["m"].numpy(), before[own])
 
     together(4, work)
 
@@ -136,9 +134,9 @@ def test_state_that_was_loaded_whole_is_cut():
 def test_a_part_of_what_is_kept_no_more():
     optimizer = optim.AdamW(nn.flatten_parameters(Model("float32")))
     optimizer.kept()
-    optimizer.keep([slice(0, NORM_CHUNK)])
+    optimizer.keep(slice(0, NORM_CHUNK))
     with pytest.raises(ValueError, match="not within what is kept"):
-        optimizer.keep([slice(NORM_CHUNK // 2, 2 * NORM_CHUNK)])
+        optimizer.keep(slice(NORM_CHUNK // 2, 2 * NORM_CHUNK))
 
 
 def test_rank_0_goes_first_and_its_error_is_everybodys():

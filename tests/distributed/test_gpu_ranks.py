@@ -124,113 +124,13 @@ assert got[size - 5 :].numpy().tolist() == [other + 1] * 2 + [other + 7] * 3
     ranks(tmp_path, body)
 
 
-# ---- beside the backward -------------------------------------------------------------------------
-
-# train(group, early) is steps of a small Pythia, whose micro-batches are not recorded; for each
-# step it adds to `times`, where that is a list: (an event behind each bucket, one behind the
-# backward).
-TRAIN = """
-import hashlib
-import os
-from needle import models, nn, optim
-from needle.autograd import Tensor
-from needle.backend_ndarray import as_bytes, full
-from needle.distributed import data_parallel
-from needle.distributed.data_parallel import DataParallel
-def train(group, early, steps=20, dtype="float32", batch=2, times=None):
-    np.random.seed(0)
-    config = models.preset("pythia-14m", max_seq_len=512, dtype=dtype)
-    model = config.model_class(config, device=device)
-    flat = nn.flatten_parameters(model)
-    parallel = DataParallel(group, flat, optim.AdamW(flat, lr=1e-3), 4)
-    batches = np.random.RandomState(1).randint(0, 50000, (steps, 4, batch, 513))
-    scale = Tensor.from_ndarray(full((), 0.25, "float32", device))
-    start, events = group.start, []
-    def marked(name, *more):
-        arrive = start(name, *more)
-        if name == "the sum of gradients":
-            events.append(_C.Event(device))
-            events[-1].record("exchange")
-        return arrive
-    group.start = marked
-    for ids in batches:
-        events.clear()
-        for leaf in parallel.own_leaves:
-            parallel.optimizer.reset_grad()
-            loss = model.loss(ids[leaf][:, :-1], ids[leaf][:, 1:])
-            loss.backward(scale, parallel.on_final(leaf) if early else None)
-            parallel.add_leaf()
-        done = _C.Event(device)
-        done.record()
-        norm, factor = parallel.reduce(1.0)
-        parallel.step(factor)
-        if times is not None:
-            times.append(([*events], done))
-    group.start = start
-    return hashlib.sha256(as_bytes(flat.data).numpy().tobytes()).hexdigest(), norm.item()
-"""
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_sent_during_the_backward_is_final_and_what_is_added_has_come(tmp_path, dtype):
-    body = f"""
-alone = train(Group(), False, dtype={dtype!r})
-for bucket in (1 << 16, 1 << 20, 1 << 22):
-    data_parallel.BUCKET = bucket
-    for early in (True, False, True):
-        assert train(group, early, dtype={dtype!r}) == alone, (bucket, early)
-print("well")
-"""
-    assert ranks(tmp_path, TRAIN + body) == "well\n"
-
-
-def test_buckets_travel_beside_the_backward(tmp_path):
-    """The first, the head's, has come before the backward's end; sent behind it, none has. The
-    embedding's, the last one, comes behind it."""
-    body = """
-data_parallel.BUCKET = 1 << 20
-for early in True, False:
-    times = []
-    train(group, early, 12, "bfloat16", 16, times)
-    device.synchronize()
-    left = [[event.elapsed(done) for event in events] for events, done in times[4:]]
-    print(early, [round(ms, 3) for ms in left[-1]])
-    for ms in left:
-        assert len(ms) >= 3 and sorted(ms, reverse=True) == ms and (ms[0] > 0) == early
-        assert ms[-1] < 0
-"""
-    print(ranks(tmp_path, TRAIN + body))
-
-
-def test_a_rank_that_fails_in_the_backward_ends_the_other(tmp_path):
-    body = """
-data_parallel.BUCKET = 1 << 20
-group._control.deadline, group._control._period = 6.0, 0.3
-train(group, True, 2)
-right = DataParallel._send_bucket
-def fail(self):
-    if self._sent and group.rank == 1:
-        group.close("out of memory", 1)
-        os._exit(1)
-    right(self)
-DataParallel._send_bucket = fail
-train(group, True, 2)
-"""
-    said = ended(tmp_path, TRAIN + body, code=1)[1]
-    assert "rank 1 stopped at step 0: out of memory" in said, said
-
-
 # ---- trainings -----------------------------------------------------------------------------------
 
-# Micro-batches so small are replayed, and send no gradient early, unless --no-graph says otherwise.
 KINDS = {
     "float32": [],
     "bfloat16": ["--dtype", "bfloat16"],
     "graph": ["--dtype", "bfloat16", "--graph"],
     "recompute": ["--recompute"],
-    "early": ["--no-graph"],
-    "early bfloat16": ["--no-graph", "--dtype", "bfloat16"],
-    "early recompute": ["--no-graph", "--recompute"],
 }
 
 
@@ -267,7 +167,7 @@ def test_gpus_change_no_byte(tmp_path, tokens, alone, kind):
     assert runs.written("two") == alone(kind)
 
 
-@pytest.mark.parametrize("kind", ["float32", "graph", "early"])
+@pytest.mark.parametrize("kind", ["float32", "graph"])
 def test_a_run_goes_on_with_other_numbers(tmp_path, tokens, alone, kind):
     goes_on_with_other_numbers(Runs(tmp_path, tokens, None, *KINDS[kind]), alone(kind))
 

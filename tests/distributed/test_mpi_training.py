@@ -154,16 +154,6 @@ def test_data_that_one_rank_cannot_read(tmp_path, tokens, alone):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_memory_that_runs_out_when_gradients_are_on_their_way(tmp_path, tokens, alone, rank):
-    said = run(tmp_path, tokens, 2, plan={"rank": rank, "step": 23, "what": "memory"}, code=1)
-    assert said.count("cuda: out of host memory") == 2  # the other one quotes it
-    where = f"rank {1 - rank}, in 'the sum of gradients' at step 23"
-    assert f"{where}: rank {rank} stopped at step 23: cuda: out of host" in said
-    run(tmp_path, tokens, 4, "--resume", "auto")
-    assert written(tmp_path) == alone
-
-
-@pytest.mark.parametrize("rank", [0, 1])
 def test_a_loss_that_is_none_stops_all(tmp_path, tokens, rank):
     said = run(tmp_path, tokens, 2, plan={"rank": rank, "step": 23, "what": "nan"}, code=1)
     assert re.search(

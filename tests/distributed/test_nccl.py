@@ -134,53 +134,6 @@ def test_what_cannot_be_sent(library, wrong):
     connected(library, 1, work)
 
 
-def test_an_exchange_stands_between_two_events(monkeypatch):
-    """In the other stream, behind what the device was given, and what waits comes behind it."""
-    log = []
-
-    class Noted:
-        """A library, a device and an event, all of which say what they are asked for."""
-
-        stream, exchange_stream = 1, 2
-
-        def __init__(self, name="library"):
-            self.name = name
-
-        def call(self, name, *arguments, communicator=None):
-            streams = [arguments[-1]] if name in ("ncclSend", "ncclRecv") else []
-            log.append((name, *streams))
-
-        def synchronize(self):
-            log.clear()
-
-        def record(self, stream):
-            log.append((self.name, "record", stream))
-
-        def wait(self, stream):
-            log.append((self.name, "wait", stream))
-
-    names = iter(["first", "last"])
-    monkeypatch.setattr(nccl, "Event", lambda device: Noted(next(names)))
-    transport = NCCLTransport(Noted(), 0, 2, bytes(128), Noted("device"))
-    transport._device = _C.cpu()
-    sent, received = _C.array(np.zeros(3)), _C.empty((3,))
-    references = sys.getrefcount(sent)
-    work = transport.exchange([None, sent], [None, received])
-    assert log[1:] == [
-        ("first", "record", "compute"),
-        ("first", "wait", "exchange"),
-        ("ncclGroupStart",),
-        ("ncclSend", 2),
-        ("ncclRecv", 2),
-        ("ncclGroupEnd",),
-        ("last", "record", "exchange"),
-    ]
-    assert sys.getrefcount(sent) > references  # its memory may not go to others yet
-    work.wait()
-    assert log[8:] == [("last", "wait", "compute")]
-    assert sys.getrefcount(sent) == references
-
-
 def test_an_error_behind_the_call_is_found_by_who_looks(library, monkeypatch):
     def work(transport, rank):
         transport.look()

@@ -30,7 +30,7 @@ def model_of(**changes):
 
 
 def gradient(group, context, **changes):
-    """(losses, the norm of the gradient, this rank's pieces of it by their begin) of one step."""
+    """(losses, the norm of the gradient, this rank's piece of it) of one step."""
     model = model_of(**changes)
     flat = nn.flatten_parameters(model)
     parallel = DataParallel(group, flat, optim.AdamW(flat), len(IDS), context)
@@ -44,18 +44,12 @@ def gradient(group, context, **changes):
     for leaf in parallel.own_leaves:
         parallel.optimizer.reset_grad()
         loss = model.loss(IDS[leaf][:, :-1][:, columns], IDS[leaf][:, 1:][:, columns])
-        loss.backward(scale, parallel.on_final(leaf))
+        loss.backward(scale)
         losses.append(loss.cached_data)
         parallel.add_leaf()
     norm, _ = parallel.reduce()
     losses = [loss.item() for loss in parallel.losses(losses)]
-    return losses, norm.item(), {own.start: flat.grad[own].numpy() for own in parallel.own}
-
-
-def whole(done):
-    """The gradient, from the pieces of all ranks."""
-    pieces = {begin: piece for _, _, own in done for begin, piece in own.items() if len(piece)}
-    return np.concatenate([pieces[begin] for begin in sorted(pieces)])
+    return losses, norm.item(), flat.grad[parallel.pieces[group.rank]].numpy()
 
 
 CHANGES = {
@@ -74,10 +68,9 @@ CHANGES = {
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("ranks, context", [(2, 2), (4, 2), (4, 4), (3, 3)])
 def test_the_gradient_is_that_of_one(ranks, context, changes):
-    alone = together(1, lambda g: gradient(g, 1, **changes))
-    ((wanted_losses, wanted_norm, _),), wanted = alone, whole(alone)
+    ((wanted_losses, wanted_norm, wanted),) = together(1, lambda g: gradient(g, 1, **changes))
     done = together(ranks, lambda group: gradient(group, context, **changes))
-    found = whole(done)
+    found = np.concatenate([piece for _, _, piece in done])
     assert np.linalg.norm(found - wanted) < 2e-6 * np.linalg.norm(wanted)
     for losses, norm, _ in done:
         assert losses == pytest.approx(wanted_losses, rel=1e-6)
@@ -87,7 +80,8 @@ def test_the_gradient_is_that_of_one(ranks, context, changes):
 def test_the_number_of_ranks_changes_no_bit():
     two, four = (together(ranks, lambda group: gradient(group, 2)) for ranks in (2, 4))
     assert two[0][:2] == four[0][:2]
-    np.testing.assert_array_equal(whole(two), whole(four))
+    pieces = [np.concatenate([piece for _, _, piece in done]) for done in (two, four)]
+    np.testing.assert_array_equal(*pieces)
 
 
 def test_layers_that_are_computed_again_change_no_bit():
