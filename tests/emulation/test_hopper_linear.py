@@ -78,6 +78,49 @@ def test_backward(compiled, n, m, k, tanh, is_half):
     np.testing.assert_allclose(db, 3 + got.sum(0), rtol=1e-5, atol=1e-4)
 
 
+def gelu_inputs() -> np.ndarray:
+    """Every bfloat16 from 2^-10 to 16 and its negative, and what is special."""
+    words = np.arange(0x3A80, 0x4181, dtype=np.uint16)
+    special = to_16(np.array([0, 17, 300, 1e38, np.inf, np.nan]), 0)
+    words = np.concatenate([words, special])
+    words = np.concatenate([words, words ^ 0x8000])
+    return np.concatenate([words, np.zeros(-len(words) % 8, np.uint16)])
+
+
+def test_gelu_of_every_number(compiled):
+    """Rounded once, but for 2^-18 of it, or 1e-12. Of infinity the limits."""
+    b = gelu_inputs()
+    x, w = np.zeros((1, 8), np.uint16), np.zeros((8, len(b)), np.uint16)
+    pre, y = poison((1, len(b))), poison((1, len(b)))
+    call(compiled("linear", "forward"), (x, w, b, pre, y), 1, 8, len(b), len(b), 0, 0, 1)
+    at, got = from_16(b, 0), from_16(y[0], 0)
+    np.testing.assert_array_equal(from_16(pre[0], 0), at)
+    finite = np.isfinite(at)
+    want = gelu(at[finite])
+    off = np.abs(got[finite] - want) - 2.0**-8 * 1.01 * np.abs(want)
+    assert (off <= 1e-12).all(), at[finite][off.argmax()]
+    for number, limit in ((np.inf, np.inf), (-np.inf, 0), (np.nan, np.nan)):
+        found = got[np.isnan(at) if np.isnan(number) else at == number]
+        np.testing.assert_array_equal(found, np.full(found.shape, limit))
+
+
+def test_gelu_grad_of_every_number(compiled):
+    numbers = gelu_inputs()
+    dy, w = np.zeros((1, 8), np.uint16), np.zeros((len(numbers), 8), np.uint16)
+    dy[0, 0] = w[:, 0] = to_16(np.ones(1), 0)[0]
+    dpre, db = poison((1, len(numbers))), np.zeros(len(numbers), np.float32)
+    pre = numbers[None].copy()
+    call(compiled("linear", "backward"), (dy, w, pre, dpre, db), 1, 8, len(numbers), 0, 0, 1)
+    at, got = from_16(numbers, 0), from_16(dpre[0], 0)
+    finite = np.isfinite(at)
+    want = gelu_grad(at[finite])
+    off = np.abs(got[finite] - want) - 2.0**-8 * 1.01 * np.abs(want)
+    assert (off <= 1e-6).all(), at[finite][off.argmax()]
+    for number, limit in ((np.inf, 1), (-np.inf, 0), (np.nan, np.nan)):
+        found = got[np.isnan(at) if np.isnan(number) else at == number]
+        np.testing.assert_array_equal(found, np.full(found.shape, limit))
+
+
 def test_when_threads_run_changes_no_bit(compiled):
     dy, w, pre = drawn(0, ((500, 520), 1), ((392, 520), 0.05), ((500, 392), 1))
     results = []
