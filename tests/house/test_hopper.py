@@ -34,6 +34,7 @@ def words_of(code: bytes) -> list[int]:
         ("attention_fwd_hopper", (SHARED, REGISTERS)),
         ("attention_bwd_hopper", (SHARED, REGISTERS)),
         ("linear_hopper", (SHARED,)),
+        ("linear_shallow_hopper", (REGISTERS,)),
     ],
 )
 def test_products_are_wgmma(source, kinds, tmp_path):

@@ -37,6 +37,18 @@ FAULTS = [
         "word[4 * p + 2 + h] = is_odd() ? got : y.y;",
         f"{OPS} -k linear_gelu_bwd",
     ),
+    Fault(
+        "cuda/linear_shallow_hopper.cu",
+        "            sums[h] += __shfl_xor_sync(~0u, sums[h], 2);\n",
+        "",
+        f"{OPS} -k linear_gelu_bwd",
+    ),
+    Fault(
+        "cuda/gelu.cuh",
+        "return 0.5f + copysignf(0.5f - r, x);",
+        "return r;",
+        f"{OPS} -k linear_gelu_bwd",
+    ),
     # ---- attention ----
     Fault(
         "cuda/attention.cuh",
