@@ -185,6 +185,7 @@ def test_who_hears_of_a_rank_that_left_is_told_that_rank_0_says_so(start, late):
     """Each adds where it was. (Who left may be gone before rank 0 says it.)"""
     body = f"""
 control = join()
+control.gather("all have started", None)
 if rank == 2:
     control.leave("the disk is full")
 else:

@@ -225,8 +225,9 @@ def test_a_supervisor_that_asks_for_stacks_gets_those_of_the_ranks(launch, tmp_p
     process.send_signal(signal.SIGABRT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGABRT
-    assert err.count("Fatal Python error: Aborted") == 3
-    assert err.count("rank 1: Fatal Python error: Aborted") == 1
+    # Three processes write pieces of lines: this is one of them.
+    assert err.count("Fatal Python error: ") == 3
+    assert err.count("rank 1: Fatal Python error: ") == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
