@@ -189,4 +189,5 @@ def environments(count: int) -> list[dict[str, str]]:
 def say(text: str, who: str = "needle") -> None:
     """A line for people."""
     with contextlib.suppress(OSError):  # nobody reads it any more
-        print(f"{who}: {text}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"{who}: {text}\n")  # in one piece: print() may write the end by itself
+        sys.stderr.flush()
