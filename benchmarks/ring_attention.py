@@ -173,8 +173,9 @@ def measure(sides: dict[str, Workers], time: int, dim: int) -> None:
             f"{rates[name]:5.0f} TFLOP/s a GPU, {shares[name]:6.1%} of its one GPU, "
             f"{rates[name] / rates['needle, 1 GPU']:6.1%} of needle's"
         )
-    for name in [name for name, share in shares.items() if share > POSSIBLE]:
-        print(f"  {name}: THIS DOES NOT COUNT: so fast it cannot have computed the whole attention")
+    for name, share in shares.items():
+        if share > POSSIBLE:
+            print(f"  {name}: THIS DOES NOT COUNT: too fast to have computed the whole attention")
 
 
 def steps_of(side: Workers, time: int, dim: int) -> int:
