@@ -46,17 +46,6 @@ static inline bool hopper_turns(const nd_array *cos) {
     return cos != NULL && (cos->shape[1] == 8 || cos->shape[1] == 16);
 }
 
-/* Whether the copy engine takes a (B, T, H, D) operand: rows that start at multiples of 16 bytes. */
-static inline bool is_boxable(const nd_array *a) {
-    const int64_t most = (int64_t)1 << 38;
-    bool good = is_aligned16(a->data) && (a->shape[3] == 1 || a->strides[3] == 1);
-    for (int axis = 0; axis < 3; axis++) {
-        int64_t stride = a->strides[axis];
-        good = good && (a->shape[axis] <= 1 || (stride > 0 && stride % 8 == 0 && stride < most));
-    }
-    return good;
-}
-
 /* 16 bits, head dims up to 128, blocks of whole parts, something to do. */
 static inline bool hopper_serves(int device, const Problem &p, nd_dtype dtype, int64_t block,
                                  std::initializer_list<const nd_array *> operands) {

@@ -113,6 +113,19 @@ template <class I> __host__ __device__ constexpr I ceil_div(I a, I b) { return (
 
 static inline bool is_aligned16(const void *p) { return ((uintptr_t)p & 15) == 0; }
 
+/* Whether Hopper's copy engine takes an operand of 16 bits: rows of unit stride that start at multiples of 16
+ * bytes, no axis backwards. */
+static inline bool is_boxable(const nd_array *a) {
+    const int64_t most = (int64_t)1 << 38;
+    const int last = a->ndim - 1;
+    bool good = is_aligned16(a->data) && (a->shape[last] == 1 || a->strides[last] == 1);
+    for (int axis = 0; axis < last; axis++) {
+        int64_t stride = a->strides[axis];
+        good = good && (a->shape[axis] <= 1 || (stride > 0 && stride % 8 == 0 && stride < most));
+    }
+    return good;
+}
+
 /* ---- dtypes ---------------------------------------------------------------------------------- */
 typedef __nv_bfloat16 bf16;
 typedef __half f16;
@@ -228,6 +241,18 @@ __device__ __forceinline__ float fast_exp2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
     return y;
+}
+
+/* The two 16-bit floats of a word, the one in the lower half first. */
+template <class T> __device__ __forceinline__ float2 unpack_pair(uint32_t x);
+
+template <> __device__ __forceinline__ float2 unpack_pair<bf16>(uint32_t x) {
+    return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000));
+}
+
+template <> __device__ __forceinline__ float2 unpack_pair<f16>(uint32_t x) {
+    return make_float2(__half2float(__ushort_as_half((unsigned short)x)),
+                       __half2float(__ushort_as_half((unsigned short)(x >> 16))));
 }
 
 /* fminf, but a NaN wins. */

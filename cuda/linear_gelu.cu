@@ -1,7 +1,7 @@
 /* linear_gelu.cu - linear_gelu_fwd: y = gelu(pre), pre = x w + b; linear_gelu_bwd: dpre = dy w^T gelu'(pre),
  * db += its column sums.
  *
- * On Hopper, in 16 bits, one kernel: linear_hopper.cu. Elsewhere the ops that they stand for, one after the
+ * On Hopper, in 16 bits, one kernel (linear_hopper.cuh). Elsewhere the ops that they stand for, one after the
  * other, with the bits of these.
  */
 #include "linear_hopper.cuh"

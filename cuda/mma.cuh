@@ -120,16 +120,4 @@ template <> __device__ __forceinline__ uint32_t pack_pair<f16>(float low, float 
     return packed;
 }
 
-/* And back: the lower half, the upper half. */
-template <class T> __device__ __forceinline__ float2 unpack_pair(uint32_t x);
-
-template <> __device__ __forceinline__ float2 unpack_pair<bf16>(uint32_t x) {
-    return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000));
-}
-
-template <> __device__ __forceinline__ float2 unpack_pair<f16>(uint32_t x) {
-    return make_float2(__half2float(__ushort_as_half((unsigned short)x)),
-                       __half2float(__ushort_as_half((unsigned short)(x >> 16))));
-}
-
 #endif

@@ -204,19 +204,6 @@ __device__ __forceinline__ void leave(const Plan &p, int64_t split, int64_t o,
     }
 }
 
-/* A word of memory as the floats T in it, one operation each where T is bf16. */
-__device__ __forceinline__ void unpack(uint32_t word, float (&x)[2], Type<bf16>) {
-    x[0] = __uint_as_float(word << 16);
-    x[1] = __uint_as_float(word & 0xffff0000u);
-}
-__device__ __forceinline__ void unpack(uint32_t word, float (&x)[2], Type<f16>) {
-    x[0] = __half2float(__ushort_as_half((unsigned short)word));
-    x[1] = __half2float(__ushort_as_half((unsigned short)(word >> 16)));
-}
-__device__ __forceinline__ void unpack(uint32_t word, float (&x)[1], Type<float>) {
-    x[0] = __uint_as_float(word);
-}
-
 /* What a thread loads at a time: 16 bytes of floats T (`vectors`), or an element. Where T is int64_t
  * it is one of any integer dtype. */
 template <class T, bool vectors> struct Piece {
@@ -239,11 +226,12 @@ template <class T, bool vectors> struct Piece {
             const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
             for (int w = 0; w < 4; w++) {
-                float part[size / 4];
-                unpack(words[w], part, Type<T>());
-#pragma unroll
-                for (int k = 0; k < size / 4; k++) {
-                    x[w * (size / 4) + k] = part[k];
+                if constexpr (sizeof(T) == 2) {
+                    const float2 pair = unpack_pair<T>(words[w]);
+                    x[2 * w] = pair.x;
+                    x[2 * w + 1] = pair.y;
+                } else {
+                    x[w] = __uint_as_float(words[w]);
                 }
             }
         } else if constexpr (std::is_same_v<T, int64_t>) {

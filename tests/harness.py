@@ -164,6 +164,8 @@ def to_ndarray(values: np.ndarray, dtype: str, device, layout: str = "contiguous
     if layout == "reversed":
         flip = (slice(None, None, -1),) * host.ndim
         return _C.array(np.ascontiguousarray(host[flip]), dtype=dtype, device=device)[flip]
+    if layout == "backwards":  # whole rows, in the opposite order
+        return _C.array(np.ascontiguousarray(host[::-1]), dtype=dtype, device=device)[::-1]
     if layout == "offset":
         base = np.full(tuple(n + 3 for n in host.shape), garbage, host.dtype)
         inner = tuple(slice(1, 1 + n) for n in host.shape)

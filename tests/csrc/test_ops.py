@@ -39,6 +39,7 @@ from needle import _C, Tensor
 from needle.ops import cross_entropy
 
 FIRST = {case.op: case for case in reversed(CASES)}  # one case of each structured op
+PLACED = {op: [o.name for o in OPS[op].inputs if o.mode == "IO_ROWS"] for op in OPS}
 SHAPES = [(1,), (31,), (257,), (31, 257), (3, 1, 5, 7), (0,), (4, 0, 3), ()]
 STORED = {"F": None, "f4": "float32", "i4": "int32", "i8": "int64", "b1": "bool"}
 UNREPEATED = "kept offsets columns order offsets_t rows order_t lse".split()
@@ -170,6 +171,17 @@ def test_structured_views(case, layout, device):
         plain = call(case, values, "float32", device)
         for name, array in viewed.items():
             assert_same_bits(array.compact(), plain[name].compact(), f"{case} {layouts} {name}")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("case", [c for c in CASES if PLACED.get(c.op)], ids=str)
+def test_places_whose_rows_run_backwards(case, dtype, device):
+    """A result that lies where the caller says may lie there in any order of its rows."""
+    device = device_of(device)
+    layouts = dict.fromkeys(PLACED[case.op], "backwards")
+    values = prepare(case, dtype, layouts)
+    check(case, values, call(case, values, dtype, device, layouts), dtype)
 
 
 @pytest.mark.parametrize("device", DEVICES)

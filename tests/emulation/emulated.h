@@ -411,13 +411,6 @@ inline void load_matrices_transposed(uint32_t (&x)[4], uint32_t row) {
     }
     emulated::from_lane(0, 0); /* nobody writes before all have read */
 }
-template <class T> float2 unpack_pair(uint32_t x);
-template <> inline float2 unpack_pair<bf16>(uint32_t x) {
-    return make_float2(emulated::of_bf16((uint16_t)x), emulated::of_bf16((uint16_t)(x >> 16)));
-}
-template <> inline float2 unpack_pair<f16>(uint32_t x) {
-    return make_float2(emulated::of_f16((uint16_t)x), emulated::of_f16((uint16_t)(x >> 16)));
-}
 template <class T> uint32_t pack_pair(float low, float high);
 template <> inline uint32_t pack_pair<bf16>(float low, float high) {
     return pack(__float2bfloat16_rn(low), __float2bfloat16_rn(high));

@@ -8,7 +8,7 @@ from cases.elementwise import gelu, gelu_grad, gelu_tanh, gelu_tanh_grad
 from words import from_16, poison, to_16
 
 # (rows, depth, columns), on three processors: edges in each direction; blocks of several tiles, of
-# parts of two columns of tiles, of none; depths whose b stays and does not; odd and even shares.
+# parts of two columns of tiles, of none; depths of both files; odd and even shares.
 SHAPES = [
     (1, 8, 8),
     (128, 64, 128),
@@ -76,6 +76,13 @@ def test_backward(compiled, n, m, k, tanh, is_half):
     off = np.abs(got - product * derivative) / bound
     assert np.isfinite(got).all() and off.max() <= 1, np.unravel_index(off.argmax(), off.shape)
     np.testing.assert_allclose(db, 3 + got.sum(0), rtol=1e-5, atol=1e-4)
+
+
+def test_rows_that_run_backwards_are_left_to_others(compiled):
+    x, w, b = drawn(0, ((130, 64), 1), ((64, 72), 0.1), ((72,), 1))
+    pre, y = poison((130, 72)), poison((130, 72))
+    arrays = (ctypes.c_void_p(array.ctypes.data) for array in (x, w, b, pre, y[-1]))
+    assert compiled("linear", "forward")(*arrays, 130, 64, 72, -72, 0, 0, 1) == b"not served"
 
 
 def gelu_inputs() -> np.ndarray:
