@@ -11,11 +11,12 @@
  * enough; the threads' pairs are merged in a fixed order. A row may start anywhere (V odd): the
  * elements before its first 16-byte boundary and after its last go one by one.
  * Both: where two rows fit into shared memory a block walks down rows, and the next arrives while it works
- * on one; longer rows are read twice, the second time as a rule out of the L2.
+ * on one; longer rows are read twice, the second time as a rule out of the L2. Long aligned rows on Hopper:
+ * cross_entropy_hopper.cu.
  * Bytes, T bytes an element: forward N V T; backward 2 N V T; both 2 N V T (3 N V T for long rows). One
  * exponential an element in each, two in both.
  */
-#include "common.cuh"
+#include "cross_entropy_hopper.cuh"
 #include "mma.cuh"
 
 namespace {
@@ -361,7 +362,7 @@ nd_status cuda_cross_entropy_fwd_bwd(int device, const cross_entropy_fwd_bwd_arg
     const int32_t *targets = data_of<int32_t>(a->targets);
     float *losses = data_of<float>(a->losses);
     ND_TRY(check_columns(op, columns));
-    return with_float(op, a->logits->dtype, [&](auto tag) -> nd_status {
+    auto portable = [&](auto tag) -> nd_status {
         using T = typename decltype(tag)::type;
         const int64_t row_bytes = (columns * (int64_t)sizeof(T) + 31) / 16 * 16;
         const size_t two_rows = 2 * (size_t)row_bytes, reductions = 1024;
@@ -377,9 +378,13 @@ nd_status cuda_cross_entropy_fwd_bwd(int device, const cross_entropy_fwd_bwd_arg
                 data_of<T>(a->logits), targets, losses, rows, columns, row_bytes);
             CUDA_LAUNCHED(op);
         }
-        mean_kernel<<<1, 1024, 0, stream>>>(losses, targets, data_of<float>(a->loss),
-                                            data_of<float>(a->share), true, rows);
-        CUDA_LAUNCHED(op);
         return ND_OK;
-    });
+    };
+    ND_TRY(cross_entropy_hopper_serves(device, a->logits)
+               ? cross_entropy_hopper(device, a)
+               : with_float(op, a->logits->dtype, portable));
+    mean_kernel<<<1, 1024, 0, stream>>>(losses, targets, data_of<float>(a->loss),
+                                        data_of<float>(a->share), true, rows);
+    CUDA_LAUNCHED(op);
+    return ND_OK;
 }

@@ -1,5 +1,5 @@
 /* hopper.cuh - what a Hopper (sm_90a) has beyond older GPUs, each instruction once, by the names that
- * the kernels of attention and of the MLP read by. PTX ISA 8.0 and later, sections in brackets.
+ * the kernels of attention, the MLP and the loss read by. PTX ISA 8.0 and later, sections in brackets.
  *
  * Shared memory is addressed by 32-bit shared-window addresses. A *panel* is how matrices lie there:
  * rows of 64 16-bit elements (128 bytes), the 16-byte chunk c of row r at chunk c ^ (r % 8), its start a
@@ -108,6 +108,15 @@ __device__ __forceinline__ void box_load(uint32_t to, const CUtensorMap *map, ui
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
                  " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
                  "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+                 : "memory");
+}
+
+/* `bytes` in a row, without a tensor map [cp.async.bulk]: addresses and `bytes` are multiples of 16. */
+__device__ __forceinline__ void bulk_load(uint32_t to, const void *from, uint32_t bytes,
+                                          uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 " [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
                  : "memory");
 }
 
