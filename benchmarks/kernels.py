@@ -262,7 +262,7 @@ def products(s: Shapes) -> Iterator[Case]:
             dw_peer,
             flops=True,
         )
-    x, w, b, pre = (
+    x, w, b, slope = (
         s.array(rows, C),
         s.array(C, 4 * C, scale=0.02),
         s.array(4 * C),
@@ -289,13 +289,13 @@ def products(s: Shapes) -> Iterator[Case]:
             gelu_peer,
             flops=True,
         )
-        yield Case(
-            f"linear_gelu_bwd {form}",
-            work,
-            functools.partial(_C.linear_gelu_bwd, x, w_back, pre, tanh, db),
-            gelu_bwd_peer,
-            flops=True,
-        )
+    yield Case(
+        "linear_gelu_bwd",
+        work,
+        functools.partial(_C.linear_gelu_bwd, x, w_back, slope, db),
+        gelu_bwd_peer,
+        flops=True,
+    )
     for m in (C, 3 * C, 4 * C):
         dy, db = s.array(rows, m), s.array(m, dtype="float32")
 

@@ -1,8 +1,8 @@
-/* linear_gelu.cu - linear_gelu_fwd: y = gelu(pre), pre = x w + b; linear_gelu_bwd: dpre = dy w^T gelu'(pre),
- * db += its column sums.
+/* linear_gelu.cu - linear_gelu_fwd: y = gelu(pre), slope = gelu'(pre), pre = x w + b;
+ * linear_gelu_bwd: dpre = dy w^T slope, db += its column sums.
  *
- * On Hopper, in 16 bits, one kernel (linear_hopper.cuh). Elsewhere the ops that they stand for, one after the
- * other, with the bits of these.
+ * On Hopper, in 16 bits, one kernel (linear_hopper.cuh). Elsewhere one after the other: y has the bits of linear_fwd
+ * and gelu, dpre those of matmul and multiply.
  */
 #include "linear_hopper.cuh"
 
@@ -21,10 +21,11 @@ nd_array batch_of_one(const nd_array *a, bool transposed) {
     return batch;
 }
 
-/* y = gelu(pre), N elements at a time; the rows of y are `stride` elements apart. */
+/* What lies in slope is pre, and becomes gelu'(pre); y = gelu(pre). N elements at a time; the rows of y are
+ * `stride` elements apart. */
 template <class T, bool TANH, int N>
 __global__ void __launch_bounds__(256)
-    gelu_rows_kernel(const T *pre, int64_t rows, int64_t columns, int64_t stride, T *y) {
+    gelu_rows_kernel(T *slope, int64_t rows, int64_t columns, int64_t stride, T *y) {
     const int64_t step = (int64_t)gridDim.x * blockDim.x * N;
     for (int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * N; i < rows * columns;
          i += step) {
@@ -32,15 +33,23 @@ __global__ void __launch_bounds__(256)
         auto gelu = [](T x) {
             return from_float<T>(TANH ? nd_gelu_tanh(to_float(x)) : nd_gelu(to_float(x)));
         };
+        auto derivative = [](T x) {
+            return from_float<T>(TANH ? nd_gelu_tanh_grad(to_float(x)) : nd_gelu_grad(to_float(x)));
+        };
         if constexpr (N == 1) {
-            *to = gelu(pre[i]);
+            const T x = slope[i];
+            *to = gelu(x);
+            slope[i] = derivative(x);
         } else {
-            Vec<T> v = load16(pre + i);
+            const Vec<T> x = load16(slope + i);
+            Vec<T> f, df;
 #pragma unroll
             for (int k = 0; k < N; k++) {
-                v.v[k] = gelu(v.v[k]);
+                f.v[k] = gelu(x.v[k]);
+                df.v[k] = derivative(x.v[k]);
             }
-            store16(to, v);
+            store16(to, f);
+            store16(slope + i, df);
         }
     }
 }
@@ -48,32 +57,31 @@ __global__ void __launch_bounds__(256)
 } // namespace
 
 nd_status cuda_linear_gelu_fwd(int device, const linear_gelu_fwd_args *a) {
-    if (linear_hopper_serves(device, {a->x, a->w, a->b, a->pre, a->y})) {
+    if (linear_hopper_serves(device, {a->x, a->w, a->b, a->slope, a->y})) {
         return linear_gelu_fwd_hopper(device, a);
     }
     linear_fwd_args product = {};
     product.x = a->x;
     product.w = a->w;
     product.b = a->b;
-    product.y = a->pre;
+    product.y = a->slope;
     ND_TRY(cuda_linear_fwd(device, &product));
-    const int64_t rows = a->pre->shape[0], columns = a->pre->shape[1];
+    const int64_t rows = a->slope->shape[0], columns = a->slope->shape[1];
     if (rows == 0 || columns == 0) {
         return ND_OK;
     }
-    return with_float("linear_gelu_fwd", a->pre->dtype, [&](auto tag) -> nd_status {
+    return with_float("linear_gelu_fwd", a->slope->dtype, [&](auto tag) -> nd_status {
         using T = typename decltype(tag)::type;
         constexpr int N = Vec<T>::size;
-        const T *pre = data_of<T>(a->pre);
-        T *y = data_of<T>(a->y);
+        T *slope = data_of<T>(a->slope), *y = data_of<T>(a->y);
         const int64_t stride = a->y->strides[0];
         const bool vectors = columns % N == 0 && (rows == 1 || stride % N == 0) &&
-                             is_aligned16(pre) && is_aligned16(y);
+                             is_aligned16(slope) && is_aligned16(y);
         auto kernel =
             a->tanh ? (vectors ? gelu_rows_kernel<T, true, N> : gelu_rows_kernel<T, true, 1>)
                     : (vectors ? gelu_rows_kernel<T, false, N> : gelu_rows_kernel<T, false, 1>);
         const int64_t pieces = ceil_div<int64_t>(rows * columns, 256 * (vectors ? N : 1));
-        kernel<<<cuda_grid(device, pieces, 32), 256, 0, cuda_stream(device)>>>(pre, rows, columns,
+        kernel<<<cuda_grid(device, pieces, 32), 256, 0, cuda_stream(device)>>>(slope, rows, columns,
                                                                                stride, y);
         CUDA_LAUNCHED("linear_gelu_fwd");
         return ND_OK;
@@ -81,7 +89,7 @@ nd_status cuda_linear_gelu_fwd(int device, const linear_gelu_fwd_args *a) {
 }
 
 nd_status cuda_linear_gelu_bwd(int device, const linear_gelu_bwd_args *a) {
-    if (linear_hopper_serves(device, {a->dy, a->w, a->pre, a->dpre})) {
+    if (linear_hopper_serves(device, {a->dy, a->w, a->slope, a->dpre})) {
         return linear_gelu_bwd_hopper(device, a);
     }
     nd_array dy = batch_of_one(a->dy, false), w_t = batch_of_one(a->w, true),
@@ -92,13 +100,8 @@ nd_status cuda_linear_gelu_bwd(int device, const linear_gelu_bwd_args *a) {
     product.c = &dpre;
     ND_TRY(cuda_matmul(device, &product));
     /* In place: each thread reads its elements before it writes them. */
-    if (a->tanh) {
-        gelu_tanh_bwd_args gelu = {a->pre, a->dpre, 0, 0, a->dpre};
-        ND_TRY(cuda_gelu_tanh_bwd(device, &gelu));
-    } else {
-        gelu_bwd_args gelu = {a->pre, a->dpre, 0, 0, a->dpre};
-        ND_TRY(cuda_gelu_bwd(device, &gelu));
-    }
+    multiply_args times = {a->slope, a->dpre, 0, 0, a->dpre};
+    ND_TRY(cuda_multiply(device, &times));
     bias_bwd_args sums = {a->dpre, a->db, nullptr};
     return cuda_bias_bwd(device, &sums);
 }

@@ -1,12 +1,11 @@
 /* linear_hopper.cu - linear_gelu_fwd and linear_gelu_bwd on Hopper: one product c = a b of 16-bit operands,
  * added up in float32, with two ends.
  *
- *   forward   pre = x w + b, y = gelu(pre)                    a is x, b is w as it lies: (depth, columns)
- *   backward  dpre = (dy w^T) gelu'(pre), db += its columns   a is dy, b is w^T: (columns, depth) in memory
+ *   forward   y = gelu(pre), slope = gelu'(pre), pre = x w + b   a is x, b is w as it lies: (depth, columns)
+ *   backward  dpre = (dy w^T) slope, db += its columns           a is dy, b is w^T: (columns, depth) in memory
  *
- * gelu reads the rounded pre, gelu' multiplies the rounded product, and the column sums (float32) are of the
- * rounded dpre: results are those of the separate ops but for the order of the product's sums and the last
- * bits of gelu (gelu.cuh). Sums of 64 rows go to scratch and are added in their order.
+ * What is in between, pre and the product backwards, stays in float32; the column sums (float32) are of the rounded
+ * dpre. Sums of 64 rows go to scratch and are added in their order.
  *
  * Depths up to 512 are linear_shallow_hopper.cu's. Of what is here:
  *
@@ -16,7 +15,7 @@
  *   for a's and b's parts of 64 of the depth, in the order of the tiles.
  * Shared memory is what binds: products read 96 bytes a clock of the 128 that it gives, and both operands are
  *   written to it. So results go from registers to memory, 8 bytes a lane: neighbouring lanes exchange a word,
- *   and four hold the 32 bytes of a row that memory moves together. pre is read the same way, 64 columns
+ *   and four hold the 32 bytes of a row that memory moves together. slope is read the same way, 64 columns
  *   ahead.
  */
 #include "gelu.cuh"
@@ -56,10 +55,10 @@ struct Linear {
     int rows, columns, steps; /* of c; of the depth */
     int row_tiles, column_tiles;
     bool tanh;
-    const void *bias; /* forward */
-    void *pre, *out;  /* rows x columns; backward: pre is read, out is dpre */
-    int64_t out_row;  /* elements from a row of out to the next */
-    float *partial;   /* backward: row_tiles x columns */
+    const void *bias;  /* forward */
+    void *slope, *out; /* rows x columns; backward: slope is read, out is dpre */
+    int64_t out_row;   /* elements from a row of out to the next */
+    float *partial;    /* backward: row_tiles x columns */
 };
 
 #ifdef HOPPER_CODE
@@ -112,13 +111,16 @@ template <class Shape> __device__ __forceinline__ void produce(const Linear &f, 
 }
 
 /* ---- a consumer ---------------------------------------------------------------------------------- */
-/* word[i] = f(i, the pair in word[i]) */
-template <class T, class F>
-__device__ __forceinline__ void each_pair(uint32_t (&word)[16], const F &f) {
+/* gelu'(sums + bias) and gelu(sums + bias), in the order of a panel's sums: two rows' pairs of columns in turns. */
+template <class T, bool TANH>
+__device__ __forceinline__ void apply_gelu(const float *sums, const float2 (&bias)[8],
+                                           uint32_t (&slope)[16], uint32_t (&y)[16]) {
 #pragma unroll
     for (int i = 0; i < 16; i++) {
-        const float2 y = f(i, unpack_pair<T>(word[i]));
-        word[i] = pack_pair<T>(y.x, y.y);
+        const Gelu first = gelu_16<TANH>(sums[2 * i] + bias[i / 2].x),
+                   second = gelu_16<TANH>(sums[2 * i + 1] + bias[i / 2].y);
+        slope[i] = pack_pair<T>(first.slope, second.slope);
+        y[i] = pack_pair<T>(first.value, second.value);
     }
 }
 
@@ -200,38 +202,33 @@ template <class T> struct End<T, LinearShape<false>> {
 #pragma unroll
         for (int panel = 0; panel < 2; panel++, at.column += PANEL_COLUMNS) {
             const int mine = at.column + 2 * (threadIdx.x % 4);
-            uint32_t word[16];
+            float2 bias[8];
 #pragma unroll
-            for (int i = 0; i < 16; i += 2) {
-                const int column = mine + 4 * i;
-                float2 b = make_float2(0.0f, 0.0f);
+            for (int i = 0; i < 8; i++) {
+                const int column = mine + 8 * i;
+                bias[i] = make_float2(0.0f, 0.0f);
                 if (column < f.columns) {
-                    b = unpack_pair<T>(
+                    bias[i] = unpack_pair<T>(
                         *reinterpret_cast<const uint32_t *>((const T *)f.bias + column));
                 }
-                const float *sum = &c[32 * panel + 2 * i];
-                word[i] = pack_pair<T>(sum[0] + b.x, sum[1] + b.y);
-                word[i + 1] = pack_pair<T>(sum[2] + b.x, sum[3] + b.y);
             }
-            at.store<T>(f.pre, f.columns, word);
+            uint32_t slope[16], y[16];
             if (f.tanh) {
-                each_pair<T>(word, [&](int, float2 x) {
-                    return make_float2(nd_gelu_tanh(x.x), nd_gelu_tanh(x.y));
-                });
+                apply_gelu<T, true>(c + 32 * panel, bias, slope, y);
             } else {
-                each_pair<T>(
-                    word, [&](int, float2 x) { return make_float2(gelu_16(x.x), gelu_16(x.y)); });
+                apply_gelu<T, false>(c + 32 * panel, bias, slope, y);
             }
-            at.store<T>(f.out, f.out_row, word);
+            at.store<T>(f.slope, f.columns, slope);
+            at.store<T>(f.out, f.out_row, y);
         }
     }
 };
 
 template <class T> struct End<T, LinearShape<true>> {
     using Shape = LinearShape<true>;
-    uint2 ahead[2][4]; /* pre of the next piece */
+    uint2 ahead[2][4]; /* slope of the next piece */
 
-    __device__ __forceinline__ void begin(const Linear &f, Piece at) { at.load<T>(ahead, f.pre); }
+    __device__ __forceinline__ void begin(const Linear &f, Piece at) { at.load<T>(ahead, f.slope); }
 
     __device__ __forceinline__ void finish(const Linear &f, Piece at, const float (&c)[64],
                                            uint32_t my_sums, int group, int row_tile) {
@@ -242,22 +239,13 @@ template <class T> struct End<T, LinearShape<true>> {
             uint32_t word[16];
             Piece::exchange(word, ahead);
             if (panel == 0) {
-                Piece{f, at.row, at.column + PANEL_COLUMNS}.load<T>(ahead, f.pre);
+                Piece{f, at.row, at.column + PANEL_COLUMNS}.load<T>(ahead, f.slope);
             }
-            auto product = [&](int i) {
+#pragma unroll
+            for (int i = 0; i < 16; i++) {
                 const float *sum = &c[32 * panel + 2 * i];
-                return unpack_pair<T>(pack_pair<T>(sum[0], sum[1]));
-            };
-            if (f.tanh) {
-                each_pair<T>(word, [&](int i, float2 x) {
-                    const float2 g = product(i);
-                    return make_float2(nd_gelu_tanh_grad(x.x) * g.x, nd_gelu_tanh_grad(x.y) * g.y);
-                });
-            } else {
-                each_pair<T>(word, [&](int i, float2 x) {
-                    const float2 g = product(i);
-                    return make_float2(gelu_grad_16(x.x) * g.x, gelu_grad_16(x.y) * g.y);
-                });
+                const float2 slope = unpack_pair<T>(word[i]);
+                word[i] = pack_pair<T>(sum[0] * slope.x, sum[1] * slope.y);
             }
             at.store<T>(f.out, f.out_row, word);
             float sums[16]; /* of the thread's two rows */
@@ -410,7 +398,7 @@ nd_status linear_gelu_fwd_hopper(int device, const linear_gelu_fwd_args *a) {
     Linear f = {};
     f.tanh = a->tanh != 0;
     f.bias = a->b->data;
-    f.pre = a->pre->data;
+    f.slope = a->slope->data;
     f.out = a->y->data;
     f.out_row = a->y->strides[0];
     return launch<LinearShape<false>>("linear_gelu_fwd", device, f, a->x, a->w);
@@ -421,13 +409,12 @@ nd_status linear_gelu_bwd_hopper(int device, const linear_gelu_bwd_args *a) {
         return linear_gelu_bwd_shallow(device, a);
     }
     const char *op = "linear_gelu_bwd";
-    const int64_t columns = a->pre->shape[1];
-    const int64_t pieces = ceil_div<int64_t>(a->pre->shape[0], LinearShape<true>::ROWS);
+    const int64_t columns = a->slope->shape[1];
+    const int64_t pieces = ceil_div<int64_t>(a->slope->shape[0], LinearShape<true>::ROWS);
     void *partial;
     ND_TRY(cuda_scratch(device, (size_t)(pieces * columns) * sizeof(float), &partial));
     Linear f = {};
-    f.tanh = a->tanh != 0;
-    f.pre = a->pre->data;
+    f.slope = a->slope->data;
     f.out = a->dpre->data;
     f.out_row = columns;
     f.partial = (float *)partial;

@@ -8,7 +8,7 @@
  *   a few, and walks down its rows, all blocks together, so that a's rows are read from memory once. The
  *   consumers take turns: while one multiplies, the other rounds, applies gelu and writes. A producer thread
  *   asks for steps of 64 of the depth.
- * Results leave, and pre comes, by the copy engine, 64 rows at a time; stmatrix and ldmatrix transpose them
+ * Results leave, and slope comes, by the copy engine, 64 rows at a time; stmatrix and ldmatrix transpose them
  *   between registers and shared memory.
  * Time: 32,768 x 512 x 2048 take 83 us without the ends and 125 with them, on an H200 that is cool. Products move
  *   their sums through the ports of the register file, which slows the other consumer's arithmetic and is slowed
@@ -24,8 +24,8 @@ using namespace hopper;
 /* Not in the namespace below, whose members must all be used. */
 namespace linear {
 
-template <bool BACKWARD_, bool TANH_> struct ShallowShape {
-    static constexpr bool BACKWARD = BACKWARD_, TANH = TANH_;
+template <bool BACKWARD_> struct ShallowShape {
+    static constexpr bool BACKWARD = BACKWARD_;
     static constexpr int ROWS = 128, COLUMNS = 128, STEP = PANEL_COLUMNS, STEPS = SHALLOW / STEP;
     static constexpr int HALF = 64;    /* rows that are written together */
     static constexpr int AT_ONCE = 32; /* rows that are worked on together */
@@ -35,7 +35,7 @@ template <bool BACKWARD_, bool TANH_> struct ShallowShape {
     /* A stage is a step of a, or of b's 64 columns of each consumer. */
     static constexpr int STAGES = 10;
     static constexpr uint32_t STAGE = 2 * PANEL;
-    /* Of a consumer: pre and y of two halves; or of four what is pre first and dpre then. */
+    /* Of a consumer: slope and y of two halves; or of four what is slope first and dpre then. */
     static constexpr int BUFFERS = BACKWARD ? 4 : 2, PANELS = BACKWARD ? 1 : 2;
     static constexpr uint32_t BUFFERS_AT = STAGES * STAGE;
     static constexpr uint32_t BARRIERS_AT = BUFFERS_AT + CONSUMERS * BUFFERS * PANELS * PANEL;
@@ -49,11 +49,12 @@ using linear::ShallowShape;
 namespace {
 
 struct Shallow {
-    CUtensorMap a, b, pre, out;
+    CUtensorMap a, b, slope, out;
     int rows, columns; /* of c */
     int row_tiles, column_tiles;
-    const void *bias; /* forward */
-    float *partial;   /* backward: 2 row_tiles x columns */
+    const void *bias; /* forward, and the form of GELU */
+    bool tanh;
+    float *partial; /* backward: 2 row_tiles x columns */
 };
 
 #ifdef HOPPER_CODE
@@ -125,7 +126,7 @@ template <class Shape> __device__ __forceinline__ void produce(const Shallow &f,
                 barrier_wait(at.left(buffers.at), buffers.phase ^ 1);
                 barrier_expect(came, Shape::CONSUMERS * Shape::PANEL);
                 for (int i = 0; i < Shape::CONSUMERS; i++) {
-                    box_load(at.buffer(i, buffers.at), &f.pre, came, column + i * PANEL_COLUMNS,
+                    box_load(at.buffer(i, buffers.at), &f.slope, came, column + i * PANEL_COLUMNS,
                              row + half * Shape::HALF, 0, 0);
                 }
             }
@@ -147,12 +148,14 @@ __device__ __forceinline__ void store_rows(const uint32_t (&word)[N][4], uint32_
     }
 }
 
-template <class T, bool TANH> struct End<T, ShallowShape<false, TANH>> {
-    using Shape = ShallowShape<false, TANH>;
+template <class T> struct End<T, ShallowShape<false>> {
+    using Shape = ShallowShape<false>;
     float bias[2];
+    bool tanh;
     int buffer = 0;
 
     __device__ __forceinline__ void run(const Shallow &f, int column) {
+        tanh = f.tanh;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const int mine = column + 8 * h;
@@ -161,27 +164,27 @@ template <class T, bool TANH> struct End<T, ShallowShape<false, TANH>> {
     }
     __device__ __forceinline__ void begin(Places<Shape>) {}
 
-    __device__ __forceinline__ void rows(const float *c, uint32_t place) {
-        uint32_t word[Shape::AT_ONCE / 16][4];
+    template <bool TANH> __device__ __forceinline__ void rows_of(const float *c, uint32_t place) {
+        uint32_t slope[Shape::AT_ONCE / 16][4], y[Shape::AT_ONCE / 16][4];
 #pragma unroll
         for (int i = 0; i < Shape::AT_ONCE / 4; i++) {
             const float *sum = &c[2 * i];
-            word[i / 4][i % 4] = pack_pair<T>(sum[0] + bias[i % 2], sum[1] + bias[i % 2]);
+            const Gelu first = gelu_16<TANH>(sum[0] + bias[i % 2]),
+                       second = gelu_16<TANH>(sum[1] + bias[i % 2]);
+            slope[i / 4][i % 4] = pack_pair<T>(first.slope, second.slope);
+            y[i / 4][i % 4] = pack_pair<T>(first.value, second.value);
         }
-        store_rows(word, place);
-#pragma unroll
-        for (int i = 0; i < Shape::AT_ONCE / 4; i++) {
-            const float2 x = unpack_pair<T>(word[i / 4][i % 4]);
-            word[i / 4][i % 4] = TANH ? pack_pair<T>(nd_gelu_tanh(x.x), nd_gelu_tanh(x.y))
-                                      : pack_pair<T>(gelu_16(x.x), gelu_16(x.y));
-        }
-        store_rows(word, place + Shape::PANEL);
+        store_rows(slope, place);
+        store_rows(y, place + Shape::PANEL);
+    }
+    __device__ __forceinline__ void rows(const float *c, uint32_t place) {
+        tanh ? rows_of<true>(c, place) : rows_of<false>(c, place);
     }
 
     __device__ __forceinline__ void finish(const Shallow &, int, int) {}
     __device__ __forceinline__ void store(const Shallow &f, Places<Shape>, uint32_t from,
                                           int column, int row) {
-        box_store(&f.pre, from, column, row, 0, 0);
+        box_store(&f.slope, from, column, row, 0, 0);
         box_store(&f.out, from + Shape::PANEL, column, row, 0, 0);
     }
     __device__ __forceinline__ void advance() { buffer ^= 1; }
@@ -189,8 +192,8 @@ template <class T, bool TANH> struct End<T, ShallowShape<false, TANH>> {
     __device__ __forceinline__ void free(Places<Shape>) {}
 };
 
-template <class T, bool TANH> struct End<T, ShallowShape<true, TANH>> {
-    using Shape = ShallowShape<true, TANH>;
+template <class T> struct End<T, ShallowShape<true>> {
+    using Shape = ShallowShape<true>;
     float sums[2];
     int buffer = 0, stored = -1;
     uint32_t phase = 0;
@@ -210,11 +213,8 @@ template <class T, bool TANH> struct End<T, ShallowShape<true, TANH>> {
 #pragma unroll
         for (int i = 0; i < Shape::AT_ONCE / 4; i++) {
             const float *sum = &c[2 * i];
-            const float2 x = unpack_pair<T>(word[i / 4][i % 4]);
-            const float2 g = unpack_pair<T>(pack_pair<T>(sum[0], sum[1]));
-            word[i / 4][i % 4] =
-                TANH ? pack_pair<T>(nd_gelu_tanh_grad(x.x) * g.x, nd_gelu_tanh_grad(x.y) * g.y)
-                     : pack_pair<T>(gelu_grad_16(x.x) * g.x, gelu_grad_16(x.y) * g.y);
+            const float2 slope = unpack_pair<T>(word[i / 4][i % 4]);
+            word[i / 4][i % 4] = pack_pair<T>(sum[0] * slope.x, sum[1] * slope.y);
             const float2 d = unpack_pair<T>(word[i / 4][i % 4]);
             sums[i % 2] += d.x + d.y;
         }
@@ -382,14 +382,14 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
 /* ---- host ---------------------------------------------------------------------------------------- */
 template <class Shape>
 nd_status launch(const char *op, int device, Shallow f, const nd_array *a, const nd_array *b,
-                 const nd_array *pre, const nd_array *out) {
-    f.rows = (int)pre->shape[0];
-    f.columns = (int)pre->shape[1];
+                 const nd_array *slope, const nd_array *out) {
+    f.rows = (int)slope->shape[0];
+    f.columns = (int)slope->shape[1];
     f.row_tiles = ceil_div(f.rows, Shape::ROWS);
     f.column_tiles = ceil_div(f.columns, Shape::COLUMNS);
     ND_TRY(linear::map_of(op, a, Shape::ROWS, &f.a));
     ND_TRY(linear::map_of(op, b, 64, &f.b));
-    ND_TRY(linear::map_of(op, pre, Shape::HALF, &f.pre));
+    ND_TRY(linear::map_of(op, slope, Shape::HALF, &f.slope));
     ND_TRY(linear::map_of(op, out, Shape::HALF, &f.out));
     auto kernel = a->dtype == ND_BF16 ? linear_shallow_kernel<bf16, Shape>
                                       : linear_shallow_kernel<f16, Shape>;
@@ -401,23 +401,20 @@ nd_status launch(const char *op, int device, Shallow f, const nd_array *a, const
 } // namespace
 
 nd_status linear_gelu_fwd_shallow(int device, const linear_gelu_fwd_args *a) {
-    const char *op = "linear_gelu_fwd";
     Shallow f = {};
     f.bias = a->b->data;
-    return a->tanh ? launch<ShallowShape<false, true>>(op, device, f, a->x, a->w, a->pre, a->y)
-                   : launch<ShallowShape<false, false>>(op, device, f, a->x, a->w, a->pre, a->y);
+    f.tanh = a->tanh != 0;
+    return launch<ShallowShape<false>>("linear_gelu_fwd", device, f, a->x, a->w, a->slope, a->y);
 }
 
 nd_status linear_gelu_bwd_shallow(int device, const linear_gelu_bwd_args *a) {
     const char *op = "linear_gelu_bwd";
-    const int64_t columns = a->pre->shape[1];
-    const int64_t pieces = 2 * ceil_div<int64_t>(a->pre->shape[0], ShallowShape<true, true>::ROWS);
+    const int64_t columns = a->slope->shape[1];
+    const int64_t pieces = 2 * ceil_div<int64_t>(a->slope->shape[0], ShallowShape<true>::ROWS);
     void *partial;
     ND_TRY(cuda_scratch(device, (size_t)(pieces * columns) * sizeof(float), &partial));
     Shallow f = {};
     f.partial = (float *)partial;
-    ND_TRY((a->tanh
-                ? launch<ShallowShape<true, true>>(op, device, f, a->dy, a->w, a->pre, a->dpre)
-                : launch<ShallowShape<true, false>>(op, device, f, a->dy, a->w, a->pre, a->dpre)));
+    ND_TRY(launch<ShallowShape<true>>(op, device, f, a->dy, a->w, a->slope, a->dpre));
     return cuda_add_columns(op, device, f.partial, pieces, columns, data_of<float>(a->db));
 }

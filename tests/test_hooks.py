@@ -453,7 +453,9 @@ def test_names_alone_change_no_bit_of_gradients_and_norms(device, dtype, paralle
     norms give, which is what each gives alone."""
     model = small(device_of(device), dtype, use_parallel_residual=parallel)
     plain = (*PROJECTIONS, *PATTERNS, RESULT, *NORM)
-    plain += INSIDE if parallel or not model.device.is_host else ()
+    # A fused MLP keeps GELU's derivative, rounded to the dtype, and on a GPU adds up otherwise.
+    same_inside = model.device.is_host and dtype == "float32" and not parallel
+    plain += () if same_inside else INSIDE
     names = [name for name in hooks.hook_names(model.config) if not name.endswith(plain)]
     assert "blocks.1.ln2.hook_out" in names
     seen, found = {}, []

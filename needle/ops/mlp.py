@@ -10,7 +10,7 @@ from needle.ops.matmul import check_residual, weight_grad
 
 
 class GeluLayer:
-    """g = gelu(pre), pre = x w1 + b1, in front of a product with w2; keeps pre and g.
+    """g = gelu(pre), pre = x w1 + b1, in front of a product with w2; keeps g and gelu'(pre).
 
     dpre = dy w2^T gelu'(pre),  dx = dpre w1^T;  float32: dw1 += x^T dpre,  db1 += sum dpre.
     """
@@ -22,7 +22,7 @@ class GeluLayer:
 
     def forward(self, x: NDArray, w1: NDArray, b1: NDArray, into: NDArray) -> NDArray:
         """g, in `into`; rows of x (N, K)."""
-        self.pre, self.g = _C.linear_gelu_fwd(x, w1, vector(b1), self.tanh, into), into
+        self.slope, self.g = _C.linear_gelu_fwd(x, w1, vector(b1), self.tanh, into), into
         return into
 
     def backward(
@@ -33,7 +33,7 @@ class GeluLayer:
         if not any(t.requires_grad for t in (x, w1, b1)):
             return
         db1 = vector(sink_of(sinks, grads, node, at + 2))
-        dpre = _C.linear_gelu_bwd(dy, w2, self.pre, self.tanh, db1)
+        dpre = _C.linear_gelu_bwd(dy, w2, self.slope, db1)
         if x.requires_grad:
             grads[at] = (dpre @ w1.cached_data.permute((1, 0))).reshape(x.shape)
         if w1.requires_grad:

@@ -419,8 +419,8 @@ FAULTS = [
     ),
     Fault(
         "csrc/cpu/linear_gelu.c",
-        "apply_gelu(args->pre, args->tanh, args->y);",
-        "apply_gelu(args->pre, !args->tanh, args->y);",
+        "apply_gelu(args->slope, args->tanh, args->y);",
+        "apply_gelu(args->slope, !args->tanh, args->y);",
         f"{OPS} -k linear_gelu_fwd",
     ),
     Fault(

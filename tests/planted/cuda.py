@@ -25,12 +25,7 @@ FAULTS = [
         f"{OPS} -k begin_anywhere",
     ),
     # ---- products with GELU ----
-    Fault(
-        "cuda/linear_gelu.cu",
-        "gelu_tanh_bwd_args gelu = {a->pre, a->dpre, 0, 0, a->dpre};",
-        "gelu_tanh_bwd_args gelu = {a->dpre, a->pre, 0, 0, a->dpre};",
-        f"{OPS} -k linear_gelu_bwd",
-    ),
+    Fault("cuda/linear_gelu.cu", "slope[i] = derivative(x);", "", f"{OPS} -k linear_gelu_fwd"),
     Fault(
         "cuda/linear_hopper.cu",
         "word[4 * p + 2 + h] = is_odd() ? y.y : got;",
@@ -43,12 +38,7 @@ FAULTS = [
         "",
         f"{OPS} -k linear_gelu_bwd",
     ),
-    Fault(
-        "cuda/gelu.cuh",
-        "return 0.5f + copysignf(0.5f - r, x);",
-        "return r;",
-        f"{OPS} -k linear_gelu_bwd",
-    ),
+    Fault("cuda/gelu.cuh", "0.5f + copysignf(0.5f - r, x)}", "r}", f"{OPS} -k linear_gelu_fwd"),
     # ---- attention ----
     Fault(
         "cuda/attention.cuh",
