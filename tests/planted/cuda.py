@@ -49,6 +49,19 @@ FAULTS = [
         "return r;",
         f"{OPS} -k linear_gelu_bwd",
     ),
+    # ---- the product with rotary ----
+    Fault(
+        "cuda/linear_rotary.cu",
+        "a->cos, a->sin, 1.0f);",
+        "a->cos, a->sin, -1.0f);",
+        f"{OPS} -k 'test_structured and not views and linear_rotary_fwd'",
+    ),
+    Fault(
+        "cuda/linear_rotary.cu",
+        "        product.b = &b;\n",
+        "",
+        f"{OPS} -k 'test_structured and not views and linear_rotary_fwd'",
+    ),
     # ---- attention ----
     Fault(
         "cuda/attention.cuh",
