@@ -374,6 +374,32 @@ def attention(s: Shapes) -> Iterator[Case]:
 
     turned = qkv.size * 2 // 3 * 2 * ROTARY // HEAD_DIM  # of q and k
     yield Case("rotary", 2 * s.size * turned, lambda: _C.rotary(qkv, cos, sin, 2, 1.0))
+    x, w = s.array(s.batch, s.time, C), s.array(C, HEADS, 3, HEAD_DIM, scale=0.02)
+    b = s.array(HEADS, 3, HEAD_DIM)
+
+    def projection_peer(torch):
+        a, v, e = (
+            s.tensor(torch, *shape) for shape in ((s.batch, s.time, C), (3 * C, C), (3 * C,))
+        )
+        angle = torch.rand(s.time, 1, 1, ROTARY, device="cuda")
+        c, d = angle.cos().to(a.dtype), angle.sin().to(a.dtype)
+
+        def run():
+            y = torch.nn.functional.linear(a, v, e).view(s.batch, s.time, HEADS, 3, HEAD_DIM)
+            first, second = y[..., :2, : 2 * ROTARY].split(ROTARY, -1)
+            both = first * c - second * d, second * c + first * d
+            y[..., :2, : 2 * ROTARY] = torch.cat(both, -1)
+            return y
+
+        return run
+
+    yield Case(
+        "linear_rotary_fwd",
+        2.0 * s.rows * C * 3 * C,
+        lambda: _C.linear_rotary_fwd(x, w, b, cos, sin, 2),
+        projection_peer,
+        flops=True,
+    )
     yield Case(
         "attention_fwd",
         work,

@@ -24,6 +24,7 @@ FLOP = {
     "linear_fwd": (2, "NKM"),
     "linear_gelu_fwd": (2, "NKM"),
     "linear_gelu_bwd": (2, "NKM"),
+    "linear_rotary_fwd": (2, "BTKHPD"),
     "attention_fwd": (4, "BHTSD"),
     "attention_bwd": (10, "BHTSD"),
 }

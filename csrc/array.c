@@ -176,6 +176,18 @@ void nd_contiguous_strides(int ndim, const int64_t *shape, int64_t *strides) {
     }
 }
 
+nd_array nd_merged(const nd_array *a, int lead) {
+    nd_array merged = *a;
+    int last = lead > 0;
+    merged.ndim = last + 1;
+    merged.shape[0] = merged.shape[last] = 1;
+    for (int axis = 0; axis < a->ndim; axis++) {
+        merged.shape[axis < lead ? 0 : last] *= a->shape[axis];
+    }
+    nd_contiguous_strides(merged.ndim, merged.shape, merged.strides);
+    return merged;
+}
+
 nd_status nd_broadcast_to(const nd_array *a, int ndim, const int64_t *shape, nd_array *out) {
     if (ndim < a->ndim || ndim > ND_MAX_DIMS) {
         return nd_error(ND_EVALUE, "%d axes cannot be broadcast to %d", a->ndim, ndim);

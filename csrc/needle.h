@@ -115,6 +115,9 @@ nd_status nd_check_shape(nd_dtype dtype, int ndim, const int64_t *shape);
 int64_t nd_size(const nd_array *a);       /* number of elements; 1 for 0-d */
 bool nd_is_contiguous(const nd_array *a); /* C order, size-1 axes ignored, empty is true */
 void nd_contiguous_strides(int ndim, const int64_t *shape, int64_t *strides);
+/* A C-contiguous array as a matrix, its first `lead` axes in one and the others in one; as a vector where lead
+ * is 0. Borrows the storage: never cleared. */
+nd_array nd_merged(const nd_array *a, int lead);
 /* Stretch `a` to `shape` with zero strides, NumPy's rule. ND_EVALUE names the axis that cannot,
  * or says what is wrong with the shape. */
 nd_status nd_broadcast_to(const nd_array *a, int ndim, const int64_t *shape, nd_array *out);

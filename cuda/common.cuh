@@ -92,6 +92,8 @@ nd_status cuda_add_columns_of(const char *op, int device, const float *partial, 
  * 2 R dims turned by sign times the angles of their position; cos and sin are (T, R), 2 R <= D. */
 nd_status cuda_turn(const char *op, int device, const nd_array *x, int64_t parts,
                     const nd_array *cos, const nd_array *sin, float sign);
+/* ND_EVALUE where `parts` slices of x (..., P, D) cannot be turned by the angles of cos (T, R). */
+nd_status cuda_check_turn(const char *op, const nd_array *x, int64_t parts, const nd_array *cos);
 
 /* Memory of the device's pool that lives on (freed by cudaFreeAsync); not counted as an array's. */
 nd_status cuda_pool_malloc(int device, size_t bytes, void **out);

@@ -128,16 +128,22 @@ nd_status cuda_turn(const char *op, int device, const nd_array *x, int64_t parts
     });
 }
 
+nd_status cuda_check_turn(const char *op, const nd_array *x, int64_t parts, const nd_array *cos) {
+    const int64_t slices = x->shape[x->ndim - 2], d = x->shape[x->ndim - 1], half = cos->shape[1];
+    if (2 * half > d) {
+        return nd_error(ND_EVALUE,
+                        "%s: cos: %lld angles rotate %lld dims, but a head has %lld (give at most "
+                        "D / 2 angles)",
+                        op, (long long)half, (long long)(2 * half), (long long)d);
+    }
+    if (parts < 0 || parts > slices) {
+        return nd_error(ND_EVALUE, "%s: parts: %lld: must be between 0 and %lld", op,
+                        (long long)parts, (long long)slices);
+    }
+    return ND_OK;
+}
+
 nd_status cuda_rotary(int device, const rotary_args *a) {
-    const int64_t *shape = a->x->shape;
-    const int64_t half = a->cos->shape[1];
-    if (2 * half > shape[4]) {
-        return nd_error(ND_EVALUE, "rotary: cos: %lld angles rotate %lld dims, but x has %lld",
-                        (long long)half, (long long)(2 * half), (long long)shape[4]);
-    }
-    if (a->parts < 0 || a->parts > shape[3]) {
-        return nd_error(ND_EVALUE, "rotary: parts: %lld: must be between 0 and %lld",
-                        (long long)a->parts, (long long)shape[3]);
-    }
+    ND_TRY(cuda_check_turn("rotary", a->x, a->parts, a->cos));
     return cuda_turn("rotary", device, a->x, a->parts, a->cos, a->sin, (float)a->sign);
 }

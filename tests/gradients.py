@@ -104,19 +104,20 @@ def attend_packed(qkv, half=2, see=None):
     return attend(turned[..., 0, :], turned[..., 1, :], turned[..., 2, :], see=see)
 
 
-PARALLEL = (  # B T H 3 D, then H D x C, C, B T K, K x M, M, M x C, C, B T C
-    *(normal(2, 5, 3, 3, 4), normal(12, 6), normal(6), normal(2, 5, 7), normal(7, 8), normal(8)),
-    *(normal(8, 6), normal(6), normal(2, 5, 6)),
+PARALLEL = (  # B T J, J x 3 H D, 3 H D; H D x C, C; B T K, K x M, M, M x C, C; B T C
+    *(normal(2, 5, 9), normal(9, 36, std=0.4), normal(36), normal(12, 6), normal(6)),
+    *(normal(2, 5, 7), normal(7, 8), normal(8), normal(8, 6), normal(6), normal(2, 5, 6)),
 )
 
 
-def attention_mlp(ops, qkv, *rest, **options):
-    return ops.attention_mlp(qkv, *tables(5, 2), *rest, **options)
+def attention_mlp(ops, x, w_qkv, b_qkv, *rest, **options):
+    return ops.attention_mlp(x, w_qkv, b_qkv, 3, *tables(5, 2), *rest, **options)
 
 
-def attend_beside_mlp(form, qkv, w_o, b_o, x, w1, b1, w2, b2, r, see=None):
+def attend_beside_mlp(form, x1, w_qkv, b_qkv, w_o, b_o, x2, w1, b1, w2, b2, r, see=None):
+    qkv = (x1 @ w_qkv + b_qkv).reshape(*x1.shape[:2], 3, 3, -1)
     seen = attend_packed(qkv, see=see)
-    return r + seen.reshape(*seen.shape[:2], -1) @ w_o + b_o + mlp(form, x, w1, b1, w2, b2)
+    return r + seen.reshape(*seen.shape[:2], -1) @ w_o + b_o + mlp(form, x2, w1, b1, w2, b2)
 
 
 def norm(x, w, b):

@@ -133,6 +133,8 @@ int cpu_threads(void);
 /* ---- rotary.c: the first 2 R dims of a row of float32, by sign times the R angles of its position -- */
 void cpu_turn(float *restrict x, const float *restrict cosines, const float *restrict sines,
               int64_t r, float sign);
+/* ND_EVALUE where `parts` slices of x (..., P, D) cannot be turned by the angles of cos (T, R). */
+nd_status cpu_check_turn(const char *op, const nd_array *x, int64_t parts, const nd_array *cos);
 
 /* ---- memory.c: contracts in backend.h -------------------------------------------------------- */
 void cpu_memory_setup(void); /* once */

@@ -16,25 +16,31 @@ void cpu_turn(float *restrict x, const float *restrict cosines, const float *res
     }
 }
 
-nd_status cpu_rotary(int device, const rotary_args *args) {
-    const int64_t *shape = args->x->shape;
-    int64_t positions = shape[0] * shape[1], t = shape[1], heads = shape[2], slices = shape[3],
-            d = shape[4], r = args->cos->shape[1];
-    if (args->parts < 0 || args->parts > slices) {
-        return nd_error(ND_EVALUE, "rotary: parts: %lld of %lld slices cannot be rotated",
-                        (long long)args->parts, (long long)slices);
+nd_status cpu_check_turn(const char *op, const nd_array *x, int64_t parts, const nd_array *cos) {
+    int64_t slices = x->shape[x->ndim - 2], d = x->shape[x->ndim - 1], r = cos->shape[1];
+    if (parts < 0 || parts > slices) {
+        return nd_error(ND_EVALUE,
+                        "%s: parts: %lld of %lld slices cannot be rotated (give 0 to %lld)", op,
+                        (long long)parts, (long long)slices, (long long)slices);
     }
     if (2 * r > d) {
         return nd_error(
             ND_EVALUE,
-            "rotary: cos: rotates 2 x %lld dims, but a head has %lld (give at most D / 2 "
-            "angles)",
+            "%s: cos: rotates 2 x %lld dims, but a head has %lld (give at most D / 2 angles)", op,
             (long long)r, (long long)d);
     }
     if (d > CPU_RUN) {
-        return nd_error(ND_EVALUE, "rotary: x: head dim %lld is above the limit of %d",
-                        (long long)d, CPU_RUN);
+        return nd_error(ND_EVALUE, "%s: head dim %lld is above the limit of %d", op, (long long)d,
+                        CPU_RUN);
     }
+    return ND_OK;
+}
+
+nd_status cpu_rotary(int device, const rotary_args *args) {
+    const int64_t *shape = args->x->shape;
+    int64_t positions = shape[0] * shape[1], t = shape[1], heads = shape[2], slices = shape[3],
+            d = shape[4], r = args->cos->shape[1];
+    ND_TRY(cpu_check_turn("rotary", args->x, args->parts, args->cos));
     float sign = (float)args->sign;
 
 #pragma omp parallel for schedule(static) \

@@ -256,7 +256,8 @@ class Layer(nn.Module):
         attention, mlp = self.attention, self.mlp
         if type(attention) is not nn.Attention or type(mlp) is not MLP:
             return False
-        linears = attention.dense, mlp.dense_h_to_4h, mlp.dense_4h_to_h
+        linears = [attention.query_key_value, attention.dense]
+        linears += [mlp.dense_h_to_4h, mlp.dense_4h_to_h]
         return (
             attention.group is None
             and all(type(layer) is nn.Linear and layer.bias is not None for layer in linears)
@@ -274,14 +275,14 @@ class Layer(nn.Module):
         mask: BlockMask | None,
     ) -> Tensor:
         attention, mlp = self.attention, self.mlp
-        qkv, tables = attention.packed(y1), (table[: x.shape[1]] for table in rotary)
-        out, up, down = attention.dense, mlp.dense_h_to_4h, mlp.dense_4h_to_h
-        ends = (up.weight, up.bias, down.weight, down.bias)
+        tables = (table[: x.shape[1]] for table in rotary)
+        qkv, out = attention.query_key_value, attention.dense
+        up, down = mlp.dense_h_to_4h, mlp.dense_4h_to_h
         return ops.attention_mlp(
-            *(qkv, *tables, out.weight, out.bias, y2, *ends, x),
+            *(y1, qkv.weight, qkv.bias, attention.heads, *tables, out.weight, out.bias),
+            *(y2, up.weight, up.bias, down.weight, down.bias, x),
             approximate=mlp.approximate,
             mask=mask,
-            overwrite=True,
         )
 
     def _add(self, name: str, x: Tensor, part: nn.Module, *operands: Any) -> Tensor:

@@ -18,6 +18,8 @@ from needle import _C
 from needle._C import NDArray
 from needle.autograd import FusedOp, Sinks, Tensor
 from needle.block_mask import BlockMask, as_block_mask
+from needle.ops.common import claim_of, rows_of, sink_of, vector
+from needle.ops.matmul import weight_grad
 
 # The kernels hold a scale in float32, and times log2 e where they take powers of two.
 LOG2E, FLOAT32_MAX = math.log2(math.e), float(np.finfo(np.float32).max)
@@ -192,13 +194,57 @@ def block_sparse_attention(
     return Attention(scale, causal, as_block_mask(name, mask), name)(q, k, v)
 
 
-class QKVAttention(FusedOp):
-    """Rotates q and k of the packed projection, attends, and writes one packed gradient, in which
-    the kernels turn dq and dk back.
+class PackedKernel:
+    """Kernel of a packed projection (B, T, H, 3, D) of which q and k have been rotated by the
+    angles of cos and sin. Keeps that, the output and its log-sum-exp; views, not copies, in
+    between. Gives one packed gradient, in which the kernels turn dq and dk back."""
 
-    Keeps the rotated projection, the output and its log-sum-exp; views, not copies, in between.
-    With `overwrite` the projection is rotated where it lies.
+    def __init__(self, kernel: Kernel, cos: NDArray, sin: NDArray) -> None:
+        self.kernel, self.cos, self.sin = kernel, cos, sin
+
+    def forward(self, rotated: NDArray, into: NDArray | None = None) -> NDArray:
+        """into: see Kernel.forward."""
+        self.rotated = rotated
+        return self.kernel.forward(*qkv_parts(rotated), into)
+
+    def backward(self, dout: NDArray) -> NDArray:
+        dqkv = _C.empty(self.rotated.shape, self.rotated.dtype, self.rotated.device)
+        self.kernel.backward(dout, qkv_parts(self.rotated), qkv_parts(dqkv), self.cos, self.sin)
+        return dqkv
+
+
+class RotaryLayer:
+    """The product in front of PackedKernel: x w + b as (B, T, H, 3, D), q and k of it rotated. What
+    backward gets is of x w + b itself, so that there is nothing to keep.
+
+    dx = d w^T;  float32: dw += x^T d,  db += sum d.
     """
+
+    def __init__(self, heads: int, cos: NDArray, sin: NDArray) -> None:
+        self.heads, self.cos, self.sin = heads, cos, sin
+
+    def forward(self, x: NDArray, w: NDArray, b: NDArray) -> NDArray:
+        """x (B, T, K), w (K, 3 H D) and b of as many."""
+        packed = (self.heads, 3, w.shape[1] // (3 * self.heads))
+        w, b = w.reshape((w.shape[0], *packed)), b.reshape(packed)
+        return _C.linear_rotary_fwd(x, w, b, self.cos, self.sin, 2)
+
+    def backward(self, d: NDArray, node: Tensor, at: int, sinks: Sinks, grads: list) -> None:
+        """The gradients of x, w and b, inputs at, at + 1 and at + 2 of the op; d: of x w + b."""
+        x, w, b = node.inputs[at : at + 3]
+        rows = rows_of(x.cached_data)
+        d = d.reshape((rows.shape[0], w.shape[1]))
+        if x.requires_grad:
+            grads[at] = (d @ w.cached_data.permute((1, 0))).reshape(x.shape)
+        if w.requires_grad:
+            weight_grad(rows, d, claim_of(sinks, grads, node, at + 1))
+        if b.requires_grad:
+            _C.bias_bwd(d, vector(sink_of(sinks, grads, node, at + 2)), None)
+
+
+class QKVAttention(FusedOp):
+    """Rotates q and k of the packed projection and attends: PackedKernel. With `overwrite` the
+    projection is rotated where it lies."""
 
     reads_inputs = False
 
@@ -210,28 +256,21 @@ class QKVAttention(FusedOp):
         causal: bool,
         mask: BlockMask | None,
         overwrite: bool,
-        name: str = "qkv_attention",
     ) -> None:
         self.cos, self.sin, self.overwrite = cos, sin, overwrite
-        self.options = (name, scale, causal, mask)
+        self.options = (scale, causal, mask)
 
-    def compute(self, qkv: NDArray, into: NDArray | None = None) -> NDArray:
-        """into: see Kernel.forward."""
+    def compute(self, qkv: NDArray) -> NDArray:
         if qkv.ndim != 5 or qkv.shape[3] != 3:
-            op = self.options[0]
-            raise ValueError(f"{op}: qkv must be (B, T, H, 3, D), but is {qkv.shape}")
-        self.kernel = Kernel(*self.options)
-        self.rotated = qkv if self.overwrite and qkv.is_compact() else qkv.copy()
-        _C.rotary(self.rotated, self.cos, self.sin, 2, 1.0)
-        return self.kernel.forward(*qkv_parts(self.rotated), into)
-
-    def gradient_of_qkv(self, dout: NDArray) -> NDArray:
-        dqkv = _C.empty(self.rotated.shape, self.rotated.dtype, self.rotated.device)
-        self.kernel.backward(dout, qkv_parts(self.rotated), qkv_parts(dqkv), self.cos, self.sin)
-        return dqkv
+            raise ValueError(f"qkv_attention: qkv must be (B, T, H, 3, D), but is {qkv.shape}")
+        kernel = Kernel("qkv_attention", *self.options)
+        rotated = qkv if self.overwrite and qkv.is_compact() else qkv.copy()
+        _C.rotary(rotated, self.cos, self.sin, 2, 1.0)
+        self.packed = PackedKernel(kernel, self.cos, self.sin)
+        return self.packed.forward(rotated)
 
     def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> tuple:
-        return (self.gradient_of_qkv(dout),)
+        return (self.packed.backward(dout),)
 
 
 def qkv_parts(packed: NDArray) -> list[NDArray]:

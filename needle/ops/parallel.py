@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import FusedOp, Sinks, Tensor
 from needle.block_mask import BlockMask
-from needle.ops.attention import QKVAttention, array_on
+from needle.ops.attention import Kernel, PackedKernel, RotaryLayer, array_on
 from needle.ops.common import claim_of, rows_of, sink_of, vector
 from needle.ops.matmul import check_residual, weight_grad
 from needle.ops.mlp import GeluLayer
 
 
 class AttentionMLP(FusedOp):
-    """y = r + z w_o + b_o + g w2 + b2, z = attention(qkv), g = gelu(x w1 + b1).
+    """y = r + z w_o + b_o + g w2 + b2, z = attention(rotary(x1 w_qkv + b_qkv)),
+    g = gelu(x2 w1 + b1).
 
     z and g lie side by side in one matrix, so that y is one product, of depth C + M, where the rows
     of w_o and w2 follow each other in memory; and so is the gradient of these:
@@ -23,27 +26,36 @@ class AttentionMLP(FusedOp):
     as in a model that was not flattened, the weights are copied and two products give gradients."""
 
     reads_result = False
-    QKV, W_O, B_O, X, W1, B1, W2, B2, R = range(9)  # the inputs
+    X1, W_QKV, B_QKV, W_O, B_O, X2, W1, B1, W2, B2, R = range(11)  # the inputs
 
-    def __init__(self, attention: QKVAttention, approximate: str) -> None:
-        self.attention, self.approximate = attention, approximate
+    def __init__(
+        self, heads: int, cos: NDArray, sin: NDArray, mask: BlockMask | None, approximate: str
+    ) -> None:
+        self.heads, self.cos, self.sin = heads, cos, sin
+        self.mask, self.approximate = mask, approximate
 
     def compute(
         self,
-        qkv: NDArray,
+        x1: NDArray,
+        w_qkv: NDArray,
+        b_qkv: NDArray,
         w_o: NDArray,
         b_o: NDArray,
-        x: NDArray,
+        x2: NDArray,
         w1: NDArray,
         b1: NDArray,
         w2: NDArray,
         b2: NDArray,
         r: NDArray,
     ) -> NDArray:
-        rows, inner, width = rows_of(x), w_o.shape[0], w_o.shape[0] + w1.shape[1]
-        self.both = _C.empty((rows.shape[0], width), x.dtype, x.device)
+        rows, inner, width = rows_of(x2), w_o.shape[0], w_o.shape[0] + w1.shape[1]
+        self.both = _C.empty((rows.shape[0], width), x2.dtype, x2.device)
         self.up = GeluLayer("attention_mlp", self.approximate)
-        self.attention.compute(qkv, self._heads(qkv.shape, width))
+        kernel = Kernel("attention_mlp", None, True, self.mask)
+        self.projection = RotaryLayer(self.heads, self.cos, self.sin)
+        self.attention = PackedKernel(kernel, self.cos, self.sin)
+        packed = self.projection.forward(x1, w_qkv, b_qkv)
+        self.attention.forward(packed, self._heads(packed.shape, width))
         self.up.forward(rows, w1, b1, self.both[:, inner:])
         w = w_o.joined(w2)
         if w is None:
@@ -66,11 +78,12 @@ class AttentionMLP(FusedOp):
         if inputs[self.B_O].requires_grad or inputs[self.B2].requires_grad:
             sums = (vector(sink_of(sinks, grads, node, i)) for i in (self.B_O, self.B2))
             _C.bias_bwd(dy, *sums)
-        self.up.backward(dy, w2.cached_data, node, self.X, sinks, grads)
-        if inputs[self.QKV].requires_grad:
-            b, t, h, _, d = inputs[self.QKV].shape
-            dz = dy @ w_o.cached_data.permute((1, 0))
-            grads[self.QKV] = self.attention.gradient_of_qkv(dz.reshape((b, t, h, d)))
+        self.up.backward(dy, w2.cached_data, node, self.X2, sinks, grads)
+        if any(x.requires_grad for x in inputs[self.X1 : self.B_QKV + 1]):
+            dz = (dy @ w_o.cached_data.permute((1, 0))).reshape(self.attention.kernel.o.shape)
+            d = self.attention.backward(dz)
+            del dz
+            self.projection.backward(d, node, self.X1, sinks, grads)
         if inputs[self.R].requires_grad:
             grads[self.R] = dout
         return grads
@@ -90,12 +103,15 @@ class AttentionMLP(FusedOp):
 
 
 def attention_mlp(
-    qkv: Tensor,
+    x1: Tensor,
+    w_qkv: Tensor,
+    b_qkv: Tensor,
+    heads: int,
     cos: Any,
     sin: Any,
     w_o: Tensor,
     b_o: Tensor,
-    x: Tensor,
+    x2: Tensor,
     w1: Tensor,
     b1: Tensor,
     w2: Tensor,
@@ -103,40 +119,55 @@ def attention_mlp(
     residual: Tensor,
     approximate: str = "none",
     mask: BlockMask | None = None,
-    overwrite: bool = False,
 ) -> Tensor:
-    """residual + linear(causal qkv_attention(qkv), w_o, b_o) + gelu_mlp(x, w1, b1, w2, b2): what a
-    layer with a parallel residual adds, in fewer products than its parts.
+    """residual + linear(causal qkv_attention(linear(x1, w_qkv, b_qkv)), w_o, b_o)
+    + gelu_mlp(x2, w1, b1, w2, b2): what a layer with a parallel residual adds, in fewer products
+    than its parts, and the rotation of q and k at the end of the product that makes them.
 
-    qkv: (B, T, H, 3, D); cos, sin: (T, R) float32, as in `rotary`; w_o: (H D, C); x: (B, T, K), w1:
-    (K, M), w2: (M, C); residual and the result: (B, T, C). Biases in any shape, w_o and w2 best
-    neighbours in memory (`Module.neighbours`). overwrite: see qkv_attention. The gradients of
-    weights and biases are float32 in every dtype.
+    x1: (B, T, K1); w_qkv: (K1, 3 H D), its columns [head 0: q k v][head 1: q k v]... of `heads`
+    heads; cos, sin: (T, R) float32, as in `rotary`; w_o: (H D, C); x2: (B, T, K2), w1: (K2, M),
+    w2: (M, C); residual and the result: (B, T, C). Biases in any shape, w_o and w2 best neighbours
+    in memory (`Module.neighbours`). The gradients of weights and biases are float32 in every dtype.
 
     >>> config = ndl.PythiaConfig(vocab_size=9, hidden_size=16, num_layers=1, num_heads=2)
     >>> layer = ndl.Pythia(config).layers[0]
     >>> attention, mlp, x = layer.attention, layer.mlp, ndl.randn(1, 3, 16)
     >>> cos, sin = map(nd.array, nn.rotary_tables(3, 2))
-    >>> out, up, down = attention.dense, mlp.dense_h_to_4h, mlp.dense_4h_to_h
+    >>> packed, out = attention.query_key_value, attention.dense
+    >>> up, down = mlp.dense_h_to_4h, mlp.dense_4h_to_h
     >>> y = ndl.ops.attention_mlp(
-    ...     attention.packed(x), cos, sin, out.weight, out.bias,
+    ...     x, packed.weight, packed.bias, 2, cos, sin, out.weight, out.bias,
     ...     x, up.weight, up.bias, down.weight, down.bias, residual=x, approximate="tanh")
     >>> parts = attention(x, (cos, sin)) + mlp(x)
     >>> bool(abs((y - (x + parts)).numpy()).max() < 1e-5)
     True
     """
-    if len(qkv.shape) != 5 or qkv.shape[3] != 3:
-        raise ValueError(f"attention_mlp: qkv must be (B, T, H, 3, D), but is {qkv.shape}")
-    b, t, h, _, d = qkv.shape
-    fits = w_o.ndim == w1.ndim == w2.ndim == 2 and x.ndim == 3
-    if not fits or w_o.shape[0] != h * d or tuple(x.shape[:2]) != (b, t):
+    if not isinstance(heads, (int, np.integer)) or heads < 1:
+        raise ValueError(f"attention_mlp: heads must be an int of 1 or more, not {heads!r:.40}")
+    if x1.ndim != 3:
+        raise ValueError(f"attention_mlp: x1 must be (B, T, K1), but is {x1.shape}")
+    b, t, k = x1.shape
+    if w_qkv.ndim != 2 or w_qkv.shape[0] != k or w_qkv.shape[1] % (3 * heads):
         raise ValueError(
-            f"attention_mlp: for qkv {qkv.shape} w_o must be ({h * d}, C), x ({b}, {t}, K), w1 (K, "
-            f"M) and w2 (M, C), but they are {w_o.shape}, {x.shape}, {w1.shape} and {w2.shape}"
+            f"attention_mlp: for x1 {x1.shape} and {heads} heads w_qkv must be ({k}, 3 x {heads} x "
+            f"D), but is {w_qkv.shape}"
+        )
+    inner = w_qkv.shape[1] // 3
+    if b_qkv.size != 3 * inner:
+        raise ValueError(
+            f"attention_mlp: b_qkv must have {3 * inner} elements, as w_qkv {w_qkv.shape} has "
+            f"columns, but is {b_qkv.shape}"
+        )
+    fits = w_o.ndim == w1.ndim == w2.ndim == 2 and x2.ndim == 3
+    if not fits or w_o.shape[0] != inner or tuple(x2.shape[:2]) != (b, t):
+        raise ValueError(
+            f"attention_mlp: for x1 {x1.shape} and w_qkv {w_qkv.shape} w_o must be ({inner}, C), "
+            f"x2 ({b}, {t}, K2), w1 (K2, M) and w2 (M, C), but they are {w_o.shape}, {x2.shape}, "
+            f"{w1.shape} and {w2.shape}"
         )
     if w2.shape[1] != w_o.shape[1]:
         raise ValueError(f"attention_mlp: w_o {w_o.shape} and w2 {w2.shape} must have one width")
-    check_residual("attention_mlp", residual, x, w2)
-    cos, sin = (array_on(table, qkv.device) for table in (cos, sin))
-    attention = QKVAttention(cos, sin, None, True, mask, overwrite, "attention_mlp")
-    return AttentionMLP(attention, approximate)(qkv, w_o, b_o, x, w1, b1, w2, b2, residual)
+    check_residual("attention_mlp", residual, x2, w2)
+    cos, sin = (array_on(table, x1.device) for table in (cos, sin))
+    operands = (x1, w_qkv, b_qkv, w_o, b_o, x2, w1, b1, w2, b2, residual)
+    return AttentionMLP(int(heads), cos, sin, mask, approximate)(*operands)

@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from cases.case import cases_of
+from cases.case import cases_of, draw, normal
 
 
 def rotary(r, x, cos, sin, parts, sign):
@@ -18,6 +18,12 @@ def rotary(r, x, cos, sin, parts, sign):
     y[..., :parts, :half] = r(r(first * c) - r(second * s))
     y[..., :parts, half : 2 * half] = r(r(second * c) + r(first * s))
     return {"x": y}
+
+
+def linear_rotary_fwd(r, x, w, b, cos, sin, parts):
+    y = r(np.einsum("btk,khpd->bthpd", x, w))
+    y = y if b is None else r(y + b)
+    return {"y": rotary(r, y, cos, sin, parts, 1.0)["x"]}
 
 
 def visible(t: int, s: int, causal) -> np.ndarray:
@@ -210,6 +216,16 @@ def rotary_inputs(b, t, h, p, d, half, parts, sign):
         return {"x": x, "parts": parts, "sign": sign} | angles(t, half)
 
     return inputs
+
+
+def linear_rotary_inputs(b, t, k, h, p, d, half, parts, bias=True):
+    return draw(
+        x=normal(b, t, k),
+        w=normal(k, h, p, d, std=(k or 1) ** -0.5),
+        b=normal(h, p, d) if bias else None,
+        parts=parts,
+        **angles(t, half),
+    )
 
 
 def decode_inputs(b, h, d, s, half, positions, scale=None, count=None):
@@ -423,6 +439,30 @@ CASES = [
             "pythia": (1, 9, 2, 3, 64, 8, 2, 1.0),
             "zero-size": (2, 0, 3, 3, 16, 2, 2, 1.0),
         },
+    ),
+    *cases_of(
+        linear_rotary_fwd,
+        linear_rotary_inputs,
+        {
+            "qkv": (2, 31, 65, 3, 3, 16, 2, 2),
+            "no-bias": (2, 31, 65, 3, 3, 16, 2, 2, False),
+            "one": (1, 1, 1, 1, 3, 2, 1, 2),
+            "one-head": (3, 17, 40, 1, 3, 24, 6, 2),
+            "whole-head": (2, 33, 64, 2, 3, 16, 8, 2),
+            "odd-dims": (2, 257, 31, 2, 3, 31, 15, 2),
+            "no-angle": (2, 5, 33, 2, 3, 8, 0, 2),
+            "no-part": (1, 3, 8, 2, 3, 8, 2, 0),
+            "all-parts": (1, 7, 24, 2, 3, 20, 5, 3),
+            "pythia": (2, 130, 512, 8, 3, 64, 8, 2),
+            "head-80": (3, 70, 160, 2, 3, 80, 10, 2),
+            "whole-128": (1, 300, 72, 2, 3, 128, 64, 2, False),
+            "no-token": (2, 0, 8, 3, 3, 16, 2, 2),
+            "no-row": (0, 5, 8, 3, 3, 16, 2, 2),
+            "over-nothing": (2, 5, 0, 2, 3, 8, 2, 2),
+            "no-head": (2, 5, 8, 0, 3, 8, 2, 2),
+            "no-dim": (2, 5, 8, 2, 3, 0, 0, 2),
+        },
+        lambda b, t, k, *more: k + 2,
     ),
     *cases_of(attention_fwd, attention_inputs, ATTENTION, forward_terms),
     *cases_of(attention_bwd, partial(attention_inputs, backward=True), ATTENTION, backward_terms),

@@ -64,6 +64,37 @@ BAD = [
     ("rotary", "more parts than P", {"parts": 4}, ValueError, r"rotary: parts"),
     ("rotary", "negative parts", {"parts": -1}, ValueError, r"rotary: parts"),
     (
+        "linear_rotary_fwd",
+        "rotates more than D",
+        {n: np.ones((31, 9)) for n in ("cos", "sin")},
+        ValueError,
+        r"linear_rotary_fwd: cos: .*9.* but a head has 16 \(give at most D / 2 angles\)",
+    ),
+    (
+        "linear_rotary_fwd",
+        "angles of fewer positions",
+        {n: np.ones((30, 2)) for n in ("cos", "sin")},
+        ValueError,
+        r"linear_rotary_fwd: cos: axis T is 30, but was 31",
+    ),
+    (
+        "linear_rotary_fwd",
+        "another order of the bias",
+        {"b": np.ones((3, 16, 3))},
+        ValueError,
+        r"linear_rotary_fwd: b: axis P is 16",
+    ),
+    *(
+        (
+            "linear_rotary_fwd",
+            label,
+            {"parts": n},
+            ValueError,
+            r"linear_rotary_fwd: parts: .*0 .* 3",
+        )
+        for label, n in [("more parts than P", 4), ("negative parts", -1)]
+    ),
+    (
         "attention_fwd",
         "head dim 257",
         {n: np.ones((1, 2, 1, 257)) for n in "qkvo"},

@@ -200,6 +200,25 @@ def test_norms_of_a_pair_have_the_bits_of_each_alone(shape, dtype, device):
             assert_same_bits(got, wanted, name)
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 8, 1, 3, 2, 1), (2, 31, 65, 3, 3, 16, 5), (3, 70, 96, 2, 3, 64, 8)]
+)
+def test_a_product_that_turns_has_the_bits_of_product_and_rotary(shape, bias, dtype):
+    """On the CPU, where hooks of q and k may not change a bit. (A GPU may add in another order.)"""
+    b, t, k, h, p, d, half = shape
+    rng = rng_of("linear_rotary_fwd", shape)
+    sizes = (b, t, k), (k, h, p, d), (h, p, d)
+    x, w, b_qkv = (to_ndarray(rng.standard_normal(of), dtype, _C.cpu()) for of in sizes)
+    cos, sin = (_C.array(rng.standard_normal((t, half)), "float32") for _ in range(2))
+    got = _C.linear_rotary_fwd(x, w, b_qkv if bias else None, cos, sin, 2)
+    rows, matrix, vector = x.reshape((b * t, k)), w.reshape((k, -1)), b_qkv.reshape((-1,))
+    wanted = _C.linear_fwd(rows, matrix, vector if bias else None, None).reshape(got.shape)
+    _C.rotary(wanted, cos, sin, 2, 1.0)
+    assert_same_bits(got, wanted, "y")
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("op", ELEMENTWISE)

@@ -141,21 +141,27 @@ def test_other_modules_in_a_layer_are_called_as_they_are(parallel, device):
 
     ids = np.arange(12).reshape(2, 6)
     logits = {}
-    for way in ("plain", "norms", "dense", "part"):
+    for way in ("plain", "norms", "dense", "part", "plain packed", "packed"):
         np.random.seed(0)
         model = small(device_of(device), use_parallel_residual=parallel)
         for layer in model.layers:
+            packed = layer.attention.query_key_value
             if way == "norms":
                 layer.input_layernorm.__class__ = Norm
             elif way == "dense":
                 layer.attention.dense.__class__ = Dense
             elif way == "part":
                 layer.attention.__class__ = Part
+            elif way == "packed":
+                packed.__class__ = Dense
+            elif way == "plain packed":
+                packed.weight.data = packed.weight.data * 2.0
             else:  # what the others compute, by weights
                 layer.attention.dense.weight.data = layer.attention.dense.weight.data * 2.0
         logits[way] = model(ids)[0].numpy()
     np.testing.assert_allclose(logits["dense"], logits["plain"], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(logits["part"], logits["plain"], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(logits["packed"], logits["plain packed"], rtol=1e-4, atol=1e-5)
     assert np.abs(logits["norms"] - logits["plain"]).max() > 1e-3
 
 

@@ -86,12 +86,16 @@ def test_flat_or_not_has_the_same_bits(device):
 
 
 FROZEN = ["attention.dense.weight", "mlp.dense_4h_to_h.weight", "attention.dense.bias"]
-FROZEN += ["mlp.dense_4h_to_h.bias", "mlp.dense_h_to_4h.weight", "attention.query_key_value.weight"]
+FROZEN += ["mlp.dense_4h_to_h.bias", "mlp.dense_h_to_4h.weight"]
+PROJECTION = ["attention.query_key_value.weight", "attention.query_key_value.bias"]
+FROZEN += PROJECTION
 
 
 @both
 @pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("frozen", [*[[name] for name in FROZEN], FROZEN[:2], FROZEN[2:4], FROZEN])
+@pytest.mark.parametrize(
+    "frozen", [*[[name] for name in FROZEN], FROZEN[:2], FROZEN[2:4], PROJECTION, FROZEN]
+)
 def test_what_is_frozen_gets_no_gradient_and_changes_none(device, frozen, flat):
     device = device_of(device)
     wanted = numbers(step(small(device)))
@@ -120,31 +124,78 @@ def test_gradients_are_claimed_apart_where_one_has_been_added_to(device):
     near(got, wanted, 1e-5)
 
 
+SHAPES = {
+    "x1": (2, 5, 9),
+    "w_qkv": (9, 36),
+    "b_qkv": (36,),
+    "w_o": (12, 6),
+    "b_o": (6,),
+    "x2": (2, 5, 7),
+    "w1": (7, 8),
+    "b1": (8,),
+    "w2": (8, 6),
+    "b2": (6,),
+    "residual": (2, 5, 6),
+}
+
+
+@both
+@pytest.mark.parametrize("dtype, close", [("float32", 1e-5), ("bfloat16", 0.05)])
+@pytest.mark.parametrize("wanted", [["x1"], ["w_qkv"], ["b_qkv"], ["w1"], list(SHAPES)])
+def test_a_gradient_is_the_same_whoever_else_wants_one(wanted, dtype, close, device):
+    """And that of linear, qkv_attention and gelu_mlp one after the other."""
+    device, rng = device_of(device), np.random.default_rng(7)
+    values = {name: rng.standard_normal(shape) * 0.5 for name, shape in SHAPES.items()}
+    tables = nn.rotary_tables(5, 2)
+
+    def fused(x1, w_qkv, b_qkv, *rest):
+        return ops.attention_mlp(x1, w_qkv, b_qkv, 3, *tables, *rest)
+
+    def steps(x1, w_qkv, b_qkv, w_o, b_o, x2, w1, b1, w2, b2, residual):
+        qkv = ops.linear(x1, w_qkv, b_qkv).reshape((2, 5, 3, 3, 4))
+        seen = ops.qkv_attention(qkv, *tables).reshape((2, 5, 12))
+        x = ops.linear(seen, w_o, b_o, residual=residual)
+        return ops.gelu_mlp(x2, w1, b1, w2, b2, residual=x)
+
+    found = []
+    for f in fused, steps:
+        made = {
+            name: ndl.Tensor(value, device, dtype, requires_grad=name in wanted)
+            for name, value in values.items()
+        }
+        y = f(*made.values())
+        y.backward()
+        found.append(numbers({"y": y} | {name: made[name].grad for name in wanted}))
+        assert all(x.grad is None for name, x in made.items() if name not in wanted)
+    near(*found, close)
+
+
 @pytest.mark.parametrize(
     "changed, message",
     [
-        ({"qkv": (2, 5, 3, 2, 4)}, r"attention_mlp: qkv must be \(B, T, H, 3, D\)"),
+        ({"x1": (10, 9)}, r"attention_mlp: x1 must be \(B, T, K1\), but is \(10, 9\)"),
+        ({"w_qkv": (9, 35)}, r"3 heads w_qkv must be \(9, 3 x 3 x D\), but is \(9, 35\)"),
+        ({"w_qkv": (8, 36)}, r"for x1 \(2, 5, 9\) .* w_qkv must be \(9, .*\(8, 36\)"),
+        ({"b_qkv": (12,)}, r"b_qkv must have 36 elements.* but is \(12,\)"),
+        ({"heads": 0}, r"heads must be an int of 1 or more, not 0"),
+        ({"heads": 5}, r"for x1 .* and 5 heads w_qkv must be \(9, 3 x 5 x D\)"),
+        ({"heads": 3.0}, r"heads must be an int of 1 or more, not 3.0"),
+        ({"cos": 4}, r"linear_rotary_fwd: cos: axis T is 4"),
+        ({"sin": 4}, r"linear_rotary_fwd: sin: axis T is 4"),
+        ({"cos": 5, "sin": 5, "half": 3}, r"linear_rotary_fwd: cos: .* but a head has 4"),
         ({"w_o": (11, 6)}, r"w_o must be \(12, C\).*\(11, 6\)"),
-        ({"x": (2, 4, 7)}, r"x \(2, 5, K\).*\(2, 4, 7\)"),
+        ({"x2": (2, 4, 7)}, r"x2 \(2, 5, K2\).*\(2, 4, 7\)"),
         ({"w2": (8, 5)}, r"w_o \(12, 6\) and w2 \(8, 5\) must have one width"),
         ({"residual": (2, 5, 5)}, r"residual must be \(2, 5, 6\)"),
         ({"approximate": "yes"}, "approximate must be 'none' or 'tanh'"),
     ],
 )
 def test_what_does_not_fit_is_named(changed, message):
-    shapes = {
-        "qkv": (2, 5, 3, 3, 4),
-        "w_o": (12, 6),
-        "b_o": (6,),
-        "x": (2, 5, 7),
-        "w1": (7, 8),
-        "b1": (8,),
-        "w2": (8, 6),
-        "b2": (6,),
-        "residual": (2, 5, 6),
-    }
-    more = {name: value for name, value in changed.items() if name not in shapes}
-    made = {name: ndl.ones(*changed.get(name, shape)) for name, shape in shapes.items()}
-    cos, sin = nn.rotary_tables(5, 2)
+    tables = {"cos": 5, "sin": 5, "half": 1}
+    given = {name: value for name, value in changed.items() if name not in {*SHAPES, *tables}}
+    made = {name: ndl.ones(*changed.get(name, shape)) for name, shape in SHAPES.items()}
+    times = tables | {name: changed[name] for name in tables.keys() & changed}
+    for name in ("cos", "sin"):
+        made[name] = nn.rotary_tables(times[name], 2 * times["half"])[name == "sin"]
     with pytest.raises(ValueError, match=message):
-        ops.attention_mlp(cos=cos, sin=sin, **made, **more)
+        ops.attention_mlp(**({"heads": 3} | made | given))

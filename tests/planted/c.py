@@ -38,6 +38,12 @@ FAULTS = [
         f"{OPS} -k 'test_elementwise_views and add'",
     ),
     Fault(
+        "csrc/array.c",
+        "merged.shape[axis < lead ? 0 : last]",
+        "merged.shape[axis <= lead ? 0 : last]",
+        f"{OPS} -k 'test_structured and linear_rotary_fwd'",
+    ),
+    Fault(
         "csrc/status.c",
         "    vsnprintf(text, sizeof text, format, arguments);\n"
         "    va_end(arguments);\n"
@@ -428,6 +434,18 @@ FAULTS = [
         "to = row * y->strides[0] + j;",
         "to = row * columns + j;",
         f"{OPS} -k linear_gelu_fwd",
+    ),
+    Fault(
+        "csrc/cpu/linear_rotary.c",
+        "args->parts, 1.0};",
+        "args->parts, -1.0};",
+        f"{OPS} -k 'test_structured and linear_rotary_fwd'",
+    ),
+    Fault(
+        "csrc/cpu/linear_rotary.c",
+        '    ND_TRY(cpu_check_turn("linear_rotary_fwd", args->y, args->parts, args->cos));\n',
+        "",
+        f"{BAD} -k linear_rotary_fwd",
     ),
     Fault(
         "csrc/cpu/matmul.c", "db2[c] += (float)sum;", "db2[c] = (float)sum;", f"{OPS} -k bias_bwd"

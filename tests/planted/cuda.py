@@ -39,6 +39,19 @@ FAULTS = [
         f"{OPS} -k linear_gelu_bwd",
     ),
     Fault("cuda/gelu.cuh", "0.5f + copysignf(0.5f - r, x)}", "r}", f"{OPS} -k linear_gelu_fwd"),
+    # ---- the product with rotary ----
+    Fault(
+        "cuda/linear_rotary.cu",
+        "a->cos, a->sin, 1.0f);",
+        "a->cos, a->sin, -1.0f);",
+        f"{OPS} -k 'test_structured and not views and linear_rotary_fwd'",
+    ),
+    Fault(
+        "cuda/linear_rotary.cu",
+        "        product.b = &b;\n",
+        "",
+        f"{OPS} -k 'test_structured and not views and linear_rotary_fwd'",
+    ),
     # ---- attention ----
     Fault(
         "cuda/attention.cuh",
@@ -290,9 +303,9 @@ FAULTS = [
         f"{OPS} -k 'test_reductions and argmax'",
     ),
     Fault(
-        "cuda/reduce.cu",
-        "x[1] = __uint_as_float(word & 0xffff0000u);",
-        "x[1] = __uint_as_float(word);",
+        "cuda/common.cuh",
+        "__uint_as_float(x & 0xffff0000));",
+        "__uint_as_float(x));",
         f"{OPS} -k 'test_reductions and max and bfloat16'",
     ),
     Fault(

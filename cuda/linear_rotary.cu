@@ -1,0 +1,20 @@
+/* linear_rotary.cu - linear_rotary_fwd: y = rotary(x w + b), x (B, T, K), w (K, H, P, D): packed projections with
+ * q and k turned. The ops that it stands for, one after the other, with the bits of these.
+ */
+#include "common.cuh"
+
+nd_status cuda_linear_rotary_fwd(int device, const linear_rotary_fwd_args *a) {
+    const char *op = "linear_rotary_fwd";
+    ND_TRY(cuda_check_turn(op, a->y, a->parts, a->cos));
+    nd_array x = nd_merged(a->x, 2), w = nd_merged(a->w, 1), y = nd_merged(a->y, 2), b = {};
+    linear_fwd_args product = {};
+    product.x = &x;
+    product.w = &w;
+    product.y = &y;
+    if (a->b) {
+        b = nd_merged(a->b, 0);
+        product.b = &b;
+    }
+    ND_TRY(cuda_linear_fwd(device, &product));
+    return cuda_turn(op, device, a->y, a->parts, a->cos, a->sin, 1.0f);
+}
