@@ -1,5 +1,5 @@
-/* linear_hopper.cuh - what linear_gelu.cu asks of linear_hopper.cu, that of linear_shallow_hopper.cu, and what
- * the two have in common.
+/* linear_hopper.cuh - what linear_gelu.cu asks of linear_hopper.cu, that and linear_rotary.cu of
+ * linear_shallow_hopper.cu, and what the two have in common.
  */
 #ifndef NEEDLE_LINEAR_HOPPER_CUH
 #define NEEDLE_LINEAR_HOPPER_CUH
@@ -15,6 +15,7 @@ nd_status linear_gelu_bwd_hopper(int device, const linear_gelu_bwd_args *a);
 namespace linear {
 
 constexpr int SHALLOW = 512;
+constexpr int SHALLOW_ANGLES = 8; /* R */
 
 /* A tensor map of a matrix of 16 bits, in boxes of `rows` rows and 64 columns. */
 static inline nd_status map_of(const char *op, const nd_array *a, int rows, CUtensorMap *out) {
@@ -42,6 +43,11 @@ static inline unsigned blocks_for(int device, int row_tiles, int column_tiles) {
 /* linear_shallow_hopper.cu: for depths up to SHALLOW. */
 nd_status linear_gelu_fwd_shallow(int device, const linear_gelu_fwd_args *a);
 nd_status linear_gelu_bwd_shallow(int device, const linear_gelu_bwd_args *a);
+/* The op with x, w and y as matrices, where it serves them. */
+bool linear_rotary_shallow_serves(int device, const linear_rotary_fwd_args *a, const nd_array *x,
+                                  const nd_array *w, const nd_array *y);
+nd_status linear_rotary_fwd_shallow(int device, const linear_rotary_fwd_args *a, const nd_array *x,
+                                    const nd_array *w, const nd_array *y);
 
 /* 16 bits, something to do, rows of whole 16 bytes. */
 static inline bool linear_hopper_serves(int device,

@@ -1,7 +1,8 @@
 /* linear_rotary.cu - linear_rotary_fwd: y = rotary(x w + b), x (B, T, K), w (K, H, P, D): packed projections with
- * q and k turned. The ops that it stands for, one after the other, with the bits of these.
+ * q and k turned. On Hopper, in 16 bits, one kernel for what Pythia-70m has (linear_shallow_hopper.cu).
+ * Elsewhere the ops that it stands for, one after the other, with the bits of these.
  */
-#include "common.cuh"
+#include "linear_hopper.cuh"
 
 nd_status cuda_linear_rotary_fwd(int device, const linear_rotary_fwd_args *a) {
     const char *op = "linear_rotary_fwd";
@@ -14,6 +15,9 @@ nd_status cuda_linear_rotary_fwd(int device, const linear_rotary_fwd_args *a) {
     if (a->b) {
         b = nd_merged(a->b, 0);
         product.b = &b;
+    }
+    if (linear_rotary_shallow_serves(device, a, &x, &w, &y)) {
+        return linear_rotary_fwd_shallow(device, a, &x, &w, &y);
     }
     ND_TRY(cuda_linear_fwd(device, &product));
     return cuda_turn(op, device, a->y, a->parts, a->cos, a->sin, 1.0f);

@@ -1,5 +1,5 @@
-/* linear_shallow_hopper.cu - linear_hopper.cu's two products for depths up to 512: the MLP of a model of at most
- * that width. What they compute is said there.
+/* linear_shallow_hopper.cu - products of depths up to 512, of a model of at most that width: linear_hopper.cu's
+ * two, what they compute is said there; and y = rotary(x w + b), turned before it is rounded.
  *
  * The transposed result is computed, c^T = b^T a^T: what stays for a whole column of tiles, b^T, is the operand
  *   that wgmma takes from registers, 64 columns x 512 of depth are 128 registers a thread, and products read 64
@@ -9,7 +9,8 @@
  *   consumers take turns: while one multiplies, the other rounds, applies gelu and writes. A producer thread
  *   asks for steps of 64 of the depth.
  * Results leave, and slope comes, by the copy engine, 64 rows at a time; stmatrix and ldmatrix transpose them
- *   between registers and shared memory.
+ *   between registers and shared memory. Angles come with the rows of a tile: the sums of a thread are columns i
+ *   and i + 8, a pair that rotary turns where R is 8.
  * Time: 32,768 x 512 x 2048 take 83 us without the ends and 125 with them, on an H200 that is cool. Products move
  *   their sums through the ports of the register file, which slows the other consumer's arithmetic and is slowed
  *   by it: each instruction at the end counts (gelu.cuh).
@@ -24,8 +25,10 @@ using namespace hopper;
 /* Not in the namespace below, whose members must all be used. */
 namespace linear {
 
-template <bool BACKWARD_> struct ShallowShape {
-    static constexpr bool BACKWARD = BACKWARD_;
+enum class Kind { gelu, gelu_backward, rotary };
+
+template <Kind KIND> struct ShallowShape {
+    static constexpr bool BACKWARD = KIND == Kind::gelu_backward;
     static constexpr int ROWS = 128, COLUMNS = 128, STEP = PANEL_COLUMNS, STEPS = SHALLOW / STEP;
     static constexpr int HALF = 64;    /* rows that are written together */
     static constexpr int AT_ONCE = 32; /* rows that are worked on together */
@@ -35,15 +38,22 @@ template <bool BACKWARD_> struct ShallowShape {
     /* A stage is a step of a, or of b's 64 columns of each consumer. */
     static constexpr int STAGES = 10;
     static constexpr uint32_t STAGE = 2 * PANEL;
-    /* Of a consumer: slope and y of two halves; or of four what is slope first and dpre then. */
-    static constexpr int BUFFERS = BACKWARD ? 4 : 2, PANELS = BACKWARD ? 1 : 2;
+    /* Of a consumer: slope and y of two halves; y of two; or of four what is slope first and dpre then. */
+    static constexpr int BUFFERS = BACKWARD ? 4 : 2, PANELS = KIND == Kind::gelu ? 2 : 1;
     static constexpr uint32_t BUFFERS_AT = STAGES * STAGE;
-    static constexpr uint32_t BARRIERS_AT = BUFFERS_AT + CONSUMERS * BUFFERS * PANELS * PANEL;
-    static constexpr size_t SHARED = BARRIERS_AT + 8 * 2 * (STAGES + BUFFERS);
+    /* Of both consumers: cos and sin of a tile's rows. */
+    static constexpr int TABLES = KIND == Kind::rotary ? 4 : 0;
+    static constexpr uint32_t TABLES_AT = BUFFERS_AT + CONSUMERS * BUFFERS * PANELS * PANEL;
+    static constexpr uint32_t ANGLES = 4 * SHALLOW_ANGLES, HALF_TABLE = ROWS * ANGLES; /* bytes */
+    static constexpr uint32_t BARRIERS_AT = TABLES_AT + TABLES * 2 * HALF_TABLE;
+    /* What comes beside a and b, and is handed back: slope, or a table. */
+    static constexpr int READ = BACKWARD ? BUFFERS : TABLES;
+    static constexpr size_t SHARED = BARRIERS_AT + 8 * 2 * (STAGES + READ);
 };
 
 } // namespace linear
 
+using linear::Kind;
 using linear::ShallowShape;
 
 namespace {
@@ -52,9 +62,12 @@ struct Shallow {
     CUtensorMap a, b, slope, out;
     int rows, columns; /* of c */
     int row_tiles, column_tiles;
-    const void *bias; /* forward, and the form of GELU */
-    bool tanh;
-    float *partial; /* backward: 2 row_tiles x columns */
+    const void *bias; /* forward; rotary: or NULL */
+    bool tanh;        /* forward */
+    float *partial;   /* backward: 2 row_tiles x columns */
+    /* Rotary: the angles of `times` positions; of slices of `head` dims, `slices` a head, the first `parts`. */
+    const float *cosines, *sines;
+    int times, head, slices, parts;
 };
 
 #ifdef HOPPER_CODE
@@ -73,13 +86,12 @@ template <class Shape> struct Places {
     __device__ __forceinline__ uint32_t empty(int stage) const {
         return full(Shape::STAGES + stage);
     }
-    /* Of both consumers' buffers, backward. */
-    __device__ __forceinline__ uint32_t came(int buffer) const {
-        return full(2 * Shape::STAGES + buffer);
+    __device__ __forceinline__ uint32_t table(int i) const {
+        return base + Shape::TABLES_AT + i * 2 * Shape::HALF_TABLE;
     }
-    __device__ __forceinline__ uint32_t left(int buffer) const {
-        return came(Shape::BUFFERS + buffer);
-    }
+    /* Of both consumers' buffers, or of a table. */
+    __device__ __forceinline__ uint32_t came(int i) const { return full(2 * Shape::STAGES + i); }
+    __device__ __forceinline__ uint32_t left(int i) const { return came(Shape::READ + i); }
 };
 
 /* Blocks share the tiles, column by column, in pieces that differ by one at most. Calls
@@ -98,9 +110,24 @@ __device__ __forceinline__ void each_run(const Shallow &f, const F &work) {
 }
 
 /* ---- the producer -------------------------------------------------------------------------------- */
+/* cos and sin of `count` rows of a from `row` on: positions follow each other, and begin again. */
+template <class Shape>
+__device__ __forceinline__ void load_table(const Shallow &f, uint32_t to, uint32_t came, int row,
+                                           int count) {
+    barrier_expect(came, 2 * count * Shape::ANGLES);
+    for (int done = 0; done < count;) {
+        const int time = (row + done) % f.times, run = min(count - done, f.times - time);
+        const int64_t from = (int64_t)time * linear::SHALLOW_ANGLES;
+        const uint32_t there = to + done * Shape::ANGLES, bytes = run * Shape::ANGLES;
+        bulk_load(there, f.cosines + from, bytes, came);
+        bulk_load(there + Shape::HALF_TABLE, f.sines + from, bytes, came);
+        done += run;
+    }
+}
+
 template <class Shape> __device__ __forceinline__ void produce(const Shallow &f, Places<Shape> at) {
     Ring<Shape::STAGES> ring;
-    Ring<Shape::BUFFERS> buffers;
+    Ring<Shape::READ ? Shape::READ : 1> read;
     auto stage = [&]() {
         barrier_wait(at.empty(ring.at), ring.phase ^ 1);
         barrier_expect(at.full(ring.at), Shape::STAGE);
@@ -121,24 +148,40 @@ template <class Shape> __device__ __forceinline__ void produce(const Shallow &f,
             for (int step = 0; step < Shape::STEPS; step++, ring.advance()) {
                 box_load(stage(), &f.a, at.full(ring.at), step * Shape::STEP, row, 0, 0);
             }
-            for (int half = 0; Shape::BACKWARD && half < 2; half++, buffers.advance()) {
-                const uint32_t came = at.came(buffers.at);
-                barrier_wait(at.left(buffers.at), buffers.phase ^ 1);
+            for (int half = 0; Shape::BACKWARD && half < 2; half++, read.advance()) {
+                const uint32_t came = at.came(read.at);
+                barrier_wait(at.left(read.at), read.phase ^ 1);
                 barrier_expect(came, Shape::CONSUMERS * Shape::PANEL);
                 for (int i = 0; i < Shape::CONSUMERS; i++) {
-                    box_load(at.buffer(i, buffers.at), &f.slope, came, column + i * PANEL_COLUMNS,
+                    box_load(at.buffer(i, read.at), &f.slope, came, column + i * PANEL_COLUMNS,
                              row + half * Shape::HALF, 0, 0);
                 }
+            }
+            if constexpr (Shape::TABLES > 0) {
+                barrier_wait(at.left(read.at), read.phase ^ 1);
+                load_table<Shape>(f, at.table(read.at), at.came(read.at), row,
+                                  min(Shape::ROWS, f.rows - row));
+                read.advance();
             }
         }
     });
 }
 
 /* ---- a consumer ---------------------------------------------------------------------------------- */
-/* Shape::AT_ONCE rows of a half, from 8 s on, become results: enough for a warp to have something to do while
+/* Shape::AT_ONCE rows of a tile, from `row` on, become results: enough for a warp to have something to do while
  * it waits for each. Of a thread c[4 s + 2 h + e] is row 8 s + 2 (lane % 4) + e, column
  * 16 warp + lane / 4 + 8 h of the consumer's 64. */
 template <class T, class Shape> struct End;
+
+/* Of the thread's two columns, the first of which is `column`. */
+template <class T>
+__device__ __forceinline__ void load_bias(float (&bias)[2], const Shallow &f, int column) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int mine = column + 8 * h;
+        bias[h] = f.bias && mine < f.columns ? to_float(((const T *)f.bias)[mine]) : 0.0f;
+    }
+}
 
 template <int N>
 __device__ __forceinline__ void store_rows(const uint32_t (&word)[N][4], uint32_t place) {
@@ -148,19 +191,15 @@ __device__ __forceinline__ void store_rows(const uint32_t (&word)[N][4], uint32_
     }
 }
 
-template <class T> struct End<T, ShallowShape<false>> {
-    using Shape = ShallowShape<false>;
+template <class T> struct End<T, ShallowShape<Kind::gelu>> {
+    using Shape = ShallowShape<Kind::gelu>;
     float bias[2];
     bool tanh;
     int buffer = 0;
 
     __device__ __forceinline__ void run(const Shallow &f, int column) {
         tanh = f.tanh;
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const int mine = column + 8 * h;
-            bias[h] = mine < f.columns ? to_float(((const T *)f.bias)[mine]) : 0.0f;
-        }
+        load_bias<T>(bias, f, column);
     }
     __device__ __forceinline__ void begin(Places<Shape>) {}
 
@@ -177,7 +216,7 @@ template <class T> struct End<T, ShallowShape<false>> {
         store_rows(slope, place);
         store_rows(y, place + Shape::PANEL);
     }
-    __device__ __forceinline__ void rows(const float *c, uint32_t place) {
+    __device__ __forceinline__ void rows(const float *c, uint32_t place, int) {
         tanh ? rows_of<true>(c, place) : rows_of<false>(c, place);
     }
 
@@ -192,8 +231,70 @@ template <class T> struct End<T, ShallowShape<false>> {
     __device__ __forceinline__ void free(Places<Shape>) {}
 };
 
-template <class T> struct End<T, ShallowShape<true>> {
-    using Shape = ShallowShape<true>;
+template <class T> struct End<T, ShallowShape<Kind::rotary>> {
+    using Shape = ShallowShape<Kind::rotary>;
+    float bias[2];
+    bool turns; /* the warp has the dims of a head that are turned */
+    int buffer = 0;
+    Ring<Shape::TABLES> tables;
+    uint32_t angles; /* of the thread's column, in a tile's first row */
+
+    __device__ __forceinline__ void run(const Shallow &f, int column) {
+        const int of_warp = column - (threadIdx.x & 31) / 4;
+        turns = of_warp % f.head == 0 && of_warp / f.head % f.slices < f.parts;
+        load_bias<T>(bias, f, column);
+    }
+    __device__ __forceinline__ void begin(Places<Shape> at) {
+        barrier_wait(at.came(tables.at), tables.phase);
+        angles = at.table(tables.at) + (threadIdx.x & 31) / 4 * 4;
+    }
+
+    __device__ __forceinline__ void rows(const float *c, uint32_t place, int row) {
+        uint32_t word[Shape::AT_ONCE / 16][4];
+        const uint32_t first = angles + (row + threadIdx.x % 4 * 2) * Shape::ANGLES;
+#pragma unroll
+        for (int i = 0; i < Shape::AT_ONCE / 8; i++) {
+            float x[2], y[2];
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                x[e] = c[4 * i + e] + bias[0];
+                y[e] = c[4 * i + 2 + e] + bias[1];
+                if (turns) {
+                    const uint32_t angle = first + (8 * i + e) * Shape::ANGLES;
+                    const float cosine = __uint_as_float(load_shared4(angle));
+                    const float sine = __uint_as_float(load_shared4(angle + Shape::HALF_TABLE));
+                    const float turned = x[e] * cosine - y[e] * sine;
+                    y[e] = y[e] * cosine + x[e] * sine;
+                    x[e] = turned;
+                }
+            }
+            word[i / 2][i % 2 * 2] = pack_pair<T>(x[0], x[1]);
+            word[i / 2][i % 2 * 2 + 1] = pack_pair<T>(y[0], y[1]);
+        }
+        store_rows(word, place);
+    }
+
+    __device__ __forceinline__ void finish(const Shallow &, int, int) {}
+    __device__ __forceinline__ void store(const Shallow &f, Places<Shape>, uint32_t from,
+                                          int column, int row) {
+        box_store(&f.out, from, column, row, 0, 0);
+    }
+    __device__ __forceinline__ void advance() {
+        buffer ^= 1;
+        if (buffer == 0) {
+            tables.advance();
+        }
+    }
+    /* Of a consumer only the first warp reads the table, and stored what it made of it. */
+    __device__ __forceinline__ void free(Places<Shape> at) {
+        if (buffer == 1) {
+            barrier_arrive(at.left(tables.at));
+        }
+    }
+};
+
+template <class T> struct End<T, ShallowShape<Kind::gelu_backward>> {
+    using Shape = ShallowShape<Kind::gelu_backward>;
     float sums[2];
     int buffer = 0, stored = -1;
     uint32_t phase = 0;
@@ -204,7 +305,7 @@ template <class T> struct End<T, ShallowShape<true>> {
         sums[0] = sums[1] = 0.0f;
     }
 
-    __device__ __forceinline__ void rows(const float *c, uint32_t place) {
+    __device__ __forceinline__ void rows(const float *c, uint32_t place, int) {
         uint32_t word[Shape::AT_ONCE / 16][4];
 #pragma unroll
         for (int i = 0; i < Shape::AT_ONCE / 16; i++) {
@@ -326,7 +427,8 @@ __device__ __forceinline__ void consume(const Shallow &f, Places<Shape> at, int 
                 end.begin(at);
 #pragma unroll
                 for (int s = 0; s < Shape::HALF; s += Shape::AT_ONCE) {
-                    end.rows(c + 32 * half + s / 2, buffer + in_panel + PANEL_ROW * s);
+                    end.rows(c + 32 * half + s / 2, buffer + in_panel + PANEL_ROW * s,
+                             Shape::HALF * half + s);
                 }
                 end.finish(f, 2 * tile + half, column);
                 proxy_fence();
@@ -359,9 +461,9 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
             barrier_init(at.full(stage), 1);
             barrier_init(at.empty(stage), Shape::CONSUMERS);
         }
-        for (int buffer = 0; buffer < Shape::BUFFERS; buffer++) {
-            barrier_init(at.came(buffer), 1);
-            barrier_init(at.left(buffer), Shape::CONSUMERS);
+        for (int i = 0; i < Shape::READ; i++) {
+            barrier_init(at.came(i), 1);
+            barrier_init(at.left(i), Shape::CONSUMERS);
         }
         barrier_init_done();
     }
@@ -383,13 +485,15 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
 template <class Shape>
 nd_status launch(const char *op, int device, Shallow f, const nd_array *a, const nd_array *b,
                  const nd_array *slope, const nd_array *out) {
-    f.rows = (int)slope->shape[0];
-    f.columns = (int)slope->shape[1];
+    f.rows = (int)out->shape[0];
+    f.columns = (int)out->shape[1];
     f.row_tiles = ceil_div(f.rows, Shape::ROWS);
     f.column_tiles = ceil_div(f.columns, Shape::COLUMNS);
     ND_TRY(linear::map_of(op, a, Shape::ROWS, &f.a));
     ND_TRY(linear::map_of(op, b, 64, &f.b));
-    ND_TRY(linear::map_of(op, slope, Shape::HALF, &f.slope));
+    if (slope) {
+        ND_TRY(linear::map_of(op, slope, Shape::HALF, &f.slope));
+    }
     ND_TRY(linear::map_of(op, out, Shape::HALF, &f.out));
     auto kernel = a->dtype == ND_BF16 ? linear_shallow_kernel<bf16, Shape>
                                       : linear_shallow_kernel<f16, Shape>;
@@ -404,17 +508,39 @@ nd_status linear_gelu_fwd_shallow(int device, const linear_gelu_fwd_args *a) {
     Shallow f = {};
     f.bias = a->b->data;
     f.tanh = a->tanh != 0;
-    return launch<ShallowShape<false>>("linear_gelu_fwd", device, f, a->x, a->w, a->slope, a->y);
+    return launch<ShallowShape<Kind::gelu>>("linear_gelu_fwd", device, f, a->x, a->w, a->slope,
+                                               a->y);
 }
 
 nd_status linear_gelu_bwd_shallow(int device, const linear_gelu_bwd_args *a) {
+    using Backward = ShallowShape<Kind::gelu_backward>;
     const char *op = "linear_gelu_bwd";
     const int64_t columns = a->slope->shape[1];
-    const int64_t pieces = 2 * ceil_div<int64_t>(a->slope->shape[0], ShallowShape<true>::ROWS);
+    const int64_t pieces = 2 * ceil_div<int64_t>(a->slope->shape[0], Backward::ROWS);
     void *partial;
     ND_TRY(cuda_scratch(device, (size_t)(pieces * columns) * sizeof(float), &partial));
     Shallow f = {};
     f.partial = (float *)partial;
-    ND_TRY(launch<ShallowShape<true>>(op, device, f, a->dy, a->w, a->slope, a->dpre));
+    ND_TRY(launch<Backward>(op, device, f, a->dy, a->w, a->slope, a->dpre));
     return cuda_add_columns(op, device, f.partial, pieces, columns, data_of<float>(a->db));
+}
+
+bool linear_rotary_shallow_serves(int device, const linear_rotary_fwd_args *a, const nd_array *x,
+                                  const nd_array *w, const nd_array *y) {
+    return linear_hopper_serves(device, {x, w, y}) && x->shape[1] <= linear::SHALLOW &&
+           a->cos->shape[1] == linear::SHALLOW_ANGLES && a->y->shape[4] % PANEL_COLUMNS == 0 &&
+           is_aligned16(a->cos->data) && is_aligned16(a->sin->data);
+}
+
+nd_status linear_rotary_fwd_shallow(int device, const linear_rotary_fwd_args *a, const nd_array *x,
+                                    const nd_array *w, const nd_array *y) {
+    Shallow f = {};
+    f.bias = a->b ? a->b->data : nullptr;
+    f.cosines = data_of<float>(a->cos);
+    f.sines = data_of<float>(a->sin);
+    f.times = (int)a->cos->shape[0];
+    f.slices = (int)a->y->shape[3];
+    f.head = (int)a->y->shape[4];
+    f.parts = (int)a->parts;
+    return launch<ShallowShape<Kind::rotary>>("linear_rotary_fwd", device, f, x, w, nullptr, y);
 }

@@ -502,6 +502,17 @@ inline void box_load(uint32_t to, const CUtensorMap *map, uint32_t barrier, int 
         b.settle();
     }});
 }
+inline void bulk_load(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier) {
+    if (to % 16 || (uintptr_t)from % 16 || bytes % 16) {
+        emulated::fail("a bulk copy that does not begin or end at 16 bytes");
+    }
+    emulated::late.push_back({1 + (int)(emulated::chance() % 6), [=] {
+        memcpy(emulated::at(to, bytes), from, bytes);
+        emulated::Barrier &b = barrier_at(barrier);
+        b.bytes -= (long)bytes;
+        b.settle();
+    }});
+}
 inline void proxy_fence() {}
 inline void box_store(const CUtensorMap *map, uint32_t from, int c0, int c1, int c2, int c3) {
     emulated::Map m = checked(map, from);

@@ -55,6 +55,29 @@ extern "C" const char *forward(void *x, void *w, void *b, void *slope, void *y, 
     return result(linear_gelu_fwd_hopper(0, &args));
 }
 
+/* y of a product of b x t rows, by matrices as linear_rotary.cu has them. bias: or NULL. */
+extern "C" const char *rotary(void *x, void *w, void *bias, float *cos, float *sin, void *y, int b, int t,
+                              int k, int heads, int dim, int r, int parts, int is_half,
+                              unsigned seed) {
+    emulated::chance.seed(seed);
+    const int columns = 3 * heads * dim;
+    nd_array all[4] = {matrix(x, b * t, k, is_half), matrix(w, k, columns, is_half),
+                       matrix(bias, 1, columns, is_half), matrix(y, b * t, columns, is_half)};
+    nd_array tables[2] = {matrix(cos, t, r, 0), matrix(sin, t, r, 0)}, packed = all[3];
+    packed.shape[3] = 3;
+    packed.shape[4] = dim;
+    linear_rotary_fwd_args args = {};
+    args.b = bias ? &all[2] : NULL;
+    args.cos = &tables[0];
+    args.sin = &tables[1];
+    args.parts = parts;
+    args.y = &packed;
+    if (!linear_rotary_shallow_serves(0, &args, &all[0], &all[1], &all[3])) {
+        return "not served";
+    }
+    return result(linear_rotary_fwd_shallow(0, &args, &all[0], &all[1], &all[3]));
+}
+
 extern "C" const char *backward(void *dy, void *w, void *slope, void *dpre, float *db, int n,
                                 int m, int k, int is_half, unsigned seed) {
     emulated::chance.seed(seed);

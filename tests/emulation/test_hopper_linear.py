@@ -121,3 +121,36 @@ def test_when_threads_run_changes_no_bit(compiled):
         call(compiled("linear", "backward"), (dy, w, slope, dpre, db), 500, 520, 392, 0, seed)
         results.append((dpre.tobytes(), db.tobytes()))
     assert results == results[:1] * 4
+
+
+@both_types
+@pytest.mark.parametrize(
+    "b, t, k, heads, dim, parts",
+    [
+        (1, 1, 8, 1, 64, 2),
+        (2, 130, 72, 2, 64, 2),
+        (3, 200, 512, 1, 128, 1),
+        (40, 7, 64, 1, 64, 3),
+        (1, 700, 136, 1, 64, 0),
+    ],
+)
+def test_rotary(compiled, b, t, k, heads, dim, parts, is_half):
+    columns, r = 3 * heads * dim, 8
+    x, w, bias = drawn(is_half, ((b * t, k), 1), ((k, columns), k**-0.5), ((columns,), 1))
+    angles = np.random.default_rng(3).uniform(-4, 4, (t, r))
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    for with_bias in (True, False):
+        want = from_16(x, is_half) @ from_16(w, is_half)
+        want = (want + with_bias * from_16(bias, is_half)).reshape((b, t, heads, 3, dim))
+        for part in range(parts):
+            q = want[:, :, :, part]
+            one, other = q[..., :r].copy(), q[..., r : 2 * r].copy()
+            c, s = cos[:, None].astype(np.float64), sin[:, None].astype(np.float64)
+            q[..., :r], q[..., r : 2 * r] = one * c - other * s, other * c + one * s
+        y = poison((b * t, columns))
+        arrays = [x, w, bias if with_bias else None, cos, sin, y]
+        arrays = (None if a is None else ctypes.c_void_p(a.ctypes.data) for a in arrays)
+        numbers = b, t, k, heads, dim, r, parts, is_half, 1
+        said = compiled("linear", "rotary")(*arrays, *numbers)
+        assert said == b"", said
+        close(y, want.reshape(y.shape), is_half, "y")

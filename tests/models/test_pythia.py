@@ -80,25 +80,40 @@ def tokens(seed: int, *shape, vocabulary=41) -> np.ndarray:
 @pytest.mark.parametrize("act", ["gelu", "gelu_new"])
 def test_the_fused_mlp_has_the_bits_of_its_steps(act, dtype, flat):
     """Of which it takes the place where no hook looks inside: logits and all gradients, added to
-    those of a batch before."""
+    those of a batch before. In bfloat16 it rounds GELU's derivative and so has other bits of
+    gradients, which are as near to those of float32."""
     ids, targets = tokens(1, 3, 33), tokens(2, 3, 33)
-    results = []
-    for names in ((), ("blocks.0.mlp.hook_pre", "blocks.1.mlp.hook_post")):
-        model = small(seed=4, dtype=dtype, hidden_act=act, use_parallel_residual=False)
+    weights = {
+        name: p.numpy()
+        for name, p in small(
+            seed=4, dtype=dtype, hidden_act=act, use_parallel_residual=False
+        ).named_parameters()
+    }
+
+    def run(dtype, names):
+        model = small(dtype=dtype, hidden_act=act, use_parallel_residual=False)
+        for name, p in model.named_parameters():
+            p.data = Tensor(weights[name], dtype=dtype)
         if flat:
             nn.flatten_parameters(model)
         seen = []
-        with model.hooks({name: lambda x, seen=seen: seen.append(x.shape) for name in names}):
+        with model.hooks({name: lambda x: seen.append(x.shape) for name in names}):
             for _ in range(2):
                 logits, loss = model(ids, targets)
                 loss.backward()
         assert seen == [(3, 33, 128)] * 2 * len(names)
-        gradients = {n: p.grad.numpy() for n, p in model.named_parameters()}
-        results.append({"logits": logits.numpy(), **gradients})
-    fused, stepwise = results
+        return logits.numpy(), {n: p.grad.numpy() for n, p in model.named_parameters()}
+
+    logits, fused = run(dtype, ())
+    step_logits, stepwise = run(dtype, ("blocks.0.mlp.hook_pre", "blocks.1.mlp.hook_post"))
+    np.testing.assert_array_equal(logits, step_logits)
     assert fused.keys() == stepwise.keys()
+    _, exact = run("float32", ())
     for name, values in fused.items():
-        np.testing.assert_array_equal(values, stepwise[name], err_msg=name)
+        if dtype == "float32":
+            np.testing.assert_array_equal(values, stepwise[name], err_msg=name)
+        off = [np.linalg.norm(gradient[name] - exact[name]) for gradient in (fused, stepwise)]
+        assert off[0] <= 1.25 * off[1], (name, off)
 
 
 @both

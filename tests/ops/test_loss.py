@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from harness import DEVICES, device_of
+from cases import FLOATS
+from harness import DEVICES, device_of, rounder
 
-from needle import Tensor, no_grad, ops
+from needle import _C, Tensor, no_grad, ops
 from needle.nn import Module, Parameter, flatten_parameters
 
 V, C = 13, 6
@@ -116,3 +117,30 @@ def test_no_more_logits_than_a_run(device, monkeypatch):
     assert device.memory_stats()["peak_bytes"] - before < logits + 2 * gradient
     loss.backward()
     assert device.memory_stats()["peak_bytes"] - before < logits + 4 * gradient
+
+
+@both
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_loss_of_more_rows_than_a_gpu_takes_at_once(dtype, device):
+    """Long ones, of which many in turn go through the same memory; ignored ones in between."""
+    device = device_of(device)
+    rng = np.random.default_rng(5)
+    logits = rounder(dtype)(rng.standard_normal((601, 16392), np.float32) * 3)
+    targets = rng.integers(0, 16392, 601)
+    targets[rng.integers(0, 601, 60)] = -1
+    targets[[0, 1, 600]] = 16391, 0, -5
+    array = _C.array(logits, dtype, device)
+    losses, loss, share = _C.cross_entropy_fwd_bwd(array, _C.array(targets, "int32", device))
+    valid, rows = targets >= 0, np.arange(601)
+    softmax = np.exp(logits)
+    sums = softmax.sum(1, keepdims=True)
+    softmax /= sums
+    at_target = np.where(valid, targets, 0)
+    wanted = (np.log(sums[:, 0]) - logits[rows, at_target]) * valid
+    np.testing.assert_allclose(losses.numpy(), wanted, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(loss.item(), wanted.sum() / valid.sum(), rtol=1e-5)
+    np.testing.assert_allclose(share.item(), 1 / valid.sum(), rtol=1e-6)
+    softmax[rows, at_target] -= 1
+    softmax *= valid[:, None]
+    unit = {"float32": 2.0**-20, "bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
+    np.testing.assert_allclose(array.numpy(), softmax, rtol=1.01 * unit + 2.0**-18, atol=2.0**-25)

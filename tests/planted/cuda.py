@@ -41,6 +41,12 @@ FAULTS = [
     Fault("cuda/gelu.cuh", "0.5f + copysignf(0.5f - r, x)}", "r}", f"{OPS} -k linear_gelu_fwd"),
     # ---- the product with rotary ----
     Fault(
+        "cuda/linear_shallow_hopper.cu",
+        "x[e] * cosine - y[e] * sine;",
+        "x[e] * cosine + y[e] * sine;",
+        f"{OPS} -k 'test_structured and not views and linear_rotary_fwd'",
+    ),
+    Fault(
         "cuda/linear_rotary.cu",
         "a->cos, a->sin, 1.0f);",
         "a->cos, a->sin, -1.0f);",
@@ -199,6 +205,12 @@ FAULTS = [
         "fits = loop.strides[k][d] % n == 0;",
         "fits = loop.strides[k][d] != 0;",
         f"{CUDA} -k views_of_many",
+    ),
+    Fault(
+        "cuda/cross_entropy_hopper.cu",
+        "load(row + slots * (int64_t)gridDim.x, ring.at);",
+        "load(row + (int64_t)gridDim.x, ring.at);",
+        "tests/ops/test_loss.py -k a_loss_of_more_rows",
     ),
     Fault(
         "cuda/cross_entropy.cu",
