@@ -11,12 +11,12 @@
  * enough; the threads' pairs are merged in a fixed order. A row may start anywhere (V odd): the
  * elements before its first 16-byte boundary and after its last go one by one.
  * Both: where two rows fit into shared memory a block walks down rows, and the next arrives while it works
- * on one; longer rows are read twice, the second time as a rule out of the L2. Long aligned rows on Hopper:
- * cross_entropy_hopper.cu.
+ * on one; longer rows are read twice, the second time as a rule out of the L2. Long 16-bit rows
+ * that start at multiples of 16 bytes: cross_entropy_long.cu.
  * Bytes, T bytes an element: forward N V T; backward 2 N V T; both 2 N V T (3 N V T for long rows). One
  * exponential an element in each, two in both.
  */
-#include "cross_entropy_hopper.cuh"
+#include "cross_entropy_long.cuh"
 #include "mma.cuh"
 
 namespace {
@@ -380,8 +380,8 @@ nd_status cuda_cross_entropy_fwd_bwd(int device, const cross_entropy_fwd_bwd_arg
         }
         return ND_OK;
     };
-    ND_TRY(cross_entropy_hopper_serves(device, a->logits)
-               ? cross_entropy_hopper(device, a)
+    ND_TRY(cross_entropy_long_serves(device, a->logits)
+               ? cross_entropy_long(device, a)
                : with_float(op, a->logits->dtype, portable));
     mean_kernel<<<1, 1024, 0, stream>>>(losses, targets, data_of<float>(a->loss),
                                         data_of<float>(a->share), true, rows);

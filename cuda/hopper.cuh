@@ -1,5 +1,5 @@
 /* hopper.cuh - what a Hopper (sm_90a) has beyond older GPUs, each instruction once, by the names that
- * the kernels of attention, the MLP and the loss read by. PTX ISA 8.0 and later, sections in brackets.
+ * the kernels of attention and of the MLP read by. PTX ISA 8.0 and later, sections in brackets.
  *
  * Shared memory is addressed by 32-bit shared-window addresses. A *panel* is how matrices lie there:
  * rows of 64 16-bit elements (128 bytes), the 16-byte chunk c of row r at chunk c ^ (r % 8), its start a

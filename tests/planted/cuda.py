@@ -207,9 +207,9 @@ FAULTS = [
         f"{CUDA} -k views_of_many",
     ),
     Fault(
-        "cuda/cross_entropy_hopper.cu",
-        "load(row + slots * (int64_t)gridDim.x, ring.at);",
-        "load(row + (int64_t)gridDim.x, ring.at);",
+        "cuda/cross_entropy_long.cu",
+        "load(row + slots * (int64_t)gridDim.x, slot);",
+        "load(row + (int64_t)gridDim.x, slot);",
         "tests/ops/test_loss.py -k a_loss_of_more_rows",
     ),
     Fault(
