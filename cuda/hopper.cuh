@@ -236,6 +236,11 @@ __device__ __forceinline__ void stay_above(int some) {
 #define HOPPER_NAMES64                                                                             \
     HOPPER_NAMES32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50," \
                    "%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define HOPPER_NAMES128                                                                            \
+    HOPPER_NAMES64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82," \
+                   "%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,"     \
+                   "%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,"   \
+                   "%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 /* SHAPE: "m64n64k16"; KIND: "bf16.bf16"; A .. ADD: the numbers of the operands behind c. */
 #define HOPPER_SHARED(SHAPE, KIND, NAMES, A, B, ADD, TB, ...)                              \
     asm volatile("{\n.reg .pred add;\n.reg .b64 a, b;\nsetp.ne.b32 add, %" #ADD ", 0;\n"   \
@@ -261,8 +266,14 @@ template <> constexpr bool is_bf16<bf16> = true;
 template <class T, int COLUMNS, int C>
 __device__ __forceinline__ void product(float (&c)[C], Operand a, Operand b, bool add) {
     constexpr bool brain = is_bf16<T>;
-    static_assert(C == 32 || C == 64, "N is 64 or 128");
-    if constexpr (C == 32 && brain) {
+    static_assert(C == 32 || C == 64 || C == 128, "N is 64, 128 or 256");
+    if constexpr (C == 128 && brain) {
+        HOPPER_SHARED("m64n256k16", "bf16.bf16", HOPPER_NAMES128, 128, 129, 130, 131,
+                      HOPPER_C32(c, 0), HOPPER_C32(c, 32), HOPPER_C32(c, 64), HOPPER_C32(c, 96));
+    } else if constexpr (C == 128) {
+        HOPPER_SHARED("m64n256k16", "f16.f16", HOPPER_NAMES128, 128, 129, 130, 131,
+                      HOPPER_C32(c, 0), HOPPER_C32(c, 32), HOPPER_C32(c, 64), HOPPER_C32(c, 96));
+    } else if constexpr (C == 32 && brain) {
         HOPPER_SHARED("m64n64k16", "bf16.bf16", HOPPER_NAMES32, 32, 33, 34, 35, HOPPER_C32(c, 0));
     } else if constexpr (C == 32) {
         HOPPER_SHARED("m64n64k16", "f16.f16", HOPPER_NAMES32, 32, 33, 34, 35, HOPPER_C32(c, 0));

@@ -9,14 +9,13 @@
  *
  * Depths up to 512 are linear_shallow_hopper.cu's. Of what is here:
  *
- * Parallel: tiles of 64 x 128. A thread block has one column of tiles, or a few, and walks down its rows; the
- *   blocks of all columns walk together, so that a's rows are read from memory once. Consumers take turns,
- *   a whole tile each: while one multiplies, the others round, apply gelu and write. A producer thread asks
- *   for a's and b's parts of 64 of the depth, in the order of the tiles.
- * Shared memory is what binds: products read 96 bytes a clock of the 128 that it gives, and both operands are
- *   written to it. So results go from registers to memory, 8 bytes a lane: neighbouring lanes exchange a word,
- *   and four hold the 32 bytes of a row that memory moves together. slope is read the same way, 64 columns
- *   ahead.
+ * Parallel: tiles of 128 x 256, 64 rows for each of two consumers. A thread block has one column of tiles, or a
+ *   few, and walks down its rows; the blocks of all columns walk together, so that a's rows are read from memory
+ *   once. A producer thread asks for a's and b's parts of 64 of the depth, in the order of the tiles. Nothing but
+ *   these parts holds the consumers together: one may be so many ahead, and write while the other multiplies.
+ * The L2 is what binds smaller tiles: of 64 x 128, 12 bytes for each 1,000 FLOP, and these take half of it.
+ *   Results go from registers to memory, 8 bytes a lane: neighbouring lanes exchange a word, and four hold the 32
+ *   bytes of a row that memory moves together. slope is read the same way, 64 columns ahead.
  */
 #include "gelu.cuh"
 #include "linear_hopper.cuh"
@@ -30,9 +29,11 @@ namespace linear {
 
 template <bool BACKWARD_> struct LinearShape {
     static constexpr bool BACKWARD = BACKWARD_;
-    static constexpr int STAGES = 8;
-    static constexpr int ROWS = 64, COLUMNS = 128, STEP = PANEL_COLUMNS;
-    static constexpr int CONSUMERS = 3, THREADS = WARPGROUP * (1 + CONSUMERS);
+    static constexpr int STAGES = 4;
+    static constexpr int OWN = 64; /* rows of a consumer */
+    static constexpr int CONSUMERS = 2, THREADS = WARPGROUP * (1 + CONSUMERS);
+    static constexpr int ROWS = CONSUMERS * OWN, COLUMNS = 256, STEP = PANEL_COLUMNS;
+    static constexpr int PANELS = COLUMNS / PANEL_COLUMNS;
     /* Registers a thread: at the launch, then a producer's and a consumer's. */
     static constexpr int EACH = 65536 / THREADS / 8 * 8, KEEP = 24;
     static constexpr int TAKE = EACH + (EACH - KEEP) / CONSUMERS / 8 * 8;
@@ -58,7 +59,7 @@ struct Linear {
     const void *bias;  /* forward */
     void *slope, *out; /* rows x columns; backward: slope is read, out is dpre */
     int64_t out_row;   /* elements from a row of out to the next */
-    float *partial;    /* backward: row_tiles x columns */
+    float *partial;    /* backward: CONSUMERS row_tiles x columns */
 };
 
 #ifdef HOPPER_CODE
@@ -103,8 +104,10 @@ template <class Shape> __device__ __forceinline__ void produce(const Linear &f, 
             if (Shape::BACKWARD) {
                 box_load(b, &f.b, full, deep, column, 0, 0);
             } else {
-                box_load(b, &f.b, full, column, deep, 0, 0);
-                box_load(b + Shape::B_PART / 2, &f.b, full, column + PANEL_COLUMNS, deep, 0, 0);
+                for (int i = 0; i < Shape::PANELS; i++) {
+                    box_load(b + i * (Shape::B_PART / Shape::PANELS), &f.b, full,
+                             column + i * PANEL_COLUMNS, deep, 0, 0);
+                }
             }
         }
     }
@@ -195,12 +198,14 @@ struct Piece {
 template <class T, class Shape> struct End;
 
 template <class T> struct End<T, LinearShape<false>> {
+    using Shape = LinearShape<false>;
+
     __device__ __forceinline__ void begin(const Linear &, Piece) {}
 
-    __device__ __forceinline__ void finish(const Linear &f, Piece at, const float (&c)[64],
-                                           uint32_t, int, int) {
+    __device__ __forceinline__ void finish(const Linear &f, Piece at, const float *c, uint32_t, int,
+                                           int) {
 #pragma unroll
-        for (int panel = 0; panel < 2; panel++, at.column += PANEL_COLUMNS) {
+        for (int panel = 0; panel < Shape::PANELS; panel++, at.column += PANEL_COLUMNS) {
             const int mine = at.column + 2 * (threadIdx.x % 4);
             float2 bias[8];
 #pragma unroll
@@ -230,15 +235,15 @@ template <class T> struct End<T, LinearShape<true>> {
 
     __device__ __forceinline__ void begin(const Linear &f, Piece at) { at.load<T>(ahead, f.slope); }
 
-    __device__ __forceinline__ void finish(const Linear &f, Piece at, const float (&c)[64],
+    __device__ __forceinline__ void finish(const Linear &f, Piece at, const float *c,
                                            uint32_t my_sums, int group, int row_tile) {
         const int lane = threadIdx.x & 31, tile_column = at.column;
-        float column_sums[2][2]; /* of columns 2 lane + {0, 1} of each panel */
+        float column_sums[Shape::PANELS][2]; /* of columns 2 lane + {0, 1} of each panel */
 #pragma unroll
-        for (int panel = 0; panel < 2; panel++, at.column += PANEL_COLUMNS) {
+        for (int panel = 0; panel < Shape::PANELS; panel++, at.column += PANEL_COLUMNS) {
             uint32_t word[16];
             Piece::exchange(word, ahead);
-            if (panel == 0) {
+            if (panel + 1 < Shape::PANELS) {
                 Piece{f, at.row, at.column + PANEL_COLUMNS}.load<T>(ahead, f.slope);
             }
 #pragma unroll
@@ -272,22 +277,27 @@ template <class T> struct End<T, LinearShape<true>> {
             column_sums[panel][0] = sums[0];
             column_sums[panel][1] = sums[1];
         }
-        /* Over the warps, through shared memory, which is not written again before a turn is waited for. */
+        /* Over the warps, through shared memory, which all have read for the tile before. */
+        turn_wait(1 + group, WARPGROUP);
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
+        for (int i = 0; i < 2 * Shape::PANELS; i++) {
             store_shared4(my_sums + 4 * (PANEL_COLUMNS * (i / 2) + 2 * lane + i % 2),
                           __float_as_uint(column_sums[i / 2][i % 2]));
         }
-        turn_wait(1 + Shape::CONSUMERS + group, WARPGROUP);
-        const int thread = threadIdx.x % WARPGROUP, column = tile_column + thread;
-        const uint32_t first = my_sums - thread / 32 * Shape::SUMS + 4 * thread;
-        float sum = 0.0f;
+        turn_wait(1 + group, WARPGROUP);
+        const int thread = threadIdx.x % WARPGROUP;
+        const int64_t row = (int64_t)row_tile * Shape::CONSUMERS + group;
 #pragma unroll
-        for (int warp = 0; warp < WARPGROUP / 32; warp++) {
-            sum += __uint_as_float(load_shared4(first + warp * Shape::SUMS));
-        }
-        if (column < f.columns) {
-            f.partial[(int64_t)row_tile * f.columns + column] = sum;
+        for (int i = thread; i < Shape::COLUMNS; i += WARPGROUP) {
+            const uint32_t first = my_sums - thread / 32 * Shape::SUMS + 4 * i;
+            float sum = 0.0f;
+#pragma unroll
+            for (int warp = 0; warp < WARPGROUP / 32; warp++) {
+                sum += __uint_as_float(load_shared4(first + warp * Shape::SUMS));
+            }
+            if (tile_column + i < f.columns) {
+                f.partial[row * f.columns + tile_column + i] = sum;
+            }
         }
     }
 };
@@ -296,27 +306,24 @@ template <class T, class Shape>
 __device__ __forceinline__ void consume(const Linear &f, Places<Shape> at, int group) {
     const int warp = (int)(threadIdx.x % WARPGROUP) / 32;
     const bool speaks = threadIdx.x % WARPGROUP == 0; /* for its warpgroup */
-    const int my_turn = 1 + group, next_turn = 1 + (group + 1) % Shape::CONSUMERS;
     const int end = first_tile(f, blockIdx.x + 1);
     Ring<Shape::STAGES> ring;
-    if (group == Shape::CONSUMERS - 1) {
-        turn_pass(next_turn, 2 * WARPGROUP);
-    }
-    ring.skip(group * f.steps);
-    for (int tile = first_tile(f, blockIdx.x) + group; tile < end; tile += Shape::CONSUMERS) {
+    for (int tile = first_tile(f, blockIdx.x); tile < end; tile++) {
         const int across = tile / f.row_tiles, down = tile - across * f.row_tiles;
-        const Piece piece = {f, down * Shape::ROWS + 16 * warp, across * Shape::COLUMNS};
+        const Piece piece = {f, down * Shape::ROWS + group * Shape::OWN + 16 * warp,
+                             across * Shape::COLUMNS};
         End<T, Shape> results;
         results.begin(f, piece);
 
-        float c[64];
+        float c[32 * Shape::PANELS];
         int before = 0;
-        turn_wait(my_turn, 2 * WARPGROUP);
         for (int step = 0; step < f.steps; step++, ring.advance()) {
-            const Operand a = rows_operand(at.a(ring.at));
+            const Operand a =
+                rows_operand(at.a(ring.at) + group * (Shape::A_PART / Shape::CONSUMERS));
             const uint32_t b_at = at.b(ring.at);
-            const Operand b =
-                Shape::BACKWARD ? rows_operand(b_at) : columns_operand(b_at, Shape::B_PART / 2);
+            const Operand b = Shape::BACKWARD
+                                  ? rows_operand(b_at)
+                                  : columns_operand(b_at, Shape::B_PART / Shape::PANELS);
             barrier_wait(at.full(ring.at), ring.phase);
             products_begin();
 #pragma unroll
@@ -332,14 +339,11 @@ __device__ __forceinline__ void consume(const Linear &f, Places<Shape> at, int g
             }
             before = ring.at;
         }
-        turn_pass(next_turn, 2 * WARPGROUP);
         products_wait<0>();
         hold(c);
         if (speaks) {
             barrier_arrive(at.empty(before));
         }
-        ring.skip((Shape::CONSUMERS - 1) * f.steps); /* the others' tiles */
-
         results.finish(f, piece, c, at.sums(4 * group + warp), group, down);
     }
 }
@@ -354,7 +358,7 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < Shape::STAGES; stage++) {
             barrier_init(at.full(stage), 1);
-            barrier_init(at.empty(stage), 1);
+            barrier_init(at.empty(stage), Shape::CONSUMERS);
         }
         barrier_init_done();
     }
@@ -410,7 +414,8 @@ nd_status linear_gelu_bwd_hopper(int device, const linear_gelu_bwd_args *a) {
     }
     const char *op = "linear_gelu_bwd";
     const int64_t columns = a->slope->shape[1];
-    const int64_t pieces = ceil_div<int64_t>(a->slope->shape[0], LinearShape<true>::ROWS);
+    using Shape = LinearShape<true>;
+    const int64_t pieces = Shape::CONSUMERS * ceil_div<int64_t>(a->slope->shape[0], Shape::ROWS);
     void *partial;
     ND_TRY(cuda_scratch(device, (size_t)(pieces * columns) * sizeof(float), &partial));
     Linear f = {};

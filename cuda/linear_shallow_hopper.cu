@@ -509,7 +509,7 @@ nd_status linear_gelu_fwd_shallow(int device, const linear_gelu_fwd_args *a) {
     f.bias = a->b->data;
     f.tanh = a->tanh != 0;
     return launch<ShallowShape<Kind::gelu>>("linear_gelu_fwd", device, f, a->x, a->w, a->slope,
-                                               a->y);
+                                            a->y);
 }
 
 nd_status linear_gelu_bwd_shallow(int device, const linear_gelu_bwd_args *a) {

@@ -21,12 +21,6 @@ template <int N> struct Ring {
             phase ^= 1;
         }
     }
-
-    __device__ __forceinline__ void skip(int places) {
-        at += places;
-        phase ^= at / N & 1;
-        at %= N;
-    }
 };
 
 /* Byte offset of chunk `chunk` (16 bytes) of row `row` of a panel. */
