@@ -2,8 +2,9 @@
  *
  * Floats accumulate in float32, integers and bool in int64; ARG ops carry (value, index) and prefer
  * the first of equals; a NaN is better than any number, and an empty reduction gives the start value
- * (index 0). The reduced elements of an output are split in a way that depends on the sizes and the
- * device only, each part is folded in a fixed order, and the parts are then folded in a fixed order.
+ * (index 0). The reduced elements of an output are split in a way that depends on the device and the sizes
+ * only, the number of outputs among them; each part is folded in a fixed order, and the parts are then
+ * folded in a fixed order. Dense rows of up to 1,024 elements are never split (optim.chunk_norms relies on it).
  *
  * Who does what. A thread loads pieces: 16 bytes where the elements that lie side by side are
  * aligned floats, else an element, and several before it folds the first. Rows: neighbouring threads

@@ -27,6 +27,7 @@ from needle.backend_ndarray import commit, zeros
 from needle.nn import FlatParameters, Parameter
 
 NORM_CHUNK = 16384  # elements of a flat gradient whose norm is one part of the whole
+NORM_ROW = 1024  # of these; as long as a row may be that one warp adds up (cuda/reduce.cu)
 MOST_STEPS = 2**53  # beyond it a float cannot count
 Params = Any  # Iterable[Parameter] | Iterable[tuple[str, Parameter]] | list[dict] | FlatParameters
 
@@ -487,11 +488,15 @@ def grad_norm(flat: FlatParameters, max_norm: float = 0.0) -> tuple[NDArray, NDA
 
 def chunk_norms(grad: NDArray, norms: NDArray) -> None:
     """The norms of each NORM_CHUNK elements of a flat gradient, and of what is left at its end,
-    into `norms`: what the norm of all is made of, whoever computes which of them."""
+    into `norms`: what the norm of all is made of, whoever computes which of them.
+
+    In two steps, because a GPU adds up longer rows in an order that depends on how many there are,
+    so that the bits of a norm would depend on who computes its neighbours."""
     rows = grad.size // NORM_CHUNK
     end = rows * NORM_CHUNK
     if rows:
-        squares = _C.sumsq(grad[:end].reshape((rows, NORM_CHUNK)), 1)
+        squares = _C.sumsq(grad[:end].reshape((end // NORM_ROW, NORM_ROW)), 1)
+        squares = _C.sum(squares.reshape((rows, NORM_CHUNK // NORM_ROW)), 1)
         _C.assign(norms[:rows], _C.sqrt(squares))
     if end < grad.size:
         _C.assign(norms[rows:], _C.grad_norm(grad[end:], 0.0)[0].reshape((1,)))

@@ -238,6 +238,25 @@ def test_state_dict_of_another_optimizer_is_refused():
 
 
 @both
+def test_the_norm_of_a_chunk_is_the_same_whoever_computes_its_neighbours(device):
+    """As ranks do, each its part: counts around those at which a GPU has splits of long rows to
+    spare, which are 352, 528 and 1056 on 132 multiprocessors."""
+    device, most = device_of(device), 1060
+    g = np.random.default_rng(3).standard_normal((most, optim.NORM_CHUNK), np.float32)
+    whole = ndl._C.array(g.reshape(-1), "float32", device)
+    found = ndl._C.empty((most,), "float32", device)
+    optim.chunk_norms(whole, found)
+    exact = np.sqrt((g.astype(np.float64) ** 2).sum(1))
+    np.testing.assert_allclose(found.numpy(), exact, rtol=1e-6)
+    for begin, end in [(0, 1), (5, 8), (100, 297), (0, 351), (9, 361), (500, 929), (0, 527),
+                       (2, 530), (1, 859), (0, 1055), (3, 1059)]:  # fmt: skip
+        norms = ndl._C.empty((end - begin,), "float32", device)
+        part = whole[begin * optim.NORM_CHUNK : end * optim.NORM_CHUNK]
+        optim.chunk_norms(part, norms)
+        assert_same_bits(norms, found[begin:end].compact(), f"{begin} to {end}")
+
+
+@both
 @pytest.mark.parametrize("flat", [False, True])
 def test_clip_grad_norm(flat, device):
     module = Two(device_of(device))
