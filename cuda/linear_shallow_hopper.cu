@@ -3,7 +3,7 @@
  *
  * The transposed result is computed, c^T = b^T a^T: what stays for a whole column of tiles, b^T, is the operand
  *   that wgmma takes from registers, 64 columns x 512 of depth are 128 registers a thread, and products read 64
- *   bytes a clock of shared memory instead of 96.
+ *   bytes a clock of shared memory, half of what it gives.
  * Parallel: tiles of 128 x 128, 64 columns for each of two consumers. A thread block has one column of tiles, or
  *   a few, and walks down its rows, all blocks together, so that a's rows are read from memory once. The
  *   consumers take turns: while one multiplies, the other rounds, applies gelu and writes. A producer thread
@@ -11,9 +11,9 @@
  * Results leave, and slope comes, by the copy engine, 64 rows at a time; stmatrix and ldmatrix transpose them
  *   between registers and shared memory. Angles come with the rows of a tile: the sums of a thread are columns i
  *   and i + 8, a pair that rotary turns where R is 8.
- * Time: 32,768 x 512 x 2048 take 83 us without the ends and 125 with them, on an H200 that is cool. Products move
- *   their sums through the ports of the register file, which slows the other consumer's arithmetic and is slowed
- *   by it: each instruction at the end counts (gelu.cuh).
+ * Time: 32,768 x 512 x 2048 take 91 us without the ends, 178 and 134 with them (forward with GELU, backward), on an
+ *   H200 under load. Products move their sums through the ports of the register file, which slows the other
+ *   consumer's arithmetic and is slowed by it: each instruction at the end counts (gelu.cuh).
  */
 #include "gelu.cuh"
 #include "linear_hopper.cuh"
