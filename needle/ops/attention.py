@@ -18,8 +18,7 @@ from needle import _C
 from needle._C import NDArray
 from needle.autograd import FusedOp, Sinks, Tensor
 from needle.block_mask import BlockMask, as_block_mask
-from needle.ops.common import claim_of, rows_of, sink_of, vector
-from needle.ops.matmul import weight_grad
+from needle.ops.matmul import linear_grads
 
 # The kernels hold a scale in float32, and times log2 e where they take powers of two.
 LOG2E, FLOAT32_MAX = math.log2(math.e), float(np.finfo(np.float32).max)
@@ -231,15 +230,8 @@ class RotaryLayer:
 
     def backward(self, d: NDArray, node: Tensor, at: int, sinks: Sinks, grads: list) -> None:
         """The gradients of x, w and b, inputs at, at + 1 and at + 2 of the op; d: of x w + b."""
-        x, w, b = node.inputs[at : at + 3]
-        rows = rows_of(x.cached_data)
-        d = d.reshape((rows.shape[0], w.shape[1]))
-        if x.requires_grad:
-            grads[at] = (d @ w.cached_data.permute((1, 0))).reshape(x.shape)
-        if w.requires_grad:
-            weight_grad(rows, d, claim_of(sinks, grads, node, at + 1))
-        if b.requires_grad:
-            _C.bias_bwd(d, vector(sink_of(sinks, grads, node, at + 2)), None)
+        b, t, *packed = d.shape
+        linear_grads(d.reshape((b * t, math.prod(packed))), node, at, sinks, grads)
 
 
 class QKVAttention(FusedOp):

@@ -65,6 +65,20 @@ def weight_grad(
     _C.matmul_acc(x_t, y.reshape((1, n, m)), scale, int(add), into.reshape((1, k, m)))
 
 
+def linear_grads(
+    dy: NDArray, node: Tensor, at: int, sinks: Sinks, grads: list, bias: bool = True
+) -> None:
+    """The gradients of x, w and, with `bias`, b, inputs at, at + 1 and at + 2 of the op, from dy,
+    the rows of that of x w + b: dx = dy w^T;  float32: dw += x^T dy,  db += sum dy."""
+    x, w = node.inputs[at : at + 2]
+    if x.requires_grad:
+        grads[at] = (dy @ w.cached_data.permute((1, 0))).reshape(x.shape)
+    if w.requires_grad:
+        weight_grad(rows_of(x.cached_data), dy, claim_of(sinks, grads, node, at + 1))
+    if bias and node.inputs[at + 2].requires_grad:
+        _C.bias_bwd(dy, vector(sink_of(sinks, grads, node, at + 2)), None)
+
+
 class LinearOp(FusedOp):
     """y = r + x w + b;  dx = dy w^T,  dw += x^T dy (float32, by the product itself),  db += sum dy,
     dr = dy. b and r are there or not."""
@@ -80,15 +94,8 @@ class LinearOp(FusedOp):
         return _C.linear_fwd(rows_of(x), w, b, r).reshape(x.shape[:-1] + (w.shape[1],))
 
     def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> list[NDArray | None]:
-        x, w = node.inputs[0].cached_data, node.inputs[1].cached_data
-        dy = rows_of(dout)
         grads: list[NDArray | None] = [None] * len(node.inputs)
-        if node.inputs[0].requires_grad:
-            grads[0] = (dy @ w.permute((1, 0))).reshape(x.shape)
-        if node.inputs[1].requires_grad:
-            weight_grad(rows_of(x), dy, claim_of(sinks, grads, node, 1))
-        if self.has_bias and node.inputs[2].requires_grad:
-            _C.bias_bwd(dy, vector(sink_of(sinks, grads, node, 2)), None)
+        linear_grads(rows_of(dout), node, 0, sinks, grads, self.has_bias)
         if self.has_residual and node.inputs[-1].requires_grad:
             grads[-1] = dout
         return grads

@@ -6,7 +6,7 @@ from needle import _C
 from needle._C import NDArray
 from needle.autograd import FusedOp, Sinks, Tensor
 from needle.ops.common import claim_of, rows_of, sink_of, vector
-from needle.ops.matmul import check_residual, weight_grad
+from needle.ops.matmul import check_residual, linear_grads, weight_grad
 
 
 class GeluLayer:
@@ -29,15 +29,11 @@ class GeluLayer:
         self, dy: NDArray, w2: NDArray, node: Tensor, at: int, sinks: Sinks, grads: list
     ) -> None:
         """The gradients of x, w1 and b1, inputs at, at + 1 and at + 2 of the op."""
-        x, w1, b1 = node.inputs[at : at + 3]
-        if not any(t.requires_grad for t in (x, w1, b1)):
+        if not any(t.requires_grad for t in node.inputs[at : at + 3]):
             return
         db1 = vector(sink_of(sinks, grads, node, at + 2))
         dpre = _C.linear_gelu_bwd(dy, w2, self.slope, db1)
-        if x.requires_grad:
-            grads[at] = (dpre @ w1.cached_data.permute((1, 0))).reshape(x.shape)
-        if w1.requires_grad:
-            weight_grad(rows_of(x.cached_data), dpre, claim_of(sinks, grads, node, at + 1))
+        linear_grads(dpre, node, at, sinks, grads, bias=False)
 
 
 class GeluMLP(FusedOp):
