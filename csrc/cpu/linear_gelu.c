@@ -16,19 +16,22 @@ static void apply_gelu(nd_array *slope, bool tanh_form, nd_array *y) {
             cpu_run pre, out, derivative;
             const float *x = cpu_read(slope, from, run, pre.f32);
             float *g = cpu_target(y, to, out.f32), *dg = cpu_target(slope, from, derivative.f32);
-            for (int64_t i = 0; i < (tanh_form ? run : 0); i++) {
-                g[i] = nd_gelu_tanh(x[i]);
-            }
+            if (tanh_form) {
+                for (int64_t i = 0; i < run; i++) {
+                    g[i] = nd_gelu_tanh(x[i]);
+                }
 #pragma omp simd /* dg may be x */
-            for (int64_t i = 0; i < (tanh_form ? run : 0); i++) {
-                dg[i] = nd_gelu_tanh_grad(x[i]);
-            }
-            for (int64_t i = 0; i < (tanh_form ? 0 : run); i++) {
-                g[i] = nd_gelu(x[i]);
-            }
+                for (int64_t i = 0; i < run; i++) {
+                    dg[i] = nd_gelu_tanh_grad(x[i]);
+                }
+            } else {
+                for (int64_t i = 0; i < run; i++) {
+                    g[i] = nd_gelu(x[i]);
+                }
 #pragma omp simd
-            for (int64_t i = 0; i < (tanh_form ? 0 : run); i++) {
-                dg[i] = nd_gelu_grad(x[i]);
+                for (int64_t i = 0; i < run; i++) {
+                    dg[i] = nd_gelu_grad(x[i]);
+                }
             }
             cpu_write(y, to, run, g);
             cpu_write(slope, from, run, dg);
