@@ -95,7 +95,7 @@ def gelu_inputs(is_half: int) -> np.ndarray:
 @both_types
 @both_forms
 def test_gelu_of_every_number(compiled, tanh, is_half):
-    """Rounded once, but for 2^-15 of it or what float32 leaves of 1. Of infinity the limits."""
+    """Rounded once, but for a hundredth of that or what float32 leaves of 1. Infinity: limits."""
     b = gelu_inputs(is_half)
     x, w = np.zeros((1, 8), np.uint16), np.zeros((8, len(b)), np.uint16)
     slope, y = poison((1, len(b))), poison((1, len(b)))
@@ -106,11 +106,12 @@ def test_gelu_of_every_number(compiled, tanh, is_half):
     of_value, of_slope = (gelu_tanh, gelu_tanh_grad) if tanh else (gelu, gelu_grad)
     for bits, f, limit, near in ((y, of_value, np.inf, 1e-12), (slope, of_slope, 1, 1e-6)):
         got, want = from_16(bits[0], is_half), f(at[finite])
-        off = np.abs(got[finite] - want) - unit * (1 + 2.0**-6) * np.abs(want)
+        off = np.abs(got[finite] - want) - unit * 1.01 * np.abs(want)
         assert (off <= near + smallest).all(), at[finite][off.argmax()]
         for number, wanted in ((np.inf, limit), (-np.inf, 0), (np.nan, np.nan)):
             found = got[np.isnan(at) if np.isnan(number) else at == number]
-            np.testing.assert_allclose(found, np.full(found.shape, wanted), rtol=0, atol=1e-35)
+            wanted = np.full(found.shape, wanted)
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-35 if tanh else 0)
 
 
 def test_when_threads_run_changes_no_bit(compiled):
