@@ -278,8 +278,7 @@ def products(s: Shapes) -> Iterator[Case]:
 
     def gelu_bwd_peer(torch):
         d, v, p = s.tensor(torch, rows, C), s.tensor(torch, C, 4 * C), s.tensor(torch, rows, 4 * C)
-        gelu_bwd = torch.ops.aten.gelu_backward
-        return lambda: gelu_bwd(d @ v, p, approximate="tanh").sum(0)
+        return lambda: ((d @ v) * p).sum(0)
 
     for form, tanh in (("erf", 0), ("tanh", 1)):
         yield Case(
