@@ -110,6 +110,8 @@ def test_gencode_is_exact(build):
     ]
     assert build.cuda.gencode(["80", "89"])[1] == "-gencode=arch=compute_80,code=sm_89"
     assert build.cuda.gencode(["86", "89"])[1] == "-gencode=arch=compute_89,code=sm_89"
+    assert build.cuda.gencode(["80", "100", "120"])[2] == "-gencode=arch=compute_100,code=sm_120"
+    assert build.cuda.gencode(["80", "120"])[1] == "-gencode=arch=compute_120,code=sm_120"
 
 
 @pytest.mark.parametrize(
