@@ -134,6 +134,8 @@ lib: $(STATE)/build
 train: $(STATE)/train lib
 	@"$(PY)" apps/train_pythia.py $(ARGS)
 
+# NumPy's threads, which wait for products by spinning, would take the processor of what is tested.
+test asan: export OPENBLAS_NUM_THREADS := 1
 test: $(STATE)/test lib
 	@"$(PY)" -X dev -W error -m pytest -q $(ARGS)
 

@@ -51,8 +51,9 @@ def parse_archs(text: str) -> list[str]:
 
 
 def gencode(archs: list[str]) -> list[str]:
-    """The code of 86 and 89 comes from compute_80's PTX, where that is made, and that of 120 and 121
-    from compute_100's: their own would be the same, and making it is half of the compiler's time."""
+    """The code of 86 and 89 comes from compute_80's PTX, where that is made, that of 120 and 121
+    from compute_100's: their own would be the same, and making it is half of the compiler's
+    time."""
     like = {"86": "80", "89": "80", "120": "100", "121": "100"}
     virtual = {arch: like[arch] if like.get(arch) in archs else arch for arch in archs}
     return [f"-gencode=arch=compute_{virtual[arch]},code=sm_{arch}" for arch in archs]

@@ -12,9 +12,11 @@ from cases import (
     gelu_tanh,
     layernorm_fwd,
     normal,
+    pair_products,
     rotary,
     softmax_attention,
     visible,
+    weighted,
 )
 
 from needle import BlockMask
@@ -88,7 +90,7 @@ def times_seen(t: int, heads: int, branches, causal: bool = True) -> np.ndarray:
 def dilated_weights(q, k, branches, causal: bool = True) -> np.ndarray:
     """(B, H, T, T); zeros for a query of no branch."""
     count = times_seen(q.shape[1], q.shape[2], branches, causal)
-    scores = np.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5
+    scores = pair_products(q, k) * q.shape[-1] ** -0.5
     top = np.where(count > 0, scores, -1e300).max(-1, keepdims=True)
     terms = count * np.exp(np.where(count > 0, scores - top, 0))
     total = terms.sum(-1, keepdims=True)
@@ -96,7 +98,7 @@ def dilated_weights(q, k, branches, causal: bool = True) -> np.ndarray:
 
 
 def attend_dilated(q, k, v, branches, causal: bool = True):
-    return np.einsum("bhts,bshd->bthd", dilated_weights(q, k, branches, causal), v)
+    return weighted(dilated_weights(q, k, branches, causal), v)
 
 
 def attend_packed(qkv, half=2, see=None):

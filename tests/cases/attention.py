@@ -21,9 +21,32 @@ def rotary(r, x, cos, sin, parts, sign):
 
 
 def linear_rotary_fwd(r, x, w, b, cos, sin, parts):
-    y = r(np.einsum("btk,khpd->bthpd", x, w))
+    y = r(np.tensordot(x, w, 1))
     y = y if b is None else r(y + b)
     return {"y": rotary(r, y, cos, sin, parts, 1.0)["x"]}
+
+
+def by_heads(x):
+    """(B, H, T, D) of (B, T, H, D), and back."""
+    return x.transpose(0, 2, 1, 3)
+
+
+def pair_products(q, k):
+    """(B, H, T, S): of each q (B, T, H, D) with each k (B, S, H, D). By matmul, which is a BLAS's:
+    of products with axes in common einsum makes plain loops."""
+    return by_heads(q) @ by_heads(k).swapaxes(2, 3)
+
+
+def weighted(p, v):
+    """(B, T, H, D): the sums of v (B, S, H, D) by the weights p (B, H, T, S)."""
+    return by_heads(p @ by_heads(v))
+
+
+def attention_gradients(p, q, k, v, dout, scale):
+    """dq, dk, dv, by the softmax's weights p (B, H, T, S)."""
+    dp = pair_products(dout, v)
+    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * scale
+    return weighted(ds, k), weighted(ds.swapaxes(2, 3), q), weighted(p.swapaxes(2, 3), dout)
 
 
 def visible(t: int, s: int, causal) -> np.ndarray:
@@ -33,7 +56,7 @@ def visible(t: int, s: int, causal) -> np.ndarray:
 
 
 def attention_scores(r, q, k, scale, see):
-    scores = r(scale * r(np.einsum("bthd,bshd->bhts", q, k)))
+    scores = r(scale * r(pair_products(q, k)))
     return np.where(see, scores, -np.inf)
 
 
@@ -48,7 +71,7 @@ def softmax_attention(r, q, k, v, scale, see):
         total = p.sum(-1, keepdims=True)
         lse = np.where(total > 0, np.log(total) + top, -np.inf)
         p = r(np.where(total > 0, p / total, 0))
-    o = r(np.einsum("bhts,bshd->bthd", p, v))
+    o = r(weighted(p, v))
     return {"o": o, "lse": lse[..., 0]}
 
 
@@ -56,13 +79,13 @@ def softmax_attention_bwd(r, dout, q, k, v, o, lse, scale, see):
     scores = attention_scores(r, q, k, scale, see)
     with np.errstate(all="ignore"):
         p = r(np.where(np.isfinite(scores), np.exp(scores - lse[..., None]), 0))
-    dp = r(np.einsum("bthd,bshd->bhts", dout, v))
+    dp = r(pair_products(dout, v))
     delta = r((dout * o).sum(-1)).transpose(0, 2, 1)[..., None]
     ds = r(p * r(dp - delta))
     return {
-        "dq": r(scale * np.einsum("bhts,bshd->bthd", ds, k)),
-        "dk": r(scale * np.einsum("bhts,bthd->bshd", ds, q)),
-        "dv": r(np.einsum("bhts,bthd->bshd", p, dout)),
+        "dq": r(scale * weighted(ds, k)),
+        "dk": r(scale * weighted(ds.swapaxes(2, 3), q)),
+        "dv": r(weighted(p.swapaxes(2, 3), dout)),
     }
 
 

@@ -14,6 +14,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -53,12 +54,15 @@ namespace emulated {
 /* ---- fibers ------------------------------------------------------------------------------------ */
 constexpr size_t STACK = 96 << 10;
 struct Fiber {
-    ucontext_t context;
+    ucontext_t context; /* where it begins ... */
+    jmp_buf place;      /* ... and goes on: swapcontext would ask the kernel for signals each time */
     std::vector<char> stack;
-    bool done;
+    bool begun, done;
+    bool (*ready)(void *); /* of what it waits for; NULL: it does not wait */
+    void *condition;
 };
 inline std::vector<Fiber> fibers;
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline int current;
 inline long progress; /* anything that another fiber may have waited for */
 inline std::mt19937 chance;
@@ -70,11 +74,31 @@ inline void fail(const char *what) {
     progress++;
 }
 
-inline void yield() { swapcontext(&fibers[current].context, &scheduler); }
+inline void yield() {
+    if (!_setjmp(fibers[current].place)) {
+        _longjmp(scheduler, 1);
+    }
+}
 
-template <class F> void wait_until(F &&condition) {
-    while (!condition() && !failure) {
+inline void go_on(Fiber &fiber) { /* until it yields */
+    if (_setjmp(scheduler)) {
+        return;
+    }
+    if (fiber.begun) {
+        _longjmp(fiber.place, 1);
+    }
+    fiber.begun = true;
+    setcontext(&fiber.context);
+}
+
+/* The scheduler asks for the condition, where the fiber would: a switch takes far longer. */
+template <class F> void wait_until(F condition) {
+    if (!condition() && !failure) {
+        Fiber &mine = fibers[current];
+        mine.ready = [](void *asked) { return (*(F *)asked)(); };
+        mine.condition = &condition;
         yield();
+        mine.ready = NULL;
     }
     if (failure) { /* nobody goes on */
         fibers[current].done = true;
@@ -134,7 +158,7 @@ struct Product {
 };
 struct Warp {
     std::deque<Product> products;
-    size_t issued[32];
+    size_t issued[32], seen[32]; /* products; so many a lane has waited for */
     std::vector<size_t> groups[32]; /* how many products were issued when a group ended */
     uint32_t exchanged[32];
     int gave, took;
@@ -188,7 +212,6 @@ inline void run_block(int threads) {
         getcontext(&fiber.context);
         fiber.context.uc_stack.ss_sp = fiber.stack.data();
         fiber.context.uc_stack.ss_size = STACK;
-        fiber.context.uc_link = &scheduler;
         makecontext(&fiber.context, fiber_main, 0);
     }
     for (int left = threads, idle = 0; left > 0 && !failure;) {
@@ -197,9 +220,10 @@ inline void run_block(int threads) {
         for (int i = 0; i < threads; i++) {
             current = (first + i) % threads;
             threadIdx.x = (unsigned)current;
-            if (!fibers[(size_t)current].done) {
-                swapcontext(&scheduler, &fibers[(size_t)current].context);
-                left -= fibers[(size_t)current].done;
+            Fiber &fiber = fibers[(size_t)current];
+            if (!fiber.done && (!fiber.ready || failure || fiber.ready(fiber.condition))) {
+                go_on(fiber);
+                left -= fiber.done;
             }
         }
         for (size_t i = 0; i < late.size();) {
@@ -570,7 +594,8 @@ template <int LEFT> void products_wait() {
     if (groups.size() <= LEFT) {
         return;
     }
-    for (size_t i = 0; i < groups[groups.size() - 1 - LEFT]; i++) {
+    size_t &i = emulated::warps[warp].seen[threadIdx.x % 32];
+    for (; i < groups[groups.size() - 1 - LEFT]; i++) {
         for (size_t each = warp / 4 * 4; each < warp / 4 * 4 + 4; each++) {
             auto &products = emulated::warps[each].products;
             emulated::wait_until([&] { return products.size() > i && products[i].lanes == 32; });

@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import pytest
+from cases import attention_gradients, by_heads, pair_products, weighted
 from words import from_16, poison, to_16
 
 import needle as ndl
@@ -101,7 +102,7 @@ class Problem:
         if mask is not None:
             see = see & mask.to_dense().reshape(-1, T, S)
         q, k, v, dout = (from_16(x, is_half) for x in (self.q, self.k, self.v, self.dout))
-        scores = np.where(see, np.einsum("bthd,bshd->bhts", q, k) * self.scale, -np.inf)
+        scores = np.where(see, pair_products(q, k) * self.scale, -np.inf)
         top = scores.max(-1, keepdims=True, initial=-1e300)
         terms = np.exp(scores - top)
         total = terms.sum(-1, keepdims=True)
@@ -109,14 +110,10 @@ class Problem:
             self.lse = (np.log(total) + top)[..., 0]
         self.lse[total[..., 0] == 0] = -np.inf
         p = terms / np.where(total == 0, 1, total)
-        self.o = np.einsum("bhts,bshd->bthd", p, v)
-        dp = np.einsum("bthd,bshd->bhts", dout, v)
-        delta = (p * dp).sum(-1, keepdims=True)
-        ds = p * (dp - delta) * self.scale
-        self.delta = delta[..., 0]
-        self.dq = np.einsum("bhts,bshd->bthd", ds, k)
-        self.dk = np.einsum("bhts,bthd->bshd", ds, q)
-        self.dv = np.einsum("bhts,bthd->bshd", p, dout)
+        self.o = weighted(p, v)
+        self.delta = by_heads(dout * self.o).sum(-1)
+        with np.errstate(invalid="ignore"):  # infinities times weights of 0
+            self.dq, self.dk, self.dv = attention_gradients(p, q, k, v, dout, self.scale)
         self.half, self.angles = half, (None, None)
         if half is not None:
             angle = rng.uniform(-3, 3, (T, half))

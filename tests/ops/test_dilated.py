@@ -3,7 +3,7 @@ that holds it, and against index_select with dense attention."""
 
 import numpy as np
 import pytest
-from cases.attention import held
+from cases.attention import attention_gradients, held
 from gradients import attend_dilated, dilated_weights
 from harness import DEVICES, device_of, poison, rounder
 
@@ -35,13 +35,7 @@ def draw(seed, *shape):
 def gradients_of(q, k, v, dout, branches, causal):
     """dq, dk, dv in float64."""
     p = dilated_weights(q, k, branches, causal)
-    dp = np.einsum("bthd,bshd->bhts", dout, v)
-    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * q.shape[-1] ** -0.5
-    return (
-        np.einsum("bhts,bshd->bthd", ds, k),
-        np.einsum("bhts,bthd->bshd", ds, q),
-        np.einsum("bhts,bthd->bshd", p, dout),
-    )
+    return attention_gradients(p, q, k, v, dout, q.shape[-1] ** -0.5)
 
 
 def assert_close(got, want, dtype, what):
