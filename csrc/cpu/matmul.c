@@ -19,7 +19,7 @@
 
 #include "cpu.h"
 
-enum { K_PANEL = 512, FEWEST_TILES = 32, SMALLEST_TILE = 64 };
+enum { K_PANEL = 512, FEWEST_TILES = 32, SMALLEST_TILE = 64, SMALLEST_GOOD_TILE = 192 };
 static const double SMALLEST_TILE_WORK = 4e6;  /* multiply-adds worth handing to a thread */
 static const double SMALLEST_SPLIT_WORK = 1e6; /* below: one tile, no threads */
 
@@ -97,30 +97,25 @@ typedef struct {
     float scale;
     bool panels; /* by panels.c */
     int64_t m, n, k;
-    int64_t tile_m, tile_n;
+    int64_t tile_m, tile_n, step; /* of k, in one pass */
 } product;
 
 /* In units of 4 bytes. */
 static size_t panel_elements(const product *p) {
     size_t c = p->direct ? 0 : (size_t)(p->tile_m * p->tile_n);
     if (p->panels) {
-        return c + (size_t)cpu_panels_words(p->a.array->dtype, p->tile_n, K_PANEL);
+        return c + (size_t)(p->bias != NULL ? p->tile_n : 0) +
+               (size_t)cpu_panels_words(p->a.array->dtype, p->tile_n, K_PANEL);
     }
     size_t a = p->a.in_place ? 0 : (size_t)(p->tile_m * K_PANEL);
     size_t b = p->b.in_place ? 0 : (size_t)(p->tile_n * K_PANEL);
     return a + b + c;
 }
 
-/* c = (add: +=) the product of rows x depth of a with depth x columns of b. */
+/* c = (add: +=) the product of rows x depth of a with depth x columns of b, by sgemm. */
 static void multiply_panel(const product *p, int64_t at_a, int64_t at_b, int64_t rows,
                            int64_t columns, int64_t depth, bool add, float *c, int64_t ldc,
                            float *panels) {
-    if (p->panels) {
-        cpu_panels_product(p->a.array->dtype, rows, columns, depth, cpu_at(p->a.array, at_a),
-                           p->a.strides, cpu_at(p->b.array, at_b), p->b.strides, add, c, ldc,
-                           (uint32_t *)panels);
-        return;
-    }
     const float *a = (const float *)p->a.array->data + at_a;
     const float *b = (const float *)p->b.array->data + at_b;
     if (!p->a.in_place) {
@@ -146,19 +141,29 @@ static void run_tile(const product *p, int64_t batch, int64_t i, int64_t j, floa
     int64_t ldc = p->direct ? p->n : columns;
     panels += p->direct ? 0 : p->tile_m * p->tile_n;
 
-    bool add = p->accumulate && p->direct;
+    const float *base = p->accumulate && p->direct ? c : NULL; /* what the product is added to */
+    int64_t base_row = ldc;
     if (p->bias != NULL) {
-        add = true;
-        cpu_load_f32(c, cpu_at(p->bias, j), p->bias->dtype, 1, columns);
-        for (int64_t r = 1; r < rows; r++) {
+        base = p->panels ? panels : c;
+        base_row = p->panels ? 0 : ldc;
+        cpu_load_f32((float *)base, cpu_at(p->bias, j), p->bias->dtype, 1, columns);
+        for (int64_t r = 1; r < rows && !p->panels; r++) {
             memcpy(c + r * ldc, c, (size_t)columns * sizeof *c);
         }
+        panels += p->panels ? p->tile_n : 0;
     }
-    bool whole = p->a.in_place && p->b.in_place && !p->panels;
-    int64_t step = whole ? max_of(p->k, 1) : K_PANEL;
-    for (int64_t k0 = 0; k0 < max_of(p->k, 1); k0 += step) {
-        multiply_panel(p, at_a + k0 * p->a.strides[1], at_b + k0 * p->b.strides[0], rows, columns,
-                       min_of(step, p->k - k0), add || k0 > 0, c, ldc, panels);
+    for (int64_t k0 = 0; k0 < max_of(p->k, 1); k0 += p->step) {
+        int64_t depth = min_of(p->step, p->k - k0);
+        int64_t a0 = at_a + k0 * p->a.strides[1], b0 = at_b + k0 * p->b.strides[0];
+        if (p->panels) {
+            cpu_panels_product(p->a.array->dtype, rows, columns, depth, cpu_at(p->a.array, a0),
+                               p->a.strides, cpu_at(p->b.array, b0), p->b.strides, base, base_row,
+                               c, ldc, (uint32_t *)panels);
+        } else {
+            multiply_panel(p, a0, b0, rows, columns, depth, base != NULL, c, ldc, panels);
+        }
+        base = c;
+        base_row = ldc;
     }
     for (int64_t r = 0; r < rows && !p->direct; r++) {
         float *row = c + r * columns;
@@ -176,7 +181,8 @@ static void run_tile(const product *p, int64_t batch, int64_t i, int64_t j, floa
     }
 }
 
-/* Halve the longer side until there are tiles for many threads or they get too small. */
+/* Halve the longer side until there are tiles for many threads or they get too small. Each tile packs
+ * its panels anew: of small ones only as many as there are threads. */
 static void choose_tiles(product *p, int64_t batches) {
     double work = (double)p->m * (double)p->n * (double)max_of(p->k, 1);
     p->tile_m = p->m;
@@ -184,6 +190,7 @@ static void choose_tiles(product *p, int64_t batches) {
     int64_t most = p->panels ? 1024 * 512 : panel_elements(p) > 0 ? 512 * 512 : INT64_MAX;
     int64_t widest = p->panels ? 512 : INT_MAX / 2; /* as much of b as the second cache holds */
     int64_t fewest = p->panels ? min_of(FEWEST_TILES, 8 * cpu_threads()) : FEWEST_TILES;
+    int64_t needed = p->panels ? min_of(FEWEST_TILES, cpu_threads()) : FEWEST_TILES;
     for (;;) {
         int64_t tiles = batches * cpu_ceil_div(p->m, p->tile_m) * cpu_ceil_div(p->n, p->tile_n);
         double tile_work = work * (double)batches / (double)tiles;
@@ -191,7 +198,8 @@ static void choose_tiles(product *p, int64_t batches) {
         bool too_large = p->tile_m > INT_MAX / 2 || p->tile_m * p->tile_n > most;
         bool halve = tiles < fewest && tile_work > 2 * SMALLEST_TILE_WORK;
         int64_t *longer = p->tile_m > p->tile_n && !too_wide ? &p->tile_m : &p->tile_n;
-        if (!too_large && !too_wide && (!halve || *longer < 2 * SMALLEST_TILE)) {
+        int64_t smallest = tiles < needed ? SMALLEST_TILE : SMALLEST_GOOD_TILE;
+        if (!too_large && !too_wide && (!halve || *longer < 2 * smallest)) {
             return;
         }
         *longer = cpu_ceil_div(cpu_ceil_div(*longer, 2), 32) * 32;
@@ -212,6 +220,9 @@ static nd_status multiply(int device, const char *name, const nd_array *a, const
                  .n = b->shape[b->ndim - 1],
                  .k = a->shape[a->ndim - 1]};
     p.panels = cpu_panels_take(a->dtype, p.m);
+    bool whole = p.a.in_place && p.b.in_place && !p.panels;
+    int64_t passes = whole ? 1 : max_of(cpu_ceil_div(p.k, K_PANEL), 1);
+    p.step = max_of(cpu_ceil_div(p.k, passes), 1);
     if (p.m == 0 || p.n == 0 || nd_size(c) == 0) {
         return ND_OK;
     }

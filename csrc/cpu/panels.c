@@ -1,11 +1,11 @@
 /* panels.c - matrix products of packed panels by AVX-512: float32, bfloat16 and float16.
  *
- *   c = a b  or  c += a b       a (m, k) and b (k, n) of one dtype, c (m, n) float32
+ *   c = base + a b       a (m, k) and b (k, n) of one dtype; c float32, and base: c, a bias, or 0
  *
  * a and b lie as IN_MATRIX gives them: along one axis of more than one element the stride is 1.
  * Both are packed, from any such layout and dtype in one pass, into panels of ROWS rows of a and
  * COLUMNS columns of b: all of b, for the second cache, then a panel of a at a time, for the first.
- * ROWS x COLUMNS sums stay in registers over all of k and are then added to c. Their order depends
+ * ROWS x COLUMNS sums stay in registers over all of k and are then added to base. Their order depends
  * on k alone: neither strides, tiles nor threads change a bit.
  *
  * A panel's words are float32, multiplied by FMAs, or pairs of bfloat16 that are neighbours in k,
@@ -162,15 +162,20 @@ AVX512 INLINE void pack_lanes(form f, const char *from, int64_t lane, int64_t st
     }
 }
 
-/* All lanes into panels of `width`, one behind the other. Strides in elements. */
+/* All lanes into panels of `width`, one behind the other. Strides in elements. Lanes that lie side
+ * by side are read some steps at a time over all panels: memory is faster where addresses rise. */
 AVX512 INLINE void pack_form(form f, const void *from, int64_t lane, int64_t step, int64_t lanes,
                              int64_t k, int64_t width, uint32_t *to) {
-    int64_t size = f == FROM_F32 ? 4 : 2;
-    for (int64_t l = 0; l < lanes; l += width, to += panel_words(f, 1, width, k)) {
-        for (int64_t i = 0; i < width; i += LANES) {
-            pack_lanes(f, (const char *)from + (l + i) * lane * size, lane * size, step * size,
-                       max_of(0, min_of(LANES, lanes - l - i)), k, min_of(LANES, width - i), width,
-                       to + i);
+    int64_t size = f == FROM_F32 ? 4 : 2, panel = panel_words(f, 1, width, k);
+    int64_t steps = step == 1 ? k : 64;
+    for (int64_t k0 = 0; k0 < k; k0 += steps, to += words_of(f, steps) * width) {
+        const char *first = (const char *)from + k0 * step * size;
+        for (int64_t l = 0; l < lanes; l += width) {
+            for (int64_t i = 0; i < width; i += LANES) {
+                pack_lanes(f, first + (l + i) * lane * size, lane * size, step * size,
+                           max_of(0, min_of(LANES, lanes - l - i)), min_of(steps, k - k0),
+                           min_of(LANES, width - i), width, to + l / width * panel + i);
+            }
         }
     }
 }
@@ -196,46 +201,51 @@ AVX512 static void pack(form f, const void *from, int64_t lane, int64_t step, in
 
 /* The sums of one panel of a with one of b, of which m <= `rows` x n are stored; `rows` is a
  * constant where it is inlined. */
-#define KERNEL(name, TARGET, MULTIPLY)                                                        \
-    TARGET INLINE void name(int rows, int64_t words, const uint32_t *a, const uint32_t *b,    \
-                            bool add, float *c, int64_t ldc, int64_t m, int64_t n) {          \
-        uint32_t inside = (uint32_t)(((uint64_t)1 << n) - 1);                                 \
-        __mmask16 masks[2] = {(__mmask16)inside, (__mmask16)(inside >> LANES)};               \
-        __m512 sums[ROWS][2];                                                                 \
-        _Pragma("GCC unroll 16") for (int r = 0; r < rows; r++) {                             \
-            sums[r][0] = sums[r][1] = _mm512_setzero_ps();                                    \
-            __builtin_prefetch(c + (r < m ? r : 0) * ldc, 1);                                 \
-        }                                                                                     \
-        for (int64_t w = 0; w < words; w++) {                                                 \
-            __m512i first = _mm512_loadu_si512(b + w * COLUMNS);                              \
-            __m512i second = _mm512_loadu_si512(b + w * COLUMNS + LANES);                     \
-            _Pragma("GCC unroll 16") for (int r = 0; r < rows; r++) {                         \
-                __m512i left = _mm512_set1_epi32((int)a[w * ROWS + r]);                       \
-                sums[r][0] = MULTIPLY(sums[r][0], left, first);                               \
-                sums[r][1] = MULTIPLY(sums[r][1], left, second);                              \
-            }                                                                                 \
-        }                                                                                     \
-        _Pragma("GCC unroll 16") for (int r = 0; r < rows; r++) {                             \
-            for (int half = 0; half < 2 && r < m; half++) {                                   \
-                float *to = c + r * ldc + half * LANES;                                       \
-                __m512 before = _mm512_maskz_loadu_ps(add ? masks[half] : 0, to);             \
-                _mm512_mask_storeu_ps(to, masks[half], _mm512_add_ps(before, sums[r][half])); \
-            }                                                                                 \
-        }                                                                                     \
-    }                                                                                         \
-    /* One panel of a with all of b. */                                                       \
-    TARGET static void name##_row(int64_t m, int64_t n, int64_t words, const uint32_t *a,     \
-                                  const uint32_t *b, bool add, float *c, int64_t ldc) {       \
-        for (int64_t j = 0; j < n; j += COLUMNS, c += COLUMNS, b += COLUMNS * words) {        \
-            int64_t columns = min_of(n - j, COLUMNS);                                         \
-            if (m > 8) {                                                                      \
-                name(ROWS, words, a, b, add, c, ldc, m, columns);                             \
-            } else if (m > 4) {                                                               \
-                name(8, words, a, b, add, c, ldc, m, columns);                                \
-            } else {                                                                          \
-                name(4, words, a, b, add, c, ldc, m, columns);                                \
-            }                                                                                 \
-        }                                                                                     \
+#define KERNEL(name, TARGET, MULTIPLY)                                                             \
+    TARGET INLINE void name(int rows, int64_t words, const uint32_t *a, const uint32_t *b,         \
+                            const float *base, int64_t base_row, float *c, int64_t ldc, int64_t m, \
+                            int64_t n) {                                                           \
+        uint32_t inside = (uint32_t)(((uint64_t)1 << n) - 1);                                      \
+        __mmask16 masks[2] = {(__mmask16)inside, (__mmask16)(inside >> LANES)};                    \
+        __m512 sums[ROWS][2];                                                                      \
+        _Pragma("GCC unroll 16") for (int r = 0; r < rows; r++) {                                  \
+            sums[r][0] = sums[r][1] = _mm512_setzero_ps();                                         \
+            __builtin_prefetch(c + (r < m ? r : 0) * ldc, 1);                                      \
+            __builtin_prefetch(c + (r < m ? r : 0) * ldc + LANES, 1);                              \
+        }                                                                                          \
+        for (int64_t w = 0; w < words; w++) {                                                      \
+            __m512i first = _mm512_loadu_si512(b + w * COLUMNS);                                   \
+            __m512i second = _mm512_loadu_si512(b + w * COLUMNS + LANES);                          \
+            _Pragma("GCC unroll 16") for (int r = 0; r < rows; r++) {                              \
+                __m512i left = _mm512_set1_epi32((int)a[w * ROWS + r]);                            \
+                sums[r][0] = MULTIPLY(sums[r][0], left, first);                                    \
+                sums[r][1] = MULTIPLY(sums[r][1], left, second);                                   \
+            }                                                                                      \
+        }                                                                                          \
+        _Pragma("GCC unroll 16") for (int r = 0; r < rows; r++) {                                  \
+            for (int half = 0; half < 2 && r < m; half++) {                                        \
+                float *to = c + r * ldc + half * LANES;                                            \
+                const float *from = base ? base + r * base_row + half * LANES : to;                \
+                __m512 before = _mm512_maskz_loadu_ps(base ? masks[half] : 0, from);               \
+                _mm512_mask_storeu_ps(to, masks[half], _mm512_add_ps(before, sums[r][half]));      \
+            }                                                                                      \
+        }                                                                                          \
+    }                                                                                              \
+    /* One panel of a with all of b. */                                                            \
+    TARGET static void name##_row(int64_t m, int64_t n, int64_t words, const uint32_t *a,          \
+                                  const uint32_t *b, const float *base, int64_t base_row,          \
+                                  float *c, int64_t ldc) {                                         \
+        for (int64_t j = 0; j < n; j += COLUMNS, c += COLUMNS, b += COLUMNS * words) {             \
+            int64_t columns = min_of(n - j, COLUMNS);                                              \
+            const float *from = base ? base + j : NULL;                                            \
+            if (m > 8) {                                                                           \
+                name(ROWS, words, a, b, from, base_row, c, ldc, m, columns);                       \
+            } else if (m > 4) {                                                                    \
+                name(8, words, a, b, from, base_row, c, ldc, m, columns);                          \
+            } else {                                                                               \
+                name(4, words, a, b, from, base_row, c, ldc, m, columns);                          \
+            }                                                                                      \
+        }                                                                                          \
     }
 
 #define FMA(sum, a, b) _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum)
@@ -244,8 +254,9 @@ KERNEL(multiply_floats, AVX512, FMA)
 KERNEL(multiply_pairs, AVX512_BF16, DOT)
 
 void cpu_panels_product(nd_dtype dtype, int64_t m, int64_t n, int64_t k, const void *a,
-                        const int64_t *a_strides, const void *b, const int64_t *b_strides, bool add,
-                        float *c, int64_t ldc, uint32_t *panels) {
+                        const int64_t *a_strides, const void *b, const int64_t *b_strides,
+                        const float *base, int64_t base_row, float *c, int64_t ldc,
+                        uint32_t *panels) {
     form f = form_of(dtype);
     int64_t words = words_of(f, k), row_bytes = a_strides[0] * (int64_t)nd_dtype_size(dtype);
     uint32_t *b_panels = panels + panel_words(f, 1, ROWS, k);
@@ -254,10 +265,11 @@ void cpu_panels_product(nd_dtype dtype, int64_t m, int64_t n, int64_t k, const v
         int64_t rows = min_of(m - i, ROWS);
         pack(f, (const char *)a + i * row_bytes, a_strides[0], a_strides[1], rows, k, ROWS, panels);
         if (f == PAIRS) {
-            multiply_pairs_row(rows, n, words, panels, b_panels, add, c, ldc);
+            multiply_pairs_row(rows, n, words, panels, b_panels, base, base_row, c, ldc);
         } else {
-            multiply_floats_row(rows, n, words, panels, b_panels, add, c, ldc);
+            multiply_floats_row(rows, n, words, panels, b_panels, base, base_row, c, ldc);
         }
+        base = base ? base + ROWS * base_row : NULL;
     }
 }
 
@@ -272,7 +284,8 @@ bool cpu_panels_take(nd_dtype dtype, int64_t m) { return false; }
 int64_t cpu_panels_words(nd_dtype dtype, int64_t n, int64_t k) { return 0; }
 
 void cpu_panels_product(nd_dtype dtype, int64_t m, int64_t n, int64_t k, const void *a,
-                        const int64_t *a_strides, const void *b, const int64_t *b_strides, bool add,
-                        float *c, int64_t ldc, uint32_t *panels) {}
+                        const int64_t *a_strides, const void *b, const int64_t *b_strides,
+                        const float *base, int64_t base_row, float *c, int64_t ldc,
+                        uint32_t *panels) {}
 
 #endif
