@@ -189,7 +189,7 @@ static void choose_tiles(product *p, int64_t batches) {
     p->tile_n = p->n;
     int64_t most = p->panels ? 1024 * 512 : panel_elements(p) > 0 ? 512 * 512 : INT64_MAX;
     int64_t widest = p->panels ? 512 : INT_MAX / 2; /* as much of b as the second cache holds */
-    int64_t fewest = p->panels ? min_of(FEWEST_TILES, 8 * cpu_threads()) : FEWEST_TILES;
+    int64_t fewest = p->panels ? min_of(FEWEST_TILES, 4 * cpu_threads()) : FEWEST_TILES;
     int64_t needed = p->panels ? min_of(FEWEST_TILES, cpu_threads()) : FEWEST_TILES;
     for (;;) {
         int64_t tiles = batches * cpu_ceil_div(p->m, p->tile_m) * cpu_ceil_div(p->n, p->tile_n);

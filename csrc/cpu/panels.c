@@ -4,7 +4,7 @@
  *
  * a and b lie as IN_MATRIX gives them: along one axis of more than one element the stride is 1.
  * Both are packed, from any such layout and dtype in one pass, into panels of ROWS rows of a and
- * COLUMNS columns of b: all of b, for the second cache, then a panel of a at a time, for the first.
+ * COLUMNS columns of b: all of b, for the second cache, then a, of which a panel stays in the first.
  * ROWS x COLUMNS sums stay in registers over all of k and are then added to base. Their order depends
  * on k alone: neither strides, tiles nor threads change a bit.
  *
@@ -32,6 +32,7 @@
 enum { FEWEST_ROWS = 32 }; /* of float32: below, packing b takes longer than a BLAS multiplies */
 /* 28 sums, two vectors of b and one word of a repeated: 31 of 32 registers. */
 enum { ROWS = 14, LANES = 16, COLUMNS = 2 * LANES };
+enum { GROUP = 8 }; /* panels of a that are packed together, where its rows lie side by side */
 #define INLINE static inline __attribute__((always_inline))
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl")))
 #define AVX512_BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
@@ -76,7 +77,7 @@ static int64_t panel_words(form f, int64_t lanes, int64_t width, int64_t k) {
 
 int64_t cpu_panels_words(nd_dtype dtype, int64_t n, int64_t k) {
     form f = form_of(dtype);
-    return chosen ? panel_words(f, 1, ROWS, k) + panel_words(f, n, COLUMNS, k) : 0;
+    return chosen ? panel_words(f, GROUP * ROWS, ROWS, k) + panel_words(f, n, COLUMNS, k) : 0;
 }
 
 /* The first n <= 16 of elements side by side, a float32 each, then zeros. */
@@ -259,15 +260,20 @@ void cpu_panels_product(nd_dtype dtype, int64_t m, int64_t n, int64_t k, const v
                         uint32_t *panels) {
     form f = form_of(dtype);
     int64_t words = words_of(f, k), row_bytes = a_strides[0] * (int64_t)nd_dtype_size(dtype);
-    uint32_t *b_panels = panels + panel_words(f, 1, ROWS, k);
+    int64_t group = a_strides[1] == 1 ? ROWS : GROUP * ROWS;
+    uint32_t *b_panels = panels + panel_words(f, GROUP * ROWS, ROWS, k);
     pack(f, b, b_strides[1], b_strides[0], n, k, COLUMNS, b_panels);
     for (int64_t i = 0; i < m; i += ROWS, c += ROWS * ldc) {
+        uint32_t *a_panel = panels + panel_words(f, i % group, ROWS, k);
+        if (i % group == 0) {
+            pack(f, (const char *)a + i * row_bytes, a_strides[0], a_strides[1],
+                 min_of(m - i, group), k, ROWS, panels);
+        }
         int64_t rows = min_of(m - i, ROWS);
-        pack(f, (const char *)a + i * row_bytes, a_strides[0], a_strides[1], rows, k, ROWS, panels);
         if (f == PAIRS) {
-            multiply_pairs_row(rows, n, words, panels, b_panels, base, base_row, c, ldc);
+            multiply_pairs_row(rows, n, words, a_panel, b_panels, base, base_row, c, ldc);
         } else {
-            multiply_floats_row(rows, n, words, panels, b_panels, base, base_row, c, ldc);
+            multiply_floats_row(rows, n, words, a_panel, b_panels, base, base_row, c, ldc);
         }
         base = base ? base + ROWS * base_row : NULL;
     }
