@@ -47,9 +47,34 @@ static float row_log_sum_exp(const nd_array *logits, int64_t row, int64_t v) {
     return (maximum == -INFINITY ? 0.0f : maximum) + nd_log(sum);
 }
 
-/* losses and lse of every row; the sum of losses and how many rows count. */
+/* A row of dlogits = (exp(logits - lse) - onehot) weight, which may be the same array. */
+static void write_gradient(const nd_array *logits, int64_t i, int64_t target, float lse,
+                           float weight, nd_array *dlogits) {
+    _Alignas(64) float from[RUN], to[RUN];
+    int64_t v = logits->shape[1];
+    for (int64_t j = 0; j < v; j += RUN) {
+        int64_t columns = min_of(RUN, v - j), at = i * v + j;
+        float *dx = cpu_target(dlogits, at, to);
+        if (target < 0) {
+            memset(dx, 0, (size_t)columns * sizeof *dx);
+        } else {
+            const float *x = cpu_read(logits, at, columns, from);
+#pragma omp simd
+            for (int64_t k = 0; k < columns; k++) {
+                dx[k] = nd_exp(x[k] - lse) * weight;
+            }
+            if (target >= j && target < j + columns) {
+                dx[target - j] -= weight;
+            }
+        }
+        cpu_write(dlogits, at, columns, dx);
+    }
+}
+
+/* losses and lse of every row; the sum of losses and how many rows count. Where dlogits is given, a
+ * row of it follows, with a weight of 1, while that of the logits, which it may replace, is in a cache. */
 static double sum_losses(const nd_array *logits, const int32_t *targets, float *losses, float *lse,
-                         int64_t *count) {
+                         nd_array *dlogits, int64_t *count) {
     int64_t n = logits->shape[0], v = logits->shape[1];
 
 #pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (n * v > CPU_GRAIN)
@@ -59,6 +84,9 @@ static double sum_losses(const nd_array *logits, const int32_t *targets, float *
         if (targets[i] >= 0) {
             float value;
             losses[i] = lse[i] - *cpu_read(logits, i * v + targets[i], 1, &value);
+        }
+        if (dlogits != NULL) {
+            write_gradient(logits, i, targets[i], lse[i], 1.0f, dlogits);
         }
     }
     double total = 0;
@@ -70,41 +98,12 @@ static double sum_losses(const nd_array *logits, const int32_t *targets, float *
     return total;
 }
 
-/* dlogits = (exp(logits - lse) - onehot) weight, which may be the same array. */
-static void write_gradient(const nd_array *logits, const int32_t *targets, const float *lse,
-                           float weight, nd_array *dlogits) {
-    int64_t n = logits->shape[0], v = logits->shape[1];
-
-#pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (n * v > CPU_GRAIN)
-    for (int64_t i = 0; i < n; i++) {
-        _Alignas(64) float from[RUN], to[RUN];
-        for (int64_t j = 0; j < v; j += RUN) {
-            int64_t columns = min_of(RUN, v - j), at = i * v + j, target = targets[i] - j;
-            float *dx = cpu_target(dlogits, at, to);
-            if (targets[i] < 0) {
-                memset(dx, 0, (size_t)columns * sizeof *dx);
-            } else {
-                const float *x = cpu_read(logits, at, columns, from);
-                float row_lse = lse[i];
-#pragma omp simd
-                for (int64_t k = 0; k < columns; k++) {
-                    dx[k] = nd_exp(x[k] - row_lse) * weight;
-                }
-                if (target >= 0 && target < columns) {
-                    dx[target] -= weight;
-                }
-            }
-            cpu_write(dlogits, at, columns, dx);
-        }
-    }
-}
-
 nd_status cpu_cross_entropy_fwd(int device, const cross_entropy_fwd_args *args) {
     (void)device;
     int64_t count;
     ND_TRY(check_targets("cross_entropy_fwd", args->targets, args->logits->shape[1]));
-    double total =
-        sum_losses(args->logits, args->targets->data, args->losses->data, args->lse->data, &count);
+    double total = sum_losses(args->logits, args->targets->data, args->losses->data,
+                              args->lse->data, NULL, &count);
     *(float *)args->loss->data = count > 0 ? (float)(total / (double)count) : 0.0f;
     *(float *)args->count->data = (float)count;
     return ND_OK;
@@ -114,8 +113,15 @@ nd_status cpu_cross_entropy_bwd(int device, const cross_entropy_bwd_args *args) 
     (void)device;
     float count = *(const float *)args->count->data, dloss = *(const float *)args->dloss->data;
     ND_TRY(check_targets("cross_entropy_bwd", args->targets, args->logits->shape[1]));
-    write_gradient(args->logits, args->targets->data, args->lse->data,
-                   count > 0 ? dloss / count : 0.0f, args->dlogits);
+    const int32_t *targets = args->targets->data;
+    const float *lse = args->lse->data;
+    float weight = count > 0 ? dloss / count : 0.0f;
+    int64_t n = args->logits->shape[0], v = args->logits->shape[1];
+
+#pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (n * v > CPU_GRAIN)
+    for (int64_t i = 0; i < n; i++) {
+        write_gradient(args->logits, i, targets[i], lse[i], weight, args->dlogits);
+    }
     return ND_OK;
 }
 
@@ -124,8 +130,8 @@ nd_status cpu_cross_entropy_fwd_bwd(int device, const cross_entropy_fwd_bwd_args
     void *lse;
     ND_TRY(check_targets("cross_entropy_fwd_bwd", args->targets, args->logits->shape[1]));
     ND_TRY(cpu_scratch(device, (size_t)args->logits->shape[0] * sizeof(float), &lse));
-    double total = sum_losses(args->logits, args->targets->data, args->losses->data, lse, &count);
-    write_gradient(args->logits, args->targets->data, lse, 1.0f, args->logits);
+    double total = sum_losses(args->logits, args->targets->data, args->losses->data, lse,
+                              args->logits, &count);
     *(float *)args->loss->data = count > 0 ? (float)(total / (double)count) : 0.0f;
     *(float *)args->share->data = count > 0 ? 1.0f / (float)count : 0.0f;
     return ND_OK;
