@@ -2,7 +2,7 @@
  *
  *   matmul      c  = scale a b      (batched)
  *   matmul_acc  c (+)= scale a b    c float32: how a weight gradient is accumulated
- *   linear_fwd  y  = r + x w + b    the bias is written first, the product added to it; r last
+ *   linear_fwd  y  = r + x w + b    the product is added to the bias; r last
  *   bias_bwd    db += column sums of dy
  *
  * The result is cut into tiles over M and N (never over K); OpenMP hands the tiles to threads, each
@@ -100,11 +100,14 @@ typedef struct {
     int64_t tile_m, tile_n, step; /* of k, in one pass */
 } product;
 
+/* Of n elements of 4 bytes: those of whole lines of a cache. */
+static int64_t in_lines(int64_t n) { return cpu_ceil_div(n, 16) * 16; }
+
 /* In units of 4 bytes. */
 static size_t panel_elements(const product *p) {
-    size_t c = p->direct ? 0 : (size_t)(p->tile_m * p->tile_n);
+    size_t c = p->direct ? 0 : (size_t)in_lines(p->tile_m * p->tile_n);
     if (p->panels) {
-        return c + (size_t)(p->bias != NULL ? p->tile_n : 0) +
+        return c + (size_t)(p->bias != NULL ? in_lines(p->tile_n) : 0) +
                (size_t)cpu_panels_words(p->a.array->dtype, p->tile_n, K_PANEL);
     }
     size_t a = p->a.in_place ? 0 : (size_t)(p->tile_m * K_PANEL);
@@ -112,10 +115,9 @@ static size_t panel_elements(const product *p) {
     return a + b + c;
 }
 
-/* c = (add: +=) the product of rows x depth of a with depth x columns of b, by sgemm. */
-static void multiply_panel(const product *p, int64_t at_a, int64_t at_b, int64_t rows,
-                           int64_t columns, int64_t depth, bool add, float *c, int64_t ldc,
-                           float *panels) {
+/* c = (add: +=) the product of rows x depth of a with depth x columns of b. */
+static void by_sgemm(const product *p, int64_t at_a, int64_t at_b, int64_t rows, int64_t columns,
+                     int64_t depth, bool add, float *c, int64_t ldc, float *panels) {
     const float *a = (const float *)p->a.array->data + at_a;
     const float *b = (const float *)p->b.array->data + at_b;
     if (!p->a.in_place) {
@@ -139,18 +141,21 @@ static void run_tile(const product *p, int64_t batch, int64_t i, int64_t j, floa
     int64_t at_c = (batch * p->m + i) * p->n + j;
     float *c = p->direct ? (float *)p->c->data + at_c : panels;
     int64_t ldc = p->direct ? p->n : columns;
-    panels += p->direct ? 0 : p->tile_m * p->tile_n;
+    panels += p->direct ? 0 : in_lines(p->tile_m * p->tile_n);
 
     const float *base = p->accumulate && p->direct ? c : NULL; /* what the product is added to */
     int64_t base_row = ldc;
     if (p->bias != NULL) {
-        base = p->panels ? panels : c;
-        base_row = p->panels ? 0 : ldc;
-        cpu_load_f32((float *)base, cpu_at(p->bias, j), p->bias->dtype, 1, columns);
-        for (int64_t r = 1; r < rows && !p->panels; r++) {
+        float *bias = p->panels ? panels : c;
+        cpu_load_f32(bias, cpu_at(p->bias, j), p->bias->dtype, 1, columns);
+        base = bias;
+        if (p->panels) {
+            base_row = 0;
+            panels += in_lines(p->tile_n);
+        }
+        for (int64_t r = 1; r < rows && !p->panels; r++) { /* sgemm adds to c alone */
             memcpy(c + r * ldc, c, (size_t)columns * sizeof *c);
         }
-        panels += p->panels ? p->tile_n : 0;
     }
     for (int64_t k0 = 0; k0 < max_of(p->k, 1); k0 += p->step) {
         int64_t depth = min_of(p->step, p->k - k0);
@@ -160,7 +165,7 @@ static void run_tile(const product *p, int64_t batch, int64_t i, int64_t j, floa
                                p->a.strides, cpu_at(p->b.array, b0), p->b.strides, base, base_row,
                                c, ldc, (uint32_t *)panels);
         } else {
-            multiply_panel(p, a0, b0, rows, columns, depth, base != NULL, c, ldc, panels);
+            by_sgemm(p, a0, b0, rows, columns, depth, base != NULL, c, ldc, panels);
         }
         base = c;
         base_row = ldc;
