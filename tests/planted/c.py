@@ -389,9 +389,15 @@ FAULTS = [
     ),
     Fault(
         "csrc/cpu/cross_entropy.c",
-        "if (target >= 0 && target < columns) {",
-        "if (target >= 0 && target + 1 < columns) {",
+        "if (target >= j && target < j + columns) {",
+        "if (target >= j && target + 1 < j + columns) {",
         f"{OPS} -k cross_entropy",
+    ),
+    Fault(
+        "csrc/cpu/cross_entropy.c",
+        "            write_gradient(logits, i, targets[i], lse[i], 1.0f, dlogits);",
+        "            write_gradient(logits, i, targets[i], lse[0], 1.0f, dlogits);",
+        f"{OPS} -k cross_entropy_fwd_bwd",
     ),
     Fault(
         "csrc/cpu/decode.c",
@@ -464,9 +470,15 @@ FAULTS = [
     ),
     Fault(
         "csrc/cpu/matmul.c",
-        "add || k0 > 0, c, ldc, panels);",
-        "add, c, ldc, panels);",
+        "        base = c;\n        base_row = ldc;",
+        "        base_row = ldc;",
         f"{OPS} -k 'test_structured and matmul'",
+    ),
+    Fault(
+        "csrc/cpu/matmul.c",
+        "            base_row = 0;",
+        "            base_row = 1;",
+        f"{OPS} -k 'test_structured and linear_fwd'",
     ),
     Fault(
         "csrc/cpu/memory.c",
@@ -494,9 +506,15 @@ FAULTS = [
     ),
     Fault(
         "csrc/cpu/panels.c",
-        "_mm512_maskz_loadu_ps(add ? masks[half] : 0, to)",
-        "_mm512_maskz_loadu_ps(masks[half], to)",
+        "_mm512_maskz_loadu_ps(base ? masks[half] : 0, from)",
+        "_mm512_maskz_loadu_ps(masks[half], from)",
         f"{OPS} -k over_nothing",
+    ),
+    Fault(
+        "csrc/cpu/panels.c",
+        "uint32_t *a_panel = panels + panel_words(f, i % group, ROWS, k);",
+        "uint32_t *a_panel = panels;",
+        "tests/csrc/test_panels.py",
     ),
     Fault(
         "csrc/cpu/panels.c",
