@@ -191,7 +191,7 @@ static inline nd_status problem_launch(const char *op, int device, void (*kernel
         return nd_error(ND_EVALUE, "%s: q: %lld tiles, but one launch takes at most 2^31 - 1", op,
                         (long long)blocks);
     }
-    return cuda_launch(op, device, kernel, p, (unsigned)blocks, threads, shared);
+    return cuda_launch(op, device, kernel, (unsigned)blocks, threads, shared, p);
 }
 
 /* Calls f(Columns<DP>()) with the tile width for a head dim. */

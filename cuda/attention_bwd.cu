@@ -479,8 +479,7 @@ template <class T> nd_status launch_stats(const char *op, int device, const Prob
     int64_t rows = (int64_t)p.B * p.T * p.H;
     if (rows > 0) {
         unsigned blocks = cuda_grid(device, ceil_div(rows, (int64_t)STATS_ROWS), 32);
-        attention_stats_kernel<T><<<blocks, STATS_THREADS, 0, cuda_stream(device)>>>(p);
-        CUDA_LAUNCHED(op);
+        ND_TRY(cuda_launch(op, device, attention_stats_kernel<T>, blocks, STATS_THREADS, 0, p));
     }
     return ND_OK;
 }

@@ -73,8 +73,8 @@ static inline nd_status hopper_launch(const char *op, int device, void (*kernel)
     const Problem &p = arguments.p;
     int64_t pieces = (int64_t)p.tiles * p.B * p.H;
     int64_t most = (int64_t)cuda_device_limits(device)->processors * Shape::CTAS;
-    return cuda_launch(op, device, kernel, arguments, (unsigned)(pieces < most ? pieces : most),
-                       Shape::THREADS, Shape::SHARED);
+    return cuda_launch(op, device, kernel, (unsigned)(pieces < most ? pieces : most),
+                       Shape::THREADS, Shape::SHARED, arguments);
 }
 
 #ifdef HOPPER_CODE

@@ -133,13 +133,11 @@ nd_status cuda_block_lists(int device, const block_lists_args *a) {
     const Kept kept = {
         data_of<uint8_t>(a->kept), all, rows, columns, strides[0], strides[1], strides[2]};
     const unsigned grid = cuda_grid(device, ceil_div<int64_t>(all, warps), 64);
-    count_kernel<<<grid, threads, 0, stream>>>(kept, counts, keys, numbers);
-    CUDA_LAUNCHED(op);
+    ND_TRY(cuda_launch(op, device, count_kernel, grid, threads, 0, kept, counts, keys, numbers));
     CUDA_TRY(op, cub::DeviceScan::ExclusiveSum(cub_space, scan_bytes, (const int64_t *)counts,
                                                begins, (int)all, stream));
-    list_kernel<<<grid, threads, 0, stream>>>(kept, begins, data_of<int32_t>(a->offsets),
-                                              data_of<int32_t>(a->entries), size);
-    CUDA_LAUNCHED(op);
+    ND_TRY(cuda_launch(op, device, list_kernel, grid, threads, 0, kept, begins,
+                       data_of<int32_t>(a->offsets), data_of<int32_t>(a->entries), size));
     CUDA_TRY(op,
              cub::DeviceRadixSort::SortPairs(cub_space, sort_bytes, (const uint64_t *)keys, sorted,
                                              (const int32_t *)numbers, data_of<int32_t>(a->order),

@@ -3,9 +3,9 @@
  * How an op runs. The vtable in backend.cu wraps each cuda_<op>: it refuses after a fatal fault,
  * takes the device's lock, makes the device current and then calls cuda_<op>(device, args), which
  * enqueues on cuda_stream(device) and returns. So an op needs no prologue of its own: it checks its
- * operands, asks for scratch at most once, launches, and ends with CUDA_LAUNCHED.
+ * operands, asks for scratch at most once, and launches.
  *
- * Errors. Every CUDA call goes through CUDA_TRY, every launch is followed by CUDA_LAUNCHED.
+ * Errors. Every CUDA call goes through CUDA_TRY, every launch through cuda_launch.
  * cuda_error() clears the runtime's last error and tells faults that end the context (ND_EFATAL:
  * illegal address, assertion, ECC, ...; the backend is poisoned, its first message is kept) from
  * those that can be retried (ND_ECUDA: memory, launch configuration).
@@ -16,6 +16,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#include <type_traits>
 
 #include "../csrc/backend.h"
 #include "../csrc/formula.h"
@@ -33,15 +34,6 @@ nd_status cuda_error(const char *op, const char *what, cudaError_t error);
         if (cuda_try_error_ != cudaSuccess) {              \
             return cuda_error(op, #call, cuda_try_error_); \
         }                                                  \
-    } while (0)
-
-/* After each <<< >>>: the launch itself was accepted (faults inside it show up later). */
-#define CUDA_LAUNCHED(op)                                               \
-    do {                                                                \
-        cudaError_t cuda_launch_error_ = cudaGetLastError();            \
-        if (cuda_launch_error_ != cudaSuccess) {                        \
-            return cuda_error(op, "kernel launch", cuda_launch_error_); \
-        }                                                               \
     } while (0)
 
 /* ---- the device (device.cu); valid inside an op, that is, after open() ----------------------- */
@@ -63,21 +55,18 @@ int cuda_arch(int device);
  * before the op returns. One call an op: a second one may hand out the same bytes. */
 nd_status cuda_scratch(int device, size_t bytes, void **out);
 
-/* Before a launch: threads and dynamic shared memory against the device's limits (ND_ECUDA names
- * both numbers), and the opt-in above 48 KiB. `kernel` is the kernel's address; remembered, so that
- * a repeated call costs a look-up. */
-nd_status cuda_prepare(const char *op, int device, const void *kernel, int threads, size_t shared);
+/* device.cu: a launch on the device's stream, `arguments` as cudaLaunchKernel takes them. Threads and
+ * shared memory beyond the device's limits are ND_ECUDA with both numbers. */
+nd_status cuda_launch_kernel(const char *op, int device, const void *kernel, dim3 grid, dim3 block,
+                             size_t shared, void **arguments);
 
-/* A launch of `blocks` thread blocks of a kernel with one argument. */
-template <class A>
-static inline nd_status cuda_launch(const char *op, int device, void (*kernel)(A),
-                                    const A &argument, unsigned blocks, int threads,
-                                    size_t shared) {
-    ND_TRY(cuda_prepare(op, device, (const void *)kernel, threads, shared));
-    void *arguments[] = {(void *)&argument};
-    CUDA_TRY(op, cudaLaunchKernel((const void *)kernel, dim3(blocks), dim3((unsigned)threads),
-                                  arguments, shared, cuda_stream(device)));
-    return ND_OK;
+/* The same with arguments of the types that the kernel takes. */
+template <class... A>
+static inline nd_status cuda_launch(const char *op, int device, void (*kernel)(A...), dim3 grid,
+                                    dim3 block, size_t shared,
+                                    std::enable_if_t<true, A>... arguments) {
+    void *pointers[] = {(void *)&arguments...};
+    return cuda_launch_kernel(op, device, (const void *)kernel, grid, block, shared, pointers);
 }
 
 /* reduce.cu: to[c] += the sum over r of partial[r * columns + c], rows in a fixed order. */

@@ -135,10 +135,8 @@ void widen(nd_loop *loop, int operands, int64_t n) {
 
 template <class Piece> nd_status move(int device, void *to, const void *from, const nd_loop &loop) {
     unsigned grid = cuda_grid(device, ceil_div<int64_t>(loop.size, threads * 4), 4096);
-    move_kernel<Piece><<<grid, threads, 0, cuda_stream(device)>>>((Piece *)to, (const Piece *)from,
-                                                                  Walk<2>(loop));
-    CUDA_LAUNCHED("assign");
-    return ND_OK;
+    return cuda_launch("assign", device, move_kernel<Piece>, grid, threads, 0, (Piece *)to,
+                       (const Piece *)from, Walk<2>(loop));
 }
 
 nd_status move_bits(int device, void *to, const void *from, nd_loop loop, size_t size) {
@@ -165,10 +163,8 @@ nd_status convert_floats(int device, const nd_array *to, const nd_array *from, i
             using To = typename decltype(to_tag)::type;
             using From = typename decltype(from_tag)::type;
             unsigned grid = cuda_grid(device, ceil_div<int64_t>(size / 8, threads), 4096);
-            convert_kernel<To, From><<<grid, threads, 0, cuda_stream(device)>>>(
-                (To *)to->data, (const From *)from->data, size / 8, (int)(size % 8));
-            CUDA_LAUNCHED("assign");
-            return ND_OK;
+            return cuda_launch("assign", device, convert_kernel<To, From>, grid, threads, 0,
+                               (To *)to->data, (const From *)from->data, size / 8, (int)(size % 8));
         });
     });
 }
@@ -177,10 +173,8 @@ template <class Piece> nd_status fill(int device, void *to, const void *bits, co
     Piece value;
     memcpy(&value, bits, sizeof value);
     unsigned grid = cuda_grid(device, ceil_div<int64_t>(loop.size, threads), 64);
-    fill_kernel<Piece>
-        <<<grid, threads, 0, cuda_stream(device)>>>((Piece *)to, value, Walk<1>(loop));
-    CUDA_LAUNCHED("fill");
-    return ND_OK;
+    return cuda_launch("fill", device, fill_kernel<Piece>, grid, threads, 0, (Piece *)to, value,
+                       Walk<1>(loop));
 }
 
 /* The bits of `value` in that dtype; float16 and bfloat16 are rounded to nearest even. */
@@ -233,16 +227,9 @@ nd_status cuda_assign(int device, const assign_args *a) {
         return convert_floats(device, a->to, a->source, loop.size);
     }
     unsigned grid = cuda_grid(device, ceil_div<int64_t>(loop.size, threads), 4096);
-    cudaStream_t stream = cuda_stream(device);
-    if (from_float) {
-        assign_kernel<float>
-            <<<grid, threads, 0, stream>>>(to, a->to->dtype, from, a->source->dtype, Walk<2>(loop));
-    } else {
-        assign_kernel<int64_t>
-            <<<grid, threads, 0, stream>>>(to, a->to->dtype, from, a->source->dtype, Walk<2>(loop));
-    }
-    CUDA_LAUNCHED("assign");
-    return ND_OK;
+    auto kernel = from_float ? assign_kernel<float> : assign_kernel<int64_t>;
+    return cuda_launch("assign", device, kernel, grid, threads, 0, to, a->to->dtype, from,
+                       a->source->dtype, Walk<2>(loop));
 }
 
 nd_status cuda_fill(int device, const fill_args *a) {

@@ -315,21 +315,19 @@ int threads_for(int64_t columns) {
 
 nd_status cuda_cross_entropy_fwd(int device, const cross_entropy_fwd_args *a) {
     const int64_t rows = a->logits->shape[0], columns = a->logits->shape[1];
-    cudaStream_t stream = cuda_stream(device);
     const int32_t *targets = data_of<int32_t>(a->targets);
     float *losses = data_of<float>(a->losses);
     ND_TRY(check_columns("cross_entropy_fwd", columns));
     return with_float("cross_entropy_fwd", a->logits->dtype, [&](auto tag) -> nd_status {
         using T = typename decltype(tag)::type;
         if (rows > 0) {
-            forward_kernel<T><<<cuda_grid(device, rows, 1024), threads_for(columns), 0, stream>>>(
-                data_of<T>(a->logits), targets, losses, data_of<float>(a->lse), rows, columns);
-            CUDA_LAUNCHED("cross_entropy_fwd");
+            ND_TRY(cuda_launch("cross_entropy_fwd", device, forward_kernel<T>,
+                               cuda_grid(device, rows, 1024), threads_for(columns), 0,
+                               data_of<T>(a->logits), targets, losses, data_of<float>(a->lse), rows,
+                               columns));
         }
-        mean_kernel<<<1, 1024, 0, stream>>>(losses, targets, data_of<float>(a->loss),
-                                            data_of<float>(a->count), false, rows);
-        CUDA_LAUNCHED("cross_entropy_fwd");
-        return ND_OK;
+        return cuda_launch("cross_entropy_fwd", device, mean_kernel, 1, 1024, 0, losses, targets,
+                           data_of<float>(a->loss), data_of<float>(a->count), false, rows);
     });
 }
 
@@ -344,13 +342,10 @@ nd_status cuda_cross_entropy_bwd(int device, const cross_entropy_bwd_args *a) {
         const T *logits = data_of<T>(a->logits);
         T *dlogits = data_of<T>(a->dlogits);
         bool vectors = (((uintptr_t)logits ^ (uintptr_t)dlogits) & 15) == 0;
-        backward_kernel<T>
-            <<<cuda_grid(device, rows, 1024), threads_for(columns), 0, cuda_stream(device)>>>(
-                logits, data_of<int32_t>(a->targets), data_of<float>(a->lse),
-                data_of<float>(a->count), data_of<float>(a->dloss), dlogits, rows, columns,
-                vectors);
-        CUDA_LAUNCHED("cross_entropy_bwd");
-        return ND_OK;
+        return cuda_launch(
+            "cross_entropy_bwd", device, backward_kernel<T>, cuda_grid(device, rows, 1024),
+            threads_for(columns), 0, logits, data_of<int32_t>(a->targets), data_of<float>(a->lse),
+            data_of<float>(a->count), data_of<float>(a->dloss), dlogits, rows, columns, vectors);
     });
 }
 
@@ -358,7 +353,6 @@ nd_status cuda_cross_entropy_fwd_bwd(int device, const cross_entropy_fwd_bwd_arg
     const char *op = "cross_entropy_fwd_bwd";
     const int64_t rows = a->logits->shape[0], columns = a->logits->shape[1];
     const cuda_limits *limits = cuda_device_limits(device);
-    cudaStream_t stream = cuda_stream(device);
     const int32_t *targets = data_of<int32_t>(a->targets);
     float *losses = data_of<float>(a->losses);
     ND_TRY(check_columns(op, columns));
@@ -373,18 +367,15 @@ nd_status cuda_cross_entropy_fwd_bwd(int device, const cross_entropy_fwd_bwd_arg
             const size_t shared = ahead ? two_rows : 0;
             const int fit = (int)(limits->block_shared / (shared + reductions));
             const int together = fit < 2048 / threads ? fit : 2048 / threads;
-            ND_TRY(cuda_prepare(op, device, (const void *)kernel, threads, shared));
-            kernel<<<cuda_grid(device, rows, together), threads, shared, stream>>>(
-                data_of<T>(a->logits), targets, losses, rows, columns, row_bytes);
-            CUDA_LAUNCHED(op);
+            ND_TRY(cuda_launch(op, device, kernel, cuda_grid(device, rows, together), threads,
+                               shared, data_of<T>(a->logits), targets, losses, rows, columns,
+                               row_bytes));
         }
         return ND_OK;
     };
     ND_TRY(cross_entropy_long_serves(device, a->logits)
                ? cross_entropy_long(device, a)
                : with_float(op, a->logits->dtype, portable));
-    mean_kernel<<<1, 1024, 0, stream>>>(losses, targets, data_of<float>(a->loss),
-                                        data_of<float>(a->share), true, rows);
-    CUDA_LAUNCHED(op);
-    return ND_OK;
+    return cuda_launch(op, device, mean_kernel, 1, 1024, 0, losses, targets,
+                       data_of<float>(a->loss), data_of<float>(a->share), true, rows);
 }

@@ -206,6 +206,6 @@ nd_status cross_entropy_long(int device, const cross_entropy_fwd_bwd_args *a) {
     }
     auto kernel =
         a->logits->dtype == ND_BF16 ? cross_entropy_kernel<bf16> : cross_entropy_kernel<f16>;
-    return cuda_launch("cross_entropy_fwd_bwd", device, kernel, r, cuda_grid(device, rows, 1),
-                       threads, shared_bytes(columns));
+    return cuda_launch("cross_entropy_fwd_bwd", device, kernel, cuda_grid(device, rows, 1), threads,
+                       shared_bytes(columns), r);
 }

@@ -237,21 +237,20 @@ __global__ void __launch_bounds__(max_dims)
 
 template <class T, int N, int G, int P>
 nd_status decode(int device, const decode_attention_args *a, const Decode &s, int64_t heads) {
-    cudaStream_t stream = cuda_stream(device);
     void *scratch = nullptr;
     if (s.splits > 1) {
         ND_TRY(cuda_scratch(device, (size_t)(heads * s.splits * (s.dims + 2)) * sizeof(float),
                             &scratch));
     }
-    decode_attention_kernel<T, N, G, P><<<(unsigned)(heads * s.splits), threads, 0, stream>>>(
-        data_of<T>(a->qkv), data_of<float>(a->cos), data_of<float>(a->sin),
-        data_of<int32_t>(a->positions), data_of<T>(a->keys), data_of<T>(a->values),
-        data_of<T>(a->o), (float *)scratch, s);
-    CUDA_LAUNCHED("decode_attention");
+    ND_TRY(cuda_launch("decode_attention", device, decode_attention_kernel<T, N, G, P>,
+                       (unsigned)(heads * s.splits), threads, 0, data_of<T>(a->qkv),
+                       data_of<float>(a->cos), data_of<float>(a->sin),
+                       data_of<int32_t>(a->positions), data_of<T>(a->keys), data_of<T>(a->values),
+                       data_of<T>(a->o), (float *)scratch, s));
     if (s.splits > 1) {
-        decode_combine_kernel<T><<<(unsigned)heads, max_dims, 0, stream>>>(
-            (const float *)scratch, data_of<T>(a->o), s.dims, s.splits);
-        CUDA_LAUNCHED("decode_attention");
+        ND_TRY(cuda_launch("decode_attention", device, decode_combine_kernel<T>, (unsigned)heads,
+                           max_dims, 0, (const float *)scratch, data_of<T>(a->o), s.dims,
+                           s.splits));
     }
     return ND_OK;
 }
@@ -384,14 +383,8 @@ nd_status cuda_decode_greedy(int device, const decode_greedy_args *a) {
         constexpr int N = Vec<T>::size;
         const T *logits = data_of<T>(a->logits);
         int32_t *tokens = data_of<int32_t>(a->tokens), *positions = data_of<int32_t>(a->positions);
-        if (vocabulary % N == 0) {
-            decode_greedy_kernel<T, N><<<(unsigned)rows, greedy_threads, 0, cuda_stream(device)>>>(
-                logits, vocabulary, tokens, positions);
-        } else {
-            decode_greedy_kernel<T, 1><<<(unsigned)rows, greedy_threads, 0, cuda_stream(device)>>>(
-                logits, vocabulary, tokens, positions);
-        }
-        CUDA_LAUNCHED("decode_greedy");
-        return ND_OK;
+        auto kernel = vocabulary % N == 0 ? decode_greedy_kernel<T, N> : decode_greedy_kernel<T, 1>;
+        return cuda_launch("decode_greedy", device, kernel, (unsigned)rows, greedy_threads, 0,
+                           logits, vocabulary, tokens, positions);
     });
 }

@@ -141,10 +141,12 @@ cudaStream_t cuda_stream(int device) { return cuda_device(device).stream; }
 
 int cuda_arch(int device) { return cuda_device(device).arch; }
 
-nd_status cuda_prepare(const char *op, int device, const void *kernel, int threads, size_t shared) {
+/* What a kernel needs before a launch, remembered: dynamic shared memory above 48 KiB is asked for once. */
+static nd_status prepare(const char *op, int device, const void *kernel, int threads,
+                         size_t shared) {
     Device &d = cuda_device(device);
     auto found = d.prepared.find(kernel);
-    if (found != d.prepared.end() && shared <= found->second.count) {
+    if (found != d.prepared.end() && shared <= found->second) {
         return ND_OK;
     }
     cudaFuncAttributes attributes;
@@ -165,6 +167,13 @@ nd_status cuda_prepare(const char *op, int device, const void *kernel, int threa
         CUDA_TRY(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                           (int)shared));
     }
-    d.prepared[kernel] = {shared};
+    d.prepared[kernel] = shared;
+    return ND_OK;
+}
+
+nd_status cuda_launch_kernel(const char *op, int device, const void *kernel, dim3 grid, dim3 block,
+                             size_t shared, void **arguments) {
+    ND_TRY(prepare(op, device, kernel, (int)(block.x * block.y * block.z), shared));
+    CUDA_TRY(op, cudaLaunchKernel(kernel, grid, block, arguments, shared, cuda_stream(device)));
     return ND_OK;
 }

@@ -43,8 +43,8 @@ struct Device {
     nd_download *idle_downloads = nullptr;  /* to be used again: the first, which knows the next */
     std::vector<nd_graph *> graphs;
     std::vector<nd_module *> modules;
-    nd_graph *recording = nullptr;                    /* between graph_begin and graph_end */
-    std::unordered_map<const void *, Bytes> prepared; /* kernels: dynamic shared memory allowed */
+    nd_graph *recording = nullptr;                     /* between graph_begin and graph_end */
+    std::unordered_map<const void *, size_t> prepared; /* kernels: dynamic shared memory allowed */
 };
 
 /* ---- entering a call (device.cu) ------------------------------------------------------------- */

@@ -158,10 +158,10 @@ nd_status cuda_dilated_merge(int device, const dilated_merge_args *a) {
             constexpr int N = decltype(n)::get;
             if (s.items > 0) {
                 const unsigned blocks = cuda_grid(device, ceil_div<int64_t>(s.items, 256), 8);
-                dilated_merge_kernel<T, N><<<blocks, 256, 0, cuda_stream(device)>>>(
-                    data_of<T>(a->parts), data_of<float>(a->lse), data_of<int>(a->segments),
-                    data_of<int>(a->dilations), data_of<T>(a->out), data_of<float>(a->total), s);
-                CUDA_LAUNCHED("dilated_merge");
+                ND_TRY(cuda_launch("dilated_merge", device, dilated_merge_kernel<T, N>, blocks, 256,
+                                   0, data_of<T>(a->parts), data_of<float>(a->lse),
+                                   data_of<int>(a->segments), data_of<int>(a->dilations),
+                                   data_of<T>(a->out), data_of<float>(a->total), s));
             }
             return ND_OK;
         });
@@ -173,10 +173,9 @@ nd_status cuda_dilated_sum(int device, const dilated_sum_args *a) {
         constexpr int N = decltype(n)::get;
         if (s.items > 0 && s.dims > 0) {
             const unsigned blocks = cuda_grid(device, ceil_div<int64_t>(s.items, 256), 8);
-            dilated_sum_kernel<T, N><<<blocks, 256, 0, cuda_stream(device)>>>(
-                data_of<T>(a->parts), data_of<int>(a->segments), data_of<int>(a->dilations),
-                data_of<T>(a->out), s);
-            CUDA_LAUNCHED("dilated_sum");
+            ND_TRY(cuda_launch("dilated_sum", device, dilated_sum_kernel<T, N>, blocks, 256, 0,
+                               data_of<T>(a->parts), data_of<int>(a->segments),
+                               data_of<int>(a->dilations), data_of<T>(a->out), s));
         }
         return ND_OK;
     });

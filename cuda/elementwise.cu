@@ -206,11 +206,9 @@ template <class Fn, class T, class O, bool binary>
 nd_status run_flat(const char *op, int device, const Operands &a, int64_t size) {
     constexpr int N = Vec<T>::size;
     const int64_t blocks = ceil_div<int64_t>(size / N, threads * unroll);
-    flat_kernel<Fn, T, O, binary>
-        <<<blocks ? (unsigned)blocks : 1, threads, 0, cuda_stream(device)>>>(
-            (const T *)a.x, (const T *)a.y, (O *)a.out, size / N, (int)(size % N));
-    CUDA_LAUNCHED(op);
-    return ND_OK;
+    return cuda_launch(op, device, flat_kernel<Fn, T, O, binary>, blocks ? (unsigned)blocks : 1,
+                       threads, 0, (const T *)a.x, (const T *)a.y, (O *)a.out, size / N,
+                       (int)(size % N));
 }
 
 template <class Fn, class T, class O>
@@ -225,9 +223,8 @@ nd_status run_vectors(const char *op, int device, const Operands &a, const nd_lo
         walk.strides[k][last] *= N; /* a step of the last axis is a vector now; 0 still repeats */
     }
     unsigned grid = cuda_grid(device, ceil_div<int64_t>(vectors, threads * unroll), 4096);
-    vector_kernel<Fn, T, O><<<grid, threads, 0, cuda_stream(device)>>>(a, walk, vectors, tail);
-    CUDA_LAUNCHED(op);
-    return ND_OK;
+    return cuda_launch(op, device, vector_kernel<Fn, T, O>, grid, threads, 0, a, walk, vectors,
+                       tail);
 }
 
 template <class Fn, Types types, bool compares, bool binary>
@@ -242,13 +239,10 @@ nd_status elementwise(const char *op, int device, const nd_array *x, const nd_ar
     nd_dtype dtype = x ? x->dtype : y->dtype;
     Operands a = {out->data, x ? x->data : nullptr, y ? y->data : nullptr, x_scalar, y_scalar};
     unsigned grid = cuda_grid(device, ceil_div<int64_t>(loop.size, threads), 4096);
-    cudaStream_t stream = cuda_stream(device);
     if (!nd_dtype_is_float(dtype)) {
         if constexpr (types == ANY) {
-            any_kernel<Fn, int64_t>
-                <<<grid, threads, 0, stream>>>(a, Walk<3>(loop), dtype, out->dtype);
-            CUDA_LAUNCHED(op);
-            return ND_OK;
+            return cuda_launch(op, device, any_kernel<Fn, int64_t>, grid, threads, 0, a,
+                               Walk<3>(loop), dtype, out->dtype);
         }
         return nd_error(ND_ETYPE, "%s: dtype %s: must be float32, bfloat16 or float16", op,
                         nd_dtype_name(dtype));
@@ -263,9 +257,8 @@ nd_status elementwise(const char *op, int device, const nd_array *x, const nd_ar
             }
             return run_vectors<Fn, T, O>(op, device, a, loop);
         }
-        any_kernel<Fn, float><<<grid, threads, 0, stream>>>(a, Walk<3>(loop), dtype, out->dtype);
-        CUDA_LAUNCHED(op);
-        return ND_OK;
+        return cuda_launch(op, device, any_kernel<Fn, float>, grid, threads, 0, a, Walk<3>(loop),
+                           dtype, out->dtype);
     });
 }
 

@@ -243,15 +243,11 @@ nd_status cuda_embedding_fwd(int device, const embedding_fwd_args *a) {
         const int32_t *ids = data_of<int32_t>(a->ids);
         const int64_t vocabulary = a->w->shape[0], stride = a->w->strides[0];
         unsigned grid = cuda_grid(device, ceil_div<int64_t>(rows, warps), 64);
-        if (columns % N == 0 && stride % N == 0 && is_aligned16(w) && is_aligned16(y)) {
-            gather_kernel<T, N><<<grid, threads, 0, cuda_stream(device)>>>(
-                ids, w, y, rows, vocabulary, columns, stride);
-        } else {
-            gather_kernel<T, 1><<<grid, threads, 0, cuda_stream(device)>>>(
-                ids, w, y, rows, vocabulary, columns, stride);
-        }
-        CUDA_LAUNCHED("embedding_fwd");
-        return ND_OK;
+        const bool vectors =
+            columns % N == 0 && stride % N == 0 && is_aligned16(w) && is_aligned16(y);
+        return cuda_launch("embedding_fwd", device,
+                           vectors ? gather_kernel<T, N> : gather_kernel<T, 1>, grid, threads, 0,
+                           ids, w, y, rows, vocabulary, columns, stride);
     });
 }
 
@@ -287,9 +283,9 @@ nd_status cuda_embedding_bwd(int device, const embedding_bwd_args *a) {
     float *heads = (float *)(at + 4 * list), *tails = (float *)(at + 4 * list + parts);
     void *sort_space = at + 4 * list + 2 * parts;
 
-    keys_kernel<<<cuda_grid(device, ceil_div<int64_t>(rows, threads), 64), threads, 0, stream>>>(
-        data_of<int32_t>(a->ids), keys, positions, rows, vocabulary);
-    CUDA_LAUNCHED(op);
+    ND_TRY(cuda_launch(op, device, keys_kernel,
+                       cuda_grid(device, ceil_div<int64_t>(rows, threads), 64), threads, 0,
+                       data_of<int32_t>(a->ids), keys, positions, rows, vocabulary));
     CUDA_TRY(op, cub::DeviceRadixSort::SortPairs(sort_space, sort_bytes, (const uint32_t *)keys,
                                                  sorted, (const int32_t *)positions, order,
                                                  (int)rows, 0, bits, stream));
@@ -301,13 +297,11 @@ nd_status cuda_embedding_bwd(int device, const embedding_bwd_args *a) {
             constexpr int N = decltype(size)::get;
             int64_t strips = ceil_div<int64_t>(columns, 32 * N);
             unsigned grid = cuda_grid(device, ceil_div<int64_t>(chunks * strips, warps), 64);
-            chunk_kernel<T, N><<<grid, threads, 0, stream>>>(sorted, order, dy, dw, heads, tails,
-                                                             rows, vocabulary, columns);
-            CUDA_LAUNCHED(op);
+            ND_TRY(cuda_launch(op, device, chunk_kernel<T, N>, grid, threads, 0, sorted, order, dy,
+                               dw, heads, tails, rows, vocabulary, columns));
             if (chunks > 1) {
-                crossing_kernel<N><<<grid, threads, 0, stream>>>(sorted, heads, tails, dw, rows,
-                                                                 vocabulary, columns);
-                CUDA_LAUNCHED(op);
+                ND_TRY(cuda_launch(op, device, crossing_kernel<N>, grid, threads, 0, sorted, heads,
+                                   tails, dw, rows, vocabulary, columns));
             }
             return ND_OK;
         };

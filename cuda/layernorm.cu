@@ -397,11 +397,11 @@ __global__ void __launch_bounds__(threads)
 }
 
 /* ---- host ------------------------------------------------------------------------------------ */
-/* f(group, count): the smallest kernel that holds a row, or false when none does. */
-template <class T, class F> bool with_row_in_registers(int64_t columns, F &&f) {
+/* f(group, count): the smallest kernel that holds a row, if one does. */
+template <class T, class F> void with_row_in_registers(int64_t columns, F &&f) {
     constexpr int N = Vec<T>::size;
     if (columns == 0 || columns % N != 0 || columns > widest) {
-        return false;
+        return;
     }
     int64_t vectors = columns / N;
     if (columns <= 1024) {
@@ -421,7 +421,6 @@ template <class T, class F> bool with_row_in_registers(int64_t columns, F &&f) {
     } else if constexpr (N == 4) {
         f(Constant<256>(), Constant<4>());
     }
-    return true;
 }
 
 /* The operands that each norm has of its own. */
@@ -441,7 +440,6 @@ nd_status forward(const char *op, int device, const nd_array *x, const ForwardNo
     if (rows == 0) {
         return ND_OK;
     }
-    cudaStream_t stream = cuda_stream(device);
     return with_float(op, x->dtype, [&](auto tag) -> nd_status {
         using T = typename decltype(tag)::type;
         Forward<T, norms> p;
@@ -458,17 +456,16 @@ nd_status forward(const char *op, int device, const nd_array *x, const ForwardNo
         p.eps = (float)eps;
         p.rows = rows;
         p.columns = columns;
-        bool done = aligned && with_row_in_registers<T>(columns, [&](auto group, auto count) {
-                        constexpr int G = decltype(group)::get, K = decltype(count)::get;
-                        unsigned grid =
-                            cuda_grid(device, ceil_div<int64_t>(rows, threads / G), 1024);
-                        forward_kernel<T, norms, G, K><<<grid, threads, 0, stream>>>(p);
-                    });
-        if (!done) {
-            any_forward_kernel<T, norms><<<cuda_grid(device, rows, 1024), threads, 0, stream>>>(p);
+        auto *kernel = any_forward_kernel<T, norms>;
+        int64_t blocks = rows;
+        if (aligned) {
+            with_row_in_registers<T>(columns, [&](auto group, auto count) {
+                constexpr int G = decltype(group)::get, K = decltype(count)::get;
+                kernel = forward_kernel<T, norms, G, K>;
+                blocks = ceil_div<int64_t>(rows, threads / G);
+            });
         }
-        CUDA_LAUNCHED(op);
-        return ND_OK;
+        return cuda_launch(op, device, kernel, cuda_grid(device, blocks, 1024), threads, 0, p);
     });
 }
 
@@ -479,7 +476,6 @@ nd_status backward(const char *op, int device, const nd_array *x, const Backward
     if (rows == 0 || columns == 0) {
         return ND_OK;
     }
-    cudaStream_t stream = cuda_stream(device);
     return with_float(op, x->dtype, [&](auto tag) -> nd_status {
         using T = typename decltype(tag)::type;
         Backward<T, norms> p;
@@ -525,16 +521,14 @@ nd_status backward(const char *op, int device, const nd_array *x, const Backward
 
         if (in_registers) {
             const size_t shared = Ahead<T, norms>::bytes * block_threads;
-            ND_TRY(cuda_prepare(op, device, (const void *)backward_kernel<T, norms>, block_threads,
-                                shared));
-            backward_kernel<T, norms><<<(unsigned)blocks, block, shared, stream>>>(p);
-            CUDA_LAUNCHED(op);
+            ND_TRY(cuda_launch(op, device, backward_kernel<T, norms>, (unsigned)blocks, block,
+                               shared, p));
         } else {
-            any_backward_kernel<T, norms><<<cuda_grid(device, rows, 1024), threads, 0, stream>>>(p);
-            CUDA_LAUNCHED(op);
+            ND_TRY(cuda_launch(op, device, any_backward_kernel<T, norms>,
+                               cuda_grid(device, rows, 1024), threads, 0, p));
             dim3 grid((unsigned)strips, (unsigned)blocks);
-            any_weights_kernel<T, norms><<<grid, threads, 0, stream>>>(p, chunk);
-            CUDA_LAUNCHED(op);
+            ND_TRY(
+                cuda_launch(op, device, any_weights_kernel<T, norms>, grid, threads, 0, p, chunk));
         }
         return cuda_add_columns_of(op, device, p.partial, blocks, columns, blocks * columns,
                                    2 * norms, sums);

@@ -81,10 +81,8 @@ nd_status cuda_linear_gelu_fwd(int device, const linear_gelu_fwd_args *a) {
             a->tanh ? (vectors ? gelu_rows_kernel<T, true, N> : gelu_rows_kernel<T, true, 1>)
                     : (vectors ? gelu_rows_kernel<T, false, N> : gelu_rows_kernel<T, false, 1>);
         const int64_t pieces = ceil_div<int64_t>(rows * columns, 256 * (vectors ? N : 1));
-        kernel<<<cuda_grid(device, pieces, 32), 256, 0, cuda_stream(device)>>>(slope, rows, columns,
-                                                                               stride, y);
-        CUDA_LAUNCHED("linear_gelu_fwd");
-        return ND_OK;
+        return cuda_launch("linear_gelu_fwd", device, kernel, cuda_grid(device, pieces, 32), 256, 0,
+                           slope, rows, columns, stride, y);
     });
 }
 

@@ -388,9 +388,8 @@ nd_status launch(const char *op, int device, Linear f, const nd_array *a, const 
     ND_TRY(linear::map_of(op, b, Shape::BACKWARD ? Shape::COLUMNS : Shape::STEP, &f.b));
     auto kernel =
         a->dtype == ND_BF16 ? linear_hopper_kernel<bf16, Shape> : linear_hopper_kernel<f16, Shape>;
-    return cuda_launch(op, device, kernel, f,
-                       linear::blocks_for(device, f.row_tiles, f.column_tiles), Shape::THREADS,
-                       Shape::SHARED);
+    return cuda_launch(op, device, kernel, linear::blocks_for(device, f.row_tiles, f.column_tiles),
+                       Shape::THREADS, Shape::SHARED, f);
 }
 
 } // namespace

@@ -497,9 +497,8 @@ nd_status launch(const char *op, int device, Shallow f, const nd_array *a, const
     ND_TRY(linear::map_of(op, out, Shape::HALF, &f.out));
     auto kernel = a->dtype == ND_BF16 ? linear_shallow_kernel<bf16, Shape>
                                       : linear_shallow_kernel<f16, Shape>;
-    return cuda_launch(op, device, kernel, f,
-                       linear::blocks_for(device, f.row_tiles, f.column_tiles), Shape::THREADS,
-                       Shape::SHARED);
+    return cuda_launch(op, device, kernel, linear::blocks_for(device, f.row_tiles, f.column_tiles),
+                       Shape::THREADS, Shape::SHARED, f);
 }
 
 } // namespace

@@ -578,14 +578,9 @@ nd_status cuda_bias_bwd(int device, const bias_bwd_args *a) {
         void *partial;
         ND_TRY(cuda_scratch(device, (size_t)(chunks * columns) * sizeof(float), &partial));
         dim3 grid((unsigned)strips, (unsigned)chunks), block(32, strip_rows);
-        if (vectors) {
-            column_sums_kernel<T, N><<<grid, block, 0, cuda_stream(device)>>>(
-                dy, rows, columns, chunk, (float *)partial);
-        } else {
-            column_sums_kernel<T, 1><<<grid, block, 0, cuda_stream(device)>>>(
-                dy, rows, columns, chunk, (float *)partial);
-        }
-        CUDA_LAUNCHED("bias_bwd");
+        auto kernel = vectors ? column_sums_kernel<T, N> : column_sums_kernel<T, 1>;
+        ND_TRY(cuda_launch("bias_bwd", device, kernel, grid, block, 0, dy, rows, columns, chunk,
+                           (float *)partial));
         float *const to[2] = {data_of<float>(a->db), a->db2 ? data_of<float>(a->db2) : nullptr};
         return cuda_add_columns_of("bias_bwd", device, (const float *)partial, chunks, columns, 0,
                                    a->db2 ? 2 : 1, to);

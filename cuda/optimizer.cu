@@ -146,20 +146,13 @@ nd_status cuda_grad_norm(int device, const grad_norm_args *a) {
     const char *op = "grad_norm";
     const int64_t count = a->g->shape[0];
     const float *g = data_of<float>(a->g);
-    cudaStream_t stream = cuda_stream(device);
     unsigned blocks = cuda_grid(device, ceil_div<int64_t>(count, threads * 4), 8);
     void *partial;
     ND_TRY(cuda_scratch(device, blocks * sizeof(float), &partial));
-    if (is_aligned16(g)) {
-        squares_kernel<4><<<blocks, threads, 0, stream>>>(g, count, (float *)partial);
-    } else {
-        squares_kernel<1><<<blocks, threads, 0, stream>>>(g, count, (float *)partial);
-    }
-    CUDA_LAUNCHED(op);
-    norm_kernel<<<1, threads, 0, stream>>>((const float *)partial, (int)blocks, (float)a->max_norm,
-                                           data_of<float>(a->norm), data_of<float>(a->scale));
-    CUDA_LAUNCHED(op);
-    return ND_OK;
+    auto squares = is_aligned16(g) ? squares_kernel<4> : squares_kernel<1>;
+    ND_TRY(cuda_launch(op, device, squares, blocks, threads, 0, g, count, (float *)partial));
+    return cuda_launch(op, device, norm_kernel, 1, threads, 0, (const float *)partial, (int)blocks,
+                       (float)a->max_norm, data_of<float>(a->norm), data_of<float>(a->scale));
 }
 
 nd_status cuda_adamw(int device, const adamw_args *a) {
@@ -190,14 +183,8 @@ nd_status cuda_adamw(int device, const adamw_args *a) {
         cuda_grid(device, ceil_div<int64_t>(count, vectors ? threads * 4 : threads), 64);
     return with_float(op, a->p_low ? a->p_low->dtype : ND_F32, [&](auto tag) -> nd_status {
         using Low = typename decltype(tag)::type;
-        if (vectors) {
-            adamw_kernel<Low, 4><<<grid, threads, 0, cuda_stream(device)>>>(p, g, m, v, (Low *)low,
-                                                                            scale, count, r);
-        } else {
-            adamw_kernel<Low, 1><<<grid, threads, 0, cuda_stream(device)>>>(p, g, m, v, (Low *)low,
-                                                                            scale, count, r);
-        }
-        CUDA_LAUNCHED(op);
-        return ND_OK;
+        auto kernel = vectors ? adamw_kernel<Low, 4> : adamw_kernel<Low, 1>;
+        return cuda_launch(op, device, kernel, grid, threads, 0, p, g, m, v, (Low *)low, scale,
+                           count, r);
     });
 }

@@ -409,14 +409,12 @@ int columns_width(int64_t columns, int64_t rows) {
 }
 
 template <class Fold, class T, bool vectors>
-void launch(const Plan &p, bool columns, bool warps, unsigned grid, cudaStream_t stream) {
-    if (columns) {
-        columns_kernel<Fold, T, vectors><<<grid, threads, 0, stream>>>(p);
-    } else if (warps) {
-        rows_kernel<Fold, T, 32, vectors><<<grid, threads, 0, stream>>>(p);
-    } else {
-        rows_kernel<Fold, T, threads, vectors><<<grid, threads, 0, stream>>>(p);
-    }
+nd_status launch(const char *op, int device, const Plan &p, bool columns, bool warps,
+                 unsigned grid) {
+    auto kernel = columns ? columns_kernel<Fold, T, vectors>
+                  : warps ? rows_kernel<Fold, T, 32, vectors>
+                          : rows_kernel<Fold, T, threads, vectors>;
+    return cuda_launch(op, device, kernel, grid, threads, 0, p);
 }
 
 template <class Fold, class V>
@@ -434,7 +432,6 @@ nd_status reduce(const char *op, int device, const nd_array *x, int64_t axes, nd
     if (outputs == 0) {
         return ND_OK;
     }
-    cudaStream_t stream = cuda_stream(device);
     const int processors = cuda_device_limits(device)->processors;
     const bool columns = is_dense(p.kept) && !is_dense(p.reduced) && outputs > 1;
     const bool vectors =
@@ -465,23 +462,17 @@ nd_status reduce(const char *op, int device, const nd_array *x, int64_t axes, nd
     if constexpr (std::is_same_v<V, float>) {
         ND_TRY(with_float(op, x->dtype, [&](auto tag) -> nd_status {
             using T = typename decltype(tag)::type;
-            if (vectors) {
-                launch<Fold, T, true>(p, columns, warps, grid, stream);
-            } else {
-                launch<Fold, T, false>(p, columns, warps, grid, stream);
-            }
-            return ND_OK;
+            return vectors ? launch<Fold, T, true>(op, device, p, columns, warps, grid)
+                           : launch<Fold, T, false>(op, device, p, columns, warps, grid);
         }));
     } else {
-        launch<Fold, V, false>(p, columns, warps, grid, stream);
+        ND_TRY((launch<Fold, V, false>(op, device, p, columns, warps, grid)));
     }
-    CUDA_LAUNCHED(op);
     if (p.splits > 1) {
         const int width = columns_width(outputs, p.splits);
         const unsigned fold_grid = cuda_grid(device, ceil_div<int64_t>(outputs, width), 64);
-        fold_kernel<Fold><<<fold_grid, threads, 0, stream>>>((const Part *)p.out, p.splits, outputs,
-                                                             width, out->data, out->dtype);
-        CUDA_LAUNCHED(op);
+        ND_TRY(cuda_launch(op, device, fold_kernel<Fold>, fold_grid, threads, 0,
+                           (const Part *)p.out, p.splits, outputs, width, out->data, out->dtype));
     }
     return ND_OK;
 }
@@ -526,10 +517,8 @@ nd_status cuda_add_columns_of(const char *op, int device, const float *partial, 
     Sums all = {};
     std::copy(to, to + count, all.to);
     dim3 grid((unsigned)ceil_div<int64_t>(columns, 32), (unsigned)count);
-    add_columns_kernel<<<grid, dim3(32, 32), 0, cuda_stream(device)>>>(partial, rows, columns,
-                                                                       apart, all);
-    CUDA_LAUNCHED(op);
-    return ND_OK;
+    return cuda_launch(op, device, add_columns_kernel, grid, dim3(32, 32), 0, partial, rows,
+                       columns, apart, all);
 }
 
 nd_status cuda_add_columns(const char *op, int device, const float *partial, int64_t rows,

@@ -121,10 +121,8 @@ nd_status cuda_turn(const char *op, int device, const nd_array *x, int64_t parts
                             op, (long long)s.items);
         }
         auto kernel = vectors ? rotary_kernel<T, N> : rotary_kernel<T, 1>;
-        kernel<<<(unsigned)blocks, 256, 0, cuda_stream(device)>>>((T *)x->data, cosines, sines,
-                                                                  sign, s);
-        CUDA_LAUNCHED(op);
-        return ND_OK;
+        return cuda_launch(op, device, kernel, (unsigned)blocks, 256, 0, (T *)x->data, cosines,
+                           sines, sign, s);
     });
 }
 

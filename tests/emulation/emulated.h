@@ -623,8 +623,8 @@ void product(float (&c)[C], const uint32_t (&a)[4], Operand b, bool add) {
 
 /* ---- the host -------------------------------------------------------------------------------------------- */
 template <class A>
-nd_status cuda_launch(const char *op, int, void (*kernel)(A), const A &argument, unsigned blocks,
-                      int threads, size_t shared) {
+nd_status cuda_launch(const char *op, int, void (*kernel)(A), unsigned blocks, int threads,
+                      size_t shared, const A &argument) {
     if (shared > sizeof emulated::memory) {
         return nd_error(ND_ECUDA, "%s: %zu bytes of shared memory", op, shared);
     }

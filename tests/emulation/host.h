@@ -7,7 +7,6 @@ const cuda_limits *cuda_device_limits(int) {
     static const cuda_limits limits = {3, 90, 1024, 227 << 10, 50 << 20};
     return &limits;
 }
-nd_status cuda_prepare(const char *, int, const void *, int, size_t) { return ND_OK; }
 cudaStream_t cuda_stream(int) { return NULL; }
 static char message[512];
 nd_status nd_error(nd_status status, const char *format, ...) {

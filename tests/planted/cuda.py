@@ -250,8 +250,8 @@ FAULTS = [
     ),
     Fault(
         "cuda/elementwise.cu",
-        "(O *)a.out, size / N, (int)(size % N));",
-        "(O *)a.out, size / N, (int)(size % N) - 1);",
+        "(O *)a.out, size / N,\n                       (int)(size % N));",
+        "(O *)a.out, size / N,\n                       (int)(size % N) - 1);",
         f"{OPS} -k 'test_elementwise and add'",
     ),
     Fault(
