@@ -10,6 +10,9 @@
 
 #include "cpu.h"
 #include "tile.h"
+#ifdef __AVX512F__
+#include "transpose16.h"
+#endif
 
 enum { ATTENTION_QUERIES = 64, ATTENTION_KEYS = 128 }; /* of a tile; whole panels */
 
@@ -46,67 +49,115 @@ ND_FN nd_status attention_check(const char *name, int64_t keys, int64_t d) {
     return ND_OK;
 }
 
-/* Ask for row i of a head before it is read or written: no hardware foresees such strides. */
-ND_FN void attention_fetch(const attention_rows *rows, int64_t i) {
-    int64_t line = 64 / (int64_t)nd_dtype_size(rows->array->dtype);
-    for (int64_t j = 0; j < rows->array->shape[3]; j += line) {
-        __builtin_prefetch(cpu_at(rows->array, rows->base + i * rows->stride + j));
+enum { ATTENTION_AHEAD = 8 }; /* rows; no hardware foresees such strides */
+
+/* Ask for a row of so many bytes before it is read or written. */
+ND_FN void attention_fetch(const char *row, int64_t bytes) {
+    for (int64_t b = 0; b < bytes; b += 64) {
+        __builtin_prefetch(row + b);
     }
 }
 
-enum { ATTENTION_AHEAD = 8 }; /* rows */
+/* Of d floats; a row is too short for a call of memcpy. */
+ND_FN void attention_copy(float *restrict to, const float *restrict from, int64_t d) {
+    int64_t j = 0;
+#pragma GCC unroll 2
+    for (; j + TILE_LANES <= d; j += TILE_LANES) {
+        tile_vector x = *(const tile_vector *)(from + j);
+        __asm__("" : "+v"(x)); /* or the compiler sees a memcpy */
+        *(tile_vector *)(to + j) = x;
+    }
+    for (; j < d; j++) {
+        to[j] = from[j];
+    }
+}
 
 /* Rows [first, first + n) as float32, side by side: rows of a large stride share few sets of the
  * cache. Zeros from column D to `leading`. */
 ND_FN void attention_load(const attention_rows *rows, int64_t first, int64_t n, float *restrict to,
                           int64_t leading) {
-    int64_t d = rows->array->shape[3];
-    for (int64_t i = 0; i < n; i++) {
+    nd_dtype dtype = rows->array->dtype;
+    int64_t d = rows->array->shape[3], size = (int64_t)nd_dtype_size(dtype);
+    const char *from = (const char *)rows->array->data + (rows->base + first * rows->stride) * size;
+    for (int64_t i = 0; i < n; i++, from += rows->stride * size, to += leading) {
         if (i + ATTENTION_AHEAD < n) {
-            attention_fetch(rows, first + i + ATTENTION_AHEAD);
+            attention_fetch(from + ATTENTION_AHEAD * rows->stride * size, d * size);
         }
-        const void *from = cpu_at(rows->array, rows->base + (first + i) * rows->stride);
-        cpu_load_f32(to + i * leading, from, rows->array->dtype, 1, d);
+        if (dtype == ND_F32) {
+            attention_copy(to, (const float *)from, d);
+        } else {
+            cpu_load_f32(to, from, dtype, 1, d);
+        }
         for (int64_t j = d; j < leading; j++) {
-            to[i * leading + j] = 0;
+            to[j] = 0;
         }
     }
 }
 
 ND_FN void attention_store(const attention_rows *rows, int64_t first, int64_t n, const float *from,
                            int64_t leading) {
-    int64_t d = rows->array->shape[3];
-    for (int64_t i = 0; i < n; i++) {
+    nd_dtype dtype = rows->array->dtype;
+    int64_t d = rows->array->shape[3], size = (int64_t)nd_dtype_size(dtype);
+    char *to = (char *)rows->array->data + (rows->base + first * rows->stride) * size;
+    for (int64_t i = 0; i < n; i++, to += rows->stride * size, from += leading) {
         if (i + ATTENTION_AHEAD < n) {
-            attention_fetch(rows, first + i + ATTENTION_AHEAD);
+            attention_fetch(to + ATTENTION_AHEAD * rows->stride * size, d * size);
         }
-        void *to = cpu_at(rows->array, rows->base + (first + i) * rows->stride);
-        cpu_store_f32(to, rows->array->dtype, 1, from + i * leading, d);
+        if (dtype == ND_F32) {
+            attention_copy((float *)to, from, d);
+        } else {
+            cpu_store_f32(to, dtype, 1, from, d);
+        }
+    }
+}
+
+/* to[j * to_row + i] = from[i * from_row + j] times a factor, for i < n and j < d: the factor is one for all, or
+ * of_j[j]. */
+ND_FN void attention_transpose(const float *restrict from, int64_t from_row, int64_t n, int64_t d,
+                               float factor, const float *restrict of_j, float *restrict to,
+                               int64_t to_row) {
+    int64_t whole_n = 0, whole_d = 0;
+#ifdef __AVX512F__
+    whole_n = n / 16 * 16;
+    whole_d = d / 16 * 16;
+    for (int64_t i = 0; i < whole_n; i += 16) {
+        for (int64_t j = 0; j < whole_d; j += 16) {
+            __m512i x[16];
+#pragma GCC unroll 16
+            for (int l = 0; l < 16; l++) {
+                x[l] = _mm512_loadu_si512(from + (i + l) * from_row + j);
+            }
+            transpose16(x);
+#pragma GCC unroll 16
+            for (int l = 0; l < 16; l++) {
+                __m512 times = _mm512_set1_ps(of_j == NULL ? factor : of_j[j + l]);
+                _mm512_storeu_ps(to + (j + l) * to_row + i,
+                                 _mm512_mul_ps(_mm512_castsi512_ps(x[l]), times));
+            }
+        }
+    }
+#endif
+    for (int64_t j = 0; j < d; j++) {
+        float times = of_j == NULL ? factor : of_j[j];
+        for (int64_t i = j < whole_d ? whole_n : 0; i < n; i++) {
+            to[j * to_row + i] = from[i * from_row + j] * times;
+        }
     }
 }
 
 /* n <= ATTENTION_QUERIES rows of D as columns, times scale; zeros for the columns that are left. */
 ND_FN void attention_columns(const float *restrict rows, int64_t n, int64_t d, int64_t leading,
                              float scale, float *restrict to) {
-    for (int64_t j = 0; j < d; j++) {
-        for (int64_t i = 0; i < n; i++) {
-            to[j * ATTENTION_QUERIES + i] = scale * rows[i * leading + j];
-        }
-        for (int64_t i = n; i < ATTENTION_QUERIES; i++) {
-            to[j * ATTENTION_QUERIES + i] = 0;
-        }
+    attention_transpose(rows, leading, n, d, scale, NULL, to, ATTENTION_QUERIES);
+    for (int64_t j = 0; j < d && n < ATTENTION_QUERIES; j++) {
+        memset(to + j * ATTENTION_QUERIES + n, 0, (size_t)(ATTENTION_QUERIES - n) * sizeof *to);
     }
 }
 
 /* Columns back to n rows of D, each times its factor where there are factors. */
 ND_FN void attention_rows_of(const float *restrict columns, int64_t n, int64_t d,
                              const float *restrict factor, float *restrict to) {
-    for (int64_t i = 0; i < n; i++) {
-        float times = factor == NULL ? 1.0f : factor[i];
-        for (int64_t j = 0; j < d; j++) {
-            to[i * d + j] = columns[j * ATTENTION_QUERIES + i] * times;
-        }
-    }
+    attention_transpose(columns, ATTENTION_QUERIES, d, n, 1.0f, factor, to, d);
 }
 
 /* For each block of one side, the blocks of the other that it meets. Dense attention is one block

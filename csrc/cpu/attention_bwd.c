@@ -119,8 +119,8 @@ static void query_tile(const backward *b, int64_t batch, int64_t head, int64_t b
     while (attention_walk_next(&walk, &s0, &s1)) {
         const float *k = w->k + s0 * d, *v = w->v + s0 * d;
         for (int64_t at = 0; at < rows; at += TILE_PANEL) {
-            int64_t end = min_of(t0 + at + TILE_PANEL, t1);
-            int64_t n = attention_visible(b->causal, end, queries, keys, s0, s1 - s0);
+            int64_t n = attention_visible(b->causal, min_of(t0 + at + TILE_PANEL, t1), queries,
+                                          keys, s0, s1 - s0);
             float *p = w->p + at, *ds = w->ds + at;
             tile_product(n, TILE_PANEL, d, k, d, 1, w->qt + at, ATTENTION_QUERIES, p,
                          ATTENTION_QUERIES, false);
@@ -131,17 +131,20 @@ static void query_tile(const backward *b, int64_t batch, int64_t head, int64_t b
                 gradient_row(p + key * ATTENTION_QUERIES, ds + key * ATTENTION_QUERIES, w->lse + at,
                              w->delta + at, b->scale);
             }
-            for (int64_t key = n; key < s1 - s0; key++) {
-                memset(p + key * ATTENTION_QUERIES, 0, TILE_PANEL * sizeof(float));
-                memset(ds + key * ATTENTION_QUERIES, 0, TILE_PANEL * sizeof(float));
-            }
             tile_product(d, TILE_PANEL, n, k, 1, d, ds, ATTENTION_QUERIES, w->dqt + at,
                          ATTENTION_QUERIES, true);
         }
-        tile_product(s1 - s0, padded, rows, w->p, ATTENTION_QUERIES, 1, w->dout, padded,
-                     w->dv + s0 * padded, padded, true);
-        tile_product(s1 - s0, padded, rows, w->ds, ATTENTION_QUERIES, 1, w->q, padded,
-                     w->dk + s0 * padded, padded, true);
+        /* Keys that a panel of queries sees and the panels before it do not: from there on. */
+        for (int64_t at = 0, n = 0; at < rows; at += TILE_PANEL) {
+            int64_t first = n;
+            n = attention_visible(b->causal, min_of(t0 + at + TILE_PANEL, t1), queries, keys, s0,
+                                  s1 - s0);
+            int64_t from = first * ATTENTION_QUERIES + at, to = (s0 + first) * padded;
+            tile_product(n - first, padded, rows - at, w->p + from, ATTENTION_QUERIES, 1,
+                         w->dout + at * padded, padded, w->dv + to, padded, true);
+            tile_product(n - first, padded, rows - at, w->ds + from, ATTENTION_QUERIES, 1,
+                         w->q + at * padded, padded, w->dk + to, padded, true);
+        }
     }
     attention_rows dq_rows = attention_head(b->dq, batch, head);
     attention_rows_of(w->dqt, rows, d, NULL, w->q);

@@ -27,7 +27,7 @@
 
 #if defined(__x86_64__) && (defined(__clang__) ? __clang_major__ >= 10 : __GNUC__ >= 10)
 
-#include <immintrin.h>
+#include "transpose16.h"
 
 enum { FEWEST_ROWS = 32 }; /* of float32: below, packing b takes longer than a BLAS multiplies */
 /* 28 sums, two vectors of b and one word of a repeated: 31 of 32 registers. */
@@ -91,33 +91,6 @@ AVX512 INLINE __m512i load(form f, const char *from, int64_t n) {
                          : _mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16);
 }
 
-/* 16 vectors of 16 words, transposed in place. */
-AVX512 INLINE void transpose(__m512i x[LANES]) {
-    __m512i y[LANES];
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i += 4) { /* 4 x 4 words within quarters of vectors */
-        __m512i a = _mm512_unpacklo_epi32(x[i], x[i + 1]);
-        __m512i b = _mm512_unpackhi_epi32(x[i], x[i + 1]);
-        __m512i c = _mm512_unpacklo_epi32(x[i + 2], x[i + 3]);
-        __m512i d = _mm512_unpackhi_epi32(x[i + 2], x[i + 3]);
-        y[i] = _mm512_unpacklo_epi64(a, c);
-        y[i + 1] = _mm512_unpackhi_epi64(a, c);
-        y[i + 2] = _mm512_unpacklo_epi64(b, d);
-        y[i + 3] = _mm512_unpackhi_epi64(b, d);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < 4; i++) { /* 4 x 4 quarters */
-        __m512i a = _mm512_shuffle_i32x4(y[i], y[i + 4], 0x88);
-        __m512i b = _mm512_shuffle_i32x4(y[i], y[i + 4], 0xdd);
-        __m512i c = _mm512_shuffle_i32x4(y[i + 8], y[i + 12], 0x88);
-        __m512i d = _mm512_shuffle_i32x4(y[i + 8], y[i + 12], 0xdd);
-        x[i] = _mm512_shuffle_i32x4(a, c, 0x88);
-        x[i + 4] = _mm512_shuffle_i32x4(b, d, 0x88);
-        x[i + 8] = _mm512_shuffle_i32x4(a, c, 0xdd);
-        x[i + 12] = _mm512_shuffle_i32x4(b, d, 0xdd);
-    }
-}
-
 /* `lanes` <= 16 rows or columns, `lane` bytes apart, of k elements that are `step` bytes apart:
  * word w of lane l at to[w * width + l]; zeros from `lanes` to `room`. */
 AVX512 INLINE void pack_lanes(form f, const char *from, int64_t lane, int64_t step, int64_t lanes,
@@ -153,7 +126,7 @@ AVX512 INLINE void pack_lanes(form f, const char *from, int64_t lane, int64_t st
                 x[l] = load(f, from + l * lane + w0 * size, min_of(k - w0, LANES));
             }
         }
-        transpose(x);
+        transpose16(x);
 #pragma GCC unroll 16
         for (int w = 0; w < LANES; w++) {
             if (w0 + w < words) {
