@@ -188,6 +188,16 @@ ND_FN float nd_gelu_grad(float x) {
     return cdf + x * 0.398942280f * density;
 }
 
+/* Both, the bits of each: within +-20 they share Phi, outside of it Phi is 0 or 1. */
+ND_FN float nd_gelu_and_grad(float x, float *grad) {
+    float c = x > 20.0f ? 20.0f : x;
+    c = c < -20.0f ? -20.0f : c;
+    float density;
+    float cdf = nd_normal_cdf(c, &density);
+    *grad = cdf + c * 0.398942280f * density;
+    return x * cdf;
+}
+
 ND_FN float nd_gelu_tanh(float x) {
     float twice_u = x * (1.59576912f + 0.0713548163f * x * x);
     return x * nd_reciprocal(1.0f + nd_logistic_exp(-twice_u));

@@ -168,6 +168,17 @@ void cpu_panels_product(nd_dtype dtype, int64_t m, int64_t n, int64_t k, const v
                         const float *base, int64_t base_row, float *c, int64_t ldc,
                         uint32_t *panels);
 
+/* ---- matmul.c ---------------------------------------------------------------------------------
+ * linear_fwd without a residual, whose tiles are worked on by who has made them: once rows [i, i + rows) and
+ * columns [j, j + columns) of y are there, finish(of, i, j, rows, columns) may change them. */
+typedef void cpu_tile_fn(const void *of, int64_t i, int64_t j, int64_t rows, int64_t columns);
+nd_status cpu_linear_tiles(int device, const linear_fwd_args *args, cpu_tile_fn *finish,
+                           const void *of);
+/* to (and to2, where not NULL) += the column sums of x (N, M); where `times` is not NULL, of product = x times,
+ * which may be x. */
+nd_status cpu_column_sums(int device, const nd_array *x, const nd_array *times, nd_array *product,
+                          nd_array *to, nd_array *to2);
+
 #pragma GCC visibility pop
 
 #endif

@@ -98,6 +98,8 @@ typedef struct {
     bool panels; /* by panels.c */
     int64_t m, n, k;
     int64_t tile_m, tile_n, step; /* of k, in one pass */
+    cpu_tile_fn *finish;          /* or NULL */
+    const void *finish_of;
 } product;
 
 /* Of n elements of 4 bytes: those of whole lines of a cache. */
@@ -184,6 +186,9 @@ static void run_tile(const product *p, int64_t batch, int64_t i, int64_t j, floa
         }
         cpu_store_f32(cpu_at(p->c, at_c + r * p->n), p->c->dtype, 1, row, columns);
     }
+    if (p->finish) {
+        p->finish(p->finish_of, i, j, rows, columns);
+    }
 }
 
 /* Halve the longer side until there are tiles for many threads or they get too small. Each tile packs
@@ -212,8 +217,8 @@ static void choose_tiles(product *p, int64_t batches) {
 }
 
 static nd_status multiply(int device, const char *name, const nd_array *a, const nd_array *b,
-                          const nd_array *bias, const nd_array *scale, bool accumulate,
-                          nd_array *c) {
+                          const nd_array *bias, const nd_array *scale, bool accumulate, nd_array *c,
+                          cpu_tile_fn *finish, const void *finish_of) {
     product p = {.a = matrix_of(a),
                  .b = matrix_of(b),
                  .bias = bias,
@@ -223,7 +228,9 @@ static nd_status multiply(int device, const char *name, const nd_array *a, const
                  .scale = scale == NULL ? 1.0f : *(const float *)scale->data,
                  .m = a->shape[a->ndim - 2],
                  .n = b->shape[b->ndim - 1],
-                 .k = a->shape[a->ndim - 1]};
+                 .k = a->shape[a->ndim - 1],
+                 .finish = finish,
+                 .finish_of = finish_of};
     p.panels = cpu_panels_take(a->dtype, p.m);
     bool whole = p.a.in_place && p.b.in_place && !p.panels;
     int64_t passes = whole ? 1 : max_of(cpu_ceil_div(p.k, K_PANEL), 1);
@@ -266,42 +273,63 @@ static nd_status multiply(int device, const char *name, const nd_array *a, const
 }
 
 nd_status cpu_matmul(int device, const matmul_args *args) {
-    return multiply(device, "matmul", args->a, args->b, NULL, args->scale, false, args->c);
+    return multiply(device, "matmul", args->a, args->b, NULL, args->scale, false, args->c, NULL,
+                    NULL);
 }
 
 nd_status cpu_matmul_acc(int device, const matmul_acc_args *args) {
     return multiply(device, "matmul_acc", args->a, args->b, NULL, args->scale, args->add != 0,
-                    args->c);
+                    args->c, NULL, NULL);
 }
 
 nd_status cpu_linear_fwd(int device, const linear_fwd_args *args) {
-    ND_TRY(multiply(device, "linear_fwd", args->x, args->w, args->b, NULL, false, args->y));
+    ND_TRY(cpu_linear_tiles(device, args, NULL, NULL));
     add_args sum = {.x = args->r, .y = args->y, .out = args->y}; /* as if it were another op */
     return args->r == NULL ? ND_OK : cpu_add(device, &sum);
 }
 
-/* Each piece of ROWS rows sums its columns into a row of `partial`; those are added in order. */
+nd_status cpu_linear_tiles(int device, const linear_fwd_args *args, cpu_tile_fn *finish,
+                           const void *of) {
+    return multiply(device, "linear_fwd", args->x, args->w, args->b, NULL, false, args->y, finish,
+                    of);
+}
+
 nd_status cpu_bias_bwd(int device, const bias_bwd_args *args) {
+    return cpu_column_sums(device, args->dy, NULL, NULL, args->db, args->db2);
+}
+
+/* Each piece of ROWS rows sums its columns into a row of `partial`; those are added in order. */
+nd_status cpu_column_sums(int device, const nd_array *x, const nd_array *times, nd_array *product,
+                          nd_array *to, nd_array *to2) {
     enum { ROWS = 256, COLUMNS = 1024 };
-    int64_t n = args->dy->shape[0], m = args->dy->shape[1], pieces = cpu_ceil_div(n, ROWS);
+    int64_t n = x->shape[0], m = x->shape[1], pieces = cpu_ceil_div(n, ROWS);
     void *scratch;
     if (n == 0 || m == 0) {
         return ND_OK;
     }
     ND_TRY(cpu_scratch(device, (size_t)(pieces * m) * sizeof(float), &scratch));
     float *partial = scratch;
-    float *db = args->db->data, *db2 = args->db2 ? args->db2->data : NULL;
+    float *db = to->data, *db2 = to2 ? to2->data : NULL;
 
 #pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (n * m > CPU_GRAIN)
     for (int64_t piece = 0; piece < pieces; piece++) {
-        float buffer[COLUMNS];
+        float buffer[COLUMNS], factors[COLUMNS];
         float *sums = partial + piece * m;
         memset(sums, 0, (size_t)m * sizeof *sums);
         for (int64_t i = piece * ROWS; i < min_of(n, (piece + 1) * ROWS); i++) {
             for (int64_t j = 0; j < m; j += COLUMNS) {
-                int64_t columns = min_of(COLUMNS, m - j);
-                const float *restrict row = cpu_read(args->dy, i * m + j, columns, buffer);
+                int64_t columns = min_of(COLUMNS, m - j), at = i * m + j;
+                const float *row = cpu_read(x, at, columns, buffer);
                 float *restrict sum = sums + j;
+                if (times) {
+                    const float *factor = cpu_read(times, at, columns, factors);
+                    float *result = cpu_target(product, at, buffer);
+                    for (int64_t c = 0; c < columns; c++) {
+                        result[c] = row[c] * factor[c];
+                    }
+                    cpu_write(product, at, columns, result);
+                    row = cpu_read(product, at, columns, buffer); /* rounded */
+                }
                 for (int64_t c = 0; c < columns; c++) {
                     sum[c] += row[c];
                 }
