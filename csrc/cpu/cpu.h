@@ -157,15 +157,16 @@ const char *cpu_sgemm_library(void); /* e.g. "OpenBLAS SkylakeX" */
 
 /* ---- panels.c: c = base + a b on the calling thread, a and b of one dtype, c and base float32 ------
  * Strides of a and b in elements, of which one is 1. A row of base is `base_row` elements behind the
- * one before: 0 for a bias, ldc for c itself; NULL is zeros. `panels` has room for cpu_panels_words;
- * that is 0 for no product but where the processor lacks the instructions, or they are not wanted. */
+ * one before: 0 for a bias, ldc for c itself; NULL is zeros. The next call goes on with `more` steps of k behind
+ * these, for which memory is asked meanwhile. `panels` has room for cpu_panels_words; that is 0 for no product but
+ * where the processor lacks the instructions, or they are not wanted. */
 void cpu_panels_setup(void);                     /* chooses */
 bool cpu_panels_take(nd_dtype dtype, int64_t m); /* whether products of m rows are for these */
 const char *cpu_panels_instructions(void);       /* "AVX-512", or NULL */
 int64_t cpu_panels_words(nd_dtype dtype, int64_t n, int64_t k);
 void cpu_panels_product(nd_dtype dtype, int64_t m, int64_t n, int64_t k, const void *a,
                         const int64_t *a_strides, const void *b, const int64_t *b_strides,
-                        const float *base, int64_t base_row, float *c, int64_t ldc,
+                        const float *base, int64_t base_row, float *c, int64_t ldc, int64_t more,
                         uint32_t *panels);
 
 /* ---- matmul.c ---------------------------------------------------------------------------------

@@ -165,7 +165,7 @@ static void run_tile(const product *p, int64_t batch, int64_t i, int64_t j, floa
         if (p->panels) {
             cpu_panels_product(p->a.array->dtype, rows, columns, depth, cpu_at(p->a.array, a0),
                                p->a.strides, cpu_at(p->b.array, b0), p->b.strides, base, base_row,
-                               c, ldc, (uint32_t *)panels);
+                               c, ldc, min_of(p->step, p->k - k0 - depth), (uint32_t *)panels);
         } else {
             by_sgemm(p, a0, b0, rows, columns, depth, base != NULL, c, ldc, panels);
         }

@@ -173,12 +173,55 @@ AVX512 static void pack(form f, const void *from, int64_t lane, int64_t step, in
     }
 }
 
+/* Lines of a cache that will be packed: rows of 2^shift lines each, `pitch` bytes apart; of all of them, counted
+ * row by row, those from `first` to `last`, or none. Row by row, since each row is in another page. */
+typedef struct {
+    const char *at;
+    int64_t pitch, shift, first, last;
+} lines;
+enum { LINE = 64 };
+static const lines NO_LINES = {.last = -1};
+
+static lines lines_of(form f, const char *at, int64_t lane, int64_t step, int64_t lanes,
+                      int64_t k) {
+    int64_t size = f == FROM_F32 ? 4 : 2;
+    bool by_lanes = step != 1;
+    lines l = {.at = at, .pitch = (by_lanes ? step : lane) * size};
+    while ((LINE << l.shift) < (by_lanes ? lanes : k) * size) {
+        l.shift++;
+    }
+    l.last = ((by_lanes ? k : lanes) << l.shift) - 1;
+    return l;
+}
+
+/* What is asked for while products are made, because no hardware foresees it: the next panels of a and,
+ * with the last `products` of a tile's part of k, those of b. */
+typedef struct {
+    lines a, b;
+    int64_t products;
+} foresight;
+
+/* The lines for one product of `words` words: one every other word, as fast as they come. */
+ND_FN lines foresee(foresight *f, int64_t words, const void *here) {
+    int64_t each = words / 2;
+    lines *from = f->a.first <= f->a.last ? &f->a : &f->b;
+    f->products--;
+    if (from->first > from->last ||
+        (from == &f->b && f->products * each > from->last - from->first)) {
+        return (lines){.at = here};
+    }
+    lines some = *from;
+    some.last = min_of(some.last, some.first + max_of(each, 1) - 1);
+    from->first = some.last + 1;
+    return some;
+}
+
 /* The sums of one panel of a with one of b, of which m <= `rows` x n are stored; `rows` is a
  * constant where it is inlined. */
 #define KERNEL(name, TARGET, MULTIPLY)                                                             \
     TARGET INLINE void name(int rows, int64_t words, const uint32_t *a, const uint32_t *b,         \
                             const float *base, int64_t base_row, float *c, int64_t ldc, int64_t m, \
-                            int64_t n) {                                                           \
+                            int64_t n, lines ask) {                                                \
         uint32_t inside = (uint32_t)(((uint64_t)1 << n) - 1);                                      \
         __mmask16 masks[2] = {(__mmask16)inside, (__mmask16)(inside >> LANES)};                    \
         __m512 sums[ROWS][2];                                                                      \
@@ -187,9 +230,13 @@ AVX512 static void pack(form f, const void *from, int64_t lane, int64_t step, in
             __builtin_prefetch(c + (r < m ? r : 0) * ldc, 1);                                      \
             __builtin_prefetch(c + (r < m ? r : 0) * ldc + LANES, 1);                              \
         }                                                                                          \
+        int64_t in_row = (1 << ask.shift) - 1;                                                     \
         for (int64_t w = 0; w < words; w++) {                                                      \
             __m512i first = _mm512_loadu_si512(b + w * COLUMNS);                                   \
             __m512i second = _mm512_loadu_si512(b + w * COLUMNS + LANES);                          \
+            int64_t line = min_of(ask.first + w / 2, ask.last);                                    \
+            _mm_prefetch(ask.at + (line >> ask.shift) * ask.pitch + (line & in_row) * LINE,        \
+                         _MM_HINT_T1);                                                             \
             _Pragma("GCC unroll 16") for (int r = 0; r < rows; r++) {                              \
                 __m512i left = _mm512_set1_epi32((int)a[w * ROWS + r]);                            \
                 sums[r][0] = MULTIPLY(sums[r][0], left, first);                                    \
@@ -208,16 +255,17 @@ AVX512 static void pack(form f, const void *from, int64_t lane, int64_t step, in
     /* One panel of a with all of b. */                                                            \
     TARGET static void name##_row(int64_t m, int64_t n, int64_t words, const uint32_t *a,          \
                                   const uint32_t *b, const float *base, int64_t base_row,          \
-                                  float *c, int64_t ldc) {                                         \
+                                  float *c, int64_t ldc, foresight *ahead) {                       \
         for (int64_t j = 0; j < n; j += COLUMNS, c += COLUMNS, b += COLUMNS * words) {             \
             int64_t columns = min_of(n - j, COLUMNS);                                              \
             const float *from = base ? base + j : NULL;                                            \
+            lines ask = foresee(ahead, words, a);                                                  \
             if (m > 8) {                                                                           \
-                name(ROWS, words, a, b, from, base_row, c, ldc, m, columns);                       \
+                name(ROWS, words, a, b, from, base_row, c, ldc, m, columns, ask);                  \
             } else if (m > 4) {                                                                    \
-                name(8, words, a, b, from, base_row, c, ldc, m, columns);                          \
+                name(8, words, a, b, from, base_row, c, ldc, m, columns, ask);                     \
             } else {                                                                               \
-                name(4, words, a, b, from, base_row, c, ldc, m, columns);                          \
+                name(4, words, a, b, from, base_row, c, ldc, m, columns, ask);                     \
             }                                                                                      \
         }                                                                                          \
     }
@@ -229,24 +277,38 @@ KERNEL(multiply_pairs, AVX512_BF16, DOT)
 
 void cpu_panels_product(nd_dtype dtype, int64_t m, int64_t n, int64_t k, const void *a,
                         const int64_t *a_strides, const void *b, const int64_t *b_strides,
-                        const float *base, int64_t base_row, float *c, int64_t ldc,
+                        const float *base, int64_t base_row, float *c, int64_t ldc, int64_t more,
                         uint32_t *panels) {
     form f = form_of(dtype);
-    int64_t words = words_of(f, k), row_bytes = a_strides[0] * (int64_t)nd_dtype_size(dtype);
+    int64_t size = (int64_t)nd_dtype_size(dtype);
+    int64_t words = words_of(f, k), row_bytes = a_strides[0] * size;
     int64_t group = a_strides[1] == 1 ? ROWS : GROUP * ROWS;
     uint32_t *b_panels = panels + panel_words(f, GROUP * ROWS, ROWS, k);
     pack(f, b, b_strides[1], b_strides[0], n, k, COLUMNS, b_panels);
+    foresight ahead = {NO_LINES, NO_LINES, cpu_ceil_div(m, ROWS) * cpu_ceil_div(n, COLUMNS)};
+    if (more > 0) {
+        ahead.b = lines_of(f, (const char *)b + k * b_strides[0] * size, b_strides[1], b_strides[0],
+                           n, more);
+    }
     for (int64_t i = 0; i < m; i += ROWS, c += ROWS * ldc) {
         uint32_t *a_panel = panels + panel_words(f, i % group, ROWS, k);
         if (i % group == 0) {
-            pack(f, (const char *)a + i * row_bytes, a_strides[0], a_strides[1],
-                 min_of(m - i, group), k, ROWS, panels);
+            const char *from = (const char *)a + i * row_bytes;
+            pack(f, from, a_strides[0], a_strides[1], min_of(m - i, group), k, ROWS, panels);
+            ahead.a = NO_LINES;
+            if (i + group < m) {
+                ahead.a = lines_of(f, from + group * row_bytes, a_strides[0], a_strides[1],
+                                   min_of(m - i - group, group), k);
+            } else if (more > 0) {
+                ahead.a = lines_of(f, (const char *)a + k * a_strides[1] * size, a_strides[0],
+                                   a_strides[1], min_of(m, group), more);
+            }
         }
         int64_t rows = min_of(m - i, ROWS);
         if (f == PAIRS) {
-            multiply_pairs_row(rows, n, words, a_panel, b_panels, base, base_row, c, ldc);
+            multiply_pairs_row(rows, n, words, a_panel, b_panels, base, base_row, c, ldc, &ahead);
         } else {
-            multiply_floats_row(rows, n, words, a_panel, b_panels, base, base_row, c, ldc);
+            multiply_floats_row(rows, n, words, a_panel, b_panels, base, base_row, c, ldc, &ahead);
         }
         base = base ? base + ROWS * base_row : NULL;
     }
@@ -264,7 +326,7 @@ int64_t cpu_panels_words(nd_dtype dtype, int64_t n, int64_t k) { return 0; }
 
 void cpu_panels_product(nd_dtype dtype, int64_t m, int64_t n, int64_t k, const void *a,
                         const int64_t *a_strides, const void *b, const int64_t *b_strides,
-                        const float *base, int64_t base_row, float *c, int64_t ldc,
+                        const float *base, int64_t base_row, float *c, int64_t ldc, int64_t more,
                         uint32_t *panels) {}
 
 #endif
