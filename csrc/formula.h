@@ -103,6 +103,14 @@ ND_FN float nd_exp(float x) {
     return p * s1 * s2;
 }
 
+/* The same for arguments that are not above 88, as softmax has them: 2^n in one piece. What would be
+ * denormal is 0. */
+ND_FN float nd_exp_softmax(float x) {
+    uint32_t power;
+    float p = nd_exp_parts(x, &power);
+    return x < -87.0f ? 0.0f : p * nd_bits_float((power << 23) + 0x3f800000u);
+}
+
 /* log(x) = e ln 2 + log(1 + f), 1 + f in [sqrt(1/2), sqrt(2)); denormals are scaled up first. */
 ND_FN float nd_log(float x) {
     float scaled = x < 1.17549435e-38f ? x * 8388608.0f : x;

@@ -16,13 +16,6 @@
 
 enum { ATTENTION_QUERIES = 64, ATTENTION_KEYS = 128 }; /* of a tile; whole panels */
 
-/* nd_exp for arguments that are not above 88: 2^n in one piece. What would be denormal is 0. */
-ND_FN float attention_exp(float x) {
-    uint32_t power;
-    float p = nd_exp_parts(x, &power);
-    return x < -87.0f ? 0.0f : p * nd_bits_float((power << 23) + 0x3f800000u);
-}
-
 /* Rows (of D values) of one head of a (B, T, H, D) view. */
 typedef struct {
     const nd_array *array;

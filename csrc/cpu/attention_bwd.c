@@ -59,7 +59,7 @@ static workspace workspace_at(float *memory, int64_t keys, int64_t d) {
 static void gradient_row(float *restrict p, float *restrict ds, const float *restrict lse,
                          const float *restrict delta, float scale) {
     for (int64_t i = 0; i < TILE_PANEL; i++) {
-        float probability = attention_exp(p[i] - lse[i]);
+        float probability = nd_exp_softmax(p[i] - lse[i]);
         p[i] = probability;
         ds[i] = probability * (ds[i] - delta[i]) * scale;
     }

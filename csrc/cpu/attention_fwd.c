@@ -120,12 +120,12 @@ static void softmax_panel(float *restrict scores, int64_t n, float *restrict max
         grown |= top[i] != old;
         maximum[i] = top[i];
         top[i] = top[i] == -INFINITY ? 0.0f : top[i]; /* -inf - -inf is not a number */
-        shrink[i] = attention_exp(old - top[i]);
+        shrink[i] = nd_exp_softmax(old - top[i]);
     }
     for (int64_t key = 0; key < n; key++) {
         float *row = scores + key * TILE_PANEL;
         for (int64_t i = 0; i < TILE_PANEL; i++) {
-            row[i] = attention_exp(row[i] - top[i]);
+            row[i] = nd_exp_softmax(row[i] - top[i]);
             part[i] += row[i];
         }
     }

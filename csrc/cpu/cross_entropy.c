@@ -10,7 +10,7 @@
  */
 #include "cpu.h"
 
-enum { RUN = 4 * CPU_RUN };
+enum { RUN = 4 * CPU_RUN, PREFETCHED = 256 };
 
 static nd_status check_targets(const char *name, const nd_array *targets, int64_t vocabulary) {
     const int32_t *target = targets->data;
@@ -38,11 +38,18 @@ static float row_log_sum_exp(const nd_array *logits, int64_t row, int64_t v) {
         }
         /* Nothing but -inf so far: any finite shift gives exp = 0, and a NaN still shows. */
         float shift = highest == -INFINITY ? 0.0f : highest;
+        for (int64_t i = 0; i < n; i += PREFETCHED) {
+            int64_t m = min_of(PREFETCHED, n - i);
+            const float *restrict some = x + i;
+            for (int64_t k = 0; k < m; k += 16) { /* the hardware stops at each page */
+                __builtin_prefetch(some + RUN + k);
+            }
 #pragma omp simd reduction(+ : part)
-        for (int64_t i = 0; i < n; i++) {
-            part += nd_exp(x[i] - shift);
+            for (int64_t k = 0; k < m; k++) {
+                part += nd_exp_softmax(some[k] - shift);
+            }
         }
-        sum = sum * nd_exp(maximum - shift) + part;
+        sum = sum * nd_exp_softmax(maximum - shift) + part;
         maximum = highest;
     }
     return (maximum == -INFINITY ? 0.0f : maximum) + nd_log(sum);
@@ -62,7 +69,7 @@ static void write_gradient(const nd_array *logits, int64_t i, int64_t target, fl
             const float *x = cpu_read(logits, at, columns, from);
 #pragma omp simd
             for (int64_t k = 0; k < columns; k++) {
-                dx[k] = nd_exp(x[k] - lse) * weight;
+                dx[k] = nd_exp_softmax(x[k] - lse) * weight;
             }
             if (target >= j && target < j + columns) {
                 dx[target - j] -= weight;

@@ -11,6 +11,7 @@
 #include "cpu.h"
 
 enum { LANES = 64, RUN = CPU_RUN, PIECE = 65536, COLUMNS = 256, ROWS = 512 };
+enum { AHEAD = 4096 }; /* bytes; the processor's own foresight ends with a page */
 
 /* Combine n values into *result. */
 typedef void (*reduce_f32_fn)(double *result, const float *values, int64_t n);
@@ -233,6 +234,10 @@ static nd_status reduce(int device, const char *name, const nd_array *x, int64_t
                 lanes[l] = (map);                                 \
             }                                                     \
             for (i = LANES; i + LANES <= n; i += LANES) {         \
+                for (size_t b = 0; b < sizeof lanes; b += 64) {   \
+                    const char *at = (const char *)(values + i);  \
+                    __builtin_prefetch(at + AHEAD + b);           \
+                }                                                 \
                 for (int l = 0; l < LANES; l++) {                 \
                     const T x = values[i + l];                    \
                     const T a = lanes[l], b = (map);              \
