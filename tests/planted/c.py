@@ -340,6 +340,18 @@ FAULTS = [
         f"{OPS} -k 'test_structured and attention_bwd'",
     ),
     Fault(
+        "csrc/cpu/attention.h",
+        "_mm512_set1_ps(of_j == NULL ? factor : of_j[j + l])",
+        "_mm512_set1_ps(of_j == NULL ? factor : of_j[j])",
+        f"{OPS} -k 'test_structured and attention_fwd'",
+    ),
+    Fault(
+        "csrc/cpu/attention_bwd.c",
+        "int64_t first = n;",
+        "int64_t first = 0;",
+        "tests/ops/test_attention.py",
+    ),
+    Fault(
         "csrc/cpu/attention_bwd.c",
         "lse[i] != -INFINITY ? lse[i] : INFINITY;",
         "lse[i] != INFINITY ? lse[i] : INFINITY;",
@@ -431,14 +443,20 @@ FAULTS = [
     ),
     Fault(
         "csrc/cpu/linear_gelu.c",
-        "apply_gelu(args->slope, args->tanh, args->y);",
-        "apply_gelu(args->slope, !args->tanh, args->y);",
+        "            if (args->tanh) {",
+        "            if (!args->tanh) {",
         f"{OPS} -k linear_gelu_fwd",
     ),
     Fault(
         "csrc/cpu/linear_gelu.c",
-        "to = row * y->strides[0] + j;",
-        "to = row * columns + j;",
+        "to = row * args->y->strides[0] + column;",
+        "to = row * args->y->shape[1] + column;",
+        f"{OPS} -k linear_gelu_fwd",
+    ),
+    Fault(
+        "csrc/cpu/linear_gelu.c",
+        "int64_t from = row * args->slope->shape[1] + column;",
+        "int64_t from = row * args->slope->shape[1] + column - j;",
         f"{OPS} -k linear_gelu_fwd",
     ),
     Fault(
@@ -503,6 +521,12 @@ FAULTS = [
         "(float)(1.0 / sqrt(1.0 - pow(args->beta2, (double)args->step)))",
         "(float)(1.0 / (1.0 - pow(args->beta2, (double)args->step)))",
         f"{OPS} -k adamw",
+    ),
+    Fault(
+        "csrc/cpu/matmul.c",
+        "result[c] = row[c] * factor[c];",
+        "result[c] = row[c];",
+        f"{OPS} -k linear_gelu_bwd",
     ),
     Fault(
         "csrc/cpu/panels.c",
