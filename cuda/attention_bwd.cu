@@ -36,6 +36,7 @@ constexpr int STATS_ROWS = STATS_THREADS / 8; /* of a thread block */
 template <class T>
 __global__ void __launch_bounds__(STATS_THREADS)
     attention_stats_kernel(const __grid_constant__ Problem p) {
+    await_previous();
     constexpr int V = Vec<T>::size;
     const int lane = threadIdx.x % 8;
     const bool vector = p.o.vector && p.dout.vector;
@@ -91,6 +92,7 @@ template <int DP> struct QueryTile { /* the dq kernel */
 template <class T, int DP>
 __global__ void __launch_bounds__(QueryTile<DP>::THREADS, QueryTile<DP>::CTAS)
     attention_dq_kernel(const __grid_constant__ Problem p) {
+    await_previous();
     using Tile = QueryTile<DP>;
     constexpr int N = Tile::KEYS / 8;
     extern __shared__ __align__(128) unsigned char shared_memory[];
@@ -202,6 +204,7 @@ template <int DP> struct KeyTile { /* the dk dv kernel */
 template <class T, int DP>
 __global__ void __launch_bounds__(KeyTile<DP>::THREADS, KeyTile<DP>::CTAS)
     attention_dkdv_kernel(const __grid_constant__ Problem p) {
+    await_previous();
     using Tile = KeyTile<DP>;
     constexpr int N = Tile::QUERIES / 8, DN = DP / 8 / Tile::PARTS;
     extern __shared__ __align__(128) unsigned char shared_memory[];
@@ -340,6 +343,7 @@ template <int DP> struct FloatTile {
 template <int DP>
 __global__ void __launch_bounds__(FLOAT_THREADS, 1)
     attention_dq_float_kernel(const __grid_constant__ Problem p) {
+    await_previous();
     using Tile = FloatTile<DP>;
     constexpr int M = Tile::M, ROWS = Tile::ROWS;
     extern __shared__ __align__(128) unsigned char shared_memory[];
@@ -398,6 +402,7 @@ __global__ void __launch_bounds__(FLOAT_THREADS, 1)
 template <int DP>
 __global__ void __launch_bounds__(FLOAT_THREADS, 1)
     attention_dkdv_float_kernel(const __grid_constant__ Problem p) {
+    await_previous();
     using Tile = FloatTile<DP>;
     constexpr int M = Tile::M, ROWS = Tile::ROWS;
     extern __shared__ __align__(128) unsigned char shared_memory[];

@@ -477,6 +477,7 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
 template <class T, class Shape>
 __global__ void __launch_bounds__(Shape::THREADS, Shape::CTAS)
     attention_bwd_hopper_kernel(const __grid_constant__ Backward f) {
+    await_previous();
 #ifdef HOPPER_CODE
     Places<Shape> at{dynamic_shared()};
     if (threadIdx.x == 0) {

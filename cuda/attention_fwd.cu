@@ -97,6 +97,7 @@ template <int MI> struct Softmax {
 template <class T, int DP>
 __global__ void __launch_bounds__(ForwardTile<DP>::THREADS, ForwardTile<DP>::CTAS)
     attention_fwd_kernel(const __grid_constant__ Problem p) {
+    await_previous();
     using Tile = ForwardTile<DP>;
     constexpr int MI = Tile::MI, N = Tile::KEYS / 8;
     extern __shared__ __align__(128) unsigned char shared_memory[];
@@ -190,6 +191,7 @@ template <int DP> struct FloatForwardTile {
 template <int DP>
 __global__ void __launch_bounds__(FLOAT_THREADS, 1)
     attention_fwd_float_kernel(const __grid_constant__ Problem p) {
+    await_previous();
     using Tile = FloatForwardTile<DP>;
     constexpr int M = Tile::M, ROWS = Tile::ROWS;
     extern __shared__ __align__(128) unsigned char shared_memory[];

@@ -427,6 +427,7 @@ __device__ __forceinline__ void consume(const Forward &f, Places<Shape> at, int 
 template <class T, class Shape>
 __global__ void __launch_bounds__(Shape::THREADS, Shape::CTAS)
     attention_fwd_hopper_kernel(const __grid_constant__ Forward f) {
+    await_previous();
 #ifdef HOPPER_CODE
     const uint32_t shared = dynamic_shared();
     for (int team = 0; team < Shape::TEAMS && threadIdx.x == 0; team++) {

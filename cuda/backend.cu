@@ -16,7 +16,7 @@
 namespace {
 
 /* ---- devices --------------------------------------------------------------------------------- */
-__global__ void probe_kernel() {}
+__global__ void probe_kernel() { await_previous(); }
 
 #ifdef __CUDA_ARCH_LIST__
 const int built_archs[] = {__CUDA_ARCH_LIST__}; /* 800 for 8.0 */

@@ -36,6 +36,7 @@ struct Kept {
 
 __global__ void __launch_bounds__(threads)
     count_kernel(Kept kept, int64_t *counts, uint64_t *keys, int32_t *numbers) {
+    await_previous();
     for (int64_t row = (int64_t)blockIdx.x * warps + threadIdx.x / 32; row < kept.all;
          row += (int64_t)gridDim.x * warps) {
         const uint8_t *from = kept.row(row);
@@ -61,6 +62,7 @@ __device__ __forceinline__ int32_t offset_of(int64_t begin) {
 __global__ void __launch_bounds__(threads)
     list_kernel(Kept kept, const int64_t *begins, int32_t *offsets, int32_t *entries,
                 int64_t size) {
+    await_previous();
     const int lane = threadIdx.x & 31;
     const uint32_t below = (1u << lane) - 1;
     for (int64_t row = (int64_t)blockIdx.x * warps + threadIdx.x / 32; row < kept.all;

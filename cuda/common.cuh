@@ -56,7 +56,11 @@ int cuda_arch(int device);
 nd_status cuda_scratch(int device, size_t bytes, void **out);
 
 /* device.cu: a launch on the device's stream, `arguments` as cudaLaunchKernel takes them. Threads and
- * shared memory beyond the device's limits are ND_ECUDA with both numbers. */
+ * shared memory beyond the device's limits are ND_ECUDA with both numbers.
+ *
+ * The blocks may come onto multiprocessors while the last of the work before them still runs
+ * (programmatic dependent launch, CUDA programming guide; compute capability 9.0), which hides what a
+ * launch costs. Therefore every kernel begins with await_previous(). */
 nd_status cuda_launch_kernel(const char *op, int device, const void *kernel, dim3 grid, dim3 block,
                              size_t shared, void **arguments);
 
@@ -67,6 +71,17 @@ static inline nd_status cuda_launch(const char *op, int device, void (*kernel)(A
                                     std::enable_if_t<true, A>... arguments) {
     void *pointers[] = {(void *)&arguments...};
     return cuda_launch_kernel(op, device, (const void *)kernel, grid, block, shared, pointers);
+}
+
+/* The first act of every kernel, by all of its threads: lets the launch after this one come onto the
+ * multiprocessors, and returns once all work before this one is done and its writes are visible.
+ * Nothing in memory that another launch writes may be touched earlier [griddepcontrol]. */
+__device__ __forceinline__ void await_previous() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;\n"
+                 "griddepcontrol.wait;" ::
+                     : "memory");
+#endif
 }
 
 /* reduce.cu: to[c] += the sum over r of partial[r * columns + c], rows in a fixed order. */

@@ -18,6 +18,7 @@ constexpr int threads = 256;
 
 template <class Piece>
 __global__ void __launch_bounds__(threads) move_kernel(Piece *to, const Piece *from, Walk<2> walk) {
+    await_previous();
     constexpr int unroll = 4;
     const int64_t step = (int64_t)gridDim.x * threads;
     for (int64_t i = (int64_t)blockIdx.x * threads + threadIdx.x; i < walk.size;
@@ -46,6 +47,7 @@ __global__ void __launch_bounds__(threads) move_kernel(Piece *to, const Piece *f
 template <class To, class From>
 __global__ void __launch_bounds__(threads)
     convert_kernel(To *to, const From *from, int64_t groups, int tail) {
+    await_previous();
     for (int64_t i = (int64_t)blockIdx.x * threads + threadIdx.x; i < groups;
          i += (int64_t)gridDim.x * threads) {
         Vec<From> in[8 / Vec<From>::size];
@@ -74,6 +76,7 @@ template <class V>
 __global__ void __launch_bounds__(threads)
     assign_kernel(void *to, nd_dtype to_dtype, const void *from, nd_dtype from_dtype,
                   Walk<2> walk) {
+    await_previous();
     for (int64_t i = (int64_t)blockIdx.x * threads + threadIdx.x; i < walk.size;
          i += (int64_t)gridDim.x * threads) {
         int64_t at[2] = {0, 0};
@@ -84,6 +87,7 @@ __global__ void __launch_bounds__(threads)
 
 template <class Piece>
 __global__ void __launch_bounds__(threads) fill_kernel(Piece *to, Piece value, Walk<1> walk) {
+    await_previous();
     for (int64_t i = (int64_t)blockIdx.x * threads + threadIdx.x; i < walk.size;
          i += (int64_t)gridDim.x * threads) {
         int64_t at[1] = {0};

@@ -135,6 +135,7 @@ template <class T>
 __global__ void __launch_bounds__(most_threads)
     forward_kernel(const T *logits, const int32_t *targets, float *losses, float *lse, int64_t rows,
                    int64_t columns) {
+    await_previous();
     for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
         const T *x = logits + row * columns;
         const Cut cut = cut_row(x, (int)columns, true);
@@ -151,6 +152,7 @@ __global__ void __launch_bounds__(most_threads)
 __global__ void __launch_bounds__(1024)
     mean_kernel(const float *losses, const int32_t *targets, float *loss, float *count,
                 bool inverse, int64_t rows) {
+    await_previous();
     float sum = 0.0f, valid = 0.0f;
 #pragma unroll 4
     for (int64_t i = threadIdx.x; i < rows; i += 1024) {
@@ -175,6 +177,7 @@ template <class T>
 __global__ void __launch_bounds__(most_threads)
     backward_kernel(const T *logits, const int32_t *targets, const float *lse, const float *count,
                     const float *dloss, T *dlogits, int64_t rows, int64_t columns, bool vectors) {
+    await_previous();
     constexpr int N = Vec<T>::size;
     const float scale = *dloss / *count;
     for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
@@ -223,6 +226,7 @@ template <class T, bool AHEAD>
 __global__ void __launch_bounds__(1024)
     both_kernel(T *logits, const int32_t *targets, float *losses, int64_t rows, int64_t columns,
                 int64_t row_bytes) {
+    await_previous();
     constexpr int N = Vec<T>::size;
     extern __shared__ __align__(16) unsigned char kept_bytes[];
     auto place = [&](int slot, const T *x) {

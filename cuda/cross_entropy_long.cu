@@ -88,6 +88,7 @@ __device__ __forceinline__ float merge(float2 (&of_warps)[warps], int warp, int 
 
 template <class T>
 __global__ void __launch_bounds__(threads, 1) cross_entropy_kernel(const Rows r) {
+    await_previous();
     /* In turns, so that a warp can write a row's while another still reads those before. */
     __shared__ float2 of_warps[2][warps];
     extern __shared__ __align__(16) unsigned char kept_rows[];

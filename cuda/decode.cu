@@ -59,6 +59,7 @@ __global__ void __launch_bounds__(threads)
     decode_attention_kernel(const T *qkv, const float *cosines, const float *sines,
                             const int32_t *positions, T *keys, T *values, T *o, float *scratch,
                             Decode s) {
+    await_previous();
     constexpr int groups = threads / G, unroll = 4;
     __shared__ float new_q[max_dims], new_k[max_dims];
     __shared__ float tops[groups], totals[groups];
@@ -217,6 +218,7 @@ __global__ void __launch_bounds__(threads)
 template <class T>
 __global__ void __launch_bounds__(max_dims)
     decode_combine_kernel(const float *scratch, T *o, int dims, int splits) {
+    await_previous();
     const float *first = scratch + (int64_t)blockIdx.x * splits * (dims + 2);
     float top = first[dims], sum = 0.0f, all = 0.0f;
     for (int i = 1; i < splits; i++) {
@@ -285,6 +287,7 @@ constexpr int greedy_threads = 1024;
 template <class T, int N>
 __global__ void __launch_bounds__(greedy_threads)
     decode_greedy_kernel(const T *logits, int64_t vocabulary, int32_t *tokens, int32_t *positions) {
+    await_previous();
     __shared__ Best warps[32];
     const T *row = logits + blockIdx.x * vocabulary;
     Best best = {-INFINITY, 0x7fffffff};

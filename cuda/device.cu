@@ -142,11 +142,12 @@ cudaStream_t cuda_stream(int device) { return cuda_device(device).stream; }
 int cuda_arch(int device) { return cuda_device(device).arch; }
 
 /* What a kernel needs before a launch, remembered: dynamic shared memory above 48 KiB is asked for once. */
-static nd_status prepare(const char *op, int device, const void *kernel, int threads,
-                         size_t shared) {
+static nd_status prepare(const char *op, int device, const void *kernel, int threads, size_t shared,
+                         bool *overlaps) {
     Device &d = cuda_device(device);
     auto found = d.prepared.find(kernel);
-    if (found != d.prepared.end() && shared <= found->second) {
+    if (found != d.prepared.end() && shared <= found->second.shared) {
+        *overlaps = found->second.overlaps;
         return ND_OK;
     }
     cudaFuncAttributes attributes;
@@ -167,13 +168,26 @@ static nd_status prepare(const char *op, int device, const void *kernel, int thr
         CUDA_TRY(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                           (int)shared));
     }
-    d.prepared[kernel] = shared;
+    /* Compiled for less, await_previous() is empty, whatever the device. */
+    *overlaps = attributes.ptxVersion >= 90;
+    d.prepared[kernel] = {shared, *overlaps};
     return ND_OK;
 }
 
 nd_status cuda_launch_kernel(const char *op, int device, const void *kernel, dim3 grid, dim3 block,
                              size_t shared, void **arguments) {
-    ND_TRY(prepare(op, device, kernel, (int)(block.x * block.y * block.z), shared));
-    CUDA_TRY(op, cudaLaunchKernel(kernel, grid, block, arguments, shared, cuda_stream(device)));
+    cudaLaunchAttribute overlap = {};
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    bool overlaps = false;
+    ND_TRY(prepare(op, device, kernel, (int)(block.x * block.y * block.z), shared, &overlaps));
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = block;
+    config.dynamicSmemBytes = shared;
+    config.stream = cuda_stream(device);
+    config.attrs = &overlap;
+    config.numAttrs = overlaps ? 1 : 0;
+    CUDA_TRY(op, cudaLaunchKernelExC(&config, kernel, arguments));
     return ND_OK;
 }

@@ -26,6 +26,11 @@ struct Bytes {
     bool late = false;         /* released while capturing: given back when that ends */
 };
 
+struct Prepared {
+    size_t shared; /* dynamic shared memory allowed */
+    bool overlaps; /* it begins with await_previous(), not with nothing in its place */
+};
+
 constexpr int cuda_max_devices = 64;
 
 struct Device {
@@ -43,8 +48,8 @@ struct Device {
     nd_download *idle_downloads = nullptr;  /* to be used again: the first, which knows the next */
     std::vector<nd_graph *> graphs;
     std::vector<nd_module *> modules;
-    nd_graph *recording = nullptr;                     /* between graph_begin and graph_end */
-    std::unordered_map<const void *, size_t> prepared; /* kernels: dynamic shared memory allowed */
+    nd_graph *recording = nullptr;                       /* between graph_begin and graph_end */
+    std::unordered_map<const void *, Prepared> prepared; /* kernels that were launched */
 };
 
 /* ---- entering a call (device.cu) ------------------------------------------------------------- */

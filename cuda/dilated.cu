@@ -71,6 +71,7 @@ template <class T, int N>
 __global__ void __launch_bounds__(256)
     dilated_merge_kernel(const T *parts, const float *lse, const int *segments,
                          const int *dilations, T *out, float *total, Shape s) {
+    await_previous();
     const int64_t start = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     for (int64_t item = start; item < s.items; item += (int64_t)gridDim.x * blockDim.x) {
         const Place p = place_of<N>(item, s);
@@ -109,6 +110,7 @@ __global__ void __launch_bounds__(256)
 template <class T, int N>
 __global__ void __launch_bounds__(256)
     dilated_sum_kernel(const T *parts, const int *segments, const int *dilations, T *out, Shape s) {
+    await_previous();
     const int64_t start = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     for (int64_t item = start; item < s.items; item += (int64_t)gridDim.x * blockDim.x) {
         const Place p = place_of<N>(item, s);

@@ -55,6 +55,7 @@ template <> __device__ __forceinline__ bool result<bool>(float x) { return x != 
 template <class Fn, class T, class O, bool binary>
 __global__ void __launch_bounds__(threads)
     flat_kernel(const T *x, const T *y, O *out, int64_t vectors, int tail) {
+    await_previous();
     constexpr int N = Vec<T>::size;
     const Fn fn;
     const int64_t base = (int64_t)blockIdx.x * (threads * unroll) + threadIdx.x;
@@ -92,6 +93,7 @@ __global__ void __launch_bounds__(threads)
 template <class Fn, class T, class O>
 __global__ void __launch_bounds__(threads)
     vector_kernel(Operands a, Walk<3> walk, int64_t vectors, int tail) {
+    await_previous();
     constexpr int N = Vec<T>::size;
     const T *x = (const T *)a.x, *y = (const T *)a.y;
     O *out = (O *)a.out;
@@ -156,6 +158,7 @@ __global__ void __launch_bounds__(threads)
 template <class Fn, class V>
 __global__ void __launch_bounds__(threads)
     any_kernel(Operands a, Walk<3> walk, nd_dtype dtype, nd_dtype out_dtype) {
+    await_previous();
     const V x_scalar = (V)a.x_scalar, y_scalar = (V)a.y_scalar;
     const Fn fn;
     for (int64_t i = (int64_t)blockIdx.x * threads + threadIdx.x; i < walk.size;

@@ -30,6 +30,7 @@ template <class T, int N>
 __global__ void __launch_bounds__(threads)
     gather_kernel(const int32_t *ids, const T *w, T *y, int64_t rows, int64_t vocabulary,
                   int64_t columns, int64_t stride) {
+    await_previous();
     const int lane = threadIdx.x & 31;
     for (int64_t row = (int64_t)blockIdx.x * warps + threadIdx.x / 32; row < rows;
          row += (int64_t)gridDim.x * warps) {
@@ -62,6 +63,7 @@ __global__ void __launch_bounds__(threads)
 __global__ void __launch_bounds__(threads)
     keys_kernel(const int32_t *ids, uint32_t *keys, int32_t *positions, int64_t rows,
                 int64_t vocabulary) {
+    await_previous();
     for (int64_t i = (int64_t)blockIdx.x * threads + threadIdx.x; i < rows;
          i += (int64_t)gridDim.x * threads) {
         int32_t id = ids[i];
@@ -106,6 +108,7 @@ template <class T, int N>
 __global__ void __launch_bounds__(threads)
     chunk_kernel(const uint32_t *keys, const int32_t *positions, const T *dy, float *dw,
                  float *heads, float *tails, int64_t rows, int64_t vocabulary, int64_t columns) {
+    await_previous();
     constexpr int ahead = 4; /* rows loaded before the first of them is added */
     const int lane = threadIdx.x & 31;
     const int64_t strips = ceil_div<int64_t>(columns, 32 * N);
@@ -186,6 +189,7 @@ template <int N>
 __global__ void __launch_bounds__(threads)
     crossing_kernel(const uint32_t *keys, const float *heads, const float *tails, float *dw,
                     int64_t rows, int64_t vocabulary, int64_t columns) {
+    await_previous();
     const int lane = threadIdx.x & 31;
     const int64_t strips = ceil_div<int64_t>(columns, 32 * N);
     const int64_t chunks = ceil_div<int64_t>(rows, chunk_size), tasks = (chunks - 1) * strips;

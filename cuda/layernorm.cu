@@ -73,6 +73,7 @@ __device__ __forceinline__ void load_row(const T *row, int columns, int group, i
 template <class T, int norms, int group, int count>
 __global__ void __launch_bounds__(threads, count < 4 ? 1 : 3)
     forward_kernel(const Forward<T, norms> p) {
+    await_previous();
     constexpr int N = Vec<T>::size;
     const int64_t rows = p.rows;
     const int columns = (int)p.columns;
@@ -200,6 +201,7 @@ template <class T, int norms> struct Ahead {
 
 template <class T, int norms>
 __global__ void __launch_bounds__(most_threads, 1) backward_kernel(const Backward<T, norms> p) {
+    await_previous();
     constexpr int N = Vec<T>::size, count = held / N;
     extern __shared__ uint4 shared[];
     __shared__ float2 parts[2][most_threads / 32];
@@ -308,6 +310,7 @@ __global__ void __launch_bounds__(most_threads, 1) backward_kernel(const Backwar
 /* ---- any C ----------------------------------------------------------------------------------- */
 template <class T, int norms>
 __global__ void __launch_bounds__(threads) any_forward_kernel(const Forward<T, norms> p) {
+    await_previous();
     const int64_t columns = p.columns;
     const float inverse = 1.0f / (float)columns;
     for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
@@ -340,6 +343,7 @@ __global__ void __launch_bounds__(threads) any_forward_kernel(const Forward<T, n
 
 template <class T, int norms>
 __global__ void __launch_bounds__(threads) any_backward_kernel(const Backward<T, norms> p) {
+    await_previous();
     const int64_t columns = p.columns;
     const float inverse = 1.0f / (float)columns;
     for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
@@ -373,6 +377,7 @@ __global__ void __launch_bounds__(threads) any_backward_kernel(const Backward<T,
 template <class T, int norms>
 __global__ void __launch_bounds__(threads)
     any_weights_kernel(const Backward<T, norms> p, int64_t chunk) {
+    await_previous();
     const int64_t c = (int64_t)blockIdx.x * threads + threadIdx.x;
     if (c >= p.columns) {
         return;

@@ -26,6 +26,7 @@ nd_array batch_of_one(const nd_array *a, bool transposed) {
 template <class T, bool TANH, int N>
 __global__ void __launch_bounds__(256)
     gelu_rows_kernel(T *slope, int64_t rows, int64_t columns, int64_t stride, T *y) {
+    await_previous();
     const int64_t step = (int64_t)gridDim.x * blockDim.x * N;
     for (int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * N; i < rows * columns;
          i += step) {

@@ -353,6 +353,7 @@ __device__ __forceinline__ void consume(const Linear &f, Places<Shape> at, int g
 template <class T, class Shape>
 __global__ void __launch_bounds__(Shape::THREADS, 1)
     linear_hopper_kernel(const __grid_constant__ Linear f) {
+    await_previous();
 #ifdef HOPPER_CODE
     const Places<Shape> at = {dynamic_shared()};
     if (threadIdx.x == 0) {

@@ -454,6 +454,7 @@ __device__ __forceinline__ void consume(const Shallow &f, Places<Shape> at, int 
 template <class T, class Shape>
 __global__ void __launch_bounds__(Shape::THREADS, 1)
     linear_shallow_kernel(const __grid_constant__ Shallow f) {
+    await_previous();
 #ifdef HOPPER_CODE
     const Places<Shape> at = {dynamic_shared()};
     if (threadIdx.x == 0) {

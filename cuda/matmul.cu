@@ -463,6 +463,7 @@ constexpr int strip_rows = 8; /* threads side by side in rows; 32 in columns */
 template <class T, int N>
 __global__ void __launch_bounds__(32 * strip_rows)
     column_sums_kernel(const T *dy, int64_t rows, int64_t columns, int64_t chunk, float *partial) {
+    await_previous();
     __shared__ float sums[strip_rows][32 * N + 1];
     const int64_t first = ((int64_t)blockIdx.x * 32 + threadIdx.x) * N;
     const int64_t start = (int64_t)blockIdx.y * chunk;

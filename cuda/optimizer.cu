@@ -56,6 +56,7 @@ template <class T, int N> __device__ __forceinline__ void store_low(T *p, const 
 template <int N>
 __global__ void __launch_bounds__(threads)
     squares_kernel(const float *g, int64_t count, float *partial) {
+    await_previous();
     const int64_t step = (int64_t)gridDim.x * threads;
     const int64_t pieces = count / N;
     float sum = 0.0f;
@@ -79,6 +80,7 @@ __global__ void __launch_bounds__(threads)
 
 __global__ void __launch_bounds__(threads)
     norm_kernel(const float *partial, int blocks, float max_norm, float *norm, float *scale) {
+    await_previous();
     float sum = 0.0f;
     for (int i = threadIdx.x; i < blocks; i += threads) {
         sum += partial[i];
@@ -110,6 +112,7 @@ template <class Low, int N>
 __global__ void __launch_bounds__(threads)
     adamw_kernel(float *p, const float *g, float *m, float *v, Low *p_low, const float *scale,
                  int64_t count, Rates r) {
+    await_previous();
     const float by = scale ? *scale : 1.0f;
     if (!isfinite(by)) {
         return;

@@ -285,6 +285,7 @@ __device__ __forceinline__ void scan(const Plan &p, int64_t from, int64_t first,
  * chunks are whole pieces. */
 template <class Fold, class T, int group, bool vectors>
 __global__ void __launch_bounds__(threads) rows_kernel(Plan p) {
+    await_previous();
     typedef Piece<T, vectors> P;
     const int lane = threadIdx.x % group;
     const int64_t tasks = p.kept.size * p.splits;
@@ -308,6 +309,7 @@ __global__ void __launch_bounds__(threads) rows_kernel(Plan p) {
 /* A block takes `width` pieces of neighbouring outputs, threads / width reduced elements at a time. */
 template <class Fold, class T, bool vectors>
 __global__ void __launch_bounds__(threads) columns_kernel(Plan p) {
+    await_previous();
     typedef Piece<T, vectors> P;
     const int column = threadIdx.x & (p.width - 1), row = threadIdx.x / p.width;
     const int64_t tiles = ceil_div<int64_t>(p.kept.size, p.width * P::size);
@@ -346,6 +348,7 @@ template <class Fold>
 __global__ void __launch_bounds__(threads)
     fold_kernel(const typename Fold::Part *parts, int64_t splits, int64_t outputs, int width,
                 void *out, nd_dtype out_dtype) {
+    await_previous();
     const int column = threadIdx.x & (width - 1), row = threadIdx.x / width;
     for (int64_t base = (int64_t)blockIdx.x * width; base < outputs;
          base += (int64_t)gridDim.x * width) {
@@ -486,6 +489,7 @@ struct Sums {
 __global__ void __launch_bounds__(1024)
     add_columns_kernel(const float *partial, int64_t rows, int64_t columns, int64_t apart,
                        const Sums all) {
+    await_previous();
     float *to = all.to[blockIdx.y];
     partial += blockIdx.y * apart;
     __shared__ float sums[32][33];

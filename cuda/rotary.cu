@@ -71,6 +71,7 @@ __device__ __forceinline__ Piece<T, N> turned(const Piece<T, N> &mine, const flo
 template <class T, int N>
 __global__ void __launch_bounds__(256)
     rotary_kernel(T *x, const float *cosines, const float *sines, float sign, Shape s) {
+    await_previous();
     const int64_t item = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (item >= s.items) { /* and so is its neighbour */
         return;

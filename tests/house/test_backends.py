@@ -1,6 +1,7 @@
 """The core and its backends: one table of ops, no function of it missing, devices by question."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -93,3 +94,12 @@ def test_devices_tell_what_they_can():
     for folder in ("needle", "apps", "benchmarks"):
         for path in Path(ROOT, folder).rglob("*.py"):
             assert '"cpu()"' not in path.read_text(), path
+
+
+def test_every_kernel_waits_for_the_work_before_it():
+    """A launch may come onto the GPU before that work is done (cuda_launch)."""
+    for path in sorted((ROOT / "cuda").glob("*.cu")):
+        text = path.read_text()
+        bodies = re.findall(r"__global__[^;{]*\{\s*([^;]*;)", text)
+        assert len(bodies) == text.count("__global__"), path.name
+        assert set(bodies) <= {"await_previous();"}, path.name
