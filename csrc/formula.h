@@ -196,13 +196,11 @@ ND_FN float nd_gelu_grad(float x) {
     return cdf + x * 0.398942280f * density;
 }
 
-/* Both, the bits of each: within +-20 they share Phi, outside of it Phi is 0 or 1. */
+/* Both, the bits of each. Where the density is 0, x may be infinite. */
 ND_FN float nd_gelu_and_grad(float x, float *grad) {
-    float c = x > 20.0f ? 20.0f : x;
-    c = c < -20.0f ? -20.0f : c;
     float density;
-    float cdf = nd_normal_cdf(c, &density);
-    *grad = cdf + c * 0.398942280f * density;
+    float cdf = nd_normal_cdf(x, &density);
+    *grad = cdf + (density > 0.0f ? x : 0.0f) * 0.398942280f * density;
     return x * cdf;
 }
 

@@ -160,6 +160,7 @@ const char *cpu_sgemm_library(void); /* e.g. "OpenBLAS SkylakeX" */
  * one before: 0 for a bias, ldc for c itself; NULL is zeros. The next call goes on with `more` steps of k behind
  * these, for which memory is asked meanwhile. `panels` has room for cpu_panels_words; that is 0 for no product but
  * where the processor lacks the instructions, or they are not wanted. */
+enum { CPU_PANEL_ROWS = 14, CPU_PANEL_COLUMNS = 32 };
 void cpu_panels_setup(void);                     /* chooses */
 bool cpu_panels_take(nd_dtype dtype, int64_t m); /* whether products of m rows are for these */
 const char *cpu_panels_instructions(void);       /* "AVX-512", or NULL */

@@ -19,7 +19,7 @@
 
 #include "cpu.h"
 
-enum { K_PANEL = 512, FEWEST_TILES = 32, SMALLEST_TILE = 64, SMALLEST_GOOD_TILE = 192 };
+enum { K_PANEL = 512, FEWEST_TILES = 32, SMALLEST_TILE = 64, SMALLEST_GOOD_TILE = 256 };
 static const double SMALLEST_TILE_WORK = 4e6;  /* multiply-adds worth handing to a thread */
 static const double SMALLEST_SPLIT_WORK = 1e6; /* below: one tile, no threads */
 
@@ -192,13 +192,22 @@ static void run_tile(const product *p, int64_t batch, int64_t i, int64_t j, floa
 }
 
 /* Halve the longer side until there are tiles for many threads or they get too small. Each tile packs
- * its panels anew: of small ones only as many as there are threads. */
+ * its panels anew: of small ones only as many as there are threads, and the rows of each are whole
+ * panels. */
 static void choose_tiles(product *p, int64_t batches) {
     double work = (double)p->m * (double)p->n * (double)max_of(p->k, 1);
     p->tile_m = p->m;
     p->tile_n = p->n;
-    int64_t most = p->panels ? 1024 * 512 : panel_elements(p) > 0 ? 512 * 512 : INT64_MAX;
-    int64_t widest = p->panels ? 512 : INT_MAX / 2; /* as much of b as the second cache holds */
+    /* b's panels must fit into the second cache: 512 columns, or all of them where k is short. Then a tile has
+     * whole rows, and c's part of it fits too. */
+    bool whole_rows = p->panels && p->n > 512 && p->n * p->step <= 512 * 512;
+    int64_t most = INT64_MAX, widest = INT_MAX / 2;
+    if (p->panels) {
+        most = whole_rows ? 288 * 1024 : 576 * 1024;
+        widest = whole_rows ? p->n : 512;
+    } else if (panel_elements(p) > 0) {
+        most = 512 * 512;
+    }
     int64_t fewest = p->panels ? min_of(FEWEST_TILES, 4 * cpu_threads()) : FEWEST_TILES;
     int64_t needed = p->panels ? min_of(FEWEST_TILES, cpu_threads()) : FEWEST_TILES;
     for (;;) {
@@ -207,12 +216,14 @@ static void choose_tiles(product *p, int64_t batches) {
         bool too_wide = p->tile_n > widest;
         bool too_large = p->tile_m > INT_MAX / 2 || p->tile_m * p->tile_n > most;
         bool halve = tiles < fewest && tile_work > 2 * SMALLEST_TILE_WORK;
-        int64_t *longer = p->tile_m > p->tile_n && !too_wide ? &p->tile_m : &p->tile_n;
+        bool taller = p->tile_m > p->tile_n + (p->panels ? CPU_PANEL_COLUMNS : 0);
+        int64_t *longer = taller && !too_wide ? &p->tile_m : &p->tile_n;
         int64_t smallest = tiles < needed ? SMALLEST_TILE : SMALLEST_GOOD_TILE;
         if (!too_large && !too_wide && (!halve || *longer < 2 * smallest)) {
             return;
         }
-        *longer = cpu_ceil_div(cpu_ceil_div(*longer, 2), 32) * 32;
+        int64_t unit = p->panels && longer == &p->tile_m ? CPU_PANEL_ROWS : 32;
+        *longer = cpu_ceil_div(cpu_ceil_div(*longer, 2), unit) * unit;
     }
 }
 

@@ -31,7 +31,7 @@
 
 enum { FEWEST_ROWS = 32 }; /* of float32: below, packing b takes longer than a BLAS multiplies */
 /* 28 sums, two vectors of b and one word of a repeated: 31 of 32 registers. */
-enum { ROWS = 14, LANES = 16, COLUMNS = 2 * LANES };
+enum { ROWS = CPU_PANEL_ROWS, LANES = 16, COLUMNS = CPU_PANEL_COLUMNS };
 enum { GROUP = 8 }; /* panels of a that are packed together, where its rows lie side by side */
 #define INLINE static inline __attribute__((always_inline))
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl")))
