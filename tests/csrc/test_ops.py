@@ -219,6 +219,18 @@ def test_a_product_that_turns_has_the_bits_of_product_and_rotary(shape, bias, dt
     assert_same_bits(got, wanted, "y")
 
 
+@pytest.mark.parametrize("tanh", [0, 1])
+def test_gelu_behind_a_product_has_the_bits_of_gelu(tanh):
+    """On the CPU, and of every bfloat16: infinities, NaN, and where gelu' is 0 or 1 among them."""
+    bits = np.arange(2**16, dtype=np.uint32) << 16
+    one, w = _C.array([[1.0]], "float32"), _C.array(bits.view(np.float32)[None], "float32")
+    y, nothing = _C.empty(w.shape, "float32", _C.cpu()), _C.array(np.zeros(2**16), "float32")
+    slope = _C.linear_gelu_fwd(one, w, nothing, tanh, y)
+    gelu, grad = (_C.gelu_tanh, _C.gelu_tanh_bwd) if tanh else (_C.gelu, _C.gelu_bwd)
+    np.testing.assert_array_equal(y.numpy(), gelu(w).numpy())
+    np.testing.assert_array_equal(slope.numpy(), grad(w, one).numpy())
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("op", ELEMENTWISE)

@@ -442,6 +442,12 @@ FAULTS = [
         f"{OPS} -k embedding_fwd",
     ),
     Fault(
+        "csrc/formula.h",
+        "(density > 0.0f ? x : 0.0f) * 0.398942280f",
+        "x * 0.398942280f",
+        f"{OPS} -k behind_a_product",
+    ),
+    Fault(
         "csrc/cpu/linear_gelu.c",
         "            if (args->tanh) {",
         "            if (!args->tanh) {",
