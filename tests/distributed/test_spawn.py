@@ -196,7 +196,7 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
 open(f"{rank}.ready", "w")
 while not heard: time.sleep(0.01)
 time.sleep(0.3)
-sys.stderr.write(" ".join(map(str, heard)) + "\n")  # in one piece, unlike print()
+sys.stderr.write(" ".join(map(str, heard)) + "\\n")  # in one piece, unlike print()
 """
     process = launch(code)
     for rank in range(3):
