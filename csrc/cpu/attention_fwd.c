@@ -2,8 +2,9 @@
  *
  *   S = scale Q K^T (masked),  P = exp(S - lse),  o = P V,  lse = log of the row sums of exp(S)
  *
- * A task is a tile of up to 64 queries of one head. It walks the keys it may see, 128 at a time, a
- * panel of queries after the other: one product for the scores, an online softmax over them
+ * A task is a tile of up to 64 queries of one head, or, where heads are many and short, all tiles of
+ * a head, whose k and v the second cache then holds. A tile walks the keys it may see, 128 at a time,
+ * a panel of queries after the other: one product for the scores, an online softmax over them
  * (running maximum and sum; when the maximum grows, the accumulated output shrinks), one product
  * that adds V^T P^T. No T x S matrix exists; memory is a tile a thread, and k and v of the heads
  * in work as float32, side by side. Keys behind a panel's causal limit cost nothing; blocks that a
@@ -182,26 +183,56 @@ static void forward_tile(const forward *f, int64_t batch, int64_t head, const fl
     attention_store(&o_rows, t0, rows, w->rows, d);
 }
 
+static int64_t tiles_of(int64_t block) { return cpu_ceil_div(block, ATTENTION_QUERIES); }
+
+/* The tile of that number, of a head whose k and v are laid out. */
+static void numbered_tile(const forward *f, int64_t pair, int64_t tile, const float *k,
+                          const float *v, workspace *w) {
+    int64_t heads = f->q->shape[2], tiles_of_block = tiles_of(f->pattern.block);
+    int64_t block = tile / tiles_of_block, start = block * f->pattern.block;
+    int64_t t0 = start + tile % tiles_of_block * ATTENTION_QUERIES;
+    int64_t end = min_of(f->q->shape[1], start + f->pattern.block);
+    if (t0 < end) {
+        forward_tile(f, pair / heads, pair % heads, k, v, block, t0,
+                     min_of(end, t0 + ATTENTION_QUERIES), w);
+    }
+}
+
+/* Rows [s0, s0 + n) of k and v of a head, laid out: each (S, D), v behind k. */
+static void lay_out(const forward *f, int64_t pair, int64_t s0, int64_t n, float *values) {
+    int64_t heads = f->q->shape[2], keys = f->k->shape[1], d = f->q->shape[3];
+    attention_rows k = attention_head(f->k, pair / heads, pair % heads);
+    attention_rows v = attention_head(f->v, pair / heads, pair % heads);
+    attention_load(&k, s0, n, values + s0 * d, d);
+    attention_load(&v, s0, n, values + (keys + s0) * d, d);
+}
+
 /* Bytes of k and v that are laid out before the tiles of their heads begin. */
 static const int64_t GROUP_BYTES = 32 << 20;
+/* A head's that the second cache holds beside all else. */
+static const int64_t HEAD_BYTES = 512 << 10;
 
 static nd_status attention_forward(int device, const char *name, const forward *f) {
     int64_t queries = f->q->shape[1], heads = f->q->shape[2], d = f->q->shape[3];
-    int64_t pairs = f->q->shape[0] * heads, keys = f->k->shape[1], block = f->pattern.block;
+    int64_t pairs = f->q->shape[0] * heads, keys = f->k->shape[1], threads = cpu_threads();
     if (pairs * queries == 0) {
         return ND_OK;
     }
     ND_TRY(attention_check(name, keys, d));
-    int64_t tiles_of_block = cpu_ceil_div(block, ATTENTION_QUERIES);
-    int64_t tiles = f->pattern.blocks * tiles_of_block, parts = cpu_ceil_div(keys, ATTENTION_KEYS);
-    int64_t head_floats = keys * d, head_bytes = 2 * head_floats * (int64_t)sizeof(float);
+    int64_t tiles = f->pattern.blocks * tiles_of(f->pattern.block);
+    int64_t parts = cpu_ceil_div(keys, ATTENTION_KEYS);
+    int64_t head_floats = 2 * keys * d, head_bytes = head_floats * (int64_t)sizeof(float);
+    /* With enough short heads a thread takes whole ones, and some that lie side by side. */
+    bool by_heads = head_bytes <= HEAD_BYTES && pairs >= 4 * threads;
+    int64_t some = by_heads ? max_of(1, pairs / (8 * threads)) : 1;
     int64_t group = max_of(1, min_of(pairs, GROUP_BYTES / max_of(head_bytes, 1)));
+    int64_t laid_out = by_heads ? threads : group;
     size_t each = (workspace_floats(d) + 15) / 16 * 16;
     void *scratch;
     ND_TRY(cpu_scratch(device,
-                       each * (size_t)cpu_threads() * sizeof(float) + (size_t)(group * head_bytes),
+                       each * (size_t)threads * sizeof(float) + (size_t)(laid_out * head_bytes),
                        &scratch));
-    float *values = (float *)scratch + each * (size_t)cpu_threads();
+    float *values = (float *)scratch + each * (size_t)threads;
 #pragma omp parallel num_threads(cpu_threads()) if (pairs * queries * keys > CPU_GRAIN)
     {
         workspace w;
@@ -209,30 +240,29 @@ static nd_status attention_forward(int device, const char *name, const forward *
         w.out = w.scores + TILE_PANEL * ATTENTION_KEYS;
         w.q = w.out + ATTENTION_QUERIES * d;
         w.rows = w.q + ATTENTION_QUERIES * d;
-        for (int64_t first = 0; first < pairs; first += group) {
+        for (int64_t first = 0; first < pairs && !by_heads; first += group) {
             int64_t count = min_of(group, pairs - first);
 #pragma omp for schedule(static)
-            for (int64_t task = 0; task < 2 * count * parts; task++) {
-                int64_t which = task / parts, s0 = task % parts * ATTENTION_KEYS;
-                int64_t pair = first + which / 2;
-                attention_rows rows =
-                    attention_head(which % 2 ? f->v : f->k, pair / heads, pair % heads);
-                attention_load(&rows, s0, min_of(ATTENTION_KEYS, keys - s0),
-                               values + which * head_floats + s0 * d, d);
+            for (int64_t task = 0; task < count * parts; task++) {
+                int64_t s0 = task % parts * ATTENTION_KEYS;
+                lay_out(f, first + task / parts, s0, min_of(ATTENTION_KEYS, keys - s0),
+                        values + task / parts * head_floats);
             }
 #pragma omp for schedule(dynamic)
             for (int64_t task = 0; task < tiles * count; task++) {
                 /* Late queries see most keys: they go first, so that no thread ends with a long
                  * one. */
-                int64_t tile = tiles - 1 - task / count, of_block = tile / tiles_of_block;
-                int64_t in_group = task % count, pair = first + in_group;
-                int64_t t0 = of_block * block + tile % tiles_of_block * ATTENTION_QUERIES;
-                int64_t end = min_of(queries, (of_block + 1) * block);
-                const float *k = values + 2 * in_group * head_floats;
-                if (t0 < end) {
-                    forward_tile(f, pair / heads, pair % heads, k, k + head_floats, of_block, t0,
-                                 min_of(end, t0 + ATTENTION_QUERIES), &w);
-                }
+                const float *k = values + task % count * head_floats;
+                numbered_tile(f, first + task % count, tiles - 1 - task / count, k, k + keys * d,
+                              &w);
+            }
+        }
+        float *k = values + omp_get_thread_num() * head_floats;
+#pragma omp for schedule(dynamic, some)
+        for (int64_t pair = 0; pair < (by_heads ? pairs : 0); pair++) {
+            lay_out(f, pair, 0, keys, k);
+            for (int64_t tile = 0; tile < tiles; tile++) {
+                numbered_tile(f, pair, tile, k, k + keys * d, &w);
             }
         }
     }
