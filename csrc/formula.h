@@ -153,7 +153,6 @@ ND_FN float nd_tanh(float x) {
 
 ND_FN float nd_reciprocal(float x) { return 1.0f / x; }
 ND_FN float nd_normal_exp(float x) { return nd_exp(-0.5f * x * x); }
-ND_FN float nd_logistic_exp(float x) { return nd_exp(x); }
 
 #endif
 
@@ -204,6 +203,8 @@ ND_FN float nd_gelu_and_grad(float x, float *grad) {
     return x * cdf;
 }
 
+#ifdef __CUDACC__
+
 ND_FN float nd_gelu_tanh(float x) {
     float twice_u = x * (1.59576912f + 0.0713548163f * x * x);
     return x * nd_reciprocal(1.0f + nd_logistic_exp(-twice_u));
@@ -221,5 +222,35 @@ ND_FN float nd_gelu_tanh_grad(float x) {
     float s = nd_reciprocal(1.0f + e);
     return s + x * s * (s * e) * twice_du;
 }
+
+#else
+
+/* Both: x s, and s + x s (1 - s) 2 u' with s = sigmoid(2 u), whose 1 - s = s exp(-2 u) does not cancel. Outside
+ * +-10 s is 0 or 1 to the last bit, and not below 2^-126 inside, so that 2^n is added to the exponent: a sum
+ * behind a product would be rounded once or twice, as the compiler likes. */
+ND_FN float nd_gelu_tanh_and_grad(float x, float *grad) {
+    float a = x > 10.0f ? 10.0f : x;
+    a = a < -10.0f ? -10.0f : a;
+    float z = a * a;
+    uint32_t power;
+    float p = nd_exp_parts(a * (-1.59576912f - 0.0713548163f * z), &power);
+    float e = nd_bits_float(nd_float_bits(p) + (power << 23));
+    float s = 1.0f / (1.0f + e);
+    *grad = s + a * s * (s * e) * (1.59576912f + 0.214064449f * z);
+    return x * (x < -10.0f ? 0.0f : s);
+}
+
+ND_FN float nd_gelu_tanh(float x) {
+    float grad;
+    return nd_gelu_tanh_and_grad(x, &grad);
+}
+
+ND_FN float nd_gelu_tanh_grad(float x) {
+    float grad;
+    (void)nd_gelu_tanh_and_grad(x, &grad);
+    return grad;
+}
+
+#endif
 
 #endif

@@ -17,12 +17,11 @@ static void apply_gelu(const void *of, int64_t i, int64_t j, int64_t rows, int64
             float *restrict g = cpu_target(args->y, to, out.f32);
             float *dg = cpu_target(args->slope, from, derivative.f32); /* may be x */
             if (args->tanh) {
-                for (int64_t k = 0; k < run; k++) {
-                    g[k] = nd_gelu_tanh(x[k]);
-                }
 #pragma omp simd
                 for (int64_t k = 0; k < run; k++) {
-                    dg[k] = nd_gelu_tanh_grad(x[k]);
+                    float grad;
+                    g[k] = nd_gelu_tanh_and_grad(x[k], &grad);
+                    dg[k] = grad;
                 }
             } else {
 #pragma omp simd

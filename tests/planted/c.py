@@ -447,6 +447,7 @@ FAULTS = [
         "x * 0.398942280f",
         f"{OPS} -k behind_a_product",
     ),
+    Fault("csrc/formula.h", "a * s * (s * e)", "x * s * (s * e)", f"{OPS} -k behind_a_product"),
     Fault(
         "csrc/cpu/linear_gelu.c",
         "            if (args->tanh) {",
