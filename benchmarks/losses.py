@@ -8,13 +8,24 @@ that begin anywhere. Both sides clip to norm 1 and take AdamW's step at one lear
 warms up over the first tenth. The peer is train_step.py's compiled one (--peer names another).
 Printed are the means of the losses over a tenth of the steps, at every fiftieth part; they must be
 within 0.01 of each other, else the exit code is 1.
+
+    python benchmarks/losses.py --gradients --batch-size 2
+
+compares the gradients of one step instead: of both sides, PyTorch's uncompiled and under autocast,
+with those of PyTorch in float64 from the same weights, by the norm of the difference over the norm,
+of all together and of each parameter. needle's may be at most 1.25 of PyTorch's, all together and
+in the geometric mean of the parameters.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +42,7 @@ from needle import models, nn, optim
 from needle.data import open_data
 
 NEAR = 0.01
+NO_WORSE = 1.25  # of PyTorch's errors
 NAMES = {
     "input_layernorm": "norm_attention",
     "post_attention_layernorm": "norm_mlp",
@@ -44,18 +56,54 @@ NAMES = {
 }
 
 
-def copy_weights(source: nn.Module, target: TorchPythia) -> None:
-    """needle multiplies x @ w, PyTorch x @ w.T; heads lie alike."""
-    theirs = dict(target.named_parameters())
+def as_theirs(source: nn.Module, values: Callable[[Any], Any]) -> dict[str, torch.Tensor]:
+    """values(parameter) of each, by PyTorch's names. needle multiplies x @ w, PyTorch x @ w.T;
+    heads lie alike."""
+    found = {}
     for name, p in source.named_parameters():
         for ours, other in NAMES.items():
             name = name.replace(ours, other)
-        values = p.numpy()
+        array = values(p).numpy()
         if p.ndim == 2 and name != "embed.weight":
-            values = values.T
-        with torch.no_grad():
-            theirs.pop(name).copy_(torch.from_numpy(np.array(values)))
-    assert not theirs, f"no weights for {', '.join(theirs)}"
+            array = array.T
+        found[name] = torch.from_numpy(np.array(array))
+    return found
+
+
+def copy_weights(source: nn.Module, target: TorchPythia) -> None:
+    theirs, ours = dict(target.named_parameters()), as_theirs(source, lambda p: p)
+    assert theirs.keys() == ours.keys(), f"not in both: {sorted(theirs.keys() ^ ours.keys())}"
+    with torch.no_grad():
+        for name, values in ours.items():
+            theirs[name].copy_(values)
+
+
+def compare_gradients(model: nn.Module, side: Any, ids: np.ndarray, targets: np.ndarray) -> int:
+    """The exit code."""
+    model.loss(ids, targets).backward()
+    peer, pair = side.model, [torch.from_numpy(np.array(x)).to(side.device) for x in (ids, targets)]
+    exact = copy.deepcopy(peer).double()
+    exact(*pair).backward()
+    with torch.autocast(side.device.type, torch.bfloat16, side.autocast):
+        loss = peer(*pair)
+    loss.backward()
+    grads = as_theirs(model, lambda p: p.grad), {n: p.grad for n, p in peer.named_parameters()}
+    errors: list[dict[str, float]] = [{}, {}]
+    norms = {name: p.grad.norm().item() for name, p in exact.named_parameters()}
+    for name, p in exact.named_parameters():
+        for error, of in zip(errors, grads):
+            error[name] = (of[name].to(p.grad) - p.grad).norm().item()
+    print("relative error of the gradient, float64 from the same weights: needle, PyTorch, ratio")
+    for name, norm in norms.items():
+        ours, theirs = (error[name] / norm for error in errors)
+        print(f"{name:32} {ours:9.2e} {theirs:9.2e} {ours / theirs:6.2f}")
+    ours, theirs = (math.hypot(*error.values()) / math.hypot(*norms.values()) for error in errors)
+    mean = math.exp(np.mean([math.log(errors[0][name] / errors[1][name]) for name in norms]))
+    print(
+        f"all together {ours:9.2e} {theirs:9.2e}, {ours / theirs:.2f} of PyTorch's; the parameters'"
+    )
+    print(f"ratios in the geometric mean {mean:.2f} (at most {NO_WORSE})")
+    return int(max(ours / theirs, mean) > NO_WORSE)
 
 
 def smoothed(losses: list[float], width: int) -> np.ndarray:
@@ -72,6 +120,7 @@ def main() -> int:
     parser.add_argument("--batch-size", type=int, default=16, metavar="B")
     parser.add_argument("--seq-len", type=int, default=2048, metavar="T")
     parser.add_argument("--peer", default="compile", help="see torch_training.py")
+    parser.add_argument("--gradients", action="store_true", help="of one step, beside float64")
     args = parser.parse_args()
     on_gpu, shape = args.device == "cuda", (args.batch_size, args.seq_len)
     dtype = "bfloat16" if on_gpu else "float32"
@@ -84,6 +133,9 @@ def main() -> int:
     one = tokens[: args.batch_size * args.seq_len + 1]  # batches are given below
     peer = torch_training.TorchSide(config, args.device, dtype, one, shape, args.peer)
     copy_weights(model, peer.model)
+    if args.gradients:
+        ids, targets = (part.reshape(shape) for part in (one[:-1], one[1:]))
+        return compare_gradients(model, peer, ids, targets)
     optimizer = optim.AdamW(
         nn.flatten_parameters(model), weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8
     )

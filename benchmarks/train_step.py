@@ -55,7 +55,7 @@ from needle import _C, models, nn, optim
 from needle.backend_ndarray import NDArray
 from needle.data.batches import Batches
 from needle.data.prefetch import Prefetch
-from needle.training import Recorded
+from needle.training import Recorded, worth_recording
 
 LOAD_SECONDS, LEAST_BLOCKS = 10.0, 5
 BATCHES = 32  # that come round again
@@ -81,7 +81,7 @@ class Side(Protocol):
 
 
 class NeedleSide:
-    """The step of apps/train_pythia.py."""
+    """The step of apps/train_pythia.py, recorded where that records it, or as `graph` says."""
 
     name = "needle"
 
@@ -91,7 +91,7 @@ class NeedleSide:
         device: ndl.Device,
         tokens: np.ndarray,
         shape: tuple[int, int],
-        graph: bool = False,
+        graph: bool | None = None,
     ) -> None:
         np.random.seed(0)
         self.device = device
@@ -101,7 +101,7 @@ class NeedleSide:
         batches = Batches(tokens, *shape, vocab_size=config.vocab_size)
         self.batches = Prefetch(batches, device)
         self._gradient = self._compute
-        if graph:
+        if worth_recording(device, shape[0] * shape[1]) if graph is None else graph:
             self._gradient = Recorded(self._compute, shape, device)
 
     def queue(self) -> Callable[[], float]:
@@ -315,7 +315,11 @@ def main() -> None:
     ]
     parser.add_argument("--peer", choices=ways, help="default: the fastest that is found")
     parser.add_argument("--alone", action="store_true", help="time needle only")
-    parser.add_argument("--graph", action="store_true", help="needle's micro-batch as a CUDA graph")
+    parser.add_argument(
+        "--graph",
+        action=argparse.BooleanOptionalAction,
+        help="needle's micro-batch as a CUDA graph (default: as the trainer, where it is faster)",
+    )
     parser.add_argument("--profile", action="store_true", help="needle's step by operation")
     args = parser.parse_args()
     args.device = args.device or ("cuda" if ndl.cuda().enabled() else "cpu")
@@ -328,6 +332,10 @@ def main() -> None:
     sizes = args.batch_size or ([4, 16, 32, 64] if on_gpu else [4])
     if min(args.blocks, args.seq_len, *sizes, 1 if args.steps is None else args.steps) < 1:
         parser.error("--blocks, --steps, --batch-size and --seq-len must be 1 or more")
+    if args.graph and not device.records_graphs:
+        parser.error(f"--graph: {device} records no graphs, as GPUs do: leave it out")
+    if args.graph and args.profile:
+        parser.error("--profile times each operation, and a graph has one: leave --graph out")
     if args.peer and args.peer.endswith("-bf16") and args.dtype != "bfloat16":
         parser.error(f"--peer {args.peer} is for --dtype bfloat16, not {args.dtype}")
     config = models.preset(args.model, max_seq_len=args.seq_len, dtype=args.dtype)
@@ -337,7 +345,7 @@ def main() -> None:
         shape = (batch_size, args.seq_len)
         draw = np.random.default_rng(0).integers
         tokens = draw(0, config.vocab_size, BATCHES * batch_size * args.seq_len + 1, np.uint16)
-        side = NeedleSide(config, device, tokens, shape, args.graph)
+        side = NeedleSide(config, device, tokens, shape, False if args.profile else args.graph)
         if number == 0:
             print(
                 f"{args.model}, T {args.seq_len}, {args.dtype}; "

@@ -39,8 +39,9 @@ adds its heads one by one in float32; a norm computes step by step in float32 fo
 `hook_normalized`; an MLP with a hook inside multiplies and applies GELU one after the other; and
 what is seen at `hook_attn_out` and `hook_mlp_out` is added behind them, not by the product that
 makes it. With a parallel residual attention and MLP end in one product, and a name inside or at the
-end of either, `hook_z` too, parts them. The last three may round and add up otherwise; all else
-keeps its bits. Generation with hooks reads the whole context for each token.
+end of either, `hook_z` too, parts them. What is done otherwise may round and add up otherwise; the
+other names, `hook_embed`, `hook_resid_...` and a norm's `hook_out`, change no bit. Generation with
+hooks reads the whole context for each token.
 """
 
 from __future__ import annotations

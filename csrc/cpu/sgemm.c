@@ -26,6 +26,7 @@ static void scale_rows(int64_t m, int64_t n, float beta, float *c, int64_t ldc) 
 #define BLAS(name) name
 #pragma weak openblas_set_num_threads
 #pragma weak openblas_get_corename
+#pragma weak openblas_get_config
 #endif
 
 enum { ROW_MAJOR = 101, PLAIN = 111, TRANSPOSED = 112 };
@@ -35,6 +36,7 @@ void BLAS(cblas_sgemm)(int order, int transpose_a, int transpose_b, int m, int n
                        float *c, int ldc);
 void BLAS(openblas_set_num_threads)(int threads);
 char *BLAS(openblas_get_corename)(void);
+char *BLAS(openblas_get_config)(void); /* "OpenBLAS", its version, and how it was built */
 
 void cpu_sgemm_setup(void) {
 #ifdef NEEDLE_BLAS_SYSTEM
@@ -48,11 +50,15 @@ void cpu_sgemm_setup(void) {
 const char *cpu_sgemm_library(void) {
     static char text[64];
 #ifdef NEEDLE_BLAS_SYSTEM
-    if (openblas_get_corename == NULL) {
+    if (openblas_get_corename == NULL || openblas_get_config == NULL) {
         return "system CBLAS";
     }
 #endif
-    snprintf(text, sizeof text, "OpenBLAS %s", BLAS(openblas_get_corename)());
+    const char *config = BLAS(openblas_get_config)();
+    size_t name = strcspn(config, " ") + 1;
+    size_t version = config[name - 1] == '\0' ? 0 : strcspn(config + name, " ");
+    snprintf(text, sizeof text, "OpenBLAS %.*s %s", (int)version, config + name,
+             BLAS(openblas_get_corename)());
     return text;
 }
 

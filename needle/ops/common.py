@@ -66,6 +66,16 @@ def const(array: NDArray) -> Tensor:
     return Tensor.from_ndarray(array)
 
 
+def check_tensors(op: str, **operands: Any) -> None:
+    """TypeError that names the first that is none."""
+    for name, x in operands.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"{op}: {name} must be a Tensor, but is {type(x).__name__} "
+                "(ndl.Tensor(array) makes one)"
+            )
+
+
 def rows_of(x: NDArray, last: int = 1) -> NDArray:
     """x as (N, last axis...) with the leading axes merged; a view where the strides allow it."""
     tail = x.shape[x.ndim - last :]

@@ -7,7 +7,7 @@ from typing import Any
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import FusedOp, Sinks, Tensor, is_grad_enabled
-from needle.ops.common import claim_of, id_array, rows_of
+from needle.ops.common import check_tensors, claim_of, id_array, rows_of
 from needle.ops.matmul import weight_grad
 
 
@@ -47,6 +47,7 @@ def cross_entropy(logits: Tensor, targets: Any) -> Tensor:
     >>> round(ndl.ops.cross_entropy(logits, [0, -1]).item(), 4)  # -log 0.5; the second is ignored
     0.6931
     """
+    check_tensors("cross_entropy", logits=logits)
     if len(logits.shape) != 2:
         raise ValueError(f"cross_entropy: logits must be (N, V), but the shape is {logits.shape}")
     return CrossEntropy(_target_ids("cross_entropy", targets, *logits.shape, logits.device))(logits)
@@ -149,8 +150,9 @@ def linear_cross_entropy(x: Tensor, w: Tensor, targets: Any, transposed: bool = 
     >>> abs(both[0].item() - both[1].item()) < 1e-6
     True
     """
-    c, v = (w.shape[1], w.shape[0]) if transposed and w.ndim == 2 else w.shape[:2]
-    if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != c:
+    check_tensors("linear_cross_entropy", x=x, w=w)
+    c, v = (w.shape[::-1] if transposed else w.shape) if w.ndim == 2 else (-1, -1)
+    if x.ndim < 1 or x.shape[-1] != c:
         raise ValueError(
             f"linear_cross_entropy: w must be {'(V, C)' if transposed else '(C, V)'} for x "
             f"(..., C), but x is {x.shape} and w {w.shape}"

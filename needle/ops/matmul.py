@@ -128,6 +128,8 @@ def linear_transposed(x: Tensor, w: Tensor) -> Tensor:
     >>> print(ndl.ops.linear_transposed(ndl.ones(1, 2), ndl.Tensor([[1, 2], [3, 4], [5, 6]])))
     [[ 3.  7. 11.]]
     """
+    if w.ndim != 2:
+        raise ValueError(f"linear_transposed: w must be (M, K), but is {w.shape}")
     return LinearTransposedOp()(x, w)
 
 

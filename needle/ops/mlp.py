@@ -89,6 +89,10 @@ def gelu_mlp(
     >>> print(ndl.ops.gelu_mlp(x, w, b, w, b).numpy().round(4))
     [[3.909 3.909]]
     """
+    if not w1.ndim == w2.ndim == 2:
+        raise ValueError(
+            f"gelu_mlp: w1 must be (K, M) and w2 (M, L), but they are {w1.shape} and {w2.shape}"
+        )
     operands = [x, w1, b1, w2, b2]
     if residual is not None:
         check_residual("gelu_mlp", residual, x, w2)

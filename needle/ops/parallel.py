@@ -153,13 +153,9 @@ def attention_mlp(
             f"D), but is {w_qkv.shape}"
         )
     inner = w_qkv.shape[1] // 3
-    if b_qkv.size != 3 * inner:
-        raise ValueError(
-            f"attention_mlp: b_qkv must have {3 * inner} elements, as w_qkv {w_qkv.shape} has "
-            f"columns, but is {b_qkv.shape}"
-        )
-    fits = w_o.ndim == w1.ndim == w2.ndim == 2 and x2.ndim == 3
-    if not fits or w_o.shape[0] != inner or tuple(x2.shape[:2]) != (b, t):
+    fits = w_o.ndim == w1.ndim == w2.ndim == 2 and x2.ndim == 3 and w_o.shape[0] == inner
+    fits = fits and tuple(x2.shape) == (b, t, w1.shape[0]) and w2.shape[0] == w1.shape[1]
+    if not fits:
         raise ValueError(
             f"attention_mlp: for x1 {x1.shape} and w_qkv {w_qkv.shape} w_o must be ({inner}, C), "
             f"x2 ({b}, {t}, K2), w1 (K2, M) and w2 (M, C), but they are {w_o.shape}, {x2.shape}, "
@@ -167,7 +163,21 @@ def attention_mlp(
         )
     if w2.shape[1] != w_o.shape[1]:
         raise ValueError(f"attention_mlp: w_o {w_o.shape} and w2 {w2.shape} must have one width")
+    operands = {"x1": x1, "w_qkv": w_qkv, "b_qkv": b_qkv, "w_o": w_o, "b_o": b_o}
+    operands |= {"x2": x2, "w1": w1, "b1": b1, "w2": w2, "b2": b2, "residual": residual}
+    for bias, of in ("b_qkv", "w_qkv"), ("b_o", "w_o"), ("b1", "w1"), ("b2", "w2"):
+        columns = operands[of].shape[1]
+        if operands[bias].size != columns:
+            raise ValueError(
+                f"attention_mlp: {bias} must have {columns} elements, as {of} "
+                f"{operands[of].shape} has columns, but is {operands[bias].shape}"
+            )
+    for name, x in operands.items():
+        if x.dtype != x1.dtype:
+            raise TypeError(
+                f"attention_mlp: {name}: dtype is {x.dtype}, but x1 is {x1.dtype}; they must be "
+                "equal"
+            )
     check_residual("attention_mlp", residual, x2, w2)
     cos, sin = (array_on(table, x1.device) for table in (cos, sin))
-    operands = (x1, w_qkv, b_qkv, w_o, b_o, x2, w1, b1, w2, b2, residual)
-    return AttentionMLP(int(heads), cos, sin, mask, approximate)(*operands)
+    return AttentionMLP(int(heads), cos, sin, mask, approximate)(*operands.values())

@@ -206,6 +206,14 @@ def test_a_residual_of_another_shape_is_refused(call):
                 ndl.ops.gelu_mlp(x, w, b, v, c, residual=ndl.ones(*shape))
 
 
+def test_matrices_of_one_axis_are_refused():
+    x, w, b = ndl.ones(2, 3), ndl.ones(3, 3), ndl.ones(3)
+    with pytest.raises(ValueError, match=r"gelu_mlp: w1 must be \(K, M\) .* they are \(3,\) and"):
+        ndl.ops.gelu_mlp(x, b, b, w, b)
+    with pytest.raises(ValueError, match=r"linear_transposed: w must be \(M, K\), but is \(3,\)"):
+        ndl.ops.linear_transposed(x, b)
+
+
 # ---- against transformers ------------------------------------------------------------------------
 
 

@@ -145,3 +145,18 @@ def test_a_loss_of_more_rows_than_a_gpu_takes_at_once(dtype, device):
     softmax *= valid[:, None]
     unit = {"float32": 2.0**-20, "bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
     np.testing.assert_allclose(array.numpy(), softmax, rtol=1.01 * unit + 2.0**-14, atol=2.0**-25)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_what_does_not_fit_is_named(transposed):
+    x, w, t = Tensor(np.ones((3, 4))), Tensor(np.ones((4, 4))), np.zeros(3, np.int32)
+    of = "linear_cross_entropy"
+    for shape in (4,), (4, 5, 6), (5, 5):
+        with pytest.raises(ValueError, match=rf"^{of}: w must be \([CV], [CV]\) for x \(..., C\)"):
+            ops.linear_cross_entropy(x, Tensor(np.ones(shape)), t, transposed)
+    with pytest.raises(TypeError, match=f"^{of}: x must be a Tensor, but is ndarray"):
+        ops.linear_cross_entropy(x.numpy(), w, t, transposed)
+    with pytest.raises(TypeError, match=f"^{of}: w must be a Tensor, but is ndarray"):
+        ops.linear_cross_entropy(x, w.numpy(), t, transposed)
+    with pytest.raises(TypeError, match="^cross_entropy: logits must be a Tensor, but is ndarray"):
+        ops.cross_entropy(x.numpy(), t)

@@ -185,6 +185,11 @@ def test_a_gradient_is_the_same_whoever_else_wants_one(wanted, dtype, close, dev
         ({"cos": 5, "sin": 5, "half": 3}, r"linear_rotary_fwd: cos: .* but a head has 4"),
         ({"w_o": (11, 6)}, r"w_o must be \(12, C\).*\(11, 6\)"),
         ({"x2": (2, 4, 7)}, r"x2 \(2, 5, K2\).*\(2, 4, 7\)"),
+        ({"w2": (1, 6)}, r"w1 \(K2, M\) and w2 \(M, C\), but they are .*\(1, 6\)"),
+        ({"w1": (6, 8)}, r"x2 \(2, 5, K2\), w1 \(K2, M\).*\(6, 8\)"),
+        ({"b_o": (1,)}, r"b_o must have 6 elements, as w_o \(12, 6\) has columns.* \(1,\)"),
+        ({"b1": (1,)}, r"b1 must have 8 elements, as w1 \(7, 8\) has columns.* \(1,\)"),
+        ({"b2": (7,)}, r"b2 must have 6 elements, as w2 \(8, 6\) has columns.* \(7,\)"),
         ({"w2": (8, 5)}, r"w_o \(12, 6\) and w2 \(8, 5\) must have one width"),
         ({"residual": (2, 5, 5)}, r"residual must be \(2, 5, 6\)"),
         ({"approximate": "yes"}, "approximate must be 'none' or 'tanh'"),
@@ -199,3 +204,12 @@ def test_what_does_not_fit_is_named(changed, message):
         made[name] = nn.rotary_tables(times[name], 2 * times["half"])[name == "sin"]
     with pytest.raises(ValueError, match=message):
         ops.attention_mlp(**({"heads": 3} | made | given))
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if name != "x1"])
+def test_one_dtype(name):
+    made = {each: ndl.ones(*shape) for each, shape in SHAPES.items()}
+    made[name] = made[name].astype("bfloat16")
+    cos, sin = nn.rotary_tables(5, 2)
+    with pytest.raises(TypeError, match=f"^attention_mlp: {name}: dtype is bfloat16, but x1 is f"):
+        ops.attention_mlp(**made, heads=3, cos=cos, sin=sin)
