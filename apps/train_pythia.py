@@ -303,6 +303,13 @@ def save(run: Run, log: RunLog) -> None:
     run.saved = run.step
 
 
+def products_of(device: ndl.Device) -> str:
+    """What decides their bits: library, table, and the kind of GPU, by which the table is read."""
+    properties = device.properties()
+    of = properties["products"]
+    return of if device.is_host else f"{of} on {properties['name']}"
+
+
 def write_checkpoint(run: Run, log: RunLog) -> None:
     """The last two stay, and those that a recipe keeps."""
     log.sync()
@@ -319,7 +326,7 @@ def write_checkpoint(run: Run, log: RunLog) -> None:
         fingerprint=run.data.fingerprint,
         schedule=schedule,
         settings=run.settings,
-        products=run.device.properties()["products"],
+        products=products_of(run.device),
     )
     run_folder.note_saved(run.folder)
     beat(saved=run.step)
@@ -515,7 +522,7 @@ def resumed_run(args, ranks: Group, folder: Path, lock: Lock | None, checkpoint:
     checkpoint.restore_random_state()
     parallel = DataParallel(ranks, optimizer.flat, optimizer, settings["grad_accum"], context)
     print(f"resuming {checkpoint.path} after step {state['step']}")
-    before, now = state.get("products"), device.properties()["products"]
+    before, now = state.get("products"), products_of(device)
     if before not in (None, now):
         print(f"its steps were multiplied by {before}, these by {now}: bits may differ")
     return Run(

@@ -153,6 +153,8 @@ ND_FN float nd_tanh(float x) {
 
 ND_FN float nd_reciprocal(float x) { return 1.0f / x; }
 ND_FN float nd_normal_exp(float x) { return nd_exp(-0.5f * x * x); }
+/* Of kernels of cuda/ that a CPU emulates. */
+ND_FN float nd_logistic_exp(float x) { return nd_exp(x); }
 
 #endif
 
