@@ -65,6 +65,7 @@ from needle.training import Recorded, worth_recording  # noqa: E402
 __all__ = ["load_checkpoint", "main", "save_checkpoint", "train"]
 
 SAMPLE_TOKENS = 120
+GPU_PRODUCTS = "NEEDLE_PLAN", "NEEDLE_TF32"  # what the environment says of a GPU's products
 EXIT_GPU_LOST = 75  # a supervisor (--supervise) starts again with --resume auto
 
 
@@ -304,10 +305,13 @@ def save(run: Run, log: RunLog) -> None:
 
 
 def products_of(device: ndl.Device) -> str:
-    """What decides their bits: library, table, and the kind of GPU, by which the table is read."""
+    """What decides their bits: library, table, and the kind of GPU, by which the table is read,
+    with what the environment says otherwise."""
     properties = device.properties()
-    of = properties["products"]
-    return of if device.is_host else f"{of} on {properties['name']}"
+    if device.is_host:
+        return properties["products"]
+    asked = (f", {name}={os.environ[name]}" for name in GPU_PRODUCTS if name in os.environ)
+    return f"{properties['products']} on {properties['name']}{''.join(asked)}"
 
 
 def write_checkpoint(run: Run, log: RunLog) -> None:

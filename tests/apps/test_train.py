@@ -2,6 +2,7 @@
 
 import json
 import os
+from types import SimpleNamespace
 
 import generate
 import numpy as np
@@ -186,6 +187,19 @@ def test_resuming_with_other_products_is_said(tmp_path, tokens, capsys, monkeypa
     assert train_pythia.main(argv) == 0
     said = f"its steps were multiplied by abacus, these by {products}: bits may differ"
     assert said in capsys.readouterr().out
+
+
+def test_a_gpu_and_its_environment_are_remembered(monkeypatch):
+    facts = {"products": "cuBLASLt 13.1.0, plans 0123abcd", "name": "NVIDIA H200"}
+    gpu = SimpleNamespace(is_host=False, properties=lambda: facts)
+    for name in "NEEDLE_PLAN", "NEEDLE_TF32":
+        monkeypatch.delenv(name, raising=False)
+    plain = "cuBLASLt 13.1.0, plans 0123abcd on NVIDIA H200"
+    assert train_pythia.products_of(gpu) == plain
+    monkeypatch.setenv("NEEDLE_TF32", "1")
+    assert train_pythia.products_of(gpu) == f"{plain}, NEEDLE_TF32=1"
+    monkeypatch.setenv("NEEDLE_PLAN", "3")
+    assert train_pythia.products_of(gpu) == f"{plain}, NEEDLE_PLAN=3, NEEDLE_TF32=1"
 
 
 def test_a_constant_rate_may_go_on_for_longer(tmp_path, tokens):
