@@ -78,7 +78,9 @@ def copy_weights(source: nn.Module, target: TorchPythia) -> None:
             theirs[name].copy_(values)
 
 
-def compare_gradients(model: nn.Module, side: Any, ids: np.ndarray, targets: np.ndarray) -> int:
+def compare_gradients(
+    model: nn.Module, side: torch_training.TorchSide, ids: np.ndarray, targets: np.ndarray
+) -> int:
     """The exit code."""
     model.loss(ids, targets).backward()
     peer, pair = side.model, [torch.from_numpy(np.array(x)).to(side.device) for x in (ids, targets)]

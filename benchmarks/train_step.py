@@ -10,11 +10,11 @@ sides read the loss when the next step is queued. Ten seconds of load come first
 steps in turns, each from an idle device to an idle device; printed are the median of the blocks and
 the least and the most. On the CPU a block is as many steps as take needle some two seconds.
 
-The peer is PyTorch with cuDNN's attention (bfloat16 on a GPU), torch.compile and fused AdamW, up to
-B 4 on a GPU with CUDA graphs too, with float32 weights under autocast and with bfloat16 weights:
-whichever a short trial finds the fastest (--peer names one instead: see torch_training.py). On the
-CPU both run on OMP_NUM_THREADS threads, by default one a processor. Without torch, or with --alone,
-only needle is timed.
+The peer is PyTorch with cuDNN's attention (bfloat16 on a GPU), torch.compile and fused AdamW, with
+CUDA graphs too where needle records its step (up to 16,384 tokens on a GPU), with float32 weights
+under autocast and with bfloat16 weights: whichever a short trial finds the fastest (--peer names
+one instead: see torch_training.py). On the CPU both run on OMP_NUM_THREADS threads, by default one
+a processor. Without torch, or with --alone, only needle is timed.
 
 THIS RUN DOES NOT COUNT stands below a run that says nothing about a bar: too short, or on an H200
 the peer is more than 5 % below what it is known for. A bar counts when two separate runs reach it.
@@ -247,7 +247,11 @@ def beside_peer(
 
 
 def torch_peer(
-    config: models.Config, tokens: np.ndarray, shape: tuple[int, int], args: argparse.Namespace
+    config: models.Config,
+    device: ndl.Device,
+    tokens: np.ndarray,
+    shape: tuple[int, int],
+    args: argparse.Namespace,
 ):
     """The TorchSide that --peer names, or the fastest; None where there is none."""
     if args.alone:
@@ -265,7 +269,8 @@ def torch_peer(
     make = lambda mode: torch_training.TorchSide(
         config, args.device, args.dtype, tokens, shape, mode
     )
-    names = [args.peer] if args.peer else torch_training.modes(args.device, args.dtype, shape[0])
+    graphs = worth_recording(device, shape[0] * shape[1])
+    names = [args.peer] if args.peer else torch_training.modes(args.dtype, graphs)
     return torch_training.fastest(names, make, step_ms)
 
 
@@ -359,7 +364,7 @@ def main() -> None:
             print(f"B {batch_size}: the mean of {args.blocks} blocks of {steps} steps")
             profile_step.profile(side, block, steps, args.blocks)
         else:
-            peer = torch_peer(config, tokens, shape, args)
+            peer = torch_peer(config, device, tokens, shape, args)
             beside_peer(side, peer, batch_size, args)
             if peer is not None:
                 peer.close()

@@ -232,6 +232,13 @@ def _add_into(sink: NDArray, grad: NDArray) -> None:
 # ---- values --------------------------------------------------------------------------------------
 
 
+def not_a_tensor(op: str, operand: str, x: Any) -> TypeError:
+    """The error of an op for what it cannot compute with."""
+    return TypeError(
+        f"{op}: {operand} must be a Tensor, but is {type(x).__name__} (ndl.Tensor(array) makes one)"
+    )
+
+
 class Value:
     """A node of the graph: a Tensor or a TensorTuple.
 
@@ -285,10 +292,7 @@ class Value:
         except AttributeError:
             for i, x in enumerate(inputs):
                 if not isinstance(x, Value):
-                    raise TypeError(
-                        f"{type(op).__name__}: operand {i} must be a Tensor, "
-                        f"but is {type(x).__name__} (ndl.Tensor(array) makes one)"
-                    ) from None
+                    raise not_a_tensor(type(op).__name__, f"operand {i}", x) from None
             raise
         if mode.enabled:
             for x in inputs:

@@ -185,15 +185,16 @@ static void forward_tile(const forward *f, int64_t batch, int64_t head, const fl
 
 static int64_t tiles_of(int64_t block) { return cpu_ceil_div(block, ATTENTION_QUERIES); }
 
-/* The tile of that number, of a head whose k and v are laid out. */
-static void numbered_tile(const forward *f, int64_t pair, int64_t tile, const float *k,
-                          const float *v, workspace *w) {
+/* The tile of that number, of a head that lay_out left there. */
+static void numbered_tile(const forward *f, int64_t pair, int64_t tile, const float *head,
+                          workspace *w) {
+    const float *values = head + f->k->shape[1] * f->q->shape[3];
     int64_t heads = f->q->shape[2], tiles_of_block = tiles_of(f->pattern.block);
     int64_t block = tile / tiles_of_block, start = block * f->pattern.block;
     int64_t t0 = start + tile % tiles_of_block * ATTENTION_QUERIES;
     int64_t end = min_of(f->q->shape[1], start + f->pattern.block);
     if (t0 < end) {
-        forward_tile(f, pair / heads, pair % heads, k, v, block, t0,
+        forward_tile(f, pair / heads, pair % heads, head, values, block, t0,
                      min_of(end, t0 + ATTENTION_QUERIES), w);
     }
 }
@@ -224,7 +225,7 @@ static nd_status attention_forward(int device, const char *name, const forward *
     int64_t head_floats = 2 * keys * d, head_bytes = head_floats * (int64_t)sizeof(float);
     /* With enough short heads a thread takes whole ones, and some that lie side by side. */
     bool by_heads = head_bytes <= HEAD_BYTES && pairs >= 4 * threads;
-    int64_t some = by_heads ? max_of(1, pairs / (8 * threads)) : 1;
+    int64_t some = max_of(1, pairs / (8 * threads));
     int64_t group = max_of(1, min_of(pairs, GROUP_BYTES / max_of(head_bytes, 1)));
     int64_t laid_out = by_heads ? threads : group;
     size_t each = (workspace_floats(d) + 15) / 16 * 16;
@@ -252,17 +253,16 @@ static nd_status attention_forward(int device, const char *name, const forward *
             for (int64_t task = 0; task < tiles * count; task++) {
                 /* Late queries see most keys: they go first, so that no thread ends with a long
                  * one. */
-                const float *k = values + task % count * head_floats;
-                numbered_tile(f, first + task % count, tiles - 1 - task / count, k, k + keys * d,
-                              &w);
+                numbered_tile(f, first + task % count, tiles - 1 - task / count,
+                              values + task % count * head_floats, &w);
             }
         }
-        float *k = values + omp_get_thread_num() * head_floats;
+        float *head = values + omp_get_thread_num() * head_floats;
 #pragma omp for schedule(dynamic, some)
         for (int64_t pair = 0; pair < (by_heads ? pairs : 0); pair++) {
-            lay_out(f, pair, 0, keys, k);
+            lay_out(f, pair, 0, keys, head);
             for (int64_t tile = 0; tile < tiles; tile++) {
-                numbered_tile(f, pair, tile, k, k + keys * d, &w);
+                numbered_tile(f, pair, tile, head, &w);
             }
         }
     }

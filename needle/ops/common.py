@@ -9,7 +9,7 @@ import numpy as np
 
 from needle import _C
 from needle._C import Device, NDArray
-from needle.autograd import Sinks, Tensor
+from needle.autograd import Sinks, Tensor, not_a_tensor
 from needle.backend_ndarray import Axes, zeros
 
 
@@ -70,10 +70,7 @@ def check_tensors(op: str, **operands: Any) -> None:
     """TypeError that names the first that is none."""
     for name, x in operands.items():
         if not isinstance(x, Tensor):
-            raise TypeError(
-                f"{op}: {name} must be a Tensor, but is {type(x).__name__} "
-                "(ndl.Tensor(array) makes one)"
-            )
+            raise not_a_tensor(op, name, x)
 
 
 def rows_of(x: NDArray, last: int = 1) -> NDArray:

@@ -151,12 +151,11 @@ def linear_cross_entropy(x: Tensor, w: Tensor, targets: Any, transposed: bool = 
     True
     """
     check_tensors("linear_cross_entropy", x=x, w=w)
-    c, v = (w.shape[::-1] if transposed else w.shape) if w.ndim == 2 else (-1, -1)
-    if x.ndim < 1 or x.shape[-1] != c:
+    if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[int(transposed)]:
         raise ValueError(
             f"linear_cross_entropy: w must be {'(V, C)' if transposed else '(C, V)'} for x "
             f"(..., C), but x is {x.shape} and w {w.shape}"
         )
-    rows = x.size // max(c, 1)
-    ids = _target_ids("linear_cross_entropy", targets, rows, v, x.device)
+    c, v = w.shape[::-1] if transposed else w.shape
+    ids = _target_ids("linear_cross_entropy", targets, x.size // max(c, 1), v, x.device)
     return LinearCrossEntropy(ids, transposed, (x.requires_grad, w.requires_grad))(x, w)

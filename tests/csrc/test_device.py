@@ -1,6 +1,7 @@
 """Devices: their names, and the memory and time that they count."""
 
 import pickle
+import re
 import time
 
 import pytest
@@ -35,6 +36,12 @@ def test_device():
     for wrong in ("end", None, nd.cpu()):
         with pytest.raises(TypeError, match="must be an Event of this device"):
             start.elapsed(wrong)
+
+
+@pytest.mark.skipif("OpenBLAS" not in nd.cpu().properties()["products"], reason="no OpenBLAS")
+def test_products_name_the_version_of_openblas():
+    """Another one may give other bits: a checkpoint remembers it."""
+    assert re.search(r"OpenBLAS \d+\.\d+\S* \w+$", nd.cpu().properties()["products"])
 
 
 @pytest.mark.parametrize("name, index", [("cuda", 0), ("cuda:0", 0), ("cuda:3", 3)])
