@@ -47,7 +47,7 @@ ND_FN float nd_normal_exp(float x) {
     return y;
 }
 /* e^x for 1 / (1 + e^x), which an error of the size of x units hardly moves: where x is large, so is e^x or
- * 1 / e^x. */
+ * 1 / e^x. Of x between -88 and 88. */
 ND_FN float nd_logistic_exp(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.44269504f * x));
@@ -153,8 +153,13 @@ ND_FN float nd_tanh(float x) {
 
 ND_FN float nd_reciprocal(float x) { return 1.0f / x; }
 ND_FN float nd_normal_exp(float x) { return nd_exp(-0.5f * x * x); }
-/* Of kernels of cuda/ that a CPU emulates. */
-ND_FN float nd_logistic_exp(float x) { return nd_exp(x); }
+/* 2^n is added to the exponent, which is exact: a sum behind a product would be rounded once or twice, as the
+ * compiler likes. */
+ND_FN float nd_logistic_exp(float x) {
+    uint32_t power;
+    float p = nd_exp_parts(x, &power);
+    return nd_bits_float(nd_float_bits(p) + (power << 23));
+}
 
 #endif
 
@@ -205,40 +210,21 @@ ND_FN float nd_gelu_and_grad(float x, float *grad) {
     return x * cdf;
 }
 
-#ifdef __CUDACC__
-
-ND_FN float nd_gelu_tanh(float x) {
-    float twice_u = x * (1.59576912f + 0.0713548163f * x * x);
-    return x * nd_reciprocal(1.0f + nd_logistic_exp(-twice_u));
-}
-
-/* s + x s (1 - s) 2 u', s = sigmoid(2 u); 1 - s = s exp(-2 u) does not cancel. It is 0 or 1 to the
- * last bit outside +-10, where the exponential is still finite. */
-ND_FN float nd_gelu_tanh_grad(float x) {
-    x = x > 10.0f ? 10.0f : x;
-    x = x < -10.0f ? -10.0f : x;
-    float z = x * x;
-    float twice_u = x * (1.59576912f + 0.0713548163f * z);
-    float twice_du = 1.59576912f + 0.214064449f * z;
-    float e = nd_logistic_exp(-twice_u);
-    float s = nd_reciprocal(1.0f + e);
-    return s + x * s * (s * e) * twice_du;
-}
-
-#else
-
-/* Both: x s, and s + x s (1 - s) 2 u' with s = sigmoid(2 u), whose 1 - s = s exp(-2 u) does not cancel. Outside
- * +-10 s is 0 or 1 to the last bit, and not below 2^-126 inside, so that 2^n is added to the exponent: a sum
- * behind a product would be rounded once or twice, as the compiler likes. */
-ND_FN float nd_gelu_tanh_and_grad(float x, float *grad) {
-    float a = x > 10.0f ? 10.0f : x;
-    a = a < -10.0f ? -10.0f : a;
+/* s = sigmoid(2 u), and the derivative s + x s (1 - s) 2 u', whose 1 - s = s exp(-2 u) does not cancel. Outside
+ * +-10 s is 1 to the last bit, or 1e-38 and counts as 0. */
+ND_FN float nd_gelu_tanh_sigmoid(float x, float *grad) {
+    float low = x < -10.0f ? -10.0f : x;
+    float a = low > 10.0f ? 10.0f : low;
     float z = a * a;
-    uint32_t power;
-    float p = nd_exp_parts(a * (-1.59576912f - 0.0713548163f * z), &power);
-    float e = nd_bits_float(nd_float_bits(p) + (power << 23));
-    float s = 1.0f / (1.0f + e);
+    float e = nd_logistic_exp(-a * (1.59576912f + 0.0713548163f * z));
+    float s = nd_reciprocal(1.0f + e);
     *grad = s + a * s * (s * e) * (1.59576912f + 0.214064449f * z);
+    return s;
+}
+
+/* Both. */
+ND_FN float nd_gelu_tanh_and_grad(float x, float *grad) {
+    float s = nd_gelu_tanh_sigmoid(x, grad);
     return x * (x < -10.0f ? 0.0f : s);
 }
 
@@ -252,7 +238,5 @@ ND_FN float nd_gelu_tanh_grad(float x) {
     (void)nd_gelu_tanh_and_grad(x, &grad);
     return grad;
 }
-
-#endif
 
 #endif

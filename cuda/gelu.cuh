@@ -38,13 +38,12 @@ __device__ __forceinline__ Gelu gelu_erf_16(float x) {
     return {fmaxf(x, 0.0f) - a * tail, 0.5f + copysignf(0.5f - r, x)};
 }
 
-/* As nd_gelu_tanh and nd_gelu_tanh_grad, clamped for both: below -10 y is -1e-37. */
+/* Below -10 y is -1e-37: the clamped x is there. */
 __device__ __forceinline__ Gelu gelu_tanh_16(float x) {
-    const float low = x < -10.0f ? -10.0f : x, a = low > 10.0f ? 10.0f : low, z = a * a;
-    const float twice_u = a * (1.59576912f + 0.0713548163f * z);
-    const float twice_du = 1.59576912f + 0.214064449f * z;
-    const float e = nd_logistic_exp(-twice_u), s = nd_reciprocal(1.0f + e);
-    return {low * s, s + a * s * (s * e) * twice_du};
+    Gelu g;
+    const float s = nd_gelu_tanh_sigmoid(x, &g.slope);
+    g.value = (x < -10.0f ? -10.0f : x) * s;
+    return g;
 }
 
 template <bool TANH> __device__ __forceinline__ Gelu gelu_16(float x) {
