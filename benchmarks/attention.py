@@ -102,10 +102,10 @@ def needle_calls(
 
     def backward() -> None:
         if mask is None:
-            _C.attention_bwd(do, q, k, v, o, lse, scale, 1, None, None, *gradients)
+            _C.attention_bwd(do, q, k, v, o, lse, scale, 1, None, None, *gradients, None)
         else:
             _C.block_sparse_attention_bwd(
-                do, q, k, v, o, lse, *lists, mask.block, scale, 1, None, None, *gradients
+                do, q, k, v, o, lse, *lists, mask.block, scale, 1, None, None, *gradients, None
             )
 
     return forward, backward

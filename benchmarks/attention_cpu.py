@@ -104,7 +104,7 @@ def main() -> int:
     calls: dict[str, Call] = {
         "needle forward": lambda: _C.attention_fwd(q, k, v, D**-0.5, 1, o),
         "needle backward": lambda: _C.attention_bwd(
-            dout, q, k, v, o, lse, D**-0.5, 1, None, None, *gradients
+            dout, q, k, v, o, lse, D**-0.5, 1, None, None, *gradients, None
         ),
     }
     dense = dict(calls)
@@ -129,7 +129,7 @@ def main() -> int:
         so = _C.empty(q.shape, "float32", device)
         sparse = (q, k, v, *lists[:3], block, D**-0.5, 1, so)
         slse = _C.block_sparse_attention_fwd(*sparse)
-        tail = (so, slse, *lists, block, D**-0.5, 1, None, None, *gradients)
+        tail = (so, slse, *lists, block, D**-0.5, 1, None, None, *gradients, None)
         what = f"window {window}, blocks of {block}"
         took = timed(
             dense

@@ -409,7 +409,7 @@ def attention(s: Shapes) -> Iterator[Case]:
     yield Case(
         "attention_bwd",
         2.5 * work,
-        lambda: _C.attention_bwd(o, q, k, v, o, lse, scale, 1, None, None, dq, dk, dv),
+        lambda: _C.attention_bwd(o, q, k, v, o, lse, scale, 1, None, None, dq, dk, dv, None),
         backward_peer,
         flops=True,
     )

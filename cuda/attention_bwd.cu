@@ -6,7 +6,8 @@
  *     dv_j = sum_i P_ij do_i     dk_j = scale sum_i dS_ij q_i     dq_i = scale sum_j dS_ij k_j
  *   A query without a key (lse = -inf) has P = 0. dq, dk, dv are written, not added to.
  *   With cos and sin dq and dk are turned back by the angles of their positions: by the kernels for
- *   Hopper before they are rounded, else by a pass over the dims that turn.
+ *   Hopper before they are rounded, else by a pass over the dims that turn. db, sums of all rows of a head: by
+ *   those kernels for 64 rows each, before these are rounded, else by a pass over dq, dk and dv.
  * Precision: 16-bit operands; products, P, dS and the gradients in float32; P and dS are rounded to
  *   the operands' dtype as operands of the second products. float32 operands: float32 throughout.
  * Same bits from run to run: no atomics. Three kernels, each output element summed by one thread:
@@ -464,6 +465,54 @@ __global__ void __launch_bounds__(FLOAT_THREADS, 1)
     float_store_rows<DP>(dv, one, p.dv, p.dv.head<float>(work.b, work.h), work.own, p.D);
 }
 
+/* ---- their sums ------------------------------------------------------------------------------ */
+constexpr int SUMS_THREADS = 256;
+
+/* A block sums `chunk` rows, of all batch entries one after the other, of 32 columns of dq, dk or dv (blockIdx.z):
+ * partial (chunks, H, 3, D). */
+template <class T>
+__global__ void __launch_bounds__(SUMS_THREADS)
+    attention_sums_kernel(const __grid_constant__ Problem p, int64_t chunk, float *partial) {
+    await_previous();
+    __shared__ float sums[SUMS_THREADS];
+    const int which = blockIdx.z, times = which == 0 ? p.T : p.S;
+    const Rows &rows = which == 0 ? p.dq : which == 1 ? p.dk : p.dv;
+    const int column = blockIdx.x * 32 + threadIdx.x % 32;
+    const bool inside = column < p.H * p.D;
+    const int h = inside ? column / p.D : 0, d = column - h * p.D;
+    const int64_t end = min((int64_t)p.B * times, (blockIdx.y + 1) * chunk);
+    float sum = 0.0f;
+    for (int64_t i = blockIdx.y * chunk + threadIdx.x / 32; inside && i < end;
+         i += SUMS_THREADS / 32) {
+        const int64_t b = i / times, t = i - b * times;
+        sum += to_float(rows.head<const T>((int)b, h)[t * rows.t + d]);
+    }
+    sums[threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.x < 32 && inside) {
+        for (int i = 1; i < SUMS_THREADS / 32; i++) {
+            sum += sums[32 * i + threadIdx.x];
+        }
+        partial[((int64_t)blockIdx.y * p.H + h) * 3 * p.D + which * p.D + d] = sum;
+    }
+}
+
+/* db += those of the dq, dk and dv that are there. */
+template <class T> nd_status add_sums(const char *op, int device, const Problem &p, float *db) {
+    const int64_t most = (int64_t)p.B * (p.T > p.S ? p.T : p.S), columns = (int64_t)p.H * p.D;
+    if (most == 0 || columns == 0) {
+        return ND_OK;
+    }
+    const int64_t strips = ceil_div<int64_t>(columns, 32), chunk = ceil_div<int64_t>(most, 64);
+    const int64_t chunks = ceil_div(most, chunk);
+    void *partial;
+    ND_TRY(cuda_scratch(device, (size_t)(chunks * 3 * columns) * sizeof(float), &partial));
+    dim3 grid((unsigned)strips, (unsigned)chunks, 3);
+    ND_TRY(cuda_launch(op, device, attention_sums_kernel<T>, grid, SUMS_THREADS, 0, p, chunk,
+                       (float *)partial));
+    return cuda_add_columns(op, device, (const float *)partial, chunks, 3 * columns, db);
+}
+
 /* ---- host ------------------------------------------------------------------------------------ */
 template <class T, int DP, bool FLOAT = sizeof(T) == 4> struct Kernels {
     static constexpr auto dq = attention_dq_kernel<T, DP>, dkdv = attention_dkdv_kernel<T, DP>;
@@ -499,7 +548,12 @@ nd_status launch(const char *op, int device, Problem p, const BlockLists &lists,
     return problem_launch(op, device, K::dkdv, p, K::DKDV_THREADS, K::DKDV_SHARED);
 }
 
-template <class Args> nd_status check_angles(const char *op, const Args *a) {
+template <class Args> nd_status check_sums_and_angles(const char *op, const Args *a) {
+    if (a->db != NULL && a->db->shape[1] != 3) {
+        return nd_error(ND_EVALUE,
+                        "%s: db: must be (H, 3, D), of dq, dk and dv, but has %lld parts", op,
+                        (long long)a->db->shape[1]);
+    }
     const int64_t queries = a->q->shape[1], keys = a->k->shape[1], dims = a->q->shape[3];
     if ((a->cos == NULL) != (a->sin == NULL)) {
         return nd_error(ND_EVALUE, "%s: %s: must be given with the other of cos and sin", op,
@@ -528,7 +582,7 @@ nd_status backward(const char *op, int device, const Args *a, const BlockLists &
                    const BlockLists &transposed) {
     Problem p;
     ND_TRY(problem_new(op, a->q, a->k, a->v, a->scale, a->causal, &p));
-    ND_TRY(check_angles(op, a));
+    ND_TRY(check_sums_and_angles(op, a));
     p.o = rows_of(a->o);
     p.dout = rows_of(a->dout);
     p.dq = rows_of(a->dq);
@@ -537,8 +591,14 @@ nd_status backward(const char *op, int device, const Args *a, const BlockLists &
     p.lse = (float *)a->lse->data;
     void *scratch = NULL;
     p.stats_stride = ceil_div(p.T, 2) * 2; /* rows of whole 16 bytes, for tensor maps */
-    ND_TRY(cuda_scratch(device, (size_t)p.B * p.H * p.stats_stride * sizeof(float2), &scratch));
+    const size_t stats = (size_t)p.B * p.H * p.stats_stride;
+    const bool sums_on_the_way = a->db && p.T == p.S && (a->cos == NULL || hopper_turns(a->cos));
+    const int64_t parts = sums_on_the_way ? (int64_t)p.B * ceil_div(p.T, HALF) : 0;
+    const int64_t columns = (int64_t)p.H * 3 * p.D;
+    ND_TRY(cuda_scratch(device, stats * sizeof(float2) + (size_t)(parts * columns) * sizeof(float),
+                        &scratch));
     p.stats = (float2 *)scratch;
+    float *db = a->db ? data_of<float>(a->db) : NULL;
     return with_float(op, a->q->dtype, [&](auto tag) -> nd_status {
         using T = typename decltype(tag)::type;
         ND_TRY(launch_stats<T>(op, device, p));
@@ -551,8 +611,12 @@ nd_status backward(const char *op, int device, const Args *a, const BlockLists &
                 all.sin = a->sin;
                 turned = true;
             }
+            all.sums = sums_on_the_way ? (float *)(p.stats + stats) : NULL;
             ND_TRY(attention_bwd_hopper(op, device, p, all, false, lists));
             ND_TRY(attention_bwd_hopper(op, device, p, all, true, transposed));
+            if (all.sums) {
+                return cuda_add_columns(op, device, all.sums, parts, columns, db);
+            }
         } else {
             auto run = [&](auto columns) -> nd_status {
                 return launch<T, decltype(columns)::value>(op, device, p, lists, transposed);
@@ -563,11 +627,11 @@ nd_status backward(const char *op, int device, const Args *a, const BlockLists &
                 ND_TRY(with_columns16(p.D, run));
             }
         }
-        if (turned) {
-            return ND_OK;
+        if (!turned) {
+            ND_TRY(cuda_turn(op, device, a->dq, 1, a->cos, a->sin, -1.0f));
+            ND_TRY(cuda_turn(op, device, a->dk, 1, a->cos, a->sin, -1.0f));
         }
-        ND_TRY(cuda_turn(op, device, a->dq, 1, a->cos, a->sin, -1.0f));
-        return cuda_turn(op, device, a->dk, 1, a->cos, a->sin, -1.0f);
+        return db ? add_sums<T>(op, device, p, db) : ND_OK;
     });
 }
 

@@ -12,6 +12,7 @@
  *   them: the fewer instructions a part, the faster. Where they fit, three consumers share the processor (dq:
  *   X and Y are then read from shared memory), else two with X and Y in registers.
  * With angles dq and dk are turned back in registers: the accumulators of a thread hold both dims of a pair.
+ * The sums of a consumer's rows, for the bias of a projection, cost shuffles between lanes, and no pass over memory.
  * Rows beyond the end arrive as zeros. Queries there add nothing; keys have score 0, which may weigh any
  *   number against the others, and are masked, as is what causality cuts.
  */
@@ -43,7 +44,9 @@ struct BackwardShape {
     static constexpr uint32_t OTHER = PANELS * PART;
     static constexpr uint32_t STATS = KEYS ? HALF * 8 : 0;
     static constexpr uint32_t OTHER_AT = SLOTS * 2 * OWN, STATS_AT = OTHER_AT + STAGES * 2 * OTHER;
-    static constexpr uint32_t BARRIERS_AT = STATS_AT + STAGES * STATS;
+    static constexpr uint32_t SUMS = PANELS * PANEL_COLUMNS * 4; /* of a warp */
+    static constexpr uint32_t SUMS_AT = STATS_AT + STAGES * STATS;
+    static constexpr uint32_t BARRIERS_AT = SUMS_AT + CONSUMERS * (KEYS ? 2 : 1) * 4 * SUMS;
     static constexpr uint32_t PIECES_AT = BARRIERS_AT + 8 * (2 * SLOTS + 2 * STAGES);
     static constexpr size_t SHARED = PIECES_AT + PIECE_BYTES * SLOTS;
 };
@@ -57,6 +60,7 @@ struct Backward {
     CUtensorMap stats;                         /* (lse, delta) of 64 queries a box */
     const float *cosines, *sines;              /* (T, R) */
     int half;                                  /* R: 8 or 16; 0: nothing is turned */
+    float *sums;                               /* see Operands; NULL where nobody asks */
     Problem p;
 };
 
@@ -77,6 +81,10 @@ template <class Shape> struct Places {
     }
     __device__ __forceinline__ uint32_t barrier(int number) const {
         return base + Shape::BARRIERS_AT + 8 * number;
+    }
+    /* Of a consumer, of dX or dY: those of four warps. */
+    __device__ __forceinline__ uint32_t sums(int group, int which) const {
+        return base + Shape::SUMS_AT + (group * (Shape::KEYS ? 2 : 1) + which) * 4 * Shape::SUMS;
     }
     /* The piece whose rows are in a slot. */
     __device__ __forceinline__ uint32_t piece(int slot) const {
@@ -182,6 +190,40 @@ __device__ __forceinline__ void turn_back(float (&c)[N], const Backward &f, cons
                 second = second * cos - before * sin;
             }
         }
+    }
+}
+
+/* Half of the sums go to a lane that has other rows of the same columns, and its rows of the other half come. */
+template <int KEPT> __device__ __forceinline__ void halve(float (&sums)[16]) {
+    const bool upper = threadIdx.x & 2 * KEPT;
+#pragma unroll
+    for (int i = 0; i < KEPT; i++) {
+        const float low = sums[i], high = sums[i + KEPT];
+        const float given = upper ? low : high;
+        sums[i] = (upper ? high : low) + __shfl_xor_sync(~0u, given, 2 * KEPT);
+    }
+}
+
+/* The sums of a warp's 16 rows, times `factor`, to shared memory. rows: which of the thread's two count. */
+template <int PANELS>
+__device__ __forceinline__ void sum_rows(const float (&c)[32 * PANELS], const bool (&rows)[2],
+                                         float factor, uint32_t to) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int panel = 0; panel < PANELS; panel++) {
+        float sums[16]; /* of columns 8 n + 2 (lane % 4) + e at 2 n + e; in the end of one n */
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            const int at = 32 * panel + i / 2 * 4 + i % 2;
+            sums[i] = (rows[0] ? c[at] : 0.0f) + (rows[1] ? c[at + 2] : 0.0f);
+        }
+        halve<8>(sums);
+        halve<4>(sums);
+        halve<2>(sums);
+        const int n = (lane >> 4 & 1) * 4 + (lane >> 3 & 1) * 2 + (lane >> 2 & 1);
+        const uint32_t place = to + 4 * (PANEL_COLUMNS * panel + 8 * n + 2 * (lane % 4));
+        store_shared4(place, __float_as_uint(sums[0] * factor));
+        store_shared4(place + 4, __float_as_uint(sums[1] * factor));
     }
 }
 
@@ -451,8 +493,35 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
                               gradient[which], 32 * panel, factors);
             }
         }
+        if (f.sums) {
+            const bool count[2] = {mine + my_row < own_rows, mine + my_row + 8 < own_rows};
+#pragma unroll
+            for (int which = 0; which < GRADIENTS; which++) {
+                sum_rows<PANELS>(gradient[which], count, which == 0 ? p.scale : 1.0f,
+                                 at.sums(group, which) +
+                                     (threadIdx.x % WARPGROUP) / 32 * Shape::SUMS);
+            }
+        }
         proxy_fence();
         turn_wait(1 + group, WARPGROUP);
+        if (f.sums &&
+            mine < own_rows) { /* of the warps, in shared memory until the next such wait */
+            const int64_t part = (int64_t)piece.b * ((own_rows + HALF - 1) / HALF) + mine / HALF;
+            float *to = f.sums + (part * p.H + piece.h) * 3 * p.D + (Shape::KEYS ? p.D : 0);
+            const int width = PANELS * PANEL_COLUMNS;
+            for (int i = threadIdx.x % WARPGROUP; i < GRADIENTS * width; i += WARPGROUP) {
+                const int which = i / width, column = i % width;
+                const uint32_t from = at.sums(group, which) + 4 * column;
+                float sum = 0.0f;
+#pragma unroll
+                for (int warp = 0; warp < 4; warp++) {
+                    sum += __uint_as_float(load_shared4(from + warp * Shape::SUMS));
+                }
+                if (column < p.D) {
+                    to[which * p.D + column] = sum;
+                }
+            }
+        }
         if (speaks) {
             if (mine < own_rows) {
                 for (int which = 0; which < GRADIENTS; which++) {
@@ -523,6 +592,7 @@ nd_status launch(const char *op, int device, Backward f, const Operands &a,
         f.sines = data_of<float>(a.sin);
         f.half = (int)a.cos->shape[1];
     }
+    f.sums = a.sums;
     const Problem &p = f.p;
     const int64_t row = 8 * p.stats_stride; /* bytes */
     ND_TRY(tensor_map(op, p.stats, 4, {2 * p.T, p.H, p.B, 1}, {row, row * p.H, 16}, 2 * HALF, 1,

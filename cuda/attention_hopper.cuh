@@ -31,6 +31,8 @@ struct Operands {
     const nd_array *q, *k, *v, *o;
     const nd_array *dout, *dq, *dk, *dv;     /* backward only */
     const nd_array *cos = NULL, *sin = NULL; /* where dq and dk are turned: see hopper_turns */
+    float *sums =
+        NULL; /* (B, ceil(T / HALF), H, 3, D), S is T: of HALF rows of dq, dk and dv each */
 };
 
 nd_status attention_fwd_hopper(const char *op, int device, Problem p, const Operands &a,

@@ -338,6 +338,7 @@ def attention_bwd(
     dq: NDArray,
     dk: NDArray,
     dv: NDArray,
+    db: NDArray | None,
 ) -> None: ...
 def block_lists(kept: NDArray, offsets: NDArray, entries: NDArray) -> NDArray: ...
 def block_sparse_attention_fwd(
@@ -373,6 +374,7 @@ def block_sparse_attention_bwd(
     dq: NDArray,
     dk: NDArray,
     dv: NDArray,
+    db: NDArray | None,
 ) -> None: ...
 def dilated_merge(
     parts: NDArray, lse: NDArray, segments: NDArray, dilations: NDArray

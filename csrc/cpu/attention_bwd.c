@@ -5,8 +5,8 @@
  *   dV = P^T dO,  dS = P (dO V^T - delta) scale,  dQ = dS K,  dK = dS^T Q
  *   with cos and sin: dQ and dK turned back by the angles of their positions, before they are rounded
  *
- * A task is one head, whose dq, dk and dv belong to it alone: no atomics, the same bits for any
- * number of threads. It walks query tiles of 64; for each, the keys that it sees, 128 at a time,
+ * A task is one head, whose dq, dk, dv and part of db belong to it alone: no atomics, the same bits for
+ * any number of threads. It walks query tiles of 64; for each, the keys that it sees, 128 at a time,
  * with five products a pair; dQ of the tile stays in scratch, dK and dV are added up in a float32
  * copy of the head. 10 T S D operations a head, half of that when causal.
  */
@@ -19,14 +19,15 @@ typedef struct {
     attention_pattern pattern; /* for each query block, the key blocks that it sees */
     float scale;
     bool causal;
-    const nd_array *cos, *sin; /* NULL: not turned */
-    nd_array *dq, *dk, *dv;
+    const nd_array *cos, *sin;   /* NULL: not turned */
+    nd_array *dq, *dk, *dv, *db; /* db may be NULL */
 } backward;
 
 /* One thread's tiles. A column a query: p, ds, qt, doutt, dqt. A row a query: q, dout. A row a key,
- * for all keys of the head: k, v, dk, dv. Rows of q, dout, dk and dv are padded to whole panels. */
+ * for all keys of the head: k, v, dk, dv. Rows of q, dout, dk and dv are padded to whole panels. sums: the
+ * head's part of db (3, D), NULL where nobody asks for that. */
 typedef struct {
-    float *p, *ds, *qt, *doutt, *dqt, *q, *dout, *k, *v, *dk, *dv;
+    float *p, *ds, *qt, *doutt, *dqt, *q, *dout, *k, *v, *dk, *dv, *sums;
     float lse[ATTENTION_QUERIES], delta[ATTENTION_QUERIES];
 } workspace;
 
@@ -107,6 +108,25 @@ static void turn_back(const backward *b, int64_t first, int64_t n, int64_t leadi
     }
 }
 
+/* sums (D) += n rows, ROWS of which are added to each other first, so that no sum has many terms. */
+static void add_rows(const float *rows, int64_t n, int64_t d, int64_t leading, float *sums) {
+    enum { ROWS = 256 };
+    for (int64_t first = 0; first < n; first += ROWS) {
+        for (int64_t j = 0; j < d; j += TILE_LANES) {
+            float sum[TILE_LANES] = {0};
+            int64_t columns = min_of(TILE_LANES, d - j);
+            for (int64_t i = first; i < min_of(n, first + ROWS); i++) {
+                for (int64_t c = 0; c < columns; c++) {
+                    sum[c] += rows[i * leading + j + c];
+                }
+            }
+            for (int64_t c = 0; c < columns; c++) {
+                sums[j + c] += sum[c];
+            }
+        }
+    }
+}
+
 /* Queries [t0, t1) of one query block against all keys that they see. */
 static void query_tile(const backward *b, int64_t batch, int64_t head, int64_t block, int64_t t0,
                        int64_t t1, workspace *w) {
@@ -149,6 +169,9 @@ static void query_tile(const backward *b, int64_t batch, int64_t head, int64_t b
     attention_rows dq_rows = attention_head(b->dq, batch, head);
     attention_rows_of(w->dqt, rows, d, NULL, w->q);
     turn_back(b, t0, rows, d, w->q);
+    if (w->sums != NULL) {
+        add_rows(w->q, rows, d, d, w->sums);
+    }
     attention_store(&dq_rows, t0, rows, w->q, d);
 }
 
@@ -169,6 +192,10 @@ static void backward_head(const backward *b, int64_t batch, int64_t head, worksp
     attention_rows dk_rows = attention_head(b->dk, batch, head);
     attention_rows dv_rows = attention_head(b->dv, batch, head);
     turn_back(b, 0, keys, padded, w->dk);
+    if (w->sums != NULL) {
+        add_rows(w->dk, keys, d, padded, w->sums + d);
+        add_rows(w->dv, keys, d, padded, w->sums + 2 * d);
+    }
     attention_store(&dk_rows, 0, keys, w->dk, padded);
     attention_store(&dv_rows, 0, keys, w->dv, padded);
 }
@@ -201,14 +228,26 @@ static nd_status attention_backward(int device, const char *name, const backward
             keys = b->k->shape[1], d = b->q->shape[3];
     ND_TRY(attention_check(name, keys, d));
     ND_TRY(angles_check(name, b));
-    size_t each = workspace_floats(keys, d);
+    if (b->db != NULL && b->db->shape[1] != 3) {
+        return nd_error(ND_EVALUE,
+                        "%s: db: must be (H, 3, D), of dq, dk and dv, but has %lld parts", name,
+                        (long long)b->db->shape[1]);
+    }
+    size_t each = workspace_floats(keys, d), all = each * (size_t)cpu_threads();
+    int64_t sums = b->db != NULL ? 3 * d : 0; /* of a head */
     void *scratch;
-    ND_TRY(cpu_scratch(device, each * (size_t)cpu_threads() * sizeof(float), &scratch));
+    ND_TRY(cpu_scratch(device, (all + (size_t)(batches * heads * sums)) * sizeof(float), &scratch));
+    float *parts = (float *)scratch + all;
     int64_t scores = batches * heads * queries * keys;
 #pragma omp parallel for schedule(dynamic) num_threads(cpu_threads()) if (scores > CPU_GRAIN)
     for (int64_t pair = 0; pair < batches * heads; pair++) {
         workspace w = workspace_at((float *)scratch + each * (size_t)omp_get_thread_num(), keys, d);
+        w.sums = sums > 0 ? memset(parts + pair * sums, 0, (size_t)sums * sizeof(float)) : NULL;
         backward_head(b, pair / heads, pair % heads, &w);
+    }
+    float *db = sums > 0 ? b->db->data : NULL;
+    for (int64_t i = 0; i < batches * heads * sums; i++) { /* one batch entry after the other */
+        db[i % (heads * sums)] += parts[i];
     }
     return ND_OK;
 }
@@ -226,7 +265,8 @@ nd_status cpu_attention_bwd(int device, const attention_bwd_args *args) {
                   .sin = args->sin,
                   .dq = args->dq,
                   .dk = args->dk,
-                  .dv = args->dv};
+                  .dv = args->dv,
+                  .db = args->db};
     ND_TRY(attention_pattern_make("attention_bwd", "", NULL, NULL, 0, args->q->shape[1],
                                   args->k->shape[1], args->q->shape[2], &b.pattern));
     return attention_backward(device, "attention_bwd", &b);
@@ -245,7 +285,8 @@ nd_status cpu_block_sparse_attention_bwd(int device, const block_sparse_attentio
                   .sin = args->sin,
                   .dq = args->dq,
                   .dk = args->dk,
-                  .dv = args->dv};
+                  .dv = args->dv,
+                  .db = args->db};
     attention_pattern transposed; /* for GPUs; checked here as well, so that both say the same */
     ND_TRY(attention_pattern_make("block_sparse_attention_bwd", "offsets_t", args->offsets_t,
                                   args->rows, args->block, args->k->shape[1], args->q->shape[1],

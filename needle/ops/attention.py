@@ -120,10 +120,12 @@ class Kernel:
         into: Sequence[NDArray],
         cos: NDArray | None = None,
         sin: NDArray | None = None,
+        db: NDArray | None = None,
     ) -> None:
         """Overwrites the three arrays of `into` with dq, dk, dv. With cos and sin q and k have been
-        rotated, and dq and dk are the gradients of what they were before."""
-        last = (self.factor, int(self.causal), cos, sin, *into)
+        rotated, and dq and dk are the gradients of what they were before. db (H, 3, D): += the sums
+        of dq, dk and dv over B and T."""
+        last = (self.factor, int(self.causal), cos, sin, *into, db)
         if self.mask is None:
             _C.attention_bwd(dout, *qkv, self.o, self.lse, *last)
         else:
@@ -206,17 +208,20 @@ class PackedKernel:
         self.rotated = rotated
         return self.kernel.forward(*qkv_parts(rotated), into)
 
-    def backward(self, dout: NDArray) -> NDArray:
+    def backward(self, dout: NDArray, db: NDArray | None = None) -> NDArray:
+        """db: see Kernel.backward."""
         dqkv = _C.empty(self.rotated.shape, self.rotated.dtype, self.rotated.device)
-        self.kernel.backward(dout, qkv_parts(self.rotated), qkv_parts(dqkv), self.cos, self.sin)
+        qkv, into = qkv_parts(self.rotated), qkv_parts(dqkv)
+        self.kernel.backward(dout, qkv, into, self.cos, self.sin, db)
         return dqkv
 
 
 class RotaryLayer:
     """The product in front of PackedKernel: x w + b as (B, T, H, 3, D), q and k of it rotated. What
-    backward gets is of x w + b itself, so that there is nothing to keep.
+    backward gets is of x w + b itself, so that there is nothing to keep, and db has been summed up
+    where that was made.
 
-    dx = d w^T;  float32: dw += x^T d,  db += sum d.
+    dx = d w^T;  float32: dw += x^T d.
     """
 
     def __init__(self, heads: int, cos: NDArray, sin: NDArray) -> None:
@@ -229,9 +234,9 @@ class RotaryLayer:
         return _C.linear_rotary_fwd(x, w, b, self.cos, self.sin, 2)
 
     def backward(self, d: NDArray, node: Tensor, at: int, sinks: Sinks, grads: list) -> None:
-        """The gradients of x, w and b, inputs at, at + 1 and at + 2 of the op; d: of x w + b."""
+        """The gradients of x and w, inputs at and at + 1 of the op; d: of x w + b."""
         b, t, *packed = d.shape
-        linear_grads(d.reshape((b * t, math.prod(packed))), node, at, sinks, grads)
+        linear_grads(d.reshape((b * t, math.prod(packed))), node, at, sinks, grads, bias=False)
 
 
 class QKVAttention(FusedOp):

@@ -150,7 +150,7 @@ class DilatedAttention(FusedOp):
                 lse = piece(self.lse).permute((0, 2, 1)).compact()
                 _C.attention_bwd(
                     piece(dout), *map(piece, arrays), piece(self.out), lse, self.scale,
-                    self.causal, None, None, *map(piece, into),
+                    self.causal, None, None, *map(piece, into), None,
                 )  # fmt: skip
         return [
             _C.dilated_sum(parts, *self.numbers) if x.requires_grad else None

@@ -81,7 +81,11 @@ class AttentionMLP(FusedOp):
         self.up.backward(dy, w2.cached_data, node, self.X2, sinks, grads)
         if any(x.requires_grad for x in inputs[self.X1 : self.B_QKV + 1]):
             dz = (dy @ w_o.cached_data.permute((1, 0))).reshape(self.attention.kernel.o.shape)
-            d = self.attention.backward(dz)
+            db = None
+            if inputs[self.B_QKV].requires_grad:
+                packed = self.attention.rotated.shape[2:]
+                db = sink_of(sinks, grads, node, self.B_QKV).reshape(packed)
+            d = self.attention.backward(dz, db)
             del dz
             self.projection.backward(d, node, self.X1, sinks, grads)
         if inputs[self.R].requires_grad:

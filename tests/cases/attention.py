@@ -104,10 +104,18 @@ def turned_back(r, gradients, cos, sin):
     return gradients | turned
 
 
-def attention_bwd(r, dout, q, k, v, o, lse, scale, causal, cos, sin, dq, dk, dv):
+def summed_up(r, gradients, db):
+    """db (H, 3, D) += the sums of dq, dk and dv over B and T."""
+    if db is None:
+        return gradients
+    sums = [r(gradients[name].sum((0, 1))) for name in ("dq", "dk", "dv")]
+    return gradients | {"db": r(db + np.stack(sums, 1))}
+
+
+def attention_bwd(r, dout, q, k, v, o, lse, scale, causal, cos, sin, dq, dk, dv, db):
     see = visible(q.shape[1], k.shape[1], causal)
     gradients = softmax_attention_bwd(r, dout, q, k, v, o, lse, scale, see)
-    return turned_back(r, gradients, cos, sin)
+    return summed_up(r, turned_back(r, gradients, cos, sin), db)
 
 
 def block_lists(r, kept, offsets, entries):
@@ -177,10 +185,11 @@ def block_sparse_attention_bwd(
     dq,
     dk,
     dv,
+    db,
 ):
     see = see_blocks(q.shape[1], k.shape[1], offsets, columns, block, causal)
     gradients = softmax_attention_bwd(r, dout, q, k, v, o, lse, scale, see)
-    return turned_back(r, gradients, cos, sin)
+    return summed_up(r, turned_back(r, gradients, cos, sin), db)
 
 
 def decode_attention(r, qkv, cos, sin, positions, scale, keys, values):
@@ -297,10 +306,11 @@ def logits_inputs(b, v):
 
 
 def attention_inputs(
-    b, t, s, h, d, causal, scale=None, blocks=None, block=None, backward=False, half=None
+    b, t, s, h, d, causal, scale=None, blocks=None, block=None, backward=False, half=None, db=False
 ):
     """blocks: (G, query blocks, key blocks) of bool for the block-sparse ops. half: so many angles
-    turn dq and dk back. What is overwritten is NaN before, which must not matter."""
+    turn dq and dk back. db: their sums are added up too. What is overwritten is NaN before, which
+    must not matter."""
 
     def inputs(rng):
         of = {"q": (b, t, h, d), "k": (b, s, h, d), "v": (b, s, h, d)}
@@ -317,6 +327,7 @@ def attention_inputs(
             )
             made |= {"cos": None, "sin": None} if half is None else angles(t, half)
             made |= {"d" + n: np.full(shape, np.nan) for n, shape in of.items()}
+            made["db"] = rng.standard_normal((h, 3, d)) if db else None
         else:
             lists = {n: lists[n] for n in ("offsets", "columns", "order") if n in lists}
             made["o"] = np.full((b, t, h, d), np.nan)
@@ -430,12 +441,12 @@ def sparse_inputs(*shape, backward=False):
 
 def turned_inputs(*shape):
     *dense, half = shape
-    return attention_inputs(*dense, backward=True, half=half)
+    return attention_inputs(*dense, backward=True, half=half, db=True)
 
 
 def turned_sparse_inputs(*shape):
     *dense, blocks, block, half = shape
-    return attention_inputs(*dense, blocks=blocks, block=block, backward=True, half=half)
+    return attention_inputs(*dense, blocks=blocks, block=block, backward=True, half=half, db=True)
 
 
 def forward_terms(b, t, s, h, d, *more):
@@ -490,7 +501,7 @@ CASES = [
     ),
     *cases_of(attention_fwd, attention_inputs, ATTENTION, forward_terms),
     *cases_of(attention_bwd, partial(attention_inputs, backward=True), ATTENTION, backward_terms),
-    *cases_of(attention_bwd, turned_inputs, TURNED, backward_terms),
+    *cases_of(attention_bwd, turned_inputs, TURNED, backward_terms, of_rounded=("db",)),
     *cases_of(
         attention_fwd,
         attention_inputs,
@@ -524,7 +535,13 @@ CASES = [
     *cases_of(
         block_sparse_attention_bwd, partial(sparse_inputs, backward=True), SPARSE, backward_terms
     ),
-    *cases_of(block_sparse_attention_bwd, turned_sparse_inputs, TURNED_SPARSE, backward_terms),
+    *cases_of(
+        block_sparse_attention_bwd,
+        turned_sparse_inputs,
+        TURNED_SPARSE,
+        backward_terms,
+        of_rounded=("db",),
+    ),
     *cases_of(
         dilated_merge,
         partial(dilated_inputs, merge=True),

@@ -168,6 +168,16 @@ BAD = [
         )
         for op, t in (("attention_bwd", 31), ("block_sparse_attention_bwd", 77))
     ),
+    *(
+        (
+            op,
+            "two parts of db",
+            {"db": np.ones((3, 2, d))},
+            ValueError,
+            rf"{op}: db: must be \(H, 3, D\), of dq, dk and dv, but has 2 parts",
+        )
+        for op, d in (("attention_bwd", 16), ("block_sparse_attention_bwd", 9))
+    ),
     (
         "block_lists",
         "as many offsets as rows",

@@ -4,12 +4,12 @@
 #include "attention_bwd_hopper.cu"
 
 /* stats: (B, H, stride) pairs of lse, times log2 e, and delta. given: the lists of the own rows' side.
- * cos, sin: (T, half), NULL where nothing is turned. */
+ * cos, sin: (T, half), NULL where nothing is turned. sums: see Operands, or NULL. */
 extern "C" const char *backward(const Given *q, const Given *k, const Given *v, const Given *dout,
                                 const Given *dq, const Given *dk, const Given *dv, float *stats,
                                 int stride, const GivenLists *given, float *cos, float *sin,
-                                int half, int keys, int causal, double scale, int is_half,
-                                unsigned seed) {
+                                int half, float *sums, int keys, int causal, double scale,
+                                int is_half, unsigned seed) {
     emulated::chance.seed(seed);
     nd_array arrays[7] = {array_of(*q, is_half),    array_of(*k, is_half),  array_of(*v, is_half),
                           array_of(*dout, is_half), array_of(*dq, is_half), array_of(*dk, is_half),
@@ -44,6 +44,7 @@ extern "C" const char *backward(const Given *q, const Given *k, const Given *v, 
         all.cos = &angles[0];
         all.sin = &angles[1];
     }
+    all.sums = sums;
     nd_status status = attention_bwd_hopper("backward", 0, p, all, keys != 0, blocks.lists);
     return status == ND_OK ? "" : message;
 }

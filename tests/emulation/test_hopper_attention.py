@@ -247,15 +247,17 @@ def forward(compiled, p: Problem, change=None) -> tuple[np.ndarray, np.ndarray]:
     return o, lse
 
 
-def backward(compiled, p: Problem, keys: bool, change=None) -> list[np.ndarray]:
-    """dq, dk, dv, of which the kernel for `keys` writes the last two, else the first."""
+def backward(compiled, p: Problem, keys: bool, change=None, sums=None) -> list[np.ndarray]:
+    """dq, dk, dv, of which the kernel for `keys` writes the last two, else the first; and `sums` of
+    64 rows each where that is given."""
     gradients = [poison(x.shape) for x in (p.q, p.k, p.v)]
     stats, stride = p.stats()
     lists, _kept = p.blocks(keys, change)
     said = compiled("backward", "backward")(
         *(ctypes.byref(Given.of(x)) for x in (p.q, p.k, p.v, p.dout, *gradients)),
-        ctypes.c_void_p(stats.ctypes.data), stride, ctypes.byref(lists), *p.turn(), int(keys),
-        int(p.causal), ctypes.c_double(p.scale), int(p.is_half), 1,
+        ctypes.c_void_p(stats.ctypes.data), stride, ctypes.byref(lists), *p.turn(),
+        None if sums is None else ctypes.c_void_p(sums.ctypes.data), int(keys), int(p.causal),
+        ctypes.c_double(p.scale), int(p.is_half), 1,
     )  # fmt: skip
     assert said == b"", said
     return gradients
@@ -280,6 +282,29 @@ def test_backward(compiled, given, keys):
             p.close(got, want, name)
         else:
             assert (got == 0x7FC1).all(), f"{name} was written"
+
+
+SUMMED = [
+    x for x in (*problems(), *low_scores(), *turned()) if x.values[0]["T"] == x.values[0]["S"]
+]
+
+
+@pytest.mark.parametrize("given", SUMMED)
+def test_sums_of_rows(compiled, given):
+    """Of 64 rows of each head, before these are rounded: beside the rounded ones added up."""
+    p = Problem(**given)
+    b, t, h, d = p.q.shape
+    tiles = -(-t // 64)
+    sums = np.full((b, tiles, h, 3, d), np.nan, np.float32)
+    dq = backward(compiled, p, False, None, sums)[0]
+    assert np.isnan(sums[..., 1:, :]).all()
+    _, dk, dv = backward(compiled, p, True, None, sums)
+    for i, got in enumerate((dq, dk, dv)):
+        rows = np.zeros((b, 64 * tiles, h, d))
+        rows[:, :t] = from_16(got, p.is_half)
+        rows = rows.reshape((b, tiles, 64, h, d))
+        rounding = np.abs(rows).sum(2) * 2.0 ** (-11 if p.is_half else -8) + 1e-6
+        assert (np.abs(sums[:, :, :, i] - rows.sum(2)) <= rounding).all()
 
 
 def neighbours(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -312,7 +337,7 @@ def test_views_of_neighbouring_heads(compiled, D):
     for keys in (False, True):
         said = compiled("backward", "backward")(
             *(ctypes.byref(Given.of(x)) for x in (q, k, v, dout, *views[1:])),
-            ctypes.c_void_p(stats.ctypes.data), stride, ctypes.byref(Lists()), None, None, 0,
+            ctypes.c_void_p(stats.ctypes.data), stride, ctypes.byref(Lists()), None, None, 0, None,
             int(keys), int(p.causal), *last,
         )  # fmt: skip
         assert said == b"", said

@@ -69,6 +69,7 @@ def test_head_dims(d, dtype, device):
         None,
         None,
         *gradients,
+        None,
     )
     exact, naive = (
         softmax_attention_bwd(f, dout, q, k, v, *given, scale, see) for f in (exactly, r)
@@ -290,7 +291,7 @@ class Ordered:
         lse = _C.array(lse.transpose(0, 2, 1), "float32", self.device)
         options = (self.mask.block, self.d**-0.5, 1)
         _C.block_sparse_attention_bwd(
-            self.dout, self.q, self.k, self.v, o, lse, *lists, *options, None, None, *into
+            self.dout, self.q, self.k, self.v, o, lse, *lists, *options, None, None, *into, None
         )
         return [x.numpy() for x in into]
 
@@ -470,7 +471,9 @@ def test_more_keys_than_memory_could_hold(keys, dtype):
         attended(_C.attention_fwd, one, many, many, 1.0, 0)
     o, lse = attended(_C.attention_fwd, one, one, one, 1.0, 0)
     with pytest.raises((MemoryError, ValueError), match="attention_bwd"):
-        _C.attention_bwd(one, one, many, many, o, lse, 1.0, 0, None, None, one.copy(), many, many)
+        _C.attention_bwd(
+            one, one, many, many, o, lse, 1.0, 0, None, None, one.copy(), many, many, None
+        )
 
 
 @both
@@ -495,7 +498,7 @@ def test_gradients_turn_back_where_they_are_written(half, block, dtype, device):
     found = []
     for angles in ((None, None), (cos, sin)):
         packed = _C.array(np.full((b, t, h, 3, d), np.nan), dtype=dtype, device=device)
-        backward(dout, *qkv, o, lse, *after, 0.125, 1, *angles, *qkv_parts(packed))
+        backward(dout, *qkv, o, lse, *after, 0.125, 1, *angles, *qkv_parts(packed), None)
         if angles[0] is None:
             _C.rotary(packed, cos, sin, 2, -1.0)
         found.append(packed.numpy().astype(float))
@@ -550,7 +553,7 @@ def test_scores_of_minus_infinity_and_ten_thousand(d, block, dtype, device):
     arrays = [_C.array(x, dtype=dtype, device=device) for x in (q, k, v)]
     dout_array = _C.array(dout, dtype=dtype, device=device)
     gradients = [_C.empty(q.shape, dtype, device) for _ in range(3)]
-    last = scale, 1, None, None, *gradients
+    last = scale, 1, None, None, *gradients, None
     if mask is None:
         o, lse = attended(_C.attention_fwd, *arrays, scale, 1)
         _C.attention_bwd(dout_array, *arrays, o, lse, *last)

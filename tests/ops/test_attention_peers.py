@@ -48,7 +48,9 @@ def of_needle(q, k, v, dout, dtype: str, causal: bool, packed: bool, mask) -> di
     poison(device, 4 * q.size)
     if mask is None:
         o, lse = attended(_C.attention_fwd, *arrays, scale, int(causal))
-        _C.attention_bwd(array(dout), *arrays, o, lse, scale, int(causal), None, None, *gradients)
+        _C.attention_bwd(
+            array(dout), *arrays, o, lse, scale, int(causal), None, None, *gradients, None
+        )
     else:
         lists = mask.lists(device)
         o, lse = attended(
@@ -56,7 +58,7 @@ def of_needle(q, k, v, dout, dtype: str, causal: bool, packed: bool, mask) -> di
         )
         _C.block_sparse_attention_bwd(
             array(dout), *arrays, o, lse, *lists, mask.block, scale, int(causal), None, None,
-            *gradients,
+            *gradients, None,
         )  # fmt: skip
     return dict(zip(WHAT, [x.numpy().astype(np.float64) for x in (o, *gradients)]))
 

@@ -39,10 +39,10 @@ def forward_and_backward(arrays: list, lists: tuple, scale: float, into: list) -
     last = scale, 1, None, None
     if not lists:
         lse = _C.attention_fwd(q, k, v, scale, 1, o)
-        _C.attention_bwd(dout, q, k, v, o, lse, *last, *gradients)
+        _C.attention_bwd(dout, q, k, v, o, lse, *last, *gradients, None)
     else:
         lse = _C.block_sparse_attention_fwd(q, k, v, *lists[:3], lists[-1], scale, 1, o)
-        _C.block_sparse_attention_bwd(dout, q, k, v, o, lse, *lists, *last, *gradients)
+        _C.block_sparse_attention_bwd(dout, q, k, v, o, lse, *lists, *last, *gradients, None)
     return lse
 
 

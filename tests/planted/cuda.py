@@ -97,6 +97,12 @@ FAULTS = [
     ),
     Fault(
         "cuda/attention_bwd.cu",
+        "min((int64_t)p.B * times, (blockIdx.y + 1) * chunk);",
+        "min((int64_t)times, (blockIdx.y + 1) * chunk);",
+        f"{OPS} -k 'test_structured and not views and attention_bwd and turned'",
+    ),
+    Fault(
+        "cuda/attention_bwd.cu",
         "dp[i][j] = s[i][j] * (dp[i][j] - stat.y);",
         "dp[i][j] = s[i][j] * dp[i][j];",
         f"{OPS} -k 'test_structured and not views and attention_bwd'",
@@ -374,6 +380,18 @@ FAULTS = [
         "second = second * cos - before * sin;",
         "second = second * cos - first * sin;",
         "tests/emulation -k 'test_backward and turned'",
+    ),
+    Fault(
+        "cuda/attention_bwd_hopper.cu",
+        "const bool upper = threadIdx.x & 2 * KEPT;",
+        "const bool upper = threadIdx.x & KEPT;",
+        "tests/emulation -k test_sums",
+    ),
+    Fault(
+        "cuda/attention_bwd_hopper.cu",
+        "(rows[1] ? c[at + 2] : 0.0f);",
+        "c[at + 2];",
+        "tests/emulation -k test_sums",
     ),
     Fault(
         "cuda/attention_bwd_hopper.cu",
