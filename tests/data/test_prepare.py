@@ -193,8 +193,11 @@ def test_ctrl_c_reaches_all_processes_and_one_line_says_so(tmp_path, inputs, del
     assert "0 of" in process.stdout.readline()  # from now on workers start
     time.sleep(delay)
     os.killpg(process.pid, signal.SIGINT)
-    err = process.communicate(timeout=60)[1]
-    if process.returncode != 0:  # else it was done before
+    out, err = process.communicate(timeout=60)
+    if "documents" in out:  # it was done before; a Python that ends leaves the signal to the system
+        assert process.returncode in (0, -signal.SIGINT)
+        assert len(open_documents(tmp_path / "x").sizes) == 151
+    else:
         assert process.returncode == 130
         assert err == "needle.data: interrupted; the same command goes on\n"
 
