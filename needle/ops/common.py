@@ -104,12 +104,12 @@ def id_array(op: str, ids: Any, device: Device, limit: int, lowest: int | None =
             return ids.to(device).reshape((ids.size,))
         ids = ids.numpy()
     values = np.asarray(ids)
+    if values.dtype.kind not in "iufb" and values.size:
+        raise TypeError(f"{op}: ids must be whole numbers, but are {ids!r:.40}")
     bad = values >= limit
     if lowest is not None:
         bad |= values < lowest
     if values.dtype.kind not in "iu":
-        if values.dtype.kind not in "fb" and values.size:
-            raise TypeError(f"{op}: ids must be whole numbers, but are {values.dtype}")
         bad |= values != np.trunc(values)
     if bad.any():
         where = tuple(int(i) for i in np.argwhere(bad)[0])

@@ -156,6 +156,10 @@ def linear_cross_entropy(x: Tensor, w: Tensor, targets: Any, transposed: bool = 
             f"linear_cross_entropy: w must be {'(V, C)' if transposed else '(C, V)'} for x "
             f"(..., C), but x is {x.shape} and w {w.shape}"
         )
+    if w.dtype != x.dtype:
+        raise TypeError(
+            f"linear_cross_entropy: w: dtype is {w.dtype}, but x is {x.dtype}; they must be equal"
+        )
     c, v = w.shape[::-1] if transposed else w.shape
     ids = _target_ids("linear_cross_entropy", targets, x.size // max(c, 1), v, x.device)
     return LinearCrossEntropy(ids, transposed, (x.requires_grad, w.requires_grad))(x, w)

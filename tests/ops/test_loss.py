@@ -158,5 +158,10 @@ def test_what_does_not_fit_is_named(transposed):
         ops.linear_cross_entropy(x.numpy(), w, t, transposed)
     with pytest.raises(TypeError, match=f"^{of}: w must be a Tensor, but is ndarray"):
         ops.linear_cross_entropy(x, w.numpy(), t, transposed)
+    with pytest.raises(TypeError, match=f"^{of}: w: dtype is bfloat16, but x is float32"):
+        ops.linear_cross_entropy(x, Tensor(np.ones((4, 4)), dtype="bfloat16"), t, transposed)
+    for targets in None, "abc", [0, None, 1], [1j, 0, 0]:
+        with pytest.raises(TypeError, match=f"^{of}: ids must be whole numbers, but are "):
+            ops.linear_cross_entropy(x, w, targets, transposed)
     with pytest.raises(TypeError, match="^cross_entropy: logits must be a Tensor, but is ndarray"):
         ops.cross_entropy(x.numpy(), t)
