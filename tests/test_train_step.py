@@ -2,17 +2,19 @@
 sees all of a step."""
 
 import argparse
+import importlib.util
 import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from harness import ROOT
 
 from needle import _C
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.append(str(ROOT / "benchmarks"))  # behind apps/, which has a generate of its own
 
 import profile_step  # noqa: E402
 import train_step  # noqa: E402
@@ -151,11 +153,38 @@ def test_what_does_not_count():
         changed = argparse.Namespace(**{**vars(args), **changes})
         return train_step.reasons_not_to_count(changed, device, batch_size, rate)
 
-    for batch_size, known in train_step.PEER.items():
-        assert reasons("NVIDIA H200", batch_size, 0.951e6 * known) == []
-        (reason,) = reasons("NVIDIA H200", batch_size, 0.949e6 * known)
+    for (model, batch_size), known in train_step.PEER.items():
+        assert reasons("NVIDIA H200", batch_size, 0.951e6 * known, model=model) == []
+        (reason,) = reasons("NVIDIA H200", batch_size, 0.949e6 * known, model=model)
         assert f"of its {known * 1e6:,.0f} tokens/s at B {batch_size}" in reason
     assert reasons("NVIDIA H200", 16, None) == ["no peer beside it"]
     assert reasons("NVIDIA H200", 8, 1.0) == reasons("AMD EPYC", 16, 1.0) == []
     assert reasons("NVIDIA H200", 16, 1.0, model="pythia-14m") == []
     assert len(reasons("NVIDIA H200", 16, 1.0, blocks=4, load=9.0)) == 3
+
+
+@pytest.mark.parametrize(
+    "tokens, graph, wanted", [(8192, None, True), (32768, None, False), (32768, True, True)]
+)
+def test_the_peer_has_cuda_graphs_where_needle_has(tokens, graph, wanted, monkeypatch):
+    """Also where only --no-graph keeps needle from them."""
+    torch_training = SimpleNamespace(
+        modes=lambda dtype, graphs: [bool(graphs)], fastest=lambda names, make, step_ms: names
+    )
+    monkeypatch.setitem(sys.modules, "torch_training", torch_training)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(train_step, "worth_recording", lambda device, tokens: tokens < 32768)
+    for asked in {graph, graph or False}:
+        args = argparse.Namespace(alone=False, peer=None, dtype="bfloat16", graph=asked)
+        made = train_step.torch_peer(None, None, None, (tokens // 2048, 2048), args)
+        assert made == [wanted]
+
+
+@pytest.mark.parity
+def test_the_modes_of_the_peer():
+    import torch_training
+
+    plain = ["compile", "graphs"]
+    assert torch_training.modes("float32", True) == plain
+    assert torch_training.modes("bfloat16", True) == [*plain, "compile-bf16", "graphs-bf16"]
+    assert torch_training.modes("bfloat16", False) == ["compile", "compile-bf16"]
