@@ -65,7 +65,7 @@ from needle.training import Recorded, worth_recording  # noqa: E402
 __all__ = ["load_checkpoint", "main", "save_checkpoint", "train"]
 
 SAMPLE_TOKENS = 120
-GPU_PRODUCTS = "NEEDLE_PLAN", "NEEDLE_TF32"  # what the environment says of a GPU's products
+GPU_KERNELS = "NEEDLE_ARCH", "NEEDLE_PLAN", "NEEDLE_TF32"  # by these the environment chooses them
 EXIT_GPU_LOST = 75  # a supervisor (--supervise) starts again with --resume auto
 
 
@@ -310,7 +310,8 @@ def products_of(device: ndl.Device) -> str:
     properties = device.properties()
     if device.is_host:
         return properties["products"]
-    asked = (f", {name}={os.environ[name]}" for name in GPU_PRODUCTS if name in os.environ)
+    given = [(name, os.environ[name]) for name in GPU_KERNELS if name in os.environ]
+    asked = (f", {name}={value}" for name, value in given if (name, value) != ("NEEDLE_TF32", "0"))
     return f"{properties['products']} on {properties['name']}{''.join(asked)}"
 
 

@@ -192,14 +192,18 @@ def test_resuming_with_other_products_is_said(tmp_path, tokens, capsys, monkeypa
 def test_a_gpu_and_its_environment_are_remembered(monkeypatch):
     facts = {"products": "cuBLASLt 13.1.0, plans 0123abcd", "name": "NVIDIA H200"}
     gpu = SimpleNamespace(is_host=False, properties=lambda: facts)
-    for name in "NEEDLE_PLAN", "NEEDLE_TF32":
+    for name in train_pythia.GPU_KERNELS:
         monkeypatch.delenv(name, raising=False)
     plain = "cuBLASLt 13.1.0, plans 0123abcd on NVIDIA H200"
+    assert train_pythia.products_of(gpu) == plain
+    monkeypatch.setenv("NEEDLE_TF32", "0")  # as without
     assert train_pythia.products_of(gpu) == plain
     monkeypatch.setenv("NEEDLE_TF32", "1")
     assert train_pythia.products_of(gpu) == f"{plain}, NEEDLE_TF32=1"
     monkeypatch.setenv("NEEDLE_PLAN", "3")
-    assert train_pythia.products_of(gpu) == f"{plain}, NEEDLE_PLAN=3, NEEDLE_TF32=1"
+    monkeypatch.setenv("NEEDLE_ARCH", "80")
+    both = "NEEDLE_PLAN=3, NEEDLE_TF32=1"
+    assert train_pythia.products_of(gpu) == f"{plain}, NEEDLE_ARCH=80, {both}"
 
 
 def test_a_constant_rate_may_go_on_for_longer(tmp_path, tokens):
