@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from needle import _C
@@ -151,7 +152,8 @@ def linear_cross_entropy(x: Tensor, w: Tensor, targets: Any, transposed: bool = 
     True
     """
     check_tensors("linear_cross_entropy", x=x, w=w)
-    if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[int(transposed)]:
+    transposed = bool(transposed)
+    if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[transposed]:
         raise ValueError(
             f"linear_cross_entropy: w must be {'(V, C)' if transposed else '(C, V)'} for x "
             f"(..., C), but x is {x.shape} and w {w.shape}"
@@ -160,6 +162,6 @@ def linear_cross_entropy(x: Tensor, w: Tensor, targets: Any, transposed: bool = 
         raise TypeError(
             f"linear_cross_entropy: w: dtype is {w.dtype}, but x is {x.dtype}; they must be equal"
         )
-    c, v = w.shape[::-1] if transposed else w.shape
-    ids = _target_ids("linear_cross_entropy", targets, x.size // max(c, 1), v, x.device)
+    rows, v = math.prod(x.shape[:-1]), w.shape[not transposed]
+    ids = _target_ids("linear_cross_entropy", targets, rows, v, x.device)
     return LinearCrossEntropy(ids, transposed, (x.requires_grad, w.requires_grad))(x, w)

@@ -11,7 +11,7 @@ from needle._C import NDArray
 from needle.autograd import FusedOp, Sinks, Tensor
 from needle.block_mask import BlockMask
 from needle.ops.attention import Kernel, PackedKernel, RotaryLayer, array_on
-from needle.ops.common import claim_of, rows_of, sink_of, vector
+from needle.ops.common import check_tensors, claim_of, rows_of, sink_of, vector
 from needle.ops.matmul import check_residual, weight_grad
 from needle.ops.mlp import GeluLayer
 
@@ -146,6 +146,9 @@ def attention_mlp(
     >>> bool(abs((y - (x + parts)).numpy()).max() < 1e-5)
     True
     """
+    operands = {"x1": x1, "w_qkv": w_qkv, "b_qkv": b_qkv, "w_o": w_o, "b_o": b_o}
+    operands |= {"x2": x2, "w1": w1, "b1": b1, "w2": w2, "b2": b2, "residual": residual}
+    check_tensors("attention_mlp", **operands)
     if not isinstance(heads, (int, np.integer)) or heads < 1:
         raise ValueError(f"attention_mlp: heads must be an int of 1 or more, not {heads!r:.40}")
     if x1.ndim != 3:
@@ -167,8 +170,6 @@ def attention_mlp(
         )
     if w2.shape[1] != w_o.shape[1]:
         raise ValueError(f"attention_mlp: w_o {w_o.shape} and w2 {w2.shape} must have one width")
-    operands = {"x1": x1, "w_qkv": w_qkv, "b_qkv": b_qkv, "w_o": w_o, "b_o": b_o}
-    operands |= {"x2": x2, "w1": w1, "b1": b1, "w2": w2, "b2": b2, "residual": residual}
     for bias, of in ("b_qkv", "w_qkv"), ("b_o", "w_o"), ("b1", "w1"), ("b2", "w2"):
         columns = operands[of].shape[1]
         if operands[bias].size != columns:
@@ -184,4 +185,10 @@ def attention_mlp(
             )
     check_residual("attention_mlp", residual, x2, w2)
     cos, sin = (array_on(table, x1.device) for table in (cos, sin))
+    for name, table in ("cos", cos), ("sin", sin):
+        if table.ndim != 2 or table.shape[0] != t or table.shape != cos.shape:
+            raise ValueError(
+                f"attention_mlp: cos and sin must be ({t}, R) for x1 {x1.shape}, but {name} is "
+                f"{table.shape}"
+            )
     return AttentionMLP(int(heads), cos, sin, mask, approximate)(*operands.values())

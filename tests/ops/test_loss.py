@@ -163,5 +163,9 @@ def test_what_does_not_fit_is_named(transposed):
     for targets in None, "abc", [0, None, 1], [1j, 0, 0]:
         with pytest.raises(TypeError, match=f"^{of}: ids must be whole numbers, but are "):
             ops.linear_cross_entropy(x, w, targets, transposed)
+    for says in 2, "yes", None:  # as Python takes what is true
+        ops.linear_cross_entropy(x, w, t, says)
+    nothing = ops.linear_cross_entropy(Tensor(np.ones((3, 0))), Tensor(np.ones((0, 5))), t)
+    assert abs(nothing.item() - np.log(5)) < 1e-6
     with pytest.raises(TypeError, match="^cross_entropy: logits must be a Tensor, but is ndarray"):
         ops.cross_entropy(x.numpy(), t)

@@ -180,8 +180,8 @@ def test_a_gradient_is_the_same_whoever_else_wants_one(wanted, dtype, close, dev
         ({"heads": 0}, r"heads must be an int of 1 or more, not 0"),
         ({"heads": 5}, r"for x1 .* and 5 heads w_qkv must be \(9, 3 x 5 x D\)"),
         ({"heads": 3.0}, r"heads must be an int of 1 or more, not 3.0"),
-        ({"cos": 4}, r"linear_rotary_fwd: cos: axis T is 4"),
-        ({"sin": 4}, r"linear_rotary_fwd: sin: axis T is 4"),
+        ({"cos": 4}, r"attention_mlp: cos and sin must be \(5, R\) .*, but cos is \(4, 1\)"),
+        ({"sin": 4}, r"attention_mlp: cos and sin must be \(5, R\) .*, but sin is \(4, 1\)"),
         ({"cos": 5, "sin": 5, "half": 3}, r"linear_rotary_fwd: cos: .* but a head has 4"),
         ({"w_o": (11, 6)}, r"w_o must be \(12, C\).*\(11, 6\)"),
         ({"x2": (2, 4, 7)}, r"x2 \(2, 5, K2\).*\(2, 4, 7\)"),
@@ -204,6 +204,23 @@ def test_what_does_not_fit_is_named(changed, message):
         made[name] = nn.rotary_tables(times[name], 2 * times["half"])[name == "sin"]
     with pytest.raises(ValueError, match=message):
         ops.attention_mlp(**({"heads": 3} | made | given))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("value", [None, np.ones(3)])
+def test_what_is_no_tensor_is_named(name, value):
+    made = {each: ndl.ones(*shape) for each, shape in SHAPES.items()} | {name: value}
+    kind = type(value).__name__
+    with pytest.raises(TypeError, match=f"^attention_mlp: {name} must be a Tensor, but is {kind}"):
+        ops.attention_mlp(**made, heads=3, cos=np.ones((5, 1)), sin=np.ones((5, 1)))
+
+
+@pytest.mark.parametrize("name", ["cos", "sin"])
+def test_angles_that_are_none_are_named(name):
+    made = {each: ndl.ones(*shape) for each, shape in SHAPES.items()}
+    tables = {"cos": np.ones((5, 1)), "sin": np.ones((5, 1))} | {name: None}
+    with pytest.raises((TypeError, ValueError), match=f"^attention_mlp: .*{name}"):
+        ops.attention_mlp(**made, heads=3, **tables)
 
 
 @pytest.mark.parametrize("name", [name for name in SHAPES if name != "x1"])
