@@ -363,7 +363,7 @@ def irregular(heads: int, rows: int, columns: int) -> np.ndarray:
     return ((i * 7 + j * 3 + g) % 5 < 3) & (i % 4 != 3)
 
 
-TURNED = {  # label: B, T, S, H, D, causal, R
+TURNED = {  # label: B, T, S, H, D, causal, R or None: only summed up
     "turned": (2, 31, 31, 3, 16, 1, 4),
     "turned-16-of-64": (2, 130, 130, 2, 64, 1, 8),
     "turned-32-of-64": (1, 70, 70, 1, 64, 0, 16),
@@ -377,12 +377,20 @@ TURNED = {  # label: B, T, S, H, D, causal, R
     # Of one token, or nearly so of two, dq is a difference of equal sums: nothing but rounding.
     "turned-two-dims": (1, 9, 9, 1, 2, 1, 1),
     "turned-zero-size": (2, 0, 0, 3, 16, 1, 4),
+    "summed": (2, 31, 31, 3, 16, 1, None),
+    "summed-64": (2, 130, 130, 2, 64, 1, None),
+    "summed-128": (1, 193, 193, 2, 128, 0, None),
+    "summed-more-keys": (2, 40, 150, 2, 64, 1, None),
+    "summed-fewer-keys": (1, 131, 33, 3, 64, 0, None),
+    "summed-no-keys": (1, 7, 0, 2, 16, 0, None),
 }
-TURNED_SPARSE = {  # label: B, T, S, H, D, causal, blocks, block, R
+TURNED_SPARSE = {  # label: B, T, S, H, D, causal, blocks, block, R or None
     "turned": (1, 77, 77, 3, 9, 1, PER_HEAD, 16, 3),
     "turned-16-of-64": (1, 300, 300, 3, 64, 1, PER_HEAD, 64, 8),
     "turned-32-of-128": (1, 601, 601, 2, 128, 1, STRIDED, 128, 16),
     "turned-20-of-40": (1, 71, 71, 2, 40, 0, irregular(2, 5, 5), 16, 10),
+    "summed-64": (1, 300, 300, 3, 64, 1, PER_HEAD, 64, None),
+    "summed-more-keys": (1, 40, 90, 2, 64, 1, irregular(2, 3, 6), 16, None),
 }
 
 DILATED = {  # label: B, T, H, D, segments, dilations
