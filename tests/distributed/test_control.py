@@ -506,6 +506,7 @@ def test_who_can_end_by_itself_does(start):
     """A gather raises, and the process has some seconds to say more."""
     body = """
 enqueue("the sum", Work(0, NEVER))
+control.gather("all have enqueued it", None)
 if rank == 2: control.leave("the disk is full")
 else:
     try: control.gather("losses", None)
