@@ -308,6 +308,8 @@ def test_a_probe_without_an_answer(monkeypatch):
     # The true one answers within 0.1 s where the machine is fast.
     monkeypatch.setattr(supervise, "PROBE", "import time; time.sleep(600)")
     assert supervise.probe("cpu", 0.1) == "no answer in 0.1 s"
+    found = supervise.probe_each(["GPU-none", "GPU-neither"], 0.1)
+    assert found == dict.fromkeys(["GPU-none", "GPU-neither"], "no answer in 0.1 s")
     began = time.monotonic()
     assert supervise.probe("cpu", 300, lambda: time.monotonic() > began + 0.1) is not None
     assert time.monotonic() - began < 60
@@ -409,8 +411,6 @@ def test_gpus_that_are_not_there_do_not_prove_themselves():
     found = supervise.probe_each(["GPU-none", "GPU-neither"])
     assert [*found] == ["GPU-none", "GPU-neither"]
     assert all("cuda:0" in why for why in found.values())
-    found = supervise.probe_each(["GPU-none", "GPU-neither"], 0.01)
-    assert {*found.values()} == {"no answer in 0.01 s"}
 
 
 # ---- NEEDLE_SYNC --------------------------------------------------------------------------------
