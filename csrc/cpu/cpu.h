@@ -163,7 +163,7 @@ const char *cpu_sgemm_library(void); /* e.g. "OpenBLAS SkylakeX" */
 enum { CPU_PANEL_ROWS = 14, CPU_PANEL_COLUMNS = 32 };
 void cpu_panels_setup(void);                     /* chooses */
 bool cpu_panels_take(nd_dtype dtype, int64_t m); /* whether products of m rows are for these */
-const char *cpu_panels_instructions(void);       /* "AVX-512", or NULL */
+const char *cpu_panels_instructions(void);       /* and the dtypes: another, other bits; or NULL */
 int64_t cpu_panels_words(nd_dtype dtype, int64_t n, int64_t k);
 void cpu_panels_product(nd_dtype dtype, int64_t m, int64_t n, int64_t k, const void *a,
                         const int64_t *a_strides, const void *b, const int64_t *b_strides,

@@ -55,6 +55,9 @@ bool cpu_panels_take(nd_dtype dtype, int64_t m) {
 }
 
 const char *cpu_panels_instructions(void) {
+    if (floats_chosen) {
+        return pairs_chosen ? "AVX512-BF16 (float32 too)" : "AVX-512 (float32 too)";
+    }
     return pairs_chosen ? "AVX512-BF16" : chosen ? "AVX-512" : NULL;
 }
 

@@ -36,7 +36,8 @@ SIZES = [  # (batch, m, k, n)
     (1, 300, 200, 300),  # many tiles
 ]
 THREADS = (1, 2, 3, 4)
-PATHS = {"blas": "", "avx512": "AVX-512 and ", "avx512_bf16": "AVX512-BF16 and "}  # said first
+PATHS = {"blas": "", "avx512": "AVX-512 (float32 too) and "}  # what is said first
+PATHS["avx512_bf16"] = "AVX512-BF16 (float32 too) and "
 NEEDED = {"blas": set(), "avx512": {"avx512f", "avx512bw", "avx512vl"}}  # of the processor
 NEEDED["avx512_bf16"] = NEEDED["avx512"] | {"avx512_bf16"}
 VIEWS = [(first, second) for first in LAYOUTS for second in {"contiguous", "transposed", first}]
@@ -142,6 +143,19 @@ def test_threads_change_no_bit(results, path):
         for name, expected in alone.items():
             if name != "detail":
                 np.testing.assert_array_equal(others[name], expected, name)
+
+
+def test_other_bits_have_another_name(results):
+    """By which a resumed run, and a rank beside another, sees that it multiplies otherwise."""
+    of_path(results, "avx512")  # else there is but one way
+    found = {}
+    for path in (*PATHS, "no word of these"):
+        of = results(path, 1)
+        said = str(of.pop("detail"))
+        same = found.setdefault(said, of)
+        for name, result in of.items():
+            np.testing.assert_array_equal(result, same[name], f"{path}, {said}: {name}")
+    assert len(found) > 1
 
 
 @pytest.mark.parametrize("path", ["avx512", "avx512_bf16"])
