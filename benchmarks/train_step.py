@@ -339,11 +339,12 @@ def main() -> None:
     if not device.enabled():
         raise SystemExit(f"train_step.py: no CUDA device: {device.reason()}")
     args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
-    args.seq_len = args.seq_len or (2048 if on_gpu else 512)
+    if args.seq_len is None:
+        args.seq_len = 2048 if on_gpu else 512
     sizes = args.batch_size or ([4, 16, 32, 64] if on_gpu else [4])
     if min(args.blocks, args.seq_len, *sizes, 1 if args.steps is None else args.steps) < 1:
         parser.error("--blocks, --steps, --batch-size and --seq-len must be 1 or more")
-    if not args.load >= 0:
+    if not 0 <= args.load < float("inf"):
         parser.error(f"--load must be 0 seconds or more, not {args.load:g}")
     if args.graph and not device.records_graphs:
         parser.error(f"--graph: {device} records no graphs, as GPUs do: leave it out")
