@@ -88,7 +88,9 @@ def vector(x: NDArray) -> NDArray:
     return x.reshape((x.size,))
 
 
-def id_array(op: str, ids: Any, device: Device, limit: int, lowest: int | None = 0) -> NDArray:
+def id_array(
+    op: str, ids: Any, device: Device, limit: int, lowest: int | None = 0, name: str = "ids"
+) -> NDArray:
     """Ids as a 1-D int32 NDArray on `device`, checked while they are on the host.
 
     ids: Tensor, NDArray, NumPy array or nested list, any shape, of whole numbers in
@@ -103,14 +105,17 @@ def id_array(op: str, ids: Any, device: Device, limit: int, lowest: int | None =
                 ids = ids.astype("int32")
             return ids.to(device).reshape((ids.size,))
         ids = ids.numpy()
-    values = np.asarray(ids)
+    try:
+        values = np.asarray(ids)
+    except ValueError as error:  # rows of different lengths
+        raise ValueError(f"{op}: {name}: {error}") from None
     if values.dtype.kind not in "iufb" and values.size:
-        raise TypeError(f"{op}: ids must be whole numbers, but are {ids!r:.40}")
+        raise TypeError(f"{op}: {name} must be whole numbers, but are {ids!r:.40}")
     bad = values >= limit
     if lowest is not None:
         bad |= values < lowest
     if values.dtype.kind not in "iu":
-        bad |= values != np.trunc(values)
+        bad |= ~np.isfinite(values) | (values != np.trunc(values))
     if bad.any():
         where = tuple(int(i) for i in np.argwhere(bad)[0])
         wanted = f"below {limit}" if lowest is None else f"from {lowest} to {limit - 1}"

@@ -31,7 +31,7 @@ class CrossEntropy(FusedOp):
 
 
 def _target_ids(op: str, targets: Any, rows: int, vocabulary: int, device: _C.Device) -> NDArray:
-    ids = id_array(op, targets, device, vocabulary, lowest=None)
+    ids = id_array(op, targets, device, vocabulary, lowest=None, name="targets")
     if ids.size != rows:
         raise ValueError(f"{op}: {ids.size} targets for {rows} rows of logits")
     return ids

@@ -221,6 +221,9 @@ def test_angles_that_are_none_are_named(name):
     tables = {"cos": np.ones((5, 1)), "sin": np.ones((5, 1))} | {name: None}
     with pytest.raises((TypeError, ValueError), match=f"^attention_mlp: .*{name}"):
         ops.attention_mlp(**made, heads=3, **tables)
+    tables = {"cos": np.ones((5, 1)), "sin": np.ones((5, 1))} | {name: np.ones((5, 2))}
+    with pytest.raises(ValueError, match="^attention_mlp: cos and sin must be"):
+        ops.attention_mlp(**made, heads=3, **tables)
 
 
 @pytest.mark.parametrize("name", [name for name in SHAPES if name != "x1"])
