@@ -311,6 +311,7 @@ def products_of(device: ndl.Device) -> str:
     if device.is_host:
         return properties["products"]
     given = [(name, os.environ[name]) for name in GPU_KERNELS if name in os.environ]
+    # As cuda/backend.cu and cuda/matmul.cu read them.
     heeded = {"NEEDLE_ARCH": bool, "NEEDLE_PLAN": lambda word: True, "NEEDLE_TF32": "1".__eq__}
     asked = (f", {name}={word}" for name, word in given if heeded[name](word))
     return f"{properties['products']} on {properties['name']}{''.join(asked)}"

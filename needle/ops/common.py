@@ -94,7 +94,8 @@ def id_array(
     """Ids as a 1-D int32 NDArray on `device`, checked while they are on the host.
 
     ids: Tensor, NDArray, NumPy array or nested list, any shape, of whole numbers in
-    [lowest, limit); lowest None allows any negative number. ValueError names the first bad one.
+    [lowest, limit); lowest None allows any negative number; `name` is what the op calls them.
+    TypeError where they are no numbers, ValueError names the first bad one, or uneven rows.
     On CUDA nobody can look without waiting: there the kernel marks a bad row with NaN.
     """
     if isinstance(ids, Tensor):
@@ -114,7 +115,7 @@ def id_array(
     bad = values >= limit
     if lowest is not None:
         bad |= values < lowest
-    if values.dtype.kind not in "iu":
+    if values.dtype.kind == "f":
         bad |= ~np.isfinite(values) | (values != np.trunc(values))
     if bad.any():
         where = tuple(int(i) for i in np.argwhere(bad)[0])

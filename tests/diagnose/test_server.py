@@ -96,11 +96,11 @@ def test_other_answers_are_failures(heard, answer, said):
 
 def test_one_that_does_not_answer(heard, monkeypatch):
     monkeypatch.setattr(server, "SECONDS", 0.3)
-    with service(ANSWERS, wait=30) as (url, _):
+    with service(ANSWERS, wait=1) as (url, _):
         start = time.monotonic()
         server.examine(heard, url)
         assert "does not answer: timed out" in heard.levels()["failed"][0]
-        assert time.monotonic() - start < 15
+        assert time.monotonic() - start < 0.9
     heard.findings.clear()
     server.examine(heard, url)
     server.examine(heard, "nonsense")

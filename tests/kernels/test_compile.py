@@ -206,12 +206,9 @@ def test_options_reach_the_compiler():
 @needs_nvrtc
 def test_one_source_is_compiled_once():
     first = build(SOURCE, SCALES)
-    took = []
-    for _ in range(5):  # one of which the machine lets run through
-        start = time.perf_counter()
-        assert build(SOURCE, list(SCALES)) is first
-        took.append(time.perf_counter() - start)
-    assert min(took) < 2e-3
+    start = time.perf_counter()
+    assert build(SOURCE, list(SCALES)) is first
+    assert time.perf_counter() - start < 2e-3
     for other in (build(SOURCE, SCALES[:1]), build(SOURCE, SCALES, "80")):
         assert other is not first and other.cubin != first.cubin
 
