@@ -305,9 +305,11 @@ class Control:
         """Takes it, waiting so long for the first of it."""
         for key, _ in self._selector.select(max(0.0, seconds)):
             if not self._hear_of(key.data):
+                peer = self._peers[key.data]
                 self._selector.unregister(key.fileobj)
-                self._peers[key.data].is_open = False
-                key.fileobj.close()
+                peer.is_open = False
+                if self.rank != 0 or peer.has_closed:  # who left waits for rank 0's last words
+                    key.fileobj.close()
 
     def _hear_of(self, rank: int) -> bool:
         """What has come of a rank; whether more may come."""

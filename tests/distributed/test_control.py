@@ -11,6 +11,8 @@ import pytest
 HANG = "time.sleep(600)"
 IN_GATHER = "control.gather('losses', rank)"
 IN_WATCHED = f"with control.watched('weights'): {HANG}"
+# How long who leaves waits for rank 0's last words, where a test is not about that.
+PATIENT = "sys.modules['needle.distributed.control'].LINGER = 20.0"
 
 
 def test_values_arrive_as_they_were(start):
@@ -173,6 +175,7 @@ def test_who_leaves_with_the_same_reason_as_rank_0_is_told_so(start, reason, tol
     body = f"""
 control = join()
 control.gather("begin", None)
+{PATIENT}
 if rank == 2: time.sleep(0.5)
 say(control.leave({reason}))
 """
@@ -189,11 +192,39 @@ control.gather("all have started", None)
 if rank == 2:
     control.leave("the disk is full")
 else:
+    {PATIENT}
     time.sleep({late})
     try: control.gather("begin", None)
     except RankMissing as error: say(control.leave(str(error)))
 """
     assert start(body, 3, deadline=4.0)[1].end() == (0, ["True"], "")
+
+
+def test_who_leaves_before_rank_0_is_told_what_it_says(start, within):
+    """Also where rank 0 has seen that it is gone, long before it leaves itself."""
+    body = f"""
+{PATIENT}
+control = join()
+control.gather("all have started", None)
+if rank == 0:
+    while control._peers[1].is_open: time.sleep(0.01)
+    control.leave("the flags are wrong")
+else: say(control.leave("the flags are wrong"))
+"""
+    with within(10):  # it hears the end of the words as well
+        assert start(body, deadline=4.0)[1].end() == (0, ["True"], "")
+
+
+def test_who_waits_for_rank_0_in_vain_ends(start, within):
+    """Rank 0 neither leaves nor closes: a second, and then it is told that nobody says it."""
+    body = """
+control = join()
+if rank == 1: say(control.leave("the disk is full"))
+else: time.sleep(60)
+"""
+    ranks = start(body, deadline=4.0)
+    with within(10):
+        assert ranks[1].end() == (0, ["False"], "")
 
 
 def test_all_come_and_the_transfer_hangs(start):
