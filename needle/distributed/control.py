@@ -225,7 +225,11 @@ class Control:
 
     def _end(self) -> None:
         self._closing = True
-        end = time.monotonic() + LINGER
+        if self._closed.is_set():
+            return
+        # With work on the device the time to end by itself is running: some of it is left.
+        most = GRACE * self.deadline / 2 if self._enqueued else LINGER
+        end = time.monotonic() + min(LINGER, most)
         with self._reading:
             for peer in self._peers.values():
                 peer.connection.end_sending()

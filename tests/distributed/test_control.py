@@ -216,15 +216,21 @@ else: say(control.leave("the flags are wrong"))
 
 
 def test_who_waits_for_rank_0_in_vain_ends(start, within):
-    """Rank 0 neither leaves nor closes: a second, and then it is told that nobody says it."""
+    """Rank 0 neither leaves nor closes: a second, and then it is told that nobody says it. Who has
+    left may close."""
     body = """
 control = join()
-if rank == 1: say(control.leave("the disk is full"))
+if rank == 1:
+    say(control.leave("the disk is full"))
+    control.close()
+    control._thread.join()
+    control.close()
+    say("closed")
 else: time.sleep(60)
 """
     ranks = start(body, deadline=4.0)
     with within(10):
-        assert ranks[1].end() == (0, ["False"], "")
+        assert ranks[1].end() == (0, ["False", "closed"], "")
 
 
 def test_all_come_and_the_transfer_hangs(start):
@@ -531,6 +537,19 @@ enqueue("the sum", Broken(0, NEVER) if rank == {broken} else Work(0, NEVER))
         found = ended(start, body, deadline=20.0)
     for code, _, said in found:
         assert code == 75 and f"rank {broken}, in 'the sum' at step 3: the cable is out" in said
+
+
+def test_who_leaves_while_its_device_hangs_ends_by_itself(start):
+    """It waits for rank 0's words for less than the time after which it would be ended."""
+    body = f"""
+if rank == 0: time.sleep(60)
+{PATIENT}
+enqueue("the sum", Work(0, NEVER))
+say(control.leave("the disk is full", 7))
+os._exit(7)
+"""
+    ranks = start(WORK + body, deadline=40.0)
+    assert ranks[1].end() == (7, ["False"], "")
 
 
 def test_who_can_end_by_itself_does(start):
