@@ -8,12 +8,14 @@ last place of the output, plus the float32 accumulator's own error over K terms,
 import ctypes
 import gc
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
+from cases import FLOATS
 
 import needle as ndl
 from needle import _C
@@ -250,6 +252,76 @@ def assert_near(got, exact, unit, ulps: float, dtype: str, what: str = "") -> No
         f"{what}: {wrong.sum()} of {wrong.size} elements are off, the first: got "
         f"{got[wrong].flat[0]!r}, expected {exact[wrong].flat[0]!r}"
     )
+
+
+# ---- structured ops --------------------------------------------------------------------------
+
+STORED = {"F": None, "f4": "float32", "i4": "int32", "i8": "int64", "b1": "bool"}
+
+
+def rng_of(*what):
+    return np.random.default_rng(zlib.crc32(" ".join(map(str, what)).encode()))
+
+
+def dtype_of(operand, dtype: str) -> str:
+    return STORED.get(operand.dtype) or dtype
+
+
+def prepare(case, dtype: str, layouts=None) -> dict:
+    """The case's inputs, rounded to the dtypes that they are stored in."""
+    values = case.inputs(rng_of(case))
+    for operand in OPS[case.op].inputs:
+        value = values[operand.name]
+        if operand.is_array and value is not None:
+            value = laid_out_values(
+                np.asarray(value), (layouts or {}).get(operand.name, "contiguous")
+            )
+            stored = dtype_of(operand, dtype)
+            values[operand.name] = rounder(stored)(value) if stored in FLOATS else value
+    return values
+
+
+def call(case, values: dict, dtype: str, device, layouts=None) -> dict:
+    """Run the op; what it wrote by name: outputs and changed operands."""
+    op = OPS[case.op]
+    arguments = {}
+    for operand in op.inputs:
+        value = values[operand.name]
+        if operand.is_array and value is not None:
+            layout = (layouts or {}).get(operand.name, "contiguous")
+            value = to_ndarray(value, dtype_of(operand, dtype), device, layout)
+        arguments[operand.name] = value
+    results = getattr(_C, case.op)(*arguments.values())
+    if len(op.outputs) < 2:
+        results = (results,) if op.outputs else ()
+    written = {operand.name: result for operand, result in zip(op.outputs, results, strict=True)}
+    changed = {o.name: arguments[o.name] for o in op.inputs if o.is_written}
+    return written | {name: array for name, array in changed.items() if array is not None}
+
+
+def check(case, values: dict, written: dict, dtype: str) -> None:
+    """Everything written, against the reference, within the bound."""
+    exact = case.reference(rounder("float64"), **values)
+    naive = {name: case.reference(rounder(name), **values) for name in {dtype, "float32"}}
+    for operand in OPS[case.op].operands:
+        if operand.name not in written:
+            continue
+        stored = dtype_of(operand, dtype)
+        array = written[operand.name]
+        assert array.dtype == stored, f"{operand.name} is {array.dtype}"
+        if stored not in FLOATS:
+            np.testing.assert_array_equal(array.numpy(), exact[operand.name], err_msg=operand.name)
+            continue
+        computed_in = dtype if operand.name in case.of_rounded else stored
+        rounded = rounder(stored)(naive[computed_in][operand.name])
+        assert_within(
+            array.numpy(),
+            exact[operand.name],
+            rounded,
+            stored,
+            case.terms,
+            f"{case.op}: {operand.name}",
+        )
 
 
 # ---- numerical gradients -------------------------------------------------------------------------

@@ -6,8 +6,8 @@ import itertools
 import numpy as np
 import pytest
 from cases import BAD, BAD_VALUES, CASES, ELEMENTWISE, REDUCTIONS, long_ids
-from harness import DEVICES, OPS, device_of, to_ndarray
-from test_ops import FIRST, dtype_of, prepare
+from harness import DEVICES, OPS, device_of, dtype_of, prepare, to_ndarray
+from test_ops import FIRST
 
 from needle import _C
 

@@ -7,8 +7,8 @@ from collections import Counter
 import numpy as np
 import pytest
 from gradients import GRADIENTS
-from harness import DEVICES, OPS, device_of, live_bytes, to_ndarray
-from test_ops import FIRST, call, dtype_of, prepare
+from harness import DEVICES, OPS, call, device_of, dtype_of, live_bytes, prepare, to_ndarray
+from test_ops import FIRST
 
 import needle as ndl
 from needle import _C, Tensor, nn, optim

@@ -4,7 +4,6 @@ import itertools
 import os
 import subprocess
 import sys
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -28,9 +27,13 @@ from harness import (
     assert_same_bits,
     assert_within,
     attended,
+    call,
+    check,
     device_of,
     laid_out_values,
     poison,
+    prepare,
+    rng_of,
     rounder,
     to_ndarray,
 )
@@ -41,73 +44,7 @@ from needle.ops import cross_entropy
 FIRST = {case.op: case for case in reversed(CASES)}  # one case of each structured op
 PLACED = {op: [o.name for o in OPS[op].inputs if o.mode == "IO_ROWS"] for op in OPS}
 SHAPES = [(1,), (31,), (257,), (31, 257), (3, 1, 5, 7), (0,), (4, 0, 3), ()]
-STORED = {"F": None, "f4": "float32", "i4": "int32", "i8": "int64", "b1": "bool"}
 UNREPEATED = "kept offsets columns order offsets_t rows order_t lse".split()
-
-
-def rng_of(*what):
-    return np.random.default_rng(zlib.crc32(" ".join(map(str, what)).encode()))
-
-
-def dtype_of(operand, dtype: str) -> str:
-    return STORED.get(operand.dtype) or dtype
-
-
-def prepare(case, dtype: str, layouts=None) -> dict:
-    """The case's inputs, rounded to the dtypes that they are stored in."""
-    values = case.inputs(rng_of(case))
-    for operand in OPS[case.op].inputs:
-        value = values[operand.name]
-        if operand.is_array and value is not None:
-            value = laid_out_values(
-                np.asarray(value), (layouts or {}).get(operand.name, "contiguous")
-            )
-            stored = dtype_of(operand, dtype)
-            values[operand.name] = rounder(stored)(value) if stored in FLOATS else value
-    return values
-
-
-def call(case, values: dict, dtype: str, device, layouts=None) -> dict:
-    """Run the op; what it wrote by name: outputs and changed operands."""
-    op = OPS[case.op]
-    arguments = {}
-    for operand in op.inputs:
-        value = values[operand.name]
-        if operand.is_array and value is not None:
-            layout = (layouts or {}).get(operand.name, "contiguous")
-            value = to_ndarray(value, dtype_of(operand, dtype), device, layout)
-        arguments[operand.name] = value
-    results = getattr(_C, case.op)(*arguments.values())
-    if len(op.outputs) < 2:
-        results = (results,) if op.outputs else ()
-    written = {operand.name: result for operand, result in zip(op.outputs, results, strict=True)}
-    changed = {o.name: arguments[o.name] for o in op.inputs if o.is_written}
-    return written | {name: array for name, array in changed.items() if array is not None}
-
-
-def check(case, values: dict, written: dict, dtype: str) -> None:
-    """Everything written, against the reference, within the bound."""
-    exact = case.reference(rounder("float64"), **values)
-    naive = {name: case.reference(rounder(name), **values) for name in {dtype, "float32"}}
-    for operand in OPS[case.op].operands:
-        if operand.name not in written:
-            continue
-        stored = dtype_of(operand, dtype)
-        array = written[operand.name]
-        assert array.dtype == stored, f"{operand.name} is {array.dtype}"
-        if stored not in FLOATS:
-            np.testing.assert_array_equal(array.numpy(), exact[operand.name], err_msg=operand.name)
-            continue
-        computed_in = dtype if operand.name in case.of_rounded else stored
-        rounded = rounder(stored)(naive[computed_in][operand.name])
-        assert_within(
-            array.numpy(),
-            exact[operand.name],
-            rounded,
-            stored,
-            case.terms,
-            f"{case.op}: {operand.name}",
-        )
 
 
 def elementwise_values(op: str, shape, dtype: str, rng) -> list[np.ndarray]:
@@ -644,8 +581,8 @@ def test_two_runs_give_the_same_bits(case, device):
 DIGESTS = """
 import hashlib
 import numpy as np
-from harness import bits, device_of, to_ndarray
-from test_ops import CASES, call, prepare
+from harness import bits, call, device_of, prepare, to_ndarray
+from cases import CASES
 from needle import _C
 device = device_of("cpu")
 for dtype in ("float32", "bfloat16"):

@@ -26,8 +26,7 @@ from fractions import Fraction
 
 import numpy as np
 from cases import CASES
-from harness import OPS, to_ndarray
-from test_ops import dtype_of, prepare
+from harness import OPS, dtype_of, prepare, to_ndarray
 
 from needle import _C
 

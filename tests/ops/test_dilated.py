@@ -91,18 +91,22 @@ def test_the_fewest_views():
 
 @both
 def test_gradients_of_slices(device):
-    """Whose batch and time are not one axis."""
+    """Slices, whose batch and time do not merge: all operands, and each beside whole ones."""
     device, segments, dilations = device_of(device), (8, 32), (1, 2)
     numbers = [rounder("float32")(draw(i, 2, 40, 6, 16)) for i in range(4)]
-    leaves = [Tensor(x, device=device, requires_grad=True) for x in numbers[:3]]
     part = (slice(None), slice(3, 35), slice(1, 5))
-    ops.dilated_attention(*(x[part] for x in leaves), segments, dilations).backward(
-        Tensor(numbers[3][part], device=device)
-    )
-    branches = tuple(zip(segments, dilations))
-    wanted = gradients_of(*(x[part] for x in numbers), branches, True)
-    for name, leaf, want in zip("qkv", leaves, wanted):
-        assert_close(leaf.grad.numpy()[part], want, "float32", f"d{name}")
+    wanted = gradients_of(*(x[part] for x in numbers), tuple(zip(segments, dilations)), True)
+    for sliced in ("qkv", "q", "k", "v", "kv"):
+        leaves = [
+            Tensor(x if name in sliced else x[part], device=device)
+            for name, x in zip("qkv", numbers)
+        ]
+        operands = [x[part] if name in sliced else x for name, x in zip("qkv", leaves)]
+        out = ops.dilated_attention(*operands, segments, dilations)
+        out.backward(Tensor(numbers[3][part], device=device))
+        for name, leaf, want in zip("qkv", leaves, wanted):
+            got = leaf.grad.numpy()[part] if name in sliced else leaf.grad.numpy()
+            assert_close(got, want, "float32", f"d{name} beside slices of {sliced}")
 
 
 @both

@@ -104,7 +104,8 @@ def test_what_is_frozen_gets_no_gradient_and_changes_none(device, frozen, flat):
     for name, p in model.named_parameters():
         p.requires_grad = name not in names
     if flat:
-        nn.flatten_parameters(model)
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        assert set(nn.flatten_parameters(model).names) == trained
     got = numbers(step(model))
     near(got, {name: x for name, x in wanted.items() if name not in names}, 1e-5)
     for name, p in model.named_parameters():
@@ -112,15 +113,18 @@ def test_what_is_frozen_gets_no_gradient_and_changes_none(device, frozen, flat):
 
 
 @both
-def test_gradients_are_claimed_apart_where_one_has_been_added_to(device):
-    """The first product of a step writes, but not what somebody has added to before."""
+@pytest.mark.parametrize("first", ["attention.dense.weight", "mlp.dense_4h_to_h.weight"])
+def test_gradient_beside_one_that_was_added_to_ignores_the_last_step(device, first):
+    """One of the joined pair adds, the other overwrites the rubbish of the step before."""
     device = device_of(device)
     wanted, model = numbers(step(small(device))), small(device)
-    nn.flatten_parameters(model)
-    weight = model.layers[0].attention.dense.weight
-    weight.grad_buffer.fill(1)  # its neighbour's still counts as zeros
+    flat = nn.flatten_parameters(model)
+    for buffer in (p.grad_buffer for p in flat.parameters):
+        buffer.fill(1e3)
+    flat.forget_grad()
+    dict(model.layers[0].named_parameters())[first].grad_buffer.fill(1)
     got = numbers(step(model))
-    wanted["layers.0.attention.dense.weight"] += 1
+    wanted[f"layers.0.{first}"] += 1
     near(got, wanted, 1e-5)
 
 

@@ -1,0 +1,21 @@
+"""Structured ops at sizes past each blocking constant (tests/cases/large.py), by value."""
+
+import itertools
+
+import pytest
+from cases.large import LARGE
+from harness import DEVICES, call, check, device_of, poison, prepare
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("op", dict.fromkeys(case.op for case in LARGE))
+def test_structured_past_each_block_size(op, device):
+    device = device_of(device)
+    for case, dtype in itertools.product(LARGE, ("float32", "bfloat16")):
+        if case.op == op:
+            values = prepare(case, dtype)
+            poison(device)
+            try:
+                check(case, values, call(case, values, dtype, device), dtype)
+            except AssertionError as error:
+                raise AssertionError(f"{case} in {dtype}") from error
