@@ -44,7 +44,7 @@ C_FILES = $(wildcard csrc/*.[ch] csrc/*/*.[ch] cuda/*.cu cuda/*.cuh)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help train test gpu test-cuda lib check format asan fuzz memcheck campaign mutants bench clean
+.PHONY: help train test gpu test-cuda lib check format arm64 asan fuzz memcheck campaign mutants bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -54,6 +54,7 @@ help:
 	@echo 'make lib                    build needle/_C and, where CUDA is, needle/_cuda.so, in place'
 	@echo 'make check                  formatting, lint, and the tests of the tree'
 	@echo 'make format                 apply the formatting'
+	@echo 'make arm64                  the core cross-compiled, its C test under qemu-user'
 	@echo 'make asan                   the core under the address and undefined-behaviour sanitizers'
 	@echo 'make fuzz                   an hour of hostile calls of the core, under the same sanitizers'
 	@echo 'make memcheck               the CUDA kernel tests under compute-sanitizer'
@@ -195,6 +196,17 @@ asan: $(STATE)/test
 # For an hour, or as ARGS="--seconds N" says.
 fuzz: $(STATE)/test
 	$(sanitized) $(CURDIR)/tests/fuzz.py $(ARGS)
+
+ARM := aarch64-linux-gnu-gcc
+ARM_OBJECTS = $(patsubst %.c,build/arm64/objects/%.o,$(wildcard csrc/*.c csrc/cpu/*.c))
+arm64: $(STATE)/build
+	@for tool in $(ARM) qemu-aarch64; do command -v $$tool >/dev/null || { echo "needle: error: no $$tool:" \
+	    "apt install gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user" >&2; exit 1; }; done
+	@CC=$(ARM) NEEDLE_CUDA=0 NEEDLE_BLAS=builtin NEEDLE_MARCH=none NEEDLE_WERROR=1 "$(PY)" -W ignore \
+	    setup.py -q build_ext --build-lib build/arm64 --build-temp build/arm64/objects
+	@$(ARM) -std=gnu17 -O1 -Wall -Wextra -Werror -fopenmp tests/csrc/cpu_ops.c $(ARM_OBJECTS) -lm \
+	    -o build/arm64/cpu_ops
+	@qemu-aarch64 -L /usr/aarch64-linux-gnu build/arm64/cpu_ops
 
 memcheck: gpu $(STATE)/test
 	@NEEDLE_CUDA=1 $(MAKE) --no-print-directory lib

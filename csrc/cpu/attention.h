@@ -56,9 +56,8 @@ ND_FN void attention_copy(float *restrict to, const float *restrict from, int64_
     int64_t j = 0;
 #pragma GCC unroll 2
     for (; j + TILE_LANES <= d; j += TILE_LANES) {
-        tile_vector x = *(const tile_vector *)(from + j);
-        __asm__("" : "+v"(x)); /* or the compiler sees a memcpy */
-        *(tile_vector *)(to + j) = x;
+        /* volatile, or the compiler sees a memcpy */
+        *(volatile tile_vector *)(to + j) = *(const tile_vector *)(from + j);
     }
     for (; j < d; j++) {
         to[j] = from[j];
