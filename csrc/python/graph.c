@@ -1,7 +1,8 @@
 /* graph.c - the type Graph: a step of work recorded once and enqueued again by one call.
  *
  *     graph = Graph(device, step)   calls step() twice: for real, then recorded
- *     graph.replay()                does the work of step() once more, on the same arrays
+ *     graph.replay()                does the work of step() once more, on the same arrays; with
+ *                                   NEEDLE_SYNC by step() itself, so that a fault carries its op
  *
  * A step may use arrays of the one device only: nothing is uploaded, downloaded or waited for in it,
  * and numbers of Python are frozen into it. It must do the same in both calls and keep no array that
@@ -119,6 +120,11 @@ static PyObject *graph_replay(PyObject *object, PyObject *unused) {
     if (nd_streamed_check(state, self) < 0) {
         return NULL;
     }
+    if (state->sync) {
+        PyObject *result = PyObject_CallNoArgs(self->step);
+        Py_XDECREF(result);
+        return result == NULL ? NULL : Py_NewRef(Py_None);
+    }
     nd_status status =
         self->head.device->backend->graph_launch(self->head.device->index, self->graph);
     return nd_none_or_raise(state, "Graph.replay", self->head.device, status);
@@ -127,7 +133,7 @@ static PyObject *graph_replay(PyObject *object, PyObject *unused) {
 static PyMethodDef graph_methods[] = {
     {"replay", graph_replay, METH_NOARGS,
      "replay($self)\n--\n\nEnqueue the recorded work once more; its results land in the same "
-     "arrays."},
+     "arrays. While each op is\nwaited for (NEEDLE_SYNC=1), call step() instead."},
     {NULL, NULL, 0, NULL},
 };
 

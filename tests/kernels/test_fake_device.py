@@ -316,6 +316,40 @@ assert log()[-1] == "unload 3"  # no graph holds it
 """)
 
 
+def test_graph_replay_while_ops_are_synchronised_calls_the_step(fake):
+    """A fault in a step that is replayed has to carry the name of its op."""
+    fake("""
+calls = []
+def step():
+    calls.append(1)
+    fill(1, 32, x, 3, 4)
+
+class Fails(Exception):
+    pass
+
+def failing():
+    if len(failed) == 2:
+        raise Fails
+    failed.append(1)
+
+failed = []
+graph, broken = _C.Graph(device, step), _C.Graph(device, failing)
+graph.replay()
+assert len(calls) == 2
+assert _C.sync_each_op(True) is False
+graph.replay()
+assert len(calls) == 3
+try:
+    broken.replay()
+except Fails:
+    failed = None  # the step's own error
+assert failed is None
+_C.sync_each_op(False)
+graph.replay()
+assert len(calls) == 3
+""")
+
+
 def test_a_cycle_through_a_graph_goes_in_order(fake):
     """Where the garbage collector finds them, the graph goes before the code that it launches."""
     fake("""
