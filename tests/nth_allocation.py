@@ -514,6 +514,16 @@ def sweep(
     return last, tried
 
 
+def undisturbed(operation: Operation, injector: Injector, kind: str) -> int:
+    """How many allocations the operation makes where none fails."""
+    operation.prepare()
+    _, error = injector.attempt(operation.run, kind, FOREVER, 1)
+    if error is not None:
+        raise Wrong(f"{type(operation).__name__}: undisturbed it raised {error}")
+    operation.release()
+    return injector.functions.calls_seen()
+
+
 def sweeps(device: str, kind: str, names: list[str], first: int, every: int) -> int:
     """All operations that are named; prints a line each. How often an allocation failed."""
     injector = Injector(cuda=device == "cuda")
@@ -527,9 +537,12 @@ def sweeps(device: str, kind: str, names: list[str], first: int, every: int) -> 
             kept = reserved(operation.device)
             last, tried = sweep(operation, injector, kind, first, every)
             total += tried
+            calls = undisturbed(operation, injector, kind)  # caches are filled by now
+            if every == 1 and kind != "python" and (last, tried) != (calls, 2 * calls):
+                raise Wrong(f"{name}: of {calls} calls {last} failed alone, {tried} in all")
             if kind != "python" and reserved(operation.device) > kept:
                 raise Wrong(f"{name} on {device}: the pool holds more than before")
-            print(f"{name:16} {device} {kind}: {last} calls, {tried} failures", flush=True)
+            print(f"{name:16} {device} {kind}: {calls} calls, {tried} failures", flush=True)
             del operation
             gc.unfreeze()
     return total
