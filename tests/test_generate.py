@@ -255,6 +255,7 @@ class Says:
         ("hello", ("lo",), ["h", "e", "l"]),
         ("hello", ("lx",), ["h", "e", "l", "lo"]),
         ("helll", ("lx",), ["h", "e", "l", "l", "l"]),
+        ("hellom", ("lox",), ["h", "e", "l", "lom"]),
         ("hello", ("ell", "l"), ["h", "e"]),
         ("a__b", (), ["a", "é", "b"]),
         ("a_", (), ["a", "\ufffd"]),

@@ -59,6 +59,13 @@ def test_a_seek_begins_a_step():
     np.testing.assert_array_equal(batches.next()[0], first)
 
 
+def test_in_order_with_a_limit_above_the_epoch_gives_each_batch_once():
+    batches = Batches(TOKENS[: 16 * 7 + 1], 2, 16)
+    every = [ids for ids, _ in batches.in_order(100)]
+    wanted = TOKENS[: 16 * 6].reshape(3, 2, 16)
+    np.testing.assert_array_equal(every, wanted)
+
+
 def test_tokens_of_a_rank():
     plain, own = Batches(TOKENS, 2, 16), Batches(TOKENS, 2, 16)
     columns = np.array([0, 1, 14, 15])
