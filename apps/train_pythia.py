@@ -522,7 +522,10 @@ def resumed_run(args, ranks: Group, folder: Path, lock: Lock | None, checkpoint:
     vocab_size = checkpoint.configuration().vocab_size
     context = settings["context_parallel"]
     batches = Prefetch(open_batches(ranks, context, data, described, vocab_size), device)
-    batches.seek(state["data"])
+    try:
+        batches.seek(state["data"])
+    except DataError as error:
+        raise CheckpointError(f"{checkpoint.path}: {error}") from error
     model, optimizer, _, _ = checkpoint.restore(device)
     if optimizer.flat is None:
         raise CheckpointError(f"{checkpoint.path}: its optimizer has a part of the parameters only")

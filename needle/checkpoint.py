@@ -7,7 +7,9 @@ the float32 master weights of a bfloat16 model) under `optimizer.<name>`. The pa
 opens it.
 
 state: model (the name it is registered by; the files before it had one are of Pythia) and config,
-both null for a module of no registered class, optimizer (class and numbers), epoch, loss,
+both null for a module of no registered class, frozen (names of parameters that require no gradient),
+optimizer (class, numbers, and its form: the names of its parameters in their order, how many of them
+decay where they are flat, else null, and whether gradients accumulate in buffers), epoch, loss,
 random_state (NumPy's global generator), versions, and what the caller adds: step, position in the
 data, schedule.
 
@@ -42,7 +44,7 @@ DIGITS = 32  # of the checksum, in hexadecimal
 CHUNK = 1 << 24  # bytes read at a time
 # What each state has, whatever a caller adds.
 MAYBE = (dict, type(None))  # of a module that is not registered, and of no optimizer
-STATE = {"config": MAYBE, "optimizer": MAYBE, "epoch": int, "loss": (int, float)}
+STATE = {"config": MAYBE, "frozen": list, "optimizer": MAYBE, "epoch": int, "loss": (int, float)}
 CheckpointError = FileError  # a checkpoint, or a folder of transformers, that cannot be used
 
 
@@ -93,15 +95,19 @@ def save(
         raise ValueError(f"save: {reserved[0]}: in a file that name is the optimizer's; rename it")
     saved_optimizer = None
     if optimizer is not None:
-        numbers = optimizer.state_dict()
+        names = _names_in(module, optimizer, "save")
+        numbers = _renamed(optimizer.state_dict(), names)
         arrays = numbers.pop("arrays")
-        _check_optimizer(module, optimizer)
-        saved_optimizer = {"class": type(optimizer).__name__, **numbers}
+        flat, saved_optimizer = optimizer.flat, {"class": type(optimizer).__name__, **numbers}
+        saved_optimizer["names"] = list(names.values())
+        saved_optimizer["decayed"] = None if flat is None else flat.decayed
+        saved_optimizer["accumulates"] = optimizer.params[0].has_grad_buffer
         tensors.update({f"optimizer.{name}": value for name, value in arrays.items()})
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     state = {
         "model": None if config is None else config.family,
         "config": None if config is None else config.to_dict(),
+        "frozen": [name for name, p in module.named_parameters() if not p.requires_grad],
         "optimizer": saved_optimizer,
         "epoch": 0,
         "loss": math.nan,
@@ -122,16 +128,31 @@ def _registered_config(module: nn.Module) -> models.Config | None:
     return config if known else None
 
 
-def _check_optimizer(model: nn.Module, optimizer: optim.Optimizer) -> None:
-    """An optimizer of other parameters is refused before a run relies on it."""
-    named = dict(model.named_parameters())
+def _names_in(module: nn.Module, optimizer: optim.Optimizer, op: str) -> dict[str, str]:
+    """The optimizer's names of its parameters, and those that they have in the module. An optimizer
+    of other parameters is refused before a run relies on it."""
+    own = {id(p): name for name, p in module.named_parameters()}
     for name, parameter in zip(optimizer.names, optimizer.params):
-        if named.get(name) is not parameter:
+        if id(parameter) not in own:
             raise ValueError(
-                f"save: the optimizer's parameter {name!r} is not the "
-                f"model's of that name; make the optimizer from model.parameters(), "
-                "model.named_parameters() or nn.flatten_parameters(model)"
+                f"{op}: the optimizer's parameter {name!r} is not the model's; make the "
+                "optimizer from model.parameters(), model.named_parameters() or "
+                "nn.flatten_parameters(model)"
             )
+    return {name: own[id(p)] for name, p in zip(optimizer.names, optimizer.params)}
+
+
+def _renamed(state: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """The state of an optimizer with its parameters under other names, where there are such."""
+
+    def key(text: str) -> str:
+        slot, _, name = text.partition(".")
+        return f"{slot}.{names.get(name, name)}"
+
+    changed = {**state, "arrays": {key(name): array for name, array in state["arrays"].items()}}
+    if isinstance(state.get("groups"), dict):
+        changed["groups"] = {names.get(n, n): own for n, own in state["groups"].items()}
+    return changed
 
 
 def _optimizer_class(name: Any) -> type[optim.Optimizer]:
@@ -234,7 +255,10 @@ class Checkpoint:
             for key, kind in STATE.items():
                 if not isinstance(state[key], kind):
                     raise TypeError(f"{key} is {state[key]!r:.60}")
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            if state["optimizer"] is not None and "class" not in state["optimizer"]:
+                raise TypeError("its optimizer has no class")
+            state["loss"] = float(state["loss"])
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise self._error(f"the metadata cannot be used: {error}") from error
         return {entry.name: entry for entry in entries}, state
 
@@ -262,6 +286,10 @@ class Checkpoint:
         Draws no random number."""
         device = default_device() if device is None else device
         model = self.restore_model(device)
+        own = dict(model.named_parameters())
+        with self._naming("its frozen parameters cannot be used"):
+            for name in self.state["frozen"]:
+                own[name].requires_grad = False
         return (
             model,
             self._restore_optimizer(model, self._optimizer_arrays(device)),
@@ -309,9 +337,10 @@ class Checkpoint:
                     f"holds the state of {saved.get('class', 'no optimizer')}, not of "
                     f"{type(optimizer).__name__}"
                 )
+            names = {new: old for old, new in _names_in(module, optimizer, "load").items()}
             with self._naming("the optimizer's state cannot be used"):
                 arrays = self._optimizer_arrays(default_device())
-                changes += optimizer.load_changes({**saved, "arrays": arrays})
+                changes += optimizer.load_changes(_renamed({**saved, "arrays": arrays}, names))
         commit(changes)
 
     def _optimizer_arrays(self, device: Device) -> dict[str, NDArray]:
@@ -345,11 +374,17 @@ class Checkpoint:
         with self._naming("the optimizer's state cannot be used"):
             numbers = dict(saved)
             kind = _optimizer_class(numbers.pop("class", None))
-            held = {name.partition(".")[2] for name in arrays}
-            named = model.named_parameters()
-            some = [(name, parameter) for name, parameter in named if name in held]
-            whole = len(some) in (0, len(named))  # else it trained a part of the model
-            optimizer = kind(nn.flatten_parameters(model) if whole else some)
+            names, decayed = numbers.pop("names"), numbers.pop("decayed")
+            accumulates, own = numbers.pop("accumulates"), dict(model.named_parameters())
+            parameters = [own[name] for name in names]
+            if decayed is not None:
+                if type(decayed) is not int or not 0 <= decayed <= len(names):
+                    raise ValueError(f"decayed is {decayed!r:.40}, of {len(names)} parameters")
+                optimizer = kind(nn.flat_again(names, parameters, decayed))
+            else:
+                if accumulates:
+                    nn.flatten_parameters(model)
+                optimizer = kind(list(zip(names, parameters)))
             optimizer.load_state_dict({**numbers, "arrays": arrays})
         return optimizer
 

@@ -116,6 +116,68 @@ def test_a_loaded_run_goes_on_bit_for_bit(tmp_path, dtype, device_name):
     assert ours == theirs
 
 
+def forms(model):
+    """Each form that an optimizer can be made in, by name."""
+    named = model.named_parameters()
+    biases = [p for name, p in named if name.endswith("bias")]
+    rest = [p for name, p in named if not name.endswith("bias")]
+    yield "parameters", model.parameters
+    yield "named", model.named_parameters
+    yield "reversed", lambda: list(reversed(named))
+    yield "flat", lambda: nn.flatten_parameters(model)
+    yield "flat, all decayed", lambda: nn.flatten_parameters(model, lambda name, p: True)
+    yield "a part", lambda: model.layers[1].parameters()
+    yield (
+        "groups",
+        lambda: [
+            {"params": biases, "weight_decay": 0.0, "lr": 3e-3},
+            {"params": rest, "weight_decay": 0.2},
+        ],
+    )
+
+    def frozen(then):
+        def parameters():
+            for name, p in named:
+                p.requires_grad = "dense_4h_to_h" not in name and "embed" not in name
+            return then()
+
+        return parameters
+
+    yield "flat, some frozen", frozen(lambda: nn.flatten_parameters(model))
+    yield "some frozen", frozen(lambda: [p for p in model.parameters() if p.requires_grad])
+    yield "list over flat", lambda: nn.flatten_parameters(model) and model.parameters()
+
+
+@pytest.mark.parametrize("device_name", DEVICES)
+@pytest.mark.parametrize("kind", [optim.SGD, optim.Adam, optim.AdamW])
+def test_optimizer_of_every_form_continues_bit_for_bit(tmp_path, kind, device_name):
+    """As the README and the course make it: save, load, go on, with the file's own form."""
+    device = device_of(device_name)
+    options = {"momentum": 0.9} if kind is optim.SGD else {"beta1": 0.8}
+    for dtype in DTYPES:
+        for number, form in enumerate(dict(forms(Pythia(CONFIG))), 1):
+            if form == "groups" and kind is not optim.AdamW:
+                continue
+            np.random.seed(number)
+            model = Pythia(dataclasses.replace(CONFIG, dtype=dtype), device=device)
+            parameters = dict(forms(model))[form]()
+            optimizer = kind(parameters, lr=1e-2, weight_decay=0.1, **options)
+            for seed in range(3):
+                step(model, optimizer, seed)
+            path = save_checkpoint(model, optimizer, 2, 0.1, tmp_path / f"{dtype} {number}")
+            again, loaded, _, _ = load_checkpoint(path, device)
+            assert (loaded.flat is None) == (optimizer.flat is None), form
+            named = dict(again.named_parameters())
+            assert all(named[name] is p for name, p in zip(loaded.names, loaded.params)), form
+            for seed in range(3, 6):
+                assert step(model, optimizer, seed) == step(again, loaded, seed), (form, dtype)
+                if optimizer.flat is not None:
+                    norms = [optim.grad_norm(o.flat)[0].item() for o in (optimizer, loaded)]
+                    assert norms[0] == norms[1], (form, dtype)
+            assert_same(weights(model), weights(again))
+            assert repr(optimizer) == repr(loaded)
+
+
 def test_a_checkpoint_says_what_it_is(saved, tmp_path):
     assert repr(Checkpoint(saved)) == f"Checkpoint({saved}, step 1, loss 1.2500, AdamW)"
     bare = save_checkpoint(made()[0], None, 0, float("nan"), tmp_path / "bare.safetensors")

@@ -1,15 +1,19 @@
 """Files that ask for more than they hold, or would wait for ever: one clear error, at once, and in
 the memory that their tensors take."""
 
+import copy
+import dataclasses
 import errno
 import json
 import os
 import resource
 import sys
 
+import numpy as np
 import pytest
 
-from needle import checkpoint, optim, safetensors
+import needle as ndl
+from needle import checkpoint, nn, optim, safetensors
 from needle.checkpoint import Checkpoint, CheckpointError, load, save_checkpoint
 from needle.data import DataError, load_tokenizer, open_data
 from needle.data.runs import open_run
@@ -108,10 +112,6 @@ def test_a_state_with_a_right_checksum(tmp_path, monkeypatch, state):
         found.restore_random_state()
 
 
-ADAMW = {"class": "AdamW", "step": 3, "groups": {}, "lr": 0.1, "beta1": 0.9, "beta2": 0.95}
-ADAMW |= {"eps": 1e-8, "weight_decay": 0.0}
-
-
 @pytest.mark.parametrize(
     "wrong, said",
     [
@@ -140,7 +140,7 @@ def test_an_optimizer_with_a_right_checksum(tmp_path, monkeypatch, wrong, said, 
     monkeypatch.setattr(
         checkpoint,
         "_write",
-        lambda f, tensors, old: write(f, tensors, old | {"optimizer": ADAMW | wrong}),
+        lambda f, tensors, old: write(f, tensors, old | {"optimizer": old["optimizer"] | wrong}),
     )
     path = save_checkpoint(model, optimizer, 0, 1.0, tmp_path / "a.safetensors")
     if into and "class" in wrong:
@@ -149,6 +149,60 @@ def test_an_optimizer_with_a_right_checksum(tmp_path, monkeypatch, wrong, said, 
         load(path, model, optimizer) if into else load(path)
     assert str(caught.value).startswith(f"{path}: ")
     assert {**optimizer.state_dict(), "arrays": 0} == {**before, "arrays": 0}
+
+
+HOSTILE = [None, True, -1, 0, 1e308, float("inf"), float("nan"), 10**8, 2**62, 2**63, 10**400]
+HOSTILE += ["", "x", [], {}, [[]], {"x": {}}]
+
+
+def leaves(value, path=()):
+    """The path of each dict, list and leaf in a JSON value; of a list, its first and last item."""
+    yield path
+    items = value.items() if isinstance(value, dict) else ()
+    if isinstance(value, list) and value:
+        items = {0: value[0], len(value) - 1: value[-1]}.items()
+    for key, item in items:
+        yield from leaves(item, (*path, key))
+
+
+def replaced(value, path, by):
+    if not path:
+        return by
+    changed = copy.copy(value)
+    changed[path[0]] = replaced(value[path[0]], path[1:], by)
+    return changed
+
+
+def test_checkpoint_with_any_value_of_its_state_replaced_loads_or_is_named(tmp_path, monkeypatch):
+    """Right checksums: CheckpointError at worst, without memory for sizes that the file claims."""
+    np.random.seed(0)
+    model = Pythia(dataclasses.replace(CONFIG, num_layers=1))
+    optimizer = optim.AdamW(nn.flatten_parameters(model))
+    states, write, path = [], checkpoint._write, tmp_path / "a.safetensors"
+    monkeypatch.setattr(
+        checkpoint, "_write", lambda f, tensors, old: states.append(old) or write(f, tensors, old)
+    )
+    save_checkpoint(model, optimizer, 0, 1.0, path)
+    good, live = json.loads(json.dumps(states[0])), ndl.cpu().memory_stats()["live_bytes"]
+    ndl.cpu().reset_peak()
+    for place in leaves(good):
+        for value in HOSTILE:
+            state = replaced(good, place, value)
+            monkeypatch.setattr(
+                checkpoint, "_write", lambda f, tensors, _: write(f, tensors, state)
+            )
+            save_checkpoint(model, optimizer, 0, 1.0, path)
+            try:
+                found = Checkpoint(path)
+                repr(found)
+                found.restore()
+                found.restore_random_state()
+                found.restore_into(model, optimizer)
+            except CheckpointError as error:
+                assert str(error).startswith(f"{path}: "), (place, value)
+            except Exception as error:
+                raise AssertionError(f"{place} = {value!r:.40}") from error
+    assert ndl.cpu().memory_stats()["peak_bytes"] < live + (1 << 24)
 
 
 @pytest.mark.parametrize(

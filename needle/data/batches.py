@@ -24,6 +24,9 @@ from needle.data.tokens import (
     to_ids,
 )
 
+# Documents and samples in the order of a run, of which more are refused unless it draws them.
+MOST_ORDER = 1 << 28
+
 
 class Windows:
     """Window i is tokens [i T, i T + T + 1): inputs are its first T tokens, targets its last T, so
@@ -193,18 +196,24 @@ class Batches:
         return position
 
     def seek(self, position: dict[str, int]) -> None:
-        """Go to a `position` that batches of the same tokens, sizes and seed have had."""
-        epoch, batch = int(position["epoch"]), int(position["batch"])
-        if isinstance(self._samples, Packed) and position.get("passes") != self._samples.passes:
-            # A run that now goes on for longer keeps the order that it began with.
-            self._samples = Packed(
-                self.tokens,
-                self.seq_len,
-                self.seed,
-                int(position.get("passes", self._samples.passes)),
-            )
+        """Go to a `position` that batches of the same tokens, sizes and seed have had. DataError
+        for what is none."""
+        packed = isinstance(self._samples, Packed)
+        for name in ("epoch", "batch", *["passes"] * packed):
+            if type(position.get(name)) is not int:
+                raise DataError(f"no position: {name} is {position.get(name)!r:.40}")
+        epoch, batch = position["epoch"], position["batch"]
+        if packed and position["passes"] != self._samples.passes:
+            # A run whose length was changed keeps the order that it began with.
+            passes = position["passes"]
+            order = passes * len(self.tokens.sizes) + passes * len(self.tokens) // self.seq_len
+            if not 0 < passes or (order > MOST_ORDER and passes > self._samples.passes):
+                raise DataError(
+                    f"no position: passes is {passes}: the run draws {self._samples.passes}"
+                )
+            self._samples = Packed(self.tokens, self.seq_len, self.seed, passes)
             self._check_enough()
-        if epoch < 0 or not 0 <= batch <= len(self):
+        if not 0 <= epoch < 1 << 31 or not 0 <= batch <= len(self):
             raise DataError(
                 f"no position epoch {epoch}, batch {batch}: an epoch has {len(self)} batches"
             )

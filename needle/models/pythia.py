@@ -31,6 +31,7 @@ from needle.models import gpt_neox
 from needle.models.language import LanguageModel
 from needle.models.registry import Config, register
 
+MOST = 3.4028234663852886e38  # the largest float32
 SPARSE_PATTERNS = ("mixed", "local", "strided", "global", "dense")
 # Hugging Face's names of the two forms; the three tanh names differ only in how they compute it.
 ACTIVATIONS = {
@@ -98,16 +99,18 @@ class PythiaConfig(Config):
             "sparse_block",
         ):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"PythiaConfig: {name} must be an int of 1 or more, not {value!r}")
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**63:
+                raise ValueError(
+                    f"PythiaConfig: {name} must be an int of 1 to 2^63 - 1, not {value!r:.40}"
+                )
         for name in ("rotary_pct", "rotary_base", "layer_norm_eps"):
             value = getattr(self, name)
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not is_number or not 0 <= value < math.inf or (name, value) == ("rotary_base", 0):
+            if not is_number or not 0 <= value <= MOST or (name, value) == ("rotary_base", 0):
                 raise ValueError(
-                    f"PythiaConfig: {name} must be a finite number "
+                    f"PythiaConfig: {name} must be a finite float32 "
                     f"{'above' if name == 'rotary_base' else 'of at least'} 0, "
-                    f"not {value!r}"
+                    f"not {value!r:.40}"
                 )
         if self.hidden_size % self.num_heads:
             raise ValueError(

@@ -16,7 +16,7 @@ from needle.nn.basic import (
     SoftmaxLoss,
     TiedHead,
 )
-from needle.nn.flat import FlatParameters, flatten_parameters, is_decayed
+from needle.nn.flat import FlatParameters, flat_again, flatten_parameters, is_decayed
 from needle.nn.module import Module, Parameter
 from needle.nn.recomputed import recompute
 from needle.nn.transformer import AttentionLayer, MultiHeadAttention, Transformer, TransformerLayer

@@ -31,6 +31,7 @@ class FlatParameters:
     ) -> None:
         self.names = [name for name, _ in named]
         self.parameters = [p for _, p in named]
+        self.decayed = decayed  # how many of them decay
         self.offsets: list[int] = []
         end = 0
         self.decay_size = 0
@@ -91,8 +92,7 @@ class FlatParameters:
         return self  # a second object over the same buffers would be of no use
 
     def __reduce__(self) -> tuple:
-        decayed = sum(offset < self.decay_size for offset in self.offsets)
-        return _flat_again, (self.names, self.parameters, decayed)
+        return flat_again, (self.names, self.parameters, self.decayed)
 
     def __repr__(self) -> str:
         return (
@@ -101,8 +101,8 @@ class FlatParameters:
         )
 
 
-def _flat_again(names: list[str], parameters: list[Parameter], decayed: int) -> FlatParameters:
-    """From copies of the parameters, which stand alone."""
+def flat_again(names: list[str], parameters: list[Parameter], decayed: int) -> FlatParameters:
+    """Move parameters that stand alone into buffers, in this order, the first `decayed` decaying."""
     first = parameters[0]
     flat = FlatParameters(list(zip(names, parameters)), decayed, first.device, first.dtype)
     flat.adopt()
@@ -185,7 +185,7 @@ def flatten_parameters(
         before is not None
         and [id(p) for p in before.parameters] == [id(p) for _, p in order]
         and all(_flat_of(p) is before for _, p in order)
-        and before.decay_size == (before.offsets + [before.size])[decayed]
+        and before.decayed == decayed
     ):
         return before
 

@@ -83,6 +83,11 @@ def test_packed_batches_hold_the_samples_of_the_index(tmp_path):
     np.testing.assert_array_equal(shorter.next_rows(), seen[12:15])
     shorter.seek_batch(len(shorter) + 2)
     assert shorter.position == {"epoch": 1, "batch": 2, "passes": passes}
+    for name in position:
+        for value in None, [], "1", True, 1.0, float("inf"), -1, 2**31, 2**64:
+            with pytest.raises(DataError, match="no position"):
+                shorter.seek(position | {name: value})
+            assert shorter.position == {"epoch": 1, "batch": 2, "passes": passes}
 
 
 def test_an_epoch_predicts_each_token_once_and_positions_are_exact():
