@@ -39,8 +39,8 @@ def fit(
 
     optimizer: AdamW with its defaults where none is given. steps: as many as the batches give.
     loss: of what the model gives for ids, and targets; without one the model's own:
-    `model.loss(ids, targets)` of a language model, else `model(ids, targets)` gives (anything,
-    loss). schedule: the learning rate of step 1, 2, ... max_norm: gradients are clipped to it.
+    `model.loss(ids, targets)` of a language model; else `model(ids, targets=targets)` gives
+    (anything, loss), and a forward without `targets` is a TypeError. schedule: the learning rate of step 1, 2, ... max_norm: gradients are clipped to it.
     accumulate: so many batches make a step, which follows the mean of their gradients.
     on_step(step, loss) is called behind each step: to print, evaluate or save. progress: a bar,
     where tqdm is installed.
@@ -119,19 +119,17 @@ def _input(ids: Any, parameter: Tensor) -> Any:
 
 def _loss(model: Module, ids: Any, targets: Any, loss: Callable[[Any, Any], Tensor] | None) -> Any:
     """One number, as a Tensor."""
-    if loss is None and isinstance(model, LanguageModel):
-        part = model.loss(ids, targets)
-    elif loss is None:
-        try:
-            inspect.signature(model.forward).bind(ids, targets)
-        except TypeError:
-            raise TypeError(
-                f"fit: {type(model).__name__} takes no targets, and so gives no loss: give one, as "
-                "loss=nn.SoftmaxLoss()"
-            ) from None
-        part = model(ids, targets)[1]
-    else:
+    if loss is not None:
         part = loss(model(ids), targets)
+    elif isinstance(model, LanguageModel):
+        part = model.loss(ids, targets)
+    elif "targets" in inspect.signature(model.forward).parameters:
+        part = model(ids, targets=targets)[1]
+    else:
+        raise TypeError(
+            f"fit: {type(model).__name__} takes no targets, and so gives no loss: give one, as "
+            "loss=nn.SoftmaxLoss()"
+        )
     if part.size != 1:
         raise ValueError(f"fit: the loss must be one number, but its shape is {part.shape}")
     return part

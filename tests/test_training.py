@@ -138,6 +138,28 @@ def test_what_fit_wants_is_said(batches, loss, error, said):
         ndl.fit(model, batches, loss=loss, progress=False)
 
 
+def test_fit_without_a_loss_demands_one_of_every_layer():
+    """A second positional parameter of forward is no declaration of targets."""
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(3, 1)
+
+        def forward(self, x, y):
+            return self.inner(x) + y, self.inner(x).sum()
+
+    x, y = np.ones((4, 3)), np.ones((4, 1))
+    for model in nn.Linear(3, 1), nn.Sequential(nn.Linear(3, 1)), nn.LayerNorm1d(3), Two():
+        before = [p.numpy().copy() for p in model.parameters()]
+        with pytest.raises(TypeError, match="takes no targets.*loss=nn.SoftmaxLoss"):
+            ndl.fit(model, [(x, y)] * 3, progress=False)
+        for p, old in zip(model.parameters(), before):
+            np.testing.assert_array_equal(p.numpy(), old)
+    with pytest.raises(TypeError, match="positional"):
+        nn.Linear(3, 1)(Tensor(x), Tensor(y))
+
+
 def test_a_language_model():
     np.random.seed(0)
     config = PythiaConfig(vocab_size=16, hidden_size=8, num_layers=1, num_heads=1, max_seq_len=8)

@@ -193,7 +193,7 @@ class MLP(nn.Module):
         self.dense_h_to_4h = nn.Linear(width, inner, True, *place, std=small)
         self.dense_4h_to_h = nn.Linear(inner, width, True, *place, std=wang)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
         """residual, of x's shape, is added."""
         up, down = self.dense_h_to_4h, self.dense_4h_to_h
         plain = all(type(layer) is nn.Linear and layer.bias is not None for layer in (up, down))
@@ -204,7 +204,7 @@ class MLP(nn.Module):
         x = self.hook("hook_post", ops.gelu(x, self.approximate))
         if residual is None:
             return down(x)
-        return down(x, residual) if plain else residual + down(x)
+        return down(x, residual=residual) if plain else residual + down(x)
 
 
 class Layer(nn.Module):

@@ -74,6 +74,7 @@ class Attention(Module):
         rotary: tuple[NDArray, NDArray],
         mask: BlockMask | None = None,
         cache: Cached | None = None,
+        *,
         residual: Tensor | None = None,
     ) -> Tensor:
         """Training and evaluation attend within x, prefill and decoding over what `cache` holds.
@@ -97,7 +98,7 @@ class Attention(Module):
             return y if residual is None else residual + y
         seen = seen.reshape(x.shape)
         if residual is not None and type(self.dense) is Linear:  # another may not take one
-            return self.dense(seen, residual)
+            return self.dense(seen, residual=residual)
         y = self.dense(seen)
         return y if residual is None else residual + y
 

@@ -66,7 +66,7 @@ class Linear(Module):
                 else init.zeros(out_features, **place)
             )
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
         """residual, of the result's shape, is added."""
         check_features(self, x, "in_features")
         return ops.linear(x, self.weight, self.bias, residual)
