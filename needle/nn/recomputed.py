@@ -61,7 +61,7 @@ class Recomputed(FusedOp):
         for p, _ in before:
             p.grad = None
         try:
-            compute_gradient_of_variables(out, Tensor.from_ndarray(dout), training=True)
+            compute_gradient_of_variables(out, Tensor.from_ndarray(dout), inner=True)
             found = [None if p.has_grad_buffer else p.grad for p in (x, *parameters)]
         finally:
             for p, grad in before:

@@ -11,7 +11,7 @@ from needle._C import NDArray
 from needle.autograd import Tensor, TensorOp
 from needle.backend_ndarray import Axes
 from needle.ops.broadcast import spread, summation
-from needle.ops.common import const, kept_shape, normal_axes
+from needle.ops.common import const, fixed_axes, kept_shape, normal_axes
 from needle.ops.elementwise import divide_scalar, multiply, subtract
 
 LARGEST = 3.4028234663852886e38  # of float32
@@ -33,7 +33,7 @@ class Max(TensorOp):
     reads_result = False
 
     def __init__(self, axes: Axes = None, keepdims: bool = False) -> None:
-        self.axes = axes
+        self.axes = fixed_axes(axes)
         self.keepdims = keepdims
 
     def compute(self, a: NDArray) -> NDArray:
@@ -74,7 +74,7 @@ class LogSumExp(TensorOp):
     reads_result = False
 
     def __init__(self, axes: Axes = None) -> None:
-        self.axes = axes
+        self.axes = fixed_axes(axes)
 
     def compute(self, a: NDArray) -> NDArray:
         axes = normal_axes("logsumexp", self.axes, a.ndim)
@@ -102,7 +102,7 @@ class Softmax(TensorOp):
     reads_result = False
 
     def __init__(self, axes: Axes = -1) -> None:
-        self.axes = axes
+        self.axes = fixed_axes(axes)
 
     def compute(self, a: NDArray) -> NDArray:
         _, e, s = _shifted(a, normal_axes("softmax", self.axes, a.ndim))
@@ -131,7 +131,7 @@ class LogSoftmax(TensorOp):
     reads_result = False
 
     def __init__(self, axes: Axes = -1) -> None:
-        self.axes = axes
+        self.axes = fixed_axes(axes)
 
     def compute(self, a: NDArray) -> NDArray:
         m, _, s = _shifted(a, normal_axes("logsoftmax", self.axes, a.ndim))
