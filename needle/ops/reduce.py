@@ -3,7 +3,7 @@ operand's dtype."""
 
 from __future__ import annotations
 
-import builtins
+import math
 from collections.abc import Sequence
 
 from needle import _C
@@ -12,13 +12,14 @@ from needle.autograd import Tensor, TensorOp
 from needle.backend_ndarray import Axes
 from needle.ops.broadcast import spread, summation
 from needle.ops.common import const, fixed_axes, kept_shape, normal_axes
-from needle.ops.elementwise import divide_scalar, multiply, subtract
+from needle.ops.elementwise import divide_scalar, multiply, multiply_scalar, subtract
 
 LARGEST = 3.4028234663852886e38  # of float32
 
 
 def mean(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
-    """The mean over `axes` (None: all axes), which disappear, or with keepdims stay with size 1.
+    """The mean over `axes` (None: all axes), which disappear, or with keepdims stay with size 1; of
+    nothing NaN.
 
     >>> print(ndl.ops.mean(ndl.Tensor([[1, 2], [3, 4]]), 0))
     [2. 3.]
@@ -26,7 +27,8 @@ def mean(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
     count = 1
     for axis in normal_axes("mean", axes, len(a.shape)):
         count *= a.shape[axis]
-    return divide_scalar(summation(a, axes, keepdims), builtins.max(count, 1))
+    total = summation(a, axes, keepdims)
+    return divide_scalar(total, count) if count else multiply_scalar(total, math.nan)
 
 
 class Max(TensorOp):
