@@ -229,8 +229,7 @@ nd_status nd_broadcast_shape(const nd_array *a, const nd_array *b, int *ndim, in
     return ND_OK;
 }
 
-/* The bytes [low, high) that a view's elements lie in. False when it has none. */
-static bool byte_range(const nd_array *a, uintptr_t *low, uintptr_t *high) {
+bool nd_byte_range(const nd_array *a, uintptr_t *low, uintptr_t *high) {
     int64_t first = 0, last = 0;
     for (int i = 0; i < a->ndim; i++) {
         if (a->shape[i] == 0) {
@@ -251,8 +250,8 @@ static bool byte_range(const nd_array *a, uintptr_t *low, uintptr_t *high) {
 
 bool nd_may_overlap(const nd_array *a, const nd_array *b) {
     uintptr_t a_low, a_high, b_low, b_high;
-    return a->storage->device == b->storage->device && byte_range(a, &a_low, &a_high) &&
-           byte_range(b, &b_low, &b_high) && a_low < b_high && b_low < a_high;
+    return a->storage->device == b->storage->device && nd_byte_range(a, &a_low, &a_high) &&
+           nd_byte_range(b, &b_low, &b_high) && a_low < b_high && b_low < a_high;
 }
 
 /* ---- loops ----------------------------------------------------------------------------------- */

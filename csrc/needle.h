@@ -129,6 +129,8 @@ bool nd_reshape_strides(const nd_array *a, nd_array *view);
 /* ND_EVALUE unless all elements of the view lie inside its storage and each stride, in bytes, is one
  * of 64 bits, whatever its axis' size. */
 nd_status nd_check_bounds(const nd_array *a);
+/* The bytes [low, high) that a view's elements lie in. False when it has none. */
+bool nd_byte_range(const nd_array *a, uintptr_t *low, uintptr_t *high);
 /* Do the two views possibly touch the same element? (conservative: compares byte ranges) */
 bool nd_may_overlap(const nd_array *a, const nd_array *b);
 

@@ -111,7 +111,8 @@ def main() -> int:
         results = []
         for function in (swiglu, composed):
             a, b, dy = (ndl.Tensor(v, device=ndl.cuda(), dtype=dtype) for v in values)
-            function(a, b).backward(dy)  # also a warm-up
+            function(a, b).backward(dy)  # a warm-up
+            a.grad = b.grad = None
             start, end = ndl.Event(ndl.cuda()), ndl.Event(ndl.cuda())
             start.record()
             y = function(a, b)

@@ -15,14 +15,17 @@ An op offers up to three things (docs/design.md, Two protocols):
   flattened parameters (`needle.nn.flatten_parameters`) are summed by the kernel that computes them.
   A kernel that can write as well as add asks `sinks.claim(i)` (Sinks).
 
-After `backward()` the `.grad` of a Tensor without a gradient buffer is the gradient of that one
-call (it replaces the one before, as in the course); that of a Parameter with a gradient buffer is a
-Tensor over the buffer, into which every call adds until it is zeroed (`optimizer.reset_grad()`).
+Every `backward()` adds to `.grad`, until `optimizer.reset_grad()` or `x.grad = None`. That of a
+Parameter with a gradient buffer is a Tensor over the buffer. That of another leaf has memory of its
+own, and a sum is a new Tensor. One exception, from the course: a backward of a gradient,
+`x.grad.backward()`, replaces the gradients of Tensors that are no Parameters.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -32,6 +35,7 @@ from needle import _C, operators
 from needle._C import Device, NDArray
 from needle.backend_ndarray import ones, zeros
 from needle.grad_mode import enable_grad, is_grad_enabled, mode, no_grad
+from needle.graph import arrays_of, check_unchanged, find_topo_sort, memory_of
 from needle.operators import Operators
 
 __all__ = [
@@ -61,8 +65,9 @@ FLOATS = ("float32", "bfloat16", "float16")  # dtypes that gradients are rounded
 class Op:
     """One operation. Subclass TensorOp (one result) or TensorTupleOp (several).
 
-    `gradient` may read the data of the inputs and of the result; backward() refuses where those
-    changed since the forward. An op whose gradient does not read them says so.
+    `gradient` may read the data of the inputs and of the result, and arrays in attributes of the
+    op; backward() refuses where those changed since the forward. An op whose gradient does not read
+    its inputs, or its result, says so.
     """
 
     reads_inputs: bool = True
@@ -85,6 +90,9 @@ class Op:
         if isinstance(grads, (tuple, list)):
             return tuple(grads)
         return (grads,)
+
+    def check_unchanged(self) -> None:
+        """RuntimeError where what the gradient reads beside arrays changed since the forward."""
 
     def accumulate(self, out_grad: Any, node: Value, sinks: Sinks) -> tuple:
         """`gradient_as_tuple`, but entry i is added into `sinks[i]` and returned as None where
@@ -113,6 +121,18 @@ class TensorTupleOp(Op):
 
     def gradient_as_tuple(self, out_grad: Any, node: Value) -> tuple:
         return super().gradient_as_tuple(_whole(out_grad, node), node)
+
+
+class _Copy(TensorOp):
+    """The same numbers in memory of their own."""
+
+    reads_inputs = reads_result = False
+
+    def compute(self, a: NDArray) -> NDArray:
+        return a.copy()
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
+        return out_grad
 
 
 class FusedOp(TensorOp):
@@ -250,6 +270,7 @@ class Value:
     inputs: Sequence[Value] = ()
     cached_data: Any = None
     operands: Sequence[Any] = ()  # the inputs' data, as the op saw it ...
+    kept: Sequence[NDArray] = ()  # ... and the arrays in its attributes ...
     writes: int = 0  # ... after so many writes
     requires_grad: bool = False
     grad: Any = None
@@ -300,7 +321,8 @@ class Value:
                     value.op = op
                     value.inputs = inputs
                     value.operands = operands
-                    value.writes = _C.writes()
+                    value.kept = arrays_of(op)
+                    value.writes = _C.writes([*operands, *value.kept])
                     value.requires_grad = True
                     break
         return value
@@ -481,11 +503,12 @@ class Tensor(Value, Operators["Tensor"]):
     # -- gradients
 
     def backward(self, out_grad: Tensor | None = None) -> None:
-        """Compute `.grad` of every leaf that this Tensor was computed from.
+        """Add to `.grad` of every leaf that this Tensor was computed from.
 
         out_grad: the gradient of this Tensor, of its shape; ones when not given.
-        RuntimeError where an operand that a gradient reads was written in place since the forward;
-        writes of other libraries into memory that they share (`from_dlpack`) are not seen.
+        RuntimeError where an array that a gradient reads was written in place since the forward,
+        also through `np.asarray(array)` or a memoryview; writes of other libraries into memory that
+        they share (`from_dlpack`) are not seen.
         The graph stays, so that it can be walked again: drop the Tensor (`del loss`) to free the
         activations before the next step allocates its own.
         """
@@ -524,56 +547,30 @@ def _moved(data: NDArray, device: Device | None, dtype: str | None) -> NDArray:
 # ---- backward ------------------------------------------------------------------------------------
 
 
-def find_topo_sort(node_list: Sequence[Value]) -> list[Value]:
-    """Every node that `node_list` depends on, and it, in post-order: inputs before what uses them,
-    first input first. Works on graphs of any depth.
-
-    >>> a, b = ndl.Tensor([1]), ndl.Tensor([2])
-    >>> c = a * b
-    >>> [node is x for node, x in zip(ndl.autograd.find_topo_sort([c + a]), (a, b, c))]
-    [True, True, True]
-    """
-    order: list[Value] = []
-    seen: set[int] = set()
-    for root in node_list:
-        if id(root) in seen:
-            continue
-        seen.add(id(root))
-        stack = [(root, iter(root.inputs))]
-        while stack:
-            node, rest = stack[-1]
-            for x in rest:
-                if id(x) not in seen:
-                    seen.add(id(x))
-                    stack.append((x, iter(x.inputs)))
-                    break
-            else:
-                order.append(node)
-                stack.pop()
-    return order
-
-
-def compute_gradient_of_variables(
-    output: Value, out_grad: Value, training: bool | None = None
-) -> None:
+def compute_gradient_of_variables(output: Value, out_grad: Value, inner: bool = False) -> None:
     """Walk the graph of `output` in reverse and leave the gradients in the leaves.
 
-    training: by default when every leaf is an nn.Parameter. The gradients in between are then freed
-    as soon as they are used, and no graph of them is built (it would hold the activations until the
-    next backward, in cycles that only the garbage collector frees). Otherwise each node keeps its
-    `.grad`, and the gradients of elementary ops can be differentiated again.
+    Where every leaf is an nn.Parameter the gradients in between are freed as soon as they are used,
+    and no graph of them is built (it would hold the activations until the next backward, in cycles
+    that only the garbage collector frees). Otherwise each node keeps its `.grad`, and the gradients
+    of elementary ops can be differentiated again. inner: a part of another backward, to which the
+    gradients are handed on: as if all were Parameters, and memory may be shared.
     """
     order = [node for node in find_topo_sort([output]) if node.requires_grad]
     for node in order:  # before the first gradient is added anywhere
         if node.op is not None:
-            _check_unchanged(node)
-    if training is None:
-        training = all(node.trained for node in order if node.op is None)
-    if training:
-        with no_grad():
-            _walk(order, output, out_grad, keep=False)
-    else:
-        _walk(order, output, out_grad, keep=True)
+            check_unchanged(node)
+    training = inner or all(node.trained for node in order if node.op is None)
+    if not training:
+        plain = [node for node in order if not node.trained]
+        inside = set(map(id, order))
+        if any(id(node.grad) in inside for node in plain):
+            for node in plain:
+                node.grad = None
+    with no_grad() if training else contextlib.nullcontext():
+        _walk(order, output, out_grad, keep=not training)
+        if not inner:
+            _separate(order, out_grad)
 
 
 def _sum(a: Any, b: Any) -> Any:
@@ -596,35 +593,6 @@ def _whole(grads: Any, node: Value) -> TensorTuple:
     return operators.ops.make_tuple(*[nothing(x) if g is None else g for g, x in pairs])
 
 
-def _written(data: Any) -> int:
-    return max(_written(x) for x in data) if isinstance(data, tuple) else data.written
-
-
-def _check_unchanged(node: Value) -> None:
-    """RuntimeError where the gradient of `node` would be computed from other data than its result
-    was: written in place since, or replaced."""
-    op, since = node.op, node.writes
-    changed = None
-    for i, x in enumerate(node.inputs if op.reads_inputs else ()):
-        if x.cached_data is not node.operands[i]:
-            changed = f"the data of operand {i} was replaced", x
-        elif _written(x.cached_data) > since:
-            changed = f"operand {i} was written to, or handed out for writing,", x
-        if changed is not None:
-            break
-    else:
-        if op.reads_result and _written(node.cached_data) > since:
-            changed = "the result was written to, or handed out for writing,", node
-    if changed is not None:
-        what, value = changed
-        kind = f"{value.dtype}, shape {value.shape}" if isinstance(value, Tensor) else "a tuple"
-        raise RuntimeError(
-            f"backward: {type(op).__name__}: {what} after the forward that its gradient belongs to "
-            f"({kind}): compute the forward again, or write into a copy. A view, and each "
-            "parameter of a flattened model, shares the memory of the others"
-        )
-
-
 def _walk(order: list[Value], output: Value, out_grad: Value, keep: bool) -> None:
     pending: dict[int, Any] = {id(output): out_grad}
     for node in reversed(order):
@@ -636,14 +604,15 @@ def _walk(order: list[Value], output: Value, out_grad: Value, keep: bool) -> Non
             if node.has_grad_buffer:
                 _add_into(node.grad_buffer, grad.cached_data)
             else:
-                node.grad = grad
+                node.grad = _sum(node.grad, grad)
             continue
         if isinstance(node, Tensor) and grad.dtype != node.dtype and node.dtype in FLOATS:
             grad = grad.astype(
                 node.dtype
             )  # a float32 weight gradient of a weight that was computed
         if keep:
-            node.grad = _whole(grad, node) if isinstance(grad, list) else grad
+            total = _sum(node.grad, grad)
+            node.grad = _whole(total, node) if isinstance(total, list) else total
         inputs = node.inputs
         owners = [x if x.requires_grad and x.has_grad_buffer else None for x in inputs]
         if any(owner is not None for owner in owners):
@@ -664,3 +633,19 @@ def _walk(order: list[Value], output: Value, out_grad: Value, keep: bool) -> Non
             if part is not None and x.requires_grad:
                 pending[id(x)] = _sum(pending.get(id(x)), part)
         del grad, parts
+
+
+def _separate(order: list[Value], out_grad: Value) -> None:
+    """Copy the gradient of a leaf that shares the memory of another gradient, of the seed or of an
+    array of the graph, or whose elements share theirs."""
+    own = [node for node in order if not node.has_grad_buffer]
+    leaves = [x for x in own if x.op is None and isinstance(x.grad, Tensor)]
+    if not leaves:
+        return
+    graph = ((node, node.operands, node.kept) for node in order)
+    held = Counter(memory_of(out_grad, [node.grad for node in own], graph))
+    for leaf in leaves:
+        (memory,) = memory_of(leaf.grad)
+        if held[memory] > 1 or 0 in leaf.grad.cached_data.strides:
+            leaf.grad = _Copy()(leaf.grad)
+            held[memory] -= 1

@@ -373,3 +373,8 @@ GRADIENTS = [
         ]
     ),
 ]
+
+
+def inputs_of(case) -> list[np.ndarray]:
+    rng = np.random.default_rng(len(case.label))
+    return [make(rng).astype(np.float32).astype(np.float64) for make in case.inputs]

@@ -26,6 +26,11 @@ NORM = ("hook_scale", "hook_normalized")  # what the fused norm never stores
 INSIDE = ("hook_z", "hook_pre", "hook_post", "hook_attn_out", "hook_mlp_out")
 
 
+def forget_gradients(model):
+    for p in model.parameters():
+        p.grad = None
+
+
 def small(device=None, dtype="float32", **changes) -> Pythia:
     np.random.seed(7)
     fields = {
@@ -438,6 +443,7 @@ def test_gradients_through_the_plain_attention(device):
     for names in ((), hooks.hook_names(model.config)):
         with model.hooks({name: lambda x: None for name in names}):
             _, loss = model(IDS[:, :-1], IDS[:, 1:])
+        forget_gradients(model)
         loss.backward()
         grads.append({n: p.grad.numpy().copy() for n, p in model.named_parameters()})
     for name, wanted in grads[0].items():
@@ -462,6 +468,7 @@ def test_names_alone_change_no_bit_of_gradients_and_norms(device, dtype, paralle
     for functions in ({}, {name: partial(seen.__setitem__, name) for name in names}):
         with model.hooks(functions):
             logits, loss = model(IDS[:, :-1], IDS[:, 1:])
+        forget_gradients(model)
         loss.backward()
         found.append([logits.numpy(), *(p.grad.numpy().copy() for p in model.parameters())])
     for one, other in zip(*found, strict=True):
@@ -540,6 +547,8 @@ from needle.nn.attention import PATTERNS, PROJECTIONS, RESULT
 model = Pythia(PythiaConfig(vocab_size=29, hidden_size=24, num_layers=2, num_heads=3))
 ids = np.arange(10).reshape(2, 5)
 def run(mark):
+    for p in model.parameters():
+        p.grad = None
     print(mark, file=sys.stderr, flush=True)
     _, loss = model(ids, ids)
     loss.backward()

@@ -8,7 +8,7 @@ import pytest
 from harness import DEVICES, device_of
 
 import needle as ndl
-from needle import Tensor, nn
+from needle import Tensor, nn, ops
 from needle import backend_ndarray as nd
 
 both = pytest.mark.parametrize("device", DEVICES)
@@ -202,3 +202,15 @@ def test_concatenate_refuses_what_does_not_fit():
         ndl.concatenate([])
     with pytest.raises(ValueError, match="axis 2 does not exist"):
         ndl.concatenate([Tensor(X)], 2)
+
+
+def test_mean_of_nothing_is_nan():
+    for dtype in "float32", "bfloat16":
+        x = Tensor(np.zeros((0, 3)), dtype=dtype)
+        for axes, shape in (None, ()), (0, (3,)), ((0, 1), ()), (1, (0,)):
+            for got in ops.mean(x, axes), x.mean(axes), x.cached_data.mean(axis=axes):
+                assert got.shape == shape and np.isnan(got.numpy()).all()
+            assert ops.mean(x, axes).dtype == dtype
+    y = ops.mean(x)
+    y.backward()
+    assert x.grad.shape == (0, 3)

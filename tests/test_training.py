@@ -41,6 +41,7 @@ def reference(kind, accumulate, max_norm, schedule):
         group = BATCHES[begin : begin + accumulate]
         sums, total = [0.0] * len(optimizer.params), 0.0
         for x, y in group:
+            optimizer.reset_grad()
             loss = model(x, y)[1]
             loss.backward()
             total += loss.item() / len(group)

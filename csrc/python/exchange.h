@@ -13,6 +13,8 @@ PyObject *nd_ndarray_repr(PyObject *self);
 PyObject *nd_ndarray_str(PyObject *self);
 int nd_ndarray_getbuffer(PyObject *self, Py_buffer *view, int flags);
 void nd_ndarray_releasebuffer(PyObject *self, Py_buffer *view);
+/* Count what was written into an array through buffers that are handed out. */
+void nd_count_outside_writes(nd_state *state, const nd_array *a);
 PyObject *nd_array_interface(PyObject *self, void *closure);
 PyObject *nd_cuda_array_interface(PyObject *self, void *closure);
 

@@ -179,6 +179,7 @@ static PyObject *get_device(PyObject *self, void *closure) {
 }
 
 static PyObject *get_written(PyObject *self, void *closure) {
+    nd_count_outside_writes(nd_state_of(self), nd_array_of(self));
     return PyLong_FromUnsignedLongLong(nd_array_of(self)->storage->written);
 }
 
@@ -386,14 +387,30 @@ static PyType_Spec ndarray_spec = {
     .slots = ndarray_slots,
 };
 
-static PyObject *module_writes(PyObject *module, PyObject *unused) {
-    return PyLong_FromUnsignedLongLong(nd_module_state(module)->writes);
+static void count_outside_writes(nd_state *state, PyObject *object) {
+    if (PyObject_TypeCheck(object, state->ndarray_type)) {
+        nd_count_outside_writes(state, nd_array_of(object));
+    } else if (PyTuple_Check(object) || PyList_Check(object)) {
+        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); i++) {
+            count_outside_writes(state, PySequence_Fast_GET_ITEM(object, i));
+        }
+    }
+}
+
+static PyObject *module_writes(PyObject *module, PyObject *operands) {
+    nd_state *state = nd_module_state(module);
+    if (state->exported != NULL) {
+        count_outside_writes(state, operands);
+    }
+    return PyLong_FromUnsignedLongLong(state->writes);
 }
 
 static PyMethodDef functions[] = {
-    {"writes", module_writes, METH_NOARGS,
-     "writes($module)\n--\n\nHow often arrays were written to that were there before: the last of "
-     "these writes into an array is its `written`."},
+    {"writes", module_writes, METH_O,
+     "writes($module, operands, /)\n--\n\nHow often arrays were written to that were there before: "
+     "the last of these writes into an array is its `written`. Of writes through buffers that "
+     "NumPy "
+     "or a memoryview hold, those into the operands count."},
     {"array", KEYWORD_METHOD(module_array),
      "array($module, obj, dtype='float32', device=None)\n--\n\nA new NDArray with a copy of a "
      "NumPy array of any real dtype, an NDArray, a number or nested lists."},

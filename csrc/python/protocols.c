@@ -111,12 +111,58 @@ PyObject *nd_ndarray_repr(PyObject *self) {
 }
 
 /* ---- the buffer protocol --------------------------------------------------------------------- */
-typedef struct {
-    nd_storage *storage;
-    bool writable; /* asked for: what has been written is known when it is released */
+/* One that asks to write counts as a write when it is handed out and when it is released. NumPy and
+ * memoryview do not ask, and may write: a hash of the elements tells whether they did, at the
+ * release and, while the buffer is held, whenever a graph asks about the array. */
+struct nd_exported {
+    nd_exported *next;
+    nd_array array; /* holds a reference on the memory */
+    bool writable;
+    bool hashed;
+    uint64_t hash;
     Py_ssize_t shape[ND_MAX_DIMS];
     Py_ssize_t strides[ND_MAX_DIMS];
-} exported;
+};
+
+static uint64_t hash_of(const nd_array *a) {
+    uint64_t lanes[4] = {1, 2, 3, 4}, word;
+    uintptr_t low = 0, high = 0;
+    nd_byte_range(a, &low, &high);
+    const char *memory = (const char *)low;
+    size_t bytes = high - low, i = 0;
+    for (; i + sizeof lanes <= bytes; i += sizeof lanes) {
+        for (size_t k = 0; k < 4; k++) {
+            memcpy(&word, memory + i + 8 * k, 8);
+            lanes[k] = (lanes[k] ^ word) * 0x9e3779b97f4a7c15u;
+            lanes[k] ^= lanes[k] >> 32;
+        }
+    }
+    for (; i < bytes; i++) {
+        lanes[i % 4] = (lanes[i % 4] ^ (uint8_t)memory[i]) * 0x9e3779b97f4a7c15u;
+    }
+    for (size_t k = 1; k < 4; k++) {
+        lanes[0] = (lanes[0] ^ lanes[k]) * 0x9e3779b97f4a7c15u;
+        lanes[0] ^= lanes[0] >> 32;
+    }
+    return lanes[0];
+}
+
+static void look_at(nd_state *state, nd_exported *hold) {
+    uint64_t before = hold->hash;
+    hold->hash = hash_of(&hold->array);
+    if (hold->hashed && hold->hash != before) {
+        nd_count_write(state, &hold->array);
+    }
+    hold->hashed = true;
+}
+
+void nd_count_outside_writes(nd_state *state, const nd_array *a) {
+    for (nd_exported *hold = state->exported; hold != NULL; hold = hold->next) {
+        if (hold->array.storage == a->storage) {
+            look_at(state, hold);
+        }
+    }
+}
 
 static bool is_fortran(const nd_array *a) {
     nd_array reversed = *a;
@@ -143,7 +189,7 @@ int nd_ndarray_getbuffer(PyObject *self, Py_buffer *view, int flags) {
         (!has_strides && !c_order)) {
         FAIL(PyExc_BufferError, "the array is not contiguous; compact() copies it");
     }
-    exported *hold = malloc(sizeof *hold);
+    nd_exported *hold = calloc(1, sizeof *hold);
     if (hold == NULL) {
         PyErr_NoMemory();
         return -1;
@@ -153,12 +199,16 @@ int nd_ndarray_getbuffer(PyObject *self, Py_buffer *view, int flags) {
         hold->shape[i] = (Py_ssize_t)a->shape[i];
         hold->strides[i] = (Py_ssize_t)a->strides[i] * item;
     }
+    nd_state *state = nd_state_of(self);
+    nd_array_view(a, &hold->array);
     hold->writable = (flags & PyBUF_WRITABLE) == PyBUF_WRITABLE;
     if (hold->writable) {
-        nd_count_write(nd_state_of(self), a);
+        nd_count_write(state, a);
+    } else if (flags != PyBUF_SIMPLE) { /* plain bytes are asked for to be read: files, hashes */
+        look_at(state, hold);
     }
-    hold->storage = a->storage;
-    nd_storage_retain(hold->storage);
+    hold->next = state->exported;
+    state->exported = hold;
     static char nothing[8]; /* an empty array has no memory, but a buffer may not be NULL */
     view->buf = a->data != NULL ? a->data : nothing;
     view->obj = Py_NewRef(self);
@@ -175,11 +225,19 @@ int nd_ndarray_getbuffer(PyObject *self, Py_buffer *view, int flags) {
 }
 
 void nd_ndarray_releasebuffer(PyObject *self, Py_buffer *view) {
-    exported *hold = view->internal;
+    nd_exported *hold = view->internal;
+    nd_state *state = nd_state_of(self);
     if (hold->writable) {
-        nd_count_write(nd_state_of(self), nd_array_of(self));
+        nd_count_write(state, &hold->array);
+    } else if (hold->hashed) {
+        look_at(state, hold);
     }
-    nd_storage_release(hold->storage);
+    nd_exported **link = &state->exported;
+    while (*link != hold) {
+        link = &(*link)->next;
+    }
+    *link = hold->next;
+    nd_array_clear(&hold->array);
     free(hold);
 }
 

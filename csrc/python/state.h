@@ -39,6 +39,8 @@ typedef enum {
     NUM_OPS
 } nd_op;
 
+typedef struct nd_exported nd_exported; /* in protocols.c */
+
 typedef struct {
     PyTypeObject *ndarray_type;
     PyTypeObject *device_type;
@@ -55,6 +57,7 @@ typedef struct {
     PyObject *field_names[NUM_OPS][ND_MAX_FIELDS]; /* interned */
     nd_storage *nothing;                           /* behind arrays that are not made yet */
     uint64_t writes;                               /* into arrays that were there */
+    nd_exported *exported;                         /* buffers that Python's protocol handed out */
     bool trace;                                    /* NEEDLE_TRACE=1 */
     bool sync;                                     /* NEEDLE_SYNC=1 */
 } nd_state;

@@ -10,6 +10,8 @@ time of a second forward.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,56 @@ from needle.autograd import (
     is_grad_enabled,
     no_grad,
 )
-from needle.nn.module import Module
+from needle.nn.module import Module, Parameter
+
+PLAIN = (int, float, complex, str, bytes, np.generic)
+AS_THEY_ARE = (*PLAIN, type(None), Parameter)
+Settings = dict[str, Any]  # by their place, as "dropout.p"
+
+
+@functools.cache
+def _defaults(kind: type) -> list[str]:
+    """The data in a class, which an attribute of the instance may take the place of."""
+    members = [item for base in kind.__mro__[:-1] for item in vars(base).items()]
+    names = [n for n, v in members if n[:2] != "__" and not hasattr(type(v), "__get__")]
+    return [n for n in names if n not in ("hook_points", "neighbours")]  # no forward reads these
+
+
+def _settings_of(value: Any, place: str, found: Settings, seen: set[int]) -> Settings:
+    """Add to `found` what a forward may read below `value`: each object once, in `seen`."""
+    parts: dict[Any, Any] = {}
+    setting = value
+    if isinstance(value, Module):
+        parts = {name: getattr(value, name) for name in _defaults(type(value))} | vars(value)
+    elif isinstance(value, dict):
+        parts, setting = value, type(value)
+    elif isinstance(value, (list, tuple)):
+        parts, setting = dict(enumerate(value)), (type(value), len(value))
+    elif isinstance(value, np.ndarray):
+        setting = value.dtype.str, value.shape, hash(value.tobytes())
+    elif isinstance(value, Tensor):
+        setting = value.cached_data
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = getattr(value, "__dict__", {})
+    found[place] = setting
+    if id(value) not in seen:
+        seen.add(id(value))
+        for key, item in parts.items():
+            if isinstance(item, AS_THEY_ARE):
+                found[f"{place}.{key}"] = item
+            else:
+                _settings_of(item, f"{place}.{key}", found, seen)
+    return found
+
+
+def _changed(before: Settings, now: Settings) -> list[str]:
+    """The places of what became another, or went."""
+    return [
+        place
+        for place, a in before.items()
+        if (b := now.get(place, before)) is not a
+        and not (type(a) is type(b) and isinstance(a, (*PLAIN, tuple)) and a == b)
+    ]
 
 
 class Recomputed(FusedOp):
@@ -35,10 +86,30 @@ class Recomputed(FusedOp):
     def __init__(self, module: Module, rest: tuple[Any, ...]) -> None:
         self.module, self.rest = module, rest
 
+    def _settings(self) -> Settings:
+        seen: set[int] = set()
+        found = _settings_of(self.module, type(self.module).__name__, {}, seen)
+        return _settings_of(self.rest, "operands", found, seen)
+
+    def _random_states(self) -> list[Any]:
+        """Of NumPy's global generator, and of the module's own."""
+        return [np.random.get_state(), *(g.bit_generator.state for g in self.generators)]
+
+    def _set_random_states(self, states: list[Any]) -> None:
+        np.random.set_state(states[0])
+        for generator, state in zip(self.generators, states[1:]):
+            generator.bit_generator.state = state
+
     def compute(self, x: NDArray, *parameters: NDArray) -> NDArray:
-        self.random = np.random.get_state()
+        settings = self._settings()
+        self.generators = [v for v in settings.values() if isinstance(v, np.random.Generator)]
+        self.random = self._random_states()
         with no_grad():
             out = self.module(Tensor.make_const(x), *self.rest)
+        for place in _changed(settings, self._settings()):
+            del settings[place]  # by the forward itself: a counter, tables that it made
+        self.settings = settings
+        self.arrays = [v for v in settings.values() if isinstance(v, NDArray)]
         if not isinstance(out, Tensor):
             raise TypeError(
                 f"recompute: {type(self.module).__name__} must give one Tensor, "
@@ -46,22 +117,30 @@ class Recomputed(FusedOp):
             )
         return out.cached_data
 
+    def check_unchanged(self) -> None:
+        now = self._settings()
+        for place in _changed(self.settings, now):
+            raise RuntimeError(
+                f"backward: recompute: {place} was {self.settings[place]!r:.40} in the forward and "
+                f"is {now.get(place)!r:.40}: set it back, or compute the forward again"
+            )
+
     def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> list[NDArray | None]:
         first, *parameters = node.inputs
         x = Tensor.make_const(first.cached_data, requires_grad=first.requires_grad)
-        now = np.random.get_state()
-        np.random.set_state(self.random)  # dropout drops the same
+        now = self._random_states()
+        self._set_random_states(self.random)  # dropout drops the same
         try:
             with enable_grad():
                 out = self.module(x, *self.rest)
         finally:
-            np.random.set_state(now)
+            self._set_random_states(now)
         # Parameters without a buffer get their .grad at the end of the whole backward, not here.
         before = [(p, p.grad) for p in parameters if not p.has_grad_buffer]
         for p, _ in before:
             p.grad = None
         try:
-            compute_gradient_of_variables(out, Tensor.from_ndarray(dout), training=True)
+            compute_gradient_of_variables(out, Tensor.from_ndarray(dout), inner=True)
             found = [None if p.has_grad_buffer else p.grad for p in (x, *parameters)]
         finally:
             for p, grad in before:
@@ -74,7 +153,8 @@ def recompute(module: Module, x: Tensor, *rest: Any) -> Tensor:
 
     x: the Tensor that gradients flow through; `rest` is handed on and must hold none that needs
     gradients. The module gives one Tensor. Where no graph is built, or a function is hooked into
-    the module, which would then run twice, this is a plain call.
+    the module, which would then run twice, this is a plain call. The backward raises RuntimeError
+    where attributes of the module are not those of the forward: `training`, a dropout's `p`.
     TypeError for other results and for such a `rest`; ValueError where the module has buffers (the
     running statistics of a batch norm), which a second forward would move again.
 

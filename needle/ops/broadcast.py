@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from needle._C import Device, NDArray
 from needle.autograd import FLOATS, Tensor, TensorOp
 from needle.backend_ndarray import Axes
-from needle.ops.common import kept_shape, normal_axes
+from needle.ops.common import fixed_axes, kept_shape, normal_axes
 
 
 def reduced_to(grad: Tensor, like: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class Summation(TensorOp):
     reads_inputs = reads_result = False
 
     def __init__(self, axes: Axes = None, keepdims: bool = False) -> None:
-        self.axes = axes
+        self.axes = fixed_axes(axes)
         self.keepdims = keepdims
 
     def compute(self, a: NDArray) -> NDArray:

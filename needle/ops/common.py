@@ -30,6 +30,11 @@ def normal_axes(op: str, axes: Axes, ndim: int) -> tuple[int, ...]:
     return tuple(sorted(out))
 
 
+def fixed_axes(axes: Axes) -> Axes:
+    """`axes` as an op keeps them: a list that changes later is not theirs."""
+    return axes if axes is None or isinstance(axes, (int, np.integer)) else tuple(axes)
+
+
 def kept_shape(shape: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:
     """`shape` with 1 at `axes`: what keepdims leaves."""
     return tuple(1 if i in axes else n for i, n in enumerate(shape))

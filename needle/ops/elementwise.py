@@ -8,6 +8,8 @@ import math
 from numbers import Number
 from typing import Any
 
+import numpy as np
+
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import FusedOp, Sinks, Tensor, TensorOp
@@ -187,7 +189,7 @@ def where(condition: Any, a: Tensor | float, b: Tensor | float) -> Tensor:
 
 class _ScalarOp(TensorOp):
     def __init__(self, scalar: float) -> None:
-        self.scalar = scalar
+        self.scalar = scalar.copy() if isinstance(scalar, np.ndarray) else scalar
 
 
 class AddScalar(_ScalarOp):

@@ -3,7 +3,7 @@ operand's dtype."""
 
 from __future__ import annotations
 
-import builtins
+import math
 from collections.abc import Sequence
 
 from needle import _C
@@ -11,14 +11,15 @@ from needle._C import NDArray
 from needle.autograd import Tensor, TensorOp
 from needle.backend_ndarray import Axes
 from needle.ops.broadcast import spread, summation
-from needle.ops.common import const, kept_shape, normal_axes
-from needle.ops.elementwise import divide_scalar, multiply, subtract
+from needle.ops.common import const, fixed_axes, kept_shape, normal_axes
+from needle.ops.elementwise import divide_scalar, multiply, multiply_scalar, subtract
 
 LARGEST = 3.4028234663852886e38  # of float32
 
 
 def mean(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
-    """The mean over `axes` (None: all axes), which disappear, or with keepdims stay with size 1.
+    """The mean over `axes` (None: all axes), which disappear, or with keepdims stay with size 1; of
+    nothing NaN.
 
     >>> print(ndl.ops.mean(ndl.Tensor([[1, 2], [3, 4]]), 0))
     [2. 3.]
@@ -26,14 +27,15 @@ def mean(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
     count = 1
     for axis in normal_axes("mean", axes, len(a.shape)):
         count *= a.shape[axis]
-    return divide_scalar(summation(a, axes, keepdims), builtins.max(count, 1))
+    total = summation(a, axes, keepdims)
+    return divide_scalar(total, count) if count else multiply_scalar(total, math.nan)
 
 
 class Max(TensorOp):
     reads_result = False
 
     def __init__(self, axes: Axes = None, keepdims: bool = False) -> None:
-        self.axes = axes
+        self.axes = fixed_axes(axes)
         self.keepdims = keepdims
 
     def compute(self, a: NDArray) -> NDArray:
@@ -74,7 +76,7 @@ class LogSumExp(TensorOp):
     reads_result = False
 
     def __init__(self, axes: Axes = None) -> None:
-        self.axes = axes
+        self.axes = fixed_axes(axes)
 
     def compute(self, a: NDArray) -> NDArray:
         axes = normal_axes("logsumexp", self.axes, a.ndim)
@@ -102,7 +104,7 @@ class Softmax(TensorOp):
     reads_result = False
 
     def __init__(self, axes: Axes = -1) -> None:
-        self.axes = axes
+        self.axes = fixed_axes(axes)
 
     def compute(self, a: NDArray) -> NDArray:
         _, e, s = _shifted(a, normal_axes("softmax", self.axes, a.ndim))
@@ -131,7 +133,7 @@ class LogSoftmax(TensorOp):
     reads_result = False
 
     def __init__(self, axes: Axes = -1) -> None:
-        self.axes = axes
+        self.axes = fixed_axes(axes)
 
     def compute(self, a: NDArray) -> NDArray:
         m, _, s = _shifted(a, normal_axes("logsoftmax", self.axes, a.ndim))

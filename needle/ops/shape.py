@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import Tensor, TensorOp, TensorTuple, TensorTupleOp
-from needle.ops.common import kept_shape, normal_axes
+from needle.ops.common import fixed_axes, kept_shape, normal_axes
 from needle.ops.indexing import get_item
 
 
@@ -17,7 +17,7 @@ class Transpose(TensorOp):
     reads_inputs = reads_result = False
 
     def __init__(self, axes: Sequence[int] | None = None) -> None:
-        self.axes = axes
+        self.axes = fixed_axes(axes)
 
     def compute(self, a: NDArray) -> NDArray:
         axes = (-2, -1) if self.axes is None else tuple(self.axes)
@@ -77,7 +77,7 @@ class Flip(TensorOp):
     reads_inputs = reads_result = False
 
     def __init__(self, axes: Sequence[int] | None = None) -> None:
-        self.axes = axes
+        self.axes = fixed_axes(axes)
 
     def compute(self, a: NDArray) -> NDArray:
         return a.flip(normal_axes("flip", self.axes, a.ndim))

@@ -1,5 +1,7 @@
 """Layers that are computed again in the backward: the same bits with less memory."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from harness import DEVICES, device_of
@@ -161,6 +163,8 @@ def test_inside_of_another():
 
     grads = []
     for module in (Outer(), nn.Sequential(inner)):
+        for p in inner.parameters():
+            p.grad = None
         x = Tensor(np.arange(10.0).reshape(2, 5))
         (
             nn.recompute(module, x) * (2.0 if module.__class__ is nn.Sequential else 1.0)
@@ -194,3 +198,74 @@ def test_weights_that_were_written_are_noticed():
     layer.linear.weight.data = layer.linear.weight.data * 2.0
     with pytest.raises(RuntimeError, match="after the forward"):
         y.backward()
+
+
+@dataclasses.dataclass
+class Config:
+    factor: float
+
+
+class Settled(nn.Module):
+    """Reads settings of every kind, and draws from a generator of its own."""
+
+    slope = 2.0
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.5))
+        self.settings, self.powers, self.shift = {"factor": 2.0}, [1.0, 2.0], np.ones(5)
+        self.config = Config(0.5)
+        self._table = ndl.ones(5).cached_data
+        self._hidden = ndl.ones(5)
+        self.generator = np.random.default_rng(0)
+        self.calls, self._made = 0, None
+
+    def forward(self, x, given):
+        self.calls += 1
+        if self._made is None:
+            self._made = ndl.ones(5) * 2.0
+        x = self.inner(x) * self.slope * self.settings["factor"] * given["factor"]
+        x = x * sum(self.powers) * self.config.factor + Tensor(self.shift)
+        x = x * Tensor.from_ndarray(self._table) * self._hidden.detach()
+        return x * Tensor(self.generator.random(5)) * self._made.detach()
+
+
+def test_settings_that_changed_are_refused():
+    changes = {
+        "training": lambda module, given: module.eval(),
+        "p": lambda module, given: setattr(module.inner.modules[1], "p", 0.1),
+        "slope": lambda module, given: setattr(module, "slope", 3.0),
+        "settings.factor": lambda module, given: module.settings.update(factor=3.0),
+        "powers.0": lambda module, given: module.powers.reverse(),
+        "powers": lambda module, given: module.powers.append(3.0),
+        "shift": lambda module, given: module.shift.fill(3.0),
+        "config.factor": lambda module, given: setattr(module.config, "factor", 3.0),
+        "an array that the op keeps": lambda module, given: module._table.fill(3.0),
+        "_hidden": lambda module, given: setattr(module._hidden, "data", ndl.ones(5) * 3.0),
+        "bias": lambda module, given: setattr(module.inner.modules[0], "bias", None),
+        "operands.0.factor": lambda module, given: given.update(factor=3.0),
+    }
+    for place, change in changes.items():
+        module, given, x = Settled(), {"factor": 2.0}, ndl.ones(4, 5, requires_grad=True)
+        nn.flatten_parameters(module)
+        y = nn.recompute(module, x, given)
+        change(module, given)
+        with pytest.raises(RuntimeError, match=rf"^backward: .*{place} was .* the forward"):
+            y.sum().backward()
+        assert x.grad is None and not module.inner.modules[0].weight.grad.numpy().any()
+
+
+def test_settings_that_are_set_back_or_that_the_forward_changes_itself():
+    found = []
+    for call in (lambda layer, *xs: layer(*xs), nn.recompute):
+        np.random.seed(0)
+        module, x = Settled(), ndl.ones(4, 5, requires_grad=True)
+        first, second = (call(module, x, {"factor": 2.0}) for _ in range(2))
+        if call is nn.recompute:
+            with ndl.no_grad():
+                module.eval()(x, {"factor": 1.0})
+            module.train()
+        (first + second).sum().backward()
+        found.append([x.grad.numpy(), module.inner.modules[0].weight.grad.numpy()])
+    for one, other in zip(*found):
+        np.testing.assert_array_equal(one, other)

@@ -253,12 +253,9 @@ FAULTS = [
     ),
     Fault(
         "csrc/python/protocols.c",
-        "    if (hold->writable) {\n"
-        "        nd_count_write(nd_state_of(self), nd_array_of(self));\n"
-        "    }\n"
-        "    nd_storage_release",
-        "    nd_storage_release",
-        "tests/test_autograd.py",
+        "        nd_count_write(state, &hold->array);\n    } else if (hold->hashed) {",
+        "    } else if (hold->hashed) {",
+        "tests/test_changed_data.py",
     ),
     Fault(
         "csrc/python/protocols.c",

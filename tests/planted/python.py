@@ -18,10 +18,11 @@ from planted.fault import Fault, ListError
 TOTAL, SEED = 120, 2026
 SOURCES = ("needle/**/*.py", "apps/*.py", "building/*.py", "checkout.py", "setup.py")
 
+GRADIENTS = "tests/test_autograd.py tests/test_changed_data.py"
 # The longest beginning of a file's path counts.
 TESTS = {
     "needle/__init__.py": "tests/test_import.py tests/csrc/test_threads.py",
-    "needle/autograd.py": "tests/test_autograd.py tests/csrc/test_leaks.py",
+    "needle/autograd.py": f"{GRADIENTS} tests/csrc/test_leaks.py",
     "needle/backend_ndarray.py": "tests/csrc/test_device.py tests/csrc/test_ndarray.py",
     "needle/block_mask.py": "tests/test_block_mask.py tests/ops/test_attention.py",
     "needle/checkpoint.py": "tests/test_checkpoint.py tests/apps/test_survival.py",
@@ -39,6 +40,7 @@ TESTS = {
     "needle/evaluate.py": "tests/test_evaluate.py",
     "needle/files.py": "tests/test_files.py tests/test_checkpoint.py",
     "needle/generation.py": "tests/test_generate.py",
+    "needle/graph.py": GRADIENTS,
     "needle/hf/": "tests/test_hf.py",
     "needle/hooks.py": "tests/test_hooks.py",
     "needle/init.py": "tests/nn tests/test_operators.py",
@@ -48,7 +50,7 @@ TESTS = {
     "needle/models/registry.py": "tests/models/test_pythia.py tests/test_hf.py",
     "needle/nn/": "tests/nn tests/test_hooks.py",
     "needle/operators.py": "tests/test_operators.py",
-    "needle/ops/": "tests/test_autograd.py tests/ops tests/test_operators.py tests/nn",
+    "needle/ops/": f"{GRADIENTS} tests/ops tests/test_operators.py tests/nn",
     "needle/optim.py": "tests/test_optim.py tests/test_training.py",
     "needle/safetensors.py": "tests/test_hostile_files.py tests/test_save.py tests/test_hf.py",
     "needle/sampling.py": "tests/test_generate.py",

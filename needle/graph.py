@@ -1,0 +1,91 @@
+"""The graph that a backward walks: its order, and whether its arrays were written to since the
+forward. Nodes are Values (autograd.py): op, inputs, cached_data, operands, kept, writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from needle._C import NDArray
+
+
+def find_topo_sort(node_list: Sequence[Any]) -> list[Any]:
+    """Every node that `node_list` depends on, and it, in post-order: inputs before what uses them,
+    first input first. Works on graphs of any depth.
+
+    >>> a, b = ndl.Tensor([1]), ndl.Tensor([2])
+    >>> c = a * b
+    >>> [node is x for node, x in zip(ndl.autograd.find_topo_sort([c + a]), (a, b, c))]
+    [True, True, True]
+    """
+    order: list[Any] = []
+    seen: set[int] = set()
+    for root in node_list:
+        if id(root) in seen:
+            continue
+        seen.add(id(root))
+        stack = [(root, iter(root.inputs))]
+        while stack:
+            node, rest = stack[-1]
+            for x in rest:
+                if id(x) not in seen:
+                    seen.add(id(x))
+                    stack.append((x, iter(x.inputs)))
+                    break
+            else:
+                order.append(node)
+                stack.pop()
+    return order
+
+
+def arrays_of(op: Any) -> list[NDArray]:
+    """The arrays in the attributes of an op: a condition, tables, what the forward left."""
+    found: list[Any] = []
+    for value in vars(op).values():
+        found += value if isinstance(value, (tuple, list)) else (value,)
+    found = [x.cached_data if hasattr(x, "cached_data") else x for x in found]
+    return [x for x in found if isinstance(x, NDArray)]
+
+
+def _written(data: Any) -> int:
+    return max(_written(x) for x in data) if isinstance(data, tuple) else data.written
+
+
+def check_unchanged(node: Any) -> None:
+    """RuntimeError where the gradient of `node` would be computed from other data than its result
+    was: written in place since, or replaced."""
+    op, since = node.op, node.writes
+
+    def refuse(what: str, data: Any) -> None:
+        kind = f"{data.dtype}, shape {data.shape}" if isinstance(data, NDArray) else "a tuple"
+        raise RuntimeError(
+            f"backward: {type(op).__name__}: {what} after the forward that its gradient belongs to "
+            f"({kind}): compute the forward again, or write into a copy. A view, and each "
+            "parameter of a flattened model, shares the memory of the others"
+        )
+
+    def check(name: str, data: Any) -> None:
+        if _written(data) > since:
+            refuse(f"{name} was written to, or handed out for writing,", data)
+
+    op.check_unchanged()
+    if op.reads_inputs:
+        for i, (x, data) in enumerate(zip(node.inputs, node.operands)):
+            if x.cached_data is not data:
+                refuse(f"the data of operand {i} was replaced", x.cached_data)
+            check(f"operand {i}", data)
+    if op.reads_result:
+        check("the result", node.cached_data)
+    for data in node.kept:
+        check("an array that the op keeps", data)
+
+
+def memory_of(*values: Any) -> Iterator[int]:
+    """Which memory they are in, for each array of NDArrays, Values, tuples and None."""
+    for value in values:
+        if isinstance(value, NDArray):
+            yield value._handle.ptr()
+        elif hasattr(value, "cached_data"):
+            yield from memory_of(value.cached_data)
+        elif value is not None:
+            yield from memory_of(*value)

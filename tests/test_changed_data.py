@@ -1,0 +1,320 @@
+"""Data that changes between forward and backward: the forward's gradient, or RuntimeError."""
+
+import ctypes
+import io
+
+import numpy as np
+import pytest
+from gradients import GRADIENTS, inputs_of
+
+import needle as ndl
+from needle import _C, Tensor, autograd, nn, ops, optim
+
+
+@pytest.mark.parametrize("case", GRADIENTS, ids=str)
+def test_an_operand_that_changed_is_refused(case):
+    """Each gradient is the one of the forward, or backward() says why there is none."""
+    arrays = inputs_of(case)
+
+    def forward():
+        tensors = [Tensor(a) for a in arrays]
+        result = case.op(ops, *tensors)
+        return tensors, result
+
+    tensors, result = forward()
+    seed = Tensor(np.random.default_rng(0).standard_normal(result.shape))
+    result.backward(seed)
+    right = [x.grad.numpy() for x in tensors]
+    for i in range(len(tensors) + 1):
+        tensors, result = forward()
+        data = (*tensors, result)[i].cached_data
+        if 0 in data.strides:
+            continue  # a broadcast view cannot be written to
+        data.fill(0.37)
+        try:
+            result.backward(seed)
+        except RuntimeError as error:
+            assert "backward: " in str(error) and "after the forward" in str(error)
+            assert all(x.grad is None for x in tensors)
+            continue
+        for x, grad in zip(tensors, right):
+            np.testing.assert_array_equal(x.grad.numpy(), grad)
+
+
+@pytest.mark.parametrize("case", GRADIENTS, ids=str)
+def test_what_no_gradient_reads_may_change(case, monkeypatch):
+    """Where NaN in its operands, or in its result, changes no gradient, nothing is refused."""
+    arrays = inputs_of(case)
+    changed = len(arrays) + 1
+
+    def gradients(changes):
+        tensors = [Tensor(a) for a in arrays]
+        result = case.op(ops, *tensors)
+        seed = Tensor(np.random.default_rng(0).standard_normal(result.shape))
+        data = [x.cached_data for x in (*tensors, result)]
+        if changes < changed and 0 not in data[changes].strides:
+            data[changes].fill(np.nan)
+        result.backward(seed)
+        return [x.grad.numpy() for x in tensors]
+
+    right = gradients(changed)
+    with monkeypatch.context() as unchecked:
+        unchecked.setattr(autograd, "check_unchanged", lambda node: None)
+        seen = [gradients(i) for i in range(changed)]
+    same = [all(map(np.array_equal, got, right)) for got in seen]
+    operands, result = same[:-1], same[-1]
+    for i in [*range(len(operands) if all(operands) else 0), *[len(operands)] * result]:
+        gradients(i)
+
+
+def test_a_write_counts_when_its_buffer_is_given_back():
+    """A file that is read into a parameter while the parameter is used."""
+    x, losses = Tensor(np.ones(4)), []
+
+    class File(io.RawIOBase):
+        def readable(self):
+            return True
+
+        def readinto(self, window):
+            losses.append((x * x).sum())
+            window[:] = bytes(len(window))
+            return len(window)
+
+    io.BufferedReader(File(), 1).readinto(x.cached_data)
+    np.testing.assert_array_equal(x.numpy(), np.zeros(4))
+    assert losses[0].item() == 4
+    with pytest.raises(RuntimeError, match="handed out for writing, after the forward"):
+        losses[0].backward()
+
+
+def readinto(x):
+    io.BytesIO(bytes(48)).readinto(x.cached_data)
+
+
+WRITES = {
+    "setitem": lambda x: x.cached_data.__setitem__((0, 0), 5),
+    "fill": lambda x: x.cached_data.fill(1),
+    "flat": lambda x: x.cached_data.permute((1, 0)).flat.__setitem__(0, 3),
+    "view": lambda x: x.detach().cached_data[1:].fill(2),
+    "operator": lambda x: x.cached_data.__imul__(2),
+    "operator of a view": lambda x: x.cached_data.permute((1, 0)).__iadd__(2),
+    "assign": lambda x: _C.assign(x.cached_data, _C.array(1.0)),
+    "an op in place": lambda x: _C.bias_bwd(
+        _C.array(np.ones((2, 4))), x.cached_data[0].reshape((4,)), None
+    ),
+    "an op on a copy": lambda x: _C.bias_bwd(
+        _C.array(np.ones((2, 3))), x.cached_data.permute((1, 0))[0].reshape((3,)), None
+    ),
+    "buffer": readinto,
+    "asarray": lambda x: np.asarray(x.cached_data).__imul__(2),
+    "asarray of a view": lambda x: np.asarray(x.cached_data[2:, ::2])[:, 1:].__imul__(2),
+    "memoryview": lambda x: memoryview(x.cached_data).__setitem__((2, 3), 7 - x.numpy()[2, 3]),
+    "array": lambda x: x.cached_data.__array__(copy=False).__imul__(2),
+    "DLPack": lambda x: _C.from_dlpack(x.cached_data),
+    "interface": lambda x: x.cached_data.__array_interface__,
+    "data": lambda x: setattr(x, "data", Tensor(np.ones((3, 4)))),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_every_way_to_write_is_counted(write):
+    x, y = Tensor(np.ones((3, 4))), Tensor(np.full((3, 4), 2))
+    for first, second, place in ((x, y, 0), (y, x, 1)):
+        product = ops.multiply(first, second)
+        WRITES[write](x)
+        match = rf"backward: EWiseMul: (the data of )?operand {place} was .*float32, shape \(3, 4\)"
+        with pytest.raises(RuntimeError, match=match):
+            product.sum().backward()
+        assert x.grad is None and y.grad is None
+    product = x * y  # after the write all is well
+    product.backward()
+    np.testing.assert_array_equal(y.grad.numpy(), x.numpy())
+    product.backward()  # and reading is no write
+    [x.numpy(), np.asarray(x), str(x), x.cached_data.tolist(), x.cached_data[0] + 1, x.item]
+    data = x.cached_data
+    held = [
+        np.asarray(data),
+        memoryview(data),
+        np.array(data),
+        bytes(memoryview(data)),
+        bytes(data),
+    ]
+    product.backward()
+    del held
+    product.backward()
+
+
+def test_writes_through_buffers_that_are_held_are_counted():
+    for make in np.asarray, memoryview, lambda a: (ctypes.c_float * 12).from_buffer(a):
+        x = Tensor(np.ones((3, 4)))
+        flat = x.cached_data.reshape((12,))
+        view = make(flat)
+        for i in range(2):  # a write before the forward is none after it
+            view[i] = 5.0
+            y = x * x
+            y.backward()
+        view[2] = 5.0
+        with pytest.raises(RuntimeError, match="operand 0 was written to, or handed out for"):
+            y.backward()
+        z = x * x
+        flat.fill(2)  # a write of needle's own, and a later forward
+        y = x * x
+        x.grad = None
+        y.backward()
+        np.testing.assert_array_equal(x.grad.numpy(), np.full((3, 4), 4))
+        other = make(flat)
+        del view
+        y.backward()
+        other[11] = 3.0
+        del other
+        for result in y, z:
+            with pytest.raises(RuntimeError, match="operand 0 was written to, or handed out for"):
+                result.backward()
+
+
+class Masked(autograd.TensorOp):
+    def __init__(self, first, second):
+        self.first, self.others = first, [second]
+
+    def compute(self, x):
+        return _C.multiply(x, self.first)
+
+    def gradient(self, out_grad, node):
+        return out_grad * Tensor.from_ndarray(self.first) * Tensor.from_ndarray(self.others[0])
+
+
+def spoil(kept):
+    if isinstance(kept, list):
+        kept.reverse()
+    else:
+        kept[...] = kept * 0
+
+
+def spoil_through_numpy(kept):
+    spoil(np.asarray(kept) if isinstance(kept, _C.NDArray) else kept)
+
+
+def side_operands():
+    """(name, op of a Tensor, its shape, what it is given beside that)"""
+    rng = np.random.default_rng(0)
+
+    def arrays(*shape):
+        return _C.array(rng.standard_normal(shape))
+
+    cos, sin = (_C.array(table) for table in nn.rotary_tables(4, 4))
+    packed = (1, 4, 2, 3, 8)
+    condition = _C.array(np.tri(4), "bool")
+    ids, places = _C.array([0, 2, 2, 1], "int32"), np.array([0, 2, 2, 1])
+    numbers = [np.array(2.0), _C.array(2.0)]
+    factor, pair = np.array([2.0], np.float32), (arrays(4), arrays(4))
+    wide, square, row = (Tensor(arrays(*shape)) for shape in ((16, 48), (16, 16), (16,)))
+    layer, head, more = nn.Attention(16, 2), Tensor(arrays(5, 3)), [Tensor(arrays(4))] * 2
+    yield "where", lambda x: ops.where(condition, x, 0.0), (4, 4), [condition]
+    yield "where", lambda x: ops.where(Tensor.from_ndarray(condition), 1, x), (4, 4), [condition]
+    yield "rotary", lambda x: ops.rotary(x, cos, sin, 2), packed, [cos, sin]
+    tables = [Tensor.from_ndarray(table) for table in (cos, sin)]
+    yield "rotary", lambda x: ops.rotary(x, *tables, 2), packed, [cos, sin]
+    yield "qkv_attention", lambda x: ops.qkv_attention(x, cos, sin), packed, [cos, sin]
+    yield (
+        "attention_mlp",
+        lambda x: ops.attention_mlp(
+            x, wide, Tensor(np.ones(48)), 2, cos, sin, square, row, x, square, row, square, row, x
+        ),
+        (1, 4, 16),
+        [cos, sin],
+    )
+    yield "recompute", lambda x: nn.recompute(layer, x, (cos, sin)), (1, 4, 16), [cos, sin]
+    yield "embedding", lambda x: ops.embedding(ids, x), (3, 2), [ids]
+    yield "cross_entropy", lambda x: ops.cross_entropy(x, ids), (4, 3), [ids]
+    yield "linear_cross_entropy", lambda x: ops.linear_cross_entropy(x, head, ids), (4, 5), [ids]
+    yield "get_item", lambda x: x[places] + x[ids], (3, 2), [places, ids]
+    yield "index_select", lambda x: ops.index_select(x, 0, places), (3, 2), [places]
+    yield "multiply", lambda x: x * factor, (3, 1), [factor]
+    for number in numbers:
+        yield "scalar", lambda x, by=number: ops.multiply_scalar(x, by), (3,), [number]
+    yield "an op of one's own", lambda x: Masked(*pair)(x), (4,), pair
+    yield "stack", lambda x: ops.stack(more[:1] + [x]), (4,), [more]
+    for op, axes in {
+        ops.summation: [1, 2],
+        ops.mean: [0, 1],
+        ops.max: [1, 2],
+        ops.logsumexp: [1, 2],
+        ops.softmax: [0, 1],
+        ops.logsoftmax: [0, 1],
+        ops.transpose: [0, 1],
+        ops.permute: [2, 0, 1],
+        ops.flip: [0, 1],
+        ops.reshape: [2, 2, 8],
+        ops.broadcast_to: [1, 4, 2, 4],
+    }.items():
+        yield op.__name__, lambda x, op=op, axes=axes: op(x, axes), (4, 2, 4), [axes]
+
+
+def test_what_an_op_keeps_beside_its_inputs_is_watched():
+    """RuntimeError, or the gradient of the forward."""
+    for name, op, shape, kept in side_operands():
+        for write in spoil, spoil_through_numpy:
+            for operand in kept:
+                before = list(operand) if isinstance(operand, list) else _C.array(operand).numpy()
+                leaf = Tensor(np.random.default_rng(1).standard_normal(shape))
+                result = op(leaf)
+                result.backward()
+                right, leaf.grad = leaf.grad.numpy(), None
+                write(operand)
+                try:
+                    result.backward()
+                    np.testing.assert_array_equal(leaf.grad.numpy(), right, name)
+                except RuntimeError as error:
+                    assert "was written to, or handed out for writing," in str(error), name
+                operand[slice(None) if isinstance(operand, list) else ...] = before
+                op(leaf).backward()  # after the write all is well
+
+
+def test_writes_of_other_libraries_are_not_seen():
+    """As the docstrings of from_dlpack and backward say: the gradient is that of the new values."""
+    shared = np.ones(3, np.float32)
+    x = ndl.from_dlpack(shared)
+    x.requires_grad = True
+    y = (x * x).sum()
+    shared[:] = 5
+    y.backward()
+    np.testing.assert_array_equal(x.grad.numpy(), [10, 10, 10])
+    for said in (ndl.from_dlpack.__doc__, Tensor.backward.__doc__):
+        assert "not see" in " ".join(said.split())
+
+
+def test_a_result_that_its_gradient_reads():
+    qkv = [Tensor(np.random.default_rng(i).standard_normal((1, 4, 2, 8))) for i in range(3)]
+    o = ops.attention(*qkv)
+    o.cached_data.fill(0)
+    with pytest.raises(RuntimeError, match="backward: Attention: the result was written to"):
+        o.backward()
+
+
+def test_an_optimizer_step_between_forward_and_backward():
+    """A graph that is kept reads the weights, which the step has changed."""
+    model = nn.Linear(3, 2)
+    adam = optim.AdamW(model.parameters(), lr=0.1)
+    x = Tensor(np.ones((4, 3)), requires_grad=False)
+    loss = model(x).sum()
+    loss.backward()
+    loss.backward()  # the gradients' own buffer is no operand
+    before = [p.grad.numpy() for p in model.parameters()]
+    adam.step()
+    with pytest.raises(RuntimeError, match="backward: LinearOp: operand 1 was"):
+        loss.backward()
+    for p, grad in zip(model.parameters(), before):  # nothing was added
+        np.testing.assert_array_equal(p.grad.numpy(), grad)
+    for _ in range(2):
+        adam.reset_grad()
+        model(x).sum().backward()
+        adam.step()
+
+
+def test_what_a_gradient_does_not_read_may_change():
+    x = Tensor(np.ones((2, 3)))
+    y = (x + 1).reshape((3, 2)) * 4
+    x.cached_data.fill(7)
+    y.cached_data.fill(7)
+    y.sum().backward()
+    np.testing.assert_array_equal(x.grad.numpy(), np.full((2, 3), 4))
