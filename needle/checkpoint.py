@@ -62,10 +62,16 @@ def save_checkpoint(
     """Writes model and optimizer to `filepath`, atomically. `extra` (JSON values) is kept and given
     back by `Checkpoint.state`. Raises CheckpointError where the file cannot be written: what was
     there before is then still there."""
-    if _registered_config(model) is None:
+    config = _registered_config(model)
+    if config is None:
         raise TypeError(
             "save_checkpoint: model must be of a class that models.register knows, as Pythia is, "
             f"not {type(model).__name__}; needle.save takes any module"
+        )
+    if wrong := config.misfits(model):
+        raise ValueError(
+            "save_checkpoint: the model is not what its configuration makes, so that load_checkpoint "
+            f"could not make it again: {'; '.join(wrong)}; needle.save takes any module"
         )
     kind = type(optimizer).__name__
     if optimizer is not None and getattr(optim, kind, None) is not type(optimizer):
@@ -89,6 +95,8 @@ def save(
     >>> _ = ndl.load(path, model, optimizer)
     """
     path, config = Path(path), _registered_config(module)
+    if config is not None and config.misfits(module):
+        config = None  # load fills such a module, and makes none
     tensors = module.state_dict()
     reserved = [name for name in tensors if name.startswith("optimizer.")]
     if reserved:

@@ -380,9 +380,10 @@ def test_foreign_files(tmp_path):
     assert "directory" in refused(tmp_path)
 
 
-def test_all_misfits_are_listed_in_one_error(tmp_path):
+def test_all_misfits_are_listed_in_one_error(tmp_path, monkeypatch):
     model, optimizer = made()
     model.config = dataclasses.replace(CONFIG, vocab_size=54, num_layers=3)
+    monkeypatch.setattr(PythiaConfig, "misfits", lambda config, module: [])
     path = save_checkpoint(model, optimizer, 0, 1.0, tmp_path / "a")
     message = refused(path)
     assert "embed_in.weight has shape [53, 16], not [54, 16]" in message
@@ -473,6 +474,51 @@ def test_an_optimizer_of_a_part_of_the_model(tmp_path, freeze):
         assert step(model, optimizer, seed) == step(again, its_optimizer, seed)
     for name, value in weights(model).items():
         np.testing.assert_array_equal(value, weights(again)[name])
+
+
+def test_model_with_a_replaced_part_is_refused_when_saved(tmp_path):
+    """As loading would; needle.save keeps it for a module that is given."""
+
+    def other_mlp(model):
+        model.layers[1].mlp = nn.Sequential(nn.Linear(16, 16))
+
+    def other_width(model):
+        model.embed_in = nn.Embedding(53, 8)
+
+    def other_dtype(model):
+        model.final_layer_norm = nn.LayerNorm1d(16, dtype="bfloat16")
+
+    def one_layer_more(model):
+        model.layers.append(Pythia(CONFIG).layers[0])
+
+    def a_part_without_parameters(model):
+        model.layers[0].mlp.act = nn.ReLU()
+
+    def an_own_parameter(model):
+        model.scale = nn.Parameter([1.0])
+
+    def no_bias(model):
+        model.layers[0].mlp.dense_h_to_4h.bias = None
+
+    changes = (other_mlp, other_width, other_dtype, one_layer_more, a_part_without_parameters)
+    for change in (*changes, an_own_parameter, no_bias):
+        np.random.seed(1)
+        model = Pythia(CONFIG)
+        change(model)
+        path = tmp_path / f"{change.__name__}.safetensors"
+        with pytest.raises(ValueError, match="not what its configuration makes"):
+            save_checkpoint(model, None, 0, 0.0, path)
+        with pytest.raises(ValueError, match="not what its configuration makes"):
+            model.save_pretrained(tmp_path / "hf")
+        assert not path.exists() and not (tmp_path / "hf").exists()
+        ndl.save(model, None, path)
+        with pytest.raises(CheckpointError, match="make one, and ndl.load"):
+            ndl.load(path)
+        np.random.seed(2)
+        again = Pythia(CONFIG)
+        change(again)
+        ndl.load(path, again)
+        assert_same(weights(model), weights(again))
 
 
 def test_an_optimizer_that_cannot_come_back_is_refused_when_saved(tmp_path):

@@ -263,6 +263,11 @@ def save(
     """
     folder, config, spelling = Path(folder), model.config, type(model).spelling
     spelling.config_to_hf(config)  # refuses before anything is read or written
+    if wrong := config.misfits(model):
+        raise ValueError(
+            "save_pretrained: the model is not what its configuration makes, and transformers would "
+            f"fill it with random weights: {'; '.join(wrong)}"
+        )
     try:
         files, ids = _tokenizer_files(model.tokenizer if tokenizer is None else tokenizer, config)
     except ValueError as error:

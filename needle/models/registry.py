@@ -66,6 +66,22 @@ class Config:
         with init.skeleton(None if entries is None else _budget(entries)):
             return self.model_class(self, device=cpu() if device is None else device)
 
+    def misfits(self, module: Module) -> list[str]:
+        """The parts of `module` that are not those that this configuration makes, so that loading
+        could not make it again."""
+
+        def parts(of: Module) -> dict[str, str]:
+            tensors = [*of.named_parameters(), *of.named_buffers()]
+            found = {name: type(part).__name__ for name, part in of.named_modules() if name}
+            return found | {name: f"{x.dtype} of shape {list(x.shape)}" for name, x in tensors}
+
+        own, made = parts(module), parts(self.skeleton())
+        wrong = [f"{name} is missing" for name in made if name not in own]
+        wrong += [f"{name} is unknown" for name in own if name not in made]
+        return wrong + [
+            f"{n} is {own[n]}, not {made[n]}" for n in own if own[n] != made.get(n, own[n])
+        ]
+
 
 def _budget(entries: Collection[Entry]) -> init.Budget:
     """Twice as many tensors as there are, so that an error can still list what is missing; and
