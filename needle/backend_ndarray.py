@@ -60,6 +60,13 @@ def default_device() -> Device:
     return cpu()
 
 
+def given_device(device: Device | None) -> Device:
+    """`device`, by default default_device(); TypeError for what is none."""
+    if device is not None and not isinstance(device, Device):
+        raise TypeError(f"device: must be a Device such as needle.cpu(), not {device!r:.40}")
+    return default_device() if device is None else device
+
+
 def check_device_name(name: str) -> str:
     """`name`, which must be auto, cpu, cuda or cuda:INDEX: ValueError."""
     if re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,2})?", name) is None:
@@ -116,7 +123,7 @@ def empty(
     shape: int | Sequence[int], dtype: str = "float32", device: Device | None = None
 ) -> NDArray:
     """A C-contiguous array whose elements are undefined."""
-    return _C.empty(_shape(shape), dtype, default_device() if device is None else device)
+    return _C.empty(_shape(shape), dtype, given_device(device))
 
 
 def full(

@@ -6,12 +6,11 @@ Tensors: each parameter and buffer under its own name; each array of the optimiz
 the float32 master weights of a bfloat16 model) under `optimizer.<name>`. The package `safetensors`
 opens it.
 
-state: model (the name it is registered by; the files before it had one are of Pythia) and config,
-both null for a module of no registered class, frozen (names of parameters that require no gradient),
-optimizer (class, numbers, and its form: the names of its parameters in their order, how many of them
-decay where they are flat, else null, and whether gradients accumulate in buffers), epoch, loss,
-random_state (NumPy's global generator), versions, and what the caller adds: step, position in the
-data, schedule.
+state: model (the name it is registered by) and config, both null for a module of no registered
+class, frozen (names of parameters that require no gradient), optimizer (class, numbers, and its
+form: the names of its parameters in their order, how many of them decay where they are flat, else
+null, and whether gradients accumulate in buffers), epoch, loss, random_state (NumPy's
+global generator), versions, and what the caller adds: step, position in the data, schedule.
 
 checksum: BLAKE2b over the whole file with the checksum's own digits as zeros, so that one changed
 bit anywhere is found. Written as temporary file, fsync, rename, fsync of the folder: a name always
@@ -35,7 +34,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from needle import _C, models, nn, optim
-from needle.backend_ndarray import Device, NDArray, commit, default_device
+from needle.backend_ndarray import Device, NDArray, commit, default_device, given_device
 from needle.files import FileError, reading, replacing
 from needle.safetensors import FROM_FILE, TO_FILE, Entry, pieces, read_header
 
@@ -70,8 +69,9 @@ def save_checkpoint(
         )
     if wrong := config.misfits(model):
         raise ValueError(
-            "save_checkpoint: the model is not what its configuration makes, so that load_checkpoint "
-            f"could not make it again: {'; '.join(wrong)}; needle.save takes any module"
+            "save_checkpoint: the model is not what its configuration makes, so that "
+            f"load_checkpoint could not make it again: {'; '.join(wrong)}; "
+            "needle.save takes any module"
         )
     kind = type(optimizer).__name__
     if optimizer is not None and getattr(optim, kind, None) is not type(optimizer):
@@ -292,7 +292,7 @@ class Checkpoint:
     ) -> tuple[Any, optim.Optimizer | None, int, float]:
         """(model, optimizer, epoch, loss) on `device`; the optimizer is None where none was saved.
         Draws no random number."""
-        device = default_device() if device is None else device
+        device = given_device(device)
         model = self.restore_model(device)
         own = dict(model.named_parameters())
         with self._naming("its frozen parameters cannot be used"):
@@ -319,7 +319,7 @@ class Checkpoint:
     def restore_model(self, device: Device | None = None, dtype: str | None = None) -> Any:
         """The model alone, in `dtype` where one is given. What the optimizer keeps, some twice the
         model's size or more, is not brought into memory."""
-        device = default_device() if device is None else device
+        device = given_device(device)
         config = self.configuration(dtype)
         with self._naming("its configuration cannot be used"):
             model = config.skeleton(device, self._entries.values())

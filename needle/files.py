@@ -20,6 +20,10 @@ class FileError(ValueError):
     """A file that cannot be read or written; the message names the file and the problem."""
 
 
+class MissingFileError(FileError, FileNotFoundError):
+    """A file that is not there."""
+
+
 KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -62,7 +66,8 @@ def reading(path: Path) -> Iterator[BinaryIO]:
         with open(path, "rb", opener=regular) as file:
             yield file
     except OSError as error:
-        raise FileError(f"{path}: cannot be read: {error.strerror or error}") from error
+        kind = MissingFileError if isinstance(error, FileNotFoundError) else FileError
+        raise kind(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
 def described(error: Exception) -> str:

@@ -40,7 +40,8 @@ def fit(
     optimizer: AdamW with its defaults where none is given. steps: as many as the batches give.
     loss: of what the model gives for ids, and targets; without one the model's own:
     `model.loss(ids, targets)` of a language model; else `model(ids, targets=targets)` gives
-    (anything, loss), and a forward without `targets` is a TypeError. schedule: the learning rate of step 1, 2, ... max_norm: gradients are clipped to it.
+    (anything, loss), and a forward without `targets` is a TypeError. schedule: the learning rate of
+    step 1, 2, ... max_norm: gradients are clipped to it.
     accumulate: so many batches make a step, which follows the mean of their gradients.
     on_step(step, loss) is called behind each step: to print, evaluate or save. progress: a bar,
     where tqdm is installed.

@@ -247,6 +247,32 @@ def test_the_suffix_does_not_matter_and_none_is_a_pickle(tmp_path):
     assert_same(weights(model), weights(load_checkpoint(path)[0]))
 
 
+def test_missing_file_and_a_string_for_a_device_are_named(saved, tmp_path):
+    for read in load_checkpoint, ndl.load, Checkpoint, lambda path: ndl.load(path, made()[0]):
+        with pytest.raises(FileNotFoundError, match="none.safetensors: cannot be read: No such"):
+            read(tmp_path / "none.safetensors")
+        with pytest.raises(CheckpointError):
+            read(tmp_path / "none.safetensors")
+    folder = tmp_path / "hf"
+    Pythia(CONFIG).save_pretrained(folder)
+    wanted = "must be a Device such as needle.cpu.., not 'cpu'"
+    for make in (
+        lambda: load_checkpoint(saved, "cpu"),
+        lambda: load_checkpoint(saved, device="cpu"),
+        lambda: ndl.load(saved, device="cpu"),
+        lambda: Checkpoint(saved).restore_model("cpu"),
+        lambda: Pythia.from_pretrained(folder, device="cpu"),
+        lambda: evaluate.load_model(folder, device="cpu"),
+        lambda: evaluate.load_model(saved, device="cpu"),
+        lambda: Pythia(CONFIG, device="cpu"),
+        lambda: ndl.create_pythia_70m(device="cpu"),
+        lambda: ndl.backend_ndarray.empty((2,), device="cpu"),
+        lambda: ndl.kernels.compile("", device="cpu"),
+    ):
+        with pytest.raises(TypeError, match=wanted):
+            make()
+
+
 def test_without_an_optimizer(tmp_path):
     model, _ = made()
     path = save_checkpoint(model, None, 0, 1.0, tmp_path / "a")

@@ -189,7 +189,7 @@ def test_checkpoint_with_any_value_of_its_state_replaced_loads_or_is_named(tmp_p
         for value in HOSTILE:
             state = replaced(good, place, value)
             monkeypatch.setattr(
-                checkpoint, "_write", lambda f, tensors, _: write(f, tensors, state)
+                checkpoint, "_write", lambda f, tensors, _, state=state: write(f, tensors, state)
             )
             save_checkpoint(model, optimizer, 0, 1.0, path)
             try:

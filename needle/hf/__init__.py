@@ -29,7 +29,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from needle import _C, nn
-from needle.backend_ndarray import FLOAT_DTYPES, Device, NDArray, default_device
+from needle.backend_ndarray import FLOAT_DTYPES, Device, NDArray, given_device
 from needle.data import END_OF_TEXT
 from needle.files import FileError, reading, replacing
 from needle.safetensors import FROM_FILE, Entry, pieces, read_header
@@ -100,7 +100,7 @@ def load(
         raise FileError(
             f"{folder}: no such folder; needle reads models from the disk, and downloads none"
         )
-    device = default_device() if device is None else device
+    device = given_device(device)
     spelling, path = model_class.spelling, folder / "config.json"
     config = read_config(model_class, read_json(path), dtype, str(path))
     problems: list[str] = []
@@ -265,8 +265,8 @@ def save(
     spelling.config_to_hf(config)  # refuses before anything is read or written
     if wrong := config.misfits(model):
         raise ValueError(
-            "save_pretrained: the model is not what its configuration makes, and transformers would "
-            f"fill it with random weights: {'; '.join(wrong)}"
+            "save_pretrained: the model is not what its configuration makes, and transformers "
+            f"would fill it with random weights: {'; '.join(wrong)}"
         )
     try:
         files, ids = _tokenizer_files(model.tokenizer if tokenizer is None else tokenizer, config)

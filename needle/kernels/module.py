@@ -10,6 +10,7 @@ from typing import Any
 
 from needle import _C
 from needle._C import Device
+from needle.backend_ndarray import given_device
 from needle.kernels import limits
 from needle.kernels.compile import Compiled, Entry
 from needle.kernels.limits import LaunchReport, Size
@@ -129,7 +130,7 @@ class Module:
 def arch_of(device: Device) -> str:
     """The architecture to compile for: "90a" on an H200. ValueError where the device runs no
     kernels of one's own."""
-    number = device.limits()["arch"]
+    number = given_device(device).limits()["arch"]
     return f"{number}a" if number >= 90 else str(number)  # "a": with what only this one has
 
 

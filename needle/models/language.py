@@ -19,7 +19,7 @@ import numpy as np
 
 from needle import generation, nn, ops
 from needle.autograd import Tensor
-from needle.backend_ndarray import Device, NDArray, array, default_device
+from needle.backend_ndarray import Device, NDArray, array, given_device
 from needle.block_mask import BlockMask
 from needle.hooks import Hooked, hook_names
 from needle.models.registry import Config
@@ -41,7 +41,7 @@ class LanguageModel(Hooked):
     def __init__(self, config: Any, device: Device | None = None, dtype: str | None = None) -> None:
         super().__init__()
         self.config = config if dtype is None else dataclasses.replace(config, dtype=dtype)
-        self.device = default_device() if device is None else device
+        self.device = given_device(device)
         self.tokenizer: Any = None
 
     def hidden(self, ids: NDArray, cache: generation.Cache | None = None) -> Tensor:

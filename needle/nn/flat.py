@@ -102,7 +102,7 @@ class FlatParameters:
 
 
 def flat_again(names: list[str], parameters: list[Parameter], decayed: int) -> FlatParameters:
-    """Move parameters that stand alone into buffers, in this order, the first `decayed` decaying."""
+    """Move parameters into buffers in this order; the first `decayed` decay."""
     first = parameters[0]
     flat = FlatParameters(list(zip(names, parameters)), decayed, first.device, first.dtype)
     flat.adopt()
