@@ -1,7 +1,5 @@
 """Which needle the scripts of this checkout import."""
 
-import importlib.machinery
-import importlib.util
 import sys
 from pathlib import Path
 
@@ -9,14 +7,10 @@ ROOT = Path(__file__).resolve().parent
 
 
 def choose() -> None:
-    """Put the checkout's own needle first on sys.path where it is built for this Python (`make
-    lib`), and leave it out where it is not, so that the installed one is found."""
-    sys.path[:] = [path for path in sys.path if Path(path).resolve() != ROOT]
-    ends = importlib.machinery.EXTENSION_SUFFIXES
-    if any((ROOT / f"needle/_C{end}").exists() for end in ends):
-        sys.path.insert(0, str(ROOT))
-    elif importlib.util.find_spec("needle") is None:
-        raise SystemExit(
-            f"needle: error: needle is neither built in {ROOT} (make lib) nor installed for "
-            f"{sys.executable} (pip install .)"
-        )
+    """Put the checkout first on sys.path. Where its needle is not built, that becomes the installed
+    one (needle/__init__.py)."""
+    sys.path[:] = [str(ROOT), *(path for path in sys.path if Path(path).resolve() != ROOT)]
+    try:
+        import needle  # noqa: F401
+    except ImportError as error:
+        raise SystemExit(f"needle: error: {error}") from error

@@ -11,60 +11,14 @@ Importing touches no GPU: the CUDA backend is opened by the first use of `cuda()
 from __future__ import annotations
 
 import importlib as _importlib
-import os as _os
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 import numpy as _np  # noqa: F401  before the core, which uses its C API
 
+from needle import core as _core
 
-def _load_core() -> None:
-    """Import `_C`. OpenBLAS reads the environment once, while it is loaded: it gets one thread
-    (matmul.c divides a product among OpenMP's threads) and, on an AMD processor with AVX-512, the
-    kernels for it, which it would not pick by itself: half the speed (docs/design.md). They are set
-    for needle's own copy of OpenBLAS; the environment is left as it was. OpenMP's threads spin no
-    longer than from one op to the next, unless the user said how they should wait."""
-    wanted = {"OPENBLAS_NUM_THREADS": "1"}
-    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(_os.environ):
-        wanted["GOMP_SPINCOUNT"] = "30000"
-    core = _os.environ.get("NEEDLE_OPENBLAS_CORETYPE") or _amd_core()
-    if core:
-        wanted["OPENBLAS_CORETYPE"] = core
-    before = {name: _os.environ.get(name) for name in wanted}
-    _os.environ.update(wanted)
-    try:
-        _importlib.import_module("needle._C")
-    except ImportError as error:
-        if getattr(error, "name", None) == "needle._C" and isinstance(error, ModuleNotFoundError):
-            folder = _os.path.dirname(_os.path.dirname(_os.path.abspath(__file__)))
-            raise ImportError(
-                f"the needle in {folder} is not built for this Python: run `make lib` there, or, "
-                "where needle is installed (`pip install .`), start Python in another folder"
-            ) from None
-        raise ImportError(
-            f"needle's C core cannot be loaded: {error}. Build it again: `make clean lib`, or "
-            "`pip install .`"
-        ) from error
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del _os.environ[name]
-            else:
-                _os.environ[name] = value
-
-
-def _amd_core() -> str | None:
-    """OpenBLAS' name for AVX-512 kernels, on an AMD processor that has what they need."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            info = file.read(8192)
-    except OSError:  # not Linux: OpenBLAS decides
-        return None
-    needed = (" avx512f", " avx512dq", " avx512bw", " avx512vl", " avx512cd")
-    return "SKYLAKEX" if "AuthenticAMD" in info and all(n in info for n in needed) else None
-
-
-_load_core()
+_core.load()
 
 from needle import autograd, backend_ndarray, block_mask, init, nn, ops, optim
 from needle._C import (

@@ -349,9 +349,7 @@ class BlockMask:
         try:
             from matplotlib.figure import Figure
         except ImportError:
-            raise RuntimeError(
-                "BlockMask.plot: needs matplotlib: pip install needle[apps] (or matplotlib itself)"
-            ) from None
+            raise RuntimeError("BlockMask.plot: needs matplotlib: pip install matplotlib") from None
         shown = self.blocks[:16]
         columns = math.ceil(math.sqrt(len(shown)))
         rows = -(-len(shown) // columns)

@@ -71,9 +71,7 @@ def cuda_missing() -> str | None:
 
 def parity_missing() -> str | None:
     lacking = [name for name in ("torch", "transformers") if not importlib.util.find_spec(name)]
-    return (
-        f"{' and '.join(lacking)} not installed (pip install needle[parity])" if lacking else None
-    )
+    return f"{' and '.join(lacking)} not installed (pip install .[parity])" if lacking else None
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -256,7 +256,7 @@ def test_transformer_lens_says_the_same(device, parallel, tmp_path):
     """Every name in TransformerLens, on the exported model: what it captures, and the logits behind
     a replacement. It never calls the points behind rotary of a GPT-NeoX: those are turned here; and
     what it replaces at hook_resid_mid reaches the MLP alone."""
-    reason = "transformer_lens not installed (pip install needle[parity])"
+    reason = "transformer_lens not installed (pip install .[parity])"
     lens = pytest.importorskip("transformer_lens.model_bridge", reason=reason)
     import torch
     import transformers

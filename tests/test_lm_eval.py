@@ -34,10 +34,10 @@ SENTENCES = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """step_1.safetensors, exported/ (for transformers), and the tasks."""
-    pytest.importorskip("lm_eval", reason="lm_eval not installed (pip install needle[parity])")
+    pytest.importorskip("lm_eval", reason="lm_eval not installed (pip install .[parity])")
     pytest.importorskip(
         "accelerate",
-        reason="accelerate not installed, which `hf` of lm_eval needs (pip install needle[parity])",
+        reason="accelerate not installed, which `hf` of lm_eval needs (pip install .[parity])",
     )
     top = tmp_path_factory.mktemp("lm_eval")
     tokenizer = data.train_tokenizer(iter(SENTENCES * 4), 350)
@@ -296,7 +296,7 @@ from lm_eval.api.registry import MODEL_REGISTRY, get_model
 assert "needle" in MODEL_REGISTRY and get_model("needle") is needle.lm_eval.NeedleLM
 assert get_model("dummy").__name__ == "DummyLM"
 """
-    pytest.importorskip("lm_eval", reason="lm_eval not installed (pip install needle[parity])")
+    pytest.importorskip("lm_eval", reason="lm_eval not installed (pip install .[parity])")
     env = dict(os.environ, PYTHONPATH=str(ROOT), PYTHONWARNINGS="ignore")
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

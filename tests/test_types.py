@@ -48,7 +48,7 @@ SEEN = [
 
 @pytest.mark.parity
 def test_types_of_calls(tmp_path):
-    pytest.importorskip("mypy", reason="mypy is not installed (pip install needle[parity])")
+    pytest.importorskip("mypy", reason="mypy is not installed (pip install .[parity])")
     (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--follow-imports=silent", "--cache-dir", tmp_path / "cache"]

@@ -29,7 +29,7 @@ OLDEST = 21800  # 2.18.0, as ncclGetVersion tells it
 SUCCESS, IN_PROGRESS = 0, 7  # ncclResult_t
 INT8 = 0  # ncclDataType_t
 ID_BYTES = 128
-INSTALL = "pip install nvidia-nccl-cu13 (or needle[gpus]), into the environment of each rank"
+INSTALL = "pip install nvidia-nccl-cu13, into the environment of each rank"
 
 
 class UniqueId(ctypes.Structure):

@@ -61,9 +61,7 @@ def load_aiohttp() -> ModuleType:
     try:
         import aiohttp.web
     except ImportError as error:
-        raise RuntimeError(
-            f"the service needs aiohttp ({error}): pip install needle[serve] (or aiohttp itself)"
-        ) from None
+        raise RuntimeError(f"the service needs aiohttp ({error}): pip install aiohttp") from None
     return aiohttp
 
 

@@ -38,6 +38,8 @@ def tree(tmp_path):
         (made.root / "needle" / package).mkdir()
     (made.root / "apps").mkdir()
     made.write("apps/show.py", SCRIPT)
+    made.write("needle/__init__.py", "from needle import core\n\ncore.load()\n")
+    shutil.copy(ROOT / "needle/core.py", made.root / "needle/core.py")
     for file in ("Makefile", "checkout.py"):
         shutil.copy(ROOT / file, made.root)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", made.root / ".venv"], check=True)

@@ -13,7 +13,7 @@ import pytest
 from harness import ROOT
 from serving import IDLE, SIMPLE, TOKEN, running, waiting
 
-pytest.importorskip("aiohttp", reason="no aiohttp (pip install needle[serve]): no service")
+pytest.importorskip("aiohttp", reason="no aiohttp (pip install aiohttp): no service")
 
 from needle.kernels import door, serve
 from needle.kernels.access import tls_context

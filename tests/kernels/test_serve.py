@@ -20,7 +20,7 @@ from serving import ARGS, JOB, SIMPLE, TOKEN, Client, X, running
 from test_landlock import needs_landlock, needs_nvrtc
 from test_wire import bfloat16
 
-pytest.importorskip("aiohttp", reason="no aiohttp (pip install needle[serve]): no service")
+pytest.importorskip("aiohttp", reason="no aiohttp (pip install aiohttp): no service")
 
 from needle.kernels.access import tls_context
 from needle.kernels.crew import Worker
@@ -310,5 +310,5 @@ def _drain(reader):
 
 def test_without_aiohttp_one_clear_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "aiohttp.web", None)
-    with pytest.raises(RuntimeError, match=r"needs aiohttp .*pip install needle\[serve\]"):
+    with pytest.raises(RuntimeError, match=r"needs aiohttp .*pip install aiohttp"):
         load_aiohttp()

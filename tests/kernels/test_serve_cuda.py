@@ -23,7 +23,7 @@ from test_landlock import missing as landlock_missing
 from needle.kernels import Pool
 from needle.kernels.wire import Limits
 
-pytest.importorskip("aiohttp", reason="no aiohttp (pip install needle[serve]): no service")
+pytest.importorskip("aiohttp", reason="no aiohttp (pip install aiohttp): no service")
 pytestmark = pytest.mark.cuda
 
 TIMEOUT = 2.0

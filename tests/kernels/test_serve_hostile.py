@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from serving import ARGS, JOB, LIMITS, SIMPLE, TOKEN, X, multipart, waiting
 from test_wire import FULL, jobs
 
-pytest.importorskip("aiohttp", reason="no aiohttp (pip install needle[serve]): no service")
+pytest.importorskip("aiohttp", reason="no aiohttp (pip install aiohttp): no service")
 
 from needle.kernels import serve
 from needle.kernels.serve import Turns

@@ -22,7 +22,7 @@ from needle.kernels.isolate import Result
 from needle.kernels.serve import log
 from needle.kernels.wire import Limits
 
-pytest.importorskip("aiohttp", reason="no aiohttp (pip install needle[serve]): no service")
+pytest.importorskip("aiohttp", reason="no aiohttp (pip install aiohttp): no service")
 
 
 def test_the_end_tells_those_that_wait_and_ends_what_runs(made_up):

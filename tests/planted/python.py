@@ -149,9 +149,7 @@ def as_fault(file: str, source: str, changed: str) -> Fault:
         first -= 1
     text, into = ("".join(lines[first : len(lines) - after]) for lines in (old, new))
     if file == "needle/lm_eval.py" and None in map(find_spec, ("lm_eval", "torch", "accelerate")):
-        why = (
-            "undecided here: its tests need packages that are missing (pip install needle[parity])"
-        )
+        why = "undecided here: its tests need packages that are missing (pip install .[parity])"
         return Fault(file, text, into, tests_of(file), why)
     lives = [why for where, planted, why in LIVES if where == file and planted in into]
     return Fault(file, text, into, tests_of(file), "".join(lives))
