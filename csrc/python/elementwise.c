@@ -268,12 +268,9 @@ int nd_reduce(nd_state *state, nd_op id, const nd_array *x, int axes, nd_array *
     if (axes < 0 || axes > x->ndim) {
         FAIL(PyExc_ValueError, "%s: axes: cannot reduce the last %d of %d axes", op, axes, x->ndim);
     }
-    /* Sums of narrow integers are int64, as NumPy's are. */
     nd_dtype dtype = x->dtype;
     if (info->types == TYPES_FLOAT && !nd_dtype_is_float(dtype)) {
         dtype = ND_F32;
-    } else if (id == OP_sum && !nd_dtype_is_float(dtype)) {
-        dtype = ND_I64;
     }
     nd_array view;
     if (converted(state, x, dtype, &view) < 0) {
@@ -282,7 +279,9 @@ int nd_reduce(nd_state *state, nd_op id, const nd_array *x, int axes, nd_array *
     int kept = view.ndim - axes;
     int result = -1;
     int64_t size = nd_size(&view);
-    nd_dtype out_dtype = info->kind == OP_KIND_ARG ? ND_I64 : dtype;
+    /* Sums of narrow integers are int64, as NumPy's are. */
+    bool wide = info->kind == OP_KIND_ARG || (id == OP_sum && !nd_dtype_is_float(dtype));
+    nd_dtype out_dtype = wide ? ND_I64 : dtype;
     if (nd_new_array(state, op, view.storage->device, out_dtype, kept, view.shape, out) < 0) {
         goto done;
     }

@@ -293,13 +293,19 @@ PyObject *nd_ndarray_mean(PyObject *self, PyObject *arguments, PyObject *keyword
     nd_state *state = nd_state_of(self);
     nd_array wide, out;
     int64_t reduced;
-    if (nd_array_of(self)->dtype == ND_F32) {
+    nd_dtype dtype = nd_array_of(self)->dtype;
+    if (dtype == ND_F32 || !nd_dtype_is_float(dtype)) { /* integers are added up in int64 */
         nd_array_view(nd_array_of(self), &wide);
     } else if (nd_copy(state, nd_array_of(self), ND_F32, &wide) < 0) {
         return NULL;
     }
     int result = reduce(state, OP_sum, "mean", &wide, arguments, keywords, &out, &reduced);
     nd_array_clear(&wide);
+    if (result == 0 && out.dtype == ND_I64) {
+        nd_array sums = out;
+        result = nd_copy(state, &sums, ND_F32, &out);
+        nd_array_clear(&sums);
+    }
     PyObject *sum = result < 0 ? NULL : nd_wrap(state, &out);
     PyObject *count = sum != NULL ? PyFloat_FromDouble((double)reduced) : NULL;
     PyObject *mean = count != NULL ? nd_ndarray_inplace_divide(sum, count) : NULL;

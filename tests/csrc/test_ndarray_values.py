@@ -332,3 +332,23 @@ def test_a_buffer_asked_for_without_a_shape_is_bytes():
         assert get(array, view, flags) == 0
         assert (view.ndim, bool(view.shape), view.len) == (ndim, ndim == 3, 48)
         ctypes.pythonapi.PyBuffer_Release(ctypes.byref(view))
+
+
+def test_reductions_of_integers_need_no_wide_copy():
+    """Sums of uint8 in int64, means in float32, in the memory of the operand and the result."""
+    for dtype in ("uint8", "bool", "uint16", "int32"):
+        values = np.random.default_rng(3).integers(0, 2 if dtype == "bool" else 200, (1000, 4001))
+        x = nd.array(values, dtype)
+        for view, wanted in (
+            (x, values),
+            (x.permute((1, 0)), values.T),
+            (x[:, ::3], values[:, ::3]),
+        ):
+            nd.cpu().reset_peak()
+            before = nd.cpu().memory_stats()["live_bytes"]
+            for axis in (None, 0, 1):
+                total, mean = view.sum(axis=axis), view.mean(axis=axis)
+                assert total.dtype == "int64" and mean.dtype == "float32"
+                np.testing.assert_array_equal(total.numpy(), wanted.sum(axis=axis))
+                np.testing.assert_allclose(mean.numpy(), wanted.mean(axis=axis), rtol=1e-6)
+            assert nd.cpu().memory_stats()["peak_bytes"] - before < 200_000, (dtype, view.strides)
