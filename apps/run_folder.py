@@ -2,7 +2,8 @@
 
     runs/NAME/lock          held by the one process that trains in it (needle/files.py)
     runs/NAME/checkpoints/  step_N.safetensors
-    runs/NAME/config.json   says by `saved` whether there has been a checkpoint
+    runs/NAME/config.json   says by `saved` whether there has been a checkpoint; by `id`, which
+                            each checkpoint has too, whose checkpoints belong there
 
 A run begins anew only where nothing was ever saved. Checkpoints that are gone or cannot be read,
 and folders that cannot be listed, are errors: whoever began anew would overwrite what is left.
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from run_log import read_lines
 
-from needle.checkpoint import Checkpoint, find_checkpoint, newest_checkpoint
+from needle.checkpoint import Checkpoint, CheckpointError, find_checkpoint, newest_checkpoint
 from needle.data import DataError
 from needle.files import FileError, Lock, described, reading, remove_leftovers, replacing
 from needle.heartbeat import beat
@@ -59,6 +60,21 @@ def has_saved(folder: Path) -> bool:
         return bool(read_description(folder)["saved"])
     except (FileError, ValueError, KeyError, TypeError):
         return bool(read_lines(folder / "metrics.jsonl"))
+
+
+def check_owner(folder: Path, checkpoint: Checkpoint) -> None:
+    """CheckpointError for a checkpoint that another run wrote. Where there is no config.json that
+    can be read any run may go on."""
+    try:
+        own = read_description(folder)["id"]
+    except (FileError, ValueError, KeyError, TypeError):
+        return
+    if checkpoint.state.get("run") != own:
+        raise CheckpointError(
+            f"{checkpoint.path}: is of run {checkpoint.state.get('run')!r:.40}, and {folder} of "
+            f"run {own!r:.40}: move it away; a new run starts from its weights: "
+            f"{shlex.join(flag('--init', checkpoint.path))}"
+        )
 
 
 def note_saved(folder: Path) -> None:
@@ -154,6 +170,7 @@ def resume(what: str, out: Path, name: str | None) -> tuple[Path, Lock, Checkpoi
                 f"--resume {path}: not in the folder checkpoints/ of a run, where it could go on; "
                 f"a new run starts from its weights: {shlex.join(flag('--init', path))}"
             )
+        check_owner(folder, found)
         return folder, take(folder), found
     folders = [out / name] if name else _newest_first(out)
     for folder in folders:
@@ -162,6 +179,7 @@ def resume(what: str, out: Path, name: str | None) -> tuple[Path, Lock, Checkpoi
         lock = take(folder)
         found = newest_checkpoint(folder / "checkpoints")
         if found is not None:
+            check_owner(folder, found)
             return folder, lock, found
         lock.release()
     return None

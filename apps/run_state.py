@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import train_flags
 
+import needle as ndl
 from needle.checkpoint import Checkpoint, CheckpointError
 
 
@@ -11,7 +14,7 @@ def check(checkpoint: Checkpoint) -> None:
     """CheckpointError for the file of another program, and for values that no run could have."""
     state = checkpoint.state
     kinds = {"settings": dict, "step": int, "data": dict, "fingerprint": str}
-    kinds |= {"optimizer": dict}
+    kinds |= {"optimizer": dict, "run": str}
     missing = [key for key, kind in kinds.items() if not isinstance(state.get(key), kind)]
     if not missing:
         known = {**train_flags.COMMON, **state["settings"]}
@@ -38,3 +41,19 @@ def check(checkpoint: Checkpoint) -> None:
         wrong.append(f"optimizer is {state['optimizer'].get('class')!r:.40}: runs have AdamW")
     if wrong:
         raise CheckpointError(f"{checkpoint.path}: its settings cannot be used: {', '.join(wrong)}")
+
+
+GPU_KERNELS = "NEEDLE_ARCH", "NEEDLE_PLAN", "NEEDLE_TF32"  # by these the environment chooses them
+
+
+def products_of(device: ndl.Device) -> str:
+    """What decides their bits: library, table, and the kind of GPU, by which the table is read,
+    with what the environment says otherwise."""
+    properties = device.properties()
+    if device.is_host:
+        return properties["products"]
+    given = [(name, os.environ[name]) for name in GPU_KERNELS if name in os.environ]
+    # As cuda/backend.cu and cuda/matmul.cu read them.
+    heeded = {"NEEDLE_ARCH": bool, "NEEDLE_PLAN": lambda word: True, "NEEDLE_TF32": "1".__eq__}
+    asked = (f", {name}={word}" for name, word in given if heeded[name](word))
+    return f"{properties['products']} on {properties['name']}{''.join(asked)}"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import secrets
 import shlex
 import signal
 import sys
@@ -65,7 +66,6 @@ from needle.training import Recorded, worth_recording  # noqa: E402
 __all__ = ["load_checkpoint", "main", "save_checkpoint", "train"]
 
 SAMPLE_TOKENS = 120
-GPU_KERNELS = "NEEDLE_ARCH", "NEEDLE_PLAN", "NEEDLE_TF32"  # by these the environment chooses them
 EXIT_GPU_LOST = 75  # a supervisor (--supervise) starts again with --resume auto
 
 
@@ -75,6 +75,7 @@ class Run:
 
     folder: Path
     lock: Lock | None  # rank 0 holds it
+    id: str  # of config.json and of each checkpoint
     settings: dict
     device: ndl.Device
     data: TokenData
@@ -304,40 +305,29 @@ def save(run: Run, log: RunLog) -> None:
     run.saved = run.step
 
 
-def products_of(device: ndl.Device) -> str:
-    """What decides their bits: library, table, and the kind of GPU, by which the table is read,
-    with what the environment says otherwise."""
-    properties = device.properties()
-    if device.is_host:
-        return properties["products"]
-    given = [(name, os.environ[name]) for name in GPU_KERNELS if name in os.environ]
-    # As cuda/backend.cu and cuda/matmul.cu read them.
-    heeded = {"NEEDLE_ARCH": bool, "NEEDLE_PLAN": lambda word: True, "NEEDLE_TF32": "1".__eq__}
-    asked = (f", {name}={word}" for name, word in given if heeded[name](word))
-    return f"{properties['products']} on {properties['name']}{''.join(asked)}"
-
-
 def write_checkpoint(run: Run, log: RunLog) -> None:
     """The last two stay, and those that a recipe keeps."""
     log.sync()
-    folder = run.folder / "checkpoints"
     schedule = {name: run.settings[name] for name in ("schedule", "lr", "warmup", "steps")}
-    save_checkpoint(
-        run.model,
-        run.optimizer,
-        run.position["epoch"],
-        log.loss,
-        checkpoint_path(folder, run.step),
-        step=run.step,
-        data=run.position,
-        fingerprint=run.data.fingerprint,
-        schedule=schedule,
-        settings=run.settings,
-        products=products_of(run.device),
-    )
-    run_folder.note_saved(run.folder)
-    beat(saved=run.step)
-    prune_checkpoints(folder, run.step, forever=lambda step: stays(run.settings, step))
+    with run.lock.writing() as at:
+        folder = at / "checkpoints"
+        save_checkpoint(
+            run.model,
+            run.optimizer,
+            run.position["epoch"],
+            log.loss,
+            checkpoint_path(folder, run.step),
+            run=run.id,
+            step=run.step,
+            data=run.position,
+            fingerprint=run.data.fingerprint,
+            schedule=schedule,
+            settings=run.settings,
+            products=run_state.products_of(run.device),
+        )
+        run_folder.note_saved(at)
+        beat(saved=run.step)
+        prune_checkpoints(folder, run.step, forever=lambda step: stays(run.settings, step))
 
 
 def resume_command(run: Run) -> str:
@@ -398,11 +388,12 @@ def report_not_finite(run: Run, error: NotFinite) -> int:
 def finish(run: Run) -> None:
     """The plot, a sample, and where everything lies."""
     beat(watched=False)  # fonts may be looked for
-    print(plot(run.folder))
+    with run.lock.writing() as at:
+        print(plot(at).replace(str(at), str(run.folder)))
     beat()
     print(f"checkpoint: {checkpoint_path(run.folder / 'checkpoints', run.step)}")
     text = sample_text(run)
-    with replacing(run.folder / "sample.txt") as file:
+    with run.lock.writing() as at, replacing(at / "sample.txt") as file:
         file.write(text.encode())
     print(f"sample ({run.folder / 'sample.txt'}):\n{text}")
 
@@ -484,9 +475,20 @@ def new_run(args, ranks: Group) -> Run:
         return str(folder)
 
     folder = Path(ranks.first("the folder of the run", take))
-    position = batches.position
+    key, position = secrets.token_hex(8), batches.position  # rank 0's key counts: it writes
     run = Run(
-        folder, lock, settings, device, data, model, flat, optimizer, batches, parallel, position
+        folder,
+        lock,
+        key,
+        settings,
+        device,
+        data,
+        model,
+        flat,
+        optimizer,
+        batches,
+        parallel,
+        position,
     )
     if ranks.rank == 0:
         write_description(run)
@@ -532,23 +534,13 @@ def resumed_run(args, ranks: Group, folder: Path, lock: Lock | None, checkpoint:
     checkpoint.restore_random_state()
     parallel = DataParallel(ranks, optimizer.flat, optimizer, settings["grad_accum"], context)
     print(f"resuming {checkpoint.path} after step {state['step']}")
-    before, now = state.get("products"), products_of(device)
+    before, now = state.get("products"), run_state.products_of(device)
     if before not in (None, now):
         print(f"its steps were multiplied by {before}, these by {now}: bits may differ")
     return Run(
-        folder,
-        lock,
-        settings,
-        device,
-        data,
-        model,
-        optimizer.flat,
-        optimizer,
-        batches,
-        parallel,
-        state["data"],
-        state["step"],
-        state["step"],
+        *(folder, lock, state["run"], settings, device, data),
+        *(model, optimizer.flat, optimizer, batches, parallel, state["data"]),
+        *(state["step"], state["step"]),
     )
 
 
@@ -572,6 +564,7 @@ def model_config(settings: dict, needed: int | None = None) -> models.Config:
 def write_description(run: Run) -> None:
     recipe, optimizer = run.settings["recipe"], run.optimizer
     description = {
+        "id": run.id,
         "settings": run.settings,
         "recipe": None
         if recipe is None
@@ -592,10 +585,11 @@ def write_description(run: Run) -> None:
         "versions": versions(),
         "saved": False,
     }
-    run_folder.write_description(run.folder, description)
-    if run.data.tokenizer is not None:
-        with replacing(run.folder / "tokenizer.json") as file:
-            file.write(run.data.tokenizer.to_str().encode())
+    with run.lock.writing() as at:
+        run_folder.write_description(at, description)
+        if run.data.tokenizer is not None:
+            with replacing(at / "tokenizer.json") as file:
+                file.write(run.data.tokenizer.to_str().encode())
 
 
 def make_run(args, ranks: Group) -> Run:

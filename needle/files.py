@@ -138,17 +138,18 @@ def remove_leftovers(folder: Path) -> None:
 
 class Lock:
     """A folder that one process at a time works in, by flock on its file `lock`, which names the
-    process. It is given up with this object, and with
-    the process, however that ends. FileError where another
-    process holds it; `held` is False on file systems that know no locks.
+    process. It is given up with this object, and with the process, however that ends. FileError
+    where another process holds it; `held` is False on file systems that know no locks.
     """
 
     def __init__(self, folder: Path) -> None:
         self.path = Path(folder) / "lock"
-        self._file: int | None = None
+        self._folder = self._file = None
         try:
-            self._file = regular(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+            self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            self._file = regular(self._at / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         except OSError as error:
+            self.release()
             raise FileError(f"{self.path}: cannot be opened: {error.strerror or error}") from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -166,10 +167,39 @@ class Lock:
         os.ftruncate(self._file, 0)
         os.write(self._file, f"process {os.getpid()} on {platform.node()}\n".encode())
 
+    @property
+    def _at(self) -> Path:
+        """The folder by its descriptor, which leads nowhere else when the folder is renamed."""
+        return Path(f"/proc/self/fd/{self._folder}")
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[Path]:
+        """The folder as a path to write below. FileError where the folder was removed, renamed or
+        replaced by another since it was locked."""
+        folder = self.path.parent
+        try:
+            there, own = os.stat(self.path), os.fstat(self._file)
+            same = (there.st_dev, there.st_ino) == (own.st_dev, own.st_ino)
+        except FileNotFoundError:
+            same = False
+        if not same:
+            raise FileError(
+                f"{folder}: was removed, renamed or replaced while process {os.getpid()} worked in "
+                "it: nothing more is written there"
+            )
+        try:
+            yield self._at
+        except FileError as error:
+            raise FileError(str(error).replace(str(self._at), str(folder))) from error
+        except OSError as error:
+            where = str(error.filename or folder).replace(str(self._at), str(folder))
+            raise OSError(error.errno, error.strerror, where) from error
+
     def release(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        for descriptor in self._file, self._folder:
+            if descriptor is not None:
+                os.close(descriptor)
+        self._file = self._folder = None
 
     def __del__(self) -> None:
         self.release()

@@ -637,7 +637,9 @@ def test_export_and_import(tmp_path, capsys):
     assert shell.main(["export", str(again), str(tmp_path / "back")]) == 0
     for path in folder.iterdir():
         assert path.read_bytes() == (tmp_path / "back" / path.name).read_bytes(), path.name
-    assert shell.main(["import", str(folder), str(again), "--dtype", "bfloat16"]) == 0
+    assert (
+        shell.main(["import", str(folder), str(again), "--dtype", "bfloat16", "--overwrite"]) == 0
+    )
     assert load_checkpoint(again)[0].config.dtype == "bfloat16"
 
 

@@ -250,6 +250,13 @@ def _header(path: Path) -> list[Entry]:
 # ---- writing ------------------------------------------------------------------------------------
 
 
+def refuse_run(folder: Path) -> None:
+    """FileError for the folder of a run, whose config.json an export would replace."""
+    for place in (folder, folder.absolute().parent):
+        if (place / "checkpoints").is_dir():
+            raise FileError(f"{folder}: is the folder of a run, or in one: choose another")
+
+
 def save(
     model: Any, folder: str | os.PathLike, tokenizer: Any = None, shard_size: int = SHARD_SIZE
 ) -> list[Path]:
@@ -259,9 +266,10 @@ def save(
     most, unless a single tensor is larger.
 
     ValueError for a model that transformers cannot compute, before anything is written;
-    FileError where a file cannot be.
+    FileError where a file cannot be, and for the folder of a run.
     """
     folder, config, spelling = Path(folder), model.config, type(model).spelling
+    refuse_run(folder)
     spelling.config_to_hf(config)  # refuses before anything is read or written
     if wrong := config.misfits(model):
         raise ValueError(

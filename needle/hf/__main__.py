@@ -11,23 +11,37 @@ from pathlib import Path
 from needle import hf, models
 from needle.backend_ndarray import FLOAT_DTYPES, cpu
 from needle.checkpoint import CheckpointError, find_checkpoint, save_checkpoint
-from needle.files import described, reading, replacing
+from needle.files import FileError, described, reading, replacing
 
 
 def export_checkpoint(
-    source: str | os.PathLike, folder: str | os.PathLike, tokenizer: str | os.PathLike | None = None
+    source: str | os.PathLike,
+    folder: str | os.PathLike,
+    tokenizer: str | os.PathLike | None = None,
+    overwrite: bool = False,
 ) -> list[Path]:
     """Writes a checkpoint, or the newest one of a run's folder, to `folder`; returns the files. The
-    tokenizer.json of the run, or the one beside the checkpoint, comes along where it is."""
+    tokenizer.json of the run, or the one beside the checkpoint, comes along where it is. FileError
+    where files lie in the folder already, unless `overwrite`, and for a folder of a run."""
+    folder = Path(folder)
+    hf.refuse_run(folder)
+    if folder.exists() and not overwrite and any(folder.iterdir()):
+        raise FileError(f"{folder}: is not empty: --overwrite replaces what an export writes")
     checkpoint = find_checkpoint(source, lambda text: print(text, file=sys.stderr))
     return hf.save(checkpoint.restore_model(cpu()), folder, tokenizer)
 
 
 def import_folder(
-    folder: str | os.PathLike, checkpoint: str | os.PathLike, dtype: str = "float32"
+    folder: str | os.PathLike,
+    checkpoint: str | os.PathLike,
+    dtype: str = "float32",
+    overwrite: bool = False,
 ) -> list[Path]:
     """Writes the model of `folder` as a checkpoint without an optimizer, and its tokenizer.json
-    beside it, where apps/generate.py looks; returns the files. The loss it records is NaN."""
+    beside it, where apps/generate.py looks; returns the files. The loss it records is NaN.
+    FileError where the checkpoint is there already, unless `overwrite`."""
+    if Path(checkpoint).exists() and not overwrite:
+        raise FileError(f"{checkpoint}: is there already: --overwrite replaces it")
     source, target = Path(folder) / "tokenizer.json", Path(checkpoint)
     content, beside = None, target.parent / "tokenizer.json"
     if source.exists():
@@ -75,6 +89,10 @@ def parser() -> argparse.ArgumentParser:
         default="float32",
         help="of the parameters (default: float32, which holds all others)",
     )
+    for command in out, into:
+        command.add_argument(
+            "--overwrite", action="store_true", help="replace files that are there"
+        )
     return top
 
 
@@ -82,9 +100,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         if args.command == "export":
-            written = export_checkpoint(args.source, args.folder, args.tokenizer)
+            written = export_checkpoint(args.source, args.folder, args.tokenizer, args.overwrite)
         else:
-            written = import_folder(args.folder, args.checkpoint, args.dtype)
+            written = import_folder(args.folder, args.checkpoint, args.dtype, args.overwrite)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"needle.hf: {described(error)}", file=sys.stderr)
         return 1

@@ -254,8 +254,10 @@ def test_another_start_is_faster(tmp_path, run, tokens, monkeypatch, capsys, nam
     runs = sorted(path.name for path in (tmp_path / "runs").iterdir())
     if name is None:
         assert code == 0 and runs == ["tiny", "tiny-2"]
-        first, second = ((tmp_path / "runs" / run / "config.json").read_text() for run in runs)
-        assert first == second
+        first, second = (
+            json.loads((tmp_path / "runs" / run / "config.json").read_text()) for run in runs
+        )
+        assert first.pop("id") != second.pop("id") and first == second
     else:
         assert code == 1 and runs == ["a"]
         assert "another start has begun this run meanwhile" in capsys.readouterr().err

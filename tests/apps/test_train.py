@@ -195,19 +195,19 @@ def test_a_gpu_and_its_environment_are_remembered(monkeypatch):
     for name in train_pythia.GPU_KERNELS:
         monkeypatch.delenv(name, raising=False)
     plain = "cuBLASLt 13.1.0, plans 0123abcd on NVIDIA H200"
-    assert train_pythia.products_of(gpu) == plain
+    assert run_state.products_of(gpu) == plain
     monkeypatch.setenv("NEEDLE_TF32", "0")  # as without
-    assert train_pythia.products_of(gpu) == plain
+    assert run_state.products_of(gpu) == plain
     for name, word in ("NEEDLE_TF32", ""), ("NEEDLE_TF32", "2"), ("NEEDLE_ARCH", ""):
         with monkeypatch.context() as patch:
             patch.setenv(name, word)
-            assert train_pythia.products_of(gpu) == plain
+            assert run_state.products_of(gpu) == plain
     monkeypatch.setenv("NEEDLE_TF32", "1")
-    assert train_pythia.products_of(gpu) == f"{plain}, NEEDLE_TF32=1"
+    assert run_state.products_of(gpu) == f"{plain}, NEEDLE_TF32=1"
     monkeypatch.setenv("NEEDLE_PLAN", "3")
     monkeypatch.setenv("NEEDLE_ARCH", "80")
     both = "NEEDLE_PLAN=3, NEEDLE_TF32=1"
-    assert train_pythia.products_of(gpu) == f"{plain}, NEEDLE_ARCH=80, {both}"
+    assert run_state.products_of(gpu) == f"{plain}, NEEDLE_ARCH=80, {both}"
 
 
 def test_a_constant_rate_may_go_on_for_longer(tmp_path, tokens):
