@@ -334,8 +334,8 @@ static PyMethodDef functions[] = {
      "cuda_init($module)\n--\n\nOpen cuda() now rather than at its first use. RuntimeError says "
      "why it cannot be."},
     {"cuda_reset", module_cuda_reset, METH_NOARGS,
-     "cuda_reset($module)\n--\n\nFree everything on the CUDA devices in use and start new "
-     "contexts. Arrays that lived there raise RuntimeError afterwards. After a fatal fault it "
+     "cuda_reset($module)\n--\n\nFree all that needle holds on the CUDA devices in use; their "
+     "contexts stay. Arrays that lived there raise RuntimeError afterwards. After a fatal fault it "
      "raises CudaFatalError: only a new process helps."},
     {NULL, NULL, 0, NULL},
 };
