@@ -270,6 +270,46 @@ def test_what_an_op_keeps_beside_its_inputs_is_watched():
                 op(leaf).backward()  # after the write all is well
 
 
+class Product(autograd.TensorOp):
+    """Of a pair."""
+
+    def compute(self, pair):
+        return _C.multiply(*pair)
+
+    def gradient(self, out_grad, node):
+        (first, second) = node.inputs[0]
+        return ops.make_tuple(out_grad * second, out_grad * first)
+
+
+class Powers(autograd.TensorTupleOp):
+    """x^2 and x^4, by whose own values their gradient is computed."""
+
+    def compute(self, x):
+        square = _C.multiply(x, x)
+        return square, _C.multiply(square, square)
+
+    def gradient(self, out_grad, node):
+        square, fourth = map(Tensor.from_ndarray, node.cached_data)
+        return (out_grad[0] * square + 2 * out_grad[1] * fourth) * 2 / node.inputs[0]
+
+
+@pytest.mark.parametrize("element", [0, 1])
+def test_a_write_to_one_element_of_a_tuple_is_counted(element):
+    for make, what in {
+        lambda pair: Product()(pair): "Product: operand 0",
+        lambda pair: Powers()(pair[element]): "Powers: the result",
+    }.items():
+        a, b = (Tensor(np.full(3, x)) for x in (2.0, 5.0))
+        pair = ops.make_tuple(a, b)
+        result = make(pair)
+        outcome = result if isinstance(result, Tensor) else result[0] + result[1]
+        outcome.backward()
+        written = pair if isinstance(result, Tensor) else result
+        written.cached_data[element].fill(7)
+        with pytest.raises(RuntimeError, match=f"backward: {what} was written to"):
+            outcome.backward()
+
+
 def test_writes_of_other_libraries_are_not_seen():
     """As the docstrings of from_dlpack and backward say: the gradient is that of the new values."""
     shared = np.ones(3, np.float32)
