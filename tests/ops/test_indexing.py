@@ -37,6 +37,11 @@ INDICES = [
         (slice(None, None, -1), [0, 0], slice(1, 4, 2)),
         (1, ..., [0, 1], 1),
     ),
+    *(  # parted by a slice, behind axes that stay
+        (slice(None), [0, 1], slice(None), [1, 0]),
+        (slice(None), 2, ..., [0, 1, 1]),
+        (None, [[0], [3]], slice(1, 3), [4, 0, 1]),
+    ),
     *(MASK, (MASK, 1), (..., [True, False]), (MASK, slice(None), [0]), np.zeros(SHAPE, bool)),
     *((slice(2, 2), [1]), ([3], slice(None), [], 1), (slice(None), slice(None), [4, 4], [0, 1])),
 ]
