@@ -463,6 +463,20 @@ def test_what_can_be_flattened():
         nn.flatten_parameters(nn.ReLU())
 
 
+def test_flattening_with_another_choice_of_decay_is_obeyed():
+    """Also where it leaves the order of the parameters as it was."""
+    model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 2, bias=False))
+    flat = nn.flatten_parameters(model)
+    assert flat.decay_size == flat.size and nn.flatten_parameters(model) is flat
+    for first, decays in (("modules.0", 1), ("none", 0), ("modules", 2)):
+        flat = nn.flatten_parameters(model, lambda name, p, first=first: name.startswith(first))
+        assert flat.decayed == decays and flat.decay_size == 64 * decays
+        before = [p.numpy() for p in model.parameters()]
+        optim.AdamW(flat, lr=0.5, weight_decay=0.5).step()  # of gradients of zero: decay alone
+        for i, (p, values) in enumerate(zip(model.parameters(), before)):
+            np.testing.assert_array_equal(p.numpy(), values * (0.75 if i < decays else 1))
+
+
 def test_a_gradient_from_before_flattening_is_not_kept():
     model = nn.Linear(4, 2)
     model(Tensor(INPUT)).sum().backward()
