@@ -1,5 +1,7 @@
 """Optimizers against their recurrences in float64, flattened and not."""
 
+import itertools
+
 import numpy as np
 import pytest
 from harness import DEVICES, assert_same_bits, device_of, rounder
@@ -182,14 +184,16 @@ def test_optimizers_never_write_grad(kind, flat, device):
 
 
 def test_a_parameter_without_gradient_stays():
-    for kind in ("SGD", "Adam", "AdamW"):
+    for kind, (moved, left) in itertools.product(
+        ("SGD", "Adam", "AdamW"), itertools.permutations(SHAPES)
+    ):
         module = Two(ndl.cpu())
         before = values_of(module)
-        module.matrix.grad = Tensor(gradients(0)["matrix"])
+        getattr(module, moved).grad = Tensor(gradients(0)[moved])
         getattr(optim, kind)(module.parameters(), lr=0.1).step()
         after = values_of(module)
-        np.testing.assert_array_equal(after["bias"], before["bias"])
-        assert (after["matrix"] != before["matrix"]).any()
+        np.testing.assert_array_equal(after[left], before[left])
+        assert (after[moved] != before[moved]).all()
 
 
 @both
@@ -218,6 +222,30 @@ def test_state_dict_continues_with_the_same_bits(kind, dtype, flat, device):
     run(other, second, 3, start=3)
     for p, q in zip(one.parameters(), other.parameters(), strict=True):
         assert_same_bits(p.cached_data.compact(), q.cached_data.compact())
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_loaded_groups_take_the_place_of_ones_own(flat):
+    """Also where the state has none, or others: the next steps are those of the saved optimizer."""
+
+    def grouped(module):
+        matrix, bias = module.named_parameters()
+        return adamw([{"params": [matrix], "lr": 0.3}, {"params": [bias]}])
+
+    def decayed(module):
+        if flat:
+            return adamw(nn.flatten_parameters(module))
+        matrix, bias = module.named_parameters()
+        return adamw([{"params": [matrix]}, {"params": [bias], "weight_decay": 0.5}])
+
+    kinds = (lambda module: adamw(module.named_parameters()), grouped, decayed)
+    for saved, loading in itertools.permutations(kinds, 2):
+        one, other = Two(ndl.cpu()), Two(ndl.cpu())
+        first, second = saved(one), loading(other)
+        run(one, first, 2)
+        other.load_state_dict(one.state_dict())
+        second.load_state_dict(first.state_dict())
+        close(run(other, second, 2, start=2), run(one, first, 2, start=2), 0)
 
 
 def test_state_dict_of_another_optimizer_is_refused():
