@@ -247,11 +247,11 @@ def test_a_tokenizer_that_leaves_ids_out(tmp_path, tokenizer):
 
 
 def test_tokens_that_were_added_count_and_stand_for_no_bytes(tmp_path):
-    path = word_tokenizer(tmp_path, {"a": 0, "bcd": 1, "[UNK]": 2})
+    path = word_tokenizer(tmp_path, {"a": 0, "bcd": 1, "[UNK]": 2, "\u65e5\u672c": 3})
     made = text.load_tokenizer(path)
     made.add_special_tokens(["<sep>", "<pad>"])
-    assert text.id_limit(made) == 5
-    np.testing.assert_array_equal(text.token_bytes(made)[[0, 1, 3, 4]], [1, 3, 0, 0])
+    assert text.id_limit(made) == 6
+    np.testing.assert_array_equal(text.token_bytes(made)[[0, 1, 3, 4, 5]], [1, 3, 6, 0, 0])
 
 
 def test_a_text_that_the_tokenizer_cannot_encode(tmp_path, tokenizer, capsys):
