@@ -325,7 +325,9 @@ def test_arrays_replace_too_and_blocks_nest():
             logits, cache = model.run_with_cache(IDS, PATTERN)
         near(cache[PATTERN].numpy(), uniform)  # behind the outer one
         near(logits.numpy(), wanted["logits"])
-    assert order == ["outer", "inner"] and not model.is_hooked
+        near(model(IDS)[0].numpy(), wanted["logits"])  # the outer one is in force still
+    assert order == ["outer", "inner", "outer"] and not model.is_hooked
+    assert np.abs(model(IDS)[0].numpy() - wanted["logits"]).max() > 1e-3
 
 
 def test_hooks_are_gone_after_an_error():

@@ -75,6 +75,29 @@ def tokens(seed: int, *shape, vocabulary=41) -> np.ndarray:
 # ---- ways through a layer ------------------------------------------------------------------------
 
 
+@both
+@pytest.mark.parametrize("parallel", [True, False])
+def test_norms_of_unlike_eps_are_each_computed_with_their_own(parallel, device):
+    """As in the plain steps that a hook asks for, forward and backward."""
+    model = small(device_of(device), use_parallel_residual=parallel)
+    norms = [m for _, m in model.named_modules() if isinstance(m, nn.LayerNorm1d)]
+    for i, norm in enumerate(norms):
+        norm.eps = 0.02 * 4**i
+    ids = tokens(1, 2, 9)
+    scales = [n for n in ndl.hooks.hook_names(model) if n.endswith("hook_scale")]
+    assert len(scales) == len(norms) == 5
+    found = []
+    for functions in {}, {name: lambda x: None for name in scales}:
+        with model.hooks(functions):
+            logits, loss = model(ids, ids)
+            loss.backward()
+        found.append([logits.numpy(), *(p.grad.numpy() for p in model.parameters())])
+        for p in model.parameters():
+            p.grad = None
+    for fused, plain in zip(*found, strict=True):
+        np.testing.assert_allclose(fused, plain, rtol=0, atol=1e-5 * np.abs(plain).max())
+
+
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("act", ["gelu", "gelu_new"])
