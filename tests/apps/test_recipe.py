@@ -111,6 +111,21 @@ def test_the_schedule_as_it_was_meant():
         assert schedule(step) == pytest.approx(wanted, rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    "kind, rates",
+    [
+        ("constant", (0.1, 0.2, 0.4, 0.4, 0.4, 0.4)),
+        ("linear", (0.1, 0.2, 0.4, 0.22, 0.04, 0.04)),
+        ("cosine", (0.1, 0.2, 0.4, 0.22, 0.04, 0.04)),
+        ("pythia", (0.0, 0.1, 0.3, 0.361803, 0.2, 0.138197)),
+    ],
+)
+def test_schedule_of_each_kind_rises_over_the_warmup_and_ends_at_its_floor(kind, rates):
+    settings = {"schedule": kind, "lr": 0.4, "warmup": 4, "steps": 10}
+    schedule = train_pythia.schedule_of(settings)
+    assert [schedule(step) for step in (1, 2, 4, 7, 10, 11)] == pytest.approx(rates, rel=1e-5)
+
+
 def test_a_schedule_of_few_steps():
     schedule = optim.PythiaCosine(1.0, total=100, warmup=0, floor=0.1)
     rates = [schedule(step) for step in (0, 1, 51, 100, 101)]
