@@ -59,6 +59,15 @@ def test_a_seek_begins_a_step():
     np.testing.assert_array_equal(batches.next()[0], first)
 
 
+def test_sharing_anew_begins_a_step():
+    plain, batches = Batches(TOKENS, 2, 16), Batches(TOKENS, 2, 16)
+    batches.share(range(2), 4)
+    batches.next()
+    batches.share(range(1, 2), 2)  # of the batches 1 and 2 the second
+    wanted = [plain.next()[0] for _ in range(3)][2]
+    np.testing.assert_array_equal(batches.next()[0], wanted)
+
+
 def test_in_order_with_a_limit_above_the_epoch_gives_each_batch_once():
     batches = Batches(TOKENS[: 16 * 7 + 1], 2, 16)
     every = [ids for ids, _ in batches.in_order(100)]

@@ -477,6 +477,18 @@ def test_flattening_with_another_choice_of_decay_is_obeyed():
             np.testing.assert_array_equal(p.numpy(), values * (0.75 if i < decays else 1))
 
 
+def test_flattening_a_part_takes_it_out_of_the_whole():
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    whole = nn.flatten_parameters(model)
+    part = nn.flatten_parameters(model.modules[1])
+    again = nn.flatten_parameters(model)
+    assert again is not whole and again.names == whole.names
+    again.data.fill(3)
+    for p in model.parameters():
+        np.testing.assert_array_equal(p.numpy(), np.full(p.shape, 3))
+    assert not (part.data.numpy() == 3).any() and not (whole.data.numpy() == 3).any()
+
+
 def test_a_gradient_from_before_flattening_is_not_kept():
     model = nn.Linear(4, 2)
     model(Tensor(INPUT)).sum().backward()
