@@ -20,6 +20,7 @@ from needle.nn.attention import PATTERNS, PROJECTIONS, RESULT, rotary_tables
 both = pytest.mark.parametrize("device", DEVICES)
 IDS = np.random.default_rng(5).integers(0, 29, (2, 9))
 PATTERN = "blocks.1.attn.hook_pattern"
+EPS = 2e-3  # no default, nor is the base of the angles
 NORM = ("hook_scale", "hook_normalized")  # what the fused norm never stores
 # Where a fused MLP does not stop, and what the product that computes it adds to the stream; a
 # layer with a parallel residual does all of it, and the products behind attention, in one op.
@@ -41,6 +42,9 @@ def small(device=None, dtype="float32", **changes) -> Pythia:
         "max_seq_len": 16,
         "dtype": dtype,
         "hidden_act": "gelu",
+        "layer_norm_eps": EPS,
+        "rotary_base": 50,
+        "rotary_pct": 0.75,  # with one pair of dims no base would count
     }
     model = Pythia(PythiaConfig(**fields | changes), device=device)
     for parameter in model.parameters():  # far from the start: norms and biases count too
@@ -52,8 +56,8 @@ def small(device=None, dtype="float32", **changes) -> Pythia:
 # ---- the reference -------------------------------------------------------------------------------
 
 
-def norm(x, layer, at, name, eps=1e-5):
-    scale = at(name + "hook_scale", np.sqrt(x.var(-1, keepdims=True) + eps))
+def norm(x, layer, at, name):
+    scale = at(name + "hook_scale", np.sqrt(x.var(-1, keepdims=True) + EPS))
     x = at(name + "hook_normalized", (x - x.mean(-1, keepdims=True)) / scale)
     return at(name + "hook_out", x * f8(layer.weight) + f8(layer.bias))
 
