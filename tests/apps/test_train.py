@@ -192,7 +192,7 @@ def test_resuming_with_other_products_is_said(tmp_path, tokens, capsys, monkeypa
 def test_a_gpu_and_its_environment_are_remembered(monkeypatch):
     facts = {"products": "cuBLASLt 13.1.0, plans 0123abcd", "name": "NVIDIA H200"}
     gpu = SimpleNamespace(is_host=False, properties=lambda: facts)
-    for name in train_pythia.GPU_KERNELS:
+    for name in run_state.GPU_KERNELS:
         monkeypatch.delenv(name, raising=False)
     plain = "cuBLASLt 13.1.0, plans 0123abcd on NVIDIA H200"
     assert run_state.products_of(gpu) == plain
