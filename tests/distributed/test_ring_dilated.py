@@ -64,7 +64,7 @@ def attended(compute, arrays, dtype):
     return [x.numpy().astype(np.float64) for x in (out, *(leaf.grad for leaf in leaves))]
 
 
-def shared(arrays, ranks, dtype, segments, dilations, causal=True, layout="zigzag"):
+def shared(arrays, ranks, dtype, segments, dilations, causal=True, layout="zigzag", scale=None):
     """The same of all ranks, put together."""
     time = arrays[0].shape[1]
     own = [
@@ -74,7 +74,8 @@ def shared(arrays, ranks, dtype, segments, dilations, causal=True, layout="zigza
 
     def work(group):
         def attend(q, k, v):
-            return ring_dilated_attention(q, k, v, group, segments, dilations, causal, None, layout)
+            options = causal, scale, layout
+            return ring_dilated_attention(q, k, v, group, segments, dilations, *options)
 
         return attended(attend, [x[:, own[group.rank]] for x in arrays], dtype)
 
@@ -104,6 +105,12 @@ def test_it_is_dilated_attention(time, heads, segments, dilations, ranks, layout
     found = shared(arrays, ranks, dtype, segments, dilations, causal, layout)
     for mine, theirs in zip(distances(found, wanted), distances(alone, wanted)):
         assert mine <= 1.1 * theirs + 1e-7
+
+
+def test_scale_is_that_of_one_device():
+    arrays, branches = operands(24, 7, "float32"), ((5, 9, 24), (4, 2, 5))
+    wanted = attended(lambda *qkv: dilated_attention(*qkv, *branches, scale=0.2), arrays, "float32")
+    assert max(distances(shared(arrays, 2, "float32", *branches, scale=0.2), wanted)) < 1e-6
 
 
 @pytest.mark.parametrize("causal", [True, False])
