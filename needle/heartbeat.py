@@ -1,6 +1,6 @@
 """What a training tells its supervisor (needle/supervise.py).
 
-A JSON object a line, into the FIFO that NEEDLE_HEARTBEAT names; without that variable nothing
+A JSON object a line, into the pipe that NEEDLE_HEARTBEAT names; without that variable nothing
 happens. Any program may write one. Hangs are watched for from the first line on, and each line says
 that work went on. Words of an object, each of which may be left out:
 
@@ -13,7 +13,8 @@ that work went on. Words of an object, each of which may be left out:
     wrong     those of `gpus` that have computed wrong, or may have
     watched   false: what comes now may take any time, until the next line
     step      steps finished so far
-    saved     of these, steps that need not be done again
+    saved     of these, steps that need not be done again: a larger number than ever before is the
+              progress that lets a supervisor go on after many deaths
     fault     the message of a fatal fault
 """
 

@@ -10,7 +10,9 @@ stacks and is killed with its process group. Every other exit code is passed on.
 proves the device before each new start. The steps up to the one that died run with NEEDLE_SYNC=1,
 so that a fault that comes back carries the name of its op. Three deaths at one step are the end,
 with the exit code of the last; a step and its neighbours count as one, since the host is ahead of a
-GPU by a step or not, as time falls.
+GPU by a step or not, as time falls. Eight deaths in a row are the end too, at whatever steps, where
+COMMAND saved no new checkpoint between them. The second of these and each later one is followed by
+a pause twice as long as the one before: 0.5 s, then up to 16 s.
 
 Of a COMMAND with a rank on each of several GPUs every one is proved. Those that do not prove
 themselves, or that computed wrong, are left out from then on: the largest number of ranks that can
@@ -32,7 +34,7 @@ Each death is a line of faults.jsonl in the run's folder:
 
 COMMAND tells all this by needle/heartbeat.py, as needle's trainer does. One that tells nothing is
 started again as it was, with NEEDLE_RESTARTS, how often it has been, in its environment, and no
-hang of it is seen.
+hang of it is seen; three deaths of it are the end.
 """
 
 from __future__ import annotations
@@ -66,6 +68,8 @@ MPIRUN = ("mpirun", "mpiexec", "orterun", "prterun")
 KILLERS = tuple(signal.Signals[f"SIG{n}"] for n in ("ILL", "ABRT", "BUS", "FPE", "KILL", "SEGV"))
 HANG_SECONDS = 300.0  # a step, a batch of an evaluation, and a save must each fit
 DEATHS = 3  # at one step
+# Seconds before each new start in a row without a new checkpoint; the death after the last ends it.
+PAUSES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 TICK = 0.1  # seconds between two looks at the process
 GRACE = 2.0  # seconds for the stacks of a process that hangs
 PROBE_SECONDS = 60.0  # of a try: a context takes 0.2 s, and seconds where the driver was unloaded
@@ -208,7 +212,8 @@ class Supervisor:
         self._fewer: tuple[list[str], list[str]] | None = None  # (GPUs to see, words)
         self.lives = self.deaths = 0
         self.lost = 0.0  # seconds: what was done twice, waiting, starting
-        self._reached = -1  # steps done, in any life
+        self._reached = self._saved = -1  # steps done, and saved, in any life
+        self._unsaved = 0  # deaths since a step beyond all before was saved
         self._deaths_at: collections.Counter[int | None] = collections.Counter()  # since that step
         self._synced = 0  # a new life waits for each op up to this step
         self._signals: list[int] = []  # that have come, and were not passed on yet
@@ -218,20 +223,19 @@ class Supervisor:
 
     def run(self) -> int:
         began = time.monotonic()
-        with (
-            tempfile.TemporaryDirectory(prefix="needle-") as folder,
-            collecting(self._signals, signal.SIGINT, signal.SIGTERM),
-        ):
-            self._pipe = os.path.join(folder, "heartbeat")
-            os.mkfifo(self._pipe, 0o600)
-            # Open for writing too: the pipe has no end when a life is over.
-            self._reader = os.open(self._pipe, os.O_RDWR | os.O_NONBLOCK)
-            try:
+        # The path of its end vanishes with this process. As long as that is open, the pipe has no
+        # end when a life is over.
+        self._reader, writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        self._pipe = f"/proc/{os.getpid()}/fd/{writer}"
+        try:
+            with collecting(self._signals, signal.SIGINT, signal.SIGTERM):
                 code = None
                 while code is None:
                     code = self._live()
-            finally:
-                os.close(self._reader)
+        finally:
+            os.close(self._reader)
+            os.close(writer)
         if self.deaths:
             took = time.monotonic() - began
             listed = "" if self.folder is None else f" ({self.folder / 'faults.jsonl'})"
@@ -252,6 +256,7 @@ class Supervisor:
         if not life.died or (self._stopped and life.process.returncode == -self._stopped):
             return life.exit_code
         self.deaths += 1
+        self._unsaved += 1
         self._deaths_at[life.fatal] += 1
         code, action = self._after(life)
         seconds = time.monotonic() - life.kept
@@ -354,6 +359,8 @@ class Supervisor:
                 self._deaths_at.clear()
         if "saved" in facts:
             life.kept = now
+            if isinstance(facts["saved"], int) and facts["saved"] > self._saved:
+                self._saved, self._unsaved = facts["saved"], 0
 
     # ---- after a death --------------------------------------------------------------------------
 
@@ -369,9 +376,14 @@ class Supervisor:
             return life.exit_code, f"ended: stopped by {signal_name(self._stopped)}"
         if self._deaths_about(life.fatal) >= DEATHS:
             return life.exit_code, f"ended: {DEATHS} deaths there, and nothing done beyond"
+        if self._unsaved > len(PAUSES):
+            return life.exit_code, f"ended: {self._unsaved} deaths without a new checkpoint"
         if life.fatal is not None:  # where the host was ahead, it was the next step
             self._synced = max(self._synced, life.fatal + 1)
-        problem = None
+        problem, pause = None, PAUSES[self._unsaved - 1]
+        if pause:
+            say(f"{self._unsaved} deaths without a new checkpoint: waiting {pause:g} s")
+            self._pause(pause)
         if self._gpus:
             problem = self._prove_gpus()
         elif self.device != "cpu":
@@ -406,12 +418,16 @@ class Supervisor:
     def _tries(self) -> Iterator[None]:
         """Each behind its wait, until a signal ends this."""
         for pause in PROBE_WAITS:
-            end = time.monotonic() + pause
-            while time.monotonic() < end and not self._ending():
-                time.sleep(TICK / 5)
+            self._pause(pause)
             if self._ending():
                 return
             yield
+
+    def _pause(self, seconds: float) -> None:
+        """Waits, until a signal ends this."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self._ending():
+            time.sleep(TICK / 5)
 
     def _prove_gpus(self) -> str | None:
         """Leaves those of the ranks' GPUs out that do not prove themselves in several tries, and

@@ -40,6 +40,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.delenv("NEEDLE_SYNC", raising=False)
     monkeypatch.setattr(supervise, "TICK", 0.01)
     monkeypatch.setattr(supervise, "GRACE", 0.5)
+    monkeypatch.setattr(supervise, "PAUSES", tuple(pause / 50 for pause in supervise.PAUSES))
 
     def start(code, *words, hang=30.0, device="cpu"):
         begin = BEGIN + f"beat(run='.', device={device!r}, watched=False)\n"
@@ -221,6 +222,48 @@ sys.exit(75)
 """
     done, _, _, faults = run(code)
     assert done == 75 and [fault["step"] for fault in faults] == [4, 3, 4]
+
+
+@pytest.mark.parametrize("end, code", [("sys.exit(75)", 75), ("die(signal.SIGKILL)", 137)])
+@pytest.mark.parametrize("saved", [None, 4, "life", [9]])
+def test_deaths_at_any_steps_without_a_new_checkpoint_end_the_run(run, end, code, saved, capfd):
+    """Steps that grow, and a checkpoint that is saved again, are no progress."""
+    once = "pass" if saved is None else f"beat(saved={saved!r})"
+    done, _, said, faults = run(f"say(life); beat(step=0); beat(step=5 + 3 * life); {once}; {end}")
+    count = len(supervise.PAUSES) + 1
+    assert done == code and said == [str(life) for life in range(count)]
+    assert [fault["step"] for fault in faults] == [6 + 3 * life for life in range(count)]
+    ended = f"ended: {count} deaths without a new checkpoint"
+    assert [fault["action"] for fault in faults] == ["restart"] * (count - 1) + [ended]
+    err = capfd.readouterr().err
+    assert ended in err and "2 deaths without a new checkpoint: waiting 0.01 s" in err
+
+
+def test_new_checkpoint_forgives_deaths_and_ends_the_pauses(run, monkeypatch):
+    paused = []
+    monkeypatch.setattr(Supervisor, "_pause", lambda self, seconds: paused.append(seconds))
+    monkeypatch.setattr(supervise, "PAUSES", (0.0, 1.0, 2.0, 4.0))
+    code = """
+beat(step=0)
+beat(step=3 * life + 3)
+if life in (2, 5):
+    beat(saved=3 * life + 1)
+sys.exit(75 if life < 9 else 0)
+"""
+    done, _, _, faults = run(code)
+    assert done == 0 and [fault["action"] for fault in faults] == ["restart"] * 9
+    waited = [pause for pause in paused if pause]
+    assert waited == [1.0, 1.0, 2.0, 1.0, 2.0, 4.0]
+
+
+def test_command_without_a_heartbeat_is_started_three_times(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(supervise, "probe", lambda *arguments: None)
+    code = "open('said', 'a').write('x'); import os; os.kill(os.getpid(), 9)"
+    began = time.monotonic()
+    assert Supervisor([sys.executable, "-S", "-c", code]).run() == 137
+    assert (tmp_path / "said").read_text() == "xxx"
+    assert time.monotonic() - began >= supervise.PAUSES[0] + supervise.PAUSES[1]
 
 
 def test_a_hang_that_ends_well_is_a_hang(run):
@@ -524,14 +567,20 @@ def test_a_signal_between_two_lives_ends_it(run, monkeypatch):
     assert fault["action"] == "ended: stopped by SIGTERM" and fault["seconds_lost"] < 30
 
 
+def test_signal_in_a_pause_ends_it_at_once(run, monkeypatch):
+    monkeypatch.setattr(supervise, "PAUSES", (60.0,))
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    began = time.monotonic()
+    done, _, said, [fault] = run("say(life); beat(step=3); sys.exit(75)")
+    assert done == 128 + signal.SIGTERM and said == ["0"] and time.monotonic() - began < 30
+    assert fault["action"] == "ended: stopped by SIGTERM"
+
+
 def supervised_process(folder, code, *options, hang="30", **more):
     return subprocess.Popen(
         [sys.executable, "-m", "needle.supervise", "--hang-seconds", hang]
         + ["--", sys.executable, "-S", "-c", BEGIN + "beat(device='cpu')\n" + code],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        text=True,
-        **more,
+        **{"cwd": folder, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "text": True, **more},
     )
 
 
@@ -561,12 +610,18 @@ def wait_until_gone(pid):
     raise AssertionError(f"process {pid} lives on")
 
 
-def test_the_command_dies_with_its_supervisor(tmp_path):
-    process = supervised_process(tmp_path, "say(os.getpid()); time.sleep(60)")
-    [pid] = said_by(tmp_path, 1, process)
+def test_the_command_dies_with_its_supervisor_and_nothing_stays(tmp_path):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    code = "beat(step=3); say(os.getpid(), os.environ['NEEDLE_HEARTBEAT']); time.sleep(60)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}
+    process = supervised_process(tmp_path, code, env=environment)
+    pid, pipe = said_by(tmp_path, 2, process)
+    assert os.path.exists(pipe)
     process.kill()
     process.wait()
     wait_until_gone(int(pid))
+    assert not os.path.exists(pipe) and [*temporary.iterdir()] == []
 
 
 def test_ctrl_c_on_a_terminal_reaches_the_command_once(tmp_path):
