@@ -156,12 +156,18 @@ class Optimizer:
 
     def load_changes(self, state: Mapping[str, Any]) -> list[tuple[Any, Any, Any]]:
         """What load_state_dict changes, for `backend_ndarray.commit`."""
-        arrays = state["arrays"]
-        own = self._arrays()
+        if not isinstance(state, Mapping) or not isinstance(state.get("arrays", {}), Mapping):
+            raise TypeError(
+                f"{type(self).__name__}.load_state_dict: takes what state_dict() gives, a dict "
+                'with a dict under "arrays"'
+            )
+        arrays, own = state.get("arrays", {}), self._arrays()
         problems = [f"{name} is missing" for name in own if name not in arrays]
         for name, array in arrays.items():
             if name not in own:
                 problems.append(f"{name} is unexpected")
+            elif not isinstance(array, NDArray):
+                problems.append(f"{name} must be an NDArray, but is {array!r:.40}")
             elif tuple(array.shape) != own[name].shape:
                 problems.append(
                     f"{name} must have shape {own[name].shape}, but has {tuple(array.shape)}"

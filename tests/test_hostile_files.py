@@ -205,6 +205,68 @@ def test_checkpoint_with_any_value_of_its_state_replaced_loads_or_is_named(tmp_p
     assert ndl.cpu().memory_stats()["peak_bytes"] < live + (1 << 24)
 
 
+def test_config_of_transformers_with_any_value_replaced_loads_or_is_named(folder):
+    path = folder / "config.json"
+    good, live = json.loads(path.read_text()), ndl.cpu().memory_stats()["live_bytes"]
+    ndl.cpu().reset_peak()
+    for place in leaves(good):
+        for value in HOSTILE:
+            path.write_text(json.dumps(replaced(good, place, value)))
+            try:
+                load_model(folder)
+            except CheckpointError as error:
+                assert str(folder) in str(error), (place, value)
+            except Exception as error:
+                raise AssertionError(f"{place} = {value!r:.40}") from error
+    assert ndl.cpu().memory_stats()["peak_bytes"] < live + (1 << 24)
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(PythiaConfig)])
+@pytest.mark.parametrize("value", HOSTILE, ids=lambda value: f"{value!r:.20}")
+def test_configuration_with_any_value_is_made_or_names_the_field(field, value):
+    fields = dataclasses.asdict(CONFIG) | {"intermediate_size": 0} | {field: value}
+    try:
+        made = PythiaConfig(**fields)
+    except ValueError as error:
+        derived = {"hidden_size": "intermediate_size", "num_heads": "hidden_size"}
+        assert field in str(error) or derived.get(field, field) in str(error)
+    else:
+        kind = type(getattr(CONFIG, field))
+        assert type(getattr(made, field)) in ((kind, int) if kind is float else (kind,))
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("kind", [optim.SGD, optim.Adam, optim.AdamW])
+def test_optimizer_state_of_any_kind_loads_or_is_named(kind, flat):
+    if flat and kind is not optim.AdamW:
+        pytest.skip("only AdamW takes flattened parameters")
+    model = nn.Linear(3, 4)
+    optimizer = kind(nn.flatten_parameters(model) if flat else model.parameters())
+    good = optimizer.state_dict()
+    states = [*HOSTILE, {"arrays": {}}]
+    states += [{key: good[key] for key in good if key != left_out} for left_out in good]
+    states += [good | {key: value} for key in good for value in HOSTILE]
+    states += [good | {"arrays": good["arrays"] | {n: 3}} for n in good["arrays"]]
+    for state in states:
+        try:
+            optimizer.load_state_dict(state)
+        except (TypeError, ValueError) as error:
+            assert str(error).startswith(f"{kind.__name__}.load_state_dict: "), state
+    with pytest.raises(ValueError, match="step is missing; lr is missing"):
+        optimizer.load_state_dict({})
+
+
+def test_module_state_of_any_kind_loads_or_is_named():
+    """Buffers too, which a module within has."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    good = {name: array.numpy() for name, array in model.state_dict().items()}
+    for state in [*HOSTILE, *({**good, name: value} for name in good for value in HOSTILE)]:
+        with pytest.raises((TypeError, ValueError), match=r"^Sequential.load_state_dict: "):
+            model.load_state_dict(state)
+    with pytest.raises(ValueError, match="running_var must be an array, but is None"):
+        model.load_state_dict({**good, "modules.1.running_var": None})
+
+
 @pytest.mark.parametrize(
     "offsets, said",
     [

@@ -64,6 +64,9 @@ def open_run(folder: str | os.PathLike) -> tuple[TokenData, Batches, dict]:
         described = config["data"] if "path" in config["data"] else _older(config, Path(folder))
         data = run_data(described, Path(folder), described["fingerprint"])
         batches = run_batches(data, described, described["id_limit"])
+        count, samples = described["micro_batches"], described["samples"]
+        if type(count) is not int or not 0 < count * batches.batch_size <= samples:
+            raise ValueError(f"micro_batches is {count!r:.40}, of {samples} samples in all")
         return data, batches, {**config["settings"], **described}
     except (OSError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, (DataError, FileError)):

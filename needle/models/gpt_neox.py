@@ -7,6 +7,7 @@ Our names of tensors are theirs without `gpt_neox.`; their head is `embed_out` o
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any
 
 MODEL_TYPE = "gpt_neox"
@@ -98,8 +99,9 @@ def _rotary(fields: dict[str, Any], problems: list[str]) -> tuple[float, float]:
                 f"{new} is {fields[new]!r}, which GPT-NeoX in transformers does not "
                 f"read: it computes with {default}; {old} says what it is"
             )
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            problems.append(f"{name} is {value!r}, but must be a number")
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not abs(value) <= sys.float_info.max:
+            problems.append(f"{name} is {value!r:.40}, but must be a finite number")
             value = default
         found.append(float(value))
     return found[0], found[1]

@@ -86,7 +86,7 @@ class PythiaConfig(Config):
     sparse_block: int = 64
 
     def __post_init__(self) -> None:
-        if not self.intermediate_size:
+        if not self.intermediate_size and isinstance(self.hidden_size, int):
             object.__setattr__(self, "intermediate_size", 4 * self.hidden_size)
         for name in (
             "vocab_size",
@@ -102,6 +102,11 @@ class PythiaConfig(Config):
             if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**63:
                 raise ValueError(
                     f"PythiaConfig: {name} must be an int of 1 to 2^63 - 1, not {value!r:.40}"
+                )
+        for name in ("use_parallel_residual", "tie_word_embeddings", "use_sparse_attention"):
+            if not isinstance(getattr(self, name), bool):  # "false" would be true
+                raise ValueError(
+                    f"PythiaConfig: {name} must be True or False, not {getattr(self, name)!r:.40}"
                 )
         for name in ("rotary_pct", "rotary_base", "layer_norm_eps"):
             value = getattr(self, name)

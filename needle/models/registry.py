@@ -153,6 +153,6 @@ def from_pretrained(
     kind = hf.read_json(path).get("model_type")
     readable = [cls for cls in _families.values() if hasattr(cls, "spelling")]
     spelled = {cls.spelling.MODEL_TYPE: cls for cls in readable}
-    if kind not in spelled:
-        raise FileError(f"{path}: model_type is {kind!r}; needle reads {', '.join(spelled)} only")
+    if not isinstance(kind, str) or kind not in spelled:
+        raise FileError(f"{path}: model_type is {kind!r:.40}; needle reads {', '.join(spelled)} only")
     return hf.load(spelled[kind], folder, device, dtype or "float32")

@@ -210,13 +210,20 @@ class Module:
         self, state: Mapping[str, Any], strict: bool = True
     ) -> list[tuple[NDArray, Any, NDArray]]:
         """What load_state_dict changes, for `backend_ndarray.commit`."""
+        if not isinstance(state, Mapping):
+            raise TypeError(
+                f"{type(self).__name__}.load_state_dict: takes what state_dict() gives, a dict, "
+                f"not {state!r:.40}"
+            )
         own = self.state_dict()
         problems = []
         if strict:
             problems += [f"{name} is missing" for name in own if name not in state]
             problems += [f"{name} is unexpected" for name in state if name not in own]
         for name, array in own.items():
-            if name in state and tuple(state[name].shape) != array.shape:
+            if name in state and not hasattr(state[name], "shape"):
+                problems.append(f"{name} must be an array, but is {state[name]!r:.40}")
+            elif name in state and tuple(state[name].shape) != array.shape:
                 problems.append(
                     f"{name} must have shape {array.shape}, but has {tuple(state[name].shape)}"
                 )
