@@ -20,7 +20,15 @@ from pathlib import Path
 
 from run_log import read_lines
 
-from needle.checkpoint import Checkpoint, CheckpointError, find_checkpoint, newest_checkpoint
+from needle.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    checkpoint_path,
+    find_checkpoint,
+    newest_checkpoint,
+    proven_checkpoint,
+    step_of,
+)
 from needle.data import DataError
 from needle.files import FileError, Lock, described, reading, remove_leftovers, replacing
 from needle.heartbeat import beat
@@ -75,6 +83,27 @@ def check_owner(folder: Path, checkpoint: Checkpoint) -> None:
             f"run {own!r:.40}: move it away; a new run starts from its weights: "
             f"{shlex.join(flag('--init', checkpoint.path))}"
         )
+
+
+def proven(folder: Path, finite: int, saved: int, following: int) -> str:
+    """For people, after a loss that is not finite: which checkpoint is good, when the losses up to
+    step `finite` were finite, the newest checkpoint is of step `saved`, and `following` finite
+    steps prove one."""
+    last, lines = checkpoint_path(folder / "checkpoints", saved), []
+    good = proven_checkpoint(folder / "checkpoints", finite, following)
+    advice = "a lower --lr, a longer --warmup or a smaller --clip may help"
+    if good is not None:
+        followed = f"{finite - step_of(good)} finite steps followed"
+        lines.append(f"the last good checkpoint is {good}: {followed}")
+        advice += f", in a new run from its weights: {shlex.join(flag('--init', good))}"
+    elif last.exists():
+        lines.append("no checkpoint is known to be good")
+    else:
+        lines.append("no checkpoint was written before it")
+    if last.exists() and last != good:
+        followed = f"{finite - saved} finite steps followed"
+        lines.append(f"the last one is {last}: {followed}, and it may have diverged")
+    return "\n".join([*lines, advice])
 
 
 def note_saved(folder: Path) -> None:

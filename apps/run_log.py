@@ -40,7 +40,11 @@ TRAINING, HELD_OUT = "#0b3d91", "#b22200"  # of loss.png: dark enough to print, 
 
 
 class NotFinite(ArithmeticError):
-    """A loss or a gradient norm that is no number any more."""
+    """A loss or a gradient norm that is no number any more, of a step."""
+
+    def __init__(self, step: int, message: str) -> None:
+        super().__init__(f"step {step}: {message}")
+        self.step = step
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -145,7 +149,7 @@ class RunLog:
         step["grad_norm"] = float(step["norm"].wait())
         for what, value in (("loss", step["loss"]), ("gradient norm", step["grad_norm"])):
             if not math.isfinite(value):
-                raise NotFinite(f"step {step['step']}: the {what} is {value} ({step['where']})")
+                raise NotFinite(step["step"], f"the {what} is {value} ({step['where']})")
         beat(step=step["step"])
         now = time.perf_counter()
         step["duration"] = now - self._mark

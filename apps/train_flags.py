@@ -379,8 +379,9 @@ def parser() -> argparse.ArgumentParser:
         "--save-every",
         type=count_or_zero,
         metavar="N",
-        help="steps between checkpoints, the last two are kept, besides those "
-        "that a recipe keeps; 0: only at the end "
+        help="steps between checkpoints; kept are the last two, the last one that as many finite "
+        "steps followed (one of the two, unless stops saved more), and those that a recipe keeps; "
+        "0: only at the end "
         f"(default: tiny {TINY['save_every']}, others {CPU['save_every']} | "
         f"{CUDA['save_every']})",
     )

@@ -174,7 +174,10 @@ def train(run: Run) -> int:
                 break
     except NotFinite as error:
         log.close()
-        return report_not_finite(run, error) if ranks.rank == 0 else 1
+        if ranks.rank == 0:
+            words = run_folder.proven(run.folder, error.step - 1, run.saved, prove_after(run))
+            print(f"{error}. Stopped.\n{words}", file=sys.stderr)
+        return 1
     except (Failed, OSError) as error:  # drops the part of a step, and not those that are done
         if ranks.size > 1 and not isinstance(error, Failed):
             raise  # the others do not know
@@ -306,7 +309,7 @@ def save(run: Run, log: RunLog) -> None:
 
 
 def write_checkpoint(run: Run, log: RunLog) -> None:
-    """The last two stay, and those that a recipe keeps."""
+    """The last two stay, the last proven one, and those that a recipe keeps."""
     log.sync()
     schedule = {name: run.settings[name] for name in ("schedule", "lr", "warmup", "steps")}
     with run.lock.writing() as at:
@@ -327,7 +330,18 @@ def write_checkpoint(run: Run, log: RunLog) -> None:
         )
         run_folder.note_saved(at)
         beat(saved=run.step)
-        prune_checkpoints(folder, run.step, forever=lambda step: stays(run.settings, step))
+        prune_checkpoints(
+            folder,
+            run.step,
+            forever=lambda step: stays(run.settings, step),
+            following=prove_after(run),
+        )
+
+
+def prove_after(run: Run) -> int:
+    """The number of finite steps that proves the checkpoint before them: up to the next one that
+    --save-every writes."""
+    return max(run.settings["save_every"], 1)
 
 
 def resume_command(run: Run) -> str:
@@ -370,19 +384,6 @@ def report_stop(run: Run, reason: str | None, failure: Exception | None) -> None
         f"and saved. Go on with\n    {resume_command(run)}",
         file=sys.stdout if failure is None else sys.stderr,
     )
-
-
-def report_not_finite(run: Run, error: NotFinite) -> int:
-    print(f"{error}. Stopped.", file=sys.stderr)
-    saved = checkpoint_path(run.folder / "checkpoints", run.saved)
-    print(
-        f"the last good checkpoint is {saved}"
-        if saved.exists()
-        else "no checkpoint was written before it",
-        file=sys.stderr,
-    )
-    print("a lower --lr, a longer --warmup or a smaller --clip may help", file=sys.stderr)
-    return 1
 
 
 def finish(run: Run) -> None:

@@ -525,20 +525,32 @@ def _is_whole(path: Path) -> bool:
         return False
 
 
+def proven_checkpoint(folder: str | os.PathLike, finite: int, following: int) -> Path | None:
+    """The newest whole checkpoint after which `following` steps or more had finite losses, where
+    the steps up to `finite` had. The loss of a checkpoint's own step does not show it: weights that
+    have diverged are seen in the steps after."""
+    paths = (p for p in list_checkpoints(folder) if step_of(p) + following <= finite)
+    return next((path for path in paths if _is_whole(path)), None)
+
+
 def prune_checkpoints(
     folder: str | os.PathLike,
     written: int,
     keep: int = 2,
     forever: Callable[[int], bool] = lambda step: False,
+    following: int = 1,
 ) -> None:
     """Deletes, of the steps up to `written`, which has just been saved, all that are older than the
-    `keep` newest whole ones and are not to stay `forever`. Later steps stay: they are damaged, or
-    of a training that somebody went back from."""
-    kept = 0
-    for path in list_checkpoints(folder):
-        if step_of(path) > written or forever(step_of(path)):
-            continue
-        if kept == keep:
-            path.unlink(missing_ok=True)
-        elif step_of(path) == written or _is_whole(path):
-            kept += 1
+    `keep` newest whole ones, except: those that are to stay `forever`, the proven one (see
+    proven_checkpoint), and that which is proven next. Later steps stay: they are damaged, or of a
+    training that somebody went back from."""
+    steps = {path: step_of(path) for path in list_checkpoints(folder)}
+    found = [path for path, step in steps.items() if step <= written and not forever(step)]
+    whole = [path for path in found if steps[path] == written or _is_whole(path)]
+    proven = [path for path in whole if steps[path] + following <= written]
+    unproven = len(whole) - len(proven)
+    stay = {*whole[:keep], *whole[max(unproven - 1, 0) : unproven + 1]}
+    if len(whole) >= keep:
+        for path in found[found.index(whole[keep - 1]) :]:
+            if path not in stay:
+                path.unlink(missing_ok=True)

@@ -19,6 +19,7 @@ from needle.checkpoint import (
     list_checkpoints,
     load_checkpoint,
     newest_checkpoint,
+    proven_checkpoint,
     prune_checkpoints,
     save_checkpoint,
 )
@@ -475,7 +476,20 @@ def test_the_two_newest_stay_and_damaged_ones_are_passed_over(tmp_path):
     (tmp_path / "step_x.safetensors").write_text("not ours")
     prune_checkpoints(tmp_path, 100)
     assert list_checkpoints(tmp_path) == [checkpoint_path(tmp_path, n) for n in (100, 10)]
+    for number in (101, 105, 106):
+        save_checkpoint(model, optimizer, 0, 1.0, checkpoint_path(tmp_path, number), step=number)
+    prune_checkpoints(tmp_path, 106, following=6)
+    left = [106, 105, 101, 100]  # 100 is proven, 101 next; 10 was when 100 was not
+    assert list_checkpoints(tmp_path) == [checkpoint_path(tmp_path, n) for n in left]
+    assert proven_checkpoint(tmp_path, 106, 6) == checkpoint_path(tmp_path, 100)
+    assert proven_checkpoint(tmp_path, 107, 6) == checkpoint_path(tmp_path, 101)
+    assert proven_checkpoint(tmp_path, 105, 6) is None
+    checkpoint_path(tmp_path, 101).unlink()
+    checkpoint_path(tmp_path, 105).unlink()
+    checkpoint_path(tmp_path, 106).unlink()
+    save_checkpoint(model, optimizer, 0, 1.0, checkpoint_path(tmp_path, 10), step=10)
     checkpoint_path(tmp_path, 100).write_bytes(b"damaged, somehow")
+    assert proven_checkpoint(tmp_path, 200, 6) == checkpoint_path(tmp_path, 10)
     said = io.StringIO()
     assert newest_checkpoint(tmp_path, said.write).state["step"] == 10
     assert "step_100.safetensors" in said.getvalue()

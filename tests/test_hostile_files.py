@@ -16,6 +16,7 @@ import needle as ndl
 from needle import checkpoint, nn, optim, safetensors
 from needle.checkpoint import Checkpoint, CheckpointError, load, save_checkpoint
 from needle.data import DataError, load_tokenizer, open_data
+from needle.data.__main__ import main as view_data
 from needle.data.runs import open_run
 from needle.evaluate import load_model
 from needle.files import Lock
@@ -219,6 +220,26 @@ def test_config_of_transformers_with_any_value_replaced_loads_or_is_named(folder
             except Exception as error:
                 raise AssertionError(f"{place} = {value!r:.40}") from error
     assert ndl.cpu().memory_stats()["peak_bytes"] < live + (1 << 24)
+
+
+def test_config_of_a_run_with_any_value_replaced_is_viewed_or_named(tmp_path, capsys):
+    tokens, path = tmp_path / "t.npy", tmp_path / "config.json"
+    np.save(tokens, np.arange(60, dtype=np.uint16))
+    sizes = {"batch_size": 2, "micro_batches": 3, "seq_len": 4, "seed": 1, "samples": 12}
+    described = {"path": str(tokens), "tokenizer": None, "vocab_size": 64, "id_limit": 64}
+    described |= {"fingerprint": open_data(tokens).fingerprint}
+    good = {"settings": {"steps": 2}, "data": described | sizes}
+    for place in leaves(good):
+        for value in HOSTILE:
+            if place == ("data", "path") and not value:
+                continue  # Python's library, or the folder where this runs
+            path.write_text(json.dumps(replaced(good, place, value)))
+            try:
+                code = view_data(["view", str(tmp_path), "--step", "2"])
+            except Exception as error:
+                raise AssertionError(f"{place} = {value!r:.40}") from error
+            said = capsys.readouterr().err
+            assert code == 0 or said.startswith("needle.data: ") and said.count("\n") == 1
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(PythiaConfig)])

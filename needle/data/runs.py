@@ -62,16 +62,27 @@ def open_run(folder: str | os.PathLike) -> tuple[TokenData, Batches, dict]:
         with reading(path) as file:
             config = json.loads(file.read())
         described = config["data"] if "path" in config["data"] else _older(config, Path(folder))
+        settings = {**config["settings"], **described}
+        _check_numbers(settings)
         data = run_data(described, Path(folder), described["fingerprint"])
-        batches = run_batches(data, described, described["id_limit"])
-        count, samples = described["micro_batches"], described["samples"]
-        if type(count) is not int or not 0 < count * batches.batch_size <= samples:
-            raise ValueError(f"micro_batches is {count!r:.40}, of {samples} samples in all")
-        return data, batches, {**config["settings"], **described}
+        return data, run_batches(data, described, described["id_limit"]), settings
     except (OSError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, (DataError, FileError)):
             raise
         raise DataError(f"{path}: not the config.json of a run: {error!r}") from error
+
+
+def _check_numbers(settings: dict) -> None:
+    """ValueError for numbers that no run has."""
+    least = {"steps": 1, "batch_size": 1, "micro_batches": 1, "seq_len": 1, "samples": 1, "seed": 0}
+    if settings["id_limit"] is not None:
+        least["id_limit"] = 1
+    for name, low in least.items():
+        value = settings[name]
+        if type(value) is not int or not low <= value < 2**63:
+            raise ValueError(f"{name} is {value!r:.40}")
+    if settings["micro_batches"] * settings["batch_size"] > settings["samples"]:
+        raise ValueError("a step has more samples than the run")
 
 
 def _older(config: dict, folder: Path) -> dict:

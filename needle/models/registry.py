@@ -154,5 +154,6 @@ def from_pretrained(
     readable = [cls for cls in _families.values() if hasattr(cls, "spelling")]
     spelled = {cls.spelling.MODEL_TYPE: cls for cls in readable}
     if not isinstance(kind, str) or kind not in spelled:
-        raise FileError(f"{path}: model_type is {kind!r:.40}; needle reads {', '.join(spelled)} only")
+        known = ", ".join(spelled)
+        raise FileError(f"{path}: model_type is {kind!r:.40}; needle reads {known} only")
     return hf.load(spelled[kind], folder, device, dtype or "float32")

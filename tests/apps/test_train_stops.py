@@ -14,13 +14,14 @@ from types import SimpleNamespace
 import generate
 import numpy as np
 import pytest
+import run_log
 import train_flags
 import train_pythia
 from harness import ROOT
 from small_runs import SMALL, TOKENS, checkpoint_of, flags, lines_of, numbers_of, run_until
 
 import needle as ndl
-from needle.checkpoint import Checkpoint, list_checkpoints
+from needle.checkpoint import Checkpoint, list_checkpoints, step_of
 from needle.distributed.group import Group
 
 # The program with that preset, as a process of its own.
@@ -157,15 +158,60 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, tokens, capsys, monke
     assert train_pythia.main(flags(tmp_path, tokens, "a")) == 1
     error = capsys.readouterr().err
     assert "step 5: the loss is nan (epoch 0, batch 4)" in error
-    assert "step_4.safetensors" in error
+    good, last = (checkpoint_of(tmp_path, "a", step) for step in (2, 4))
+    assert f"the last good checkpoint is {good}: 2 finite steps followed\n" in error
+    assert f"the last one is {last}: 0 finite steps followed, and it may have diverged\n" in error
+    assert f"--init {good}\n" in error
     assert [line["step"] for line in lines_of(tmp_path, "a")] == [1, 2, 3, 4]
-    Checkpoint(checkpoint_of(tmp_path, "a", 4))
+    assert Checkpoint(good).state["step"] == 2 and Checkpoint(last).state["step"] == 4
 
 
-def test_a_rate_that_explodes(tmp_path, tokens, capsys):
+def test_checkpoint_of_diverged_weights_is_not_called_good(tmp_path, tokens, capsys):
+    """The loss of its own step is finite: the update behind it is what diverged."""
     argv = flags(tmp_path, tokens, "a", "--lr", "1e30", "--warmup", "0", "--clip", "0")
-    assert train_pythia.main(argv) == 1
-    assert "Stopped." in capsys.readouterr().err
+    assert train_pythia.main([*argv, "--save-every", "1"]) == 1
+    error = capsys.readouterr().err
+    last = checkpoint_of(tmp_path, "a", len(lines_of(tmp_path, "a")))
+    assert "Stopped." in error and f"the last one is {last}: 0 finite steps" in error
+    assert f"the last good checkpoint is {last}" not in error and f"--init {last}" not in error
+
+
+def test_first_checkpoint_without_a_step_after_it_is_not_called_good(
+    tmp_path, tokens, capsys, monkeypatch
+):
+    forward_backward, calls = train_pythia.forward_backward, []
+
+    def breaking(*arguments):
+        calls.append(arguments)
+        return forward_backward(*arguments) * (float("nan") if len(calls) == 4 else 1.0)
+
+    monkeypatch.setattr(train_pythia, "forward_backward", breaking)
+    argv = flags(tmp_path, tokens, "a")
+    assert train_pythia.main(argv) == 1  # step 4; 2 was saved, and 4 was to be
+    error = capsys.readouterr().err
+    assert "no checkpoint is known to be good\n" in error
+    assert f"the last one is {checkpoint_of(tmp_path, 'a', 2)}: 1 finite steps" in error
+    assert "--init" not in error
+
+
+def test_stops_shortly_after_each_other_keep_the_proven_checkpoint(tmp_path, tokens, monkeypatch):
+    """A run that signals end after each step saves each; those of the last steps prove nothing."""
+    queue, left = run_log.RunLog.queue, []
+
+    def stopped(*arguments):
+        signal.raise_signal(signal.SIGTERM)
+        queue(*arguments)
+
+    monkeypatch.setattr(run_log.RunLog, "queue", stopped)
+    argv = flags(tmp_path, tokens, "a", "--save-every", "3", "--eval-every", "0", steps=12)
+    for step in range(1, 12):
+        assert train_pythia.main([*argv, *["--resume", "auto"] * (step > 1)]) == 0
+        folder = tmp_path / "runs" / "a" / "checkpoints"
+        left.append([step_of(path) for path in list_checkpoints(folder)])
+    assert left[:4] == [[1], [2, 1], [3, 2, 1], [4, 3, 2, 1]]
+    for step, steps in enumerate(left[4:], 5):
+        assert steps[:2] == [step, step - 1] and len(steps) <= 4
+        assert any(step - 6 <= kept <= step - 3 for kept in steps)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +227,7 @@ def test_a_checkpoint_that_says_nothing_of_its_run(tmp_path, tokens, capsys, sta
     assert train_pythia.main(flags(tmp_path, tokens, "a")) == 0
     path = checkpoint_of(tmp_path, "a", 6)
     model, optimizer, epoch, loss = Checkpoint(path).restore()
-    extra = ("settings", "step", "data", "fingerprint", "schedule")
+    extra = ("run", "settings", "step", "data", "fingerprint", "schedule")
     kept = {key: Checkpoint(path).state[key] for key in extra}
     ndl.save_checkpoint(model, optimizer, epoch, loss, path, **kept | state)
     capsys.readouterr()

@@ -155,12 +155,13 @@ def test_data_that_one_rank_cannot_read(tmp_path, tokens, alone):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_loss_that_is_none_stops_all(tmp_path, tokens, rank):
-    said = run(tmp_path, tokens, 2, plan={"rank": rank, "step": 23, "what": "nan"}, code=1)
+    said = run(tmp_path, tokens, 2, plan={"rank": rank, "step": 43, "what": "nan"}, code=1)
     assert re.search(
-        rf"step 23: the loss is nan \(epoch \d+, batch \d+, micro-batch {2 * rank} of the 4", said
+        rf"step 43: the loss is nan \(epoch \d+, batch \d+, micro-batch {2 * rank} of the 4", said
     )
     assert said.count("the last good checkpoint is") == 1
-    assert "step_20.safetensors" in said
+    assert "step_20.safetensors: 22 finite steps followed\n" in said
+    assert "step_40.safetensors: 2 finite steps followed, and it may have diverged\n" in said
 
 
 def test_a_disk_that_is_full(tmp_path, tokens, alone):
