@@ -22,6 +22,7 @@ from needle.data import END_OF_TEXT, load_tokenizer  # noqa: E402
 from needle.evaluate import load_model  # noqa: E402
 from needle.files import described  # noqa: E402
 from needle.generation import stream_text  # noqa: E402
+from needle.processes import program  # noqa: E402
 
 
 def parser() -> argparse.ArgumentParser:
@@ -129,6 +130,8 @@ def main(argv: list[str] | None = None) -> int:
             print(piece, end="", flush=True)
         print()
         return 0
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError, RuntimeError) as error:
         print(f"generate.py: {described(error)}", file=sys.stderr)
         return 1
@@ -138,4 +141,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program(main))

@@ -33,6 +33,7 @@ from needle import _C
 from needle.backend_ndarray import NDArray
 from needle.files import naming, reading, regular, replacing
 from needle.heartbeat import beat
+from needle.processes import silence
 
 PLAIN_LINES = 40  # of a run whose output is no terminal
 SMOOTHED = 50  # of so many steps the loss is a mean of neighbours
@@ -267,14 +268,6 @@ class RunLog:
                 f"step {step}/{self._steps}  held-out loss {evaluated['val_loss']:.4f}"
                 + ("" if bits is None else f", {bits:.4f} bits a byte")
             )
-
-
-def silence() -> None:
-    """The reader of our output is gone: from now on it goes nowhere, and raises nothing."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):
-        os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
 
 
 def _bar(start: int, steps: int):

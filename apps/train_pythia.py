@@ -61,6 +61,7 @@ from needle.distributed.verify import Verification, WrongDevice  # noqa: E402
 from needle.files import Lock, described, replacing  # noqa: E402
 from needle.heartbeat import beat, supervised  # noqa: E402
 from needle.peaks import peak  # noqa: E402
+from needle.processes import program  # noqa: E402
 from needle.training import Recorded, worth_recording  # noqa: E402
 
 __all__ = ["load_checkpoint", "main", "save_checkpoint", "train"]
@@ -672,6 +673,8 @@ def main(argv: list[str] | None = None) -> int:
         if error.is_rank_0s:
             return error.code
         return report(str(error), error.code)
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError) as error:
         return report(described(error), 1)
     except KeyboardInterrupt:  # before the first step, or a second one within a step
@@ -687,7 +690,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
+    code = program(main)
     # What waits on a GPU for a rank that is gone would hold up the interpreter's end.
     os._exit(code) if code else sys.exit(code)

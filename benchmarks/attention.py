@@ -46,6 +46,7 @@ import needle as ndl
 from needle import _C
 from needle.block_mask import BlockMask
 from needle.ops.dilated import DilatedAttention
+from needle.processes import program
 
 SAMPLE_MS = 20.0
 LOAD_SECONDS = 10.0
@@ -525,4 +526,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(program(main))

@@ -25,6 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import checkout
 
 checkout.choose()
+from needle.processes import program
+
 Call = Callable[[], object]
 
 
@@ -148,4 +150,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program(main))

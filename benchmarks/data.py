@@ -34,6 +34,7 @@ import needle as ndl
 from needle import _C, nn, optim
 from needle.data import Batches, Prefetch, megatron, open_data
 from needle.models.pythia import Pythia, PythiaConfig
+from needle.processes import program
 
 TOKENS = 40_000_000
 DOCUMENT = 700  # mean length: about the Pile's in bytes / 4, and every batch has some hundred
@@ -171,4 +172,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(program(main))

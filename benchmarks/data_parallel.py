@@ -46,6 +46,7 @@ from needle import _C, models
 from needle.backend_ndarray import as_bytes
 from needle.distributed.data_parallel import DataParallel
 from needle.distributed.group import Group, visible_gpus
+from needle.processes import program
 
 TIMES = 20  # that a part of the exchange is timed
 
@@ -293,4 +294,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(program(main))

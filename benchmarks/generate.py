@@ -31,6 +31,7 @@ import checkout
 checkout.choose()
 import needle as ndl
 from needle.models.pythia import Pythia, PythiaConfig
+from needle.processes import program
 
 Side = Callable[[np.ndarray], np.ndarray]  # prompts (B, T) -> prompts and what follows them
 
@@ -160,4 +161,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(program(main))

@@ -23,6 +23,7 @@ import checkout
 checkout.choose()
 
 from needle.kernels import Out, Pool, build
+from needle.processes import program
 
 N = 1 << 16
 X = np.arange(N, dtype=np.float32)
@@ -107,4 +108,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(program(main))

@@ -31,6 +31,7 @@ import checkout
 
 checkout.choose()
 from needle import _C
+from needle.processes import program
 
 C, HEADS, HEAD_DIM, VOCABULARY, PARAMETERS = 512, 8, 64, 50304, 70_426_624
 ROTARY = 8  # angles: the first 16 of 64 dims turn
@@ -651,4 +652,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(program(main))

@@ -25,6 +25,7 @@ import checkout
 
 checkout.choose()
 import needle as ndl
+from needle.processes import program
 
 BURST = 500  # launches; the driver's queue takes about 1,000
 SOURCE = """
@@ -112,4 +113,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program(main))

@@ -40,6 +40,7 @@ from torch_pythia import TorchPythia
 import needle as ndl
 from needle import models, nn, optim
 from needle.data import open_data
+from needle.processes import program
 
 NEAR = 0.01
 NO_WORSE = 1.25  # of PyTorch's errors
@@ -171,4 +172,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program(main))

@@ -29,6 +29,7 @@ checkout.choose()
 
 import needle as ndl
 from needle import _C, models, ops
+from needle.processes import program
 
 ANSWERS, LEAST_GAIN, BLOCK_MS = 8, 1.02, 8.0
 
@@ -139,4 +140,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(program(main))

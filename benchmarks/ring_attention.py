@@ -36,6 +36,7 @@ from machine import machine_now
 import needle as ndl
 from needle import _C, ops
 from needle.distributed.group import visible_gpus
+from needle.processes import program
 
 HEADS, SAMPLES, SAMPLE_MS = 8, 5, 100.0
 POSSIBLE = 1.1  # share of one GPU's rate, beyond which work has been left out
@@ -226,4 +227,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(program(main))

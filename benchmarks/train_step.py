@@ -55,6 +55,7 @@ from needle import _C, models, nn, optim
 from needle.backend_ndarray import NDArray
 from needle.data.batches import Batches
 from needle.data.prefetch import Prefetch
+from needle.processes import program
 from needle.training import Recorded, worth_recording
 
 LOAD_SECONDS, LEAST_BLOCKS = 10.0, 5
@@ -381,4 +382,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(program(main))

@@ -26,6 +26,7 @@ checkout.choose()
 import needle as ndl  # noqa: E402
 from needle.autograd import FusedOp, NDArray, Tensor  # noqa: E402
 from needle.backend_ndarray import empty  # noqa: E402
+from needle.processes import program  # noqa: E402
 
 SOURCE = """
 #include <cuda_bf16.h>
@@ -127,4 +128,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program(main))

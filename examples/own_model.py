@@ -25,6 +25,7 @@ from needle.autograd import Tensor  # noqa: E402
 from needle.backend_ndarray import Device, NDArray, array  # noqa: E402
 from needle.generation import Cache  # noqa: E402
 from needle.models import Config, LanguageModel, register  # noqa: E402
+from needle.processes import program  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -113,4 +114,4 @@ class OwnModel(LanguageModel):
 
 
 if __name__ == "__main__":
-    sys.exit(train_pythia.main())
+    sys.exit(program(train_pythia.main))

@@ -34,6 +34,7 @@ from needle.data.readers import open_tokens
 from needle.data.tokens import check_ids, place_of, to_ids
 from needle.files import described, naming
 from needle.models import LanguageModel
+from needle.processes import program
 
 # Elements of logits that exist at a time; float32 ones take four times as many bytes.
 LOGITS = 1 << 26
@@ -441,4 +442,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program(main))

@@ -41,6 +41,7 @@ from tqdm import tqdm
 from needle import evaluate
 from needle.data import END_OF_TEXT, load_tokenizer
 from needle.models import LanguageModel
+from needle.processes import program
 
 AUTO_TOKENS = 16384  # in a batch of batch_size=auto
 MAX_GEN_TOKS = 256  # where a task does not say
@@ -310,4 +311,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(program(main))

@@ -1,12 +1,14 @@
-"""Processes that end with the one that started them."""
+"""Processes that end with the one that started them, and how programs of the command line end."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -78,3 +80,42 @@ def collecting(into: list[int], *numbers: int) -> Iterator[None]:
 def signal_name(number: int) -> str:
     """Real-time signals between the first and the last have no name, but kill as well."""
     return next((one.name for one in signal.Signals if one == number), f"signal {number}")
+
+
+# ---- the end of a program -----------------------------------------------------------------------
+
+EXIT_CLOSED_PIPE = 128 + signal.SIGPIPE
+
+
+def program(main: Callable[[], int | None]) -> int:
+    """Runs the `main` of a command-line program. Returns its exit code, or EXIT_CLOSED_PIPE when
+    the reader of the output has closed it, as `| head` does: a shell sees the same of any program
+    that SIGPIPE ends. `main` must let that BrokenPipeError pass."""
+    try:
+        try:
+            code = main() or 0
+        except SystemExit:  # of argparse, after --help
+            sys.stdout.flush()
+            raise
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        if not _output_is_closed():  # it was another pipe
+            raise
+        silence()
+        return EXIT_CLOSED_PIPE
+
+
+def _output_is_closed() -> bool:
+    poll = select.poll()
+    for stream in (sys.stdout, sys.stderr):
+        poll.register(stream.fileno(), 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+def silence() -> None:
+    """Sends stdout and stderr nowhere, where the reader is gone: they raise nothing any more."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)

@@ -60,7 +60,7 @@ from typing import Any
 
 from needle.files import regular
 from needle.heartbeat import PIPE, SYNC_UNTIL
-from needle.processes import collecting, kill, signal_name, spawn, wait
+from needle.processes import collecting, kill, program, signal_name, spawn, wait
 
 EXIT_GPU_LOST = 75
 MPIRUN = ("mpirun", "mpiexec", "orterun", "prterun")
@@ -534,4 +534,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program(main))

@@ -1,5 +1,5 @@
-"""needle/supervise.py with commands that die in every way, and needle/heartbeat.py, which they
-would tell it by. (A training under it: tests/apps/test_supervised_run.py.)"""
+"""needle/supervise.py with commands that die in every way. (A training under it:
+tests/apps/test_supervised_run.py.)"""
 
 import json
 import os
@@ -13,7 +13,7 @@ import time
 import pytest
 from harness import ROOT
 
-from needle import _C, heartbeat, supervise
+from needle import _C, supervise
 from needle.supervise import Supervisor
 
 # What the commands begin with. `say` leaves a word for the test in the folder where it runs.
@@ -486,22 +486,6 @@ def test_who_wants_sync_keeps_it(run, monkeypatch):
     assert [fault["op"] for fault in faults] == ["exp"] * 4
 
 
-def test_sync_ends_behind_its_step(monkeypatch, tmp_path):
-    monkeypatch.setenv("NEEDLE_HEARTBEAT", str(tmp_path / "none"))
-    monkeypatch.setenv("NEEDLE_SYNC_UNTIL", "7")
-    before = _C.sync_each_op(True)
-    try:
-        for step in (0, 6):
-            heartbeat.beat(step=step)
-            assert _C.sync_each_op(True) is True
-        heartbeat.beat(step=7)
-        assert _C.sync_each_op(True) is False
-        heartbeat.beat(step=8)
-        assert _C.sync_each_op(True) is True
-    finally:
-        _C.sync_each_op(before)
-
-
 # ---- signals ------------------------------------------------------------------------------------
 
 PATIENT = """
@@ -695,7 +679,7 @@ def test_ctrl_z_while_the_gpu_is_probed_waits_for_the_new_life(run, monkeypatch)
     assert [fault["action"] for fault in faults] == ["restart"]
 
 
-# ---- the command line, and the beat -------------------------------------------------------------
+# ---- the command line ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -712,28 +696,3 @@ def test_a_bad_command_line(argv, said, capsys):
     with pytest.raises(SystemExit) as caught:
         supervise.main(argv)
     assert caught.value.code == 2 and said in capsys.readouterr().err
-
-
-def test_a_beat_without_a_supervisor_does_nothing(monkeypatch, tmp_path):
-    monkeypatch.delenv("NEEDLE_HEARTBEAT", raising=False)
-    heartbeat.beat(step=1)
-    monkeypatch.setenv("NEEDLE_HEARTBEAT", str(tmp_path / "none"))
-    heartbeat.beat(step=1)
-    os.mkfifo(tmp_path / "none")  # that nobody reads
-    heartbeat.beat(step=1)
-
-
-def test_a_beat_never_waits(monkeypatch, tmp_path):
-    """Nobody reads while more is told than a pipe holds; what was told is whole."""
-    os.mkfifo(tmp_path / "pipe")
-    monkeypatch.setenv("NEEDLE_HEARTBEAT", str(tmp_path / "pipe"))
-    reader = os.open(tmp_path / "pipe", os.O_RDWR | os.O_NONBLOCK)
-    try:
-        for step in range(200):
-            heartbeat.beat(step=step, fault="x" * 5000)
-        lines = os.read(reader, 1 << 20).splitlines()
-    finally:
-        os.close(reader)
-    facts = [json.loads(line) for line in lines]
-    assert [fact["step"] for fact in facts] == list(range(len(facts))) and 10 < len(facts) < 200
-    assert {fact["fault"] for fact in facts} == {"x" * heartbeat.MOST_TEXT}

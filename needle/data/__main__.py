@@ -4,7 +4,6 @@ of a training step, as ids and text)."""
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ from needle.data.runs import open_run
 from needle.data.text import documents, load_tokenizer, warn
 from needle.data.tokens import DataError, Documents, FlatTokens, to_ids
 from needle.files import described, naming, reading
+from needle.processes import program
 
 SCANNED = 1 << 22  # ids that `inspect` looks at, spread over the file
 
@@ -242,9 +242,8 @@ def main(argv: list[str] | None = None) -> int:
         else:
             show_step(args)
         return 0
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError) as error:
         print(f"needle.data: {described(error)}", file=sys.stderr)
         return 1
@@ -254,4 +253,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program(main))

@@ -3,6 +3,7 @@
 import sys
 
 from needle.diagnose.command import main
+from needle.processes import program
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program(main))

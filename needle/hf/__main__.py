@@ -12,6 +12,7 @@ from needle import hf, models
 from needle.backend_ndarray import FLOAT_DTYPES, cpu
 from needle.checkpoint import CheckpointError, find_checkpoint, save_checkpoint
 from needle.files import FileError, described, reading, replacing
+from needle.processes import program
 
 
 def export_checkpoint(
@@ -112,4 +113,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program(main))

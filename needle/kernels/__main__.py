@@ -16,6 +16,7 @@ from needle.kernels.isolate import Pool
 from needle.kernels.serve import Lines, Service, load_aiohttp, log, serve
 from needle.kernels.values import Out
 from needle.kernels.wire import Limits
+from needle.processes import program
 
 WARNING = (
     "Compiling and running CUDA is running arbitrary code: whoever has the token can do here what "
@@ -208,4 +209,4 @@ def start(args: argparse.Namespace, sock: Any, tls: Any) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program(main))

@@ -1,0 +1,88 @@
+"""Command-line programs whose output nobody reads any more, as of `| head -1`."""
+
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from harness import ROOT
+
+from needle.processes import EXIT_CLOSED_PIPE, program
+
+PROGRAMS = [ROOT / "needle" / "evaluate.py", ROOT / "needle" / "lm_eval.py"]
+PROGRAMS += [ROOT / "needle" / "supervise.py", *(ROOT / "needle").glob("*/__main__.py")]
+PROGRAMS += [*(ROOT / "apps").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
+PROGRAMS += [*(ROOT / "examples").glob("*.py")]
+
+
+def end_of(words, folder):
+    """(exit code, what was said on stderr) of a program whose stdout is closed at once."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "NEEDLE_CACHE": str(folder / "cache")}
+    environment["PYTHONUNBUFFERED"] = ""  # argparse passes over what it cannot write at once
+    try:
+        done = subprocess.run(
+            [sys.executable, *map(str, words)],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            cwd=folder,
+            env=environment,
+            text=True,
+            timeout=120,
+        )
+    finally:
+        os.close(writer)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-m", "needle.diagnose"],
+        ["-m", "needle.diagnose", "--json"],
+        ["-m", "needle.data", "inspect", "t.npy"],
+        ["-m", "needle.data", "view", "t.npy", *"--step 1 --batch-size 2 --seq-len 8".split()],
+        ["-m", "needle.evaluate", "--help"],
+        ["-m", "needle.hf", "--help"],
+        ["-m", "needle.kernels", "serve", "--help"],
+        ["-m", "needle.supervise", "--help"],
+        [ROOT / "apps" / "generate.py", "--help"],
+        [ROOT / "apps" / "train_pythia.py", *"--data t.npy --seq-len 8 --device cpu".split()],
+        [ROOT / "benchmarks" / "launch.py", "--help"],
+    ],
+    ids=lambda words: " ".join(map(str, words[:3])).replace(str(ROOT), ""),
+)
+def test_program_whose_output_is_closed_ends_as_by_sigpipe(tmp_path, words):
+    np.save(tmp_path / "t.npy", np.arange(4000, dtype=np.uint16) % 90)
+    code, said = end_of(words, tmp_path)
+    assert (code, said) == (EXIT_CLOSED_PIPE, "") == (141, "")
+
+
+def test_every_program_ends_by_one_rule():
+    runs = {
+        path: path.read_text().partition('if __name__ == "__main__":\n')[2] for path in PROGRAMS
+    }
+    assert len([path for path, lines in runs.items() if lines]) >= 20
+    for path, lines in runs.items():
+        assert not lines or re.search(r"\bprogram\(.*main\)", lines), path
+
+
+def test_another_closed_pipe_is_an_error(tmp_path):
+    code = "import os, sys\nfrom needle.processes import program\n"
+    code += "def main():\n    r, w = os.pipe(); os.close(r); os.write(w, b'x')\n"
+    reader = subprocess.run(
+        [sys.executable, "-c", code + "sys.exit(program(main))"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert reader.returncode == 1 and "BrokenPipeError" in reader.stderr
+
+
+@pytest.mark.parametrize("code, wanted", [(None, 0), (0, 0), (3, 3)])
+def test_exit_code_of_main_is_that_of_the_program(code, wanted):
+    assert program(lambda: code) == wanted
