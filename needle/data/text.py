@@ -364,9 +364,10 @@ def token_bytes(tokenizer: Any) -> np.ndarray:
     a text are the sum of its losses over ln 2 and the sum of these."""
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     lengths = np.zeros(max(vocabulary.values()) + 1, np.int32)
-    byte_level = set(tokenizers_package().pre_tokenizers.ByteLevel.alphabet())
+    alphabet = set(tokenizers_package().pre_tokenizers.ByteLevel.alphabet())
+    is_byte_level = "ByteLevel" in repr(tokenizer.decoder)
     for token, index in vocabulary.items():
-        if byte_level.issuperset(token):
+        if is_byte_level and alphabet.issuperset(token):
             lengths[index] = len(token)  # in the byte-level alphabet a character is a byte
         else:
             lengths[index] = len(tokenizer.decode([index]).encode())

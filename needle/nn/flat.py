@@ -133,16 +133,16 @@ def _neighbours(module: Module) -> dict[str, str]:
 def _together(
     named: list[tuple[str, Parameter]], pairs: dict[str, str]
 ) -> list[tuple[str, Parameter]]:
-    """In their order, but that the second of a pair follows the first, where both are there."""
+    """In their order, but that the second of a pair follows the first, where both are there. The
+    second of one pair may be the first of another."""
     there = dict(named)
-    seconds = {second for first, second in pairs.items() if first in there}
-    order = []
-    for name, p in named:
-        if name not in seconds:
-            order.append((name, p))
-            if pairs.get(name) in there:
-                order.append((pairs[name], there[pairs[name]]))
-    return order
+    seconds = [second for first, second in pairs.items() if first in there]
+    order: dict[str, Parameter] = {}
+    for name in [*(name for name in there if name not in seconds), *seconds]:
+        while name in there and name not in order:
+            order[name] = there[name]
+            name = pairs.get(name, "")
+    return list(order.items())
 
 
 def flatten_parameters(

@@ -463,6 +463,18 @@ def test_what_can_be_flattened():
         nn.flatten_parameters(nn.ReLU())
 
 
+def test_flatten_parameters_chained_neighbours_keep_every_parameter():
+    module = nn.Module()
+    for name in "dcba":
+        setattr(module, name, nn.Parameter(np.full((2, 3), ord(name))))
+    for neighbours in [("ab", "bc"), ("ab", "cb"), ("ab", "ba"), ("ad", "dc", "cb")]:
+        module.neighbours = [tuple(pair) for pair in neighbours]
+        flat = nn.flatten_parameters(module)
+        assert {id(p) for p in flat.parameters} == {id(p) for p in module.parameters()}
+    letters = [chr(int(p.numpy()[0, 0])) for p in flat.parameters]
+    assert letters == list("adcb")
+
+
 def test_flattening_with_another_choice_of_decay_is_obeyed():
     """Also where it leaves the order of the parameters as it was."""
     model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 2, bias=False))
