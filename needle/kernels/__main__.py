@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from needle.kernels import door, landlock
-from needle.kernels.access import AccessError, listen, names_of, read_token, tls_context, token_path
+from needle.kernels import access, landlock
+from needle.kernels.access import AccessError, listen, names_of, read_token, token_path
 from needle.kernels.isolate import Pool
 from needle.kernels.serve import Lines, Service, load_aiohttp, log, serve
 from needle.kernels.values import Out
@@ -55,15 +55,10 @@ def parser() -> argparse.ArgumentParser:
     limits = Limits()
     size = number(int, 1, 1 << 40)
 
-    own.add_argument("--host", default="127.0.0.1", help="(default: 127.0.0.1)")
+    own.add_argument("--host", default="127.0.0.1", help="of loopback (default: 127.0.0.1)")
     own.add_argument(
         "--port", type=number(int, 0, 65535), default=18188, help="0: any (default: 18188)"
     )
-    own.add_argument(
-        "--allow-remote", action="store_true", help="a --host beyond loopback; takes TLS"
-    )
-    own.add_argument("--tls-cert", type=Path, metavar="FILE", help="PEM, with the chain")
-    own.add_argument("--tls-key", type=Path, metavar="FILE", help="PEM")
     own.add_argument(
         "--allow-host",
         action="append",
@@ -152,14 +147,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         load_aiohttp()
         landlock.version()
-        tls = tls_context(args.tls_cert, args.tls_key)
-        sock = listen(args.host, args.port, args.allow_remote, tls is not None)
+        sock = listen(args.host, args.port)
     except (RuntimeError, AccessError) as error:
         print(f"needle: error: {error}", file=sys.stderr)
         return 1
     with sock:
         try:
-            return start(args, sock, tls)
+            return start(args, sock)
         except (RuntimeError, ValueError) as error:
             print(f"needle: error: {error}", file=sys.stderr)
             return 1
@@ -167,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 130
 
 
-def start(args: argparse.Namespace, sock: Any, tls: Any) -> int:
+def start(args: argparse.Namespace, sock: Any) -> int:
     token = read_token(args.token_file)
     limits = Limits(
         args.max_body_bytes, args.max_source_bytes, args.max_array_bytes, args.job_seconds
@@ -176,20 +170,16 @@ def start(args: argparse.Namespace, sock: Any, tls: Any) -> int:
     log.setLevel(logging.INFO)
     for logger in (log, logging.getLogger("asyncio")):
         logger.addHandler(lines)
-    door.raise_limit()
+    access.raise_limit()
     print(WARNING)
     with Pool(args.devices, args.timeout, args.memory, fresh=args.fresh, confined=True) as pool:
         prove(pool)
-        connections = door.room(len(pool.state()))
+        connections = access.room(len(pool.state()))
         host, port = sock.getsockname()[:2]
         where = f"[{host}]" if ":" in host else host
 
         def ready() -> None:
-            print(
-                f"listening on http{'s' if tls else ''}://{where}:{port}, token in "
-                f"{args.token_file}",
-                flush=True,
-            )
+            print(f"listening on http://{where}:{port}, token in {args.token_file}", flush=True)
 
         async def run() -> None:
             service = Service(
@@ -201,7 +191,7 @@ def start(args: argparse.Namespace, sock: Any, tls: Any) -> int:
                 len(pool.state()),
                 connections,
             )
-            await serve(service, sock, tls, args.drain_seconds, ready)
+            await serve(service, sock, args.drain_seconds, ready)
 
         asyncio.run(run())
     lines.flush_within(1.0)

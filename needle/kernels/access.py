@@ -1,8 +1,11 @@
-"""Who may speak to the service: its address, the names it answers to, and its token.
+"""Who may speak to the service: its address, the names it answers to, its token, and how many
+connections it takes.
 
-It listens on loopback; elsewhere only where that is asked for, and under TLS. A browser can be made
-to call a page's own name that suddenly means 127.0.0.1 (DNS rebinding), so a request says by which
-name it came. The token lies in a file that only its owner can read.
+It listens on loopback alone; other machines come by ssh, or through a proxy that has TLS. A browser
+can be made to call a page's own name that suddenly means 127.0.0.1 (DNS rebinding), so a request
+says by which name it came. The token lies in a file that only its owner can read. Anybody on this
+machine can open connections, and each takes an open file, as the pool's processes and jobs do: so
+connections are fewer than the files that this process may open.
 """
 
 from __future__ import annotations
@@ -10,14 +13,19 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import resource
 import secrets
 import socket
-import ssl
 import stat
 from collections.abc import Iterable
 from pathlib import Path
 
-BACKLOG = 128  # connections that wait to be taken
+BACKLOG = 1024  # connections that wait to be taken
+MOST_FILES = 1 << 16  # hard limits of 2^30 are seen, and programs that try every file up to them
+MOST_CONNECTIONS = 1000
+LEAST_CONNECTIONS = 8
+KEPT_FILES = 32  # for what the service itself opens
+DEVICE_FILES = 32  # for the job of a device, its processes, those that start and those that end
 TOKEN_BYTES = 32  # of chance
 TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{20,512}")  # what the header Authorization can hold
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -112,15 +120,13 @@ def _name(host: str) -> str:
 
 
 def names_of(host: str, more: Iterable[str]) -> frozenset[str]:
-    """The names that a service on `host` answers to: loopback's, its own unless that means every
-    address, and `more`."""
-    own = {_name(host)} if _name(host) not in ("0.0.0.0", "::", "") else set()
-    return LOOPBACK_NAMES | own | {_name(name) for name in more}
+    """The names that a service on `host` answers to: loopback's, its own, and `more`."""
+    return LOOPBACK_NAMES | {_name(name) for name in (host, *more)}
 
 
-def listen(host: str, port: int, allow_remote: bool, tls: bool) -> socket.socket:
-    """A socket that listens there. AccessError where that would let in other machines, and was not
-    asked for or is not under TLS; and where it cannot be bound."""
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there. AccessError where that would let in other machines, and where it
+    cannot be bound."""
     try:
         found = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -129,17 +135,11 @@ def listen(host: str, port: int, allow_remote: bool, tls: bool) -> socket.socket
         raise AccessError(f"--host {host}: {error}") from None
     family, _, _, _, address = found[0]
     if not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
-        if not allow_remote:
-            raise AccessError(
-                f"--host {host} ({address[0]}) lets in other machines, and whoever has the token "
-                "runs code here. Through a tunnel it stays on loopback: ssh -L "
-                f"{port}:127.0.0.1:{port} THIS-MACHINE. Else: --allow-remote, --tls-cert, --tls-key"
-            )
-        if not tls:
-            raise AccessError(
-                f"--host {host} ({address[0]}): other machines only under TLS, or the token goes "
-                "through the net for all to read: --tls-cert and --tls-key"
-            )
+        raise AccessError(
+            f"--host {host} ({address[0]}) lets in other machines, and whoever has the token runs "
+            f"code here: leave the service on loopback, and reach it by ssh -L {port}:127.0.0.1:"
+            f"{port} THIS-MACHINE, or through a proxy that has TLS"
+        )
     sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -151,20 +151,28 @@ def listen(host: str, port: int, allow_remote: bool, tls: bool) -> socket.socket
     return sock
 
 
-def tls_context(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
-    """Of PEM files; None for neither. AccessError."""
-    if certificate is None and key is None:
-        return None
-    if certificate is None or key is None:
-        raise AccessError("--tls-cert and --tls-key belong together")
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        context.load_cert_chain(certificate, key, password=_no_password)
-    except (OSError, ssl.SSLError) as error:
-        raise AccessError(f"--tls-cert {certificate}, --tls-key {key}: {error}") from None
-    return context
+# ---- connections ---------------------------------------------------------------------------------
 
 
-def _no_password() -> str:
-    raise OSError("the key is locked by a password; a service cannot ask for it")
+def raise_limit() -> None:
+    """On open files, as far as this process may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def room(devices: int) -> int:
+    """Connections for which there are files, beside what is open now. RuntimeError where they are
+    too few to serve anybody."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MOST_CONNECTIONS
+    kept = len(os.listdir("/proc/self/fd")) + KEPT_FILES + DEVICE_FILES * devices
+    if soft - kept < LEAST_CONNECTIONS:
+        raise RuntimeError(
+            f"this process may open {soft} files (RLIMIT_NOFILE), and needs "
+            f"{kept + LEAST_CONNECTIONS} at least: ulimit -n {2 * kept + LEAST_CONNECTIONS}, or "
+            "LimitNOFILE= of systemd"
+        )
+    return min(soft - kept, MOST_CONNECTIONS)

@@ -7,7 +7,8 @@
     POST /reset_gpu/{id}    a new process on that device, which proves it
 
 Compiling and running CUDA is running arbitrary code. So every request says the token and a name of
-this service (needle.kernels.access), has limits, and is refused in JSON with the limit it passed.
+this service (needle.kernels.access), has limits, and is refused in JSON with the limit it passed. A
+connection without the token is closed after its first answer, and makes room for one that has it.
 The event loop only moves bytes: reading JSON, the pool and the log have threads of their own.
 """
 
@@ -21,7 +22,6 @@ import os
 import queue
 import signal
 import socket
-import ssl
 import statistics
 import threading
 import time
@@ -30,11 +30,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from needle.kernels.access import right_host, right_token
-from needle.kernels.door import MOST_CONNECTIONS, Door
+from needle.kernels.access import BACKLOG, MOST_CONNECTIONS, right_host, right_token
 from needle.kernels.isolate import Pool
 from needle.kernels.wire import Limits, Refused, read_job, to_json, write_result
 
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 BODY_SECONDS = 60.0  # for a body to arrive
+ANSWER_SECONDS = 600.0  # for an answer to be taken
 IDLE_SECONDS = 20.0  # for a connection without a request
 END_SECONDS = 5.0  # for the answers that are on their way when the service ends
 LINGER_SECONDS = 2.0  # for the rest of a body that was refused
 STATE_SECONDS = 0.05  # that health waits for the pool's state before it tells the last one
 REMEMBERED = 1000  # jobs, for the medians
 PIECE = 1 << 18
-RESET = "/reset_gpu/"
 GONE = 499  # as other servers log a client that did not wait
 LOG_LINES = 1000  # that wait to be written; more are dropped
 
@@ -67,16 +67,19 @@ def load_aiohttp() -> ModuleType:
 
 @dataclass(frozen=True)
 class Answer:
+    """`note`: what the log says of it."""
+
     status: int
     body: bytes
     headers: dict[str, str] = field(default_factory=dict)
+    note: str = ""
 
 
 def refusal(refused: Refused, headers: dict[str, str] | None = None) -> Answer:
     error = {"status": refused.status, "message": refused.message}
     if refused.limit is not None:
         error["limit"] = refused.limit
-    return Answer(refused.status, to_json({"error": error}), headers or {})
+    return Answer(refused.status, to_json({"error": error}), headers or {}, refused.message)
 
 
 class Turns:
@@ -129,7 +132,7 @@ class Service:
         parallel: int = 1,
         connections: int = MOST_CONNECTIONS,
     ) -> None:
-        self.aiohttp = load_aiohttp()
+        self.web = web = load_aiohttp().web
         self.pool, self.token, self.names = pool, token, names
         self.limits, self.queue = limits or Limits(), queue
         self.turns = Turns(parallel)
@@ -138,7 +141,8 @@ class Service:
         self.keeper = ThreadPoolExecutor(1, "needle keeper")
         self.watcher = ThreadPoolExecutor(1, "needle watcher")
         self.connections = connections
-        self.busy: set[Any] = set()  # of them, those that are being answered
+        self.known: set[Any] = set()  # of them, those that have shown the token
+        self.busy: set[Any] = set()  # of these, those with a request that is being answered
         self.held = 0  # jobs that are here, their bodies perhaps still on the way
         self.keeping = False
         self.draining = False
@@ -149,37 +153,76 @@ class Service:
         self.ran: deque[float] = deque(maxlen=REMEMBERED)
         self.asked: asyncio.Future[list[dict[str, Any]]] | None = None
         self.state: list[dict[str, Any]] = []
-        self.routes: dict[str, tuple[str, Callable[[Any], Awaitable[Answer]]]] = {
-            "/evaluate": ("POST", self.evaluate),
-            "/health": ("GET", self.health),
-            "/statistics": ("GET", self.statistics),
-            "/cleanup": ("POST", self.cleanup),
-            RESET + "{id}": ("POST", self.reset_gpu),
-        }
+        self.app = web.Application(middlewares=[web.middleware(partial(self.handle))])
+        self.app.on_response_prepare.append(self._close_unknown)
+        for method, path, handler in (
+            ("POST", "/evaluate", self.evaluate),
+            ("GET", "/health", self.health),
+            ("GET", "/statistics", self.statistics),
+            ("POST", "/cleanup", self.cleanup),
+            ("POST", "/reset_gpu/{id:[0-9]{1,5}}", self.reset_gpu),
+        ):
+            # `_body` says 100 Continue, once the request is known to be welcome.
+            self.app.router.add_route(method, path, handler, expect_handler=_say_nothing)
+
+    # ---- connections -----------------------------------------------------------------------------
+
+    def connection(self, server: web.Server) -> asyncio.BaseProtocol:
+        """Make a protocol for a new connection. At the limit the oldest one without a request under
+        way is closed for it, those first that never showed the token."""
+        there = [
+            one
+            for one in server.connections
+            if one.transport is not None and not one.transport.is_closing()
+        ]
+        self.known.intersection_update(there)
+        idle = sorted((one for one in there if one not in self.busy), key=self.known.__contains__)
+        for one in idle[: max(0, len(there) + 1 - self.connections)]:
+            one.transport.abort()
+        return server()
+
+    async def _close_unknown(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Close the connection after any answer to a request without the token: one answer fits
+        into the socket's buffer, so that closing waits for no reader."""
+        if request.protocol not in self.busy:
+            response.force_close()
+            response.headers["Connection"] = "close"
 
     # ---- requests --------------------------------------------------------------------------------
 
-    async def handle(self, request: web.BaseRequest) -> web.Response:
-        """Every request, of any method and path; sent before it returns, so that its connection is
-        known to be busy."""
-        self.busy.add(request.protocol)
+    async def handle(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[Answer]]
+    ) -> web.StreamResponse:
+        """Middleware: every request that is HTTP, also to no route. The answer is sent before it
+        returns, so that its connection counts as busy."""
         try:
-            response = await self._handle(request)
-            await response.prepare(request)
-            await response.write_eof()
-        except ConnectionError:
-            pass  # nobody reads it
+            response = await self._handle(request, handler)
+            if request.protocol in self.busy:
+                await response.prepare(request)
+                await asyncio.wait_for(response.write_eof(), ANSWER_SECONDS)
+        except (asyncio.TimeoutError, ConnectionError):
+            if request.transport is not None:
+                request.transport.abort()
         finally:
             self.busy.discard(request.protocol)
         return response
 
-    async def _handle(self, request: web.BaseRequest) -> web.Response:
+    async def _handle(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[Answer]]
+    ) -> web.Response:
         begin = time.monotonic()
         path = request.raw_path.partition("?")[0]  # what follows is nobody's, and not logged
         try:
-            answer = await self._answer(request, path)
+            self._admit(request)
+            answer = await handler(request)
         except Refused as refused:
             answer = refusal(refused, _headers(refused, self._retry_after()))
+        except self.web.HTTPException as error:  # of the router: no such path, or method
+            allowed = error.headers.get("Allow")
+            answer = refusal(
+                Refused(error.status, self._no_route(ascii(path)[:80], allowed)),
+                {"Allow": allowed} if allowed else {},
+            )
         except ConnectionError:
             answer = Answer(GONE, b"")  # nobody reads it
         except Exception:
@@ -188,15 +231,16 @@ class Service:
         if answer.status >= 400:
             self.refused[answer.status] += 1
         log.info(
-            "%s %s %s %d, %d bytes, %.3f s",
+            "%s %s %s %d, %d bytes, %.3f s%s",
             request.remote,
             request.method,
             ascii(path)[:200],
             answer.status,
             len(answer.body),
             time.monotonic() - begin,
+            answer.note and f": {ascii(answer.note)[1:-1][:400]}",
         )
-        return self.aiohttp.web.Response(
+        return self.web.Response(
             status=answer.status,
             # Of a file aiohttp sends piece by piece, of bytes all at once.
             body=answer.body if len(answer.body) <= PIECE else io.BytesIO(answer.body),
@@ -204,21 +248,23 @@ class Service:
             headers=answer.headers,
         )
 
-    async def _answer(self, request: web.BaseRequest, path: str) -> Answer:
+    def _admit(self, request: web.Request) -> None:
         if not right_host(request.headers.getall("Host", ()), self.names):
             raise Refused(
                 421, f"this service answers to {', '.join(sorted(self.names))} (--allow-host)"
             )
         if not right_token(request.headers.getall("Authorization", ()), self.token):
             raise Refused(401, "Authorization: Bearer TOKEN is missing or wrong (--token-file)")
-        known = RESET + "{id}" if path.startswith(RESET) else path
-        if known not in self.routes:
-            raise Refused(404, f"no {ascii(path)[:80]}; there are {', '.join(self.routes)}")
-        allowed, route = self.routes[known]
-        if request.method != allowed:
-            why = Refused(405, f"{ascii(path)[:80]} is asked by {allowed}")
-            return refusal(why, {"Allow": allowed})
-        return await route(request)
+        if len(self.busy) >= self.connections:
+            raise Refused(429, f"{len(self.busy)} requests are being answered", self.connections)
+        self.known.add(request.protocol)
+        self.busy.add(request.protocol)
+
+    def _no_route(self, path: str, allowed: str | None) -> str:
+        if allowed:
+            return f"{path} is asked by {allowed}"
+        there = (resource.canonical for resource in self.app.router.resources())
+        return f"no {path}; there are {', '.join(there)}"
 
     async def _in(
         self, threads: ThreadPoolExecutor, call: Callable[..., Any], *arguments: Any
@@ -227,7 +273,7 @@ class Service:
 
     # ---- jobs ------------------------------------------------------------------------------------
 
-    async def evaluate(self, request: web.BaseRequest) -> Answer:
+    async def evaluate(self, request: web.Request) -> Answer:
         if self.draining:
             raise ending()
         most = self.queue + self.turns.parallel
@@ -260,7 +306,9 @@ class Service:
             self.ran.append(ended - began)
             seconds = {"queued": began - came, "ran": ended - began}
             body = await self._in(self.reader, write_result, result, job.outputs, seconds)
-            return Answer(200, body)
+            note = f"job {job.entry}: {result.status} on device {result.device}, queued "
+            note += f"{seconds['queued']:.3f} s, ran {seconds['ran']:.3f} s"
+            return Answer(200, body, note=note)
         finally:
             self.held -= 1
 
@@ -280,7 +328,7 @@ class Service:
             raise ending()
         return result
 
-    async def _body(self, request: web.BaseRequest) -> tuple[bytearray, bytearray]:
+    async def _body(self, request: web.Request) -> tuple[bytearray, bytearray]:
         """(JSON, safetensors) of a job."""
         limits = self.limits
         if request.headers.get("Content-Encoding", "identity").lower() != "identity":
@@ -306,7 +354,7 @@ class Service:
             f"{ascii(kind)[:80]}",
         )
 
-    async def _parts(self, request: web.BaseRequest) -> tuple[bytearray, bytearray]:
+    async def _parts(self, request: web.Request) -> tuple[bytearray, bytearray]:
         found: dict[str, bytearray] = {}
         most = {"job": self.limits.job_bytes, "arrays": self.limits.body_bytes}
         reader = await request.multipart()
@@ -341,7 +389,7 @@ class Service:
             self.state = self.asked.result()
         return self.state
 
-    async def health(self, request: web.BaseRequest) -> Answer:
+    async def health(self, request: web.Request) -> Answer:
         """503 where no job can run: every device is set aside, nothing compiles, or the service
         ends."""
         state = await self._state()
@@ -370,7 +418,7 @@ class Service:
             ),
         )
 
-    async def statistics(self, request: web.BaseRequest) -> Answer:
+    async def statistics(self, request: web.Request) -> Answer:
         def median(values: deque[float]) -> float | None:
             return statistics.median(values) if values else None
 
@@ -417,16 +465,16 @@ class Service:
         finally:
             self.keeping = False
 
-    async def cleanup(self, request: web.BaseRequest) -> Answer:
+    async def cleanup(self, request: web.Request) -> Answer:
         return Answer(200, to_json({"freed_bytes": await self._keep(self.pool.cleanup)}))
 
-    async def reset_gpu(self, request: web.BaseRequest) -> Answer:
-        text = request.raw_path.partition("?")[0].removeprefix(RESET)
+    async def reset_gpu(self, request: web.Request) -> Answer:
+        device = int(request.match_info["id"])
         known = [one["device"] for one in await self._state()]
-        if not (text.isascii() and text.isdecimal() and len(text) < 6 and int(text) in known):
-            raise Refused(404, f"there is no device {ascii(text)[:80]}; there are {known}")
-        await self._keep(self.pool.reset, int(text))
-        return Answer(200, to_json({"status": "ok", "device": int(text)}))
+        if device not in known:
+            raise Refused(404, f"there is no device {device}; there are {known}")
+        await self._keep(self.pool.reset, device)
+        return Answer(200, to_json({"status": "ok", "device": device}))
 
     # ---- the end ---------------------------------------------------------------------------------
 
@@ -444,6 +492,10 @@ class Service:
         await asyncio.to_thread(self.pool.close)
         for threads in (self.runners, self.reader, self.keeper, self.watcher):
             threads.shutdown(wait=False, cancel_futures=True)
+
+
+async def _say_nothing(request: web.Request) -> None:
+    pass
 
 
 def ending() -> Refused:
@@ -517,42 +569,36 @@ class Lines(logging.Handler):
 
 @asynccontextmanager
 async def listening(
-    service: Service,
-    sock: socket.socket,
-    tls: ssl.SSLContext | None,
-    drain_seconds: float,
-    hurry: asyncio.Event,
+    service: Service, sock: socket.socket, drain_seconds: float, hurry: asyncio.Event
 ) -> AsyncIterator[None]:
     """Requests are answered within. At the end what runs has `drain_seconds`, or until `hurry`."""
-    web = service.aiohttp.web
     http_log.addFilter(without_text)
-    server = web.Server(
-        service.handle,
+    runner = service.web.AppRunner(
+        service.app,
         logger=http_log,
         access_log=None,  # `handle` logs, without what stands behind a question mark
         keepalive_timeout=IDLE_SECONDS,
         lingering_time=LINGER_SECONDS,
         auto_decompress=False,
+        shutdown_timeout=END_SECONDS,
     )
-    door = Door(server, sock, tls, service.connections, service.busy, IDLE_SECONDS)
-    letting_in = asyncio.create_task(door.run())
+    await runner.setup()
+    # `backlog` is also how many connections asyncio takes at a time: with one, each is heard before
+    # many newer ones are there. The system may hold more.
+    accepting = await asyncio.get_running_loop().create_server(
+        partial(service.connection, runner.server), sock=sock, backlog=1
+    )
+    sock.listen(BACKLOG)
     try:
         yield
     finally:
-        letting_in.cancel()
-        await asyncio.wait({letting_in})
-        await door.close()
+        accepting.close()
         await service.close(drain_seconds, hurry)
-        server.pre_shutdown()
-        await server.shutdown(END_SECONDS)
+        await runner.cleanup()
 
 
 async def serve(
-    service: Service,
-    sock: socket.socket,
-    tls: ssl.SSLContext | None,
-    drain_seconds: float,
-    ready: Callable[[], None],
+    service: Service, sock: socket.socket, drain_seconds: float, ready: Callable[[], None]
 ) -> None:
     """Until SIGTERM or SIGINT. A second one ends what still runs."""
     stop, hurry = asyncio.Event(), asyncio.Event()
@@ -563,6 +609,6 @@ async def serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signalled)
-    async with listening(service, sock, tls, drain_seconds, hurry):
+    async with listening(service, sock, drain_seconds, hurry):
         ready()
         await stop.wait()

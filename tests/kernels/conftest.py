@@ -1,8 +1,6 @@
 """What the tests of this folder share: the pool without a GPU, of which what they do costs a
 process at the most (test_isolation.py has one with a GPU), and services."""
 
-import subprocess
-
 import pytest
 import safetensors.numpy
 from fake_pool import SECONDS, SHORT, FakePool
@@ -45,17 +43,3 @@ def fake(served_pool) -> Client:
     yield served_pool
     answer = served_pool.evaluate(JOB, safetensors.numpy.save({"x": X}))
     assert answer[1].get("status") == "ok", answer
-
-
-@pytest.fixture(scope="session")
-def certificate(tmp_path_factory):
-    """(certificate, key) for localhost, by openssl."""
-    folder = tmp_path_factory.mktemp("tls")
-    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost".split()
-    command += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    command += ["-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")]
-    try:
-        subprocess.run(command, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no certificate can be made: {error}")
-    return folder / "cert.pem", folder / "key.pem"

@@ -122,15 +122,15 @@ def multipart(**parts: bytes) -> tuple[bytes, str]:
 
 
 @contextmanager
-def running(pool, tls=None, **more):
+def running(pool, **more):
     more = {"limits": LIMITS, "queue": 2, **more}
-    sock = listen("127.0.0.1", 0, False, False)
+    sock = listen("127.0.0.1", 0)
     ready, box = threading.Event(), {}
 
     async def work():
         box["loop"], box["stop"] = asyncio.get_running_loop(), asyncio.Event()
         box["service"] = Service(pool, TOKEN, LOOPBACK_NAMES, **more)
-        async with listening(box["service"], sock, tls, 0.2, asyncio.Event()):
+        async with listening(box["service"], sock, 0.2, asyncio.Event()):
             ready.set()
             await box["stop"].wait()
 

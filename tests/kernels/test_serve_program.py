@@ -160,8 +160,6 @@ def test_a_signal_ends_everything(tmp_path, number):
     [
         (["--no-landlock"], "has no Landlock (Function not implemented)"),
         (["--host", "0.0.0.0"], "lets in other machines"),
-        (["--host", "0.0.0.0", "--allow-remote"], "only under TLS"),
-        (["--tls-cert", "/nowhere"], "belong together"),
         (["--token-file", "{open}"], "chmod 600"),
     ],
 )
@@ -215,9 +213,9 @@ def test_flags_reach_the_pool_and_the_service(tmp_path, monkeypatch):
             made["proof"] = source
             return Result("ok", outputs=(np.float32([1]),))
 
-    async def serve(service, sock, tls, drain_seconds, ready):
+    async def serve(service, sock, drain_seconds, ready):
         made["service"] = (service.limits, service.queue, service.names, service.turns.parallel)
-        made["drain"], made["tls"] = drain_seconds, tls
+        made["drain"] = drain_seconds
         ready()
 
     monkeypatch.setattr(program, "Pool", NoPool)
@@ -236,7 +234,7 @@ def test_flags_reach_the_pool_and_the_service(tmp_path, monkeypatch):
             logger.handlers[:] = handlers
     assert made["pool"] == ([2, 0], 3.0, 4096, "job", True)
     assert made["service"] == (Limits(7, 8, 9, 6.0), 5, LOOPBACK_NAMES | {"gpu.lab", "b"}, 2)
-    assert (made["drain"], made["tls"], made["proof"]) == (1.5, None, program.PROOF)
+    assert (made["drain"], made["proof"]) == (1.5, program.PROOF)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,273 @@
+"""Connections of the service while files are few, and clients without the token: a connection
+whose client says nothing, or never showed the token, gives way."""
+
+import contextlib
+import errno
+import logging
+import os
+import resource
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack, contextmanager
+
+import pytest
+from harness import ROOT
+from serving import IDLE, SIMPLE, TOKEN, running, waiting
+
+pytest.importorskip("aiohttp", reason="no aiohttp (pip install aiohttp): no service")
+
+from needle.kernels import access, serve
+from needle.kernels.access import listen
+
+MOST = 6
+
+
+def idle(client, count):
+    return [socket.create_connection(("127.0.0.1", client.port), timeout=20) for _ in range(count)]
+
+
+def closed(sock) -> bool:
+    sock.settimeout(0)
+    try:
+        return sock.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """Connections that say nothing stay, unless others need their place."""
+    monkeypatch.setattr("serving.IDLE", 60.0)
+
+
+def test_the_oldest_that_says_nothing_gives_way(patient, made_up):
+    with running(made_up, connections=MOST) as client:
+        first = idle(client, MOST)
+        assert client.alive()
+        assert closed(first[0]) and not closed(first[-1])
+        before = files()
+        more = idle(client, 100)
+        assert client.alive() and client.evaluate(SIMPLE)[0] == 200
+        # Those of the clients; of the service no more than it may have.
+        assert files() <= before + 100 + MOST
+        assert sum(map(closed, more)) >= 100 - MOST
+        for one in (*first, *more):
+            one.close()
+
+
+def test_a_request_that_is_answered_keeps_its_place(patient, made_up):
+    """While its job waits; one whose head is not yet whole is as one that is idle."""
+    with running(made_up, connections=MOST) as client, waiting(client, 2) as answers:
+        slow = idle(client, 1)[0]
+        slow.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
+        others = idle(client, 50)
+        assert client.alive() and closed(slow)
+        for one in (slow, *others):
+            one.close()
+    assert [status for status, _ in answers] == [200, 200]
+
+
+def test_an_answer_that_is_being_sent_keeps_its_place(patient, made_up, monkeypatch):
+    """It is read slowly, and longer than what the system holds."""
+    size = 32 << 20
+    monkeypatch.setattr(serve, "to_json", lambda value: b" " * size)
+    with running(made_up, connections=MOST) as client:
+        reader = idle(client, 1)[0]
+        head = f"GET /health HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
+        reader.sendall(f"{head}Connection: close\r\n\r\n".encode())
+        got = len(reader.recv(1000))
+        others = idle(client, 50)
+        time.sleep(0.2)
+        while piece := reader.recv(1 << 20):
+            got += len(piece)
+        assert got > size
+        for one in (reader, *others):
+            one.close()
+
+
+def test_a_connection_that_showed_the_token_gives_way_last(patient, made_up):
+    with running(made_up, connections=MOST) as client:
+        kept = client.connect()
+        for others in (idle(client, 50), idle(client, 50)):
+            kept.request("GET", "/health", headers={"Authorization": f"Bearer {TOKEN}"})
+            port = kept.sock.getsockname()[1]
+            answer = kept.getresponse()
+            assert (answer.status, len(answer.read()) > 0) == (200, True)
+            for one in others:
+                one.close()
+        assert kept.sock.getsockname()[1] == port  # it was not made anew
+        kept.close()
+
+
+def test_more_requests_than_connections_are_refused(patient, made_up):
+    with running(made_up, connections=2) as client, waiting(client, 2) as answers:
+        status, answer, headers = client.ask("GET", "/health")
+        assert (status, answer["error"]["limit"]) == (429, 2) and int(headers["Retry-After"]) >= 1
+    assert [status for status, _ in answers] == [200, 200]
+
+
+def test_an_answer_that_is_not_taken_ends_its_connection(patient, made_up, monkeypatch):
+    size = 32 << 20
+    monkeypatch.setattr(serve, "to_json", lambda value: b" " * size)
+    monkeypatch.setattr(serve, "ANSWER_SECONDS", 0.3)
+    with running(made_up) as client, idle(client, 1)[0] as reader:
+        head = f"GET /health HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
+        reader.sendall(f"{head}\r\n".encode())
+        time.sleep(1)
+        got = 0
+        while piece := reader.recv(1 << 20):
+            got += len(piece)
+        assert 0 < got < size and not client.service.busy
+
+
+def test_a_shortage_of_files_is_no_end(made_up, caplog, monkeypatch):
+    """asyncio tries again after a second."""
+    left = [1]
+    real = socket.socket.accept
+
+    def accept(sock):
+        if left:
+            left.pop()
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real(sock)
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    with caplog.at_level(logging.WARNING), running(made_up) as client:
+        assert client.alive() and not left
+    (record,) = caplog.records
+    assert record.getMessage().startswith("socket.accept() out of system resource")
+
+
+def limited(soft: int, hard: int, devices: int) -> str:
+    """What a process with these limits says."""
+    code = f"""
+import resource
+import select
+from needle.kernels import access
+resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
+access.raise_limit()
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], end=" ")
+try:
+    print(access.room({devices}))
+except RuntimeError as error:
+    print(error)
+"""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    ).stdout.strip()
+
+
+def test_the_limit_is_raised_and_leaves_room_for_processes():
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 2048:
+        pytest.skip("fewer than 2,048 files may be open here")
+    assert limited(64, 2048, 1) == f"2048 {access.MOST_CONNECTIONS}"
+    limit, room = map(int, limited(64, 128, 1).split())
+    assert limit == 128 and access.LEAST_CONNECTIONS <= room <= 128 - 64
+    said = limited(64, 128, 8)
+    assert said.startswith("128 this process may open 128 files") and "ulimit -n" in said
+
+
+def test_the_ordinary_end_of_what_is_idle(client):
+    """Without any need, after a while."""
+    (one,) = idle(client, 1)
+    time.sleep(IDLE)
+    one.settimeout(20)
+    assert one.recv(1) == b""
+    one.close()
+
+
+# ---- clients without the token -------------------------------------------------------------------
+
+REQUEST = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+HOSTILE = {
+    "pipelined": REQUEST * 500,
+    "pipelined, wrong token": REQUEST.replace(b"\r\n\r\n", b"\r\nAuthorization: Bearer x\r\n\r\n")
+    * 500,
+    "pipelined, foreign name": REQUEST.replace(b"localhost", b"evil.example") * 500,
+    "pipelined, to no route": b"OPTIONS * HTTP/1.1\r\nHost: localhost\r\nExpect: x\r\n\r\n" * 500,
+    "pipelined, no HTTP": b"\0\r\n\r\n" * 500,
+    "endless body": b"POST /evaluate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999999\r\n\r\n"
+    + b"x" * 20000,
+    "silent": b"",
+    "half a header": REQUEST[:-2],
+    "dribbled header": REQUEST[:-2] + b"A: b\r\n" * 500,
+}
+
+
+@contextmanager
+def hostile(client, data: bytes, each: int, count: int):
+    """So many connections that send `data` over and over, `each` bytes at a time, and read
+    nothing."""
+    stop, there = threading.Event(), []
+    for _ in range(count):
+        there.append(socket.socket())
+        there[-1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        there[-1].settimeout(20)
+        there[-1].connect(("127.0.0.1", client.port))
+        there[-1].setblocking(False)
+    own = there.copy()
+
+    def send() -> None:
+        sent = dict.fromkeys(own, 0)
+        while not stop.wait(0.01):
+            for sock in own:
+                with contextlib.suppress(OSError):  # it was closed, or takes no more now
+                    at = sent[sock] % max(len(data), 1)
+                    sent[sock] += sock.send(data[at : at + each])
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        yield there
+    finally:
+        stop.set()
+        thread.join()
+        for one in own:
+            one.close()
+
+
+def hung_up(sock) -> bool:
+    """Whether the service closed it; nothing is read."""
+    asked = select.poll()
+    asked.register(sock, select.POLLRDHUP)
+    return bool(asked.poll(0))
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_clients_without_the_token_keep_out_nobody(made_up, kind, monkeypatch):
+    def listen_short(*args):
+        sock = listen(*args)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # of its connections, too
+        return sock
+
+    monkeypatch.setattr("serving.listen", listen_short)
+    each = 1 if kind == "dribbled header" else 1 << 16
+    with ExitStack() as stack:
+        client = stack.enter_context(running(made_up, connections=MOST))
+        there = stack.enter_context(hostile(client, HOSTILE[kind], each, MOST))
+        time.sleep(0.5)  # what is not read fills every buffer
+        there += stack.enter_context(hostile(client, HOSTILE[kind], each, 2 * MOST))
+        for _ in range(10):
+            began = time.monotonic()
+            assert client.alive() and client.evaluate(SIMPLE)[0] == 200
+            assert time.monotonic() - began < 2
+            time.sleep(0.02)
+        deadline = time.monotonic() + IDLE + serve.LINGER_SECONDS + 5
+        while not all(map(hung_up, there)):
+            assert time.monotonic() < deadline, sum(map(hung_up, there))
+            time.sleep(0.02)
+        assert client.alive()
