@@ -47,7 +47,7 @@ class CompileError(ValueError):
 # ---- the toolkit ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class Toolkit:
     """NVRTC's library, and the folders of the toolkit's headers (cuda_bf16.h among them)."""
 

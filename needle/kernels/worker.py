@@ -25,7 +25,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,6 +43,8 @@ PR_SET_PDEATHSIG = 1
 FAULTED = 75  # the exit code of needle after a fatal fault
 KEPT_BYTES = 256 << 20  # of device memory that a runner keeps between jobs
 MESSAGE_LETTERS = 64 << 10
+# Why a file cannot be read, which tells whether it is there.
+REASON = re.compile(r'(?<=cannot open source file )(".*"): .*')
 COMPILER_BYTES = 16 << 30  # of address space, or half of a smaller host's memory
 COMPILER_FILE_BYTES = 64 << 20
 COMPILER_SECONDS = 120  # of a processor, in a life; after half of it no further source is taken
@@ -92,11 +94,15 @@ class Needle:
     def build(self, source: str, entry: str, arch: str) -> Any:
         return build(source, (entry,), arch)
 
-    def headers(self) -> Sequence[Path]:
-        """The folders of the toolkit's headers. Whatever else compiling reads, NVRTC's libraries
-        and Python's modules, is loaded once this returns, because something was compiled."""
+    def confine(self) -> None:
+        """Give up all files but the toolkit's headers. Whatever else compiling reads, NVRTC's
+        libraries and Python's modules, is loaded before, because something is compiled."""
         build("template <class T> __global__ void first(T *x) {}", "first<float>")
-        return find_toolkit().include
+        toolkit = find_toolkit()
+        landlock.confine(toolkit.include)
+        root = Path(os.path.commonpath(toolkit.include or ["/"]))
+        if landlock.enter(root):
+            toolkit.include = tuple("/" / folder.relative_to(root) for folder in toolkit.include)
 
     def open(self) -> Device:
         """The device, with a context."""
@@ -232,7 +238,10 @@ def compiler(needle: Needle, channel: Channel, confined: bool) -> None:
     channel.send({"ready": True})
     while used_seconds() < COMPILER_SECONDS / 2:
         job, source, _ = next_job(channel)
-        channel.send(*compile_source(needle, job, source))
+        answer, code = compile_source(needle, job, source)
+        if confined and "message" in answer:
+            answer["message"] = REASON.sub(r"\1", answer["message"])
+        channel.send(answer, code)
 
 
 def used_seconds() -> float:
@@ -475,7 +484,7 @@ def main(argv: list[str], needle: Needle | None = None) -> NoReturn:
     channel = Channel(sock)
     if role == "confined":
         try:
-            landlock.confine(needle.headers())  # while this process has one thread
+            needle.confine()  # while this process has one thread
         except (RuntimeError, ValueError, OSError) as error:
             channel.send({"ready": False, "message": str(error)[:MESSAGE_LETTERS]})
             sys.exit(1)

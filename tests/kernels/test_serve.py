@@ -113,7 +113,7 @@ def test_a_source_reads_no_file():
     with Confined(devices=[0], spares=0, confined=True) as pool, running(pool) as client:
         status, answer = client.evaluate(job)
     assert (status, answer["status"]) == (200, "compile_error")
-    assert "Permission denied" in answer["message"] and "root:" not in answer["message"]
+    assert "cannot open source file" in answer["message"] and "root:" not in answer["message"]
 
 
 # ---- who may ask ---------------------------------------------------------------------------------
