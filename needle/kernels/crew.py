@@ -11,6 +11,7 @@ was killed to its end: a process that outlives SIGKILL holds its device, which i
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import select
 import signal
@@ -21,11 +22,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from needle.kernels.frames import Channel, FrameError
+from needle.kernels.frames import READY, RUNNER_READY, THERE, Channel, FrameError, fits
 
 PRINTED_BYTES = 64 << 10
 START_SECONDS = 60.0
 PROVE_SECONDS = 10.0
+ANSWER_LETTERS = 200  # that are shown of one that is none
 ANSWER_SECONDS = 1.0  # in which a process that waits says that it is there
 REAP_SECONDS = 5.0  # a process that is still there so long after SIGKILL is given up
 STARTS = 2  # that may fail one after the other before a device is set aside
@@ -36,13 +38,19 @@ RETRY_SECONDS = 0.2
 LONGEST_POLL = 3600.0  # poll(2) takes no more than 2^31 ms
 TICK = 0.002
 
+log = logging.getLogger("needle.kernels")
+
 
 class Late(Exception):
     """No answer before the deadline."""
 
 
 class Ended(Exception):
-    """The process ended without an answer, or gave none that can be read."""
+    """The process ended without an answer."""
+
+
+class Unreadable(Ended):
+    """The process gave an answer that is none; the text shows it."""
 
 
 class Lost(Exception):
@@ -84,36 +92,45 @@ class Worker:
         return self.process.pid
 
     def ask(
-        self, header: dict[str, Any], block: bytes, files: Sequence[int], seconds: float
+        self, header: dict[str, Any], block: bytes, files: Sequence[int], seconds: float, form: Any
     ) -> tuple[dict[str, Any], bytes]:
-        """(answer, block). Late or Ended; `text_printed` has what it printed meanwhile."""
+        """(answer, block); the answer has the form (needle.kernels.frames.fits). Late or Ended;
+        `text_printed` has what it printed meanwhile."""
         self._drain()
         self.printed, self.printed_bytes = bytearray(), 0
         self.deadline = time.monotonic() + seconds
         try:
             self.channel.send(header, block, files)
-            return self._answer()
+            return self._answer(form)
         except OSError as error:  # it is gone before all was sent
             raise Ended(str(error)) from error
 
-    def greet(self, seconds: float) -> dict[str, Any]:
+    def greet(self, seconds: float, form: Any) -> dict[str, Any]:
         """What a process says of itself once it is ready. Late or Ended."""
         self.deadline = time.monotonic() + seconds
-        greeting, _ = self._answer()
+        greeting, _ = self._answer(form)
         if greeting.get("ready") is not True:
             raise Ended(str(greeting.get("message", "it is not ready")))
         return greeting
 
-    def _answer(self) -> tuple[dict[str, Any], bytes]:
+    def _answer(self, form: Any) -> tuple[dict[str, Any], bytes]:
         try:
             header, block, files = self.channel.receive()
-        except (EOFError, OSError, FrameError) as error:
+        except FrameError as error:
+            raise Unreadable(f"gave an answer that cannot be read: {error}") from error
+        except (EOFError, OSError) as error:
             raise Ended(str(error)) from error
         finally:
             self._drain()
         for file in files:  # nobody asked for any
             os.close(file)
+        if not fits(header, form):
+            raise Unreadable(f"gave an answer of another form: {str(header)[:ANSWER_LETTERS]}")
         return header, block
+
+    def how_ended(self, error: Ended) -> str:
+        """Why there is no answer."""
+        return f"it {error}" if isinstance(error, Unreadable) else self.end()
 
     def _wait(self, sock: socket.socket, events: int) -> None:
         ready = select.poll()
@@ -177,7 +194,7 @@ class Worker:
         """Whether a process that waits is there. One that was killed is listed for up to 0.1 s,
         in which the driver takes its memory back; one that was stopped, for ever."""
         try:
-            self.ask({"do": "answer"}, b"", (), ANSWER_SECONDS)
+            self.ask({"do": "answer"}, b"", (), ANSWER_SECONDS, THERE)
         except (Late, Ended):
             return False
         return True
@@ -294,7 +311,8 @@ class Crew:
             if self.closing:
                 worker.kill()
         try:
-            worker.facts = worker.greet(START_SECONDS)
+            form = RUNNER_READY if self.prove else READY
+            worker.facts = worker.greet(START_SECONDS, form).get("facts", {})
         except (Late, Ended) as error:
             why = str(error) or f"it was not ready after {START_SECONDS:.0f} s"
             said = worker.text_printed().strip()
@@ -305,6 +323,7 @@ class Crew:
             return
         with self.changed:
             self.failures, self.short_since, self.starting = 0, None, None
+            log.info("%s: process %d is ready", self.name, worker.pid)
             if self.closing:
                 self._drop(worker, holds=False)
             else:
@@ -319,6 +338,8 @@ class Crew:
         return now - self.short_since < SHORTAGE_SECONDS
 
     def _failed(self, why: str) -> None:
+        if not self.closing:
+            log.info("%s", why)
         self.failures += 1
         if self.failures >= STARTS:
             self.lost = why
@@ -333,6 +354,7 @@ class Crew:
         left = []
         for worker, give_up, holds in self.dying:
             if worker.ended():
+                log.info("%s: process %d is gone: %s", self.name, worker.pid, worker.end(0))
                 worker.close()
                 self.changed.notify_all()
             elif time.monotonic() > give_up and self.lost is None:
@@ -340,6 +362,7 @@ class Crew:
                     f"process {worker.pid} is still there {REAP_SECONDS:.0f} s after SIGKILL and "
                     f"holds {self.name}: set aside until reset"
                 )
+                log.info("%s", self.lost)
                 self.changed.notify_all()
                 left.append((worker, give_up, holds))
             else:
@@ -390,7 +413,7 @@ class Crew:
 
     def _proves(self, worker: Worker, faults: int) -> bool:
         try:
-            answer, _ = worker.ask({"do": "prove"}, b"", (), PROVE_SECONDS)
+            answer, _ = worker.ask({"do": "prove"}, b"", (), PROVE_SECONDS, READY)
         except (Late, Ended) as error:
             answer = {"message": str(error) or f"no answer within {PROVE_SECONDS:.0f} s"}
         if answer.get("ready") is True:

@@ -22,8 +22,82 @@ BLOCK_BYTES = 256 << 20
 OPEN_FILES = 64  # that one frame may bring
 
 
+STATUSES = (
+    "ok",
+    "wrong_result",
+    "out_of_bounds",
+    "compile_error",
+    "invalid_launch",
+    "illegal_address",
+    "misaligned_address",
+    "assertion",
+    "launch_failure",
+    "timeout",
+    "out_of_memory",
+    "crashed",
+    "device_lost",
+)
+
+# The forms of answers (`fits`): of a process that is ready, or is not, and to "prove"; of a
+# runner; of one that counts devices; to "answer" and "clean"; of a compiler; of a run, of a timing.
+FACTS = dict.fromkeys(("name", "arch", "detail", "products", "uuid"), str)
+FACTS |= dict.fromkeys(("total_bytes", "processors"), int)
+YES, NO = frozenset({True}), frozenset({False})
+FAILED = {"ready": NO, "message": str}
+READY = ({"ready": YES}, FAILED)
+RUNNER_READY = ({"ready": YES, "facts": FACTS}, FAILED)
+COUNTED = ({"ready": YES, "devices": int}, FAILED)
+THERE: dict[str, Any] = {}
+CLEANED = {"freed": int}
+PARAMETER = {"type": str, "const": (bool, type(None))}
+COMPILED = (
+    {
+        "status": frozenset({"ok"}),
+        "log": str,
+        "resources": dict.fromkeys(
+            ("registers", "shared_bytes", "local_bytes", "max_threads"), int
+        ),
+        "parameters": [PARAMETER],
+        "allocates": bool,
+    },
+    {"status": frozenset(STATUSES) - {"ok"}, "message": str},
+)
+RAN = {
+    "status": frozenset(STATUSES),
+    "message?": str,
+    "faulted?": bool,
+    "occupancy?": {"occupancy": float, "limiter": str, "blocks_per_sm": int},
+}
+TIMED = RAN | {
+    "timing?": dict.fromkeys(("median", "lower", "upper", "rate", "device_rate"), float)
+    | {"calls": int, "valid": bool, "reason": str, "hints": [str]}
+}
+
+
 class FrameError(ValueError):
-    """What came is no frame."""
+    """What came is no frame, or holds another answer than was asked for."""
+
+
+def fits(value: Any, form: Any) -> bool:
+    """Whether a JSON value has a form: a type; a set of texts or truth values; [form] of a list;
+    {name: form} of an object, which has those names alone, where one that ends in ? may be missing;
+    a tuple of forms, of which one fits. Numbers are finite and of 64 bits; a float may be whole."""
+    if isinstance(form, tuple):
+        return any(fits(value, one) for one in form)
+    if isinstance(form, list):
+        return isinstance(value, list) and all(fits(one, form[0]) for one in value)
+    if isinstance(form, frozenset):
+        return isinstance(value, (str, bool)) and value in form
+    if isinstance(form, dict):
+        parts = {name.rstrip("?"): part for name, part in form.items()}
+        return (
+            isinstance(value, dict)
+            and {name for name in form if name[-1] != "?"} <= value.keys() <= parts.keys()
+            and all(fits(one, parts[name]) for name, one in value.items())
+        )
+    if form in (int, float):
+        return type(value) in (int, form) and -(2**63) <= value < 2**63
+    return type(value) is form
 
 
 def wait_for_ever(sock: socket.socket, events: int) -> None:
@@ -76,6 +150,14 @@ class Channel:
         """(object, block, open files). EOFError when the other end is gone, FrameError for what is
         no frame; the files are the caller's to close."""
         files: list[int] = []
+        try:
+            return (*self._receive(files), files)
+        except BaseException:
+            for file in files:
+                os.close(file)
+            raise
+
+    def _receive(self, files: list[int]) -> tuple[dict[str, Any], bytes]:
         head = b""
         while len(head) < HEAD.size:
             try:
@@ -98,7 +180,7 @@ class Channel:
             raise FrameError(f"a frame whose JSON cannot be read: {error}") from error
         if not isinstance(header, dict):
             raise FrameError(f"a frame holds an object, not {type(header).__name__}")
-        return header, bytes(self._exactly(block_bytes)), files
+        return header, bytes(self._exactly(block_bytes))
 
     def _exactly(self, size: int) -> bytearray:
         data = bytearray(size)

@@ -7,7 +7,8 @@
 
 The pool opens no GPU. One process compiles, another runs (needle.kernels.worker); the arrays lie in
 memory that they share, with guard bands (needle.kernels.arena). Whatever the kernel does is an
-answer: a Result with one of STATUSES. Exceptions are for calls that are wrong in themselves.
+answer: a Result with one of needle.kernels.frames.STATUSES. Exceptions are for calls that are wrong
+in themselves.
 
 Compiling and running CUDA is running arbitrary code. The processes keep faults apart; against a
 person who means harm they are no wall.
@@ -38,7 +39,7 @@ from needle.kernels.asked import (
     visible_devices,
 )
 from needle.kernels.crew import START_SECONDS, Crew, Ended, Late, Lost, Worker
-from needle.kernels.frames import fitting
+from needle.kernels.frames import CLEANED, COMPILED, COUNTED, RAN, RUNNER_READY, TIMED, fitting
 from needle.kernels.launch import Code, Image, Launch
 from needle.kernels.measure import FLUSH_BYTES, LEAST_CALLS, WARM_UP, Timing
 from needle.kernels.sanitizer import (
@@ -51,21 +52,6 @@ from needle.kernels.sanitizer import (
 )
 from needle.kernels.values import Case, Size, Tolerance, difference, draw
 
-STATUSES = (
-    "ok",
-    "wrong_result",
-    "out_of_bounds",
-    "compile_error",
-    "invalid_launch",
-    "illegal_address",
-    "misaligned_address",
-    "assertion",
-    "launch_failure",
-    "timeout",
-    "out_of_memory",
-    "crashed",
-    "device_lost",
-)
 # What is repeated under compute-sanitizer to be explained, and by which of its tools.
 EXPLAINED_BY = {
     "out_of_bounds": "memcheck",
@@ -209,7 +195,7 @@ class Pool:
     def _count_devices(self) -> int:
         worker = self._starter("devices")()
         try:
-            return int(worker.greet(START_SECONDS)["devices"])
+            return worker.greet(START_SECONDS, COUNTED)["devices"]
         except (Late, Ended) as error:
             raise RuntimeError(f"no GPU to run kernels on: {str(error) or 'no answer'}") from None
         finally:
@@ -264,14 +250,13 @@ class Pool:
                 return Result("device_lost", f"{lost}: nothing compiles before a reset")
             keep = False
             try:
-                answer, block = worker.ask(job, text, (), COMPILE_SECONDS)
+                answer, block = worker.ask(job, text, (), COMPILE_SECONDS, COMPILED)
                 keep = True
             except Late:
                 return Result("timeout", f"compiling took longer than {COMPILE_SECONDS:g} s")
-            except Ended:
-                return Result(
-                    "crashed", f"the compiler: {worker.end()}", printed=worker.text_printed()
-                )
+            except Ended as error:
+                said = f"the compiler: {worker.how_ended(error)}"
+                return Result("crashed", said, printed=worker.text_printed())
             finally:
                 self.compilers.give_back(worker, keep)
         finally:
@@ -289,7 +274,7 @@ class Pool:
                 for crew in self.crews.values():
                     for worker in (*crew.ready, *crew.used):
                         if worker.facts:
-                            return dict(worker.facts["facts"])
+                            return worker.facts
                 if all(crew.lost is not None for crew in self.crews.values()):
                     raise Lost("; ".join(str(crew.lost) for crew in self.crews.values()))
                 if self.closed:
@@ -334,7 +319,8 @@ class Pool:
         answer: dict[str, Any] = {}
         try:
             files = [image.file for image in images]
-            answer, _ = worker.ask(header, launch.code.block, files, seconds)
+            form = TIMED if header["do"] == "time" else RAN
+            answer, _ = worker.ask(header, launch.code.block, files, seconds, form)
             fault = holds = bool(answer.get("faulted"))
             keep = not fault and self.fresh == "fault" and not launch.code.allocates
             # A process that answered a fault has ended its kernel: the next need not wait for it.
@@ -345,8 +331,9 @@ class Pool:
                 "status": "timeout",
                 "message": f"no answer after {seconds:g} s: the process was killed{stopped}",
             }
-        except Ended:
-            answer = {"status": "crashed", "message": f"the process of the kernel: {worker.end()}"}
+        except Ended as error:
+            said = f"the process of the kernel: {worker.how_ended(error)}"
+            answer = {"status": "crashed", "message": said}
         finally:
             crew.give_back(worker, keep, fault, holds, _lost(crew, answer))
         printed = worker.text_printed()
@@ -478,14 +465,16 @@ class Pool:
         seconds, fault = SLOWER * self.timeout, True
         answer: dict[str, Any] = {}
         try:
-            worker.greet(START_SECONDS)
-            answer, _ = worker.ask(header, launch.code.block, [image.file], seconds)
+            worker.greet(START_SECONDS, RUNNER_READY)
+            answer, _ = worker.ask(header, launch.code.block, [image.file], seconds, RAN)
             fault = bool(answer.get("faulted"))
             worker.channel.send({"do": "end"})  # and compute-sanitizer completes its report
             worker.end(START_SECONDS)
         except Late:
             answer = {"status": "timeout", "message": f"no answer after {seconds:g} s ({tool})"}
-        except (Ended, OSError) as error:
+        except Ended as error:
+            answer = {"status": "crashed", "message": f"{tool}: {worker.how_ended(error)}: {error}"}
+        except OSError as error:
             answer = {"status": "crashed", "message": f"{tool}: {worker.end()}: {error}"}
         finally:
             worker.kill()
@@ -584,7 +573,7 @@ class Pool:
             found = []
             for number, crew in self.crews.items():
                 workers = (*crew.ready, *crew.used)
-                facts = next((w.facts["facts"] for w in workers if w.facts), {})
+                facts = next((w.facts for w in workers if w.facts), {})
                 found.append(
                     {"device": number, "facts": facts, **crew.state(), "compilers": compilers}
                 )
@@ -600,8 +589,8 @@ class Pool:
             for worker in idle:
                 keep = False
                 try:
-                    answer, _ = worker.ask({"do": "clean"}, b"", (), self.timeout)
-                    freed, keep = freed + int(answer["freed"]), True
+                    answer, _ = worker.ask({"do": "clean"}, b"", (), self.timeout, CLEANED)
+                    freed, keep = freed + answer["freed"], True
                 except (Late, Ended):
                     pass  # it is replaced, which gives back all it had
                 finally:
@@ -639,14 +628,11 @@ def _lost(crew: Crew, answer: dict[str, Any]) -> str | None:
 def _result(
     answer: dict[str, Any], printed: str = "", resources: dict[str, Any] | None = None
 ) -> Result:
-    """A Result of an answer, which a process gave: nothing in it is believed unseen."""
-    status = answer.get("status")
-    if status not in STATUSES:
-        answer, status = {"message": f"the process answered {status!r}"}, "crashed"
+    """A Result of an answer, which has its form."""
     timing = (Timing.from_json(answer["timing"]),) if "timing" in answer else ()
     return Result(
-        status,
-        str(answer.get("message", "")),
+        answer["status"],
+        answer.get("message", ""),
         printed=printed,
         resources={**(resources or {}), **answer.get("occupancy", {})},
         timing=timing,

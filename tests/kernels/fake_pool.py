@@ -103,6 +103,23 @@ def garbage(grid, block):
             os.write(int(name), b'{"status": "ok"}' * 4)
     time.sleep(1000)
 
+def says(grid, block, text: "uint8 const*"):
+    """A runner that was taken over, and answers in a frame."""
+    import struct
+    text = text.tobytes()
+    for name in os.listdir("/proc/self/fd"):
+        if os.path.realpath("/proc/self/fd/" + name).find("socket:") >= 0:
+            os.write(int(name), struct.pack("<4sIQ", b"ndlk", len(text), 0) + text)
+    time.sleep(1000)
+
+def says_when_timed(grid, block, text: "uint8 const*"):
+    says(grid, block, text) if "RAN" in os.environ else os.environ.update(RAN="1")
+
+def says_later(grid, block, text: "uint8 const*"):
+    """And answers itself what is asked next."""
+    import threading
+    threading.Timer(0.2, says, (grid, block, text.copy())).start()
+
 def asserts(grid, block):
     os.write(2, b"kernel.cu:5: k: block: [0,0,0], thread: [3,0,0] Assertion `x > 0` failed.")
     raise _C.CudaFatalError("k: ... (cudaErrorAssert): lost")

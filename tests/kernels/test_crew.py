@@ -30,6 +30,7 @@ from fake_pool import (
 from harness import ROOT
 
 from needle.kernels import crew
+from needle.kernels.frames import RUNNER_READY
 from needle.kernels.values import Out
 
 # ---- fresh processes, proofs, devices that are set aside -----------------------------------------
@@ -423,7 +424,7 @@ def test_a_busy_worker_ends_when_its_socket_does():
         [sys.executable, str(FAKE_WORKER), "traced"], FakePool._environment(None, 0)
     )
     try:
-        worker.greet(SECONDS)
+        worker.greet(SECONDS, RUNNER_READY)
         launch = {"entry": "hangs", "grid": [1], "block": [1], "shared": 0, "local_bytes": 0}
         file = os.memfd_create("arena")
         os.ftruncate(file, 4096)

@@ -18,6 +18,7 @@ from harness import ROOT
 from needle.kernels import landlock, worker
 from needle.kernels.compile import find_toolkit
 from needle.kernels.crew import Ended, Worker
+from needle.kernels.frames import COMPILED, READY
 from needle.kernels.isolate import Pool
 
 
@@ -229,7 +230,7 @@ def compiler():
         "OMP_NUM_THREADS": "1",
     }
     made = Worker([*Pool.worker, "confined"], environment)
-    made.greet(120.0)
+    made.greet(120.0, READY)
     yield made
     made.kill()
     made.end()
@@ -237,7 +238,7 @@ def compiler():
 
 
 def compiled(compiler, source: str, entry: str = "k") -> dict:
-    return compiler.ask({"entry": entry, "arch": "90a"}, source.encode(), (), 120.0)[0]
+    return compiler.ask({"entry": entry, "arch": "90a"}, source.encode(), (), 120.0, COMPILED)[0]
 
 
 @needs_landlock
@@ -332,10 +333,10 @@ def test_a_compiler_that_cannot_be_confined_does_not_start(tmp_path, role, ready
     made = Worker([sys.executable, str(script), role], os.environ | {"PYTHONPATH": str(ROOT)})
     try:
         if ready:
-            made.greet(60.0)
+            made.greet(60.0, READY)
         else:
             with pytest.raises(Ended, match="there is none"):
-                made.greet(60.0)
+                made.greet(60.0, READY)
     finally:
         made.kill()
         made.end()
@@ -359,10 +360,12 @@ def test_a_compiler_ends_when_its_time_is_used(tmp_path):
         made = Worker(
             [sys.executable, str(script), "compiler"], os.environ | {"PYTHONPATH": str(ROOT)}
         )
-        made.greet(60.0)
+        made.greet(60.0, READY)
         for source in ("0", seconds):
             try:
-                answer, _ = made.ask({"entry": "k", "arch": "90a"}, source.encode(), (), 60.0)
+                answer, _ = made.ask(
+                    {"entry": "k", "arch": "90a"}, source.encode(), (), 60.0, COMPILED
+                )
                 assert answer["message"] == "worked"
             except Ended:
                 assert how == "SIGKILL"

@@ -2,6 +2,7 @@
 real worker processes (fake_worker.py) that fault, hang, die, forge, and write where none may.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -15,8 +16,8 @@ from fake_pool import SECONDS, SHORT, SOURCE, FakePool, X, assert_next_is_right,
 from harness import ROOT
 
 from needle._C import array, cpu
-from needle.kernels import crew, isolate
-from needle.kernels.values import InOut, Out, Random
+from needle.kernels import frames, isolate
+from needle.kernels.values import Case, InOut, Out, Random
 
 # ---- what comes back -----------------------------------------------------------------------------
 
@@ -166,15 +167,106 @@ def test_an_endless_flood_does_not_outlast_the_deadline(pool, short, monkeypatch
         ("signals", (signal.SIGSEGV,), "ended by SIGSEGV"),
         ("signals", (signal.SIGKILL,), "ended by SIGKILL"),
         ("breaks", (), "exit code 1"),
-        ("garbage", (), "closed its socket"),
+        ("garbage", (), "it gave an answer that cannot be read"),
     ],
 )
 def test_a_process_that_dies_or_lies_has_crashed(pool, entry, args, said, monkeypatch):
-    monkeypatch.setattr(crew, "REAP_SECONDS", 0.3)  # a liar goes on, and is waited for
     result = run(pool, entry, *args)
     assert result.status == "crashed" and said in result.message
     assert entry != "breaks" or "a defect of the worker" in result.printed
     assert_next_is_right(pool)
+
+
+RAN = {
+    "status": "ok",
+    "message": "",
+    "faulted": False,
+    "occupancy": {"occupancy": 0.5, "limiter": "threads", "blocks_per_sm": 2},
+}
+TIMING = dict.fromkeys(("median", "lower", "upper", "rate", "device_rate"), 5.0)
+TIMING |= {"calls": 9, "valid": True, "reason": "", "hints": ["a hint"]}
+BIG = 10**400
+LIES = {
+    "status": [None, 1, "OK", [], {}],
+    "message": [None, 1, ["it"], {}],
+    "faulted": [None, 0, "yes", []],
+    "occupancy": [None, [], 1, {}, {"registers": 1}]
+    + [RAN["occupancy"] | {"occupancy": value} for value in (None, "1", True, float("nan"), BIG)]
+    + [RAN["occupancy"] | {"limiter": value} for value in (None, 1, ["threads"])]
+    + [RAN["occupancy"] | {"blocks_per_sm": value} for value in (None, 1.5, "2", BIG)],
+    "unknown": [1],
+}
+TIMED_LIES = [None, [], 1, {}, {"median": 1.0}, TIMING | {"more": 1}]
+TIMED_LIES += [TIMING | {name: [1.0]} for name in TIMING]
+TIMED_LIES += [TIMING | {"median": float("inf")}, TIMING | {"hints": [1]}, TIMING | {"valid": 1}]
+
+
+def frame(answer) -> np.ndarray:
+    return np.frombuffer(json.dumps(answer).encode(), np.uint8)
+
+
+def lied(result, pool, faults) -> bool:
+    """Whether a job failed for its runner's answer, and the runner was killed."""
+    assert result.status == "crashed" and "gave an answer of another form" in result.message
+    return pool.state()[0]["faults"] == faults + 1
+
+
+def test_an_answer_of_another_form_costs_its_runner(pool):
+    """Each field of the answer to a run."""
+    assert run(pool, "says", frame(RAN)).status == "ok"
+    for name, values in LIES.items():
+        faults, answer = pool.state()[0]["faults"], RAN | {name: values[-1]}
+        assert lied(run(pool, "says", frame(answer)), pool, faults), answer
+        for value in values:
+            assert not frames.fits(json.loads(frame(RAN | {name: value}).tobytes()), frames.RAN)
+    assert not frames.fits({}, frames.RAN)
+    assert_next_is_right(pool)
+
+
+def test_a_timing_of_another_form_costs_its_runner(pool):
+    for lie in (None, TIMING | {"median": "1"}):
+        faults = pool.state()[0]["faults"]
+        case = Case(1, 1, [frame(RAN | {"timing": lie})])
+        result = pool.evaluate(SOURCE, "says_when_timed", [case], lambda text: [], trials=1)
+        assert lied(result, pool, faults), lie
+    assert_next_is_right(pool)
+    assert frames.fits(RAN | {"timing": TIMING}, frames.TIMED)
+    for lie in TIMED_LIES:
+        assert not frames.fits(RAN | {"timing": lie}, frames.TIMED), lie
+
+
+@pytest.mark.parametrize("answer", [{"freed": None}, {"ready": 1}])
+def test_an_answer_before_its_question_costs_its_runner(pool, answer):
+    """Also to cleanup, which then counts what others freed."""
+    for ask in (pool.cleanup, lambda: assert_next_is_right(pool)):
+        assert run(pool, "says_later", frame(answer)).status == "ok"
+        (pid,) = pool.state()[0]["ready"]
+        time.sleep(0.4)
+        ask()
+        assert pid not in pool.state()[0]["ready"]
+
+
+@pytest.mark.parametrize(
+    "form, right, wrong",
+    [
+        (
+            frames.READY,
+            [{"ready": True}],
+            [{}, {"ready": 1}, {"ready": False}, {"ready": True, "a": 1}],
+        ),
+        (frames.COUNTED, [{"ready": True, "devices": 2}], [{"ready": True}, {"devices": 2}]),
+        (frames.CLEANED, [{"freed": 1}], [{"freed": True}, {"freed": -(2**64)}, {}]),
+        (
+            frames.COMPILED,
+            [{"status": "compile_error", "message": "the log"}],
+            [{"status": "ok", "message": ""}, {"status": "compile_error"}, {"status": None}],
+        ),
+    ],
+)
+def test_the_forms_of_other_answers(form, right, wrong):
+    for answers, fitting in ((right, True), (wrong, False)):
+        for answer in answers:
+            assert frames.fits(answer, form) is fitting, answer
 
 
 def test_the_assertion_that_failed_is_the_message(pool):

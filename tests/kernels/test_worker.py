@@ -4,7 +4,8 @@ import pytest
 
 from needle._C import CudaError, CudaFatalError
 from needle.kernels.compile import find_toolkit
-from needle.kernels.isolate import STATUSES, Pool
+from needle.kernels.frames import COMPILED, READY, STATUSES
+from needle.kernels.isolate import Pool
 from needle.kernels.limits import LaunchError
 from needle.kernels.worker import STATUS, failure, status_of
 
@@ -69,9 +70,9 @@ def test_the_compiler_says_what_the_pool_needs():
     pool = Pool.__new__(Pool)
     worker = pool._starter("compiler")()
     try:
-        worker.greet(60)
+        worker.greet(60, READY)
         ask = {"entry": "k<__nv_bfloat16>", "arch": "90a"}
-        answer, code = worker.ask(ask, TEMPLATE.encode(), (), 60)
+        answer, code = worker.ask(ask, TEMPLATE.encode(), (), 60, COMPILED)
         assert answer["status"] == "ok" and not answer["allocates"] and len(code) > 1000
         assert answer["resources"]["registers"] > 0 and answer["resources"]["max_threads"] == 1024
         assert answer["parameters"] == [
@@ -79,9 +80,9 @@ def test_the_compiler_says_what_the_pool_needs():
             {"type": "__nv_bfloat16*", "const": False},
             {"type": "int", "const": True},
         ]
-        answer, _ = worker.ask({"entry": "leaks", "arch": "90a"}, LEAKS.encode(), (), 60)
+        answer, _ = worker.ask({"entry": "leaks", "arch": "90a"}, LEAKS.encode(), (), 60, COMPILED)
         assert answer["allocates"] and answer["parameters"] == [{"type": "", "const": None}]
-        answer, _ = worker.ask({"entry": "k", "arch": "90a"}, b"int 5;", (), 60)
+        answer, _ = worker.ask({"entry": "k", "arch": "90a"}, b"int 5;", (), 60, COMPILED)
         assert answer["status"] == "compile_error" and "expected" in answer["message"]
     finally:
         worker.kill()
