@@ -14,7 +14,7 @@ from typing import Any
 from needle.diagnose.children import Teller
 from needle.diagnose.facts import INSTALL_DRIVER, gigabytes
 from needle.diagnose.finding import Finding
-from needle.diagnose.nvml import Nvml, NvmlError
+from needle.nvml import Nvml, NvmlError
 
 RESET = "end what runs on it, then `nvidia-smi --gpu-reset -i {index}`, or start the machine anew"
 REPLACE = "have the GPU replaced; until then `--device` or CUDA_VISIBLE_DEVICES leaves it out"

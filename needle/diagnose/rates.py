@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from needle import _C
-from needle.diagnose import driver, gpus, nvml
+from needle import _C, nvml
+from needle.diagnose import driver, gpus
 from needle.diagnose.children import Teller
 from needle.peaks import peak
 

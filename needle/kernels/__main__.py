@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import logging.handlers
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 from needle.kernels import access, landlock
 from needle.kernels.access import AccessError, listen, names_of, read_token, token_path
 from needle.kernels.isolate import Pool
-from needle.kernels.serve import Lines, Service, load_aiohttp, log, serve
+from needle.kernels.serve import Lines, Service, Stderr, load_aiohttp, log, serve
 from needle.kernels.values import Out
 from needle.kernels.wire import Limits
 from needle.processes import program
@@ -22,6 +23,7 @@ WARNING = (
     "Compiling and running CUDA is running arbitrary code: whoever has the token can do here what "
     "this user can."
 )
+LOG_BYTES, LOGS_KEPT = 16 << 20, 4
 # What the service runs before it says that it is ready.
 PROOF = "__global__ void one(float *x) { *x = 1.0f; }"
 
@@ -72,6 +74,12 @@ def parser() -> argparse.ArgumentParser:
         default=token_path(),
         metavar="FILE",
         help="of mode 0600; made when it is not there (default: %(default)s)",
+    )
+    own.add_argument(
+        "--log",
+        type=Path,
+        metavar="FILE",
+        help=f"too, beside standard error; of {LOG_BYTES >> 20} MiB, and {LOGS_KEPT} older ones",
     )
     own.add_argument("--devices", type=devices, metavar="N,N", help="(default: all)")
     own.add_argument(
@@ -162,14 +170,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def start(args: argparse.Namespace, sock: Any) -> int:
-    token = read_token(args.token_file)
     limits = Limits(
         args.max_body_bytes, args.max_source_bytes, args.max_array_bytes, args.job_seconds
     )
-    lines = Lines()
+    lines = [Lines(Stderr())]
+    if args.log is not None:
+        try:
+            file = logging.handlers.RotatingFileHandler(args.log, "a", LOG_BYTES, LOGS_KEPT)
+        except OSError as error:
+            raise RuntimeError(f"--log {args.log}: {error.strerror}") from None
+        lines.append(Lines(file))
+    token = read_token(args.token_file)
     log.setLevel(logging.INFO)
     for logger in (log, logging.getLogger("asyncio")):
-        logger.addHandler(lines)
+        logger.handlers += lines
     access.raise_limit()
     print(WARNING)
     with Pool(args.devices, args.timeout, args.memory, fresh=args.fresh, confined=True) as pool:
@@ -194,7 +208,8 @@ def start(args: argparse.Namespace, sock: Any) -> int:
             await serve(service, sock, args.drain_seconds, ready)
 
         asyncio.run(run())
-    lines.flush_within(1.0)
+    for one in lines:
+        one.flush_within(1.0)
     return 0
 
 

@@ -15,8 +15,10 @@ The event loop only moves bytes: reading JSON, the pool and the log have threads
 from __future__ import annotations
 
 import asyncio
+import functools
 import io
 import logging
+import logging.handlers
 import math
 import os
 import queue
@@ -27,16 +29,16 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from needle.kernels.access import BACKLOG, MOST_CONNECTIONS, right_host, right_token
 from needle.kernels.isolate import Pool
 from needle.kernels.wire import Limits, Refused, read_job, to_json, write_result
+from needle.nvml import Nvml, NvmlError
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -80,6 +82,49 @@ def refusal(refused: Refused, headers: dict[str, str] | None = None) -> Answer:
     if refused.limit is not None:
         error["limit"] = refused.limit
     return Answer(refused.status, to_json({"error": error}), headers or {}, refused.message)
+
+
+class Latest:
+    """The latest value of a call that may block. Each call has a daemon thread, so that a driver
+    that hangs holds up neither an answer nor the end."""
+
+    def __init__(self, call: Callable[[], Any], value: Any) -> None:
+        self.call, self.value = call, value
+        self.asked: Future[Any] = Future()
+        self.asked.set_result(value)
+
+    async def get(self) -> Any:
+        """A new value, or the last one where that takes longer than `STATE_SECONDS`."""
+        if self.asked.done():
+            self.asked = asked = Future()
+            threading.Thread(target=lambda: asked.set_result(self.call()), daemon=True).start()
+        await asyncio.wait({asyncio.wrap_future(self.asked)}, timeout=STATE_SECONDS)
+        if self.asked.done():
+            self.value = self.asked.result()
+        return self.value
+
+
+@functools.cache
+def open_nvml() -> Nvml:
+    return Nvml()
+
+
+def gpu_figures(uuid: str | None) -> dict[str, Any]:
+    """Of a GPU: name, memory in bytes, temperature in degrees Celsius and load in percent. None
+    where NVML does not tell, and `why`."""
+    known: dict[str, Any] = {}
+    why = None if uuid else "no process of this device has been ready"
+    try:
+        if uuid:
+            known = open_nvml().describe(open_nvml().handle_of(uuid))
+    except (OSError, NvmlError) as error:
+        why = f"NVML: {error}"
+    figures = {name: known.get(name) for name in ("name", "memory", "temperature")}
+    figures["load"] = known.get("utilization")
+    missing = [name for name, value in figures.items() if value is None]
+    if missing and why is None:
+        why = f"NVML does not tell {', '.join(missing)} of this GPU"
+    return figures | {"why": why}
 
 
 class Turns:
@@ -139,7 +184,6 @@ class Service:
         self.runners = ThreadPoolExecutor(parallel, "needle job")
         self.reader = ThreadPoolExecutor(1, "needle reader")
         self.keeper = ThreadPoolExecutor(1, "needle keeper")
-        self.watcher = ThreadPoolExecutor(1, "needle watcher")
         self.connections = connections
         self.known: set[Any] = set()  # of them, those that have shown the token
         self.busy: set[Any] = set()  # of these, those with a request that is being answered
@@ -151,9 +195,10 @@ class Service:
         self.refused: Counter[int] = Counter()
         self.queued: deque[float] = deque(maxlen=REMEMBERED)
         self.ran: deque[float] = deque(maxlen=REMEMBERED)
-        self.asked: asyncio.Future[list[dict[str, Any]]] | None = None
-        self.state: list[dict[str, Any]] = []
-        self.app = web.Application(middlewares=[web.middleware(partial(self.handle))])
+        self.state = Latest(pool.state, [])
+        self.uuids: dict[int, str] = {}
+        self.figures = Latest(self._figures, {})
+        self.app = web.Application(middlewares=[web.middleware(functools.partial(self.handle))])
         self.app.on_response_prepare.append(self._close_unknown)
         for method, path, handler in (
             ("POST", "/evaluate", self.evaluate),
@@ -380,19 +425,21 @@ class Service:
 
     # ---- looking after it ------------------------------------------------------------------------
 
-    async def _state(self) -> list[dict[str, Any]]:
-        """Of the devices: as they are now, or, where the pool is busy, as they were."""
-        if self.asked is None or self.asked.done():
-            self.asked = asyncio.ensure_future(self._in(self.watcher, self.pool.state))
-        done, _ = await asyncio.wait({self.asked}, timeout=STATE_SECONDS)
-        if done:
-            self.state = self.asked.result()
-        return self.state
+    def _figures(self) -> dict[int, dict[str, Any]]:
+        """Of each device, also while its processes are started anew; in a thread."""
+        for one in self.state.value:
+            if "uuid" in one["facts"]:
+                self.uuids[one["device"]] = one["facts"]["uuid"]
+        devices = [one["device"] for one in self.state.value]
+        return {device: gpu_figures(self.uuids.get(device)) for device in devices}
 
     async def health(self, request: web.Request) -> Answer:
         """503 where no job can run: every device is set aside, nothing compiles, or the service
         ends."""
-        state = await self._state()
+        state = await self.state.get()
+        figures = await self.figures.get()
+        unknown = dict.fromkeys(("name", "memory", "temperature", "load"))
+        unknown["why"] = "NVML has not answered yet"
         compilers = state[0]["compilers"] if state else {"lost": None, "ready": []}
         status = "ok"
         if state and all(one["lost"] is not None for one in state):
@@ -409,7 +456,12 @@ class Service:
                     "running": self.turns.running,
                     "waiting": len(self.turns.waiting),
                     "devices": [
-                        {"device": one["device"], "lost": one["lost"], "ready": len(one["ready"])}
+                        {
+                            "device": one["device"],
+                            "lost": one["lost"],
+                            "ready": len(one["ready"]),
+                            **figures.get(one["device"], unknown),
+                        }
                         for one in state
                     ],
                     "compilers": {"lost": compilers["lost"], "ready": len(compilers["ready"])},
@@ -422,7 +474,7 @@ class Service:
         def median(values: deque[float]) -> float | None:
             return statistics.median(values) if values else None
 
-        state = await self._state()
+        state = await self.state.get()
         return Answer(
             200,
             to_json(
@@ -470,7 +522,7 @@ class Service:
 
     async def reset_gpu(self, request: web.Request) -> Answer:
         device = int(request.match_info["id"])
-        known = [one["device"] for one in await self._state()]
+        known = [one["device"] for one in await self.state.get()]
         if device not in known:
             raise Refused(404, f"there is no device {device}; there are {known}")
         await self._keep(self.pool.reset, device)
@@ -490,7 +542,7 @@ class Service:
         while self.held and time.monotonic() < end and not hurry.is_set():
             await asyncio.sleep(0.02)
         await asyncio.to_thread(self.pool.close)
-        for threads in (self.runners, self.reader, self.keeper, self.watcher):
+        for threads in (self.runners, self.reader, self.keeper):
             threads.shutdown(wait=False, cancel_futures=True)
 
 
@@ -534,36 +586,38 @@ def without_text(record: logging.LogRecord) -> bool:
     return True
 
 
-class Lines(logging.Handler):
-    """A log to standard error whose reader may stand still: a thread writes, and lines that do not
-    fit are dropped."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        self.lines: queue.Queue[bytes] = queue.Queue(LOG_LINES)
-        self.dropped = 0
-        threading.Thread(target=self._write, name="needle log", daemon=True).start()
+class Stderr(logging.Handler):
+    """Standard error, without a buffer."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        line = f"{self.format(record)}\n".encode(errors="replace")
         try:
-            self.lines.put_nowait(f"{self.format(record)}\n".encode(errors="replace"))
+            while line:
+                line = line[os.write(2, line) :]
+        except OSError:
+            pass  # nobody reads it
+
+
+class Lines(logging.handlers.QueueHandler):
+    """A log that may stand still: a thread hands records to `handler`, and those that do not fit
+    are dropped."""
+
+    def __init__(self, handler: logging.Handler) -> None:
+        super().__init__(queue.Queue(LOG_LINES))
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self.dropped = 0
+        self.listener = logging.handlers.QueueListener(self.queue, handler)
+        self.listener.start()
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        try:
+            self.queue.put_nowait(record)
         except queue.Full:
             self.dropped += 1
 
-    def _write(self) -> None:
-        while True:
-            line = self.lines.get()
-            try:
-                while line:
-                    line = line[os.write(2, line) :]
-            except OSError:
-                pass  # nobody reads it
-            self.lines.task_done()
-
     def flush_within(self, seconds: float) -> None:
         end = time.monotonic() + seconds
-        while self.lines.unfinished_tasks and time.monotonic() < end:
+        while self.queue.unfinished_tasks and time.monotonic() < end:
             time.sleep(0.005)
 
 
@@ -586,7 +640,7 @@ async def listening(
     # `backlog` is also how many connections asyncio takes at a time: with one, each is heard before
     # many newer ones are there. The system may hold more.
     accepting = await asyncio.get_running_loop().create_server(
-        partial(service.connection, runner.server), sock=sock, backlog=1
+        functools.partial(service.connection, runner.server), sock=sock, backlog=1
     )
     sock.listen(BACKLOG)
     try:

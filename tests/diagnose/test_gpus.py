@@ -7,7 +7,7 @@ import re
 import pytest
 
 from needle.diagnose import gpus, xid
-from needle.diagnose.nvml import Nvml, name_of
+from needle.nvml import Nvml, name_of
 
 
 @pytest.fixture

@@ -34,6 +34,7 @@ class MadeUpPool:
         self.go, self.begun, self.closed = threading.Event(), threading.Semaphore(0), False
         self.calls, self.lost, self.state_waits = [], None, threading.Event()
         self.compilers_lost = None
+        self.uuid = "GPU-00000000-0000-0000-0000-000000000001"
         self.state_waits.set()
 
     def run(self, source, entry, *args, **more):
@@ -47,7 +48,13 @@ class MadeUpPool:
 
     def state(self):
         assert self.state_waits.wait(60)
-        one = {"facts": {"name": "H"}, "ready": [1], "used": [], "faults": 2, "started": 5}
+        one = {
+            "facts": {"name": "H", "uuid": self.uuid},
+            "ready": [1],
+            "used": [],
+            "faults": 2,
+            "started": 5,
+        }
         one["compilers"] = {"lost": self.compilers_lost, "ready": [2, 3]}
         return [{"device": n, "lost": self.lost, **one} for n in (0, 3)]
 

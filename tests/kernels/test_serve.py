@@ -3,9 +3,12 @@ made up, or one whose workers have no GPU (fake_pool.py).
 """
 
 import base64
+import functools
 import json
 import logging
 import os
+import re
+import subprocess
 import sys
 import threading
 import time
@@ -14,15 +17,18 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from fake_pool import SOURCE, FakePool
+from harness import ROOT
 from serving import ARGS, JOB, SIMPLE, TOKEN, X, running
 from test_landlock import needs_landlock, needs_nvrtc
 from test_wire import bfloat16
 
 pytest.importorskip("aiohttp", reason="no aiohttp (pip install aiohttp): no service")
 
+from needle.kernels import serve
 from needle.kernels.crew import Worker
 from needle.kernels.isolate import Pool
-from needle.kernels.serve import PIECE, Lines, load_aiohttp
+from needle.kernels.serve import PIECE, Lines, Stderr, load_aiohttp
+from needle.nvml import Nvml
 
 # ---- jobs ----------------------------------------------------------------------------------------
 
@@ -167,7 +173,7 @@ def test_health_and_statistics(client):
     status, answer, headers = client.ask("GET", "/health")
     assert status == 200 and headers["Content-Type"].startswith("application/json")
     assert (answer["status"], answer["running"], answer["waiting"]) == ("ok", 0, 0)
-    assert answer["devices"][1] == {"device": 3, "lost": None, "ready": 1}
+    assert answer["devices"][1].items() >= {"device": 3, "lost": None, "ready": 1}.items()
     for _ in range(3):
         client.evaluate(SIMPLE)
     client.ask("GET", "/nowhere")
@@ -183,6 +189,57 @@ def test_health_and_statistics(client):
         "restarts": 4,
         "lost": None,
     }
+
+
+@pytest.fixture
+def fake_nvml(tmp_path, monkeypatch):
+    """NVML of a machine of GPUs that are none; NEEDLE_FAKE says what is wrong with them."""
+    library = tmp_path / "libnvidia-ml.so.1"
+    source = ROOT / "tests/diagnose/fake_nvml.c"
+    command = ["cc", "-std=gnu17", "-shared", "-fPIC", f"-I{ROOT}/csrc", source, "-o", library]
+    subprocess.run(command, check=True)
+    opened = functools.cache(lambda: Nvml(str(library)))
+    monkeypatch.setattr(serve, "open_nvml", opened)
+    monkeypatch.setattr(serve, "STATE_SECONDS", 5.0)
+
+
+def test_health_tells_of_each_gpu(client, made_up, fake_nvml, monkeypatch):
+    monkeypatch.setenv("NEEDLE_FAKE", "at=1,used=3221225472,busy=40,temperature=71")
+    device = client.ask("GET", "/health")[1]["devices"][1]
+    assert (device["device"], device["name"]) == (3, "NVIDIA Pretend")
+    assert (device["memory"]["used"], device["memory"]["total"]) == (3 << 30, 141 << 30)
+    assert (device["temperature"], device["load"], device["why"]) == (71, 40, None)
+    monkeypatch.setenv("NEEDLE_FAKE", "at=1,lost=15")
+    device = client.ask("GET", "/health")[1]["devices"][0]
+    assert device["name"] is device["memory"] is device["load"] is None
+    assert device["why"] == "NVML: a planted error"
+
+
+def test_health_without_nvml(client, monkeypatch):
+    monkeypatch.setattr(serve, "open_nvml", lambda: Nvml("libnvidia-ml.so.none"))
+    monkeypatch.setattr(serve, "STATE_SECONDS", 5.0)
+    status, answer, _ = client.ask("GET", "/health")
+    for device in answer["devices"]:
+        assert [device[name] for name in ("name", "memory", "temperature", "load")] == [None] * 4
+        assert device["why"].startswith("NVML: libnvidia-ml.so.none: cannot open shared object")
+    assert (status, answer["status"]) == (200, "ok")
+
+
+def test_health_while_nvml_hangs(client, monkeypatch):
+    go = threading.Event()
+    monkeypatch.setattr(serve, "open_nvml", lambda: go.wait(60) and Nvml("nowhere"))
+    for _ in range(2):
+        began = time.monotonic()
+        status, answer, _ = client.ask("GET", "/health")
+        assert status == 200 and time.monotonic() - began < 5
+        assert answer["devices"][0]["why"] == "NVML has not answered yet"
+    go.set()
+
+
+def test_health_of_a_device_that_never_was_ready(client, made_up):
+    made_up.uuid = ""
+    device = client.ask("GET", "/health")[1]["devices"][0]
+    assert device["name"] is None and "no process" in device["why"]
 
 
 def test_health_without_a_device(client, made_up):
@@ -262,12 +319,35 @@ def test_the_log_has_no_token(client, caplog):
     assert any("'/no%0awhere' 401" in line for line in lines)
 
 
+def test_the_log_tells_jobs_refusals_and_processes(caplog):
+    with caplog.at_level(logging.INFO, "needle.kernels"):
+        with FakePool(devices=[0], spares=0) as pool, running(pool) as client:
+            client.evaluate(JOB, safetensors.numpy.save({"x": X}))
+            job = SIMPLE | {"source": SOURCE, "entry": "signals"}
+            client.evaluate(job | {"cases": [{"grid": 1, "block": 1, "args": [9]}]})
+            client.evaluate(SIMPLE | {"entry": "k\n2026-01-01 forged"})
+            client.evaluate(SIMPLE | {"trials": 0})
+            client.ask("GET", "/health", Authorization=None)
+    text = "\n".join(record.getMessage() for record in caplog.records)
+    for line in (
+        r"^cuda\(0\): process \d+ is ready$",
+        r"^compiling: process \d+ is ready$",
+        r"^127.0.0.1 POST '/evaluate' 200, .* s: job scale: ok on device 0, queued .* s, ran .* s$",
+        r"^127.0.0.1 POST '/evaluate' 200, .* s: job signals: crashed on device 0, ",
+        r"^cuda\(0\): process \d+ is gone: it was ended by SIGKILL$",
+        r"^127.0.0.1 POST '/evaluate' 400, .* s: job.trials: ",
+        r"^127.0.0.1 GET '/health' 401, .* s: Authorization: Bearer TOKEN is missing",
+    ):
+        assert len(re.findall(line, text, re.MULTILINE)) >= 1, (line, text)
+    assert "\n2026-01-01 forged" not in text
+
+
 def test_a_log_that_nobody_reads_stops_nothing():
     reader, writer = os.pipe()
     saved = os.dup(2)
     try:
         os.dup2(writer, 2)
-        lines = Lines()
+        lines = Lines(Stderr())
         logger = logging.Logger("test")
         logger.addHandler(lines)
         began = time.monotonic()

@@ -3,6 +3,8 @@
 import json
 import logging
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -115,7 +117,9 @@ def descendants(pid: int) -> set[int]:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_everything(tmp_path, number):
     """The whole program: what it says, its token, a job in work, and nothing left behind."""
-    started = start(tmp_path, "--devices", "0", "--drain-seconds", "0.2")
+    log_file = tmp_path / "log"
+    flags = ["--devices", "0", "--drain-seconds", "0.2", "--log", str(log_file)]
+    started = start(tmp_path, *flags)
     try:
         first, second = started.stdout.readline(), started.stdout.readline()
         assert "arbitrary code" in first
@@ -146,6 +150,7 @@ def test_a_signal_ends_everything(tmp_path, number):
         assert (started.returncode, out) == (0, ""), error
         assert answers[0][0] == 503
         assert token not in error and "'/evaluate' 503" in error
+        assert log_file.read_text() == error
         deadline = time.monotonic() + 20
         while left and time.monotonic() < deadline:
             left = {pid for pid in left if os.path.exists(f"/proc/{pid}")}
@@ -161,6 +166,7 @@ def test_a_signal_ends_everything(tmp_path, number):
         (["--no-landlock"], "has no Landlock (Function not implemented)"),
         (["--host", "0.0.0.0"], "lets in other machines"),
         (["--token-file", "{open}"], "chmod 600"),
+        (["--log", "/nowhere/log"], "--log /nowhere/log: No such file"),
     ],
 )
 def test_what_does_not_start(tmp_path, flags, said):
@@ -235,6 +241,22 @@ def test_flags_reach_the_pool_and_the_service(tmp_path, monkeypatch):
     assert made["pool"] == ([2, 0], 3.0, 4096, "job", True)
     assert made["service"] == (Limits(7, 8, 9, 6.0), 5, LOOPBACK_NAMES | {"gpu.lab", "b"}, 2)
     assert (made["drain"], made["proof"]) == (1.5, program.PROOF)
+
+
+def test_the_unit_of_the_docs(tmp_path):
+    """Its command has flags that there are, and systemd finds nothing wrong with it."""
+    text = re.search(r"```ini\n(.*?)```", (ROOT / "docs/kernels.md").read_text(), re.DOTALL)[1]
+    command = re.search(r"^ExecStart=(.*)$", text, re.MULTILINE)[1].split()
+    assert command[1:4] == ["-m", "needle.kernels", "serve"]
+    args = program.parser().parse_args(command[3:])
+    assert args.token_file.name == "token" and args.log.name == "kernels.log"
+    unit = tmp_path / "needle-kernels.service"
+    unit.write_text(text.replace(command[0], sys.executable))
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("no systemd-analyze here")
+    done = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True)
+    said = [line for line in done.stderr.splitlines() if unit.name in line]
+    assert (done.returncode, said) == (0, []), done.stderr
 
 
 @pytest.mark.parametrize(
