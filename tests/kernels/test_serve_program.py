@@ -246,7 +246,7 @@ def test_flags_reach_the_pool_and_the_service(tmp_path, monkeypatch):
 def test_the_unit_of_the_docs(tmp_path):
     """Its command has flags that there are, and systemd finds nothing wrong with it."""
     text = re.search(r"```ini\n(.*?)```", (ROOT / "docs/kernels.md").read_text(), re.DOTALL)[1]
-    command = re.search(r"^ExecStart=(.*)$", text, re.MULTILINE)[1].split()
+    command = re.search(r"^ExecStart=(.*)$", text.replace("\\\n", ""), re.MULTILINE)[1].split()
     assert command[1:4] == ["-m", "needle.kernels", "serve"]
     args = program.parser().parse_args(command[3:])
     assert args.token_file.name == "token" and args.log.name == "kernels.log"
