@@ -24,6 +24,9 @@ class MissingFileError(FileError, FileNotFoundError):
     """A file that is not there."""
 
 
+SECRET = re.compile(r"[A-Za-z0-9._~+/=-]{20,512}")  # what HTTP's Authorization can hold
+SECRET_BYTES = 32  # random
+
 KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -203,3 +206,56 @@ class Lock:
 
     def __del__(self) -> None:
         self.release()
+
+
+# ---- secrets -------------------------------------------------------------------------------------
+
+
+def read_secret(path: Path, noun: str) -> str:
+    """The secret of this user in a file; the first time, a random one is written there. FileError
+    where others can read it, where another user wrote it, and where the file holds none. `noun` is
+    the secret's name in messages."""
+    try:
+        if not os.path.lexists(path):
+            _make_secret(path)
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise FileError(f"{path}: the {noun} cannot be read: {error.strerror or error}") from None
+    try:
+        facts = os.fstat(file)
+        if not stat.S_ISREG(facts.st_mode):
+            raise FileError(f"{path}: no file, and so no {noun}")
+        if facts.st_uid != os.geteuid():
+            raise FileError(
+                f"{path}: belongs to user {facts.st_uid}, and this is {os.geteuid()}: the writer "
+                f"knows the {noun}; take another file"
+            )
+        if facts.st_mode & 0o077:
+            raise FileError(
+                f"{path}: its mode is {stat.S_IMODE(facts.st_mode):04o}, so that others can read "
+                f"the {noun}. Delete it, and a new one is made; or, if nobody has: chmod 600 {path}"
+            )
+        secret = os.read(file, 4096).decode("ascii", "replace").strip()
+    finally:
+        os.close(file)
+    if not SECRET.fullmatch(secret):
+        raise FileError(
+            f"{path}: holds no {noun}: 20 to 512 letters, digits or ._~+/=- in one line. Delete "
+            "it, and a new one is made"
+        )
+    return secret
+
+
+def _make_secret(path: Path) -> None:
+    """Whole or not at all; where another process is faster, its secret stays."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with open(file, "w") as text:
+            text.write(secrets.token_urlsafe(SECRET_BYTES) + "\n")
+        os.link(new, path)
+    except FileExistsError:
+        pass  # it is read next
+    finally:
+        os.unlink(new)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 import sys
 import time
 from pathlib import Path
@@ -109,7 +110,7 @@ def here() -> dict[str, Any]:
         "nvrtc": nvrtc(),
         "devices": [describe(_C.cpu())],
         "settings": {
-            name: "(hidden)" if "TOKEN" in name else value
+            name: "(hidden)" if re.search("TOKEN|KEY", name) else value
             for name, value in sorted(os.environ.items())
             if name.startswith(SETTINGS)
         },

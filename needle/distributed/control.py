@@ -25,7 +25,7 @@ to it, behind all the work before it, and it is the devices' places that say whi
 come. The main thread may then stand anywhere, in a wait for a result of the device among it, which
 no exception reaches: once a failure is known the process gets some seconds to end by itself.
 
-Messages, as JSON arrays:
+Messages, as JSON arrays whose types messages.py checks:
 
     ["at", number, name, step, inside, seconds,    to and from rank 0, again and again: the host's
         number, name, step, inside, seconds]       place, and the device's
@@ -54,7 +54,7 @@ from typing import Any, NamedTuple, Protocol
 
 from needle.distributed import rendezvous
 from needle.distributed.environment import Place
-from needle.distributed.messages import LIMIT, Connection, encode
+from needle.distributed.messages import LIMIT, Connection, decode, encode
 from needle.distributed.rendezvous import KINDS, RankError, RankMissing, RanksDiffer, name_ranks
 
 __all__ = ["Control", "RankError", "RankMissing", "RanksDiffer"]
@@ -124,8 +124,8 @@ class Control:
         self._failure: tuple[type[RankError], str, int] | None = None  # the first is the cause
         self._is_failing = False  # somebody says it
         self._lock = threading.Lock()
-        self._answered: tuple[int, list[str]] = 0, []  # the last gather that is done
-        self._gathering: dict[int, dict[int, tuple[_At, str]]] = {}  # by number, by rank
+        self._answered: tuple[int, list[Any]] = 0, []  # the last gather that is done
+        self._gathering: dict[int, dict[int, tuple[_At, str, Any]]] = {}  # by number, by rank
         self._closing, self._closed = False, threading.Event()
         self._last_words = ""  # of rank 0
         self._peers = {rank: _Peer(connection) for rank, connection in connections.items()}
@@ -179,16 +179,14 @@ class Control:
         at = self._at
         try:
             if self.size == 1:
-                texts = [text]
-            elif self.rank == 0:
+                return [json.loads(text)]
+            if self.rank == 0:
                 self._collect(0, at, text)
-                texts = self._answer(at)
             else:
                 self._tell(0, ["value", *at[:3], text])
-                texts = self._answer(at)
+            return self._answer(at)
         finally:
             self._leave()
-        return [json.loads(one) for one in texts]
 
     def broadcast(self, name: str, value: Any = None, patient: bool = False) -> Any:
         """Rank 0's value. The others' are not looked at."""
@@ -249,7 +247,7 @@ class Control:
     def _leave(self) -> None:
         self._at = self._at._replace(inside="")
 
-    def _answer(self, at: _At) -> list[str]:
+    def _answer(self, at: _At) -> list[Any]:
         with self._reading:
             while self._answered[0] != at.number and self._failure is None:
                 self._hear(self._period)  # the thread may have found out meanwhile who is late
@@ -267,10 +265,11 @@ class Control:
 
     def _collect(self, rank: int, at: _At, text: str) -> None:
         """Rank 0: a value of a rank, and when it was the last one, the answer to all."""
+        value = decode(text)
         with self._lock:
             there = self._gathering.setdefault(at.number, {})
             other = next(iter(there.items()), None)
-            there[rank] = (at, text)
+            there[rank] = at, text, value
             if len(there) == self.size:
                 del self._gathering[at.number]
         if other is not None and other[1][0].name != at.name:
@@ -280,10 +279,10 @@ class Control:
                 f"{other[1][0]}; it is number {at.number} of each",
             )
         elif len(there) == self.size and self._failure is None:
-            texts = [there[rank][1] for rank in range(self.size)]
+            _, texts, values = zip(*(there[rank] for rank in range(self.size)))
             for peer in self._peers:
                 self._tell(peer, ["values", at.number, texts])
-            self._answered = at.number, texts
+            self._answered = at.number, list(values)
 
     def _tell(self, rank: int, message: list[Any]) -> None:
         connection = self._peers[rank].connection
@@ -330,8 +329,8 @@ class Control:
                     f"its machine dies; it was last seen {peer.at}",
                 )
             return False
-        except (ValueError, TypeError, KeyError, IndexError) as error:
-            self._fail(RanksDiffer, f"rank {rank} sent what is no message: {error!r}")
+        except ValueError as error:
+            self._fail(RanksDiffer, f"rank {rank} sent what is no message: {error}")
             return False
         return not peer.has_closed
 
@@ -343,21 +342,21 @@ class Control:
                 peer.at, peer.since = at, self._now - more[4]
             if device != peer.device:
                 peer.device, peer.device_since = device, self._now - more[9]
-        elif word == "value":
-            peer.at, peer.since = _At(*more[:3], "gather"), self._now
-            self._collect(rank, peer.at, more[3])
-        elif word == "values":
-            self._answered = more[0], more[1]
-        elif word == "late":
-            self._fail(RankMissing, self._absent(rank, _At(*more[:4]), more[4]))
-        elif word == "end":
+        elif word == "end" and more[0] in KINDS and more[2] in range(1, 256):
             self._fail(KINDS[more[0]], more[1], more[2])
-        elif word == "left":
-            self._last_words = str(more[0])
         elif word == "bye":
             peer.at, peer.has_closed = _At(*more), True
+        elif word == "value" and self.rank == 0:
+            peer.at, peer.since = _At(*more[:3], "gather"), self._now
+            self._collect(rank, peer.at, more[3])
+        elif word == "late" and self.rank == 0:
+            self._fail(RankMissing, self._absent(rank, _At(*more[:4]), more[4]))
+        elif word == "values" and rank == 0 and len(more[1]) == self.size:
+            self._answered = more[0], [decode(text) for text in more[1]]
+        elif word == "left" and rank == 0:
+            self._last_words = more[0]
         else:
-            raise ValueError(word)
+            raise ValueError(f"{message!r:.60}")
 
     # ---- the thread -----------------------------------------------------------------------------
 

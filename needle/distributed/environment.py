@@ -23,6 +23,7 @@ import re
 import zlib
 from collections.abc import Mapping
 
+SHORTEST_KEY = 16  # characters
 PORTS = 61440  # from here on 4096 ports, up to the last, for launchers that name none
 # Slurm's own steps (batch script, salloc's shell, pending, external) count down from here.
 FIRST_OWN_STEP = 0xFFFFFFF0
@@ -41,6 +42,12 @@ class Place:
     host: str | None = None
     port: int | None = None
     job: str = ""
+    key: str = dataclasses.field(default="", repr=False)  # a secret that all ranks have
+
+    @property
+    def is_local(self) -> bool:
+        """True if all ranks are on this machine."""
+        return self.local_size == self.size
 
 
 def find(environ: Mapping[str, str] = os.environ) -> Place | None:
@@ -54,7 +61,13 @@ def find(environ: Mapping[str, str] = os.environ) -> Place | None:
             f"WORLD_SIZE={environ['WORLD_SIZE']}, but {place.launcher} started {place.size} "
             "ranks: unset WORLD_SIZE, or make it that number"
         )
-    return place
+    key = environ.get("NEEDLE_RANKS_KEY", "")
+    if 0 < len(key) < SHORTEST_KEY:
+        raise ValueError(
+            f"NEEDLE_RANKS_KEY has {len(key)} characters, and fewer than {SHORTEST_KEY} can be "
+            "guessed: openssl rand -hex 32 prints one"
+        )
+    return place if place is None else dataclasses.replace(place, key=key)
 
 
 def first_host(nodes: str) -> str:

@@ -1,8 +1,9 @@
-"""Messages on a TCP connection: four bytes of length, then so much JSON.
+"""Messages on a TCP connection: four bytes of length, then so much JSON: an array of a word of
+FORMS and its arguments.
 
-Floats arrive as they were, nan and infinities too. Whatever is no message, a length beyond the
-limit among it, is a ValueError as soon as it is seen, and nothing here waits for a reader or for
-the rest of a message.
+A message that FORMS does not allow, and a length beyond the limit, are a ValueError as soon as they
+are seen, so that the readers of messages check no types. Nothing here waits for a reader or for the
+rest of a message: multiprocessing.connection does, in accept(), too, and cannot keep a deadline.
 """
 
 from __future__ import annotations
@@ -16,6 +17,28 @@ import time
 from typing import Any
 
 LIMIT = 1 << 20  # bytes of a message
+MOST = 1e9  # seconds, and the largest number: beyond it waiting overflows
+PLACE = int, str, int  # number, name and step of a collective
+# By word, the types of the arguments; int and float are 0 to MOST, a list is one of texts.
+FORMS: dict[str, tuple[type, ...]] = {
+    # rendezvous.py
+    "hello": (str,),
+    "proof": (str, str),
+    "rank": (str, str),
+    "heard": (float,),
+    "stranger": (str,),
+    "welcome": (),
+    "missing": (str,),
+    "differ": (str,),
+    # control.py
+    "at": (*PLACE, str, float, *PLACE, str, float),
+    "value": (*PLACE, str),
+    "values": (int, list),
+    "late": (*PLACE, str, float),
+    "end": (str, str, int),
+    "bye": PLACE,
+    "left": (str,),
+}
 
 
 def encode(message: Any, limit: int = LIMIT) -> bytes:
@@ -27,6 +50,32 @@ def encode(message: Any, limit: int = LIMIT) -> bytes:
             f"{limit:,} bytes; arrays take another way"
         )
     return struct.pack(">I", len(text)) + text
+
+
+def decode(text: str | bytes) -> Any:
+    """The JSON of another process. ValueError."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("JSON that is nested too deeply") from None
+
+
+def checked(message: Any) -> list[Any]:
+    """The message, where it is one of FORMS. ValueError."""
+    word = message[0] if isinstance(message, list) and message else None
+    form = FORMS.get(word) if isinstance(word, str) else None
+    if form is None or len(message) != 1 + len(form):
+        raise ValueError(f"no message of this protocol: {message!r:.60}")
+    for value, kind in zip(message[1:], form):
+        if kind is float:
+            fits = type(value) in (int, float) and 0 <= value <= MOST
+        else:
+            fits = type(value) is kind and (kind is not int or 0 <= value <= MOST)
+        if kind is list and fits:
+            fits = all(type(text) is str for text in value)
+        if not fits:
+            raise ValueError(f"{word!r} with {value!r:.60} in place of {kind.__name__}")
+    return message
 
 
 class Connection:
@@ -59,7 +108,7 @@ class Connection:
         with self._lock:
             self._socket.sendall(data)
 
-    def receive(self) -> list[Any]:
+    def receive(self) -> list[list[Any]]:
         """The messages that have arrived whole. EOFError when the other end is gone."""
         self._read()
         messages = []
@@ -67,13 +116,13 @@ class Connection:
             messages.append(message)
         return messages
 
-    def wait(self, seconds: float) -> Any:
+    def wait(self, seconds: float) -> list[Any]:
         """The next message, and no more. TimeoutError; EOFError."""
         end = time.monotonic() + seconds
         poll = select.poll()
         poll.register(self, select.POLLIN)
         while (message := self._next()) is None:
-            if not poll.poll(max(0.0, 1000 * (end - time.monotonic()))):
+            if not poll.poll(min(1e9, max(0.0, 1000 * (end - time.monotonic())))):
                 raise TimeoutError("no answer")
             self._read()
         return message
@@ -89,8 +138,8 @@ class Connection:
             raise EOFError("closed by the other end")
         self._heard += data
 
-    def _next(self) -> Any:
-        """Of what was read; None where no message is whole, and none is null."""
+    def _next(self) -> list[Any] | None:
+        """Of what was read; None where no message is whole."""
         if len(self._heard) < 4:
             return None
         (length,) = struct.unpack_from(">I", self._heard)
@@ -100,13 +149,7 @@ class Connection:
             return None
         text = bytes(self._heard[4 : 4 + length])
         del self._heard[: 4 + length]
-        try:
-            message = json.loads(text)
-        except RecursionError:
-            raise ValueError("a message that is nested too deeply") from None
-        if message is None:
-            raise ValueError("a message that is null")
-        return message
+        return checked(decode(text))
 
     def end_sending(self) -> None:
         """The other end sees all that was sent, then the end."""

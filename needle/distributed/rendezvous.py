@@ -1,19 +1,23 @@
 """How the ranks of a start find each other, and make sure that they belong together.
 
-Rank 0 listens on all interfaces, IPv6 and IPv4, at the port that the environment names or one of
-the next seven; into a folder that all ranks see, where there is one, it writes its addresses, and
-removes those that starts left there when they were killed. The others try what the file says, then
-what the environment says, until the deadline.
+Rank 0 listens on loopback where all ranks are on its machine, else on all interfaces, IPv6 and
+IPv4, at the port that the environment names or one of the next seven; into a folder that all ranks
+see, where there is one, it writes its addresses, and removes those that starts left there when they
+were killed. The others try what the file says, then what the environment says, until the deadline.
 
-    rank r -> rank 0    {MAGIC: VERSION, "job", "nonce", "rank", "size", "facts", "who", "id"}
-    rank 0 -> rank r    ["heard", seconds]      the verdict comes within so many
-                        ["stranger", why]       another start: look elsewhere
+    rank r -> rank 0    ["hello", nonce]
+    rank 0 -> rank r    ["proof", nonce, proof]  it has the key
+    rank r -> rank 0    ["rank", proof, text]    so has this rank; the text is JSON, of GREETING
+    rank 0 -> rank r    ["heard", seconds]       the verdict comes within so many
+                        ["stranger", why]        another start: look elsewhere
     the verdict         ["welcome"], or ["missing" or "differ", text]
 
+A proof is the HMAC-SHA256 of both nonces, and of the text, under the key of the start (`key_of`).
+
 Rank 0 waits for as many processes as there are ranks, or until its deadline. Then each process that
-has come gets the same verdict: a rank that nobody came as, one that two claim, another number of
-ranks, and facts in which a rank differs from rank 0 are named with both values. A connection that
-says none of this, or not all of it, costs nothing but its descriptor for a while.
+has come gets the same verdict: a rank that is absent, one that two claim, another number of ranks,
+and facts in which a rank differs from rank 0 are named with both values. Any other connection is
+dropped, and told on stderr once all have come: its sender can neither end nor delay the start.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import hmac
 import json
 import os
 import re
@@ -28,21 +33,34 @@ import secrets
 import selectors
 import socket
 import struct
+import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from needle.distributed.environment import Place
-from needle.distributed.messages import Connection, encode
-from needle.files import replacing
+from needle.distributed.messages import Connection, decode, encode
+from needle.files import read_secret, replacing
 
 MAGIC = "needle control channel"
-VERSION = "3"  # of the messages, those of needle/distributed/control.py too; a fact like others
+VERSION = "4"  # of the messages, those of needle/distributed/control.py too; a fact like others
 PORTS = 8  # tried from the one that the environment names: others may listen there
 PATIENCE = 2.0  # seconds for a connection, and for the first word of rank 0
 STRANGER_SECONDS = 10.0  # for all of a greeting
+MOST_STRANGERS = 128  # beside the ranks: the oldest is dropped for the next
+LOOPBACK = "127.0.0.1"
+OTHER_KEY = "another start, or another NEEDLE_RANKS_KEY"
+GREETING = {
+    "job": str,
+    "nonce": str,
+    "rank": int,
+    "size": int,
+    "facts": dict,
+    "who": str,
+    "id": str,
+}
 MOST_TEXT = 20_000  # characters of a verdict
 
 
@@ -74,18 +92,36 @@ def meet(
     place: Place, facts: dict[str, str], folder: Path | None, seconds: float, deadline: float
 ) -> dict[int, Connection]:
     """Connections to the other ranks at rank 0, to rank 0 at the others, all of them welcome.
-    RankMissing, RanksDiffer; OSError where rank 0 cannot listen; FileError where it cannot write;
-    ValueError where nothing says how to find rank 0."""
+    RankMissing, RanksDiffer; OSError where rank 0 cannot listen; FileError where it cannot write,
+    and where the key cannot be read; ValueError where nothing says how to find rank 0."""
     if place.host is None and folder is None:
         raise ValueError(
             f"{place.launcher} does not say where rank 0 is: set MASTER_ADDR (its machine) and "
             "MASTER_PORT for all ranks, or give a folder that all of them see"
         )
     file = None if folder is None else folder / f"rank0.{_as_name(place.job)}.json"
-    facts = facts | {MAGIC: VERSION}
+    facts, place = facts | {MAGIC: VERSION}, dataclasses.replace(place, key=key_of(place))
     if place.rank == 0:
         return _receive(place, facts, file, seconds, deadline)
     return {0: _go(place, facts, file, seconds, deadline)}
+
+
+def key_of(place: Place) -> str:
+    """The secret that the ranks of a start share: NEEDLE_RANKS_KEY; without it on one machine that
+    of the user, in a file; on several none, since no launcher hands one round."""
+    if place.key or not place.is_local:
+        return place.key
+    base = os.environ.get("XDG_CONFIG_HOME")
+    path = (Path(base) if base else Path.home() / ".config") / "needle" / "ranks.key"
+    return read_secret(path, "key of the ranks (NEEDLE_RANKS_KEY takes its place)")
+
+
+def _proof(key: str, *words: str) -> str:
+    return hmac.new(key.encode(), json.dumps(words).encode(), "sha256").hexdigest()
+
+
+def _proves(proof: str, key: str, *words: str) -> bool:
+    return hmac.compare_digest(proof.encode(), _proof(key, *words).encode())
 
 
 def name_ranks(ranks: list[int], most: int = 16) -> str:
@@ -97,6 +133,15 @@ def name_ranks(ranks: list[int], most: int = 16) -> str:
 
 
 # ---- rank 0 -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Stranger:
+    """A connection that has not said yet which rank it is."""
+
+    address: str
+    until: float  # by then it must have
+    nonces: tuple[str, ...] = ()  # its own, and the answer's
 
 
 @dataclasses.dataclass
@@ -120,50 +165,60 @@ def _receive(
         selector = stack.enter_context(selectors.DefaultSelector())
         listener.setblocking(False)  # who knocks may be gone before the door opens
         selector.register(listener, selectors.EVENT_READ)
-        strangers: dict[Connection, float] = {}  # -> when they must have said all
+        strangers: dict[Connection, _Stranger] = {}  # the oldest first
+        dropped: Counter[str] = Counter()
+        stack.callback(_tell_dropped, dropped)
         stack.callback(lambda: [one.close() for one in strangers])
         if file is not None:
             port = listener.getsockname()[1]
-            said = {"job": place.job, "nonce": nonce, "addresses": addresses(), "port": port}
+            said = {"job": place.job, "nonce": nonce, "addresses": addresses(place), "port": port}
             said["seconds"] = seconds
             with replacing(file) as out:
                 out.write(json.dumps(said).encode())
             stack.callback(file.unlink, missing_ok=True)
             _remove_stale(file, seconds)
 
-        def drop(connection: Connection) -> None:
+        def drop(connection: Connection, why: str = "") -> None:
             selector.unregister(connection)
-            strangers.pop(connection, None)
+            stranger = strangers.pop(connection, None)
             guests.pop(connection, None)
             connection.close()
+            if stranger is not None:
+                dropped[f"{stranger.address}: {why}"] += 1
 
         while 1 + len(guests) < place.size and time.monotonic() < end:
-            for key, _ in selector.select(max(0.0, min(end - time.monotonic(), 0.5))):
-                if key.fileobj is listener:
+            for event, _ in selector.select(max(0.0, min(end - time.monotonic(), 0.5))):
+                if event.fileobj is listener:
                     with contextlib.suppress(OSError):  # gone again, or no descriptors left
-                        one = Connection(listener.accept()[0], deadline=deadline)
-                        strangers[one] = time.monotonic() + STRANGER_SECONDS
+                        sock, address = listener.accept()
+                        one = Connection(sock, deadline=deadline)
+                        until = time.monotonic() + STRANGER_SECONDS
+                        strangers[one] = _Stranger(address[0], until)
                         selector.register(one, selectors.EVENT_READ)
+                    if len(strangers) > MOST_STRANGERS + place.size:
+                        drop(next(iter(strangers)), "one of too many")
                     continue
-                one = key.fileobj
+                one = event.fileobj
                 if one not in strangers and one not in guests:
                     continue  # dropped a moment ago
                 try:
-                    guest = _greeting(one, place.job, nonce)
+                    if one in guests:
+                        one.receive()
+                        raise ValueError("it has said all already")
+                    guest = _greeting(one, strangers[one], place, nonce)
                     if guest is None:
                         continue
-                    if one in guests:
-                        raise ValueError("it has said all already")
                     one.send(encode(["heard", max(0.0, end - time.monotonic())]))
-                except (OSError, EOFError, ValueError, KeyError):
-                    drop(one)
+                except (OSError, EOFError, ValueError) as error:
+                    drop(one, str(error))
                     continue
-                strangers.pop(one, None)
+                del strangers[one]
                 for same in [it for it, other in guests.items() if other.id == guest.id]:
                     drop(same)  # it comes again
                 guests[one] = guest
-            for one in [one for one, until in strangers.items() if time.monotonic() > until]:
-                drop(one)
+            late = [one for one, it in strangers.items() if time.monotonic() > it.until]
+            for one in late:
+                drop(one, f"said nothing of this protocol for {STRANGER_SECONDS:g} s")
     kind, text = _verdict(place, facts, list(guests.values()), seconds)
     for one in guests:
         with contextlib.suppress(OSError):  # it is gone, which is seen soon enough
@@ -181,29 +236,51 @@ def _remove_stale(own: Path, seconds: float) -> None:
     Ages by the clock of the file system, which may be another machine's."""
     for file in own.parent.glob("rank0.*.json"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # gone, or another's
-            said, age = json.loads(file.read_bytes()), own.stat().st_mtime - file.stat().st_mtime
+            said, age = decode(file.read_bytes()), own.stat().st_mtime - file.stat().st_mtime
             if said["nonce"] and age > said.get("seconds", seconds) + PATIENCE:
                 file.unlink()
 
 
-def _greeting(connection: Connection, job: str, nonce: str) -> _Guest | None:
+def _tell_dropped(dropped: Counter[str]) -> None:
+    if dropped:
+        told = "; ".join(f"{why} ({count} times)" for why, count in dropped.most_common(3))
+        print(
+            f"needle: rank 0 dropped {dropped.total()} connections of strangers: {told:.500}",
+            file=sys.stderr,
+        )
+
+
+def _greeting(
+    connection: Connection, stranger: _Stranger, place: Place, nonce: str
+) -> _Guest | None:
     """The guest, when all that it says has arrived. ValueError for a stranger; EOFError."""
     messages = connection.receive()
     if not messages:
         return None
-    said = messages[0]
-    if len(messages) > 1 or not isinstance(said, dict) or MAGIC not in said:
-        raise ValueError("not of this protocol")
-    if said["job"] != job or said["nonce"] not in ("", nonce):
+    (word, *more), *others = messages
+    if others or word != ("rank" if stranger.nonces else "hello"):
+        raise ValueError("no greeting of this protocol")
+    if word == "hello":
+        stranger.nonces = more[0], secrets.token_hex(32)
+        proof = _proof(place.key, "rank 0", *stranger.nonces)
+        connection.send(encode(["proof", stranger.nonces[1], proof]))
+        return None
+    proof, text = more
+    if not _proves(proof, place.key, "rank", *stranger.nonces, text):
+        connection.send(encode(["stranger", OTHER_KEY]))
+        raise ValueError("another NEEDLE_RANKS_KEY")
+    said = decode(text)
+    if (
+        not isinstance(said, dict)
+        or [(name, type(value)) for name, value in said.items()] != [*GREETING.items()]
+        or any(type(value) is not str for value in said["facts"].values())
+        or not 0 < said["rank"] < said["size"]
+    ):
+        raise ValueError("no greeting of this version")
+    if said.pop("job") != place.job or said.pop("nonce") not in ("", nonce):
         connection.send(encode(["stranger", "another start"]))
         raise ValueError("another start")
-    kinds = {"rank": int, "size": int, "facts": dict, "who": str, "id": str}
-    if any(type(said[name]) is not kind for name, kind in kinds.items()):
-        raise ValueError("not of this protocol")
-    guest = _Guest(**{name: said[name] for name in kinds})
-    if not 0 < guest.rank < guest.size or {type(v) for v in guest.facts.values()} - {str}:
-        raise ValueError("not of this protocol")
-    return guest
+    return _Guest(**said)
 
 
 def _verdict(
@@ -261,21 +338,20 @@ def _quoted(value: str | None) -> str:
 
 def _listen(place: Place, has_file: bool) -> socket.socket:
     """At the port of the environment or one of the next; at any where a file can say which."""
-    if place.port is None:
-        return _listen_at(0)
-    for port in ports(place.port):
+    first = [] if place.port is None else ports(place.port)
+    for port in first + [0] * (has_file or not first):
         with contextlib.suppress(OSError):
-            return _listen_at(port)
-    if has_file:
-        return _listen_at(0)
+            return _listen_at(port, place.is_local)
     raise OSError(
         f"rank 0 cannot listen: the ports {place.port} to {place.port + PORTS - 1} are taken; set "
         "another MASTER_PORT for all ranks"
     )
 
 
-def _listen_at(port: int) -> socket.socket:
+def _listen_at(port: int, is_local: bool) -> socket.socket:
     backlog = 1024  # all ranks of a large start come at once
+    if is_local:
+        return socket.create_server((LOOPBACK, port), backlog=backlog)
     with contextlib.suppress(OSError):  # a machine without IPv6
         return socket.create_server(
             ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
@@ -288,10 +364,12 @@ def ports(first: int) -> list[int]:
     return [port if port < 65536 else port - PORTS for port in range(first, first + PORTS)]
 
 
-def addresses() -> list[str]:
+def addresses(place: Place) -> list[str]:
     """Of this machine: its own name for itself first, for ranks beside rank 0, then all others.
     (Whoever tries one that is another machine's finds nobody there, or a stranger.)"""
-    found = ["127.0.0.1", socket.gethostname()]
+    if place.is_local:
+        return [LOOPBACK]
+    found = [LOOPBACK, socket.gethostname()]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # has no IPv4 address
@@ -313,21 +391,16 @@ def _go(
     place: Place, facts: dict[str, str], file: Path | None, seconds: float, deadline: float
 ) -> Connection:
     end, pause = time.monotonic() + seconds, 0.02
-    greeting = {
-        MAGIC: VERSION,
-        "job": place.job,
-        "rank": place.rank,
-        "size": place.size,
-        "facts": facts,
-    }
-    greeting |= {"who": _who(), "id": secrets.token_hex(8)}
+    id_ = secrets.token_hex(8)
     tried: dict[str, str] = {}  # address -> what came of it
     while True:
         for host, port, nonce in _candidates(place, file):
             if time.monotonic() >= end:
                 break
+            said = place.job, nonce, place.rank, place.size, facts, _who(), id_
+            greeting = json.dumps(dict(zip(GREETING, said, strict=True)))
             try:
-                return _introduce(host, port, greeting | {"nonce": nonce}, place, end, deadline)
+                return _introduce(host, port, greeting, place, end, deadline)
             except (OSError, EOFError, ValueError) as error:
                 tried[f"{host}:{port}"] = getattr(error, "strerror", None) or str(error)
         if time.monotonic() >= end:
@@ -345,46 +418,51 @@ def _go(
 
 
 def _introduce(
-    host: str, port: int, greeting: dict[str, Any], place: Place, end: float, deadline: float
+    host: str, port: int, greeting: str, place: Place, end: float, deadline: float
 ) -> Connection:
-    """The connection, where whoever listens there is rank 0 and welcomes this rank. RankError is
-    the verdict; anything else means to look elsewhere, or again."""
+    """The connection, where rank 0 listens there and welcomes this rank. RankError is the verdict;
+    anything else means to look elsewhere, or again."""
     left = max(0.01, min(PATIENCE, end - time.monotonic()))
     with contextlib.ExitStack() as stack:
         sock = stack.enter_context(socket.create_connection((host, port), timeout=left))
         connection = Connection(sock, deadline=deadline)
-        connection.send(encode(greeting))
-        word, *more = _words(connection.wait(PATIENCE))
-        if word != "heard":
-            raise ValueError(str(more[0]) if word == "stranger" and more else "another program")
-        word, *more = _words(connection.wait(float(more[0]) + PATIENCE))
-        if word in KINDS:
-            verdict = KINDS[word](str(more[0]))
-            verdict.is_rank_0s = True
-            raise verdict
-        if word != "welcome":
-            raise ValueError("another program")
+        own = secrets.token_hex(32)
+        connection.send(encode(["hello", own]))
+        theirs, proof = _answer(connection, PATIENCE, "proof")
+        if not _proves(proof, place.key, "rank 0", own, theirs):
+            raise ValueError(OTHER_KEY)
+        proof = _proof(place.key, "rank", own, theirs, greeting)
+        connection.send(encode(["rank", proof, greeting]))
+        (seconds,) = _answer(connection, PATIENCE, "heard")
+        _answer(connection, seconds + PATIENCE, "welcome")
         connection.limit *= 2 * place.size
         stack.pop_all()
         return connection
 
 
-def _words(message: Any) -> list[Any]:
-    if not isinstance(message, list) or not message:
-        raise ValueError("another program")
-    return message
+def _answer(connection: Connection, seconds: float, wanted: str) -> list[Any]:
+    """The arguments of the next message, of this word. The verdict is raised; ValueError for any
+    other message."""
+    word, *more = connection.wait(seconds)
+    if word in KINDS and wanted == "welcome":
+        verdict = KINDS[word](more[0])
+        verdict.is_rank_0s = True
+        raise verdict
+    if word != wanted:
+        raise ValueError(more[0] if word == "stranger" else "another program")
+    return more
 
 
 def _candidates(place: Place, file: Path | None) -> Iterator[tuple[str, int, str]]:
     """(host, port, nonce): of the file, if it is of this start, then of the environment."""
-    try:
-        said = json.loads(file.read_bytes()) if file is not None else {}
-        if said["job"] == place.job:
-            yield from [(host, int(said["port"]), said["nonce"]) for host in said["addresses"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # rank 0 has not written it yet, or only a part of it is visible here
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # not there, or not whole
+        said = decode(file.read_bytes()) if file is not None else {}
+        port, nonce = said["port"], said["nonce"]
+        if said["job"] == place.job and port in range(1, 65536) and isinstance(nonce, str):
+            yield from [(host, port, nonce) for host in said["addresses"] if isinstance(host, str)]
     if place.host is not None:
-        yield from [(place.host, port, "") for port in ports(place.port)]
+        host = LOOPBACK if place.is_local else place.host
+        yield from [(host, port, "") for port in ports(place.port)]
 
 
 def _who() -> str:

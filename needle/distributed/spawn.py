@@ -1,7 +1,8 @@
 """Ranks on this machine: a command started once for each GPU, without a launcher.
 
-Each process gets torchrun's variables, and NEEDLE_LAUNCH, a word of this start. Rank 0 writes where
-this process does. Of the others only stderr is heard, each line as `rank 3: ...`.
+Each process gets torchrun's variables, NEEDLE_LAUNCH, a word of this start, and NEEDLE_RANKS_KEY,
+the secret by which its ranks know each other. Rank 0 writes where this process does. Of the others
+only stderr is heard, each line as `rank 3: ...`.
 
 A heartbeat (needle/heartbeat.py) is rank 0's alone: a supervisor above this process hears one
 training, whose steps all ranks do together. The others beat into the void, so that they know that
@@ -176,6 +177,7 @@ def environments(count: int) -> list[dict[str, str]]:
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
         "NEEDLE_LAUNCH": secrets.token_hex(8),
+        "NEEDLE_RANKS_KEY": secrets.token_hex(32),
     }
     # Threads that wait for work spin: of all ranks together no more than there are processors.
     shared.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))

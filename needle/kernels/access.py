@@ -16,9 +16,10 @@ import re
 import resource
 import secrets
 import socket
-import stat
 from collections.abc import Iterable
 from pathlib import Path
+
+from needle.files import FileError, read_secret
 
 BACKLOG = 1024  # connections that wait to be taken
 MOST_FILES = 1 << 16  # hard limits of 2^30 are seen, and programs that try every file up to them
@@ -26,8 +27,6 @@ MOST_CONNECTIONS = 1000
 LEAST_CONNECTIONS = 8
 KEPT_FILES = 32  # for what the service itself opens
 DEVICE_FILES = 32  # for the job of a device, its processes, those that start and those that end
-TOKEN_BYTES = 32  # of chance
-TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{20,512}")  # what the header Authorization can hold
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 HOST = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([^\s\[\]:/@]+))(?::\d{1,5})?")
 
@@ -46,52 +45,12 @@ def token_path() -> Path:
 
 
 def read_token(path: Path) -> str:
-    """The token in a file; the first time, a new one is written there. AccessError where others can
-    read it, where another user wrote it, and where it holds no token."""
+    """The token in a file; the first time, a new one is written there. AccessError where it is not
+    this user's alone, or is no token."""
     try:
-        if not os.path.lexists(path):
-            _make_token(path)
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise AccessError(f"{path}: the token cannot be read: {error.strerror or error}") from None
-    try:
-        facts = os.fstat(file)
-        if not stat.S_ISREG(facts.st_mode):
-            raise AccessError(f"{path}: no file, and so no token")
-        if facts.st_uid != os.geteuid():
-            raise AccessError(
-                f"{path}: belongs to user {facts.st_uid}, and this is {os.geteuid()}: who wrote it "
-                "knows the token; take another --token-file"
-            )
-        if facts.st_mode & 0o077:
-            raise AccessError(
-                f"{path}: its mode is {stat.S_IMODE(facts.st_mode):04o}, so that others can read "
-                f"the token. Delete it, and a new one is made; or, if nobody has: chmod 600 {path}"
-            )
-        token = os.read(file, 4096).decode("ascii", "replace").strip()
-    finally:
-        os.close(file)
-    if not TOKEN.fullmatch(token):
-        raise AccessError(
-            f"{path}: holds no token: 20 to 512 letters, digits or ._~+/=- in one line. Delete it, "
-            "and a new one is made"
-        )
-    return token
-
-
-def _make_token(path: Path) -> None:
-    """Whole or not at all; where another service is faster, its token stays."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        with open(file, "w") as text:
-            text.write(secrets.token_urlsafe(TOKEN_BYTES) + "\n")
-        os.link(new, path)
-    except FileExistsError:
-        pass  # it is read next
-    finally:
-        os.unlink(new)
+        return read_secret(path, "token")
+    except FileError as error:
+        raise AccessError(str(error)) from None
 
 
 def right_token(headers: Iterable[str], token: str) -> bool:

@@ -21,9 +21,11 @@ rank, size, port = int(rank), int(size), int(port)
 deadline, seconds = float(deadline), float(seconds)
 def say(*words):
     print(*words, flush=True)
-def join(facts={{}}, rank=rank, size=size, job="test", host="127.0.0.1"):
+KEY = "the key of the tests"
+def join(facts={{}}, rank=rank, size=size, job="test", host="127.0.0.1", local=True, key=KEY):
     folder_or_none = Path(folder) if host is None else None
-    place = Place(rank, size, rank, size, "torchrun", host, port if host else None, job)
+    there = (rank, size) if local else (0, 1)
+    place = Place(rank, size, *there, "torchrun", host, port if host else None, job, key)
     return Control.join(place, facts, folder_or_none, seconds, deadline)
 def main():
 """

@@ -3,9 +3,15 @@ killed, stopped or late, in a gather and in a collective that hangs in C."""
 
 import re
 import signal
+import socket
+import struct
 import time
 
 import pytest
+
+from needle.distributed.control import Control, RanksDiffer
+from needle.distributed.environment import Place
+from needle.distributed.messages import Connection
 
 # A rank that stands for one in NCCL: its main thread sleeps where no exception reaches it.
 HANG = "time.sleep(600)"
@@ -372,6 +378,47 @@ control.gather("x", 1)
     for rank in start(body, 3):
         code, _, said = rank.end()
         assert code == 1 and "rank 1 sent what is no message" in said
+
+
+FORGED = [
+    '["value", 2, "x", 0, "no JSON"]',
+    '["value", 2, "x", 0, "' + 1000 * "[" + '"]',
+    '["value", 2, "x", 0, null]',
+    '["value", true, "x", 0, "1"]',
+    '["value", 2, "x", 0]',
+    '["values", 2, ["1", 1, "1"]]',
+    '["values", 2, ["1"]]',
+    '["at", 1, "x", 1, "gather", NaN, 1, "x", 1, "", 1]',
+    '["at", 1, "x", 1, "gather", 1e400, 1, "x", 1, "", 1]',
+    '["late", 1, "x", 1, "gather", -1]',
+    '["end", "differ", "go home", 0]',
+    '["end", "differ", "go home", 1e9]',
+    '["end", "unheard of", "go home", 1]',
+    '["end", null, "go home", 1]',
+    '["left", 7]',
+    '["bye", 1, null, 1]',
+    '["heard", null]',
+    '[["at"]]',
+    "{}",
+    "null",
+]
+
+
+@pytest.mark.parametrize("forger", [0, 1])
+def test_forged_messages_are_no_messages(forger):
+    """Each names the rank that sent it, by an error of the control channel."""
+    for text in FORGED:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            theirs = socket.create_connection(listener.getsockname())
+            connection = Connection(listener.accept()[0])
+        place = Place(1 - forger, 2, 1 - forger, 2, "mpirun")
+        control = Control(place, {forger: connection}, 20.0)
+        theirs.sendall(struct.pack(">I", len(text)) + text.encode())
+        with pytest.raises(RanksDiffer, match=f"rank {forger} sent what is no message"):
+            raise AssertionError(f"{text}: {control.gather('x', 1)}")
+        theirs.close()
+        control.close()
+        control._thread.join()
 
 
 @pytest.mark.parametrize("late", [0, 1])

@@ -69,6 +69,14 @@ def test_needle_itself():
     assert place == Place(3, 4, 1, 2, "needle", "10.0.0.1", 29500, "f00")
 
 
+def test_the_key_of_a_start():
+    keyed = find(TORCHRUN | {"NEEDLE_RANKS_KEY": "k" * 16})
+    assert keyed.key == "k" * 16 and keyed.rank == 3 and not keyed.is_local
+    assert find(OPEN_MPI).key == "" and find(OPEN_MPI).is_local
+    with pytest.raises(ValueError, match="NEEDLE_RANKS_KEY has 15 characters"):
+        find(SRUN | {"NEEDLE_RANKS_KEY": "k" * 15})
+
+
 def test_mpirun():
     place = find(OPEN_MPI)
     assert (place.rank, place.size, place.local_rank, place.local_size) == (1, 2, 1, 2)

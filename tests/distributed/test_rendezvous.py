@@ -1,6 +1,7 @@
 """needle/distributed/rendezvous.py: ranks that come, that do not, that do not belong together, and
 strangers at the door."""
 
+import dataclasses
 import json
 import os
 import socket
@@ -13,6 +14,7 @@ from rank_processes import free_port
 from needle.distributed import rendezvous
 from needle.distributed.environment import Place
 from needle.distributed.rendezvous import name_ranks
+from needle.files import FileError
 
 MEET = """
 control = join()
@@ -21,15 +23,32 @@ control.close()
 """
 
 
-def greeting(port, **changes):
-    """A connection that says what a rank says, with changes."""
-    said = {rendezvous.MAGIC: rendezvous.VERSION, "job": "test", "nonce": "", "rank": 1, "size": 2}
-    said |= {
-        "facts": {rendezvous.MAGIC: rendezvous.VERSION},
-        "who": "somebody",
-        "id": "x",
-    } | changes
-    return knock(port, frame(json.dumps(said).encode()))
+KEY = "the key of the tests"  # rank_processes.py's
+
+
+def message(*words):
+    return frame(json.dumps(words).encode())
+
+
+def hello(port):
+    """A connection that has begun as a rank does, and both nonces."""
+    sock = knock(port, message("hello", "n" * 64))
+    return sock, ("n" * 64, heard(sock)[1])
+
+
+def heard(sock):
+    (length,) = struct.unpack(">I", sock.recv(4, socket.MSG_WAITALL))
+    return json.loads(sock.recv(length, socket.MSG_WAITALL))
+
+
+def greeting(port, key=KEY, text=None, **changes):
+    """A connection that says all that a rank says, with changes."""
+    sock, nonces = hello(port)
+    said = {"job": "test", "nonce": "", "rank": 1, "size": 2}
+    said |= {"facts": {rendezvous.MAGIC: rendezvous.VERSION}, "who": "somebody", "id": "x"}
+    text = json.dumps(said | changes) if text is None else text
+    sock.sendall(message("rank", rendezvous._proof(key, "rank", *nonces, text), text))
+    return sock
 
 
 def frame(text):
@@ -151,25 +170,30 @@ def test_another_job_is_none_of_ours(start):
     [other] = start("join(job='other')", 2, ranks=(1,), port=port, seconds=1.0)
     code, _, said = other.end()
     assert code == 75 and "another start" in said
-    for rank in [*ours, *start(MEET, 2, ranks=(1,), port=port)]:
-        assert rank.end() == (0, ["[0, 1]"], "")
+    for rank in [*start(MEET, 2, ranks=(1,), port=port), *ours]:
+        code, words, said = rank.end()
+        assert (code, words) == (0, ["[0, 1]"]) and (not said or "another start" in said)
 
 
 def test_strangers_cost_nothing(start):
-    """What they say, half of it, too much, or nothing at all: they neither hold up nor end ours."""
+    """They neither hold up nor end ours, with what they say, half of it, too much, or nothing."""
     port = free_port()
     [first] = start(MEET, 3, ranks=(0,), port=port)
-    whole = frame(
-        json.dumps({rendezvous.MAGIC: rendezvous.VERSION, "job": "test", "nonce": ""}).encode()
-    )
+    proof = message("rank", "0" * 64, "{}")
     strangers = [
         knock(port, data)
         for data in (
             b"",
             b"GET / HTTP/1.1\r\n\r\n",
             bytes(range(256)) * 300,
-            whole,  # lacks the rest
-            whole[:-5],  # half a message
+            message("hello"),
+            message("hello", None),
+            message("hello", "n", "n"),
+            message("hello", "n")[:-2],
+            message("hello", "n") + proof,
+            message("at", 1, "x", 1, "gather", 1, 1, "x", 1, "", 1),
+            message("end", "differ", "go home", 1),
+            proof,
             b"\0\0",  # half a length
             frame(b"[" * 100_000),
             frame(b"\xff\xfe"),
@@ -187,14 +211,150 @@ def test_strangers_cost_nothing(start):
         greeting(port, facts=[]),
         greeting(port, facts={"x": 1}),
         greeting(port, nonce="of another start"),
+        greeting(port, more=1),
+        greeting(port, text="null"),
+        greeting(port, text="[" * 100_000),
     ]
     gone = greeting(port, size=3)  # a rank, as it seems, that dies before all are there
     gone.close()
     time.sleep(0.2)
-    for rank in (first, *start(MEET, 3, ranks=(1, 2), port=port)):
+    others = start(MEET, 3, ranks=(1, 2), port=port)
+    code, words, said = first.end()
+    assert (code, words) == (0, ["[0, 1, 2]"])
+    assert said.startswith("needle: rank 0 dropped ") and said.count("\n") == 1
+    assert " connections of strangers: 127.0.0.1: " in said
+    for rank in others:
         assert rank.end() == (0, ["[0, 1, 2]"], "")
     for sock in strangers:
         sock.close()
+
+
+@pytest.mark.parametrize("key", ["", "the key of others", None])
+def test_a_stranger_without_the_key_claims_no_rank(start, key, monkeypatch, tmp_path):
+    """Job, rank and size are those of the start; None: the key is the user's, and nobody set it."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
+    port = free_port()
+    body = MEET if key is not None else MEET.replace("join()", "join(key='')")
+    [first] = start(body, 2, ranks=(0,), port=port)
+    claims = [
+        greeting(port, key or "", **changes)
+        for changes in ({}, {"size": 3}, {"facts": {"x": "y"}}, {"rank": 0})
+    ]
+    for claim in claims:
+        assert heard(claim) == ["stranger", rendezvous.OTHER_KEY]
+        assert claim.recv(1) == b""
+    [second] = start(body, 2, ranks=(1,), port=port)
+    code, words, said = first.end()
+    assert (code, words) == (0, ["[0, 1]"]) and "another NEEDLE_RANKS_KEY (4 times)" in said
+    assert second.end() == (0, ["[0, 1]"], "")
+
+
+def test_proof_of_one_connection_is_none_in_another(start):
+    port = free_port()
+    [first] = start(MEET, 2, ranks=(0,), port=port)
+    sock, nonces = hello(port)
+    again, _ = hello(port)
+    again.sendall(message("rank", rendezvous._proof(KEY, "rank", *nonces, "{}"), "{}"))
+    assert heard(again) == ["stranger", rendezvous.OTHER_KEY]
+    [second] = start(MEET, 2, ranks=(1,), port=port)
+    assert first.end()[0] == second.end()[0] == 0
+
+
+def test_more_strangers_than_descriptors_do_not_delay_the_start(start, within):
+    port = free_port()
+    [first] = start(
+        "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))\n" + MEET,
+        2, ranks=(0,), port=port,
+    )  # fmt: skip
+    crowd = [knock(port, b"") for _ in range(400)]
+    with within(6):
+        [second] = start(MEET, 2, ranks=(1,), port=port)
+        assert second.end() == (0, ["[0, 1]"], "")
+        assert first.end()[0] == 0
+    for sock in crowd:
+        sock.close()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        ["heard", None],
+        ["heard", True],
+        ["heard", -1],
+        ["heard", 1e400],
+        ["heard"],
+        ["welcome", 1],
+        ["stranger", None],
+        ["missing", "go home"],
+        ["proof", None, None],
+        ["unheard of", 1],
+        [["heard"], 1],
+        {"heard": 1},
+        None,
+    ],
+)
+@pytest.mark.parametrize("when", ["first", "behind a proof"])
+def test_forged_answers_end_no_rank(start, answer, when):
+    """A rank goes on looking for rank 0 at the next port."""
+    with socket.create_server(("127.0.0.1", 0)) as forger:
+        port = forger.getsockname()[1]
+        [second] = start(MEET, 2, ranks=(1,), port=port)
+        sock, _ = forger.accept()
+        _, nonce = heard(sock)
+        if when != "first":
+            proof = rendezvous._proof(KEY, "rank 0", nonce, "n")
+            sock.sendall(message("proof", "n", proof))
+            assert heard(sock)[0] == "rank"
+        sock.sendall(frame(json.dumps(answer).encode()))
+        forger.close()
+        [first] = start(MEET, 2, ranks=(0,), port=port)
+        assert second.end() == (0, ["[0, 1]"], "")
+        assert first.end()[:2] == (0, ["[0, 1]"])
+
+
+def test_a_forged_file_ends_no_rank(start, tmp_path):
+    path = tmp_path / "rank0.test.json"
+    said = {"job": "test", "nonce": "n", "addresses": ["127.0.0.1"], "port": 1}
+    for wrong in ({"port": 99999}, {"port": "1"}, {"addresses": [1, None]}, {"nonce": None}, None):
+        path.write_text("[" * 100_000 if wrong is None else json.dumps(said | wrong))
+        body = MEET.replace("join()", "join(host=None)")
+        [second] = start(body, 2, ranks=(1,))
+        time.sleep(0.2)
+        [first] = start(body, 2, ranks=(0,))
+        assert second.end() == first.end() == (0, ["[0, 1]"], ""), wrong
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_rank_0_listens_on_loopback_where_all_ranks_are_local(start, local):
+    """MASTER_ADDR may be the machine's name for others."""
+    body = MEET.replace("join()", f"join(local={local}, host={{}})")
+    port = free_port()
+    host = repr(socket.gethostname()) if local else "'127.0.0.1'"
+    [first] = start(body.format(host), 2, ranks=(0,), port=port)
+    knock(port, b"").close()
+    found = {
+        bytes.fromhex(line.split()[1].partition(":")[0])
+        for path in ("/proc/net/tcp", "/proc/net/tcp6")
+        for line in open(path).readlines()[1:]
+        if line.split()[1].endswith(f":{port:04X}") and line.split()[3] == "0A"
+    }
+    assert found == ({bytes([1, 0, 0, 127])} if local else found & {bytes(4), bytes(16)})
+    [second] = start(body.format(host), 2, ranks=(1,), port=port)
+    assert second.end() == (0, ["[0, 1]"], "") and first.end()[:2] == (0, ["[0, 1]"])
+
+
+def test_the_key_of_a_user_is_made_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    local, spread = Place(0, 2, 0, 2, "mpirun"), Place(0, 2, 0, 1, "mpirun")
+    key = rendezvous.key_of(local)
+    assert len(key) >= 40 and key == rendezvous.key_of(local)
+    assert (tmp_path / "needle" / "ranks.key").stat().st_mode & 0o777 == 0o600
+    assert rendezvous.key_of(spread) == ""
+    given = dataclasses.replace(local, key="given by the user")
+    assert rendezvous.key_of(given) == "given by the user" and "given" not in repr(given)
+    (tmp_path / "needle" / "ranks.key").chmod(0o644)
+    with pytest.raises(FileError, match="NEEDLE_RANKS_KEY takes its place.*chmod 600"):
+        rendezvous.key_of(local)
 
 
 def test_a_rank_that_comes_again_counts_once(start):
@@ -213,7 +373,7 @@ def test_an_ipv6_address(start):
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("no ::1 here")
-    for rank in start(MEET.replace("join()", "join(host='::1')"), 2):
+    for rank in start(MEET.replace("join()", "join(host='::1', local=False)"), 2):
         assert rank.end() == (0, ["[0, 1]"], "")
 
 
@@ -233,9 +393,10 @@ def test_all_ports_are_taken(monkeypatch):
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         monkeypatch.setattr(rendezvous, "PORTS", 1)
-        place = Place(0, 2, 0, 2, "torchrun", "127.0.0.1", port)
-        with pytest.raises(OSError, match="another MASTER_PORT"):
-            rendezvous.meet(place, {}, None, 0.1, 1.0)
+        for local in ((0, 2), (0, 1)):
+            place = Place(0, 2, *local, "torchrun", "127.0.0.1", port, key=KEY)
+            with pytest.raises(OSError, match="another MASTER_PORT"):
+                rendezvous.meet(place, {}, None, 0.1, 1.0)
 
 
 def test_names_of_ranks():

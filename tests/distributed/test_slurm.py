@@ -21,7 +21,7 @@ MISSING = mpi_runs.missing() or slurm_cluster.missing()
 def submit(tmp_path):
     """submit(exit code of srun, flags, variables) -> (exit code, words of srun, of scontrol)."""
     says = {
-        "srun": 'printf "%s\\n" "$@" >srun.words\nexit $srun_code',
+        "srun": 'printf "%s\\n" "$@" >srun.words; echo $NEEDLE_RANKS_KEY >srun.key; exit $srun_code',
         "scontrol": 'printf "%s\\n" "$@" >scontrol.words',
         "squeue": 'echo "$squeue_says"',
     }
@@ -52,6 +52,15 @@ def test_the_flags_reach_the_app(submit):
     assert srun[2:] == ["/opt/my python", "apps/train_pythia.py", "--resume", "auto"] + [
         *("--name", "slurm-17", "--recipe", "pythia", "--data", "a b", "--name", "mine")
     ]
+
+
+def test_each_job_has_a_key_of_its_own(submit, tmp_path):
+    keys = []
+    for given in ({}, {}, {"NEEDLE_RANKS_KEY": "given by the user"}):
+        submit(0, **given)
+        keys.append((tmp_path / "srun.key").read_text().strip())
+    assert keys[0] != keys[1] and keys[2] == "given by the user"
+    assert all(re.fullmatch("[0-9a-f]{64}", key) for key in keys[:2])
 
 
 def test_back_into_the_queue(submit):

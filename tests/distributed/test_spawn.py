@@ -93,6 +93,8 @@ def test_each_rank_knows_its_place(monkeypatch):
         {(p.port, p.job) for p in places}
     ) == 1
     assert spawn.environments(3)[0]["NEEDLE_LAUNCH"] != places[0].job
+    assert len({place.key for place in places}) == 1 and len(places[0].key) == 64
+    assert spawn.environments(3)[0]["NEEDLE_RANKS_KEY"] != places[0].key
     threads = int(made[0]["OMP_NUM_THREADS"])
     assert 1 <= threads <= max(1, len(os.sched_getaffinity(0)) // 3)
     assert heartbeat.PIPE not in made[0]
