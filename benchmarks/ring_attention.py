@@ -2,6 +2,7 @@
 
     python benchmarks/ring_attention.py                    T = 16384, 65536, 131072; all GPUs
     python benchmarks/ring_attention.py --lengths 65536 --head-dims 64 --alone
+    torchrun --nproc-per-node 8 benchmarks/ring_attention.py
 
 One sequence, 8 heads, bfloat16, causal. TFLOP/s a GPU count 4 D operations a pair of query and key
 forward and 10 D backward, half of all pairs, over the GPUs. The ideal is needle's attention of the
@@ -9,8 +10,10 @@ whole sequence on one GPU; a share is the rate of all GPUs over that of one time
 needle's ring_attention gathers keys and values, in the zigzag layout; the peer is PyTorch's context
 parallel with cuDNN's attention, which gathers them too, and cuDNN's on one GPU.
 
-Each side is a group of processes. A sample is as many steps as take some 100 ms, between two events
-of the device; the sides take turns, and the median of the samples is shown, of the slowest rank.
+Each side is a group of processes; under torchrun, mpirun or srun needle's is the ranks that it
+started, on several machines too, and PyTorch is left out. A sample is as many steps as take some
+100 ms, between two events of the device; the sides take turns, and the median of the samples is
+shown, of the slowest rank.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -35,7 +39,9 @@ from machine import machine_now
 
 import needle as ndl
 from needle import _C, ops
-from needle.distributed.group import visible_gpus
+from needle.distributed import environment
+from needle.distributed.control import Control
+from needle.distributed.group import Group, visible_gpus
 from needle.processes import program
 
 HEADS, SAMPLES, SAMPLE_MS = 8, 5, 100.0
@@ -46,9 +52,8 @@ Step = Callable[[], Any]
 # ---- the processes of a group --------------------------------------------------------------------
 
 
-def needle_worker() -> None:
-    group = join()
-    device = own_gpu(group)
+def timed_by(group: Group, device: ndl.Device) -> Callable[..., float]:
+    """A function that returns the milliseconds of a step of needle's."""
 
     def random(time: int, dim: int, seed: int) -> ndl.Tensor:
         """The same rows again and again: the host would take seconds for so many."""
@@ -84,8 +89,24 @@ def needle_worker() -> None:
         last.record()
         return first.elapsed(last) / steps
 
-    serve(answer)
+    return answer
+
+
+def needle_worker() -> None:
+    group = join()
+    serve(timed_by(group, own_gpu(group)))
     group.close()
+
+
+class Given:
+    """The first `count` ranks of a launcher, in place of Workers. All its ranks ask."""
+
+    def __init__(self, group: Group, answer: Callable[..., float], count: int) -> None:
+        self.count, self._group, self._answer = count, group, answer
+
+    def ask(self, **question: Any) -> list[float]:
+        own = self._answer(**question) if self._group.rank < self.count else None
+        return self._group.gather("a sample", own)[: self.count]
 
 
 def torch_worker() -> None:
@@ -147,7 +168,7 @@ def torch_worker() -> None:
 # ---- the driver ----------------------------------------------------------------------------------
 
 
-def measure(sides: dict[str, Workers], time: int, dim: int) -> None:
+def measure(sides: dict[str, Workers | Given], time: int, dim: int) -> None:
     operations, steps = 14 * dim * HEADS * time * time / 2, {}
     for name, side in [*sides.items()]:
         try:
@@ -179,7 +200,7 @@ def measure(sides: dict[str, Workers], time: int, dim: int) -> None:
             print(f"  {name}: THIS DOES NOT COUNT: too fast to have computed the whole attention")
 
 
-def steps_of(side: Workers, time: int, dim: int) -> int:
+def steps_of(side: Workers | Given, time: int, dim: int) -> int:
     side.ask(time=time, dim=dim, steps=1)
     ms = max(side.ask(time=time, dim=dim, steps=1))
     return min(max(round(SAMPLE_MS / ms), 1), 30)
@@ -202,12 +223,35 @@ def main() -> None:
     args = parser.parse_args()
     if args.worker:
         return {"needle": needle_worker, "torch": torch_worker}[args.worker]()
+    place = environment.find()
+    count = (args.gpus or visible_gpus()) if place is None else place.size
+    if any(length % (2 * max(count, 1)) for length in args.lengths):
+        parser.error(f"--lengths: {count} ranks share multiples of {2 * count} tokens")
+    if place is None:
+        return drive(args, *workers(parser, args))
+    if args.gpus or place.size == 1:
+        parser.error(f"{place.launcher} chooses the ranks, and this needs 2 or more of them")
+    group = Group(place, Control.join(place, {"flags": " ".join(sys.argv[1:])}))
+    device = group.device("auto")
+    group.connect(device)
+    sides = {
+        "needle, 1 GPU": Given(group, timed_by(Group(), device), 1),
+        f"needle, {place.size} GPUs": Given(group, timed_by(group, device), place.size),
+    }
+    with open(os.devnull, "w") as nowhere:
+        with contextlib.redirect_stdout(nowhere if group.rank else sys.stdout):
+            drive(args, sides, place.size, device)
+    group.close()
+
+
+def workers(
+    parser: argparse.ArgumentParser, args: argparse.Namespace
+) -> tuple[dict[str, Workers], int, ndl.Device]:
+    """The sides, as processes of this machine; how many GPUs, and one of them."""
     visible = visible_gpus()
     gpus = args.gpus or visible
     if not 2 <= gpus <= visible:
         parser.error(f"{visible} GPUs are visible, and this needs 2 or more of them")
-    properties = ndl.cuda().properties()
-    print(f"{gpus} x {properties['name']}, {properties['detail']}; bfloat16, {HEADS} heads, causal")
     kinds = ["needle"]
     if not args.alone and importlib.util.find_spec("torch"):
         kinds.append("torch")
@@ -217,13 +261,23 @@ def main() -> None:
         name: Workers(name, count, [__file__, "--worker", kind])
         for name, (kind, count) in names.items()
     }
+    return sides, gpus, ndl.cuda()
+
+
+def drive(args: argparse.Namespace, sides: dict[str, Any], count: int, device: ndl.Device) -> None:
+    properties = device.properties()
+    print(
+        f"{count} x {properties['name']}, {properties['detail']}; bfloat16, {HEADS} heads, causal"
+    )
     for dim in args.head_dims:
         for time in args.lengths:
             measure(sides, time, dim)
-    asked = machine_now()
-    print(f"\nclock, power, temperature: {asked.communicate()[0].strip()}".replace("\n", "\n  "))
+    if not device.is_host:
+        asked = machine_now().communicate()[0].strip()
+        print(f"\nclock, power, temperature: {asked}".replace("\n", "\n  "))
     for side in sides.values():
-        side.close()
+        if isinstance(side, Workers):
+            side.close()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,10 @@ copies between GPUs. It multiplies two matrices on each device and compares with
 less than 10 s where a processor is free. With --full it tries every op in each dtype, size and
 layout, each pair of GPUs, and recovery from a fault that is planted, in less than 2 minutes.
 
-Under torchrun each rank examines its own device and prints a line.
+Under torchrun, mpirun or srun each rank examines its own device, then all ranks together an
+all_gather, an all_reduce and a step of ring attention, which are compared with NumPy. Each rank
+prints a line; a rank that is wrong, late, stopped or gone is named with its device, within 30 s
+more.
 
 The exit code is 0 when all is right and 1 when something that should work does not: each failure is
 a line with FAILED, the op where it is one's, and the remedy. A machine without a GPU is right, but
@@ -30,9 +33,11 @@ from typing import Any, TextIO
 
 from needle import _C
 from needle.diagnose import facts as known
-from needle.diagnose import recovery
+from needle.diagnose import ranks, recovery
 from needle.diagnose.children import Child, Crew
 from needle.diagnose.finding import Finding
+from needle.distributed import environment
+from needle.distributed.environment import Place
 from needle.peaks import peak
 
 LINKED, UNLINKED = 40e9, 2e9  # bytes/s between GPUs, with NVLinks and without, at the very least
@@ -43,7 +48,7 @@ PLAIN = {"NEEDLE_TF32": "0", "NEEDLE_TRACE": "0"}
 @dataclasses.dataclass(frozen=True)
 class Times:
     """Deadlines, in seconds after the start: of the driver's answers, of each device, of copies
-    between them, of all."""
+    between them, of all but what ranks do together."""
 
     driver: float
     devices: float
@@ -53,6 +58,7 @@ class Times:
 
 QUICK = Times(4.5, 8.0, 8.7, 9.2)
 FULL = Times(20, 80, 100, 115)
+MEET, TOGETHER = 10.0, 20.0  # seconds: for all ranks to come, and then for their collectives
 
 
 def parser() -> argparse.ArgumentParser:
@@ -74,11 +80,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 class Report:
-    """Findings and facts, printed as they come: as lines, under torchrun as a line of its rank, as
+    """Findings and facts, printed as they come: as lines, of a rank as a line with its number, as
     JSON when all is done."""
 
-    def __init__(self, is_json: bool, rank: tuple[int, int] | None, log: TextIO | None) -> None:
-        self.is_json, self.rank, self._log = is_json, rank, log
+    def __init__(self, is_json: bool, place: Place | None, log: TextIO | None) -> None:
+        self.is_json, self.place, self._log = is_json, place, log
         self.facts: dict[str, Any] = {}
         self.findings: list[Finding] = []
 
@@ -101,21 +107,25 @@ class Report:
     def describe(self, name: str, text: str) -> None:
         """A line of facts."""
         self.log(f"{name}: {text}")
-        if self.rank is None:
+        if self.place is None:
             self.say(f"{name:<14} {text}")
 
     def add(self, *findings: Finding) -> None:
         for finding in findings:
             self.findings.append(finding)
             self.log(finding.line())
-            if self.rank is None:
+            if self.place is None:
                 self.say(finding.line())
             elif finding.has_failed:
-                self.say(f"rank {self.rank[0]} of {self.rank[1]}: {finding.line()}")
+                self.say(f"{self.who}: {finding.line()}")
 
     def close(self) -> None:
         if self._log is not None:
             self._log.close()
+
+    @property
+    def who(self) -> str:
+        return f"rank {self.place.rank} of {self.place.size}"
 
     @property
     def failures(self) -> list[Finding]:
@@ -128,10 +138,11 @@ class Report:
             found = [finding.to_json() for finding in self.findings]
             failed = [finding.to_json() for finding in self.failures]
             ends = {"ok": not count, "failures": failed, "findings": found, "seconds": seconds}
-            ranked = {} if self.rank is None else {"rank": self.rank[0], "ranks": self.rank[1]}
+            place = self.place
+            ranked = {} if place is None else {"rank": place.rank, "ranks": place.size}
             print(json.dumps(ranked | self.facts | ends), flush=True)
-        elif self.rank is not None:
-            self.say(f"rank {self.rank[0]} of {self.rank[1]}: {self.summary()}")
+        elif self.place is not None:
+            self.say(f"{self.who}: {self.summary()}")
         else:
             verdict = f"FAILED: {count}, above" if count else "nothing is wrong"
             self.describe("in short", f"{verdict} ({seconds:.1f} s)")
@@ -144,7 +155,8 @@ class Report:
         verdict = f"FAILED: {len(self.failures)}, above" if self.failures else "ok"
         kinds = ("product", "rates", "ops", "step")
         right = [f for f in self.findings if f.level == "ok" and f.where == which]
-        about = [finding.text for finding in right if finding.what in kinds]
+        right += [f for f in self.findings if f.where == "ranks" and not f.has_failed]
+        about = [finding.text for finding in right if finding.what in (*kinds, "ranks")]
         return f"{which} {verdict}: " + "; ".join(about)
 
 
@@ -153,31 +165,27 @@ def log_refused(path: str, error: OSError) -> Finding:
     return Finding("failed", "log", "log", text, "give --log a path on a disk with room")
 
 
-def rank_of_torchrun() -> tuple[int, int, int] | None:
-    """(rank, number of ranks, rank on this machine), where torchrun started this process."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    values = [os.environ.get(name, "") for name in names]
-    return tuple(map(int, values)) if all(v.isdigit() for v in values) else None  # type: ignore
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """The program; its exit code."""
     start, made = time.monotonic(), parser()
     args = made.parse_args(argv)
     if args.device is not None and args.device < 0:
         made.error(f"--device must be 0 or more, not {args.device}")
-    rank = rank_of_torchrun()
+    try:
+        place = environment.find()
+    except ValueError as error:
+        made.error(str(error))
     log, refused = None, []
     if args.log:
         try:
             log = open(args.log, "w", encoding="utf-8")
         except OSError as error:
             refused = [log_refused(args.log, error)]
-    report = Report(args.json, rank[:2] if rank else None, log)
+    report = Report(args.json, place, log)
     report.add(*refused)
     try:
         with Crew(report.log) as crew:
-            examine(args, rank, report, crew, start)
+            examine(args, report, crew, start)
         return report.end(round(time.monotonic() - start, 1))
     except KeyboardInterrupt:  # the children are gone
         return 130
@@ -185,21 +193,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         report.close()
 
 
-def examine(
-    args: argparse.Namespace,
-    rank: tuple[int, int, int] | None,
-    report: Report,
-    crew: Crew,
-    start: float,
-) -> None:
+def examine(args: argparse.Namespace, report: Report, crew: Crew, start: float) -> None:
     """Everything, in the order in which it is printed."""
-    times, env = FULL if args.full else QUICK, dict(PLAIN)
+    place, times, env = report.place, FULL if args.full else QUICK, dict(PLAIN)
 
     def begin(until: float, where: str, role: str, *words: str) -> Child:
         deadline = start + until
         return crew.start(where, role, *words, deadline=deadline, is_full=args.full, env=env)
 
-    wanted = rank[2] if rank and args.device is None else args.device
+    wanted = place.local_rank if place and args.device is None else args.device
     machine = begin(times.driver, "machine", "machine")
     cpu = begin(times.devices, str(_C.cpu()), "device", "cpu", "0") if wanted is None else None
     folder = begin(times.all, "run", "run", args.run) if args.run else None
@@ -211,10 +213,13 @@ def examine(
     report.facts |= known.here() | {"cuda": cuda, "gpus": machine.facts.get("gpus", [])}
     for name, text in known.lines(report.facts):
         report.describe(name, text)
+    if place and args.device is None and cuda.get("count") == 1:
+        wanted = 0  # the launcher lets each rank see its own
     chosen, told = choose(wanted, machine, cuda, is_asked=args.device is not None)
     if wanted is not None and not chosen and not cuda["usable"]:
         cpu = begin(times.devices, str(_C.cpu()), "device", "cpu", "0")  # there is nothing else
-    cores = len(os.sched_getaffinity(0)) // max(1, len(chosen))
+    sharing = place.local_size if place else max(1, len(chosen))
+    cores = len(os.sched_getaffinity(0)) // sharing
     if "OMP_NUM_THREADS" not in os.environ:  # each compares with the CPU
         env["OMP_NUM_THREADS"] = str(max(1, cores))
     children = [begin(times.devices, name, "device", "cuda", str(i)) for i, name in chosen]
@@ -230,6 +235,8 @@ def examine(
         copies = begin(times.peers, "cuda()", "peers", str(slowest_link(report.facts)), *indices)
         crew.wait(copies)
         show(report, copies)
+    if place and place.size > 1:
+        together(crew, report, chosen, start + times.devices + MEET, env)
     if args.full:
         for (index, name), child in zip(chosen, children):
             if child.ended == "done":
@@ -239,6 +246,24 @@ def examine(
             crew.wait(asked)
             show(report, asked)
             report.facts[asked.where] = asked.facts
+
+
+def together(
+    crew: Crew, report: Report, chosen: list[tuple[int, str]], meet: float, env: dict[str, str]
+) -> None:
+    """Adds what the ranks do together; where the own device has failed, the others are told so."""
+    device = ("cuda", str(chosen[0][0])) if chosen else ("cpu", "0")
+    failed = [finding.text for finding in report.failures if finding.where.endswith(")")]
+    problem = failed[0][:300] if failed else ""
+    options = {"deadline": meet + TOGETHER, "env": env, "is_doomed": True}
+    child = crew.start("ranks", "ranks", *device, str(meet), problem, **options)
+    crew.wait(child)
+    report.facts["members"] = child.facts.get("members", [])
+    found = ranks.findings(child)
+    report.add(*found)
+    if child.ended == "late" or any(finding.what == "death" for finding in found):
+        # A launcher ends all ranks when one ends: the others name this one first.
+        time.sleep(max(0.0, child.deadline - time.monotonic()))
 
 
 def silent(machine: Child) -> dict[str, Any]:

@@ -66,6 +66,13 @@ def peers(teller: Teller, least: str, *indices: str) -> None:
     peers.examine(teller, [int(index) for index in indices], float(least))
 
 
+def ranks(teller: Teller, name: str, index: str, until: str, problem: str) -> None:
+    from needle.diagnose import ranks
+
+    chosen = {"cpu": _C.cpu, "cuda": _C.cuda}[name](int(index))
+    ranks.examine(teller, chosen, float(until), problem)
+
+
 def fault(teller: Teller, index: str) -> None:
     from needle.diagnose import recovery
 
@@ -92,7 +99,7 @@ def server(teller: Teller, url: str) -> None:
 
 
 ROLES: dict[str, Callable[..., None]] = {
-    role.__name__: role for role in (machine, device, peers, fault, alive, run, server)
+    role.__name__: role for role in (machine, device, peers, ranks, fault, alive, run, server)
 }
 
 

@@ -22,6 +22,8 @@ from needle.backend_ndarray import choose_device
 from needle.distributed.control import Control, Work
 from needle.distributed.environment import Place
 
+MPI_LAUNCHERS = "mpirun", "srun"
+
 
 class Transport(Protocol):
     def exchange(
@@ -249,7 +251,7 @@ def visible_gpus() -> int:
 
 
 def _mpi(place: Place) -> Transport:
-    if place.launcher not in ("mpirun", "srun"):
+    if place.launcher not in MPI_LAUNCHERS:
         raise ValueError(
             f"{place.launcher} started {place.size} ranks on the CPU, where MPI connects them: "
             "start them with mpirun"

@@ -2,16 +2,20 @@
 that each planted defect ends as a line with its remedy."""
 
 import json
+import os
+import socket
 import subprocess
 import time
 
 import numpy as np
 import pytest
+from conftest import compile_library
 from harness import ROOT
 
 from needle.diagnose import children, command, recovery
 from needle.diagnose.command import FULL, QUICK, Report, Times
 from needle.diagnose.finding import Finding
+from needle.distributed.environment import Place
 
 STUB = "int planted_library(void) { return 0; }"
 BACKEND = """
@@ -131,19 +135,67 @@ def test_a_driver_that_hangs_is_a_failure_of_cuda(examined, monkeypatch):
     assert chosen == [] and "stopped at opening NVML" in failure.text
 
 
-def test_under_torchrun_each_rank_says_a_line_about_its_own_device(machine):
-    ranks = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}
-    done = machine.run(planted="count=2,at=0,ecc=3", **ranks)
-    assert done.returncode == 0, done.stdout  # the defect is the other rank's
-    (line,) = done.stdout.splitlines()
-    assert line.startswith("rank 5 of 8: cuda(1) ok: matmul is") and "TFLOP/s" in line
-    done = machine.run(planted="count=2", **ranks | {"LOCAL_RANK": "2"})
-    assert done.returncode == 1 and "there is no cuda(2): this machine shows 2" in done.stdout
-    assert "nproc-per-node" in done.stdout and done.stdout.count("\n") == 2
+@pytest.fixture
+def torchrun(machine, tmp_path):
+    """torchrun(size, planted) -> (exit code, lines) of each rank, on the fake machine with a fake
+    NCCL; `of` are variables of one rank alone."""
+    (tmp_path / "nvidia/nccl/lib").mkdir(parents=True)
+    for package in ("nvidia", "nvidia/nccl"):  # stands before an installed one
+        (tmp_path / package / "__init__.py").touch()
+    compile_library("../distributed/fake_nccl.c", tmp_path / "nvidia/nccl/lib/libnccl.so.2")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    def run(size, planted, of=None):
+        variables = {
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
+            "TMPDIR": str(tmp_path),
+        }
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        environ = machine.environment(planted, **variables)
+        environ["PYTHONPATH"] += f":{tmp_path}"
+        ranks = [
+            subprocess.Popen(
+                [children.sys.executable, "-m", "needle.diagnose"],
+                cwd=machine.folder,
+                env=environ | {"RANK": str(r), "LOCAL_RANK": str(r)} | (of or {}).get(r, {}),
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for r in range(size)
+        ]
+        said = [rank.communicate(timeout=120)[0].splitlines() for rank in ranks]
+        return [(rank.returncode, lines) for rank, lines in zip(ranks, said)]
+
+    return run
+
+
+def test_under_torchrun_each_rank_says_a_line_about_its_own_device(torchrun):
+    (code, lines), (other, (line,)) = torchrun(2, "count=2,at=0,ecc=3")
+    assert (code, other) == (1, 0), lines  # the defect is the other rank's
+    assert line.startswith("rank 1 of 2: cuda(1) ok: matmul is") and "TFLOP/s" in line
+    assert line.endswith("all_gather, all_reduce, ring attention of 2 ranks agree with NumPy")
+
+
+def test_a_rank_without_a_gpu_tells_the_others(torchrun):
+    ended = torchrun(3, "count=2")
+    assert [code for code, _ in ended] == [1, 1, 1]
+    assert "there is no cuda(2): this machine shows 2" in ended[2][1][0]
+    assert "nproc-per-node" in ended[2][1][0] and len(ended[2][1]) == 2
+    for _, (line, _) in ended[:2]:
+        assert "FAILED" in line and "rank 2 stopped at step 0: there is no cuda(2)" in line
+
+
+def test_a_rank_whose_nccl_fails_is_named_with_its_gpu(torchrun):
+    (code, lines), (other, _) = torchrun(2, "count=2", {1: {"FAKE_NCCL_FAILS": "ncclSend"}})
+    assert (code, other) == (1, 1)
+    assert "rank 1 stopped at step 0: NCCL: ncclSend: unhandled system error" in lines[0]
+    assert f"rank 1 is {os.uname().nodename}, cuda(1), GPU-1" in lines[0]
 
 
 def test_the_failures_of_a_rank_carry_its_number(capsys):
-    report = Report(False, (1, 2), None)
+    report = Report(False, Place(1, 2, 1, 2, "torchrun"), None)
     report.facts["devices"] = [{"device": "cpu()"}, {"device": "cuda(1)"}]
     report.add(Finding("ok", "cuda(1)", "ops", "all is well"))
     report.add(Finding("ok", "cuda()", "ops", "of another"))
@@ -158,7 +210,7 @@ def test_devices_and_logs_that_cannot_be_are_refused(tmp_path, capsys, monkeypat
     with pytest.raises(SystemExit) as caught:
         command.main(["--device", "-1"])
     assert caught.value.code == 2 and "0 or more" in capsys.readouterr().err
-    monkeypatch.setattr(command, "examine", lambda args, rank, report, crew, start: None)
+    monkeypatch.setattr(command, "examine", lambda args, report, crew, start: None)
     assert command.main(["--log", str(tmp_path / "none/log")]) == 1
     said = capsys.readouterr().out
     assert "none/log cannot be written: No such file" in said and "To mend it" in said

@@ -1,8 +1,14 @@
 """Attention over a sequence that ranks share: float64's numbers, one device's errors, all ranks."""
 
+import os
+import subprocess
+import sys
+
+import mpi_runs
 import numpy as np
 import pytest
 from cases import attention_gradients, pair_products, softmax_attention, visible, weighted
+from harness import ROOT
 from together import together
 
 import needle as ndl
@@ -159,3 +165,26 @@ def test_what_is_refused(shapes, options, words):
 
     with pytest.raises((ValueError, TypeError), match=words):
         together(2, work)
+
+
+@pytest.mark.skipif(mpi_runs.missing() is not None, reason=str(mpi_runs.missing()))
+def test_the_benchmark_uses_the_ranks_that_it_is_given(tmp_path):
+    """Rank 0 prints; the others compute with it."""
+
+    def run(length):
+        program = str(ROOT / "benchmarks/ring_attention.py")
+        return subprocess.run(
+            [mpi_runs.mpirun(), "--map-by", ":OVERSUBSCRIBE", "-n", "3", sys.executable, program]
+            + ["--lengths", length, "--head-dims", "16"],
+            cwd=tmp_path,
+            env={**os.environ, **mpi_runs.AS_ROOT, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+
+    done = run("96")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("3 x ") and done.stdout.count("T 96, head dim 16") == 1
+    assert done.stdout.count("needle, 3 GPUs") == done.stdout.count("needle, 1 GPU ") == 1
+    assert "3 ranks share multiples of 6 tokens" in run("64").stderr

