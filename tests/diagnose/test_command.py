@@ -9,7 +9,6 @@ import time
 
 import numpy as np
 import pytest
-from conftest import compile_library
 from harness import ROOT
 
 from needle.diagnose import children, command, recovery
@@ -142,7 +141,9 @@ def torchrun(machine, tmp_path):
     (tmp_path / "nvidia/nccl/lib").mkdir(parents=True)
     for package in ("nvidia", "nvidia/nccl"):  # stands before an installed one
         (tmp_path / package / "__init__.py").touch()
-    compile_library("../distributed/fake_nccl.c", tmp_path / "nvidia/nccl/lib/libnccl.so.2")
+    source = ROOT / "tests/distributed/fake_nccl.c"
+    library = tmp_path / "nvidia/nccl/lib/libnccl.so.2"
+    subprocess.run(["cc", "-std=gnu17", "-shared", "-fPIC", source, "-o", library], check=True)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
 
