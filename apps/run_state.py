@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 
 import train_flags
 
 import needle as ndl
+from needle.backend_ndarray import as_bytes
 from needle.checkpoint import Checkpoint, CheckpointError
+from needle.data import TokenData
+from needle.nn import FlatParameters
+
+
+def id_of(settings: dict, data: TokenData, flat: FlatParameters) -> str:
+    """The id of a new run: equal for runs of equal settings, data and first weights. These write
+    equal checkpoints; a checkpoint of another id is of another run."""
+    known = json.dumps([settings, data.fingerprint], sort_keys=True).encode()
+    found = hashlib.blake2b(known, digest_size=8)
+    if settings["init"] is not None:
+        found.update(as_bytes(flat.data).numpy())
+    return found.hexdigest()
 
 
 def check(checkpoint: Checkpoint) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import secrets
 import shlex
 import signal
 import sys
@@ -477,11 +476,10 @@ def new_run(args, ranks: Group) -> Run:
         return str(folder)
 
     folder = Path(ranks.first("the folder of the run", take))
-    key, position = secrets.token_hex(8), batches.position  # rank 0's key counts: it writes
     run = Run(
         folder,
         lock,
-        key,
+        run_state.id_of(settings, data, flat),
         settings,
         device,
         data,
@@ -490,7 +488,7 @@ def new_run(args, ranks: Group) -> Run:
         optimizer,
         batches,
         parallel,
-        position,
+        batches.position,
     )
     if ranks.rank == 0:
         write_description(run)
