@@ -7,6 +7,7 @@ import os
 import socket
 import struct
 import time
+from pathlib import Path
 
 import pytest
 from rank_processes import free_port
@@ -55,6 +56,16 @@ def frame(text):
     return struct.pack(">I", len(text)) + text
 
 
+OPENED: list[socket.socket] = []  # by a test, which need not close them
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    while OPENED:
+        OPENED.pop().close()
+
+
 def knock(port, data):
     end = time.monotonic() + 20
     while True:
@@ -64,6 +75,7 @@ def knock(port, data):
         except OSError:
             assert time.monotonic() < end
             time.sleep(0.02)
+    OPENED.append(sock)
     sock.sendall(data)
     return sock
 
@@ -225,8 +237,6 @@ def test_strangers_cost_nothing(start):
     assert " connections of strangers: 127.0.0.1: " in said
     for rank in others:
         assert rank.end() == (0, ["[0, 1, 2]"], "")
-    for sock in strangers:
-        sock.close()
 
 
 @pytest.mark.parametrize("key", ["", "the key of others", None])
@@ -266,13 +276,12 @@ def test_more_strangers_than_descriptors_do_not_delay_the_start(start, within):
         "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))\n" + MEET,
         2, ranks=(0,), port=port,
     )  # fmt: skip
-    crowd = [knock(port, b"") for _ in range(400)]
+    for _ in range(400):
+        knock(port, b"")
     with within(6):
         [second] = start(MEET, 2, ranks=(1,), port=port)
         assert second.end() == (0, ["[0, 1]"], "")
         assert first.end()[0] == 0
-    for sock in crowd:
-        sock.close()
 
 
 @pytest.mark.parametrize(
@@ -299,17 +308,17 @@ def test_forged_answers_end_no_rank(start, answer, when):
     with socket.create_server(("127.0.0.1", 0)) as forger:
         port = forger.getsockname()[1]
         [second] = start(MEET, 2, ranks=(1,), port=port)
-        sock, _ = forger.accept()
-        _, nonce = heard(sock)
-        if when != "first":
-            proof = rendezvous._proof(KEY, "rank 0", nonce, "n")
-            sock.sendall(message("proof", "n", proof))
-            assert heard(sock)[0] == "rank"
-        sock.sendall(frame(json.dumps(answer).encode()))
-        forger.close()
-        [first] = start(MEET, 2, ranks=(0,), port=port)
-        assert second.end() == (0, ["[0, 1]"], "")
-        assert first.end()[:2] == (0, ["[0, 1]"])
+        with forger.accept()[0] as sock:
+            _, nonce = heard(sock)
+            if when != "first":
+                proof = rendezvous._proof(KEY, "rank 0", nonce, "n")
+                sock.sendall(message("proof", "n", proof))
+                assert heard(sock)[0] == "rank"
+            sock.sendall(frame(json.dumps(answer).encode()))
+            forger.close()
+            [first] = start(MEET, 2, ranks=(0,), port=port)
+            assert second.end() == (0, ["[0, 1]"], "")
+            assert first.end()[:2] == (0, ["[0, 1]"])
 
 
 def test_a_forged_file_ends_no_rank(start, tmp_path):
@@ -335,10 +344,10 @@ def test_rank_0_listens_on_loopback_where_all_ranks_are_local(start, local):
     found = {
         bytes.fromhex(line.split()[1].partition(":")[0])
         for path in ("/proc/net/tcp", "/proc/net/tcp6")
-        for line in open(path).readlines()[1:]
+        for line in Path(path).read_text().splitlines()[1:]
         if line.split()[1].endswith(f":{port:04X}") and line.split()[3] == "0A"
     }
-    assert found == ({bytes([1, 0, 0, 127])} if local else found & {bytes(4), bytes(16)})
+    assert found and found <= ({bytes([1, 0, 0, 127])} if local else {bytes(4), bytes(16)})
     [second] = start(body.format(host), 2, ranks=(1,), port=port)
     assert second.end() == (0, ["[0, 1]"], "") and first.end()[:2] == (0, ["[0, 1]"])
 
