@@ -4,7 +4,7 @@
 
 A document is a file, or a line of a file of JSON lines (its field `text`, or another); .gz and .zst
 are unpacked. Each ends with the token <|endoftext|> (id 0, as in GPT-NeoX). A file is never held
-whole: memory is bounded by GROUP and by the longest line of JSON.
+whole: memory is bounded by GROUP and LONGEST_LINE, whatever a packed file unpacks to.
 """
 
 from __future__ import annotations
@@ -79,6 +79,11 @@ def walk(root: Path, skipped: set[str] = frozenset()) -> Iterator[Path]:
                 yield path
 
 
+# Bytes of a .zst that are unpacked at a time: 4 of them may become 128 KiB, so these 32 MiB.
+ZST_STEP = 1 << 10
+LONGEST_LINE = 1 << 28  # bytes of a line of JSON
+
+
 class _Zst(io.RawIOBase):
     """A .zst of any number of frames, each read by a decompressor of its own. The own reader of
     zstandard takes the end of the file inside a frame, and of a first frame, for the text's end."""
@@ -93,7 +98,7 @@ class _Zst(io.RawIOBase):
 
     def readinto(self, out) -> int:
         while not self._text:
-            packed = self._packed or self._file.read(1 << 17)
+            packed = self._packed or self._file.read(ZST_STEP)
             if not packed:
                 if self._frame is not None:
                     raise EOFError("it ends inside a frame")
@@ -217,12 +222,18 @@ def json_lines(
         with open_bytes(path) as file:
             if start > 0:
                 file.seek(start - 1)
-                start += len(file.readline()) - 1  # the line that began before
-            for line in file:
-                if stop is not None and start >= stop:
-                    break
+                while not (line := file.readline(1 << 20)).endswith(b"\n") and line:
+                    start += len(line)  # of the line that began before
+                start += len(line) - 1
+            while (stop is None or start < stop) and (line := file.readline(LONGEST_LINE + 1)):
+                where = f"{path}: the line at offset {start:,}"
+                if len(line) > LONGEST_LINE:
+                    raise DataError(
+                        f"{where}: has more than {LONGEST_LINE:,} bytes: cut its document, or give "
+                        "it as a file of text"
+                    )
                 if line.strip():
-                    yield json_text(line, f"{path}: the line at offset {start:,}", field)
+                    yield json_text(line, where, field)
                 start += len(line)
     except DataError:
         raise

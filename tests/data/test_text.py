@@ -130,6 +130,68 @@ def test_memory_does_not_grow_with_the_text(tmp_path, tokenizer, way, kind):
     assert int(found.stdout.split()[-1]) < 12 << 20
 
 
+@pytest.mark.parametrize("name", ["a.txt.zst", "a.txt.gz", "a.jsonl.zst", "a.jsonl.gz"])
+def test_small_files_that_unpack_to_gigabytes_need_little_memory(tmp_path, name):
+    """Text is read to its end; a line of JSON that is longer than lines may be is named."""
+    path, block = tmp_path / name, b"a" * (1 << 20)
+    if name.endswith(".zst"):
+        packer = pytest.importorskip("zstandard").ZstdCompressor().compressobj()
+        path.write_bytes(b"".join(packer.compress(block) for _ in range(1500)) + packer.flush())
+    else:
+        path.write_bytes(gzip.compress(block, 9) * 1500)
+    program = f"""
+import resource
+from pathlib import Path
+from needle.data import DataError, text
+text.LONGEST_LINE = 1 << 25
+resource.setrlimit(resource.RLIMIT_DATA, (400 << 20,) * 2)
+try:
+    print(sum(len(piece) for piece, _ in text.documents([Path({str(path)!r})])))
+except DataError as error:
+    print(error)
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    if "jsonl" in name:
+        assert found.stdout.startswith(f"{path}: the line at offset 0: has more than 33,554,432 ")
+    else:
+        assert int(found.stdout) == 1500 << 20
+
+
+def test_window_of_a_zst_that_is_too_large_is_named(tmp_path):
+    zstandard = pytest.importorskip("zstandard")
+    settings = zstandard.ZstdCompressionParameters(window_log=30)
+    packer = zstandard.ZstdCompressor(compression_params=settings).compressobj()
+    (tmp_path / "a.txt.zst").write_bytes(packer.compress(b"one two") + packer.flush())
+    with pytest.raises(DataError, match="a.txt.zst: cannot be unpacked.*too much memory"):
+        list(text.documents([tmp_path / "a.txt.zst"]))
+
+
+@pytest.mark.parametrize("longest", [24, 40, 1 << 21])
+def test_longest_line_of_json_wherever_a_unit_begins(tmp_path, monkeypatch, longest):
+    """Also in the part of a unit that belongs to the line before it."""
+    lines = [b'{"text": "' + b"x" * length + b'"}\n' for length in (1, longest - 13, 3, 7)]
+    (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
+    size, starts = sum(map(len, lines)), np.cumsum([0, *map(len, lines)]).tolist()
+
+    def texts(start, stop):
+        return [len(found) for found in text.json_lines(tmp_path / "a.jsonl", "text", start, stop)]
+
+    monkeypatch.setattr(text, "LONGEST_LINE", longest)
+    for cut in {*range(50), size // 2, size - 40, size - 1, size} & {*range(size + 1)}:
+        assert texts(0, cut) + texts(cut, None) == [1, longest - 13, 3, 7]
+    monkeypatch.setattr(text, "LONGEST_LINE", longest - 1)
+    with pytest.raises(DataError, match="a.jsonl: the line at offset 14: has more than"):
+        texts(0, None)
+    assert texts(15, None) == [3, 7] and starts[1] == 14
+
+
 # ---- the cache ---------------------------------------------------------------------------------
 
 
