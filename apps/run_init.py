@@ -4,8 +4,6 @@ with the weights is the run's, unless --tokenizer says otherwise."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import train_flags
 
 from needle import models
@@ -47,7 +45,7 @@ def start(
 
 
 def is_text(data: str | None) -> bool:
-    return data is None or open_tokens(Path(data)) is None
+    return data is None or open_tokens(data) is None
 
 
 def preset_of(config: Config) -> str:

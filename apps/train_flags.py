@@ -19,6 +19,8 @@ import run_length
 
 from needle import models, supervise
 from needle.backend_ndarray import check_device_name
+from needle.data import DataError
+from needle.data.text import named
 from needle.distributed.tree import fitting_ranks
 from needle.models.pythia import SPARSE_PATTERNS
 
@@ -135,11 +137,9 @@ def device_name(text: str) -> str:
 def path_name(text: str) -> str:
     """A path that can be printed, and written into config.json."""
     try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise argparse.ArgumentTypeError(
-            f"{os.fsencode(text)!r} is a name that is not UTF-8; rename it"
-        ) from None
+        named(text)
+    except DataError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     return text
 
 

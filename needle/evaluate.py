@@ -31,6 +31,7 @@ from needle.autograd import Tensor, no_grad
 from needle.backend_ndarray import FLOAT_DTYPES, Device, choose_device
 from needle.checkpoint import CheckpointError, find_checkpoint
 from needle.data.readers import open_tokens
+from needle.data.text import named
 from needle.data.tokens import check_ids, place_of, to_ids
 from needle.files import described, naming
 from needle.models import LanguageModel
@@ -257,7 +258,7 @@ def load_model(
     that of the checkpoint, of a transformers folder float32.
     Raises CheckpointError, or the error of `models.from_pretrained`, naming the file.
     """
-    path = Path(path)
+    path = named(path)
     if path.is_dir() and not (path / "checkpoints").is_dir():
         if not (path / "config.json").exists():
             raise CheckpointError(
@@ -345,8 +346,8 @@ def _count(text: str) -> int:
 def evaluate(args: argparse.Namespace) -> Scores:
     """The command, between reading its arguments and printing."""
     model, beside = load_model(args.model, choose_device(args.device), args.dtype)
-    tokenizer_path = args.tokenizer or beside
-    if tokenizer_path is None and open_tokens(Path(args.data)) is None:
+    tokenizer_path = beside if args.tokenizer is None else args.tokenizer
+    if tokenizer_path is None and open_tokens(args.data) is None:
         raise data.DataError(
             f"{args.data} is text, and no tokenizer.json lies with {args.model}: "
             "give the one that it was trained with, by --tokenizer"

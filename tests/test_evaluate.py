@@ -215,6 +215,15 @@ def test_the_command_needs_data(run, capsys):
     assert "the following arguments are required: --data" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("empty", ["model", "--data", "--tokenizer"])
+def test_empty_name_is_not_the_current_folder(run, tmp_path, monkeypatch, capsys, empty):
+    monkeypatch.chdir(run)
+    words = {"model": run, "--data": tmp_path / "text.txt", "--tokenizer": run, empty: ""}
+    flags = [word for pair in list(words.items())[1:] for word in pair]
+    code, out, err = command(capsys, words["model"], *flags, "--device", "cpu")
+    assert code == 1 and out == "" and "an empty name ('') of a file or folder" in err
+
+
 def test_command(run, tmp_path, capsys):
     text = tmp_path / "text.txt"
     scores = tmp_path / "scores.f4"

@@ -15,7 +15,7 @@ from needle.data.batches import Batches
 from needle.data.prepare import prepare, progress_bar
 from needle.data.readers import TokenData, matching, no_text, open_data, open_tokens, text_kind
 from needle.data.runs import open_run
-from needle.data.text import documents, load_tokenizer, warn
+from needle.data.text import documents, load_tokenizer, named, warn
 from needle.data.tokens import DataError, Documents, FlatTokens, to_ids
 from needle.files import described, naming, reading
 from needle.processes import program
@@ -115,10 +115,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def show_file(file: str, tokenizer: str | None) -> None:
-    path = Path(file)
-    data = open_tokens(path)
+    data = open_tokens(file)
     if data is None:
-        show_text(path)
+        show_text(Path(file))
         return
     print(data.source)
     for name, tokens in (("to train on", data.train), ("held out", data.held_out)):
@@ -174,7 +173,7 @@ def show_text(path: Path) -> None:
 
 def batches_of(args: argparse.Namespace) -> tuple[TokenData, Batches, int, int]:
     """(data, batches, micro-batches a step, steps of the run)"""
-    if (Path(args.source) / "config.json").is_file():
+    if (named(args.source) / "config.json").is_file():
         own = ("batch_size", "grad_accum", "seq_len", "seed", "steps")
         given = [f"--{name.replace('_', '-')}" for name in own if getattr(args, name) is not None]
         if given:

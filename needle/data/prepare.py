@@ -41,6 +41,7 @@ from needle.data.text import (
     is_packed,
     json_lines,
     load_tokenizer,
+    named,
     pieces,
     warn,
 )
@@ -73,7 +74,7 @@ def input_files(inputs: Sequence[str]) -> list[Path]:
     """The files that the command line names: files, folders, patterns; in that order."""
     files = []
     for name in inputs:
-        found = files_at(Path(name))
+        found = files_at(named(name))
         if not found:
             raise DataError(f"{name}: no such file, and no file matches it")
         files += [file.resolve() for file in found]
@@ -115,7 +116,7 @@ def prepare(
     field: of JSON lines, which holds a document's text.
     progress(done, of): called after each unit. Raises DataError, also where OUT is there and whole;
     what was done stays for the next try."""
-    prefix = Path(out[:-4] if out.endswith((".bin", ".idx")) else out)
+    prefix = named(out[:-4] if out.endswith((".bin", ".idx")) else out)
     model = load_tokenizer(tokenizer)
     files = input_files(inputs)
     if field != "text" and not any(map(is_json_lines, files)):

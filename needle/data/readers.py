@@ -29,7 +29,6 @@ import numpy as np
 
 from needle.data import megatron
 from needle.data.text import (
-    check_name,
     documents,
     encode,
     files_at,
@@ -37,6 +36,7 @@ from needle.data.text import (
     is_json_lines,
     is_packed,
     load_tokenizer,
+    named,
     standard_library,
     tokenizers_package,
     train_tokenizer,
@@ -110,11 +110,11 @@ def open_data(
         return _open_text(
             root, files, "sources of the Python standard library", tokenizer, vocab_size
         )
-    path = Path(data)
-    found = open_tokens(path)
+    found = open_tokens(data)
     if found is not None:
         found.tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
         return found
+    path = Path(data)
     files = matching(path)
     root = path if path.is_dir() else path.parent if files == [path] else Path("/")
     if root == Path("/"):
@@ -133,9 +133,9 @@ def matching(path: Path) -> list[Path]:
     return files
 
 
-def open_tokens(path: Path) -> TokenData | None:
-    """Files of token ids; None where `path` is text."""
-    check_name(path)
+def open_tokens(data: str | os.PathLike) -> TokenData | None:
+    """Files of token ids; None where `data` is text."""
+    path = named(data)
     prefix = None if path.is_dir() else megatron.prefix_of(path)
     if prefix is not None:
         return _open_megatron(prefix)

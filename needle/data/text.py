@@ -57,16 +57,20 @@ def files_at(path: Path) -> list[Path]:
         names = [path] if path.is_file() else sorted(glob.glob(str(path)))
         found = [Path(name) for name in names if Path(name).is_file()]
     for file in found:
-        check_name(file)
+        named(file)
     return found
 
 
-def check_name(path: str | os.PathLike) -> None:
-    """DataError for a name that cannot be printed nor written into a file of text."""
+def named(path: str | os.PathLike) -> Path:
+    """The path of this name. DataError for the empty one, which Path takes for the current folder,
+    and for one that cannot be printed nor written into a file of text."""
+    if not os.fspath(path):
+        raise DataError("an empty name ('') of a file or folder: the current folder is '.'")
     try:
         os.fspath(path).encode()
     except UnicodeEncodeError:
-        raise DataError(f"{os.fsencode(path)!r}: a name that is not UTF-8; rename it") from None
+        raise DataError(f"{os.fsencode(path)!r} is a name that is not UTF-8; rename it") from None
+    return Path(path)
 
 
 def walk(root: Path, skipped: set[str] = frozenset()) -> Iterator[Path]:
@@ -294,7 +298,7 @@ def tokenizers_package() -> Any:
 
 def load_tokenizer(path: str | os.PathLike) -> Any:
     """A `tokenizers.Tokenizer` from a tokenizer.json, or from the folder that holds one."""
-    path = Path(path)
+    path = named(path)
     if path.is_dir():
         path = path / "tokenizer.json"
     if not path.is_file():

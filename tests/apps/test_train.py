@@ -171,6 +171,16 @@ def test_resuming_with_other_settings_is_refused(tmp_path, tokens, capsys):
     assert "nothing to do" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("flag", ["--data", "--tokenizer", "--init", "--out", "--resume"])
+def test_empty_name_is_not_the_current_folder(tmp_path, tokens, monkeypatch, capsys, flag):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        train_pythia.main([*flags(tmp_path, tokens, "a"), flag, ""])
+    assert ended.value.code == 2
+    assert f"argument {flag}: an empty name ('')" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
 def test_resuming_with_other_products_is_said(tmp_path, tokens, capsys, monkeypatch):
     """The library and the table that decide how products are computed decide their bits."""
     argv = flags(tmp_path, tokens, "a", "--resume", "auto")

@@ -4,6 +4,7 @@ import fcntl
 import gzip
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -273,6 +274,31 @@ def test_what_is_no_text_is_named_up_to_three(tmp_path):
         assert read == [("one", True)]
         names = ", ".join(map(str, chosen[:3]))
         assert said == [f"left out, not UTF-8 or with zero bytes: {names}{more}"]
+
+
+@pytest.mark.parametrize("command", ["data", "tokenizer", "inspect", "view", "prepare", "out"])
+def test_empty_name_is_not_the_current_folder(tmp_path, tokenizer, monkeypatch, capsys, command):
+    """As of an unset variable of a shell: --data "$DATA"."""
+    path = tmp_path / "t"
+    path.mkdir()
+    (path / "0.txt").write_text("one two three\n" * 50)
+    shutil.copy(tokenizer, path / "tokenizer.json")
+    monkeypatch.chdir(path)
+    message = r"an empty name \(''\) of a file or folder: the current folder is '.'"
+    if command in ("data", "tokenizer"):
+        with pytest.raises(DataError, match=message):
+            open_data("" if command == "data" else ".", "" if command == "tokenizer" else tokenizer)
+        return
+    out = str(tmp_path / "x")
+    argv = {
+        "inspect": ["inspect", ""],
+        "view": ["view", "", "--step", "1"],
+        "prepare": ["prepare", "0.txt", "", "--tokenizer", str(tokenizer), "--out", out],
+        "out": ["prepare", "0.txt", "--tokenizer", str(tokenizer), "--out", ""],
+    }[command]
+    assert __main__.main(argv) == 1
+    assert "needle.data: an empty name ('')" in capsys.readouterr().err
+    assert not list(tmp_path.glob("**/*.bin"))
 
 
 # ---- tokenizers --------------------------------------------------------------------------------
