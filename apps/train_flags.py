@@ -246,6 +246,13 @@ def parser() -> argparse.ArgumentParser:
         "and cached: 4096 tokens for tiny, 50257 for the others)",
     )
     data.add_argument(
+        "--trust-data",
+        action="store_true",
+        help="hash no data, where they are too large for it: a resumed run and other ranks compare "
+        "their type and numbers alone; the run says so, and a resumed one needs it again "
+        "(default: all data are hashed, once)",
+    )
+    data.add_argument(
         "--batch-size",
         type=count,
         metavar="N",

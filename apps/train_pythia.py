@@ -324,6 +324,7 @@ def write_checkpoint(run: Run, log: RunLog) -> None:
             step=run.step,
             data=run.position,
             fingerprint=run.data.fingerprint,
+            trusted=run.data.trusted,
             schedule=schedule,
             settings=run.settings,
             products=run_state.products_of(run.device),
@@ -357,6 +358,7 @@ def resume_command(run: Run) -> str:
     words += ["--tensorboard"] * run.tensorboard
     words += [] if run.graph is None else ["--graph" if run.graph else "--no-graph"]
     words += ["--recompute"] * bool(run.model.recompute)
+    words += ["--trust-data"] * run.data.trusted
     words += ["--verify", str(run.verify_every)] if run.verify_every else []
     if supervised() and is_own:
         words += ["--supervise"]
@@ -437,8 +439,9 @@ def new_run(args, ranks: Group) -> Run:
     free = Path(ranks.first("the name of the run", free_folder))
     described = train_flags.data_of(settings)
     with ranks.rank_0_first("the data"):
-        data = run_data(described)
-    ranks.same("the data", data.fingerprint)
+        data = run_data(described, trust=args.trust_data)
+        fingerprint = data.fingerprint  # hashed once a machine, if not in earlier starts
+    ranks.same("the data", fingerprint)
     if model is None:
         config = model_config(settings, data.vocab_size)
     else:
@@ -519,7 +522,7 @@ def resumed_run(args, ranks: Group, folder: Path, lock: Lock | None, checkpoint:
         )
     described = train_flags.data_of(settings)
     with ranks.rank_0_first("the data"):
-        data = run_data(described, folder, state["fingerprint"])
+        data = run_data(described, folder, state["fingerprint"], args.trust_data)
     ranks.same("the data", data.fingerprint)
     vocab_size = checkpoint.configuration().vocab_size
     context = settings["context_parallel"]

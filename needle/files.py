@@ -45,6 +45,12 @@ def not_regular(path: str | os.PathLike | int) -> str | None:
     return None if kind is None else f"it is {kind}, not a regular file"
 
 
+def state_of(status: os.stat_result) -> list[int]:
+    """Numbers of which one changes when the file is written to or another takes its place: the time
+    of change cannot be set back."""
+    return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+
+
 def regular(path: str | os.PathLike, flags: int) -> int:
     """The `opener` of regular files: what is none is an OSError that says what it is."""
     try:

@@ -3,6 +3,7 @@
 text.py      documents in files, tokenizers
 tokens.py    memory-mapped ids that read as one flat array
 megatron.py  .bin/.idx, and GPT-NeoX's order of samples
+identity.py  the hash of data, which runs, ranks and the cache compare
 readers.py   open_data: finds out what a path holds
 batches.py   Batches: which sample comes when; position and seek
 prefetch.py  Prefetch: batches made ahead on another thread, in pinned memory
@@ -14,9 +15,10 @@ dataset.py   DataLoader and NDArrayDataset: any arrays in memory, by batches
 
 from needle.data.batches import Batches
 from needle.data.dataset import DataLoader, NDArrayDataset
+from needle.data.identity import cache_dir
 from needle.data.megatron import open_documents, sample_order
 from needle.data.prefetch import Prefetch
-from needle.data.readers import TokenData, cache_dir, open_data
+from needle.data.readers import TokenData, open_data
 from needle.data.runs import open_run, run_batches, run_data
 from needle.data.text import (
     END_OF_TEXT,

@@ -31,6 +31,7 @@ from pathlib import Path
 import numpy as np
 
 from needle.data import megatron
+from needle.data.identity import check_unchanged, content_hash, whole
 from needle.data.text import (
     Piece,
     documents,
@@ -123,33 +124,34 @@ def prepare(
         raise DataError(f"--field {field}: none of the inputs is a file of JSON lines (.jsonl)")
     units = cut(files, UNIT, field)
     dtype = megatron.best_dtype(id_limit(model))
-    digest = hashlib.blake2b(
-        json.dumps([UNIT, [astuple(unit) for unit in units]]).encode() + model.to_str().encode(),
-        digest_size=16,
-    )
-    for file in files:
-        status = file.stat()
-        digest.update(f"{file} {status.st_size} {status.st_mtime_ns}\n".encode())
+    read = [whole(file) for file in files]
+    facts = [UNIT, [astuple(unit) for unit in units], [text.end for text in read]]
+    digest = hashlib.sha256(json.dumps([*facts, content_hash(read), model.to_str()]).encode())
     parts, plan = Path(f"{prefix}.parts"), digest.hexdigest()
     for made in (Path(f"{prefix}.idx"), Path(f"{prefix}.bin")):
         if made.exists() and not _is_plan(parts, plan):
             raise DataError(f"{made}: exists already; remove it, or choose another --out")
     lock = _begin(parts, plan)
     try:
-        return _go_on(parts, units, tokenizer, dtype, prefix, processes, progress)
+        _encode_missing(parts, units, tokenizer, dtype, processes, progress)
+        try:
+            check_unchanged(read)
+        except DataError:
+            shutil.rmtree(parts)  # some may be of what the inputs were
+            raise
+        return _merge(parts, len(units), dtype, prefix)
     finally:
         os.close(lock)
 
 
-def _go_on(
+def _encode_missing(
     parts: Path,
     units: list[Unit],
     tokenizer: str,
     dtype: np.dtype,
-    prefix: Path,
     processes: int | None,
     progress: Progress | None,
-) -> dict[str, int]:
+) -> None:
     missing = [i for i in range(len(units)) if not (parts / f"{i}.sizes").is_file()]
     report = progress or (lambda done, of: None)
     done = len(units) - len(missing)
@@ -157,7 +159,6 @@ def _go_on(
     encoded = _encode_all(units, missing, str(tokenizer), dtype, parts, processes)
     for now_done, _ in enumerate(encoded, done + 1):
         report(now_done, len(units))
-    return _merge(parts, len(units), dtype, prefix)
 
 
 def _is_plan(parts: Path, plan: str) -> bool:

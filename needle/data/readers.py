@@ -16,6 +16,7 @@ documents are split as GPT-NeoX does by default (969 : 30 : 1); preshuffled rows
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -28,6 +29,14 @@ from pathlib import Path
 import numpy as np
 
 from needle.data import megatron
+from needle.data.identity import (
+    Stretch,
+    cache_dir,
+    check_unchanged,
+    content_hash,
+    hash_bytes,
+    whole,
+)
 from needle.data.text import (
     documents,
     encode,
@@ -43,19 +52,12 @@ from needle.data.text import (
     walk,
     warn,
 )
-from needle.data.tokens import (
-    DataError,
-    Documents,
-    FlatTokens,
-    Part,
-    absent,
-    fingerprint,
-    whole_file,
-)
+from needle.data.tokens import DataError, Documents, FlatTokens, Part, absent, whole_file
 
 HELD_OUT = 20  # one document, or one token, in so many
 # A change of how text becomes tokens makes caches of other versions invisible.
 CACHE_FORMAT = "2"
+TRUSTED = "trusted"  # in a fingerprint, in place of a hash
 WORK = ".text-"  # how the folders of unfinished caches begin
 LLMC_MAGIC, LLMC_HEADER = 20240520, 1024
 UINT16 = np.dtype("<u2")
@@ -65,24 +67,27 @@ TAKES = (
 )
 
 
-def cache_dir() -> Path:
-    """$NEEDLE_CACHE, else $XDG_CACHE_HOME/needle, else ~/.cache/needle."""
-    own = os.environ.get("NEEDLE_CACHE")
-    if own:
-        return Path(own)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "needle"
-
-
 @dataclass
 class TokenData:
     """Two flat arrays of token ids (memory-mapped), and what made them."""
 
-    train: FlatTokens | np.ndarray
-    held_out: FlatTokens | np.ndarray
+    train: FlatTokens
+    held_out: FlatTokens
     source: str  # one line for people: where from, and which kind it was taken for
-    fingerprint: str  # equal for equal tokens: a resumed run must read what the first one read
     tokenizer: object | None = None  # tokenizers.Tokenizer, where there is one
+    trusted: bool = False  # the fingerprint leaves out what the tokens are
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Equal for equal tokens, in whatever files they lie: type, numbers and documents, then the
+        hash of all, which is made when it is first asked for."""
+        shape = hashlib.sha256(
+            f"{self.train.dtype.str} {len(self.train)} {len(self.held_out)}".encode()
+        )
+        if isinstance(self.train, Documents):
+            shape.update(self.train.sizes)
+        content = TRUSTED if self.trusted else content_hash(self.train.parts + self.held_out.parts)
+        return f"{shape.hexdigest()[:16]}-{content}"
 
     @property
     def vocab_size(self) -> int | None:
@@ -100,26 +105,29 @@ def open_data(
     data: str | os.PathLike | None = None,
     tokenizer: str | os.PathLike | None = None,
     vocab_size: int = 4096,
+    trust: bool = False,
 ) -> TokenData:
     """Tokens from `data`, see the head of this file; None: the standard library's sources.
 
     Text goes through `tokenizer` (a tokenizer.json), or through one of `vocab_size` tokens that is
-    trained on it; the result is cached. Raises DataError."""
+    trained on it; the result is cached. trust: nothing is hashed; the states of the files alone
+    tell other text. Raises DataError."""
     if data is None:
         root, files = standard_library()
-        return _open_text(
-            root, files, "sources of the Python standard library", tokenizer, vocab_size
-        )
-    found = open_tokens(data)
-    if found is not None:
+        source = "sources of the Python standard library"
+        found = _open_text(root, files, source, tokenizer, vocab_size, trust)
+    elif (found := open_tokens(data)) is not None:
         found.tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
-        return found
-    path = Path(data)
-    files = matching(path)
-    root = path if path.is_dir() else path.parent if files == [path] else Path("/")
-    if root == Path("/"):
-        files = [file.resolve() for file in files]
-    return _open_text(root, files, str(path), tokenizer, vocab_size)
+    else:
+        path = Path(data)
+        files = matching(path)
+        root = path if path.is_dir() else path.parent if files == [path] else Path("/")
+        if root == Path("/"):
+            files = [file.resolve() for file in files]
+        found = _open_text(root, files, str(path), tokenizer, vocab_size, trust)
+    if trust:
+        found.trusted, found.source = True, f"{found.source}, trusted: not hashed"
+    return found
 
 
 def matching(path: Path) -> list[Path]:
@@ -211,10 +219,6 @@ def _open_folder(folder: Path) -> TokenData | None:
     return None
 
 
-def _data(train, held_out, source: str, whole) -> TokenData:
-    return TokenData(train, held_out, source, fingerprint(whole))
-
-
 def _tail_split(tokens: FlatTokens) -> tuple[FlatTokens, FlatTokens]:
     kept = len(tokens) - len(tokens) // HELD_OUT
     return tokens.between(0, kept), tokens.between(kept, len(tokens))
@@ -222,10 +226,8 @@ def _tail_split(tokens: FlatTokens) -> tuple[FlatTokens, FlatTokens]:
 
 def _flat(path: Path, kind: str, tokens: FlatTokens) -> TokenData:
     count = f", {len(tokens.parts):,} files" if len(tokens.parts) > 1 else ""
-    return _data(
-        *_tail_split(tokens),
-        f"{path}: {kind}{count}, {len(tokens):,} {tokens.dtype} tokens",
-        tokens,
+    return TokenData(
+        *_tail_split(tokens), f"{path}: {kind}{count}, {len(tokens):,} {tokens.dtype} tokens"
     )
 
 
@@ -255,12 +257,11 @@ def _open_nano(train: Path) -> TokenData:
     if not val.is_file():
         return _flat(train, "nanoGPT (no val.bin beside it), flat uint16", tokens)
     held_out = FlatTokens([whole_file(val, UINT16)])
-    return _data(
+    return TokenData(
         tokens,
         held_out,
         f"{train.parent}: nanoGPT's train.bin and val.bin, "
         f"{len(tokens):,} + {len(held_out):,} uint16 tokens",
-        tokens,
     )
 
 
@@ -301,64 +302,70 @@ def _open_shards(path: Path, files: list[Path]) -> TokenData:
     if not held_out:
         return _flat(path, "llm.c", tokens)
     validation = FlatTokens([shard_part(file) for file in held_out])
-    return _data(
+    return TokenData(
         tokens,
         validation,
         f"{path}: llm.c, {len(train):,} + {len(held_out):,} files, "
         f"{len(tokens):,} + {len(validation):,} uint16 tokens",
-        tokens,
     )
 
 
 def _open_megatron(prefix: Path) -> TokenData:
-    whole = megatron.open_documents(prefix)
-    count, ends = len(whole.sizes), np.cumsum(whole.sizes, dtype=np.int64)
-    facts = f"{count:,} documents, {len(whole):,} {whole.dtype} tokens"
-    if whole.row_length:
-        source = f"{prefix}: Megatron, preshuffled rows of {whole.row_length:,} tokens, {facts}"
-        return _data(whole, whole.between(0, 0), source, whole)
+    tokens = megatron.open_documents(prefix)
+    count, ends = len(tokens.sizes), np.cumsum(tokens.sizes, dtype=np.int64)
+    facts = f"{count:,} documents, {len(tokens):,} {tokens.dtype} tokens"
+    if tokens.row_length:
+        source = f"{prefix}: Megatron, preshuffled rows of {tokens.row_length:,} tokens, {facts}"
+        return TokenData(tokens, tokens.between(0, 0), source)
     _, train_end, held_out_end, _ = megatron.split_documents(count)
     if train_end == 0 or held_out_end < train_end:
         train_end = held_out_end = count
     borders = [int(ends[train_end - 1]), int(ends[held_out_end - 1])]
-    train = Documents(whole.between(0, borders[0]).parts, whole.sizes[:train_end])
+    train = Documents(tokens.between(0, borders[0]).parts, tokens.sizes[:train_end])
     source = (
         f"{prefix}: Megatron, {facts}; {train_end:,} to train on in GPT-NeoX's order, "
         f"{held_out_end - train_end:,} held out"
     )
-    return _data(train, whole.between(*borders), source, whole)
+    return TokenData(train, tokens.between(*borders), source)
 
 
 # ---- text --------------------------------------------------------------------------------------
 
 
 def _open_text(
-    root: Path, files: list[Path], source: str, tokenizer: str | os.PathLike | None, vocab_size: int
+    root: Path,
+    files: list[Path],
+    source: str,
+    tokenizer: str | os.PathLike | None,
+    vocab_size: int,
+    trust: bool,
 ) -> TokenData:
     """The cached tokens of these files, made first where they are missing."""
     tk = tokenizers_package()
     given = None if tokenizer is None else load_tokenizer(tokenizer)
     made_by = f"{vocab_size}" if given is None else given.to_str()
-    digest = hashlib.blake2b(digest_size=16)
-    for part in (CACHE_FORMAT, tk.__version__, made_by, str(root.resolve())):
-        digest.update(part.encode() + b"\0")
-    for path in files:
-        status = path.stat()
-        digest.update(f"{path.relative_to(root)} {status.st_size} {status.st_mtime_ns}\n".encode())
-    folder = cache_dir() / f"text-{digest.hexdigest()}"
+    texts = [whole(path) for path in files]
+    names = [[str(text.path.relative_to(root)), text.end] for text in texts]
+    content = [text.state for text in texts] if trust else content_hash(texts)
+    digest = hashlib.sha256(
+        json.dumps([CACHE_FORMAT, tk.__version__, made_by, names, content]).encode()
+    )
+    folder = cache_dir() / f"text-{digest.hexdigest()[:32]}"
     if not (folder / "facts.json").is_file():
-        _tokenise(files, source, given, vocab_size, folder)
+        _tokenise(texts, source, given, vocab_size, folder)
     try:
         facts = json.loads((folder / "facts.json").read_text())
         train, held_out = _cached(folder, facts)
-        return TokenData(
+        found = TokenData(
             FlatTokens([train]),
             FlatTokens([held_out]),
             f"{source}: {text_kind(files)}, {facts['documents']:,} documents, "
             f"{facts['tokens']:,} tokens",
-            facts["fingerprint"],
             load_tokenizer(folder / "tokenizer.json"),
         )
+        if not trust and not found.fingerprint.endswith(facts["hash"]):
+            raise ValueError("its tokens have changed")
+        return found
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{folder}: a damaged cache of tokens ({error}); delete that folder, it is made again"
@@ -394,9 +401,10 @@ def _cached(folder: Path, facts: dict) -> list[Part]:
     ]
 
 
-def _tokenise(files: list[Path], source: str, tokenizer, vocab_size: int, folder: Path) -> None:
+def _tokenise(texts: list[Stretch], source: str, tokenizer, vocab_size: int, folder: Path) -> None:
     """Writes tokenizer.json, train.bin, held_out.bin and facts.json into a temporary folder beside
     `folder` and renames it: another process sees all of it or nothing."""
+    files = [text.path for text in texts]
     print(f"tokenising {source}: once, then kept in {folder}", flush=True)
     if tokenizer is None:
         tokenizer = train_tokenizer((text for text, _ in documents(files)), vocab_size)
@@ -417,7 +425,8 @@ def _tokenise(files: list[Path], source: str, tokenizer, vocab_size: int, folder
             raise no_text(source, files)
         tokenizer.save(str(work / "tokenizer.json"))
         facts["source"] = source
-        facts["fingerprint"] = fingerprint(FlatTokens(_cached(work, facts)))
+        facts["hash"] = hash_bytes(_cached(work, facts))
+        check_unchanged(texts)
         (work / "facts.json").write_text(json.dumps(facts))
         os.rename(work, folder)
     except OSError as error:

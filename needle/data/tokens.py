@@ -15,7 +15,6 @@ those of a whole batch together.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from needle.files import not_regular, regular
+from needle.files import not_regular, regular, state_of
 
 
 class DataError(ValueError):
@@ -46,7 +45,9 @@ class Part:
         self._map, self._ids = None, np.empty(0, self.dtype)
         try:
             with open(path, "rb", opener=regular) as file:
-                self._check_size(os.fstat(file.fileno()).st_size, "is truncated")
+                status = os.fstat(file.fileno())
+                self.state = state_of(status)
+                self._check_size(status.st_size, "is truncated")
                 if count:  # an empty map is refused by the system
                     self._map = mmap.mmap(file.fileno(), self.end, access=mmap.ACCESS_READ)
                     self._ids = np.frombuffer(self._map, self.dtype, count, offset)
@@ -250,14 +251,3 @@ def check_ids(ids: np.ndarray, vocab_size: int, place: Callable[..., str]) -> No
         raise DataError(
             f"{place(*index)}: id {int(ids[index])} is outside the vocabulary of {vocab_size}"
         )
-
-
-def fingerprint(tokens: Any) -> str:
-    """Of type, size and 64 stretches spread over the array (and the sizes of its documents): a file
-    of any size takes milliseconds."""
-    digest = hashlib.blake2b(f"{tokens.dtype.str} {len(tokens)}".encode(), digest_size=16)
-    arrays = [tokens] + ([tokens.sizes] if isinstance(tokens, Documents) else [])
-    for array in arrays:
-        for start in np.linspace(0, max(len(array) - 8192, 0), 64).astype(np.int64):
-            digest.update(np.ascontiguousarray(array[start : start + 8192]))
-    return digest.hexdigest()

@@ -244,10 +244,10 @@ def test_another_start_is_faster(tmp_path, run, tokens, monkeypatch, capsys, nam
     if name is None:
         argv = argv[: argv.index("--name")] + argv[argv.index("--name") + 2 :]
 
-    def slow(*args):
+    def slow(*args, **more):
         monkeypatch.setattr(train_pythia, "run_data", run_data)
         assert train_pythia.main(argv) == 0
-        return run_data(*args)
+        return run_data(*args, **more)
 
     monkeypatch.setattr(train_pythia, "run_data", slow)
     code = train_pythia.main(argv)

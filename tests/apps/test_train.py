@@ -24,6 +24,7 @@ from small_runs import (
 
 import needle as ndl
 from needle.checkpoint import Checkpoint, list_checkpoints
+from needle.data import identity, train_tokenizer
 
 # ---- a whole run ------------------------------------------------------------------------------
 
@@ -169,6 +170,84 @@ def test_resuming_with_other_settings_is_refused(tmp_path, tokens, capsys):
     assert (tmp_path / "runs" / "a" / "metrics.jsonl").read_text() == before
     assert train_pythia.main(flags(tmp_path, tokens, "a", "--resume", "auto")) == 0
     assert "nothing to do" in capsys.readouterr().out
+
+
+def change_in_place(path, share=0.5):
+    """One token, with size and time of modification as they were."""
+    status = path.stat()
+    with open(path, "r+b") as file:
+        file.seek(int(share * status.st_size))
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def write_many(tmp_path):
+    """More tokens than fixed stretches of them would cover."""
+    np.random.RandomState(7).randint(0, 60, 5_000_000).astype("<u2").tofile(tmp_path / "many.bin")
+    return tmp_path / "many.bin"
+
+
+def test_resuming_with_data_that_changed_in_place_is_refused(tmp_path, monkeypatch, capsys):
+    data = write_many(tmp_path)
+    argv = flags(tmp_path, data, "a")
+    run_until(monkeypatch, 3, argv)
+    change_in_place(data, 0.497)
+    assert train_pythia.main([*argv, "--resume", "auto"]) == 1
+    assert "not the tokens that the run read before" in capsys.readouterr().err
+    change_in_place(data, 0.497)  # back to the same bytes
+    assert train_pythia.main([*argv, "--resume", "auto"]) == 0
+    assert train_pythia.main(flags(tmp_path, data, "b")) == 0
+    assert numbers_of(tmp_path, "a") == numbers_of(tmp_path, "b")
+
+
+def test_training_of_text_that_changed_in_place_reads_the_new(tmp_path, capsys):
+    text = tmp_path / "a.txt"
+    text.write_text("one two three four five six\n" * 200)
+    tokenizer = tmp_path / "words.json"
+    train_tokenizer(iter([text.read_text()]), 300).save(str(tokenizer))
+    for name in "ab":
+        argv = flags(tmp_path, text, name, "--tokenizer", tokenizer)
+        assert train_pythia.main(argv) == 0
+        change_in_place(text, 0.31)
+        assert "tokenising" in capsys.readouterr().out
+    assert train_pythia.main([*argv, "--resume", "auto"]) == 1
+    assert "not the tokens that the run read before" in capsys.readouterr().err
+
+
+def test_trusted_data_are_said_and_stored(tmp_path, tokens, monkeypatch, capsys):
+    def never(stretches):
+        raise AssertionError("the data were hashed")
+
+    argv = flags(tmp_path, tokens, "a", "--trust-data")
+    with monkeypatch.context() as patch:
+        patch.setattr(identity, "hash_bytes", never)
+        run_until(patch, 3, argv)
+        change_in_place(tokens)
+        assert train_pythia.main([*argv, "--resume", "auto"]) == 0
+    assert capsys.readouterr().out.count("430 uint16 tokens, trusted: not hashed\n") == 2
+    described = json.loads((tmp_path / "runs" / "a" / "config.json").read_text())["data"]
+    assert described["source"].endswith("trusted: not hashed")
+    assert described["fingerprint"].endswith("-trusted")
+    assert Checkpoint(checkpoint_of(tmp_path, "a", 6)).state["trusted"] is True
+
+
+def test_hash_is_kept_through_a_start_that_trusts(tmp_path, tokens, monkeypatch, capsys):
+    argv = flags(tmp_path, tokens, "a")
+    run_until(monkeypatch, 3, argv)
+    before = Checkpoint(checkpoint_of(tmp_path, "a", 2)).state
+    run_until(monkeypatch, 5, [*argv, "--resume", "auto", "--trust-data"])
+    after = Checkpoint(checkpoint_of(tmp_path, "a", 4)).state
+    assert after["fingerprint"] == before["fingerprint"]
+    assert (before["trusted"], after["trusted"]) == (False, True)
+    change_in_place(tokens)
+    assert train_pythia.main([*argv, "--resume", "auto"]) == 1
+    assert "not the tokens that the run read before" in capsys.readouterr().err
+    os.truncate(tokens, 100)
+    np.save(tokens, TOKENS[:-1])
+    assert train_pythia.main([*argv, "--resume", "auto", "--trust-data"]) == 1
+    assert "not the tokens that the run read before" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["--data", "--tokenizer", "--init", "--out", "--resume"])

@@ -56,7 +56,11 @@ def wait_for_step(tmp_path, name, step, process):
 
 
 # What a run of one process has.
-ALONE = {"parallel": SimpleNamespace(group=Group()), "model": SimpleNamespace(recompute=False)}
+ALONE = {
+    "parallel": SimpleNamespace(group=Group()),
+    "model": SimpleNamespace(recompute=False),
+    "data": SimpleNamespace(trusted=False),
+}
 
 
 @pytest.mark.parametrize(
@@ -71,6 +75,7 @@ ALONE = {"parallel": SimpleNamespace(group=Group()), "model": SimpleNamespace(re
             " --out /runs --tensorboard --wandb project",
         ),
         ("runs/a", {"device_name": "cuda:1"}, " --device cuda:1"),
+        ("runs/a", {"data": SimpleNamespace(trusted=True)}, " --trust-data"),
         ("runs/a", {"hang_seconds": 7.5}, " --supervise --hang-seconds 7.5"),
     ],
 )

@@ -52,9 +52,9 @@ def strike(what: str, at: int, mark: str | None, deadline: float, seconds: float
     run_data, close = train_pythia.run_data, train_pythia.RunLog.close
     agree = train_pythia.agree
 
-    def late_data(*args):
+    def late_data(*args, **more):
         time.sleep(1.5 * deadline)
-        return run_data(*args)
+        return run_data(*args, **more)
 
     def strikes() -> bool:
         nonlocal struck

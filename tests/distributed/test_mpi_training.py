@@ -145,6 +145,34 @@ def test_other_data_are_refused(tmp_path, tokens):
     assert done.returncode == 1 and "rank 1: the data differ from rank 0's" in done.stderr
 
 
+def test_other_data_of_one_head_and_tail_are_refused(tmp_path):
+    """Of rank 1's 5 million tokens one is another."""
+    ids = np.random.RandomState(0).randint(0, 250, 5_000_000).astype("<u2")
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for number, folder in enumerate(folders):
+        folder.mkdir()
+        ids[2_485_000] ^= number
+        ids.tofile(folder / "t.bin")
+        os.utime(folder / "t.bin", (10**9, 10**9))
+    one = [sys.executable, PROGRAM, "--device", "cpu", "--model", "tiny", "--out", tmp_path / "o"]
+    one += ["--data", "t.bin", "--seq-len", "32", "--steps", "3"]
+    words = [["-n", "1", "--wdir", folder, *one] for folder in folders]
+
+    def start(*flags):
+        return subprocess.run(
+            [mpirun(), "--map-by", ":OVERSUBSCRIBE", *words[0], *flags, ":", *words[1], *flags],
+            env={**os.environ, **AS_ROOT},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+
+    done = start()
+    assert done.returncode == 1 and "rank 1: the data differ from rank 0's" in done.stderr
+    done = start("--trust-data")
+    assert done.returncode == 0 and "trusted: not hashed" in done.stdout, done.stderr
+
+
 def test_data_that_one_rank_cannot_read(tmp_path, tokens, alone):
     said = run(tmp_path, tokens, 2, plan={"rank": 1, "step": 23, "what": "data"}, code=1)
     assert "train_pythia.py: rank 1: tokens.npy: a page cannot be read" in said
