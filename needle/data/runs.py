@@ -22,7 +22,6 @@ from pathlib import Path
 
 from needle.data.batches import Batches
 from needle.data.readers import TRUSTED, TokenData, open_data
-from needle.data.text import id_limit, load_tokenizer
 from needle.data.tokens import DataError
 from needle.files import FileError, reading
 
@@ -73,7 +72,7 @@ def open_run(folder: str | os.PathLike) -> tuple[TokenData, Batches, dict]:
     try:
         with reading(path) as file:
             config = json.loads(file.read())
-        described = config["data"] if "path" in config["data"] else _older(config, Path(folder))
+        described = config["data"]
         settings, fingerprint = {**config["settings"], **described}, described["fingerprint"]
         _check_numbers(settings)
         data = run_data(described, Path(folder), fingerprint, fingerprint.endswith(TRUSTED))
@@ -95,17 +94,3 @@ def _check_numbers(settings: dict) -> None:
             raise ValueError(f"{name} is {value!r:.40}")
     if settings["micro_batches"] * settings["batch_size"] > settings["samples"]:
         raise ValueError("a step has more samples than the run")
-
-
-def _older(config: dict, folder: Path) -> dict:
-    """The same of a run whose config.json is older than these words and holds flags alone."""
-    flags, own = config["settings"], folder / "tokenizer.json"
-    return {
-        **flags,
-        "path": flags["data"],
-        "vocab_size": id_limit(load_tokenizer(own)) if own.is_file() else 4096,
-        "id_limit": config["model"]["vocab_size"],
-        "micro_batches": flags["grad_accum"],
-        "samples": flags["steps"] * flags["grad_accum"] * flags["batch_size"],
-        "fingerprint": config["data"]["fingerprint"],
-    }
