@@ -12,6 +12,7 @@ Environment
   NEEDLE_MARCH=native    what -march= gets; "none" leaves it out
   NEEDLE_JOBS            compilers at a time; default: the cores this process may use
   NEEDLE_WERROR=1        warnings are errors
+  NEEDLE_DEBUG=1         check indices in CUDA kernels, wait after each operation; the core -O1 -g
   CC CXX CFLAGS LDFLAGS NVCC_FLAGS CUDA_HOME CUDA_PATH   as usual
 """
 
@@ -118,11 +119,18 @@ def build_core(objects: Path, out: Path, version: str, toolkit: cuda.Cuda | None
         else f" ({sys.executable} -m pip install scipy-openblas32 is the fastest)"
     )
     note(f"CPU matrix products: {blas}{advice}")
+    debug = steps.is_debug()
+    if debug:
+        note("a debug build: indices are checked, and each operation is waited for")
     # gnu17 rather than c17: POSIX names, and a*b+c may become an FMA. errno and floating-point
     # traps are never looked at here, and stop vectorisation. Integers wrap around, as NumPy's do:
     # what int64 arrays hold may overflow, and so may the strides of an array without elements.
-    command = [*compiler, "-std=gnu17", "-O3", "-g1", "-fPIC", "-fvisibility=hidden", "-fopenmp"]
-    command += ["-fwrapv"]
+    command = [
+        *compiler,
+        "-std=gnu17",
+        *(["-O1", "-g", "-DNEEDLE_DEBUG"] if debug else ["-O3", "-g1"]),
+    ]
+    command += ["-fPIC", "-fvisibility=hidden", "-fopenmp", "-fwrapv"]
     command += ["-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra", *steps.strict()]
     command += [*march, *flags_from("CFLAGS"), "-Icsrc", *blas_compile]
     has_history = (ROOT / ".git").exists()

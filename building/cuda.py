@@ -177,6 +177,7 @@ def build_cuda(objects: Path, out: Path, cuda: Cuda) -> None:
     command = [str(cuda.nvcc), "-std=c++17", "-O3", "-lineinfo", "-Icsrc", "-Icuda"]
     command += [f"-I{path}" for path in cuda.include]
     command += [*gencode(cuda.archs), "-Wno-deprecated-gpu-targets", "-Xcompiler", ",".join(host)]
+    command += ["-DNEEDLE_DEBUG"] if steps.is_debug() else []
     command += ["-DNEEDLE_HOPPER"] if "90a" in cuda.archs else []
     command += ["-Werror", "all-warnings"] if steps.strict() else []
     command += ["-ccbin", os.environ["CXX"]] if os.environ.get("CXX") else []

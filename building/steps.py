@@ -67,6 +67,11 @@ def strict() -> list[str]:
     return ["-Werror"] if setting("NEEDLE_WERROR", "0", "1") == "1" else []
 
 
+def is_debug() -> bool:
+    """Whether NEEDLE_DEBUG=1 asks for the build that checks indices."""
+    return setting("NEEDLE_DEBUG", "0", "1") == "1"
+
+
 def job_count() -> int:
     wanted = os.environ.get("NEEDLE_JOBS", "").strip() or str(len(os.sched_getaffinity(0)))
     if not (wanted.isdigit() and int(wanted) > 0):

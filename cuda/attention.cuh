@@ -231,6 +231,7 @@ __device__ __forceinline__ int tile_at(const Problem &p, int head, int place, bo
     if (p.lists.order != NULL) {
         unsigned at = place / p.tiles_per_block, blocks = p.tiles / p.tiles_per_block;
         unsigned block = (unsigned)p.lists.order[head * p.lists.order_stride + at];
+        ND_CHECK_INDEX("order", head * p.lists.order_stride + at, (int)block, blocks);
         return min(block, blocks - 1) * p.tiles_per_block + place % p.tiles_per_block;
     }
     return descending ? p.tiles - 1 - place : place;
@@ -269,6 +270,10 @@ template <int TILE> struct TileWalk {
           blocks(p.lists.blocks), rows(p.other_rows), from(from), to(to) {
         if (p.lists.offsets != NULL) {
             const int *offsets = p.lists.offsets + work.h * p.lists.head_stride + work.block;
+            ND_CHECK_INDEX("offsets", offsets - p.lists.offsets, checked(offsets),
+                           p.lists.size + 1);
+            ND_CHECK_INDEX("offsets", offsets + 1 - p.lists.offsets, checked(offsets + 1),
+                           p.lists.size + 1);
             entry = max(offsets[0], 0);
             last = min(offsets[1], p.lists.size);
         } else {
@@ -278,7 +283,8 @@ template <int TILE> struct TileWalk {
 
     __device__ __forceinline__ Span next() {
         while (entry < last) {
-            int index = entries == NULL ? 0 : entries[entry];
+            int index = entries == NULL ? 0 : checked(entries + entry);
+            ND_CHECK_INDEX("block list", entry, index, blocks);
             bool known = (unsigned)index < (unsigned)blocks;
             int start = known ? index * block : 0;
             int begin = start + sub * TILE;
@@ -349,8 +355,8 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const Rows &rows, const
         uint32_t words[4];
 #pragma unroll
         for (int w = 0; w < 4; w++) {
-            float low = 2 * w < count ? to_float(from[2 * w]) : 0.0f;
-            float high = 2 * w + 1 < count ? to_float(from[2 * w + 1]) : 0.0f;
+            float low = 2 * w < count ? to_float(checked(from + 2 * w)) : 0.0f;
+            float high = 2 * w + 1 < count ? to_float(checked(from + 2 * w + 1)) : 0.0f;
             words[w] = pack_pair<T>(low, high);
         }
         store_shared16(tile + chunk_offset<DP>(row, chunk), words);
@@ -556,12 +562,12 @@ __device__ __forceinline__ void store_rows(const float (&c)[MI][N][4], const flo
         } u;
         load_shared16(u.words, tile + chunk_offset<DP>(row, chunk));
         if (rows.vector) {
-            *(uint4 *)to = make_uint4(u.words[0], u.words[1], u.words[2], u.words[3]);
+            checked((uint4 *)to) = make_uint4(u.words[0], u.words[1], u.words[2], u.words[3]);
         } else {
 #pragma unroll
             for (int e = 0; e < 8; e++) {
                 if (e < count) {
-                    ((unsigned short *)to)[e] = u.elements[e];
+                    checked((unsigned short *)to + e) = u.elements[e];
                 }
             }
         }
@@ -579,7 +585,8 @@ __device__ __forceinline__ void load_float_tile(float *tile, const Rows &rows, c
     for (int index = threadIdx.x; index < ROWS * DP; index += FLOAT_THREADS) {
         int row = index / DP, d = index % DP;
         bool inside = span.begin + row < span.end && d < D;
-        tile[row * FLOAT_STRIDE<DP> + d] = inside ? head[(span.begin + row) * rows.t + d] : 0.0f;
+        tile[row * FLOAT_STRIDE<DP> + d] =
+            inside ? checked(head + (span.begin + row) * rows.t + d) : 0.0f;
     }
 }
 
@@ -674,7 +681,7 @@ __device__ __forceinline__ void float_store_rows(const float (&c)[M][DP / 64][4]
             for (int e = 0; e < 4; e++) {
                 int d = 64 * g + 4 * tx + e;
                 if (d < D) {
-                    head[row * rows.t + d] = c[i][g][e] * factor[i];
+                    checked(head + row * rows.t + d) = c[i][g][e] * factor[i];
                 }
             }
         }

@@ -172,8 +172,9 @@ __global__ void __launch_bounds__(ForwardTile<DP>::THREADS, ForwardTile<DP>::CTA
             int row = first_row + 16 * mi + 8 * half + lane / 4;
             factor[mi][half] = sum == 0.0f ? 0.0f : 1.0f / sum;
             if (lane % 4 == 0 && row < work.own.end) {
-                lse[row] = sum == 0.0f ? -INFINITY
-                                       : softmax.maximum[mi][half] * p.scale_log2 * LN2 + logf(sum);
+                checked(lse + row) =
+                    sum == 0.0f ? -INFINITY
+                                : softmax.maximum[mi][half] * p.scale_log2 * LN2 + logf(sum);
             }
         }
     }
@@ -268,7 +269,7 @@ __global__ void __launch_bounds__(FLOAT_THREADS, 1)
         float total = warp_sum<16>(sum[i]);
         factor[i] = total == 0.0f ? 0.0f : 1.0f / total;
         if (tx == 0 && row < work.own.end) {
-            lse[row] = total == 0.0f ? -INFINITY : maximum[i] + logf(total);
+            checked(lse + row) = total == 0.0f ? -INFINITY : maximum[i] + logf(total);
         }
     }
     float_store_rows<DP>(o, factor, p.o, p.o.head<float>(work.b, work.h), work.own, p.D);

@@ -140,6 +140,8 @@ template <bool LISTS, int ROWS> struct PartWalk {
           block(p.other_block), blocks(p.lists.blocks), from(from), to(to) {
         if constexpr (LISTS) {
             const int *offsets = p.lists.offsets + head * p.lists.head_stride + own / p.own_block;
+            ND_CHECK_INDEX("offsets", offsets - p.lists.offsets, offsets[0], p.lists.size + 1);
+            ND_CHECK_INDEX("offsets", offsets + 1 - p.lists.offsets, offsets[1], p.lists.size + 1);
             entry = max(offsets[0], 0);
             last = min(offsets[1], p.lists.size);
         }
@@ -150,6 +152,7 @@ template <bool LISTS, int ROWS> struct PartWalk {
         if constexpr (LISTS) {
             while (entry < last) {
                 int index = entries[entry], start = index * block + at;
+                ND_CHECK_INDEX("block list", entry, index, blocks);
                 bool inside = (unsigned)index < (unsigned)blocks && start < to;
                 at += ROWS;
                 if (!inside || at >= block) {

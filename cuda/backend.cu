@@ -167,6 +167,9 @@ nd_status open_locked(int device) {
         d.pool = nullptr;
         return cuda_error("cuda", "cudaStreamCreateWithFlags", error);
     }
+#ifdef NEEDLE_DEBUG
+    ND_TRY(cuda_connect_checks(&d.published));
+#endif
     d.opened = true;
     return ND_OK;
 }
@@ -275,10 +278,32 @@ nd_status cuda_reset(int device) {
 }
 
 /* ---- the vtable ------------------------------------------------------------------------------ */
+#ifdef NEEDLE_DEBUG
+#define NOTE(field) cuda_note_operand(operands, #field, a->field);
+#define NOTES(name, ...) \
+    void note(nd_operands *operands, const name##_args *a) { __VA_ARGS__ }
+#define EW1(name, types, formula) NOTES(name, NOTE(x) NOTE(out))
+#define EW2(name, types, formula) NOTES(name, NOTE(x) NOTE(y) NOTE(out))
+#define CMP(name, formula) EW2(name, , )
+#define RED(name, types, start, combine, map) EW1(name, , )
+#define ARG(name, better) EW1(name, , )
+#define OP(name, operands) NOTES(name, operands)
+#define OPERAND(kind, field, axes, dtype) NOTE(field)
+#define F64(field)
+#define I64(field)
+#include "../csrc/ops.def"
+#define NOTE_OPERANDS(device, args)         \
+    cuda_device(device).operands.count = 0; \
+    note(&cuda_device(device).operands, args);
+#else
+#define NOTE_OPERANDS(device, args)
+#endif
+
 #define EACH_OP(name)                                            \
     nd_status call_##name(int device, const name##_args *args) { \
         Exclusive call;                                          \
         ND_TRY(call.begin(device));                              \
+        NOTE_OPERANDS(device, args)                              \
         return cuda_##name(device, args);                        \
     }
 #include "../csrc/ops.def"

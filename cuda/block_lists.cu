@@ -29,7 +29,7 @@ struct Kept {
     /* Which of the 32 columns from `first` on are kept, a bit a lane. */
     __device__ __forceinline__ uint32_t found(const uint8_t *row, int64_t first) const {
         int64_t column = first + (threadIdx.x & 31);
-        bool is_kept = column < columns && row[column * column_stride] != 0;
+        bool is_kept = column < columns && checked(row + column * column_stride) != 0;
         return __ballot_sync(0xffffffffu, is_kept);
     }
 };
@@ -77,8 +77,11 @@ __global__ void __launch_bounds__(threads)
         for (int64_t first = 0; first < kept.columns; first += 32) {
             const uint32_t found = kept.found(from, first);
             const int64_t place = at + __popc(found & below);
-            if ((found >> lane & 1) != 0 && place < size) {
-                entries[place] = (int32_t)(first + lane);
+            if ((found >> lane & 1) != 0) {
+                ND_CHECK_INDEX("entries", row, place, size);
+                if (place < size) {
+                    checked(entries + place) = (int32_t)(first + lane);
+                }
             }
             at += __popc(found);
         }

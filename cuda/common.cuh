@@ -4,6 +4,7 @@
  * takes the device's lock, makes the device current and then calls cuda_<op>(device, args), which
  * enqueues on cuda_stream(device) and returns. So an op needs no prologue of its own: it checks its
  * operands, asks for scratch at most once, and launches.
+ * Indices are checked by checks.cuh in a debug build.
  *
  * Errors. Every CUDA call goes through CUDA_TRY, every launch through cuda_launch.
  * cuda_error() clears the runtime's last error and tells faults that end the context (ND_EFATAL:
@@ -20,6 +21,7 @@
 
 #include "../csrc/backend.h"
 #include "../csrc/formula.h"
+#include "checks.cuh"
 
 /* ---- the ops: a function that is missing is a link error ------------------------------------- */
 #define EACH_OP(name) nd_status cuda_##name(int device, const name##_args *a);
@@ -271,19 +273,22 @@ __device__ __forceinline__ float min_or_nan(float x, float y) {
 /* ---- any dtype, known at run time ---------------------------------------------------------------
  * V is float for float dtypes and int64_t for integers and bool. The branch is the same for the
  * whole grid. Floats truncate to integers; what is not zero is true. */
-template <class V> __device__ __forceinline__ V load_as(const void *p, int64_t i, nd_dtype dtype);
+template <class V>
+__device__ __forceinline__ V load_as(const void *p, int64_t i, nd_dtype dtype ND_HERE);
 template <>
-__device__ __forceinline__ float load_as<float>(const void *p, int64_t i, nd_dtype dtype) {
-    return dtype == ND_F32    ? ((const float *)p)[i]
-           : dtype == ND_BF16 ? to_float(((const bf16 *)p)[i])
-                              : to_float(((const f16 *)p)[i]);
+__device__ __forceinline__ float load_as<float>(const void *p, int64_t i, nd_dtype dtype ND_TAKEN) {
+    return dtype == ND_F32    ? checked((const float *)p + i ND_PASS)
+           : dtype == ND_BF16 ? to_float(checked((const bf16 *)p + i ND_PASS))
+                              : to_float(checked((const f16 *)p + i ND_PASS));
 }
 template <>
-__device__ __forceinline__ int64_t load_as<int64_t>(const void *p, int64_t i, nd_dtype dtype) {
-    return dtype == ND_I32   ? ((const int32_t *)p)[i]
-           : dtype == ND_I64 ? ((const int64_t *)p)[i]
-           : dtype == ND_U16 ? ((const uint16_t *)p)[i]
-                             : ((const uint8_t *)p)[i]; /* bool is the byte 0 or 1 */
+__device__ __forceinline__ int64_t load_as<int64_t>(const void *p, int64_t i,
+                                                    nd_dtype dtype ND_TAKEN) {
+    return dtype == ND_I32   ? checked((const int32_t *)p + i ND_PASS)
+           : dtype == ND_I64 ? checked((const int64_t *)p + i ND_PASS)
+           : dtype == ND_U16
+               ? checked((const uint16_t *)p + i ND_PASS)
+               : checked((const uint8_t *)p + i ND_PASS); /* bool is the byte 0 or 1 */
 }
 
 /* Out of range: the nearest int64, to be cut to size; NaN: 0. */
@@ -291,31 +296,31 @@ __device__ __forceinline__ int64_t truncated(float x) { return x == x ? (int64_t
 __device__ __forceinline__ int64_t truncated(int64_t x) { return x; }
 
 template <class V>
-__device__ __forceinline__ void store_as(void *p, int64_t i, nd_dtype dtype, V x) {
+__device__ __forceinline__ void store_as(void *p, int64_t i, nd_dtype dtype, V x ND_HERE) {
     switch (dtype) {
     case ND_F32:
-        ((float *)p)[i] = (float)x;
+        checked((float *)p + i ND_PASS) = (float)x;
         break;
     case ND_BF16:
-        ((bf16 *)p)[i] = from_float<bf16>((float)x);
+        checked((bf16 *)p + i ND_PASS) = from_float<bf16>((float)x);
         break;
     case ND_F16:
-        ((f16 *)p)[i] = from_float<f16>((float)x);
+        checked((f16 *)p + i ND_PASS) = from_float<f16>((float)x);
         break;
     case ND_I32:
-        ((int32_t *)p)[i] = (int32_t)truncated(x);
+        checked((int32_t *)p + i ND_PASS) = (int32_t)truncated(x);
         break;
     case ND_I64:
-        ((int64_t *)p)[i] = truncated(x);
+        checked((int64_t *)p + i ND_PASS) = truncated(x);
         break;
     case ND_U8:
-        ((uint8_t *)p)[i] = (uint8_t)truncated(x);
+        checked((uint8_t *)p + i ND_PASS) = (uint8_t)truncated(x);
         break;
     case ND_U16:
-        ((uint16_t *)p)[i] = (uint16_t)truncated(x);
+        checked((uint16_t *)p + i ND_PASS) = (uint16_t)truncated(x);
         break;
     default:
-        ((bool *)p)[i] = x != 0;
+        checked((bool *)p + i ND_PASS) = x != 0;
         break;
     }
 }
@@ -327,7 +332,8 @@ template <class T> struct alignas(16) Vec {
     T v[size];
 };
 
-template <class T> __device__ __forceinline__ Vec<T> load16(const T *p) {
+template <class T> __device__ __forceinline__ Vec<T> load16(const T *p ND_HERE) {
+    ND_CHECK(p, 16);
     union {
         uint4 bits;
         Vec<T> vec;
@@ -344,7 +350,8 @@ __device__ __forceinline__ uint32_t pack(f16 low, f16 high) {
 }
 
 /* By name, because the compiler may split the copy of a struct into stores of its members. */
-template <class T> __device__ __forceinline__ void store16(T *p, const Vec<T> &x) {
+template <class T> __device__ __forceinline__ void store16(T *p, const Vec<T> &x ND_HERE) {
+    ND_CHECK(p, 16);
     uint4 bits;
     if constexpr (sizeof(T) == 4) {
         bits = make_uint4(__float_as_uint(x.v[0]), __float_as_uint(x.v[1]), __float_as_uint(x.v[2]),

@@ -30,14 +30,14 @@ __global__ void __launch_bounds__(threads) move_kernel(Piece *to, const Piece *f
             int64_t at[2] = {0, 0};
             if (i + u * step < walk.size) {
                 walk.add_offsets(i + u * step, at);
-                pieces[u] = from[at[1]];
+                pieces[u] = checked(from + at[1]);
             }
             target[u] = at[0];
         }
 #pragma unroll
         for (int u = 0; u < unroll; u++) {
             if (i + u * step < walk.size) {
-                to[target[u]] = pieces[u];
+                checked(to + target[u]) = pieces[u];
             }
         }
     }
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(threads)
     }
     if (blockIdx.x == 0 && (int)threadIdx.x < tail) {
         int64_t i = groups * 8 + threadIdx.x;
-        to[i] = from_float<To>(to_float(from[i]));
+        checked(to + i) = from_float<To>(to_float(checked(from + i)));
     }
 }
 
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(threads) fill_kernel(Piece *to, Piece value, W
          i += (int64_t)gridDim.x * threads) {
         int64_t at[1] = {0};
         walk.add_offsets(i, at);
-        to[at[0]] = value;
+        checked(to + at[0]) = value;
     }
 }
 

@@ -120,10 +120,10 @@ __device__ __forceinline__ float log_sum_exp(const T *x, const Cut &cut, int col
         take(i, Constant<1>());
     }
     for (int c = threadIdx.x; c < cut.head; c += stride) {
-        r.add(to_float(x[c]));
+        r.add(to_float(checked(x + c)));
     }
     for (int c = cut.tail + threadIdx.x; c < columns; c += stride) {
-        r.add(to_float(x[c]));
+        r.add(to_float(checked(x + c)));
     }
     const float max = block_max(r.max);
     r.raise(max);
@@ -141,9 +141,12 @@ __global__ void __launch_bounds__(most_threads)
         const Cut cut = cut_row(x, (int)columns, true);
         const float all = log_sum_exp(x, cut, (int)columns, [&](int i) { return load16(x + i); });
         if (threadIdx.x == 0) {
-            const int64_t target = targets[row];
-            lse[row] = all;
-            losses[row] = target < 0 ? 0.0f : target >= columns ? NAN : all - to_float(x[target]);
+            const int64_t target = checked(targets + row);
+            ND_CHECK_INDEX("targets", row, max(target, (int64_t)0), columns);
+            checked(lse + row) = all;
+            checked(losses + row) = target < 0          ? 0.0f
+                                    : target >= columns ? NAN
+                                                        : all - to_float(x[target]);
         }
     }
 }
@@ -184,7 +187,8 @@ __global__ void __launch_bounds__(most_threads)
         const T *x = logits + row * columns;
         T *dx = dlogits + row * columns;
         const Cut cut = cut_row(x, (int)columns, vectors);
-        const int64_t target = targets[row];
+        const int64_t target = checked(targets + row);
+        ND_CHECK_INDEX("targets", row, max(target, (int64_t)0), columns);
         const bool counts = target >= 0 && target < columns;
         const float all = lse[row];
         for (int64_t base = threadIdx.x; base < cut.vectors; base += (int64_t)unroll * blockDim.x) {
@@ -212,10 +216,12 @@ __global__ void __launch_bounds__(most_threads)
             }
         }
         for (int64_t c = threadIdx.x; c < cut.head; c += blockDim.x) {
-            dx[c] = from_float<T>(counts ? gradient(x[c], all, scale, c == target) : 0.0f);
+            checked(dx + c) =
+                from_float<T>(counts ? gradient(checked(x + c), all, scale, c == target) : 0.0f);
         }
         for (int64_t c = cut.tail + threadIdx.x; c < columns; c += blockDim.x) {
-            dx[c] = from_float<T>(counts ? gradient(x[c], all, scale, c == target) : 0.0f);
+            checked(dx + c) =
+                from_float<T>(counts ? gradient(checked(x + c), all, scale, c == target) : 0.0f);
         }
     }
 }
@@ -254,6 +260,7 @@ __global__ void __launch_bounds__(1024)
     for (int slot = 0; row < rows; row += gridDim.x, slot ^= 1) {
         const int next_target = row + gridDim.x < rows ? targets[row + gridDim.x] : -1;
         T *x = logits + row * columns;
+        ND_CHECK_INDEX("targets", row, max(target, 0), columns);
         const Cut cut = cut_row(x, width, true);
         const T *kept = place(slot, x);
         auto get = [&](int i) {
@@ -273,10 +280,10 @@ __global__ void __launch_bounds__(1024)
                 store16(x + cut.head + i * N, v);
             }
             for (int c = threadIdx.x; c < cut.head; c += stride) {
-                x[c] = from_float<T>(value(x[c]));
+                checked(x + c) = from_float<T>(value(checked(x + c)));
             }
             for (int c = cut.tail + threadIdx.x; c < width; c += stride) {
-                x[c] = from_float<T>(value(x[c]));
+                checked(x + c) = from_float<T>(value(checked(x + c)));
             }
         };
         if (target >= 0 && target < width) {

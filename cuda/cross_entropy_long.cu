@@ -111,6 +111,7 @@ __global__ void __launch_bounds__(threads, 1) cross_entropy_kernel(const Rows r)
     for (int turn = 0; row < r.rows; row += gridDim.x, slot ^= 1) {
         const int64_t next = row + gridDim.x;
         const int next_target = next < r.rows ? r.targets[next] : -1;
+        ND_CHECK_INDEX("targets", row, max(target, 0), r.columns);
         const bool counts = target >= 0 && target < r.columns;
         const int in_run = target / 8 - run.first; /* the target's vector */
         const bool owns = counts && in_run >= 0 && in_run < run.vectors && in_run % 32 == lane;
@@ -141,7 +142,7 @@ __global__ void __launch_bounds__(threads, 1) cross_entropy_kernel(const Rows r)
 
         T *to = logits + row * r.columns + (run.first + lane) * 8;
         auto store = [&](int v, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-            __stwb(reinterpret_cast<uint4 *>(to + v * 256), make_uint4(a, b, c, d));
+            __stwb(&checked(reinterpret_cast<uint4 *>(to + v * 256)), make_uint4(a, b, c, d));
         };
         if (counts) {
             float2 sum = {0.0f, 0.0f};

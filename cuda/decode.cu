@@ -33,7 +33,7 @@ __device__ __forceinline__ void load_dims(const T *row, int at, int dims, float 
         return;
     }
     if constexpr (N == 1) {
-        out[0] = to_float(row[at]);
+        out[0] = to_float(checked(row + at));
     } else {
         Vec<T> v = load16(row + at);
 #pragma unroll
@@ -66,7 +66,8 @@ __global__ void __launch_bounds__(threads)
     __shared__ float sums[groups * G * N * P];
     const int64_t head = (int64_t)blockIdx.x / s.splits; /* b H + h */
     const int split = (int)((int64_t)blockIdx.x % s.splits);
-    const int64_t position = positions[head / s.heads];
+    const int64_t position = checked(positions + head / s.heads);
+    ND_CHECK_INDEX("positions", head / s.heads, position, min(s.capacity, s.angles));
     const int tid = (int)threadIdx.x, lane = tid % G, group = tid / G;
     if (position < 0 || position >= s.capacity || position >= s.angles) {
         for (int d = tid; d < s.dims + 2; d += threads) {
@@ -94,8 +95,8 @@ __global__ void __launch_bounds__(threads)
         new_q[d] = to_float(from_float<T>(q));
         new_k[d] = to_float(from_float<T>(k));
         if (split == 0) {
-            own_keys[position * s.dims + d] = from_float<T>(k);
-            own_values[position * s.dims + d] = packed[2 * s.dims + d];
+            checked(own_keys + position * s.dims + d) = from_float<T>(k);
+            checked(own_values + position * s.dims + d) = packed[2 * s.dims + d];
         }
     }
     __syncthreads();

@@ -60,6 +60,8 @@ nd_status cuda_first_fault(void) {
 
 nd_status cuda_error(const char *op, const char *what, cudaError_t error) {
     cudaGetLastError();
+    char found[320];
+    cuda_fault_text(found, sizeof found);
     if (!ends_context(error)) {
         return nd_error(ND_ECUDA, "%s: %s: %s (%s)", op, what, cudaGetErrorString(error),
                         cudaGetErrorName(error));
@@ -69,10 +71,10 @@ nd_status cuda_error(const char *op, const char *what, cudaError_t error) {
         std::lock_guard<std::mutex> guard(s.fault_lock);
         if (!s.faulted.load(std::memory_order_relaxed)) {
             snprintf(s.fault, sizeof s.fault,
-                     "%s: %s: %s (%s): the CUDA context is lost and this process must end; start "
+                     "%s: %s: %s (%s)%s: the CUDA context is lost and this process must end; start "
                      "again from the last checkpoint. The fault may come from an earlier op: "
                      "NEEDLE_SYNC=1 finds which",
-                     op, what, cudaGetErrorString(error), cudaGetErrorName(error));
+                     op, what, cudaGetErrorString(error), cudaGetErrorName(error), found);
             s.faulted.store(true, std::memory_order_release);
         }
     }
@@ -188,6 +190,10 @@ nd_status cuda_launch_kernel(const char *op, int device, const void *kernel, dim
     config.stream = cuda_stream(device);
     config.attrs = &overlap;
     config.numAttrs = overlaps ? 1 : 0;
+#ifdef NEEDLE_DEBUG
+    ND_TRY(cuda_publish_operands(cuda_device(device).operands, cuda_device(device).published,
+                                 config.stream));
+#endif
     CUDA_TRY(op, cudaLaunchKernelExC(&config, kernel, arguments));
     return ND_OK;
 }

@@ -50,6 +50,10 @@ struct Device {
     std::vector<nd_module *> modules;
     nd_graph *recording = nullptr;                       /* between graph_begin and graph_end */
     std::unordered_map<const void *, Prepared> prepared; /* kernels that were launched */
+#ifdef NEEDLE_DEBUG
+    nd_operands operands = {};        /* of the op that runs */
+    nd_operands *published = nullptr; /* the same on the device */
+#endif
 };
 
 /* ---- entering a call (device.cu) ------------------------------------------------------------- */

@@ -43,7 +43,7 @@ __device__ __forceinline__ bool holds(int segment, int dilation, const Place &p)
 
 template <class T, int N> __device__ __forceinline__ void load(float (&to)[N], const T *part) {
     if constexpr (N == 1) {
-        to[0] = to_float(*part);
+        to[0] = to_float(checked(part));
     } else {
         const Vec<T> v = load16(part);
 #pragma unroll
@@ -56,7 +56,7 @@ template <class T, int N> __device__ __forceinline__ void load(float (&to)[N], c
 template <class T, int N>
 __device__ __forceinline__ void store(T *out, const float (&sum)[N], float factor) {
     if constexpr (N == 1) {
-        *out = from_float<T>(sum[0] * factor);
+        checked(out) = from_float<T>(sum[0] * factor);
     } else {
         Vec<T> v;
 #pragma unroll
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(256)
             if (s.dims > 0) {
                 load<T, N>(part, parts + row * s.dims + p.at);
             }
-            const float one = lse[row], next = nd_max(top, one);
+            const float one = checked(lse + row), next = nd_max(top, one);
             if (next == -INFINITY) { /* it saw no key; the difference would be NaN */
                 continue;
             }

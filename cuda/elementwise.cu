@@ -42,9 +42,9 @@ __device__ __forceinline__ void store_results(bool *to, const Truths<count> &x) 
                    (uint32_t)x.v[4 * w + 2] << 16 | (uint32_t)x.v[4 * w + 3] << 24;
     }
     if constexpr (count == 8) {
-        *reinterpret_cast<uint2 *>(to) = make_uint2(words[0], words[1]);
+        checked(reinterpret_cast<uint2 *>(to)) = make_uint2(words[0], words[1]);
     } else {
-        *reinterpret_cast<uint32_t *>(to) = words[0];
+        checked(reinterpret_cast<uint32_t *>(to)) = words[0];
     }
 }
 
@@ -83,7 +83,8 @@ __global__ void __launch_bounds__(threads)
     }
     if (blockIdx.x == 0 && (int)threadIdx.x < tail) {
         int64_t i = vectors * N + threadIdx.x;
-        out[i] = result<O>((float)fn(to_float(x[i]), binary ? to_float(y[i]) : 0.0f));
+        checked(out + i) = result<O>(
+            (float)fn(to_float(checked(x + i)), binary ? to_float(checked(y + i)) : 0.0f));
     }
 }
 
@@ -124,12 +125,12 @@ __global__ void __launch_bounds__(threads)
                 if (!x_repeats) {
                     xs[u] = load16(x + at[1]);
                 } else if (x) {
-                    x_one[u] = to_float(x[last > 0 ? at[1] : 0]);
+                    x_one[u] = to_float(checked(x + (last > 0 ? at[1] : 0)));
                 }
                 if (!y_repeats) {
                     ys[u] = load16(y + at[2]);
                 } else if (y) {
-                    y_one[u] = to_float(y[last > 0 ? at[2] : 0]);
+                    y_one[u] = to_float(checked(y + (last > 0 ? at[2] : 0)));
                 }
             }
         }
@@ -149,9 +150,9 @@ __global__ void __launch_bounds__(threads)
     }
     if (blockIdx.x == 0 && (int)threadIdx.x < tail) {
         int64_t i = vectors * N + threadIdx.x;
-        float p = x ? to_float(x[x_repeats ? 0 : i]) : x_scalar;
-        float q = y ? to_float(y[y_repeats ? 0 : i]) : y_scalar;
-        out[i] = result<O>((float)fn(p, q));
+        float p = x ? to_float(checked(x + (x_repeats ? 0 : i))) : x_scalar;
+        float q = y ? to_float(checked(y + (y_repeats ? 0 : i))) : y_scalar;
+        checked(out + i) = result<O>((float)fn(p, q));
     }
 }
 

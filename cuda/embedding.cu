@@ -34,14 +34,15 @@ __global__ void __launch_bounds__(threads)
     const int lane = threadIdx.x & 31;
     for (int64_t row = (int64_t)blockIdx.x * warps + threadIdx.x / 32; row < rows;
          row += (int64_t)gridDim.x * warps) {
-        const int64_t id = ids[row];
+        const int64_t id = checked(ids + row);
+        ND_CHECK_INDEX("ids", row, id, vocabulary);
         const bool valid = id >= 0 && id < vocabulary;
         const T *from = w + (valid ? id : 0) * stride;
         T *to = y + row * columns;
 #pragma unroll 4
         for (int64_t c = lane * N; c < columns; c += 32 * N) {
             if constexpr (N == 1) {
-                to[c] = valid ? from[c] : from_float<T>(NAN);
+                checked(to + c) = valid ? checked(from + c) : from_float<T>(NAN);
             } else {
                 Vec<T> v;
                 if (valid) {
@@ -66,36 +67,37 @@ __global__ void __launch_bounds__(threads)
     await_previous();
     for (int64_t i = (int64_t)blockIdx.x * threads + threadIdx.x; i < rows;
          i += (int64_t)gridDim.x * threads) {
-        int32_t id = ids[i];
-        keys[i] = id >= 0 && id < vocabulary ? (uint32_t)id : (uint32_t)vocabulary;
-        positions[i] = (int32_t)i;
+        int32_t id = checked(ids + i);
+        ND_CHECK_INDEX("ids", i, id, vocabulary);
+        checked(keys + i) = id >= 0 && id < vocabulary ? (uint32_t)id : (uint32_t)vocabulary;
+        checked(positions + i) = (int32_t)i;
     }
 }
 
 /* Adds, or overwrites when the target is scratch. */
 template <int N> __device__ __forceinline__ void put(float *to, const float (&sum)[N], bool add) {
     if constexpr (N == 1) {
-        to[0] = add ? to[0] + sum[0] : sum[0];
+        checked(to) = add ? checked(to) + sum[0] : sum[0];
     } else {
 #pragma unroll
         for (int k = 0; k < N; k += 4) {
             float4 v = make_float4(sum[k], sum[k + 1], sum[k + 2], sum[k + 3]);
             if (add) {
-                float4 old = *(const float4 *)(to + k);
+                float4 old = checked((const float4 *)(to + k));
                 v = make_float4(old.x + v.x, old.y + v.y, old.z + v.z, old.w + v.w);
             }
-            __stwb((float4 *)(to + k), v);
+            __stwb(&checked((float4 *)(to + k)), v);
         }
     }
 }
 
 template <int N> __device__ __forceinline__ void get(const float *from, float (&out)[N]) {
     if constexpr (N == 1) {
-        out[0] = from[0];
+        out[0] = checked(from);
     } else {
 #pragma unroll
         for (int k = 0; k < N; k += 4) {
-            float4 v = *(const float4 *)(from + k);
+            float4 v = checked((const float4 *)(from + k));
             out[k] = v.x;
             out[k + 1] = v.y;
             out[k + 2] = v.z;
@@ -120,8 +122,8 @@ __global__ void __launch_bounds__(threads)
         const bool mine = column < columns;
         const int count = (int)min((int64_t)chunk_size, rows - first);
         const uint32_t none = (uint32_t)vocabulary;
-        const uint32_t my_key = lane < count ? keys[first + lane] : none;
-        const int32_t my_position = lane < count ? positions[first + lane] : 0;
+        const uint32_t my_key = lane < count ? checked(keys + first + lane) : none;
+        const int32_t my_position = lane < count ? checked(positions + first + lane) : 0;
         const uint32_t before = first > 0 ? keys[first - 1] : none;
         const uint32_t after = first + count < rows ? keys[first + count] : none;
 
@@ -144,7 +146,7 @@ __global__ void __launch_bounds__(threads)
                 const int64_t position = __shfl_sync(0xffffffffu, my_position, at);
                 if (mine && at < count && key[u] != none) {
                     if constexpr (N == 1) {
-                        one[u] = dy[position * columns + column];
+                        one[u] = checked(dy + position * columns + column);
                     } else {
                         v[u] = load16(dy + position * columns + column);
                     }

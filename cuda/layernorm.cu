@@ -125,8 +125,8 @@ __global__ void __launch_bounds__(threads, count < 4 ? 1 : 3)
             }
         }
         if (lane == 0) {
-            p.mean[row] = m;
-            p.rstd[row] = r;
+            checked(p.mean + row) = m;
+            checked(p.rstd + row) = r;
         }
     }
 }
@@ -299,7 +299,7 @@ __global__ void __launch_bounds__(most_threads, 1) backward_kernel(const Backwar
                     if (y + 1 < blockDim.y) {
                         *handed = v;
                     } else if (c < p.columns) {
-                        *(float4 *)(to + c + k) = v;
+                        checked((float4 *)(to + c + k)) = v;
                     }
                 }
             }
@@ -335,8 +335,8 @@ __global__ void __launch_bounds__(threads) any_forward_kernel(const Forward<T, n
             }
         }
         if (threadIdx.x == 0) {
-            p.mean[row] = m;
-            p.rstd[row] = r;
+            checked(p.mean + row) = m;
+            checked(p.rstd + row) = r;
         }
     }
 }

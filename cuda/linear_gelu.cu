@@ -38,9 +38,9 @@ __global__ void __launch_bounds__(256)
             return from_float<T>(TANH ? nd_gelu_tanh_grad(to_float(x)) : nd_gelu_grad(to_float(x)));
         };
         if constexpr (N == 1) {
-            const T x = slope[i];
-            *to = gelu(x);
-            slope[i] = derivative(x);
+            const T x = checked(slope + i);
+            checked(to) = gelu(x);
+            checked(slope + i) = derivative(x);
         } else {
             const Vec<T> x = load16(slope + i);
             Vec<T> f, df;

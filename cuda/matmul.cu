@@ -477,7 +477,7 @@ __global__ void __launch_bounds__(32 * strip_rows)
 #pragma unroll 4
         for (int64_t r = start + threadIdx.y; r < end; r += strip_rows) {
             if constexpr (N == 1) {
-                sum[0] += to_float(dy[r * columns + first]);
+                sum[0] += to_float(checked(dy + r * columns + first));
             } else {
                 Vec<T> v = load16(dy + r * columns + first);
 #pragma unroll
@@ -500,7 +500,7 @@ __global__ void __launch_bounds__(32 * strip_rows)
             for (int w = 0; w < strip_rows; w++) {
                 all += sums[w][c];
             }
-            partial[blockIdx.y * columns + column] = all;
+            checked(partial + blockIdx.y * columns + column) = all;
         }
     }
 }

@@ -26,16 +26,18 @@ nd_status cuda_free_scratch(Device &d) {
 nd_status cuda_scratch(int device, size_t bytes, void **out) {
     Device &d = cuda_device(device);
     if (d.recording) {
-        return cuda_graph_scratch(device, d.recording, bytes, out);
-    }
-    if (bytes > d.scratch_bytes) {
+        ND_TRY(cuda_graph_scratch(device, d.recording, bytes, out));
+    } else if (bytes > d.scratch_bytes) {
         /* Stream order keeps the old bytes alive for work already enqueued. */
         ND_TRY(cuda_free_scratch(d));
         size_t rounded = ceil_div(bytes, scratch_step) * scratch_step;
         ND_TRY(cuda_pool_malloc(device, rounded, &d.scratch));
         d.scratch_bytes = rounded;
     }
-    *out = d.scratch;
+    *out = d.recording ? *out : d.scratch;
+#ifdef NEEDLE_DEBUG
+    cuda_note_range(&d.operands, "scratch", *out, bytes);
+#endif
     return ND_OK;
 }
 

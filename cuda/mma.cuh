@@ -21,13 +21,15 @@ __device__ __forceinline__ uint32_t shared_address(const void *pointer) {
 
 /* Copy 16 bytes (or 8) to shared memory without waiting; zeros when !inside, and then `from` is not
  * read. Both addresses are multiples of the size. */
-__device__ __forceinline__ void copy_async16(uint32_t to, const void *from, bool inside) {
+__device__ __forceinline__ void copy_async16(uint32_t to, const void *from, bool inside ND_HERE) {
+    ND_CHECK(from, inside ? 16 : 0);
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from),
                  "r"(inside ? 16 : 0)
                  : "memory");
 }
 
-__device__ __forceinline__ void copy_async8(uint32_t to, const void *from, bool inside) {
+__device__ __forceinline__ void copy_async8(uint32_t to, const void *from, bool inside ND_HERE) {
+    ND_CHECK(from, inside ? 8 : 0);
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;\n" ::"r"(to), "l"(from),
                  "r"(inside ? 8 : 0)
                  : "memory");

@@ -15,12 +15,14 @@ struct nd_kernel {
     nd_kernel *next;
     size_t fixed_shared; /* static */
     size_t open_shared;  /* dynamic that a launch may have */
+    bool checked;        /* compiled with debug=True */
 };
 
 struct nd_module {
     cudaLibrary_t library;
     nd_kernel *kernels;
     bool leaving; /* to be unloaded */
+    bool checked; /* compiled with debug=True: it has a place for the record of a fault */
 };
 
 namespace {
@@ -90,7 +92,7 @@ nd_status cuda_module_load(int device, const void *code, nd_module **out) {
     ND_TRY(call.begin(device));
     Device &d = cuda_device(device);
     d.modules.reserve(d.modules.size() + 1); /* nothing may fail once the library is loaded */
-    nd_module *module = new (std::nothrow) nd_module{nullptr, nullptr, false};
+    nd_module *module = new (std::nothrow) nd_module{nullptr, nullptr, false, false};
     if (!module) {
         return nd_error(ND_EMEMORY, "module: out of host memory");
     }
@@ -101,6 +103,18 @@ nd_status cuda_module_load(int device, const void *code, nd_module **out) {
         return cuda_error("module", "cudaLibraryLoadData", error);
     }
     d.modules.push_back(module);
+    void *place = nullptr;
+    size_t size = 0;
+    if (cudaLibraryGetGlobal(&place, &size, module->library, "needle_fault_record") ==
+        cudaSuccess) {
+        needle_fault *record;
+        module->leaving = true; /* where it fails */
+        ND_TRY(cuda_fault_record("module", &record));
+        CUDA_TRY("module", cudaMemcpy(place, &record, sizeof record, cudaMemcpyHostToDevice));
+        module->leaving = false;
+        module->checked = true;
+    }
+    cudaGetLastError(); /* there is none in a module without checks */
     *out = module;
     return ND_OK;
 }
@@ -114,8 +128,8 @@ nd_status cuda_module_kernel(int device, nd_module *module, const char *symbol, 
     /* Asking for it also brings it onto the device, which a launch that is captured could not. */
     cudaFuncAttributes attributes;
     CUDA_TRY(symbol, cudaFuncGetAttributes(&attributes, (const void *)handle));
-    nd_kernel *kernel =
-        new (std::nothrow) nd_kernel{handle, module->kernels, attributes.sharedSizeBytes, 0};
+    nd_kernel *kernel = new (std::nothrow)
+        nd_kernel{handle, module->kernels, attributes.sharedSizeBytes, 0, module->checked};
     if (!kernel) {
         return nd_error(ND_EMEMORY, "module: out of host memory");
     }
@@ -156,6 +170,9 @@ nd_status cuda_kernel_launch(int device, nd_kernel *kernel, const nd_launch *lau
         cooperative->val.cooperative = 1;
     }
     CUDA_TRY(launch->name, cudaLaunchKernelExC(&config, function, launch->arguments));
+    if (kernel->checked && !cuda_is_capturing(device)) { /* so that the fault has its name */
+        CUDA_TRY(launch->name, cudaStreamSynchronize(config.stream));
+    }
     return ND_OK;
 }
 

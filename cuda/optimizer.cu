@@ -23,31 +23,31 @@ template <int N> struct Floats { float v[N]; };
 template <int N> __device__ __forceinline__ Floats<N> load(const float *p) {
     Floats<N> out;
     if constexpr (N == 4) {
-        const float4 four = *(const float4 *)p;
+        const float4 four = checked((const float4 *)p);
         out.v[0] = four.x;
         out.v[1] = four.y;
         out.v[2] = four.z;
         out.v[3] = four.w;
     } else {
-        out.v[0] = *p;
+        out.v[0] = checked(p);
     }
     return out;
 }
 template <int N> __device__ __forceinline__ void store(float *p, const Floats<N> &x) {
     if constexpr (N == 4) {
-        __stwb((float4 *)p, make_float4(x.v[0], x.v[1], x.v[2], x.v[3]));
+        __stwb(&checked((float4 *)p), make_float4(x.v[0], x.v[1], x.v[2], x.v[3]));
     } else {
-        *p = x.v[0];
+        checked(p) = x.v[0];
     }
 }
 template <class T, int N> __device__ __forceinline__ void store_low(T *p, const Floats<N> &x) {
     if constexpr (N == 4 && sizeof(T) == 2) {
-        *(uint2 *)p = make_uint2(pack(from_float<T>(x.v[0]), from_float<T>(x.v[1])),
-                                 pack(from_float<T>(x.v[2]), from_float<T>(x.v[3])));
+        checked((uint2 *)p) = make_uint2(pack(from_float<T>(x.v[0]), from_float<T>(x.v[1])),
+                                         pack(from_float<T>(x.v[2]), from_float<T>(x.v[3])));
     } else {
 #pragma unroll
         for (int k = 0; k < N; k++) {
-            p[k] = from_float<T>(x.v[k]);
+            checked(p + k) = from_float<T>(x.v[k]);
         }
     }
 }

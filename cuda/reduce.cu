@@ -199,7 +199,7 @@ template <class Fold>
 __device__ __forceinline__ void leave(const Plan &p, int64_t split, int64_t o,
                                       typename Fold::Part part) {
     if (p.splits > 1) {
-        ((typename Fold::Part *)p.out)[split * p.kept.size + o] = part;
+        checked((typename Fold::Part *)p.out + split * p.kept.size + o) = part;
     } else {
         store_as(p.out, o, p.out_dtype, Fold::value(part));
     }
@@ -215,11 +215,11 @@ template <class T, bool vectors> struct Piece {
 
     __device__ __forceinline__ void load(const void *x, int64_t at, nd_dtype dtype) {
         if constexpr (vectors) {
-            raw = *(const uint4 *)((const T *)x + at);
+            raw = checked((const uint4 *)((const T *)x + at));
         } else if constexpr (std::is_same_v<T, int64_t>) {
             raw = load_as<int64_t>(x, at, dtype);
         } else {
-            raw = ((const T *)x)[at];
+            raw = checked((const T *)x + at);
         }
     }
     __device__ __forceinline__ void get(V (&x)[size]) const {

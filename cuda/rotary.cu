@@ -18,7 +18,7 @@ template <class T, int N> struct Piece { T v[N]; };
 template <class T, int N> __device__ __forceinline__ Piece<T, N> load_piece(const T *p) {
     Piece<T, N> out;
     if constexpr (N == 1) {
-        out.v[0] = *p;
+        out.v[0] = checked(p);
     } else {
         Vec<T> v = load16(p);
 #pragma unroll
@@ -30,7 +30,7 @@ template <class T, int N> __device__ __forceinline__ Piece<T, N> load_piece(cons
 }
 template <class T, int N> __device__ __forceinline__ void store_piece(T *p, const Piece<T, N> &x) {
     if constexpr (N == 1) {
-        *p = x.v[0];
+        checked(p) = x.v[0];
     } else {
         Vec<T> v;
 #pragma unroll

@@ -16,6 +16,12 @@
 #include "ops.h"
 #include "streams.h"
 
+#ifdef NEEDLE_DEBUG
+#define IS_DEBUG true /* waits after each op, so that a check that fails has its name */
+#else
+#define IS_DEBUG false
+#endif
+
 PyMODINIT_FUNC PyInit__C(void);
 
 /* ---- functions of the module ----------------------------------------------------------------- */
@@ -25,11 +31,12 @@ static PyObject *module_build_info(PyObject *module, PyObject *unused) {
 #else
     PyObject *openmp = Py_False;
 #endif
-    return Py_BuildValue("{ss ss ss ss ss sO ss ss ss sK}", "version", NEEDLE_BUILD_VERSION,
+    return Py_BuildValue("{ss ss ss ss ss sO sO ss ss ss sK}", "version", NEEDLE_BUILD_VERSION,
                          "commit", NEEDLE_BUILD_COMMIT, "compiler", NEEDLE_BUILD_COMPILER, "march",
-                         NEEDLE_BUILD_MARCH, "blas", NEEDLE_BUILD_BLAS, "openmp", openmp, "cuda",
-                         NEEDLE_BUILD_CUDA, "cuda_archs", NEEDLE_BUILD_CUDA_ARCHS, "cuda_library",
-                         nd_library_path(BACKEND_cuda), "abi", (unsigned long long)nd_abi());
+                         NEEDLE_BUILD_MARCH, "blas", NEEDLE_BUILD_BLAS, "openmp", openmp, "debug",
+                         IS_DEBUG ? Py_True : Py_False, "cuda", NEEDLE_BUILD_CUDA, "cuda_archs",
+                         NEEDLE_BUILD_CUDA_ARCHS, "cuda_library", nd_library_path(BACKEND_cuda),
+                         "abi", (unsigned long long)nd_abi());
 }
 
 static PyObject *module_sync_each_op(PyObject *module, PyObject *on) {
@@ -39,7 +46,7 @@ static PyObject *module_sync_each_op(PyObject *module, PyObject *on) {
         return NULL;
     }
     PyObject *before = PyBool_FromLong(state->sync);
-    state->sync = wanted;
+    state->sync = wanted || IS_DEBUG;
     return before;
 }
 
@@ -48,7 +55,9 @@ static PyMethodDef module_methods[] = {
      "build_info($module)\n--\n\nHow this build was made, as a dict."},
     {"sync_each_op", module_sync_each_op, METH_O,
      "sync_each_op($module, on, /)\n--\n\nWhether each op waits for its device, so that a fault "
-     "carries its name; at first what\nNEEDLE_SYNC says. Returns what was so before."},
+     "carries its name; at first what\nNEEDLE_SYNC says, in a debug build always. Returns what was "
+     "so "
+     "before."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -117,7 +126,7 @@ static int module_exec(PyObject *module) {
         return -1;
     }
     state->trace = is_on("NEEDLE_TRACE");
-    state->sync = is_on("NEEDLE_SYNC");
+    state->sync = is_on("NEEDLE_SYNC") || IS_DEBUG;
     bool failed = nd_errors_init(module, state) < 0 || nd_backends_init(state) < 0 ||
                   nd_device_init(module, state) < 0 || nd_array_likes_init() < 0 ||
                   nd_callables_init(module, state) < 0 || nd_ndarray_init(module, state) < 0 ||

@@ -149,7 +149,8 @@ def lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("platform", facts["platform"]),
         (
             "built with",
-            f"{build.get('compiler', 'unknown')}, -march={build.get('march', 'unknown')}",
+            f"{build.get('compiler', 'unknown')}, -march={build.get('march', 'unknown')}"
+            + ", a debug build: indices are checked" * bool(build.get("debug")),
         ),
         ("BLAS", build.get("blas", "unknown")),
         ("threads", facts["threads"]),

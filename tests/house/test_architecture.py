@@ -11,7 +11,7 @@ from sources import C_FILES, PY_FILES, code, files, name
 
 # The files of cuda/ that are no ops: what they fill of the vtable needs the device and the graphs.
 FILL_VTABLE = {"device.cu", "memory.cu", "transfer.cu", "event.cu", "graph.cu", "module.cu"}
-FILL_VTABLE |= {"backend.cu"}
+FILL_VTABLE |= {"backend.cu", "checks.cu"}
 
 
 def included(path: Path) -> list[tuple[str, str]]:

@@ -310,6 +310,14 @@ __attribute__((visibility("default"))) PyMODINIT_FUNC PyInit__C(void) {
 """
 
 
+DEBUG_ANSWER = """#ifdef NEEDLE_DEBUG
+#define ANSWER 43
+#else
+#define ANSWER 42
+#endif
+"""
+
+
 class Tree:
     """A small copy of the project, built by the real setup.py."""
 
@@ -393,6 +401,19 @@ def test_only_what_changed_is_compiled(tree):
     assert tree.answer() == 43
     assert tree.compiled(CFLAGS="-DOTHER") == sources
     assert tree.compiled(CFLAGS="-DOTHER") == []
+
+
+def test_debug_build_shares_no_object_with_a_normal_one(tree):
+    """In one tree, one after the other: each compiles all, with the flag or without it."""
+    tree.write("csrc/needle.h", DEBUG_ANSWER)
+    sources = tree.compiled()
+    assert tree.answer() == 42
+    assert tree.compiled(NEEDLE_DEBUG="1") == sources
+    assert tree.answer() == 43
+    assert tree.compiled(NEEDLE_DEBUG="1") == [] and tree.compiled(NEEDLE_DEBUG="0") == sources
+    assert tree.answer() == 42
+    status, text = tree.build(NEEDLE_DEBUG="yes")
+    assert status != 0 and "NEEDLE_DEBUG='yes' is not one of 0, 1" in text
 
 
 def on_a_terminal(tree) -> str:
@@ -497,6 +518,7 @@ def test_build_info_is_filled():
     info = _C.build_info()
     for key in ("version", "commit", "compiler", "march", "blas"):
         assert info[key], key
+    assert isinstance(info["debug"], bool)
 
 
 def test_core_leaves_none_of_its_own_symbols_open():
