@@ -54,6 +54,7 @@ def compile(
     device: Device | None = ...,
     arch: None = ...,
     options: Sequence[str] = ...,
+    debug: bool = ...,
 ) -> Module: ...
 @overload
 def compile(
@@ -63,6 +64,7 @@ def compile(
     device: Device,
     arch: str,
     options: Sequence[str] = ...,
+    debug: bool = ...,
 ) -> Module: ...
 @overload
 def compile(
@@ -72,6 +74,7 @@ def compile(
     *,
     arch: str,
     options: Sequence[str] = ...,
+    debug: bool = ...,
 ) -> Compiled: ...
 def compile(
     source: str,
@@ -79,6 +82,7 @@ def compile(
     device: Device | None = None,
     arch: str | None = None,
     options: Sequence[str] = (),
+    debug: bool = False,
 ) -> Module | Compiled:
     """Compile CUDA C++ and load it on a device, by default cuda().
 
@@ -86,12 +90,14 @@ def compile(
     (`scale<__nv_bfloat16>`), none: every kernel that is no template; options: more for NVRTC, such
     as "-DTILE=64", "-I/my/headers". arch: "90a" instead of the device's own; an arch without a
     device asks for no GPU: the kernels can be looked at and checked for that architecture, and are
-    not loaded. CompileError has the compiler's log, with the lines of `source`.
+    not loaded. debug: check the bounds of arrays in each access (docs/kernels.md); a fault then
+    names kernel, parameter and element. CompileError has the compiler's log, with the lines of
+    `source`.
     """
     if arch is not None and device is None:
-        return build(source, entries, arch, options)
+        return build(source, entries, arch, options, debug)
     device = cuda() if device is None else device
-    return load(build(source, entries, arch or arch_of(device), options), device)
+    return load(build(source, entries, arch or arch_of(device), options, debug), device)
 
 
 # What starts and speaks to processes comes when it is first asked for.

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from needle.kernels import checked, limits
 from needle.kernels import cubin as machine_code
-from needle.kernels import limits
 from needle.kernels.limits import LaunchReport, Size
-from needle.kernels.signature import Parameter, Signature, demangle, short_name
+from needle.kernels.signature import POINTER_BYTES, Parameter, Signature, demangle, short_name
 
 SOURCE = "kernel.cu"  # the file that messages and compute-sanitizer name
 COMPILATION, BAD_OPTION = 6, 5  # of nvrtcResult
@@ -166,10 +166,16 @@ class Entry:
         """With the types of a declaration, "const float*, int", for a kernel that is `extern "C"`.
         ValueError where the count or a size differs, or a type that the symbol says itself."""
         own = self.signature.parameters
-        new = Signature.declared(self.signature.name, signature, [(p.offset, p.size) for p in own])
-        for ours, theirs in zip(own, new.parameters):
+        layout = [(p.offset, POINTER_BYTES if p.kind == "array" else p.size) for p in own]
+        new = Signature.declared(self.signature.name, signature, layout)
+        both = [
+            (ours, dataclasses.replace(theirs, size=ours.size))
+            for ours, theirs in zip(own, new.parameters)
+        ]
+        for ours, theirs in both:
             if ours.kind != "unknown" and dataclasses.replace(ours, type=theirs.type) != theirs:
                 raise ValueError(f"{new} is declared, but the source says {self.signature}")
+        new = Signature(new.name, tuple(theirs for _, theirs in both))
         return dataclasses.replace(self, signature=new)
 
     def check(
@@ -243,6 +249,7 @@ def build(
     entries: str | Sequence[str] = (),
     arch: str | int = "90a",
     options: Sequence[str] = (),
+    debug: bool = False,
 ) -> Compiled:
     """Compile CUDA C++ for an architecture.
 
@@ -250,7 +257,8 @@ def build(
     them, `scale<__nv_bfloat16>` makes the template so; none: every kernel that is no template.
     options: more for NVRTC, such as "-DTILE=64", "-I/my/headers", "--maxrregcount=64". The same
     source, entries, arch and options are compiled once a process, unless they read other headers
-    than the toolkit's (-I, #include "mine.h"), which may have changed.
+    than the toolkit's (-I, #include "mine.h"), which may have changed. debug: check the bounds of
+    arrays (needle.kernels.checked); the log names the pointers that are not checked.
     CompileError has the log, with the lines of `source`; RuntimeError: there is no NVRTC.
     """
     if not isinstance(source, str):
@@ -260,7 +268,24 @@ def build(
         raise TypeError(f"options: must be a list of texts; write [{options!r}]")
     more = _texts("options", options)
     reads = READING_LINE.search(source) or any(map(READING_OPTION.match, more))
-    return (_build if reads else _build_once)(source, names, limits.parse_arch(arch), more)
+    make = _build if reads else _build_once
+    if not debug:
+        return make(source, names, limits.parse_arch(arch), more)
+    try:
+        made = make(checked.with_checks(source, SOURCE), names, limits.parse_arch(arch), more)
+    except CompileError as error:
+        make(source, names, limits.parse_arch(arch), more)  # its own errors, if it has some
+        raise CompileError(f"{SOURCE} {checked.HINT}:", error.log) from None
+    return dataclasses.replace(made, log=f"{made.log}\n{_unchecked(made)}".strip())
+
+
+def _unchecked(made: Compiled) -> str:
+    return "\n".join(
+        f"{SOURCE}: {name}: parameter {number} ({parameter}) is not checked"
+        for name, entry in made.entries.items()
+        for number, parameter in enumerate(entry.signature.parameters)
+        if parameter.kind == "array" and parameter.size == POINTER_BYTES
+    )
 
 
 def _texts(what: str, given: Sequence[str]) -> tuple[str, ...]:
@@ -360,7 +385,8 @@ def _own_names(found: Iterable[str]) -> dict[str, str]:
     whole = {}
     for name, symbols in names.items():
         for symbol in symbols:
-            whole[name if len(symbols) == 1 else str(demangle(symbol))] = symbol
+            spelled = checked.NAME.sub(r"\1*", str(demangle(symbol)))
+            whole[name if len(symbols) == 1 else spelled] = symbol
     return whole
 
 

@@ -228,11 +228,11 @@ class Pool:
 
     # ---- compiling -------------------------------------------------------------------------------
 
-    def _compile(self, source: str, entry: str) -> Code | Result:
+    def _compile(self, source: str, entry: str, debug: bool = False) -> Code | Result:
         text = encoded("source", source)
         encoded("entry", entry)
         try:
-            job = {"entry": entry, "arch": self._facts()["arch"]}
+            job = {"entry": entry, "arch": self._facts()["arch"], "debug": debug}
         except Lost as lost:
             return Result("device_lost", str(lost))
         try:
@@ -385,6 +385,7 @@ class Pool:
         shared: int = 0,
         sanitizer: str | None = None,
         explain: bool = False,
+        debug: bool = False,
     ) -> Result:
         """Compile a kernel and launch it once.
 
@@ -396,6 +397,8 @@ class Pool:
 
         sanitizer: run below compute-sanitizer, "memcheck", "racecheck", "synccheck" or "initcheck".
         explain: repeat a fault below it, so that message and explanation have line, thread, block.
+        debug: check the bounds of arrays in each access, as `compile` does; an element outside is
+        an `assertion`, whose message names parameter and element.
         ValueError and TypeError for what cannot be run, a sanitizer that is not installed among it.
         """
         if sanitizer is not None and sanitizer not in TOOLS:
@@ -403,7 +406,7 @@ class Pool:
         program = find_sanitizer() if sanitizer is not None or explain else None
         if sanitizer is not None and program is None:
             raise ValueError(f"sanitizer: {NO_SANITIZER}")
-        code = self._compile(source, entry)
+        code = self._compile(source, entry, debug)
         if isinstance(code, Result):
             return code
         launch = Launch(code, draw(Case(grid, block, args, shared), 0))

@@ -75,6 +75,9 @@ TYPE = r"[\w:]+(?:<.*>[\w:]*)?"
 NAME = re.compile(r"(?!(?:__|_[A-Z])|(?:void|bool|float|double)$)[A-Za-z_]\w*")
 # C++ takes `float x[4][8]` as `float (*x)[8]`; to the machine both are the address of a float.
 ARRAY = re.compile(r"(.*?)(?:\(\s*\*[^()*&:]*\))?\s*(?:\[[^][]*\]\s*)+")
+# What debug=True makes of a pointer (needle/kernels/checked.py), and the bytes of both.
+CHECKED = re.compile(r"needle::checked<(.*)>")
+POINTER_BYTES, CHECKED_BYTES = 8, 32
 ANY_BYTES = "uint8"  # the dtype of arrays of what needle has no dtype for: structs, double
 
 
@@ -214,10 +217,15 @@ def _top_level(text: str, sought: str) -> list[int]:
     return found
 
 
-def _split(text: str) -> list[str]:
+def pieces(text: str) -> list[str]:
+    """The text between commas that stand outside of all brackets."""
     ends = [*_top_level(text, ","), len(text)]
     starts = [0, *(end + 1 for end in ends[:-1])]
-    parts = [text[start:end].strip() for start, end in zip(starts, ends)]
+    return [text[start:end] for start, end in zip(starts, ends)]
+
+
+def _split(text: str) -> list[str]:
+    parts = [part.strip() for part in pieces(text)]
     return [] if parts in ([""], ["void"]) else parts
 
 
@@ -243,7 +251,9 @@ def _parameters(name: str, types: list[str], layout: Layout) -> tuple[Parameter,
 def _read(text: str, offset: int, size: int) -> tuple[Parameter, int | None]:
     """(the parameter, the bytes that its type has where that is known)."""
     unknown = Parameter(text, "unknown", size, offset), None
-    plain = ARRAY.sub(r"\1*", text) if ARRAY.fullmatch(text) else text
+    checked = CHECKED.fullmatch(text)
+    plain = f"{checked[1]}*" if checked else text
+    plain = ARRAY.sub(r"\1*", plain) if ARRAY.fullmatch(plain) else plain
     stars = _top_level(plain, "*")
     if not stars:
         spelled, _ = _plain_type(plain)
@@ -260,7 +270,8 @@ def _read(text: str, offset: int, size: int) -> tuple[Parameter, int | None]:
         return unknown
     dtype, alignment = _element(spelled)
     shown = f"{spelled} const*" if is_const else f"{spelled}*"
-    return Parameter(shown, "array", size, offset, dtype, not is_const, alignment), 8
+    own_size = CHECKED_BYTES if checked else POINTER_BYTES
+    return Parameter(shown, "array", size, offset, dtype, not is_const, alignment), own_size
 
 
 def _words(text: str) -> tuple[list[str], bool]:

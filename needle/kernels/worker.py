@@ -91,8 +91,8 @@ class Needle:
         _C.cuda_init()
         return sum(device.name == "cuda" and device.enabled() for device in _C.all_devices())
 
-    def build(self, source: str, entry: str, arch: str) -> Any:
-        return build(source, (entry,), arch)
+    def build(self, source: str, entry: str, arch: str, debug: bool) -> Any:
+        return build(source, (entry,), arch, debug=debug)
 
     def confine(self) -> None:
         """Give up all files but the toolkit's headers. Whatever else compiling reads, NVRTC's
@@ -178,6 +178,8 @@ def status_of(error: BaseException) -> str:
     """The status of a result for what a load or a launch raised."""
     name = re.search(r"\b(?:cudaError|CUDA_ERROR_)(\w+)", str(error))
     if isinstance(error, CudaError):
+        if " is outside of " in str(error):  # a check of debug=True, which traps
+            return "assertion"
         known = STATUS.get(name[1].replace("_", "").lower()) if name else None
         if known is not None:
             return known
@@ -199,7 +201,7 @@ def compile_source(needle: Needle, job: dict[str, Any], source: bytes) -> tuple[
     """(answer, machine code)."""
     entry = job["entry"]
     try:
-        compiled = needle.build(source.decode(), entry, job["arch"])
+        compiled = needle.build(source.decode(), entry, job["arch"], job.get("debug", False))
         facts = compiled[entry]
     except (ValueError, KeyError) as error:  # CompileError is a ValueError, and has the log
         return failure("compile_error", error), b""

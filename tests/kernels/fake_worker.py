@@ -87,7 +87,7 @@ class FakeNeedle(worker.Needle):
             raise RuntimeError("no NVIDIA driver")
         return 1
 
-    def build(self, source, entry, arch):
+    def build(self, source, entry, arch, debug):
         if "hang the compiler" in source:
             time.sleep(1000)
         if "tire the compiler" in source:

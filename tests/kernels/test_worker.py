@@ -19,6 +19,12 @@ FATAL = "scale: cudaStreamSynchronize: ... (%s): the CUDA context is lost and th
         (CudaFatalError(FATAL % "cudaErrorMisalignedAddress"), "misaligned_address"),
         (CudaFatalError(FATAL % "cudaErrorAssert"), "assertion"),
         (CudaFatalError(FATAL % "cudaErrorLaunchFailure"), "launch_failure"),
+        (
+            CudaFatalError(
+                FATAL % "cudaErrorLaunchFailure): parameter 1: element 8 is outside of 8"
+            ),
+            "assertion",
+        ),
         (CudaFatalError(FATAL % "cudaErrorIllegalInstruction"), "launch_failure"),
         (CudaFatalError(FATAL % "cudaErrorHardwareStackError"), "launch_failure"),
         (CudaFatalError(FATAL % "cudaErrorTensorMemoryLeak"), "launch_failure"),
