@@ -349,7 +349,7 @@ def test_a_compiler_ends_when_its_time_is_used(tmp_path):
     script.write_text(
         "import sys, time\n"
         "from needle.kernels import worker\n"
-        "class Needle(worker.Needle):\n    def build(self, source, entry, arch):\n"
+        "class Needle(worker.Needle):\n    def build(self, source, entry, arch, debug):\n"
         "        end = time.process_time() + float(source)\n"
         "        while time.process_time() < end: pass\n"
         "        raise ValueError('worked')\n"
