@@ -125,12 +125,12 @@ __global__ void __launch_bounds__(threads)
                 if (!x_repeats) {
                     xs[u] = load16(x + at[1]);
                 } else if (x) {
-                    x_one[u] = to_float(checked(x + (last > 0 ? at[1] : 0)));
+                    x_one[u] = to_float(x[last > 0 ? at[1] : 0]);
                 }
                 if (!y_repeats) {
                     ys[u] = load16(y + at[2]);
                 } else if (y) {
-                    y_one[u] = to_float(checked(y + (last > 0 ? at[2] : 0)));
+                    y_one[u] = to_float(y[last > 0 ? at[2] : 0]);
                 }
             }
         }

@@ -83,7 +83,7 @@ template <int N> __device__ __forceinline__ void put(float *to, const float (&su
         for (int k = 0; k < N; k += 4) {
             float4 v = make_float4(sum[k], sum[k + 1], sum[k + 2], sum[k + 3]);
             if (add) {
-                float4 old = checked((const float4 *)(to + k));
+                float4 old = *(const float4 *)(to + k);
                 v = make_float4(old.x + v.x, old.y + v.y, old.z + v.z, old.w + v.w);
             }
             __stwb(&checked((float4 *)(to + k)), v);
@@ -122,8 +122,8 @@ __global__ void __launch_bounds__(threads)
         const bool mine = column < columns;
         const int count = (int)min((int64_t)chunk_size, rows - first);
         const uint32_t none = (uint32_t)vocabulary;
-        const uint32_t my_key = lane < count ? checked(keys + first + lane) : none;
-        const int32_t my_position = lane < count ? checked(positions + first + lane) : 0;
+        const uint32_t my_key = lane < count ? checked(keys + (first + lane)) : none;
+        const int32_t my_position = lane < count ? checked(positions + (first + lane)) : 0;
         const uint32_t before = first > 0 ? keys[first - 1] : none;
         const uint32_t after = first + count < rows ? keys[first + count] : none;
 
