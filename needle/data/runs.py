@@ -74,7 +74,7 @@ def open_run(folder: str | os.PathLike) -> tuple[TokenData, Batches, dict]:
             config = json.loads(file.read())
         described = config["data"]
         settings, fingerprint = {**config["settings"], **described}, described["fingerprint"]
-        _check_numbers(settings)
+        _check(settings)
         data = run_data(described, Path(folder), fingerprint, fingerprint.endswith(TRUSTED))
         return data, run_batches(data, described, described["id_limit"]), settings
     except (OSError, KeyError, TypeError, ValueError) as error:
@@ -83,8 +83,8 @@ def open_run(folder: str | os.PathLike) -> tuple[TokenData, Batches, dict]:
         raise DataError(f"{path}: not the config.json of a run: {error!r}") from error
 
 
-def _check_numbers(settings: dict) -> None:
-    """ValueError for numbers that no run has."""
+def _check(settings: dict) -> None:
+    """ValueError for numbers that no run has, and for a path or a fingerprint that is no text."""
     least = {"steps": 1, "batch_size": 1, "micro_batches": 1, "seq_len": 1, "samples": 1, "seed": 0}
     if settings["id_limit"] is not None:
         least["id_limit"] = 1
@@ -92,5 +92,8 @@ def _check_numbers(settings: dict) -> None:
         value = settings[name]
         if type(value) is not int or not low <= value < 2**63:
             raise ValueError(f"{name} is {value!r:.40}")
+    for name, kinds in {"path": (str, type(None)), "fingerprint": str}.items():
+        if not isinstance(settings[name], kinds):
+            raise ValueError(f"{name} is {settings[name]!r:.40}")
     if settings["micro_batches"] * settings["batch_size"] > settings["samples"]:
         raise ValueError("a step has more samples than the run")
