@@ -44,7 +44,7 @@ C_FILES = $(wildcard csrc/*.[ch] csrc/*/*.[ch] cuda/*.cu cuda/*.cuh)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help train test gpu test-cuda lib check format arm64 asan fuzz memcheck campaign mutants bench clean
+.PHONY: help train test gpu test-cuda lib check format arm64 asan fuzz memcheck campaign mutants bench docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -61,6 +61,7 @@ help:
 	@echo 'make campaign               kills, failing disks, damaged files: an hour of tries to lose a run'
 	@echo 'make mutants ARGS=c         faults planted on purpose, each of which a test must see (c, cuda, python)'
 	@echo 'make bench                  the benchmarks'
+	@echo 'make docs                   the documentation site, in build/docs/site'
 	@echo 'make clean                  remove what was built (keeps $(VENV) and runs/)'
 	@echo
 	@echo 'NEEDLE_CUDA=auto|1|0        build the CUDA backend when possible | always | never'
@@ -223,6 +224,14 @@ mutants: $(STATE)/test lib
 
 bench: $(STATE)/train lib
 	@for script in $$(grep -l __main__ benchmarks/*.py); do "$(PY)" $$script $(ARGS) || exit 1; done
+
+# The README is the site's front page, where links are relative to docs/.
+docs:
+	@[ -x build/docs/venv/bin/mkdocs ] || { "$(PYTHON)" -m venv build/docs/venv && \
+	    build/docs/venv/bin/pip install -q mkdocs-material 'mkdocstrings[python]'; }
+	@rm -rf build/docs/pages && cp -r docs build/docs/pages && \
+	    sed 's#(docs/#(#g' README.md >build/docs/pages/index.md
+	@build/docs/venv/bin/mkdocs build --quiet --strict && echo "needle: build/docs/site/index.html"
 
 clean:
 	rm -rf build dist *.egg-info needle/*.so needle/.*.partial

@@ -4,7 +4,7 @@
 a module that it imports, wherever the import stands, or to the object that defines a symbol it
 leaves open. A floor is the longest way down, so files in a circle have none.
 
-From the ground up the order is the README's tree: the fenced block under `## The tree`, in which
+From the ground up the order is the tree of docs/walk.md: the block under `## The tree`, in which
 nothing uses what stands on a later line. A line is paths, then a sentence that names no file:
 
     needle/files.py safetensors.py     the second lies beside the first
@@ -25,6 +25,7 @@ from harness import ROOT
 
 FACE = "needle/__init__.py"  # it re-exports the house: its own arrows count for nothing
 CORE = "needle/_C"
+WALK = ROOT / "docs" / "walk.md"
 HIDDEN = "a module whose name is computed"
 OUTSIDE = ("apps", "examples", "benchmarks", "tests")
 Arrows = dict[str, dict[str, list[str]]]  # file -> file that it uses -> by which lines or symbols
@@ -152,13 +153,13 @@ def floors(arrows: Arrows) -> dict[str, int]:
     return {file: floor(file) for file in arrows}
 
 
-# ---- the README's tree ---------------------------------------------------------------------------
+# ---- the tree -----------------------------------------------------------------------------------
 
 
 def read_tree(text: str) -> dict[str, int]:
     """path -> its line, from the ground up; folders end in a slash."""
     block = re.search(r"^## The tree\n.*?^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert block, "README.md has no fenced block under `## The tree`"
+    assert block, "docs/walk.md has no fenced block under `## The tree`"
     places: dict[str, int] = {}
     for number, line in enumerate(block[1].splitlines()):
         folder = ROOT
@@ -167,17 +168,17 @@ def read_tree(text: str) -> dict[str, int]:
             path = next((p for p in there if p.is_file() or word[-1] == "/"), None)
             if path is None and word != CORE:
                 looks = re.fullmatch(r"[\w./]+(\.(py|c|h|def|cu|cuh)|/)", word)
-                assert not looks, f"README.md, The tree: {word} is not there: {line}"
+                assert not looks, f"docs/walk.md, The tree: {word} is not there: {line}"
                 break
             path = ROOT / word if path is None else path
             folder = path if path.is_dir() else path.parent
             name = path.relative_to(ROOT).as_posix() + "/" * path.is_dir()
-            assert places.setdefault(name, number) == number, f"README.md, The tree: {name}, twice"
+            assert places.setdefault(name, number) == number, f"docs/walk.md: {name}, twice"
     return places
 
 
 def place(file: str, tree: dict[str, int]) -> int:
-    """The line of the README on which a file stands, or its nearest folder."""
+    """The line of the tree on which a file stands, or its nearest folder."""
     found = max((p for p in tree if file == p or file.startswith(p) and p[-1] == "/"), key=len)
     return tree[found]
 
@@ -196,20 +197,20 @@ def test_there_is_no_circle(arrows):
         pytest.fail("a circle:" + "\n  and another:".join(said(arrows, ring) for ring in rings))
 
 
-def test_the_readme_places_every_file(arrows):
-    tree = read_tree((ROOT / "README.md").read_text())
+def test_the_tree_places_every_file(arrows):
+    tree = read_tree(WALK.read_text())
     lost = [f for f in arrows if not any(f == p or f.startswith(p) and p[-1] == "/" for p in tree)]
-    assert not lost, f"README.md, The tree, has no line for {lost}"
+    assert not lost, f"docs/walk.md, The tree, has no line for {lost}"
 
 
 def test_no_arrow_goes_up(arrows):
-    """And the order, printed. It is the README's, and within a line the floors'."""
-    tree = read_tree((ROOT / "README.md").read_text())
+    """And the order, printed. It is that of docs/walk.md, and within a line the floors'."""
+    tree = read_tree(WALK.read_text())
     up = [
         (a, b) for a in arrows for b in arrows[a] if b != FACE and place(b, tree) > place(a, tree)
     ]
     if up:
-        pytest.fail("upwards in the tree of README.md:" + said(arrows, up))
+        pytest.fail("upwards in the tree of docs/walk.md:" + said(arrows, up))
     if circles(arrows):
         pytest.skip("there is a circle, and no order to print")
     of = floors(arrows)

@@ -1,0 +1,121 @@
+"""The documents do what they say: examples run, commands parse, links lead somewhere, and a traced
+training step passes the stops of docs/walk.md."""
+
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+from harness import ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# Pages whose Python examples run on a CPU, in order, as one program.
+RUNNABLE = ["README.md", "docs/training.md", "docs/models.md", "docs/attention.md"]
+COMMAND = r"python ((?:-m needle|apps/|benchmarks/)[^`\n|]*)"
+WITH_SUBCOMMANDS = {"needle.data", "needle.hf", "needle.kernels"}
+# Runs the trainer for a step, and prints which functions of which files were called.
+TRACED = """
+import runpy, sys
+root, called = sys.argv.pop(1) + "/", set()
+def note(frame, event, argument):
+    file = frame.f_code.co_filename
+    if event == "call" and file.startswith(root):
+        called.add(file[len(root):] + " " + frame.f_code.co_name)
+sys.path[:0] = [root, root + "apps"]
+sys.argv[0] = root + "apps/train_pythia.py"
+sys.setprofile(note)
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    sys.setprofile(None)
+    print("\\n".join(sorted(called)))
+"""
+
+
+@pytest.mark.parametrize("page", RUNNABLE)
+def test_examples_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
+    assert blocks, page
+    exec(compile("\n".join(blocks), page, "exec"), {"__name__": page})
+
+
+def test_links_lead_to_files_and_headings():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            if "://" in target:
+                continue
+            name, _, anchor = target.partition("#")
+            path = page.parent / name if name else page
+            assert path.exists(), f"{page.name}: {target}"
+            if anchor:
+                headings = re.findall(r"^#+ (.*)$", path.read_text(), re.M)
+                anchors = [re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings]
+                assert anchor in anchors, f"{page.name}: {target}"
+
+
+def test_commands_have_the_flags_they_are_shown_with():
+    """`--flag` of a command in a document is in that program's help."""
+    programs: dict[str, str] = {}
+    for page in PAGES:
+        if page.name.startswith("measurements"):  # of the commits that it names
+            continue
+        for command in re.findall(COMMAND, page.read_text()):
+            words = shlex.split(command.partition(" -- ")[0], comments=True)
+            parts = words[: 1 + (words[0] == "-m") + (not WITH_SUBCOMMANDS.isdisjoint(words[:2]))]
+            if "needle.lm_eval" in parts:  # a program of another package
+                continue
+            name = " ".join(parts)
+            if name not in programs:
+                shown = subprocess.run(
+                    [sys.executable, *parts, "--help"], cwd=ROOT, capture_output=True, text=True
+                )
+                assert shown.returncode == 0, f"{page.name}: {name}: {shown.stderr}"
+                programs[name] = shown.stdout
+            for flag in (word for word in words if re.fullmatch(r"--[a-z][a-z-]*", word)):
+                assert flag in programs[name], f"{page.name}: {name} has no {flag}"
+
+
+def test_walk_is_followed_by_a_step(tmp_path):
+    environment = os.environ | {"NEEDLE_TRACE": "1", "NEEDLE_CACHE": str(tmp_path / "cache")}
+    words = [
+        "--steps",
+        "1",
+        "--device",
+        "cpu",
+        "--data",
+        str(ROOT / "docs"),
+        "--out",
+        str(tmp_path),
+    ]
+    words += ["--model", "tiny", "--batch-size", "2", "--eval-every", "0"]
+    done = subprocess.run(
+        [sys.executable, "-c", TRACED, str(ROOT), *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    called = set(done.stdout.splitlines())
+    operations = set(re.findall(r"^needle: (\w+)", done.stderr, re.M))
+    text = (ROOT / "docs" / "walk.md").read_text().partition("## The tree")[0]
+    stops = re.findall(r"^\d+\. `([\w/.]+)`: (.*?)(?=^\d+\. |\Z)", text, re.M | re.S)
+    assert len(stops) == 8
+    for file, said in stops:
+        names = re.findall(r"`((?:_C\.)?\w+)`", said)
+        assert names, file
+        for name in names:
+            if name.startswith("_C."):
+                assert name[3:] in operations, f"{file}: {name} did not run"
+            elif file.endswith(".py"):
+                assert f"{file} {name}" in called, f"{file}: {name} was not called"
+            else:
+                assert re.search(rf"\b{name}\b", (ROOT / file).read_text()), f"{file}: no {name}"
+
+
+def test_reference_names_modules_that_exist():
+    for name in re.findall(r"^::: (\S+)", (ROOT / "docs" / "api.md").read_text(), re.M):
+        importlib.import_module(name)
