@@ -15,7 +15,7 @@
  * float32.
  *
  * Compiled for any x86-64 and chosen when needle starts. Intel's processors since Sapphire Rapids do
- * a quarter as many vdpbf16ps a cycle as FMAs (measured, docs/measurements_cpu.md): there bfloat16
+ * a quarter as many vdpbf16ps a cycle as FMAs (measured, docs/measurements.md): there bfloat16
  * becomes float32 while it is packed. AMD's do as many by what is published, and take pairs; nobody
  * has measured it, nor float32 beside OpenBLAS there, which is therefore multiplied here on Intel's
  * alone.
