@@ -1,0 +1,82 @@
+"""The recipes for ops in docs/extending.md work: both are applied to a copy of the tree, in which
+the commands that they name then pass."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import mutants
+import pytest
+from harness import ROOT
+
+from building import cuda
+
+SECTION = r"^## (An elementwise op|A structured op)\n(.*?)(?=^## )"
+BLOCK = r"^```(\w+)\n(.*?)^```\n"
+PLACE = r"(New file|At the end of|In) `([^`]+)`(?:, (after|before) `([^`]+)`)?:\n\n\Z"
+
+
+def add(file: Path, text: str, how: str, where: str | None, anchor: str | None) -> None:
+    """Put a block where the line above it says."""
+    assert file.exists() == (how != "New file"), f"{how}: {file}"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    index = len(lines)
+    if anchor:
+        found = [i for i, line in enumerate(lines) if line.strip().startswith(anchor)]
+        assert len(found) == 1, f"{file} has {len(found)} lines that begin with {anchor!r}"
+        index = found[0] + (where == "after")
+    file.write_text("".join([*lines[:index], text, *lines[index:]]))
+    if file.suffix == ".py":
+        compile(file.read_text(), file, "exec")
+
+
+def follow(section: str, tree: Path) -> list[str]:
+    """Apply the blocks of a recipe; the commands that it ends with."""
+    commands, end = [], 0
+    for block in re.finditer(BLOCK, section, re.M | re.S):
+        language, text = block.groups()
+        if language == "sh":
+            commands += text.splitlines()
+        else:
+            place = re.search(PLACE, section[end : block.start()])
+            assert place, f"no place is named above the block\n{text}"
+            how, path, where, anchor = place.groups()
+            add(tree / path, text, how, where, anchor)
+        end = block.end()
+    return commands
+
+
+def run(command: str, tree: Path) -> None:
+    kind = mutants.KINDS["c"]
+    if command == "make lib":  # by the objects of the copied tree
+        mutants.build(tree, kind)
+        return
+    words = shlex.split(command.removeprefix("PYTHONPATH=. "))
+    assert words[0] == "python", command
+    options = kind.options if "pytest" in words else ()
+    code, said = mutants.run([sys.executable, *words[1:], *options], tree, kind, 600)
+    assert code == 0, f"{command}\n{said[-3000:]}"
+
+
+@pytest.mark.slow
+def test_recipes_pass_their_tests(tmp_path):
+    page = (ROOT / "docs" / "extending.md").read_text()
+    recipes = re.findall(SECTION, page, re.M | re.S)
+    assert len(recipes) == 2
+    with mutants.copy_of_the_tree() as tree:
+        commands = [command for _, text in recipes for command in follow(text, tree)]
+        for command in dict.fromkeys(commands):
+            run(command, tree)
+        toolkit = cuda.find_toolkit()
+        if isinstance(toolkit, str):  # without a compiler the CUDA block is only looked for
+            return
+        compiled = subprocess.run(
+            [toolkit.nvcc, "-std=c++17", "-arch=sm_80", "-Werror", "all-warnings", "-Icsrc"]
+            + ["-Icuda", "-c", "cuda/scale_rows.cu", "-o", tmp_path / "scale_rows.o"],
+            cwd=tree,
+            capture_output=True,
+            text=True,
+        )
+        assert compiled.returncode == 0, compiled.stderr
