@@ -63,8 +63,8 @@ def test_commands_have_the_flags_they_are_shown_with():
     for page in PAGES:
         if page.name.startswith("measurements"):  # of the commits that it names
             continue
-        for command in re.findall(COMMAND, page.read_text()):
-            words = shlex.split(command.partition(" -- ")[0], comments=True)
+        for command in re.findall(COMMAND, page.read_text().replace("\\\n", " ")):
+            words = shlex.split(re.split(r" -- | #", command)[0])
             parts = words[: 1 + (words[0] == "-m") + (not WITH_SUBCOMMANDS.isdisjoint(words[:2]))]
             if "needle.lm_eval" in parts:  # a program of another package
                 continue
