@@ -5,6 +5,7 @@ naive computation in d (the reference with every intermediate rounded to d), plu
 last place of the output, plus the float32 accumulator's own error over K terms, 4 eps sqrt(K).
 """
 
+import contextlib
 import ctypes
 import gc
 import re
@@ -30,6 +31,15 @@ TINY = {"float32": 2.0**-126, "float16": 2.0**-14, "bfloat16": 2.0**-126}
 
 def device_of(name: str):
     return {"cpu": ndl.cpu, "cuda": ndl.cuda}[name]()
+
+
+@contextlib.contextmanager
+def naming(*case) -> Iterator[None]:
+    """Name the case of a loop in the error of a test that fails at it."""
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(f"{' '.join(map(str, case))}: {error}") from error
 
 
 def nvrtc_missing() -> str | None:

@@ -31,6 +31,7 @@ from harness import (
     check,
     device_of,
     laid_out_values,
+    naming,
     poison,
     prepare,
     rng_of,
@@ -41,7 +42,9 @@ from harness import (
 from needle import _C, Tensor
 from needle.ops import cross_entropy
 
-FIRST = {case.op: case for case in reversed(CASES)}  # one case of each structured op
+STRUCTURED = {
+    op: [case for case in CASES if case.op == op] for op in dict.fromkeys(c.op for c in CASES)
+}
 PLACED = {op: [o.name for o in OPS[op].inputs if o.mode == "IO_ROWS"] for op in OPS}
 SHAPES = [(1,), (31,), (257,), (31, 257), (3, 1, 5, 7), (0,), (4, 0, 3), ()]
 UNREPEATED = "kept offsets columns order offsets_t rows order_t lse".split()
@@ -71,28 +74,32 @@ def check_elementwise(op: str, got, values, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_structured(case, dtype, device):
+@pytest.mark.parametrize("op", STRUCTURED)
+def test_structured(op, device):
     device = device_of(device)
-    values = prepare(case, dtype)
-    poison(device)
-    check(case, values, call(case, values, dtype, device), dtype)
+    for case, dtype in itertools.product(STRUCTURED[op], FLOATS):
+        with naming(case, dtype):
+            values = prepare(case, dtype)
+            poison(device)
+            check(case, values, call(case, values, dtype, device), dtype)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "contiguous"])
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if case.label not in ("1", "one", "1x1", "1x1x1x1")], ids=str
-)
-def test_structured_views(case, layout, device):
+@pytest.mark.parametrize("op", STRUCTURED)
+def test_structured_views(op, device):
     """Every operand as a view gives the bits that its contiguous copy gives, each operand in turn
     and all together. A matrix product may take another path for a transposed operand: there the
     reference's bound holds."""
-    device = device_of(device)
+    for case, layout in itertools.product(STRUCTURED[op], LAYOUTS):
+        if layout != "contiguous" and case.label not in ("1", "one", "1x1", "1x1x1x1"):
+            with naming(case, layout):
+                check_views(case, layout, device_of(device))
+
+
+def check_views(case, layout: str, device) -> None:
     arrays = [o for o in OPS[case.op].inputs if o.is_array]
     free = [o for o in arrays if not (o.is_written and layout == "broadcast")]
-    first = FIRST[case.op] is case or case.label in ("31x257", "odd", "ragged", "qkv")
+    first = STRUCTURED[case.op][0] is case or case.label in ("31x257", "odd", "ragged", "qkv")
     choices = [{o.name: layout for o in free}]
     choices += [{o.name: layout} for o in free] if first and case.op not in ("adamw",) else []
     for layouts in choices:
@@ -111,30 +118,31 @@ def test_structured_views(case, layout, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("case", [c for c in CASES if PLACED.get(c.op)], ids=str)
-def test_places_whose_rows_run_backwards(case, dtype, device):
+@pytest.mark.parametrize("op", [op for op in STRUCTURED if PLACED[op]])
+def test_places_whose_rows_run_backwards(op, device):
     """A result that lies where the caller says may lie there in any order of its rows."""
     device = device_of(device)
-    layouts = dict.fromkeys(PLACED[case.op], "backwards")
-    values = prepare(case, dtype, layouts)
-    check(case, values, call(case, values, dtype, device, layouts), dtype)
+    layouts = dict.fromkeys(PLACED[op], "backwards")
+    for case, dtype in itertools.product(STRUCTURED[op], FLOATS):
+        with naming(case, dtype):
+            values = prepare(case, dtype, layouts)
+            check(case, values, call(case, values, dtype, device, layouts), dtype)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("shape", [(1, 1), (31, 257), (6, 512), (7, 1032), (3, 4100)])
-def test_norms_of_a_pair_have_the_bits_of_each_alone(shape, dtype, device):
+def test_norms_of_a_pair_have_the_bits_of_each_alone(device):
     device = device_of(device)
-    rng = rng_of("layernorm_pair_fwd", shape)
-    x, *operands = (
-        to_ndarray(rng.standard_normal(of), dtype, device) for of in (shape, *[shape[1:]] * 4)
-    )
-    *both, mean, rstd = _C.layernorm_pair_fwd(x, *operands, 1e-5)
-    for y, w, b in zip(both, operands[::2], operands[1::2]):
-        alone = _C.layernorm_fwd(x, w, b, 1e-5)
-        for got, wanted, name in zip((y, mean, rstd), alone, ("y", "mean", "rstd")):
-            assert_same_bits(got, wanted, name)
+    shapes = [(1, 1), (31, 257), (6, 512), (7, 1032), (3, 4100)]
+    for shape, dtype in itertools.product(shapes, FLOATS):
+        rng = rng_of("layernorm_pair_fwd", shape)
+        x, *operands = (
+            to_ndarray(rng.standard_normal(of), dtype, device) for of in (shape, *[shape[1:]] * 4)
+        )
+        *both, mean, rstd = _C.layernorm_pair_fwd(x, *operands, 1e-5)
+        for y, w, b in zip(both, operands[::2], operands[1::2]):
+            alone = _C.layernorm_fwd(x, w, b, 1e-5)
+            for got, wanted, name in zip((y, mean, rstd), alone, ("y", "mean", "rstd")):
+                assert_same_bits(got, wanted, f"{shape} {dtype} {name}")
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -179,15 +187,15 @@ def test_gelu_behind_a_product_has_the_bits_of_gelu(tanh):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("op", ELEMENTWISE)
-def test_elementwise(op, dtype, device):
+def test_elementwise(op, device):
     device = device_of(device)
-    for shape in SHAPES:
-        values = elementwise_values(op, shape, dtype, rng_of(op, shape))
-        poison(device)
-        got = getattr(_C, op)(*(to_ndarray(v, dtype, device) for v in values))
-        check_elementwise(op, got, values, dtype)
+    for dtype, shape in itertools.product(FLOATS, SHAPES):
+        with naming(dtype, shape):
+            values = elementwise_values(op, shape, dtype, rng_of(op, shape))
+            poison(device)
+            got = getattr(_C, op)(*(to_ndarray(v, dtype, device) for v in values))
+            check_elementwise(op, got, values, dtype)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -198,9 +206,11 @@ def test_elementwise_views(op, device):
     for shape in [(31, 33), (3, 5, 7), (2, 3, 4, 5)]:
         values = elementwise_values(op, shape, "float32", rng_of(op, shape))
         for layouts in itertools.product(LAYOUTS, repeat=operands):
-            seen = [laid_out_values(v, layout) for v, layout in zip(values, layouts)]
-            views = [to_ndarray(v, "float32", device, layout) for v, layout in zip(values, layouts)]
-            check_elementwise(op, getattr(_C, op)(*views), seen, "float32")
+            with naming(shape, layouts):
+                laid_out = list(zip(values, layouts))
+                seen = [laid_out_values(v, layout) for v, layout in laid_out]
+                views = [to_ndarray(v, "float32", device, layout) for v, layout in laid_out]
+                check_elementwise(op, getattr(_C, op)(*views), seen, "float32")
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -266,20 +276,21 @@ def test_denormal_and_large_values():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", ["int32", "int64", "uint8", "uint16"])
 @pytest.mark.parametrize("op", [op for op, case in ELEMENTWISE.items() if case.integers])
-def test_elementwise_integers(op, dtype, device):
+def test_elementwise_integers(op, device):
     device = device_of(device)
-    if op in ("negate", "subtract") and dtype.startswith("u"):
-        low, high = 0, 1  # nothing below zero to represent
-    else:
-        low, high = (0 if dtype.startswith("u") else -9), 10
-    rng = rng_of(op, dtype)
-    for layout in ("contiguous", "stepped", "reversed"):
-        values = [rng.integers(low, high, (5, 31)) for _ in OPS[op].inputs]
-        got = getattr(_C, op)(*(to_ndarray(v, dtype, device, layout) for v in values))
-        assert got.dtype == dtype
-        np.testing.assert_array_equal(got.numpy(), ELEMENTWISE[op].f(*values))
+    for dtype in ("int32", "int64", "uint8", "uint16"):
+        if op in ("negate", "subtract") and dtype.startswith("u"):
+            low, high = 0, 1  # nothing below zero to represent
+        else:
+            low, high = (0 if dtype.startswith("u") else -9), 10
+        rng = rng_of(op, dtype)
+        for layout in ("contiguous", "stepped", "reversed"):
+            with naming(dtype, layout):
+                values = [rng.integers(low, high, (5, 31)) for _ in OPS[op].inputs]
+                got = getattr(_C, op)(*(to_ndarray(v, dtype, device, layout) for v in values))
+                assert got.dtype == dtype
+                np.testing.assert_array_equal(got.numpy(), ELEMENTWISE[op].f(*values))
 
 
 def test_integers_are_exact_past_float_precision():
@@ -293,10 +304,14 @@ def test_integers_are_exact_past_float_precision():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", FLOATS + INTEGERS)
 @pytest.mark.parametrize("op", COMPARISONS)
-def test_comparisons(op, dtype, device):
-    device = device_of(device)
+def test_comparisons(op, device):
+    for dtype in FLOATS + INTEGERS:
+        with naming(dtype):
+            check_comparisons(op, dtype, device_of(device))
+
+
+def check_comparisons(op: str, dtype: str, device) -> None:
     rng = rng_of(op, dtype)
     high = 2 if dtype == "bool" else 4
     for shape in [(257,), (31, 5), (0,), ()]:
@@ -317,11 +332,14 @@ def test_comparisons(op, dtype, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "op, dtype", [(op, dtype) for op, (_, dtypes) in REDUCTIONS.items() for dtype in dtypes]
-)
-def test_reductions(op, dtype, device):
-    device = device_of(device)
+@pytest.mark.parametrize("op", REDUCTIONS)
+def test_reductions(op, device):
+    for dtype in REDUCTIONS[op][1]:
+        with naming(dtype):
+            check_reductions(op, dtype, device_of(device))
+
+
+def check_reductions(op: str, dtype: str, device) -> None:
     f = REDUCTIONS[op][0]
     for shape, axes in REDUCED_SHAPES:
         reduced = int(np.prod(shape[len(shape) - axes :]))
@@ -373,9 +391,13 @@ def test_reductions_of_nan_and_infinity(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("to, source", list(itertools.product(FLOATS + INTEGERS, repeat=2)))
-def test_assign_converts(to, source, device):
-    device = device_of(device)
+def test_assign_converts(device):
+    for to, source in itertools.product(FLOATS + INTEGERS, repeat=2):
+        with naming(to, "from", source):
+            check_assign(to, source, device_of(device))
+
+
+def check_assign(to: str, source: str, device) -> None:
     values = np.array([0, 1, 2, 3, 100, 127]) if source != "bool" else np.array([0, 1, 1, 0, 1, 0])
     if source in FLOATS:
         values = values + 0.75  # truncated by integers
@@ -458,9 +480,13 @@ def test_views_that_begin_anywhere(dtype, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", FLOATS + INTEGERS)
-def test_fill(dtype, device):
-    device = device_of(device)
+def test_fill(device):
+    for dtype in FLOATS + INTEGERS:
+        with naming(dtype):
+            check_fill(dtype, device_of(device))
+
+
+def check_fill(dtype: str, device) -> None:
     value = 1 if dtype == "bool" else 3
     for shape in SHAPES:
         for layout in LAYOUTS[:5] if shape else LAYOUTS[:1]:
@@ -567,15 +593,16 @@ def test_greedy_decoding_marks_what_is_not_finite(size, dtype, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_two_runs_give_the_same_bits(case, device):
+@pytest.mark.parametrize("op", STRUCTURED)
+def test_two_runs_give_the_same_bits(op, device):
     device = device_of(device)
-    values = prepare(case, "float32")
-    one = call(case, values, "float32", device)
-    poison(device)
-    other = call(case, values, "float32", device)
-    for name in one:
-        assert_same_bits(one[name], other[name], f"{case} {name}")
+    for case in STRUCTURED[op]:
+        values = prepare(case, "float32")
+        one = call(case, values, "float32", device)
+        poison(device)
+        other = call(case, values, "float32", device)
+        for name in one:
+            assert_same_bits(one[name], other[name], f"{case} {name}")
 
 
 DIGESTS = """

@@ -99,7 +99,7 @@ FAULTS = [
         "cuda/attention_bwd.cu",
         "min((int64_t)p.B * times, (blockIdx.y + 1) * chunk);",
         "min((int64_t)times, (blockIdx.y + 1) * chunk);",
-        f"{OPS} -k 'test_structured and not views and attention_bwd and turned'",
+        f"{OPS} -k 'test_structured and not views and attention_bwd'",
     ),
     Fault(
         "cuda/attention_bwd.cu",
