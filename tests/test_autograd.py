@@ -1,6 +1,7 @@
 """The engine: gradients of every op against central differences, and its bookkeeping."""
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -403,6 +404,31 @@ def test_no_grad():
     with pytest.raises(ZeroDivisionError), ndl.no_grad():
         raise ZeroDivisionError
     assert (x * 2).op is not None
+
+
+def test_no_grad_concerns_the_calling_thread_alone():
+    x, here = Tensor([1.0]), ndl.no_grad()
+    with ThreadPoolExecutor(1) as pool:
+        with here:
+            assert pool.submit(lambda: x * 2).result().requires_grad
+        pool.submit(ndl.no_grad().__enter__).result()
+        assert not pool.submit(lambda: x * 2).result().requires_grad
+        assert (x * 2).requires_grad
+
+
+def test_no_grad_of_one_object_nests():
+    """As a decorated function that calls itself does."""
+    x, quiet = Tensor([1.0]), ndl.no_grad()
+
+    @quiet
+    def results(depth):
+        return [*(results(depth - 1) if depth else []), x * 2]
+
+    assert not any(result.requires_grad for result in results(2))
+    with quiet:
+        assert not any(result.requires_grad for result in results(1))
+        assert not (x * 2).requires_grad
+    assert (x * 2).requires_grad
 
 
 def test_tuples():

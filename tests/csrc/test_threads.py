@@ -92,6 +92,37 @@ def test_a_fork_while_others_allocate():
     assert printed(FORK_WHILE_OTHERS_ALLOCATE) == ["0"]
 
 
+AT_ONCE = """
+from concurrent.futures import ThreadPoolExecutor
+import numpy as np
+from needle import _C
+
+rng = np.random.default_rng(0)
+
+def operands(rows):
+    x, w, b = (rng.standard_normal(s) for s in ((rows, 300), (300,), (300,)))
+    return [_C.array(a, "bfloat16") for a in (x, w, b)]
+
+def computed(x, w, b):
+    found = b""
+    for _ in range(40):
+        found = _C.layernorm_fwd(x, w, b, 1e-5)[0].view("uint16").numpy().tobytes()
+        found += _C.sum(_C.multiply(x, 2.0), 2).view("uint16").numpy().tobytes()
+    return found
+
+given = [operands(rows) for rows in (40, 200, 400, 1000)]
+alone = [computed(*some) for some in given]
+with ThreadPoolExecutor(4) as pool:
+    for _ in range(5):
+        print(list(pool.map(computed, *zip(*given))) == alone)
+"""
+
+
+def test_threads_at_once_compute_what_each_does_alone():
+    """The memory that a kernel works in is its thread's."""
+    assert printed(AT_ONCE) == ["True"] * 5
+
+
 def test_more_threads_than_any_machine_has():
     """libgomp ends the process where a thread cannot be had."""
     show = "print(ndl.cpu().properties()['detail'].split(',')[-1])"

@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -67,6 +68,13 @@ def test_init_constants():
     close(init.zeros_like(init.ones(2, 3)).numpy(), np.zeros((2, 3)))
     close(init.one_hot(4, Tensor([1, 3])).numpy(), np.eye(4)[[1, 3]])
     assert init.rand(2, dtype="bfloat16").dtype == "bfloat16"
+
+
+def test_a_skeleton_is_made_by_the_calling_thread_alone():
+    with ThreadPoolExecutor(1) as pool, init.skeleton():
+        drawn = pool.submit(lambda: nn.Linear(3, 2).weight.numpy()).result()
+        assert not nn.Linear(3, 2).weight.numpy().any()
+    assert len(np.unique(drawn)) == 6
 
 
 # ---- modules -------------------------------------------------------------------------------------
