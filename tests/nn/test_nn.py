@@ -236,10 +236,11 @@ def plain_attention(q, k, v, causal):
 
 
 @both
+@pytest.mark.parametrize("keys", [5, 7])
 @pytest.mark.parametrize("causal", [True, False])
-def test_multi_head_attention(causal, device):
+def test_multi_head_attention(causal, keys, device):
     device = device_of(device)
-    q, k, v = (draw(i, 2, 3, 5, 8) for i in range(3))
+    q, k, v = (draw(i, 2, 3, time, 8) for i, time in enumerate((5, keys, keys)))
     layer = nn.MultiHeadAttention(dropout=0.0, causal=causal, device=device)
     result, probabilities = layer(*(Tensor(a, device=device) for a in (q, k, v)))
     expected, p = plain_attention(q, k, v, causal)
