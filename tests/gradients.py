@@ -145,6 +145,7 @@ TARGETS = np.array([2, 0, -100, 4])
 BLOCKS = BlockMask(np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool), 2, 5)
 SEEN = BLOCKS.to_dense() & visible(5, 5, True)
 MATRIX, FAR = normal(3, 4), away_from_zero(3, 4)
+BROADCAST = (positive(4), positive(2, 3, 1)), (positive(2, 3, 1), positive(4))
 MLP = (normal(2, 3, 4), normal(4, 5), normal(5), normal(5, 3), normal(3))
 
 GRADIENTS = [
@@ -155,7 +156,9 @@ GRADIENTS = [
     by_name("multiply", np.multiply, MATRIX, MATRIX),
     Gradient("multiply-broadcast", lambda ops, a, b: a * b, np.multiply, (normal(4), normal(3, 1))),
     by_name("divide", np.divide, MATRIX, positive(3, 4)),
+    *(by_name("divide-broadcast", np.divide, *two) for two in BROADCAST),
     by_name("power", np.power, positive(3, 4), MATRIX),
+    *(by_name("power-broadcast", np.power, *two) for two in BROADCAST),
     by_name("add_scalar", lambda a: a + 2.5, MATRIX, scalar=2.5),
     by_name("subtract_scalar", lambda a: a - 2.5, MATRIX, scalar=2.5),
     by_name("multiply_scalar", lambda a: a * -1.5, normal(5), scalar=-1.5),
@@ -177,6 +180,7 @@ GRADIENTS = [
     by_name("matmul-batched", np.matmul, normal(2, 3, 4), normal(2, 4, 2)),
     Gradient("matmul-rank", lambda ops, a, b: a @ b, np.matmul, (normal(2, 2, 3, 4), normal(4, 2))),
     by_name("matmul-rank-left", np.matmul, MATRIX, normal(2, 2, 4, 2)),
+    by_name("matmul-rank-batched", np.matmul, normal(2, 3, 2, 4), normal(3, 4, 2)),
     by_name("matmul-ones", np.matmul, normal(2, 1, 3, 2), normal(1, 3, 2, 2)),
     by_name("summation", np.sum, MATRIX),
     by_name("summation-axis", lambda a: a.sum(1), normal(3, 4, 2), axes=1),
@@ -193,6 +197,7 @@ GRADIENTS = [
     by_name("softmax", lambda a: np.exp(logsoftmax(a)), MATRIX),
     by_name("logsoftmax", logsoftmax, MATRIX),
     by_name("broadcast_to", lambda a: np.broadcast_to(a, (2, 3, 4)), normal(3, 1), shape=(2, 3, 4)),
+    by_name("broadcast_to-ones", lambda a: a + np.zeros((1, 2, 3)), normal(1, 3), shape=(1, 2, 3)),
     by_name("reshape", lambda a: a.reshape(4, 3), normal(2, 6), shape=(4, 3)),
     by_name("transpose", lambda a: a.swapaxes(-1, -2), normal(2, 3, 4)),
     by_name("transpose-axes", lambda a: a.swapaxes(0, 2), normal(2, 3, 4), axes=(0, 2)),
