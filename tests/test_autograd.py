@@ -534,6 +534,10 @@ def test_backward_takes_a_tensor():
             lambda: ops.embedding([[0, -1]], Tensor(np.ones((4, 3)))),
             r"-1 at \(0, 1\) is not a whole number from 0 to 3$",
         ),
+        (
+            lambda: ops.embedding(np.array([3, 2**32 + 1]), Tensor(np.ones((4, 3)))),
+            r"4294967297 at \(1,\) is not a whole number from 0 to 3$",
+        ),
     ],
 )
 def test_ids_outside_are_named_in_whole_sentences(call, said):
@@ -541,7 +545,28 @@ def test_ids_outside_are_named_in_whole_sentences(call, said):
         call()
 
 
-# ---- dtypes, indices, failures -------------------------------------------------------------------
+# ---- corners, dtypes, indices, failures ----------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize(
+    "f, at, slopes",
+    [
+        (ops.power, (0, 0), (0, 0)),
+        (ops.power, (0, 1), (1, 0)),
+        (ops.power, (0, 2), (0, 0)),
+        (lambda x: x**0, (0,), (0,)),
+        (lambda x: x**1, (0,), (1,)),
+        (lambda x: x**2, (0,), (0,)),
+        (lambda x: 0**x, (0,), (0,)),
+        (lambda x: 0**x, (2,), (0,)),
+        (ops.relu, (0,), (0,)),
+    ],
+)
+def test_gradients_at_zero_are_numbers(f, at, slopes, device):
+    operands = [Tensor([value], device=device_of(device)) for value in at]
+    f(*operands).backward()
+    assert [x.grad.item() for x in operands] == list(slopes)
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 3)])
