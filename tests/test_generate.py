@@ -157,7 +157,7 @@ def test_seeds(device):
     both_limits = {"temperature": 1.5, "top_k": 9, "top_p": 0.9}
     for options in ({}, {"top_k": 5}, {"top_p": 0.7}, both_limits):
         one, other, third = (
-            np.concatenate(model.generate(rows, 25, seed=seed, **options)) for seed in (4, 4, 5)
+            np.concatenate(model.generate(rows, 25, seed=seed, **options)) for seed in (0, 0, 5)
         )
         np.testing.assert_array_equal(one, other)
         assert (one != third).any()

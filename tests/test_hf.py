@@ -131,6 +131,13 @@ def test_rotary_in_every_spelling(spelling):
     assert (config.rotary_pct, config.rotary_base) == (0.5, 500.0)
 
 
+@pytest.mark.parametrize(
+    "spelling", [{"rotary_pct": 0.0}, {"rope_parameters": {"partial_rotary_factor": 0}}]
+)
+def test_a_model_may_rotate_nothing(spelling):
+    assert hf.read_config(Pythia, BASE | spelling).rotary_pct == 0
+
+
 def test_what_a_configuration_may_leave_out():
     sizes = (
         "vocab_size",

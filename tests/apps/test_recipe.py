@@ -184,6 +184,12 @@ def test_each_flag_changes_the_recipe():
     assert settings_of("--recipe", "pythia", "--warmup", "7", "--steps", "9")["warmup"] == 7
 
 
+@pytest.mark.parametrize("recipe", [[], ["--recipe", "pythia"]])
+@pytest.mark.parametrize("flag", ["warmup", "weight-decay", "clip", "seed"])
+def test_a_flag_of_zero_is_given(recipe, flag):
+    assert settings_of(*recipe, f"--{flag}", "0")[flag.replace("-", "_")] == 0
+
+
 @pytest.mark.parametrize(
     "argv, batch, accumulate",
     [

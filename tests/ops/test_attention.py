@@ -403,6 +403,19 @@ def test_options_of_numpy_are_taken():
         np.testing.assert_array_equal(one().numpy(), other().numpy())
 
 
+def test_a_scale_of_zero_weighs_all_keys_alike():
+    """It is no missing scale."""
+    q, qkv = Tensor(draw(0, 1, 32, 2, 8)), Tensor(draw(1, 1, 32, 2, 3, 8))
+    made = [
+        calls_of_attention(q, qkv, np.ones((32, 2), np.float32), scale=scale)
+        for scale in (0, 0.0, 1e-30, None)
+    ]
+    for zero, also, tiny, default in zip(*(calls.values() for calls in made)):
+        for one in (zero, also):
+            np.testing.assert_allclose(one().numpy(), tiny().numpy(), atol=1e-6)
+        assert np.abs(default().numpy() - zero().numpy()).max() > 1e-2
+
+
 def test_the_module_refuses_the_same_masks(monkeypatch):
     """Also where a hook asks for the pattern, which is computed without the kernels."""
     layer, x = nn.Attention(32, 2), Tensor(draw(0, 1, 16, 32))
