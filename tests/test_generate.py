@@ -257,6 +257,7 @@ class Says:
         ("helll", ("lx",), ["h", "e", "l", "l", "l"]),
         ("hellom", ("lox",), ["h", "e", "l", "lom"]),
         ("hello", ("ell", "l"), ["h", "e"]),
+        ("hello", ("lo", "llo"), ["h", "e"]),  # both at once: the earlier
         ("a__b", (), ["a", "é", "b"]),
         ("a_", (), ["a", "\ufffd"]),
         ("abzcd", (), ["a", "b"]),
