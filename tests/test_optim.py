@@ -119,15 +119,14 @@ def test_adamw(device):
 
 
 @both
-def test_adamw_groups(device):
+@pytest.mark.parametrize("own", [{"weight_decay": 0.0, "lr": 0.05}, {"lr": 0.0}])
+def test_adamw_groups(own, device):
     module = Two(device_of(device))
     start = values_of(module)
-    made = adamw(
-        [{"params": [module.matrix]}, {"params": [module.bias], "weight_decay": 0.0, "lr": 0.05}]
-    )
+    made = adamw([{"params": [module.matrix]}, {"params": [module.bias], **own}])
     got = run(module, made)
     close({"matrix": got["matrix"]}, {"matrix": follow(adam, start, decoupled=True)["matrix"]})
-    expected = follow(adam, start, decoupled=True, weight_decay=0.0, lr=0.05)
+    expected = follow(adam, start, decoupled=True, **own)
     close({"bias": got["bias"]}, {"bias": expected["bias"]})
 
 
@@ -141,6 +140,25 @@ def test_flat_equals_not_flat(dtype, device):
     run(other, adamw(nn.flatten_parameters(other)))
     for p, q in zip(one.parameters(), other.parameters(), strict=True):
         assert_same_bits(p.cached_data.compact(), q.cached_data.compact())
+
+
+@both
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_parameter_of_any_strides_takes_the_same_steps(kind, dtype, device):
+    """As one that is made from the transpose of another's weight."""
+    device = device_of(device)
+    one, other = Two(device, dtype), Two(device, dtype)
+    other.matrix.data = Tensor.from_ndarray(
+        other.matrix.cached_data.permute((1, 0)).copy().permute((1, 0))
+    )
+    assert not other.matrix.is_contiguous()
+    for module in (one, other):
+        named = [(name, getattr(module, name)) for name in SHAPES]
+        run(module, getattr(optim, kind)(named, lr=0.1, weight_decay=0.01), steps=3)
+    for name in SHAPES:
+        p, q = (getattr(module, name).cached_data.compact() for module in (one, other))
+        assert_same_bits(p, q)
 
 
 @both
