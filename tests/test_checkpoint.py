@@ -505,6 +505,21 @@ def test_the_two_newest_stay_and_damaged_ones_are_passed_over(tmp_path):
     assert newest_checkpoint(tmp_path / "nowhere") is None
 
 
+def test_a_checkpoint_changed_in_place_is_none_of_those_that_stay(tmp_path):
+    """This process has written it whole, and its name, inode and size are as they were."""
+    model, optimizer = made()
+    paths = [checkpoint_path(tmp_path, number) for number in (1, 2, 3)]
+    for number, path in enumerate(paths, 1):
+        save_checkpoint(model, optimizer, 0, 1.0, path, step=number)
+    stat = paths[1].stat()
+    with open(paths[1], "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\xff")
+    os.utime(paths[1], ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    prune_checkpoints(tmp_path, 3)
+    assert list_checkpoints(tmp_path) == paths[::-1]
+
+
 @pytest.mark.parametrize("freeze", [False, True])
 def test_an_optimizer_of_a_part_of_the_model(tmp_path, freeze):
     """Trained is the head alone: the file could be written, but never read."""
