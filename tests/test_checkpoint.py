@@ -25,7 +25,7 @@ from needle.checkpoint import (
 )
 from needle.hf import __main__ as shell
 from needle.models.pythia import Pythia, PythiaConfig
-from needle.safetensors import Entry, read_header
+from needle.safetensors import Entry, pack, read_header, unpack
 
 CONFIG = PythiaConfig(
     vocab_size=53, hidden_size=16, num_layers=2, num_heads=2, max_seq_len=12, rotary_pct=0.5
@@ -325,6 +325,14 @@ def refused(path):
         load_checkpoint(path)
     assert str(path) in str(caught.value)
     return str(caught.value)
+
+
+def test_bytes_of_arrays_of_any_strides():
+    values = np.arange(24, dtype=np.int32).reshape(2, 3, 4)
+    for array in (values, values.T, values[::-1], values[:, ::2], np.asfortranarray(values)):
+        found = unpack(pack({"before": np.ones(3, "f4"), "array": array}), "the bytes")
+        np.testing.assert_array_equal(found["array"], array)
+        np.testing.assert_array_equal(found["before"], [1, 1, 1])
 
 
 def test_every_kind_of_truncation(saved):

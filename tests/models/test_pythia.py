@@ -525,6 +525,18 @@ def test_presets(name):
         assert Pythia(config, initialise=False).num_parameters() == PARAMETERS[name]
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_without_numbers_of_its_own_takes_those_of_another(tied):
+    """Each element has memory of its own."""
+    model = small(tie_word_embeddings=tied)
+    before = np.random.get_state()[1].tolist()
+    empty = Pythia(model.config, initialise=False)
+    assert np.random.get_state()[1].tolist() == before
+    empty.load_state_dict(model.state_dict())
+    for p, q in zip(model.parameters(), empty.parameters(), strict=True):
+        np.testing.assert_array_equal(p.numpy(), q.numpy())
+
+
 def test_create_pythia_70m():
     model, config = pythia.create_pythia_70m(vocab_size=1000)  # the rest as it is, and drawn faster
     assert config == PythiaConfig.preset("pythia-70m", vocab_size=1000)
