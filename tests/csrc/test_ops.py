@@ -448,6 +448,8 @@ def test_assign_copies_what_overlaps(device):
         (slice(None), slice(None, None, -1)),
         (slice(0, 128), slice(0, None, 2)),
         (slice(4, 9, 2), slice(0, 5, 2)),  # in one element
+        (slice(0, 100), slice(120, 20, -1)),  # a flipped one begins at its end
+        (slice(120, 20, -1), slice(0, 100)),
     ]:
         values = np.arange(257.0)
         array = _C.array(values, device=device)
