@@ -54,6 +54,19 @@ def test_the_split_covers_all_documents(count):
     assert abs(borders[1] - 0.969 * count) <= 1.5
 
 
+@pytest.mark.parametrize(
+    "count, borders",
+    [
+        (97, [0, 94, 97, 97]),  # rounded, not cut off
+        (500, [0, 485, 500, 500]),  # the three round to one less than all,
+        (1500, [0, 1453, 1498, 1500]),  # and to one more
+    ],
+)
+def test_the_split_shifts_by_what_its_parts_round_to(count, borders):
+    """The borders are those of GPT-NeoX."""
+    assert megatron.split_documents(count) == borders
+
+
 def test_packed_batches_hold_the_samples_of_the_index(tmp_path):
     documents, _ = documents_of(RANDOM.randint(1, 50, 40))
     write_megatron(tmp_path / "x", documents)
