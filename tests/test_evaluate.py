@@ -374,3 +374,8 @@ def test_a_checkpoint_in_another_dtype_keeps_its_tokenizer(tmp_path):
     np.testing.assert_array_equal(loaded.embed_in.weight.numpy(), expected)
     loaded.save_pretrained(tmp_path / "out")
     assert (tmp_path / "out" / "tokenizer.json").is_file()
+    for dtype in (None, "float16"):
+        exported, _ = evaluate.load_model(tmp_path / "out", dtype=dtype)
+        assert exported.embed_in.weight.dtype == (dtype or "float32")
+        expected = loaded.embed_in.weight.cached_data.astype(dtype or "float32").numpy()
+        np.testing.assert_array_equal(exported.embed_in.weight.numpy(), expected)
