@@ -95,6 +95,29 @@ def test_each_plain_line_is_sent_at_once(tmp_path, monkeypatch):
     log.close()
 
 
+def test_a_resumed_log_goes_on_where_its_checkpoint_was(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(run_log.time, "perf_counter", lambda: now[0])
+
+    def trained(start, steps):
+        log = run_log.RunLog(tmp_path, ndl.cpu(), start, 5, 10, 1.0, None)
+        for step in range(start + 1, steps + 1):
+            now[0] += step
+            loss = full((), 9.0 - step, "float32", ndl.cpu())
+            log.queue(step, [loss], loss, 1e-3, "", 0.0)
+            log.finish()
+        log.close()
+        return log.first_loss, log.seconds
+
+    assert trained(0, 4) == (8.0, 10.0)
+    now[0] += 100  # between the two; steps 3 and 4 were not saved
+    assert trained(2, 5) == (8.0, 15.0)
+    lines = run_log.read_lines(tmp_path / "metrics.jsonl")
+    wanted = [(1, 10, 8.0, 1.0), (2, 20, 7.0, 3.0), (3, 30, 6.0, 6.0), (4, 40, 5.0, 10.0)]
+    got = [tuple(line[key] for key in ("step", "tokens", "loss", "seconds")) for line in lines]
+    assert got == [*wanted, (5, 50, 4.0, 15.0)]
+
+
 def test_a_full_disk_is_named(tmp_path):
     log = run_log.RunLog(tmp_path, ndl.cpu(), 0, 5, 1, 1.0, None)
     log._file.close()
