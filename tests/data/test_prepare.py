@@ -156,6 +156,22 @@ def test_other_inputs_do_not_take_old_parts(tmp_path, inputs, monkeypatch):
     assert len(open_documents(tmp_path / "x").sizes) == 30
 
 
+def test_an_input_rewritten_in_its_size_does_not_take_old_parts(tmp_path, inputs, monkeypatch):
+    def broken(*_):
+        raise DataError("stopped here")
+
+    path = tmp_path / "a.txt"
+    for number, words in enumerate(("one two three\n", "two one three\n")):
+        path.write_text(words * 20)
+        os.utime(path, ns=(number, number))  # a file system's clock may stand still meanwhile
+        with monkeypatch.context() as patch:
+            if number == 0:
+                patch.setattr(prepare, "_merge", broken)
+            assert run(tmp_path, [str(path)], "x", "--processes", "1") == 1 - number
+    ids = open_documents(tmp_path / "x").tolist()
+    assert load_tokenizer(tmp_path / "tokenizer.json").decode(ids) == path.read_text()
+
+
 def test_two_at_once(tmp_path, inputs, capsys):
     lock = prepare._begin(tmp_path / "x.parts", "")
     assert run(tmp_path, inputs, "x", "--processes", "1") == 1

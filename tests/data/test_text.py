@@ -208,6 +208,29 @@ def test_few_documents_hold_out_their_end(tmp_path, tokenizer):
     assert open_data(tmp_path / "every.npy").fingerprint == data.fingerprint
 
 
+@pytest.mark.parametrize("count", [20, 21, 40])
+def test_of_twenty_documents_the_last_is_held_out_alone(tmp_path, tokenizer, count):
+    texts = [f"one two {number}\n" * (number + 1) for number in range(count)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / "a.jsonl").write_text(lines)
+    data = open_data(tmp_path / "a.jsonl", tokenizer)
+    held_out = data.tokenizer.decode(data.held_out.tolist())
+    assert held_out == "".join(texts[19::20])
+    train = data.tokenizer.decode(data.train.tolist())
+    assert train == "".join(text for n, text in enumerate(texts) if n % 20 != 19)
+
+
+def test_text_rewritten_in_its_size_is_tokenised_again(tmp_path, tokenizer):
+    path, written = tmp_path / "a.txt", []
+    for number, words in enumerate(("one two three\n", "two one three\n")):
+        path.write_text(words * 50)
+        os.utime(path, ns=(number, number))  # a file system's clock may stand still meanwhile
+        data = open_data(path, tokenizer)
+        everything = data.train.tolist() + data.held_out.tolist()
+        written.append(data.tokenizer.decode(everything))
+    assert written == ["one two three\n" * 50, "two one three\n" * 50]
+
+
 def test_the_cache_does_not_depend_on_where_one_stands(tmp_path, tokenizer, monkeypatch, capsys):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("one two three\n" * 50)

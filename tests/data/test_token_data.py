@@ -172,6 +172,15 @@ def test_npy(tmp_path, dtype):
     assert batch.dtype.isnative and batch.max() < 60
 
 
+@pytest.mark.parametrize("count", [19, 20, 39, 1499])
+def test_the_end_that_is_held_out_is_a_twentieth_and_no_more(tmp_path, count):
+    np.save(tmp_path / "x.npy", IDS[:count])
+    data = open_data(tmp_path / "x.npy")
+    border = count - count // 20
+    np.testing.assert_array_equal(data.train[:], IDS[:border])
+    np.testing.assert_array_equal(data.held_out[:], IDS[border:count])
+
+
 @pytest.mark.parametrize("name, pack", [("a.jsonl", bytes), ("a.jsonl.gz", gzip.compress)])
 def test_json_lines(tmp_path, tokenizer, name, pack):
     (tmp_path / name).write_bytes(pack(json_lines(TEXTS[:30])))
