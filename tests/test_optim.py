@@ -201,6 +201,19 @@ def test_optimizers_never_write_grad(kind, flat, device):
     assert all(p.grad is None or np.abs(p.grad.numpy()).sum() == 0 for p in module.parameters())
 
 
+def test_given_names_come_before_those_of_the_module():
+    module = Two(ndl.cpu())
+    module.parameters()  # names them
+    named = [(f"own.{name}", getattr(module, name)) for name in SHAPES]
+    for parameters in (named, [{"params": named[:1]}, {"params": named[1:], "lr": 0.5}]):
+        optimizer = adamw(parameters)
+        assert optimizer.names == ["own.matrix", "own.bias"]
+        wanted = {f"{slot}.own.{name}": shape for slot in "mv" for name, shape in SHAPES.items()}
+        state = optimizer.state_dict()
+        assert {name: array.shape for name, array in state["arrays"].items()} == wanted
+    assert state["groups"] == {"own.bias": {"lr": 0.5}}
+
+
 def test_a_parameter_without_gradient_stays():
     for kind, (moved, left) in itertools.product(
         ("SGD", "Adam", "AdamW"), itertools.permutations(SHAPES)
