@@ -221,7 +221,8 @@ def test_stop_tokens(device):
     for row, got in zip(ragged, model.generate(ragged, 30, **GREEDY, stop=[stop]), strict=True):
         assert got[-1] == stop or len(got) == len(row) + 30
         assert (got[len(row) : -1] != stop).all()
-    for given in ([stop], {stop}, (stop,), np.array([stop])):
+    absent = max(set(range(model.config.vocab_size)) - set(plain.ravel().tolist()))
+    for given in ([stop], {stop}, (stop,), np.array([stop]), [absent, stop], [stop, absent]):
         assert len(model.generate(rows[0], 30, **GREEDY, stop=given)) == first + 1
 
 
@@ -255,7 +256,7 @@ class Says:
         ("hello", ("lo",), ["h", "e", "l"]),
         ("hello", ("lx",), ["h", "e", "l", "lo"]),
         ("helll", ("lx",), ["h", "e", "l", "l", "l"]),
-        ("hellom", ("lox",), ["h", "e", "l", "lom"]),
+        ("hellom", ("zz", "lox"), ["h", "e", "l", "lom"]),
         ("hello", ("ell", "l"), ["h", "e"]),
         ("hello", ("lo", "llo"), ["h", "e"]),  # both at once: the earlier
         ("a__b", (), ["a", "é", "b"]),
