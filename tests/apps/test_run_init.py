@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+import run_init
 import train_pythia
 from small_runs import arguments, checkpoint_of, flags, lines_of, numbers_of, run_until
 
@@ -51,6 +52,17 @@ def test_a_run_starts_from_weights(tmp_path, texts, trained, kind, monkeypatch):
     assert own == (trained / "tokenizer.json").read_text()
     state = Checkpoint(checkpoint_of(tmp_path, "second", 6)).state
     assert state["settings"]["model"] == "tiny" and state["settings"]["init"] == str(source)
+
+
+def test_weights_are_taken_in_the_dtype_of_the_run(tmp_path, trained):
+    before = Checkpoint(trained / "checkpoints" / "step_6.safetensors")
+    hf.save(before.restore_model(cpu()), tmp_path / "exported")
+    for source in (trained, before.path, tmp_path / "exported"):
+        for dtype in ("bfloat16", None):
+            named = {"init": str(source)} | ({} if dtype is None else {"dtype": dtype})
+            model, _ = run_init.start(named, None, cpu())
+            assert model.config.dtype == (dtype or "float32")
+            assert weights_of(model) == weights_of(before.restore_model(cpu(), dtype))
 
 
 def test_it_resumes_bit_for_bit_though_the_weights_are_gone(tmp_path, texts, trained, monkeypatch):
