@@ -592,9 +592,13 @@ def test_a_seed_makes_the_same_model(device):
     for p, q in zip(one.parameters(), other.parameters(), strict=True):
         np.testing.assert_array_equal(p.numpy(), q.numpy())
     low = small(device_of(device), seed=3, dtype="bfloat16")
-    np.testing.assert_array_equal(
-        low.embed_in.weight.numpy(), one.embed_in.weight.cached_data.astype("bfloat16").numpy()
-    )
+    np.random.seed(3)
+    also = Pythia(one.config, device_of(device), dtype="bfloat16")  # not the configuration's
+    assert also.config == low.config
+    for p, *lows in zip(one.parameters(), low.parameters(), also.parameters(), strict=True):
+        for q in lows:
+            assert q.dtype == "bfloat16"
+            np.testing.assert_array_equal(q.numpy(), p.cached_data.astype("bfloat16").numpy())
 
 
 @pytest.mark.parametrize(
