@@ -146,6 +146,18 @@ def test_dlpack_shares_memory():
     np.testing.assert_array_equal(np.from_dlpack(Tensor(X).T), X.T)
 
 
+def test_dlpack_of_a_flipped_array_reaches_back_from_its_first_element():
+    host = np.arange(6, dtype=np.float32)
+    x = ndl.from_dlpack(host[::-1]).cached_data
+    np.testing.assert_array_equal(x.numpy(), host[::-1])
+    np.testing.assert_array_equal(x.as_strided((3,), (-2,)).numpy(), [5, 3, 1])
+    for stride in (1, -6):
+        with pytest.raises(ValueError, match="reach outside the array's memory of 24 bytes"):
+            x.as_strided((2,), (stride,))
+    x[:3] = x[4:1:-1]  # they overlap
+    np.testing.assert_array_equal(host, [0, 1, 2, 3, 2, 1])
+
+
 @pytest.mark.parametrize("taken", ["replaced", "removed"])
 def test_what_was_checked_is_what_is_read(taken, tmp_path):
     """Another process may take the file's name between the check and the read of its tensors."""
