@@ -179,4 +179,5 @@ def test_a_tracker_that_is_not_installed(tmp_path, tokens, monkeypatch, capsys, 
 def test_the_command_to_go_on_names_the_trackers(tmp_path):
     run = train_pythia.Run(tmp_path / "a", *[None] * 11, tensorboard=True, wandb="p q")
     run.parallel, run.model = SimpleNamespace(group=Group()), SimpleNamespace(recompute=False)
-    assert train_pythia.resume_command(run).endswith("--tensorboard --wandb 'p q'")
+    run.data = SimpleNamespace(trusted=True)
+    assert train_pythia.resume_command(run).endswith("--tensorboard --trust-data --wandb 'p q'")

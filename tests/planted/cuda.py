@@ -25,7 +25,7 @@ FAULTS = [
         f"{OPS} -k begin_anywhere",
     ),
     # ---- products with GELU ----
-    Fault("cuda/linear_gelu.cu", "slope[i] = derivative(x);", "", f"{OPS} -k linear_gelu_fwd"),
+    Fault("cuda/linear_gelu.cu", "checked(slope + i) = derivative(x);", "", f"{OPS} -k linear_gelu_fwd"),
     Fault(
         "cuda/linear_hopper.cu",
         "word[4 * p + 2 + h] = is_odd() ? y.y : got;",
