@@ -93,14 +93,18 @@ class Entry:
     shape: tuple[int, ...]
     offset: int
 
-    def read(self, device: Device) -> NDArray:
+    def words(self) -> np.ndarray:
+        """The elements as they lie in the file, bfloat16 as uint16."""
         assert self.file is not None
-        dtype, bits = FROM_FILE[self.dtype]
+        bits = FROM_FILE[self.dtype][1]
         count = math.prod(self.shape) * bits.itemsize
         host = self.file.read(count, self.offset)
         if host.size != count:
             raise FileError(f"{self.path}: {self.name}: the file has been cut while it was read")
-        host = host.view(bits).reshape(self.shape)
+        return host.view(bits).reshape(self.shape)
+
+    def read(self, device: Device) -> NDArray:
+        dtype, host = FROM_FILE[self.dtype][0], self.words()
         if dtype == "bfloat16":
             return array(host, "uint16", device).view("bfloat16")
         return array(host, dtype, device)

@@ -63,8 +63,10 @@ def _draw(
     values: np.ndarray, temperature: float, top_k: int | None, top_p: float | None, random
 ) -> int:
     order = np.arange(len(values)) if top_k is None else likeliest(values, top_k)
-    scaled = values[order].astype(np.float64) / temperature
-    weights = np.exp(scaled - scaled.max())
+    scaled = values[order].astype(np.float64)
+    with np.errstate(over="ignore"):  # of a small temperature: -inf, and the weight 0
+        scaled = (scaled - scaled.max()) / temperature
+    weights = np.exp(scaled)
     if top_p is not None:
         enough = top_p * weights.sum() * (1 - 1e-12)
         for count in (NUCLEUS, len(order)):

@@ -61,8 +61,6 @@ def fit(
         raise ValueError(f"fit: accumulate must be 1 or more, but is {accumulate}")
     if optimizer is None:
         optimizer = AdamW(flatten_parameters(model))
-    elif accumulate > 1 and optimizer.flat is None:
-        flatten_parameters(model)  # gives the parameters buffers in which gradients add up
     if steps is None and hasattr(batches, "__len__"):
         steps = math.ceil(len(batches) / accumulate)
     model.train()

@@ -163,6 +163,13 @@ def test_seeds(device):
         assert (one != third).any()
 
 
+def test_sample_smallest_temperatures_draw_the_likeliest():
+    logits = np.array([[1.0, 3.0, 2.0, -5.0], [0.5, 0.25, 0.0, 0.0]])
+    for temperature in (1e-8, 1e-308, 5e-324):
+        for limits in ({}, {"top_k": 2}, {"top_p": 0.5}):
+            np.testing.assert_array_equal(sampling.sample(logits, temperature, **limits), [1, 0])
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("top_k", [None, 1, 7, 3000])
 @pytest.mark.parametrize("top_p", [None, 0.3, 0.9, 1.0])

@@ -204,6 +204,15 @@ def test_concatenate_refuses_what_does_not_fit():
         ndl.concatenate([Tensor(X)], 2)
 
 
+def test_mean_of_16_bits_sums_in_float32():
+    for dtype in "float16", "bfloat16":
+        x = Tensor(np.full((1000, 3), 100.0), dtype=dtype)
+        for got in ops.mean(x), ops.mean(x, 0), x.mean(1):
+            assert got.dtype == dtype and (got.numpy() == 100).all()
+        ops.mean(x, 0).backward()
+        np.testing.assert_allclose(x.grad.numpy(), 1e-3, rtol=2e-2 if dtype == "bfloat16" else 1e-3)
+
+
 def test_mean_of_nothing_is_nan():
     for dtype in "float32", "bfloat16":
         x = Tensor(np.zeros((0, 3)), dtype=dtype)

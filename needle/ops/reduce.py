@@ -8,13 +8,32 @@ from collections.abc import Sequence
 
 from needle import _C
 from needle._C import NDArray
-from needle.autograd import Tensor, TensorOp
+from needle.autograd import FLOATS, Tensor, TensorOp
 from needle.backend_ndarray import Axes
 from needle.ops.broadcast import spread, summation
 from needle.ops.common import const, fixed_axes, kept_shape, normal_axes
-from needle.ops.elementwise import divide_scalar, multiply, multiply_scalar, subtract
+from needle.ops.elementwise import divide_scalar, multiply, subtract
 
 LARGEST = 3.4028234663852886e38  # of float32
+
+
+class Mean(TensorOp):
+    reads_inputs = reads_result = False
+
+    def __init__(self, axes: Axes = None, keepdims: bool = False) -> None:
+        self.axes = fixed_axes(axes)
+        self.keepdims = keepdims
+
+    def compute(self, a: NDArray) -> NDArray:
+        axes = normal_axes("mean", self.axes, a.ndim)
+        result = a.mean(axis=axes, keepdims=self.keepdims)  # float32
+        return result.astype(a.dtype) if a.dtype in FLOATS else result
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
+        shape = node.inputs[0].shape
+        axes = normal_axes("mean", self.axes, len(shape))
+        count = math.prod(shape[axis] for axis in axes)
+        return spread(divide_scalar(out_grad, count) if count else out_grad, shape, axes)
 
 
 def mean(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
@@ -24,11 +43,7 @@ def mean(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
     >>> print(ndl.ops.mean(ndl.Tensor([[1, 2], [3, 4]]), 0))
     [2. 3.]
     """
-    count = 1
-    for axis in normal_axes("mean", axes, len(a.shape)):
-        count *= a.shape[axis]
-    total = summation(a, axes, keepdims)
-    return divide_scalar(total, count) if count else multiply_scalar(total, math.nan)
+    return Mean(axes, keepdims)(a)
 
 
 class Max(TensorOp):
