@@ -37,19 +37,20 @@ endif
 BUILD_NEEDS := setuptools numpy
 BUILD_LIKES := scipy_openblas32
 TRAIN_LIKES := tokenizers tqdm matplotlib zstandard
-TEST_NEEDS := $(TRAIN_LIKES) safetensors pytest hypothesis
-TEST_LIKES := xdist:pytest-xdist aiohttp
+TEST_NEEDS := $(TRAIN_LIKES) safetensors pytest xdist:pytest-xdist hypothesis
+TEST_LIKES := aiohttp
 C_FILES = $(wildcard csrc/*.[ch] csrc/*/*.[ch] cuda/*.cu cuda/*.cuh)
 
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help train test gpu test-cuda lib check format arm64 asan fuzz memcheck campaign mutants bench docs clean
+.PHONY: help train test test-all gpu test-cuda lib check format arm64 asan fuzz memcheck campaign mutants bench docs clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make train [ARGS="--help"]  set up, build, and train Pythia on text that is already here'
-	@echo 'make test                   set up, build, and run the tests (ARGS: more for pytest)'
+	@echo 'make test                   set up, build, and run the tests: minutes (ARGS: more for pytest)'
+	@echo 'make test-all               those too that kill processes, emulate kernels, damage files'
 	@echo 'make test-cuda              only the tests that need an NVIDIA GPU; fails without one'
 	@echo 'make lib                    build needle/_C and, where CUDA is, needle/_cuda.so, in place'
 	@echo 'make check                  formatting, lint, and the tests of the tree'
@@ -137,20 +138,29 @@ train: $(STATE)/train lib
 	@"$(PY)" apps/train_pythia.py $(ARGS)
 
 # NumPy's threads, which wait for products by spinning, would take the processor of what is tested.
-test asan: export OPENBLAS_NUM_THREADS := 1
+test test-all asan: export OPENBLAS_NUM_THREADS := 1
+# A process for each core, each with Python's -X dev.
+define pytest
+@"$(PY)" -X dev -W error -m pytest -q -W error --tx "$$(nproc)*popen//python=$(PY) -X dev" --dist load
+endef
+
+# Every promise once, in minutes.
 test: $(STATE)/test lib
-	@"$(PY)" -X dev -W error -m pytest -q $(ARGS)
+	$(pytest) -m "not slow and not cuda and not parity" $(ARGS)
+
+# And emulated kernels, processes that are killed, ranks, the service, damaged files.
+test-all: $(STATE)/test lib
+	$(pytest) -m "not cuda and not parity" $(ARGS)
 
 # What runs on a GPU asks for one before it builds for minutes.
 gpu: $(STATE)/python
 	@"$(PY)" -c 'from building import cuda, steps; why = cuda.missing_gpu(); \
 	    why and steps.fail(f"these tests run on a GPU: {why}")'
 
-# A fault takes its process along: with pytest-xdist that is a worker, and another does the rest.
+# A fault takes its process along: that is a worker of pytest-xdist, and another does the rest.
 test-cuda: gpu $(STATE)/test
 	@NEEDLE_CUDA=1 $(MAKE) --no-print-directory lib
-	@workers=$$("$(PY)" -c 'from importlib.util import find_spec; print("-n 1 --max-worker-restart 999" * bool(find_spec("xdist")))'); \
-	NEEDLE_REQUIRE_CUDA=1 "$(PY)" -m pytest -q -m cuda $$workers $(ARGS)
+	@NEEDLE_REQUIRE_CUDA=1 "$(PY)" -m pytest -q -m cuda -n 1 --max-worker-restart 999 $(ARGS)
 
 # clang-format 14 and ruff, from the machine when it has them, else from the package index.
 define find_tools

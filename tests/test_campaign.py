@@ -6,6 +6,8 @@ import sys
 import pytest
 from harness import ROOT
 
+pytestmark = pytest.mark.slow
+
 # part -> how many of its tries
 SHORT = {
     "kills": 6,

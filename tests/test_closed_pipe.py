@@ -11,6 +11,8 @@ from harness import ROOT
 
 from needle.processes import EXIT_CLOSED_PIPE, program
 
+pytestmark = pytest.mark.slow
+
 PROGRAMS = [ROOT / "needle" / "evaluate.py", ROOT / "needle" / "lm_eval.py"]
 PROGRAMS += [ROOT / "needle" / "supervise.py", *(ROOT / "needle").glob("*/__main__.py")]
 PROGRAMS += [*(ROOT / "apps").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]

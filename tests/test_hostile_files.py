@@ -23,6 +23,8 @@ from needle.files import Lock
 from needle.hf.__main__ import import_folder
 from needle.models.pythia import Pythia, PythiaConfig
 
+pytestmark = pytest.mark.slow
+
 CONFIG = PythiaConfig(vocab_size=16, hidden_size=16, num_layers=2, num_heads=2, max_seq_len=32)
 HUGE = [2**31, 2**62]
 

@@ -16,6 +16,8 @@ from harness import ROOT
 from needle import _C, supervise
 from needle.supervise import Supervisor
 
+pytestmark = pytest.mark.slow
+
 # What the commands begin with. `say` leaves a word for the test in the folder where it runs.
 BEGIN = """
 import json, os, signal, sys, time

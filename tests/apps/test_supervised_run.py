@@ -22,6 +22,8 @@ import needle as ndl
 from needle import supervise
 from needle.checkpoint import Checkpoint
 
+pytestmark = pytest.mark.slow
+
 HANG = 10.0  # seconds; a busy machine must do a step in that time
 
 

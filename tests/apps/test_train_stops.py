@@ -24,6 +24,8 @@ import needle as ndl
 from needle.checkpoint import Checkpoint, list_checkpoints, step_of
 from needle.distributed.group import Group
 
+pytestmark = pytest.mark.slow
+
 # The program with that preset, as a process of its own.
 PROGRAM = f"""
 import sys

@@ -14,6 +14,8 @@ import needle as ndl
 from needle import _C, Tensor, nn, optim
 from needle.models.pythia import Pythia, PythiaConfig
 
+pytestmark = pytest.mark.slow
+
 both = pytest.mark.parametrize("device", DEVICES)
 CONFIG = PythiaConfig(vocab_size=19, hidden_size=16, num_layers=2, num_heads=2, max_seq_len=16)
 

@@ -13,6 +13,8 @@ from harness import DEVICES, ROOT, device_of, live_bytes
 import needle as ndl
 from needle import _C, Tensor, ops
 
+pytestmark = pytest.mark.slow
+
 both = pytest.mark.parametrize("device", DEVICES)
 # More bytes than a process can address (2^47), so that no machine has them, not even one that
 # promises more memory than it has.

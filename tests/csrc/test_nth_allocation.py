@@ -19,6 +19,8 @@ from nth_allocation import Injector
 
 from needle import _C
 
+pytestmark = pytest.mark.slow
+
 both = pytest.mark.parametrize("device", DEVICES)
 SHORT = ["Forward", "Backward", "Step", "StepOfAList", "Save", "Load", "Calls"]
 LONG = ["StepOfAdam", "Fit", "Trainer", "LoadAnew", "Generate", "FromNothing"]

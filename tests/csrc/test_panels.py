@@ -145,6 +145,7 @@ def test_threads_change_no_bit(results, path):
                 np.testing.assert_array_equal(others[name], expected, name)
 
 
+@pytest.mark.slow
 def test_other_bits_have_another_name(results):
     """By which a resumed run, and a rank beside another, sees that it multiplies otherwise."""
     of_path(results, "avx512")  # else there is but one way

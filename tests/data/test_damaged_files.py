@@ -21,6 +21,8 @@ from token_files import IDS, TEXTS, json_lines, write_megatron, write_shard
 from needle.data import Batches, DataError, Prefetch, __main__, open_data, text
 from needle.data.tokens import to_ids
 
+pytestmark = pytest.mark.slow
+
 
 def damaged_index(tmp_path, offset, values):
     write_megatron(tmp_path / "x", [[1, 2, 3], [4, 5], [6, 7, 8, 9]])

@@ -131,6 +131,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path, tokenizer, way, kind):
     assert int(found.stdout.split()[-1]) < 12 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["a.txt.zst", "a.txt.gz", "a.jsonl.zst", "a.jsonl.gz"])
 def test_small_files_that_unpack_to_gigabytes_need_little_memory(tmp_path, name):
     """Text is read to its end; a line of JSON that is longer than lines may be is named."""

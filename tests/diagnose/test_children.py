@@ -12,6 +12,8 @@ from harness import ROOT
 from needle.diagnose import children
 from needle.diagnose.children import Crew, Teller
 
+pytestmark = pytest.mark.slow
+
 BOOT = """
 import os, signal, sys, time
 sys.path.insert(0, sys.argv.pop(1))

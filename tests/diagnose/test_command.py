@@ -16,6 +16,8 @@ from needle.diagnose.command import FULL, QUICK, Report, Times
 from needle.diagnose.finding import Finding
 from needle.distributed.environment import Place
 
+pytestmark = pytest.mark.slow
+
 STUB = "int planted_library(void) { return 0; }"
 BACKEND = """
 int planted_library(void);

@@ -9,6 +9,8 @@ import pytest
 from needle.diagnose import gpus, xid
 from needle.nvml import Nvml, name_of
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def seen(machine, heard, monkeypatch):

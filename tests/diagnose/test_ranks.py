@@ -20,6 +20,8 @@ from harness import ROOT
 from needle import _C
 from needle.diagnose import ranks
 
+pytestmark = pytest.mark.slow
+
 _spec = importlib.util.spec_from_file_location("together", ROOT / "tests/distributed/together.py")
 _module = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_module)

@@ -10,6 +10,8 @@ import pytest
 
 from needle.diagnose import server
 
+pytestmark = pytest.mark.slow
+
 ANSWERS = {
     "/health": (200, {"status": "ok", "queue": 3}),
     "/statistics": (200, {"jobs": 7, "faults": {"timeout": 1}}),

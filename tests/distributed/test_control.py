@@ -13,6 +13,8 @@ from needle.distributed.control import Control, RanksDiffer
 from needle.distributed.environment import Place
 from needle.distributed.messages import Connection
 
+pytestmark = pytest.mark.slow
+
 # A rank that stands for one in NCCL: its main thread sleeps where no exception reaches it.
 HANG = "time.sleep(600)"
 IN_GATHER = "control.gather('losses', rank)"

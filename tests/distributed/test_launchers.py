@@ -10,6 +10,8 @@ import pytest
 from harness import ROOT
 from rank_processes import BEGIN, END
 
+pytestmark = pytest.mark.slow
+
 BODY = """
 from needle.distributed.environment import find
 def main():

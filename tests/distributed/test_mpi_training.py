@@ -42,6 +42,7 @@ def test_ranks_change_no_byte(tmp_path, tokens, alone, ranks):
     assert written(tmp_path) == alone
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_numbers_of_ranks(tmp_path, tokens, alone):
     for ranks, step in (4, 17), (1, 31), (2, 44):
         plan = {"rank": ranks - 1, "step": step, "what": "term"}
@@ -52,6 +53,7 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(tmp_path, tokens, alone):
     assert written(tmp_path) == alone
 
 
+@pytest.mark.slow
 def test_ranks_share_sequences(tmp_path, tokens, alone):
     """2 and 4 ranks, two to a sequence: the same bytes, and almost the numbers of one process."""
     for ranks in 2, 4:
@@ -68,6 +70,7 @@ def test_ranks_share_sequences(tmp_path, tokens, alone):
             assert line[name] == pytest.approx(wanted[name], rel=1e-4), (line["step"], name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_killed_rank_ends_the_others_who_name_it(tmp_path, tokens, alone, rank):
     said = run(tmp_path, tokens, 4, plan={"rank": rank, "step": 25, "what": "kill"}, code=None)
@@ -76,6 +79,7 @@ def test_a_killed_rank_ends_the_others_who_name_it(tmp_path, tokens, alone, rank
     assert written(tmp_path) == alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_may_take_its_time_for_its_data(tmp_path, tokens, alone, rank):
     """Two machines without a common cache tokenise both."""
@@ -91,12 +95,14 @@ def until_it_trains(process, out):
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_messages_are_sent_in_pieces(tmp_path, tokens, alone):
     """Counts of MPI are 32 bits: a longer array goes as several messages."""
     run(tmp_path, tokens, 2, plan={"rank": 0, "step": 0, "what": None, "most": 1000})
     assert written(tmp_path) == alone
 
 
+@pytest.mark.slow
 def test_a_signal_to_mpirun(tmp_path, tokens, alone):
     """It passes SIGUSR1 on; any other it follows by SIGKILL."""
     process = start(tmp_path, tokens, 2, plan=SLOW)
@@ -109,6 +115,7 @@ def test_a_signal_to_mpirun(tmp_path, tokens, alone):
     assert written(tmp_path) == alone
 
 
+@pytest.mark.slow
 def test_the_supervisor_of_mpirun_lets_its_ranks_save(tmp_path, tokens, alone):
     process = start(tmp_path, tokens, 2, plan=SLOW, supervised=True)
     until_it_trains(process, tmp_path)
@@ -119,6 +126,7 @@ def test_the_supervisor_of_mpirun_lets_its_ranks_save(tmp_path, tokens, alone):
     assert written(tmp_path) == alone
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_at_the_end_is_not_waited_for(tmp_path, tokens, alone):
     plan = {"rank": 1, "step": STEPS, "what": "end", "deadline": 5.0}
     said = run(tmp_path, tokens, 2, plan=plan, code=75)
@@ -126,6 +134,7 @@ def test_a_rank_that_is_stopped_at_the_end_is_not_waited_for(tmp_path, tokens, a
     assert written(tmp_path) == alone
 
 
+@pytest.mark.slow
 def test_other_data_are_refused(tmp_path, tokens):
     """What a flag means may differ from machine to machine."""
     folders = [tmp_path / "a", tmp_path / "b"]
@@ -145,6 +154,7 @@ def test_other_data_are_refused(tmp_path, tokens):
     assert done.returncode == 1 and "rank 1: the data differ from rank 0's" in done.stderr
 
 
+@pytest.mark.slow
 def test_other_data_of_one_head_and_tail_are_refused(tmp_path):
     """Of rank 1's 5 million tokens one is another."""
     ids = np.random.RandomState(0).randint(0, 250, 5_000_000).astype("<u2")
@@ -173,6 +183,7 @@ def test_other_data_of_one_head_and_tail_are_refused(tmp_path):
     assert done.returncode == 0 and "trusted: not hashed" in done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_data_that_one_rank_cannot_read(tmp_path, tokens, alone):
     said = run(tmp_path, tokens, 2, plan={"rank": 1, "step": 23, "what": "data"}, code=1)
     assert "train_pythia.py: rank 1: tokens.npy: a page cannot be read" in said
@@ -181,6 +192,7 @@ def test_data_that_one_rank_cannot_read(tmp_path, tokens, alone):
     assert written(tmp_path) == alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_loss_that_is_none_stops_all(tmp_path, tokens, rank):
     said = run(tmp_path, tokens, 2, plan={"rank": rank, "step": 43, "what": "nan"}, code=1)
@@ -192,6 +204,7 @@ def test_a_loss_that_is_none_stops_all(tmp_path, tokens, rank):
     assert "step_40.safetensors: 2 finite steps followed, and it may have diverged\n" in said
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full(tmp_path, tokens, alone):
     said = run(tmp_path, tokens, 2, plan={"rank": 0, "step": 40, "what": "full"}, code=1)
     assert "No space left on device" in said and "rank 1:" not in said
@@ -199,6 +212,7 @@ def test_a_disk_that_is_full(tmp_path, tokens, alone):
     assert written(tmp_path) == alone
 
 
+@pytest.mark.slow
 def test_a_wrong_device_is_named_and_saves_nothing(tmp_path, tokens, alone):
     said = run(
         tmp_path, tokens, 4, "--verify", "5", code=75,
@@ -210,6 +224,7 @@ def test_a_wrong_device_is_named_and_saves_nothing(tmp_path, tokens, alone):
     assert written(tmp_path) == alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks, more, words",
     [
@@ -225,6 +240,7 @@ def test_what_cannot_be(tmp_path, tokens, ranks, more, words):
     assert words in run(tmp_path, tokens, ranks, *more, code=1)
 
 
+@pytest.mark.slow
 def test_ranks_that_were_told_otherwise(tmp_path, tokens):
     one = ["-n", "1", sys.executable, PROGRAM, "--device", "cpu", "--model", "tiny"]
     one += ["--data", tokens, "--out", tmp_path]

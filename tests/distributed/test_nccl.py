@@ -32,6 +32,8 @@ from needle.distributed.control import RankMissing
 from needle.distributed.group import Group
 from needle.distributed.nccl import Library, NCCLTransport, find_library
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):

@@ -17,6 +17,8 @@ from needle.distributed.environment import Place
 from needle.distributed.rendezvous import name_ranks
 from needle.files import FileError
 
+pytestmark = pytest.mark.slow
+
 MEET = """
 control = join()
 say(control.gather("all", rank))

@@ -13,6 +13,8 @@ import pytest
 import slurm_cluster
 from harness import ROOT
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = ROOT / "apps" / "slurm.sbatch"
 MISSING = mpi_runs.missing() or slurm_cluster.missing()
 

@@ -17,6 +17,8 @@ from needle import heartbeat
 from needle.distributed import spawn
 from needle.distributed.environment import find
 
+pytestmark = pytest.mark.slow
+
 LAUNCH = """
 import sys
 from needle.distributed import spawn

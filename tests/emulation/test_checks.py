@@ -8,6 +8,8 @@ from harness import ROOT
 
 from needle.kernels.checked import CLASS
 
+pytestmark = pytest.mark.slow
+
 WHERE = r" \(block 2,1,0, thread 5,0,0; .*checks\.cpp:\d+\)"
 
 

@@ -13,6 +13,8 @@ from words import from_16, poison, to_16
 import needle as ndl
 from needle.block_mask import BlockMask
 
+pytestmark = pytest.mark.slow
+
 
 class Given(ctypes.Structure):
     _fields_ = [

@@ -7,6 +7,8 @@ import pytest
 from cases.elementwise import gelu, gelu_grad, gelu_tanh, gelu_tanh_grad
 from words import from_16, poison, to_16
 
+pytestmark = pytest.mark.slow
+
 # (rows, depth, columns), on three processors: edges in each direction; blocks of several tiles, of
 # parts of two columns of tiles, of none; depths of both files; odd and even shares.
 SHAPES = [

@@ -12,6 +12,8 @@ from harness import ROOT
 
 from needle import _C
 
+pytestmark = pytest.mark.slow
+
 STUB = """
 #include "backend.h"
 static nd_status count(int *devices) { *devices = 0; return ND_OK; }

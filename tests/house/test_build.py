@@ -18,6 +18,8 @@ from types import SimpleNamespace
 import pytest
 from harness import ROOT
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def build(monkeypatch):

@@ -16,6 +16,8 @@ from test_build import Tree
 
 from needle import _C
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """import sys
 from pathlib import Path
 

@@ -12,6 +12,8 @@ from needle.kernels import cubin
 sys.path.insert(0, str(ROOT))
 from building import cuda  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 TOOLKIT = cuda.find_toolkit()
 # HGMMA with A in shared memory, in registers: bits 0 to 11 of an instruction.
 SHARED, REGISTERS = 0x9F0, 0xDF0

@@ -23,6 +23,8 @@ pytest.importorskip("aiohttp", reason="no aiohttp (pip install aiohttp): no serv
 from needle.kernels import access, serve
 from needle.kernels.access import listen
 
+pytestmark = pytest.mark.slow
+
 MOST = 6
 
 

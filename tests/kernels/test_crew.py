@@ -33,6 +33,8 @@ from needle.kernels import crew
 from needle.kernels.frames import RUNNER_READY
 from needle.kernels.values import Out
 
+pytestmark = pytest.mark.slow
+
 # ---- fresh processes, proofs, devices that are set aside -----------------------------------------
 
 

@@ -14,6 +14,8 @@ from fake_pool import SECONDS, SHORT, SOURCE, FakePool, X, assert_next_is_right,
 from needle.kernels import crew, frames, isolate, sanitizer
 from needle.kernels.values import Case, Out, Random
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_memory_of_a_job_is_bounded(pool, monkeypatch):
     monkeypatch.setattr(pool, "memory", 1 << 20)

@@ -21,6 +21,8 @@ from needle.kernels.crew import Ended, Worker
 from needle.kernels.frames import COMPILED, READY
 from needle.kernels.isolate import Pool
 
+pytestmark = pytest.mark.slow
+
 
 def missing() -> str | None:
     try:

@@ -19,6 +19,8 @@ from needle._C import array, cpu
 from needle.kernels import frames, isolate
 from needle.kernels.values import Case, InOut, Out, Random
 
+pytestmark = pytest.mark.slow
+
 # ---- what comes back -----------------------------------------------------------------------------
 
 

@@ -30,6 +30,8 @@ from needle.kernels.isolate import Pool
 from needle.kernels.serve import PIECE, Lines, Stderr, load_aiohttp
 from needle.nvml import Nvml
 
+pytestmark = pytest.mark.slow
+
 # ---- jobs ----------------------------------------------------------------------------------------
 
 

@@ -22,6 +22,8 @@ from needle.kernels import serve
 from needle.kernels.serve import Turns
 from needle.kernels.wire import Refused
 
+pytestmark = pytest.mark.slow
+
 ANYTHING = settings(
     deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )  # the service stays from example to example

@@ -24,6 +24,8 @@ from needle.kernels.isolate import Result
 from needle.kernels.serve import log
 from needle.kernels.wire import Limits
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("aiohttp", reason="no aiohttp (pip install aiohttp): no service")
 
 

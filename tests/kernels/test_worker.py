@@ -9,6 +9,8 @@ from needle.kernels.isolate import Pool
 from needle.kernels.limits import LaunchError
 from needle.kernels.worker import STATUS, failure, status_of
 
+pytestmark = pytest.mark.slow
+
 FATAL = "scale: cudaStreamSynchronize: ... (%s): the CUDA context is lost and this process must end"
 
 
