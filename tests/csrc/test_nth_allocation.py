@@ -50,7 +50,7 @@ def test_each_allocation_of_needle(device):
 @both
 def test_some_allocations_of_needle(device):
     failures = sweep(device, "needle", LONG, every=97)
-    assert failures["Fit"] >= 2 and failures["Generate"] >= 2
+    assert failures["Fit"] >= 4 and failures["Generate"] >= 4
 
 
 @pytest.mark.cuda
@@ -62,7 +62,7 @@ def test_each_allocation_of_the_driver():
 @both
 def test_some_objects_of_python(device):
     failures = sweep(device, "python", [*SHORT, *LONG], every=97)
-    assert failures["Fit"] >= 2 and failures["Generate"] >= 3
+    assert failures["Fit"] >= 2 and failures["Generate"] >= 2
 
 
 def test_a_download_that_could_not_be_wrapped_can_be_asked_for_again():
