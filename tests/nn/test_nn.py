@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from cases import gelu
+from cases.elementwise import gelu, gelu_grad, gelu_tanh, gelu_tanh_grad
 from gradients import logsoftmax
 from harness import DEVICES, device_of
 
 import needle as ndl
-from needle import Tensor, init, nn, optim
+from needle import Tensor, init, nn, ops, optim
 
 both = pytest.mark.parametrize("device", DEVICES)
 
@@ -138,13 +138,38 @@ def test_linear(device):
     assert len(nn.Linear(2, 2, bias=False).parameters()) == 1
 
 
+class Product(ndl.autograd.TensorOp):
+    """Gives a gradient of each operand, asked for or not."""
+
+    def compute(self, a, b):
+        return a * b
+
+    def gradient(self, out_grad, node):
+        a, b = node.inputs
+        return out_grad * b, ops.summation(out_grad * a, 0, keepdims=True)
+
+
+def test_flattened_parameter_that_is_frozen_later_gets_no_gradient():
+    layer = nn.Linear(3, 3)
+    nn.flatten_parameters(layer)
+    layer.weight.requires_grad = False
+    (layer(ndl.ones(2, 3)).sum() + Product()(layer.weight, layer.bias).sum()).backward()
+    assert not layer.weight.grad_buffer.numpy().any()
+    close(layer.bias.grad.numpy(), 2 + layer.weight.numpy().sum(0, keepdims=True))
+
+
 @both
 def test_small_layers(device):
     device = device_of(device)
     x = draw(1, 4, 6)
     t = Tensor(x, device=device)
     close(nn.ReLU()(t).numpy(), np.maximum(x, 0))
-    close(nn.GELU()(t).numpy(), gelu(x))
+    for form, value, slope in ("none", gelu, gelu_grad), ("tanh", gelu_tanh, gelu_tanh_grad):
+        of = Tensor(x, device=device)
+        y = nn.GELU(form)(of)
+        close(y.numpy(), value(x))
+        y.sum().backward()
+        close(of.grad.numpy(), slope(x))
     close(nn.Residual(nn.ReLU())(t).numpy(), x + np.maximum(x, 0))
     assert nn.Flatten()(Tensor(draw(2, 2, 3, 4), device=device)).shape == (2, 12)
     np.random.seed(0)

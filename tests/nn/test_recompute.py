@@ -205,7 +205,11 @@ class Config:
     factor: float
 
 
-class Settled(nn.Module):
+class Sloped(nn.Module):
+    offset = 0.5
+
+
+class Settled(Sloped):
     """Reads settings of every kind, and draws from a generator of its own."""
 
     slope = 2.0
@@ -224,7 +228,7 @@ class Settled(nn.Module):
         self.calls += 1
         if self._made is None:
             self._made = ndl.ones(5) * 2.0
-        x = self.inner(x) * self.slope * self.settings["factor"] * given["factor"]
+        x = (self.inner(x) + self.offset) * self.slope * self.settings["factor"] * given["factor"]
         x = x * sum(self.powers) * self.config.factor + Tensor(self.shift)
         x = x * Tensor.from_ndarray(self._table) * self._hidden.detach()
         return x * Tensor(self.generator.random(5)) * self._made.detach()
@@ -235,6 +239,7 @@ def test_settings_that_changed_are_refused():
         "training": lambda module, given: module.eval(),
         "p": lambda module, given: setattr(module.inner.modules[1], "p", 0.1),
         "slope": lambda module, given: setattr(module, "slope", 3.0),
+        "offset": lambda module, given: setattr(module, "offset", 3.0),
         "settings.factor": lambda module, given: module.settings.update(factor=3.0),
         "powers.0": lambda module, given: module.powers.reverse(),
         "powers": lambda module, given: module.powers.append(3.0),
