@@ -331,6 +331,17 @@ def test_clip_grad_norm(flat, device):
             np.testing.assert_allclose(p.grad.numpy(), made[name] * scale, rtol=2e-6)
 
 
+@pytest.mark.parametrize("flat", [False, True])
+def test_clip_grad_norm_nan_in_one_gradient_is_in_all(flat):
+    module = Two(None)
+    parameters = nn.flatten_parameters(module) if flat else module.parameters()
+    made = gradients(0)
+    next(iter(made.values())).flat[1] = np.nan
+    give(module, made)
+    assert np.isnan(optim.clip_grad_norm(parameters, 1.0))
+    assert all(np.isnan(p.grad.numpy()).all() for p in module.parameters())
+
+
 @both
 def test_step_with_a_device_scale(device):
     """adamw.step(scale) of _C.grad_norm is clipping without a wait for the device."""
