@@ -4,6 +4,7 @@ their states changed."""
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
 import io
 import json
@@ -11,6 +12,7 @@ import os
 import shutil
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
@@ -134,6 +136,20 @@ def test_hash_of_a_file_that_was_just_written_is_not_kept(tmp_path, monkeypatch,
     path, _ = write_kind(tmp_path, "npy")
     assert open_data(path).fingerprint == open_data(path).fingerprint
     assert len(read) == 2
+
+
+def test_hash_of_files_of_which_one_was_just_written_is_not_kept(tmp_path, monkeypatch, read):
+    paths = [tmp_path / "old", tmp_path / "new"]
+    for path in paths:
+        path.write_bytes(b"bytes")
+        time.sleep(0.02)
+    settled = paths[1].stat().st_ctime_ns + identity.SETTLED
+    for now, times in ((settled, 2), (settled + 1, 3)):
+        clock = types.SimpleNamespace(time_ns=functools.partial(int, now))
+        monkeypatch.setattr(identity, "time", clock)
+        for _ in range(2):
+            identity.content_hash([*map(identity.whole, paths)])
+        assert len(read) == times
 
 
 def test_hash_a_file_that_changes_meanwhile_is_an_error(tmp_path, monkeypatch):

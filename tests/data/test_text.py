@@ -2,6 +2,7 @@
 
 import fcntl
 import gzip
+import itertools
 import json
 import os
 import shutil
@@ -177,7 +178,8 @@ def test_window_of_a_zst_that_is_too_large_is_named(tmp_path):
 
 @pytest.mark.parametrize("longest", [24, 40, 1 << 21])
 def test_longest_line_of_json_wherever_a_unit_begins(tmp_path, monkeypatch, longest):
-    """Also in the part of a unit that belongs to the line before it."""
+    """Also in the part of a unit that belongs to the line before it, and where a unit ends at the
+    last line."""
     lines = [b'{"text": "' + b"x" * length + b'"}\n' for length in (1, longest - 13, 3, 7)]
     (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
     size, starts = sum(map(len, lines)), np.cumsum([0, *map(len, lines)]).tolist()
@@ -187,7 +189,8 @@ def test_longest_line_of_json_wherever_a_unit_begins(tmp_path, monkeypatch, long
 
     monkeypatch.setattr(text, "LONGEST_LINE", longest)
     for cut in {*range(50), size // 2, size - 40, size - 1, size} & {*range(size + 1)}:
-        assert texts(0, cut) + texts(cut, None) == [1, longest - 13, 3, 7]
+        units = itertools.pairwise([0, *sorted([cut, starts[3]]), None])
+        assert sum((texts(*unit) for unit in units), []) == [1, longest - 13, 3, 7]
     monkeypatch.setattr(text, "LONGEST_LINE", longest - 1)
     with pytest.raises(DataError, match="a.jsonl: the line at offset 14: has more than"):
         texts(0, None)
