@@ -120,6 +120,19 @@ def test_a_lock_is_held_by_one_and_goes_with_the_process(tmp_path):
     assert Lock(tmp_path).held
 
 
+def test_write_in_a_locked_folder_that_is_replaced_meanwhile_follows_it(tmp_path):
+    folder, moved = tmp_path / "run", tmp_path / "moved"
+    folder.mkdir()
+    lock = Lock(folder)
+    with lock.writing() as at:
+        folder.rename(moved)
+        folder.mkdir()
+        with replacing(at / "a") as file:
+            file.write(b"a")
+    assert (moved / "a").read_bytes() == b"a" and not [*folder.iterdir()]
+    lock.release()
+
+
 @pytest.mark.parametrize("mode", ["r", "r+", "w", "a"])
 def test_a_fifo_is_opened_by_nobody(tmp_path, mode):
     os.mkfifo(tmp_path / "a")

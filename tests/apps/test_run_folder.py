@@ -2,12 +2,16 @@
 
 import json
 import shutil
+import types
 
+import numpy as np
 import pytest
 import run_log
+import run_state
 import train_pythia
 from small_runs import checkpoint_of, flags, tensors_of
 
+from needle import nn
 from needle.hf.__main__ import main as hf
 
 
@@ -94,6 +98,20 @@ def test_folder_that_was_moved_between_two_parts_of_a_run_goes_on(tmp_path, run)
         assert tensors_of(checkpoint_of(tmp_path, name, 6)) == tensors_of(
             checkpoint_of(tmp_path, "whole", 6)
         )
+
+
+def test_id_of_a_run_settings_data_or_first_weights_differ():
+    np.random.seed(0)
+    weights = [nn.flatten_parameters(nn.Linear(3, 2)) for _ in range(2)]
+    facts = [
+        ({"init": init, "seed": seed}, types.SimpleNamespace(fingerprint=tokens), flat)
+        for init in (None, "a")
+        for seed in (1, 2)
+        for tokens in ("x", "y")
+        for flat in weights[: 1 if init is None else 2]
+    ]
+    ids = [run_state.id_of(*of) for of in facts]
+    assert len({*ids}) == len(ids) == 12 and ids == [run_state.id_of(*of) for of in facts]
 
 
 def test_checkpoint_of_another_run_is_not_resumed(tmp_path, run, capsys):
