@@ -154,12 +154,12 @@ def test_rank_0_does_not_come(start):
 
 def test_facts_that_differ(start):
     body = 'join({"needle": "0.1", "lr": "1e-3" if rank < 2 else "1e-4", "x": "y"} if rank != 1 '
-    body += 'else {"needle": "0.1", "lr": "1e-3"})'
+    body += 'else {"needle": "0.1", "lr": "1e-3", "z": "w"})'
     ended = [rank.end() for rank in start(body, 4)]
     assert len({(code, said) for code, _, said in ended}) == 1
     code, _, said = ended[0]
     assert code == 1 and said == (
-        "RanksDiffer rank 1: x is not there, at rank 0 'y'; "
+        "RanksDiffer rank 1: x is not there, at rank 0 'y', z is 'w', at rank 0 not there; "
         "ranks 2 and 3: lr is '1e-4', at rank 0 '1e-3'\n"
     )
 
