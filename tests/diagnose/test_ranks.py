@@ -191,8 +191,10 @@ def test_a_rank_that_sends_wrong_is_blamed(check, call, words):
     assert ranks.in_words(stage, wrong) == words
 
 
-def test_wrong_keys_are_seen_by_the_ranks_that_attend_to_them():
-    [(stage, wrong)] = found("ring attention", 4, rank=2, call=1)
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_wrong_keys_are_seen_by_the_ranks_that_attend_to_them(call):
+    """In the forward, and in the backward."""
+    [(stage, wrong)] = found("ring attention", 4, rank=2, call=call)
     assert stage == "attended" and any(wrong)
 
 

@@ -49,7 +49,7 @@ class MadeUpPool:
     def state(self):
         assert self.state_waits.wait(60)
         one = {
-            "facts": {"name": "H", "uuid": self.uuid},
+            "facts": {} if self.uuid is None else {"name": "H", "uuid": self.uuid},
             "ready": [1],
             "used": [],
             "faults": 2,

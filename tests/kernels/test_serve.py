@@ -244,6 +244,14 @@ def test_health_of_a_device_that_never_was_ready(client, made_up):
     assert device["name"] is None and "no process" in device["why"]
 
 
+def test_health_of_a_device_whose_processes_start_anew(client, made_up, fake_nvml, monkeypatch):
+    monkeypatch.setenv("NEEDLE_FAKE", "at=1,temperature=71")
+    for uuid in (made_up.uuid, None):
+        made_up.uuid = uuid
+        device = client.ask("GET", "/health")[1]["devices"][1]
+        assert (device["name"], device["temperature"]) == ("NVIDIA Pretend", 71)
+
+
 def test_health_without_a_device(client, made_up):
     made_up.lost = "set aside"
     status, answer, _ = client.ask("GET", "/health")
