@@ -33,7 +33,8 @@ def small(device=None, dtype="float32", **changes) -> Pythia:
         "dtype": dtype,
     }
     model = Pythia(PythiaConfig(**fields | changes), device=device)
-    model.embed_out.weight.cached_data[:, :] = np.random.standard_normal((32, VOCABULARY))
+    head = model.embed_out.weight
+    head.cached_data[:, :] = np.random.standard_normal(head.shape)
     return model
 
 
@@ -222,6 +223,15 @@ def test_empty_name_is_not_the_current_folder(run, tmp_path, monkeypatch, capsys
     flags = [word for pair in list(words.items())[1:] for word in pair]
     code, out, err = command(capsys, words["model"], *flags, "--device", "cpu")
     assert code == 1 and out == "" and "an empty name ('') of a file or folder" in err
+
+
+def test_perplexity_bytes_of_a_vocabulary_larger_than_the_tokenizers(run):
+    tokenizer, ids = ndl.data.load_tokenizer(run), _encode(run)[:40]
+    model = small(vocab_size=VOCABULARY + 40)
+    text = np.array([*ids[:30], VOCABULARY + 3, *ids[30:]])
+    lengths = ndl.data.token_bytes(tokenizer)
+    scores = evaluate.perplexity(model, text, tokenizer=tokenizer)
+    assert scores.text_bytes == lengths[ids[1:]].sum() > 40
 
 
 def test_command(run, tmp_path, capsys):

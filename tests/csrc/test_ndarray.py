@@ -303,6 +303,12 @@ def test_setitem_of_as_many_elements():
     array[:, 1, :] = nd.array(numbers(3, 4))
     host[:, 1, :] = numbers(3, 4)
     np.testing.assert_array_equal(array.numpy(), host)
+    every = slice(None)
+    for number, index in enumerate([(None, every, 1), (every, None, 1), (..., None, 1)]):
+        row = numbers(array[index].shape[-1]) + number
+        array[index] = nd.array(row)
+        host[index] = row
+        np.testing.assert_array_equal(array.numpy(), host)
     for wrong in ((3, 4, 2), (2, 3, 4), (4, 3)):
         with pytest.raises(ValueError, match="setitem"):
             array[:, 1, :] = nd.array(numbers(*wrong))

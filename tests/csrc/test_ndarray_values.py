@@ -337,7 +337,8 @@ def test_a_buffer_asked_for_without_a_shape_is_bytes():
 def test_reductions_of_integers_need_no_wide_copy():
     """Sums of uint8 in int64, means in float32, in the memory of the operand and the result."""
     for dtype in ("uint8", "bool", "uint16", "int32"):
-        values = np.random.default_rng(3).integers(0, 2 if dtype == "bool" else 200, (1000, 4001))
+        most = {"bool": 1, "uint8": 255, "uint16": 65535, "int32": 1 << 30}[dtype]
+        values = np.random.default_rng(3).integers(0, most, (1000, 4001), endpoint=True)
         x = nd.array(values, dtype)
         for view, wanted in (
             (x, values),
