@@ -109,7 +109,8 @@ def save(
         flat, saved_optimizer = optimizer.flat, {"class": type(optimizer).__name__, **numbers}
         saved_optimizer["names"] = list(names.values())
         saved_optimizer["decayed"] = None if flat is None else flat.decayed
-        saved_optimizer["accumulates"] = optimizer.params[0].has_grad_buffer
+        accumulating = [n for n, p in module.named_parameters() if p.has_grad_buffer]
+        saved_optimizer["accumulating"] = accumulating
         tensors.update({f"optimizer.{name}": value for name, value in arrays.items()})
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     state = {
@@ -383,15 +384,15 @@ class Checkpoint:
             numbers = dict(saved)
             kind = _optimizer_class(numbers.pop("class", None))
             names, decayed = numbers.pop("names"), numbers.pop("decayed")
-            accumulates, own = numbers.pop("accumulates"), dict(model.named_parameters())
+            accumulating, own = numbers.pop("accumulating"), dict(model.named_parameters())
             parameters = [own[name] for name in names]
             if decayed is not None:
                 if type(decayed) is not int or not 0 <= decayed <= len(names):
                     raise ValueError(f"decayed is {decayed!r:.40}, of {len(names)} parameters")
                 optimizer = kind(nn.flat_again(names, parameters, decayed))
             else:
-                if accumulates:
-                    nn.flatten_parameters(model)
+                if accumulating:
+                    nn.flatten_parameters(model, only=accumulating)
                 optimizer = kind(list(zip(names, parameters)))
             optimizer.load_state_dict({**numbers, "arrays": arrays})
         return optimizer

@@ -123,7 +123,13 @@ def _loss(model: Module, ids: Any, targets: Any, loss: Callable[[Any, Any], Tens
     elif isinstance(model, LanguageModel):
         part = model.loss(ids, targets)
     elif "targets" in inspect.signature(model.forward).parameters:
-        part = model(ids, targets=targets)[1]
+        result = model(ids, targets=targets)
+        part = result[1] if isinstance(result, (tuple, list)) and len(result) == 2 else None
+        if not isinstance(part, Tensor):
+            raise TypeError(
+                f"fit: {type(model).__name__} must give (anything, loss) for targets, or give a "
+                "loss, as loss=nn.SoftmaxLoss()"
+            )
     else:
         raise TypeError(
             f"fit: {type(model).__name__} takes no targets, and so gives no loss: give one, as "

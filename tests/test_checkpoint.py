@@ -49,11 +49,11 @@ def made(dtype="float32", device=None):
 
 
 def step(model, optimizer, seed):
-    """One training step on tokens drawn from `seed`; the loss."""
-    drawn = np.random.RandomState(seed).randint(0, CONFIG.vocab_size, (3, 13))
+    """A training step on two micro-batches drawn from `seed`; the loss of the second."""
     optimizer.reset_grad()
-    _, loss = model(drawn[:, :-1], drawn[:, 1:])
-    loss.backward()
+    for drawn in np.random.RandomState(seed).randint(0, CONFIG.vocab_size, (2, 3, 13)):
+        _, loss = model(drawn[:, :-1], drawn[:, 1:])
+        loss.backward()
     optimizer.step()
     return float(loss.numpy())
 
@@ -156,6 +156,12 @@ def forms(model):
     yield "flat, some frozen", frozen(lambda: nn.flatten_parameters(model))
     yield "some frozen", frozen(lambda: [p for p in model.parameters() if p.requires_grad])
     yield "list over flat", lambda: nn.flatten_parameters(model) and model.parameters()
+    for name in "embed_in", "layers.1":
+        part = dict(model.named_modules())[name]
+        yield (
+            f"list over flat {name}",
+            lambda part=part: nn.flatten_parameters(part) and model.parameters(),
+        )
 
 
 @pytest.mark.parametrize("device_name", DEVICES)

@@ -162,6 +162,22 @@ def test_fit_without_a_loss_demands_one_of_every_layer():
         nn.Linear(3, 1)(Tensor(x), Tensor(y))
 
 
+@pytest.mark.parametrize("second", [None, "missing", "row"])
+def test_fit_with_targets_but_without_a_loss_is_refused(second):
+    """A forward that declares targets must give a pair with the loss: row 1 is none."""
+
+    class Model(nn.Linear):
+        def forward(self, x, targets=None):
+            y = super().forward(x)
+            return {None: (y, None), "missing": (y,), "row": y}[second]
+
+    model = Model(3, 1)
+    before = model.weight.numpy().copy()
+    with pytest.raises(TypeError, match="Model must give .anything, loss. for targets"):
+        ndl.fit(model, [(np.ones((2, 3)), np.ones((2, 1)))] * 3, progress=False)
+    np.testing.assert_array_equal(model.weight.numpy(), before)
+
+
 def test_a_language_model():
     np.random.seed(0)
     config = PythiaConfig(vocab_size=16, hidden_size=8, num_layers=1, num_heads=1, max_seq_len=8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from needle import _C
@@ -146,11 +146,14 @@ def _together(
 
 
 def flatten_parameters(
-    module: Module, decay: Callable[[str, Parameter], bool] = is_decayed
+    module: Module,
+    decay: Callable[[str, Parameter], bool] = is_decayed,
+    only: Collection[str] | None = None,
 ) -> FlatParameters:
     """Move the parameters of `module` that require gradients into one buffer, those for which
     `decay(name, parameter)` is true first, and give each a view of one float32 gradient buffer.
-    Their order is otherwise that of `named_parameters()`, but for `Module.neighbours`.
+    Their order is otherwise that of `named_parameters()`, but for `Module.neighbours`. only: the
+    names of those to move, where not all are.
 
     Values stay, gradients start at zero. A module that is flat already, in the same order, gives
     back the same object as long as somebody (an optimizer) holds it. ValueError when the parameters
@@ -164,7 +167,8 @@ def flatten_parameters(
     >>> float(flat.grad.sum())
     8.0
     """
-    named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+    wanted = (x for x in module.named_parameters() if only is None or x[0] in only)
+    named = [(n, p) for n, p in wanted if p.requires_grad]
     if not named:
         raise ValueError("flatten_parameters: the module has no parameter that requires gradients")
     first_name, first = named[0]
