@@ -582,8 +582,11 @@ def test_model_with_a_replaced_part_is_refused_when_saved(tmp_path):
     def no_bias(model):
         model.layers[0].mlp.dense_h_to_4h.bias = None
 
+    def other_eps(model):
+        model.layers[1].input_layernorm.eps = 0.5
+
     changes = (other_mlp, other_width, other_dtype, one_layer_more, a_part_without_parameters)
-    for change in (*changes, an_own_parameter, no_bias):
+    for change in (*changes, an_own_parameter, no_bias, other_eps):
         np.random.seed(1)
         model = Pythia(CONFIG)
         change(model)

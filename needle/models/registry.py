@@ -67,12 +67,15 @@ class Config:
             return self.model_class(self, device=cpu() if device is None else device)
 
     def misfits(self, module: Module) -> list[str]:
-        """The parts of `module` that are not those that this configuration makes, so that loading
-        could not make it again."""
+        """The parts of `module` that are not those that this configuration makes, and their numbers,
+        as a norm's eps, so that loading could not make it again."""
 
         def parts(of: Module) -> dict[str, str]:
             tensors = [*of.named_parameters(), *of.named_buffers()]
             found = {name: type(part).__name__ for name, part in of.named_modules() if name}
+            for name, part in of.named_modules():
+                floats = {key: x for key, x in vars(part).items() if isinstance(x, float)}
+                found |= {f"{name}.{key}".lstrip("."): repr(x) for key, x in floats.items()}
             return found | {name: f"{x.dtype} of shape {list(x.shape)}" for name, x in tensors}
 
         own, made = parts(module), parts(self.skeleton())
