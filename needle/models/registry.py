@@ -67,8 +67,8 @@ class Config:
             return self.model_class(self, device=cpu() if device is None else device)
 
     def misfits(self, module: Module) -> list[str]:
-        """The parts of `module` that are not those that this configuration makes, and their numbers,
-        as a norm's eps, so that loading could not make it again."""
+        """The parts of `module` that are not those that this configuration makes, and their
+        numbers, as a norm's eps, so that loading could not make it again."""
 
         def parts(of: Module) -> dict[str, str]:
             tensors = [*of.named_parameters(), *of.named_buffers()]

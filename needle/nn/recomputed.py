@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import random
+import types
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,9 @@ from needle.nn.module import Module, Parameter
 
 PLAIN = (int, float, complex, str, bytes, np.generic)
 AS_THEY_ARE = (*PLAIN, type(None), Parameter)
+# Their attributes are not looked at: code, and generators, whose states are set back.
+GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
+OPAQUE = (type, types.ModuleType, types.FunctionType, types.MethodType, NDArray, *GENERATORS)
 Settings = dict[str, Any]  # by their place, as "dropout.p"
 
 
@@ -55,7 +60,13 @@ def _settings_of(value: Any, place: str, found: Settings, seen: set[int]) -> Set
         setting = value.dtype.str, value.shape, hash(value.tobytes())
     elif isinstance(value, Tensor):
         setting = value.cached_data
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+    elif isinstance(value, (set, frozenset)):
+        setting = type(value), frozenset(value)
+    elif isinstance(value, OPAQUE):
+        pass
+    elif dataclasses.is_dataclass(value):
+        parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    else:
         parts = getattr(value, "__dict__", {})
     found[place] = setting
     if id(value) not in seen:
@@ -78,6 +89,22 @@ def _changed(before: Settings, now: Settings) -> list[str]:
     ]
 
 
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    named = isinstance(generator, np.random.RandomState)
+    return generator.get_state() if named else generator.getstate()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        generator.setstate(state)
+
+
 class Recomputed(FusedOp):
     """Of x and the parameters of the module, which are inputs so that their gradients flow."""
 
@@ -92,17 +119,18 @@ class Recomputed(FusedOp):
         return _settings_of(self.rest, "operands", found, seen)
 
     def _random_states(self) -> list[Any]:
-        """Of NumPy's global generator, and of the module's own."""
-        return [np.random.get_state(), *(g.bit_generator.state for g in self.generators)]
+        """Of the global generators of NumPy and Python, and of the module's own."""
+        return [np.random.get_state(), random.getstate(), *map(_state_of, self.generators)]
 
     def _set_random_states(self, states: list[Any]) -> None:
         np.random.set_state(states[0])
-        for generator, state in zip(self.generators, states[1:]):
-            generator.bit_generator.state = state
+        random.setstate(states[1])
+        for generator, state in zip(self.generators, states[2:]):
+            _set_state(generator, state)
 
     def compute(self, x: NDArray, *parameters: NDArray) -> NDArray:
         settings = self._settings()
-        self.generators = [v for v in settings.values() if isinstance(v, np.random.Generator)]
+        self.generators = [v for v in settings.values() if isinstance(v, GENERATORS)]
         self.random = self._random_states()
         with no_grad():
             out = self.module(Tensor.make_const(x), *self.rest)
@@ -154,7 +182,9 @@ def recompute(module: Module, x: Tensor, *rest: Any) -> Tensor:
     x: the Tensor that gradients flow through; `rest` is handed on and must hold none that needs
     gradients. The module gives one Tensor. Where no graph is built, or a function is hooked into
     the module, which would then run twice, this is a plain call. The backward raises RuntimeError
-    where attributes of the module are not those of the forward: `training`, a dropout's `p`.
+    where attributes of the module are not those of the forward: `training`, a dropout's `p`, also
+    those of objects, lists and sets in them; random numbers are drawn again. State elsewhere, as a
+    global or a counter that the forward itself changes, is not seen.
     TypeError for other results and for such a `rest`; ValueError where the module has buffers (the
     running statistics of a batch norm), which a second forward would move again.
 

@@ -1,6 +1,8 @@
 """Layers that are computed again in the backward: the same bits with less memory."""
 
 import dataclasses
+import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -221,7 +223,9 @@ class Settled(Sloped):
         self.config = Config(0.5)
         self._table = ndl.ones(5).cached_data
         self._hidden = ndl.ones(5)
+        self.object, self.chosen = SimpleNamespace(factor=2.0), {1.0, 2.0}
         self.generator = np.random.default_rng(0)
+        self.older, self.pythons = np.random.RandomState(1), random.Random(2)
         self.calls, self._made = 0, None
 
     def forward(self, x, given):
@@ -231,6 +235,8 @@ class Settled(Sloped):
         x = (self.inner(x) + self.offset) * self.slope * self.settings["factor"] * given["factor"]
         x = x * sum(self.powers) * self.config.factor + Tensor(self.shift)
         x = x * Tensor.from_ndarray(self._table) * self._hidden.detach()
+        x = x * self.object.factor * len(self.chosen) * self.pythons.random() * random.random()
+        x = x * Tensor(self.older.random_sample(5))
         return x * Tensor(self.generator.random(5)) * self._made.detach()
 
 
@@ -245,6 +251,8 @@ def test_settings_that_changed_are_refused():
         "powers": lambda module, given: module.powers.append(3.0),
         "shift": lambda module, given: module.shift.fill(3.0),
         "config.factor": lambda module, given: setattr(module.config, "factor", 3.0),
+        "object.factor": lambda module, given: setattr(module.object, "factor", 3.0),
+        "chosen": lambda module, given: module.chosen.add(3.0),
         "an array that the op keeps": lambda module, given: module._table.fill(3.0),
         "_hidden": lambda module, given: setattr(module._hidden, "data", ndl.ones(5) * 3.0),
         "bias": lambda module, given: setattr(module.inner.modules[0], "bias", None),
@@ -264,6 +272,7 @@ def test_settings_that_are_set_back_or_that_the_forward_changes_itself():
     found = []
     for call in (lambda layer, *xs: layer(*xs), nn.recompute):
         np.random.seed(0)
+        random.seed(0)
         module, x = Settled(), ndl.ones(4, 5, requires_grad=True)
         first, second = (call(module, x, {"factor": 2.0}) for _ in range(2))
         if call is nn.recompute:
