@@ -157,7 +157,7 @@ class Group(Ranks):
         if others:
             raise ValueError(
                 f"rank {others[0]}: {what} differ from rank 0's ({values[others[0]]:.60}, and "
-                f"{values[0]:.60}): their bits would; all ranks need the same"
+                f"{values[0]:.60}), and the results would; all ranks need the same"
             )
 
     def first(self, name: str, make: Callable[[], Any]) -> Any:
