@@ -93,17 +93,20 @@ def proven(folder: Path, finite: int, saved: int, following: int) -> str:
     good = proven_checkpoint(folder / "checkpoints", finite, following)
     advice = "a lower --lr, a longer --warmup or a smaller --clip may help"
     if good is not None:
-        followed = f"{finite - step_of(good)} finite steps followed"
-        lines.append(f"the last good checkpoint is {good}: {followed}")
+        lines.append(f"the last good checkpoint is {good}: {_followed(finite - step_of(good))}")
         advice += f", in a new run from its weights: {shlex.join(flag('--init', good))}"
     elif last.exists():
         lines.append("no checkpoint is known to be good")
     else:
         lines.append("no checkpoint was written before it")
     if last.exists() and last != good:
-        followed = f"{finite - saved} finite steps followed"
+        followed = _followed(finite - saved)
         lines.append(f"the last one is {last}: {followed}, and it may have diverged")
     return "\n".join([*lines, advice])
+
+
+def _followed(steps: int) -> str:
+    return f"{steps} finite step{'s' * (steps != 1)} followed"
 
 
 def note_saved(folder: Path) -> None:

@@ -20,6 +20,7 @@ share its steps goes on, on the first of the others (CUDA_VISIBLE_DEVICES), with
 
 SIGINT, SIGTERM and SIGHUP are passed on, once: COMMAND saves, ends, and stays ended. It has a
 process group of its own, reads nothing, writes where this process does, and dies with it.
+Processes that COMMAND itself starts in sessions of their own outlive a SIGKILL of the supervisor.
 
 Each death is a line of faults.jsonl in the run's folder:
 

@@ -309,8 +309,9 @@ def _verdict(
     kind = "differ" if problems else "missing" if missing else ""
     if missing and len(guests) + 1 < place.size:
         problems.append(
-            f"{name_ranks(missing)} of {place.size} did not come within {seconds:g} s: see what "
-            f"{place.launcher} says of them, and whether they reach rank 0 ({_who()})"
+            f"{name_ranks(missing)} of {place.size} did not come within {seconds:g} s: read "
+            f"what {place.launcher} says of them, and check that their machines can connect to "
+            f"rank 0 ({_who()})"
         )
     return kind, "; ".join(problems)[:MOST_TEXT]
 

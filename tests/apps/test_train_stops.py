@@ -197,7 +197,7 @@ def test_first_checkpoint_without_a_step_after_it_is_not_called_good(
     assert train_pythia.main(argv) == 1  # step 4; 2 was saved, and 4 was to be
     error = capsys.readouterr().err
     assert "no checkpoint is known to be good\n" in error
-    assert f"the last one is {checkpoint_of(tmp_path, 'a', 2)}: 1 finite steps" in error
+    assert f"the last one is {checkpoint_of(tmp_path, 'a', 2)}: 1 finite step followed, " in error
     assert "--init" not in error
 
 
