@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from needle.data.text import DataError, named
 from needle.kernels import access, landlock
 from needle.kernels.access import AccessError, listen, names_of, read_token, token_path
 from needle.kernels.isolate import Pool
@@ -44,6 +45,13 @@ def number(kind: type, low: float, high: float) -> Any:
     return parse
 
 
+def path(text: str) -> Path:
+    try:
+        return named(text)
+    except DataError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def devices(text: str) -> list[int]:
     return [number(int, 0, 1023)(part) for part in text.split(",")]
 
@@ -70,14 +78,14 @@ def parser() -> argparse.ArgumentParser:
     )
     own.add_argument(
         "--token-file",
-        type=Path,
+        type=path,
         default=token_path(),
         metavar="FILE",
         help="of mode 0600; made when it is not there (default: %(default)s)",
     )
     own.add_argument(
         "--log",
-        type=Path,
+        type=path,
         metavar="FILE",
         help=f"too, beside standard error; of {LOG_BYTES >> 20} MiB, and {LOGS_KEPT} older ones",
     )

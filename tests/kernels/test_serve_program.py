@@ -194,6 +194,8 @@ def test_what_does_not_start(tmp_path, flags, said):
         ["--max-array-bytes", "1.5"],
         ["--devices", "0,x"],
         ["--fresh", "never"],
+        ["--log", ""],
+        ["--token-file", ""],
         ["--nonsense"],
     ],
 )
