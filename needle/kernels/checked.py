@@ -84,7 +84,14 @@ HINT = (
     "where a plain pointer is asked for, by a template or by asm, write &x[0] instead of x"
 )
 NAME = re.compile(r"needle::checked<(.*?)>(?=[,)])")  # of a parameter, in a demangled symbol
-COMMENT_OR_TEXT = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"", re.DOTALL)
+TOKEN = re.compile(
+    r"(?P<comment>//[^\n]*|/\*.*?\*/)"
+    r"|\b\d(?:'?[\w.])*"  # a number: the ' of 1'000 begins no character
+    r'|(?P<text>\b(?:u8|[uUL])?R"(?P<end>[^()\s\\]{0,16})\(.*?\)(?P=end)"'
+    r'|"(?:\\.|[^"\\\n])*"' + r"|'(?:\\.|[^'\\\n])+'|[\"'])",
+    re.DOTALL,
+)
+TEXT = re.compile(r'(\bextern\s*)?"(\d+)"')  # as `with_checks` numbers them
 WORD = r"(?!(?:static|extern|return|typedef|using|constexpr|void|__shared__|__device__)\b)"
 WORD += r"[A-Za-z_][\w:]*"
 TYPE = rf"{WORD}(?:\s+{WORD})*(?:\s*<[^;(){{}}=]*>[\w:]*)?(?:\s+const)?"
@@ -97,8 +104,21 @@ REINTERPRET = re.compile(rf"\breinterpret_cast\s*<\s*({TYPE})\s*\*\s*>")
 
 def with_checks(source: str, name: str) -> str:
     """The source with checked pointers, which messages of the compiler still call by its lines."""
-    text = COMMENT_OR_TEXT.sub(_blank, source)
-    text = re.sub(r'\bextern\s*"C"', 'extern "C++"', text)  # the symbols then tell the types
+    texts: list[str] = []
+
+    def hide(match: re.Match[str]) -> str:
+        """A comment as spaces; a text, which may look like code, as its number."""
+        if match["text"] is None:
+            return re.sub(r"[^\n]", " ", match[0]) if match["comment"] else match[0]
+        texts.append(match[0])
+        return f'"{len(texts) - 1}"'
+
+    def restore(match: re.Match[str]) -> str:
+        external, found = match[1] or "", texts[int(match[2])]
+        # The symbols then tell the types.
+        return external + ('"C++"' if external and found == '"C"' else found)
+
+    text = TOKEN.sub(hide, source)
     done, at = [], 0
     for match in re.finditer(r"\b__global__\b", text):
         start, end = _parameters(text, match.end())
@@ -108,12 +128,7 @@ def with_checks(source: str, name: str) -> str:
     text = "".join([*done, text[at:]])
     text = CAST.sub(r"(needle::checked<\1>)", LOCAL.sub(_checked, text))
     text = REINTERPRET.sub(r"needle::checked<\1>", text)
-    return f'{CLASS}#line 1 "{name}"\n{text}'
-
-
-def _blank(match: re.Match[str]) -> str:
-    """A comment as spaces; a text as it is."""
-    return match[0] if match[0][0] == '"' else re.sub(r"[^\n]", " ", match[0])
+    return f'{CLASS}#line 1 "{name}"\n{TEXT.sub(restore, text)}'
 
 
 def _checked(match: re.Match[str]) -> str:

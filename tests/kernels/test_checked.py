@@ -117,6 +117,32 @@ def test_checked_pointer_computes_the_same_and_finds_what_is_outside(tmp_path, b
     assert got == want
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"(float *)x {float *p = %d\\n"',
+        '"a \\"(float *)x; float *q = \\\\"',
+        '"/* (float *)x"',
+        '"reinterpret_cast<float *>(x) __global__ void k(float *x) {"',
+        'R"(extern "C" "(float *)x {float *p = \n// no comment)"',
+        'LR"--((float *)x )" "(float *)y)--"',
+        "(int)'\"', (float)'\\'', \"(float *)x\", u8'\"'",
+        '0);\n#error "12\'x\'\nsay(0',  # a quote that ends nowhere
+        """1'000'000, "(float *)x", 0xA'B, '(' """,
+    ],
+)
+def test_texts_of_a_kernel_stay_as_they_are(text):
+    """Also what follows them is still changed."""
+    head = 'extern "C" __global__ void k({}, const char *s = ",") {{\n'
+    source = head.format("float *x") + f"say({text}); float *p = (float *)x; }}"
+    head = head.replace('"C"', '"C++"').format("needle::checked<float> x")
+    head = head.replace("const char *s", "needle::checked<const char> s")
+    changed = with_checks(source, "k.cu").partition('#line 1 "k.cu"\n')[2]
+    assert changed == head + (
+        f"say({text}); needle::checked<float> p = (needle::checked<float>)x; }}"
+    )
+
+
 # ---- compiled ------------------------------------------------------------------------------------
 
 
