@@ -51,6 +51,11 @@ PATIENCE = 2.0  # seconds for a connection, and for the first word of rank 0
 STRANGER_SECONDS = 10.0  # for all of a greeting
 MOST_STRANGERS = 128  # beside the ranks: the oldest is dropped for the next
 LOOPBACK = "127.0.0.1"
+NO_KEY = (
+    "needle: warning: NEEDLE_RANKS_KEY is not set, so that any program that can connect to rank 0 "
+    "may claim a rank; make a key by python -c 'import secrets; print(secrets.token_hex(16))' and "
+    "export it on all machines"
+)
 OTHER_KEY = "another start, or another NEEDLE_RANKS_KEY"
 GREETING = {
     "job": str,
@@ -102,6 +107,8 @@ def meet(
     file = None if folder is None else folder / f"rank0.{_as_name(place.job)}.json"
     facts, place = facts | {MAGIC: VERSION}, dataclasses.replace(place, key=key_of(place))
     if place.rank == 0:
+        if not place.key:
+            print(NO_KEY, file=sys.stderr)
         return _receive(place, facts, file, seconds, deadline)
     return {0: _go(place, facts, file, seconds, deadline)}
 

@@ -4,15 +4,18 @@ strangers at the door."""
 import dataclasses
 import json
 import os
+import re
 import socket
 import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from rank_processes import free_port
 
-from needle.distributed import rendezvous
+from needle.distributed import environment, rendezvous
 from needle.distributed.environment import Place
 from needle.distributed.rendezvous import name_ranks
 from needle.files import FileError
@@ -259,6 +262,20 @@ def test_a_stranger_without_the_key_claims_no_rank(start, key, monkeypatch, tmp_
     code, words, said = first.end()
     assert (code, words) == (0, ["[0, 1]"]) and "another NEEDLE_RANKS_KEY (4 times)" in said
     assert second.end() == (0, ["[0, 1]"], "")
+
+
+def test_several_machines_without_a_key_are_warned_once(start):
+    """By rank 0, and the start goes on."""
+    body = MEET.replace("join()", "join(local=False, key='')")
+    first, second = (rank.end() for rank in start(body))
+    assert first[:2] == second[:2] == (0, ["[0, 1]"]) and second[2] == ""
+    assert first[2] == rendezvous.NO_KEY + "\n" and first[2].count("\n") == 1
+    assert "NEEDLE_RANKS_KEY" in first[2] and "export it on all machines" in first[2]
+    [command] = re.findall("python -c '(.*?)'", first[2])
+    made = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True).stdout
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "NEEDLE_RANKS_KEY": made.strip()}
+    assert environment.find(environ).key == made.strip()
+    assert [rank.end()[2] for rank in start(body.replace("''", repr(made.strip())))] == ["", ""]
 
 
 def test_proof_of_one_connection_is_none_in_another(start):
