@@ -127,7 +127,7 @@ def test_checked_pointer_computes_the_same_and_finds_what_is_outside(tmp_path, b
         'R"(extern "C" "(float *)x {float *p = \n// no comment)"',
         'LR"--((float *)x )" "(float *)y)--"',
         "(int)'\"', (float)'\\'', \"(float *)x\", u8'\"'",
-        '0);\n#error "12\'x\'\nsay(0',  # a quote that ends nowhere
+        "0);\n#error \"12'x'\nsay(0",  # a quote that ends nowhere
         """1'000'000, "(float *)x", 0xA'B, '(' """,
     ],
 )
