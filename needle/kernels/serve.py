@@ -86,22 +86,35 @@ def refusal(refused: Refused, headers: dict[str, str] | None = None) -> Answer:
 
 class Latest:
     """The latest value of a call that may block. Each call has a daemon thread, so that a driver
-    that hangs holds up neither an answer nor the end."""
+    that hangs holds up neither an answer nor the end. Refused where the latest call failed."""
 
-    def __init__(self, call: Callable[[], Any], value: Any) -> None:
-        self.call, self.value = call, value
-        self.asked: Future[Any] = Future()
-        self.asked.set_result(value)
+    def __init__(self, what: str, call: Callable[[], Any], value: Any) -> None:
+        self.what, self.call, self.value = what, call, value
+        self.refused: Refused | None = None
+        self.asked: Future[tuple[Any, Refused | None]] = Future()
+        self.asked.set_result((value, None))
 
     async def get(self) -> Any:
         """A new value, or the last one where that takes longer than `STATE_SECONDS`."""
         if self.asked.done():
-            self.asked = asked = Future()
-            threading.Thread(target=lambda: asked.set_result(self.call()), daemon=True).start()
+            asked: Future[tuple[Any, Refused | None]] = Future()
+            threading.Thread(target=self._ask, args=(asked,), daemon=True).start()
+            self.asked = asked
         await asyncio.wait({asyncio.wrap_future(self.asked)}, timeout=STATE_SECONDS)
         if self.asked.done():
-            self.value = self.asked.result()
+            self.value, self.refused = self.asked.result()
+        if self.refused is not None:
+            raise self.refused
         return self.value
+
+    def _ask(self, asked: Future[tuple[Any, Refused | None]]) -> None:
+        """The error is a result: asyncio logs an exception of a future that no request awaits."""
+        try:
+            asked.set_result((self.call(), None))
+        except Exception as error:
+            log.exception("%s cannot be read", self.what)
+            told = f"{self.what} cannot be read: {type(error).__name__}: {error}"
+            asked.set_result((self.value, Refused(503, told)))
 
 
 @functools.cache
@@ -195,9 +208,9 @@ class Service:
         self.refused: Counter[int] = Counter()
         self.queued: deque[float] = deque(maxlen=REMEMBERED)
         self.ran: deque[float] = deque(maxlen=REMEMBERED)
-        self.state = Latest(pool.state, [])
+        self.state = Latest("the state of the pool", pool.state, [])
         self.uuids: dict[int, str] = {}
-        self.figures = Latest(self._figures, {})
+        self.figures = Latest("the figures of the GPUs", self._figures, {})
         self.app = web.Application(middlewares=[web.middleware(functools.partial(self.handle))])
         self.app.on_response_prepare.append(self._close_unknown)
         for method, path, handler in (
@@ -435,17 +448,26 @@ class Service:
 
     async def health(self, request: web.Request) -> Answer:
         """503 where no job can run: every device is set aside, nothing compiles, or the service
-        ends."""
-        state = await self.state.get()
-        figures = await self.figures.get()
+        ends; and where the state of the pool cannot be read, which `why` tells."""
         unknown = dict.fromkeys(("name", "memory", "temperature", "load"))
         unknown["why"] = "NVML has not answered yet"
+        state, why, figures = [], None, {}
+        try:
+            state = await self.state.get()
+        except Refused as refused:
+            why = refused.message
+        try:
+            figures = await self.figures.get()
+        except Refused as refused:
+            unknown["why"] = refused.message
         compilers = state[0]["compilers"] if state else {"lost": None, "ready": []}
         status = "ok"
         if state and all(one["lost"] is not None for one in state):
             status = "device_lost"
         if compilers["lost"] is not None:
             status = "compilers_lost"
+        if why is not None:
+            status = "state_unknown"
         if self.draining:
             status = "ending"
         return Answer(
@@ -453,6 +475,7 @@ class Service:
             to_json(
                 {
                     "status": status,
+                    "why": why,
                     "running": self.turns.running,
                     "waiting": len(self.turns.waiting),
                     "devices": [

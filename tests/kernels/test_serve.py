@@ -2,6 +2,7 @@
 made up, or one whose workers have no GPU (fake_pool.py).
 """
 
+import asyncio
 import base64
 import functools
 import json
@@ -274,6 +275,61 @@ def test_health_does_not_wait_for_the_pool(client, made_up):
     assert client.alive() and client.alive()
     assert time.monotonic() - began < 5
     made_up.state_waits.set()
+
+
+def test_health_of_a_pool_whose_state_cannot_be_read(client, made_up, monkeypatch, caplog):
+    """After it could be, and before it can be again; also while the next call hangs."""
+    monkeypatch.setattr(serve, "STATE_SECONDS", 5.0)
+    assert client.alive()
+
+    def fails():
+        raise KeyError("planted")
+
+    with monkeypatch.context() as planted:
+        planted.setattr(client.service.state, "call", fails)
+        for _ in range(2):
+            status, answer, headers = client.ask("GET", "/health")
+            assert (status, answer["status"], answer["devices"]) == (503, "state_unknown", [])
+            assert answer["why"] == "the state of the pool cannot be read: KeyError: 'planted'"
+        for method, path in (("GET", "/statistics"), ("POST", "/reset_gpu/0")):
+            status, refused, _ = client.ask(method, path)
+            assert (status, refused["error"]["message"]) == (503, answer["why"])
+        assert made_up.calls == []
+    told = [record for record in caplog.records if record.exc_info]
+    assert len(told) == 4 and told[0].exc_info[0] is KeyError
+    monkeypatch.setattr(serve, "STATE_SECONDS", 0.05)
+    made_up.state_waits.clear()
+    assert client.ask("GET", "/health")[1]["status"] == "state_unknown"
+    monkeypatch.setattr(serve, "STATE_SECONDS", 5.0)
+    made_up.state_waits.set()
+    status, answer, _ = client.ask("GET", "/health")
+    assert (status, answer["status"], answer["why"]) == (200, "ok", None)
+
+
+def test_health_of_gpus_whose_figures_cannot_be_read(client, fake_nvml, monkeypatch):
+    """The figures of before are not told as those of now."""
+    monkeypatch.setenv("NEEDLE_FAKE", "at=1,temperature=71")
+    assert client.ask("GET", "/health")[1]["devices"][0]["temperature"] == 71
+
+    def fails(uuid):
+        raise KeyError("planted")
+
+    with monkeypatch.context() as planted:
+        planted.setattr(serve, "gpu_figures", fails)
+        status, answer, _ = client.ask("GET", "/health")
+        why = "the figures of the GPUs cannot be read: KeyError: 'planted'"
+        assert [(one["temperature"], one["why"]) for one in answer["devices"]] == [(None, why)] * 2
+        assert (status, answer["status"]) == (200, "ok")
+    assert client.ask("GET", "/health")[1]["devices"][0]["temperature"] == 71
+
+
+def test_health_after_a_thread_that_could_not_start(client, monkeypatch):
+    assert client.alive()
+    with monkeypatch.context() as planted:
+        planted.setattr(serve.threading.Thread, "start", lambda self: {}["planted"])
+        with pytest.raises(KeyError):
+            asyncio.run_coroutine_threadsafe(client.service.state.get(), client.loop).result(60)
+    assert client.service.state.asked.done() and client.alive()
 
 
 def test_cleanup_and_reset(client, made_up):
