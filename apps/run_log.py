@@ -31,7 +31,7 @@ import numpy as np
 
 from needle import _C
 from needle.backend_ndarray import NDArray
-from needle.files import naming, reading, regular, replacing
+from needle.files import Lock, naming, reading, regular, replacing
 from needle.heartbeat import beat
 from needle.processes import silence
 
@@ -79,12 +79,13 @@ def drop_lines_after(path: Path, step: int) -> tuple[float, float]:
 
 
 class RunLog:
-    """The log of one run from `start` (steps done already) to `steps`. Without a folder it is that
-    of a rank that only waits for its numbers: it writes and shows nothing."""
+    """The log of one run from `start` (steps done already) to `steps`, in the folder that `lock`
+    holds: its FileError where that is gone. Without a lock it is that of a rank that only waits for
+    its numbers: it writes and shows nothing."""
 
     def __init__(
         self,
-        folder: Path | None,
+        lock: Lock | None,
         device,
         start: int,
         steps: int,
@@ -93,12 +94,14 @@ class RunLog:
         peak: float | None,
         trackers: Sequence = (),
     ) -> None:
-        self.path = None if folder is None else folder / "metrics.jsonl"
+        self.path = None if lock is None else lock.path.with_name("metrics.jsonl")
         self.first_loss, self.seconds = math.nan, 0.0  # of training, over all parts of the run
         self.loss = math.nan
-        if self.path is not None:
-            self.first_loss, self.seconds = drop_lines_after(self.path, start)
-            self._file = open(self.path, "a", encoding="utf-8", opener=regular)
+        if lock is not None:
+            with lock.writing() as at:
+                path = at / self.path.name
+                self.first_loss, self.seconds = drop_lines_after(path, start)
+                self._file = open(path, "a", encoding="utf-8", opener=regular)
         self._trackers = trackers
         self._device, self._steps, self._tokens_per_step = device, steps, tokens_per_step
         self._on_cpu = device.is_host
@@ -106,7 +109,7 @@ class RunLog:
         self._pending: dict | None = None
         self._mark = time.perf_counter()
         self._start, self._started = start, time.perf_counter()
-        self._bar = None if folder is None else _bar(start, steps)
+        self._bar = None if lock is None else _bar(start, steps)
         self.is_heard = True  # False once nobody reads the output any more
 
     def queue(

@@ -38,14 +38,17 @@ def check(tensorboard: bool, wandb: str | None) -> None:
         )
 
 
-def start(folder: Path, step: int, settings: dict, tensorboard: bool, wandb: str | None) -> list:
-    """The trackers of the run in `folder`, of which `step` steps are done."""
+def start(
+    folder: Path, at: Path, step: int, settings: dict, tensorboard: bool, wandb: str | None
+) -> list:
+    """The trackers of the run in `folder`, of which `step` steps are done. `at`: the folder by the
+    descriptor of its lock, which W&B's own process does not have."""
     trackers: list = []
     try:
         if tensorboard:
-            trackers.append(TensorBoard(folder / "tensorboard", step))
+            trackers.append(TensorBoard(at / "tensorboard", step))
         if wandb is not None:
-            trackers.append(WeightsAndBiases(folder, wandb, settings))
+            trackers.append(WeightsAndBiases(folder, at, wandb, settings))
     except BaseException:
         for tracker in trackers:
             tracker.close()
@@ -105,10 +108,10 @@ class WeightsAndBiases:
     """One run of W&B for one run here, however often it is resumed: its id lies in the folder.
     Curves are drawn over `step`; what a killed run sent is sent again, with the same numbers."""
 
-    def __init__(self, folder: Path, project: str, settings: dict) -> None:
+    def __init__(self, folder: Path, at: Path, project: str, settings: dict) -> None:
         import wandb
 
-        kept = folder / "wandb_id"
+        kept = at / "wandb_id"
         if not kept.exists():
             kept.write_text(uuid.uuid4().hex + "\n")
         with reading(kept) as file:

@@ -206,16 +206,20 @@ def train(run: Run) -> int:
 
 
 def open_log(run: Run) -> RunLog:
-    settings, leads = run.settings, run.parallel.group.rank == 0
+    settings, opened = run.settings, []
+    if run.lock is not None:
+        with run.lock.writing() as at:
+            words = run.tensorboard, run.wandb
+            opened = trackers.start(run.folder, at, run.step, settings, *words)
     return RunLog(
-        run.folder if leads else None,
+        run.lock,
         run.device,
         run.step,
         settings["steps"],
         settings["batch_size"] * settings["seq_len"] * settings["grad_accum"],
         run.model.flops_per_token(settings["seq_len"]),
         peak(run.device.properties()["name"], settings["dtype"]),
-        trackers.start(run.folder, run.step, settings, run.tensorboard, run.wandb) if leads else (),
+        opened,
     )
 
 

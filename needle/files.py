@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import secrets
+import shlex
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -194,7 +195,7 @@ class Lock:
         if not same:
             raise FileError(
                 f"{folder}: was removed, renamed or replaced while process {os.getpid()} worked in "
-                "it: nothing more is written there"
+                f"it: nothing more is written there{self._moved()}"
             )
         try:
             yield self._at
@@ -203,6 +204,14 @@ class Lock:
         except OSError as error:
             where = str(error.filename or folder).replace(str(self._at), str(folder))
             raise OSError(error.errno, error.strerror, where) from error
+
+    def _moved(self) -> str:
+        """Tells where the folder lies now, if it was renamed, and how its run goes on."""
+        now = os.readlink(self._at)
+        with contextlib.suppress(OSError):  # it was removed
+            if os.path.samestat(os.stat(now), os.fstat(self._folder)):
+                return f"; it is {now} now, from where --resume {shlex.quote(now)} goes on"
+        return "; begin anew under a name that is free"
 
     def release(self) -> None:
         for descriptor in self._file, self._folder:

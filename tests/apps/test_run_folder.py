@@ -88,6 +88,34 @@ def test_trainer_whose_folder_is_gone_stops_and_writes_nothing(
         shutil.rmtree(folder.with_name("moved"), ignore_errors=True)
 
 
+@pytest.mark.parametrize("happens", MISCHIEF)
+def test_resumed_trainer_whose_folder_is_gone_before_its_log_writes_nothing(
+    tmp_path, run, monkeypatch, capsys, happens
+):
+    assert run("a") == 0
+    checkpoint_of(tmp_path, "a", 6).unlink()
+    folder, moved, seen = tmp_path / "runs" / "a", tmp_path / "runs" / "moved", {}
+    open_log = train_pythia.open_log
+
+    def opening(one):
+        monkeypatch.setattr(train_pythia, "open_log", open_log)
+        happens(folder, lambda: run("a", "--seed", "7"))
+        seen.update(there=contents(folder), moved=contents(moved))
+        return open_log(one)
+
+    monkeypatch.setattr(train_pythia, "open_log", opening)
+    monkeypatch.setattr(train_pythia.trackers, "TensorBoard", lambda at, step: at.mkdir())
+    monkeypatch.setattr(train_pythia.trackers, "check", lambda *_: None)
+    assert run("a", "--resume", "auto", "--tensorboard") == 1
+    said = capsys.readouterr().err
+    assert f"{folder}: was removed, renamed or replaced" in said and "Traceback" not in said
+    assert (f"--resume {moved} goes on" in said) == moved.exists() and "/proc/" not in said
+    assert seen == {"there": contents(folder), "moved": contents(moved)}
+    if moved.exists():
+        assert train_pythia.main(["--device", "cpu", "--resume", str(moved)]) == 0
+        assert checkpoint_of(tmp_path, "moved", 6).exists()
+
+
 def test_folder_that_was_moved_between_two_parts_of_a_run_goes_on(tmp_path, run):
     assert run("whole") == 0 and run("a") == 0
     checkpoint_of(tmp_path, "a", 6).unlink()

@@ -15,6 +15,7 @@ import run_log
 
 import needle as ndl
 from needle.backend_ndarray import full
+from needle.files import Lock
 
 pytest.importorskip("tqdm")
 
@@ -41,7 +42,7 @@ def shown(tmp_path, monkeypatch, columns, steps, done, speed):
     terminal, now = Terminal(columns), [0.0]
     monkeypatch.setattr(run_log.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(sys, "stderr", terminal)
-    log = run_log.RunLog(tmp_path, ndl.cpu(), 0, steps, speed, 1.0, 1e12)
+    log = run_log.RunLog(Lock(tmp_path), ndl.cpu(), 0, steps, speed, 1.0, 1e12)
     for step in range(1, done + 1):
         now[0] += 1.0  # a step a second
         loss = full((), 3.6312, "float32", ndl.cpu())
@@ -83,7 +84,7 @@ def test_each_plain_line_is_sent_at_once(tmp_path, monkeypatch):
     pipe, now = Pipe(), [0.0]
     monkeypatch.setattr(run_log.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(sys, "stdout", pipe)
-    log = run_log.RunLog(tmp_path, ndl.cpu(), 0, 2, 100, 1e6, 1e9)
+    log = run_log.RunLog(Lock(tmp_path), ndl.cpu(), 0, 2, 100, 1e6, 1e9)
     for step, speed, share in ((1, 100, 10), (2, 50, 5)):
         now[0] += step
         loss = full((), 3.5, "float32", ndl.cpu())
@@ -100,7 +101,7 @@ def test_a_resumed_log_goes_on_where_its_checkpoint_was(tmp_path, monkeypatch):
     monkeypatch.setattr(run_log.time, "perf_counter", lambda: now[0])
 
     def trained(start, steps):
-        log = run_log.RunLog(tmp_path, ndl.cpu(), start, 5, 10, 1.0, None)
+        log = run_log.RunLog(Lock(tmp_path), ndl.cpu(), start, 5, 10, 1.0, None)
         for step in range(start + 1, steps + 1):
             now[0] += step
             loss = full((), 9.0 - step, "float32", ndl.cpu())
@@ -119,7 +120,7 @@ def test_a_resumed_log_goes_on_where_its_checkpoint_was(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_is_named(tmp_path):
-    log = run_log.RunLog(tmp_path, ndl.cpu(), 0, 5, 1, 1.0, None)
+    log = run_log.RunLog(Lock(tmp_path), ndl.cpu(), 0, 5, 1, 1.0, None)
     log._file.close()
     log._file = open("/dev/full", "a")
     loss = full((), 3.0, "float32", ndl.cpu())

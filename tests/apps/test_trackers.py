@@ -25,7 +25,7 @@ FAKES = {
     + """
 class SummaryWriter:
     def __init__(self, folder, purge_step):
-        call("open", folder, purge_step)
+        call("open", os.path.realpath(folder), purge_step)
     def add_scalar(self, name, value, step):
         call("scalar", name, value, step)
     def flush(self):
@@ -57,7 +57,7 @@ class EventFileWriter:
     def add_event(self, event):
         if "session_log" in event:
             assert event["session_log"] == {"status": "start"}
-            call("open", self.folder, event["step"])
+            call("open", os.path.realpath(self.folder), event["step"])
         else:
             [value] = event["summary"]["value"]
             call("scalar", value["tag"], value["simple_value"], event["step"])
