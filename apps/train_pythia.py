@@ -515,6 +515,7 @@ def open_batches(
 def resumed_run(args, ranks: Group, folder: Path, lock: Lock | None, checkpoint: Checkpoint) -> Run:
     device, state = run_ranks.open_device(args.device, ranks), checkpoint.state
     run_state.check(checkpoint)
+    beat(id=state["run"], watched=False)
     settings, differences = train_flags.resumed(
         train_flags.given(args), args.tokens, state["settings"]
     )
@@ -597,6 +598,7 @@ def write_description(run: Run) -> None:
         if run.data.tokenizer is not None:
             with replacing(at / "tokenizer.json") as file:
                 file.write(run.data.tokenizer.to_str().encode())
+    beat(id=run.id, watched=False)
 
 
 def make_run(args, ranks: Group) -> Run:

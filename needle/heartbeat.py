@@ -5,6 +5,8 @@ happens. Any program may write one. Hangs are watched for from the first line on
 that work went on. Words of an object, each of which may be left out:
 
     run       the folder of the run, which gets faults.jsonl
+    id        of the run, as the folder's config.json has it: where another run has taken the folder
+              nothing is written there, nor is the command started again
     resume    words that go on with it, put behind the command when it is started again
     device    cpu, cuda:0
     gpus      of its ranks, where each has one and it starts them itself, by UUID

@@ -33,6 +33,9 @@ Each death is a line of faults.jsonl in the run's folder:
     left_out        the GPUs that no later life of this supervisor gets, by UUID, and why; only
                     where it leaves some out. Who starts the run anew chooses anew
 
+Where another run has taken the folder, or the folder is gone, nothing is written or started: the
+exit code is that of the death.
+
 COMMAND tells all this by needle/heartbeat.py, as needle's trainer does. One that tells nothing is
 started again as it was, with NEEDLE_RESTARTS, how often it has been, in its environment, and no
 hang of it is seen; three deaths of it are the end.
@@ -205,6 +208,7 @@ class Supervisor:
     def __init__(self, command: Sequence[str], hang_seconds: float = HANG_SECONDS) -> None:
         self.command, self.hang_seconds = list(command), hang_seconds
         self.folder: Path | None = None
+        self.id: str | None = None  # of the run there
         self.device: str | None = None
         self.resume: list[str] = []
         self._gpus: list[str] = []  # of its ranks, at first, in their order
@@ -239,7 +243,7 @@ class Supervisor:
             os.close(writer)
         if self.deaths:
             took = time.monotonic() - began
-            listed = "" if self.folder is None else f" ({self.folder / 'faults.jsonl'})"
+            listed = "" if self._records else f" ({self.folder / 'faults.jsonl'})"
             plural = "" if self.deaths == 1 else "s"
             say(f"{self.deaths} death{plural}, {self.lost:.1f} s of {took:.1f} s lost{listed}")
         return code
@@ -334,6 +338,8 @@ class Supervisor:
         life.idle, life.watched = 0.0, facts.get("watched") is not False
         if isinstance(facts.get("run"), str):
             self.folder = Path(facts["run"])
+        if isinstance(facts.get("id"), str):
+            self.id = facts["id"]
         if isinstance(facts.get("resume"), list):
             self.resume = [str(word) for word in facts["resume"]]
         if isinstance(facts.get("device"), str):
@@ -394,7 +400,25 @@ class Supervisor:
             return 128 + number, f"ended: stopped by {signal_name(number)}"
         if problem is not None:
             return EXIT_GPU_LOST, f"ended: {problem}. Go on where there is one: {self._again()}"
-        return None, "restart"
+        lost = self._lost_folder()
+        return (None, "restart") if lost is None else (life.exit_code, f"ended: {lost}")
+
+    def _lost_folder(self) -> str | None:
+        """Why the folder is not that of the run any more, or None. A config.json that cannot be
+        read says nothing, as to a run that is resumed."""
+        if self.id is None or self.folder is None:
+            return None
+        found = self.id
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+            with open(self.folder / "config.json", "rb", opener=regular) as file:
+                found = json.load(file)["id"]
+        if self.folder.is_dir() and found == self.id:
+            return None
+        why = f"is of run {found!r:.40} now" if self.folder.is_dir() else "is gone"
+        return (
+            f"{self.folder} {why}, and this run is {self.id!r:.40}: nothing is written there; if "
+            "its folder was renamed, --resume with the new path goes on"
+        )
 
     def _ending(self) -> list[int]:
         """The signals that end this, of those that came: Ctrl-Z waits for the new life."""
@@ -484,8 +508,8 @@ class Supervisor:
                 **({"left_out": dict(self._left_out)} if self._left_out else {}),
             }
         )
-        if self.folder is None or not self.folder.is_dir():
-            return  # of a run that has no folder yet: they follow when it has
+        if self.folder is None or not self.folder.is_dir() or self._lost_folder() is not None:
+            return  # also of a run that has no folder yet: they follow when it has
         path = self.folder / "faults.jsonl"
         try:
             with open(path, "a", encoding="utf-8", opener=regular) as file:

@@ -137,6 +137,26 @@ def test_the_flag_runs_the_program_under_itself(tmp_path):
     assert fault["signal"] == "SIGKILL" and fault["action"] == "restart"
 
 
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_death_behind_a_renamed_folder_leaves_the_run_of_its_name_as_it_is(
+    tmp_path, tokens, taken
+):
+    process = start(tmp_path, supervised(command(tmp_path, "a", 100_000, "cpu", []), 60))
+    wait_for_step(tmp_path, "a", 3, process)
+    pid, folder = pid_of(tmp_path, "a"), tmp_path / "runs" / "a"
+    os.kill(pid, signal.SIGSTOP)
+    folder.rename(tmp_path / "runs" / "b")
+    if taken:
+        assert train_pythia.main(flags(tmp_path, tokens, "a", "--seed", "9")) == 0
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    os.kill(pid, signal.SIGKILL)
+    said = text_of(process)
+    assert process.returncode == 137, said
+    assert f"ended: {folder} is " in said and "--resume with the new path goes on" in said
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert folder.exists() == taken and "faults.jsonl" not in said
+
+
 # ---- what a run tells ---------------------------------------------------------------------------
 
 
@@ -159,10 +179,12 @@ def test_what_a_run_tells(tmp_path, tokens, told):
     taken = {"run": str(folder), "resume": again, "watched": False}
     opened = [{}, {"device": "cpu", "watched": False}]
     facts = told()
+    known = {"id": run_folder.read_description(folder)["id"], "watched": False}
     evaluated = [fact for fact in facts if fact == {}]
     assert [fact for fact in facts if fact] == [
         opened[1],
         taken,
+        known,
         {"step": 0},
         {"step": 1},
         {"step": 2},
@@ -174,7 +196,7 @@ def test_what_a_run_tells(tmp_path, tokens, told):
     ]
     assert facts[0] == {} and facts[-1] == {} and len(evaluated) > 3
     assert train_pythia.main(flags(tmp_path, tokens, "a", "--resume", "auto", steps=4)) == 0
-    assert told() == [taken, *opened]  # nothing is left to do
+    assert told() == [taken, *opened, known]  # nothing is left to do
 
 
 def test_a_resumed_run_tells_where_it_begins(tmp_path, tokens, told, monkeypatch):
