@@ -574,9 +574,7 @@ def write_description(run: Run) -> None:
     description = {
         "id": run.id,
         "settings": run.settings,
-        "recipe": None
-        if recipe is None
-        else {"name": recipe, "changed": recipes.changes(run.settings)},
+        "recipe": recipe and {"name": recipe, "changed": recipes.changes(run.settings)},
         "optimizer": {
             "class": type(optimizer).__name__,
             **{name: getattr(optimizer, name) for name in optimizer.hyperparameters},
