@@ -342,7 +342,7 @@ def bin_of(path):
         ("model.safetensors.index.json", lambda path: load_model(path.parent)),
         ("tokenizer.json", load_tokenizer),
         ("tokenizer.json", lambda path: load_tokenizer(load_model(path.parent)[1])),
-        ("tokenizer.json", lambda path: import_folder(path.parent, path.parent / "a" / "b")),
+        ("tokenizer.json", lambda path: import_folder(path.parent, path.parent.parent / "a" / "b")),
         ("data", open_data),
         ("data.txt", open_data),
         ("data.npy", open_data),

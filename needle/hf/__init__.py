@@ -250,8 +250,8 @@ def _header(path: Path) -> list[Entry]:
 
 
 def refuse_run(folder: Path) -> None:
-    """FileError for the folder of a run, whose config.json an export would replace."""
-    for place in (folder, folder.absolute().parent):
+    """FileError for the folder of a run, and for one in it: their files are the trainer's."""
+    for place in (folder, folder.resolve().parent):
         if (place / "checkpoints").is_dir():
             raise FileError(f"{folder}: is the folder of a run, or in one: choose another")
 

@@ -40,7 +40,11 @@ def import_folder(
 ) -> list[Path]:
     """Writes the model of `folder` as a checkpoint without an optimizer, and its tokenizer.json
     beside it, where apps/generate.py looks; returns the files. The loss it records is NaN.
-    FileError where the checkpoint is there already, unless `overwrite`."""
+    FileError where the checkpoint is there already, unless `overwrite`, and for a place in the
+    folder of a run or in `folder`."""
+    hf.refuse_run(Path(checkpoint).parent)
+    if Path(folder).resolve() in Path(checkpoint).resolve().parents:
+        raise FileError(f"{checkpoint}: is in {folder}, from where it comes: choose another place")
     if Path(checkpoint).exists() and not overwrite:
         raise FileError(f"{checkpoint}: is there already: --overwrite replaces it")
     source, target = Path(folder) / "tokenizer.json", Path(checkpoint)

@@ -179,6 +179,20 @@ def test_export_and_import_overwrite_nothing_without_being_asked(tmp_path, run, 
     assert "--overwrite" in capsys.readouterr().err and contents(out) == before
     assert hf(["export", str(runs / "b"), str(out), "--overwrite"]) == 0
     assert (out / "notes.txt").read_text() == "mine"
+    (tmp_path / "link").symlink_to(runs / "a" / "checkpoints")
+    for target, reason in [
+        (runs / "a" / "checkpoints" / "step_99.safetensors", "the folder of a run"),
+        (tmp_path / "link" / "step_99.safetensors", "the folder of a run"),
+        (checkpoint_of(tmp_path, "a", 6), "the folder of a run"),
+        (runs / "a" / "config.json", "the folder of a run"),
+        (out / "model.safetensors", f"is in {out}, from where it comes"),
+        (out / "new" / "m.safetensors", f"is in {out}, from where it comes"),
+    ]:
+        before = contents(runs), contents(out)
+        for more in [], ["--overwrite"]:
+            assert hf(["import", str(out), str(target), *more]) == 1
+            assert reason in capsys.readouterr().err
+        assert (contents(runs), contents(out)) == before
     file = tmp_path / "kept" / "m.safetensors"
     assert hf(["import", str(out), str(file)]) == 0
     before = file.read_bytes()
