@@ -35,7 +35,7 @@ import numpy as np
 
 from needle import _C, models, nn, optim
 from needle.backend_ndarray import Device, NDArray, commit, default_device, given_device
-from needle.files import FileError, reading, replacing
+from needle.files import FileError, named, reading, replacing
 from needle.safetensors import FROM_FILE, TO_FILE, Entry, pieces, read_header
 
 FORMAT = "needle checkpoint"
@@ -94,7 +94,7 @@ def save(
     >>> path = ndl.save(model, optimizer, folder / "model.safetensors")
     >>> _ = ndl.load(path, model, optimizer)
     """
-    path, config = Path(path), _registered_config(module)
+    path, config = named(path), _registered_config(module)
     if config is not None and config.misfits(module):
         config = None  # load fills such a module, and makes none
     tensors = module.state_dict()
@@ -220,7 +220,7 @@ class Checkpoint:
     """
 
     def __init__(self, filepath: str | os.PathLike) -> None:
-        self.path = Path(filepath)
+        self.path = named(filepath)
         with reading(self.path) as file:
             self._entries, self.state = self._read(file)
             _whole.add(_stamp(file.fileno()))
@@ -501,7 +501,7 @@ def newest_checkpoint(
 
 def find_checkpoint(path: str | os.PathLike, report: Callable[[str], None] = print) -> Checkpoint:
     """The checkpoint in a file, or the newest whole one of a run's folder. CheckpointError."""
-    path = Path(path)
+    path = named(path)
     if not path.is_dir():
         return Checkpoint(path)
     found = newest_checkpoint(path / "checkpoints", report)

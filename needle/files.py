@@ -28,6 +28,19 @@ class MissingFileError(FileError, FileNotFoundError):
 SECRET = re.compile(r"[A-Za-z0-9._~+/=-]{20,512}")  # what HTTP's Authorization can hold
 SECRET_BYTES = 32  # random
 
+
+def named(path: str | os.PathLike) -> Path:
+    """The path of this name. FileError for the empty one, which Path takes for the current folder,
+    and for one that cannot be printed nor written into a file of text."""
+    if not os.fspath(path):
+        raise FileError("an empty name ('') of a file or folder: the current folder is '.'")
+    try:
+        os.fspath(path).encode()
+    except UnicodeEncodeError:
+        raise FileError(f"{os.fsencode(path)!r} is a name that is not UTF-8; rename it") from None
+    return Path(path)
+
+
 KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",

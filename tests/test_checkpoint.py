@@ -293,6 +293,34 @@ def test_missing_file_and_a_string_for_a_device_are_named(saved, tmp_path):
             make()
 
 
+def test_empty_name_is_not_the_current_folder(tmp_path, monkeypatch, capsys):
+    model, optimizer = made()
+    monkeypatch.chdir(tmp_path)
+    save_checkpoint(model, optimizer, 0, 1.0, "m.safetensors")
+    model.save_pretrained("theirs")
+    before = sorted(tmp_path.rglob("*"))
+    message = r"^an empty name \(''\) of a file or folder: the current folder is '\.'$"
+    for use in [
+        lambda: load_checkpoint(""),
+        lambda: save_checkpoint(model, optimizer, 0, 1.0, ""),
+        lambda: ndl.save(model, optimizer, ""),
+        lambda: ndl.load("", model),
+        lambda: models.from_pretrained(""),
+        lambda: model.save_pretrained(""),
+    ]:
+        with pytest.raises(CheckpointError, match=message):
+            use()
+    for words in [
+        ("export", "", "new"),
+        ("export", "m.safetensors", ""),
+        ("import", "", "new"),
+        ("import", "theirs", ""),
+    ]:
+        assert shell.main([*words, "--overwrite"]) == 1
+        assert "needle.hf: an empty name ('')" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_without_an_optimizer(tmp_path):
     model, _ = made()
     path = save_checkpoint(model, None, 0, 1.0, tmp_path / "a")

@@ -24,6 +24,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from needle import files
 from needle.data.tokens import DataError, absent
 
 END_OF_TEXT = "<|endoftext|>"
@@ -62,15 +63,11 @@ def files_at(path: Path) -> list[Path]:
 
 
 def named(path: str | os.PathLike) -> Path:
-    """The path of this name. DataError for the empty one, which Path takes for the current folder,
-    and for one that cannot be printed nor written into a file of text."""
-    if not os.fspath(path):
-        raise DataError("an empty name ('') of a file or folder: the current folder is '.'")
+    """The path of this name of data. DataError where files.named refuses it."""
     try:
-        os.fspath(path).encode()
-    except UnicodeEncodeError:
-        raise DataError(f"{os.fsencode(path)!r} is a name that is not UTF-8; rename it") from None
-    return Path(path)
+        return files.named(path)
+    except files.FileError as error:
+        raise DataError(str(error)) from None
 
 
 def walk(root: Path, skipped: set[str] = frozenset()) -> Iterator[Path]:

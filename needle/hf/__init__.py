@@ -31,7 +31,7 @@ import numpy as np
 from needle import _C, nn
 from needle.backend_ndarray import FLOAT_DTYPES, Device, NDArray, given_device
 from needle.data import END_OF_TEXT
-from needle.files import FileError, reading, replacing
+from needle.files import FileError, named, reading, replacing
 from needle.safetensors import FROM_FILE, Entry, pieces, read_header
 
 WEIGHTS = "model.safetensors"
@@ -91,7 +91,7 @@ def load(
 ) -> Any:
     """The model of a folder, in `dtype` on `device`. Draws no random number. FileError names what
     cannot be read and lists every tensor that is unknown, missing or of the wrong shape."""
-    folder = Path(folder)
+    folder = named(folder)
     if dtype not in FLOAT_DTYPES:
         raise ValueError(
             f"from_pretrained: dtype must be one of {', '.join(FLOAT_DTYPES)}, not {dtype!r}"
@@ -267,7 +267,7 @@ def save(
     ValueError for a model that transformers cannot compute, before anything is written;
     FileError where a file cannot be, and for the folder of a run.
     """
-    folder, config, spelling = Path(folder), model.config, type(model).spelling
+    folder, config, spelling = named(folder), model.config, type(model).spelling
     refuse_run(folder)
     spelling.config_to_hf(config)  # refuses before anything is read or written
     if wrong := config.misfits(model):

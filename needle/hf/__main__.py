@@ -11,7 +11,7 @@ from pathlib import Path
 from needle import hf, models
 from needle.backend_ndarray import FLOAT_DTYPES, cpu
 from needle.checkpoint import CheckpointError, find_checkpoint, save_checkpoint
-from needle.files import FileError, described, reading, replacing
+from needle.files import FileError, described, named, reading, replacing
 from needle.processes import program
 
 
@@ -24,7 +24,7 @@ def export_checkpoint(
     """Writes a checkpoint, or the newest one of a run's folder, to `folder`; returns the files. The
     tokenizer.json of the run, or the one beside the checkpoint, comes along where it is. FileError
     where files lie in the folder already, unless `overwrite`, and for a folder of a run."""
-    folder = Path(folder)
+    folder = named(folder)
     hf.refuse_run(folder)
     if folder.exists() and not overwrite and any(folder.iterdir()):
         raise FileError(f"{folder}: is not empty: --overwrite replaces what an export writes")
@@ -42,13 +42,14 @@ def import_folder(
     beside it, where apps/generate.py looks; returns the files. The loss it records is NaN.
     FileError where the checkpoint is there already, unless `overwrite`, and for a place in the
     folder of a run or in `folder`."""
-    hf.refuse_run(Path(checkpoint).parent)
-    if Path(folder).resolve() in Path(checkpoint).resolve().parents:
+    folder, target = named(folder), named(checkpoint)
+    hf.refuse_run(target.parent)
+    if folder.resolve() in target.resolve().parents:
         raise FileError(f"{checkpoint}: is in {folder}, from where it comes: choose another place")
-    if Path(checkpoint).exists() and not overwrite:
+    if target.exists() and not overwrite:
         raise FileError(f"{checkpoint}: is there already: --overwrite replaces it")
-    source, target = Path(folder) / "tokenizer.json", Path(checkpoint)
-    content, beside = None, target.parent / "tokenizer.json"
+    source, content = folder / "tokenizer.json", None
+    beside = target.parent / "tokenizer.json"
     if source.exists():
         with reading(source) as file:
             content = file.read()

@@ -11,12 +11,11 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from needle import hf, init
 from needle.backend_ndarray import Device, cpu
-from needle.files import FileError
+from needle.files import FileError, named
 from needle.nn import Module
 from needle.safetensors import FROM_FILE, Entry
 
@@ -152,7 +151,7 @@ def from_pretrained(
 ) -> Any:
     """The model that transformers saved in `folder`, of the registered class that spells its
     model_type, in `dtype` (float32 where none is given). FileError lists all that does not fit."""
-    path = Path(folder) / "config.json"
+    path = named(folder) / "config.json"
     kind = hf.read_json(path).get("model_type")
     readable = [cls for cls in _families.values() if hasattr(cls, "spelling")]
     spelled = {cls.spelling.MODEL_TYPE: cls for cls in readable}
