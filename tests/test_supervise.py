@@ -1,5 +1,4 @@
-"""needle/supervise.py with commands that die in every way. (A training under it:
-tests/apps/test_supervised_run.py.)"""
+"""Commands that die in every way. (Trainings that do: tests/apps/test_supervised_run.py.)"""
 
 import json
 import os
