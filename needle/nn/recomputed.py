@@ -32,9 +32,7 @@ from needle.nn.module import Module, Parameter
 
 PLAIN = (int, float, complex, str, bytes, np.generic)
 AS_THEY_ARE = (*PLAIN, type(None), Parameter)
-# Their attributes are not looked at: code, and generators, whose states are set back.
 GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
-OPAQUE = (type, types.ModuleType, types.FunctionType, types.MethodType, NDArray, *GENERATORS)
 Settings = dict[str, Any]  # by their place, as "dropout.p"
 
 
@@ -62,12 +60,10 @@ def _settings_of(value: Any, place: str, found: Settings, seen: set[int]) -> Set
         setting = value.cached_data
     elif isinstance(value, (set, frozenset)):
         setting = type(value), frozenset(value)
-    elif isinstance(value, OPAQUE):
-        pass
-    elif dataclasses.is_dataclass(value):
+    elif isinstance(value, types.SimpleNamespace):
+        parts = vars(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    else:
-        parts = getattr(value, "__dict__", {})
     found[place] = setting
     if id(value) not in seen:
         seen.add(id(value))
@@ -183,8 +179,9 @@ def recompute(module: Module, x: Tensor, *rest: Any) -> Tensor:
     gradients. The module gives one Tensor. Where no graph is built, or a function is hooked into
     the module, which would then run twice, this is a plain call. The backward raises RuntimeError
     where attributes of the module are not those of the forward: `training`, a dropout's `p`, also
-    those of objects, lists and sets in them; random numbers are drawn again. State elsewhere, as a
-    global or a counter that the forward itself changes, is not seen.
+    those of lists, sets, dictionaries, dataclasses and namespaces in them; random numbers are drawn
+    again. State elsewhere, as a global, an object of another class, or a counter that the forward
+    itself changes, is not seen.
     TypeError for other results and for such a `rest`; ValueError where the module has buffers (the
     running statistics of a batch norm), which a second forward would move again.
 
