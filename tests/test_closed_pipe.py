@@ -1,4 +1,4 @@
-"""Command-line programs whose output nobody reads any more, as of `| head -1`."""
+"""Command-line programs whose reader has closed the pipe, as `| head -1` does."""
 
 import os
 import re

@@ -27,12 +27,12 @@ def test_a_beat_without_a_supervisor_does_nothing(monkeypatch, tmp_path):
     heartbeat.beat(step=1)
     monkeypatch.setenv("NEEDLE_HEARTBEAT", str(tmp_path / "none"))
     heartbeat.beat(step=1)
-    os.mkfifo(tmp_path / "none")  # that nobody reads
+    os.mkfifo(tmp_path / "none")  # without a reader
     heartbeat.beat(step=1)
 
 
 def test_a_beat_never_waits(monkeypatch, tmp_path):
-    """Nobody reads while more is told than a pipe holds; what was told is whole."""
+    """More is told than a pipe holds before it is read; each line is whole."""
     os.mkfifo(tmp_path / "pipe")
     monkeypatch.setenv("NEEDLE_HEARTBEAT", str(tmp_path / "pipe"))
     reader = os.open(tmp_path / "pipe", os.O_RDWR | os.O_NONBLOCK)

@@ -618,7 +618,7 @@ class Stderr(logging.Handler):
             while line:
                 line = line[os.write(2, line) :]
         except OSError:
-            pass  # nobody reads it
+            pass  # the reader of stderr is gone
 
 
 class Lines(logging.handlers.QueueHandler):

@@ -246,7 +246,7 @@ def test_strangers_cost_nothing(start):
 
 @pytest.mark.parametrize("key", ["", "the key of others", None])
 def test_a_stranger_without_the_key_claims_no_rank(start, key, monkeypatch, tmp_path):
-    """Job, rank and size are those of the start; None: the key is the user's, and nobody set it."""
+    """Job, rank and size are those of the start; None: the key is the user's file."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
     port = free_port()
     body = MEET if key is not None else MEET.replace("join()", "join(key='')")
