@@ -127,7 +127,7 @@ import pytest
 import needle as ndl
 from supervised_campaign import fault
 
-pytestmark = [pytest.mark.slow, pytest.mark.cuda]
+pytestmark = pytest.mark.cuda
 
 @pytest.mark.parametrize("number", range(3))
 def test_good(number):
