@@ -60,7 +60,7 @@ help:
 	@echo 'make fuzz                   an hour of hostile calls of the core, under the same sanitizers'
 	@echo 'make memcheck               the CUDA kernel tests under compute-sanitizer'
 	@echo 'make campaign               kills, failing disks, damaged files: an hour of tries to lose a run'
-	@echo 'make mutants ARGS=c         faults planted on purpose, each of which a test must see (c, cuda, python)'
+	@echo 'make mutants ARGS=FILE      plant small faults in a file and see which tests fail'
 	@echo 'make bench                  the benchmarks'
 	@echo 'make docs                   the documentation site, in build/docs/site'
 	@echo 'make clean                  remove what was built (keeps $(VENV) and runs/)'
@@ -230,6 +230,7 @@ campaign: $(STATE)/test lib
 	@"$(PY)" tests/campaign.py $(ARGS)
 
 mutants: $(STATE)/test lib
+	@"$(PY)" -c 'import universalmutator' 2>/dev/null || "$(PY)" -m pip install -q universalmutator
 	@"$(PY)" tests/mutants.py $(ARGS)
 
 bench: $(STATE)/train lib

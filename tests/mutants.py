@@ -1,24 +1,24 @@
-"""Faults planted on purpose, one at a time: does a test see each?
+"""Mutation testing: plant small faults in source files, one at a time, and see which tests fail.
 
-    python tests/mutants.py c|cuda|python [N...] [--jobs J]        after `make lib`; N: those alone
+    python tests/mutants.py FILE... [--count N] [--seed N] [--tests ARGS]     after `make lib`
 
-C and CUDA faults are lists (tests/planted/c.py, cuda.py), Python's are a sample that cosmic-ray
-makes, the same each time for the same sources (tests/planted/python.py). Each is planted in a copy
-of the checkout, with what was built there: only what changed is compiled, then the tests run that
-the list names for the fault, then, where these pass, the wider ones. Each selection must pass
-without a fault first. Where no GPU is, a CUDA fault only has to compile. A line a fault tells which
-test caught it, a table the count by folder; the exit code is 1 where one lives that the list does
-not say lives, and why.
+universalmutator (https://github.com/agroce/universalmutator) makes the mutants of a file by
+patterns; --count of them are drawn. Each is planted in a copy of the checkout with its builds: only
+a changed file is compiled, and mutants that do not compile, or that change only annotations and
+docstrings, are drawn again. First the tests of the file run (TESTS, or --tests), then, where these
+pass, all of `make test`; a CUDA file needs a GPU. One line a mutant names the test that caught it.
+Survivors are printed as a diff, since some change nothing that is promised: judge them by reading.
+The exit code is 1 where a mutant survives.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
-import concurrent.futures
+import ast
 import contextlib
-import dataclasses
+import difflib
 import os
+import random
 import re
 import shlex
 import shutil
@@ -27,17 +27,40 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import programs
-from planted.fault import Fault, ListError
 
 ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = {".git", "runs", "asan", ".pytest_cache", ".hypothesis", ".ruff_cache"}
-WIDER_SECONDS = 3600  # that most of the suite may take
-# setup.py builds what is not current, and what is current depends on the folder's name: here an
-# object that is younger than its sources is.
+SECONDS = 1200  # that a selection of tests may take
+LANGUAGES = {".py": "python", ".c": "c", ".h": "c", ".cu": "cpp", ".cuh": "cpp"}
+# The tests that see most mutants of a file; its longest prefix counts.
+TESTS = {
+    "": "tests/house",
+    "apps/": "tests/apps",
+    "csrc/": "tests/csrc tests/ops",
+    "cuda/": "tests/csrc tests/ops tests/kernels",
+    "needle/autograd.py": "tests/test_autograd.py tests/test_changed_data.py",
+    "needle/checkpoint.py": "tests/test_checkpoint.py",
+    "needle/data/": "tests/data",
+    "needle/diagnose/": "tests/diagnose tests/test_diagnose.py",
+    "needle/distributed/": "tests/distributed",
+    "needle/evaluate.py": "tests/test_evaluate.py",
+    "needle/generation.py": "tests/test_generate.py",
+    "needle/hf/": "tests/test_hf.py",
+    "needle/kernels/": "tests/kernels",
+    "needle/models/": "tests/models tests/test_checkpoint.py",
+    "needle/nn/": "tests/nn tests/test_hooks.py",
+    "needle/ops/": "tests/test_autograd.py tests/test_changed_data.py tests/ops tests/nn",
+    "needle/optim.py": "tests/test_optim.py tests/test_training.py",
+    "needle/sampling.py": "tests/test_generate.py",
+    "needle/supervise.py": "tests/test_supervise.py",
+    "needle/training/": "tests/test_training.py tests/apps",
+}
+# setup.py compiles what is not current by a digest of commands, which name the folder: in a copy
+# only files that are younger than their objects are compiled.
 BUILD = """
 import runpy, sys
 sys.path.insert(0, ".")
@@ -48,83 +71,32 @@ runpy.run_path("setup.py", run_name="__main__")
 """
 
 
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """What a language needs: its faults, how long a selection of tests may take, the tests for what
-    the fault's own do not see, what else pytest is told."""
-
-    faults: Callable[[], list[Fault]]
-    seconds: int
-    wider: Callable[[str], str] = lambda file: ""
-    options: tuple[str, ...] = ()
-    builds: bool = True
-    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-
-def c_faults() -> list[Fault]:
-    from planted import c
-
-    return c.FAULTS
-
-
-def cuda_faults() -> list[Fault]:
-    from planted import cuda
-
-    return cuda.FAULTS
-
-
-def python_faults() -> list[Fault]:
-    from planted import python
-
-    return python.sample(ROOT)
-
-
-def wider_python(file: str) -> str:
-    from planted import python
-
-    return python.wider(file)
-
-
-CPU = ("-m", "not cuda and not parity")
-KINDS = {
-    "c": Kind(c_faults, 300, options=CPU, environment={"NEEDLE_CUDA": "0"}),
-    "cuda": Kind(
-        cuda_faults,
-        90,
-        options=("-m", "cuda"),
-        environment={"NEEDLE_CUDA": "1", "NEEDLE_REQUIRE_CUDA": "1"},
-    ),
-    "python": Kind(python_faults, 300, wider_python, CPU, builds=False),
-}
-
-
 # ---- a copy of the checkout ----------------------------------------------------------------------
 
 
 def left_out(folder: str, names: list[str]) -> list[str]:
-    """Histories, runs and virtual environments. Compiled Python goes along: it is what makes the
-    start of the tests quick."""
+    """Name histories, runs and virtual environments."""
     venvs = {name for name in names if Path(folder, name, "pyvenv.cfg").exists()}
     return [name for name in names if name in LEFT_OUT | venvs]
 
 
 @contextlib.contextmanager
-def copy_of_the_tree():
+def copy_of_the_tree() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="needle-mutant-") as folder:
         tree = Path(folder, "needle")
         shutil.copytree(ROOT, tree, ignore=left_out, symlinks=True)
         yield tree
 
 
-def run(command: list[str], tree: Path, kind: Kind, seconds: float) -> tuple[int | None, str]:
-    """(exit code, or None after so many seconds; what it printed)."""
-    path = os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    environment = os.environ | {"PYTHONPATH": path, "NEEDLE_TEST_SEED": "off"} | kind.environment
-    with tempfile.TemporaryFile("w+") as output:  # no pipe: a grandchild may hold it open
+def run(command: list[str], tree: Path, cuda: bool, seconds: float) -> tuple[int | None, str]:
+    """Run a command in a copy. Returns its exit code, None after so many seconds, and output."""
+    path = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
+    chosen = {"PYTHONPATH": path, "NEEDLE_CUDA": str(int(cuda)), "NEEDLE_TEST_SEED": "off"}
+    with tempfile.TemporaryFile("w+") as output:  # a grandchild may hold a pipe open
         child = subprocess.Popen(
             command,
             cwd=tree,
-            env=environment,
+            env=os.environ | chosen,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -136,149 +108,127 @@ def run(command: list[str], tree: Path, kind: Kind, seconds: float) -> tuple[int
             code = None
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)  # and whatever a test has left running
+                os.killpg(child.pid, signal.SIGKILL)  # and the children that a test has left
             child.wait()
         output.seek(0)
         return code, output.read()
 
 
-def build(tree: Path, kind: Kind) -> None:
-    code, said = run([sys.executable, "-W", "ignore", "-c", BUILD], tree, kind, 1800)
-    if code != 0:
-        raise ListError(f"the planted fault does not compile:\n{said[-3000:]}")
+def build(tree: Path, cuda: bool = False) -> str:
+    """Compile changed files in a copy. Returns the compiler's output where that failed, else ""."""
+    code, output = run([sys.executable, "-W", "ignore", "-c", BUILD], tree, cuda, SECONDS)
+    return "" if code == 0 else output
 
 
-def caught_by(tree: Path, kind: Kind, tests: str, seconds: int) -> str | None:
-    """The first test that fails, or how all of them ended; None where all pass."""
-    command = [sys.executable, "-W", "error", "-m", "pytest", "-q", "-x"]
-    command += ["-p", "no:cacheprovider", *kind.options, *shlex.split(tests)]
-    code, said = run(command, tree, kind, seconds)
+def caught_by(tree: Path, tests: str, cuda: bool = False, seconds: float = SECONDS) -> str | None:
+    """Return the first failed test, or the process's end where there is none; None if all pass."""
+    tier = "cuda and not parity" if cuda else "not slow and not cuda and not parity"
+    command = [sys.executable, "-W", "error", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    code, output = run([*command, "-m", tier, *shlex.split(tests)], tree, cuda, seconds)
     if code == 0:
         return None
-    if code == 5:
-        raise ListError(f"`pytest {tests}` selects no test")
-    found = re.search(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
-    if found:
-        return found[1]
-    if code is None:
-        return f"no end after {seconds} s"
-    if code < 0:
-        name = next((one.name for one in signal.Signals if one == -code), f"signal {-code}")
-        return f"the end of the process by {name}"
-    last = said.strip().splitlines()[-1:] or ["nothing"]
-    return f"exit code {code} of pytest, which said {last[0]}"
-
-
-# ---- one fault -----------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class Verdict:
-    number: int
-    fault: Fault
-    line: int
-    tested: bool
-    caught: str | None
-    seconds: float
-
-    def __str__(self) -> str:
-        what = f"caught by {self.caught}" if self.caught else "LIVES" if self.tested else "compiles"
-        if self.tested and not self.caught:
-            before, after = (" ".join(t.split())[:160] for t in (self.fault.text, self.fault.into))
-            what += f"\n      - {before}\n      + {after}"
-            what += f"\n      because {self.fault.lives}" if self.fault.lives else ""
-        return f"{self.number:4} {self.fault.file}:{self.line} {what} ({self.seconds:.0f} s)"
-
-
-def judge(number: int, fault: Fault, kind: Kind, tested: bool) -> Verdict:
-    started = time.monotonic()
-    with copy_of_the_tree() as tree:
-        line = fault.plant(tree)
-        if kind.builds:
-            build(tree, kind)
-        caught = None
-        if tested:
-            caught = caught_by(tree, kind, fault.tests, kind.seconds)
-            wider = kind.wider(fault.file) if caught is None and not fault.lives else ""
-            caught = caught_by(tree, kind, wider, WIDER_SECONDS) if wider else caught
-    return Verdict(number, fault, line, tested, caught, time.monotonic() - started)
-
-
-def passes_without(tests: str, kind: Kind) -> None:
-    with copy_of_the_tree() as tree:
-        if kind.builds:
-            build(tree, kind)
-        failed = caught_by(tree, kind, tests, kind.seconds)
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
     if failed:
-        raise ListError(f"without any fault, `pytest {tests}` does not pass: {failed}")
+        return failed[1]
+    if code in (4, 5):
+        raise SystemExit(f"needle: error: `pytest {tests}` selects no test")
+    if code is None:
+        return f"no end after {seconds:.0f} s"
+    return f"exit code {code}: {(output.strip().splitlines() or ['no output'])[-1]}"
 
 
-def folder_of(file: str) -> str:
-    return str(Path(file).parent) if "/" in file else "the root"
+# ---- mutants -------------------------------------------------------------------------------------
 
 
-def table(verdicts: Iterable[Verdict]) -> str:
-    """Planted, caught and living faults by folder."""
-    rows: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
-    for verdict in verdicts:
-        said = "lives, as listed" if verdict.fault.lives else "lives"
-        for row in (folder_of(verdict.fault.file), "all"):
-            rows[row].update(["planted", "caught" if verdict.caught else said])
-    columns = ("planted", "caught", "lives", "lives, as listed")
-    lines = ["| folder | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
-    for row in sorted(rows, key=lambda row: (row == "all", row)):
-        lines.append(f"| {row} | " + " | ".join(str(rows[row][c]) for c in columns) + " |")
-    return "\n".join(lines)
+class _Plain(ast.NodeTransformer):
+    """Remove annotations and docstrings, which no test runs."""
+
+    def visit_arg(self, node: ast.arg) -> ast.arg:
+        node.annotation = None
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        node.annotation = ast.Constant(None)
+        return self.generic_visit(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        node.returns = None
+        return self.generic_visit(node)
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        is_text = isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        return ast.Pass() if is_text else self.generic_visit(node)
 
 
-def has_gpu() -> bool:
-    code = "import needle; raise SystemExit(not needle.cuda().enabled())"
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+def meaning(file: str, source: str) -> str | None:
+    """Return a form that is equal for equal programs, None for a program that does not parse."""
+    if not file.endswith(".py"):
+        return " ".join(re.sub(r"//.*", "", source).split())
+    try:
+        return ast.dump(_Plain().visit(ast.parse(source)))
+    except SyntaxError:
+        return None
+
+
+def mutants_of(file: str, rng: random.Random) -> Iterator[str]:
+    """Yield the sources of all mutants of a file, in random order."""
+    mutate = [str(Path(sys.executable).with_name("mutate")), str(ROOT / file)]
+    source = (ROOT / file).read_text()
+    with tempfile.TemporaryDirectory() as folder:
+        options = [LANGUAGES[Path(file).suffix], "--noCheck", "--mutantDir", folder]
+        try:
+            subprocess.run([*mutate, *options], check=True, stdout=subprocess.DEVNULL)
+        except FileNotFoundError:
+            raise SystemExit("needle: error: no `mutate`: pip install universalmutator") from None
+        paths = sorted(Path(folder).iterdir())
+        for path in rng.sample(paths, len(paths)):
+            mutant = path.read_text()
+            if meaning(file, mutant) not in (None, meaning(file, source)):
+                yield mutant
+
+
+def test_mutant(file: str, mutant: str, tests: str) -> str | None:
+    """Return the test that caught it, "" where it does not compile, None where it survived."""
+    cuda = file.endswith((".cu", ".cuh"))
+    with copy_of_the_tree() as tree:
+        (tree / file).write_text(mutant)
+        if not file.endswith(".py") and build(tree, cuda):
+            return ""
+        return caught_by(tree, tests, cuda) or caught_by(tree, "tests", cuda)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("kind", choices=KINDS)
-    parser.add_argument("numbers", nargs="*", type=int, metavar="N", help="these alone, from 1")
-    parser.add_argument("--jobs", type=int, default=1, help="so many at a time (default: 1)")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="of csrc, cuda, needle or apps")
+    parser.add_argument("--count", type=int, default=5, help="mutants of each file (default: 5)")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
+    parser.add_argument("--tests", help="pytest's arguments, instead of the tests of the file")
     arguments = parser.parse_args()
-    programs.need_pytest()  # which would fail for every fault, as if a test had caught it
-    kind = KINDS[arguments.kind]
-    faults = dict(enumerate(kind.faults(), 1))
-    if unknown := set(arguments.numbers) - set(faults):
-        parser.error(f"there are faults 1 to {len(faults)}, and none of {sorted(unknown)}")
-    if not list((ROOT / "needle").glob("_C.*.so")):
-        parser.error(f"{ROOT} is not built: make lib")
-    chosen = {n: faults[n] for n in arguments.numbers or faults}
-    tested = arguments.kind != "cuda" or has_gpu()
-    verdicts = []
-    with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
-        try:
-            work = [pool.submit(judge, n, fault, kind, tested) for n, fault in chosen.items()]
-            selections = dict.fromkeys(fault.tests for fault in chosen.values() if tested)
-            work += [pool.submit(passes_without, tests, kind) for tests in selections]
-            for done in concurrent.futures.as_completed(work):
-                if verdict := done.result():
-                    verdicts.append(verdict)
-                    print(verdict, flush=True)
-        except ListError as error:
-            pool.shutdown(cancel_futures=True)
-            print(f"needle: error: {error}", file=sys.stderr)
-            return 2
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-    if not tested:
-        print(f"{len(verdicts)} faults compile; no GPU to test them on")
-        return 0
-    print(table(verdicts))
-    wrong = [v for v in verdicts if bool(v.caught) == bool(v.fault.lives)]
-    for verdict in wrong:
-        if verdict.caught:
-            print(f"{verdict.number} is listed as living, and was caught: take `lives` away")
-    return 1 if wrong else 0
+    programs.need_pytest()  # without it each mutant would seem to be caught
+    counts = {"caught": 0, "survived": 0}
+    for file in arguments.files:
+        tests = arguments.tests or TESTS[max((p for p in TESTS if file.startswith(p)), key=len)]
+        with copy_of_the_tree() as tree:
+            if failed := caught_by(tree, tests, file.endswith((".cu", ".cuh"))):
+                parser.error(f"{file}: without a mutant `pytest {tests}` does not pass: {failed}")
+        drawn = mutants_of(file, random.Random(f"{arguments.seed} {file}"))
+        done = 0
+        while done < arguments.count and (mutant := next(drawn, None)) is not None:
+            started = time.monotonic()
+            caught = test_mutant(file, mutant, tests)
+            if caught == "":
+                continue
+            done += 1
+            counts["caught" if caught else "survived"] += 1
+            before, after = (ROOT / file).read_text().splitlines(), mutant.splitlines()
+            diff = list(difflib.unified_diff(before, after, file, file, lineterm="", n=1))
+            line = re.search(r"@@ -(\d+)", diff[2])[1]
+            how = f"caught by {caught}" if caught else "survived\n    " + "\n    ".join(diff[2:])
+            print(f"{file}:{line} {how} ({time.monotonic() - started:.0f} s)", flush=True)
+    print(f"{counts['caught']} caught, {counts['survived']} survived")
+    return 1 if counts["survived"] else 0
 
 
 if __name__ == "__main__":
