@@ -54,9 +54,7 @@ import os
 import select
 import shlex
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -64,7 +62,7 @@ from typing import Any
 
 from needle.files import regular
 from needle.heartbeat import PIPE, SYNC_UNTIL
-from needle.processes import collecting, kill, program, signal_name, spawn, wait
+from needle.processes import Child, MessageReader, collecting, program, signal_name
 
 EXIT_GPU_LOST = 75
 MPIRUN = ("mpirun", "mpiexec", "orterun", "prterun")
@@ -122,24 +120,17 @@ class _Probe:
         root = str(Path(__file__).resolve().parent.parent)
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         command = [sys.executable, "-c", PROBE, *([] if device is None else [device])]
-        self._said, self._began = tempfile.TemporaryFile(), time.monotonic()
-        self._process = spawn(
-            command,
-            stdout=subprocess.DEVNULL,
-            stderr=self._said,
-            env={**os.environ, "PYTHONPATH": path, **environ},
-        )
+        self._child = Child(command, {**os.environ, "PYTHONPATH": path, **environ}, capture=True)
 
     def problem(self, seconds: float, given_up: Callable[[], bool]) -> str | None:
         """Why it could not, or None."""
-        with self._said:
-            left = self._began + seconds - time.monotonic()
-            if not wait(self._process, left, given_up):
-                gone = kill(self._process)
+        with self._child as child:
+            left = child.started + seconds - time.monotonic()
+            if not child.wait(left, given_up):
+                gone = child.kill()
                 return f"no answer in {seconds:g} s" + ("" if gone else ", and cannot be killed")
-            self._said.seek(0)
-            lines = self._said.read().decode(errors="replace").strip().splitlines()
-        code = self._process.returncode
+            lines = child.printed().strip().splitlines()
+        code = child.poll()
         return None if code == 0 else lines[-1] if lines else f"exit code {code}"
 
 
@@ -150,7 +141,7 @@ class _Probe:
 class Life:
     """One process of the command, and what it has told."""
 
-    process: subprocess.Popen
+    child: Child
     spawned: float  # by time.monotonic(), as all moments here
     kept: float  # what it did since then would be lost
     synced: float  # up to this step it waits for each op
@@ -165,7 +156,7 @@ class Life:
     def code(self) -> int | None:
         """The exit code, -n where signal n killed the process, or one that it had started: a
         launcher of ranks says so by 128 + n, as a shell does."""
-        code = self.process.returncode
+        code = self.child.poll()
         return 128 - code if code is not None and code - 128 in KILLERS else code
 
     @property
@@ -177,7 +168,7 @@ class Life:
     @property
     def exit_code(self) -> int:
         """As a shell tells it; a hang is no success, whatever the process made of its end."""
-        code = self.process.returncode
+        code = self.child.poll()
         if code is None or (self.hung and code == 0):
             return EXIT_GPU_LOST
         return code if code >= 0 else 128 - code
@@ -224,23 +215,17 @@ class Supervisor:
         self._signals: list[int] = []  # that have come, and were not passed on yet
         self._stopped = 0  # the last that was
         self._records: list[dict[str, Any]] = []  # lines of faults.jsonl, not written yet
-        self._heard = b""  # of a line
 
     def run(self) -> int:
         began = time.monotonic()
-        # The path of its end vanishes with this process. As long as that is open, the pipe has no
-        # end when a life is over.
-        self._reader, writer = os.pipe()
-        os.set_blocking(self._reader, False)
-        self._pipe = f"/proc/{os.getpid()}/fd/{writer}"
+        self._heartbeats = MessageReader()  # its path vanishes with this process
         try:
             with collecting(self._signals, signal.SIGINT, signal.SIGTERM):
                 code = None
                 while code is None:
                     code = self._live()
         finally:
-            os.close(self._reader)
-            os.close(writer)
+            self._heartbeats.close()
         if self.deaths:
             took = time.monotonic() - began
             listed = "" if self._records else f" ({self.folder / 'faults.jsonl'})"
@@ -258,7 +243,7 @@ class Supervisor:
             say(f"{self.command[0]}: {error.strerror}")
             return 127 if isinstance(error, FileNotFoundError) else 126
         self._watch(life)
-        if not life.died or (self._stopped and life.process.returncode == -self._stopped):
+        if not life.died or (self._stopped and life.child.poll() == -self._stopped):
             return life.exit_code
         self.deaths += 1
         self._unsaved += 1
@@ -273,7 +258,11 @@ class Supervisor:
         return code
 
     def _start(self) -> Life:
-        environment = {**os.environ, PIPE: self._pipe, "NEEDLE_RESTARTS": str(self.lives)}
+        environment = {
+            **os.environ,
+            PIPE: self._heartbeats.path,
+            "NEEDLE_RESTARTS": str(self.lives),
+        }
         environment.setdefault("PYTHONFAULTHANDLER", "1")  # SIGABRT prints the stacks
         gpus, words = self._fewer or ([], [])
         if gpus:
@@ -283,16 +272,15 @@ class Supervisor:
             synced = math.inf
         elif synced:
             environment |= {"NEEDLE_SYNC": "1", SYNC_UNTIL: str(self._synced)}
-        now = time.monotonic()
-        process = spawn([*self.command, *self.resume, *words], env=environment)
+        child = Child([*self.command, *self.resume, *words], environment)
         self.lives += 1
-        return Life(process, now, now, synced)
+        return Life(child, child.started, child.started, synced)
 
     def _watch(self, life: Life) -> None:
         """Until the process is gone, or hangs."""
         before = time.monotonic()
-        while life.process.poll() is None:
-            select.select([self._reader], [], [], TICK)
+        while life.child.poll() is None:
+            select.select([self._heartbeats], [], [], TICK)
             now = time.monotonic()
             life.idle += min(now - before, 5 * TICK)  # this process may have been stopped
             before = now
@@ -302,8 +290,8 @@ class Supervisor:
             if life.watched and life.idle > self.hang_seconds:
                 life.hung = True
                 for number in (signal.SIGABRT, signal.SIGCONT):  # also where it was stopped
-                    life.process.send_signal(number)
-                wait(life.process, GRACE)
+                    life.child.signal(number)
+                life.child.wait(GRACE)
                 break
         self._hear(life)  # its last words
 
@@ -312,25 +300,15 @@ class Supervisor:
             self._stopped = number
             # mpirun kills its ranks half a second after any other.
             by_mpirun = Path(self.command[0]).name in MPIRUN
-            life.process.send_signal(signal.SIGUSR1 if by_mpirun else number)
+            life.child.signal(signal.SIGUSR1 if by_mpirun else number)
             return
-        with contextlib.suppress(ProcessLookupError):  # Ctrl-Z, until fg or bg
-            os.killpg(life.process.pid, signal.SIGSTOP)
-            os.kill(os.getpid(), signal.SIGSTOP)
-            os.killpg(life.process.pid, signal.SIGCONT)
+        life.child.signal(signal.SIGSTOP, group=True)  # Ctrl-Z, until fg or bg
+        os.kill(os.getpid(), signal.SIGSTOP)
+        life.child.signal(signal.SIGCONT, group=True)
 
     def _hear(self, life: Life) -> None:
-        with contextlib.suppress(BlockingIOError):  # all is read
-            while True:
-                self._heard += os.read(self._reader, 1 << 16)
-        *lines, self._heard = self._heard.split(b"\n")
-        for line in lines:
-            try:
-                facts = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(facts, dict):
-                self._learn(life, facts)
+        for facts in self._heartbeats.read():
+            self._learn(life, facts)
 
     def _learn(self, life: Life, facts: dict[str, Any]) -> None:
         """Facts of another kind than needle/heartbeat.py's are passed over."""
@@ -373,10 +351,10 @@ class Supervisor:
 
     def _after(self, life: Life) -> tuple[int | None, str]:
         """(exit code or None for a new life, the words for it)."""
-        gone = kill(life.process)  # the rest of its group too
+        gone = life.child.kill()  # the rest of its group too
         if not gone:
             return EXIT_GPU_LOST, (
-                f"ended: process {life.process.pid} cannot be killed, a driver holds it. Go on "
+                f"ended: process {life.child.pid} cannot be killed, a driver holds it. Go on "
                 f"where the device is another: {self._again()}"
             )
         if self._stopped:

@@ -542,11 +542,11 @@ def test_a_signal_before_the_command_listens_ends_both(run, tmp_path):
 def test_a_signal_between_two_lives_ends_it(run, monkeypatch):
     """While the next try of the device is waited for."""
 
-    def kill(process, real=supervise.kill):
+    def kill(child, real=supervise.Child.kill):
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        return real(process)
+        return real(child)
 
-    monkeypatch.setattr(supervise, "kill", kill)
+    monkeypatch.setattr(supervise.Child, "kill", kill)
     monkeypatch.setattr(supervise, "PROBE_WAITS", (60.0,))
     done, _, said, [fault] = run("say(life); sys.exit(75)", device="cuda:0")
     assert done == 128 + signal.SIGTERM and said == ["0"] and fault["exit"] == 75

@@ -19,16 +19,15 @@ from __future__ import annotations
 import json
 import os
 import selectors
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from needle import processes
 from needle.diagnose.finding import Finding
-from needle.processes import signal_name
+from needle.processes import MessageWriter, signal_name, starved
 
 BOOT = """
 import sys
@@ -39,21 +38,13 @@ serve(*sys.argv[1:])
 ROOT = Path(__file__).resolve().parent.parent.parent  # of the needle that runs
 LOOK = 0.1  # seconds between two looks at deadlines
 END_SECONDS = 2.0  # for what a process does behind its last word
+KILL_SECONDS = 1.0  # for a process to be gone that was killed
 LAST_WORDS = 300  # characters of a dead child's output that its finding quotes
 SLOW = "see to its disk or its network; --full waits longer"
 HANGS = (
     "if another process computes on the device (`note` lines above), end it; if it hangs again, "
     "`nvidia-smi --gpu-reset`, or start the machine anew; --full waits longer"
 )
-
-
-def starved(pid: int | str = "self") -> float:
-    """Seconds that a process, its first thread, has stood in line for a processor, from the
-    scheduler's statistics (second number of schedstat); 0 where there are none."""
-    try:
-        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, IndexError, ValueError):
-        return 0.0
 
 
 # ---- the child's end --------------------------------------------------------------------------
@@ -63,16 +54,13 @@ class Teller:
     """What a child says. `where` is the subject of its findings; `until` the moment, by
     time.monotonic(), at which it should have come to its end; `is_full` whether it may be long."""
 
-    def __init__(self, pipe: int, where: str, until: float, is_full: bool) -> None:
-        os.set_inheritable(pipe, False)
-        self._pipe, self.where, self._until, self.is_full = pipe, where, until, is_full
+    def __init__(self, report: MessageWriter, where: str, until: float, is_full: bool) -> None:
+        self._report, self.where, self._until, self.is_full = report, where, until, is_full
         self.doing = "start"
         self.op: str | None = None
 
     def _say(self, **message: Any) -> None:
-        data = json.dumps(message).encode() + b"\n"
-        while data:
-            data = data[os.write(self._pipe, data) :]
+        self._report.write(**message)
 
     def left(self) -> float:
         """Seconds."""
@@ -107,7 +95,7 @@ class Teller:
 # ---- the parent's end -------------------------------------------------------------------------
 
 
-class Child:
+class Child(processes.Child):
     """An examination that runs. Attributes: where, facts, findings, doing (what it began last) and
     op, ended (None while it runs, then "done", "died" or "late"), exit (as subprocess says it)."""
 
@@ -124,46 +112,30 @@ class Child:
     ) -> None:
         """`deadline` by time.monotonic(): it is killed then; it is told to end `slack` earlier.
         Of one that is doomed it is no finding that it dies."""
-        self.where, self.deadline, self.started = where, deadline, time.monotonic()
+        self.where = where
         self.facts: dict[str, Any] = {}
         self.findings: list[Finding] = []
         self.doing, self.is_doomed = "start", is_doomed
         self.op: str | None = None
         self.ended: str | None = None
-        self.exit: int | None = None
-        self._rest = b""
         self._has_said_end = False
-        self._starved = 0.0
-        self.output = tempfile.TemporaryFile()
-        self.pipe, theirs = os.pipe()
-        os.set_blocking(self.pipe, False)
-        words = [str(ROOT), str(os.getpid()), str(theirs), where, str(deadline - slack)]
-        words += [str(int(is_full)), role, *arguments]
-        try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", BOOT, *words],
-                stdin=subprocess.DEVNULL,
-                stdout=self.output,
-                stderr=subprocess.STDOUT,
-                pass_fds=(theirs,),
-                env=os.environ | (env or {}),
-            )
-        finally:
-            os.close(theirs)
+        words = [str(ROOT), where, str(deadline - slack), str(int(is_full)), role, *arguments]
+        super().__init__(
+            [sys.executable, "-c", BOOT, *words],
+            os.environ | (env or {}),
+            deadline,
+            messages=True,
+            capture=True,
+        )
+
+    @property
+    def exit(self) -> int | None:
+        return self.process.returncode
 
     def hear(self, log: Callable[[str], None]) -> None:
         """Takes what is in the pipe."""
-        try:
-            data = os.read(self.pipe, 1 << 16)
-        except BlockingIOError:
-            return
-        if not data:
-            self._finish("done" if self._has_said_end else "died")
-            return
-        *whole, self._rest = (self._rest + data).split(b"\n")
-        for line in whole:
-            message = json.loads(line)
-            log(f"{self.where}: {line.decode()}")
+        for message in self.messages():
+            log(f"{self.where}: {json.dumps(message)}")
             if "at" in message:
                 self.doing, self.op = message["at"], message["op"]
             elif "fact" in message:
@@ -173,36 +145,14 @@ class Child:
                 self.findings.append(Finding(**message["finding"]))
             elif "end" in message:
                 self._has_said_end = True
-
-    def _finish(self, how: str) -> None:
-        self.starved()
-        try:
-            self.exit = self.process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:  # it has said all, and hangs as it goes
-            self.kill()
-        self.ended = how
-
-    def kill(self) -> bool:
-        """Whether it is gone. What waits inside the driver cannot be killed."""
-        self.process.kill()
-        try:
-            self.exit = self.process.wait(1.0)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
-
-    def starved(self) -> float:
-        """Seconds that it has stood in line for a processor."""
-        if self.ended is None:
-            self._starved = max(self._starved, starved(self.process.pid))
-        return self._starved
-
-    def is_late(self) -> bool:
-        """Whether the deadline is over."""
-        return time.monotonic() >= self.deadline + self.starved()
+        if self.at_end:
+            self.starved()
+            if not self.wait(END_SECONDS):  # it has said all, and hangs as it goes
+                self.kill(KILL_SECONDS)
+            self.ended = "done" if self._has_said_end else "died"
 
     def expire(self) -> None:
-        gone = self.kill()
+        gone = self.kill(KILL_SECONDS)
         self.ended = "late"
         seconds = time.monotonic() - self.started
         fate = "and was killed" if gone else f"and process {self.process.pid} cannot be killed: "
@@ -236,16 +186,6 @@ class Child:
             self.op,
         )
 
-    def printed(self) -> str:
-        self.output.seek(0)
-        return self.output.read().decode(errors="replace")
-
-    def close(self) -> None:
-        if self.ended is None:
-            self.kill()
-        os.close(self.pipe)
-        self.output.close()
-
 
 class Crew:
     """The children of this process; leaving the context ends them all."""
@@ -261,12 +201,12 @@ class Crew:
     def __exit__(self, *exception: object) -> None:
         self._selector.close()
         for child in self._children:
-            child.close()
+            child.close(KILL_SECONDS)
 
     def start(self, where: str, role: str, *arguments: str, **options: Any) -> Child:
         child = Child(where, role, *arguments, **options)
         self._children.append(child)
-        self._selector.register(child.pipe, selectors.EVENT_READ, child)
+        self._selector.register(child, selectors.EVENT_READ, child)
         return child
 
     def wait(self, *wanted: Child) -> None:
@@ -285,7 +225,7 @@ class Crew:
                     self._gone(child)
 
     def _gone(self, child: Child) -> None:
-        self._selector.unregister(child.pipe)
+        self._selector.unregister(child)
         text = child.printed()
         if text:
             self._log(f"{child.where}: printed:\n{text}")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from needle import _C
 from needle.diagnose import facts
 from needle.diagnose.children import Teller
-from needle.processes import die_with
+from needle.processes import MessageWriter
 
 FATAL = (
     "a kernel or the GPU itself is broken: look at the Xid and ECC lines, try another GPU, and "
@@ -103,12 +103,10 @@ ROLES: dict[str, Callable[..., None]] = {
 }
 
 
-def serve(
-    parent: str, pipe: str, where: str, until: str, is_full: str, role: str, *arguments: str
-) -> None:
+def serve(where: str, until: str, is_full: str, role: str, *arguments: str) -> None:
     """The whole life of a child; the arguments are those that `Child` gives."""
-    die_with(int(parent))
-    teller = Teller(int(pipe), where, float(until), is_full == "1")
+    report = MessageWriter.to_parent()
+    teller = Teller(report, where, float(until), is_full == "1")
     try:
         ROLES[role](teller, *arguments)
     except _C.CudaFatalError as error:

@@ -31,7 +31,7 @@ import time
 from collections.abc import Sequence
 
 from needle.heartbeat import PIPE
-from needle.processes import collecting, kill, signal_name, spawn
+from needle.processes import Child, collecting, signal_name
 
 DEADLINE = 60.0  # of the control channel
 MARGIN = 10.0  # seconds more: for a rank to come to its next collective, and after SIGTERM to end
@@ -50,8 +50,8 @@ def run(command: Sequence[str], count: int, deadline: float = DEADLINE) -> int:
 class _Launch:
     def __init__(self, command: Sequence[str], count: int, deadline: float) -> None:
         self.command, self.count, self.deadline = list(command), count, deadline
-        self.processes: list[subprocess.Popen] = []
-        self.running: dict[int, subprocess.Popen] = {}
+        self.children: list[Child] = []
+        self.running: dict[int, Child] = {}
         self.failed: list[int] = []  # exit codes, in the order in which ranks failed by themselves
         self.patience: float | None = None  # until then the others may end by themselves
         self.signals: list[int] = []  # that have come, and were not passed on yet
@@ -79,21 +79,20 @@ class _Launch:
                 say(f"{self.command[0]}: {error.strerror}")
                 return 127 if isinstance(error, FileNotFoundError) else 126
             finally:
-                for process in self.processes:
-                    if process.poll() is None:
-                        kill(process)
-                    if process.stderr is not None:
-                        process.stderr.close()
+                for child in self.children:
+                    child.close()
+                    if child.process.stderr is not None:
+                        child.process.stderr.close()
         return EXIT_AGAIN if EXIT_AGAIN in self.failed else self.failed[0] if self.failed else 0
 
     def _start(self, rank: int, environ: dict[str, str], selector: selectors.BaseSelector) -> None:
         heard = {} if rank == 0 else {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-        process = spawn(self.command, env=environ, **heard)
-        self.processes.append(process)
-        self.running[rank] = process
-        if process.stderr is not None:
-            os.set_blocking(process.stderr.fileno(), False)
-            selector.register(process.stderr, selectors.EVENT_READ, rank)
+        child = Child(self.command, environ, **heard)
+        self.children.append(child)
+        self.running[rank] = child
+        if child.process.stderr is not None:
+            os.set_blocking(child.process.stderr.fileno(), False)
+            selector.register(child.process.stderr, selectors.EVENT_READ, rank)
             self.lines[rank] = b""
 
     def _pass_on(self) -> None:
@@ -108,12 +107,12 @@ class _Launch:
                 self._send(number)
 
     def _send(self, number: int) -> None:
-        for process in self.running.values():
-            process.send_signal(number)
+        for child in self.running.values():
+            child.signal(number)
 
     def _look(self) -> None:
-        ended = [rank for rank, process in self.running.items() if process.poll() is not None]
-        codes = {rank: self.running.pop(rank).returncode for rank in ended}
+        ended = [rank for rank, child in self.running.items() if child.poll() is not None]
+        codes = {rank: self.running.pop(rank).poll() for rank in ended}
         # Of those that ended since the last look, who has 75 mostly followed another.
         for rank in sorted(ended, key=lambda rank: codes[rank] == EXIT_AGAIN):
             self._ended(rank, codes[rank])
@@ -142,8 +141,8 @@ class _Launch:
             end = time.monotonic() + MARGIN
             while self.running and time.monotonic() < end:
                 time.sleep(TICK / 5)
-                for rank, process in list(self.running.items()):
-                    if process.poll() is not None:
+                for rank, child in list(self.running.items()):
+                    if child.poll() is not None:
                         del self.running[rank]
         self.running.clear()  # a process that waits for a driver may stay for ever
 

@@ -9,6 +9,7 @@ import time
 import pytest
 from harness import ROOT
 
+from needle import processes
 from needle.diagnose import children
 from needle.diagnose.children import Crew, Teller
 
@@ -18,10 +19,9 @@ BOOT = """
 import os, signal, sys, time
 sys.path.insert(0, sys.argv.pop(1))
 from needle.diagnose.children import Teller
-from needle.processes import die_with
-parent, pipe, where, until, is_full, role = sys.argv[1:]
-die_with(int(parent))
-teller = Teller(int(pipe), where, float(until), is_full == "1")
+from needle.processes import MessageWriter
+where, until, is_full, role = sys.argv[1:]
+teller = Teller(MessageWriter.to_parent(), where, float(until), is_full == "1")
 """
 
 
@@ -92,14 +92,14 @@ def test_what_hangs_is_killed_at_its_deadline(run):
 
 
 def test_time_in_line_for_a_processor_does_not_count(run, monkeypatch):
-    monkeypatch.setattr(children, "starved", lambda pid="self": 20.0)
+    monkeypatch.setattr(processes, "starved", lambda pid="self": 20.0)
     child = run("time.sleep(1); teller.end()", seconds=0.5)
     assert child.ended == "done"
 
 
 def test_the_scheduler_says_how_long_a_process_stood_in_line():
-    assert 0 <= children.starved() < time.monotonic()
-    assert children.starved(2**22 + 1) == 0
+    assert 0 <= processes.starved() < time.monotonic()
+    assert processes.starved(2**22 + 1) == 0
 
 
 def test_a_child_knows_its_time_and_ends_a_second_before_the_deadline(run):
@@ -115,8 +115,8 @@ def test_a_child_ends_with_its_parent():
             "import time\nfrom needle.diagnose import children\n"
             f"children.BOOT = {BOOT!r} + 'teller.end(); signal.pause()'\n"
             "child = children.Child('x', 'none', deadline=time.monotonic() + 600)\n"
-            "import select; select.select([child.pipe], [], [])\n"
-            "print(child.process.pid, flush=True); time.sleep(600)",
+            "import select; select.select([child], [], [])\n"
+            "print(child.pid, flush=True); time.sleep(600)",
         ],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -135,7 +135,8 @@ def test_a_child_ends_with_its_parent():
 
 def test_a_child_whose_parent_is_gone_does_nothing():
     done = subprocess.run(
-        [sys.executable, "-c", children.BOOT, str(ROOT), "1", "1", "x", "0", "0", "machine"],
+        [sys.executable, "-c", children.BOOT, str(ROOT), "x", "0", "0", "machine"],
+        env=os.environ | {processes.MESSAGES: "1:1"},
         stdout=subprocess.PIPE,
     )
     assert (done.returncode, done.stdout) == (1, b"")
@@ -152,7 +153,7 @@ def test_leaving_the_crew_leaves_nobody(monkeypatch):
 
 def test_a_teller_says_long_things_whole(tmp_path):
     read, write = os.pipe()
-    teller = Teller(write, "x", 0.0, False)
+    teller = Teller(processes.MessageWriter(write), "x", 0.0, False)
     assert not os.get_inheritable(write)
     teller.detail("y" * 30_000)
     assert os.read(read, 1 << 16).count(b"y") == 30_000
