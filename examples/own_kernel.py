@@ -80,7 +80,7 @@ class SwiGLU(FusedOp):
         return y
 
     def backward(
-        self, dout: NDArray, node: Tensor, sinks: Sequence[NDArray | None]
+        self, dout: NDArray, node: Tensor, accumulators: Sequence[NDArray | None]
     ) -> tuple[NDArray, NDArray]:
         a, b, dout = (x.compact() for x in (*(t.cached_data for t in node.inputs), dout))
         da, db = like(a), like(b)

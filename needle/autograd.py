@@ -10,10 +10,10 @@ An op offers up to three things (docs/design.md, Two protocols):
 - `gradient(out_grad, node)`: Tensors in, a Tensor or a tuple of Tensors out, one for each input of
   `node`. It is pure. That of an elementary op is built from ops, so it can be differentiated again.
   The gradient of a tuple is a TensorTuple, or a list, with None for the elements that have none;
-- `accumulate(out_grad, node, sinks)`: like gradient, but where `sinks[i]` is a float32 NDArray, it
-  adds the gradient of input i into it and returns None there. That is how the gradients of
-  flattened parameters (`needle.nn.flatten_parameters`) are summed by the kernel that computes them.
-  A kernel that can write as well as add asks `sinks.claim(i)` (Sinks).
+- `accumulate(out_grad, node, accumulators)`: like gradient, but where `accumulators[i]` is a
+  float32 NDArray, it adds the gradient of input i into it and returns None there. That is how the
+  gradients of flattened parameters (`needle.nn.flatten_parameters`) are summed by the kernel that
+  computes them. A kernel that can write as well as add uses `accumulators.with_beta(i)`.
 
 Every `backward()` adds to `.grad`, until `optimizer.reset_grad()` or `x.grad = None`. That of a
 Parameter with a gradient buffer is a Tensor over the buffer. That of another leaf has memory of its
@@ -39,11 +39,11 @@ from needle.graph import arrays_of, check_unchanged, find_topo_sort, memory_of
 from needle.operators import Operators
 
 __all__ = [
+    "Accumulators",
     "FusedOp",
     "FusedTupleOp",
     "NDArray",
     "Op",
-    "Sinks",
     "Tensor",
     "TensorOp",
     "TensorTuple",
@@ -94,13 +94,13 @@ class Op:
     def check_unchanged(self) -> None:
         """RuntimeError where what the gradient reads beside arrays changed since the forward."""
 
-    def accumulate(self, out_grad: Any, node: Value, sinks: Sinks) -> tuple:
-        """`gradient_as_tuple`, but entry i is added into `sinks[i]` and returned as None where
-        that is not None."""
+    def accumulate(self, out_grad: Any, node: Value, accumulators: Accumulators) -> tuple:
+        """Like `gradient_as_tuple`, but add entry i into `accumulators[i]` and return None for it
+        where that is an array."""
         grads = list(self.gradient_as_tuple(out_grad, node))
-        for i, sink in enumerate(sinks):
-            if sink is not None and grads[i] is not None:
-                _add_into(sink, grads[i].cached_data)
+        for i, accumulator in enumerate(accumulators):
+            if accumulator is not None and grads[i] is not None:
+                _add_into(accumulator, grads[i].cached_data)
                 grads[i] = None
         return tuple(grads)
 
@@ -138,24 +138,26 @@ class _Copy(TensorOp):
 class FusedOp(TensorOp):
     """An op whose forward and backward are kernels, ops of ops.def.
 
-    `compute` may leave on `self` what the backward needs: each call works on a copy of the op.
-    Subclasses write `backward(dout, node, sinks)`: `dout` is the NDArray of the output's gradient
-    in the output's dtype; it returns one NDArray or None an input, None where it has added into
-    `sinks[i]` and where that input needs no gradient. Weight gradients are float32 whatever the
-    model's dtype. A fused gradient cannot be differentiated again; trying raises.
+    `compute` may keep arrays for the backward on `self`: each call works on a copy of the op.
+    Subclasses write `backward(dout, node, accumulators)`: `dout` is the NDArray of the output's
+    gradient in the output's dtype; it returns one NDArray or None an input, None where it has added
+    into `accumulators[i]` and where that input needs no gradient. Weight gradients are float32 in
+    models of every dtype. A fused gradient cannot be differentiated again; trying raises.
     """
 
     def __call__(self, *args: Value) -> Tensor:
         return Tensor.make_from_op(copy.copy(self), args)
 
-    def backward(self, dout: Any, node: Any, sinks: Sinks) -> Sequence[NDArray | None]:
+    def backward(
+        self, dout: Any, node: Any, accumulators: Accumulators
+    ) -> Sequence[NDArray | None]:
         raise NotImplementedError(f"{type(self).__name__}.backward is not defined")
 
     def gradient(self, out_grad: Any, node: Any) -> tuple:
-        return self.accumulate(out_grad, node, Sinks([None] * len(node.inputs)))
+        return self.accumulate(out_grad, node, Accumulators([None] * len(node.inputs)))
 
-    def accumulate(self, out_grad: Any, node: Any, sinks: Sinks) -> tuple:
-        grads = self.backward(self._douts(out_grad, node), node, sinks)
+    def accumulate(self, out_grad: Any, node: Any, accumulators: Accumulators) -> tuple:
+        grads = self.backward(self._douts(out_grad, node), node, accumulators)
         return tuple(None if g is None else _severed(g, self) for g in grads)
 
     def _douts(self, out_grad: Any, node: Any) -> Any:
@@ -208,17 +210,17 @@ def _severed(grad: NDArray, op: Op) -> Tensor:
     return out
 
 
-class Sinks(Sequence["NDArray | None"]):
-    """Where an op adds the gradients of its inputs: `sinks[i]` is the float32 array of input i, or
-    None where its gradient is returned instead.
+class Accumulators(Sequence["NDArray | None"]):
+    """Gradient accumulators of an op: `accumulators[i]` is the float32 array into which it adds the
+    gradient of input i, None where it returns that gradient.
 
-    A buffer that nothing was added to since `reset_grad()` is not zeroed before it is needed:
-    `sinks[i]` zeroes it then, and `claim(i)` leaves that to a kernel that can write.
+    The first access after `reset_grad()` fills an array with zeros. `with_beta(i)` saves that for a
+    kernel that can write.
     """
 
     def __init__(self, owners: Sequence[Value | None]) -> None:
         self._owners = owners
-        self._claimed: list[Value] = []
+        self._unwritten: list[Value] = []
 
     def __len__(self) -> int:
         return len(self._owners)
@@ -227,26 +229,26 @@ class Sinks(Sequence["NDArray | None"]):
         owner = self._owners[i]
         return None if owner is None else owner.grad_buffer
 
-    def claim(self, i: int) -> tuple[NDArray | None, bool]:
-        """The array, and whether to add to it; without that its numbers are of no meaning, and the
-        caller writes all of them."""
+    def with_beta(self, i: int) -> tuple[NDArray | None, int]:
+        """Return (array, beta) for array = beta * array + gradient, as BLAS has it. With beta 0 the
+        numbers in the array have no meaning: the caller writes all of them."""
         owner = self._owners[i]
         if owner is None:
-            return None, False
-        buffer, add = owner.claim_grad_buffer()
-        if not add:
-            self._claimed.append(owner)
-        return buffer, add
+            return None, 0
+        buffer, beta = owner.grad_buffer_and_beta()
+        if beta == 0:
+            self._unwritten.append(owner)
+        return buffer, beta
 
-    def disclaim(self) -> None:
-        """The op failed: what was to be written counts as zeros again."""
-        for owner in self._claimed:
-            owner.forget_grad()
+    def reset_unwritten(self) -> None:
+        """Count the arrays given out with beta 0 as zeros again: the op has failed."""
+        for owner in self._unwritten:
+            owner.reset_grad()
 
 
-def _add_into(sink: NDArray, grad: NDArray) -> None:
-    """sink += grad, in float32."""
-    _C.assign(sink, _C.add(sink, grad))
+def _add_into(accumulator: NDArray, grad: NDArray) -> None:
+    """accumulator += grad, in float32."""
+    _C.assign(accumulator, _C.add(accumulator, grad))
 
 
 # ---- values --------------------------------------------------------------------------------------
@@ -286,12 +288,12 @@ class Value:
         """True when no op made it."""
         return self.op is None
 
-    def claim_grad_buffer(self) -> tuple[NDArray | None, bool]:
-        """See Sinks.claim."""
-        return self.grad_buffer, True
+    def grad_buffer_and_beta(self) -> tuple[NDArray | None, int]:
+        """See Accumulators.with_beta."""
+        return self.grad_buffer, 1
 
-    def forget_grad(self) -> None:
-        """The gradient counts as zeros."""
+    def reset_grad(self) -> None:
+        """Count the gradient as zeros."""
         self.grad = None
 
     @classmethod
@@ -616,11 +618,11 @@ def _walk(order: list[Value], output: Value, out_grad: Value, keep: bool) -> Non
         inputs = node.inputs
         owners = [x if x.requires_grad and x.has_grad_buffer else None for x in inputs]
         if any(owner is not None for owner in owners):
-            sinks = Sinks(owners)
+            accumulators = Accumulators(owners)
             try:
-                parts = op.accumulate(grad, node, sinks)
+                parts = op.accumulate(grad, node, accumulators)
             except BaseException:
-                sinks.disclaim()
+                accumulators.reset_unwritten()
                 raise
         else:
             parts = op.gradient_as_tuple(grad, node)

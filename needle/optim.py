@@ -131,7 +131,7 @@ class Optimizer:
         """Forget the gradients: those of a flat object count as zeros, each other `.grad` is
         None."""
         if self.flat is not None:
-            self.flat.forget_grad()
+            self.flat.reset_grad()
         else:
             for p in self.params:
                 p.grad = None

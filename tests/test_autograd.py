@@ -146,7 +146,7 @@ def test_sinks_accumulate(device, dtype):
 
 
 @both
-def test_forgotten_gradients_count_as_zeros(device):
+def test_gradients_count_as_zeros_after_reset_grad(device):
     """The first product behind reset_grad() writes, the second adds; what no gradient reaches is
     zero for whoever looks, and for the norm."""
     device = device_of(device)
@@ -160,19 +160,19 @@ def test_forgotten_gradients_count_as_zeros(device):
     module(ids).sum().backward()
     first = gradients()
     for p in module.parameters():
-        p.grad_buffer.fill(np.nan)  # who adds to what is forgotten keeps it
-    flat.forget_grad()
+        p.grad_buffer.fill(np.nan)  # an addition would keep it
+    flat.reset_grad()
     module(ids).sum().backward()
     for name, grad in gradients().items():
         np.testing.assert_array_equal(grad, first[name], name)
-    flat.forget_grad()
+    flat.reset_grad()
     ops.embedding(ids, module.table).sum().backward()
     assert module.table.grad.numpy().any()
     rest = [p for p in module.parameters() if p is not module.table]
     expected = np.sqrt((module.table.grad.numpy().astype(float) ** 2).sum())
     assert float(ndl.optim.grad_norm(flat)[0].numpy()) == pytest.approx(expected)
     assert not any(p.grad.numpy().any() for p in rest)
-    flat.forget_grad()
+    flat.reset_grad()
     twice = ops.linear(ops.linear(Tensor(np.eye(6), device=device), module.weight), module.weight)
     twice.sum().backward()
     weight = module.weight.numpy().astype(float)
@@ -300,7 +300,7 @@ def test_backward_adds_to_gradients():
             for p in layer.parameters():
                 np.testing.assert_array_equal(p.grad.numpy(), np.full(p.shape, times))
     adam.reset_grad()
-    flat.forget_grad()
+    flat.reset_grad()
     for layer in plain, flattened:
         layer(ndl.ones(1, 2)).sum().backward()
         np.testing.assert_array_equal(layer.weight.grad.numpy(), np.ones((2, 2)))
@@ -605,25 +605,25 @@ class Unlucky(autograd.FusedOp):
     def compute(self, x, w):
         return _C.matmul(x.reshape((1, *x.shape)), w.reshape((1, *w.shape)), None).reshape((2, 4))
 
-    def backward(self, dout, node, sinks):
-        sink, add = sinks.claim(1)
-        sink.fill(7)  # as a kernel that got so far
+    def backward(self, dout, node, accumulators):
+        accumulator, beta = accumulators.with_beta(1)
+        accumulator.fill(7)  # as a kernel that got so far
         if Unlucky.fails:
             raise MemoryError("no room")
-        assert not add
+        assert beta == 0
         return None, None
 
 
 def test_a_product_that_fails_leaves_no_old_gradient():
-    """It had claimed the buffer, which still holds the gradient of the step before."""
+    """The op got the buffer with beta 0, and it still holds the gradient of the step before."""
     model = nn.Linear(3, 4, bias=False)
     flat = nn.flatten_parameters(model)
     model(ndl.ones(2, 3)).sum().backward()
-    flat.forget_grad()
+    flat.reset_grad()
     loss = Unlucky()(ndl.ones(2, 3), model.weight).sum()
     with pytest.raises(MemoryError, match="no room"):
         loss.backward()
     assert not flat.grad.numpy().any()
-    flat.forget_grad()
+    flat.reset_grad()
     model(ndl.ones(2, 3)).sum().backward()
     np.testing.assert_array_equal(model.weight.grad.numpy(), 2)

@@ -21,7 +21,7 @@ class Halves(FusedTupleOp):
     def compute(self, x):
         return _C.multiply(x, 0.5), x, _C.negate(x)
 
-    def backward(self, dout, node, sinks):
+    def backward(self, dout, node, accumulators):
         self.given.append([None if d is None else d.numpy().tolist() for d in dout])
         half, same, minus = (
             _C.multiply(node.inputs[0].cached_data, 0) if d is None else d for d in dout

@@ -18,8 +18,8 @@ class FlatParameters:
 
     data: (N,) in the model's dtype; grad: (N,) float32. Decayed parameters come first and fill
     data[:decay_size]. Parameter i is `parameters[i]`, named `names[i]`, at data[offsets[i]:] with
-    its size; what lies between parameters is zero in both buffers and stays zero. Ask for `grad`
-    anew behind each forget_grad(): zeros that a product will overwrite are not written before.
+    its size; what lies between parameters is zero in both buffers and stays zero. Read `grad`
+    again after each reset_grad(), which leaves the zeros to the next product.
 
     A deep copy or a pickle holds copies of the parameters, in new buffers with their values and
     gradients: together with the model, `copy.deepcopy((model, optimizer))`, it is the model's copy
@@ -58,11 +58,11 @@ class FlatParameters:
             _ = p.grad_buffer  # zeros, where they are yet to be written
         return self._grad
 
-    def forget_grad(self) -> None:
-        """All gradients count as zeros."""
+    def reset_grad(self) -> None:
+        """Count all gradients as zeros."""
         for p in self.parameters:
             if p.ndim >= 2:
-                p.forget_grad()
+                p.reset_grad()
         for start, stop in self._vectors:
             self._grad[start:stop].fill(0)
 
@@ -195,5 +195,5 @@ def flatten_parameters(
 
     flat = FlatParameters(order, decayed, first.device, first.dtype)
     flat.adopt()
-    flat.forget_grad()
+    flat.reset_grad()
     return flat

@@ -27,9 +27,9 @@ class Parameter(Tensor):
 
     After `flatten_parameters` its data is a view of the model's flat buffer and `grad_buffer`
     (float32, its shape) a view of the flat gradient: `.grad` is then a Tensor over that view, into
-    which every backward() adds; setting `.grad` writes into it, None being zeros. Zeros are only
-    written when somebody asks for them: after `forget_grad()` the next product writes instead of
-    adding, and who looks before finds zeros.
+    which every backward() adds; setting `.grad` writes into it, None being zeros. After
+    `reset_grad()` the next product writes instead of adding; an earlier read of `.grad` fills in
+    zeros.
 
     A copy or a pickle stands alone, with values and gradient, until it is flattened itself.
 
@@ -41,7 +41,7 @@ class Parameter(Tensor):
     name: str | None = None
     _grad: Tensor | None = None
     _grad_buffer: NDArray | None = None
-    _forgotten = False  # what the buffer holds counts as zeros
+    _is_zero = False  # the buffer counts as zeros, which are not written yet
 
     @property
     def has_grad_buffer(self) -> bool:  # type: ignore[override]
@@ -49,22 +49,22 @@ class Parameter(Tensor):
 
     @property
     def grad_buffer(self) -> NDArray | None:  # type: ignore[override]
-        if self._forgotten:
+        if self._is_zero:
             self._grad_buffer.fill(0)
-            self._forgotten = False
+            self._is_zero = False
         return self._grad_buffer
 
     @grad_buffer.setter
     def grad_buffer(self, buffer: NDArray) -> None:
-        self._grad_buffer, self._forgotten = buffer, False
+        self._grad_buffer, self._is_zero = buffer, False
 
-    def claim_grad_buffer(self) -> tuple[NDArray | None, bool]:
-        add, self._forgotten = not self._forgotten, False
-        return self._grad_buffer, add
+    def grad_buffer_and_beta(self) -> tuple[NDArray | None, int]:
+        beta, self._is_zero = int(not self._is_zero), False
+        return self._grad_buffer, beta
 
-    def forget_grad(self) -> None:
-        """The gradient is zero, or None without a buffer."""
-        self._grad, self._forgotten = None, self.has_grad_buffer
+    def reset_grad(self) -> None:
+        """Set the gradient to zero, without a buffer to None."""
+        self._grad, self._is_zero = None, self.has_grad_buffer
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
@@ -75,7 +75,7 @@ class Parameter(Tensor):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if value is None:
-            self.forget_grad()
+            self.reset_grad()
         elif self.has_grad_buffer:
             _C.assign(self.grad_buffer, value.cached_data)
         else:
@@ -83,7 +83,7 @@ class Parameter(Tensor):
 
     def __getstate__(self) -> dict[str, Any]:
         state = {
-            k: v for k, v in vars(self).items() if k not in ("_grad_buffer", "_forgotten", "_flat")
+            k: v for k, v in vars(self).items() if k not in ("_grad_buffer", "_is_zero", "_flat")
         }
         return {**state, "_grad": self.grad}
 

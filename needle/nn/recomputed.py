@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from needle.autograd import (
+    Accumulators,
     FusedOp,
     NDArray,
-    Sinks,
     Tensor,
     compute_gradient_of_variables,
     enable_grad,
@@ -149,7 +149,9 @@ class Recomputed(FusedOp):
                 f"is {now.get(place)!r:.40}: set it back, or compute the forward again"
             )
 
-    def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> list[NDArray | None]:
+    def backward(
+        self, dout: NDArray, node: Tensor, accumulators: Accumulators
+    ) -> list[NDArray | None]:
         first, *parameters = node.inputs
         x = Tensor.make_const(first.cached_data, requires_grad=first.requires_grad)
         now = self._random_states()

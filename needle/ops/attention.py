@@ -16,7 +16,7 @@ import numpy as np
 
 from needle import _C
 from needle._C import NDArray
-from needle.autograd import FusedOp, Sinks, Tensor
+from needle.autograd import Accumulators, FusedOp, Tensor
 from needle.block_mask import BlockMask, as_block_mask
 from needle.ops.matmul import linear_grads
 
@@ -47,7 +47,7 @@ class Rotary(FusedOp):
     def compute(self, x: NDArray) -> NDArray:
         return self._turned(x, 1.0)
 
-    def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> tuple:
+    def backward(self, dout: NDArray, node: Tensor, accumulators: Accumulators) -> tuple:
         return (self._turned(dout, -1.0),)
 
     def _turned(self, x: NDArray, sign: float) -> NDArray:
@@ -144,7 +144,9 @@ class Attention(FusedOp):
         self.kernel = Kernel(*self.options)
         return self.kernel.forward(q, k, v)
 
-    def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> list[NDArray | None]:
+    def backward(
+        self, dout: NDArray, node: Tensor, accumulators: Accumulators
+    ) -> list[NDArray | None]:
         qkv = [x.cached_data for x in node.inputs]
         into = [_C.empty(x.shape, x.dtype, x.device) for x in qkv]
         self.kernel.backward(dout, qkv, into)
@@ -233,10 +235,14 @@ class RotaryLayer:
         w, b = w.reshape((w.shape[0], *packed)), b.reshape(packed)
         return _C.linear_rotary_fwd(x, w, b, self.cos, self.sin, 2)
 
-    def backward(self, d: NDArray, node: Tensor, at: int, sinks: Sinks, grads: list) -> None:
+    def backward(
+        self, d: NDArray, node: Tensor, at: int, accumulators: Accumulators, grads: list
+    ) -> None:
         """The gradients of x and w, inputs at and at + 1 of the op; d: of x w + b."""
         b, t, *packed = d.shape
-        linear_grads(d.reshape((b * t, math.prod(packed))), node, at, sinks, grads, bias=False)
+        linear_grads(
+            d.reshape((b * t, math.prod(packed))), node, at, accumulators, grads, bias=False
+        )
 
 
 class QKVAttention(FusedOp):
@@ -266,7 +272,7 @@ class QKVAttention(FusedOp):
         self.packed = PackedKernel(kernel, self.cos, self.sin)
         return self.packed.forward(rotated)
 
-    def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> tuple:
+    def backward(self, dout: NDArray, node: Tensor, accumulators: Accumulators) -> tuple:
         return (self.packed.backward(dout),)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from needle import _C
 from needle._C import Device, NDArray
-from needle.autograd import Sinks, Tensor, not_a_tensor
+from needle.autograd import Accumulators, Tensor, not_a_tensor
 from needle.backend_ndarray import Axes, zeros
 
 
@@ -40,30 +40,30 @@ def kept_shape(shape: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:
     return tuple(1 if i in axes else n for i, n in enumerate(shape))
 
 
-def sink_of(
-    sinks: Sequence[NDArray | None], grads: list[NDArray | None], node: Any, i: int
+def accumulator_of(
+    accumulators: Sequence[NDArray | None], grads: list[NDArray | None], node: Any, i: int
 ) -> NDArray:
-    """The float32 array into which a kernel adds the gradient of input i of a fused op: its sink,
-    else fresh zeros, which become grads[i] where the input needs a gradient."""
-    sink, x = sinks[i], node.inputs[i]
-    if sink is None:
-        sink = zeros(x.shape, "float32", x.device)
+    """Return the float32 array into which a kernel adds the gradient of input i of a fused op:
+    accumulators[i], else zeros, which become grads[i] where the input needs a gradient."""
+    array, x = accumulators[i], node.inputs[i]
+    if array is None:
+        array = zeros(x.shape, "float32", x.device)
         if x.requires_grad:
-            grads[i] = sink
-    return sink
+            grads[i] = array
+    return array
 
 
-def claim_of(
-    sinks: Sinks, grads: list[NDArray | None], node: Tensor, i: int
-) -> tuple[NDArray, bool]:
-    """The same for a kernel that writes where the second result is False."""
-    place, add = sinks.claim(i)
+def accumulator_and_beta(
+    accumulators: Accumulators, grads: list[NDArray | None], node: Tensor, i: int
+) -> tuple[NDArray, int]:
+    """Return the same and beta: with beta 0 the kernel writes, with 1 it adds."""
+    array, beta = accumulators.with_beta(i)
     x = node.inputs[i]
-    if place is None:
-        place = _C.empty(x.shape, "float32", x.device)
+    if array is None:
+        array = _C.empty(x.shape, "float32", x.device)
         if x.requires_grad:
-            grads[i] = place
-    return place, add
+            grads[i] = array
+    return array, beta
 
 
 def const(array: NDArray) -> Tensor:

@@ -25,7 +25,7 @@ import numpy as np
 
 from needle import _C
 from needle._C import Device, NDArray
-from needle.autograd import FusedOp, Sinks, Tensor
+from needle.autograd import Accumulators, FusedOp, Tensor
 from needle.ops.attention import scale_and_causal
 
 Steps = tuple[int, int, int]  # along batch, time and heads
@@ -141,7 +141,9 @@ class DilatedAttention(FusedOp):
         self.out, self.lse = _C.dilated_merge(parts, lses, *self.numbers)
         return self.out
 
-    def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> list[NDArray | None]:
+    def backward(
+        self, dout: NDArray, node: Tensor, accumulators: Accumulators
+    ) -> list[NDArray | None]:
         arrays = [x.cached_data for x in node.inputs]
         dout = dout.compact()
         sums = [_C.empty((len(self.branches), *x.shape), x.dtype, x.device) for x in arrays]

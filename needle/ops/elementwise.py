@@ -12,7 +12,7 @@ import numpy as np
 
 from needle import _C
 from needle._C import NDArray
-from needle.autograd import FusedOp, Sinks, Tensor, TensorOp
+from needle.autograd import Accumulators, FusedOp, Tensor, TensorOp
 from needle.backend_ndarray import full
 from needle.ops.broadcast import reduced_to
 from needle.ops.common import const
@@ -448,7 +448,7 @@ class GELU(FusedOp):
     def compute(self, x: NDArray) -> NDArray:
         return _C.gelu_tanh(x) if self.tanh else _C.gelu(x)
 
-    def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> tuple:
+    def backward(self, dout: NDArray, node: Tensor, accumulators: Accumulators) -> tuple:
         x = node.inputs[0].cached_data
         return (_C.gelu_tanh_bwd(x, dout) if self.tanh else _C.gelu_bwd(x, dout),)
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from needle import _C
 from needle._C import NDArray
-from needle.autograd import FusedOp, Sinks, Tensor
-from needle.ops.common import id_array, rows_of, sink_of
+from needle.autograd import Accumulators, FusedOp, Tensor
+from needle.ops.common import accumulator_of, id_array, rows_of
 
 
 class EmbeddingOp(FusedOp):
@@ -24,9 +24,11 @@ class EmbeddingOp(FusedOp):
     def compute(self, w: NDArray) -> NDArray:
         return _C.embedding_fwd(self.ids, w).reshape(self.shape + (w.shape[1],))
 
-    def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> list[NDArray | None]:
+    def backward(
+        self, dout: NDArray, node: Tensor, accumulators: Accumulators
+    ) -> list[NDArray | None]:
         grads: list[NDArray | None] = [None]
-        _C.embedding_bwd(self.ids, rows_of(dout), sink_of(sinks, grads, node, 0))
+        _C.embedding_bwd(self.ids, rows_of(dout), accumulator_of(accumulators, grads, node, 0))
         return grads
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from needle import _C
 from needle._C import NDArray
-from needle.autograd import FusedOp, Sinks, Tensor, is_grad_enabled
-from needle.ops.common import check_tensors, claim_of, id_array, rows_of
+from needle.autograd import Accumulators, FusedOp, Tensor, is_grad_enabled
+from needle.ops.common import accumulator_and_beta, check_tensors, id_array, rows_of
 from needle.ops.matmul import weight_grad
 
 
@@ -25,7 +25,7 @@ class CrossEntropy(FusedOp):
         _, self.lse, loss, self.count = _C.cross_entropy_fwd(logits, self.targets)
         return loss
 
-    def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> tuple:
+    def backward(self, dout: NDArray, node: Tensor, accumulators: Accumulators) -> tuple:
         logits = node.inputs[0].cached_data
         return (_C.cross_entropy_bwd(logits, self.targets, self.lse, self.count, dout),)
 
@@ -114,7 +114,9 @@ class LinearCrossEntropy(FusedOp):
         self.share = 1.0 / _C.maximum(valid, 1.0)
         return losses.sum() * self.share
 
-    def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> list[NDArray | None]:
+    def backward(
+        self, dout: NDArray, node: Tensor, accumulators: Accumulators
+    ) -> list[NDArray | None]:
         x, w = node.inputs
         scale = _C.multiply(dout, self.share)
         grads: list[NDArray | None] = [None, None]
@@ -122,9 +124,9 @@ class LinearCrossEntropy(FusedOp):
             if x.requires_grad:
                 grads[0] = (self.dx * scale).astype(x.dtype).reshape(x.shape)
             if w.requires_grad:
-                into, add = claim_of(sinks, grads, node, 1)
+                into, beta = accumulator_and_beta(accumulators, grads, node, 1)
                 dw = self.dw * scale
-                if add:
+                if beta:
                     into += dw
                 else:
                     _C.assign(into, dw)
@@ -133,7 +135,7 @@ class LinearCrossEntropy(FusedOp):
             w_t = self._oriented(w.cached_data).permute((1, 0))
             grads[0] = _C.matmul(self.dlogits, w_t, scale).reshape(x.shape)
         if w.requires_grad:
-            into = claim_of(sinks, grads, node, 1)
+            into = accumulator_and_beta(accumulators, grads, node, 1)
             self._weight_grad(rows_of(x.cached_data), self.dlogits, into, scale)
         return grads
 

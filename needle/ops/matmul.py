@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from needle import _C
 from needle._C import NDArray
-from needle.autograd import FusedOp, Sinks, Tensor, TensorOp
+from needle.autograd import Accumulators, FusedOp, Tensor, TensorOp
 from needle.ops.broadcast import reduced_to, reshape
-from needle.ops.common import claim_of, rows_of, sink_of, vector
+from needle.ops.common import accumulator_and_beta, accumulator_of, rows_of, vector
 from needle.ops.shape import transpose
 
 
@@ -55,18 +55,18 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def weight_grad(
-    x: NDArray, y: NDArray, claimed: tuple[NDArray, bool], scale: NDArray | None = None
+    x: NDArray, y: NDArray, into_and_beta: tuple[NDArray, int], scale: NDArray | None = None
 ) -> None:
-    """scale x^T y of rows x (N, K) and y (N, M), written to the (K, M) float32 array of a claim, or
-    added to it where that says so."""
-    into, add = claimed
+    """Compute into = beta * into + scale * x^T y of rows x (N, K) and y (N, M); into (K, M) is
+    float32, beta 0 or 1."""
+    into, beta = into_and_beta
     n, k, m = *x.shape, y.shape[1]
     x_t = x.permute((1, 0)).reshape((1, k, n))
-    _C.matmul_acc(x_t, y.reshape((1, n, m)), scale, int(add), into.reshape((1, k, m)))
+    _C.matmul_acc(x_t, y.reshape((1, n, m)), scale, beta, into.reshape((1, k, m)))
 
 
 def linear_grads(
-    dy: NDArray, node: Tensor, at: int, sinks: Sinks, grads: list, bias: bool = True
+    dy: NDArray, node: Tensor, at: int, accumulators: Accumulators, grads: list, bias: bool = True
 ) -> None:
     """The gradients of x, w and, with `bias`, b, inputs at, at + 1 and at + 2 of the op, from dy,
     the rows of that of x w + b: dx = dy w^T;  float32: dw += x^T dy,  db += sum dy."""
@@ -74,9 +74,11 @@ def linear_grads(
     if x.requires_grad:
         grads[at] = (dy @ w.cached_data.permute((1, 0))).reshape(x.shape)
     if w.requires_grad:
-        weight_grad(rows_of(x.cached_data), dy, claim_of(sinks, grads, node, at + 1))
+        weight_grad(
+            rows_of(x.cached_data), dy, accumulator_and_beta(accumulators, grads, node, at + 1)
+        )
     if bias and node.inputs[at + 2].requires_grad:
-        _C.bias_bwd(dy, vector(sink_of(sinks, grads, node, at + 2)), None)
+        _C.bias_bwd(dy, vector(accumulator_of(accumulators, grads, node, at + 2)), None)
 
 
 class LinearOp(FusedOp):
@@ -93,9 +95,11 @@ class LinearOp(FusedOp):
         r = rows_of(rest[-1]) if self.has_residual else None
         return _C.linear_fwd(rows_of(x), w, b, r).reshape(x.shape[:-1] + (w.shape[1],))
 
-    def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> list[NDArray | None]:
+    def backward(
+        self, dout: NDArray, node: Tensor, accumulators: Accumulators
+    ) -> list[NDArray | None]:
         grads: list[NDArray | None] = [None] * len(node.inputs)
-        linear_grads(rows_of(dout), node, 0, sinks, grads, self.has_bias)
+        linear_grads(rows_of(dout), node, 0, accumulators, grads, self.has_bias)
         if self.has_residual and node.inputs[-1].requires_grad:
             grads[-1] = dout
         return grads
@@ -109,14 +113,16 @@ class LinearTransposedOp(FusedOp):
     def compute(self, x: NDArray, w: NDArray) -> NDArray:
         return (rows_of(x) @ w.permute((1, 0))).reshape(x.shape[:-1] + (w.shape[0],))
 
-    def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> list[NDArray | None]:
+    def backward(
+        self, dout: NDArray, node: Tensor, accumulators: Accumulators
+    ) -> list[NDArray | None]:
         x, w = node.inputs[0].cached_data, node.inputs[1].cached_data
         dy = rows_of(dout)
         grads: list[NDArray | None] = [None, None]
         if node.inputs[0].requires_grad:
             grads[0] = (dy @ w).reshape(x.shape)
         if node.inputs[1].requires_grad:
-            weight_grad(dy, rows_of(x), claim_of(sinks, grads, node, 1))
+            weight_grad(dy, rows_of(x), accumulator_and_beta(accumulators, grads, node, 1))
         return grads
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from needle import _C
 from needle._C import NDArray
-from needle.autograd import FusedOp, Sinks, Tensor
-from needle.ops.common import claim_of, rows_of, sink_of, vector
+from needle.autograd import Accumulators, FusedOp, Tensor
+from needle.ops.common import accumulator_and_beta, accumulator_of, rows_of, vector
 from needle.ops.matmul import check_residual, linear_grads, weight_grad
 
 
@@ -26,14 +26,20 @@ class GeluLayer:
         return into
 
     def backward(
-        self, dy: NDArray, w2: NDArray, node: Tensor, at: int, sinks: Sinks, grads: list
+        self,
+        dy: NDArray,
+        w2: NDArray,
+        node: Tensor,
+        at: int,
+        accumulators: Accumulators,
+        grads: list,
     ) -> None:
         """The gradients of x, w1 and b1, inputs at, at + 1 and at + 2 of the op."""
         if not any(t.requires_grad for t in node.inputs[at : at + 3]):
             return
-        db1 = vector(sink_of(sinks, grads, node, at + 2))
+        db1 = vector(accumulator_of(accumulators, grads, node, at + 2))
         dpre = _C.linear_gelu_bwd(dy, w2, self.slope, db1)
-        linear_grads(dpre, node, at, sinks, grads, bias=False)
+        linear_grads(dpre, node, at, accumulators, grads, bias=False)
 
 
 class GeluMLP(FusedOp):
@@ -56,15 +62,17 @@ class GeluMLP(FusedOp):
         g = self.up.forward(rows, w1, b1, _C.empty((rows.shape[0], w1.shape[1]), x.dtype, x.device))
         return _C.linear_fwd(g, w2, vector(b2), r).reshape(x.shape[:-1] + (w2.shape[1],))
 
-    def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> list[NDArray | None]:
+    def backward(
+        self, dout: NDArray, node: Tensor, accumulators: Accumulators
+    ) -> list[NDArray | None]:
         _, _, _, w2, b2, *residual = node.inputs
         dy = rows_of(dout)
         grads: list[NDArray | None] = [None] * len(node.inputs)
         if w2.requires_grad:
-            weight_grad(self.up.g, dy, claim_of(sinks, grads, node, 3))
+            weight_grad(self.up.g, dy, accumulator_and_beta(accumulators, grads, node, 3))
         if b2.requires_grad:
-            _C.bias_bwd(dy, vector(sink_of(sinks, grads, node, 4)), None)
-        self.up.backward(dy, w2.cached_data, node, 0, sinks, grads)
+            _C.bias_bwd(dy, vector(accumulator_of(accumulators, grads, node, 4)), None)
+        self.up.backward(dy, w2.cached_data, node, 0, accumulators, grads)
         if residual and residual[0].requires_grad:
             grads[5] = dout
         return grads

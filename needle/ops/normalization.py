@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from needle import _C
 from needle._C import NDArray
-from needle.autograd import FusedOp, FusedTupleOp, Sinks, Tensor, TensorTuple
-from needle.ops.common import rows_of, sink_of
+from needle.autograd import Accumulators, FusedOp, FusedTupleOp, Tensor, TensorTuple
+from needle.ops.common import accumulator_of, rows_of
 
 
 class LayerNorm(FusedOp):
@@ -25,10 +25,12 @@ class LayerNorm(FusedOp):
         y, self.mean, self.rstd = _C.layernorm_fwd(rows_of(x), w, b, self.eps)
         return y.reshape(x.shape)
 
-    def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> list[NDArray | None]:
+    def backward(
+        self, dout: NDArray, node: Tensor, accumulators: Accumulators
+    ) -> list[NDArray | None]:
         x, w, _ = node.inputs
         grads: list[NDArray | None] = [None, None, None]
-        into = [sink_of(sinks, grads, node, i) for i in (1, 2)]
+        into = [accumulator_of(accumulators, grads, node, i) for i in (1, 2)]
         dx = _C.layernorm_bwd(
             rows_of(dout), rows_of(x.cached_data), w.cached_data, self.mean, self.rstd, None, *into
         )
@@ -64,12 +66,12 @@ class LayerNormResidual(FusedTupleOp):
         return (*(y.reshape(x.shape) for y in ys), x)
 
     def backward(
-        self, dout: list[NDArray | None], node: TensorTuple, sinks: Sinks
+        self, dout: list[NDArray | None], node: TensorTuple, accumulators: Accumulators
     ) -> list[NDArray | None]:
         x, *of_norms = node.inputs
         *dys, dres = dout
         grads: list[NDArray | None] = [None] * len(node.inputs)
-        into_of: list[NDArray | None] = list(sinks)
+        into_of: list[NDArray | None] = list(accumulators)
         for i in range(3, len(into_of)):
             if of_norms[i - 1] is of_norms[i - 3]:  # both norms' own: kernels add to each at once
                 into_of[i] = None
@@ -77,7 +79,7 @@ class LayerNormResidual(FusedTupleOp):
         if not used:
             grads[0] = dres
             return grads
-        into = [sink_of(into_of, grads, node, 1 + 2 * n + i) for n in used for i in (0, 1)]
+        into = [accumulator_of(into_of, grads, node, 1 + 2 * n + i) for n in used for i in (0, 1)]
         backward = _C.layernorm_bwd if len(used) == 1 else _C.layernorm_pair_bwd
         dx = backward(
             *(rows_of(dys[n]) for n in used),

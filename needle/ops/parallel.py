@@ -8,10 +8,10 @@ import numpy as np
 
 from needle import _C
 from needle._C import NDArray
-from needle.autograd import FusedOp, Sinks, Tensor
+from needle.autograd import Accumulators, FusedOp, Tensor
 from needle.block_mask import BlockMask
 from needle.ops.attention import Kernel, PackedKernel, RotaryLayer, array_on
-from needle.ops.common import check_tensors, claim_of, rows_of, sink_of, vector
+from needle.ops.common import accumulator_and_beta, accumulator_of, check_tensors, rows_of, vector
 from needle.ops.matmul import check_residual, weight_grad
 from needle.ops.mlp import GeluLayer
 
@@ -70,40 +70,46 @@ class AttentionMLP(FusedOp):
         b, t, h, _, d = packed
         return self.both.as_strided((b, t, h, d), (t * width, width, d, 1))
 
-    def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> list[NDArray | None]:
+    def backward(
+        self, dout: NDArray, node: Tensor, accumulators: Accumulators
+    ) -> list[NDArray | None]:
         inputs, dy = node.inputs, rows_of(dout)
         w_o, w2 = inputs[self.W_O], inputs[self.W2]
         grads: list[NDArray | None] = [None] * len(inputs)
-        self._weight_grads(dy, node, sinks, grads)
+        self._weight_grads(dy, node, accumulators, grads)
         if inputs[self.B_O].requires_grad or inputs[self.B2].requires_grad:
-            sums = (vector(sink_of(sinks, grads, node, i)) for i in (self.B_O, self.B2))
+            sums = (
+                vector(accumulator_of(accumulators, grads, node, i)) for i in (self.B_O, self.B2)
+            )
             _C.bias_bwd(dy, *sums)
-        self.up.backward(dy, w2.cached_data, node, self.X2, sinks, grads)
+        self.up.backward(dy, w2.cached_data, node, self.X2, accumulators, grads)
         if any(x.requires_grad for x in inputs[self.X1 : self.B_QKV + 1]):
             dz = (dy @ w_o.cached_data.permute((1, 0))).reshape(self.attention.kernel.o.shape)
             db = None
             if inputs[self.B_QKV].requires_grad:
                 packed = self.attention.rotated.shape[2:]
-                db = sink_of(sinks, grads, node, self.B_QKV).reshape(packed)
+                db = accumulator_of(accumulators, grads, node, self.B_QKV).reshape(packed)
             d = self.attention.backward(dz, db)
             del dz
-            self.projection.backward(d, node, self.X1, sinks, grads)
+            self.projection.backward(d, node, self.X1, accumulators, grads)
         if inputs[self.R].requires_grad:
             grads[self.R] = dout
         return grads
 
-    def _weight_grads(self, dy: NDArray, node: Tensor, sinks: Sinks, grads: list) -> None:
+    def _weight_grads(
+        self, dy: NDArray, node: Tensor, accumulators: Accumulators, grads: list
+    ) -> None:
         inner = node.inputs[self.W_O].shape[0]
         parts = [(self.W_O, self.both[:, :inner]), (self.W2, self.both[:, inner:])]
         parts = [(i, rows) for i, rows in parts if node.inputs[i].requires_grad]
-        claims = [claim_of(sinks, grads, node, i) for i, _ in parts]
-        if len(claims) == 2 and claims[0][1] == claims[1][1]:
-            together = claims[0][0].joined(claims[1][0])
+        into = [accumulator_and_beta(accumulators, grads, node, i) for i, _ in parts]
+        if len(into) == 2 and into[0][1] == into[1][1]:
+            together = into[0][0].joined(into[1][0])
             if together is not None:
-                weight_grad(self.both, dy, (together, claims[0][1]))
+                weight_grad(self.both, dy, (together, into[0][1]))
                 return
-        for (_, rows), claim in zip(parts, claims):
-            weight_grad(rows, dy, claim)
+        for (_, rows), one in zip(parts, into):
+            weight_grad(rows, dy, one)
 
 
 def attention_mlp(

@@ -25,7 +25,7 @@ import numpy as np
 
 from needle import _C
 from needle._C import NDArray
-from needle.autograd import FusedOp, Sinks, Tensor
+from needle.autograd import Accumulators, FusedOp, Tensor
 from needle.backend_ndarray import as_bytes
 from needle.block_mask import BlockMask, as_block_mask
 from needle.ops.attention import Kernel
@@ -168,7 +168,9 @@ class RingAttention(FusedOp):
             self.kernels.append(kernel)
         return out
 
-    def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> list[NDArray | None]:
+    def backward(
+        self, dout: NDArray, node: Tensor, accumulators: Accumulators
+    ) -> list[NDArray | None]:
         q, k, v = (x.cached_data for x in node.inputs)
         # Again, since kept they would be N times the operands.
         keys, values = self.sequence.gathered(k, v)

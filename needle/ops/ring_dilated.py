@@ -19,7 +19,7 @@ from typing import Any
 
 from needle import _C
 from needle._C import NDArray
-from needle.autograd import FusedOp, Sinks, Tensor
+from needle.autograd import Accumulators, FusedOp, Tensor
 from needle.ops.dilated import Piece, checked, each, heads_of, numbers_of, pieces_of, tokens_before
 from needle.ops.ring_attention import Ranks, SharedSequence, exact
 
@@ -92,7 +92,9 @@ class RingDilatedAttention(FusedOp):
             self.lses.append(lse)
         return out
 
-    def backward(self, dout: NDArray, node: Tensor, sinks: Sinks) -> list[NDArray | None]:
+    def backward(
+        self, dout: NDArray, node: Tensor, accumulators: Accumulators
+    ) -> list[NDArray | None]:
         q, k, v = (x.cached_data for x in node.inputs)
         # Again, since kept they would be N times the operands.
         keys, values = self.sequence.gathered(k, v)

@@ -33,7 +33,7 @@ def run(group, steps, every, leaves, plant=None):
         step, leaf = (int(x) for x in ids[0, :2])
         grad = leaf_gradient(step, leaf)
         calls.append((step, leaf))
-        flat.forget_grad()
+        flat.reset_grad()
         if plant is not None and plant(group.rank, step, leaf, calls.count((step, leaf))):
             grad.view(np.int32)[17] ^= BIT
         flat.parameters[0].grad_buffer[...] = grad.reshape(300, 1)

@@ -98,7 +98,7 @@ def test_into_the_flat_gradient(device):
         ops.linear_cross_entropy(x.detach(), head.weight, targets).backward()
         got = flat.view(flat.grad, 0).numpy()
         np.testing.assert_allclose(got, times * dw, rtol=1e-5, atol=1e-6)
-    flat.forget_grad()
+    flat.reset_grad()
     ops.linear_cross_entropy(x.detach(), head.weight, targets).backward()
     np.testing.assert_allclose(flat.view(flat.grad, 0).numpy(), dw, rtol=1e-5, atol=1e-6)
 

@@ -121,7 +121,7 @@ def test_gradient_beside_one_that_was_added_to_ignores_the_last_step(device, fir
     flat = nn.flatten_parameters(model)
     for buffer in (p.grad_buffer for p in flat.parameters):
         buffer.fill(1e3)
-    flat.forget_grad()
+    flat.reset_grad()
     dict(model.layers[0].named_parameters())[first].grad_buffer.fill(1)
     got = numbers(step(model))
     wanted[f"layers.0.{first}"] += 1
