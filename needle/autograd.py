@@ -92,7 +92,7 @@ class Op:
         return (grads,)
 
     def check_unchanged(self) -> None:
-        """RuntimeError where what the gradient reads beside arrays changed since the forward."""
+        """Raise RuntimeError where a setting that the gradient reads changed since the forward."""
 
     def accumulate(self, out_grad: Any, node: Value, accumulators: Accumulators) -> tuple:
         """Like `gradient_as_tuple`, but add entry i into `accumulators[i]` and return None for it
@@ -124,7 +124,7 @@ class TensorTupleOp(Op):
 
 
 class _Copy(TensorOp):
-    """The same numbers in memory of their own."""
+    """Copy into new memory."""
 
     reads_inputs = reads_result = False
 
@@ -166,7 +166,7 @@ class FusedOp(TensorOp):
 
 class FusedTupleOp(FusedOp):
     """A FusedOp with several results: `compute` returns a tuple of NDArrays, and the `dout` of
-    `backward` is a list, with None for a result whose gradient nobody asks for.
+    `backward` is a list, with None for a result without a gradient.
 
     A result may be an input itself: its gradient then comes along, to be added in the same kernel.
     """
@@ -180,13 +180,13 @@ class FusedTupleOp(FusedOp):
 
 
 def _rounded(grad: Tensor, result: NDArray) -> NDArray:
-    """The gradient of a result, in its dtype."""
+    """Return the gradient of a result in its dtype."""
     dout = grad.cached_data
     return dout if dout.dtype == result.dtype else dout.astype(result.dtype)
 
 
 class _Severed(Op):
-    """Stands where the graph of a fused op's gradient would be."""
+    """Replace the graph of a fused op's gradient, and raise when it is differentiated."""
 
     reads_inputs = reads_result = False
 
@@ -202,7 +202,7 @@ class _Severed(Op):
 
 
 def _severed(grad: NDArray, op: Op) -> Tensor:
-    """A gradient whose own gradient is unknown. It keeps nothing alive but itself."""
+    """Wrap a gradient whose own gradient is unknown. It keeps no other array alive."""
     out = Tensor.from_ndarray(grad)
     if mode.enabled:
         out.op = _Severed(type(op).__name__)
@@ -255,7 +255,7 @@ def _add_into(accumulator: NDArray, grad: NDArray) -> None:
 
 
 def not_a_tensor(op: str, operand: str, x: Any) -> TypeError:
-    """The error of an op for what it cannot compute with."""
+    """Return the error of an op for an operand of another type."""
     return TypeError(
         f"{op}: {operand} must be a Tensor, but is {type(x).__name__} (ndl.Tensor(array) makes one)"
     )
@@ -408,7 +408,7 @@ class Tensor(Value, Operators["Tensor"]):
         """A leaf Tensor over `array`, which it shares."""
         return Tensor.make_const(array, requires_grad=requires_grad)
 
-    # -- what it holds
+    # -- data
 
     @property
     def shape(self) -> tuple:
@@ -530,7 +530,7 @@ class Tensor(Value, Operators["Tensor"]):
         compute_gradient_of_variables(self, out_grad)
 
     def _operand(self, other: Any) -> Tensor:
-        """What stands beside this Tensor in an operation, as a Tensor on the same device."""
+        """Return the other operand of an operation as a Tensor on the same device."""
         if isinstance(other, Tensor):
             return other
         if isinstance(other, (NDArray, np.ndarray, list)):
@@ -576,14 +576,14 @@ def compute_gradient_of_variables(output: Value, out_grad: Value, inner: bool = 
 
 
 def _sum(a: Any, b: Any) -> Any:
-    """a + b of two gradients, None being nothing; of a tuple's, element by element."""
+    """Add two gradients, None being zero; those of a tuple element by element."""
     if a is None or b is None:
         return b if a is None else a
     return a + b if isinstance(a, Tensor) else [_sum(x, y) for x, y in zip(a, b)]
 
 
 def _whole(grads: Any, node: Value) -> TensorTuple:
-    """The gradient of a tuple as a TensorTuple: zeros, which take no memory, where it has none."""
+    """Return the gradient of a tuple as a TensorTuple, with zeros (a broadcast scalar) for None."""
     if isinstance(grads, TensorTuple):
         return grads
 

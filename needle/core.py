@@ -69,7 +69,7 @@ def _use_installed() -> None:
 
 
 def _amd_core() -> str | None:
-    """OpenBLAS' name for AVX-512 kernels, on an AMD processor that has what they need."""
+    """Return OpenBLAS' name for AVX-512 kernels on an AMD processor that has it, else None."""
     try:
         with open("/proc/cpuinfo") as file:
             info = file.read(8192)

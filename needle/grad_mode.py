@@ -1,4 +1,4 @@
-"""Whether results remember how they were computed: no_grad() and enable_grad(), of a thread."""
+"""Switch recording of the graph on and off in a thread: no_grad() and enable_grad()."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class _Set(ContextDecorator):
 
 
 class no_grad(_Set):
-    """Inside `with no_grad():` (or a function decorated with `@no_grad()`) results remember nothing
-    and do not require gradients. It nests, and concerns only the calling thread.
+    """Record no graph inside `with no_grad():`, or in a function decorated with `@no_grad()`:
+    results do not require gradients. Blocks nest. Other threads are not affected.
 
     >>> x = ndl.Tensor([1, 2])
     >>> with ndl.no_grad():
@@ -46,11 +46,11 @@ class no_grad(_Set):
 
 
 class enable_grad(_Set):
-    """The reverse, inside of a no_grad()."""
+    """Record the graph again, inside a no_grad() block."""
 
     wanted = True
 
 
 def is_grad_enabled() -> bool:
-    """False inside `no_grad()`."""
+    """Return False inside `no_grad()`."""
     return mode.enabled

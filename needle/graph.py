@@ -10,8 +10,8 @@ from needle._C import NDArray
 
 
 def find_topo_sort(node_list: Sequence[Any]) -> list[Any]:
-    """Every node that `node_list` depends on, and it, in post-order: inputs before what uses them,
-    first input first. Works on graphs of any depth.
+    """Return all nodes that `node_list` depends on, and itself, in post-order: inputs before the
+    results computed from them, first input first. Works on graphs of any depth.
 
     >>> a, b = ndl.Tensor([1]), ndl.Tensor([2])
     >>> c = a * b
@@ -39,7 +39,7 @@ def find_topo_sort(node_list: Sequence[Any]) -> list[Any]:
 
 
 def arrays_of(op: Any) -> list[NDArray]:
-    """The arrays in the attributes of an op: a condition, tables, what the forward left."""
+    """Return the arrays in the attributes of an op: a condition, tables, results of its forward."""
     found: list[Any] = []
     for value in vars(op).values():
         found += value if isinstance(value, (tuple, list)) else (value,)
@@ -52,8 +52,8 @@ def _written(data: Any) -> int:
 
 
 def check_unchanged(node: Any) -> None:
-    """RuntimeError where the gradient of `node` would be computed from other data than its result
-    was: written in place since, or replaced."""
+    """Raise RuntimeError where an array that the gradient of `node` reads was written in place or
+    replaced since the forward."""
     op, since = node.op, node.writes
 
     def refuse(what: str, data: Any) -> None:
@@ -81,7 +81,7 @@ def check_unchanged(node: Any) -> None:
 
 
 def memory_of(*values: Any) -> Iterator[int]:
-    """Which memory they are in, for each array of NDArrays, Values, tuples and None."""
+    """Yield the address of the memory of each array in NDArrays, Values, tuples and None."""
     for value in values:
         if isinstance(value, NDArray):
             yield value._handle.ptr()

@@ -1,47 +1,46 @@
-"""Hooks: what a model computes inside, captured and replaced by name.
+"""Hooks: capture and replace activations by name.
 
     with model.hooks({"blocks.2.hook_resid_post": lambda x: x * 0.5}):
         logits, loss = model(ids, targets)
     logits, cache = model.run_with_cache(ids, ["blocks.0.attn.hook_pattern"])
     states = model.hidden_states(ids)
 
-A hook is a function of the Tensor at its name; what it returns takes the Tensor's place, None
-leaves it. Gradients flow through both; a captured Tensor keeps its own `.grad` where the graph has
-a leaf that is no Parameter: `model.hooks({"hook_embed": lambda x: x + zeros})`, with `zeros` a
-Tensor of x's shape, around the forward. Of Pythia names, shapes and order are those of
-TransformerLens (Nanda and Bloom 2022), since its version 3:
+A hook is a function of the Tensor at its name. Its result replaces the Tensor, None keeps it.
+Gradients flow through both; a captured Tensor keeps its own `.grad` where the graph has a leaf that
+is no Parameter: `model.hooks({"hook_embed": lambda x: x + zeros})`, with `zeros` a Tensor of x's
+shape, around the forward. Of Pythia names, shapes and order are those of TransformerLens (Nanda and
+Bloom 2022), since its version 3:
 
     hook_embed                          (B, T, C)     rows of the embedding
-    blocks.I.hook_resid_pre             (B, T, C)     what layer I reads
+    blocks.I.hook_resid_pre             (B, T, C)     input of layer I
     blocks.I.ln1.hook_scale             (B, T, 1)     float32; sqrt(var + eps), which divides
     blocks.I.ln1.hook_normalized        (B, T, C)     float32; divided, before weight and bias
-    blocks.I.ln1.hook_out               (B, T, C)     behind them: what attention reads
+    blocks.I.ln1.hook_out               (B, T, C)     after both: input of attention
     blocks.I.attn.hook_q, hook_k, hook_v   (B, T, H, D)   before rotary
-    blocks.I.attn.hook_rot_q, hook_rot_k   (B, T, H, D)   behind it
+    blocks.I.attn.hook_rot_q, hook_rot_k   (B, T, H, D)   after rotary
     blocks.I.attn.hook_attn_scores      (B, H, T, T)  float32; scaled, -inf where a key is not seen
     blocks.I.attn.hook_pattern          (B, H, T, T)  float32; its softmax over the last axis
-    blocks.I.attn.hook_z                (B, T, H, D)  what the heads have gathered
-    blocks.I.attn.hook_result           (B, T, H, C)  float32; what each head adds; without the bias
-    blocks.I.hook_attn_out              (B, T, C)     what attention adds
-    blocks.I.hook_resid_mid             (B, T, C)     in between; sequential residual only. Behind a
-                                                      replacement the stream goes on with it too
-    blocks.I.ln2.hook_scale, hook_normalized, hook_out   the same of what the MLP reads
+    blocks.I.attn.hook_z                (B, T, H, D)  pattern times values
+    blocks.I.attn.hook_result           (B, T, H, C)  float32; output of each head, without the bias
+    blocks.I.hook_attn_out              (B, T, C)     output of attention
+    blocks.I.hook_resid_mid             (B, T, C)     between the two; sequential residual only. A
+                                                      replacement continues in the stream
+    blocks.I.ln2.hook_scale, hook_normalized, hook_out   the same for the MLP
     blocks.I.mlp.hook_pre, hook_post    (B, T, 4 C)   around GELU
-    blocks.I.hook_mlp_out               (B, T, C)     what the MLP adds
-    blocks.I.hook_resid_post            (B, T, C)     what layer I leaves
-    ln_final.hook_scale, hook_normalized, hook_out       the same of what the head multiplies
+    blocks.I.hook_mlp_out               (B, T, C)     output of the MLP
+    blocks.I.hook_resid_post            (B, T, C)     output of layer I
+    ln_final.hook_scale, hook_normalized, hook_out       the same for the head
 
 The points stand in the forwards of the modules (`Module.hook`), and each class lists its own
-(`Module.hook_points`). A function changes the forward of the modules that it is hooked into, and
-only where a name needs what the fused ops never store: attention computes its scores and pattern in
-the plain way, T x T numbers a head in float32, rotates q, k and v one by one, or multiplies and
-adds its heads one by one in float32; a norm computes step by step in float32 for `hook_scale` and
-`hook_normalized`; an MLP with a hook inside multiplies and applies GELU one after the other; and
-what is seen at `hook_attn_out` and `hook_mlp_out` is added behind them, not by the product that
-makes it. With a parallel residual attention and MLP end in one product, and a name inside or at the
-end of either, `hook_z` too, parts them. What is done otherwise may round and add up otherwise; the
-other names, `hook_embed`, `hook_resid_...` and a norm's `hook_out`, change no bit. Generation with
-hooks reads the whole context for each token.
+(`Module.hook_points`). A hook changes the forward of its module only where its name needs values
+that the fused ops never store. Attention then computes scores and pattern (T x T numbers a head in
+float32), rotates q, k and v one by one, or multiplies and adds its heads one by one in float32. A
+norm computes step by step in float32 for `hook_scale` and `hook_normalized`. An MLP with a hook
+inside multiplies and applies GELU one after the other. The outputs at `hook_attn_out` and
+`hook_mlp_out` are added to the stream after the product instead of by it. With a parallel residual
+attention and MLP end in one product; a hook inside or at the end of either, `hook_z` too, separates
+them. These forwards may round differently. The other names, `hook_embed`, `hook_resid_...` and a
+norm's `hook_out`, change no bit. Generation with hooks reads the whole context for each token.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class Described(Protocol):
 
 
 def hook_names(of: Module | Described) -> list[str]:
-    """Every name that a model, or a model of this configuration, has, in the order of
+    """Return all names of a model, or of a model of this configuration, in the order of
     computation.
 
     >>> ndl.hooks.hook_names(ndl.PythiaConfig.preset("70m"))[:2]
@@ -77,7 +76,7 @@ def hook_names(of: Module | Described) -> list[str]:
 
 
 def _points(module: Module, prefix: str = "") -> Iterator[tuple[str, Module, str]]:
-    """(name, module, point) of all points of a module and of the modules below it."""
+    """Yield (name, module, point) for all points of a module and of the modules below it."""
     for name, attribute in module.hook_points.items():
         if attribute is None:
             yield prefix + name, module, name
@@ -91,7 +90,7 @@ def _points(module: Module, prefix: str = "") -> Iterator[tuple[str, Module, str
 
 
 def _checked(name: str, function: Hook) -> Callable[[Tensor], Tensor]:
-    """The function, with its result as a Tensor that fits where x was."""
+    """Wrap a hook: return its result as a Tensor of the shape, dtype and device of x."""
 
     def call(x: Tensor) -> Tensor:
         given: Any = function(x)
@@ -116,7 +115,7 @@ def _checked(name: str, function: Hook) -> Callable[[Tensor], Tensor]:
 
 
 class Hooked(Module):
-    """A module whose points people hook functions into."""
+    """A module with hook points."""
 
     _in_force: Mapping[str, tuple[Callable[[Tensor], Tensor], ...]] | None = None
 
@@ -126,9 +125,9 @@ class Hooked(Module):
 
     @contextlib.contextmanager
     def hooks(self, functions: Mapping[str, Hook]) -> Iterator[None]:
-        """Inside `with model.hooks({name: function}):` each forward of the model calls the
-        functions; see the head of needle/hooks.py. Blocks nest: the outer function comes first.
-        ValueError names what the model does not have, TypeError what is no function.
+        """Call functions in each forward inside `with model.hooks({name: function}):`; see the head
+        of needle/hooks.py. Blocks nest: the outer function comes first. ValueError for a name that
+        the model does not have, TypeError for a value that is no function.
 
         >>> config = ndl.PythiaConfig(vocab_size=50, hidden_size=16, num_layers=1, num_heads=2)
         >>> model = ndl.Pythia(config)
@@ -173,11 +172,10 @@ class Hooked(Module):
     def run_with_cache(
         self, input_ids: Any, names: str | Collection[str] | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """(logits, {name: Tensor}) of a forward of ids (B, T), captured behind the hooks in force.
+        """Return (logits, {name: Tensor}) of a forward of ids (B, T), captured after active hooks.
 
         names: one name or several, None for all, of which the patterns take T x T numbers a head.
-        The Tensors belong to the graph: `backward()` fills in the gradients of what led to them;
-        inside `no_grad()` they are plain values.
+        The Tensors belong to the graph of the forward, except inside `no_grad()`.
 
         >>> config = ndl.PythiaConfig(vocab_size=50, hidden_size=16, num_layers=1, num_heads=2)
         >>> model = ndl.Pythia(config)

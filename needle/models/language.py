@@ -31,10 +31,10 @@ class LanguageModel(Hooked):
 
     config_class: ClassVar[type[Config]]
     embed_out: nn.Module
-    # Whether layers are computed again in the backward, which saves memory (nn.recompute); None of
-    # a kind of model whose `hidden` does not ask.
+    # True to compute layers again in the backward, which saves memory (nn.recompute); None for a
+    # class whose `hidden` does not support it.
     recompute: bool | None = None
-    # The ranks that share each sequence; `shares` of a kind of model whose `hidden` asks for them.
+    # The ranks that share each sequence; `shares` is True for a class whose `hidden` supports it.
     group: Any = None
     shares: bool = False
 
@@ -53,10 +53,10 @@ class LanguageModel(Hooked):
         return None
 
     def share_sequences(self, group: Any) -> None:
-        """From now on a sequence of T tokens is what the ranks of `group` (a Group or Subgroup of
-        needle.distributed) have together, each those of `ops.ring_chunks(T, rank, ranks)`: ids and
-        targets are those tokens, and the loss is the mean over them. Generation does not share;
-        None ends it. TypeError of a kind of model that cannot."""
+        """Share each sequence of T tokens among the ranks of `group` (a Group or Subgroup of
+        needle.distributed): ids and targets are this rank's `ops.ring_chunks(T, rank, ranks)`, and
+        the loss is the mean over them. None ends it. Generation does not share. TypeError for a
+        class that does not support it."""
         if not self.shares:
             raise TypeError(f"{self._name}: its sequences cannot be shared among ranks")
         self.group = group
@@ -79,8 +79,8 @@ class LanguageModel(Hooked):
         return logits, ops.cross_entropy(flat, wanted)
 
     def loss(self, input_ids: Any, targets: Any) -> Tensor:
-        """The loss of forward(), for training: logits are stored once instead of twice, and nobody
-        sees them. A head other than nn.TiedHead and nn.Linear without a bias is called as it is,
+        """The loss of forward(), for training: logits are stored once instead of twice and not
+        returned. A head other than nn.TiedHead and nn.Linear without a bias is called as it is,
         and so is the forward() of a class that writes its own.
 
         >>> config = ndl.PythiaConfig(vocab_size=50, hidden_size=16, num_layers=1, num_heads=2)
@@ -192,7 +192,7 @@ class LanguageModel(Hooked):
 
     def hidden_states(self, input_ids: Any) -> tuple[Tensor, ...]:
         """The residual stream of ids (B, T), as `output_hidden_states` of transformers: L + 1
-        Tensors (B, T, C), what each layer reads, and what the head reads behind the final norm.
+        Tensors (B, T, C): the input of each layer, and the input of the head after the final norm.
 
         >>> config = ndl.PythiaConfig(vocab_size=50, hidden_size=16, num_layers=1, num_heads=2)
         >>> model = ndl.Pythia(config)

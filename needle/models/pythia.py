@@ -260,7 +260,7 @@ class Layer(nn.Module):
         return self.hook("hook_resid_post", self._add("hook_mlp_out", x, self.mlp, y2()))
 
     def _ends_in_one_product(self) -> bool:
-        """Whether nobody looks inside of attention and MLP, and both are those of this file."""
+        """True if attention and MLP may be fused: both are plain, and no hooks are inside."""
         attention, mlp = self.attention, self.mlp
         if type(attention) is not nn.Attention or type(mlp) is not MLP:
             return False
@@ -294,17 +294,17 @@ class Layer(nn.Module):
         )
 
     def _add(self, name: str, x: Tensor, part: nn.Module, *operands: Any) -> Tensor:
-        """x + part(*operands), by the part's last product unless somebody looks at what it adds."""
+        """Return x + part(*operands), added by the part's last product unless it has a hook."""
         if type(part) not in (nn.Attention, MLP) or self.is_hooked_at(name):
             return x + self.hook(name, part(*operands))
         return part(*operands, residual=x)
 
 
 def normed(x: Tensor, *norms: nn.Module) -> tuple:
-    """For each of one or two norms a function that gives what it makes of x, and x to go on with.
+    """Return a function for each of one or two norms that gives norm(x), and x for the residual.
 
-    Plain norms of one eps are one op, which hands x on and adds up its gradients; hooks fire when
-    a result is asked for. Other modules, and norms with a hook at a step, are called then.
+    Plain norms of one eps are one op, which returns x and sums its gradients; hooks run when the
+    function is called, as do other modules, and norms with a hook inside.
     """
     plain = all(
         type(norm) is nn.LayerNorm1d

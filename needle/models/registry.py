@@ -1,8 +1,8 @@
 """Models by name: how checkpoints, command lines and folders of transformers find a class.
 
 A model is a Module with a configuration: `@register("name")` on a class whose `config_class` is a
-frozen dataclass derived from Config, and whose constructor takes (config, device=None). Whoever
-loads a checkpoint must have imported the module that registers its model; Pythia is there always.
+frozen dataclass derived from Config, and whose constructor takes (config, device=None). Import
+the module that registers a model before loading its checkpoints; Pythia is always registered.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _budget(entries: Collection[Entry]) -> init.Budget:
 
 
 def register(name: str) -> Callable[[AnyModel], AnyModel]:
-    """A class decorator: checkpoints of the class say `name`, and its presets can be asked for.
+    """Decorate a class: its checkpoints have this `name`, and `preset()` knows its presets.
 
     ValueError where another class has the name, or one of the presets' names."""
 

@@ -81,8 +81,8 @@ class Attention(Module):
         residual (B, T, C) is added to the result.
 
         rotary: tables (S, R) with S >= T, 2 R <= D. mask: only these blocks of keys. Scores and
-        pattern are computed, T x T numbers a head in float32, where a hook asks for them; q, k and
-        v one by one where one asks for those.
+        pattern, T x T numbers a head in float32, are computed only for hooks on them; q, k and v
+        one by one only for hooks on those.
         """
         qkv = self.packed(x)
         cos, sin = (table[: x.shape[1]] for table in rotary)

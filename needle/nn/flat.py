@@ -18,7 +18,7 @@ class FlatParameters:
 
     data: (N,) in the model's dtype; grad: (N,) float32. Decayed parameters come first and fill
     data[:decay_size]. Parameter i is `parameters[i]`, named `names[i]`, at data[offsets[i]:] with
-    its size; what lies between parameters is zero in both buffers and stays zero. Read `grad`
+    its size; gaps between parameters are zero in both buffers and stay zero. Read `grad`
     again after each reset_grad(), which leaves the zeros to the next product.
 
     A deep copy or a pickle holds copies of the parameters, in new buffers with their values and

@@ -132,7 +132,7 @@ class Module:
         return "\n".join([f"{_label(self)}: {size:,} parameters", *_tree(self)])
 
     def hook(self, name: str, x: Tensor) -> Tensor:
-        """x, or what the functions hooked at this point give in its place."""
+        """Return x, or the result of the functions hooked at this point."""
         if self._hooks is not None:
             for function in self._hooks.get(name, ()):
                 x = function(x)

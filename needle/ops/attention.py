@@ -37,7 +37,7 @@ def array_on(x: Any, device: Any) -> NDArray:
 
 
 class Rotary(FusedOp):
-    """Rotates pairs of dims by the angle of their position; the backward rotates the other way."""
+    """Rotate pairs of dims by the angle of their position; the backward rotates the other way."""
 
     reads_inputs = reads_result = False
 
@@ -45,12 +45,12 @@ class Rotary(FusedOp):
         self.cos, self.sin, self.parts = cos, sin, parts
 
     def compute(self, x: NDArray) -> NDArray:
-        return self._turned(x, 1.0)
+        return self._rotated(x, 1.0)
 
     def backward(self, dout: NDArray, node: Tensor, accumulators: Accumulators) -> tuple:
-        return (self._turned(dout, -1.0),)
+        return (self._rotated(dout, -1.0),)
 
-    def _turned(self, x: NDArray, sign: float) -> NDArray:
+    def _rotated(self, x: NDArray, sign: float) -> NDArray:
         y = x.copy()
         _C.rotary(y, self.cos, self.sin, self.parts, sign)
         return y
@@ -123,7 +123,7 @@ class Kernel:
         db: NDArray | None = None,
     ) -> None:
         """Overwrites the three arrays of `into` with dq, dk, dv. With cos and sin q and k have been
-        rotated, and dq and dk are the gradients of what they were before. db (H, 3, D): += the sums
+        rotated, and dq and dk are the gradients before rotation. db (H, 3, D): += the sums
         of dq, dk and dv over B and T."""
         last = (self.factor, int(self.causal), cos, sin, *into, db)
         if self.mask is None:
@@ -297,7 +297,7 @@ def qkv_attention(
     """Self-attention of a packed projection: rotates q and k, then `attention`.
 
     qkv: (B, T, H, 3, D); cos, sin: (T, R) float32, as in `rotary`; the result is (B, T, H, D).
-    overwrite: qkv belongs to nobody else and may be rotated in its place, which saves a copy.
+    overwrite: qkv has no other reader and may be rotated in place, which saves a copy.
     """
     device = qkv.device
     cos = array_on(cos, device)

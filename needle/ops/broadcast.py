@@ -29,7 +29,7 @@ def reduced_to(grad: Tensor, like: Tensor) -> Tensor:
 
 
 def spread(a: Tensor, shape: Sequence[int], axes: Sequence[int]) -> Tensor:
-    """A reduced Tensor stretched back over the axes that it lost."""
+    """Broadcast a reduced Tensor back over the reduced axes."""
     kept = kept_shape(shape, axes)
     if a.shape != kept:
         a = reshape(a, kept)

@@ -1,4 +1,4 @@
-"""Several op families share these: axes put in order, fresh arrays, rows, checked ids. No ops."""
+"""Helpers shared by op families: axes, accumulators, rows, checked ids. No ops."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from needle.backend_ndarray import Axes, zeros
 
 
 def normal_axes(op: str, axes: Axes, ndim: int) -> tuple[int, ...]:
-    """`axes` (None: all) as sorted non-negative numbers; ValueError for one that does not exist
-    or is named twice."""
+    """Return `axes` (None: all) as sorted non-negative numbers. ValueError for an axis that does
+    not exist or is named twice."""
     if axes is None:
         return tuple(range(ndim))
     if isinstance(axes, (int, np.integer)):
@@ -31,12 +31,12 @@ def normal_axes(op: str, axes: Axes, ndim: int) -> tuple[int, ...]:
 
 
 def fixed_axes(axes: Axes) -> Axes:
-    """`axes` as an op keeps them: a list that changes later is not theirs."""
+    """Return `axes` in an immutable form, for an op to keep."""
     return axes if axes is None or isinstance(axes, (int, np.integer)) else tuple(axes)
 
 
 def kept_shape(shape: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:
-    """`shape` with 1 at `axes`: what keepdims leaves."""
+    """Return `shape` with 1 at `axes`, as keepdims has it."""
     return tuple(1 if i in axes else n for i, n in enumerate(shape))
 
 
@@ -67,19 +67,19 @@ def accumulator_and_beta(
 
 
 def const(array: NDArray) -> Tensor:
-    """A Tensor that takes no part in the graph."""
+    """Wrap an array as a Tensor outside the graph."""
     return Tensor.from_ndarray(array)
 
 
 def check_tensors(op: str, **operands: Any) -> None:
-    """TypeError that names the first that is none."""
+    """Raise TypeError that names the first operand that is no Tensor."""
     for name, x in operands.items():
         if not isinstance(x, Tensor):
             raise not_a_tensor(op, name, x)
 
 
 def rows_of(x: NDArray, last: int = 1) -> NDArray:
-    """x as (N, last axis...) with the leading axes merged; a view where the strides allow it."""
+    """Return x as (N, last axis...) with the leading axes merged, a view where strides allow it."""
     tail = x.shape[x.ndim - last :]
     lead = x.shape[: x.ndim - last]
     n = 1
@@ -89,19 +89,19 @@ def rows_of(x: NDArray, last: int = 1) -> NDArray:
 
 
 def vector(x: NDArray) -> NDArray:
-    """A bias, of whatever shape."""
+    """Flatten a bias of any shape."""
     return x.reshape((x.size,))
 
 
 def id_array(
     op: str, ids: Any, device: Device, limit: int, lowest: int | None = 0, name: str = "ids"
 ) -> NDArray:
-    """Ids as a 1-D int32 NDArray on `device`, checked while they are on the host.
+    """Return ids as a 1-D int32 NDArray on `device`; check them while they are on the host.
 
     ids: Tensor, NDArray, NumPy array or nested list, any shape, of whole numbers in
-    [lowest, limit); lowest None allows any negative number; `name` is what the op calls them.
-    TypeError where they are no numbers, ValueError names the first bad one, or uneven rows.
-    On CUDA nobody can look without waiting: there the kernel marks a bad row with NaN.
+    [lowest, limit); lowest None allows any negative number; `name` is their
+    name in messages. TypeError for other types; ValueError names the first bad id, or uneven rows.
+    Ids on a GPU are not checked, since that would wait: the kernel marks a bad row with NaN.
     """
     if isinstance(ids, Tensor):
         ids = ids.cached_data

@@ -8,9 +8,9 @@ with L the log-sum-exp over all branches, P = exp(score - L) and the output o, e
 gradient is the plain one for L and o: its weight needs no gradient of its own.
 
 A dilation is a stride: every branch is a few views of q, k and v through the dense kernels, which
-write the same views of an array of the branch. It is filled where the branch holds a token, and
-read there alone: what joins the branches makes one pass over what they hold. The arrays are as
-large as q for each branch, in the backward three of them.
+write the same views of an array of the branch. Elements of tokens outside the branch are neither
+written nor read; the join makes one pass over the others. The arrays are as large as q for each
+branch, in the backward three of them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Piece:
 
 
 def pieces_of(shape: tuple[int, ...], width: int, dilation: int, merges: bool) -> Iterator[Piece]:
-    """Of one branch: its whole segments and what is left behind them. B' is the batch, or the
+    """Yield the whole segments of one branch and the rest after them. B' is the batch, or the
     segments, or both where `merges` says that batch and time are one axis."""
     batch, time, heads = shape[:3]
     count = time // width
@@ -175,7 +175,7 @@ def dilated_attention(
     branches, whole numbers in sequences; a segment longer than T is one of T, the last one of T may
     be shorter. causal: a query sees keys at or before it. scale: 1 / sqrt(D) by default. A token
     that no branch holds for a head gives 0 there; with a dilation of 1 in one branch there is none.
-    ValueError for shapes and numbers that do not fit, TypeError for what is no sequence.
+    ValueError for shapes and numbers that do not fit, TypeError for segments that are no sequence.
 
     >>> q = ndl.randn(1, 100, 4, 16)
     >>> ndl.ops.dilated_attention(q, q, q, segments=(16, 64), dilations=(1, 4)).shape

@@ -163,7 +163,7 @@ class Where(TensorOp):
 
 def where(condition: Any, a: Tensor | float, b: Tensor | float) -> Tensor:
     """a where the condition is not 0, else b; all broadcast. One of a and b may be a number, which
-    takes the other's dtype. What is not chosen has no effect, not even as inf or NaN.
+    takes the other's dtype. Elements that are not chosen have no effect, not even inf or NaN.
 
     >>> x = ndl.Tensor([4, 0])
     >>> y = ndl.where(x > 0, ndl.log(x), 7)

@@ -22,7 +22,7 @@ class GeluLayer:
 
     def forward(self, x: NDArray, w1: NDArray, b1: NDArray, into: NDArray) -> NDArray:
         """g, in `into`; rows of x (N, K)."""
-        self.slope, self.g = _C.linear_gelu_fwd(x, w1, vector(b1), self.tanh, into), into
+        self.dgelu, self.g = _C.linear_gelu_fwd(x, w1, vector(b1), self.tanh, into), into
         return into
 
     def backward(
@@ -38,7 +38,7 @@ class GeluLayer:
         if not any(t.requires_grad for t in node.inputs[at : at + 3]):
             return
         db1 = vector(accumulator_of(accumulators, grads, node, at + 2))
-        dpre = _C.linear_gelu_bwd(dy, w2, self.slope, db1)
+        dpre = _C.linear_gelu_bwd(dy, w2, self.dgelu, db1)
         linear_grads(dpre, node, at, accumulators, grads, bias=False)
 
 

@@ -1,8 +1,8 @@
 """Layer normalisation (Ba, Kiros and Hinton 2016), fused.
 
-What a residual stream reads goes to a norm, or to two, and on beside them: x + f(norm(x)). Of
-`layer_norm_residual` and `layer_norm_pair` x itself is the last result; whoever goes on with that
-has its gradient added by the kernel of the norms' own.
+A residual stream feeds one norm or two and continues beside them: x + f(norm(x)). The last result
+of `layer_norm_residual` and `layer_norm_pair` is x itself; used for the residual, its gradient is
+added by the kernel of the norms' gradients.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def attention_mlp(
     mask: BlockMask | None = None,
 ) -> Tensor:
     """residual + linear(causal qkv_attention(linear(x1, w_qkv, b_qkv)), w_o, b_o)
-    + gelu_mlp(x2, w1, b1, w2, b2): what a layer with a parallel residual adds, in fewer products
+    + gelu_mlp(x2, w1, b1, w2, b2): a layer with a parallel residual in fewer products
     than its parts, and the rotation of q and k at the end of the product that makes them.
 
     x1: (B, T, K1); w_qkv: (K1, 3 H D), its columns [head 0: q k v][head 1: q k v]... of `heads`

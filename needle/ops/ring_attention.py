@@ -189,7 +189,7 @@ class RingAttention(FusedOp):
         return self.sequence.gradients(node.inputs, dq, sums)
 
     def _mask_of(self, tokens: slice) -> BlockMask | None:
-        """What the queries of these tokens see, of the keys that they are given."""
+        """Return the visible part of the given keys for the queries of these tokens."""
         mask, time = self.mask, self.sequence.time
         end = tokens.stop if self.causal else time
         if mask is None:
@@ -210,7 +210,7 @@ class RingAttention(FusedOp):
 
 
 def exact(x: NDArray) -> NDArray:
-    """What the kernels of the backward read: the CPU's count in float32 anyway."""
+    """Return the operands of the backward kernels: those of the CPU are float32."""
     return x.astype("float32") if x.device.is_host and x.dtype != "float32" else x
 
 

@@ -6,9 +6,9 @@ of dilation r they are queries to the keys o, o + r, ... of the segment, with ca
 those before y alone. The last query is then the last key, which is what `causal` of the kernels
 means with fewer queries than keys. So runs need not fit segments, nor segments runs.
 
-Branches are joined as on one device, a run at a time. Which tokens a branch holds for a head is
-counted there from the run's first token; where that gives others than from its segment's, what the
-branch does not hold is filled instead, with what adds nothing.
+Branches are joined as on one device, a run at a time. The join counts the tokens of a branch from
+the run's first token. Where counting from the segment's start gives other tokens, those outside the
+branch are filled with values that add nothing.
 """
 
 from __future__ import annotations
