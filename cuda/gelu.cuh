@@ -1,10 +1,9 @@
-/* gelu.cuh - GELU and its derivative together, where they stand at the end of a product and have 16 bits; the erf
- * form in half of the instructions of formula.h.
+/* gelu.cuh - GELU and its derivative together, in float32 to be rounded to 16 bits.
  *
- * Of a = |x|, the upper tail of the normal distribution Q(a) = 2^q(a), and log2 Q is so smooth that a
- * polynomial of degree 7 gives Q with a relative error of 2^-18 up to a = 4.5, 2^-14 up to 6.5, where Q is
- * 4e-11; beyond it is as good as 0, and rightly 0 behind 16. The coefficients are a minimax fit to the float64
- * function on [0, 6]. A NaN stays one.
+ * The erf form takes half of the instructions of formula.h. Of a = |x|, the upper tail of the
+ * normal distribution is Q(a) = 2^q(a); log2 Q is so smooth that a polynomial of degree 7 gives Q
+ * with a relative error of 2^-18 up to a = 4.5, 2^-14 up to 6.5, where Q is 4e-11. The coefficients
+ * are a minimax fit to the float64 function on [0, 6]. Beyond 16 Q is 0. A NaN stays one.
  */
 #ifndef NEEDLE_GELU_CUH
 #define NEEDLE_GELU_CUH
@@ -13,7 +12,7 @@
 
 /* gelu(x) and gelu'(x). */
 struct Gelu {
-    float value, slope;
+    float value, derivative;
 };
 
 /* Q(a) */
@@ -29,19 +28,19 @@ __device__ __forceinline__ float gelu_tail(float a) {
     return fast_exp2(q);
 }
 
-/* x Phi(x) = max(x, 0) - a Q(a). Phi(x) + x phi(x) is r = Q(a) - a phi(a) where x is negative, 1 - r where it is
- * not. a = |x|, at most 16: q ends before infinity does. a phi(a) = b 2^(-b^2 + log2 s), b^2 = a^2 log2(e) / 2,
- * s = a / (b sqrt(2 pi)). */
+/* x Phi(x) = max(x, 0) - a Q(a); its derivative is r = Q(a) - a phi(a) where x < 0, else 1 - r. a
+ * phi(a) = b 2^(-b^2 + log2 s), b^2 = a^2 log2(e) / 2, s = a / (b sqrt(2 pi)). a = |x|, at most 16,
+ * since q ends before infinity does. */
 __device__ __forceinline__ Gelu gelu_erf_16(float x) {
     const float a = min_or_nan(fabsf(x), 16.0f), tail = gelu_tail(a);
     const float b = a * 0.849321800f, r = tail - b * fast_exp2(fmaf(-b, b, -1.09013125f));
     return {fmaxf(x, 0.0f) - a * tail, 0.5f + copysignf(0.5f - r, x)};
 }
 
-/* Below -10 y is -1e-37: the clamped x is there. */
+/* x is clamped at -10, where y is -1e-37. */
 __device__ __forceinline__ Gelu gelu_tanh_16(float x) {
     Gelu g;
-    const float s = nd_gelu_tanh_sigmoid(x, &g.slope);
+    const float s = nd_gelu_tanh_sigmoid(x, &g.derivative);
     g.value = (x < -10.0f ? -10.0f : x) * s;
     return g;
 }

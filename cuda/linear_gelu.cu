@@ -1,14 +1,17 @@
-/* linear_gelu.cu - linear_gelu_fwd: y = gelu(pre), slope = gelu'(pre), pre = x w + b;
- * linear_gelu_bwd: dpre = dy w^T slope, db += its column sums.
+/* linear_gelu.cu - products with GELU.
  *
- * On Hopper, in 16 bits, one kernel (linear_hopper.cuh). Elsewhere one after the other: y has the bits of linear_fwd
- * and gelu, dpre those of matmul and multiply.
+ *   linear_gelu_fwd   y = gelu(pre), dgelu = gelu'(pre), pre = x w + b
+ *   linear_gelu_bwd   dpre = (dy w^T) dgelu, db += its column sums
+ *
+ * Precision: float32 sums. Parallel: on Hopper, in 16 bits, one kernel (linear_hopper.cuh);
+ * elsewhere a product and a pass over its result, with the bits of linear_fwd and gelu, matmul and
+ * multiply. Bytes of the pass forward: pre is read once, dgelu and y are written once.
  */
 #include "linear_hopper.cuh"
 
 namespace {
 
-/* A matrix (rows, columns) as matmul takes it, a batch of one; `transposed`: its columns by its rows. */
+/* A matrix (rows, columns), or its transpose, as a batch of one for matmul. */
 nd_array batch_of_one(const nd_array *a, bool transposed) {
     nd_array batch = *a;
     batch.ndim = 3;
@@ -21,11 +24,11 @@ nd_array batch_of_one(const nd_array *a, bool transposed) {
     return batch;
 }
 
-/* What lies in slope is pre, and becomes gelu'(pre); y = gelu(pre). N elements at a time; the rows of y are
+/* y = gelu(pre). dgelu holds pre, and is overwritten. N elements at a time; the rows of y are
  * `stride` elements apart. */
 template <class T, bool TANH, int N>
 __global__ void __launch_bounds__(256)
-    gelu_rows_kernel(T *slope, int64_t rows, int64_t columns, int64_t stride, T *y) {
+    gelu_rows_kernel(T *dgelu, int64_t rows, int64_t columns, int64_t stride, T *y) {
     await_previous();
     const int64_t step = (int64_t)gridDim.x * blockDim.x * N;
     for (int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * N; i < rows * columns;
@@ -38,11 +41,11 @@ __global__ void __launch_bounds__(256)
             return from_float<T>(TANH ? nd_gelu_tanh_grad(to_float(x)) : nd_gelu_grad(to_float(x)));
         };
         if constexpr (N == 1) {
-            const T x = checked(slope + i);
+            const T x = checked(dgelu + i);
             checked(to) = gelu(x);
-            checked(slope + i) = derivative(x);
+            checked(dgelu + i) = derivative(x);
         } else {
-            const Vec<T> x = load16(slope + i);
+            const Vec<T> x = load16(dgelu + i);
             Vec<T> f, df;
 #pragma unroll
             for (int k = 0; k < N; k++) {
@@ -50,7 +53,7 @@ __global__ void __launch_bounds__(256)
                 df.v[k] = derivative(x.v[k]);
             }
             store16(to, f);
-            store16(slope + i, df);
+            store16(dgelu + i, df);
         }
     }
 }
@@ -74,16 +77,16 @@ nd_status cuda_linear_gelu_fwd(int device, const linear_gelu_fwd_args *a) {
     return with_float("linear_gelu_fwd", a->slope->dtype, [&](auto tag) -> nd_status {
         using T = typename decltype(tag)::type;
         constexpr int N = Vec<T>::size;
-        T *slope = data_of<T>(a->slope), *y = data_of<T>(a->y);
+        T *dgelu = data_of<T>(a->slope), *y = data_of<T>(a->y);
         const int64_t stride = a->y->strides[0];
         const bool vectors = columns % N == 0 && (rows == 1 || stride % N == 0) &&
-                             is_aligned16(slope) && is_aligned16(y);
+                             is_aligned16(dgelu) && is_aligned16(y);
         auto kernel =
             a->tanh ? (vectors ? gelu_rows_kernel<T, true, N> : gelu_rows_kernel<T, true, 1>)
                     : (vectors ? gelu_rows_kernel<T, false, N> : gelu_rows_kernel<T, false, 1>);
         const int64_t pieces = ceil_div<int64_t>(rows * columns, 256 * (vectors ? N : 1));
         return cuda_launch("linear_gelu_fwd", device, kernel, cuda_grid(device, pieces, 32), 256, 0,
-                           slope, rows, columns, stride, y);
+                           dgelu, rows, columns, stride, y);
     });
 }
 

@@ -1,41 +1,30 @@
-/* linear_hopper.cu - linear_gelu_fwd and linear_gelu_bwd on Hopper: one product c = a b of 16-bit operands,
- * added up in float32, with two ends.
+/* linear_hopper.cu - linear_gelu_fwd and linear_gelu_bwd on Hopper.
  *
- *   forward   y = gelu(pre), slope = gelu'(pre), pre = x w + b   a is x, b is w as it lies: (depth, columns)
- *   backward  dpre = (dy w^T) slope, db += its columns           a is dy, b is w^T: (columns, depth) in memory
+ *   forward   y = gelu(pre), dgelu = gelu'(pre), pre = x w + b   a is x, b is w: (depth, columns)
+ *   backward  dpre = (dy w^T) dgelu, db += its column sums       a is dy, b is w: (columns, depth)
  *
- * What is in between, pre and the product backwards, stays in float32; the column sums (float32) are of the rounded
- * dpre. Sums of 64 rows go to scratch and are added in their order.
- *
- * Depths up to 512 are linear_shallow_hopper.cu's. Of what is here:
- *
- * Parallel: tiles of 128 x 256, 64 rows for each of two consumers. A thread block has one column of tiles, or a
- *   few, and walks down its rows; the blocks of all columns walk together, so that a's rows are read from memory
- *   once. A producer thread asks for a's and b's parts of 64 of the depth, in the order of the tiles. Nothing but
- *   these parts holds the consumers together: one may be so many ahead, and write while the other multiplies.
- * The L2 is what binds smaller tiles: of 64 x 128, 12 bytes for each 1,000 FLOP, and these take half of it.
- *   Results go from registers to memory, 8 bytes a lane: neighbouring lanes exchange a word, and four hold the 32
- *   bytes of a row that memory moves together. slope is read the same way, 64 columns ahead.
+ * Precision: 16-bit operands; pre and dy w^T stay in float32. The column sums (float32) are of the
+ *   rounded dpre; sums of 64 rows go to scratch and are added in their order.
+ * Parallel: linear_hopper.cuh, tiles of 128 x 256, 64 rows for each consumer, stages of 64 of the
+ *   depth. Depths up to 512 are linear_shallow_hopper.cu's.
+ * Bytes: the L2 cache bounds smaller tiles: 64 x 128 read 12 bytes for 1,000 FLOP, these half of
+ *   it. Results go from registers to memory, 8 bytes a lane: neighbouring lanes exchange a word, so
+ *   that four lanes hold 32 bytes of a row. dgelu is read the same way, 64 columns ahead.
  */
-#include "gelu.cuh"
 #include "linear_hopper.cuh"
-#include "mma.cuh"
-#include "stages.cuh"
 
 using namespace hopper;
 
 /* Not in the namespace below, whose members must all be used. */
 namespace linear {
 
-template <bool BACKWARD_> struct LinearShape {
+template <bool BACKWARD_> struct LinearShape : TileShape {
     static constexpr bool BACKWARD = BACKWARD_;
-    static constexpr int STAGES = 4;
-    static constexpr int OWN = 64; /* rows of a consumer */
-    static constexpr int CONSUMERS = 2, THREADS = WARPGROUP * (1 + CONSUMERS);
-    static constexpr int ROWS = CONSUMERS * OWN, COLUMNS = 256, STEP = PANEL_COLUMNS;
-    static constexpr int PANELS = COLUMNS / PANEL_COLUMNS;
-    /* Registers a thread: at the launch, then a producer's and a consumer's. */
-    static constexpr int EACH = 65536 / THREADS / 8 * 8, KEEP = 24;
+    static constexpr int ROWS = CONSUMERS * OWN, COLUMNS = 256, PANELS = COLUMNS / PANEL_COLUMNS;
+    static constexpr int B_ROWS = BACKWARD ? COLUMNS : STEP;
+    static constexpr int STAGES = 4, LOADS = 0;
+    /* Registers a thread: at the launch, and a consumer's. */
+    static constexpr int EACH = 65536 / THREADS / 8 * 8;
     static constexpr int TAKE = EACH + (EACH - KEEP) / CONSUMERS / 8 * 8;
     static constexpr uint32_t A_PART = ROWS * PANEL_ROW, B_PART = COLUMNS * PANEL_ROW; /* a step */
     static constexpr uint32_t B_AT = STAGES * A_PART;
@@ -57,37 +46,31 @@ struct Linear {
     int row_tiles, column_tiles;
     bool tanh;
     const void *bias;  /* forward */
-    void *slope, *out; /* rows x columns; backward: slope is read, out is dpre */
+    void *dgelu, *out; /* rows x columns; backward: dgelu is read, out is dpre */
     int64_t out_row;   /* elements from a row of out to the next */
     float *partial;    /* backward: CONSUMERS row_tiles x columns */
 };
 
 #ifdef HOPPER_CODE
 
-template <class Shape> struct Places {
-    uint32_t base;
-
-    __device__ __forceinline__ uint32_t a(int stage) const { return base + stage * Shape::A_PART; }
+template <class Shape> struct Places : linear::Barriers<Shape> {
+    __device__ __forceinline__ uint32_t a(int stage) const {
+        return this->base + stage * Shape::A_PART;
+    }
     __device__ __forceinline__ uint32_t b(int stage) const {
-        return base + Shape::B_AT + stage * Shape::B_PART;
+        return this->base + Shape::B_AT + stage * Shape::B_PART;
     }
     __device__ __forceinline__ uint32_t sums(int warp) const {
-        return base + Shape::SUMS_AT + warp * Shape::SUMS;
-    }
-    __device__ __forceinline__ uint32_t full(int stage) const {
-        return base + Shape::BARRIERS_AT + 8 * stage;
-    }
-    __device__ __forceinline__ uint32_t empty(int stage) const {
-        return full(Shape::STAGES + stage);
+        return this->base + Shape::SUMS_AT + warp * Shape::SUMS;
     }
 };
 
-/* Blocks share the tiles, column by column, in pieces that differ by one at most. */
+/* The first tile of a block. Shares differ by one tile at most. */
 __device__ __forceinline__ int first_tile(const Linear &f, int block) {
     return (int)((int64_t)f.row_tiles * f.column_tiles * block / (int)gridDim.x);
 }
 
-/* ---- the producer -------------------------------------------------------------------------------- */
+/* ---- the producer ---------------------------------------------------------------------------- */
 template <class Shape> __device__ __forceinline__ void produce(const Linear &f, Places<Shape> at) {
     Ring<Shape::STAGES> ring;
     const int end = first_tile(f, blockIdx.x + 1);
@@ -113,28 +96,27 @@ template <class Shape> __device__ __forceinline__ void produce(const Linear &f, 
     }
 }
 
-/* ---- a consumer ---------------------------------------------------------------------------------- */
-/* gelu'(sums + bias) and gelu(sums + bias), in the order of a panel's sums: two rows' pairs of columns in turns. */
+/* ---- a consumer ------------------------------------------------------------------------------ */
+/* dgelu and y of a panel's sums: pairs of columns of two rows in turns. */
 template <class T, bool TANH>
 __device__ __forceinline__ void apply_gelu(const float *sums, const float2 (&bias)[8],
-                                           uint32_t (&slope)[16], uint32_t (&y)[16]) {
+                                           uint32_t (&dgelu)[16], uint32_t (&y)[16]) {
 #pragma unroll
     for (int i = 0; i < 16; i++) {
-        const Gelu first = gelu_16<TANH>(sums[2 * i] + bias[i / 2].x),
-                   second = gelu_16<TANH>(sums[2 * i + 1] + bias[i / 2].y);
-        slope[i] = pack_pair<T>(first.slope, second.slope);
-        y[i] = pack_pair<T>(first.value, second.value);
+        linear::gelu_pair<T, TANH>(&sums[2 * i], bias[i / 2].x, bias[i / 2].y, dgelu[i], y[i]);
     }
 }
 
-/* A warp's 16 rows x 64 columns of a matrix of the result's size, from (row, column), and the words of its
- * lanes as wgmma has them: word[2 n + h] is columns 8 n + 2 (lane % 4) + {0, 1} of row lane / 4 + 8 h. */
+/* A warp's 16 rows x 64 columns of a matrix of the result's size, from (row, column). Words of
+ * lanes lie as wgmma has them: word[2 n + h] is columns 8 n + 2 (lane % 4) + {0, 1} of row lane / 4
+ * + 8 h. */
 struct Piece {
     const Linear &f;
     int row, column;
 
-    /* In memory a lane has four columns of each row and each 16 columns: of the first eight where it is even,
-     * of the others where it is odd. Its place in the first 16, and whether the matrix has it. */
+    /* In memory a lane has four columns of each 16 of a row: even lanes of the first eight, odd
+     * lanes of the others. place() is its place in the first 16, has() whether the matrix has
+     * it. */
     static __device__ __forceinline__ bool is_odd() { return threadIdx.x & 1; }
     __device__ __forceinline__ int first_column() const {
         return column + 8 * (threadIdx.x & 1) + 2 * (threadIdx.x & 2);
@@ -194,10 +176,10 @@ struct Piece {
     }
 };
 
-/* The sums of a tile become results; begin() asks for what is read, early enough. */
-template <class T, class Shape> struct End;
+/* Makes results of a tile's sums; begin() requests the operands that it reads. */
+template <class T, class Shape> struct Epilogue;
 
-template <class T> struct End<T, LinearShape<false>> {
+template <class T> struct Epilogue<T, LinearShape<false>> {
     using Shape = LinearShape<false>;
 
     __device__ __forceinline__ void begin(const Linear &, Piece) {}
@@ -217,23 +199,23 @@ template <class T> struct End<T, LinearShape<false>> {
                         *reinterpret_cast<const uint32_t *>((const T *)f.bias + column));
                 }
             }
-            uint32_t slope[16], y[16];
+            uint32_t dgelu[16], y[16];
             if (f.tanh) {
-                apply_gelu<T, true>(c + 32 * panel, bias, slope, y);
+                apply_gelu<T, true>(c + 32 * panel, bias, dgelu, y);
             } else {
-                apply_gelu<T, false>(c + 32 * panel, bias, slope, y);
+                apply_gelu<T, false>(c + 32 * panel, bias, dgelu, y);
             }
-            at.store<T>(f.slope, f.columns, slope);
+            at.store<T>(f.dgelu, f.columns, dgelu);
             at.store<T>(f.out, f.out_row, y);
         }
     }
 };
 
-template <class T> struct End<T, LinearShape<true>> {
+template <class T> struct Epilogue<T, LinearShape<true>> {
     using Shape = LinearShape<true>;
-    uint2 ahead[2][4]; /* slope of the next piece */
+    uint2 ahead[2][4]; /* dgelu of the next piece */
 
-    __device__ __forceinline__ void begin(const Linear &f, Piece at) { at.load<T>(ahead, f.slope); }
+    __device__ __forceinline__ void begin(const Linear &f, Piece at) { at.load<T>(ahead, f.dgelu); }
 
     __device__ __forceinline__ void finish(const Linear &f, Piece at, const float *c,
                                            uint32_t my_sums, int group, int row_tile) {
@@ -244,13 +226,11 @@ template <class T> struct End<T, LinearShape<true>> {
             uint32_t word[16];
             Piece::exchange(word, ahead);
             if (panel + 1 < Shape::PANELS) {
-                Piece{f, at.row, at.column + PANEL_COLUMNS}.load<T>(ahead, f.slope);
+                Piece{f, at.row, at.column + PANEL_COLUMNS}.load<T>(ahead, f.dgelu);
             }
 #pragma unroll
             for (int i = 0; i < 16; i++) {
-                const float *sum = &c[32 * panel + 2 * i];
-                const float2 slope = unpack_pair<T>(word[i]);
-                word[i] = pack_pair<T>(sum[0] * slope.x, sum[1] * slope.y);
+                word[i] = linear::times_dgelu<T>(&c[32 * panel + 2 * i], word[i]);
             }
             at.store<T>(f.out, f.out_row, word);
             float sums[16]; /* of the thread's two rows */
@@ -260,7 +240,7 @@ template <class T> struct End<T, LinearShape<true>> {
                 sums[i] = upper.x + lower.x;
                 sums[i + 1] = upper.y + lower.y;
             }
-            /* Over the eight lanes of a column; each keeps half of what it has, three times. */
+            /* Over the eight lanes of a column; each keeps half of its sums, three times. */
 #pragma unroll
             for (int halving = 0; halving < 3; halving++) {
                 const int kept = 8 >> halving;
@@ -277,7 +257,7 @@ template <class T> struct End<T, LinearShape<true>> {
             column_sums[panel][0] = sums[0];
             column_sums[panel][1] = sums[1];
         }
-        /* Over the warps, through shared memory, which all have read for the tile before. */
+        /* Over the warps, through shared memory; the first wait: all have read the last tile's. */
         turn_wait(1 + group, WARPGROUP);
 #pragma unroll
         for (int i = 0; i < 2 * Shape::PANELS; i++) {
@@ -305,14 +285,14 @@ template <class T> struct End<T, LinearShape<true>> {
 template <class T, class Shape>
 __device__ __forceinline__ void consume(const Linear &f, Places<Shape> at, int group) {
     const int warp = (int)(threadIdx.x % WARPGROUP) / 32;
-    const bool speaks = threadIdx.x % WARPGROUP == 0; /* for its warpgroup */
+    const bool leads = threadIdx.x % WARPGROUP == 0; /* for its warpgroup */
     const int end = first_tile(f, blockIdx.x + 1);
     Ring<Shape::STAGES> ring;
     for (int tile = first_tile(f, blockIdx.x); tile < end; tile++) {
         const int across = tile / f.row_tiles, down = tile - across * f.row_tiles;
         const Piece piece = {f, down * Shape::ROWS + group * Shape::OWN + 16 * warp,
                              across * Shape::COLUMNS};
-        End<T, Shape> results;
+        Epilogue<T, Shape> results;
         results.begin(f, piece);
 
         float c[32 * Shape::PANELS];
@@ -334,14 +314,14 @@ __device__ __forceinline__ void consume(const Linear &f, Places<Shape> at, int g
             }
             products_end();
             products_wait<1>();
-            if (speaks && step > 0) {
+            if (leads && step > 0) {
                 barrier_arrive(at.empty(before));
             }
             before = ring.at;
         }
         products_wait<0>();
         hold(c);
-        if (speaks) {
+        if (leads) {
             barrier_arrive(at.empty(before));
         }
         results.finish(f, piece, c, at.sums(4 * group + warp), group, down);
@@ -356,41 +336,16 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
     await_previous();
 #ifdef HOPPER_CODE
     const Places<Shape> at = {dynamic_shared()};
-    if (threadIdx.x == 0) {
-        for (int stage = 0; stage < Shape::STAGES; stage++) {
-            barrier_init(at.full(stage), 1);
-            barrier_init(at.empty(stage), Shape::CONSUMERS);
-        }
-        barrier_init_done();
-    }
-    __syncthreads();
-    const int group = __shfl_sync(~0u, (int)threadIdx.x / WARPGROUP, 0);
-    if (group == 0) {
-        registers_down_to<Shape::KEEP>();
-        if (threadIdx.x == 0) {
-            produce(f, at);
-        }
-    } else {
-        registers_up_to<Shape::TAKE>();
-        consume<T>(f, at, group - 1);
-    }
+    linear::run_block<Shape>(
+        at.base, [&]() { produce(f, at); }, [&](int group) { consume<T>(f, at, group); });
 #endif
 }
 
-/* ---- host ---------------------------------------------------------------------------------------- */
 template <class Shape>
 nd_status launch(const char *op, int device, Linear f, const nd_array *a, const nd_array *b) {
-    f.rows = (int)a->shape[0];
-    f.columns = (int)b->shape[Shape::BACKWARD ? 0 : 1];
     f.steps = ceil_div((int)a->shape[1], Shape::STEP);
-    f.row_tiles = ceil_div(f.rows, Shape::ROWS);
-    f.column_tiles = ceil_div(f.columns, Shape::COLUMNS);
-    ND_TRY(linear::map_of(op, a, Shape::ROWS, &f.a));
-    ND_TRY(linear::map_of(op, b, Shape::BACKWARD ? Shape::COLUMNS : Shape::STEP, &f.b));
-    auto kernel =
-        a->dtype == ND_BF16 ? linear_hopper_kernel<bf16, Shape> : linear_hopper_kernel<f16, Shape>;
-    return cuda_launch(op, device, kernel, linear::blocks_for(device, f.row_tiles, f.column_tiles),
-                       Shape::THREADS, Shape::SHARED, f);
+    return linear::launch<Shape>(op, device, linear_hopper_kernel<bf16, Shape>,
+                                 linear_hopper_kernel<f16, Shape>, f, a, b);
 }
 
 } // namespace
@@ -402,7 +357,7 @@ nd_status linear_gelu_fwd_hopper(int device, const linear_gelu_fwd_args *a) {
     Linear f = {};
     f.tanh = a->tanh != 0;
     f.bias = a->b->data;
-    f.slope = a->slope->data;
+    f.dgelu = a->slope->data;
     f.out = a->y->data;
     f.out_row = a->y->strides[0];
     return launch<LinearShape<false>>("linear_gelu_fwd", device, f, a->x, a->w);
@@ -412,17 +367,11 @@ nd_status linear_gelu_bwd_hopper(int device, const linear_gelu_bwd_args *a) {
     if (a->dy->shape[1] <= linear::SHALLOW) {
         return linear_gelu_bwd_shallow(device, a);
     }
-    const char *op = "linear_gelu_bwd";
-    const int64_t columns = a->slope->shape[1];
-    using Shape = LinearShape<true>;
-    const int64_t pieces = Shape::CONSUMERS * ceil_div<int64_t>(a->slope->shape[0], Shape::ROWS);
-    void *partial;
-    ND_TRY(cuda_scratch(device, (size_t)(pieces * columns) * sizeof(float), &partial));
     Linear f = {};
-    f.slope = a->slope->data;
+    f.dgelu = a->slope->data;
     f.out = a->dpre->data;
-    f.out_row = columns;
-    f.partial = (float *)partial;
-    ND_TRY(launch<LinearShape<true>>(op, device, f, a->dy, a->w));
-    return cuda_add_columns(op, device, f.partial, pieces, columns, data_of<float>(a->db));
+    f.out_row = a->slope->shape[1];
+    return linear::with_column_sums<LinearShape<true>>(device, a, f, [&](const Linear &full) {
+        return launch<LinearShape<true>>("linear_gelu_bwd", device, full, a->dy, a->w);
+    });
 }

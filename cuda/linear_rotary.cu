@@ -1,6 +1,9 @@
-/* linear_rotary.cu - linear_rotary_fwd: y = rotary(x w + b), x (B, T, K), w (K, H, P, D): packed projections with
- * q and k turned. On Hopper, in 16 bits, one kernel for what Pythia-70m has (linear_shallow_hopper.cu).
- * Elsewhere the ops that it stands for, one after the other, with the bits of these.
+/* linear_rotary.cu - linear_rotary_fwd: y = rotary(x w + b), x (B, T, K), w (K, H, P, D), packed
+ * projections of which q and k are rotated.
+ *
+ * Precision: float32 sums. Parallel: on Hopper, in 16 bits, one kernel for the shapes of Pythia-70m
+ * (linear_shallow_hopper.cu), which rotates before it rounds; elsewhere linear_fwd, then rotary in
+ * place, which reads and writes the rotated dims once more.
  */
 #include "linear_hopper.cuh"
 

@@ -1,24 +1,20 @@
-/* linear_shallow_hopper.cu - products of depths up to 512, of a model of at most that width: linear_hopper.cu's
- * two, what they compute is said there; and y = rotary(x w + b), turned before it is rounded.
+/* linear_shallow_hopper.cu - products of depths up to 512: linear_hopper.cu's two ops, and
  *
- * The transposed result is computed, c^T = b^T a^T: what stays for a whole column of tiles, b^T, is the operand
- *   that wgmma takes from registers, 64 columns x 512 of depth are 128 registers a thread, and products read 64
- *   bytes a clock of shared memory, half of what it gives.
- * Parallel: tiles of 128 x 128, 64 columns for each of two consumers. A thread block has one column of tiles, or
- *   a few, and walks down its rows, all blocks together, so that a's rows are read from memory once. The
- *   consumers take turns: while one multiplies, the other rounds, applies gelu and writes. A producer thread
- *   asks for steps of 64 of the depth.
- * Results leave, and slope comes, by the copy engine, 64 rows at a time; stmatrix and ldmatrix transpose them
- *   between registers and shared memory. Angles come with the rows of a tile: the sums of a thread are columns i
- *   and i + 8, a pair that rotary turns where R is 8.
- * Time: 32,768 x 512 x 2048 take 91 us without the ends, 178 and 134 with them (forward with GELU, backward), on an
- *   H200 under load. Products move their sums through the ports of the register file, which slows the other
- *   consumer's arithmetic and is slowed by it: each instruction at the end counts (gelu.cuh).
+ *   rotary   y = rotary(x w + b)     a is x, b is w: (depth, columns)
+ *
+ * Precision: linear_hopper.cu's; rotary turns float32 before it is rounded.
+ * Parallel: linear_hopper.cuh, tiles of 128 x 128, 64 columns for each consumer. The transposed
+ *   result is computed, c^T = b^T a^T: b^T stays in registers for a column of tiles (64 columns x
+ *   512 of depth, 128 registers a thread). The consumers take turns: one multiplies, one finishes.
+ * Bytes: products read 64 bytes a clock of shared memory, half of its rate. Results leave, and
+ *   dgelu comes, by the copy engine, 64 rows at a time; stmatrix and ldmatrix transpose them.
+ *   Angles come with a tile's rows; a thread's columns i and i + 8 are a pair that rotary turns (R
+ *   is 8).
+ * Time: 32,768 x 512 x 2048 take 91 us without the epilogues, 178 and 134 with them (forward with
+ *   GELU, backward), on an H200 under load. Sums pass through the register file's ports, which
+ *   slows the other consumer's arithmetic: each instruction of an epilogue counts (gelu.cuh).
  */
-#include "gelu.cuh"
 #include "linear_hopper.cuh"
-#include "mma.cuh"
-#include "stages.cuh"
 
 using namespace hopper;
 
@@ -27,18 +23,17 @@ namespace linear {
 
 enum class Kind { gelu, gelu_backward, rotary };
 
-template <Kind KIND> struct ShallowShape {
+template <Kind KIND> struct ShallowShape : TileShape {
     static constexpr bool BACKWARD = KIND == Kind::gelu_backward;
-    static constexpr int ROWS = 128, COLUMNS = 128, STEP = PANEL_COLUMNS, STEPS = SHALLOW / STEP;
-    static constexpr int HALF = 64;    /* rows that are written together */
+    static constexpr int ROWS = 128, COLUMNS = 128, B_ROWS = 64, STEPS = SHALLOW / STEP;
+    static constexpr int HALF = OWN;   /* rows that are written together */
     static constexpr int AT_ONCE = 32; /* rows that are worked on together */
-    static constexpr int CONSUMERS = 2, THREADS = WARPGROUP * (1 + CONSUMERS);
-    static constexpr int KEEP = 24, TAKE = 240; /* registers of producers and of consumers */
+    static constexpr int TAKE = 240;
     static constexpr uint32_t PANEL = 64 * PANEL_ROW;
     /* A stage is a step of a, or of b's 64 columns of each consumer. */
     static constexpr int STAGES = 10;
     static constexpr uint32_t STAGE = 2 * PANEL;
-    /* Of a consumer: slope and y of two halves; y of two; or of four what is slope first and dpre then. */
+    /* Of a consumer: dgelu and y of two halves; y of two; or of four dgelu, replaced by dpre. */
     static constexpr int BUFFERS = BACKWARD ? 4 : 2, PANELS = KIND == Kind::gelu ? 2 : 1;
     static constexpr uint32_t BUFFERS_AT = STAGES * STAGE;
     /* Of both consumers: cos and sin of a tile's rows. */
@@ -46,9 +41,9 @@ template <Kind KIND> struct ShallowShape {
     static constexpr uint32_t TABLES_AT = BUFFERS_AT + CONSUMERS * BUFFERS * PANELS * PANEL;
     static constexpr uint32_t ANGLES = 4 * SHALLOW_ANGLES, HALF_TABLE = ROWS * ANGLES; /* bytes */
     static constexpr uint32_t BARRIERS_AT = TABLES_AT + TABLES * 2 * HALF_TABLE;
-    /* What comes beside a and b, and is handed back: slope, or a table. */
-    static constexpr int READ = BACKWARD ? BUFFERS : TABLES;
-    static constexpr size_t SHARED = BARRIERS_AT + 8 * 2 * (STAGES + READ);
+    /* Loaded beside a and b, and handed back: dgelu, or a table. */
+    static constexpr int LOADS = BACKWARD ? BUFFERS : TABLES;
+    static constexpr size_t SHARED = BARRIERS_AT + 8 * 2 * (STAGES + LOADS);
 };
 
 } // namespace linear
@@ -59,43 +54,32 @@ using linear::ShallowShape;
 namespace {
 
 struct Shallow {
-    CUtensorMap a, b, slope, out;
+    CUtensorMap a, b, dgelu, out;
     int rows, columns; /* of c */
     int row_tiles, column_tiles;
     const void *bias; /* forward; rotary: or NULL */
     bool tanh;        /* forward */
     float *partial;   /* backward: 2 row_tiles x columns */
-    /* Rotary: the angles of `times` positions; of slices of `head` dims, `slices` a head, the first `parts`. */
+    /* Rotary: angles of `times` positions. A head has `slices` of `head` dims; the first `parts` of
+     * them are rotated. */
     const float *cosines, *sines;
     int times, head, slices, parts;
 };
 
 #ifdef HOPPER_CODE
 
-template <class Shape> struct Places {
-    uint32_t base;
-
-    __device__ __forceinline__ uint32_t stage(int i) const { return base + i * Shape::STAGE; }
+template <class Shape> struct ShallowPlaces : linear::Barriers<Shape> {
+    __device__ __forceinline__ uint32_t stage(int i) const { return this->base + i * Shape::STAGE; }
     __device__ __forceinline__ uint32_t buffer(int consumer, int i) const {
-        return base + Shape::BUFFERS_AT +
+        return this->base + Shape::BUFFERS_AT +
                (consumer * Shape::BUFFERS + i) * Shape::PANELS * Shape::PANEL;
     }
-    __device__ __forceinline__ uint32_t full(int stage) const {
-        return base + Shape::BARRIERS_AT + 8 * stage;
-    }
-    __device__ __forceinline__ uint32_t empty(int stage) const {
-        return full(Shape::STAGES + stage);
-    }
     __device__ __forceinline__ uint32_t table(int i) const {
-        return base + Shape::TABLES_AT + i * 2 * Shape::HALF_TABLE;
+        return this->base + Shape::TABLES_AT + i * 2 * Shape::HALF_TABLE;
     }
-    /* Of both consumers' buffers, or of a table. */
-    __device__ __forceinline__ uint32_t came(int i) const { return full(2 * Shape::STAGES + i); }
-    __device__ __forceinline__ uint32_t left(int i) const { return came(Shape::READ + i); }
 };
 
-/* Blocks share the tiles, column by column, in pieces that differ by one at most. Calls
- * work(first column, first tile of rows, how many) for each column of tiles that the block has a part of. */
+/* Calls work(first column, first tile of rows, how many) for each column of tiles of the block. */
 template <class Shape, class F>
 __device__ __forceinline__ void each_run(const Shallow &f, const F &work) {
     const int64_t tiles = (int64_t)f.row_tiles * f.column_tiles;
@@ -109,7 +93,7 @@ __device__ __forceinline__ void each_run(const Shallow &f, const F &work) {
     }
 }
 
-/* ---- the producer -------------------------------------------------------------------------------- */
+/* ---- the producer ---------------------------------------------------------------------------- */
 /* cos and sin of `count` rows of a from `row` on: positions follow each other, and begin again. */
 template <class Shape>
 __device__ __forceinline__ void load_table(const Shallow &f, uint32_t to, uint32_t came, int row,
@@ -125,9 +109,10 @@ __device__ __forceinline__ void load_table(const Shallow &f, uint32_t to, uint32
     }
 }
 
-template <class Shape> __device__ __forceinline__ void produce(const Shallow &f, Places<Shape> at) {
+template <class Shape>
+__device__ __forceinline__ void produce(const Shallow &f, ShallowPlaces<Shape> at) {
     Ring<Shape::STAGES> ring;
-    Ring<Shape::READ ? Shape::READ : 1> read;
+    Ring<Shape::LOADS ? Shape::LOADS : 1> read;
     auto stage = [&]() {
         barrier_wait(at.empty(ring.at), ring.phase ^ 1);
         barrier_expect(at.full(ring.at), Shape::STAGE);
@@ -153,7 +138,7 @@ template <class Shape> __device__ __forceinline__ void produce(const Shallow &f,
                 barrier_wait(at.left(read.at), read.phase ^ 1);
                 barrier_expect(came, Shape::CONSUMERS * Shape::PANEL);
                 for (int i = 0; i < Shape::CONSUMERS; i++) {
-                    box_load(at.buffer(i, read.at), &f.slope, came, column + i * PANEL_COLUMNS,
+                    box_load(at.buffer(i, read.at), &f.dgelu, came, column + i * PANEL_COLUMNS,
                              row + half * Shape::HALF, 0, 0);
                 }
             }
@@ -167,11 +152,11 @@ template <class Shape> __device__ __forceinline__ void produce(const Shallow &f,
     });
 }
 
-/* ---- a consumer ---------------------------------------------------------------------------------- */
-/* Shape::AT_ONCE rows of a tile, from `row` on, become results: enough for a warp to have something to do while
- * it waits for each. Of a thread c[4 s + 2 h + e] is row 8 s + 2 (lane % 4) + e, column
- * 16 warp + lane / 4 + 8 h of the consumer's 64. */
-template <class T, class Shape> struct End;
+/* ---- a consumer ------------------------------------------------------------------------------ */
+/* rows() makes results of AT_ONCE rows of a tile, from `row` on: enough work for a warp while it
+ * waits for each. A thread's c[4 s + 2 h + e] is row 8 s + 2 (lane % 4) + e, column 16 warp + lane
+ * / 4 + 8 h of the consumer's 64. free() is called once the stores have been read. */
+template <class T, class Shape> struct ShallowEpilogue;
 
 /* Of the thread's two columns, the first of which is `column`. */
 template <class T>
@@ -191,7 +176,7 @@ __device__ __forceinline__ void store_rows(const uint32_t (&word)[N][4], uint32_
     }
 }
 
-template <class T> struct End<T, ShallowShape<Kind::gelu>> {
+template <class T> struct ShallowEpilogue<T, ShallowShape<Kind::gelu>> {
     using Shape = ShallowShape<Kind::gelu>;
     float bias[2];
     bool tanh;
@@ -201,19 +186,16 @@ template <class T> struct End<T, ShallowShape<Kind::gelu>> {
         tanh = f.tanh;
         load_bias<T>(bias, f, column);
     }
-    __device__ __forceinline__ void begin(Places<Shape>) {}
+    __device__ __forceinline__ void begin(ShallowPlaces<Shape>) {}
 
     template <bool TANH> __device__ __forceinline__ void rows_of(const float *c, uint32_t place) {
-        uint32_t slope[Shape::AT_ONCE / 16][4], y[Shape::AT_ONCE / 16][4];
+        uint32_t dgelu[Shape::AT_ONCE / 16][4], y[Shape::AT_ONCE / 16][4];
 #pragma unroll
         for (int i = 0; i < Shape::AT_ONCE / 4; i++) {
-            const float *sum = &c[2 * i];
-            const Gelu first = gelu_16<TANH>(sum[0] + bias[i % 2]),
-                       second = gelu_16<TANH>(sum[1] + bias[i % 2]);
-            slope[i / 4][i % 4] = pack_pair<T>(first.slope, second.slope);
-            y[i / 4][i % 4] = pack_pair<T>(first.value, second.value);
+            linear::gelu_pair<T, TANH>(&c[2 * i], bias[i % 2], bias[i % 2], dgelu[i / 4][i % 4],
+                                       y[i / 4][i % 4]);
         }
-        store_rows(slope, place);
+        store_rows(dgelu, place);
         store_rows(y, place + Shape::PANEL);
     }
     __device__ __forceinline__ void rows(const float *c, uint32_t place, int) {
@@ -221,30 +203,29 @@ template <class T> struct End<T, ShallowShape<Kind::gelu>> {
     }
 
     __device__ __forceinline__ void finish(const Shallow &, int, int) {}
-    __device__ __forceinline__ void store(const Shallow &f, Places<Shape>, uint32_t from,
+    __device__ __forceinline__ void store(const Shallow &f, ShallowPlaces<Shape>, uint32_t from,
                                           int column, int row) {
-        box_store(&f.slope, from, column, row, 0, 0);
+        box_store(&f.dgelu, from, column, row, 0, 0);
         box_store(&f.out, from + Shape::PANEL, column, row, 0, 0);
     }
     __device__ __forceinline__ void advance() { buffer ^= 1; }
-    /* What was stored has been read. */
-    __device__ __forceinline__ void free(Places<Shape>) {}
+    __device__ __forceinline__ void free(ShallowPlaces<Shape>) {}
 };
 
-template <class T> struct End<T, ShallowShape<Kind::rotary>> {
+template <class T> struct ShallowEpilogue<T, ShallowShape<Kind::rotary>> {
     using Shape = ShallowShape<Kind::rotary>;
     float bias[2];
-    bool turns; /* the warp has the dims of a head that are turned */
+    bool rotates; /* the warp has the rotated dims of a head */
     int buffer = 0;
     Ring<Shape::TABLES> tables;
     uint32_t angles; /* of the thread's column, in a tile's first row */
 
     __device__ __forceinline__ void run(const Shallow &f, int column) {
         const int of_warp = column - (threadIdx.x & 31) / 4;
-        turns = of_warp % f.head == 0 && of_warp / f.head % f.slices < f.parts;
+        rotates = of_warp % f.head == 0 && of_warp / f.head % f.slices < f.parts;
         load_bias<T>(bias, f, column);
     }
-    __device__ __forceinline__ void begin(Places<Shape> at) {
+    __device__ __forceinline__ void begin(ShallowPlaces<Shape> at) {
         barrier_wait(at.came(tables.at), tables.phase);
         angles = at.table(tables.at) + (threadIdx.x & 31) / 4 * 4;
     }
@@ -259,13 +240,13 @@ template <class T> struct End<T, ShallowShape<Kind::rotary>> {
             for (int e = 0; e < 2; e++) {
                 x[e] = c[4 * i + e] + bias[0];
                 y[e] = c[4 * i + 2 + e] + bias[1];
-                if (turns) {
+                if (rotates) {
                     const uint32_t angle = first + (8 * i + e) * Shape::ANGLES;
                     const float cosine = __uint_as_float(load_shared4(angle));
                     const float sine = __uint_as_float(load_shared4(angle + Shape::HALF_TABLE));
-                    const float turned = x[e] * cosine - y[e] * sine;
+                    const float rotated = x[e] * cosine - y[e] * sine;
                     y[e] = y[e] * cosine + x[e] * sine;
-                    x[e] = turned;
+                    x[e] = rotated;
                 }
             }
             word[i / 2][i % 2 * 2] = pack_pair<T>(x[0], x[1]);
@@ -275,7 +256,7 @@ template <class T> struct End<T, ShallowShape<Kind::rotary>> {
     }
 
     __device__ __forceinline__ void finish(const Shallow &, int, int) {}
-    __device__ __forceinline__ void store(const Shallow &f, Places<Shape>, uint32_t from,
+    __device__ __forceinline__ void store(const Shallow &f, ShallowPlaces<Shape>, uint32_t from,
                                           int column, int row) {
         box_store(&f.out, from, column, row, 0, 0);
     }
@@ -285,22 +266,22 @@ template <class T> struct End<T, ShallowShape<Kind::rotary>> {
             tables.advance();
         }
     }
-    /* Of a consumer only the first warp reads the table, and stored what it made of it. */
-    __device__ __forceinline__ void free(Places<Shape> at) {
+    /* Only a consumer's first warp reads the table. */
+    __device__ __forceinline__ void free(ShallowPlaces<Shape> at) {
         if (buffer == 1) {
             barrier_arrive(at.left(tables.at));
         }
     }
 };
 
-template <class T> struct End<T, ShallowShape<Kind::gelu_backward>> {
+template <class T> struct ShallowEpilogue<T, ShallowShape<Kind::gelu_backward>> {
     using Shape = ShallowShape<Kind::gelu_backward>;
     float sums[2];
     int buffer = 0, stored = -1;
     uint32_t phase = 0;
 
     __device__ __forceinline__ void run(const Shallow &, int) {}
-    __device__ __forceinline__ void begin(Places<Shape> at) {
+    __device__ __forceinline__ void begin(ShallowPlaces<Shape> at) {
         barrier_wait(at.came(buffer), phase);
         sums[0] = sums[1] = 0.0f;
     }
@@ -313,9 +294,7 @@ template <class T> struct End<T, ShallowShape<Kind::gelu_backward>> {
         }
 #pragma unroll
         for (int i = 0; i < Shape::AT_ONCE / 4; i++) {
-            const float *sum = &c[2 * i];
-            const float2 slope = unpack_pair<T>(word[i / 4][i % 4]);
-            word[i / 4][i % 4] = pack_pair<T>(sum[0] * slope.x, sum[1] * slope.y);
+            word[i / 4][i % 4] = linear::times_dgelu<T>(&c[2 * i], word[i / 4][i % 4]);
             const float2 d = unpack_pair<T>(word[i / 4][i % 4]);
             sums[i % 2] += d.x + d.y;
         }
@@ -332,7 +311,7 @@ template <class T> struct End<T, ShallowShape<Kind::gelu_backward>> {
             }
         }
     }
-    __device__ __forceinline__ void store(const Shallow &f, Places<Shape>, uint32_t from,
+    __device__ __forceinline__ void store(const Shallow &f, ShallowPlaces<Shape>, uint32_t from,
                                           int column, int row) {
         box_store(&f.out, from, column, row, 0, 0);
         stored = buffer;
@@ -343,7 +322,7 @@ template <class T> struct End<T, ShallowShape<Kind::gelu_backward>> {
             phase ^= 1;
         }
     }
-    __device__ __forceinline__ void free(Places<Shape> at) {
+    __device__ __forceinline__ void free(ShallowPlaces<Shape> at) {
         if (stored >= 0) {
             barrier_arrive(at.left(stored));
             stored = -1;
@@ -352,13 +331,13 @@ template <class T> struct End<T, ShallowShape<Kind::gelu_backward>> {
 };
 
 template <class T, class Shape>
-__device__ __forceinline__ void consume(const Shallow &f, Places<Shape> at, int group) {
+__device__ __forceinline__ void consume(const Shallow &f, ShallowPlaces<Shape> at, int group) {
     const int warp = (int)(threadIdx.x % WARPGROUP) / 32, lane = threadIdx.x & 31;
-    const bool speaks = threadIdx.x % WARPGROUP == 0; /* for its warpgroup */
+    const bool leads = threadIdx.x % WARPGROUP == 0; /* for its warpgroup */
     const int my_turn = 1 + group, other_turn = 2 - group, mine_alone = 3 + group;
     const uint32_t in_panel = panel_offset(lane / 16 * 8 + (lane & 7), 2 * warp + (lane >> 3 & 1));
     Ring<Shape::STAGES> ring;
-    End<T, Shape> end;
+    ShallowEpilogue<T, Shape> end;
     if (group == 1) {
         turn_pass(other_turn, 2 * WARPGROUP);
     }
@@ -385,7 +364,7 @@ __device__ __forceinline__ void consume(const Shallow &f, Places<Shape> at, int 
                 }
             }
             turn_wait(mine_alone, WARPGROUP);
-            if (speaks) {
+            if (leads) {
                 barrier_arrive(at.empty(ring.at));
             }
         }
@@ -406,7 +385,7 @@ __device__ __forceinline__ void consume(const Shallow &f, Places<Shape> at, int 
                 products_end();
                 if (step > 0) {
                     products_wait<1>();
-                    if (speaks) {
+                    if (leads) {
                         barrier_arrive(at.empty(before));
                     }
                 }
@@ -417,7 +396,7 @@ __device__ __forceinline__ void consume(const Shallow &f, Places<Shape> at, int 
             }
             products_wait<0>();
             hold(c);
-            if (speaks) {
+            if (leads) {
                 barrier_arrive(at.empty(before));
             }
 
@@ -432,19 +411,19 @@ __device__ __forceinline__ void consume(const Shallow &f, Places<Shape> at, int 
                 }
                 end.finish(f, 2 * tile + half, column);
                 proxy_fence();
-                if (speaks) {
+                if (leads) {
                     box_stores_read(); /* so that the next half may be written there */
                     end.free(at);
                 }
                 turn_wait(mine_alone, WARPGROUP);
-                if (speaks) {
+                if (leads) {
                     end.store(f, at, buffer, first, tile * Shape::ROWS + half * Shape::HALF);
                 }
                 end.advance();
             }
         }
     });
-    if (speaks) {
+    if (leads) {
         box_stores_read();
     }
 }
@@ -456,50 +435,22 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
     linear_shallow_kernel(const __grid_constant__ Shallow f) {
     await_previous();
 #ifdef HOPPER_CODE
-    const Places<Shape> at = {dynamic_shared()};
-    if (threadIdx.x == 0) {
-        for (int stage = 0; stage < Shape::STAGES; stage++) {
-            barrier_init(at.full(stage), 1);
-            barrier_init(at.empty(stage), Shape::CONSUMERS);
-        }
-        for (int i = 0; i < Shape::READ; i++) {
-            barrier_init(at.came(i), 1);
-            barrier_init(at.left(i), Shape::CONSUMERS);
-        }
-        barrier_init_done();
-    }
-    __syncthreads();
-    const int group = __shfl_sync(~0u, (int)threadIdx.x / WARPGROUP, 0);
-    if (group == 0) {
-        registers_down_to<Shape::KEEP>();
-        if (threadIdx.x == 0) {
-            produce(f, at);
-        }
-    } else {
-        registers_up_to<Shape::TAKE>();
-        consume<T>(f, at, group - 1);
-    }
+    const ShallowPlaces<Shape> at = {dynamic_shared()};
+    linear::run_block<Shape>(
+        at.base, [&]() { produce(f, at); }, [&](int group) { consume<T>(f, at, group); });
 #endif
 }
 
-/* ---- host ---------------------------------------------------------------------------------------- */
+/* ---- host ------------------------------------------------------------------------------------ */
 template <class Shape>
 nd_status launch(const char *op, int device, Shallow f, const nd_array *a, const nd_array *b,
-                 const nd_array *slope, const nd_array *out) {
-    f.rows = (int)out->shape[0];
-    f.columns = (int)out->shape[1];
-    f.row_tiles = ceil_div(f.rows, Shape::ROWS);
-    f.column_tiles = ceil_div(f.columns, Shape::COLUMNS);
-    ND_TRY(linear::map_of(op, a, Shape::ROWS, &f.a));
-    ND_TRY(linear::map_of(op, b, 64, &f.b));
-    if (slope) {
-        ND_TRY(linear::map_of(op, slope, Shape::HALF, &f.slope));
+                 const nd_array *dgelu, const nd_array *out) {
+    if (dgelu) {
+        ND_TRY(linear::map_of(op, dgelu, Shape::HALF, &f.dgelu));
     }
     ND_TRY(linear::map_of(op, out, Shape::HALF, &f.out));
-    auto kernel = a->dtype == ND_BF16 ? linear_shallow_kernel<bf16, Shape>
-                                      : linear_shallow_kernel<f16, Shape>;
-    return cuda_launch(op, device, kernel, linear::blocks_for(device, f.row_tiles, f.column_tiles),
-                       Shape::THREADS, Shape::SHARED, f);
+    return linear::launch<Shape>(op, device, linear_shallow_kernel<bf16, Shape>,
+                                 linear_shallow_kernel<f16, Shape>, f, a, b);
 }
 
 } // namespace
@@ -513,16 +464,10 @@ nd_status linear_gelu_fwd_shallow(int device, const linear_gelu_fwd_args *a) {
 }
 
 nd_status linear_gelu_bwd_shallow(int device, const linear_gelu_bwd_args *a) {
-    using Backward = ShallowShape<Kind::gelu_backward>;
-    const char *op = "linear_gelu_bwd";
-    const int64_t columns = a->slope->shape[1];
-    const int64_t pieces = 2 * ceil_div<int64_t>(a->slope->shape[0], Backward::ROWS);
-    void *partial;
-    ND_TRY(cuda_scratch(device, (size_t)(pieces * columns) * sizeof(float), &partial));
-    Shallow f = {};
-    f.partial = (float *)partial;
-    ND_TRY(launch<Backward>(op, device, f, a->dy, a->w, a->slope, a->dpre));
-    return cuda_add_columns(op, device, f.partial, pieces, columns, data_of<float>(a->db));
+    using Shape = ShallowShape<Kind::gelu_backward>;
+    return linear::with_column_sums<Shape>(device, a, Shallow{}, [&](const Shallow &f) {
+        return launch<Shape>("linear_gelu_bwd", device, f, a->dy, a->w, a->slope, a->dpre);
+    });
 }
 
 bool linear_rotary_shallow_serves(int device, const linear_rotary_fwd_args *a, const nd_array *x,

@@ -1,14 +1,10 @@
-/* linear.cpp - linear_hopper.cu on the CPU. Matrices of 16 bits, row-major. */
+/* linear.cpp - linear_hopper.cu and linear_shallow_hopper.cu on the CPU. Matrices of 16 bits,
+ * row-major.
+ */
 #include "emulated.h"
 #include "host.h"
 
 #include "linear_hopper.cu"
-
-/* Names that each of the two files has for itself. */
-#define Places ShallowPlaces
-#define End ShallowEnd
-#define launch shallow_launch
-#define produce shallow_produce
 #include "linear_shallow_hopper.cu"
 
 static std::vector<char> scratch;
