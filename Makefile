@@ -17,7 +17,7 @@ MEMCHECK_TESTS ?= tests/csrc/test_ops.py tests/csrc/test_large.py tests/ops/test
     tests/ops/test_dilated.py tests/ops/test_block_lists.py tests/test_generate.py tests/csrc/test_download.py \
     tests/data/test_prefetch.py
 TOOL ?= memcheck
-# `make asan` runs those that call the core most: every case of tests/cases/ among them.
+# `make asan` runs those that call the core most: every case of needle.testing among them.
 ASAN_TESTS ?= tests/csrc tests/ops tests/nn tests/data/test_prefetch.py tests/kernels/test_signature.py
 SANITIZER ?= $(firstword $(wildcard $(CUDA_HOME)/bin/compute-sanitizer \
     /usr/local/cuda/bin/compute-sanitizer) compute-sanitizer)
@@ -199,7 +199,7 @@ endef
 asan fuzz: export LDFLAGS := -fsanitize=address,undefined
 asan fuzz: export CFLAGS := -O2 -g -fno-omit-frame-pointer -fno-sanitize-recover=all -fsanitize=address,undefined
 
-# The tests that replay tests/cases/ and those of views and modules.
+# The tests that replay the cases of needle.testing and those of views and modules.
 asan: $(STATE)/test
 	$(sanitized) -m pytest -q --capture=sys -m 'not cuda and not parity' -p no:cacheprovider \
 	    $(addprefix $(CURDIR)/,$(ASAN_TESTS)) $(ARGS)

@@ -6,21 +6,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
-from cases import (
-    cross_entropy_fwd,
-    gelu,
-    gelu_tanh,
-    layernorm_fwd,
-    normal,
-    pair_products,
-    rotary,
-    softmax_attention,
-    visible,
-    weighted,
-)
 
 from needle import BlockMask
 from needle.distributed.group import Group
+from needle.testing import normal
+from needle.testing.attention import pair_products, rotary, softmax_attention, visible, weighted
+from needle.testing.elementwise import gelu, gelu_tanh
+from needle.testing.layers import cross_entropy_fwd, layernorm_fwd
 
 
 @dataclass(frozen=True)

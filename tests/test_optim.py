@@ -4,10 +4,11 @@ import itertools
 
 import numpy as np
 import pytest
-from harness import DEVICES, assert_same_bits, device_of, rounder
+from harness import DEVICES, assert_same_bits, device_of
 
 import needle as ndl
 from needle import Tensor, nn, optim
+from needle.testing import rounder
 
 both = pytest.mark.parametrize("device", DEVICES)
 SHAPES = {"matrix": (5, 7), "bias": (7,)}

@@ -7,9 +7,10 @@ import ast
 import inspect
 
 import pytest
-from harness import OPS, ROOT, Op, Operand
+from harness import ROOT
 
 from needle import _C
+from needle.testing.table import OPS, Op, Operand
 
 STUB = ROOT / "needle" / "_C.pyi"
 LINE = "# ---- ops ----\n"

@@ -5,11 +5,12 @@ import itertools
 
 import numpy as np
 import pytest
-from cases import BAD, BAD_VALUES, CASES, ELEMENTWISE, REDUCTIONS, long_ids
-from harness import DEVICES, OPS, device_of, dtype_of, prepare, to_ndarray
+from bad_calls import BAD, BAD_VALUES, long_ids
+from harness import DEVICES, device_of
 from test_ops import FIRST
 
 from needle import _C
+from needle.testing import CASES, ELEMENTWISE, OPS, REDUCTIONS, dtype_of, prepare, to_ndarray
 
 STRUCTURED = [name for name, op in OPS.items() if op.kind == "OP" and name in FIRST]
 SOLID = {  # a case of each op without zero sizes, None operands or axes of one element
@@ -89,7 +90,7 @@ def test_letters_of_the_table_stand_for_sizes_that_differ(op):
         sizes = {(sizes[a], sizes[b]) for sizes in seen if a in sizes and b in sizes}
         same = bool(sizes) and all(one == other for one, other in sizes)
         assert not same, (
-            f"csrc/ops.def: {op}: {a} and {b} differ in no case: give one in tests/cases/"
+            f"csrc/ops.def: {op}: {a} and {b} differ in no case: give one in needle/testing/"
         )
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import DEVICES, device_of, to_ndarray
+from harness import DEVICES, device_of
 
 from needle import _C
+from needle.testing import to_ndarray
 
 both = pytest.mark.parametrize("device", DEVICES)
 

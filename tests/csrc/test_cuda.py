@@ -9,11 +9,12 @@ import time
 
 import numpy as np
 import pytest
-from cases import cross_entropy_fwd
-from harness import ROOT, attended, device_of, to_ndarray
+from harness import ROOT, attended, device_of
 
 import needle as ndl
 from needle import _C, Tensor, ops
+from needle.testing import to_ndarray
+from needle.testing.layers import cross_entropy_fwd
 
 pytestmark = pytest.mark.cuda
 PAST = 2**31 + 4097  # more elements than an int counts

@@ -1,10 +1,12 @@
-"""Structured ops at sizes past each blocking constant (tests/cases/large.py), by value."""
+"""Structured ops at sizes past each blocking constant (large_cases.py), by value."""
 
 import itertools
 
 import pytest
-from cases.large import LARGE
-from harness import DEVICES, call, check, device_of, poison, prepare
+from harness import DEVICES, device_of, poison
+from large_cases import LARGE
+
+from needle.testing import call, check, prepare
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -7,12 +7,13 @@ from collections import Counter
 import numpy as np
 import pytest
 from gradients import GRADIENTS
-from harness import DEVICES, OPS, call, device_of, dtype_of, live_bytes, prepare, to_ndarray
+from harness import DEVICES, device_of, live_bytes
 from test_ops import FIRST
 
 import needle as ndl
 from needle import _C, Tensor, nn, optim
 from needle.models.pythia import Pythia, PythiaConfig
+from needle.testing import OPS, call, dtype_of, prepare, to_ndarray
 
 pytestmark = pytest.mark.slow
 

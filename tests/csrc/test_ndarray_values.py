@@ -6,13 +6,14 @@ import pickle
 
 import numpy as np
 import pytest
-from harness import assert_same_bits, bits, device_of, to_ndarray
+from harness import assert_same_bits, bits, device_of
 from hypothesis import given
 from hypothesis import strategies as st
 from test_ndarray import both, numbers, pair, quick
 
 from needle import _C
 from needle import backend_ndarray as nd
+from needle.testing import to_ndarray
 
 # ---- arithmetic ----------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The generic tests over tests/cases/: every op of ops.def on every device, dtype and layout."""
+"""The generic tests over needle/testing/: every op of ops.def on every device, dtype and layout."""
 
 import itertools
 import os
@@ -8,39 +8,30 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cases import (
+from harness import DEVICES, ROOT, assert_same_bits, attended, device_of, naming, poison
+
+from needle import _C, Tensor
+from needle.ops import cross_entropy
+from needle.testing import (
     CASES,
     COMPARISONS,
     ELEMENTWISE,
     FLOATS,
     INTEGERS,
-    REDUCED_SHAPES,
-    REDUCTIONS,
-    SPECIAL,
-)
-from harness import (
-    DEVICES,
     LAYOUTS,
     OPS,
-    ROOT,
-    assert_near,
-    assert_same_bits,
+    REDUCTIONS,
     assert_within,
-    attended,
     call,
     check,
-    device_of,
+    formula_case,
     laid_out_values,
-    naming,
-    poison,
     prepare,
     rng_of,
     rounder,
     to_ndarray,
 )
-
-from needle import _C, Tensor
-from needle.ops import cross_entropy
+from needle.testing.elementwise import REDUCED_SHAPES, SPECIAL
 
 STRUCTURED = {
     op: [case for case in CASES if case.op == op] for op in dict.fromkeys(c.op for c in CASES)
@@ -51,24 +42,12 @@ SHAPES = [(1,), (31,), (257,), (31, 257), (3, 1, 5, 7), (0,), (4, 0, 3), ()]
 UNREPEATED = "kept offsets columns order offsets_t rows order_t lse".split()
 
 
-def elementwise_values(op: str, shape, dtype: str, rng) -> list[np.ndarray]:
-    low, high = ELEMENTWISE[op].domain
-    operands = len(OPS[op].inputs)
-    values = [rounder(dtype)(rng.uniform(low, high, shape)) for _ in range(operands)]
-    if op == "power":
-        values[1] = rounder(dtype)(rng.uniform(-3, 3, shape))
-    elif op.endswith("_bwd"):
-        values[1] = rounder(dtype)(rng.uniform(-2, 2, shape))
-    return values
+def elementwise_values(op: str, shape, dtype: str) -> list[np.ndarray]:
+    return list(prepare(formula_case(op, shape), dtype).values())
 
 
 def check_elementwise(op: str, got, values, dtype: str) -> None:
-    case = ELEMENTWISE[op]
-    with np.errstate(all="ignore"):
-        exact = np.asarray(case.f(*values), float)
-        unit = exact if case.unit is None else case.unit(exact, *values)
-    assert got.dtype == dtype
-    assert_near(got.numpy(), exact, unit, case.ulps, dtype, op)
+    check(formula_case(op, ()), dict(zip("xy", values)), {"out": got}, dtype)
 
 
 # ---- against the reference -----------------------------------------------------------------------
@@ -193,10 +172,10 @@ def test_elementwise(op, device):
     device = device_of(device)
     for dtype, shape in itertools.product(FLOATS, SHAPES):
         with naming(dtype, shape):
-            values = elementwise_values(op, shape, dtype, rng_of(op, shape))
+            case = formula_case(op, shape)
+            values = prepare(case, dtype)
             poison(device)
-            got = getattr(_C, op)(*(to_ndarray(v, dtype, device) for v in values))
-            check_elementwise(op, got, values, dtype)
+            check(case, values, call(case, values, dtype, device), dtype)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -205,13 +184,12 @@ def test_elementwise_views(op, device):
     device = device_of(device)
     operands = len(OPS[op].inputs)
     for shape in [(31, 33), (3, 5, 7), (2, 3, 4, 5)]:
-        values = elementwise_values(op, shape, "float32", rng_of(op, shape))
+        case = formula_case(op, shape)
         for layouts in itertools.product(LAYOUTS, repeat=operands):
             with naming(shape, layouts):
-                laid_out = list(zip(values, layouts))
-                seen = [laid_out_values(v, layout) for v, layout in laid_out]
-                views = [to_ndarray(v, "float32", device, layout) for v, layout in laid_out]
-                check_elementwise(op, getattr(_C, op)(*views), seen, "float32")
+                named = dict(zip("xy", layouts))
+                values = prepare(case, "float32", named)
+                check(case, values, call(case, values, "float32", device, named), "float32")
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -222,7 +200,7 @@ def test_large_views_in_every_dtype(op, dtype, device):
     device = device_of(device)
     for shape, i in itertools.product([(2, 170, 101), (3, 5, 1500)], range(len(LAYOUTS))):
         layouts = [LAYOUTS[i], LAYOUTS[i - 2]]
-        values = elementwise_values(op, shape, dtype, rng_of(op, shape))
+        values = elementwise_values(op, shape, dtype)
         seen = [laid_out_values(v, layout) for v, layout in zip(values, layouts)]
         views = [to_ndarray(v, dtype, device, layout) for v, layout in zip(values, layouts)]
         check_elementwise(op, getattr(_C, op)(*views), seen, dtype)
@@ -246,12 +224,11 @@ def test_elementwise_broadcast_and_scalars(op, device):
         ((2, 300, 1), (300, 200)),
     ]:
         values = [
-            elementwise_values(op, shape, "float32", rng_of(op, shape))[i]
-            for i, shape in enumerate((one, other))
+            elementwise_values(op, shape, "float32")[i] for i, shape in enumerate((one, other))
         ]
         got = getattr(_C, op)(*(to_ndarray(v, "float32", device) for v in values))
         check_elementwise(op, got, np.broadcast_arrays(*values), "float32")
-    values = elementwise_values(op, (257,), "float32", rng_of(op))
+    values = elementwise_values(op, (257,), "float32")
     for i in range(2):
         mixed = list(values)
         mixed[i] = np.float64(1.25)
@@ -611,9 +588,9 @@ def test_two_runs_give_the_same_bits(op, device):
 DIGESTS = """
 import hashlib
 import numpy as np
-from harness import bits, call, device_of, prepare, to_ndarray
-from cases import CASES
+from harness import bits, device_of
 from needle import _C
+from needle.testing import CASES, call, prepare, to_ndarray
 device = device_of("cpu")
 for dtype in ("float32", "bfloat16"):
     for case in CASES:

@@ -17,11 +17,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cases import FLOATS
-from harness import EPS32, HALF_ULP, LAYOUTS, ROOT, TINY, bits, laid_out_values, rounder, to_ndarray
+from harness import ROOT, bits
 
 import needle as ndl
 from needle import _C
+from needle.testing import FLOATS, LAYOUTS, laid_out_values, rounder, to_ndarray
+from needle.testing.bounds import EPS32, HALF_ULP, TINY
 
 SIZES = [  # (batch, m, k, n)
     (1, 1, 1, 1),

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from harness import OPS
 
 from needle import _C
 from needle.diagnose import operands, peers, rates, step, walk
 from needle.diagnose.driver import Driver
 from needle.diagnose.walk import LAYOUTS, Point
+from needle.testing import OPS
 
 
 def test_the_table_is_that_of_ops_def():

@@ -7,7 +7,6 @@ import sys
 import mpi_runs
 import numpy as np
 import pytest
-from cases import attention_gradients, pair_products, softmax_attention, visible, weighted
 from harness import ROOT
 from together import together
 
@@ -16,6 +15,13 @@ from needle import _C, BlockMask
 from needle.distributed.group import Group
 from needle.ops import attention, ring_attention, ring_chunks
 from needle.ops.attention import qkv_parts
+from needle.testing.attention import (
+    attention_gradients,
+    pair_products,
+    softmax_attention,
+    visible,
+    weighted,
+)
 
 B, H, D = 2, 2, 8
 

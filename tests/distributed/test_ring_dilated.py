@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from cases import attention_gradients, weighted
 from gradients import dilated_weights
 from together import together
 
@@ -11,6 +10,7 @@ from needle import _C
 from needle.distributed.group import Group
 from needle.ops import dilated_attention, ring_chunks, ring_dilated_attention
 from needle.ops.ring_dilated import calls_of, counts_from_its_run
+from needle.testing.attention import attention_gradients, weighted
 
 B, D = 2, 8
 # T, heads, segments, dilations; runs of T / 2, T / 4 and T / 8 tokens: they hold whole segments;

@@ -7,11 +7,11 @@ import math
 
 import numpy as np
 import pytest
-from cases import attention_gradients, by_heads, pair_products, weighted
 from words import from_16, poison, to_16
 
 import needle as ndl
 from needle.block_mask import BlockMask
+from needle.testing.attention import attention_gradients, by_heads, pair_products, weighted
 
 pytestmark = pytest.mark.slow
 

@@ -4,8 +4,9 @@ import ctypes
 
 import numpy as np
 import pytest
-from cases.elementwise import gelu, gelu_grad, gelu_tanh, gelu_tanh_grad
 from words import from_16, poison, to_16
+
+from needle.testing.elementwise import gelu, gelu_grad, gelu_tanh, gelu_tanh_grad
 
 pytestmark = pytest.mark.slow
 

@@ -8,9 +8,10 @@ import sys
 
 import numpy as np
 import pytest
-from harness import ROOT, assert_within, nvrtc_missing, rounder
+from harness import ROOT, nvrtc_missing
 
 import needle as ndl
+from needle.testing import assert_within, rounder
 
 sys.path.insert(0, str(ROOT / "examples"))
 

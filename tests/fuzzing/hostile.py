@@ -25,10 +25,9 @@ from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
-from cases import CASES
-from harness import OPS, dtype_of, prepare, to_ndarray
 
 from needle import _C
+from needle.testing import CASES, OPS, dtype_of, prepare, to_ndarray
 
 
 class Raised(Exception):
@@ -282,7 +281,7 @@ def other():
 
 @functools.cache
 def small_cases(op: str) -> list:
-    """Those of tests/cases/ that take no long time."""
+    """Cases of needle.testing that take no long time."""
 
     def size(case):
         return sum(np.size(value) for value in case.inputs(np.random.default_rng(0)).values())
@@ -291,7 +290,7 @@ def small_cases(op: str) -> list:
 
 
 def operands(op: str, case: int, dtype="float32", layout="contiguous") -> dict:
-    """The operands of one of tests/cases/ by name, as the op takes them."""
+    """The operands of a case by name, as the op takes them."""
     values = prepare(small_cases(op)[case % len(small_cases(op))], dtype)
     return {
         o.name: to_ndarray(values[o.name], dtype_of(o, dtype), None, layout)

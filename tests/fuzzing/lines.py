@@ -9,11 +9,10 @@ import inspect
 import random
 import re
 
-from harness import LAYOUTS, OPS
-
 from fuzzing import hostile
 from fuzzing.grammar import PURE, RULES
 from needle import _C
+from needle.testing import LAYOUTS, OPS
 
 TYPES = {
     "NDArray": _C.NDArray,
@@ -188,7 +187,7 @@ class Lines:
 
     # ---- lines that the table of ops gives -------------------------------------------------------
     def on_a_case(self) -> tuple[list[str], tuple]:
-        """An op on one of tests/cases/, with at most a few operands changed."""
+        """An op on one of the cases of needle.testing, with at most a few operands changed."""
         name = self.rng.choice([name for name in ops_of("OP") if hostile.small_cases(name)])
         op, given = OPS[name], self.new()
         dtype = self.rng.choice(("float32", "float32", "bfloat16", "float16"))

@@ -92,8 +92,16 @@ def untyped(body: list[ast.stmt], owner: str = "") -> list[str]:
     return found
 
 
+# References are formulas of operands, whose kinds are those of the table.
+REFERENCES = {
+    PACKAGE / "testing" / name for name in ("attention.py", "elementwise.py", "layers.py")
+}
+
+
 @pytest.mark.parametrize(
-    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: p.relative_to(PACKAGE).as_posix()
+    "path",
+    sorted({*PACKAGE.rglob("*.py")} - REFERENCES),
+    ids=lambda p: p.relative_to(PACKAGE).as_posix(),
 )
 def test_public_functions_are_typed(path):
     assert untyped(ast.parse(path.read_text()).body) == []

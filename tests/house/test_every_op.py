@@ -7,15 +7,15 @@ import inspect
 import pkgutil
 import re
 
-import cases
 import numpy as np
 import pytest
 from gradients import GRADIENTS
-from harness import OPS, ROOT
+from harness import ROOT
 from sources import code, files, name
 
 from needle import Tensor, ops
 from needle.autograd import Op
+from needle.testing import CASES, COMPARISONS, ELEMENTWISE, OPS, REDUCTIONS
 
 # They copy, without arithmetic: tests/csrc/test_ops.py has them between all dtypes and layouts.
 COPIES = {"assign", "fill"}
@@ -39,14 +39,16 @@ def test_each_op_of_the_table_has_one_function(prefix, folder):
 
 
 def test_each_op_of_the_table_has_a_test_case():
-    formulas = {*cases.ELEMENTWISE, *cases.COMPARISONS, *cases.REDUCTIONS}
-    structured = {case.op for case in cases.CASES}
+    formulas = {*ELEMENTWISE, *COMPARISONS, *REDUCTIONS}
+    structured = {case.op for case in CASES}
     for op, entry in OPS.items():
         if op not in COPIES:
             has = structured if entry.kind == "OP" else formulas
-            assert op in has, f"tests/cases/ has no inputs and no reference of {op}: {entry.kind}"
+            assert op in has, (
+                f"needle/testing/ has no inputs and no reference of {op}: {entry.kind}"
+            )
     strange = (formulas | structured) - OPS.keys()
-    assert not strange, f"csrc/ops.def has no {sorted(strange)}, which tests/cases/ tests"
+    assert not strange, f"csrc/ops.def has no {sorted(strange)}, which needle/testing/ tests"
 
 
 def test_each_op_of_the_table_is_timed():

@@ -14,12 +14,13 @@ import time
 
 import numpy as np
 import pytest
-from harness import ROOT, assert_same_bits, to_ndarray
+from harness import ROOT, assert_same_bits
 from kernel_sources import SOURCE, needs_nvrtc
 
 import needle as ndl
 from needle import _C, kernels, ops
 from needle.kernels import LaunchError, limits
+from needle.testing import to_ndarray
 
 pytestmark = [pytest.mark.cuda, needs_nvrtc]
 

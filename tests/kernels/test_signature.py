@@ -8,11 +8,11 @@ import sys
 
 import numpy as np
 import pytest
-from harness import rounder
 
 import needle as ndl
 from needle import _C
 from needle.kernels.signature import Signature, demangle, short_name
+from needle.testing import rounder
 
 HOST = ndl.cpu()
 

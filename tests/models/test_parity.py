@@ -23,12 +23,13 @@ import sys
 
 import numpy as np
 import pytest
-from harness import DEVICES, EPS32, device_of
+from harness import DEVICES, device_of
 
 import needle as ndl
 from needle import hf, nn, optim
 from needle.models import gpt_neox
 from needle.models.pythia import PRESETS, Pythia, PythiaConfig
+from needle.testing.bounds import EPS32
 
 pytestmark = pytest.mark.parity
 both = pytest.mark.parametrize("device", DEVICES)

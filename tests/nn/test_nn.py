@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from cases.elementwise import gelu, gelu_grad, gelu_tanh, gelu_tanh_grad
 from gradients import logsoftmax
 from harness import DEVICES, device_of
 
 import needle as ndl
 from needle import Tensor, init, nn, ops, optim
+from needle.testing.elementwise import gelu, gelu_grad, gelu_tanh, gelu_tanh_grad
 
 both = pytest.mark.parametrize("device", DEVICES)
 

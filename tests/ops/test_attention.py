@@ -2,21 +2,19 @@
 
 import numpy as np
 import pytest
-from cases import causal_blocks, softmax_attention, softmax_attention_bwd, visible
 from gradients import attend
-from harness import (
-    DEVICES,
-    assert_within,
-    attended,
-    central_differences,
-    device_of,
-    rounder,
-    to_ndarray,
-)
+from harness import DEVICES, attended, central_differences, device_of
 
 from needle import _C, Tensor, nn, ops
 from needle.block_mask import BlockMask
 from needle.ops.attention import qkv_parts
+from needle.testing import assert_within, rounder, to_ndarray
+from needle.testing.attention import (
+    causal_blocks,
+    softmax_attention,
+    softmax_attention_bwd,
+    visible,
+)
 
 both = pytest.mark.parametrize("device", DEVICES)
 exactly = rounder("float64")

@@ -6,14 +6,16 @@ import math
 
 import numpy as np
 import pytest
-from cases import softmax_attention, softmax_attention_bwd, visible
-from harness import HALF_ULP, attended, poison, rounder
+from harness import attended, poison
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import needle as ndl
 from needle import _C
 from needle.block_mask import BlockMask
+from needle.testing import rounder
+from needle.testing.attention import softmax_attention, softmax_attention_bwd, visible
+from needle.testing.bounds import HALF_ULP
 
 pytestmark = [pytest.mark.cuda, pytest.mark.parity]
 exactly = rounder("float64")

@@ -3,12 +3,13 @@ that holds it, and against index_select with dense attention."""
 
 import numpy as np
 import pytest
-from cases.attention import attention_gradients, held
 from gradients import attend_dilated, dilated_weights
-from harness import DEVICES, device_of, poison, rounder
+from harness import DEVICES, device_of, poison
 
 from needle import _C, Tensor, ops
 from needle.ops.dilated import pieces_of
+from needle.testing import rounder
+from needle.testing.attention import attention_gradients, held
 
 both = pytest.mark.parametrize("device", DEVICES)
 # T, heads, segments, dilations: one branch; the last segment shorter; longer than T; more dilation

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cases import FLOATS
-from harness import DEVICES, device_of, rounder
+from harness import DEVICES, device_of
 
 from needle import _C, Tensor, no_grad, ops
 from needle.nn import Module, Parameter, flatten_parameters
+from needle.testing import FLOATS, rounder
 
 V, C = 13, 6
 both = pytest.mark.parametrize("device", DEVICES)

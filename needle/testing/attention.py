@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from cases.case import cases_of, draw, normal
+from needle.testing.case import cases_of, draw, normal
 
 
 def rotary(r, x, cos, sin, parts, sign):

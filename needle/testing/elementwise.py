@@ -1,13 +1,16 @@
 """Ops of one formula: elementwise, comparisons, reductions."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-FLOATS = ("float32", "bfloat16", "float16")
-INTEGERS = ("int32", "int64", "uint8", "uint16", "bool")
+from needle.testing.case import Case
+from needle.testing.table import FLOATS, INTEGERS, OPS
+
 erf = np.vectorize(math.erf, otypes=[float])
 
 
@@ -16,7 +19,8 @@ class Elementwise:
     f: Callable
     domain: tuple[float, float] = (-4.0, 4.0)
     ulps: float = 0.0  # 0: correctly rounded
-    unit: Callable | None = None  # what an ulp is measured in; default the result
+    unit: Callable | None = None  # the quantity that an ulp is of; default the result
+    second: tuple[float, float] | None = None  # the domain of y, where it is another
     integers: bool = False  # also computed on integer dtypes, where it gives integers
 
 
@@ -59,14 +63,24 @@ ELEMENTWISE = {
     "subtract": Elementwise(lambda x, y: x - y, integers=True),
     "multiply": Elementwise(lambda x, y: x * y, integers=True),
     "divide": Elementwise(lambda x, y: x / y, (0.1, 8), 0.51),
-    "power": Elementwise(np.power, (0.1, 5), 4, lambda z, x, y: z * (1 + np.abs(y * np.log(x)))),
+    "power": Elementwise(
+        np.power, (0.1, 5), 4, lambda z, x, y: z * (1 + np.abs(y * np.log(x))), (-3, 3)
+    ),
     "maximum": Elementwise(np.maximum, integers=True),
     "minimum": Elementwise(np.minimum, integers=True),
     "gelu_bwd": Elementwise(
-        lambda x, y: gelu_grad(x) * y, (-6, 6), 8, lambda z, x, y: np.abs(y) * (1 + np.abs(x))
+        lambda x, y: gelu_grad(x) * y,
+        (-6, 6),
+        8,
+        lambda z, x, y: np.abs(y) * (1 + np.abs(x)),
+        (-2, 2),
     ),
     "gelu_tanh_bwd": Elementwise(
-        lambda x, y: gelu_tanh_grad(x) * y, (-6, 6), 8, lambda z, x, y: np.abs(y) * (1 + x * x)
+        lambda x, y: gelu_tanh_grad(x) * y,
+        (-6, 6),
+        8,
+        lambda z, x, y: np.abs(y) * (1 + x * x),
+        (-2, 2),
     ),
 }
 
@@ -135,3 +149,56 @@ REDUCED_SHAPES = [  # shape, how many of the last axes
     ((0, 5), 1),
     ((3, 0, 5), 1),
 ]
+
+
+def copy_case(op: str, shape: tuple[int, ...]) -> Case:
+    """Make a case of `assign` or `fill`, which overwrite an array of this shape."""
+
+    def inputs(rng):
+        given = {"source": rng.uniform(-4, 4, shape)} if op == "assign" else {"value": 2.5}
+        return {"to": rng.uniform(-4, 4, shape)} | given
+
+    def reference(r, to, source=2.5, value=None):
+        return {"to": np.broadcast_to(source, to.shape)}
+
+    return Case(op, "x".join(map(str, shape)), inputs, reference, ulps=0)
+
+
+def formula_case(op: str, shape: tuple[int, ...], axes: int = 1) -> Case:
+    """Make a case of an op of one formula: operands of this shape, of which a reduction takes the
+    last `axes` axes."""
+    label = "x".join(map(str, shape))
+    if op in ELEMENTWISE:
+        entry = ELEMENTWISE[op]
+        domains = [entry.domain, entry.second or entry.domain][: len(OPS[op].inputs)]
+
+        def inputs(rng):
+            return {name: rng.uniform(*domain, shape) for name, domain in zip("xy", domains)}
+
+        def reference(r, **values):
+            with np.errstate(all="ignore"):
+                return {"out": entry.f(*values.values())}
+
+        return Case(op, label, inputs, reference, ulps=entry.ulps, unit=entry.unit)
+    if op in COMPARISONS:
+        return Case(
+            op,
+            label,
+            lambda rng: {name: rng.integers(0, 4, shape) for name in "xy"},
+            lambda r, x, y: {"out": COMPARISONS[op](x, y)},
+        )
+
+    def reduced(r, x, axes):
+        kept = x.shape[: x.ndim - axes]  # NumPy's argmax takes one axis
+        flat = x.reshape(*kept, math.prod(x.shape[x.ndim - axes :]))
+        return {"out": REDUCTIONS[op][0](flat, axis=-1)}
+
+    count = math.prod(shape[len(shape) - axes :])
+    return Case(
+        op,
+        label,
+        lambda rng: {"x": rng.integers(0, 40, shape) / 4, "axes": axes},
+        reduced,
+        terms={"sum": count, "sumsq": 1 + count**0.5}.get(op, 1),
+        ulps=None if op in ("sum", "sumsq") else 0,
+    )

@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 
-from cases.attention import (
+from needle.testing.attention import (
     attention_bwd,
     attention_fwd,
     attention_inputs,
@@ -17,8 +17,8 @@ from cases.attention import (
     forward_terms,
     irregular,
 )
-from cases.case import cases_of, draw, normal, targets
-from cases.layers import (
+from needle.testing.case import cases_of, draw, normal, targets
+from needle.testing.layers import (
     adamw,
     bias_bwd,
     cross_entropy_bwd,

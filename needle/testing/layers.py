@@ -4,8 +4,8 @@ from functools import partial
 
 import numpy as np
 
-from cases.case import cases_of, draw, normal, targets
-from cases.elementwise import gelu, gelu_grad, gelu_tanh, gelu_tanh_grad
+from needle.testing.case import cases_of, draw, normal, targets
+from needle.testing.elementwise import gelu, gelu_grad, gelu_tanh, gelu_tanh_grad
 
 
 def matmul(r, a, b, scale):

@@ -1,0 +1,91 @@
+"""The error model: how far a result may lie from a float64 reference.
+
+A computation in dtype d is right if its error is at most twice that of the naive computation in d
+(the reference with every intermediate rounded to d), plus half a unit in the last place of the
+result, plus the error of a float32 accumulator over K terms, 4 eps sqrt(K). Ops of one formula are
+bounded element by element instead, in units in the last place of float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+EPS32 = 2.0**-24  # half a unit in the last place of 1.0
+# Half a unit in the last place of 1.0, and the smallest normal number.
+HALF_ULP = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+TINY = {"float32": 2.0**-126, "float16": 2.0**-14, "bfloat16": 2.0**-126}
+
+
+def rounder(dtype: str) -> Callable[[np.ndarray], np.ndarray]:
+    """Make a function that rounds float64 to the nearest value of `dtype`, ties to even; the result
+    is float64. "float64" rounds nothing."""
+    if dtype == "float64":
+        return lambda a: np.asarray(a, np.float64)
+    if dtype in ("float32", "float16"):
+        return lambda a: np.asarray(a, np.float64).astype(dtype).astype(np.float64)
+
+    def to_bfloat16(a):
+        with np.errstate(all="ignore"):
+            a = np.asarray(a, np.float64).astype(np.float32)
+            bits = a.view(np.uint32).astype(np.uint64)
+            bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+            rounded = bits.astype(np.uint32).view(np.float32).astype(float)
+            return np.where(np.isnan(a), np.nan, rounded)
+
+    return to_bfloat16
+
+
+def half_ulp(exact: np.ndarray, dtype: str) -> np.ndarray:
+    """Half the distance of each number to its neighbour in `dtype`."""
+    return HALF_ULP[dtype] * np.maximum(
+        2.0 ** np.floor(np.log2(np.abs(exact) + TINY[dtype])), TINY[dtype]
+    )
+
+
+def assert_within(
+    got: Any, exact: Any, naive: Any, dtype: str, terms: float = 1, what: str = ""
+) -> None:
+    """Raise AssertionError if `got` is beyond the bound in the maximum norm: `naive` is the result
+    of the naive computation in `dtype`, `terms` the number of terms that an element sums. Infinite
+    and NaN elements of `exact` must be equal."""
+    got, exact = _same_shape(got, exact, what)
+    naive = np.asarray(naive, np.float64)
+    finite = np.isfinite(exact)
+    bound = np.zeros_like(exact)
+    if finite.any():
+        bound[finite] = half_ulp(exact[finite], dtype)
+        bound += 2 * np.abs(naive[finite] - exact[finite]).max()
+        bound += 4 * EPS32 * np.sqrt(max(terms, 1)) * np.abs(exact[finite]).max()
+    _refuse_beyond(bound, got, exact, what)
+
+
+def assert_near(got: Any, exact: Any, unit: Any, ulps: float, dtype: str, what: str = "") -> None:
+    """Raise AssertionError if an element of `got` is more than `ulps` float32 units in the last
+    place of `unit` from `exact` before one rounding to `dtype`."""
+    got, exact = _same_shape(got, exact, what)
+    with np.errstate(invalid="ignore"):  # infinite and NaN elements must be equal
+        bound = ulps * 2 * EPS32 * np.abs(unit) + half_ulp(exact, dtype) * 1.001
+        bound = bound + TINY[dtype] * 2.0**-9
+    _refuse_beyond(bound, got, exact, what)
+
+
+def _same_shape(got: Any, exact: Any, what: str) -> tuple[np.ndarray, np.ndarray]:
+    got, exact = np.asarray(got, np.float64), np.asarray(exact, np.float64)
+    if got.shape != exact.shape:
+        raise AssertionError(f"{what}: shape {got.shape}, expected {exact.shape}")
+    return got, exact
+
+
+def _refuse_beyond(bound: np.ndarray, got: np.ndarray, exact: np.ndarray, what: str) -> None:
+    with np.errstate(invalid="ignore"):
+        near = np.isfinite(exact) & (np.abs(got - exact) <= bound)
+    wrong = ~(near | (got == exact) | (np.isnan(got) & np.isnan(exact)))
+    if wrong.any():
+        at = tuple(map(int, np.argwhere(wrong)[0]))
+        raise AssertionError(
+            f"{what}: {wrong.sum()} of {wrong.size} elements are off, the first at {at}: got "
+            f"{got[at]:.7g}, expected {exact[at]:.7g}"
+        )
