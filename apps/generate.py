@@ -15,14 +15,13 @@ import checkout
 
 checkout.choose()
 
-import train_flags  # noqa: E402
-
-from needle.backend_ndarray import FLOAT_DTYPES, choose_device  # noqa: E402
-from needle.data import END_OF_TEXT, load_tokenizer  # noqa: E402
-from needle.evaluate import load_model  # noqa: E402
-from needle.files import described  # noqa: E402
-from needle.generation import stream_text  # noqa: E402
-from needle.processes import program  # noqa: E402
+from needle.backend_ndarray import FLOAT_DTYPES, choose_device
+from needle.data import END_OF_TEXT, load_tokenizer
+from needle.evaluate import load_model
+from needle.files import described
+from needle.generation import stream_text
+from needle.processes import program
+from needle.training import flags
 
 
 def parser() -> argparse.ArgumentParser:
@@ -33,40 +32,37 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument(
         "model",
-        type=train_flags.path_name,
+        type=flags.path_name,
         metavar="CHECKPOINT_OR_FOLDER",
         help="a checkpoint, the folder of a run, or a folder that transformers saved",
     )
     top.add_argument("--prompt", default="import ", help="'-' reads it from standard input")
     top.add_argument(
         "--max-new-tokens",
-        type=train_flags.count,
+        type=flags.count,
         default=200,
         metavar="N",
         help="tokens to write at most; the end of a text ends it earlier",
     )
     top.add_argument(
         "--temperature",
-        type=train_flags.not_negative,
+        type=flags.not_negative,
         default=0.8,
         metavar="X",
         help="0: always the likeliest token; above 1: bolder",
     )
     top.add_argument(
-        "--top-k",
-        type=train_flags.count,
-        metavar="K",
-        help="choose among the K likeliest tokens only",
+        "--top-k", type=flags.count, metavar="K", help="choose among the K likeliest tokens only"
     )
     top.add_argument(
         "--top-p",
-        type=train_flags.share,
+        type=flags.share,
         metavar="P",
         help="choose among the likeliest tokens that have probability P together",
     )
     top.add_argument(
         "--repetition-penalty",
-        type=train_flags.positive,
+        type=flags.positive,
         default=1.0,
         metavar="X",
         help="above 1: tokens that are there already come less readily",
@@ -79,11 +75,11 @@ def parser() -> argparse.ArgumentParser:
         help="end before this text; may be given several times",
     )
     top.add_argument(
-        "--seed", type=train_flags.seed, metavar="N", help="the same seed writes the same text"
+        "--seed", type=flags.seed, metavar="N", help="the same seed writes the same text"
     )
     top.add_argument(
         "--tokenizer",
-        type=train_flags.path_name,
+        type=flags.path_name,
         metavar="PATH",
         help="a tokenizer.json, where none lies with the model",
     )
@@ -95,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument(
         "--device",
-        type=train_flags.device_name,
+        type=flags.device_name,
         default="auto",
         metavar="NAME",
         help="auto, cpu, cuda or cuda:INDEX",

@@ -48,10 +48,11 @@ from needle import cuda, files  # noqa: E402
 from needle.checkpoint import Checkpoint, CheckpointError, list_checkpoints  # noqa: E402
 from needle.data import DataError, open_documents  # noqa: E402
 from needle.models import pythia  # noqa: E402
+from needle.training import run as run_parts  # noqa: E402
 
 STEPS = 30
 pythia.PRESETS["tiny"] = SMALL
-train_pythia.SAMPLE_TOKENS = 4
+run_parts.SAMPLE_TOKENS = 4
 
 
 class Lost(AssertionError):

@@ -42,6 +42,8 @@ from small_runs import SMALL, TOKENS, checkpoint_of, flags, numbers_of, tensors_
 import needle as ndl  # noqa: E402
 from needle import _C, files  # noqa: E402
 from needle.models import pythia  # noqa: E402
+from needle.training import run as run_parts  # noqa: E402
+from needle.training.log import RunLog  # noqa: E402
 
 SAVE_EVERY = 10
 MOMENTS = ("begin", "middle", "end")  # of a step; where it is saved also "save"
@@ -126,10 +128,10 @@ def child(plan: Path, argv: list[str]) -> int:
     train_pythia.schedule_of = counting
     parallel = train_pythia.DataParallel
     parallel.reduce = before("middle", parallel.reduce)
-    train_pythia.RunLog.queue = before("end", train_pythia.RunLog.queue)
+    RunLog.queue = before("end", RunLog.queue)
     files.os.replace = before("save", os.replace)
     pythia.PRESETS["tiny"] = SMALL
-    train_pythia.SAMPLE_TOKENS = 4
+    run_parts.SAMPLE_TOKENS = 4
     return train_pythia.main(argv)
 
 
@@ -241,4 +243,4 @@ def main() -> int:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code) if code == train_pythia.EXIT_GPU_LOST else sys.exit(code)
+    os._exit(code) if code == os.EX_TEMPFAIL else sys.exit(code)

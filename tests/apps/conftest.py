@@ -2,17 +2,17 @@
 
 import numpy as np
 import pytest
-import train_pythia
 from small_runs import SMALL, TOKENS
 
 from needle.models import pythia
+from needle.training import run as run_parts
 
 
 @pytest.fixture(autouse=True)
 def small(tmp_path, monkeypatch):
     monkeypatch.setenv("NEEDLE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(pythia.PRESETS, "tiny", SMALL)
-    monkeypatch.setattr(train_pythia, "SAMPLE_TOKENS", 8)
+    monkeypatch.setattr(run_parts, "SAMPLE_TOKENS", 8)
 
 
 @pytest.fixture

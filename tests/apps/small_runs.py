@@ -7,10 +7,10 @@ import json
 
 import numpy as np
 import pytest
-import run_log
 import train_pythia
 
 from needle.checkpoint import checkpoint_path
+from needle.training import log as logs
 
 SMALL = (2, 32, 2, 64)  # layers, hidden size, heads, vocabulary
 # 25 windows of 16: an epoch is 12 micro-batches of 2.
@@ -58,7 +58,7 @@ class Killed(BaseException):
 
 def run_until(monkeypatch, step, argv):
     """The run, ended without warning while `step` is being logged."""
-    queue = run_log.RunLog.queue
+    queue = logs.RunLog.queue
 
     def dying(self, number, *rest):
         queue(self, number, *rest)
@@ -66,6 +66,6 @@ def run_until(monkeypatch, step, argv):
             raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_log.RunLog, "queue", dying)
+        patch.setattr(logs.RunLog, "queue", dying)
         with pytest.raises(Killed):
             train_pythia.main(argv)

@@ -11,8 +11,6 @@ import math
 
 import numpy as np
 import pytest
-import run_log
-import train_flags
 import train_pythia
 from harness import DEVICES
 from small_runs import flags, lines_of
@@ -20,6 +18,8 @@ from small_runs import flags, lines_of
 from needle import Tensor
 from needle.distributed.group import Group
 from needle.models import Pythia
+from needle.training import flags as command_line
+from needle.training import log as logs
 
 STEPS, WARMUP, LR, DECAY, BATCH, TIME, EPOCH = 6, 2, 0.01, 0.3, 2, 16, 12
 
@@ -51,7 +51,7 @@ def test_each_update_is_that_of_a_plain_loop(
         f"--grad-accum {accumulate} --clip {clip} --lr {LR} --warmup {WARMUP}",
         f"--weight-decay {DECAY}", device=device, steps=STEPS,
     )  # fmt: skip
-    args = train_flags.parser().parse_args(argv)
+    args = command_line.parser().parse_args(argv)
     run = train_pythia.new_run(args, Group())
 
     def now():
@@ -62,14 +62,14 @@ def test_each_update_is_that_of_a_plain_loop(
         }
 
     states, gradients = [now()], []
-    queue = run_log.RunLog.queue
+    queue = logs.RunLog.queue
 
     def watched(*args):  # called behind each update
         queue(*args)
         states.append(now())
         gradients.append({n: p.grad.numpy() for n, p in run.model.named_parameters()})
 
-    monkeypatch.setattr(run_log.RunLog, "queue", watched)
+    monkeypatch.setattr(logs.RunLog, "queue", watched)
     assert train_pythia.train(run) == 0
     lines = lines_of(tmp_path, "a")
     assert len(lines) == len(gradients) == STEPS

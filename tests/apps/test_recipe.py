@@ -11,8 +11,6 @@ import math
 
 import numpy as np
 import pytest
-import recipes
-import train_flags
 import train_pythia
 from harness import DEVICES
 from small_runs import arguments, checkpoint_of, lines_of, run_until, tensors_of
@@ -20,6 +18,10 @@ from small_runs import arguments, checkpoint_of, lines_of, run_until, tensors_of
 from needle import optim
 from needle.checkpoint import Checkpoint, list_checkpoints
 from needle.models import pythia
+from needle.training import flags as command_line
+from needle.training import recipes
+from needle.training import run as run_parts
+from needle.training import settings as run_settings
 
 SMALL = (2, 64, 4, 128)  # layers, hidden size, heads, vocabulary
 STEPS, WARMUP, BATCH, ACCUMULATE, TIME = 50, 5, 4, 4, 32
@@ -28,8 +30,8 @@ STEPS, WARMUP, BATCH, ACCUMULATE, TIME = 50, 5, 4, 4, 32
 @pytest.fixture(autouse=True)
 def small(tmp_path, monkeypatch):
     monkeypatch.setitem(pythia.PRESETS, "tiny", SMALL)
-    monkeypatch.setattr(train_pythia, "SAMPLE_TOKENS", 4)
-    monkeypatch.setattr(train_pythia, "plot", lambda folder: "")
+    monkeypatch.setattr(run_parts, "SAMPLE_TOKENS", 4)
+    monkeypatch.setattr(run_parts, "plot", lambda folder: "")
     monkeypatch.setenv("NEEDLE_CACHE", str(tmp_path / "cache"))
 
 
@@ -66,8 +68,8 @@ def rate(done, peak=1e-3, total=143_000, warmup=1_430):
 
 
 def settings_of(*argv, on_gpu=True):
-    args = train_flags.parser().parse_args(argv)
-    return train_flags.complete(train_flags.given(args), args.tokens, on_gpu)
+    args = command_line.parser().parse_args(argv)
+    return run_settings.complete(command_line.given(args), args.tokens, on_gpu)
 
 
 # ---- schedules --------------------------------------------------------------------------------

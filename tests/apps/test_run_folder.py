@@ -6,13 +6,14 @@ import types
 
 import numpy as np
 import pytest
-import run_log
-import run_state
 import train_pythia
 from small_runs import checkpoint_of, flags, tensors_of
 
 from needle import nn
 from needle.hf.__main__ import main as hf
+from needle.training import log as logs
+from needle.training import session as sessions
+from needle.training import state as states
 
 
 @pytest.fixture
@@ -53,14 +54,14 @@ MISCHIEF = [removed, renamed, removed_and_begun_anew, renamed_and_begun_anew]
 def test_trainer_whose_folder_is_gone_stops_and_writes_nothing(
     tmp_path, tokens, run, monkeypatch, capsys, when
 ):
-    queue, runs = run_log.RunLog.queue, tmp_path / "runs"
+    queue, runs = logs.RunLog.queue, tmp_path / "runs"
     for number, happens in enumerate(MISCHIEF):
         name, seen = f"{happens.__name__}-{number}", {}
         folder = runs / name
 
         def begin_anew(name=name):
             with monkeypatch.context() as patch:
-                patch.setattr(run_log.RunLog, "queue", queue)
+                patch.setattr(logs.RunLog, "queue", queue)
                 assert run(name, "--seed", "7") == 0
 
         def queueing(
@@ -72,7 +73,7 @@ def test_trainer_whose_folder_is_gone_stops_and_writes_nothing(
                 seen["moved"] = contents(folder.with_name("moved"))
                 seen["there"] = contents(folder)
 
-        monkeypatch.setattr(run_log.RunLog, "queue", queueing)
+        monkeypatch.setattr(logs.RunLog, "queue", queueing)
         capsys.readouterr()
         assert run(name) == 1, name
         said = capsys.readouterr().err
@@ -95,15 +96,15 @@ def test_resumed_trainer_whose_folder_is_gone_before_its_log_writes_nothing(
     assert run("a") == 0
     checkpoint_of(tmp_path, "a", 6).unlink()
     folder, moved, seen = tmp_path / "runs" / "a", tmp_path / "runs" / "moved", {}
-    open_log = train_pythia.open_log
+    open_log = sessions.open_log
 
     def opening(one):
-        monkeypatch.setattr(train_pythia, "open_log", open_log)
+        monkeypatch.setattr(sessions, "open_log", open_log)
         happens(folder, lambda: run("a", "--seed", "7"))
         seen.update(there=contents(folder), moved=contents(moved))
         return open_log(one)
 
-    monkeypatch.setattr(train_pythia, "open_log", opening)
+    monkeypatch.setattr(sessions, "open_log", opening)
     monkeypatch.setattr(train_pythia.trackers, "TensorBoard", lambda at, step: at.mkdir())
     monkeypatch.setattr(train_pythia.trackers, "check", lambda *_: None)
     assert run("a", "--resume", "auto", "--tensorboard") == 1
@@ -138,8 +139,8 @@ def test_id_of_a_run_settings_data_or_first_weights_differ():
         for tokens in ("x", "y")
         for flat in weights[: 1 if init is None else 2]
     ]
-    ids = [run_state.id_of(*of) for of in facts]
-    assert len({*ids}) == len(ids) == 12 and ids == [run_state.id_of(*of) for of in facts]
+    ids = [states.id_of(*of) for of in facts]
+    assert len({*ids}) == len(ids) == 12 and ids == [states.id_of(*of) for of in facts]
 
 
 def test_checkpoint_of_another_run_is_not_resumed(tmp_path, run, capsys):

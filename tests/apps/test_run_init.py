@@ -3,7 +3,6 @@
 import shutil
 
 import pytest
-import run_init
 import train_pythia
 from small_runs import arguments, checkpoint_of, flags, lines_of, numbers_of, run_until
 
@@ -11,6 +10,7 @@ from needle import hf
 from needle.backend_ndarray import cpu
 from needle.checkpoint import Checkpoint
 from needle.data import load_tokenizer
+from needle.training import weights
 
 
 def weights_of(model):
@@ -60,7 +60,7 @@ def test_weights_are_taken_in_the_dtype_of_the_run(tmp_path, trained):
     for source in (trained, before.path, tmp_path / "exported"):
         for dtype in ("bfloat16", None):
             named = {"init": str(source)} | ({} if dtype is None else {"dtype": dtype})
-            model, _ = run_init.start(named, None, cpu())
+            model, _ = weights.start(named, None, cpu())
             assert model.config.dtype == (dtype or "float32")
             assert weights_of(model) == weights_of(before.restore_model(cpu(), dtype))
 

@@ -2,23 +2,23 @@
 
 import numpy as np
 import pytest
-import run_length
-import train_flags
 import train_pythia
 from small_runs import arguments, flags, lines_of, numbers_of, run_until, tensors_of
 
 import needle as ndl
 from needle.checkpoint import Checkpoint, list_checkpoints
+from needle.training import length as lengths
+from needle.training import settings as run_settings
 
 
 @pytest.fixture
 def short(monkeypatch):
     """Two to six steps."""
-    monkeypatch.setattr(run_length, "LEAST", 2)
-    monkeypatch.setattr(run_length, "MOST", 6)
-    monkeypatch.setattr(run_length, "UNIT", 1)
-    monkeypatch.setattr(run_length, "MEASURED", 0.0)
-    monkeypatch.setitem(train_flags.TINY, "steps", 6)
+    monkeypatch.setattr(lengths, "LEAST", 2)
+    monkeypatch.setattr(lengths, "MOST", 6)
+    monkeypatch.setattr(lengths, "UNIT", 1)
+    monkeypatch.setattr(lengths, "MEASURED", 0.0)
+    monkeypatch.setitem(run_settings.DEFAULTS, "steps", (100, 300, 6))
 
 
 def open_ended(tmp_path, tokens, name, *more):
@@ -29,20 +29,20 @@ def open_ended(tmp_path, tokens, name, *more):
 
 
 def test_steps_that_fit_three_minutes():
-    assert run_length.fitting_steps(0.01) == run_length.fitting_steps(0.25) == 600
-    assert run_length.fitting_steps(0.36) == 400
-    assert run_length.fitting_steps(0.5) == run_length.fitting_steps(60.0) == 300
+    assert lengths.fitting_steps(0.01) == lengths.fitting_steps(0.25) == 600
+    assert lengths.fitting_steps(0.36) == 400
+    assert lengths.fitting_steps(0.5) == lengths.fitting_steps(60.0) == 300
     for seconds in np.linspace(0.25, 0.5, 50):
-        steps = run_length.fitting_steps(seconds)
+        steps = lengths.fitting_steps(seconds)
         assert 300 <= steps <= 600 and steps % 50 == 0 and 120 <= steps * seconds <= 150
 
 
 def test_measuring_draws_no_number(short):
-    settings = train_flags.complete({"batch_size": 2, "seq_len": 16}, None, on_gpu=False)
+    settings = run_settings.complete({"batch_size": 2, "seq_len": 16}, None, on_gpu=False)
     np.random.seed(3)
     before = np.random.get_state()
     config = train_pythia.model_config(settings)
-    assert run_length.seconds_of_step(config, settings, ndl.cpu()) > 0
+    assert lengths.seconds_of_step(config, settings, ndl.cpu()) > 0
     assert all(np.array_equal(a, b) for a, b in zip(before, np.random.get_state()))
 
 
@@ -56,7 +56,7 @@ def test_only_an_open_length_of_tiny_is_chosen():
         ({"model": "pythia-14m"}, None, False),
     ]:
         settings = {"model": "tiny", **named}
-        assert train_flags.may_choose_steps(named, tokens, settings) is chosen
+        assert run_settings.may_choose_steps(named, tokens, settings) is chosen
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_only_an_open_length_of_tiny_is_chosen():
 def test_data_is_looked_at_before_anything_is_measured(
     tmp_path, tokens, short, monkeypatch, capsys, more, said
 ):
-    monkeypatch.setattr(run_length, "seconds_of_step", None)
+    monkeypatch.setattr(lengths, "seconds_of_step", None)
     assert train_pythia.main(open_ended(tmp_path, tokens, "a", more)) == 1
     assert said in capsys.readouterr().err
 
@@ -79,13 +79,13 @@ def test_data_is_looked_at_before_anything_is_measured(
 def test_the_measurement_changes_the_length_and_nothing_else(
     tmp_path, tokens, short, monkeypatch, capsys, seconds, steps
 ):
-    measure, measured = run_length.seconds_of_step, []
+    measure, measured = lengths.seconds_of_step, []
 
     def pretended(*arguments):
         measured.append(measure(*arguments))
         return seconds
 
-    monkeypatch.setattr(run_length, "seconds_of_step", pretended)
+    monkeypatch.setattr(lengths, "seconds_of_step", pretended)
     np.random.seed(5)
     assert train_pythia.main(open_ended(tmp_path, tokens, "open")) == 0
     assert f"{steps} steps, about" in capsys.readouterr().out
@@ -104,9 +104,9 @@ def test_the_measurement_changes_the_length_and_nothing_else(
 
 
 def test_a_resumed_run_keeps_its_number_of_steps(tmp_path, tokens, short, monkeypatch):
-    monkeypatch.setattr(run_length, "seconds_of_step", lambda *_: 37.0)
+    monkeypatch.setattr(lengths, "seconds_of_step", lambda *_: 37.0)
     argv = open_ended(tmp_path, tokens, "a")
     run_until(monkeypatch, 3, argv)
-    monkeypatch.setattr(run_length, "seconds_of_step", None)  # nothing is measured again
+    monkeypatch.setattr(lengths, "seconds_of_step", None)  # nothing is measured again
     assert train_pythia.main([*argv, *arguments("--resume auto")]) == 0
     assert len(lines_of(tmp_path, "a")) == 4

@@ -11,11 +11,12 @@ import termios
 
 import numpy as np
 import pytest
-import run_log
 
 import needle as ndl
 from needle.backend_ndarray import full
 from needle.files import Lock
+from needle.training import log as logs
+from needle.training import plot as plots
 
 pytest.importorskip("tqdm")
 
@@ -40,9 +41,9 @@ class Terminal(io.StringIO):
 def shown(tmp_path, monkeypatch, columns, steps, done, speed):
     """The bar's last state on a terminal of so many columns."""
     terminal, now = Terminal(columns), [0.0]
-    monkeypatch.setattr(run_log.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(logs.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(sys, "stderr", terminal)
-    log = run_log.RunLog(Lock(tmp_path), ndl.cpu(), 0, steps, speed, 1.0, 1e12)
+    log = logs.RunLog(Lock(tmp_path), ndl.cpu(), 0, steps, speed, 1.0, 1e12)
     for step in range(1, done + 1):
         now[0] += 1.0  # a step a second
         loss = full((), 3.6312, "float32", ndl.cpu())
@@ -82,9 +83,9 @@ class Pipe(io.StringIO):
 
 def test_each_plain_line_is_sent_at_once(tmp_path, monkeypatch):
     pipe, now = Pipe(), [0.0]
-    monkeypatch.setattr(run_log.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(logs.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(sys, "stdout", pipe)
-    log = run_log.RunLog(Lock(tmp_path), ndl.cpu(), 0, 2, 100, 1e6, 1e9)
+    log = logs.RunLog(Lock(tmp_path), ndl.cpu(), 0, 2, 100, 1e6, 1e9)
     for step, speed, share in ((1, 100, 10), (2, 50, 5)):
         now[0] += step
         loss = full((), 3.5, "float32", ndl.cpu())
@@ -98,10 +99,10 @@ def test_each_plain_line_is_sent_at_once(tmp_path, monkeypatch):
 
 def test_a_resumed_log_goes_on_where_its_checkpoint_was(tmp_path, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(run_log.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(logs.time, "perf_counter", lambda: now[0])
 
     def trained(start, steps):
-        log = run_log.RunLog(Lock(tmp_path), ndl.cpu(), start, 5, 10, 1.0, None)
+        log = logs.RunLog(Lock(tmp_path), ndl.cpu(), start, 5, 10, 1.0, None)
         for step in range(start + 1, steps + 1):
             now[0] += step
             loss = full((), 9.0 - step, "float32", ndl.cpu())
@@ -113,14 +114,14 @@ def test_a_resumed_log_goes_on_where_its_checkpoint_was(tmp_path, monkeypatch):
     assert trained(0, 4) == (8.0, 10.0)
     now[0] += 100  # between the two; steps 3 and 4 were not saved
     assert trained(2, 5) == (8.0, 15.0)
-    lines = run_log.read_lines(tmp_path / "metrics.jsonl")
+    lines = logs.read_lines(tmp_path / "metrics.jsonl")
     wanted = [(1, 10, 8.0, 1.0), (2, 20, 7.0, 3.0), (3, 30, 6.0, 6.0), (4, 40, 5.0, 10.0)]
     got = [tuple(line[key] for key in ("step", "tokens", "loss", "seconds")) for line in lines]
     assert got == [*wanted, (5, 50, 4.0, 15.0)]
 
 
 def test_a_full_disk_is_named(tmp_path):
-    log = run_log.RunLog(Lock(tmp_path), ndl.cpu(), 0, 5, 1, 1.0, None)
+    log = logs.RunLog(Lock(tmp_path), ndl.cpu(), 0, 5, 1, 1.0, None)
     log._file.close()
     log._file = open("/dev/full", "a")
     loss = full((), 3.0, "float32", ndl.cpu())
@@ -133,19 +134,19 @@ def test_a_full_disk_is_named(tmp_path):
 def test_short_numbers_and_times():
     numbers = [0, 7.4, 950, 1000, 1449, 9960, 17_100, 999_400, 1_119_000, 23_000_000]
     words = "0 7 950 1.0k 1.4k 10.0k 17k 999k 1.1M 23M".split()
-    assert [run_log.short(n) for n in numbers] == words
+    assert [logs.short(n) for n in numbers] == words
     times = [0, 59.4, 59.6, 102, 3599, 3600, 143_000]
     words = "0:00 0:59 1:00 1:42 59:59 1:00:00 39:43:20".split()
-    assert [run_log.clock(t) for t in times] == words
+    assert [logs.clock(t) for t in times] == words
 
 
 def test_the_smoothed_line():
     slope = np.linspace(9, 3, 200)
     noise = np.random.RandomState(0).randn(200)
-    np.testing.assert_allclose(run_log.smoothed(slope)[:190], slope[:190])  # straight stays there
-    assert run_log.smoothed(noise)[10:-10].std() < 0.5
-    assert abs(np.diff(run_log.smoothed(noise))[-5:]).max() < 0.5  # no spike at the end
-    np.testing.assert_array_equal(run_log.smoothed([4.0]), [4.0])
+    np.testing.assert_allclose(plots.smoothed(slope)[:190], slope[:190])  # straight stays there
+    assert plots.smoothed(noise)[10:-10].std() < 0.5
+    assert abs(np.diff(plots.smoothed(noise))[-5:]).max() < 0.5  # no spike at the end
+    np.testing.assert_array_equal(plots.smoothed([4.0]), [4.0])
 
 
 @pytest.mark.parametrize("steps, labels", [(49, ["training"]), (50, ["training, smoothed"])])
@@ -156,7 +157,7 @@ def test_the_plot_says_smoothed_where_it_is(tmp_path, monkeypatch, steps, labels
     lines = [f'{{"step": {n}, "tokens": {n}, "loss": {n % 7}}}\n' for n in range(1, steps + 1)]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     monkeypatch.setattr(pyplot, "close", lambda figure: None)
-    run_log.plot(tmp_path)
+    plots.plot(tmp_path)
     axes = pyplot.gcf().axes[0]
     monkeypatch.undo()
     pyplot.close("all")
@@ -177,7 +178,7 @@ def test_the_plot_has_short_ticks_both_lines_and_points(tmp_path, monkeypatch):
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     monkeypatch.setattr(pyplot, "close", lambda figure: None)
-    assert run_log.plot(tmp_path) == f"plot: {tmp_path / 'loss.png'}"
+    assert plots.plot(tmp_path) == f"plot: {tmp_path / 'loss.png'}"
     axes = pyplot.gcf().axes[0]
     ticks = {tick.get_text() for tick in axes.get_xticklabels()}
     monkeypatch.undo()

@@ -10,9 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import run_folder
 import supervised_campaign
-import train_flags
 import train_pythia
 from harness import DEVICES, ROOT
 from small_runs import TOKENS, checkpoint_of, flags, lines_of, numbers_of, tensors_of
@@ -21,6 +19,9 @@ from supervised_campaign import command, faults_of, start, supervised
 import needle as ndl
 from needle import supervise
 from needle.checkpoint import Checkpoint
+from needle.training import flags as command_line
+from needle.training import folder as folders
+from needle.training import session as sessions
 
 pytestmark = pytest.mark.slow
 
@@ -179,7 +180,7 @@ def test_what_a_run_tells(tmp_path, tokens, told):
     taken = {"run": str(folder), "resume": again, "watched": False}
     opened = [{}, {"device": "cpu", "watched": False}]
     facts = told()
-    known = {"id": run_folder.read_description(folder)["id"], "watched": False}
+    known = {"id": folders.read_description(folder)["id"], "watched": False}
     evaluated = [fact for fact in facts if fact == {}]
     assert [fact for fact in facts if fact] == [
         opened[1],
@@ -205,7 +206,7 @@ def test_a_resumed_run_tells_where_it_begins(tmp_path, tokens, told, monkeypatch
 
     argv = flags(tmp_path, tokens, "a", "--eval-every", "0")
     with monkeypatch.context() as patch:
-        patch.setattr(train_pythia, "save", lost)
+        patch.setattr(sessions, "save", lost)
         assert train_pythia.main(argv) == 75
     assert told()[-2:] == [
         {"step": 2},
@@ -218,23 +219,23 @@ def test_a_resumed_run_tells_where_it_begins(tmp_path, tokens, told, monkeypatch
 
 def test_the_words_that_go_on_with_a_run(monkeypatch, tmp_path):
     auto = ["--resume", "auto", "--name"]
-    assert run_folder.again(Path("runs/a")) == [*auto, "a"]
-    assert run_folder.again(Path("elsewhere/a")) == [*auto, "a", "--out", "elsewhere"]
+    assert folders.again(Path("runs/a")) == [*auto, "a"]
+    assert folders.again(Path("elsewhere/a")) == [*auto, "a", "--out", "elsewhere"]
     monkeypatch.chdir(tmp_path)
     wanted = [*auto, tmp_path.name, "--out", str(tmp_path.parent)]
-    assert run_folder.again(Path(".")) == wanted
+    assert folders.again(Path(".")) == wanted
 
 
 @pytest.mark.parametrize("folder", ["runs/-y", "runs/--name", "-out/a b", "-out/-y", "a/-b/c"])
 def test_the_words_are_those_of_the_same_run(folder):
     """Also where a name looks like a flag."""
-    args = train_flags.parse(run_folder.again(Path(folder)))
+    args = command_line.parse(folders.again(Path(folder)))
     assert Path(args.out) / args.name == Path(folder) and args.resume == "auto"
 
 
 @pytest.mark.parametrize("folder", ["runs/.old", "-out/.old"])
 def test_a_run_that_no_name_can_call_goes_on_from_its_folder(folder):
-    args = train_flags.parse(run_folder.again(Path(folder)))
+    args = command_line.parse(folders.again(Path(folder)))
     assert (args.resume, args.name) == (folder, None)
 
 
@@ -279,5 +280,5 @@ def test_the_flags(monkeypatch, capsys):
         (["--supervise", "--hang-seconds", "0"], "argument --hang-seconds: must be a number above"),
     ]:
         with pytest.raises(SystemExit) as caught:
-            train_flags.parse(argv)
+            command_line.parse(argv)
         assert caught.value.code == 2 and said in capsys.readouterr().err

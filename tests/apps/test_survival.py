@@ -9,8 +9,6 @@ import subprocess
 import sys
 
 import pytest
-import run_folder
-import run_log
 import train_pythia
 from harness import ROOT
 from small_runs import SMALL, flags, numbers_of, tensors_of
@@ -18,6 +16,9 @@ from small_runs import SMALL, flags, numbers_of, tensors_of
 from needle.checkpoint import Checkpoint, checkpoint_path, list_checkpoints
 from needle.data import DataError, Prefetch
 from needle.files import FileError
+from needle.training import folder as folders
+from needle.training import log as logs
+from needle.training import run as run_parts
 
 pytestmark = pytest.mark.slow
 
@@ -85,17 +86,17 @@ def test_new_checkpoints_survive_damaged_ones_of_later_steps(tmp_path, run):
     for step in (5, 6):
         damage(checkpoint_path(folder, step))
     seen = []
-    prune = train_pythia.prune_checkpoints
+    prune = run_parts.prune_checkpoints
 
     def pruned(*args, **options):
         prune(*args, **options)
         seen.append({path.name for path in list_checkpoints(folder)})
 
-    train_pythia.prune_checkpoints = pruned
+    run_parts.prune_checkpoints = pruned
     try:
         assert run("a", "--resume", "auto") == 0
     finally:
-        train_pythia.prune_checkpoints = prune
+        run_parts.prune_checkpoints = prune
     assert all("step_5.safetensors" in names for names in seen[:1])
     assert tensors_of(checkpoint_path(folder, 6)) == tensors_of(
         checkpoint_path(folder_of(tmp_path, "whole"), 6)
@@ -104,14 +105,14 @@ def test_new_checkpoints_survive_damaged_ones_of_later_steps(tmp_path, run):
 
 def test_runs_without_a_name_are_counted(tmp_path):
     for name in ("tiny", "tiny-2", "tiny-3"):
-        folder = run_folder.free_folder(tmp_path, None, "tiny", restart=False)
+        folder = folders.free_folder(tmp_path, None, "tiny", restart=False)
         assert folder == tmp_path / name and not folder.exists()
         folder.mkdir()
-    assert run_folder.free_folder(tmp_path, None, "tiny", restart=True) == tmp_path / "tiny"
-    assert run_folder.free_folder(tmp_path, "tiny", "tiny", restart=False) == tmp_path / "tiny"
+    assert folders.free_folder(tmp_path, None, "tiny", restart=True) == tmp_path / "tiny"
+    assert folders.free_folder(tmp_path, "tiny", "tiny", restart=False) == tmp_path / "tiny"
     (tmp_path / "tiny" / "metrics.jsonl").touch()  # it is empty no more
     with pytest.raises(DataError, match="tiny: there is a run of this name already; .*--name tiny"):
-        run_folder.free_folder(tmp_path, "tiny", "tiny", restart=False)
+        folders.free_folder(tmp_path, "tiny", "tiny", restart=False)
 
 
 def test_pruning_counts_whole_files_and_never_the_one_just_written(tmp_path, run):
@@ -122,7 +123,7 @@ def test_pruning_counts_whole_files_and_never_the_one_just_written(tmp_path, run
         checkpoint_path(folder, step).write_bytes(whole)
     for step in (4, 8, 9):
         damage(checkpoint_path(folder, step))
-    train_pythia.prune_checkpoints(folder, 6)
+    run_parts.prune_checkpoints(folder, 6)
     names = [int(path.stem[5:]) for path in list_checkpoints(folder)]
     assert names == [9, 8, 6, 4, 3]  # 6 and 3 are whole; 4 stands between them
 
@@ -217,26 +218,26 @@ def test_two_processes_on_one_run(tmp_path, process):
 def test_two_starts_that_found_one_name_free(tmp_path):
     """Neither works in the other's folder, also when the other has ended."""
     out, shared = tmp_path / "runs", tmp_path / "runs" / "tiny"
-    folder, lock = run_folder.take_new(shared, out, None, "tiny", False)
+    folder, lock = folders.take_new(shared, out, None, "tiny", False)
     assert folder == shared and lock.held
-    other, second = run_folder.take_new(shared, out, None, "tiny", False)
+    other, second = folders.take_new(shared, out, None, "tiny", False)
     assert other == out / "tiny-2" and second.held
     with pytest.raises(FileError, match="is working in this folder"):
-        run_folder.take_new(shared, out, "tiny", "tiny", False)
+        folders.take_new(shared, out, "tiny", "tiny", False)
     lock.release()
-    folder, lock = run_folder.take_new(shared, out, "tiny", "tiny", False)  # it wrote nothing
+    folder, lock = folders.take_new(shared, out, "tiny", "tiny", False)  # it wrote nothing
     lock.release()
     (shared / "config.json").write_text('{"saved": true}')
     for name, restart in ("tiny", False), ("tiny", True), (None, True):
         with pytest.raises(DataError, match="another start has begun this run.*--resume auto"):
-            run_folder.take_new(shared, out, name, "tiny", restart)
-    run_folder.Lock(shared).release()  # nobody holds it
+            folders.take_new(shared, out, name, "tiny", restart)
+    folders.Lock(shared).release()  # nobody holds it
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "runs").touch()
     with pytest.raises(FileError, match="runs: File exists"):
-        run_folder.take_new(tmp_path / "runs" / "tiny", tmp_path / "runs", None, "tiny", False)
+        folders.take_new(tmp_path / "runs" / "tiny", tmp_path / "runs", None, "tiny", False)
 
 
 @pytest.mark.parametrize("name", ["a", None])
@@ -356,14 +357,14 @@ class RefusedOnce:
 @pytest.mark.parametrize("at", [1, 3, 5])
 def test_a_refused_line_of_metrics_costs_nothing(tmp_path, run, monkeypatch, capsys, at, more):
     """The state that is saved then is that of the last step whose line is written."""
-    real = run_log.RunLog.__init__
+    real = logs.RunLog.__init__
 
     def refusing(self, *args):
         real(self, *args)
         self._file = RefusedOnce(self._file, at)
 
     assert run("whole", "--save-every 0", more) == 0
-    monkeypatch.setattr(run_log.RunLog, "__init__", refusing)
+    monkeypatch.setattr(logs.RunLog, "__init__", refusing)
     assert run("a", "--save-every 0", more) == 1
     monkeypatch.undo()
     err = capsys.readouterr().err
@@ -385,7 +386,7 @@ def test_a_damaged_line_of_metrics_cuts_nothing(tmp_path, run, bad):
     path.write_bytes(b"\n".join([lines[0], bad, *lines[1:], b""]))
     checkpoint_path(folder_of(tmp_path, "a"), 6).unlink()
     assert run("a", "--resume", "auto") == 0
-    steps = [line["step"] for line in run_log.read_lines(path)]
+    steps = [line["step"] for line in logs.read_lines(path)]
     assert steps == [1, 2, 3, 4, 5, 6] and len(path.read_bytes().splitlines()) == 6
 
 

@@ -5,11 +5,12 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import trackers
 import train_pythia
 from small_runs import flags, lines_of, run_until
 
 from needle.distributed.group import Group
+from needle.training import run as run_parts
+from needle.training import trackers
 
 # Packages with the calls that apps/trackers.py makes of the real ones; each call becomes a line of
 # the file $CALLS.
@@ -177,7 +178,7 @@ def test_a_tracker_that_is_not_installed(tmp_path, tokens, monkeypatch, capsys, 
 
 
 def test_the_command_to_go_on_names_the_trackers(tmp_path):
-    run = train_pythia.Run(tmp_path / "a", *[None] * 11, tensorboard=True, wandb="p q")
+    run = run_parts.Run(tmp_path / "a", *[None] * 11, tensorboard=True, wandb="p q")
     run.parallel, run.model = SimpleNamespace(group=Group()), SimpleNamespace(recompute=False)
     run.data = SimpleNamespace(trusted=True)
-    assert train_pythia.resume_command(run).endswith("--tensorboard --trust-data --wandb 'p q'")
+    assert run_parts.resume_command(run).endswith("--tensorboard --trust-data --wandb 'p q'")

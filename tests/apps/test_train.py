@@ -7,8 +7,6 @@ from types import SimpleNamespace
 import generate
 import numpy as np
 import pytest
-import run_state
-import train_flags
 import train_pythia
 from harness import DEVICES
 from small_runs import (
@@ -25,6 +23,8 @@ from small_runs import (
 import needle as ndl
 from needle.checkpoint import Checkpoint, list_checkpoints
 from needle.data import identity, train_tokenizer
+from needle.training import settings as run_settings
+from needle.training import state as states
 
 # ---- a whole run ------------------------------------------------------------------------------
 
@@ -63,7 +63,7 @@ def test_a_run_writes_what_it_promises(tmp_path, texts, capsys):
         "step_4.safetensors",
     ]
     config = json.loads((folder / "config.json").read_text())
-    assert config["settings"]["lr"] == train_flags.TINY["lr"]
+    assert config["settings"]["lr"] == run_settings.DEFAULTS["lr"][2]
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (folder / "sample.txt").read_text().strip()
     last = checkpoint_of(tmp_path, "a", 6)
@@ -271,7 +271,7 @@ def test_resuming_with_other_products_is_said(tmp_path, tokens, capsys, monkeypa
     out = capsys.readouterr().out
     assert "resuming" in out and "bits may differ" not in out
     monkeypatch.setattr(
-        run_state, "check", lambda checkpoint: checkpoint.state.update(products="abacus")
+        states, "check", lambda checkpoint: checkpoint.state.update(products="abacus")
     )
     assert train_pythia.main(argv) == 0
     said = f"its steps were multiplied by abacus, these by {products}: bits may differ"
@@ -281,22 +281,22 @@ def test_resuming_with_other_products_is_said(tmp_path, tokens, capsys, monkeypa
 def test_a_gpu_and_its_environment_are_remembered(monkeypatch):
     facts = {"products": "cuBLASLt 13.1.0, plans 0123abcd", "name": "NVIDIA H200"}
     gpu = SimpleNamespace(is_host=False, properties=lambda: facts)
-    for name in run_state.GPU_KERNELS:
+    for name in states.GPU_KERNELS:
         monkeypatch.delenv(name, raising=False)
     plain = "cuBLASLt 13.1.0, plans 0123abcd on NVIDIA H200"
-    assert run_state.products_of(gpu) == plain
+    assert states.products_of(gpu) == plain
     monkeypatch.setenv("NEEDLE_TF32", "0")  # as without
-    assert run_state.products_of(gpu) == plain
+    assert states.products_of(gpu) == plain
     for name, word in ("NEEDLE_TF32", ""), ("NEEDLE_TF32", "2"), ("NEEDLE_ARCH", ""):
         with monkeypatch.context() as patch:
             patch.setenv(name, word)
-            assert run_state.products_of(gpu) == plain
+            assert states.products_of(gpu) == plain
     monkeypatch.setenv("NEEDLE_TF32", "1")
-    assert run_state.products_of(gpu) == f"{plain}, NEEDLE_TF32=1"
+    assert states.products_of(gpu) == f"{plain}, NEEDLE_TF32=1"
     monkeypatch.setenv("NEEDLE_PLAN", "3")
     monkeypatch.setenv("NEEDLE_ARCH", "80")
     both = "NEEDLE_PLAN=3, NEEDLE_TF32=1"
-    assert run_state.products_of(gpu) == f"{plain}, NEEDLE_ARCH=80, {both}"
+    assert states.products_of(gpu) == f"{plain}, NEEDLE_ARCH=80, {both}"
 
 
 def test_a_constant_rate_may_go_on_for_longer(tmp_path, tokens):
@@ -365,13 +365,13 @@ def test_recompute_of_a_model_that_cannot(tmp_path, tokens, capsys, monkeypatch)
 
 
 def test_defaults_by_device_and_model():
-    cpu = train_flags.complete({}, None, on_gpu=False)
+    cpu = run_settings.complete({}, None, on_gpu=False)
     assert (cpu["model"], cpu["dtype"], cpu["warmup"]) == ("tiny", "float32", cpu["steps"] // 10)
-    gpu = train_flags.complete({}, None, on_gpu=True)
+    gpu = run_settings.complete({}, None, on_gpu=True)
     assert (gpu["model"], gpu["dtype"], gpu["seq_len"]) == ("pythia-70m", "bfloat16", 2048)
-    assert train_flags.complete({"model": "pythia-410m"}, None, on_gpu=True)["lr"] == 3e-4
+    assert run_settings.complete({"model": "pythia-410m"}, None, on_gpu=True)["lr"] == 3e-4
     named = {"batch_size": 2, "seq_len": 16, "grad_accum": 3, "warmup": 0}
-    assert train_flags.complete(named, 97, on_gpu=False)["steps"] == 2
+    assert run_settings.complete(named, 97, on_gpu=False)["steps"] == 2
 
 
 def test_a_run_killed_before_its_plot_is_plotted_when_resumed(tmp_path, tokens, capsys):

@@ -14,8 +14,6 @@ from types import SimpleNamespace
 import generate
 import numpy as np
 import pytest
-import run_log
-import train_flags
 import train_pythia
 from harness import ROOT
 from small_runs import SMALL, TOKENS, checkpoint_of, flags, lines_of, numbers_of, run_until
@@ -23,6 +21,10 @@ from small_runs import SMALL, TOKENS, checkpoint_of, flags, lines_of, numbers_of
 import needle as ndl
 from needle.checkpoint import Checkpoint, list_checkpoints, step_of
 from needle.distributed.group import Group
+from needle.training import flags as command_line
+from needle.training import log as logs
+from needle.training import run as run_parts
+from needle.training import settings as run_settings
 
 pytestmark = pytest.mark.slow
 
@@ -84,26 +86,26 @@ ALONE = {
 def test_the_command_that_goes_on(monkeypatch, folder, flags, more):
     folder = Path(folder)
     monkeypatch.setattr(sys, "argv", ["apps/train_pythia.py", "--steps", "5"])
-    monkeypatch.setattr(train_pythia, "supervised", lambda: "hang_seconds" in flags)
-    fields = {field.name: field.default for field in dataclasses.fields(train_pythia.Run)}
+    monkeypatch.setattr(run_parts, "supervised", lambda: "hang_seconds" in flags)
+    fields = {field.name: field.default for field in dataclasses.fields(run_parts.Run)}
     run = SimpleNamespace(**fields | ALONE | flags | {"folder": folder})
     name = shlex.quote(folder.name)
     begins = f"{shlex.quote(sys.executable)} apps/train_pythia.py --resume auto --name {name}"
-    assert train_pythia.resume_command(run) == begins + more
+    assert run_parts.resume_command(run) == begins + more
 
 
 def test_the_command_that_goes_on_is_read_as_it_is_meant(monkeypatch):
     """Where every value looks like a flag."""
     monkeypatch.setattr(sys, "argv", ["apps/train_pythia.py"])
-    fields = {field.name: field.default for field in dataclasses.fields(train_pythia.Run)}
+    fields = {field.name: field.default for field in dataclasses.fields(run_parts.Run)}
     settings = {"schedule": "cosine"}
     more = {"folder": Path("-out/-y"), "wandb": "-project", "settings": settings}
     run = SimpleNamespace(**fields | ALONE | more)
-    words = shlex.split(train_pythia.resume_command(run))[2:]
-    args = train_flags.parse(words)
+    words = shlex.split(run_parts.resume_command(run))[2:]
+    args = command_line.parse(words)
     assert (args.out, args.name, args.wandb) == ("-out", "-y", "-project")
-    (word,) = shlex.split(train_pythia.longer(run))[-1:]
-    assert train_flags.parse([word]).init == "-out/-y"
+    (word,) = shlex.split(run_parts.longer(run))[-1:]
+    assert command_line.parse([word]).init == "-out/-y"
 
 
 @pytest.mark.parametrize("name", ["lock", "metrics.jsonl"])
@@ -203,13 +205,13 @@ def test_first_checkpoint_without_a_step_after_it_is_not_called_good(
 
 def test_stops_shortly_after_each_other_keep_the_proven_checkpoint(tmp_path, tokens, monkeypatch):
     """A run that signals end after each step saves each; those of the last steps prove nothing."""
-    queue, left = run_log.RunLog.queue, []
+    queue, left = logs.RunLog.queue, []
 
     def stopped(*arguments):
         signal.raise_signal(signal.SIGTERM)
         queue(*arguments)
 
-    monkeypatch.setattr(run_log.RunLog, "queue", stopped)
+    monkeypatch.setattr(logs.RunLog, "queue", stopped)
     argv = flags(tmp_path, tokens, "a", "--save-every", "3", "--eval-every", "0", steps=12)
     for step in range(1, 12):
         assert train_pythia.main([*argv, *["--resume", "auto"] * (step > 1)]) == 0
@@ -340,9 +342,9 @@ def test_a_warmup_longer_than_the_run(tmp_path, capsys):
             f"0 to {steps} of them\n",
         )
     assert not (tmp_path / "runs").exists()
-    assert train_flags.complete({"warmup": 6, "steps": 6}, None, on_gpu=False)["warmup"] == 6
+    assert run_settings.complete({"warmup": 6, "steps": 6}, None, on_gpu=False)["warmup"] == 6
     constant = {"schedule": "constant", "warmup": 7, "steps": 6}
-    assert train_flags.complete(constant, None, on_gpu=False)["warmup"] == 7
+    assert run_settings.complete(constant, None, on_gpu=False)["warmup"] == 7
 
 
 @pytest.mark.parametrize("value", ["7", "1.01", "0", "-1", "nan", "inf", "x"])

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import run_log
 import train_pythia
 from harness import ROOT
 from token_files import TEXTS
@@ -31,6 +30,8 @@ from needle.data import (
 )
 from needle.data.text import load_tokenizer, train_tokenizer
 from needle.models import pythia
+from needle.training import run as run_parts
+from needle.training.log import RunLog
 
 
 @pytest.fixture
@@ -410,7 +411,7 @@ def test_view_of_data(tmp_path, inputs, capsys):
 @pytest.mark.parametrize("kind", ["megatron", "text"])
 def test_view_of_a_run_is_what_the_run_draws(tmp_path, inputs, monkeypatch, capsys, kind):
     monkeypatch.setitem(pythia.PRESETS, "tiny", (1, 32, 2, 384))
-    monkeypatch.setattr(train_pythia, "SAMPLE_TOKENS", 4)
+    monkeypatch.setattr(run_parts, "SAMPLE_TOKENS", 4)
     assert run(tmp_path, inputs, "x", "--processes", "1") == 0
     data = tmp_path / ("x" if kind == "megatron" else "texts")
     drawn, forward_backward = [], train_pythia.forward_backward
@@ -491,12 +492,12 @@ def test_view_and_checkpoints_of_a_run_that_was_killed_went_on_and_walked_its_da
     """6 steps, killed in the 5th, resumed, then resumed up to 30: a step draws what `view` shows,
     once or again, and each checkpoint stands before the batch of the next step."""
     monkeypatch.setitem(pythia.PRESETS, "tiny", (1, 32, 2, 384))
-    monkeypatch.setattr(train_pythia, "SAMPLE_TOKENS", 4)
-    monkeypatch.setattr(train_pythia, "prune_checkpoints", lambda *_, **__: None)
+    monkeypatch.setattr(run_parts, "SAMPLE_TOKENS", 4)
+    monkeypatch.setattr(run_parts, "prune_checkpoints", lambda *_, **__: None)
     monkeypatch.setattr(megatron, "ROW_LENGTH", 17)
     data = write_data(tmp_path, inputs, kind)
     drawn, micro = {}, []
-    forward_backward, queue = train_pythia.forward_backward, run_log.RunLog.queue
+    forward_backward, queue = train_pythia.forward_backward, RunLog.queue
     dies_at = [5]
 
     def watched(model, ids, targets, share):
@@ -512,7 +513,7 @@ def test_view_and_checkpoints_of_a_run_that_was_killed_went_on_and_walked_its_da
         queue(self, step, *rest)
 
     monkeypatch.setattr(train_pythia, "forward_backward", watched)
-    monkeypatch.setattr(run_log.RunLog, "queue", queued)
+    monkeypatch.setattr(RunLog, "queue", queued)
     where = ["--out", str(tmp_path / "runs"), "--name", "a", "--device", "cpu"]
     with pytest.raises(SystemExit):
         train_pythia.main(

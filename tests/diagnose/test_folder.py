@@ -252,7 +252,7 @@ def test_a_run_without_anything_yet(tmp_path, heard):
     ],
 )
 def test_steps_without_a_checkpoint(run, look, config, is_held, has_failed, said, goes_on):
-    """Where there has been one, --resume auto refuses to begin anew (apps/run_folder.py)."""
+    """Where there has been one, --resume auto refuses to begin anew (needle/training/folder.py)."""
     shutil.rmtree(run / "checkpoints")
     (run / "config.json").write_text(json.dumps({"settings": {"steps": 9}, **config}))
     lock = Lock(run) if is_held else None

@@ -29,7 +29,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "apps")]
 
-import run_ranks
+
 import train_pythia
 
 from needle import cpu, supervise
@@ -37,20 +37,23 @@ from needle.data import DataError
 from needle.distributed import environment, group, nccl
 from needle.distributed.control import Control
 from needle.models import pythia
+from needle.training import ranks, session
+from needle.training import run as run_parts
+from needle.training.log import RunLog
 
 pythia.PRESETS["tiny"] = (2, 64, 2, 256)
-train_pythia.SAMPLE_TOKENS = 4
+run_parts.SAMPLE_TOKENS = 4
 
 
 def strike(what: str, at: int, mark: str | None, deadline: float, seconds: float) -> None:
     compute, schedule_of, write = (
         train_pythia.forward_backward,
         train_pythia.schedule_of,
-        train_pythia.save_checkpoint,
+        run_parts.save_checkpoint,
     )
     struck, step = False, 0
-    run_data, close = train_pythia.run_data, train_pythia.RunLog.close
-    agree = train_pythia.agree
+    run_data, close = train_pythia.run_data, RunLog.close
+    agree = session.agree
 
     def late_data(*args, **more):
         time.sleep(1.5 * deadline)
@@ -81,7 +84,7 @@ def strike(what: str, at: int, mark: str | None, deadline: float, seconds: float
         loss = compute(model, ids, targets, loss_scale)
         return loss if replays else computed(loss)
 
-    class StruckRecorded(train_pythia.Recorded):
+    class StruckRecorded(session.Recorded):
         def __init__(self, *args):
             nonlocal replays
             replays = True
@@ -124,22 +127,22 @@ def strike(what: str, at: int, mark: str | None, deadline: float, seconds: float
         return agreed
 
     if what == "meet":
-        train_pythia.agree = struck_agree
+        session.agree = struck_agree
     if what == "end":
-        train_pythia.RunLog.close = struck_close
+        RunLog.close = struck_close
     if what == "late":
         train_pythia.run_data = late_data
     train_pythia.schedule_of = counting
     train_pythia.forward_backward = struck_compute
-    train_pythia.Recorded = StruckRecorded
-    train_pythia.save_checkpoint = struck_write
+    session.Recorded = StruckRecorded
+    run_parts.save_checkpoint = struck_write
 
 
 def pretend_gpus(library: str) -> None:
     """Four GPUs are visible, or those that CUDA_VISIBLE_DEVICES names, and all are the CPU; between
     them moves this library's NCCL."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c,GPU-d").split(",")
-    run_ranks.visible_gpus = group.visible_gpus = lambda: len(names)
+    ranks.visible_gpus = group.visible_gpus = lambda: len(names)
     group.choose_device = lambda name: cpu()
     nccl.find_library = lambda: library
     supervise.PROBE = ""
@@ -180,4 +183,4 @@ if __name__ == "__main__":
         Control.join = partial(Control.join, deadline=plan["deadline"])
     code = train_pythia.main(sys.argv[1:])
     sys.stdout.flush()
-    os._exit(code) if code == train_pythia.EXIT_GPU_LOST else sys.exit(code)
+    os._exit(code) if code == os.EX_TEMPFAIL else sys.exit(code)

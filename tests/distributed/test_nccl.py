@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-import run_ranks
 from gpu_runs import (
     Runs,
     a_killed_rank_ends_the_others,
@@ -31,6 +30,7 @@ from needle.distributed import environment, nccl, spawn
 from needle.distributed.control import RankMissing
 from needle.distributed.group import Group
 from needle.distributed.nccl import Library, NCCLTransport, find_library
+from needle.training import ranks as training_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -231,16 +231,16 @@ def test_where_no_gpu_proves_itself_the_run_ends(runs):
 def test_what_starts_fewer_ranks_keeps_the_size_of_a_step(monkeypatch, context, counts):
     told, ranks = {}, Group()
     ranks._place, ranks.gpus = spawned_place(), [f"GPU-{n}" for n in range(8)]
-    monkeypatch.setattr(run_ranks, "beat", lambda **facts: told.update(facts))
+    monkeypatch.setattr(training_ranks, "beat", lambda **facts: told.update(facts))
     settings = {"batch_size": 3, "grad_accum": 4, "context_parallel": context}
-    run_ranks.tell_gpus(ranks, settings, verifies=True)
+    training_ranks.tell_gpus(ranks, settings, verifies=True)
     size = ["--batch-size", "3", "--grad-accum", "4"]
     alone = ["--verify", "0"]  # nobody else is there
     wanted = {str(n): ["--gpus", str(n), *size, *alone * (n == 1)] for n in counts}
     assert told == {"watched": False, "gpus": ranks.gpus, "ranks": wanted}
     told.clear()
     ranks.gpus = []  # processors
-    run_ranks.tell_gpus(ranks, settings, verifies=False)
+    training_ranks.tell_gpus(ranks, settings, verifies=False)
     assert not told
 
 

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-import train_flags
 
 from needle.data import Batches, Prefetch
 from needle.distributed.tree import own_leaves
+from needle.training.settings import complete
 
 TOKENS = np.random.RandomState(0).randint(0, 99, 430)  # 26 windows of 16: 13 micro-batches an epoch
 
@@ -100,5 +100,5 @@ def test_tokens_of_a_rank():
     ],
 )
 def test_the_micro_batches_of_a_step_follow_its_ranks(named, ranks, wanted):
-    settings = train_flags.complete({"model": "tiny", **named}, None, False, ranks)
+    settings = complete({"model": "tiny", **named}, None, False, ranks)
     assert (settings["batch_size"], settings["grad_accum"]) == wanted

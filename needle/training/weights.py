@@ -1,36 +1,37 @@
-"""A run that starts from weights (--init) instead of random numbers: of a folder of transformers, a
-checkpoint, or the folder of a run. Optimizer, schedule and data are fresh; the tokenizer that comes
-with the weights is the run's, unless --tokenizer says otherwise."""
+"""Start a run from weights (--init): a checkpoint, the folder of a run, or one of transformers.
+
+Optimizer, schedule and data are fresh. The run takes the tokenizer that lies with the weights,
+unless --tokenizer names another.
+"""
 
 from __future__ import annotations
-
-import train_flags
 
 from needle import models
 from needle.backend_ndarray import Device
 from needle.data.readers import open_tokens
 from needle.evaluate import load_model
 from needle.models import Config
+from needle.training.settings import DEFAULTS, complete
 
 
 class InitError(ValueError):
-    """Weights that do not fit what the command line says."""
+    """Weights that do not fit the command line."""
 
 
 def start(
     named: dict, tokens: int | None, device: Device
 ) -> tuple[models.LanguageModel, dict[str, object]]:
-    """(the model, `named` with what its weights decide: model, tokenizer, and sequences that are
-    not longer than it reads)"""
+    """Return (model, named), where named has what the weights decide too: model, tokenizer, and a
+    length of sequences that the model can read. Raise InitError for contradicting flags."""
     path, on_gpu = named["init"], not device.is_host
-    dtype = named.get("dtype") or (train_flags.CUDA if on_gpu else train_flags.CPU)["dtype"]
+    dtype = named.get("dtype") or DEFAULTS["dtype"][on_gpu]
     model, tokenizer = load_model(path, device, dtype)
     model.train()
     config, named = model.config, {"model": preset_of(model.config), **named}
     problems = differences(config, named["model"])
     if tokenizer is not None:
         named.setdefault("tokenizer", str(tokenizer.resolve()))
-    settings = train_flags.complete(named, tokens, on_gpu)
+    settings = complete(named, tokens, on_gpu)
     if settings["seq_len"] > config.max_seq_len:
         if "seq_len" in named:
             problems.append(f"--seq-len {named['seq_len']}: it reads {config.max_seq_len} at most")
@@ -49,8 +50,7 @@ def is_text(data: str | None) -> bool:
 
 
 def preset_of(config: Config) -> str:
-    """The preset of this shape, whose vocabulary a tokenizer may have changed; else the name that
-    the model is registered by."""
+    """Return the name of the preset of this shape, of any vocabulary; else the registered name."""
     for name, fields in type(config).presets().items():
         if all(getattr(config, k) == v for k, v in fields.items() if k != "vocab_size"):
             return name
@@ -58,7 +58,7 @@ def preset_of(config: Config) -> str:
 
 
 def differences(config: Config, name: str) -> list[str]:
-    """Where a preset, if it is one, has another shape than the weights."""
+    """Return an error for each field in which the preset `name` differs from the weights."""
     if name == config.family:
         return []
     wanted = models.preset(name)

@@ -1,10 +1,7 @@
-"""Other places for the lines of metrics.jsonl: TensorBoard and Weights & Biases.
+"""Trackers, which get the lines of metrics.jsonl too: TensorBoard and Weights & Biases.
 
-A tracker has `log(line)`, `flush()` (before a checkpoint) and `close()`. Each is optional: `check`
-says before a run begins what has to be installed, `start` opens what was asked for.
-
-TensorBoard's files are written by the package tensorboard itself or by tensorboardX; torch's writer
-is the first of these in other clothes, and would load all of torch.
+A tracker has `log(line)`, `flush()` (before a checkpoint) and `close()`. TensorBoard's files are
+written by the package tensorboard or by tensorboardX. Rejected: torch's writer (loads torch).
 """
 
 from __future__ import annotations
@@ -22,11 +19,11 @@ TENSORBOARD = ("tensorboard", "tensorboardX")
 
 
 class TrackerError(ValueError):
-    """A tracker that cannot be used; the message says what to do."""
+    """A tracker that cannot be used."""
 
 
 def check(tensorboard: bool, wandb: str | None) -> None:
-    """TrackerError where what was asked for is not installed."""
+    """Raise TrackerError if a package is not installed."""
     if tensorboard and not any(map(_installed, TENSORBOARD)):
         raise TrackerError(
             "--tensorboard needs the package tensorboard or tensorboardX: "
@@ -41,7 +38,7 @@ def check(tensorboard: bool, wandb: str | None) -> None:
 def start(
     folder: Path, at: Path, step: int, settings: dict, tensorboard: bool, wandb: str | None
 ) -> list:
-    """The trackers of the run in `folder`, of which `step` steps are done. `at`: the folder by the
+    """Return the trackers of the run in `folder`, after `step` steps. at: the folder by the
     descriptor of its lock, which W&B's own process does not have."""
     trackers: list = []
     try:
@@ -61,8 +58,8 @@ def _installed(package: str) -> bool:
 
 
 class TensorBoard:
-    """Scalars by the names of metrics.jsonl. Lines that a killed run wrote beyond `step` are
-    hidden."""
+    """Write scalars by the names of metrics.jsonl. Later steps than `step`, which a killed run
+    wrote, are hidden."""
 
     def __init__(self, folder: Path, step: int) -> None:
         kind = _own_writer if _installed(TENSORBOARD[0]) else _x_writer
@@ -105,8 +102,8 @@ def _x_writer(folder: str, first: int) -> tuple[Callable, object]:
 
 
 class WeightsAndBiases:
-    """One run of W&B for one run here, however often it is resumed: its id lies in the folder.
-    Curves are drawn over `step`; what a killed run sent is sent again, with the same numbers."""
+    """Send lines to one run of W&B, whose id lies in the folder, through all resumes. Steps that a
+    killed run sent are sent again, with the same numbers."""
 
     def __init__(self, folder: Path, at: Path, project: str, settings: dict) -> None:
         import wandb

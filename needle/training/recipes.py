@@ -1,17 +1,16 @@
-"""How the published Pythias were trained, as settings of a run (Biderman et al. 2023, table 6 and
-the configurations in EleutherAI/pythia).
+"""Recipes of the published Pythias as settings of a run (Biderman et al. 2023, table 6, and the
+configurations in EleutherAI/pythia).
 
-A recipe sets values of the command line, so each can be changed by its flag; `changes` lists them
-for config.json. All that the recipes leave open is the same in every run of train_pythia.py: AdamW
-with betas 0.9 and 0.95 and eps 1e-8, no decay of biases and norms, Pythia's initialisation, the
-tanh GELU. Of its precision (float16 with loss scaling) nothing is taken over.
+A flag overrides each value; `changes` lists the overridden ones for config.json. Every run has the
+rest of the recipe: AdamW with betas 0.9 and 0.95 and eps 1e-8, no decay of biases and norms,
+Pythia's initialisation, the tanh GELU. The recipe's float16 with loss scaling is not followed.
 """
 
 from __future__ import annotations
 
 SEQUENCES = 1024  # a step
 
-# Peak learning rates; models that are not here have the 70m's.
+# Peak learning rates; other models have that of the 70m.
 PEAK_LR = {
     "pythia-160m": 6e-4,
     "pythia-410m": 3e-4,
@@ -36,17 +35,17 @@ NAMES = tuple(SCHEDULES)
 
 
 def values(recipe: str, model: str) -> dict:
-    """The recipe's settings for a model."""
+    """Return the settings of a recipe for a model."""
     return {**_VALUES, "schedule": SCHEDULES[recipe], "lr": PEAK_LR.get(model, 1e-3)}
 
 
 def warmup(steps: int) -> int:
-    """The hundredth of all steps in which the rate rises."""
+    """Return the number of steps in which the rate rises: a hundredth of all."""
     return steps // 100
 
 
 def changes(settings: dict) -> dict[str, dict]:
-    """Where a run leaves its recipe: {setting: {"recipe": value, "run": value}}."""
+    """Return where a run differs from its recipe: {setting: {"recipe": value, "run": value}}."""
     wanted = {
         **values(settings["recipe"], settings["model"]),
         "sparse": None,
@@ -61,6 +60,6 @@ def changes(settings: dict) -> dict[str, dict]:
 
 
 def published(step: int) -> bool:
-    """Whether the suite has a checkpoint of this step: 0, the powers of two up to 512, and each
-    thousandth. Step 0 is before the first step."""
+    """True if the suite has a checkpoint of this step: 0 (before the first), the powers of two up
+    to 512, and each thousandth."""
     return step % 1000 == 0 or (0 < step <= 512 and step & (step - 1) == 0)

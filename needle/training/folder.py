@@ -1,12 +1,12 @@
-"""The folder of a run: which name is free, who works in it, and the checkpoint to go on from.
+"""The folder of a run: which name is free, which process owns it, which checkpoint to resume.
 
-    runs/NAME/lock          held by the one process that trains in it (needle/files.py)
+    runs/NAME/lock          held by the one process that trains there (needle/files.py)
     runs/NAME/checkpoints/  step_N.safetensors
-    runs/NAME/config.json   says by `saved` whether there has been a checkpoint; by `id`, which
-                            each checkpoint has too, whose checkpoints belong there
+    runs/NAME/config.json   `saved`: whether there has been a checkpoint; `id`: of the run, which
+                            each of its checkpoints has too
 
-A run begins anew only where nothing was ever saved. Checkpoints that are gone or cannot be read,
-and folders that cannot be listed, are errors: whoever began anew would overwrite what is left.
+A run begins anew only if nothing was ever saved. Missing or unreadable checkpoints, and folders
+that cannot be listed, are errors, since a new run would overwrite the rest.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ import json
 import os
 import shlex
 from pathlib import Path
-
-from run_log import read_lines
 
 from needle.checkpoint import (
     Checkpoint,
@@ -32,12 +30,13 @@ from needle.checkpoint import (
 from needle.data import DataError
 from needle.files import FileError, Lock, described, reading, remove_leftovers, replacing
 from needle.heartbeat import beat
+from needle.training.log import read_lines
 
 
 def free_folder(out: Path, name: str | None, model: str, restart: bool) -> Path:
-    """The folder of a new run, not made yet. `restart`: a run that died before its first checkpoint
-    begins again in its own folder. DataError where there is a run of this name, or has been one
-    that saved."""
+    """Return the folder of a new run, without making it. restart: a run that died before its first
+    checkpoint begins again in its own folder. Raise DataError if a run of this name exists, or has
+    saved."""
     given = name or ""
     if name is None:
         names = itertools.chain([model], (f"{model}-{i}" for i in itertools.count(2)))
@@ -62,8 +61,7 @@ def free_folder(out: Path, name: str | None, model: str, restart: bool) -> Path:
 
 
 def has_saved(folder: Path) -> bool:
-    """Whether a run ever had a checkpoint. Where its config.json does not say so, as older ones do
-    not: whether it has trained."""
+    """True if a run ever had a checkpoint; without a readable config.json, if it has trained."""
     try:
         return bool(read_description(folder)["saved"])
     except (FileError, ValueError, KeyError, TypeError):
@@ -71,8 +69,8 @@ def has_saved(folder: Path) -> bool:
 
 
 def check_owner(folder: Path, checkpoint: Checkpoint) -> None:
-    """CheckpointError for a checkpoint that another run wrote. Where there is no config.json that
-    can be read any run may go on."""
+    """Raise CheckpointError for a checkpoint of another run. Without a readable config.json any run
+    may resume."""
     try:
         own = read_description(folder)["id"]
     except (FileError, ValueError, KeyError, TypeError):
@@ -86,9 +84,10 @@ def check_owner(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def proven(folder: Path, finite: int, saved: int, following: int) -> str:
-    """For people, after a loss that is not finite: which checkpoint is good, when the losses up to
-    step `finite` were finite, the newest checkpoint is of step `saved`, and `following` finite
-    steps prove one."""
+    """Return the advice after a loss that is not finite: which checkpoint is good.
+
+    finite: the last step of a finite loss. saved: the step of the newest checkpoint. following: so
+    many finite steps after a checkpoint prove it."""
     last, lines = checkpoint_path(folder / "checkpoints", saved), []
     good = proven_checkpoint(folder / "checkpoints", finite, following)
     advice = "a lower --lr, a longer --warmup or a smaller --clip may help"
@@ -110,8 +109,8 @@ def _followed(steps: int) -> str:
 
 
 def note_saved(folder: Path) -> None:
-    """Its first checkpoint is there; config.json says so from now on."""
-    with contextlib.suppress(FileError, ValueError, TypeError):  # the training does not need it
+    """Write into config.json that the run has a checkpoint."""
+    with contextlib.suppress(FileError, ValueError, TypeError):  # training goes on without it
         description = read_description(folder)
         if not description.get("saved"):
             write_description(folder, {**description, "saved": True})
@@ -128,13 +127,13 @@ def write_description(folder: Path, description: dict) -> None:
 
 
 def flag(name: str, value: str | os.PathLike) -> list[str]:
-    """The words that give a flag this value, which may look like a flag itself."""
+    """Return the words of a flag and its value, which may look like a flag itself."""
     text = str(value)
     return [f"{name}={text}"] if text.startswith("-") else [name, text]
 
 
 def again(folder: Path) -> list[str]:
-    """The flags that go on with the run in `folder`."""
+    """Return the flags that resume the run in `folder`."""
     folder = folder if folder.name not in ("", "..") else folder.resolve()
     if folder.name.startswith("."):  # --name takes none such
         return flag("--resume", folder)
@@ -143,8 +142,8 @@ def again(folder: Path) -> list[str]:
 
 
 def take(folder: Path) -> Lock:
-    """Makes a run's folder where there is none, and locks it. What a killed process was writing is
-    removed. FileError names the process that works there."""
+    """Make and lock a run's folder, and remove temporary files of a killed process there. Raise
+    FileError, which names the process that works there."""
     beat(run=str(folder), resume=again(folder), watched=False)
     try:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -160,9 +159,9 @@ def take(folder: Path) -> Lock:
 def take_new(
     folder: Path, out: Path, name: str | None, model: str, restart: bool
 ) -> tuple[Path, Lock]:
-    """(the folder of a new run, its lock). `folder` is what free_folder gave for the other four.
-    Where another start has made it meanwhile a run without a name takes the next, any other is
-    refused."""
+    """Return (folder, lock) of a new run. folder: the result of free_folder for the same arguments.
+    If another process has made it since then, a run without a name takes the next name; any other
+    is refused with DataError."""
     chooses = name is None and not restart
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -185,14 +184,14 @@ def take_new(
 
 
 def _is_used(folder: Path) -> bool:
-    """Whether there is more than `take` makes."""
+    """True if the folder holds more than `take` makes."""
     made = {"lock", "checkpoints"}
     saved = (folder / "checkpoints").iterdir()
     return bool({path.name for path in folder.iterdir()} - made) or any(saved)
 
 
 def resume(what: str, out: Path, name: str | None) -> tuple[Path, Lock, Checkpoint] | None:
-    """(folder, its lock, checkpoint) that --resume names; None where `auto` finds nothing."""
+    """Return (folder, lock, checkpoint) of --resume; None if `auto` finds nothing."""
     if what != "auto":
         path = Path(what)
         found = find_checkpoint(path)  # before a folder is made from a mistyped name
@@ -218,7 +217,7 @@ def resume(what: str, out: Path, name: str | None) -> tuple[Path, Lock, Checkpoi
 
 
 def _newest_first(out: Path) -> list[Path]:
-    """The runs in a folder, that which saved last first."""
+    """Return the runs in a folder, the one that saved last first."""
     try:
         found = [
             (os.stat(folder / "checkpoints").st_mtime_ns, folder)

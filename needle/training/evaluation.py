@@ -1,4 +1,4 @@
-"""The held-out loss of a run, whose batches its ranks share."""
+"""Held-out loss of a run, in batches that its ranks share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from needle.heartbeat import beat
 from needle.models.language import LanguageModel
 from needle.ops import ring_chunks
 
-# One evaluation reads so many tokens at most, in so many batches at most.
+# The most tokens, and the most batches, of an evaluation.
 EVAL_TOKENS = {"cpu": 1 << 15, "cuda": 1 << 19}
 EVAL_BATCHES = 32
 
@@ -22,7 +22,11 @@ EVAL_BATCHES = 32
 def evaluate(
     model: LanguageModel, data: TokenData, settings: dict, parallel: DataParallel
 ) -> dict[str, float]:
-    """val_loss in nats a token, and val_bits_per_byte where the tokenizer is known."""
+    """Return val_loss in nats a token, and val_bits_per_byte if the tokenizer is known.
+
+    The result is empty if the held-out data are shorter than a sequence. DataError and OSError are
+    raised after the ranks have met.
+    """
     tokens = data.held_out
     length = settings["seq_len"]
     rows = min(settings["batch_size"], max(len(tokens) - 1, 0) // length)
@@ -45,7 +49,7 @@ def evaluate(
             with no_grad():
                 loss = float(model.loss(ids, targets).numpy())
             beat()
-            if number < len(drawn):  # else it is for ranks that meet within layers, all alike
+            if number < len(drawn):  # else for ranks that share sequences, which all run the layers
                 nats.append(loss * targets.size)
                 count += targets.size
                 text_bytes += 0 if sizes is None else int(sizes[targets].sum())
@@ -55,7 +59,7 @@ def evaluate(
     told = ranks.gather("the evaluation", [nats, count, text_bytes])
     nats = [part for parts, _, _ in told for part in parts]
     count, text_bytes = (sum(theirs) for theirs in list(zip(*told))[1:])
-    if failure is not None:  # behind the ranks' meeting
+    if failure is not None:
         raise failure
     result = {"val_loss": math.fsum(nats) / count} if count else {}
     if text_bytes:
@@ -64,7 +68,7 @@ def evaluate(
 
 
 def own_columns(length: int, ranks: Ranks, context: int) -> np.ndarray | None:
-    """Of a sequence the tokens of this rank, where `context` ranks share it."""
+    """Return the columns of this rank in a sequence that `context` ranks share; None: all."""
     if context == 1:
         return None
     runs = ring_chunks(length, ranks.rank % context, context)

@@ -1,5 +1,5 @@
-"""fit: the training loop of a notebook. (apps/train_pythia.py is the one of long runs: it saves,
-resumes, reads ahead, and never waits for the device.) Recorded: a micro-batch without the host."""
+"""The training loop of a notebook. Long runs, which save, resume and read ahead, have that of
+apps/train_pythia.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from needle import _C
-from needle._C import Device, NDArray
 from needle.autograd import Tensor
 from needle.models.language import LanguageModel
 from needle.nn import Module, flatten_parameters
@@ -34,19 +33,19 @@ def fit(
     on_step: Callable[[int, float], Any] | None = None,
     progress: bool = True,
 ) -> list[float]:
-    """Trains `model` on `batches`, pairs (ids, targets), and returns the loss of each step. NumPy
-    arrays of floats in the place of ids become Tensors beside the model, in its dtype.
+    """Train `model` on `batches`, pairs (ids, targets), and return the loss of each step. NumPy
+    arrays of floats in the place of ids become Tensors on the model's device, in its dtype.
 
-    optimizer: AdamW with its defaults where none is given. steps: as many as the batches give.
-    loss: of what the model gives for ids, and targets; without one the model's own:
-    `model.loss(ids, targets)` of a language model; else `model(ids, targets=targets)` gives
-    (anything, loss), and a forward without `targets` is a TypeError. schedule: the learning rate of
-    step 1, 2, ... max_norm: gradients are clipped to it.
-    accumulate: so many batches make a step, which follows the mean of their gradients.
-    on_step(step, loss) is called behind each step: to print, evaluate or save. progress: a bar,
-    where tqdm is installed.
+    optimizer: by default AdamW with its defaults. steps: by default as many as the batches give.
+    loss: a function of the model's output and the targets; by default the model's own:
+    `model.loss(ids, targets)` of a language model, else `model(ids, targets=targets)`, which must
+    give (anything, loss); a forward without `targets` is a TypeError. schedule: the learning rate
+    of step 1, 2, ... max_norm: gradients are clipped to it.
+    accumulate: the number of batches a step, which follows the mean of their gradients.
+    on_step(step, loss): called after each step, to print, evaluate or save. progress: a bar, if
+    tqdm is installed.
 
-    FloatingPointError for a loss that is not finite, before it changes the model.
+    Raise FloatingPointError for a loss that is not finite, before it changes the model.
 
     >>> np.random.seed(0)
     >>> x = np.random.randn(8, 2)
@@ -98,7 +97,7 @@ def fit(
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:
-    """(ids, targets) of a batch; TypeError for what is no pair, as an array, which has rows."""
+    """Return (ids, targets) of a batch; raise TypeError for an array, whose rows are no pair."""
     shape = f" of shape {batch.shape}" if hasattr(batch, "shape") else ""
     if not shape:
         with contextlib.suppress(TypeError, ValueError):
@@ -117,7 +116,7 @@ def _input(ids: Any, parameter: Tensor) -> Any:
 
 
 def _loss(model: Module, ids: Any, targets: Any, loss: Callable[[Any, Any], Tensor] | None) -> Any:
-    """One number, as a Tensor."""
+    """Return the loss of a batch, a Tensor of one number."""
     if loss is not None:
         part = loss(model(ids), targets)
     elif isinstance(model, LanguageModel):
@@ -141,56 +140,8 @@ def _loss(model: Module, ids: Any, targets: Any, loss: Callable[[Any, Any], Tens
 
 
 def _bar(steps: int | None) -> Any:
-    """tqdm's bar, which a notebook draws; none where tqdm is not installed."""
+    """Return tqdm's bar, which a notebook draws, or no bar if tqdm is not installed."""
     try:
         return importlib.import_module("tqdm.auto").tqdm(total=steps, unit="step")
     except ModuleNotFoundError:
         return contextlib.nullcontext()
-
-
-def worth_recording(device: Device, tokens: int) -> bool:
-    """Whether a micro-batch of so many tokens is faster as a graph: a GPU is done with fewer
-    before the host has queued the next, and busy with more.
-
-    >>> ndl.training.worth_recording(ndl.cpu(), 8192)
-    False
-    """
-    return device.records_graphs and tokens <= 1 << 14
-
-
-class Recorded:
-    """compute(ids, targets) for a device that records graphs: enqueued as one piece, so that the
-    host costs next to nothing where it would hold up small batches. Same bits.
-
-    compute takes int32 NDArrays of `shape`, leaves gradients in buffers that stay where they are,
-    and returns the loss, a scalar; each call does the same (`_C.Graph`). ids and targets may be any
-    arrays of integers of that shape. The first call computes, for what is made once; the second is
-    recorded; the third is the first that is replayed. The memory of one micro-batch is the graph's
-    as long as this lives. ValueError, of the second call, on a device that records none.
-    """
-
-    def __init__(
-        self, compute: Callable[[NDArray, NDArray], NDArray], shape: tuple[int, int], device: Device
-    ) -> None:
-        self._compute, self._device = compute, device
-        self._inputs = [_C.empty(shape, "int32", device) for _ in range(2)]
-        self._loss = _C.empty((), "float32", device)
-        self._has_computed, self._graph = False, None
-
-    def __call__(self, ids: Any, targets: Any) -> NDArray:
-        """The loss, float32, on the device."""
-        for place, array in zip(self._inputs, (ids, targets)):
-            if not isinstance(array, NDArray):
-                array = _C.array(array, "int32", self._device)
-            _C.assign(place, array)
-        if self._graph is not None:
-            self._graph.replay()
-        elif self._has_computed:
-            self._graph = _C.Graph(self._device, self._step)
-        else:
-            self._step()
-            self._has_computed = True
-        return self._loss.copy()
-
-    def _step(self) -> None:
-        _C.assign(self._loss, self._compute(*self._inputs))

@@ -1,18 +1,18 @@
-"""The log of a run while it trains: metrics.jsonl, the progress bar or plain lines, loss.png.
-Trackers (trackers.py) get each line of metrics.jsonl as well. A line is an object:
+"""The log of a run: metrics.jsonl, and the progress bar or plain lines.
+
+Trackers (trackers.py) get each line of metrics.jsonl too. A line is an object:
 
     step                number of the step, from 1
     tokens              trained on so far
     loss                mean over the step's tokens, in nats
     lr, grad_norm       of the step; the norm is that before clipping
     tokens_per_second   of the step, without evaluating and saving
-    data_wait_ms        how long the step stood still for the thread that reads its batches
+    data_wait_ms        how long the step waited for the thread that reads its batches
     seconds             of training so far, over all parts of a resumed run
-    val_loss, val_bits_per_byte     where the step was followed by an evaluation
+    val_loss, val_bits_per_byte     if the step was followed by an evaluation
 
-On a GPU the host runs ahead of the device. So a step's loss and norm set out for the host when the
-step is queued and are waited for when the next one has been (`queue`), or where somebody needs them
-at once (`wait`). On the CPU a queued step is done.
+On a GPU the host runs ahead of the device. The copies of a step's loss and norm to the host start
+when the step is queued (`queue`) and are awaited when the next one is, or at `wait`.
 """
 
 from __future__ import annotations
@@ -27,21 +27,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from needle import _C
-from needle.backend_ndarray import NDArray
+from needle._C import Device, NDArray
 from needle.files import Lock, naming, reading, regular, replacing
 from needle.heartbeat import beat
 from needle.processes import silence
 
 PLAIN_LINES = 40  # of a run whose output is no terminal
-SMOOTHED = 50  # of so many steps the loss is a mean of neighbours
-TRAINING, HELD_OUT = "#0b3d91", "#b22200"  # of loss.png: dark enough to print, apart in grey
 
 
 class NotFinite(ArithmeticError):
-    """A loss or a gradient norm that is no number any more, of a step."""
+    """A loss or a gradient norm that is not finite."""
 
     def __init__(self, step: int, message: str) -> None:
         super().__init__(f"step {step}: {message}")
@@ -49,7 +45,7 @@ class NotFinite(ArithmeticError):
 
 
 def read_lines(path: Path) -> list[dict]:
-    """The lines of metrics.jsonl; damaged ones (a kill, a full disk) are passed over."""
+    """Return the lines of metrics.jsonl without damaged ones (a kill, a full disk)."""
     if not path.exists():
         return []
     with reading(path) as file:
@@ -66,27 +62,30 @@ def read_lines(path: Path) -> list[dict]:
 
 
 def drop_lines_after(path: Path, step: int) -> tuple[float, float]:
-    """Cuts metrics.jsonl back to `step`: what a killed run wrote after its last checkpoint is
-    computed again. Returns the first loss (nan where there is none), and the seconds trained."""
+    """Cut metrics.jsonl back to `step`: later steps were not saved and are computed again.
+
+    Return the first loss (nan if there is none) and the seconds trained."""
     kept = [line for line in read_lines(path) if line["step"] <= step]
     if path.exists():
         with replacing(path) as file:
             file.write("".join(json.dumps(line) + "\n" for line in kept).encode())
     if not kept:
         return math.nan, 0.0
-    seconds = kept[-1].get("seconds", 0.0)
-    return kept[0]["loss"], float(seconds) if isinstance(seconds, (int, float)) else 0.0
+    return kept[0]["loss"], kept[-1].get("seconds", 0.0)
 
 
 class RunLog:
-    """The log of one run from `start` (steps done already) to `steps`, in the folder that `lock`
-    holds: its FileError where that is gone. Without a lock it is that of a rank that only waits for
-    its numbers: it writes and shows nothing."""
+    """Log a run from `start` (steps done) to `steps` into the folder that `lock` holds.
+
+    A lock of None makes the log of a further rank, which awaits its numbers and writes nothing.
+    flops_per_token and peak (FLOP a second of the device, or None) give the MFU of plain lines.
+    Raise FileError where the folder was removed, renamed or replaced.
+    """
 
     def __init__(
         self,
         lock: Lock | None,
-        device,
+        device: Device,
         start: int,
         steps: int,
         tokens_per_step: int,
@@ -104,13 +103,12 @@ class RunLog:
                 self._file = open(path, "a", encoding="utf-8", opener=regular)
         self._trackers = trackers
         self._device, self._steps, self._tokens_per_step = device, steps, tokens_per_step
-        self._on_cpu = device.is_host
         self._flops_per_token, self._peak = flops_per_token, peak
         self._pending: dict | None = None
         self._mark = time.perf_counter()
         self._start, self._started = start, time.perf_counter()
         self._bar = None if lock is None else _bar(start, steps)
-        self.is_heard = True  # False once nobody reads the output any more
+        self.is_heard = True  # False once the reader of the output is gone
 
     def queue(
         self,
@@ -121,7 +119,7 @@ class RunLog:
         where: str,
         data_wait_ms: float,
     ) -> None:
-        """Step `step` is on its way to the device; the step before it is written now."""
+        """Take a step that the device still computes, and write the line of the step before it."""
         before, self._pending = (
             self._pending,
             {
@@ -135,11 +133,11 @@ class RunLog:
         )
         if before is not None:
             self._write(before)
-        if self._on_cpu:
+        if self._device.is_host:
             self.wait()
 
     def wait(self) -> None:
-        """Waits for the queued step. Raises NotFinite that names step and batch."""
+        """Wait for the queued step. Raise NotFinite, which names step and batch."""
         self._wait(self._pending)
 
     def _wait(self, step: dict) -> None:
@@ -164,7 +162,7 @@ class RunLog:
             self.first_loss = step["loss"]
 
     def finish(self, **evaluated: float) -> None:
-        """Writes the line of the queued step, with what was evaluated after it."""
+        """Write the line of the queued step, with the results of an evaluation after it."""
         self.wait()
         step, self._pending = self._pending, None
         self._write(step, **evaluated)
@@ -195,24 +193,24 @@ class RunLog:
             silence()
 
     def settle(self) -> None:
-        """Writes what is not written: the line of the queued step, and lines that were refused."""
+        """Write the line of the queued step, and lines that the system refused before."""
         self._flush()
         if self._pending is not None:
             self.finish()
 
     def _flush(self) -> None:
-        """A line that is refused stays in the file's buffer."""
+        """Send lines to the file; one that the system refuses stays in the buffer."""
         if self.path is None:
             return
         with naming(self.path):
             self._file.flush()
 
     def skip_time(self) -> None:
-        """Time since the last step (evaluating, saving) does not count for the next one."""
+        """Exclude the time since the last step (evaluating, saving) from the next one."""
         self._mark = time.perf_counter()
 
     def sync(self) -> None:
-        """Everything written so far survives a power cut."""
+        """Make all lines survive a power cut."""
         if self.path is None:
             return
         with naming(self.path):
@@ -224,23 +222,16 @@ class RunLog:
         if self._bar is not None:
             self._bar.close()
         if self.path is not None:
-            with contextlib.suppress(OSError):  # a line that was refused, and reported, again
+            with contextlib.suppress(OSError):  # a refused line, which was reported
                 self._file.close()
         for tracker in self._trackers:
             tracker.close()
         self._trackers = ()
 
-    def say(self, text: str) -> None:
-        """A line for people that does not break the bar."""
-        if self._bar is not None:
-            self._bar.write(text)
-        else:
-            print(text, flush=True)
-
-    # ---- for the eye --------------------------------------------------------------------------
+    # ---- the terminal -------------------------------------------------------------------------
 
     def _memory(self) -> float:
-        if self._on_cpu:
+        if self._device.is_host:
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return self._device.memory_stats()["peak_bytes"]
 
@@ -266,15 +257,17 @@ class RunLog:
             text = "  ".join(f"{name} {value}" for name, value in facts.items())
             print(f"step {step}/{self._steps}  {text}", flush=True)
         if evaluated:
-            bits = evaluated.get("val_bits_per_byte")
-            self.say(
-                f"step {step}/{self._steps}  held-out loss {evaluated['val_loss']:.4f}"
-                + ("" if bits is None else f", {bits:.4f} bits a byte")
-            )
+            text = f"step {step}/{self._steps}  held-out loss {evaluated['val_loss']:.4f}"
+            if "val_bits_per_byte" in evaluated:
+                text += f", {evaluated['val_bits_per_byte']:.4f} bits a byte"
+            if self._bar is not None:
+                self._bar.write(text)
+            else:
+                print(text, flush=True)
 
 
 def _bar(start: int, steps: int):
-    """A progress bar where somebody watches and tqdm is installed."""
+    """Return a progress bar if standard error is a terminal and tqdm is installed."""
     if not sys.stderr.isatty():
         return None
     try:
@@ -290,58 +283,15 @@ def _bar(start: int, steps: int):
 
 
 def clock(seconds: float) -> str:
-    """1:42, or 2:01:42."""
+    """Write a duration as 1:42, or 2:01:42."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def short(number: float) -> str:
-    """950, 17k, 1.1M."""
+    """Write a number as 950, 17k, 1.1M."""
     for size, letter in ((1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.{int(number < 10 * size)}f}{letter}"
     return f"{number:.0f}"
-
-
-def smoothed(values: Sequence[float]) -> np.ndarray:
-    """The mean of each value and its neighbours, one of SMOOTHED on either side; fewer at the
-    beginning, so that the first descent stays where it is. Of fewer values: they themselves."""
-    at = np.arange(len(values))
-    reach = np.minimum(at, len(values) // SMOOTHED)
-    stop = np.minimum(at + reach + 1, len(values))
-    sums = np.concatenate([[0], np.cumsum(values, dtype=np.float64)])
-    return (sums[stop] - sums[at - reach]) / (stop - (at - reach))
-
-
-def plot(folder: Path) -> str:
-    """Draws loss.png from metrics.jsonl; one line about it for people."""
-    lines = read_lines(folder / "metrics.jsonl")
-    if not lines:
-        return "no loss.png: nothing was trained"
-    try:
-        import matplotlib
-    except ImportError:
-        return "no loss.png: the package matplotlib is not installed"
-    matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
-
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    tokens, losses = [e["tokens"] for e in lines], [e["loss"] for e in lines]
-    label = "training"
-    if len(losses) >= SMOOTHED:
-        axes.plot(tokens, losses, color=TRAINING, alpha=0.3, lw=0.8)
-        label = "training, smoothed"
-    axes.plot(tokens, smoothed(losses), color=TRAINING, lw=1.8, label=label)
-    held_out = [e for e in lines if "val_loss" in e]
-    if held_out:
-        places, values = [e["tokens"] for e in held_out], [e["val_loss"] for e in held_out]
-        axes.plot(places, values, "o", color=HELD_OUT, ms=5, label="held out", zorder=3)
-    axes.set(xlabel="tokens", ylabel="loss (nats a token)", title=folder.name)
-    axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))
-    axes.grid(alpha=0.5)
-    axes.legend()
-    with replacing(folder / "loss.png") as file:
-        figure.savefig(file, format="png", dpi=120)
-    pyplot.close(figure)
-    return f"plot: {folder / 'loss.png'}"

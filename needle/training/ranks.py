@@ -1,27 +1,33 @@
-"""The ranks of a run of train_pythia.py: --gpus starts them, each joins the others and takes its
-device."""
+"""The ranks of a run: starting them (--gpus), joining them, their devices, and their agreement.
+
+A single process uses the same code with world size 1.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import os
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-import needle as ndl
+from needle._C import Device, cuda
 from needle.checkpoint import versions
+from needle.data import DataError
 from needle.distributed.control import Control
 from needle.distributed.environment import Place
 from needle.distributed.group import Group, visible_gpus
 from needle.distributed.tree import fitting_ranks
+from needle.files import described
 from needle.heartbeat import PIPE, beat, supervised
 
 
 def starts_ranks(args: argparse.Namespace, place: Place | None) -> bool:
-    """Whether --gpus makes this process the one that starts the ranks. ValueError where that cannot
-    be."""
+    """True if --gpus makes this process the one that starts the ranks. Raise ValueError if so many
+    cannot be started here."""
     count = args.gpus
     if count is None or (place is not None and place.launcher == "needle"):
         return False
@@ -37,7 +43,7 @@ def starts_ranks(args: argparse.Namespace, place: Place | None) -> bool:
         )
     visible = visible_gpus()
     if count > visible:
-        reason = "" if visible else f" ({ndl.cuda().reason()})"
+        reason = "" if visible else f" ({cuda().reason()})"
         raise ValueError(
             f"--gpus {count}: {visible} can be used here{reason}: give a smaller number, or look "
             "at nvidia-smi and CUDA_VISIBLE_DEVICES"
@@ -45,9 +51,11 @@ def starts_ranks(args: argparse.Namespace, place: Place | None) -> bool:
     return count > 1
 
 
-def join(args: argparse.Namespace, argv: list[str], place: Place | None) -> Group:
-    """The ranks that somebody started together, once they agree on what to do with what. Rank 0 is
-    the one that prints, and that a supervisor hears."""
+def join(args: argparse.Namespace, argv: list[str], place: Place | None, program: Path) -> Group:
+    """Join the ranks that were started together, once their flags, sources and versions agree.
+
+    Rank 0 alone prints, and alone tells the supervisor. program: the file that runs.
+    """
     if place is None or place.size == 1:
         return Group()
     if args.supervise and place.launcher != "needle":
@@ -59,24 +67,26 @@ def join(args: argparse.Namespace, argv: list[str], place: Place | None) -> Grou
         if supervised():
             os.environ[PIPE] = os.devnull
         sys.stdout = open(os.devnull, "w")
-    facts = {"flags": shlex.join(argv), "source": source_digest(), **versions()}
+    facts = {"flags": shlex.join(argv), "source": source_digest(program), **versions()}
     return Group(place, Control.join(place, facts, Path(args.out)))
 
 
-def source_digest() -> str:
-    """Of the program, the package and its core: ranks that differ in them may differ in bits."""
-    folders = [Path(__file__).parent, Path(ndl.__file__).parent]
-    files = sorted(p for f in folders for p in f.rglob("*") if p.suffix in (".py", ".so"))
+def source_digest(program: Path) -> str:
+    """Hash the program, the package and its core: ranks of other sources may compute other bits."""
+    package = Path(__file__).resolve().parent.parent
+    files = sorted(path for path in package.rglob("*") if path.suffix in (".py", ".so"))
     digest = hashlib.blake2b(digest_size=8)
-    for path in files:
+    for path in [program, *files]:
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
 
 
-def open_device(name: str, ranks: Group) -> ndl.Device:
-    """The supervisor watches while it opens; then data may be read for any time. Of several ranks
-    it is told no device, and so proves every GPU before it starts them again, until it knows theirs
-    (`tell_gpus`)."""
+def open_device(name: str, ranks: Group) -> Device:
+    """Open the device of --device, or of several ranks the own one, and connect the ranks.
+
+    The supervisor watches this, and not the reading of data after it. It is told the device of a
+    single rank. Of several it checks every GPU before a restart, until `tell_gpus`.
+    """
     beat()
     device = ranks.device(name)
     ranks.connect(device)
@@ -90,15 +100,49 @@ def open_device(name: str, ranks: Group) -> ndl.Device:
 
 
 def tell_gpus(ranks: Group, settings: dict, verifies: bool) -> None:
-    """The supervisor may go on with fewer of them. It is told the step's size too: a run that has
-    no checkpoint yet begins anew, and must not take another from its number of ranks."""
+    """Tell the supervisor by which flags fewer GPUs continue the run.
+
+    The flags hold the size of a step: a run without a checkpoint begins anew, and must not derive
+    another size from its number of ranks.
+    """
     if ranks.launcher != "needle" or not ranks.gpus:
         return
     context, words = settings["context_parallel"], {}
     for count in fitting_ranks(settings["grad_accum"]):
         flags = {"gpus": count * context} | {k: settings[k] for k in ("batch_size", "grad_accum")}
         if verifies and count * context == 1:
-            flags["verify"] = 0  # nobody else could compute a micro-batch again
+            flags["verify"] = 0  # no other rank could compute a micro-batch again
         pairs = [(f"--{name.replace('_', '-')}", str(value)) for name, value in flags.items()]
         words[str(count * context)] = [word for pair in pairs for word in pair]
     beat(watched=False, gpus=ranks.gpus, ranks=words)
+
+
+# ---- agreement -----------------------------------------------------------------------------------
+
+
+class Failed(Exception):
+    """An error for which all ranks have agreed to stop, after the same step."""
+
+
+def agree(
+    ranks: Group, name: str, failure: Exception | None, reason: str | None = None
+) -> tuple[str | None, Failed | None]:
+    """Return the reason to stop and the failure of the first rank that has one, on all ranks."""
+    told = ranks.gather(name, [reason, failure and described(failure)])
+    reasons = [theirs for theirs, _ in told if theirs is not None]
+    whose = [f"rank {rank}: " if ranks.size > 1 else "" for rank in range(ranks.size)]
+    failures = [who + theirs for who, (_, theirs) in zip(whose, told) if theirs is not None]
+    return reasons[0] if reasons else None, Failed(failures[0]) if failures else None
+
+
+@contextlib.contextmanager
+def agreed(ranks: Group, name: str) -> Iterator[None]:
+    """Run the block on all ranks; if it fails to read or write on one, raise Failed on all."""
+    failure = None
+    try:
+        yield
+    except (DataError, OSError) as error:
+        failure = error
+    _, failed = agree(ranks, name, failure)
+    if failed is not None:
+        raise failed from failure

@@ -1,5 +1,4 @@
-"""How many steps a run takes that only shows what needle does: `make train` on a CPU, about three
-minutes on two cores of any speed."""
+"""The number of steps of `make train` on a CPU: about three minutes on two cores of any speed."""
 
 from __future__ import annotations
 
@@ -11,20 +10,20 @@ import numpy as np
 from needle import models, nn, optim
 from needle.backend_ndarray import Device
 
-SECONDS = 150  # of training; building, tokenising and evaluating take the rest
+SECONDS = 150  # of training; building, tokenising and evaluating take the rest of three minutes
 LEAST, MOST = 300, 600  # steps: fewer show too little, more are not needed
 UNIT = 50  # steps between evaluations, and between checkpoints
-MEASURED = 2.0  # seconds that the measurement may go on
+MEASURED = 2.0  # seconds of the measurement
 
 
 def fitting_steps(seconds: float) -> int:
-    """Steps of so many seconds that fit into SECONDS."""
+    """Return how many steps of `seconds` each fit into SECONDS."""
     return min(max(int(SECONDS / seconds) // UNIT * UNIT, LEAST), MOST)
 
 
 def seconds_of_step(config: models.Config, settings: dict, device: Device) -> float:
-    """How long a step takes, by a model of the same shape that is thrown away. What the run draws
-    from NumPy's generator afterwards is as if nothing had been measured."""
+    """Measure a step with a model of the same shape, which is thrown away. NumPy's generator is as
+    it was before."""
     before = np.random.get_state()
     model = config.model_class(config, device=device)
     np.random.set_state(before)
@@ -43,7 +42,7 @@ def seconds_of_step(config: models.Config, settings: dict, device: Device) -> fl
 
 
 def choose_steps(config: models.Config, settings: dict, device: Device) -> int:
-    """The number of steps, and a line about it."""
+    """Measure a step, print a line about it, and return the number of steps."""
     seconds = seconds_of_step(config, settings, device)
     steps = fitting_steps(seconds)
     print(

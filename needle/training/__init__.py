@@ -1,0 +1,21 @@
+"""Training: `fit` for a notebook, and the parts of the long runs of apps/train_pythia.py.
+
+notebook        fit, the loop of a notebook
+graphed         Recorded: a micro-batch replayed as one CUDA graph
+flags           the command line, a table; settings: its defaults and the settings of a run
+recipes         how the published Pythias were trained
+run             Run, its checkpoints, and how to go on with it
+session         the surroundings of the loop: log, stop signals, the end of all ranks
+folder          runs/NAME: the free name, the process that owns it, the checkpoint to resume
+log, plot       metrics.jsonl, the progress bar, loss.png; trackers: TensorBoard and W&B
+evaluation      the loss on held-out data
+state, weights  what a run resumes from; what --init starts from
+length          how many steps fit into three minutes
+ranks           the processes of a run, their devices, their agreement
+exits           errors as messages and exit codes
+"""
+
+from needle.training.graphed import Recorded, worth_recording
+from needle.training.notebook import fit
+
+__all__ = ["Recorded", "fit", "worth_recording"]

@@ -1,0 +1,79 @@
+"""The end of a training program: errors become messages and exit codes, on all ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from needle._C import CudaError, CudaFatalError
+from needle.distributed.control import RankError
+from needle.distributed.group import Group, RankFailed
+from needle.distributed.verify import WrongDevice
+from needle.files import described
+from needle.heartbeat import beat
+from needle.training.run import Run
+
+
+def outcome(error: BaseException | None) -> tuple[str, int] | None:
+    """Return (message, exit code) of an error that users meet, None of any other."""
+    if isinstance(error, CudaFatalError):
+        return f"the GPU is lost: {error}\nstart again with --resume auto", os.EX_TEMPFAIL
+    if isinstance(error, (CudaError, MemoryError)):
+        remedy = "--recompute, or a smaller --batch-size, with --grad-accum to keep the step's size"
+        return f"{str(error) or 'out of memory'}\n(where memory ran out: {remedy})", 1
+    if isinstance(error, WrongDevice):
+        return str(error), os.EX_TEMPFAIL
+    if isinstance(error, RankError):
+        return str(error), error.code
+    if isinstance(error, RankFailed):
+        return str(error), 1
+    if isinstance(error, BrokenPipeError):
+        return None
+    if isinstance(error, (ValueError, OSError)):
+        return described(error), 1
+    if isinstance(error, KeyboardInterrupt):  # before the first step, or for the second time
+        return "interrupted", 130
+    return None
+
+
+class Ending:
+    """End a program: report its error, release the run's folder, and leave the other ranks.
+
+    with Ending() as ending:
+        ...
+        ending.code = 0
+    return ending.code
+    """
+
+    def __init__(self) -> None:
+        self.ranks, self.run, self.code = Group(), None, 1
+        self.run: Run | None
+
+    def __enter__(self) -> Ending:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        ranks, known, reason = self.ranks, outcome(error), None
+        if isinstance(error, WrongDevice):
+            wrong = [ranks.gpus[rank] for rank in error.ranks] if ranks.gpus else []
+            beat(fault=str(error), wrong=wrong)
+        elif isinstance(error, (CudaFatalError, RankError)):
+            beat(fault=str(error))
+        if known is not None:
+            reason, self.code = known
+        elif error is not None:
+            reason, self.code = f"{type(error).__name__}: {error}", 1
+        if getattr(error, "is_rank_0s", False):
+            reason = None
+        # Another rank has reported its RankFailed; rank 0 reports a WrongDevice for all.
+        reports = known is not None and reason is not None and not isinstance(error, RankFailed)
+        if reports and ranks.rank == 0:
+            print(f"train_pythia.py: {reason}", file=sys.stderr)
+        if self.run is not None and self.run.lock is not None:
+            self.run.lock.release()
+        is_told = ranks.close(reason, self.code)
+        if reports and ranks.rank > 0 and not is_told and not isinstance(error, WrongDevice):
+            who = "" if reason.startswith(f"rank {ranks.rank}, ") else f"rank {ranks.rank}: "
+            print(f"train_pythia.py: {who}{reason}", file=sys.stderr)
+        return known is not None

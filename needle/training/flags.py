@@ -1,0 +1,322 @@
+"""The flags of apps/train_pythia.py, a table in the words of --help.
+
+A row is a flag, its value and its help. A value is read by its name (KINDS) unless OPTIONS says
+otherwise. `{...}` stands for values that settings.py and recipes.py hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+from collections.abc import Callable, Sequence
+
+from needle import models, supervise
+from needle.backend_ndarray import check_device_name
+from needle.data import DataError
+from needle.data.text import named
+from needle.models.pythia import SPARSE_PATTERNS
+from needle.training import length, recipes
+from needle.training.settings import DEFAULTS, OTHERS, RESULTS, steps_of
+
+SCHEDULES = ("cosine", "linear", "constant", "pythia")
+LONGEST_NAME = 255  # bytes of a file's name
+
+# ---- values ------------------------------------------------------------------------------------
+
+
+def _number(
+    kind: type, low: float, low_allowed: bool, words: str, most: float = math.inf
+) -> Callable[[str], float]:
+    def parse(text: str):
+        try:
+            value = kind(text.replace("_", "")) if kind is int else kind(text)
+        except ValueError:
+            value = math.nan
+        if not (value > low or (low_allowed and value == low)) or value == math.inf:
+            raise argparse.ArgumentTypeError(f"must be {words}, not {text!r}")
+        if value > most:
+            raise argparse.ArgumentTypeError(f"must be at most {most}, not {text!r}")
+        return value
+
+    return parse
+
+
+count = _number(int, 1, True, "a whole number of 1 or more", 2**63 - 1)
+count_or_zero = _number(int, 0, True, "a whole number of 0 or more", 2**63 - 1)
+seed = _number(int, 0, True, "a whole number of 0 or more", 2**32 - 1)  # as NumPy takes them
+positive = _number(float, 0, False, "a number above 0")
+not_negative = _number(float, 0, True, "a number of 0 or more")
+
+
+def share(text: str) -> float:
+    words = "a number above 0 and at most 1"
+    value = _number(float, 0, False, words)(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"must be {words}, not {text!r}")
+    return value
+
+
+def device_name(text: str) -> str:
+    try:
+        return check_device_name(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def path_name(text: str) -> str:
+    """Return a path that can be printed, and written into config.json."""
+    try:
+        named(text)
+    except DataError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def run_name(text: str) -> str:
+    path_name(text)
+    if not text or "/" in text or text.startswith("."):
+        raise argparse.ArgumentTypeError(
+            f"must be a name for a folder, without '/' and not beginning with '.', not {text!r}"
+        )
+    if len(os.fsencode(text)) > LONGEST_NAME:
+        raise argparse.ArgumentTypeError(
+            f"must have at most {LONGEST_NAME} bytes, as file systems want it, not "
+            f"{len(os.fsencode(text))}"
+        )
+    return text
+
+
+# ---- the table ---------------------------------------------------------------------------------
+
+DESCRIPTION = """
+Trains a Pythia (GPT-NeoX) language model. Without flags: on the sources of the Python standard
+library, with sizes that suit the device.
+"""
+EPILOG = """
+Defaults are written cpu | gpu where they differ. Exit codes: 0 done, or stopped by SIGINT,
+SIGTERM, SIGHUP or a closed pipe after saving; 1 an error, or a loss that is not finite; 2 a bad
+flag; 75 the GPU is lost: start again with --resume auto, as --supervise does by itself; 130 Ctrl-C
+before the first step, or for the second time.
+"""
+RECIPE = """
+The way in which the published Pythias were trained: 143,000 steps of 1,024 sequences of 2,048
+tokens, the paper's learning rate for the model, warmup over 1,430 steps, decay 0.1, clipping at 1.
+Every flag below still changes its value, and the run's config.json lists what was changed. With
+other --steps the schedule is the recipe's, shrunk or stretched: the warmup is a hundredth of the
+steps (--warmup changes it), and the decay's period is all of them.
+"""
+FAULTS = """
+A supervisor starts the run again with --resume auto, and with the same losses bit for bit, after
+exit code 75, after a signal that killed it, and where it hangs. It proves the GPU first (of --gpus
+each, and goes on without those that do not prove themselves or that --verify named, with the same
+bits), waits for each op up to the step that died, so that the fault gets a name, and gives up after
+three deaths at one step. Each is a line of faults.jsonl in the run's folder. Of any command: python
+-m needle.supervise -- COMMAND.
+"""
+
+# Group: flags, each from the start of a line: --NAME [VALUE], two spaces, help.
+TABLE = {
+    "recipe": """
+--recipe  pythia: with the rate that GPT-NeoX really used: the first step at 0, and a cosine to 0
+    that is cut off at a tenth of the peak after 80 %% of the steps; pythia-fixed: as it was meant,
+    a cosine that reaches this tenth at the last step. Checkpoints of steps 0, 1, 2, 4 ... 512 and
+    every 1,000 are kept for good (154 files; of the 70m each is 1 GB with the optimizer's state).
+    The model is pythia-70m where --model does not say (default: none)
+""",
+    "model": """
+--model NAME  auto, {models} (default: auto: tiny | pythia-70m)
+--init PATH  start from the weights of a checkpoint, the folder of a run, or a folder that
+    transformers saved, with its tokenizer, and a fresh optimizer (default: random weights)
+--sparse PATTERN  block-sparse attention; PATTERN is one of {patterns} (default: off; without
+    PATTERN: mixed, a local window and the first block)
+--window N  of --sparse: how many tokens a query sees back; of the pattern strided the stride
+    (default: 256)
+--dtype  of weights and activations; bfloat16 keeps float32 master weights in the optimizer
+    (default: float32 | bfloat16)
+""",
+    "data": """
+--data PATH  text or JSON lines (.gz and .zst too), a folder or quoted pattern of them, or tokens:
+    Megatron's .bin/.idx, Pythia's preshuffled rows, llm.c's shards, nanoGPT's train.bin, .npy; the
+    kind is found out and named (default: the sources of the Python standard library)
+--tokenizer PATH  a tokenizer.json (default: a byte-level BPE trained once on the text and cached:
+    4096 tokens for tiny, 50257 for the others)
+--trust-data  hash no data, where they are too large for it: a resumed run and other ranks compare
+    their type and numbers alone; the run says so, and a resumed one needs it again (default: all
+    data are hashed, once)
+--batch-size N  sequences a micro-batch (default: {batch_size})
+--seq-len N  tokens a sequence (default: {seq_len})
+""",
+    "training": """
+--grad-accum N  micro-batches a step, shared by all ranks (default: one a rank, or what
+    --global-batch-size or the recipe needs)
+--context-parallel N  so many neighbouring ranks share each sequence, for those longer than one
+    holds: each has --seq-len / N tokens, which must be a multiple of 2 N (default: 1)
+--global-batch-size N  sequences a step: --batch-size times --grad-accum; what of the two is not
+    given follows from it (default: of a recipe 1024, else what the two give)
+--steps N  optimizer steps (default: tiny as many as three minutes allow, {least} to {steps})
+--tokens N  tokens to train on, instead of --steps; rounded up to whole steps
+--lr X  peak learning rate (default: tiny {lr:g}, others as in the Pythia paper, 1e-3 for the 70m)
+--schedule  of the learning rate after the warmup: down to a tenth along a cosine or a line, or
+    constant; pythia: as in the recipe of this name (default: cosine)
+--warmup N  steps in which the rate rises from 0 (default: a tenth of all; of a recipe a hundredth)
+--weight-decay X  of matrices and embeddings; biases and norms have none (default: 0.1)
+--clip X  largest gradient norm; 0: never clipped (default: 1)
+--device NAME  auto, cpu, cuda or cuda:INDEX (default: auto: the first GPU that can be used, else
+    the CPU)
+--gpus N  train on the first N GPUs, a rank on each, with the bits of one; without it on one, or on
+    what a launcher (torchrun, srun, mpirun) starts (default: 1)
+--recompute  keep of each layer only what it reads, and compute it again in the backward: the same
+    bits with less memory, for the time of a second forward; a resumed run needs it again
+--graph  record a micro-batch once and replay it as one CUDA graph: faster where batches are so
+    small that the host cannot keep up; the same bits, with memory of its own beside that of
+    evaluations; a resumed run may change it (default: on a GPU for micro-batches of up to 16,384
+    tokens)
+--seed N  of weights, order of the data and sample (default: 1234)
+""",
+    "output": """
+--eval-every N  steps between evaluations on the held-out part; 0: only at the end (default:
+    {eval_every})
+--save-every N  steps between checkpoints; kept are the last two, the last one that as many finite
+    steps followed (one of the two, unless stops saved more), and those that a recipe keeps; 0: only
+    at the end (default: {save_every})
+--out FOLDER  where runs are written (default: runs)
+--name NAME  of the run's folder in there (default: the model's name, with a number where it is
+    taken)
+--tensorboard  write what metrics.jsonl gets for TensorBoard too, to the run's folder tensorboard/
+    (needs the package tensorboard or tensorboardX)
+--wandb PROJECT  send it to this project of Weights & Biases (needs the package wandb;
+    WANDB_MODE=offline keeps it on this machine)
+--resume WHAT  a checkpoint, the folder of a run, or auto: the newest good checkpoint of the run
+    --name, without it of all runs in --out; where none was ever saved, auto starts from the
+    beginning
+""",
+    "faults": """
+--supervise  run under a supervisor (default: off)
+--hang-seconds S  of --supervise: a step, a batch of an evaluation or a save that takes longer is a
+    hang (default: {hang_seconds:g})
+--verify N  of several ranks: every N steps one micro-batch is computed again by another rank and
+    compared bit for bit; a difference names the device, saves nothing of the step, and ends the run
+    with 75; --supervise goes on without the device, where others are left (default: 0, never)
+""",
+}
+
+KINDS = {"N": count, "X": positive, "S": positive, "PATH": path_name, "FOLDER": path_name}
+OPTIONS: dict[str, dict] = {
+    "recipe": {"choices": recipes.NAMES},
+    "sparse": {"nargs": "?", "const": "mixed", "choices": SPARSE_PATTERNS},
+    "dtype": {"choices": ("float32", "bfloat16")},
+    "trust-data": {"action": "store_true"},
+    "schedule": {"choices": SCHEDULES},
+    "warmup": {"type": count_or_zero},
+    "weight-decay": {"type": not_negative},
+    "clip": {"type": not_negative},
+    "device": {"type": device_name, "default": "auto"},
+    "recompute": {"action": "store_true"},
+    "graph": {"action": argparse.BooleanOptionalAction},
+    "seed": {"type": seed},
+    "eval-every": {"type": count_or_zero},
+    "save-every": {"type": count_or_zero},
+    "out": {"default": "runs"},
+    "name": {"type": run_name},
+    "tensorboard": {"action": "store_true"},
+    "resume": {"type": path_name},
+    "supervise": {"action": "store_true"},
+    "verify": {"type": count_or_zero, "default": 0},
+}
+ROW = re.compile(r"^--([\w-]+)(?: ([A-Z]+))?  (.*?)(?=^--|\Z)", re.MULTILINE | re.DOTALL)
+
+
+def words_of_defaults() -> dict[str, object]:
+    """Return the texts that stand for {...} in the table."""
+    words: dict[str, object] = {
+        name: "tiny {2}, others {0} | {1}".format(*values)
+        for name, values in DEFAULTS.items()
+        if len(values) == 3
+    }
+    cpu, gpu, tiny = DEFAULTS["steps"]
+    return words | {
+        "models": ", ".join(models.preset_names()),
+        "patterns": ", ".join(SPARSE_PATTERNS),
+        "least": length.LEAST,
+        "steps": f"{length.MOST} | {tiny}, others {cpu} | {gpu}",
+        "lr": DEFAULTS["lr"][2],
+        "hang_seconds": supervise.HANG_SECONDS,
+    }
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="train_pythia.py", description=DESCRIPTION, epilog=EPILOG)
+    words, described = words_of_defaults(), {"recipe": RECIPE, "faults": FAULTS}
+    options = {**OPTIONS, "model": {"choices": ("auto", *models.preset_names())}}
+    for title, table in TABLE.items():
+        group = top.add_argument_group(title, described.get(title))
+        lengths = None  # --steps or --tokens, not both
+        for name, value, text in ROW.findall(table):
+            more = dict(options.get(name, {}))
+            if value:
+                more["metavar"] = value
+                if not more.keys() & {"type", "choices"} and value in KINDS:
+                    more["type"] = KINDS[value]
+            into = group
+            if name in ("steps", "tokens"):
+                into = lengths = lengths or group.add_mutually_exclusive_group()
+            into.add_argument(f"--{name}", help=text.format(**words), **more)
+    return top
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line; a bad one ends the program with exit code 2."""
+    top = parser()
+    args = top.parse_args(argv)
+    if args.hang_seconds is None:
+        args.hang_seconds = supervise.HANG_SECONDS
+    elif not args.supervise:
+        top.error("argument --hang-seconds: needs --supervise")
+    return args
+
+
+# ---- from flags to settings --------------------------------------------------------------------
+
+
+def given(args: argparse.Namespace) -> dict:
+    """Return the settings that the command line names. --tokens becomes steps in `complete`."""
+    named = {f: getattr(args, f) for f in RESULTS + OTHERS if getattr(args, f) is not None}
+    if named.get("model") == "auto":
+        del named["model"]
+    if args.global_batch_size is not None:
+        named["global_batch_size"] = args.global_batch_size
+    for flag in ("init", "data", "tokenizer"):
+        if flag in named:  # the run may be resumed from another folder
+            named[flag] = os.path.abspath(named[flag])
+    return named
+
+
+def given_anew(args: argparse.Namespace) -> dict:
+    """Return `given` for a new run; --window without --sparse ends the program."""
+    named = given(args)
+    if "window" in named and "sparse" not in named:
+        parser().error("argument --window: needs --sparse")
+    return named
+
+
+def resumed(named: dict, tokens: int | None, saved: dict) -> tuple[dict, list[str]]:
+    """Return (settings of a resumed run, differences that forbid it)."""
+    if tokens is not None:
+        named = {**named, "steps": steps_of(tokens, saved)}
+    settings, differences = dict(saved), []
+    saved = {**saved, "global_batch_size": saved["batch_size"] * saved["grad_accum"]}
+    for flag, value in named.items():
+        # Under a constant rate the number of steps only says where to end. Data are compared by
+        # their tokens, once they are open.
+        free = flag in (*OTHERS, "data", "tokenizer")
+        free |= flag == "steps" and saved["schedule"] == "constant"
+        if free:
+            settings[flag] = value
+        elif saved[flag] != value:
+            option = "--" + flag.replace("_", "-")
+            differences.append(f"{option} is {value}, but the run has {saved[flag]}")
+            if flag == "steps":
+                differences[-1] += f", where its {saved['schedule']} schedule ends"
+    return settings, differences

@@ -1,0 +1,219 @@
+"""A run: the parts that its loop works on, its checkpoints and descriptions, and its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from needle import models, optim, supervise
+from needle._C import Device
+from needle.checkpoint import checkpoint_path, prune_checkpoints, save_checkpoint, versions
+from needle.data import Prefetch, TokenData
+from needle.distributed.data_parallel import DataParallel
+from needle.files import Lock, described, replacing
+from needle.heartbeat import beat, supervised
+from needle.training import folder as folders
+from needle.training import recipes, state
+from needle.training.log import RunLog
+from needle.training.plot import plot
+from needle.training.settings import data_of
+
+SAMPLE_TOKENS = 120
+
+
+@dataclasses.dataclass
+class Run:
+    """The parts of a run, from its folder to its position."""
+
+    folder: Path
+    lock: Lock | None  # rank 0 holds it
+    id: str  # of config.json and of each checkpoint
+    settings: dict
+    device: Device
+    data: TokenData
+    model: models.LanguageModel
+    optimizer: optim.AdamW
+    batches: Prefetch
+    parallel: DataParallel  # this rank's share of a step
+    position: dict[str, int]  # in the data, after the steps done
+    step: int = 0  # steps done
+    saved: int = 0  # of them, up to the last checkpoint
+    tensorboard: bool = False
+    wandb: str | None = None  # the project
+    device_name: str = "auto"  # of the command line
+    hang_seconds: float = supervise.HANG_SECONDS
+    verify_every: int = 0
+    graph: bool | None = None  # None: if it is faster
+
+
+# ---- checkpoints -------------------------------------------------------------------------------
+
+
+def save(run: Run, log: RunLog) -> None:
+    """Write the checkpoint of run.step on rank 0, with the optimizer's state of all ranks."""
+    with run.parallel.whole_optimizer():
+        run.parallel.group.first("the checkpoint", lambda: write_checkpoint(run, log))
+    run.saved = run.step
+
+
+def write_checkpoint(run: Run, log: RunLog) -> None:
+    """Write a checkpoint; keep the last two, the last proven one, and those of a recipe."""
+    log.sync()
+    schedule = {name: run.settings[name] for name in ("schedule", "lr", "warmup", "steps")}
+    with run.lock.writing() as at:
+        folder = at / "checkpoints"
+        save_checkpoint(
+            run.model,
+            run.optimizer,
+            run.position["epoch"],
+            log.loss,
+            checkpoint_path(folder, run.step),
+            run=run.id,
+            step=run.step,
+            data=run.position,
+            fingerprint=run.data.fingerprint,
+            trusted=run.data.trusted,
+            schedule=schedule,
+            settings=run.settings,
+            products=state.products_of(run.device),
+        )
+        folders.note_saved(at)
+        beat(saved=run.step)
+        prune_checkpoints(
+            folder,
+            run.step,
+            forever=lambda step: is_kept(run.settings, step),
+            following=prove_after(run),
+        )
+
+
+def is_kept(settings: dict, step: int) -> bool:
+    """True if the checkpoint of this step is kept for good."""
+    return settings["recipe"] is not None and recipes.published(step)
+
+
+def prove_after(run: Run) -> int:
+    """Return how many finite steps prove the checkpoint before them: those up to the next save."""
+    return max(run.settings["save_every"], 1)
+
+
+def write_description(run: Run) -> None:
+    """Write config.json and tokenizer.json."""
+    recipe, optimizer = run.settings["recipe"], run.optimizer
+    description = {
+        "id": run.id,
+        "settings": run.settings,
+        "recipe": recipe and {"name": recipe, "changed": recipes.changes(run.settings)},
+        "optimizer": {
+            "class": type(optimizer).__name__,
+            **{name: getattr(optimizer, name) for name in optimizer.hyperparameters},
+        },
+        "model": run.model.config.to_dict(),
+        "parameters": run.model.num_parameters(),
+        "data": {
+            **data_of(run.settings),
+            "id_limit": run.model.config.vocab_size,
+            "source": run.data.source,
+            "fingerprint": run.data.fingerprint,
+        },
+        "device": {"name": run.device.properties()["name"], "device": str(run.device)},
+        "versions": versions(),
+        "saved": False,
+    }
+    with run.lock.writing() as at:
+        folders.write_description(at, description)
+        if run.data.tokenizer is not None:
+            with replacing(at / "tokenizer.json") as file:
+                file.write(run.data.tokenizer.to_str().encode())
+    beat(id=run.id, watched=False)
+
+
+# ---- going on ----------------------------------------------------------------------------------
+
+
+def resume_command(run: Run) -> str:
+    """Return the command that resumes the run, with the flags that a checkpoint does not hold."""
+    words, ranks = [], run.parallel.group
+    if ranks.launcher not in (None, "needle"):
+        words += [sys.executable, "-m", "needle.supervise", "--"] * supervised()
+        words += [ranks.launcher] + ["-n", str(ranks.size)] * (ranks.launcher == "mpirun")
+    words += [sys.executable, sys.argv[0], *folders.again(run.folder)]
+    words += ["--gpus", str(ranks.size)] if ranks.launcher == "needle" else []
+    words += ["--device", run.device_name] if run.device_name != "auto" else []
+    words += ["--tensorboard"] * run.tensorboard
+    words += [] if run.graph is None else ["--graph" if run.graph else "--no-graph"]
+    words += ["--recompute"] * bool(run.model.recompute)
+    words += ["--trust-data"] * run.data.trusted
+    words += ["--verify", str(run.verify_every)] if run.verify_every else []
+    if supervised() and ranks.launcher in (None, "needle"):
+        words += ["--supervise"]
+        if run.hang_seconds != supervise.HANG_SECONDS:
+            words += ["--hang-seconds", f"{run.hang_seconds:g}"]
+    words += folders.flag("--wandb", run.wandb) if run.wandb is not None else []
+    return shlex.join(words)
+
+
+def longer(run: Run) -> str:
+    """Return how to train the model of a finished run further."""
+    if run.settings["schedule"] == "constant":
+        return f"More --steps go on: {resume_command(run)} --steps N"
+    return (
+        f"The {run.settings['schedule']} schedule ends there; a new run goes on from its weights: "
+        f"{shlex.join(folders.flag('--init', run.folder))}"
+    )
+
+
+def report_stop(run: Run, reason: str | None, failure: Exception | None) -> None:
+    if failure is not None:
+        print(f"train_pythia.py: {described(failure)}", file=sys.stderr)
+    print(
+        f"stopped by {reason or 'this error'} after step {run.step} of {run.settings['steps']}, "
+        f"and saved. Go on with\n    {resume_command(run)}",
+        file=sys.stdout if failure is None else sys.stderr,
+    )
+
+
+def report_divergence(run: Run, error: Exception, finite: int) -> None:
+    """Report a loss that is not finite, and which checkpoint is good. finite: the step before."""
+    advice = folders.proven(run.folder, finite, run.saved, prove_after(run))
+    print(f"{error}. Stopped.\n{advice}", file=sys.stderr)
+
+
+# ---- the end -----------------------------------------------------------------------------------
+
+
+def finish(run: Run) -> None:
+    """Write the plot and a sample, and print where they lie."""
+    beat(watched=False)  # matplotlib may look for fonts
+    with run.lock.writing() as at:
+        print(plot(at).replace(str(at), str(run.folder)))
+    beat()
+    print(f"checkpoint: {checkpoint_path(run.folder / 'checkpoints', run.step)}")
+    text = sample_text(run)
+    with run.lock.writing() as at, replacing(at / "sample.txt") as file:
+        file.write(text.encode())
+    print(f"sample ({run.folder / 'sample.txt'}):\n{text}")
+
+
+def is_finished(run: Run) -> bool:
+    """True if `finish` ran after the last step; a kill may fall in between."""
+    sample, numbers = run.folder / "sample.txt", run.folder / "metrics.jsonl"
+    return sample.exists() and sample.stat().st_mtime_ns >= numbers.stat().st_mtime_ns
+
+
+def sample_text(run: Run) -> str:
+    """Return the text that the model writes after the beginning of a held-out one."""
+    prompt = np.asarray(run.data.held_out[:16], np.int64)
+    if len(prompt) == 0:
+        prompt = np.asarray(run.data.train[:16], np.int64)
+    run.model.eval()
+    tokens = run.model.generate(
+        prompt, SAMPLE_TOKENS, temperature=0.8, top_k=50, seed=run.settings["seed"]
+    )
+    if run.data.tokenizer is None:
+        return " ".join(map(str, tokens)) + "\n"
+    return run.data.tokenizer.decode(tokens.tolist()) + "\n"

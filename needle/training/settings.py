@@ -1,0 +1,165 @@
+"""The settings of a run: a flat dictionary of JSON values, complete from its first step.
+
+A value comes from a flag, else from the recipe, else from the defaults below. A resumed run takes
+its settings from the checkpoint. Flags may then repeat the settings of RESULTS, which decide the
+numbers that the run computes, and change those of OTHERS.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from needle import models
+from needle.distributed.tree import fitting_ranks
+from needle.training import length, recipes
+
+# Setting: on a CPU, on a GPU, and of the model `tiny`, which a CPU trains in minutes.
+DEFAULTS = {
+    "model": ("tiny", "pythia-70m"),
+    "batch_size": (4, 16, 16),
+    "seq_len": (512, 2048, 256),
+    "steps": (100, 300, length.MOST),
+    "lr": (1e-3, 1e-3, 3e-3),
+    "dtype": ("float32", "bfloat16"),
+    "eval_every": (25, 50, 50),
+    "save_every": (25, 100, 50),
+}
+COMMON = {
+    "recipe": None,
+    "init": None,
+    "data": None,
+    "tokenizer": None,
+    "grad_accum": 1,
+    "context_parallel": 1,
+    "schedule": "cosine",
+    "weight_decay": 0.1,
+    "clip": 1.0,
+    "seed": 1234,
+    "sparse": None,
+    "window": 256,
+}
+OTHERS = ("eval_every", "save_every")
+RESULTS = (
+    *("recipe", "init", "model", "data", "tokenizer", "batch_size", "seq_len", "grad_accum"),
+    *("context_parallel", "steps", "lr", "schedule", "warmup", "weight_decay", "clip", "dtype"),
+    *("seed", "sparse", "window"),
+)
+
+
+def complete(named: dict, tokens: int | None, on_gpu: bool, ranks: int = 1) -> dict:
+    """Return all settings of a new run from those that flags name.
+
+    tokens: of --tokens; they become steps. ranks: where no flag says how many micro-batches a step
+    has, each rank computes one. Raise ValueError for a batch or a warmup that cannot be as named.
+    """
+    base = {name: values[on_gpu] for name, values in DEFAULTS.items()}
+    recipe = named.get("recipe")
+    model = named.get("model", base["model"] if recipe is None else "pythia-70m")
+    base["lr"] = recipes.PEAK_LR.get(model, base["lr"])
+    if model == "tiny":
+        base |= {name: values[2] for name, values in DEFAULTS.items() if len(values) == 3}
+    if recipe is not None:
+        base |= recipes.values(recipe, model)
+    context = named.get("context_parallel", 1)
+    if ranks % context:
+        raise ValueError(
+            f"--context-parallel {context}: so many ranks share each sequence, and {ranks} cannot "
+            f"be cut into such groups: start a multiple of {context}"
+        )
+    ranks //= context
+    settings = {**COMMON, "grad_accum": ranks, **base, "model": model, **named}
+    share_step(settings, named, ranks)
+    if tokens is not None:
+        settings["steps"] = steps_of(tokens, settings)
+    if "warmup" not in named:
+        steps = settings["steps"]
+        settings["warmup"] = steps // 10 if recipe is None else recipes.warmup(steps)
+    problem = late_warmup(settings)
+    if problem is not None:
+        raise ValueError(problem)
+    return settings
+
+
+def share_step(settings: dict, named: dict, ranks: int) -> None:
+    """Make batch_size x grad_accum the sequences a step of --global-batch-size or the recipe.
+
+    Values of flags stay. Raise ValueError where the product cannot be reached.
+    """
+    wanted = settings.pop("global_batch_size", None)
+    source = "--global-batch-size"
+    if wanted is None and settings["recipe"] is not None:
+        wanted, source = recipes.SEQUENCES, f"the recipe {settings['recipe']}"
+    if wanted is None:
+        return
+    if "batch_size" not in named and "grad_accum" in named:
+        settings["batch_size"] = wanted // settings["grad_accum"]
+    elif "grad_accum" not in named:
+        if "batch_size" not in named:  # the largest divisor, if possible one that suits the ranks
+            sizes = [n for n in range(settings["batch_size"], 0, -1) if wanted % n == 0]
+            shared = (n for n in sizes if ranks in fitting_ranks(wanted // n))
+            settings["batch_size"] = next(shared, sizes[0])
+        settings["grad_accum"] = wanted // settings["batch_size"]
+    if settings["batch_size"] * settings["grad_accum"] != wanted:
+        words = " and ".join(
+            f"--{flag.replace('_', '-')} {named[flag]}"
+            for flag in ("batch_size", "grad_accum")
+            if flag in named
+        )
+        raise ValueError(
+            f"{words} cannot make the {wanted:,} sequences a step of {source}: the "
+            "micro-batch times the accumulation must be exactly that many. Choose "
+            "other divisors, or another number with --global-batch-size"
+        )
+
+
+def steps_of(tokens: int, settings: dict) -> int:
+    return -(-tokens // (settings["batch_size"] * settings["seq_len"] * settings["grad_accum"]))
+
+
+def late_warmup(settings: dict) -> str | None:
+    """Return an error for a warmup longer than the run. A constant rate has no end to reach, so
+    such a run may stop within its warmup and go on later."""
+    warmup, steps = settings["warmup"], settings["steps"]
+    if warmup <= steps or settings["schedule"] == "constant":
+        return None
+    return (
+        f"--warmup {warmup}: the run has {steps} steps, and its warmup must be 0 to {steps} of them"
+    )
+
+
+def may_choose_steps(named: dict, tokens: int | None, settings: dict) -> bool:
+    """True if no flag gives the length of a run of `tiny`: on a CPU its speed then does."""
+    return settings["model"] == "tiny" and tokens is None and not named.keys() & {"steps", "recipe"}
+
+
+def data_of(settings: dict) -> dict:
+    """Return the data of a run in the form of needle/data/runs.py."""
+    model = settings["model"]  # with --init it may be none of the presets
+    vocabulary = models.preset(model).vocab_size if model in models.preset_names() else 50257
+    return {
+        "path": settings["data"],
+        "tokenizer": settings["tokenizer"],
+        "vocab_size": min(vocabulary, 50257),
+        "batch_size": settings["batch_size"],
+        "micro_batches": settings["grad_accum"],
+        "seq_len": settings["seq_len"],
+        "seed": settings["seed"],
+        "samples": settings["steps"] * settings["grad_accum"] * settings["batch_size"],
+    }
+
+
+def model_config(settings: dict, needed: int | None = None) -> models.Config:
+    """Return the configuration of a new model. needed: ids of the tokenizer, if there is one."""
+    changes = {"max_seq_len": settings["seq_len"], "dtype": settings["dtype"]}
+    if settings["sparse"] is not None:
+        changes |= {
+            "use_sparse_attention": True,
+            "sparse_pattern": settings["sparse"],
+            "sparse_window": settings["window"],
+        }
+    config = models.preset(settings["model"], **changes)
+    if needed is not None and needed > config.vocab_size:
+        raised = -(-needed // 128) * 128
+        print(f"the tokenizer has {needed:,} tokens: the model's vocabulary becomes {raised:,}")
+        config = dataclasses.replace(config, vocab_size=raised)
+    return config

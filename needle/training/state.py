@@ -1,0 +1,60 @@
+"""The state of a run in a checkpoint: which run it is of, and whether a run can resume from it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+
+from needle._C import Device
+from needle.backend_ndarray import as_bytes
+from needle.checkpoint import Checkpoint, CheckpointError
+from needle.data import TokenData
+from needle.nn import FlatParameters
+from needle.training.settings import OTHERS, RESULTS
+
+
+def id_of(settings: dict, data: TokenData, flat: FlatParameters) -> str:
+    """Return the id of a new run. Runs of equal settings, data and first weights write equal
+    checkpoints and have equal ids; a checkpoint of another id is of another run."""
+    known = json.dumps([settings, data.fingerprint], sort_keys=True).encode()
+    found = hashlib.blake2b(known, digest_size=8)
+    if settings["init"] is not None:
+        found.update(as_bytes(flat.data).numpy())
+    return found.hexdigest()
+
+
+def check(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError for the checkpoint of another program, which no run can resume."""
+    state = checkpoint.state
+    kinds = {"settings": dict, "step": int, "data": dict, "fingerprint": str}
+    kinds |= {"optimizer": dict, "run": str}
+    missing = [key for key, kind in kinds.items() if not isinstance(state.get(key), kind)]
+    if not missing:
+        settings, data = state["settings"], state["data"]
+        missing = [f"settings of {key}" for key in RESULTS + OTHERS if key not in settings]
+        missing += [f"{k} of its data" for k in ("epoch", "batch") if type(data.get(k)) is not int]
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint.path}: not the checkpoint of a run of train_pythia.py: "
+            f"it has no {', '.join(missing)}"
+        )
+
+
+# The environment chooses kernels by these, as cuda/backend.cu and cuda/matmul.cu read them.
+GPU_KERNELS = {
+    "NEEDLE_ARCH": bool,
+    "NEEDLE_PLAN": lambda word: True,
+    "NEEDLE_TF32": lambda word: word == "1",
+}
+
+
+def products_of(device: Device) -> str:
+    """Return the facts that decide the bits of products: the library, its table, the kind of GPU
+    by which the table is read, and variables of the environment."""
+    properties = device.properties()
+    if device.is_host:
+        return properties["products"]
+    given = [(name, os.environ[name]) for name in GPU_KERNELS if name in os.environ]
+    asked = (f", {name}={word}" for name, word in given if GPU_KERNELS[name](word))
+    return f"{properties['products']} on {properties['name']}{''.join(asked)}"
