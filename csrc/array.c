@@ -311,27 +311,33 @@ bool nd_reshape_strides(const nd_array *a, nd_array *view) {
     return true;
 }
 
-nd_status nd_check_bounds(const nd_array *a) {
+nd_status nd_extent(const nd_array *a, int64_t *first, int64_t *last) {
     ND_TRY(nd_check_shape(a->dtype, a->ndim, a->shape));
     int64_t item = (int64_t)nd_dtype_size(a->dtype), most = INT64_MAX / item;
+    __int128 low = 0, high = item; /* sizes and strides times item are below 2^63 */
     for (int i = 0; i < a->ndim; i++) {
         if (a->strides[i] > most || a->strides[i] < -most) {
             return nd_error(ND_EVALUE, "the stride %lld of axis %d reaches outside 2^63 bytes",
                             (long long)a->strides[i], i);
         }
-    }
-    if (nd_size(a) == 0) {
-        return ND_OK;
-    }
-    /* Sizes and strides times item are below 2^63: the sums below stay within 128 bits. */
-    const char *memory = a->storage->memory;
-    __int128 first = ((const char *)a->data - memory), last = first;
-    for (int i = 0; i < a->ndim; i++) {
         __int128 reach = (__int128)((a->shape[i] - 1) * item) * a->strides[i];
-        first += reach < 0 ? reach : 0;
-        last += reach > 0 ? reach : 0;
+        low += reach < 0 ? reach : 0;
+        high += reach > 0 ? reach : 0;
     }
-    if (first < 0 || last + item > (__int128)a->storage->bytes) {
+    bool empty = nd_size(a) == 0;
+    if (!empty && (low < INT64_MIN / 2 || high > INT64_MAX / 2)) {
+        return nd_error(ND_EVALUE, "shape and strides reach outside 2^63 bytes");
+    }
+    *first = empty ? 0 : (int64_t)low;
+    *last = empty ? 0 : (int64_t)high;
+    return ND_OK;
+}
+
+nd_status nd_check_bounds(const nd_array *a) {
+    int64_t first, last;
+    ND_TRY(nd_extent(a, &first, &last));
+    int64_t offset = (const char *)a->data - (const char *)a->storage->memory;
+    if (last > first && (first + offset < 0 || last + offset > (int64_t)a->storage->bytes)) {
         return nd_error(ND_EVALUE,
                         "shape and strides reach outside the array's memory of %zu bytes",
                         a->storage->bytes);

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from needle import _C
+from needle import _C, array_methods  # noqa: F401  which adds methods to NDArray
 from needle._C import Device, NDArray, all_devices, array, cpu, cuda
 
 Axes = int | Sequence[int] | None

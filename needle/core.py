@@ -3,10 +3,13 @@ one."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import importlib
 import os
 import sys
 from importlib import machinery
+from types import ModuleType
 
 
 def load() -> None:
@@ -26,7 +29,8 @@ def load() -> None:
     try:
         if not _has_core(os.path.dirname(os.path.abspath(__file__))):
             _use_installed()
-        importlib.import_module("needle._C")
+        core = importlib.import_module("needle._C")
+        atexit.register(_end_after_fatal_fault, core)  # the first to register is the last to run
     except ImportError as error:
         if getattr(error, "name", None) == "needle":
             raise
@@ -40,6 +44,15 @@ def load() -> None:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def _end_after_fatal_fault(core: ModuleType) -> None:
+    """End with os.EX_TEMPFAIL if a device was lost: start again from the last checkpoint."""
+    if core._fatal_fault():
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # a closed stream has nothing to flush
+                stream.flush()
+        os._exit(os.EX_TEMPFAIL)
 
 
 def _has_core(folder: str) -> bool:

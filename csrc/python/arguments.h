@@ -47,9 +47,5 @@ int nd_from_arguments(nd_state *state, PyObject *object, PyObject *device, PyObj
                       nd_dtype otherwise, nd_array *out);
 /* A NumPy array with a copy of the elements; bfloat16, which NumPy lacks, becomes float32. */
 PyObject *nd_to_numpy(nd_state *state, const nd_array *a);
-PyObject *nd_numpy_from_buffer(PyObject *exporter); /* a NumPy array on its memory */
-/* The end of NumPy's __array__(dtype, copy): takes `array` over and casts it to dtype (None: as it
- * is). ValueError when that needs a copy and may not. */
-PyObject *nd_numpy_cast(PyObject *array, PyObject *dtype, bool may_copy);
 #pragma GCC visibility pop
 #endif

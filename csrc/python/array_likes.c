@@ -11,6 +11,7 @@
 #include <numpy/arrayscalars.h>
 #include <string.h>
 
+#include "backends.h"
 #include "device.h"
 #include "errors.h"
 #include "object.h"
@@ -168,9 +169,7 @@ int nd_from_object(nd_state *state, PyObject *object, bool natural, nd_dtype dty
     nd_status status = ND_OK;
     size_t bytes = (size_t)nd_size(&made) * nd_dtype_size(staged);
     if (bytes > 0) {
-        Py_BEGIN_ALLOW_THREADS
-        status = device->backend->upload(device->index, made.data, PyArray_DATA(host), bytes);
-        Py_END_ALLOW_THREADS
+        ND_CALL_UNLOCKED(status, device, upload, made.data, PyArray_DATA(host), bytes);
     }
     Py_DECREF(host);
     int result = nd_check(state, "array", device, status);
@@ -220,9 +219,7 @@ PyObject *nd_to_numpy(nd_state *state, const nd_array *a) {
         nd_device *device = compact.storage->device;
         void *to = PyArray_DATA((PyArrayObject *)array);
         nd_status status;
-        Py_BEGIN_ALLOW_THREADS
-        status = device->backend->download(device->index, to, compact.data, bytes);
-        Py_END_ALLOW_THREADS
+        ND_CALL_UNLOCKED(status, device, download, to, compact.data, bytes);
         if (status != ND_OK) {
             Py_CLEAR(array);
             nd_raise(state, "numpy", device, status);
@@ -230,29 +227,4 @@ PyObject *nd_to_numpy(nd_state *state, const nd_array *a) {
     }
     nd_array_clear(&compact);
     return array;
-}
-
-PyObject *nd_numpy_from_buffer(PyObject *exporter) {
-    PyObject *buffer = PyMemoryView_FromObject(exporter);
-    PyObject *array = buffer != NULL ? PyArray_FROM_O(buffer) : NULL;
-    Py_XDECREF(buffer);
-    return array;
-}
-
-PyObject *nd_numpy_cast(PyObject *array, PyObject *dtype, bool may_copy) {
-    if (array == NULL || dtype == Py_None) {
-        return array;
-    }
-    PyArray_Descr *wanted = NULL;
-    PyObject *cast = NULL;
-    if (PyArray_DescrConverter(dtype, &wanted)) {
-        if (may_copy || PyArray_EquivTypes(wanted, PyArray_DESCR((PyArrayObject *)array))) {
-            cast = PyArray_FromArray((PyArrayObject *)array, wanted, NPY_ARRAY_FORCECAST);
-        } else {
-            Py_DECREF(wanted);
-            PyErr_SetString(PyExc_ValueError, "__array__: another dtype needs a copy");
-        }
-    }
-    Py_DECREF(array);
-    return cast;
 }

@@ -4,6 +4,15 @@
 
 #include "state.h"
 
+/* Call a function of a device's backend; the second form without the GIL. */
+#define ND_CALL(device, function, ...) (device)->backend->function((device)->index, ##__VA_ARGS__)
+#define ND_CALL_UNLOCKED(status, device, function, ...)    \
+    do {                                                   \
+        Py_BEGIN_ALLOW_THREADS                             \
+        status = ND_CALL(device, function, ##__VA_ARGS__); \
+        Py_END_ALLOW_THREADS                               \
+    } while (0)
+
 #pragma GCC visibility push(hidden)
 int nd_backends_init(nd_state *state);
 const char *nd_library_path(nd_backend_id id); /* where the file of a backend is looked for */

@@ -14,10 +14,7 @@ int nd_run_assign(nd_state *state, const nd_array *to, const nd_array *from) {
         return 0;
     }
     nd_slot slots[2] = {{.array = (nd_array *)to}, {.array = (nd_array *)from}};
-    shown s = {.count = 0};
-    nd_show(&s, "to", to);
-    nd_show(&s, "source", from);
-    return nd_run_op(state, OP_assign, to->storage->device, slots, size, &s);
+    return nd_run_op(state, OP_assign, to->storage->device, slots, size);
 }
 
 int nd_check_writable(const char *op, const char *operand, const nd_array *a) {
@@ -42,9 +39,7 @@ int nd_fill(nd_state *state, const nd_array *to, double value) {
     }
     nd_count_write(state, to);
     nd_slot slots[2] = {{.array = (nd_array *)to}, {.real = value}};
-    shown s = {.count = 0};
-    nd_show(&s, "to", to);
-    return nd_run_op(state, OP_fill, to->storage->device, slots, size, &s);
+    return nd_run_op(state, OP_fill, to->storage->device, slots, size);
 }
 
 int nd_new_array(nd_state *state, const char *op, nd_device *device, nd_dtype dtype, int ndim,
@@ -64,6 +59,14 @@ int nd_copy(nd_state *state, const nd_array *a, nd_dtype dtype, nd_array *out) {
     return 0;
 }
 
+int nd_contiguous(nd_state *state, const nd_array *a, nd_array *out) {
+    if (!nd_is_contiguous(a)) {
+        return nd_copy(state, a, a->dtype, out);
+    }
+    nd_array_view(a, out);
+    return 0;
+}
+
 bool nd_same_geometry(const nd_array *a, const nd_array *b) {
     if (a->data != b->data || a->dtype != b->dtype || a->ndim != b->ndim) {
         return false;
@@ -76,6 +79,12 @@ bool nd_same_geometry(const nd_array *a, const nd_array *b) {
     return true;
 }
 
+void nd_drop_first_axis(nd_array *a) {
+    a->ndim--;
+    memmove(a->shape, a->shape + 1, (size_t)a->ndim * sizeof *a->shape);
+    memmove(a->strides, a->strides + 1, (size_t)a->ndim * sizeof *a->strides);
+}
+
 int nd_assign(nd_state *state, const char *op, const nd_array *to, const nd_array *from) {
     if (nd_check_live(state, op, "to", to) < 0 || nd_check_live(state, op, "source", from) < 0 ||
         nd_check_writable(op, "to", to) < 0) {
@@ -84,9 +93,7 @@ int nd_assign(nd_state *state, const char *op, const nd_array *to, const nd_arra
     /* NumPy drops leading axes of size 1 of the source. */
     nd_array source = *from;
     while (source.ndim > to->ndim && source.shape[0] == 1) {
-        source.ndim--;
-        memmove(source.shape, source.shape + 1, (size_t)source.ndim * sizeof *source.shape);
-        memmove(source.strides, source.strides + 1, (size_t)source.ndim * sizeof *source.strides);
+        nd_drop_first_axis(&source);
     }
     nd_array wide;
     nd_status status = nd_broadcast_to(&source, to->ndim, to->shape, &wide);
@@ -145,9 +152,7 @@ int nd_to_device(nd_state *state, const nd_array *a, nd_device *device, nd_array
         return 0;
     }
     nd_array compact;
-    if (nd_is_contiguous(a)) {
-        nd_array_view(a, &compact);
-    } else if (nd_copy(state, a, a->dtype, &compact) < 0) {
+    if (nd_contiguous(state, a, &compact) < 0) {
         return -1;
     }
     nd_status status = nd_array_new(device, a->dtype, a->ndim, a->shape, out);

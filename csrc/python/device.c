@@ -16,7 +16,7 @@ typedef struct {
 } DeviceObject;
 
 static nd_device *device_of(PyObject *self) { return ((DeviceObject *)self)->device; }
-static nd_state *state_of_type(PyObject *self) { return PyType_GetModuleState(Py_TYPE(self)); }
+static nd_state *state_of(PyObject *self) { return PyType_GetModuleState(Py_TYPE(self)); }
 
 PyObject *nd_device_object(nd_state *state, nd_device *device) {
     PyObject **cached = &state->devices[nd_device_slot(device)];
@@ -78,78 +78,60 @@ static PyObject *device_reason(PyObject *self, PyObject *unused) {
     return PyUnicode_DecodeUTF8(reason, (Py_ssize_t)strlen(reason), "replace");
 }
 
-/* Call one of the backend's functions that take a device alone. */
-static PyObject *device_call(PyObject *self, const char *what, size_t offset) {
-    nd_state *state = state_of_type(self);
-    nd_device *device = device_of(self);
-    if (nd_device_ready(state, device) < 0) {
-        return NULL;
-    }
-    nd_status (*function)(int);
-    memcpy(&function, (const char *)device->backend + offset, sizeof function);
-    nd_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = function(device->index);
-    Py_END_ALLOW_THREADS
-    return nd_none_or_raise(state, what, device, status);
+/* The device of `self`, ready; NULL with an exception. */
+static nd_device *ready(PyObject *self) {
+    return nd_device_ready(state_of(self), device_of(self)) < 0 ? NULL : device_of(self);
 }
 
-#define DEVICE_CALL(name)                                              \
-    static PyObject *device_##name(PyObject *self, PyObject *unused) { \
-        return device_call(self, #name, offsetof(nd_backend, name));   \
+#define DEVICE_CALL(name)                                               \
+    static PyObject *device_##name(PyObject *self, PyObject *unused) {  \
+        nd_device *device = ready(self);                                \
+        nd_status status;                                               \
+        if (device == NULL) {                                           \
+            return NULL;                                                \
+        }                                                               \
+        ND_CALL_UNLOCKED(status, device, name);                         \
+        return nd_none_or_raise(state_of(self), #name, device, status); \
     }
 DEVICE_CALL(synchronize)
 DEVICE_CALL(reset_peak)
 DEVICE_CALL(empty_cache)
 
 static PyObject *device_memory_stats(PyObject *self, PyObject *unused) {
-    nd_state *state = state_of_type(self);
-    nd_device *device = device_of(self);
-    nd_memory_stats stats = {0};
-    if (nd_device_ready(state, device) < 0) {
+    nd_device *device = ready(self);
+    nd_memory_stats s;
+    if (device == NULL ||
+        nd_check(state_of(self), "memory_stats", device, ND_CALL(device, memory_stats, &s)) < 0) {
         return NULL;
     }
-    nd_status status = device->backend->memory_stats(device->index, &stats);
-    if (status != ND_OK) {
-        return nd_raise(state, "memory_stats", device, status);
-    }
-    return Py_BuildValue("{sL sL sL}", "live_bytes", (long long)stats.live_bytes, "peak_bytes",
-                         (long long)stats.peak_bytes, "reserved_bytes",
-                         (long long)stats.reserved_bytes);
+    return Py_BuildValue("{sL sL sL}", "live_bytes", (long long)s.live_bytes, "peak_bytes",
+                         (long long)s.peak_bytes, "reserved_bytes", (long long)s.reserved_bytes);
 }
 
 static PyObject *device_properties(PyObject *self, PyObject *unused) {
-    nd_state *state = state_of_type(self);
-    nd_device *device = device_of(self);
-    nd_properties properties;
-    memset(&properties, 0, sizeof properties);
-    if (nd_device_ready(state, device) < 0) {
+    nd_device *device = ready(self);
+    nd_properties p = {.total_bytes = 0};
+    if (device == NULL ||
+        nd_check(state_of(self), "properties", device, ND_CALL(device, properties, &p)) < 0) {
         return NULL;
     }
-    nd_status status = device->backend->properties(device->index, &properties);
-    if (status != ND_OK) {
-        return nd_raise(state, "properties", device, status);
-    }
-    return Py_BuildValue("{ss sL si si ss ss ss}", "name", properties.name, "total_bytes",
-                         (long long)properties.total_bytes, "processors", properties.processors,
-                         "arch", properties.arch, "detail", properties.detail, "products",
-                         properties.products, "uuid", properties.uuid);
+    return Py_BuildValue("{ss sL si si ss ss ss}", "name", p.name, "total_bytes",
+                         (long long)p.total_bytes, "processors", p.processors, "arch", p.arch,
+                         "detail", p.detail, "products", p.products, "uuid", p.uuid);
 }
 
 static PyObject *device_limits(PyObject *self, PyObject *unused) {
-    nd_state *state = state_of_type(self);
-    nd_device *device = device_of(self);
-    if (nd_device_ready(state, device) < 0) {
+    nd_device *device = ready(self);
+    nd_launch_limits l;
+    if (device == NULL) {
         return NULL;
     }
     if (device->backend->launch_limits == NULL) {
         return PyErr_Format(PyExc_ValueError, "limits: the %s backend runs no kernels of one's own",
                             nd_device_title(device));
     }
-    nd_launch_limits l;
-    nd_status status = device->backend->launch_limits(device->index, &l);
-    if (status != ND_OK) {
-        return nd_raise(state, "limits", device, status);
+    if (nd_check(state_of(self), "limits", device, ND_CALL(device, launch_limits, &l)) < 0) {
+        return NULL;
     }
     return Py_BuildValue("{si si si si si si si si si sL}", "arch", l.arch, "processors",
                          l.processors, "sm_threads", l.sm_threads, "sm_blocks", l.sm_blocks,
@@ -167,14 +149,13 @@ static PyObject *device_index(PyObject *self, void *closure) {
 }
 
 static PyObject *device_stream(PyObject *self, void *closure) {
-    nd_state *state = state_of_type(self);
-    nd_device *device = device_of(self);
+    nd_device *device = ready(self);
     void *stream = NULL;
-    if (nd_device_ready(state, device) < 0) {
+    if (device == NULL ||
+        nd_check(state_of(self), "stream", device, ND_CALL(device, stream, &stream)) < 0) {
         return NULL;
     }
-    nd_status status = device->backend->stream(device->index, &stream);
-    return status == ND_OK ? PyLong_FromVoidPtr(stream) : nd_raise(state, "stream", device, status);
+    return PyLong_FromVoidPtr(stream);
 }
 
 /* The backend's table; NULL when arrays cannot live there. */
@@ -305,20 +286,14 @@ static PyObject *module_all_devices(PyObject *module, PyObject *unused) {
 }
 
 static PyObject *module_cuda_init(PyObject *module, PyObject *unused) {
-    if (nd_device_ready(nd_module_state(module), nd_device_at(BACKEND_cuda, 0)) < 0) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
+    nd_state *state = nd_module_state(module);
+    return nd_device_ready(state, nd_device_at(BACKEND_cuda, 0)) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *module_cuda_reset(PyObject *module, PyObject *unused) {
     nd_state *state = nd_module_state(module);
-    /* The first refuses after a fatal fault. */
-    if (nd_device_ready(state, nd_device_at(BACKEND_cuda, 0)) < 0 ||
-        nd_backend_reset(state, BACKEND_cuda) < 0) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
+    PyObject *ready = module_cuda_init(module, NULL); /* refuses after a fatal fault */
+    return ready == NULL || nd_backend_reset(state, BACKEND_cuda) < 0 ? NULL : ready;
 }
 
 static PyMethodDef functions[] = {

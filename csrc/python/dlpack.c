@@ -147,9 +147,7 @@ PyObject *nd_ndarray_dlpack(PyObject *self, PyObject *arguments, PyObject *keywo
     }
     /* The consumer's stream is not ours: all work on the memory is waited for. */
     nd_status status = ND_OK;
-    Py_BEGIN_ALLOW_THREADS
-    status = device->backend->synchronize(device->index);
-    Py_END_ALLOW_THREADS
+    ND_CALL_UNLOCKED(status, device, synchronize);
     if (status != ND_OK) {
         export_free(hold);
         return nd_raise(state, "__dlpack__", device, status);
@@ -232,41 +230,25 @@ static int import_tensor(nd_state *state, const dl_tensor *tensor, void *owner,
              ND_MAX_DIMS);
     }
     out->ndim = tensor->ndim;
-    int64_t first = 0, last = 0;
-    for (int i = 0; i < out->ndim; i++) {
-        out->shape[i] = tensor->shape[i];
+    memcpy(out->shape, tensor->shape, (size_t)out->ndim * sizeof *out->shape);
+    nd_contiguous_strides(out->ndim, out->shape, out->strides);
+    if (tensor->strides != NULL) {
+        memcpy(out->strides, tensor->strides, (size_t)out->ndim * sizeof *out->strides);
     }
-    if (nd_check(state, "from_dlpack", NULL, nd_check_shape(out->dtype, out->ndim, out->shape)) <
-        0) {
+    int64_t first, last;
+    if (nd_check(state, "from_dlpack", NULL, nd_extent(out, &first, &last)) < 0) {
         return -1;
     }
-    nd_contiguous_strides(out->ndim, out->shape, out->strides);
-    int64_t item = (int64_t)nd_dtype_size(out->dtype), bytes = 0;
-    bool empty = nd_size(out) == 0, overflow = false;
-    for (int i = 0; i < out->ndim; i++) {
-        if (tensor->strides != NULL) {
-            out->strides[i] = tensor->strides[i];
-        }
-        int64_t reach, *end = out->strides[i] < 0 ? &first : &last;
-        overflow |= __builtin_mul_overflow(out->strides[i], item, &reach);
-        overflow |= __builtin_mul_overflow(out->shape[i] - 1, out->strides[i], &reach);
-        overflow |= !empty && __builtin_add_overflow(*end, reach, end);
-    }
-    overflow |= __builtin_sub_overflow(last, first, &bytes) ||
-                __builtin_add_overflow(bytes, 1, &bytes) ||
-                __builtin_mul_overflow(bytes, item, &bytes);
-    if (overflow) {
-        FAIL(PyExc_ValueError, "from_dlpack: shape and strides pass 2^63 bytes");
-    }
     /* As numbers: an empty tensor may say any offset. */
-    out->data = (void *)((uintptr_t)tensor->data + (uintptr_t)tensor->byte_offset);
-    if ((uintptr_t)out->data % (uintptr_t)item != 0 && !empty) {
+    uintptr_t data = (uintptr_t)tensor->data + (uintptr_t)tensor->byte_offset;
+    if (data % nd_dtype_size(out->dtype) != 0 && last > first) {
         FAIL(PyExc_ValueError, "from_dlpack: the memory is not aligned to its elements");
     }
-    char *memory = empty ? NULL : (char *)out->data + first * item;
-    return nd_check(state, "from_dlpack", NULL,
-                    nd_storage_borrow(device, memory, empty ? 0 : (size_t)bytes, owner, release,
-                                      &out->storage));
+    out->data = (void *)data;
+    void *memory = last > first ? (char *)out->data + first : NULL;
+    return nd_check(
+        state, "from_dlpack", NULL,
+        nd_storage_borrow(device, memory, (size_t)(last - first), owner, release, &out->storage));
 }
 
 /* The producer's capsule, versioned where it can. */
@@ -329,9 +311,7 @@ static PyObject *module_from_dlpack(PyObject *module, PyObject *object) {
     /* A producer on CUDA ordered its work before the default stream; ours is another. */
     nd_device *device = view.storage->device;
     nd_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = device->backend->synchronize(device->index);
-    Py_END_ALLOW_THREADS
+    ND_CALL_UNLOCKED(status, device, synchronize);
     if (status != ND_OK) {
         nd_array_clear(&view);
         nd_raise(state, "from_dlpack", device, status);

@@ -42,9 +42,7 @@ PyObject *nd_unary(nd_state *state, nd_op id, PyObject *object) {
         int64_t size = nd_size(&out);
         if (size > 0) {
             nd_slot slots[2] = {{.array = (nd_array *)x}, {.array = &out}};
-            shown s = {.count = 0};
-            nd_show(&s, "x", x);
-            result = nd_run_op(state, id, x->storage->device, slots, size, &s);
+            result = nd_run_op(state, id, x->storage->device, slots, size);
         }
         if (result < 0) {
             nd_array_clear(&out);
@@ -235,10 +233,7 @@ PyObject *nd_binary(nd_state *state, nd_op id, PyObject *px, PyObject *py, NDArr
                             {.real = operands[0].number.value},
                             {.real = operands[1].number.value},
                             {.array = target}};
-        shown s = {.count = 0};
-        nd_show(&s, "x", arrays[0]);
-        nd_show(&s, "y", arrays[1]);
-        if (nd_run_op(state, id, device, slots, size, &s) < 0) {
+        if (nd_run_op(state, id, device, slots, size) < 0) {
             goto done;
         }
     }
@@ -303,9 +298,7 @@ int nd_reduce(nd_state *state, nd_op id, const nd_array *x, int axes, nd_array *
             axes = 1;
         }
         nd_slot slots[3] = {{.array = &view}, {.integer = axes}, {.array = out}};
-        shown s = {.count = 0};
-        nd_show(&s, "x", &view);
-        result = nd_run_op(state, id, view.storage->device, slots, size, &s);
+        result = nd_run_op(state, id, view.storage->device, slots, size);
     }
     if (result < 0) {
         nd_array_clear(out);

@@ -1,17 +1,13 @@
-/* errors.c - raising: the exception of each nd_status, and the end after a fatal fault.
+/* errors.c - raising: the exception of each nd_status.
  *
  * The message of the first fatal fault belongs to the process rather than to an interpreter; the
- * GIL guards it. From then on each use of a device but the host raises it, and the process ends
- * with exit code 75, whoever catches what: a function registered with atexit when the module is
- * imported (so that it runs after all others) flushes the standard streams and calls _exit(75).
+ * GIL guards it. From then on each use of a device but the host raises it, and needle/core.py ends
+ * the process with exit code 75 (os.EX_TEMPFAIL) even if the program catches that.
  */
 #include "errors.h"
 
 #include <stdio.h>
 #include <string.h>
-#include <unistd.h>
-
-#define EXIT_FATAL 75 /* EX_TEMPFAIL: start again from the last checkpoint */
 
 static char fatal_message[1024]; /* empty: no fatal fault yet */
 
@@ -70,20 +66,6 @@ PyObject *nd_none_or_raise(nd_state *state, const char *op, nd_device *device, n
     return nd_check(state, op, device, status) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-static PyObject *exit_after_fatal(PyObject *module, PyObject *unused) {
-    if (fatal_message[0] != 0) {
-        for (int i = 0; i < 2; i++) {
-            PyObject *stream = PySys_GetObject(i ? "stderr" : "stdout");
-            PyObject *done = stream ? PyObject_CallMethod(stream, "flush", NULL) : NULL;
-            Py_XDECREF(done);
-            PyErr_Clear(); /* a closed stream has nothing to flush */
-        }
-        fflush(NULL);
-        _exit(EXIT_FATAL);
-    }
-    Py_RETURN_NONE;
-}
-
 /* ---- import ---------------------------------------------------------------------------------- */
 static PyObject *new_exception(PyObject *module, const char *name, const char *doc,
                                PyObject *base) {
@@ -96,23 +78,16 @@ static PyObject *new_exception(PyObject *module, const char *name, const char *d
     return exception;
 }
 
-static int register_exit(PyObject *module) {
-    static PyMethodDef functions[] = {
-        {"_exit_after_fatal", exit_after_fatal, METH_NOARGS, NULL},
-        {NULL, NULL, 0, NULL},
-    };
-    if (PyModule_AddFunctions(module, functions) < 0) {
-        return -1;
-    }
-    PyObject *atexit = PyImport_ImportModule("atexit");
-    PyObject *function = PyObject_GetAttrString(module, "_exit_after_fatal");
-    PyObject *done =
-        atexit && function ? PyObject_CallMethod(atexit, "register", "O", function) : NULL;
-    Py_XDECREF(atexit);
-    Py_XDECREF(function);
-    Py_XDECREF(done);
-    return done != NULL ? 0 : -1;
+static PyObject *module_fatal_fault(PyObject *module, PyObject *unused) {
+    return PyBool_FromLong(fatal_message[0] != 0);
 }
+
+static PyMethodDef functions[] = {
+    {"_fatal_fault", module_fatal_fault, METH_NOARGS,
+     "_fatal_fault($module)\n--\n\nTrue after the context of a device is lost: the process must "
+     "end."},
+    {NULL, NULL, 0, NULL},
+};
 
 int nd_errors_init(PyObject *module, nd_state *state) {
     state->cuda_error = new_exception(module, "CudaError",
@@ -126,5 +101,5 @@ int nd_errors_init(PyObject *module, nd_state *state) {
                                             "The CUDA context is lost; the process must end. "
                                             "It does so with exit code 75.",
                                             state->cuda_error);
-    return state->cuda_fatal_error == NULL ? -1 : register_exit(module);
+    return state->cuda_fatal_error == NULL ? -1 : PyModule_AddFunctions(module, functions);
 }

@@ -12,44 +12,40 @@
 #include "backends.h"
 #include "device.h"
 #include "errors.h"
-#include "streams.h"
+#include "handle.h"
 
 typedef struct {
-    nd_streamed head;
+    nd_handle head;
     nd_graph *graph; /* NULL: recording failed */
     PyObject *step;  /* keeps what the recorded work uses */
     PyObject *modules;
 } GraphObject;
 
+static int call_step(GraphObject *self) {
+    PyObject *result = PyObject_CallNoArgs(self->step);
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
+
+/* Once for real; the results are gone before the second call asks for the same memory. */
 static int record_steps(nd_state *state, GraphObject *self) {
     nd_device *device = self->head.device;
-    const nd_backend *backend = device->backend;
-    nd_status status;
-    PyObject *result = PyObject_CallNoArgs(self->step);
-    Py_XDECREF(result); /* gone before the second call asks for the same memory */
-    if (result == NULL) {
-        return -1;
-    }
-    status = backend->graph_capture(device->index, self->graph);
-    if (nd_check(state, "Graph", device, status) < 0) {
+    if (call_step(self) < 0 ||
+        nd_check(state, "Graph", device, ND_CALL(device, graph_capture, self->graph)) < 0) {
         return -1;
     }
     bool sync = state->sync, trace = state->trace; /* neither can wait for recorded work */
     state->sync = state->trace = false;
-    result = PyObject_CallNoArgs(self->step);
+    int result = call_step(self);
     state->sync = sync;
     state->trace = trace;
-    Py_XDECREF(result);
-    if (result == NULL) {
-        return -1;
-    }
-    return nd_check(state, "Graph", device, backend->graph_end(device->index, self->graph));
+    return result < 0 ? -1
+                      : nd_check(state, "Graph", device, ND_CALL(device, graph_end, self->graph));
 }
 
 static int record(nd_state *state, GraphObject *self) {
     nd_device *device = self->head.device;
-    nd_status status = device->backend->graph_begin(device->index, &self->graph);
-    if (nd_check(state, "Graph", device, status) < 0) {
+    if (nd_check(state, "Graph", device, ND_CALL(device, graph_begin, &self->graph)) < 0) {
         return -1;
     }
     PyObject **recorded = &state->recorded[nd_device_slot(device)];
@@ -62,10 +58,10 @@ static int record(nd_state *state, GraphObject *self) {
 static PyObject *graph_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     static char *names[] = {"device", "step", NULL};
     nd_state *state = PyType_GetModuleState(type);
-    PyObject *object, *step;
+    PyObject *where, *step;
     nd_device *device;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO:Graph", names, &object, &step) ||
-        nd_device_from(state, object, &device) < 0) {
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO:Graph", names, &where, &step) ||
+        nd_device_from(state, where, &device) < 0) {
         return NULL;
     }
     if (!PyCallable_Check(step)) {
@@ -77,57 +73,50 @@ static PyObject *graph_new(PyTypeObject *type, PyObject *arguments, PyObject *ke
                             "Graph: the %s backend records no graphs; call the step itself",
                             nd_device_title(device));
     }
-    GraphObject *self = nd_streamed_new(type, device);
+    GraphObject *self = nd_handle_new(type, state, device);
     if (self == NULL) {
         return NULL;
     }
     self->step = Py_NewRef(step);
     self->modules = PySet_New(NULL);
     if (self->modules == NULL || record(state, self) < 0) {
-        Py_DECREF(self);
-        return NULL;
+        Py_CLEAR(self);
     }
     return (PyObject *)self;
 }
 
 static int graph_traverse(PyObject *object, visitproc visit, void *arg) {
-    GraphObject *self = (GraphObject *)object;
     Py_VISIT(Py_TYPE(object));
-    Py_VISIT(self->step);
+    Py_VISIT(((GraphObject *)object)->step);
     return 0;
 }
 
 static int graph_clear(PyObject *object) {
-    GraphObject *self = (GraphObject *)object;
-    Py_CLEAR(self->step);
+    Py_CLEAR(((GraphObject *)object)->step);
     return 0;
 }
 
 static void graph_dealloc(PyObject *object) {
     GraphObject *self = (GraphObject *)object;
     PyObject_GC_UnTrack(object);
-    if (self->graph != NULL && !nd_streamed_stale(self)) {
-        (void)self->head.device->backend->graph_free(self->head.device->index, self->graph);
+    if (self->graph != NULL && !nd_handle_is_stale(self)) {
+        (void)ND_CALL(self->head.device, graph_free, self->graph);
     }
     graph_clear(object);
     Py_XDECREF(self->modules); /* after the graph, also where the collector cleared it before */
-    nd_streamed_free(object);
+    nd_handle_free(object);
 }
 
 static PyObject *graph_replay(PyObject *object, PyObject *unused) {
     GraphObject *self = (GraphObject *)object;
-    nd_state *state = PyType_GetModuleState(Py_TYPE(object));
-    if (nd_streamed_check(state, self) < 0) {
+    if (nd_handle_check(self) < 0) {
         return NULL;
     }
-    if (state->sync) {
-        PyObject *result = PyObject_CallNoArgs(self->step);
-        Py_XDECREF(result);
-        return result == NULL ? NULL : Py_NewRef(Py_None);
+    if (self->head.state->sync) {
+        return call_step(self) < 0 ? NULL : Py_NewRef(Py_None);
     }
-    nd_status status =
-        self->head.device->backend->graph_launch(self->head.device->index, self->graph);
-    return nd_none_or_raise(state, "Graph.replay", self->head.device, status);
+    return nd_handle_none(self, "Graph.replay",
+                          ND_CALL(self->head.device, graph_launch, self->graph));
 }
 
 static PyMethodDef graph_methods[] = {
@@ -137,21 +126,9 @@ static PyMethodDef graph_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyType_Slot graph_slots[] = {
-    {Py_tp_new, graph_new},
-    {Py_tp_dealloc, graph_dealloc},
-    {Py_tp_traverse, graph_traverse},
-    {Py_tp_clear, graph_clear},
-    {Py_tp_methods, graph_methods},
-    {Py_tp_doc, "Graph(device, step)\n--\n\nCalls step() twice, once for real and once to record "
-                "what it does on the device; replay() does it again. ValueError where "
-                "device.records_graphs is False."},
-    {0, NULL},
-};
-
-PyType_Spec nd_graph_spec = {
-    .name = "needle._C.Graph",
-    .basicsize = sizeof(GraphObject),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = graph_slots,
-};
+ND_HANDLE_TYPE(Graph, graph, Py_TPFLAGS_HAVE_GC,
+               "Graph(device, step)\n--\n\nCalls step() twice, once for real and once to record "
+               "what it does on the device; replay() does it again. ValueError where "
+               "device.records_graphs is False.",
+               {Py_tp_traverse, graph_traverse}, {Py_tp_clear, graph_clear},
+               {Py_tp_methods, graph_methods}, )

@@ -44,7 +44,9 @@ static int index_one(const nd_array *a, int axis, PyObject *key, nd_array *view,
     return 0;
 }
 
-int nd_index_view(const nd_array *a, PyObject *key, nd_array *view, unsigned *integers) {
+/* The view that `key` names; it borrows a's storage. Bit i of *integers: axis i of the view comes
+ * from an integer. */
+static int index_view(const nd_array *a, PyObject *key, nd_array *view, unsigned *integers) {
     *integers = 0;
     PyObject *one[1] = {key};
     PyObject **keys = one;
@@ -100,7 +102,7 @@ int nd_index_view(const nd_array *a, PyObject *key, nd_array *view, unsigned *in
 PyObject *nd_ndarray_getitem(PyObject *self, PyObject *key) {
     nd_array view;
     unsigned integers;
-    return nd_index_view(nd_array_of(self), key, &view, &integers) < 0
+    return index_view(nd_array_of(self), key, &view, &integers) < 0
                ? NULL
                : nd_wrap_view(nd_state_of(self), &view);
 }
@@ -216,7 +218,7 @@ int nd_ndarray_setitem(PyObject *self, PyObject *key, PyObject *value) {
     if (value == NULL) {
         FAIL(PyExc_TypeError, "elements of an array cannot be deleted");
     }
-    return nd_index_view(nd_array_of(self), key, &view, &integers) < 0
+    return index_view(nd_array_of(self), key, &view, &integers) < 0
                ? -1
                : store(nd_state_of(self), &view, integers, value);
 }
@@ -227,30 +229,4 @@ Py_ssize_t nd_ndarray_length(PyObject *self) {
         FAIL(PyExc_TypeError, "an array without axes has no len()");
     }
     return (Py_ssize_t)a->shape[0];
-}
-
-PyObject *nd_ndarray_process_slice(PyObject *self, PyObject *arguments) {
-    const nd_array *a = nd_array_of(self);
-    PyObject *slice;
-    int dim;
-    if (!PyArg_ParseTuple(arguments, "O!i:process_slice", &PySlice_Type, &slice, &dim)) {
-        return NULL;
-    }
-    if (dim < 0 || dim >= a->ndim) {
-        return PyErr_Format(PyExc_ValueError, "process_slice: axis %d is out of range for %d axes",
-                            dim, a->ndim);
-    }
-    Py_ssize_t start, stop, step;
-    if (PySlice_Unpack(slice, &start, &stop, &step) < 0) {
-        return NULL;
-    }
-    PySlice_AdjustIndices((Py_ssize_t)a->shape[dim], &start, &stop, step);
-    /* Backwards to the very first element there is no stop that is not itself an index. */
-    PyObject *from = PyLong_FromSsize_t(start), *by = PyLong_FromSsize_t(step);
-    PyObject *to = stop < 0 ? Py_NewRef(Py_None) : PyLong_FromSsize_t(stop);
-    PyObject *result = from && to && by ? PySlice_New(from, to, by) : NULL;
-    Py_XDECREF(from);
-    Py_XDECREF(to);
-    Py_XDECREF(by);
-    return result;
 }

@@ -19,13 +19,13 @@
 #include "backends.h"
 #include "device.h"
 #include "errors.h"
+#include "handle.h"
 #include "object.h"
 #include "run.h"
-#include "streams.h"
 
 /* ---- Module ---------------------------------------------------------------------------------- */
 typedef struct {
-    nd_streamed head;
+    nd_handle head;
     nd_module *module;
 } ModuleObject;
 
@@ -42,19 +42,13 @@ static PyObject *module_new(PyTypeObject *type, PyObject *arguments, PyObject *k
         return PyErr_Format(PyExc_ValueError, "Module: the %s backend runs no kernels of one's own",
                             nd_device_title(device));
     }
-    ModuleObject *self = nd_streamed_new(type, device);
+    ModuleObject *self = nd_handle_new(type, state, device);
     if (self == NULL) {
         return NULL;
     }
     nd_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = device->backend->module_load(device->index, PyBytes_AS_STRING(code), &self->module);
-    Py_END_ALLOW_THREADS
-    if (status != ND_OK) {
-        Py_DECREF(self);
-        return nd_raise(state, "Module", device, status);
-    }
-    return (PyObject *)self;
+    ND_CALL_UNLOCKED(status, device, module_load, PyBytes_AS_STRING(code), &self->module);
+    return nd_handle_made(self, "Module", status);
 }
 
 /* Unloading waits for the kernels that are queued, of which one may never end: that is done before
@@ -63,33 +57,20 @@ static PyObject *module_new(PyTypeObject *type, PyObject *arguments, PyObject *k
 static void module_dealloc(PyObject *object) {
     ModuleObject *self = (ModuleObject *)object;
     const nd_device *device = self->head.device;
-    if (self->module != NULL && !nd_streamed_stale(self)) {
+    if (self->module != NULL && !nd_handle_is_stale(self)) {
         nd_status status;
-        Py_BEGIN_ALLOW_THREADS
-        status = device->backend->synchronize(device->index);
+        ND_CALL_UNLOCKED(status, device, synchronize);
         (void)status;
-        Py_END_ALLOW_THREADS
     }
-    if (self->module != NULL && !nd_streamed_stale(self)) {
-        (void)device->backend->module_unload(device->index, self->module);
+    if (self->module != NULL && !nd_handle_is_stale(self)) {
+        (void)ND_CALL(device, module_unload, self->module);
     }
-    nd_streamed_free(object);
+    nd_handle_free(object);
 }
 
-static PyType_Slot module_slots[] = {
-    {Py_tp_new, module_new},
-    {Py_tp_dealloc, module_dealloc},
-    {Py_tp_doc, "Module(device, code)\n--\n\nMachine code, loaded. ValueError where "
-                "device.runs_kernels is False."},
-    {0, NULL},
-};
-
-PyType_Spec nd_module_spec = {
-    .name = "needle._C.Module",
-    .basicsize = sizeof(ModuleObject),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = module_slots,
-};
+ND_HANDLE_TYPE(Module, module, 0,
+               "Module(device, code)\n--\n\nMachine code, loaded. ValueError where "
+               "device.runs_kernels is False.", )
 
 /* ---- Kernel ---------------------------------------------------------------------------------- */
 /* A way to launch; no padding, so that two can be compared as bytes. */
@@ -101,7 +82,7 @@ typedef struct {
 #define WAYS 8
 
 typedef struct {
-    nd_streamed head;
+    nd_handle head;
     PyObject *module;
     nd_parameters *parameters;
     nd_kernel *kernel;
@@ -113,7 +94,7 @@ static void kernel_dealloc(PyObject *object) {
     KernelObject *self = (KernelObject *)object;
     Py_XDECREF(self->module);
     Py_XDECREF(self->parameters);
-    nd_streamed_free(object);
+    nd_handle_free(object);
 }
 
 /* The type itself is recognised by its own deallocator, which no subclass made in Python has. */
@@ -133,23 +114,19 @@ static PyObject *kernel_new(PyTypeObject *type, PyObject *arguments, PyObject *k
                                      &module, &symbol, state->parameters_type, &parameters)) {
         return NULL;
     }
-    if (nd_streamed_check(state, module) < 0) {
+    if (nd_handle_check(module) < 0) {
         return NULL;
     }
     nd_device *device = ((ModuleObject *)module)->head.device;
-    KernelObject *self = nd_streamed_new(type, device);
+    KernelObject *self = nd_handle_new(type, state, device);
     if (self == NULL) {
         return NULL;
     }
     self->module = Py_NewRef(module);
     self->parameters = (nd_parameters *)Py_NewRef(parameters);
-    nd_status status = device->backend->module_kernel(
-        device->index, ((ModuleObject *)module)->module, symbol, &self->kernel);
-    if (status != ND_OK) {
-        Py_DECREF(self);
-        return nd_raise(state, "Kernel", device, status);
-    }
-    return (PyObject *)self;
+    nd_status status =
+        ND_CALL(device, module_kernel, ((ModuleObject *)module)->module, symbol, &self->kernel);
+    return nd_handle_made(self, "Kernel", status);
 }
 
 /* A size as Python's ints, at once; false, without an exception, for all else: admit() says what is
@@ -234,12 +211,15 @@ static int read_keywords(const char *name, PyObject *keywords, PyObject **parts)
     return 0;
 }
 
-static void show(nd_parameters *parameters, const nd_packed *packed, shown *s) {
+static void trace(KernelObject *self, const nd_packed *packed, double took) {
+    nd_trace line = {.used = 0};
     for (Py_ssize_t i = 0; i < packed->count; i++) {
         if (packed->held[i] != NULL) {
-            nd_show(s, nd_parameter_type(parameters, i), nd_array_of(packed->held[i]));
+            nd_trace_operand(&line, nd_parameter_type(self->parameters, i),
+                             nd_array_of(packed->held[i]));
         }
     }
+    nd_trace_run(nd_parameters_name(self->parameters), self->head.device, took, &line);
 }
 
 static nd_launch launch_of(const char *name, const way *w, void **arguments) {
@@ -277,16 +257,14 @@ static int run(nd_state *state, KernelObject *self, const way *w, const nd_packe
         return -1;
     }
     if (state->trace) {
-        shown s = {0};
-        show(self->parameters, packed, &s);
-        nd_trace_run(name, device, nd_microseconds() - start, &s);
+        trace(self, packed, nd_microseconds() - start);
     }
     return 0;
 }
 
 static PyObject *kernel_call(PyObject *object, PyObject *arguments, PyObject *keywords) {
     KernelObject *self = (KernelObject *)object;
-    nd_state *state = state_of_kernel(Py_TYPE(object));
+    nd_state *state = self->head.state;
     const char *name = nd_parameters_name(self->parameters);
     Py_ssize_t given = PyTuple_GET_SIZE(arguments);
     if (given < 2) {
@@ -297,7 +275,7 @@ static PyObject *kernel_call(PyObject *object, PyObject *arguments, PyObject *ke
                                   NULL, Py_None, Py_False};
     way w;
     nd_packed packed;
-    if (nd_streamed_check(state, self) < 0 || read_keywords(name, keywords, parts) < 0) {
+    if (nd_handle_check(self) < 0 || read_keywords(name, keywords, parts) < 0) {
         return NULL;
     }
     PyObject *nothing = NULL;
@@ -315,18 +293,8 @@ static PyObject *kernel_call(PyObject *object, PyObject *arguments, PyObject *ke
     return good < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-static PyType_Slot kernel_slots[] = {
-    {Py_tp_new, kernel_new},
-    {Py_tp_dealloc, kernel_dealloc},
-    {Py_tp_call, kernel_call},
-    {Py_tp_doc, "Kernel(owner, symbol, parameters)\n--\n\nA kernel of a Module. A class that "
-                "derives from it has admit(grid, block, shared, cluster, cooperative)."},
-    {0, NULL},
-};
-
-PyType_Spec nd_kernel_spec = {
-    .name = "needle._C.Kernel",
-    .basicsize = sizeof(KernelObject),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = kernel_slots,
-};
+ND_HANDLE_TYPE(
+    Kernel, kernel, Py_TPFLAGS_BASETYPE,
+    "Kernel(owner, symbol, parameters)\n--\n\nA kernel of a Module. A class that derives "
+    "from it has admit(grid, block, shared, cluster, cooperative).",
+    {Py_tp_call, kernel_call}, )

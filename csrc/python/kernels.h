@@ -27,8 +27,5 @@ void nd_unpack(nd_packed *packed);
 /* Say that the arrays which the kernel may write are written. */
 void nd_count_kernel_writes(nd_state *state, nd_parameters *parameters, const nd_packed *packed);
 const char *nd_parameter_type(nd_parameters *parameters, Py_ssize_t index);
-
-/* ---- kernel.c -------------------------------------------------------------------------------- */
-extern PyType_Spec nd_module_spec, nd_kernel_spec;
 #pragma GCC visibility pop
 #endif

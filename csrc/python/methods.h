@@ -11,20 +11,13 @@ nd_method nd_ndarray_view, nd_ndarray_joined;
 nd_keyword_method nd_ndarray_as_strided;
 
 /* ---- indexing.c ------------------------------------------------------------------------------ */
-nd_method nd_ndarray_getitem, nd_ndarray_process_slice;
+nd_method nd_ndarray_getitem;
 PyObject *nd_ndarray_sequence_item(PyObject *self, Py_ssize_t at);
 PyObject *nd_ndarray_iter(PyObject *self);
 Py_ssize_t nd_ndarray_length(PyObject *self);
 int nd_ndarray_setitem(PyObject *self, PyObject *key, PyObject *value);
-/* The view that `key` names; it borrows a's storage. Bit i of *integers: axis i of the view comes
- * from an integer. */
-int nd_index_view(const nd_array *a, PyObject *key, nd_array *view, unsigned *integers);
 /* Write an array, a number or an array-like into `to`. */
 int nd_store(nd_state *state, const nd_array *to, PyObject *value);
-
-/* ---- flat.c ---------------------------------------------------------------------------------- */
-extern PyType_Spec nd_flat_spec;
-PyObject *nd_ndarray_flat(PyObject *self, void *closure);
 
 /* ---- math.c ---------------------------------------------------------------------------------- */
 nd_method nd_ndarray_add, nd_ndarray_subtract, nd_ndarray_multiply, nd_ndarray_divide;
@@ -42,7 +35,7 @@ nd_keyword_method nd_ndarray_argmax, nd_ndarray_argmin;
 
 /* ---- values.c -------------------------------------------------------------------------------- */
 nd_method nd_ndarray_copy, nd_ndarray_compact, nd_ndarray_is_compact, nd_ndarray_astype;
-nd_method nd_ndarray_to, nd_ndarray_fill, nd_ndarray_pad, nd_ndarray_item;
+nd_method nd_ndarray_to, nd_ndarray_fill, nd_ndarray_item, nd_ndarray_numpy;
 int nd_ndarray_bool(PyObject *self);
 PyObject *nd_ndarray_float(PyObject *self);
 PyObject *nd_ndarray_int(PyObject *self);

@@ -11,10 +11,10 @@
 #include "device.h"
 #include "errors.h"
 #include "exchange.h"
+#include "handle.h"
 #include "kernels.h"
 #include "methods.h"
 #include "ops.h"
-#include "streams.h"
 
 #ifdef NEEDLE_DEBUG
 #define IS_DEBUG true /* waits after each op, so that a check that fails has its name */
@@ -130,9 +130,8 @@ static int module_exec(PyObject *module) {
     bool failed = nd_errors_init(module, state) < 0 || nd_backends_init(state) < 0 ||
                   nd_device_init(module, state) < 0 || nd_array_likes_init() < 0 ||
                   nd_callables_init(module, state) < 0 || nd_ndarray_init(module, state) < 0 ||
-                  PyModule_AddFunctions(module, nd_pickle_functions) < 0 ||
                   PyModule_AddFunctions(module, nd_dlpack_functions) < 0 ||
-                  add_type(module, &nd_event_spec, &state->event_type) < 0 ||
+                  add_type(module, &nd_event_spec, NULL) < 0 ||
                   add_type(module, &nd_download_spec, NULL) < 0 ||
                   add_type(module, &nd_graph_spec, NULL) < 0 ||
                   add_type(module, &nd_module_spec, &state->module_type) < 0 ||
@@ -146,8 +145,7 @@ static int module_exec(PyObject *module) {
     X(ndarray_type) \
     X(device_type)  \
     X(handle_type)  \
-    X(flat_type)    \
-    X(event_type) X(module_type) X(parameters_type) X(cuda_error) X(cuda_fatal_error)
+    X(module_type) X(parameters_type) X(cuda_error) X(cuda_fatal_error)
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg) {
     nd_state *state = nd_module_state(module);

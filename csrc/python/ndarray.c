@@ -236,7 +236,6 @@ static PyType_Spec handle_spec = {
 };
 
 /* ---- the type -------------------------------------------------------------------------------- */
-/* ---- the type -------------------------------------------------------------------------------- */
 #define AXIS_TEXT "($self, axis=None, keepdims=False)\n--\n\n"
 
 static PyMethodDef ndarray_methods[] = {
@@ -256,8 +255,6 @@ static PyMethodDef ndarray_methods[] = {
     {"to", nd_ndarray_to, METH_O,
      "to($self, device, /)\n--\n\nThis array when it lives there, else a copy that does."},
     {"fill", nd_ndarray_fill, METH_O, "fill($self, value, /)\n--\n\nSet every element."},
-    {"pad", nd_ndarray_pad, METH_O,
-     "pad($self, axes, /)\n--\n\nA copy with (before, after) zeros added on each axis."},
     {"item", nd_ndarray_item, METH_NOARGS,
      "item($self)\n--\n\nThe only element, as a Python number."},
     {"permute", nd_ndarray_permute, METH_VARARGS,
@@ -278,8 +275,6 @@ static PyMethodDef ndarray_methods[] = {
      "flip($self, axes=None, /)\n--\n\nView with the axes (default: all) walked backwards."},
     {"view", nd_ndarray_view, METH_O,
      "view($self, dtype, /)\n--\n\nThe same bits as another dtype of the same size."},
-    {"process_slice", nd_ndarray_process_slice, METH_VARARGS,
-     "process_slice($self, sl, dim, /)\n--\n\nThe slice with start, stop and step filled in."},
     {"exp", nd_ndarray_exp, METH_NOARGS, "exp($self)\n--\n\n"},
     {"log", nd_ndarray_log, METH_NOARGS, "log($self)\n--\n\nNatural logarithm."},
     {"tanh", nd_ndarray_tanh, METH_NOARGS, "tanh($self)\n--\n\n"},
@@ -300,11 +295,6 @@ static PyMethodDef ndarray_methods[] = {
      "argmin" AXIS_TEXT "Index (int64) of the first smallest, counted row by row within the axes."},
     {"numpy", nd_ndarray_numpy, METH_NOARGS,
      "numpy($self)\n--\n\nA NumPy array with a copy of the elements; bfloat16 becomes float32."},
-    {"tolist", nd_ndarray_tolist, METH_NOARGS,
-     "tolist($self)\n--\n\nNested lists of Python numbers."},
-    {"__array__", KEYWORD_METHOD(nd_ndarray_array),
-     "__array__($self, dtype=None, copy=None)\n--\n\nNumPy's protocol."},
-    {"__reduce__", nd_ndarray_reduce, METH_NOARGS, NULL},
     {"__dlpack__", KEYWORD_METHOD(nd_ndarray_dlpack),
      "__dlpack__($self, *, stream=None, max_version=None, dl_device=None, copy=None)\n--\n\n"
      "A capsule that shares the memory."},
@@ -321,7 +311,6 @@ static PyGetSetDef ndarray_getset[] = {
     {"ndim", get_ndim, NULL, "Number of axes", NULL},
     {"dtype", get_dtype, NULL, "Name of the element type", NULL},
     {"device", get_device, NULL, "Where the memory is", NULL},
-    {"flat", nd_ndarray_flat, NULL, "The elements in C order, writable", NULL},
     {"written", get_written, NULL,
      "Number of the last write into the memory that views share (0: none since it was made)", NULL},
     {"_handle", get_handle, NULL, "The memory that views share", NULL},
@@ -330,8 +319,6 @@ static PyGetSetDef ndarray_getset[] = {
      "no "
      "wait; counts as a write",
      NULL},
-    {"__array_interface__", nd_array_interface, NULL, "NumPy's protocol (CPU)", NULL},
-    {"__cuda_array_interface__", nd_cuda_array_interface, NULL, "CUDA's protocol", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -349,8 +336,6 @@ static PyType_Slot ndarray_slots[] = {
     {Py_tp_members, ndarray_members},
     {Py_tp_iter, nd_ndarray_iter},
     {Py_tp_richcompare, nd_ndarray_compare},
-    {Py_tp_repr, nd_ndarray_repr},
-    {Py_tp_str, nd_ndarray_str},
     {Py_mp_length, nd_ndarray_length},
     {Py_mp_subscript, nd_ndarray_getitem},
     {Py_mp_ass_subscript, nd_ndarray_setitem},
@@ -422,11 +407,10 @@ static PyMethodDef functions[] = {
 
 int nd_ndarray_init(PyObject *module, nd_state *state) {
     state->handle_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &handle_spec, NULL);
-    state->flat_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &nd_flat_spec, NULL);
     state->ndarray_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &ndarray_spec, NULL);
     PyTypeObject *type = state->ndarray_type;
     /* NumPy leaves `numpy_array + ndarray` to the reflected operators here. */
-    if (state->handle_type == NULL || state->flat_type == NULL || type == NULL ||
+    if (state->handle_type == NULL || type == NULL ||
         PyObject_SetAttrString((PyObject *)type, "__array_ufunc__", Py_None) < 0 ||
         PyModule_AddType(module, type) < 0 ||
         nd_check(state, "NDArray", NULL, nd_storage_new(nd_host(), 0, &state->nothing)) < 0) {

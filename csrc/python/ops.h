@@ -14,11 +14,9 @@ PyObject *nd_binary(nd_state *state, nd_op id, PyObject *x, PyObject *y, NDArray
 /* Reduce the last `axes` axes of x; fills *out with a fresh array. */
 int nd_reduce(nd_state *state, nd_op id, const nd_array *x, int axes, nd_array *out);
 
-/* ---- structured.c ---------------------------------------------------------------------------- */
+/* ---- call.c ---------------------------------------------------------------------------------- */
 /* given: what the caller passes, in the order of ops.def, without OUT. */
 PyObject *nd_structured(nd_state *state, nd_op id, PyObject *const *given);
-
-/* ---- callables.c ----------------------------------------------------------------------------- */
 int nd_callables_init(PyObject *module, nd_state *state);
 #pragma GCC visibility pop
 #endif

@@ -1,6 +1,6 @@
 /* run.c - running an op: the table that ops.def expands to, dispatch with the GIL given up, trace.
  *
- * Whoever calls nd_run_op has given the operands the layout that ops.def promises to a kernel.
+ * Callers of nd_run_op give the operands the layout that ops.def promises to a kernel.
  */
 #include "run.h"
 
@@ -11,11 +11,22 @@
 #include "errors.h"
 
 /* ---- the table ------------------------------------------------------------------------------- */
-#define OPERAND(kind, field, axes, dtype) {KIND_##kind, #field, axes, CLASS_##dtype},
-#define F64(field) {KIND_F64, #field, "", CLASS_ANY},
-#define I64(field) {KIND_I64, #field, "", CLASS_ANY},
-#define OP(name, operands) \
-    static const field name##_fields[] = {operands{KIND_END, NULL, NULL, CLASS_ANY}};
+#define OPERAND(kind, field, axes, dtype) FIELD(kind, field, axes, dtype)
+#define FIELD(kind, field, axes, dtype) {KIND_##kind, CLASS_##dtype, #field, axes, #kind, #dtype},
+#define F64(field) {KIND_F64, CLASS_ANY, #field, "", "F64", ""},
+#define I64(field) {KIND_I64, CLASS_ANY, #field, "", "I64", ""},
+/* The operands of entries that write none out. */
+#define OF_ANY ANY
+#define OF_FLOAT F
+#define X(types) OPERAND(IN_ANY, x, "*", OF_##types)
+#define RESULT(types) OPERAND(OUT, out, "*", OF_##types)
+#define EW1(name, types, formula) OP(name, X(types) RESULT(types))
+#define EW2(name, types, formula) \
+    OP(name, X(types) OPERAND(IN_ANY, y, "*", OF_##types) RESULT(types))
+#define CMP(name, formula) EW2(name, ANY, formula)
+#define RED(name, types, start, combine, map) OP(name, X(types) I64(axes) RESULT(types))
+#define ARG(name, better) OP(name, X(ANY) I64(axes) RESULT(ANY))
+#define OP(name, operands) static const field name##_fields[] = {operands{.kind = KIND_END}};
 #include "ops.def"
 
 /* One plain function type for all ops: the cast of the arguments happens where their type is
@@ -28,13 +39,14 @@
 #include "ops.def"
 
 const nd_op_info nd_ops[NUM_OPS] = {
-#define EW1(name, types, formula) {OP_KIND_EW1, TYPES_##types, #name, NULL, dispatch_##name},
-#define EW2(name, types, formula) {OP_KIND_EW2, TYPES_##types, #name, NULL, dispatch_##name},
-#define CMP(name, formula) {OP_KIND_CMP, TYPES_ANY, #name, NULL, dispatch_##name},
-#define RED(name, types, start, combine, map) \
-    {OP_KIND_RED, TYPES_##types, #name, NULL, dispatch_##name},
-#define ARG(name, better) {OP_KIND_ARG, TYPES_ANY, #name, NULL, dispatch_##name},
-#define OP(name, operands) {OP_KIND_OP, TYPES_ANY, #name, name##_fields, dispatch_##name},
+#define ENTRY(kind, types, name) \
+    {OP_KIND_##kind, TYPES_##types, #kind, #name, name##_fields, dispatch_##name},
+#define EW1(name, types, formula) ENTRY(EW1, types, name)
+#define EW2(name, types, formula) ENTRY(EW2, types, name)
+#define CMP(name, formula) ENTRY(CMP, ANY, name)
+#define RED(name, types, start, combine, map) ENTRY(RED, types, name)
+#define ARG(name, better) ENTRY(ARG, ANY, name)
+#define OP(name, operands) ENTRY(OP, ANY, name)
 #include "ops.def"
 };
 
@@ -57,45 +69,46 @@ double nd_microseconds(void) {
     return (double)now.tv_sec * 1e6 + (double)now.tv_nsec * 1e-3;
 }
 
-static int describe(char *text, size_t capacity, const char *name, const nd_array *a) {
-    int used = snprintf(text, capacity, " %s:%s(", name, nd_dtype_name(a->dtype));
+void nd_trace_operand(nd_trace *line, const char *name, const nd_array *a) {
+    char *to = line->text + line->used, *end = line->text + sizeof line->text;
+    if (end - to < 200) { /* an operand has 8 sizes at most */
+        return;
+    }
+    to += snprintf(to, (size_t)(end - to), " %.40s:%s(", name, nd_dtype_name(a->dtype));
     for (int i = 0; i < a->ndim; i++) {
-        used += snprintf(text + used, (size_t)used < capacity ? capacity - (size_t)used : 0,
-                         "%s%lld", i ? "," : "", (long long)a->shape[i]);
+        to += snprintf(to, (size_t)(end - to), "%s%lld", i ? "," : "", (long long)a->shape[i]);
     }
-    return used + snprintf(text + used, (size_t)used < capacity ? capacity - (size_t)used : 0, ")");
+    line->used += (size_t)(to + snprintf(to, (size_t)(end - to), ")") - line->text) - line->used;
 }
 
-void nd_show(shown *s, const char *name, const nd_array *array) {
-    if (array != NULL && s->count < ND_MAX_FIELDS) {
-        s->list[s->count].name = name;
-        s->list[s->count++].array = array;
-    }
-}
-
-void nd_trace_run(const char *op, const nd_device *device, double took, const shown *s) {
-    char text[1024], name[24];
-    int used = 0;
-    text[0] = 0;
-    for (int i = 0; i < s->count && used < (int)sizeof text - 200; i++) {
-        used +=
-            describe(text + used, sizeof text - (size_t)used, s->list[i].name, s->list[i].array);
-    }
-    fprintf(stderr, "needle: %-22s %-7s %10.1f us %s\n", op, nd_device_text(device, name), took,
-            text);
+void nd_trace_run(const char *op, const nd_device *device, double took, const nd_trace *line) {
+    char name[24];
+    fprintf(stderr, "needle: %-22s %-7s %10.1f us %.*s\n", op, nd_device_text(device, name), took,
+            (int)line->used, line->text);
 }
 
 void nd_trace_copy(nd_state *state, const char *op, const char *operand, const nd_array *a) {
     if (state->trace) {
-        char text[256];
-        describe(text, sizeof text, operand, a);
-        fprintf(stderr, "needle: %-22s copies its operand%s: not in the layout it needs\n", op,
-                text);
+        nd_trace line = {.used = 0};
+        nd_trace_operand(&line, operand, a);
+        fprintf(stderr, "needle: %-22s copies its operand%.*s: not in the layout it needs\n", op,
+                (int)line.used, line.text);
     }
 }
 
-int nd_run_op(nd_state *state, nd_op id, nd_device *device, const nd_slot *slots, int64_t work,
-              const shown *s) {
+/* An op has its operands in the first slots, but for the output of EW2 and CMP, which is not shown. */
+static void trace_op(const nd_op_info *info, const nd_device *device, const nd_slot *slots,
+                     double took) {
+    nd_trace line = {.used = 0};
+    for (int i = 0; info->fields[i].kind != KIND_END; i++) {
+        if (info->fields[i].kind < KIND_OUT && slots[i].array != NULL) {
+            nd_trace_operand(&line, info->fields[i].name, slots[i].array);
+        }
+    }
+    nd_trace_run(info->name, device, took, &line);
+}
+
+int nd_run_op(nd_state *state, nd_op id, nd_device *device, const nd_slot *slots, int64_t work) {
     const nd_op_info *info = &nd_ops[id];
     double start = state->trace ? nd_microseconds() : 0;
     nd_status status;
@@ -113,7 +126,7 @@ int nd_run_op(nd_state *state, nd_op id, nd_device *device, const nd_slot *slots
         return -1;
     }
     if (state->trace) {
-        nd_trace_run(info->name, device, nd_microseconds() - start, s);
+        trace_op(info, device, slots, nd_microseconds() - start);
     }
     return 0;
 }

@@ -20,6 +20,8 @@ typedef enum {
     KIND_END,
 } field_kind;
 
+static inline bool nd_is_number(field_kind kind) { return kind == KIND_F64 || kind == KIND_I64; }
+
 typedef enum { CLASS_F, CLASS_f4, CLASS_i4, CLASS_i8, CLASS_b1, CLASS_ANY } dtype_class;
 typedef enum { TYPES_ANY, TYPES_FLOAT } op_types;
 typedef enum {
@@ -33,45 +35,41 @@ typedef enum {
 
 typedef struct {
     field_kind kind;
-    const char *name;
-    const char *axes;
     dtype_class dtype;
+    const char *name, *axes;
+    const char *kind_text, *dtype_text; /* as ops.def spells them */
 } field;
 
 typedef struct {
     op_kind kind;
-    op_types types;
-    const char *name;
-    const field *fields; /* of an OP; ends with KIND_END */
+    op_types types; /* of those that are computed elementwise */
+    const char *kind_text, *name;
+    const field *fields; /* ends with KIND_END */
     nd_status (*run)(const nd_backend *backend, int device, const void *arguments);
 } nd_op_info;
 
-/* Operands that a trace line shows. */
+/* A line of NEEDLE_TRACE=1: operands with their dtypes and shapes. */
 typedef struct {
-    int count;
-    struct {
-        const char *name;
-        const nd_array *array;
-    } list[ND_MAX_FIELDS];
-} shown;
+    size_t used;
+    char text[1024];
+} nd_trace;
 
 #pragma GCC visibility push(hidden)
 /* ---- run.c ----------------------------------------------------------------------------------- */
 extern const nd_op_info nd_ops[NUM_OPS];
-void nd_show(shown *s, const char *name, const nd_array *array);
 /* Run the op on a device and trace it. `work` is the number of elements touched: a small op of the
- * host is over sooner than the GIL could be given to anybody. */
-int nd_run_op(nd_state *state, nd_op id, nd_device *device, const nd_slot *slots, int64_t work,
-              const shown *s);
-/* NEEDLE_TRACE=1: a line about what ran, and the clock it is timed by. */
-void nd_trace_run(const char *name, const nd_device *device, double took, const shown *s);
+ * host is over sooner than the GIL could change hands. */
+int nd_run_op(nd_state *state, nd_op id, nd_device *device, const nd_slot *slots, int64_t work);
+void nd_trace_operand(nd_trace *line, const char *name, const nd_array *a);
+/* Print the line of an op or kernel that took so many microseconds, by this clock. */
+void nd_trace_run(const char *name, const nd_device *device, double took, const nd_trace *line);
 double nd_microseconds(void);
-/* The same: say that an operand is copied. */
+/* NEEDLE_TRACE=1: say that an operand is copied. */
 void nd_trace_copy(nd_state *state, const char *op, const char *operand, const nd_array *a);
 /* 0, or -1: the memory went with a cuda_reset(), or its device is lost. */
 int nd_check_live(nd_state *state, const char *op, const char *operand, const nd_array *a);
 
-/* Whoever changes an array that was there before says so. */
+/* Say that an array which was there before is written to. */
 static inline void nd_count_write(nd_state *state, const nd_array *a) {
     a->storage->written = ++state->writes;
 }
@@ -85,10 +83,14 @@ bool nd_same_geometry(const nd_array *a, const nd_array *b);
 int nd_fill(nd_state *state, const nd_array *to, double value);
 /* to = from: same device, broadcasts, converts, safe when the two overlap. op names the caller. */
 int nd_assign(nd_state *state, const char *op, const nd_array *to, const nd_array *from);
+/* Without its first axis, of size 1: borrowed as before. */
+void nd_drop_first_axis(nd_array *a);
 /* to = from, same shape, no overlap to care about. */
 int nd_run_assign(nd_state *state, const nd_array *to, const nd_array *from);
 /* A contiguous, writable copy on the same device. */
 int nd_copy(nd_state *state, const nd_array *a, nd_dtype dtype, nd_array *out);
+/* The array itself when it is contiguous, else a copy that is. */
+int nd_contiguous(nd_state *state, const nd_array *a, nd_array *out);
 /* The array itself where it lives there, else a contiguous copy that does. */
 int nd_to_device(nd_state *state, const nd_array *a, nd_device *device, nd_array *out);
 #pragma GCC visibility pop

@@ -39,14 +39,12 @@ typedef enum {
     NUM_OPS
 } nd_op;
 
-typedef struct nd_exported nd_exported; /* in protocols.c */
+typedef struct nd_exported nd_exported; /* in buffer.c */
 
 typedef struct {
     PyTypeObject *ndarray_type;
     PyTypeObject *device_type;
     PyTypeObject *handle_type;
-    PyTypeObject *flat_type;
-    PyTypeObject *event_type;
     PyObject *cuda_error;
     PyObject *cuda_fatal_error;
     PyTypeObject *module_type;

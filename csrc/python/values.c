@@ -1,9 +1,10 @@
-/* values.c - NDArray's copies and conversions: copy, astype, to, fill, pad, item and numbers.
+/* values.c - NDArray's copies and conversions: copy, astype, to, fill, item, numpy and numbers.
  */
 #include <math.h>
 #include <string.h>
 
 #include "arguments.h"
+#include "backends.h"
 #include "device.h"
 #include "errors.h"
 #include "methods.h"
@@ -27,9 +28,7 @@ static PyObject *element(nd_state *state, const nd_array *a) {
         memcpy(&value, a->data, nd_dtype_size(a->dtype));
         status = ND_OK;
     } else {
-        Py_BEGIN_ALLOW_THREADS
-        status = device->backend->download(device->index, &value, a->data, nd_dtype_size(a->dtype));
-        Py_END_ALLOW_THREADS
+        ND_CALL_UNLOCKED(status, device, download, &value, a->data, nd_dtype_size(a->dtype));
     }
     if (status != ND_OK) {
         return nd_raise(state, "item", device, status);
@@ -135,54 +134,8 @@ PyObject *nd_ndarray_fill(PyObject *self, PyObject *value) {
     Py_RETURN_NONE;
 }
 
-PyObject *nd_ndarray_pad(PyObject *self, PyObject *widths) {
-    nd_state *state = nd_state_of(self);
-    int64_t pairs[ND_MAX_DIMS][ND_MAX_DIMS], shape[ND_MAX_DIMS];
-    /* A tuple of our own: an item's __index__ may change the caller's list. */
-    PyObject *items = PySequence_Tuple(widths);
-    if (items == NULL) {
-        return PyErr_ExceptionMatches(PyExc_TypeError)
-                   ? PyErr_Format(PyExc_TypeError,
-                                  "pad: must be ((before, after), ...), a pair an axis")
-                   : NULL;
-    }
-    const nd_array own = *nd_array_of(self), *a = &own; /* it may be made meanwhile */
-    bool good = PyTuple_GET_SIZE(items) == a->ndim;
-    for (int i = 0; good && i < a->ndim; i++) {
-        int count;
-        if (nd_shape_from(PyTuple_GET_ITEM(items, i), "pad", &count, pairs[i]) < 0) {
-            Py_DECREF(items);
-            return NULL;
-        }
-        good = count == 2 && pairs[i][0] >= 0 && pairs[i][1] >= 0 &&
-               !__builtin_add_overflow(pairs[i][0], pairs[i][1], &shape[i]) &&
-               !__builtin_add_overflow(shape[i], a->shape[i], &shape[i]);
-    }
-    Py_DECREF(items);
-    if (!good) {
-        return PyErr_Format(PyExc_ValueError,
-                            "pad: needs ((before, after), ...), one pair of "
-                            "sizes of 0 or more for each of the %d axes",
-                            a->ndim);
-    }
-    nd_array out;
-    if (nd_new_array(state, "pad", a->storage->device, a->dtype, a->ndim, shape, &out) < 0) {
-        return NULL;
-    }
-    nd_array inner = out;
-    int64_t offset = 0;
-    for (int i = 0; i < a->ndim; i++) {
-        inner.shape[i] = a->shape[i];
-        offset += pairs[i][0] * out.strides[i];
-    }
-    if (nd_size(&inner) > 0) {
-        inner.data = (char *)out.data + offset * (int64_t)nd_dtype_size(a->dtype);
-    }
-    if (nd_fill(state, &out, 0.0) < 0 || nd_assign(state, "pad", &inner, a) < 0) {
-        nd_array_clear(&out);
-        return NULL;
-    }
-    return nd_wrap(state, &out);
+PyObject *nd_ndarray_numpy(PyObject *self, PyObject *unused) {
+    return nd_to_numpy(nd_state_of(self), nd_array_of(self));
 }
 
 PyObject *nd_ndarray_item(PyObject *self, PyObject *unused) {

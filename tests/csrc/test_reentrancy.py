@@ -29,22 +29,14 @@ class Item:
         lambda shape: _C.array(np.zeros((2, 3, 1))).broadcast_to(shape),
         lambda shape: _C.array(np.zeros(6)).as_strided(shape, (3, 1, 1)),
         lambda shape: _C.NDArray.make(shape, handle=_C.empty(6)._handle),
-        lambda shape: _C._rebuild(bytes(24), shape, "float32", None),
     ],
-    ids=["empty", "reshape", "broadcast_to", "as_strided", "make", "_rebuild"],
+    ids=["empty", "reshape", "broadcast_to", "as_strided", "make"],
 )
 def test_a_shape_that_is_cleared_while_it_is_read(call):
     shape = [2, 3, 1]
     shape[0] = Item(2, lambda: (shape.clear(), shape.extend(["other"] * 5), shape.clear()))
     assert call(shape).shape == (2, 3, 1)
     assert shape == []
-
-
-def test_pads_that_are_cleared_while_they_are_read():
-    x = _C.array(np.ones((2, 2)))
-    pads = [[0, 1], [1, 0]]
-    pads[0] = [Item(0, pads.clear), 1]
-    np.testing.assert_array_equal(x.pad(pads).numpy(), [[0, 1, 1], [0, 1, 1], [0, 0, 0]])
 
 
 class Broken(Exception):
@@ -64,14 +56,13 @@ def iterate():
     "call",
     [
         lambda: _C.empty(iterate()),
-        lambda: _C.empty((1, 1)).pad(iterate()),
         lambda: _C.empty((1, Item(1, broken))),
         lambda: _C.empty(1, type("Dtype", (), {"name": property(broken)})()),
         lambda: _C.fill(_C.empty(1), type("Value", (), {"__float__": broken})()),
         lambda: _C.sum(_C.empty(1), Item(1, broken)),
         lambda: _C.from_dlpack(type("Producer", (), {"__dlpack__": property(broken)})()),
     ],
-    ids=["shape", "pads", "size", "dtype", "float", "integer", "__dlpack__"],
+    ids=["shape", "size", "dtype", "float", "integer", "__dlpack__"],
 )
 def test_what_an_argument_raises_is_passed_on(call):
     with pytest.raises(Broken):
@@ -105,11 +96,6 @@ def test_an_array_that_is_made_by_its_own_axis(name):
         with pytest.raises(ValueError, match="has no elements"):
             getattr(x, name)((axis,))
     assert x.shape == (2,) * 8
-
-
-def test_an_array_that_is_made_by_its_own_pads():
-    x = _C.NDArray.__new__(_C.NDArray)
-    assert x.pad([(1, Item(2, lambda: x.__init__(np.ones((2,) * 8))))]).shape == (3,)
 
 
 def test_a_number_that_is_none_when_it_is_asked_again():

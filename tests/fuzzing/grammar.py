@@ -117,8 +117,6 @@ CONSTRUCTION 12
   <new> = _C.NDArray.make(<integers>, <integers>, None, <array>._handle, <integer>)
   <new> = _C.NDArray.make(<integers>, handle=<array>._handle, offset=<integer>, dtype=<dtype>)
   <new> = _C.NDArray.make(<integers>, None, <device>, None, <integer>, <dtype>)
-  <new> = _C._rebuild(bytes(24), <integers_of_six>, <dtype>, <device>)
-  <new> = _C._rebuild(<thing>, <integers>, <dtype>, <device>)
   *2 <new> = _C.from_dlpack(<producer>)
   <new> = <variable>.__init__(<values>, dtype=<dtype>)
   <new> = _C.NDArray.__new__(<subclass>, <thing>) | _C.NDArray.__new__(int, <thing>)

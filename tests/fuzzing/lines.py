@@ -182,9 +182,6 @@ class Lines:
             return f"Sequence({len(good)}, {items}{self.word('then')})"
         return self.word("integer" if kind < 19 else "thing")
 
-    def integers_of_six(self) -> str:
-        return self.integers((2, 3))
-
     # ---- lines that the table of ops gives -------------------------------------------------------
     def on_a_case(self) -> tuple[list[str], tuple]:
         """An op on one of the cases of needle.testing, with at most a few operands changed."""
