@@ -82,6 +82,7 @@ typedef struct {
     char detail[256];    /* CPU: OpenBLAS core and threads; CUDA: driver and runtime versions */
     char products[256];  /* what multiplies matrices, and so decides their bits */
     char uuid[64];       /* CUDA: of this GPU alone in the world; CPU: "" */
+    char warning[384];   /* for the user to read when the device opens, or "" */
 } nd_properties;
 
 typedef struct {

@@ -217,7 +217,7 @@ nd_status cuda_properties(int device, nd_properties *out) {
     snprintf(out->detail, sizeof out->detail, "driver %s (CUDA %d.%d), runtime CUDA %d.%d",
              release[0] ? release : "of unknown release", driver / 1000, driver / 10 % 100,
              runtime / 1000, runtime / 10 % 100);
-    cuda_products(out->products, sizeof out->products);
+    cuda_products(prop.name, out);
     const unsigned char *id = (const unsigned char *)prop.uuid.bytes;
     size_t used = (size_t)snprintf(out->uuid, sizeof out->uuid, "GPU");
     for (int i = 0; i < 16; i++) {

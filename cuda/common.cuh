@@ -107,8 +107,9 @@ nd_status cuda_pool_malloc(int device, size_t bytes, void **out);
 /* matmul.cu: drop plans, handle and workspace of the device (reset). */
 nd_status cuda_matmul_reset(int device);
 
-/* matmul.cu: the library and the table that decide how products are computed. */
-void cuda_products(char *text, size_t size);
+/* matmul.cu: fills in `products`, the library and the table that decide the bits of products, and
+ * `warning`, where the table of this GPU is of another version of the library. */
+void cuda_products(const char *gpu, nd_properties *out);
 
 /* Blocks for a grid-stride loop: `wanted`, but no more than `per_processor` on each processor. */
 static inline unsigned cuda_grid(int device, int64_t wanted, int per_processor) {

@@ -10,9 +10,9 @@
  *
  * Plans. What cuBLASLt needs for one kind of product (descriptors, layouts, the algorithm) is kept
  * by shape, strides, transposes, dtypes, epilogue, beta and the alignment of each pointer. The
- * algorithm is the heuristic's first answer, or the one that plans.def names for this GPU, version and
- * shape; never the winner of a timing, so that a resumed run takes the same. Partial sums of split
- * products are added in float32. NEEDLE_PLAN=n takes answer n everywhere, to make that table.
+ * algorithm is the heuristic's first answer, or the one that algorithms.def lists for this GPU,
+ * version and shape; never the winner of a timing, so that a resumed run takes the same. Partial sums
+ * of split products are added in float32. NEEDLE_PLAN=n takes answer n everywhere, to make the table.
  *
  * bias_bwd: blocks of 32 x 8 threads walk down strips of columns, 16 bytes a thread and row; partial
  * sums a block in scratch, added in a fixed order. Reads dy once.
@@ -24,22 +24,11 @@
 #include <string.h>
 #include <unordered_map>
 
+#include "algorithms.cuh"
 #include "common.cuh"
 
 namespace {
 
-/* Row-major: c (m x n) = a (m x k) b (k x n). */
-struct Listed {
-    const char *gpu;
-    size_t version; /* cublasLtGetVersion() */
-    int64_t m, n, k, transpose_a, transpose_b, out, bias, add, scaled;
-    int answer;
-};
-#define PLAN(gpu, version, m, n, k, transpose_a, transpose_b, out, bias, add, scaled, answer) \
-    {gpu, version, m, n, k, transpose_a, transpose_b, ND_##out, bias, add, scaled, answer},
-constexpr Listed listed_plans[] = {
-#include "plans.def"
-    {"", 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}};
 constexpr int ANSWERS = 8; /* as many as are asked for */
 
 /* One product as cuBLASLt sees it: column-major d (m x n) = op(a) (m x k) op(b) (k x n). All fields
@@ -173,22 +162,18 @@ nd_status layout(const char *op, cublasLtMatrixLayout_t *out, int64_t dtype, int
     return ND_OK;
 }
 
-/* Which of cuBLASLt's answers to take; a and b of a key are b and a of the table. */
-int listed_answer(const Blas &blas, const Key &key) {
+/* The index of cuBLASLt's answer to take. Column-major a and b are row-major b and a. */
+int answer_for(const Blas &blas, const Key &key) {
     const char *asked = getenv("NEEDLE_PLAN");
     if (asked) {
         return atoi(asked);
     }
-    for (const Listed &row : listed_plans) {
-        if (row.m == key.n && row.n == key.m && row.k == key.k && key.batch == 1 &&
-            row.transpose_a == key.transpose_b && row.transpose_b == key.transpose_a &&
-            key.in == ND_BF16 && row.out == key.out && row.bias == key.bias && row.add == key.add &&
-            row.scaled == key.scaled && row.version == cublasLtGetVersion() &&
-            strcmp(row.gpu, blas.gpu) == 0) {
-            return row.answer;
-        }
+    if (key.batch != 1 || key.in != ND_BF16) {
+        return 0;
     }
-    return 0;
+    return algorithms::answer_for(blas.gpu, cublasLtGetVersion(),
+                                  {key.n, key.m, key.k, key.transpose_b, key.transpose_a, key.out,
+                                   key.bias, key.add, key.scaled});
 }
 
 nd_status choose(const char *op, const Blas &blas, const Key &key, const void *bias,
@@ -218,7 +203,7 @@ nd_status choose(const char *op, const Blas &blas, const Key &key, const void *b
                          plan->product, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias, sizeof bias));
     }
     cublasLtMatmulHeuristicResult_t found[ANSWERS];
-    int count = 0, answer = listed_answer(blas, key);
+    int count = 0, answer = answer_for(blas, key);
     cublasStatus_t status =
         cublasLtMatmulAlgoGetHeuristic(blas.handle, plan->product, plan->a, plan->b, plan->c,
                                        plan->c, preference, ANSWERS, found, &count);
@@ -604,28 +589,10 @@ nd_status cuda_matmul_reset(int device) {
     return ND_OK;
 }
 
-void cuda_products(char *text, size_t size) {
-    uint32_t hash = 0x811c9dc5u; /* FNV-1a of the table */
-    for (const Listed &row : listed_plans) {
-        const int64_t numbers[] = {(int64_t)row.version,
-                                   row.m,
-                                   row.n,
-                                   row.k,
-                                   row.transpose_a,
-                                   row.transpose_b,
-                                   row.out,
-                                   row.bias,
-                                   row.add,
-                                   row.scaled,
-                                   row.answer};
-        for (const char *c = row.gpu; *c; c++) {
-            hash = (hash ^ (uint8_t)*c) * 0x01000193u;
-        }
-        for (int64_t number : numbers) {
-            hash = (hash ^ (uint32_t)number) * 0x01000193u;
-        }
-    }
-    size_t version = cublasLtGetVersion();
-    snprintf(text, size, "cuBLASLt %zu.%zu.%zu, plans %08x", version / 10000, version / 100 % 100,
-             version % 100, hash);
+void cuda_products(const char *gpu, nd_properties *out) {
+    char version[32];
+    algorithms::version_text(cublasLtGetVersion(), version);
+    snprintf(out->products, sizeof out->products, "cuBLASLt %s, plans %08x", version,
+             algorithms::hash());
+    algorithms::warning(gpu, cublasLtGetVersion(), out->warning, sizeof out->warning);
 }

@@ -158,6 +158,17 @@ const char *nd_device_missing(nd_device *device) {
     return text;
 }
 
+/* Print the warning of a device that has opened, each text once a process. */
+static void warn(const nd_device *device) {
+    static char last[sizeof((nd_properties *)NULL)->warning];
+    nd_properties properties = {0};
+    if (device->backend->properties(device->index, &properties) == ND_OK &&
+        properties.warning[0] != '\0' && strcmp(last, properties.warning) != 0) {
+        memcpy(last, properties.warning, sizeof last);
+        fprintf(stderr, "needle: warning: %s\n", last);
+    }
+}
+
 int nd_device_ready(nd_state *state, nd_device *device) {
     int slot = nd_device_slot(device);
     if (opened[slot]) {
@@ -173,6 +184,9 @@ int nd_device_ready(nd_state *state, nd_device *device) {
     }
     nd_status status = device->backend->open(device->index);
     opened[slot] = status == ND_OK;
+    if (opened[slot]) {
+        warn(device);
+    }
     return nd_check(state, nd_device_text(device, text), device, status);
 }
 

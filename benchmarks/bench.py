@@ -1,0 +1,168 @@
+"""Timing, peers and output that the benchmarks share. Importing it chooses needle as checkout.py
+says, so it stands before the import of needle."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import checkout
+
+checkout.choose()
+import needle as ndl
+from needle import _C
+from needle.processes import program
+
+Call = Callable[[], Any]
+Timer = Callable[[Call, int], float]  # milliseconds of so many calls
+
+
+# ---- programs and their peers --------------------------------------------------------------------
+
+
+def parser(text: str) -> argparse.ArgumentParser:
+    """One whose help is the docstring of the program."""
+    return argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def run(main: Callable[[], int | None]) -> None:
+    sys.exit(program(main))
+
+
+def has(*modules: str) -> bool:
+    """True if all of the peers' modules are installed."""
+    return all(importlib.util.find_spec(name) for name in modules)
+
+
+def need_gpu() -> ndl.Device:
+    """The first GPU. SystemExit where there is none."""
+    if not ndl.cuda().enabled():
+        name = Path(sys.argv[0]).name
+        raise SystemExit(f"{name}: no CUDA device: {ndl.cuda().reason()}")
+    return ndl.cuda()
+
+
+def describe(device: ndl.Device) -> str:
+    properties = device.properties()
+    return f"{properties['name']}, {properties['detail']}"
+
+
+# ---- operands ------------------------------------------------------------------------------------
+
+
+def normal(
+    device: ndl.Device, shape: Sequence[int], dtype: str = "bfloat16", scale: float = 1.0, seed=0
+) -> _C.NDArray:
+    """Normally distributed numbers, which repeat every 2^20: the host would take seconds for more,
+    and zeros run faster than a training's operands."""
+    out = _C.empty(tuple(shape), dtype, device)
+    flat, part = out.reshape((out.size,)), min(out.size, 1 << 20)
+    some = np.random.default_rng(seed).standard_normal(part, dtype=np.float32) * scale
+    drawn = _C.array(some, dtype, device)
+    for start in range(0, out.size, max(part, 1)):
+        _C.assign(flat[start : start + part], drawn[: min(part, out.size - start)])
+    return out
+
+
+# ---- timing --------------------------------------------------------------------------------------
+
+
+def needle_timer(device: ndl.Device) -> Timer:
+    """Times calls between two events of needle's stream."""
+    start, end = _C.Event(device), _C.Event(device)
+
+    def milliseconds(call: Call, count: int) -> float:
+        start.record()
+        for _ in range(count):
+            call()
+        end.record()
+        device.synchronize()
+        return start.elapsed(end)
+
+    return milliseconds
+
+
+def torch_timer() -> Timer:
+    """Times calls between two events of PyTorch's stream."""
+    import torch
+
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def milliseconds(call: Call, count: int) -> float:
+        start.record()
+        for _ in range(count):
+            call()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end)
+
+    return milliseconds
+
+
+def seconds(call: Call) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def repeats_for(milliseconds: float, timer: Timer, call: Call, most: int | None = None) -> int:
+    """How many calls take about so long; warms up."""
+    timer(call, 2)
+    count = max(1, round(milliseconds / max(timer(call, 3) / 3, 1e-3)))
+    return count if most is None else min(count, most)
+
+
+def in_turns(sides: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[Any]]:
+    """The samples of each side, which take turns, so that all see the same machine."""
+    samples: dict[str, list[Any]] = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, sample in sides.items():
+            samples[name].append(sample())
+    return samples
+
+
+def load(work: Callable[[], Any], seconds: float) -> None:
+    """Runs work() again and again for so long: a GPU that has idled is faster for a while."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        work()
+
+
+# ---- output --------------------------------------------------------------------------------------
+
+
+def spread(values: Iterable[float], form: str) -> str:
+    """The median and, in brackets, the least and the most."""
+    values = list(values)
+    middle = statistics.median(values)
+    return f"{middle:{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
+class GpuState:
+    """Asks nvidia-smi for clock, power and temperature while work goes on."""
+
+    def __init__(self) -> None:
+        query = "--query-gpu=clocks.sm,power.draw,temperature.gpu"
+        command = ["nvidia-smi", query, "--format=csv,noheader"]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    def during(self, work: Callable[[], Any]) -> str:
+        """The answer, work() repeated until it comes."""
+        while self._process.poll() is None:
+            work()
+        return self.text()
+
+    def text(self) -> str:
+        return self._process.communicate()[0].strip()

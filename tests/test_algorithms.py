@@ -1,0 +1,127 @@
+"""The table of algorithms (cuda/algorithms.def): which answer a product takes, the warning where it
+was made for another version of cuBLASLt, and how benchmarks/algorithms.py writes it."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from harness import ROOT
+
+sys.path.append(str(ROOT / "benchmarks"))  # after apps/, which has a generate of its own
+
+import algorithms  # noqa: E402
+
+TABLE = algorithms.TABLE.read_text()
+LISTED = (32768, 1536, 512, 0, 0, "BF16", 1, 0, 0)
+LOOKUP = """
+#include "algorithms.cuh"
+int main() {
+    algorithms::Product product = {32768, 1536, 512, 0, 0, ND_BF16, 1, 0, 0};
+    for (int version : {130100, 130200}) {
+        for (const char *gpu : {"NVIDIA H200", "NVIDIA H100"}) {
+            char text[384];
+            algorithms::warning(gpu, version, text, sizeof text);
+            printf("%d|%s\\n", algorithms::answer_for(gpu, version, product), text);
+        }
+    }
+    product.scaled = 1;
+    printf("%d\\n", algorithms::answer_for("NVIDIA H200", 130100, product));
+}
+"""
+BACKEND = """
+#include "backend.h"
+#include <stdio.h>
+static nd_status count(int *devices) { *devices = 2; return ND_OK; }
+static nd_status open(int device) { return ND_OK; }
+static const char *last_error(void) { return ""; }
+static nd_status properties(int device, nd_properties *out) {
+    snprintf(out->warning, sizeof out->warning, "%s", "the table is old");
+    return ND_OK;
+}
+const nd_backend *needle_backend(void) {
+    static nd_backend backend;
+    backend.abi = nd_abi();
+    backend.device_count = count;
+    backend.open = open;
+    backend.last_error = last_error;
+    backend.properties = properties;
+    return &backend;
+}
+"""
+
+
+def compiled(tmp_path, source, name, *flags):
+    (tmp_path / name).write_text(source)
+    command = ["c++" if name.endswith("cpp") else "cc", *flags, f"-I{ROOT}/csrc", f"-I{ROOT}/cuda"]
+    subprocess.run([*command, name], cwd=tmp_path, check=True)
+
+
+def test_lookup_takes_the_listed_answer_and_warns_of_another_version(tmp_path):
+    compiled(tmp_path, LOOKUP, "lookup.cpp", "-std=c++17", "-Wall", "-Wextra", "-Werror")
+    out = subprocess.run([tmp_path / "a.out"], capture_output=True, text=True, check=True).stdout
+    made_for, no_row, other, other_gpu, unlisted = out.splitlines()
+    answer = next(a for p, a in answers_of(TABLE, "NVIDIA H200", 130100).items() if p == LISTED)
+    assert answer > 0 and made_for == f"{answer}|" and unlisted == "0"
+    assert no_row == other_gpu == "0|"  # a GPU that the table does not list misses nothing
+    for part in ("0|", "NVIDIA H200", "13.1.0", "13.2.0", "benchmarks/algorithms.py --write"):
+        assert part in other
+
+
+def test_a_devices_warning_is_printed_once(tmp_path):
+    shutil.copytree(ROOT / "needle", tmp_path / "needle", ignore=shutil.ignore_patterns("_cuda*"))
+    library = str(tmp_path / "needle/_cuda.so")
+    compiled(tmp_path, BACKEND, "stub.c", "-std=gnu17", "-shared", "-fPIC", "-o", library)
+    code = "import needle\nfor i in (0, 1, 0): needle.cuda(i).properties()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "needle: warning: the table is old\n")
+
+
+def answers_of(table: str, gpu: str, version: int) -> dict:
+    """The rows of a GPU and version."""
+    found = {}
+    for line in table.splitlines():
+        if line.startswith(f'ALGORITHM("{gpu}", {version}, '):
+            *product, answer = line.rstrip(")").split(", ")[2:]
+            found[(*map(int, product[:5]), product[5], *map(int, product[6:]))] = int(answer)
+    return found
+
+
+def test_renewed_table_replaces_rows_of_this_gpu_alone():
+    unmeasured = (32768, 512, 1536, 0, 1, "BF16", 0, 0, 0)
+    before = answers_of(TABLE, "NVIDIA H200", 130100)
+    assert LISTED in before and unmeasured in before
+    assert algorithms.renewed(TABLE, "NVIDIA H200", 130100, {}) == TABLE
+
+    same = algorithms.renewed(
+        TABLE, "NVIDIA H200", 130100, {LISTED: 0, (1,) * 5 + ("F32", 0, 0, 0): 3}
+    )
+    after = answers_of(same, "NVIDIA H200", 130100)
+    assert after == {p: a for p, a in before.items() if p != LISTED} | {
+        (1, 1, 1, 1, 1, "F32", 0, 0, 0): 3
+    }
+
+    other = algorithms.renewed(TABLE, "NVIDIA B200", 130100, {LISTED: 2})
+    assert answers_of(other, "NVIDIA H200", 130100) == before
+    assert answers_of(other, "NVIDIA B200", 130100) == {LISTED: 2}
+
+    newer = algorithms.renewed(other, "NVIDIA H200", 130200, {LISTED: 1})
+    assert answers_of(newer, "NVIDIA H200", 130100) == {}
+    assert answers_of(newer, "NVIDIA H200", 130200) == {LISTED: 1}
+    assert answers_of(newer, "NVIDIA B200", 130100) == {LISTED: 2}
+    assert newer.startswith("/* algorithms.def - ") and newer.endswith("#undef ALGORITHM\n")
+
+
+@pytest.mark.parametrize(
+    "first, other, answer",
+    [((1.03, 1.03), (1, 1), 1), ((1.03, 1.01), (1, 1), 0), ((1, 1), (1.5, 1.5), 0)],
+)
+def test_an_answer_is_listed_if_it_wins_both_rounds(first, other, answer):
+    assert algorithms.fastest([list(first), list(other)]) == answer
