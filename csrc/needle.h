@@ -126,8 +126,8 @@ nd_status nd_broadcast_shape(const nd_array *a, const nd_array *b, int *ndim, in
 /* Set `view`'s strides so that it walks `a` in the same order under another shape of the same size.
  * False when no strides can. */
 bool nd_reshape_strides(const nd_array *a, nd_array *view);
-/* The bytes of a view lie from data + first to data + last; both 0 when it has none. ND_EVALUE where
- * they, or the stride of any axis, pass 64 bits. */
+/* The bytes of a view lie from data + first to data + last; both 0 when it has none. ND_EVALUE
+ * where they, or the stride of any axis, pass 64 bits. */
 nd_status nd_extent(const nd_array *a, int64_t *first, int64_t *last);
 /* ND_EVALUE unless all elements of the view lie inside its storage. */
 nd_status nd_check_bounds(const nd_array *a);

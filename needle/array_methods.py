@@ -1,5 +1,5 @@
-"""Methods of NDArray whose time does not count: printing, pickling, NumPy's protocols, `pad`,
-`flat`, `process_slice`.
+"""Methods of NDArray whose time does not count: printing, pickling, NumPy's protocols, Python's
+numbers, `flat`, `mean`, `pad`, `process_slice`.
 
 `needle._C` has the type with all that a training step calls; importing this module adds these.
 """
@@ -165,6 +165,18 @@ def _reduce(self: NDArray) -> tuple[Any, ...]:
     return _rebuild, (bits.numpy(), self.dtype, self.device)
 
 
+def _mean(
+    self: NDArray, axis: int | Sequence[int] | None = None, keepdims: bool = False
+) -> NDArray:
+    """Mean, in float32; integers sum in int64."""
+    halves = self.dtype in ("bfloat16", "float16")
+    total = (self.astype("float32") if halves else self).sum(axis, keepdims)
+    if total.dtype != "float32":
+        total = total.astype("float32")
+    total /= float(self.size // max(total.size, 1))
+    return total
+
+
 def _pad(self: NDArray, axes: Sequence[Sequence[int]], /) -> NDArray:
     """A copy with (before, after) zeros added on each axis."""
     pairs = [tuple(map(operator.index, pair)) for pair in axes]
@@ -191,12 +203,16 @@ def _process_slice(self: NDArray, sl: slice, dim: int, /) -> slice:
 for _name, _method in {
     "pad": _pad,
     "process_slice": _process_slice,
+    "mean": _mean,
     "tolist": _tolist,
     "flat": property(_flat),
     "__array__": _array,
     "__array_interface__": property(_array_interface),
     "__cuda_array_interface__": property(_cuda_array_interface),
     "__reduce__": _reduce,
+    "__bool__": lambda self: bool(self.item()),
+    "__float__": lambda self: float(self.item()),
+    "__int__": lambda self: int(self.item()),
     "__repr__": _repr,
     "__str__": _str,
 }.items():

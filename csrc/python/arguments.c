@@ -154,43 +154,32 @@ int nd_check_number(const char *op, const nd_number *number, nd_dtype dtype) {
 }
 
 int nd_take_number(const char *op, const field *f, PyObject *object, nd_slot *slot) {
-    if (f->kind == KIND_F64) {
+    bool real = f->kind == KIND_F64;
+    if (real) {
         slot->real = PyFloat_AsDouble(object);
-        if (slot->real == -1.0 && nd_is_out_of_memory()) {
-            return -1;
-        }
-        if (slot->real == -1.0 && PyErr_Occurred()) {
-            if (PyErr_ExceptionMatches(PyExc_OverflowError)) {
-                FAIL(PyExc_OverflowError, "%s: %s: the integer is too large for a float", op,
-                     f->name);
-            }
-            if (PyErr_ExceptionMatches(PyExc_TypeError)) {
-                PyErr_Format(PyExc_TypeError, "%s: %s: must be a number, not %.80s", op, f->name,
-                             Py_TYPE(object)->tp_name);
-            }
-            return -1;
-        }
     } else {
         PyObject *index = PyNumber_Index(object);
-        slot->integer = index ? (int64_t)PyLong_AsLongLong(index) : -1;
+        slot->integer = index != NULL ? (int64_t)PyLong_AsLongLong(index) : -1;
         Py_XDECREF(index);
-        if (slot->integer == -1 && PyErr_Occurred()) {
-            bool overflow = PyErr_ExceptionMatches(PyExc_OverflowError);
-            if (overflow || PyErr_ExceptionMatches(PyExc_TypeError)) {
-                PyErr_Format(overflow ? PyExc_ValueError : PyExc_TypeError,
-                             "%s: %s: must be an integer%s", op, f->name,
-                             overflow ? " of 64 bits" : "");
-            }
-            return -1;
-        }
     }
-    return 0;
+    if (!PyErr_Occurred()) {
+        return 0;
+    }
+    if (PyErr_ExceptionMatches(PyExc_TypeError)) {
+        FAIL(PyExc_TypeError, "%s: %s: must be %s, not %.80s", op, f->name,
+             real ? "a number" : "an integer", Py_TYPE(object)->tp_name);
+    }
+    if (PyErr_ExceptionMatches(PyExc_OverflowError)) {
+        FAIL(real ? PyExc_OverflowError : PyExc_ValueError, "%s: %s: %s", op, f->name,
+             real ? "the integer is too large for a float" : "must be an integer of 64 bits");
+    }
+    return -1;
 }
 
-int nd_check_operand(nd_state *state, const char *op, const char *operand, PyObject *object) {
-    if (!nd_is_ndarray(state, object)) {
+int nd_check_operand(const char *op, const char *operand, PyObject *object) {
+    if (!nd_is_ndarray(object)) {
         FAIL(PyExc_TypeError, "%s: %s: must be an NDArray, not %.80s", op, operand,
              Py_TYPE(object)->tp_name);
     }
-    return nd_check_live(state, op, operand, nd_array_of(object));
+    return nd_check_live(op, operand, nd_array_of(object));
 }

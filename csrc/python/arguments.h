@@ -25,7 +25,7 @@ int nd_shape_from_arguments(PyObject *arguments, const char *what, int *ndim, in
 int nd_normalise_axes(const char *op, int ndim, int count, int64_t *axes);
 PyObject *nd_pack_shape(int ndim, const int64_t *values);
 /* An NDArray that is alive, for the operand of an op. */
-int nd_check_operand(nd_state *state, const char *op, const char *operand, PyObject *object);
+int nd_check_operand(const char *op, const char *operand, PyObject *object);
 bool nd_is_exact(const nd_number *number); /* is `value` the number itself? */
 /* OverflowError unless an array of `dtype` holds it: rounded when that is a float, truncated when the
  * number is one. ValueError for NaN among integers. Any number is a bool. */
@@ -40,12 +40,12 @@ bool nd_is_numpy_array(PyObject *object);
 int nd_number_from(PyObject *object, nd_number *out);
 /* Any array-like into a fresh array. natural: keep NumPy's dtype where we have it (float64
  * becomes float32), else convert to dtype. */
-int nd_from_object(nd_state *state, PyObject *object, bool natural, nd_dtype dtype,
-                   nd_device *device, nd_array *out);
+int nd_from_object(PyObject *object, bool natural, nd_dtype dtype, nd_device *device,
+                   nd_array *out);
 /* The same for f(object, device=None, dtype=None): on object's own device where it has one. */
-int nd_from_arguments(nd_state *state, PyObject *object, PyObject *device, PyObject *dtype,
-                      nd_dtype otherwise, nd_array *out);
+int nd_from_arguments(PyObject *object, PyObject *device, PyObject *dtype, nd_dtype otherwise,
+                      nd_array *out);
 /* A NumPy array with a copy of the elements; bfloat16, which NumPy lacks, becomes float32. */
-PyObject *nd_to_numpy(nd_state *state, const nd_array *a);
+PyObject *nd_to_numpy(const nd_array *a);
 #pragma GCC visibility pop
 #endif

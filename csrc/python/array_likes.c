@@ -110,15 +110,15 @@ static int check_unsigned(PyArrayObject *array) {
     return found < 0 ? -1 : nd_check_number("array", &most, ND_I64);
 }
 
-int nd_from_object(nd_state *state, PyObject *object, bool natural, nd_dtype dtype,
-                   nd_device *device, nd_array *out) {
-    if (nd_is_ndarray(state, object)) {
+int nd_from_object(PyObject *object, bool natural, nd_dtype dtype, nd_device *device,
+                   nd_array *out) {
+    if (nd_is_ndarray(object)) {
         nd_array there;
         const nd_array *a = nd_array_of(object);
-        if (nd_to_device(state, a, device, &there) < 0) {
+        if (nd_to_device(a, device, &there) < 0) {
             return -1;
         }
-        int result = nd_copy(state, &there, natural ? a->dtype : dtype, out);
+        int result = nd_copy(&there, natural ? a->dtype : dtype, out);
         nd_array_clear(&there);
         return result;
     }
@@ -162,7 +162,7 @@ int nd_from_object(nd_state *state, PyObject *object, bool natural, nd_dtype dty
     }
     nd_array made;
     nd_dtype staged = dtype == ND_BF16 ? ND_F32 : dtype;
-    if (nd_new_array(state, "array", device, staged, PyArray_NDIM(host), shape, &made) < 0) {
+    if (nd_new_array("array", device, staged, PyArray_NDIM(host), shape, &made) < 0) {
         Py_DECREF(host);
         return -1;
     }
@@ -172,41 +172,41 @@ int nd_from_object(nd_state *state, PyObject *object, bool natural, nd_dtype dty
         ND_CALL_UNLOCKED(status, device, upload, made.data, PyArray_DATA(host), bytes);
     }
     Py_DECREF(host);
-    int result = nd_check(state, "array", device, status);
+    int result = nd_check("array", device, status);
     if (result == 0 && staged == dtype) {
         *out = made;
         return 0;
     }
     if (result == 0) {
-        result = nd_copy(state, &made, dtype, out);
+        result = nd_copy(&made, dtype, out);
     }
     nd_array_clear(&made);
     return result;
 }
 
-int nd_from_arguments(nd_state *state, PyObject *object, PyObject *device, PyObject *dtype,
-                      nd_dtype otherwise, nd_array *out) {
+int nd_from_arguments(PyObject *object, PyObject *device, PyObject *dtype, nd_dtype otherwise,
+                      nd_array *out) {
     nd_device *where;
     if (dtype != Py_None && nd_dtype_from(dtype, &otherwise) < 0) {
         return -1;
     }
-    if (device == Py_None && nd_is_ndarray(state, object)) {
+    if (device == Py_None && nd_is_ndarray(object)) {
         where = nd_array_of(object)->storage->device;
-    } else if (nd_device_from(state, device, &where) < 0) {
+    } else if (nd_device_from(device, &where) < 0) {
         return -1;
     }
-    return nd_from_object(state, object, false, otherwise, where, out);
+    return nd_from_object(object, false, otherwise, where, out);
 }
 
-PyObject *nd_to_numpy(nd_state *state, const nd_array *a) {
+PyObject *nd_to_numpy(const nd_array *a) {
     nd_dtype dtype = a->dtype == ND_BF16 ? ND_F32 : a->dtype;
     nd_array compact;
-    if (nd_check_live(state, "numpy", "x", a) < 0) {
+    if (nd_check_live("numpy", "x", a) < 0) {
         return NULL;
     }
     if (dtype == a->dtype && nd_is_contiguous(a)) {
         nd_array_view(a, &compact);
-    } else if (nd_copy(state, a, dtype, &compact) < 0) {
+    } else if (nd_copy(a, dtype, &compact) < 0) {
         return NULL;
     }
     npy_intp shape[ND_MAX_DIMS];
@@ -222,7 +222,7 @@ PyObject *nd_to_numpy(nd_state *state, const nd_array *a) {
         ND_CALL_UNLOCKED(status, device, download, to, compact.data, bytes);
         if (status != ND_OK) {
             Py_CLEAR(array);
-            nd_raise(state, "numpy", device, status);
+            nd_raise("numpy", device, status);
         }
     }
     nd_array_clear(&compact);

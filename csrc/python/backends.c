@@ -1,9 +1,8 @@
 /* backends.c - the table of backends: how each is obtained, and its devices.
  *
- * The table belongs to the process rather than to an interpreter (equal devices are equal pointers);
- * the GIL guards it. A backend is loaded by the first question about one of its devices, so that
- * importing needle touches no GPU. One that comes in a file of its own is refused, by the file's
- * name, when it was compiled with another ops.def.
+ * The GIL guards the table; equal devices are equal pointers. A backend is loaded by the first
+ * question about one of its devices, so that importing needle touches no GPU. One in a file of its
+ * own is refused, by the file's name, when it was compiled with another ops.def.
  */
 #include "backends.h"
 
@@ -169,17 +168,17 @@ static void warn(const nd_device *device) {
     }
 }
 
-int nd_device_ready(nd_state *state, nd_device *device) {
+int nd_device_ready(nd_device *device) {
     int slot = nd_device_slot(device);
     if (opened[slot]) {
-        return nd_check_alive(state, device);
+        return nd_check_alive(device);
     }
     char text[24];
     const char *missing = nd_device_missing(device);
     if (missing != NULL) {
         FAIL(PyExc_RuntimeError, "%s: %s", nd_device_text(device, text), missing);
     }
-    if (nd_check_alive(state, device) < 0) {
+    if (nd_check_alive(device) < 0) {
         return -1;
     }
     nd_status status = device->backend->open(device->index);
@@ -187,10 +186,10 @@ int nd_device_ready(nd_state *state, nd_device *device) {
     if (opened[slot]) {
         warn(device);
     }
-    return nd_check(state, nd_device_text(device, text), device, status);
+    return nd_check(nd_device_text(device, text), device, status);
 }
 
-int nd_backend_reset(nd_state *state, nd_backend_id id) {
+int nd_backend_reset(nd_backend_id id) {
     for (int i = 0; i < ND_MAX_DEVICES; i++) {
         nd_device *device = &devices[id * ND_MAX_DEVICES + i];
         bool *open = &opened[nd_device_slot(device)];
@@ -199,12 +198,12 @@ int nd_backend_reset(nd_state *state, nd_backend_id id) {
         }
         char op[32];
         snprintf(op, sizeof op, "%.20s_reset", backends[id].name);
-        if (nd_check(state, op, device, device->backend->reset(device->index)) < 0) {
+        if (nd_check(op, device, device->backend->reset(device->index)) < 0) {
             return -1;
         }
         device->generation++;
         *open = false;
-        if (nd_device_ready(state, device) < 0) {
+        if (nd_device_ready(device) < 0) {
             return -1;
         }
     }
@@ -212,21 +211,18 @@ int nd_backend_reset(nd_state *state, nd_backend_id id) {
 }
 
 /* ---- import ---------------------------------------------------------------------------------- */
-int nd_backends_init(nd_state *state) {
-    if (nd_host()->generation == 0) { /* the first interpreter to import */
-        for (int i = 0; i < NUM_BACKENDS * ND_MAX_DEVICES; i++) {
-            devices[i] = (nd_device){.index = i % ND_MAX_DEVICES, .generation = 1};
-        }
-        Dl_info self;
-        bool known = dladdr(devices, &self) != 0 && self.dli_fname != NULL;
-        const char *slash = known ? strrchr(self.dli_fname, '/') : NULL;
-        for (int id = 0; known && id < NUM_BACKENDS; id++) {
-            if (backends[id].file != NULL) {
-                snprintf(backends[id].path, sizeof backends[id].path, "%.*s/%s",
-                         slash != NULL ? (int)(slash - self.dli_fname) : 1,
-                         slash != NULL ? self.dli_fname : ".", backends[id].file);
-            }
+int nd_backends_init(void) {
+    for (int i = 0; i < NUM_BACKENDS * ND_MAX_DEVICES; i++) {
+        devices[i] = (nd_device){.index = i % ND_MAX_DEVICES, .generation = 1};
+    }
+    Dl_info self;
+    bool known = dladdr(devices, &self) != 0 && self.dli_fname != NULL;
+    const char *slash = known ? strrchr(self.dli_fname, '/') : NULL;
+    for (int id = 0; slash != NULL && id < NUM_BACKENDS; id++) {
+        if (backends[id].file != NULL) {
+            snprintf(backends[id].path, sizeof backends[id].path, "%.*s/%s",
+                     (int)(slash - self.dli_fname), self.dli_fname, backends[id].file);
         }
     }
-    return nd_device_ready(state, nd_host());
+    return nd_device_ready(nd_host());
 }

@@ -14,7 +14,7 @@
     } while (0)
 
 #pragma GCC visibility push(hidden)
-int nd_backends_init(nd_state *state);
+int nd_backends_init(void);
 const char *nd_library_path(nd_backend_id id); /* where the file of a backend is looked for */
 
 /* The device whose memory the host reads, ready since import. */
@@ -32,8 +32,8 @@ int nd_device_count(nd_backend_id id); /* 0 when the backend cannot be had */
 const char *nd_device_missing(nd_device *device);
 /* Make the device ready to allocate and run: load the backend, open the device. A device that is
  * not there raises RuntimeError with the reason. */
-int nd_device_ready(nd_state *state, nd_device *device);
+int nd_device_ready(nd_device *device);
 /* Free everything on the open devices of a backend and open them anew. */
-int nd_backend_reset(nd_state *state, nd_backend_id id);
+int nd_backend_reset(nd_backend_id id);
 #pragma GCC visibility pop
 #endif

@@ -56,19 +56,19 @@ static uint64_t hash_of(const nd_array *a) {
     return lanes[0];
 }
 
-static void look_at(nd_state *state, nd_exported *hold) {
+static void look_at(nd_exported *hold) {
     uint64_t before = hold->hash;
     hold->hash = hash_of(&hold->array);
     if (hold->hashed && hold->hash != before) {
-        nd_count_write(state, &hold->array);
+        nd_count_write(&hold->array);
     }
     hold->hashed = true;
 }
 
-void nd_count_outside_writes(nd_state *state, const nd_array *a) {
-    for (nd_exported *hold = state->exported; hold != NULL; hold = hold->next) {
+void nd_count_outside_writes(const nd_array *a) {
+    for (nd_exported *hold = nd.exported; hold != NULL; hold = hold->next) {
         if (hold->array.storage == a->storage) {
-            look_at(state, hold);
+            look_at(hold);
         }
     }
 }
@@ -108,16 +108,15 @@ int nd_ndarray_getbuffer(PyObject *self, Py_buffer *view, int flags) {
         hold->shape[i] = (Py_ssize_t)a->shape[i];
         hold->strides[i] = (Py_ssize_t)a->strides[i] * item;
     }
-    nd_state *state = nd_state_of(self);
     nd_array_view(a, &hold->array);
     hold->writable = (flags & PyBUF_WRITABLE) == PyBUF_WRITABLE;
     if (hold->writable) {
-        nd_count_write(state, a);
+        nd_count_write(a);
     } else if (flags != PyBUF_SIMPLE) { /* plain bytes are asked for to be read: files, hashes */
-        look_at(state, hold);
+        look_at(hold);
     }
-    hold->next = state->exported;
-    state->exported = hold;
+    hold->next = nd.exported;
+    nd.exported = hold;
     static char nothing[8]; /* an empty array has no memory, but a buffer may not be NULL */
     view->buf = a->data != NULL ? a->data : nothing;
     view->obj = Py_NewRef(self);
@@ -135,13 +134,12 @@ int nd_ndarray_getbuffer(PyObject *self, Py_buffer *view, int flags) {
 
 void nd_ndarray_releasebuffer(PyObject *self, Py_buffer *view) {
     nd_exported *hold = view->internal;
-    nd_state *state = nd_state_of(self);
     if (hold->writable) {
-        nd_count_write(state, &hold->array);
+        nd_count_write(&hold->array);
     } else if (hold->hashed) {
-        look_at(state, hold);
+        look_at(hold);
     }
-    nd_exported **link = &state->exported;
+    nd_exported **link = &nd.exported;
     while (*link != hold) {
         link = &(*link)->next;
     }

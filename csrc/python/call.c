@@ -1,9 +1,9 @@
 /* call.c - each op of ops.def as a function of the module: arguments by position or name, checks,
  * layout, outputs. Signature and summary come from the table, which tools get as data.
  *
- * The checks of an OP follow its operands, of each: type, device, dtype, axes. An operand without the
- * layout its kernel needs is copied (NEEDLE_TRACE=1 shows it), and copied back when it is changed
- * in place. An operand that is read is also copied when it overlaps one that is written.
+ * The checks of an OP follow its operands, of each: type, device, dtype, axes. An operand without
+ * the layout its kernel needs is copied (NEEDLE_TRACE=1 shows it), and copied back when it is
+ * changed in place. An operand that is read is also copied when it overlaps one that is written.
  */
 #include <string.h>
 
@@ -34,7 +34,6 @@ typedef struct {
 } operand;
 
 typedef struct {
-    nd_state *state;
     const nd_op_info *info;
     int64_t sizes[128]; /* by axis letter; -1: not seen yet */
     nd_device *device;
@@ -73,7 +72,7 @@ static const char *axes_text(const char *axes, char *text) {
 }
 
 static int check_device(call *c, const field *f, const nd_array *a) {
-    if (nd_check_live(c->state, c->info->name, f->name, a) < 0) {
+    if (nd_check_live(c->info->name, f->name, a) < 0) {
         return -1;
     }
     if (c->device == NULL) {
@@ -106,8 +105,8 @@ static int check_dtype(call *c, const field *f, const nd_array *a) {
     return 0;
 }
 
-/* Match the sizes of `a` to the letters. A matrix product takes its operands without B as well: then
- * all of them, and `a` gets a leading axis of 1. */
+/* Match the sizes of `a` to the letters. A matrix product takes its operands without B as well: all
+ * of them then, and `a` gets a leading axis of 1. */
 static int check_axes(call *c, const field *f, nd_array *a) {
     const char *op = c->info->name;
     if (f->axes[0] == '*') {
@@ -191,7 +190,7 @@ static bool is_aligned(const call *c, field_kind kind, const nd_array *a) {
 
 static int take_array(call *c, const field *f, PyObject *object, operand *o) {
     const char *op = c->info->name;
-    if (!nd_is_ndarray(c->state, object)) {
+    if (!nd_is_ndarray(object)) {
         FAIL(PyExc_TypeError, "%s: %s: must be an NDArray%s, not %.80s", op, f->name,
              may_be_none(f->kind) ? " or None" : "", Py_TYPE(object)->tp_name);
     }
@@ -264,8 +263,8 @@ static int lay_out(call *c, const field *f, operand *o) {
         is_aligned(c, f->kind, a)) {
         return 0;
     }
-    nd_trace_copy(c->state, c->info->name, f->name, a);
-    if (nd_copy(c->state, a, a->dtype, &copy) < 0) {
+    nd_trace_copy(c->info->name, f->name, a);
+    if (nd_copy(a, a->dtype, &copy) < 0) {
         return -1;
     }
     o->original = *a;
@@ -285,7 +284,7 @@ static int allocate(call *c, const field *f, operand *o) {
         shape[k] = c->sizes[(int)f->axes[k]];
     }
     nd_dtype dtype = f->dtype == CLASS_F ? c->float_dtype : class_dtypes[f->dtype];
-    if (nd_new_array(c->state, c->info->name, c->device, dtype, ndim, shape, &o->array) < 0) {
+    if (nd_new_array(c->info->name, c->device, dtype, ndim, shape, &o->array) < 0) {
         return -1;
     }
     o->owned = true;
@@ -322,7 +321,7 @@ static int run(call *c, nd_op id) {
         }
         int64_t size = nd_size(&o->array);
         if (is_changed(f->kind)) {
-            nd_count_write(c->state, o->copy_back ? &o->original : &o->array);
+            nd_count_write(o->copy_back ? &o->original : &o->array);
         }
         writes |= size > 0 && (f->kind == KIND_OUT || is_changed(f->kind));
         work += size;
@@ -330,12 +329,12 @@ static int run(call *c, nd_op id) {
     if (!writes) {
         return 0;
     }
-    if (nd_run_op(c->state, id, c->device, c->slots, work) < 0) {
+    if (nd_run_op(id, c->device, c->slots, work) < 0) {
         return -1;
     }
     for (int i = 0; i < c->count; i++) {
         const operand *o = &c->operands[i];
-        if (o->copy_back && nd_run_assign(c->state, &o->original, &o->array) < 0) {
+        if (o->copy_back && nd_run_assign(&o->original, &o->array) < 0) {
             return -1;
         }
     }
@@ -356,7 +355,7 @@ static PyObject *wrap_outputs(call *c) {
             nd_drop_first_axis(a);
         }
         c->operands[i].owned = false;
-        list[count++] = nd_wrap(c->state, a);
+        list[count++] = nd_wrap(a);
     }
     if (count == 1) {
         return list[0];
@@ -373,11 +372,10 @@ static PyObject *wrap_outputs(call *c) {
     return tuple;
 }
 
-PyObject *nd_structured(nd_state *state, nd_op id, PyObject *const *given) {
+PyObject *nd_structured(nd_op id, PyObject *const *given) {
     nd_slot slots[ND_MAX_FIELDS];
     operand operands[ND_MAX_FIELDS];
-    call c = {.state = state,
-              .info = &nd_ops[id],
+    call c = {.info = &nd_ops[id],
               .float_dtype = ND_F32,
               .star_ndim = -1,
               .slots = slots,
@@ -400,9 +398,9 @@ PyObject *nd_structured(nd_state *state, nd_op id, PyObject *const *given) {
 
 /* ---- arguments ------------------------------------------------------------------------------- */
 /* Parameters are all operands but OUT; the names of an op end with NULL. */
-static int intern_names(nd_state *state) {
+static int intern_names(void) {
     for (int id = 0; id < NUM_OPS; id++) {
-        PyObject **to = state->field_names[id];
+        PyObject **to = nd.field_names[id];
         for (const field *f = nd_ops[id].fields; f->kind != KIND_END; f++) {
             if (f->kind != KIND_OUT && (*to++ = PyUnicode_InternFromString(f->name)) == NULL) {
                 return -1;
@@ -414,10 +412,10 @@ static int intern_names(nd_state *state) {
 
 /* Positional and keyword arguments into given[]. Names at a call site are interned, so that
  * comparing pointers nearly always finds them. */
-static int parse(nd_state *state, nd_op id, PyObject *const *arguments, Py_ssize_t positional,
-                 PyObject *keywords, PyObject **given) {
+static int parse(nd_op id, PyObject *const *arguments, Py_ssize_t positional, PyObject *keywords,
+                 PyObject **given) {
     const char *op = nd_ops[id].name;
-    PyObject *const *names = state->field_names[id];
+    PyObject *const *names = nd.field_names[id];
     int count = 0;
     for (; names[count] != NULL; count++) {
         given[count] = count < positional ? arguments[count] : NULL;
@@ -453,9 +451,9 @@ static int parse(nd_state *state, nd_op id, PyObject *const *arguments, Py_ssize
     return 0;
 }
 
-static PyObject *call_binary(nd_state *state, nd_op id, PyObject *const *given) {
+static PyObject *call_binary(nd_op id, PyObject *const *given) {
     bool unsupported;
-    PyObject *result = nd_binary(state, id, given[0], given[1], NULL, &unsupported);
+    PyObject *result = nd_binary(id, given[0], given[1], NULL, &unsupported);
     if (unsupported) {
         PyErr_Format(PyExc_TypeError,
                      "%s: takes an NDArray and an NDArray or a number, not %.80s "
@@ -465,39 +463,38 @@ static PyObject *call_binary(nd_state *state, nd_op id, PyObject *const *given) 
     return result;
 }
 
-static PyObject *call_reduction(nd_state *state, nd_op id, PyObject *const *given) {
+static PyObject *call_reduction(nd_op id, PyObject *const *given) {
     const nd_op_info *info = &nd_ops[id];
     nd_slot axes;
     nd_array out;
-    if (nd_check_operand(state, info->name, "x", given[0]) < 0 ||
+    if (nd_check_operand(info->name, "x", given[0]) < 0 ||
         nd_take_number(info->name, &info->fields[1], given[1], &axes) < 0) {
         return NULL;
     }
     const nd_array *x = nd_array_of(given[0]);
     int count = axes.integer < 0 || axes.integer > x->ndim ? x->ndim + 1 : (int)axes.integer;
-    return nd_reduce(state, id, x, count, &out) < 0 ? NULL : nd_wrap(state, &out);
+    return nd_reduce(id, x, count, &out) < 0 ? NULL : nd_wrap(&out);
 }
 
 static PyObject *call_op(PyObject *module, nd_op id, PyObject *const *arguments,
                          Py_ssize_t positional, PyObject *keywords) {
-    nd_state *state = nd_module_state(module);
     PyObject *given[ND_MAX_FIELDS];
-    if (parse(state, id, arguments, positional, keywords, given) < 0) {
+    if (parse(id, arguments, positional, keywords, given) < 0) {
         return NULL;
     }
     switch (nd_ops[id].kind) {
     case OP_KIND_EW1:
-        return nd_unary(state, id, given[0]);
+        return nd_unary(id, given[0]);
     case OP_KIND_EW2:
     case OP_KIND_CMP:
-        return call_binary(state, id, given);
+        return call_binary(id, given);
     case OP_KIND_RED:
     case OP_KIND_ARG:
-        return call_reduction(state, id, given);
+        return call_reduction(id, given);
     case OP_KIND_OP:
         break;
     }
-    return nd_structured(state, id, given);
+    return nd_structured(id, given);
 }
 
 #define EACH_OP(name)                                                                          \
@@ -564,7 +561,7 @@ static PyMethodDef table_method[] = {
     {NULL, NULL, 0, NULL},
 };
 
-int nd_callables_init(PyObject *module, nd_state *state) {
-    bool failed = intern_names(state) < 0 || PyModule_AddFunctions(module, methods) < 0;
+int nd_callables_init(PyObject *module) {
+    bool failed = intern_names() < 0 || PyModule_AddFunctions(module, methods) < 0;
     return failed ? -1 : PyModule_AddFunctions(module, table_method);
 }

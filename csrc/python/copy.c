@@ -8,13 +8,13 @@
 #include "errors.h"
 #include "run.h"
 
-int nd_run_assign(nd_state *state, const nd_array *to, const nd_array *from) {
+int nd_run_assign(const nd_array *to, const nd_array *from) {
     int64_t size = nd_size(to);
     if (size == 0) {
         return 0;
     }
     nd_slot slots[2] = {{.array = (nd_array *)to}, {.array = (nd_array *)from}};
-    return nd_run_op(state, OP_assign, to->storage->device, slots, size);
+    return nd_run_op(OP_assign, to->storage->device, slots, size);
 }
 
 int nd_check_writable(const char *op, const char *operand, const nd_array *a) {
@@ -29,39 +29,39 @@ int nd_check_writable(const char *op, const char *operand, const nd_array *a) {
     return 0;
 }
 
-int nd_fill(nd_state *state, const nd_array *to, double value) {
-    if (nd_check_live(state, "fill", "to", to) < 0 || nd_check_writable("fill", "to", to) < 0) {
+int nd_fill(const nd_array *to, double value) {
+    if (nd_check_live("fill", "to", to) < 0 || nd_check_writable("fill", "to", to) < 0) {
         return -1;
     }
     int64_t size = nd_size(to);
     if (size == 0) {
         return 0;
     }
-    nd_count_write(state, to);
+    nd_count_write(to);
     nd_slot slots[2] = {{.array = (nd_array *)to}, {.real = value}};
-    return nd_run_op(state, OP_fill, to->storage->device, slots, size);
+    return nd_run_op(OP_fill, to->storage->device, slots, size);
 }
 
-int nd_new_array(nd_state *state, const char *op, nd_device *device, nd_dtype dtype, int ndim,
-                 const int64_t *shape, nd_array *out) {
-    return nd_check(state, op, NULL, nd_array_new(device, dtype, ndim, shape, out));
+int nd_new_array(const char *op, nd_device *device, nd_dtype dtype, int ndim, const int64_t *shape,
+                 nd_array *out) {
+    return nd_check(op, NULL, nd_array_new(device, dtype, ndim, shape, out));
 }
 
-int nd_copy(nd_state *state, const nd_array *a, nd_dtype dtype, nd_array *out) {
-    if (nd_check_live(state, "copy", "source", a) < 0 ||
-        nd_new_array(state, "copy", a->storage->device, dtype, a->ndim, a->shape, out) < 0) {
+int nd_copy(const nd_array *a, nd_dtype dtype, nd_array *out) {
+    if (nd_check_live("copy", "source", a) < 0 ||
+        nd_new_array("copy", a->storage->device, dtype, a->ndim, a->shape, out) < 0) {
         return -1;
     }
-    if (nd_run_assign(state, out, a) < 0) {
+    if (nd_run_assign(out, a) < 0) {
         nd_array_clear(out);
         return -1;
     }
     return 0;
 }
 
-int nd_contiguous(nd_state *state, const nd_array *a, nd_array *out) {
+int nd_contiguous(const nd_array *a, nd_array *out) {
     if (!nd_is_contiguous(a)) {
-        return nd_copy(state, a, a->dtype, out);
+        return nd_copy(a, a->dtype, out);
     }
     nd_array_view(a, out);
     return 0;
@@ -85,8 +85,8 @@ void nd_drop_first_axis(nd_array *a) {
     memmove(a->strides, a->strides + 1, (size_t)a->ndim * sizeof *a->strides);
 }
 
-int nd_assign(nd_state *state, const char *op, const nd_array *to, const nd_array *from) {
-    if (nd_check_live(state, op, "to", to) < 0 || nd_check_live(state, op, "source", from) < 0 ||
+int nd_assign(const char *op, const nd_array *to, const nd_array *from) {
+    if (nd_check_live(op, "to", to) < 0 || nd_check_live(op, "source", from) < 0 ||
         nd_check_writable(op, "to", to) < 0) {
         return -1;
     }
@@ -101,20 +101,20 @@ int nd_assign(nd_state *state, const char *op, const nd_array *to, const nd_arra
         FAIL(PyExc_ValueError, "%s: source: %s", op, nd_last_error());
     }
     int result;
-    nd_count_write(state, to);
+    nd_count_write(to);
     if (nd_same_geometry(to, &wide)) {
         result = 0;
     } else if (nd_may_overlap(to, &wide)) {
         nd_array copy;
-        result = nd_copy(state, &source, source.dtype, &copy);
+        result = nd_copy(&source, source.dtype, &copy);
         if (result == 0) {
             nd_array_clear(&wide);
             nd_broadcast_to(&copy, to->ndim, to->shape, &wide);
             nd_array_clear(&copy);
-            result = nd_run_assign(state, to, &wide);
+            result = nd_run_assign(to, &wide);
         }
     } else {
-        result = nd_run_assign(state, to, &wide);
+        result = nd_run_assign(to, &wide);
     }
     nd_array_clear(&wide);
     return result;
@@ -143,8 +143,8 @@ static nd_status transfer(const nd_array *from, const nd_array *to) {
     return status;
 }
 
-int nd_to_device(nd_state *state, const nd_array *a, nd_device *device, nd_array *out) {
-    if (nd_check_live(state, "to", "x", a) < 0) {
+int nd_to_device(const nd_array *a, nd_device *device, nd_array *out) {
+    if (nd_check_live("to", "x", a) < 0) {
         return -1;
     }
     if (a->storage->device == device) {
@@ -152,7 +152,7 @@ int nd_to_device(nd_state *state, const nd_array *a, nd_device *device, nd_array
         return 0;
     }
     nd_array compact;
-    if (nd_contiguous(state, a, &compact) < 0) {
+    if (nd_contiguous(a, &compact) < 0) {
         return -1;
     }
     nd_status status = nd_array_new(device, a->dtype, a->ndim, a->shape, out);
@@ -165,5 +165,5 @@ int nd_to_device(nd_state *state, const nd_array *a, nd_device *device, nd_array
         }
     }
     nd_array_clear(&compact);
-    return nd_check(state, "to", NULL, status);
+    return nd_check("to", NULL, status);
 }

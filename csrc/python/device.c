@@ -16,12 +16,11 @@ typedef struct {
 } DeviceObject;
 
 static nd_device *device_of(PyObject *self) { return ((DeviceObject *)self)->device; }
-static nd_state *state_of(PyObject *self) { return PyType_GetModuleState(Py_TYPE(self)); }
 
-PyObject *nd_device_object(nd_state *state, nd_device *device) {
-    PyObject **cached = &state->devices[nd_device_slot(device)];
+PyObject *nd_device_object(nd_device *device) {
+    PyObject **cached = &nd.devices[nd_device_slot(device)];
     if (*cached == NULL) {
-        DeviceObject *object = PyObject_New(DeviceObject, state->device_type);
+        DeviceObject *object = PyObject_New(DeviceObject, nd.device_type);
         if (object == NULL) {
             return NULL;
         }
@@ -31,17 +30,17 @@ PyObject *nd_device_object(nd_state *state, nd_device *device) {
     return Py_NewRef(*cached);
 }
 
-int nd_device_from(nd_state *state, PyObject *object, nd_device **out) {
+int nd_device_from(PyObject *object, nd_device **out) {
     if (object == NULL || object == Py_None) {
         *out = nd_host();
         return 0;
     }
-    if (!PyObject_TypeCheck(object, state->device_type)) {
+    if (!PyObject_TypeCheck(object, nd.device_type)) {
         FAIL(PyExc_TypeError, "device: must be a Device such as needle.cpu(), not %.80s",
              Py_TYPE(object)->tp_name);
     }
     *out = device_of(object);
-    return nd_device_ready(state, *out);
+    return nd_device_ready(*out);
 }
 
 static void device_dealloc(PyObject *self) {
@@ -80,18 +79,18 @@ static PyObject *device_reason(PyObject *self, PyObject *unused) {
 
 /* The device of `self`, ready; NULL with an exception. */
 static nd_device *ready(PyObject *self) {
-    return nd_device_ready(state_of(self), device_of(self)) < 0 ? NULL : device_of(self);
+    return nd_device_ready(device_of(self)) < 0 ? NULL : device_of(self);
 }
 
-#define DEVICE_CALL(name)                                               \
-    static PyObject *device_##name(PyObject *self, PyObject *unused) {  \
-        nd_device *device = ready(self);                                \
-        nd_status status;                                               \
-        if (device == NULL) {                                           \
-            return NULL;                                                \
-        }                                                               \
-        ND_CALL_UNLOCKED(status, device, name);                         \
-        return nd_none_or_raise(state_of(self), #name, device, status); \
+#define DEVICE_CALL(name)                                              \
+    static PyObject *device_##name(PyObject *self, PyObject *unused) { \
+        nd_device *device = ready(self);                               \
+        nd_status status;                                              \
+        if (device == NULL) {                                          \
+            return NULL;                                               \
+        }                                                              \
+        ND_CALL_UNLOCKED(status, device, name);                        \
+        return nd_none_or_raise(#name, device, status);                \
     }
 DEVICE_CALL(synchronize)
 DEVICE_CALL(reset_peak)
@@ -100,8 +99,7 @@ DEVICE_CALL(empty_cache)
 static PyObject *device_memory_stats(PyObject *self, PyObject *unused) {
     nd_device *device = ready(self);
     nd_memory_stats s;
-    if (device == NULL ||
-        nd_check(state_of(self), "memory_stats", device, ND_CALL(device, memory_stats, &s)) < 0) {
+    if (device == NULL || nd_check("memory_stats", device, ND_CALL(device, memory_stats, &s)) < 0) {
         return NULL;
     }
     return Py_BuildValue("{sL sL sL}", "live_bytes", (long long)s.live_bytes, "peak_bytes",
@@ -111,8 +109,7 @@ static PyObject *device_memory_stats(PyObject *self, PyObject *unused) {
 static PyObject *device_properties(PyObject *self, PyObject *unused) {
     nd_device *device = ready(self);
     nd_properties p = {.total_bytes = 0};
-    if (device == NULL ||
-        nd_check(state_of(self), "properties", device, ND_CALL(device, properties, &p)) < 0) {
+    if (device == NULL || nd_check("properties", device, ND_CALL(device, properties, &p)) < 0) {
         return NULL;
     }
     return Py_BuildValue("{ss sL si si ss ss ss}", "name", p.name, "total_bytes",
@@ -130,7 +127,7 @@ static PyObject *device_limits(PyObject *self, PyObject *unused) {
         return PyErr_Format(PyExc_ValueError, "limits: the %s backend runs no kernels of one's own",
                             nd_device_title(device));
     }
-    if (nd_check(state_of(self), "limits", device, ND_CALL(device, launch_limits, &l)) < 0) {
+    if (nd_check("limits", device, ND_CALL(device, launch_limits, &l)) < 0) {
         return NULL;
     }
     return Py_BuildValue("{si si si si si si si si si sL}", "arch", l.arch, "processors",
@@ -151,8 +148,7 @@ static PyObject *device_index(PyObject *self, void *closure) {
 static PyObject *device_stream(PyObject *self, void *closure) {
     nd_device *device = ready(self);
     void *stream = NULL;
-    if (device == NULL ||
-        nd_check(state_of(self), "stream", device, ND_CALL(device, stream, &stream)) < 0) {
+    if (device == NULL || nd_check("stream", device, ND_CALL(device, stream, &stream)) < 0) {
         return NULL;
     }
     return PyLong_FromVoidPtr(stream);
@@ -259,7 +255,7 @@ static PyObject *device_by_index(PyObject *module, nd_backend_id id, const char 
         return PyErr_Format(PyExc_ValueError, "%s: index: %lld is not in 0 ... %d", format + 3,
                             index, ND_MAX_DEVICES - 1);
     }
-    return nd_device_object(nd_module_state(module), device);
+    return nd_device_object(device);
 }
 
 #define X(name, title, dlpack, table, file)                                                     \
@@ -270,12 +266,11 @@ ND_BACKENDS(X)
 #undef X
 
 static PyObject *module_all_devices(PyObject *module, PyObject *unused) {
-    nd_state *state = nd_module_state(module);
     PyObject *list = PyList_New(0);
     for (int id = 0; id < NUM_BACKENDS; id++) {
         int count = nd_device_count((nd_backend_id)id);
         for (int i = 0; list != NULL && i < (count > 1 ? count : 1); i++) {
-            PyObject *device = nd_device_object(state, nd_device_at((nd_backend_id)id, i));
+            PyObject *device = nd_device_object(nd_device_at((nd_backend_id)id, i));
             if (device == NULL || PyList_Append(list, device) < 0) {
                 Py_CLEAR(list);
             }
@@ -286,14 +281,12 @@ static PyObject *module_all_devices(PyObject *module, PyObject *unused) {
 }
 
 static PyObject *module_cuda_init(PyObject *module, PyObject *unused) {
-    nd_state *state = nd_module_state(module);
-    return nd_device_ready(state, nd_device_at(BACKEND_cuda, 0)) < 0 ? NULL : Py_NewRef(Py_None);
+    return nd_device_ready(nd_device_at(BACKEND_cuda, 0)) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *module_cuda_reset(PyObject *module, PyObject *unused) {
-    nd_state *state = nd_module_state(module);
     PyObject *ready = module_cuda_init(module, NULL); /* refuses after a fatal fault */
-    return ready == NULL || nd_backend_reset(state, BACKEND_cuda) < 0 ? NULL : ready;
+    return ready == NULL || nd_backend_reset(BACKEND_cuda) < 0 ? NULL : ready;
 }
 
 static PyMethodDef functions[] = {
@@ -315,9 +308,9 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-int nd_device_init(PyObject *module, nd_state *state) {
-    state->device_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &device_spec, NULL);
-    if (state->device_type == NULL || PyModule_AddType(module, state->device_type) < 0) {
+int nd_device_init(PyObject *module) {
+    nd.device_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &device_spec, NULL);
+    if (nd.device_type == NULL || PyModule_AddType(module, nd.device_type) < 0) {
         return -1;
     }
     return PyModule_AddFunctions(module, functions);

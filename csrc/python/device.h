@@ -5,9 +5,9 @@
 #include "state.h"
 
 #pragma GCC visibility push(hidden)
-int nd_device_init(PyObject *module, nd_state *state);
-PyObject *nd_device_object(nd_state *state, nd_device *device); /* new reference */
+int nd_device_init(PyObject *module);
+PyObject *nd_device_object(nd_device *device); /* new reference */
 /* Device or None (the host) -> *out, made ready. */
-int nd_device_from(nd_state *state, PyObject *object, nd_device **out);
+int nd_device_from(PyObject *object, nd_device **out);
 #pragma GCC visibility pop
 #endif

@@ -104,10 +104,9 @@ PyObject *nd_ndarray_dlpack(PyObject *self, PyObject *arguments, PyObject *keywo
                                      &max_version, &wanted, &copy)) {
         return NULL;
     }
-    nd_state *state = nd_state_of(self);
     const nd_array *a = nd_array_of(self);
     nd_device *device = a->storage->device;
-    if (nd_check_live(state, "__dlpack__", "x", a) < 0) {
+    if (nd_check_live("__dlpack__", "x", a) < 0) {
         return NULL;
     }
     long major = 0;
@@ -139,9 +138,9 @@ PyObject *nd_ndarray_dlpack(PyObject *self, PyObject *arguments, PyObject *keywo
         return PyErr_NoMemory();
     }
     if (copy != Py_True) {
-        nd_count_write(state, a); /* the consumer may write */
+        nd_count_write(a); /* the consumer may write */
         nd_array_view(a, &hold->view);
-    } else if (nd_copy(state, a, a->dtype, &hold->view) < 0) {
+    } else if (nd_copy(a, a->dtype, &hold->view) < 0) {
         free(hold);
         return NULL;
     }
@@ -150,7 +149,7 @@ PyObject *nd_ndarray_dlpack(PyObject *self, PyObject *arguments, PyObject *keywo
     ND_CALL_UNLOCKED(status, device, synchronize);
     if (status != ND_OK) {
         export_free(hold);
-        return nd_raise(state, "__dlpack__", device, status);
+        return nd_raise("__dlpack__", device, status);
     }
     nd_dtype dtype = hold->view.dtype;
     dl_tensor tensor = {.data = hold->view.data,
@@ -179,8 +178,8 @@ PyObject *nd_ndarray_dlpack(PyObject *self, PyObject *arguments, PyObject *keywo
     return capsule;
 }
 
-/* A producer's deleter may run Python, also while an exception is on its way; the interpreter may be
- * gone when the last view goes. */
+/* A producer's deleter may run Python, also while an exception is set; the interpreter may be gone
+ * when the last view goes. */
 #define IMPORT_RELEASE(form)                                   \
     static void import_release_##form(void *owner) {           \
         dl_##form *producer = owner;                           \
@@ -212,8 +211,8 @@ static int import_dtype(dl_dtype dtype, nd_dtype *out) {
 }
 
 /* A view on the producer's memory; `owner` goes to the storage only on success. */
-static int import_tensor(nd_state *state, const dl_tensor *tensor, void *owner,
-                         void (*release)(void *), nd_array *out) {
+static int import_tensor(const dl_tensor *tensor, void *owner, void (*release)(void *),
+                         nd_array *out) {
     int type = tensor->device.type == DL_CUDA_MANAGED ? DL_CUDA : tensor->device.type;
     nd_device *device = type == DL_CPU || type == DL_CUDA_HOST
                             ? nd_host()
@@ -222,7 +221,7 @@ static int import_tensor(nd_state *state, const dl_tensor *tensor, void *owner,
         FAIL(PyExc_TypeError,
              "from_dlpack: a device of DLPack's type %d is neither the CPU nor CUDA", type);
     }
-    if (nd_device_ready(state, device) < 0 || import_dtype(tensor->dtype, &out->dtype) < 0) {
+    if (nd_device_ready(device) < 0 || import_dtype(tensor->dtype, &out->dtype) < 0) {
         return -1;
     }
     if (tensor->ndim < 0 || tensor->ndim > ND_MAX_DIMS) {
@@ -236,7 +235,7 @@ static int import_tensor(nd_state *state, const dl_tensor *tensor, void *owner,
         memcpy(out->strides, tensor->strides, (size_t)out->ndim * sizeof *out->strides);
     }
     int64_t first, last;
-    if (nd_check(state, "from_dlpack", NULL, nd_extent(out, &first, &last)) < 0) {
+    if (nd_check("from_dlpack", NULL, nd_extent(out, &first, &last)) < 0) {
         return -1;
     }
     /* As numbers: an empty tensor may say any offset. */
@@ -247,7 +246,7 @@ static int import_tensor(nd_state *state, const dl_tensor *tensor, void *owner,
     out->data = (void *)data;
     void *memory = last > first ? (char *)out->data + first : NULL;
     return nd_check(
-        state, "from_dlpack", NULL,
+        "from_dlpack", NULL,
         nd_storage_borrow(device, memory, (size_t)(last - first), owner, release, &out->storage));
 }
 
@@ -277,7 +276,6 @@ static PyObject *request_capsule(PyObject *object) {
 }
 
 static PyObject *module_from_dlpack(PyObject *module, PyObject *object) {
-    nd_state *state = nd_module_state(module);
     PyObject *capsule = PyCapsule_CheckExact(object) ? Py_NewRef(object) : request_capsule(object);
     if (capsule == NULL) {
         return NULL;
@@ -293,14 +291,13 @@ static PyObject *module_from_dlpack(PyObject *module, PyObject *object) {
             goto done;
         }
         read_only = versioned->flags & DL_READ_ONLY;
-        if (import_tensor(state, &versioned->tensor, versioned, import_release_versioned, &view) <
-            0) {
+        if (import_tensor(&versioned->tensor, versioned, import_release_versioned, &view) < 0) {
             goto done;
         }
         PyCapsule_SetName(capsule, "used_dltensor_versioned");
     } else if (PyCapsule_IsValid(capsule, "dltensor")) {
         dl_managed *managed = PyCapsule_GetPointer(capsule, "dltensor");
-        if (import_tensor(state, &managed->tensor, managed, import_release_managed, &view) < 0) {
+        if (import_tensor(&managed->tensor, managed, import_release_managed, &view) < 0) {
             goto done;
         }
         PyCapsule_SetName(capsule, "used_dltensor");
@@ -314,19 +311,19 @@ static PyObject *module_from_dlpack(PyObject *module, PyObject *object) {
     ND_CALL_UNLOCKED(status, device, synchronize);
     if (status != ND_OK) {
         nd_array_clear(&view);
-        nd_raise(state, "from_dlpack", device, status);
+        nd_raise("from_dlpack", device, status);
         goto done;
     }
     if (read_only) { /* arrays of ours can be written to */
         nd_array copy;
-        int copied = nd_copy(state, &view, view.dtype, &copy);
+        int copied = nd_copy(&view, view.dtype, &copy);
         nd_array_clear(&view);
         if (copied < 0) {
             goto done;
         }
         view = copy;
     }
-    result = nd_wrap(state, &view);
+    result = nd_wrap(&view);
 done:
     Py_DECREF(capsule);
     return result;

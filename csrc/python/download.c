@@ -22,23 +22,22 @@ typedef struct {
 
 static PyObject *download_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     static char *names[] = {"array", NULL};
-    nd_state *state = PyType_GetModuleState(type);
     PyObject *object;
     if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O!:Download", names,
-                                     (PyObject *)state->ndarray_type, &object)) {
+                                     (PyObject *)nd.ndarray_type, &object)) {
         return NULL;
     }
     const nd_array *array = nd_array_of(object);
-    if (nd_check_live(state, "Download", "array", array) < 0) {
+    if (nd_check_live("Download", "array", array) < 0) {
         return NULL;
     }
     nd_device *device = array->storage->device;
-    DownloadObject *self = nd_handle_new(type, state, device);
+    DownloadObject *self = nd_handle_new(type, device);
     nd_array packed;
     if (self == NULL ||
-        nd_new_array(state, "Download", nd_host(), array->dtype, array->ndim, array->shape,
-                     &self->host) < 0 ||
-        nd_contiguous(state, array, &packed) < 0) {
+        nd_new_array("Download", nd_host(), array->dtype, array->ndim, array->shape, &self->host) <
+            0 ||
+        nd_contiguous(array, &packed) < 0) {
         Py_XDECREF(self);
         return NULL;
     }
@@ -48,7 +47,7 @@ static PyObject *download_new(PyTypeObject *type, PyObject *arguments, PyObject 
     return nd_handle_made(self, "Download", status);
 }
 
-/* Take the bytes out and end the copy. The caller has taken it out of self: two threads may wait. */
+/* Take the bytes out and end the copy, which the caller has taken out of self: two may wait. */
 static nd_status finish(DownloadObject *self, nd_download *download) {
     nd_status status;
     ND_CALL_UNLOCKED(status, self->head.device, download_end, download, self->host.storage->memory);
@@ -81,11 +80,11 @@ static PyObject *download_wait(PyObject *object, PyObject *unused) {
             self->missing = true;
             nd_status status = finish(self, download);
             self->missing = status != ND_OK;
-            if (nd_check(self->head.state, "Download.wait", self->head.device, status) < 0) {
+            if (nd_check("Download.wait", self->head.device, status) < 0) {
                 return NULL;
             }
         }
-        self->arrived = nd_wrap_view(self->head.state, &self->host);
+        self->arrived = nd_wrap_view(&self->host);
     }
     return Py_XNewRef(self->arrived);
 }

@@ -15,41 +15,40 @@
 
 /* ---- elementwise ----------------------------------------------------------------------------- */
 /* A view of x in `dtype`: x itself, or converted. Gives a new reference. */
-static int converted(nd_state *state, const nd_array *x, nd_dtype dtype, nd_array *out) {
+static int converted(const nd_array *x, nd_dtype dtype, nd_array *out) {
     if (x->dtype == dtype) {
         nd_array_view(x, out);
         return 0;
     }
-    return nd_copy(state, x, dtype, out);
+    return nd_copy(x, dtype, out);
 }
 
-PyObject *nd_unary(nd_state *state, nd_op id, PyObject *object) {
+PyObject *nd_unary(nd_op id, PyObject *object) {
     const nd_op_info *info = &nd_ops[id];
-    if (nd_check_operand(state, info->name, "x", object) < 0) {
+    if (nd_check_operand(info->name, "x", object) < 0) {
         return NULL;
     }
     const nd_array *x = nd_array_of(object);
     nd_array temporary = {.storage = NULL}, out;
     if (info->types == TYPES_FLOAT && !nd_dtype_is_float(x->dtype)) {
-        if (nd_copy(state, x, ND_F32, &temporary) < 0) {
+        if (nd_copy(x, ND_F32, &temporary) < 0) {
             return NULL;
         }
         x = &temporary;
     }
-    int result =
-        nd_new_array(state, info->name, x->storage->device, x->dtype, x->ndim, x->shape, &out);
+    int result = nd_new_array(info->name, x->storage->device, x->dtype, x->ndim, x->shape, &out);
     if (result == 0) {
         int64_t size = nd_size(&out);
         if (size > 0) {
             nd_slot slots[2] = {{.array = (nd_array *)x}, {.array = &out}};
-            result = nd_run_op(state, id, x->storage->device, slots, size);
+            result = nd_run_op(id, x->storage->device, slots, size);
         }
         if (result < 0) {
             nd_array_clear(&out);
         }
     }
     nd_array_clear(&temporary);
-    return result < 0 ? NULL : nd_wrap(state, &out);
+    return result < 0 ? NULL : nd_wrap(&out);
 }
 
 static nd_dtype promoted(nd_dtype a, nd_dtype b) {
@@ -79,15 +78,14 @@ typedef struct {
 
 /* 1: taken; 0: nothing to compute with; -1: exception. NumPy arrays are taken in a second pass,
  * when the device is known. */
-static int take_operand(nd_state *state, const char *op, const char *name, PyObject *object,
-                        operand *out) {
+static int take_operand(const char *op, const char *name, PyObject *object, operand *out) {
     out->owned.storage = NULL;
     out->array = NULL;
     out->is_array = true;
     out->number = (nd_number){.is_float = false};
-    if (nd_is_ndarray(state, object)) {
+    if (nd_is_ndarray(object)) {
         out->array = nd_array_of(object);
-        return nd_check_live(state, op, name, out->array) < 0 ? -1 : 1;
+        return nd_check_live(op, name, out->array) < 0 ? -1 : 1;
     }
     int number = nd_number_from(object, &out->number);
     if (number != 0) {
@@ -97,15 +95,14 @@ static int take_operand(nd_state *state, const char *op, const char *name, PyObj
     return nd_is_numpy_array(object);
 }
 
-PyObject *nd_binary(nd_state *state, nd_op id, PyObject *px, PyObject *py, NDArrayObject *into,
-                    bool *unsupported) {
+PyObject *nd_binary(nd_op id, PyObject *px, PyObject *py, NDArrayObject *into, bool *unsupported) {
     const nd_op_info *info = &nd_ops[id];
     const char *op = info->name;
     operand operands[2];
     PyObject *objects[2] = {px, py};
     *unsupported = false;
     for (int i = 0; i < 2; i++) {
-        int taken = take_operand(state, op, i ? "y" : "x", objects[i], &operands[i]);
+        int taken = take_operand(op, i ? "y" : "x", objects[i], &operands[i]);
         if (taken <= 0) {
             *unsupported = taken == 0;
             return NULL;
@@ -134,7 +131,7 @@ PyObject *nd_binary(nd_state *state, nd_op id, PyObject *px, PyObject *py, NDArr
         /* An int64 may be too long for the double that a scalar is: it goes as an array. */
         exact = exact || anchor->dtype != ND_I64 || number->is_float || number->beyond;
         if (o->is_array ? o->array == NULL : !exact) {
-            if (nd_from_object(state, objects[i], exact, ND_I64, device, &o->owned) < 0) {
+            if (nd_from_object(objects[i], exact, ND_I64, device, &o->owned) < 0) {
                 goto done;
             }
             o->array = &o->owned;
@@ -172,7 +169,7 @@ PyObject *nd_binary(nd_state *state, nd_op id, PyObject *px, PyObject *py, NDArr
     int64_t shape[ND_MAX_DIMS];
     if (arrays[0] && arrays[1]) {
         if (nd_broadcast_shape(arrays[0], arrays[1], &ndim, shape) != ND_OK) {
-            nd_raise(state, op, NULL, ND_EVALUE);
+            nd_raise(op, NULL, ND_EVALUE);
             goto done;
         }
     } else {
@@ -207,7 +204,7 @@ PyObject *nd_binary(nd_state *state, nd_op id, PyObject *px, PyObject *py, NDArr
                  (arrays[1] == NULL || nd_same_geometry(arrays[1], own) ||
                   !nd_may_overlap(arrays[1], own));
         if (direct) {
-            nd_count_write(state, own);
+            nd_count_write(own);
             target = own;
         }
     }
@@ -215,15 +212,15 @@ PyObject *nd_binary(nd_state *state, nd_op id, PyObject *px, PyObject *py, NDArr
         if (arrays[i] == NULL) {
             continue;
         }
-        if (converted(state, arrays[i], dtype, &temporaries[i]) < 0) {
+        if (converted(arrays[i], dtype, &temporaries[i]) < 0) {
             goto done;
         }
         if (nd_broadcast_to(&temporaries[i], ndim, shape, &wide[i]) != ND_OK) {
-            nd_raise(state, op, NULL, ND_EVALUE);
+            nd_raise(op, NULL, ND_EVALUE);
             goto done;
         }
     }
-    if (!direct && nd_new_array(state, op, device, out_dtype, ndim, shape, &out) < 0) {
+    if (!direct && nd_new_array(op, device, out_dtype, ndim, shape, &out) < 0) {
         goto done;
     }
     int64_t size = nd_size(target);
@@ -233,14 +230,14 @@ PyObject *nd_binary(nd_state *state, nd_op id, PyObject *px, PyObject *py, NDArr
                             {.real = operands[0].number.value},
                             {.real = operands[1].number.value},
                             {.array = target}};
-        if (nd_run_op(state, id, device, slots, size) < 0) {
+        if (nd_run_op(id, device, slots, size) < 0) {
             goto done;
         }
     }
     if (into == NULL) {
-        result = nd_wrap(state, &out);
+        result = nd_wrap(&out);
         out.storage = NULL;
-    } else if (direct || nd_assign(state, op, &into->a, &out) == 0) {
+    } else if (direct || nd_assign(op, &into->a, &out) == 0) {
         result = Py_NewRef((PyObject *)into);
     }
 done:
@@ -254,10 +251,10 @@ done:
 }
 
 /* ---- reductions ------------------------------------------------------------------------------ */
-int nd_reduce(nd_state *state, nd_op id, const nd_array *x, int axes, nd_array *out) {
+int nd_reduce(nd_op id, const nd_array *x, int axes, nd_array *out) {
     const nd_op_info *info = &nd_ops[id];
     const char *op = info->name;
-    if (nd_check_live(state, op, "x", x) < 0) {
+    if (nd_check_live(op, "x", x) < 0) {
         return -1;
     }
     if (axes < 0 || axes > x->ndim) {
@@ -268,7 +265,7 @@ int nd_reduce(nd_state *state, nd_op id, const nd_array *x, int axes, nd_array *
         dtype = ND_F32;
     }
     nd_array view;
-    if (converted(state, x, dtype, &view) < 0) {
+    if (converted(x, dtype, &view) < 0) {
         return -1;
     }
     int kept = view.ndim - axes;
@@ -277,14 +274,14 @@ int nd_reduce(nd_state *state, nd_op id, const nd_array *x, int axes, nd_array *
     /* Sums of narrow integers are int64, as NumPy's are. */
     bool wide = info->kind == OP_KIND_ARG || (id == OP_sum && !nd_dtype_is_float(dtype));
     nd_dtype out_dtype = wide ? ND_I64 : dtype;
-    if (nd_new_array(state, op, view.storage->device, out_dtype, kept, view.shape, out) < 0) {
+    if (nd_new_array(op, view.storage->device, out_dtype, kept, view.shape, out) < 0) {
         goto done;
     }
     if (nd_size(out) == 0) {
         result = 0;
     } else if (size == 0) {
         if (id == OP_sum || id == OP_sumsq) {
-            result = nd_fill(state, out, 0.0);
+            result = nd_fill(out, 0.0);
         } else {
             PyErr_Format(PyExc_ValueError,
                          "%s: x: has no elements along the axes to reduce: there "
@@ -298,7 +295,7 @@ int nd_reduce(nd_state *state, nd_op id, const nd_array *x, int axes, nd_array *
             axes = 1;
         }
         nd_slot slots[3] = {{.array = &view}, {.integer = axes}, {.array = out}};
-        result = nd_run_op(state, id, view.storage->device, slots, size);
+        result = nd_run_op(id, view.storage->device, slots, size);
     }
     if (result < 0) {
         nd_array_clear(out);

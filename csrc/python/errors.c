@@ -1,8 +1,8 @@
 /* errors.c - raising: the exception of each nd_status.
  *
- * The message of the first fatal fault belongs to the process rather than to an interpreter; the
- * GIL guards it. From then on each use of a device but the host raises it, and needle/core.py ends
- * the process with exit code 75 (os.EX_TEMPFAIL) even if the program catches that.
+ * The message of the first fatal fault is kept; the GIL guards it. From then on each use of a device
+ * but the host raises it, and needle/core.py ends the process with exit code 75 (os.EX_TEMPFAIL)
+ * even if the program catches that.
  */
 #include "errors.h"
 
@@ -11,24 +11,24 @@
 
 static char fatal_message[1024]; /* empty: no fatal fault yet */
 
-static PyObject *raise_fatal(nd_state *state) {
+static PyObject *raise_fatal(void) {
     return PyErr_Format(
-        state->cuda_fatal_error,
+        nd.cuda_fatal_error,
         "%s\nThe CUDA context is lost and nothing on the device can be trusted: this "
         "process must end (exit code 75). Start it again from its last checkpoint; "
         "NEEDLE_SYNC=1 names the operation that fails.",
         fatal_message);
 }
 
-int nd_check_alive(nd_state *state, const nd_device *device) {
+int nd_check_alive(const nd_device *device) {
     if (fatal_message[0] == 0 || (device->backend != NULL && device->backend->is_host)) {
         return 0;
     }
-    raise_fatal(state);
+    raise_fatal();
     return -1;
 }
 
-PyObject *nd_raise(nd_state *state, const char *op, nd_device *device, nd_status status) {
+PyObject *nd_raise(const char *op, nd_device *device, nd_status status) {
     const char *what = device != NULL ? device->backend->last_error() : nd_last_error();
     size_t length = op != NULL ? strlen(op) : 0;
     bool named = op == NULL || (strncmp(what, op, length) == 0 && what[length] == ':');
@@ -37,13 +37,13 @@ PyObject *nd_raise(nd_state *state, const char *op, nd_device *device, nd_status
     PyObject *const exceptions[] = {
         [ND_EVALUE] = PyExc_ValueError, [ND_ETYPE] = PyExc_TypeError,
         [ND_EINDEX] = PyExc_IndexError, [ND_EMEMORY] = PyExc_MemoryError,
-        [ND_ECUDA] = state->cuda_error, [ND_ESYSTEM] = PyExc_RuntimeError,
+        [ND_ECUDA] = nd.cuda_error,     [ND_ESYSTEM] = PyExc_RuntimeError,
     };
     if (status == ND_EFATAL) {
         if (fatal_message[0] == 0) {
             snprintf(fatal_message, sizeof fatal_message, "%s", text);
         }
-        return raise_fatal(state);
+        return raise_fatal();
     }
     /* Messages may carry bytes of a library or a path: never fail to raise over their encoding. */
     PyObject *message = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
@@ -54,16 +54,16 @@ PyObject *nd_raise(nd_state *state, const char *op, nd_device *device, nd_status
     return NULL;
 }
 
-int nd_check(nd_state *state, const char *op, nd_device *device, nd_status status) {
+int nd_check(const char *op, nd_device *device, nd_status status) {
     if (status != ND_OK) {
-        nd_raise(state, op, device, status);
+        nd_raise(op, device, status);
         return -1;
     }
     return 0;
 }
 
-PyObject *nd_none_or_raise(nd_state *state, const char *op, nd_device *device, nd_status status) {
-    return nd_check(state, op, device, status) < 0 ? NULL : Py_NewRef(Py_None);
+PyObject *nd_none_or_raise(const char *op, nd_device *device, nd_status status) {
+    return nd_check(op, device, status) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 /* ---- import ---------------------------------------------------------------------------------- */
@@ -89,17 +89,17 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-int nd_errors_init(PyObject *module, nd_state *state) {
-    state->cuda_error = new_exception(module, "CudaError",
-                                      "CUDA refused; the call can be tried again (memory, "
-                                      "launch configuration).",
-                                      PyExc_RuntimeError);
-    if (state->cuda_error == NULL) {
+int nd_errors_init(PyObject *module) {
+    nd.cuda_error = new_exception(module, "CudaError",
+                                  "CUDA refused; the call can be tried again (memory, "
+                                  "launch configuration).",
+                                  PyExc_RuntimeError);
+    if (nd.cuda_error == NULL) {
         return -1;
     }
-    state->cuda_fatal_error = new_exception(module, "CudaFatalError",
-                                            "The CUDA context is lost; the process must end. "
-                                            "It does so with exit code 75.",
-                                            state->cuda_error);
-    return state->cuda_fatal_error == NULL ? -1 : PyModule_AddFunctions(module, functions);
+    nd.cuda_fatal_error = new_exception(module, "CudaFatalError",
+                                        "The CUDA context is lost; the process must end. "
+                                        "It does so with exit code 75.",
+                                        nd.cuda_error);
+    return nd.cuda_fatal_error == NULL ? -1 : PyModule_AddFunctions(module, functions);
 }

@@ -5,15 +5,15 @@
 #include "state.h"
 
 #pragma GCC visibility push(hidden)
-int nd_errors_init(PyObject *module, nd_state *state);
+int nd_errors_init(PyObject *module);
 /* Raise the exception of a failed call. op may be NULL; device NULL: the message is the core's,
  * else the backend's. A fatal fault is remembered here. */
-PyObject *nd_raise(nd_state *state, const char *op, nd_device *device, nd_status status);
+PyObject *nd_raise(const char *op, nd_device *device, nd_status status);
 /* 0, or -1 with that exception. */
-int nd_check(nd_state *state, const char *op, nd_device *device, nd_status status);
+int nd_check(const char *op, nd_device *device, nd_status status);
 /* None, or NULL with that exception. */
-PyObject *nd_none_or_raise(nd_state *state, const char *op, nd_device *device, nd_status status);
+PyObject *nd_none_or_raise(const char *op, nd_device *device, nd_status status);
 /* 0, or -1 with CudaFatalError after a fatal fault; the host lives on. */
-int nd_check_alive(nd_state *state, const nd_device *device);
+int nd_check_alive(const nd_device *device);
 #pragma GCC visibility pop
 #endif

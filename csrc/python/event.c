@@ -13,14 +13,13 @@ typedef struct {
 
 static PyObject *event_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     static char *names[] = {"device", NULL};
-    nd_state *state = PyType_GetModuleState(type);
     PyObject *where = Py_None;
     nd_device *device;
     if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "|O:Event", names, &where) ||
-        nd_device_from(state, where, &device) < 0) {
+        nd_device_from(where, &device) < 0) {
         return NULL;
     }
-    EventObject *self = nd_handle_new(type, state, device);
+    EventObject *self = nd_handle_new(type, device);
     return self == NULL ? NULL
                         : nd_handle_made(self, "Event", ND_CALL(device, event_new, &self->event));
 }
@@ -50,9 +49,7 @@ static PyObject *event_done(PyObject *object, PyObject *unused) {
         return NULL;
     }
     ND_CALL_UNLOCKED(status, self->head.device, event_query, self->event, &done);
-    return nd_check(self->head.state, "Event.done", self->head.device, status) < 0
-               ? NULL
-               : PyBool_FromLong(done);
+    return nd_check("Event.done", self->head.device, status) < 0 ? NULL : PyBool_FromLong(done);
 }
 
 static PyObject *event_elapsed(PyObject *object, PyObject *other_object) {
@@ -68,7 +65,7 @@ static PyObject *event_elapsed(PyObject *object, PyObject *other_object) {
     }
     ND_CALL_UNLOCKED(status, self->head.device, event_elapsed, self->event, other->event,
                      &milliseconds);
-    return nd_check(self->head.state, "Event.elapsed", self->head.device, status) < 0
+    return nd_check("Event.elapsed", self->head.device, status) < 0
                ? NULL
                : PyFloat_FromDouble(milliseconds);
 }

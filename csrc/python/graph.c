@@ -28,40 +28,38 @@ static int call_step(GraphObject *self) {
 }
 
 /* Once for real; the results are gone before the second call asks for the same memory. */
-static int record_steps(nd_state *state, GraphObject *self) {
+static int record_steps(GraphObject *self) {
     nd_device *device = self->head.device;
     if (call_step(self) < 0 ||
-        nd_check(state, "Graph", device, ND_CALL(device, graph_capture, self->graph)) < 0) {
+        nd_check("Graph", device, ND_CALL(device, graph_capture, self->graph)) < 0) {
         return -1;
     }
-    bool sync = state->sync, trace = state->trace; /* neither can wait for recorded work */
-    state->sync = state->trace = false;
+    bool sync = nd.sync, trace = nd.trace; /* neither can wait for recorded work */
+    nd.sync = nd.trace = false;
     int result = call_step(self);
-    state->sync = sync;
-    state->trace = trace;
-    return result < 0 ? -1
-                      : nd_check(state, "Graph", device, ND_CALL(device, graph_end, self->graph));
+    nd.sync = sync;
+    nd.trace = trace;
+    return result < 0 ? -1 : nd_check("Graph", device, ND_CALL(device, graph_end, self->graph));
 }
 
-static int record(nd_state *state, GraphObject *self) {
+static int record(GraphObject *self) {
     nd_device *device = self->head.device;
-    if (nd_check(state, "Graph", device, ND_CALL(device, graph_begin, &self->graph)) < 0) {
+    if (nd_check("Graph", device, ND_CALL(device, graph_begin, &self->graph)) < 0) {
         return -1;
     }
-    PyObject **recorded = &state->recorded[nd_device_slot(device)];
+    PyObject **recorded = &nd.recorded[nd_device_slot(device)];
     *recorded = self->modules;
-    int result = record_steps(state, self);
+    int result = record_steps(self);
     *recorded = NULL;
     return result;
 }
 
 static PyObject *graph_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     static char *names[] = {"device", "step", NULL};
-    nd_state *state = PyType_GetModuleState(type);
     PyObject *where, *step;
     nd_device *device;
     if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO:Graph", names, &where, &step) ||
-        nd_device_from(state, where, &device) < 0) {
+        nd_device_from(where, &device) < 0) {
         return NULL;
     }
     if (!PyCallable_Check(step)) {
@@ -73,13 +71,13 @@ static PyObject *graph_new(PyTypeObject *type, PyObject *arguments, PyObject *ke
                             "Graph: the %s backend records no graphs; call the step itself",
                             nd_device_title(device));
     }
-    GraphObject *self = nd_handle_new(type, state, device);
+    GraphObject *self = nd_handle_new(type, device);
     if (self == NULL) {
         return NULL;
     }
     self->step = Py_NewRef(step);
     self->modules = PySet_New(NULL);
-    if (self->modules == NULL || record(state, self) < 0) {
+    if (self->modules == NULL || record(self) < 0) {
         Py_CLEAR(self);
     }
     return (PyObject *)self;
@@ -112,7 +110,7 @@ static PyObject *graph_replay(PyObject *object, PyObject *unused) {
     if (nd_handle_check(self) < 0) {
         return NULL;
     }
-    if (self->head.state->sync) {
+    if (nd.sync) {
         return call_step(self) < 0 ? NULL : Py_NewRef(Py_None);
     }
     return nd_handle_none(self, "Graph.replay",

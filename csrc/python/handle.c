@@ -7,10 +7,9 @@
 
 #include "errors.h"
 
-void *nd_handle_new(PyTypeObject *type, nd_state *state, nd_device *device) {
+void *nd_handle_new(PyTypeObject *type, nd_device *device) {
     nd_handle *self = (nd_handle *)type->tp_alloc(type, 0);
     if (self != NULL) {
-        self->state = state;
         self->device = device;
         self->generation = device->generation;
     }
@@ -25,7 +24,7 @@ void nd_handle_free(PyObject *object) {
 
 PyObject *nd_handle_made(void *self, const char *op, nd_status status) {
     nd_handle *handle = self;
-    if (nd_check(handle->state, op, handle->device, status) < 0) {
+    if (nd_check(op, handle->device, status) < 0) {
         Py_CLEAR(self);
     }
     return self;
@@ -43,10 +42,10 @@ int nd_handle_check(const void *self) {
         FAIL(PyExc_RuntimeError, "%s: was made before cuda_reset(); make it anew",
              dot != NULL ? dot + 1 : name); /* a class in Python has no dot */
     }
-    return nd_check_alive(handle->state, handle->device);
+    return nd_check_alive(handle->device);
 }
 
 PyObject *nd_handle_none(const void *self, const char *op, nd_status status) {
     const nd_handle *handle = self;
-    return nd_none_or_raise(handle->state, op, handle->device, status);
+    return nd_none_or_raise(op, handle->device, status);
 }

@@ -1,4 +1,4 @@
-/* handle.h - objects that stand for something which a backend made on a device: events, asynchronous
+/* handle.h - objects that stand for a thing that a backend made on a device: events, asynchronous
  * copies, recorded graphs, machine code.
  */
 #ifndef NEEDLE_HANDLE_H
@@ -9,7 +9,6 @@
 /* How each of these objects begins. */
 typedef struct {
     PyObject_HEAD
-    nd_state *state;
     nd_device *device;
     uint64_t generation; /* the device's when made; differs after cuda_reset() */
 } nd_handle;
@@ -29,7 +28,7 @@ typedef struct {
 
 #pragma GCC visibility push(hidden)
 /* ---- handle.c -------------------------------------------------------------------------------- */
-void *nd_handle_new(PyTypeObject *type, nd_state *state, nd_device *device); /* the rest is zero */
+void *nd_handle_new(PyTypeObject *type, nd_device *device); /* the rest is zero */
 void nd_handle_free(PyObject *object);
 /* self, or NULL with the exception of a backend that could not make it; op names the call. */
 PyObject *nd_handle_made(void *self, const char *op, nd_status status);

@@ -1,4 +1,4 @@
-/* indexing.c - NDArray's reading and writing by index: views of what is named, iteration, assignment.
+/* indexing.c - NDArray's reading and writing by index: views, iteration, assignment.
  *
  * An integer keeps its axis, with size 1. What is assigned may have the shape with or without it.
  */
@@ -102,9 +102,7 @@ static int index_view(const nd_array *a, PyObject *key, nd_array *view, unsigned
 PyObject *nd_ndarray_getitem(PyObject *self, PyObject *key) {
     nd_array view;
     unsigned integers;
-    return index_view(nd_array_of(self), key, &view, &integers) < 0
-               ? NULL
-               : nd_wrap_view(nd_state_of(self), &view);
+    return index_view(nd_array_of(self), key, &view, &integers) < 0 ? NULL : nd_wrap_view(&view);
 }
 
 /* Sequence protocol: iteration walks the first axis, each step keeping it with length 1. */
@@ -166,8 +164,7 @@ static bool match_ignoring_ones(const nd_array *to, nd_array *from) {
 /* x[:, 1, :] keeps its middle axis here, but not in NumPy: a value is taken that broadcasts to the
  * shape without the axes of integers, that broadcasts to the shape with them, or that has the same
  * sizes but for axes of size 1. */
-static int assign_indexed(nd_state *state, const nd_array *to, unsigned integers,
-                          const nd_array *from) {
+static int assign_indexed(const nd_array *to, unsigned integers, const nd_array *from) {
     nd_array dropped = *to, source = *from;
     dropped.ndim = 0;
     for (int i = 0; i < to->ndim; i++) {
@@ -181,36 +178,34 @@ static int assign_indexed(nd_state *state, const nd_array *to, unsigned integers
     } else if (!broadcasts(from, to)) {
         (void)match_ignoring_ones(to, &source); /* or nd_assign says what does not fit */
     }
-    return nd_assign(state, "setitem", to, &source);
+    return nd_assign("setitem", to, &source);
 }
 
 /* Write an array, a number or an array-like into `to`. */
-static int store(nd_state *state, const nd_array *to, unsigned integers, PyObject *value) {
+static int store(const nd_array *to, unsigned integers, PyObject *value) {
     nd_number number;
     nd_array source;
-    if (!nd_is_ndarray(state, value)) {
+    if (!nd_is_ndarray(value)) {
         int found = nd_number_from(value, &number);
         if (found < 0 || (found > 0 && nd_check_number("setitem", &number, to->dtype) < 0)) {
             return -1;
         }
         /* An int64 may be too long for the double that fill takes: it goes as an array. */
         if (found > 0 && (to->dtype != ND_I64 || nd_is_exact(&number))) {
-            return nd_fill(state, to, number.value);
+            return nd_fill(to, number.value);
         }
-        if (nd_from_object(state, value, false, to->dtype, to->storage->device, &source) < 0) {
+        if (nd_from_object(value, false, to->dtype, to->storage->device, &source) < 0) {
             return -1;
         }
-    } else if (nd_to_device(state, nd_array_of(value), to->storage->device, &source) < 0) {
+    } else if (nd_to_device(nd_array_of(value), to->storage->device, &source) < 0) {
         return -1;
     }
-    int result = assign_indexed(state, to, integers, &source);
+    int result = assign_indexed(to, integers, &source);
     nd_array_clear(&source);
     return result;
 }
 
-int nd_store(nd_state *state, const nd_array *to, PyObject *value) {
-    return store(state, to, 0, value);
-}
+int nd_store(const nd_array *to, PyObject *value) { return store(to, 0, value); }
 
 int nd_ndarray_setitem(PyObject *self, PyObject *key, PyObject *value) {
     nd_array view;
@@ -218,9 +213,8 @@ int nd_ndarray_setitem(PyObject *self, PyObject *key, PyObject *value) {
     if (value == NULL) {
         FAIL(PyExc_TypeError, "elements of an array cannot be deleted");
     }
-    return index_view(nd_array_of(self), key, &view, &integers) < 0
-               ? -1
-               : store(nd_state_of(self), &view, integers, value);
+    return index_view(nd_array_of(self), key, &view, &integers) < 0 ? -1
+                                                                    : store(&view, integers, value);
 }
 
 Py_ssize_t nd_ndarray_length(PyObject *self) {

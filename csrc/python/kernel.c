@@ -31,18 +31,17 @@ typedef struct {
 
 static PyObject *module_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     static char *names[] = {"device", "code", NULL};
-    nd_state *state = PyType_GetModuleState(type);
     PyObject *where, *code;
     nd_device *device;
     if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OS:Module", names, &where, &code) ||
-        nd_device_from(state, where, &device) < 0) {
+        nd_device_from(where, &device) < 0) {
         return NULL;
     }
     if (device->backend->module_load == NULL) {
         return PyErr_Format(PyExc_ValueError, "Module: the %s backend runs no kernels of one's own",
                             nd_device_title(device));
     }
-    ModuleObject *self = nd_handle_new(type, state, device);
+    ModuleObject *self = nd_handle_new(type, device);
     if (self == NULL) {
         return NULL;
     }
@@ -97,28 +96,19 @@ static void kernel_dealloc(PyObject *object) {
     nd_handle_free(object);
 }
 
-/* The type itself is recognised by its own deallocator, which no subclass made in Python has. */
-static nd_state *state_of_kernel(PyTypeObject *type) {
-    while (type->tp_dealloc != kernel_dealloc) {
-        type = type->tp_base;
-    }
-    return PyType_GetModuleState(type);
-}
-
 static PyObject *kernel_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     static char *names[] = {"owner", "symbol", "parameters", NULL};
-    nd_state *state = state_of_kernel(type);
     PyObject *module, *parameters;
     const char *symbol;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O!sO!:Kernel", names, state->module_type,
-                                     &module, &symbol, state->parameters_type, &parameters)) {
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O!sO!:Kernel", names, nd.module_type,
+                                     &module, &symbol, nd.parameters_type, &parameters)) {
         return NULL;
     }
     if (nd_handle_check(module) < 0) {
         return NULL;
     }
     nd_device *device = ((ModuleObject *)module)->head.device;
-    KernelObject *self = nd_handle_new(type, state, device);
+    KernelObject *self = nd_handle_new(type, device);
     if (self == NULL) {
         return NULL;
     }
@@ -236,27 +226,27 @@ static nd_launch launch_of(const char *name, const way *w, void **arguments) {
     return launch;
 }
 
-static int run(nd_state *state, KernelObject *self, const way *w, const nd_packed *packed) {
+static int run(KernelObject *self, const way *w, const nd_packed *packed) {
     nd_device *device = self->head.device;
     const char *name = nd_parameters_name(self->parameters);
-    PyObject *recorded = state->recorded[nd_device_slot(device)];
+    PyObject *recorded = nd.recorded[nd_device_slot(device)];
     if (recorded != NULL && PySet_Add(recorded, self->module) < 0) {
         return -1;
     }
     nd_launch launch = launch_of(name, w, packed->pointers);
-    nd_count_kernel_writes(state, self->parameters, packed);
-    double start = state->trace ? nd_microseconds() : 0;
+    nd_count_kernel_writes(self->parameters, packed);
+    double start = nd.trace ? nd_microseconds() : 0;
     nd_status status;
     Py_BEGIN_ALLOW_THREADS
     status = device->backend->kernel_launch(device->index, self->kernel, &launch);
-    if (status == ND_OK && (state->sync || state->trace)) {
+    if (status == ND_OK && (nd.sync || nd.trace)) {
         status = device->backend->synchronize(device->index);
     }
     Py_END_ALLOW_THREADS
-    if (nd_check(state, name, device, status) < 0) {
+    if (nd_check(name, device, status) < 0) {
         return -1;
     }
-    if (state->trace) {
+    if (nd.trace) {
         trace(self, packed, nd_microseconds() - start);
     }
     return 0;
@@ -264,7 +254,6 @@ static int run(nd_state *state, KernelObject *self, const way *w, const nd_packe
 
 static PyObject *kernel_call(PyObject *object, PyObject *arguments, PyObject *keywords) {
     KernelObject *self = (KernelObject *)object;
-    nd_state *state = self->head.state;
     const char *name = nd_parameters_name(self->parameters);
     Py_ssize_t given = PyTuple_GET_SIZE(arguments);
     if (given < 2) {
@@ -284,11 +273,11 @@ static PyObject *kernel_call(PyObject *object, PyObject *arguments, PyObject *ke
     }
     int good = admit(self, parts, &w);
     Py_XDECREF(nothing);
-    if (good < 0 || nd_pack(state, self->parameters, self->head.device,
-                            &PyTuple_GET_ITEM(arguments, 2), given - 2, &packed) < 0) {
+    if (good < 0 || nd_pack(self->parameters, self->head.device, &PyTuple_GET_ITEM(arguments, 2),
+                            given - 2, &packed) < 0) {
         return NULL;
     }
-    good = run(state, self, &w, &packed);
+    good = run(self, &w, &packed);
     nd_unpack(&packed);
     return good < 0 ? NULL : Py_NewRef(Py_None);
 }

@@ -5,7 +5,7 @@
 
 #include "state.h"
 
-typedef struct nd_parameters nd_parameters; /* a Python object, of state->parameters_type */
+typedef struct nd_parameters nd_parameters; /* a Python object, of nd.parameters_type */
 
 /* Arguments made ready for one launch. */
 typedef struct {
@@ -21,11 +21,11 @@ typedef struct {
 extern PyType_Spec nd_parameters_spec;
 const char *nd_parameters_name(nd_parameters *parameters); /* of the kernel, for messages */
 /* The arguments of a call, checked for a device. Ends with nd_unpack, when this gives 0. */
-int nd_pack(nd_state *state, nd_parameters *parameters, nd_device *device,
-            PyObject *const *arguments, Py_ssize_t count, nd_packed *packed);
+int nd_pack(nd_parameters *parameters, nd_device *device, PyObject *const *arguments,
+            Py_ssize_t count, nd_packed *packed);
 void nd_unpack(nd_packed *packed);
 /* Say that the arrays which the kernel may write are written. */
-void nd_count_kernel_writes(nd_state *state, nd_parameters *parameters, const nd_packed *packed);
+void nd_count_kernel_writes(nd_parameters *parameters, const nd_packed *packed);
 const char *nd_parameter_type(nd_parameters *parameters, Py_ssize_t index);
 #pragma GCC visibility pop
 #endif

@@ -12,12 +12,8 @@
 
 /* ---- operators ------------------------------------------------------------------------------- */
 static PyObject *binary(PyObject *x, PyObject *y, nd_op id, NDArrayObject *into) {
-    nd_state *state = nd_state_of(x);
-    if (state == NULL) {
-        state = nd_state_of(y);
-    }
     bool unsupported;
-    PyObject *result = nd_binary(state, id, x, y, into, &unsupported);
+    PyObject *result = nd_binary(id, x, y, into, &unsupported);
     if (unsupported) {
         Py_RETURN_NOTIMPLEMENTED;
     }
@@ -50,8 +46,8 @@ PyObject *nd_ndarray_inplace_power(PyObject *x, PyObject *y, PyObject *modulus) 
     return binary(x, y, OP_power, (NDArrayObject *)x);
 }
 
-PyObject *nd_ndarray_negate(PyObject *x) { return nd_unary(nd_state_of(x), OP_negate, x); }
-PyObject *nd_ndarray_absolute(PyObject *x) { return nd_unary(nd_state_of(x), OP_absolute, x); }
+PyObject *nd_ndarray_negate(PyObject *x) { return nd_unary(OP_negate, x); }
+PyObject *nd_ndarray_absolute(PyObject *x) { return nd_unary(OP_absolute, x); }
 PyObject *nd_ndarray_positive(PyObject *x) { return Py_NewRef(x); }
 
 PyObject *nd_ndarray_compare(PyObject *x, PyObject *y, int op) {
@@ -64,7 +60,7 @@ PyObject *nd_ndarray_compare(PyObject *x, PyObject *y, int op) {
 #define UNARY_METHOD(name)                                       \
     PyObject *nd_ndarray_##name(PyObject *x, PyObject *unused) { \
         (void)unused;                                            \
-        return nd_unary(nd_state_of(x), OP_##name, x);           \
+        return nd_unary(OP_##name, x);                           \
     }
 UNARY_METHOD(exp)
 UNARY_METHOD(log)
@@ -86,13 +82,13 @@ EXTREMUM(minimum)
 
 /* ---- matrix product -------------------------------------------------------------------------- */
 /* `a`, whose reference goes, with the three axes of `view`: that view when it `fits`, else a copy. */
-static int three_axes(nd_state *state, nd_array *a, nd_array *view, bool fits, nd_array *out) {
+static int three_axes(nd_array *a, nd_array *view, bool fits, nd_array *out) {
     view->ndim = 3;
     if (fits) {
         *out = *view;
         return 0;
     }
-    int result = nd_copy(state, a, a->dtype, out);
+    int result = nd_copy(a, a->dtype, out);
     nd_array_clear(a);
     if (result == 0) {
         out->ndim = 3;
@@ -103,8 +99,7 @@ static int three_axes(nd_state *state, nd_array *a, nd_array *view, bool fits, n
 }
 
 /* An operand with all its batch axes merged into one. */
-static int merge_batch(nd_state *state, const nd_array *a, int ndim, const int64_t *batch,
-                       nd_array *out) {
+static int merge_batch(const nd_array *a, int ndim, const int64_t *batch, nd_array *out) {
     int64_t shape[ND_MAX_DIMS], size = 1;
     for (int i = 0; i < ndim; i++) {
         shape[i] = batch[i];
@@ -113,7 +108,7 @@ static int merge_batch(nd_state *state, const nd_array *a, int ndim, const int64
     shape[ndim] = a->shape[a->ndim - 2];
     shape[ndim + 1] = a->shape[a->ndim - 1];
     nd_array wide;
-    if (nd_check(state, "matmul", NULL, nd_broadcast_to(a, ndim + 2, shape, &wide)) < 0) {
+    if (nd_check("matmul", NULL, nd_broadcast_to(a, ndim + 2, shape, &wide)) < 0) {
         return -1;
     }
     /* Only the batch axes may merge, whatever the matrix axes look like: reshape them alone. */
@@ -126,12 +121,12 @@ static int merge_batch(nd_state *state, const nd_array *a, int ndim, const int64
         flat.shape[i + 1] = shape[ndim + i];
         flat.strides[i + 1] = wide.strides[ndim + i];
     }
-    return three_axes(state, &wide, &flat, fits, out);
+    return three_axes(&wide, &flat, fits, out);
 }
 
 /* x of (B, M, K) and y of (B, K, N), as the op takes them. */
-static int batches(nd_state *state, const nd_array *a, const nd_array *b, int ndim,
-                   const int64_t *batch, nd_array *x, nd_array *y) {
+static int batches(const nd_array *a, const nd_array *b, int ndim, const int64_t *batch,
+                   nd_array *x, nd_array *y) {
     static const int64_t ones[ND_MAX_DIMS] = {1, 1, 1, 1, 1, 1, 1, 1};
     int64_t rows = a->shape[a->ndim - 2];
     bool one = a->ndim > 2 && a->ndim >= b->ndim;
@@ -150,19 +145,19 @@ static int batches(nd_state *state, const nd_array *a, const nd_array *b, int nd
         flat.shape[1] = rows;
         flat.shape[2] = a->shape[a->ndim - 1];
         nd_array_view(a, &own);
-        result = three_axes(state, &own, &flat, nd_reshape_strides(a, &flat), x);
+        result = three_axes(&own, &flat, nd_reshape_strides(a, &flat), x);
         ndim = b->ndim > 3 ? b->ndim - 2 : 1;
         batch = ones;
     } else {
-        result = merge_batch(state, a, ndim, batch, x);
+        result = merge_batch(a, ndim, batch, x);
     }
-    if (result == 0 && (result = merge_batch(state, b, ndim, batch, y)) < 0) {
+    if (result == 0 && (result = merge_batch(b, ndim, batch, y)) < 0) {
         nd_array_clear(x);
     }
     return result;
 }
 
-static PyObject *matmul(nd_state *state, const nd_array *a, const nd_array *b) {
+static PyObject *matmul(const nd_array *a, const nd_array *b) {
     if (a->ndim < 2 || b->ndim < 2) {
         return PyErr_Format(PyExc_ValueError,
                             "matmul: %s: has %d axes, must have 2 or more; reshape a vector to "
@@ -176,14 +171,13 @@ static PyObject *matmul(nd_state *state, const nd_array *a, const nd_array *b) {
     right.ndim -= 2;
     if (nd_broadcast_shape(&left, &right, &ndim, shape) != ND_OK) {
         nd_error(ND_EVALUE, "batch axes: %s", nd_last_error());
-        return nd_raise(state, "matmul", NULL, ND_EVALUE);
+        return nd_raise("matmul", NULL, ND_EVALUE);
     }
-    if (batches(state, a, b, ndim, shape, &x, &y) < 0) {
+    if (batches(a, b, ndim, shape, &x, &y) < 0) {
         return NULL;
     }
-    PyObject *operands[3] = {nd_wrap(state, &x), nd_wrap(state, &y), Py_None};
-    PyObject *result =
-        operands[0] && operands[1] ? nd_structured(state, OP_matmul, operands) : NULL;
+    PyObject *operands[3] = {nd_wrap(&x), nd_wrap(&y), Py_None};
+    PyObject *result = operands[0] && operands[1] ? nd_structured(OP_matmul, operands) : NULL;
     Py_XDECREF(operands[0]);
     Py_XDECREF(operands[1]);
     if (result != NULL) { /* (B, M, N), contiguous and nobody else's: its batch axes come back */
@@ -198,25 +192,21 @@ static PyObject *matmul(nd_state *state, const nd_array *a, const nd_array *b) {
 }
 
 PyObject *nd_ndarray_matmul(PyObject *px, PyObject *py) {
-    nd_state *state = nd_state_of(px);
-    if (state == NULL) {
-        state = nd_state_of(py);
-    }
     PyObject *objects[2] = {px, py};
     nd_array operands[2] = {{.storage = NULL}, {.storage = NULL}};
-    nd_device *device = nd_array_of(nd_is_ndarray(state, px) ? px : py)->storage->device;
+    nd_device *device = nd_array_of(nd_is_ndarray(px) ? px : py)->storage->device;
     PyObject *result = NULL;
     for (int i = 0; i < 2; i++) {
-        if (nd_is_ndarray(state, objects[i])) {
+        if (nd_is_ndarray(objects[i])) {
             nd_array_view(nd_array_of(objects[i]), &operands[i]);
         } else if (!nd_is_numpy_array(objects[i])) {
             result = Py_NewRef(Py_NotImplemented);
             goto done;
-        } else if (nd_from_object(state, objects[i], true, ND_F32, device, &operands[i]) < 0) {
+        } else if (nd_from_object(objects[i], true, ND_F32, device, &operands[i]) < 0) {
             goto done;
         }
     }
-    result = matmul(state, &operands[0], &operands[1]);
+    result = matmul(&operands[0], &operands[1]);
 done:
     nd_array_clear(&operands[0]);
     nd_array_clear(&operands[1]);
@@ -224,16 +214,16 @@ done:
 }
 
 /* ---- reductions ------------------------------------------------------------------------------ */
-/* axis=None|int|tuple, keepdims -> a fresh array; *reduced counts the elements behind each result. */
-static int reduce(nd_state *state, nd_op id, const char *name, const nd_array *of,
-                  PyObject *arguments, PyObject *keywords, nd_array *out, int64_t *reduced) {
+/* axis=None|int|tuple, keepdims. */
+static PyObject *reduce(PyObject *self, nd_op id, PyObject *arguments, PyObject *keywords) {
     static char *names[] = {"axis", "keepdims", NULL};
-    const nd_array own = *of, *a = &own; /* the arguments may make an array that was not */
+    const char *name = nd_ops[id].name;
+    const nd_array own = *nd_array_of(self), *a = &own; /* the arguments may call its __init__ */
     PyObject *axis = Py_None;
     int keepdims = 0, count = a->ndim;
     int64_t axes[ND_MAX_DIMS];
     if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "|Op", names, &axis, &keepdims)) {
-        return -1;
+        return NULL;
     }
     bool gone[ND_MAX_DIMS];
     for (int i = 0; i < a->ndim; i++) {
@@ -242,74 +232,41 @@ static int reduce(nd_state *state, nd_op id, const char *name, const nd_array *o
     if (axis != Py_None) {
         if (nd_shape_from(axis, name, &count, axes) < 0 ||
             nd_normalise_axes(name, a->ndim, count, axes) < 0) {
-            return -1;
+            return NULL;
         }
         for (int i = 0; i < count; i++) {
             gone[axes[i]] = true;
         }
     }
-    nd_array view = *a;
+    nd_array view = *a, out;
     int at = 0;
-    *reduced = 1;
     for (int pass = 0; pass < 2; pass++) { /* axes that stay, then those that go */
         for (int i = 0; i < a->ndim; i++) {
             if (gone[i] == (pass == 1)) {
                 view.shape[at] = a->shape[i];
                 view.strides[at++] = a->strides[i];
-                *reduced *= gone[i] ? a->shape[i] : 1;
             }
         }
     }
-    if (nd_reduce(state, id, &view, count, out) < 0) {
-        return -1;
+    if (nd_reduce(id, &view, count, &out) < 0) {
+        return NULL;
     }
     if (keepdims) {
-        out->ndim = a->ndim;
+        out.ndim = a->ndim;
         for (int i = 0; i < a->ndim; i++) {
-            out->shape[i] = gone[i] ? 1 : a->shape[i];
+            out.shape[i] = gone[i] ? 1 : a->shape[i];
         }
-        nd_contiguous_strides(out->ndim, out->shape, out->strides);
+        nd_contiguous_strides(out.ndim, out.shape, out.strides);
     }
-    return 0;
+    return nd_wrap(&out);
 }
 
-#define REDUCTION(name)                                                                      \
-    PyObject *nd_ndarray_##name(PyObject *self, PyObject *arguments, PyObject *keywords) {   \
-        nd_state *state = nd_state_of(self);                                                 \
-        nd_array out;                                                                        \
-        int64_t reduced;                                                                     \
-        return reduce(state, OP_##name, #name, nd_array_of(self), arguments, keywords, &out, \
-                      &reduced) < 0                                                          \
-                   ? NULL                                                                    \
-                   : nd_wrap(state, &out);                                                   \
+#define REDUCTION(name)                                                                    \
+    PyObject *nd_ndarray_##name(PyObject *self, PyObject *arguments, PyObject *keywords) { \
+        return reduce(self, OP_##name, arguments, keywords);                               \
     }
 REDUCTION(sum)
 REDUCTION(max)
 REDUCTION(min)
 REDUCTION(argmax)
 REDUCTION(argmin)
-
-PyObject *nd_ndarray_mean(PyObject *self, PyObject *arguments, PyObject *keywords) {
-    nd_state *state = nd_state_of(self);
-    nd_array wide, out;
-    int64_t reduced;
-    nd_dtype dtype = nd_array_of(self)->dtype;
-    if (dtype == ND_F32 || !nd_dtype_is_float(dtype)) { /* integers are added up in int64 */
-        nd_array_view(nd_array_of(self), &wide);
-    } else if (nd_copy(state, nd_array_of(self), ND_F32, &wide) < 0) {
-        return NULL;
-    }
-    int result = reduce(state, OP_sum, "mean", &wide, arguments, keywords, &out, &reduced);
-    nd_array_clear(&wide);
-    if (result == 0 && out.dtype == ND_I64) {
-        nd_array sums = out;
-        result = nd_copy(state, &sums, ND_F32, &out);
-        nd_array_clear(&sums);
-    }
-    PyObject *sum = result < 0 ? NULL : nd_wrap(state, &out);
-    PyObject *count = sum != NULL ? PyFloat_FromDouble((double)reduced) : NULL;
-    PyObject *mean = count != NULL ? nd_ndarray_inplace_divide(sum, count) : NULL;
-    Py_XDECREF(sum);
-    Py_XDECREF(count);
-    return mean;
-}

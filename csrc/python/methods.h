@@ -17,7 +17,7 @@ PyObject *nd_ndarray_iter(PyObject *self);
 Py_ssize_t nd_ndarray_length(PyObject *self);
 int nd_ndarray_setitem(PyObject *self, PyObject *key, PyObject *value);
 /* Write an array, a number or an array-like into `to`. */
-int nd_store(nd_state *state, const nd_array *to, PyObject *value);
+int nd_store(const nd_array *to, PyObject *value);
 
 /* ---- math.c ---------------------------------------------------------------------------------- */
 nd_method nd_ndarray_add, nd_ndarray_subtract, nd_ndarray_multiply, nd_ndarray_divide;
@@ -30,17 +30,14 @@ PyObject *nd_ndarray_positive(PyObject *x);
 PyObject *nd_ndarray_compare(PyObject *x, PyObject *y, int op);
 nd_method nd_ndarray_exp, nd_ndarray_log, nd_ndarray_tanh, nd_ndarray_sqrt;
 nd_method nd_ndarray_maximum, nd_ndarray_minimum;
-nd_keyword_method nd_ndarray_sum, nd_ndarray_mean, nd_ndarray_max, nd_ndarray_min;
+nd_keyword_method nd_ndarray_sum, nd_ndarray_max, nd_ndarray_min;
 nd_keyword_method nd_ndarray_argmax, nd_ndarray_argmin;
 
 /* ---- values.c -------------------------------------------------------------------------------- */
 nd_method nd_ndarray_copy, nd_ndarray_compact, nd_ndarray_is_compact, nd_ndarray_astype;
 nd_method nd_ndarray_to, nd_ndarray_fill, nd_ndarray_item, nd_ndarray_numpy;
-int nd_ndarray_bool(PyObject *self);
-PyObject *nd_ndarray_float(PyObject *self);
-PyObject *nd_ndarray_int(PyObject *self);
 
 /* ---- ndarray.c ------------------------------------------------------------------------------- */
-int nd_ndarray_init(PyObject *module, nd_state *state);
+int nd_ndarray_init(PyObject *module);
 #pragma GCC visibility pop
 #endif

@@ -1,4 +1,4 @@
-/* module.c - the module needle._C: its state, and what it checks when imported.
+/* module.c - the module needle._C: its and what it checks when imported.
  *
  * Initialised in phases, with all of its Python objects in the module's state. setup.py passes what
  * build_info() tells as NEEDLE_BUILD_*.
@@ -40,13 +40,12 @@ static PyObject *module_build_info(PyObject *module, PyObject *unused) {
 }
 
 static PyObject *module_sync_each_op(PyObject *module, PyObject *on) {
-    nd_state *state = nd_module_state(module);
     int wanted = PyObject_IsTrue(on);
     if (wanted < 0) {
         return NULL;
     }
-    PyObject *before = PyBool_FromLong(state->sync);
-    state->sync = wanted || IS_DEBUG;
+    PyObject *before = PyBool_FromLong(nd.sync);
+    nd.sync = wanted || IS_DEBUG;
     return before;
 }
 
@@ -109,91 +108,50 @@ static bool is_on(const char *variable) {
     return value != NULL && value[0] != 0 && strcmp(value, "0") != 0;
 }
 
-static int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **keep) {
-    PyTypeObject *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, spec, NULL);
-    int result = type == NULL ? -1 : PyModule_AddType(module, type);
-    if (keep != NULL) {
-        *keep = type;
-    } else {
-        Py_XDECREF(type);
-    }
-    return result;
-}
-
-static int module_exec(PyObject *module) {
-    nd_state *state = nd_module_state(module);
-    if (check_processor() < 0) {
+static int module_init(PyObject *module) {
+    static const struct {
+        PyType_Spec *spec;
+        PyTypeObject **keep; /* NULL: nothing asks for it */
+    } types[] = {
+        {&nd_event_spec, NULL},
+        {&nd_download_spec, NULL},
+        {&nd_staging_spec, NULL},
+        {&nd_graph_spec, NULL},
+        {&nd_module_spec, &nd.module_type},
+        {&nd_parameters_spec, &nd.parameters_type},
+        {&nd_kernel_spec, NULL},
+    };
+    nd.trace = is_on("NEEDLE_TRACE");
+    nd.sync = is_on("NEEDLE_SYNC") || IS_DEBUG;
+    if (check_processor() < 0 || nd_errors_init(module) < 0 || nd_backends_init() < 0 ||
+        nd_device_init(module) < 0 || nd_array_likes_init() < 0 || nd_callables_init(module) < 0 ||
+        nd_ndarray_init(module) < 0 || PyModule_AddFunctions(module, nd_dlpack_functions) < 0) {
         return -1;
     }
-    state->trace = is_on("NEEDLE_TRACE");
-    state->sync = is_on("NEEDLE_SYNC") || IS_DEBUG;
-    bool failed = nd_errors_init(module, state) < 0 || nd_backends_init(state) < 0 ||
-                  nd_device_init(module, state) < 0 || nd_array_likes_init() < 0 ||
-                  nd_callables_init(module, state) < 0 || nd_ndarray_init(module, state) < 0 ||
-                  PyModule_AddFunctions(module, nd_dlpack_functions) < 0 ||
-                  add_type(module, &nd_event_spec, NULL) < 0 ||
-                  add_type(module, &nd_download_spec, NULL) < 0 ||
-                  add_type(module, &nd_graph_spec, NULL) < 0 ||
-                  add_type(module, &nd_module_spec, &state->module_type) < 0 ||
-                  add_type(module, &nd_parameters_spec, &state->parameters_type) < 0 ||
-                  add_type(module, &nd_kernel_spec, NULL) < 0 ||
-                  add_type(module, &nd_staging_spec, NULL) < 0;
-    return failed ? -1 : 0;
-}
-
-#define HELD(X)     \
-    X(ndarray_type) \
-    X(device_type)  \
-    X(handle_type)  \
-    X(module_type) X(parameters_type) X(cuda_error) X(cuda_fatal_error)
-
-static int module_traverse(PyObject *module, visitproc visit, void *arg) {
-    nd_state *state = nd_module_state(module);
-#define X(name) Py_VISIT(state->name);
-    HELD(X)
-#undef X
-    for (int i = 0; i < NUM_BACKENDS * ND_MAX_DEVICES; i++) {
-        Py_VISIT(state->devices[i]);
-    }
-    return 0;
-}
-
-static int module_clear(PyObject *module) {
-    nd_state *state = nd_module_state(module);
-#define X(name) Py_CLEAR(state->name);
-    HELD(X)
-#undef X
-    for (int i = 0; i < NUM_BACKENDS * ND_MAX_DEVICES; i++) {
-        Py_CLEAR(state->devices[i]);
-    }
-    for (int id = 0; id < NUM_OPS; id++) {
-        for (int i = 0; i < ND_MAX_FIELDS; i++) {
-            Py_CLEAR(state->field_names[id][i]);
+    for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
+        PyTypeObject *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, types[i].spec, NULL);
+        if (type == NULL || PyModule_AddType(module, type) < 0) {
+            return -1;
+        }
+        if (types[i].keep != NULL) {
+            *types[i].keep = type;
         }
     }
     return 0;
 }
 
-static void module_free(void *module) {
-    module_clear(module);
-    nd_storage_release(nd_module_state(module)->nothing);
-}
-
-static PyModuleDef_Slot module_slots[] = {
-    {Py_mod_exec, module_exec},
-    {0, NULL},
-};
-
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "needle._C",
     .m_doc = "The C core of needle: NDArray, devices, and one function for each op of ops.def.",
-    .m_size = sizeof(nd_state),
+    .m_size = -1, /* one of a process, like its devices */
     .m_methods = module_methods,
-    .m_slots = module_slots,
-    .m_traverse = module_traverse,
-    .m_clear = module_clear,
-    .m_free = module_free,
 };
 
-PyMODINIT_FUNC PyInit__C(void) { return PyModuleDef_Init(&definition); }
+PyMODINIT_FUNC PyInit__C(void) {
+    PyObject *module = PyModule_Create(&definition);
+    if (module != NULL && module_init(module) < 0) {
+        Py_CLEAR(module);
+    }
+    return module;
+}

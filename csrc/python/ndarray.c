@@ -26,14 +26,13 @@ static PyObject *ndarray_new(PyTypeObject *type, PyObject *arguments, PyObject *
     }
     /* Until __init__ an empty array, so that no method meets half an object. Its memory outlives
      * that, for a method that is still at work. */
-    nd_array nothing = {.storage = nd_state_of_type(type)->nothing, .ndim = 1, .strides = {1}};
+    nd_array nothing = {.storage = nd.nothing, .ndim = 1, .strides = {1}};
     nd_array_view(&nothing, &self->a);
     return (PyObject *)self;
 }
 
 static int ndarray_init(PyObject *object, PyObject *arguments, PyObject *keywords) {
     static char *names[] = {"other", "device", "dtype", NULL};
-    nd_state *state = nd_state_of(object);
     PyObject *other, *device = Py_None, *dtype = Py_None;
     nd_array made;
     NDArrayObject *self = (NDArrayObject *)object;
@@ -41,8 +40,8 @@ static int ndarray_init(PyObject *object, PyObject *arguments, PyObject *keyword
                                      &dtype)) {
         return -1;
     }
-    nd_dtype otherwise = nd_is_ndarray(state, other) ? nd_array_of(other)->dtype : ND_F32;
-    if (nd_from_arguments(state, other, device, dtype, otherwise, &made) < 0) {
+    nd_dtype otherwise = nd_is_ndarray(other) ? nd_array_of(other)->dtype : ND_F32;
+    if (nd_from_arguments(other, device, dtype, otherwise, &made) < 0) {
         return -1;
     }
     if (self->made) {
@@ -65,7 +64,6 @@ static PyObject *ndarray_make(PyObject *class, PyObject *arguments, PyObject *ke
                                      &device_object, &handle, &offset, &dtype_object)) {
         return NULL;
     }
-    nd_state *state = nd_state_of_type((PyTypeObject *)class);
     nd_array a = {.dtype = ND_F32};
     if (nd_shape_from(shape, "make: shape", &a.ndim, a.shape) < 0 ||
         (dtype_object != Py_None && nd_dtype_from(dtype_object, &a.dtype) < 0)) {
@@ -82,7 +80,7 @@ static PyObject *ndarray_make(PyObject *class, PyObject *arguments, PyObject *ke
         }
     }
     if (handle != Py_None) {
-        if (!PyObject_TypeCheck(handle, state->handle_type)) {
+        if (!PyObject_TypeCheck(handle, nd.handle_type)) {
             return PyErr_Format(PyExc_TypeError, "make: handle: must be the _handle of an NDArray");
         }
         HandleObject *h = (HandleObject *)handle;
@@ -92,8 +90,8 @@ static PyObject *ndarray_make(PyObject *class, PyObject *arguments, PyObject *ke
     } else {
         nd_device *device;
         nd_array fresh;
-        if (nd_device_from(state, device_object, &device) < 0 ||
-            nd_new_array(state, "make", device, a.dtype, a.ndim, a.shape, &fresh) < 0) {
+        if (nd_device_from(device_object, &device) < 0 ||
+            nd_new_array("make", device, a.dtype, a.ndim, a.shape, &fresh) < 0) {
             return NULL;
         }
         a.storage = fresh.storage;
@@ -110,27 +108,25 @@ static PyObject *ndarray_make(PyObject *class, PyObject *arguments, PyObject *ke
     nd_status status = nd_check_bounds(&a);
     if (status != ND_OK) {
         nd_array_clear(&a);
-        return nd_raise(state, "make", NULL, status);
+        return nd_raise("make", NULL, status);
     }
-    return nd_wrap(state, &a);
+    return nd_wrap(&a);
 }
 
 static PyObject *module_array(PyObject *module, PyObject *arguments, PyObject *keywords) {
     static char *names[] = {"obj", "dtype", "device", NULL};
-    nd_state *state = nd_module_state(module);
     PyObject *object, *dtype = Py_None, *device = Py_None;
     nd_array out;
     if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O|OO:array", names, &object, &dtype,
                                      &device) ||
-        nd_from_arguments(state, object, device, dtype, ND_F32, &out) < 0) {
+        nd_from_arguments(object, device, dtype, ND_F32, &out) < 0) {
         return NULL;
     }
-    return nd_wrap(state, &out);
+    return nd_wrap(&out);
 }
 
 static PyObject *module_empty(PyObject *module, PyObject *arguments, PyObject *keywords) {
     static char *names[] = {"shape", "dtype", "device", NULL};
-    nd_state *state = nd_module_state(module);
     PyObject *shape_object, *dtype_object = Py_None, *device_object = Py_None;
     nd_dtype dtype = ND_F32;
     nd_device *device;
@@ -141,11 +137,11 @@ static PyObject *module_empty(PyObject *module, PyObject *arguments, PyObject *k
                                      &dtype_object, &device_object) ||
         nd_shape_from(shape_object, "empty: shape", &ndim, shape) < 0 ||
         (dtype_object != Py_None && nd_dtype_from(dtype_object, &dtype) < 0) ||
-        nd_device_from(state, device_object, &device) < 0 ||
-        nd_new_array(state, "empty", device, dtype, ndim, shape, &out) < 0) {
+        nd_device_from(device_object, &device) < 0 ||
+        nd_new_array("empty", device, dtype, ndim, shape, &out) < 0) {
         return NULL;
     }
-    return nd_wrap(state, &out);
+    return nd_wrap(&out);
 }
 
 /* ---- attributes ------------------------------------------------------------------------------ */
@@ -175,26 +171,25 @@ static PyObject *get_dtype(PyObject *self, void *closure) {
 }
 
 static PyObject *get_device(PyObject *self, void *closure) {
-    return nd_device_object(nd_state_of(self), nd_array_of(self)->storage->device);
+    return nd_device_object(nd_array_of(self)->storage->device);
 }
 
 static PyObject *get_written(PyObject *self, void *closure) {
-    nd_count_outside_writes(nd_state_of(self), nd_array_of(self));
+    nd_count_outside_writes(nd_array_of(self));
     return PyLong_FromUnsignedLongLong(nd_array_of(self)->storage->written);
 }
 
 static PyObject *get_data_ptr(PyObject *self, void *closure) {
-    nd_state *state = nd_state_of(self);
     const nd_array *a = nd_array_of(self);
-    if (nd_check_live(state, "data_ptr", "x", a) < 0) {
+    if (nd_check_live("data_ptr", "x", a) < 0) {
         return NULL;
     }
-    nd_count_write(state, a); /* whoever asks may write */
+    nd_count_write(a); /* whoever asks may write */
     return PyLong_FromVoidPtr(a->data);
 }
 
 static PyObject *get_handle(PyObject *self, void *closure) {
-    HandleObject *handle = PyObject_New(HandleObject, nd_state_of(self)->handle_type);
+    HandleObject *handle = PyObject_New(HandleObject, nd.handle_type);
     if (handle != NULL) {
         handle->storage = nd_array_of(self)->storage;
         handle->dtype = nd_array_of(self)->dtype;
@@ -286,7 +281,6 @@ static PyMethodDef ndarray_methods[] = {
     {"sum", KEYWORD_METHOD(nd_ndarray_sum),
      "sum" AXIS_TEXT "Sum over axis: None, int or tuple. "
      "Integers sum in int64."},
-    {"mean", KEYWORD_METHOD(nd_ndarray_mean), "mean" AXIS_TEXT "Mean, in float32."},
     {"max", KEYWORD_METHOD(nd_ndarray_max), "max" AXIS_TEXT "Largest; ValueError of no elements."},
     {"min", KEYWORD_METHOD(nd_ndarray_min), "min" AXIS_TEXT "Smallest; ValueError of no elements."},
     {"argmax", KEYWORD_METHOD(nd_ndarray_argmax),
@@ -355,9 +349,6 @@ static PyType_Slot ndarray_slots[] = {
     {Py_nb_positive, nd_ndarray_positive},
     {Py_nb_absolute, nd_ndarray_absolute},
     {Py_nb_matrix_multiply, nd_ndarray_matmul},
-    {Py_nb_bool, nd_ndarray_bool},
-    {Py_nb_float, nd_ndarray_float},
-    {Py_nb_int, nd_ndarray_int},
     {Py_bf_getbuffer, nd_ndarray_getbuffer},
     {Py_bf_releasebuffer, nd_ndarray_releasebuffer},
     {Py_tp_doc, "NDArray(other, device=None, dtype=None)\n--\n\nA strided view on memory of a "
@@ -372,22 +363,21 @@ static PyType_Spec ndarray_spec = {
     .slots = ndarray_slots,
 };
 
-static void count_outside_writes(nd_state *state, PyObject *object) {
-    if (PyObject_TypeCheck(object, state->ndarray_type)) {
-        nd_count_outside_writes(state, nd_array_of(object));
+static void count_outside_writes(PyObject *object) {
+    if (PyObject_TypeCheck(object, nd.ndarray_type)) {
+        nd_count_outside_writes(nd_array_of(object));
     } else if (PyTuple_Check(object) || PyList_Check(object)) {
         for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); i++) {
-            count_outside_writes(state, PySequence_Fast_GET_ITEM(object, i));
+            count_outside_writes(PySequence_Fast_GET_ITEM(object, i));
         }
     }
 }
 
 static PyObject *module_writes(PyObject *module, PyObject *operands) {
-    nd_state *state = nd_module_state(module);
-    if (state->exported != NULL) {
-        count_outside_writes(state, operands);
+    if (nd.exported != NULL) {
+        count_outside_writes(operands);
     }
-    return PyLong_FromUnsignedLongLong(state->writes);
+    return PyLong_FromUnsignedLongLong(nd.writes);
 }
 
 static PyMethodDef functions[] = {
@@ -405,15 +395,15 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-int nd_ndarray_init(PyObject *module, nd_state *state) {
-    state->handle_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &handle_spec, NULL);
-    state->ndarray_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &ndarray_spec, NULL);
-    PyTypeObject *type = state->ndarray_type;
+int nd_ndarray_init(PyObject *module) {
+    nd.handle_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &handle_spec, NULL);
+    nd.ndarray_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &ndarray_spec, NULL);
+    PyTypeObject *type = nd.ndarray_type;
     /* NumPy leaves `numpy_array + ndarray` to the reflected operators here. */
-    if (state->handle_type == NULL || type == NULL ||
+    if (nd.handle_type == NULL || type == NULL ||
         PyObject_SetAttrString((PyObject *)type, "__array_ufunc__", Py_None) < 0 ||
         PyModule_AddType(module, type) < 0 ||
-        nd_check(state, "NDArray", NULL, nd_storage_new(nd_host(), 0, &state->nothing)) < 0) {
+        nd_check("NDArray", NULL, nd_storage_new(nd_host(), 0, &nd.nothing)) < 0) {
         return -1;
     }
     return PyModule_AddFunctions(module, functions);

@@ -1,9 +1,12 @@
-/* object.c - the array object: made around an nd_array, and gone with its reference on the memory.
+/* object.c - the state of the module, and the array object: made around an nd_array, and gone with
+ * its reference on the memory.
  *
  * Results are plain NDArrays, also those of a subclass. An NDArray holds no Python object, so it
  * needs no garbage collection of its own; a Python subclass gets it from Python.
  */
 #include "object.h"
+
+nd_state nd;
 
 void nd_ndarray_dealloc(PyObject *object) {
     NDArrayObject *self = (NDArrayObject *)object;
@@ -16,19 +19,8 @@ void nd_ndarray_dealloc(PyObject *object) {
     Py_DECREF(type);
 }
 
-/* The NDArray type itself is recognised by its own deallocator, which no subclass made in Python
- * has; its module holds the state. */
-nd_state *nd_state_of_type(PyTypeObject *type) {
-    while (type != NULL && type->tp_dealloc != nd_ndarray_dealloc) {
-        type = type->tp_base;
-    }
-    return type != NULL ? PyType_GetModuleState(type) : NULL;
-}
-
-nd_state *nd_state_of(PyObject *object) { return nd_state_of_type(Py_TYPE(object)); }
-
-PyObject *nd_wrap(nd_state *state, nd_array *a) {
-    NDArrayObject *self = PyObject_New(NDArrayObject, state->ndarray_type);
+PyObject *nd_wrap(nd_array *a) {
+    NDArrayObject *self = PyObject_New(NDArrayObject, nd.ndarray_type);
     if (self == NULL) {
         nd_array_clear(a);
         return NULL;
@@ -39,8 +31,8 @@ PyObject *nd_wrap(nd_state *state, nd_array *a) {
     return (PyObject *)self;
 }
 
-PyObject *nd_wrap_view(nd_state *state, const nd_array *geometry) {
+PyObject *nd_wrap_view(const nd_array *geometry) {
     nd_array view;
     nd_array_view(geometry, &view);
-    return nd_wrap(state, &view);
+    return nd_wrap(&view);
 }

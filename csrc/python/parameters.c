@@ -148,7 +148,6 @@ static void parameters_dealloc(PyObject *object) {
 /* ---- one argument ---------------------------------------------------------------------------- */
 /* Where a mistake is: which kernel, which parameter. */
 typedef struct {
-    nd_state *state;
     nd_device *device;
     nd_parameters *of;
     Py_ssize_t index;
@@ -169,12 +168,12 @@ static int wrong(const place *w, PyObject *exception, const char *format, ...) {
 }
 
 static bool is_array(const place *w, PyObject *object, PyObject **array) {
-    if (nd_is_ndarray(w->state, object)) {
+    if (nd_is_ndarray(object)) {
         *array = Py_NewRef(object);
         return true;
     }
     *array = PyObject_GetAttrString(object, "cached_data"); /* of a Tensor */
-    if (*array != NULL && nd_is_ndarray(w->state, *array)) {
+    if (*array != NULL && nd_is_ndarray(*array)) {
         return true;
     }
     PyErr_Clear();
@@ -186,7 +185,7 @@ static int take_array(const place *w, PyObject *array, char *to) {
     const parameter *p = w->p;
     const nd_array *a = nd_array_of(array);
     char here[24], there[24];
-    if (nd_check_live(w->state, nd_parameters_name(w->of), "an array", a) < 0) {
+    if (nd_check_live(nd_parameters_name(w->of), "an array", a) < 0) {
         return -1;
     }
     if (a->storage->device != w->device) {
@@ -368,8 +367,8 @@ static int take(const place *w, PyObject *object, char *to, PyObject **held) {
 }
 
 /* ---- all of them ----------------------------------------------------------------------------- */
-int nd_pack(nd_state *state, nd_parameters *self, nd_device *device, PyObject *const *arguments,
-            Py_ssize_t count, nd_packed *packed) {
+int nd_pack(nd_parameters *self, nd_device *device, PyObject *const *arguments, Py_ssize_t count,
+            nd_packed *packed) {
     if (count != Py_SIZE(self)) {
         FAIL(PyExc_TypeError, "%U takes %zd arguments after grid and block, but %zd were given",
              self->name, Py_SIZE(self), count);
@@ -391,7 +390,7 @@ int nd_pack(nd_state *state, nd_parameters *self, nd_device *device, PyObject *c
     memset(memory, 0, bytes); /* what lies between two arguments, too */
     memset(packed->held, 0, each);
     for (Py_ssize_t i = 0; i < count; i++) {
-        const place where = {state, device, self, i, &self->list[i]};
+        const place where = {device, self, i, &self->list[i]};
         packed->pointers[i] = memory + self->list[i].offset;
         if (take(&where, arguments[i], packed->pointers[i], &packed->held[i]) < 0) {
             nd_unpack(packed);
@@ -410,11 +409,11 @@ void nd_unpack(nd_packed *packed) {
     }
 }
 
-void nd_count_kernel_writes(nd_state *state, nd_parameters *self, const nd_packed *packed) {
+void nd_count_kernel_writes(nd_parameters *self, const nd_packed *packed) {
     for (Py_ssize_t i = 0; i < packed->count; i++) {
         bool unknown = self->list[i].kind == TAKES_unknown;
         if (packed->held[i] != NULL && (self->list[i].written || unknown)) {
-            nd_count_write(state, nd_array_of(packed->held[i]));
+            nd_count_write(nd_array_of(packed->held[i]));
         }
     }
 }
@@ -422,13 +421,12 @@ void nd_count_kernel_writes(nd_state *state, nd_parameters *self, const nd_packe
 /* ---- Python ---------------------------------------------------------------------------------- */
 static PyObject *parameters_pack(PyObject *object, PyObject *both) {
     nd_parameters *self = (nd_parameters *)object;
-    nd_state *state = PyType_GetModuleState(Py_TYPE(object));
     PyObject *where, *arguments;
     nd_device *device;
     nd_packed packed;
     if (!PyArg_ParseTuple(both, "OO!:pack", &where, &PyTuple_Type, &arguments) ||
-        nd_device_from(state, where, &device) < 0 ||
-        nd_pack(state, self, device, &PyTuple_GET_ITEM(arguments, 0), PyTuple_GET_SIZE(arguments),
+        nd_device_from(where, &device) < 0 ||
+        nd_pack(self, device, &PyTuple_GET_ITEM(arguments, 0), PyTuple_GET_SIZE(arguments),
                 &packed) < 0) {
         return NULL;
     }

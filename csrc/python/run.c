@@ -51,7 +51,7 @@ const nd_op_info nd_ops[NUM_OPS] = {
 };
 
 /* ---- running --------------------------------------------------------------------------------- */
-int nd_check_live(nd_state *state, const char *op, const char *operand, const nd_array *a) {
+int nd_check_live(const char *op, const char *operand, const nd_array *a) {
     nd_device *device = a->storage->device;
     if (a->storage->generation != device->generation) {
         char text[24];
@@ -60,7 +60,7 @@ int nd_check_live(nd_state *state, const char *op, const char *operand, const nd
              "make it anew",
              op, operand, nd_device_text(device, text));
     }
-    return nd_check_alive(state, device);
+    return nd_check_alive(device);
 }
 
 double nd_microseconds(void) {
@@ -87,8 +87,8 @@ void nd_trace_run(const char *op, const nd_device *device, double took, const nd
             (int)line->used, line->text);
 }
 
-void nd_trace_copy(nd_state *state, const char *op, const char *operand, const nd_array *a) {
-    if (state->trace) {
+void nd_trace_copy(const char *op, const char *operand, const nd_array *a) {
+    if (nd.trace) {
         nd_trace line = {.used = 0};
         nd_trace_operand(&line, operand, a);
         fprintf(stderr, "needle: %-22s copies its operand%.*s: not in the layout it needs\n", op,
@@ -96,7 +96,7 @@ void nd_trace_copy(nd_state *state, const char *op, const char *operand, const n
     }
 }
 
-/* An op has its operands in the first slots, but for the output of EW2 and CMP, which is not shown. */
+/* Operands lie in the first slots, but for the output of EW2 and CMP, which is not shown. */
 static void trace_op(const nd_op_info *info, const nd_device *device, const nd_slot *slots,
                      double took) {
     nd_trace line = {.used = 0};
@@ -108,24 +108,24 @@ static void trace_op(const nd_op_info *info, const nd_device *device, const nd_s
     nd_trace_run(info->name, device, took, &line);
 }
 
-int nd_run_op(nd_state *state, nd_op id, nd_device *device, const nd_slot *slots, int64_t work) {
+int nd_run_op(nd_op id, nd_device *device, const nd_slot *slots, int64_t work) {
     const nd_op_info *info = &nd_ops[id];
-    double start = state->trace ? nd_microseconds() : 0;
+    double start = nd.trace ? nd_microseconds() : 0;
     nd_status status;
     if (work < 4096 && device->backend->is_host) {
         status = info->run(device->backend, device->index, slots);
     } else {
         Py_BEGIN_ALLOW_THREADS
         status = info->run(device->backend, device->index, slots);
-        if (status == ND_OK && (state->sync || state->trace)) {
+        if (status == ND_OK && (nd.sync || nd.trace)) {
             status = device->backend->synchronize(device->index);
         }
         Py_END_ALLOW_THREADS
     }
-    if (nd_check(state, info->name, device, status) < 0) {
+    if (nd_check(info->name, device, status) < 0) {
         return -1;
     }
-    if (state->trace) {
+    if (nd.trace) {
         trace_op(info, device, slots, nd_microseconds() - start);
     }
     return 0;

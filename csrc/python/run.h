@@ -59,39 +59,37 @@ typedef struct {
 extern const nd_op_info nd_ops[NUM_OPS];
 /* Run the op on a device and trace it. `work` is the number of elements touched: a small op of the
  * host is over sooner than the GIL could change hands. */
-int nd_run_op(nd_state *state, nd_op id, nd_device *device, const nd_slot *slots, int64_t work);
+int nd_run_op(nd_op id, nd_device *device, const nd_slot *slots, int64_t work);
 void nd_trace_operand(nd_trace *line, const char *name, const nd_array *a);
 /* Print the line of an op or kernel that took so many microseconds, by this clock. */
 void nd_trace_run(const char *name, const nd_device *device, double took, const nd_trace *line);
 double nd_microseconds(void);
 /* NEEDLE_TRACE=1: say that an operand is copied. */
-void nd_trace_copy(nd_state *state, const char *op, const char *operand, const nd_array *a);
+void nd_trace_copy(const char *op, const char *operand, const nd_array *a);
 /* 0, or -1: the memory went with a cuda_reset(), or its device is lost. */
-int nd_check_live(nd_state *state, const char *op, const char *operand, const nd_array *a);
+int nd_check_live(const char *op, const char *operand, const nd_array *a);
 
 /* Say that an array which was there before is written to. */
-static inline void nd_count_write(nd_state *state, const nd_array *a) {
-    a->storage->written = ++state->writes;
-}
+static inline void nd_count_write(const nd_array *a) { a->storage->written = ++nd.writes; }
 
 /* ---- copy.c ---------------------------------------------------------------------------------- */
-int nd_new_array(nd_state *state, const char *op, nd_device *device, nd_dtype dtype, int ndim,
-                 const int64_t *shape, nd_array *out);
+int nd_new_array(const char *op, nd_device *device, nd_dtype dtype, int ndim, const int64_t *shape,
+                 nd_array *out);
 /* Elements that share memory within one view cannot be written one by one. */
 int nd_check_writable(const char *op, const char *operand, const nd_array *a);
 bool nd_same_geometry(const nd_array *a, const nd_array *b);
-int nd_fill(nd_state *state, const nd_array *to, double value);
+int nd_fill(const nd_array *to, double value);
 /* to = from: same device, broadcasts, converts, safe when the two overlap. op names the caller. */
-int nd_assign(nd_state *state, const char *op, const nd_array *to, const nd_array *from);
+int nd_assign(const char *op, const nd_array *to, const nd_array *from);
 /* Without its first axis, of size 1: borrowed as before. */
 void nd_drop_first_axis(nd_array *a);
 /* to = from, same shape, no overlap to care about. */
-int nd_run_assign(nd_state *state, const nd_array *to, const nd_array *from);
+int nd_run_assign(const nd_array *to, const nd_array *from);
 /* A contiguous, writable copy on the same device. */
-int nd_copy(nd_state *state, const nd_array *a, nd_dtype dtype, nd_array *out);
+int nd_copy(const nd_array *a, nd_dtype dtype, nd_array *out);
 /* The array itself when it is contiguous, else a copy that is. */
-int nd_contiguous(nd_state *state, const nd_array *a, nd_array *out);
+int nd_contiguous(const nd_array *a, nd_array *out);
 /* The array itself where it lives there, else a contiguous copy that does. */
-int nd_to_device(nd_state *state, const nd_array *a, nd_device *device, nd_array *out);
+int nd_to_device(const nd_array *a, nd_device *device, nd_array *out);
 #pragma GCC visibility pop
 #endif

@@ -24,7 +24,6 @@ typedef struct {
 
 static PyObject *staging_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     static char *names[] = {"bytes", "device", NULL};
-    nd_state *state = PyType_GetModuleState(type);
     Py_ssize_t bytes;
     PyObject *where = Py_None;
     nd_device *device;
@@ -34,10 +33,10 @@ static PyObject *staging_new(PyTypeObject *type, PyObject *arguments, PyObject *
     if (bytes <= 0) {
         return PyErr_Format(PyExc_ValueError, "Staging: bytes must be 1 or more, not %zd", bytes);
     }
-    if (nd_device_from(state, where, &device) < 0) {
+    if (nd_device_from(where, &device) < 0) {
         return NULL;
     }
-    StagingObject *self = nd_handle_new(type, state, device);
+    StagingObject *self = nd_handle_new(type, device);
     if (self == NULL) {
         return NULL;
     }
@@ -60,7 +59,6 @@ static void staging_dealloc(PyObject *object) {
 static PyObject *staging_send(PyObject *object, PyObject *arguments, PyObject *keywords) {
     static char *names[] = {"shape", "dtype", NULL};
     StagingObject *self = (StagingObject *)object;
-    nd_state *state = self->head.state;
     nd_device *device = self->head.device;
     PyObject *shape_object, *dtype_object;
     int ndim;
@@ -71,16 +69,16 @@ static PyObject *staging_send(PyObject *object, PyObject *arguments, PyObject *k
                                      &dtype_object) ||
         nd_shape_from(shape_object, "shape", &ndim, shape) < 0 ||
         nd_dtype_from(dtype_object, &dtype) < 0 || nd_handle_check(self) < 0 ||
-        nd_new_array(state, "Staging.send", device, dtype, ndim, shape, &array) < 0) {
+        nd_new_array("Staging.send", device, dtype, ndim, shape, &array) < 0) {
         return NULL;
     }
     size_t bytes = array.storage->bytes;
     if (bytes > (size_t)self->bytes) {
         PyErr_Format(PyExc_ValueError, "Staging.send: the array has %zu bytes, the staging %zd",
                      bytes, self->bytes);
-    } else if (nd_check(state, "Staging.send", device,
+    } else if (nd_check("Staging.send", device,
                         ND_CALL(device, staging_send, self->staging, array.data, bytes)) == 0) {
-        return nd_wrap(state, &array);
+        return nd_wrap(&array);
     }
     nd_array_clear(&array);
     return NULL;

@@ -1,4 +1,4 @@
-/* state.h - what the module is made of: its ops, its backends, and its state. Types alone.
+/* state.h - the ops, the backends and the state of the module.
  *
  * In this folder a function that returns PyObject * or int follows Python's rule: NULL or -1 with
  * an exception set. What lies below the folder speaks nd_status instead.
@@ -41,14 +41,10 @@ typedef enum {
 
 typedef struct nd_exported nd_exported; /* in buffer.c */
 
+/* The one state of the process, guarded by the GIL. */
 typedef struct {
-    PyTypeObject *ndarray_type;
-    PyTypeObject *device_type;
-    PyTypeObject *handle_type;
-    PyObject *cuda_error;
-    PyObject *cuda_fatal_error;
-    PyTypeObject *module_type;
-    PyTypeObject *parameters_type;
+    PyTypeObject *ndarray_type, *device_type, *handle_type, *module_type, *parameters_type;
+    PyObject *cuda_error, *cuda_fatal_error;
     PyObject *devices[NUM_BACKENDS * ND_MAX_DEVICES]; /* Device objects, once asked for */
     /* A set of each device that is recording a Graph, which owns it: what it launches from. */
     PyObject *recorded[NUM_BACKENDS * ND_MAX_DEVICES];
@@ -59,8 +55,7 @@ typedef struct {
     bool trace;                                    /* NEEDLE_TRACE=1 */
     bool sync;                                     /* NEEDLE_SYNC=1 */
 } nd_state;
-
-static inline nd_state *nd_module_state(PyObject *module) { return PyModule_GetState(module); }
+extern nd_state nd __attribute__((visibility("hidden"))); /* in object.c */
 
 /* Return -1 with an exception. */
 #define FAIL(exception, ...)                  \

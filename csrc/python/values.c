@@ -1,4 +1,4 @@
-/* values.c - NDArray's copies and conversions: copy, astype, to, fill, item, numpy and numbers.
+/* values.c - NDArray's copies and conversions: copy, astype, to, fill, item, numpy.
  */
 #include <math.h>
 #include <string.h>
@@ -11,7 +11,7 @@
 #include "object.h"
 
 /* One element of any strides, from the device. */
-static PyObject *element(nd_state *state, const nd_array *a) {
+static PyObject *element(const nd_array *a) {
     union {
         float f32;
         uint16_t u16;
@@ -19,7 +19,7 @@ static PyObject *element(nd_state *state, const nd_array *a) {
         int64_t i64;
         uint8_t u8;
     } value = {.i64 = 0};
-    if (nd_check_live(state, "item", "x", a) < 0) {
+    if (nd_check_live("item", "x", a) < 0) {
         return NULL;
     }
     nd_device *device = a->storage->device;
@@ -31,7 +31,7 @@ static PyObject *element(nd_state *state, const nd_array *a) {
         ND_CALL_UNLOCKED(status, device, download, &value, a->data, nd_dtype_size(a->dtype));
     }
     if (status != ND_OK) {
-        return nd_raise(state, "item", device, status);
+        return nd_raise("item", device, status);
     }
     switch (a->dtype) {
     case ND_F32:
@@ -67,7 +67,7 @@ static PyObject *element(nd_state *state, const nd_array *a) {
     Py_UNREACHABLE();
 }
 
-static PyObject *item_of(nd_state *state, const nd_array *a) {
+static PyObject *item_of(const nd_array *a) {
     int64_t size = nd_size(a);
     if (size != 1) {
         return PyErr_Format(PyExc_ValueError,
@@ -75,14 +75,13 @@ static PyObject *item_of(nd_state *state, const nd_array *a) {
                             "this one has %lld",
                             (long long)size);
     }
-    return element(state, a);
+    return element(a);
 }
 
 PyObject *nd_ndarray_copy(PyObject *self, PyObject *unused) {
-    nd_state *state = nd_state_of(self);
     nd_array copy;
     const nd_array *a = nd_array_of(self);
-    return nd_copy(state, a, a->dtype, &copy) < 0 ? NULL : nd_wrap(state, &copy);
+    return nd_copy(a, a->dtype, &copy) < 0 ? NULL : nd_wrap(&copy);
 }
 
 PyObject *nd_ndarray_compact(PyObject *self, PyObject *unused) {
@@ -94,28 +93,24 @@ PyObject *nd_ndarray_is_compact(PyObject *self, PyObject *unused) {
 }
 
 PyObject *nd_ndarray_astype(PyObject *self, PyObject *dtype_object) {
-    nd_state *state = nd_state_of(self);
     nd_dtype dtype;
     nd_array copy;
-    if (nd_dtype_from(dtype_object, &dtype) < 0 ||
-        nd_copy(state, nd_array_of(self), dtype, &copy) < 0) {
+    if (nd_dtype_from(dtype_object, &dtype) < 0 || nd_copy(nd_array_of(self), dtype, &copy) < 0) {
         return NULL;
     }
-    return nd_wrap(state, &copy);
+    return nd_wrap(&copy);
 }
 
 PyObject *nd_ndarray_to(PyObject *self, PyObject *device_object) {
-    nd_state *state = nd_state_of(self);
     nd_device *device;
     nd_array moved;
-    if (nd_device_from(state, device_object, &device) < 0) {
+    if (nd_device_from(device_object, &device) < 0) {
         return NULL;
     }
     if (device == nd_array_of(self)->storage->device) {
         return Py_NewRef(self);
     }
-    return nd_to_device(state, nd_array_of(self), device, &moved) < 0 ? NULL
-                                                                      : nd_wrap(state, &moved);
+    return nd_to_device(nd_array_of(self), device, &moved) < 0 ? NULL : nd_wrap(&moved);
 }
 
 PyObject *nd_ndarray_fill(PyObject *self, PyObject *value) {
@@ -127,38 +122,14 @@ PyObject *nd_ndarray_fill(PyObject *self, PyObject *value) {
                                         Py_TYPE(value)->tp_name);
     }
     const nd_array *a = nd_array_of(self);
-    if (nd_check_number("fill", &number, a->dtype) < 0 ||
-        nd_store(nd_state_of(self), a, value) < 0) {
+    if (nd_check_number("fill", &number, a->dtype) < 0 || nd_store(a, value) < 0) {
         return NULL;
     }
     Py_RETURN_NONE;
 }
 
 PyObject *nd_ndarray_numpy(PyObject *self, PyObject *unused) {
-    return nd_to_numpy(nd_state_of(self), nd_array_of(self));
+    return nd_to_numpy(nd_array_of(self));
 }
 
-PyObject *nd_ndarray_item(PyObject *self, PyObject *unused) {
-    return item_of(nd_state_of(self), nd_array_of(self));
-}
-
-int nd_ndarray_bool(PyObject *self) {
-    PyObject *item = nd_ndarray_item(self, NULL);
-    int truth = item != NULL ? PyObject_IsTrue(item) : -1;
-    Py_XDECREF(item);
-    return truth;
-}
-
-PyObject *nd_ndarray_float(PyObject *self) {
-    PyObject *item = nd_ndarray_item(self, NULL);
-    PyObject *number = item != NULL ? PyNumber_Float(item) : NULL;
-    Py_XDECREF(item);
-    return number;
-}
-
-PyObject *nd_ndarray_int(PyObject *self) {
-    PyObject *item = nd_ndarray_item(self, NULL);
-    PyObject *number = item != NULL ? PyNumber_Long(item) : NULL;
-    Py_XDECREF(item);
-    return number;
-}
+PyObject *nd_ndarray_item(PyObject *self, PyObject *unused) { return item_of(nd_array_of(self)); }

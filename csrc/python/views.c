@@ -25,11 +25,10 @@ PyObject *nd_ndarray_permute(PyObject *self, PyObject *arguments) {
         view.shape[i] = a->shape[axes[i]];
         view.strides[i] = a->strides[axes[i]];
     }
-    return nd_wrap_view(nd_state_of(self), &view);
+    return nd_wrap_view(&view);
 }
 
 PyObject *nd_ndarray_broadcast_to(PyObject *self, PyObject *arguments) {
-    nd_state *state = nd_state_of(self);
     int64_t shape[ND_MAX_DIMS];
     int ndim;
     nd_array view;
@@ -37,7 +36,7 @@ PyObject *nd_ndarray_broadcast_to(PyObject *self, PyObject *arguments) {
         return NULL;
     }
     nd_status status = nd_broadcast_to(nd_array_of(self), ndim, shape, &view);
-    return status != ND_OK ? nd_raise(state, "broadcast_to", NULL, status) : nd_wrap(state, &view);
+    return status != ND_OK ? nd_raise("broadcast_to", NULL, status) : nd_wrap(&view);
 }
 
 /* The -1 of a new shape, and whether the sizes agree. */
@@ -73,21 +72,21 @@ static int complete_shape(const nd_array *a, int ndim, int64_t *shape) {
     return 0;
 }
 
-static PyObject *reshaped(nd_state *state, const nd_array *a, int ndim, const int64_t *shape) {
+static PyObject *reshaped(const nd_array *a, int ndim, const int64_t *shape) {
     nd_array view = *a;
     view.ndim = ndim;
     memcpy(view.shape, shape, (size_t)ndim * sizeof *shape);
     if (nd_reshape_strides(a, &view)) {
-        return nd_wrap_view(state, &view);
+        return nd_wrap_view(&view);
     }
     nd_array copy;
-    if (nd_copy(state, a, a->dtype, &copy) < 0) {
+    if (nd_copy(a, a->dtype, &copy) < 0) {
         return NULL;
     }
     copy.ndim = ndim;
     memcpy(copy.shape, shape, (size_t)ndim * sizeof *shape);
     nd_contiguous_strides(ndim, copy.shape, copy.strides);
-    return nd_wrap(state, &copy);
+    return nd_wrap(&copy);
 }
 
 PyObject *nd_ndarray_reshape(PyObject *self, PyObject *arguments) {
@@ -97,7 +96,7 @@ PyObject *nd_ndarray_reshape(PyObject *self, PyObject *arguments) {
         complete_shape(nd_array_of(self), ndim, shape) < 0) {
         return NULL;
     }
-    return reshaped(nd_state_of(self), nd_array_of(self), ndim, shape);
+    return reshaped(nd_array_of(self), ndim, shape);
 }
 
 PyObject *nd_ndarray_as_strided(PyObject *self, PyObject *arguments, PyObject *keywords) {
@@ -115,15 +114,12 @@ PyObject *nd_ndarray_as_strided(PyObject *self, PyObject *arguments, PyObject *k
         return PyErr_Format(PyExc_ValueError, "as_strided: %d strides for %d axes", count,
                             view.ndim);
     }
-    nd_state *state = nd_state_of(self);
     nd_status status = nd_check_bounds(&view);
-    return status != ND_OK ? nd_raise(state, "as_strided", NULL, status)
-                           : nd_wrap_view(state, &view);
+    return status != ND_OK ? nd_raise("as_strided", NULL, status) : nd_wrap_view(&view);
 }
 
 PyObject *nd_ndarray_joined(PyObject *self, PyObject *other) {
-    nd_state *state = nd_state_of(self);
-    if (nd_check_operand(state, "joined", "other", other) < 0) {
+    if (nd_check_operand("joined", "other", other) < 0) {
         return NULL;
     }
     const nd_array *a = nd_array_of(self), *b = nd_array_of(other);
@@ -139,7 +135,7 @@ PyObject *nd_ndarray_joined(PyObject *self, PyObject *other) {
     nd_array view = *a;
     view.shape[0] += b->shape[0];
     nd_contiguous_strides(view.ndim, view.shape, view.strides);
-    return nd_wrap_view(state, &view);
+    return nd_wrap_view(&view);
 }
 
 PyObject *nd_ndarray_flip(PyObject *self, PyObject *arguments) {
@@ -162,7 +158,7 @@ PyObject *nd_ndarray_flip(PyObject *self, PyObject *arguments) {
                     (view.shape[axes[i]] - 1) * stride * (int64_t)nd_dtype_size(view.dtype);
         view.strides[axes[i]] = -stride;
     }
-    return nd_wrap_view(nd_state_of(self), &view);
+    return nd_wrap_view(&view);
 }
 
 PyObject *nd_ndarray_view(PyObject *self, PyObject *dtype_object) {
@@ -179,5 +175,5 @@ PyObject *nd_ndarray_view(PyObject *self, PyObject *dtype_object) {
                             nd_dtype_name(dtype), nd_dtype_size(dtype));
     }
     view.dtype = dtype;
-    return nd_wrap_view(nd_state_of(self), &view);
+    return nd_wrap_view(&view);
 }

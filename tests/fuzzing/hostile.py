@@ -271,15 +271,6 @@ def wide(n: int, *more: int):
 
 
 @functools.cache
-def other():
-    """needle._C a second time: another module, whose types are strangers to the first."""
-    spec = importlib.util.spec_from_file_location("needle._C", _C.__file__)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@functools.cache
 def small_cases(op: str) -> list:
     """Cases of needle.testing that take no long time."""
 
