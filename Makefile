@@ -36,7 +36,7 @@ endif
 # package is called otherwise than its module, it stands behind a colon.
 BUILD_NEEDS := setuptools numpy
 BUILD_LIKES := scipy_openblas32
-TRAIN_LIKES := tokenizers tqdm matplotlib zstandard
+TRAIN_LIKES := tokenizers tqdm matplotlib backports.zstd
 TEST_NEEDS := $(TRAIN_LIKES) safetensors pytest xdist:pytest-xdist hypothesis
 TEST_LIKES := aiohttp
 C_FILES = $(wildcard csrc/*.[ch] csrc/*/*.[ch] cuda/*.cu cuda/*.cuh)
@@ -91,7 +91,7 @@ endef
 define lacking
 lacking=$$("$(PY)" -c 'import sys; from importlib.util import find_spec; \
 print(*(package or module.replace("_", "-") for module, _, package in (n.partition(":") for n in sys.argv[1:]) \
-if find_spec(module) is None))' $(1)) || exit 1; \
+if any(find_spec(name) is None for name in (module.split(".")[0], module))))' $(1)) || exit 1; \
 [ -z "$$lacking" ] || echo "needle: installing $$lacking"
 endef
 

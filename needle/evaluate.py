@@ -164,7 +164,7 @@ def perplexity(
     per_token: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Scores:
-    """Scores of `tokens` (N,), integers in memory or mapped, read as one text.
+    """Scores of `tokens` (N,), integers in memory or in files, read as one text.
 
     seq_len: inputs a window, by default max_seq_len; stride: targets a window, by default seq_len.
     tokenizer: a `tokenizers.Tokenizer`, for bytes. row_length: the tokens are rows of that length

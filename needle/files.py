@@ -93,6 +93,34 @@ def reading(path: Path) -> Iterator[BinaryIO]:
         raise kind(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
+class OpenFile:
+    """A file that stays open as long as this object: its bytes can be read, whatever takes its
+    name. Threads may share it. Takes a descriptor, of which it keeps a copy."""
+
+    _file: int | None = None
+
+    def __init__(self, descriptor: int) -> None:
+        self._file = os.dup(descriptor)
+
+    def read_into(self, out: memoryview, offset: int) -> int:
+        """Fill `out` with the bytes from `offset` on; returns how many there are."""
+        done = 0
+        while done < len(out) and (got := os.preadv(self._file, [out[done:]], offset + done)):
+            done += got
+        return done
+
+    def size(self) -> int:
+        return os.fstat(self._file).st_size
+
+    def announce(self, offset: int, count: int) -> None:
+        """Ask the system to fetch bytes that are read soon."""
+        os.posix_fadvise(self._file, offset, count, os.POSIX_FADV_WILLNEED)
+
+    def __del__(self) -> None:
+        if self._file is not None:  # no more files could be opened
+            os.close(self._file)
+
+
 def described(error: Exception) -> str:
     """For a line that people read: an error of the system as its file and the reason, any other as
     it says itself."""

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from needle.backend_ndarray import Device, NDArray, array, cpu
-from needle.files import FileError
+from needle.files import FileError, OpenFile
 
 HEADER_LIMIT = 100_000_000  # bytes; that of the package safetensors
 MOST_AXES = 64  # NumPy's; the product of more could take for ever
@@ -57,37 +57,12 @@ NAMES = {ours: theirs for theirs, ours, _ in DTYPES}
 NAMES |= {name: theirs for theirs, name in NUMPY_ONLY.items()}
 
 
-class _Open:
-    """A file that stays open: what was checked is what is read, whoever takes its name."""
-
-    _file: int | None = None
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = os.dup(file.fileno())
-
-    def read(self, count: int, offset: int) -> np.ndarray:
-        """Bytes, as many as there are of `count`."""
-        assert self._file is not None
-        host = np.empty(count, np.uint8)
-        done = 0
-        while done < count:
-            got = os.preadv(self._file, [memoryview(host)[done:]], offset + done)
-            if got == 0:
-                break
-            done += got
-        return host[:done]
-
-    def __del__(self) -> None:
-        if self._file is not None:  # no more files could be opened
-            os.close(self._file)
-
-
 @dataclass(frozen=True)
 class Entry:
     """A tensor in a file: its name there, and where its bytes begin."""
 
     path: Path
-    file: _Open | None  # None for bytes that are no file
+    file: OpenFile | None  # None for bytes that are no file
     name: str
     dtype: str  # safetensors' name
     shape: tuple[int, ...]
@@ -97,9 +72,8 @@ class Entry:
         """The elements as they lie in the file, bfloat16 as uint16."""
         assert self.file is not None
         bits = FROM_FILE[self.dtype][1]
-        count = math.prod(self.shape) * bits.itemsize
-        host = self.file.read(count, self.offset)
-        if host.size != count:
+        host = np.empty(math.prod(self.shape) * bits.itemsize, np.uint8)
+        if self.file.read_into(memoryview(host), self.offset) < host.size:
             raise FileError(f"{self.path}: {self.name}: the file has been cut while it was read")
         return host.view(bits).reshape(self.shape)
 
@@ -114,11 +88,11 @@ def read_header(file: BinaryIO) -> tuple[dict[str, str], list[Entry]]:
     """(metadata, tensors in the order of their bytes) of a file at its beginning, which is left
     where the data begin. A dtype that needle does not have is left to the caller."""
     size = os.fstat(file.fileno()).st_size
-    return _read_header(file, Path(file.name), size, HEADER_LIMIT, _Open(file))
+    return _read_header(file, Path(file.name), size, HEADER_LIMIT, OpenFile(file.fileno()))
 
 
 def _read_header(
-    file: BinaryIO, path: Path, size: int, limit: int, kept: _Open | None = None
+    file: BinaryIO, path: Path, size: int, limit: int, kept: OpenFile | None = None
 ) -> tuple[dict[str, str], list[Entry]]:
     start = file.read(8)
     if start[:1] == b"\x80" and start[1:2] in (b"\2", b"\3", b"\4", b"\5"):

@@ -1,7 +1,7 @@
 """Data: from files of text or tokens to batches.
 
 text.py      documents in files, tokenizers
-tokens.py    memory-mapped ids that read as one flat array
+tokens.py    ids in files that read as one flat array
 megatron.py  .bin/.idx, and GPT-NeoX's order of samples
 identity.py  the hash of data, which runs, ranks and the cache compare
 readers.py   open_data: finds out what a path holds

@@ -4,111 +4,87 @@ of a training step, as ids and text)."""
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import re
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from needle.data.batches import Batches
-from needle.data.prepare import prepare, progress_bar
+from needle.data.prepare import prepare
 from needle.data.readers import TokenData, matching, no_text, open_data, open_tokens, text_kind
 from needle.data.runs import open_run
-from needle.data.text import documents, load_tokenizer, named, warn
+from needle.data.text import documents, load_tokenizer, warn
 from needle.data.tokens import DataError, Documents, FlatTokens, to_ids
-from needle.files import described, naming, reading
+from needle.files import described, named, naming, reading
 from needle.processes import program
 
 SCANNED = 1 << 22  # ids that `inspect` looks at, spread over the file
 
 
-def whole(low: int) -> Any:
+def whole(low: int, high: int = 2**63 - 1) -> Callable[[str], int]:
     def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < low:
+        if not text.isdecimal() or not low <= int(text) <= high:
             raise argparse.ArgumentTypeError(
-                f"must be a whole number of {low} or more, not {text!r}"
+                f"must be a whole number from {low} to {high}, not {text!r}"
             )
         return int(text)
 
     return parse
 
 
-def seed(text: str) -> int:
-    """What NumPy's generators take."""
-    if not text.isdecimal() or int(text) >= 2**32:
-        raise argparse.ArgumentTypeError(
-            f"must be a whole number from 0 to {2**32 - 1}, not {text!r}"
-        )
-    return int(text)
-
-
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m needle.data", description=__doc__)
     commands = top.add_subparsers(dest="command", required=True)
+    count = {"type": whole(1), "metavar": "N"}
 
-    make = commands.add_parser(
-        "prepare",
-        help="text to Megatron's .bin/.idx, in parallel; a run "
-        "that was killed goes on where it was",
-    )
-    make.add_argument(
-        "inputs",
-        nargs="+",
-        metavar="INPUT",
-        help="text, JSON lines (.jsonl), either packed (.gz, .zst), folders, patterns",
-    )
-    make.add_argument("--tokenizer", required=True, metavar="PATH", help="a tokenizer.json")
-    make.add_argument("--out", required=True, metavar="NAME", help="writes NAME.bin and NAME.idx")
-    make.add_argument(
-        "--field",
-        default="text",
-        metavar="NAME",
-        help="of JSON lines, with the text (default: text)",
-    )
-    make.add_argument("--processes", type=whole(1), metavar="N", help="(default: one a core)")
+    text = "text to Megatron's .bin/.idx, in parallel; a run that was killed goes on where it was"
+    add = commands.add_parser("prepare", help=text).add_argument
+    text = "text, JSON lines (.jsonl), either packed (.gz, .zst), folders, patterns"
+    add("inputs", nargs="+", metavar="INPUT", help=text)
+    add("--tokenizer", required=True, metavar="PATH", help="a tokenizer.json")
+    add("--out", required=True, metavar="NAME", help="writes NAME.bin and NAME.idx")
+    text = "of JSON lines, with the text (default: text)"
+    add("--field", default="text", metavar="NAME", help=text)
+    add("--processes", **count, help="(default: one a core)")
 
-    look = commands.add_parser(
-        "inspect",
-        help="what a file holds: kind, tokens, documents, range of the ids, the first of them",
-    )
-    look.add_argument("file", metavar="FILE", help="whatever --data of train_pythia.py takes")
-    look.add_argument("--tokenizer", metavar="PATH", help="show the beginning as text too")
+    text = "what a file holds: kind, tokens, documents, range of the ids, the first of them"
+    add = commands.add_parser("inspect", help=text).add_argument
+    add("file", metavar="FILE", help="whatever --data of train_pythia.py takes")
+    add("--tokenizer", metavar="PATH", help="show the beginning as text too")
 
-    view = commands.add_parser("view", help="the exact batch of a training step")
-    view.add_argument("source", metavar="RUN|DATA", help="the folder of a run, or what --data took")
-    view.add_argument(
-        "--step",
-        type=whole(1),
-        required=True,
-        metavar="N",
-        help="counted as in metrics.jsonl: the first is 1 (Pythia's batch 0)",
-    )
-    view.add_argument(
-        "--batch-size",
-        type=whole(1),
-        metavar="N",
-        help="sequences a micro-batch (default: 1024, as the Pythias)",
-    )
-    view.add_argument("--grad-accum", type=whole(1), metavar="N", help="(default: 1)")
-    view.add_argument("--seq-len", type=whole(1), metavar="N", help="(default: 2048)")
-    view.add_argument("--seed", type=seed, metavar="N", help="(default: 1234)")
-    view.add_argument(
-        "--steps",
-        type=whole(1),
-        metavar="N",
-        help="of the whole run, on which GPT-NeoX's order depends (default: 143000)",
-    )
-    view.add_argument("--tokenizer", metavar="PATH", help="show text too (default: the run's own)")
-    view.add_argument(
-        "--rows", type=whole(1), metavar="N", help="show the first N sequences (default: all)"
-    )
-    view.add_argument(
-        "--save",
-        metavar="FILE",
-        help="write the ids there as .npy, (sequences, seq_len + 1), instead",
-    )
+    add = commands.add_parser("view", help="the exact batch of a training step").add_argument
+    add("source", metavar="RUN|DATA", help="the folder of a run, or what --data took")
+    text = "counted as in metrics.jsonl: the first is 1 (Pythia's batch 0)"
+    add("--step", required=True, **count, help=text)
+    add("--batch-size", **count, help="sequences a micro-batch (default: 1024, as the Pythias)")
+    add("--grad-accum", **count, help="(default: 1)")
+    add("--seq-len", **count, help="(default: 2048)")
+    add("--seed", type=whole(0, 2**32 - 1), metavar="N", help="(default: 1234)")
+    text = "of the whole run, on which GPT-NeoX's order depends (default: 143000)"
+    add("--steps", **count, help=text)
+    add("--tokenizer", metavar="PATH", help="show text too (default: the run's own)")
+    add("--rows", **count, help="show the first N sequences (default: all)")
+    text = "write the ids there as .npy, (sequences, seq_len + 1), instead"
+    add("--save", metavar="FILE", help=text)
     return top
+
+
+# ---- prepare -----------------------------------------------------------------------------------
+
+
+def shown(units: Iterable, done: int, of: int) -> Iterable:
+    """`units` as they come, with a bar of tqdm on a terminal, else a line each."""
+    if sys.stderr.isatty() and importlib.util.find_spec("tqdm"):
+        bar = importlib.import_module("tqdm").tqdm
+        yield from bar(units, "tokenising", of, initial=done, unit="part", dynamic_ncols=True)
+        return
+    print(f"{done} of {of} parts", flush=True)
+    for number, unit in enumerate(units, done + 1):
+        print(f"{number} of {of} parts", flush=True)
+        yield unit
 
 
 # ---- inspect -----------------------------------------------------------------------------------
@@ -147,12 +123,12 @@ def show_file(file: str, tokenizer: str | None) -> None:
 
 
 def sample(tokens: FlatTokens) -> tuple[np.ndarray, bool]:
-    """(ids, whether they are all)"""
+    """(ids, True if they are all)"""
     if len(tokens) <= SCANNED:
         return to_ids(tokens[:]), True
     length = SCANNED // 64
-    starts = np.linspace(0, len(tokens) - length, 64).astype(np.int64)
-    return to_ids(tokens.rows(starts, length)), False
+    starts = np.linspace(0, len(tokens) - length, 64).astype(np.int64).tolist()
+    return to_ids(tokens.rows([[(start, start + length)] for start in starts])), False
 
 
 def show_text(path: Path) -> None:
@@ -228,13 +204,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         if args.command == "prepare":
-            progress, end = progress_bar()
-            try:
-                made = prepare(
-                    args.inputs, args.tokenizer, args.out, args.processes, progress, args.field
-                )
-            finally:
-                end()
+            given = args.tokenizer, args.out, args.processes
+            made = prepare(args.inputs, *given, progress=shown, field=args.field)
             print(f"{args.out}: {made['documents']:,} documents, {made['tokens']:,} tokens")
         elif args.command == "inspect":
             show_file(args.file, args.tokenizer)

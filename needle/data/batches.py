@@ -7,7 +7,6 @@ Rows      preshuffled rows  batch i is rows B i to B (i + 1) - 1, as the Pythias
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +23,7 @@ from needle.data.tokens import (
     to_ids,
 )
 
-# Documents and samples in the order of a run, of which more are refused unless it draws them.
+# Documents and samples in the order that a checkpoint asks for, at most, unless the run needs more.
 MOST_ORDER = 1 << 28
 
 
@@ -40,15 +39,21 @@ class Windows:
     def order(self, epoch: int) -> np.ndarray:
         return np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(self.count)
 
+    def stretches(self, sample: int) -> list[tuple[int, int]]:
+        """(start, stop) in the flat array of each stretch of a sample."""
+        start = sample * self.stride
+        return [(start, start + self.seq_len + 1)]
+
     def rows(self, chosen: np.ndarray) -> np.ndarray:
-        starts = np.asarray(chosen, np.int64) * self.stride
+        """(len(chosen), T + 1): the ids of these samples."""
+        rows = [self.stretches(sample) for sample in chosen.tolist()]
         if isinstance(self.tokens, FlatTokens):
-            return self.tokens.rows(starts, self.seq_len + 1)
-        return self.tokens[starts[:, None] + np.arange(self.seq_len + 1)]
+            return self.tokens.rows(rows)
+        return np.stack([self.tokens[start:stop] for ((start, stop),) in rows])
 
     def position(self, sample: int, column: int) -> int:
-        """Of an id in the flat array."""
-        return sample * self.stride + column
+        """The place of an id in the flat array."""
+        return [i for start, stop in self.stretches(sample) for i in range(start, stop)][column]
 
 
 class Rows(Windows):
@@ -68,57 +73,34 @@ class Rows(Windows):
         return np.arange(self.count)
 
 
-class Packed:
+class Packed(Windows):
     """GPT-NeoX's samples: the documents of `passes` walks through the data, shuffled together and
     cut every T tokens. An epoch here is all of that order; a further one begins with seed + 1."""
 
     def __init__(self, documents: Documents, seq_len: int, seed: int, passes: int) -> None:
-        self.documents, self.seq_len, self.seed, self.passes = documents, seq_len, seed, passes
+        super().__init__(documents, seq_len, seed)
+        self.passes = passes
         self.starts = np.concatenate([[0], np.cumsum(documents.sizes, dtype=np.int64)])
         self.count = (len(documents) * passes - 1) // seq_len
-        self._epoch = None
+        self._epoch = None  # of the arrays of `order`
 
     def order(self, epoch: int) -> np.ndarray:
+        """Also makes the arrays that `stretches` looks into."""
         if self._epoch != epoch:
+            sizes, seed = self.tokens.sizes, self.seed + epoch
             self.doc_idx, self.sample_idx, self.shuffle_idx = megatron.sample_order(
-                self.documents.sizes,
-                0,
-                len(self.documents.sizes),
-                self.seq_len,
-                self.seed + epoch,
-                self.passes,
+                sizes, 0, len(sizes), self.seq_len, seed, self.passes
             )
             self._epoch = epoch
         return self.shuffle_idx
 
-    def _pieces(self, sample: int) -> Iterator[tuple[int, int]]:
-        """(start, stop) in the flat array of what makes up a sample."""
+    def stretches(self, sample: int) -> list[tuple[int, int]]:
         (first, begin), (last, end) = self.sample_idx[sample : sample + 2].tolist()
-        for place in range(first, last + 1):
-            base, after = self.starts[self.doc_idx[place] :][:2]
-            low = base + begin if place == first else base
-            yield int(low), int(base + end + 1 if place == last else after)
-
-    def rows(self, chosen: np.ndarray) -> np.ndarray:
-        if self._epoch is None:
-            self.order(0)
-        out = np.empty((len(chosen), self.seq_len + 1), self.documents.dtype)
-        pieces = [list(self._pieces(int(sample))) for sample in chosen]
-        for start, stop in itertools.chain.from_iterable(pieces):
-            self.documents.announce(start, stop)
-        for row, stretches in zip(out, pieces):
-            done = 0
-            for start, stop in stretches:
-                row[done : done + stop - start] = self.documents.read(start, stop)
-                done += stop - start
-        return out
-
-    def position(self, sample: int, column: int) -> int:
-        for start, stop in self._pieces(sample):
-            if column < stop - start:
-                return start + column
-            column -= stop - start
-        raise IndexError(column)
+        documents = self.doc_idx[first : last + 1]
+        starts, stops = self.starts[documents], self.starts[documents + 1]
+        stops[-1] = starts[-1] + end + 1
+        starts[0] += begin
+        return list(zip(starts.tolist(), stops.tolist()))
 
 
 class Batches:
@@ -152,30 +134,33 @@ class Batches:
         self.tokens, self.batch_size, self.seq_len, self.seed = tokens, batch_size, seq_len, seed
         self.vocab_size = vocab_size
         if isinstance(tokens, Documents) and tokens.row_length:
-            self._samples = Rows(tokens, seq_len, seed)
+            samples_of_run = Rows(tokens, seq_len, seed)
         elif isinstance(tokens, Documents):
             passes = megatron.passes_for(samples or 1, len(tokens), seq_len)
-            self._samples = Packed(tokens, seq_len, seed, passes)
+            samples_of_run = Packed(tokens, seq_len, seed, passes)
         else:
-            self._samples = Windows(tokens, seq_len, seed)
-        self._check_enough()
-        self.epoch = self.batch = 0
-        self._order = self._samples.order(0)
-        self._own, self._every, self._drawn = range(1), 1, 0
+            samples_of_run = Windows(tokens, seq_len, seed)
+        self._go(samples_of_run, 0, 0)
+        self._own, self._every = range(1), 1
         self.columns: np.ndarray | None = None
 
-    def _check_enough(self) -> None:
-        self.windows = self._samples.count
-        if self.windows < self.batch_size:
-            what = (
-                repr(self.tokens)
-                if isinstance(self.tokens, FlatTokens)
-                else f"{len(self.tokens):,} tokens"
-            )
+    def _go(self, samples: Windows, epoch: int, batch: int) -> None:
+        """Go to a batch of `samples`; DataError where they have none such."""
+        count = samples.count // self.batch_size
+        if count == 0:
+            in_memory = f"{len(self.tokens):,} tokens"
+            what = repr(self.tokens) if isinstance(self.tokens, FlatTokens) else in_memory
             raise DataError(
                 f"{what}: fewer than one batch of {self.batch_size} x {self.seq_len} "
                 "(+ 1); give more text, a smaller batch or shorter sequences"
             )
+        if not 0 <= epoch < 1 << 31 or not 0 <= batch <= count:
+            raise DataError(
+                f"no position epoch {epoch}, batch {batch}: an epoch has {count} batches"
+            )
+        self._order, self._samples = samples.order(epoch), samples
+        self.epoch, self.batch = epoch, batch
+        self._drawn = 0  # of this rank's own batches, of the `every` that are under way
 
     def __repr__(self) -> str:
         return (
@@ -185,7 +170,7 @@ class Batches:
 
     def __len__(self) -> int:
         """Batches an epoch."""
-        return self.windows // self.batch_size
+        return self._samples.count // self.batch_size
 
     @property
     def position(self) -> dict[str, int]:
@@ -198,28 +183,18 @@ class Batches:
     def seek(self, position: dict[str, int]) -> None:
         """Go to a `position` that batches of the same tokens, sizes and seed have had. DataError
         for what is none."""
-        packed = isinstance(self._samples, Packed)
-        for name in ("epoch", "batch", *["passes"] * packed):
+        samples = self._samples
+        for name in self.position:
             if type(position.get(name)) is not int:
                 raise DataError(f"no position: {name} is {position.get(name)!r:.40}")
-        epoch, batch = position["epoch"], position["batch"]
-        if packed and position["passes"] != self._samples.passes:
+        passes = position.get("passes")
+        if isinstance(samples, Packed) and passes != samples.passes:
             # A run whose length was changed keeps the order that it began with.
-            passes = position["passes"]
-            order = passes * len(self.tokens.sizes) + passes * len(self.tokens) // self.seq_len
-            if not 0 < passes or (order > MOST_ORDER and passes > self._samples.passes):
-                raise DataError(
-                    f"no position: passes is {passes}: the run draws {self._samples.passes}"
-                )
-            self._samples = Packed(self.tokens, self.seq_len, self.seed, passes)
-            self._check_enough()
-        if not 0 <= epoch < 1 << 31 or not 0 <= batch <= len(self):
-            raise DataError(
-                f"no position epoch {epoch}, batch {batch}: an epoch has {len(self)} batches"
-            )
-        self.epoch, self.batch = epoch, batch
-        self._order = self._samples.order(epoch)
-        self._drawn = 0
+            order = passes * (len(self.tokens.sizes) + len(self.tokens) // self.seq_len)
+            if passes < 1 or (order > MOST_ORDER and passes > samples.passes):
+                raise DataError(f"no position: passes is {passes}: the run draws {samples.passes}")
+            samples = Packed(self.tokens, self.seq_len, self.seed, passes)
+        self._go(samples, position["epoch"], position["batch"])
 
     def seek_batch(self, number: int) -> None:
         """Go to the batch that a run draws as its `number`-th, from 0."""
@@ -227,9 +202,9 @@ class Batches:
         self.seek({**self.position, "epoch": epoch, "batch": batch})
 
     def share(self, own: range, every: int, columns: np.ndarray | None = None) -> None:
-        """From here on: of each `every` batches in a row those numbered `own`, for one of several
-        ranks. Behind the last of them `position` is that behind all `every`, where each rank is.
-        columns: of the sequences the tokens at these places alone, in their order.
+        """Draw from here on, of each `every` batches in a row, those numbered `own`: the share of
+        one of several ranks. After the last of them `position` is that after all `every`, where
+        each rank is. columns: draw the tokens at these places of each sequence, in this order.
 
         >>> from needle.data import Batches
         >>> batches = Batches(np.arange(100), batch_size=2, seq_len=4)

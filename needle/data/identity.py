@@ -13,26 +13,24 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import io
 import json
 import os
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from needle.data.text import warn
 from needle.data.tokens import DataError, Part
-from needle.files import regular, state_of
+from needle.files import reading, regular, state_of
 
 BLOCK = 1 << 26  # bytes that one thread hashes at a time
 LARGE = 1 << 32  # bytes that take so long that a line says so
-# The clock of a file system may stand still for so many nanoseconds: a second write changes no
-# state, and a hash that was made within them is not kept.
+# The clock of a file system may stand still for so many nanoseconds: a second write within them
+# changes no state, so a hash made within them is made again.
 SETTLED = 2_000_000_000
-Piece = tuple[Path, int, int]
 
 
 class Stretch(NamedTuple):
@@ -58,44 +56,54 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "needle"
 
 
+def remembered(
+    path: Path, make: Callable[[], dict[str, Any]], is_current: Callable[[dict], bool]
+) -> dict[str, Any]:
+    """The JSON object in the file `path`, made and written there where none is current. The file is
+    locked meanwhile: of several processes that want the object, one makes it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "ab+", buffering=0, opener=regular)
+    except OSError as error:
+        warn(
+            f"{path}: {error.strerror}: its content is made again at each start; set NEEDLE_CACHE "
+            "to a folder that can be written"
+        )
+        return make()
+    with file:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # damaged
+            kept = json.loads(file.read())
+            if is_current(kept):
+                return kept
+        made = make()
+        with contextlib.suppress(OSError):  # a full disk: it is made again the next time
+            file.truncate(0)
+            file.write(json.dumps(made).encode())
+        return made
+
+
 def content_hash(stretches: Sequence[Stretch | Part]) -> str:
     """The hash of the bytes one after another, however many files hold them. DataError where a
     file changes meanwhile."""
     states = [stretch.state for stretch in stretches]
     places = [[str(s.path.absolute()), s.offset, s.end] for s in stretches]
-    key = hashlib.sha256(json.dumps([platform.node(), places]).encode()).hexdigest()
-    with _record(cache_dir() / "hashes" / f"{key[:32]}.json") as record:
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            kept = json.loads(record.read())
-            if kept["states"] == states:
-                return kept["hash"]
-        settled = all(time.time_ns() - state[-1] > SETTLED for state in states)
+
+    def make() -> dict[str, Any]:
+        began = time.time_ns()
         found = hash_bytes(stretches)
         check_unchanged(stretches)
-        if settled:
-            with contextlib.suppress(OSError):  # what is not kept is made again
-                record.truncate(0)
-                kept = {"places": places, "states": states, "hash": found}
-                record.write(json.dumps(kept).encode())
-    return found
+        return {"places": places, "states": states, "began": began, "hash": found}
 
+    def is_current(kept: dict) -> bool:
+        settled = all(kept["began"] - state[-1] > SETTLED for state in states)
+        return settled and kept["states"] == states
 
-def _record(path: Path) -> BinaryIO:
-    """The file that keeps a hash. It is locked: where several processes want the hash, one reads
-    the data. In memory where the cache cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        record = open(path, "ab+", buffering=0, opener=regular)
-    except OSError as error:
-        warn(
-            f"{path}: {error.strerror}: the data are read at each start to hash them; set "
-            "NEEDLE_CACHE to a folder that can be written"
-        )
-        return io.BytesIO()
-    with contextlib.suppress(OSError):  # a file system without locks
-        fcntl.flock(record, fcntl.LOCK_EX)
-    record.seek(0)
-    return record
+    key = hashlib.sha256(json.dumps([platform.node(), places]).encode()).hexdigest()
+    path = cache_dir() / "hashes" / f"{key[:32]}.json"
+    return remembered(path, make, is_current)["hash"]
 
 
 def check_unchanged(stretches: Sequence[Stretch | Part]) -> None:
@@ -121,8 +129,8 @@ def hash_bytes(stretches: Sequence[Stretch | Part]) -> str:
         return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
-def _blocks(stretches: Sequence[Stretch | Part]) -> Iterator[list[Piece]]:
-    """The pieces of files that make each BLOCK."""
+def _blocks(stretches: Sequence[Stretch | Part]) -> Iterator[list[tuple[Path, int, int]]]:
+    """The (path, start, end) of files that make each BLOCK."""
     block, left = [], BLOCK
     for stretch in stretches:
         start = stretch.offset
@@ -137,15 +145,12 @@ def _blocks(stretches: Sequence[Stretch | Part]) -> Iterator[list[Piece]]:
         yield block
 
 
-def _hash_block(block: list[Piece]) -> bytes:
+def _hash_block(block: list[tuple[Path, int, int]]) -> bytes:
     digest = hashlib.sha256()
     for path, start, end in block:
-        try:
-            with open(path, "rb", buffering=0, opener=regular) as file:
-                file.seek(start)
-                while data := file.read(min(end - start, 1 << 20)):
-                    digest.update(data)
-                    start += len(data)
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+        with reading(path) as file:
+            file.seek(start)
+            while data := file.read(min(end - start, 1 << 20)):
+                digest.update(data)
+                start += len(data)
     return digest.digest()

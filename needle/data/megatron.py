@@ -1,6 +1,6 @@
 """Megatron's indexed files, and the order in which GPT-NeoX draws samples from them.
 
-NAME.bin holds the ids of all documents, little-endian, one behind the other. NAME.idx:
+NAME.bin holds the ids of all documents, little-endian, one after the other. NAME.idx:
 
     0   9 bytes   "MMIDIDX\\0\\0"
     9   uint64    version 1
@@ -29,37 +29,31 @@ from typing import BinaryIO
 import numpy as np
 
 from needle.data.tokens import DataError, Documents, Part, absent, whole_file
-from needle.files import not_regular
+from needle.files import reading
 
 MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")
 # 6 and 7 are float and double: 4 or 8 bytes, according to who wrote them.
 TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 ROW_LENGTH = 2049  # Pythia's preshuffled rows
-SHARD = re.compile(r"-([0-9]{5})-of-([0-9]{5})$")  # behind NAME
-BLOCK = 1 << 22  # entries of an index, or samples, at a time: intermediate arrays stay small
+SHARD = re.compile(r"-([0-9]{5})-of-([0-9]{5})$")  # after NAME
+BLOCK = 1 << 22  # samples at a time: intermediate arrays stay small
 SPLIT = (969, 30, 1)  # training, validation, test: GPT-NeoX's default, in thousandths
-
-
-def is_index(path: Path) -> bool:
-    with open(path, "rb") as file:
-        return file.read(len(MAGIC)) == MAGIC
 
 
 def open_documents(prefix: Path) -> Documents:
     """NAME.idx and NAME.bin, or the shards of NAME.bin, checked against each other. DataError names
     file and offset."""
     idx, files = Path(f"{prefix}.idx"), data_files(prefix)
-    size = idx.stat().st_size
+    with reading(idx) as file:
+        size, head = os.fstat(file.fileno()).st_size, file.read(HEADER.size)
     if size < HEADER.size:
         raise DataError(
             f"{idx}: is truncated: {size} bytes, and its header alone has {HEADER.size}"
         )
-    with open(idx, "rb") as file:
-        magic, version, code, count, entries = HEADER.unpack(file.read(HEADER.size))
+    magic, version, code, count, entries = HEADER.unpack(head)
     if magic != MAGIC:
-        old = " (the unmapped format of fairseq: convert it)" if magic[:6] == b"TNTIDX" else ""
-        raise DataError(f"{idx}: wrong magic at offset 0: {magic!r}, not {MAGIC!r}{old}")
+        raise DataError(f"{idx}: wrong magic at offset 0: {magic!r}, not {MAGIC!r}")
     if version != 1:
         raise DataError(f"{idx}: version {version} at offset 9; only 1 is known")
     if code not in TYPES:
@@ -74,20 +68,30 @@ def open_documents(prefix: Path) -> Documents:
     if count == 0:
         raise DataError(f"{idx}: no sequence in it (offset 18)")
     sizes = Part(idx, HEADER.size, "<i4", count).read(0, count)
-    pointers = Part(idx, HEADER.size + 4 * count, "<i8", count)
-    borders = Part(idx, HEADER.size + 12 * count, "<i8", entries)
-    data = files[0] if len(files) == 1 else Path(f"{prefix}-*.bin")
+    bad = int(np.argmax(sizes <= 0))
+    if sizes[bad] <= 0:
+        raise DataError(
+            f"{idx}: a document of {sizes[bad]} ids, number {bad:,}, at offset "
+            f"{HEADER.size + 4 * bad:,}"
+        )
     total, data_size = int(sizes.sum(dtype=np.int64)), sum(file.stat().st_size for file in files)
     dtype = np.dtype(TYPES[code])
-    if dtype.kind == "f" and total > 0 and data_size == total * (12 - dtype.itemsize):
+    if dtype.kind == "f" and data_size == total * (12 - dtype.itemsize):
         dtype = np.dtype(f"<f{12 - dtype.itemsize}")
-    _check_sequences(idx, data, sizes, pointers, dtype.itemsize, data_size)
-    _check_borders(idx, borders, count)
-    if data_size != total * dtype.itemsize:
+    starts = Part(idx, HEADER.size + 4 * count, "<i8", count).read(0, count)
+    expected = (np.cumsum(sizes, dtype=np.int64) - sizes) * dtype.itemsize
+    bad = int(np.argmax(starts != expected))
+    if starts[bad] != expected[bad]:
         raise DataError(
-            f"{data}: ends at offset {data_size:,}, and its index at "
-            f"{total * dtype.itemsize:,}: another file's index, or a copy that was "
-            "not finished"
+            f"{idx}: document {bad:,} begins at byte {starts[bad]:,} (offset "
+            f"{HEADER.size + 4 * count + 8 * bad:,}), not where the one before it ends, "
+            f"{expected[bad]:,}"
+        )
+    if data_size != total * dtype.itemsize:
+        data = files[0] if len(files) == 1 else f"{prefix}-*.bin"
+        raise DataError(
+            f"{data}: ends at offset {data_size:,}, and its index at {total * dtype.itemsize:,}: "
+            "it is truncated, or another file's"
         )
     parts = [whole_file(file, dtype) for file in files]
     preshuffled = bool((sizes == ROW_LENGTH).all()) and count > 1
@@ -97,90 +101,23 @@ def open_documents(prefix: Path) -> Documents:
 def data_files(prefix: Path) -> list[Path]:
     """NAME.bin; or, where it has not been put together, NAME-00000-of-00020.bin and so on, the
     shards in which the Pythias' data are published (there the last one is 00020), in order."""
-    if not Path(f"{prefix}.idx").is_file():
-        raise DataError(
-            f"{prefix}.idx: {absent(f'{prefix}.idx')}; Megatron's data are two files, "
-            f"{prefix.name}.idx and {prefix.name}.bin"
-        )
+    both = f"Megatron's data are two files, {prefix.name}.idx and {prefix.name}.bin"
     whole = Path(f"{prefix}.bin")
-    problem = not_regular(whole)
-    if problem is not None:
-        raise DataError(f"{whole}: {problem}")
+    if not Path(f"{prefix}.idx").is_file():
+        raise DataError(f"{prefix}.idx: {absent(f'{prefix}.idx')}; {both}")
     if whole.is_file():
         return [whole]
-    shards = sorted(
-        path
-        for path in prefix.parent.glob(f"{glob.escape(prefix.name)}-*.bin")
-        if SHARD.search(path.stem)
-    )
+    names = prefix.parent.glob(f"{glob.escape(prefix.name)}-*.bin")
+    shards = sorted(path for path in names if SHARD.search(path.stem))
     if not shards:
-        raise DataError(
-            f"{whole}: no such file; Megatron's data are two files, {prefix.name}.idx "
-            f"and {prefix.name}.bin (or the shards {prefix.name}-00000-of-N.bin)"
-        )
+        raise DataError(f"{whole}: {absent(whole)}; {both} (or {prefix.name}-00000-of-N.bin, ...)")
     last = SHARD.search(shards[0].stem)[2]
-    for number, path in enumerate(shards):
+    count = max(len(shards), int(last))  # they are numbered from 0 to N, or to N - 1
+    for number in range(count):
         expected = Path(f"{prefix}-{number:05}-of-{last}.bin")
-        if path != expected:
-            raise DataError(f"{expected}: no such file, and {path.name} is there")
-    if len(shards) not in (int(last), int(last) + 1):  # 0 to N, or 0 to N - 1
-        raise DataError(
-            f"{prefix}-{len(shards):05}-of-{last}.bin: no such file, and those before it are there"
-        )
+        if expected not in shards:
+            raise DataError(f"{expected}: no such file, and others of its shards are there")
     return shards
-
-
-def _check_sequences(
-    idx: Path, data: Path, sizes: np.ndarray, pointers: Part, itemsize: int, data_size: int
-) -> None:
-    where, end = HEADER.size + 4 * len(sizes), 0
-    for low in range(0, len(sizes), BLOCK):
-        lengths = sizes[low : low + BLOCK]
-        bad = np.flatnonzero(lengths <= 0)
-        if len(bad):
-            number, length = low + int(bad[0]), lengths[bad[0]]
-            what = "an empty document" if length == 0 else f"a document of {length} ids"
-            raise DataError(
-                f"{idx}: {what}, number {number:,}, at offset {HEADER.size + 4 * number:,}"
-            )
-        ends = end + np.cumsum(lengths, dtype=np.int64) * itemsize
-        starts = pointers.read(low, low + len(lengths))
-        wrong = np.flatnonzero(starts != np.concatenate([[end], ends[:-1]]))
-        if len(wrong):
-            first = int(wrong[0])
-            outside = starts[first] < 0 or starts[first] >= data_size
-            before = int(ends[first - 1]) if first else end
-            raise DataError(
-                f"{idx}: document {low + first:,} begins at byte {starts[first]:,} "
-                f"(offset {where + 8 * (low + first):,}): "
-                + (
-                    f"outside {data}, which has {data_size:,}"
-                    if outside
-                    else f"not where the one before it ends, {before:,}"
-                )
-            )
-        late = np.flatnonzero(ends > data_size)
-        if len(late):
-            raise DataError(
-                f"{data}: is truncated: it ends at offset {data_size:,}, and document "
-                f"{low + int(late[0]):,} of {idx} at {int(ends[late[0]]):,}"
-            )
-        end = int(ends[-1])
-
-
-def _check_borders(idx: Path, borders: Part, count: int) -> None:
-    before = 0
-    for low in range(0, borders.count, BLOCK):
-        block = borders.read(low, min(low + BLOCK, borders.count))
-        steps = np.diff(block, prepend=before)
-        bad = np.flatnonzero((block < 0) | (block > count) | (steps < 0))
-        if len(bad):
-            raise DataError(
-                f"{idx}: entry {low + int(bad[0]):,} of the document index, at offset "
-                f"{borders.offset + 8 * (low + int(bad[0])):,}, points outside the "
-                f"{count:,} sequences, or backwards"
-            )
-        before = int(block[-1])
 
 
 # ---- the order of GPT-NeoX ---------------------------------------------------------------------
@@ -249,7 +186,7 @@ def best_dtype(vocab_size: int) -> np.dtype:
 
 
 def write_index(file: BinaryIO, dtype: np.dtype, sizes: Iterable[int]) -> None:
-    """The .idx of documents that lie one behind the other in a .bin of `dtype`."""
+    """The .idx of documents that lie one after the other in a .bin of `dtype`."""
     code = {np.dtype(name): number for number, name in TYPES.items()}[np.dtype(dtype)]
     sizes = np.asarray(sizes, "<i4")
     ends = np.cumsum(sizes, dtype="<i8") * np.dtype(dtype).itemsize

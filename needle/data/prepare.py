@@ -12,20 +12,16 @@ where it is, all is whole. Processes are spawned: OpenMP's threads do not surviv
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import multiprocessing
 import os
 import shutil
 import signal
-import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import astuple, dataclass
-from multiprocessing.connection import wait
 from pathlib import Path
 
 import numpy as np
@@ -42,16 +38,16 @@ from needle.data.text import (
     is_packed,
     json_lines,
     load_tokenizer,
-    named,
     pieces,
     warn,
 )
 from needle.data.tokens import DataError
-from needle.files import replacing
+from needle.files import Lock, named, replacing
+from needle.processes import die_with
 
 UNIT = 1 << 24  # bytes of input
 LONGEST = 2**31 - 1  # tokens of a document: sizes are int32
-Progress = Callable[[int, int], None]  # (done, of)
+Progress = Callable[[Iterable, int, int], Iterable]  # (units as they are done, done before, of)
 
 
 @dataclass
@@ -84,23 +80,22 @@ def input_files(inputs: Sequence[str]) -> list[Path]:
 
 def cut(files: Sequence[Path], size: int, field: str = "text") -> list[Unit]:
     """Units of about `size` bytes."""
-    units, group, held = [], [], 0
+    units: list[Unit] = []
+    group, held = [], 0
     for file in files:
         length = file.stat().st_size
-        if is_json_lines(file) and not is_packed(file):
-            if group:
-                units.append(Unit(group, field))
-                group, held = [], 0
+        splits = is_json_lines(file) and not is_packed(file)
+        if not splits:
+            group.append(str(file))
+            held += length
+        if group and (splits or held >= size):
+            units.append(Unit(group, field))
+            group, held = [], 0
+        if splits:
             units += [
                 Unit([str(file)], field, start, min(start + size, length))
                 for start in range(0, length, size)
             ]
-            continue
-        group.append(str(file))
-        held += length
-        if held >= size:
-            units.append(Unit(group, field))
-            group, held = [], 0
     return units + ([Unit(group, field)] if group else [])
 
 
@@ -109,13 +104,13 @@ def prepare(
     tokenizer: str,
     out: str,
     processes: int | None = None,
-    progress: Progress | None = None,
+    progress: Progress = lambda units, done, of: units,
     field: str = "text",
 ) -> dict[str, int]:
     """Writes OUT.bin and OUT.idx; returns their numbers of documents and tokens.
 
-    field: of JSON lines, which holds a document's text.
-    progress(done, of): called after each unit. Raises DataError, also where OUT is there and whole;
+    field: of JSON lines, which holds a document's text. progress(units, done, of): gives `units` on
+    as they are done, `done` of them before. Raises DataError, also where OUT is there and whole;
     what was done stays for the next try."""
     prefix = named(out[:-4] if out.endswith((".bin", ".idx")) else out)
     model = load_tokenizer(tokenizer)
@@ -133,7 +128,10 @@ def prepare(
             raise DataError(f"{made}: exists already; remove it, or choose another --out")
     lock = _begin(parts, plan)
     try:
-        _encode_missing(parts, units, tokenizer, dtype, processes, progress)
+        missing = [i for i in range(len(units)) if not (parts / f"{i}.sizes").is_file()]
+        encoded = _encode_all(units, missing, str(tokenizer), dtype, parts, processes)
+        for _ in progress(encoded, len(units) - len(missing), len(units)):
+            pass
         try:
             check_unchanged(read)
         except DataError:
@@ -141,56 +139,28 @@ def prepare(
             raise
         return _merge(parts, len(units), dtype, prefix)
     finally:
-        os.close(lock)
-
-
-def _encode_missing(
-    parts: Path,
-    units: list[Unit],
-    tokenizer: str,
-    dtype: np.dtype,
-    processes: int | None,
-    progress: Progress | None,
-) -> None:
-    missing = [i for i in range(len(units)) if not (parts / f"{i}.sizes").is_file()]
-    report = progress or (lambda done, of: None)
-    done = len(units) - len(missing)
-    report(done, len(units))
-    encoded = _encode_all(units, missing, str(tokenizer), dtype, parts, processes)
-    for now_done, _ in enumerate(encoded, done + 1):
-        report(now_done, len(units))
+        lock.release()
 
 
 def _is_plan(parts: Path, plan: str) -> bool:
-    """Whether the folder holds parts of the same inputs."""
+    """True if the folder holds parts of the same inputs."""
     note = parts / "plan"
     return note.is_file() and note.read_text() == plan
 
 
-def _begin(parts: Path, plan: str) -> int:
-    """The folder of the parts, emptied where it belongs to other inputs, and locked: the descriptor
-    that holds the lock, which ends with the process."""
+def _begin(parts: Path, plan: str) -> Lock:
+    """Lock the folder of the parts, and empty it where it belongs to other inputs."""
     try:
         parts.mkdir(parents=True, exist_ok=True)
-        lock = os.open(parts, os.O_RDONLY)
     except OSError as error:
         raise DataError(f"{parts}: cannot be made: {error.strerror}") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not _is_plan(parts, plan):
-            for path in parts.iterdir():
-                path.unlink()
-            with replacing(parts / "plan") as file:
-                file.write(plan.encode())
-        return lock
-    except OSError as error:
-        os.close(lock)
-        problem = (
-            "another process works on it"
-            if isinstance(error, BlockingIOError)
-            else f"cannot be written: {error.strerror}"
-        )
-        raise DataError(f"{parts}: {problem}") from error
+    lock = Lock(parts)
+    if not _is_plan(parts, plan):
+        for path in [*parts.glob("*.sizes"), *parts.glob("*.bin")]:
+            path.unlink()
+        with replacing(parts / "plan") as file:
+            file.write(plan.encode())
+    return lock
 
 
 def _encode_all(
@@ -207,64 +177,52 @@ def _encode_all(
         for number in missing:
             yield _encode_unit(model, units[number], number, dtype, parts)
         return
-    others = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), _worker_start, (tokenizer,)
-    )
+    spawn, start = multiprocessing.get_context("spawn"), (tokenizer, os.getpid())
+    pool = ProcessPoolExecutor(workers, spawn, _worker_start, start)
     try:
-        with _deaf_to_ctrl_c():
+        with _block_sigint():
             futures = [
                 pool.submit(_worker_unit, units[i], i, dtype.str, str(parts)) for i in missing
             ]
         for future in as_completed(futures):
             yield future.result()
-    except KeyboardInterrupt:  # what they have begun is done again; nobody waits for it now
-        for worker in set(multiprocessing.active_children()) - others:
+    except KeyboardInterrupt:  # what they have begun is done again the next time
+        for worker in multiprocessing.active_children():
             worker.terminate()
         raise
     except BrokenProcessPool as error:
         raise DataError(
-            "a process ended without a word (out of memory?); start again, what is "
-            "done stays: fewer --processes need less memory"
+            "a process was killed (out of memory?); start again, what is done stays: fewer "
+            "--processes need less memory"
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
 @contextlib.contextmanager
-def _deaf_to_ctrl_c() -> Iterator[None]:
-    """Ctrl-C reaches all processes of a terminal: workers that start in here inherit the mask and
-    are deaf to it for good; this process hears it behind, as a KeyboardInterrupt. The mask is this
-    thread's alone: where another takes the signal, the handler keeps it from cutting a start in
-    two, which the worker would answer with a traceback."""
-    is_main, heard = threading.current_thread() is threading.main_thread(), []
-    if is_main:
-        handler = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _block_sigint() -> Iterator[None]:
+    """Processes that start in the block never get the Ctrl-C of their terminal; this one, in its
+    main thread, gets it after the block, for it must not cut a start in two."""
+    pending: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: pending.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if is_main:
-            signal.signal(signal.SIGINT, handler)
-    if heard:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+    if pending:
         raise KeyboardInterrupt
 
 
 _worker_tokenizer = None  # of this process, where it is a worker
 
 
-def _worker_start(tokenizer: str) -> None:
+def _worker_start(tokenizer: str, parent: int) -> None:
     global _worker_tokenizer
+    die_with(parent)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     _worker_tokenizer = load_tokenizer(tokenizer)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """A killed parent cannot tell its workers to end."""
-    wait([multiprocessing.parent_process().sentinel])
-    os._exit(1)
 
 
 def _worker_unit(unit: Unit, number: int, dtype: str, parts: str) -> int:
@@ -281,7 +239,7 @@ def _encode_unit(tokenizer, unit: Unit, number: int, dtype: np.dtype, parts: Pat
             if size > LONGEST:
                 raise DataError(
                     f"{', '.join(unit.files)}: a document of more than {LONGEST:,} "
-                    "tokens, which .idx cannot say: split it"
+                    "tokens, more than an .idx can hold: split it"
                 )
             if last and size:  # of a text that has no ids there is nothing to say
                 sizes.append(size)
@@ -310,22 +268,3 @@ def _merge(parts: Path, count: int, dtype: np.dtype, prefix: Path) -> dict[str, 
         megatron.write_index(file, dtype, every)
     shutil.rmtree(parts)
     return {"documents": len(every), "tokens": int(every.sum(dtype=np.int64))}
-
-
-def progress_bar() -> tuple[Progress, Callable[[], None]]:
-    """(progress for `prepare`, a function that ends it): tqdm on a terminal, else plain lines."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        tqdm = None
-    if tqdm is None or not sys.stderr.isatty():
-        return lambda done, of: print(f"{done} of {of} parts", flush=True), lambda: None
-    bar = tqdm(unit="part", desc="tokenising", dynamic_ncols=True)
-
-    def show(done: int, of: int) -> None:
-        if bar.total is None:
-            bar.reset(of)
-            bar.initial = done
-        bar.update(done - bar.n)
-
-    return show, bar.close

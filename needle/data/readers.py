@@ -15,26 +15,25 @@ documents are split as GPT-NeoX does by default (969 : 30 : 1); preshuffled rows
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import hashlib
 import json
 import os
 import shutil
-import tempfile
-import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from needle.data import megatron
 from needle.data.identity import (
-    Stretch,
     cache_dir,
     check_unchanged,
     content_hash,
     hash_bytes,
+    remembered,
     whole,
 )
 from needle.data.text import (
@@ -45,7 +44,6 @@ from needle.data.text import (
     is_json_lines,
     is_packed,
     load_tokenizer,
-    named,
     standard_library,
     tokenizers_package,
     train_tokenizer,
@@ -53,14 +51,13 @@ from needle.data.text import (
     warn,
 )
 from needle.data.tokens import DataError, Documents, FlatTokens, Part, absent, whole_file
+from needle.files import named
 
 HELD_OUT = 20  # one document, or one token, in so many
 # A change of how text becomes tokens makes caches of other versions invisible.
 CACHE_FORMAT = "2"
 TRUSTED = "trusted"  # in a fingerprint, in place of a hash
-WORK = ".text-"  # how the folders of unfinished caches begin
-LLMC_MAGIC, LLMC_HEADER = 20240520, 1024
-UINT16 = np.dtype("<u2")
+LLMC_MAGIC, LLAMA_MAGIC, LLMC_HEADER = 20240520, 20240801, 1024
 TAKES = (
     "data are text, JSON lines, a folder of either, Megatron's .bin/.idx, llm.c's shards, "
     "nanoGPT's train.bin, or .npy"
@@ -69,7 +66,7 @@ TAKES = (
 
 @dataclass
 class TokenData:
-    """Two flat arrays of token ids (memory-mapped), and what made them."""
+    """Two flat arrays of token ids in files, and what made them."""
 
     train: FlatTokens
     held_out: FlatTokens
@@ -144,26 +141,26 @@ def matching(path: Path) -> list[Path]:
 def open_tokens(data: str | os.PathLike) -> TokenData | None:
     """Files of token ids; None where `data` is text."""
     path = named(data)
-    prefix = None if path.is_dir() else megatron.prefix_of(path)
-    if prefix is not None:
-        return _open_megatron(prefix)
     if path.is_dir():
         return _open_folder(path)
+    prefix = megatron.prefix_of(path)
+    if prefix is not None:
+        return _open_megatron(prefix)
     files = matching(path)
-    kinds = {_kind(file) for file in files}
-    if kinds == {"text"}:
-        return None
-    if len(kinds) > 1:
-        listed = ", ".join(f"{file.name}: {_kind(file)}" for file in files[:4])
+    kinds = [_kind(file) for file in files]
+    if len({*kinds}) > 1:
+        listed = ", ".join(f"{file.name}: {kind}" for file, kind in zip(files[:4], kinds))
         raise DataError(f"{path}: files of several kinds ({listed}); give those of one kind")
-    kind = kinds.pop()
-    if kind == "llm.c":
+    if kinds[0] == "text":
+        return None
+    if kinds[0] == "llm.c":
         return _open_shards(path, files)
-    if kind == "npy":
-        return _flat(path, ".npy", FlatTokens([npy_part(file) for file in files]))
-    if len(files) == 1 and files[0].name == "train.bin" and files[0].with_name("val.bin").exists():
-        return _open_nano(files[0])
-    return _flat(path, "flat uint16", FlatTokens([whole_file(file, UINT16) for file in files]))
+    if kinds[0] == "npy":
+        return _open_flat(path, ".npy", npy_part, files)
+    val = files[0].with_name("val.bin")
+    if [file.name for file in files] == ["train.bin"] and val.is_file():
+        return _open_flat(path.parent, "nanoGPT's train.bin and val.bin", uint16_part, files, [val])
+    return _open_flat(path, "flat uint16", uint16_part, files)
 
 
 def _kind(file: Path) -> str:
@@ -171,76 +168,78 @@ def _kind(file: Path) -> str:
         return "npy"
     if file.suffix != ".bin":
         return "text"
-    if file.stat().st_size >= LLMC_HEADER:
-        head = np.fromfile(file, "<i4", LLMC_HEADER // 4)
-        # A header of theirs whose magic alone is wrong is not taken for tokens.
-        header_like = (
-            not head[3:].any()
-            and head[1] in (1, 7)
-            and head[2] > 0
-            and file.stat().st_size
-            in (LLMC_HEADER + 2 * int(head[2]), LLMC_HEADER + 4 * int(head[2]))
-        )
-        if head[0] == LLMC_MAGIC or header_like:
-            return "llm.c"
-    return "flat uint16"
+    magic = np.fromfile(file, "<i4", 1)
+    return "llm.c" if magic.size and magic[0] in (LLMC_MAGIC, LLAMA_MAGIC) else "flat uint16"
 
 
 def _open_folder(folder: Path) -> TokenData | None:
-    files = [
-        path
-        for path in sorted(folder.iterdir())
-        if path.is_file() and not path.name.startswith(".")
-    ]
     if not any(True for _ in walk(folder)):
         raise DataError(f"{folder}: an empty folder; {TAKES}")
+    entries = sorted(folder.iterdir())
+    files = [path for path in entries if path.is_file() and not path.name.startswith(".")]
     indexes = [path for path in files if path.suffix == ".idx"]
-    if indexes:
-        if len(indexes) > 1:
-            raise DataError(
-                f"{folder}: {len(indexes)} Megatron files are in it; name one of them, "
-                f"such as {indexes[0]}"
-            )
-        return _open_megatron(indexes[0].with_suffix(""))
     bins = [path for path in files if path.suffix == ".bin"]
-    train = folder / "train.bin"
-    if train in bins:
-        return _open_nano(train)
-    shards = [path for path in bins if path.stat().st_size and _kind(path) == "llm.c"]
-    if shards:
-        return _open_shards(folder, bins)
-    if bins and len(bins) == len(files):
-        head = bins[0].read_bytes()[:4]
+    if len(indexes) > 1:
         raise DataError(
-            f"{bins[0]}: wrong magic at offset 0: {int.from_bytes(head, 'little')}, "
-            f"not {LLMC_MAGIC} as llm.c's shards; flat uint16 tokens are given as "
-            "files, or as train.bin and val.bin in a folder"
+            f"{folder}: {len(indexes)} Megatron files are in it; name one of them, "
+            f"such as {indexes[0]}"
+        )
+    if indexes:
+        return _open_megatron(indexes[0].with_suffix(""))
+    if folder / "train.bin" in bins:
+        return open_tokens(folder / "train.bin")
+    if any(_kind(path) == "llm.c" for path in bins):
+        return _open_shards(folder, bins)
+    if bins and bins == files:
+        raise DataError(
+            f"{bins[0]}: no magic {LLMC_MAGIC} of llm.c's shards at offset 0; flat uint16 tokens "
+            "are given as files, or as train.bin and val.bin in a folder"
         )
     return None
 
 
-def _tail_split(tokens: FlatTokens) -> tuple[FlatTokens, FlatTokens]:
+def _open_flat(
+    path: Path,
+    kind: str,
+    part: Callable[[Path], Part],
+    train: Sequence[Path],
+    held_out: Sequence[Path] = (),
+) -> TokenData:
+    """The tokens of files, each read by `part`; without a part to hold out, their last ones are."""
+    tokens = FlatTokens([part(file) for file in train])
+    if held_out:
+        end = FlatTokens([part(file) for file in held_out])
+        files = f"{len(train):,} + {len(held_out):,} files"
+        counts = f"{len(tokens):,} + {len(end):,} {tokens.dtype} tokens"
+        return TokenData(tokens, end, f"{path}: {kind}, {files}, {counts}")
     kept = len(tokens) - len(tokens) // HELD_OUT
-    return tokens.between(0, kept), tokens.between(kept, len(tokens))
-
-
-def _flat(path: Path, kind: str, tokens: FlatTokens) -> TokenData:
-    count = f", {len(tokens.parts):,} files" if len(tokens.parts) > 1 else ""
+    files = f", {len(train):,} files" if len(train) > 1 else ""
     return TokenData(
-        *_tail_split(tokens), f"{path}: {kind}{count}, {len(tokens):,} {tokens.dtype} tokens"
+        tokens.between(0, kept),
+        tokens.between(kept, len(tokens)),
+        f"{path}: {kind}{files}, {len(tokens):,} {tokens.dtype} tokens",
     )
+
+
+def _open_shards(path: Path, files: list[Path]) -> TokenData:
+    held_out = [file for file in files if "val" in file.stem]
+    train = [file for file in files if file not in held_out]
+    if not train:
+        train, held_out = held_out, []
+    return _open_flat(path, "llm.c", shard_part, train, held_out)
+
+
+def uint16_part(path: Path) -> Part:
+    return whole_file(path, np.dtype("<u2"))
 
 
 def npy_part(path: Path) -> Part:
     """A .npy of one axis of integers."""
     try:
         with open(path, "rb") as file:
+            read = {(1, 0): "read_array_header_1_0", (2, 0): "read_array_header_2_0"}
             version = np.lib.format.read_magic(file)
-            read = {
-                (1, 0): np.lib.format.read_array_header_1_0,
-                (2, 0): np.lib.format.read_array_header_2_0,
-            }[version]
-            shape, _, dtype = read(file)
+            shape, _, dtype = getattr(np.lib.format, read[version])(file)
             offset = file.tell()
             if any(type(size) is not int or size < 0 for size in shape):
                 raise ValueError(f"a shape of {shape}")
@@ -251,20 +250,6 @@ def npy_part(path: Path) -> Part:
     return Part(path, offset, dtype, shape[0])
 
 
-def _open_nano(train: Path) -> TokenData:
-    tokens = FlatTokens([whole_file(train, UINT16)])
-    val = train.with_name("val.bin")
-    if not val.is_file():
-        return _flat(train, "nanoGPT (no val.bin beside it), flat uint16", tokens)
-    held_out = FlatTokens([whole_file(val, UINT16)])
-    return TokenData(
-        tokens,
-        held_out,
-        f"{train.parent}: nanoGPT's train.bin and val.bin, "
-        f"{len(tokens):,} + {len(held_out):,} uint16 tokens",
-    )
-
-
 def shard_part(path: Path) -> Part:
     """llm.c: 256 int32 (magic, version, count, zeros), then `count` uint16."""
     size = path.stat().st_size
@@ -272,42 +257,21 @@ def shard_part(path: Path) -> Part:
         raise DataError(
             f"{path}: is truncated: {size} bytes, and its header alone has {LLMC_HEADER}"
         )
-    magic, version, count = (int(value) for value in np.fromfile(path, "<i4", 3))
+    magic, version, count = np.fromfile(path, "<i4", 3).tolist()
     if magic != LLMC_MAGIC:
-        what = (
-            "the 32-bit tokens of Llama 3, which Pythia's vocabulary does not need"
-            if magic == 20240801
-            else f"not {LLMC_MAGIC} as llm.c writes it"
-        )
+        llama = "the 32-bit tokens of Llama 3, which Pythia's vocabulary does not need"
+        what = llama if magic == LLAMA_MAGIC else f"not {LLMC_MAGIC} as llm.c writes it"
         raise DataError(f"{path}: wrong magic at offset 0: {magic}: {what}")
     if version != 1:
         raise DataError(f"{path}: version {version} at offset 4; only 1 is known")
-    if count <= 0:
-        raise DataError(f"{path}: {count} tokens, says the header at offset 8")
-    if size != LLMC_HEADER + 2 * count:
+    end = LLMC_HEADER + 2 * count
+    if count <= 0 or size != end:
+        problem = "is truncated" if size < end else "is too long"
         raise DataError(
-            f"{path}: {'is truncated' if size < LLMC_HEADER + 2 * count else 'is long'}"
-            f": the header at offset 8 promises {count:,} tokens, to offset "
-            f"{LLMC_HEADER + 2 * count:,}, and the file ends at {size:,}"
+            f"{path}: {problem}: the header at offset 8 promises {count:,} tokens, to offset "
+            f"{end:,}, and the file ends at {size:,}"
         )
     return Part(path, LLMC_HEADER, "<u2", count)
-
-
-def _open_shards(path: Path, files: list[Path]) -> TokenData:
-    held_out = [file for file in files if "val" in file.stem]
-    train = [file for file in files if file not in held_out]
-    if not train:
-        train, held_out = held_out, []
-    tokens = FlatTokens([shard_part(file) for file in train])
-    if not held_out:
-        return _flat(path, "llm.c", tokens)
-    validation = FlatTokens([shard_part(file) for file in held_out])
-    return TokenData(
-        tokens,
-        validation,
-        f"{path}: llm.c, {len(train):,} + {len(held_out):,} files, "
-        f"{len(tokens):,} + {len(validation):,} uint16 tokens",
-    )
 
 
 def _open_megatron(prefix: Path) -> TokenData:
@@ -341,20 +305,35 @@ def _open_text(
     trust: bool,
 ) -> TokenData:
     """The cached tokens of these files, made first where they are missing."""
-    tk = tokenizers_package()
     given = None if tokenizer is None else load_tokenizer(tokenizer)
     made_by = f"{vocab_size}" if given is None else given.to_str()
     texts = [whole(path) for path in files]
     names = [[str(text.path.relative_to(root)), text.end] for text in texts]
     content = [text.state for text in texts] if trust else content_hash(texts)
-    digest = hashlib.sha256(
-        json.dumps([CACHE_FORMAT, tk.__version__, made_by, names, content]).encode()
-    )
+    version = [CACHE_FORMAT, tokenizers_package().__version__]
+    digest = hashlib.sha256(json.dumps([*version, made_by, names, content]).encode())
     folder = cache_dir() / f"text-{digest.hexdigest()[:32]}"
-    if not (folder / "facts.json").is_file():
-        _tokenise(texts, source, given, vocab_size, folder)
+
+    def make() -> dict:
+        print(f"tokenising {source}: once, then kept in {folder}", flush=True)
+        try:
+            for old in folder.glob("*.bin"):  # a process may read them
+                old.unlink()
+            facts = _tokenise(files, source, given, vocab_size, folder)
+            check_unchanged(texts)
+            return facts
+        except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise DataError(
+                f"{folder}: the cache cannot be written ({error.strerror}); free some space, "
+                "or set NEEDLE_CACHE to a folder that can be written"
+            ) from error
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    facts = remembered(folder / "facts.json", make, lambda kept: "hash" in kept)
     try:
-        facts = json.loads((folder / "facts.json").read_text())
         train, held_out = _cached(folder, facts)
         found = TokenData(
             FlatTokens([train]),
@@ -401,71 +380,21 @@ def _cached(folder: Path, facts: dict) -> list[Part]:
     ]
 
 
-def _tokenise(texts: list[Stretch], source: str, tokenizer, vocab_size: int, folder: Path) -> None:
-    """Writes tokenizer.json, train.bin, held_out.bin and facts.json into a temporary folder beside
-    `folder` and renames it: another process sees all of it or nothing."""
-    files = [text.path for text in texts]
-    print(f"tokenising {source}: once, then kept in {folder}", flush=True)
+def _tokenise(
+    files: list[Path], source: str, tokenizer, vocab_size: int, folder: Path
+) -> dict[str, Any]:
+    """Writes tokenizer.json, train.bin and held_out.bin into `folder`; returns what they hold."""
     if tokenizer is None:
         tokenizer = train_tokenizer((text for text, _ in documents(files)), vocab_size)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(folder.parent)
-        work = Path(tempfile.mkdtemp(prefix=WORK, dir=folder.parent))
-        lock = os.open(work, os.O_RDONLY)
-    except OSError as error:
-        raise DataError(
-            f"{folder.parent}: the cache cannot be written ({error.strerror}); set "
-            "NEEDLE_CACHE to a folder that can"
-        ) from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # while this process lives
-        facts = _write_tokens(files, tokenizer, work)
-        if facts["documents"] == 0:
-            raise no_text(source, files)
-        tokenizer.save(str(work / "tokenizer.json"))
-        facts["source"] = source
-        facts["hash"] = hash_bytes(_cached(work, facts))
-        check_unchanged(texts)
-        (work / "facts.json").write_text(json.dumps(facts))
-        os.rename(work, folder)
-    except OSError as error:
-        # Another process may have been first: then its folder is as good as this one.
-        if not (folder / "facts.json").is_file():
-            raise DataError(
-                f"{folder}: the cache cannot be written ({error.strerror}); free some space, "
-                "or set NEEDLE_CACHE to another folder"
-            ) from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-        os.close(lock)
-
-
-def _remove_abandoned(cache: Path) -> None:
-    """Work of processes that were killed: nobody holds its lock any more."""
-    for work in cache.glob(f"{WORK}*"):
-        try:
-            lock = os.open(work, os.O_RDONLY)
-        except OSError:
-            continue  # it is gone
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if time.time() - os.fstat(lock).st_mtime > 60:  # else it may be about to be locked
-                shutil.rmtree(work, ignore_errors=True)
-        except OSError:
-            pass  # a process works in it
-        finally:
-            os.close(lock)
-
-
-def _write_tokens(files: list[Path], tokenizer, work: Path) -> dict:
-    """Writes train.bin and held_out.bin, ids of one dtype; returns what they hold."""
     dtype = np.dtype("<u2" if id_limit(tokenizer) <= 1 << 16 else "<i4")
     count = 0
-    with open(work / "train.bin", "wb+") as train, open(work / "held_out.bin", "wb") as held_out:
+    names = folder / "train.bin", folder / "held_out.bin"
+    with open(names[0], "xb+") as train, open(names[1], "xb") as held_out:
         for ids, last in encode(tokenizer, documents(files, warn), dtype):
             (held_out if count % HELD_OUT == HELD_OUT - 1 else train).write(ids)
             count += last
+        if count == 0:
+            raise no_text(source, files)
         if count < HELD_OUT:  # nothing is held out yet
             total = train.tell() // dtype.itemsize
             end = (total - total // HELD_OUT) * dtype.itemsize
@@ -473,8 +402,8 @@ def _write_tokens(files: list[Path], tokenizer, work: Path) -> dict:
             shutil.copyfileobj(train, held_out)
             train.truncate(end)
         train.seek(0, os.SEEK_END)
-        sizes = {
-            name: file.tell() // dtype.itemsize
-            for name, file in (("train", train), ("held_out", held_out))
-        }
-    return {"documents": count, "tokens": sum(sizes.values()), "dtype": dtype.str, **sizes}
+        counts = [file.tell() // dtype.itemsize for file in (train, held_out)]
+    tokenizer.save(str(folder / "tokenizer.json"))
+    facts = {"documents": count, "tokens": sum(counts), "dtype": dtype.str}
+    facts |= {"train": counts[0], "held_out": counts[1], "source": source}
+    return {**facts, "hash": hash_bytes(_cached(folder, facts))}

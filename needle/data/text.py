@@ -13,7 +13,6 @@ import codecs
 import contextlib
 import glob
 import gzip
-import io
 import json
 import os
 import sys
@@ -24,13 +23,14 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from needle import files
 from needle.data.tokens import DataError, absent
+from needle.files import named, reading
 
 END_OF_TEXT = "<|endoftext|>"
 PIECE = 1 << 20  # characters of a document that are tokenised as one
 # Characters that are tokenised at a time, by all cores: some 150 bytes of memory for each.
 GROUP = 1 << 22
+LONGEST_LINE = 1 << 28  # bytes of a line of JSON
 Piece = tuple[str, bool]
 
 
@@ -62,14 +62,6 @@ def files_at(path: Path) -> list[Path]:
     return found
 
 
-def named(path: str | os.PathLike) -> Path:
-    """The path of this name of data. DataError where files.named refuses it."""
-    try:
-        return files.named(path)
-    except files.FileError as error:
-        raise DataError(str(error)) from None
-
-
 def walk(root: Path, skipped: set[str] = frozenset()) -> Iterator[Path]:
     """Regular files below root, sorted by path, hidden ones left out."""
     for folder, folders, names in os.walk(root):
@@ -80,80 +72,38 @@ def walk(root: Path, skipped: set[str] = frozenset()) -> Iterator[Path]:
                 yield path
 
 
-# Bytes of a .zst that are unpacked at a time: 4 of them may become 128 KiB, so these 32 MiB.
-ZST_STEP = 1 << 10
-LONGEST_LINE = 1 << 28  # bytes of a line of JSON
-
-
-class _Zst(io.RawIOBase):
-    """A .zst of any number of frames, each read by a decompressor of its own. The own reader of
-    zstandard takes the end of the file inside a frame, and of a first frame, for the text's end."""
-
-    def __init__(self, path: Path, decompressor: Callable[[], Any]) -> None:
-        self._file, self._decompressor = open(path, "rb"), decompressor
-        self._frame = None  # the one that is being read
-        self._packed, self._text = b"", memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, out) -> int:
-        while not self._text:
-            packed = self._packed or self._file.read(ZST_STEP)
-            if not packed:
-                if self._frame is not None:
-                    raise EOFError("it ends inside a frame")
-                return 0
-            if self._frame is None:
-                self._frame = self._decompressor()
-            self._text = memoryview(self._frame.decompress(packed))
-            self._packed = b""
-            if self._frame.eof:
-                self._packed, self._frame = self._frame.unused_data, None
-        count = min(len(out), len(self._text))
-        out[:count] = self._text[:count]
-        self._text = self._text[count:]
-        return count
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-
-def zst_decompressor(path: Path) -> Callable[[], Any]:
-    """The maker of decompressors of one frame: of the standard library from Python 3.14 on, else of
-    the package zstandard."""
-    with contextlib.suppress(ImportError):
+def zstd_module() -> Any:
+    """compression.zstd of Python 3.14, or its backport."""
+    try:
         from compression import zstd
-
-        return zstd.ZstdDecompressor
-    try:
-        import zstandard
-    except ImportError as error:
-        raise DataError(
-            f"{path}: needs Python 3.14 or the package `zstandard`: {sys.executable} -m pip "
-            "install zstandard (or unpack the file)"
-        ) from error
-    return lambda: zstandard.ZstdDecompressor().decompressobj()
+    except ImportError:
+        from backports import zstd
+    return zstd
 
 
-def open_bytes(path: Path) -> BinaryIO:
-    """The content of a file, unpacked where its name ends in .gz or .zst."""
-    try:
-        if path.suffix == ".gz":
-            return gzip.open(path, "rb")
-        if path.suffix == ".zst":
-            return io.BufferedReader(_Zst(path, zst_decompressor(path)), 1 << 20)
-        return open(path, "rb")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def unpack_error(path: Path, error: Exception, offset: int) -> DataError:
-    return DataError(
-        f"{path}: cannot be unpacked, it is damaged or truncated: {error} "
-        f"(at or behind offset {offset:,} of what it holds)"
-    )
+@contextlib.contextmanager
+def open_bytes(path: Path) -> Iterator[BinaryIO]:
+    """The content of a file, unpacked where its name ends in .gz or .zst. DataError for a file that
+    cannot be read, and for one that is damaged or truncated."""
+    with reading(path) as file:
+        try:
+            if path.suffix == ".gz":
+                file = gzip.open(file)
+            elif path.suffix == ".zst":
+                file = zstd_module().open(file)
+            yield file
+        except ImportError as error:
+            raise DataError(
+                f"{path}: needs Python 3.14 or the package `backports.zstd`: {sys.executable} -m "
+                "pip install backports.zstd (or unpack the file)"
+            ) from error
+        except Exception as error:  # each library that unpacks has its own
+            if isinstance(error, ValueError) or not is_packed(path):
+                raise
+            raise DataError(
+                f"{path}: cannot be unpacked, it is damaged or truncated: {error} (at or after "
+                f"offset {file.tell():,} of what it holds)"
+            ) from error
 
 
 def is_packed(path: Path) -> bool:
@@ -167,19 +117,11 @@ def is_json_lines(path: Path) -> bool:
 
 def _decoded(path: Path) -> Iterator[str]:
     """The text of a file, a block after the other; UnicodeDecodeError where it is not UTF-8."""
-    decoder, done = codecs.getincrementaldecoder("utf-8-sig")(), 0
-    try:
-        with open_bytes(path) as file:
-            while block := file.read(1 << 20):
-                yield decoder.decode(block)
-                done += len(block)
-        yield decoder.decode(b"", final=True)
-    except (DataError, UnicodeDecodeError):
-        raise
-    except Exception as error:  # each library that unpacks has its own
-        if is_packed(path):
-            raise unpack_error(path, error, done) from error
-        raise DataError(f"{path}: cannot be read: {error}") from error
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    with open_bytes(path) as file:
+        while block := file.read(1 << 20):
+            yield decoder.decode(block)
+    yield decoder.decode(b"", final=True)
 
 
 def is_text(path: Path) -> bool:
@@ -219,27 +161,22 @@ def json_lines(
 ) -> Iterator[str]:
     """The documents in `field` of the lines that begin at offsets [start, stop) of a file of JSON
     lines; blank lines are passed over. Offsets are those of the unpacked bytes."""
-    try:
-        with open_bytes(path) as file:
-            if start > 0:
-                file.seek(start - 1)
-                while not (line := file.readline(1 << 20)).endswith(b"\n") and line:
-                    start += len(line)  # of the line that began before
-                start += len(line) - 1
-            while (stop is None or start < stop) and (line := file.readline(LONGEST_LINE + 1)):
-                where = f"{path}: the line at offset {start:,}"
-                if len(line) > LONGEST_LINE:
-                    raise DataError(
-                        f"{where}: has more than {LONGEST_LINE:,} bytes: cut its document, or give "
-                        "it as a file of text"
-                    )
-                if line.strip():
-                    yield json_text(line, where, field)
-                start += len(line)
-    except DataError:
-        raise
-    except Exception as error:  # each library that unpacks has its own
-        raise unpack_error(path, error, start) from error
+    with open_bytes(path) as file:
+        if start > 0:
+            file.seek(start - 1)
+            while not (line := file.readline(1 << 20)).endswith(b"\n") and line:
+                start += len(line)  # of the line that began before
+            start += len(line) - 1
+        while (stop is None or start < stop) and (line := file.readline(LONGEST_LINE + 1)):
+            where = f"{path}: the line at offset {start:,}"
+            if len(line) > LONGEST_LINE:
+                raise DataError(
+                    f"{where}: has more than {LONGEST_LINE:,} bytes: cut its document, or give "
+                    "it as a file of text"
+                )
+            if line.strip():
+                yield json_text(line, where, field)
+            start += len(line)
 
 
 def pieces(texts: Iterable[str]) -> Iterator[Piece]:

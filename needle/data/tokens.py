@@ -1,21 +1,16 @@
-"""Token ids in files: memory-mapped parts that read as one flat array.
+"""Token ids in files: parts of files that read as one flat array.
 
     FlatTokens = part 0 | part 1 | ...      a part: (file, byte offset, dtype, count)
     Documents  = FlatTokens + the size of each document
 
-Nothing is copied whole: `rows` and slices copy what they return. Before each read the size of the
-file is asked for again: touching a page behind the end of a file that has shrunk would end the
-process with SIGBUS, so it is a DataError here.
-
-Samples are short and lie anywhere. A touch of a page that is not in memory makes the system read
-ahead, up to megabytes, so samples are announced first: that brings in their own pages alone, and
-those of a whole batch together.
+Nothing is held in memory: each read copies the ids that it returns. Samples are short and lie
+anywhere, so the system's readahead, up to megabytes each, is off; the samples of a batch are
+announced together, which fetches their own pages alone and all at once.
 """
 
 from __future__ import annotations
 
-import contextlib
-import mmap
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,11 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from needle.files import not_regular, regular, state_of
+from needle.files import FileError, OpenFile, not_regular, reading, state_of
 
-
-class DataError(ValueError):
-    """Data that cannot be used; the message names it and says what to do."""
+DataError = FileError  # data that cannot be used; the message names it and says what to do
 
 
 def absent(path: str | os.PathLike, what: str = "file") -> str:
@@ -36,47 +29,36 @@ def absent(path: str | os.PathLike, what: str = "file") -> str:
 
 
 class Part:
-    """`count` ids of `dtype` from byte `offset` of a file, mapped. Raises DataError where the file
-    cannot be opened or is too short."""
+    """`count` ids of `dtype` from byte `offset` of a file. Raises DataError where the file cannot
+    be opened or is too short."""
 
     def __init__(self, path: Path, offset: int, dtype: np.dtype, count: int) -> None:
         self.path, self.offset, self.dtype, self.count = path, offset, np.dtype(dtype), count
         self.end = offset + count * self.dtype.itemsize
-        self._map, self._ids = None, np.empty(0, self.dtype)
-        try:
-            with open(path, "rb", opener=regular) as file:
-                status = os.fstat(file.fileno())
-                self.state = state_of(status)
-                self._check_size(status.st_size, "is truncated")
-                if count:  # an empty map is refused by the system
-                    self._map = mmap.mmap(file.fileno(), self.end, access=mmap.ACCESS_READ)
-                    self._ids = np.frombuffer(self._map, self.dtype, count, offset)
-        except (OSError, OverflowError) as error:
-            raise DataError(f"{path}: cannot be mapped: {error}") from error
+        with reading(path) as file:
+            status = os.fstat(file.fileno())
+            self.state, self._file = state_of(status), OpenFile(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        if status.st_size < self.end:
+            raise self._cut("is truncated", status.st_size)
 
-    def _check_size(self, size: int, problem: str) -> None:
-        if size < self.end:
-            raise DataError(
-                f"{self.path}: {problem}: the file ends at offset {size:,}, its tokens "
-                f"at {self.end:,}"
-            )
+    def _cut(self, problem: str, size: int) -> DataError:
+        return DataError(
+            f"{self.path}: {problem}: the file ends at offset {size:,}, its tokens at {self.end:,}"
+        )
 
     def announce(self, start: int, stop: int) -> None:
-        """The system begins to fetch ids [start, stop), which will be read soon; nobody waits."""
-        if start < stop:
-            low = self.offset + start * self.dtype.itemsize
-            low -= low % mmap.PAGESIZE
-            with contextlib.suppress(OSError):  # what is slow then is right nevertheless
-                self._map.madvise(
-                    mmap.MADV_WILLNEED, low, self.offset + stop * self.dtype.itemsize - low
-                )
+        """Ask the system to fetch ids [start, stop), which are read soon; returns at once."""
+        item = self.dtype.itemsize
+        self._file.announce(self.offset + start * item, (stop - start) * item)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """A copy of ids [start, stop)."""
-        if self._map is not None:
-            self._check_size(self._map.size(), "has shrunk since it was opened")  # of the file
-            self.announce(start, stop)
-        return np.array(self._ids[start:stop])
+        ids = np.empty(max(stop - start, 0), self.dtype)
+        offset = self.offset + start * self.dtype.itemsize
+        if self._file.read_into(memoryview(ids.view(np.uint8)), offset) < ids.nbytes:
+            raise self._cut("has shrunk since it was opened", self._file.size())
+        return ids
 
     def __reduce__(self):
         return Part, (self.path, self.offset, self.dtype, self.count)
@@ -94,12 +76,11 @@ def whole_file(path: Path, dtype: np.dtype) -> Part:
 
 
 class FlatTokens:
-    """The ids of one part or several, one behind the other. Reads like a one-dimensional array:
+    """The ids of one part or several, one after the other. Reads like a one-dimensional array:
     len, dtype, shape, slices (copied), integer arrays, np.asarray (all of it, copied)."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
-        dtypes = {part.dtype for part in parts}
-        if len(dtypes) != 1:
+        if len({part.dtype for part in parts}) != 1:
             listed = ", ".join(f"{part.path}: {part.dtype}" for part in parts)
             raise DataError(f"files of several types do not make one array ({listed})")
         self.parts = list(parts)
@@ -113,30 +94,21 @@ class FlatTokens:
     def shape(self) -> tuple[int]:
         return (len(self),)
 
-    @property
-    def size(self) -> int:
-        return len(self)
-
     def __repr__(self) -> str:
         files = ", ".join(str(part.path) for part in self.parts[:3])
         more = f" and {len(self.parts) - 3} more" if len(self.parts) > 3 else ""
         return f"{type(self).__name__}({len(self):,} {self.dtype} tokens of {files}{more})"
 
     def _within(self, start: int, stop: int) -> Iterator[tuple[Part, int, int]]:
-        """(part, start, stop) within each part that ids [start, stop) touch."""
+        """(part, start, stop) within each part that holds some of ids [start, stop)."""
         index = int(np.searchsorted(self._ends, start, side="right"))
         while start < stop:
             part = self.parts[index]
             before = int(self._ends[index]) - part.count
-            end = min(stop, int(self._ends[index]))
+            end = min(stop, before + part.count)
             if end > start:
                 yield part, start - before, end - before
             start, index = end, index + 1
-
-    def announce(self, start: int, stop: int) -> None:
-        """As Part.announce."""
-        for part, low, high in self._within(start, stop):
-            part.announce(low, high)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """A copy of ids [start, stop), 0 <= start <= stop <= len."""
@@ -145,34 +117,27 @@ class FlatTokens:
             return pieces[0]
         return np.concatenate(pieces) if pieces else np.empty(0, self.dtype)
 
+    def rows(self, rows: Sequence[Sequence[tuple[int, int]]]) -> np.ndarray:
+        """(len(rows), T): of each row the ids of its stretches [start, stop), T in all, one after
+        the other."""
+        for start, stop in itertools.chain.from_iterable(rows):
+            for part, low, high in self._within(start, stop):
+                part.announce(low, high)
+        return np.stack([np.concatenate([self.read(*one) for one in row]) for row in rows])
+
     def between(self, start: int, stop: int) -> FlatTokens:
         """The ids [start, stop) as FlatTokens; nothing is read."""
-        parts = []
-        for part, end in zip(self.parts, self._ends):
-            before = int(end) - part.count
-            low, high = max(start - before, 0), min(stop - before, part.count)
-            if low < high:
-                parts.append(
-                    Part(part.path, part.offset + low * part.dtype.itemsize, part.dtype, high - low)
-                )
+        parts = [
+            Part(part.path, part.offset + low * part.dtype.itemsize, part.dtype, high - low)
+            for part, low, high in self._within(start, stop)
+        ]
         first = self.parts[0]
         return FlatTokens(parts or [Part(first.path, first.offset, first.dtype, 0)])
 
-    def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """(len(starts), length): the ids from each start on."""
-        out = np.empty((len(starts), length), self.dtype)
-        for start in starts:
-            self.announce(int(start), int(start) + length)
-        for row, start in zip(out, starts):
-            row[:] = self.read(int(start), int(start) + length)
-        return out
-
     def where(self, position: int) -> tuple[Path, int]:
         """(file, byte offset) of an id."""
-        index = int(np.searchsorted(self._ends, position, side="right"))
-        part = self.parts[index]
-        local = position - (int(self._ends[index]) - part.count)
-        return part.path, part.offset + local * part.dtype.itemsize
+        ((part, place, _),) = self._within(position, position + 1)
+        return part.path, part.offset + place * part.dtype.itemsize
 
     def __getitem__(self, index):
         if isinstance(index, slice):
@@ -183,11 +148,9 @@ class FlatTokens:
         chosen = np.asarray(index)
         if chosen.dtype.kind not in "iu":
             raise IndexError(f"tokens are indexed by integers and slices, not by {chosen.dtype}")
-        flat = np.where(chosen < 0, chosen + len(self), chosen).ravel()
-        if flat.size and not (0 <= flat.min() and flat.max() < len(self)):
-            raise IndexError(f"index {index} is outside {len(self):,} tokens")
-        values = self.rows(flat, 1).reshape(chosen.shape)
-        return values if chosen.ndim else values[()]
+        places = [range(len(self))[place] for place in chosen.ravel().tolist()]
+        ids = [self.read(place, place + 1)[0] for place in places]
+        return np.array(ids, self.dtype).reshape(chosen.shape)[()]
 
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
         return self.read(0, len(self)).astype(dtype or self.dtype, copy=False)

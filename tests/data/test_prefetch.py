@@ -222,14 +222,6 @@ def test_staging(device):
     assert io.BytesIO(_C.Staging(3, where)).getbuffer().nbytes == 3
 
 
-def test_what_they_print():
-    ahead = Prefetch(Batches(np.arange(17), 2, 4))
-    assert repr(ahead) == "Prefetch(2 x 4, 2 an epoch; next is epoch 0, batch 0; waited 0.000 s)"
-    ahead.next()
-    assert "epoch 0, batch 1;" in repr(ahead)
-    ahead.close()
-
-
 def test_a_batch_that_could_not_be_sent_is_the_next_one():
     plain, ahead = Batches(IDS, 3, 16), Prefetch(Batches(IDS, 3, 16))
 

@@ -1,26 +1,25 @@
 """python -m needle.data: prepare, inspect, view, as the shell meets them."""
 
 import gzip
-import io
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import train_pythia
-from harness import ROOT
+from harness import ROOT, naming
 from token_files import TEXTS
 
-from needle.checkpoint import Checkpoint, checkpoint_path
+from needle.checkpoint import Checkpoint, list_checkpoints
 from needle.data import (
     Batches,
     DataError,
+    Prefetch,
     __main__,
     megatron,
     open_data,
@@ -30,8 +29,6 @@ from needle.data import (
 )
 from needle.data.text import load_tokenizer, train_tokenizer
 from needle.models import pythia
-from needle.training import run as run_parts
-from needle.training.log import RunLog
 
 
 @pytest.fixture
@@ -50,26 +47,22 @@ def inputs(tmp_path, monkeypatch):
     return [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl.gz", "texts")]
 
 
+def flags(tmp_path, inputs, out, *more):
+    where = ["--tokenizer", str(tmp_path / "tokenizer.json"), "--out", str(tmp_path / out)]
+    return ["prepare", *inputs, *where, *more]
+
+
 def run(tmp_path, inputs, out, *more):
-    return __main__.main(
-        [
-            "prepare",
-            *inputs,
-            "--tokenizer",
-            str(tmp_path / "tokenizer.json"),
-            "--out",
-            str(tmp_path / out),
-            *more,
-        ]
-    )
+    return __main__.main(flags(tmp_path, inputs, out, "--processes", "1", *more))
 
 
 def content(tmp_path, out):
     return [(tmp_path / f"{out}.{ending}").read_bytes() for ending in ("bin", "idx")]
 
 
-def test_documents_come_back_in_their_order(tmp_path, inputs, capsys):
-    assert run(tmp_path, inputs, "one", "--processes", "1") == 0
+def test_documents_come_back_in_their_order(tmp_path, inputs, capsys, monkeypatch):
+    monkeypatch.setattr("needle.data.text.PIECE", 40)  # so that most documents are several
+    assert run(tmp_path, inputs, "one") == 0
     out = capsys.readouterr().out
     assert "90 documents" in out and "0 of " in out
     found = open_documents(tmp_path / "one")
@@ -78,10 +71,14 @@ def test_documents_come_back_in_their_order(tmp_path, inputs, capsys):
     end = tokenizer.token_to_id("<|endoftext|>")
     for text, stop, size in zip(TEXTS, ends, found.sizes):
         ids = found[stop - size : stop].tolist()
-        assert ids.pop() == end and tokenizer.decode(ids) == text
-    assert run(tmp_path, inputs, "new/folders/two", "--processes", "2") == 0
-    assert content(tmp_path, "one") == content(tmp_path, "new/folders/two")
+        assert ids.pop() == end and tokenizer.decode(ids, skip_special_tokens=False) == text
     assert not list(tmp_path.rglob("*.parts"))
+
+
+def test_several_processes_write_the_files_of_one(tmp_path, inputs):
+    assert run(tmp_path, inputs, "one") == 0
+    assert __main__.main(flags(tmp_path, inputs, "new/folders/two", "--processes", "2")) == 0
+    assert content(tmp_path, "one") == content(tmp_path, "new/folders/two")
 
 
 def test_the_cut_neither_loses_nor_doubles_a_line(tmp_path, inputs):
@@ -96,7 +93,7 @@ import sys, time
 from needle.data import __main__, prepare
 if __name__ == "__main__":
     prepare.UNIT = 700
-    encode, made = prepare._encode_unit, []
+    encode = prepare._encode_unit
     def slow(*arguments):
         time.sleep(0.02)
         return encode(*arguments)
@@ -105,25 +102,13 @@ if __name__ == "__main__":
 """
 
 
-def test_killed_and_started_again(tmp_path, inputs, monkeypatch, capsys):
-    assert run(tmp_path, inputs, "whole", "--processes", "1") == 0
+def test_killed_and_started_again(tmp_path, inputs, monkeypatch):
+    assert run(tmp_path, inputs, "whole") == 0
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    root = str(ROOT)
     process = subprocess.Popen(
-        [
-            sys.executable,
-            str(program),
-            "prepare",
-            *inputs,
-            "--tokenizer",
-            str(tmp_path / "tokenizer.json"),
-            "--out",
-            str(tmp_path / "parts"),
-            "--processes",
-            "1",
-        ],
-        env={**os.environ, "PYTHONPATH": root},
+        [sys.executable, str(program), *flags(tmp_path, inputs, "parts", "--processes", "1")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.DEVNULL,
     )
     deadline = time.monotonic() + 60
@@ -141,7 +126,7 @@ def test_killed_and_started_again(tmp_path, inputs, monkeypatch, capsys):
         return encode(tokenizer, unit, number, *rest)
 
     monkeypatch.setattr(prepare, "_encode_unit", counted)
-    assert run(tmp_path, inputs, "parts", "--processes", "1") == 0
+    assert run(tmp_path, inputs, "parts") == 0
     assert made and not done & set(made)
     assert content(tmp_path, "parts") == content(tmp_path, "whole")
 
@@ -150,57 +135,35 @@ def test_other_inputs_do_not_take_old_parts(tmp_path, inputs, monkeypatch):
     def broken(*_):
         raise DataError("stopped here")
 
+    path = tmp_path / "a.txt"
+    path.write_text("one two three\n" * 20)
     with monkeypatch.context() as patch:
         patch.setattr(prepare, "_merge", broken)
-        assert run(tmp_path, inputs, "x", "--processes", "1") == 1
-    assert run(tmp_path, inputs[:1], "x", "--processes", "1") == 0
+        assert run(tmp_path, inputs, "x") == run(tmp_path, [str(path)], "y") == 1
+    assert run(tmp_path, inputs[:1], "x") == 0
     assert len(open_documents(tmp_path / "x").sizes) == 30
-
-
-def test_an_input_rewritten_in_its_size_does_not_take_old_parts(tmp_path, inputs, monkeypatch):
-    def broken(*_):
-        raise DataError("stopped here")
-
-    path = tmp_path / "a.txt"
-    for number, words in enumerate(("one two three\n", "two one three\n")):
-        path.write_text(words * 20)
-        os.utime(path, ns=(number, number))  # a file system's clock may stand still meanwhile
-        with monkeypatch.context() as patch:
-            if number == 0:
-                patch.setattr(prepare, "_merge", broken)
-            assert run(tmp_path, [str(path)], "x", "--processes", "1") == 1 - number
-    ids = open_documents(tmp_path / "x").tolist()
+    path.write_text("two one three\n" * 20)  # of the same size
+    assert run(tmp_path, [str(path)], "y") == 0
+    ids = open_documents(tmp_path / "y").tolist()
     assert load_tokenizer(tmp_path / "tokenizer.json").decode(ids) == path.read_text()
 
 
 def test_two_at_once(tmp_path, inputs, capsys):
     lock = prepare._begin(tmp_path / "x.parts", "")
-    assert run(tmp_path, inputs, "x", "--processes", "1") == 1
-    assert "another process works on it" in capsys.readouterr().err
-    os.close(lock)
-    assert run(tmp_path, inputs, "x", "--processes", "1") == 0
+    assert run(tmp_path, inputs, "x") == 1
+    assert f"process {os.getpid()} on" in capsys.readouterr().err
+    lock.release()
+    assert run(tmp_path, inputs, "x") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delay", [0.0, 0.4, 1.5])
 def test_ctrl_c_reaches_all_processes_and_one_line_says_so(tmp_path, inputs, delay):
     """A terminal signals the workers as well, also while they start."""
     Path(inputs[2], "long.txt").write_text("one two three four\n" * 200_000)
+    words = flags(tmp_path, [*inputs[:2], *inputs], "x", "--processes", "2")
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-u",
-            "-m",
-            "needle.data",
-            "prepare",
-            *inputs[:2],
-            *inputs,
-            "--tokenizer",
-            str(tmp_path / "tokenizer.json"),
-            "--out",
-            str(tmp_path / "x"),
-            "--processes",
-            "2",
-        ],
+        [sys.executable, "-u", "-m", "needle.data", *words],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -219,56 +182,37 @@ def test_ctrl_c_reaches_all_processes_and_one_line_says_so(tmp_path, inputs, del
         assert err == "needle.data: interrupted; the same command goes on\n"
 
 
-def test_ctrl_c_that_another_thread_takes_cuts_no_start_in_two(tmp_path, inputs, monkeypatch):
-    """The mask is that of the thread that starts the workers."""
-    given, submit = [], prepare.ProcessPoolExecutor.submit
-    done = threading.Event()
-    other = threading.Thread(target=done.wait)
-    other.start()
-
-    def submitting(self, *args):
-        if not given:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.2)  # here it would be raised
-        given.append(args)
-        return submit(self, *args)
-
-    monkeypatch.setattr(prepare.ProcessPoolExecutor, "submit", submitting)
-    handler = signal.getsignal(signal.SIGINT)
-    try:
-        assert run(tmp_path, inputs, tmp_path / "x", "--processes", "2") == 130
-    finally:
-        done.set()
-        other.join()
-    assert len(given) > 2 and signal.getsignal(signal.SIGINT) is handler
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_the_bar_counts_parts(monkeypatch):
-    """Those that were there before it as well."""
-    pytest.importorskip("tqdm")
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    show, close = prepare.progress_bar()
-    for done in (3, 4, 6):
-        show(done, 6)
-    close()
-    assert " 6/6 " in terminal.getvalue().split("\r")[-1]
+@pytest.mark.slow
+def test_workers_end_with_a_killed_parent(tmp_path, inputs):
+    Path(inputs[2], "long.txt").write_text("one two three four\n" * 400_000)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "needle.data", *flags(tmp_path, inputs, "x", "--processes", "2")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "x.parts").glob(".*.bin*")):  # a worker writes
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    process.kill()
+    process.wait()
+    with pytest.raises(ProcessLookupError):  # of the whole group
+        while time.monotonic() < deadline:
+            os.killpg(process.pid, 0)
+            time.sleep(0.05)
 
 
 def test_what_is_there_is_not_written_over(tmp_path, inputs, monkeypatch, capsys):
-    assert run(tmp_path, inputs[:1], "x", "--processes", "1") == 0
+    assert run(tmp_path, inputs[:1], "x") == 0
     before = content(tmp_path, "x")
     for files in (inputs[:1], inputs[1:]):
-        assert run(tmp_path, files, "x", "--processes", "1") == 1
+        assert run(tmp_path, files, "x") == 1
         assert "x.idx: exists already; remove it, or choose" in capsys.readouterr().err
     assert content(tmp_path, "x") == before
     (tmp_path / "train.bin").write_bytes(b"nanoGPT's")
-    assert run(tmp_path, inputs, "train", "--processes", "1") == 1
+    assert run(tmp_path, inputs, "train") == 1
     assert "train.bin: exists already" in capsys.readouterr().err
     assert (tmp_path / "train.bin").read_bytes() == b"nanoGPT's"
 
@@ -277,53 +221,42 @@ def test_what_is_there_is_not_written_over(tmp_path, inputs, monkeypatch, capsys
 
     with monkeypatch.context() as patch:  # between OUT.bin and OUT.idx
         patch.setattr(megatron, "write_index", full)
-        assert run(tmp_path, inputs[:1], "y", "--processes", "1") == 1
+        assert run(tmp_path, inputs[:1], "y") == 1
     assert "y.idx: cannot be written: No space left on device" in capsys.readouterr().err
     assert (tmp_path / "y.bin").exists() and not (tmp_path / "y.idx").exists()
-    assert run(tmp_path, inputs[1:], "y", "--processes", "1") == 1  # other inputs: not its own
-    assert run(tmp_path, inputs[:1], "y", "--processes", "1") == 0
+    assert run(tmp_path, inputs[1:], "y") == 1  # other inputs: not its own
+    assert run(tmp_path, inputs[:1], "y") == 0
     assert content(tmp_path, "y") == before
 
 
 def test_errors_of_prepare(tmp_path, inputs, capsys):
     with open(inputs[0], "a") as file:
         file.write('{"text": ""}\n')
-    assert run(tmp_path, inputs, "x", "--processes", "2") == 1
+    assert __main__.main(flags(tmp_path, inputs, "x", "--processes", "2")) == 1
     assert "a.jsonl: the line at offset" in capsys.readouterr().err
     assert run(tmp_path, [str(tmp_path / "missing*")], "x") == 1
     assert "no file matches" in capsys.readouterr().err
     (tmp_path / "blank.txt").write_text("")
-    assert run(tmp_path, [str(tmp_path / "blank.txt")], "y", "--processes", "1") == 1
+    assert run(tmp_path, [str(tmp_path / "blank.txt")], "y") == 1
     assert "no text in the inputs" in capsys.readouterr().err
     assert not (tmp_path / "y.idx").exists()
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_the_field_of_json_lines_may_be_named(tmp_path, inputs, capsys, packed):
-    assert run(tmp_path, inputs[:1], "text", "--processes", "1") == 0
+def test_the_field_of_json_lines_may_be_named(tmp_path, inputs, capsys):
+    assert run(tmp_path, inputs[:1], "text") == 0
     lines = [json.dumps({"id": str(i), "content": t}) + "\n" for i, t in enumerate(TEXTS[:30])]
-    other = tmp_path / ("other.jsonl.gz" if packed else "other.jsonl")
-    other.write_bytes((gzip.compress if packed else bytes)("".join(lines).encode()))
-    assert run(tmp_path, [str(other)], "x", "--processes", "1") == 1
-    error = capsys.readouterr().err
-    assert "as its field `text`; strings are in id, content: `prepare --field`" in error
-    assert run(tmp_path, [str(other)], "x", "--processes", "1", "--field", "content") == 0
-    assert content(tmp_path, "x") == content(tmp_path, "text")
-    assert run(tmp_path, [str(other)], "z", "--field", "body", "--processes", "1") == 1
-    assert "as its field `body`" in capsys.readouterr().err
+    for name, pack in ("o.jsonl", bytes), ("p.jsonl.gz", gzip.compress):
+        other = tmp_path / name
+        other.write_bytes(pack("".join(lines).encode()))
+        assert run(tmp_path, [str(other)], name[0]) == 1
+        error = capsys.readouterr().err
+        assert "as its field `text`; strings are in id, content: `prepare --field`" in error
+        assert run(tmp_path, [str(other)], name[0], "--field", "content") == 0
+        assert content(tmp_path, name[0]) == content(tmp_path, "text")
+        assert run(tmp_path, [str(other)], "z", "--field", "body") == 1
+        assert "as its field `body`" in capsys.readouterr().err
     assert run(tmp_path, inputs[2:], "z", "--field", "content") == 1
     assert "--field content: none of the inputs is a file of JSON lines" in capsys.readouterr().err
-
-
-def test_view_warns_beyond_the_run(tmp_path, inputs, capsys):
-    assert run(tmp_path, inputs, "x", "--processes", "1") == 0
-    flags = "--batch-size 2 --seq-len 8 --steps 3 --step".split()
-    for step, warned in [(3, False), (4, True)]:
-        capsys.readouterr()
-        assert __main__.main(["view", str(tmp_path / "x"), *flags, str(step)]) == 0
-        out, error = capsys.readouterr()
-        assert f"step {step} " in out
-        assert ("--step 4 is beyond the run, which has 3 steps" in error) is warned
 
 
 @pytest.mark.parametrize("where", ["folder", "file", "tokens"])
@@ -342,22 +275,11 @@ def test_a_name_that_is_not_utf8(tmp_path, inputs, capsys, where):
     assert run(tmp_path, [path], "x") == 1 or where == "tokens"
 
 
-def test_saving_to_a_full_disk_names_the_file(tmp_path, inputs, capsys):
-    assert run(tmp_path, inputs, "x", "--processes", "1") == 0
-    flags = "--step 1 --batch-size 2 --seq-len 8 --save /dev/full".split()
-    assert __main__.main(["view", str(tmp_path / "x"), *flags]) == 1
-    assert "/dev/full" in capsys.readouterr().err
-
-
 def test_inspect(tmp_path, inputs, capsys):
-    assert run(tmp_path, inputs, "x", "--processes", "1") == 0
+    assert run(tmp_path, inputs, "x") == 0
     capsys.readouterr()
-    assert (
-        __main__.main(
-            ["inspect", str(tmp_path / "x"), "--tokenizer", str(tmp_path / "tokenizer.json")]
-        )
-        == 0
-    )
+    tokenizer = ["--tokenizer", str(tmp_path / "tokenizer.json")]
+    assert __main__.main(["inspect", str(tmp_path / "x"), *tokenizer]) == 0
     out = capsys.readouterr().out
     assert "Megatron, 90 documents" in out and "'document 0: " in out and "held out" in out
     assert __main__.main(["inspect", inputs[0]]) == 0
@@ -366,107 +288,78 @@ def test_inspect(tmp_path, inputs, capsys):
     assert "no such file" in capsys.readouterr().err
 
 
+# ---- view --------------------------------------------------------------------------------------
+
+
 def shown_ids(out):
     """The ids of each sequence that `view` printed."""
     lines = out.splitlines()
-    return np.array(
-        [
-            [int(word) for word in lines[i + 1].split()]
-            for i, line in enumerate(lines)
-            if line.startswith("---- sequence")
-        ]
-    )
+    starts = [i for i, line in enumerate(lines) if line.startswith("---- sequence")]
+    return np.array([[int(word) for word in lines[i + 1].split()] for i in starts])
 
 
 def test_view_of_data(tmp_path, inputs, capsys):
-    assert run(tmp_path, inputs, "x", "--processes", "1") == 0
+    assert run(tmp_path, inputs, "x") == 0
     capsys.readouterr()
-    flags = [
-        "--batch-size",
-        "3",
-        "--grad-accum",
-        "2",
-        "--seq-len",
-        "16",
-        "--seed",
-        "5",
-        "--steps",
-        "40",
-    ]
+    view = ["view", str(tmp_path / "x")]
+    view += "--batch-size 3 --grad-accum 2 --seq-len 16 --seed 5 --steps 40 --step".split()
     batches = Batches(open_data(tmp_path / "x").train, 3, 16, 5, samples=240)
-    for step in (1, 2, 3, 30):
-        assert __main__.main(["view", str(tmp_path / "x"), "--step", str(step), *flags]) == 0
+    for step in (1, 2, 3, 30, 40, 41):
+        assert __main__.main([*view, str(step)]) == 0
         batches.seek_batch(2 * (step - 1))
         expected = np.concatenate([batches.next_rows(), batches.next_rows()])
-        np.testing.assert_array_equal(shown_ids(capsys.readouterr().out), expected)
+        out, error = capsys.readouterr()
+        np.testing.assert_array_equal(shown_ids(out), expected)
+        assert ("--step 41 is beyond the run, which has 40 steps" in error) is (step == 41)
     save = tmp_path / "rows.npy"
-    assert (
-        __main__.main(["view", str(tmp_path / "x"), "--step", "30", *flags, "--save", str(save)])
-        == 0
-    )
+    assert __main__.main([*view, "41", "--save", str(save)]) == 0
     np.testing.assert_array_equal(np.load(save), expected)
     assert f"---- sequence 0\n{' '.join(map(str, expected[0]))}\n" not in capsys.readouterr().out
+    assert __main__.main([*view, "41", "--save", "/dev/full"]) == 1
+    assert "/dev/full" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["megatron", "text"])
-def test_view_of_a_run_is_what_the_run_draws(tmp_path, inputs, monkeypatch, capsys, kind):
+@pytest.fixture
+def trained(tmp_path, monkeypatch):
+    """A function that trains a small model, and the micro-batches that training has drawn. It ends
+    as one that is killed before it draws more than `most`."""
     monkeypatch.setitem(pythia.PRESETS, "tiny", (1, 32, 2, 384))
-    monkeypatch.setattr(run_parts, "SAMPLE_TOKENS", 4)
-    assert run(tmp_path, inputs, "x", "--processes", "1") == 0
-    data = tmp_path / ("x" if kind == "megatron" else "texts")
-    drawn, forward_backward = [], train_pythia.forward_backward
+    monkeypatch.setattr(megatron, "ROW_LENGTH", 17)
+    drawn, draw = [], Prefetch.next
 
-    def watched(model, ids, targets, share):
+    def watched(self):
+        if len(drawn) == train.most:
+            raise SystemExit("killed")
+        ids, targets = draw(self)
         drawn.append(np.concatenate([ids, targets[:, -1:]], axis=1))
-        return forward_backward(model, ids, targets, share)
+        return ids, targets
 
-    monkeypatch.setattr(train_pythia, "forward_backward", watched)
-    assert (
-        train_pythia.main(
-            [
-                "--model",
-                "tiny",
-                "--data",
-                str(data),
-                "--tokenizer",
-                str(tmp_path / "tokenizer.json"),
-                "--batch-size",
-                "2",
-                "--grad-accum",
-                "2",
-                "--seq-len",
-                "16",
-                "--steps",
-                "6",
-                "--device",
-                "cpu",
-                "--out",
-                str(tmp_path / "runs"),
-                "--name",
-                "a",
-            ]
-        )
-        == 0
-    )
+    def train(*more):
+        where = ["--out", str(tmp_path / "runs"), "--name", "a", "--device", "cpu"]
+        assert train_pythia.main([*where, *more]) == 0
+
+    monkeypatch.setattr(Prefetch, "next", watched)
+    train.most, train.drawn, train.folder = None, drawn, tmp_path / "runs" / "a"
+    return train
+
+
+def test_view_of_a_run_on_text_is_what_the_run_draws(tmp_path, inputs, trained, capsys):
+    settings = "--model tiny --batch-size 2 --grad-accum 2 --seq-len 16 --steps 6".split()
+    tokenizer = str(tmp_path / "tokenizer.json")
+    trained("--data", str(tmp_path / "texts"), "--tokenizer", tokenizer, *settings)
+    view = ["view", str(trained.folder), "--step"]
     for step in range(1, 7):
         capsys.readouterr()
-        assert __main__.main(["view", str(tmp_path / "runs" / "a"), "--step", str(step)]) == 0
-        out = capsys.readouterr().out
-        np.testing.assert_array_equal(
-            shown_ids(out), np.concatenate(drawn[2 * step - 2 : 2 * step])
-        )
+        assert __main__.main([*view, str(step)]) == 0
+        out, rows = capsys.readouterr().out, np.concatenate(trained.drawn[2 * step - 2 : 2 * step])
+        np.testing.assert_array_equal(shown_ids(out), rows)
         assert "three" in out  # the text stands beside the ids
-    assert __main__.main(["view", str(tmp_path / "runs" / "a"), "--step", "7"]) == 0
+    assert __main__.main([*view, "7"]) == 0
     assert "--step 7 is beyond the run, which has 6 steps" in capsys.readouterr().err
-    assert __main__.main(["view", str(tmp_path / "runs" / "a"), "--step", "1", "--seed", "3"]) == 1
+    assert __main__.main([*view, "1", "--seed", "3"]) == 1
     assert "a run knows its own --seed" in capsys.readouterr().err
-    for path in [data] if kind == "text" else [Path(f"{data}.bin")]:
-        if path.is_dir():
-            (path / "00.txt").write_text("something else\n" * 40)
-        else:
-            ids = np.fromfile(path, "<u2")[::-1]
-            ids.tofile(path)
-    assert __main__.main(["view", str(tmp_path / "runs" / "a"), "--step", "1"]) == 1
+    (tmp_path / "texts" / "00.txt").write_text("something else\n" * 40)
+    assert __main__.main([*view, "1"]) == 1
     assert "not the tokens that the run read before" in capsys.readouterr().err
 
 
@@ -474,7 +367,7 @@ def write_data(tmp_path, inputs, kind):
     """Data of about 200 to 400 ids a kind, so that thirty steps walk them several times."""
     ids = np.random.RandomState(3).randint(0, 300, 17 * 20).astype("<u2")
     if kind == "megatron":
-        assert run(tmp_path, inputs[2:], "x", "--processes", "1") == 0
+        assert run(tmp_path, inputs[2:], "x") == 0
         return tmp_path / "x"
     if kind == "rows":
         ids.tofile(tmp_path / "rows.bin")
@@ -487,90 +380,47 @@ def write_data(tmp_path, inputs, kind):
 
 @pytest.mark.parametrize("kind", ["megatron", "rows", "flat"])
 def test_view_and_checkpoints_of_a_run_that_was_killed_went_on_and_walked_its_data_again(
-    tmp_path, inputs, monkeypatch, capsys, kind
+    tmp_path, inputs, trained, capsys, kind
 ):
     """6 steps, killed in the 5th, resumed, then resumed up to 30: a step draws what `view` shows,
-    once or again, and each checkpoint stands before the batch of the next step."""
-    monkeypatch.setitem(pythia.PRESETS, "tiny", (1, 32, 2, 384))
-    monkeypatch.setattr(run_parts, "SAMPLE_TOKENS", 4)
-    monkeypatch.setattr(run_parts, "prune_checkpoints", lambda *_, **__: None)
-    monkeypatch.setattr(megatron, "ROW_LENGTH", 17)
+    and each checkpoint stands before the batch of the next step."""
     data = write_data(tmp_path, inputs, kind)
-    drawn, micro = {}, []
-    forward_backward, queue = train_pythia.forward_backward, RunLog.queue
-    dies_at = [5]
-
-    def watched(model, ids, targets, share):
-        micro.append(np.concatenate([ids, targets[:, -1:]], axis=1))
-        return forward_backward(model, ids, targets, share)
-
-    def queued(self, step, *rest):
-        rows = np.concatenate(micro)
-        micro.clear()
-        np.testing.assert_array_equal(drawn.setdefault(step, rows), rows)
-        if step in dies_at:
-            raise SystemExit("killed")
-        queue(self, step, *rest)
-
-    monkeypatch.setattr(train_pythia, "forward_backward", watched)
-    monkeypatch.setattr(RunLog, "queue", queued)
-    where = ["--out", str(tmp_path / "runs"), "--name", "a", "--device", "cpu"]
+    settings = "--model tiny --batch-size 3 --grad-accum 2 --seq-len 16 --steps 6 --eval-every 0"
+    settings += " --schedule constant --save-every 1"
+    trained.most = 9
     with pytest.raises(SystemExit):
-        train_pythia.main(
-            [
-                "--model",
-                "tiny",
-                "--data",
-                str(data),
-                "--batch-size",
-                "3",
-                "--grad-accum",
-                "2",
-                "--seq-len",
-                "16",
-                "--steps",
-                "6",
-                "--schedule",
-                "constant",
-                "--save-every",
-                "1",
-                "--eval-every",
-                "0",
-                *where,
-            ]
-        )
-    dies_at.clear()
+        trained("--data", str(data), *settings.split())
+    del trained.drawn[8:]  # of the step that is done again
+    trained.most = None
     for more in ([], ["--steps", "30"]):
-        assert train_pythia.main([*where, "--resume", "auto", *more]) == 0
-    assert sorted(drawn) == list(range(1, 31))
-    for step, rows in drawn.items():
+        paths = list_checkpoints(trained.folder / "checkpoints")
+        states = [Checkpoint(path).state for path in paths]
+        trained("--resume", "auto", *more)
+        _, batches, _ = open_run(trained.folder)
+        for state in states:
+            batches.seek(state["data"])
+            np.testing.assert_array_equal(batches.next_rows(), trained.drawn[2 * state["step"]])
+    assert len(trained.drawn) == 60
+    for step in range(1, 31):
         capsys.readouterr()
-        assert __main__.main(["view", str(tmp_path / "runs" / "a"), "--step", str(step)]) == 0
+        assert __main__.main(["view", str(trained.folder), "--step", str(step)]) == 0
         out, error = capsys.readouterr()
-        np.testing.assert_array_equal(shown_ids(out), rows)
+        rows = np.concatenate(trained.drawn[2 * step - 2 : 2 * step])
+        np.testing.assert_array_equal(shown_ids(out), rows, err_msg=f"step {step}")
         assert "beyond" not in error
-    _, batches, settings = open_run(tmp_path / "runs" / "a")
-    epochs = set()
-    for step in range(1, 30):
-        state = Checkpoint(checkpoint_path(tmp_path / "runs" / "a" / "checkpoints", step)).state
-        batches.seek(state["data"])
-        np.testing.assert_array_equal(batches.next_rows(), drawn[step + 1][:3])
-        epochs.add(state["data"]["epoch"])
-    assert len(epochs) >= 3 and settings["steps"] == 6
+    last = Checkpoint(list_checkpoints(trained.folder / "checkpoints")[0]).state["data"]
+    assert last["epoch"] >= 2
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
+def test_bad_flags(capsys):
+    for argv in (
         ["view", "x"],
         ["view", "x", "--step", "0"],
         ["view", "x", "--step", "1", "--seed", "4294967296"],
         ["prepare", "x"],
         ["view", "x", "--step", "1", "--rows", "two"],
         [],
-    ],
-)
-def test_bad_flags(argv, capsys):
-    with pytest.raises(SystemExit) as caught:
-        __main__.main(argv)
-    assert caught.value.code == 2
+    ):
+        with naming(*argv), pytest.raises(SystemExit) as caught:
+            __main__.main(argv)
+        assert caught.value.code == 2

@@ -47,24 +47,21 @@ def test_samples_walk_the_shuffled_documents(sizes, seq_len, seed, passes):
     assert sorted(shuffle_idx) == list(range(len(sample_idx) - 1))
 
 
-@pytest.mark.parametrize("count", [1, 2, 16, 17, 33, 34, 50, 100, 1000, 210_607_728])
-def test_the_split_covers_all_documents(count):
-    borders = megatron.split_documents(count)
-    assert borders[0] == 0 and borders[-1] == count
-    assert abs(borders[1] - 0.969 * count) <= 1.5
+def test_the_split_covers_all_documents():
+    for count in (1, 2, 16, 17, 33, 34, 50, 100, 1000, 210_607_728):
+        borders = megatron.split_documents(count)
+        assert borders[0] == 0 and borders[-1] == count
+        assert abs(borders[1] - 0.969 * count) <= 1.5
+    # GPT-NeoX's: rounded, not cut off; the three round to one less than all, and to one more.
+    assert megatron.split_documents(97) == [0, 94, 97, 97]
+    assert megatron.split_documents(500) == [0, 485, 500, 500]
+    assert megatron.split_documents(1500) == [0, 1453, 1498, 1500]
 
 
-@pytest.mark.parametrize(
-    "count, borders",
-    [
-        (97, [0, 94, 97, 97]),  # rounded, not cut off
-        (500, [0, 485, 500, 500]),  # the three round to one less than all,
-        (1500, [0, 1453, 1498, 1500]),  # and to one more
-    ],
-)
-def test_the_split_shifts_by_what_its_parts_round_to(count, borders):
-    """The borders are those of GPT-NeoX."""
-    assert megatron.split_documents(count) == borders
+def test_passes_are_the_fewest_that_hold_the_samples():
+    """The last sample needs one id after it."""
+    for samples, tokens, passes in [(1, 4, 2), (1, 5, 1), (2, 9, 1), (2, 8, 2), (9, 4, 10)]:
+        assert megatron.passes_for(samples, tokens, 4) == passes
 
 
 def test_packed_batches_hold_the_samples_of_the_index(tmp_path):
