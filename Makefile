@@ -57,7 +57,7 @@ help:
 	@echo 'make format                 apply the formatting'
 	@echo 'make arm64                  the core cross-compiled, its C test under qemu-user'
 	@echo 'make asan                   the core under the address and undefined-behaviour sanitizers'
-	@echo 'make fuzz                   an hour of hostile calls of the core, under the same sanitizers'
+	@echo 'make fuzz                   20,000 random calls of the core, under the same sanitizers'
 	@echo 'make memcheck               the CUDA kernel tests under compute-sanitizer'
 	@echo 'make campaign               kills, failing disks, damaged files: an hour of tries to lose a run'
 	@echo 'make mutants ARGS=FILE      plant small faults in a file and see which tests fail'
@@ -204,9 +204,10 @@ asan: $(STATE)/test
 	$(sanitized) -m pytest -q --capture=sys -m 'not cuda and not parity' -p no:cacheprovider \
 	    $(addprefix $(CURDIR)/,$(ASAN_TESTS)) $(ARGS)
 
-# For an hour, or as ARGS="--seconds N" says.
+# `--hypothesis-seed=N` in ARGS repeats a run.
+fuzz: export NEEDLE_TEST_EXAMPLES ?= 20000
 fuzz: $(STATE)/test
-	$(sanitized) $(CURDIR)/tests/fuzz.py $(ARGS)
+	$(sanitized) -m pytest -q --capture=sys -p no:cacheprovider $(CURDIR)/tests/test_fuzz.py $(ARGS)
 
 ARM := aarch64-linux-gnu-gcc
 ARM_OBJECTS = $(patsubst %.c,build/arm64/objects/%.o,$(wildcard csrc/*.c csrc/cpu/*.c))

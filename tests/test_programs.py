@@ -8,8 +8,7 @@ from harness import ROOT
 
 PROGRAMS = {
     "campaign.py": "`make campaign` runs it whole, tests/test_campaign.py a short form.",
-    "fuzz.py": "a short form over the core as it is.",
-    "mutants.py": "does a test see each?",
+    "mutants.py": "one at a time, and see which tests fail.",
     "nth_allocation.py": "in forward, backward, step, save, load, generate.",
     "supervised_campaign.py": "bit for bit.",
 }

@@ -1,5 +1,5 @@
 """What Python does while the core is at work: an operand's own methods change lists, make arrays,
-answer differently the second time. make fuzz looks for more of it."""
+answer differently the second time. `make fuzz` calls with more of them."""
 
 import ctypes
 import threading
