@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,16 +27,15 @@ from needle import models, nn, optim, supervise
 from needle.autograd import Tensor
 from needle.backend_ndarray import NDArray, full
 from needle.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
-from needle.data import Batches, DataError, Prefetch, TokenData, run_batches, run_data
+from needle.data import DataError, Prefetch, run_batches, run_data
 from needle.distributed import environment, spawn
 from needle.distributed.data_parallel import DataParallel
 from needle.distributed.group import Group
-from needle.distributed.tree import own_leaves
 from needle.files import Lock
 from needle.heartbeat import beat, supervised
 from needle.processes import program
 from needle.training import flags, folder, length, ranks, state, trackers, weights
-from needle.training.evaluation import evaluate, own_columns
+from needle.training.evaluation import evaluate
 from needle.training.exits import Ending
 from needle.training.run import Run, finish, is_finished, longer, write_description
 from needle.training.session import Session
@@ -147,8 +145,7 @@ def new_run(args: argparse.Namespace, group: Group) -> Run:
     np.random.seed(settings["seed"])
     if model is None:
         model = config.model_class(config, device=device)
-    batches = open_batches(group, settings, data, model.config.vocab_size)
-    prefetch = Prefetch(batches, device)
+    batches = Prefetch(ranks.own_batches(group, settings, data, model.config.vocab_size), device)
     optimizer = optim.AdamW(
         nn.flatten_parameters(model),
         lr=settings["lr"],
@@ -157,7 +154,8 @@ def new_run(args: argparse.Namespace, group: Group) -> Run:
         eps=1e-8,
         weight_decay=settings["weight_decay"],
     )
-    parallel = parallel_of(group, settings, optimizer)
+    leaves, context = settings["grad_accum"], settings["context_parallel"]
+    parallel = DataParallel(group, optimizer.flat, optimizer, leaves, context)
     lock = None
 
     def take() -> str:
@@ -166,11 +164,8 @@ def new_run(args: argparse.Namespace, group: Group) -> Run:
         return str(taken)
 
     path = Path(group.first("the folder of the run", take))
-    identity = state.id_of(settings, data, optimizer.flat)
-    run = Run(
-        *(path, lock, identity, settings, device, data),
-        *(model, optimizer, prefetch, parallel, prefetch.position),
-    )
+    run_id = state.id_of(settings, data, optimizer.flat)
+    run = Run(args, path, lock, run_id, settings, data, model, optimizer, batches, parallel)
     if group.rank == 0:
         write_description(run)
     return run
@@ -183,50 +178,28 @@ def resumed_run(
     device, saved = ranks.open_device(args.device, group), checkpoint.state
     state.check(checkpoint)
     beat(id=saved["run"], watched=False)
-    settings, differences = flags.resumed(flags.given(args), args.tokens, saved["settings"])
-    if differences:
-        raise CheckpointError(
-            f"{checkpoint.path}: this run cannot go on with other settings: "
-            f"{'; '.join(differences)}. Leave these flags out, or start anew, from its weights by "
-            f"{shlex.join(folder.flag('--init', path))}"
-        )
+    settings = flags.resumed(args, checkpoint, path)
     with group.rank_0_first("the data"):
         data = run_data(data_of(settings), path, saved["fingerprint"], args.trust_data)
     group.same("the data", data.fingerprint)
-    batches = open_batches(group, settings, data, checkpoint.configuration().vocab_size)
-    prefetch = Prefetch(batches, device)
+    vocab_size = checkpoint.configuration().vocab_size
+    batches = Prefetch(ranks.own_batches(group, settings, data, vocab_size), device)
     try:
-        prefetch.seek(saved["data"])
+        batches.seek(saved["data"])
     except DataError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
     model, optimizer, _, _ = checkpoint.restore(device)
     if optimizer.flat is None:
         raise CheckpointError(f"{checkpoint.path}: its optimizer has a part of the parameters only")
     checkpoint.restore_random_state()
-    parallel = parallel_of(group, settings, optimizer)
-    print(f"resuming {checkpoint.path} after step {saved['step']}")
+    leaves, context, step = settings["grad_accum"], settings["context_parallel"], saved["step"]
+    parallel = DataParallel(group, optimizer.flat, optimizer, leaves, context)
+    print(f"resuming {checkpoint.path} after step {step}")
     before, now = saved.get("products"), state.products_of(device)
     if before not in (None, now):
         print(f"its steps were multiplied by {before}, these by {now}: bits may differ")
-    return Run(
-        *(path, lock, saved["run"], settings, device, data),
-        *(model, optimizer, prefetch, parallel, saved["data"]),
-        *(saved["step"], saved["step"]),
-    )
-
-
-def open_batches(group: Group, settings: dict, data: TokenData, vocab_size: int) -> Batches:
-    """Open this rank's share of each step's micro-batches."""
-    context, every = settings["context_parallel"], settings["grad_accum"]
-    batches = run_batches(data, data_of(settings), vocab_size)
-    own = own_leaves(every, group.rank // context, group.size // context)
-    batches.share(own, every, own_columns(batches.seq_len, group, context))
-    return batches
-
-
-def parallel_of(group: Group, settings: dict, optimizer: optim.AdamW) -> DataParallel:
-    leaves, context = settings["grad_accum"], settings["context_parallel"]
-    return DataParallel(group, optimizer.flat, optimizer, leaves, context)
+    run_id = saved["run"]
+    return Run(args, path, lock, run_id, settings, data, model, optimizer, batches, parallel, step)
 
 
 # ---- the command line --------------------------------------------------------------------------
@@ -246,9 +219,6 @@ def make_run(args: argparse.Namespace, group: Group) -> Run:
         run = new_run(args, group)
     else:
         run = resumed_run(args, group, *(found or (Path(told[0]), None, Checkpoint(told[1]))))
-    run.tensorboard, run.wandb = args.tensorboard, args.wandb
-    run.device_name, run.hang_seconds = args.device, args.hang_seconds
-    run.verify_every, run.graph = args.verify, args.graph
     if args.recompute and run.model.recompute is None:
         raise ValueError(f"--recompute: a {type(run.model).__name__} cannot compute layers again")
     if args.recompute:
@@ -270,7 +240,7 @@ def main(argv: list[str] | None = None) -> int:
             return supervise.Supervisor(command, args.hang_seconds).run()
         if ranks.starts_ranks(args, place):
             return spawn.run(command, args.gpus)
-        trackers.check(args.tensorboard, args.wandb)
+        trackers.check(args)
         ending.ranks = group = ranks.join(args, words, place, Path(__file__))
         ending.run = run = make_run(args, group)
         ranks.tell_gpus(group, run.settings, args.verify > 0)
@@ -280,7 +250,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             if group.rank == 0 and not is_finished(run):
                 finish(run)
-            print(f"nothing to do: all {run.step} steps are done. {longer(run)}")
+            print(f"nothing to do: all {run.settings['steps']} steps are done. {longer(run)}")
             ending.code = 0
     return ending.code
 

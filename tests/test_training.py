@@ -32,7 +32,7 @@ def weights(model):
 
 
 def reference(kind, accumulate, max_norm, schedule):
-    """The losses, and the parameters behind each update: gradients are summed batch by batch and
+    """The losses, and the parameters after each update: gradients are summed batch by batch and
     clipped in float64, then one step of the optimizer is taken on them."""
     model = Classifier()
     optimizer = kind(model.parameters(), weight_decay=0.0)
@@ -72,7 +72,7 @@ def test_fit_parameters_of_a_list_stay_and_unused_ones_are_left_alone(accumulate
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("kind", [optim.SGD, optim.Adam, optim.AdamW])
 @pytest.mark.parametrize("accumulate, max_norm", [(1, None), (1, 0.05), (3, None), (3, 0.05)])
-def test_every_update_is_the_reference_loops(kind, flat, accumulate, max_norm):
+def test_fit_updates_as_a_reference_loop(kind, flat, accumulate, max_norm):
     def schedule(step):
         return 0.1 / step
 
@@ -96,7 +96,7 @@ def test_every_update_is_the_reference_loops(kind, flat, accumulate, max_norm):
         np.testing.assert_allclose(got, update, rtol=2e-4, atol=2e-5)
 
 
-def test_a_loss_of_ones_own_and_a_number_of_steps():
+def test_fit_takes_a_loss_and_a_number_of_steps():
     model = Classifier()
     losses = ndl.fit(model, BATCHES, steps=2, loss=nn.SoftmaxLoss(), progress=False)
     again = Classifier()
@@ -107,7 +107,7 @@ def test_a_loss_of_ones_own_and_a_number_of_steps():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_arrays_of_numpy_become_tensors(dtype):
+def test_fit_makes_tensors_of_numpy_arrays(dtype):
     """In the model's dtype, whatever theirs; ids stay what they are."""
 
     def losses(inputs):
@@ -123,25 +123,25 @@ def test_arrays_of_numpy_become_tensors(dtype):
     assert ndl.fit(table, [ids], loss=nn.SoftmaxLoss(), progress=False)
 
 
-@pytest.mark.parametrize(
-    "batches, loss, error, said",
-    [
+def test_fit_says_what_it_takes():
+    softmax, linear = nn.SoftmaxLoss(), nn.Sequential(nn.Linear(3, 2))
+    for batches, loss, error, said in [
         ([(X[0], Y[0])], None, TypeError, "fit: Sequential takes no targets.*loss=nn.SoftmaxLoss"),
-        (X, nn.SoftmaxLoss(), TypeError, r"must be a pair .ids, targets., .*of shape \(4, 3\)"),
-        ((X[0], Y[0]), nn.SoftmaxLoss(), TypeError, r"a single batch is \[\(ids, targets\)\]"),
-        ([5], nn.SoftmaxLoss(), TypeError, "must be a pair .ids, targets., but one is a int"),
+        (X, softmax, TypeError, r"must be a pair .ids, targets., .*of shape \(4, 3\)"),
+        ((X[0], Y[0]), softmax, TypeError, r"a single batch is \[\(ids, targets\)\]"),
+        ([5], softmax, TypeError, "must be a pair .ids, targets., but one is a int"),
         ([(X[0], 0)], lambda y, t: y, ValueError, r"loss must be one number, .*shape is \(4, 2\)"),
-        ([(X[0].astype(int), 0)], nn.SoftmaxLoss(), TypeError, r"ndarray \(ndl.Tensor\(array\)"),
-    ],
-)
-def test_what_fit_wants_is_said(batches, loss, error, said):
-    model = nn.Sequential(nn.Linear(3, 2))
-    with pytest.raises(error, match=said):
-        ndl.fit(model, batches, loss=loss, progress=False)
+        ([(X[0].astype(int), 0)], softmax, TypeError, r"ndarray \(ndl.Tensor\(array\)"),
+    ]:
+        with pytest.raises(error, match=said):
+            ndl.fit(linear, batches, loss=loss, progress=False)
+    with pytest.raises(ValueError, match="accumulate must be 1 or more"):
+        ndl.fit(linear, BATCHES, accumulate=0)
 
 
-def test_fit_without_a_loss_demands_one_of_every_layer():
-    """A second positional parameter of forward is no declaration of targets."""
+def test_fit_refuses_a_model_that_gives_no_loss():
+    """A second positional parameter of forward declares no targets; a forward that declares them
+    must give a pair with the loss, and row 1 of an array is none."""
 
     class Two(nn.Module):
         def __init__(self):
@@ -151,49 +151,34 @@ def test_fit_without_a_loss_demands_one_of_every_layer():
         def forward(self, x, y):
             return self.inner(x) + y, self.inner(x).sum()
 
-    x, y = np.ones((4, 3)), np.ones((4, 1))
-    for model in nn.Linear(3, 1), nn.Sequential(nn.Linear(3, 1)), nn.LayerNorm1d(3), Two():
+    class Model(nn.Linear):
+        def __init__(self, result):
+            super().__init__(3, 1)
+            self.result = result
+
+        def forward(self, x, targets=None):
+            return self.result(super().forward(x))
+
+    undeclared = nn.Linear(3, 1), nn.Sequential(nn.Linear(3, 1)), nn.LayerNorm1d(3), Two()
+    results = [lambda y: (y, None), lambda y: (y,), lambda y: y]
+    said = ["takes no targets.*loss=nn.SoftmaxLoss"] * 4 + [
+        "must give .anything, loss. for targets"
+    ] * 3
+    for model, message in zip([*undeclared, *map(Model, results)], said):
         before = [p.numpy().copy() for p in model.parameters()]
-        with pytest.raises(TypeError, match="takes no targets.*loss=nn.SoftmaxLoss"):
-            ndl.fit(model, [(x, y)] * 3, progress=False)
+        with pytest.raises(TypeError, match=message):
+            ndl.fit(model, [(np.ones((2, 3)), np.ones((2, 1)))] * 3, progress=False)
         for p, old in zip(model.parameters(), before):
             np.testing.assert_array_equal(p.numpy(), old)
-    with pytest.raises(TypeError, match="positional"):
-        nn.Linear(3, 1)(Tensor(x), Tensor(y))
 
 
-@pytest.mark.parametrize("second", [None, "missing", "row"])
-def test_fit_with_targets_but_without_a_loss_is_refused(second):
-    """A forward that declares targets must give a pair with the loss: row 1 is none."""
-
-    class Model(nn.Linear):
-        def forward(self, x, targets=None):
-            y = super().forward(x)
-            return {None: (y, None), "missing": (y,), "row": y}[second]
-
-    model = Model(3, 1)
-    before = model.weight.numpy().copy()
-    with pytest.raises(TypeError, match="Model must give .anything, loss. for targets"):
-        ndl.fit(model, [(np.ones((2, 3)), np.ones((2, 1)))] * 3, progress=False)
-    np.testing.assert_array_equal(model.weight.numpy(), before)
-
-
-def test_a_language_model():
+def test_fit_asks_a_language_model_for_its_loss(monkeypatch):
+    """Which keeps no logits, and is the same number."""
     np.random.seed(0)
     config = PythiaConfig(vocab_size=16, hidden_size=8, num_layers=1, num_heads=1, max_seq_len=8)
-    model = Pythia(config).eval()
+    model, asked = Pythia(config).eval(), []
     ids = np.arange(9)[None] % 4
-    losses = ndl.fit(model, [(ids[:, :-1], ids[:, 1:])] * 100, max_norm=1.0, progress=False)
-    assert losses[-1] < losses[0] - 0.1 and model.training
-
-
-def test_a_language_model_is_asked_for_its_loss(monkeypatch):
-    """Which keeps no logits, and is the same number."""
-    config = PythiaConfig(vocab_size=16, hidden_size=8, num_layers=1, num_heads=1, max_seq_len=8)
-    model = Pythia(config)
-    ids = np.random.RandomState(0).randint(0, 16, (2, 5))
-    batch, asked = (ids, np.roll(ids, -1, 1)), []
-    loss = type(model).loss
+    batch, loss = (ids[:, :-1], ids[:, 1:]), type(model).loss
 
     def watched(self, *arrays):
         asked.append(arrays)
@@ -201,21 +186,20 @@ def test_a_language_model_is_asked_for_its_loss(monkeypatch):
 
     monkeypatch.setattr(type(model), "loss", watched)
     wanted = model(*batch)[1].item()
-    (found,) = ndl.fit(model, [batch], progress=False)
-    assert len(asked) == 1 and found == pytest.approx(wanted, rel=1e-6)
+    losses = ndl.fit(model, [batch] * 100, max_norm=1.0, progress=False)
+    assert len(asked) == 100 and losses[0] == pytest.approx(wanted, rel=1e-6)
+    assert losses[-1] < losses[0] - 0.1 and model.training
 
 
-def test_a_loss_that_is_not_finite_changes_nothing():
+def test_fit_with_a_loss_that_is_not_finite_changes_nothing():
     model = Classifier()
     before = weights(model)
     with pytest.raises(FloatingPointError, match="fit: the loss of step 1 is nan"):
         ndl.fit(model, [(X[0] * np.nan, Y[0])], progress=False)
     np.testing.assert_array_equal(weights(model), before)
-    with pytest.raises(ValueError, match="accumulate must be 1 or more"):
-        ndl.fit(model, BATCHES, accumulate=0)
 
 
-def test_the_bar_is_tqdms_where_that_is_installed(capsys, monkeypatch):
+def test_fit_draws_tqdms_bar_if_that_is_installed(capsys, monkeypatch):
     pytest.importorskip("tqdm")
     losses = ndl.fit(Classifier(), BATCHES, accumulate=2)
     drawn = capsys.readouterr().err
@@ -227,7 +211,7 @@ def test_the_bar_is_tqdms_where_that_is_installed(capsys, monkeypatch):
 
 
 class Replayed:
-    """_C.Graph of a device that records none: it does the step each time."""
+    """A _C.Graph that does the step each time, for a device that records none."""
 
     made = 0
 
@@ -238,7 +222,7 @@ class Replayed:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_recorded_micro_batch_changes_no_bit(monkeypatch, device):
+def test_recorded_micro_batch_changes_no_bit(monkeypatch, device):
     device = device_of(device)
     if not device.records_graphs:
         monkeypatch.setattr(_C, "Graph", Replayed)
@@ -269,7 +253,7 @@ def test_a_recorded_micro_batch_changes_no_bit(monkeypatch, device):
     assert losses(True) == losses(False)
 
 
-def test_a_device_that_records_nothing():
+def test_recorded_on_a_device_without_graphs_raises():
     loss = _C.array(1.0, "float32", ndl.cpu())
     recorded = training.Recorded(lambda ids, targets: loss, (1, 2), ndl.cpu())
     assert recorded([[1, 2]], [[2, 3]]).item() == 1

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-
 from needle.autograd import no_grad
 from needle.data import Batches, DataError, TokenData, token_bytes
 from needle.distributed.data_parallel import DataParallel
-from needle.distributed.group import Ranks
 from needle.heartbeat import beat
 from needle.models.language import LanguageModel
-from needle.ops import ring_chunks
+from needle.training.ranks import own_columns
 
 # The most tokens, and the most batches, of an evaluation.
 EVAL_TOKENS = {"cpu": 1 << 15, "cuda": 1 << 19}
@@ -65,11 +62,3 @@ def evaluate(
     if text_bytes:
         result["val_bits_per_byte"] = math.fsum(nats) / math.log(2) / text_bytes
     return result
-
-
-def own_columns(length: int, ranks: Ranks, context: int) -> np.ndarray | None:
-    """Return the columns of this rank in a sequence that `context` ranks share; None: all."""
-    if context == 1:
-        return None
-    runs = ring_chunks(length, ranks.rank % context, context)
-    return np.concatenate([np.arange(run.start, run.stop) for run in runs])

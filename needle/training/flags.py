@@ -10,14 +10,18 @@ import argparse
 import math
 import os
 import re
+import shlex
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from needle import models, supervise
 from needle.backend_ndarray import check_device_name
+from needle.checkpoint import Checkpoint, CheckpointError
 from needle.data import DataError
 from needle.data.text import named
 from needle.models.pythia import SPARSE_PATTERNS
 from needle.training import length, recipes
+from needle.training.folder import flag as flag_words
 from needle.training.settings import DEFAULTS, OTHERS, RESULTS, steps_of
 
 SCHEDULES = ("cosine", "linear", "constant", "pythia")
@@ -301,22 +305,27 @@ def given_anew(args: argparse.Namespace) -> dict:
     return named
 
 
-def resumed(named: dict, tokens: int | None, saved: dict) -> tuple[dict, list[str]]:
-    """Return (settings of a resumed run, differences that forbid it)."""
-    if tokens is not None:
-        named = {**named, "steps": steps_of(tokens, saved)}
-    settings, differences = dict(saved), []
-    saved = {**saved, "global_batch_size": saved["batch_size"] * saved["grad_accum"]}
+def resumed(args: argparse.Namespace, checkpoint: Checkpoint, folder: Path) -> dict:
+    """Return the settings of a resumed run. Raise CheckpointError for a flag that changes one of
+    RESULTS; under a constant rate --steps may, since it only says where to end."""
+    named, saved, differences = given(args), checkpoint.state["settings"], []
+    if args.tokens is not None:
+        named["steps"] = steps_of(args.tokens, saved)
+    step = {"global_batch_size": saved["batch_size"] * saved["grad_accum"]}
+    # Data are compared by their tokens, once they are open.
+    free = {*OTHERS, "data", "tokenizer"}
+    if saved["schedule"] == "constant":
+        free.add("steps")
     for flag, value in named.items():
-        # Under a constant rate the number of steps only says where to end. Data are compared by
-        # their tokens, once they are open.
-        free = flag in (*OTHERS, "data", "tokenizer")
-        free |= flag == "steps" and saved["schedule"] == "constant"
-        if free:
-            settings[flag] = value
-        elif saved[flag] != value:
-            option = "--" + flag.replace("_", "-")
-            differences.append(f"{option} is {value}, but the run has {saved[flag]}")
+        before = {**saved, **step}[flag]
+        if flag not in free and before != value:
+            differences.append(f"--{flag.replace('_', '-')} is {value}, but the run has {before}")
             if flag == "steps":
                 differences[-1] += f", where its {saved['schedule']} schedule ends"
-    return settings, differences
+    if differences:
+        raise CheckpointError(
+            f"{checkpoint.path}: this run cannot go on with other settings: "
+            f"{'; '.join(differences)}. Leave these flags out, or start anew, from its weights by "
+            f"{shlex.join(flag_words('--init', folder))}"
+        )
+    return {**saved, **{flag: named[flag] for flag in named.keys() & free}}

@@ -22,11 +22,8 @@ def fitting_steps(seconds: float) -> int:
 
 
 def seconds_of_step(config: models.Config, settings: dict, device: Device) -> float:
-    """Measure a step with a model of the same shape, which is thrown away. NumPy's generator is as
-    it was before."""
-    before = np.random.get_state()
+    """Measure a step with a model of the same shape, which is thrown away."""
     model = config.model_class(config, device=device)
-    np.random.set_state(before)
     optimizer = optim.AdamW(nn.flatten_parameters(model))
     shape = settings["batch_size"], settings["seq_len"]
     ids = np.arange(shape[0] * shape[1], dtype=np.int32).reshape(shape) % config.vocab_size

@@ -1,4 +1,4 @@
-"""The ranks of a run: starting them (--gpus), joining them, their devices, and their agreement.
+"""The ranks of a run: starting (--gpus) and joining them, devices, shares of a batch, agreement.
 
 A single process uses the same code with world size 1.
 """
@@ -14,15 +14,19 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
 from needle._C import Device, cuda
 from needle.checkpoint import versions
-from needle.data import DataError
+from needle.data import Batches, DataError, TokenData, run_batches
 from needle.distributed.control import Control
 from needle.distributed.environment import Place
-from needle.distributed.group import Group, visible_gpus
-from needle.distributed.tree import fitting_ranks
+from needle.distributed.group import Group, Ranks, visible_gpus
+from needle.distributed.tree import fitting_ranks, own_leaves
 from needle.files import described
 from needle.heartbeat import PIPE, beat, supervised
+from needle.ops import ring_chunks
+from needle.training.settings import data_of
 
 
 def starts_ranks(args: argparse.Namespace, place: Place | None) -> bool:
@@ -115,6 +119,23 @@ def tell_gpus(ranks: Group, settings: dict, verifies: bool) -> None:
         pairs = [(f"--{name.replace('_', '-')}", str(value)) for name, value in flags.items()]
         words[str(count * context)] = [word for pair in pairs for word in pair]
     beat(watched=False, gpus=ranks.gpus, ranks=words)
+
+
+def own_batches(ranks: Group, settings: dict, data: TokenData, vocab_size: int) -> Batches:
+    """Return this rank's share of each step's micro-batches."""
+    context, every = settings["context_parallel"], settings["grad_accum"]
+    batches = run_batches(data, data_of(settings), vocab_size)
+    own = own_leaves(every, ranks.rank // context, ranks.size // context)
+    batches.share(own, every, own_columns(batches.seq_len, ranks, context))
+    return batches
+
+
+def own_columns(length: int, ranks: Ranks, context: int) -> np.ndarray | None:
+    """Return the columns of this rank in a sequence that `context` ranks share; None: all."""
+    if context == 1:
+        return None
+    runs = ring_chunks(length, ranks.rank % context, context)
+    return np.concatenate([np.arange(run.start, run.stop) for run in runs])
 
 
 # ---- agreement -----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import shlex
 import sys
@@ -10,7 +11,6 @@ from pathlib import Path
 import numpy as np
 
 from needle import models, optim, supervise
-from needle._C import Device
 from needle.checkpoint import checkpoint_path, prune_checkpoints, save_checkpoint, versions
 from needle.data import Prefetch, TokenData
 from needle.distributed.data_parallel import DataParallel
@@ -27,27 +27,24 @@ SAMPLE_TOKENS = 120
 
 @dataclasses.dataclass
 class Run:
-    """The parts of a run, from its folder to its position."""
+    """The parts of a run. Those of `args` alone may change at a resume."""
 
+    args: argparse.Namespace  # the command line
     folder: Path
     lock: Lock | None  # rank 0 holds it
     id: str  # of config.json and of each checkpoint
     settings: dict
-    device: Device
     data: TokenData
     model: models.LanguageModel
     optimizer: optim.AdamW
     batches: Prefetch
     parallel: DataParallel  # this rank's share of a step
-    position: dict[str, int]  # in the data, after the steps done
     step: int = 0  # steps done
-    saved: int = 0  # of them, up to the last checkpoint
-    tensorboard: bool = False
-    wandb: str | None = None  # the project
-    device_name: str = "auto"  # of the command line
-    hang_seconds: float = supervise.HANG_SECONDS
-    verify_every: int = 0
-    graph: bool | None = None  # None: if it is faster
+
+    def __post_init__(self) -> None:
+        self.device = self.model.device
+        self.saved = self.step  # steps up to the last checkpoint
+        self.position = self.batches.position  # in the data, after the steps done
 
 
 # ---- checkpoints -------------------------------------------------------------------------------
@@ -137,23 +134,23 @@ def write_description(run: Run) -> None:
 
 def resume_command(run: Run) -> str:
     """Return the command that resumes the run, with the flags that a checkpoint does not hold."""
-    words, ranks = [], run.parallel.group
+    words, args, ranks = [], run.args, run.parallel.group
     if ranks.launcher not in (None, "needle"):
         words += [sys.executable, "-m", "needle.supervise", "--"] * supervised()
         words += [ranks.launcher] + ["-n", str(ranks.size)] * (ranks.launcher == "mpirun")
     words += [sys.executable, sys.argv[0], *folders.again(run.folder)]
     words += ["--gpus", str(ranks.size)] if ranks.launcher == "needle" else []
-    words += ["--device", run.device_name] if run.device_name != "auto" else []
-    words += ["--tensorboard"] * run.tensorboard
-    words += [] if run.graph is None else ["--graph" if run.graph else "--no-graph"]
-    words += ["--recompute"] * bool(run.model.recompute)
+    words += ["--device", args.device] if args.device != "auto" else []
+    words += ["--tensorboard"] * args.tensorboard
+    words += [] if args.graph is None else ["--graph" if args.graph else "--no-graph"]
+    words += ["--recompute"] * args.recompute
     words += ["--trust-data"] * run.data.trusted
-    words += ["--verify", str(run.verify_every)] if run.verify_every else []
+    words += ["--verify", str(args.verify)] if args.verify else []
     if supervised() and ranks.launcher in (None, "needle"):
         words += ["--supervise"]
-        if run.hang_seconds != supervise.HANG_SECONDS:
-            words += ["--hang-seconds", f"{run.hang_seconds:g}"]
-    words += folders.flag("--wandb", run.wandb) if run.wandb is not None else []
+        if args.hang_seconds != supervise.HANG_SECONDS:
+            words += ["--hang-seconds", f"{args.hang_seconds:g}"]
+    words += folders.flag("--wandb", args.wandb) if args.wandb is not None else []
     return shlex.join(words)
 
 

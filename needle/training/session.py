@@ -67,12 +67,12 @@ class Session:
             run.model.share_sequences(Subgroup(self.ranks, parallel.context))
         self.ranks.same("the weights", parallel.digest())
         shape = run.settings["batch_size"], run.settings["seq_len"] // parallel.context
-        recorded = run.graph
+        recorded = run.args.graph
         if recorded is None:
             recorded = parallel.context == 1 and worth_recording(run.device, math.prod(shape))
         if recorded:
             self.gradient = Recorded(compute, shape, run.device)
-        self.verification = Verification(parallel, run.verify_every, shape, self.gradient)
+        self.verification = Verification(parallel, run.args.verify, shape, self.gradient)
         self._reason: str | None = None  # to stop before the last step
         self._failure: Exception | None = None
         self._where, self._waited = "", 0.0
@@ -176,7 +176,7 @@ def open_log(run: Run) -> RunLog:
     settings, opened = run.settings, []
     if run.lock is not None:
         with run.lock.writing() as at:
-            opened = trackers.start(run.folder, at, run.step, settings, run.tensorboard, run.wandb)
+            opened = trackers.start(run.args, run.folder, at, run.step, settings)
     return RunLog(
         run.lock,
         run.device,

@@ -6,6 +6,7 @@ written by the package tensorboard or by tensorboardX. Rejected: torch's writer 
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import sys
 import time
@@ -22,30 +23,28 @@ class TrackerError(ValueError):
     """A tracker that cannot be used."""
 
 
-def check(tensorboard: bool, wandb: str | None) -> None:
+def check(args: argparse.Namespace) -> None:
     """Raise TrackerError if a package is not installed."""
-    if tensorboard and not any(map(_installed, TENSORBOARD)):
+    if args.tensorboard and not any(map(_installed, TENSORBOARD)):
         raise TrackerError(
             "--tensorboard needs the package tensorboard or tensorboardX: "
             f"{sys.executable} -m pip install tensorboard"
         )
-    if wandb is not None and not _installed("wandb"):
+    if args.wandb is not None and not _installed("wandb"):
         raise TrackerError(
             f"--wandb needs the package wandb: {sys.executable} -m pip install wandb"
         )
 
 
-def start(
-    folder: Path, at: Path, step: int, settings: dict, tensorboard: bool, wandb: str | None
-) -> list:
+def start(args: argparse.Namespace, folder: Path, at: Path, step: int, settings: dict) -> list:
     """Return the trackers of the run in `folder`, after `step` steps. at: the folder by the
     descriptor of its lock, which W&B's own process does not have."""
     trackers: list = []
     try:
-        if tensorboard:
+        if args.tensorboard:
             trackers.append(TensorBoard(at / "tensorboard", step))
-        if wandb is not None:
-            trackers.append(WeightsAndBiases(folder, at, wandb, settings))
+        if args.wandb is not None:
+            trackers.append(WeightsAndBiases(folder, at, args.wandb, settings))
     except BaseException:
         for tracker in trackers:
             tracker.close()

@@ -1,10 +1,9 @@
 """The loop of apps/train_pythia.py beside a plain one, update by update.
 
-The plain loop takes its batches from an order written here, the gradient of a step from one
-forward and backward over all rows of its micro-batches, in a model of its own without flat buffers,
-and clips and updates in float64 NumPy. Gradients are compared at the weights that the run had, and
-updates start from the run's gradients: Adam turns the last bit of a gradient near 0 into a whole
-step.
+The plain loop takes its batches from an order written here, and the gradient of a step from one
+forward and backward over all rows of its micro-batches, in a model without flat buffers. It clips
+and updates in float64 NumPy. Gradients are compared at the weights of the run, and updates start
+from the run's gradients: Adam turns the last bit of a gradient near 0 into a whole step.
 """
 
 import math
@@ -64,7 +63,7 @@ def test_each_update_is_that_of_a_plain_loop(
     states, gradients = [now()], []
     queue = logs.RunLog.queue
 
-    def watched(*args):  # called behind each update
+    def watched(*args):  # called after each update
         queue(*args)
         states.append(now())
         gradients.append({n: p.grad.numpy() for n, p in run.model.named_parameters()})

@@ -3,17 +3,23 @@
 import json
 import shutil
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
 import train_pythia
+from harness import naming
 from small_runs import checkpoint_of, flags, tensors_of
 
 from needle import nn
+from needle.data import DataError
+from needle.files import FileError, Lock
 from needle.hf.__main__ import main as hf
-from needle.training import log as logs
+from needle.training import flags as command_line
+from needle.training import folder as folders
 from needle.training import session as sessions
 from needle.training import state as states
+from needle.training.log import RunLog
 
 
 @pytest.fixture
@@ -27,94 +33,59 @@ def contents(folder):
     }
 
 
-def removed(folder, other):
-    shutil.rmtree(folder)
+# ---- a folder that goes while a run trains ------------------------------------------------------
 
 
-def renamed(folder, other):
-    folder.rename(folder.with_name("moved"))
-
-
-def removed_and_begun_anew(folder, other):
-    shutil.rmtree(folder)
-    other()
-
-
-def renamed_and_begun_anew(folder, other):
-    folder.rename(folder.with_name("moved"))
-    other()
-
-
-MISCHIEF = [removed, renamed, removed_and_begun_anew, renamed_and_begun_anew]
-
-
-@pytest.mark.parametrize(
-    "when", [1, 5, 6]
-)  # before the first save, between saves, in the last step
+@pytest.mark.parametrize("happens", ["removed", "renamed"])
+@pytest.mark.parametrize("anew", [False, True])
 def test_trainer_whose_folder_is_gone_stops_and_writes_nothing(
-    tmp_path, tokens, run, monkeypatch, capsys, when
+    tmp_path, run, monkeypatch, capsys, happens, anew
 ):
-    queue, runs = logs.RunLog.queue, tmp_path / "runs"
-    for number, happens in enumerate(MISCHIEF):
-        name, seen = f"{happens.__name__}-{number}", {}
-        folder = runs / name
+    """Before the first save, between saves, in the last step, and before the log of a resume."""
+    queue, open_log, runs = RunLog.queue, sessions.open_log, tmp_path / "runs"
+    for when in 1, 5, 6, "log":
+        name, seen = f"a{when}", {}
+        folder, moved = runs / name, runs / f"moved{when}"
 
-        def begin_anew(name=name):
+        def strike(name=name, seen=seen, folder=folder, moved=moved):
+            shutil.rmtree(folder) if happens == "removed" else folder.rename(moved)
             with monkeypatch.context() as patch:
-                patch.setattr(logs.RunLog, "queue", queue)
-                assert run(name, "--seed", "7") == 0
+                patch.setattr(RunLog, "queue", queue)
+                patch.setattr(sessions, "open_log", open_log)
+                assert not anew or run(name, "--seed", "7") == 0
+            seen.update(there=contents(folder), moved=contents(moved))
 
-        def queueing(
-            self, step, *rest, happens=happens, folder=folder, other=begin_anew, seen=seen
-        ):
+        def queueing(self, step, *rest, when=when, strike=strike):
             queue(self, step, *rest)
             if step == when:
-                happens(folder, other)
-                seen["moved"] = contents(folder.with_name("moved"))
-                seen["there"] = contents(folder)
+                strike()
 
-        monkeypatch.setattr(logs.RunLog, "queue", queueing)
-        capsys.readouterr()
-        assert run(name) == 1, name
-        said = capsys.readouterr().err
-        assert f"{folder}: was removed, renamed or replaced" in said and "Traceback" not in said
-        assert "/proc/" not in said
-        assert contents(folder) == seen["there"], name
-        log = {key for key in seen["moved"] if key.name == "metrics.jsonl"}  # open since the start
-        moved = contents(folder.with_name("moved"))
-        assert {k: v for k, v in moved.items() if k not in log} == {
-            k: v for k, v in seen["moved"].items() if k not in log
-        }, name
-        assert not folder.exists() or "anew" in name
-        shutil.rmtree(folder.with_name("moved"), ignore_errors=True)
+        def opening(one, strike=strike):
+            strike()
+            return open_log(one)
 
-
-@pytest.mark.parametrize("happens", MISCHIEF)
-def test_resumed_trainer_whose_folder_is_gone_before_its_log_writes_nothing(
-    tmp_path, run, monkeypatch, capsys, happens
-):
-    assert run("a") == 0
-    checkpoint_of(tmp_path, "a", 6).unlink()
-    folder, moved, seen = tmp_path / "runs" / "a", tmp_path / "runs" / "moved", {}
-    open_log = sessions.open_log
-
-    def opening(one):
-        monkeypatch.setattr(sessions, "open_log", open_log)
-        happens(folder, lambda: run("a", "--seed", "7"))
-        seen.update(there=contents(folder), moved=contents(moved))
-        return open_log(one)
-
-    monkeypatch.setattr(sessions, "open_log", opening)
-    monkeypatch.setattr(train_pythia.trackers, "TensorBoard", lambda at, step: at.mkdir())
-    monkeypatch.setattr(train_pythia.trackers, "check", lambda *_: None)
-    assert run("a", "--resume", "auto", "--tensorboard") == 1
-    said = capsys.readouterr().err
-    assert f"{folder}: was removed, renamed or replaced" in said and "Traceback" not in said
-    assert (f"--resume {moved} goes on" in said) == moved.exists() and "/proc/" not in said
-    assert seen == {"there": contents(folder), "moved": contents(moved)}
-    if moved.exists():
-        assert train_pythia.main(["--device", "cpu", "--resume", str(moved)]) == 0
-        assert checkpoint_of(tmp_path, "moved", 6).exists()
+        with naming(when), monkeypatch.context() as patch:
+            more = []
+            if when == "log":
+                assert run(name) == 0
+                checkpoint_of(tmp_path, name, 6).unlink()
+                patch.setattr(sessions, "open_log", opening)
+                more = ["--resume", "auto"]
+            else:
+                patch.setattr(RunLog, "queue", queueing)
+            capsys.readouterr()
+            assert run(name, *more) == 1
+            said = capsys.readouterr().err
+            assert f"{folder}: was removed, renamed or replaced" in said
+            assert "Traceback" not in said and "/proc/" not in said
+            assert (f"--resume {moved} goes on" in said) == moved.exists()
+            assert contents(folder) == seen["there"] and folder.exists() == anew
+            for path, data in contents(moved).items():  # metrics.jsonl is open since the start
+                assert path.name == "metrics.jsonl" or data == seen["moved"][path]
+            assert contents(moved).keys() == seen["moved"].keys()
+        if when == "log" and moved.exists():
+            assert train_pythia.main(["--device", "cpu", "--resume", str(moved)]) == 0
+            assert checkpoint_of(tmp_path, moved.name, 6).exists()
 
 
 def test_folder_that_was_moved_between_two_parts_of_a_run_goes_on(tmp_path, run):
@@ -129,7 +100,10 @@ def test_folder_that_was_moved_between_two_parts_of_a_run_goes_on(tmp_path, run)
         )
 
 
-def test_id_of_a_run_settings_data_or_first_weights_differ():
+# ---- which run ----------------------------------------------------------------------------------
+
+
+def test_id_of_a_run_differs_with_settings_data_or_first_weights():
     np.random.seed(0)
     weights = [nn.flatten_parameters(nn.Linear(3, 2)) for _ in range(2)]
     facts = [
@@ -144,7 +118,7 @@ def test_id_of_a_run_settings_data_or_first_weights_differ():
 
 
 def test_checkpoint_of_another_run_is_not_resumed(tmp_path, run, capsys):
-    """It has the same shapes, but another seed and settings than config.json says."""
+    """It has the same shapes, but another seed and other settings than config.json."""
     assert run("a", "--seed", "1") == 0 and run("b", "--seed", "2", "--steps", "9") == 0
     own, foreign = checkpoint_of(tmp_path, "a", 6), checkpoint_of(tmp_path, "b", 9)
     ids = [
@@ -158,10 +132,86 @@ def test_checkpoint_of_another_run_is_not_resumed(tmp_path, run, capsys):
         said = capsys.readouterr().err
         assert f"{put}: is of run '{ids[1]}'" in said and ids[0] in said and "--init" in said
         assert contents(tmp_path / "runs" / "a") == before
-    own.with_name("step_9.safetensors").unlink()
-    shutil.copy(foreign, own)
-    assert run("a", "--resume", "auto") == 1
-    assert run("c", "--init", put if put.exists() else foreign) == 0
+    assert run("c", "--init", put) == 0
+
+
+# ---- which name ---------------------------------------------------------------------------------
+
+
+def test_runs_without_a_name_are_numbered(tmp_path):
+    for name in ("tiny", "tiny-2", "tiny-3"):
+        folder = folders.free_folder(tmp_path, None, "tiny", restart=False)
+        assert folder == tmp_path / name and not folder.exists()
+        folder.mkdir()
+    assert folders.free_folder(tmp_path, None, "tiny", restart=True) == tmp_path / "tiny"
+    assert folders.free_folder(tmp_path, "tiny", "tiny", restart=False) == tmp_path / "tiny"
+    (tmp_path / "tiny" / "metrics.jsonl").touch()  # no longer empty
+    with pytest.raises(DataError, match="tiny: there is a run of this name already; .*--name tiny"):
+        folders.free_folder(tmp_path, "tiny", "tiny", restart=False)
+    with pytest.raises(FileError, match="metrics.jsonl: File exists"):
+        out = tmp_path / "tiny" / "metrics.jsonl"
+        folders.take_new(out / "tiny", out, None, "tiny", False)
+
+
+def test_two_starts_that_found_one_name_free_take_two_folders(tmp_path):
+    """Neither works in the other's folder, also when the other has ended."""
+    out, shared = tmp_path / "runs", tmp_path / "runs" / "tiny"
+    folder, lock = folders.take_new(shared, out, None, "tiny", False)
+    assert folder == shared and lock.held
+    other, second = folders.take_new(shared, out, None, "tiny", False)
+    assert other == out / "tiny-2" and second.held
+    with pytest.raises(FileError, match="is working in this folder"):
+        folders.take_new(shared, out, "tiny", "tiny", False)
+    lock.release()
+    folder, lock = folders.take_new(shared, out, "tiny", "tiny", False)  # it wrote nothing
+    lock.release()
+    (shared / "config.json").write_text('{"saved": true}')
+    for name, restart in ("tiny", False), ("tiny", True), (None, True):
+        with pytest.raises(DataError, match="another start has begun this run.*--resume auto"):
+            folders.take_new(shared, out, name, "tiny", restart)
+    Lock(shared).release()  # no process holds it
+
+
+def test_run_that_another_start_begins_meanwhile(tmp_path, run, tokens, monkeypatch, capsys):
+    """The other begins and ends while this one reads its data."""
+    run_data = train_pythia.run_data
+    named = flags(tmp_path, tokens, "a")
+    unnamed = named[: named.index("--name")] + named[named.index("--name") + 2 :]
+    for argv, code in (named, 1), (unnamed, 0):
+
+        def slow(*args, argv=argv, **more):
+            monkeypatch.setattr(train_pythia, "run_data", run_data)
+            assert train_pythia.main(argv) == 0
+            return run_data(*args, **more)
+
+        monkeypatch.setattr(train_pythia, "run_data", slow)
+        assert train_pythia.main(argv) == code
+        said = capsys.readouterr().err
+        assert code == 0 or "another start has begun this run meanwhile" in said
+    runs = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    assert runs == ["a", "tiny", "tiny-2"]
+    descriptions = [folders.read_description(tmp_path / "runs" / name) for name in runs]
+    assert descriptions[1] == descriptions[2]  # and one id: they are the same run twice
+    monkeypatch.setattr(train_pythia, "run_data", None)
+    assert run("a") == 1  # before the text is read
+    assert "there is a run of this name already" in capsys.readouterr().err
+
+
+def test_words_that_resume_a_run_are_read_as_they_are_meant(monkeypatch, tmp_path):
+    """Also where a name looks like a flag, and of a folder that no --name can mean."""
+    auto = ["--resume", "auto", "--name"]
+    assert folders.again(Path("runs/a")) == [*auto, "a"]
+    for folder in "elsewhere/a", "runs/-y", "runs/--name", "-out/a b", "-out/-y", "a/-b/c":
+        args = command_line.parse(folders.again(Path(folder)))
+        assert Path(args.out) / args.name == Path(folder) and args.resume == "auto", folder
+    for folder in "runs/.old", "-out/.old":
+        args = command_line.parse(folders.again(Path(folder)))
+        assert (args.resume, args.name) == (folder, None)
+    monkeypatch.chdir(tmp_path)
+    assert folders.again(Path(".")) == [*auto, tmp_path.name, "--out", str(tmp_path.parent)]
+
+
+# ---- export and import --------------------------------------------------------------------------
 
 
 def test_export_and_import_overwrite_nothing_without_being_asked(tmp_path, run, capsys):

@@ -1,4 +1,4 @@
-"""What a run shows: the bar of a terminal, the numbers in it, the plot."""
+"""The log of a run: the bar of a terminal, the numbers in it, metrics.jsonl, the plot."""
 
 import fcntl
 import io
@@ -21,8 +21,21 @@ from needle.training import plot as plots
 pytest.importorskip("tqdm")
 
 
+@pytest.fixture
+def now(monkeypatch):
+    """The clock of the log, a list of one number of seconds."""
+    seconds = [0.0]
+    monkeypatch.setattr(logs.time, "perf_counter", lambda: seconds[0])
+    return seconds
+
+
+def queue(log, step, loss):
+    loss = full((), loss, "float32", ndl.cpu())
+    log.queue(step, [loss], loss, 1e-3, "", 0.0)
+
+
 class Terminal(io.StringIO):
-    """Holds what is written, and has the size of a real terminal."""
+    """Holds the output, and has the size of a real terminal."""
 
     encoding = "utf-8"
 
@@ -38,25 +51,6 @@ class Terminal(io.StringIO):
         return self.ends[1]
 
 
-def shown(tmp_path, monkeypatch, columns, steps, done, speed):
-    """The bar's last state on a terminal of so many columns."""
-    terminal, now = Terminal(columns), [0.0]
-    monkeypatch.setattr(logs.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(sys, "stderr", terminal)
-    log = logs.RunLog(Lock(tmp_path), ndl.cpu(), 0, steps, speed, 1.0, 1e12)
-    for step in range(1, done + 1):
-        now[0] += 1.0  # a step a second
-        loss = full((), 3.6312, "float32", ndl.cpu())
-        log.queue(step, [loss], loss, 1e-3, "", 0.0)
-    log.finish()
-    log._bar.refresh()
-    text = terminal.getvalue()
-    log.close()
-    for end in terminal.ends:
-        os.close(end)
-    return text.split("\r")[-1]
-
-
 @pytest.mark.parametrize(
     "steps, done, speed, begins",
     [
@@ -64,8 +58,19 @@ def shown(tmp_path, monkeypatch, columns, steps, done, speed):
         (143_000, 9, 1_119_000, "9/143000 loss 3.63 1.1M tok/s left 39:43:11 |"),
     ],
 )
-def test_the_bar_at_80_columns(tmp_path, monkeypatch, steps, done, speed, begins):
-    line = shown(tmp_path, monkeypatch, 80, steps, done, speed)
+def test_bar_fits_80_columns(tmp_path, monkeypatch, now, steps, done, speed, begins):
+    terminal = Terminal(80)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    log = logs.RunLog(Lock(tmp_path), ndl.cpu(), 0, steps, speed, 1.0, 1e12)
+    for step in range(1, done + 1):
+        now[0] += 1.0  # a step a second
+        queue(log, step, 3.6312)
+    log.finish()
+    log._bar.refresh()
+    line = terminal.getvalue().split("\r")[-1]
+    log.close()
+    for end in terminal.ends:
+        os.close(end)
     assert line.startswith(begins) and len(line) <= 80
     cells = re.fullmatch(r"\|(.*)\|", line[len(begins) - 1 :].strip())[1]
     assert len(cells) >= 15
@@ -73,7 +78,7 @@ def test_the_bar_at_80_columns(tmp_path, monkeypatch, steps, done, speed, begins
 
 
 class Pipe(io.StringIO):
-    """Knows what has gone through."""
+    """Knows the text that was flushed."""
 
     sent = ""
 
@@ -81,15 +86,13 @@ class Pipe(io.StringIO):
         self.sent = self.getvalue()
 
 
-def test_each_plain_line_is_sent_at_once(tmp_path, monkeypatch):
-    pipe, now = Pipe(), [0.0]
-    monkeypatch.setattr(logs.time, "perf_counter", lambda: now[0])
+def test_plain_lines_are_flushed_one_by_one(tmp_path, monkeypatch, now):
+    pipe = Pipe()
     monkeypatch.setattr(sys, "stdout", pipe)
     log = logs.RunLog(Lock(tmp_path), ndl.cpu(), 0, 2, 100, 1e6, 1e9)
     for step, speed, share in ((1, 100, 10), (2, 50, 5)):
         now[0] += step
-        loss = full((), 3.5, "float32", ndl.cpu())
-        log.queue(step, [loss], loss, 1e-3, "", 0.0)
+        queue(log, step, 3.5)
         log.finish()
         line = pipe.sent.splitlines()[-1]
         assert line.startswith(f"step {step}/2  loss 3.5000  lr 1.00e-03  norm 3.500")
@@ -97,16 +100,12 @@ def test_each_plain_line_is_sent_at_once(tmp_path, monkeypatch):
     log.close()
 
 
-def test_a_resumed_log_goes_on_where_its_checkpoint_was(tmp_path, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(logs.time, "perf_counter", lambda: now[0])
-
+def test_resumed_log_continues_at_its_checkpoint(tmp_path, now):
     def trained(start, steps):
         log = logs.RunLog(Lock(tmp_path), ndl.cpu(), start, 5, 10, 1.0, None)
         for step in range(start + 1, steps + 1):
             now[0] += step
-            loss = full((), 9.0 - step, "float32", ndl.cpu())
-            log.queue(step, [loss], loss, 1e-3, "", 0.0)
+            queue(log, step, 9.0 - step)
             log.finish()
         log.close()
         return log.first_loss, log.seconds
@@ -120,17 +119,6 @@ def test_a_resumed_log_goes_on_where_its_checkpoint_was(tmp_path, monkeypatch):
     assert got == [*wanted, (5, 50, 4.0, 15.0)]
 
 
-def test_a_full_disk_is_named(tmp_path):
-    log = logs.RunLog(Lock(tmp_path), ndl.cpu(), 0, 5, 1, 1.0, None)
-    log._file.close()
-    log._file = open("/dev/full", "a")
-    loss = full((), 3.0, "float32", ndl.cpu())
-    log.queue(1, [loss], loss, 1e-3, "", 0.0)
-    with pytest.raises(OSError, match="No space left on device: '.*metrics.jsonl'"):
-        log.finish()
-    log.close()
-
-
 def test_short_numbers_and_times():
     numbers = [0, 7.4, 950, 1000, 1449, 9960, 17_100, 999_400, 1_119_000, 23_000_000]
     words = "0 7 950 1.0k 1.4k 10.0k 17k 999k 1.1M 23M".split()
@@ -140,52 +128,43 @@ def test_short_numbers_and_times():
     assert [logs.clock(t) for t in times] == words
 
 
-def test_the_smoothed_line():
+def test_smoothed_line_has_no_spike_at_its_ends():
     slope = np.linspace(9, 3, 200)
     noise = np.random.RandomState(0).randn(200)
     np.testing.assert_allclose(plots.smoothed(slope)[:190], slope[:190])  # straight stays there
     assert plots.smoothed(noise)[10:-10].std() < 0.5
-    assert abs(np.diff(plots.smoothed(noise))[-5:]).max() < 0.5  # no spike at the end
+    assert abs(np.diff(plots.smoothed(noise))[-5:]).max() < 0.5
     np.testing.assert_array_equal(plots.smoothed([4.0]), [4.0])
 
 
-@pytest.mark.parametrize("steps, labels", [(49, ["training"]), (50, ["training, smoothed"])])
-def test_the_plot_says_smoothed_where_it_is(tmp_path, monkeypatch, steps, labels):
+@pytest.mark.parametrize("steps", [49, 50])
+def test_plot_has_short_ticks_and_a_smoothed_line_of_many_steps(tmp_path, monkeypatch, steps):
     pytest.importorskip("matplotlib")
     from matplotlib import pyplot
 
-    lines = [f'{{"step": {n}, "tokens": {n}, "loss": {n % 7}}}\n' for n in range(1, steps + 1)]
-    (tmp_path / "metrics.jsonl").write_text("".join(lines))
-    monkeypatch.setattr(pyplot, "close", lambda figure: None)
-    plots.plot(tmp_path)
-    axes = pyplot.gcf().axes[0]
-    monkeypatch.undo()
-    pyplot.close("all")
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == labels
-    same = [list(line.get_ydata()) == [n % 7 for n in range(1, steps + 1)] for line in axes.lines]
-    assert same == ([True] if steps < 50 else [True, False])
-
-
-def test_the_plot_has_short_ticks_both_lines_and_points(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    from matplotlib import colors, pyplot
-
+    losses = [9 - n / 20 + n % 3 for n in range(1, steps + 1)]
     lines = [
-        f'{{"step": {n}, "tokens": {n * 4096}, "loss": {9 - n / 20}'
-        + (f', "val_loss": {9 - n / 20}' if n % 50 == 0 else "")
+        f'{{"step": {n}, "tokens": {n * 4096}, "loss": {loss}'
+        + (f', "val_loss": {loss}' if n % 25 == 0 else "")
         + "}\n"
-        for n in range(1, 101)
+        for n, loss in enumerate(losses, 1)
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     monkeypatch.setattr(pyplot, "close", lambda figure: None)
     assert plots.plot(tmp_path) == f"plot: {tmp_path / 'loss.png'}"
     axes = pyplot.gcf().axes[0]
     ticks = {tick.get_text() for tick in axes.get_xticklabels()}
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
     monkeypatch.undo()
     pyplot.close("all")
-    assert {"100k", "400k"} <= ticks
-    raw, smooth, points = axes.lines
+    assert {"100k", "200k"} <= ticks
+    *training, points = axes.lines
+    assert list(points.get_xdata()) == [n * 4096 for n in (25, 50) if n <= steps]
+    np.testing.assert_allclose(training[0].get_ydata(), losses)
+    if steps == 49:
+        assert labels == ["training", "held out"] and len(training) == 1
+        return
+    assert labels == ["training, smoothed", "held out"]
+    raw, smooth = training
     assert raw.get_alpha() < 0.5 and smooth.get_alpha() is None and points.get_linestyle() == "None"
-    assert list(points.get_xdata()) == [50 * 4096, 100 * 4096]
-    for line in (smooth, points):  # dark on paper
-        assert sum(w * c for w, c in zip((0.3, 0.6, 0.1), colors.to_rgb(line.get_color()))) < 0.35
+    assert not np.allclose(smooth.get_ydata(), losses)

@@ -1,25 +1,22 @@
-"""Trainings under needle/supervise.py: what they tell it, and how they go on. The struck training
-is tests/supervised_campaign.py's."""
+"""Trainings under needle/supervise.py: their messages to it, and how they go on. The faults are
+those of tests/supervised_campaign.py."""
 
 import json
 import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
-import supervised_campaign
 import train_pythia
 from harness import DEVICES, ROOT
 from small_runs import TOKENS, checkpoint_of, flags, lines_of, numbers_of, tensors_of
-from supervised_campaign import command, faults_of, start, supervised
+from supervised_campaign import command, compare, faults_of, start, supervised
 
 import needle as ndl
 from needle import supervise
 from needle.checkpoint import Checkpoint
-from needle.training import flags as command_line
 from needle.training import folder as folders
 from needle.training import session as sessions
 
@@ -43,23 +40,23 @@ def wait_for_step(folder, name, step, process):
 
 
 def pid_of(folder, name) -> int | None:
-    """None while the next one writes its own."""
+    """The process that holds the run's lock; None while the next one writes its own."""
     words = (folder / "runs" / name / "lock").read_text().split()
     return int(words[1]) if len(words) > 1 else None
 
 
-# ---- struck -------------------------------------------------------------------------------------
+# ---- faults, kills, hangs -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_struck_run_ends_as_one_that_nothing_struck(tmp_path, device):
+def test_run_of_three_deaths_ends_as_one_of_none(tmp_path, device):
     """A fault, a kill within a save, and a hang."""
     plan = [(4, "middle", "fault"), (10, "save", "kill"), (13, "end", "stop")]
     whole = start(tmp_path, command(tmp_path, "whole", 20, device, []))
     hang = HANG if device == "cpu" else 2 * HANG
     struck = start(tmp_path, supervised(command(tmp_path, "struck", 20, device, plan), hang))
     assert whole.wait(300) == 0 and struck.wait(300) == 0, text_of(whole) + text_of(struck)
-    supervised_campaign.compare(tmp_path, "struck", "whole", 20)
+    compare(tmp_path, "struck", "whole", 20)
     first, second, third = faults_of(tmp_path, "struck")
     assert first["exit"] == 75 and "illegal memory access" in first["message"]
     assert second["signal"] == "SIGKILL" and third["signal"] in ("SIGABRT", "SIGKILL")
@@ -71,7 +68,7 @@ def test_a_struck_run_ends_as_one_that_nothing_struck(tmp_path, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_fault_that_comes_back_names_its_op_and_ends_the_run(tmp_path, device):
+def test_fault_that_comes_back_names_its_op_and_ends_the_run(tmp_path, device):
     plan = [(4, "middle", "fault")] * 3
     process = start(tmp_path, supervised(command(tmp_path, "a", 20, device, plan), 60))
     said = text_of(process)
@@ -83,19 +80,7 @@ def test_a_fault_that_comes_back_names_its_op_and_ends_the_run(tmp_path, device)
     assert "ended: 3 deaths there" in said and "The op is exp." in said
 
 
-def test_another_way_is_seen(tmp_path, tokens):
-    for name, seed in (("a", "1"), ("b", "2"), ("c", "1")):
-        assert train_pythia.main(flags(tmp_path, tokens, name, "--seed", seed)) == 0
-    supervised_campaign.compare(tmp_path, "a", "c", 6)
-    with pytest.raises(supervised_campaign.Different, match="the losses of b"):
-        supervised_campaign.compare(tmp_path, "b", "c", 6)
-    path = checkpoint_of(tmp_path, "a", 6)
-    path.write_bytes(path.read_bytes()[:-1] + b"x")
-    with pytest.raises(supervised_campaign.Different, match="the last checkpoint of a"):
-        supervised_campaign.compare(tmp_path, "a", "c", 6)
-
-
-def test_a_signal_saves_and_a_second_supervisor_is_refused(tmp_path):
+def test_signal_saves_and_a_second_supervisor_is_refused(tmp_path):
     words = supervised(command(tmp_path, "a", 100_000, "cpu", []), 60)
     first = start(tmp_path, words)
     wait_for_step(tmp_path, "a", 3, first)
@@ -110,7 +95,7 @@ def test_a_signal_saves_and_a_second_supervisor_is_refused(tmp_path):
     assert faults_of(tmp_path, "a") == []
 
 
-def test_the_flag_runs_the_program_under_itself(tmp_path):
+def test_supervise_flag_restarts_a_killed_run_under_its_name(tmp_path):
     """Without a --name the run goes on under the one that it has found, beside an older run."""
     np.save(tmp_path / "tokens.npy", TOKENS)
     (tmp_path / "runs" / "tiny" / "checkpoints").mkdir(parents=True)
@@ -139,9 +124,7 @@ def test_the_flag_runs_the_program_under_itself(tmp_path):
 
 
 @pytest.mark.parametrize("taken", [False, True])
-def test_a_death_behind_a_renamed_folder_leaves_the_run_of_its_name_as_it_is(
-    tmp_path, tokens, taken
-):
+def test_death_in_a_renamed_folder_leaves_the_new_run_of_its_name_alone(tmp_path, tokens, taken):
     process = start(tmp_path, supervised(command(tmp_path, "a", 100_000, "cpu", []), 60))
     wait_for_step(tmp_path, "a", 3, process)
     pid, folder = pid_of(tmp_path, "a"), tmp_path / "runs" / "a"
@@ -158,12 +141,12 @@ def test_a_death_behind_a_renamed_folder_leaves_the_run_of_its_name_as_it_is(
     assert folder.exists() == taken and "faults.jsonl" not in said
 
 
-# ---- what a run tells ---------------------------------------------------------------------------
+# ---- messages -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def told(tmp_path, monkeypatch):
-    """told() -> what was told by trainings in this process."""
+    """told() -> the messages of trainings in this process."""
     path = tmp_path / "pipe"
     os.mkfifo(path)
     reader = os.open(path, os.O_RDWR | os.O_NONBLOCK)
@@ -172,7 +155,7 @@ def told(tmp_path, monkeypatch):
     os.close(reader)
 
 
-def test_what_a_run_tells(tmp_path, tokens, told):
+def test_run_reports_device_folder_steps_and_saves(tmp_path, tokens, told):
     """Opening the device is watched, reading data is not, and then each step, batch and save."""
     assert train_pythia.main(flags(tmp_path, tokens, "a", steps=4)) == 0
     folder = tmp_path / "runs" / "a"
@@ -200,7 +183,9 @@ def test_what_a_run_tells(tmp_path, tokens, told):
     assert told() == [taken, *opened, known]  # nothing is left to do
 
 
-def test_a_resumed_run_tells_where_it_begins(tmp_path, tokens, told, monkeypatch):
+def test_fault_is_reported_and_the_resumed_run_reports_its_first_step(
+    tmp_path, tokens, told, monkeypatch
+):
     def lost(*_):
         raise ndl.CudaFatalError("attention_fwd: an illegal memory access\nthe context is lost")
 
@@ -217,29 +202,7 @@ def test_a_resumed_run_tells_where_it_begins(tmp_path, tokens, told, monkeypatch
     assert steps == [0, 1, 2, 3, 4, 5, 6]
 
 
-def test_the_words_that_go_on_with_a_run(monkeypatch, tmp_path):
-    auto = ["--resume", "auto", "--name"]
-    assert folders.again(Path("runs/a")) == [*auto, "a"]
-    assert folders.again(Path("elsewhere/a")) == [*auto, "a", "--out", "elsewhere"]
-    monkeypatch.chdir(tmp_path)
-    wanted = [*auto, tmp_path.name, "--out", str(tmp_path.parent)]
-    assert folders.again(Path(".")) == wanted
-
-
-@pytest.mark.parametrize("folder", ["runs/-y", "runs/--name", "-out/a b", "-out/-y", "a/-b/c"])
-def test_the_words_are_those_of_the_same_run(folder):
-    """Also where a name looks like a flag."""
-    args = command_line.parse(folders.again(Path(folder)))
-    assert Path(args.out) / args.name == Path(folder) and args.resume == "auto"
-
-
-@pytest.mark.parametrize("folder", ["runs/.old", "-out/.old"])
-def test_a_run_that_no_name_can_call_goes_on_from_its_folder(folder):
-    args = command_line.parse(folders.again(Path(folder)))
-    assert (args.resume, args.name) == (folder, None)
-
-
-def test_the_losses_are_the_same_with_sync(tmp_path, tokens, told, monkeypatch):
+def test_losses_are_the_same_with_sync(tmp_path, tokens, told, monkeypatch):
     monkeypatch.setenv("NEEDLE_SYNC_UNTIL", "3")
     before = ndl._C.sync_each_op(True)
     try:
@@ -257,7 +220,7 @@ def test_the_losses_are_the_same_with_sync(tmp_path, tokens, told, monkeypatch):
 # ---- the flags ----------------------------------------------------------------------------------
 
 
-def test_the_flags(monkeypatch, capsys):
+def test_supervise_flag_starts_a_supervisor(monkeypatch):
     started = []
 
     class Supervisor:
@@ -275,10 +238,3 @@ def test_the_flags(monkeypatch, capsys):
     assert train_pythia.main(argv) == 41
     wanted = [([*program, "--supervise", "--steps", "3"], 300.0), ([*program, *argv], 7.5)]
     assert started == wanted
-    for argv, said in [
-        (["--hang-seconds", "5"], "argument --hang-seconds: needs --supervise"),
-        (["--supervise", "--hang-seconds", "0"], "argument --hang-seconds: must be a number above"),
-    ]:
-        with pytest.raises(SystemExit) as caught:
-            command_line.parse(argv)
-        assert caught.value.code == 2 and said in capsys.readouterr().err

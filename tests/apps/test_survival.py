@@ -1,8 +1,7 @@
 """No run loses what it has saved, nor more than the steps since: damage, refusals of the system,
-two processes, signals, a reader that goes away, data that break off."""
+signals, a closed pipe, data that break off."""
 
 import errno
-import json
 import os
 import signal
 import subprocess
@@ -10,19 +9,17 @@ import sys
 
 import pytest
 import train_pythia
-from harness import ROOT
-from small_runs import SMALL, flags, numbers_of, tensors_of
+from harness import ROOT, naming
+from small_runs import SMALL, checkpoint_of, flags, lines_of, numbers_of, tensors_of
 
-from needle.checkpoint import Checkpoint, checkpoint_path, list_checkpoints
+from needle.checkpoint import Checkpoint, list_checkpoints
 from needle.data import DataError, Prefetch
-from needle.files import FileError
-from needle.training import folder as folders
 from needle.training import log as logs
 from needle.training import run as run_parts
 
 pytestmark = pytest.mark.slow
 
-# The program with that preset, as a process of its own.
+# The program with the preset of small_runs, as a process of its own.
 PROGRAM = """
 import signal, sys
 sys.path.insert(0, {apps!r})
@@ -42,22 +39,19 @@ def run(tmp_path, tokens):
 
 @pytest.fixture
 def process(tmp_path, tokens):
-    """process(name, *flags) -> the same as a process of its own; its output is one pipe."""
+    """process(name, *flags) -> a small run of 20,000 steps as a process, and its output, one pipe,
+    after its first step."""
     started = []
 
-    def start(name, *more, before=""):
+    def start(name, *more, before="", steps=20_000):
         program = PROGRAM.format(apps=str(ROOT / "apps"), before=before, small=SMALL)
-        argv = flags(tmp_path, tokens, name, "--eval-every", "0", *more)
-        started.append(
-            subprocess.Popen(
-                [sys.executable, "-u", "-c", program, *argv],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
-        )
-        return started[-1]
+        argv = flags(tmp_path, tokens, name, "--eval-every 0", *more, steps=steps)
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        command = [sys.executable, "-u", "-c", program, *argv]
+        one = subprocess.Popen(command, start_new_session=True, **pipes)
+        started.append(one)
+        next((line for line in one.stdout if line.startswith("step ")), None)
+        return one
 
     yield start
     for one in started:
@@ -70,87 +64,58 @@ def folder_of(tmp_path, name):
     return tmp_path / "runs" / name / "checkpoints"
 
 
+def assert_same_end(tmp_path, name, whole):
+    ends = (tensors_of(checkpoint_of(tmp_path, one, 6)) for one in (name, whole))
+    assert len({*ends}) == 1
+
+
 def damage(path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
 
-def test_new_checkpoints_survive_damaged_ones_of_later_steps(tmp_path, run):
+# ---- damaged and missing checkpoints ------------------------------------------------------------
+
+
+def test_new_checkpoints_survive_damaged_ones_of_later_steps(tmp_path, run, monkeypatch):
     """A recipe keeps step 4 for good, and 5 and 6 are damaged. The run that goes on from 4 keeps
     what it writes, though its first has a lower number than the damaged."""
-    recipe = ("--recipe", "pythia", "--global-batch-size", "2")
-    assert run("whole", "--save-every", "1", *recipe) == 0
-    assert run("a", "--save-every", "1", *recipe) == 0
-    folder = folder_of(tmp_path, "a")
+    more = "--save-every 1 --recipe pythia --global-batch-size 2"
+    assert run("whole", more) == 0 and run("a", more) == 0
     for step in (5, 6):
-        damage(checkpoint_path(folder, step))
-    seen = []
-    prune = run_parts.prune_checkpoints
+        damage(checkpoint_of(tmp_path, "a", step))
+    seen, prune = [], run_parts.prune_checkpoints
 
     def pruned(*args, **options):
         prune(*args, **options)
-        seen.append({path.name for path in list_checkpoints(folder)})
+        seen.append({path.name for path in list_checkpoints(folder_of(tmp_path, "a"))})
 
-    run_parts.prune_checkpoints = pruned
-    try:
-        assert run("a", "--resume", "auto") == 0
-    finally:
-        run_parts.prune_checkpoints = prune
-    assert all("step_5.safetensors" in names for names in seen[:1])
-    assert tensors_of(checkpoint_path(folder, 6)) == tensors_of(
-        checkpoint_path(folder_of(tmp_path, "whole"), 6)
-    )
-
-
-def test_runs_without_a_name_are_counted(tmp_path):
-    for name in ("tiny", "tiny-2", "tiny-3"):
-        folder = folders.free_folder(tmp_path, None, "tiny", restart=False)
-        assert folder == tmp_path / name and not folder.exists()
-        folder.mkdir()
-    assert folders.free_folder(tmp_path, None, "tiny", restart=True) == tmp_path / "tiny"
-    assert folders.free_folder(tmp_path, "tiny", "tiny", restart=False) == tmp_path / "tiny"
-    (tmp_path / "tiny" / "metrics.jsonl").touch()  # it is empty no more
-    with pytest.raises(DataError, match="tiny: there is a run of this name already; .*--name tiny"):
-        folders.free_folder(tmp_path, "tiny", "tiny", restart=False)
+    monkeypatch.setattr(run_parts, "prune_checkpoints", pruned)
+    assert run("a", "--resume", "auto") == 0
+    assert "step_5.safetensors" in seen[0]
+    assert_same_end(tmp_path, "a", "whole")
 
 
 def test_pruning_counts_whole_files_and_never_the_one_just_written(tmp_path, run):
     assert run("a", "--save-every", "0") == 0
-    folder = folder_of(tmp_path, "a")
-    whole = checkpoint_path(folder, 6).read_bytes()
+    whole = checkpoint_of(tmp_path, "a", 6).read_bytes()
     for step in (1, 2, 3, 4, 8, 9):
-        checkpoint_path(folder, step).write_bytes(whole)
+        checkpoint_of(tmp_path, "a", step).write_bytes(whole)
     for step in (4, 8, 9):
-        damage(checkpoint_path(folder, step))
-    run_parts.prune_checkpoints(folder, 6)
-    names = [int(path.stem[5:]) for path in list_checkpoints(folder)]
+        damage(checkpoint_of(tmp_path, "a", step))
+    run_parts.prune_checkpoints(folder_of(tmp_path, "a"), 6)
+    names = [int(path.stem[5:]) for path in list_checkpoints(folder_of(tmp_path, "a"))]
     assert names == [9, 8, 6, 4, 3]  # 6 and 3 are whole; 4 stands between them
 
 
-def test_auto_does_not_begin_anew_over_damage(tmp_path, run, capsys):
-    assert run("a") == 0
-    folder = folder_of(tmp_path, "a")
-    for path in list_checkpoints(folder):
-        damage(path)
-    before = {path: path.read_bytes() for path in list_checkpoints(folder)}
-    assert run("a", "--resume", "auto") == 1
-    assert "none of its checkpoints is whole; nothing is overwritten" in capsys.readouterr().err
-    assert {path: path.read_bytes() for path in list_checkpoints(folder)} == before
-
-
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO], ids=["permission", "disk"])
-@pytest.mark.parametrize("what", ["file", "folder"])
-def test_auto_does_not_begin_anew_over_what_the_system_refuses(
-    tmp_path, run, capsys, monkeypatch, what, number
-):
+def test_auto_does_not_begin_anew_over_unreadable_checkpoints(tmp_path, run, capsys, monkeypatch):
     assert run("a") == 0
     folder = folder_of(tmp_path, "a")
     newest = list_checkpoints(folder)[0]
-    victim = folder if what == "folder" else newest
-    before = sorted(path.name for path in folder.iterdir())
+    before = {path: path.read_bytes() for path in list_checkpoints(folder)}
 
-    def refusing(function):
+    def refusing(function, victim, number):
         def call(path, *args, **options):
             if str(path) == str(victim):
                 raise OSError(number, os.strerror(number), str(path))
@@ -158,183 +123,128 @@ def test_auto_does_not_begin_anew_over_what_the_system_refuses(
 
         return call
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "listdir", refusing(os.listdir))
-        patch.setattr("needle.files.open", refusing(open), raising=False)
-        assert run("a", "--resume", "auto") == 1
-    err = capsys.readouterr().err
-    assert f"{victim}: cannot be" in err and os.strerror(number) in err
-    assert before == sorted(path.name for path in folder.iterdir())
-    assert Checkpoint(newest).state["step"] == 6
+    for victim in newest, folder:
+        for number in errno.EACCES, errno.EIO:
+            with naming(victim, number), monkeypatch.context() as patch:
+                patch.setattr(os, "listdir", refusing(os.listdir, victim, number))
+                opening = refusing(open, victim, number)
+                patch.setattr("needle.files.open", opening, raising=False)
+                assert run("a", "--resume", "auto") == 1
+                err = capsys.readouterr().err
+                assert f"{victim}: cannot be" in err and os.strerror(number) in err
+    assert {path: path.read_bytes() for path in list_checkpoints(folder)} == before
+    for path in before:
+        damage(path)
+    before = {path: path.read_bytes() for path in before}
+    assert run("a", "--resume", "auto") == 1
+    assert "none of its checkpoints is whole; nothing is overwritten" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in list_checkpoints(folder)} == before
 
 
-def test_a_run_that_never_saved_begins_anew(tmp_path, run, capsys):
-    (folder_of(tmp_path, "a")).mkdir(parents=True)
-    (folder_of(tmp_path, "a") / ".step_2.safetensors.7-00000000.tmp").write_text("x")
-    assert run("a", "--resume", "auto") == 0
-    assert "starting from the beginning" in capsys.readouterr().out
-    assert not list((folder_of(tmp_path, "a")).glob(".*"))
-
-
-@pytest.mark.parametrize("gone", ["files", "folder"])
-@pytest.mark.parametrize("older", [False, True])
-def test_a_run_that_saved_does_not_begin_anew(tmp_path, run, capsys, gone, older):
-    """Its checkpoints were deleted, and its metrics and its model's name are left."""
-    assert run("tiny", "--steps", "1") == 0  # stopped before --save-every: by its end
+def test_run_that_saved_does_not_begin_anew(tmp_path, run, capsys):
+    """Its checkpoints were deleted, or their folder too, and its metrics and its name are left."""
+    assert run("tiny", "--steps", "1") == 0
     folder = tmp_path / "runs" / "tiny"
     before = (folder / "metrics.jsonl").read_bytes()
-    for path in (folder / "checkpoints").iterdir():
-        path.unlink()
-    if gone == "folder":
-        (folder / "checkpoints").rmdir()
-    if older:  # a config.json that does not say whether the run has saved
-        config = json.loads((folder / "config.json").read_text())
-        assert config.pop("saved") is True
-        (folder / "config.json").write_text(json.dumps(config))
     unnamed = flags(tmp_path, tmp_path / "tokens.npy", "tiny", "--resume", "auto")
     unnamed[unnamed.index("--name") : unnamed.index("--name") + 2] = []
-    for begin in (lambda: run("tiny", "--resume", "auto"), lambda: train_pythia.main(unnamed)):
-        assert begin() == 1
-        out, error = capsys.readouterr()
-        assert f"{folder / 'checkpoints'}: no checkpoint is left there" in error
-        assert f"another --name, or remove {folder}" in error
-        assert "starting from the beginning" not in out
-        assert (folder / "metrics.jsonl").read_bytes() == before
-    assert run("b", "--resume", "auto") == 0
+    for path in (folder / "checkpoints").iterdir():
+        path.unlink()
+    for gone in "files", "folder", "config":
+        if gone == "folder":
+            (folder / "checkpoints").rmdir()
+        if gone == "config":
+            (folder / "config.json").unlink()
+        for begin in lambda: run("tiny", "--resume", "auto"), lambda: train_pythia.main(unnamed):
+            assert begin() == 1, gone
+            out, error = capsys.readouterr()
+            assert f"{folder / 'checkpoints'}: no checkpoint is left there" in error
+            assert f"another --name, or remove {folder}" in error
+            assert "starting from the beginning" not in out
+            assert (folder / "metrics.jsonl").read_bytes() == before
+    (folder_of(tmp_path, "b")).mkdir(parents=True)
+    (folder_of(tmp_path, "b") / ".step_2.safetensors.7-00000000.tmp").write_text("x")
+    assert run("b", "--resume", "auto") == 0  # it never saved
+    assert "starting from the beginning" in capsys.readouterr().out
+    assert not list((folder_of(tmp_path, "b")).glob(".*"))
 
 
-def test_two_processes_on_one_run(tmp_path, process):
-    first = process("a", "--steps", "100000")
-    assert any(line.startswith("step ") for line in first.stdout)
-    second = process("a", "--resume", "auto", "--steps", "100000")
-    out, _ = second.communicate()
-    assert second.returncode == 1
-    assert f"process {first.pid} on" in out and "is working in this folder" in out
-    first.send_signal(signal.SIGTERM)
-    first.communicate()
-    assert first.returncode == 0
-
-
-def test_two_starts_that_found_one_name_free(tmp_path):
-    """Neither works in the other's folder, also when the other has ended."""
-    out, shared = tmp_path / "runs", tmp_path / "runs" / "tiny"
-    folder, lock = folders.take_new(shared, out, None, "tiny", False)
-    assert folder == shared and lock.held
-    other, second = folders.take_new(shared, out, None, "tiny", False)
-    assert other == out / "tiny-2" and second.held
-    with pytest.raises(FileError, match="is working in this folder"):
-        folders.take_new(shared, out, "tiny", "tiny", False)
-    lock.release()
-    folder, lock = folders.take_new(shared, out, "tiny", "tiny", False)  # it wrote nothing
-    lock.release()
-    (shared / "config.json").write_text('{"saved": true}')
-    for name, restart in ("tiny", False), ("tiny", True), (None, True):
-        with pytest.raises(DataError, match="another start has begun this run.*--resume auto"):
-            folders.take_new(shared, out, name, "tiny", restart)
-    folders.Lock(shared).release()  # nobody holds it
-
-
-def test_a_folder_that_cannot_be_made(tmp_path):
-    (tmp_path / "runs").touch()
-    with pytest.raises(FileError, match="runs: File exists"):
-        folders.take_new(tmp_path / "runs" / "tiny", tmp_path / "runs", None, "tiny", False)
-
-
-@pytest.mark.parametrize("name", ["a", None])
-def test_another_start_is_faster(tmp_path, run, tokens, monkeypatch, capsys, name):
-    """It begins and ends while this one reads its data."""
-    run_data, argv = train_pythia.run_data, flags(tmp_path, tokens, "a")
-    if name is None:
-        argv = argv[: argv.index("--name")] + argv[argv.index("--name") + 2 :]
-
-    def slow(*args, **more):
-        monkeypatch.setattr(train_pythia, "run_data", run_data)
-        assert train_pythia.main(argv) == 0
-        return run_data(*args, **more)
-
-    monkeypatch.setattr(train_pythia, "run_data", slow)
-    code = train_pythia.main(argv)
-    runs = sorted(path.name for path in (tmp_path / "runs").iterdir())
-    if name is None:
-        assert code == 0 and runs == ["tiny", "tiny-2"]
-        first, second = (
-            json.loads((tmp_path / "runs" / run / "config.json").read_text()) for run in runs
-        )
-        assert first == second  # and one id: they are the same run twice
-    else:
-        assert code == 1 and runs == ["a"]
-        assert "another start has begun this run meanwhile" in capsys.readouterr().err
-
-
-def test_a_taken_name_is_told_before_the_text_is_read(tmp_path, run, monkeypatch, capsys):
-    assert run("a") == 0
-    monkeypatch.setattr(train_pythia, "run_data", None)
-    assert run("a") == 1
-    assert "there is a run of this name already" in capsys.readouterr().err
+# ---- processes ----------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("heeds_hangup")
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
-def test_signals_save_the_last_step(tmp_path, process, number):
-    child = process("a", "--save-every", "0", "--steps", "20000")
-    for line in child.stdout:
-        if line.startswith("step "):
-            break
+def test_signal_saves_the_last_step(tmp_path, process, run, capsys, number):
+    """Meanwhile another process is refused."""
+    child = process("a", "--save-every 0 --grad-accum 3")
+    assert run("a", "--resume", "auto") == 1
+    said = capsys.readouterr().err
+    assert f"process {child.pid} on" in said and "is working in this folder" in said
     child.send_signal(number)
-    out, _ = child.communicate()
+    out, _ = child.communicate(timeout=60)
     assert child.returncode == 0 and f"stopped by {number.name} after step" in out
     step = int(out.split("after step ")[1].split()[0])
+    assert f"after step {step} of 20000, and saved" in out
     [saved] = list_checkpoints(folder_of(tmp_path, "a"))
-    assert Checkpoint(saved).state["step"] == step >= 1
-    assert f"{sys.executable} " in out.splitlines()[-1]
+    assert Checkpoint(saved).state["step"] == step == lines_of(tmp_path, "a")[-1]["step"]
+    command = out.splitlines()[-1]
+    assert f"{sys.executable} " in command and "--resume auto --name a" in command
+    assert command.endswith(" --device cpu")
 
 
-def test_an_ignored_hangup_stays_ignored(process):
+def test_ignored_hangup_stays_ignored(process):
     ignoring = "signal.signal(signal.SIGHUP, signal.SIG_IGN)"
-    child = process("a", "--steps", "20000", "--save-every", "0", before=ignoring)
-    lines = iter(child.stdout)
-    assert any(line.startswith("step ") for line in lines)
+    child = process("a", "--save-every 0", before=ignoring)
     child.send_signal(signal.SIGHUP)
-    assert any(line.startswith("step ") for line in lines)
+    assert any(line.startswith("step ") for line in child.stdout)
     child.send_signal(signal.SIGTERM)
-    assert "stopped by SIGTERM" in child.communicate()[0]
+    assert "stopped by SIGTERM" in child.communicate(timeout=60)[0]
 
 
-def test_a_closed_pipe_saves_the_last_step(tmp_path, process):
-    child = process("a", "--save-every", "0", "--steps", "20000")
-    for line in child.stdout:
-        if line.startswith("step "):
-            break
+def test_closed_pipe_saves_the_last_step(tmp_path, process):
+    child = process("a", "--save-every", "0")
     child.stdout.close()
     assert child.wait(60) == 0
     [saved] = list_checkpoints(folder_of(tmp_path, "a"))
-    lines = (tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()
-    assert Checkpoint(saved).state["step"] == len(lines) == json.loads(lines[-1])["step"] >= 1
+    lines = lines_of(tmp_path, "a")
+    assert Checkpoint(saved).state["step"] == len(lines) == lines[-1]["step"] >= 1
 
 
-@pytest.mark.parametrize("failing", [4, 7])
-def test_data_that_break_off_cost_no_finished_step(tmp_path, run, monkeypatch, capsys, failing):
+def test_kill_loses_the_steps_since_the_last_checkpoint_alone(tmp_path, process, run):
+    child = process("a", steps=40)
+    child.kill()
+    child.communicate(timeout=60)
+    assert len(lines_of(tmp_path, "a")) < 40
+    for name, more in ("a", "--steps 40 --resume auto"), ("b", "--steps 40"):
+        assert run(name, "--eval-every 0", more) == 0
+    assert numbers_of(tmp_path, "a") == numbers_of(tmp_path, "b")
+
+
+# ---- refusals of the system ---------------------------------------------------------------------
+
+
+def test_data_that_break_off_cost_no_finished_step(tmp_path, run, monkeypatch, capsys):
     """The 4th and the 7th of two micro-batches a step: within a step, and before one."""
-    accumulated = ("--grad-accum", "2", "--save-every", "0")
-    assert run("whole", *accumulated) == 0
-    taken, real = [], Prefetch.next
+    more, real = "--grad-accum 2 --save-every 0", Prefetch.next
+    assert run("whole", more) == 0
+    for failing in 4, 7:
+        taken, name = [], f"a{failing}"
 
-    def broken(self):
-        taken.append(1)
-        if len(taken) == failing:
-            raise DataError("tokens.npy: shrank while it was read")
-        return real(self)
+        def broken(self, taken=taken, failing=failing):
+            taken.append(1)
+            if len(taken) == failing:
+                raise DataError("tokens.npy: shrank while it was read")
+            return real(self)
 
-    monkeypatch.setattr(Prefetch, "next", broken)
-    assert run("a", *accumulated) == 1
-    monkeypatch.undo()
-    done = (failing - 1) // 2
-    err = capsys.readouterr().err
-    assert "tokens.npy: shrank while it was read" in err and f"after step {done} of 6" in err
-    assert run("a", *accumulated, "--resume", "auto") == 0
-    assert tensors_of(checkpoint_path(folder_of(tmp_path, "a"), 6)) == tensors_of(
-        checkpoint_path(folder_of(tmp_path, "whole"), 6)
-    )
+        with monkeypatch.context() as patch:
+            patch.setattr(Prefetch, "next", broken)
+            assert run(name, more) == 1
+        err = capsys.readouterr().err
+        assert "tokens.npy: shrank while it was read" in err
+        assert f"after step {(failing - 1) // 2} of 6" in err
+        assert run(name, more, "--resume auto") == 0
+        assert numbers_of(tmp_path, name) == numbers_of(tmp_path, "whole")
+        assert_same_end(tmp_path, name, "whole")
 
 
 class RefusedOnce:
@@ -353,44 +263,41 @@ class RefusedOnce:
         return getattr(self.file, name)
 
 
-@pytest.mark.parametrize("more", ["--eval-every 0", "--eval-every 1"])
-@pytest.mark.parametrize("at", [1, 3, 5])
-def test_a_refused_line_of_metrics_costs_nothing(tmp_path, run, monkeypatch, capsys, at, more):
-    """The state that is saved then is that of the last step whose line is written."""
-    real = logs.RunLog.__init__
+@pytest.mark.parametrize("evaluates", [0, 1])
+def test_refused_line_of_metrics_costs_nothing(tmp_path, run, monkeypatch, capsys, evaluates):
+    """The checkpoint is then that of the last step whose line is written."""
+    real, more = logs.RunLog.__init__, f"--save-every 0 --eval-every {evaluates}"
+    assert run("whole", more) == 0
+    for at in 1, 3, 5:
+        name = f"a{at}"
 
-    def refusing(self, *args):
-        real(self, *args)
-        self._file = RefusedOnce(self._file, at)
+        def refusing(self, *args, at=at):
+            real(self, *args)
+            self._file = RefusedOnce(self._file, at)
 
-    assert run("whole", "--save-every 0", more) == 0
-    monkeypatch.setattr(logs.RunLog, "__init__", refusing)
-    assert run("a", "--save-every 0", more) == 1
-    monkeypatch.undo()
-    err = capsys.readouterr().err
-    assert "metrics.jsonl" in err and "and saved" in err
-    assert run("a", "--save-every 0", more, "--resume auto") == 0
-    assert numbers_of(tmp_path, "a") == numbers_of(tmp_path, "whole")
-    last = [checkpoint_path(folder_of(tmp_path, name), 6) for name in ("a", "whole")]
-    assert tensors_of(last[0]) == tensors_of(last[1])
+        with monkeypatch.context() as patch:
+            patch.setattr(logs.RunLog, "__init__", refusing)
+            assert run(name, more) == 1
+        err = capsys.readouterr().err
+        assert "metrics.jsonl" in err and "and saved" in err
+        assert run(name, more, "--resume auto") == 0
+        assert numbers_of(tmp_path, name) == numbers_of(tmp_path, "whole")
+        assert_same_end(tmp_path, name, "whole")
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [b"{half", b"\xff\xfe", b"[]", b"3", b'{"step": "x"}', b"null", b'{"loss": 1}', b"[" * 9999],
-)
-def test_a_damaged_line_of_metrics_cuts_nothing(tmp_path, run, bad):
+def test_damaged_line_of_metrics_cuts_nothing(tmp_path, run):
     assert run("a", "--save-every", "2") == 0
     path = tmp_path / "runs" / "a" / "metrics.jsonl"
+    bad = [b"{half", b"\xff\xfe", b"[]", b"3", b'{"step": "x"}', b"null", b'{"loss": 1}']
     lines = path.read_bytes().splitlines()
-    path.write_bytes(b"\n".join([lines[0], bad, *lines[1:], b""]))
-    checkpoint_path(folder_of(tmp_path, "a"), 6).unlink()
+    path.write_bytes(b"\n".join([lines[0], *bad, *lines[1:], b""]))
+    checkpoint_of(tmp_path, "a", 6).unlink()
     assert run("a", "--resume", "auto") == 0
     steps = [line["step"] for line in logs.read_lines(path)]
     assert steps == [1, 2, 3, 4, 5, 6] and len(path.read_bytes().splitlines()) == 6
 
 
-def test_memory_that_runs_out_is_said_and_the_run_goes_on(tmp_path, run, monkeypatch, capsys):
+def test_lack_of_memory_or_disk_is_said_and_the_run_goes_on(tmp_path, run, monkeypatch, capsys):
     assert run("whole") == 0
     taken, real = [], train_pythia.forward_backward
 
@@ -400,10 +307,18 @@ def test_memory_that_runs_out_is_said_and_the_run_goes_on(tmp_path, run, monkeyp
             raise MemoryError("allocate: the system refused 1 bytes")
         return real(*args)
 
-    monkeypatch.setattr(train_pythia, "forward_backward", short)
-    assert run("a") == 1
-    monkeypatch.undo()
-    err = capsys.readouterr().err
-    assert "allocate: the system refused 1 bytes" in err and "--batch-size" in err
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_pythia, "forward_backward", short)
+        assert run("a") == 1
+        err = capsys.readouterr().err
+        assert "allocate: the system refused 1 bytes" in err and "--batch-size" in err
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        assert run("a", "--resume", "auto") == 1
+        assert "No space left on device" in capsys.readouterr().err
     assert run("a", "--resume", "auto") == 0
     assert numbers_of(tmp_path, "a") == numbers_of(tmp_path, "whole")
+    assert_same_end(tmp_path, "a", "whole")

@@ -1,19 +1,16 @@
-"""TensorBoard and Weights & Biases, by packages that write down the calls made of them."""
+"""TensorBoard and Weights & Biases, by packages that record their calls."""
 
 import json
 import sys
-from types import SimpleNamespace
 
 import pytest
 import train_pythia
 from small_runs import flags, lines_of, run_until
 
-from needle.distributed.group import Group
-from needle.training import run as run_parts
 from needle.training import trackers
 
-# Packages with the calls that apps/trackers.py makes of the real ones; each call becomes a line of
-# the file $CALLS.
+# Packages with the calls that needle/training/trackers.py makes of the real ones; each call becomes
+# a line of the file $CALLS.
 SPY = """
 import json, os
 
@@ -88,45 +85,49 @@ def init(project, name, dir, id, resume, config):
 
 
 @pytest.fixture
-def fake_trackers(tmp_path, monkeypatch):
-    """The folder that calls are written to; the fake packages hide real ones."""
+def calls(tmp_path, monkeypatch):
+    """Fake packages hide real ones; calls() -> the calls since the last call."""
+
+    def loaded():
+        return [
+            n for n in sys.modules if n.split(".")[0] in ("tensorboard", "tensorboardX", "wandb")
+        ]
+
     for name, text in FAKES.items():
         path = tmp_path / "packages" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    for name in list(sys.modules):
-        if name.split(".")[0] in ("tensorboard", "tensorboardX", "wandb"):
-            monkeypatch.delitem(sys.modules, name)
+    for name in loaded():
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(tmp_path / "packages")
-    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
-    yield tmp_path / "calls"
-    for name in list(sys.modules):
-        if name.split(".")[0] in ("tensorboard", "tensorboardX", "wandb"):
-            del sys.modules[name]
+    written = tmp_path / "calls"
+    monkeypatch.setenv("CALLS", str(written))
 
+    def read():
+        text = written.read_text()
+        written.unlink()
+        return [json.loads(line) for line in text.splitlines()]
 
-def calls_in(path):
-    calls = [json.loads(line) for line in path.read_text().splitlines()]
-    path.unlink()
-    return calls
+    yield read
+    for name in loaded():
+        del sys.modules[name]
 
 
 @pytest.mark.parametrize("package", ["tensorboard", "tensorboardX"])
-def test_tensorboard_gets_each_line(tmp_path, tokens, monkeypatch, fake_trackers, package):
-    monkeypatch.setattr(
-        trackers,
-        "TENSORBOARD",
-        ("tensorboard" if package == "tensorboard" else "absent_package", package),
-    )
-    argv = flags(tmp_path, tokens, "a", "--tensorboard")
+def test_trackers_get_each_line_through_a_kill(tmp_path, tokens, monkeypatch, calls, package):
+    names = (package if package == "tensorboard" else "absent_package", package)
+    monkeypatch.setattr(trackers, "TENSORBOARD", names)
+    argv = flags(tmp_path, tokens, "a", "--tensorboard", "--wandb", "pythias")
     run_until(monkeypatch, 5, argv)
-    first = calls_in(fake_trackers)
+    first = calls()
     folder = str(tmp_path / "runs" / "a" / "tensorboard")
-    assert first[0] == ["open", folder, 1] and first[-1] == ["close"]
+    assert first[0] == ["open", folder, 1] and first[-2:] == [["close"], ["close"]]
+    assert first[1][:3] == ["open", "pythias", "a"]
     assert first.count(["flush"]) == 2  # with each checkpoint
     assert train_pythia.main(argv + ["--resume", "auto"]) == 0
-    second = calls_in(fake_trackers)
-    assert second[0] == ["open", folder, 5]  # TensorBoard drops what was written of step 5 on
+    second = calls()
+    assert second[0] == ["open", folder, 5]  # TensorBoard drops step 5 of the first part
+    assert second[1] == first[1]  # under the same id
     scalars = [call[1:] for call in first + second if call[0] == "scalar"]
     assert scalars == [
         [name, value, line["step"]]
@@ -134,51 +135,22 @@ def test_tensorboard_gets_each_line(tmp_path, tokens, monkeypatch, fake_trackers
         for name, value in line.items()
         if name != "step"
     ]
-
-
-def test_wandb_gets_each_line_under_one_id(tmp_path, tokens, monkeypatch, fake_trackers):
-    argv = flags(tmp_path, tokens, "a", "--wandb", "pythias")
-    run_until(monkeypatch, 5, argv)
-    first = calls_in(fake_trackers)
-    assert train_pythia.main(argv + ["--resume", "auto"]) == 0
-    second = calls_in(fake_trackers)
-    assert first[0] == second[0] and first[0][:3] == ["open", "pythias", "a"]
-    assert first[-1] == second[-1] == ["close"]
     assert [call[1] for call in first + second if call[0] == "log"] == lines_of(tmp_path, "a")
-    assert train_pythia.main(flags(tmp_path, tokens, "b", "--wandb", "pythias")) == 0
-    assert calls_in(fake_trackers)[0][3] != first[0][3]
+    assert train_pythia.main(flags(tmp_path, tokens, "b", "--wandb", "pythias", steps=1)) == 0
+    assert calls()[0][3] != first[1][3]
 
 
-def test_a_tracker_that_refuses(tmp_path, tokens, fake_trackers, capsys):
+def test_tracker_that_cannot_be_used_says_why(tmp_path, tokens, monkeypatch, calls, capsys):
     argv = flags(tmp_path, tokens, "a", "--tensorboard", "--wandb", "forbidden")
     assert train_pythia.main(argv) == 1
     assert "--wandb forbidden: not logged in (WANDB_MODE=offline" in capsys.readouterr().err
-    assert calls_in(fake_trackers)[-1] == ["close"]  # TensorBoard's
-
-
-@pytest.mark.parametrize(
-    "more, said",
-    [
-        (
-            ["--tensorboard"],
-            "--tensorboard needs the package tensorboard or tensorboardX: "
-            f"{sys.executable} -m pip install",
-        ),
-        (
-            ["--wandb", "pythias"],
-            f"--wandb needs the package wandb: {sys.executable} -m pip install wandb",
-        ),
-    ],
-)
-def test_a_tracker_that_is_not_installed(tmp_path, tokens, monkeypatch, capsys, more, said):
+    assert calls()[-1] == ["close"]  # TensorBoard's
     monkeypatch.setattr(trackers, "_installed", lambda package: False)
-    assert train_pythia.main(flags(tmp_path, tokens, "a", *more)) == 1
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "runs").exists()  # before anything began
-
-
-def test_the_command_to_go_on_names_the_trackers(tmp_path):
-    run = run_parts.Run(tmp_path / "a", *[None] * 11, tensorboard=True, wandb="p q")
-    run.parallel, run.model = SimpleNamespace(group=Group()), SimpleNamespace(recompute=False)
-    run.data = SimpleNamespace(trusted=True)
-    assert run_parts.resume_command(run).endswith("--tensorboard --trust-data --wandb 'p q'")
+    install = f": {sys.executable} -m pip install"
+    for words, said in [
+        ("--tensorboard", "--tensorboard needs the package tensorboard or tensorboardX" + install),
+        ("--wandb pythias", "--wandb needs the package wandb" + install),
+    ]:
+        assert train_pythia.main(flags(tmp_path, tokens, "b", words)) == 1
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "runs" / "b").exists()  # before anything began

@@ -29,7 +29,7 @@ from needle.training import state as states
 # ---- a whole run ------------------------------------------------------------------------------
 
 
-def test_the_wait_for_data_is_that_of_each_step(tmp_path, texts, monkeypatch):
+def test_wait_for_data_is_that_of_each_step(tmp_path, texts, monkeypatch):
     class Slow(train_pythia.Prefetch):
         taken = 0
 
@@ -44,7 +44,7 @@ def test_the_wait_for_data_is_that_of_each_step(tmp_path, texts, monkeypatch):
     assert [line["data_wait_ms"] for line in lines_of(tmp_path, "a")] == [400, 1200, 2000]
 
 
-def test_a_run_writes_what_it_promises(tmp_path, texts, capsys):
+def test_run_writes_what_it_promises(tmp_path, texts, capsys):
     assert train_pythia.main(flags(tmp_path, texts, "a")) == 0
     folder = tmp_path / "runs" / "a"
     files = "config.json metrics.jsonl loss.png tokenizer.json sample.txt checkpoints lock"
@@ -72,6 +72,11 @@ def test_a_run_writes_what_it_promises(tmp_path, texts, capsys):
     assert optimizer.state_dict()["step"] == 6
     out = capsys.readouterr().out
     assert "step 6/6" in out and "held-out loss" in out and "sample" in out
+    held_out = ndl.data.run_data(config["data"]).held_out
+    rows = min((len(held_out) - 1) // 16, 2 * 32) // 2 * 2  # of 16 tokens, in batches of 2
+    ids = np.asarray(held_out[: 16 * rows + 1], np.int64)
+    inputs, targets = ids[:-1].reshape(rows, 16), ids[1:].reshape(rows, 16)
+    assert lines[-1]["val_loss"] == pytest.approx(model(inputs, targets)[1].item(), rel=1e-5)
 
     def continuation(where, *more):
         fixed = "--max-new-tokens 9 --device cpu".split()
@@ -99,10 +104,22 @@ def test_a_run_writes_what_it_promises(tmp_path, texts, capsys):
     assert "no tokenizer.json lies with it; give --tokenizer" in capsys.readouterr().err
 
 
-def test_a_name_that_is_taken(tmp_path, tokens, capsys):
-    assert train_pythia.main(flags(tmp_path, tokens, "a", steps=1)) == 0
-    assert train_pythia.main(flags(tmp_path, tokens, "a", steps=1)) == 1
+def test_finished_run_is_left_alone_and_plotted_if_a_kill_came_before(tmp_path, tokens, capsys):
+    argv = flags(tmp_path, tokens, "a", steps=3)
+    assert train_pythia.main(argv) == 0
+    assert train_pythia.main(argv) == 1
     assert "already" in capsys.readouterr().err
+    argv += ["--resume", "auto"]
+    folder = tmp_path / "runs" / "a"
+    (folder / "loss.png").unlink(), (folder / "sample.txt").unlink()
+    assert train_pythia.main(argv) == 0
+    said = capsys.readouterr().out
+    assert "plot: " in said and "sample (" in said and "nothing to do" in said
+    assert (folder / "sample.txt").read_text() and (folder / "loss.png").stat().st_size
+    # One that is older than the last step is of an earlier end.
+    os.utime(folder / "sample.txt", ns=(0, 0))
+    assert train_pythia.main(argv) == 0 and "plot: " in capsys.readouterr().out
+    assert train_pythia.main(argv) == 0 and "plot: " not in capsys.readouterr().out
 
 
 # ---- resuming ---------------------------------------------------------------------------------
@@ -111,48 +128,33 @@ def test_a_name_that_is_taken(tmp_path, tokens, capsys):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("accumulate", [1, 5])
-def test_resumed_equals_uninterrupted(tmp_path, tokens, monkeypatch, dtype, accumulate, device):
+def test_resumed_run_equals_an_uninterrupted_one(
+    tmp_path, tokens, monkeypatch, dtype, accumulate, device, capsys
+):
     # 5 micro-batches a step and 12 an epoch: epochs end inside steps 3 and 5.
     more = ["--grad-accum", str(accumulate)]
     if accumulate == 1:
         more += ["--batch-size", "9"]  # 2 batches an epoch
     options = dict(device=device, dtype=dtype)
     assert train_pythia.main(flags(tmp_path, tokens, "whole", *more, **options)) == 0
-    argv = flags(tmp_path, tokens, "parts", *more, **options)
+    argv = flags(tmp_path, tokens, "parts", *more, "--resume", "auto", **options)
+    run_until(monkeypatch, 1, argv)  # before the first checkpoint
     run_until(monkeypatch, 4, argv)  # the last checkpoint is of step 2
+    assert capsys.readouterr().out.count("starting from the beginning") == 2
     assert [line["step"] for line in lines_of(tmp_path, "parts")] == [1, 2, 3]
     np.random.seed(99)  # whatever else the process did
-    run_until(monkeypatch, 5, argv + ["--resume", "auto"])
-    assert train_pythia.main(argv + ["--resume", "auto"]) == 0
-    assert numbers_of(tmp_path, "parts") == numbers_of(tmp_path, "whole")
-    assert tensors_of(checkpoint_of(tmp_path, "parts", 6)) == tensors_of(
-        checkpoint_of(tmp_path, "whole", 6)
-    )
-    assert lines_of(tmp_path, "whole")[-1]["tokens"] > len(TOKENS)  # an epoch has ended
-
-
-def test_killed_before_the_first_checkpoint(tmp_path, tokens, monkeypatch, capsys):
-    argv = flags(tmp_path, tokens, "a")
-    run_until(monkeypatch, 1, argv)
-    assert train_pythia.main(argv + ["--resume", "auto"]) == 0
-    assert "starting from the beginning" in capsys.readouterr().out
-    assert train_pythia.main(flags(tmp_path, tokens, "b")) == 0
-    assert numbers_of(tmp_path, "a") == numbers_of(tmp_path, "b")
-
-
-def test_resume_auto_finds_the_newest_run_and_passes_over_damage(
-    tmp_path, tokens, monkeypatch, capsys
-):
-    assert train_pythia.main(flags(tmp_path, tokens, "older")) == 0
-    argv = flags(tmp_path, tokens, "newer")
-    run_until(monkeypatch, 5, argv)
-    bad = checkpoint_of(tmp_path, "newer", 4)
+    run_until(monkeypatch, 5, [*argv, "--recompute"])  # the flag changes no bit
+    bad = checkpoint_of(tmp_path, "parts", 4)
     bad.write_bytes(bad.read_bytes()[:-1])
-    argv = arguments("--resume auto --device cpu --out", tmp_path / "runs")
-    assert train_pythia.main(argv) == 0
+    capsys.readouterr()
+    short = arguments(f"--resume auto --device {device} --out", tmp_path / "runs")
+    assert train_pythia.main(short) == 0  # the newest run
     out = capsys.readouterr().out
     assert f"skipped: {bad}" in out and "step_2.safetensors after step 2" in out
-    assert numbers_of(tmp_path, "newer") == numbers_of(tmp_path, "older")
+    assert numbers_of(tmp_path, "parts") == numbers_of(tmp_path, "whole")
+    ends = (tensors_of(checkpoint_of(tmp_path, name, 6)) for name in ("parts", "whole"))
+    assert len({*ends}) == 1
+    assert lines_of(tmp_path, "whole")[-1]["tokens"] > len(TOKENS)  # an epoch has ended
 
 
 def test_resuming_with_other_settings_is_refused(tmp_path, tokens, capsys):
@@ -170,6 +172,49 @@ def test_resuming_with_other_settings_is_refused(tmp_path, tokens, capsys):
     assert (tmp_path / "runs" / "a" / "metrics.jsonl").read_text() == before
     assert train_pythia.main(flags(tmp_path, tokens, "a", "--resume", "auto")) == 0
     assert "nothing to do" in capsys.readouterr().out
+    # Its grandparent is no run's folder, and nothing is written there.
+    alone = tmp_path / "elsewhere" / "kept" / "kept.safetensors"
+    alone.parent.mkdir(parents=True)
+    alone.write_bytes(checkpoint_of(tmp_path, "a", 6).read_bytes())
+    assert train_pythia.main(flags(tmp_path, tokens, "b", "--resume", str(alone))) == 1
+    assert f"a new run starts from its weights: --init {alone}" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["kept"]
+    for wrong in (tokens, tmp_path / "missing.safetensors", tmp_path):
+        assert train_pythia.main(flags(tmp_path, tokens, "b", "--resume", str(wrong))) == 1
+        assert str(wrong) in capsys.readouterr().err
+
+
+def test_checkpoint_of_another_program_is_not_resumed(tmp_path, tokens, capsys):
+    assert train_pythia.main(flags(tmp_path, tokens, "a")) == 0
+    path = checkpoint_of(tmp_path, "a", 6)
+    model, optimizer, epoch, loss = Checkpoint(path).restore()
+    extra = ("run", "settings", "step", "data", "fingerprint", "schedule")
+    kept = {key: Checkpoint(path).state[key] for key in extra}
+    for state, said in [
+        ({"settings": 3}, "it has no settings"),
+        ({"settings": {"model": "tiny"}}, "settings of batch_size, settings of seq_len"),
+        ({"step": "six"}, "it has no step"),
+        ({"data": None}, "it has no data"),
+        ({"data": {}}, "epoch of its data, batch of its data"),
+        ({"data": {"epoch": 0, "batch": 10**8}}, "no position epoch 0, batch 100000000"),
+    ]:
+        ndl.save_checkpoint(model, optimizer, epoch, loss, path, **kept | state)
+        capsys.readouterr()
+        assert train_pythia.main(flags(tmp_path, tokens, "a", "--resume", "auto")) == 1
+        error = capsys.readouterr().err
+        assert said in error and str(path) in error and error.count("\n") == 1
+
+
+def test_constant_rate_may_go_on_for_longer(tmp_path, tokens):
+    more = ["--schedule", "constant", "--warmup", "2"]
+    assert train_pythia.main(flags(tmp_path, tokens, "a", *more, steps=4)) == 0
+    assert train_pythia.main(flags(tmp_path, tokens, "a", *more, "--resume", "auto")) == 0
+    assert train_pythia.main(flags(tmp_path, tokens, "b", *more)) == 0
+    losses = [[line["loss"] for line in lines_of(tmp_path, name)] for name in "ab"]
+    assert losses[0] == losses[1]
+
+
+# ---- data that change -------------------------------------------------------------------------
 
 
 def change_in_place(path, share=0.5):
@@ -183,14 +228,9 @@ def change_in_place(path, share=0.5):
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-def write_many(tmp_path):
-    """More tokens than fixed stretches of them would cover."""
-    np.random.RandomState(7).randint(0, 60, 5_000_000).astype("<u2").tofile(tmp_path / "many.bin")
-    return tmp_path / "many.bin"
-
-
 def test_resuming_with_data_that_changed_in_place_is_refused(tmp_path, monkeypatch, capsys):
-    data = write_many(tmp_path)
+    data = tmp_path / "many.bin"  # more tokens than fixed stretches of them would cover
+    np.random.RandomState(7).randint(0, 60, 5_000_000).astype("<u2").tofile(data)
     argv = flags(tmp_path, data, "a")
     run_until(monkeypatch, 3, argv)
     change_in_place(data, 0.497)
@@ -202,7 +242,7 @@ def test_resuming_with_data_that_changed_in_place_is_refused(tmp_path, monkeypat
     assert numbers_of(tmp_path, "a") == numbers_of(tmp_path, "b")
 
 
-def test_training_of_text_that_changed_in_place_reads_the_new(tmp_path, capsys):
+def test_text_that_changed_in_place_is_read_anew(tmp_path, capsys):
     text = tmp_path / "a.txt"
     text.write_text("one two three four five six\n" * 200)
     tokenizer = tmp_path / "words.json"
@@ -244,20 +284,12 @@ def test_hash_is_kept_through_a_start_that_trusts(tmp_path, tokens, monkeypatch,
     change_in_place(tokens)
     assert train_pythia.main([*argv, "--resume", "auto"]) == 1
     assert "not the tokens that the run read before" in capsys.readouterr().err
-    os.truncate(tokens, 100)
     np.save(tokens, TOKENS[:-1])
     assert train_pythia.main([*argv, "--resume", "auto", "--trust-data"]) == 1
     assert "not the tokens that the run read before" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flag", ["--data", "--tokenizer", "--init", "--out", "--resume"])
-def test_empty_name_is_not_the_current_folder(tmp_path, tokens, monkeypatch, capsys, flag):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        train_pythia.main([*flags(tmp_path, tokens, "a"), flag, ""])
-    assert ended.value.code == 2
-    assert f"argument {flag}: an empty name ('')" in capsys.readouterr().err
-    assert not (tmp_path / "runs").exists()
+# ---- what decides bits ------------------------------------------------------------------------
 
 
 def test_resuming_with_other_products_is_said(tmp_path, tokens, capsys, monkeypatch):
@@ -278,64 +310,33 @@ def test_resuming_with_other_products_is_said(tmp_path, tokens, capsys, monkeypa
     assert said in capsys.readouterr().out
 
 
-def test_a_gpu_and_its_environment_are_remembered(monkeypatch):
+def test_products_of_a_gpu_name_its_kind_and_the_environment(monkeypatch):
     facts = {"products": "cuBLASLt 13.1.0, plans 0123abcd", "name": "NVIDIA H200"}
     gpu = SimpleNamespace(is_host=False, properties=lambda: facts)
-    for name in states.GPU_KERNELS:
-        monkeypatch.delenv(name, raising=False)
     plain = "cuBLASLt 13.1.0, plans 0123abcd on NVIDIA H200"
-    assert states.products_of(gpu) == plain
-    monkeypatch.setenv("NEEDLE_TF32", "0")  # as without
-    assert states.products_of(gpu) == plain
-    for name, word in ("NEEDLE_TF32", ""), ("NEEDLE_TF32", "2"), ("NEEDLE_ARCH", ""):
-        with monkeypatch.context() as patch:
-            patch.setenv(name, word)
-            assert states.products_of(gpu) == plain
-    monkeypatch.setenv("NEEDLE_TF32", "1")
-    assert states.products_of(gpu) == f"{plain}, NEEDLE_TF32=1"
-    monkeypatch.setenv("NEEDLE_PLAN", "3")
-    monkeypatch.setenv("NEEDLE_ARCH", "80")
-    both = "NEEDLE_PLAN=3, NEEDLE_TF32=1"
-    assert states.products_of(gpu) == f"{plain}, NEEDLE_ARCH=80, {both}"
+    for environment, said in [
+        ({}, ""),
+        ({"NEEDLE_TF32": "0", "NEEDLE_ARCH": ""}, ""),
+        ({"NEEDLE_TF32": "2"}, ""),
+        ({"NEEDLE_TF32": "1"}, ", NEEDLE_TF32=1"),
+        (
+            {"NEEDLE_TF32": "1", "NEEDLE_PLAN": "3", "NEEDLE_ARCH": "80"},
+            ", NEEDLE_ARCH=80, NEEDLE_PLAN=3, NEEDLE_TF32=1",
+        ),
+    ]:
+        for name in states.GPU_KERNELS:
+            monkeypatch.delenv(name, raising=False)
+        for name, word in environment.items():
+            monkeypatch.setenv(name, word)
+        assert states.products_of(gpu) == plain + said
 
 
-def test_a_constant_rate_may_go_on_for_longer(tmp_path, tokens):
-    more = ["--schedule", "constant", "--warmup", "2"]
-    assert train_pythia.main(flags(tmp_path, tokens, "a", *more, steps=4)) == 0
-    assert train_pythia.main(flags(tmp_path, tokens, "a", *more, "--resume", "auto")) == 0
-    assert train_pythia.main(flags(tmp_path, tokens, "b", *more)) == 0
-    losses = [[line["loss"] for line in lines_of(tmp_path, name)] for name in "ab"]
-    assert losses[0] == losses[1]
-
-
-def test_resuming_what_is_no_checkpoint(tmp_path, tokens, capsys):
-    argv = flags(tmp_path, tokens, "a")
-    for wrong in (tokens, tmp_path / "missing.safetensors", tmp_path):
-        assert train_pythia.main(argv + ["--resume", str(wrong)]) == 1
-        assert str(wrong) in capsys.readouterr().err
-
-
-# ---- settings ---------------------------------------------------------------------------------
-
-
-def test_sparse_attention_trains_and_is_remembered(tmp_path, tokens):
-    more = ["--sparse", "local", "--window", "70", "--seq-len", "200", "--batch-size", "1"]
-    assert train_pythia.main(flags(tmp_path, tokens, "a", *more, steps=2)) == 0
+def test_sparse_attention_is_remembered(tmp_path, tokens):
+    more = "--sparse local --window 70 --seq-len 200 --batch-size 1"
+    assert train_pythia.main(flags(tmp_path, tokens, "a", more, steps=2)) == 0
     config = Checkpoint(checkpoint_of(tmp_path, "a", 2)).state["config"]
     assert config["use_sparse_attention"] and config["sparse_pattern"] == "local"
     assert config["sparse_window"] == 70
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_recompute_changes_no_bit_and_may_change_at_a_resume(tmp_path, tokens, monkeypatch, device):
-    assert train_pythia.main(flags(tmp_path, tokens, "plain", device=device)) == 0
-    argv = flags(tmp_path, tokens, "again", device=device)
-    run_until(monkeypatch, 3, argv + ["--recompute"])
-    assert train_pythia.main(argv + ["--resume", "auto"]) == 0
-    assert numbers_of(tmp_path, "again") == numbers_of(tmp_path, "plain")
-    assert tensors_of(checkpoint_of(tmp_path, "again", 6)) == tensors_of(
-        checkpoint_of(tmp_path, "plain", 6)
-    )
 
 
 @pytest.mark.cuda
@@ -353,18 +354,7 @@ def test_graph_changes_no_bit_and_may_change_at_a_resume(tmp_path, tokens, monke
         assert found.read_bytes() == wanted.read_bytes()
 
 
-def test_graph_on_a_device_that_records_none(tmp_path, tokens, capsys):
-    assert train_pythia.main(flags(tmp_path, tokens, "a", "--graph")) == 1
-    assert "--graph: cpu() records no graphs" in capsys.readouterr().err
-
-
-def test_recompute_of_a_model_that_cannot(tmp_path, tokens, capsys, monkeypatch):
-    monkeypatch.setattr(ndl.Pythia, "recompute", None)
-    assert train_pythia.main(flags(tmp_path, tokens, "a", "--recompute")) == 1
-    assert "--recompute: a Pythia cannot compute layers again" in capsys.readouterr().err
-
-
-def test_defaults_by_device_and_model():
+def test_defaults_follow_device_and_model():
     cpu = run_settings.complete({}, None, on_gpu=False)
     assert (cpu["model"], cpu["dtype"], cpu["warmup"]) == ("tiny", "float32", cpu["steps"] // 10)
     gpu = run_settings.complete({}, None, on_gpu=True)
@@ -372,78 +362,3 @@ def test_defaults_by_device_and_model():
     assert run_settings.complete({"model": "pythia-410m"}, None, on_gpu=True)["lr"] == 3e-4
     named = {"batch_size": 2, "seq_len": 16, "grad_accum": 3, "warmup": 0}
     assert run_settings.complete(named, 97, on_gpu=False)["steps"] == 2
-
-
-def test_a_run_killed_before_its_plot_is_plotted_when_resumed(tmp_path, tokens, capsys):
-    argv = flags(tmp_path, tokens, "a", "--resume", "auto", steps=3)
-    assert train_pythia.main(argv) == 0
-    folder = tmp_path / "runs" / "a"
-    (folder / "loss.png").unlink(), (folder / "sample.txt").unlink()
-    capsys.readouterr()
-    assert train_pythia.main(argv) == 0
-    said = capsys.readouterr().out
-    assert "plot: " in said and "sample (" in said and "nothing to do" in said
-    assert (folder / "sample.txt").read_text() and (folder / "loss.png").stat().st_size
-    # One that is older than the last step is of an earlier end.
-    os.utime(folder / "sample.txt", ns=(0, 0))
-    assert train_pythia.main(argv) == 0 and "plot: " in capsys.readouterr().out
-    assert train_pythia.main(argv) == 0 and "plot: " not in capsys.readouterr().out
-
-
-def test_a_checkpoint_outside_of_a_run_is_not_resumed(tmp_path, tokens, capsys):
-    """Its grandparent is no run's folder, and nothing is written there."""
-    assert train_pythia.main(flags(tmp_path, tokens, "a")) == 0
-    alone = tmp_path / "elsewhere" / "kept" / "kept.safetensors"
-    alone.parent.mkdir(parents=True)
-    alone.write_bytes(checkpoint_of(tmp_path, "a", 6).read_bytes())
-    assert train_pythia.main(flags(tmp_path, tokens, "b", "--resume", str(alone))) == 1
-    assert f"a new run starts from its weights: --init {alone}" in capsys.readouterr().err
-    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["kept"]
-
-
-@pytest.mark.parametrize(
-    "wrong, said",
-    [
-        ({"settings": {"steps": "x"}}, "steps is 'x'"),
-        ({"settings": {"lr": None}}, "lr is None"),
-        ({"settings": {"save_every": "x"}}, "save_every is 'x'"),
-        ({"settings": {"data": 3}}, "data is 3"),
-        ({"settings": {"lr": float("nan")}}, "lr is nan: must be a number above 0"),
-        ({"settings": {"lr": -1.0}}, "lr is -1.0: must be a number above 0"),
-        ({"settings": {"steps": -6}}, "steps is -6: must be a whole number of 1 or more"),
-        ({"settings": {"seed": 2**40}}, "seed is 1099511627776: must be at most 4294967295"),
-        ({"settings": {"recipe": "zz"}}, "recipe is 'zz': invalid choice"),
-        ({"settings": {"schedule": "zz"}}, "schedule is 'zz': invalid choice"),
-        ({"settings": {"sparse": "zz"}}, "sparse is 'zz': invalid choice"),
-        ({"settings": {"warmup": 9}}, "--warmup 9: the run has 6 steps"),
-        ({"settings": {"eval_every": ...}}, "it has no settings of eval_every"),
-        ({"data": {}}, "epoch of its data, batch of its data"),
-        ({"data": {"epoch": 2**80, "batch": 0}}, f"epoch of its data is {2**80}"),
-        ({"data": {"epoch": 0, "batch": 10**8}}, "no position epoch 0, batch 100000000"),
-        ({"config": None}, "holds a module of no registered class"),
-        ({"config": {"vocab_size": "x"}}, "its configuration cannot be used"),
-        ({"step": 2**80}, f"step is {2**80}: the run has 6"),
-        ({"optimizer": {"class": "Adam"}}, "optimizer is 'Adam': runs have AdamW"),
-        ({"optimizer": {"lr": "x"}}, "lr must be finite and not negative"),
-        ({"optimizer": None}, "it has no optimizer"),
-        ({"step": -3}, "step is -3"),
-    ],
-)
-def test_a_crafted_checkpoint_is_one_error(tmp_path, tokens, capsys, monkeypatch, wrong, said):
-    """Its checksum is right, and what it says is not."""
-    assert train_pythia.main(flags(tmp_path, tokens, "a")) == 0
-    read = Checkpoint._read
-
-    def crafted(self, file):
-        entries, state = read(self, file)
-        for key, value in wrong.items():
-            merged = key in ("settings", "optimizer") and value
-            state[key] = {**state[key], **value} if merged else value
-        settings = state["settings"]
-        state["settings"] = {key: settings[key] for key in settings if settings[key] is not ...}
-        return entries, state
-
-    monkeypatch.setattr(Checkpoint, "_read", crafted)
-    assert train_pythia.main(flags(tmp_path, tokens, "a", "--resume", "auto")) == 1
-    error = capsys.readouterr().err
-    assert said in error and "step_6.safetensors: " in error and error.count("\n") == 1
