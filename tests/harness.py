@@ -4,6 +4,9 @@ needle.testing."""
 import contextlib
 import ctypes
 import gc
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -28,6 +31,22 @@ def naming(*case) -> Iterator[None]:
         yield
     except Exception as error:
         raise AssertionError(f"{' '.join(map(str, case))}: {error}") from error
+
+
+def python(code: str, **environment: str | None) -> subprocess.CompletedProcess:
+    """Run `code` in a process of its own, with the needle that is tested here. None removes a
+    variable."""
+    package, tests = Path(_C.__file__).parent.parent, Path(__file__).parent
+    paths = os.pathsep.join(map(str, (package, tests)))
+    variables = os.environ | {"PYTHONPATH": paths} | environment
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tests,
+        env={k: v for k, v in variables.items() if v is not None},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 def nvrtc_missing() -> str | None:

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path += [str(ROOT), str(ROOT / "apps"), str(ROOT / "tests")]
+sys.path += [str(ROOT), str(ROOT / "tests")]
 
 import programs  # noqa: E402
 
@@ -43,11 +43,8 @@ import numpy as np  # noqa: E402
 from harness import bits, device_of  # noqa: E402
 
 import needle as ndl  # noqa: E402
-from needle import _C, Tensor, nn, optim  # noqa: E402
+from needle import _C, nn, optim  # noqa: E402
 from needle.models.pythia import Pythia, PythiaConfig  # noqa: E402
-
-# isort: split
-import train_pythia  # noqa: E402  behind needle, of which it would choose the checkout's
 
 KINDS = {"needle": 1, "driver": 2, "python": 4}
 FOREVER = 1 << 40
@@ -81,15 +78,14 @@ class Injector:
         self.functions.calls_seen.restype = self.functions.calls_failed.restype = ctypes.c_long
         self._replace(_C.__file__, is_c=True)
         if cuda:
-            path = _C.build_info()["cuda_library"]
-            ctypes.CDLL(path)
-            self._replace(path, is_c=False)
+            self._replace(_C.build_info()["cuda_library"], is_c=False)
             ndl.cuda_init()
             if self.functions.driver_calls_replaced() == 0:
                 raise Wrong("the calls of the CUDA driver were not reached")
 
     def _replace(self, path: str, is_c: bool) -> None:
-        if self.functions.replace_imports(path.encode(), int(is_c)) <= 0:
+        handle = ctypes.c_void_p(ctypes.CDLL(path)._handle)
+        if self.functions.replace_imports(handle, int(is_c)) <= 0:
             raise Wrong(f"{path}: none of its imported functions could be replaced")
 
     def attempt(
@@ -270,27 +266,6 @@ class Fit(Operation):
         self.bench.fit(2)
 
 
-class Trainer(Operation):
-    """A step as apps/train_pythia.py does it, of two micro-batches, with its numbers read."""
-
-    def __init__(self, device: str, folder: Path) -> None:
-        super().__init__(device, folder)
-        self.states.add(self.expected[0])
-
-    def run(self) -> None:
-        model, optimizer = self.bench.model, self.bench.optimizer
-        half = Tensor.from_ndarray(_C.array(0.5, "float32", self.bench.device))
-        optimizer.reset_grad()
-        losses = [train_pythia.forward_backward(model, *self.bench.batch, half) for _ in range(2)]
-        norm, scale = optim.grad_norm(optimizer.flat, 1.0)
-        optimizer.step(scale)
-        coming = [_C.Download(x) for x in (*losses, norm)]
-        self.numbers = [float(x.wait()) for x in coming]
-
-    def result(self) -> Any:
-        return self.bench.state(), self.numbers
-
-
 class Save(Operation):
     """Over a file that is there: it stays, or is replaced whole."""
 
@@ -439,7 +414,7 @@ OPERATIONS = {
     kind.__name__: kind
     for kind in (
         *(Forward, Backward, BackwardOfAList, Step, StepOfAList, StepOfAdam, StepOfSGD),
-        *(Fit, Trainer, Save, Load, LoadAnew, Generate, Calls, FromNothing),
+        *(Fit, Save, Load, LoadAnew, Generate, Calls, FromNothing),
     )
 }
 

@@ -1,8 +1,8 @@
 /* nth_allocation.c - makes the n-th allocation fail, and counts them (tests/nth_allocation.py).
  *
  * Three kinds. NEEDLE: what needle's own shared objects ask of malloc, calloc, realloc,
- * posix_memalign and operator new; their tables of imported functions are rewritten, so that nobody
- * else is touched. DRIVER: memory, events and graphs of the CUDA driver. Its functions reach the
+ * posix_memalign and operator new; their tables of imported functions are rewritten, so that no
+ * other caller is touched. DRIVER: memory, events and graphs of the CUDA driver. Its functions reach the
  * runtime, which is linked into _cuda.so, through dlsym and cuGetProcAddress, and are replaced on
  * that way: before anything of CUDA is used. PYTHON: the objects that needle's C code asks the
  * interpreter for. Those of Python code and of NumPy are left alone: in both a failure loses
@@ -18,10 +18,10 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <unistd.h>
 #include <unwind.h>
 
 enum { NEEDLE = 1, DRIVER = 2, PYTHON = 4 };
@@ -126,23 +126,13 @@ static int replaced;
 int driver_calls_replaced(void) { return replaced; }
 
 static bool is_allocation(const char *name) {
-    static const char *const names[] = {"cuMemAlloc",
-                                        "cuMemAlloc_v2",
-                                        "cuMemAllocAsync",
-                                        "cuMemAllocFromPoolAsync",
-                                        "cuMemHostAlloc",
-                                        "cuMemAllocHost",
-                                        "cuMemAllocHost_v2",
-                                        "cuEventCreate",
-                                        "cuGraphInstantiate",
-                                        "cuGraphInstantiateWithFlags",
-                                        "cuGraphInstantiateWithParams"};
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
-        if (strcmp(name, names[i]) == 0) {
-            return true;
-        }
-    }
-    return false;
+    static const char names[] = " cuMemAlloc cuMemAlloc_v2 cuMemAllocAsync cuMemAllocFromPoolAsync "
+                                "cuMemHostAlloc cuMemAllocHost cuMemAllocHost_v2 cuEventCreate "
+                                "cuGraphInstantiate cuGraphInstantiateWithFlags "
+                                "cuGraphInstantiateWithParams ";
+    char word[64];
+    snprintf(word, sizeof word, " %s ", name);
+    return strstr(names, word) != NULL;
 }
 
 /* A function of the driver, or what stands in for it. */
@@ -230,120 +220,72 @@ enum { JUMP_SLOT = R_AARCH64_JUMP_SLOT, GLOB_DAT = R_AARCH64_GLOB_DAT };
 enum { JUMP_SLOT = R_X86_64_JUMP_SLOT, GLOB_DAT = R_X86_64_GLOB_DAT };
 #endif
 
-typedef struct {
-    const char *path;
-    bool is_c;
-    int replaced;
-} target;
-
-/* Where code lies: of _C, of the interpreter, in it of the loop over bytecode, of this file. */
+/* The addresses of a loaded file, of a function. */
 typedef struct {
     uintptr_t begin, end;
 } range;
-static range code_of_c, code_of_python, loop, own_code;
+static range code_of_c, code_of_python, loop, own_code; /* loop: of the interpreter over bytecode */
 
-static range code(const struct dl_phdr_info *info) {
-    range r = {UINTPTR_MAX, 0};
-    for (int i = 0; i < info->dlpi_phnum; i++) {
-        const Elf64_Phdr *part = &info->dlpi_phdr[i];
-        if (part->p_type == PT_LOAD && (part->p_flags & PF_X)) {
-            uintptr_t begin = info->dlpi_addr + part->p_vaddr, end = begin + part->p_memsz;
-            r.begin = begin < r.begin ? begin : r.begin;
-            r.end = end > r.end ? end : r.end;
-        }
+static range file_of(const void *address) {
+    struct dl_find_object found;
+    if (_dl_find_object((void *)(uintptr_t)address, &found) != 0) {
+        abort();
     }
-    return r;
+    return (range){(uintptr_t)found.dlfo_map_start, (uintptr_t)found.dlfo_map_end};
 }
 
 static bool is_in(range r, uintptr_t at) { return at >= r.begin && at < r.end; }
 
-static void rewrite(const struct dl_phdr_info *info, const Elf64_Rela *list, size_t bytes,
-                    const Elf64_Sym *symbols, const char *names, target *t) {
-    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+static int rewrite(const struct link_map *map, uintptr_t list_at, size_t bytes, bool is_c,
+                   const Elf64_Sym *symbols, const char *names) {
+    const Elf64_Rela *list = (const void *)list_at;
+    int replaced_here = 0;
     for (size_t i = 0; i < bytes / sizeof *list; i++) {
-        if (ELF64_R_TYPE(list[i].r_info) != JUMP_SLOT && ELF64_R_TYPE(list[i].r_info) != GLOB_DAT) {
-            continue;
-        }
+        uint64_t type = ELF64_R_TYPE(list[i].r_info);
         const char *name = names + symbols[ELF64_R_SYM(list[i].r_info)].st_name;
         for (size_t k = 0; k < sizeof imports / sizeof *imports; k++) {
-            if (imports[k].in_c == t->is_c && strcmp(name, imports[k].name) == 0) {
-                void **slot = (void **)(info->dlpi_addr + list[i].r_offset);
-                void *start = (void *)((uintptr_t)slot / page * page);
-                if (mprotect(start, page, PROT_READ | PROT_WRITE) == 0) {
+            if ((type == JUMP_SLOT || type == GLOB_DAT) && imports[k].in_c == is_c &&
+                strcmp(name, imports[k].name) == 0) {
+                void **slot = (void **)(map->l_addr + list[i].r_offset);
+                if (mprotect((void *)((uintptr_t)slot & ~(uintptr_t)4095), 4096,
+                             PROT_READ | PROT_WRITE) == 0) {
                     *slot = imports[k].function;
-                    t->replaced++;
+                    replaced_here++;
                 }
             }
         }
     }
+    return replaced_here;
 }
 
-static int visit(struct dl_phdr_info *info, size_t size, void *data) {
-    (void)size;
-    target *t = data;
-    range r = code(info);
-    code_of_python = is_in(r, (uintptr_t)PyObject_CallNoArgs) ? r : code_of_python;
-    own_code = is_in(r, (uintptr_t)visit) ? r : own_code;
-    if (strcmp(info->dlpi_name, t->path) != 0) {
-        return 0;
-    }
-    if (t->is_c) {
-        code_of_c = r;
-    }
-    const Elf64_Rela *jumps = NULL, *others = NULL;
-    size_t jump_bytes = 0, other_bytes = 0;
-    const Elf64_Sym *symbols = NULL;
-    const char *names = NULL;
-    for (int i = 0; i < info->dlpi_phnum; i++) {
-        if (info->dlpi_phdr[i].p_type != PT_DYNAMIC) {
-            continue;
-        }
-        const Elf64_Dyn *entry = (const void *)(info->dlpi_addr + info->dlpi_phdr[i].p_vaddr);
-        for (; entry->d_tag != DT_NULL; entry++) {
-            switch (entry->d_tag) {
-            case DT_JMPREL:
-                jumps = (const void *)entry->d_un.d_ptr;
-                break;
-            case DT_PLTRELSZ:
-                jump_bytes = entry->d_un.d_val;
-                break;
-            case DT_RELA:
-                others = (const void *)entry->d_un.d_ptr;
-                break;
-            case DT_RELASZ:
-                other_bytes = entry->d_un.d_val;
-                break;
-            case DT_SYMTAB:
-                symbols = (const void *)entry->d_un.d_ptr;
-                break;
-            case DT_STRTAB:
-                names = (const void *)entry->d_un.d_ptr;
-                break;
-            default:
-                break;
-            }
-        }
-    }
-    rewrite(info, jumps, jump_bytes, symbols, names, t);
-    rewrite(info, others, other_bytes, symbols, names, t);
-    return 0;
-}
-
-/* How many functions were replaced that the loaded file `path` imports; -1: there is no libstdc++.
- * is_c: it is _C, else _cuda.so. */
-int replace_imports(const char *path, int is_c) {
-    target t = {.path = path, .is_c = is_c != 0};
+/* The number of functions replaced that a loaded file imports, of which the handle of dlopen is
+ * given; -1: there is no libstdc++. is_c: it is _C, else _cuda.so. */
+int replace_imports(void *handle, int is_c) {
+    struct link_map *map;
     Dl_info info;
     const Elf64_Sym *symbol = NULL;
+    if (dlinfo(handle, RTLD_DI_LINKMAP, &map) != 0 || (!is_c && find_new() < 0)) {
+        return -1;
+    }
+    if (is_c) {
+        code_of_c = file_of(map->l_ld);
+        code_of_python = file_of((void *)PyObject_CallNoArgs);
+        own_code = file_of((void *)replace_imports);
+    }
     if (dladdr1((void *)_PyEval_EvalFrameDefault, &info, (void **)&symbol, RTLD_DL_SYMENT) != 0) {
         loop.begin = (uintptr_t)_PyEval_EvalFrameDefault;
         loop.end = loop.begin + symbol->st_size;
     }
-    if (!is_c && find_new() < 0) {
-        return -1;
+    uintptr_t table[DT_NUM] = {0};
+    for (const Elf64_Dyn *entry = map->l_ld; entry->d_tag != DT_NULL; entry++) {
+        if (entry->d_tag < DT_NUM) {
+            table[entry->d_tag] = entry->d_un.d_ptr;
+        }
     }
-    dl_iterate_phdr(visit, &t);
-    return t.replaced;
+    const Elf64_Sym *symbols = (const void *)table[DT_SYMTAB];
+    const char *names = (const void *)table[DT_STRTAB];
+    return rewrite(map, table[DT_JMPREL], table[DT_PLTRELSZ], is_c, symbols, names) +
+           rewrite(map, table[DT_RELA], table[DT_RELASZ], is_c, symbols, names);
 }
 
 /* ---- Python's objects ------------------------------------------------------------------------ */

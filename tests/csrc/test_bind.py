@@ -1,14 +1,10 @@
 """The binder around every call: the trace, threads, copies of operands."""
 
-import os
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import DEVICES, device_of
+from harness import DEVICES, device_of, python
 
 from needle import _C
 from needle.testing import to_ndarray
@@ -29,14 +25,7 @@ x + 1
 
 @pytest.mark.parametrize("traced", ["0", "1"])
 def test_trace_shows_calls_and_copies(traced):
-    done = subprocess.run(
-        [sys.executable, "-c", TRACED],
-        cwd=Path(_C.__file__).parent.parent,  # below the sanitizers not the tree
-        env=os.environ | {"NEEDLE_TRACE": traced},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = python(TRACED, NEEDLE_TRACE=traced)
     assert done.returncode == 0 and done.stdout == "begin\n"
     if traced == "0":
         assert done.stderr == ""

@@ -1,15 +1,12 @@
 """Only a GPU can show these: sizes past 2^31, streams, resets, faults, precision."""
 
 import gc
-import os
 import re
-import subprocess
-import sys
 import time
 
 import numpy as np
 import pytest
-from harness import ROOT, attended, device_of
+from harness import attended, device_of, python
 
 import needle as ndl
 from needle import _C, Tensor, ops
@@ -26,17 +23,6 @@ def device():
     yield cuda
     gc.collect()
     cuda.empty_cache()
-
-
-def python(code: str, **environment) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
 
 
 # ---- past 2^31 elements --------------------------------------------------------------------------

@@ -2,13 +2,10 @@
 
 import ctypes
 import gc
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
-from harness import DEVICES, ROOT, device_of, live_bytes
+from harness import DEVICES, device_of, live_bytes, python
 
 import needle as ndl
 from needle import _C, Tensor, ops
@@ -68,23 +65,6 @@ def test_a_huge_output(device):
     works(device)
 
 
-@both
-def test_a_failed_step_leaves_the_model_whole(device):
-    device = device_of(device)
-    weight = Tensor(np.ones((3, 4)), device=device)
-    kept = weight.numpy()
-    huge = Tensor.from_ndarray(
-        _C.array([1.0], device=device).reshape((1, 1)).broadcast_to((2**46, 3)), True
-    )
-    before = live_bytes(device)
-    with pytest.raises(failures(device)):
-        ops.linear(huge, weight).backward()
-    assert weight.grad is None
-    np.testing.assert_array_equal(weight.numpy(), kept)
-    assert live_bytes(device) == before
-    works(device)
-
-
 def test_sizes_that_overflow():
     for shape in [(2**62, 4), (2**32, 2**32), (2**63 - 1,)]:
         with pytest.raises((ValueError, MemoryError)):
@@ -129,8 +109,5 @@ print("done")
     hasattr(ctypes.CDLL(None), "__asan_init"), reason="under the sanitizers nothing is kept"
 )
 def test_memory_that_is_kept_goes_back_before_an_allocation_fails():
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", KEPT], env=environment, capture_output=True, text=True, timeout=60
-    )
+    done = python(KEPT, OMP_NUM_THREADS="1")
     assert done.stdout == "done\n", done.stderr

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 both = pytest.mark.parametrize("device", DEVICES)
 SHORT = ["Forward", "Backward", "Step", "StepOfAList", "Save", "Load", "Calls"]
-LONG = ["StepOfAdam", "Fit", "Trainer", "LoadAnew", "Generate", "FromNothing"]
+LONG = ["StepOfAdam", "Fit", "LoadAnew", "Generate", "FromNothing"]
 
 
 def sweep(device: str, kind: str, names: list[str], every: int = 1) -> dict[str, int]:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from harness import python
 
 from needle import _C
 
@@ -31,10 +32,10 @@ def test_a_byte_that_is_no_array_s(fault, size):
     at = {"heap-buffer-overflow": size, "use-after-poison": -1, "use-after-free": size - 1}[fault]
     free = "del array" if fault == "use-after-free" else ""
     code = PLANTED.format(size=size, at=at, free=free)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = python(code)
     assert done.returncode != 0 and fault in done.stderr, done.stderr
     harmless = PLANTED.format(size=size, at=0, free="")
-    subprocess.run([sys.executable, "-c", harmless], check=True)
+    assert python(harmless).returncode == 0
 
 
 def test_a_signed_overflow(tmp_path):

@@ -2,15 +2,11 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from harness import python
 
-from needle import _C
-
-PACKAGE = Path(_C.__file__).parent.parent  # the needle tested here
 POOL = """
 import numpy as np, os, signal, threading
 import needle as ndl
@@ -65,15 +61,9 @@ print(status)
 )
 
 
-def run(program: str, **environment: str) -> subprocess.CompletedProcess:
-    variables = {k: v for k, v in os.environ.items() if not re.match("OMP_|GOMP_", k)}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=variables | {"PYTHONPATH": str(PACKAGE)} | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+def run(program: str, **environment: str):
+    unset = {name: None for name in os.environ if re.match("OMP_|GOMP_", name)}
+    done = python(program, **unset | environment)
     assert done.returncode == 0, done.stderr
     return done
 
@@ -147,33 +137,6 @@ def test_threads_wait_without_spinning_long(user, spins):
         pytest.skip("OpenMP is not libgomp, or was loaded before needle")
     assert re.fullmatch(spins, found[1])
     assert done.stdout.split() == [str("OMP_WAIT_POLICY" in user)]  # the environment as it was
-
-
-ATTENTION = """
-import hashlib
-import numpy as np
-import needle as ndl
-from needle import ops
-
-rng, bits = np.random.default_rng(0), hashlib.sha256()
-for b, t, h, d in (3, 130, 7, 32), (1, 70, 21, 24), (2, 257, 2, 64):
-    for dtype in "float32", "bfloat16":
-        x = [rng.standard_normal((b, t, h, d)).astype(np.float32) for _ in range(4)]
-        q, k, v = (ndl.Tensor(a, dtype=dtype, requires_grad=True) for a in x[:3])
-        o = ops.attention(q, k, v)
-        (o * ndl.Tensor(x[3], dtype=dtype)).sum().backward()
-        for y in o, q.grad, k.grad, v.grad:
-            bits.update(y.numpy().astype(np.float32).tobytes())
-print(bits.hexdigest())
-"""
-
-
-def test_the_bits_of_attention_at_any_number_of_threads():
-    """Enough heads for 2 threads are too few for 8, which share the tiles of each."""
-    seen = {n: printed(ATTENTION, OMP_NUM_THREADS=n) for n in ("1", "2", "8")}
-    assert len(seen["1"][0]) == 64
-    assert seen["2"] == seen["1"]
-    assert seen["8"] == seen["1"]
 
 
 @pytest.mark.parametrize(
