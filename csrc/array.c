@@ -90,7 +90,7 @@ void nd_storage_release(nd_storage *storage) {
     if (storage->release != NULL) {
         storage->release(storage->owner);
     } else if (storage->memory != NULL && storage->generation == storage->device->generation) {
-        /* A destructor has nobody to tell; the next call on the device reports what is wrong. */
+        /* A destructor cannot report a failure; the next call on the device does. */
         (void)storage->device->backend->release(storage->device->index, storage->memory);
     }
     free(storage);

@@ -98,7 +98,7 @@ typedef struct nd_staging nd_staging;   /* opaque; host memory that uploads are 
 typedef struct nd_module nd_module;     /* opaque; machine code of the user's own */
 typedef struct nd_kernel nd_kernel;     /* opaque; a kernel of a module, and gone with it */
 
-/* What a device allows launches: numbers of a multiprocessor (sm_) and of a block, bytes for
+/* Limits of a device on launches: numbers of a multiprocessor (sm_) and of a block, bytes for
  * shared memory. kept_shared is the system's own, of each block. */
 typedef struct {
     int arch; /* 90 for sm_90 */
@@ -158,7 +158,7 @@ typedef struct nd_backend {
 
     /* Work recorded once and enqueued again by one call, on the same memory. From begin to capture
      * ops run as ever, and the graph sees what they allocate; the same ops from capture to end are
-     * recorded and do not run. In between nobody else may use the device, and nothing may be
+     * recorded and do not run. In between no other caller may use the device, and nothing may be
      * uploaded, downloaded or waited for. free gives up a recording that has not come to its end.
      * All NULL in a backend that records none (the CPU). */
     nd_status (*graph_begin)(int device, nd_graph **out); /* new */
@@ -167,7 +167,7 @@ typedef struct nd_backend {
     nd_status (*graph_launch)(int device, nd_graph *graph);
     nd_status (*graph_free)(int device, nd_graph *graph);
 
-    /* Kernels that needle does not have, from machine code. Who launches has checked the launch
+    /* Kernels that needle does not have, from machine code. The caller has checked the launch
      * against the limits and the kernel; what a launch is given lives until it has run. unload waits
      * for what is enqueued; graphs that launch from the module have gone before.
      * All NULL in a backend that runs none (the CPU). */

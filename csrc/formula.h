@@ -153,7 +153,7 @@ ND_FN float nd_tanh(float x) {
 
 ND_FN float nd_reciprocal(float x) { return 1.0f / x; }
 ND_FN float nd_normal_exp(float x) { return nd_exp(-0.5f * x * x); }
-/* 2^n is added to the exponent, which is exact: a sum behind a product would be rounded once or twice, as the
+/* 2^n is added to the exponent, which is exact: a sum after a product would be rounded once or twice, as the
  * compiler likes. */
 ND_FN float nd_logistic_exp(float x) {
     uint32_t power;

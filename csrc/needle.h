@@ -88,7 +88,7 @@ typedef struct nd_storage {
 } nd_storage;
 
 typedef struct nd_array {
-    nd_storage *storage; /* a counted reference held by whoever made the view */
+    nd_storage *storage; /* a counted reference held by the maker of the view */
     void *data;          /* storage->memory plus the offset */
     nd_dtype dtype;
     int ndim;

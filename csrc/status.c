@@ -1,4 +1,4 @@
-/* status.c - the message behind an nd_status, one per thread.
+/* status.c - the message of a failed nd_status, one per thread.
  *
  * Linked into _C and into _cuda.so with hidden visibility, so each shared object has its own
  * message; a backend hands its own out through nd_backend.last_error.

@@ -29,8 +29,8 @@ def load() -> None:
     try:
         if not _has_core(os.path.dirname(os.path.abspath(__file__))):
             _use_installed()
-        core = importlib.import_module("needle._C")
-        atexit.register(_end_after_fatal_fault, core)  # the first to register is the last to run
+        module = importlib.import_module("needle._C")
+        atexit.register(_end_after_fatal_fault, module)  # the first to register is the last to run
     except ImportError as error:
         if getattr(error, "name", None) == "needle":
             raise

@@ -25,7 +25,7 @@ typedef struct {
 
 /* One thread's tiles. A column a query: p, ds, qt, doutt, dqt. A row a query: q, dout. A row a key,
  * for all keys of the head: k, v, dk, dv. Rows of q, dout, dk and dv are padded to whole panels. sums: the
- * head's part of db (3, D), NULL where nobody asks for that. */
+ * head's part of db (3, D), NULL where db is not asked for. */
 typedef struct {
     float *p, *ds, *qt, *doutt, *dqt, *q, *dout, *k, *v, *dk, *dv, *sums;
     float lse[ATTENTION_QUERIES], delta[ATTENTION_QUERIES];
@@ -182,7 +182,7 @@ static void backward_head(const backward *b, int64_t batch, int64_t head, worksp
     attention_rows v_rows = attention_head(b->v, batch, head);
     attention_load(&k_rows, 0, keys, w->k, d);
     attention_load(&v_rows, 0, keys, w->v, d);
-    memset(w->dk, 0, (size_t)(2 * keys * padded) * sizeof(float)); /* and dv behind it */
+    memset(w->dk, 0, (size_t)(2 * keys * padded) * sizeof(float)); /* and dv after it */
     for (int64_t i = 0; i < b->pattern.blocks; i++) {
         int64_t end = min_of(queries, (i + 1) * block);
         for (int64_t t0 = i * block; t0 < end; t0 += ATTENTION_QUERIES) {

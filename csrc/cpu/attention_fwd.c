@@ -7,7 +7,7 @@
  * a panel of queries after the other: one product for the scores, an online softmax over them
  * (running maximum and sum; when the maximum grows, the accumulated output shrinks), one product
  * that adds V^T P^T. No T x S matrix exists; memory is a tile a thread, and k and v of the heads
- * in work as float32, side by side. Keys behind a panel's causal limit cost nothing; blocks that a
+ * in work as float32, side by side. Keys after a panel's causal limit cost nothing; blocks that a
  * sparse pattern does not list are never met. Everything in float32; tasks are independent, so
  * threads do not change bits. 4 T S D operations a head, half of that when causal.
  */
@@ -199,7 +199,7 @@ static void numbered_tile(const forward *f, int64_t pair, int64_t tile, const fl
     }
 }
 
-/* Rows [s0, s0 + n) of k and v of a head, laid out: each (S, D), v behind k. */
+/* Rows [s0, s0 + n) of k and v of a head, laid out: each (S, D), v after k. */
 static void lay_out(const forward *f, int64_t pair, int64_t s0, int64_t n, float *values) {
     int64_t heads = f->q->shape[2], keys = f->k->shape[1], d = f->q->shape[3];
     attention_rows k = attention_head(f->k, pair / heads, pair % heads);

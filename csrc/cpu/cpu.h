@@ -156,7 +156,7 @@ void cpu_sgemm_setup(void);          /* keeps the BLAS from starting threads of 
 const char *cpu_sgemm_library(void); /* e.g. "OpenBLAS SkylakeX" */
 
 /* ---- panels.c: c = base + a b on the calling thread, a and b of one dtype, c and base float32 ------
- * Strides of a and b in elements, of which one is 1. A row of base is `base_row` elements behind the
+ * Strides of a and b in elements, of which one is 1. A row of base is `base_row` elements after the
  * one before: 0 for a bias, ldc for c itself; NULL is zeros. The next call goes on with `more` steps of k behind
  * these, for which memory is asked meanwhile. `panels` has room for cpu_panels_words; that is 0 for no product but
  * where the processor lacks the instructions, or they are not wanted. */
@@ -171,7 +171,7 @@ void cpu_panels_product(nd_dtype dtype, int64_t m, int64_t n, int64_t k, const v
                         uint32_t *panels);
 
 /* ---- matmul.c ---------------------------------------------------------------------------------
- * linear_fwd without a residual, whose tiles are worked on by who has made them: once rows [i, i + rows) and
+ * linear_fwd without a residual, whose tiles are worked on by the threads that made them: once rows [i, i + rows) and
  * columns [j, j + columns) of y are there, finish(of, i, j, rows, columns) may change them. */
 typedef void cpu_tile_fn(const void *of, int64_t i, int64_t j, int64_t rows, int64_t columns);
 nd_status cpu_linear_tiles(int device, const linear_fwd_args *args, cpu_tile_fn *finish,

@@ -5,7 +5,7 @@
  *   both       logits become exp(logits - lse) - onehot(target), and share = 1 / count
  * Rows with a negative target are ignored: losses 0, dlogits 0. The forward walks a row once, in
  * runs that stay in the first-level cache, with a running maximum; the backward reads and writes
- * each logit once, of both row by row behind the forward. Threads take rows; the mean is added up in
+ * each logit once, of both row by row after the forward. Threads take rows; the mean is added up in
  * float64 in the order of the rows.
  */
 #include "cpu.h"

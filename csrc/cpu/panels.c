@@ -61,7 +61,7 @@ const char *cpu_panels_instructions(void) {
     return pairs_chosen ? "AVX512-BF16" : chosen ? "AVX-512" : NULL;
 }
 
-/* What an operand's elements become. */
+/* The type that an operand's elements become. */
 typedef enum { PAIRS, FROM_F32, FROM_BF16, FROM_F16 } form;
 
 static form form_of(nd_dtype dtype) {
@@ -139,7 +139,7 @@ AVX512 INLINE void pack_lanes(form f, const char *from, int64_t lane, int64_t st
     }
 }
 
-/* All lanes into panels of `width`, one behind the other. Strides in elements. Lanes that lie side
+/* All lanes into panels of `width`, one after the other. Strides in elements. Lanes that lie side
  * by side are read some steps at a time over all panels: memory is faster where addresses rise. */
 AVX512 INLINE void pack_form(form f, const void *from, int64_t lane, int64_t step, int64_t lanes,
                              int64_t k, int64_t width, uint32_t *to) {
@@ -197,7 +197,7 @@ static lines lines_of(form f, const char *at, int64_t lane, int64_t step, int64_
     return l;
 }
 
-/* What is asked for while products are made, because no hardware foresees it: the next panels of a and,
+/* Prefetched while products are made, because no hardware foresees it: the next panels of a and,
  * with the last `products` of a tile's part of k, those of b. */
 typedef struct {
     lines a, b;

@@ -11,7 +11,7 @@
 
 #include "../formula.h"
 
-/* What the registers of the architecture hold: ROWS x 2 vectors of sums, 2 of b and one of a. */
+/* The registers of the architecture hold ROWS x 2 vectors of sums, 2 of b and one of a. */
 #if defined(__AVX512F__)
 enum { TILE_LANES = 16, TILE_ROWS = 14 };
 #elif defined(__AVX__)

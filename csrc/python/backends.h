@@ -28,7 +28,7 @@ const char *nd_device_title(const nd_device *device);     /* "CUDA" */
 const char *nd_device_text(const nd_device *device, char text[24]); /* "cuda(1)" */
 int nd_device_count(nd_backend_id id); /* 0 when the backend cannot be had */
 
-/* NULL, or why arrays cannot live there. Loads the backend when nobody has. */
+/* NULL, or why arrays cannot live there. Loads the backend at the first call. */
 const char *nd_device_missing(nd_device *device);
 /* Make the device ready to allocate and run: load the backend, open the device. A device that is
  * not there raises RuntimeError with the reason. */

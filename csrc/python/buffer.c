@@ -124,7 +124,7 @@ int nd_ndarray_getbuffer(PyObject *self, Py_buffer *view, int flags) {
     view->readonly = 0;
     view->itemsize = item;
     view->format = flags & PyBUF_FORMAT ? (char *)formats[a->dtype] : NULL;
-    view->ndim = flags & PyBUF_ND ? a->ndim : 1; /* one axis, of bytes, to who asks for no shape */
+    view->ndim = flags & PyBUF_ND ? a->ndim : 1; /* without a shape one axis, of bytes */
     view->shape = flags & PyBUF_ND ? hold->shape : NULL;
     view->strides = has_strides ? hold->strides : NULL;
     view->suboffsets = NULL;

@@ -1,6 +1,6 @@
 /* device.c - the type Device: a backend and an index.
  *
- * Whatever differs between devices is asked of the backend: is_host, records_graphs,
+ * The backend says how devices differ: is_host, records_graphs,
  * runs_kernels, properties(), limits().
  */
 #include "device.h"

@@ -76,7 +76,7 @@ static void export_free(dl_export *hold) {
 static void export_delete_managed(dl_managed *self) { export_free(self->context); }
 static void export_delete_versioned(dl_versioned *self) { export_free(self->context); }
 
-/* A capsule that nobody consumed still owns the export. */
+/* A capsule that was not consumed still owns the export. */
 static void capsule_free(PyObject *capsule) {
     if (PyCapsule_IsValid(capsule, "dltensor")) {
         dl_managed *managed = PyCapsule_GetPointer(capsule, "dltensor");

@@ -1,6 +1,6 @@
 /* indexing.c - NDArray's reading and writing by index: views, iteration, assignment.
  *
- * An integer keeps its axis, with size 1. What is assigned may have the shape with or without it.
+ * An integer keeps its axis, with size 1. A value that is assigned has the shape with or without it.
  */
 #include <string.h>
 

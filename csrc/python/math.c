@@ -180,7 +180,7 @@ static PyObject *matmul(const nd_array *a, const nd_array *b) {
     PyObject *result = operands[0] && operands[1] ? nd_structured(OP_matmul, operands) : NULL;
     Py_XDECREF(operands[0]);
     Py_XDECREF(operands[1]);
-    if (result != NULL) { /* (B, M, N), contiguous and nobody else's: its batch axes come back */
+    if (result != NULL) { /* (B, M, N), contiguous and not shared: its batch axes come back */
         shape[ndim] = a->shape[a->ndim - 2];
         shape[ndim + 1] = b->shape[b->ndim - 1];
         nd_array *out = nd_array_of(result);

@@ -1,6 +1,6 @@
 /* ndarray.c - the NDArray type, put together: construction, attributes, the tables of its methods.
  *
- * Whatever only changes shape, strides or offset returns a view; whatever computes goes through an
+ * A method that only changes shape, strides or offset returns a view; one that computes calls an
  * op of ops.def.
  */
 #include "arguments.h"
@@ -184,7 +184,7 @@ static PyObject *get_data_ptr(PyObject *self, void *closure) {
     if (nd_check_live("data_ptr", "x", a) < 0) {
         return NULL;
     }
-    nd_count_write(a); /* whoever asks may write */
+    nd_count_write(a); /* the caller may write */
     return PyLong_FromVoidPtr(a->data);
 }
 
@@ -198,7 +198,7 @@ static PyObject *get_handle(PyObject *self, void *closure) {
     return (PyObject *)handle;
 }
 
-/* ---- Handle: the memory behind an array ------------------------------------------------------ */
+/* ---- Handle: the memory of an array ---------------------------------------------------------- */
 static void handle_dealloc(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
     nd_storage_release(((HandleObject *)self)->storage);
@@ -265,7 +265,7 @@ static PyMethodDef ndarray_methods[] = {
      "it would reach outside the memory."},
     {"joined", nd_ndarray_joined, METH_O,
      "joined($self, other, /)\n--\n\nOne view over both, along the first axis, where other lies "
-     "right behind this array in the same memory; else None."},
+     "right after this array in the same memory; else None."},
     {"flip", nd_ndarray_flip, METH_VARARGS,
      "flip($self, axes=None, /)\n--\n\nView with the axes (default: all) walked backwards."},
     {"view", nd_ndarray_view, METH_O,

@@ -33,7 +33,7 @@ static const char *const kind_names[NUM_TAKES] = {
 };
 
 #define ANY_DTYPE (-1)
-/* What a pointer is in a kernel with checks: needle::checked of needle/kernels/checked.py. The first
+/* A pointer of a kernel with checks: needle::checked of needle/kernels/checked.py. The first
  * member is the address, all that a plain pointer is. */
 typedef struct {
     const void *at, *low, *high;

@@ -1,7 +1,7 @@
 /* state.h - the ops, the backends and the state of the module.
  *
  * In this folder a function that returns PyObject * or int follows Python's rule: NULL or -1 with
- * an exception set. What lies below the folder speaks nd_status instead.
+ * an exception set. Functions below the folder return nd_status instead.
  */
 #ifndef NEEDLE_STATE_H
 #define NEEDLE_STATE_H
@@ -49,7 +49,7 @@ typedef struct {
     /* A set of each device that is recording a Graph, which owns it: what it launches from. */
     PyObject *recorded[NUM_BACKENDS * ND_MAX_DEVICES];
     PyObject *field_names[NUM_OPS][ND_MAX_FIELDS]; /* interned */
-    nd_storage *nothing;                           /* behind arrays that are not made yet */
+    nd_storage *nothing;                           /* of arrays that are not made yet */
     uint64_t writes;                               /* into arrays that were there */
     nd_exported *exported;                         /* buffers that Python's protocol handed out */
     bool trace;                                    /* NEEDLE_TRACE=1 */
