@@ -26,32 +26,22 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import statistics
-import sys
-import time
 import types
 from collections.abc import Callable
-from pathlib import Path
 
+import bench
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import checkout
-
-checkout.choose()
-from machine import machine_now
+from bench import Call, Timer
 
 import needle as ndl
 from needle import _C
 from needle.block_mask import BlockMask
 from needle.ops.dilated import DilatedAttention
-from needle.processes import program
 
 SAMPLE_MS = 20.0
 LOAD_SECONDS = 10.0
 WAYS = ("forward", "backward")
-Call = Callable[[], object]
 # cuDNN 9.19 on an H200 through PyTorch 2.11: TFLOP/s by T, 64 Ki tokens, 8 heads of 64, bfloat16.
 CUDNN = {2048: (384, 328), 8192: (436, 408), 16384: (445, 431), 65536: (455, 431)}
 
@@ -62,7 +52,7 @@ class Side:
 
     name: str
     calls: tuple[Call, Call]  # forward, backward
-    timer: Callable[[Call, int], float]  # milliseconds of so many calls
+    timer: Timer
     pairs: float
     counts: tuple[int, int] = (1, 1)  # calls of a sample
     times: tuple[list[float], list[float]] = dataclasses.field(default_factory=lambda: ([], []))
@@ -112,38 +102,7 @@ def needle_calls(
     return forward, backward
 
 
-def needle_timer() -> Callable[[Call, int], float]:
-    device = ndl.cuda()
-    start, end = _C.Event(device), _C.Event(device)
-
-    def milliseconds(call: Call, count: int) -> float:
-        start.record()
-        for _ in range(count):
-            call()
-        end.record()
-        device.synchronize()
-        return start.elapsed(end)
-
-    return milliseconds
-
-
 # ---- PyTorch -------------------------------------------------------------------------------------
-
-
-def torch_timer() -> Callable[[Call, int], float]:
-    import torch
-
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def milliseconds(call: Call, count: int) -> float:
-        start.record()
-        for _ in range(count):
-            call()
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end)
-
-    return milliseconds
 
 
 def torch_operands(packed: np.ndarray, dout: np.ndarray, dtype: str) -> list:
@@ -210,7 +169,7 @@ def torch_sides(operands: list, T: int, sparse: BlockMask, kept: float, pairs: f
     sides = []
     for name, make, counted in asked:
         try:
-            sides.append(Side(name, make(), torch_timer(), counted))
+            sides.append(Side(name, make(), bench.torch_timer(), counted))
         except Exception as error:  # of a compiler, a backend that has no kernel, memory
             print(f"{name}: left out: {str(error).splitlines()[0]}")
     return sides
@@ -255,20 +214,21 @@ def speeds(ours: Side, peer: Side) -> list[float]:
 def run(sides: list[Side], rounds: int) -> None:
     """Fills in `counts` and `times` of each side."""
     for side in sides:
-        once = [max(side.timer(call, 3) / 3, 1e-3) for call in side.calls]
-        side.counts = tuple(max(1, int(SAMPLE_MS / ms)) for ms in once)
-    end = time.monotonic() + LOAD_SECONDS
-    while time.monotonic() < end:
-        for side in sides:
-            for call, count in zip(side.calls, side.counts):
-                side.timer(call, count)
-    for number in range(rounds):
-        seen = machine_now() if number == rounds - 1 else None
-        for side in sides:
-            for way, (call, count) in enumerate(zip(side.calls, side.counts)):
-                side.times[way].append(side.timer(call, count) / count)
-    if seen is not None:
-        print(f"clock, power, temperature in the last round: {seen.communicate()[0].strip()}")
+        side.counts = tuple(bench.repeats_for(SAMPLE_MS, side.timer, call) for call in side.calls)
+    samplers = {
+        (side.name, way): lambda side=side, way=way: (
+            side.timer(side.calls[way], side.counts[way]) / side.counts[way]
+        )
+        for side in sides
+        for way in (0, 1)
+    }
+    bench.load(lambda: bench.in_turns(samplers, 1), LOAD_SECONDS)
+    taken = bench.in_turns(samplers, rounds - 1)
+    state = bench.GpuState()
+    last = bench.in_turns(samplers, 1)
+    for side in sides:
+        side.times = tuple(taken[side.name, way] + last[side.name, way] for way in (0, 1))
+    print(f"clock, power, temperature in the last round: {state.text()}")
 
 
 def show(side: Side, D: int, what: str) -> None:
@@ -290,7 +250,7 @@ def beside_peers(T: int, B: int, args: argparse.Namespace) -> None:
     packed, dout = shape_of_all(args, T, B)
     sparse = window_mask(T, 128)
     pairs, kept = (n * B * args.heads for n in (causal_pairs(T), kept_pairs(sparse)))
-    timer = needle_timer()
+    timer = bench.needle_timer(ndl.cuda())
     sides = [
         Side("needle", needle_calls(packed, dout, args.dtype, None), timer, pairs),
         Side(
@@ -300,7 +260,7 @@ def beside_peers(T: int, B: int, args: argparse.Namespace) -> None:
             kept,
         ),
     ]
-    if not args.alone and importlib.util.find_spec("torch"):
+    if not args.alone and bench.has("torch"):
         operands = torch_operands(packed, dout, args.dtype)
         sides += torch_sides(operands, T, sparse, kept, pairs)
     run(sides, args.rounds)
@@ -343,7 +303,7 @@ def check_peer(cudnn: Side | None, T: int, B: int, args: argparse.Namespace, gpu
 def over_densities(T: int, B: int, args: argparse.Namespace) -> list[tuple[float, float, float]]:
     """(density, speed-up forward, backward) of each density."""
     packed, dout = shape_of_all(args, T, B)
-    timer, each = needle_timer(), B * args.heads
+    timer, each = bench.needle_timer(ndl.cuda()), B * args.heads
     pairs = causal_pairs(T) * each
     sides = [Side("dense", needle_calls(packed, dout, args.dtype, None), timer, pairs)]
     for density in args.densities:
@@ -382,7 +342,7 @@ def dilated_calls(
 
 def over_branches(T: int, B: int, args: argparse.Namespace) -> None:
     packed, dout = shape_of_all(args, T, B)
-    branches, timer = [(min(w, T), r) for w, r in args.dilated], needle_timer()
+    branches, timer = [(min(w, T), r) for w, r in args.dilated], bench.needle_timer(ndl.cuda())
     held = sum(
         causal_pairs(-(-(length - h % r) // r)) * segments
         for w, r in branches
@@ -438,56 +398,22 @@ def plot(path: str, curves: dict[int, list[tuple[float, float, float]]], block: 
 
 
 def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = bench.parser(
+        __doc__,
+        ("--heads", 8, "H", ""),
+        ("--head-dim", 64, "D", ""),
+        ("--rounds", 20, "N", "samples of each side, two at least"),
+        ("--alone", bool, None, "time needle only (default: beside PyTorch, if found)"),
+        ("--block", 128, "N", "of --densities"),
+        ("--plot", str, "FILE", "of --densities: a picture of them"),
     )
-    parser.add_argument(
-        "--shapes",
-        nargs="+",
-        type=shape,
-        metavar="TxB",
-        help="causal, S = T (default: 64 Ki tokens at T 2048, 8192, 16384, 65536; with --densities "
-        "at T 4096, 16384, 65536)",
-    )
-    parser.add_argument("--heads", type=int, default=8, metavar="H", help="default: 8")
-    parser.add_argument("--head-dim", type=int, default=64, metavar="D", help="default: 64")
-    parser.add_argument(
-        "--dtype",
-        default="bfloat16",
-        choices=("bfloat16", "float16", "float32"),
-        help="default: bfloat16",
-    )
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=20,
-        metavar="N",
-        help="samples of each side, two at least (default: 20)",
-    )
-    parser.add_argument(
-        "--alone", action="store_true", help="time needle only (default: beside PyTorch, if found)"
-    )
-    parser.add_argument(
-        "--densities",
-        nargs="+",
-        type=float,
-        metavar="SHARE",
-        help="time random blocks of these shares beside dense attention, and no peer "
-        "(default: none)",
-    )
-    parser.add_argument(
-        "--block", type=int, default=128, metavar="N", help="of --densities (default: 128)"
-    )
-    parser.add_argument(
-        "--plot", metavar="FILE", help="of --densities: a picture of them (default: none)"
-    )
-    parser.add_argument(
-        "--dilated",
-        nargs="+",
-        type=branch,
-        metavar="SEGMENT:DILATION",
-        help="time dilated attention of these branches beside dense, and no peer (default: none)",
-    )
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    for flag, kind, metavar, about in (
+        ("--shapes", shape, "TxB", "causal, S = T (default: 64 Ki tokens at several T)"),
+        ("--densities", float, "SHARE", "time random blocks of these shares, and no peer"),
+        ("--dilated", branch, "SEGMENT:DILATION", "time dilated attention, and no peer"),
+    ):
+        parser.add_argument(flag, nargs="+", type=kind, metavar=metavar, help=about)
     args = parser.parse_args(words)
     if args.rounds < 2:
         parser.error(f"--rounds: quartiles need 2 samples at least, not {args.rounds}")
@@ -500,15 +426,11 @@ def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = read_arguments()
-    if not ndl.cuda().enabled():
-        raise SystemExit(
-            "attention.py needs a CUDA device: python -m needle.diagnose says why there is none"
-        )
+    device = bench.need_gpu()
     usual = (4096, 16384, 65536) if args.densities else tuple(CUDNN)
     shapes = args.shapes or [(T, 65536 // T) for T in usual]
-    properties = ndl.cuda().properties()
     print(
-        f"{properties['name']}, {properties['detail']}; {args.dtype}, H {args.heads}, "
+        f"{bench.describe(device)}; {args.dtype}, H {args.heads}, "
         f"{args.rounds} samples a side, taking turns"
     )
     columns = "".join(f"{way + ' ms (middle half)':>27} {'TFLOP/s':>7}" for way in WAYS)
@@ -526,4 +448,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(program(main))
+    bench.run(main)

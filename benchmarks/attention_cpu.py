@@ -11,35 +11,24 @@ all turns and the middle half, and of the ratios of each turn the median. needle
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import statistics
 import sys
-import time
-from collections.abc import Callable
-from pathlib import Path
 
+import bench
 import numpy as np
+from bench import Call
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import checkout
-
-checkout.choose()
-from needle.processes import program
-
-Call = Callable[[], object]
+import needle as ndl
+from needle import _C
 
 
 def timed(calls: dict[str, Call], turns: int = 11) -> dict[str, list[float]]:
     """name -> milliseconds of each turn; the quartiles are printed."""
-    samples: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
-    for _ in range(turns):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            samples[name].append((time.perf_counter() - start) * 1e3)
+    timed = {name: lambda call=call: 1e3 * bench.seconds(call) for name, call in calls.items()}
+    samples = bench.in_turns(timed, turns)
     for name, times in samples.items():
         low, middle, high = statistics.quantiles(times, n=4)
         print(f"{name:<34} {middle:8.2f} ms  ({low:.2f} to {high:.2f})")
@@ -71,16 +60,15 @@ def torch_calls(arrays: list[np.ndarray]) -> dict[str, Call]:
 
 
 def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    top = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     cores = len(os.sched_getaffinity(0))
-    for flag, default, letter, what in (
-        ("--threads", cores, "N", "default: one a core, here %(default)s"),
-        ("--batch-size", 1, "B", "sequences (default: %(default)s)"),
-        ("--seq-len", 2048, "T", "queries and keys of each (default: %(default)s)"),
-        ("--heads", 8, "H", "default: %(default)s"),
-        ("--head-dim", 64, "D", "default: %(default)s"),
-    ):
-        top.add_argument(flag, type=int, default=default, metavar=letter, help=what)
+    top = bench.parser(
+        __doc__,
+        ("--threads", cores, "N", "one a core"),
+        ("--batch-size", 1, "B", "sequences"),
+        ("--seq-len", 2048, "T", "queries and keys of each"),
+        ("--heads", 8, "H", ""),
+        ("--head-dim", 64, "D", ""),
+    )
     args = top.parse_args(words)
     for name, value in vars(args).items():
         if value < 1:
@@ -90,12 +78,11 @@ def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main() -> int:
+def main() -> None:
     args = read_arguments()
-    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # before needle is loaded
-    import needle as ndl
-    from needle import _C
-
+    if os.environ.get("OMP_NUM_THREADS") != str(args.threads):
+        os.environ["OMP_NUM_THREADS"] = str(args.threads)  # read once, when libgomp is loaded
+        os.execv(sys.executable, [sys.executable, *sys.argv])
     B, T, H, D = args.batch_size, args.seq_len, args.heads, args.head_dim
     generator, device = np.random.default_rng(0), ndl.cpu()
     arrays = [generator.standard_normal((B, T, H, D)).astype(np.float32) for _ in range(4)]
@@ -110,7 +97,7 @@ def main() -> int:
         ),
     }
     dense = dict(calls)
-    if importlib.util.find_spec("torch"):
+    if bench.has("torch"):
         import torch
 
         torch.set_num_threads(args.threads)
@@ -146,8 +133,7 @@ def main() -> int:
             ratio(took[f"{what}, {way}"], took[f"needle {way}"]) * pairs / kept for way in ways
         ]
         print(f"times ideal: forward {costs[0]:.2f}, backward {costs[1]:.2f}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(program(main))
+    bench.run(main)

@@ -20,7 +20,7 @@ import checkout
 
 checkout.choose()
 import needle as ndl
-from needle import _C
+from needle import _C, models
 from needle.processes import program
 
 Call = Callable[[], Any]
@@ -30,10 +30,36 @@ Timer = Callable[[Call, int], float]  # milliseconds of so many calls
 # ---- programs and their peers --------------------------------------------------------------------
 
 
-def parser(text: str) -> argparse.ArgumentParser:
-    """One whose help is the docstring of the program."""
-    return argparse.ArgumentParser(
+def parser(text: str, *flags: tuple[str, Any, str | None, str]) -> argparse.ArgumentParser:
+    """A parser whose help is the docstring of the program.
+
+    A flag is (name, default, metavar, help). Its type is that of the default, or the default itself
+    where it is a type, which leaves None. A list takes one value or more, a bool is a switch.
+    """
+    made = argparse.ArgumentParser(
         description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default, metavar, about in flags:
+        if default is bool:
+            made.add_argument(name, action="store_true", help=about)
+            continue
+        many, known = isinstance(default, list), not isinstance(default, type)
+        kind = type(default[0] if many else default) if known else default
+        shown = " ".join(map(str, default)) if many else default
+        made.add_argument(
+            name,
+            type=kind,
+            default=default if known else None,
+            nargs="+" if many else None,
+            metavar=metavar,
+            help=f"{about} (default: {shown})".strip() if known else about,
+        )
+    return made
+
+
+def add_model(made: argparse.ArgumentParser) -> None:
+    made.add_argument(
+        "--model", choices=models.preset_names(), default="pythia-70m", help="default: pythia-70m"
     )
 
 

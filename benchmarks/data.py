@@ -14,27 +14,20 @@ one batch costs the reading thread.
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import statistics
-import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import bench
 import numpy as np
+from train_step import NeedleSide, block
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import checkout
-
-checkout.choose()
 import needle as ndl
-from needle import _C, nn, optim
 from needle.data import Batches, Prefetch, megatron, open_data
-from needle.models.pythia import Pythia, PythiaConfig
-from needle.processes import program
+from needle.models.pythia import PythiaConfig
 
 TOKENS = 40_000_000
 DOCUMENT = 700  # mean length: about the Pile's in bytes / 4, and every batch has some hundred
@@ -68,7 +61,7 @@ def write_files(folder: Path, vocabulary: int, row: int, count: int) -> dict[str
 
 
 class InPlace:
-    """One batch for ever."""
+    """One batch, given again and again."""
 
     waited = 0.0
 
@@ -76,57 +69,41 @@ class InPlace:
         self.next = lambda: batch
 
 
-Block = Callable[[Prefetch | InPlace, int], tuple[float, list[float]]]
+class Watched:
+    """Batches, and the seconds that each step waited for its own."""
 
+    def __init__(self, batches: Prefetch | InPlace) -> None:
+        self._batches, self.waits = batches, []
 
-def trainer(config: PythiaConfig, device: ndl.Device) -> Block:
-    """(batches, steps) -> seconds of a block, seconds that each step waited for its batch."""
-    model = Pythia(config, device=device)
-    flat = nn.flatten_parameters(model)
-    optimizer = optim.AdamW(flat, lr=1e-4, weight_decay=0.1, beta1=0.9, beta2=0.95)
-
-    def block(batches: Prefetch | InPlace, steps: int) -> tuple[float, list[float]]:
-        device.synchronize()
-        start, waits, before = time.perf_counter(), [batches.waited], None
-        for _ in range(steps):
-            optimizer.reset_grad()
-            _, loss = model(*batches.next())
-            waits.append(batches.waited)
-            loss.backward()
-            _, scale = _C.grad_norm(flat.grad, 1.0)
-            optimizer.step(scale)
-            here = _C.Download(loss.cached_data)
-            if before is not None:
-                before.wait()
-            before = here
-        before.wait()
-        return time.perf_counter() - start, np.diff(waits).tolist()
-
-    return block
+    def next(self) -> Any:
+        before = self._batches.waited
+        batch = self._batches.next()
+        self.waits.append(self._batches.waited - before)
+        return batch
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = bench.parser(
+        __doc__,
+        ("--model", str, "NAME", "default: pythia-70m, on a CPU tiny"),
+        ("--batch-size", int, "B", "default: 16, on a CPU 4"),
+        ("--seq-len", int, "T", "default: 2048, on a CPU 128"),
+        ("--steps", 20, "N", "of a block"),
+        ("--blocks", 7, "N", "of a side; the first is not timed"),
     )
-    parser.add_argument("--model", default=None, help="default: pythia-70m, on a CPU tiny")
-    parser.add_argument(
-        "--device", default="cuda" if ndl.cuda().enabled() else "cpu", choices=("cpu", "cuda")
-    )
-    parser.add_argument("--dtype", default=None, choices=("float32", "bfloat16"))
-    parser.add_argument("--batch-size", type=int, default=None, help="default: 16, on a CPU 4")
-    parser.add_argument("--seq-len", type=int, default=None, help="default: 2048, on a CPU 128")
-    parser.add_argument("--steps", type=int, default=20, help="of a block")
-    parser.add_argument("--blocks", type=int, default=7, help="of a side; the first is not timed")
+    parser.add_argument("--device", choices=("cpu", "cuda"))
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"))
     args = parser.parse_args()
 
+    args.device = args.device or ("cuda" if ndl.cuda().enabled() else "cpu")
     on_gpu = args.device == "cuda"
     device = ndl.cuda() if on_gpu else ndl.cpu()
     dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
     args.model = args.model or ("pythia-70m" if on_gpu else "tiny")
     shape = args.batch_size or (16 if on_gpu else 4), args.seq_len or (2048 if on_gpu else 128)
     config = PythiaConfig.preset(args.model, max_seq_len=shape[1], dtype=dtype)
-    train = trainer(config, device)
+    tokens = np.zeros(shape[0] * shape[1] + 1, np.uint16)  # each side brings its own
+    side = NeedleSide(config, device, tokens, shape, graph=False)
     print(f"{platform.machine()}, {os.cpu_count()} cores, {device.properties()['name']}")
     print(
         f"{args.model}, {shape[0]} x {shape[1]}, {dtype}, {args.blocks - 1} blocks of "
@@ -140,36 +117,41 @@ def main() -> None:
         for kind, path in files.items():
             batches = Batches(open_data(path).train, *shape, seed=1, vocab_size=config.vocab_size)
             batches.next_rows()
-            start = time.perf_counter()
-            for _ in range(10):
-                batches.next_rows()
-            reads[kind] = (time.perf_counter() - start) / 10
+            ten = lambda batches=batches: [batches.next_rows() for _ in range(10)]
+            reads[kind] = bench.seconds(ten) / 10
             readers[kind] = Prefetch(batches, device)
         fixed = InPlace(next(iter(readers.values())).next())
-        seconds: dict[str, list[float]] = {"one batch, in place": [], **{k: [] for k in readers}}
-        waits: dict[str, list[float]] = {kind: [] for kind in seconds}
-        for number in range(args.blocks):
-            for kind in seconds:
-                taken, waited = train(readers.get(kind, fixed), args.steps)
-                if number:
-                    seconds[kind].append(taken / args.steps)
-                    waits[kind] += waited
+        sides = {"one batch, in place": fixed, **readers}
+        waits: dict[str, list[float]] = {kind: [] for kind in sides}
+
+        def sample(kind: str) -> float:
+            """Milliseconds a step."""
+            side.batches = Watched(sides[kind])
+            taken, _, _ = block(side, args.steps)
+            waits[kind] += side.batches.waits
+            return taken
+
+        samples = {kind: lambda kind=kind: sample(kind) for kind in sides}
+        bench.in_turns(samples, 1)
+        for waited in waits.values():
+            waited.clear()
+        taken = bench.in_turns(samples, args.blocks - 1)
         for reader in readers.values():
             reader.close()
 
-    reference = statistics.median(seconds["one batch, in place"])
+    reference = statistics.median(taken["one batch, in place"])
     print(
         f"{'':22}{'ms a step':>10}{'min':>8}{'max':>8}{'x in place':>12}"
         f"{'waits ms':>10}{'worst':>8}{'reads ms':>10}"
     )
-    for kind, times in seconds.items():
+    for kind, times in taken.items():
         median = statistics.median(times)
         print(
-            f"{kind:22}{median * 1e3:10.2f}{min(times) * 1e3:8.2f}{max(times) * 1e3:8.2f}"
+            f"{kind:22}{median:10.2f}{min(times):8.2f}{max(times):8.2f}"
             f"{median / reference:12.3f}{statistics.mean(waits[kind]) * 1e3:10.3f}"
             f"{max(waits[kind]) * 1e3:8.2f}{reads.get(kind, 0) * 1e3:10.2f}"
         )
 
 
 if __name__ == "__main__":
-    sys.exit(program(main))
+    bench.run(main)

@@ -23,30 +23,21 @@ all_gather do, as a share of the step.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import statistics
-import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import bench
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import checkout
-
-checkout.choose()
-from groups import Workers, join, own_gpu, serve, torch_group
-from machine import machine_now
-from train_step import BATCHES, NeedleSide, block, spread
+from bench import spread
+from groups import Workers, gpus_of, join, own_gpu, serve, torch_group
+from train_step import BATCHES, NeedleSide, block
 
 import needle as ndl
 from needle import _C, models
 from needle.backend_ndarray import as_bytes
 from needle.distributed.data_parallel import DataParallel
-from needle.distributed.group import Group, visible_gpus
-from needle.processes import program
+from needle.distributed.group import Group
 
 TIMES = 20  # that a part of the exchange is timed
 
@@ -98,15 +89,10 @@ class ParallelSide(NeedleSide):
         }
 
     def _time(self, call: Callable[[], Any]) -> float:
-        first, last = _C.Event(self.device), _C.Event(self.device)
         call()
         self.synchronize()
         self.group.gather("ready", None)
-        first.record()
-        for _ in range(TIMES):
-            call()
-        last.record()
-        return first.elapsed(last) / TIMES
+        return bench.needle_timer(self.device)(call, TIMES) / TIMES
 
 
 def torch_parts(size: int, count: int) -> dict[str, float]:
@@ -125,16 +111,10 @@ def torch_parts(size: int, count: int) -> dict[str, float]:
     }
     found = {}
     for name, call in calls.items():
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         call()
         torch.cuda.synchronize()
         distributed.barrier()
-        first.record()
-        for _ in range(TIMES):
-            call()
-        last.record()
-        last.synchronize()
-        found[name] = first.elapsed_time(last) / TIMES
+        found[name] = bench.torch_timer()(call, TIMES) / TIMES
     return found
 
 
@@ -190,20 +170,17 @@ def measure(sides: dict[str, Workers], leaves: int, args: argparse.Namespace) ->
     """Tokens a second of each side, at the median."""
     steps = max(args.steps // leaves, 2)
     question = {"what": "block", "leaves": leaves, "steps": steps}
-    end = time.monotonic() + args.load
-    while time.monotonic() < end:
-        for side in sides.values():
-            side.ask(**question)
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(args.blocks):
-        for name, side in sides.items():
-            times[name].append(max(ms for ms, _, _ in side.ask(**question)))
-    asked = machine_now()
-    while asked.poll() is None:
-        next(reversed(sides.values())).ask(**question)
+    bench.load(lambda: [side.ask(**question) for side in sides.values()], args.load)
+
+    def sampler(side: Workers) -> Callable[[], float]:
+        return lambda: max(ms for ms, _, _ in side.ask(**question))
+
+    times = bench.in_turns({name: sampler(side) for name, side in sides.items()}, args.blocks)
+    last = next(reversed(sides.values()))
+    state = bench.GpuState().during(lambda: last.ask(**question))
     print(f"\n{leaves} x {args.batch_size} x {args.seq_len} a GPU and step: ", end="")
     print(f"{args.blocks} blocks of {steps} steps a side, in turns; clock, power, temperature:")
-    print("  " + "\n  ".join(asked.communicate()[0].strip().splitlines()))
+    print("  " + "\n  ".join(state.splitlines()))
     rates = {}
     for name, side in sides.items():
         tokens = leaves * side.count * args.batch_size * args.seq_len
@@ -236,35 +213,25 @@ def tell_parts(sides: dict[str, Workers], many: str, step_ms: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = bench.parser(
+        __doc__,
+        ("--gpus", int, "N", "default: all that are visible"),
+        ("--batch-size", 16, "B", ""),
+        ("--seq-len", 2048, "T", ""),
+        ("--leaves", [1, 4], "N", "a rank"),
+        ("--blocks", 5, "N", "a side"),
+        ("--steps", 20, "N", "a block"),
+        ("--load", 5.0, "SECONDS", "before the blocks"),
+        ("--alone", bool, None, "without PyTorch"),
     )
-    parser.add_argument("--gpus", type=int, metavar="N", help="default: all that are visible")
-    parser.add_argument(
-        "--model", choices=models.preset_names(), default="pythia-70m", help="default: pythia-70m"
-    )
-    parser.add_argument("--batch-size", type=int, default=16, metavar="B", help="default: 16")
-    parser.add_argument("--seq-len", type=int, default=2048, metavar="T", help="default: 2048")
-    parser.add_argument(
-        "--leaves", type=int, nargs="+", default=[1, 4], metavar="N", help="a rank (default: 1 4)"
-    )
-    parser.add_argument("--blocks", type=int, default=5, metavar="N", help="a side (default: 5)")
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="a block (default: 20)")
-    parser.add_argument(
-        "--load", type=float, default=5.0, metavar="SECONDS", help="before the blocks (default: 5)"
-    )
-    parser.add_argument("--alone", action="store_true", help="without PyTorch")
+    bench.add_model(parser)
     parser.add_argument("--worker", choices=("needle", "torch"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         return work(args)
-    visible = visible_gpus()
-    gpus = args.gpus or visible
-    if not 2 <= gpus <= visible:
-        parser.error(f"{visible} GPUs are visible, and this needs 2 or more of them")
+    gpus = gpus_of(parser, args.gpus)
     many = f"{gpus} GPUs"
-    properties = ndl.cuda().properties()
-    print(f"{gpus} x {properties['name']}, {properties['detail']}; {args.model}, bfloat16")
+    print(f"{gpus} x {bench.describe(ndl.cuda())}; {args.model}, bfloat16")
     flags = ["--model", args.model, "--batch-size", args.batch_size, "--seq-len", args.seq_len]
 
     def start(kind: str, name: str, count: int) -> Workers:
@@ -272,7 +239,7 @@ def main() -> None:
 
     sides = {f"needle, {words}": start("needle", f"needle, {words}", count)
              for words, count in (("1 GPU", 1), (many, gpus))}  # fmt: skip
-    if not args.alone and importlib.util.find_spec("torch"):
+    if not args.alone and bench.has("torch"):
         sides["torch, 1 GPU"] = start("torch", "torch, 1 GPU", 1)
         sides[f"DDP, {many}"] = start("torch", f"DDP, {many}", gpus)
     for side in sides.values():  # all compile, load and connect at once
@@ -294,4 +261,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(program(main))
+    bench.run(main)

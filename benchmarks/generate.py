@@ -13,25 +13,17 @@ decoding step; `eager` has the growing cache. Without torch and transformers onl
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import platform
 import statistics
-import sys
 import tempfile
-import time
 from collections.abc import Callable
-from pathlib import Path
 
+import bench
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import checkout
-
-checkout.choose()
 import needle as ndl
 from needle.models.pythia import Pythia, PythiaConfig
-from needle.processes import program
 
 Side = Callable[[np.ndarray], np.ndarray]  # prompts (B, T) -> prompts and what follows them
 
@@ -94,18 +86,19 @@ DEFAULTS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model")
-    parser.add_argument(
-        "--device", choices=["cpu", "cuda"], default="cuda" if ndl.cuda().enabled() else "cpu"
+    parser = bench.parser(
+        __doc__,
+        ("--model", str, "NAME", ""),
+        ("--prompt", 128, "N", "tokens of each prompt"),
+        ("--new-tokens", int, "N", ""),
+        ("--samples", int, "N", "calls of each side"),
     )
+    parser.add_argument("--batch-size", type=int, nargs="+", metavar="B")
+    parser.add_argument("--device", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"])
-    parser.add_argument("--batch-size", type=int, nargs="+")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
-    parser.add_argument("--new-tokens", type=int)
-    parser.add_argument("--samples", type=int, help="calls of each side")
     parser.add_argument("--peer", choices=["compiled", "eager", "none"])
     args = parser.parse_args()
+    args.device = args.device or ("cuda" if ndl.cuda().enabled() else "cpu")
     for name, value in DEFAULTS[args.device].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -116,7 +109,7 @@ def main() -> None:
     sides = {"needle": needle_side(model, args.new_tokens)}
     versions = f"needle {ndl.__version__}"
     if args.peer != "none":
-        if all(importlib.util.find_spec(name) for name in ("torch", "transformers")):
+        if bench.has("torch", "transformers"):
             import torch
             import transformers
 
@@ -140,12 +133,11 @@ def main() -> None:
         out = {name: run(prompt) for name, run in sides.items()}
         for run in sides.values():  # compiles, then warms up
             run(prompt)
-        seconds: dict[str, list[float]] = {name: [] for name in sides}
-        for _ in range(args.samples):
-            for name, run in sides.items():
-                start = time.perf_counter()
-                run(prompt)
-                seconds[name].append(time.perf_counter() - start)
+        calls = {
+            name: lambda run=run, prompt=prompt: bench.seconds(lambda: run(prompt))
+            for name, run in sides.items()
+        }
+        seconds = bench.in_turns(calls, args.samples)
         own = statistics.median(seconds["needle"])
         for name, times in seconds.items():
             median = statistics.median(times)
@@ -161,4 +153,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(program(main))
+    bench.run(main)

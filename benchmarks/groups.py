@@ -6,6 +6,7 @@ its processes; each answers by one. So blocks of several groups interleave on th
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -16,11 +17,11 @@ from typing import Any
 import needle as ndl
 from needle.distributed import environment
 from needle.distributed.control import Control
-from needle.distributed.group import Group
+from needle.distributed.group import Group, visible_gpus
 from needle.distributed.spawn import environments
 from needle.processes import die_with
 
-MARK = "@"  # an answer; whatever else is printed goes to whoever watches
+MARK = "@"  # an answer; other lines go to stderr
 
 
 class Workers:
@@ -95,3 +96,12 @@ def torch_group() -> tuple[int, int]:
     if count > 1:
         torch.distributed.init_process_group("nccl", device_id=torch.device("cuda", rank))
     return rank, count
+
+
+def gpus_of(parser: argparse.ArgumentParser, wanted: int | None) -> int:
+    """How many GPUs a group has; an error of the parser where there are fewer than two."""
+    visible = visible_gpus()
+    gpus = wanted or visible
+    if not 2 <= gpus <= visible:
+        parser.error(f"{visible} GPUs are visible, and this needs 2 or more of them")
+    return gpus

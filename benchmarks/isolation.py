@@ -8,22 +8,15 @@ them, compiling (cached) included. Without a spare, a process starts when the fa
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 
+import bench
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import checkout
-
-checkout.choose()
+from bench import seconds
 
 from needle.kernels import Out, Pool, build
-from needle.processes import program
 
 N = 1 << 16
 X = np.arange(N, dtype=np.float32)
@@ -46,12 +39,6 @@ def good(pool: Pool) -> None:
         sys.exit(f"a good job went wrong: {result.status}: {result.message}")
 
 
-def seconds(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
-
-
 def row(what: str, times: list[float]) -> None:
     ms = sorted(1e3 * t for t in times)
     print(f"{what:52} {statistics.median(ms):9.2f} {ms[0]:9.2f} {ms[-1]:9.2f}", flush=True)
@@ -71,9 +58,7 @@ def after(pool: Pool, source: str, runs: int, spare: bool) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=15, metavar="N")
-    runs = parser.parse_args().runs
+    runs = bench.parser(__doc__, ("--runs", 15, "N", "of each row")).parse_args().runs
     print(f"{'milliseconds':52} {'median':>9} {'least':>9} {'most':>9}")
 
     def start() -> None:
@@ -108,4 +93,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(program(main))
+    bench.run(main)

@@ -14,27 +14,20 @@ below 0.9, and which ops the table leaves out and why.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
-import importlib.util
 import statistics
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
+import bench
 import numpy as np
+from bench import Call
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import checkout
-
-checkout.choose()
 from needle import _C
-from needle.processes import program
 
 C, HEADS, HEAD_DIM, VOCABULARY, PARAMETERS = 512, 8, 64, 50304, 70_426_624
-ROTARY = 8  # angles: the first 16 of 64 dims turn
+ROTARY = 8  # angles: the first 16 of 64 dims are rotated
 SAMPLE_MS = 5.0  # a sample repeats the operation about so long
 SLOW = 0.9  # of PyTorch's speed
 LEFT_OUT = {
@@ -44,6 +37,7 @@ LEFT_OUT = {
     "decode_attention": "several calls in PyTorch; whole steps in benchmarks/generate.py",
 }
 ITEM_SIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+Peer = Callable[[Any], Call]  # given the torch module
 
 
 @dataclasses.dataclass
@@ -52,8 +46,8 @@ class Case:
 
     name: str
     work: float
-    run: Callable[[], Any]
-    peer: Callable[[Any], Callable[[], Any]] | None = None  # given the torch module
+    run: Call
+    peer: Peer | None = None
     flops: bool = False
 
 
@@ -64,65 +58,46 @@ class Shapes:
         self.device = _C.cuda()
         self.random = np.random.default_rng(0)
 
-    def array(self, *shape: int, dtype: str | None = None, scale: float = 1.0):
-        """Random numbers of a normal distribution; made small and repeated when very large."""
-        count = int(np.prod(shape))
-        piece = min(count, 1 << 24)
-        values = _C.array(
-            self.random.standard_normal(piece, dtype=np.float32) * scale,
-            dtype=dtype or self.dtype,
-            device=self.device,
-        )
-        out = _C.empty((count,), dtype or self.dtype, self.device)
-        for start in range(0, count, piece):
-            n = min(piece, count - start)
-            out[start : start + n] = values[:n]
-        return out.reshape(shape)
+    def array(self, *shape: int, dtype: str | None = None, scale: float = 1.0) -> _C.NDArray:
+        seed = int(self.random.integers(1 << 30))
+        return bench.normal(self.device, shape, dtype or self.dtype, scale, seed)
 
-    def ids(self, high: int):
+    def ids(self, high: int) -> _C.NDArray:
         """Token ids distributed as in text: the k-th most frequent comes about 1/k as often."""
         drawn = np.minimum(self.random.zipf(1.1, self.rows) - 1, high - 1)
         return _C.array(drawn.astype(np.int32), dtype="int32", device=self.device)
 
-    def tensor(self, torch, *shape: int, dtype: str | None = None):
-        out = torch.empty(shape, dtype=getattr(torch, dtype or self.dtype), device="cuda")
-        return out.normal_()
+    def peer(self, make: Callable[..., Call], *shapes: tuple, dtype: str | None = None) -> Peer:
+        """make(torch, a tensor of each shape) gives PyTorch's call."""
+
+        def given(torch):
+            kind = getattr(torch, dtype or self.dtype)
+            tensors = [torch.empty(x, dtype=kind, device="cuda").normal_() for x in shapes]
+            return make(torch, *tensors)
+
+        return given
 
 
 def copies(s: Shapes) -> Iterator[Case]:
-    n, size = s.rows * 4 * C, s.size
-    x, wide = s.array(s.rows, 4 * C), s.array(s.rows, 4 * C, dtype="float32")
-    narrow = _C.empty((s.rows, 4 * C), s.dtype, s.device)
-    heads = s.array(s.batch, s.time, HEADS, HEAD_DIM)
-    turned = _C.empty((s.batch, HEADS, s.time, HEAD_DIM), s.dtype, s.device)
+    n, size, wide = s.rows * 4 * C, s.size, (s.rows, 4 * C)
+    x, x32, y = s.array(*wide), s.array(*wide, dtype="float32"), s.array(*wide)
+    packed = (s.batch, s.time, HEADS, HEAD_DIM)
+    heads, apart = s.array(*packed), s.array(s.batch, HEADS, s.time, HEAD_DIM)
 
-    def copy_peer(torch):
-        a = s.tensor(torch, s.rows, 4 * C)
-        b = torch.empty_like(a)
+    def copy(t, a):
+        b = t.empty(a.shape, dtype=getattr(t, s.dtype), device="cuda")
         return lambda: b.copy_(a)
 
-    def cast_peer(torch):
-        a = s.tensor(torch, s.rows, 4 * C, dtype="float32")
-        b = torch.empty(a.shape, dtype=getattr(torch, s.dtype), device="cuda")
-        return lambda: b.copy_(a)
-
-    def turn_peer(torch):
-        a = s.tensor(torch, s.batch, s.time, HEADS, HEAD_DIM)
-        return lambda: a.transpose(1, 2).contiguous()
-
-    yield Case("assign", 2 * size * n, lambda: _C.assign(narrow, x), copy_peer)
-    yield Case(
-        "fill",
-        size * n,
-        lambda: _C.fill(narrow, 1.0),
-        lambda t: functools.partial(s.tensor(t, s.rows, 4 * C).fill_, 1.0),
-    )
-    yield Case("assign float32 ->", (4 + size) * n, lambda: _C.assign(narrow, wide), cast_peer)
+    yield Case("assign", 2 * size * n, lambda: _C.assign(y, x), s.peer(copy, wide))
+    fill = s.peer(lambda t, a: lambda: a.fill_(1.0), wide)
+    yield Case("fill", size * n, lambda: _C.fill(y, 1.0), fill)
+    cast = s.peer(copy, wide, dtype="float32")
+    yield Case("assign float32 ->", (4 + size) * n, lambda: _C.assign(y, x32), cast)
     yield Case(
         "assign (B,T,H,D) -> (B,H,T,D)",
         2 * size * s.rows * C,
-        lambda: _C.assign(turned, heads.permute((0, 2, 1, 3))),
-        turn_peer,
+        lambda: _C.assign(apart, heads.permute((0, 2, 1, 3))),
+        s.peer(lambda t, a: lambda: a.transpose(1, 2).contiguous(), packed),
     )
 
 
@@ -161,43 +136,27 @@ COMPARISONS = {
 
 
 def elementwise(s: Shapes) -> Iterator[Case]:
-    n, size = s.rows * 4 * C, s.size
-    x, y, row = s.array(s.rows, 4 * C), s.array(s.rows, 4 * C), s.array(4 * C)
+    n, size, wide = s.rows * 4 * C, s.size, (s.rows, 4 * C)
+    x, y, row = s.array(*wide), s.array(*wide), s.array(4 * C)
 
     def peer(call):
-        def make(torch):
-            a, b = (s.tensor(torch, s.rows, 4 * C) for _ in range(2))
-            c = s.tensor(torch, 4 * C)
-            return lambda: call(torch, a, b, c)
+        return s.peer(lambda t, *x: lambda: call(t, *x), wide, wide, (4 * C,))
 
-        return make
-
-    for op, call in UNARY.items():
-        yield Case(op, 2 * size * n, functools.partial(getattr(_C, op), x), peer(call))
-    for op, call in BINARY.items():
-        yield Case(op, 3 * size * n, functools.partial(getattr(_C, op), x, y), peer(call))
-    for op, call in COMPARISONS.items():
-        work = (2 * size + 1) * n
-        yield Case(op, work, functools.partial(getattr(_C, op), x, y), peer(call))
+    for table, operands, work in (
+        (UNARY, (x,), 2 * size),
+        (BINARY, (x, y), 3 * size),
+        (COMPARISONS, (x, y), 2 * size + 1),
+    ):
+        for op, call in table.items():
+            yield Case(op, work * n, functools.partial(getattr(_C, op), *operands), peer(call))
     yield Case("add a row", 2 * size * n, lambda: _C.add(x, row), peer(lambda t, a, b, c: a + c))
 
 
 def reductions(s: Shapes) -> Iterator[Case]:
     work = s.size * s.rows * 4 * C
-    x = s.array(s.rows, 4 * C)
-    columns, short = x.permute((1, 0)), x.reshape((4 * s.rows, C))
-
-    def peer(call):
-        def make(torch):
-            a = s.tensor(torch, s.rows, 4 * C)
-            return lambda: call(torch, a)
-
-        return make
-
-    def short_peer(torch):
-        a = s.tensor(torch, 4 * s.rows, C)
-        return lambda: a.sum(1)
-
+    wide, narrow = (s.rows, 4 * C), (4 * s.rows, C)
+    x = s.array(*wide)
+    columns, short = x.permute((1, 0)), x.reshape(narrow)
     peers = {
         "sum": lambda t, a, axis: t.sum(a, axis),
         "sumsq": lambda t, a, axis: t.linalg.vector_norm(a, dim=axis),  # and a root an output
@@ -207,16 +166,13 @@ def reductions(s: Shapes) -> Iterator[Case]:
         "argmin": lambda t, a, axis: t.argmin(a, axis),
     }
     for op, call in peers.items():
-        f = getattr(_C, op)
         for name, array, axis in (("rows", x, 1), ("columns", columns, 0)):
-            yield Case(
-                f"{op} of {name}",
-                work,
-                functools.partial(f, array, 1),
-                peer(functools.partial(call, axis=axis)),
-            )
+            peer = s.peer(lambda t, a, call=call, axis=axis: lambda: call(t, a, axis), wide)
+            yield Case(f"{op} of {name}", work, functools.partial(getattr(_C, op), array, 1), peer)
+    short_peer = s.peer(lambda t, a: lambda: a.sum(1), narrow)
     yield Case("sum of rows of 512", work, lambda: _C.sum(short, 1), short_peer)
-    yield Case("sum of all", work, lambda: _C.sum(x, 2), peer(lambda t, a: t.sum(a)))
+    all_peer = s.peer(lambda t, a: lambda: t.sum(a), wide)
+    yield Case("sum of all", work, lambda: _C.sum(x, 2), all_peer)
 
 
 def products(s: Shapes) -> Iterator[Case]:
@@ -224,196 +180,120 @@ def products(s: Shapes) -> Iterator[Case]:
     for k, m in ((C, 3 * C), (C, 4 * C), (4 * C, C), (C, VOCABULARY)):
         x, w, b = s.array(rows, k), s.array(k, m, scale=0.02), s.array(m)
         dy, dw = s.array(rows, m), s.array(1, k, m, dtype="float32")
-        x3, w3, dy3 = x.reshape((1, rows, k)), w.reshape((1, k, m)), dy.reshape((1, rows, m))
-        w_t, x_t = w3.permute((0, 2, 1)), x3.permute((0, 2, 1))
-        bias = b if m != VOCABULARY else None
-        work = 2.0 * rows * k * m
-
-        def forward_peer(torch, k=k, m=m, with_bias=bias is not None):
-            a, v = s.tensor(torch, rows, k), s.tensor(torch, m, k)
-            c = s.tensor(torch, m) if with_bias else None
-            return lambda: torch.nn.functional.linear(a, v, c)
-
-        def dx_peer(torch, k=k, m=m):
-            d, v = s.tensor(torch, rows, m), s.tensor(torch, m, k)
-            return lambda: d @ v
-
-        def dw_peer(torch, k=k, m=m):
-            d, a = s.tensor(torch, rows, m), s.tensor(torch, rows, k)
-            return lambda: d.t() @ a
-
+        x_t = x.reshape((1, rows, k)).permute((0, 2, 1))
+        w_t, dy3 = w.reshape((1, k, m)).permute((0, 2, 1)), dy.reshape((1, rows, m))
+        biased = m != VOCABULARY
+        work, call = 2.0 * rows * k * m, functools.partial
         yield Case(
             f"linear_fwd {k} -> {m}",
             work,
-            lambda x=x, w=w, bias=bias: _C.linear_fwd(x, w, bias, None),
-            forward_peer,
+            call(_C.linear_fwd, x, w, b if biased else None, None),
+            s.peer(
+                lambda t, a, v, c, biased=biased: (
+                    lambda: t.nn.functional.linear(a, v, c if biased else None)
+                ),
+                (rows, k), (m, k), (m,),
+            ),
             flops=True,
-        )
-        yield Case(
-            f"matmul dx {k} -> {m}",
-            work,
-            lambda dy3=dy3, w_t=w_t: _C.matmul(dy3, w_t, None),
-            dx_peer,
-            flops=True,
-        )
-        yield Case(
-            f"matmul_acc dw {k} -> {m}",
-            work,
-            lambda x_t=x_t, dy3=dy3, dw=dw: _C.matmul_acc(x_t, dy3, None, 1, dw),
-            dw_peer,
-            flops=True,
-        )
-    x, w, b, slope = (
-        s.array(rows, C),
-        s.array(C, 4 * C, scale=0.02),
-        s.array(4 * C),
-        s.array(rows, 4 * C),
-    )
-    w_back, db = s.array(4 * C, C, scale=0.02), s.array(4 * C, dtype="float32")
-    work = 2.0 * rows * C * 4 * C
+        )  # fmt: skip
+        dx_peer = s.peer(lambda t, d, v: lambda: d @ v, (rows, m), (m, k))
+        yield Case(f"matmul dx {k} -> {m}", work, call(_C.matmul, dy3, w_t, None), dx_peer, True)
+        dw_peer = s.peer(lambda t, d, a: lambda: d.t() @ a, (rows, m), (rows, k))
+        dw_call = call(_C.matmul_acc, x_t, dy3, None, 1, dw)
+        yield Case(f"matmul_acc dw {k} -> {m}", work, dw_call, dw_peer, True)
+    x, w, b = s.array(rows, C), s.array(C, 4 * C, scale=0.02), s.array(4 * C)
+    dgelu, w_back = s.array(rows, 4 * C), s.array(4 * C, C, scale=0.02)
+    db, work = s.array(4 * C, dtype="float32"), 2.0 * rows * C * 4 * C
 
-    def gelu_peer(torch):
-        a, v, c = s.tensor(torch, rows, C), s.tensor(torch, 4 * C, C), s.tensor(torch, 4 * C)
-        f = torch.nn.functional
+    def gelu(t, a, v, c):
+        f = t.nn.functional
         return lambda: f.gelu(f.linear(a, v, c), approximate="tanh")
 
-    def gelu_bwd_peer(torch):
-        d, v, p = s.tensor(torch, rows, C), s.tensor(torch, C, 4 * C), s.tensor(torch, rows, 4 * C)
-        return lambda: ((d @ v) * p).sum(0)
-
     for form, tanh in (("erf", 0), ("tanh", 1)):
-        yield Case(
-            f"linear_gelu_fwd {form}",
-            work,
-            functools.partial(_C.linear_gelu_fwd, x, w, b, tanh, s.array(rows, 4 * C)),
-            gelu_peer,
-            flops=True,
-        )
-    yield Case(
-        "linear_gelu_bwd",
-        work,
-        functools.partial(_C.linear_gelu_bwd, x, w_back, slope, db),
-        gelu_bwd_peer,
-        flops=True,
-    )
+        run = functools.partial(_C.linear_gelu_fwd, x, w, b, tanh, s.array(rows, 4 * C))
+        peer = s.peer(gelu, (rows, C), (4 * C, C), (4 * C,))
+        yield Case(f"linear_gelu_fwd {form}", work, run, peer, flops=True)
+    run = functools.partial(_C.linear_gelu_bwd, x, w_back, dgelu, db)
+    shapes = (rows, C), (C, 4 * C), (rows, 4 * C)
+    peer = s.peer(lambda t, d, v, p: lambda: ((d @ v) * p).sum(0), *shapes)
+    yield Case("linear_gelu_bwd", work, run, peer, flops=True)
     for m in (C, 3 * C, 4 * C):
-        dy, db = s.array(rows, m), s.array(m, dtype="float32")
-
-        def sum_peer(torch, m=m):
-            d = s.tensor(torch, rows, m)
-            return lambda: d.sum(0)
-
-        yield Case(
-            f"bias_bwd {m}",
-            s.size * rows * m,
-            lambda dy=dy, db=db: _C.bias_bwd(dy, db, None),
-            sum_peer,
-        )
+        run = functools.partial(_C.bias_bwd, s.array(rows, m), s.array(m, dtype="float32"), None)
+        peer = s.peer(lambda t, d: lambda: d.sum(0), (rows, m))
+        yield Case(f"bias_bwd {m}", s.size * rows * m, run, peer)
 
 
 def norms(s: Shapes) -> Iterator[Case]:
-    n, size = s.rows * C, s.size
-    x, dy, w, b = s.array(s.rows, C), s.array(s.rows, C), s.array(C), s.array(C)
-    dw, db = s.array(C, dtype="float32"), s.array(C, dtype="float32")
+    n, size, matrix = s.rows * C, s.size, (s.rows, C)
+    x, dy, dy2, dres = (s.array(*matrix) for _ in range(4))
+    w, b, w2, b2 = (s.array(C) for _ in range(4))
+    dw, db, dw2, db2 = (s.array(C, dtype="float32") for _ in range(4))
     _, mean, rstd = _C.layernorm_fwd(x, w, b, 1e-5)
 
-    def forward_peer(torch):
-        a, v, c = s.tensor(torch, s.rows, C), s.tensor(torch, C), s.tensor(torch, C)
-        return lambda: torch.nn.functional.layer_norm(a, (C,), v, c)
+    def forward(t, a, v, c):
+        return lambda: t.nn.functional.layer_norm(a, (C,), v, c)
 
-    def backward_peer(torch):
-        a, v, c = s.tensor(torch, s.rows, C), s.tensor(torch, C), s.tensor(torch, C)
-        d = s.tensor(torch, s.rows, C)
-        _, m, r = torch.native_layer_norm(a, (C,), v, c, 1e-5)
-        wanted = [True, True, True]
-        return lambda: torch.ops.aten.native_layer_norm_backward(d, a, (C,), m, r, v, c, wanted)
+    def backward(t, a, v, c, d):
+        _, m, r = t.native_layer_norm(a, (C,), v, c, 1e-5)
+        call, wanted = t.ops.aten.native_layer_norm_backward, [True, True, True]
+        return lambda: call(d, a, (C,), m, r, v, c, wanted)
 
-    yield Case("layernorm_fwd", 2 * size * n, lambda: _C.layernorm_fwd(x, w, b, 1e-5), forward_peer)
-    yield Case(
-        "layernorm_bwd",
-        3 * size * n,
-        lambda: _C.layernorm_bwd(dy, x, w, mean, rstd, None, dw, db),
-        backward_peer,
-    )
-
-    dy2, dres, w2, b2 = s.array(s.rows, C), s.array(s.rows, C), s.array(C), s.array(C)
-    dw2, db2 = s.array(C, dtype="float32"), s.array(C, dtype="float32")
-    yield Case(
-        "layernorm_pair_fwd", 3 * size * n, lambda: _C.layernorm_pair_fwd(x, w, b, w2, b2, 1e-5)
-    )
-    yield Case(
-        "layernorm_pair_bwd",
-        5 * size * n,
-        lambda: _C.layernorm_pair_bwd(dy, dy2, x, w, w2, mean, rstd, dres, dw, db, dw2, db2),
-    )
+    peer = s.peer(forward, matrix, (C,), (C,))
+    yield Case("layernorm_fwd", 2 * size * n, lambda: _C.layernorm_fwd(x, w, b, 1e-5), peer)
+    run = functools.partial(_C.layernorm_bwd, dy, x, w, mean, rstd, None, dw, db)
+    peer = s.peer(backward, matrix, (C,), (C,), matrix)
+    yield Case("layernorm_bwd", 3 * size * n, run, peer)
+    run = functools.partial(_C.layernorm_pair_fwd, x, w, b, w2, b2, 1e-5)
+    yield Case("layernorm_pair_fwd", 3 * size * n, run)
+    operands = dy, dy2, x, w, w2, mean, rstd, dres, dw, db, dw2, db2
+    yield Case("layernorm_pair_bwd", 5 * size * n, lambda: _C.layernorm_pair_bwd(*operands))
 
 
 def attention(s: Shapes) -> Iterator[Case]:
     qkv = s.array(s.batch, s.time, HEADS, 3, HEAD_DIM)
-    cos, sin = s.array(s.time, ROTARY, dtype="float32"), s.array(s.time, ROTARY, dtype="float32")
-    q, k, v = (
-        qkv[:, :, :, i : i + 1].reshape((s.batch, s.time, HEADS, HEAD_DIM)) for i in range(3)
-    )
+    cos, sin = (s.array(s.time, ROTARY, dtype="float32") for _ in range(2))
+    shape = (s.batch, s.time, HEADS, HEAD_DIM)
+    q, k, v = (qkv[:, :, :, i : i + 1].reshape(shape) for i in range(3))
     scale = HEAD_DIM**-0.5
     o, dq, dk, dv = (_C.empty(q.shape, s.dtype, s.device) for _ in range(4))
     lse = _C.attention_fwd(q, k, v, scale, 1, o)
     work = 2.0 * 2 * s.batch * HEADS * s.time * s.time * HEAD_DIM / 2
 
-    def inputs(torch):
-        return (s.tensor(torch, s.batch, HEADS, s.time, HEAD_DIM).requires_grad_() for _ in "qkv")
+    def forward(t, a, b, c):
+        return lambda: t.nn.functional.scaled_dot_product_attention(a, b, c, is_causal=True)
 
-    def forward_peer(torch):
-        a, b, c = (x.detach() for x in inputs(torch))
-        return lambda: torch.nn.functional.scaled_dot_product_attention(a, b, c, is_causal=True)
+    def backward(t, *qkv):
+        out = forward(t, *(x.requires_grad_() for x in qkv))()
+        d = t.randn_like(out)
+        return lambda: t.autograd.grad(out, qkv, d, retain_graph=True)
 
-    def backward_peer(torch):
-        a, b, c = inputs(torch)
-        out = torch.nn.functional.scaled_dot_product_attention(a, b, c, is_causal=True)
-        d = torch.randn_like(out)
-        return lambda: torch.autograd.grad(out, (a, b, c), d, retain_graph=True)
-
-    turned = qkv.size * 2 // 3 * 2 * ROTARY // HEAD_DIM  # of q and k
-    yield Case("rotary", 2 * s.size * turned, lambda: _C.rotary(qkv, cos, sin, 2, 1.0))
+    rotated = qkv.size * 2 // 3 * 2 * ROTARY // HEAD_DIM  # of q and k
+    yield Case("rotary", 2 * s.size * rotated, lambda: _C.rotary(qkv, cos, sin, 2, 1.0))
     x, w = s.array(s.batch, s.time, C), s.array(C, HEADS, 3, HEAD_DIM, scale=0.02)
     b = s.array(HEADS, 3, HEAD_DIM)
 
-    def projection_peer(torch):
-        a, v, e = (
-            s.tensor(torch, *shape) for shape in ((s.batch, s.time, C), (3 * C, C), (3 * C,))
-        )
-        angle = torch.rand(s.time, 1, 1, ROTARY, device="cuda")
+    def projection(t, a, v, e):
+        angle = t.rand(s.time, 1, 1, ROTARY, device="cuda")
         c, d = angle.cos().to(a.dtype), angle.sin().to(a.dtype)
 
         def run():
-            y = torch.nn.functional.linear(a, v, e).view(s.batch, s.time, HEADS, 3, HEAD_DIM)
+            y = t.nn.functional.linear(a, v, e).view(s.batch, s.time, HEADS, 3, HEAD_DIM)
             first, second = y[..., :2, : 2 * ROTARY].split(ROTARY, -1)
             both = first * c - second * d, second * c + first * d
-            y[..., :2, : 2 * ROTARY] = torch.cat(both, -1)
+            y[..., :2, : 2 * ROTARY] = t.cat(both, -1)
             return y
 
         return run
 
-    yield Case(
-        "linear_rotary_fwd",
-        2.0 * s.rows * C * 3 * C,
-        lambda: _C.linear_rotary_fwd(x, w, b, cos, sin, 2),
-        projection_peer,
-        flops=True,
-    )
-    yield Case(
-        "attention_fwd",
-        work,
-        lambda: _C.attention_fwd(q, k, v, scale, 1, o),
-        forward_peer,
-        flops=True,
-    )
-    yield Case(
-        "attention_bwd",
-        2.5 * work,
-        lambda: _C.attention_bwd(o, q, k, v, o, lse, scale, 1, None, None, dq, dk, dv, None),
-        backward_peer,
-        flops=True,
-    )
+    run = functools.partial(_C.linear_rotary_fwd, x, w, b, cos, sin, 2)
+    peer = s.peer(projection, (s.batch, s.time, C), (3 * C, C), (3 * C,))
+    yield Case("linear_rotary_fwd", 2.0 * s.rows * C * 3 * C, run, peer, flops=True)
+    heads = [(s.batch, HEADS, s.time, HEAD_DIM)] * 3
+    run = functools.partial(_C.attention_fwd, q, k, v, scale, 1, o)
+    yield Case("attention_fwd", work, run, s.peer(forward, *heads), flops=True)
+    tail = scale, 1, None, None, dq, dk, dv, None
+    run = functools.partial(_C.attention_bwd, o, q, k, v, o, lse, *tail)
+    yield Case("attention_bwd", 2.5 * work, run, s.peer(backward, *heads), flops=True)
 
 
 def dilated(s: Shapes) -> Iterator[Case]:
@@ -426,89 +306,68 @@ def dilated(s: Shapes) -> Iterator[Case]:
     held = sum(1 / dilation for dilation in numbers[1])
     work = (held + 1) * rows * HEAD_DIM * s.size
     yield Case("dilated_sum", work, lambda: _C.dilated_sum(parts, segments, dilations))
-    yield Case(
-        "dilated_merge",
-        work + (held + 1) * rows * 4,
-        lambda: _C.dilated_merge(parts, lse, segments, dilations),
-    )
+    run = functools.partial(_C.dilated_merge, parts, lse, segments, dilations)
+    yield Case("dilated_merge", work + (held + 1) * rows * 4, run)
+
+
+def tokens(torch, ids: _C.NDArray):
+    return torch.from_numpy(ids.numpy().astype(np.int64)).cuda()
 
 
 def embeddings(s: Shapes) -> Iterator[Case]:
     ids, w, dy = s.ids(VOCABULARY), s.array(VOCABULARY, C), s.array(s.rows, C)
     dw = s.array(VOCABULARY, C, dtype="float32")
-    drawn = ids.numpy()
-    unique = len(np.unique(drawn))
+    unique = len(np.unique(ids.numpy()))
 
-    def forward_peer(torch):
-        i = torch.from_numpy(drawn.astype(np.int64)).cuda()
-        v = s.tensor(torch, VOCABULARY, C)
-        return lambda: torch.nn.functional.embedding(i, v)
+    def forward(t, v):
+        i = tokens(t, ids)
+        return lambda: t.nn.functional.embedding(i, v)
 
-    def backward_peer(torch):
-        i = torch.from_numpy(drawn.astype(np.int64)).cuda()
-        d = s.tensor(torch, s.rows, C)
-        return lambda: torch.ops.aten.embedding_dense_backward(d, i, VOCABULARY, -1, False)
+    def backward(t, d):
+        i = tokens(t, ids)
+        return lambda: t.ops.aten.embedding_dense_backward(d, i, VOCABULARY, -1, False)
 
-    yield Case(
-        "embedding_fwd", 2 * s.size * s.rows * C, lambda: _C.embedding_fwd(ids, w), forward_peer
-    )
-    yield Case(
-        "embedding_bwd",
-        s.size * s.rows * C + 8 * unique * C,
-        lambda: _C.embedding_bwd(ids, dy, dw),
-        backward_peer,
-    )
+    work, peer = s.size * s.rows * C, s.peer(forward, (VOCABULARY, C))
+    yield Case("embedding_fwd", 2 * work, lambda: _C.embedding_fwd(ids, w), peer)
+    run, peer = functools.partial(_C.embedding_bwd, ids, dy, dw), s.peer(backward, (s.rows, C))
+    yield Case("embedding_bwd", work + 8 * unique * C, run, peer)
 
 
 def losses(s: Shapes) -> Iterator[Case]:
     logits, targets = s.array(s.rows, VOCABULARY), s.ids(VOCABULARY)
     _, lse, _, count = _C.cross_entropy_fwd(logits, targets)
     dloss = _C.array(1.0, dtype="float32", device=s.device)
-    n = s.rows * VOCABULARY
-    drawn = targets.numpy()
+    work, shape = s.size * s.rows * VOCABULARY, (s.rows, VOCABULARY)
 
-    def forward_peer(torch):
-        a = s.tensor(torch, s.rows, VOCABULARY)
-        t = torch.from_numpy(drawn.astype(np.int64)).cuda()
-        return lambda: torch.nn.functional.cross_entropy(a, t)
+    def forward(t, a):
+        i = tokens(t, targets)
+        return lambda: t.nn.functional.cross_entropy(a, i)
 
-    def backward_peer(torch):
-        a = s.tensor(torch, s.rows, VOCABULARY).requires_grad_()
-        t = torch.from_numpy(drawn.astype(np.int64)).cuda()
-        loss = torch.nn.functional.cross_entropy(a, t)
-        return lambda: torch.autograd.grad(loss, a, retain_graph=True)
+    def backward(t, a):
+        loss = forward(t, a.requires_grad_())()
+        return lambda: t.autograd.grad(loss, a, retain_graph=True)
 
-    yield Case(
-        "cross_entropy_fwd", s.size * n, lambda: _C.cross_entropy_fwd(logits, targets), forward_peer
-    )
-    yield Case(
-        "cross_entropy_bwd",
-        2 * s.size * n,
-        lambda: _C.cross_entropy_bwd(logits, targets, lse, count, dloss),
-        backward_peer,
-    )
-    rows = _C.array(logits, s.dtype, s.device)  # run again and again, it works on what it left
-    yield Case(
-        "cross_entropy_fwd_bwd", 2 * s.size * n, lambda: _C.cross_entropy_fwd_bwd(rows, targets)
-    )
+    run = functools.partial(_C.cross_entropy_fwd, logits, targets)
+    yield Case("cross_entropy_fwd", work, run, s.peer(forward, shape))
+    run = functools.partial(_C.cross_entropy_bwd, logits, targets, lse, count, dloss)
+    yield Case("cross_entropy_bwd", 2 * work, run, s.peer(backward, shape))
+    rows = _C.array(logits, s.dtype, s.device)  # overwritten by each call
+    run = functools.partial(_C.cross_entropy_fwd_bwd, rows, targets)
+    yield Case("cross_entropy_fwd_bwd", 2 * work, run)
 
 
 def decoding(s: Shapes) -> Iterator[Case]:
     rows = 32
     logits = s.array(rows, VOCABULARY)
-    tokens, positions = (_C.array(np.zeros(rows), "int32", s.device) for _ in range(2))
+    chosen, positions = (_C.array(np.zeros(rows), "int32", s.device) for _ in range(2))
 
-    def peer(torch):
-        a = s.tensor(torch, rows, VOCABULARY)
-        places = torch.zeros(rows, dtype=torch.int32, device="cuda")
-        return lambda: (torch.argmax(a, 1), places.add_(1))
+    def greedy(t, a):
+        places = t.zeros(rows, dtype=t.int32, device="cuda")
+        return lambda: (t.argmax(a, 1), places.add_(1))
 
-    yield Case(
-        "decode_greedy",
-        s.size * rows * VOCABULARY,
-        lambda: _C.decode_greedy(logits, tokens, positions),
-        peer,
-    )
+    run = functools.partial(_C.decode_greedy, logits, chosen, positions)
+    peer = s.peer(greedy, (rows, VOCABULARY))
+    yield Case("decode_greedy", s.size * rows * VOCABULARY, run, peer)
 
 
 def optimizers(s: Shapes) -> Iterator[Case]:
@@ -518,23 +377,16 @@ def optimizers(s: Shapes) -> Iterator[Case]:
     low = _C.empty((n,), s.dtype, s.device) if s.dtype != "float32" else None
     _, scale = _C.grad_norm(g, 1.0)
 
-    def norm_peer(torch):
-        a = s.tensor(torch, n, dtype="float32")
-        return lambda: torch.linalg.vector_norm(a)
+    def adamw(t, p, grad):
+        parameter = t.nn.Parameter(p)
+        parameter.grad = grad
+        return t.optim.AdamW([parameter], fused=True).step
 
-    def adamw_peer(torch):
-        parameter = torch.nn.Parameter(s.tensor(torch, n, dtype="float32"))
-        parameter.grad = s.tensor(torch, n, dtype="float32")
-        optimizer = torch.optim.AdamW([parameter], fused=True)
-        return optimizer.step
-
-    yield Case("grad_norm", 4 * n, lambda: _C.grad_norm(g, 1.0), norm_peer)
-    yield Case(
-        "adamw",
-        (28 + (s.size if low is not None else 0)) * n,
-        lambda: _C.adamw(p, g, m, v, low, scale, 1e-3, 0.9, 0.95, 1e-8, 0.1, 1),
-        adamw_peer,
-    )
+    peer = s.peer(lambda t, a: lambda: t.linalg.vector_norm(a), (n,), dtype="float32")
+    yield Case("grad_norm", 4 * n, lambda: _C.grad_norm(g, 1.0), peer)
+    run = functools.partial(_C.adamw, p, g, m, v, low, scale, 1e-3, 0.9, 0.95, 1e-8, 0.1, 1)
+    work = (28 + (s.size if low is not None else 0)) * n
+    yield Case("adamw", work, run, s.peer(adamw, (n,), (n,), dtype="float32"))
 
 
 FAMILIES: dict[str, Callable[[Shapes], Iterator[Case]]] = {
@@ -552,73 +404,43 @@ FAMILIES: dict[str, Callable[[Shapes], Iterator[Case]]] = {
 }
 
 
-def needle_sample(device, run: Callable[[], Any], repeats: int) -> float:
-    """Milliseconds an operation, over `repeats` of them."""
-    start, end = _C.Event(device), _C.Event(device)
-    start.record()
-    for _ in range(repeats):
-        run()
-    end.record()
-    device.synchronize()
-    return start.elapsed(end) / repeats
-
-
-def torch_sample(torch, run: Callable[[], Any], repeats: int) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(repeats):
-        run()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / repeats
-
-
-def repeats_for(sample: Callable[[int], float]) -> int:
-    sample(2)
-    return max(1, min(200, round(SAMPLE_MS / max(sample(2), 1e-3))))
-
-
 def measure(case: Case, device, torch, samples: int) -> tuple[float, float | None]:
-    """Median milliseconds of needle and, when there is one, of the peer; samples alternate."""
-
-    def mine(repeats: int) -> float:
-        return needle_sample(device, case.run, repeats)
-
-    sides = [mine]
+    """Median milliseconds of needle and, when there is one, of the peer."""
+    sides = {"needle": (case.run, bench.needle_timer(device))}
     if torch is not None and case.peer is not None:
-        peer = case.peer(torch)
-        sides.append(lambda repeats: torch_sample(torch, peer, repeats))
-    counts = [repeats_for(side) for side in sides]
-    times: list[list[float]] = [[] for _ in sides]
-    for _ in range(samples):
-        for side, count, seen in zip(sides, counts, times):
-            seen.append(side(count))
-    medians = [statistics.median(seen) for seen in times]
-    return medians[0], medians[1] if len(medians) > 1 else None
+        sides["torch"] = case.peer(torch), bench.torch_timer()
+
+    def sampler(call: Call, timer: bench.Timer) -> Call:
+        count = bench.repeats_for(SAMPLE_MS, timer, call, 200)
+        return lambda: timer(call, count) / count
+
+    samplers = {name: sampler(*side) for name, side in sides.items()}
+    times = bench.in_turns(samplers, samples)
+    medians = {name: statistics.median(seen) for name, seen in times.items()}
+    return medians["needle"], medians.get("torch")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = bench.parser(
+        __doc__,
+        ("--batch-size", 16, "B", ""),
+        ("--seq-len", 2048, "T", ""),
+        ("--samples", 9, "N", "of each side"),
+        ("--alone", bool, None, "time needle only"),
     )
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--dtype", default="bfloat16", choices=tuple(ITEM_SIZE))
-    parser.add_argument("--samples", type=int, default=9, help="samples of each side")
     parser.add_argument("--only", nargs="+", choices=tuple(FAMILIES), default=tuple(FAMILIES))
-    parser.add_argument("--alone", action="store_true", help="time needle only")
     args = parser.parse_args()
 
-    _C.cuda_init()
+    bench.need_gpu()
     torch = None
-    if not args.alone and importlib.util.find_spec("torch"):
+    if not args.alone and bench.has("torch"):
         import torch as found
 
         if found.cuda.is_available():
             torch = found
     shapes = Shapes(args.batch_size, args.seq_len, args.dtype)
-    properties = shapes.device.properties()
-    print(f"{properties['name']}, {properties['detail']}")
+    print(bench.describe(shapes.device))
     print(
         f"Pythia-70M, B {args.batch_size}, T {args.seq_len}, {args.dtype}, median of "
         f"{args.samples}" + (f", interleaved with torch {torch.__version__}" if torch else "")
@@ -633,14 +455,12 @@ def main() -> None:
             teraflops = f"{rate / 1e12:.0f}" if case.flops else ""
             theirs = "" if peer is None else f"{peer:.4f}"
             ratio = "" if peer is None else f"{peer / mine:.2f}"
-            print(
-                f"{case.name:32}{mine:10.4f}{gigabytes:>10}{teraflops:>10}{theirs:>10}{ratio:>9}",
-                flush=True,
-            )
+            cells = f"{mine:10.4f}{gigabytes:>10}{teraflops:>10}{theirs:>10}{ratio:>9}"
+            print(f"{case.name:32}{cells}", flush=True)
             if peer is None:
                 alone.append(case.name)
             elif peer < SLOW * mine:
-                slow.append(f"{case.name} ({peer / mine:.2f})")
+                slow.append(f"{case.name} ({ratio})")
         if torch is not None:
             torch.cuda.empty_cache()
         shapes.device.empty_cache()
@@ -652,4 +472,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(program(main))
+    bench.run(main)

@@ -10,22 +10,14 @@ microseconds a launch, and the quickest sample.
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
+import bench
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import checkout
-
-checkout.choose()
 import needle as ndl
-from needle.processes import program
 
 BURST = 500  # launches; the driver's queue takes about 1,000
 SOURCE = """
@@ -36,6 +28,7 @@ extern "C" __global__ void many(const float *a, const float *b, const float *c, 
 
 
 def sample(launch: Callable[[], None], wait: Callable[[], None]) -> float:
+    """Microseconds a launch."""
     wait()
     start = time.perf_counter()
     for _ in range(BURST):
@@ -76,29 +69,23 @@ def cupy_cases() -> tuple[dict[str, Callable[[], None]], Callable[[], None]]:
     return cases, cupy.cuda.Device().synchronize
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--samples", type=int, default=100)
-    samples = parser.parse_args().samples
-    if not ndl.cuda().enabled():
-        print(f"needs a GPU: {ndl.cuda().reason()}")
-        return 0
+def main() -> None:
+    samples = bench.parser(__doc__, ("--samples", 100, "N", "")).parse_args().samples
+    device = bench.need_gpu()
     sides = {"needle": needle_cases()}
-    if importlib.util.find_spec("cupy") is not None:
+    if bench.has("cupy"):
         sides["CuPy"] = cupy_cases()
-    times: dict[tuple[str, str], list[float]] = {}
-    for turn in range(samples + 10):
-        for side, (cases, wait) in sides.items():
-            for name, launch in cases.items():
-                took = sample(launch, wait)
-                if turn >= 10:  # the first are a warm-up
-                    times.setdefault((name, side), []).append(took)
-    print(f"{ndl.cuda().properties()['name']}, {samples} samples of {BURST} launches")
+    bursts = {
+        (name, side): lambda launch=launch, wait=wait: sample(launch, wait)
+        for side, (cases, wait) in sides.items()
+        for name, launch in cases.items()
+    }
+    bench.in_turns(bursts, 10)  # warms up
+    times = bench.in_turns(bursts, samples)
+    print(f"{device.properties()['name']}, {samples} samples of {BURST} launches")
     print(f"{'a launch with':22}" + "".join(f"{side + ', us':>14}{'best':>8}" for side in sides))
     for name in sides["needle"][0]:
-        cells = ""
+        cells = f"{name:22}"
         for side in sides:
             taken = times.get((name, side))
             cells += (
@@ -106,11 +93,10 @@ def main() -> int:
                 if taken
                 else f"{'-':>14}{'':8}"
             )
-        print(f"{name:22}{cells}")
+        print(cells)
     if "CuPy" not in sides:
         print("CuPy is not installed: its column is left out (pip install cupy-cuda13x)")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(program(main))
+    bench.run(main)

@@ -19,28 +19,20 @@ in the geometric mean of the parameters.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import bench
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import checkout
-
-checkout.choose()
 import torch
 import torch_training
 from torch_pythia import TorchPythia
 
 import needle as ndl
-from needle import models, nn, optim
+from needle import nn, optim
 from needle.data import open_data
-from needle.processes import program
 
 NEAR = 0.01
 NO_WORSE = 1.25  # of PyTorch's errors
@@ -114,22 +106,22 @@ def smoothed(losses: list[float], width: int) -> np.ndarray:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = bench.parser(
+        __doc__,
+        ("--steps", 500, "N", ""),
+        ("--batch-size", 16, "B", ""),
+        ("--seq-len", 2048, "T", ""),
+        ("--peer", "compile", "MODE", "see torch_training.py"),
+        ("--gradients", bool, None, "of one step, beside float64"),
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--model", choices=models.preset_names(), default="pythia-70m")
-    parser.add_argument("--steps", type=int, default=500, metavar="N")
-    parser.add_argument("--batch-size", type=int, default=16, metavar="B")
-    parser.add_argument("--seq-len", type=int, default=2048, metavar="T")
-    parser.add_argument("--peer", default="compile", help="see torch_training.py")
-    parser.add_argument("--gradients", action="store_true", help="of one step, beside float64")
+    bench.add_model(parser)
     args = parser.parse_args()
     on_gpu, shape = args.device == "cuda", (args.batch_size, args.seq_len)
     dtype = "bfloat16" if on_gpu else "float32"
     data = open_data(None, vocab_size=4096).train
     tokens = np.asarray(data[0 : len(data)], np.int64)
-    config = models.preset(args.model, max_seq_len=args.seq_len, dtype=dtype)
+    config = bench.models.preset(args.model, max_seq_len=args.seq_len, dtype=dtype)
     np.random.seed(0)
     device = ndl.cuda() if on_gpu else ndl.cpu()
     model = config.model_class(config, device=device)
@@ -172,4 +164,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(program(main))
+    bench.run(main)

@@ -20,29 +20,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import checkout
-
-checkout.choose()
-from groups import Workers, join, own_gpu, serve, torch_group
-from machine import machine_now
+import bench
+from groups import Workers, gpus_of, join, own_gpu, serve, torch_group
 
 import needle as ndl
-from needle import _C, ops
+from needle import ops
 from needle.distributed import environment
 from needle.distributed.control import Control
 from needle.distributed.group import Group, visible_gpus
-from needle.processes import program
 
 HEADS, SAMPLES, SAMPLE_MS = 8, 5, 100.0
 POSSIBLE = 1.1  # share of one GPU's rate, beyond which work has been left out
@@ -55,16 +46,10 @@ Step = Callable[[], Any]
 def timed_by(group: Group, device: ndl.Device) -> Callable[..., float]:
     """A function that returns the milliseconds of a step of needle's."""
 
+    timer = bench.needle_timer(device)
+
     def random(time: int, dim: int, seed: int) -> ndl.Tensor:
-        """The same rows again and again: the host would take seconds for so many."""
-        shape = 1, min(time, 1024), HEADS, dim
-        rows = np.random.default_rng(seed).standard_normal(shape, np.float32)
-        rows = _C.array(rows, "bfloat16", device)
-        whole = _C.empty((1, time, HEADS, dim), "bfloat16", device)
-        for begin in range(0, time, shape[1]):
-            part = whole[:, begin : begin + shape[1]]
-            _C.assign(part, rows[:, : part.shape[1]])
-        made = ndl.Tensor.from_ndarray(whole)
+        made = ndl.Tensor.from_ndarray(bench.normal(device, (1, time, HEADS, dim), seed=seed))
         made.requires_grad = seed < 3
         return made
 
@@ -79,15 +64,10 @@ def timed_by(group: Group, device: ndl.Device) -> Callable[..., float]:
             else:
                 ops.ring_attention(q, k, v, group).backward(dout)
 
-        first, last = _C.Event(device), _C.Event(device)
         step()
         device.synchronize()
         group.gather("ready", None)
-        first.record()
-        for _ in range(steps):
-            step()
-        last.record()
-        return first.elapsed(last) / steps
+        return timer(step, steps) / steps
 
     return answer
 
@@ -145,7 +125,6 @@ def torch_worker() -> None:
             # By its module's name, under which context_parallel replaces it.
             functional.scaled_dot_product_attention(*qkv, is_causal=True).backward(dout)
 
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), shared(operands):
             for x in qkv:
                 x.requires_grad = True
@@ -153,12 +132,7 @@ def torch_worker() -> None:
             torch.cuda.synchronize()
             if count > 1:
                 torch.distributed.barrier()
-            first.record()
-            for _ in range(steps):
-                step()
-            last.record()
-            last.synchronize()
-        return first.elapsed_time(last) / steps
+            return bench.torch_timer()(step, steps) / steps
 
     serve(answer)
     if count > 1:
@@ -178,10 +152,11 @@ def measure(sides: dict[str, Workers | Given], time: int, dim: int) -> None:
                 raise
             print(f"left out: {error}")
             del sides[name]
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(SAMPLES):
-        for name, side in sides.items():
-            times[name].append(max(side.ask(time=time, dim=dim, steps=steps[name])))
+    samplers = {
+        name: lambda side=side, n=steps[name]: max(side.ask(time=time, dim=dim, steps=n))
+        for name, side in sides.items()
+    }
+    times = bench.in_turns(samplers, SAMPLES)
     print(f"\nT {time:,}, head dim {dim}")
     rates: dict[str, float] = {}
     shares: dict[str, float] = {}
@@ -207,18 +182,13 @@ def steps_of(side: Workers | Given, time: int, dim: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = bench.parser(
+        __doc__,
+        ("--gpus", int, "N", "default: all that are visible"),
+        ("--lengths", [16384, 65536, 131072], "T", ""),
+        ("--head-dims", [64, 128], "D", ""),
+        ("--alone", bool, None, "without PyTorch"),
     )
-    parser.add_argument("--gpus", type=int, metavar="N", help="default: all that are visible")
-    parser.add_argument(
-        "--lengths", type=int, nargs="+", default=[16384, 65536, 131072], metavar="T",
-        help="default: 16384 65536 131072",
-    )  # fmt: skip
-    parser.add_argument(
-        "--head-dims", type=int, nargs="+", default=[64, 128], metavar="D", help="default: 64 128"
-    )
-    parser.add_argument("--alone", action="store_true", help="without PyTorch")
     parser.add_argument("--worker", choices=("needle", "torch"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -248,12 +218,9 @@ def workers(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> tuple[dict[str, Workers], int, ndl.Device]:
     """The sides, as processes of this machine; how many GPUs, and one of them."""
-    visible = visible_gpus()
-    gpus = args.gpus or visible
-    if not 2 <= gpus <= visible:
-        parser.error(f"{visible} GPUs are visible, and this needs 2 or more of them")
+    gpus = gpus_of(parser, args.gpus)
     kinds = ["needle"]
-    if not args.alone and importlib.util.find_spec("torch"):
+    if not args.alone and bench.has("torch"):
         kinds.append("torch")
     names = {f"{kind}, {'1 GPU' if count == 1 else f'{count} GPUs'}": (kind, count)
              for kind in kinds for count in (1, gpus)}  # fmt: skip
@@ -265,20 +232,17 @@ def workers(
 
 
 def drive(args: argparse.Namespace, sides: dict[str, Any], count: int, device: ndl.Device) -> None:
-    properties = device.properties()
-    print(
-        f"{count} x {properties['name']}, {properties['detail']}; bfloat16, {HEADS} heads, causal"
-    )
+    print(f"{count} x {bench.describe(device)}; bfloat16, {HEADS} heads, causal")
     for dim in args.head_dims:
         for time in args.lengths:
             measure(sides, time, dim)
     if not device.is_host:
-        asked = machine_now().communicate()[0].strip()
-        print(f"\nclock, power, temperature: {asked}".replace("\n", "\n  "))
+        state = bench.GpuState().text()
+        print(f"\nclock, power, temperature: {state}".replace("\n", "\n  "))
     for side in sides.values():
         if isinstance(side, Workers):
             side.close()
 
 
 if __name__ == "__main__":
-    sys.exit(program(main))
+    bench.run(main)

@@ -34,28 +34,20 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.util
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Protocol
 
+import bench
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import checkout
-
-checkout.choose()
-from machine import machine_now
+from bench import GpuState, spread
 
 import needle as ndl
 from needle import _C, models, nn, optim
 from needle.backend_ndarray import NDArray
 from needle.data.batches import Batches
 from needle.data.prefetch import Prefetch
-from needle.processes import program
 from needle.training import Recorded, worth_recording
 
 LOAD_SECONDS, LEAST_BLOCKS = 10.0, 5
@@ -171,27 +163,6 @@ def steps_of_a_block(side: Side, asked: int | None, on_gpu: bool) -> int:
     return min(max(round(2000 / block(side, 1)[0]), 1), 20)
 
 
-def load(sides: list[Side], steps: int, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        for side in sides:
-            block(side, steps)
-
-
-def look(sides: list[Side], steps: int, when: str) -> None:
-    """What the GPU is doing below blocks that nobody times."""
-    asked = machine_now()
-    while asked.poll() is None:
-        for side in sides:
-            block(side, steps)
-    print(f"clock, power, temperature {when}: {asked.communicate()[0].strip()}")
-
-
-def spread(values: list[float], form: str) -> str:
-    middle = statistics.median(values)
-    return f"{middle:{form}} ({min(values):{form}} to {max(values):{form}})"
-
-
 def reasons_not_to_count(
     args: argparse.Namespace, device_name: str, batch_size: int, peer_rate: float | None
 ) -> list[str]:
@@ -222,15 +193,15 @@ def beside_peer(
     for each in sides:
         block(each, steps)
         each.reset_peak()
-    load(sides, steps, args.load)
+    samplers = {each.name: lambda each=each: block(each, steps) for each in sides}
+    round_of_all = lambda: bench.in_turns(samplers, 1)
+    state = lambda: GpuState().during(round_of_all)
+    bench.load(round_of_all, args.load)
     if on_gpu:
-        look(sides, steps, "before")
-    blocks: dict[str, list[tuple[float, float, float]]] = {each.name: [] for each in sides}
-    for _ in range(args.blocks):
-        for each in sides:
-            blocks[each.name].append(block(each, steps))
+        print(f"clock, power, temperature before: {state()}")
+    blocks = bench.in_turns(samplers, args.blocks)
     if on_gpu:
-        look(sides, steps, "after")
+        print(f"clock, power, temperature after: {state()}")
     tokens, flops = batch_size * args.seq_len, side.model.flops_per_token(args.seq_len)
     print(f"B {batch_size}: {args.blocks} blocks of {steps} steps a side, in turns")
     for each in sides:
@@ -263,7 +234,7 @@ def torch_peer(
     """The TorchSide that --peer names, or the fastest; None where there is none."""
     if args.alone:
         return None
-    if not importlib.util.find_spec("torch"):
+    if not bench.has("torch"):
         print("torch is not installed: needle is timed alone")
         return None
     import torch_training
@@ -282,14 +253,18 @@ def torch_peer(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = bench.parser(
+        __doc__,
+        ("--seq-len", int, "T", "default: 2048 on a GPU, 512 on the CPU"),
+        ("--blocks", LEAST_BLOCKS, "N", "of each side"),
+        ("--steps", int, "N", "of a block (default: 20 on a GPU, what takes 2 s on the CPU)"),
+        ("--load", LOAD_SECONDS, "SECONDS", "before the first block"),
+        ("--alone", bool, None, "time needle only"),
+        ("--profile", bool, None, "needle's step by operation"),
     )
+    bench.add_model(parser)
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="default: cuda where there is one"
-    )
-    parser.add_argument(
-        "--model", choices=models.preset_names(), default="pythia-70m", help="default: pythia-70m"
     )
     parser.add_argument(
         "--dtype",
@@ -303,42 +278,19 @@ def main() -> None:
         metavar="B",
         help="one after the other (default: 4 16 32 64 on a GPU, 4 on the CPU)",
     )
-    parser.add_argument(
-        "--seq-len", type=int, metavar="T", help="default: 2048 on a GPU, 512 on the CPU"
-    )
-    parser.add_argument(
-        "--blocks", type=int, default=LEAST_BLOCKS, metavar="N", help="of each side (default: 5)"
-    )
-    parser.add_argument(
-        "--steps",
-        type=int,
-        metavar="N",
-        help="of a block (default: 20 on a GPU, what takes 2 s on the CPU)",
-    )
-    parser.add_argument(
-        "--load",
-        type=float,
-        default=LOAD_SECONDS,
-        metavar="SECONDS",
-        help="before the first block (default: 10)",
-    )
     ways = [
         how + low for how in ("eager", "compile", "autotune", "graphs") for low in ("", "-bf16")
     ]
     parser.add_argument("--peer", choices=ways, help="default: the fastest that is found")
-    parser.add_argument("--alone", action="store_true", help="time needle only")
     parser.add_argument(
         "--graph",
         action=argparse.BooleanOptionalAction,
         help="needle's micro-batch as a CUDA graph (default: as the trainer, where it is faster)",
     )
-    parser.add_argument("--profile", action="store_true", help="needle's step by operation")
     args = parser.parse_args()
     args.device = args.device or ("cuda" if ndl.cuda().enabled() else "cpu")
     on_gpu = args.device == "cuda"
-    device = ndl.cuda() if on_gpu else ndl.cpu()
-    if not device.enabled():
-        raise SystemExit(f"train_step.py: no CUDA device: {device.reason()}")
+    device = bench.need_gpu() if on_gpu else ndl.cpu()
     args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
     if args.seq_len is None:
         args.seq_len = 2048 if on_gpu else 512
@@ -354,8 +306,7 @@ def main() -> None:
     if args.peer and args.peer.endswith("-bf16") and args.dtype != "bfloat16":
         parser.error(f"--peer {args.peer} is for --dtype bfloat16, not {args.dtype}")
     config = models.preset(args.model, max_seq_len=args.seq_len, dtype=args.dtype)
-    properties = device.properties()
-    print(f"{properties['name']}, {properties['detail']}")
+    print(bench.describe(device))
     for number, batch_size in enumerate(sizes):
         shape = (batch_size, args.seq_len)
         draw = np.random.default_rng(0).integers
@@ -370,7 +321,7 @@ def main() -> None:
             import profile_step
 
             steps = steps_of_a_block(side, args.steps, on_gpu)
-            load([side], steps, args.load)
+            bench.load(lambda side=side, steps=steps: block(side, steps), args.load)
             print(f"B {batch_size}: the mean of {args.blocks} blocks of {steps} steps")
             profile_step.profile(side, block, steps, args.blocks)
         else:
@@ -382,4 +333,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(program(main))
+    bench.run(main)

@@ -10,7 +10,7 @@ from harness import ROOT
 
 from needle.block_mask import BlockMask
 
-sys.path.append(str(ROOT / "benchmarks"))  # behind apps/, which has a generate of its own
+sys.path.append(str(ROOT / "benchmarks"))  # after apps/, which has a generate of its own
 
 import attention  # noqa: E402
 import attention_cpu  # noqa: E402
