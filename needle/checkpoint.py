@@ -44,6 +44,7 @@ CHUNK = 1 << 24  # bytes read at a time
 # What each state has, whatever a caller adds.
 MAYBE = (dict, type(None))  # of a module that is not registered, and of no optimizer
 STATE = {"config": MAYBE, "frozen": list, "optimizer": MAYBE, "epoch": int, "loss": (int, float)}
+OPTIMIZERS = {kind.__name__: kind for kind in (optim.Adam, optim.AdamW, optim.SGD)}
 CheckpointError = FileError  # a checkpoint, or a folder of transformers, that cannot be used
 
 
@@ -74,7 +75,7 @@ def save_checkpoint(
             "needle.save takes any module"
         )
     kind = type(optimizer).__name__
-    if optimizer is not None and getattr(optim, kind, None) is not type(optimizer):
+    if optimizer is not None and OPTIMIZERS.get(kind) is not type(optimizer):
         raise TypeError(
             f"save_checkpoint: {kind} is not of needle.optim, so that load_checkpoint "
             "could not make it; save without it (None), and its state_dict() elsewhere"
@@ -162,21 +163,6 @@ def _renamed(state: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
     if isinstance(state.get("groups"), dict):
         changed["groups"] = {names.get(n, n): own for n, own in state["groups"].items()}
     return changed
-
-
-def _optimizer_class(name: Any) -> type[optim.Optimizer]:
-    """ValueError for what is no optimizer of needle.optim, or the base of all."""
-    known = {
-        key: kind
-        for key, kind in vars(optim).items()
-        if isinstance(kind, type)
-        and issubclass(kind, optim.Optimizer)
-        and kind is not optim.Optimizer
-        and not key.startswith("_")
-    }
-    if not isinstance(name, str) or name not in known:
-        raise ValueError(f"its class is {name!r:.40}; there are {', '.join(sorted(known))}")
-    return known[name]
 
 
 def versions() -> dict[str, str]:
@@ -323,7 +309,7 @@ class Checkpoint:
         device = given_device(device)
         config = self.configuration(dtype)
         with self._naming("its configuration cannot be used"):
-            model = config.skeleton(device, self._entries.values())
+            model = config.meta_model(device, self._entries.values())
         tensors = dict([*model.named_parameters(), *model.named_buffers()])
         self._compare({name: tensor.shape for name, tensor in tensors.items()})
         for name, tensor in tensors.items():
@@ -382,7 +368,10 @@ class Checkpoint:
             return None
         with self._naming("the optimizer's state cannot be used"):
             numbers = dict(saved)
-            kind = _optimizer_class(numbers.pop("class", None))
+            name = numbers.pop("class", None)
+            if not isinstance(name, str) or name not in OPTIMIZERS:
+                raise ValueError(f"its class is {name!r:.40}; there are {', '.join(OPTIMIZERS)}")
+            kind = OPTIMIZERS[name]
             names, decayed = numbers.pop("names"), numbers.pop("decayed")
             accumulating, own = numbers.pop("accumulating"), dict(model.named_parameters())
             parameters = [own[name] for name in names]

@@ -27,13 +27,13 @@ from pathlib import Path
 import numpy as np
 
 from needle import _C, data, models
+from needle.arguments import whole
 from needle.autograd import Tensor, no_grad
 from needle.backend_ndarray import FLOAT_DTYPES, Device, choose_device
 from needle.checkpoint import CheckpointError, find_checkpoint
 from needle.data.readers import open_tokens
-from needle.data.text import named
 from needle.data.tokens import check_ids, place_of, to_ids
-from needle.files import described, naming
+from needle.files import described, named, naming
 from needle.models import LanguageModel
 from needle.processes import program
 
@@ -283,64 +283,28 @@ def parser() -> argparse.ArgumentParser:
         description="Perplexity of a model on a dataset.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    top.add_argument(
-        "model",
-        metavar="CHECKPOINT_OR_FOLDER",
-        help="a checkpoint, the folder of a run, or a folder that transformers saved",
-    )
-    top.add_argument(
-        "--data",
-        required=True,
-        metavar="PATH",
-        help="text or tokens, of any kind that needle.data reads",
-    )
-    top.add_argument(
-        "--split",
-        choices=("all", "train", "held-out"),
-        default="all",
-        help="of the data: everything, or a part as training divides it",
-    )
-    top.add_argument(
-        "--tokenizer",
-        metavar="PATH",
-        help="a tokenizer.json; by default the one that lies with the model",
-    )
-    top.add_argument(
-        "--seq-len",
-        type=_count,
-        metavar="T",
-        help="tokens of context a window; by default all the model can read",
-    )
-    top.add_argument(
-        "--stride",
-        type=_count,
-        metavar="S",
-        help="score the last S tokens of each window only, each with a context of at "
-        "least T - S + 1; by default T",
-    )
-    top.add_argument("--batch-size", type=_count, default=8, metavar="N", help="windows at a time")
-    top.add_argument("--limit", type=_count, metavar="N", help="the first N tokens only")
-    top.add_argument(
-        "--per-token",
-        metavar="FILE",
-        help="write the score of each token as float32 to FILE (.npy); NaN where a text begins",
-    )
-    top.add_argument(
-        "--device", default="auto", metavar="NAME", help="auto, cpu, cuda or cuda:INDEX"
-    )
-    top.add_argument(
-        "--dtype",
-        choices=FLOAT_DTYPES,
-        help="compute in this; by default in that of the checkpoint",
-    )
-    top.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    add, count = top.add_argument, {"type": whole(1)}
+    text = "a checkpoint, the folder of a run, or a folder that transformers saved"
+    add("model", metavar="CHECKPOINT_OR_FOLDER", help=text)
+    text = "text or tokens, of any kind that needle.data reads"
+    add("--data", required=True, metavar="PATH", help=text)
+    text = "of the data: everything, or a part as training divides it"
+    add("--split", choices=("all", "train", "held-out"), default="all", help=text)
+    text = "a tokenizer.json; by default the one that lies with the model"
+    add("--tokenizer", metavar="PATH", help=text)
+    text = "tokens of context a window; by default all the model can read"
+    add("--seq-len", **count, metavar="T", help=text)
+    text = "score the last S tokens of each window only, each with a context of at least T - S + 1"
+    add("--stride", **count, metavar="S", help=f"{text}; by default T")
+    add("--batch-size", **count, default=8, metavar="N", help="windows at a time")
+    add("--limit", **count, metavar="N", help="the first N tokens only")
+    text = "write the score of each token as float32 to FILE (.npy); NaN where a text begins"
+    add("--per-token", metavar="FILE", help=text)
+    add("--device", default="auto", metavar="NAME", help="auto, cpu, cuda or cuda:INDEX")
+    text = "compute in this; by default in that of the checkpoint"
+    add("--dtype", choices=FLOAT_DTYPES, help=text)
+    add("--json", action="store_true", help="one JSON object instead of the table")
     return top
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of 1 or more, not {text!r}")
-    return int(text)
 
 
 def evaluate(args: argparse.Namespace) -> Scores:
@@ -359,32 +323,19 @@ def evaluate(args: argparse.Namespace) -> Scores:
         tokenizer = data.load_tokenizer(tokenizer_path)
     print(f"{model}\n{opened.source}", file=sys.stderr)
     # Two texts: what is held out does not follow what is trained on.
-    texts = {
-        "all": [opened.train, opened.held_out],
-        "train": [opened.train],
-        "held-out": [opened.held_out],
-    }[args.split]
+    train, held_out = opened.train, opened.held_out
+    texts = {"all": [train, held_out], "train": [train], "held-out": [held_out]}[args.split]
     left = sum(map(len, texts)) if args.limit is None else args.limit
     parts = []
     for text in texts:
         row_length = text.row_length if isinstance(text, data.Documents) else None
         if left < len(text):
-            text = text.between(0, left) if isinstance(text, data.FlatTokens) else text[:left]
+            text = text.between(0, left)
         left -= len(text)
         if len(text) > 1:
-            parts.append(
-                perplexity(
-                    model,
-                    text,
-                    args.seq_len,
-                    args.stride,
-                    args.batch_size,
-                    tokenizer,
-                    row_length,
-                    bool(args.per_token),
-                    _reporter(len(text)),
-                )
-            )
+            sizes = args.seq_len, args.stride, args.batch_size
+            kept, report = bool(args.per_token), _reporter(len(text))
+            parts.append(perplexity(model, text, *sizes, tokenizer, row_length, kept, report))
     if not parts:
         raise data.DataError(
             f"{args.data}: fewer than two tokens in the part that was asked for "
@@ -421,10 +372,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise data.DataError(f"--per-token {args.per_token}: there is no such folder")
         scores = evaluate(args)
         if args.per_token:
-            with (
-                naming(args.per_token),
-                open(args.per_token, "wb") as file,
-            ):  # np.save by name would add a suffix
+            # np.save by name would add a suffix.
+            with naming(args.per_token), open(args.per_token, "wb") as file:
                 np.save(file, scores.per_token)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"needle.evaluate: {described(error)}", file=sys.stderr)

@@ -62,7 +62,7 @@ Hook = Callable[[Tensor], Tensor | NDArray | np.ndarray | None]
 class Described(Protocol):
     """A configuration that can show its model."""
 
-    def skeleton(self) -> Module: ...
+    def meta_model(self) -> Module: ...
 
 
 def hook_names(of: Module | Described) -> list[str]:
@@ -72,7 +72,7 @@ def hook_names(of: Module | Described) -> list[str]:
     >>> ndl.hooks.hook_names(ndl.PythiaConfig.preset("70m"))[:2]
     ['hook_embed', 'blocks.0.hook_resid_pre']
     """
-    return [name for name, _, _ in _points(of if isinstance(of, Module) else of.skeleton())]
+    return [name for name, _, _ in _points(of if isinstance(of, Module) else of.meta_model())]
 
 
 def _points(module: Module, prefix: str = "") -> Iterator[tuple[str, Module, str]]:

@@ -24,7 +24,8 @@ from needle.backend_ndarray import full
 
 @dataclasses.dataclass
 class Budget:
-    """What a skeleton may hold at most: a file's configuration can ask for anything."""
+    """The most that a model on the meta device may ask for: a file's configuration can ask for
+    anything."""
 
     tensors: float = math.inf
     nbytes: float = math.inf  # of what is made besides, such as tables of positions
@@ -38,31 +39,31 @@ class Budget:
             raise ValueError(f"it asks for a table of {nbytes:,} bytes, far more than its weights")
 
 
-_skeleton: contextvars.ContextVar[Budget | None] = contextvars.ContextVar("skeleton", default=None)
+_meta: contextvars.ContextVar[Budget | None] = contextvars.ContextVar("meta", default=None)
 
 
 @contextlib.contextmanager
-def skeleton(budget: Budget | None = None) -> Iterator[None]:
-    """Inside, nothing is drawn and no memory is held: each function below gives one element,
-    broadcast to the shape; 0 where numbers would be drawn. A module that is made here shows its
-    shapes, and takes its values from a file (each parameter's `cached_data` is replaced).
-    ValueError where it takes more than the budget.
+def meta_device(budget: Budget | None = None) -> Iterator[None]:
+    """Make tensors of one element, broadcast to the shape, in this block: nothing is drawn and no
+    memory is held. A module that is made here shows its shapes, and takes its values from a file
+    (each parameter's `cached_data` is replaced). ValueError where it takes more than the budget.
 
-    >>> with ndl.init.skeleton():
+    >>> with ndl.init.meta_device():
     ...     layer = nn.Linear(1_000_000, 1_000_000)
     >>> layer.weight.shape
     (1000000, 1000000)
     """
-    token = _skeleton.set(budget or Budget())
+    token = _meta.set(budget or Budget())
     try:
         yield
     finally:
-        _skeleton.reset(token)
+        _meta.reset(token)
 
 
 def take_memory(nbytes: int) -> None:
-    """Before so much is allocated that is no parameter: ValueError beyond a skeleton's budget."""
-    budget = _skeleton.get()
+    """Count memory that is about to be allocated for no parameter. ValueError beyond the budget of
+    the meta device."""
+    budget = _meta.get()
     if budget is not None:
         budget.take(nbytes=nbytes)
 
@@ -93,7 +94,7 @@ def _drawn(
 ) -> Tensor:
     for axis, size in enumerate(shape):
         check_size(f"{op}: axis {axis} of the shape", size)
-    if _skeleton.get():
+    if _meta.get():
         return constant(*shape, c=0, device=device, dtype=dtype, requires_grad=grad)
     return _tensor(np.asarray(draw()), device, dtype, grad)
 
@@ -172,7 +173,7 @@ def constant(
     [[7 7]
      [7 7]]
     """
-    budget = _skeleton.get()
+    budget = _meta.get()
     if budget is None:
         return Tensor.from_ndarray(full(shape, c, dtype, device), requires_grad)
     budget.take(tensors=1)

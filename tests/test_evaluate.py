@@ -10,7 +10,7 @@ import sys
 
 import numpy as np
 import pytest
-from harness import DEVICES, ROOT, device_of
+from harness import DEVICES, ROOT, device_of, naming
 
 import needle as ndl
 from needle import evaluate
@@ -87,49 +87,46 @@ def test_logits_in_pieces(monkeypatch):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "inputs, targets, message",
-    [
+def test_wrong_rows():
+    for inputs, targets, message in [
         ([], [], "1 <= targets"),
         ([1, 2], [1, 2, 3], "1 <= targets"),
         ([1] * 25, [1], "max_seq_len"),
         ([1, VOCABULARY], [1], "outside the vocabulary"),
         ([1, 2], [VOCABULARY], "outside the vocabulary"),
         ([1, 2], [-1], "outside the vocabulary"),
-    ],
-)
-def test_wrong_rows(inputs, targets, message):
-    with pytest.raises(ValueError, match=message):
-        list(evaluate.score(small(), [(inputs, targets)]))
+    ]:
+        with naming(inputs, targets), pytest.raises(ValueError, match=message):
+            list(evaluate.score(small(), [(inputs, targets)]))
 
 
-@pytest.mark.parametrize(
-    "count, seq_len, stride",
-    [(2, 4, 4), (5, 4, 4), (6, 4, 4), (17, 4, 2), (18, 4, 1), (100, 7, 3), (3, 8, 5)],
-)
-def test_windows_score_each_token_once(count, seq_len, stride):
-    seen = np.zeros(count, int)
-    for first, last, n in evaluate.windows(count, seq_len, stride):
-        assert 0 <= first < last < count and last - first <= seq_len and n <= last - first
-        seen[last - n + 1 : last + 1] += 1
-        for target in range(last - n + 1, last + 1):
-            context = target - first
-            assert context >= min(target, seq_len - stride + 1)
-    assert seen[0] == 0 and (seen[1:] == 1).all()
+def test_windows_score_each_token_once():
+    for count, seq_len, stride in [
+        (2, 4, 4), (5, 4, 4), (6, 4, 4), (17, 4, 2), (18, 4, 1), (100, 7, 3), (3, 8, 5),
+    ]:  # fmt: skip
+        seen = np.zeros(count, int)
+        with naming(count, seq_len, stride):
+            for first, last, n in evaluate.windows(count, seq_len, stride):
+                assert 0 <= first < last < count and last - first <= seq_len and n <= last - first
+                seen[last - n + 1 : last + 1] += 1
+                for target in range(last - n + 1, last + 1):
+                    assert target - first >= min(target, seq_len - stride + 1)
+            assert seen[0] == 0 and (seen[1:] == 1).all()
 
 
-@pytest.mark.parametrize("seq_len, stride", [(24, 24), (10, 10), (10, 4), (10, 1)])
-def test_perplexity(seq_len, stride):
+def test_perplexity():
     model, text = small(), tokens(53)
-    scores = evaluate.perplexity(model, text, seq_len, stride, batch_size=3, per_token=True)
-    wanted = np.full(len(text), np.nan)
-    for first, last, n in evaluate.windows(len(text), seq_len, stride):
-        for target in range(last - n + 1, last + 1):
-            wanted[target] = -reference(model, text[first:target])[text[target]]
-    np.testing.assert_allclose(scores.per_token, wanted, rtol=0, atol=2e-5)
-    assert scores.tokens == 52 and scores.text_bytes is None and scores.bits_per_byte is None
-    assert math.isclose(scores.nats, np.nansum(wanted), rel_tol=1e-6)
-    assert math.isclose(scores.perplexity, math.exp(np.nansum(wanted) / 52), rel_tol=1e-5)
+    for seq_len, stride in [(24, 24), (10, 10), (10, 4), (10, 1)]:
+        scores = evaluate.perplexity(model, text, seq_len, stride, batch_size=3, per_token=True)
+        wanted = np.full(len(text), np.nan)
+        for first, last, n in evaluate.windows(len(text), seq_len, stride):
+            for target in range(last - n + 1, last + 1):
+                wanted[target] = -reference(model, text[first:target])[text[target]]
+        with naming(seq_len, stride):
+            np.testing.assert_allclose(scores.per_token, wanted, rtol=0, atol=2e-5)
+            assert scores.tokens == 52 and scores.text_bytes is scores.bits_per_byte is None
+            assert math.isclose(scores.nats, np.nansum(wanted), rel_tol=1e-6)
+            assert math.isclose(scores.perplexity, math.exp(np.nansum(wanted) / 52), rel_tol=1e-5)
 
 
 def test_rows_stand_alone():
@@ -169,20 +166,17 @@ def test_bfloat16_is_near():
     assert exact != rounded and abs(exact - rounded) < 0.02 * exact
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
+def test_wrong_values():
+    for changes, message in [
         ({"seq_len": 25}, "max_seq_len"),
         ({"seq_len": 0}, "seq_len"),
         ({"seq_len": 8, "stride": 9}, "stride"),
         ({"stride": 0}, "stride"),
         ({"batch_size": 0}, "batch_size"),
         ({"tokens": tokens(1)}, "two or more"),
-    ],
-)
-def test_wrong_values(changes, message):
-    with pytest.raises(ValueError, match=message):
-        evaluate.perplexity(small(), **{"tokens": tokens(40)} | changes)
+    ]:
+        with naming(changes), pytest.raises(ValueError, match=message):
+            evaluate.perplexity(small(), **{"tokens": tokens(40)} | changes)
 
 
 # ---- the command --------------------------------------------------------------------------------
@@ -204,25 +198,28 @@ def run(tmp_path, monkeypatch):
 
 
 def command(capsys, *words) -> tuple[int, str, str]:
-    code = evaluate.main([str(word) for word in words])
+    """Of words, each of which may be several: (exit code, stdout, stderr), on the CPU."""
+    flat = [part for word in words for part in (word.split() if type(word) is str else [word])]
+    code = evaluate.main([*map(str, flat), *([] if "--device" in flat else ["--device", "cpu"])])
     out, err = capsys.readouterr()
     return code, out, err
 
 
 def test_the_command_needs_data(run, capsys):
     with pytest.raises(SystemExit) as ended:
-        command(capsys, run, "--device", "cpu")
+        command(capsys, run)
     assert ended.value.code == 2
     assert "the following arguments are required: --data" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("empty", ["model", "--data", "--tokenizer"])
-def test_empty_name_is_not_the_current_folder(run, tmp_path, monkeypatch, capsys, empty):
+def test_empty_name_is_not_the_current_folder(run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(run)
-    words = {"model": run, "--data": tmp_path / "text.txt", "--tokenizer": run, empty: ""}
-    flags = [word for pair in list(words.items())[1:] for word in pair]
-    code, out, err = command(capsys, words["model"], *flags, "--device", "cpu")
-    assert code == 1 and out == "" and "an empty name ('') of a file or folder" in err
+    for empty in ("model", "--data", "--tokenizer"):
+        words = {"model": run, "--data": tmp_path / "text.txt", "--tokenizer": run, empty: ""}
+        flags = [str(word) for pair in list(words.items())[1:] for word in pair]
+        assert evaluate.main([str(words["model"]), *flags, "--device", "cpu"]) == 1
+        out, err = capsys.readouterr()
+        assert out == "" and "an empty name ('') of a file or folder" in err, empty
 
 
 def test_perplexity_bytes_of_a_vocabulary_larger_than_the_tokenizers(run):
@@ -237,21 +234,8 @@ def test_perplexity_bytes_of_a_vocabulary_larger_than_the_tokenizers(run):
 def test_command(run, tmp_path, capsys):
     text = tmp_path / "text.txt"
     scores = tmp_path / "scores.f4"
-    code, out, err = command(
-        capsys,
-        run,
-        "--data",
-        text,
-        "--json",
-        "--per-token",
-        scores,
-        "--device",
-        "cpu",
-        "--seq-len",
-        16,
-        "--stride",
-        8,
-    )
+    sizes = "--json --seq-len 16 --stride 8"
+    code, out, err = command(capsys, run, "--data", text, sizes, "--per-token", scores)
     assert code == 0, err
     said = json.loads(out)
     per_token = np.load(scores)
@@ -267,31 +251,11 @@ def test_command(run, tmp_path, capsys):
     assert said["bytes"] == len(TEXT.encode()) - sum(first)
     nats = said["loss"] * said["tokens"]
     assert math.isclose(said["bits_per_byte"], nats / math.log(2) / said["bytes"], rel_tol=1e-9)
-    code, out, _ = command(
-        capsys,
-        run / "checkpoints" / "step_3.safetensors",
-        "--data",
-        text,
-        "--device",
-        "cpu",
-        "--limit",
-        50,
-    )
+    one = run / "checkpoints" / "step_3.safetensors"
+    code, out, _ = command(capsys, one, "--data", text, "--limit 50")
     assert code == 0 and "tokens          49\n" in out and "bits per byte" in out
     evaluate.load_model(run)[0].save_pretrained(tmp_path / "exported", run / "tokenizer.json")
-    code, out, err = command(
-        capsys,
-        tmp_path / "exported",
-        "--data",
-        text,
-        "--json",
-        "--device",
-        "cpu",
-        "--seq-len",
-        16,
-        "--stride",
-        8,
-    )
+    code, out, err = command(capsys, tmp_path / "exported", "--data", text, sizes)
     assert code == 0 and json.loads(out) == said, err
 
 
@@ -303,47 +267,31 @@ def _encode(run) -> list[int]:
 def test_tokens_without_a_tokenizer(run, tmp_path, capsys):
     (run / "tokenizer.json").unlink()
     np.save(tmp_path / "ids.npy", tokens(100))
-    code, out, err = command(
-        capsys,
-        run,
-        "--data",
-        tmp_path / "ids.npy",
-        "--device",
-        "cpu",
-        "--split",
-        "train",
-        "--dtype",
-        "bfloat16",
-    )
+    ids = tmp_path / "ids.npy"
+    code, out, err = command(capsys, run, "--data", ids, "--split train --dtype bfloat16")
     assert code == 0, err
     assert "tokens          94\n" in out and "bits per byte" not in out
     assert "bfloat16" in err
     # Tokens that a tokenizer made for the occasion gives would mean nothing to the model.
-    code, out, err = command(capsys, run, "--data", tmp_path / "text.txt", "--device", "cpu")
+    code, out, err = command(capsys, run, "--data", tmp_path / "text.txt")
     assert code == 1 and out == "" and "is text, and no tokenizer.json lies with" in err
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["nothing", "--data", "x"], "no such file or folder"),
-        ([".", "--data", "x"], "neither a run"),
-        (["run", "--data", "nowhere"], "nowhere"),
-        (["run", "--data", "text.txt", "--seq-len", "99"], "max_seq_len"),
-        (["run", "--data", "text.txt", "--limit", "1"], "fewer than two tokens"),
-        (
-            ["run", "--data", "text.txt", "--per-token", "no/x.npy"],
-            "no/x.npy: there is no such folder",
-        ),
-        (["run", "--data", "text.txt", "--device", "tpu"], "cuda:INDEX"),
-        (["run", "--data", "text.txt", "--device", "cuda:" + "1" * 31], "cuda:INDEX"),
-        (["run", "--data", "text.txt", "--device", "cuda:99"], "99 is not in 0 ... 63"),
-    ],
-)
-def test_what_is_wrong_is_said(run, tmp_path, monkeypatch, capsys, words, message):
+def test_what_is_wrong_is_said(run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    code, out, err = command(capsys, *words)
-    assert code == 1 and out == "" and message in err and "Traceback" not in err
+    for words, message in [
+        ("nothing --data x", "no such file or folder"),
+        (". --data x", "neither a run"),
+        ("run --data nowhere", "nowhere"),
+        ("run --data text.txt --seq-len 99", "max_seq_len"),
+        ("run --data text.txt --limit 1", "fewer than two tokens"),
+        ("run --data text.txt --per-token no/x.npy", "no/x.npy: there is no such folder"),
+        ("run --data text.txt --device tpu", "cuda:INDEX"),
+        (f"run --data text.txt --device cuda:{'1' * 31}", "cuda:INDEX"),
+        ("run --data text.txt --device cuda:99", "99 is not in 0 ... 63"),
+    ]:
+        code, out, err = command(capsys, words)
+        assert code == 1 and out == "" and message in err and "Traceback" not in err, words
 
 
 def test_load_model_names_what_it_cannot_read(tmp_path):

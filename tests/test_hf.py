@@ -1,4 +1,4 @@
-"""Folders of transformers in and out, without transformers: hand-made ones that hold every spelling
+"""Folders of transformers in and out, without transformers: hand-made ones that hold every form
 it has used, and what must be refused, all of it in one error (test_parity.py has the real one)."""
 
 import dataclasses
@@ -111,9 +111,9 @@ def test_reading_draws_no_random_number(tmp_path):
     np.testing.assert_array_equal(np.random.get_state()[1], before)
 
 
-@pytest.mark.parametrize(
-    "spelling",
-    [
+def test_rotary_in_every_form():
+    silent = {k: v for k, v in BASE.items() if not k.startswith("rot")}
+    for fields in [
         {"rotary_pct": 0.5, "rotary_emb_base": 500},
         {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5,
                              "rope_theta": 500}},
@@ -123,19 +123,11 @@ def test_reading_draws_no_random_number(tmp_path):
         {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 500}, "rotary_pct": 1.0,
          "rotary_emb_base": 7, "partial_rotary_factor": 1.0, "rope_theta": 8},
         {"rotary_pct": 0.5, "rotary_emb_base": 500, "partial_rotary_factor": 1.0, "rope_theta": 8},
-    ],
-)  # fmt: skip
-def test_rotary_in_every_spelling(spelling):
-    fields = {k: v for k, v in BASE.items() if not k.startswith("rot")}
-    config = hf.read_config(Pythia, fields | spelling)
-    assert (config.rotary_pct, config.rotary_base) == (0.5, 500.0)
-
-
-@pytest.mark.parametrize(
-    "spelling", [{"rotary_pct": 0.0}, {"rope_parameters": {"partial_rotary_factor": 0}}]
-)
-def test_a_model_may_rotate_nothing(spelling):
-    assert hf.read_config(Pythia, BASE | spelling).rotary_pct == 0
+    ]:  # fmt: skip
+        config = hf.read_config(Pythia, silent | fields)
+        assert (config.rotary_pct, config.rotary_base) == (0.5, 500.0), fields
+    for fields in ({"rotary_pct": 0.0}, {"rope_parameters": {"partial_rotary_factor": 0}}):
+        assert hf.read_config(Pythia, BASE | fields).rotary_pct == 0
 
 
 def test_what_a_configuration_may_leave_out():
@@ -167,41 +159,41 @@ def test_the_published_configuration():
     assert hf.read_config(Pythia, fields) == PythiaConfig.preset("70m", hidden_act="gelu")
 
 
-@pytest.mark.parametrize("parallel", [True, False])
-def test_both_residuals(tmp_path, parallel):
-    model = model_of(use_parallel_residual=parallel)
-    folder = write(tmp_path / "a", theirs(model), use_parallel_residual=parallel)
-    read = Pythia.from_pretrained(folder)
-    assert read.config.use_parallel_residual is parallel
-    ids = np.arange(20)[None]
-    np.testing.assert_array_equal(read(ids)[0].numpy(), model(ids)[0].numpy())
+def test_both_residuals(tmp_path):
+    for parallel in (True, False):
+        model = model_of(use_parallel_residual=parallel)
+        folder = write(tmp_path / f"{parallel}", theirs(model), use_parallel_residual=parallel)
+        read = Pythia.from_pretrained(folder)
+        assert read.config.use_parallel_residual is parallel
+        ids = np.arange(20)[None]
+        np.testing.assert_array_equal(read(ids)[0].numpy(), model(ids)[0].numpy())
 
 
-@pytest.mark.parametrize("name, form", [("gelu", "none"), ("gelu_python", "none"),
-                                        ("gelu_new", "tanh"), ("gelu_fast", "tanh"),
-                                        ("gelu_pytorch_tanh", "tanh")])  # fmt: skip
-def test_activations(tmp_path, name, form):
-    read = Pythia.from_pretrained(write(tmp_path / "a", theirs(model_of()), hidden_act=name))
-    assert read.layers[0].mlp.approximate == form
+def test_activations(tmp_path):
+    forms = {"gelu": "none", "gelu_python": "none", "gelu_new": "tanh", "gelu_fast": "tanh"}
+    for name, form in {**forms, "gelu_pytorch_tanh": "tanh"}.items():
+        read = Pythia.from_pretrained(write(tmp_path / name, theirs(model_of()), hidden_act=name))
+        assert read.layers[0].mlp.approximate == form
 
 
 @both
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("source", ["float32", "float16", "bfloat16"])
-def test_any_dtype_into_any(tmp_path, source, dtype, device):
+def test_any_dtype_into_any(tmp_path, device):
     """Each value read is the source's, rounded once."""
-    model = model_of(dtype=source)
-    model.save_pretrained(tmp_path / "a")
-    with safe_open(tmp_path / "a" / "model.safetensors", "np") as file:
-        kinds = {file.get_slice(key).get_dtype() for key in file.keys()}
-    assert kinds == {{"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[source]}
-    read = Pythia.from_pretrained(tmp_path / "a", device_of(device), dtype)
-    assert read.config.dtype == dtype
-    expected = dict(model.named_parameters())
-    for name, parameter in read.named_parameters():
-        assert parameter.dtype == dtype
-        wanted = expected[name].cached_data.astype(dtype).numpy()
-        np.testing.assert_array_equal(parameter.numpy(), wanted, err_msg=name)
+    names = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+    for source in names:
+        model = model_of(dtype=source)
+        model.save_pretrained(tmp_path / source)
+        with safe_open(tmp_path / source / "model.safetensors", "np") as file:
+            assert {file.get_slice(key).get_dtype() for key in file.keys()} == {names[source]}
+        expected = dict(model.named_parameters())
+        for dtype in names:
+            read = Pythia.from_pretrained(tmp_path / source, device_of(device), dtype)
+            assert read.config.dtype == dtype
+            for name, parameter in read.named_parameters():
+                assert parameter.dtype == dtype
+                wanted = expected[name].cached_data.astype(dtype).numpy()
+                where = f"{source} to {dtype}: {name}"
+                np.testing.assert_array_equal(parameter.numpy(), wanted, err_msg=where)
 
 
 def test_float32_unless_another_dtype_is_asked_for(tmp_path):

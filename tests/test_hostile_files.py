@@ -11,6 +11,7 @@ import sys
 
 import numpy as np
 import pytest
+from harness import naming
 
 import needle as ndl
 from needle import checkpoint, nn, optim, safetensors
@@ -47,31 +48,29 @@ def folder(tmp_path):
     return tmp_path / "hf"
 
 
-@pytest.mark.parametrize("value", HUGE)
-@pytest.mark.parametrize(
-    "field, said",
-    [
+def test_sizes_in_config_json(folder):
+    path = folder / "config.json"
+    good = json.loads(path.read_text())
+    for field, said in [
         ("num_hidden_layers", "far more tensors than there are"),
         ("max_position_embeddings", "far more than its weights"),
         ("vocab_size", "embed_in.weight has shape|passes 2|no memory"),
         ("intermediate_size", "dense_h_to_4h.weight has shape|passes 2|no memory"),
-    ],
-)
-def test_sizes_in_config_json(folder, field, value, said):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
-    with pytest.raises(CheckpointError, match=said) as caught:
-        load_model(folder)
-    assert str(folder) in str(caught.value)
+    ]:
+        for value in HUGE:
+            path.write_text(json.dumps(good | {field: value}))
+            with naming(field, value), pytest.raises(CheckpointError, match=said) as caught:
+                load_model(folder)
+            assert str(folder) in str(caught.value)
 
 
-@pytest.mark.parametrize("value", HUGE)
-@pytest.mark.parametrize("field", ["num_layers", "max_seq_len", "vocab_size", "hidden_size"])
-def test_sizes_in_a_checkpoint_with_a_right_checksum(tmp_path, field, value):
-    config = CONFIG.to_dict() | {field: value}
-    path = save_checkpoint(Pythia(CONFIG), None, 0, 1.0, tmp_path / "a.safetensors", config=config)
-    with pytest.raises(CheckpointError, match="a.safetensors: "):
-        Checkpoint(path).restore()
+def test_sizes_in_a_checkpoint_with_a_right_checksum(tmp_path):
+    for field in ("num_layers", "max_seq_len", "vocab_size", "hidden_size"):
+        for value in HUGE:
+            config, path = CONFIG.to_dict() | {field: value}, tmp_path / "a.safetensors"
+            save_checkpoint(Pythia(CONFIG), None, 0, 1.0, path, config=config)
+            with naming(field, value), pytest.raises(CheckpointError, match="a.safetensors: "):
+                Checkpoint(path).restore()
 
 
 def test_a_long_context_still_loads(tmp_path):
@@ -82,62 +81,28 @@ def test_a_long_context_still_loads(tmp_path):
     assert model.config.max_seq_len == 1 << 20
 
 
-@pytest.mark.parametrize(
-    "state",
-    [
-        {"config": [1]},
-        {"config": None},
-        {"config": {"vocab_size": "many"}},
-        {"config": {"vocab_size": True}},
-        {"model": ["pythia"]},
-        {"model": "no such"},
-        {"optimizer": "AdamW"},
-        {"optimizer": {}},
-        {"optimizer": {"class": "AdamW"}},
-        {"optimizer": {"class": "Optimizer.__init__"}},
-        {"epoch": "first"},
-        {"loss": None},
-        {"random_state": None},
-        {"random_state": ["MT19937", [1], 0, 0, 0.0]},
-        {"random_state": ["MT19937", [-1] * 624, 0, 0, 0.0]},
-        {"random_state": [1, 2]},
-    ],
-)
-def test_a_state_with_a_right_checksum(tmp_path, monkeypatch, state):
-    path, write = tmp_path / "a.safetensors", checkpoint._write
-    monkeypatch.setattr(
-        checkpoint, "_write", lambda f, tensors, old: write(f, tensors, old | state)
-    )
-    save_checkpoint(Pythia(CONFIG), None, 0, 1.0, path)
-    with pytest.raises(CheckpointError, match="a.safetensors: "):
-        found = Checkpoint(path)
-        found.restore()
-        found.restore_random_state()
+WRONG_OPTIMIZERS = [
+    ({"class": "Optimizer"}, "its class is 'Optimizer'; there are Adam, AdamW, SGD$"),
+    ({"class": "_PerParameter"}, "its class is '_PerParameter'; there are"),
+    ({"class": "Tensor"}, "its class is 'Tensor'; there are"),
+    ({"class": ["AdamW"]}, "its class is .'AdamW'.; there are"),
+    ({"lr": "x"}, "lr must be finite and not negative, but is 'x'"),
+    ({"lr": float("nan")}, "lr must be finite and not negative, but is nan"),
+    ({"lr": -0.1}, "lr must be finite and not negative, but is -0.1"),
+    ({"lr": True}, "lr must be finite and not negative, but is True"),
+    ({"beta1": 1.0, "eps": 10**400}, r"beta1 must be in \[0, 1\), but is 1.0; eps must be"),
+    ({"step": 2**80}, "step must be a whole number of 0 to 2.53, but is 1208925"),
+    ({"step": 2.5}, "step must be a whole number"),
+    ({"step": -1}, "step must be a whole number"),
+    ({"groups": "x"}, "groups must be a dict of dicts, but is 'x'"),
+    ({"groups": {"embed_in.weight": {"lr": None}}}, "lr must be finite.*but is None"),
+]
 
 
-@pytest.mark.parametrize(
-    "wrong, said",
-    [
-        ({"class": "Optimizer"}, "its class is 'Optimizer'; there are Adam, AdamW, SGD$"),
-        ({"class": "_PerParameter"}, "its class is '_PerParameter'; there are"),
-        ({"class": "Tensor"}, "its class is 'Tensor'; there are"),
-        ({"class": ["AdamW"]}, "its class is .'AdamW'.; there are"),
-        ({"lr": "x"}, "lr must be finite and not negative, but is 'x'"),
-        ({"lr": float("nan")}, "lr must be finite and not negative, but is nan"),
-        ({"lr": -0.1}, "lr must be finite and not negative, but is -0.1"),
-        ({"lr": True}, "lr must be finite and not negative, but is True"),
-        ({"beta1": 1.0, "eps": 10**400}, r"beta1 must be in \[0, 1\), but is 1.0; eps must be"),
-        ({"step": 2**80}, "step must be a whole number of 0 to 2.53, but is 1208925"),
-        ({"step": 2.5}, "step must be a whole number"),
-        ({"step": -1}, "step must be a whole number"),
-        ({"groups": "x"}, "groups must be a dict of dicts, but is 'x'"),
-        ({"groups": {"embed_in.weight": {"lr": None}}}, "lr must be finite.*but is None"),
-    ],
-)
-@pytest.mark.parametrize("into", [False, True])
-def test_an_optimizer_with_a_right_checksum(tmp_path, monkeypatch, wrong, said, into):
-    """One error that names the file and the setting, whoever reads it; nothing changes."""
-    model, write = Pythia(CONFIG), checkpoint._write
+def test_an_optimizer_with_a_right_checksum(tmp_path, monkeypatch):
+    """One error that names the file and the setting, from load and from load into; nothing
+    changes."""
+    model, write, wrong = Pythia(CONFIG), checkpoint._write, {}
     optimizer = optim.AdamW(model.parameters())
     before = optimizer.state_dict()
     monkeypatch.setattr(
@@ -145,17 +110,18 @@ def test_an_optimizer_with_a_right_checksum(tmp_path, monkeypatch, wrong, said, 
         "_write",
         lambda f, tensors, old: write(f, tensors, old | {"optimizer": old["optimizer"] | wrong}),
     )
-    path = save_checkpoint(model, optimizer, 0, 1.0, tmp_path / "a.safetensors")
-    if into and "class" in wrong:
-        said = "holds the state of"
-    with pytest.raises(CheckpointError, match=said) as caught:
-        load(path, model, optimizer) if into else load(path)
-    assert str(caught.value).startswith(f"{path}: ")
+    for wrong, said in WRONG_OPTIMIZERS:
+        path = save_checkpoint(model, optimizer, 0, 1.0, tmp_path / "a.safetensors")
+        for into in ((), (model, optimizer)):
+            message = "holds the state of" if into and "class" in wrong else said
+            with naming(wrong, into), pytest.raises(CheckpointError, match=message) as caught:
+                load(path, *into)
+            assert str(caught.value).startswith(f"{path}: ")
     assert {**optimizer.state_dict(), "arrays": 0} == {**before, "arrays": 0}
 
 
 HOSTILE = [None, True, -1, 0, 1e308, float("inf"), float("nan"), 10**8, 2**62, 2**63, 10**400]
-HOSTILE += ["", "x", [], {}, [[]], {"x": {}}]
+HOSTILE += ["", "x", [], {}, [[]], {"x": {}}, "Optimizer.__init__", ["MT19937", [1], 0, 0, 0.0]]
 
 
 def leaves(value, path=()):
@@ -244,39 +210,42 @@ def test_config_of_a_run_with_any_value_replaced_is_viewed_or_named(tmp_path, ca
             assert code == 0 or said.startswith("needle.data: ") and said.count("\n") == 1
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(PythiaConfig)])
-@pytest.mark.parametrize("value", HOSTILE, ids=lambda value: f"{value!r:.20}")
-def test_configuration_with_any_value_is_made_or_names_the_field(field, value):
-    fields = dataclasses.asdict(CONFIG) | {"intermediate_size": 0} | {field: value}
-    try:
-        made = PythiaConfig(**fields)
-    except ValueError as error:
-        derived = {"hidden_size": "intermediate_size", "num_heads": "hidden_size"}
-        assert field in str(error) or derived.get(field, field) in str(error)
-    else:
-        kind = type(getattr(CONFIG, field))
-        assert type(getattr(made, field)) in ((kind, int) if kind is float else (kind,))
+def test_configuration_with_any_value_is_made_or_names_the_field():
+    derived = {"hidden_size": "intermediate_size", "num_heads": "hidden_size"}
+    for field in [field.name for field in dataclasses.fields(PythiaConfig)]:
+        for value in HOSTILE:
+            fields = dataclasses.asdict(CONFIG) | {"intermediate_size": 0} | {field: value}
+            with naming(field, f"{value!r:.20}"):
+                try:
+                    made = PythiaConfig(**fields)
+                except ValueError as error:
+                    assert field in str(error) or derived.get(field, field) in str(error)
+                else:
+                    kind = type(getattr(CONFIG, field))
+                    assert type(getattr(made, field)) in ((kind, int) if kind is float else (kind,))
 
 
-@pytest.mark.parametrize(
-    "kind, flat",
-    [(optim.SGD, False), (optim.Adam, False), (optim.AdamW, False), (optim.AdamW, True)],
-)
-def test_optimizer_state_of_any_kind_loads_or_is_named(kind, flat):
-    model = nn.Linear(3, 4)
-    optimizer = kind(nn.flatten_parameters(model) if flat else model.parameters())
-    good = optimizer.state_dict()
-    states = [*HOSTILE, {"arrays": {}}]
-    states += [{key: good[key] for key in good if key != left_out} for left_out in good]
-    states += [good | {key: value} for key in good for value in HOSTILE]
-    states += [good | {"arrays": good["arrays"] | {n: 3}} for n in good["arrays"]]
-    for state in states:
-        try:
-            optimizer.load_state_dict(state)
-        except (TypeError, ValueError) as error:
-            assert str(error).startswith(f"{kind.__name__}.load_state_dict: "), state
-    with pytest.raises(ValueError, match="step is missing; lr is missing"):
-        optimizer.load_state_dict({})
+def test_optimizer_state_of_any_kind_loads_or_is_named():
+    for kind, flat in (
+        (optim.SGD, False),
+        (optim.Adam, False),
+        (optim.AdamW, False),
+        (optim.AdamW, True),
+    ):
+        model = nn.Linear(3, 4)
+        optimizer = kind(nn.flatten_parameters(model) if flat else model.parameters())
+        good = optimizer.state_dict()
+        states = [*HOSTILE, {"arrays": {}}]
+        states += [{key: good[key] for key in good if key != left_out} for left_out in good]
+        states += [good | {key: value} for key in good for value in HOSTILE]
+        states += [good | {"arrays": good["arrays"] | {n: 3}} for n in good["arrays"]]
+        for state in states:
+            try:
+                optimizer.load_state_dict(state)
+            except (TypeError, ValueError) as error:
+                assert str(error).startswith(f"{kind.__name__}.load_state_dict: "), state
+        with pytest.raises(ValueError, match="step is missing; lr is missing"):
+            optimizer.load_state_dict({})
 
 
 def test_module_state_of_any_kind_loads_or_is_named():
@@ -290,9 +259,9 @@ def test_module_state_of_any_kind_loads_or_is_named():
         model.load_state_dict({**good, "modules.1.running_var": None})
 
 
-@pytest.mark.parametrize(
-    "offsets, said",
-    [
+def test_offsets_that_contradict_the_shapes(tmp_path):
+    path, shapes = tmp_path / "a.safetensors", {"a": [2], "b": [3]}
+    for offsets, said in [
         ([(0, 8), (8, 20)], None),
         ([(0, 8), (12, 24)], "b contradict"),  # a hole
         ([(0, 8), (4, 16)], "b contradict"),  # an overlap
@@ -300,26 +269,20 @@ def test_module_state_of_any_kind_loads_or_is_named():
         ([(0, 12), (12, 24)], "a contradict"),  # too many
         ([(4, 12), (12, 24)], "a contradict"),
         ([(0, 8), (8, -20)], "b has no proper"),
-    ],
-)
-def test_offsets_that_contradict_the_shapes(tmp_path, offsets, said):
-    shapes = {"a": [2], "b": [3]}
-    header = json.dumps(
-        {
-            name: {"dtype": "F32", "shape": shape, "data_offsets": place}
-            for (name, shape), place in zip(shapes.items(), offsets)
-        }
-    ).encode()
-    path = tmp_path / "a.safetensors"
-    length = offsets[-1][1] if said and "contradict" in said else 20
-    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(length))
-    with open(path, "rb") as file:
-        if said is None:
+    ]:
+        places = zip(shapes.items(), offsets)
+        header = json.dumps(
+            {n: {"dtype": "F32", "shape": shape, "data_offsets": at} for (n, shape), at in places}
+        ).encode()
+        length = offsets[-1][1] if said and "contradict" in said else 20
+        path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(length))
+        with naming(offsets), open(path, "rb") as file:
+            if said is not None:
+                with pytest.raises(safetensors.FileError, match=said):
+                    safetensors.read_header(file)
+                continue
             entries = safetensors.read_header(file)[1]
             assert [(entry.name, entry.shape) for entry in entries] == [("a", (2,)), ("b", (3,))]
-            return
-        with pytest.raises(safetensors.FileError, match=said):
-            safetensors.read_header(file)
 
 
 def idx_of(path):

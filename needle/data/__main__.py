@@ -7,11 +7,12 @@ import argparse
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
+from needle.arguments import whole
 from needle.data.batches import Batches
 from needle.data.prepare import prepare
 from needle.data.readers import TokenData, matching, no_text, open_data, open_tokens, text_kind
@@ -22,17 +23,6 @@ from needle.files import described, named, naming, reading
 from needle.processes import program
 
 SCANNED = 1 << 22  # ids that `inspect` looks at, spread over the file
-
-
-def whole(low: int, high: int = 2**63 - 1) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not text.isdecimal() or not low <= int(text) <= high:
-            raise argparse.ArgumentTypeError(
-                f"must be a whole number from {low} to {high}, not {text!r}"
-            )
-        return int(text)
-
-    return parse
 
 
 def parser() -> argparse.ArgumentParser:

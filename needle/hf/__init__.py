@@ -8,11 +8,11 @@ model-00001-of-0000N.safetensors with model.safetensors.index.json), and, where 
 known, tokenizer.json, tokenizer_config.json and special_tokens_map.json. Neither torch nor
 transformers is needed, and no pickle is opened.
 
-A model class says by its attribute `spelling` (see Spelling) how transformers names its fields and
-tensors. Weights of nn.Linear are (in, out) here and (out, in) there. Reading checks the
-configuration and the name, shape, dtype and place of every tensor before the first one is loaded.
-Writing goes file by file through a temporary one; weights of an earlier save that would shadow the
-new ones are removed last.
+A model class has an attribute `weight_mapping` (see WeightMapping): the names that transformers
+gives its fields and tensors. Weights of nn.Linear are (in, out) here and (out, in) there. Reading
+checks the configuration and the name, shape, dtype and place of every tensor before the first one
+is loaded. Writing goes file by file through a temporary one; weights of an earlier save that would
+shadow the new ones are removed last.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 PADDING = "<|padding|>"  # of the GPT-NeoX tokenizer
 
 
-class Spelling(Protocol):
+class WeightMapping(Protocol):
     """How transformers writes a kind of model down; models/gpt_neox.py is one."""
 
     MODEL_TYPE: str  # of config.json
@@ -72,13 +72,13 @@ def read_config(
 ) -> Any:
     """The configuration that the dictionary of a config.json describes. FileError lists all that is
     missing or that needle cannot do."""
-    spelling, kind = model_class.spelling, fields.get("model_type")
-    if kind != spelling.MODEL_TYPE:
+    mapping, kind = model_class.weight_mapping, fields.get("model_type")
+    if kind != mapping.MODEL_TYPE:
         raise FileError(
-            f"{source}: model_type is {kind!r}; needle reads {spelling.MODEL_TYPE!r} only"
+            f"{source}: model_type is {kind!r}; needle reads {mapping.MODEL_TYPE!r} only"
         )
     try:
-        return model_class.config_class(**spelling.config_from_hf(fields), dtype=dtype)
+        return model_class.config_class(**mapping.config_from_hf(fields), dtype=dtype)
     except (TypeError, ValueError) as error:
         raise FileError(f"{source}: {error}") from error
 
@@ -101,12 +101,12 @@ def load(
             f"{folder}: no such folder; needle reads models from the disk, and downloads none"
         )
     device = given_device(device)
-    spelling, path = model_class.spelling, folder / "config.json"
+    mapping, path = model_class.weight_mapping, folder / "config.json"
     config = read_config(model_class, read_json(path), dtype, str(path))
     problems: list[str] = []
-    entries = _entries(folder, spelling, problems)
+    entries = _entries(folder, mapping, problems)
     try:
-        model = config.skeleton(device, entries.values())
+        model = config.meta_model(device, entries.values())
     except ValueError as error:  # sizes that no memory has
         raise FileError(f"{path}: {error}") from error
     transposed = _transposed(model)
@@ -114,10 +114,10 @@ def load(
         name: parameter.shape[::-1] if name in transposed else parameter.shape
         for name, parameter in model.named_parameters()
     }
-    head = None if spelling.TIED_HEAD in shapes else entries.pop(spelling.TIED_HEAD, None)
-    _compare(entries, shapes, spelling, problems)
+    head = None if mapping.TIED_HEAD in shapes else entries.pop(mapping.TIED_HEAD, None)
+    _compare(entries, shapes, mapping, problems)
     if head is not None and not problems:
-        _compare_head(head, entries[spelling.TIED_TO], problems)
+        _compare_head(head, entries[mapping.TIED_TO], problems)
     if problems:
         raise FileError(f"{folder}: does not fit its configuration: {'; '.join(problems)}")
     for name, parameter in model.named_parameters():
@@ -141,10 +141,10 @@ def _transposed(model: nn.Module) -> set[str]:
 def _compare(
     entries: Mapping[str, Entry],
     shapes: Mapping[str, tuple[int, ...]],
-    spelling: Spelling,
+    mapping: WeightMapping,
     problems: list[str],
 ) -> None:
-    problems += [f"{spelling.hf_name(name)} is missing" for name in shapes if name not in entries]
+    problems += [f"{mapping.hf_name(name)} is missing" for name in shapes if name not in entries]
     allowed = [theirs for theirs, (ours, _) in FROM_FILE.items() if ours in FLOAT_DTYPES]
     for name, entry in entries.items():
         if name not in shapes:
@@ -180,7 +180,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _entries(folder: Path, spelling: Spelling, problems: list[str]) -> dict[str, Entry]:
+def _entries(folder: Path, mapping: WeightMapping, problems: list[str]) -> dict[str, Entry]:
     """Our name -> tensor, of all weight files of the folder; buffers are left out."""
     whole, index = folder / WEIGHTS, folder / INDEX
     if whole.exists():
@@ -191,8 +191,8 @@ def _entries(folder: Path, spelling: Spelling, problems: list[str]) -> dict[str,
         raise FileError(_no_weights(folder))
     entries: dict[str, Entry] = {}
     for entry in found:
-        name = spelling.our_name(entry.name)
-        if spelling.is_buffer(name):
+        name = mapping.our_name(entry.name)
+        if mapping.is_buffer(name):
             continue
         if name in entries:
             first = entries[name]
@@ -267,9 +267,9 @@ def save(
     ValueError for a model that transformers cannot compute, before anything is written;
     FileError where a file cannot be, and for the folder of a run.
     """
-    folder, config, spelling = named(folder), model.config, type(model).spelling
+    folder, config, mapping = named(folder), model.config, type(model).weight_mapping
     refuse_run(folder)
-    spelling.config_to_hf(config)  # refuses before anything is read or written
+    mapping.config_to_hf(config)  # refuses before anything is read or written
     if wrong := config.misfits(model):
         raise ValueError(
             "save_pretrained: the model is not what its configuration makes, and transformers "
@@ -284,7 +284,7 @@ def save(
             f"{error} (this tokenizer came with the model: model.tokenizer = None leaves it out)"
         ) from error
     end, padding = ids
-    files["config.json"] = _text(spelling.config_to_hf(config, end, padding))
+    files["config.json"] = _text(mapping.config_to_hf(config, end, padding))
     generation = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": padding}
     files["generation_config.json"] = _text({k: v for k, v in generation.items() if v is not None})
 
@@ -300,13 +300,11 @@ def save(
         else [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     )
     for name, shard in zip(names, shards):
-        tensors = {spelling.hf_name(key): parameters[key] for key in shard}
+        tensors = {mapping.hf_name(key): parameters[key] for key in shard}
         with replacing(folder / name) as file:
             file.writelines(pieces(tensors, {"format": "pt"}))
     if len(shards) > 1:
-        places = {
-            spelling.hf_name(key): name for name, shard in zip(names, shards) for key in shard
-        }
+        places = {mapping.hf_name(key): name for name, shard in zip(names, shards) for key in shard}
         total = {
             "total_parameters": sum(value.size for value in parameters.values()),
             "total_size": sum(value.nbytes for value in parameters.values()),

@@ -1,5 +1,5 @@
 """GPT-NeoX as Hugging Face's `transformers` spells it: config.json and the names of tensors. It is
-the spelling (needle/hf) of Pythia.
+the weight mapping (needle/hf) of Pythia.
 
 Our names of tensors are theirs without `gpt_neox.`; their head is `embed_out` or `lm_head`.
 """
@@ -35,7 +35,7 @@ BUFFERS = re.compile(
 
 def config_from_hf(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields of a PythiaConfig that the dictionary of a GPTNeoXConfig describes, in any
-    version's spelling. ValueError lists all that is missing or that needle cannot do."""
+    version's names. ValueError lists all that is missing or that needle cannot do."""
     problems: list[str] = []
     names = {
         "vocab_size": "vocab_size",
@@ -110,7 +110,7 @@ def _rotary(fields: dict[str, Any], problems: list[str]) -> tuple[float, float]:
 def config_to_hf(
     config: Any, eos_token_id: int | None = None, pad_token_id: int | None = None
 ) -> dict[str, Any]:
-    """config.json of a model. Rotary is spelled as transformers 4 and as 5 reads it. ValueError for
+    """config.json of a model. Rotary is written as transformers 4 and as 5 reads it. ValueError for
     a model that transformers would compute otherwise.
 
     >>> fields = ndl.models.gpt_neox.config_to_hf(ndl.PythiaConfig.preset("70m"))

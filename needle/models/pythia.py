@@ -339,7 +339,7 @@ class Pythia(LanguageModel):
     """
 
     config_class = PythiaConfig
-    spelling = gpt_neox
+    weight_mapping = gpt_neox
     hook_points = {"hook_embed": None, "blocks": "layers", "ln_final": "final_layer_norm"}
     recompute = False
     shares = True
@@ -355,7 +355,7 @@ class Pythia(LanguageModel):
         if initialise:
             self._make()
         else:
-            with init.skeleton():
+            with init.meta_device():
                 self._make()
             for parameter in self.parameters():
                 parameter.cached_data = parameter.cached_data.compact()

@@ -59,10 +59,10 @@ class Config:
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
-    def skeleton(self, device: Any = None, entries: Collection[Entry] | None = None) -> Any:
-        """The model of this configuration, as shapes without memory: see init.skeleton(). With the
-        tensors of a file ValueError where it asks for far more than they are."""
-        with init.skeleton(None if entries is None else _budget(entries)):
+    def meta_model(self, device: Any = None, entries: Collection[Entry] | None = None) -> Any:
+        """The model of this configuration, as shapes without memory: see init.meta_device().
+        ValueError where it asks for far more than `entries`, the tensors of a file."""
+        with init.meta_device(None if entries is None else _budget(entries)):
             return self.model_class(self, device=cpu() if device is None else device)
 
     def misfits(self, module: Module) -> list[str]:
@@ -77,7 +77,7 @@ class Config:
                 found |= {f"{name}.{key}".lstrip("."): repr(x) for key, x in floats.items()}
             return found | {name: f"{x.dtype} of shape {list(x.shape)}" for name, x in tensors}
 
-        own, made = parts(module), parts(self.skeleton())
+        own, made = parts(module), parts(self.meta_model())
         wrong = [f"{name} is missing" for name in made if name not in own]
         wrong += [f"{name} is unknown" for name in own if name not in made]
         return wrong + [
@@ -149,13 +149,13 @@ def preset(name: str, **changes: Any) -> Config:
 def from_pretrained(
     folder: str | os.PathLike, device: Device | None = None, dtype: str | None = None
 ) -> Any:
-    """The model that transformers saved in `folder`, of the registered class that spells its
-    model_type, in `dtype` (float32 where none is given). FileError lists all that does not fit."""
+    """The model that transformers saved in `folder`, of the registered class of its model_type, in
+    `dtype` (float32 where none is given). FileError lists all that does not fit."""
     path = named(folder) / "config.json"
     kind = hf.read_json(path).get("model_type")
-    readable = [cls for cls in _families.values() if hasattr(cls, "spelling")]
-    spelled = {cls.spelling.MODEL_TYPE: cls for cls in readable}
-    if not isinstance(kind, str) or kind not in spelled:
-        known = ", ".join(spelled)
+    mappings = {cls: getattr(cls, "weight_mapping", None) for cls in _families.values()}
+    classes = {mapping.MODEL_TYPE: cls for cls, mapping in mappings.items() if mapping}
+    if not isinstance(kind, str) or kind not in classes:
+        known = ", ".join(classes)
         raise FileError(f"{path}: model_type is {kind!r:.40}; needle reads {known} only")
-    return hf.load(spelled[kind], folder, device, dtype or "float32")
+    return hf.load(classes[kind], folder, device, dtype or "float32")

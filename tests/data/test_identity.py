@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import json
 import os
+import resource
 import shutil
 import threading
 import time
@@ -118,6 +119,18 @@ def test_fingerprint_same_bytes_in_another_inode_are_the_same(tmp_path, read):
     assert open_data(moved).fingerprint == before and len(read) == 3
 
 
+def test_fingerprint_of_a_link_is_that_of_the_file_it_leads_to(tmp_path):
+    for number in (0, 1):
+        np.save(tmp_path / f"{number}.npy", IDS + number)
+    settle()
+    found = []
+    for number in (0, 1):
+        (tmp_path / "link.npy").unlink(missing_ok=True)
+        (tmp_path / "link.npy").symlink_to(tmp_path / f"{number}.npy")
+        found.append(open_data(tmp_path / "link.npy").fingerprint)
+    assert found[0] != found[1] == open_data(tmp_path / "1.npy").fingerprint
+
+
 def test_hash_is_that_of_blocks_whatever_files_hold_them(tmp_path, monkeypatch):
     for block in (1, 7, 4096, 80_000, 1 << 26):
         monkeypatch.setattr(identity, "BLOCK", block)
@@ -197,6 +210,17 @@ def test_cache_that_cannot_be_written_is_said(tmp_path, monkeypatch, read, capsy
     assert "Not a directory: its content is made again at each start" in capsys.readouterr().err
 
 
+def test_full_disk_keeps_no_hash(tmp_path, read):
+    path, _ = write_kind(tmp_path, "npy")
+    settle()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        assert open_data(path).fingerprint == open_data(path).fingerprint and len(read) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 def test_processes_that_want_one_hash_read_the_data_once(tmp_path, monkeypatch, read):
     """As the ranks of a machine: the second waits for the first, and takes what it kept."""
     path, _ = write_kind(tmp_path, "npy")
@@ -273,6 +297,19 @@ def test_text_of_the_same_bytes_elsewhere_is_in_the_cache(tmp_path, tokenizer, c
     file.rename(file.with_name("4.txt"))  # the order of the documents
     open_data(path, tokenizer)
     assert "tokenising" in capsys.readouterr().out
+
+
+def test_text_whose_files_are_cut_elsewhere_is_other_text(tmp_path, tokenizer):
+    path, _ = write_texts(tmp_path, "folder")
+    first, second, ends = path / "0.txt", path / "1.txt", []
+    for _ in range(2):
+        found = open_data(path, tokenizer)
+        end = found.tokenizer.token_to_id("<|endoftext|>")
+        ends.append(found.train.tolist().index(end))
+        moved = first.read_bytes()[-28:]
+        second.write_bytes(moved + second.read_bytes())
+        os.truncate(first, first.stat().st_size - len(moved))
+    assert ends[1] < ends[0]
 
 
 def test_text_that_changes_while_it_is_tokenised_is_an_error(tmp_path, tokenizer, monkeypatch):

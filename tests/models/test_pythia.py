@@ -578,12 +578,12 @@ def test_shapes_without_memory(changes):
     model = small(**changes)
     wanted = [(name, parameter.shape) for name, parameter in model.named_parameters()]
     before = np.random.get_state()[1].tolist()
-    skeleton = model.config.skeleton()
-    assert [(name, p.shape) for name, p in skeleton.named_parameters()] == wanted
-    assert all(not any(p.cached_data.strides) for p in skeleton.parameters())
+    meta = model.config.meta_model()
+    assert [(name, p.shape) for name, p in meta.named_parameters()] == wanted
+    assert all(not any(p.cached_data.strides) for p in meta.parameters())
     assert np.random.get_state()[1].tolist() == before  # nothing was drawn
     with pytest.raises(ValueError, match="broadcast view"):
-        skeleton.embed_in.weight.cached_data.fill(1)
+        meta.embed_in.weight.cached_data.fill(1)
 
 
 @both

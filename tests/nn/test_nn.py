@@ -70,8 +70,8 @@ def test_init_constants():
     assert init.rand(2, dtype="bfloat16").dtype == "bfloat16"
 
 
-def test_a_skeleton_is_made_by_the_calling_thread_alone():
-    with ThreadPoolExecutor(1) as pool, init.skeleton():
+def test_a_meta_model_is_made_by_the_calling_thread_alone():
+    with ThreadPoolExecutor(1) as pool, init.meta_device():
         drawn = pool.submit(lambda: nn.Linear(3, 2).weight.numpy()).result()
         assert not nn.Linear(3, 2).weight.numpy().any()
     assert len(np.unique(drawn)) == 6
@@ -616,7 +616,7 @@ def test_features_that_would_broadcast_are_refused():
 def test_wrong_sizes_are_named(made, error, said):
     with pytest.raises(error, match=said):
         made()
-    with pytest.raises(error, match=said), init.skeleton():
+    with pytest.raises(error, match=said), init.meta_device():
         made()
 
 
