@@ -1,47 +1,47 @@
-"""What a training tells its supervisor (needle/supervise.py).
+"""Reports of a training to its supervisor (needle/supervise.py).
 
-A JSON object a line, into the pipe that NEEDLE_HEARTBEAT names; without that variable nothing
-happens. Any program may write one. Hangs are watched for from the first line on, and each line says
-that work went on. Words of an object, each of which may be left out:
+A report is a JSON object on a line, written into the pipe that NEEDLE_HEARTBEAT names; without that
+variable nothing is written. Any program may report. Each report says that work continued; hangs are
+detected from the first one on. Its fields, all optional:
 
-    run       the folder of the run, which gets faults.jsonl
-    id        of the run, as the folder's config.json has it: where another run has taken the folder
-              nothing is written there, nor is the command started again
-    resume    words that go on with it, put behind the command when it is started again
+    run       folder of the run, which gets faults.jsonl
+    id        of the run, as in the folder's config.json: if another run has taken the folder,
+              nothing is written there and the command is not restarted
+    resume    flags that continue the run, appended to the command at a restart
     device    cpu, cuda:0
-    gpus      of its ranks, where each has one and it starts them itself, by UUID
-    ranks     {"2": words}: by how many ranks can share its steps, what is put behind `resume` to
-              start so many, where not all of `gpus` prove themselves
+    gpus      UUIDs of the GPUs, if the command starts a rank on each
+    ranks     {"2": flags}: by numbers of ranks that can share the steps, the flags appended after
+              `resume` to start that many, if some of `gpus` fail their health check
     wrong     those of `gpus` that have computed wrong, or may have
-    watched   false: what comes now may take any time, until the next line
+    watched   false: the work until the next report may take any time
     step      steps finished so far
-    saved     of these, steps that need not be done again: a larger number than ever before is the
-              progress that lets a supervisor go on after many deaths
-    fault     the message of a fatal fault
+    saved     of these, steps that need not be repeated: a larger number than ever before is the
+              progress that permits more restarts
+    fault     message of a fatal fault
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from typing import Any
 
 from needle import _C
+from needle.processes import MessageWriter
 
 PIPE = "NEEDLE_HEARTBEAT"
-SYNC_UNTIL = "NEEDLE_SYNC_UNTIL"  # the step behind which NEEDLE_SYNC=1 ends
+SYNC_UNTIL = "NEEDLE_SYNC_UNTIL"  # the step after which NEEDLE_SYNC=1 ends
 MOST_TEXT = 1000  # characters of a fault: a line that fits into PIPE_BUF is written whole
 
 
 def supervised() -> bool:
-    """Whether this process has a supervisor."""
+    """Return whether this process has a supervisor."""
     return bool(os.environ.get(PIPE))
 
 
 def beat(**facts: Any) -> None:
-    """Tells the supervisor, where there is one, that work went on, and these facts. Never waits: a
-    supervisor that is stopped for long misses some. In a script of one's own:
+    """Report to the supervisor, if there is one, that work continued, and these facts. Never wait:
+    a supervisor that is stopped for long misses reports. In a script of one's own:
     `ndl.fit(model, batches, on_step=lambda step, loss: beat(step=step))`."""
     if not supervised():
         return
@@ -50,9 +50,9 @@ def beat(**facts: Any) -> None:
         _C.sync_each_op(False)
     if "fault" in facts:
         facts["fault"] = facts["fault"][:MOST_TEXT]
-    with contextlib.suppress(OSError):  # nobody reads, or nobody has for thousands of lines
+    with contextlib.suppress(OSError):  # no reader, or a full pipe
         pipe = os.open(os.environ[PIPE], os.O_WRONLY | os.O_NONBLOCK)
         try:
-            os.write(pipe, json.dumps(facts).encode() + b"\n")
+            MessageWriter(pipe).write(**facts)
         finally:
             os.close(pipe)

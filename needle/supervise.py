@@ -1,44 +1,43 @@
-"""Runs a training, and starts it again when a fault ends it.
+"""Run a training, and restart it after a failure.
 
     python -m needle.supervise [--hang-seconds S] -- COMMAND ...
-    python apps/train_pythia.py --supervise ...            the same of itself
+    python apps/train_pythia.py --supervise ...            the same for the trainer
 
-The process is the unit of recovery: after a fatal CUDA fault none but a new one gets the device.
-COMMAND is started again after exit code 75 (the GPU is lost), after a signal that killed it (or a
-rank of the mpirun that it is), and when it finishes no step for S seconds: it then prints its
-stacks and is killed with its process group. Every other exit code is passed on. A fresh process
-proves the device before each new start. The steps up to the one that died run with NEEDLE_SYNC=1,
-so that a fault that comes back carries the name of its op. Three deaths at one step are the end,
-with the exit code of the last; a step and its neighbours count as one, since the host is ahead of a
-GPU by a step or not, as time falls. Eight deaths in a row are the end too, at whatever steps, where
-COMMAND saved no new checkpoint between them. The second of these and each later one is followed by
-a pause twice as long as the one before: 0.5 s, then up to 16 s.
+COMMAND is restarted when it
+    exits with 75 (the GPU is lost: after a fatal CUDA fault only a new process gets the device),
+    is killed by a signal, or is an mpirun and one of its ranks is,
+    finishes no step for S seconds: it prints its stacks and is killed with its process group.
+Any other exit code is passed on.
 
-Of a COMMAND with a rank on each of several GPUs every one is proved. Those that do not prove
-themselves, or that computed wrong, are left out from then on: the largest number of ranks that can
-share its steps goes on, on the first of the others (CUDA_VISIBLE_DEVICES), with the same bits.
+Before each restart a fresh process health-checks the device. Up to the step that failed COMMAND
+runs with NEEDLE_SYNC=1, so that a fault that recurs names its op. Three failures at one step, or
+its neighbours, end the run (the host is a step ahead of a GPU or not), and so do eight in a row
+without a new checkpoint. The exit code is that of the last failure. The second and later ones of a
+row are followed by a pause of 0.5 s, which doubles up to 16 s.
 
-SIGINT, SIGTERM and SIGHUP are passed on, once: COMMAND saves, ends, and stays ended. It has a
-process group of its own, reads nothing, writes where this process does, and dies with it.
-Processes that COMMAND itself starts in sessions of their own outlive a SIGKILL of the supervisor.
+If COMMAND has a rank on each of several GPUs, each GPU is health-checked. One that fails, or that
+computed wrong, is left out from then on: the run goes on with the largest number of ranks that can
+share its steps, on the first of the other GPUs (CUDA_VISIBLE_DEVICES), with the same bits.
 
-Each death is a line of faults.jsonl in the run's folder:
+SIGINT, SIGTERM and SIGHUP are passed on once: COMMAND saves and ends, and is not restarted. It has
+its own process group, reads nothing, writes where this process does, and ends with it. Processes
+that COMMAND starts in sessions of their own survive a SIGKILL of the supervisor.
 
-    time, step      when, and the first step that was not finished (of a GPU, which the host is
-                    ahead of, it may be one later); null before the command told any
+Each failure is a line of faults.jsonl in the run's folder:
+
+    time, step      when, and the first unfinished step (of a GPU possibly one later); null before
+                    the first report
     exit, signal    one of them is null
     op, message     the op only where NEEDLE_SYNC was on
-    seconds_lost    since the last step that need not be done again, until the device was proved
+    seconds_lost    from the last step that is not repeated to the end of the health check
     action          restart, or why there is none
-    left_out        the GPUs that no later life of this supervisor gets, by UUID, and why; only
-                    where it leaves some out. Who starts the run anew chooses anew
+    left_out        the GPUs left out until this supervisor ends, by UUID, and why; absent if none
 
-Where another run has taken the folder, or the folder is gone, nothing is written or started: the
-exit code is that of the death.
+If another run has taken the folder, or the folder is gone, nothing is written and COMMAND is not
+restarted: the exit code is that of the failure.
 
-COMMAND tells all this by needle/heartbeat.py, as needle's trainer does. One that tells nothing is
-started again as it was, with NEEDLE_RESTARTS, how often it has been, in its environment, and no
-hang of it is seen; three deaths of it are the end.
+COMMAND reports by needle/heartbeat.py, as needle's trainer does. If it reports nothing, its hangs
+are not seen and three failures end it; NEEDLE_RESTARTS in its environment counts its restarts.
 """
 
 from __future__ import annotations
@@ -64,21 +63,20 @@ from needle.files import regular
 from needle.heartbeat import PIPE, SYNC_UNTIL
 from needle.processes import Child, MessageReader, collecting, program, signal_name
 
-EXIT_GPU_LOST = 75
 MPIRUN = ("mpirun", "mpiexec", "orterun", "prterun")
-# Signals that are no wish to stop.
+# A launcher that exits with 128 + n reports that one of these killed a rank.
 KILLERS = tuple(signal.Signals[f"SIG{n}"] for n in ("ILL", "ABRT", "BUS", "FPE", "KILL", "SEGV"))
 HANG_SECONDS = 300.0  # a step, a batch of an evaluation, and a save must each fit
-DEATHS = 3  # at one step
-# Seconds before each new start in a row without a new checkpoint; the death after the last ends it.
+MOST_FAILURES = 3  # at one step
+# Seconds before each restart of a row without a new checkpoint; one more failure ends the run.
 PAUSES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 TICK = 0.1  # seconds between two looks at the process
-GRACE = 2.0  # seconds for the stacks of a process that hangs
-PROBE_SECONDS = 60.0  # of a try: a context takes 0.2 s, and seconds where the driver was unloaded
-PROBE_WAITS = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0)  # seconds before each try
+STACK_SECONDS = 2.0  # for a hanging process to print its stacks
+CHECK_SECONDS = 60.0  # of a try; a context takes 0.2 s, and seconds if the driver was unloaded
+CHECK_PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0)  # seconds before each try
 
-# Its argument is the device that the command told; without one it tries every GPU.
-PROBE = """
+# Its argument is a device; without one it checks every GPU.
+CHECK = """
 import sys
 import needle as ndl
 from needle.backend_ndarray import choose_device
@@ -91,299 +89,285 @@ for device in devices or [d for d in ndl.all_devices() if d.enabled() and not d.
 """
 
 
-# ---- the device ---------------------------------------------------------------------------------
+# ---- health checks ------------------------------------------------------------------------------
 
 
-def never() -> bool:
-    return False
+def check_device(device: str | None, given_up: Callable[[], bool] = lambda: False) -> str | None:
+    """Return why a fresh process cannot multiply two matrices on the device (None: on each GPU), or
+    None if it can."""
+    return _result(_start_check([] if device is None else [device]), given_up)
 
 
-def probe(
-    device: str | None, seconds: float = PROBE_SECONDS, given_up: Callable[[], bool] = never
-) -> str | None:
-    """Why a fresh process cannot multiply two matrices on the device, or None."""
-    return _Probe(device).problem(seconds, given_up)
-
-
-def probe_each(
-    gpus: Sequence[str], seconds: float = PROBE_SECONDS, given_up: Callable[[], bool] = never
+def check_gpus(
+    gpus: Sequence[str], given_up: Callable[[], bool] = lambda: False
 ) -> dict[str, str | None]:
-    """The same of GPUs by their UUIDs, all at once, each in a process that sees no other."""
-    probes = {gpu: _Probe("cuda:0", CUDA_VISIBLE_DEVICES=gpu) for gpu in gpus}
-    return {gpu: one.problem(seconds, given_up) for gpu, one in probes.items()}
+    """Check GPUs by UUID, all at once, each in a process that sees no other."""
+    checks = {gpu: _start_check(["cuda:0"], CUDA_VISIBLE_DEVICES=gpu) for gpu in gpus}
+    return {gpu: _result(check, given_up) for gpu, check in checks.items()}
 
 
-class _Probe:
-    """A fresh process that multiplies two matrices on a device."""
-
-    def __init__(self, device: str | None, **environ: str) -> None:
-        root = str(Path(__file__).resolve().parent.parent)
-        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        command = [sys.executable, "-c", PROBE, *([] if device is None else [device])]
-        self._child = Child(command, {**os.environ, "PYTHONPATH": path, **environ}, capture=True)
-
-    def problem(self, seconds: float, given_up: Callable[[], bool]) -> str | None:
-        """Why it could not, or None."""
-        with self._child as child:
-            left = child.started + seconds - time.monotonic()
-            if not child.wait(left, given_up):
-                gone = child.kill()
-                return f"no answer in {seconds:g} s" + ("" if gone else ", and cannot be killed")
-            lines = child.printed().strip().splitlines()
-        code = child.poll()
-        return None if code == 0 else lines[-1] if lines else f"exit code {code}"
+def _start_check(devices: list[str], **environ: str) -> Child:
+    root = str(Path(__file__).resolve().parent.parent)
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = os.environ | {"PYTHONPATH": path} | environ
+    return Child([sys.executable, "-c", CHECK, *devices], env, capture=True)
 
 
-# ---- lives and deaths ---------------------------------------------------------------------------
+def _result(check: Child, given_up: Callable[[], bool]) -> str | None:
+    with check:
+        if not check.wait(check.started + CHECK_SECONDS - time.monotonic(), given_up):
+            killed = "" if check.kill() else ", and cannot be killed"
+            return f"no answer in {CHECK_SECONDS:g} s{killed}"
+        lines = check.printed().strip().splitlines()
+    code = check.poll()
+    return None if code == 0 else lines[-1] if lines else f"exit code {code}"
+
+
+# ---- attempts -----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
-class Life:
-    """One process of the command, and what it has told."""
+class Attempt:
+    """One process of the command and its reports."""
 
     child: Child
-    spawned: float  # by time.monotonic(), as all moments here
-    kept: float  # what it did since then would be lost
-    synced: float  # up to this step it waits for each op
+    synced: float  # the last step up to which it waits for each op
+    kept: float  # time.monotonic() since which its work would be lost
     watched: bool = False
-    first: int | None = None  # steps done when it told first
+    first: int | None = None  # steps done at its first report
     step: int | None = None  # steps done
     fault: str = ""
-    idle: float = 0.0  # seconds without a word
+    idle: float = 0.0  # seconds since its last report
     hung: bool = False
 
     @property
     def code(self) -> int | None:
-        """The exit code, -n where signal n killed the process, or one that it had started: a
-        launcher of ranks says so by 128 + n, as a shell does."""
+        """The exit code, -n if signal n killed the process or, by a launcher's 128 + n, a rank."""
         code = self.child.poll()
         return 128 - code if code is not None and code - 128 in KILLERS else code
 
     @property
-    def died(self) -> bool:
-        """Of what a new process may be spared; a process that cannot be killed has no code."""
-        code = self.code
-        return self.hung or code == EXIT_GPU_LOST or code < 0
+    def has_failed(self) -> bool:
+        """True if a restart may help. A process that cannot be killed has no exit code."""
+        return self.hung or self.code == os.EX_TEMPFAIL or self.code < 0
 
     @property
     def exit_code(self) -> int:
-        """As a shell tells it; a hang is no success, whatever the process made of its end."""
+        """As a shell reports it; a hang is never a success."""
         code = self.child.poll()
         if code is None or (self.hung and code == 0):
-            return EXIT_GPU_LOST
+            return os.EX_TEMPFAIL
         return code if code >= 0 else 128 - code
 
     @property
-    def fatal(self) -> int | None:
-        """The first step that is not done."""
+    def failed_step(self) -> int | None:
+        """The first unfinished step."""
         return None if self.step is None else self.step + 1
 
     @property
     def op(self) -> str | None:
-        known = self.fault and self.fatal is not None and self.fatal <= self.synced
+        """The op of the fault, known if the process waited for each op."""
+        known = self.fault and self.failed_step is not None and self.failed_step <= self.synced
         return self.fault.partition(":")[0] if known else None
 
     @property
-    def why(self) -> str:
-        code = self.code
+    def reason(self) -> str:
         if self.hung:
             return f"nothing finished for {self.idle:.0f} s"
-        if code < 0:
-            return f"killed by {signal_name(-code)}"
-        return self.fault.partition("\n")[0] or f"exit code {code}"
+        if self.code < 0:
+            return f"killed by {signal_name(-self.code)}"
+        return self.fault.partition("\n")[0] or f"exit code {self.code}"
 
 
 class Supervisor:
-    """Runs `command` until it ends by itself, or nothing helps: `run()` returns the exit code."""
+    """Run `command` until it ends by itself or restarts do not help. `run()` returns the exit code.
+
+    Attributes: folder and id of the run, device, resume (flags that continue it), attempts,
+    failures, seconds_lost (repeated work, pauses, starts)."""
 
     def __init__(self, command: Sequence[str], hang_seconds: float = HANG_SECONDS) -> None:
         self.command, self.hang_seconds = list(command), hang_seconds
         self.folder: Path | None = None
-        self.id: str | None = None  # of the run there
+        self.id: str | None = None
         self.device: str | None = None
         self.resume: list[str] = []
-        self._gpus: list[str] = []  # of its ranks, at first, in their order
-        self._words: dict[int, list[str]] = {}  # by the number of ranks: what starts so many
+        self.attempts = self.failures = 0
+        self.seconds_lost = 0.0
+        self._gpus: list[str] = []  # of the ranks of the first attempt, in their order
+        self._flags: dict[int, list[str]] = {}  # number of ranks: what starts that many
         self._left_out: dict[str, str] = {}  # GPU: why
-        self._fewer: tuple[list[str], list[str]] | None = None  # (GPUs to see, words)
-        self.lives = self.deaths = 0
-        self.lost = 0.0  # seconds: what was done twice, waiting, starting
-        self._reached = self._saved = -1  # steps done, and saved, in any life
-        self._unsaved = 0  # deaths since a step beyond all before was saved
-        self._deaths_at: collections.Counter[int | None] = collections.Counter()  # since that step
-        self._synced = 0  # a new life waits for each op up to this step
-        self._signals: list[int] = []  # that have come, and were not passed on yet
-        self._stopped = 0  # the last that was
+        self._fewer: tuple[list[str], list[str]] = [], []  # GPUs to use, and flags
+        self._reached = self._saved = -1  # most steps done, and saved, by any attempt
+        self._failures_at: collections.Counter[int | None] = collections.Counter()  # since then
+        self._unsaved = 0  # failures since a new checkpoint
+        self._synced = 0  # up to this step a restart waits for each op
+        self._signals: list[int] = []  # received and not passed on yet
+        self._stopped = 0  # the last one passed on
         self._records: list[dict[str, Any]] = []  # lines of faults.jsonl, not written yet
 
     def run(self) -> int:
         began = time.monotonic()
-        self._heartbeats = MessageReader()  # its path vanishes with this process
+        self._reports = MessageReader()
         try:
             with collecting(self._signals, signal.SIGINT, signal.SIGTERM):
                 code = None
                 while code is None:
-                    code = self._live()
+                    code = self._attempt()
         finally:
-            self._heartbeats.close()
-        if self.deaths:
+            self._reports.close()
+        if self.failures:
             took = time.monotonic() - began
-            listed = "" if self._records else f" ({self.folder / 'faults.jsonl'})"
-            plural = "" if self.deaths == 1 else "s"
-            say(f"{self.deaths} death{plural}, {self.lost:.1f} s of {took:.1f} s lost{listed}")
+            file = "" if self._records else f" ({self.folder / 'faults.jsonl'})"
+            plural = "" if self.failures == 1 else "s"
+            lost = f"{self.seconds_lost:.1f} s of {took:.1f} s lost"
+            say(f"{self.failures} failure{plural}, {lost}{file}")
         return code
 
-    # ---- one life -------------------------------------------------------------------------------
+    # ---- one attempt ----------------------------------------------------------------------------
 
-    def _live(self) -> int | None:
-        """From a start to what follows from its end: the exit code, or None for a new life."""
+    def _attempt(self) -> int | None:
+        """Start the command and follow it to its end. Return the exit code, None for a restart."""
         try:
-            life = self._start()
+            attempt = self._start()
         except OSError as error:
             say(f"{self.command[0]}: {error.strerror}")
             return 127 if isinstance(error, FileNotFoundError) else 126
-        self._watch(life)
-        if not life.died or (self._stopped and life.child.poll() == -self._stopped):
-            return life.exit_code
-        self.deaths += 1
+        self._watch(attempt)
+        if not attempt.has_failed or (self._stopped and attempt.child.poll() == -self._stopped):
+            return attempt.exit_code
+        self.failures += 1
         self._unsaved += 1
-        self._deaths_at[life.fatal] += 1
-        code, action = self._after(life)
-        seconds = time.monotonic() - life.kept
-        self.lost += seconds
-        at = "before the first step" if life.fatal is None else f"step {life.fatal}"
-        op = f" The op is {life.op}." if life.op else ""
-        say(f"{at}: {life.why}.{op} {seconds:.1f} s lost: {action}")
-        self._record(life, seconds, action)
+        self._failures_at[attempt.failed_step] += 1
+        code, action = self._after(attempt)
+        seconds = time.monotonic() - attempt.kept
+        self.seconds_lost += seconds
+        step = attempt.failed_step
+        where = "before the first step" if step is None else f"step {step}"
+        op = f" The op is {attempt.op}." if attempt.op else ""
+        say(f"{where}: {attempt.reason}.{op} {seconds:.1f} s lost: {action}")
+        self._record(attempt, seconds, action)
         return code
 
-    def _start(self) -> Life:
-        environment = {
-            **os.environ,
-            PIPE: self._heartbeats.path,
-            "NEEDLE_RESTARTS": str(self.lives),
-        }
-        environment.setdefault("PYTHONFAULTHANDLER", "1")  # SIGABRT prints the stacks
-        gpus, words = self._fewer or ([], [])
+    def _start(self) -> Attempt:
+        environ = os.environ | {PIPE: self._reports.path, "NEEDLE_RESTARTS": str(self.attempts)}
+        environ.setdefault("PYTHONFAULTHANDLER", "1")  # SIGABRT prints the stacks
+        gpus, flags = self._fewer
         if gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+            environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         synced: float = self._synced
         if os.environ.get("NEEDLE_SYNC", "0") not in ("", "0"):
             synced = math.inf
         elif synced:
-            environment |= {"NEEDLE_SYNC": "1", SYNC_UNTIL: str(self._synced)}
-        child = Child([*self.command, *self.resume, *words], environment)
-        self.lives += 1
-        return Life(child, child.started, child.started, synced)
+            environ |= {"NEEDLE_SYNC": "1", SYNC_UNTIL: str(self._synced)}
+        child = Child([*self.command, *self.resume, *flags], environ)
+        self.attempts += 1
+        return Attempt(child, synced, kept=child.started)
 
-    def _watch(self, life: Life) -> None:
-        """Until the process is gone, or hangs."""
+    def _watch(self, attempt: Attempt) -> None:
+        """Follow the process until it ends or hangs."""
         before = time.monotonic()
-        while life.child.poll() is None:
-            select.select([self._heartbeats], [], [], TICK)
+        while attempt.child.poll() is None:
+            select.select([self._reports], [], [], TICK)
             now = time.monotonic()
-            life.idle += min(now - before, 5 * TICK)  # this process may have been stopped
+            attempt.idle += min(now - before, 5 * TICK)  # this process may have been stopped
             before = now
-            self._hear(life)
+            self._read_reports(attempt)
             while self._signals:
-                self._pass_on(life, self._signals.pop(0))
-            if life.watched and life.idle > self.hang_seconds:
-                life.hung = True
-                for number in (signal.SIGABRT, signal.SIGCONT):  # also where it was stopped
-                    life.child.signal(number)
-                life.child.wait(GRACE)
+                self._pass_on(attempt, self._signals.pop(0))
+            if attempt.watched and attempt.idle > self.hang_seconds:
+                attempt.hung = True
+                for number in (signal.SIGABRT, signal.SIGCONT):  # it may be stopped
+                    attempt.child.signal(number)
+                attempt.child.wait(STACK_SECONDS)
                 break
-        self._hear(life)  # its last words
+        self._read_reports(attempt)
 
-    def _pass_on(self, life: Life, number: int) -> None:
-        if number != signal.SIGTSTP:
-            self._stopped = number
-            # mpirun kills its ranks half a second after any other.
-            by_mpirun = Path(self.command[0]).name in MPIRUN
-            life.child.signal(signal.SIGUSR1 if by_mpirun else number)
+    def _pass_on(self, attempt: Attempt, number: int) -> None:
+        if number == signal.SIGTSTP:  # Ctrl-Z, until fg or bg
+            attempt.child.signal(signal.SIGSTOP, group=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            attempt.child.signal(signal.SIGCONT, group=True)
             return
-        life.child.signal(signal.SIGSTOP, group=True)  # Ctrl-Z, until fg or bg
-        os.kill(os.getpid(), signal.SIGSTOP)
-        life.child.signal(signal.SIGCONT, group=True)
+        self._stopped = number
+        # mpirun kills its ranks half a second after any signal but SIGUSR1.
+        by_mpirun = Path(self.command[0]).name in MPIRUN
+        attempt.child.signal(signal.SIGUSR1 if by_mpirun else number)
 
-    def _hear(self, life: Life) -> None:
-        for facts in self._heartbeats.read():
-            self._learn(life, facts)
+    def _read_reports(self, attempt: Attempt) -> None:
+        for facts in self._reports.read():
+            self._learn(attempt, facts)
 
-    def _learn(self, life: Life, facts: dict[str, Any]) -> None:
-        """Facts of another kind than needle/heartbeat.py's are passed over."""
+    def _learn(self, attempt: Attempt, facts: dict[str, Any]) -> None:
+        """Use the facts that needle/heartbeat.py lists, and ignore others."""
         now = time.monotonic()
-        life.idle, life.watched = 0.0, facts.get("watched") is not False
+        attempt.idle, attempt.watched = 0.0, facts.get("watched") is not False
         if isinstance(facts.get("run"), str):
             self.folder = Path(facts["run"])
         if isinstance(facts.get("id"), str):
             self.id = facts["id"]
         if isinstance(facts.get("resume"), list):
-            self.resume = [str(word) for word in facts["resume"]]
+            self.resume = [str(flag) for flag in facts["resume"]]
         if isinstance(facts.get("device"), str):
             self.device = facts["device"]
-        gpus, words, wrong = (facts.get(word) for word in ("gpus", "ranks", "wrong"))
-        if isinstance(gpus, list) and isinstance(words, dict) and not self._gpus:
+        gpus, flags, wrong = (facts.get(name) for name in ("gpus", "ranks", "wrong"))
+        if isinstance(gpus, list) and isinstance(flags, dict) and not self._gpus:
             self._gpus = [str(gpu) for gpu in gpus]
-            fitting = [n for n in words if n.isdecimal() and isinstance(words[n], list)]
-            self._words = {int(n): [str(word) for word in words[n]] for n in fitting}
+            self._flags = {int(count): [str(flag) for flag in flags[count]] for count in flags}
         if isinstance(wrong, list):
             self._left_out |= {gpu: "computed wrong" for gpu in self._gpus if gpu in wrong}
         if isinstance(facts.get("fault"), str):
-            life.fault = facts["fault"]
+            attempt.fault = facts["fault"]
         step = facts.get("step")
         if isinstance(step, int):
-            if life.first is None:
-                life.first = step
-            elif self.lives > 1 and life.step == life.first < step:  # the start is over
-                self.lost += now - life.spawned
-                life.kept = now
-            life.step = step
+            if attempt.first is None:
+                attempt.first = step
+            elif self.attempts > 1 and attempt.step == attempt.first < step:  # it has started
+                self.seconds_lost += now - attempt.child.started
+                attempt.kept = now
+            attempt.step = step
             if step > self._reached:
                 self._reached = step
-                self._deaths_at.clear()
+                self._failures_at.clear()
         if "saved" in facts:
-            life.kept = now
+            attempt.kept = now
             if isinstance(facts["saved"], int) and facts["saved"] > self._saved:
                 self._saved, self._unsaved = facts["saved"], 0
 
-    # ---- after a death --------------------------------------------------------------------------
+    # ---- after a failure ------------------------------------------------------------------------
 
-    def _after(self, life: Life) -> tuple[int | None, str]:
-        """(exit code or None for a new life, the words for it)."""
-        gone = life.child.kill()  # the rest of its group too
-        if not gone:
-            return EXIT_GPU_LOST, (
-                f"ended: process {life.child.pid} cannot be killed, a driver holds it. Go on "
-                f"where the device is another: {self._again()}"
+    def _after(self, attempt: Attempt) -> tuple[int | None, str]:
+        """Return (exit code or None for a restart, the action in words)."""
+        if not attempt.child.kill():  # the rest of its group too
+            return os.EX_TEMPFAIL, (
+                f"ended: process {attempt.child.pid} cannot be killed, a driver holds it. "
+                f"Continue on another device: {self._continue()}"
             )
         if self._stopped:
-            return life.exit_code, f"ended: stopped by {signal_name(self._stopped)}"
-        if self._deaths_about(life.fatal) >= DEATHS:
-            return life.exit_code, f"ended: {DEATHS} deaths there, and nothing done beyond"
+            return attempt.exit_code, f"ended: stopped by {signal_name(self._stopped)}"
+        step = attempt.failed_step
+        near = [None] if step is None else [step - 1, step, step + 1]
+        if sum(self._failures_at[one] for one in near) >= MOST_FAILURES:
+            return attempt.exit_code, f"ended: {MOST_FAILURES} failures at this step"
         if self._unsaved > len(PAUSES):
-            return life.exit_code, f"ended: {self._unsaved} deaths without a new checkpoint"
-        if life.fatal is not None:  # where the host was ahead, it was the next step
-            self._synced = max(self._synced, life.fatal + 1)
-        problem, pause = None, PAUSES[self._unsaved - 1]
+            return attempt.exit_code, f"ended: {self._unsaved} failures without a new checkpoint"
+        if step is not None:  # if the host was ahead, it was the next step
+            self._synced = max(self._synced, step + 1)
+        pause = PAUSES[self._unsaved - 1]
         if pause:
-            say(f"{self._unsaved} deaths without a new checkpoint: waiting {pause:g} s")
+            say(f"{self._unsaved} failures without a new checkpoint: waiting {pause:g} s")
             self._pause(pause)
-        if self._gpus:
-            problem = self._prove_gpus()
-        elif self.device != "cpu":
-            problem = self._prove()
+        problem = self._check_gpus() if self._gpus else self._check_device()
         if self._ending():
             number = self._ending()[-1]
             return 128 + number, f"ended: stopped by {signal_name(number)}"
         if problem is not None:
-            return EXIT_GPU_LOST, f"ended: {problem}. Go on where there is one: {self._again()}"
+            return os.EX_TEMPFAIL, f"ended: {problem}. Continue elsewhere: {self._continue()}"
         lost = self._lost_folder()
-        return (None, "restart") if lost is None else (life.exit_code, f"ended: {lost}")
+        return (None, "restart") if lost is None else (attempt.exit_code, f"ended: {lost}")
 
     def _lost_folder(self) -> str | None:
-        """Why the folder is not that of the run any more, or None. A config.json that cannot be
-        read says nothing, as to a run that is resumed."""
+        """Return why the folder is no longer that of the run, or None. A config.json that cannot be
+        read proves nothing."""
         if self.id is None or self.folder is None:
             return None
         found = self.id
@@ -395,72 +379,66 @@ class Supervisor:
         why = f"is of run {found!r:.40} now" if self.folder.is_dir() else "is gone"
         return (
             f"{self.folder} {why}, and this run is {self.id!r:.40}: nothing is written there; if "
-            "its folder was renamed, --resume with the new path goes on"
+            "its folder was renamed, --resume with the new path continues it"
         )
 
     def _ending(self) -> list[int]:
-        """The signals that end this, of those that came: Ctrl-Z waits for the new life."""
+        """The received signals that end this process; Ctrl-Z waits for the next attempt."""
         return [number for number in self._signals if number != signal.SIGTSTP]
 
-    def _deaths_about(self, step: int | None) -> int:
-        """At this step or, since the host of a GPU is ahead by a step or not, one beside it."""
-        if step is None:
-            return self._deaths_at[None]
-        return sum(self._deaths_at[near] for near in (step - 1, step, step + 1))
-
-    def _prove(self) -> str | None:
-        """What is wrong with the device after several tries with growing waits, or None."""
-        name, problem = self.device or "the GPU", None
-        for _ in self._tries():
-            problem = probe(self.device, PROBE_SECONDS, lambda: bool(self._ending()))
-            if problem is None or self._ending():
-                return None
-            say(f"{name}: {problem}")
-        return f"{name} does not come back in {len(PROBE_WAITS)} tries: {problem}"
+    def _pause(self, seconds: float) -> None:
+        """Sleep, until a signal ends this process."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self._ending():
+            time.sleep(TICK / 5)
 
     def _tries(self) -> Iterator[None]:
-        """Each behind its wait, until a signal ends this."""
-        for pause in PROBE_WAITS:
+        """Pause before each try, until a signal ends this process."""
+        for pause in CHECK_PAUSES:
             self._pause(pause)
             if self._ending():
                 return
             yield
 
-    def _pause(self, seconds: float) -> None:
-        """Waits, until a signal ends this."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end and not self._ending():
-            time.sleep(TICK / 5)
-
-    def _prove_gpus(self) -> str | None:
-        """Leaves those of the ranks' GPUs out that do not prove themselves in several tries, and
-        those that computed wrong; why no number of ranks can go on, or None."""
-        kept = [gpu for gpu in self._gpus if gpu not in self._left_out]
-        unproved: dict[str, str | None] = dict.fromkeys(kept)
+    def _check_device(self) -> str | None:
+        """Return what is wrong with the device after several tries, or None."""
+        if self.device == "cpu":
+            return None
+        name, problem = self.device or "the GPU", None
         for _ in self._tries():
-            found = probe_each([*unproved], PROBE_SECONDS, lambda: bool(self._ending()))
-            if self._ending():
+            problem = check_device(self.device, lambda: bool(self._ending()))
+            if problem is None or self._ending():
                 return None
-            unproved = {gpu: problem for gpu, problem in found.items() if problem is not None}
-            for gpu, problem in unproved.items():
-                say(f"{self._name(gpu)}: {problem}")
-            if not unproved:
+            say(f"{name}: {problem}")
+        return f"{name} does not come back in {len(CHECK_PAUSES)} tries: {problem}"
+
+    def _check_gpus(self) -> str | None:
+        """Leave out the GPUs that fail each of several tries, and choose the number of ranks for
+        the others. Return why none can continue, or None."""
+        kept = [gpu for gpu in self._gpus if gpu not in self._left_out]
+        failing: dict[str, str | None] = dict.fromkeys(kept)
+        for _ in self._tries():
+            found = check_gpus([*failing], lambda: bool(self._ending()))
+            failing = {gpu: problem for gpu, problem in found.items() if problem is not None}
+            if self._ending() or not failing:
                 break
+            for gpu, problem in failing.items():
+                say(f"{self._name(gpu)}: {problem}")
         if self._ending():
             return None
-        self._left_out |= {gpu: f"does not prove itself: {why}" for gpu, why in unproved.items()}
+        self._left_out |= {gpu: f"failed its health check: {why}" for gpu, why in failing.items()}
         if not self._left_out:
             return None
-        kept = [gpu for gpu in kept if gpu not in unproved]
+        kept = [gpu for gpu in kept if gpu not in failing]
         listed = "; ".join(f"{self._name(gpu)} {why}" for gpu, why in self._left_out.items())
-        count = max((n for n in self._words if n <= len(kept)), default=0)
+        count = max((n for n in self._flags if n <= len(kept)), default=0)
         if count == 0:
             return listed
-        fewer = kept[:count], self._words[count]
+        fewer = kept[:count], self._flags[count]
         if fewer != self._fewer:
             self._fewer = fewer
             say(
-                f"{listed}: going on with {count} of {len(self._gpus)} GPUs, the same bits "
+                f"{listed}: continuing with {count} of {len(self._gpus)} GPUs, the same bits "
                 f"({shlex.join(fewer[1])})"
             )
         return None
@@ -468,26 +446,27 @@ class Supervisor:
     def _name(self, gpu: str) -> str:
         return f"GPU {self._gpus.index(gpu)} ({gpu})"
 
-    def _again(self) -> str:
+    def _continue(self) -> str:
         return shlex.join([*self.command, *self.resume])
 
-    def _record(self, life: Life, seconds: float, action: str) -> None:
-        code = life.code
+    def _record(self, attempt: Attempt, seconds: float, action: str) -> None:
+        """Append to faults.jsonl; records wait for a run that has no folder yet."""
+        code = attempt.code
         self._records.append(
             {
                 "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-                "step": life.fatal,
+                "step": attempt.failed_step,
                 "exit": code if code is not None and code >= 0 else None,
                 "signal": signal_name(-code) if code is not None and code < 0 else None,
-                "op": life.op,
-                "message": life.why,
+                "op": attempt.op,
+                "message": attempt.reason,
                 "seconds_lost": round(seconds, 3),
                 "action": action,
                 **({"left_out": dict(self._left_out)} if self._left_out else {}),
             }
         )
         if self.folder is None or not self.folder.is_dir() or self._lost_folder() is not None:
-            return  # also of a run that has no folder yet: they follow when it has
+            return
         path = self.folder / "faults.jsonl"
         try:
             with open(path, "a", encoding="utf-8", opener=regular) as file:
@@ -500,8 +479,8 @@ class Supervisor:
 
 
 def say(text: str) -> None:
-    """A line for people; on a terminal it may follow the bar of a training that died."""
-    with contextlib.suppress(OSError):  # nobody reads it any more
+    """Print a line for people, on a terminal below the progress bar of the training."""
+    with contextlib.suppress(OSError):  # the reader is gone
         bar = "\n" if sys.stderr.isatty() else ""
         print(f"{bar}supervise: {text}", file=sys.stderr, flush=True)
 
@@ -528,8 +507,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=_seconds,
         default=HANG_SECONDS,
         metavar="S",
-        help="without a finished step COMMAND is killed and started again "
-        f"(default: {HANG_SECONDS:g})",
+        help="restart COMMAND if it finishes no step for so long (default: %(default)g)",
     )
     parser.add_argument("command", nargs="+", metavar="COMMAND", help="the training")
     args = parser.parse_args(argv)

@@ -210,9 +210,9 @@ def campaign(device: str, steps: int, count: int, seed: int, hang_seconds: float
         words = supervised(command(folder, "struck", steps, device, plan), hang_seconds)
         struck = start(folder, words)
         out, err = struck.communicate()
-        deaths = faults_of(folder, "struck")
-        if struck.returncode != 0 or len(deaths) != count:
-            raise Different(f"exit code {struck.returncode}, {len(deaths)} deaths: {out}{err}")
+        failures = faults_of(folder, "struck")
+        if struck.returncode != 0 or len(failures) != count:
+            raise Different(f"exit code {struck.returncode}, {len(failures)} failures: {out}{err}")
         compare(folder, "struck", "whole", steps)
         kinds = Counter(blow for _, _, blow in plan)
         listed = ", ".join(f"{number} {blow}" for blow, number in sorted(kinds.items()))

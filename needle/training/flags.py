@@ -112,12 +112,12 @@ other --steps the schedule is the recipe's, shrunk or stretched: the warmup is a
 steps (--warmup changes it), and the decay's period is all of them.
 """
 FAULTS = """
-A supervisor starts the run again with --resume auto, and with the same losses bit for bit, after
-exit code 75, after a signal that killed it, and where it hangs. It proves the GPU first (of --gpus
-each, and goes on without those that do not prove themselves or that --verify named, with the same
-bits), waits for each op up to the step that died, so that the fault gets a name, and gives up after
-three deaths at one step. Each is a line of faults.jsonl in the run's folder. Of any command: python
--m needle.supervise -- COMMAND.
+A supervisor restarts the run with --resume auto, and with the same losses bit for bit, after exit
+code 75, after a signal that killed it, and after a hang. First it health-checks the GPU (with
+--gpus each; the run continues without those that fail or that --verify named, with the same bits).
+Up to the step that failed it waits for each op, so that the fault names its op. Three failures at
+one step end the run. Each is a line of faults.jsonl in the run's folder. Of any command: python -m
+needle.supervise -- COMMAND.
 """
 
 # Group: flags, each from the start of a line: --NAME [VALUE], two spaces, help.

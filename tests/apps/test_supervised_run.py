@@ -63,7 +63,7 @@ def test_run_of_three_deaths_ends_as_one_of_none(tmp_path, device):
     assert third["message"].startswith("nothing finished for ")
     said = text_of(struck)
     assert "resuming" in said and "step_10.safetensors" in said
-    assert "supervise: 3 deaths, " in said.splitlines()[-1]
+    assert "supervise: 3 failures, " in said.splitlines()[-1]
     text_of(whole)
 
 
@@ -77,7 +77,7 @@ def test_fault_that_comes_back_names_its_op_and_ends_the_run(tmp_path, device):
     steps = {4} if device == "cpu" else {3, 4}  # the host is ahead of the losses by one, or not
     assert len(faults) == 3 and {fault["step"] for fault in faults} <= steps
     assert [fault["op"] for fault in faults] == [None, "exp", "exp"]
-    assert "ended: 3 deaths there" in said and "The op is exp." in said
+    assert "ended: 3 failures at this step" in said and "The op is exp." in said
 
 
 def test_signal_saves_and_a_second_supervisor_is_refused(tmp_path):
@@ -118,7 +118,7 @@ def test_supervise_flag_restarts_a_killed_run_under_its_name(tmp_path):
     said = text_of(process)
     assert process.returncode == 0, said
     assert "stopped by SIGTERM" in said and "--resume auto --name tiny-2" in said
-    assert "--supervise" in said and "supervise: 1 death, " in said
+    assert "--supervise" in said and "supervise: 1 failure, " in said
     [fault] = faults_of(tmp_path, "tiny-2")
     assert fault["signal"] == "SIGKILL" and fault["action"] == "restart"
 
@@ -136,7 +136,7 @@ def test_death_in_a_renamed_folder_leaves_the_new_run_of_its_name_alone(tmp_path
     os.kill(pid, signal.SIGKILL)
     said = text_of(process)
     assert process.returncode == 137, said
-    assert f"ended: {folder} is " in said and "--resume with the new path goes on" in said
+    assert f"ended: {folder} is " in said and "--resume with the new path continues it" in said
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     assert folder.exists() == taken and "faults.jsonl" not in said
 

@@ -203,7 +203,7 @@ def test_a_full_disk(run, look, monkeypatch):
 def test_faults_and_damaged_lines(run, look, heard):
     fault = {"time": "2026-11-21T10:00:00", "exit": 75, "op": "gelu", "message": "lost"}
     lines = [json.dumps(fault | {"step": n, "action": "restart"}) for n in range(4)]
-    gone = {"GPU-5c": "computed wrong", "GPU-7d": "does not prove itself: no answer"}
+    gone = {"GPU-5c": "computed wrong", "GPU-7d": "failed its health check: no answer"}
     lines.append(json.dumps(fault | {"step": 4, "action": "restart", "left_out": gone}))
     (run / "faults.jsonl").write_text("\n".join(lines) + '\n{"time": "20')
     with open(run / "metrics.jsonl", "a") as file:
@@ -211,7 +211,7 @@ def test_faults_and_damaged_lines(run, look, heard):
     found = look()
     shown = [f.text for f in heard.findings if f.what == "fault"]
     assert len(shown) == 3 and "step 4, exit 75, op gelu, message lost, action restart" in shown[-1]
-    more = "without GPU-5c, which computed wrong, without GPU-7d, which does not prove itself: no"
+    more = "without GPU-5c, which computed wrong, without GPU-7d, which failed its health check: no"
     assert more in shown[-1] and "without" not in shown[0]
     assert "2 faults before" in found["faults"].text and len(heard.facts["faults"]) == 5
     assert "step 6" in found["metrics"].text

@@ -174,11 +174,11 @@ def under_a_supervisor(runs: Runs, alone: tuple) -> None:
 
 
 def goes_on_with_fewer(runs: Runs, alone: tuple, gpus: int, broken: list[str], kept: int) -> None:
-    """Where a rank was killed, and the `broken` do not prove themselves afterwards."""
+    """After a rank was killed the `broken` GPUs fail their health check."""
     plan = {"rank": gpus - 1, "step": 8, "what": "kill", "once": True}
     said = runs.run("fewer", gpus, "--supervise", plan=plan, broken=broken)
-    assert f"going on with {kept} of {gpus} GPUs, the same bits (--gpus {kept} " in said, said
-    assert "does not prove itself: it has fallen off the bus" in said
+    assert f"continuing with {kept} of {gpus} GPUs, the same bits (--gpus {kept} " in said, said
+    assert "failed its health check: it has fallen off the bus" in said
     [fault] = faults_of(runs, "fewer")
     assert (fault["action"], [*fault["left_out"]]) == ("restart", broken)
     assert runs.written("fewer") == alone
@@ -189,7 +189,7 @@ def goes_on_without_a_wrong_device(runs: Runs, alone: tuple, uuid: str) -> None:
     plan = {"rank": 1, "step": 4, "what": "bit", "once": True}
     more = ["--supervise", "--verify", "2"]  # at step 4 micro-batch 2
     said = runs.run("wrong", 2, *more, plan=plan)
-    assert f"GPU 1 ({uuid}) computed wrong: going on with 1 of 2 GPUs, the same bits" in said
+    assert f"GPU 1 ({uuid}) computed wrong: continuing with 1 of 2 GPUs, the same bits" in said
     assert "--verify 0)" in said
     [fault] = faults_of(runs, "wrong")
     assert fault["left_out"] == {uuid: "computed wrong"} and "rank 1 (" in fault["message"]

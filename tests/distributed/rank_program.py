@@ -145,7 +145,7 @@ def pretend_gpus(library: str) -> None:
     ranks.visible_gpus = group.visible_gpus = lambda: len(names)
     group.choose_device = lambda name: cpu()
     nccl.find_library = lambda: library
-    supervise.PROBE = ""
+    supervise.CHECK = ""
 
     def connect(self, device):
         if self._place is not None:
@@ -155,7 +155,7 @@ def pretend_gpus(library: str) -> None:
     group.Group.connect = connect
 
 
-# Stands before the probe of a device.
+# Stands before the health check of a device.
 BROKEN = """
 import os, sys
 if os.environ["CUDA_VISIBLE_DEVICES"] in os.environ["BROKEN_GPUS"].split(","):
@@ -168,7 +168,7 @@ if __name__ == "__main__":
     if "FAKE_NCCL" in os.environ:
         pretend_gpus(os.environ["FAKE_NCCL"])
     if "BROKEN_GPUS" in os.environ:
-        supervise.PROBE, supervise.PROBE_WAITS = BROKEN + supervise.PROBE, (0.0, 0.1)
+        supervise.CHECK, supervise.CHECK_PAUSES = BROKEN + supervise.CHECK, (0.0, 0.1)
     plan, place = json.loads(os.environ.get("PLAN", "null")), environment.find()
     if plan is not None and plan.get("once") and os.environ.get("NEEDLE_RESTARTS", "0") != "0":
         plan = None

@@ -212,7 +212,7 @@ def test_under_a_supervisor_all_are_started_again(runs, kind):
 
 # Of four that go on, three prove themselves, and two can share four micro-batches.
 @pytest.mark.parametrize("gpus, broken, kept", [(2, "a", 1), (4, "b", 2), (4, "abd", 1)])
-def test_a_gpu_that_does_not_prove_itself_is_left_out(runs, kind, gpus, broken, kept):
+def test_a_gpu_that_fails_its_health_check_is_left_out(runs, kind, gpus, broken, kept):
     goes_on_with_fewer(runs, kind[1], gpus, [f"GPU-{name}" for name in broken], kept)
 
 
@@ -220,11 +220,11 @@ def test_a_wrong_device_is_left_out(runs, kind):
     goes_on_without_a_wrong_device(runs, kind[1], "GPU-b")
 
 
-def test_where_no_gpu_proves_itself_the_run_ends(runs):
+def test_the_run_ends_if_no_gpu_passes_its_health_check(runs):
     plan = {"rank": 1, "step": 8, "what": "kill", "once": True}
     said = runs.run("x", 2, "--supervise", plan=plan, broken=["GPU-a", "GPU-b"], code=75)
-    why = "does not prove itself: it has fallen off the bus"
-    assert f"ended: GPU 0 (GPU-a) {why}; GPU 1 (GPU-b) {why}. Go on where there is one" in said
+    why = "failed its health check: it has fallen off the bus"
+    assert f"ended: GPU 0 (GPU-a) {why}; GPU 1 (GPU-b) {why}. Continue elsewhere: " in said
 
 
 @pytest.mark.parametrize("context, counts", [(1, [1, 2, 4]), (2, [2, 4, 8])])
