@@ -232,7 +232,7 @@ time.sleep(20)
 """
     said = ended(tmp_path, body, code=75)[1]
     assert re.search("rank 0, in 'the sum' at step 0: rank 0 waited [456][.]. s in 'the sum'", said)
-    assert "rank 1 has not come (for" in said and "behind 'the gradients'" in said, said
+    assert "rank 1 has not come (for" in said and "after 'the gradients'" in said, said
 
 
 # ---- attention over a sequence that GPUs share ---------------------------------------------------
