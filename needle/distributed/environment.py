@@ -1,4 +1,4 @@
-"""Which rank this process is, from the environment that its launcher left it.
+"""Find the rank of this process in the environment that its launcher has set.
 
     torchrun   RANK WORLD_SIZE, LOCAL_RANK LOCAL_WORLD_SIZE, MASTER_ADDR MASTER_PORT; the same of
                Kubeflow, of `needle.distributed.spawn`, and of a script of one's own
@@ -6,10 +6,10 @@
                PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS
     srun       SLURM_PROCID and the like, of a task of a step
 
-Several are there at once when launchers stand within each other, and the innermost knows the ranks.
-torchrun is started by tasks of the other two, one a machine. mpirun within an allocation of Slurm
-starts its daemons by srun, whose SLURM_PROCID counts machines and reaches every rank that they
-start. So torchrun's come first, then mpirun's, then srun's.
+Nested launchers leave several sets, and the innermost knows the ranks. Tasks of the other two start
+torchrun, one per machine. mpirun in an allocation of Slurm starts its daemons by srun, whose
+SLURM_PROCID counts machines and reaches every rank that they start. So torchrun's variables come
+first, then mpirun's, then srun's.
 
 A command in an sbatch script or in a shell of salloc has Slurm's variables too, but is no task: it
 runs once, whatever --ntasks says, and is no rank.
@@ -24,15 +24,15 @@ import zlib
 from collections.abc import Mapping
 
 SHORTEST_KEY = 16  # characters
-PORTS = 61440  # from here on 4096 ports, up to the last, for launchers that name none
+PORTS = 61440  # the first of 4096 ports for launchers that name none
 # Slurm's own steps (batch script, salloc's shell, pending, external) count down from here.
 FIRST_OWN_STEP = 0xFFFFFFF0
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """One rank of a start. `host` and `port` are where rank 0 should be found, `job` is a word that
-    other starts do not have; all three only where the environment says them."""
+    """One rank of a start. `host` and `port` say where rank 0 should be, `job` names the start; all
+    three only if the environment says them."""
 
     rank: int
     size: int
@@ -51,8 +51,8 @@ class Place:
 
 
 def find(environ: Mapping[str, str] = os.environ) -> Place | None:
-    """The place of this process, or None where nobody started it as a rank. ValueError names the
-    variable that is damaged, lacks its fellow, or contradicts another."""
+    """Return the place of this process, or None if no launcher started it as a rank. ValueError
+    names a variable that is damaged, incomplete, or contradicts another."""
     place = _torchrun(environ) or _open_mpi(environ) or _hydra(environ) or _srun(environ)
     if place is None:
         _refuse_traces(environ)
@@ -71,7 +71,7 @@ def find(environ: Mapping[str, str] = os.environ) -> Place | None:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a Slurm node list, such as `node[001-004,7],other`."""
+    """Return the first host of a Slurm node list, such as `node[001-004,7],other`."""
     first = re.match(r"((?:[^,\[\]]|\[[^\[\]]*\])*)(?:,|$)", nodes)
     host = re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[1]) if first else ""
     if not re.fullmatch(r"[\w.-]+", host):
@@ -146,8 +146,8 @@ def _srun(environ: Mapping[str, str]) -> Place | None:
 
 
 def _refuse_traces(environ: Mapping[str, str]) -> None:
-    """ValueError where a launcher was at work and yet this process cannot know its rank: alone it
-    would train the same as each of its fellows."""
+    """Raise ValueError if a launcher has set variables without a rank: this process alone would
+    train the same model as each of the others."""
     if environ.get("PET_NNODES", "1") not in ("1", "1:1"):
         raise ValueError(
             f"PET_NNODES={environ['PET_NNODES']}, but RANK is not set: these variables are for "
@@ -184,7 +184,7 @@ def _place(
     port: int | None,
     job: str,
 ) -> Place:
-    """`names` are the variables of the four numbers, for the messages."""
+    """Check the four numbers. `names` are their variables, for messages."""
     for index, total in ((0, 1), (2, 3), (3, 1)):
         low, high = numbers[index], numbers[total]
         if low > high if index == 3 else low >= high:
@@ -197,7 +197,7 @@ def _place(
 
 
 def _master(environ: Mapping[str, str]) -> tuple[str, int] | tuple[None, None]:
-    """Scripts for srun and mpirun set these as well."""
+    """Return the address of rank 0. Scripts for srun and mpirun set it as well."""
     host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
     if host is None and port is None:
         return None, None
@@ -210,7 +210,7 @@ def _master(environ: Mapping[str, str]) -> tuple[str, int] | tuple[None, None]:
 
 
 def _either(environ: Mapping[str, str], name: str, other: str) -> tuple[str, str]:
-    """(name, value): of the step or, in old versions of Slurm, of the job."""
+    """Return name and value of the step's variable or, in old versions of Slurm, of the job's."""
     for one in (name, other):
         if one in environ:
             return one, environ[one]
@@ -218,7 +218,7 @@ def _either(environ: Mapping[str, str], name: str, other: str) -> tuple[str, str
 
 
 def _tasks_per_node(name: str, text: str) -> list[int]:
-    """`8(x2),4` is 8, 8, 4."""
+    """Return [8, 8, 4] for `8(x2),4`."""
     counts: list[int] = []
     for part in text.split(","):
         found = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part)

@@ -1,9 +1,8 @@
-"""Is a device still right? A leaf of a step computed again on another, and compared bit for bit.
+"""Detect silent data corruption: compute a micro-batch on a second device and compare all bits.
 
-A device that computes wrong without saying so (silent data corruption) ruins a run. Where bits do
-not depend on who computes them, two devices can be held against each other: every `every` steps one
-leaf, another each time, is computed by its rank and by the next one. Where a bit differs all ranks
-compute it, twice, to find out whose result it is that no other has.
+Bits do not depend on the device, so two devices can check each other. Every `every` steps one
+micro-batch (leaf), another each time, is computed by its rank and by the next one. If a bit
+differs, all ranks compute it twice, which shows whose result is wrong.
 
     for leaf in parallel.own_leaves:
         ...                                 the leaf's backward
@@ -12,8 +11,8 @@ compute it, twice, to find out whose result it is that no other has.
     norm, scale = parallel.reduce(max_norm)
     verification.check(step)                before the weights change
 
-It costs the time of one leaf, and the way of one gradient between two ranks, every `every` steps;
-in memory a second gradient, a third on the rank that compares.
+Cost, every `every` steps: the time of one micro-batch and the transfer of one gradient between two
+ranks; memory of a second gradient, a third on the rank that compares.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from needle.distributed.data_parallel import DataParallel
 
 
 class WrongDevice(RuntimeError):
-    """Two devices gave different bits for one leaf; the message names the one that is wrong, or
-    both where it cannot be told, and `ranks` are theirs."""
+    """Two devices gave different bits for one micro-batch. The message names the wrong one, or both
+    if that is unknown; `ranks` are theirs."""
 
     def __init__(self, text: str, ranks: list[int]) -> None:
         super().__init__(text)
@@ -42,10 +41,11 @@ class WrongDevice(RuntimeError):
 
 
 class Verification:
-    """compute(ids, targets) makes the gradient of that leaf parallel.flat's.
+    """Verify a micro-batch every `every` steps (0: never).
 
-    every: 0: never. ids and targets are int32 or int64 (B, T), all of `shape`. ValueError with one
-    rank alone: there is no other device to ask."""
+    compute(ids, targets) leaves the gradient of that micro-batch in parallel.flat.grad; ids and
+    targets are int32 or int64 of `shape` (B, T). ValueError for a single rank, which has no second
+    device, and with context parallelism."""
 
     def __init__(
         self,
@@ -64,13 +64,13 @@ class Verification:
         self._grad: NDArray | None = None
 
     def _leaf(self, step: int) -> int | None:
-        """Which is verified in this step."""
+        """Return the micro-batch to verify in this step, or None."""
         if not self._every or step % self._every:
             return None
         return step // self._every % self._leaves
 
     def keep(self, step: int, leaf: int, ids: Any, targets: Any) -> None:
-        """flat.grad is the gradient of this leaf of the step."""
+        """Keep flat.grad, the gradient of this micro-batch, if it is to be verified."""
         if leaf == self._leaf(step):
             for place, array in zip(self._batch, (ids, targets)):
                 if isinstance(array, np.ndarray):
@@ -79,8 +79,8 @@ class Verification:
             self._grad = self._parallel.flat.grad.copy()
 
     def check(self, step: int) -> None:
-        """WrongDevice, on all ranks. To be called where flat.grad holds this rank's piece of the
-        sum, which stays."""
+        """Raise WrongDevice on all ranks if a device is wrong. Call it while flat.grad holds this
+        rank's shard of the sum, which stays."""
         leaf, group = self._leaf(step), self._parallel.group
         if leaf is None:
             return
@@ -123,14 +123,14 @@ class Verification:
         results = [*first, *(_digest(self._again()) for _ in range(2))]
         where = f"{platform.node()}, {flat.grad.device}"
         told = group.gather("the results in dispute", [where, results])
-        # Each rank that agrees with itself has a vote.
+        # Each rank whose two results are equal has a vote.
         votes = Counter(theirs[-1] for _, theirs in told if theirs[-2] == theirs[-1])
         (right, most), *others = votes.most_common() or [(None, 0)]
         if others and others[0][1] == most:
             suspects, right = [owner, witness], None
         else:
             differing_ranks = [r for r, (_, theirs) in enumerate(told) if set(theirs) != {right}]
-            suspects = differing_ranks or [witness]  # who was wrong that once
+            suspects = differing_ranks or [witness]  # it was wrong only once
         names = [f"rank {r} ({told[r][0]})" for r in suspects]
         said = (" or " if right is None else ", ").join(names)
         raise WrongDevice(
@@ -143,7 +143,7 @@ class Verification:
 
 
 def _words(array: NDArray) -> NDArray:
-    """A flat float32 array as int32, so that equal means equal bits."""
+    """View a flat float32 array as int32: equal means equal bits."""
     return NDArray.make(array.shape, handle=array._handle, dtype="int32")
 
 
