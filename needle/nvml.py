@@ -1,20 +1,17 @@
-"""What the driver says about each GPU, by NVML (libnvidia-ml.so.1), through ctypes: opened when
-used. A GPU that does not have a figure has None there. Functions, structs and numbers are those of
-NVIDIA's "NVML API Reference Guide"."""
+"""State of each GPU by the driver (NVML), through the package nvidia-ml-py, which is imported when
+used. A figure that a GPU lacks is None."""
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import byref, c_char, c_uint, c_ulonglong, c_void_p
+import types
 from pathlib import Path
 from typing import Any
 
-# Not a link of this GPU, not supported by it, not permitted, not in this version of the library.
+# Codes of what this GPU or this driver lacks: no such link, not supported, not permitted, too old.
 ABSENT = (2, 3, 4, 13)
-INSUFFICIENT_SIZE = 7
-UNCORRECTED, VOLATILE, AGGREGATE = 1, 0, 1
-CLOCK_SM, CLOCK_MEMORY = 1, 2
-MEMORY = ("total", "free", "used")
+UNCORRECTED, SINCE_DRIVER, EVER = 1, 0, 1  # ECC errors and their counters
+CLOCKS = {"sm": 1, "memory": 2}
 LINKS = 18  # NVLinks that a GPU has at most
 
 
@@ -26,202 +23,122 @@ class NvmlError(RuntimeError):
         self.code = code
 
 
-class Pci(ctypes.Structure):
-    _fields_ = [
-        ("legacy", c_char * 16),
-        *((name, c_uint) for name in ("domain", "bus", "device", "pci_id", "subsystem")),
-        ("bus_id", c_char * 32),
-    ]
-
-
-class Memory(ctypes.Structure):
-    _fields_ = [(name, c_ulonglong) for name in MEMORY]
-
-
-class Utilization(ctypes.Structure):
-    _fields_ = [("gpu", c_uint), ("memory", c_uint)]
-
-
-class Process(ctypes.Structure):
-    _fields_ = [
-        ("pid", c_uint),
-        ("bytes", c_ulonglong),
-        ("gpu_instance", c_uint),
-        ("compute_instance", c_uint),
-    ]
-
-
 class Nvml:
-    """The library, initialised. OSError where there is none, NvmlError where it refuses."""
+    """The library, initialised. OSError without the package or the library, NvmlError where the
+    driver refuses."""
 
     def __init__(self, library: str = "libnvidia-ml.so.1") -> None:
-        self._library = ctypes.CDLL(library)
-        self._library.nvmlErrorString.restype = ctypes.c_char_p
-        self._check(self._library.nvmlInit_v2())
-
-    def _check(self, code: int) -> None:
-        if code:
-            text = self._library.nvmlErrorString(code) or b"unknown error"
-            raise NvmlError(code, text.decode(errors="replace"))
-
-    def ask(self, function: str, *arguments: Any) -> bool:
-        """Whether the GPU and the library have it; `arguments` are then filled."""
+        opened = ctypes.CDLL(library)  # pynvml's own loader leaves out the reason of a failure
         try:
-            called = getattr(self._library, function)
-        except AttributeError:
-            return False
-        code = called(*arguments)
-        if code in ABSENT:
-            return False
-        self._check(code)
-        return True
+            import pynvml
+        except ImportError:
+            text = "the package nvidia-ml-py is not installed (pip install nvidia-ml-py)"
+            raise OSError(text) from None
+        self._nvml: types.ModuleType = pynvml
+        pynvml.nvmlLib = opened
+        self.call("Init")
 
-    def number(self, function: str, *before: Any, kind: Any = c_uint) -> int | None:
-        value = kind()
-        return value.value if self.ask(function, *before, byref(value)) else None
+    def call(self, function: str, *arguments: Any) -> Any:
+        """Call nvml`function`. NvmlError where it fails."""
+        try:
+            return getattr(self._nvml, f"nvml{function}")(*arguments)
+        except self._nvml.NVMLError as error:
+            text = self._nvml.nvmlErrorString(error.value)
+            raise NvmlError(error.value, str(text)) from None
 
-    def numbers(self, function: str, handle: c_void_p, count: int) -> list[int] | None:
-        values = [c_uint() for _ in range(count)]
-        asked = self.ask(function, handle, *map(byref, values))
-        return [value.value for value in values] if asked else None
-
-    def text(self, function: str, *before: Any) -> str | None:
-        value = ctypes.create_string_buffer(96)
-        asked = self.ask(function, *before, value, c_uint(len(value)))
-        return value.value.decode(errors="replace") if asked else None
+    def ask(self, function: str, *arguments: Any) -> Any:
+        """Call nvml`function`; None where the GPU or the driver lacks it."""
+        try:
+            return self.call(function, *arguments)
+        except NvmlError as error:
+            if error.code not in ABSENT:
+                raise
+            return None
 
     def count(self) -> int:
-        return self.number("nvmlDeviceGetCount_v2") or 0
+        return self.call("DeviceGetCount")
 
-    def handle(self, index: int) -> c_void_p:
-        found = c_void_p()
-        self._check(self._library.nvmlDeviceGetHandleByIndex_v2(c_uint(index), byref(found)))
-        return found
+    def handle(self, index: int) -> Any:
+        return self.call("DeviceGetHandleByIndex", index)
 
-    def handle_of(self, uuid: str) -> c_void_p:
-        found = c_void_p()
-        self._check(self._library.nvmlDeviceGetHandleByUUID(uuid.encode(), byref(found)))
-        return found
+    def handle_of(self, uuid: str) -> Any:
+        return self.call("DeviceGetHandleByUUID", uuid)
 
-    # ---- a GPU --------------------------------------------------------------------------------
-
-    def describe(self, handle: c_void_p) -> dict[str, Any]:
+    def describe(self, handle: Any) -> dict[str, Any]:
         """name, uuid, pci, memory, holders, utilization, temperature, power, clocks, ecc, rows,
         pcie, nvlinks, modes. Bytes, percent, degrees Celsius, watts, MHz."""
-        pci, memory, use = Pci(), Memory(), Utilization()
-        has_pci = self.ask("nvmlDeviceGetPciInfo_v3", handle, byref(pci))
-        has_memory = self.ask("nvmlDeviceGetMemoryInfo", handle, byref(memory))
-        has_use = self.ask("nvmlDeviceGetUtilizationRates", handle, byref(use))
-        mig = self.numbers("nvmlDeviceGetMigMode", handle, 2)
-        modes = {
-            "persistence": self.number("nvmlDeviceGetPersistenceMode", handle),
-            "compute": self.number("nvmlDeviceGetComputeMode", handle),
-            "mig": mig[0] if mig else None,
-        }
+
+        def get(function: str, *more: Any) -> Any:
+            return self.ask(f"DeviceGet{function}", handle, *more)
+
+        def watts(function: str) -> float | None:
+            milliwatts = get(function)
+            return None if milliwatts is None else milliwatts / 1000
+
+        pci, memory, ecc = get("PciInfo"), get("MemoryInfo"), get("EccMode")
+        use, mig, rows = get("UtilizationRates"), get("MigMode"), get("RemappedRows")
+        clocks = {name: get("ClockInfo", kind) for name, kind in CLOCKS.items()}
+        clocks |= {f"{name}_max": get("MaxClockInfo", kind) for name, kind in CLOCKS.items()}
+        if rows is not None:
+            names = ("correctable", "uncorrectable", "pending", "failed")
+            replaced = dict(zip(names, rows))
+        else:  # before Ampere pages are given up
+            pending = get("RetiredPagesPendingStatus")
+            replaced = None if pending is None else {"pending": pending}
+        pcie = {}
+        for name in ("generation", "width"):
+            pcie[name] = get(f"CurrPcieLink{name.title()}")
+            pcie[f"{name}_max"] = get(f"MaxPcieLink{name.title()}")
+        links = [get("NvLinkState", number) for number in range(LINKS)]
         return {
-            "name": self.text("nvmlDeviceGetName", handle),
-            "uuid": self.text("nvmlDeviceGetUUID", handle),
-            "pci": pci.bus_id.decode(errors="replace").lower() if has_pci else None,
-            "memory": {n: getattr(memory, n) for n in MEMORY} if has_memory else None,
-            "utilization": use.gpu if has_use else None,
-            "temperature": self.number("nvmlDeviceGetTemperature", handle, c_uint(0)),
-            "power": self._watts("nvmlDeviceGetPowerUsage", handle),
-            "power_limit": self._watts("nvmlDeviceGetEnforcedPowerLimit", handle),
-            "power_default": self._watts("nvmlDeviceGetPowerManagementDefaultLimit", handle),
-            "clocks": self.clocks(handle),
-            "ecc": self._ecc(handle),
-            "rows": self._rows(handle),
-            "pcie": self._pcie(handle),
-            "nvlinks": self._links(handle),
-            "modes": modes,
+            "name": get("Name"),
+            "uuid": get("UUID"),
+            "pci": None if pci is None else text_of(pci.busId).lower(),
+            "memory": memory
+            and {name: getattr(memory, name) for name in ("total", "free", "used")},
+            "utilization": None if use is None else use.gpu,
+            "temperature": get("Temperature", 0),
+            "power": watts("PowerUsage"),
+            "power_limit": watts("EnforcedPowerLimit"),
+            "power_default": watts("PowerManagementDefaultLimit"),
+            "clocks": clocks | {"reasons": get("CurrentClocksThrottleReasons")},
+            "ecc": ecc
+            and {
+                "on": bool(ecc[0]),
+                "uncorrected": get("TotalEccErrors", UNCORRECTED, SINCE_DRIVER),
+                "uncorrected_ever": get("TotalEccErrors", UNCORRECTED, EVER),
+            },
+            "rows": replaced,
+            "pcie": pcie,
+            "nvlinks": [state for state in links if state is not None],  # 1: up, 0: down
+            "modes": {
+                "persistence": get("PersistenceMode"),
+                "compute": get("ComputeMode"),
+                "mig": mig[0] if mig else None,
+            },
             "holders": self.holders(handle),
         }
 
-    def _watts(self, function: str, handle: c_void_p) -> float | None:
-        milliwatts = self.number(function, handle)
-        return None if milliwatts is None else milliwatts / 1000
-
-    def clocks(self, handle: c_void_p) -> dict[str, Any]:
-        """Now and at most, and why not more: the bits of nvmlClocksEventReasons."""
-        asked = {"sm": CLOCK_SM, "memory": CLOCK_MEMORY}
-        found: dict[str, Any] = {
-            name: self.number("nvmlDeviceGetClockInfo", handle, c_uint(kind))
-            for name, kind in asked.items()
-        }
-        for name, kind in asked.items():
-            found[f"{name}_max"] = self.number("nvmlDeviceGetMaxClockInfo", handle, c_uint(kind))
-        found["reasons"] = self.number(
-            "nvmlDeviceGetCurrentClocksThrottleReasons", handle, kind=c_ulonglong
-        )
-        return found
-
-    def _ecc(self, handle: c_void_p) -> dict[str, Any] | None:
-        modes = self.numbers("nvmlDeviceGetEccMode", handle, 2)
-        if modes is None:
-            return None
-        errors = {
-            name: self.number(
-                "nvmlDeviceGetTotalEccErrors",
-                handle,
-                c_uint(UNCORRECTED),
-                c_uint(counter),
-                kind=c_ulonglong,
-            )
-            for name, counter in (("uncorrected", VOLATILE), ("uncorrected_ever", AGGREGATE))
-        }
-        return {"on": bool(modes[0]), "on_after_reboot": bool(modes[1]), **errors}
-
-    def _rows(self, handle: c_void_p) -> dict[str, Any] | None:
-        """Rows of memory that were replaced, or pages that were given up (before Ampere)."""
-        rows = self.numbers("nvmlDeviceGetRemappedRows", handle, 4)
-        if rows is not None:
-            return dict(zip(("correctable", "uncorrectable", "pending", "failed"), rows))
-        pending = self.number("nvmlDeviceGetRetiredPagesPendingStatus", handle)
-        return None if pending is None else {"pending": pending}
-
-    def _pcie(self, handle: c_void_p) -> dict[str, int | None]:
-        asked = {"generation": "PcieLinkGeneration", "width": "PcieLinkWidth"}
-        found = {}
-        for name, function in asked.items():
-            found[name] = self.number(f"nvmlDeviceGetCurr{function}", handle)
-            found[f"{name}_max"] = self.number(f"nvmlDeviceGetMax{function}", handle)
-        return found
-
-    def _links(self, handle: c_void_p) -> list[int]:
-        """1 for each NVLink that is up, 0 for one that is down."""
-        states = [self.number("nvmlDeviceGetNvLinkState", handle, c_uint(n)) for n in range(LINKS)]
-        return [state for state in states if state is not None]
-
-    def holders(self, handle: c_void_p) -> list[dict[str, Any]]:
-        """Who has a context: pid, name, bytes, and whether through MPS."""
+    def holders(self, handle: Any) -> list[dict[str, Any]]:
+        """The processes that have a context: pid, name, bytes, mps (true if through MPS)."""
         found: dict[int, dict[str, Any]] = {}
         for kind in ("Compute", "Graphics", "MPSCompute"):
-            function = f"nvmlDeviceGet{kind}RunningProcesses_v3"
-            for process in self._processes(function, handle):
-                known = process.bytes != 2**64 - 1  # NVML_VALUE_NOT_AVAILABLE
+            for process in self.ask(f"DeviceGet{kind}RunningProcesses_v3", handle) or []:
                 found[process.pid] = {
                     "pid": process.pid,
                     "name": name_of(process.pid),
-                    "bytes": process.bytes if known else None,
+                    "bytes": process.usedGpuMemory,
                     "mps": kind == "MPSCompute",
                 }
         return list(found.values())
 
-    def _processes(self, function: str, handle: c_void_p) -> list[Process]:
-        room = 64
-        while True:
-            count, processes = c_uint(room), (Process * room)()
-            try:
-                asked = self.ask(function, handle, byref(count), processes)
-                return list(processes[: count.value]) if asked else []
-            except NvmlError as error:
-                if error.code != INSUFFICIENT_SIZE:
-                    raise
-                room = 2 * max(room, count.value)
+
+def text_of(value: bytes | str) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
 def name_of(pid: int) -> str:
-    """The command line of a process; empty where it is not to be seen from here."""
+    """The command line of a process; empty if it is not visible."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:

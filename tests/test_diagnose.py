@@ -46,33 +46,32 @@ def test_command_line_tests_each_device():
     assert done.stderr == ""
 
 
-def test_a_gpu_that_is_required_and_missing_is_a_failure():
+def test_gpu_that_is_required_and_missing_is_a_failure():
     assert run(NEEDLE_REQUIRE_CUDA="1", CUDA_VISIBLE_DEVICES="").returncode == 1
 
 
-def test_a_gpu_that_is_asked_for_and_missing_is_a_failure():
+def test_gpu_that_is_asked_for_and_missing_is_a_failure():
     done = run("--device", "0", NEEDLE_REQUIRE_CUDA="0", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 1 and "test cuda()    FAILED: " in done.stdout
     assert "To mend it: " in done.stdout and "test cpu()     ok" in done.stdout
 
 
-@pytest.mark.parametrize("usable", [True, False])
-def test_a_gpu_that_cannot_be_used_is_a_failure(monkeypatch, usable):
+def test_gpu_that_cannot_be_used_is_a_failure_where_it_should_be(monkeypatch):
     monkeypatch.delenv("NEEDLE_REQUIRE_CUDA", raising=False)
-    cuda = {"built": True, "driver": "13.0", "usable": usable, "count": 1}
+    cuda = {"built": True, "driver": "13.0", "usable": True, "count": 1}
     cuda |= {"problem": "no such device", "remedy": "nvidia-smi"}
-    chosen, told = command.choose(None, None, cuda)
-    assert (len(chosen), len(told)) == ((1, 0) if usable else (0, 1))
-    if not usable:
-        assert told[0].has_failed and told[0].text == "no such device"
-        cuda["driver"] = None  # a machine without a GPU
-        assert command.choose(None, None, cuda) == ([], [])
-        assert command.choose(1, None, cuda) == ([], [])  # torchrun's second rank
-        chosen, (failure,) = command.choose(1, None, cuda, is_asked=True)
-        assert chosen == [] and failure.where == "cuda(1)" and failure.remedy == "nvidia-smi"
+    assert command.choose(None, cuda) == ([(0, "cuda()")], [])
+    cuda["usable"] = False
+    chosen, (failure,) = command.choose(None, cuda)
+    assert chosen == [] and failure.has_failed and failure.text == "no such device"
+    cuda["driver"] = None  # a machine without a GPU
+    assert command.choose(None, cuda) == ([], [])
+    assert command.choose(1, cuda) == ([], [])  # torchrun's second rank
+    chosen, (failure,) = command.choose(1, cuda, is_asked=True)
+    assert chosen == [] and failure.where == "cuda(1)" and failure.remedy == "nvidia-smi"
 
 
-def test_a_wrong_product_is_found(monkeypatch):
+def test_wrong_product_is_found(monkeypatch):
     class Broken:
         def __matmul__(self, other):
             return self
@@ -85,42 +84,33 @@ def test_a_wrong_product_is_found(monkeypatch):
     assert not good and text.startswith("WRONG")
 
 
-@pytest.mark.parametrize(
-    "built, driver, words",
-    [
+def test_remedy_fits_the_reason():
+    for built, driver, words in (
         (False, None, "driver"),
         (True, None, "driver"),
         (False, "13.0", "NEEDLE_CUDA=1"),
         (True, "13.0", "CUDA_VISIBLE_DEVICES"),
-    ],
-)
-def test_the_remedy_fits_the_reason(built, driver, words):
-    assert words in diagnose.remedy(built, driver)
+    ):
+        assert words in diagnose.remedy(built, driver), (built, driver)
 
 
-def test_a_build_and_a_gpu_in_words():
-    facts = ndl.show_config(file=io.StringIO())
-    facts["build"] |= {"cuda": "13.0", "cuda_archs": "80 90a"}
-    facts["cuda"] |= {"built": True}
-    assert ("CUDA backend", "built with CUDA 13.0 for sm_80, sm_90a") in diagnose.lines(facts)
+def test_facts_in_words(monkeypatch, capsys):
+    facts_of_gpu = ndl.show_config(file=io.StringIO())
+    facts_of_gpu["build"] |= {"cuda": "13.0", "cuda_archs": "80 90a"}
+    facts_of_gpu["cuda"] |= {"built": True}
+    lines = diagnose.lines(facts_of_gpu)
+    assert ("CUDA backend", "built with CUDA 13.0 for sm_80, sm_90a") in lines
     assert diagnose.gigabytes(3 * 2**29) == "1.5 GiB"
 
-
-def test_the_compiler_of_own_kernels(monkeypatch):
     def missing():
         raise RuntimeError("no NVRTC: install it")
 
-    found = [Toolkit(Path("/cuda/lib/libnvrtc.so"), ())]
-    monkeypatch.setattr(facts, "find_toolkit", lambda: found[0])
-    assert "own kernels    /cuda/lib/libnvrtc.so" in shown()
+    monkeypatch.setattr(facts, "find_toolkit", lambda: Toolkit(Path("/cuda/lib/libnvrtc.so"), ()))
+    ndl.show_config()
+    assert "own kernels    /cuda/lib/libnvrtc.so" in capsys.readouterr().out
     monkeypatch.setattr(facts, "find_toolkit", missing)
-    assert "own kernels    no NVRTC: install it" in shown()
-
-
-def shown() -> str:
-    file = io.StringIO()
-    ndl.show_config(file=file)
-    return file.getvalue()
+    ndl.show_config()
+    assert "own kernels    no NVRTC: install it" in capsys.readouterr().out
 
 
 @pytest.mark.cuda
@@ -131,21 +121,13 @@ def test_gpu_is_described():
     assert diagnose.self_test(ndl.cuda())[0]
 
 
-def test_help(capsys):
-    with pytest.raises(SystemExit) as caught:
-        diagnose.main(["--help"])
-    out = capsys.readouterr().out
-    assert caught.value.code == 0 and "multiplies two matrices" in out and "device" in out
-
-
-@pytest.mark.parametrize("word", ["--verbose", "cuda", "-x"])
-def test_what_it_does_not_know_is_refused(capsys, word):
-    with pytest.raises(SystemExit) as caught:
-        diagnose.main([word])
-    out, error = capsys.readouterr()
-    assert caught.value.code == 2 and out == "" and f"unrecognized arguments: {word}" in error
-
-
-def test_the_facts(capsys):
-    assert diagnose.main([]) == 0
-    assert "matmul is" in capsys.readouterr().out
+def test_help_and_unknown_flags(capsys):
+    for words, code in (["--help"], 0), (["--verbose"], 2), (["cuda"], 2), (["-x"], 2):
+        with pytest.raises(SystemExit) as caught:
+            diagnose.main(words)
+        out, error = capsys.readouterr()
+        assert caught.value.code == code, words
+        if code == 0:
+            assert "multiplies two matrices" in out and "device" in out
+        else:
+            assert out == "" and f"unrecognized arguments: {words[0]}" in error

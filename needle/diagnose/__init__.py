@@ -1,12 +1,12 @@
-"""Facts and examinations: what this needle is built from and runs on, and what is wrong with it.
+"""Diagnosis: facts about this needle and its machine, and examinations that find faults.
 
     python -m needle.diagnose            under 10 s; `--help` has the flags
     needle.show_config()                 the facts alone, in Python
 
-`facts` is this build and this machine. `command` is the program: it gathers what examinations find,
-each of which runs in a process of its own (`children`, `roles`), because what it looks at may hang
-or kill it: `machine` asks the driver about each GPU, `walk` tries every op, `step` trains a tiny
-Pythia, `rates` measures, `recovery` plants a fault, `folder` looks into a run, `server` asks a
+`facts` has the facts, `command` the program. It gathers the findings of examinations, each in a
+process of its own because its object may hang or kill it (`examination`, `roles`): `machine` asks
+the driver about each GPU, `sweep` tries every op, `step` trains a tiny Pythia, `rates` and `peers`
+measure, `ranks` makes collectives, `recovery` plants a fault, `folder` reads a run, `server` asks a
 kernel service.
 """
 

@@ -1,23 +1,22 @@
 """What is wrong with this machine, this needle, a run or a kernel service?
 
-It prints the facts (versions, build, devices), and examines each device in a process of its own
-with a deadline, so that one that hangs cannot hang this: what the driver says about each GPU (ECC,
-Xid errors, throttling, temperature, power, memory and who holds it, MIG, MPS), what it makes, every
-op against the CPU, on contiguous operands and on views, a training step of a tiny Pythia, and
-copies between GPUs. It multiplies two matrices on each device and compares with NumPy. That takes
-less than 10 s where a processor is free. With --full it tries every op in each dtype, size and
-layout, each pair of GPUs, and recovery from a fault that is planted, in less than 2 minutes.
+It prints the facts (versions, build, devices). It examines each device in a process of its own with
+a deadline, so that a device that hangs does not hang the command: the state of each GPU by its
+driver (ECC, Xid errors, throttling, temperature, power, memory and its holders, MIG, MPS), rates,
+every op against a float64 reference, on contiguous operands and on views, a training step of a tiny
+Pythia, and copies between GPUs. It multiplies two matrices on each device and compares with NumPy.
+That takes less than 10 s if a processor is free. With --full it tries every op in each dtype, size
+and layout, each pair of GPUs, and recovery from a planted fault, in less than 2 minutes.
 
-Under torchrun, mpirun or srun each rank examines its own device, then all ranks together an
+Under torchrun, mpirun or srun each rank examines its own device. Then all ranks together make an
 all_gather, an all_reduce and a step of ring attention, which are compared with NumPy. Each rank
 prints a line; a rank that is wrong, late, stopped or gone is named with its device, within 30 s
 more.
 
-The exit code is 0 when all is right and 1 when something that should work does not: each failure is
-a line with FAILED, the op where it is one's, and the remedy. A machine without a GPU is right, but
-with --device or NEEDLE_REQUIRE_CUDA=1, or where the CUDA backend was built and there is an NVIDIA
-driver. The token of a kernel service is in NEEDLE_KERNELS_TOKEN, or in the file that
-NEEDLE_KERNELS_TOKEN_FILE names.
+The exit code is 0 if all is right, and 1 after a failure: a line with FAILED, the op if it is an
+op's, and the remedy. A machine without a GPU is right, except with --device or
+NEEDLE_REQUIRE_CUDA=1, or where the CUDA backend was built and there is an NVIDIA driver. The token
+of a kernel service is in NEEDLE_KERNELS_TOKEN, or in the file that NEEDLE_KERNELS_TOKEN_FILE names.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from typing import Any, TextIO
 from needle import _C
 from needle.diagnose import facts as known
 from needle.diagnose import ranks, recovery
-from needle.diagnose.children import Child, Crew
+from needle.diagnose.examination import Examination, Examinations
 from needle.diagnose.finding import Finding
 from needle.distributed import environment
 from needle.distributed.environment import Place
@@ -80,8 +79,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 class Report:
-    """Findings and facts, printed as they come: as lines, of a rank as a line with its number, as
-    JSON when all is done."""
+    """Findings and facts, printed as they come: as lines, of a rank with its number; as JSON at the
+    end."""
 
     def __init__(self, is_json: bool, place: Place | None, log: TextIO | None) -> None:
         self.is_json, self.place, self._log = is_json, place, log
@@ -90,22 +89,22 @@ class Report:
 
     def say(self, text: str) -> None:
         if not self.is_json:
-            print(text, flush=True)
+            who = f"rank {self.place.rank} of {self.place.size}: " if self.place else ""
+            print(who + text, flush=True)
 
     def log(self, text: str) -> None:
         if self._log is None:
             return
         try:
-            self._log.write(f"{time.time():.3f} {text}\n")
-            self._log.flush()
-        except OSError as error:  # a full disk, say
-            refused, self._log = self._log, None
-            with contextlib.suppress(OSError):  # it tries what it could not write once more
-                refused.close()
-            self.add(log_refused(refused.name, error))
+            print(f"{time.time():.3f} {text}", file=self._log, flush=True)
+        except OSError as error:  # such as a full disk
+            path = self._log.name
+            self.close()
+            text = f"{path} cannot be written: {error.strerror or error}"
+            self.add(Finding("failed", "log", "log", text, "give --log a path on a disk with room"))
 
     def describe(self, name: str, text: str) -> None:
-        """A line of facts."""
+        """A line of facts, which a rank leaves out."""
         self.log(f"{name}: {text}")
         if self.place is None:
             self.say(f"{name:<14} {text}")
@@ -114,26 +113,23 @@ class Report:
         for finding in findings:
             self.findings.append(finding)
             self.log(finding.line())
-            if self.place is None:
+            if self.place is None or finding.has_failed:
                 self.say(finding.line())
-            elif finding.has_failed:
-                self.say(f"{self.who}: {finding.line()}")
 
     def close(self) -> None:
-        if self._log is not None:
-            self._log.close()
-
-    @property
-    def who(self) -> str:
-        return f"rank {self.place.rank} of {self.place.size}"
+        log, self._log = self._log, None
+        if log is not None:
+            with contextlib.suppress(OSError):  # it writes once more what it could not
+                log.close()
 
     @property
     def failures(self) -> list[Finding]:
         return [finding for finding in self.findings if finding.has_failed]
 
     def end(self, seconds: float) -> int:
-        """The last line; the exit code."""
+        """Print the last line. Return the exit code."""
         count = len(self.failures)
+        verdict = f"FAILED: {count}, above" if count else "nothing is wrong"
         if self.is_json:
             found = [finding.to_json() for finding in self.findings]
             failed = [finding.to_json() for finding in self.failures]
@@ -141,32 +137,24 @@ class Report:
             place = self.place
             ranked = {} if place is None else {"rank": place.rank, "ranks": place.size}
             print(json.dumps(ranked | self.facts | ends), flush=True)
-        elif self.place is not None:
-            self.say(f"{self.who}: {self.summary()}")
-        else:
-            verdict = f"FAILED: {count}, above" if count else "nothing is wrong"
+        elif self.place is None:
             self.describe("in short", f"{verdict} ({seconds:.1f} s)")
+        else:
+            self.say(self.summary(verdict if count else "ok"))
         return 1 if count else 0
 
-    def summary(self) -> str:
-        """The rank's own line: its devices, and what was right about them."""
+    def summary(self, verdict: str) -> str:
+        """The last line of a rank: its device, and the checks that it passed."""
         devices = [device["device"] for device in self.facts.get("devices", [])]
         which = devices[-1] if devices else "no device"
-        verdict = f"FAILED: {len(self.failures)}, above" if self.failures else "ok"
-        kinds = ("product", "rates", "ops", "step")
-        right = [f for f in self.findings if f.level == "ok" and f.where == which]
-        right += [f for f in self.findings if f.where == "ranks" and not f.has_failed]
-        about = [finding.text for finding in right if finding.what in (*kinds, "ranks")]
-        return f"{which} {verdict}: " + "; ".join(about)
-
-
-def log_refused(path: str, error: OSError) -> Finding:
-    text = f"{path} cannot be written: {error.strerror or error}"
-    return Finding("failed", "log", "log", text, "give --log a path on a disk with room")
+        own = [f for f in self.findings if f.level == "ok" and f.where == which]
+        own = [f for f in own if f.what in ("product", "rates", "ops", "step")]
+        own += [f for f in self.findings if f.where == "ranks" and not f.has_failed]
+        return f"{which} {verdict}: " + "; ".join(finding.text for finding in own)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The program; its exit code."""
+    """Run the program. Return its exit code."""
     start, made = time.monotonic(), parser()
     args = made.parse_args(argv)
     if args.device is not None and args.device < 0:
@@ -175,39 +163,45 @@ def main(argv: Sequence[str] | None = None) -> int:
         place = environment.find()
     except ValueError as error:
         made.error(str(error))
-    log, refused = None, []
-    if args.log:
-        try:
-            log = open(args.log, "w", encoding="utf-8")
-        except OSError as error:
-            refused = [log_refused(args.log, error)]
-    report = Report(args.json, place, log)
-    report.add(*refused)
     try:
-        with Crew(report.log) as crew:
-            examine(args, report, crew, start)
+        log = open(args.log, "w", encoding="utf-8") if args.log else None
+    except OSError as error:
+        made.error(f"--log: {args.log} cannot be written: {error.strerror}")
+    report = Report(args.json, place, log)
+    try:
+        with Examinations(report.log) as examinations:
+            examine(args, report, examinations, start)
         return report.end(round(time.monotonic() - start, 1))
-    except KeyboardInterrupt:  # the children are gone
+    except KeyboardInterrupt:  # the examinations have ended
         return 130
     finally:
         report.close()
 
 
-def examine(args: argparse.Namespace, report: Report, crew: Crew, start: float) -> None:
-    """Everything, in the order in which it is printed."""
+def examine(
+    args: argparse.Namespace, report: Report, examinations: Examinations, start: float
+) -> None:
+    """Examine everything, in the order in which it is printed."""
     place, times, env = report.place, FULL if args.full else QUICK, dict(PLAIN)
 
-    def begin(until: float, where: str, role: str, *words: str) -> Child:
-        deadline = start + until
-        return crew.start(where, role, *words, deadline=deadline, is_full=args.full, env=env)
+    def begin(until: float, where: str, role: str, *arguments: str) -> Examination:
+        options = {"deadline": start + until, "is_full": args.full, "env": env}
+        return examinations.start(where, role, *arguments, **options)
+
+    def begin_cpu() -> Examination:
+        return begin(times.devices, str(_C.cpu()), "device", "cpu", "0")
+
+    def finish(one: Examination) -> None:
+        examinations.wait(one)
+        show(report, one)
 
     wanted = place.local_rank if place and args.device is None else args.device
     machine = begin(times.driver, "machine", "machine")
-    cpu = begin(times.devices, str(_C.cpu()), "device", "cpu", "0") if wanted is None else None
+    cpu = begin_cpu() if wanted is None else None
     folder = begin(times.all, "run", "run", args.run) if args.run else None
     server = begin(times.peers, "server", "server", args.server) if args.server else None
 
-    crew.wait(machine)
+    examinations.wait(machine)
     start += machine.starved()
     cuda = machine.facts.get("cuda") or silent(machine)
     report.facts |= known.here() | {"cuda": cuda, "gpus": machine.facts.get("gpus", [])}
@@ -215,76 +209,73 @@ def examine(args: argparse.Namespace, report: Report, crew: Crew, start: float) 
         report.describe(name, text)
     if place and args.device is None and cuda.get("count") == 1:
         wanted = 0  # the launcher lets each rank see its own
-    chosen, told = choose(wanted, machine, cuda, is_asked=args.device is not None)
-    if wanted is not None and not chosen and not cuda["usable"]:
-        cpu = begin(times.devices, str(_C.cpu()), "device", "cpu", "0")  # there is nothing else
-    sharing = place.local_size if place else max(1, len(chosen))
-    cores = len(os.sched_getaffinity(0)) // sharing
-    if "OMP_NUM_THREADS" not in os.environ:  # each compares with the CPU
-        env["OMP_NUM_THREADS"] = str(max(1, cores))
-    children = [begin(times.devices, name, "device", "cuda", str(i)) for i, name in chosen]
+    chosen, told = choose(wanted, cuda, is_asked=args.device is not None)
+    if cpu is None and not chosen and not cuda["usable"]:
+        cpu = begin_cpu()  # there is nothing else
+    if "OMP_NUM_THREADS" not in os.environ:  # each device has a share of the cores
+        sharing = place.local_size if place else max(1, len(chosen))
+        env["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // sharing))
+    devices = [begin(times.devices, name, "device", "cuda", str(i)) for i, name in chosen]
     report.add(*of_these(machine, chosen, wanted), *told)
-    for child in ([] if cpu is None else [cpu]) + children:
-        crew.wait(child)
-        show(report, child)
-    start += max((child.starved() for child in children), default=0.0)
+    for one in ([] if cpu is None else [cpu]) + devices:
+        finish(one)
+    start += max((one.starved() for one in devices), default=0.0)
     if not cuda["usable"]:
         report.describe("GPU", "none that can be used: the CPU alone was examined")
-    if len(chosen) > 1 and all(child.ended == "done" for child in children):
+    if len(chosen) > 1 and all(one.ended == "done" for one in devices):
         indices = [str(index) for index, _ in chosen]
-        copies = begin(times.peers, "cuda()", "peers", str(slowest_link(report.facts)), *indices)
-        crew.wait(copies)
-        show(report, copies)
+        least = str(slowest_link(report.facts))
+        finish(begin(times.peers, "cuda()", "peers", least, *indices))
     if place and place.size > 1:
-        together(crew, report, chosen, start + times.devices + MEET, env)
+        together(examinations, report, chosen, start + times.devices + MEET, env)
     if args.full:
-        for (index, name), child in zip(chosen, children):
-            if child.ended == "done":
-                report.add(*recovery.examine(crew, name, index, start + times.all))
-    for asked in (folder, server):
-        if asked is not None:
-            crew.wait(asked)
-            show(report, asked)
-            report.facts[asked.where] = asked.facts
+        for (index, name), one in zip(chosen, devices):
+            if one.ended == "done":
+                report.add(*recovery.examine(examinations, name, index, start + times.all))
+    for asked in filter(None, (folder, server)):
+        finish(asked)
+        report.facts[asked.where] = asked.facts
 
 
 def together(
-    crew: Crew, report: Report, chosen: list[tuple[int, str]], meet: float, env: dict[str, str]
+    examinations: Examinations,
+    report: Report,
+    chosen: list[tuple[int, str]],
+    meet: float,
+    env: dict[str, str],
 ) -> None:
-    """Adds what the ranks do together; where the own device has failed, the others are told so."""
+    """Add the findings of the collectives. If the own device has failed, the other ranks learn
+    it."""
     device = ("cuda", str(chosen[0][0])) if chosen else ("cpu", "0")
     failed = [finding.text for finding in report.failures if finding.where.endswith(")")]
     problem = failed[0][:300] if failed else ""
     options = {"deadline": meet + TOGETHER, "env": env, "is_doomed": True}
-    child = crew.start("ranks", "ranks", *device, str(meet), problem, **options)
-    crew.wait(child)
-    report.facts["members"] = child.facts.get("members", [])
-    found = ranks.findings(child)
+    one = examinations.start("ranks", "ranks", *device, str(meet), problem, **options)
+    examinations.wait(one)
+    report.facts["members"] = one.facts.get("members", [])
+    found = ranks.findings(one)
     report.add(*found)
-    if child.ended == "late" or any(finding.what == "death" for finding in found):
+    if one.ended == "late" or any(finding.what == "death" for finding in found):
         # A launcher ends all ranks when one ends: the others name this one first.
-        time.sleep(max(0.0, child.deadline - time.monotonic()))
+        time.sleep(max(0.0, one.deadline - time.monotonic()))
 
 
-def silent(machine: Child) -> dict[str, Any]:
-    """The facts about CUDA where the driver did not come to tell them."""
-    problem = f"asking the driver did not end: it stopped at {machine.doing}"
-    driver = machine.facts.get("driver")
-    remedy = "`nvidia-smi` will hang or fail as well: start the machine anew"
+def silent(machine: Examination) -> dict[str, Any]:
+    """The facts about CUDA if the driver has not answered."""
     return {
         "built": known.is_built(),
-        "driver": driver,
+        "driver": machine.facts.get("driver"),
         "usable": False,
-        "problem": problem,
-        "remedy": remedy,
+        "problem": f"asking the driver did not end: it stopped at {machine.doing}",
+        "remedy": "`nvidia-smi` will hang or fail as well: start the machine anew",
     }
 
 
 def choose(
-    wanted: int | None, machine: Child, cuda: dict[str, Any], is_asked: bool = False
+    wanted: int | None, cuda: dict[str, Any], is_asked: bool = False
 ) -> tuple[list[tuple[int, str]], list[Finding]]:
-    """The devices to examine, (index, name), and what is wrong with what was asked for: by a person
-    (`is_asked`), who wants a GPU, or by torchrun, which counts ranks where there is none too."""
+    """The devices to examine, (index, name), and the findings about a wanted one. is_asked: by
+    --device, which requires a GPU; torchrun numbers ranks without a GPU too."""
     count = cuda.get("count", 0)
     names = [(i, f"cuda({i or ''})") for i in range(count)]
     is_required = is_asked or os.environ.get("NEEDLE_REQUIRE_CUDA", "0") == "1"
@@ -302,8 +293,10 @@ def choose(
     return [], [Finding("failed", f"cuda({wanted})", "count", text, remedy)]
 
 
-def of_these(machine: Child, chosen: list[tuple[int, str]], wanted: int | None) -> list[Finding]:
-    """What the driver said: where one device was asked for, about its GPU and all in general."""
+def of_these(
+    machine: Examination, chosen: list[tuple[int, str]], wanted: int | None
+) -> list[Finding]:
+    """The driver's findings; without those about other GPUs if one device is wanted."""
     uuids = machine.facts.get("uuids", [])
     if wanted is None or not chosen or len(uuids) <= chosen[0][0]:
         return machine.findings
@@ -313,22 +306,20 @@ def of_these(machine: Child, chosen: list[tuple[int, str]], wanted: int | None) 
 
 
 def slowest_link(facts: dict[str, Any]) -> float:
-    """Bytes/s that a direct copy between two GPUs makes at least; 0 where the kind of GPU is not
-    known."""
+    """Bytes/s that a direct copy between two GPUs makes at least; 0 for unknown kinds of GPUs."""
     if not all(peak(device["name"], "memory") for device in facts["devices"][1:]):
         return 0.0
     return LINKED if any(any(gpu.get("nvlinks") or []) for gpu in facts["gpus"]) else UNLINKED
 
 
-def show(report: Report, child: Child) -> None:
-    device, uuid = child.facts.get("device"), child.facts.get("uuid")
-    if device is not None and not any(
-        device["device"] == one["device"] for one in report.facts["devices"]
-    ):
-        report.facts["devices"].append(device | {"rates": child.facts.get("rates")})
-        number = next((g["index"] for g in report.facts["gpus"] if g.get("uuid") == uuid), None)
-        also = "" if number is None or uuid is None else f", GPU {number}"
-        report.describe(device["device"], known.in_words(device) + also)
-    if "peers" in child.facts:
-        report.facts["peers"] = child.facts["peers"]
-    report.add(*child.findings)
+def show(report: Report, one: Examination) -> None:
+    """Add the facts and findings of an examination that has ended."""
+    device, listed = one.facts.get("device"), report.facts["devices"]
+    if device is not None and device["device"] not in [other["device"] for other in listed]:
+        listed.append(device | {"rates": one.facts.get("rates")})
+        numbers = [g["index"] for g in report.facts["gpus"] if g.get("uuid") == device["uuid"]]
+        number = f", GPU {numbers[0]}" if numbers else ""
+        report.describe(device["device"], known.in_words(device) + number)
+    if "peers" in one.facts:
+        report.facts["peers"] = one.facts["peers"]
+    report.add(*one.findings)

@@ -1,4 +1,4 @@
-"""A finding: what one check saw, for people and as JSON."""
+"""A finding: the result of one check, as a line and as JSON."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ LEVELS = ("ok", "note", "failed")
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """level: ok; note, of something to know that needs no mending; failed. where: cuda(1), GPU 0,
-    run, ... what: the check. remedy: what to do about a failure. op: the op of ops.def that it
-    happened in, where there is one."""
+    """level: ok; note, which needs no repair; failed. where: cuda(1), GPU 0, run, ... what: the
+    check. remedy: the repair of a failure. op: the op of ops.def in which it failed, if any."""
 
     level: str
     where: str
@@ -25,17 +24,14 @@ class Finding:
     def has_failed(self) -> bool:
         return self.level == "failed"
 
-    def sentence(self) -> str:
-        """FAILED: op gelu: ... To mend it: ..."""
-        word = self.level.upper() if self.has_failed else self.level
-        is_named = self.op is None or self.op in self.text
-        op = "" if is_named or not self.has_failed else f"op {self.op}: "
-        mend = f". To mend it: {self.remedy}" if self.remedy else ""
-        return f"{word}: {op}{self.text}{mend}"
-
     def line(self) -> str:
+        """test cuda()    FAILED: op gelu: ... To mend it: ..."""
         label = f"test {self.where}" if self.where.endswith(")") else self.where
-        return f"{label:<14} {self.sentence()}"
+        level = self.level.upper() if self.has_failed else self.level
+        is_named = self.op is None or self.op in self.text
+        op = f"op {self.op}: " if self.has_failed and not is_named else ""
+        mend = f". To mend it: {self.remedy}" if self.remedy else ""
+        return f"{label:<14} {level}: {op}{self.text}{mend}"
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

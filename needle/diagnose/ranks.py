@@ -1,7 +1,7 @@
-"""Collectives of all ranks of a start, each compared with NumPy: an all_gather, an all_reduce as
+"""Collectives of all ranks of a launch, each compared with NumPy: an all_gather, an all_reduce as
 training makes it, and a step of ring attention. The ranks agree on which of them is wrong.
 
-`examine` runs in a child of each rank; `findings` reads in its parent how that child ended.
+`examine` runs in a process of each rank; `findings` reads in its parent how it ended.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ import numpy as np
 from needle import _C, ops
 from needle.autograd import Tensor
 from needle.checkpoint import versions
-from needle.diagnose.children import Child, Teller
+from needle.diagnose.examination import Examination, Reporter
 from needle.diagnose.finding import Finding
-from needle.diagnose.walk import TOLERANCE
 from needle.distributed import environment
 from needle.distributed.control import Control, RankError
 from needle.distributed.group import MPI_LAUNCHERS, Group
 from needle.distributed.rendezvous import name_ranks
 from needle.distributed.tree import tree_sum
+from needle.testing.attention import attention_gradients, pair_products, softmax_attention, visible
 
 DEADLINE = 10.0  # seconds of a collective
 PIECE = 1024  # float32 elements of a rank, and some more
 RUN, HEADS, DIM = 8, 2, 16  # of ring attention: tokens of a rank's run; it has two
-ROWS = 256  # queries that the reference computes at a time
+# The largest error by the largest number: that of a wrong kernel or of wrong bytes is larger.
+TOLERANCE = {"float32": 2e-4, "bfloat16": 2**-4}
 REMEDY = (
     "run `python -m needle.diagnose` on its machine alone; see to its GPU, its links and its "
     "network (docs/many_gpus.md, `When a rank is missing`), or leave it out"
@@ -40,13 +41,14 @@ REMEDY = (
 Stages = list[list[int]]
 
 
-def examine(teller: Teller, device: Any, until: float, problem: str) -> None:
-    """Meets the other ranks `until` then. `problem`: why this rank's device cannot take part."""
-    teller.at("meeting the other ranks")
+def examine(reporter: Reporter, device: Any, until: float, problem: str) -> None:
+    """Make the collectives with the other ranks. until: the moment at which all must have come.
+    problem: why this rank's device cannot take part."""
+    reporter.at("meeting the other ranks")
     place = environment.find()
     if device.is_host and not problem and place.launcher not in MPI_LAUNCHERS:
-        teller.note("ranks", f"no collective was tried: ranks on the CPU need mpirun or srun, and "
-                    f"{place.launcher} started these")  # fmt: skip
+        text = f"ranks on the CPU need mpirun or srun, and {place.launcher} started these"
+        reporter.note("ranks", f"no collective was tried: {text}")
         return
     group, seconds = Group(), max(0.0, until - time.monotonic())
     try:
@@ -57,31 +59,31 @@ def examine(teller: Teller, device: Any, until: float, problem: str) -> None:
         told = group.gather("the devices", [platform.node(), str(device)])
         group.connect(device)
         uuids = group.gpus or [""] * place.size
-        teller.fact("members", [", ".join(filter(None, [*a, b])) for a, b in zip(told, uuids)])
+        reporter.fact("members", [", ".join(filter(None, [*a, b])) for a, b in zip(told, uuids)])
         for check, (run, stages) in CHECKS.items():
-            teller.at(check)
+            reporter.at(check)
             told = group.gather(check, run(group, device))
             for stage, wrong in zip(stages, zip(*told)):
                 if any(wrong):
-                    teller.failed("ranks", f"{check}: {in_words(stage, wrong)}", REMEDY)
+                    reporter.failed("ranks", f"{check}: {in_words(stage, wrong)}", REMEDY)
                     group.close()
                     return
-        teller.at("the end of the ranks")
+        reporter.at("the end of the ranks")
         group.close()
-        teller.ok("ranks", f"{', '.join(CHECKS)} of {place.size} ranks agree with NumPy")
+        reporter.ok("ranks", f"{', '.join(CHECKS)} of {place.size} ranks agree with NumPy")
     except (RankError, OSError, ValueError) as error:
-        teller.failed("ranks", str(error), REMEDY)
+        reporter.failed("ranks", str(error), REMEDY)
         group.close(str(error))
 
 
-def findings(child: Child) -> list[Finding]:
-    """What a child of `examine` found, the devices of the ranks that it names added."""
-    found, members = child.findings, child.facts.get("members", [])
-    if child.ended == "died":
-        words = re.search(r"^needle: (rank \d+, .*)", child.printed(), re.MULTILINE)
-        died = child.died()
-        if words and child.exit == os.EX_TEMPFAIL:  # the control channel ended it
-            died = Finding("failed", child.where, "ranks", words[1], REMEDY)
+def findings(examination: Examination) -> list[Finding]:
+    """The findings of an examination that has ended, and the device of each rank in them."""
+    found, members = examination.findings, examination.facts.get("members", [])
+    if examination.ended == "died":
+        words = re.search(r"^needle: (rank \d+, .*)", examination.printed(), re.MULTILINE)
+        died = examination.death()
+        if words and examination.poll() == os.EX_TEMPFAIL:  # the control channel ended it
+            died = Finding("failed", examination.where, "ranks", words[1], REMEDY)
         found = [*found, died]
     named = []
     for finding in found:
@@ -93,8 +95,8 @@ def findings(child: Child) -> list[Finding]:
 
 
 def blamed(wrong: Sequence[list[int]]) -> list[int]:
-    """The ranks that most pairs name; wrong[r] are those that rank r finds wrong. Of a pair alone
-    the sender."""
+    """The ranks that most pairs name, of one pair alone the sender. wrong[r]: the ranks that rank r
+    finds wrong."""
     pairs = [(r, other) for r, others in enumerate(wrong) for other in others]
     votes = [
         (sum(rank in pair for pair in pairs), sum(rank == other for _, other in pairs))
@@ -120,7 +122,7 @@ def in_words(stage: str, wrong: Sequence[list[int]]) -> str:
 
 
 def contribution(rank: int, size: int) -> np.ndarray:
-    """Of a rank; every rank knows those of all."""
+    """The numbers of a rank, which every rank can compute."""
     base = np.random.default_rng(size).standard_normal(size, np.float32)
     return base * np.float32(1 + rank / 7)
 
@@ -141,7 +143,7 @@ def all_gather(group: Group, device: Any) -> Stages:
 
 
 def all_reduce(group: Group, device: Any) -> Stages:
-    """Pieces of all ranks are exchanged and added, and the sums are gathered."""
+    """Exchange the pieces of all ranks, add them, gather the sums."""
     slices, total = cut([PIECE + rank % 3 for rank in range(group.size)]), 0.0
     size, own = slices[-1].stop, slices[group.rank]
     mine = _C.array(contribution(group.rank, size), "float32", device)
@@ -186,27 +188,15 @@ def ring_attention(group: Group, device: Any) -> Stages:
 
 def attention(q: Any, k: Any, v: Any, dout: Any) -> list[np.ndarray]:
     """Causal attention of (1, T, H, D) in float64: the result, and the gradients of q, k and v."""
-    made = [np.zeros_like(q) for _ in range(4)]
-    scale, count = q.shape[-1] ** -0.5, q.shape[1]
-    for head, begin in itertools.product(range(q.shape[2]), range(0, count, ROWS)):
-        rows = slice(begin, begin + ROWS)
-        queries, grads = (x[0, rows, head] for x in (q, dout))
-        keys, values = (x[0, :, head] for x in (k, v))
-        out, dq, dk, dv = (x[0, :, head] for x in made)
-        seen = np.arange(count) <= np.arange(count)[rows, None]
-        scores = np.where(seen, queries @ keys.T * scale, -np.inf)
-        p = np.exp(scores - scores.max(-1, keepdims=True))
-        p /= p.sum(-1, keepdims=True)
-        dp = grads @ values.T
-        ds = p * (dp - (dp * p).sum(-1, keepdims=True)) * scale
-        out[rows], dq[rows] = p @ values, ds @ keys
-        dk += ds.T @ queries
-        dv += p.T @ grads
-    return made
+    scale, see = q.shape[-1] ** -0.5, visible(q.shape[1], k.shape[1], True)
+    found = softmax_attention(lambda x: x, q, k, v, scale, see)
+    scores = np.where(see, scale * pair_products(q, k), -np.inf)
+    p = np.exp(scores - found["lse"][..., None])
+    return [found["o"], *attention_gradients(p, q, k, v, dout, scale)]
 
 
 def filled(size: int, device: Any) -> Any:
-    """Elements that no rank sends."""
+    """An array of numbers that no rank sends."""
     array = _C.empty((size,), "float32", device)
     array.fill(1e30)
     return array

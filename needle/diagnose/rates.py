@@ -1,10 +1,6 @@
-"""What a GPU makes: products, memory, copies from and to the host, launches; and whether that is
-far below what GPUs of its kind make. Measured by events on its stream, medians of a few samples;
-clocks and their limits are read while it works.
-
-A sample grows until it is long enough to be believed, so that a slow device is not kept busy for
-long, and a small one is not asked for memory that it lacks.
-"""
+"""Rates of a GPU: products, memory, copies from and to the host, launches; those far below the data
+sheet of its kind are failures. Each is the median of a few samples on its stream, whose size grows
+until they are long enough; clocks and their limits are read under load."""
 
 from __future__ import annotations
 
@@ -16,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from needle import _C, nvml
-from needle.diagnose import driver, gpus
-from needle.diagnose.children import Teller
+from needle.diagnose import machine
+from needle.diagnose.examination import Reporter
 from needle.peaks import peak
 
 ENOUGH_MS = 2.0  # a sample of this length is believed, and those of the largest size
@@ -38,7 +34,7 @@ LINK_REMEDY = "see whether the host is busy, and the PCIe generation and width i
 
 
 def seconds_of(device: Any, work: Callable[[], object]) -> float:
-    """Of one call of `work` on the device's stream: the median of some, behind a warm-up."""
+    """Seconds of one call of `work` on the device's stream: the median after a warm-up."""
     work()
     times = []
     for _ in range(SAMPLES):
@@ -51,8 +47,8 @@ def seconds_of(device: Any, work: Callable[[], object]) -> float:
 
 
 def grown(device: Any, make: Callable[[int], Callable[[], object]], sizes: list[int]) -> Any:
-    """(size, seconds, work) of the smallest size that takes long enough, else of the largest that
-    has room."""
+    """(size, seconds, work) of the smallest size that takes long enough, or of the largest that
+    fits."""
     best = None
     for size in sizes:
         try:
@@ -149,7 +145,7 @@ def under_load(device: Any, work: Callable[[], object]) -> dict[str, Any] | None
     """Clocks, pcie, holders and power of the device's GPU while it works; None without NVML."""
     try:
         opened = nvml.Nvml()
-        handle = opened.handle_of(driver.uuid(device.index) or "")
+        handle = opened.handle_of(device.properties()["uuid"])
     except (OSError, nvml.NvmlError):
         return None
     for _ in range(min(1000, int(LOAD_MS / 1e3 / seconds_of(device, work)) + 1)):
@@ -162,20 +158,20 @@ def under_load(device: Any, work: Callable[[], object]) -> dict[str, Any] | None
     return found
 
 
-def examine(teller: Teller, device: Any) -> None:
+def examine(reporter: Reporter, device: Any) -> None:
     """Findings about the rates, which are told as the fact `rates`."""
     name = device.properties()["name"]
-    teller.at("measuring products", "matmul")
+    reporter.at("measuring products", "matmul")
     flops, work = product(device)
-    teller.at("reading the clocks under load", "matmul")
+    reporter.at("reading the clocks under load", "matmul")
     gpu = under_load(device, work)
     del work
-    teller.at("measuring memory", "assign")
+    reporter.at("measuring memory", "assign")
     moved = memory(device)
-    teller.at("measuring copies to and from the host")
+    reporter.at("measuring copies to and from the host")
     size = 1 << (26 if moved > 1e11 else 22)
     up, down = to_device(device, size), from_device(device, size)
-    teller.at("measuring launches", "add")
+    reporter.at("measuring launches", "add")
     enqueue = launch(device)
     device.empty_cache()
     rates = {
@@ -185,9 +181,9 @@ def examine(teller: Teller, device: Any) -> None:
         "from_device": down,
         "launch": enqueue,
     }
-    teller.fact("rates", rates)
-    teller.ok("rates", in_words(rates))
-    judge(teller, name, rates, gpu)
+    reporter.fact("rates", rates)
+    reporter.ok("rates", in_words(rates))
+    judge(reporter, name, rates, gpu)
 
 
 def in_words(rates: dict[str, float]) -> str:
@@ -198,19 +194,21 @@ def in_words(rates: dict[str, float]) -> str:
     )
 
 
-def judge(teller: Teller, name: str, rates: dict[str, float], gpu: dict[str, Any] | None) -> None:
+def judge(
+    reporter: Reporter, name: str, rates: dict[str, float], gpu: dict[str, Any] | None
+) -> None:
     """What is far below what such a GPU makes: a failure, or a note where somebody else is on it.
     `gpu`: what NVML said while it worked."""
     if "MIG" in name:  # a part of a GPU: no data sheet speaks of it
         return
-    others = [one for one in gpu["holders"] if not gpus.is_ours(one["pid"])] if gpu else []
+    others = [one for one in gpu["holders"] if not machine.is_ours(one["pid"])] if gpu else []
     shared = "; " + ", ".join(f"process {one['pid']}" for one in others) if others else ""
 
     def tell(what: str, text: str, remedy: str) -> None:
         if others:
-            teller.note("rates", f"{text}{shared} shares it")
+            reporter.note("rates", f"{text}{shared} shares it")
         else:
-            teller.failed("rates", text, remedy, what)
+            reporter.failed("rates", text, remedy, what)
 
     for what, op, unit, scale in (
         ("bfloat16", "matmul", "TFLOP/s", 1e12),
@@ -231,10 +229,12 @@ def judge(teller: Teller, name: str, rates: dict[str, float], gpu: dict[str, Any
             tell("assign", text, LINK_REMEDY)
     if rates["launch"] > SLOW_LAUNCH:
         text = f"a launch takes {rates['launch'] * 1e6:.0f} us: the host is busy or slow"
-        teller.note("launch", text)
+        reporter.note("launch", text)
     if gpu:
-        for finding in gpus.throttling(gpu["clocks"]["reasons"], teller.where, ", under load"):
-            teller.find(finding)
+        for finding in machine.throttling(gpu["clocks"]["reasons"], reporter.where, ", under load"):
+            reporter.find(finding)
         clocks = gpu["clocks"]
         if clocks["sm"] and clocks["sm_max"]:
-            teller.detail(f"under load: {clocks['sm']} of {clocks['sm_max']} MHz, {gpu['power']} W")
+            reporter.detail(
+                f"under load: {clocks['sm']} of {clocks['sm_max']} MHz, {gpu['power']} W"
+            )

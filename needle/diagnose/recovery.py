@@ -1,24 +1,23 @@
-"""A fault that is planted: a process reads memory that nobody owns through a kernel, which ends its
-context. A fresh process must then find the device as good as before: the process is what recovers.
-"""
+"""Recovery from a planted fault: a kernel reads memory without an owner, which ends the context of
+its process. A fresh process must then find the device as good as before."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import time
 from typing import Any
 
 from needle import _C
-from needle.diagnose.children import Child, Crew, Teller
+from needle.diagnose.examination import Examination, Examinations, Reporter
 from needle.diagnose.finding import Finding
-from needle.diagnose.gpus import RESET
+from needle.diagnose.machine import RESET
 
-EXIT_FATAL = 75
 NOWHERE = 0x10  # an address
 
 
 class Foreign:
-    """An array whose owner says that it lies at NOWHERE."""
+    """An array whose DLPack export has the address NOWHERE."""
 
     def __init__(self, array: Any) -> None:
         self._array = array
@@ -34,45 +33,45 @@ class Foreign:
         return capsule
 
 
-def fault(teller: Teller, device: Any) -> None:
-    """The doomed process."""
-    teller.at("a kernel that reads memory that nobody owns", "exp")
+def fault(reporter: Reporter, device: Any) -> None:
+    """Plant the fault; this process ends."""
+    reporter.at("a kernel that reads memory that nobody owns", "exp")
     array = _C.array([1.0, 2.0], device=device)
     wild = _C.from_dlpack(Foreign(array))
     try:
         _C.exp(wild)
         device.synchronize()
     except _C.CudaFatalError as error:
-        teller.fact("fault", str(error).split("\n")[0])
-        teller.end()
-        raise SystemExit from None  # needle makes the exit code 75
+        reporter.fact("fault", str(error).split("\n")[0])
+        reporter.end()
+        raise SystemExit from None  # needle makes it os.EX_TEMPFAIL
 
 
-def examine(crew: Crew, where: str, index: int, deadline: float) -> list[Finding]:
-    """Plants the fault, and tries the device from a fresh process."""
-    doomed = crew.start(
+def examine(examinations: Examinations, where: str, index: int, deadline: float) -> list[Finding]:
+    """Plant the fault, then try the device from a fresh process."""
+    doomed = examinations.start(
         where, "fault", str(index), deadline=deadline, env={"NEEDLE_SYNC": "1"}, is_doomed=True
     )
-    crew.wait(doomed)
+    examinations.wait(doomed)
     if doomed.ended == "late":
         return doomed.findings
     if "fault" not in doomed.facts:
-        said = doomed.findings or [doomed.died()]
+        said = doomed.findings or [doomed.death()]
         remedy = "this is a defect: report it with --log FILE"
         text = f"a planted fault was not told: {said[0].text}"
         return [Finding("failed", where, "recovery", text, remedy, "exp")]
     start = time.monotonic()
-    fresh: Child = crew.start(where, "alive", str(index), deadline=deadline)
-    crew.wait(fresh)
+    fresh: Examination = examinations.start(where, "alive", str(index), deadline=deadline)
+    examinations.wait(fresh)
     took = time.monotonic() - start
     if fresh.findings:
         return fresh.findings
     if not fresh.facts.get("good"):
-        text = f"behind a planted fault a fresh process is wrong: {fresh.facts.get('text')}"
+        text = f"after a planted fault a fresh process is wrong: {fresh.facts.get('text')}"
         return [Finding("failed", where, "recovery", text, RESET.format(index=index), "matmul")]
     findings = []
-    if doomed.exit != EXIT_FATAL:
-        text = f"a process that met a fault ended with {doomed.exit}, not {EXIT_FATAL}"
+    if doomed.poll() != os.EX_TEMPFAIL:
+        text = f"a process that met a fault ended with {doomed.poll()}, not {os.EX_TEMPFAIL}"
         findings.append(Finding("note", where, "recovery", text))
     text = f"a planted fault ended its process alone; a fresh one was right {took:.1f} s later"
     return [*findings, Finding("ok", where, "recovery", text)]

@@ -1,101 +1,102 @@
-"""What a child of the diagnosis does, by the name of its role. Each role imports only what it
-needs, so that what is broken elsewhere does not keep it from starting."""
+"""The examinations by name, each of which runs in a process of its own. Each imports only what it
+needs, so that a broken part does not keep the others from starting."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from needle import _C
 from needle.diagnose import facts
-from needle.diagnose.children import Teller
+from needle.diagnose.examination import Reporter
 from needle.processes import MessageWriter
 
 FATAL = (
     "a kernel or the GPU itself is broken: look at the Xid and ECC lines, try another GPU, and "
     "NEEDLE_ARCH=80, which takes the kernels for older GPUs"
 )
+LIBRARY = re.compile(r"/\S*/lib(?:cuda|cudart|cublas|cublasLt|nvrtc|nccl|nvidia-ml)\.so\S*")
 
 
-def machine(teller: Teller) -> None:
-    """The driver, each GPU that it sees, the kernel's log, and which devices CUDA counts."""
-    from needle.diagnose import driver, gpus, xid
+def machine(reporter: Reporter) -> None:
+    """The driver, each GPU that it sees, the kernel's log, and the devices that CUDA counts."""
+    from needle.diagnose import machine
 
-    teller.at("asking which CUDA the driver speaks")
-    version = facts.driver_version()
-    teller.fact("driver", version)
-    seen = gpus.examine(teller)
-    xid.examine(teller, seen)
-    teller.at("counting the GPUs by CUDA")
+    reporter.at("asking which CUDA the driver speaks")
+    reporter.fact("driver", facts.driver_version())
+    gpus = machine.examine(reporter)
+    machine.examine_log(reporter, gpus)
+    reporter.at("counting the GPUs by CUDA")
     cuda = facts.ask_cuda()
-    count = sum(d.enabled() and not d.is_host for d in _C.all_devices())
-    teller.fact("cuda", cuda | {"count": count})
-    uuids = [driver.uuid(index) for index in range(count)]
-    teller.fact("uuids", uuids)
-    gpus.compare(teller, seen, uuids)
+    devices = [device for device in _C.all_devices() if device.enabled() and not device.is_host]
+    reporter.fact("cuda", cuda | {"count": len(devices)})
+    uuids = [device.properties()["uuid"] for device in devices]
+    reporter.fact("uuids", uuids)
+    machine.compare(reporter, gpus, uuids)
 
 
-def device(teller: Teller, name: str, index: str) -> None:
-    """One device: a product, every op, a training step, and what a GPU makes."""
-    from needle.diagnose import driver, rates, step, walk
+def device(reporter: Reporter, name: str, index: str) -> None:
+    """One device: a product, the rates of a GPU, every op, a training step."""
+    from needle.diagnose import rates, step, sweep
 
-    chosen = {"cpu": _C.cpu, "cuda": _C.cuda}[name](int(index))
-    teller.at("opening the device")
+    chosen = device_of(name, index)
+    reporter.at("opening the device")
     chosen.synchronize()
-    teller.fact("device", facts.describe(chosen))
-    if not chosen.is_host:
-        teller.fact("uuid", driver.uuid(chosen.index))
-        teller.ok("libraries", f"libraries: {', '.join(driver.libraries())}")
-    teller.at("a product of two matrices", "matmul")
+    reporter.fact("device", facts.describe(chosen))
+    reporter.at("a product of two matrices", "matmul")
     good, text = facts.self_test(chosen)
     if not good:
-        teller.failed("product", text.partition(": ")[2], walk.REMEDY, "matmul")
+        reporter.failed("product", text.partition(": ")[2], sweep.REMEDY, "matmul")
         return
-    teller.ok("product", text.partition(": ")[2])
+    reporter.ok("product", text.partition(": ")[2])
     if not chosen.is_host:
-        rates.examine(teller, chosen)
-    if walk.examine(teller, chosen):
-        step.examine(teller, chosen)
+        rates.examine(reporter, chosen)
+        loaded = sorted(set(LIBRARY.findall(Path("/proc/self/maps").read_text())))
+        reporter.ok("libraries", f"libraries: {', '.join(loaded)}")
+    if sweep.examine(reporter, chosen):
+        step.examine(reporter, chosen)
 
 
-def peers(teller: Teller, least: str, *indices: str) -> None:
+def peers(reporter: Reporter, least: str, *indices: str) -> None:
     from needle.diagnose import peers
 
-    peers.examine(teller, [int(index) for index in indices], float(least))
+    peers.examine(reporter, [int(index) for index in indices], float(least))
 
 
-def ranks(teller: Teller, name: str, index: str, until: str, problem: str) -> None:
+def ranks(reporter: Reporter, name: str, index: str, until: str, problem: str) -> None:
     from needle.diagnose import ranks
 
-    chosen = {"cpu": _C.cpu, "cuda": _C.cuda}[name](int(index))
-    ranks.examine(teller, chosen, float(until), problem)
+    ranks.examine(reporter, device_of(name, index), float(until), problem)
 
 
-def fault(teller: Teller, index: str) -> None:
+def fault(reporter: Reporter, index: str) -> None:
     from needle.diagnose import recovery
 
-    recovery.fault(teller, _C.cuda(int(index)))
+    recovery.fault(reporter, _C.cuda(int(index)))
 
 
-def alive(teller: Teller, index: str) -> None:
-    teller.at("a product in a fresh process", "matmul")
+def alive(reporter: Reporter, index: str) -> None:
+    reporter.at("a product in a fresh process", "matmul")
     good, text = facts.self_test(_C.cuda(int(index)))
-    teller.fact("good", good)
-    teller.fact("text", text)
+    reporter.fact("good", good)
+    reporter.fact("text", text)
 
 
-def run(teller: Teller, path: str) -> None:
+def run(reporter: Reporter, path: str) -> None:
     from needle.diagnose import folder
 
-    folder.examine(teller, path)
+    folder.examine(reporter, path)
 
 
-def server(teller: Teller, url: str) -> None:
+def server(reporter: Reporter, url: str) -> None:
     from needle.diagnose import server
 
-    server.examine(teller, url)
+    server.examine(reporter, url)
 
 
 ROLES: dict[str, Callable[..., None]] = {
@@ -103,21 +104,25 @@ ROLES: dict[str, Callable[..., None]] = {
 }
 
 
+def device_of(name: str, index: str) -> Any:
+    return {"cpu": _C.cpu, "cuda": _C.cuda}[name](int(index))
+
+
 def serve(where: str, until: str, is_full: str, role: str, *arguments: str) -> None:
-    """The whole life of a child; the arguments are those that `Child` gives."""
-    report = MessageWriter.to_parent()
-    teller = Teller(report, where, float(until), is_full == "1")
+    """Run an examination and end the process; the arguments are those that `Examination` gives."""
+    reporter = Reporter(MessageWriter.to_parent(), where, float(until), is_full == "1")
     try:
-        ROLES[role](teller, *arguments)
+        ROLES[role](reporter, *arguments)
     except _C.CudaFatalError as error:
-        teller.failed(teller.doing, f"{error}".split("\n")[0], FATAL, teller.op)
+        reporter.failed(reporter.doing, f"{error}".split("\n")[0], FATAL, reporter.op)
     except (MemoryError, _C.CudaError) as error:
         remedy = "free memory of the device: the lines of its GPU name who holds it"
-        teller.failed(teller.doing, f"{error}", remedy, teller.op)
+        reporter.failed(reporter.doing, f"{error}", remedy, reporter.op)
     except Exception as error:
-        teller.detail(traceback.format_exc())
-        what = f"{teller.doing}: {type(error).__name__}: {error}"
-        teller.failed("examination", what, "this is a defect: report it with --log FILE", teller.op)
-    teller.end()
+        reporter.detail(traceback.format_exc())
+        text = f"{reporter.doing}: {type(error).__name__}: {error}"
+        remedy = "this is a defect: report it with --log FILE"
+        reporter.failed("examination", text, remedy, reporter.op)
+    reporter.end()
     sys.stdout.flush()
-    os._exit(0)  # taking everything down would take time, and could hang
+    os._exit(0)  # destructors take time, and may hang

@@ -1,33 +1,24 @@
-"""A kernel service (`python -m needle.kernels serve`) as it tells of itself: GET /health and
-/statistics. The token comes from NEEDLE_KERNELS_TOKEN, or from the file that
-NEEDLE_KERNELS_TOKEN_FILE names. No proxy is asked and no redirection followed: the token goes to
-the address that was given alone."""
+"""A kernel service (`python -m needle.kernels serve`) by its own report: GET /health and
+/statistics, with the token of NEEDLE_KERNELS_TOKEN or of the file NEEDLE_KERNELS_TOKEN_FILE. No
+proxy is asked and no redirection followed: the token goes to the given address alone."""
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
-from typing import Any
+from urllib.parse import urlsplit
 
-from needle.diagnose.children import Teller
+from needle.diagnose.examination import Reporter
 
 PATHS = ("health", "statistics")
 LIMIT = 1 << 20  # bytes of an answer
 SECONDS = 2.0
-SLOW = 0.1  # seconds; a service that a kernel holds up answers later
+SLOW = 0.1  # seconds
 START = "start it: python -m needle.kernels serve; or see to the address"
 TOKEN = "set NEEDLE_KERNELS_TOKEN, or NEEDLE_KERNELS_TOKEN_FILE, to the service's own token"
-
-
-class Stay(urllib.request.HTTPRedirectHandler):
-    """Follows no redirection."""
-
-    def redirect_request(self, *request: Any) -> None:
-        return None
 
 
 def token() -> str | None:
@@ -38,39 +29,40 @@ def token() -> str | None:
 
 
 def get(url: str, secret: str | None) -> tuple[int, bytes]:
-    """(HTTP status, body). OSError or ValueError where there is no answer."""
-    request = urllib.request.Request(url)
-    if secret:
-        request.add_unredirected_header("Authorization", f"Bearer {secret}")
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), Stay)
+    """(status, body). OSError, ValueError or HTTPException without an answer."""
+    parts = urlsplit(url)
+    kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
+    if parts.scheme not in kinds or not parts.hostname:
+        raise ValueError("it must begin with http:// or https:// and a host")
+    connection = kinds[parts.scheme](parts.hostname, parts.port, timeout=SECONDS)
     try:
-        with opener.open(request, timeout=SECONDS) as answer:
-            return answer.status, answer.read(LIMIT)
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read(LIMIT)
+        headers = {"Authorization": f"Bearer {secret}"} if secret else {}
+        connection.request("GET", parts.path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read(LIMIT)
+    finally:
+        connection.close()
 
 
-def examine(teller: Teller, url: str) -> None:
-    """Findings about both answers, which are told as the facts `health` and `statistics`."""
+def examine(reporter: Reporter, url: str) -> None:
+    """Findings about both answers, reported as the facts `health` and `statistics`."""
     try:
         secret = token()
     except OSError as error:
-        teller.failed("server", f"the token's file: {error}", TOKEN)
+        reporter.failed("server", f"the token's file: {error}", TOKEN)
         return
     for name in PATHS:
         address = f"{url.rstrip('/')}/{name}"
-        teller.at(f"GET {address}")
+        reporter.at(f"GET {address}")
         start = time.monotonic()
         try:
             status, body = get(address, secret)
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "reason", error)
-            teller.failed("server", f"{address} does not answer: {reason}", START)
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            reporter.failed("server", f"{address} does not answer: {error}", START)
             return
         took = time.monotonic() - start
         if status in (401, 403):
-            teller.failed("server", f"{address} refuses the token (HTTP {status})", TOKEN)
+            reporter.failed("server", f"{address} refuses the token (HTTP {status})", TOKEN)
             return
         try:
             answer = json.loads(body)
@@ -78,11 +70,11 @@ def examine(teller: Teller, url: str) -> None:
             answer = None
         if status != 200 or not isinstance(answer, dict):
             said = body[:200].decode(errors="replace").strip()
-            teller.failed("server", f"{address} answers HTTP {status}: {said}", START)
+            reporter.failed("server", f"{address} answers HTTP {status}: {said}", START)
             return
-        teller.fact(name, answer)
+        reporter.fact(name, answer)
         words = ", ".join(f"{key} {json.dumps(value)}" for key, value in answer.items())
-        teller.ok(name, f"/{name}: {words[:2000]}")
+        reporter.ok(name, f"/{name}: {words[:2000]}")
         if name == "health" and took > SLOW:
-            text = f"/health took {took * 1e3:.0f} ms: its machine is busy, or its loop is held up"
-            teller.note("server", text)
+            text = f"/health took {took * 1e3:.0f} ms: its machine is busy, or its loop is blocked"
+            reporter.note("server", text)

@@ -1,8 +1,5 @@
-"""A whole training step of a tiny Pythia on a device: twice with the same bits, and as on the CPU.
-
-Where it is not as on the CPU, the first hook of the forward, and the first gradient, that is off is
-named.
-"""
+"""A training step of a tiny Pythia on a device: the same bits twice, the numbers of the CPU. The
+first gradient that differs and the first hook point of the forward are named."""
 
 from __future__ import annotations
 
@@ -11,13 +8,14 @@ from typing import Any
 import numpy as np
 
 from needle import _C, nn, optim
-from needle.diagnose.children import Teller
-from needle.diagnose.walk import REMEDY, TOLERANCE
+from needle.diagnose.examination import Reporter
+from needle.diagnose.sweep import REMEDY
 from needle.models.pythia import Pythia, PythiaConfig
 
 SHAPE: dict[str, Any] = dict(
     vocab_size=257, hidden_size=64, num_layers=2, num_heads=2, max_seq_len=32
 )
+HOOK = 2e-3  # a hook point may be off by so much of its largest number
 GRADIENT = 5e-3  # a gradient may be off by so much of the largest number of all gradients
 SMALL = 1e-3  # of the largest: a gradient whose own largest is below counts as that large
 
@@ -34,7 +32,7 @@ def fresh(device: Any, dtype: str) -> tuple[Pythia, np.ndarray]:
 
 
 def one_step(device: Any, dtype: str) -> dict[str, np.ndarray]:
-    """loss, `gradient of NAME` and, behind the optimizer, `NAME`, from the loss on down."""
+    """loss, `gradient of NAME` and, after the optimizer, `NAME`, from the loss on down."""
     model, ids = fresh(device, dtype)
     flat = nn.flatten_parameters(model)
     optimizer = optim.AdamW(flat, lr=1e-3, weight_decay=0.1)
@@ -54,8 +52,8 @@ def first_other_bits(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -
 
 
 def first_off(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> str | None:
-    """The loss, or the first gradient, that is off; parameters behind AdamW follow the sign of a
-    gradient however small, and tell nothing."""
+    """The loss or the first gradient that is off. Parameters after AdamW follow the sign of a
+    gradient however small, and are not compared."""
     if not abs(got["loss"] - wanted["loss"]) <= 1e-3 * abs(wanted["loss"]):
         return f"the loss is {got['loss']:.6g}, should be {wanted['loss']:.6g}"
     gradients = {name: value for name, value in wanted.items() if name.startswith("gradient")}
@@ -69,7 +67,7 @@ def first_off(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> str 
 
 
 def first_hook_off(device: Any) -> str | None:
-    """The first point of the forward that is not as on the CPU."""
+    """The first hook point of the forward that differs from the CPU's."""
     caches = []
     for place in (device, _C.cpu()):
         model, ids = fresh(place, "float32")
@@ -80,29 +78,29 @@ def first_hook_off(device: Any) -> str | None:
         scale = np.abs(want[seen]).max(initial=1e-3)
         if not np.array_equal(seen, np.isfinite(got)):
             return name
-        if not np.abs(got[seen] - want[seen]).max(initial=0) <= 10 * TOLERANCE["float32"] * scale:
+        if not np.abs(got[seen] - want[seen]).max(initial=0) <= HOOK * scale:
             return name
     return None
 
 
-def examine(teller: Teller, device: Any) -> None:
+def examine(reporter: Reporter, device: Any) -> None:
     """Findings about the step in float32 and bfloat16."""
     for dtype in ("float32", "bfloat16"):
-        teller.at(f"a training step of a tiny Pythia in {dtype}")
+        reporter.at(f"a training step of a tiny Pythia in {dtype}")
         one, other = (one_step(device, dtype) for _ in range(2))
         name = first_other_bits(one, other)
         if name is not None:
             text = f"a {dtype} training step gives other bits the second time, first in {name}"
-            teller.failed("same bits", text, REMEDY)
+            reporter.failed("same bits", text, REMEDY)
             return
         if dtype == "float32" and not device.is_host:
             off = first_off(one, one_step(_C.cpu(), dtype))
             if off is not None:
-                teller.at("looking for the first point of the model that is off")
+                reporter.at("looking for the first point of the model that is off")
                 point = first_hook_off(device)
                 where = f"; the first point that is off is {point}" if point else ""
-                teller.failed("step", f"a training step differs from cpu(): {off}{where}", REMEDY)
+                reporter.failed("step", f"a training step differs from cpu(): {off}{where}", REMEDY)
                 return
     agrees = "" if device.is_host else "as on cpu(), and "
     text = f"a training step of a tiny Pythia: {agrees}the same bits twice; loss {one['loss']:.4f}"
-    teller.ok("step", text)
+    reporter.ok("step", text)

@@ -51,7 +51,8 @@ def assert_within(
     """Raise AssertionError if `got` is beyond the bound in the maximum norm: `naive` is the result
     of the naive computation in `dtype`, `terms` the number of terms that an element sums. Infinite
     and NaN elements of `exact` must be equal."""
-    got, exact = _same_shape(got, exact, what)
+    got, exact = np.asarray(got, np.float64), np.asarray(exact, np.float64)
+    _same_shape(got, exact, what)
     naive = np.asarray(naive, np.float64)
     finite = np.isfinite(exact)
     bound = np.zeros_like(exact)
@@ -65,27 +66,36 @@ def assert_within(
 def assert_near(got: Any, exact: Any, unit: Any, ulps: float, dtype: str, what: str = "") -> None:
     """Raise AssertionError if an element of `got` is more than `ulps` float32 units in the last
     place of `unit` from `exact` before one rounding to `dtype`."""
-    got, exact = _same_shape(got, exact, what)
+    got, exact = np.asarray(got, np.float64), np.asarray(exact, np.float64)
+    _same_shape(got, exact, what)
     with np.errstate(invalid="ignore"):  # infinite and NaN elements must be equal
         bound = ulps * 2 * EPS32 * np.abs(unit) + half_ulp(exact, dtype) * 1.001
         bound = bound + TINY[dtype] * 2.0**-9
     _refuse_beyond(bound, got, exact, what)
 
 
-def _same_shape(got: Any, exact: Any, what: str) -> tuple[np.ndarray, np.ndarray]:
-    got, exact = np.asarray(got, np.float64), np.asarray(exact, np.float64)
+def _same_shape(got: np.ndarray, exact: np.ndarray, what: str) -> None:
     if got.shape != exact.shape:
         raise AssertionError(f"{what}: shape {got.shape}, expected {exact.shape}")
-    return got, exact
+
+
+def assert_equal(got: Any, exact: Any, what: str = "") -> None:
+    """Raise AssertionError if an element differs."""
+    got, exact = np.asarray(got), np.asarray(exact)
+    _same_shape(got, exact, what)
+    _refuse(got != exact, got, exact, what)
 
 
 def _refuse_beyond(bound: np.ndarray, got: np.ndarray, exact: np.ndarray, what: str) -> None:
     with np.errstate(invalid="ignore"):
         near = np.isfinite(exact) & (np.abs(got - exact) <= bound)
-    wrong = ~(near | (got == exact) | (np.isnan(got) & np.isnan(exact)))
+    _refuse(~(near | (got == exact) | (np.isnan(got) & np.isnan(exact))), got, exact, what)
+
+
+def _refuse(wrong: np.ndarray, got: np.ndarray, exact: np.ndarray, what: str) -> None:
     if wrong.any():
         at = tuple(map(int, np.argwhere(wrong)[0]))
         raise AssertionError(
             f"{what}: {wrong.sum()} of {wrong.size} elements are off, the first at {at}: got "
-            f"{got[at]:.7g}, expected {exact[at]:.7g}"
+            f"{float(got[at]):.7g}, expected {float(exact[at]):.7g}"
         )

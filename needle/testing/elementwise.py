@@ -155,11 +155,11 @@ def copy_case(op: str, shape: tuple[int, ...]) -> Case:
     """Make a case of `assign` or `fill`, which overwrite an array of this shape."""
 
     def inputs(rng):
-        given = {"source": rng.uniform(-4, 4, shape)} if op == "assign" else {"value": 2.5}
-        return {"to": rng.uniform(-4, 4, shape)} | given
+        given = {"source": rng.uniform(0, 4, shape)} if op == "assign" else {"value": 2.0}
+        return {"to": rng.uniform(0, 4, shape)} | given
 
-    def reference(r, to, source=2.5, value=None):
-        return {"to": np.broadcast_to(source, to.shape)}
+    def reference(r, to, source=None, value=None):
+        return {"to": np.full_like(to, value) if op == "fill" else source}
 
     return Case(op, "x".join(map(str, shape)), inputs, reference, ulps=0)
 

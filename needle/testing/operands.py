@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from needle import _C
-from needle.testing.bounds import assert_near, assert_within, rounder
+from needle.testing.bounds import assert_equal, assert_near, assert_within, rounder
 from needle.testing.case import Case
 from needle.testing.table import FLOATS, OPS, dtype_of, made_dtype
 
@@ -118,7 +118,7 @@ def check(case: Case, values: dict[str, Any], written: dict[str, _C.NDArray], dt
         if array.dtype != stored:
             raise AssertionError(f"{what} is {array.dtype}, expected {stored}")
         if stored not in FLOATS:
-            np.testing.assert_array_equal(array.numpy(), wanted, err_msg=what)
+            assert_equal(array.numpy(), wanted, what)
         elif case.ulps is not None:
             unit = wanted if case.unit is None else case.unit(wanted, *values.values())
             assert_near(array.numpy(), wanted, unit, case.ulps, stored, what)

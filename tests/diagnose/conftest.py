@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from harness import ROOT
 
-from needle.diagnose import children
-from needle.diagnose.children import Teller
+from needle.diagnose import examination
+from needle.diagnose.examination import Examination, Examinations, Reporter
 from needle.diagnose.finding import LEVELS, Finding
 
 HERE = Path(__file__).parent
@@ -84,8 +84,14 @@ def machine(tmp_path_factory) -> Machine:
     return Machine(folder)
 
 
-class Heard(Teller):
-    """A Teller in this process: what it was told, as lists."""
+@pytest.fixture
+def pynvml():
+    """The test reads the fake NVML, which takes the package."""
+    pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
+
+
+class Heard(Reporter):
+    """A Reporter whose findings and facts stay in this process."""
 
     def __init__(self, where: str = "cpu()", is_full: bool = False, seconds: float = 1e9) -> None:
         self.where, self.is_full, self.doing, self.op = where, is_full, "start", None
@@ -96,7 +102,7 @@ class Heard(Teller):
     def left(self) -> float:
         return self.seconds
 
-    def _say(self, **message) -> None:
+    def _write(self, **message) -> None:
         if "finding" in message:
             self.findings.append(Finding(**message["finding"]))
         if "fact" in message:
@@ -114,18 +120,18 @@ def heard() -> Heard:
 
 @pytest.fixture
 def examined(machine, monkeypatch):
-    """examined(role, *words, planted=..., seconds=...) -> the Child, which has ended, on the fake
-    machine."""
-    monkeypatch.setattr(children, "ROOT", machine.folder)
+    """examined(role, *words, planted=..., seconds=...) -> the Examination, which has ended, on the
+    fake machine."""
+    monkeypatch.setattr(examination, "ROOT", machine.folder)
 
     def examine(
         role: str, *words: str, where: str = "machine", planted: str = "", seconds: float = 60
-    ) -> children.Child:
-        with children.Crew() as crew:
+    ) -> Examination:
+        with Examinations() as examinations:
             deadline = time.monotonic() + seconds
             env = machine.environment(planted)
-            child = crew.start(where, role, *words, deadline=deadline, env=env)
-            crew.wait(child)
-        return child
+            one = examinations.start(where, role, *words, deadline=deadline, env=env)
+            examinations.wait(one)
+        return one
 
     return examine

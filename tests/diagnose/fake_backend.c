@@ -98,7 +98,7 @@ static nd_status properties(int device, nd_properties *out) {
     out->total_bytes = 141ll << 30;
     out->processors = 132;
     out->arch = 90;
-    snprintf(out->uuid, sizeof out->uuid, "GPU-%d", device);
+    snprintf(out->uuid, sizeof out->uuid, "GPU-00000000-0000-0000-0000-0000000000%02x", device);
     return ND_OK;
 }
 

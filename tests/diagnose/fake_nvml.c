@@ -9,13 +9,13 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef void *gpu;
 
-enum { OK, INVALID = 2, NOT_SUPPORTED = 3 };
+enum { OK, INVALID = 2, NOT_SUPPORTED = 3, INSUFFICIENT_SIZE = 7 };
 
 static long long of(gpu device, const char *name, long long usual) {
     return (intptr_t)device - 1 == planted("at", 0) ? planted(name, usual) : usual;
 }
 
-int nvmlInit_v2(void) {
+int nvmlInitWithFlags(u32 flags) {
     if (planted("nvml_hangs", 0)) {
         pause();
     }
@@ -142,6 +142,10 @@ typedef struct {
 } process;
 int nvmlDeviceGetComputeRunningProcesses_v3(gpu device, u32 *count, process *out) {
     long long holder = of(device, "holder", 0);
+    if (holder != 0 && *count == 0) { // asked for the size
+        *count = 1;
+        return INSUFFICIENT_SIZE;
+    }
     *count = holder != 0;
     if (holder != 0) {
         *out = (process){.pid = (u32)holder, .bytes = (u64)of(device, "used", 1ll << 30)};

@@ -1,17 +1,18 @@
-"""The program as a user runs it, on a machine whose GPUs are fakes: what it prints and returns, and
-that each planted defect ends as a line with its remedy."""
+"""The program as a user runs it on a machine of fake GPUs: lines, JSON object, exit code; each
+planted defect is a line with its remedy."""
 
 import json
 import os
 import socket
 import subprocess
+import sys
 import time
 
 import numpy as np
 import pytest
-from harness import ROOT
+from harness import ROOT, naming
 
-from needle.diagnose import children, command, recovery
+from needle.diagnose import command, examination, recovery
 from needle.diagnose.command import FULL, QUICK, Report, Times
 from needle.diagnose.finding import Finding
 from needle.distributed.environment import Place
@@ -29,12 +30,12 @@ def failures(told: dict) -> list[tuple[str, str]]:
     return [(finding["where"], finding["op"] or finding["what"]) for finding in told["failures"]]
 
 
-def test_the_deadlines_are_those_that_are_promised():
+def test_deadlines_are_those_that_are_promised():
     for times, most in ((QUICK, 10), (FULL, 120)):
         assert times.driver < times.devices < times.peers < times.all < most
 
 
-def test_a_healthy_machine(machine, tmp_path):
+def test_healthy_machine(pynvml, machine, tmp_path):
     """Two GPUs, a run's folder and a log: one JSON object without secrets, exit code 0."""
     run, log = tmp_path / "run", tmp_path / "log"
     (run / "checkpoints").mkdir(parents=True)
@@ -51,20 +52,21 @@ def test_a_healthy_machine(machine, tmp_path):
         "cpu()",
     }
     said = [f["text"] for f in told["findings"] if f["what"] == "libraries"]
-    assert len(said) == 2 and str(machine.folder / "lib/libcuda.so.1") in said[0]
+    assert len(said) == 2 and str(machine.folder / "lib/libnvidia-ml.so.1") in said[0]
     text = log.read_text()
-    assert "gelu float32 odd stepped" in text
+    assert "gelu-31x33 float32 stepped" in text
     assert told["settings"]["NEEDLE_KERNELS_TOKEN"] == "(hidden)"
     assert "unspeakable" not in json.dumps(told) + text
 
 
-def test_what_is_wrong_is_a_line_with_its_remedy(machine):
+def test_defect_is_a_line_with_its_remedy(pynvml, machine):
     done = machine.run("--device", "1", planted="count=2,at=1,ecc=3,wrong=layernorm_fwd")
     assert done.returncode == 1 and done.stderr == ""
     lines = done.stdout.splitlines()
     ecc, op, last = [line for line in lines if "FAILED" in line]
     assert ecc.startswith("GPU 1          FAILED: ECC: 3 uncorrected memory errors")
-    assert op.startswith("test cuda(1)   FAILED: layernorm_fwd float32 odd contiguous: 1 of 2015")
+    point = "layernorm_fwd-31x257 float32 contiguous"
+    assert op.startswith(f"test cuda(1)   FAILED: {point}: layernorm_fwd: y: 1 of 7967 elements")
     assert "To mend it: " in ecc and "To mend it: " in op and last == lines[-1]
     assert last.startswith("in short       FAILED: 2, above (")
     assert any(line.startswith("cuda(1)        NVIDIA Pretend") for line in lines)
@@ -72,9 +74,9 @@ def test_what_is_wrong_is_a_line_with_its_remedy(machine):
     assert not any(line.startswith(("GPU 0", "test cpu()")) for line in lines)
 
 
-def test_a_gpu_that_hangs_costs_its_deadline_alone(machine, monkeypatch, capsys):
+def test_gpu_that_hangs_costs_its_deadline_alone(machine, monkeypatch, capsys):
     """The hanging op is named, and the other checks are done."""
-    monkeypatch.setattr(children, "ROOT", machine.folder)
+    monkeypatch.setattr(examination, "ROOT", machine.folder)
     monkeypatch.setattr(command, "QUICK", Times(30, 4, 5, 6))
     environment = machine.environment("hang=embedding_bwd")
     for name in ("NEEDLE_FAKE", "LD_LIBRARY_PATH", "OMP_NUM_THREADS"):
@@ -84,26 +86,24 @@ def test_a_gpu_that_hangs_costs_its_deadline_alone(machine, monkeypatch, capsys)
     assert time.monotonic() - start < 60
     told = json.loads(capsys.readouterr().out)
     assert failures(told) == [("cuda()", "embedding_bwd")]
-    assert "embedding_bwd float32 odd contiguous hangs" in told["failures"][0]["text"]
+    assert "float32 contiguous hangs" in told["failures"][0]["text"]
     assert {"product", "rates"} <= {f["what"] for f in told["findings"] if f["where"] == "cuda()"}
 
 
-@pytest.mark.parametrize(
-    "planted, op, said",
-    [
-        ("die=linear_fwd", "linear_fwd", "died by SIGSEGV at linear_fwd float32 odd contiguous"),
+def test_device_that_breaks_is_one_failure(examined):
+    for planted, op, said in (
+        ("die=linear_fwd", "linear_fwd", "died by SIGSEGV at linear_fwd-31x257x31 float32"),
         ("fatal=sum", "sum", "sum: a planted fault: the CUDA context is lost"),
         ("open_fails=0", None, "out of memory"),
         ("wrong=matmul", "matmul", "matmul is 1.0e+03 off"),
-    ],
-)
-def test_a_device_that_breaks_is_one_failure(examined, planted, op, said):
-    child = examined("device", "cuda", "0", where="cuda()", planted=planted)
-    (finding,) = [f for f in child.findings if f.has_failed]
-    assert said in finding.text and finding.op == op and finding.remedy
+    ):
+        with naming(planted):
+            one = examined("device", "cuda", "0", where="cuda()", planted=planted)
+            (finding,) = [f for f in one.findings if f.has_failed]
+            assert said in finding.text and finding.op == op and finding.remedy
 
 
-def test_a_library_that_is_missing_is_named(tmp_path, machine, examined, monkeypatch):
+def test_library_that_is_missing_is_named(tmp_path, machine, examined, monkeypatch):
     """As libcublasLt may be: _cuda.so is there, and what it needs is not."""
     package = tmp_path / "needle"
     package.mkdir()
@@ -121,18 +121,18 @@ def test_a_library_that_is_missing_is_named(tmp_path, machine, examined, monkeyp
     ):
         subprocess.run(["cc", "-shared", "-fPIC", *words], check=True)
     lacking.unlink()
-    monkeypatch.setattr(children, "ROOT", tmp_path)
+    monkeypatch.setattr(examination, "ROOT", tmp_path)
     child = examined("machine")
-    chosen, (failure,) = command.choose(None, child, child.facts["cuda"])
+    chosen, (failure,) = command.choose(None, child.facts["cuda"])
     assert chosen == [] and failure.has_failed and failure.where == "cuda()"
     assert "libcublasLt.so.99" in failure.text and "LD_LIBRARY_PATH" in failure.remedy
 
 
-def test_a_driver_that_hangs_is_a_failure_of_cuda(examined, monkeypatch):
+def test_driver_that_hangs_is_a_failure_of_cuda(examined, monkeypatch):
     """As far as CUDA was built: where it was not, there is nothing to use a GPU by."""
     child = examined("machine", planted="nvml_hangs=1", seconds=1.5)
     monkeypatch.setattr(command.known, "is_built", lambda: True)
-    chosen, (failure,) = command.choose(None, child, command.silent(child))
+    chosen, (failure,) = command.choose(None, command.silent(child))
     assert chosen == [] and "stopped at opening NVML" in failure.text
 
 
@@ -160,7 +160,7 @@ def torchrun(machine, tmp_path):
         environ["PYTHONPATH"] += f":{tmp_path}"
         ranks = [
             subprocess.Popen(
-                [children.sys.executable, "-m", "needle.diagnose"],
+                [sys.executable, "-m", "needle.diagnose"],
                 cwd=machine.folder,
                 env=environ | {"RANK": str(r), "LOCAL_RANK": str(r)} | (of or {}).get(r, {}),
                 stdout=subprocess.PIPE,
@@ -181,7 +181,7 @@ def test_under_torchrun_each_rank_says_a_line_about_its_own_device(torchrun):
     assert line.endswith("all_gather, all_reduce, ring attention of 2 ranks agree with NumPy")
 
 
-def test_a_rank_without_a_gpu_tells_the_others(torchrun):
+def test_rank_without_a_gpu_tells_the_others(torchrun):
     ended = torchrun(3, "count=2")
     assert [code for code, _ in ended] == [1, 1, 1]
     assert "there is no cuda(2): this machine shows 2" in ended[2][1][0]
@@ -190,14 +190,14 @@ def test_a_rank_without_a_gpu_tells_the_others(torchrun):
         assert "FAILED" in line and "rank 2 stopped at step 0: there is no cuda(2)" in line
 
 
-def test_a_rank_whose_nccl_fails_is_named_with_its_gpu(torchrun):
+def test_rank_whose_nccl_fails_is_named_with_its_gpu(torchrun):
     (code, lines), (other, _) = torchrun(2, "count=2", {1: {"FAKE_NCCL_FAILS": "ncclSend"}})
     assert (code, other) == (1, 1)
     assert "rank 1 stopped at step 0: NCCL: ncclSend: unhandled system error" in lines[0]
-    assert f"rank 1 is {os.uname().nodename}, cuda(1), GPU-1" in lines[0]
+    assert f"rank 1 is {os.uname().nodename}, cuda(1), GPU-0" in lines[0]
 
 
-def test_the_failures_of_a_rank_carry_its_number(capsys):
+def test_failures_of_a_rank_carry_its_number(capsys):
     report = Report(False, Place(1, 2, 1, 2, "torchrun"), None)
     report.facts["devices"] = [{"device": "cpu()"}, {"device": "cuda(1)"}]
     report.add(Finding("ok", "cuda(1)", "ops", "all is well"))
@@ -209,17 +209,17 @@ def test_the_failures_of_a_rank_carry_its_number(capsys):
     assert line == "rank 1 of 2: cuda(1) FAILED: 1, above: all is well"
 
 
-def test_devices_and_logs_that_cannot_be_are_refused(tmp_path, capsys, monkeypatch):
-    with pytest.raises(SystemExit) as caught:
-        command.main(["--device", "-1"])
-    assert caught.value.code == 2 and "0 or more" in capsys.readouterr().err
-    monkeypatch.setattr(command, "examine", lambda args, report, crew, start: None)
-    assert command.main(["--log", str(tmp_path / "none/log")]) == 1
-    said = capsys.readouterr().out
-    assert "none/log cannot be written: No such file" in said and "To mend it" in said
+def test_devices_and_logs_that_cannot_be_are_refused(tmp_path, capsys):
+    for words, said in (
+        (["--device", "-1"], "0 or more"),
+        (["--log", str(tmp_path / "none/log")], "none/log cannot be written: No such file"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            command.main(words)
+        assert caught.value.code == 2 and said in capsys.readouterr().err
 
 
-def test_a_full_disk_ends_the_log_alone(capsys):
+def test_full_disk_ends_the_log_alone(capsys):
     report = Report(False, None, open("/dev/full", "w"))
     for _ in range(2):
         report.describe("one", "fact")
@@ -230,25 +230,23 @@ def test_a_full_disk_ends_the_log_alone(capsys):
     report.close()
 
 
-# ---- a planted fault --------------------------------------------------------------------------
+# ---- a planted fault ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "planted, has_failed, said",
-    [
+def test_recovery_from_a_planted_fault(machine, monkeypatch):
+    monkeypatch.setattr(examination, "ROOT", machine.folder)
+    environment = machine.environment()
+    for name in ("LD_LIBRARY_PATH", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, environment[name])
+    for planted, has_failed, said in (
         ("", False, "a planted fault ended its process alone; a fresh one was right"),
         ("numb=1", True, "a planted fault was not told: the process that examined it died by"),
-        ("wrong=matmul", True, "behind a planted fault a fresh process is wrong: WRONG: matmul"),
-    ],
-)
-def test_recovery(machine, monkeypatch, planted, has_failed, said):
-    monkeypatch.setattr(children, "ROOT", machine.folder)
-    environment = machine.environment(planted)
-    for name in ("NEEDLE_FAKE", "LD_LIBRARY_PATH", "OMP_NUM_THREADS"):
-        monkeypatch.setenv(name, environment[name])
-    with children.Crew() as crew:
-        (finding,) = recovery.examine(crew, "cuda()", 0, time.monotonic() + 60)
-    assert finding.has_failed == has_failed and said in finding.text
+        ("wrong=matmul", True, "after a planted fault a fresh process is wrong: WRONG: matmul"),
+    ):
+        with naming(planted), examination.Examinations() as examinations:
+            monkeypatch.setenv("NEEDLE_FAKE", planted)
+            (finding,) = recovery.examine(examinations, "cuda()", 0, time.monotonic() + 60)
+            assert finding.has_failed == has_failed and said in finding.text
 
 
 # ---- on a GPU ---------------------------------------------------------------------------------
@@ -256,14 +254,14 @@ def test_recovery(machine, monkeypatch, planted, has_failed, said):
 
 def diagnose(*words: str) -> tuple[int, dict, float]:
     start = time.monotonic()
-    command_line = [children.sys.executable, "-m", "needle.diagnose", "--json", *words]
+    command_line = [sys.executable, "-m", "needle.diagnose", "--json", *words]
     done = subprocess.run(command_line, cwd=ROOT, capture_output=True, text=True)
     assert done.stderr == "", done.stderr
     return done.returncode, json.loads(done.stdout), time.monotonic() - start
 
 
 @pytest.mark.cuda
-def test_a_gpu_is_right_within_ten_seconds():
+def test_gpu_is_right_within_ten_seconds():
     code, told, seconds = diagnose()
     assert code == 0, told["failures"]
     whats = {finding["what"] for finding in told["findings"] if finding["where"] == "cuda()"}
@@ -273,7 +271,7 @@ def test_a_gpu_is_right_within_ten_seconds():
 
 @pytest.mark.cuda
 @pytest.mark.slow
-def test_a_gpu_is_right_at_every_point_within_two_minutes():
+def test_gpu_is_right_at_every_point_within_two_minutes():
     code, told, seconds = diagnose("--full")
     assert code == 0, told["failures"]
     assert seconds < 120 and any(finding["what"] == "recovery" for finding in told["findings"])
@@ -298,11 +296,11 @@ while True:
 
 
 @pytest.mark.cuda
-def test_a_gpu_that_another_process_holds_and_keeps_busy():
-    """Who holds it is named, and all is done in time; too little memory is a failure."""
+def test_gpu_that_another_process_holds_and_keeps_busy(pynvml):
+    """The holder is named, and all is done in time; too little memory is a failure."""
     total = diagnose("--device", "0")[1]["devices"][1]["total_bytes"]
     for size, code in ((1 << 30, 0), (int(0.93 * total), 1)):
-        words = [children.sys.executable, "-c", HOLD, str(size)]
+        words = [sys.executable, "-c", HOLD, str(size)]
         with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as other:
             try:
                 assert other.stdout.readline() == "holds\n"

@@ -5,6 +5,7 @@ The ranks of mpirun run a copy of needle whose transport does what PLAN says:
 """
 
 import importlib.util
+import itertools
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import ROOT
+from harness import ROOT, naming
 
 from needle import _C
 from needle.diagnose import ranks
@@ -100,7 +101,7 @@ def test_ranks_that_are_right_say_so(planted):
 
 
 @with_mpi
-def test_a_rank_that_sends_wrong_bytes_is_named_with_its_device(planted):
+def test_rank_that_sends_wrong_bytes_is_named_with_its_device(planted):
     code, lines, _ = diagnose(planted, 3, plan={"rank": 1, "call": 2, "what": "corrupt"})
     failed = [line for line in lines if "FAILED: all_reduce" in line]
     assert code == 1 and len(failed) == 3, lines
@@ -111,7 +112,7 @@ def test_a_rank_that_sends_wrong_bytes_is_named_with_its_device(planted):
 
 @with_mpi
 @pytest.mark.parametrize("what, said", [("die", "rank 1 is gone"), ("stop", "does not answer for")])
-def test_a_rank_that_dies_or_hangs_is_named_within_the_deadline(planted, what, said):
+def test_rank_that_dies_or_hangs_is_named_within_the_deadline(planted, what, said):
     code, lines, seconds = diagnose(planted, 2, plan={"rank": 1, "call": 3, "what": what})
     assert code != 0 and seconds < 75, lines
     [line] = [line for line in lines if line.startswith("rank 0 of 2: ranks")]
@@ -120,7 +121,7 @@ def test_a_rank_that_dies_or_hangs_is_named_within_the_deadline(planted, what, s
 
 
 @with_mpi
-def test_a_rank_whose_own_device_fails_tells_the_others(planted):
+def test_rank_whose_own_device_fails_tells_the_others(planted):
     code, lines, _ = diagnose(planted, 2, "--json", "--device", "0")
     told = [json.loads(line) for line in lines]
     assert code == 1 and told
@@ -172,33 +173,29 @@ def found(check, size, rank=None, call=0):
     return [(stage, list(wrong)) for stage, wrong in zip(stages, zip(*told)) if any(wrong)]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-@pytest.mark.parametrize("check", ranks.CHECKS)
-def test_a_check_of_right_ranks_finds_nothing(check, size):
-    assert found(check, size) == []
+def test_checks_of_right_ranks_find_nothing():
+    for check, size in itertools.product(ranks.CHECKS, (1, 2, 3, 5)):
+        with naming(check, size):
+            assert found(check, size) == []
 
 
-@pytest.mark.parametrize(
-    "check, call, words",
-    [
-        ("all_gather", 1, "what rank 2 sent is other bytes at ranks 0, 1 and 3"),
-        ("all_reduce", 1, "what rank 2 sent is other bytes at ranks 0, 1 and 3"),
-        ("all_reduce", 2, "what rank 2 sent is other bytes at ranks 0, 1 and 3"),
-    ],
-)
-def test_a_rank_that_sends_wrong_is_blamed(check, call, words):
-    stage, wrong = found(check, 4, rank=2, call=call)[0]
-    assert ranks.in_words(stage, wrong) == words
+def test_rank_that_sends_wrong_bytes_is_blamed():
+    for check, call in (("all_gather", 1), ("all_reduce", 1), ("all_reduce", 2)):
+        with naming(check, call):
+            stage, wrong = found(check, 4, rank=2, call=call)[0]
+            words = "what rank 2 sent is other bytes at ranks 0, 1 and 3"
+            assert ranks.in_words(stage, wrong) == words
 
 
-@pytest.mark.parametrize("call", [1, 2, 3])
-def test_wrong_keys_are_seen_by_the_ranks_that_attend_to_them(call):
+def test_wrong_keys_are_seen_by_the_ranks_that_attend_to_them():
     """In the forward, and in the backward."""
-    [(stage, wrong)] = found("ring attention", 4, rank=2, call=call)
-    assert stage == "attended" and any(wrong)
+    for call in (1, 2, 3):
+        with naming(call):
+            [(stage, wrong)] = found("ring attention", 4, rank=2, call=call)
+            assert stage == "attended" and any(wrong)
 
 
-def test_a_rank_that_adds_wrong_is_named(monkeypatch):
+def test_rank_that_adds_wrong_is_named(monkeypatch):
     right = ranks.tree_sum
 
     def sums(parts):
@@ -216,18 +213,3 @@ def test_blame_falls_on_the_rank_of_most_pairs():
     assert ranks.in_words("sent", [[], [], [0, 1, 3], []]).startswith("rank 2 has other bytes than")
     assert ranks.in_words("sent", [[1], []]) == "what rank 1 sent is other bytes at rank 0"
     assert ranks.blamed([[1], [0]]) == [0, 1]
-
-
-def test_reference_of_attention_is_its_definition():
-    """Blocks of queries change nothing, and gradients are those of small differences."""
-    random = np.random.default_rng(0)
-    q, k, v, dout = (random.standard_normal((1, 6, 1, 4)) for _ in range(4))
-    _, *gradients = ranks.attention(q, k, v, dout)
-    for array, gradient in zip((q, k, v), gradients):
-        for at in ((0, 0, 0, 0), (0, 3, 0, 2), (0, 5, 0, 3)):
-            losses = []
-            for step in (1e-6, -2e-6):
-                array[at] += step
-                losses.append((ranks.attention(q, k, v, dout)[0] * dout).sum())
-            array[at] += 1e-6
-            np.testing.assert_allclose(gradient[at], (losses[0] - losses[1]) / 2e-6, atol=1e-7)

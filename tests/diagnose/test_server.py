@@ -1,4 +1,4 @@
-"""A kernel service is asked politely, with its token, and not for long."""
+"""A kernel service is asked with its token, and not for long."""
 
 import contextlib
 import http.server
@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from harness import naming
 
 from needle.diagnose import server
 
@@ -20,7 +21,7 @@ ANSWERS = {
 
 @contextlib.contextmanager
 def service(answers, wait: float = 0):
-    """Its address, and the Authorization of each request."""
+    """Its address, and (path, Authorization) of each request."""
     seen = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -57,46 +58,46 @@ def no_token(monkeypatch):
     monkeypatch.delenv("NEEDLE_KERNELS_TOKEN_FILE", raising=False)
 
 
-def test_what_it_tells_is_printed_as_it_comes(heard, monkeypatch):
+def test_answers_are_reported_and_the_token_goes_to_the_address_alone(heard, monkeypatch, tmp_path):
     monkeypatch.setenv("NEEDLE_KERNELS_TOKEN", "secret")
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     with service(ANSWERS) as (url, seen):
         server.examine(heard, url + "/")
-    assert heard.levels()["failed"] == []
-    assert '/health: status "ok", queue 3' in heard.levels()["ok"]
-    assert heard.facts == {"health": ANSWERS["/health"][1], "statistics": ANSWERS["/statistics"][1]}
-    assert seen == [("/health", "Bearer secret"), ("/statistics", "Bearer secret")]
-
-
-def test_the_token_may_be_in_a_file(heard, monkeypatch, tmp_path):
-    (tmp_path / "token").write_text("kept\n")
-    monkeypatch.setenv("NEEDLE_KERNELS_TOKEN_FILE", str(tmp_path / "token"))
-    with service(ANSWERS) as (url, seen):
+        assert heard.levels()["failed"] == []
+        assert '/health: status "ok", queue 3' in heard.levels()["ok"]
+        assert heard.facts == {name[1:]: answer for name, (_, answer) in ANSWERS.items()}
+        assert seen == [("/health", "Bearer secret"), ("/statistics", "Bearer secret")]
+        monkeypatch.delenv("NEEDLE_KERNELS_TOKEN")
+        (tmp_path / "token").write_text("kept\n")
+        monkeypatch.setenv("NEEDLE_KERNELS_TOKEN_FILE", str(tmp_path / "token"))
         server.examine(heard, url)
-    assert {token for _, token in seen} == {"Bearer kept"}
-    monkeypatch.setenv("NEEDLE_KERNELS_TOKEN_FILE", str(tmp_path / "none"))
-    server.examine(heard, url)
-    assert "No such file" in heard.levels()["failed"][0]
+        assert {token for _, token in seen[2:]} == {"Bearer kept"}
+        monkeypatch.setenv("NEEDLE_KERNELS_TOKEN_FILE", str(tmp_path / "none"))
+        server.examine(heard, url)
+        assert "No such file" in heard.levels()["failed"][0] and len(seen) == 4
 
 
-@pytest.mark.parametrize(
-    "answer, said",
-    [
+def test_other_answers_are_failures(heard):
+    for answer, said in (
         ((401, ""), "refuses the token (HTTP 401)"),
         ((500, "broken"), "answers HTTP 500: broken"),
         ((200, "no JSON"), "answers HTTP 200: no JSON"),
         ((200, "[1]"), "answers HTTP 200: [1]"),
         ((302, "http://127.0.0.1:1/elsewhere"), "answers HTTP 302"),
-    ],
-)
-def test_other_answers_are_failures(heard, answer, said):
-    with service({"/health": answer}) as (url, seen):
+    ):
+        with naming(said), service({"/health": answer}) as (url, seen):
+            heard.findings.clear()
+            server.examine(heard, url)
+            (finding,) = heard.findings
+            assert finding.has_failed and said in finding.text and finding.remedy
+            assert len(seen) == 1
+
+
+def test_service_that_is_slow_or_silent_is_reported(heard, monkeypatch):
+    with service(ANSWERS) as (url, _):
+        monkeypatch.setattr(server, "SLOW", 0.0)
         server.examine(heard, url)
-    (finding,) = heard.findings
-    assert finding.has_failed and said in finding.text and finding.remedy and len(seen) == 1
-
-
-def test_one_that_does_not_answer(heard, monkeypatch):
+        assert "/health took" in heard.levels()["note"][0]
     monkeypatch.setattr(server, "SECONDS", 0.3)
     with service(ANSWERS, wait=1) as (url, _):
         start = time.monotonic()
@@ -107,11 +108,4 @@ def test_one_that_does_not_answer(heard, monkeypatch):
     server.examine(heard, url)
     server.examine(heard, "nonsense")
     refused, nonsense = heard.levels()["failed"]
-    assert "refused" in refused and "unknown url type" in nonsense
-
-
-def test_a_slow_health_is_told(heard, monkeypatch):
-    monkeypatch.setattr(server, "SLOW", 0.0)
-    with service(ANSWERS) as (url, _):
-        server.examine(heard, url)
-    assert "/health took" in heard.levels()["note"][0]
+    assert "refused" in refused and "it must begin with http" in nonsense

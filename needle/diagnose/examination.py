@@ -1,0 +1,200 @@
+"""Examinations in processes of their own, with deadlines: a hang or a death there is a finding.
+
+An examination is a fresh interpreter that runs a function of `roles` and reports to its parent
+(needle/processes.py):
+
+    {"at": "gelu-31x33 float32", "op": "gelu"}     it starts this, which is named if it hangs
+    {"fact": ["device", {...}]}                     for the parent
+    {"finding": {...}}                              a Finding
+    {"detail": "..."}                               for the log alone
+    {"end": true}                                   without it the process has died
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from needle import processes
+from needle.diagnose.finding import Finding
+from needle.processes import MessageWriter, signal_name, starved
+
+BOOT = """
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+from needle.diagnose.roles import serve
+serve(*sys.argv[1:])
+"""
+ROOT = Path(__file__).resolve().parent.parent.parent  # of the needle that runs
+LOOK = 0.1  # seconds between two looks at deadlines
+END_SECONDS = 2.0  # for a process to end after its last message
+KILL_SECONDS = 1.0  # for a killed process to be gone
+QUOTED = 300  # characters of a dead process's output in its finding
+SLOW = "see to its disk or its network; --full waits longer"
+HANGS = (
+    "if another process computes on the device (`note` lines above), end it; if it hangs again, "
+    "`nvidia-smi --gpu-reset`, or start the machine anew; --full waits longer"
+)
+
+
+class Reporter:
+    """The examination's end. where: the subject of its findings. until: the moment, by
+    time.monotonic(), at which it should end. is_full: whether it may take long."""
+
+    def __init__(self, messages: MessageWriter, where: str, until: float, is_full: bool) -> None:
+        self._messages, self.where, self._until, self.is_full = messages, where, until, is_full
+        self.doing = "start"
+        self.op: str | None = None
+
+    def _write(self, **message: Any) -> None:
+        self._messages.write(**message)
+
+    def left(self) -> float:
+        """The seconds that are left."""
+        return self._until + starved() - time.monotonic()
+
+    def at(self, doing: str, op: str | None = None) -> None:
+        self.doing, self.op = doing, op
+        self._write(at=doing, op=op)
+
+    def fact(self, name: str, value: Any) -> None:
+        self._write(fact=[name, value])
+
+    def detail(self, text: str) -> None:
+        self._write(detail=text)
+
+    def find(self, finding: Finding) -> None:
+        self._write(finding=finding.to_json())
+
+    def ok(self, what: str, text: str) -> None:
+        self.find(Finding("ok", self.where, what, text))
+
+    def note(self, what: str, text: str, remedy: str = "") -> None:
+        self.find(Finding("note", self.where, what, text, remedy))
+
+    def failed(self, what: str, text: str, remedy: str, op: str | None = None) -> None:
+        self.find(Finding("failed", self.where, what, text, remedy, op))
+
+    def end(self) -> None:
+        self._write(end=True)
+
+
+class Examination(processes.Child):
+    """The parent's end. Attributes: where, facts, findings, doing and op (where it is), ended (None
+    while it runs, then "done", "died" or "late")."""
+
+    def __init__(
+        self,
+        where: str,
+        role: str,
+        *arguments: str,
+        deadline: float,
+        is_full: bool = False,
+        env: dict[str, str] | None = None,
+        is_doomed: bool = False,
+    ) -> None:
+        """deadline: by time.monotonic(); the process is killed then, and is told to end a second
+        earlier. is_doomed: its death is no finding."""
+        self.where, self.doing, self.is_doomed = where, "start", is_doomed
+        self.facts: dict[str, Any] = {}
+        self.findings: list[Finding] = []
+        self.op: str | None = None
+        self.ended: str | None = None
+        self._has_said_end = False
+        words = [str(ROOT), where, str(deadline - 1), str(int(is_full)), role, *arguments]
+        super().__init__(
+            [sys.executable, "-c", BOOT, *words],
+            os.environ | (env or {}),
+            deadline,
+            messages=True,
+            capture=True,
+        )
+
+    def receive(self, log: Callable[[str], None]) -> None:
+        """Take the messages that have arrived; notice the end."""
+        for message in self.messages():
+            log(f"{self.where}: {json.dumps(message)}")
+            if "at" in message:
+                self.doing, self.op = message["at"], message["op"]
+            elif "fact" in message:
+                name, value = message["fact"]
+                self.facts[name] = value
+            elif "finding" in message:
+                self.findings.append(Finding(**message["finding"]))
+            elif "end" in message:
+                self._has_said_end = True
+        if self.at_end:
+            self.starved()
+            if not self.wait(END_SECONDS):
+                self.kill(KILL_SECONDS)
+            self.ended = "done" if self._has_said_end else "died"
+
+    def expire(self) -> None:
+        """Kill it at its deadline, which is a finding."""
+        gone = self.kill(KILL_SECONDS)
+        self.ended = "late"
+        fate = "and was killed"
+        if not gone:
+            fate = f"and process {self.pid} cannot be killed: it waits inside the driver"
+        seconds = time.monotonic() - self.started
+        text = f"{self.doing} hangs: not done {seconds:.1f} s after the start, {fate}"
+        remedy = SLOW if self.where in ("run", "server") else HANGS
+        self.findings.append(Finding("failed", self.where, "deadline", text, remedy, self.op))
+
+    def death(self) -> Finding:
+        """The finding about a process that ended without an end message."""
+        code = self.poll()
+        how = signal_name(-code) if code is not None and code < 0 else f"exit code {code}"
+        text = f"the process that examined it died by {how} at {self.doing}"
+        quoted = self.printed()[-QUOTED:].strip().replace("\n", " / ")
+        text += f"; its last words: {quoted}" if quoted else ""
+        remedy = (
+            "build needle again (make clean lib); look for Xid errors and for a killed process in "
+            "the kernel's log (dmesg)"
+        )
+        return Finding("failed", self.where, "death", text, remedy, self.op)
+
+
+class Examinations:
+    """The examinations of this process; leaving the context ends them all."""
+
+    def __init__(self, log: Callable[[str], None] = lambda text: None) -> None:
+        self._log = log
+        self._selector = selectors.DefaultSelector()
+        self._all: list[Examination] = []
+
+    def __enter__(self) -> Examinations:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._selector.close()
+        for one in self._all:
+            one.close(KILL_SECONDS)
+
+    def start(self, where: str, role: str, *arguments: str, **options: Any) -> Examination:
+        started = Examination(where, role, *arguments, **options)
+        self._all.append(started)
+        self._selector.register(started, selectors.EVENT_READ, started)
+        return started
+
+    def wait(self, *wanted: Examination) -> None:
+        """Receive the messages of all until the wanted ones have ended."""
+        while any(one.ended is None for one in wanted):
+            for key, _ in self._selector.select(LOOK):
+                key.data.receive(self._log)
+            for one in [key.data for key in self._selector.get_map().values()]:
+                if one.ended is None and one.is_late():
+                    one.expire()
+                if one.ended is None:
+                    continue
+                if one.ended == "died" and not one.is_doomed:
+                    one.findings.append(one.death())
+                self._selector.unregister(one)
+                if text := one.printed():
+                    self._log(f"{one.where}: printed:\n{text}")
