@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import importlib.util
 import os
 import platform
 import re
-import shutil
 import sys
-import sysconfig
 from pathlib import Path
+from types import ModuleType
 
 from building import steps
 from building.steps import fail, note, output_of
@@ -59,25 +59,18 @@ def gencode(archs: list[str]) -> list[str]:
     return [f"-gencode=arch=compute_{virtual[arch]},code=sm_{arch}" for arch in archs]
 
 
-def site_folders() -> list[Path]:
-    """Where this interpreter finds packages, its own environment's folder first."""
-    folders = [sysconfig.get_path("platlib"), *sys.path]
-    return [Path(p) for p in dict.fromkeys(folders) if p]
+def _load_toolkit() -> ModuleType:
+    """Load needle/kernels/toolkit.py by its path: needle is not built yet."""
+    path = Path(__file__).resolve().parent.parent / "needle" / "kernels" / "toolkit.py"
+    spec = importlib.util.spec_from_file_location("needle_toolkit", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
 
 
-def toolkit_roots() -> list[tuple[str, Path]]:
-    """(how it was found, folder that holds bin/nvcc), in the order to try them."""
-    names = [name for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
-    roots = [(f"${name}", Path(os.environ[name])) for name in names]
-    on_path = shutil.which("nvcc")
-    if on_path:
-        roots.append(("nvcc on the PATH", Path(on_path).resolve().parent.parent))
-    roots.append(("/usr/local/cuda", Path("/usr/local/cuda")))
-    for folder in site_folders():
-        for pattern in ("nvidia/cu[0-9]*", "nvidia/cuda_nvcc"):
-            found = sorted(folder.glob(pattern), reverse=True)
-            roots += [("NVIDIA's pip packages", path) for path in found]
-    return roots
+toolkit = _load_toolkit()
+toolkit_roots = toolkit.toolkit_roots
 
 
 def find_toolkit() -> Cuda | str:
@@ -90,13 +83,10 @@ def find_toolkit() -> Cuda | str:
             if how.startswith("$"):
                 reasons.append(f"{how}={root} has no working bin/nvcc")
             continue
-        machine = platform.machine()
-        parts = [root, *(root / f"targets/{m}-linux" for m in (machine, "sbsa"))]
-        if root.parent.name == "nvidia":  # pip: nvidia/cuda_runtime, nvidia/cublas lie beside it
-            parts += sorted(root.parent.iterdir())
+        parts = toolkit.parts(root)
         include = [part / "include" for part in parts if (part / "include").is_dir()]
         libraries = [part / lib for part in parts for lib in ("lib64", "lib")]
-        libraries += [Path(f"/usr/lib/{machine}-linux-gnu"), Path("/usr/lib64")]
+        libraries += [Path(f"/usr/lib/{platform.machine()}-linux-gnu"), Path("/usr/lib64")]
         libraries = [path for path in libraries if path.is_dir()]
         cublaslt = [f for path in libraries for f in sorted(path.glob("libcublasLt.so*"))]
         cudart = [path for path in libraries if (path / "libcudart_static.a").exists()]
@@ -192,7 +182,8 @@ def build_cuda(objects: Path, out: Path, cuda: Cuda) -> None:
     # packages beside needle, wherever the wheel got installed.
     pip = [f"nvidia/{name}/lib" for name in (f"cu{cuda.version.split('.')[0]}", "cublas")]
     rpaths = [str(cuda.cublaslt.parent)]
-    rpaths += [f"{base}/{path}" for base in (site_folders()[0], "$ORIGIN/..") for path in pip]
+    bases = (toolkit.site_folders()[0], "$ORIGIN/..")
+    rpaths += [f"{base}/{path}" for base in bases for path in pip]
     command = [*cxx, "-shared", *map(str, inputs), "-Wl,-z,defs"]
     command += [f"-Wl,--version-script={exports}"]
     command += [f"-L{path}" for path in cuda.libraries]

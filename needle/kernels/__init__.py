@@ -16,31 +16,31 @@ docs/kernels.md has both.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING as _TYPE_CHECKING
-from typing import Any, overload
+from typing import overload
 
 from needle._C import Device, cuda
 from needle.kernels.compile import Compiled, CompileError, Entry, build
+from needle.kernels.kernel import Kernel, Module, arch_of, load
 from needle.kernels.limits import LaunchError, LaunchReport
-from needle.kernels.module import Kernel, Module, arch_of, load
-
-if _TYPE_CHECKING:  # what __getattr__ finds
-    from needle.kernels.isolate import Pool as Pool
-    from needle.kernels.isolate import Result as Result
-    from needle.kernels.measure import Timing as Timing
-    from needle.kernels.values import Case as Case
-    from needle.kernels.values import InOut as InOut
-    from needle.kernels.values import Out as Out
-    from needle.kernels.values import Random as Random
+from needle.kernels.pool import Pool, Result
+from needle.kernels.timing import Timing
+from needle.kernels.values import Case, InOut, Out, Random
 
 __all__ = [
+    "Case",
     "Compiled",
     "CompileError",
     "Entry",
+    "InOut",
     "Kernel",
     "LaunchError",
     "LaunchReport",
     "Module",
+    "Out",
+    "Pool",
+    "Random",
+    "Result",
+    "Timing",
     "build",
     "compile",
     "load",
@@ -51,31 +51,21 @@ __all__ = [
 def compile(
     source: str,
     entries: str | Sequence[str] = ...,
-    device: Device | None = ...,
-    arch: None = ...,
-    options: Sequence[str] = ...,
-    debug: bool = ...,
-) -> Module: ...
-@overload
-def compile(
-    source: str,
-    entries: str | Sequence[str] = ...,
-    *,
-    device: Device,
-    arch: str,
-    options: Sequence[str] = ...,
-    debug: bool = ...,
-) -> Module: ...
-@overload
-def compile(
-    source: str,
-    entries: str | Sequence[str] = ...,
     device: None = ...,
     *,
     arch: str,
     options: Sequence[str] = ...,
     debug: bool = ...,
 ) -> Compiled: ...
+@overload
+def compile(
+    source: str,
+    entries: str | Sequence[str] = ...,
+    device: Device | None = ...,
+    arch: str | None = ...,
+    options: Sequence[str] = ...,
+    debug: bool = ...,
+) -> Module: ...
 def compile(
     source: str,
     entries: str | Sequence[str] = (),
@@ -89,7 +79,7 @@ def compile(
     source: the text; entries: names of kernels as C++ spells them, needed for templates
     (`scale<__nv_bfloat16>`), none: every kernel that is no template; options: more for NVRTC, such
     as "-DTILE=64", "-I/my/headers". arch: "90a" instead of the device's own; an arch without a
-    device asks for no GPU: the kernels can be looked at and checked for that architecture, and are
+    device needs no GPU: the kernels can be inspected and checked for that architecture, and are
     not loaded. debug: check the bounds of arrays in each access (docs/kernels.md); a fault then
     names kernel, parameter and element. CompileError has the compiler's log, with the lines of
     `source`.
@@ -98,20 +88,3 @@ def compile(
         return build(source, entries, arch, options, debug)
     device = cuda() if device is None else device
     return load(build(source, entries, arch or arch_of(device), options, debug), device)
-
-
-# What starts and speaks to processes comes when it is first asked for.
-_POOL = ("Pool", "Result", "Timing")
-_VALUES = ("Case", "InOut", "Out", "Random")
-
-
-def __getattr__(name: str) -> Any:
-    if name in _POOL or name in _VALUES:
-        from needle.kernels import isolate, values
-
-        return getattr(isolate if name in _POOL else values, name)
-    raise AttributeError(f"module 'needle.kernels' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_POOL, *_VALUES})

@@ -13,23 +13,22 @@ from typing import Any
 
 from needle.data.text import DataError, named
 from needle.kernels import access, landlock
-from needle.kernels.access import AccessError, listen, names_of, read_token, token_path
-from needle.kernels.isolate import Pool
-from needle.kernels.serve import Lines, Service, Stderr, load_aiohttp, log, serve
+from needle.kernels.access import AccessError
+from needle.kernels.pool import Pool
 from needle.kernels.values import Out
-from needle.kernels.wire import Limits
 from needle.processes import program
 
 WARNING = (
-    "Compiling and running CUDA is running arbitrary code: whoever has the token can do here what "
-    "this user can."
+    "Compiling and running CUDA is running arbitrary code: a client with the token can do here "
+    "what this user can."
 )
 LOG_BYTES, LOGS_KEPT = 16 << 20, 4
-# What the service runs before it says that it is ready.
-PROOF = "__global__ void one(float *x) { *x = 1.0f; }"
+FIRST_KERNEL = "__global__ void one(float *x) { *x = 1.0f; }"
 
 
 def number(kind: type, low: float, high: float) -> Any:
+    """Return a parser for the type= of a flag."""
+
     def parse(text: str) -> Any:
         try:
             value = kind(text)
@@ -56,56 +55,58 @@ def devices(text: str) -> list[int]:
     return [number(int, 0, 1023)(part) for part in text.split(",")]
 
 
+# Flags with a value: name, type, default, metavar, help.
+SIZE = number(int, 1, 1 << 40)
+FLAGS = (
+    ("host", str, "127.0.0.1", "NAME", "address, of loopback"),
+    ("port", number(int, 0, 65535), 18188, "N", "0: any"),
+    ("token-file", path, access.token_path(), "FILE", "of mode 0600; made if it is not there"),
+    (
+        "log",
+        path,
+        None,
+        "FILE",
+        f"besides standard error; {LOG_BYTES >> 20} MiB, and {LOGS_KEPT} older files",
+    ),
+    ("devices", devices, None, "N,N", "GPUs; without it all"),
+    ("timeout", number(float, 0.01, 3600), 10.0, "SECONDS", "that a launch may take"),
+    (
+        "job-seconds",
+        number(float, 0.01, 86400),
+        300.0,
+        "SECONDS",
+        "after which no further launch of a job starts",
+    ),
+    ("memory", SIZE, None, "BYTES", "of device memory that a job may take"),
+    ("queue", number(int, 0, 10000), 16, "N", "jobs that may wait"),
+    ("max-body-bytes", SIZE, 64 << 20, "N", "of a request, and of arrays that are sent back"),
+    ("max-source-bytes", SIZE, 256 << 10, "N", "of a source"),
+    ("max-array-bytes", SIZE, 256 << 20, "N", "of all arrays of a job"),
+    (
+        "drain-seconds",
+        number(float, 0, 3600),
+        15.0,
+        "SECONDS",
+        "that running jobs have after SIGTERM",
+    ),
+)
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m needle.kernels", description=__doc__)
     commands = top.add_subparsers(dest="command", required=True)
     own = commands.add_parser(
         "serve", help="evaluate kernels for HTTP clients", description=WARNING
     )
-    limits = Limits()
-    size = number(int, 1, 1 << 40)
-
-    own.add_argument("--host", default="127.0.0.1", help="of loopback (default: 127.0.0.1)")
-    own.add_argument(
-        "--port", type=number(int, 0, 65535), default=18188, help="0: any (default: 18188)"
-    )
+    for name, kind, default, metavar, text in FLAGS:
+        text += "" if default is None else " (default: %(default)s)"
+        own.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=text)
     own.add_argument(
         "--allow-host",
         action="append",
         default=[],
         metavar="NAME",
-        help="a further name that clients call this service by; may be repeated",
-    )
-    own.add_argument(
-        "--token-file",
-        type=path,
-        default=token_path(),
-        metavar="FILE",
-        help="of mode 0600; made when it is not there (default: %(default)s)",
-    )
-    own.add_argument(
-        "--log",
-        type=path,
-        metavar="FILE",
-        help=f"too, beside standard error; of {LOG_BYTES >> 20} MiB, and {LOGS_KEPT} older ones",
-    )
-    own.add_argument("--devices", type=devices, metavar="N,N", help="(default: all)")
-    own.add_argument(
-        "--timeout",
-        type=number(float, 0.01, 3600),
-        default=10.0,
-        metavar="SECONDS",
-        help="that a launch may take (default: %(default)s)",
-    )
-    own.add_argument(
-        "--job-seconds",
-        type=number(float, 0.01, 86400),
-        default=limits.job_seconds,
-        metavar="SECONDS",
-        help="after which no further launch of a job begins (default: %(default)s)",
-    )
-    own.add_argument(
-        "--memory", type=size, metavar="BYTES", help="of device memory that a job may take"
+        help="a further name by which clients call this service; may be repeated",
     )
     own.add_argument(
         "--fresh",
@@ -113,47 +114,12 @@ def parser() -> argparse.ArgumentParser:
         default="fault",
         help="a new process after each (default: %(default)s)",
     )
-    own.add_argument(
-        "--queue",
-        type=number(int, 0, 10000),
-        default=16,
-        metavar="N",
-        help="jobs that may wait (default: %(default)s)",
-    )
-    own.add_argument(
-        "--max-body-bytes",
-        type=size,
-        default=limits.body_bytes,
-        metavar="N",
-        help="of a request, and of arrays that are sent back (default: %(default)s)",
-    )
-    own.add_argument(
-        "--max-source-bytes",
-        type=size,
-        default=limits.source_bytes,
-        metavar="N",
-        help="(default: %(default)s)",
-    )
-    own.add_argument(
-        "--max-array-bytes",
-        type=size,
-        default=limits.array_bytes,
-        metavar="N",
-        help="of all arrays of a job (default: %(default)s)",
-    )
-    own.add_argument(
-        "--drain-seconds",
-        type=number(float, 0, 3600),
-        default=15.0,
-        metavar="SECONDS",
-        help="that running jobs have after SIGTERM (default: %(default)s)",
-    )
     return top
 
 
-def prove(pool: Pool) -> None:
-    """One kernel, compiled where sources will be and run. RuntimeError."""
-    result = pool.run(PROOF, "one", 1, 1, [Out((1,))])
+def check(pool: Pool) -> None:
+    """Compile and run one kernel. RuntimeError."""
+    result = pool.run(FIRST_KERNEL, "one", 1, 1, [Out((1,))])
     if result.status != "ok" or result.outputs[0][0] != 1:
         raise RuntimeError(f"a first kernel does not run: {result.status}: {result.message}")
 
@@ -161,63 +127,65 @@ def prove(pool: Pool) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
-        load_aiohttp()
-        landlock.version()
-        sock = listen(args.host, args.port)
-    except (RuntimeError, AccessError) as error:
+        return start(args)
+    except (RuntimeError, ValueError) as error:  # AccessError too
         print(f"needle: error: {error}", file=sys.stderr)
         return 1
-    with sock:
-        try:
-            return start(args, sock)
-        except (RuntimeError, ValueError) as error:
-            print(f"needle: error: {error}", file=sys.stderr)
-            return 1
-        except KeyboardInterrupt:  # before it is ready
-            return 130
+    except KeyboardInterrupt:  # before it is ready
+        return 130
 
 
-def start(args: argparse.Namespace, sock: Any) -> int:
-    limits = Limits(
-        args.max_body_bytes, args.max_source_bytes, args.max_array_bytes, args.job_seconds
-    )
-    lines = [Lines(Stderr())]
-    if args.log is not None:
-        try:
-            file = logging.handlers.RotatingFileHandler(args.log, "a", LOG_BYTES, LOGS_KEPT)
-        except OSError as error:
-            raise RuntimeError(f"--log {args.log}: {error.strerror}") from None
-        lines.append(Lines(file))
-    token = read_token(args.token_file)
-    log.setLevel(logging.INFO)
-    for logger in (log, logging.getLogger("asyncio")):
-        logger.handlers += lines
-    access.raise_limit()
-    print(WARNING)
-    with Pool(args.devices, args.timeout, args.memory, fresh=args.fresh, confined=True) as pool:
-        prove(pool)
-        connections = access.room(len(pool.state()))
-        host, port = sock.getsockname()[:2]
-        where = f"[{host}]" if ":" in host else host
+def start(args: argparse.Namespace) -> int:
+    try:
+        from needle.kernels.serve import Lines, RequestLimits, Service, log, serve
+    except ImportError as error:
+        raise RuntimeError(
+            f"the service needs aiohttp and msgspec ({error}): pip install aiohttp msgspec"
+        ) from None
+    landlock.version()
+    with access.listen(args.host, args.port) as sock:
+        lines = [Lines(logging.StreamHandler())]
+        if args.log is not None:
+            try:
+                file = logging.handlers.RotatingFileHandler(args.log, "a", LOG_BYTES, LOGS_KEPT)
+            except OSError as error:
+                raise AccessError(f"--log {args.log}: {error.strerror}") from None
+            lines.append(Lines(file))
+        token = access.read_token(args.token_file)
+        log.setLevel(logging.INFO)
+        for logger in (log, logging.getLogger("asyncio")):
+            logger.handlers += lines
+        access.raise_limit()
+        print(WARNING)
+        with Pool(args.devices, args.timeout, args.memory, fresh=args.fresh, confined=True) as pool:
+            check(pool)
+            count = len(pool.state())
+            host, port = sock.getsockname()[:2]
+            where = f"[{host}]" if ":" in host else host
 
-        def ready() -> None:
-            print(f"listening on http://{where}:{port}, token in {args.token_file}", flush=True)
+            def ready() -> None:
+                print(f"listening on http://{where}:{port}, token in {args.token_file}", flush=True)
 
-        async def run() -> None:
-            service = Service(
-                pool,
-                token,
-                names_of(args.host, args.allow_host),
-                limits,
-                args.queue,
-                len(pool.state()),
-                connections,
-            )
-            await serve(service, sock, args.drain_seconds, ready)
+            async def run() -> None:
+                service = Service(
+                    pool,
+                    token,
+                    access.names_of(args.host, args.allow_host),
+                    RequestLimits(
+                        args.max_body_bytes,
+                        args.max_source_bytes,
+                        args.max_array_bytes,
+                        args.job_seconds,
+                    ),
+                    args.queue,
+                    count,
+                    access.room(count),
+                )
+                await serve(service, sock, args.drain_seconds, ready)
 
-        asyncio.run(run())
-    for one in lines:
-        one.flush_within(1.0)
+            asyncio.run(run())
+        for one in lines:
+            one.flush_within(1.0)
     return 0
 
 

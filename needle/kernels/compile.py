@@ -1,9 +1,8 @@
 """CUDA C++ to machine code by NVRTC, NVIDIA's compiler as a library. Needs no GPU.
 
-NVRTC and the toolkit's headers are looked for when the first source is compiled, where the build
-looks for the toolkit: $CUDA_HOME, $CUDA_PATH, nvcc on the PATH, /usr/local/cuda, NVIDIA's pip
-packages; then where the system finds libraries. What a kernel needs, and what its parameters are,
-is read from the machine code (needle.kernels.cubin, needle.kernels.signature), which carries the
+NVRTC is loaded when the first source is compiled (needle.kernels.toolkit finds it). What a kernel
+needs is read from the report of NVRTC's assembler (`ptxas -v`), and the layout of its parameters
+from its PTX; their types from its symbol (needle.kernels.signature). The machine code carries the
 lines of the source for compute-sanitizer.
 """
 
@@ -13,10 +12,7 @@ import ctypes
 import dataclasses
 import functools
 import json
-import os
-import platform
 import re
-import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -24,14 +20,20 @@ from pathlib import Path
 from typing import Any
 
 from needle.kernels import checked, limits
-from needle.kernels import cubin as machine_code
-from needle.kernels.limits import LaunchReport, Size
-from needle.kernels.signature import POINTER_BYTES, Parameter, Signature, demangle, short_name
+from needle.kernels.limits import LaunchReport, Resources, Size
+from needle.kernels.signature import (
+    POINTER_BYTES,
+    Layout,
+    Parameter,
+    Signature,
+    demangle,
+    short_name,
+)
+from needle.kernels.toolkit import Toolkit, find_toolkit
 
 SOURCE = "kernel.cu"  # the file that messages and compute-sanitizer name
 COMPILATION, BAD_OPTION = 6, 5  # of nvrtcResult
-MAGIC = b"needle cubin 1\n"
-# What makes NVRTC read other files than the toolkit's headers: options, and lines of a source.
+# Options, and lines of a source, that make NVRTC read other files than the toolkit's headers.
 READING_OPTION = re.compile(r"-I|--?(pre-)?include|--?(use-)?pch")
 READING_LINE = re.compile(r"#\s*include\s*(?!\s|<[^/])")
 
@@ -44,60 +46,7 @@ class CompileError(ValueError):
         self.log = log
 
 
-# ---- the toolkit ---------------------------------------------------------------------------------
-
-
-@dataclass
-class Toolkit:
-    """NVRTC's library, and the folders of the toolkit's headers (cuda_bf16.h among them)."""
-
-    nvrtc: Path
-    include: tuple[Path, ...]
-
-
-def _roots() -> Iterable[Path]:
-    """Folders that hold lib and include, in the order to try them."""
-    for name in ("CUDA_HOME", "CUDA_PATH"):
-        if os.environ.get(name):
-            yield Path(os.environ[name])
-    nvcc = shutil.which("nvcc")
-    if nvcc:
-        yield Path(nvcc).resolve().parent.parent
-    yield Path("/usr/local/cuda")
-    for folder in dict.fromkeys(sys.path):
-        for pattern in ("nvidia/cu[0-9]*", "nvidia/cuda_nvrtc"):
-            yield from sorted(Path(folder).glob(pattern), reverse=True)
-
-
-def _include(root: Path) -> tuple[Path, ...]:
-    parts = [root, *(root / f"targets/{m}-linux" for m in (platform.machine(), "sbsa"))]
-    if root.parent.name == "nvidia":  # pip: nvidia/cuda_runtime and nvidia/cuda_cccl lie beside it
-        parts += sorted(root.parent.iterdir())
-    folders = [part / name for part in parts for name in ("include", "include/cccl")]
-    return tuple(dict.fromkeys(folder.resolve() for folder in folders if folder.is_dir()))
-
-
-@functools.cache
-def find_toolkit() -> Toolkit:
-    """NVRTC and its headers. RuntimeError, with the remedy, where there is none."""
-    looked = []
-    for root in _roots():
-        for folder in (root / "lib64", root / "lib"):
-            looked.append(str(folder))
-            libraries = sorted(folder.glob("libnvrtc.so*"))
-            if libraries:
-                return Toolkit(libraries[0], _include(root))
-    for name in ("libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12"):
-        try:
-            ctypes.CDLL(name)
-        except OSError:
-            continue
-        return Toolkit(Path(name), _include(Path("/usr")))
-    raise RuntimeError(
-        f"no NVRTC, which compiles kernels (libnvrtc.so; looked in {', '.join(looked)}): install "
-        f"the CUDA toolkit and set CUDA_HOME, or: {sys.executable} -m pip install "
-        "nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cuda-crt nvidia-cuda-cccl"
-    )
+# ---- NVRTC ---------------------------------------------------------------------------------------
 
 
 class _Nvrtc:
@@ -141,26 +90,17 @@ def _nvrtc() -> _Nvrtc:
     return _Nvrtc(find_toolkit())
 
 
-# ---- what comes out ------------------------------------------------------------------------------
+# ---- compiled kernels ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A compiled kernel: its name as it was asked for, its symbol, its signature, and what it needs
-    (needle.kernels.cubin.Resources): registers and local_bytes of a thread, static shared_bytes,
-    max_threads and barriers of a block, and block and cluster where the source fixes them."""
+@dataclass(frozen=True, kw_only=True)
+class Entry(Resources):
+    """A compiled kernel: its resources, its name as it was asked for, its symbol, signature, and
+    the architecture that it is compiled for."""
 
-    name: str
     symbol: str
     arch: str
     signature: Signature
-    registers: int
-    shared_bytes: int
-    local_bytes: int
-    max_threads: int
-    block: tuple[int, int, int] | None
-    cluster: tuple[int, int, int] | None
-    barriers: int
 
     def declared(self, signature: str) -> Entry:
         """With the types of a declaration, "const float*, int", for a kernel that is `extern "C"`.
@@ -213,28 +153,24 @@ class Compiled:
         )
 
     def pack(self) -> bytes:
-        """As bytes, for another process: a line of JSON, then the machine code."""
-        head = {"arch": self.arch, "log": self.log, "entries": self.entries}
-        text = json.dumps(head, default=dataclasses.asdict).encode()
-        return MAGIC + text + b"\n" + self.cubin
+        """Return bytes for another process: a line of JSON, then the machine code."""
+        return json.dumps(dataclasses.asdict(self) | {"cubin": ""}).encode() + b"\n" + self.cubin
 
     @staticmethod
     def unpack(data: bytes) -> Compiled:
-        """What pack() gave. ValueError for anything else."""
-        if not data.startswith(MAGIC):
-            raise ValueError("Compiled.unpack: these bytes do not come from Compiled.pack()")
-        head, _, cubin = data[len(MAGIC) :].partition(b"\n")
+        """Read what pack() returned."""
+        head, _, cubin = data.partition(b"\n")
         facts = json.loads(head)
-        entries = {name: _entry_from(entry) for name, entry in facts["entries"].items()}
-        return Compiled(facts["arch"], cubin, facts["log"], entries)
+        entries = {name: _entry_from(entry) for name, entry in facts.pop("entries").items()}
+        return Compiled(**{**facts, "cubin": cubin, "entries": entries})
 
 
 def _entry_from(facts: dict[str, Any]) -> Entry:
-    parameters = (Parameter(**p) for p in facts["signature"]["parameters"])
-    facts["signature"] = Signature(facts["signature"]["name"], tuple(parameters))
-    for name in ("block", "cluster"):
-        facts[name] = tuple(facts[name]) if facts[name] is not None else None
-    return Entry(**facts)
+    signature = facts["signature"]
+    parameters = tuple(Parameter(**parameter) for parameter in signature["parameters"])
+    facts["signature"] = Signature(signature["name"], parameters)
+    sizes = {name: facts[name] and tuple(facts[name]) for name in ("block", "cluster")}
+    return Entry(**{**facts, **sizes})
 
 
 def _spelling(name: str) -> str:
@@ -299,14 +235,14 @@ def _texts(what: str, given: Sequence[str]) -> tuple[str, ...]:
 
 
 def _build(source: str, names: tuple[str, ...], arch: str, options: tuple[str, ...]) -> Compiled:
-    code, log, symbols = _compile(source, names, arch, options)
+    code, ptx, log, symbols = _compile(source, names, arch, options)
     if not code.startswith(b"\x7fELF"):
         raise CompileError(
             f"{SOURCE}: the compiler makes no machine code with the options {' '.join(options)}: "
             "leave out the one that asks for another form, such as -dlto",
             log,
         )
-    found = machine_code.kernels(code)
+    found = _resources(ptx, log)
     if not names:
         symbols = _own_names(found)
         if not symbols:
@@ -315,8 +251,16 @@ def _build(source: str, names: tuple[str, ...], arch: str, options: tuple[str, .
                 'compiled when it is asked for: entries=["scale<float>"]',
                 log,
             )
-    made = {name: _entry(name, symbol, arch, found) for name, symbol in symbols.items()}
-    return Compiled(arch, code, log, made)
+    made = {}
+    for name, symbol in symbols.items():
+        if symbol not in found:
+            raise CompileError(
+                f"entries: {name!r} is no kernel: there is no __global__ function {symbol}"
+            )
+        layout, needs = found[symbol]
+        signature = Signature.of_symbol(symbol, layout)
+        made[name] = Entry(name=name, symbol=symbol, arch=arch, signature=signature, **needs)
+    return Compiled(arch, code, PTXAS_INFO.sub("", log).strip(), made)
 
 
 _build_once = functools.lru_cache(maxsize=256)(_build)
@@ -324,10 +268,11 @@ _build_once = functools.lru_cache(maxsize=256)(_build)
 
 def _compile(
     source: str, names: tuple[str, ...], arch: str, options: tuple[str, ...]
-) -> tuple[bytes, str, dict[str, str]]:
-    """(the cubin, the log, the symbol of each name)."""
+) -> tuple[bytes, str, str, dict[str, str]]:
+    """Return (cubin, PTX, log, the symbol of each name)."""
     nvrtc, include = _nvrtc(), find_toolkit().include
-    flags = [f"--gpu-architecture=sm_{arch}", "-lineinfo", *(f"-I{folder}" for folder in include)]
+    flags = [f"--gpu-architecture=sm_{arch}", "-lineinfo", "--ptxas-options=-v"]
+    flags += [f"-I{folder}" for folder in include]
     flags += [] if any("-std" in option for option in options) else ["-std=c++17"]
     # Since 12.9 NVRTC keeps what it compiled on the disk, and opens the driver for that: threads,
     # memory and device files in a process that is to have no GPU.
@@ -348,7 +293,8 @@ def _compile(
             raise CompileError(_why(nvrtc, arch, include, log), log)
         nvrtc.check("nvrtcCompileProgram", status)
         symbols = {name: _lowered(nvrtc, program, name, log) for name in names}
-        return nvrtc.data("CUBIN", program), log, symbols
+        ptx = nvrtc.data("PTX", program).decode(errors="replace")
+        return nvrtc.data("CUBIN", program), ptx, log, symbols
     finally:
         nvrtc.call("nvrtcDestroyProgram", ctypes.byref(program))
 
@@ -390,22 +336,55 @@ def _own_names(found: Iterable[str]) -> dict[str, str]:
     return whole
 
 
-def _entry(name: str, symbol: str, arch: str, found: dict[str, machine_code.Resources]) -> Entry:
-    if symbol not in found:
-        raise CompileError(
-            f"entries: {name!r} is no kernel: the machine code has no __global__ function {symbol}"
+# ---- what a kernel needs -------------------------------------------------------------------------
+
+PTXAS_INFO = re.compile(r"^ptxas (info |        \.).*\n?", re.MULTILINE)
+# A kernel in PTX: name, parameters, and directives such as `.maxntid 256, 1, 1`.
+PTX_ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)([^{]*)\{")
+PTX_PARAMETER = re.compile(r"\.param\s+(?:\.align (\d+)\s+)?\.[a-z](\d+)[^,\[]*(?:\[(\d+)\])?")
+
+
+def _resources(ptx: str, log: str) -> dict[str, tuple[Layout, dict[str, Any]]]:
+    """Return {symbol: (layout of its parameters, resources as of Entry)} of all kernels."""
+    reports = dict(re.findall(r"Compiling entry function '(\S+)'((?:.|\n(?!.*Compiling))*)", log))
+    found = {}
+    for symbol, parameters, directives in PTX_ENTRY.findall(ptx):
+        report = reports.get(symbol, "")
+
+        def reported(what: str, report: str = report) -> int:
+            match = re.search(rf"(\d+) {what}|{what} (\d+)", report)
+            return int(match[1] or match[2]) if match else 0
+
+        def sizes(name: str, directives: str = directives) -> tuple[int, int, int] | None:
+            match = re.search(rf"\.{name}\s+([\d, ]+)", directives)
+            numbers = [int(n) for n in match[1].split(",")] if match else []
+            return (*numbers, *[1] * (3 - len(numbers))) if match else None  # type: ignore[return-value]
+
+        most = sizes("maxntid")
+        found[symbol] = (
+            _layout(parameters),
+            {
+                "registers": reported("registers"),
+                "shared_bytes": reported("bytes smem"),
+                "local_bytes": max(
+                    reported("bytes stack frame"), reported("bytes cumulative stack size")
+                ),
+                "max_threads": most[0] * most[1] * most[2] if most else limits.BLOCK_THREADS,
+                "block": sizes("reqntid"),
+                "cluster": sizes("reqnctapercluster"),
+                "barriers": reported("barriers"),
+            },
         )
-    needs = found[symbol]
-    return Entry(
-        name=name,
-        symbol=symbol,
-        arch=arch,
-        signature=Signature.of_symbol(symbol, needs.parameters),
-        registers=needs.registers,
-        shared_bytes=needs.shared_bytes,
-        local_bytes=needs.local_bytes,
-        max_threads=needs.max_threads,
-        block=needs.block,
-        cluster=needs.cluster,
-        barriers=needs.barriers,
-    )
+    return found
+
+
+def _layout(parameters: str) -> Layout:
+    """Return (offset, size) of each parameter of a kernel in PTX: a number `.param .u64 name`, or
+    bytes `.param .align 8 .b8 name[24]`."""
+    layout, end = [], 0
+    for alignment, bits, count in PTX_PARAMETER.findall(parameters):
+        size = int(bits) // 8 * int(count or 1)
+        align = int(alignment or int(bits) // 8)
+        layout.append((-(-end // align) * align, size))
+        end = sum(layout[-1])
+    return layout

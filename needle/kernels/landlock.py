@@ -95,7 +95,7 @@ def confine(readable: Iterable[str | os.PathLike]) -> None:
             os.close(rules)
     except OSError as error:
         raise LandlockError(f"Landlock (version {known}): {error}") from error
-    _prove()
+    _check()
 
 
 def enter(folder: str | os.PathLike) -> bool:
@@ -125,8 +125,8 @@ def _allow(rules: int, path: Path) -> None:
         os.close(place)
 
 
-def _prove() -> None:
-    """A kernel or a container that says yes and does nothing is found out."""
+def _check() -> None:
+    """Find a kernel or a container that accepts the rules and does not keep them."""
     try:
         os.close(os.open("/", os.O_RDONLY | os.O_DIRECTORY))
     except PermissionError:

@@ -14,7 +14,7 @@ import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from needle._C import CudaError, Device
 
@@ -64,25 +64,20 @@ class LaunchError(CudaError):
     launch finds the GPU as it was."""
 
 
-class Kernel(Protocol):
-    """What a check needs to know of a kernel (needle.kernels.cubin.Resources)."""
+@dataclass(frozen=True)
+class Resources:
+    """What a kernel needs. registers, local_bytes (stack and spilled registers): of a thread;
+    shared_bytes (static), max_threads (__launch_bounds__), barriers: of a block; block, cluster:
+    sizes that the source fixes."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def registers(self) -> int: ...
-    @property
-    def shared_bytes(self) -> int: ...
-    @property
-    def local_bytes(self) -> int: ...
-    @property
-    def max_threads(self) -> int: ...
-    @property
-    def block(self) -> tuple[int, int, int] | None: ...
-    @property
-    def cluster(self) -> tuple[int, int, int] | None: ...
-    @property
-    def barriers(self) -> int: ...
+    name: str
+    registers: int = 0
+    shared_bytes: int = 0
+    local_bytes: int = 0
+    max_threads: int = BLOCK_THREADS
+    block: tuple[int, int, int] | None = None
+    cluster: tuple[int, int, int] | None = None
+    barriers: int = 0
 
 
 @dataclass(frozen=True)
@@ -214,7 +209,7 @@ def triple(what: str, size: Size, most: Sequence[int], remedy: str) -> tuple[int
 
 
 def check(
-    kernel: Kernel,
+    kernel: Resources,
     limits: Limits,
     grid: Size,
     block: Size,
@@ -233,7 +228,7 @@ def check(
 
 
 def _check(
-    kernel: Kernel,
+    kernel: Resources,
     limits: Limits,
     grid: Size,
     block: Size,
@@ -278,7 +273,7 @@ def _up(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
-def _blocks(kernel: Kernel, limits: Limits, threads: int, shared_bytes: int) -> dict[str, int]:
+def _blocks(kernel: Resources, limits: Limits, threads: int, shared_bytes: int) -> dict[str, int]:
     """Blocks that a multiprocessor holds, by resource. Call it for a block that fits."""
     warps = _up(threads, WARP) // WARP
     allowed = {"threads": limits.sm_threads // WARP // warps}
@@ -295,12 +290,12 @@ def _blocks(kernel: Kernel, limits: Limits, threads: int, shared_bytes: int) -> 
     return allowed
 
 
-def _warp_registers(kernel: Kernel) -> int:
+def _warp_registers(kernel: Resources) -> int:
     return _up(kernel.registers * WARP, REGISTER_UNIT)
 
 
 def _check_threads(
-    kernel: Kernel, limits: Limits, block: tuple[int, int, int], threads: int
+    kernel: Resources, limits: Limits, block: tuple[int, int, int], threads: int
 ) -> None:
     if threads > BLOCK_THREADS:
         raise LaunchError(
@@ -329,7 +324,7 @@ def _check_threads(
         )
 
 
-def _check_shared(kernel: Kernel, limits: Limits, shared: int) -> int:
+def _check_shared(kernel: Resources, limits: Limits, shared: int) -> int:
     try:
         shared = operator.index(shared)
     except TypeError:
@@ -346,7 +341,7 @@ def _check_shared(kernel: Kernel, limits: Limits, shared: int) -> int:
 
 
 def _check_cluster(
-    kernel: Kernel, limits: Limits, grid: tuple[int, int, int], cluster: Size | None
+    kernel: Resources, limits: Limits, grid: tuple[int, int, int], cluster: Size | None
 ) -> tuple[int, int, int] | None:
     if cluster is None and kernel.cluster is None:
         return None
@@ -388,7 +383,7 @@ def _check_cooperative(
         )
 
 
-def _check_local(kernel: Kernel, limits: Limits, held_local: int) -> None:
+def _check_local(kernel: Resources, limits: Limits, held_local: int) -> None:
     """The driver keeps local memory for every thread that can be resident, whatever the grid."""
     if limits.processors is None or limits.free_bytes is None:
         return

@@ -6,14 +6,12 @@ which thread of which block, and what else is known about the address.
 
 from __future__ import annotations
 
-import glob
-import os
 import re
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from needle.kernels.toolkit import find_tool
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 MOST_FINDINGS = 8
@@ -47,20 +45,10 @@ class Finding:
         detail = f": {self.detail}" if self.detail else ""
         return f"{self.what}{at}{line}{thread}{detail}"
 
-    @staticmethod
-    def from_json(fields: dict[str, Any]) -> Finding:
-        return Finding(
-            **{**fields, "thread": tuple(fields["thread"]), "block": tuple(fields["block"])}
-        )
-
 
 def find_sanitizer() -> str | None:
-    """compute-sanitizer's path: of the toolkit that CUDA_HOME names, on the PATH, of a toolkit."""
-    home = os.environ.get("CUDA_HOME")
-    places = [f"{home}/bin/compute-sanitizer"] if home else []
-    places += [shutil.which("compute-sanitizer") or ""]
-    places += sorted(glob.glob("/usr/local/cuda*/bin/compute-sanitizer"), reverse=True)
-    return next((place for place in places if place and os.access(place, os.X_OK)), None)
+    """Return compute-sanitizer's path; None if it is not installed."""
+    return find_tool("compute-sanitizer")
 
 
 def sanitizer_command(program: str, tool: str, report: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a caller says of the arrays of a kernel in a process of its own, and when two are alike."""
+"""Arguments of a kernel in a process of its own, their validation, and comparing results."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from needle import _C
 from needle._C import NDArray
+from needle.kernels.limits import Size
 
 # The dtypes that arrays of a job may have. NumPy has no bfloat16: it comes as an NDArray on the
 # host, or of ml_dtypes, lies as uint16, and is read as float32, which holds it exactly.
@@ -17,7 +18,7 @@ DTYPES = (
     "float32 bfloat16 float16 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool "
     "complex64 complex128"
 ).split()
-# How far a result may be off, absolute and relative, unless the caller says it: KernelBench's.
+# Default tolerances, absolute and relative: those of KernelBench.
 TOLERANCES = {
     "float16": 1e-2,
     "bfloat16": 1e-2,
@@ -27,7 +28,15 @@ TOLERANCES = {
     "complex128": 1e-8,
 }
 Tolerance = float | Sequence[float] | None
-Size = int | Sequence[int]
+
+
+def whole(name: str, value: Any, least: int) -> int:
+    """Check that an argument is a whole number of at least `least`. TypeError, ValueError."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}: must be a whole number, not {value!r}")
+    if value < least:
+        raise ValueError(f"{name}: must be {least} or more, not {value}")
+    return value.__index__()
 
 
 @dataclass(frozen=True)
@@ -43,25 +52,24 @@ class Out:
 
 @dataclass(frozen=True)
 class InOut:
-    """An array (NumPy, an NDArray on the host, or Random) that the kernel changes and that comes
-    back."""
+    """An array (NumPy, an NDArray on the host, or Random) that the kernel changes and that is
+    returned."""
 
     array: Any
 
     def __post_init__(self) -> None:
         if not isinstance(self.array, (np.ndarray, np.generic, NDArray, Random)):
             raise TypeError(
-                f"InOut: takes an array or Random, not {type(self.array).__name__}; Out comes back "
-                "by itself"
+                f"InOut: takes an array or Random, not {type(self.array).__name__}; Out is "
+                "returned by itself"
             )
 
 
 @dataclass(frozen=True)
 class Random:
     """An array of numbers drawn from `seed`: floats of a standard normal distribution, or uniform
-    between `low` and `high` where both are given; whole numbers from `low` (0) to below `high`
-    (100). The same seed at another place among the arguments, or in another trial, gives other
-    numbers."""
+    between `low` and `high` if both are given; whole numbers from `low` (0) to below `high` (100).
+    The same seed at another place among the arguments, or in another trial, gives other numbers."""
 
     shape: int | tuple[int, ...]
     dtype: str = "float32"
@@ -83,7 +91,7 @@ class Random:
 
     @property
     def bounds(self) -> tuple[float, float] | None:
-        """What it is drawn between; None: from a standard normal distribution, or of two truths."""
+        """Bounds of a uniform distribution; None: standard normal, or truth values."""
         if self.dtype.startswith(("int", "uint")):
             return self.low or 0, 100 if self.high is None else self.high
         if self.dtype == "bool" or self.low is None or self.high is None:
@@ -116,6 +124,16 @@ class Case:
     args: Sequence[Any]
     shared: int = 0
 
+    def drawn(self, trial: int) -> Case:
+        """Replace each Random by its array of that trial."""
+
+        def draw(place: int, value: Any) -> Any:
+            if isinstance(value, Random):
+                return value.array(trial, place)
+            return InOut(draw(place, value.array)) if isinstance(value, InOut) else value
+
+        return replace(self, args=[draw(place, value) for place, value in enumerate(self.args)])
+
 
 def _shape(what: str, shape: Any, dtype: str) -> tuple[int, ...]:
     if dtype not in DTYPES:
@@ -127,28 +145,15 @@ def _shape(what: str, shape: Any, dtype: str) -> tuple[int, ...]:
 
 
 def _range(dtype: str) -> tuple[int | float, int | float]:
-    """The least and the most finite number of a dtype; of whole ones what is below the second."""
+    """Return the least and the greatest finite number of a dtype; integers: one above it."""
     if dtype.startswith(("int", "uint")):
         return int(np.iinfo(dtype).min), int(np.iinfo(dtype).max) + 1
     most = float(np.finfo("float32" if dtype == "bfloat16" else dtype).max)
     return -most, most
 
 
-def draw(case: Case, trial: int) -> Case:
-    """The case with arrays for what is random in it, those of a trial."""
-
-    def drawn(place: int, value: Any) -> Any:
-        if isinstance(value, Random):
-            return value.array(trial, place)
-        if isinstance(value, InOut):
-            return InOut(drawn(place, value.array))
-        return value
-
-    return replace(case, args=[drawn(place, value) for place, value in enumerate(case.args)])
-
-
 def host_array(value: Any) -> tuple[str, np.ndarray]:
-    """(dtype, the elements in C order, bfloat16 as uint16) of an array. TypeError."""
+    """Return (dtype, the elements in C order, bfloat16 as uint16) of an array. TypeError."""
     if isinstance(value, NDArray):
         if not value.device.is_host:
             raise TypeError(
@@ -166,14 +171,17 @@ def host_array(value: Any) -> tuple[str, np.ndarray]:
 
 
 def readable(dtype: str, array: np.ndarray) -> np.ndarray:
-    """A copy in which bfloat16, that lies as uint16, is float32."""
+    """Return a copy; bfloat16, which lies as uint16, as float32."""
     if dtype == "bfloat16":
         return (array.astype(np.uint32) << 16).view(np.float32)
     return array.copy()
 
 
+# ---- comparing -----------------------------------------------------------------------------------
+
+
 def both(tolerance: Tolerance) -> tuple[float, float] | None:
-    """(absolute, relative) of a tolerance as callers give it. TypeError and ValueError."""
+    """Return (absolute, relative) of a caller's tolerance. TypeError, ValueError."""
     if tolerance is None:
         return None
     pair = (tolerance, tolerance) if isinstance(tolerance, (int, float, np.number)) else tolerance
@@ -190,9 +198,9 @@ def both(tolerance: Tolerance) -> tuple[float, float] | None:
 def difference(
     got: np.ndarray, expected: np.ndarray, dtype: str, tolerance: Tolerance
 ) -> str | None:
-    """Where two arrays differ by more than `tolerance` allows; None where nowhere. An element is
-    right where |got - expected| <= absolute + relative |expected|, or where both are the same
-    infinity or NaN."""
+    """Describe where two arrays differ by more than `tolerance`; None if nowhere. An element is
+    right if |got - expected| <= absolute + relative |expected|, or if both are the same infinity
+    or NaN."""
     if got.shape != expected.shape:
         return f"has shape {got.shape}, and {expected.shape} is expected"
     if not got.size:
@@ -212,8 +220,7 @@ def difference(
     if right.all():
         return None
     wrong = np.flatnonzero(~right)
-    first = np.unravel_index(wrong[0], got.shape or (1,))
-    place = ", ".join(str(int(i)) for i in first)
+    place = ", ".join(str(int(i)) for i in np.unravel_index(wrong[0], got.shape or (1,)))
     text = (
         f"{wrong.size:,} of {got.size:,} elements are wrong, the first at [{place}]: "
         f"{got.reshape(-1)[wrong[0]]}, expected {expected.reshape(-1)[wrong[0]]}"

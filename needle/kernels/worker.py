@@ -1,15 +1,14 @@
 """The processes of a pool: `needle/kernels/start.py ROLE FD`, started by it alone.
 
-    devices     answers how many GPUs there are, and ends
+    devices     reports the number of GPUs, and ends
     compiler    source in, machine code out; never opens a GPU
-    confined    a compiler that sees the toolkit's headers alone (needle.kernels.landlock)
-    runner      opens one GPU, proves it, then runs one job after another
-    traced      a runner below compute-sanitizer
+    confined    a compiler that reads the toolkit's headers alone (needle.kernels.landlock)
+    runner      opens one GPU, checks its health, then runs one job after another
+    traced      a runner under compute-sanitizer
 
-FD is an inherited socket (needle.kernels.frames). What a kernel prints goes to standard output, and
-is no answer. A process ends with the pool: by the signal that the system sends when the parent
-dies, and when the other end of the socket is gone. After a fault a runner answers and ends, since
-nothing can be trusted on its device (docs/design.md).
+FD is an inherited socket (needle.kernels.ipc). A process ends when its parent dies, by a signal of
+the system, and when the other end of the socket closes. After a fault a runner answers and ends:
+its device gives no right answers any more (docs/design.md).
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import os
 import re
 import resource
 import select
-import signal
 import socket
 import sys
 import threading
@@ -33,21 +31,19 @@ import numpy as np
 
 from needle import _C
 from needle._C import CudaError, CudaFatalError, Device, NDArray
-from needle.kernels import arena, landlock, measure
-from needle.kernels.arena import Place
+from needle.kernels import guard, landlock, timing
 from needle.kernels.compile import Compiled, build, find_toolkit
-from needle.kernels.frames import Channel
-from needle.kernels.module import arch_of, load
+from needle.kernels.guard import Place
+from needle.kernels.ipc import Channel
+from needle.kernels.kernel import arch_of, load
 
-PR_SET_PDEATHSIG = 1
-FAULTED = 75  # the exit code of needle after a fatal fault
 KEPT_BYTES = 256 << 20  # of device memory that a runner keeps between jobs
 MESSAGE_LETTERS = 64 << 10
 # Why a file cannot be read, which tells whether it is there.
 REASON = re.compile(r'(?<=cannot open source file )(".*"): .*')
 COMPILER_BYTES = 16 << 30  # of address space, or half of a smaller host's memory
 COMPILER_FILE_BYTES = 64 << 20
-COMPILER_SECONDS = 120  # of a processor, in a life; after half of it no further source is taken
+COMPILER_SECONDS = 120  # of a processor; a compiler takes no new source after half of it
 
 # The status of a result by the end of CUDA's name of an error, cudaErrorIllegalAddress or
 # CUDA_ERROR_ILLEGAL_ADDRESS.
@@ -70,7 +66,7 @@ STATUS = {
     "deviceunavailable": "device_lost",
     "nodevice": "device_lost",
 }
-# How an element that needle has no dtype for is handed to a kernel (needle.kernels.signature).
+# The dtype of the array that a kernel gets for elements that needle has no dtype for.
 PASSED_AS = {
     "int8": "uint8",
     "int16": "uint16",
@@ -83,9 +79,9 @@ PASSED_AS = {
 
 
 class Needle:
-    """What a worker uses of needle. The tests bring one of their own, which needs no GPU."""
+    """The parts of needle that touch a GPU or NVRTC. Tests replace them."""
 
-    flush_bytes = measure.FLUSH_BYTES
+    flush_bytes = timing.FLUSH_BYTES
 
     def devices(self) -> int:
         _C.cuda_init()
@@ -95,8 +91,8 @@ class Needle:
         return build(source, (entry,), arch, debug=debug)
 
     def confine(self) -> None:
-        """Give up all files but the toolkit's headers. Whatever else compiling reads, NVRTC's
-        libraries and Python's modules, is loaded before, because something is compiled."""
+        """Give up all files but the toolkit's headers. Compile once before, which loads NVRTC's
+        libraries and Python's modules."""
         build("template <class T> __global__ void first(T *x) {}", "first<float>")
         toolkit = find_toolkit()
         landlock.confine(toolkit.include)
@@ -105,7 +101,7 @@ class Needle:
             toolkit.include = tuple("/" / folder.relative_to(root) for folder in toolkit.include)
 
     def open(self) -> Device:
-        """The device, with a context."""
+        """Return the device, with a context."""
         device = _C.cuda()
         device.synchronize()
         return device
@@ -116,8 +112,8 @@ class Needle:
     def load(self, compiled: bytes, entry: str, device: Device) -> Any:
         return load(Compiled.unpack(compiled), device)[entry]
 
-    def prove(self, device: Device) -> None:
-        """A kernel of needle's own with a known answer. RuntimeError."""
+    def check(self, device: Device) -> None:
+        """Run a kernel of needle's with a known answer. RuntimeError."""
         x = np.arange(4096, dtype=np.float32)
         got = (_C.array(x, "float32", device) * 3 + 1).numpy()
         wrong = np.flatnonzero(got != x * 3 + 1)
@@ -131,15 +127,9 @@ class Needle:
 # ---- the process ---------------------------------------------------------------------------------
 
 
-def end_with_parent() -> None:
-    """SIGKILL from the system when the thread that started this process ends (prctl(2))."""
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-
-
 def end_with_socket(sock: socket.socket) -> None:
-    """A thread that ends this process when the other end is gone: also of a parent that died
-    before `end_with_parent`, and of one whose child is not this process but compute-sanitizer."""
+    """Start a thread that ends this process when the other end closes. Under compute-sanitizer no
+    signal does: the parent is then the tool."""
 
     def watch() -> None:
         hung_up = select.poll()
@@ -151,31 +141,24 @@ def end_with_socket(sock: socket.socket) -> None:
 
 
 def restrict(confined: bool) -> None:
-    """What a compiler gives up before it reads a source: memory and time without end, and large
-    files; a confined one any file, and processes of its own (from which the system spares root).
-    Time by the hard limit, because NVRTC lifts the soft one (seen in 13.5)."""
-    file_bytes = 0 if confined else COMPILER_FILE_BYTES
+    """Limit a compiler's memory, processor time and files; a confined one writes no file and starts
+    no process. Processor time by the hard limit, because NVRTC lifts the soft one (13.5)."""
     host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limits = {
         "AS": min(COMPILER_BYTES, host_bytes // 2),
-        "FSIZE": file_bytes,
+        "FSIZE": 0 if confined else COMPILER_FILE_BYTES,
         "CPU": COMPILER_SECONDS,
     }
     limits |= {"NPROC": 0} if confined else {}
     for name, most in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}")
-        hard = resource.getrlimit(kind)[1]  # someone may have set less
+        hard = resource.getrlimit(kind)[1]
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(kind, (most, most))
 
 
-def flush_printed() -> None:
-    """What kernels printed lies in C's buffer: to the pipe with it, before the answer."""
-    ctypes.CDLL(None).fflush(None)
-
-
 def status_of(error: BaseException) -> str:
-    """The status of a result for what a load or a launch raised."""
+    """Return the status of a result for an error of a load or a launch."""
     name = re.search(r"\b(?:cudaError|CUDA_ERROR_)(\w+)", str(error))
     if isinstance(error, CudaError):
         if " is outside of " in str(error):  # a check of debug=True, which traps
@@ -194,24 +177,30 @@ def failure(status: str, error: BaseException) -> dict[str, Any]:
     return {"status": status, "message": (text or type(error).__name__)[:MESSAGE_LETTERS]}
 
 
+def next_job(channel: Channel) -> tuple[dict[str, Any], bytes, list[int]]:
+    """Return the next job. Answer the question whether this process is there."""
+    while True:
+        message, block, files = channel.receive()
+        if message.get("do") != "answer":
+            return message, block, files
+        channel.send({})
+
+
 # ---- the compiler --------------------------------------------------------------------------------
 
 
 def compile_source(needle: Needle, job: dict[str, Any], source: bytes) -> tuple[dict, bytes]:
-    """(answer, machine code)."""
+    """Return (answer, machine code)."""
     entry = job["entry"]
     try:
-        compiled = needle.build(source.decode(), entry, job["arch"], job.get("debug", False))
+        compiled = needle.build(source.decode(), entry, job["arch"], job["debug"])
         facts = compiled[entry]
     except (ValueError, KeyError) as error:  # CompileError is a ValueError, and has the log
         return failure("compile_error", error), b""
+    names = ("registers", "shared_bytes", "local_bytes", "max_threads")
     answer = {
         "status": "ok",
-        "log": compiled.log[:MESSAGE_LETTERS],
-        "resources": {
-            name: getattr(facts, name)
-            for name in ("registers", "shared_bytes", "local_bytes", "max_threads")
-        },
+        "resources": {name: getattr(facts, name) for name in names},
         "parameters": [
             {
                 "type": parameter.type,
@@ -225,17 +214,8 @@ def compile_source(needle: Needle, job: dict[str, Any], source: bytes) -> tuple[
     return answer, compiled.pack()
 
 
-def next_job(channel: Channel) -> tuple[dict[str, Any], bytes, list[int]]:
-    """What the pool wants next; in between it asks whether this process still is there."""
-    while True:
-        header, block, files = channel.receive()
-        if header.get("do") != "answer":
-            return header, block, files
-        channel.send({})
-
-
 def compiler(needle: Needle, channel: Channel, confined: bool) -> None:
-    """Until much of its time is used: the pool starts another."""
+    """Compile until half of the processor time is used: the pool starts another."""
     restrict(confined)
     channel.send({"ready": True})
     while used_seconds() < COMPILER_SECONDS / 2:
@@ -247,7 +227,7 @@ def compiler(needle: Needle, channel: Channel, confined: bool) -> None:
 
 
 def used_seconds() -> float:
-    """Of processors, since this process began."""
+    """Return the processor time of this process."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
@@ -256,42 +236,34 @@ def used_seconds() -> float:
 
 
 class Arrays:
-    """The arrays of a job on the device: slices of one copy of the arena, or, below
+    """The arrays of a job on the device: slices of one copy of the guarded buffer or, under
     compute-sanitizer, an allocation each, so that it sees where each ends."""
 
     def __init__(self, places: list[Place], image: np.ndarray, device: Device, apart: bool) -> None:
         self.places, self.device = places, device
-        self.whole: NDArray | None = None
-        if apart:
-            self.each = [self._alone(place, image) for place in places]
-        else:
-            self.whole = _C.array(image, "uint8", device)
+        self.whole = None if apart else _C.array(image, "uint8", device)
+        self.each = [self._alone(place, image) for place in places] if apart else []
 
     def _alone(self, place: Place, image: np.ndarray) -> NDArray:
-        if place.role == "out":  # initcheck takes what nobody wrote for uninitialised
+        if place.role == "out":  # uninitialised to initcheck
             return _C.empty((place.nbytes,), "uint8", self.device)
         return _C.array(place.bytes_of(image), "uint8", self.device)
 
     def arguments(self) -> list[NDArray]:
         found = []
         for number, place in enumerate(self.places):
-            memory, start = (
-                (self.whole, place.start) if self.whole is not None else (self.each[number], 0)
-            )
-            dtype, shape = passed_as(place)
-            step = place.itemsize if dtype != "uint8" else 1
-            found.append(
-                NDArray.make(shape, handle=memory._handle, offset=start // step, dtype=dtype)
-            )
+            memory, start = (self.each[number], 0) if self.each else (self.whole, place.start)
+            dtype, shape = PASSED_AS.get(place.dtype, place.dtype), place.shape
+            if dtype == "uint8":  # elements that are passed as bytes add an axis
+                shape = (*shape, place.itemsize) if place.itemsize > 1 else shape
+                offset = start
+            else:
+                offset = start // place.itemsize
+            found.append(NDArray.make(shape, handle=memory._handle, offset=offset, dtype=dtype))
         return found
 
-    def restore(self, image: NDArray) -> None:
-        """From an image of the arena that lies on the device."""
-        assert self.whole is not None
-        _C.assign(self.whole, image)
-
     def image(self, before: np.ndarray) -> np.ndarray:
-        """The arena as it is now; where arrays lie apart, between the bands of `before`."""
+        """Return the guarded buffer as it is now."""
         if self.whole is not None:
             return self.whole.numpy()
         after = before.copy()
@@ -300,16 +272,9 @@ class Arrays:
         return after
 
 
-def passed_as(place: Place) -> tuple[str, tuple[int, ...]]:
-    """(dtype, shape) of the array that the kernel gets; elements that go as bytes are one axis
-    more."""
-    dtype = PASSED_AS.get(place.dtype, place.dtype)
-    as_bytes = dtype == "uint8" and place.itemsize > 1
-    return dtype, (*place.shape, place.itemsize) if as_bytes else place.shape
-
-
 def plain(value: dict[str, Any]) -> bool | int | float | bytes | np.generic:
-    """An argument that is no array: a number, NumPy's where it was, or the bytes of a struct."""
+    """Return an argument that is no array: a number, NumPy's if it was, or the bytes of a
+    struct."""
     if "bytes" in value:
         return bytes.fromhex(value["bytes"])
     if "dtype" in value:
@@ -317,126 +282,122 @@ def plain(value: dict[str, Any]) -> bool | int | float | bytes | np.generic:
     return value["number"]
 
 
-class Job:
-    """A run as the pool asks for it: machine code, launch, arguments, and one image of the arena
-    for each open file, in shared memory that only the pool has made."""
+class Run:
+    """A run that the pool asks for: the message, machine code, and the guarded buffers, one for
+    each open file."""
 
-    def __init__(self, header: dict[str, Any], compiled: bytes, files: list[int]) -> None:
-        self.header, self.compiled = header, compiled
-        self.grid, self.block = tuple(header["grid"]), tuple(header["block"])
-        self.shared = header["shared"]
-        self.places = [Place.from_json(place) for place in header["places"]]
+    def __init__(
+        self, needle: Needle, message: dict[str, Any], compiled: bytes, files: list[int]
+    ) -> None:
+        self.needle, self.message, self.compiled = needle, message, compiled
+        self.places = [
+            Place(**{**place, "shape": tuple(place["shape"])}) for place in message["places"]
+        ]
         self.images = [np.frombuffer(mmap.mmap(file, 0), np.uint8) for file in files]
         for file in files:
             os.close(file)
 
+    def load(self, device: Device) -> Any:
+        return self.needle.load(self.compiled, self.message["entry"], device)
+
     def call(self, kernel: Any, arrays: list[NDArray]) -> None:
-        left = iter(arrays)
-        arguments = [
-            next(left) if value is None else plain(value) for value in self.header["arguments"]
-        ]
-        kernel(self.grid, self.block, *arguments, shared=self.shared)
+        left, asked = iter(arrays), self.message
+        arguments = [next(left) if value is None else plain(value) for value in asked["arguments"]]
+        kernel(tuple(asked["grid"]), tuple(asked["block"]), *arguments, shared=asked["shared"])
 
     def give(self, number: int, after: np.ndarray) -> None:
-        """What the kernel left of image `number` to the pool: the arrays that come back."""
+        """Return the outputs of a run with image `number` to the pool."""
         for place in self.places:
-            if place.role in ("inout", "out"):
+            if place.returned:
                 place.bytes_of(self.images[number])[:] = place.bytes_of(after)
 
+    def launch(self, kernel: Any, device: Device, apart: bool) -> dict[str, Any]:
+        """Launch once, and again if an output seems unwritten. Return the answer."""
+        places, before = self.places, self.images[0]
 
-def run(needle: Needle, job: Job, kernel: Any, device: Device, apart: bool) -> dict[str, Any]:
-    """One launch, and what it left; a second one where an output seems not to be written."""
-    places, before = job.places, job.images[0]
+        def left_by(image: np.ndarray) -> np.ndarray:
+            arrays = Arrays(places, image, device, apart)
+            self.call(kernel, arrays.arguments())
+            device.synchronize()
+            return arrays.image(image)
 
-    def launch(image: np.ndarray) -> np.ndarray:
-        arrays = Arrays(places, image, device, apart)
-        job.call(kernel, arrays.arguments())
-        device.synchronize()
-        return arrays.image(image)
+        after = left_by(before)
+        outside = guard.written_outside(before, after, places)
+        suspects = {} if apart else guard.suspects(before, after, places)
+        missing = None
+        if suspects and outside is None:
+            other = guard.complement(before, places)
+            again = guard.suspects(other, left_by(other), places)
+            missing = guard.unwritten(suspects, again, places)
+        self.give(0, after)
+        if outside is not None:
+            return {"status": "out_of_bounds", "message": outside}
+        if missing is not None:
+            return {"status": "wrong_result", "message": missing}
+        return {"status": "ok"}
 
-    after = launch(before)
-    outside = arena.written_outside(before, after, places)
-    left = {} if apart else arena.suspects(before, after, places)
-    missing = None
-    if left and outside is None:
-        other = arena.complement(before, places)
-        missing = arena.unwritten(left, arena.suspects(other, launch(other), places), places)
-    job.give(0, after)
-    if outside is not None:
-        return {"status": "out_of_bounds", "message": outside}
-    if missing is not None:
-        return {"status": "wrong_result", "message": missing}
-    return {"status": "ok"}
+    def time(self, device: Device) -> dict[str, Any]:
+        """Time calls over all images; each image then holds the outputs of its last call."""
+        arrays = Arrays(self.places, self.images[0], device, apart=False)
+        given = arrays.arguments()
+        pristine = [_C.array(image, "uint8", device) for image in self.images]
+        outside: list[str] = []
 
+        def keep(number: int) -> None:
+            after = arrays.image(self.images[number])
+            found = guard.written_outside(self.images[number], after, self.places)
+            outside.extend([found] if found else [])
+            self.give(number, after)
 
-def time(needle: Needle, job: Job, load: Callable[[], Any], device: Device) -> dict[str, Any]:
-    """Timed calls over all images; each is left with what its last call wrote."""
-    arrays = Arrays(job.places, job.images[0], device, apart=False)
-    given = arrays.arguments()
-    pristine = [_C.array(image, "uint8", device) for image in job.images]
-    outside: list[str] = []
+        def load_anew() -> Callable[[], None]:
+            kernel = self.load(device)
+            return lambda: self.call(kernel, given)
 
-    def keep(number: int) -> None:
-        after = arrays.image(job.images[number])
-        found = arena.written_outside(job.images[number], after, job.places)
-        outside.extend([found] if found else [])
-        job.give(number, after)
+        warm = self.message["warm"]
+        times, nothing, device_rate = timing.measure(
+            load_anew,
+            lambda number: _C.assign(arrays.whole, pristine[number]),
+            keep,
+            len(self.images),
+            warm,
+            device,
+            self.needle.flush_bytes,
+        )
+        if outside:
+            return {"status": "out_of_bounds", "message": outside[0]}
+        judged = timing.judge(
+            times,
+            nothing,
+            device_rate,
+            sum(place.nbytes for place in self.places if place.role == "out"),
+            sum(place.nbytes for place in self.places),
+            self.message["local_bytes"],
+            warm,
+        )
+        return {"status": "ok", "timing": dataclasses.asdict(judged)}
 
-    def load_anew() -> Callable[[], None]:
-        kernel = load()
-        return lambda: job.call(kernel, given)
-
-    warm = job.header["warm"]
-    times, nothing, device_rate = measure.measure(
-        load_anew,
-        lambda number: arrays.restore(pristine[number]),
-        keep,
-        len(job.images),
-        warm,
-        device,
-        needle.flush_bytes,
-    )
-    if outside:
-        return {"status": "out_of_bounds", "message": outside[0]}
-    sizes = [(place.nbytes, place.role == "out") for place in job.places]
-    timing = measure.judge(
-        times,
-        nothing,
-        device_rate,
-        sum(size for size, is_out in sizes if is_out),
-        sum(size for size, _ in sizes),
-        job.header["local_bytes"],
-        warm,
-    )
-    return {"status": "ok", "timing": dataclasses.asdict(timing)}
-
-
-def attempt(needle: Needle, job: Job, device: Device, apart: bool) -> dict[str, Any]:
-    """The answer to a job, whatever it does to the device. Whoever asks ends the process after a
-    fault (`faulted`)."""
-
-    def load() -> Any:
-        return needle.load(job.compiled, job.header["entry"], device)
-
-    try:
-        if job.header["do"] == "time":
-            answer, kernel = time(needle, job, load, device), load()
-        else:
-            kernel = load()
-            answer = run(needle, job, kernel, device, apart)
-        report = kernel.check(job.grid, job.block, job.shared)
-        answer["occupancy"] = {
-            name: getattr(report, name) for name in ("occupancy", "limiter", "blocks_per_sm")
-        }
-        return answer
-    except CudaFatalError as error:
-        return {**failure(status_of(error), error), "faulted": True}
-    except (CudaError, MemoryError, TypeError, ValueError, OverflowError, KeyError) as error:
-        return failure(status_of(error), error)
+    def answer(self, device: Device, apart: bool) -> dict[str, Any]:
+        """Return the answer. After a fault (`faulted`) the process ends."""
+        try:
+            if self.message["do"] == "time":
+                answer, kernel = self.time(device), self.load(device)
+            else:
+                kernel = self.load(device)
+                answer = self.launch(kernel, device, apart)
+            asked = self.message
+            report = kernel.check(tuple(asked["grid"]), tuple(asked["block"]), asked["shared"])
+            answer["occupancy"] = {
+                name: getattr(report, name) for name in ("occupancy", "limiter", "blocks_per_sm")
+            }
+            return answer
+        except CudaFatalError as error:
+            return {**failure(status_of(error), error), "faulted": True}
+        except (CudaError, MemoryError, TypeError, ValueError, OverflowError, KeyError) as error:
+            return failure(status_of(error), error)
 
 
 def give_memory_back(device: Device, kept: int) -> int:
-    """Bytes that went back to the system: all that no array uses, where it is more than `kept`."""
+    """Return unused device memory to the system if it is more than `kept`. Return its bytes."""
     before = device.memory_stats()["reserved_bytes"]
     if before <= kept:
         return 0
@@ -445,62 +406,49 @@ def give_memory_back(device: Device, kept: int) -> int:
 
 
 def runner(needle: Needle, channel: Channel, apart: bool) -> None:
-    try:
-        device = needle.open()
-        needle.prove(device)
-    except Exception as error:
-        channel.send({"ready": False, "message": str(error)[:MESSAGE_LETTERS]})
-        return
+    device = needle.open()
+    needle.check(device)
     facts = {**device.properties(), "arch": needle.arch(device)}
     channel.send({"ready": True, "facts": facts})
     while True:
-        header, block, files = next_job(channel)
-        if header["do"] == "prove":
-            try:
-                needle.prove(device)
-            except Exception as error:
-                channel.send({"ready": False, "message": str(error)[:MESSAGE_LETTERS]})
-                return
+        message, block, files = next_job(channel)
+        if message["do"] == "check":
+            needle.check(device)
             channel.send({"ready": True})
-        elif header["do"] == "clean":
+        elif message["do"] == "clean":
             channel.send({"freed": give_memory_back(device, 0)})
-        elif header["do"] == "end":
+        elif message["do"] == "end":
             return
         else:
-            answer = attempt(needle, Job(header, block, files), device, apart)
-            flush_printed()
+            answer = Run(needle, message, block, files).answer(device, apart)
+            ctypes.CDLL(None).fflush(None)  # what kernels printed
             if not answer.get("faulted"):
                 give_memory_back(device, KEPT_BYTES)
             channel.send(answer)
             if answer.get("faulted") and not apart:  # compute-sanitizer reports at a proper end
-                os._exit(FAULTED)
+                os._exit(os.EX_TEMPFAIL)
 
 
 def main(argv: list[str], needle: Needle | None = None) -> NoReturn:
     role, sock = argv[0], socket.socket(fileno=int(argv[1]))
-    sock.set_inheritable(False)  # who holds it counts as this process (needle.kernels.crew)
-    needle = needle or Needle()
+    sock.set_inheritable(False)  # the pool takes another holder for this process
+    needle, channel = needle or Needle(), Channel(sock)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if role != "traced":  # its parent is compute-sanitizer, whose threads come and go
-        end_with_parent()
-    channel = Channel(sock)
-    if role == "confined":
-        try:
-            needle.confine()  # while this process has one thread
-        except (RuntimeError, ValueError, OSError) as error:
-            channel.send({"ready": False, "message": str(error)[:MESSAGE_LETTERS]})
-            sys.exit(1)
-    end_with_socket(sock)
     try:
+        if role == "confined":
+            needle.confine()  # while this process has one thread
+        end_with_socket(sock)
         if role == "devices":
-            try:
-                channel.send({"ready": True, "devices": needle.devices()})
-            except (RuntimeError, ValueError) as error:
-                channel.send({"ready": False, "message": str(error)[:MESSAGE_LETTERS]})
+            channel.send({"ready": True, "facts": {"devices": needle.devices()}})
         elif role in ("compiler", "confined"):
             compiler(needle, channel, role == "confined")
         else:
             runner(needle, channel, apart=role == "traced")
     except (EOFError, ConnectionError):
-        sys.exit(0)  # the pool is gone
+        pass  # the pool is gone
+    except Exception as error:
+        known = isinstance(error, (RuntimeError, ValueError, OSError))
+        said = str(error) if known else repr(error)
+        channel.send({"ready": False, "message": said[:MESSAGE_LETTERS]})
+        sys.exit(1)
     sys.exit(0)

@@ -288,7 +288,7 @@ def test_missing_libraries_are_named(build, monkeypatch, toolkit):
 def test_pip_packages_are_found(build, monkeypatch, tmp_path):
     for package in ("nvidia/cu13", "nvidia/cuda_nvcc"):
         (tmp_path / package).mkdir(parents=True)
-    monkeypatch.setattr(build.cuda, "site_folders", lambda: [tmp_path])
+    monkeypatch.setattr(build.cuda.toolkit, "site_folders", lambda: [tmp_path])
     roots = [root for how, root in build.cuda.toolkit_roots() if "pip" in how]
     assert roots == [tmp_path / "nvidia/cu13", tmp_path / "nvidia/cuda_nvcc"]
 
@@ -325,10 +325,10 @@ class Tree:
 
     def __init__(self, root: Path):
         self.root = root
-        for folder in ("csrc/cpu", "csrc/python", "cuda", "needle"):
+        for folder in ("csrc/cpu", "csrc/python", "cuda", "needle/kernels"):
             (root / folder).mkdir(parents=True)
         shutil.copytree(ROOT / "building", root / "building")
-        for file in ("setup.py", "pyproject.toml", "cuda/exports.map"):
+        for file in ("setup.py", "pyproject.toml", "cuda/exports.map", "needle/kernels/toolkit.py"):
             shutil.copy(ROOT / file, root / file)
         (root / "README.md").write_text("small")
         self.write("needle/__init__.py", "")

@@ -1,13 +1,12 @@
 """The machine code of the Hopper kernels: their products are those of wgmma, and the compiler makes
 none of them wait for another. Needs nvcc, and no GPU."""
 
+import struct
 import subprocess
 import sys
 
 import pytest
 from harness import ROOT
-
-from needle.kernels import cubin
 
 sys.path.insert(0, str(ROOT))
 from building import cuda  # noqa: E402
@@ -20,12 +19,17 @@ SHARED, REGISTERS = 0x9F0, 0xDF0
 
 
 def words_of(code: bytes) -> list[int]:
-    """The lower halves of the instructions of all functions, 16 bytes each."""
-    parts = [s.data for s in cubin._sections(code) if s.name.startswith(".text.")]
+    """Return the lower halves of the instructions of all functions, 16 bytes each, from the ELF
+    sections .text.NAME."""
+    (table,) = struct.unpack_from("<Q", code, 40)
+    size, count, names_at = struct.unpack_from("<HHH", code, 58)
+    sections = [struct.unpack_from("<IIQQQQ", code, table + i * size) for i in range(count)]
+    names = sections[names_at][4]
     return [
-        int.from_bytes(part[at : at + 8], "little")
-        for part in parts
-        for at in range(0, len(part), 16)
+        int.from_bytes(code[at : at + 8], "little")
+        for name, _, _, _, offset, length in sections
+        if code[names + name :].startswith(b".text.")
+        for at in range(offset, offset + length, 16)
     ]
 
 

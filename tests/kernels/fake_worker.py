@@ -109,13 +109,13 @@ class FakeNeedle(worker.Needle):
     def load(self, compiled, entry, device):
         return Kernel(function_of(compiled.decode(), entry))
 
-    def prove(self, device):
+    def check(self, device):
         if "FAKE_LOG" in os.environ:
             with open(os.environ["FAKE_LOG"], "a") as log:
                 log.write(f"{os.getpid()} proves itself\n")
         if os.path.exists(os.environ.get("FAKE_BROKEN", "")):
             raise RuntimeError("3 x + 1 is wrong")
-        super().prove(device)
+        super().check(device)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,13 @@ from fake_pool import SOURCE
 
 from needle.kernels import serve
 from needle.kernels.access import LOOPBACK_NAMES, listen
-from needle.kernels.isolate import Result
+from needle.kernels.job import RequestLimits
+from needle.kernels.pool import Result
 from needle.kernels.serve import Service, listening
-from needle.kernels.wire import Limits
 
 TOKEN = "t" * 43
 IDLE = 0.3  # seconds that a connection of these tests may say nothing
-LIMITS = Limits(body_bytes=1 << 20, source_bytes=8 << 10, array_bytes=1 << 20)
+LIMITS = RequestLimits(body_bytes=1 << 20, source_bytes=8 << 10, array_bytes=1 << 20)
 X = np.arange(6, dtype=np.float32)
 ARGS = [{"array": "x"}, {"shape": [6], "dtype": "float32", "out": True}, 2.0, 6]
 JOB = {"source": SOURCE, "entry": "scale", "cases": [{"grid": 1, "block": 32, "args": ARGS}]}
@@ -28,14 +28,13 @@ SIMPLE = {"source": "any", "entry": "k", "cases": [{"grid": 1, "block": 1, "args
 
 
 class MadeUpPool:
-    """Answers at once, except where the source is "wait": then when it is told, or closed."""
+    """A pool that answers at once; a source "wait" when `go` is set, or the pool is closed."""
 
     def __init__(self):
         self.go, self.begun, self.closed = threading.Event(), threading.Semaphore(0), False
-        self.calls, self.lost, self.state_waits = [], None, threading.Event()
+        self.calls, self.lost = [], None
         self.compilers_lost = None
         self.uuid = "GPU-00000000-0000-0000-0000-000000000001"
-        self.state_waits.set()
 
     def run(self, source, entry, *args, **more):
         self.calls.append(entry)
@@ -47,7 +46,6 @@ class MadeUpPool:
         return Result("crashed" if self.closed else "illegal_address", "it " * 3, printed="\0\x1b[")
 
     def state(self):
-        assert self.state_waits.wait(60)
         one = {
             "facts": {} if self.uuid is None else {"name": "H", "uuid": self.uuid},
             "ready": [1],

@@ -1,20 +1,18 @@
-"""needle/kernels/compile.py and cubin.py: names, logs, caches, and what is read from machine code,
-against ptxas' own account and the PTX."""
+"""needle/kernels/compile.py and toolkit.py: names, logs, caches, and the resources of kernels."""
 
 import ctypes
 import importlib
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
 
 import pytest
-from harness import ROOT
+from harness import ROOT, naming
 from kernel_sources import SCALES, SOURCE, needs_nvrtc
 
-from needle.kernels import Compiled, CompileError, build, cubin
+from needle.kernels import Compiled, CompileError, build, toolkit
 from needle.kernels import limits as limits_of
 
 compile_module = importlib.import_module("needle.kernels.compile")
@@ -123,9 +121,8 @@ def test_the_log_has_the_lines_of_the_source():
 
 
 @needs_nvrtc
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
+def test_sources_that_do_not_compile_are_explained():
+    for arguments, said in (
         ((PLAIN, "g<float>"), "g"),
         (("__device__ void g() {}\n" + PLAIN, "g"), "non-__global__.*g"),
         (("__constant__ int k;\n" + PLAIN, "&k"), "'&k' is no kernel"),
@@ -136,35 +133,32 @@ def test_the_log_has_the_lines_of_the_source():
         ((PLAIN, (), "90a", ["--no-such-option"]), "no-such-option"),
         ((PLAIN, (), "90a", ["-DX", "-dlto"]), "no machine code with the options -DX -dlto: leave"),
         ((FULL,), "too much shared data"),
-    ],
-)
-def test_what_does_not_compile(arguments, said):
-    assert re.search(said, str(error_of(*arguments)), re.DOTALL)
+    ):
+        with naming(said):
+            assert re.search(said, str(error_of(*arguments)), re.DOTALL)
 
 
-def test_what_is_no_source_and_no_architecture():
-    with pytest.raises(TypeError, match="source: must be the text of a program, not bytes"):
-        build(b"")
-    with pytest.raises(TypeError, match=r"options: must be a list of texts; write \['-DX'\]"):
-        build(PLAIN, options="-DX")
-    with pytest.raises(TypeError, match="options: must be a list of texts, and 1 in it is none"):
-        build(PLAIN, options=["-DX", 1])
-    with pytest.raises(TypeError, match="options: must be a list of texts, not 1"):
-        build(PLAIN, options=1)
-    with pytest.raises(TypeError, match="entries: must be a list of texts, and None in it is none"):
-        build(PLAIN, [None])
-    with pytest.raises(ValueError, match="arch: 'hopper' is no architecture"):
-        build(PLAIN, arch="hopper")
+def test_wrong_arguments_are_named():
+    for error, said, arguments, more in (
+        (TypeError, "source: must be the text of a program, not bytes", [b""], {}),
+        (TypeError, r"options: .* list of texts; write \['-DX'\]", [PLAIN], {"options": "-DX"}),
+        (TypeError, "options: .* list of texts, and 1 in it", [PLAIN], {"options": ["-DX", 1]}),
+        (TypeError, "options: must be a list of texts, not 1", [PLAIN], {"options": 1}),
+        (TypeError, "entries: must be a list of texts, and None", [PLAIN, [None]], {}),
+        (ValueError, "arch: 'hopper' is no architecture", [PLAIN], {"arch": "hopper"}),
+    ):
+        with naming(said), pytest.raises(error, match=said):
+            build(*arguments, **more)
 
 
 def test_a_machine_without_nvrtc_is_told_what_to_install(monkeypatch):
     def missing(name):
         raise OSError(name)
 
-    monkeypatch.setattr(compile_module, "_roots", lambda: [])
-    monkeypatch.setattr(compile_module.ctypes, "CDLL", missing)
+    monkeypatch.setattr(toolkit, "toolkit_roots", lambda: [])
+    monkeypatch.setattr(toolkit.ctypes, "CDLL", missing)
     with pytest.raises(RuntimeError, match="no NVRTC.*pip install nvidia-cuda-nvrtc"):
-        compile_module.find_toolkit.__wrapped__()
+        toolkit.find_toolkit.__wrapped__()
 
 
 def test_the_toolkit_is_found_in_nvidias_pip_packages(monkeypatch, tmp_path):
@@ -180,14 +174,14 @@ def test_the_toolkit_is_found_in_nvidias_pip_packages(monkeypatch, tmp_path):
         ("cu13", "libnvrtc.so.13", "cu13/include/cccl"),
     ):
         monkeypatch.setenv("CUDA_HOME", str(nvidia / home))
-        found = compile_module.find_toolkit.__wrapped__()
+        found = toolkit.find_toolkit.__wrapped__()
         assert found.nvrtc == nvidia / home / "lib" / library
         assert nvidia / include in found.include
     monkeypatch.delenv("CUDA_HOME")
     monkeypatch.delenv("CUDA_PATH", raising=False)
-    monkeypatch.setattr(compile_module.sys, "path", [str(tmp_path)])
-    roots = list(compile_module._roots())
-    assert roots[-2:] == [nvidia.parent / "nvidia" / name for name in ("cu13", "cuda_nvrtc")]
+    monkeypatch.setattr(toolkit.sys, "path", [str(tmp_path)])
+    roots = [root for _, root in toolkit.toolkit_roots()]
+    assert roots[-2:] == [nvidia / name for name in ("cu13", "cuda_nvrtc")]
 
 
 # ---- options, cache, bytes -----------------------------------------------------------------------
@@ -241,9 +235,6 @@ def test_it_travels_as_bytes():
     again = Compiled.unpack(data)
     assert again == compiled and again is not compiled
     assert again["numbers"].signature == compiled["numbers"].signature
-    for bad in (b"", data[1:], b"\x80\x04K\x01.", compiled.cubin):
-        with pytest.raises(ValueError, match=r"do not come from Compiled.pack\(\)"):
-            Compiled.unpack(bad)
 
 
 @needs_nvrtc
@@ -251,128 +242,82 @@ def test_the_machine_code_names_lines_of_the_source():
     assert b".debug_line" in build(PLAIN).cubin and b"kernel.cu" in build(PLAIN).cubin
 
 
-# ---- what is read from the machine code ----------------------------------------------------------
+# ---- resources -----------------------------------------------------------------------------------
 
 
-def ptx_of(source: str) -> str:
-    """By NVRTC, called by hand."""
-    library = ctypes.CDLL(str(compile_module.find_toolkit().nvrtc))
-    program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    done = library.nvrtcCreateProgram(
-        ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None
-    )
-    flags = ["--gpu-architecture=compute_90a", "-std=c++17"]
-    flags += [f"-I{folder}" for folder in compile_module.find_toolkit().include]
-    given = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
-    done = done or library.nvrtcCompileProgram(program, len(flags), given)
-    done = done or library.nvrtcGetPTXSize(program, ctypes.byref(size))
-    text = ctypes.create_string_buffer(size.value)
-    done = done or library.nvrtcGetPTX(program, text)
-    assert done == 0
-    library.nvrtcDestroyProgram(ctypes.byref(program))
-    return text.value.decode()
+class Affine(ctypes.Structure):
+    _fields_ = [("a", ctypes.c_char), ("b", ctypes.c_double)]
 
 
-LARGE = "struct Large { char c[5000]; };\n__global__ void large(Large a, float *y, Large b) {}\n"
-SIZES = {"b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "b32": 4, "u32": 4, "s32": 4,
-         "f32": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8}  # fmt: skip
+class Three(ctypes.Structure):
+    _fields_ = [("c", ctypes.c_char * 3)]
+
+
+class Large(ctypes.Structure):
+    _fields_ = [("c", ctypes.c_char * 5000)]
 
 
 @needs_nvrtc
-def test_parameters_are_those_of_the_ptx():
-    """PTX declares each with its type, and arrays of bytes with their alignment."""
-    seen = 0
-    for source in (SOURCE, LARGE):
-        found = cubin.kernels(build(source).cubin)
-        for match in re.finditer(r"\.entry (\w+)\(([^)]*)\)", ptx_of(source)):
-            layout, end = [], 0
-            for align, kind, count in re.findall(
-                r"\.param (?:\.align (\d+) )?\.(\w+)(?: \.ptr[^,\n]*?)? "
-                r"\w+_param_\d+(?:\[(\d+)\])?",
-                match[2],
-            ):
-                size = SIZES[kind]
-                end = -(-end // int(align or size)) * int(align or size)
-                layout.append((end, size * int(count or 1)))
-                end += size * int(count or 1)
-            assert found[match[1]].parameters == layout, match[1]
-            seen += len(layout)
-    assert seen > 40
-
-
-def ptxas_of_this_release() -> str | None:
-    """The assembler beside NVRTC, or another of its release."""
-    beside = compile_module.find_toolkit().nvrtc.parent.parent / "bin" / "ptxas"
-    found = next((f for f in (beside, "/usr/local/cuda/bin/ptxas", "ptxas") if shutil.which(f)), "")
-    numbers = ctypes.c_int(), ctypes.c_int()
-    library = ctypes.CDLL(str(compile_module.find_toolkit().nvrtc))
-    library.nvrtcVersion(*map(ctypes.byref, numbers))
-    release = f"release {numbers[0].value}.{numbers[1].value},"
-    told = found and subprocess.run([found, "--version"], capture_output=True, text=True).stdout
-    return str(found) if release in told else None
+def test_the_layout_of_parameters_is_that_of_c():
+    """That of a C struct with the same fields, on each architecture."""
+    types = {
+        "bool": ctypes.c_bool, "float *": ctypes.c_void_p, "char": ctypes.c_char,
+        "short": ctypes.c_short, "Affine": Affine, "int": ctypes.c_int, "Three": Three,
+        "double": ctypes.c_double, "float": ctypes.c_float, "long long": ctypes.c_longlong,
+        "Large": Large, "int *": ctypes.c_void_p,
+    }  # fmt: skip
+    source = "struct Affine { char a; double b; }; struct Three { char c[3]; };\n"
+    source += "struct Large { char c[5000]; };\n__global__ void k("
+    source += ", ".join(f"{name} p{n}" for n, name in enumerate(types)) + ") {}"
+    layout = type("Layout", (ctypes.Structure,), {
+        "_fields_": [(f"p{n}", kind) for n, kind in enumerate(types.values())]
+    })  # fmt: skip
+    expected = [
+        (getattr(layout, name).offset, ctypes.sizeof(kind)) for name, kind in layout._fields_
+    ]
+    for arch in ("80", "90a", "120"):
+        parameters = build(source, arch=arch)["k"].signature.parameters
+        assert [(p.offset, p.size) for p in parameters] == expected, arch
+    assert build("__global__ void none() {}")["none"].signature.parameters == ()
 
 
 @needs_nvrtc
-def test_resources_are_those_that_ptxas_tells(tmp_path):
-    ptxas = ptxas_of_this_release()
-    if ptxas is None:
-        pytest.skip("needle: no ptxas of NVRTC's release to compare with")
-    (tmp_path / "kernel.ptx").write_text(ptx_of(SOURCE))
-    command = [ptxas, "-v", "-arch=sm_90a", "kernel.ptx", "-o", "kernel.cubin"]
-    done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
-    found = cubin.kernels((tmp_path / "kernel.cubin").read_bytes())
-    told = re.findall(
-        r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame.*?Used (\d+) registers"
-        r"(.*?)\n(?:ptxas|$)",
-        done.stdout + done.stderr + "\nptxas",
-        re.DOTALL,
-    )
-    assert len(told) >= 9
-    for symbol, frame, registers, rest in told:
-        kernel = found[symbol]
-        shared, barriers = (re.search(rf"(\d+) {what}", rest) for what in ("bytes smem", "barrier"))
-        assert kernel.registers == int(registers), symbol
-        assert kernel.local_bytes == int(frame), symbol
-        assert kernel.shared_bytes == (int(shared[1]) if shared else 0), symbol
-        assert kernel.barriers == (int(barriers[1]) if barriers else 0), symbol
-    assert found["_Z5stackPfi"].local_bytes >= 4000 and found["_Z4tilePf"].shared_bytes == 400
-    assert found["_Z7boundedPf"].max_threads == 128
-    assert found["plain"].barriers == 0 and found["_Z8barriersPi"].barriers == 6
-
-
-@needs_nvrtc
-def test_sizes_that_the_source_fixes():
-    source = """
-    __global__ void __cluster_dims__(2, 1, 1) pairs(int *x) { x[0] = 1; }
+def test_resources_are_those_of_the_source():
+    compiled = build(SOURCE)
+    assert compiled["stack"].local_bytes >= 4000 and compiled["plain"].local_bytes == 0
+    assert compiled["tile"].shared_bytes == 400 and compiled["plain"].shared_bytes == 0
+    assert compiled["bounded"].max_threads == 128 and compiled["plain"].max_threads == 1024
+    assert compiled["plain"].barriers == 0 and compiled["barriers"].barriers == 6
+    assert all(4 <= entry.registers <= 255 for entry in compiled.entries.values())
+    limited = build(SOURCE, options=["--maxrregcount=24"])
+    assert max(entry.registers for entry in limited.entries.values()) <= 24
+    assert "ptxas info" not in compiled.log
+    calls = """
+    __device__ __noinline__ int far(int n) {
+        volatile int a[100];
+        for (int i = 0; i < n; i++) a[i] = n;
+        return a[n % 10];
+    }
+    __global__ void __launch_bounds__(64, 2) far_away(int *p) { p[0] = far(p[0]); }
+    __global__ void __cluster_dims__(2, 1, 3) pairs(int *x) { x[0] = 1; }
     __global__ void __block_size__((128, 2, 1)) fixed(int *x) { x[0] = 1; }
     """
-    compiled = build(source)
-    assert compiled["pairs"].cluster == (2, 1, 1) and compiled["pairs"].block is None
+    compiled = build(calls)
+    assert compiled["far_away"].local_bytes >= 400 and compiled["far_away"].max_threads == 64
+    assert compiled["pairs"].cluster == (2, 1, 3) and compiled["pairs"].block is None
     assert compiled["fixed"].block == (128, 2, 1)
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("arch", [str(number) for number in limits_of.ARCHS])
-def test_every_architecture_of_the_table(arch):
+def test_every_architecture_of_the_table_compiles():
     source = "__global__ void f(float *x, int n) { __shared__ int y[25]; y[threadIdx.x] = n; " \
              "__syncthreads(); x[threadIdx.x] = y[24 - threadIdx.x]; }"  # fmt: skip
-    if int(arch) not in compile_module._nvrtc().archs():
-        pytest.skip(f"the NVRTC that is here does not know sm_{arch}")
-    found = build(source, arch=arch)["f"]
-    assert 0 < found.registers < 40 and found.shared_bytes == 100 and found.local_bytes == 0
-    assert found.check(2, 32).occupancy > 0
-    assert [(p.offset, p.size) for p in found.signature.parameters] == [(0, 8), (8, 4)]
-
-
-@needs_nvrtc
-def test_what_can_be_compiled_can_be_checked():
-    known = [number for number in compile_module._nvrtc().archs() if number >= min(limits_of.ARCHS)]
-    assert {number for number in known if number <= max(limits_of.ARCHS)} <= limits_of.ARCHS.keys()
-
-
-@needs_nvrtc
-def test_what_is_no_cubin():
-    good = build(PLAIN).cubin
-    for bad in (b"", b"\x7fELF", good[:50], good[:200], good[: len(good) // 2], b"\0" * 1000):
-        with pytest.raises(ValueError, match="cubin"):
-            cubin.kernels(bad)
+    known = compile_module._nvrtc().archs()
+    for number in limits_of.ARCHS.keys() & set(known):
+        with naming(number):
+            found = build(source, arch=number)["f"]
+            assert 0 < found.registers < 40 and found.shared_bytes == 100
+            assert found.local_bytes == 0 and found.check(2, 32).occupancy > 0
+            assert [(p.offset, p.size) for p in found.signature.parameters] == [(0, 8), (8, 4)]
+    least, most = min(limits_of.ARCHS), max(limits_of.ARCHS)
+    assert {number for number in known if least <= number <= most} <= limits_of.ARCHS.keys()

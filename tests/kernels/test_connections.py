@@ -1,26 +1,21 @@
-"""Connections of the service while files are few, and clients without the token: a connection
-whose client says nothing, or never showed the token, gives way."""
+"""Connections of the service at their limit: one that is idle, or never showed the token, is
+closed for a new one. Clients without the token cannot keep out one that has it."""
 
 import contextlib
-import errno
-import logging
 import os
-import resource
 import select
 import socket
-import subprocess
-import sys
 import threading
 import time
 from contextlib import ExitStack, contextmanager
 
 import pytest
-from harness import ROOT
-from serving import IDLE, SIMPLE, TOKEN, running, waiting
+from harness import naming
+from serving import IDLE, SIMPLE, TOKEN, MadeUpPool, running, waiting
 
 pytest.importorskip("aiohttp", reason="no aiohttp (pip install aiohttp): no service")
 
-from needle.kernels import access, serve
+from needle.kernels import serve
 from needle.kernels.access import listen
 
 pytestmark = pytest.mark.slow
@@ -48,11 +43,11 @@ def files() -> int:
 
 @pytest.fixture
 def patient(monkeypatch):
-    """Connections that say nothing stay, unless others need their place."""
+    """Idle connections stay, unless others need their place."""
     monkeypatch.setattr("serving.IDLE", 60.0)
 
 
-def test_the_oldest_that_says_nothing_gives_way(patient, made_up):
+def test_the_oldest_idle_connection_is_closed_at_the_limit(patient, made_up):
     with running(made_up, connections=MOST) as client:
         first = idle(client, MOST)
         assert client.alive()
@@ -60,15 +55,15 @@ def test_the_oldest_that_says_nothing_gives_way(patient, made_up):
         before = files()
         more = idle(client, 100)
         assert client.alive() and client.evaluate(SIMPLE)[0] == 200
-        # Those of the clients; of the service no more than it may have.
+        # The clients' and at most MOST of the service.
         assert files() <= before + 100 + MOST
         assert sum(map(closed, more)) >= 100 - MOST
         for one in (*first, *more):
             one.close()
 
 
-def test_a_request_that_is_answered_keeps_its_place(patient, made_up):
-    """While its job waits; one whose head is not yet whole is as one that is idle."""
+def test_a_request_under_way_keeps_its_connection(patient, made_up):
+    """One whose head is incomplete counts as idle."""
     with running(made_up, connections=MOST) as client, waiting(client, 2) as answers:
         slow = idle(client, 1)[0]
         slow.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
@@ -79,8 +74,7 @@ def test_a_request_that_is_answered_keeps_its_place(patient, made_up):
     assert [status for status, _ in answers] == [200, 200]
 
 
-def test_an_answer_that_is_being_sent_keeps_its_place(patient, made_up, monkeypatch):
-    """It is read slowly, and longer than what the system holds."""
+def test_an_answer_that_is_read_slowly_keeps_its_connection(patient, made_up, monkeypatch):
     size = 32 << 20
     monkeypatch.setattr(serve, "to_json", lambda value: b" " * size)
     with running(made_up, connections=MOST) as client:
@@ -97,7 +91,7 @@ def test_an_answer_that_is_being_sent_keeps_its_place(patient, made_up, monkeypa
             one.close()
 
 
-def test_a_connection_that_showed_the_token_gives_way_last(patient, made_up):
+def test_a_connection_that_showed_the_token_is_closed_last(patient, made_up):
     with running(made_up, connections=MOST) as client:
         kept = client.connect()
         for others in (idle(client, 50), idle(client, 50)):
@@ -118,7 +112,7 @@ def test_more_requests_than_connections_are_refused(patient, made_up):
     assert [status for status, _ in answers] == [200, 200]
 
 
-def test_an_answer_that_is_not_taken_ends_its_connection(patient, made_up, monkeypatch):
+def test_an_answer_that_is_not_read_ends_its_connection(patient, made_up, monkeypatch):
     size = 32 << 20
     monkeypatch.setattr(serve, "to_json", lambda value: b" " * size)
     monkeypatch.setattr(serve, "ANSWER_SECONDS", 0.3)
@@ -132,59 +126,7 @@ def test_an_answer_that_is_not_taken_ends_its_connection(patient, made_up, monke
         assert 0 < got < size and not client.service.busy
 
 
-def test_a_shortage_of_files_is_no_end(made_up, caplog, monkeypatch):
-    """asyncio tries again after a second."""
-    left = [1]
-    real = socket.socket.accept
-
-    def accept(sock):
-        if left:
-            left.pop()
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return real(sock)
-
-    monkeypatch.setattr(socket.socket, "accept", accept)
-    with caplog.at_level(logging.WARNING), running(made_up) as client:
-        assert client.alive() and not left
-    (record,) = caplog.records
-    assert record.getMessage().startswith("socket.accept() out of system resource")
-
-
-def limited(soft: int, hard: int, devices: int) -> str:
-    """What a process with these limits says."""
-    code = f"""
-import resource
-import select
-from needle.kernels import access
-resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
-access.raise_limit()
-print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], end=" ")
-try:
-    print(access.room({devices}))
-except RuntimeError as error:
-    print(error)
-"""
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        check=True,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    ).stdout.strip()
-
-
-def test_the_limit_is_raised_and_leaves_room_for_processes():
-    if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 2048:
-        pytest.skip("fewer than 2,048 files may be open here")
-    assert limited(64, 2048, 1) == f"2048 {access.MOST_CONNECTIONS}"
-    limit, room = map(int, limited(64, 128, 1).split())
-    assert limit == 128 and access.LEAST_CONNECTIONS <= room <= 128 - 64
-    said = limited(64, 128, 8)
-    assert said.startswith("128 this process may open 128 files") and "ulimit -n" in said
-
-
-def test_the_ordinary_end_of_what_is_idle(client):
-    """Without any need, after a while."""
+def test_an_idle_connection_is_closed_after_a_while(client):
     (one,) = idle(client, 1)
     time.sleep(IDLE)
     one.settimeout(20)
@@ -212,8 +154,7 @@ HOSTILE = {
 
 @contextmanager
 def hostile(client, data: bytes, each: int, count: int):
-    """So many connections that send `data` over and over, `each` bytes at a time, and read
-    nothing."""
+    """Open `count` connections that repeat `data`, `each` bytes at a time, and read nothing."""
     stop, there = threading.Event(), []
     for _ in range(count):
         there.append(socket.socket())
@@ -243,33 +184,33 @@ def hostile(client, data: bytes, each: int, count: int):
 
 
 def hung_up(sock) -> bool:
-    """Whether the service closed it; nothing is read."""
+    """True if the service closed it. Read nothing."""
     asked = select.poll()
     asked.register(sock, select.POLLRDHUP)
     return bool(asked.poll(0))
 
 
-@pytest.mark.parametrize("kind", HOSTILE)
-def test_clients_without_the_token_keep_out_nobody(made_up, kind, monkeypatch):
+def test_clients_without_the_token_keep_out_no_client_that_has_it(monkeypatch):
     def listen_short(*args):
         sock = listen(*args)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # of its connections, too
         return sock
 
     monkeypatch.setattr("serving.listen", listen_short)
-    each = 1 if kind == "dribbled header" else 1 << 16
-    with ExitStack() as stack:
-        client = stack.enter_context(running(made_up, connections=MOST))
-        there = stack.enter_context(hostile(client, HOSTILE[kind], each, MOST))
-        time.sleep(0.5)  # what is not read fills every buffer
-        there += stack.enter_context(hostile(client, HOSTILE[kind], each, 2 * MOST))
-        for _ in range(10):
-            began = time.monotonic()
-            assert client.alive() and client.evaluate(SIMPLE)[0] == 200
-            assert time.monotonic() - began < 2
-            time.sleep(0.02)
-        deadline = time.monotonic() + IDLE + serve.LINGER_SECONDS + 5
-        while not all(map(hung_up, there)):
-            assert time.monotonic() < deadline, sum(map(hung_up, there))
-            time.sleep(0.02)
-        assert client.alive()
+    for kind, data in HOSTILE.items():
+        each = 1 if kind == "dribbled header" else 1 << 16
+        with naming(kind), ExitStack() as stack:
+            client = stack.enter_context(running(MadeUpPool(), connections=MOST))
+            there = stack.enter_context(hostile(client, data, each, MOST))
+            time.sleep(0.5)  # unread answers fill every buffer
+            there += stack.enter_context(hostile(client, data, each, 2 * MOST))
+            for _ in range(10):
+                began = time.monotonic()
+                assert client.alive() and client.evaluate(SIMPLE)[0] == 200
+                assert time.monotonic() - began < 2
+                time.sleep(0.02)
+            deadline = time.monotonic() + IDLE + serve.LINGER_SECONDS + 5
+            while not all(map(hung_up, there)):
+                assert time.monotonic() < deadline, sum(map(hung_up, there))
+                time.sleep(0.02)
+            assert client.alive()

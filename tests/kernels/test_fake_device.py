@@ -1,4 +1,4 @@
-"""csrc/python/kernel.c, graph.c and needle/kernels/module.py without a GPU: a backend of a page of
+"""csrc/python/kernel.c, graph.c and needle/kernels/kernel.py without a GPU: a backend of a page of
 C stands in for CUDA. Its memory is the host's, its one kernel fills an array, and it writes down
 what it was asked."""
 
@@ -141,7 +141,7 @@ def log():
     return lines
 
 signature = Signature.declared("fill", "float*, float, int", [(0, 8), (8, 4), (12, 4)])
-entry = Entry("fill", "fill", "90a", signature, 32, 0, 0, 1024, None, None, 0)
+entry = Entry(name="fill", registers=32, symbol="fill", arch="90a", signature=signature)
 compiled = Compiled("90a", b"code", "", {"fill": entry, "gone": entry})
 device = ndl.cuda()
 assert device.runs_kernels and not device.is_host
@@ -263,8 +263,7 @@ for text, counts in (("float*", 1), ("const float*", 0), (None, 1)):
         its, value, n = Signature.declared("fill", f"{text}, float, int", layout), 1, 4
     else:
         its, value, n = Signature.of_symbol("fill", layout), np.float32(1), np.int32(4)
-    kernel = kernels.module.Kernel(module, Entry("fill", "fill", "90a", its, 32, 0, 0, 1024,
-                                                 None, None, 0))
+    kernel = kernels.Kernel(module, Entry(name="fill", symbol="fill", arch="90a", signature=its))
     before = x.written
     kernel(1, 32, x, value, n)
     assert (x.written > before) == counts, text
@@ -409,7 +408,7 @@ def test_what_was_made_before_a_reset_is_stale(fake):
     fake("""
 ndl.cuda_reset()
 y = _C.empty((4,), "float32", device)
-for use in (lambda: fill(1, 32, y, 1, 4), lambda: kernels.module.Kernel(module, entry)):
+for use in (lambda: fill(1, 32, y, 1, 4), lambda: kernels.Kernel(module, entry)):
     try:
         use()
     except RuntimeError as error:

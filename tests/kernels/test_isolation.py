@@ -1,4 +1,4 @@
-"""needle/kernels/isolate.py on a GPU: every way in which a kernel can go wrong has its status and
+"""needle.kernels.Pool on a GPU: every way in which a kernel can go wrong has its status and
 its message, and the next job is right. (Without a GPU: test_pool.py.)
 """
 

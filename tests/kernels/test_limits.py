@@ -13,15 +13,12 @@ from kernel_sources import MISSING
 
 import needle as ndl
 from needle.kernels import limits
-from needle.kernels.compile import find_toolkit
-from needle.kernels.cubin import Resources
-from needle.kernels.limits import ARCHS, LaunchError
+from needle.kernels.limits import ARCHS, LaunchError, Resources
+from needle.kernels.toolkit import find_toolkit
 
 
-@dataclasses.dataclass
-class Kernel(Resources):
-    name: str = "f"
-    registers: int = 32
+def Kernel(**needs) -> Resources:
+    return Resources(**{"name": "f", "registers": 32, **needs})
 
 
 H = limits.of_arch("90a")

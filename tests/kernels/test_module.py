@@ -1,4 +1,4 @@
-"""needle/kernels/module.py, csrc/python/kernel.c and cuda/module.cu on a GPU: launches, limits,
+"""needle/kernels/kernel.py, csrc/python/kernel.c and cuda/module.cu on a GPU: launches, limits,
 graphs, lifetimes, faults; what is read from machine code against what the driver says."""
 
 import ctypes
@@ -407,7 +407,7 @@ def test_the_driver_reads_the_same(own, device, source):
 
 
 def test_the_table_is_the_devices(device):
-    own, row = limits.of_device(device), limits.of_arch(kernels.module.arch_of(device))
+    own, row = limits.of_device(device), limits.of_arch(kernels.arch_of(device))
     for name in ("arch", "sm_threads", "sm_blocks", "sm_registers", "sm_shared", "sm_barriers",
                  "block_registers", "block_shared", "kept_shared"):  # fmt: skip
         assert getattr(own, name) == getattr(row, name), name
@@ -604,7 +604,7 @@ def test_modules_of_before_a_reset_are_stale():
 graph = _C.Graph(ndl.cuda(), lambda: wild(1, 1, x, 0))
 ndl.cuda_reset()
 y = _C.array(np.zeros(4), device=ndl.cuda())
-for use in (lambda: wild(1, 1, y, 0), lambda: kernels.module.Kernel(module, wild.entry)):
+for use in (lambda: wild(1, 1, y, 0), lambda: kernels.Kernel(module, wild.entry)):
     try:
         use()
     except RuntimeError as error:

@@ -21,7 +21,7 @@ from serving import Client, running
 from test_landlock import missing as landlock_missing
 
 from needle.kernels import Pool
-from needle.kernels.wire import Limits
+from needle.kernels.job import RequestLimits
 
 pytest.importorskip("aiohttp", reason="no aiohttp (pip install aiohttp): no service")
 pytestmark = pytest.mark.cuda
@@ -48,7 +48,7 @@ template <class T> __global__ void half_of(const T *x, T *y, int n) {
 def service():
     confined = landlock_missing() is None
     with Pool(devices=[0], timeout=TIMEOUT, confined=confined) as pool:
-        with running(pool, limits=Limits()) as found:
+        with running(pool, limits=RequestLimits()) as found:
             yield found
 
 

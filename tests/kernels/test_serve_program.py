@@ -1,4 +1,4 @@
-"""python -m needle.kernels serve: what it says, what it does not start with, and how it ends."""
+"""python -m needle.kernels serve: its start, its flags, and its end."""
 
 import json
 import logging
@@ -15,21 +15,21 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from fake_pool import SOURCE
-from harness import ROOT
+from harness import ROOT, naming
 from serving import SIMPLE, Client, MadeUpPool, running
 
 from needle.kernels import __main__ as program
 from needle.kernels.access import LOOPBACK_NAMES
-from needle.kernels.isolate import Result
+from needle.kernels.job import RequestLimits
+from needle.kernels.pool import Result
 from needle.kernels.serve import log
-from needle.kernels.wire import Limits
 
 pytestmark = pytest.mark.slow
 
 pytest.importorskip("aiohttp", reason="no aiohttp (pip install aiohttp): no service")
 
 
-def test_the_end_tells_those_that_wait_and_ends_what_runs(made_up):
+def test_the_end_refuses_waiting_jobs_and_ends_running_ones(made_up):
     answers = []
     with running(made_up) as client:
         threads = [
@@ -42,7 +42,7 @@ def test_the_end_tells_those_that_wait_and_ends_what_runs(made_up):
             thread.start()
         assert made_up.begun.acquire(timeout=60)
         deadline = time.monotonic() + 60
-        while len(client.service.turns.waiting) < 2 and time.monotonic() < deadline:
+        while client.service.waiting < 2 and time.monotonic() < deadline:
             time.sleep(0.005)
     for thread in threads:
         thread.join(60)
@@ -64,7 +64,7 @@ class Pool(FakePool):
         super().__init__(*args, **more)
 
 program.Pool = Pool
-program.PROOF = 'def one(grid, block, x: "float*"): x[0] = 1'
+program.FIRST_KERNEL = 'def one(grid, block, x: "float*"): x[0] = 1'
 if "--no-landlock" in sys.argv:
     sys.argv.remove("--no-landlock")
     program.landlock.CREATE_RULESET = 9999  # no system call
@@ -116,9 +116,8 @@ def descendants(pid: int) -> set[int]:
     return found - {pid}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_everything(tmp_path, number):
-    """The whole program: what it says, its token, a job in work, and nothing left behind."""
+def test_sigterm_ends_everything(tmp_path):
+    """The whole program: its messages, its token, a running job, and nothing left behind."""
     log_file = tmp_path / "log"
     flags = ["--devices", "0", "--drain-seconds", "0.2", "--log", str(log_file)]
     started = start(tmp_path, *flags)
@@ -146,7 +145,7 @@ def test_a_signal_ends_everything(tmp_path, number):
         assert running == 1
         left = descendants(started.pid)
         assert left
-        started.send_signal(number)
+        started.send_signal(signal.SIGTERM)
         out, error = started.communicate(timeout=60)
         thread.join(60)
         assert (started.returncode, out) == (0, ""), error
@@ -162,47 +161,47 @@ def test_a_signal_ends_everything(tmp_path, number):
         started.communicate()
 
 
-@pytest.mark.parametrize(
-    "flags, said",
-    [
-        (["--no-landlock"], "has no Landlock (Function not implemented)"),
-        (["--host", "0.0.0.0"], "lets in other machines"),
-        (["--token-file", "{open}"], "chmod 600"),
-        (["--log", "/nowhere/log"], "--log /nowhere/log: No such file"),
-    ],
-)
-def test_what_does_not_start(tmp_path, flags, said):
+def test_it_does_not_start_without_landlock_or_unsafely(tmp_path):
     (tmp_path / "open").write_text("o" * 40)
     (tmp_path / "open").chmod(0o644)
-    flags = [flag.format(open=tmp_path / "open") for flag in flags]
-    started = start(tmp_path, *flags)
-    out, error = started.communicate(timeout=120)
-    assert (started.returncode, out) == (1, ""), error
-    assert error.startswith("needle: error: ") and said in error and error.count("\n") == 1
-    assert not (tmp_path / "token").exists()
+    for flags, said in (
+        (["--no-landlock"], "has no Landlock (Function not implemented)"),
+        (["--host", "0.0.0.0"], "lets in other machines"),
+        (["--token-file", str(tmp_path / "open")], "chmod 600"),
+        (["--log", "/nowhere/log"], "--log /nowhere/log: No such file"),
+    ):
+        with naming(*flags):
+            started = start(tmp_path, *flags)
+            out, error = started.communicate(timeout=120)
+            assert (started.returncode, out) == (1, ""), error
+            assert error.startswith("needle: error: ") and said in error
+            assert error.count("\n") == 1 and not (tmp_path / "token").exists()
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--port", "65536"],
-        ["--port", "x"],
-        ["--timeout", "0"],
-        ["--timeout", "nan"],
-        ["--queue", "-1"],
-        ["--max-body-bytes", "0"],
-        ["--max-array-bytes", "1.5"],
-        ["--devices", "0,x"],
-        ["--fresh", "never"],
-        ["--log", ""],
-        ["--token-file", ""],
-        ["--nonsense"],
-    ],
-)
-def test_bad_flags(flags, capsys):
-    with pytest.raises(SystemExit) as caught:
-        program.main(["serve", *flags])
-    assert caught.value.code == 2 and flags[0] in capsys.readouterr().err
+def test_wrong_flags_are_named(capsys, monkeypatch):
+    for flags in (
+        "--port 65536",
+        "--port x",
+        "--timeout 0",
+        "--timeout nan",
+        "--queue -1",
+        "--max-body-bytes 0",
+        "--max-array-bytes 1.5",
+        "--devices 0,x",
+        "--fresh never",
+        "--log=",
+        "--token-file=",
+        "--nonsense",
+    ):
+        with naming(flags):
+            with pytest.raises(SystemExit) as caught:
+                program.main(["serve", *flags.split()])
+            flag = flags.split()[0].rstrip("=")
+            assert caught.value.code == 2 and flag in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    monkeypatch.delitem(sys.modules, "needle.kernels.serve")
+    assert program.main(["serve"]) == 1
+    assert "needs aiohttp and msgspec" in capsys.readouterr().err
 
 
 def test_flags_reach_the_pool_and_the_service(tmp_path, monkeypatch):
@@ -220,16 +219,16 @@ def test_flags_reach_the_pool_and_the_service(tmp_path, monkeypatch):
             self.close()
 
         def run(self, source, entry, grid, block, args):
-            made["proof"] = source
+            made["first"] = source
             return Result("ok", outputs=(np.float32([1]),))
 
     async def serve(service, sock, drain_seconds, ready):
-        made["service"] = (service.limits, service.queue, service.names, service.turns.parallel)
+        made["service"] = (service.limits, service.queue, service.names, service.parallel)
         made["drain"] = drain_seconds
         ready()
 
     monkeypatch.setattr(program, "Pool", NoPool)
-    monkeypatch.setattr(program, "serve", serve)
+    monkeypatch.setattr("needle.kernels.serve.serve", serve)
     monkeypatch.setattr(program.landlock, "version", lambda: 1)
     flags = "--port 0 --devices 2,0 --timeout 3 --memory 4096 --fresh job --queue 5 --job-seconds 6"
     flags += " --max-body-bytes 7 --max-source-bytes 8 --max-array-bytes 9 --drain-seconds 1.5"
@@ -243,12 +242,12 @@ def test_flags_reach_the_pool_and_the_service(tmp_path, monkeypatch):
         for logger, handlers in before:
             logger.handlers[:] = handlers
     assert made["pool"] == ([2, 0], 3.0, 4096, "job", True)
-    assert made["service"] == (Limits(7, 8, 9, 6.0), 5, LOOPBACK_NAMES | {"gpu.lab", "b"}, 2)
-    assert (made["drain"], made["proof"]) == (1.5, program.PROOF)
+    assert made["service"] == (RequestLimits(7, 8, 9, 6.0), 5, LOOPBACK_NAMES | {"gpu.lab", "b"}, 2)
+    assert (made["drain"], made["first"]) == (1.5, program.FIRST_KERNEL)
 
 
 def test_the_unit_of_the_docs(tmp_path):
-    """Its command has flags that there are, and systemd finds nothing wrong with it."""
+    """Its flags exist, and systemd accepts it."""
     text = re.search(r"```ini\n(.*?)```", (ROOT / "docs/kernels.md").read_text(), re.DOTALL)[1]
     command = re.search(r"^ExecStart=(.*)$", text.replace("\\\n", ""), re.MULTILINE)[1].split()
     assert command[1:4] == ["-m", "needle.kernels", "serve"]
@@ -263,10 +262,8 @@ def test_the_unit_of_the_docs(tmp_path):
     assert (done.returncode, said) == (0, []), done.stderr
 
 
-@pytest.mark.parametrize(
-    "result", [Result("crashed", "the compiler: no Landlock"), Result("ok", outputs=([2.0],))]
-)
-def test_a_first_kernel_that_fails_is_the_end(result):
-    pool = SimpleNamespace(run=lambda *args: result)
-    with pytest.raises(RuntimeError, match="a first kernel does not run"):
-        program.prove(pool)
+def test_it_does_not_start_if_a_first_kernel_fails():
+    for result in (Result("crashed", "no Landlock"), Result("ok", outputs=([2.0],))):
+        pool = SimpleNamespace(run=lambda *args, result=result: result)
+        with pytest.raises(RuntimeError, match="a first kernel does not run"):
+            program.check(pool)

@@ -12,7 +12,6 @@ from needle.kernels.values import (
     Random,
     both,
     difference,
-    draw,
     host_array,
     readable,
 )
@@ -32,12 +31,12 @@ def test_random_arrays_have_their_dtype_and_come_back(dtype):
 
 def test_the_same_seed_gives_other_numbers_elsewhere():
     same = Random(100, seed=3)
-    a = draw(Case(1, 1, [same, 2, same, InOut(same)]), 0).args
-    b = draw(Case(1, 1, [same, 2, same, InOut(same)]), 1).args
+    a = Case(1, 1, [same, 2, same, InOut(same)]).drawn(0).args
+    b = Case(1, 1, [same, 2, same, InOut(same)]).drawn(1).args
     assert a[1] == 2
     different = [a[0], a[2], a[3].array, b[0], b[2], b[3].array]
     assert len({array.tobytes() for array in different}) == 6
-    assert (draw(Case(1, 1, [same]), 0).args[0] == a[0]).all()
+    assert (Case(1, 1, [same]).drawn(0).args[0] == a[0]).all()
 
 
 def test_bounds_of_random_numbers():

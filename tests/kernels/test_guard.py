@@ -1,10 +1,10 @@
-"""needle/kernels/arena.py: guard bands, poison, and what is said of what a kernel left."""
+"""needle/kernels/guard.py: guard bands, poison, and what is said of what a kernel left."""
 
 import numpy as np
 import pytest
 
-from needle.kernels import arena
-from needle.kernels.arena import GUARD, Place
+from needle.kernels import guard
+from needle.kernels.guard import GUARD, Place
 
 ARRAYS = [
     ("x", "float32", (5, 3), "const"),
@@ -17,10 +17,10 @@ ARRAYS = [
 
 @pytest.fixture
 def filled():
-    """(places, an arena with its arrays)."""
-    places, size = arena.lay_out(ARRAYS)
+    """(places, a buffer with its arrays)."""
+    places, size = guard.lay_out(ARRAYS)
     memory = np.zeros(size, np.uint8)
-    arena.poison(memory, places)
+    guard.poison(memory, places)
     for place in places:
         if place.role != "out":
             place.array_of(memory)[...] = 3
@@ -42,28 +42,27 @@ def write_all(places, memory) -> np.ndarray:
 
 def test_every_array_has_a_band_on_both_sides_and_starts_aligned(filled):
     places, memory = filled
-    bands = arena.bands(places, memory.size)
+    bands = guard.bands(places, memory.size)
     assert len(bands) == len(places) + 1
     for start, stop in bands:
         assert stop - start >= GUARD
     assert all(place.start % 256 == 0 for place in places)
     assert [place.nbytes for place in places] == [60, 14, 4, 0, 4]
     assert [place.array_of(memory).shape for place in places] == [a[2] for a in ARRAYS]
-    assert Place.from_json(places[0].to_json()) == places[0]
 
 
 def test_the_pattern_is_nan_and_never_the_same(filled):
     places, memory = filled
-    for start, stop in arena.bands(places, memory.size):
+    for start, stop in guard.bands(places, memory.size):
         even = memory[start + start % 2 : stop - stop % 2]
         assert np.isnan(even.view(np.float16)).all()
         words = even[: even.size // 4 * 4].view(np.uint32)
         assert np.isnan(words.view(np.float32)).all()
         assert (words.view(np.int32) < 0).all()
-    first, second = (memory[a:b][:GUARD] for a, b in arena.bands(places, memory.size)[:2])
+    first, second = (memory[a:b][:GUARD] for a, b in guard.bands(places, memory.size)[:2])
     assert (first != second).mean() > 0.4
     again = memory.copy()
-    arena.poison(again, places)
+    guard.poison(again, places)
     assert (again != memory).any()
 
 
@@ -72,25 +71,25 @@ def test_nothing_is_said_of_a_right_kernel(filled):
     after = write_all(places, memory)
     place_of(places, "n").array_of(after)[...] = 9
     place_of(places, "s").array_of(after)[...] = 9
-    assert arena.written_outside(memory, after, places) is None
-    assert arena.suspects(memory, after, places) == {}
+    assert guard.written_outside(memory, after, places) is None
+    assert guard.suspects(memory, after, places) == {}
 
 
 @pytest.mark.parametrize(
     "at, said",
     [
-        (("y", "stop", 0), "y: 2 bytes were written behind its end, the first 0 bytes behind it "
+        (("y", "stop", 0), "y: 2 bytes were written after its end, the first 0 bytes after it "
          "(element 7 of 7)"),
-        (("y", "stop", 100), "y: 2 bytes were written behind its end, the first 100 bytes behind "
+        (("y", "stop", 100), "y: 2 bytes were written after its end, the first 100 bytes after "
          "it (element 57 of 7)"),
         (("y", "start", -2), "y: 2 bytes were written before its start, the nearest 1 bytes before "
          "it (element -1)"),
         (("x", "start", -8), "x: 2 bytes were written before its start, the nearest 7 bytes before "
          "it (element -2)"),
-        (("s", "stop", 4), "s: 2 bytes were written behind its end, the first 4 bytes behind it "
+        (("s", "stop", 4), "s: 2 bytes were written after its end, the first 4 bytes after it "
          "(element 2 of 1)"),
-        (("s", "stop", GUARD - 2), "s: 2 bytes were written behind its end, the first 65,534 bytes "
-         "behind it (element 16,384 of 1)"),
+        (("s", "stop", GUARD - 2), "s: 2 bytes were written after its end, the first 65,534 bytes "
+         "after it (element 16,384 of 1)"),
         (("x", "start", -GUARD), "x: 2 bytes were written before its start, the nearest 65,535 "
          "bytes before it (element -16384)"),
         (("x", "start", 4), "x: the kernel takes it as const, and 1 of 15 elements were changed, "
@@ -105,7 +104,7 @@ def test_a_write_outside_is_named(filled, at, said):
     after = write_all(places, memory)
     first = getattr(place_of(places, name), edge) + offset
     after[first : first + 2] ^= 0x55
-    assert arena.written_outside(memory, after, places) == said
+    assert guard.written_outside(memory, after, places) == said
 
 
 def test_two_faults_are_both_named(filled):
@@ -113,7 +112,7 @@ def test_two_faults_are_both_named(filled):
     after = write_all(places, memory)
     after[place_of(places, "x").stop] ^= 1
     after[place_of(places, "s").stop] ^= 1
-    assert arena.written_outside(memory, after, places).count(" behind its end") == 2
+    assert guard.written_outside(memory, after, places).count(" after its end") == 2
 
 
 def test_what_was_not_written_shows_in_two_runs(filled):
@@ -129,14 +128,14 @@ def test_what_was_not_written_shows_in_two_runs(filled):
         y.array_of(after)[3] = y.array_of(before)[3]
         return after
 
-    first = arena.suspects(memory, kernel(memory), places)
+    first = guard.suspects(memory, kernel(memory), places)
     assert {k: list(v) for k, v in first.items()} == {1: [3, 5]}
-    other = arena.complement(memory, places)
+    other = guard.complement(memory, places)
     for place in places:
         same = place.bytes_of(memory) == place.bytes_of(other)
         assert not same.any() if place.role == "out" else same.all()
-    again = arena.suspects(other, kernel(other), places)
+    again = guard.suspects(other, kernel(other), places)
     said = "y: 1 of 7 elements were not written, the first at [3]"
-    assert arena.unwritten(first, again, places) == said
-    assert arena.unwritten({1: np.array([5])}, again, places) is None
-    assert arena.unwritten(first, {}, places) is None
+    assert guard.unwritten(first, again, places) == said
+    assert guard.unwritten({1: np.array([5])}, again, places) is None
+    assert guard.unwritten(first, {}, places) is None

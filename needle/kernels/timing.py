@@ -23,7 +23,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from needle._C import Device, Event, empty
 
@@ -57,10 +56,6 @@ class Timing:
     valid: bool = True
     reason: str = ""
     hints: tuple[str, ...] = field(default=())
-
-    @staticmethod
-    def from_json(fields: dict[str, Any]) -> Timing:
-        return Timing(**{**fields, "hints": tuple(fields["hints"])})
 
 
 def measure(

@@ -1,4 +1,4 @@
-"""needle/kernels/measure.py: what is timed, on the host; and what a time is taken for."""
+"""needle/kernels/timing.py: what is timed, on the host; and what a time is taken for."""
 
 import time
 import weakref
@@ -6,8 +6,8 @@ import weakref
 import pytest
 
 from needle import _C
-from needle.kernels import measure
-from needle.kernels.measure import Timing, judge
+from needle.kernels import timing
+from needle.kernels.timing import Timing, judge
 
 GB = 1e9
 
@@ -22,7 +22,7 @@ def test_each_call_finds_its_inputs_restored_and_its_code_new(warm):
         done.append("load")
         return lambda: (done.append("call"), time.sleep(0.002))
 
-    times, nothing, rate = measure.measure(
+    times, nothing, rate = timing.measure(
         load,
         lambda number: done.append(number),
         lambda number: done.append(f"keep {number}"),
@@ -32,12 +32,12 @@ def test_each_call_finds_its_inputs_restored_and_its_code_new(warm):
         flush_bytes=4096,
         seconds=0.02,
     )
-    assert len(times) >= measure.LEAST_CALLS and min(times) > 1900
+    assert len(times) >= timing.LEAST_CALLS and min(times) > 1900
     assert 0 < nothing < 1900 and rate > 0
     kept = [entry for entry in done if str(entry).startswith("keep")]
     assert sorted(kept) == ["keep 0", "keep 1", "keep 2"] and done[-1] == kept[-1]
     rest = [entry for entry in done if entry not in kept]
-    sets = [n % 3 for n in (*range(measure.WARM_UP), *range(len(times)))]
+    sets = [n % 3 for n in (*range(timing.WARM_UP), *range(len(times)))]
     wanted = []
     for one in sets:
         wanted += ["load", *([(one + 1) % 3, "call"] if warm else []), one, "call"]
@@ -57,25 +57,25 @@ def test_the_code_is_gone_before_it_is_loaded_anew():
         def __call__(self):
             pass
 
-    measure.measure(Code, lambda _: None, lambda _: None, 2, True, _C.cpu(), 4096, 0.01)
+    timing.measure(Code, lambda _: None, lambda _: None, 2, True, _C.cpu(), 4096, 0.01)
     assert not alive
 
 
 def test_the_number_of_calls_follows_the_time():
     def calls(seconds, load=lambda: lambda: time.sleep(0.001)):
         return len(
-            measure.measure(
-                load, lambda _: None, lambda _: None, 1, False, _C.cpu(), 4096, seconds
-            )[0]
+            timing.measure(load, lambda _: None, lambda _: None, 1, False, _C.cpu(), 4096, seconds)[
+                0
+            ]
         )
 
     def slowly():
         time.sleep(0.02)
         return lambda: None
 
-    assert calls(0.0) == measure.LEAST_CALLS
+    assert calls(0.0) == timing.LEAST_CALLS
     assert 6 <= calls(0.02) <= 20
-    assert calls(100.0) == measure.MOST_CALLS
+    assert calls(100.0) == timing.MOST_CALLS
     assert 5 <= calls(0.04, slowly) <= 10
 
 
@@ -107,11 +107,3 @@ def test_hints():
     assert "the first of its code" in hint and "Random arguments and trials above 1" in hint
     (hint,) = judged([30.0], touched=1 << 30).hints
     assert "not all of them can have been read" in hint
-
-
-def test_a_timing_survives_json():
-    import dataclasses
-    import json
-
-    timing = judged([3.0], local=4)
-    assert Timing.from_json(json.loads(json.dumps(dataclasses.asdict(timing)))) == timing

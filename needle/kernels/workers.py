@@ -1,0 +1,412 @@
+"""Worker processes, seen from the pool: `Worker` is one of them, `WorkerPool` keeps some ready.
+
+A WorkerPool has a thread that starts its workers and lives as long as they may: the system ends a
+process with the thread that started it. A worker that does not answer before its deadline is killed
+and followed to its end. One that outlives SIGKILL holds its device, which is then set aside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from needle.kernels.ipc import Channel
+from needle.processes import Child, signal_name
+
+PRINTED_BYTES = 64 << 10
+START_SECONDS = 60.0
+CHECK_SECONDS = 10.0  # for a health check
+ANSWER_SECONDS = 1.0  # in which an idle process answers
+REAP_SECONDS = 5.0  # after SIGKILL, in which a process must be gone
+STARTS = 2  # consecutive failures before a device is set aside
+# Open files, processes or memory that the host lacks for a moment are no fault of a device.
+SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
+SHORTAGE_STARTS = 300
+RETRY_SECONDS = 0.2
+TICK = 0.002
+
+log = logging.getLogger("needle.kernels")
+
+
+class Ended(Exception):
+    """The process ended without an answer."""
+
+
+class Lost(Exception):
+    """The device is set aside; the text says why."""
+
+
+class Worker:
+    """A process, its socket, and the file that holds its output. For one thread at a time."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self.facts: dict[str, Any] = {}
+        self.checked = -1  # faults of its WorkerPool at its last health check
+        self.output = os.memfd_create("needle-output", os.MFD_CLOEXEC)
+        ours, theirs = socket.socketpair()
+        self.channel = Channel(ours)
+        try:
+            with theirs:
+                self.child = Child(
+                    [*command, str(theirs.fileno())],
+                    environment,
+                    stdout=self.output,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(theirs.fileno(),),
+                    cwd="/",
+                )
+        except BaseException:
+            self.close()
+            raise
+        self.pid, self.process = self.child.pid, self.child.process
+
+    def ask(
+        self, message: dict[str, Any], seconds: float, block: bytes = b"", files: Sequence[int] = ()
+    ) -> tuple[dict[str, Any], bytes]:
+        """Return (answer, block). TimeoutError or Ended; `printed()` has its output since."""
+        os.ftruncate(self.output, 0)
+        os.lseek(self.output, 0, os.SEEK_SET)  # of the process too, which shares the file
+        self.channel.deadline = time.monotonic() + seconds
+        with self._ending():
+            self.channel.send(message, block, files)
+            answer, block, _ = self.channel.receive()
+        if answer.get("ready") is False:
+            raise Ended(f"it failed: {answer['message']}")
+        return answer, block
+
+    def greet(self, seconds: float) -> dict[str, Any]:
+        """Wait for the first message of a process, its facts. TimeoutError or Ended."""
+        self.channel.deadline = time.monotonic() + seconds
+        with self._ending():
+            greeting, _, _ = self.channel.receive()
+        if greeting["ready"] is not True:
+            raise Ended(greeting["message"])
+        return greeting.get("facts", {})
+
+    @contextlib.contextmanager
+    def _ending(self) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError:
+            raise
+        except (EOFError, OSError):
+            raise Ended(f"it {self.end()}") from None
+        except (ValueError, KeyError) as error:
+            raise Ended(f"its answer cannot be read: {error!r}") from error
+
+    def printed(self) -> str:
+        """Return its output since the last `ask`, cut after PRINTED_BYTES."""
+        text = os.pread(self.output, PRINTED_BYTES, 0).decode(errors="replace")
+        cut = os.fstat(self.output).st_size - PRINTED_BYTES
+        return f"{text}\n[{cut:,} more bytes were printed and cut off]\n" if cut > 0 else text
+
+    def stopped(self) -> bool:
+        """True while it is stopped by SIGSTOP."""
+        try:
+            with open(f"/proc/{self.pid}/stat") as file:
+                return file.read().rpartition(")")[2].split()[0] in "tT"
+        except (OSError, IndexError):
+            return False
+
+    def ended(self) -> bool:
+        """True if it is gone, and so is each child that has its socket: under compute-sanitizer a
+        child holds the device."""
+        if self.process.poll() is None:
+            return False
+        if self.channel.sock.fileno() < 0:
+            return True
+        hung_up = select.poll()
+        hung_up.register(self.channel.sock, 0)
+        return bool(hung_up.poll(0))
+
+    def answers(self) -> bool:
+        """True if an idle process is there. A killed one is listed for up to 0.1 s, in which the
+        driver takes its memory back; a stopped one, for ever."""
+        try:
+            self.ask({"do": "answer"}, ANSWER_SECONDS)
+        except (TimeoutError, Ended):
+            return False
+        return True
+
+    def end(self, seconds: float | None = None) -> str:
+        """Wait for its end, a moment by default, and describe it."""
+        try:
+            code = self.process.wait(REAP_SECONDS if seconds is None else seconds)
+        except subprocess.TimeoutExpired:
+            return "closed its socket"
+        return f"ended with exit code {code}" if code >= 0 else f"was ended by {signal_name(-code)}"
+
+    def kill(self) -> None:
+        """Send SIGKILL to it and its children; `ended` tells when they are gone."""
+        if not self.ended():
+            self.child.signal(signal.SIGKILL, group=True)
+
+    def close(self) -> None:
+        self.channel.close()
+        if self.output >= 0:
+            os.close(self.output)
+            self.output = -1
+
+
+class WorkerPool:
+    """Keeps `size` workers of one kind ready, of which `parallel` may be in use at once.
+
+    `start()` makes a Worker. `health_check`: check the device of a worker that became ready before
+    the last fault, before it is used. `changed` is notified when a worker became ready, free or
+    lost; pools may share it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        start: Callable[[], Worker],
+        size: int,
+        parallel: int,
+        health_check: bool,
+        changed: threading.Condition,
+    ) -> None:
+        self.name, self.start_worker = name, start
+        self.size, self.parallel, self.health_check = size, parallel, health_check
+        self.changed = changed
+        self.ready: list[Worker] = []
+        self.used: list[Worker] = []
+        self.starting: Worker | None = None
+        # What was killed: when to give up on it, and whether it may hold the device.
+        self.dying: list[tuple[Worker, float, bool]] = []
+        self.reserved = 0
+        self.faults = 0
+        self.failures = 0  # consecutive starts and health checks that failed
+        self.retry_at = 0.0
+        self.started = 0
+        self.lost: str | None = None
+        self.closing = False
+        self.quiet = threading.Lock()  # held while a worker starts, and while one is timed
+        self.thread = threading.Thread(target=self._keep, name=f"needle {name}", daemon=True)
+        self.thread.start()
+
+    # ---- the thread ------------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        while True:
+            with self.changed:
+                while not self.closing:
+                    pause = self.retry_at - time.monotonic()
+                    if self._lacking() and pause <= 0:
+                        break
+                    self._reap()
+                    waits = max(pause, TICK) if self._lacking() else None
+                    self.changed.wait(TICK * 5 if self.dying else waits)
+                if self.closing:
+                    return
+            with self.quiet:
+                self._start_one()
+
+    def _lacking(self) -> bool:
+        """True if a worker should start. While another is ready, wait until the killed ones have
+        left the device: the driver would be busy with both while the next job waits."""
+        if self.lost is not None or (self.ready and self._held()):
+            return False
+        return len(self.ready) + len(self.used) < self.size
+
+    def _held(self) -> bool:
+        """True while a killed process holds the device."""
+        return any(holds for _, _, holds in self.dying)
+
+    def _start_one(self) -> None:
+        worker, why, starts = None, None, STARTS
+        try:
+            worker = self.start_worker()
+            with self.changed:
+                self.starting, worker.checked = worker, self.faults
+                self.started += 1
+                if self.closing:
+                    worker.kill()
+            worker.facts = worker.greet(START_SECONDS)
+        except TimeoutError:
+            why = f"does not start: it was not ready after {START_SECONDS:.0f} s"
+        except Ended as error:
+            why = f"does not start: {error}"
+        except OSError as error:
+            why = f"cannot be started: {error}"
+            starts = SHORTAGE_STARTS if error.errno in SHORTAGES else STARTS
+        except Exception as error:  # a defect: without this thread jobs would wait for ever
+            why = f"cannot be started: {error!r}"
+        with self.changed:
+            self.starting = None
+            if why is None and worker is not None and not self.closing:
+                self.failures = 0
+                self.ready.insert(0, worker)  # the last to be used: the pool reuses the newest
+                log.info("%s: process %d is ready", self.name, worker.pid)
+            elif worker is not None:
+                self._drop(worker, holds=False)
+            if why is not None:
+                said = worker.printed().strip() if worker is not None else ""
+                self.retry_at = time.monotonic() + RETRY_SECONDS
+                self._failed(f"a process for {self.name} {why}\n{said}".strip(), starts)
+            self.changed.notify_all()
+
+    def _failed(self, why: str, starts: int = STARTS) -> None:
+        if not self.closing:
+            log.info("%s", why)
+        self.failures += 1
+        if self.failures >= starts:
+            self.lost = why
+
+    def _drop(self, worker: Worker, holds: bool) -> None:
+        worker.kill()
+        self.dying.append((worker, time.monotonic() + REAP_SECONDS, holds))
+
+    def _reap(self) -> None:
+        """Forget the killed processes that are gone. Call it with `changed` held."""
+        left = []
+        for worker, give_up, holds in self.dying:
+            if worker.ended():
+                log.info("%s: process %d is gone: it %s", self.name, worker.pid, worker.end(0))
+                worker.close()
+                self.changed.notify_all()
+                continue
+            left.append((worker, give_up, holds))
+            if time.monotonic() > give_up and self.lost is None:
+                self.lost = (
+                    f"process {worker.pid} is still there {REAP_SECONDS:.0f} s after SIGKILL and "
+                    f"holds {self.name}: set aside until reset"
+                )
+                log.info("%s", self.lost)
+                self.changed.notify_all()
+        self.dying = left
+
+    # ---- used by the Pool ------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return its processes by id, and why it was set aside. Call it with `changed` held."""
+        return {
+            "ready": [worker.pid for worker in self.ready],
+            "used": [worker.pid for worker in self.used],
+            "starting": [self.starting.pid] if self.starting else [],
+            "faults": self.faults,
+            "started": self.started,
+            "lost": self.lost,
+        }
+
+    def free(self) -> bool:
+        """True if a job may reserve it. Call it with `changed` held."""
+        return self.lost is None and self.reserved < self.parallel
+
+    def release(self) -> None:
+        """End a reservation, which is an increment of `reserved`."""
+        with self.changed:
+            self.reserved -= 1
+            self.changed.notify_all()
+
+    def take(self) -> Worker:
+        """Wait for a healthy worker. Lost, or RuntimeError if the pool is closed. The caller has
+        reserved it."""
+        while True:
+            with self.changed:
+                while True:
+                    if self.closing:
+                        raise RuntimeError("this Pool is closed")
+                    if self.lost is not None:
+                        raise Lost(self.lost)
+                    self._reap()
+                    if self.ready and not self._held():
+                        break
+                    self.changed.wait(TICK if self.dying else 1.0)
+                worker = self.ready.pop()
+                self.used.append(worker)
+                faults = self.faults
+            if not worker.answers():
+                self.give_back(worker, keep=False)
+            elif not self.health_check or worker.checked == faults or self._check(worker, faults):
+                return worker
+
+    def _check(self, worker: Worker, faults: int) -> bool:
+        try:
+            worker.ask({"do": "check"}, CHECK_SECONDS)
+            worker.checked = faults
+            return True
+        except (TimeoutError, Ended) as error:
+            why = str(error) or f"no answer within {CHECK_SECONDS:.0f} s"
+        with self.changed:
+            self._failed(f"{self.name} fails its health check: {why}")
+        self.give_back(worker, keep=False, fault=True)
+        return False
+
+    def give_back(
+        self,
+        worker: Worker,
+        keep: bool,
+        fault: bool = False,
+        holds: bool = False,
+        lost: str | None = None,
+    ) -> None:
+        """Keep or kill a worker. fault: check the health of the others. holds: it may hold the
+        device, so nothing runs there before it is gone. lost: why nothing runs there before a
+        reset."""
+        with self.changed:
+            if worker in self.used:  # not one under compute-sanitizer
+                self.used.remove(worker)
+            self.faults += fault
+            self.lost = self.lost or lost
+            if keep and not self.closing:
+                self.ready.append(worker)
+            else:
+                self._drop(worker, holds)
+            self.changed.notify_all()
+
+    def wait_until_quiet(self) -> None:
+        """Wait until no process ends on this device, for a job that is timed."""
+        with self.changed:
+            while self.dying and self.lost is None:
+                self._reap()
+                self.changed.wait(TICK)
+
+    def take_ready(self) -> list[Worker]:
+        """Take all workers that are ready, to be given back."""
+        with self.changed:
+            taken, self.ready = self.ready, []
+            self.used += taken
+        return taken
+
+    def reset(self) -> None:
+        """Replace the ready processes, and try again if the device was set aside. Lost while a
+        process that outlived SIGKILL is still there."""
+        with self.changed:
+            self._reap()
+            for worker, give_up, _ in self.dying:
+                if time.monotonic() > give_up:
+                    raise Lost(f"{self.name}: process {worker.pid} still does not end")
+            for worker in self.ready:
+                self._drop(worker, holds=True)
+            self.ready.clear()
+            self.lost, self.failures, self.retry_at = None, 0, 0.0
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        """End all processes and wait for them, up to REAP_SECONDS."""
+        with self.changed:
+            self.closing = True
+            for worker in self.ready:
+                self._drop(worker, holds=False)
+            self.ready.clear()
+            for worker in self.used:  # it has a job of another thread, which sees it end
+                worker.kill()
+            if self.starting is not None:
+                self.starting.kill()
+            self.changed.notify_all()
+        self.thread.join(START_SECONDS)
+        end = time.monotonic() + REAP_SECONDS
+        with self.changed:
+            while (self.dying or self.used) and time.monotonic() < end:
+                self._reap()
+                self.changed.wait(TICK)
