@@ -166,6 +166,16 @@ def test_where_chooses_bits(dtype):
     np.testing.assert_array_equal(number.numpy(), np.where([1, 0, 1], a.numpy(), 0))
 
 
+def test_where_condition_of_any_dtype_holds_where_it_is_not_zero():
+    values, a = np.array([-1, 0, 3, -0.25, 0.5, -0.0]), Tensor([1, 2, 3, 4, 5, 6])
+    for dtype in ("float32", "bfloat16", "float16", "int32", "int64"):
+        condition = nd.array(values, dtype=dtype)
+        expected = np.where(condition.numpy(), a.numpy(), 9)
+        for given in (condition, Tensor.from_ndarray(condition), condition.numpy().tolist()):
+            got = ndl.where(given, a, 9).numpy()
+            np.testing.assert_array_equal(got, expected, err_msg=f"{dtype}, {type(given)}")
+
+
 def test_where_keeps_what_is_not_chosen_out():
     """Neither infinities nor NaN, forward or backward, and -0 keeps its sign."""
     x = Tensor([4.0, -np.inf, np.nan, -0.0])

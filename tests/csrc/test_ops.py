@@ -476,6 +476,16 @@ def check_fill(dtype: str, device) -> None:
     np.testing.assert_array_equal(around.numpy(), expected)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_fill_of_bool_is_true_for_any_other_number_than_zero(device):
+    device = device_of(device)
+    for value in (0.5, -0.25, -3, 256, 1e-30, np.inf, 0.0, -0.0):
+        array = _C.array(np.full(5, value == 0), dtype="bool", device=device)
+        _C.fill(array[1:4], value)
+        expected = [value == 0, *[value != 0] * 3, value == 0]
+        np.testing.assert_array_equal(array.numpy(), expected, err_msg=str(value))
+
+
 # ---- tiles ---------------------------------------------------------------------------------------
 
 

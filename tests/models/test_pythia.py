@@ -217,6 +217,20 @@ def test_a_class_with_a_forward_of_its_own_is_trained_by_it():
     assert model.loss(ids, ids).item() == pytest.approx(3 * once)
 
 
+def test_loss_of_a_head_with_a_bias_is_that_of_its_logits():
+    np.random.seed(0)
+    model = small()
+    head = model.embed_out = nn.Linear(model.config.hidden_size, model.config.vocab_size)
+    ids, found = np.arange(12).reshape(2, 6), []
+    for loss_of in (lambda: model(ids, ids)[1], lambda: model.loss(ids, ids)):
+        head.weight.grad = head.bias.grad = None
+        loss = loss_of()
+        loss.backward()
+        found.append([loss.numpy(), head.weight.grad.numpy(), head.bias.grad.numpy()])
+    for one, other in zip(*found):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("call", ["linear", "gelu_mlp"])
 def test_a_residual_of_another_shape_is_refused(call):
     x, w, v = ndl.ones(2, 3), ndl.ones(3, 4), ndl.ones(4, 5)

@@ -13,6 +13,7 @@ from harness import DEVICES, device_of
 
 import needle as ndl
 from needle import Tensor, init, nn, ops, optim
+from needle import backend_ndarray as nd
 from needle.testing.elementwise import gelu, gelu_grad, gelu_tanh, gelu_tanh_grad
 
 both = pytest.mark.parametrize("device", DEVICES)
@@ -314,6 +315,9 @@ def test_attention_layer(causal, device):
     )
     q, k, v = (Tensor(draw(9, 2, t, c), device=device) for t, c in ((3, 6), (4, 10), (4, 7)))
     assert crossed(q, k, v).shape == (2, 3, 5)
+    q, k, v = (Tensor(draw(10 + i, 2, 5, 12), device=device) for i in range(3))
+    for given, meant in [((q,), (q, q, q)), ((q, k), (q, k, q)), ((q, None, v), (q, q, v))]:
+        np.testing.assert_array_equal(layer(*given).numpy(), layer(*meant).numpy())
 
 
 @both
@@ -521,6 +525,24 @@ def test_flattening_with_another_choice_of_decay_is_obeyed():
         optim.AdamW(flat, lr=0.5, weight_decay=0.5).step()  # of gradients of zero: decay alone
         for i, (p, values) in enumerate(zip(model.parameters(), before)):
             np.testing.assert_array_equal(p.numpy(), values * (0.75 if i < decays else 1))
+
+
+def test_data_assigned_to_a_flattened_parameter_go_into_the_buffer():
+    model = nn.Linear(3, 2)
+    flat = nn.flatten_parameters(model)
+    for number, make in enumerate((Tensor, nd.array, lambda x: Tensor(x.T).T)):
+        values = draw(number, 3, 2)
+        model.weight.data = make(values)
+        np.testing.assert_array_equal(flat.view(flat.data, 0).numpy(), model.weight.numpy())
+        close(model.weight.numpy(), values)
+        model(ndl.ones(1, 3)).sum().backward()
+        optim.AdamW(flat, lr=0.5, weight_decay=0.0).step()  # of gradients of one: lr
+        flat.reset_grad()
+        close(model.weight.numpy(), values - 0.5)
+    with pytest.raises(ValueError, match=r"flattened parameter has shape \(3, 2\)"):
+        model.weight.data = ndl.ones(2, 3)
+    with pytest.raises(TypeError, match="dtype is float32, but the new data is bfloat16"):
+        model.weight.data = ndl.ones(3, 2, dtype="bfloat16")
 
 
 def test_flattening_a_part_takes_it_out_of_the_whole():

@@ -145,10 +145,12 @@ def test_a_graph_is_needed_and_no_hook():
     layer, x = Doubled(), ndl.ones(4, 5, requires_grad=True)
     with ndl.no_grad():
         assert not nn.recompute(layer, x).requires_grad
+    outer = nn.Sequential(nn.Sequential(layer))
     layer._hooks = {"hook_in": [lambda x: x]}
-    layer.calls = 0
-    nn.recompute(layer, x).sum().backward()
-    assert layer.calls == 1
+    for module in (layer, outer.modules[0], outer):  # also with the hook in a part of a part
+        layer.calls = 0
+        nn.recompute(module, x).sum().backward()
+        assert layer.calls == 1
 
 
 def test_inside_of_another():
