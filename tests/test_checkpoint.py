@@ -206,6 +206,15 @@ def test_a_checkpoint_says_what_it_is(saved, tmp_path):
     assert load_checkpoint(bare)[1] is None and bare.read_bytes()[8:9] == b"{"
 
 
+def test_tokenizer_of_the_run_comes_before_one_beside_the_file(tmp_path):
+    folder = tmp_path / "run" / "checkpoints"
+    path = save_checkpoint(made()[0], None, 0, 1.0, checkpoint_path(folder, 1))
+    assert Checkpoint(path).tokenizer is None
+    for place in (folder, folder.parent):
+        (place / "tokenizer.json").touch()
+        assert Checkpoint(path).tokenizer == place / "tokenizer.json"
+
+
 def test_the_model_alone_is_read_without_the_optimizer(saved, read, tmp_path):
     """Whoever wants the weights only: the export and evaluation."""
     model, optimizer, _, _ = Checkpoint(saved).restore()
@@ -396,6 +405,25 @@ def test_one_flipped_bit_anywhere(saved):
         whole[place // 8] ^= 1 << (place % 8)
     saved.write_bytes(whole)
     load_checkpoint(saved)
+
+
+def test_file_of_many_read_blocks_is_checked_to_its_last_byte(tmp_path):
+    module = nn.Linear(3 << 10, 3 << 10)  # 36 MiB; blocks have 16
+    path = ndl.save(module, None, tmp_path / "large.safetensors")
+    again, _ = ndl.load(path, nn.Linear(3 << 10, 3 << 10))
+    np.testing.assert_array_equal(again.weight.numpy(), module.weight.numpy())
+    size = path.stat().st_size
+    for place in (size // 3, 2 * size // 3, size - 1):
+        with open(path, "r+b") as file:
+            file.seek(place)
+            byte = file.read(1)[0]
+            file.seek(place)
+            file.write(bytes([byte ^ 1]))
+            file.flush()
+            assert "checksum" in refused(path)
+            file.seek(place)
+            file.write(bytes([byte]))
+    Checkpoint(path)
 
 
 class Bomb:

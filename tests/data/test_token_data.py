@@ -236,6 +236,25 @@ def test_samples_bring_in_their_own_pages_and_no_others(tmp_path, kind):
     assert resident(tmp_path / "x.bin") <= 32 * 2  # of 16,384: 2 pages a sample, at most
 
 
+def test_windows_need_one_token_more_than_a_multiple_of_their_length(tmp_path):
+    for count in (8, 9, 12, 13, 15, 16, 17, 18, 20, 21):
+        ids = np.arange(100, 100 + count)
+        np.save(tmp_path / "x.npy", ids.astype("<i4"))
+        parts = [Part(tmp_path / "x.npy", 128, np.dtype("<i4"), count)]
+        for tokens in (ids, FlatTokens(parts)):
+            batches = Batches(tokens, 1, 4, seed=count)
+            assert len(batches) == (count - 1) // 4
+            drawn = [np.stack(batches.next())[:, 0] for _ in range(len(batches))]
+            assert batches.position == {"epoch": 0, "batch": len(batches)}
+            starts = sorted(int(row[0, 0]) for row in drawn)
+            assert starts == list(range(100, 100 + 4 * len(batches), 4))
+            for inputs, targets in drawn:
+                np.testing.assert_array_equal(inputs, inputs[0] + np.arange(4))
+                np.testing.assert_array_equal(targets, inputs + 1)
+    with pytest.raises(DataError, match="fewer than one batch"):
+        Batches(np.arange(4), 1, 4)
+
+
 def test_tokens_read_like_an_array(tmp_path):
     parts = []
     for number, piece in enumerate(np.split(IDS, [100, 101, 700])):
