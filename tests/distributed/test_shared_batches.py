@@ -1,10 +1,14 @@
 """What ranks draw of a run is together what one process draws, epoch after epoch."""
 
+import types
+
 import numpy as np
 import pytest
 
+from needle import ops
 from needle.data import Batches, Prefetch
 from needle.distributed.tree import own_leaves
+from needle.training.evaluation import own_columns
 from needle.training.settings import complete
 
 TOKENS = np.random.RandomState(0).randint(0, 99, 430)  # 26 windows of 16: 13 micro-batches an epoch
@@ -84,6 +88,23 @@ def test_tokens_of_a_rank():
     for theirs, ours in zip(plain.in_order(3), own.in_order(3)):
         np.testing.assert_array_equal(ours, [part[:, columns] for part in theirs])
     assert own.width == 4 and plain.width == 16
+
+
+def test_ranks_that_share_a_sequence_have_each_of_its_tokens_once():
+    length = 48
+    for context, size in ((1, 4), (2, 2), (2, 6), (4, 4), (4, 8)):
+        ranks = [types.SimpleNamespace(rank=rank, size=size) for rank in range(size)]
+        found = [own_columns(length, rank, context) for rank in ranks]
+        if context == 1:
+            assert found == [None] * size
+            continue
+        for begin in range(0, size, context):
+            together = np.concatenate(found[begin : begin + context])
+            assert sorted(together.tolist()) == list(range(length))
+            for rank in range(context):  # in the order of ring attention
+                runs = ops.ring_chunks(length, rank, context)
+                chunks = [np.arange(length)[run] for run in runs]
+                np.testing.assert_array_equal(found[begin + rank], np.concatenate(chunks))
 
 
 @pytest.mark.parametrize(
