@@ -59,14 +59,12 @@ def test_making(device):
     )
 
 
-@pytest.mark.parametrize(
-    "dtype", ["float32", "float16", "int32", "int64", "uint8", "bool", "uint16"]
-)
-def test_dtypes_round_trip(dtype):
-    host = np.array([[0, 1, 1], [1, 0, 1]]).astype(dtype)
-    made = nd.array(host, dtype=dtype)
-    assert made.dtype == dtype and made.numpy().dtype == dtype
-    np.testing.assert_array_equal(made.numpy(), host)
+def test_dtypes_round_trip():
+    for dtype in ("float32", "float16", "int32", "int64", "uint8", "bool", "uint16"):
+        host = np.array([[0, 1, 1], [1, 0, 1]]).astype(dtype)
+        made = nd.array(host, dtype=dtype)
+        assert made.dtype == dtype and made.numpy().dtype == dtype
+        np.testing.assert_array_equal(made.numpy(), host)
 
 
 def test_bfloat16_rounds_to_nearest_even():
@@ -205,9 +203,6 @@ def test_reshape_of_a_view():
     np.testing.assert_array_equal(
         array[::2, ::-2].reshape((-1,)).numpy(), host[::2, ::-2].reshape(-1)
     )
-    for bad in ((5, 5), (-1, -1), (7, -1), (-2, 12)):
-        with pytest.raises(ValueError):
-            array.reshape(bad)
 
 
 def test_flat_writes_through():
@@ -315,20 +310,16 @@ def test_setitem_of_as_many_elements():
     np.testing.assert_array_equal(array.numpy(), host)
 
 
-@pytest.mark.parametrize("index", [5, -6, (0, 5), (0, 0, 0)])
-def test_index_errors(index):
+def test_indices_refused():
     _, array = pair(5, 5)
-    with pytest.raises(IndexError):
-        array[index]
-    with pytest.raises(IndexError):
-        array[index] = 1
-
-
-@pytest.mark.parametrize("index", ["text", 1.5, slice(0, 5, 0), slice("a", None)])
-def test_bad_indices(index):
-    _, array = pair(5, 5)
-    with pytest.raises((TypeError, ValueError, IndexError)):
-        array[index]
+    for index in (5, -6, (0, 5), (0, 0, 0)):
+        with pytest.raises(IndexError):
+            array[index]
+        with pytest.raises(IndexError):
+            array[index] = 1
+    for index in ("text", 1.5, slice(0, 5, 0), slice("a", None)):
+        with pytest.raises((TypeError, ValueError, IndexError)):
+            array[index]
 
 
 def test_process_slice():
@@ -344,20 +335,17 @@ def test_process_slice():
         assert array.process_slice(given_, 0) == expected
 
 
-def test_view_errors():
+def test_views_refused():
     _, array = pair(3, 4)
-    for axes in ((0,), (0, 0), (0, 2), (0, 1, 2)):
+    for view, *arguments in (
+        *((array.permute, axes) for axes in ((0,), (0, 0), (0, 2), (0, 1, 2))),
+        *((array.broadcast_to, shape) for shape in ((3, 5), (4,), (2, 3, 5))),
+        *((array.reshape, shape) for shape in ((5, 5), (-1, -1), (7, -1), (-2, 12), (-1, 0))),
+        (array.as_strided, (4, 4), (4, 1)),
+        (array.as_strided, (3,), (-1,)),
+    ):
         with pytest.raises(ValueError):
-            array.permute(axes)
-    for shape in ((3, 5), (4,), (2, 3, 5)):
-        with pytest.raises(ValueError):
-            array.broadcast_to(shape)
-    with pytest.raises(ValueError):
-        array.as_strided((4, 4), (4, 1))
-    with pytest.raises(ValueError):
-        array.as_strided((3,), (-1,))
-    with pytest.raises(ValueError):
-        array.reshape((-1, 0))
+            view(*arguments)
 
 
 def test_views_of_impossible_shapes():
