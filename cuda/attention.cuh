@@ -1,4 +1,4 @@
-/* attention.cuh - what the forward and backward attention kernels share: the problem, the walk over
+/* attention.cuh - shared by the forward and backward attention kernels: the problem, the walk over
  * tiles, tiles in shared memory, products of tiles.
  *
  * One core serves dense and block-sparse attention. The rows of queries and of keys are cut into
@@ -111,7 +111,8 @@ static inline nd_status problem_new(const char *op, const nd_array *q, const nd_
     return ND_OK;
 }
 
-/* The operands that list the blocks which blocks of `block` own rows meet; arrays are NULL when dense. */
+/* The operands that list the blocks which blocks of `block` own rows meet; arrays are NULL when
+ * dense. */
 struct BlockLists {
     const nd_array *offsets, *entries, *order;
     int64_t block;
@@ -148,7 +149,7 @@ static inline void problem_tiles(Problem *p, bool own_keys, int tile, const Bloc
     p->heads_together = heads > 0 ? (int)heads : 1;
 }
 
-/* `suffix`: behind the names of the operands, "_t" of the transposed lists. */
+/* `suffix`: after the names of the operands, "_t" of the transposed lists. */
 static inline nd_status check_blocks(const char *op, const char *suffix, const BlockLists &lists,
                                      int64_t heads, int64_t rows) {
     const nd_array *offsets = lists.offsets, *entries = lists.entries, *order = lists.order;
@@ -224,9 +225,9 @@ struct Work {
     Span own;
 };
 
-/* The own tile of a head that has a place in the order of work: the longest come first, by the order of
- * the lists, or dense by `descending`: a causal query tile is the longer the later it is. An order that
- * names no block there gives the last. */
+/* The own tile of a head that has a place in the order of work: the longest come first, by the
+ * order of the lists, or dense by `descending`: a causal query tile is the longer the later it is.
+ * An order that names no block there gives the last. */
 __device__ __forceinline__ int tile_at(const Problem &p, int head, int place, bool descending) {
     if (p.lists.order != NULL) {
         unsigned at = place / p.tiles_per_block, blocks = p.tiles / p.tiles_per_block;
@@ -363,12 +364,9 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const Rows &rows, const
     }
 }
 
-/* Fragments of a tile stored [row][column]; the shapes are those of mma.cuh.
- *   load_a:            A of rows m0.. (as m) and columns 16 step.. (as k)
- *   load_b:            B of rows n0.. (as n) and columns 16 step.. (as k): b[0..1] is n0, b[2..3]
- *                      n0 + 8
- *   load_b_transposed: B of rows k0.. (as k) and columns 16 pair.. (as n): b[0..1] is 16 pair,
- *                      b[2..3] 16 pair + 8 */
+/* Fragments (mma.cuh) of a tile stored [row][column]. load_a: A of rows m0.. (m) and columns
+ * 16 step.. (k); load_b: B of rows n0.. (n) and columns 16 step.. (k); load_b_transposed: B of rows
+ * k0.. (k) and columns 16 pair.. (n). b[2..3] is eight rows or columns after b[0..1]. */
 template <int DP>
 __device__ __forceinline__ void load_a(uint32_t (&a)[4], uint32_t tile, int m0, int step) {
     int lane = threadIdx.x & 31;
@@ -528,7 +526,7 @@ __device__ __forceinline__ void hide_keys(float (&s)[MI][N][4], float hidden, co
 
 /* Write a warp's accumulators, times factor[mi][half row], to rows span.begin + m0.. of a head
  * (those before span.end) and columns 8 first..; through `tile`, whose rows m0.. and chunks
- * first.. nobody else uses any more. */
+ * first.. are free. */
 template <class T, int DP, int MI, int N>
 __device__ __forceinline__ void store_rows(const float (&c)[MI][N][4], const float (&factor)[MI][2],
                                            uint32_t tile, int m0, int first, const Rows &rows,

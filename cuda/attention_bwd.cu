@@ -4,20 +4,20 @@
  *     P_ij  = exp(scale q_i . k_j - lse_i)        delta_i = do_i . o_i
  *     dS_ij = P_ij (do_i . v_j - delta_i)
  *     dv_j = sum_i P_ij do_i     dk_j = scale sum_i dS_ij q_i     dq_i = scale sum_j dS_ij k_j
- *   A query without a key (lse = -inf) has P = 0. dq, dk, dv are written, not added to.
- *   With cos and sin dq and dk are turned back by the angles of their positions: by the kernels for
- *   Hopper before they are rounded, else by a pass over the dims that turn. db, sums of all rows of a head: by
- *   those kernels for 64 rows each, before these are rounded, else by a pass over dq, dk and dv.
+ *   A query without a key (lse = -inf) has P = 0. dq, dk, dv are written, not added to. With cos
+ *   and sin dq and dk are rotated back by the angles of their positions, and db is the sum of all
+ *   rows of a head: by the kernels for Hopper before rounding (db in parts of 64 rows), else by a
+ *   pass over dq, dk and dv.
  * Precision: 16-bit operands; products, P, dS and the gradients in float32; P and dS are rounded to
  *   the operands' dtype as operands of the second products. float32 operands: float32 throughout.
  * Same bits from run to run: no atomics. Three kernels, each output element summed by one thread:
  *     stats: lse and delta of every row, side by side
  *     dq:    a thread block a query tile, walking key tiles; 3 products a tile (S, dP, dQ)
- *     dk dv: a thread block a key tile, walking query tiles (sparse: by the transposed lists);
- *            4 products a tile, of S^T = k q^T and dP^T = v do^T, so that P^T and dS^T pass from
- *            the first products to the second in registers
+ *     dk dv: a thread block a key tile, walking query tiles (sparse: by the transposed lists); 4
+ *            products a tile, of S^T = k q^T and dP^T = v do^T, so that P^T and dS^T pass from the
+ *            first products to the second in registers
  * Work: 14 D operations a visible pair, of which 10 D are counted as useful: S and dP are computed
- *   twice, which is what it costs to do without atomics and without a T x S matrix.
+ *   twice, the price of neither atomics nor a T x S matrix.
  * Bytes: q, do, dq once and k, v once a query tile (dq); k, v, dk, dv once and q, do once a key
  *   tile (dk dv), repeats mostly from L2; do, o once and 8 bytes a row written (stats).
  */
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(QueryTile<DP>::THREADS, QueryTile<DP>::CTAS)
 
     for (int stage = 0; tile.begin >= 0; stage ^= 1) {
         copy_async_wait<0>();
-        __syncthreads(); /* this stage has arrived, and nobody reads the other one any more */
+        __syncthreads(); /* this stage has arrived, the other has been read */
         if (next.begin >= 0) {
             uint32_t other = (stage ^ 1) * Tile::OTHER_BYTES;
             load_tile<T, DP, Tile::KEYS, Tile::THREADS>(k_tiles + other, p.k, k, next, p.D);
@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(KeyTile<DP>::THREADS, KeyTile<DP>::CTAS)
 
     for (int stage = 0; tile.begin >= 0; stage ^= 1) {
         copy_async_wait<0>();
-        __syncthreads(); /* this stage has arrived, and nobody reads the other one any more */
+        __syncthreads(); /* this stage has arrived, the other has been read */
         if (next.begin >= 0) {
             load_other(next, stage ^ 1);
             copy_async_commit();
@@ -468,8 +468,8 @@ __global__ void __launch_bounds__(FLOAT_THREADS, 1)
 /* ---- their sums ------------------------------------------------------------------------------ */
 constexpr int SUMS_THREADS = 256;
 
-/* A block sums `chunk` rows, of all batch entries one after the other, of 32 columns of dq, dk or dv (blockIdx.z):
- * partial (chunks, H, 3, D). */
+/* A block sums `chunk` rows, of all batch entries one after the other, of 32 columns of dq, dk or
+ * dv (blockIdx.z): partial (chunks, H, 3, D). */
 template <class T>
 __global__ void __launch_bounds__(SUMS_THREADS)
     attention_sums_kernel(const __grid_constant__ Problem p, int64_t chunk, float *partial) {
@@ -564,13 +564,13 @@ template <class Args> nd_status check_sums_and_angles(const char *op, const Args
     }
     if (keys != queries) {
         return nd_error(ND_EVALUE,
-                        "%s: cos: the angles of %lld positions turn dq and dk, but there are "
+                        "%s: cos: the angles of %lld positions rotate dq and dk, but there are "
                         "%lld keys",
                         op, (long long)queries, (long long)keys);
     }
     const int64_t half = a->cos->shape[1];
     if (2 * half > dims) {
-        return nd_error(ND_EVALUE, "%s: cos: %lld angles turn %lld dims, but a head has %lld", op,
+        return nd_error(ND_EVALUE, "%s: cos: %lld angles rotate %lld dims, but a head has %lld", op,
                         (long long)half, (long long)(2 * half), (long long)dims);
     }
     return ND_OK;
@@ -592,7 +592,7 @@ nd_status backward(const char *op, int device, const Args *a, const BlockLists &
     void *scratch = NULL;
     p.stats_stride = ceil_div(p.T, 2) * 2; /* rows of whole 16 bytes, for tensor maps */
     const size_t stats = (size_t)p.B * p.H * p.stats_stride;
-    const bool sums_on_the_way = a->db && p.T == p.S && (a->cos == NULL || hopper_turns(a->cos));
+    const bool sums_on_the_way = a->db && p.T == p.S && (a->cos == NULL || hopper_rotates(a->cos));
     const int64_t parts = sums_on_the_way ? (int64_t)p.B * ceil_div(p.T, HALF) : 0;
     const int64_t columns = (int64_t)p.H * 3 * p.D;
     ND_TRY(cuda_scratch(device, stats * sizeof(float2) + (size_t)(parts * columns) * sizeof(float),
@@ -602,14 +602,14 @@ nd_status backward(const char *op, int device, const Args *a, const BlockLists &
     return with_float(op, a->q->dtype, [&](auto tag) -> nd_status {
         using T = typename decltype(tag)::type;
         ND_TRY(launch_stats<T>(op, device, p));
-        bool turned = a->cos == NULL;
+        bool rotated = a->cos == NULL;
         if (hopper_serves(device, p, a->q->dtype, lists.block,
                           {a->q, a->k, a->v, a->dout, a->dq, a->dk, a->dv})) {
             Operands all = {a->q, a->k, a->v, a->o, a->dout, a->dq, a->dk, a->dv};
-            if (hopper_turns(a->cos)) {
+            if (hopper_rotates(a->cos)) {
                 all.cos = a->cos;
                 all.sin = a->sin;
-                turned = true;
+                rotated = true;
             }
             all.sums = sums_on_the_way ? (float *)(p.stats + stats) : NULL;
             ND_TRY(attention_bwd_hopper(op, device, p, all, false, lists));
@@ -627,9 +627,9 @@ nd_status backward(const char *op, int device, const Args *a, const BlockLists &
                 ND_TRY(with_columns16(p.D, run));
             }
         }
-        if (!turned) {
-            ND_TRY(cuda_turn(op, device, a->dq, 1, a->cos, a->sin, -1.0f));
-            ND_TRY(cuda_turn(op, device, a->dk, 1, a->cos, a->sin, -1.0f));
+        if (!rotated) {
+            ND_TRY(cuda_rotate(op, device, a->dq, 1, a->cos, a->sin, -1.0f));
+            ND_TRY(cuda_rotate(op, device, a->dk, 1, a->cos, a->sin, -1.0f));
         }
         return db ? add_sums<T>(op, device, p, db) : ND_OK;
     });

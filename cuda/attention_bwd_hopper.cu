@@ -1,20 +1,21 @@
-/* attention_bwd_hopper.cu - attention_bwd.cu on Hopper, for 16-bit operands of head dims up to 128 whose
- * rows the copy engine takes. Maths, precision and order of sums are those of attention_bwd.cu: the
- * same bits from run to run, no atomics.
+/* attention_bwd_hopper.cu - attention_bwd.cu on Hopper, for 16-bit operands of head dims up to 128
+ * whose rows the copy engine takes. Maths, precision and order of sums are those of
+ * attention_bwd.cu: the same bits from run to run, no atomics.
  *
  * One kernel serves both directions. It owns rows of X and Y and walks parts of 64 rows of x and y:
- *     S = X x^T    dP = Y y^T    P = exp(scale S - lse)    dS = P (dP - delta)    dX = scale sum dS x
+ *     S = X x^T   dP = Y y^T   P = exp(scale S - lse)   dS = P (dP - delta)   dX = scale sum dS x
  *   for dq:    X, Y are q, do    x, y are k, v     lse and delta belong to rows
  *   for dk dv: X, Y are k, v     x, y are q, do    they belong to columns, and dY = sum P y
- * Parallel: a consumer warpgroup owns 64 rows; P and dS pass from the first products to the second in
- *   registers. The first products of a part and the second of the part before are issued together; P and
- *   dS are formed while the latter run. What bounds it is not the products but what the threads issue around
- *   them: the fewer instructions a part, the faster. Where they fit, three consumers share the processor (dq:
- *   X and Y are then read from shared memory), else two with X and Y in registers.
- * With angles dq and dk are turned back in registers: the accumulators of a thread hold both dims of a pair.
- * The sums of a consumer's rows, for the bias of a projection, cost shuffles between lanes, and no pass over memory.
- * Rows beyond the end arrive as zeros. Queries there add nothing; keys have score 0, which may weigh any
- *   number against the others, and are masked, as is what causality cuts.
+ * Parallel: a consumer warpgroup owns 64 rows; P and dS pass from the first products to the second
+ *   in registers. The first products of a part and the second of the part before are issued
+ *   together; P and dS are formed while the latter run. Time is
+ *   bound by the instructions around the products. Where they fit, three consumers share the
+ *   processor (dq: X and Y are then read from shared memory), else two with X and Y in registers.
+ * With angles dq and dk are rotated back in registers, where a thread holds both dims of a pair.
+ *   The sums of a consumer's rows, for the bias of a projection, cost shuffles between lanes.
+ * Rows beyond the end arrive as zeros. Queries there add nothing; keys there have score 0, so they
+ *   are masked, as are pairs that causality cuts.
+ * Bytes: those of attention_bwd.cu.
  */
 #include "attention_hopper.cuh"
 
@@ -59,8 +60,8 @@ struct Backward {
     CUtensorMap own[2], other[2], gradient[2]; /* of X, Y; x, y; dX, dY */
     CUtensorMap stats;                         /* (lse, delta) of 64 queries a box */
     const float *cosines, *sines;              /* (T, R) */
-    int half;                                  /* R: 8 or 16; 0: nothing is turned */
-    float *sums;                               /* see Operands; NULL where nobody asks */
+    int half;                                  /* R: 8 or 16; 0: no rotation */
+    float *sums;                               /* see Operands; or NULL */
     Problem p;
 };
 
@@ -114,7 +115,7 @@ __device__ __forceinline__ PartWalk<Shape::LISTS, HALF> walk_of(const Problem &p
     }
 }
 
-/* ---- the producer -------------------------------------------------------------------------------- */
+/* ---- the producer ---------------------------------------------------------------------------- */
 template <class Shape>
 __device__ __forceinline__ void produce(const Backward &f, Places<Shape> at) {
     const Problem &p = f.p;
@@ -168,8 +169,8 @@ __device__ __forceinline__ void produce(const Backward &f, Places<Shape> at) {
     leave_pieces(gridDim.x);
 }
 
-/* Rows of a gradient turned back by the angles of their positions: a thread has columns 2 (lane % 4) and the
- * next, of each eight, of two rows. */
+/* Rotates rows of a gradient back by the angles of their positions: a thread has columns 2 (lane %
+ * 4) and the next, of each eight, of two rows. */
 template <int R, int N>
 __device__ __forceinline__ void turn_back(float (&c)[N], const Backward &f, const int (&rows)[2]) {
     const int column = 2 * (int)(threadIdx.x % 4);
@@ -193,7 +194,8 @@ __device__ __forceinline__ void turn_back(float (&c)[N], const Backward &f, cons
     }
 }
 
-/* Half of the sums go to a lane that has other rows of the same columns, and its rows of the other half come. */
+/* Half of the sums go to a lane that has other rows of the same columns, and its rows of the other
+ * half come. */
 template <int KEPT> __device__ __forceinline__ void halve(float (&sums)[16]) {
     const bool upper = threadIdx.x & 2 * KEPT;
 #pragma unroll
@@ -204,7 +206,8 @@ template <int KEPT> __device__ __forceinline__ void halve(float (&sums)[16]) {
     }
 }
 
-/* The sums of a warp's 16 rows, times `factor`, to shared memory. rows: which of the thread's two count. */
+/* The sums of a warp's 16 rows, times `factor`, to shared memory. rows: which of the thread's two
+ * count. */
 template <int PANELS>
 __device__ __forceinline__ void sum_rows(const float (&c)[32 * PANELS], const bool (&rows)[2],
                                          float factor, uint32_t to) {
@@ -227,7 +230,7 @@ __device__ __forceinline__ void sum_rows(const float (&c)[32 * PANELS], const bo
     }
 }
 
-/* ---- a consumer ---------------------------------------------------------------------------------- */
+/* ---- a consumer ------------------------------------------------------------------------------ */
 template <class T, class Shape>
 __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
     constexpr int PANELS = Shape::PANELS;
@@ -236,7 +239,7 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
     const int group = __shfl_sync(~0u, (int)threadIdx.x / WARPGROUP, 0) - 1,
               lane = threadIdx.x & 31;
     const int my_row = (int)(threadIdx.x % WARPGROUP) / 32 * 16 + lane / 4;
-    const bool speaks = threadIdx.x % WARPGROUP == 0; /* for its warpgroup */
+    const bool leads = threadIdx.x % WARPGROUP == 0; /* for its warpgroup */
     const int own_rows = Shape::KEYS ? p.S : p.T;
     Ring<Shape::SLOTS> slot;
     Ring<Shape::STAGES> stage;
@@ -334,7 +337,7 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
                 hold(gradient[which]);
                 hold(w[which]);
             }
-            if (speaks) {
+            if (leads) {
                 barrier_arrive(at.empty(before.at));
             }
         };
@@ -447,7 +450,7 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
         };
         /* A part that none of my rows meets. */
         auto pass = [&]() {
-            if (speaks) {
+            if (leads) {
                 barrier_wait(at.full(stage.at), stage.phase);
                 barrier_arrive(at.empty(stage.at));
             }
@@ -481,7 +484,7 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
         } else if (f.half == 16) {
             turn_back<16>(gradient[0], f, positions);
         }
-        turn_wait(1 + group, WARPGROUP); /* nobody reads these rows any more */
+        turn_wait(1 + group, WARPGROUP); /* these rows have been read */
 #pragma unroll
         for (int which = 0; which < GRADIENTS; which++) {
             float factor = which == 0 ? p.scale : 1.0f;
@@ -522,7 +525,7 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
                 }
             }
         }
-        if (speaks) {
+        if (leads) {
             if (mine < own_rows) {
                 for (int which = 0; which < GRADIENTS; which++) {
                     for (int panel = 0; panel < PANELS; panel++) {
@@ -573,7 +576,7 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::CTAS)
 #endif
 }
 
-/* ---- host ---------------------------------------------------------------------------------------- */
+/* ---- host ------------------------------------------------------------------------------------ */
 template <class Shape>
 nd_status launch(const char *op, int device, Backward f, const Operands &a,
                  const BlockLists &lists) {

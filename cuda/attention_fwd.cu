@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(ForwardTile<DP>::THREADS, ForwardTile<DP>::CTA
 
     for (int stage = 0; tile.begin >= 0; stage ^= 1) {
         copy_async_wait<0>();
-        __syncthreads(); /* this stage has arrived, and nobody reads the other one any more */
+        __syncthreads(); /* this stage has arrived, the other has been read */
         if (next.begin >= 0) {
             uint32_t other = (stage ^ 1) * Tile::K_BYTES;
             load_tile<T, DP, Tile::KEYS, Tile::THREADS>(k_tiles + other, p.k, k, next, p.D);

@@ -1,16 +1,18 @@
-/* attention_fwd_hopper.cu - attention_fwd.cu on Hopper, for 16-bit operands of head dims up to 128 whose
- * rows the copy engine takes. Maths, precision and results are those of attention_fwd.cu.
+/* attention_fwd_hopper.cu - attention_fwd.cu on Hopper, for 16-bit operands of head dims up to 128
+ * whose rows the copy engine takes. Maths, precision and results are those of attention_fwd.cu.
  *
- * Parallel: dense, a team of three consumer warpgroups (two for head dims above 64), which own 64 queries
- *   each and walk key tiles of 128. With lists of blocks of 128, two teams of two consumers and key tiles of
- *   64, of smaller blocks four teams of one; above 64 dims one team of two and tiles of 128, or two of one
- *   and 64. The producer alone reads lists. The scores of tile j + 1 are multiplied while the weights of
- *   tile j are: a consumer issues Q K^T of j + 1 and P V of j together, and turns scores into weights
- *   while P V runs. Consumers take turns in issuing, so that one's exponentials fall into the others' products.
- * A consumer whose queries see none of a tile passes it on unread (the causal triangle's edge); only
- *   tiles that the edge or the end of the keys cuts are masked.
- * Shared memory: Q twice, so that the next piece's queries are there; O leaves through it. K and V in STAGES
- *   stages each.
+ * Parallel: dense, a team of three consumer warpgroups (two for head dims above 64), which own 64
+ *   queries each and walk key tiles of 128. With lists of blocks of 128, two teams of two consumers
+ *   and key tiles of 64, of smaller blocks four teams of one; above 64 dims one team of two and
+ *   tiles of 128, or two of one and 64. The producer alone reads lists. The scores of tile j + 1
+ *   are multiplied while the weights of tile j are: a consumer issues Q K^T of j + 1 and P V of j
+ *   together, and turns scores into weights while P V runs. Consumers take turns in issuing, so
+ *   that one's exponentials overlap with the others' products.
+ * A consumer whose queries see none of a tile passes it on unread (the causal triangle's edge);
+ *   only tiles that the edge or the end of the keys cuts are masked.
+ * Shared memory: Q twice, so that the next piece's queries are there; O leaves through it. K and V
+ *   in STAGES stages each.
+ * Bytes: those of attention_fwd.cu.
  */
 #include "attention_hopper.cuh"
 
@@ -56,7 +58,8 @@ struct Forward {
 
 #ifdef HOPPER_CODE
 
-/* Where what lies in a team's shared memory; the barriers of tile number n are those of stage n % STAGES. */
+/* Where what lies in a team's shared memory; the barriers of tile number n are those of stage n %
+ * STAGES. */
 template <class Shape> struct Places {
     uint32_t base;
 
@@ -92,7 +95,7 @@ template <class Shape> struct Places {
     }
 };
 
-/* ---- the producer -------------------------------------------------------------------------------- */
+/* ---- the producer ---------------------------------------------------------------------------- */
 template <class Shape>
 __device__ __forceinline__ void produce(const Forward &f, Places<Shape> at, int team) {
     const Problem &p = f.p;
@@ -151,11 +154,10 @@ __device__ __forceinline__ void produce(const Forward &f, Places<Shape> at, int 
     leave_pieces(producers);
 }
 
-/* ---- a consumer ---------------------------------------------------------------------------------- */
-/* The two rows of a thread: a score that all its exponents are taken from (of all four threads of a row), and
- * the sum of the weights (its own part). The score is a running maximum that follows only when one is
- * 2^STRAY times heavier, so that what was added up is seldom multiplied again; weights up to 2^STRAY are
- * as exact as those up to 1. */
+/* ---- a consumer ------------------------------------------------------------------------------ */
+/* Of a thread's two rows the score that exponents subtract, and its part of the sum of weights. The
+ * score is a running maximum that follows only a weight above 2^STRAY, so that sums are seldom
+ * rescaled; weights up to 2^STRAY are as exact as those up to 1. */
 struct Softmax {
     static constexpr float STRAY = 8.0f;
     float from[2], sum[2], shrink[2];
@@ -165,7 +167,8 @@ struct Softmax {
         sum[0] = sum[1] = 0.0f;
     }
 
-    /* Scores become weights; with `true` what was added up before must be multiplied by `shrink`. */
+    /* Scores become weights; with `true` what was added up before must be multiplied by
+     * `shrink`. */
     template <int N> __device__ __forceinline__ bool weights(float (&s)[N], float scale_log2) {
         float top[2];
         bool strays = false;
@@ -206,7 +209,8 @@ struct Softmax {
     }
 };
 
-/* -inf for the keys of a tile that a thread's upper or lower row, which sees `columns`, does not see. */
+/* -inf for the keys of a tile that a thread's upper or lower row, which sees `columns`, does not
+ * see. */
 template <int N>
 __device__ __forceinline__ void hide(float (&s)[N], int columns, int half, int lane) {
 #pragma unroll
@@ -228,7 +232,7 @@ __device__ __forceinline__ void consume(const Forward &f, Places<Shape> at, int 
     const Problem &p = f.p;
     const int lane = threadIdx.x & 31;
     const int my_row = (int)(threadIdx.x % WARPGROUP) / 32 * 16 + lane / 4;
-    const bool speaks = threadIdx.x % WARPGROUP == 0; /* for its warpgroup */
+    const bool leads = threadIdx.x % WARPGROUP == 0; /* for its warpgroup */
     const int my_turn = 1 + team * CONSUMERS + group,
               next_turn = 1 + team * CONSUMERS + (group + 1) % CONSUMERS,
               my_barrier = my_turn + Shape::TEAMS * CONSUMERS;
@@ -259,9 +263,9 @@ __device__ __forceinline__ void consume(const Forward &f, Places<Shape> at, int 
         softmax.init();
         Ring<Shape::STAGES> before; /* whose values wait for w */
 
-        /* Waits for the keys of the next tile, if there is one. Only the producer reads lists: it leaves word
-         * of a tile beside it, which all of a consumer's threads must have read when the tile is handed
-         * back. */
+        /* Waits for the keys of the next tile, if there is one. Only the producer reads lists: it
+         * leaves word of a tile beside it, which all of a consumer's threads must have read when
+         * the tile is handed back. */
         int tile = -Shape::KEYS; /* its first key */
         bool more = piece.meets;
         const int end = keys_end(p, first + Shape::QUERIES);
@@ -319,14 +323,14 @@ __device__ __forceinline__ void consume(const Forward &f, Places<Shape> at, int 
             products_wait<0>();
             hold(o);
             hold(w);
-            if (speaks) {
+            if (leads) {
                 barrier_arrive(at.v_empty(before.at));
             }
         };
         /* From scores that have been multiplied to weights, but for rounding them. */
         auto weigh = [&](float(&s)[SCORES]) {
             hold(s);
-            if (speaks) {
+            if (leads) {
                 barrier_arrive(at.k_empty(kv.at));
             }
             if (tile + Shape::KEYS > least) {
@@ -380,7 +384,7 @@ __device__ __forceinline__ void consume(const Forward &f, Places<Shape> at, int 
             take_turn();
             pass_turn();
             turn_wait(my_barrier, WARPGROUP);
-            if (speaks) {
+            if (leads) {
                 barrier_arrive(at.k_empty(kv.at));
                 barrier_wait(at.v_full(kv.at), kv.phase);
                 barrier_arrive(at.v_empty(kv.at));
@@ -388,7 +392,7 @@ __device__ __forceinline__ void consume(const Forward &f, Places<Shape> at, int 
             kv.advance();
         }
 
-        turn_wait(my_barrier, WARPGROUP); /* nobody multiplies by my_q any more */
+        turn_wait(my_barrier, WARPGROUP); /* the products with my_q are done */
         float factors[2];
         float *lse = p.lse + ((int64_t)piece.b * p.H + piece.h) * p.T;
 #pragma unroll
@@ -408,7 +412,7 @@ __device__ __forceinline__ void consume(const Forward &f, Places<Shape> at, int 
         }
         proxy_fence();
         turn_wait(my_barrier, WARPGROUP);
-        if (speaks) {
+        if (leads) {
             if (mine < p.T) {
                 for (int panel = 0; panel < PANELS; panel++) {
                     box_store(&f.o, my_q + panel * Shape::Q_PANEL, panel * PANEL_COLUMNS, mine,
@@ -459,7 +463,7 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::CTAS)
 #endif
 }
 
-/* ---- host ---------------------------------------------------------------------------------------- */
+/* ---- host ------------------------------------------------------------------------------------ */
 template <class Shape>
 nd_status launch(const char *op, int device, Forward f, const Operands &a,
                  const BlockLists &lists) {

@@ -1,13 +1,14 @@
-/* attention_hopper.cuh - what the forward and backward attention kernels for Hopper share: tensor maps of
- * their operands, the order of work, the walk over tiles of the other side.
+/* attention_hopper.cuh - shared by the attention kernels for Hopper: tensor maps of their operands,
+ * the order of work, the walk over tiles of the other side.
  *
- * A team is a producer, one thread that asks the copy engine for tiles, and CONSUMERS warpgroups, each of
- * which owns 64 rows (queries, or keys in the kernel for dk and dv) and computes. It lives as long as the
- * grid and takes one piece of work after another, the longest first, whenever it is free. Which team
- * computes a piece changes none of its bits. A thread block has one warpgroup for its producers.
+ * A team is a producer, one thread that requests tiles from the copy engine, and CONSUMERS
+ * warpgroups, each of which owns 64 rows (queries, or keys in the kernel for dk and dv) and
+ * computes. It lives as long as the grid and takes one piece of work after another, the longest
+ * first, whenever it is free. Which team computes a piece changes none of its bits. A thread block
+ * has one warpgroup for its producers.
  *
- * Tiles of the other side are 128 or 64 rows. Dense, they follow each other; with lists, they are parts of the
- * listed blocks. Rows beyond the end arrive as zeros.
+ * Tiles of the other side are 128 or 64 rows. Dense, they follow each other; with lists, they are
+ * parts of the listed blocks. Rows beyond the end arrive as zeros.
  */
 #ifndef NEEDLE_ATTENTION_HOPPER_CUH
 #define NEEDLE_ATTENTION_HOPPER_CUH
@@ -24,13 +25,13 @@ namespace attention {
 constexpr int HALF = 64;             /* rows of a consumer */
 constexpr uint32_t PIECE_BYTES = 16; /* of a Piece in shared memory */
 
-/* ---- host ----------------------------------------------------------------------------------------
- * What attention_fwd.cu and attention_bwd.cu ask for when hopper_serves(). The problem is filled but
- * for the tiles. */
+/* ---- host ---------------------------------------------------------------------------------------
+ * What attention_fwd.cu and attention_bwd.cu ask for when hopper_serves(). The problem is filled
+ * but for the tiles. */
 struct Operands {
     const nd_array *q, *k, *v, *o;
     const nd_array *dout, *dq, *dk, *dv;     /* backward only */
-    const nd_array *cos = NULL, *sin = NULL; /* where dq and dk are turned: see hopper_turns */
+    const nd_array *cos = NULL, *sin = NULL; /* where dq and dk are rotated: see hopper_rotates */
     float *sums =
         NULL; /* (B, ceil(T / HALF), H, 3, D), S is T: of HALF rows of dq, dk and dv each */
 };
@@ -42,9 +43,9 @@ nd_status attention_fwd_hopper(const char *op, int device, Problem p, const Oper
 nd_status attention_bwd_hopper(const char *op, int device, Problem p, const Operands &a, bool keys,
                                const BlockLists &lists);
 
-/* Whether the backward turns dq and dk itself: where both of a pair of dims lie in one thread, in as
- * many registers as the kernel has code for. */
-static inline bool hopper_turns(const nd_array *cos) {
+/* True if the backward rotates dq and dk itself: where both of a pair of dims lie in one thread, in
+ * as many registers as the kernel has code for. */
+static inline bool hopper_rotates(const nd_array *cos) {
     return cos != NULL && (cos->shape[1] == 8 || cos->shape[1] == 16);
 }
 
@@ -67,8 +68,8 @@ static inline nd_status box_map(const char *op, const nd_array *a, int rows, CUt
     return hopper::tensor_map(op, a->data, 2, shape, strides, hopper::PANEL_COLUMNS, rows, out);
 }
 
-/* As many thread blocks as run at once, each of which takes one piece after the other. Launches of one
- * file must follow each other on the device, as those of needle's one stream do: see Pieces. */
+/* As many thread blocks as run at once, each of which takes one piece after the other. Launches of
+ * one file must follow each other on the device, as those of needle's one stream do: see Pieces. */
 template <class Shape, class Arguments>
 static inline nd_status hopper_launch(const char *op, int device, void (*kernel)(Arguments),
                                       const Arguments &arguments) {
@@ -81,9 +82,10 @@ static inline nd_status hopper_launch(const char *op, int device, void (*kernel)
 
 #ifdef HOPPER_CODE
 
-/* ---- device: the order of work -------------------------------------------------------------------
- * Piece `index` of all: heads that share the L2 go together, in them the longest pieces first. The producer
- * works it out and leaves it in shared memory; the tile of what is no piece any more is -1. */
+/* ---- device: the order of work ------------------------------------------------------------------
+ * Piece `index` of all: heads that share the L2 go together, in them the longest pieces first. The
+ * producer works it out and leaves it in shared memory; the tile of what is no piece any more is
+ * -1. */
 struct Piece {
     int b, h, tile;
     bool meets; /* any rows of the other side; only the forward asks, of lists */
@@ -110,8 +112,9 @@ __device__ __forceinline__ Piece load_piece(uint32_t from) {
     return Piece{(int)words[0], (int)words[1], (int)words[2], words[3] != 0};
 }
 
-/* Which piece is next, to one producer of `producers` in the grid: the first is its own number, further ones
- * are counted off. The last producer to leave sets both counters back for the next launch. */
+/* Which piece is next, to one producer of `producers` in the grid: the first is its own number,
+ * further ones are counted off. The last producer to leave sets both counters back for the next
+ * launch. */
 static __device__ unsigned int pieces_taken, producers_gone;
 
 __device__ __forceinline__ int next_piece(unsigned int producers) {
@@ -129,8 +132,8 @@ __device__ __forceinline__ int keys_end(const Problem &p, int end) {
     return p.causal ? max(min(p.S, min(end, p.T) + p.offset), 0) : p.S;
 }
 
-/* The parts of so many ROWS of the other side that rows from `own` on meet, ascending, within [from, to):
- * all of them, or those of the listed blocks. */
+/* The parts of so many ROWS of the other side that rows from `own` on meet, ascending, within
+ * [from, to): all of them, or those of the listed blocks. */
 template <bool LISTS, int ROWS> struct PartWalk {
     const int *entries;
     int entry, last, at, block, blocks, from, to;

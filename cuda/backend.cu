@@ -1,4 +1,4 @@
-/* backend.cu - the CUDA backend's roof: which devices there are, opening and reset, the vtable.
+/* backend.cu - devices of the CUDA backend, opening, reset, and the vtable.
  *
  * Threads. A device's ops are enqueued one at a time, under its lock, because they share scratch
  * and the order of enqueuing is the order of results. Copies and waits do not hold it.

@@ -1,9 +1,9 @@
-/* block_lists.cu - from the blocks that masks keep to the lists that attention reads.
+/* block_lists.cu - the lists of kept blocks that attention reads, from masks.
  *
- * A warp counts the kept columns of a row; a scan over all rows says where each list begins; a warp writes
- * a row's list, each lane behind as many as lanes below it found. The order of work is a stable radix
- * sort of the rows by (mask, falling count). Everything is whole numbers at places of their own: the same
- * bits each time, without atomics.
+ * A warp counts the kept columns of a row; a scan over all rows says where each list begins; a warp
+ * writes a row's list, a lane's entries after those of the lanes below it. The order of work is a
+ * stable radix sort of the rows by (mask, falling count). Integers, no atomics: the same bits each
+ * time.
  * Bytes: G R C of kept twice, 4 E of entries, some 100 a row.
  */
 #include <cub/device/device_radix_sort.cuh>

@@ -1,11 +1,11 @@
 /* checks.cuh - bounds checked on the device, and the message that outlives the context.
  *
  * The first index out of bounds is written into a needle_fault, in pinned host memory, and the
- * kernel traps; cuda_error() adds it to the message of the fault. (The driver may drop what a kernel
- * printed before a trap.)
+ * kernel traps; cuda_error() adds it to the message of the fault. (The driver may drop what a
+ * kernel printed before a trap.)
  *
- * Kernels that users compile with debug=True check by the types of needle/kernels/checked.py, in any
- * build. needle's own do in a debug build (NEEDLE_DEBUG=1); in others the macros are empty. An
+ * Kernels that users compile with debug=True check by the types of needle/kernels/checked.py, in
+ * any build. needle's own do in a debug build (NEEDLE_DEBUG=1); in others the macros are empty. An
  * address in global memory must lie in an operand or the scratch of the op that runs (checked,
  * load16, store16, load_as, store_as, copy_async); an index that comes from data is compared with
  * its own bound (ND_CHECK_INDEX). Boxes of the copy engine are bounded by their tensor map; kernels

@@ -1,9 +1,9 @@
-/* common.cuh - what every CUDA file shares.
+/* common.cuh - shared by every CUDA file: errors, launches, scratch, vectors, sums.
  *
  * How an op runs. The vtable in backend.cu wraps each cuda_<op>: it refuses after a fatal fault,
  * takes the device's lock, makes the device current and then calls cuda_<op>(device, args), which
  * enqueues on cuda_stream(device) and returns. So an op needs no prologue of its own: it checks its
- * operands, asks for scratch at most once, and launches.
+ * operands, allocates scratch at most once, and launches.
  * Indices are checked by checks.cuh in a debug build.
  *
  * Errors. Every CUDA call goes through CUDA_TRY, every launch through cuda_launch.
@@ -57,12 +57,9 @@ int cuda_arch(int device);
  * before the op returns. One call an op: a second one may hand out the same bytes. */
 nd_status cuda_scratch(int device, size_t bytes, void **out);
 
-/* device.cu: a launch on the device's stream, `arguments` as cudaLaunchKernel takes them. Threads and
- * shared memory beyond the device's limits are ND_ECUDA with both numbers.
- *
- * The blocks may come onto multiprocessors while the last of the work before them still runs
- * (programmatic dependent launch, CUDA programming guide; compute capability 9.0), which hides what a
- * launch costs. Therefore every kernel begins with await_previous(). */
+/* device.cu: launches on the device's stream. Threads and shared memory beyond the device's limits
+ * are ND_ECUDA with both numbers. Blocks may start while the work before still runs (programmatic
+ * dependent launch, compute capability 9.0), so every kernel begins with await_previous(). */
 nd_status cuda_launch_kernel(const char *op, int device, const void *kernel, dim3 grid, dim3 block,
                              size_t shared, void **arguments);
 
@@ -75,9 +72,9 @@ static inline nd_status cuda_launch(const char *op, int device, void (*kernel)(A
     return cuda_launch_kernel(op, device, (const void *)kernel, grid, block, shared, pointers);
 }
 
-/* The first act of every kernel, by all of its threads: lets the launch after this one come onto the
- * multiprocessors, and returns once all work before this one is done and its writes are visible.
- * Nothing in memory that another launch writes may be touched earlier [griddepcontrol]. */
+/* The first act of every kernel, by all of its threads: lets the launch after this one come onto
+ * the multiprocessors, and returns once all work before this one is done and its writes are
+ * visible. Nothing in memory that another launch writes may be touched earlier [griddepcontrol]. */
 __device__ __forceinline__ void await_previous() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;\n"
@@ -89,17 +86,19 @@ __device__ __forceinline__ void await_previous() {
 /* reduce.cu: to[c] += the sum over r of partial[r * columns + c], rows in a fixed order. */
 nd_status cuda_add_columns(const char *op, int device, const float *partial, int64_t rows,
                            int64_t columns, float *to);
-/* The same of `count` matrices (at most 4), `apart` elements from each other (0: of one), each to an array of its
- * own. */
+/* The same of `count` matrices (at most 4), `apart` elements from each other (0: of one), each to
+ * an array of its own. */
 nd_status cuda_add_columns_of(const char *op, int device, const float *partial, int64_t rows,
                               int64_t columns, int64_t apart, int count, float *const *to);
 
-/* rotary.cu: in x (B, T, H, D), or the slices p < parts of x (B, T, H, P, D), unit stride in D, the first
- * 2 R dims turned by sign times the angles of their position; cos and sin are (T, R), 2 R <= D. */
-nd_status cuda_turn(const char *op, int device, const nd_array *x, int64_t parts,
-                    const nd_array *cos, const nd_array *sin, float sign);
-/* ND_EVALUE where `parts` slices of x (..., P, D) cannot be turned by the angles of cos (T, R). */
-nd_status cuda_check_turn(const char *op, const nd_array *x, int64_t parts, const nd_array *cos);
+/* rotary.cu: in x (B, T, H, D), or the slices p < parts of x (B, T, H, P, D), unit stride in D, the
+ * first 2 R dims rotated by sign times the angles of their position; cos and sin are (T, R), 2 R <=
+ * D. */
+nd_status cuda_rotate(const char *op, int device, const nd_array *x, int64_t parts,
+                      const nd_array *cos, const nd_array *sin, float sign);
+/* ND_EVALUE where `parts` slices of x (..., P, D) cannot be rotated by the angles of cos (T, R). */
+nd_status cuda_check_rotation(const char *op, const nd_array *x, int64_t parts,
+                              const nd_array *cos);
 
 /* Memory of the device's pool that lives on (freed by cudaFreeAsync); not counted as an array's. */
 nd_status cuda_pool_malloc(int device, size_t bytes, void **out);
@@ -122,8 +121,8 @@ template <class I> __host__ __device__ constexpr I ceil_div(I a, I b) { return (
 
 static inline bool is_aligned16(const void *p) { return ((uintptr_t)p & 15) == 0; }
 
-/* Whether Hopper's copy engine takes an operand of 16 bits: rows of unit stride that start at multiples of 16
- * bytes, no axis backwards. */
+/* Whether Hopper's copy engine takes an operand of 16 bits: rows of unit stride that start at
+ * multiples of 16 bytes, no axis backwards. */
 static inline bool is_boxable(const nd_array *a) {
     const int64_t most = (int64_t)1 << 38;
     const int last = a->ndim - 1;

@@ -3,18 +3,18 @@
  *   forward   lse[n] = log sum_v exp(logits[n, v]),  losses[n] = lse[n] - logits[n, targets[n]]
  *             loss = sum(losses) / count, count = the number of targets >= 0 (loss 0 when none)
  *   backward  dlogits[n, v] = (exp(logits[n, v] - lse[n]) - (v == targets[n])) dloss / count
- *   both      logits[n, v] becomes exp(logits[n, v] - lse[n]) - (v == targets[n]); share = 1 / count
+ *   both      logits[n, v] = exp(logits[n, v] - lse[n]) - (v == targets[n]); share = 1 / count
  *
  * A negative target gives losses 0 and dlogits 0. A target >= V gives losses NaN and dlogits 0.
  * Computed in float32. A block takes a row. Forward: each thread keeps a running maximum and the
  * sum of exponentials relative to it, rescaled when the maximum grows, so one read of the row is
  * enough; the threads' pairs are merged in a fixed order. A row may start anywhere (V odd): the
  * elements before its first 16-byte boundary and after its last go one by one.
- * Both: where two rows fit into shared memory a block walks down rows, and the next arrives while it works
- * on one; longer rows are read twice, the second time as a rule out of the L2. Long 16-bit rows
- * that start at multiples of 16 bytes: cross_entropy_long.cu.
- * Bytes, T bytes an element: forward N V T; backward 2 N V T; both 2 N V T (3 N V T for long rows). One
- * exponential an element in each, two in both.
+ * Both: where two rows fit into shared memory a block walks down rows, and the next arrives while
+ * it works on one; longer rows are read twice, the second time mostly from L2. Long 16-bit
+ * rows that start at multiples of 16 bytes: cross_entropy_long.cu.
+ * Bytes, T bytes an element: forward N V T; backward 2 N V T; both 2 N V T (3 N V T for long rows).
+ * One exponential an element in each, two in both.
  */
 #include "cross_entropy_long.cuh"
 #include "mma.cuh"
@@ -85,7 +85,8 @@ template <class T> struct Exponential {
     }
 };
 
-/* The log of the sum of a row's exponentials, by the whole block; get(i) is the vector from element i on. */
+/* The log of the sum of a row's exponentials, by the whole block; get(i) is the vector from element
+ * i on. */
 template <class T, class Get>
 __device__ __forceinline__ float log_sum_exp(const T *x, const Cut &cut, int columns, Get &&get) {
     constexpr int N = Vec<T>::size;
@@ -151,7 +152,8 @@ __global__ void __launch_bounds__(most_threads)
     }
 }
 
-/* One block: the mean over the rows whose target counts; how many those are, or with `inverse` 1 by that. */
+/* One block: the mean over the rows whose target counts; how many those are, or with `inverse` 1 by
+ * that. */
 __global__ void __launch_bounds__(1024)
     mean_kernel(const float *losses, const int32_t *targets, float *loss, float *count,
                 bool inverse, int64_t rows) {
@@ -226,8 +228,8 @@ __global__ void __launch_bounds__(most_threads)
     }
 }
 
-/* AHEAD: two rows are in shared memory, row_bytes each, at the same place in 16 bytes as in memory. A thread
- * reads there what it has copied itself. */
+/* AHEAD: two rows are in shared memory, row_bytes each, at the same place in 16 bytes as in memory.
+ * A thread reads there what it has copied itself. */
 template <class T, bool AHEAD>
 __global__ void __launch_bounds__(1024)
     both_kernel(T *logits, const int32_t *targets, float *losses, int64_t rows, int64_t columns,
@@ -288,13 +290,13 @@ __global__ void __launch_bounds__(1024)
         };
         if (target >= 0 && target < width) {
             const float of_target = to_float(x[target]);
-            /* Behind it nobody needs the target's logit any more. */
+            /* After it the target's logit is not read. */
             const float all = log_sum_exp(x, cut, width, get);
             write(Exponential<T>(all));
             const int by = target < cut.head   ? target
                            : target < cut.tail ? (target - cut.head) / N
                                                : target - cut.tail;
-            if (by % stride == threadIdx.x) { /* who wrote it corrects it */
+            if (by % stride == threadIdx.x) { /* the thread that wrote it corrects it */
                 x[target] = from_float<T>(fast_exp2((of_target - all) * log2_e) - 1.0f);
                 losses[row] = all - of_target;
             }

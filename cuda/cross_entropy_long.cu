@@ -1,11 +1,12 @@
-/* cross_entropy_long.cu - cross_entropy_fwd_bwd of long 16-bit rows: the contract, and every other case, are
- * cross_entropy.cu's.
+/* cross_entropy_long.cu - cross_entropy_fwd_bwd of long 16-bit rows: the contract, and every other
+ * case, are cross_entropy.cu's.
  *
- * A block of 32 warps walks down rows. A warp takes the same run of pieces (512 bytes: 16 a lane) of each row,
- * six or seven of them at V = 50304, and keeps them in registers from the sum of exponentials to the gradient.
- * So shared memory only receives: of its two slots of a row one is free for the row after next as soon as a
- * thread has read what it has copied there itself, and loads are under way during all of the arithmetic. The
- * block meets once a row, over the maxima and sums of its warps, which every warp merges in the same order.
+ * A block of 32 warps walks down rows. A warp takes the same run of pieces (512 bytes: 16 a lane)
+ * of each row, six or seven of them at V = 50304, and keeps them in registers from the sum of
+ * exponentials to the gradient. So shared memory only receives: of its two slots of a row one is
+ * free for the row after next as soon as a thread has read what it has copied there itself, and
+ * loads are under way during all of the arithmetic. The block meets once a row, over the maxima and
+ * sums of its warps, which every warp merges in the same order.
  * Bytes: 2 N V 2. Two exponentials an element.
  */
 #include "cross_entropy_long.cuh"
@@ -33,7 +34,8 @@ constexpr float log2_e = 1.44269504f;
 template <class T> constexpr uint32_t lowest_pair = 0xff80ff80;
 template <> constexpr uint32_t lowest_pair<f16> = 0xfc00fc00;
 
-/* The larger of the lower halves and that of the upper ones; a NaN may be lost, but shows in the sum. */
+/* The larger of the lower halves and that of the upper ones; a NaN may be lost, but shows in the
+ * sum. */
 template <class T> __device__ __forceinline__ uint32_t max_pair(uint32_t x, uint32_t y) {
     uint32_t most;
     if constexpr (std::is_same_v<T, bf16>) {
@@ -74,7 +76,8 @@ struct Run {
     }
 };
 
-/* The log of the sum of a row's exponentials. Each warp gives its maximum and its sum relative to that. */
+/* The log of the sum of a row's exponentials. Each warp gives its maximum and its sum relative to
+ * that. */
 __device__ __forceinline__ float merge(float2 (&of_warps)[warps], int warp, int lane, float most,
                                        float sum) {
     if (lane == 0) {
@@ -170,7 +173,7 @@ __global__ void __launch_bounds__(threads, 1) cross_entropy_kernel(const Rows r)
                           gradient(x[v][3]));
                 }
             }
-            if (owns) { /* who wrote it corrects it */
+            if (owns) { /* the thread that wrote it corrects it */
                 logits[row * r.columns + target] =
                     from_float<T>(fast_exp2((of_target - lse) * log2_e) - 1.0f);
                 r.losses[row] = lse - of_target;

@@ -4,7 +4,8 @@
 
 #include "common.cuh"
 
-/* 16 bits, rows that start at multiples of 16 bytes and are long, though two fit into shared memory. */
+/* 16 bits, rows that start at multiples of 16 bytes and are long, though two fit into shared
+ * memory. */
 bool cross_entropy_long_serves(int device, const nd_array *logits);
 
 /* The losses and the logits' gradient of cross_entropy_fwd_bwd; neither loss nor share. */

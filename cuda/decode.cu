@@ -1,15 +1,15 @@
 /* decode.cu - one step of generation: attention of a new token over its cache, and the next token.
  *
- * decode_attention. For row b with the new token at p = positions[b], each head h:
- *     q, k rotated by the angle of p and rounded;  keys[b, h, p] = k,  values[b, h, p] = v
+ * decode_attention. For row b with the new token at p = positions[b], each head h: q, k rotated by
+ *     the angle of p and rounded;  keys[b, h, p] = k,  values[b, h, p] = v
  *     o = sum_{j <= p} softmax_j(scale q . keys[j]) values[j]
  *   A thread block owns a head, or one of `splits` equal splits of its cached keys where there are
  *   fewer heads than multiprocessors. In it, groups of G lanes take keys in turn: each lane holds P
- *   vectors of N dims of q, of the key and of the output, with a running maximum and sum; the groups
- *   meet in shared memory at the end. The first split also rotates and stores the new key and value
- *   and attends to them, so that nobody reads what another block writes. With splits > 1 the splits
- *   go through scratch to a second kernel. All sums have a fixed order. How a head is split depends
- *   on the shapes alone, never on positions, so that a captured graph stays right.
+ *   vectors of N dims of q, of the key and of the output, with a running maximum and sum; the
+ *   groups meet in shared memory at the end. The first split also rotates and stores the new key
+ *   and value and attends to them, so that no block reads another block's writes. With splits > 1
+ *   the splits go through scratch to a second kernel. All sums have a fixed order. How a head is
+ *   split depends on the shapes alone, never on positions, so that a captured graph stays right.
  *   Bytes: 2 (p + 1) D a head, once.
  *
  * decode_greedy. A thread block takes a row of logits: the first largest, or -1 where one is not

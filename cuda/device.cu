@@ -143,7 +143,8 @@ cudaStream_t cuda_stream(int device) { return cuda_device(device).stream; }
 
 int cuda_arch(int device) { return cuda_device(device).arch; }
 
-/* What a kernel needs before a launch, remembered: dynamic shared memory above 48 KiB is asked for once. */
+/* What a kernel needs before a launch, remembered: dynamic shared memory above 48 KiB is asked for
+ * once. */
 static nd_status prepare(const char *op, int device, const void *kernel, int threads, size_t shared,
                          bool *overlaps) {
     Device &d = cuda_device(device);

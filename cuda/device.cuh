@@ -1,6 +1,6 @@
 /* device.cuh - a device's state and the way into a call, for the files that fill the vtable beside
- * its ops: memory.cu, transfer.cu, event.cu, graph.cu, module.cu and backend.cu. Ops need common.cuh
- * alone.
+ * its ops: memory.cu, transfer.cu, event.cu, graph.cu, module.cu and backend.cu. Ops need
+ * common.cuh alone.
  *
  * Each function of the vtable that works on a device begins with cuda_enter(device), or with an
  * Exclusive where it changes the state below or enqueues what must not come between an op's calls;

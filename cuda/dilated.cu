@@ -1,11 +1,11 @@
-/* dilated.cu - the branches of dilated attention joined: dilated_merge and dilated_sum.
+/* dilated.cu - dilated_merge and dilated_sum join the branches of dilated attention.
  *
  *   merge   total = log(sum of exp(lse_n)),  out = sum of exp(lse_n - total) parts_n
  *   sum     out = sum of parts_n
  *
  * over the branches n that hold token t for head h: t mod segment mod dilation = h mod dilation. In
- * float32, branches in their order, rounded once. What a branch does not hold is never read: its
- * memory may be anything.
+ * float32, branches in their order, rounded once. Tokens that a branch
+ * does not hold are never read.
  *
  * A thread takes 16 bytes of a row, an element where D is no multiple of the vector, and walks the
  * branches once: the sum that it has so far shrinks when a larger lse comes, as in the softmax of
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(256)
                 continue;
             }
             const int64_t row = n * s.rows + p.row;
-            float part[N] = {}; /* asked for beside lse, not behind it */
+            float part[N] = {}; /* loaded beside lse, not after it */
             if (s.dims > 0) {
                 load<T, N>(part, parts + row * s.dims + p.at);
             }

@@ -1,14 +1,14 @@
 /* elementwise.cu - the EW1, EW2 and CMP ops of ops.def: out[i] = formula(x[i], y[i]).
  *
- * The formulas are those of ops.def and formula.h, in float32 for float dtypes (rounded once, at the
- * store) and in int64 for integers and bool.
+ * The formulas are those of ops.def and formula.h, in float32 for float dtypes (rounded once, at
+ * the store) and in int64 for integers and bool.
  *
  * Three kernels an op. flat_kernel: whole float tensors, nothing broadcast: what a training step is
- * made of. vector_kernel: float operands whose innermost axis is contiguous (or repeats one element)
- * and 16-byte aligned: rows broadcast along an axis, a Python scalar on either side. Both move 16
- * bytes a load, all loads of a thread before its first store. any_kernel: everything else (any
- * strides, integers), an element at a time, the dtype looked up at run time, which keeps the number
- * of kernels small.
+ * made of. vector_kernel: float operands whose innermost axis is contiguous (or repeats one
+ * element) and 16-byte aligned: rows broadcast along an axis, a Python scalar on either side. Both
+ * move 16 bytes a load, all loads of a thread before its first store. any_kernel: everything else
+ * (any strides, integers), an element at a time, the dtype looked up at run time, which keeps the
+ * number of kernels small.
  * Bytes: each distinct input element is read once, each output written once.
  */
 #include "common.cuh"
@@ -51,7 +51,8 @@ __device__ __forceinline__ void store_results(bool *to, const Truths<count> &x) 
 template <class O> __device__ __forceinline__ O result(float x) { return from_float<O>(x); }
 template <> __device__ __forceinline__ bool result<bool>(float x) { return x != 0.0f; }
 
-/* x and, with `binary`, y and out are flat arrays of vectors; `tail` elements are left after them. */
+/* x and, with `binary`, y and out are flat arrays of vectors; `tail` elements are left after
+ * them. */
 template <class Fn, class T, class O, bool binary>
 __global__ void __launch_bounds__(threads)
     flat_kernel(const T *x, const T *y, O *out, int64_t vectors, int tail) {
@@ -88,8 +89,8 @@ __global__ void __launch_bounds__(threads)
     }
 }
 
-/* O: T, or bool for comparisons. walk.shape's last axis counts vectors; the strides of the last axis
- * are 1 or 0 (repeat), all others count elements. `tail` elements are left after the last full
+/* O: T, or bool for comparisons. walk.shape's last axis counts vectors; the strides of the last
+ * axis are 1 or 0 (repeat), all others count elements. `tail` elements are left after the last full
  * vector (only when the walk is flat). */
 template <class Fn, class T, class O>
 __global__ void __launch_bounds__(threads)

@@ -7,13 +7,15 @@
  * elements.
  *
  * Backward, without atomics. Ids are sorted together with their positions (a stable radix sort over
- * as many bits as V needs). The sorted positions are cut into chunks of 32; one warp walks through a
- * chunk for one strip of columns and keeps the running sum of the current id in registers. A
- * segment (the positions of one id) inside one chunk is added to dw there and then. Of a segment that
- * crosses chunks each chunk leaves its part in scratch, at `head` when the segment began in an
- * earlier chunk, else at `tail`, and crossing_kernel adds the parts, in order. Text has ids in every
- * thirtieth position, so segments of any length must be cheap: the walk does not see their length.
- * Bytes: dy once, dw read and written where touched, 8 C N / 32 of parts written and read, the sort.
+ * as many bits as V needs). The sorted positions are cut into chunks of 32; one warp walks through
+ * a chunk for one strip of columns and keeps the running sum of the current id in registers. A
+ * segment (the positions of one id) inside one chunk is added to dw there and then. Of a segment
+ * that crosses chunks each chunk leaves its part in scratch, at `head` when the segment began in an
+ * earlier chunk, else at `tail`, and crossing_kernel adds the parts, in order. Text has ids in
+ * every thirtieth position, so segments of any length must be cheap: the walk does not see their
+ * length.
+ * Bytes: dy once, dw read and written where touched, 8 C N / 32 of parts written and read, the
+ * sort.
  */
 #include <cub/device/device_radix_sort.cuh>
 
@@ -60,7 +62,7 @@ __global__ void __launch_bounds__(threads)
 }
 
 /* ---- backward -------------------------------------------------------------------------------- */
-/* Ids out of range become `vocabulary`, which sorts behind all others. */
+/* Ids out of range become `vocabulary`, which sorts after all others. */
 __global__ void __launch_bounds__(threads)
     keys_kernel(const int32_t *ids, uint32_t *keys, int32_t *positions, int64_t rows,
                 int64_t vocabulary) {
@@ -186,7 +188,8 @@ __global__ void __launch_bounds__(threads)
     }
 }
 
-/* A warp for each chunk in which a segment begins that goes on in the next chunk, and each strip. */
+/* A warp for each chunk in which a segment begins that goes on in the next chunk, and each
+ * strip. */
 template <int N>
 __global__ void __launch_bounds__(threads)
     crossing_kernel(const uint32_t *keys, const float *heads, const float *tails, float *dw,

@@ -1,9 +1,10 @@
 /* graph.cuh - work recorded once and launched many times, with the memory it uses.
  *
- * A recorded kernel keeps the addresses it was given, so nothing that it reads or writes may go back
- * to the pool while the graph lives. The same work therefore runs twice: first for real, while every
- * array that it allocates becomes a block of the graph; then captured, while the same allocations
- * find those blocks idle again. So capturing allocates nothing, and the graph holds no memory nodes.
+ * A recorded kernel keeps the addresses it was given, so nothing that it reads or writes may go
+ * back to the pool while the graph lives. The same work therefore runs twice: first for real, while
+ * every array that it allocates becomes a block of the graph; then captured, while the same
+ * allocations find those blocks idle again. So capturing allocates nothing, and the graph holds no
+ * memory nodes.
  */
 #ifndef NEEDLE_GRAPH_CUH
 #define NEEDLE_GRAPH_CUH
@@ -21,7 +22,8 @@ nd_status cuda_graph_scratch(int device, nd_graph *graph, size_t bytes, void **o
 
 /* ---- capturing ------------------------------------------------------------------------------- */
 bool cuda_is_capturing(int device);
-/* ND_EVALUE while capturing: a recorded copy would read or write the host's memory at each launch. */
+/* ND_EVALUE while capturing: a recorded copy would read or write the host's memory at each
+ * launch. */
 nd_status cuda_refuse_in_capture(int device, const char *op);
 
 /* ---- the vtable's functions (contracts in backend.h) ----------------------------------------- */

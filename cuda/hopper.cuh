@@ -1,18 +1,18 @@
-/* hopper.cuh - what a Hopper (sm_90a) has beyond older GPUs, each instruction once, by the names that
- * the kernels of attention and of the MLP read by. PTX ISA 8.0 and later, sections in brackets.
+/* hopper.cuh - instructions of Hopper (sm_90a), each once, by name. PTX ISA 8.0 and later, sections
+ * in brackets.
  *
- * Shared memory is addressed by 32-bit shared-window addresses. A *panel* is how matrices lie there:
- * rows of 64 16-bit elements (128 bytes), the 16-byte chunk c of row r at chunk c ^ (r % 8), its start a
- * multiple of 1024 bytes. That is what the copy engine writes with CU_TENSOR_MAP_SWIZZLE_128B and what
- * wgmma reads with the 128-byte swizzle; neither meets a bank conflict. A matrix of more than 64 columns is
- * several panels, one behind the other.
+ * Shared memory is addressed by 32-bit shared-window addresses. A *panel* is how matrices lie
+ * there: rows of 64 16-bit elements (128 bytes), the 16-byte chunk c of row r at chunk c ^ (r % 8),
+ * its start a multiple of 1024 bytes. That is what the copy engine writes with
+ * CU_TENSOR_MAP_SWIZZLE_128B and what wgmma reads with the 128-byte swizzle; neither meets a bank
+ * conflict. A matrix of more than 64 columns is several panels, one after the other.
  *
- * Products are issued by a warpgroup, 128 threads that begin at a multiple of 128, all of which call the
- * function, and run on while the threads go on. c[4 n + 2 h + e] of a thread is row
- * 16 warp + lane / 4 + 8 h, column 8 n + 2 (lane % 4) + e of the 64 x N result. A in registers is
- * four words of two elements: a[0] row lane / 4, columns 2 (lane % 4) + {0, 1}; a[1] eight rows below;
- * a[2], a[3] the same eight columns to the right. So words made of c[8 s .. 8 s + 7] in order are A of columns
- * 16 s.. of the next product.
+ * Products are issued by a warpgroup, 128 threads that begin at a multiple of 128, all of which
+ * call the function, and run on while the threads go on. c[4 n + 2 h + e] of a thread is row 16
+ * warp + lane / 4 + 8 h, column 8 n + 2 (lane % 4) + e of the 64 x N result. A in registers is four
+ * words of two elements: a[0] row lane / 4, columns 2 (lane % 4) + {0, 1}; a[1] eight rows below;
+ * a[2], a[3] the same eight columns to the right. So words made of c[8 s .. 8 s + 7] in order are A
+ * of columns 16 s.. of the next product.
  */
 #ifndef NEEDLE_HOPPER_CUH
 #define NEEDLE_HOPPER_CUH
@@ -28,18 +28,19 @@ constexpr int PANEL_COLUMNS = 64;   /* of 16 bits */
 constexpr uint32_t PANEL_ROW = 128; /* bytes */
 constexpr uint32_t PANEL_ALIGN = 1024;
 
-/* A kernel that uses what follows has an empty body for other architectures, where nobody launches it: see
- * hopper_usable(). */
+/* A kernel that uses what follows has an empty body for other architectures, where it is never
+ * launched: see hopper_usable(). */
 #if defined(__CUDACC__) && (!defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL))
 #define HOPPER_CODE 1
 #endif
 
-/* ---- host (hopper.cu) ----------------------------------------------------------------------------
+/* ---- host (hopper.cu) ---------------------------------------------------------------------------
  * Whether kernels for sm_90a were built and the device (or NEEDLE_ARCH) takes them. */
 bool hopper_usable(int device);
 
-/* A tensor map of up to 4 axes, fastest first: elements of 2 bytes (bf16, float16: the map does not care) or
- * 4 (float), `strides` in bytes of axes 1 to 3, boxes of box0 x box1 x 1 x 1. 16-bit boxes are panels. */
+/* A tensor map of up to 4 axes, fastest first: elements of 2 bytes (bf16, float16: the map does not
+ * care) or 4 (float), `strides` in bytes of axes 1 to 3, boxes of box0 x box1 x 1 x 1. 16-bit boxes
+ * are panels. */
 nd_status tensor_map(const char *op, void *data, int element_bytes, const int64_t (&shape)[4],
                      const int64_t (&strides)[3], int box0, int box1, CUtensorMap *out);
 
@@ -52,8 +53,8 @@ __device__ __forceinline__ uint32_t dynamic_shared() {
 }
 
 /* ---- barriers in shared memory [mbarrier] -------------------------------------------------------
- * 8 bytes each. A phase ends when `arrivals` threads have arrived and all announced bytes have come;
- * waiting for phase p (0, 1, 0, ...) returns once it has ended. */
+ * 8 bytes each. A phase ends when `arrivals` threads have arrived and all announced bytes have
+ * come; waiting for phase p (0, 1, 0, ...) returns once it has ended. */
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals)
                  : "memory");
@@ -87,7 +88,7 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t phase) {
                  : "memory");
 }
 
-/* ---- barriers by number [bar]: 1 to 15, of `threads` threads ----------------------------------- */
+/* ---- barriers by number [bar]: 1 to 15, of `threads` threads --------------------------------- */
 __device__ __forceinline__ void turn_wait(int number, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
@@ -96,8 +97,8 @@ __device__ __forceinline__ void turn_pass(int number, int threads) {
 }
 
 /* ---- the copy engine [cp.async.bulk.tensor] -----------------------------------------------------
- * A box of a tensor map (box_map, host) from (c0, c1, c2, c3), fastest first; what lies outside of the
- * tensor arrives as zeros and is not written. One thread calls these. */
+ * A box of a tensor map (box_map, host) from (c0, c1, c2, c3), fastest first; what lies outside of
+ * the tensor arrives as zeros and is not written. One thread calls these. */
 __device__ __forceinline__ void box_prefetch(const CUtensorMap *map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
@@ -111,7 +112,8 @@ __device__ __forceinline__ void box_load(uint32_t to, const CUtensorMap *map, ui
                  : "memory");
 }
 
-/* `bytes` in a row, without a tensor map [cp.async.bulk]: addresses and `bytes` are multiples of 16. */
+/* `bytes` in a row, without a tensor map [cp.async.bulk]: addresses and `bytes` are multiples of
+ * 16. */
 __device__ __forceinline__ void bulk_load(uint32_t to, const void *from, uint32_t bytes,
                                           uint32_t barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -120,8 +122,8 @@ __device__ __forceinline__ void bulk_load(uint32_t to, const void *from, uint32_
                  : "memory");
 }
 
-/* What threads wrote to shared memory is there for the copy engine after proxy_fence() by each of them
- * and a barrier. */
+/* What threads wrote to shared memory is there for the copy engine after proxy_fence() by each of
+ * them and a barrier. */
 __device__ __forceinline__ void proxy_fence() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -143,8 +145,9 @@ __device__ __forceinline__ void box_stores_read() {
 }
 
 /* ---- [stmatrix] ---------------------------------------------------------------------------------
- * The way back of load_matrices_transposed (mma.cuh): x[m] of a lane are elements (2 (lane % 4), lane / 4) and
- * (2 (lane % 4) + 1, lane / 4) of matrix m, 8 x 8 16-bit elements, whose row r lies where lane 8 m + r says. */
+ * The way back of load_matrices_transposed (mma.cuh): x[m] of a lane are elements (2 (lane % 4),
+ * lane / 4) and (2 (lane % 4) + 1, lane / 4) of matrix m, 8 x 8 16-bit elements, whose row r lies
+ * where lane 8 m + r says. */
 __device__ __forceinline__ void store_matrices_transposed(uint32_t row, const uint32_t (&x)[4]) {
     asm volatile(
         "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
@@ -162,9 +165,8 @@ template <int COUNT> __device__ __forceinline__ void registers_up_to() {
 }
 
 /* ---- products [wgmma] ---------------------------------------------------------------------------
- * An operand in panels is the low word of its matrix descriptor; the high one is the same for all.
- * rows: the k of the product runs along a row (Q and K of Q K^T); columns: it runs down the rows (V of
- * P V), and the next 64 columns are `panel` bytes away.
+ * An operand in panels is the low word of its matrix descriptor. rows: k runs along a row (Q and K
+ * of Q K^T); columns: k runs down the rows (V of P V), the next 64 columns are `panel` bytes away.
  * further() is some bytes on: 32 for the next 16 columns, 2048 for the next 16 rows. */
 typedef uint32_t Operand;
 
@@ -180,7 +182,8 @@ __device__ __forceinline__ Operand further(Operand operand, uint32_t bytes) {
 /* 128-byte swizzle; 1024 bytes from eight rows to the next. */
 #define HOPPER_PANELS "0x40000040"
 
-/* Before the first product that reads registers (accumulators too) that the threads have written. */
+/* Before the first product that reads registers (accumulators too) that the threads have
+ * written. */
 __device__ __forceinline__ void products_begin() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -188,8 +191,8 @@ __device__ __forceinline__ void products_begin() {
 __device__ __forceinline__ void products_end() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-/* All groups are done but the last LEFT: for all four warps, so that one thread can hand on the memory that
- * they read. */
+/* All groups are done but the last LEFT: for all four warps, so that one thread can hand on the
+ * memory that they read. */
 template <int LEFT> __device__ __forceinline__ void products_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
@@ -208,9 +211,9 @@ template <int M, int N> __device__ __forceinline__ void hold(uint32_t (&a)[M][N]
     }
 }
 
-/* What is computed above it stays there, though nobody waits: ptxas moves arithmetic below products_wait, so
- * that nothing would be left to do while products run, but not below a loop. `some` is not negative, which
- * the compiler cannot know. */
+/* Keeps what is computed above it there: ptxas moves arithmetic below products_wait, where it no
+ * longer overlaps with products, but not below a loop. `some` must be 0 or more, which the compiler
+ * cannot know. */
 __device__ __forceinline__ void stay_above(int some) {
     asm volatile("{\n"
                  ".reg .pred never;\n"
@@ -241,7 +244,7 @@ __device__ __forceinline__ void stay_above(int some) {
                    "%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,"     \
                    "%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,"   \
                    "%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-/* SHAPE: "m64n64k16"; KIND: "bf16.bf16"; A .. ADD: the numbers of the operands behind c. */
+/* SHAPE: "m64n64k16"; KIND: "bf16.bf16"; A .. ADD: the numbers of the operands after c. */
 #define HOPPER_SHARED(SHAPE, KIND, NAMES, A, B, ADD, TB, ...)                              \
     asm volatile("{\n.reg .pred add;\n.reg .b64 a, b;\nsetp.ne.b32 add, %" #ADD ", 0;\n"   \
                  "mov.b64 a, {%" #A ", " HOPPER_PANELS "};\n"                              \
@@ -262,27 +265,26 @@ __device__ __forceinline__ void stay_above(int some) {
 template <class T> constexpr bool is_bf16 = false;
 template <> constexpr bool is_bf16<bf16> = true;
 
+/* FORM: one of the two above; KIND follows from T. */
+#define HOPPER_OF_T(FORM, SHAPE, ...)          \
+    if constexpr (is_bf16<T>) {                \
+        FORM(SHAPE, "bf16.bf16", __VA_ARGS__); \
+    } else {                                   \
+        FORM(SHAPE, "f16.f16", __VA_ARGS__);   \
+    }
+
 /* c = a b, or c += a b with `add`: 64 x 16 by 16 x N. COLUMNS: b is a columns_operand. */
 template <class T, int COLUMNS, int C>
 __device__ __forceinline__ void product(float (&c)[C], Operand a, Operand b, bool add) {
-    constexpr bool brain = is_bf16<T>;
     static_assert(C == 32 || C == 64 || C == 128, "N is 64, 128 or 256");
-    if constexpr (C == 128 && brain) {
-        HOPPER_SHARED("m64n256k16", "bf16.bf16", HOPPER_NAMES128, 128, 129, 130, 131,
-                      HOPPER_C32(c, 0), HOPPER_C32(c, 32), HOPPER_C32(c, 64), HOPPER_C32(c, 96));
-    } else if constexpr (C == 128) {
-        HOPPER_SHARED("m64n256k16", "f16.f16", HOPPER_NAMES128, 128, 129, 130, 131,
-                      HOPPER_C32(c, 0), HOPPER_C32(c, 32), HOPPER_C32(c, 64), HOPPER_C32(c, 96));
-    } else if constexpr (C == 32 && brain) {
-        HOPPER_SHARED("m64n64k16", "bf16.bf16", HOPPER_NAMES32, 32, 33, 34, 35, HOPPER_C32(c, 0));
-    } else if constexpr (C == 32) {
-        HOPPER_SHARED("m64n64k16", "f16.f16", HOPPER_NAMES32, 32, 33, 34, 35, HOPPER_C32(c, 0));
-    } else if constexpr (brain) {
-        HOPPER_SHARED("m64n128k16", "bf16.bf16", HOPPER_NAMES64, 64, 65, 66, 67, HOPPER_C32(c, 0),
-                      HOPPER_C32(c, 32));
+    if constexpr (C == 128) {
+        HOPPER_OF_T(HOPPER_SHARED, "m64n256k16", HOPPER_NAMES128, 128, 129, 130, 131,
+                    HOPPER_C32(c, 0), HOPPER_C32(c, 32), HOPPER_C32(c, 64), HOPPER_C32(c, 96))
+    } else if constexpr (C == 64) {
+        HOPPER_OF_T(HOPPER_SHARED, "m64n128k16", HOPPER_NAMES64, 64, 65, 66, 67, HOPPER_C32(c, 0),
+                    HOPPER_C32(c, 32))
     } else {
-        HOPPER_SHARED("m64n128k16", "f16.f16", HOPPER_NAMES64, 64, 65, 66, 67, HOPPER_C32(c, 0),
-                      HOPPER_C32(c, 32));
+        HOPPER_OF_T(HOPPER_SHARED, "m64n64k16", HOPPER_NAMES32, 32, 33, 34, 35, HOPPER_C32(c, 0))
     }
 }
 
@@ -290,20 +292,13 @@ __device__ __forceinline__ void product(float (&c)[C], Operand a, Operand b, boo
 template <class T, int COLUMNS, int C>
 __device__ __forceinline__ void product(float (&c)[C], const uint32_t (&a)[4], Operand b,
                                         bool add) {
-    constexpr bool brain = is_bf16<T>;
     static_assert(C == 32 || C == 64, "N is 64 or 128");
-    if constexpr (C == 32 && brain) {
-        HOPPER_REGISTERS("m64n64k16", "bf16.bf16", HOPPER_NAMES32, 32, 33, 34, 35, 36, 37, 38,
-                         HOPPER_C32(c, 0));
-    } else if constexpr (C == 32) {
-        HOPPER_REGISTERS("m64n64k16", "f16.f16", HOPPER_NAMES32, 32, 33, 34, 35, 36, 37, 38,
-                         HOPPER_C32(c, 0));
-    } else if constexpr (brain) {
-        HOPPER_REGISTERS("m64n128k16", "bf16.bf16", HOPPER_NAMES64, 64, 65, 66, 67, 68, 69, 70,
-                         HOPPER_C32(c, 0), HOPPER_C32(c, 32));
+    if constexpr (C == 64) {
+        HOPPER_OF_T(HOPPER_REGISTERS, "m64n128k16", HOPPER_NAMES64, 64, 65, 66, 67, 68, 69, 70,
+                    HOPPER_C32(c, 0), HOPPER_C32(c, 32))
     } else {
-        HOPPER_REGISTERS("m64n128k16", "f16.f16", HOPPER_NAMES64, 64, 65, 66, 67, 68, 69, 70,
-                         HOPPER_C32(c, 0), HOPPER_C32(c, 32));
+        HOPPER_OF_T(HOPPER_REGISTERS, "m64n64k16", HOPPER_NAMES32, 32, 33, 34, 35, 36, 37, 38,
+                    HOPPER_C32(c, 0))
     }
 }
 

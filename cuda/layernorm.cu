@@ -3,24 +3,24 @@
  *
  *   forward   mean = sum(x) / C, rstd = 1 / sqrt(sum((x - mean)^2) / C + eps)
  *             h = (x - mean) rstd, y = h w + b of each norm
- *   backward  g = the sum of the norms' dy w
- *             dx = rstd (g - sum(g) / C - h sum(g h) / C) + dres, where there is a dres
- *             of each norm dw += sum over rows of dy h, db += sum over rows of dy
+ *   backward  g = the sum of the norms' dy w dx = rstd (g - sum(g) / C - h sum(g h) / C) + dres,
+ *             where there is a dres of each norm dw += sum over rows of dy h, db += sum over rows
+ *             of dy
  *
- * Everything is computed in float32, and dx is rounded once; the variance is that of the differences
- * from the mean, not a difference of squares.
+ * Everything is computed in float32, and dx is rounded once; the variance is that of the
+ * differences from the mean, not a difference of squares.
  *
  * Rows in registers: when C is a multiple of the 16-byte vector, at most 4096, and all rows are
  * aligned, each element is read once. In the forward a group of 32 threads (C <= 1024) or 256 holds
  * the row it works on. In the backward a thread has 8 columns of a row, whatever C: their parts of
  * dw and db stay in its registers over all of the block's rows, and the rows to come wait in shared
- * memory, so that few threads keep enough reads under way. A block leaves one row of partial sums for
- * each dw and db in scratch, and cuda_add_columns_of adds them in a fixed order. Which row goes to
- * which threads depends on N and the device only. Other shapes: a block a row that reads it three
- * times, mostly from cache, and dw and db from a second pass over columns.
+ * memory, so that few threads keep enough reads under way. A block leaves one row of partial sums
+ * for each dw and db in scratch, and cuda_add_columns_of adds them in a fixed order. Which row goes
+ * to which threads depends on N and the device only. Other shapes: a block a row that reads it
+ * three times, mostly from cache, and dw and db from a second pass over columns.
  *
- * Bytes, T bytes an element: forward 2 N C T + 8 N, by two norms 3 N C T + 8 N; backward 3 N C T + 8 N,
- * N C T more for the second norm and for dres, and 8 C a block and norm twice.
+ * Bytes, T bytes an element: forward 2 N C T + 8 N, by two norms 3 N C T + 8 N; backward 3 N C T +
+ * 8 N, N C T more for the second norm and for dres, and 8 C a block and norm twice.
  */
 #include "common.cuh"
 #include "mma.cuh"
@@ -140,8 +140,8 @@ static inline dim3 backward_block(unsigned columns) {
     return dim3(a_row, a_row < threads ? threads / a_row : 1);
 }
 
-/* Both sums over the warps that hold a row. `parts` must not be that of the call before: one barrier
- * is then enough. */
+/* Both sums over the warps that hold a row. `parts` must not be that of the call before: one
+ * barrier is then enough. */
 __device__ __forceinline__ float2 row_sums(float2 v, float2 (&parts)[most_threads / 32]) {
     v = make_float2(warp_sum(v.x), warp_sum(v.y));
     const int warps = blockDim.x / 32;
@@ -162,8 +162,8 @@ __device__ __forceinline__ float2 row_sums(float2 v, float2 (&parts)[most_thread
 }
 
 /* What this thread reads of the rows to come, on its way into places of shared memory that no other
- * thread reads: nobody waits for anybody. Rows and columns that are not there, and a dres that is
- * not, are zeros. */
+ * thread reads: no thread waits for another. Rows and columns that are not there, and a dres that
+ * is not, are zeros. */
 template <class T, int norms> struct Ahead {
     static constexpr int N = Vec<T>::size, count = held / N, operands = 2 + norms;
     static constexpr int rows = 4 / sizeof(T); /* 96 or 128 bytes a thread are under way */

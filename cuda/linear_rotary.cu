@@ -9,7 +9,7 @@
 
 nd_status cuda_linear_rotary_fwd(int device, const linear_rotary_fwd_args *a) {
     const char *op = "linear_rotary_fwd";
-    ND_TRY(cuda_check_turn(op, a->y, a->parts, a->cos));
+    ND_TRY(cuda_check_rotation(op, a->y, a->parts, a->cos));
     nd_array x = nd_merged(a->x, 2), w = nd_merged(a->w, 1), y = nd_merged(a->y, 2), b = {};
     linear_fwd_args product = {};
     product.x = &x;
@@ -23,5 +23,5 @@ nd_status cuda_linear_rotary_fwd(int device, const linear_rotary_fwd_args *a) {
         return linear_rotary_fwd_shallow(device, a, &x, &w, &y);
     }
     ND_TRY(cuda_linear_fwd(device, &product));
-    return cuda_turn(op, device, a->y, a->parts, a->cos, a->sin, 1.0f);
+    return cuda_rotate(op, device, a->y, a->parts, a->cos, a->sin, 1.0f);
 }

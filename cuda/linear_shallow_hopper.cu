@@ -2,14 +2,13 @@
  *
  *   rotary   y = rotary(x w + b)     a is x, b is w: (depth, columns)
  *
- * Precision: linear_hopper.cu's; rotary turns float32 before it is rounded.
+ * Precision: linear_hopper.cu's; rotary rotates float32 before rounding.
  * Parallel: linear_hopper.cuh, tiles of 128 x 128, 64 columns for each consumer. The transposed
  *   result is computed, c^T = b^T a^T: b^T stays in registers for a column of tiles (64 columns x
  *   512 of depth, 128 registers a thread). The consumers take turns: one multiplies, one finishes.
  * Bytes: products read 64 bytes a clock of shared memory, half of its rate. Results leave, and
  *   dgelu comes, by the copy engine, 64 rows at a time; stmatrix and ldmatrix transpose them.
- *   Angles come with a tile's rows; a thread's columns i and i + 8 are a pair that rotary turns (R
- *   is 8).
+ *   Angles come with a tile's rows; a thread's columns i and i + 8 are a pair of rotary (R is 8).
  * Time: 32,768 x 512 x 2048 take 91 us without the epilogues, 178 and 134 with them (forward with
  *   GELU, backward), on an H200 under load. Sums pass through the register file's ports, which
  *   slows the other consumer's arithmetic: each instruction of an epilogue counts (gelu.cuh).

@@ -2,20 +2,21 @@
  *
  *   matmul      c[b] = scale a[b] b[b]      matmul_acc   c[b] (+)= scale a[b] b[b], c in float32
  *   linear_fwd  y = r + x w + bias (in the product's epilogue)
- *   bias_bwd    db, db2 += column sums of dy     (linear's other gradients are matmul and matmul_acc)
+ *   bias_bwd    db, db2 += column sums of dy   (linear's other gradients: matmul and matmul_acc)
  *
- * All products accumulate in float32; TF32 only with NEEDLE_TF32=1. cuBLASLt thinks in columns: a
- * row-major matrix is the transpose of a column-major one with the same leading dimension, so
- * c = a b is handed over as c^T = b^T a^T and nothing is moved.
+ * All products accumulate in float32; TF32 only with NEEDLE_TF32=1. cuBLASLt is
+ * column-major: a row-major matrix is the transpose of a column-major one with the same leading
+ * dimension, so c = a b is passed as c^T = b^T a^T and no element is moved.
  *
  * Plans. What cuBLASLt needs for one kind of product (descriptors, layouts, the algorithm) is kept
  * by shape, strides, transposes, dtypes, epilogue, beta and the alignment of each pointer. The
  * algorithm is the heuristic's first answer, or the one that algorithms.def lists for this GPU,
- * version and shape; never the winner of a timing, so that a resumed run takes the same. Partial sums
- * of split products are added in float32. NEEDLE_PLAN=n takes answer n everywhere, to make the table.
+ * version and shape; never the winner of a timing, so that a resumed run takes the same. Partial
+ * sums of split products are added in float32. NEEDLE_PLAN=n takes answer n everywhere, to make the
+ * table.
  *
- * bias_bwd: blocks of 32 x 8 threads walk down strips of columns, 16 bytes a thread and row; partial
- * sums a block in scratch, added in a fixed order. Reads dy once.
+ * bias_bwd: blocks of 32 x 8 threads walk down strips of columns, 16 bytes a thread and row;
+ * partial sums a block in scratch, added in a fixed order. Reads dy once.
  */
 #include <cublasLt.h>
 #include <mutex>
@@ -392,7 +393,7 @@ nd_status multiply(const char *op, int device, const Product &p) {
         one.a.data = p.a.data + i * p.a.batch_stride * (int64_t)size;
         one.b.data = p.b.data + i * p.b.batch_stride * (int64_t)size;
         one.c = p.c + i * p.m * p.n * (int64_t)out_size;
-        one.from = one.c; /* nobody has batches and another array */
+        one.from = one.c; /* batches add to c alone */
         ND_TRY(multiply_once(op, device, one, &supported));
         if (!supported) {
             return no_kernel(op, one);

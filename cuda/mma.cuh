@@ -1,6 +1,5 @@
-/* mma.cuh - the instructions of sm_80 that C++ has no name for: asynchronous copies into shared
- * memory, fragment loads and 16-bit tensor core products. The PTX of the portable kernels in one
- * place; every GPU since sm_80 has them.
+/* mma.cuh - the PTX of the portable kernels, for sm_80 and later: asynchronous copies into shared
+ * memory, fragment loads and 16-bit tensor core products.
  *
  * Fragments. In a warp let group = lane / 4 and pair = 2 (lane % 4). A 32-bit register holds two
  * 16-bit elements, the lower column (or k) in the lower half.

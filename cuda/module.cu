@@ -1,9 +1,9 @@
 /* module.cu - kernels of the user's own: machine code loaded, looked up, launched, unloaded.
  *
  * A module is a library of the runtime. A kernel lives as long as its module; the shared memory
- * that it may use beyond the 48 KiB that every kernel has is asked for when a launch first needs it.
- * Unloading while a graph is captured, when nothing may be waited for, is put off until the next
- * module is unloaded.
+ * that it may use beyond the 48 KiB that every kernel has is asked for when a launch first needs
+ * it. Unloading while a graph is captured, when nothing may be waited for, is put off until the
+ * next module is unloaded.
  */
 #include <new>
 

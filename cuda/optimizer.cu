@@ -131,8 +131,8 @@ __global__ void __launch_bounds__(threads)
             ms.v[k] = __fmaf_rn(r.beta1, ms.v[k], __fmul_rn(r.rest1, x));
             vs.v[k] = __fmaf_rn(r.beta2, vs.v[k], __fmul_rn(r.rest2, __fmul_rn(x, x)));
             const float root = __fmaf_rn(__fsqrt_rn(vs.v[k]), r.root, r.eps);
-            const float slope = __fdiv_rn(ms.v[k], root);
-            ps.v[k] = __fmaf_rn(-r.step, slope, __fmul_rn(ps.v[k], r.keep));
+            const float ratio = __fdiv_rn(ms.v[k], root);
+            ps.v[k] = __fmaf_rn(-r.step, ratio, __fmul_rn(ps.v[k], r.keep));
         }
         store(m + at, ms);
         store(v + at, vs);

@@ -1,18 +1,19 @@
 /* reduce.cu - the RED and ARG ops: over the last `axes` axes of x, any strides.
  *
  * Floats accumulate in float32, integers and bool in int64; ARG ops carry (value, index) and prefer
- * the first of equals; a NaN is better than any number, and an empty reduction gives the start value
- * (index 0). The reduced elements of an output are split in a way that depends on the device and the sizes
- * only, the number of outputs among them; each part is folded in a fixed order, and the parts are then
- * folded in a fixed order. Dense rows of up to 1,024 elements are never split (optim.chunk_norms relies on it).
+ * the first of equals; a NaN is better than any number, and an empty reduction gives the start
+ * value (index 0). The reduced elements of an output are split in a way that depends on the device
+ * and the sizes only, the number of outputs among them; each part is folded in a fixed order, and
+ * the parts are then folded in a fixed order. Dense rows of up to 1,024 elements are never split
+ * (optim.chunk_norms relies on it).
  *
- * Who does what. A thread loads pieces: 16 bytes where the elements that lie side by side are
- * aligned floats, else an element, and several before it folds the first. Rows: neighbouring threads
- * take neighbouring reduced elements, a warp or a block an output. Columns: when the reduced elements
- * are apart but the outputs' are neighbours, neighbouring threads take neighbouring outputs, as many
- * as a piece has elements each, and the block's rows of threads take the reduced elements in turn.
- * When there are few outputs, several blocks share one and leave parts in scratch, which
- * fold_kernel folds, as columns.
+ * Parallel: a thread loads pieces: 16 bytes where the elements that lie side by side are
+ * aligned floats, else an element, and several before it folds the first. Rows: neighbouring
+ * threads take neighbouring reduced elements, a warp or a block an output. Columns: when the
+ * reduced elements are apart but the outputs' are neighbours, neighbouring threads take
+ * neighbouring outputs, as many as a piece has elements each, and the block's rows of threads take
+ * the reduced elements in turn. When there are few outputs, several blocks share one and leave
+ * parts in scratch, which fold_kernel folds, as columns.
  * Bytes: each element once, and 8 (ARG: 32) for each part. Instructions: about 4 an element for a
  * sum, and 6 for an ARG, 4 of them comparisons and selections, of which a multiprocessor does 64 a
  * clock; HBM brings it 9 two-byte elements.
@@ -42,9 +43,9 @@ template <class V> struct Found {
     int64_t index;
 };
 
-/* A folding rule: Part is what is folded, start() the empty fold. add(part, x, r) folds the elements
- * r, r + 1, ... into a part that has seen smaller r only; combine(a, b) takes parts of any elements
- * and is associative up to rounding. Within x a sum is a tree, so that additions can overlap. */
+/* A folding rule: start() is the empty Part; add(part, x, r) folds elements r, r + 1, ... into a
+ * part of smaller r, sums as a tree, so that additions overlap; combine(a, b) takes parts of any
+ * elements and is associative up to rounding. */
 #define RED(name, types, start_value, combine_text, map_text)                              \
     template <class V> struct name##_fold {                                                \
         typedef V Part;                                                                    \
@@ -67,8 +68,8 @@ template <class V> struct Found {
         static __device__ __forceinline__ V value(Part a) { return a; }                    \
     };
 
-/* The empty fold is the worst value at no index. An element of that value is not better and leaves it
- * so: where nothing is better than the worst, all are equal and the first is the answer. */
+/* The empty fold is the worst value at no index. An element of that value is not better and leaves
+ * it so: where nothing is better than the worst, all are equal and the first is the answer. */
 constexpr int64_t no_index = INT64_MAX;
 #define ARG(name, better)                                                                     \
     template <class V> struct name##_fold {                                                   \
@@ -144,8 +145,8 @@ __device__ __forceinline__ typename Fold::Part fold_block(typename Fold::Part pa
     return part;
 }
 
-/* N parts a thread, over the threads whose numbers differ by a multiple of `width` (a power of two);
- * the results are right in threads 0 to width - 1. */
+/* N parts a thread, over the threads whose numbers differ by a multiple of `width` (a power of
+ * two); the results are right in threads 0 to width - 1. */
 template <class Fold, int N>
 __device__ __forceinline__ void fold_columns(typename Fold::Part (&part)[N], int width) {
     __shared__ typename Fold::Part parts[N][threads / 2];
@@ -179,8 +180,8 @@ struct Plan {
     nd_dtype out_dtype;
 };
 
-/* The offset of an element, as Walk's, in a loop that stays one: it runs once an output, and unrolled
- * its divisions take the registers of the loads. */
+/* The offset of an element, as Walk's, in a loop that stays one: it runs once an output, and
+ * unrolled its divisions take the registers of the loads. */
 template <class I> __device__ __forceinline__ int64_t rolled(const Walk<1> &walk, I i) {
     int64_t offset = 0;
 #pragma unroll 1
@@ -205,8 +206,8 @@ __device__ __forceinline__ void leave(const Plan &p, int64_t split, int64_t o,
     }
 }
 
-/* What a thread loads at a time: 16 bytes of floats T (`vectors`), or an element. Where T is int64_t
- * it is one of any integer dtype. */
+/* What a thread loads at a time: 16 bytes of floats T (`vectors`), or an element. Where T is
+ * int64_t it is one of any integer dtype. */
 template <class T, bool vectors> struct Piece {
     typedef std::conditional_t<std::is_same_v<T, int64_t>, int64_t, float> V;
     static constexpr int size = vectors ? Vec<T>::size : 1;
@@ -265,9 +266,9 @@ __device__ __forceinline__ void scan_ahead(const Plan &p, int64_t first, int64_t
     }
 }
 
-/* take(values, r) of the pieces at r = first, first + step, ... before `end` of the reduced elements,
- * which begin at `from`. One axis is read ahead; several cost divisions, and the code of those is
- * long. */
+/* take(values, r) of the pieces at r = first, first + step, ... before `end` of the reduced
+ * elements, which begin at `from`. One axis is read ahead; several cost divisions, and the code of
+ * those is long. */
 template <class P, class Take>
 __device__ __forceinline__ void scan(const Plan &p, int64_t from, int64_t first, int64_t end,
                                      int64_t step, Take take) {
@@ -281,8 +282,8 @@ __device__ __forceinline__ void scan(const Plan &p, int64_t from, int64_t first,
     }
 }
 
-/* `group` threads (32 or all) an output and split. `vectors`: the pieces are of reduced elements, and
- * chunks are whole pieces. */
+/* `group` threads (32 or all) an output and split. `vectors`: the pieces are of reduced elements,
+ * and chunks are whole pieces. */
 template <class Fold, class T, int group, bool vectors>
 __global__ void __launch_bounds__(threads) rows_kernel(Plan p) {
     await_previous();
@@ -306,7 +307,8 @@ __global__ void __launch_bounds__(threads) rows_kernel(Plan p) {
     }
 }
 
-/* A block takes `width` pieces of neighbouring outputs, threads / width reduced elements at a time. */
+/* A block takes `width` pieces of neighbouring outputs, threads / width reduced elements at a
+ * time. */
 template <class Fold, class T, bool vectors>
 __global__ void __launch_bounds__(threads) columns_kernel(Plan p) {
     await_previous();
@@ -398,8 +400,8 @@ bool vectors_fit(const Plan &p, const Walk<1> &dense, const Walk<1> &other) {
     return fit;
 }
 
-/* Threads of a block that take neighbouring columns: a warp, or fewer where the columns that lie side
- * by side are fewer, and more where there are too few rows for all threads. */
+/* Threads of a block that take neighbouring columns: a warp, or fewer where the columns that lie
+ * side by side are fewer, and more where there are too few rows for all threads. */
 int columns_width(int64_t columns, int64_t rows) {
     int width = 32;
     while (width > 1 && width / 2 >= columns && threads / width < rows) {

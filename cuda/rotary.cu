@@ -1,14 +1,15 @@
 /* rotary.cu - rotary position embedding of packed heads, x (B, T, H, P, D), in place.
  *
- * In the slices p < parts (q and k of packed q, k, v), for i < R, with s = sign sin[t, i] and
- * c = cos[t, i]:
+ * In the slices p < parts (q and k of packed q, k, v), for i < R, with s = sign sin[t, i] and c =
+ * cos[t, i]:
  *     x[i], x[i + R] = x[i] c - x[i + R] s, x[i + R] c + x[i] s
- * All else is not touched. The backward is the same with sign = -1. Computed in float32, rounded once.
+ * All else is not touched. The backward is the same with sign = -1. Computed in float32, rounded
+ * once.
  *
- * Two neighbouring lanes share 16 bytes of x[0 .. R) and their partners, one each, and show each other
- * what they have: where 2 R dims are a sector of memory, a warp reads and writes whole ones. When R or a
- * stride is not a multiple of the vector, the same kernel takes elements. Bytes: the rotated ones read and
- * written, in whole sectors of 32; cos and sin T R each.
+ * Two neighbouring lanes share 16 bytes of x[0 .. R) and their partners, one each, and exchange
+ * them: where 2 R dims are a sector of memory, a warp reads and writes whole ones.
+ * When R or a stride is not a multiple of the vector, the same kernel takes elements. Bytes: the
+ * rotated ones read and written, in whole sectors of 32; cos and sin T R each.
  */
 #include "common.cuh"
 
@@ -48,10 +49,10 @@ struct Shape {
     int64_t b, t, head, slice; /* strides of x */
 };
 
-/* One of the pair turned, in a lane whose neighbour has the other. */
+/* One of the rotated pair, in a lane whose neighbour has the other. */
 template <class T, int N>
-__device__ __forceinline__ Piece<T, N> turned(const Piece<T, N> &mine, const float *cosines,
-                                              const float *sines, float sign) {
+__device__ __forceinline__ Piece<T, N> rotated(const Piece<T, N> &mine, const float *cosines,
+                                               const float *sines, float sign) {
     constexpr int step = N == 1 ? 1 : 4;
     Piece<T, N> out;
 #pragma unroll
@@ -86,13 +87,13 @@ __global__ void __launch_bounds__(256)
     const int64_t angle = t * s.half + at;
     const Piece<T, N> mine = load_piece<T, N>(to);
     store_piece<T, N>(to,
-                      turned<T, N>(mine, cosines + angle, sines + angle, second ? sign : -sign));
+                      rotated<T, N>(mine, cosines + angle, sines + angle, second ? sign : -sign));
 }
 
 } // namespace
 
-nd_status cuda_turn(const char *op, int device, const nd_array *x, int64_t parts,
-                    const nd_array *cos, const nd_array *sin, float sign) {
+nd_status cuda_rotate(const char *op, int device, const nd_array *x, int64_t parts,
+                      const nd_array *cos, const nd_array *sin, float sign) {
     const int64_t *shape = x->shape, *strides = x->strides, half = cos->shape[1];
     const int64_t slices = shape[0] * shape[1] * shape[2] * parts;
     if (slices * half == 0) {
@@ -118,7 +119,7 @@ nd_status cuda_turn(const char *op, int device, const nd_array *x, int64_t parts
                          x->ndim == 5 ? strides[3] : 0};
         const int64_t blocks = ceil_div<int64_t>(s.items, 256);
         if (blocks > INT32_MAX) {
-            return nd_error(ND_EVALUE, "%s: %lld dims to turn, but one launch takes at most 2^39",
+            return nd_error(ND_EVALUE, "%s: %lld dims to rotate, but one launch takes at most 2^39",
                             op, (long long)s.items);
         }
         auto kernel = vectors ? rotary_kernel<T, N> : rotary_kernel<T, 1>;
@@ -127,7 +128,8 @@ nd_status cuda_turn(const char *op, int device, const nd_array *x, int64_t parts
     });
 }
 
-nd_status cuda_check_turn(const char *op, const nd_array *x, int64_t parts, const nd_array *cos) {
+nd_status cuda_check_rotation(const char *op, const nd_array *x, int64_t parts,
+                              const nd_array *cos) {
     const int64_t slices = x->shape[x->ndim - 2], d = x->shape[x->ndim - 1], half = cos->shape[1];
     if (2 * half > d) {
         return nd_error(ND_EVALUE,
@@ -143,6 +145,6 @@ nd_status cuda_check_turn(const char *op, const nd_array *x, int64_t parts, cons
 }
 
 nd_status cuda_rotary(int device, const rotary_args *a) {
-    ND_TRY(cuda_check_turn("rotary", a->x, a->parts, a->cos));
-    return cuda_turn("rotary", device, a->x, a->parts, a->cos, a->sin, (float)a->sign);
+    ND_TRY(cuda_check_rotation("rotary", a->x, a->parts, a->cos));
+    return cuda_rotate("rotary", device, a->x, a->parts, a->cos, a->sin, (float)a->sign);
 }

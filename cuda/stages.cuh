@@ -1,5 +1,5 @@
-/* stages.cuh - between hopper.cuh and the kernels that use it: a place in a ring of stages, the places of
- * a panel.
+/* stages.cuh - between hopper.cuh and the kernels that use it: a place in a ring of stages, the
+ * places of a panel.
  */
 #ifndef NEEDLE_STAGES_CUH
 #define NEEDLE_STAGES_CUH

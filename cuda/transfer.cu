@@ -1,9 +1,9 @@
 /* transfer.cu - bytes between host and device: copies that wait, asynchronous copies, staging.
  *
- * A copy that nobody waits for goes through pinned memory, because one from or to pageable memory
- * holds its caller up. An event behind the last copy of a block tells when the block may be read or written
- * again; work that is enqueued later goes on. The block of a finished copy is used again by the next
- * one that fits; a staging keeps its own.
+ * An asynchronous copy goes through pinned memory, because one from or to pageable memory blocks
+ * its caller. An event after the last copy of a block tells when the block may be read or written
+ * again; work that is enqueued later goes on. The block of a finished copy is used again by
+ * the next one that fits; a staging keeps its own.
  */
 #include <string.h>
 

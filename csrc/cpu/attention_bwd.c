@@ -211,13 +211,13 @@ static nd_status angles_check(const char *name, const backward *b) {
     }
     if (keys != queries) {
         return nd_error(ND_EVALUE,
-                        "%s: cos: the angles of %lld positions turn dq and dk, but there are "
+                        "%s: cos: the angles of %lld positions rotate dq and dk, but there are "
                         "%lld keys",
                         name, (long long)queries, (long long)keys);
     }
     int64_t r = b->cos->shape[1];
     if (2 * r > d) {
-        return nd_error(ND_EVALUE, "%s: cos: %lld angles turn %lld dims, but a head has %lld", name,
+        return nd_error(ND_EVALUE, "%s: cos: %lld angles rotate %lld dims, but a head has %lld", name,
                         (long long)r, (long long)(2 * r), (long long)d);
     }
     return ND_OK;

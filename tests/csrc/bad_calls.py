@@ -164,7 +164,7 @@ BAD = [
             "turns more than D",
             {n: np.ones((t, 9)) for n in ("cos", "sin")},
             ValueError,
-            rf"{op}: cos: 9 angles turn 18 dims, but a head has",
+            rf"{op}: cos: 9 angles rotate 18 dims, but a head has",
         )
         for op, t in (("attention_bwd", 31), ("block_sparse_attention_bwd", 77))
     ),

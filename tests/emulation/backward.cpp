@@ -34,7 +34,7 @@ extern "C" const char *backward(const Given *q, const Given *k, const Given *v, 
         array.shape[0] = p.T;
         array.shape[1] = half;
     }
-    if (cos != NULL && !hopper_turns(&angles[0])) {
+    if (cos != NULL && !hopper_rotates(&angles[0])) {
         return "not turned";
     }
     GivenBlocks blocks(*given);
