@@ -470,7 +470,7 @@ def newest_checkpoint(
 ) -> Checkpoint | None:
     """The newest whole checkpoint of a folder, None where there is no file of one. Damaged ones are
     reported and passed over. CheckpointError where all are damaged, and where the system refuses to
-    read one: whoever began anew, or went on from an older one, would overwrite what may be whole.
+    read one: a new run, or one from an older checkpoint, would overwrite what may be whole.
     """
     paths = list_checkpoints(folder)
     for path in paths:
@@ -533,7 +533,7 @@ def prune_checkpoints(
     """Deletes, of the steps up to `written`, which has just been saved, all that are older than the
     `keep` newest whole ones, except: those that are to stay `forever`, the proven one (see
     proven_checkpoint), and that which is proven next. Later steps stay: they are damaged, or of a
-    training that somebody went back from."""
+    training that went back to an older step."""
     steps = {path: step_of(path) for path in list_checkpoints(folder)}
     found = [path for path, step in steps.items() if step <= written and not forever(step)]
     whole = [path for path in found if steps[path] == written or _is_whole(path)]

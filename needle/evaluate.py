@@ -81,8 +81,8 @@ def score(
     model: LanguageModel, rows: Sequence[tuple[Sequence[int], Sequence[int]]], batch_size: int = 8
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """For each row (inputs, targets), where the last len(targets) inputs predict the targets:
-    its index in `rows`, the log-probability of each target (float32, nats) and whether the target
-    is the likeliest token (bool).
+    its index in `rows`, the log-probability of each target (float32, nats) and True where the
+    target is the likeliest token (bool).
 
     Rows are taken longest first, `batch_size` together, so that a batch holds little padding and
     running out of memory shows at once; the padding is to the right, where causal attention never
@@ -224,7 +224,7 @@ def perplexity(
 def _batches(
     count: int, row_length: int, seq_len: int, stride: int, batch_size: int
 ) -> Iterator[list[tuple[int, int, int]]]:
-    """The windows of rows one behind the other, `batch_size` at a time."""
+    """Yield the windows of rows one after the other, `batch_size` at a time."""
     batch = []
     for start in range(0, count, row_length):
         for first, last, n in windows(min(row_length, count - start), seq_len, stride):

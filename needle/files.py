@@ -179,8 +179,8 @@ LEFTOVER = re.compile(r"\..+\.tmp", re.DOTALL)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes what killed writers left in `folder`: temporary files of `replacing`. Only for who
-    holds the folder (Lock), since a writer at work would lose its file."""
+    """Remove what killed writers left in `folder`: temporary files of `replacing`. The caller holds
+    the folder's Lock, since a writer at work would lose its file."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if LEFTOVER.fullmatch(entry.name) and not entry.is_dir(follow_symlinks=False):
@@ -289,7 +289,7 @@ def read_secret(path: Path, noun: str) -> str:
         if facts.st_mode & 0o077:
             raise FileError(
                 f"{path}: its mode is {stat.S_IMODE(facts.st_mode):04o}, so that others can read "
-                f"the {noun}. Delete it, and a new one is made; or, if nobody has: chmod 600 {path}"
+                f"the {noun}. Delete it, and a new one is made; or keep it by: chmod 600 {path}"
             )
         secret = os.read(file, 4096).decode("ascii", "replace").strip()
     finally:

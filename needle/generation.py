@@ -1,4 +1,4 @@
-"""Generation: a prompt of each row in one pass, then one token a step behind a cache of keys and
+"""Generation: a prompt of each row in one pass, then one token a step from a cache of keys and
 values.
 
     prefill    all prompts at once, padded on the right, where causality hides the padding; the
@@ -8,7 +8,7 @@ values.
 Both are the model's own forward: its attention hands q, k and v to the cache, which attends. On
 CUDA the step is recorded once as a graph and replayed (`_C.Graph`): tokens and positions live on
 the device, and the step advances them itself. The likeliest token (temperature 0, no penalty) is
-chosen there too, so that the host reads tokens a step behind and the device never waits. Otherwise
+chosen there too, so that the host reads tokens a step late and the device never waits. Otherwise
 the logits come to the host, and `sampling` draws.
 
 Where there is no cache the context is computed again for each token: block-sparse models, whose
@@ -381,7 +381,7 @@ def _tokens(
 
 
 def _recomputed(model, contexts: list[list[int]]) -> np.ndarray:
-    """float32 logits (B, V) behind each context, of which the last max_seq_len tokens are read."""
+    """float32 logits (B, V) after each context, of which the last max_seq_len tokens are read."""
     rows = [context[-model.config.max_seq_len :] for context in contexts]
     lengths = {len(row) for row in rows}
     if len(lengths) > 1:
@@ -392,7 +392,7 @@ def _recomputed(model, contexts: list[list[int]]) -> np.ndarray:
         return model.embed_out(last).cached_data.numpy()[:, 0, :].astype(np.float32)
 
 
-# ---- behind a cache -----------------------------------------------------------------------------
+# ---- with a cache -------------------------------------------------------------------------------
 
 
 class Cache:
@@ -402,7 +402,7 @@ class Cache:
 
     def __init__(self, model: Any, batch: int, capacity: int, positions: NDArray) -> None:
         self.positions, self.filled = positions, False  # positions: int32 (B,), of the tokens fed
-        # Zeros: what lies behind a row's position is never read, but copied with the prompts.
+        # Zeros: what lies after a row's position is never read, but copied with the prompts.
         shapes = [
             (batch, attention.heads, capacity, attention.head_dim)
             for _, attention in model.named_modules()
@@ -426,7 +426,7 @@ class Cache:
             return Tensor.from_ndarray(seen.reshape((batch, 1, heads, size)))
         cos, sin = (table[:time] for table in rotary)
         packed = packed.compact()
-        _C.rotary(packed, cos, sin, 2, 1.0)  # the projection is nobody else's
+        _C.rotary(packed, cos, sin, 2, 1.0)  # in place: no other op reads the projection
         q, k, v = qkv_parts(packed)
         keys[:, :, :time] = k.permute((0, 2, 1, 3))
         values[:, :, :time] = v.permute((0, 2, 1, 3))

@@ -70,7 +70,7 @@ def take_memory(nbytes: int) -> None:
 
 def check_size(what: str, size: Any, least: int = 0) -> int:
     """`size` as an int; `what` names it, as "Linear: in_features". ValueError below `least`,
-    TypeError for what is no whole number."""
+    TypeError where it is no whole number."""
     wanted = f"{what} must be a whole number of {least} or more, but is {size!r:.40}"
     if isinstance(size, bool) or not isinstance(size, Integral):
         raise TypeError(wanted)

@@ -53,11 +53,11 @@ class NeedleLM(TemplateLM):
 
     pretrained: a checkpoint, the folder of a run, or a folder that transformers saved; or a model.
     tokenizer: a tokenizer.json or the folder of one, by default what lies with `pretrained`.
-    device: auto, cpu, cuda or cuda:INDEX; cuda:0, which the harness asks for when nobody says
-    anything, is the CPU on a machine without a GPU, as it is to `hf`. dtype: float32, bfloat16 or
-    float16, by default that of the checkpoint. max_length: tokens of context, at most (and by
-    default) max_seq_len. batch_size: a number, or auto. add_bos_token: False keeps the tokenizer
-    from adding special tokens. prefix_token_id: what stands for an empty context.
+    device: auto, cpu, cuda or cuda:INDEX; cuda:0, which the harness asks for by default, is the CPU
+    on a machine without a GPU, as it is to `hf`. dtype: float32, bfloat16 or float16, by default
+    that of the checkpoint. max_length: tokens of context, at most (and by default) max_seq_len.
+    batch_size: a number, or auto. add_bos_token: False keeps the tokenizer from adding special
+    tokens. prefix_token_id: what stands for an empty context.
     """
 
     def __init__(
@@ -273,7 +273,7 @@ class _Options:
         return json.dumps(vars(self), sort_keys=True)
 
     def cut(self, text: str) -> tuple[str, bool]:
-        """`text` up to the first stop string, and whether there was one."""
+        """`text` up to the first stop string, and True if there was one."""
         before = text
         for stop in self.until:
             text = text.split(stop)[0]

@@ -50,7 +50,7 @@ def _misfits(*groups: Mapping[str, Any]) -> list[str]:
 class Optimizer:
     """The parameters, their names, and state that is saved by name: the base of all optimizers.
 
-    A step that raises did not happen: whatever needs memory is made before the first change.
+    `step()` is atomic: whatever needs memory is made before the first change.
 
     Names are those of the pairs or of the flat object, else the ones that the module's
     `parameters()` gave, else ordinals "0", "1", ...
@@ -213,7 +213,7 @@ class _PerParameter(Optimizer):
                 kept.append(zeros(p.shape, "float32", p.device))
 
     def _updated(self, i: int, p: Tensor, g: NDArray, t: int) -> tuple[NDArray, ...]:
-        """Parameter i behind step t, given its gradient in float32: its values, and each slot."""
+        """Parameter i after step t, given its gradient in float32: its values, and each slot."""
         raise NotImplementedError
 
     def step(self) -> None:
@@ -351,8 +351,8 @@ class AdamW(Optimizer):
 
     def keep(self, part: slice, arrays: Mapping[str, NDArray] | None = None) -> None:
         """From now on `step` updates flat.data[part] alone, and state is kept for that: `arrays`,
-        by slot, or a copy of that part of the state so far. With a flat object only; the state of
-        the other parts is somebody else's, who has to give it back before `state_dict`."""
+        by slot, or a copy of that part of the state so far. With a flat object only; other
+        ranks keep the state of the other parts, and give it back before `state_dict`."""
         assert self.flat is not None and self._part is not None
         if arrays is None and not self._part.start <= part.start <= part.stop <= self._part.stop:
             raise ValueError(f"AdamW.keep: {part} is not within what is kept, {self._part}")
@@ -476,7 +476,7 @@ class AdamW(Optimizer):
 
 
 def grad_norm(flat: FlatParameters, max_norm: float = 0.0) -> tuple[NDArray, NDArray]:
-    """(norm, scale) of all gradients together, float32 scalars on the device; waits for nothing.
+    """(norm, scale) of all gradients together, float32 scalars on the device, without waiting.
 
     scale = min(1, max_norm / (norm + 1e-6)), or 1 when max_norm is 0: what AdamW.step takes.
 
@@ -494,10 +494,10 @@ def grad_norm(flat: FlatParameters, max_norm: float = 0.0) -> tuple[NDArray, NDA
 
 def chunk_norms(grad: NDArray, norms: NDArray) -> None:
     """The norms of each NORM_CHUNK elements of a flat gradient, and of what is left at its end,
-    into `norms`: what the norm of all is made of, whoever computes which of them.
+    into `norms`: the norm of all is made of these, on any number of ranks.
 
     In two steps, because a GPU adds up longer rows in an order that depends on how many there are,
-    so that the bits of a norm would depend on who computes its neighbours."""
+    so that the bits of a norm would depend on the rank of its neighbours."""
     rows = grad.size // NORM_CHUNK
     end = rows * NORM_CHUNK
     if rows:

@@ -184,6 +184,8 @@ def test_optimizer_of_every_form_continues_bit_for_bit(tmp_path, kind, device_na
             path = save_checkpoint(model, optimizer, 2, 0.1, tmp_path / f"{dtype} {number}")
             again, loaded, _, _ = load_checkpoint(path, device)
             assert (loaded.flat is None) == (optimizer.flat is None), form
+            trained = [[p.requires_grad for p in m.parameters()] for m in (model, again)]
+            assert trained[0] == trained[1], form
             named = dict(again.named_parameters())
             assert all(named[name] is p for name, p in zip(loaded.names, loaded.params)), form
             for seed in range(3, 6):

@@ -1,10 +1,11 @@
 """Generation: behind a cache as without one, rows of a batch alone, sampling, text, recording."""
 
 import gc
+import itertools
 
 import numpy as np
 import pytest
-from harness import DEVICES, device_of, live_bytes
+from harness import DEVICES, device_of, live_bytes, naming
 
 import needle as ndl
 from needle import _C, generation, sampling
@@ -170,38 +171,37 @@ def test_sample_smallest_temperatures_draw_the_likeliest():
             np.testing.assert_array_equal(sampling.sample(logits, temperature, **limits), [1, 0])
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-@pytest.mark.parametrize("top_k", [None, 1, 7, 3000])
-@pytest.mark.parametrize("top_p", [None, 0.3, 0.9, 1.0])
-def test_sample_draws_from_the_right_distribution(temperature, top_k, top_p):
+class Fixed:
+    """Uniform numbers in order."""
+
+    def __init__(self):
+        self.next = (i + 0.5 for i in range(4000))
+
+    def random_sample(self):
+        return next(self.next) / 4000
+
+
+def test_sample_draws_from_the_right_distribution():
     """Which tokens can come, and how often, against the definition; a vocabulary beyond the part
     that top_p looks at first."""
     logits = np.random.default_rng(0).standard_normal(2500).astype(np.float32) * 0.01
     logits[[3, 70, 2400]] = 6.0, 5.5, 5.0
     order = np.argsort(-logits, kind="stable")
-    kept = order[:top_k]
-    p = np.exp(logits[kept].astype(np.float64) / temperature)
-    p /= p.sum()
-    if top_p is not None:
-        count = np.searchsorted(np.cumsum(p), top_p * (1 - 1e-12)) + 1
-        kept, p = kept[:count], p[:count] / p[:count].sum()
-
-    class Fixed:
-        """Uniform numbers in order."""
-
-        def __init__(self):
-            self.next = (i + 0.5 for i in range(4000))
-
-        def random_sample(self):
-            return next(self.next) / 4000
-
-    fixed = Fixed()
-    drawn = np.array([sampling.sample(logits[None], temperature, top_k, top_p, fixed)[0]
-                      for _ in range(4000)])  # fmt: skip
-    assert set(drawn) <= set(kept.tolist())
-    for token in (3, 70, 2400):
-        expected = p[kept == token].sum()
-        assert abs((drawn == token).mean() - expected) < 1e-3
+    for temperature, top_k, top_p in itertools.product(
+        (0.5, 1.0, 2.0), (None, 1, 7, 3000), (None, 0.3, 0.9, 1.0)
+    ):
+        kept = order[:top_k]
+        p = np.exp(logits[kept].astype(np.float64) / temperature)
+        p /= p.sum()
+        if top_p is not None:
+            count = np.searchsorted(np.cumsum(p), top_p * (1 - 1e-12)) + 1
+            kept, p = kept[:count], p[:count] / p[:count].sum()
+        limits, fixed = (temperature, top_k, top_p), Fixed()
+        drawn = np.array([sampling.sample(logits[None], *limits, fixed)[0] for _ in range(4000)])
+        assert set(drawn) <= set(kept.tolist()), limits
+        for token in (3, 70, 2400):
+            expected = p[kept == token].sum()
+            assert abs((drawn == token).mean() - expected) < 1e-3, limits
 
 
 def test_likeliest_breaks_ties_by_index():
@@ -302,9 +302,8 @@ def test_texts_in_a_batch():
 # ---- refusals, and what is left ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "ids, options, message",
-    [
+def test_refusals():
+    for ids, options, message in [
         ([], {}, "no prompt"),
         ([[1, 2], []], {}, "row 1 is empty"),
         (np.zeros((0, 3), int), {}, "no prompt"),
@@ -317,16 +316,14 @@ def test_texts_in_a_batch():
         ([1], {"repetition_penalty": 0.0}, "repetition_penalty"),
         ([1], {"repetition_penalty": float("nan")}, "repetition_penalty"),
         ([1], {"temperature": float("nan")}, "temperature"),
-    ],
-)
-def test_refusals(ids, options, message):
-    with pytest.raises(ValueError, match=message):
-        model_of().generate(ids, 2, **options)
+    ]:
+        with naming(ids, options, message):
+            with pytest.raises(ValueError, match=message):
+                model_of().generate(ids, 2, **options)
 
 
-@pytest.mark.parametrize(
-    "ids, count, options, kind, message",
-    [
+def test_what_is_of_another_kind():
+    for ids, count, options, kind, message in [
         ([1], 2.5, {}, ValueError, "max_new_tokens must be a whole number of 0 or more, not 2.5"),
         ([1], -1, {}, ValueError, "max_new_tokens"),
         ([1], None, {}, ValueError, "max_new_tokens"),
@@ -336,13 +333,12 @@ def test_refusals(ids, options, message):
         (3, 2, {}, TypeError, "input_ids must be token ids.*not int"),
         (None, 2, {}, TypeError, "input_ids must be token ids.*not NoneType"),
         ("abc", 2, {}, TypeError, "input_ids must be whole numbers"),
-    ],
-)
-def test_what_is_of_another_kind(ids, count, options, kind, message):
-    with pytest.raises(kind, match=message):
-        model_of().generate(ids, count, **options)
-    with pytest.raises(TypeError, match="prompts must be a list"):
-        generation.generate_text(model_of(), Letters(), "abc", 2)
+    ]:
+        with naming(ids, count, options, kind, message):
+            with pytest.raises(kind, match=message):
+                model_of().generate(ids, count, **options)
+            with pytest.raises(TypeError, match="prompts must be a list"):
+                generation.generate_text(model_of(), Letters(), "abc", 2)
 
 
 @both

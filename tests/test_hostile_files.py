@@ -285,6 +285,15 @@ def test_offsets_that_contradict_the_shapes(tmp_path):
             assert [(entry.name, entry.shape) for entry in entries] == [("a", (2,)), ("b", (3,))]
 
 
+def test_header_of_more_axes_than_numpy_has_is_named(tmp_path):
+    path = tmp_path / "a.safetensors"
+    entry = {"dtype": "F32", "shape": [1] * 100_000, "data_offsets": [0, 4]}
+    header = json.dumps({"a": entry}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with open(path, "rb") as file, pytest.raises(safetensors.FileError, match="100000 axes; 64"):
+        safetensors.read_header(file)
+
+
 def idx_of(path):
     path.with_suffix(".bin").write_bytes(b"")
     return open_data(path.with_suffix(".bin"))

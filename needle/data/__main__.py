@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def shown(units: Iterable, done: int, of: int) -> Iterable:
-    """`units` as they come, with a bar of tqdm on a terminal, else a line each."""
+    """Yield `units` as they come, with a bar of tqdm on a terminal, else a line each."""
     if sys.stderr.isatty() and importlib.util.find_spec("tqdm"):
         bar = importlib.import_module("tqdm").tqdm
         yield from bar(units, "tokenising", of, initial=done, unit="part", dynamic_ncols=True)

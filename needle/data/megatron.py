@@ -33,7 +33,7 @@ from needle.files import reading
 
 MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")
-# 6 and 7 are float and double: 4 or 8 bytes, according to who wrote them.
+# 6 and 7 are float and double: 4 or 8 bytes, which depends on the writer.
 TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 ROW_LENGTH = 2049  # Pythia's preshuffled rows
 SHARD = re.compile(r"-([0-9]{5})-of-([0-9]{5})$")  # after NAME

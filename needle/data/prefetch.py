@@ -3,9 +3,9 @@
     thread:  free slot -> wait for its last copy -> read rows into its pinned memory -> ready
     next():  ready slot -> enqueue its copy to the device, without waiting -> free slot
 
-On the CPU a slot is nothing and next() returns NumPy arrays. `position` is that of the batches that
-next() has returned, whatever the thread has read since: what a checkpoint must keep. `waited` says
-how long next() has stood still for the thread: where it grows, the data are slower than the steps.
+On the CPU a slot is None and next() returns NumPy arrays. `position` counts the batches that next()
+has returned, which a checkpoint keeps; the thread may have read more. `waited` is the time that
+next() has waited for the thread: where it grows, reading is slower than the steps.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Prefetch:
     """The batches that `batches` draws, up to `depth` of them ahead of next().
 
     device: None or the CPU: next() gives NumPy arrays; a GPU: int32 NDArrays there, (B, T) each.
-    For a GPU `batches` must have its vocab_size: nothing checks ids behind it. An error of the
+    For a GPU `batches` must have its vocab_size: the device does not check ids. An error of the
     thread is raised by the next() that would have returned its batch.
     """
 
@@ -53,7 +53,7 @@ class Prefetch:
         on_gpu = device is not None and not device.is_host
         if on_gpu and batches.vocab_size is None:
             raise ValueError(
-                "Prefetch: batches for a GPU need vocab_size: nothing checks the ids behind it"
+                "Prefetch: batches for a GPU need vocab_size: the device does not check ids"
             )
         self.batches, self.position = batches, batches.position
         self.waited = 0.0  # seconds, in all
@@ -121,7 +121,7 @@ class Prefetch:
         self.position = self.batches.position
 
     def close(self) -> None:
-        """Ends the thread; a further next() goes on at `position`."""
+        """End the thread; a further next() goes on at `position`."""
         if self._thread is not None:
             self._end()
             self._thread.join()

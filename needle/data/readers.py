@@ -55,7 +55,7 @@ from needle.files import named
 
 HELD_OUT = 20  # one document, or one token, in so many
 # A change of how text becomes tokens makes caches of other versions invisible.
-CACHE_FORMAT = "2"
+CACHE_FORMAT = "3"
 TRUSTED = "trusted"  # in a fingerprint, in place of a hash
 LLMC_MAGIC, LLAMA_MAGIC, LLMC_HEADER = 20240520, 20240801, 1024
 TAKES = (
@@ -76,8 +76,8 @@ class TokenData:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Equal for equal tokens, in whatever files they lie: type, numbers and documents, then the
-        hash of all, which is made when it is first asked for."""
+        """Equal for equal tokens, however files are cut: a hash of type, numbers and documents,
+        then the hash of all tokens, which is made at the first use."""
         shape = hashlib.sha256(
             f"{self.train.dtype.str} {len(self.train)} {len(self.held_out)}".encode()
         )
@@ -110,18 +110,13 @@ def open_data(
     trained on it; the result is cached. trust: nothing is hashed; the states of the files alone
     tell other text. Raises DataError."""
     if data is None:
-        root, files = standard_library()
         source = "sources of the Python standard library"
-        found = _open_text(root, files, source, tokenizer, vocab_size, trust)
+        found = _open_text(standard_library(), source, tokenizer, vocab_size, trust)
     elif (found := open_tokens(data)) is not None:
         found.tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
     else:
-        path = Path(data)
-        files = matching(path)
-        root = path if path.is_dir() else path.parent if files == [path] else Path("/")
-        if root == Path("/"):
-            files = [file.resolve() for file in files]
-        found = _open_text(root, files, str(path), tokenizer, vocab_size, trust)
+        files = matching(Path(data))
+        found = _open_text(files, os.fspath(data), tokenizer, vocab_size, trust)
     if trust:
         found.trusted, found.source = True, f"{found.source}, trusted: not hashed"
     return found
@@ -205,7 +200,7 @@ def _open_flat(
     train: Sequence[Path],
     held_out: Sequence[Path] = (),
 ) -> TokenData:
-    """The tokens of files, each read by `part`; without a part to hold out, their last ones are."""
+    """The tokens of files, each read by `part`. Without files to hold out, the last 5 % are."""
     tokens = FlatTokens([part(file) for file in train])
     if held_out:
         end = FlatTokens([part(file) for file in held_out])
@@ -297,7 +292,6 @@ def _open_megatron(prefix: Path) -> TokenData:
 
 
 def _open_text(
-    root: Path,
     files: list[Path],
     source: str,
     tokenizer: str | os.PathLike | None,
@@ -308,10 +302,10 @@ def _open_text(
     given = None if tokenizer is None else load_tokenizer(tokenizer)
     made_by = f"{vocab_size}" if given is None else given.to_str()
     texts = [whole(path) for path in files]
-    names = [[str(text.path.relative_to(root)), text.end] for text in texts]
+    kinds = [[is_json_lines(text.path), is_packed(text.path), text.end] for text in texts]
     content = [text.state for text in texts] if trust else content_hash(texts)
     version = [CACHE_FORMAT, tokenizers_package().__version__]
-    digest = hashlib.sha256(json.dumps([*version, made_by, names, content]).encode())
+    digest = hashlib.sha256(json.dumps([*version, made_by, kinds, content]).encode())
     folder = cache_dir() / f"text-{digest.hexdigest()[:32]}"
 
     def make() -> dict:

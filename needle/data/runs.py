@@ -49,7 +49,7 @@ def run_data(
 
 
 def _same(data: TokenData, fingerprint: str) -> bool:
-    """Whether data may have this fingerprint. Trusted data take it over, with its hash."""
+    """True if data may have this fingerprint. Trusted data take it over, with its hash."""
     (shape, own), (before, content) = (
         text.partition("-")[::2] for text in (data.fingerprint, fingerprint)
     )
@@ -67,7 +67,7 @@ def run_batches(data: TokenData, described: dict, vocab_size: int | None = None)
 
 
 def open_run(folder: str | os.PathLike) -> tuple[TokenData, Batches, dict]:
-    """(data, batches, settings) of the run in `folder`; the settings hold the words above too."""
+    """(data, batches, settings) of the run in `folder`; the settings hold the keys above too."""
     path = Path(folder) / "config.json"
     try:
         with reading(path) as file:

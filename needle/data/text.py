@@ -1,6 +1,6 @@
 """Text: the documents in files, and the tokenizers that turn them into ids.
 
-    files --> pieces (text, whether its document ends with it) --> ids, a group of pieces at a time
+    files --> pieces (text, True if its document ends here) --> ids, a group of pieces at a time
 
 A document is a file, or a line of a file of JSON lines (its field `text`, or another); .gz and .zst
 are unpacked. Each ends with the token <|endoftext|> (id 0, as in GPT-NeoX). A file is never held
@@ -37,9 +37,9 @@ Piece = tuple[str, bool]
 # ---- documents --------------------------------------------------------------------------------
 
 
-def standard_library() -> tuple[Path, list[Path]]:
-    """The sources of the running Python's standard library, without its tests: text that every
-    machine has. (folder, files in sorted order)"""
+def standard_library() -> list[Path]:
+    """The sources of the running Python's standard library, sorted, without its tests: text that
+    every machine has."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
     files = [path for path in walk(root, skipped) if path.suffix == ".py"]
@@ -47,7 +47,7 @@ def standard_library() -> tuple[Path, list[Path]]:
         raise DataError(
             f"{root}: no sources of the Python standard library here; give text of your own"
         )
-    return root, files
+    return files
 
 
 def files_at(path: Path) -> list[Path]:
@@ -125,7 +125,7 @@ def _decoded(path: Path) -> Iterator[str]:
 
 
 def is_text(path: Path) -> bool:
-    """Whether a file is UTF-8 without zero bytes; all of it is read."""
+    """True if a file is UTF-8 without zero bytes; all of it is read."""
     try:
         return all("\0" not in text for text in _decoded(path))
     except UnicodeDecodeError:
@@ -159,8 +159,8 @@ def warn(text: str) -> None:
 def json_lines(
     path: Path, field: str = "text", start: int = 0, stop: int | None = None
 ) -> Iterator[str]:
-    """The documents in `field` of the lines that begin at offsets [start, stop) of a file of JSON
-    lines; blank lines are passed over. Offsets are those of the unpacked bytes."""
+    """Yield the documents in `field` of the lines that begin at offsets [start, stop) of a file of
+    JSON lines, without blank lines. Offsets count unpacked bytes."""
     with open_bytes(path) as file:
         if start > 0:
             file.seek(start - 1)
@@ -180,8 +180,8 @@ def json_lines(
 
 
 def pieces(texts: Iterable[str]) -> Iterator[Piece]:
-    """The document that `texts` make together: parts of at most PIECE characters that end where a
-    line ends, if one does. Of an empty document nothing."""
+    """Cut the document that `texts` make together into parts of at most PIECE characters, after
+    the last line break of each, if there is one. An empty document gives nothing."""
     held = ""
     for text in texts:
         held, start = held + text, 0
@@ -197,8 +197,8 @@ def pieces(texts: Iterable[str]) -> Iterator[Piece]:
 def documents(
     files: Sequence[Path], report: Callable[[str], None] | None = None, field: str = "text"
 ) -> Iterator[Piece]:
-    """The pieces of all documents. Of a file of JSON lines each line is one, else the file; what is
-    no text, or empty, is left out, and `report` gets a line about the former."""
+    """Yield the pieces of all documents: each line of a file of JSON lines, each other file. Files
+    that are empty or no text are left out; `report` gets one line about the latter."""
     left_out = []
     for path in files:
         if is_json_lines(path):
@@ -277,8 +277,8 @@ def id_limit(tokenizer: Any) -> int:
 def encode(
     tokenizer: Any, parts: Iterable[Piece], dtype: np.dtype
 ) -> Iterator[tuple[np.ndarray, bool]]:
-    """(ids, whether a document ends with them) of each piece; at the end of a document stands the
-    token that says so, where the tokenizer has it."""
+    """Yield (ids, True if a document ends with them) of each piece. The last id of a document is
+    END_OF_TEXT, where the tokenizer has it."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     tail = np.array([] if end is None else [end], dtype)
     # Where the package has it: the same ids without their places in the text, in half the time.

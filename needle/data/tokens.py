@@ -160,7 +160,7 @@ class FlatTokens:
 
 
 class Documents(FlatTokens):
-    """Tokens that are cut into documents, one behind the other: `sizes`, integers (N,).
+    """Tokens of documents, one after the other: `sizes`, integers (N,).
 
     row_length: the length of all documents where they are rows of a preshuffled set, as Pythia's
     2,049, which are read in the order of the file; else None.
@@ -174,7 +174,7 @@ class Documents(FlatTokens):
 
 
 def place_of(tokens: Any, position: int) -> str:
-    """Where an id of `tokens` stands, for errors: file and offset, if they lie in files."""
+    """The file and offset of an id, for errors; its position where `tokens` are in memory."""
     if not isinstance(tokens, FlatTokens):
         return f"token {position:,}"
     path, offset = tokens.where(position)
@@ -182,7 +182,7 @@ def place_of(tokens: Any, position: int) -> str:
 
 
 def is_broken(values: np.ndarray) -> np.ndarray:
-    """bool: which of the floats are no whole numbers."""
+    """bool: True where a float is no whole number."""
     with np.errstate(all="ignore"):  # a signalling NaN warns
         return ~(np.isfinite(values) & (np.floor(values) == values) & (abs(values) < 2.0**53))
 

@@ -61,7 +61,7 @@ class WeightMapping(Protocol):
         """Our name of their tensor."""
 
     def is_buffer(self, name: str) -> bool:
-        """Whether a tensor of their files is no parameter."""
+        """True if a tensor of their files is no parameter."""
 
 
 # ---- reading ------------------------------------------------------------------------------------

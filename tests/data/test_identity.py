@@ -287,6 +287,7 @@ def test_text_that_changed_in_place_is_tokenised_again(tmp_path, tokenizer, caps
 
 def test_text_of_the_same_bytes_elsewhere_is_in_the_cache(tmp_path, tokenizer, capsys):
     path, file = write_texts(tmp_path, "folder")
+    (path / "0.txt").write_text("six five\n" * 99)
     open_data(path, tokenizer)
     shutil.copytree(path, tmp_path / "copy")
     os.utime(file)
@@ -294,7 +295,7 @@ def test_text_of_the_same_bytes_elsewhere_is_in_the_cache(tmp_path, tokenizer, c
     for one in path, tmp_path / "copy":
         assert "one two three" in words(open_data(one, tokenizer))
     assert "tokenising" not in capsys.readouterr().out
-    file.rename(file.with_name("4.txt"))  # the order of the documents
+    (path / "0.txt").rename(path / "4.txt")  # the order of the documents
     open_data(path, tokenizer)
     assert "tokenising" in capsys.readouterr().out
 
