@@ -79,7 +79,9 @@ def open_documents(prefix: Path) -> Documents:
     if dtype.kind == "f" and data_size == total * (12 - dtype.itemsize):
         dtype = np.dtype(f"<f{12 - dtype.itemsize}")
     starts = Part(idx, HEADER.size + 4 * count, "<i8", count).read(0, count)
-    expected = (np.cumsum(sizes, dtype=np.int64) - sizes) * dtype.itemsize
+    expected = np.cumsum(sizes, dtype=np.int64)
+    expected -= sizes  # in place: an index of the Pile has 200 million entries
+    expected *= dtype.itemsize
     bad = int(np.argmax(starts != expected))
     if starts[bad] != expected[bad]:
         raise DataError(
