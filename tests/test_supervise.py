@@ -509,6 +509,15 @@ def test_a_signal_before_the_command_handles_it_ends_both(run, tmp_path):
     assert done == 128 + signal.SIGTERM and said == ["0"] and not faults and one.failures == 0
 
 
+@pytest.fixture
+def without_sigterm():
+    """A SIGTERM that comes too late must not end the tests."""
+    before = signal.signal(signal.SIGTERM, lambda *rest: None)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("without_sigterm")
 def test_a_signal_between_two_attempts_ends_the_run(run, monkeypatch):
     """In the pause before a restart, and in that before the next health check."""
     for name, device in [("PAUSES", "cpu"), ("CHECK_PAUSES", "cuda:0")]:

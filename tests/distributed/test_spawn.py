@@ -1,4 +1,4 @@
-"""needle/distributed/spawn.py: ranks that end well, fail, hang, and lose who started them."""
+"""needle/distributed/spawn.py: ranks that end well, fail, hang, and lose their parent."""
 
 import json
 import os
@@ -82,21 +82,17 @@ def is_gone(pid: int, seconds: float = 20) -> bool:
 
 
 def test_each_rank_knows_its_place(monkeypatch):
-    monkeypatch.setenv("RANK", "7")  # whatever stands around it
+    monkeypatch.setenv("RANK", "7")  # of a launcher around it
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "outer")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv(heartbeat.PIPE, raising=False)
-    made = spawn.environments(3)
+    made, other = spawn.environments(3), find(spawn.environments(3)[0])
     places = [find(environ) for environ in made]
     assert [(p.rank, p.size, p.local_rank, p.local_size) for p in places] == [
         (rank, 3, rank, 3) for rank in range(3)
     ]
-    assert {p.launcher for p in places} == {"needle"} and len(
-        {(p.port, p.job) for p in places}
-    ) == 1
-    assert spawn.environments(3)[0]["NEEDLE_LAUNCH"] != places[0].job
-    assert len({place.key for place in places}) == 1 and len(places[0].key) == 64
-    assert spawn.environments(3)[0]["NEEDLE_RANKS_KEY"] != places[0].key
+    [(launcher, port, job, key)] = {(p.launcher, p.port, p.job, p.key) for p in places}
+    assert launcher == "needle" and len(key) == 64 and other.job != job and other.key != key
     threads = int(made[0]["OMP_NUM_THREADS"])
     assert 1 <= threads <= max(1, len(os.sched_getaffinity(0)) // 3)
     assert heartbeat.PIPE not in made[0]
@@ -107,7 +103,7 @@ def test_each_rank_knows_its_place(monkeypatch):
     assert [environ[heartbeat.PIPE] for environ in made] == ["/tmp/pipe", os.devnull]
 
 
-def test_what_the_ranks_say(launch):
+def test_rank_0_prints_and_the_others_stderr_is_labelled(launch):
     code = """
 print(f"out {rank}")
 sys.stderr.write(f"one of {rank}\\ntwo \\xff without an end")
@@ -115,18 +111,9 @@ sys.stderr.write(f"one of {rank}\\ntwo \\xff without an end")
     process = launch(code, 2)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (0, "out 0\n")
-    assert sorted(err.replace("end", "end\n").splitlines()) == sorted(
-        [
-            "one of 0",
-            "two \xff without an end",
-            "rank 1: one of 1",
-            "rank 1: two \xff without an end",
-            "",
-        ]
-    )
-
-
-def test_a_line_without_end_is_said(launch):
+    lines = {"one of 0", "two \xff without an end", "rank 1: one of 1"}
+    lines |= {"rank 1: two \xff without an end", ""}
+    assert {*err.replace("end", "end\n").splitlines()} == lines
     process = launch("sys.stderr.write('x' * 300_000) if rank else None", 2)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 0 and err.count("x") == 300_000
@@ -150,7 +137,7 @@ sys.exit(4 if rank else 0)
     assert process.communicate(timeout=60) and process.returncode == 75
 
 
-def test_the_ranks_hear_of_a_death_and_end_by_themselves(launch):
+def test_ranks_end_by_themselves_after_one_is_killed(launch):
     code = """
 from needle.distributed.environment import find
 def main():
@@ -169,8 +156,8 @@ def main():
     assert "rank 2: needle: rank 2, in 'weights' at step 0: rank 1 is gone" in err
 
 
-def test_who_hears_of_nothing_is_ended(launch, tmp_path):
-    """By SIGTERM, and where that is not heeded by SIGKILL."""
+def test_ranks_that_do_not_end_are_killed(launch, tmp_path):
+    """By SIGTERM, and if they ignore it by SIGKILL."""
     code = """
 if rank == 0:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -214,24 +201,19 @@ sys.stderr.write(" ".join(map(str, heard)) + "\\n")  # in one piece, unlike prin
     assert sorted(err.splitlines()) == sorted([said, f"rank 1: {said}", f"rank 2: {said}"])
 
 
-def test_a_death_by_a_signal_that_was_passed_on(launch, tmp_path):
-    process = launch("signal.signal(signal.SIGTERM, signal.SIG_DFL)\ntime.sleep(600)")
-    for rank in range(3):
-        pid_of(tmp_path, rank)
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM and "was killed by SIGTERM" in err
-
-
-def test_a_supervisor_that_asks_for_stacks_gets_those_of_the_ranks(launch, tmp_path):
-    process = launch("time.sleep(600)", PYTHONFAULTHANDLER="1")
-    for rank in range(3):
-        pid_of(tmp_path, rank)
-    process.send_signal(signal.SIGABRT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGABRT
-    # What ranks say, and what is said of their deaths, comes in whole lines between the pieces in
-    # which the supervisor's own stacks are written.
+def test_a_rank_that_a_passed_on_signal_kills_is_no_reason_to_restart(launch, tmp_path):
+    """SIGABRT asks for the stacks of all ranks, as a supervisor does."""
+    for number in (signal.SIGTERM, signal.SIGABRT):
+        for path in tmp_path.glob("*.pid"):
+            path.unlink()
+        body = "signal.signal(signal.SIGTERM, signal.SIG_DFL)\ntime.sleep(600)"
+        process = launch(body, PYTHONFAULTHANDLER="1")
+        for rank in range(3):
+            pid_of(tmp_path, rank)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 128 + number and f"was killed by {number.name}" in err
+    # Lines of the ranks and about them come whole, between pieces of rank 0's own stacks.
     assert err.count("rank 1: Fatal Python error: Aborted\n") == 1
     assert err.count("rank 2: Fatal Python error: Aborted\n") == 1
     own = re.sub(r"(rank [12]|needle): [^\n]*\n", "", err)
