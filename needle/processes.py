@@ -33,13 +33,13 @@ POLL_SECONDS = 0.02  # between two looks at a process that is to end
 REAP_SECONDS = 30.0  # in which a killed process must be gone
 MESSAGES = "NEEDLE_MESSAGES"  # of a child that reports: PID of the parent, colon, descriptor
 
-_libc = ctypes.CDLL(None)
+_prctl = ctypes.CDLL(None).prctl  # looked up here: a forked child must not wait for a lock
 _PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent: int) -> None:
     """Have the kernel kill this process when its parent ends. Exit if it has ended already."""
-    _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 
