@@ -69,11 +69,11 @@ def train(run: Run) -> int:
         for step in range(run.step + 1, steps + 1):
             optimizer.lr, losses = schedule(step), []
             with session.reading(step):
-                for micro_batch in parallel.own_leaves:
+                for micro_batch in parallel.own_micro_batches:
                     ids, targets = batches.next()
                     losses.append(session.gradient(ids, targets))
                     session.verification.keep(step, micro_batch, ids, targets)
-                    parallel.add_leaf()
+                    parallel.add_micro_batch()
             norm, scale = parallel.reduce(settings["clip"])
             session.verification.check(step)
             parallel.step(scale)

@@ -59,9 +59,9 @@ class ParallelSide(NeedleSide):
 
     def queue(self) -> Callable[[], float]:
         losses = []
-        for _ in self.parallel.own_leaves:
+        for _ in self.parallel.own_micro_batches:
             losses.append(self._gradient(*self.batches.next()))
-            self.parallel.add_leaf()
+            self.parallel.add_micro_batch()
         self.group.gather("the gradients", None)
         _, scale = self.parallel.reduce(1.0)
         self.parallel.step(scale)
@@ -74,14 +74,14 @@ class ParallelSide(NeedleSide):
         self.share(1)
         parallel, group, rank = self.parallel, self.group, self.group.rank
         grad, data = self.flat.grad, self.flat.data
-        sends = [None if r == rank else grad[p] for r, p in enumerate(parallel.pieces)]
-        own = grad[parallel.pieces[rank]]
+        sends = [None if r == rank else grad[p] for r, p in enumerate(parallel.shards)]
+        own = grad[parallel.shards[rank]]
         receives = [
             None if r == rank else _C.empty(own.shape, own.dtype, own.device)
             for r in range(group.size)
         ]
         width = data.nbytes // data.size
-        wide = [slice(p.start * width, p.stop * width) for p in parallel.pieces]
+        wide = [slice(p.start * width, p.stop * width) for p in parallel.shards]
         return {
             "sum": self._time(lambda: parallel.reduce(1.0)),
             "pieces": self._time(lambda: group.exchange("pieces", sends, receives)),

@@ -1,1 +1,1 @@
-"""Many processes, one training: ranks, what they say to each other, and how they are started."""
+"""Many processes, one training: start ranks, connect them, share a step, detect missing ranks."""

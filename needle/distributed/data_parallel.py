@@ -1,22 +1,22 @@
 """Data parallel training whose bits do not depend on the number of ranks.
 
-A step is `leaves` micro-batches, whoever computes them: rank r of R those from r leaves / R on.
-Each leaf writes its gradient, and they are added in the order of one tree (tree.py), first those of
-a rank, then, piece by piece, those of all ranks: each sends every other the piece of its sum that
-the other owns, the bytes of a reduce-scatter, and the owner adds them. It also keeps the
-optimizer's state of that piece alone (ZeRO stage 1, Rajbhandari et al. 2020), steps it, and sends
-the new weights round.
+A step has N micro-batches for any number of ranks: rank r of R computes those from r N / R on. Each
+writes its gradient, and gradients are added in the order of one tree (tree.py), first those of a
+rank, then, shard by shard, those of all ranks: each sends every other the shard of its sum that the
+other owns (the bytes of a reduce-scatter), and the owner adds them. It also keeps the optimizer's
+state of that shard alone (ZeRO stage 1, Rajbhandari et al. 2020), steps it, and sends the new
+weights to all (an all-gather).
 
-    parallel = DataParallel(group, flat, optimizer, leaves)
+    parallel = DataParallel(group, flat, optimizer, micro_batches)
     for step in range(1, steps + 1):
-        for _ in parallel.own_leaves:
+        for _ in parallel.own_micro_batches:
             optimizer.reset_grad()
-            loss.backward()                        scaled by 1 / leaves
-            parallel.add_leaf()
+            loss.backward()                        scaled by 1 / micro_batches
+            parallel.add_micro_batch()
         norm, scale = parallel.reduce(max_norm)
         parallel.step(scale)
 
-Alone (`Group()`) a rank owns everything and sends nothing.
+A single process (`Group()`) owns everything and sends nothing.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from needle import _C
 from needle._C import NDArray
 from needle.backend_ndarray import as_bytes
 from needle.distributed.group import Group
-from needle.distributed.tree import merges, own_leaves, tree_sum
+from needle.distributed.tree import merges, own_micro_batches, tree_sum
 from needle.nn import FlatParameters
 from needle.optim import NORM_CHUNK, AdamW, chunk_norms, total_norm
 
 
-def pieces(size: int, ranks: int) -> list[slice]:
-    """Which part of a flat buffer of `size` elements each rank owns: whole chunks of the norm, but
-    for the end.
+def shards(size: int, ranks: int) -> list[slice]:
+    """Return the part of a flat buffer of `size` elements that each rank owns: whole chunks of the
+    norm, except at the end.
 
-    >>> from needle.distributed.data_parallel import pieces
-    >>> pieces(40000, 2)
+    >>> from needle.distributed.data_parallel import shards
+    >>> shards(40000, 2)
     [slice(0, 16384, None), slice(16384, 40000, None)]
     """
     chunks = -(-size // NORM_CHUNK)
@@ -48,32 +48,39 @@ def pieces(size: int, ranks: int) -> list[slice]:
 
 
 class DataParallel:
-    """ValueError where the group's ranks cannot share so many leaves.
+    """Share the micro-batches of a step and the optimizer's state among ranks.
 
-    context: so many neighbouring ranks share each leaf, as tokens of its sequences; each has the
-    gradient of 1 / context of the mean over its tokens. Their sums, each along the tree, are added
-    along one: the bits depend on `context`, and not on how many ranks there are.
+    micro_batches: of a step. context: so many consecutive ranks share each micro-batch, as tokens
+    of its sequences; each has the gradient of 1 / context of the mean over its tokens. Their sums,
+    each along the tree, are added along one: the bits depend on `context` and not on the number of
+    ranks. ValueError if the ranks cannot share so many micro-batches.
 
-    Bytes that a rank keeps beside its model, of N parameters and R ranks: the gradient 4 N, a copy
-    of it for each doubling of its leaves, received pieces 4 N (R - 1) / R, and of the optimizer 8 N
-    / R, 12 N / R where it has master weights."""
+    Bytes per rank beside its model, of N parameters and R ranks: the gradient 4 N, a copy of it for
+    each doubling of its micro-batches, received shards 4 N (R - 1) / R, and of the optimizer 8 N /
+    R, with master weights 12 N / R."""
 
     def __init__(
-        self, group: Group, flat: FlatParameters, optimizer: AdamW, leaves: int, context: int = 1
+        self,
+        group: Group,
+        flat: FlatParameters,
+        optimizer: AdamW,
+        micro_batches: int,
+        context: int = 1,
     ) -> None:
         self.group, self.flat, self.optimizer = group, flat, optimizer
         self.context = context
-        self.own_leaves = own_leaves(leaves, group.rank // context, group.size // context)
-        self.pieces = pieces(flat.size, group.size)
+        ranks = group.rank // context, group.size // context
+        self.own_micro_batches = own_micro_batches(micro_batches, *ranks)
+        self.shards = shards(flat.size, group.size)
         self._added = 0
         self._sums: list[NDArray] = []  # of finished subtrees, the largest first ...
         self._buffers: list[NDArray] = []  # ... and where they lie
         self._received: list[NDArray] = []
         if group.size > 1:
-            optimizer.keep(self.pieces[group.rank])
+            optimizer.keep(self.shards[group.rank])
 
     def digest(self) -> str:
-        """Of the weights' bytes: equal on all ranks, between any two steps."""
+        """Return a hash of the weights, equal on all ranks between any two steps."""
         if self.group.size == 1:
             return ""
         data = as_bytes(self.flat.data).numpy()
@@ -81,10 +88,10 @@ class DataParallel:
 
     # ---- a step ---------------------------------------------------------------------------------
 
-    def add_leaf(self) -> None:
-        """flat.grad is the gradient of this rank's next leaf; after the last, the sum of all
-        its."""
-        count = len(self.own_leaves)
+    def add_micro_batch(self) -> None:
+        """Add flat.grad, the gradient of this rank's next micro-batch. After the last one flat.grad
+        is the sum of all of this rank."""
+        count = len(self.own_micro_batches)
         if count == 1:
             return  # it is the sum
         grad = self.flat.grad
@@ -99,17 +106,17 @@ class DataParallel:
             self._sums.append(self._buffers[depth])
 
     def reduce(self, max_norm: float = 0.0) -> tuple[NDArray, NDArray]:
-        """(norm, scale) as optim.grad_norm; this rank's piece of flat.grad is then the sum over all
-        ranks, and the rest of no meaning."""
+        """Sum the gradients over all ranks. Return (norm, scale) as optim.grad_norm. Of flat.grad
+        only this rank's shard is then valid."""
         group, grad = self.group, self.flat.grad
-        own = grad[self.pieces[group.rank]]
+        own = grad[self.shards[group.rank]]
         if group.size > 1:
             if not self._received:
                 self._received = [
                     _C.empty((0 if r == group.rank else own.size,), "float32", own.device)
                     for r in range(group.size)
                 ]
-            sends = [None if r == group.rank else grad[p] for r, p in enumerate(self.pieces)]
+            sends = [None if r == group.rank else grad[p] for r, p in enumerate(self.shards)]
             group.exchange("the sum of gradients", sends, self._received)
             parts = [own if r == group.rank else x for r, x in enumerate(self._received)]
             of_tokens = [tree_sum(parts[c :: self.context]) for c in range(self.context)]
@@ -117,22 +124,23 @@ class DataParallel:
             if total is not own:
                 _C.assign(own, total)
         norms = _C.empty((-(-grad.size // NORM_CHUNK),), "float32", grad.device)
-        chunks = [slice(-(-p.start // NORM_CHUNK), -(-p.stop // NORM_CHUNK)) for p in self.pieces]
+        chunks = [slice(-(-p.start // NORM_CHUNK), -(-p.stop // NORM_CHUNK)) for p in self.shards]
         chunk_norms(own, norms[chunks[group.rank]])
         group.all_gather("the gradient's norm", norms, chunks)
         return total_norm(norms, max_norm)
 
     def step(self, scale: NDArray | None = None) -> None:
-        """The optimizer's, of this rank's piece; flat.data then has the weights of all."""
+        """Step the optimizer of this rank's shard, and gather the weights of all in flat.data."""
         self.optimizer.step(scale)
         if self.group.size > 1:
             data = self.flat.data
             width = data.nbytes // data.size
-            wide = [slice(p.start * width, p.stop * width) for p in self.pieces]
+            wide = [slice(p.start * width, p.stop * width) for p in self.shards]
             self.group.all_gather("the weights", as_bytes(data), wide)
 
     def losses(self, own: Sequence[NDArray]) -> list[NDArray]:
-        """The float32 scalars of all leaves, in their order, from those of this rank."""
+        """Return the losses (float32 scalars) of all micro-batches, in their order, from those of
+        this rank."""
         if self.group.size == 1:
             return list(own)
         count, group = len(own), self.group
@@ -142,16 +150,16 @@ class DataParallel:
         shares = [slice(r * count, (r + 1) * count) for r in range(group.size)]
         group.all_gather("the losses", all_losses, shares)
         shape = group.size // self.context, self.context, count
-        leaves = _C.sum(all_losses.reshape(shape).permute((0, 2, 1)), 1) / self.context
-        leaves = leaves.reshape((leaves.size,))
-        return [leaves[i].reshape(()) for i in range(leaves.size)]
+        losses = _C.sum(all_losses.reshape(shape).permute((0, 2, 1)), 1) / self.context
+        losses = losses.reshape((losses.size,))
+        return [losses[i].reshape(()) for i in range(losses.size)]
 
     # ---- the optimizer's state ------------------------------------------------------------------
 
     @contextlib.contextmanager
     def whole_optimizer(self) -> Iterator[None]:
-        """In the block rank 0's optimizer holds the state of all ranks, in the memory of the host:
-        what a checkpoint is written from. The others hold theirs, and only send."""
+        """In the block rank 0's optimizer holds the state of all ranks, in host memory, for a
+        checkpoint. The others only send theirs."""
         group, optimizer = self.group, self.optimizer
         if group.size == 1:
             yield
@@ -164,20 +172,20 @@ class DataParallel:
             yield
         finally:
             if group.rank == 0:
-                optimizer.keep(self.pieces[0], own)
+                optimizer.keep(self.shards[0], own)
 
-    def _on_rank_0(self, name: str, piece: NDArray) -> NDArray | None:
-        """The whole of which each rank has its piece, in the host's memory, on rank 0."""
+    def _on_rank_0(self, name: str, shard: NDArray) -> NDArray | None:
+        """Return the array of all shards, in host memory, on rank 0; None on the others."""
         group = self.group
         whole = _C.empty((self.flat.size,), "float32", _C.cpu()) if group.rank == 0 else None
         nothing: list[NDArray | None] = [None] * group.size
-        for rank, part in enumerate(self.pieces):
+        for rank, part in enumerate(self.shards):
             if whole is None:
-                sends = [piece if group.rank == rank else None, *nothing[1:]]
+                sends = [shard if group.rank == rank else None, *nothing[1:]]
                 group.exchange(name, sends, nothing)
             else:
                 size = part.stop - part.start
-                given = piece if rank == 0 else _C.empty((size,), "float32", piece.device)
+                given = shard if rank == 0 else _C.empty((size,), "float32", shard.device)
                 receives = [given if r == rank != 0 else None for r in range(group.size)]
                 group.exchange(name, nothing, receives)
                 _C.assign(whole[part], given.to(whole.device))

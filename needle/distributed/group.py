@@ -1,12 +1,11 @@
-"""The ranks of a run, and what they do together: small values, and bytes of arrays.
+"""The ranks of a run: they exchange small values and bytes of arrays.
 
-`Group()` is one process alone: everything below then is what one rank does by itself, so that a
-loop written for many is the loop for one. `Group(place, control)` is all the processes that
-somebody started together (environment.py): their control channel (control.py) carries small values
-and names who is missing; once `connect` has chosen it, a transport moves the bytes of arrays
-(nccl.py between GPUs, mpi.py between processes of the CPU).
+`Group()` is a single process, and uses the same code with world size 1. `Group(place, control)` is
+all processes of a start (environment.py). Their control channel (control.py) carries small values
+and names missing ranks. `connect` chooses the transport of arrays: nccl.py between GPUs, mpi.py
+between processes of the CPU.
 
-Every method is called by all ranks, in the same order, but where it says otherwise.
+All ranks call each method, in the same order, unless it says otherwise.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ class Transport(Protocol):
     def exchange(
         self, sends: Sequence[NDArray | None], receives: Sequence[NDArray | None]
     ) -> Work | None:
-        """What goes on in a device; None when all is done."""
+        """Return the work that a device still does; None if all is done."""
 
     def close(self) -> None: ...
 
 
 class RankFailed(RuntimeError):
-    """Another rank met an error that ends the work of all; it is told there."""
+    """Another rank met an error that ends the run; that rank reports it."""
 
 
 class Ranks(abc.ABC):
-    """rank: this process's number; size: how many there are. What they do together with arrays."""
+    """Ranks that exchange arrays. rank: number of this process; size: number of ranks."""
 
     rank: int
     size: int
@@ -48,18 +47,17 @@ class Ranks(abc.ABC):
     def exchange(
         self, name: str, sends: Sequence[NDArray | None], receives: Sequence[NDArray | None]
     ) -> None:
-        """Sends sends[r] to rank r and fills receives[r] from there; None, or no elements: nothing.
-        What one rank sends another receives, in an array of the same size. An array is compact;
-        that of a float that no other library knows is handed over as bytes
-        (`backend_ndarray.as_bytes`)."""
+        """Send sends[r] to rank r, and fill receives[r] from there; None, or no elements: nothing.
+        The receiving array has the size of the sent one. Arrays are compact; one of a float type
+        that no other library knows is passed as bytes (`backend_ndarray.as_bytes`)."""
 
-    def all_gather(self, name: str, flat: NDArray, pieces: Sequence[slice]) -> None:
-        """Fills a flat array, of which each rank has its piece, with the pieces of the others."""
-        own = flat[pieces[self.rank]]
+    def all_gather(self, name: str, flat: NDArray, shards: Sequence[slice]) -> None:
+        """Fill a flat array, of which each rank has its shard, with the shards of the others."""
+        own = flat[shards[self.rank]]
         self.exchange(
             name,
             [None if r == self.rank else own for r in range(self.size)],
-            [None if r == self.rank else flat[piece] for r, piece in enumerate(pieces)],
+            [None if r == self.rank else flat[shard] for r, shard in enumerate(shards)],
         )
 
 
@@ -73,9 +71,8 @@ class Group(Ranks):
         self.gpus: list[str] = []  # of the ranks, by UUID, once they are connected
 
     def device(self, name: str) -> Device:
-        """What a command line names (`choose_device`), of a rank the GPU that is its own: with
-        several of a machine that of its number among them, or the one that its launcher lets it
-        see. ValueError where it has none."""
+        """Return the device that a command line names (`choose_device`); of one of several ranks
+        the GPU of its local number, or the only visible one. ValueError if it has none."""
         place = self._place
         if place is None or name == "cpu" or (name == "auto" and not visible_gpus()):
             return choose_device(name)
@@ -93,9 +90,9 @@ class Group(Ranks):
         return choose_device(f"cuda:{place.local_rank if count > 1 else 0}")
 
     def connect(self, device: Device) -> None:
-        """Arrays of this device can travel from now on. ValueError where nothing here can move
-        them, where two ranks have the same GPU, or where the ranks' products are not computed by
-        the same library for the same processor."""
+        """Choose the transport of this device's arrays. ValueError if there is none, if two ranks
+        have the same GPU, or if the ranks' products are not computed by the same library for the
+        same processor."""
         if self._place is None:
             return
         facts = device.properties()
@@ -134,22 +131,22 @@ class Group(Ranks):
     # ---- small values ---------------------------------------------------------------------------
 
     def gather(self, name: str, value: Any) -> list:
-        """The JSON values of all ranks, in their order."""
+        """Return the JSON values of all ranks, in their order."""
         return [value] if self._control is None else self._control.gather(name, value)
 
     @property
     def launcher(self) -> str | None:
-        """Who started the ranks; None of a process alone."""
+        """The launcher of the ranks; None for a single process."""
         return None if self._place is None else self._place.launcher
 
     @property
     def local_size(self) -> int:
-        """How many ranks this machine has."""
+        """The number of ranks of this machine."""
         return 1 if self._place is None else self._place.local_size
 
     def same(self, what: str, value: str) -> None:
-        """ValueError, on all ranks, where one has another value than rank 0. A rank may come late,
-        from what takes any time."""
+        """Raise ValueError on all ranks if one has another value than rank 0. A rank may come later
+        than the deadline."""
         if self._control is None:
             return
         values = self._control.gather(what, value, patient=True)
@@ -161,8 +158,8 @@ class Group(Ranks):
             )
 
     def first(self, name: str, make: Callable[[], Any]) -> Any:
-        """What make() gives on rank 0, to all; it may take any time. Its error is RankFailed on the
-        others."""
+        """Return to all what make() returns on rank 0; it may take any time. Its error is
+        RankFailed on the others."""
         made = None
         with self.rank_0_first(name):
             if self.rank == 0:
@@ -171,8 +168,8 @@ class Group(Ranks):
 
     @contextlib.contextmanager
     def rank_0_first(self, name: str) -> Iterator[None]:
-        """The block runs on rank 0, and then on the others: what the first leaves in a cache is
-        there for them. Its error on rank 0 is RankFailed on the others."""
+        """Run the block on rank 0, then on the others, which find what it has cached. Its error on
+        rank 0 is RankFailed on the others."""
         if self._control is None:
             yield
             return
@@ -193,7 +190,7 @@ class Group(Ranks):
 
     @property
     def step(self) -> int:
-        """Of the training: messages about who is missing name it."""
+        """The step of the training, for messages about missing ranks."""
         return 0 if self._control is None else self._control.step
 
     @step.setter
@@ -214,9 +211,9 @@ class Group(Ranks):
                 collective.goes_on(work)
 
     def close(self, reason: str | None = None, code: int = 1) -> bool:
-        """The end. With a reason of this rank alone, at any time: the others end too, quote it, and
-        have this exit code; whether rank 0 tells people the same. Without one all ranks come,
-        within the deadline."""
+        """End the group. Without a reason all ranks call it, within the deadline. With a reason one
+        rank calls it at any time, and the others end with this exit code and quote it. Return
+        whether rank 0 prints the same reason."""
         control, self._control = self._control, None
         if control is not None and reason is not None:
             return control.leave(reason, code)
@@ -229,8 +226,8 @@ class Group(Ranks):
 
 
 class Subgroup(Ranks):
-    """The ranks of a group in runs of `size` neighbours, each for the run that it is in; all ranks
-    of the group call."""
+    """The run of `size` consecutive ranks of a group that this rank is in. All ranks of the group
+    call its methods."""
 
     def __init__(self, group: Group, size: int) -> None:
         self._group, self._begin = group, group.rank // size * size
@@ -246,7 +243,7 @@ class Subgroup(Ranks):
 
 
 def visible_gpus() -> int:
-    """How many there are to be used; no context is made on any."""
+    """Return the number of usable GPUs, without creating a context."""
     return sum(device.name == "cuda" and device.enabled() for device in all_devices())
 
 

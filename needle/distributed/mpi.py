@@ -1,9 +1,8 @@
 """Bytes between processes of the CPU by MPI (the package mpi4py): no arithmetic is MPI's.
 
-Importing this file starts MPI, which mpirun prepared. A call returns when all its bytes are there;
-whoever waits for a rank that is gone waits for ever, and is ended by the control channel's watch.
-So is MPI's end, for which it waits for all ranks: `close` is that, and a process that does not come
-to it just exits, which ends the others.
+Importing this file initializes MPI. A call returns when all its bytes have arrived. A rank that
+waits for one that is gone waits for ever, until the control channel ends it. `close` finalizes MPI,
+which waits for all ranks; a process that exits without it ends the others.
 """
 
 from __future__ import annotations
@@ -44,5 +43,5 @@ class MPITransport:
         MPI.Request.Waitall(requests)
 
     def close(self) -> None:
-        """The end of MPI in this process, for which all ranks come."""
+        """Finalize MPI. All ranks call it."""
         MPI.Finalize()

@@ -1,15 +1,14 @@
-"""Bytes between GPUs by NCCL, opened when they are first needed: no arithmetic is NCCL's.
+"""Bytes between GPUs by NCCL, loaded at first use: no arithmetic is NCCL's.
 
 `libnccl.so.2` is the pip wheel's (the extra `gpus`), else the system's. Sends and receives are
-enqueued on needle's own stream of the device, so that kernels before and after see them in order
-and the host waits for nothing; what it returns is the work that the control channel's thread
-watches (control.py). Before and behind an exchange stands an event: its deadline begins when the
-GPU has come to the first, and with the second it is over. Making the host wait for the step before
-lost: a wait may stand anywhere (a loss, an evaluation, a checkpoint), and each would need a watch.
+enqueued on needle's own stream of the device, in order with the kernels before and after; the host
+does not wait. The control channel's thread watches the returned work (control.py). An event is
+recorded before and after an exchange: its deadline begins when the GPU reaches the first, and it is
+done at the second. Rejected: the host waits for the step before (waits may stand anywhere, in a
+loss, an evaluation or a checkpoint, and each would need a watch).
 
-The communicator is a blocking one. What NCCL does on the host, finding the peers and connecting to
-each at the first exchange with it, happens in the caller's `watched`, which ends a hang. Nothing is
-aborted: a process whose peers are gone is ended.
+The communicator is blocking. NCCL finds and connects ranks on the host at the first exchange, in
+the caller's `watched`, which ends a hang. Nothing is aborted: a process whose ranks are gone ends.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ INSTALL = "pip install nvidia-nccl-cu13, into the environment of each rank"
 
 
 class UniqueId(ctypes.Structure):
-    """Handed over by value."""
+    """Passed by value."""
 
     _fields_ = (("internal", ctypes.c_char * ID_BYTES),)
 
@@ -54,8 +53,8 @@ FUNCTIONS: dict[str, list[Any]] = {
 
 
 def find_library() -> str:
-    """Of the pip wheel, which is found without importing anything of it, else what the system's
-    loader finds by that name."""
+    """Return the library of the pip wheel, found without an import, else the name for the system's
+    loader."""
     try:
         spec = importlib.util.find_spec("nvidia.nccl")
     except ModuleNotFoundError:
@@ -66,9 +65,9 @@ def find_library() -> str:
 
 
 class Library:
-    """NCCL. `version` is as 22809 for 2.28.9. ValueError where there is none, or one that is too
-    old; every call raises RankMissing, a RuntimeError, with NCCL's own words: what it meets is
-    mostly a rank or a network that is gone, and a new start may help."""
+    """NCCL. `version` is 22809 for 2.28.9. ValueError if it is missing or too old. Calls raise
+    RankMissing, a RuntimeError, with NCCL's own message: its errors are mostly a rank or a network
+    that is gone, and a restart may help."""
 
     def __init__(self, path: str | None = None) -> None:
         path = path or find_library()
@@ -102,7 +101,7 @@ class Library:
         self.check(name, getattr(self._library, name)(*arguments), communicator)
 
     def check(self, name: str, result: int, communicator: Any = None) -> None:
-        """RankMissing for what a function returned, or left as its asynchronous error."""
+        """Raise RankMissing for an error that a function returned, or for an asynchronous one."""
         if result == SUCCESS:
             return
         words = self._library.ncclGetErrorString(result) or b"?"
@@ -110,18 +109,18 @@ class Library:
         more = f" ({last.decode(errors='replace').strip()})" if last.strip() else ""
         raise RankMissing(
             f"NCCL: {name}: {words.decode(errors='replace')}{more}: NCCL_DEBUG=INFO in the "
-            "environment of the ranks says what it tried"
+            "environment of the ranks prints its attempts"
         )
 
     def unique_id(self) -> bytes:
-        """What the ranks of a communicator have in common; of one of them."""
+        """Return the id that all ranks of a communicator share. One of them calls it."""
         made = UniqueId()
         self.call("ncclGetUniqueId", ctypes.byref(made))
         return bytes(made)
 
 
 class _Exchange:
-    """What the control channel watches (control.Work)."""
+    """Work that the control channel watches (control.Work)."""
 
     def __init__(self, transport: NCCLTransport, device: Device) -> None:
         self._transport = transport
@@ -136,13 +135,13 @@ class _Exchange:
 
 
 class NCCLTransport:
-    """Joins the communicator of `size` ranks, for which all of them come."""
+    """Join the communicator of `size` ranks. All of them call it."""
 
     def __init__(
         self, library: Library, rank: int, size: int, unique_id: bytes, device: Device
     ) -> None:
         self._library, self._device, self._stream = library, device, device.stream
-        self._lock = threading.Lock()  # the thread that looks may not see a communicator that goes
+        self._lock = threading.Lock()  # the watching thread must not use a destroyed communicator
         device.synchronize()  # makes it this thread's device, on which NCCL begins
         communicator = _POINTER()
         library.call(
@@ -157,8 +156,8 @@ class NCCLTransport:
     def exchange(
         self, sends: Sequence[NDArray | None], receives: Sequence[NDArray | None]
     ) -> _Exchange | None:
-        """See Group.exchange; None where this rank has no part in it. After an error the ranks
-        cannot go on: some may have begun."""
+        """See Group.exchange. Return None if this rank has no part in it. After an error the ranks
+        cannot continue: some may have begun."""
         parts = [
             (name, peer, array)
             for name, arrays in (("ncclSend", sends), ("ncclRecv", receives))
@@ -184,7 +183,7 @@ class NCCLTransport:
         return work
 
     def look(self) -> None:
-        """RankMissing where NCCL has met an error since."""
+        """Raise RankMissing if NCCL has met an error since."""
         with self._lock:
             if self._communicator is not None:
                 state = _INT()
@@ -193,7 +192,7 @@ class NCCLTransport:
                     self._library.check("an exchange", state.value, self._communicator)
 
     def close(self) -> None:
-        """When all that was enqueued is done; all ranks come."""
+        """Destroy the communicator after all enqueued work. All ranks call it."""
         self._device.synchronize()
         with self._lock:
             communicator, self._communicator = self._communicator, None

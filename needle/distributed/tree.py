@@ -1,8 +1,8 @@
-"""The order in which a step's gradients are added: a property of the run, not of who computes it.
+"""The order in which a step's gradients are added: a property of the run, not of its ranks.
 
 The micro-batches of a step are the leaves of one binary tree of float32 sums. Leaf i is followed by
-as many sums of two neighbours as a binary counter carries when it goes from i to i + 1, and the
-last one by those that are left over:
+as many sums of two neighbours as a binary counter carries from i to i + 1, and the last one by the
+remaining sums:
 
     leaves    1 2 3 4          ((1 + 2) + (3 + 4))
               1 2 3 4 5 6      (((1 + 2) + (3 + 4)) + (5 + 6))
@@ -20,7 +20,7 @@ from needle._C import NDArray
 
 
 def merges(i: int, leaves: int) -> int:
-    """How many sums follow leaf i of `leaves`: each of the last two partial sums.
+    """Return how many sums follow leaf i of `leaves`, each of the last two partial sums.
 
     >>> from needle.distributed.tree import merges
     >>> [merges(i, 6) for i in range(6)]
@@ -31,8 +31,8 @@ def merges(i: int, leaves: int) -> int:
 
 
 def tree_sum(parts: Sequence[NDArray]) -> NDArray:
-    """The sum of float32 arrays of one shape, by the rule above. It lies in parts[0]; the others
-    hold partial sums."""
+    """Sum float32 arrays of one shape by the rule above, in place. Return parts[0], the sum; the
+    others then hold partial sums."""
     sums: list[NDArray] = []
     for i, part in enumerate(parts):
         sums.append(part)
@@ -42,8 +42,9 @@ def tree_sum(parts: Sequence[NDArray]) -> NDArray:
     return sums[0]
 
 
-def own_leaves(leaves: int, rank: int, ranks: int) -> range:
-    """Which of a step's leaves a rank computes. ValueError where they cannot be shared so."""
+def own_micro_batches(leaves: int, rank: int, ranks: int) -> range:
+    """Return the micro-batches of a step that a rank computes. ValueError if `ranks` cannot share
+    so many."""
     fitting = fitting_ranks(leaves)
     if ranks not in fitting:
         counts = ", ".join(map(str, fitting))
@@ -57,7 +58,7 @@ def own_leaves(leaves: int, rank: int, ranks: int) -> range:
 
 
 def fitting_ranks(leaves: int) -> list[int]:
-    """The numbers of ranks that can share so many leaves: any number for one, 2^k each for more.
+    """Return the numbers of ranks that can share so many micro-batches, 2^k for each rank.
 
     >>> from needle.distributed.tree import fitting_ranks
     >>> fitting_ranks(12)

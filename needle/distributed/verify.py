@@ -1,13 +1,13 @@
 """Detect silent data corruption: compute a micro-batch on a second device and compare all bits.
 
 Bits do not depend on the device, so two devices can check each other. Every `every` steps one
-micro-batch (leaf), another each time, is computed by its rank and by the next one. If a bit
+micro-batch, another each time, is computed by its rank and by the next one. If a bit
 differs, all ranks compute it twice, which shows whose result is wrong.
 
-    for leaf in parallel.own_leaves:
-        ...                                 the leaf's backward
-        verification.keep(step, leaf, ids, targets)
-        parallel.add_leaf()
+    for index in parallel.own_micro_batches:
+        ...                                 its backward
+        verification.keep(step, index, ids, targets)
+        parallel.add_micro_batch()
     norm, scale = parallel.reduce(max_norm)
     verification.check(step)                before the weights change
 
@@ -59,19 +59,19 @@ class Verification:
         if every and parallel.context > 1:
             raise ValueError("--verify: no rank can compute a micro-batch again that several share")
         self._parallel, self._every, self._compute = parallel, every, compute
-        self._leaves = len(parallel.own_leaves) * parallel.group.size
+        self._count = len(parallel.own_micro_batches) * parallel.group.size
         self._batch = [_C.empty(shape, "int32", parallel.flat.grad.device) for _ in range(2)]
         self._grad: NDArray | None = None
 
-    def _leaf(self, step: int) -> int | None:
+    def _verified(self, step: int) -> int | None:
         """Return the micro-batch to verify in this step, or None."""
         if not self._every or step % self._every:
             return None
-        return step // self._every % self._leaves
+        return step // self._every % self._count
 
-    def keep(self, step: int, leaf: int, ids: Any, targets: Any) -> None:
+    def keep(self, step: int, index: int, ids: Any, targets: Any) -> None:
         """Keep flat.grad, the gradient of this micro-batch, if it is to be verified."""
-        if leaf == self._leaf(step):
+        if index == self._verified(step):
             for place, array in zip(self._batch, (ids, targets)):
                 if isinstance(array, np.ndarray):
                     array = _C.array(array, "int32", place.device)
@@ -81,13 +81,13 @@ class Verification:
     def check(self, step: int) -> None:
         """Raise WrongDevice on all ranks if a device is wrong. Call it while flat.grad holds this
         rank's shard of the sum, which stays."""
-        leaf, group = self._leaf(step), self._parallel.group
-        if leaf is None:
+        index, group = self._verified(step), self._parallel.group
+        if index is None:
             return
-        owner = leaf // len(self._parallel.own_leaves)
+        owner = index // len(self._parallel.own_micro_batches)
         witness = (owner + 1) % group.size
         flat = self._parallel.flat
-        own = flat.grad[self._parallel.pieces[group.rank]].copy()
+        own = flat.grad[self._parallel.shards[group.rank]].copy()
         if group.rank != owner:
             size = flat.size if group.rank == witness else 0
             self._grad = _C.empty((size,), "float32", own.device)
@@ -100,8 +100,8 @@ class Verification:
             differing = int(_C.not_equal(_words(again), _words(self._grad)).astype("int32").sum())
         differing = group.gather("the verification", differing)[witness]
         if differing:
-            self._find_wrong(step, leaf, owner, witness, differing)
-        _C.assign(flat.grad[self._parallel.pieces[group.rank]], own)
+            self._find_wrong(step, index, owner, witness, differing)
+        _C.assign(flat.grad[self._parallel.shards[group.rank]], own)
         self._grad = None
 
     def _again(self) -> NDArray:
@@ -117,7 +117,7 @@ class Verification:
             receives[owner] = array
         group.exchange(name, sends, receives)
 
-    def _find_wrong(self, step: int, leaf: int, owner: int, witness: int, differing: int) -> None:
+    def _find_wrong(self, step: int, index: int, owner: int, witness: int, differing: int) -> None:
         group, flat = self._parallel.group, self._parallel.flat
         first = [_digest(self._grad)] if group.rank == owner else []
         results = [*first, *(_digest(self._again()) for _ in range(2))]
@@ -134,7 +134,7 @@ class Verification:
         names = [f"rank {r} ({told[r][0]})" for r in suspects]
         said = (" or " if right is None else ", ").join(names)
         raise WrongDevice(
-            f"step {step}: the gradient of micro-batch {leaf} differs in {differing:,} of "
+            f"step {step}: the gradient of micro-batch {index} differs in {differing:,} of "
             f"{flat.size:,} numbers between rank {owner} and rank {witness}: {said} computes "
             "wrong. Nothing of this step is saved. Go on without that device; what was saved "
             f"since step {step - self._every}, where nothing was found, it may have spoiled",

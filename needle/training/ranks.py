@@ -22,7 +22,7 @@ from needle.data import Batches, DataError, TokenData, run_batches
 from needle.distributed.control import Control
 from needle.distributed.environment import Place
 from needle.distributed.group import Group, Ranks, visible_gpus
-from needle.distributed.tree import fitting_ranks, own_leaves
+from needle.distributed.tree import fitting_ranks, own_micro_batches
 from needle.files import described
 from needle.heartbeat import PIPE, beat, supervised
 from needle.ops import ring_chunks
@@ -125,7 +125,7 @@ def own_batches(ranks: Group, settings: dict, data: TokenData, vocab_size: int) 
     """Return this rank's share of each step's micro-batches."""
     context, every = settings["context_parallel"], settings["grad_accum"]
     batches = run_batches(data, data_of(settings), vocab_size)
-    own = own_leaves(every, ranks.rank // context, ranks.size // context)
+    own = own_micro_batches(every, ranks.rank // context, ranks.size // context)
     batches.share(own, every, own_columns(batches.seq_len, ranks, context))
     return batches
 

@@ -8,7 +8,7 @@ from together import together
 
 from needle import _C, nn, optim
 from needle.backend_ndarray import as_bytes
-from needle.distributed.data_parallel import DataParallel, pieces
+from needle.distributed.data_parallel import DataParallel, shards
 from needle.distributed.environment import Place
 from needle.distributed.group import Group, RankFailed
 from needle.optim import NORM_CHUNK
@@ -38,16 +38,18 @@ def train(group, leaves, dtype, steps=3, max_norm=1.0):
     norms, sums = [], []
     for step in range(steps):
         given = gradients(leaves, step)
-        for leaf in parallel.own_leaves:
+        for leaf in parallel.own_micro_batches:
             optimizer.reset_grad()
             for parameter, grad in zip(flat.parameters, given[leaf]):
                 parameter.grad_buffer[...] = grad
-            parallel.add_leaf()
+            parallel.add_micro_batch()
         norm, scale = parallel.reduce(max_norm)
         norms.append((norm.item(), scale.item()))
-        sums.append(flat.grad[parallel.pieces[group.rank]].numpy())
+        sums.append(flat.grad[parallel.shards[group.rank]].numpy())
         parallel.step(scale)
-    losses = [_C.array(np.float32(leaf), "float32", _C.cpu()) for leaf in parallel.own_leaves]
+    losses = [
+        _C.array(np.float32(leaf), "float32", _C.cpu()) for leaf in parallel.own_micro_batches
+    ]
     losses = [loss.item() for loss in parallel.losses(losses)]
     held = {slot: array.size for slot, array in optimizer.kept().items()}
     with parallel.whole_optimizer():
@@ -94,8 +96,8 @@ def test_the_sum_and_its_norm():
 
 @pytest.mark.parametrize("size", [1, 64, NORM_CHUNK, NORM_CHUNK + 64, 5 * NORM_CHUNK + 1])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_pieces(size, ranks):
-    found = pieces(size, ranks)
+def test_shards(size, ranks):
+    found = shards(size, ranks)
     assert len(found) == ranks and found[0].start == 0 and found[-1].stop == size
     for piece, following in zip(found, found[1:]):
         assert piece.stop == following.start
@@ -125,7 +127,7 @@ def test_state_that_was_loaded_whole_is_cut():
         whole += _C.array(np.arange(flat.size, dtype=np.float32), "float32", _C.cpu())
         before = whole.numpy()
         parallel = DataParallel(group, flat, optimizer, 4)
-        own = parallel.pieces[group.rank]
+        own = parallel.shards[group.rank]
         np.testing.assert_array_equal(optimizer.kept()["m"].numpy(), before[own])
 
     together(4, work)

@@ -7,7 +7,7 @@ import pytest
 
 from needle import ops
 from needle.data import Batches, Prefetch
-from needle.distributed.tree import own_leaves
+from needle.distributed.tree import own_micro_batches
 from needle.training.evaluation import own_columns
 from needle.training.settings import complete
 
@@ -18,7 +18,7 @@ def drawn(ranks, leaves, steps, at=None, ahead=False):
     """(the inputs of each leaf of each step, the positions behind the steps)."""
     found, positions = {}, []
     for rank in range(ranks):
-        batches, own = Batches(TOKENS, 2, 16, seed=5), own_leaves(leaves, rank, ranks)
+        batches, own = Batches(TOKENS, 2, 16, seed=5), own_micro_batches(leaves, rank, ranks)
         batches.share(own, leaves)
         if at is not None:
             batches.seek(at)

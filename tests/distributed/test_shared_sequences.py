@@ -41,15 +41,15 @@ def gradient(group, context, **changes):
         columns = np.concatenate([columns[run] for run in runs])
     scale = Tensor.from_ndarray(full((), 1 / (len(IDS) * context), "float32", model.device))
     losses = []
-    for leaf in parallel.own_leaves:
+    for leaf in parallel.own_micro_batches:
         parallel.optimizer.reset_grad()
         loss = model.loss(IDS[leaf][:, :-1][:, columns], IDS[leaf][:, 1:][:, columns])
         loss.backward(scale)
         losses.append(loss.cached_data)
-        parallel.add_leaf()
+        parallel.add_micro_batch()
     norm, _ = parallel.reduce()
     losses = [loss.item() for loss in parallel.losses(losses)]
-    return losses, norm.item(), flat.grad[parallel.pieces[group.rank]].numpy()
+    return losses, norm.item(), flat.grad[parallel.shards[group.rank]].numpy()
 
 
 CHANGES = {

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from needle import _C
-from needle.distributed.tree import fitting_ranks, merges, own_leaves, tree_sum
+from needle.distributed.tree import fitting_ranks, merges, own_micro_batches, tree_sum
 
 
 class Written:
@@ -40,18 +40,18 @@ def test_the_tree(leaves):
 def test_whoever_fits_writes_the_same_tree(leaves):
     texts, fitting = [str(i) for i in range(leaves)], fitting_ranks(leaves)
     for ranks in fitting:
-        shares = [own_leaves(leaves, rank, ranks) for rank in range(ranks)]
+        shares = [own_micro_batches(leaves, rank, ranks) for rank in range(ranks)]
         assert [i for share in shares for i in share] == list(range(leaves))
         assert written([written(texts[s.start : s.stop]) for s in shares]) == wanted(texts)
     for ranks in set(range(2, leaves + 2)) - set(fitting):
         with pytest.raises(ValueError, match=f"{ranks} ranks cannot share a step of {leaves} "):
-            own_leaves(leaves, 0, ranks)
+            own_micro_batches(leaves, 0, ranks)
 
 
 def test_who_fits():
     assert [fitting_ranks(n) for n in (1, 2, 8, 10)] == [[1], [1, 2], [1, 2, 4, 8], [1, 5, 10]]
     with pytest.raises(ValueError, match="1, 3, 6, 12 ranks can: .*--grad-accum"):
-        own_leaves(12, 0, 4)
+        own_micro_batches(12, 0, 4)
 
 
 def test_sums_of_arrays():

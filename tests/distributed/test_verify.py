@@ -40,15 +40,15 @@ def run(group, steps, every, leaves, plant=None):
 
     verification, sums = Verification(parallel, every, SHAPE, compute), []
     for step in range(1, steps + 1):
-        for leaf in parallel.own_leaves:
+        for leaf in parallel.own_micro_batches:
             ids = np.zeros(SHAPE, np.int64)
             ids[0, :2] = step, leaf
             compute(ids, ids + 1)
             verification.keep(step, leaf, ids, ids + 1)
-            parallel.add_leaf()
+            parallel.add_micro_batch()
         parallel.reduce()
         verification.check(step)
-        sums.append(flat.grad[parallel.pieces[group.rank]].numpy())
+        sums.append(flat.grad[parallel.shards[group.rank]].numpy())
     return sums, len(calls)
 
 
