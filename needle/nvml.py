@@ -79,12 +79,11 @@ class Nvml:
         use, mig, rows = get("UtilizationRates"), get("MigMode"), get("RemappedRows")
         clocks = {name: get("ClockInfo", kind) for name, kind in CLOCKS.items()}
         clocks |= {f"{name}_max": get("MaxClockInfo", kind) for name, kind in CLOCKS.items()}
+        replaced = None
         if rows is not None:
-            names = ("correctable", "uncorrectable", "pending", "failed")
-            replaced = dict(zip(names, rows))
-        else:  # before Ampere pages are given up
-            pending = get("RetiredPagesPendingStatus")
-            replaced = None if pending is None else {"pending": pending}
+            replaced = dict(zip(("correctable", "uncorrectable", "pending", "failed"), rows))
+        elif (pending := get("RetiredPagesPendingStatus")) is not None:  # before Ampere
+            replaced = {"pending": pending}
         pcie = {}
         for name in ("generation", "width"):
             pcie[name] = get(f"CurrPcieLink{name.title()}")

@@ -58,6 +58,9 @@ def test_each_layout_holds_the_values_in_strides_of_its_own():
     assert len({view.strides for view in views}) == len(layouts)
     for view in views:
         np.testing.assert_array_equal(view.numpy(), values)
+    _, _, stepped, _, offset = views  # between their elements is NaN
+    assert np.isnan(stepped.as_strided((3, 7), (7, 1)).numpy()[:, 1::2]).all()
+    assert np.isnan(offset.as_strided((3, 6), (7, 1)).numpy()[:, 4:]).all()
 
 
 def test_import_of_needle_leaves_testing_out():

@@ -184,12 +184,12 @@ def examine(
     """Examine everything, in the order in which it is printed."""
     place, times, env = report.place, FULL if args.full else QUICK, dict(PLAIN)
 
-    def begin(until: float, where: str, role: str, *arguments: str) -> Examination:
+    def begin(until: float, where: str, role: str, *arguments: Any) -> Examination:
         options = {"deadline": start + until, "is_full": args.full, "env": env}
         return examinations.start(where, role, *arguments, **options)
 
     def begin_cpu() -> Examination:
-        return begin(times.devices, str(_C.cpu()), "device", "cpu", "0")
+        return begin(times.devices, str(_C.cpu()), "device", "cpu", 0)
 
     def finish(one: Examination) -> None:
         examinations.wait(one)
@@ -215,7 +215,7 @@ def examine(
     if "OMP_NUM_THREADS" not in os.environ:  # each device has a share of the cores
         sharing = place.local_size if place else max(1, len(chosen))
         env["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // sharing))
-    devices = [begin(times.devices, name, "device", "cuda", str(i)) for i, name in chosen]
+    devices = [begin(times.devices, name, "device", "cuda", i) for i, name in chosen]
     report.add(*of_these(machine, chosen, wanted), *told)
     for one in ([] if cpu is None else [cpu]) + devices:
         finish(one)
@@ -223,9 +223,8 @@ def examine(
     if not cuda["usable"]:
         report.describe("GPU", "none that can be used: the CPU alone was examined")
     if len(chosen) > 1 and all(one.ended == "done" for one in devices):
-        indices = [str(index) for index, _ in chosen]
-        least = str(slowest_link(report.facts))
-        finish(begin(times.peers, "cuda()", "peers", least, *indices))
+        indices, least = [index for index, _ in chosen], slowest_link(report.facts)
+        finish(begin(times.peers, "cuda()", "peers", indices, least))
     if place and place.size > 1:
         together(examinations, report, chosen, start + times.devices + MEET, env)
     if args.full:
@@ -246,11 +245,11 @@ def together(
 ) -> None:
     """Add the findings of the collectives. If the own device has failed, the other ranks learn
     it."""
-    device = ("cuda", str(chosen[0][0])) if chosen else ("cpu", "0")
+    device = ("cuda", chosen[0][0]) if chosen else ("cpu", 0)
     failed = [finding.text for finding in report.failures if finding.where.endswith(")")]
     problem = failed[0][:300] if failed else ""
     options = {"deadline": meet + TOGETHER, "env": env, "is_doomed": True}
-    one = examinations.start("ranks", "ranks", *device, str(meet), problem, **options)
+    one = examinations.start("ranks", "ranks", *device, meet, problem, **options)
     examinations.wait(one)
     report.facts["members"] = one.facts.get("members", [])
     found = ranks.findings(one)

@@ -93,21 +93,22 @@ class Examination(processes.Child):
         self,
         where: str,
         role: str,
-        *arguments: str,
+        *arguments: Any,
         deadline: float,
         is_full: bool = False,
         env: dict[str, str] | None = None,
         is_doomed: bool = False,
     ) -> None:
-        """deadline: by time.monotonic(); the process is killed then, and is told to end a second
-        earlier. is_doomed: its death is no finding."""
+        """arguments: of the role, as JSON. deadline: by time.monotonic(); the process is killed
+        then, and is told to end a second earlier. is_doomed: its death is no finding."""
         self.where, self.doing, self.is_doomed = where, "start", is_doomed
         self.facts: dict[str, Any] = {}
         self.findings: list[Finding] = []
         self.op: str | None = None
         self.ended: str | None = None
         self._has_said_end = False
-        words = [str(ROOT), where, str(deadline - 1), str(int(is_full)), role, *arguments]
+        words = [str(ROOT), where, str(deadline - 1), str(int(is_full)), role]
+        words.append(json.dumps(arguments))
         super().__init__(
             [sys.executable, "-c", BOOT, *words],
             os.environ | (env or {}),
@@ -177,7 +178,7 @@ class Examinations:
         for one in self._all:
             one.close(KILL_SECONDS)
 
-    def start(self, where: str, role: str, *arguments: str, **options: Any) -> Examination:
+    def start(self, where: str, role: str, *arguments: Any, **options: Any) -> Examination:
         started = Examination(where, role, *arguments, **options)
         self._all.append(started)
         self._selector.register(started, selectors.EVENT_READ, started)

@@ -21,6 +21,7 @@ from needle.checkpoint import Checkpoint, CheckpointError, list_checkpoints, ste
 from needle.diagnose.examination import Reporter
 from needle.diagnose.facts import gigabytes
 from needle.files import FileError, reading, regular
+from needle.training.folder import again
 
 TAIL = 1 << 16  # bytes of the end of a file that are read
 SHOWN = 3  # faults
@@ -301,13 +302,7 @@ def go_on(
     can_resume: bool,
 ) -> None:
     """The command that goes on; none after a failure that is in its way."""
-    folder = folder.resolve()
-    words = ["python", "apps/train_pythia.py", "--resume", "auto"]
-    words += [f"--name={folder.name}"] if folder.name.startswith("-") else ["--name", folder.name]
-    if folder.parent != Path("runs").resolve():
-        words += ["--out", str(folder.parent)]
-    if folder.name.startswith("."):  # --name takes none such
-        words[3:] = [str(folder)]
+    words = ["python", "apps/train_pythia.py", *again(folder)]
     step = None if newest is None else newest.state.get("step")
     if is_held:
         reporter.ok("go on", "it is at work; SIGTERM lets its step end, saves and stops it")

@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from needle import _C
 from needle.diagnose.examination import Reporter
-from needle.diagnose.facts import INSTALL_DRIVER, driver_version, gigabytes
+from needle.diagnose.facts import INSTALL_DRIVER, ask_cuda, driver_version, gigabytes
 from needle.diagnose.finding import Finding
 from needle.nvml import Nvml, NvmlError
 
@@ -49,7 +50,7 @@ XIDS = "https://docs.nvidia.com/deploy/xid-errors"
 # Xid errors that programs cause.
 PROGRAMS = {
     13: "a kernel's illegal instruction or access",
-    31: "a kernel's access to memory that nobody owns",
+    31: "a kernel's access to memory that is not allocated",
     43: "a process whose fault the GPU stopped",
     45: "a process that was ended while it used the GPU",
     69: "a kernel's illegal command",
@@ -74,7 +75,22 @@ HARDWARE = {
 }
 
 
-def examine(reporter: Reporter) -> list[dict[str, Any]]:
+def examine(reporter: Reporter) -> None:
+    """The driver, each GPU that it sees, the kernel's log, and the devices that CUDA counts."""
+    reporter.at("asking which CUDA the driver speaks")
+    reporter.fact("driver", driver_version())
+    gpus = examine_gpus(reporter)
+    examine_log(reporter, gpus)
+    reporter.at("counting the GPUs by CUDA")
+    cuda = ask_cuda()
+    devices = [device for device in _C.all_devices() if device.enabled() and not device.is_host]
+    reporter.fact("cuda", cuda | {"count": len(devices)})
+    uuids = [device.properties()["uuid"] for device in devices]
+    reporter.fact("uuids", uuids)
+    compare(reporter, gpus, uuids)
+
+
+def examine_gpus(reporter: Reporter) -> list[dict[str, Any]]:
     """The figures of each GPU, reported as the fact `gpus`. Findings name `GPU N` by NVML's
     number."""
     reporter.at("opening NVML (libnvidia-ml.so.1)")

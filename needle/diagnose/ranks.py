@@ -41,9 +41,10 @@ REMEDY = (
 Stages = list[list[int]]
 
 
-def examine(reporter: Reporter, device: Any, until: float, problem: str) -> None:
+def examine(reporter: Reporter, kind: str, index: int, until: float, problem: str) -> None:
     """Make the collectives with the other ranks. until: the moment at which all must have come.
     problem: why this rank's device cannot take part."""
+    device = getattr(_C, kind)(index)
     reporter.at("meeting the other ranks")
     place = environment.find()
     if device.is_host and not problem and place.launcher not in MPI_LAUNCHERS:

@@ -1,6 +1,6 @@
 """Rates of a GPU: products, memory, copies from and to the host, launches; those far below the data
-sheet of its kind are failures. Each is the median of a few samples on its stream, whose size grows
-until they are long enough; clocks and their limits are read under load."""
+sheet of its kind are failures. Each is the median of a few samples, whose size grows until they are
+long enough; clocks and their limits are read under load."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ LINK_REMEDY = "see whether the host is busy, and the PCIe generation and width i
 
 
 def seconds_of(device: Any, work: Callable[[], object]) -> float:
-    """Seconds of one call of `work` on the device's stream: the median after a warm-up."""
+    """Seconds of one call of `work` until the device is idle: the median after a warm-up."""
     work()
+    device.synchronize()
     times = []
     for _ in range(SAMPLES):
-        start, stop = _C.Event(device), _C.Event(device)
-        start.record()
+        start = time.perf_counter()
         work()
-        stop.record()
-        times.append(start.elapsed(stop) * 1e-3)
+        device.synchronize()
+        times.append(time.perf_counter() - start)
     return max(statistics.median(times), 1e-9)
 
 
@@ -100,31 +100,19 @@ def to_device(device: Any, size: int) -> float:
         staging.send((size,), "uint8")
         staging.wait()
 
-    return size / wall(send)
+    return size / seconds_of(device, send)
 
 
 def from_device(device: Any, size: int) -> float:
     """Bytes/s into pinned memory."""
     array = _C.empty((size,), "uint8", device)
     array.fill(1)
+    held: list[object] = []
 
     def fetch() -> None:
-        on_its_way = _C.Download(array)  # its block of pinned memory is used again by the next
-        device.synchronize()
-        del on_its_way
+        held[:] = [_C.Download(array)]  # the next one takes its block of pinned memory
 
-    return size / wall(fetch)
-
-
-def wall(work: Callable[[], object]) -> float:
-    """Seconds of a call that waits for itself."""
-    work()
-    times = []
-    for _ in range(SAMPLES):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return max(statistics.median(times), 1e-9)
+    return size / seconds_of(device, fetch)
 
 
 def launch(device: Any) -> float:
@@ -142,7 +130,7 @@ def launch(device: Any) -> float:
 
 
 def under_load(device: Any, work: Callable[[], object]) -> dict[str, Any] | None:
-    """Clocks, pcie, holders and power of the device's GPU while it works; None without NVML."""
+    """The figures of the device's GPU (`Nvml.describe`) under load; None without NVML."""
     try:
         opened = nvml.Nvml()
         handle = opened.handle_of(device.properties()["uuid"])
@@ -159,7 +147,7 @@ def under_load(device: Any, work: Callable[[], object]) -> dict[str, Any] | None
 
 
 def examine(reporter: Reporter, device: Any) -> None:
-    """Findings about the rates, which are told as the fact `rates`."""
+    """Findings about the rates, which are reported as the fact `rates`."""
     name = device.properties()["name"]
     reporter.at("measuring products", "matmul")
     flops, work = product(device)
@@ -197,9 +185,9 @@ def in_words(rates: dict[str, float]) -> str:
 def judge(
     reporter: Reporter, name: str, rates: dict[str, float], gpu: dict[str, Any] | None
 ) -> None:
-    """What is far below what such a GPU makes: a failure, or a note where somebody else is on it.
-    `gpu`: what NVML said while it worked."""
-    if "MIG" in name:  # a part of a GPU: no data sheet speaks of it
+    """The findings about rates far below those of such a GPU: failures, or notes if another process
+    shares it. gpu: its figures under load."""
+    if "MIG" in name:  # a part of a GPU has no data sheet
         return
     others = [one for one in gpu["holders"] if not machine.is_ours(one["pid"])] if gpu else []
     shared = "; " + ", ".join(f"process {one['pid']}" for one in others) if others else ""

@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from needle import _C
+from needle.diagnose import facts
 from needle.diagnose.examination import Examination, Examinations, Reporter
 from needle.diagnose.finding import Finding
 from needle.diagnose.machine import RESET
@@ -33,9 +34,10 @@ class Foreign:
         return capsule
 
 
-def fault(reporter: Reporter, device: Any) -> None:
+def fault(reporter: Reporter, index: int) -> None:
     """Plant the fault; this process ends."""
-    reporter.at("a kernel that reads memory that nobody owns", "exp")
+    device = _C.cuda(index)
+    reporter.at("a kernel that reads memory without an owner", "exp")
     array = _C.array([1.0, 2.0], device=device)
     wild = _C.from_dlpack(Foreign(array))
     try:
@@ -47,10 +49,18 @@ def fault(reporter: Reporter, device: Any) -> None:
         raise SystemExit from None  # needle makes it os.EX_TEMPFAIL
 
 
+def alive(reporter: Reporter, index: int) -> None:
+    """Multiply in a fresh process; the facts `good` and `text`."""
+    reporter.at("a product in a fresh process", "matmul")
+    good, text = facts.self_test(_C.cuda(index))
+    reporter.fact("good", good)
+    reporter.fact("text", text)
+
+
 def examine(examinations: Examinations, where: str, index: int, deadline: float) -> list[Finding]:
     """Plant the fault, then try the device from a fresh process."""
     doomed = examinations.start(
-        where, "fault", str(index), deadline=deadline, env={"NEEDLE_SYNC": "1"}, is_doomed=True
+        where, "fault", index, deadline=deadline, env={"NEEDLE_SYNC": "1"}, is_doomed=True
     )
     examinations.wait(doomed)
     if doomed.ended == "late":
@@ -61,7 +71,7 @@ def examine(examinations: Examinations, where: str, index: int, deadline: float)
         text = f"a planted fault was not told: {said[0].text}"
         return [Finding("failed", where, "recovery", text, remedy, "exp")]
     start = time.monotonic()
-    fresh: Examination = examinations.start(where, "alive", str(index), deadline=deadline)
+    fresh: Examination = examinations.start(where, "alive", index, deadline=deadline)
     examinations.wait(fresh)
     took = time.monotonic() - start
     if fresh.findings:

@@ -93,15 +93,15 @@ def attention_fwd(r, q, k, v, scale, causal, o):
     return softmax_attention(r, q, k, v, scale, visible(q.shape[1], k.shape[1], causal))
 
 
-def turned_back(r, gradients, cos, sin):
-    """dq and dk of what the q and k given were before rotary; dv as it is."""
+def rotated_back(r, gradients, cos, sin):
+    """Rotate dq and dk back: the gradients of q and k before rotary. dv stays."""
     if cos is None:
         return gradients
-    turned = {
+    rotated = {
         name: rotary(r, gradients[name][:, :, :, None], cos, sin, 1, -1.0)["x"][:, :, :, 0]
         for name in ("dq", "dk")
     }
-    return gradients | turned
+    return gradients | rotated
 
 
 def summed_up(r, gradients, db):
@@ -115,7 +115,7 @@ def summed_up(r, gradients, db):
 def attention_bwd(r, dout, q, k, v, o, lse, scale, causal, cos, sin, dq, dk, dv, db):
     see = visible(q.shape[1], k.shape[1], causal)
     gradients = softmax_attention_bwd(r, dout, q, k, v, o, lse, scale, see)
-    return summed_up(r, turned_back(r, gradients, cos, sin), db)
+    return summed_up(r, rotated_back(r, gradients, cos, sin), db)
 
 
 def block_lists(r, kept, offsets, entries):
@@ -189,7 +189,7 @@ def block_sparse_attention_bwd(
 ):
     see = see_blocks(q.shape[1], k.shape[1], offsets, columns, block, causal)
     gradients = softmax_attention_bwd(r, dout, q, k, v, o, lse, scale, see)
-    return summed_up(r, turned_back(r, gradients, cos, sin), db)
+    return summed_up(r, rotated_back(r, gradients, cos, sin), db)
 
 
 def decode_attention(r, qkv, cos, sin, positions, scale, keys, values):
@@ -308,9 +308,9 @@ def logits_inputs(b, v):
 def attention_inputs(
     b, t, s, h, d, causal, scale=None, blocks=None, block=None, backward=False, half=None, db=False
 ):
-    """blocks: (G, query blocks, key blocks) of bool for the block-sparse ops. half: so many angles
-    turn dq and dk back. db: their sums are added up too. What is overwritten is NaN before, which
-    must not matter."""
+    """blocks: (G, query blocks, key blocks) of bool for the block-sparse ops. half: the number of
+    angles that rotate dq and dk back. db: their sums are added too. Arrays that are overwritten
+    hold NaN before."""
 
     def inputs(rng):
         of = {"q": (b, t, h, d), "k": (b, s, h, d), "v": (b, s, h, d)}
@@ -363,20 +363,20 @@ def irregular(heads: int, rows: int, columns: int) -> np.ndarray:
     return ((i * 7 + j * 3 + g) % 5 < 3) & (i % 4 != 3)
 
 
-TURNED = {  # label: B, T, S, H, D, causal, R or None: only summed up
-    "turned": (2, 31, 31, 3, 16, 1, 4),
-    "turned-16-of-64": (2, 130, 130, 2, 64, 1, 8),
-    "turned-32-of-64": (1, 70, 70, 1, 64, 0, 16),
-    "turned-32-of-128": (1, 193, 193, 2, 128, 1, 16),
-    "turned-16-of-128": (1, 65, 65, 1, 128, 1, 8),
-    "turned-whole-head": (1, 67, 67, 2, 16, 1, 8),
-    "turned-24-of-96": (1, 71, 71, 2, 96, 1, 12),
-    "turned-odd-dims": (1, 33, 33, 2, 21, 1, 5),
-    "turned-256": (1, 40, 40, 1, 256, 1, 32),
-    "turned-by-nothing": (1, 17, 17, 1, 8, 1, 0),
+ROTATED = {  # label: B, T, S, H, D, causal, R or None: only summed up
+    "rotated": (2, 31, 31, 3, 16, 1, 4),
+    "rotated-16-of-64": (2, 130, 130, 2, 64, 1, 8),
+    "rotated-32-of-64": (1, 70, 70, 1, 64, 0, 16),
+    "rotated-32-of-128": (1, 193, 193, 2, 128, 1, 16),
+    "rotated-16-of-128": (1, 65, 65, 1, 128, 1, 8),
+    "rotated-whole-head": (1, 67, 67, 2, 16, 1, 8),
+    "rotated-24-of-96": (1, 71, 71, 2, 96, 1, 12),
+    "rotated-odd-dims": (1, 33, 33, 2, 21, 1, 5),
+    "rotated-256": (1, 40, 40, 1, 256, 1, 32),
+    "rotated-by-nothing": (1, 17, 17, 1, 8, 1, 0),
     # Of one token, or nearly so of two, dq is a difference of equal sums: nothing but rounding.
-    "turned-two-dims": (1, 9, 9, 1, 2, 1, 1),
-    "turned-zero-size": (2, 0, 0, 3, 16, 1, 4),
+    "rotated-two-dims": (1, 9, 9, 1, 2, 1, 1),
+    "rotated-zero-size": (2, 0, 0, 3, 16, 1, 4),
     "summed": (2, 31, 31, 3, 16, 1, None),
     "summed-64": (2, 130, 130, 2, 64, 1, None),
     "summed-128": (1, 193, 193, 2, 128, 0, None),
@@ -384,11 +384,11 @@ TURNED = {  # label: B, T, S, H, D, causal, R or None: only summed up
     "summed-fewer-keys": (1, 131, 33, 3, 64, 0, None),
     "summed-no-keys": (1, 7, 0, 2, 16, 0, None),
 }
-TURNED_SPARSE = {  # label: B, T, S, H, D, causal, blocks, block, R or None
-    "turned": (1, 77, 77, 3, 9, 1, PER_HEAD, 16, 3),
-    "turned-16-of-64": (1, 300, 300, 3, 64, 1, PER_HEAD, 64, 8),
-    "turned-32-of-128": (1, 601, 601, 2, 128, 1, STRIDED, 128, 16),
-    "turned-20-of-40": (1, 71, 71, 2, 40, 0, irregular(2, 5, 5), 16, 10),
+ROTATED_SPARSE = {  # label: B, T, S, H, D, causal, blocks, block, R or None
+    "rotated": (1, 77, 77, 3, 9, 1, PER_HEAD, 16, 3),
+    "rotated-16-of-64": (1, 300, 300, 3, 64, 1, PER_HEAD, 64, 8),
+    "rotated-32-of-128": (1, 601, 601, 2, 128, 1, STRIDED, 128, 16),
+    "rotated-20-of-40": (1, 71, 71, 2, 40, 0, irregular(2, 5, 5), 16, 10),
     "summed-64": (1, 300, 300, 3, 64, 1, PER_HEAD, 64, None),
     "summed-more-keys": (1, 40, 90, 2, 64, 1, irregular(2, 3, 6), 16, None),
 }
@@ -447,12 +447,12 @@ def sparse_inputs(*shape, backward=False):
     return attention_inputs(*dense, blocks=blocks, block=block, backward=backward)
 
 
-def turned_inputs(*shape):
+def rotated_inputs(*shape):
     *dense, half = shape
     return attention_inputs(*dense, backward=True, half=half, db=True)
 
 
-def turned_sparse_inputs(*shape):
+def rotated_sparse_inputs(*shape):
     *dense, blocks, block, half = shape
     return attention_inputs(*dense, blocks=blocks, block=block, backward=True, half=half, db=True)
 
@@ -496,7 +496,7 @@ CASES = [
             "no-part": (1, 3, 8, 2, 3, 8, 2, 0),
             "all-parts": (1, 7, 24, 2, 3, 20, 5, 3),
             "pythia": (2, 130, 512, 8, 3, 64, 8, 2),
-            "seldom-turned": (40, 7, 72, 1, 3, 128, 8, 1, False),
+            "seldom-rotated": (40, 7, 72, 1, 3, 128, 8, 1, False),
             "head-80": (3, 70, 160, 2, 3, 80, 10, 2),
             "whole-128": (1, 300, 72, 2, 3, 128, 64, 2, False),
             "no-token": (2, 0, 8, 3, 3, 16, 2, 2),
@@ -509,7 +509,7 @@ CASES = [
     ),
     *cases_of(attention_fwd, attention_inputs, ATTENTION, forward_terms),
     *cases_of(attention_bwd, partial(attention_inputs, backward=True), ATTENTION, backward_terms),
-    *cases_of(attention_bwd, turned_inputs, TURNED, backward_terms, of_rounded=("db",)),
+    *cases_of(attention_bwd, rotated_inputs, ROTATED, backward_terms, of_rounded=("db",)),
     *cases_of(
         attention_fwd,
         attention_inputs,
@@ -545,8 +545,8 @@ CASES = [
     ),
     *cases_of(
         block_sparse_attention_bwd,
-        turned_sparse_inputs,
-        TURNED_SPARSE,
+        rotated_sparse_inputs,
+        ROTATED_SPARSE,
         backward_terms,
         of_rounded=("db",),
     ),

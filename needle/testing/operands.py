@@ -13,7 +13,7 @@ from needle.testing.case import Case
 from needle.testing.table import FLOATS, OPS, dtype_of, made_dtype
 
 # Memory layouts of an operand. Values stay the same, except with `broadcast`, which repeats the
-# first index of the first axis. `backwards` turns whole rows around and is no layout of the list.
+# first index of the first axis. `backwards`, which is not in the list, reverses whole rows.
 LAYOUTS = ("contiguous", "transposed", "stepped", "reversed", "offset", "broadcast")
 
 

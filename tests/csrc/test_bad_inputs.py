@@ -20,7 +20,7 @@ SOLID = {  # a case of each op without zero sizes, None operands or axes of one 
     op: case
     for op in STRUCTURED
     for case in CASES
-    if case.op == op and case.label in ("31-scaled", "per-head", "turned")
+    if case.op == op and case.label in ("31-scaled", "per-head", "rotated")
 }
 SOLID = {op: SOLID.get(op, FIRST[op]) for op in STRUCTURED}
 

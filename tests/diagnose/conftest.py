@@ -125,7 +125,7 @@ def examined(machine, monkeypatch):
     monkeypatch.setattr(examination, "ROOT", machine.folder)
 
     def examine(
-        role: str, *words: str, where: str = "machine", planted: str = "", seconds: float = 60
+        role: str, *words, where: str = "machine", planted: str = "", seconds: float = 60
     ) -> Examination:
         with Examinations() as examinations:
             deadline = time.monotonic() + seconds

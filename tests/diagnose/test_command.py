@@ -98,7 +98,7 @@ def test_device_that_breaks_is_one_failure(examined):
         ("wrong=matmul", "matmul", "matmul is 1.0e+03 off"),
     ):
         with naming(planted):
-            one = examined("device", "cuda", "0", where="cuda()", planted=planted)
+            one = examined("device", "cuda", 0, where="cuda()", planted=planted)
             (finding,) = [f for f in one.findings if f.has_failed]
             assert said in finding.text and finding.op == op and finding.remedy
 

@@ -16,7 +16,7 @@ import os, signal, sys, time
 sys.path.insert(0, sys.argv.pop(1))
 from needle.diagnose.examination import Reporter
 from needle.processes import MessageWriter
-where, until, is_full, role = sys.argv[1:]
+where, until, is_full, role, arguments = sys.argv[1:]
 reporter = Reporter(MessageWriter.to_parent(), where, float(until), is_full == "1")
 """
 

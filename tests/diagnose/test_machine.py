@@ -24,7 +24,7 @@ def seen(pynvml, machine, heard, monkeypatch):
     def look(planted: str = "") -> list:
         monkeypatch.setenv("NEEDLE_FAKE", planted)
         heard.findings.clear()
-        driver.examine(heard)
+        driver.examine_gpus(heard)
         return heard.findings
 
     return look

@@ -51,7 +51,7 @@ def test_throttling_under_load_and_slow_launches_are_reported(heard):
 
 @pytest.mark.slow
 def test_rates_are_measured_on_a_gpu(examined):
-    one = examined("device", "cuda", "0", where="cuda()", planted="reasons=0x40")
+    one = examined("device", "cuda", 0, where="cuda()", planted="reasons=0x40")
     measured = one.facts["rates"]
     assert set(measured) == set(GOOD) and min(measured.values()) > 0
     assert 1e8 < measured["bfloat16"] < 1e14 and 1e7 < measured["memory"] < 1e12
