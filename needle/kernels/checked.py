@@ -81,7 +81,7 @@ template <class T> struct checked {
 """
 HINT = (
     "compiles, but not with debug=True, which makes a class of its pointers (needle::checked<T>): "
-    "where a plain pointer is asked for, by a template or by asm, write &x[0] instead of x"
+    "where a template or asm needs a plain pointer, write &x[0] instead of x"
 )
 NAME = re.compile(r"needle::checked<(.*?)>(?=[,)])")  # of a parameter, in a demangled symbol
 TOKEN = re.compile(

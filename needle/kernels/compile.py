@@ -39,7 +39,7 @@ READING_LINE = re.compile(r"#\s*include\s*(?!\s|<[^/])")
 
 
 class CompileError(ValueError):
-    """The source does not compile. `log`: what the compiler says, with the lines of the source."""
+    """The source does not compile. `log`: the compiler's messages, with the lines of the source."""
 
     def __init__(self, message: str, log: str = "") -> None:
         super().__init__(f"{message}\n{log}".rstrip())
@@ -50,7 +50,7 @@ class CompileError(ValueError):
 
 
 class _Nvrtc:
-    """The library's functions; each raises where the library reports an error."""
+    """The library's functions. RuntimeError for its errors."""
 
     def __init__(self, toolkit: Toolkit) -> None:
         self.functions = ctypes.CDLL(str(toolkit.nvrtc))
@@ -65,7 +65,7 @@ class _Nvrtc:
         self.check(function, self.functions[function](*arguments))
 
     def data(self, what: str, program: ctypes.c_void_p) -> bytes:
-        """nvrtcGetWHAT, of as many bytes as nvrtcGetWHATSize says."""
+        """Return the bytes of nvrtcGetWHAT."""
         size = ctypes.c_size_t()
         self.call(f"nvrtcGet{what}Size", program, ctypes.byref(size))
         buffer = ctypes.create_string_buffer(size.value)
@@ -103,8 +103,8 @@ class Entry(Resources):
     signature: Signature
 
     def declared(self, signature: str) -> Entry:
-        """With the types of a declaration, "const float*, int", for a kernel that is `extern "C"`.
-        ValueError where the count or a size differs, or a type that the symbol says itself."""
+        """Return it with the types of a declaration, "const float*, int", for a kernel that is
+        `extern "C"`. ValueError if the count, a size or a type of the symbol differs."""
         own = self.signature.parameters
         layout = [(p.offset, POINTER_BYTES if p.kind == "array" else p.size) for p in own]
         new = Signature.declared(self.signature.name, signature, layout)
@@ -126,8 +126,8 @@ class Entry(Resources):
         cluster: Size | None = None,
         cooperative: bool = False,
     ) -> LaunchReport:
-        """Whether a GPU of the architecture that this was compiled for can launch it so, and how
-        many blocks a multiprocessor then holds. LaunchError says what does not fit."""
+        """Check a launch for the architecture of the code. Return its occupancy. LaunchError names
+        the limit."""
         where = limits.of_arch(self.arch)
         return limits.check(self, where, grid, block, shared, cluster, cooperative)
 
@@ -142,7 +142,7 @@ class Compiled:
     entries: dict[str, Entry]
 
     def __getitem__(self, name: str) -> Entry:
-        """The kernel of a name, spaces aside. KeyError lists those that there are."""
+        """Return the kernel of a name, without regard to spaces. KeyError lists the names."""
         wanted = _spelling(name)
         for known, entry in self.entries.items():
             if _spelling(known) == wanted:
@@ -324,7 +324,7 @@ def _lowered(nvrtc: _Nvrtc, program: ctypes.c_void_p, name: str, log: str) -> st
 
 
 def _own_names(found: Iterable[str]) -> dict[str, str]:
-    """name -> symbol, for all kernels; those of one name are called by their whole signature."""
+    """Return {name: symbol} of all kernels; those of one name by their whole signature."""
     names: dict[str, list[str]] = {}
     for symbol in found:
         names.setdefault(short_name(symbol), []).append(symbol)

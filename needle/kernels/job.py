@@ -18,7 +18,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -26,7 +26,7 @@ from msgspec import Meta, Struct
 
 from needle import _C
 from needle.files import FileError
-from needle.kernels.pool import Result
+from needle.kernels.pool import Pool, Result
 from needle.kernels.sanitizer import TOOLS
 from needle.kernels.values import DTYPES, Case, InOut, Out, Random, host_array, readable
 from needle.safetensors import pack, unpack
@@ -61,13 +61,6 @@ class RequestLimits:
     def json_bytes(self) -> int:
         """Limit of the JSON: two sources and 128 KiB for the rest."""
         return 2 * self.source_bytes + (128 << 10)
-
-
-class Runs(Protocol):
-    """The methods of a Pool that a job needs."""
-
-    def run(self, *args: Any, **more: Any) -> Result: ...
-    def evaluate(self, *args: Any, **more: Any) -> Result: ...
 
 
 # ---- the schema ----------------------------------------------------------------------------------
@@ -140,7 +133,7 @@ class Reference(Struct, forbid_unknown_fields=True):
     block: Size | None = None
     shared: Shared | None = None
 
-    def outputs(self, pool: Runs, case: Case, inputs: Sequence[Any]) -> tuple[np.ndarray, ...]:
+    def outputs(self, pool: Pool, case: Case, inputs: Sequence[Any]) -> tuple[np.ndarray, ...]:
         """Run it. `inputs`: the arguments of the case without Out, bfloat16 as float32."""
         given = iter(inputs)
         args: list[Any] = []
@@ -216,7 +209,7 @@ class Job:
     def outputs(self) -> bool:
         return bool(self.fields.outputs)
 
-    def do(self, pool: Runs, seconds: float) -> Result:
+    def do(self, pool: Pool, seconds: float) -> Result:
         """Run it, which blocks. Raise Refused, or the errors of a Pool for wrong calls."""
         asked = self.fields
         if not self.expected and asked.reference is None:
@@ -248,7 +241,7 @@ class Job:
                 f"the job was ended after {seconds:g} s (--job-seconds): fewer cases or trials",
             )
 
-    def _right(self, pool: Runs, number: int, end: float) -> Callable[..., Sequence[Any]]:
+    def _right(self, pool: Pool, number: int, end: float) -> Callable[..., Sequence[Any]]:
         """Return a function from the inputs of a case to its right outputs. A Pool calls it before
         each launch, so it checks the deadline."""
 

@@ -29,7 +29,7 @@ class Kernel(_C.Kernel):
     of dynamic shared memory a block. An array is an NDArray or a Tensor on the device, contiguous,
     of the pointer's dtype; None is no array. One that the kernel writes counts as written. A struct
     is given as its bytes. TypeError, ValueError and OverflowError name the parameter, LaunchError
-    (a CudaError) what does not fit; then nothing was launched. A fault inside the kernel is
+    (a CudaError) the limit; then nothing was launched. A fault inside the kernel is
     CudaFatalError, and the end of the process.
     """
 
@@ -50,8 +50,8 @@ class Kernel(_C.Kernel):
         cluster: Size | None = None,
         cooperative: bool = False,
     ) -> LaunchReport:
-        """Whether such a launch fits this device, and how many blocks it then holds at once.
-        LaunchError says what does not fit, with both numbers and the remedy."""
+        """Check a launch against this device. Return its occupancy. LaunchError names the limit,
+        with both numbers and the remedy."""
         return limits.check(
             self.entry,
             limits.of_device(self.device),
@@ -66,7 +66,7 @@ class Kernel(_C.Kernel):
     def admit(
         self, grid: Size, block: Size, shared: int, cluster: Size | None, cooperative: bool
     ) -> tuple[Any, ...]:
-        """What _C.Kernel asks before the first launch of a kind."""
+        """Check a launch for _C.Kernel, before the first of its kind."""
         report = self.check(grid, block, shared, cluster, cooperative)
         held = _held_local.get(self.device, limits.OPEN_LOCAL)
         _held_local[self.device] = max(held, self.entry.local_bytes)
@@ -84,7 +84,7 @@ class Kernel(_C.Kernel):
 
     @property
     def registers(self) -> int:
-        """Of a thread."""
+        """Number of a thread."""
         return self.entry.registers
 
     @property
@@ -111,8 +111,8 @@ class Module:
         self._kernels: dict[Entry, Kernel] = {}
 
     def kernel(self, name: str, signature: str | None = None) -> Kernel:
-        """The kernel of a name; with the types of its parameters, "const float*, float* y, int n",
-        for one that is `extern "C"`. KeyError lists the names that there are."""
+        """Return the kernel of a name; for one that is `extern "C"` with the types of its
+        parameters, "const float*, float* y, int n". KeyError lists the names."""
         entry = self.compiled[name]
         if signature is not None:
             entry = entry.declared(signature)
@@ -128,14 +128,14 @@ class Module:
 
 
 def arch_of(device: Device) -> str:
-    """The architecture to compile for: "90a" on an H200. ValueError where the device runs no
-    kernels of one's own."""
+    """Return the architecture to compile for: "90a" on an H200. ValueError where the device runs no
+    user kernels."""
     number = given_device(device).limits()["arch"]
-    return f"{number}a" if number >= 90 else str(number)  # "a": with what only this one has
+    return f"{number}a" if number >= 90 else str(number)  # "a": with features of this one alone
 
 
 def load(compiled: Compiled, device: Device) -> Module:
-    """Bring machine code onto a device. ValueError when it is for another architecture."""
+    """Load machine code on a device. ValueError if it is for another architecture."""
     own, made = arch_of(device), compiled.arch
     number, its = int(own.rstrip("a")), int(made.rstrip("af"))
     same_family = number // 10 == its // 10 and number >= its

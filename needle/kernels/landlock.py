@@ -1,9 +1,9 @@
-"""Landlock: a process gives up, for good, all files but those below a few folders that it may read.
+"""Landlock: a process gives up, for ever, all files but those in a few folders, which it may read.
 
 The kernel's own sandbox for programs without privileges (landlock(7), Linux 5.13 and newer), by
-system call. What the running kernel knows of is given up: reading, writing and making files; from
-version 4 of its interface TCP, from 5 commands to device files, from 6 signals to and sockets of
-processes outside. Open files stay open, and what is mapped stays mapped.
+system call. A process gives up reading, writing and making files; from version 4 of the interface
+TCP, from 5 commands to device files, from 6 signals to and sockets of processes outside. Open files
+stay open, and mapped memory stays mapped.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ SCOPES = 0b11  # to reach abstract sockets and processes outside
 
 
 class LandlockError(RuntimeError):
-    """This kernel cannot confine a process, or did not; the text says why."""
+    """This system cannot confine a process; the text says why."""
 
 
 def _syscall(number: int, *arguments: object) -> int:
-    """Of the three here; OSError."""
+    """Call the kernel. OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
     got = libc.syscall(ctypes.c_long(number), *arguments)
@@ -45,7 +45,7 @@ def _syscall(number: int, *arguments: object) -> int:
 
 
 def version() -> int:
-    """Of Landlock's interface; LandlockError where there is none."""
+    """Return the version of Landlock's interface. LandlockError if there is none."""
     try:
         return _syscall(CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(ASK_VERSION))
     except OSError as error:
@@ -57,8 +57,8 @@ def version() -> int:
 
 
 def ruleset(known: int) -> bytes:
-    """struct landlock_ruleset_attr: all that a kernel of that version can take away, as long as
-    that kernel has it, since a longer one with rights that it does not know is refused."""
+    """Return struct landlock_ruleset_attr with all rights that a kernel of that version knows. It
+    refuses unknown ones."""
     files = FIRST_FS
     for since, right in ((2, REFER), (3, TRUNCATE), (5, IOCTL)):
         files |= right if known >= since else 0
@@ -75,9 +75,8 @@ def path_beneath(rights: int, folder: int) -> bytes:
 
 
 def confine(readable: Iterable[str | os.PathLike]) -> None:
-    """From here on this process and its children read what lies below `readable`, and nothing else;
-    they write nothing. For ever. It must have one thread, since others would keep their rights.
-    LandlockError."""
+    """Let this process and its children read `readable` (files, folders) alone, and write nothing,
+    for ever. It must have one thread, since others would keep their rights. LandlockError."""
     known = version()
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
@@ -99,10 +98,9 @@ def confine(readable: Iterable[str | os.PathLike]) -> None:
 
 
 def enter(folder: str | os.PathLike) -> bool:
-    """Make `folder` the root of all paths of this process, so that nothing outside has a name: by
-    chroot(2), as root or in a user namespace of its own. Landlock alone takes away reading: a path
-    through a folder still tells whether that folder is there. False where the system allows
-    neither. The process must have one thread."""
+    """Make `folder` the root of all paths of this process by chroot(2), as root or in a user
+    namespace of its own. Under Landlock alone a path through a folder still shows whether the
+    folder exists. Return False if the system allows neither. The process must have one thread."""
     for _ in range(2):
         try:
             os.chroot(folder)

@@ -1,7 +1,7 @@
-"""What a GPU allows a launch, and whether a launch fits: before it, with both numbers and a remedy.
+"""Limits of a GPU, and the check of a launch against them, with both numbers and a remedy.
 
 The limits of a named architecture are those of the CUDA programming guide (compute capabilities,
-technical specifications); a device tells its own. How many blocks a multiprocessor holds is
+technical specifications); a device has its own. The number of resident blocks is
 computed as by NVIDIA's `cuda_occupancy.h`: threads in warps of 32; registers by the warp in units
 of 256, in four partitions; shared memory in units of 128 bytes, with what the system keeps of each
 block; barriers; and blocks. So compiling and checking need no GPU.
@@ -27,7 +27,7 @@ CLUSTER_BLOCKS = 8  # of every GPU that has clusters; more needs a promise that 
 CLUSTER_ARCH = 90
 REGISTERS = 65536  # of a block, and of a multiprocessor
 REGISTER_UNIT, PARTITIONS = 256, 4
-OPEN_SHARED = 48 * 1024  # of a block, static; what is dynamic can be opted in
+OPEN_SHARED = 48 * 1024  # of a block, static; dynamic memory can be opted in
 KEPT_SHARED = 1024  # of each block, the system's own, from 8.0 on
 OPEN_LOCAL = 1024  # bytes of local memory a thread that each context holds from the start
 
@@ -60,13 +60,13 @@ ARCHS = {
 
 
 class LaunchError(CudaError):
-    """A launch asks for more than the kernel or the GPU allows. Nothing was launched, and the next
-    launch finds the GPU as it was."""
+    """A launch exceeds a limit of the kernel or the GPU. Nothing was launched, and the GPU is as it
+    was."""
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What a kernel needs. registers, local_bytes (stack and spilled registers): of a thread;
+    """Needs of a kernel. registers, local_bytes (stack and spilled registers): of a thread;
     shared_bytes (static), max_threads (__launch_bounds__), barriers: of a block; block, cluster:
     sizes that the source fixes."""
 
@@ -82,8 +82,8 @@ class Resources:
 
 @dataclass(frozen=True)
 class Limits:
-    """What one GPU, or every GPU of an architecture, allows. Bytes, and numbers a multiprocessor
-    (`sm_`) or a block. processors and free_bytes: None where no device was asked."""
+    """Limits of one GPU, or of every GPU of an architecture: bytes, and numbers a multiprocessor
+    (`sm_`) or a block. processors and free_bytes: None for an architecture."""
 
     where: str
     arch: int  # 90 for compute capability 9.0
@@ -101,8 +101,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class LaunchReport:
-    """A launch that fits. blocks_per_sm: how many blocks a multiprocessor holds at once, the least
-    of `allowed`, what each resource allows; limiter: that resource; occupancy: resident threads, in
+    """A launch that fits. blocks_per_sm: resident blocks of a multiprocessor, the least of
+    `allowed`, the number by each resource; limiter: that resource; occupancy: resident threads, in
     warps, of all that it could hold; resident: blocks on the whole device, None without one.
     shared_bytes: of a block, static and dynamic; local_bytes and registers: of a thread."""
 
@@ -152,7 +152,7 @@ def parse_arch(arch: str | int) -> str:
 
 
 def of_arch(arch: str | int) -> Limits:
-    """Of every GPU of an architecture. ValueError for one that the table lacks."""
+    """Return those of every GPU of an architecture. ValueError for one that the table lacks."""
     name = parse_arch(arch)
     number = int(name.rstrip("af"))
     if number not in ARCHS:
@@ -174,7 +174,7 @@ def of_arch(arch: str | int) -> Limits:
 
 
 def of_device(device: Device) -> Limits:
-    """Of a device, which is opened and asked. ValueError where it runs no kernels of one's own."""
+    """Return those of a device, which is opened. ValueError if it runs no user kernels."""
     facts: dict[str, Any] = device.limits()
     row = ARCHS.get(facts["arch"])
     return Limits(
@@ -186,7 +186,7 @@ def of_device(device: Device) -> Limits:
 
 
 def whole_numbers(what: str, size: Size) -> tuple[int, ...]:
-    """A size as Python's numbers, however many. TypeError where it is none."""
+    """Return a size as Python's numbers. TypeError."""
     with contextlib.suppress(TypeError):  # an array of NumPy's has __index__, and refuses
         return (operator.index(size),)  # type: ignore[arg-type]
     with contextlib.suppress(TypeError):
@@ -195,7 +195,8 @@ def whole_numbers(what: str, size: Size) -> tuple[int, ...]:
 
 
 def triple(what: str, size: Size, most: Sequence[int], remedy: str) -> tuple[int, int, int]:
-    """A size of one to three whole numbers as three, each from 1 to what is allowed there."""
+    """Return a size as three numbers, each from 1 to its limit. LaunchError, TypeError or
+    ValueError."""
     sizes = whole_numbers(what, size)
     if not 1 <= len(sizes) <= 3:
         raise ValueError(f"{what}: {len(sizes)} sizes; there are x, y and z")
@@ -218,9 +219,9 @@ def check(
     cooperative: bool = False,
     held_local: int = OPEN_LOCAL,
 ) -> LaunchReport:
-    """Whether a launch fits. shared: bytes of dynamic shared memory a block; held_local: bytes of
-    local memory a thread that the context holds already. LaunchError says what does not fit, with
-    both numbers and the remedy; TypeError and ValueError what is no size."""
+    """Check a launch. shared: bytes of dynamic shared memory a block; held_local: bytes of local
+    memory a thread that the context holds already. LaunchError names the limit, with both numbers
+    and the remedy; TypeError and ValueError a wrong size."""
     try:
         return _check(kernel, limits, grid, block, shared, cluster, cooperative, held_local)
     except (LaunchError, TypeError, ValueError) as error:
@@ -274,7 +275,7 @@ def _up(number: int, unit: int) -> int:
 
 
 def _blocks(kernel: Resources, limits: Limits, threads: int, shared_bytes: int) -> dict[str, int]:
-    """Blocks that a multiprocessor holds, by resource. Call it for a block that fits."""
+    """Return the resident blocks of a multiprocessor by resource, for a block that fits."""
     warps = _up(threads, WARP) // WARP
     allowed = {"threads": limits.sm_threads // WARP // warps}
     if kernel.registers:
@@ -311,7 +312,7 @@ def _check_threads(
             f"block {block} has {threads:,} threads, and the source promises at most "
             f"{kernel.max_threads:,} (__launch_bounds__); use smaller blocks, or raise the promise"
         )
-    # Registers are given to all four partitions alike: warps count in fours.
+    # All four partitions get the same number of registers: warps count in fours.
     a_warp = _warp_registers(kernel)
     needed = a_warp * _up(_up(threads, WARP) // WARP, PARTITIONS)
     if needed > limits.block_registers:
@@ -384,7 +385,7 @@ def _check_cooperative(
 
 
 def _check_local(kernel: Resources, limits: Limits, held_local: int) -> None:
-    """The driver keeps local memory for every thread that can be resident, whatever the grid."""
+    """The driver keeps local memory for every thread that can be resident, for any grid."""
     if limits.processors is None or limits.free_bytes is None:
         return
     threads = limits.processors * limits.sm_threads

@@ -1,7 +1,7 @@
-"""compute-sanitizer: the command that runs a process under it, and what its report says.
+"""compute-sanitizer: the command that runs a process under it, and its report.
 
-A report is blocks of lines that begin with `=========`: what happened, where in the source, by
-which thread of which block, and what else is known about the address.
+A report is blocks of lines that begin with `=========`: an error, its place in the source, its
+thread and block, and details of the address.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WHERE = re.compile(r"\bat (?P<where>.+?)[+:]0x[0-9a-f]+(?: in (?P<file>[^\s:]+):
 THREAD = re.compile(
     r"(?:by thread|Thread) \((?P<thread>\d+,\d+,\d+)\) in block \((?P<block>\d+,\d+,\d+)\)"
 )
-# First lines of blocks that speak of the tool, of the host's calls, or of what follows a fault.
+# First lines of blocks about the tool, calls of the host, or consequences of a fault.
 NO_FINDING = re.compile(
     r"COMPUTE-SANITIZER|(ERROR|RACECHECK|LEAK) SUMMARY|Program hit|Target application|"
     r"Saved host backtrace|Host API|Internal|Warning:"
@@ -28,8 +28,8 @@ NO_FINDING = re.compile(
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that compute-sanitizer saw. `line` is 0 and `thread` and `block` are () where the
-    report does not tell."""
+    """An error that compute-sanitizer reports. `line` is 0, `thread` and `block` are () if they are
+    missing in the report."""
 
     what: str
     where: str = ""
@@ -52,8 +52,8 @@ def find_sanitizer() -> str | None:
 
 
 def sanitizer_command(program: str, tool: str, report: Path) -> list[str]:
-    """What stands before the command of a process that is to run under `tool`. The host's errors
-    are the process' own matter, and a backtrace of the host is Python's."""
+    """Return the words before the command of a process that runs under `tool`. Errors of the host
+    are handled by the process, and a backtrace of the host would be Python's."""
     return [
         program,
         "--tool",
@@ -70,7 +70,7 @@ def sanitizer_command(program: str, tool: str, report: Path) -> list[str]:
 
 
 def read_report(report: str) -> list[Finding]:
-    """The findings of a report, equal places once."""
+    """Return the findings of a report, equal places once."""
     blocks: list[list[str]] = []
     open_block = False
     for line in report.splitlines():
@@ -120,7 +120,7 @@ def _triple(text: str) -> tuple[int, ...]:
 
 
 def status_of(findings: Sequence[Finding]) -> str | None:
-    """The status of a result for what was found; None for nothing."""
+    """Return the status of a result with these findings; None if there are none."""
     for finding in findings:
         text = f"{finding.what} {finding.detail}".lower()
         if "misaligned" in text:

@@ -180,8 +180,7 @@ class Service:
             ("POST", "/cleanup", self.cleanup),
             ("POST", "/reset_gpu/{id:[0-9]{1,5}}", self.reset_gpu),
         ):
-            # `_body` says 100 Continue, once the request is known to be welcome.
-            self.app.router.add_route(method, path, handler, expect_handler=_say_nothing)
+            self.app.router.add_route(method, path, handler)
 
     # ---- connections -----------------------------------------------------------------------------
 
@@ -372,8 +371,6 @@ class Service:
             )
         if (request.content_length or 0) > limits[kind][0]:
             raise too_large("the body", *limits[kind])
-        if request.headers.get("Expect", "").lower() == "100-continue":
-            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         try:
             if kind == "application/json":
                 read = functools.partial(request.content.read, PIECE)
@@ -502,10 +499,6 @@ class Service:
             await asyncio.sleep(0.02)
         await asyncio.to_thread(self.pool.close)
         self.runners.shutdown(wait=False, cancel_futures=True)
-
-
-async def _say_nothing(request: web.Request) -> None:
-    pass
 
 
 def too_large(what: str, most: int, flag: str) -> Refused:

@@ -1,20 +1,20 @@
-"""The signature of a kernel: what each parameter is, read from its compiled symbol or from a text.
+"""The signature of a kernel: its parameters, read from its compiled symbol or from a text.
 
 C++ writes the types of a function's parameters into its symbol, and the C++ runtime reads them back
 (`__cxa_demangle`, Itanium C++ ABI, section 5.1): `_Z5scalePKfPfi` is
 `scale(float const*, float*, int)`. A pointer to `const` is only read, any other is written. A
-symbol that is not mangled (`extern "C"`) tells nothing: then only the sizes are known, unless a
-text declares the types. The sizes and offsets themselves come from the machine code. What is not
-read here (references, pointers to functions and to members, `long double`) is unknown as well.
+symbol that is not mangled (`extern "C"`) has no types: then only the sizes are known, unless a text
+declares the types. Sizes and offsets come from the PTX. Other types (references, pointers to
+functions and to members, `long double`) are unknown as well.
 
-What a parameter takes, by its kind (csrc/python/parameters.c checks and packs):
+Arguments by the kind of the parameter (csrc/python/parameters.c checks and packs):
 
     array    an NDArray or Tensor of `dtype` (None: of any), contiguous, aligned
     int uint a whole number that the type holds
     float    a number, rounded to the type
     bool     True or False
     bytes    `size` bytes: a struct by value
-    unknown  whatever has `size` bytes and says so: an array, a NumPy number, bytes
+    unknown  `size` bytes: an array, a NumPy number, bytes
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NUMBERS: dict[str, tuple[str, int, str | None]] = {
     "long long": ("int", 8, "int64"),
     "unsigned long long": ("uint", 8, "int64"),
 }
-# What people write in a declaration for one of these.
+# Other names for these in a declaration.
 ALIASES = {
     "half": "__half",
     "nv_bfloat16": "__nv_bfloat16",
@@ -71,20 +71,20 @@ INTEGER_WORDS = {"signed", "unsigned", "char", "short", "int", "long"}
 QUALIFIERS = {"const", "volatile", "__restrict__", "__restrict", "restrict", "__grid_constant__"}
 QUALIFIERS |= {"struct", "class", "union", "enum"}
 TYPE = r"[\w:]+(?:<.*>[\w:]*)?"
-# What a declaration may call a parameter: no word that could belong to its type.
+# The name of a parameter in a declaration: no word that could belong to its type.
 NAME = re.compile(r"(?!(?:__|_[A-Z])|(?:void|bool|float|double)$)[A-Za-z_]\w*")
 # C++ takes `float x[4][8]` as `float (*x)[8]`; to the machine both are the address of a float.
 ARRAY = re.compile(r"(.*?)(?:\(\s*\*[^()*&:]*\))?\s*(?:\[[^][]*\]\s*)+")
-# What debug=True makes of a pointer (needle/kernels/checked.py), and the bytes of both.
+# The class of a pointer with debug=True (needle/kernels/checked.py), and the bytes of both.
 CHECKED = re.compile(r"needle::checked<(.*)>")
 POINTER_BYTES, CHECKED_BYTES = 8, 32
-ANY_BYTES = "uint8"  # the dtype of arrays of what needle has no dtype for: structs, double
+ANY_BYTES = "uint8"  # the dtype of arrays of types that needle has no dtype for: structs, double
 
 
 @dataclass(frozen=True)
 class Parameter:
     """One parameter: its type as C++ spells it ("" when unknown), its kind (see this module), its
-    place in the packed arguments in bytes, and for an array what it must be."""
+    place in the packed arguments in bytes, and for an array its dtype, use and alignment."""
 
     type: str
     kind: str
@@ -110,17 +110,17 @@ class Signature:
 
     @property
     def known(self) -> bool:
-        """Are the types known, and not the sizes alone?"""
+        """True if all types are known, not only their sizes."""
         return all(p.kind != "unknown" for p in self.parameters)
 
     @property
     def plan(self) -> list[tuple]:
-        """What _C.Parameters is made of."""
+        """Return the argument of _C.Parameters."""
         return [(str(p), *dataclasses.astuple(p)[1:]) for p in self.parameters]
 
     @staticmethod
     def of_symbol(symbol: str, layout: Layout) -> Signature:
-        """From the compiled symbol. What does not fit the machine code is unknown."""
+        """Read the compiled symbol. A type that does not fit the layout is unknown."""
         parts = _function_parts(symbol)
         types = [] if parts is None else _split(parts[1])
         if len(types) != len(layout):
@@ -134,7 +134,7 @@ class Signature:
 
     @staticmethod
     def declared(name: str, text: str, layout: Layout) -> Signature:
-        """From a declaration such as "const float*, float* out, int n". ValueError where the count
+        """Read a declaration such as "const float*, float* out, int n". ValueError where the count
         or a size is not that of the machine code."""
         return Signature(name, _parameters(name, _split(text), layout))
 
@@ -177,7 +177,7 @@ def demangle(symbol: str) -> str | None:
 
 
 def short_name(symbol: str) -> str:
-    """What the source calls the kernel: `scale`, `ns::scale<float>`, without result and parameters.
+    """Return the name of a kernel in the source, `scale` or `ns::scale<float>`.
 
     >>> from needle.kernels.signature import short_name
     >>> short_name("_Z5scaleIfEvPKT_PS0_"), short_name("plain")
@@ -195,8 +195,8 @@ def short_name(symbol: str) -> str:
 
 
 def _function_parts(symbol: str) -> tuple[str, str] | None:
-    """(what stands before the parameters of a C++ function, what stands in their parentheses); None
-    for a symbol that is not mangled, also where C gave it a name that looks so."""
+    """Return (the text before the parameters of a C++ function, the text in their parentheses).
+    None for a symbol that is not mangled, also for a name of C that looks mangled."""
     plain = (demangle(symbol) or "").replace("(anonymous namespace)::", "")
     if not plain.endswith(")"):
         return None
@@ -208,7 +208,7 @@ def _function_parts(symbol: str) -> tuple[str, str] | None:
 
 
 def _top_level(text: str, sought: str) -> list[int]:
-    """Where a letter stands outside of all brackets."""
+    """Return the places of a letter outside of all brackets."""
     found, depth = [], 0
     for i, letter in enumerate(text):
         depth += (letter in "<([{") - (letter in ">)]}")
@@ -218,7 +218,7 @@ def _top_level(text: str, sought: str) -> list[int]:
 
 
 def pieces(text: str) -> list[str]:
-    """The text between commas that stand outside of all brackets."""
+    """Split a text at the commas outside of all brackets."""
     ends = [*_top_level(text, ","), len(text)]
     starts = [0, *(end + 1 for end in ends[:-1])]
     return [text[start:end] for start, end in zip(starts, ends)]
@@ -249,7 +249,7 @@ def _parameters(name: str, types: list[str], layout: Layout) -> tuple[Parameter,
 
 
 def _read(text: str, offset: int, size: int) -> tuple[Parameter, int | None]:
-    """(the parameter, the bytes that its type has where that is known)."""
+    """Return (the parameter, the bytes of its type if known)."""
     unknown = Parameter(text, "unknown", size, offset), None
     checked = CHECKED.fullmatch(text)
     plain = f"{checked[1]}*" if checked else text
@@ -275,18 +275,18 @@ def _read(text: str, offset: int, size: int) -> tuple[Parameter, int | None]:
 
 
 def _words(text: str) -> tuple[list[str], bool]:
-    """(the words of a type without its qualifiers, is it const)."""
+    """Return (the words of a type without its qualifiers, whether it is const)."""
     words = re.findall(TYPE + r"|\S+", text)
     return [word for word in words if word not in QUALIFIERS], "const" in words
 
 
 def _may_be_name(words: list[str]) -> bool:
-    """Whether the words behind a type are what a declaration calls the parameter, or nothing."""
+    """True if the words after a type are the name of the parameter, or none."""
     return words == [] or (len(words) == 1 and NAME.fullmatch(words[0]) is not None)
 
 
 def _plain_type(text: str) -> tuple[str, bool]:
-    """(a type in C++'s demangled spelling, without qualifiers and without the name that a
+    """Return (a type in C++'s demangled spelling, without qualifiers and without the name that a
     declaration may give, "" where it is none that is read here; is it const)."""
     words, is_const = _words(text)
     integer = [word for word in words if word in INTEGER_WORDS]
@@ -304,7 +304,7 @@ def _plain_type(text: str) -> tuple[str, bool]:
 
 
 def _element(spelled: str) -> tuple[str | None, int]:
-    """(the dtype of arrays that a pointer to this takes, the alignment in bytes it needs)."""
+    """Return (the dtype of arrays for a pointer to this, their alignment in bytes)."""
     if spelled == "void":
         return None, 1
     if spelled in NUMBERS:

@@ -1,4 +1,4 @@
-"""How a process of the pool begins, run by its path: `start.py ROLE FD` (needle.kernels.worker).
+"""Start a process of the pool, by path: `start.py ROLE FD` (needle.kernels.worker).
 
 The driver takes a quarter of a second to find its GPU and half as long to make a context there, and
 Python as long to import needle: a runner, which sees one GPU, does both at once. The other roles
@@ -15,13 +15,13 @@ import threading
 
 
 def begin() -> None:
-    """The context that needle finds later: the device's primary one."""
+    """Make the device's primary context, which needle uses later."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         if driver.cuInit(0) == 0:
             driver.cuDevicePrimaryCtxRetain(ctypes.byref(ctypes.c_void_p()), 0)
     except OSError:
-        pass  # needle says what is wrong, of calls that failed too
+        pass  # needle reports the error, also of calls that failed
 
 
 if __name__ == "__main__":

@@ -1,19 +1,17 @@
-"""The time of a kernel, measured so that it can be believed.
+"""Timing of a kernel that may try to keep results from one call to the next.
 
-Each timed call is of code that was loaded for it, so that its variables are as the source sets
-them, and finds its inputs and its poisoned outputs restored; the last call of each set of inputs is
-handed back to be checked. Where sets have no array in common, the code is warmed up by a call with
-another set; else the timed call is the first that it gets, which costs some microseconds, and a
-hint says so. So no result can be kept from one call to the next.
+For each timed call the code is loaded anew, so its variables are as in the source, and its inputs
+and poisoned outputs are restored. The last call of each set of inputs is compared. If the sets have
+no array in common, a call with another set warms the code up; otherwise each timed call is the
+first of its code, some microseconds slower, and a hint says so.
 
-Between restoring and calling, a buffer larger than any L2 cache is written: inputs are read from
-memory. Events in the stream take the time, and no stop of the host lies between them. What is
-reported is the median and the quartiles of all calls; a time that the device cannot reach is an
-error, not a record (`judge`).
+Before each call a buffer larger than any L2 cache is written, so inputs are read from memory.
+Events in the stream take the time, without a stop of the host between them. Reported are the median
+and the quartiles of all calls; a time that the device cannot reach is an error (`judge`).
 
-What remains possible: code may keep from its warm-up what follows from the numbers, the grid and
-the block alone, such as a table of sines; and memory that no load sets, the heap of device code and
-what lies far beyond the guard bands, holds what a kernel hides there on purpose.
+Not excluded: code may keep from its warm-up results of the numbers, the grid and the block alone,
+such as a table of sines; and a kernel may hide data on purpose in the heap of device code or far
+beyond the guard bands.
 """
 
 from __future__ import annotations
@@ -68,19 +66,19 @@ def measure(
     flush_bytes: int = FLUSH_BYTES,
     seconds: float = 0.2,
 ) -> tuple[list[float], float, float]:
-    """(microseconds of each timed call, those of a kernel that does nothing, the bytes a second at
+    """Return (microseconds of each timed call, those of an empty kernel, the bytes a second at
     which the device fills memory).
 
-    `load()` loads the code anew, and gives what calls it; `restore(i)` brings set i of the inputs
-    into place, `keep(i)` gets what the last call of that set left. `warm`: each timed call comes
-    after one with the next set. As many calls as fit into `seconds` of the device, and with their
+    `load()` loads the code anew and returns its call; `restore(i)` restores set i of the inputs;
+    `keep(i)` stores the outputs of the last call of that set. `warm`: each timed call comes after
+    one with the next set. As many calls as fit into `seconds` of the device, and with their
     loads into five times as many, 5 to 100, and one for each set at least.
     """
     flush = empty((flush_bytes,), "uint8", device)
     tiny = empty((1,), "float32", device)
 
     def timed(what: Callable[[], object]) -> float:
-        """Microseconds, behind a fill of the flush buffer: no launch is waited for."""
+        """Return microseconds, after a fill of the flush buffer, without waiting for a launch."""
         flush.fill(1)
         before, after = Event(device), Event(device)
         before.record()
@@ -127,14 +125,14 @@ def judge(
     warm: bool = True,
     l2_bytes: int = FLUSH_BYTES // 4,
 ) -> Timing:
-    """A Timing of what `measure` gave. `written` are the bytes of outputs, every one of which was
-    seen to be written; `touched` those of all arrays, some of which a kernel may leave unread."""
+    """Return a Timing of the result of `measure`. written: bytes of outputs, all of which were
+    written; touched: bytes of all arrays, some of which a kernel may leave unread."""
     lower, median, upper = (
         statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
     )
     fastest = device_rate * MARGIN
     reason, hints = "", []
-    # What stays in the L2 cache when the kernel ends need not have reached memory.
+    # Data in the L2 cache at the end need not have reached memory.
     least = max(written - l2_bytes, 0) / fastest * 1e6
     if median < SHORTEST:
         reason = f"{median:.3g} us are less than a launch takes"

@@ -10,7 +10,7 @@ import sys
 
 import numpy as np
 import pytest
-from harness import ROOT
+from harness import ROOT, naming
 from kernel_sources import SCALES, SOURCE, needs_nvrtc
 
 from needle import _C
@@ -95,31 +95,41 @@ BODIES = {
 CASES = [(body, n, want) for body, found in BODIES.items() for n, want in found.items()]
 
 
-@pytest.mark.parametrize("body, n, want", CASES)
-def test_checked_pointer_computes_the_same_and_finds_what_is_outside(tmp_path, body, n, want):
-    compiler = shutil.which("c++") or pytest.skip("no C++ compiler")
-    source = (
-        "__global__ void __launch_bounds__(4) kernel(const float *__restrict__ x, // in, (8)\n"
-        "    float* y /* out */, int n) {\n"
-        f"    int i = blockIdx.x * blockDim.x + threadIdx.x; {body}\n}}\n"
-    )
-    (tmp_path / "kernel.cpp").write_text(HOST + with_checks(source, "kernel.cu") + MAIN)
-    command = [compiler, "-std=c++17", "-w", "-O1", "-o", tmp_path / "run", tmp_path / "kernel.cpp"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    done = subprocess.run([tmp_path / "run", n], capture_output=True, text=True)
-    assert done.returncode == 0
-    got = [float(word) for word in done.stdout.split()]
-    if isinstance(want, tuple):
-        parameter, element, thread = want
-        bound = 2 if "float4" in body else 8
-        want = [parameter, element, bound, thread // 4, thread % 4]
-    assert got == want
+def test_checked_pointer_computes_the_same_and_finds_what_is_outside(tmp_path):
+    for body, n, want in CASES:
+        with naming(body):
+            compiler = shutil.which("c++") or pytest.skip("no C++ compiler")
+            source = (
+                "__global__ void __launch_bounds__(4) kernel(\n"
+                "    const float *__restrict__ x, // in, (8)\n"
+                "    float* y /* out */, int n) {\n"
+                f"    int i = blockIdx.x * blockDim.x + threadIdx.x; {body}\n}}\n"
+            )
+            (tmp_path / "kernel.cpp").write_text(HOST + with_checks(source, "kernel.cu") + MAIN)
+            command = [
+                compiler,
+                "-std=c++17",
+                "-w",
+                "-O1",
+                "-o",
+                tmp_path / "run",
+                tmp_path / "kernel.cpp",
+            ]
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            done = subprocess.run([tmp_path / "run", n], capture_output=True, text=True)
+            assert done.returncode == 0
+            got = [float(word) for word in done.stdout.split()]
+            if isinstance(want, tuple):
+                parameter, element, thread = want
+                bound = 2 if "float4" in body else 8
+                want = [parameter, element, bound, thread // 4, thread % 4]
+            assert got == want
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_texts_of_a_kernel_stay_as_they_are():
+    """Also what follows them is still changed."""
+    for text in (
         '"(float *)x {float *p = %d\\n"',
         '"a \\"(float *)x; float *q = \\\\"',
         '"/* (float *)x"',
@@ -129,43 +139,50 @@ def test_checked_pointer_computes_the_same_and_finds_what_is_outside(tmp_path, b
         "(int)'\"', (float)'\\'', \"(float *)x\", u8'\"'",
         "0);\n#error \"12'x'\nsay(0",  # a quote that ends nowhere
         """1'000'000, "(float *)x", 0xA'B, '(' """,
-    ],
-)
-def test_texts_of_a_kernel_stay_as_they_are(text):
-    """Also what follows them is still changed."""
-    head = 'extern "C" __global__ void k({}, const char *s = ",") {{\n'
-    source = head.format("float *x") + f"say({text}); float *p = (float *)x; }}"
-    head = head.replace('"C"', '"C++"').format("needle::checked<float> x")
-    head = head.replace("const char *s", "needle::checked<const char> s")
-    changed = with_checks(source, "k.cu").partition('#line 1 "k.cu"\n')[2]
-    assert changed == head + (
-        f"say({text}); needle::checked<float> p = (needle::checked<float>)x; }}"
-    )
+    ):
+        with naming(text):
+            head = 'extern "C" __global__ void k({}, const char *s = ",") {{\n'
+            source = head.format("float *x") + f"say({text}); float *p = (float *)x; }}"
+            head = head.replace('"C"', '"C++"').format("needle::checked<float> x")
+            head = head.replace("const char *s", "needle::checked<const char> s")
+            changed = with_checks(source, "k.cu").partition('#line 1 "k.cu"\n')[2]
+            assert changed == head + (
+                f"say({text}); needle::checked<float> p = (needle::checked<float>)x; }}"
+            )
 
 
 # ---- compiled ------------------------------------------------------------------------------------
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("entries", [[], SCALES])
-def test_debug_compile_keeps_names_and_types(entries):
-    plain, checked = build(SOURCE, entries), build(SOURCE, entries, debug=True)
-    assert set(plain.entries) == set(checked.entries)
-    for name, entry in checked.entries.items():
-        own = plain[name].signature.parameters
-        for ours, theirs in zip(own, entry.signature.parameters):
-            if ours.kind == "unknown":  # extern "C", which a checked kernel is not
-                continue
-            assert (ours.type, ours.kind, ours.dtype) == (theirs.type, theirs.kind, theirs.dtype)
-            assert (ours.written, ours.alignment) == (theirs.written, theirs.alignment)
-    if not entries:
-        assert "kernel.cu: numbers: parameter 18 (void const*) is not checked" in checked.log
-        assert "parameter 20" not in checked.log
-        assert [p.size for p in checked["twice(int*)"].signature.parameters] == [CHECKED_BYTES]
-        declared = checked["plain"].declared("const float*, float* y, float, int")
-        assert declared.signature.plan == checked["plain"].signature.plan
-        with pytest.raises(ValueError, match="the source says"):
-            checked["plain"].declared("float*, float* y, float, int")
+def test_debug_compile_keeps_names_and_types():
+    for entries in ([], SCALES):
+        with naming(entries):
+            plain, checked = build(SOURCE, entries), build(SOURCE, entries, debug=True)
+            assert set(plain.entries) == set(checked.entries)
+            for name, entry in checked.entries.items():
+                own = plain[name].signature.parameters
+                for ours, theirs in zip(own, entry.signature.parameters):
+                    if ours.kind == "unknown":  # extern "C", which a checked kernel is not
+                        continue
+                    assert (ours.type, ours.kind, ours.dtype) == (
+                        theirs.type,
+                        theirs.kind,
+                        theirs.dtype,
+                    )
+                    assert (ours.written, ours.alignment) == (theirs.written, theirs.alignment)
+            if not entries:
+                assert (
+                    "kernel.cu: numbers: parameter 18 (void const*) is not checked" in checked.log
+                )
+                assert "parameter 20" not in checked.log
+                assert [p.size for p in checked["twice(int*)"].signature.parameters] == [
+                    CHECKED_BYTES
+                ]
+                declared = checked["plain"].declared("const float*, float* y, float, int")
+                assert declared.signature.plan == checked["plain"].signature.plan
+                with pytest.raises(ValueError, match="the source says"):
+                    checked["plain"].declared("float*, float* y, float, int")
 
 
 @needs_nvrtc
@@ -250,14 +267,13 @@ assert (y.numpy() == z.numpy()).all() and (y.numpy() == 3 * x.numpy()).all()
 
 @pytest.mark.cuda
 @needs_nvrtc
-@pytest.mark.parametrize("short, parameter", [("x", 0), ("y", 1)])
-def test_checked_kernel_outside_names_kernel_parameter_element_and_thread(short, parameter):
-    done = on_gpu(f"{short} = {short}[:1000 - 5]\nkernel(8, 128, x, y, 3.0, 1000)\n")
-    assert done.returncode == 75, done.stderr
-    said = (
-        rf"parameter {parameter}: element 99[5-9] is outside of 995 \(block 7,0,0, thread \d+,0,0\)"
-    )
-    assert re.search(f"CudaFatalError: scale<float>: .*: {said}", done.stderr), done.stderr
+def test_checked_kernel_outside_names_kernel_parameter_element_and_thread():
+    where = r"element 99[5-9] is outside of 995 \(block 7,0,0, thread \d+,0,0\)"
+    for short, parameter in (("x", 0), ("y", 1)):
+        done = on_gpu(f"{short} = {short}[:1000 - 5]\nkernel(8, 128, x, y, 3.0, 1000)\n")
+        assert done.returncode == 75, done.stderr
+        said = f"CudaFatalError: scale<float>: .*: parameter {parameter}: {where}"
+        assert re.search(said, done.stderr), done.stderr
 
 
 @pytest.mark.cuda
@@ -277,27 +293,25 @@ def test_pool_names_the_element_and_goes_on():
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize(
-    "call, said",
-    [
+def test_debug_build_names_op_operand_and_element():
+    """Run with NEEDLE_TEST_BUILD: the folder of a build made with NEEDLE_DEBUG=1."""
+    for call, said in (
         ("_C.embedding_fwd(ids, w)", "embedding_fwd: .*: ids"),
         ("_C.embedding_bwd(ids, y[:9].reshape((3, 3)), w)", "embedding_bwd: .*: ids"),
         ("_C.cross_entropy_fwd(y[:150].reshape((3, 50)), ids)", "cross_entropy_fwd: .*: targets"),
-    ],
-)
-def test_debug_build_names_op_operand_and_element(call, said):
-    """Run with NEEDLE_TEST_BUILD: the folder of a build made with NEEDLE_DEBUG=1."""
-    done = on_gpu(f"""
-if not _C.build_info()["debug"]:
-    raise SystemExit("no debug build")
-ids = _C.array(np.array([1, -0, 60], np.int32), dtype="int32", device=device)
-good = _C.array(np.array([1, 0, 49], np.int32), dtype="int32", device=device)
-w = _C.array(np.arange(150, dtype=np.float32).reshape(50, 3), device=device)
-assert (_C.embedding_fwd(good, w).numpy() == w.numpy()[[1, 0, 49]]).all()
-{call}
-""")
-    if "no debug build" in done.stderr:
-        pytest.skip("not a debug build")
-    assert done.returncode == 75, done.stderr
-    said += r": element 2: index 60 is outside of 50 \(block .*cuda/\w+\.cu:\d+\)"
-    assert re.search(f"CudaFatalError: {said}", done.stderr), done.stderr
+    ):
+        with naming(call):
+            done = on_gpu(f"""
+        if not _C.build_info()["debug"]:
+            raise SystemExit("no debug build")
+        ids = _C.array(np.array([1, -0, 60], np.int32), dtype="int32", device=device)
+        good = _C.array(np.array([1, 0, 49], np.int32), dtype="int32", device=device)
+        w = _C.array(np.arange(150, dtype=np.float32).reshape(50, 3), device=device)
+        assert (_C.embedding_fwd(good, w).numpy() == w.numpy()[[1, 0, 49]]).all()
+        {call}
+        """)
+            if "no debug build" in done.stderr:
+                pytest.skip("not a debug build")
+            assert done.returncode == 75, done.stderr
+            said += r": element 2: index 60 is outside of 50 \(block .*cuda/\w+\.cu:\d+\)"
+            assert re.search(f"CudaFatalError: {said}", done.stderr), done.stderr

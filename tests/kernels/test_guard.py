@@ -1,7 +1,8 @@
-"""needle/kernels/guard.py: guard bands, poison, and what is said of what a kernel left."""
+"""needle/kernels/guard.py: guard bands, poison, and the description of faults."""
 
 import numpy as np
 import pytest
+from harness import naming
 
 from needle.kernels import guard
 from needle.kernels.guard import GUARD, Place
@@ -66,7 +67,7 @@ def test_the_pattern_is_nan_and_never_the_same(filled):
     assert (again != memory).any()
 
 
-def test_nothing_is_said_of_a_right_kernel(filled):
+def test_a_right_kernel_has_no_faults(filled):
     places, memory = filled
     after = write_all(places, memory)
     place_of(places, "n").array_of(after)[...] = 9
@@ -75,36 +76,56 @@ def test_nothing_is_said_of_a_right_kernel(filled):
     assert guard.suspects(memory, after, places) == {}
 
 
-@pytest.mark.parametrize(
-    "at, said",
-    [
-        (("y", "stop", 0), "y: 2 bytes were written after its end, the first 0 bytes after it "
-         "(element 7 of 7)"),
-        (("y", "stop", 100), "y: 2 bytes were written after its end, the first 100 bytes after "
-         "it (element 57 of 7)"),
-        (("y", "start", -2), "y: 2 bytes were written before its start, the nearest 1 bytes before "
-         "it (element -1)"),
-        (("x", "start", -8), "x: 2 bytes were written before its start, the nearest 7 bytes before "
-         "it (element -2)"),
-        (("s", "stop", 4), "s: 2 bytes were written after its end, the first 4 bytes after it "
-         "(element 2 of 1)"),
-        (("s", "stop", GUARD - 2), "s: 2 bytes were written after its end, the first 65,534 bytes "
-         "after it (element 16,384 of 1)"),
-        (("x", "start", -GUARD), "x: 2 bytes were written before its start, the nearest 65,535 "
-         "bytes before it (element -16384)"),
-        (("x", "start", 4), "x: the kernel takes it as const, and 1 of 15 elements were changed, "
-         "the first at [0, 1]"),
-        (("x", "start", 58), "x: the kernel takes it as const, and 1 of 15 elements were changed, "
-         "the first at [4, 2]"),
-    ],
-)  # fmt: skip
-def test_a_write_outside_is_named(filled, at, said):
-    places, memory = filled
-    name, edge, offset = at
-    after = write_all(places, memory)
-    first = getattr(place_of(places, name), edge) + offset
-    after[first : first + 2] ^= 0x55
-    assert guard.written_outside(memory, after, places) == said
+def test_a_write_outside_is_named(filled):
+    for at, said in (
+        (
+            ("y", "stop", 0),
+            "y: 2 bytes were written after its end, the first 0 bytes after it (element 7 of 7)",
+        ),
+        (
+            ("y", "stop", 100),
+            "y: 2 bytes were written after its end, the first 100 bytes after it (element 57 of 7)",
+        ),
+        (
+            ("y", "start", -2),
+            "y: 2 bytes were written before its start, the nearest 1 bytes before it (element -1)",
+        ),
+        (
+            ("x", "start", -8),
+            "x: 2 bytes were written before its start, the nearest 7 bytes before it (element -2)",
+        ),
+        (
+            ("s", "stop", 4),
+            "s: 2 bytes were written after its end, the first 4 bytes after it (element 2 of 1)",
+        ),
+        (
+            ("s", "stop", GUARD - 2),
+            "s: 2 bytes were written after its end, the first 65,534 bytes "
+            "after it (element 16,384 of 1)",
+        ),
+        (
+            ("x", "start", -GUARD),
+            "x: 2 bytes were written before its start, the nearest 65,535 "
+            "bytes before it (element -16384)",
+        ),
+        (
+            ("x", "start", 4),
+            "x: the kernel takes it as const, and 1 of 15 elements were changed, "
+            "the first at [0, 1]",
+        ),
+        (
+            ("x", "start", 58),
+            "x: the kernel takes it as const, and 1 of 15 elements were changed, "
+            "the first at [4, 2]",
+        ),
+    ):
+        with naming(at):
+            places, memory = filled
+            name, edge, offset = at
+            after = write_all(places, memory)
+            first = getattr(place_of(places, name), edge) + offset
+            after[first : first + 2] ^= 0x55
+            assert guard.written_outside(memory, after, places) == said
 
 
 def test_two_faults_are_both_named(filled):
@@ -115,7 +136,7 @@ def test_two_faults_are_both_named(filled):
     assert guard.written_outside(memory, after, places).count(" after its end") == 2
 
 
-def test_what_was_not_written_shows_in_two_runs(filled):
+def test_unwritten_elements_are_found_by_two_runs(filled):
     """An element that the kernel leaves out is a suspect both times; one that happens to be written
     with what the poison was is a suspect once."""
     places, memory = filled

@@ -1,5 +1,5 @@
 """needle/kernels/limits.py: occupancy against NVIDIA's own cuda_occupancy.h, and every limit with
-both numbers. No GPU and no NVRTC is asked."""
+both numbers. Needs no GPU and no NVRTC."""
 
 import ctypes
 import dataclasses
@@ -9,6 +9,7 @@ import subprocess
 
 import numpy as np
 import pytest
+from harness import naming
 from kernel_sources import MISSING
 
 import needle as ndl
@@ -106,9 +107,8 @@ def test_occupancy_is_nvidias(reference, arch):
 # ---- each limit, with both numbers ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "kernel, launch, said",
-    [
+def test_each_limit_names_both_numbers():
+    for kernel, launch, said in (
         ({}, (1, 2048), r"block.x is 2,048, and at most 1,024"),
         ({}, (1, (32, 64)), r"block \(32, 64, 1\) has 2,048 threads, and sm_90a allows 1,024"),
         ({}, (1, (1, 1, 65)), r"block.z is 65, and at most 64"),
@@ -119,23 +119,34 @@ def test_occupancy_is_nvidias(reference, arch):
         ({}, (-1, 1), r"grid.x is -1, and must be 1 or more"),
         ({"max_threads": 128}, (1, 129), r"129 threads, and the source promises at most 128"),
         ({"block": (64, 2, 1)}, (1, 64), r"block is \(64, 1, 1\), and the source fixes it at \("),
-        ({"registers": 96}, (1, 1024), r"needs 98,304 registers \(96 a thread\), and sm_90a has "
-         r"65,536 a block; use at most 640 threads, or compile with __launch_bounds__\(1024\)$"),
-        ({}, (1, 32, 300 * 1024), r"307,200 bytes of shared memory a block \(0 static, 307,200 "
-         r"dynamic\), and sm_90a has 232,448"),
+        (
+            {"registers": 96},
+            (1, 1024),
+            r"needs 98,304 registers \(96 a thread\), and sm_90a has "
+            r"65,536 a block; use at most 640 threads, or compile with __launch_bounds__\(1024\)$",
+        ),
+        (
+            {},
+            (1, 32, 300 * 1024),
+            r"307,200 bytes of shared memory a block \(0 static, 307,200 "
+            r"dynamic\), and sm_90a has 232,448",
+        ),
         ({"shared_bytes": 40000}, (1, 32, 200000), r"240,000 .*\(40,000 static, 200,000 dynamic\)"),
         ({}, (1, 32, -1), r"shared is -1 bytes"),
         ({}, (16, 32, 0, 16), r"cluster \(16, 1, 1\) has 16 blocks, and at most 8"),
         ({}, (6, 32, 0, 4), r"grid.x is 6, which is no multiple of cluster.x = 4; round it up"),
         ({}, ((4, 3), 32, 0, (2, 2)), r"grid.y is 3, which is no multiple of cluster.y = 2"),
-        ({"cluster": (2, 1, 1)}, (4, 32, 0, 4), r"cluster is \(4, 1, 1\), and the source fixes it "
-         r"at \(2, 1, 1\)"),
+        (
+            {"cluster": (2, 1, 1)},
+            (4, 32, 0, 4),
+            r"cluster is \(4, 1, 1\), and the source fixes it "
+            r"at \(2, 1, 1\)",
+        ),
         ({"cluster": (2, 1, 1)}, (3, 32), r"grid.x is 3, which is no multiple of cluster.x = 2"),
-    ],
-)  # fmt: skip
-def test_what_does_not_fit(kernel, launch, said):
-    with pytest.raises(LaunchError, match=rf"^f: .*{said}"):
-        limits.check(Kernel(**kernel), H, *launch)
+    ):
+        with naming(kernel):
+            with pytest.raises(LaunchError, match=rf"^f: .*{said}"):
+                limits.check(Kernel(**kernel), H, *launch)
 
 
 def test_clusters_need_hopper():
@@ -172,9 +183,8 @@ def test_local_memory_is_that_of_all_resident_threads():
     limits.check(Kernel(local_bytes=500_000), H, 1, 32)
 
 
-@pytest.mark.parametrize(
-    "launch, error, said",
-    [
+def test_wrong_sizes_are_named():
+    for launch, error, said in (
         (
             ("4", 32),
             TypeError,
@@ -190,19 +200,19 @@ def test_local_memory_is_that_of_all_resident_threads():
         ((4, 32, np.array([1, 2])), TypeError, "f: shared: must be a whole number of bytes"),
         ((4, 32, 1.5), TypeError, "f: shared: must be a whole number of bytes"),
         ((4, 32, 0, "2"), TypeError, "f: cluster: must be"),
-    ],
-)
-def test_what_is_no_size(launch, error, said):
-    with pytest.raises(error, match=said):
-        limits.check(Kernel(), H, *launch)
+    ):
+        with naming(launch):
+            with pytest.raises(error, match=said):
+                limits.check(Kernel(), H, *launch)
 
 
-@pytest.mark.parametrize("kind", [tuple, list, np.array, lambda sizes: map(np.int64, sizes)])
-def test_sizes_may_be_numpys(kind):
-    report = limits.check(Kernel(), H, kind([4, 2]), kind([32]), np.int32(8))
-    assert (report.grid, report.block, report.shared_bytes) == ((4, 2, 1), (32, 1, 1), 8)
-    assert all(type(n) is int for n in report.grid)
-    assert limits.check(Kernel(), H, np.array(4), 32).grid == (4, 1, 1)
+def test_sizes_may_be_numpys():
+    for kind in (tuple, list, np.array, lambda sizes: map(np.int64, sizes)):
+        with naming(kind):
+            report = limits.check(Kernel(), H, kind([4, 2]), kind([32]), np.int32(8))
+            assert (report.grid, report.block, report.shared_bytes) == ((4, 2, 1), (32, 1, 1), 8)
+            assert all(type(n) is int for n in report.grid)
+            assert limits.check(Kernel(), H, np.array(4), 32).grid == (4, 1, 1)
 
 
 def test_a_launch_error_is_a_cuda_error_that_can_be_retried():
@@ -214,32 +224,29 @@ def test_a_launch_error_is_a_cuda_error_that_can_be_retried():
 # ---- the table and the report --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "text, name",
-    [("90a", "90a"), ("sm_90", "90"), ("9.0", "90"), (80, "80"), ("compute_120f", "120f"),
-     ("12.1", "121"), (" SM_90A ", "90a")],
-)  # fmt: skip
-def test_architectures_are_parsed(text, name):
-    assert limits.parse_arch(text) == name
-    assert limits.of_arch(text).where == f"sm_{name}"
-
-
-@pytest.mark.parametrize("text", ["", "ninety", "9", "90x", "sm90", "1234"])
-def test_what_is_no_architecture(text):
-    with pytest.raises(ValueError, match="is no architecture"):
-        limits.parse_arch(text)
-
-
-@pytest.mark.parametrize("arch", [90.0, 9.0, None, b"90a"])
-def test_an_architecture_is_a_text_or_a_whole_number(arch):
-    with pytest.raises(TypeError, match='arch: must be a text such as "90a" or a number such as'):
-        limits.parse_arch(arch)
-
-
-def test_an_architecture_that_the_table_lacks():
-    with pytest.raises(
-        ValueError, match="the limits of sm_70 are not known here, those of 75, 80,"
+def test_architectures_are_parsed():
+    for text, name in (
+        ("90a", "90a"),
+        ("sm_90", "90"),
+        ("9.0", "90"),
+        (80, "80"),
+        ("compute_120f", "120f"),
+        ("12.1", "121"),
+        (" SM_90A ", "90a"),
     ):
+        with naming(text):
+            assert limits.parse_arch(text) == name
+            assert limits.of_arch(text).where == f"sm_{name}"
+
+
+def test_wrong_architectures_are_named():
+    for text in ("", "ninety", "9", "90x", "sm90", "1234"):
+        with pytest.raises(ValueError, match="is no architecture"):
+            limits.parse_arch(text)
+    for arch in (90.0, 9.0, None, b"90a"):
+        with pytest.raises(TypeError, match='arch: must be a text such as "90a" or a number such'):
+            limits.parse_arch(arch)
+    with pytest.raises(ValueError, match="the limits of sm_70 are not known here, those of 75, 80"):
         limits.of_arch("70")
 
 

@@ -1,5 +1,5 @@
 """needle/kernels/signature.py and csrc/python/parameters.c: types read from symbols and texts, and
-arguments checked and packed, on the CPU: no GPU and no compiler is asked."""
+arguments checked and packed, on the CPU. Needs no GPU and no compiler."""
 
 import ctypes
 import gc
@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+from harness import naming
 
 import needle as ndl
 from needle import _C
@@ -35,7 +36,7 @@ def pack(text: str, sizes: list[int], *arguments) -> bytes:
 # ---- types ---------------------------------------------------------------------------------------
 
 
-def test_symbols_say_what_a_kernel_takes():
+def test_a_symbol_has_the_types_of_its_parameters():
     """As g++ mangles them (Itanium C++ ABI)."""
     symbol = "_Z5scaleI13__nv_bfloat16EvPKT_PS1_fx1P"
     assert demangle(symbol) == (
@@ -56,14 +57,22 @@ def test_symbols_say_what_a_kernel_takes():
     assert str(plain) == "scale(8 bytes, 8 bytes, 4 bytes)" and not plain.known
 
 
-@pytest.mark.parametrize(
-    "symbol, sizes, kinds, shown",
-    [
+def test_types_that_are_not_read_are_checked_by_size():
+    """And spoils neither its kernel nor its module."""
+    for symbol, sizes, kinds, shown in (
         ("_Z2k1PfPA4_Ki", (8, 8), "array array", "k1(float*, int const*)"),
-        ("_Z2k3RfRK1PRA4_f", (8, 8, 8), "unknown unknown unknown",
-         "k3(float&, P const&, float (&) [4])"),
-        ("_Z2k5M1PiMS_FifEPS0_", (8, 16, 8), "unknown unknown array",
-         "k5(int P::*, int (P::*)(float), int P::**)"),
+        (
+            "_Z2k3RfRK1PRA4_f",
+            (8, 8, 8),
+            "unknown unknown unknown",
+            "k3(float&, P const&, float (&) [4])",
+        ),
+        (
+            "_Z2k5M1PiMS_FifEPS0_",
+            (8, 16, 8),
+            "unknown unknown array",
+            "k5(int P::*, int (P::*)(float), int P::**)",
+        ),
         ("_Z2k6PFviEPS0_", (8, 8), "unknown unknown", "k6(void (*)(int), void (**)(int))"),
         ("_Z2k4ePe", (8, 8), "unknown unknown", "k4(long double, long double*)"),
         ("_Z1fN12_GLOBAL__N_11QEPS0_", (12, 8), "bytes array", "f(Q, Q*)"),
@@ -71,15 +80,15 @@ def test_symbols_say_what_a_kernel_takes():
         ("_Z3bar", (8,), "unknown", "_Z3bar(8 bytes)"),
         ("_Z1fv", (8,), "unknown", "f(8 bytes)"),
         ("_Z1fi", (8,), "unknown", "f(int)"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_read_is_held_to_its_size(symbol, sizes, kinds, shown):
-    """And spoils neither its kernel nor its module."""
-    layout = [(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
-    signature = Signature.of_symbol(symbol, layout)
-    assert " ".join(p.kind for p in signature.parameters) == kinds and str(signature) == shown
-    assert [(p.offset, p.size) for p in signature.parameters] == layout
-    assert _C.Parameters("f", signature.plan)
+    ):
+        with naming(symbol):
+            layout = [(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
+            signature = Signature.of_symbol(symbol, layout)
+            assert (
+                " ".join(p.kind for p in signature.parameters) == kinds and str(signature) == shown
+            )
+            assert [(p.offset, p.size) for p in signature.parameters] == layout
+            assert _C.Parameters("f", signature.plan)
 
 
 def test_a_number_for_what_is_unknown_must_say_its_form():
@@ -90,23 +99,20 @@ def test_a_number_for_what_is_unknown_must_say_its_form():
     assert pack("float&", [8], x) == struct.pack("<Q", x._handle.ptr())
 
 
-@pytest.mark.parametrize(
-    "symbol, name",
-    [
+def test_short_names():
+    for symbol, name in (
         ("_ZN5inner4fillEPii", "inner::fill"),
         ("_ZN12_GLOBAL__N_16hiddenEPi", "hidden"),
         ("_Z1fILi3E1SIfiEEvT0_", "f<3, S<float, int> >"),
         ("_Z1fPFivE", "f"),
         ("plain", "plain"),
-    ],
-)
-def test_short_names(symbol, name):
-    assert short_name(symbol) == name
+    ):
+        with naming(symbol):
+            assert short_name(symbol) == name
 
 
-@pytest.mark.parametrize(
-    "text, size, kind, dtype, written, alignment",
-    [
+def test_declared_types():
+    for text, size, kind, dtype, written, alignment in (
         ("const float*", 8, "array", "float32", False, 4),
         ("float const *", 8, "array", "float32", False, 4),
         ("const float *__restrict__ x", 8, "array", "float32", False, 4),
@@ -159,16 +165,14 @@ def test_short_names(symbol, name):
         ("decltype(nullptr)", 8, "unknown", None, False, 1),
         ("run()::{lambda(int)#1}", 4, "unknown", None, False, 1),
         ("int n m", 4, "unknown", None, False, 1),
-    ],
-)
-def test_declared_types(text, size, kind, dtype, written, alignment):
-    (p,) = Signature.declared("f", text, [(0, size)]).parameters
-    assert (p.kind, p.dtype, p.written, p.alignment) == (kind, dtype, written, alignment)
+    ):
+        with naming(text):
+            (p,) = Signature.declared("f", text, [(0, size)]).parameters
+            assert (p.kind, p.dtype, p.written, p.alignment) == (kind, dtype, written, alignment)
 
 
-@pytest.mark.parametrize(
-    "text, layout, said",
-    [
+def test_a_declaration_must_fit_the_layout():
+    for text, layout, said in (
         (
             "int",
             [],
@@ -178,11 +182,10 @@ def test_declared_types(text, size, kind, dtype, written, alignment):
         ("float*, int", [(0, 8), (8, 8)], r"parameter 1 is declared as int \(4 bytes\).* 8 bytes"),
         ("float", [(0, 8)], r"parameter 0 is declared as float \(4 bytes\)"),
         ("float*", [(0, 4)], r"parameter 0 is declared as float\* \(8 bytes\)"),
-    ],
-)
-def test_a_declaration_is_held_to_the_machine_code(text, layout, said):
-    with pytest.raises(ValueError, match=said):
-        Signature.declared("f", text, layout)
+    ):
+        with naming(text):
+            with pytest.raises(ValueError, match=said):
+                Signature.declared("f", text, layout)
 
 
 def test_no_parameters():
@@ -201,21 +204,22 @@ CODES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name, code", CODES.items())
-def test_whole_numbers_fill_their_type_and_no_more(name, code):
-    size = struct.calcsize(code)
-    least = -(1 << (8 * size - 1)) if code.islower() else 0
-    most = least + (1 << 8 * size) - 1
-    for value in (least, least + 1, 0, 1, most - 1, most, True, np.int8(5), np.uint64(7)):
-        assert pack(name, [size], value) == struct.pack(f"<{code}", int(value)), value
-    for value in (least - 1, most + 1, 10**30, -(10**30)):
-        with pytest.raises(
-            OverflowError, match=rf"f: parameter 0 \(.*\): {value} is out of bounds"
-        ):
-            pack(name, [size], value)
-    for value in (1.0, np.float32(1), "1", None, b"1" * size, _C.array([1.0])):
-        with pytest.raises(TypeError, match=r"parameter 0 .*must be a whole number, not "):
-            pack(name, [size], value)
+def test_integers_out_of_bounds_are_refused():
+    for name, code in CODES.items():
+        with naming(name):
+            size = struct.calcsize(code)
+            least = -(1 << (8 * size - 1)) if code.islower() else 0
+            most = least + (1 << 8 * size) - 1
+            for value in (least, least + 1, 0, 1, most - 1, most, True, np.int8(5), np.uint64(7)):
+                assert pack(name, [size], value) == struct.pack(f"<{code}", int(value)), value
+            for value in (least - 1, most + 1, 10**30, -(10**30)):
+                with pytest.raises(
+                    OverflowError, match=rf"f: parameter 0 \(.*\): {value} is out of bounds"
+                ):
+                    pack(name, [size], value)
+            for value in (1.0, np.float32(1), "1", None, b"1" * size, _C.array([1.0])):
+                with pytest.raises(TypeError, match=r"parameter 0 .*must be a whole number, not "):
+                    pack(name, [size], value)
 
 
 def test_floats():
@@ -291,23 +295,26 @@ DTYPES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_arrays_of_each_dtype(dtype):
-    array = _C.array(np.ones(8), dtype=dtype)
-    for text in (f"const {DTYPES[dtype]}*", f"{DTYPES[dtype]} *", "void*"):
-        assert pack(text, [8], array) == struct.pack("<Q", array._handle.ptr())
-    other = next(name for name in DTYPES if name != dtype)
-    with pytest.raises(TypeError, match=rf"the array is {dtype}, and must be {other}; convert"):
-        pack(f"{DTYPES[other]}*", [8], array)
+def test_arrays_of_each_dtype():
+    for dtype in DTYPES:
+        with naming(dtype):
+            array = _C.array(np.ones(8), dtype=dtype)
+            for text in (f"const {DTYPES[dtype]}*", f"{DTYPES[dtype]} *", "void*"):
+                assert pack(text, [8], array) == struct.pack("<Q", array._handle.ptr())
+            other = next(name for name in DTYPES if name != dtype)
+            with pytest.raises(
+                TypeError, match=rf"the array is {dtype}, and must be {other}; convert"
+            ):
+                pack(f"{DTYPES[other]}*", [8], array)
 
 
-def test_of_elements_without_a_dtype_the_bytes_are_asked_for():
+def test_elements_without_a_dtype_are_passed_as_bytes():
     said = r"the array is float32, and must be the bytes of what is pointed to, as uint8"
     with pytest.raises(TypeError, match=said):
         pack("double*", [8], _C.array(np.ones(8)))
 
 
-def test_tensors_views_and_what_is_no_array():
+def test_tensors_and_contiguous_views_are_arrays():
     tensor = ndl.Tensor([[1.0, 2.0], [3.0, 4.0]])
     assert pack("float*", [8], tensor) == struct.pack("<Q", tensor.cached_data._handle.ptr())
     base = _C.array(np.arange(16.0).reshape(4, 4))
@@ -323,14 +330,14 @@ def test_tensors_views_and_what_is_no_array():
             pack("float*", [8], thing)
 
 
-def test_the_device_must_be_the_kernels():
+def test_an_array_must_be_on_the_kernels_device():
     plan = declared("float*").plan
     with pytest.raises(RuntimeError, match="no such device"):
         _C.Parameters("f", plan).pack(ndl.cpu(1), (_C.array([1.0]),))
     assert _C.Parameters("f", plan).pack(None, (_C.array([1.0]),))
 
 
-def test_the_count():
+def test_the_number_of_arguments_is_checked():
     for given in ((), (1, 2)):
         with pytest.raises(
             TypeError, match=f"f takes 1 arguments after grid and block, but {len(given)}"
@@ -343,7 +350,7 @@ def test_the_count():
 # ---- a symbol without types ----------------------------------------------------------------------
 
 
-def test_sizes_alone():
+def test_a_symbol_without_types_checks_sizes():
     plan = Signature.of_symbol("plain", [(0, 8), (8, 4), (12, 4), (16, 2)]).plan
     plain = _C.Parameters("plain", plan)
     x = _C.array([1.0, 2.0], dtype="bfloat16")
@@ -366,7 +373,7 @@ def test_sizes_alone():
 # ---- packing -------------------------------------------------------------------------------------
 
 
-def test_each_lies_at_its_offset():
+def test_arguments_are_packed_like_a_c_struct():
     """Against the layout of a C structure, filled with a pattern in between: zeros."""
     text = "const float*, bool, short, double, char, Mine, half"
     sizes = [8, 1, 2, 8, 1, 12, 2]
@@ -376,7 +383,7 @@ def test_each_lies_at_its_offset():
     assert got == want
 
 
-def test_more_than_fits_on_the_stack():
+def test_many_arguments_are_packed():
     count = 600
     text = ", ".join(["long"] * count + ["Big"])
     got = pack(text, [8] * count + [20000], *range(count), b"z" * 20000)
@@ -399,9 +406,8 @@ def test_arguments_are_not_kept():
     assert (sys.getrefcount(x), sys.getrefcount(t.cached_data)) == before
 
 
-@pytest.mark.parametrize(
-    "plan, error",
-    [
+def test_wrong_plans_are_refused():
+    for plan, error in (
         (3, TypeError),
         ([3], TypeError),
         ([("int", "int", 4, 0, None, False)], TypeError),
@@ -413,11 +419,10 @@ def test_arguments_are_not_kept():
         ([("float*", "array", 4, 0, None, False, 1)], ValueError),
         ([("float*", "array", 8, 0, "float8", False, 1)], ValueError),
         ([("float*", "array", 8, 0, "float32", False, 0)], ValueError),
-    ],
-)
-def test_a_plan_is_not_believed(plan, error):
-    with pytest.raises(error):
-        _C.Parameters("f", plan)
+    ):
+        with naming(plan):
+            with pytest.raises(error):
+                _C.Parameters("f", plan)
 
 
 def test_the_cpu_runs_no_kernels():

@@ -1,4 +1,4 @@
-"""needle/kernels/timing.py: what is timed, on the host; and what a time is taken for."""
+"""needle/kernels/timing.py: the calls of a timing, on the host, and the judgement of times."""
 
 import time
 import weakref

@@ -1,7 +1,8 @@
-"""needle/kernels/values.py: arrays as callers give them, and when two are alike."""
+"""needle/kernels/values.py: arguments of kernels, and the comparison of results."""
 
 import numpy as np
 import pytest
+from harness import naming
 
 from needle import _C
 from needle.kernels.values import (
@@ -17,16 +18,17 @@ from needle.kernels.values import (
 )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_random_arrays_have_their_dtype_and_come_back(dtype):
-    array = Random((300, 2), dtype).array(0, 0)
-    name, bits = host_array(array)
-    assert (name, bits.shape) == (dtype, (300, 2))
-    values = readable(dtype, bits)
-    assert values.dtype == ("float32" if dtype == "bfloat16" else dtype)
-    assert values is not bits and len(np.unique(values)) > (1 if dtype == "bool" else 30)
-    if dtype == "bfloat16":
-        assert (values == array.numpy()).all()
+def test_random_arrays_have_their_dtype_and_come_back():
+    for dtype in DTYPES:
+        with naming(dtype):
+            array = Random((300, 2), dtype).array(0, 0)
+            name, bits = host_array(array)
+            assert (name, bits.shape) == (dtype, (300, 2))
+            values = readable(dtype, bits)
+            assert values.dtype == ("float32" if dtype == "bfloat16" else dtype)
+            assert values is not bits and len(np.unique(values)) > (1 if dtype == "bool" else 30)
+            if dtype == "bfloat16":
+                assert (values == array.numpy()).all()
 
 
 def test_the_same_seed_gives_other_numbers_elsewhere():
@@ -55,10 +57,11 @@ def test_a_strided_array_is_made_contiguous_and_zero_axes_stay():
     assert (readable("bfloat16", host_array(view)[1]) == np.arange(6).reshape(2, 3).T).all()
 
 
-@pytest.mark.parametrize("array", [np.array(["a"]), np.zeros(2, ">f4"), np.zeros(2, "longdouble")])
-def test_other_arrays_are_refused(array):
-    with pytest.raises(TypeError, match="there are float32, bfloat16"):
-        host_array(array)
+def test_other_arrays_are_refused():
+    for array in (np.array(["a"]), np.zeros(2, ">f4"), np.zeros(2, "longdouble")):
+        with naming(array):
+            with pytest.raises(TypeError, match="there are float32, bfloat16"):
+                host_array(array)
 
 
 def test_shapes_and_dtypes_are_checked():
@@ -71,9 +74,8 @@ def test_shapes_and_dtypes_are_checked():
         Out((2, 1.5))
 
 
-@pytest.mark.parametrize(
-    "dtype, low, high",
-    [
+def test_bounds_that_a_dtype_does_not_hold():
+    for dtype, low, high in (
         ("float16", 0, 70000.0),
         ("bfloat16", 0, 1e39),
         ("float64", -1e308, 1.5e308),
@@ -83,11 +85,12 @@ def test_shapes_and_dtypes_are_checked():
         ("uint8", -1, 5),
         ("int32", 5, 5),
         ("int32", 100, None),
-    ],
-)
-def test_bounds_that_a_dtype_does_not_hold(dtype, low, high):
-    with pytest.raises(ValueError, match=f"Random: low and high are .*{dtype} takes numbers from"):
-        Random(3, dtype, low=low, high=high)
+    ):
+        with naming(dtype):
+            with pytest.raises(
+                ValueError, match=f"Random: low and high are .*{dtype} takes numbers from"
+            ):
+                Random(3, dtype, low=low, high=high)
 
 
 def test_bounds_at_the_edge(recwarn):
@@ -99,15 +102,15 @@ def test_bounds_at_the_edge(recwarn):
         Random(3, seed=-1)
 
 
-@pytest.mark.parametrize("array", [Out(3), InOut(np.zeros(3)), [1, 2], 5, "x"])
-def test_inout_takes_arrays(array):
-    with pytest.raises(TypeError, match="InOut: takes an array or Random, not"):
-        InOut(array)
+def test_inout_takes_arrays():
+    for array in (Out(3), InOut(np.zeros(3)), [1, 2], 5, "x"):
+        with naming(array):
+            with pytest.raises(TypeError, match="InOut: takes an array or Random, not"):
+                InOut(array)
 
 
-@pytest.mark.parametrize(
-    "given, error",
-    [
+def test_tolerances_that_are_none():
+    for given, error in (
         ("x", TypeError),
         ("xy", TypeError),
         ((1, "x"), TypeError),
@@ -117,11 +120,12 @@ def test_inout_takes_arrays(array):
         (-1e-4, ValueError),
         ((0, float("nan")), ValueError),
         (float("inf"), ValueError),
-    ],
-)
-def test_tolerances_that_are_none(given, error):
-    with pytest.raises(error, match="tolerance: must be a number, or .absolute, relative., not"):
-        both(given)
+    ):
+        with naming(given):
+            with pytest.raises(
+                error, match="tolerance: must be a number, or .absolute, relative., not"
+            ):
+                both(given)
 
 
 def test_tolerances():
@@ -134,9 +138,8 @@ F = np.float32
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.mark.parametrize(
-    "got, expected, dtype, tolerance",
-    [
+def test_results_within_the_tolerance_are_right():
+    for got, expected, dtype, tolerance in (
         ([1.0, NAN, INF, -INF], [1.0, NAN, INF, -INF], "float32", 0.0),
         ([1.00009], [1.0], "float32", None),
         ([100.009], [100.0], "float32", None),
@@ -144,15 +147,13 @@ NAN, INF = float("nan"), float("inf")
         ([2.0], [1.0], "float32", (0.0, 1.0)),
         ([2.0], [1.0], "float32", (1.0, 0.0)),
         ([], [], "float32", None),
-    ],
-)
-def test_what_is_near_enough(got, expected, dtype, tolerance):
-    assert difference(F(got), F(expected), dtype, tolerance) is None
+    ):
+        with naming(got):
+            assert difference(F(got), F(expected), dtype, tolerance) is None
 
 
-@pytest.mark.parametrize(
-    "got, expected, dtype, tolerance",
-    [
+def test_results_beyond_the_tolerance_are_wrong():
+    for got, expected, dtype, tolerance in (
         ([1.0003], [1.0], "float32", None),
         ([1.03], [1.0], "bfloat16", None),
         ([NAN], [1.0], "float32", 1e9),
@@ -161,10 +162,9 @@ def test_what_is_near_enough(got, expected, dtype, tolerance):
         ([INF], [1e30], "float32", None),
         ([INF], [-INF], "float32", None),
         ([2.0], [1.0], "float32", (0.0, 0.99)),
-    ],
-)
-def test_what_is_not(got, expected, dtype, tolerance):
-    assert difference(F(got), F(expected), dtype, tolerance) is not None
+    ):
+        with naming(got):
+            assert difference(F(got), F(expected), dtype, tolerance) is not None
 
 
 def test_whole_numbers_are_compared_exactly():
