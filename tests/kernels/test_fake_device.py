@@ -37,6 +37,7 @@ static void say(const char *format, ...) {
 static const char *last_error(void) { return message; }
 static nd_status count(int *out) { *out = 1; return ND_OK; }
 static nd_status opened(int device) { return ND_OK; }
+static nd_status properties(int device, nd_properties *out) { return ND_OK; }
 static nd_status allocate(int device, size_t n, void **out) { *out = calloc(1, n); return ND_OK; }
 static nd_status release(int device, void *p) { free(p); return ND_OK; }
 static nd_status upload(int device, void *to, const void *from, size_t n) {
@@ -107,6 +108,7 @@ const nd_backend *needle_backend(void) {
     b.last_error = last_error;
     b.device_count = count;
     b.open = b.reset = opened;
+    b.properties = properties;
     b.allocate = allocate;
     b.release = release;
     b.upload = upload;
