@@ -217,8 +217,8 @@ static nd_status angles_check(const char *name, const backward *b) {
     }
     int64_t r = b->cos->shape[1];
     if (2 * r > d) {
-        return nd_error(ND_EVALUE, "%s: cos: %lld angles rotate %lld dims, but a head has %lld", name,
-                        (long long)r, (long long)(2 * r), (long long)d);
+        return nd_error(ND_EVALUE, "%s: cos: %lld angles rotate %lld dims, but a head has %lld",
+                        name, (long long)r, (long long)(2 * r), (long long)d);
     }
     return ND_OK;
 }

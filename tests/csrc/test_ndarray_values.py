@@ -279,6 +279,7 @@ def test_repr(device):
     text = repr(array)
     assert "-40" in text and "float32" in text
     assert str(array.device) in text
+    assert "shape=(0, 3)" in repr(nd.zeros((0, 3), device=device_of(device)))
     assert repr(nd.zeros((1000, 1000), device=device_of(device))).count("\n") < 50
 
 
