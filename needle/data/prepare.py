@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -201,8 +202,11 @@ def _encode_all(
 
 @contextlib.contextmanager
 def _block_sigint() -> Iterator[None]:
-    """Processes that start in the block never get the Ctrl-C of their terminal; this one, in its
-    main thread, gets it after the block, for it must not cut a start in two."""
+    """Processes that start in the block never get the Ctrl-C of their terminal. This one gets it
+    after the block, since it must not interrupt a start halfway."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python interrupts the main thread alone
+        return
     pending: list[int] = []
     handler = signal.signal(signal.SIGINT, lambda number, frame: pending.append(number))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -159,12 +159,8 @@ def _compare(
 def _compare_head(head: Entry, embedding: Entry, problems: list[str]) -> None:
     """A tied model's file may hold the head as well; it must then be the embedding."""
     same = (head.dtype, head.shape) == (embedding.dtype, embedding.shape)
-    if not same or not _same_bits(head, embedding):
+    if not same or head.words().tobytes() != embedding.words().tobytes():
         problems.append(f"{head.name} is not {embedding.name}, but tie_word_embeddings is true")
-
-
-def _same_bits(one: Entry, other: Entry) -> bool:
-    return one.words().tobytes() == other.words().tobytes()
 
 
 def read_json(path: Path) -> dict[str, Any]:
