@@ -1,4 +1,4 @@
-"""What isolation costs: medians of a warm job, of compiling, and of the way back from a fault.
+"""Cost of isolation: medians of a warm job, of compiling, and of the recovery from a fault.
 
     python benchmarks/isolation.py [--runs 15]
 

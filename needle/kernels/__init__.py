@@ -1,4 +1,4 @@
-"""CUDA kernels of one's own: compiled from a text, checked, launched on needle's arrays.
+"""User kernels in CUDA: compiled from a text, checked, launched on needle's arrays.
 
     module = ndl.kernels.compile(source, entries=["scale<float>"])   # CompileError: the log
     kernel = module["scale<float>"]      # .signature .registers .shared_bytes .local_bytes

@@ -57,7 +57,6 @@ EXPLAINED_BY = {
 NO_SANITIZER = "there is no compute-sanitizer here; it comes with the CUDA toolkit (CUDA_HOME)"
 SLOWER = 10  # times as long as a plain run may take under compute-sanitizer
 COMPILE_SECONDS = 60.0
-SOURCE_BYTES = 64 << 20
 TIMED_BYTES = 2 << 30  # of inputs that a timing holds in several sets
 MOST_SETS = LEAST_CALLS  # of them, so that the shortest timing calls each
 HOST_COPIES = 3  # of a guarded buffer, at most, while a job runs
@@ -237,8 +236,10 @@ class Pool:
     # ---- compiling -------------------------------------------------------------------------------
 
     def _compile(self, source: str, entry: str, debug: bool = False) -> Code | Result:
-        text = _encoded("source", source)
-        _encoded("entry", entry)
+        for name, text in (("source", source), ("entry", entry)):
+            if not isinstance(text, str):
+                raise TypeError(f"source and entry must be text; {name} is {type(text).__name__}")
+        source_bytes = source.encode()
         try:
             job = {"entry": entry, "arch": self._facts()["arch"], "debug": debug}
         except Lost as lost:
@@ -251,7 +252,7 @@ class Pool:
             worker = self.compilers.take()
             keep = False
             try:
-                answer, block = worker.ask(job, COMPILE_SECONDS, text)
+                answer, block = worker.ask(job, COMPILE_SECONDS, source_bytes)
                 keep = True
             except TimeoutError:
                 return Result("timeout", f"compiling took longer than {COMPILE_SECONDS:g} s")
@@ -309,8 +310,7 @@ class Pool:
             keep = not fault and self.fresh == "fault" and not launch.code.allocates
             holds = False  # a process that reports a fault has ended its kernel
         except TimeoutError:
-            stopped = "; its process stood still (SIGSTOP)" if worker.stopped() else ""
-            said = f"no answer after {seconds:g} s: the process was killed{stopped}"
+            said = f"no answer after {seconds:g} s: the process was killed"
             answer = {"status": "timeout", "message": said}
         except Ended as error:
             answer = {"status": "crashed", "message": f"the process of the kernel: {error}"}
@@ -625,20 +625,6 @@ def _numbers(devices: Any) -> list[int]:
     if not numbers:
         raise ValueError("devices: there must be one at least")
     return numbers
-
-
-def _encoded(what: str, text: Any) -> bytes:
-    if not isinstance(text, str):
-        raise TypeError(f"source and entry must be text; {what} is {type(text).__name__}")
-    try:
-        data = text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{what}: letter {error.start} is half a surrogate pair, which is no text"
-        ) from None
-    if len(data) > SOURCE_BYTES:
-        raise ValueError(f"{what}: {len(data):,} bytes; the limit is {SOURCE_BYTES:,}")
-    return data
 
 
 def _cases(cases: Any, reference: Any) -> list[Case]:

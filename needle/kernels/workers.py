@@ -110,14 +110,6 @@ class Worker:
         cut = os.fstat(self.output).st_size - PRINTED_BYTES
         return f"{text}\n[{cut:,} more bytes were printed and cut off]\n" if cut > 0 else text
 
-    def stopped(self) -> bool:
-        """True while it is stopped by SIGSTOP."""
-        try:
-            with open(f"/proc/{self.pid}/stat") as file:
-                return file.read().rpartition(")")[2].split()[0] in "tT"
-        except (OSError, IndexError):
-            return False
-
     def ended(self) -> bool:
         """True if it is gone, and so is each child that has its socket: under compute-sanitizer a
         child holds the device."""
