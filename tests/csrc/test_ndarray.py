@@ -297,6 +297,8 @@ def test_setitem_of_as_many_elements():
     host, array = pair(3, 2, 4)
     array[:, 1, :] = nd.array(numbers(3, 4))
     host[:, 1, :] = numbers(3, 4)
+    array[:, :, 1] = nd.array([5, 6])  # broadcasts to the shape without that axis
+    host[:, :, 1] = [5, 6]
     np.testing.assert_array_equal(array.numpy(), host)
     every = slice(None)
     for number, index in enumerate([(None, every, 1), (every, None, 1), (..., None, 1)]):
