@@ -226,8 +226,10 @@ def test_a_stop_of_all_is_no_hang(start):
     """Ctrl-Z and fg: time in which a rank did not run is not counted."""
     body = """
 control = join()
-say("ready")
-with control.watched("weights"): time.sleep(2)
+with control.watched("weights"):
+    time.sleep(0.5)
+    say("ready")
+    for _ in range(10): time.sleep(0.1)  # not over after the stop
 say("well")
 control.close()
 """
