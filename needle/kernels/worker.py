@@ -36,6 +36,7 @@ from needle.kernels.compile import Compiled, build, find_toolkit
 from needle.kernels.guard import Place
 from needle.kernels.ipc import Channel
 from needle.kernels.kernel import arch_of, load
+from needle.processes import MessageWriter
 
 KEPT_BYTES = 256 << 20  # of device memory that a runner keeps between jobs
 MESSAGE_LETTERS = 64 << 10
@@ -432,6 +433,8 @@ def runner(needle: Needle, channel: Channel, apart: bool) -> None:
 def main(argv: list[str], needle: Needle | None = None) -> NoReturn:
     role, sock = argv[0], socket.socket(fileno=int(argv[1]))
     sock.set_inheritable(False)  # the pool takes another holder for this process
+    if role != "traced":  # its parent is compute-sanitizer
+        MessageWriter.to_parent()  # which ties its life to the pool's process
     needle, channel = needle or Needle(), Channel(sock)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:

@@ -60,13 +60,15 @@ class Worker:
                 self.child = Child(
                     [*command, str(theirs.fileno())],
                     environment,
+                    messages=True,  # it ties its life to this process itself, without a fork
                     stdout=self.output,
                     stderr=subprocess.STDOUT,
                     pass_fds=(theirs.fileno(),),
                     cwd="/",
                 )
         except BaseException:
-            self.close()
+            self.channel.close()
+            os.close(self.output)
             raise
         self.pid, self.process = self.child.pid, self.child.process
 
@@ -144,10 +146,10 @@ class Worker:
             self.child.signal(signal.SIGKILL, group=True)
 
     def close(self) -> None:
+        """Release the files of a process that has ended. Call it once."""
         self.channel.close()
-        if self.output >= 0:
-            os.close(self.output)
-            self.output = -1
+        os.close(self.output)
+        self.child.close()
 
 
 class WorkerPool:

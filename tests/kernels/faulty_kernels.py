@@ -169,7 +169,7 @@ FAULTS = {
     "written behind the end": Fault(
         "__global__ void k(const float* x, float* y) { y[threadIdx.x] = x[0]; }",
         ("out_of_bounds",),
-        "args[1] (float*): 4 bytes were written behind its end",
+        "args[1] (float*): 4 bytes were written after its end",
         [X, Out(31)],
     ),
     "written before the start": Fault(

@@ -60,7 +60,7 @@ def test_a_worker_that_is_killed_or_stopped(pool, number, busy):
         time.sleep(0.05)
         result = pool.run(GOOD, "scale", 8, 128, [X, Out(N), 3.0, N])
     if busy and number == signal.SIGSTOP:
-        assert result.status == "timeout" and "stood still" in result.message
+        assert result.status == "timeout" and "was killed" in result.message
     elif busy:
         assert result.status == "crashed" and "SIGKILL" in result.message
     else:
