@@ -94,7 +94,8 @@ def test_an_answer_that_is_read_slowly_keeps_its_connection(patient, made_up, mo
 def test_a_connection_that_showed_the_token_is_closed_last(patient, made_up):
     with running(made_up, connections=MOST) as client:
         kept = client.connect()
-        for others in (idle(client, 50), idle(client, 50)):
+        for _ in range(2):
+            others = idle(client, 50)
             kept.request("GET", "/health", headers={"Authorization": f"Bearer {TOKEN}"})
             port = kept.sock.getsockname()[1]
             answer = kept.getresponse()
