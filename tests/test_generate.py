@@ -316,6 +316,10 @@ def test_refusals():
         ([1], {"repetition_penalty": 0.0}, "repetition_penalty"),
         ([1], {"repetition_penalty": float("nan")}, "repetition_penalty"),
         ([1], {"temperature": float("nan")}, "temperature"),
+        ([1], {"temperature": -1.0}, "temperature"),
+        ([1], {"top_k": 0}, "top_k"),
+        ([1], {"top_p": 0.0}, "top_p"),
+        ([1], {"top_p": 1.5}, "top_p"),
     ]:
         with naming(ids, options, message):
             with pytest.raises(ValueError, match=message):
