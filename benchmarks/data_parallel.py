@@ -65,7 +65,7 @@ class ParallelSide(NeedleSide):
         self.group.gather("the gradients", None)
         _, scale = self.parallel.reduce(1.0)
         self.parallel.step(scale)
-        loss = _C.Download(self.parallel.losses(losses)[0])
+        loss = _C.AsyncCopy(self.parallel.losses(losses)[0])
         self.group.gather("the end of the step", None)
         return lambda: float(loss.wait())
 

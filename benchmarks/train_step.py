@@ -48,7 +48,7 @@ from needle import _C, models, nn, optim
 from needle.backend_ndarray import NDArray
 from needle.data.batches import Batches
 from needle.data.prefetch import Prefetch
-from needle.training import Recorded, worth_recording
+from needle.training import GraphedStep, worth_recording
 
 LOAD_SECONDS, LEAST_BLOCKS = 10.0, 5
 BATCHES = 32  # that come round again
@@ -101,10 +101,10 @@ class NeedleSide:
         self.batches = Prefetch(batches, device)
         self._gradient = self._compute
         if worth_recording(device, shape[0] * shape[1]) if graph is None else graph:
-            self._gradient = Recorded(self._compute, shape, device)
+            self._gradient = GraphedStep(self._compute, shape, device)
 
     def queue(self) -> Callable[[], float]:
-        loss = _C.Download(self._gradient(*self.batches.next()))
+        loss = _C.AsyncCopy(self._gradient(*self.batches.next()))
         _, scale = optim.grad_norm(self.flat, 1.0)
         self.optimizer.step(scale)
         return lambda: float(loss.wait())

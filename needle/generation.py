@@ -458,26 +458,26 @@ class _Decoder:
         self._prefill()
         if not self.chooser.on_device:
             for left in range(count, 0, -1):
-                drawn = self.chooser.choose(_C.Download(self.logits).wait().numpy())
+                drawn = self.chooser.choose(_C.AsyncCopy(self.logits).wait().numpy())
                 yield drawn
                 if left > 1:
                     self.tokens_now[:] = array(drawn, "int32", self.device)
                     self._advance(left - 1)
             return
         ahead = not self.device.is_host
-        coming = _C.Download(self.tokens_now)
+        coming = _C.AsyncCopy(self.tokens_now)
         for left in range(count, 0, -1):
             now = coming
             if ahead and left > 1:  # the device starts on the next token before this one is read
                 self._advance(left - 1)
-                coming = _C.Download(self.tokens_now)
+                coming = _C.AsyncCopy(self.tokens_now)
             drawn = now.wait().numpy()
             if (drawn < 0).any():
                 raise ValueError(BROKEN)
             yield drawn
             if not ahead and left > 1:
                 self._advance(left - 1)
-                coming = _C.Download(self.tokens_now)
+                coming = _C.AsyncCopy(self.tokens_now)
 
     def _advance(self, left: int) -> None:
         """One step; `left` are to come with it."""

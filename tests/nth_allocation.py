@@ -362,14 +362,14 @@ class Calls(Operation):
         numbers.append(x.numpy())
         if device.is_host:
             numbers.append(np.asarray(memoryview(x)) + 0)
-        staging = _C.Staging(4 * size, device)
+        staging = _C.PinnedBuffer(4 * size, device)
         np.frombuffer(staging, np.float32)[:] = 2
         sent = staging.send((size,), "float32")
         staging.wait()
         began, ended = _C.Event(device), _C.Event(device)
         began.record()
-        total = _C.Download(sent.broadcast_to((3, size)).sum())
-        copied = _C.Download(sent)
+        total = _C.AsyncCopy(sent.broadcast_to((3, size)).sum())
+        copied = _C.AsyncCopy(sent)
         ended.record()
         assert began.elapsed(ended) >= 0
         numbers += [np.array(float(total.wait()) / size), copied.wait().numpy().sum() / size]

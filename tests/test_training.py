@@ -241,7 +241,7 @@ def test_recorded_micro_batch_changes_no_bit(monkeypatch, device):
 
         compute = gradient
         if recorded:
-            compute = training.Recorded(gradient, (2, 16), device)
+            compute = training.GraphedStep(gradient, (2, 16), device)
         found = []
         for _ in range(6):
             ids = np.random.randint(0, 64, (2, 17)).astype(np.int32)
@@ -255,7 +255,7 @@ def test_recorded_micro_batch_changes_no_bit(monkeypatch, device):
 
 def test_recorded_on_a_device_without_graphs_raises():
     loss = _C.array(1.0, "float32", ndl.cpu())
-    recorded = training.Recorded(lambda ids, targets: loss, (1, 2), ndl.cpu())
+    recorded = training.GraphedStep(lambda ids, targets: loss, (1, 2), ndl.cpu())
     assert recorded([[1, 2]], [[2, 3]]).item() == 1
     with pytest.raises(ValueError, match="the CPU backend records no graphs"):
         recorded([[1, 2]], [[2, 3]])

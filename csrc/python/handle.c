@@ -1,4 +1,4 @@
-/* handle.c - the beginning that Event, Download, Staging, Graph, Module and Kernel share: a device,
+/* handle.c - the beginning that Event, AsyncCopy, PinnedBuffer, Graph, Module and Kernel share: a device,
  * and whether what was made on it is still there.
  */
 #include "handle.h"

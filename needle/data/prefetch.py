@@ -17,7 +17,7 @@ import weakref
 
 import numpy as np
 
-from needle._C import Device, NDArray, Staging
+from needle._C import Device, NDArray, PinnedBuffer
 from needle.data.batches import Batches
 
 
@@ -26,7 +26,7 @@ class _Slot:
 
     def __init__(self, shape: tuple[int, int], device: Device) -> None:
         self.shape = shape
-        self.stagings = [Staging(4 * shape[0] * shape[1], device) for _ in range(2)]
+        self.stagings = [PinnedBuffer(4 * shape[0] * shape[1], device) for _ in range(2)]
         self.arrays = [
             np.frombuffer(staging, np.int32).reshape(self.shape) for staging in self.stagings
         ]

@@ -94,7 +94,7 @@ def memory(device: Any) -> float:
 
 def to_device(device: Any, size: int) -> float:
     """Bytes/s from pinned memory."""
-    staging = _C.Staging(size, device)
+    staging = _C.PinnedBuffer(size, device)
 
     def send() -> None:
         staging.send((size,), "uint8")
@@ -110,7 +110,7 @@ def from_device(device: Any, size: int) -> float:
     held: list[object] = []
 
     def fetch() -> None:
-        held[:] = [_C.Download(array)]  # the next one takes its block of pinned memory
+        held[:] = [_C.AsyncCopy(array)]  # the next one takes its block of pinned memory
 
     return size / seconds_of(device, fetch)
 

@@ -1,7 +1,7 @@
 """Training: `fit` for a notebook, and the parts of the long runs of apps/train_pythia.py.
 
 notebook        fit, the loop of a notebook
-graphed         Recorded: a micro-batch replayed as one CUDA graph
+graphed         GraphedStep: a micro-batch replayed as one CUDA graph
 flags           the command line, a table; settings: its defaults and the settings of a run
 recipes         how the published Pythias were trained
 run             Run, its checkpoints, and how to go on with it
@@ -15,7 +15,7 @@ ranks           the processes of a run, their devices, their agreement
 exits           errors as messages and exit codes
 """
 
-from needle.training.graphed import Recorded, worth_recording
+from needle.training.graphed import GraphedStep, worth_recording
 from needle.training.notebook import fit
 
-__all__ = ["Recorded", "fit", "worth_recording"]
+__all__ = ["GraphedStep", "fit", "worth_recording"]

@@ -19,7 +19,7 @@ def worth_recording(device: Device, tokens: int) -> bool:
     return device.records_graphs and tokens <= 1 << 14
 
 
-class Recorded:
+class GraphedStep:
     """Replay compute(ids, targets) as one graph, so that the host does not hold up small batches.
     The bits are the same.
 

@@ -124,8 +124,8 @@ class RunLog:
             self._pending,
             {
                 "step": step,
-                "losses": [_C.Download(loss) for loss in losses],
-                "norm": _C.Download(norm),
+                "losses": [_C.AsyncCopy(loss) for loss in losses],
+                "norm": _C.AsyncCopy(norm),
                 "lr": lr,
                 "where": where,
                 "data_wait_ms": data_wait_ms,

@@ -15,7 +15,7 @@ from needle.distributed.verify import Verification
 from needle.heartbeat import beat
 from needle.peaks import peak
 from needle.training import trackers
-from needle.training.graphed import Recorded, worth_recording
+from needle.training.graphed import GraphedStep, worth_recording
 from needle.training.log import NotFinite, RunLog
 from needle.training.ranks import Failed, agree, agreed
 from needle.training.run import Run, finish, is_kept, report_divergence, report_stop, save
@@ -71,7 +71,7 @@ class Session:
         if recorded is None:
             recorded = parallel.context == 1 and worth_recording(run.device, math.prod(shape))
         if recorded:
-            self.gradient = Recorded(compute, shape, run.device)
+            self.gradient = GraphedStep(compute, shape, run.device)
         self.verification = Verification(parallel, run.args.verify, shape, self.gradient)
         self._reason: str | None = None  # to stop before the last step
         self._failure: Exception | None = None

@@ -202,8 +202,8 @@ def test_exchange_gives_back():
 def test_an_object_lets_go_of_its_type():
     for make in (
         _C.Event,
-        lambda: _C.Staging(8),
-        lambda: _C.Download(_C.array(1.0)),
+        lambda: _C.PinnedBuffer(8),
+        lambda: _C.AsyncCopy(_C.array(1.0)),
         lambda: _C.array(1.0),
         lambda: _C.array(1.0)._handle,
     ):

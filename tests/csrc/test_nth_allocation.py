@@ -67,7 +67,7 @@ def test_some_objects_of_python(device):
 
 def test_a_download_that_could_not_be_wrapped_can_be_asked_for_again():
     injector = Injector()
-    later = _C.Download(_C.array([1.0, 2.0]))
+    later = _C.AsyncCopy(_C.array([1.0, 2.0]))
     failed, error = injector.attempt(later.wait, "python", 1, 1)
     assert failed == 1 and error[0] is MemoryError
     assert later.wait().tolist() == [1, 2]

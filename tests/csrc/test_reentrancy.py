@@ -119,7 +119,7 @@ def test_two_threads_wait_for_one_download():
             refusals.append(str(error))
 
     for _ in range(100):
-        download, gate, arrived, refusals = _C.Download(array), threading.Barrier(3), [], []
+        download, gate, arrived, refusals = _C.AsyncCopy(array), threading.Barrier(3), [], []
         threads = [threading.Thread(target=wait) for _ in range(3)]
         for thread in threads:
             thread.start()

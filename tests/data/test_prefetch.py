@@ -146,7 +146,7 @@ class Queued(bytearray):
 def test_staging_memory_is_not_written_before_its_copy_is_done(monkeypatch, depth):
     stagings = []
     monkeypatch.setattr(
-        prefetch, "Staging", lambda *given: stagings.append(Queued(*given)) or stagings[-1]
+        prefetch, "PinnedBuffer", lambda *given: stagings.append(Queued(*given)) or stagings[-1]
     )
     plain = Batches(IDS, 3, 16, seed=4)
     gpu = SimpleNamespace(is_host=False)
@@ -195,7 +195,7 @@ def test_a_gpu_needs_the_vocabulary():
 @pytest.mark.parametrize("device", DEVICES)
 def test_staging(device):
     where = device_of(device)
-    staging = _C.Staging(4 * 24, where)
+    staging = _C.PinnedBuffer(4 * 24, where)
     memory = np.frombuffer(staging, np.int32)
     assert memory.flags.writeable and len(memory) == 24
     sent = []
@@ -213,13 +213,13 @@ def test_staging(device):
     del staging  # the buffer keeps the memory
     memory[:] = 1
     with pytest.raises(ValueError, match="25"):
-        _C.Staging(25, where).send((26,), "uint8")
+        _C.PinnedBuffer(25, where).send((26,), "uint8")
     for bad in (0, -1):
         with pytest.raises(ValueError, match="1 or more"):
-            _C.Staging(bad, where)
+            _C.PinnedBuffer(bad, where)
     with pytest.raises((MemoryError, RuntimeError)):
-        _C.Staging(2**62, where)
-    assert io.BytesIO(_C.Staging(3, where)).getbuffer().nbytes == 3
+        _C.PinnedBuffer(2**62, where)
+    assert io.BytesIO(_C.PinnedBuffer(3, where)).getbuffer().nbytes == 3
 
 
 def test_a_batch_that_could_not_be_sent_is_the_next_one():

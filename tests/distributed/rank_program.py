@@ -84,7 +84,7 @@ def strike(what: str, at: int, mark: str | None, deadline: float, seconds: float
         loss = compute(model, ids, targets, loss_scale)
         return loss if replays else computed(loss)
 
-    class StruckRecorded(session.Recorded):
+    class StruckGraphedStep(session.GraphedStep):
         def __init__(self, *args):
             nonlocal replays
             replays = True
@@ -134,7 +134,7 @@ def strike(what: str, at: int, mark: str | None, deadline: float, seconds: float
         train_pythia.run_data = late_data
     train_pythia.schedule_of = counting
     train_pythia.forward_backward = struck_compute
-    session.Recorded = StruckRecorded
+    session.GraphedStep = StruckGraphedStep
     run_parts.save_checkpoint = struck_write
 
 

@@ -1,6 +1,6 @@
-/* download.c - the type Download: an asynchronous copy of an array to the host.
+/* async_copy.c - the type AsyncCopy: an asynchronous copy of an array to the host.
  *
- *     later = Download(loss)        enqueues the copy after the work that makes `loss`
+ *     later = AsyncCopy(loss)        enqueues the copy after the work that makes `loss`
  *     ... queue the next step ...
  *     later.wait().numpy()          waits for that copy alone, not for work that was queued since
  *
@@ -18,24 +18,24 @@ typedef struct {
     bool missing;          /* while it is waited for, and when it did not come */
     nd_array host;         /* where it arrives: CPU memory */
     PyObject *arrived;     /* the NDArray, once asked for */
-} DownloadObject;
+} AsyncCopyObject;
 
 static PyObject *download_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     static char *names[] = {"array", NULL};
     PyObject *object;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O!:Download", names,
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O!:AsyncCopy", names,
                                      (PyObject *)nd.ndarray_type, &object)) {
         return NULL;
     }
     const nd_array *array = nd_array_of(object);
-    if (nd_check_live("Download", "array", array) < 0) {
+    if (nd_check_live("AsyncCopy", "array", array) < 0) {
         return NULL;
     }
     nd_device *device = array->storage->device;
-    DownloadObject *self = nd_handle_new(type, device);
+    AsyncCopyObject *self = nd_handle_new(type, device);
     nd_array packed;
     if (self == NULL ||
-        nd_new_array("Download", nd_host(), array->dtype, array->ndim, array->shape, &self->host) <
+        nd_new_array("AsyncCopy", nd_host(), array->dtype, array->ndim, array->shape, &self->host) <
             0 ||
         nd_contiguous(array, &packed) < 0) {
         Py_XDECREF(self);
@@ -44,18 +44,18 @@ static PyObject *download_new(PyTypeObject *type, PyObject *arguments, PyObject 
     nd_status status =
         ND_CALL(device, download_begin, packed.data, self->host.storage->bytes, &self->download);
     nd_array_clear(&packed); /* released in the order of the stream: after the copy */
-    return nd_handle_made(self, "Download", status);
+    return nd_handle_made(self, "AsyncCopy", status);
 }
 
 /* Take the bytes out and end the copy, which the caller has taken out of self: two may wait. */
-static nd_status finish(DownloadObject *self, nd_download *download) {
+static nd_status finish(AsyncCopyObject *self, nd_download *download) {
     nd_status status;
     ND_CALL_UNLOCKED(status, self->head.device, download_end, download, self->host.storage->memory);
     return status;
 }
 
 static void download_dealloc(PyObject *object) {
-    DownloadObject *self = (DownloadObject *)object;
+    AsyncCopyObject *self = (AsyncCopyObject *)object;
     if (self->download != NULL && !nd_handle_is_stale(self)) {
         (void)finish(self, self->download); /* a failure shows at the next call */
     }
@@ -65,14 +65,15 @@ static void download_dealloc(PyObject *object) {
 }
 
 static PyObject *download_wait(PyObject *object, PyObject *unused) {
-    DownloadObject *self = (DownloadObject *)object;
+    AsyncCopyObject *self = (AsyncCopyObject *)object;
     if (self->arrived == NULL) {
         if (nd_handle_check(self) < 0) {
             return NULL;
         }
         if (self->missing) {
-            return PyErr_Format(PyExc_RuntimeError,
-                                "Download: an earlier wait() failed, or is not over in its thread");
+            return PyErr_Format(
+                PyExc_RuntimeError,
+                "AsyncCopy: an earlier wait() failed, or is not over in its thread");
         }
         nd_download *download = self->download;
         if (download != NULL) {
@@ -80,7 +81,7 @@ static PyObject *download_wait(PyObject *object, PyObject *unused) {
             self->missing = true;
             nd_status status = finish(self, download);
             self->missing = status != ND_OK;
-            if (nd_check("Download.wait", self->head.device, status) < 0) {
+            if (nd_check("AsyncCopy.wait", self->head.device, status) < 0) {
                 return NULL;
             }
         }
@@ -95,7 +96,7 @@ static PyMethodDef download_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-ND_HANDLE_TYPE(Download, download, 0,
-               "Download(array)\n--\n\nBegin to copy an array to the host, after the work that is "
+ND_HANDLE_TYPE(AsyncCopy, download, 0,
+               "AsyncCopy(array)\n--\n\nBegin to copy an array to the host, after the work that is "
                "queued now; wait() for it later.",
                {Py_tp_methods, download_methods}, )

@@ -1,4 +1,4 @@
-"""Download: an array on its way to the host while the device works on."""
+"""AsyncCopy: an array on its way to the host while the device works on."""
 
 import gc
 
@@ -18,7 +18,7 @@ def test_it_brings_what_was_there_when_it_began(device):
     for dtype in ("float32", "bfloat16", "int64", "bool"):
         array = _C.array(host, dtype=dtype, device=device)
         before = array.numpy()
-        download = _C.Download(array)
+        download = _C.AsyncCopy(array)
         array.fill(1)  # queued after it
         arrived = download.wait()
         assert arrived.device == _C.cpu() and arrived.dtype == dtype
@@ -30,15 +30,15 @@ def test_it_brings_what_was_there_when_it_began(device):
 def test_every_size_and_views(device):
     for shape in ((), (0,), (1,), (3, 0, 2), (1 << 20,), (31, 17)):
         array = _C.array(np.random.default_rng(0).standard_normal(shape), device=device_of(device))
-        np.testing.assert_array_equal(_C.Download(array).wait().numpy(), array.numpy())
+        np.testing.assert_array_equal(_C.AsyncCopy(array).wait().numpy(), array.numpy())
     view, host = array[::-2, 3:].permute((1, 0)), array.numpy()
-    np.testing.assert_array_equal(_C.Download(view).wait().numpy(), host[::-2, 3:].T)
+    np.testing.assert_array_equal(_C.AsyncCopy(view).wait().numpy(), host[::-2, 3:].T)
 
 
 @both
 def test_many_under_way_and_the_array_gone(device):
     device = device_of(device)
-    downloads = [_C.Download(_C.array([float(i)], device=device) + 1) for i in range(300)]
+    downloads = [_C.AsyncCopy(_C.array([float(i)], device=device) + 1) for i in range(300)]
     values = [float(download.wait()) for download in reversed(downloads)]
     assert values == [float(i + 1) for i in reversed(range(300))]
 
@@ -50,7 +50,7 @@ def test_nothing_leaks(device):
     gc.collect()
     before, on_host = live_bytes(device), live_bytes(_C.cpu())
     for i in range(50):
-        download = _C.Download(array)
+        download = _C.AsyncCopy(array)
         if i % 2:
             download.wait()  # the others are dropped on the way
     del download
@@ -59,4 +59,4 @@ def test_nothing_leaks(device):
 
 def test_only_arrays_travel():
     with pytest.raises(TypeError, match="NDArray"):
-        _C.Download([1.0])
+        _C.AsyncCopy([1.0])

@@ -1,6 +1,6 @@
-/* staging.c - the type Staging: host memory that a device copies from while the host goes on.
+/* pinned_buffer.c - the type PinnedBuffer: host memory that a device copies from while the host goes on.
  *
- *     staging = Staging(bytes, device)         pinned memory on CUDA, plain memory on the CPU
+ *     staging = PinnedBuffer(bytes, device)         pinned memory on CUDA, plain memory on the CPU
  *     np.frombuffer(staging, np.int32)[:] = ...
  *     x = staging.send((B, T), "int32")        a new array on the device; the copy is only enqueued
  *     staging.wait()                           before the memory is written again
@@ -20,34 +20,36 @@ typedef struct {
     nd_staging *staging;
     void *memory;
     Py_ssize_t bytes;
-} StagingObject;
+} PinnedBufferObject;
 
 static PyObject *staging_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     static char *names[] = {"bytes", "device", NULL};
     Py_ssize_t bytes;
     PyObject *where = Py_None;
     nd_device *device;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "n|O:Staging", names, &bytes, &where)) {
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "n|O:PinnedBuffer", names, &bytes,
+                                     &where)) {
         return NULL;
     }
     if (bytes <= 0) {
-        return PyErr_Format(PyExc_ValueError, "Staging: bytes must be 1 or more, not %zd", bytes);
+        return PyErr_Format(PyExc_ValueError, "PinnedBuffer: bytes must be 1 or more, not %zd",
+                            bytes);
     }
     if (nd_device_from(where, &device) < 0) {
         return NULL;
     }
-    StagingObject *self = nd_handle_new(type, device);
+    PinnedBufferObject *self = nd_handle_new(type, device);
     if (self == NULL) {
         return NULL;
     }
     self->bytes = bytes;
     return nd_handle_made(
-        self, "Staging",
+        self, "PinnedBuffer",
         ND_CALL(device, staging_new, (size_t)bytes, &self->staging, &self->memory));
 }
 
 static void staging_dealloc(PyObject *object) {
-    StagingObject *self = (StagingObject *)object;
+    PinnedBufferObject *self = (PinnedBufferObject *)object;
     if (self->staging != NULL) { /* memory of the host, which outlives a cuda_reset() */
         nd_status status;
         ND_CALL_UNLOCKED(status, self->head.device, staging_free, self->staging);
@@ -58,7 +60,7 @@ static void staging_dealloc(PyObject *object) {
 
 static PyObject *staging_send(PyObject *object, PyObject *arguments, PyObject *keywords) {
     static char *names[] = {"shape", "dtype", NULL};
-    StagingObject *self = (StagingObject *)object;
+    PinnedBufferObject *self = (PinnedBufferObject *)object;
     nd_device *device = self->head.device;
     PyObject *shape_object, *dtype_object;
     int ndim;
@@ -69,14 +71,15 @@ static PyObject *staging_send(PyObject *object, PyObject *arguments, PyObject *k
                                      &dtype_object) ||
         nd_shape_from(shape_object, "shape", &ndim, shape) < 0 ||
         nd_dtype_from(dtype_object, &dtype) < 0 || nd_handle_check(self) < 0 ||
-        nd_new_array("Staging.send", device, dtype, ndim, shape, &array) < 0) {
+        nd_new_array("PinnedBuffer.send", device, dtype, ndim, shape, &array) < 0) {
         return NULL;
     }
     size_t bytes = array.storage->bytes;
     if (bytes > (size_t)self->bytes) {
-        PyErr_Format(PyExc_ValueError, "Staging.send: the array has %zu bytes, the staging %zd",
-                     bytes, self->bytes);
-    } else if (nd_check("Staging.send", device,
+        PyErr_Format(PyExc_ValueError,
+                     "PinnedBuffer.send: the array has %zu bytes, the staging %zd", bytes,
+                     self->bytes);
+    } else if (nd_check("PinnedBuffer.send", device,
                         ND_CALL(device, staging_send, self->staging, array.data, bytes)) == 0) {
         return nd_wrap(&array);
     }
@@ -85,17 +88,17 @@ static PyObject *staging_send(PyObject *object, PyObject *arguments, PyObject *k
 }
 
 static PyObject *staging_wait(PyObject *object, PyObject *unused) {
-    StagingObject *self = (StagingObject *)object;
+    PinnedBufferObject *self = (PinnedBufferObject *)object;
     nd_status status;
     if (nd_handle_check(self) < 0) {
         return NULL;
     }
     ND_CALL_UNLOCKED(status, self->head.device, staging_wait, self->staging);
-    return nd_handle_none(self, "Staging.wait", status);
+    return nd_handle_none(self, "PinnedBuffer.wait", status);
 }
 
 static int staging_buffer(PyObject *object, Py_buffer *view, int flags) {
-    StagingObject *self = (StagingObject *)object;
+    PinnedBufferObject *self = (PinnedBufferObject *)object;
     return PyBuffer_FillInfo(view, object, self->memory, self->bytes, 0, flags);
 }
 
@@ -109,7 +112,8 @@ static PyMethodDef staging_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-ND_HANDLE_TYPE(Staging, staging, 0,
-               "Staging(bytes, device=None)\n--\n\nHost memory (a writable buffer) that a device "
-               "copies from while the host goes on; pinned for CUDA.",
-               {Py_tp_methods, staging_methods}, {Py_bf_getbuffer, staging_buffer}, )
+ND_HANDLE_TYPE(
+    PinnedBuffer, staging, 0,
+    "PinnedBuffer(bytes, device=None)\n--\n\nHost memory (a writable buffer) that a device "
+    "copies from while the host goes on; pinned for CUDA.",
+    {Py_tp_methods, staging_methods}, {Py_bf_getbuffer, staging_buffer}, )
