@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from needle.data.text import DataError, named
+from needle.data.text import DataError
+from needle.files import named
 from needle.kernels import access, landlock
 from needle.kernels.access import AccessError
 from needle.kernels.pool import Pool

@@ -18,7 +18,7 @@ from needle import models, supervise
 from needle.backend_ndarray import check_device_name
 from needle.checkpoint import Checkpoint, CheckpointError
 from needle.data import DataError
-from needle.data.text import named
+from needle.files import named
 from needle.models.pythia import SPARSE_PATTERNS
 from needle.training import length, recipes
 from needle.training.folder import flag as flag_words

@@ -173,6 +173,7 @@ def test_health_and_statistics(client):
 @pytest.fixture
 def fake_nvml(tmp_path, monkeypatch):
     """NVML of a machine with made-up GPUs; NEEDLE_FAKE sets their figures and errors."""
+    pytest.importorskip("pynvml", reason="no pynvml (pip install nvidia-ml-py)")
     library = tmp_path / "libnvidia-ml.so.1"
     source = ROOT / "tests/diagnose/fake_nvml.c"
     command = ["cc", "-std=gnu17", "-shared", "-fPIC", f"-I{ROOT}/csrc", source, "-o", library]
