@@ -102,7 +102,9 @@ def test_a_connection_that_showed_the_token_is_closed_last(patient, made_up):
             assert (answer.status, len(answer.read()) > 0) == (200, True)
             for one in others:
                 one.close()
-        assert kept.sock.getsockname()[1] == port  # it was not made anew
+        assert client.alive()  # accepted after all of them
+        kept.request("GET", "/health", headers={"Authorization": f"Bearer {TOKEN}"})
+        assert kept.getresponse().read() and kept.sock.getsockname()[1] == port
         kept.close()
 
 
