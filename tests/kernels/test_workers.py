@@ -260,7 +260,7 @@ def test_a_compiler_is_replaced_when_its_processor_time_is_used(pool):
 # ---- threads -------------------------------------------------------------------------------------
 
 
-def test_threads_share_devices_and_never_one_process():
+def test_a_device_runs_one_job_at_a_time():
     source = """
 def busy(grid, block, out: "double*"):
     out = out.view(np.float64).reshape(3)
@@ -277,7 +277,8 @@ def busy(grid, block, out: "double*"):
             result = pool.run(source, "busy", 1, 1, [Out(3, "float64")])
             (found if result.status == "ok" else wrong).append(result)
 
-    with FakePool(devices=[0, 1], timeout=SECONDS, spares=0) as pool:
+    with FakePool(devices=[0, 1], timeout=SECONDS) as pool:
+        wait_for(lambda: all(len(d["ready"]) == 2 for d in pool.state()))
         threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
         for thread in threads:
             thread.start()
