@@ -110,6 +110,7 @@ def test_occupancy_is_nvidias(reference, arch):
 def test_each_limit_names_both_numbers():
     for kernel, launch, said in (
         ({}, (1, 2048), r"block.x is 2,048, and at most 1,024"),
+        ({}, (1, (5, 205)), r"block \(5, 205, 1\) has 1,025 threads, and sm_90a allows 1,024"),
         ({}, (1, (32, 64)), r"block \(32, 64, 1\) has 2,048 threads, and sm_90a allows 1,024"),
         ({}, (1, (1, 1, 65)), r"block.z is 65, and at most 64"),
         ({}, (1, 0), r"block.x is 0, and must be 1 or more"),
