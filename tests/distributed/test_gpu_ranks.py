@@ -210,7 +210,7 @@ def uuid_of(index):
     return ndl.cuda(index).properties()["uuid"]
 
 
-def test_a_gpu_that_does_not_prove_itself_is_left_out(runs, alone):
+def test_a_gpu_that_fails_its_health_check_is_left_out(runs, alone):
     goes_on_with_fewer(runs, alone("float32"), 2, [uuid_of(0)], 1)
 
 

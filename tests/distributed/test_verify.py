@@ -100,6 +100,12 @@ def test_of_two_that_differ_for_ever_both_are_named():
     assert ": rank 1 (" in said and " or rank 0 (" in said, said
 
 
+def test_a_device_that_contradicts_itself_is_named():
+    """Of two as well: results that change from call to call have no vote."""
+    said = message(2, 2, lambda rank, step, leaf, call: rank == 1 and call % 2 == 1)
+    assert ": rank 1 (" in said and " or " not in said, said
+
+
 def test_it_needs_another():
     with pytest.raises(ValueError, match="there is only this one"):
         run(Group(), 1, 1, 2)
