@@ -128,6 +128,7 @@ class Control:
         self._enqueued: deque[_Enqueued] = deque()  # the thread removes those that are done
         self._period = min(deadline / LOOKS, SLOWEST_LOOK)
         self._failure: RankError | None = None  # the first, the cause
+        self._is_failing = False  # a thread reports the cause
         self._changed = threading.Condition()  # the thread has received, or found a failure
         self._answered: tuple[int, list[Any]] = 0, []  # the last finished gather
         self._gathering: dict[int, dict[int, tuple[str, Any]]] = {}  # number: rank: name and value
@@ -282,14 +283,15 @@ class Control:
     def _fail(self, failure: RankError) -> None:
         """The first failure is the cause; rank 0 sends it to all."""
         with self._changed:
-            if self._failure is not None:
+            if self._is_failing:
                 return
-            self._failure = failure
+            self._is_failing = True
         if self.rank == 0:
             word = next(word for word, kind in KINDS.items() if kind is type(failure))
             for rank in self._peers:
                 self._send(rank, "end", word, str(failure), failure.code)
         with self._changed:
+            self._failure = failure  # last: the main thread may end the process when it sees this
             self._changed.notify_all()
 
     def _receive(self) -> None:
@@ -390,7 +392,7 @@ class Control:
                 text = f"rank {self.rank}, {where}: {str(error)[:MOST_REASON]}"
                 self._fail(RankMissing(text))
                 if self.rank != 0:
-                    self._send(0, "end", "missing", text, self._failure.code)
+                    self._send(0, "end", "missing", text, os.EX_TEMPFAIL)
         self._own.device.move(at, self._now)
 
     def _look_for_closed(self) -> None:
