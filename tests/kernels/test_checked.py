@@ -292,6 +292,16 @@ def test_pool_names_the_element_and_goes_on():
                 assert "parameter 0: element 1000 is outside of 1000" in result.message
 
 
+DEBUG_CALL = """
+if not _C.build_info()["debug"]:
+    raise SystemExit("no debug build")
+ids = _C.array(np.array([1, -0, 60], np.int32), dtype="int32", device=device)
+good = _C.array(np.array([1, 0, 49], np.int32), dtype="int32", device=device)
+w = _C.array(np.arange(150, dtype=np.float32).reshape(50, 3), device=device)
+assert (_C.embedding_fwd(good, w).numpy() == w.numpy()[[1, 0, 49]]).all()
+"""
+
+
 @pytest.mark.cuda
 def test_debug_build_names_op_operand_and_element():
     """Run with NEEDLE_TEST_BUILD: the folder of a build made with NEEDLE_DEBUG=1."""
@@ -301,15 +311,7 @@ def test_debug_build_names_op_operand_and_element():
         ("_C.cross_entropy_fwd(y[:150].reshape((3, 50)), ids)", "cross_entropy_fwd: .*: targets"),
     ):
         with naming(call):
-            done = on_gpu(f"""
-        if not _C.build_info()["debug"]:
-            raise SystemExit("no debug build")
-        ids = _C.array(np.array([1, -0, 60], np.int32), dtype="int32", device=device)
-        good = _C.array(np.array([1, 0, 49], np.int32), dtype="int32", device=device)
-        w = _C.array(np.arange(150, dtype=np.float32).reshape(50, 3), device=device)
-        assert (_C.embedding_fwd(good, w).numpy() == w.numpy()[[1, 0, 49]]).all()
-        {call}
-        """)
+            done = on_gpu(DEBUG_CALL + call)
             if "no debug build" in done.stderr:
                 pytest.skip("not a debug build")
             assert done.returncode == 75, done.stderr
