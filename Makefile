@@ -231,8 +231,10 @@ memcheck: gpu $(STATE)/test
 campaign: $(STATE)/test lib
 	@"$(PY)" tests/campaign.py $(ARGS)
 
+# Without comby, which it does not use here: that brings a package `typing`, which hides Python's own.
 mutants: $(STATE)/test lib
-	@"$(PY)" -c 'import universalmutator' 2>/dev/null || "$(PY)" -m pip install -q universalmutator
+	@"$(PY)" -c 'import universalmutator' 2>/dev/null || \
+	    "$(PY)" -m pip install -q --no-deps universalmutator tabulate levenshtein rapidfuzz python-levenshtein
 	@"$(PY)" tests/mutants.py $(ARGS)
 
 bench: $(STATE)/train lib

@@ -179,7 +179,7 @@ def mutants_of(file: str, rng: random.Random) -> Iterator[str]:
         try:
             subprocess.run([*mutate, *options], check=True, stdout=subprocess.DEVNULL)
         except FileNotFoundError:
-            raise SystemExit("needle: error: no `mutate`: pip install universalmutator") from None
+            raise SystemExit("needle: error: no `mutate`: `make mutants` installs it") from None
         paths = sorted(Path(folder).iterdir())
         for path in rng.sample(paths, len(paths)):
             mutant = path.read_text()
