@@ -45,7 +45,7 @@ C_FILES = $(wildcard csrc/*.[ch] csrc/*/*.[ch] cuda/*.cu cuda/*.cuh)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help train test test-all gpu test-cuda lib check format arm64 asan fuzz memcheck campaign mutants bench docs clean
+.PHONY: help train test test-all gpu test-cuda lib check format arm64 asan fuzz memcheck soak mutants bench docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -60,7 +60,7 @@ help:
 	@echo 'make asan                   the core under the address and undefined-behaviour sanitizers'
 	@echo 'make fuzz                   20,000 random calls of the core, under the same sanitizers'
 	@echo 'make memcheck               the CUDA kernel tests under compute-sanitizer'
-	@echo 'make campaign               kills, failing disks, damaged files: an hour of tries to lose a run'
+	@echo 'make soak                   kills, failing disks, damaged files: an hour of tries to lose a run'
 	@echo 'make mutants ARGS=FILE      plant small faults in a file and see which tests fail'
 	@echo 'make bench                  the benchmarks'
 	@echo 'make docs                   the documentation site, in build/docs/site'
@@ -178,7 +178,7 @@ check: $(STATE)/test lib
 	@$(find_tools); \
 	"$$format" --dry-run -Werror $(C_FILES) && "$$lint" check --quiet . && "$$lint" format --quiet --check . || \
 	    { echo "needle: error: see above; make format mends what can be mended by itself" >&2; exit 1; }
-	@"$(PY)" -m pytest -q tests/house/test_architecture.py tests/house/test_floors.py tests/house/test_every_op.py
+	@"$(PY)" -m pytest -q tests/lint/test_architecture.py tests/lint/test_floors.py tests/lint/test_every_op.py
 
 format: $(STATE)/build
 	@$(find_tools); \
@@ -228,8 +228,8 @@ memcheck: gpu $(STATE)/test
 	    --report-api-errors no --show-backtrace device \
 	    "$(PY)" -m pytest -q -m cuda -p no:cacheprovider $(MEMCHECK_TESTS) $(ARGS)
 
-campaign: $(STATE)/test lib
-	@"$(PY)" tests/campaign.py $(ARGS)
+soak: $(STATE)/test lib
+	@"$(PY)" tests/soak.py $(ARGS)
 
 # Without comby, which it does not use here: that brings a package `typing`, which hides Python's own.
 mutants: $(STATE)/test lib

@@ -38,7 +38,7 @@ SECONDS = 1200  # that a selection of tests may take
 LANGUAGES = {".py": "python", ".c": "c", ".h": "c", ".cu": "cpp", ".cuh": "cpp"}
 # The tests that see most mutants of a file; its longest prefix counts.
 TESTS = {
-    "": "tests/house",
+    "": "tests/lint",
     "apps/": "tests/apps",
     "csrc/": "tests/csrc tests/ops",
     "cuda/": "tests/csrc tests/ops tests/kernels",

@@ -125,7 +125,7 @@ def test_a_missing_gpu_is_said_under_xdist_too(tmp_path):
 FAULTS = """
 import pytest
 import needle as ndl
-from supervised_campaign import fault
+from supervised_soak import fault
 
 pytestmark = pytest.mark.cuda
 

@@ -7,10 +7,10 @@ import pytest
 from harness import ROOT
 
 PROGRAMS = {
-    "campaign.py": "`make campaign` runs it whole, tests/test_campaign.py a short form.",
+    "soak.py": "`make soak` runs it whole, tests/test_soak.py a short form.",
     "mutants.py": "one at a time, and see which tests fail.",
     "nth_allocation.py": "in forward, backward, step, save, load, generate.",
-    "supervised_campaign.py": "bit for bit.",
+    "supervised_soak.py": "bit for bit.",
 }
 WITHOUT = """
 import runpy, sys

@@ -1,5 +1,5 @@
 """Trainings under needle/supervise.py: their messages to it, and how they go on. The faults are
-those of tests/supervised_campaign.py."""
+those of tests/supervised_soak.py."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import pytest
 import train_pythia
 from harness import DEVICES, ROOT
 from small_runs import TOKENS, checkpoint_of, flags, lines_of, numbers_of, tensors_of
-from supervised_campaign import command, compare, faults_of, start, supervised
+from supervised_soak import command, compare, faults_of, start, supervised
 
 import needle as ndl
 from needle import supervise

@@ -1,5 +1,5 @@
 """The rooms of docs/design.md, and the habits of the tree, read from the sources themselves. (Who
-may use whom among the files of a room is tests/house/test_floors.py's.)"""
+may use whom among the files of a room is tests/lint/test_floors.py's.)"""
 
 import ast
 import re

@@ -1,8 +1,8 @@
-"""The campaign against losing anything: kills, fights for a folder, disks that fill or fail, rights
+"""Soak test against losing anything: kills, fights for a folder, disks that fill or fail, rights
 that are taken away, memory that runs out, damaged files, trainings under a supervisor, long runs.
-`make campaign` runs it whole, tests/test_campaign.py a short form.
+`make soak` runs it whole, tests/test_soak.py a short form.
 
-    python tests/campaign.py [PART...] [--count N] [--seed N]
+    python tests/soak.py [PART...] [--count N] [--seed N]
 
 Each part prints a line: how often it was tried, and what was lost. A child is forked from a process
 that has imported everything and computed nothing, so that a start costs milliseconds. What must
@@ -39,8 +39,8 @@ programs.need_pytest()
 import mpi_runs  # noqa: E402
 import nth_allocation  # noqa: E402
 import numpy as np  # noqa: E402
-import ranks_campaign  # noqa: E402
-import supervised_campaign  # noqa: E402
+import ranks_soak  # noqa: E402
+import supervised_soak  # noqa: E402
 import train_pythia  # noqa: E402
 from small_runs import SMALL, TOKENS, checkpoint_of, flags, numbers_of, tensors_of  # noqa: E402
 
@@ -407,26 +407,26 @@ def long_run(field: Field, count: int) -> None:
 
 
 def supervised(field: Field, count: int) -> None:
-    """Blows to a training under its supervisor, one in 15 steps (supervised_campaign.py)."""
+    """Blows to a training under its supervisor, one in 15 steps (supervised_soak.py)."""
     device, seed = "cuda" if cuda().enabled() else "cpu", field.rng.randrange(2**32)
     try:
-        print(supervised_campaign.campaign(device, 15 * count, count, seed, hang_seconds=10.0))
-    except supervised_campaign.Different as error:
+        print(supervised_soak.soak(device, 15 * count, count, seed, hang_seconds=10.0))
+    except supervised_soak.Different as error:
         raise Lost(str(error)) from error
 
 
 def ranks(field: Field, count: int) -> None:
-    """Blows to several ranks of one training, by mpirun (distributed/ranks_campaign.py)."""
+    """Blows to several ranks of one training, by mpirun (distributed/ranks_soak.py)."""
     problem = mpi_runs.missing()
     if problem is not None:
         raise Lost(f"not tried: {problem}")
     try:
-        print(ranks_campaign.campaign(field.folder, count, field.rng.randrange(2**32)))
-    except ranks_campaign.Different as error:
+        print(ranks_soak.soak(field.folder, count, field.rng.randrange(2**32)))
+    except ranks_soak.Different as error:
         raise Lost(str(error)) from error
 
 
-# part -> how often in the whole campaign
+# part -> how often in the whole soak test
 PARTS = {
     "kills": 900,
     "kills_in_a_save": 100,
@@ -443,7 +443,7 @@ PARTS = {
 }
 
 
-def campaign(counts: dict[str, int], seed: int) -> int:
+def soak(counts: dict[str, int], seed: int) -> int:
     """Runs the parts and prints the table; 1 when anything was lost."""
     losses = 0
     for name, count in counts.items():
@@ -468,7 +468,7 @@ def main() -> int:
     unknown = set(args.parts) - PARTS.keys()
     if unknown:
         top.error(f"there is no part {min(unknown)!r}; there are {', '.join(PARTS)}")
-    return campaign({name: args.count or PARTS[name] for name in args.parts or PARTS}, args.seed)
+    return soak({name: args.count or PARTS[name] for name in args.parts or PARTS}, args.seed)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """A training that is struck at random, under its supervisor: faults, hangs, kills. Its losses and
 its last checkpoint must be those of the same training that nothing strikes, bit for bit.
 
-    python tests/supervised_campaign.py [--device cuda] [--steps N] [--blows N] [--seed N]
+    python tests/supervised_soak.py [--device cuda] [--steps N] [--blows N] [--seed N]
 
 On a GPU a fault is a real one: a kernel reads memory that nobody owns. tests/apps/
 test_supervised_run.py runs a short form. The struck training is this file too:
 
-    python tests/supervised_campaign.py child PLAN FLAGS OF TRAIN_PYTHIA ...
+    python tests/supervised_soak.py child PLAN FLAGS OF TRAIN_PYTHIA ...
 
 PLAN is a JSON list of [step, moment, blow]; each strikes once, one at a
 time, in whichever life comes by first.
@@ -198,7 +198,7 @@ def random_plan(steps: int, count: int, seed: int) -> list[tuple[int, str, str]]
     return [(step, moment, blow) for (step, moment, _), blow in zip(plan, kinds)]
 
 
-def campaign(device: str, steps: int, count: int, seed: int, hang_seconds: float) -> str:
+def soak(device: str, steps: int, count: int, seed: int, hang_seconds: float) -> str:
     """Runs both and compares; the line to print. Different where anything is."""
     plan = random_plan(steps, count, seed)
     with tempfile.TemporaryDirectory() as name:
@@ -233,7 +233,7 @@ def main() -> int:
     top.add_argument("--hang-seconds", type=float, default=10.0, metavar="S")
     args = top.parse_args()
     try:
-        print(campaign(args.device, args.steps, args.blows, args.seed, args.hang_seconds))
+        print(soak(args.device, args.steps, args.blows, args.seed, args.hang_seconds))
     except Different as error:
         print(error, file=sys.stderr)
         return 1

@@ -13,7 +13,7 @@ from mpi_runs import STEPS, run, start, write_tokens, written
 
 from needle.checkpoint import list_checkpoints, step_of
 
-DEADLINE = 4.0  # seconds, of the ranks of a campaign
+DEADLINE = 4.0  # seconds, of the ranks of a soak test
 MARGIN = 20.0  # for mpirun to start them, and to see that they have ended
 EXIT = {"term": 0, "data": 1, "nan": 1, "full": 1, "bit": 75, "kill": None, "stop": None}
 
@@ -48,7 +48,7 @@ def next_step(out: Path, begun: float, found: list[float]) -> None:
         time.sleep(0.02)
 
 
-def campaign(folder: Path, blows: int, seed: int) -> str:
+def soak(folder: Path, blows: int, seed: int) -> str:
     rng, tokens = random.Random(seed), write_tokens(folder / "tokens.npy")
     run(folder / "whole", tokens, 0)
     whole, given, ends, waits, number = written(folder / "whole"), 0, [], [], 0

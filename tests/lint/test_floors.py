@@ -1,6 +1,6 @@
 """Arrows go down: the order of floors, among Python modules and among C objects.
 
-`pytest -s tests/house/test_floors.py` prints it. An arrow goes from a file to one that it uses: to
+`pytest -s tests/lint/test_floors.py` prints it. An arrow goes from a file to one that it uses: to
 a module that it imports, wherever the import stands, or to the object that defines a symbol it
 leaves open. A floor is the longest way down, so files in a circle have none.
 
@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 from harness import ROOT
 
-FACE = "needle/__init__.py"  # it re-exports the house: its own arrows count for nothing
+FACE = "needle/__init__.py"  # it re-exports all names: its own imports are not counted
 CORE = "needle/_C"
 WALK = ROOT / "docs" / "walk.md"
 HIDDEN = "a module whose name is computed"

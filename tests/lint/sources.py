@@ -1,4 +1,4 @@
-"""The project's own files, as the tests of the house read them."""
+"""The project's own files, as the lint tests read them."""
 
 import functools
 import re

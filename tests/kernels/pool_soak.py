@@ -1,8 +1,8 @@
-"""The campaign against the pool of kernels, on a GPU.
+"""Soak test against the pool of kernels, on a GPU.
 
-    python tests/kernels/pool_campaign.py [--jobs 1000] [--seed 0]     mixed jobs: nothing hangs,
+    python tests/kernels/pool_soak.py [--jobs 1000] [--seed 0]     mixed jobs: nothing hangs,
         nothing stays: memory of host and GPU, files, threads and processes return to what they were
-    python tests/kernels/pool_campaign.py --training [--steps 300]     a training on the same GPU,
+    python tests/kernels/pool_soak.py --training [--steps 300]     a training on the same GPU,
         of so many steps or more, until every fault has come beside it, and as many steps alone: its
         losses are equal bit for bit
 

@@ -1,4 +1,4 @@
-"""A short form of the campaign (tests/campaign.py), in a process of its own: it forks."""
+"""A short form of the soak test (tests/soak.py), in a process of its own: it forks."""
 
 import subprocess
 import sys
@@ -24,13 +24,7 @@ SHORT = {
 
 @pytest.mark.parametrize("part", SHORT)
 def test_nothing_is_lost(part):
-    command = [
-        sys.executable,
-        str(ROOT / "tests" / "campaign.py"),
-        part,
-        "--count",
-        str(SHORT[part]),
-    ]
+    command = [sys.executable, str(ROOT / "tests" / "soak.py"), part, "--count", str(SHORT[part])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "lost: 0" in done.stdout, done.stdout + done.stderr
 
@@ -39,21 +33,21 @@ SEEN = """
 import random, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-import campaign
-field = campaign.Field(Path(sys.argv[2]), random.Random(0))
+import soak
+field = soak.Field(Path(sys.argv[2]), random.Random(0))
 
 def lost(call, *arguments):
     try:
         call(*arguments)
-    except campaign.Lost as error:
+    except soak.Lost as error:
         print(error)
 
-paths = campaign.list_checkpoints(field.folder / "runs" / "whole" / "checkpoints")
-assert field.check("whole", campaign.STEPS) == campaign.STEPS
+paths = soak.list_checkpoints(field.folder / "runs" / "whole" / "checkpoints")
+assert field.check("whole", soak.STEPS) == soak.STEPS
 paths[0].write_bytes(paths[1].read_bytes())
 lost(field.check_end, "whole")
 paths[0].write_bytes(b"damaged")
-lost(field.check, "whole", campaign.STEPS)
+lost(field.check, "whole", soak.STEPS)
 field.numbers = field.numbers[1:]
 lost(field.check_end, "whole")
 """
