@@ -5,8 +5,7 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
-from harness import ROOT
+from harness import ROOT, naming
 from sources import C_FILES, PY_FILES, code, files, name
 
 # The files of cuda/ that are no ops: what they fill of the vtable needs the device and the graphs.
@@ -43,20 +42,21 @@ def allowed_includes(path: Path) -> set[str]:
     return spine | {"csrc/formula.h"} | room
 
 
-@pytest.mark.parametrize("path", C_FILES, ids=name)
-def test_includes_follow_the_arrows(path):
-    allowed = allowed_includes(path)
-    for kind, target in included(path):
-        if kind == "<":
-            python = target == "Python.h" or target.startswith("numpy/")
-            assert not python or is_python_side(path), f"{name(path)} includes <{target}>"
-            continue
-        places = [path.parent / target, ROOT / "csrc" / target, ROOT / "cuda" / target]
-        found = next((p.resolve() for p in places if p.exists()), None)
-        if found is None:  # a header of the system, written with quotes
-            assert not target.endswith((".cu", ".c")), f"{name(path)} includes {target}"
-            continue
-        assert name(found) in allowed, f"{name(path)} may not include {name(found)}"
+def test_includes_follow_the_arrows():
+    for path in C_FILES:
+        with naming(name(path)):
+            allowed = allowed_includes(path)
+            for kind, target in included(path):
+                if kind == "<":
+                    python = target == "Python.h" or target.startswith("numpy/")
+                    assert not python or is_python_side(path), f"{name(path)} includes <{target}>"
+                    continue
+                places = [path.parent / target, ROOT / "csrc" / target, ROOT / "cuda" / target]
+                found = next((p.resolve() for p in places if p.exists()), None)
+                if found is None:  # a header of the system, written with quotes
+                    assert not target.endswith((".cu", ".c")), f"{name(path)} includes {target}"
+                    continue
+                assert name(found) in allowed, f"{name(path)} may not include {name(found)}"
 
 
 def test_no_cuda_in_the_core():
@@ -92,15 +92,20 @@ ATOMIC = (
 KERNELS = r"<((?:cub|thrust|cuda|cooperative_groups|cute?|cutlass)\b[^_>][^>]*)>"
 
 
-@pytest.mark.parametrize("path", files("cuda/*.cu", "cuda/*.cuh"), ids=name)
-def test_no_atomics(path):
+def test_no_atomics():
     """Floats would add up to other bits in each run."""
-    found = re.findall(ATOMIC, code(path))
-    assert not found, f"{name(path)}: {found}: the sum depends on who comes first; use a tree"
-    hidden = set(re.findall(KERNELS, code(path)))
-    hidden -= {"cub/device/device_radix_sort.cuh", "cub/device/device_scan.cuh"}
-    hidden -= {"cuda.h"}  # has no kernels
-    assert not hidden, f"{name(path)} includes {hidden}: do its kernels add floats atomically?"
+    for path in files("cuda/*.cu", "cuda/*.cuh"):
+        with naming(name(path)):
+            found = re.findall(ATOMIC, code(path))
+            assert not found, (
+                f"{name(path)}: {found}: the sum depends on who comes first; use a tree"
+            )
+            hidden = set(re.findall(KERNELS, code(path)))
+            hidden -= {"cub/device/device_radix_sort.cuh", "cub/device/device_scan.cuh"}
+            hidden -= {"cuda.h"}  # has no kernels
+            assert not hidden, (
+                f"{name(path)} includes {hidden}: do its kernels add floats atomically?"
+            )
 
 
 # ---- habits --------------------------------------------------------------------------------------
@@ -110,15 +115,17 @@ TEXTS = [*C_FILES, *PY_FILES]
 TEXTS += files("needle/*.pyi", "*.md", "*/*.md", "Makefile", "pyproject.toml", ".ci/run")
 
 
-@pytest.mark.parametrize("path", C_FILES, ids=name)
-def test_c_files_open_with_their_contract(path):
-    first = path.read_text().splitlines()[0]
-    assert first.startswith(f"/* {path.name} - "), f"{name(path)} opens with {first!r}"
+def test_c_files_open_with_their_contract():
+    for path in C_FILES:
+        with naming(name(path)):
+            first = path.read_text().splitlines()[0]
+            assert first.startswith(f"/* {path.name} - "), f"{name(path)} opens with {first!r}"
 
 
-@pytest.mark.parametrize("path", PY_FILES, ids=name)
-def test_python_files_open_with_a_docstring(path):
-    assert ast.get_docstring(ast.parse(path.read_text())), f"{name(path)} has no docstring"
+def test_python_files_open_with_a_docstring():
+    for path in PY_FILES:
+        with naming(name(path)):
+            assert ast.get_docstring(ast.parse(path.read_text())), f"{name(path)} has no docstring"
 
 
 def test_nothing_unfinished():
