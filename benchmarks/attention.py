@@ -9,8 +9,8 @@ packed (B, T, H, 3, D) array, as in the model; PyTorch reads contiguous (B, H, T
     python benchmarks/attention.py --densities 0.1 0.25 0.5 0.75 1 --block 128 --plot speedup.png
     python benchmarks/attention.py --dilated 2048:1 8192:4 32768:16 --shapes 32768x2
 
-A sample is as many calls, one behind the other between two events, as take some 20 ms: launching
-hides behind the calls before. Ten seconds of load come first; the sides take turns; medians and
+A sample is as many calls, one after the other between two events, as take some 20 ms: launching
+overlaps with the calls before. Ten seconds of load come first; the sides take turns; medians and
 quartiles of the samples are shown, with clock and power in the last round. With --densities
 it times needle's block-sparse kernels, by random blocks, beside its dense ones, and with --dilated
 ops.dilated_attention of branches segment:dilation, the join included. Peers: cuDNN and

@@ -76,7 +76,7 @@ class Side(Protocol):
     def reset_peak(self) -> None: ...
 
     def peak(self) -> tuple[int, int] | None:
-        """Bytes in arrays at most, and held by the allocator; None where nobody counts."""
+        """Bytes in arrays at most, and held by the allocator; None if unknown."""
 
 
 class NeedleSide:
@@ -156,7 +156,7 @@ def block(side: Side, steps: int) -> tuple[float, float, float]:
 
 
 def steps_of_a_block(side: Side, asked: int | None, on_gpu: bool) -> int:
-    """On the CPU what takes some two seconds, behind a step that warms up."""
+    """On the CPU some two seconds of steps, after one that warms up."""
     if asked is not None or on_gpu:
         return asked or 20
     block(side, 1)

@@ -138,8 +138,8 @@ class Step:
         partial = self.output.with_name(f".{self.output.name}.partial.o")
         started = time.time_ns()
         succeeded, text = run([*self.command, "-o", partial])
-        # ptxas says by a C75xx remark that it serialised wgmma or ignored setmaxnreg: a kernel
-        # that still gives right numbers, slowly. Nobody would see it go by.
+        # A C75xx remark of ptxas means serialised wgmma or an ignored setmaxnreg: right results,
+        # slowly, and easy to overlook.
         if not succeeded or (strict() and re.search(r"\(C75\d\d\)", text)):
             partial.unlink(missing_ok=True)
             self.stamp.unlink(missing_ok=True)

@@ -271,7 +271,7 @@ class BlockMask:
         _, rows, columns = self.blocks.shape
         query = np.minimum(np.arange(rows + 1) * self.block, self.T)[:, None]
         key = np.minimum(np.arange(columns + 1) * self.block, self.S)[None, :]
-        # The last query before an edge sees `side` keys behind another, each query before it one
+        # The last query before an edge sees `side` keys after another, each query before it one
         # less: their pairs are a triangle, and those of a block the difference of four.
         side = np.maximum(query + self.S - self.T - key, 0)
         pairs = -np.diff(np.diff(side * (side + 1) // 2, axis=0), axis=1)

@@ -74,7 +74,7 @@ def test_gradients_of_gradients(case, device):
 
 
 @pytest.mark.parametrize("case", [case for case in GRADIENTS if not case.twice], ids=str)
-def test_what_cannot_be_differentiated_again_says_so(case):
+def test_second_derivatives_of_fused_ops_are_refused(case):
     tensors = [Tensor(a) for a in inputs_of(case)]
     case.op(ops, *tensors).sum().backward()
     for tensor in tensors:

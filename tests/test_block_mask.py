@@ -109,7 +109,7 @@ def test_the_ideal_speedup_asks_for_no_number_a_token():
         tracemalloc.stop()
 
 
-def test_what_print_draws():
+def test_print_of_a_mask():
     mask = BlockMask.local(8, 2, 2).causal()
     drawing = "██······\n████····\n··████··\n····████"
     assert str(mask) == f"{mask!r}\n{drawing}"
@@ -196,7 +196,7 @@ def test_a_query_sees_itself():
         assert mask.blocks[0].diagonal().all()
 
 
-def test_causal_drops_what_no_query_may_see():
+def test_causal_drops_blocks_that_no_query_sees():
     mask = BlockMask.dense(70, 16)
     np.testing.assert_array_equal(mask.causal().blocks[0], np.tril(np.ones((5, 5), bool)))
     more_keys = BlockMask.dense(20, 16, S=70)  # query i sees keys up to i + 50

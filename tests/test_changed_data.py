@@ -42,7 +42,7 @@ def test_an_operand_that_changed_is_refused(case):
 
 
 @pytest.mark.parametrize("case", GRADIENTS, ids=str)
-def test_what_no_gradient_reads_may_change(case, monkeypatch):
+def test_unread_operands_may_change(case, monkeypatch):
     """Where NaN in its operands, or in its result, changes no gradient, nothing is refused."""
     arrays = inputs_of(case)
     changed = len(arrays) + 1
@@ -250,7 +250,7 @@ def side_operands():
         yield op.__name__, lambda x, op=op, axes=axes: op(x, axes), (4, 2, 4), [axes]
 
 
-def test_what_an_op_keeps_beside_its_inputs_is_watched():
+def test_kept_arrays_are_watched():
     """RuntimeError, or the gradient of the forward."""
     for name, op, shape, kept in side_operands():
         for write in spoil, spoil_through_numpy:
@@ -351,7 +351,7 @@ def test_an_optimizer_step_between_forward_and_backward():
         adam.step()
 
 
-def test_what_a_gradient_does_not_read_may_change():
+def test_unread_results_may_change():
     x = Tensor(np.ones((2, 3)))
     y = (x + 1).reshape((3, 2)) * 4
     x.cached_data.fill(7)

@@ -201,7 +201,7 @@ def test_optimizer_of_every_form_continues_bit_for_bit(tmp_path, kind, device_na
             assert repr(optimizer) == repr(loaded)
 
 
-def test_a_checkpoint_says_what_it_is(saved, tmp_path):
+def test_a_checkpoint_describes_itself(saved, tmp_path):
     assert repr(Checkpoint(saved)) == f"Checkpoint({saved}, step 1, loss 1.2500, AdamW)"
     bare = save_checkpoint(made()[0], None, 0, float("nan"), str(tmp_path / "bare.pkl"))
     assert repr(Checkpoint(bare)) == f"Checkpoint({bare}, loss nan, no optimizer)"

@@ -26,7 +26,7 @@ def run(*words: str, **env: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_show_config_prints_what_it_returns():
+def test_show_config_prints_its_result():
     text = io.StringIO()
     facts = ndl.show_config(file=text)
     printed = text.getvalue()

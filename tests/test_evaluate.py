@@ -277,7 +277,7 @@ def test_tokens_without_a_tokenizer(run, tmp_path, capsys):
     assert code == 1 and out == "" and "is text, and no tokenizer.json lies with" in err
 
 
-def test_what_is_wrong_is_said(run, tmp_path, monkeypatch, capsys):
+def test_errors_are_named(run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for words, message in [
         ("nothing --data x", "no such file or folder"),
@@ -294,7 +294,7 @@ def test_what_is_wrong_is_said(run, tmp_path, monkeypatch, capsys):
         assert code == 1 and out == "" and message in err and "Traceback" not in err, words
 
 
-def test_load_model_names_what_it_cannot_read(tmp_path):
+def test_load_model_names_unreadable_files(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(CheckpointError, match="no good checkpoint"):
         evaluate.load_model(tmp_path)

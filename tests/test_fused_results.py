@@ -150,7 +150,7 @@ def test_results_of_a_fused_op_without_a_graph():
     assert same.cached_data is operands[0].cached_data
 
 
-def test_a_write_into_what_was_handed_through_is_refused():
+def test_a_write_into_a_passed_through_input_is_refused():
     x, w, b, *_ = norm_operands(ndl.cpu())
     y, same = ops.layer_norm_residual(x * 1, w, b)
     same.cached_data[0] = 0

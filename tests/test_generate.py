@@ -326,7 +326,7 @@ def test_refusals():
                 model_of().generate(ids, 2, **options)
 
 
-def test_what_is_of_another_kind():
+def test_arguments_of_other_types_are_refused():
     for ids, count, options, kind, message in [
         ([1], 2.5, {}, ValueError, "max_new_tokens must be a whole number of 0 or more, not 2.5"),
         ([1], -1, {}, ValueError, "max_new_tokens"),
@@ -356,7 +356,7 @@ def test_broken_weights(device, options):
 
 @both
 @pytest.mark.parametrize("options", [GREEDY, {"seed": 1}])
-def test_nothing_stays_behind(device, options):
+def test_generation_frees_its_memory(device, options):
     model = model_of(device)
     model.generate([1, 2, 3], 9, **options)
     before = live_bytes(model.device)

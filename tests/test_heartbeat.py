@@ -6,7 +6,7 @@ import os
 from needle import _C, heartbeat
 
 
-def test_sync_ends_behind_its_step(monkeypatch, tmp_path):
+def test_sync_ends_after_its_step(monkeypatch, tmp_path):
     monkeypatch.setenv("NEEDLE_HEARTBEAT", str(tmp_path / "none"))
     monkeypatch.setenv("NEEDLE_SYNC_UNTIL", "7")
     before = _C.sync_each_op(True)

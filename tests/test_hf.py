@@ -130,7 +130,7 @@ def test_rotary_in_every_form():
         assert hf.read_config(Pythia, BASE | fields).rotary_pct == 0
 
 
-def test_what_a_configuration_may_leave_out():
+def test_optional_fields_of_a_configuration():
     sizes = (
         "vocab_size",
         "hidden_size",

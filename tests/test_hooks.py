@@ -362,7 +362,7 @@ def test_generation_sees_hooks():
 
 
 @both
-def test_gradients_reach_replacements_and_what_led_to_them(device):
+def test_gradients_reach_replacements_and_their_inputs(device):
     """The loss as a function of a replacement, against finite differences in float64; and of the
     embedding through a hook that scales what passes."""
     model = small(device_of(device))
@@ -520,7 +520,7 @@ def test_unknown_names(name, hint):
 
 
 @pytest.mark.parametrize("function", [3, "hook_embed", [lambda x: None]])
-def test_what_is_no_function(function):
+def test_hooks_that_are_no_functions_are_refused(function):
     model = small()
     with (
         pytest.raises(TypeError, match="hooks: hook_embed: a hook must be a function"),

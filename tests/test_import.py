@@ -130,7 +130,7 @@ def test_a_stranger_name_raises():
 
 
 @pytest.mark.parametrize("module", [ndl, ndl.ops])
-def test_what_type_checkers_see_is_what_is_there(module):
+def test_type_checkers_see_the_names_of_modules(module):
     """`__all__` is written out; names of needle that come when asked for are imported for them."""
     public = {
         name

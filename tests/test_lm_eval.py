@@ -203,12 +203,12 @@ def test_sampling_follows_the_seed(models):
 @pytest.mark.parametrize(
     "options, message", [({"num_beams": 4}, "num_beams"), ({"max_gen_toks": CONTEXT}, "no room")]
 )
-def test_what_it_cannot_do(models, options, message):
+def test_unsupported_options_are_refused(models, options, message):
     with pytest.raises(ValueError, match=message):
         models[0].generate_until(requests(("x", options)), disable_tqdm=True)
 
 
-def test_what_cannot_be_scored(models):
+def test_unscorable_requests_are_refused(models):
     with pytest.raises(ValueError, match="continuation"):
         models[0].loglikelihood(requests(("x", " ".join(SENTENCES))), disable_tqdm=True)
 

@@ -54,7 +54,7 @@ def test_that_is_skipped():
     pytest.skip("no reason")
 
 @pytest.mark.parametrize("number", range(4))
-def test_behind(number):
+def test_after(number):
     use()
 """
 CRASH = "\ndef test_crash():\n    os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -109,7 +109,7 @@ def test_a_fault_fails_its_test_alone(tmp_path):
     assert "1 skipped: no reason" in out
 
 
-def test_in_one_process_all_behind_it_fail(tmp_path):
+def test_in_one_process_all_after_it_fail(tmp_path):
     code, out = python_m_pytest(tmp_path, NEEDLE_TEST_SEED="off")
     assert code == 1
     assert counts(out) == {"failed": 7, "passed": 5, "skipped": 1, "error": 1}, out

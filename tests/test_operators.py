@@ -31,7 +31,7 @@ def test_comparisons_are_elementwise(device, name):
     np.testing.assert_array_equal(compare(0, x).numpy(), compare(0, X))
 
 
-def test_what_is_no_operand_is_not_equal():
+def test_values_that_are_no_operands_are_not_equal():
     x = Tensor(X)
     assert (x == None) is False and (x != None) is True and (x == "x") is False  # noqa: E711
     with pytest.raises(TypeError, match="'<' not supported"):
@@ -176,7 +176,7 @@ def test_where_condition_of_any_dtype_holds_where_it_is_not_zero():
             np.testing.assert_array_equal(got, expected, err_msg=f"{dtype}, {type(given)}")
 
 
-def test_where_keeps_what_is_not_chosen_out():
+def test_where_ignores_elements_that_are_not_chosen():
     """Neither infinities nor NaN, forward or backward, and -0 keeps its sign."""
     x = Tensor([4.0, -np.inf, np.nan, -0.0])
     y = ndl.where(x == 4, x + x, ndl.where(x == 0, x, 1.0))
@@ -203,7 +203,7 @@ def test_arange():
     np.testing.assert_array_equal(Tensor(X)[ndl.arange(3), ndl.arange(3)].numpy(), X.diagonal())
 
 
-def test_concatenate_refuses_what_does_not_fit():
+def test_concatenate_refuses_shapes_that_do_not_fit():
     with pytest.raises(ValueError, match="may differ in axis 1 alone"):
         ndl.concatenate([Tensor(X), Tensor(X[:2])], 1)
     with pytest.raises(TypeError, match="Tensor 1 is int32, but the first is float32"):

@@ -298,7 +298,7 @@ def test_state_dict_of_another_optimizer_is_refused():
 
 
 @both
-def test_the_norm_of_a_chunk_is_the_same_whoever_computes_its_neighbours(device):
+def test_the_norm_of_a_chunk_does_not_depend_on_its_neighbours(device):
     """As ranks do, each its part: counts around those at which a GPU has splits of long rows to
     spare, which are 352, 528 and 1056 on 132 multiprocessors."""
     device, most = device_of(device), 1060

@@ -77,7 +77,7 @@ def test_the_module_alone(tmp_path):
         assert_same(bits(other), bits(model))
 
 
-def test_what_does_not_fit_changes_nothing(tmp_path):
+def test_a_refused_load_changes_nothing(tmp_path):
     path = ndl.save(made(), None, tmp_path / "model.safetensors")
     with_adam = made()
     optimizer = optim.Adam(with_adam.parameters())
@@ -159,7 +159,7 @@ def test_dlpack_of_a_flipped_array_reaches_back_from_its_first_element():
 
 
 @pytest.mark.parametrize("taken", ["replaced", "removed"])
-def test_what_was_checked_is_what_is_read(taken, tmp_path):
+def test_the_checked_file_is_the_one_read(taken, tmp_path):
     """Another process may take the file's name between the check and the read of its tensors."""
     path = tmp_path / "model.safetensors"
     model = nn.Linear(3, 4)

@@ -78,7 +78,7 @@ def test_needle_alone():
         ("--steps 0", "--blocks, --steps, --batch-size"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(flags, says, monkeypatch, capsys):
+def test_unmeasurable_settings_are_refused(flags, says, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["train_step.py", "--device", "cpu", *flags.split()])
     with pytest.raises(SystemExit):
         train_step.main()
@@ -161,7 +161,7 @@ def test_a_profile_far_from_the_step_does_not_count(apart, counts, capsys):
     assert ("THIS PROFILE DOES NOT COUNT" not in capsys.readouterr().out) == counts
 
 
-def test_what_does_not_count():
+def test_discarded_rounds():
     args = argparse.Namespace(
         blocks=5, load=10.0, model="pythia-70m", seq_len=2048, dtype="bfloat16"
     )

@@ -123,7 +123,7 @@ def test_fit_makes_tensors_of_numpy_arrays(dtype):
     assert ndl.fit(table, [ids], loss=nn.SoftmaxLoss(), progress=False)
 
 
-def test_fit_says_what_it_takes():
+def test_fit_names_its_arguments():
     softmax, linear = nn.SoftmaxLoss(), nn.Sequential(nn.Linear(3, 2))
     for batches, loss, error, said in [
         ([(X[0], Y[0])], None, TypeError, "fit: Sequential takes no targets.*loss=nn.SoftmaxLoss"),

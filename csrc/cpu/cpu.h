@@ -157,7 +157,7 @@ const char *cpu_sgemm_library(void); /* e.g. "OpenBLAS SkylakeX" */
 
 /* ---- panels.c: c = base + a b on the calling thread, a and b of one dtype, c and base float32 ------
  * Strides of a and b in elements, of which one is 1. A row of base is `base_row` elements after the
- * one before: 0 for a bias, ldc for c itself; NULL is zeros. The next call goes on with `more` steps of k behind
+ * one before: 0 for a bias, ldc for c itself; NULL is zeros. The next call goes on with `more` steps of k after
  * these, for which memory is asked meanwhile. `panels` has room for cpu_panels_words; that is 0 for no product but
  * where the processor lacks the instructions, or they are not wanted. */
 enum { CPU_PANEL_ROWS = 14, CPU_PANEL_COLUMNS = 32 };

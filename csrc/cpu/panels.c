@@ -16,9 +16,8 @@
  *
  * Compiled for any x86-64 and chosen when needle starts. Intel's processors since Sapphire Rapids do
  * a quarter as many vdpbf16ps a cycle as FMAs (measured, docs/measurements.md): there bfloat16
- * becomes float32 while it is packed. AMD's do as many by what is published, and take pairs; nobody
- * has measured it, nor float32 beside OpenBLAS there, which is therefore multiplied here on Intel's
- * alone.
+ * becomes float32 while it is packed. AMD's do as many as published, and take pairs. Float32 was not
+ * measured beside OpenBLAS there, so it is multiplied here on Intel's alone.
  * NEEDLE_CPU_PRODUCTS=blas, avx512 or avx512_bf16 decides otherwise.
  */
 #include <stdlib.h>

@@ -110,7 +110,7 @@ def flat_again(names: list[str], parameters: list[Parameter], decayed: int) -> F
 
 
 def _flat_of(p: Parameter) -> FlatParameters | None:
-    """Where a parameter lives, while somebody holds that object. A strong reference would be a
+    """Return the buffers of a parameter while they are referenced. A strong reference would be a
     cycle that keeps a dropped model's memory until the garbage collector runs."""
     reference = getattr(p, "_flat", None)
     return None if reference is None else reference()
@@ -156,7 +156,7 @@ def flatten_parameters(
     names of those to move, where not all are.
 
     Values stay, gradients start at zero. A module that is flat already, in the same order, gives
-    back the same object as long as somebody (an optimizer) holds it. ValueError when the parameters
+    back the same object as long as it is referenced (by an optimizer). ValueError when the parameters
     differ in dtype or device, or there are none.
 
     >>> model = nn.Linear(3, 2)

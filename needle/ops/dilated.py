@@ -83,7 +83,7 @@ def tokens_before(end: int, offset: int, dilation: int) -> int:
 def heads_of(heads: int, dilation: int, *bounds: int) -> list[tuple[int, int, int, Steps]]:
     """The views of a segment: first token, first head, heads, step to the next head. Either the
     heads of one offset, `dilation` apart, or up to `dilation` neighbours, each of which begins a
-    token behind the one before; whichever are fewer. All heads of a view have as many tokens before
+    token after the one before, the fewer of both. All heads of a view have as many tokens before
     each of the bounds, and some between the first two."""
     offsets = [
         (o, o, -(-(heads - o) // dilation), (0, 0, dilation)) for o in range(min(dilation, heads))

@@ -35,7 +35,7 @@ def test_wait_for_data_is_that_of_each_step(tmp_path, texts, monkeypatch):
     assert [line["data_wait_ms"] for line in lines_of(tmp_path, "a")] == [400, 1200, 2000]
 
 
-def test_run_writes_what_it_promises(tmp_path, texts, capsys):
+def test_run_writes_its_files(tmp_path, texts, capsys):
     assert train_pythia.main(flags(tmp_path, texts, "a")) == 0
     folder = tmp_path / "runs" / "a"
     files = "config.json metrics.jsonl loss.png tokenizer.json sample.txt checkpoints lock"

@@ -131,7 +131,7 @@ def test_stops_shortly_after_each_other_keep_the_proven_checkpoint(tmp_path, tok
 # ---- flags ------------------------------------------------------------------------------------
 
 
-def test_bad_flag_says_what_is_allowed(tmp_path, tokens, monkeypatch, capsys):
+def test_bad_flag_names_allowed_values(tmp_path, tokens, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     cases = [
         ("--steps 0", "a whole number of 1 or more, not '0'"),

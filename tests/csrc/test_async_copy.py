@@ -12,7 +12,7 @@ both = pytest.mark.parametrize("device", DEVICES)
 
 
 @both
-def test_it_brings_what_was_there_when_it_began(device):
+def test_copy_has_the_values_at_its_start(device):
     device = device_of(device)
     host = (np.arange(35).reshape(5, 7) % 5).astype(np.float32)
     for dtype in ("float32", "bfloat16", "int64", "bool"):

@@ -69,7 +69,7 @@ def test_a_broadcast_view_cannot_be_written(device):
 
 
 @both
-def test_what_is_read_may_overlap_what_is_written(device):
+def test_inputs_may_overlap_outputs(device):
     device, host = device_of(device), np.arange(12.0).reshape(4, 3)
     array = _C.array(host, device=device)
     _C.embedding_bwd(_C.array([1, 2, 3], dtype="int32", device=device), array[:3], array)

@@ -350,7 +350,7 @@ except ndl.CudaFatalError as error:
 
 
 @pytest.mark.parametrize("before, met_by", [("0", "exp: "), ("1", "passed the op")])
-def test_sync_each_op_decides_who_meets_a_fault(before, met_by):
+def test_sync_each_op_decides_which_op_raises(before, met_by):
     done = python(SYNC, NEEDLE_SYNC=before)
     assert done.returncode == 75, (done.returncode, done.stdout, done.stderr)
     assert done.stdout.startswith(met_by), done.stdout

@@ -141,7 +141,7 @@ def test_a_product_that_turns_has_the_bits_of_product_and_rotary(shape, bias, dt
 
 
 @pytest.mark.parametrize("tanh", [0, 1])
-def test_gelu_behind_a_product_has_the_bits_of_gelu(tanh):
+def test_gelu_after_a_product_has_the_bits_of_gelu(tanh):
     """On the CPU, and of every bfloat16: infinities, NaN, and where gelu' is 0 or 1 among them."""
     bits = np.arange(2**16, dtype=np.uint32) << 16
     one, w = _C.array([[1.0]], "float32"), _C.array(bits.view(np.float32)[None], "float32")
@@ -413,7 +413,7 @@ def test_assign_turns_matrices_into_any_strides(dtype, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_assign_copies_what_overlaps(device):
+def test_assign_copies_overlapping_operands(device):
     device = device_of(device)
     for to, source in [
         (slice(1, None), slice(None, -1)),
@@ -521,7 +521,7 @@ def test_a_product_over_nothing_is_zero(rows, dtype, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_scores_of_minus_infinity_are_keys_that_nobody_sees(dtype, device):
+def test_scores_of_minus_infinity_hide_keys(dtype, device):
     device = device_of(device)
     q, v = (_C.array(np.full((1, 5, 1, 8), x), dtype, device) for x in (1e30, 3))
     k = np.full((1, 5, 1, 8), -1e30)
@@ -565,7 +565,7 @@ def test_each_gradient_counts_once_in_the_norm(device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("size", [1, 31, 2500])
-def test_greedy_decoding_marks_what_is_not_finite(size, dtype, device):
+def test_greedy_decoding_marks_logits_that_are_not_finite(size, dtype, device):
     logits = np.tile(np.arange(size) % 7 - 9.0, (4, 1))
     logits[1:, size // 2] = [np.inf, np.nan, -np.inf]
     made = _C.array(logits, dtype=dtype, device=device_of(device))

@@ -171,7 +171,7 @@ def test_layouts_change_no_bit(results, path):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_what_is_not_normal(results, path):
+def test_subnormal_and_special_values(results, path):
     """In bfloat16. Only AVX512-BF16 takes denormals for zeros."""
     tiny = [0, 0] if path == "avx512_bf16" else [2.0**-10, 2.0**-140]
     expected = np.float32([np.inf, np.nan, np.nan, np.nan, *tiny])

@@ -64,7 +64,7 @@ def iterate():
     ],
     ids=["shape", "size", "dtype", "float", "integer", "__dlpack__"],
 )
-def test_what_an_argument_raises_is_passed_on(call):
+def test_errors_of_arguments_propagate(call):
     with pytest.raises(Broken):
         call()
 

@@ -108,7 +108,7 @@ with ThreadPoolExecutor(4) as pool:
 """
 
 
-def test_threads_at_once_compute_what_each_does_alone():
+def test_threads_at_once_compute_the_results_of_one():
     """The memory that a kernel works in is its thread's."""
     assert printed(AT_ONCE) == ["True"] * 5
 

@@ -86,7 +86,7 @@ class Clock:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_next_does_not_wait_for_what_was_read_in_time(monkeypatch, depth):
+def test_next_does_not_wait_for_batches_read_in_time(monkeypatch, depth):
     """While the loop is busy `depth` batches are read, and no more; with the reader standing still
     these are had at once, and `waited` is the time of reading of what was not ready."""
     batches, plain = Gated(IDS, 3, 16, seed=4), Batches(IDS, 3, 16, seed=4)

@@ -204,7 +204,7 @@ def test_workers_end_with_a_killed_parent(tmp_path, inputs):
             time.sleep(0.05)
 
 
-def test_what_is_there_is_not_written_over(tmp_path, inputs, monkeypatch, capsys):
+def test_existing_files_are_not_overwritten(tmp_path, inputs, monkeypatch, capsys):
     assert run(tmp_path, inputs[:1], "x") == 0
     before = content(tmp_path, "x")
     for files in (inputs[:1], inputs[1:]):
@@ -343,7 +343,7 @@ def trained(tmp_path, monkeypatch):
     return train
 
 
-def test_view_of_a_run_on_text_is_what_the_run_draws(tmp_path, inputs, trained, capsys):
+def test_view_of_a_run_on_text_shows_its_samples(tmp_path, inputs, trained, capsys):
     settings = "--model tiny --batch-size 2 --grad-accum 2 --seq-len 16 --steps 6".split()
     tokenizer = str(tmp_path / "tokenizer.json")
     trained("--data", str(tmp_path / "texts"), "--tokenizer", tokenizer, *settings)

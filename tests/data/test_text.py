@@ -271,7 +271,7 @@ def test_processes_that_want_one_text_tokenise_it_once(tmp_path, tokenizer, monk
     assert capsys.readouterr().out.count("tokenising") == 1
 
 
-def test_what_is_no_text_is_refused(tmp_path, tokenizer, capsys):
+def test_files_without_text_are_refused(tmp_path, tokenizer, capsys):
     for content in (b"\xff\xfe", b"a\0b", b"\xef\xbb\xbf"):
         (tmp_path / "a.dat").write_bytes(content)
         said = "a.dat: not text: it is empty, not UTF-8, or holds zero"
@@ -361,7 +361,7 @@ def test_a_document_that_an_index_cannot_say(tmp_path, tokenizer, monkeypatch):
         prepare.prepare([str(tmp_path / "a.txt")], str(tokenizer), str(tmp_path / "x"), 1)
 
 
-def test_what_it_prints(tmp_path, tokenizer):
+def test_output(tmp_path, tokenizer):
     (tmp_path / "a.txt").write_text("one two three four five\n" * 40)
     line = repr(open_data(tmp_path / "a.txt", tokenizer=tokenizer))
     assert str(tmp_path / "a.txt") in line and line.count("\n") == 0 and len(line) < 400

@@ -58,7 +58,7 @@ control.leave("done")
     assert rank.end() == (0, [], "")
 
 
-def test_what_is_refused_changes_nothing(start):
+def test_refused_calls_change_nothing(start):
     """Too large, no JSON: an error of this rank, after which the ranks still agree."""
     body = """
 control = join()

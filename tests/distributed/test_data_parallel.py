@@ -133,7 +133,7 @@ def test_state_that_was_loaded_whole_is_cut():
     together(4, work)
 
 
-def test_a_part_of_what_is_kept_no_more():
+def test_keep_narrows_to_a_part():
     optimizer = optim.AdamW(nn.flatten_parameters(Model("float32")))
     whole = optimizer.kept()["m"]
     _C.assign(whole, _C.array(np.arange(whole.size), "float32", whole.device))
@@ -229,7 +229,7 @@ def test_ranks_that_nothing_connects():
         Group(Place(0, 2, 0, 2, "torchrun")).connect(device())
 
 
-def test_alone_it_is_what_one_does():
+def test_one_rank_equals_no_ranks():
     group = Group()
     assert group.gather("x", 3) == [3] and group.first("y", lambda: 4) == 4
     with group.rank_0_first("z"):

@@ -44,7 +44,7 @@ SRUN = BATCH | {
 }
 
 
-def test_nobody_started_it():
+def test_process_without_a_launcher():
     assert find({}) is None and find({"MASTER_ADDR": "x", "HOME": "/"}) is None
     assert find(BATCH) is None  # runs once
     for own in (0xFFFFFFFA, 0xFFFFFFFB):  # salloc's shell, the batch script of newer versions
@@ -164,7 +164,7 @@ def test_no_list(nodes):
         ({}, {"PET_NNODES": "2"}, ["PET_NNODES=2", "torchrun PROGRAM"]),
     ],
 )
-def test_what_cannot_be(environ, change, words):
+def test_contradictions_are_refused(environ, change, words):
     changed = {k: v for k, v in (environ | change).items() if v is not None}
     with pytest.raises(ValueError) as raised:
         find(changed)

@@ -72,7 +72,7 @@ def test_ranks_share_sequences(tmp_path, tokens, alone):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_killed_rank_ends_the_others_who_name_it(tmp_path, tokens, alone, rank):
+def test_a_killed_rank_ends_the_others_that_name_it(tmp_path, tokens, alone, rank):
     said = run(tmp_path, tokens, 4, plan={"rank": rank, "step": 25, "what": "kill"}, code=None)
     assert f"at step 25: rank {rank} is gone" in said
     run(tmp_path, tokens, 2, "--resume", "auto")
@@ -236,7 +236,7 @@ def test_a_wrong_device_is_named_and_saves_nothing(tmp_path, tokens, alone):
         (2, ["--context-parallel", "2", "--seq-len", "30"], "30 tokens cannot be shared by 2"),
     ],
 )
-def test_what_cannot_be(tmp_path, tokens, ranks, more, words):
+def test_contradictions_are_refused(tmp_path, tokens, ranks, more, words):
     assert words in run(tmp_path, tokens, ranks, *more, code=1)
 
 

@@ -48,7 +48,7 @@ def pipes(tmp_path_factory, monkeypatch):
 # ---- the library ---------------------------------------------------------------------------------
 
 
-def test_what_is_not_there_is_said_with_what_to_install(tmp_path, library, monkeypatch):
+def test_a_missing_library_names_its_package(tmp_path, library, monkeypatch):
     words = r"several GPUs need NCCL.*pip install nvidia-nccl-cu13"
     with pytest.raises(ValueError, match=words):
         Library(str(tmp_path / "libnccl.so.2"))
@@ -125,7 +125,7 @@ def test_a_message_to_oneself(library):
 
 
 @pytest.mark.parametrize("wrong", ["view", "device"])
-def test_what_cannot_be_sent(library, wrong):
+def test_arrays_that_cannot_be_sent(library, wrong):
     def work(transport, rank):
         array = _C.array(np.zeros((4, 4)))
         if wrong == "device":
@@ -136,7 +136,7 @@ def test_what_cannot_be_sent(library, wrong):
     connected(library, 1, work)
 
 
-def test_an_error_behind_the_call_is_found_by_who_looks(library, monkeypatch):
+def test_an_error_after_the_call_is_found_by_polling(library, monkeypatch):
     def work(transport, rank):
         transport.look()
         monkeypatch.setenv("FAKE_NCCL_FAILS", "ncclCommGetAsyncError")
@@ -228,7 +228,7 @@ def test_the_run_ends_if_no_gpu_passes_its_health_check(runs):
 
 
 @pytest.mark.parametrize("context, counts", [(1, [1, 2, 4]), (2, [2, 4, 8])])
-def test_what_starts_fewer_ranks_keeps_the_size_of_a_step(monkeypatch, context, counts):
+def test_fewer_ranks_keep_the_size_of_a_step(monkeypatch, context, counts):
     told, ranks = {}, Group()
     ranks._place, ranks.gpus = spawned_place(), [f"GPU-{n}" for n in range(8)]
     monkeypatch.setattr(training_ranks, "beat", lambda **facts: told.update(facts))
@@ -258,7 +258,7 @@ def spawned_place():
         (0, [], "argument --gpus: must be a whole number of 1 or more"),
     ],
 )
-def test_what_cannot_be(runs, gpus, more, words):
+def test_contradictions_are_refused(runs, gpus, more, words):
     assert runs.run("x", gpus, *more, code=None).count(words) == 1  # though all ranks meet it
 
 

@@ -137,7 +137,7 @@ def test_views_as_operands():
     np.testing.assert_array_equal(found, attention(*views).numpy())
 
 
-def test_gradients_that_nobody_wants():
+def test_unwanted_gradients_are_not_computed():
     q, k, v = (ndl.Tensor(np.ones((1, 4, 1, 4))) for _ in range(3))
     k.requires_grad = False
     ring_attention(q, k, v, Group()).sum().backward()
@@ -165,7 +165,7 @@ def test_chunks():
         ([(1, 8, 2, 4)] * 3, {"scale": "x"}, "scale must be a number"),
     ],
 )
-def test_what_is_refused(shapes, options, words):
+def test_invalid_arguments_are_refused(shapes, options, words):
     def work(group):
         ring_attention(*(ndl.zeros(*shape) for shape in shapes), group, **options)
 

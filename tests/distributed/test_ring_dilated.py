@@ -114,7 +114,7 @@ def test_scale_is_that_of_one_device():
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_the_calls_see_what_the_branches_hold(causal):
+def test_calls_cover_the_tokens_of_branches(causal):
     """Any run of tokens, any branch: counted by the views, each call's own triangle."""
     random = np.random.default_rng(0)
     for _ in range(300):
@@ -186,7 +186,7 @@ def test_views_as_operands():
             np.testing.assert_allclose(found[rank][i], right.numpy()[:, tokens], atol=2e-6)
 
 
-def test_gradients_that_nobody_wants():
+def test_unwanted_gradients_are_not_computed():
     q, k, v = (ndl.Tensor(np.ones((1, 4, 1, 4))) for _ in range(3))
     k.requires_grad = False
     ring_dilated_attention(q, k, v, Group(), (2,), (1,)).sum().backward()
@@ -211,7 +211,7 @@ def test_one_rank_has_the_bits_of_one_device():
         ([(1, 8, 2, 4)] * 3, {"scale": "x"}, "scale must be a number"),
     ],
 )
-def test_what_is_refused(shapes, options, words):
+def test_invalid_arguments_are_refused(shapes, options, words):
     def work(group):
         given = {"segments": (4,), "dilations": (1,)} | options
         ring_dilated_attention(*(ndl.zeros(*shape) for shape in shapes), group, **given)

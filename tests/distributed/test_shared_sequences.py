@@ -121,7 +121,7 @@ def test_generation_does_not_share():
     together(2, work)
 
 
-def test_what_needs_whole_sequences_is_refused():
+def test_hooks_on_whole_sequences_are_refused():
     def work(group):
         model = model_of()
         model.share_sequences(Subgroup(group, 2))

@@ -37,7 +37,7 @@ def test_the_tree(leaves):
 
 
 @pytest.mark.parametrize("leaves", range(1, 65))
-def test_whoever_fits_writes_the_same_tree(leaves):
+def test_every_fitting_number_of_ranks_sums_the_same_tree(leaves):
     texts, fitting = [str(i) for i in range(leaves)], fitting_ranks(leaves)
     for ranks in fitting:
         shares = [own_micro_batches(leaves, rank, ranks) for rank in range(ranks)]
@@ -48,7 +48,7 @@ def test_whoever_fits_writes_the_same_tree(leaves):
             own_micro_batches(leaves, 0, ranks)
 
 
-def test_who_fits():
+def test_numbers_of_ranks_that_fit():
     assert [fitting_ranks(n) for n in (1, 2, 8, 10)] == [[1], [1, 2], [1, 2, 4, 8], [1, 5, 10]]
     with pytest.raises(ValueError, match="1, 3, 6, 12 ranks can: .*--grad-accum"):
         own_micro_batches(12, 0, 4)

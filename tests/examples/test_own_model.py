@@ -134,7 +134,7 @@ def test_sizes_are_read_off_the_modules():
     assert math.isclose(float(model(IDS, IDS + 20)[1].numpy()), math.log(50), rel_tol=0.3)
 
 
-def test_the_registry_refuses_what_is_taken():
+def test_the_registry_refuses_taken_names():
     assert models.model_class("own") is own_model.OwnModel
     assert models.preset("own-wide").hidden_size == 384 and "own" in models.preset_names()
     with pytest.raises(ValueError, match="'own' is OwnModel already"):
@@ -147,7 +147,7 @@ def test_the_registry_refuses_what_is_taken():
         models.model_class("none")
 
 
-def test_a_checkpoint_of_a_model_that_nobody_registered(tmp_path):
+def test_a_checkpoint_of_an_unregistered_model(tmp_path):
     path = ndl.save_checkpoint(small("cpu"), None, 0, 1.0, tmp_path / "a.safetensors")
     code = f"import needle as ndl; ndl.load_checkpoint({str(path)!r})"
     done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)

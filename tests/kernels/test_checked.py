@@ -95,7 +95,7 @@ BODIES = {
 CASES = [(body, n, want) for body, found in BODIES.items() for n, want in found.items()]
 
 
-def test_checked_pointer_computes_the_same_and_finds_what_is_outside(tmp_path):
+def test_checked_pointer_computes_the_same_and_finds_accesses_outside(tmp_path):
     for body, n, want in CASES:
         with naming(body):
             compiler = shutil.which("c++") or pytest.skip("no C++ compiler")

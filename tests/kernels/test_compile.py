@@ -151,7 +151,7 @@ def test_wrong_arguments_are_named():
             build(*arguments, **more)
 
 
-def test_a_machine_without_nvrtc_is_told_what_to_install(monkeypatch):
+def test_missing_nvrtc_names_its_packages(monkeypatch):
     def missing(name):
         raise OSError(name)
 

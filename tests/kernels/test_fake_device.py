@@ -220,7 +220,7 @@ for keywords in ({"shared": 8}, {"cluster": 1}, {"cooperative": True}):
 """)
 
 
-def test_what_is_refused_launches_and_counts_nothing(fake):
+def test_refused_launches_count_nothing(fake):
     fake("""
 before = x.written
 for error, call in (
@@ -257,7 +257,7 @@ assert sys.getrefcount(x) == references + 1
 """)
 
 
-def test_only_what_is_not_const_counts_as_written(fake):
+def test_only_pointers_to_nonconst_count_as_written(fake):
     fake("""
 for text, counts in (("float*", 1), ("const float*", 0), (None, 1)):
     layout = [(0, 8), (8, 4), (12, 4)]
@@ -272,7 +272,7 @@ for text, counts in (("float*", 1), ("const float*", 0), (None, 1)):
 """)
 
 
-def test_code_lives_as_long_as_what_launches_it(fake):
+def test_code_lives_as_long_as_its_kernels_and_graphs(fake):
     fake("""
 assert module["fill"] is fill and module.kernel("fill") is fill
 del module
@@ -406,7 +406,7 @@ assert (device.generation, ndl.cpu().generation) == (before[0] + 1, before[1])
 """)
 
 
-def test_what_was_made_before_a_reset_is_stale(fake):
+def test_objects_from_before_a_reset_are_stale(fake):
     fake("""
 ndl.cuda_reset()
 y = _C.empty((4,), "float32", device)

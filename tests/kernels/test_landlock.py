@@ -32,7 +32,7 @@ needs_landlock = pytest.mark.skipif(missing() is not None, reason=str(missing())
 needs_nvrtc = pytest.mark.skipif(nvrtc_missing() is not None, reason=str(nvrtc_missing()))
 
 
-def test_each_version_restricts_what_it_knows():
+def test_each_version_restricts_its_rights():
     """linux/landlock.h: landlock_ruleset_attr, and the versions of its documentation."""
     for version, size, fields in (
         (1, 8, (0x1FFF,)),

@@ -91,7 +91,7 @@ def test_types_that_are_not_read_are_checked_by_size():
             assert _C.Parameters("f", signature.plan)
 
 
-def test_a_number_for_what_is_unknown_must_say_its_form():
+def test_a_number_for_an_unknown_type_needs_a_dtype():
     assert pack("long double", [8], np.float64(3)) == struct.pack("<d", 3)
     with pytest.raises(TypeError, match=r"parameter 0 \(long double\): .*numpy.float32\(2\)"):
         pack("long double", [8], 3)

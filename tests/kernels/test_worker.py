@@ -55,7 +55,7 @@ LEAKS = 'extern "C" __global__ void leaks(float** p) { *p = new float[100]; }'
 
 
 @pytest.mark.skipif(nvrtc_missing() is not None, reason=str(nvrtc_missing()))
-def test_the_compiler_returns_what_the_pool_needs():
+def test_the_compiler_returns_code_and_parameters():
     worker = Pool.__new__(Pool)._starter("compiler")()
     job = {"arch": "90a", "debug": False}
     try:

@@ -327,7 +327,7 @@ def test_close_ends_the_wait_for_a_process():
 # ---- the ends of processes -----------------------------------------------------------------------
 
 
-def test_close_leaves_nothing_behind():
+def test_close_leaves_no_process_file_or_thread():
     gc.collect()
     before = fds(), children(), threading.active_count()
     with FakePool(devices=[0], timeout=SECONDS, spares=0) as pool:

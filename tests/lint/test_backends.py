@@ -83,7 +83,7 @@ def test_a_function_that_the_cpu_lacks_fails_the_build_by_name(tmp_path):
     assert not list((tree / "needle").glob("_C*.so"))
 
 
-def test_devices_tell_what_they_can():
+def test_devices_have_capabilities():
     """Python asks a device; it compares no text of one."""
     host = _C.cpu()
     assert (host.name, host.index, host.is_host, host.records_graphs) == ("cpu", 0, True, False)

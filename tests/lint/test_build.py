@@ -93,7 +93,7 @@ def test_the_driver_is_asked_for_a_gpu(build, monkeypatch, codes, count, said):
 
 
 @pytest.mark.parametrize("target", ["test-cuda", "memcheck"])
-def test_what_needs_a_gpu_asks_for_it_before_it_builds(target):
+def test_targets_that_need_a_gpu_ask_before_building(target):
     done = subprocess.run(
         ["make", "-s", target, f"PYTHON={sys.executable}", "VENV="],
         cwd=ROOT,
@@ -392,7 +392,7 @@ def tree(tmp_path):
     return Tree(tmp_path / "tree")
 
 
-def test_only_what_changed_is_compiled(tree):
+def test_only_changed_files_are_compiled(tree):
     sources = ["csrc/array.c", "csrc/cpu/answer.c", "csrc/python/module.c", "csrc/status.c"]
     assert tree.compiled() == sources
     assert tree.answer() == 42

@@ -81,7 +81,7 @@ def test_a_copied_checkout_imports_itself(tree, tmp_path):
         assert "ModuleNotFoundError" in run(python, "-c", "import needle", cwd=tmp_path).stderr
 
 
-def test_an_offline_machine_builds_and_trains_with_what_it_has(tree):
+def test_an_offline_machine_builds_and_trains(tree):
     """An interpreter with NumPy and setuptools alone, and a pip that reaches no index."""
     python = tree.root / ".venv/bin/python"
     site = run(
@@ -146,7 +146,7 @@ def test_the_checkout_comes_before_every_other_needle(tmp_path, monkeypatch):
     ROOT not in Path(_C.__file__).parents,
     reason="an unbuilt checkout uses the needle that is installed in this Python",
 )
-def test_an_unbuilt_needle_says_what_to_do(tmp_path):
+def test_an_unbuilt_needle_names_the_command(tmp_path):
     """Where no script decides: python -m needle.x and pytest in the root of the checkout."""
     unbuilt = tmp_path / "unbuilt"
     for folder in ("needle", "tests"):

@@ -491,7 +491,7 @@ def test_a_flat_module_is_copied_alone(copied, device):
     assert copy.copy(flat) is flat and nn.flatten_parameters(model) is flat
 
 
-def test_what_can_be_flattened():
+def test_models_that_can_be_flattened():
     flat = nn.flatten_parameters(nn.Linear(3, 2, bias=False))  # one parameter
     assert [p.shape for p in flat.parameters] == [(3, 2)]
     mixed = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 3, dtype="bfloat16"))

@@ -60,7 +60,7 @@ def test_the_same_bits(flat, changes, dtype, device):
 
 
 @both
-def test_layers_keep_what_they_read_alone(device):
+def test_layers_keep_only_their_inputs(device):
     """Between forward and backward; a layer's activations are many times its input."""
     held = []
     for on in (False, True):
@@ -178,7 +178,7 @@ def test_inside_of_another():
         np.testing.assert_array_equal(one, other)
 
 
-def test_what_it_refuses():
+def test_invalid_calls_are_refused():
     class Pair(nn.Module):
         def forward(self, x):
             return x, x

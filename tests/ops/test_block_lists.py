@@ -77,7 +77,7 @@ def test_the_cpu_refuses_a_wrong_count_and_writes_nothing(count):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("count", [0, 1, 500, 2000])
-def test_cuda_leaves_out_what_has_no_room(count):
+def test_cuda_drops_blocks_without_room(count):
     """Offsets and order are those of the mask; the arrays beside a short `entries` stay whole."""
     device = device_of("cuda")
     kept = np.random.default_rng(2).random((3, 31, 33)) < 0.4

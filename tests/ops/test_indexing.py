@@ -126,7 +126,7 @@ def test_an_empty_index_has_a_gradient(device, shape, axis):
     np.testing.assert_array_equal(x.grad.numpy(), np.zeros(shape))
 
 
-def test_only_what_is_picked_is_copied():
+def test_only_picked_rows_are_copied():
     """NEEDLE_TRACE names each copy of an operand that an op asked for."""
     script = """
 import numpy as np, needle as ndl

@@ -72,7 +72,7 @@ def test_runs_of_rows_are_one_loss(device, rows, ignored, dtype, close, transpos
 
 
 @both
-def test_only_what_is_asked_for_and_twice(device):
+def test_wanted_gradients_alone_and_twice(device):
     device = device_of(device)
     x, w, targets, (x64, w64) = operands(device, 10)
     _, dx, dw = reference(x64, w64, targets)
@@ -149,7 +149,7 @@ def test_a_loss_of_more_rows_than_a_gpu_takes_at_once(dtype, device):
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_what_does_not_fit_is_named(transposed):
+def test_shapes_that_do_not_fit_are_named(transposed):
     x, w, t = Tensor(np.ones((3, 4))), Tensor(np.ones((4, 4))), np.zeros(3, np.int32)
     of = "linear_cross_entropy"
     for shape in (4,), (4, 5, 6), (5, 5):

@@ -50,7 +50,7 @@ def near(got, wanted, close):
 @pytest.mark.parametrize("dtype, close", [("float32", 2e-5), ("bfloat16", 0.08)])
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("sparse", [False, True])
-def test_a_layer_is_what_its_steps_are(device, dtype, close, flat, sparse):
+def test_a_layer_equals_its_steps(device, dtype, close, flat, sparse):
     changes = (
         {"use_sparse_attention": sparse, "sparse_block": 16, "sparse_window": 16} if sparse else {}
     )
@@ -96,7 +96,7 @@ FROZEN += PROJECTION
 @pytest.mark.parametrize(
     "frozen", [*[[name] for name in FROZEN], FROZEN[:2], FROZEN[2:4], PROJECTION, FROZEN]
 )
-def test_what_is_frozen_gets_no_gradient_and_changes_none(device, frozen, flat):
+def test_frozen_parameters_get_no_gradient_and_change_none(device, frozen, flat):
     device = device_of(device)
     wanted = numbers(step(small(device)))
     model = small(device)
@@ -146,7 +146,7 @@ SHAPES = {
 @both
 @pytest.mark.parametrize("dtype, close", [("float32", 1e-5), ("bfloat16", 0.05)])
 @pytest.mark.parametrize("wanted", [["x1"], ["w_qkv"], ["b_qkv"], ["w1"], list(SHAPES)])
-def test_a_gradient_is_the_same_whoever_else_wants_one(wanted, dtype, close, device):
+def test_a_gradient_does_not_depend_on_the_others(wanted, dtype, close, device):
     """And that of linear, qkv_attention and gelu_mlp one after the other."""
     device, rng = device_of(device), np.random.default_rng(7)
     values = {name: rng.standard_normal(shape) * 0.5 for name, shape in SHAPES.items()}
@@ -199,7 +199,7 @@ def test_a_gradient_is_the_same_whoever_else_wants_one(wanted, dtype, close, dev
         ({"approximate": "yes"}, "approximate must be 'none' or 'tanh'"),
     ],
 )
-def test_what_does_not_fit_is_named(changed, message):
+def test_shapes_that_do_not_fit_are_named(changed, message):
     tables = {"cos": 5, "sin": 5, "half": 1}
     given = {name: value for name, value in changed.items() if name not in {*SHAPES, *tables}}
     made = {name: ndl.ones(*changed.get(name, shape)) for name, shape in SHAPES.items()}
@@ -212,7 +212,7 @@ def test_what_does_not_fit_is_named(changed, message):
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("value", [None, np.ones(3)])
-def test_what_is_no_tensor_is_named(name, value):
+def test_operands_that_are_no_tensors_are_named(name, value):
     made = {each: ndl.ones(*shape) for each, shape in SHAPES.items()} | {name: value}
     kind = type(value).__name__
     with pytest.raises(TypeError, match=f"^attention_mlp: {name} must be a Tensor, but is {kind}"):
