@@ -104,7 +104,7 @@ def measure(config: models.Config, rows: int) -> dict[Product, int]:
     taken: dict[Product, list[list[float]]] = {}
     for order in (range(ANSWERS), reversed(range(ANSWERS))):
         for answer in order:
-            os.environ["NEEDLE_PLAN"] = str(answer)
+            os.environ["NEEDLE_ALGORITHM"] = str(answer)
             ndl.cuda_reset()  # drops the plans
             device = ndl.cuda()
             timer = bench.needle_timer(device)

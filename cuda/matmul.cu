@@ -12,7 +12,7 @@
  * by shape, strides, transposes, dtypes, epilogue, beta and the alignment of each pointer. The
  * algorithm is the heuristic's first answer, or the one that algorithms.def lists for this GPU,
  * version and shape; never the winner of a timing, so that a resumed run takes the same. Partial
- * sums of split products are added in float32. NEEDLE_PLAN=n takes answer n everywhere, to make the
+ * sums of split products are added in float32. NEEDLE_ALGORITHM=n takes answer n everywhere, to make the
  * table.
  *
  * bias_bwd: blocks of 32 x 8 threads walk down strips of columns, 16 bytes a thread and row;
@@ -165,7 +165,7 @@ nd_status layout(const char *op, cublasLtMatrixLayout_t *out, int64_t dtype, int
 
 /* The index of cuBLASLt's answer to take. Column-major a and b are row-major b and a. */
 int answer_for(const Blas &blas, const Key &key) {
-    const char *asked = getenv("NEEDLE_PLAN");
+    const char *asked = getenv("NEEDLE_ALGORITHM");
     if (asked) {
         return atoi(asked);
     }

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-LEVELS = ("ok", "note", "failed")
-
 
 @dataclasses.dataclass(frozen=True)
 class Finding:

@@ -27,7 +27,6 @@ CLUSTER_BLOCKS = 8  # of every GPU that has clusters; more needs a promise that 
 CLUSTER_ARCH = 90
 REGISTERS = 65536  # of a block, and of a multiprocessor
 REGISTER_UNIT, PARTITIONS = 256, 4
-OPEN_SHARED = 48 * 1024  # of a block, static; dynamic memory can be opted in
 KEPT_SHARED = 1024  # of each block, the system's own, from 8.0 on
 OPEN_LOCAL = 1024  # bytes of local memory a thread that each context holds from the start
 

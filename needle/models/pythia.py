@@ -170,10 +170,6 @@ class PythiaConfig(Config):
     def num_attention_heads(self) -> int:
         return self.num_heads
 
-    @property
-    def max_position_embeddings(self) -> int:
-        return self.max_seq_len
-
 
 # ---- parts ------------------------------------------------------------------------------------
 

@@ -156,8 +156,8 @@ def flatten_parameters(
     names of those to move, where not all are.
 
     Values stay, gradients start at zero. A module that is flat already, in the same order, gives
-    back the same object as long as it is referenced (by an optimizer). ValueError when the parameters
-    differ in dtype or device, or there are none.
+    back the same object as long as it is referenced (by an optimizer). ValueError when the
+    parameters differ in dtype or device, or there are none.
 
     >>> model = nn.Linear(3, 2)
     >>> flat = nn.flatten_parameters(model)

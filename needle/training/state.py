@@ -44,7 +44,7 @@ def check(checkpoint: Checkpoint) -> None:
 # The environment chooses kernels by these, as cuda/backend.cu and cuda/matmul.cu read them.
 GPU_KERNELS = {
     "NEEDLE_ARCH": bool,
-    "NEEDLE_PLAN": lambda word: True,
+    "NEEDLE_ALGORITHM": lambda word: True,
     "NEEDLE_TF32": lambda word: word == "1",
 }
 

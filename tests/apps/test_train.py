@@ -311,8 +311,8 @@ def test_products_of_a_gpu_name_its_kind_and_the_environment(monkeypatch):
         ({"NEEDLE_TF32": "2"}, ""),
         ({"NEEDLE_TF32": "1"}, ", NEEDLE_TF32=1"),
         (
-            {"NEEDLE_TF32": "1", "NEEDLE_PLAN": "3", "NEEDLE_ARCH": "80"},
-            ", NEEDLE_ARCH=80, NEEDLE_PLAN=3, NEEDLE_TF32=1",
+            {"NEEDLE_TF32": "1", "NEEDLE_ALGORITHM": "3", "NEEDLE_ARCH": "80"},
+            ", NEEDLE_ARCH=80, NEEDLE_ALGORITHM=3, NEEDLE_TF32=1",
         ),
     ]:
         for name in states.GPU_KERNELS:

@@ -19,11 +19,19 @@ WITH_SUBCOMMANDS = {"needle.data", "needle.hf", "needle.kernels"}
 # Runs the trainer for a step, and prints which functions of which files were called.
 TRACED = """
 import runpy, sys
-root, called = sys.argv.pop(1) + "/", set()
+root, called, inside = sys.argv.pop(1) + "/", set(), False
 def note(frame, event, argument):
-    file = frame.f_code.co_filename
-    if event == "call" and file.startswith(root):
-        called.add(file[len(root):] + " " + frame.f_code.co_name)
+    # From the first micro-batch to the update of the weights: what follows samples text.
+    global inside
+    file, name = frame.f_code.co_filename, frame.f_code.co_name
+    if name == "forward_backward":
+        inside = True
+    if event == "c_call" and inside:
+        called.add("_C." + argument.__name__)
+    elif event == "call" and (inside or name == "train") and file.startswith(root):
+        called.add(file[len(root):] + " " + name)
+    elif event == "return" and name == "step" and file.endswith("/data_parallel.py"):
+        inside = False
 sys.path[:0] = [root, root + "apps"]
 sys.argv[0] = root + "apps/train_pythia.py"
 sys.setprofile(note)
@@ -109,7 +117,7 @@ def test_walk_is_followed_by_a_step(tmp_path):
         assert names, file
         for name in names:
             if name.startswith("_C."):
-                assert name[3:] in operations, f"{file}: {name} did not run"
+                assert name[3:] in operations and name in called, f"{file}: {name} did not run"
             elif file.endswith(".py"):
                 assert f"{file} {name}" in called, f"{file}: {name} was not called"
             else:
