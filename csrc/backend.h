@@ -6,9 +6,10 @@
  *   - operands are borrowed: never freed, kept or reallocated; outputs arrive allocated;
  *   - ops are asynchronous on their device's one stream and ordered by it;
  *   - scratch comes from the backend's own cpu_scratch / cuda_scratch(device, bytes, &p) and is
- *     valid until the op that asked returns (on CUDA: for work enqueued before that);
+ *     valid until the calling op returns (on CUDA: for work enqueued before that);
  *   - every element of an OUT operand is written; IO operands say in ops.def whether they are
  *     accumulated into (+=) or overwritten (=);
+ *   - `new` beside a function: the caller owns its result and must free it;
  *   - nothing prints, exits or touches Python; every failure is a status and a message;
  *   - results are the same bits from run to run: no floating-point atomics, no order that depends
  *     on timing or on the number of threads of a run.
@@ -168,8 +169,8 @@ typedef struct nd_backend {
     nd_status (*graph_free)(int device, nd_graph *graph);
 
     /* Kernels that needle does not have, from machine code. The caller has checked the launch
-     * against the limits and the kernel; what a launch is given lives until it has run. unload waits
-     * for what is enqueued; graphs that launch from the module have gone before.
+     * against the limits and the kernel; what a launch is given lives until it has run. unload
+     * waits for what is enqueued; graphs that launch from the module have gone before.
      * All NULL in a backend that runs none (the CPU). */
     nd_status (*launch_limits)(int device, nd_launch_limits *out);
     nd_status (*module_load)(int device, const void *code, nd_module **out); /* copies; new */

@@ -34,8 +34,8 @@ ND_FN float nd_exp(float x) { return expf(x); }
 ND_FN float nd_log(float x) { return logf(x); }
 ND_FN float nd_sqrt(float x) { return sqrtf(x); }
 ND_FN float nd_tanh(float x) { return tanhf(x); }
-/* For the normal distribution: one instruction for 1/x, good to 1 unit in the last place, and one for
- * the 2^x of exp(-x^2/2), good to 2 beside what rounding x^2 costs; below 2^-126 it is 0. */
+/* For the normal distribution: one instruction for 1/x, good to 1 unit in the last place, and one
+ * for the 2^x of exp(-x^2/2), good to 2 beside what rounding x^2 costs; below 2^-126 it is 0. */
 ND_FN float nd_reciprocal(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -46,8 +46,8 @@ ND_FN float nd_normal_exp(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(-0.72134752f * x * x));
     return y;
 }
-/* e^x for 1 / (1 + e^x), which an error of the size of x units hardly moves: where x is large, so is e^x or
- * 1 / e^x. Of x between -88 and 88. */
+/* e^x for 1 / (1 + e^x), -88 <= x <= 88. An error of |x| units hardly changes that: where |x| is
+ * large, e^x or 1 / e^x is as well. */
 ND_FN float nd_logistic_exp(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.44269504f * x));
@@ -103,8 +103,8 @@ ND_FN float nd_exp(float x) {
     return p * s1 * s2;
 }
 
-/* The same for arguments that are not above 88, as softmax has them: 2^n in one piece. What would be
- * denormal is 0. */
+/* The same for arguments that are not above 88, as softmax has them: 2^n in one piece. What would
+ * be denormal is 0. */
 ND_FN float nd_exp_softmax(float x) {
     uint32_t power;
     float p = nd_exp_parts(x, &power);
@@ -153,8 +153,8 @@ ND_FN float nd_tanh(float x) {
 
 ND_FN float nd_reciprocal(float x) { return 1.0f / x; }
 ND_FN float nd_normal_exp(float x) { return nd_exp(-0.5f * x * x); }
-/* 2^n is added to the exponent, which is exact: a sum after a product would be rounded once or twice, as the
- * compiler likes. */
+/* 2^n is added to the exponent, which is exact: a sum after a product would be rounded once or
+ * twice, as the compiler likes. */
 ND_FN float nd_logistic_exp(float x) {
     uint32_t power;
     float p = nd_exp_parts(x, &power);
@@ -210,8 +210,8 @@ ND_FN float nd_gelu_and_grad(float x, float *grad) {
     return x * cdf;
 }
 
-/* s = sigmoid(2 u), and the derivative s + x s (1 - s) 2 u', whose 1 - s = s exp(-2 u) does not cancel. Outside
- * +-10 s is 1 to the last bit, or 1e-38 and counts as 0. */
+/* s = sigmoid(2 u), and the derivative s + x s (1 - s) 2 u', whose 1 - s = s exp(-2 u) does not
+ * cancel. Outside +-10 s is 1 to the last bit, or 1e-38 and counts as 0. */
 ND_FN float nd_gelu_tanh_sigmoid(float x, float *grad) {
     float low = x < -10.0f ? -10.0f : x;
     float a = low > 10.0f ? 10.0f : low;

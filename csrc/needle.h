@@ -1,8 +1,8 @@
-/* needle.h - what every part of needle shares: status codes, dtypes, memory, strided views.
+/* needle.h - shared by every part of needle: status codes, dtypes, memory, strided views.
  *
- * An nd_array is a strided view on refcounted memory. Strides and offsets count ELEMENTS, are signed
- * 64-bit, and may be zero (broadcast) or negative (flip). `data` already includes the offset, so
- * element (i, j) of a matrix is ((T *)a->data)[i * a->strides[0] + j * a->strides[1]].
+ * An nd_array is a strided view on refcounted memory. Strides and offsets count ELEMENTS, are
+ * signed 64-bit, and may be zero (broadcast) or negative (flip). `data` already includes the
+ * offset, so element (i, j) of a matrix is ((T *)a->data)[i * a->strides[0] + j * a->strides[1]].
  * Nothing here knows Python, CUDA or any operation.
  */
 #ifndef NEEDLE_H
@@ -84,7 +84,7 @@ typedef struct nd_storage {
     uint64_t generation; /* the device's generation when made; differs after cuda_reset(): stale */
     void *owner;         /* memory borrowed from elsewhere (a NumPy array, DLPack) ... */
     void (*release)(void *owner); /* ... and how to give it back; NULL: the backend frees memory */
-    uint64_t written; /* number of the last write, of all of the process; 0: only its maker's */
+    uint64_t written;             /* process-wide number of the last write; 0: only initialised */
 } nd_storage;
 
 typedef struct nd_array {
@@ -96,7 +96,8 @@ typedef struct nd_array {
     int64_t strides[ND_MAX_DIMS];
 } nd_array;
 
-/* All in array.c. Functions that fill an nd_array give it a NEW reference; nd_array_clear drops it. */
+/* All in array.c. Functions that fill an nd_array give it a NEW reference; nd_array_clear drops
+ * it. */
 nd_status nd_storage_new(nd_device *device, size_t bytes, nd_storage **out);
 nd_status nd_storage_borrow(nd_device *device, void *memory, size_t bytes, void *owner,
                             void (*release)(void *), nd_storage **out);
@@ -109,14 +110,14 @@ nd_status nd_array_new(nd_device *device, nd_dtype dtype, int ndim, const int64_
 void nd_array_view(const nd_array *of, nd_array *out); /* same geometry, one more reference */
 void nd_array_clear(nd_array *a);
 
-/* ND_EVALUE for a negative size, or when the elements are more than any memory could hold. A size
- * of 0 counts as 1 here, because strides multiply the other sizes all the same. */
+/* ND_EVALUE for a negative size, or when the elements are more than any memory could hold. Size 0
+ * counts as 1: strides are still computed from the other sizes. */
 nd_status nd_check_shape(nd_dtype dtype, int ndim, const int64_t *shape);
 int64_t nd_size(const nd_array *a);       /* number of elements; 1 for 0-d */
 bool nd_is_contiguous(const nd_array *a); /* C order, size-1 axes ignored, empty is true */
 void nd_contiguous_strides(int ndim, const int64_t *shape, int64_t *strides);
-/* A C-contiguous array as a matrix, its first `lead` axes in one and the others in one; as a vector where lead
- * is 0. Borrows the storage: never cleared. */
+/* A C-contiguous array as a matrix, its first `lead` axes in one and the others in one; as a vector
+ * where lead is 0. Borrows the storage: never cleared. */
 nd_array nd_merged(const nd_array *a, int lead);
 /* Stretch `a` to `shape` with zero strides, NumPy's rule. ND_EVALUE names the axis that cannot,
  * or says what is wrong with the shape. */

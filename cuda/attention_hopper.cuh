@@ -26,8 +26,8 @@ constexpr int HALF = 64;             /* rows of a consumer */
 constexpr uint32_t PIECE_BYTES = 16; /* of a Piece in shared memory */
 
 /* ---- host ---------------------------------------------------------------------------------------
- * What attention_fwd.cu and attention_bwd.cu ask for when hopper_serves(). The problem is filled
- * but for the tiles. */
+ * Called by attention_fwd.cu and attention_bwd.cu when hopper_serves(). The problem is filled but
+ * for the tiles. */
 struct Operands {
     const nd_array *q, *k, *v, *o;
     const nd_array *dout, *dq, *dk, *dv;     /* backward only */
@@ -69,7 +69,8 @@ static inline nd_status box_map(const char *op, const nd_array *a, int rows, CUt
 }
 
 /* As many thread blocks as run at once, each of which takes one piece after the other. Launches of
- * one file must follow each other on the device, as those of needle's one stream do: see Pieces. */
+ * one file must follow each other on the device, as those of needle's one stream do: see
+ * next_piece. */
 template <class Shape, class Arguments>
 static inline nd_status hopper_launch(const char *op, int device, void (*kernel)(Arguments),
                                       const Arguments &arguments) {
@@ -83,12 +84,12 @@ static inline nd_status hopper_launch(const char *op, int device, void (*kernel)
 #ifdef HOPPER_CODE
 
 /* ---- device: the order of work ------------------------------------------------------------------
- * Piece `index` of all: heads that share the L2 go together, in them the longest pieces first. The
- * producer works it out and leaves it in shared memory; the tile of what is no piece any more is
- * -1. */
+ * Piece `index` of all, an item of work: heads that share the L2 go together, in them the longest
+ * items first. The producer computes it and leaves it in shared memory; tile is -1 after the last
+ * item. */
 struct Piece {
     int b, h, tile;
-    bool meets; /* any rows of the other side; only the forward asks, of lists */
+    bool meets; /* the item has keys; false in the forward with block lists only */
 };
 
 __device__ __forceinline__ Piece piece_at(const Problem &p, int index, bool descending) {
@@ -112,9 +113,9 @@ __device__ __forceinline__ Piece load_piece(uint32_t from) {
     return Piece{(int)words[0], (int)words[1], (int)words[2], words[3] != 0};
 }
 
-/* Which piece is next, to one producer of `producers` in the grid: the first is its own number,
- * further ones are counted off. The last producer to leave sets both counters back for the next
- * launch. */
+/* The index of the next piece for one of `producers` producers in the grid: its first is its own
+ * number, further ones are counted off. The last producer to leave sets both counters back for the
+ * next launch. */
 static __device__ unsigned int pieces_taken, producers_gone;
 
 __device__ __forceinline__ int next_piece(unsigned int producers) {
@@ -132,8 +133,8 @@ __device__ __forceinline__ int keys_end(const Problem &p, int end) {
     return p.causal ? max(min(p.S, min(end, p.T) + p.offset), 0) : p.S;
 }
 
-/* The parts of so many ROWS of the other side that rows from `own` on meet, ascending, within
- * [from, to): all of them, or those of the listed blocks. */
+/* Iterate over the key (or query) tiles of ROWS rows that the tile at `own` attends to: ascending,
+ * within [from, to), all of them or those of the listed blocks. */
 template <bool LISTS, int ROWS> struct PartWalk {
     const int *entries;
     int entry, last, at, block, blocks, from, to;

@@ -32,7 +32,8 @@ struct needle_fault {
 
 /* The record of this process, on any device at the same address. */
 nd_status cuda_fault_record(const char *op, needle_fault **out);
-/* What was found: ": ids: element 17: index 60000 is outside of 50304 (block ..)", or nothing. */
+/* Text of the fault: ": ids: element 17: index 60000 is outside of 50304 (block ..)", or
+ * nothing. */
 void cuda_fault_text(char *text, size_t size);
 
 #ifdef NEEDLE_DEBUG

@@ -7,9 +7,9 @@
  * Indices are checked by checks.cuh in a debug build.
  *
  * Errors. Every CUDA call goes through CUDA_TRY, every launch through cuda_launch.
- * cuda_error() clears the runtime's last error and tells faults that end the context (ND_EFATAL:
- * illegal address, assertion, ECC, ...; the backend is poisoned, its first message is kept) from
- * those that can be retried (ND_ECUDA: memory, launch configuration).
+ * cuda_error() clears the runtime's last error and distinguishes faults that end the context
+ * (ND_EFATAL: illegal address, assertion, ECC, ...; the backend is poisoned, its first message is
+ * kept) from those that can be retried (ND_ECUDA: memory, launch configuration).
  */
 #ifndef NEEDLE_COMMON_CUH
 #define NEEDLE_COMMON_CUH
@@ -121,7 +121,7 @@ template <class I> __host__ __device__ constexpr I ceil_div(I a, I b) { return (
 
 static inline bool is_aligned16(const void *p) { return ((uintptr_t)p & 15) == 0; }
 
-/* Whether Hopper's copy engine takes an operand of 16 bits: rows of unit stride that start at
+/* True if Hopper's copy engine takes an operand of 16 bits: rows of unit stride that start at
  * multiples of 16 bytes, no axis backwards. */
 static inline bool is_boxable(const nd_array *a) {
     const int64_t most = (int64_t)1 << 38;

@@ -46,7 +46,7 @@ template <class T> __device__ __forceinline__ uint32_t max_pair(uint32_t x, uint
     return most;
 }
 
-/* What to subtract from elements up to `max`: never -inf. */
+/* Shift to subtract from elements up to `max`: never -inf. */
 __device__ __forceinline__ float shift_of(float max) { return max == -INFINITY ? 0.0f : max; }
 
 /* exp(x - shift) of both halves, `scaled` = shift log2(e): one step, which costs 2^-24 |shift|. */

@@ -136,15 +136,14 @@ nd_status cuda_pool_malloc(int device, size_t bytes, void **out) {
     return ND_OK;
 }
 
-/* ---- what the ops ask (common.cuh) ----------------------------------------------------------- */
+/* ---- limits and launches, for the ops (common.cuh) ------------------------------------------- */
 const cuda_limits *cuda_device_limits(int device) { return &cuda_device(device).limits; }
 
 cudaStream_t cuda_stream(int device) { return cuda_device(device).stream; }
 
 int cuda_arch(int device) { return cuda_device(device).arch; }
 
-/* What a kernel needs before a launch, remembered: dynamic shared memory above 48 KiB is asked for
- * once. */
+/* Prepare a kernel for launches, cached: dynamic shared memory above 48 KiB is requested once. */
 static nd_status prepare(const char *op, int device, const void *kernel, int threads, size_t shared,
                          bool *overlaps) {
     Device &d = cuda_device(device);

@@ -1,10 +1,8 @@
 /* graph.cuh - work recorded once and launched many times, with the memory it uses.
  *
- * A recorded kernel keeps the addresses it was given, so nothing that it reads or writes may go
- * back to the pool while the graph lives. The same work therefore runs twice: first for real, while
- * every array that it allocates becomes a block of the graph; then captured, while the same
- * allocations find those blocks idle again. So capturing allocates nothing, and the graph holds no
- * memory nodes.
+ * Memory used by a recorded kernel must not return to the pool. So the step runs twice: once to
+ * allocate its blocks, once captured, reusing them. Capturing allocates nothing, and the graph
+ * holds no memory nodes.
  */
 #ifndef NEEDLE_GRAPH_CUH
 #define NEEDLE_GRAPH_CUH

@@ -35,7 +35,7 @@ constexpr uint32_t PANEL_ALIGN = 1024;
 #endif
 
 /* ---- host (hopper.cu) ---------------------------------------------------------------------------
- * Whether kernels for sm_90a were built and the device (or NEEDLE_ARCH) takes them. */
+ * True if kernels for sm_90a were built and the device (or NEEDLE_ARCH) takes them. */
 bool hopper_usable(int device);
 
 /* A tensor map of up to 4 axes, fastest first: elements of 2 bytes (bf16, float16: the map does not
@@ -122,7 +122,7 @@ __device__ __forceinline__ void bulk_load(uint32_t to, const void *from, uint32_
                  : "memory");
 }
 
-/* What threads wrote to shared memory is there for the copy engine after proxy_fence() by each of
+/* Writes of threads to shared memory are visible to the copy engine after proxy_fence() by each of
  * them and a barrier. */
 __device__ __forceinline__ void proxy_fence() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -161,9 +161,8 @@ __device__ __forceinline__ float2 row_sums(float2 v, float2 (&parts)[most_thread
     return v;
 }
 
-/* What this thread reads of the rows to come, on its way into places of shared memory that no other
- * thread reads: no thread waits for another. Rows and columns that are not there, and a dres that
- * is not, are zeros. */
+/* Prefetch of this thread's part of the next rows into places of shared memory that no other thread
+ * reads: no thread waits for another. Absent rows, columns and dres are zeros. */
 template <class T, int norms> struct Ahead {
     static constexpr int N = Vec<T>::size, count = held / N, operands = 2 + norms;
     static constexpr int rows = 4 / sizeof(T); /* 96 or 128 bytes a thread are under way */

@@ -48,7 +48,7 @@ namespace linear {
 constexpr int SHALLOW = 512;
 constexpr int SHALLOW_ANGLES = 8; /* R */
 
-/* What both shapes derive from. A shape adds BACKWARD, ROWS and COLUMNS of a tile, B_ROWS of a box
+/* Base of both shapes. A shape adds BACKWARD, ROWS and COLUMNS of a tile, B_ROWS of a box
  * of b, STAGES, LOADS (further barriers), BARRIERS_AT, TAKE and SHARED. */
 struct TileShape {
     static constexpr int CONSUMERS = 2, THREADS = hopper::WARPGROUP * (1 + CONSUMERS);
@@ -128,8 +128,8 @@ static inline nd_status map_of(const char *op, const nd_array *a, int rows, CUte
     return hopper::tensor_map(op, a->data, 2, shape, strides, hopper::PANEL_COLUMNS, rows, out);
 }
 
-/* As many blocks as run at once; a multiple of the columns of tiles where that makes no share
- * longer by more than a sixteenth, so that a block has parts of one column. */
+/* As many blocks as run at once. Rounded down to a multiple of column_tiles if that lengthens a
+ * block's work by at most 1/16; each block then stays in one column. */
 static inline unsigned blocks_for(int device, int row_tiles, int column_tiles) {
     const int64_t tiles = (int64_t)row_tiles * column_tiles;
     const int64_t blocks = cuda_device_limits(device)->processors;

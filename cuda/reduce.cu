@@ -206,7 +206,7 @@ __device__ __forceinline__ void leave(const Plan &p, int64_t split, int64_t o,
     }
 }
 
-/* What a thread loads at a time: 16 bytes of floats T (`vectors`), or an element. Where T is
+/* One load of a thread: 16 bytes of floats T (`vectors`), or an element. Where T is
  * int64_t it is one of any integer dtype. */
 template <class T, bool vectors> struct Piece {
     typedef std::conditional_t<std::is_same_v<T, int64_t>, int64_t, float> V;

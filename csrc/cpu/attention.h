@@ -1,4 +1,4 @@
-/* attention.h - what attention_fwd.c and attention_bwd.c share: row tiles and lists of key ranges.
+/* attention.h - shared by attention_fwd.c and attention_bwd.c: row tiles and lists of key ranges.
  *
  * Scores lie transposed, S^T: a row a key, a column a query, so that a vector holds as many queries
  * and nothing is summed across its lanes. Columns beyond the queries of a tile hold zeros for q.
@@ -28,8 +28,8 @@ ND_FN attention_rows attention_head(const nd_array *a, int64_t batch, int64_t he
         .array = a, .base = batch * a->strides[0] + head * a->strides[2], .stride = a->strides[1]};
 }
 
-/* Whether the head dim and float32 copies of the keys of a head can be had at all: an array that
- * repeats one key has room for 2^60 of them. */
+/* ND_OK if the head dim is in range and the keys of a head can be copied to float32: an array that
+ * repeats one key may have 2^60 of them. */
 ND_FN nd_status attention_check(const char *name, int64_t keys, int64_t d) {
     if (d > 256) {
         return nd_error(ND_EVALUE, "%s: q: head dim %lld is above the limit of 256", name,
@@ -42,7 +42,7 @@ ND_FN nd_status attention_check(const char *name, int64_t keys, int64_t d) {
     return ND_OK;
 }
 
-enum { ATTENTION_AHEAD = 8 }; /* rows; no hardware foresees such strides */
+enum { ATTENTION_AHEAD = 8 }; /* rows; hardware prefetch misses such strides */
 
 /* Ask for a row of so many bytes before it is read or written. */
 ND_FN void attention_fetch(const char *row, int64_t bytes) {
@@ -103,8 +103,8 @@ ND_FN void attention_store(const attention_rows *rows, int64_t first, int64_t n,
     }
 }
 
-/* to[j * to_row + i] = from[i * from_row + j] times a factor, for i < n and j < d: the factor is one for all, or
- * of_j[j]. */
+/* to[j * to_row + i] = from[i * from_row + j] times a factor, for i < n and j < d: the factor is
+ * one for all, or of_j[j]. */
 ND_FN void attention_transpose(const float *restrict from, int64_t from_row, int64_t n, int64_t d,
                                float factor, const float *restrict of_j, float *restrict to,
                                int64_t to_row) {
@@ -168,8 +168,8 @@ nd_status attention_pattern_make(const char *name, const char *field, const nd_a
                                  const nd_array *lists, int64_t block, int64_t length,
                                  int64_t other, int64_t heads, attention_pattern *out);
 
-/* Checked although threads here take blocks as they come, so that both backends refuse the same calls:
- * `order` names each block of the pattern once, for each of its masks. */
+/* Checked although threads here take blocks as they come, so that both backends refuse the same
+ * calls: `order` names each block of the pattern once, for each of its masks. */
 nd_status attention_order_check(int device, const char *name, const char *field,
                                 const nd_array *order, const attention_pattern *p);
 

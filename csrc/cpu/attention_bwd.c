@@ -3,12 +3,12 @@
  *   P = exp(scale Q K^T - lse)   recomputed, tile by tile
  *   delta = rowsum(dO o)
  *   dV = P^T dO,  dS = P (dO V^T - delta) scale,  dQ = dS K,  dK = dS^T Q
- *   with cos and sin: dQ and dK turned back by the angles of their positions, before they are rounded
+ *   with cos and sin: dQ and dK rotated back by the angles of their positions before rounding
  *
- * A task is one head, whose dq, dk, dv and part of db belong to it alone: no atomics, the same bits for
- * any number of threads. It walks query tiles of 64; for each, the keys that it sees, 128 at a time,
- * with five products a pair; dQ of the tile stays in scratch, dK and dV are added up in a float32
- * copy of the head. 10 T S D operations a head, half of that when causal.
+ * A task is one head, whose dq, dk, dv and part of db belong to it alone: no atomics, the same bits
+ * for any number of threads. It walks query tiles of 64; for each, the keys that it sees, 128 at a
+ * time, with five products a pair; dQ of the tile stays in scratch, dK and dV are added up in a
+ * float32 copy of the head. 10 T S D operations a head, half of that when causal.
  */
 #include <omp.h>
 
@@ -19,13 +19,13 @@ typedef struct {
     attention_pattern pattern; /* for each query block, the key blocks that it sees */
     float scale;
     bool causal;
-    const nd_array *cos, *sin;   /* NULL: not turned */
+    const nd_array *cos, *sin;   /* NULL: no rotary */
     nd_array *dq, *dk, *dv, *db; /* db may be NULL */
 } backward;
 
 /* One thread's tiles. A column a query: p, ds, qt, doutt, dqt. A row a query: q, dout. A row a key,
- * for all keys of the head: k, v, dk, dv. Rows of q, dout, dk and dv are padded to whole panels. sums: the
- * head's part of db (3, D), NULL where db is not asked for. */
+ * for all keys of the head: k, v, dk, dv. Rows of q, dout, dk and dv are padded to whole panels.
+ * sums: the head's part of db (3, D), NULL where db is not asked for. */
 typedef struct {
     float *p, *ds, *qt, *doutt, *dqt, *q, *dout, *k, *v, *dk, *dv, *sums;
     float lse[ATTENTION_QUERIES], delta[ATTENTION_QUERIES];
@@ -96,7 +96,7 @@ static void load_queries(const backward *b, int64_t batch, int64_t head, int64_t
     }
 }
 
-/* Rows of dq or dk from position `first` on, turned back by their angles where there are any. */
+/* Rotate rows of dq or dk, from position `first` on, back by their angles, if there are any. */
 static void turn_back(const backward *b, int64_t first, int64_t n, int64_t leading, float *rows) {
     if (b->cos == NULL) {
         return;
@@ -108,7 +108,8 @@ static void turn_back(const backward *b, int64_t first, int64_t n, int64_t leadi
     }
 }
 
-/* sums (D) += n rows, ROWS of which are added to each other first, so that no sum has many terms. */
+/* sums (D) += n rows, ROWS of which are added to each other first, so that no sum has many
+ * terms. */
 static void add_rows(const float *rows, int64_t n, int64_t d, int64_t leading, float *sums) {
     enum { ROWS = 256 };
     for (int64_t first = 0; first < n; first += ROWS) {

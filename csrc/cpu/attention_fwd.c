@@ -2,14 +2,14 @@
  *
  *   S = scale Q K^T (masked),  P = exp(S - lse),  o = P V,  lse = log of the row sums of exp(S)
  *
- * A task is a tile of up to 64 queries of one head, or, where heads are many and short, all tiles of
- * a head, whose k and v the second cache then holds. A tile walks the keys it may see, 128 at a time,
- * a panel of queries after the other: one product for the scores, an online softmax over them
- * (running maximum and sum; when the maximum grows, the accumulated output shrinks), one product
- * that adds V^T P^T. No T x S matrix exists; memory is a tile a thread, and k and v of the heads
- * in work as float32, side by side. Keys after a panel's causal limit cost nothing; blocks that a
- * sparse pattern does not list are never met. Everything in float32; tasks are independent, so
- * threads do not change bits. 4 T S D operations a head, half of that when causal.
+ * A task is a tile of up to 64 queries of one head, or, where heads are many and short, all tiles
+ * of a head, so that k and v stay in L2. A tile walks its keys 128 at a time, one query panel at a
+ * time: one product for the scores, an online softmax over them (running maximum and sum; when the
+ * maximum grows, the accumulated output shrinks), one product that adds V^T P^T. No T x S matrix
+ * exists; memory is a tile a thread, and k and v of the heads in work as float32, side by side.
+ * Keys after a panel's causal limit cost nothing; blocks that a sparse pattern does not list are
+ * never met. Everything in float32; tasks are independent, so threads do not change bits. 4 T S D
+ * operations a head, half of that when causal.
  */
 #include <omp.h>
 

@@ -1,8 +1,8 @@
 /* block_lists.c - from the blocks that masks keep to the lists that attention reads.
  *
  * Rows are counted, the counts summed up to where each list begins, then the columns written: both
- * passes over `kept` split the rows among threads. The order of work is a counting sort by length, which
- * keeps equal rows in their order.
+ * passes over `kept` split the rows among threads. The order of work is a counting sort by length,
+ * which keeps equal rows in their order.
  */
 #include <limits.h>
 

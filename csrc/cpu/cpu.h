@@ -1,4 +1,4 @@
-/* cpu.h - what the files of the CPU backend share: prototypes, dtype conversion, iteration,
+/* cpu.h - shared by the files of the CPU backend: prototypes, dtype conversion, iteration,
  * scratch, the matrix products.
  *
  * Arithmetic happens in float32 (or int64): a kernel works on rows or tiles, reads float32 memory
@@ -126,14 +126,15 @@ ND_FN void cpu_cursor_next(const nd_loop *loop, int n, cpu_cursor *cursor) {
     }
 }
 
-/* ---- threads.c: each parallel region says num_threads(cpu_threads()) --------------------------- */
+/* ---- threads.c: each parallel region says num_threads(cpu_threads()) ------------------------- */
 void cpu_threads_setup(void); /* once */
 int cpu_threads(void);
 
-/* ---- rotary.c: the first 2 R dims of a row of float32, by sign times the R angles of its position -- */
+/* ---- rotary.c -----------------------------------------------------------------------------------
+ * Rotate the first 2 R dims of a row of float32 by sign times the R angles of its position. */
 void cpu_turn(float *restrict x, const float *restrict cosines, const float *restrict sines,
               int64_t r, float sign);
-/* ND_EVALUE where `parts` slices of x (..., P, D) cannot be turned by the angles of cos (T, R). */
+/* ND_EVALUE where `parts` slices of x (..., P, D) cannot be rotated by the angles of cos (T, R). */
 nd_status cpu_check_turn(const char *op, const nd_array *x, int64_t parts, const nd_array *cos);
 
 /* ---- memory.c: contracts in backend.h -------------------------------------------------------- */
@@ -155,14 +156,13 @@ void cpu_sgemm(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t
 void cpu_sgemm_setup(void);          /* keeps the BLAS from starting threads of its own */
 const char *cpu_sgemm_library(void); /* e.g. "OpenBLAS SkylakeX" */
 
-/* ---- panels.c: c = base + a b on the calling thread, a and b of one dtype, c and base float32 ------
+/* ---- panels.c: c = base + a b on the calling thread, a and b of one dtype, c and base float32 ---
  * Strides of a and b in elements, of which one is 1. A row of base is `base_row` elements after the
- * one before: 0 for a bias, ldc for c itself; NULL is zeros. The next call goes on with `more` steps of k after
- * these, for which memory is asked meanwhile. `panels` has room for cpu_panels_words; that is 0 for no product but
- * where the processor lacks the instructions, or they are not wanted. */
+ * one before: 0 for a bias, ldc for c itself; NULL is zeros. `more`: k steps of the next call,
+ * prefetched now. `panels` has room for cpu_panels_words, 0 only if panels cannot be used. */
 enum { CPU_PANEL_ROWS = 14, CPU_PANEL_COLUMNS = 32 };
 void cpu_panels_setup(void);                     /* chooses */
-bool cpu_panels_take(nd_dtype dtype, int64_t m); /* whether products of m rows are for these */
+bool cpu_panels_take(nd_dtype dtype, int64_t m); /* true if they multiply m rows of a */
 const char *cpu_panels_instructions(void);       /* and the dtypes: another, other bits; or NULL */
 int64_t cpu_panels_words(nd_dtype dtype, int64_t n, int64_t k);
 void cpu_panels_product(nd_dtype dtype, int64_t m, int64_t n, int64_t k, const void *a,
@@ -170,14 +170,14 @@ void cpu_panels_product(nd_dtype dtype, int64_t m, int64_t n, int64_t k, const v
                         const float *base, int64_t base_row, float *c, int64_t ldc, int64_t more,
                         uint32_t *panels);
 
-/* ---- matmul.c ---------------------------------------------------------------------------------
- * linear_fwd without a residual, whose tiles are worked on by the threads that made them: once rows [i, i + rows) and
- * columns [j, j + columns) of y are there, finish(of, i, j, rows, columns) may change them. */
+/* ---- matmul.c -----------------------------------------------------------------------------------
+ * linear_fwd without a residual. The thread that computed rows [i, i + rows) and columns
+ * [j, j + columns) of y then calls finish(of, i, j, rows, columns), which may change them. */
 typedef void cpu_tile_fn(const void *of, int64_t i, int64_t j, int64_t rows, int64_t columns);
 nd_status cpu_linear_tiles(int device, const linear_fwd_args *args, cpu_tile_fn *finish,
                            const void *of);
-/* to (and to2, where not NULL) += the column sums of x (N, M); where `times` is not NULL, of product = x times,
- * which may be x. */
+/* to (and to2, where not NULL) += the column sums of x (N, M); where `times` is not NULL, of
+ * product = x times, which may be x. */
 nd_status cpu_column_sums(int device, const nd_array *x, const nd_array *times, nd_array *product,
                           nd_array *to, nd_array *to2);
 

@@ -80,7 +80,8 @@ static void write_gradient(const nd_array *logits, int64_t i, int64_t target, fl
 }
 
 /* losses and lse of every row; the sum of losses and how many rows count. Where dlogits is given, a
- * row of it follows, with a weight of 1, while that of the logits, which it may replace, is in a cache. */
+ * row of it follows, with a weight of 1, while that of the logits, which it may replace, is in a
+ * cache. */
 static double sum_losses(const nd_array *logits, const int32_t *targets, float *losses, float *lse,
                          nd_array *dlogits, int64_t *count) {
     int64_t n = logits->shape[0], v = logits->shape[1];

@@ -5,8 +5,8 @@
  *
  * A task is one head of one row. It walks the cache once, a run of keys at a time, with a running
  * maximum and sum; the rotated q and k are rounded to the dtype as the whole-sequence path rounds
- * them, all else is float32. Tasks are independent, so threads do not change bits. Reads 2 (p + 1) D
- * cached values a head.
+ * them, all else is float32. Tasks are independent, so threads do not change bits. Reads
+ * 2 (p + 1) D cached values a head.
  */
 #include <math.h>
 

@@ -1,4 +1,4 @@
-/* layernorm.c - layer normalisation over the last axis, by one norm, or by two that read the same x.
+/* layernorm.c - layer normalisation over the last axis, by one norm or by two of the same x.
  *
  *   forward    mean = sum x / C,  var = sum (x - mean)^2 / C,  rstd = 1 / sqrt(var + eps)
  *              xhat = (x - mean) rstd,  y = xhat w + b of each norm
@@ -6,7 +6,8 @@
  *              dx = rstd (g - mean(g) - xhat mean(g xhat)) + dres, where there is a dres
  *              of each norm dw += sum over rows of dy xhat,  db += sum over rows of dy
  * All in float32, the variance from the centred values. Threads take rows; for dw and db they take
- * pieces of rows whose sums are added in order. Moves x and each y once (each dy, x, dres, dx once).
+ * pieces of rows whose sums are added in order. Moves x and each y once (each dy, x, dres, dx
+ * once).
  */
 #include <omp.h>
 

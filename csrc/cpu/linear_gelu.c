@@ -1,10 +1,11 @@
 /* linear_gelu.c - linear_gelu_fwd: y = gelu(pre), slope = gelu'(pre), pre = x w + b;
- * linear_gelu_bwd: dpre = dy w^T slope, db += its column sums. y has the bits of linear_fwd and gelu, dpre those of
- * matmul and multiply.
+ * linear_gelu_bwd: dpre = dy w^T slope, db += its column sums. y has the bits of linear_fwd and
+ * gelu, dpre those of matmul and multiply.
  */
 #include "cpu.h"
 
-/* A tile of slope, in which pre lies, becomes gelu'(pre); that of y gelu(pre), whatever the stride of y's rows. */
+/* In a tile: the derivative's memory (holding pre) becomes gelu'(pre), y becomes gelu(pre). y may
+ * be strided. */
 static void apply_gelu(const void *of, int64_t i, int64_t j, int64_t rows, int64_t columns) {
     const linear_gelu_fwd_args *args = of;
     for (int64_t row = i; row < i + rows; row++) {

@@ -1,5 +1,5 @@
-/* linear_rotary.c - linear_rotary_fwd: y = rotary(x w + b). The ops that it stands for, one after the other, so
- * that its bits are those of linear_fwd and rotary.
+/* linear_rotary.c - linear_rotary_fwd: y = rotary(x w + b). Calls linear_fwd, then rotary, so its
+ * bits are theirs.
  */
 #include "cpu.h"
 

@@ -8,11 +8,11 @@
  * The result is cut into tiles over M and N (never over K); OpenMP hands the tiles to threads, each
  * tile is one single-threaded product. K is cut into panels of K_PANEL, added in their order.
  *
- * By panels.c where the processor can: bits depend on K alone. Else by sgemm, where tiles have sizes
- * that depend on the shape alone, so that the bits do not depend on the number of threads either:
- * transposed operands are read through sgemm's transpose flags, a bfloat16 or float16 tile converts
- * the panels of its operands into scratch, accumulates in float32 and rounds once; so does an
- * operand whose strides no BLAS can take.
+ * By panels.c where the processor can: bits depend on K alone. Else by sgemm, where tiles have
+ * sizes that depend on the shape alone, so that the bits do not depend on the number of threads
+ * either: transposed operands are read through sgemm's transpose flags, a bfloat16 or float16 tile
+ * converts the panels of its operands into scratch, accumulates in float32 and rounds once; so does
+ * an operand whose strides no BLAS can take.
  */
 #include <limits.h>
 #include <omp.h>
@@ -191,15 +191,15 @@ static void run_tile(const product *p, int64_t batch, int64_t i, int64_t j, floa
     }
 }
 
-/* Halve the longer side until there are tiles for many threads or they get too small. Each tile packs
- * its panels anew: of small ones only as many as there are threads, and the rows of each are whole
- * panels. */
+/* Halve the longer side until there are tiles for many threads or they get too small. Each tile
+ * packs its panels anew: of small ones only as many as there are threads, and the rows of each are
+ * whole panels. */
 static void choose_tiles(product *p, int64_t batches) {
     double work = (double)p->m * (double)p->n * (double)max_of(p->k, 1);
     p->tile_m = p->m;
     p->tile_n = p->n;
-    /* b's panels must fit into the second cache: 512 columns, or all of them where k is short. Then a tile has
-     * whole rows, and c's part of it fits too. */
+    /* b's panels must fit into the second cache: 512 columns, or all of them where k is short. Then
+     * a tile has whole rows, and c's part of it fits too. */
     bool whole_rows = p->panels && p->n > 512 && p->n * p->step <= 512 * 512;
     int64_t most = INT64_MAX, widest = INT_MAX / 2;
     if (p->panels) {

@@ -4,9 +4,9 @@
  *
  * a and b lie as IN_MATRIX gives them: along one axis of more than one element the stride is 1.
  * Both are packed, from any such layout and dtype in one pass, into panels of ROWS rows of a and
- * COLUMNS columns of b: all of b, for the second cache, then a, of which a panel stays in the first.
- * ROWS x COLUMNS sums stay in registers over all of k and are then added to base. Their order depends
- * on k alone: neither strides, tiles nor threads change a bit.
+ * COLUMNS columns of b: all of b, for the second cache, then a, of which a panel stays in the
+ * first. ROWS x COLUMNS sums stay in registers over all of k and are then added to base. Their
+ * order depends on k alone: neither strides, tiles nor threads change a bit.
  *
  * A panel's words are float32, multiplied by FMAs, or pairs of bfloat16 that are neighbours in k,
  * multiplied by AVX512-BF16's vdpbf16ps, whose float32 lanes get two products each; an odd k ends
@@ -14,10 +14,10 @@
  * denormal operands for zeros, and makes denormal sums zeros. Infinities and NaN go through as in
  * float32.
  *
- * Compiled for any x86-64 and chosen when needle starts. Intel's processors since Sapphire Rapids do
- * a quarter as many vdpbf16ps a cycle as FMAs (measured, docs/measurements.md): there bfloat16
- * becomes float32 while it is packed. AMD's do as many as published, and take pairs. Float32 was not
- * measured beside OpenBLAS there, so it is multiplied here on Intel's alone.
+ * Compiled for any x86-64 and chosen when needle starts. Intel's processors since Sapphire Rapids
+ * do a quarter as many vdpbf16ps a cycle as FMAs (measured, docs/measurements.md): there bfloat16
+ * becomes float32 while it is packed. AMD's do as many as published, and take pairs. Float32 was
+ * not measured beside OpenBLAS there, so it is multiplied here on Intel's alone.
  * NEEDLE_CPU_PRODUCTS=blas, avx512 or avx512_bf16 decides otherwise.
  */
 #include <stdlib.h>
@@ -175,8 +175,9 @@ AVX512 static void pack(form f, const void *from, int64_t lane, int64_t step, in
     }
 }
 
-/* Lines of a cache that will be packed: rows of 2^shift lines each, `pitch` bytes apart; of all of them, counted
- * row by row, those from `first` to `last`, or none. Row by row, since each row is in another page. */
+/* Lines of a cache that will be packed: rows of 2^shift lines each, `pitch` bytes apart; of all of
+ * them, counted row by row, those from `first` to `last`, or none. Row by row, since each row is in
+ * another page. */
 typedef struct {
     const char *at;
     int64_t pitch, shift, first, last;
@@ -196,8 +197,8 @@ static lines lines_of(form f, const char *at, int64_t lane, int64_t step, int64_
     return l;
 }
 
-/* Prefetched while products are made, because no hardware foresees it: the next panels of a and,
- * with the last `products` of a tile's part of k, those of b. */
+/* Prefetched while products are made, because hardware prefetch misses it: the next panels of a
+ * and, with the last `products` of a tile's part of k, those of b. */
 typedef struct {
     lines a, b;
     int64_t products;

@@ -2,8 +2,8 @@
  *
  * In place, in the first `parts` slices of each head, for r < R:
  *     x[r], x[R + r] = x[r] cos - x[R + r] s, x[R + r] cos + x[r] s        s = sign * sin
- * Dims from 2 R on and the other slices are not touched. The rotation is orthogonal: its backward is
- * the same with sign = -1. Threads take positions.
+ * Dims from 2 R on and the other slices are not touched. The rotation is orthogonal: its backward
+ * is the same with sign = -1. Threads take positions.
  */
 #include "cpu.h"
 

@@ -1,4 +1,4 @@
-/* tile.h - products of small float32 tiles in registers: what attention multiplies with.
+/* tile.h - products of small float32 tiles in registers, for attention.
  *
  * A BLAS packs both operands of every call anew, which for tiles of 64 x 128 takes a third of the
  * product's time. Here the caller lays its operands out once: lanes of vectors run along the

@@ -1,5 +1,6 @@
-/* transpose16.h - 16 x 16 words in registers, by AVX-512: what packs products' operands and turns tiles of
- * attention. For code that is compiled for AVX-512 or has asked the processor.
+/* transpose16.h - transpose 16 x 16 words in registers, by AVX-512, for packing the operands of
+ * products and transposing tiles of attention. Callers are compiled for AVX-512 or check
+ * the processor.
  */
 #ifndef NEEDLE_CPU_TRANSPOSE16_H
 #define NEEDLE_CPU_TRANSPOSE16_H

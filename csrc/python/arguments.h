@@ -1,4 +1,4 @@
-/* arguments.h - what Python passes: dtypes, shapes, numbers (arguments.c); NumPy's and other
+/* arguments.h - convert Python arguments: dtypes, shapes, numbers (arguments.c); NumPy's and other
  * array-likes (array_likes.c). */
 #ifndef NEEDLE_ARGUMENTS_H
 #define NEEDLE_ARGUMENTS_H
@@ -9,7 +9,7 @@ typedef struct {
     bool is_float;
     int beyond;      /* of a whole number that no int64 holds: 1 or -1, its sign */
     int64_t integer; /* of any other whole number */
-    double value;    /* the nearest; of a whole number that no double holds an infinity */
+    double value;    /* nearest double; infinity for an int beyond double's range */
 } nd_number;
 
 #pragma GCC visibility push(hidden)
@@ -27,8 +27,8 @@ PyObject *nd_pack_shape(int ndim, const int64_t *values);
 /* An NDArray that is alive, for the operand of an op. */
 int nd_check_operand(const char *op, const char *operand, PyObject *object);
 bool nd_is_exact(const nd_number *number); /* is `value` the number itself? */
-/* OverflowError unless an array of `dtype` holds it: rounded when that is a float, truncated when the
- * number is one. ValueError for NaN among integers. Any number is a bool. */
+/* OverflowError unless an array of `dtype` holds it: rounded when that is a float, truncated when
+ * the number is one. ValueError for NaN among integers. Any number is a bool. */
 int nd_check_number(const char *op, const nd_number *number, nd_dtype dtype);
 /* The number of an F64 or I64 operand. */
 int nd_take_number(const char *op, const field *f, PyObject *object, nd_slot *slot);

@@ -1,8 +1,8 @@
 /* call.c - each op of ops.def as a function of the module: arguments by position or name, checks,
  * layout, outputs. Signature and summary come from the table, which tools get as data.
  *
- * The checks of an OP follow its operands, of each: type, device, dtype, axes. An operand without
- * the layout its kernel needs is copied (NEEDLE_TRACE=1 shows it), and copied back when it is
+ * Operands are checked in order: type, device, dtype, axes. An operand without the
+ * layout its kernel needs is copied (NEEDLE_TRACE=1 shows it), and copied back when it is
  * changed in place. An operand that is read is also copied when it overlaps one that is written.
  */
 #include <string.h>

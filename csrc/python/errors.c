@@ -1,8 +1,8 @@
 /* errors.c - raising: the exception of each nd_status.
  *
- * The message of the first fatal fault is kept; the GIL guards it. From then on each use of a device
- * but the host raises it, and needle/core.py ends the process with exit code 75 (os.EX_TEMPFAIL)
- * even if the program catches that.
+ * The message of the first fatal fault is kept; the GIL guards it. From then on each use of a
+ * device but the host raises it, and needle/core.py ends the process with exit code 75
+ * (os.EX_TEMPFAIL) even if the program catches that.
  */
 #include "errors.h"
 

@@ -4,10 +4,10 @@
  *     graph.replay()                does the work of step() once more, on the same arrays; with
  *                                   NEEDLE_SYNC by step() itself, so that a fault carries its op
  *
- * A step may use arrays of the one device only: nothing is uploaded, downloaded or waited for in it,
- * and numbers of Python are frozen into it. It must do the same in both calls and keep no array that
- * it makes: its results go into arrays made before, which the graph keeps alive through step. The
- * modules whose kernels it launches are kept as well, until the graph itself has gone.
+ * A step may use arrays of the one device only: nothing is uploaded, downloaded or waited for in
+ * it, and numbers of Python are frozen into it. It must do the same in both calls and keep no array
+ * that it makes: its results go into arrays made before, which the graph keeps alive through step.
+ * The modules whose kernels it launches are kept as well, until the graph itself has gone.
  */
 #include "backends.h"
 #include "device.h"

@@ -1,5 +1,5 @@
-/* handle.c - the beginning that Event, AsyncCopy, PinnedBuffer, Graph, Module and Kernel share: a device,
- * and whether what was made on it is still there.
+/* handle.c - the head of Event, AsyncCopy, PinnedBuffer, Graph, Module and Kernel: a device, and a
+ * check that the object made on it still exists.
  */
 #include "handle.h"
 

@@ -1,6 +1,7 @@
 /* indexing.c - NDArray's reading and writing by index: views, iteration, assignment.
  *
- * An integer keeps its axis, with size 1. A value that is assigned has the shape with or without it.
+ * An integer keeps its axis, with size 1. An assigned value has the shape with or without that
+ * axis.
  */
 #include <string.h>
 

@@ -7,8 +7,9 @@
  *
  *     admit(grid, block, shared, cluster, cooperative)
  *
- * that raises where a launch does not fit, else returns the five with all sizes as three numbers. It
- * is asked once for each way to launch; the last few are remembered. Arguments are checked each time.
+ * that raises where a launch does not fit, else returns the five with all sizes as three numbers.
+ * `admit` runs once per launch configuration; the last 8 are cached. Arguments are checked at each
+ * call.
  * The machine code stays on the device as long as its Module, a Kernel of it, or a Graph that
  * launches from it.
  */

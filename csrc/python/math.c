@@ -1,7 +1,7 @@
 /* math.c - NDArray's operators, matrix product and reductions, in terms of ops.
  *
- * The matrix product broadcasts leading axes; one matrix on the right makes all rows on the left one
- * product, here and nowhere else.
+ * The matrix product broadcasts leading axes; one matrix on the right makes all rows on the left
+ * one product, here and nowhere else.
  */
 #include <string.h>
 
@@ -81,7 +81,8 @@ EXTREMUM(maximum)
 EXTREMUM(minimum)
 
 /* ---- matrix product -------------------------------------------------------------------------- */
-/* `a`, whose reference goes, with the three axes of `view`: that view when it `fits`, else a copy. */
+/* `a`, whose reference is consumed, with the three axes of `view`: the view if it `fits`, else a
+ * copy. */
 static int three_axes(nd_array *a, nd_array *view, bool fits, nd_array *out) {
     view->ndim = 3;
     if (fits) {

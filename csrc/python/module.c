@@ -1,7 +1,7 @@
-/* module.c - the module needle._C: its and what it checks when imported.
+/* module.c - the module needle._C: its functions and types, and checks at import.
  *
- * Initialised in phases, with all of its Python objects in the module's state. setup.py passes what
- * build_info() tells as NEEDLE_BUILD_*.
+ * Initialised in phases, with all of its Python objects in the module's state. setup.py passes the
+ * values of build_info() as NEEDLE_BUILD_*.
  */
 #include <stdlib.h>
 #include <string.h>

@@ -1,4 +1,4 @@
-/* parameters.c - the type Parameters: what a kernel takes, and its arguments checked and packed.
+/* parameters.c - the type Parameters: check and pack the arguments of a kernel.
  *
  *     Parameters(name, [(type, kind, size, offset, dtype, written, alignment), ...])
  *
@@ -255,7 +255,7 @@ static int take_integer(const place *w, PyObject *object, char *to) {
     return fits ? 0 : -1;
 }
 
-/* The nearest float of 16 bits with so many bits of mantissa, ties to even; beyond all: infinity. */
+/* The nearest 16-bit float with so many bits of mantissa, ties to even; beyond range: infinity. */
 static uint16_t narrow(double x, int mantissa, int bias) {
     uint16_t sign = signbit(x) ? 0x8000 : 0;
     uint16_t infinity = (uint16_t)((2 * bias + 1) << mantissa);

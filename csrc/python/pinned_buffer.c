@@ -1,9 +1,10 @@
-/* pinned_buffer.c - the type PinnedBuffer: host memory that a device copies from while the host goes on.
+/* pinned_buffer.c - the type PinnedBuffer: host memory that a device copies from
+ * asynchronously.
  *
- *     staging = PinnedBuffer(bytes, device)         pinned memory on CUDA, plain memory on the CPU
- *     np.frombuffer(staging, np.int32)[:] = ...
- *     x = staging.send((B, T), "int32")        a new array on the device; the copy is only enqueued
- *     staging.wait()                           before the memory is written again
+ *     buffer = PinnedBuffer(bytes, device)     pinned memory on CUDA, plain memory on the CPU
+ *     np.frombuffer(buffer, np.int32)[:] = ...
+ *     x = buffer.send((B, T), "int32")         a new array on the device; the copy is only enqueued
+ *     buffer.wait()                            before the memory is written again
  *
  * A plain upload of pageable memory would join the end of the device's queue instead. Two or three
  * in turn keep a device fed (needle/data/prefetch.py).
@@ -76,9 +77,8 @@ static PyObject *staging_send(PyObject *object, PyObject *arguments, PyObject *k
     }
     size_t bytes = array.storage->bytes;
     if (bytes > (size_t)self->bytes) {
-        PyErr_Format(PyExc_ValueError,
-                     "PinnedBuffer.send: the array has %zu bytes, the staging %zd", bytes,
-                     self->bytes);
+        PyErr_Format(PyExc_ValueError, "PinnedBuffer.send: the array has %zu bytes, the buffer %zd",
+                     bytes, self->bytes);
     } else if (nd_check("PinnedBuffer.send", device,
                         ND_CALL(device, staging_send, self->staging, array.data, bytes)) == 0) {
         return nd_wrap(&array);

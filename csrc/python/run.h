@@ -57,8 +57,8 @@ typedef struct {
 #pragma GCC visibility push(hidden)
 /* ---- run.c ----------------------------------------------------------------------------------- */
 extern const nd_op_info nd_ops[NUM_OPS];
-/* Run the op on a device and trace it. `work` is the number of elements touched: a small op of the
- * host is over sooner than the GIL could change hands. */
+/* Run the op on a device and trace it. `work` is the number of elements touched: small CPU
+ * ops keep the GIL: releasing it costs more. */
 int nd_run_op(nd_op id, nd_device *device, const nd_slot *slots, int64_t work);
 void nd_trace_operand(nd_trace *line, const char *name, const nd_array *a);
 /* Print the line of an op or kernel that took so many microseconds, by this clock. */

@@ -20,7 +20,8 @@
 
 /* The backends, the host's first. A further one is a folder and its line here:
  *     name in Python, name in messages, DLPack's number for its memory,
- *     its table when it is linked into _C, else the file beside _C that exports needle_backend(). */
+ *     its table when it is linked into _C, else the file beside _C that exports
+ *     needle_backend(). */
 #define ND_BACKENDS(X)                   \
     X(cpu, "CPU", 1, &cpu_backend, NULL) \
     X(cuda, "CUDA", 2, NULL, "_cuda.so")

@@ -1,4 +1,4 @@
-"""The binder around every call: the trace, threads, copies of operands."""
+"""Calls of ops (csrc/python/call.c): the trace, threads, copies of operands."""
 
 import threading
 
