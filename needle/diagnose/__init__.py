@@ -6,8 +6,8 @@
 `facts` has the facts, `command` the program. It gathers the findings of examinations, each in a
 process of its own because its object may hang or kill it (`examination`, `roles`): `machine` asks
 the driver about each GPU, `sweep` tries every op, `step` trains a tiny Pythia, `rates` and `peers`
-measure, `ranks` makes collectives, `recovery` plants a fault, `folder` reads a run, `server` asks a
-kernel service.
+measure, `ranks` makes collectives, `recovery` injects a fault, `folder` reads a run, `server` asks
+a kernel service.
 """
 
 from needle import _C

@@ -1,4 +1,4 @@
-"""What is wrong with this machine, this needle, a run or a kernel service?
+"""Diagnose this machine, this installation of needle, a run or a kernel service.
 
 It prints the facts (versions, build, devices). It examines each device in a process of its own with
 a deadline, so that a device that hangs does not hang the command: the state of each GPU by its
@@ -6,7 +6,7 @@ driver (ECC, Xid errors, throttling, temperature, power, memory and its holders,
 every op against a float64 reference, on contiguous operands and on views, a training step of a tiny
 Pythia, and copies between GPUs. It multiplies two matrices on each device and compares with NumPy.
 That takes less than 10 s if a processor is free. With --full it tries every op in each dtype, size
-and layout, each pair of GPUs, and recovery from a planted fault, in less than 2 minutes.
+and layout, each pair of GPUs, and recovery from an injected fault, in less than 2 minutes.
 
 Under torchrun, mpirun or srun each rank examines its own device. Then all ranks together make an
 all_gather, an all_reduce and a step of ring attention, which are compared with NumPy. Each rank
@@ -233,7 +233,7 @@ def examine(
                 report.add(*recovery.examine(examinations, name, index, start + times.all))
     for asked in filter(None, (folder, server)):
         finish(asked)
-        report.facts[asked.where] = asked.facts
+        report.facts[asked.subject] = asked.facts
 
 
 def together(
@@ -248,13 +248,13 @@ def together(
     device = ("cuda", chosen[0][0]) if chosen else ("cpu", 0)
     failed = [finding.text for finding in report.failures if finding.where.endswith(")")]
     problem = failed[0][:300] if failed else ""
-    options = {"deadline": meet + TOGETHER, "env": env, "is_doomed": True}
+    options = {"deadline": meet + TOGETHER, "env": env, "may_crash": True}
     one = examinations.start("ranks", "ranks", *device, meet, problem, **options)
     examinations.wait(one)
     report.facts["members"] = one.facts.get("members", [])
     found = ranks.findings(one)
     report.add(*found)
-    if one.ended == "late" or any(finding.what == "death" for finding in found):
+    if one.ended == "late" or any(finding.what == "crash" for finding in found):
         # A launcher ends all ranks when one ends: the others name this one first.
         time.sleep(max(0.0, one.deadline - time.monotonic()))
 
@@ -265,7 +265,7 @@ def silent(machine: Examination) -> dict[str, Any]:
         "built": known.is_built(),
         "driver": machine.facts.get("driver"),
         "usable": False,
-        "problem": f"asking the driver did not end: it stopped at {machine.doing}",
+        "problem": f"asking the driver did not end: it stopped at {machine.current_check}",
         "remedy": "`nvidia-smi` will hang or fail as well: start the machine anew",
     }
 

@@ -1,4 +1,4 @@
-"""Examinations in processes of their own, with deadlines: a hang or a death there is a finding.
+"""Examinations in processes of their own, with deadlines: a hang or a crash there is a finding.
 
 An examination is a fresh interpreter that runs a function of `roles` and reports to its parent
 (needle/processes.py):
@@ -7,7 +7,7 @@ An examination is a fresh interpreter that runs a function of `roles` and report
     {"fact": ["device", {...}]}                     for the parent
     {"finding": {...}}                              a Finding
     {"detail": "..."}                               for the log alone
-    {"end": true}                                   without it the process has died
+    {"end": true}                                   without it the process has crashed
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent  # of the needle that runs
 LOOK = 0.1  # seconds between two looks at deadlines
 END_SECONDS = 2.0  # for a process to end after its last message
 KILL_SECONDS = 1.0  # for a killed process to be gone
-QUOTED = 300  # characters of a dead process's output in its finding
+QUOTED = 300  # characters of a crashed process's output in its finding
 SLOW = "see to its disk or its network; --full waits longer"
 HANGS = (
     "if another process computes on the device (`note` lines above), end it; if it hangs again, "
@@ -44,12 +44,13 @@ HANGS = (
 
 
 class Reporter:
-    """The examination's end. where: the subject of its findings. until: the moment, by
-    time.monotonic(), at which it should end. is_full: whether it may take long."""
+    """The examination's end. subject: of its findings. until: when it should end, by
+    time.monotonic(). is_full: True to include the checks that take long. current_check: the check
+    that runs now."""
 
-    def __init__(self, messages: MessageWriter, where: str, until: float, is_full: bool) -> None:
-        self._messages, self.where, self._until, self.is_full = messages, where, until, is_full
-        self.doing = "start"
+    def __init__(self, messages: MessageWriter, subject: str, until: float, is_full: bool) -> None:
+        self._messages, self.subject, self._until, self.is_full = messages, subject, until, is_full
+        self.current_check = "start"
         self.op: str | None = None
 
     def _write(self, **message: Any) -> None:
@@ -59,9 +60,9 @@ class Reporter:
         """The seconds that are left."""
         return self._until + starved() - time.monotonic()
 
-    def at(self, doing: str, op: str | None = None) -> None:
-        self.doing, self.op = doing, op
-        self._write(at=doing, op=op)
+    def at(self, check: str, op: str | None = None) -> None:
+        self.current_check, self.op = check, op
+        self._write(at=check, op=op)
 
     def fact(self, name: str, value: Any) -> None:
         self._write(fact=[name, value])
@@ -73,41 +74,41 @@ class Reporter:
         self._write(finding=finding.to_json())
 
     def ok(self, what: str, text: str) -> None:
-        self.find(Finding("ok", self.where, what, text))
+        self.find(Finding("ok", self.subject, what, text))
 
     def note(self, what: str, text: str, remedy: str = "") -> None:
-        self.find(Finding("note", self.where, what, text, remedy))
+        self.find(Finding("note", self.subject, what, text, remedy))
 
     def failed(self, what: str, text: str, remedy: str, op: str | None = None) -> None:
-        self.find(Finding("failed", self.where, what, text, remedy, op))
+        self.find(Finding("failed", self.subject, what, text, remedy, op))
 
     def end(self) -> None:
         self._write(end=True)
 
 
 class Examination(processes.Child):
-    """The parent's end. Attributes: where, facts, findings, doing and op (where it is), ended (None
-    while it runs, then "done", "died" or "late")."""
+    """The parent's end. Attributes: subject, facts, findings, current_check and op, ended (None
+    while it runs, then "done", "crashed" or "late")."""
 
     def __init__(
         self,
-        where: str,
+        subject: str,
         role: str,
         *arguments: Any,
         deadline: float,
         is_full: bool = False,
         env: dict[str, str] | None = None,
-        is_doomed: bool = False,
+        may_crash: bool = False,
     ) -> None:
         """arguments: of the role, as JSON. deadline: by time.monotonic(); the process is killed
-        then, and is told to end a second earlier. is_doomed: its death is no finding."""
-        self.where, self.doing, self.is_doomed = where, "start", is_doomed
+        then, and is told to end a second earlier. may_crash: a crash is no finding."""
+        self.subject, self.current_check, self.may_crash = subject, "start", may_crash
         self.facts: dict[str, Any] = {}
         self.findings: list[Finding] = []
         self.op: str | None = None
         self.ended: str | None = None
         self._has_said_end = False
-        words = [str(ROOT), where, str(deadline - 1), str(int(is_full)), role]
+        words = [str(ROOT), subject, str(deadline - 1), str(int(is_full)), role]
         words.append(json.dumps(arguments))
         super().__init__(
             [sys.executable, "-c", BOOT, *words],
@@ -120,9 +121,9 @@ class Examination(processes.Child):
     def receive(self, log: Callable[[str], None]) -> None:
         """Take the messages that have arrived; notice the end."""
         for message in self.messages():
-            log(f"{self.where}: {json.dumps(message)}")
+            log(f"{self.subject}: {json.dumps(message)}")
             if "at" in message:
-                self.doing, self.op = message["at"], message["op"]
+                self.current_check, self.op = message["at"], message["op"]
             elif "fact" in message:
                 name, value = message["fact"]
                 self.facts[name] = value
@@ -134,7 +135,7 @@ class Examination(processes.Child):
             self.starved()
             if not self.wait(END_SECONDS):
                 self.kill(KILL_SECONDS)
-            self.ended = "done" if self._has_said_end else "died"
+            self.ended = "done" if self._has_said_end else "crashed"
 
     def expire(self) -> None:
         """Kill it at its deadline, which is a finding."""
@@ -144,22 +145,22 @@ class Examination(processes.Child):
         if not gone:
             fate = f"and process {self.pid} cannot be killed: it waits inside the driver"
         seconds = time.monotonic() - self.started
-        text = f"{self.doing} hangs: not done {seconds:.1f} s after the start, {fate}"
-        remedy = SLOW if self.where in ("run", "server") else HANGS
-        self.findings.append(Finding("failed", self.where, "deadline", text, remedy, self.op))
+        text = f"{self.current_check} hangs: not done {seconds:.1f} s after the start, {fate}"
+        remedy = SLOW if self.subject in ("run", "server") else HANGS
+        self.findings.append(Finding("failed", self.subject, "deadline", text, remedy, self.op))
 
-    def death(self) -> Finding:
+    def crash(self) -> Finding:
         """The finding about a process that ended without an end message."""
         code = self.poll()
         how = signal_name(-code) if code is not None and code < 0 else f"exit code {code}"
-        text = f"the process that examined it died by {how} at {self.doing}"
+        text = f"the process that examined it crashed with {how} at {self.current_check}"
         quoted = self.printed()[-QUOTED:].strip().replace("\n", " / ")
-        text += f"; its last words: {quoted}" if quoted else ""
+        text += f"; its last output: {quoted}" if quoted else ""
         remedy = (
             "build needle again (make clean lib); look for Xid errors and for a killed process in "
             "the kernel's log (dmesg)"
         )
-        return Finding("failed", self.where, "death", text, remedy, self.op)
+        return Finding("failed", self.subject, "crash", text, remedy, self.op)
 
 
 class Examinations:
@@ -178,8 +179,8 @@ class Examinations:
         for one in self._all:
             one.close(KILL_SECONDS)
 
-    def start(self, where: str, role: str, *arguments: Any, **options: Any) -> Examination:
-        started = Examination(where, role, *arguments, **options)
+    def start(self, subject: str, role: str, *arguments: Any, **options: Any) -> Examination:
+        started = Examination(subject, role, *arguments, **options)
         self._all.append(started)
         self._selector.register(started, selectors.EVENT_READ, started)
         return started
@@ -194,8 +195,8 @@ class Examinations:
                     one.expire()
                 if one.ended is None:
                     continue
-                if one.ended == "died" and not one.is_doomed:
-                    one.findings.append(one.death())
+                if one.ended == "crashed" and not one.may_crash:
+                    one.findings.append(one.crash())
                 self._selector.unregister(one)
                 if text := one.printed():
-                    self._log(f"{one.where}: printed:\n{text}")
+                    self._log(f"{one.subject}: printed:\n{text}")

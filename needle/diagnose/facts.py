@@ -67,7 +67,7 @@ def describe(device: Any) -> dict[str, Any]:
 
 
 def is_built() -> bool:
-    """Whether there is a CUDA backend beside the core."""
+    """True if a CUDA backend was built beside the core."""
     return Path(_C.__file__).with_name("_cuda.so").exists()
 
 

@@ -29,7 +29,7 @@ from needle.distributed.tree import tree_sum
 from needle.testing.attention import attention_gradients, pair_products, softmax_attention, visible
 
 DEADLINE = 10.0  # seconds of a collective
-PIECE = 1024  # float32 elements of a rank, and some more
+SHARD = 1024  # float32 elements of a rank's shard, at least
 RUN, HEADS, DIM = 8, 2, 16  # of ring attention: tokens of a rank's run; it has two
 # The largest error by the largest number: that of a wrong kernel or of wrong bytes is larger.
 TOLERANCE = {"float32": 2e-4, "bfloat16": 2**-4}
@@ -80,12 +80,12 @@ def examine(reporter: Reporter, kind: str, index: int, until: float, problem: st
 def findings(examination: Examination) -> list[Finding]:
     """The findings of an examination that has ended, and the device of each rank in them."""
     found, members = examination.findings, examination.facts.get("members", [])
-    if examination.ended == "died":
+    if examination.ended == "crashed":
         words = re.search(r"^needle: (rank \d+, .*)", examination.printed(), re.MULTILINE)
-        died = examination.death()
+        crash = examination.crash()
         if words and examination.poll() == os.EX_TEMPFAIL:  # the control channel ended it
-            died = Finding("failed", examination.where, "ranks", words[1], REMEDY)
-        found = [*found, died]
+            crash = Finding("failed", examination.subject, "ranks", words[1], REMEDY)
+        found = [*found, crash]
     named = []
     for finding in found:
         ranks = sorted({int(n) for n in re.findall(r"\brank (\d+)", finding.text)})
@@ -134,8 +134,8 @@ def cut(lengths: Sequence[int]) -> list[slice]:
 
 
 def all_gather(group: Group, device: Any) -> Stages:
-    slices = cut([PIECE + rank for rank in range(group.size)])
-    parts = [contribution(rank, PIECE + rank) for rank in range(group.size)]
+    slices = cut([SHARD + rank for rank in range(group.size)])
+    parts = [contribution(rank, SHARD + rank) for rank in range(group.size)]
     flat = filled(slices[-1].stop, device)
     _C.assign(flat[slices[group.rank]], _C.array(parts[group.rank], "float32", device))
     group.all_gather("all_gather", flat, slices)
@@ -144,11 +144,11 @@ def all_gather(group: Group, device: Any) -> Stages:
 
 
 def all_reduce(group: Group, device: Any) -> Stages:
-    """Exchange the pieces of all ranks, add them, gather the sums."""
-    slices, total = cut([PIECE + rank % 3 for rank in range(group.size)]), 0.0
+    """Exchange the shards of all ranks, add them, gather the sums."""
+    slices, total = cut([SHARD + rank % 3 for rank in range(group.size)]), 0.0
     size, own = slices[-1].stop, slices[group.rank]
     mine = _C.array(contribution(group.rank, size), "float32", device)
-    sends = [None if r == group.rank else mine[piece] for r, piece in enumerate(slices)]
+    sends = [None if r == group.rank else mine[shard] for r, shard in enumerate(slices)]
     parts = [filled(own.stop - own.start, device) for _ in range(group.size)]
     receives = [None if r == group.rank else part for r, part in enumerate(parts)]
     group.exchange("all_reduce", sends, receives)
@@ -163,7 +163,7 @@ def all_reduce(group: Group, device: Any) -> Stages:
     return [
         [r for r, x in enumerate(received) if differs(x, contribution(r, size)[own])],
         [group.rank] if off[own].any() or np.isnan(found[own]).any() else [],
-        [r for r, piece in enumerate(slices) if not (~off & np.isfinite(found))[piece].all()],
+        [r for r, shard in enumerate(slices) if not (~off & np.isfinite(found))[shard].all()],
     ]
 
 

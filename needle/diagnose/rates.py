@@ -219,7 +219,9 @@ def judge(
         text = f"a launch takes {rates['launch'] * 1e6:.0f} us: the host is busy or slow"
         reporter.note("launch", text)
     if gpu:
-        for finding in machine.throttling(gpu["clocks"]["reasons"], reporter.where, ", under load"):
+        for finding in machine.throttling(
+            gpu["clocks"]["reasons"], reporter.subject, ", under load"
+        ):
             reporter.find(finding)
         clocks = gpu["clocks"]
         if clocks["sm"] and clocks["sm_max"]:

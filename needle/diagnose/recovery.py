@@ -1,5 +1,5 @@
-"""Recovery from a planted fault: a kernel reads memory without an owner, which ends the context of
-its process. A fresh process must then find the device as good as before."""
+"""Recovery from an injected fault: a kernel reads memory without an owner, which ends the context
+of its process. A fresh process must then find the device as good as before."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Foreign:
 
 
 def fault(reporter: Reporter, index: int) -> None:
-    """Plant the fault; this process ends."""
+    """Inject the fault; this process ends."""
     device = _C.cuda(index)
     reporter.at("a kernel that reads memory without an owner", "exp")
     array = _C.array([1.0, 2.0], device=device)
@@ -58,17 +58,17 @@ def alive(reporter: Reporter, index: int) -> None:
 
 
 def examine(examinations: Examinations, where: str, index: int, deadline: float) -> list[Finding]:
-    """Plant the fault, then try the device from a fresh process."""
-    doomed = examinations.start(
-        where, "fault", index, deadline=deadline, env={"NEEDLE_SYNC": "1"}, is_doomed=True
+    """Inject the fault, then try the device from a fresh process."""
+    faulty = examinations.start(
+        where, "fault", index, deadline=deadline, env={"NEEDLE_SYNC": "1"}, may_crash=True
     )
-    examinations.wait(doomed)
-    if doomed.ended == "late":
-        return doomed.findings
-    if "fault" not in doomed.facts:
-        said = doomed.findings or [doomed.death()]
+    examinations.wait(faulty)
+    if faulty.ended == "late":
+        return faulty.findings
+    if "fault" not in faulty.facts:
+        said = faulty.findings or [faulty.crash()]
         remedy = "this is a defect: report it with --log FILE"
-        text = f"a planted fault was not told: {said[0].text}"
+        text = f"an injected fault was not reported: {said[0].text}"
         return [Finding("failed", where, "recovery", text, remedy, "exp")]
     start = time.monotonic()
     fresh: Examination = examinations.start(where, "alive", index, deadline=deadline)
@@ -77,11 +77,11 @@ def examine(examinations: Examinations, where: str, index: int, deadline: float)
     if fresh.findings:
         return fresh.findings
     if not fresh.facts.get("good"):
-        text = f"after a planted fault a fresh process is wrong: {fresh.facts.get('text')}"
+        text = f"after an injected fault a fresh process is wrong: {fresh.facts.get('text')}"
         return [Finding("failed", where, "recovery", text, RESET.format(index=index), "matmul")]
     findings = []
-    if doomed.poll() != os.EX_TEMPFAIL:
-        text = f"a process that met a fault ended with {doomed.poll()}, not {os.EX_TEMPFAIL}"
+    if faulty.poll() != os.EX_TEMPFAIL:
+        text = f"a process that met a fault ended with {faulty.poll()}, not {os.EX_TEMPFAIL}"
         findings.append(Finding("note", where, "recovery", text))
-    text = f"a planted fault ended its process alone; a fresh one was right {took:.1f} s later"
+    text = f"an injected fault ended its process alone; a fresh one was right {took:.1f} s later"
     return [*findings, Finding("ok", where, "recovery", text)]

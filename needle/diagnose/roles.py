@@ -65,19 +65,19 @@ ROLES: dict[str, Callable[..., None]] = {
 }
 
 
-def serve(where: str, until: str, is_full: str, role: str, arguments: str) -> None:
+def serve(subject: str, until: str, is_full: str, role: str, arguments: str) -> None:
     """Run an examination and end the process; the arguments are those that `Examination` gives."""
-    reporter = Reporter(MessageWriter.to_parent(), where, float(until), is_full == "1")
+    reporter = Reporter(MessageWriter.to_parent(), subject, float(until), is_full == "1")
     try:
         ROLES[role](reporter, *json.loads(arguments))
     except _C.CudaFatalError as error:
-        reporter.failed(reporter.doing, f"{error}".split("\n")[0], FATAL, reporter.op)
+        reporter.failed(reporter.current_check, f"{error}".split("\n")[0], FATAL, reporter.op)
     except (MemoryError, _C.CudaError) as error:
         remedy = "free memory of the device: the lines of its GPU name who holds it"
-        reporter.failed(reporter.doing, f"{error}", remedy, reporter.op)
+        reporter.failed(reporter.current_check, f"{error}", remedy, reporter.op)
     except Exception as error:
         reporter.detail(traceback.format_exc())
-        text = f"{reporter.doing}: {type(error).__name__}: {error}"
+        text = f"{reporter.current_check}: {type(error).__name__}: {error}"
         remedy = "this is a defect: report it with --log FILE"
         reporter.failed("examination", text, remedy, reporter.op)
     reporter.end()

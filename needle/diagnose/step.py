@@ -15,9 +15,9 @@ from needle.models.pythia import Pythia, PythiaConfig
 SHAPE: dict[str, Any] = dict(
     vocab_size=257, hidden_size=64, num_layers=2, num_heads=2, max_seq_len=32
 )
-HOOK = 2e-3  # a hook point may be off by so much of its largest number
-GRADIENT = 5e-3  # a gradient may be off by so much of the largest number of all gradients
-SMALL = 1e-3  # of the largest: a gradient whose own largest is below counts as that large
+HOOK = 2e-3  # tolerance, relative to the largest element of the hook point
+GRADIENT = 5e-3  # tolerance, relative to the largest gradient element of the parameter, ...
+SMALL = 1e-3  # ... or to this fraction of the largest of all gradients, if that is more
 
 
 def fresh(device: Any, dtype: str) -> tuple[Pythia, np.ndarray]:

@@ -93,8 +93,8 @@ def pynvml():
 class Heard(Reporter):
     """A Reporter whose findings and facts stay in this process."""
 
-    def __init__(self, where: str = "cpu()", is_full: bool = False, seconds: float = 1e9) -> None:
-        self.where, self.is_full, self.doing, self.op = where, is_full, "start", None
+    def __init__(self, subject: str = "cpu()", is_full: bool = False, seconds: float = 1e9) -> None:
+        self.subject, self.is_full, self.current_check, self.op = subject, is_full, "start", None
         self.seconds = seconds
         self.findings: list[Finding] = []
         self.facts: dict = {}

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* The text behind "name="; NULL where nothing was planted. Good until the next call. */
+/* The text after "name="; NULL where nothing was planted. Good until the next call. */
 static inline const char *planted_text(const char *name) {
     static char text[64];
     const char *all = getenv("NEEDLE_FAKE");

@@ -92,7 +92,7 @@ def test_gpu_that_hangs_costs_its_deadline_alone(machine, monkeypatch, capsys):
 
 def test_device_that_breaks_is_one_failure(examined):
     for planted, op, said in (
-        ("die=linear_fwd", "linear_fwd", "died by SIGSEGV at linear_fwd-31x257x31 float32"),
+        ("die=linear_fwd", "linear_fwd", "crashed with SIGSEGV at linear_fwd-31x257x31 float32"),
         ("fatal=sum", "sum", "sum: a planted fault: the CUDA context is lost"),
         ("open_fails=0", None, "out of memory"),
         ("wrong=matmul", "matmul", "matmul is 1.0e+03 off"),
@@ -230,18 +230,22 @@ def test_full_disk_ends_the_log_alone(capsys):
     report.close()
 
 
-# ---- a planted fault ----------------------------------------------------------------------------
+# ---- an injected fault ---------------------------------------------------------------------------
 
 
-def test_recovery_from_a_planted_fault(machine, monkeypatch):
+def test_recovery_from_an_injected_fault(machine, monkeypatch):
     monkeypatch.setattr(examination, "ROOT", machine.folder)
     environment = machine.environment()
     for name in ("LD_LIBRARY_PATH", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, environment[name])
     for planted, has_failed, said in (
-        ("", False, "a planted fault ended its process alone; a fresh one was right"),
-        ("numb=1", True, "a planted fault was not told: the process that examined it died by"),
-        ("wrong=matmul", True, "after a planted fault a fresh process is wrong: WRONG: matmul"),
+        ("", False, "an injected fault ended its process alone; a fresh one was right"),
+        (
+            "numb=1",
+            True,
+            "an injected fault was not reported: the process that examined it crashed with",
+        ),
+        ("wrong=matmul", True, "after an injected fault a fresh process is wrong: WRONG: matmul"),
     ):
         with naming(planted), examination.Examinations() as examinations:
             monkeypatch.setenv("NEEDLE_FAKE", planted)

@@ -54,23 +54,23 @@ def test_reports_reach_the_parent(run):
 def test_printed_text_is_no_report(run):
     forged = '{"finding": {"level": "ok", "where": "", "what": "", "text": "", "remedy": ""}}'
     one = run(f"print({forged!r}); print('{{\"end\": true}}', flush=True)")
-    assert one.ended == "died" and [f.what for f in one.findings] == ["death"]
-    assert "exit code 0" in one.findings[0].text and "last words" in one.findings[0].text
+    assert one.ended == "crashed" and [f.what for f in one.findings] == ["crash"]
+    assert "exit code 0" in one.findings[0].text and "last output" in one.findings[0].text
 
 
 def test_death_names_its_place_and_op(run):
     for end, said in (
-        ("os.kill(os.getpid(), signal.SIGSEGV)", "died by SIGSEGV at gelu float32"),
-        ("os._exit(7)", "died by exit code 7 at gelu float32"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "crashed with SIGSEGV at gelu float32"),
+        ("os._exit(7)", "crashed with exit code 7 at gelu float32"),
         ("raise OSError('a broken thing')", "OSError: a broken thing"),
     ):
         with naming(end):
             one = run(f'reporter.at("gelu float32", "gelu")\n{end}')
             (finding,) = one.findings
-            assert one.ended == "died" and said in finding.text
+            assert one.ended == "crashed" and said in finding.text
             assert finding.op == "gelu" and finding.remedy
-    one = run("os._exit(75)", is_doomed=True)
-    assert (one.ended, one.poll(), one.findings) == ("died", 75, [])
+    one = run("os._exit(75)", may_crash=True)
+    assert (one.ended, one.poll(), one.findings) == ("crashed", 75, [])
 
 
 def test_hang_is_killed_at_its_deadline(run):
