@@ -117,14 +117,16 @@ def schedule_of(settings: dict) -> optim.Schedule:
 def new_run(args: argparse.Namespace, group: Group) -> Run:
     """Make a run from the command line."""
     device = ranks.open_device(args.device, group)
-    named, model = flags.given_anew(args), None
-    if "init" in named:
-        model, named = weights.start(named, args.tokens, device)
-    settings = complete(named, args.tokens, not device.is_host, group.size)
+    given, model = flags.given_anew(args), None
+    if "init" in given:
+        model, given = weights.start(given, args.tokens, device)
+    settings = complete(given, args.tokens, not device.is_host, group.size)
     out, name, restart = Path(args.out), (args.name, settings["model"]), bool(args.resume)
 
     # Check the name before text is tokenised, which may take long.
-    free = group.first("the name of the run", lambda: str(folder.free_folder(out, *name, restart)))
+    planned_folder = group.first(
+        "the name of the run", lambda: str(folder.free_folder(out, *name, restart))
+    )
     described = data_of(settings)
     with group.rank_0_first("the data"):
         data = run_data(described, trust=args.trust_data)
@@ -135,12 +137,12 @@ def new_run(args: argparse.Namespace, group: Group) -> Run:
     else:
         config = model.config
         weights.check_vocabulary(settings["init"], config, data.vocab_size)
-    if device.is_host and may_choose_steps(named, args.tokens, settings):
+    if device.is_host and may_choose_steps(given, args.tokens, settings):
         run_batches(data, described)  # reports too little text before a step is measured
-        named["steps"] = group.first(
+        given["steps"] = group.first(
             "the number of steps", lambda: length.choose_steps(config, settings, device)
         )
-        settings = complete(named, None, False, group.size)
+        settings = complete(given, None, False, group.size)
 
     np.random.seed(settings["seed"])
     if model is None:
@@ -154,16 +156,16 @@ def new_run(args: argparse.Namespace, group: Group) -> Run:
         eps=1e-8,
         weight_decay=settings["weight_decay"],
     )
-    leaves, context = settings["grad_accum"], settings["context_parallel"]
-    parallel = DataParallel(group, optimizer.flat, optimizer, leaves, context)
+    micro_batches, context = settings["grad_accum"], settings["context_parallel"]
+    parallel = DataParallel(group, optimizer.flat, optimizer, micro_batches, context)
     lock = None
 
-    def take() -> str:
+    def claim_folder() -> str:
         nonlocal lock
-        taken, lock = folder.take_new(Path(free), out, *name, restart)
-        return str(taken)
+        claimed, lock = folder.take_new(Path(planned_folder), out, *name, restart)
+        return str(claimed)
 
-    path = Path(group.first("the folder of the run", take))
+    path = Path(group.first("the folder of the run", claim_folder))
     run_id = state.id_of(settings, data, optimizer.flat)
     run = Run(args, path, lock, run_id, settings, data, model, optimizer, batches, parallel)
     if group.rank == 0:
@@ -192,8 +194,9 @@ def resumed_run(
     if optimizer.flat is None:
         raise CheckpointError(f"{checkpoint.path}: its optimizer has a part of the parameters only")
     checkpoint.restore_random_state()
-    leaves, context, step = settings["grad_accum"], settings["context_parallel"], saved["step"]
-    parallel = DataParallel(group, optimizer.flat, optimizer, leaves, context)
+    micro_batches, context = settings["grad_accum"], settings["context_parallel"]
+    parallel = DataParallel(group, optimizer.flat, optimizer, micro_batches, context)
+    step = saved["step"]
     print(f"resuming {checkpoint.path} after step {step}")
     before, now = saved.get("products"), state.products_of(device)
     if before not in (None, now):
@@ -207,18 +210,18 @@ def resumed_run(
 
 def make_run(args: argparse.Namespace, group: Group) -> Run:
     """Make a new run, or the one that --resume finds. Rank 0 looks for it and holds its lock."""
-    found = None
+    found = None  # rank 0 keeps the open lock in `found`; others open by path
 
     def find() -> list[str] | None:
         nonlocal found
         found = folder.resume(args.resume, Path(args.out), args.name)
         return found and [str(found[0]), str(found[2].path)]
 
-    told = group.first("the run to resume", find) if args.resume else None
-    if told is None:
+    paths = group.first("the run to resume", find) if args.resume else None
+    if paths is None:
         run = new_run(args, group)
     else:
-        run = resumed_run(args, group, *(found or (Path(told[0]), None, Checkpoint(told[1]))))
+        run = resumed_run(args, group, *(found or (Path(paths[0]), None, Checkpoint(paths[1]))))
     if args.recompute and run.model.recompute is None:
         raise ValueError(f"--recompute: a {type(run.model).__name__} cannot compute layers again")
     if args.recompute:

@@ -281,7 +281,7 @@ def beside_peers(T: int, B: int, args: argparse.Namespace) -> None:
 
 
 def check_peer(cudnn: Side | None, T: int, B: int, args: argparse.Namespace, gpu: str) -> list[str]:
-    """What keeps the ratio to cuDNN from counting, a line each."""
+    """List why the ratio to cuDNN is not valid, a line each."""
     nothing = "this run says nothing about how needle stands to cuDNN"
     usual = (args.heads, args.head_dim, args.dtype, B * T) == (8, 64, "bfloat16", 65536)
     if cudnn is None:

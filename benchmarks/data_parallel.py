@@ -1,23 +1,22 @@
 """Weak scaling of a training step over the GPUs of this machine, needle beside PyTorch's DDP.
 
-    python benchmarks/data_parallel.py                  all GPUs; B 16 of T 2048 a GPU and leaf
-    python benchmarks/data_parallel.py --gpus 2 --leaves 1 --alone
+    python benchmarks/data_parallel.py       all GPUs; B 16 of T 2048 a GPU and micro-batch
+    python benchmarks/data_parallel.py --gpus 2 --micro-batches 1 --alone
 
-A step is that of the app: random tokens from the host, forward and backward of each of a rank's
-leaves (micro-batches), the sum over ranks in the order of the tree, clipping by the norm, AdamW of
-a rank's piece, the new weights round, and the two small agreements of each step. The peer is the
-model of train_step.py in PyTorch, compiled, float32 weights under autocast to bfloat16, fused
-AdamW, in DistributedDataParallel, at one leaf a rank.
-
-Each side is a group of processes, on one GPU and on all; after some seconds of load their blocks of
-steps take turns, so that all see the same machine. Printed are the median of the blocks, the least
-and the most; efficiency is the tokens a second of all GPUs over those of one times their number.
-
-Below stand the parts of the exchange on their own, between two events of the device: needle's sum
-(the pieces travel, own kernels add them, and the norm), the pieces' way alone, and the weights'
-way, beside NCCL's all_reduce, reduce_scatter and all_gather of as many bytes. The cost of the
-invariant tree is what needle's sum and the weights' way take more than reduce_scatter and
-all_gather do, as a share of the step.
+- The step is that of the app: random tokens from the host, forward and backward of each of a rank's
+  micro-batches, the sum over ranks in the order of the tree, clipping by the norm, AdamW of a
+  rank's shard, the all-gather of the new weights, and the two small agreements of each step.
+- The baseline is the model of train_step.py in PyTorch, compiled, float32 weights under autocast to
+  bfloat16, fused AdamW, in DistributedDataParallel, with one micro-batch a rank.
+- Each side runs as one process and as one process a GPU. After some seconds of load, blocks of
+  steps alternate between the sides, so that all run on the machine in the same state. Printed are
+  the median of the blocks, the least and the most. Efficiency is the tokens a second of all GPUs,
+  divided by those of one GPU times the number of GPUs.
+- The parts of the exchange are then timed by device events: needle's sum (send the shards, add them
+  by own kernels, the norm), the exchange of shards alone, and the all-gather of weights; and NCCL's
+  all_reduce, reduce_scatter and all_gather of the same number of bytes. The cost of the invariant
+  tree is needle's sum and all-gather less NCCL's reduce_scatter and all_gather, as a share of the
+  step.
 """
 
 from __future__ import annotations
@@ -43,19 +42,20 @@ TIMES = 20  # that a part of the exchange is timed
 
 
 class ParallelSide(NeedleSide):
-    """A rank's part of the step of apps/train_pythia.py; `leaves` may change between blocks."""
+    """A rank's part of the step of apps/train_pythia.py; share() may change the number of
+    micro-batches between blocks."""
 
     def __init__(self, config: models.Config, group: Group, tokens: np.ndarray, shape) -> None:
         super().__init__(config, own_gpu(group), tokens, shape)
         self.group, self.parallels = group, {}
 
-    def share(self, leaves: int) -> None:
-        """So many leaves a rank from now on."""
-        if leaves not in self.parallels:
-            self.parallels[leaves] = DataParallel(
-                self.group, self.flat, self.optimizer, leaves * self.group.size
+    def share(self, micro_batches: int) -> None:
+        """Set the micro-batches of a rank."""
+        if micro_batches not in self.parallels:
+            self.parallels[micro_batches] = DataParallel(
+                self.group, self.flat, self.optimizer, micro_batches * self.group.size
             )
-        self.parallel = self.parallels[leaves]
+        self.parallel = self.parallels[micro_batches]
 
     def queue(self) -> Callable[[], float]:
         losses = []
@@ -84,7 +84,7 @@ class ParallelSide(NeedleSide):
         wide = [slice(p.start * width, p.stop * width) for p in parallel.shards]
         return {
             "sum": self._time(lambda: parallel.reduce(1.0)),
-            "pieces": self._time(lambda: group.exchange("pieces", sends, receives)),
+            "shards": self._time(lambda: group.exchange("shards", sends, receives)),
             "weights": self._time(lambda: group.all_gather("weights", as_bytes(data), wide)),
         }
 
@@ -103,10 +103,10 @@ def torch_parts(size: int, count: int) -> dict[str, float]:
     size = -(-size // count) * count
     grad = torch.zeros(size, device="cuda")
     weights = torch.zeros(size, device="cuda", dtype=torch.bfloat16)
-    piece, own = torch.zeros(size // count, device="cuda"), weights.chunk(count)[0].clone()
+    shard, own = torch.zeros(size // count, device="cuda"), weights.chunk(count)[0].clone()
     calls = {
         "all_reduce": lambda: distributed.all_reduce(grad),
-        "reduce_scatter": lambda: distributed.reduce_scatter_tensor(piece, grad),
+        "reduce_scatter": lambda: distributed.reduce_scatter_tensor(shard, grad),
         "all_gather": lambda: distributed.all_gather_into_tensor(weights, own),
     }
     found = {}
@@ -141,13 +141,13 @@ def work(args: argparse.Namespace) -> None:
             )
             side.forward = torch.compile(shared, dynamic=False)
 
-    def answer(what: str, leaves: int = 1, steps: int = 1, size: int = 0) -> Any:
+    def answer(what: str, micro_batches: int = 1, steps: int = 1, size: int = 0) -> Any:
         if what == "parts":
             return side.parts() if args.worker == "needle" else torch_parts(size, count)
         if what == "size":
             return side.flat.size
         if args.worker == "needle":
-            side.share(leaves)
+            side.share(micro_batches)
         return block(side, steps)
 
     serve(answer)
@@ -166,10 +166,12 @@ def tokens_of(rank: int, config: models.Config, shape: tuple[int, int]) -> np.nd
 # ---- the driver ----------------------------------------------------------------------------------
 
 
-def measure(sides: dict[str, Workers], leaves: int, args: argparse.Namespace) -> dict[str, float]:
+def measure(
+    sides: dict[str, Workers], micro_batches: int, args: argparse.Namespace
+) -> dict[str, float]:
     """Tokens a second of each side, at the median."""
-    steps = max(args.steps // leaves, 2)
-    question = {"what": "block", "leaves": leaves, "steps": steps}
+    steps = max(args.steps // micro_batches, 2)
+    question = {"what": "block", "micro_batches": micro_batches, "steps": steps}
     bench.load(lambda: [side.ask(**question) for side in sides.values()], args.load)
 
     def sampler(side: Workers) -> Callable[[], float]:
@@ -178,12 +180,12 @@ def measure(sides: dict[str, Workers], leaves: int, args: argparse.Namespace) ->
     times = bench.in_turns({name: sampler(side) for name, side in sides.items()}, args.blocks)
     last = next(reversed(sides.values()))
     state = bench.GpuState().during(lambda: last.ask(**question))
-    print(f"\n{leaves} x {args.batch_size} x {args.seq_len} a GPU and step: ", end="")
+    print(f"\n{micro_batches} x {args.batch_size} x {args.seq_len} a GPU and step: ", end="")
     print(f"{args.blocks} blocks of {steps} steps a side, in turns; clock, power, temperature:")
     print("  " + "\n  ".join(state.splitlines()))
     rates = {}
     for name, side in sides.items():
-        tokens = leaves * side.count * args.batch_size * args.seq_len
+        tokens = micro_batches * side.count * args.batch_size * args.seq_len
         rate = [1e3 * tokens / ms for ms in times[name]]
         rates[name] = statistics.median(rate)
         print(f"  {name:22} {spread(times[name], '.2f')} ms, {spread(rate, ',.0f')} tokens/s")
@@ -201,7 +203,7 @@ def tell_parts(sides: dict[str, Workers], many: str, step_ms: float) -> None:
     own = slowest(ours.ask(what="parts"))
     print(f"\nthe exchange of {size:,} parameters, ms:")
     print(
-        f"  needle: the sum {own['sum']:.3f} (of it the pieces' way {own['pieces']:.3f}), "
+        f"  needle: the sum {own['sum']:.3f} (of it the exchange of shards {own['shards']:.3f}), "
         f"the weights {own['weights']:.3f}"
     )
     if f"DDP, {many}" not in sides:
@@ -218,7 +220,7 @@ def main() -> None:
         ("--gpus", int, "N", "default: all that are visible"),
         ("--batch-size", 16, "B", ""),
         ("--seq-len", 2048, "T", ""),
-        ("--leaves", [1, 4], "N", "a rank"),
+        ("--micro-batches", [1, 4], "N", "a rank"),
         ("--blocks", 5, "N", "a side"),
         ("--steps", 20, "N", "a block"),
         ("--load", 5.0, "SECONDS", "before the blocks"),
@@ -246,14 +248,14 @@ def main() -> None:
         side.tell(what="block", steps=3)
     for side in sides.values():
         side.answers()
-    for leaves in args.leaves:
-        shown = {n: s for n, s in sides.items() if leaves == 1 or n.startswith("needle")}
-        rates = measure(shown, leaves, args)
+    for micro_batches in args.micro_batches:
+        shown = {n: s for n, s in sides.items() if micro_batches == 1 or n.startswith("needle")}
+        rates = measure(shown, micro_batches, args)
         for name, one in (("needle", "needle"), ("DDP", "torch")):
             if f"{name}, {many}" in rates:
                 share = rates[f"{name}, {many}"] / (gpus * rates[f"{one}, 1 GPU"])
                 print(f"  {name}: {share:.1%} of {gpus} times one GPU")
-        if leaves == 1:
+        if micro_batches == 1:
             step_ms = 1e3 * gpus * args.batch_size * args.seq_len / rates[f"needle, {many}"]
             tell_parts(sides, many, step_ms)
     for side in sides.values():

@@ -1,4 +1,4 @@
-"""What a launch of one's own kernel costs the host, beside CuPy's.
+"""Host time of a launch of a user kernel, beside CuPy's.
 
     python benchmarks/launch.py            pip install cupy-cuda13x for its column
 

@@ -111,7 +111,7 @@ class Recorder:
 
 
 def _seen(name: str, value: Any) -> tuple | bool | None:
-    """What makes calls of an op alike. Of an array (shape, bytes an element), which keeps no
+    """Key of equal calls of an op. Of an array (shape, bytes an element), which keeps no
     memory; of numbers only whether attention is causal."""
     if isinstance(value, _C.NDArray):
         return value.shape, value.nbytes // max(value.size, 1)

@@ -5,19 +5,17 @@
     python benchmarks/train_step.py --device cpu --dtype bfloat16
     python benchmarks/train_step.py --device cpu --model tiny --batch-size 16 --seq-len 256
 
-A step is random tokens from the host, forward, loss, backward, clipping by the norm, AdamW; both
-sides read the loss when the next step is queued. Ten seconds of load come first, then blocks of
-steps in turns, each from an idle device to an idle device; printed are the median of the blocks and
-the least and the most. On the CPU a block is as many steps as take needle some two seconds.
-
-The peer is PyTorch with cuDNN's attention (bfloat16 on a GPU), torch.compile and fused AdamW, with
-CUDA graphs too where needle records its step (up to 16,384 tokens on a GPU), with float32 weights
-under autocast and with bfloat16 weights: whichever a short trial finds the fastest (--peer names
-one instead: see torch_training.py). On the CPU both run on OMP_NUM_THREADS threads, by default one
-a processor. Without torch, or with --alone, only needle is timed.
-
-THIS RUN DOES NOT COUNT stands below a run that says nothing about a bar: too short, or on an H200
-the peer is more than 5 % below what it is known for. A bar counts when two separate runs reach it.
+- The step: random tokens from the host, forward, loss, backward, clipping by the norm, AdamW; both
+  sides read the loss when the next step is queued. After ten seconds of load, blocks of steps
+  alternate between the sides; each block starts and ends with an idle device. Printed are the
+  median, the least and the most of the blocks. On the CPU a block takes needle about two seconds.
+- The baseline: PyTorch with cuDNN's attention (bfloat16 on a GPU), torch.compile and fused AdamW.
+  A short trial chooses the fastest of float32 weights under autocast and bfloat16 weights, also
+  with CUDA graphs where needle records its step (up to 16,384 tokens on a GPU); --peer names one
+  instead (torch_training.py). On the CPU both use OMP_NUM_THREADS threads, by default one a
+  processor. Without torch, or with --alone, only needle is timed.
+- A run is invalid, and THIS RUN DOES NOT COUNT is printed, if it is too short, or if on an H200 the
+  baseline is more than 5 % below its known speed. A target is met when two separate runs reach it.
 
 TFLOP/s count the products forward and backward and causal attention at half of all pairs, nothing
 computed twice: the FLOP a token that are printed. Memory is the most that lay in arrays, and the
@@ -64,7 +62,7 @@ PEER = {
 
 
 class Side(Protocol):
-    """What takes training steps."""
+    """One side of the comparison: it takes training steps."""
 
     name: str
 
