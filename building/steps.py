@@ -28,7 +28,7 @@ def say(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """What a build chose: said when there is something to do, and only once."""
+    """Queue a line about the build's choices, printed once, when there is something to do."""
     _notes.append(text)
 
 
@@ -68,7 +68,7 @@ def strict() -> list[str]:
 
 
 def is_debug() -> bool:
-    """Whether NEEDLE_DEBUG=1 asks for the build that checks indices."""
+    """True if NEEDLE_DEBUG=1 asks for the build that checks indices."""
     return setting("NEEDLE_DEBUG", "0", "1") == "1"
 
 

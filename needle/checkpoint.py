@@ -231,7 +231,7 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def _naming(self, problem: str) -> Iterator[None]:
-        """What the state's values make Python raise becomes an error that names the file."""
+        """Turn the exceptions that the state's values cause into an error that names the file."""
         try:
             yield
         except (TypeError, ValueError, LookupError, OverflowError) as error:

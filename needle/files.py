@@ -50,8 +50,8 @@ KINDS = {
 
 
 def not_regular(path: str | os.PathLike | int) -> str | None:
-    """What lies at `path` in place of a regular file or a folder, in words; None where there is
-    one of these, nothing, or nothing that may be seen."""
+    """Name the kind of file at `path`, in words, if it is neither a regular file nor a folder; None
+    if it is one of these, does not exist or cannot be accessed."""
     try:
         kind = KINDS.get(stat.S_IFMT(os.stat(path).st_mode))
     except OSError:

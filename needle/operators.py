@@ -1,6 +1,6 @@
-"""What a Tensor does by NumPy's names: operators, indexing, reductions, views. Each is a call of
-needle.ops, which stands above and says so when it is imported; there is the maths and what the
-arguments mean."""
+"""Methods of a Tensor by NumPy's names: operators, indexing, reductions, views. Each calls
+needle.ops, which documents the maths and the arguments. needle.ops imports this module, and sets
+`ops` here when it is imported."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class Operators(Generic[Result]):
     __hash__ = object.__hash__
 
     def __bool__(self) -> bool:
-        """Whether the one value is not 0. ValueError for several: `(a == b)` holds one each."""
+        """True if the one value is not 0. ValueError for several: `(a == b)` holds one each."""
         return bool(self.cached_data)
 
     # -- elements
@@ -211,7 +211,7 @@ class Operators(Generic[Result]):
         return self if self.is_contiguous() else ops.contiguous(self)  # type: ignore[return-value]
 
     def is_contiguous(self) -> bool:
-        """Whether the elements lie in memory in the order of their indices, without gaps."""
+        """True if the elements lie in memory in the order of their indices, without gaps."""
         return self.cached_data.is_compact()
 
     def astype(self, dtype: str) -> Result:

@@ -33,7 +33,7 @@ Params = Any  # Iterable[Parameter] | Iterable[tuple[str, Parameter]] | list[dic
 
 
 def _misfits(*groups: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the hyperparameters in `groups`."""
+    """List the problems of the hyperparameters in `groups`."""
     problems = []
     for name, value in [item for group in groups for item in group.items()]:
         try:
@@ -155,7 +155,7 @@ class Optimizer:
         commit(self.load_changes(state))
 
     def load_changes(self, state: Mapping[str, Any]) -> list[tuple[Any, Any, Any]]:
-        """What load_state_dict changes, for `backend_ndarray.commit`."""
+        """Return the changes of load_state_dict, for `backend_ndarray.commit`."""
         if not isinstance(state, Mapping) or not isinstance(state.get("arrays", {}), Mapping):
             raise TypeError(
                 f"{type(self).__name__}.load_state_dict: takes what state_dict() gives, a dict "
@@ -509,7 +509,7 @@ def chunk_norms(grad: NDArray, norms: NDArray) -> None:
 
 
 def total_norm(norms: NDArray, max_norm: float) -> tuple[NDArray, NDArray]:
-    """What grad_norm returns, from the norms of its chunks."""
+    """Return (norm, scale) as grad_norm does, from the norms of its chunks."""
     norm, scale = _C.grad_norm(norms, max_norm)
     return norm, scale
 

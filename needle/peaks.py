@@ -1,4 +1,4 @@
-"""What GPUs could make at best, from NVIDIA's data sheets: dense, without sparsity."""
+"""Peak rates of GPUs, from NVIDIA's data sheets: dense, without sparsity."""
 
 from __future__ import annotations
 

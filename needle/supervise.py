@@ -4,7 +4,8 @@
     python apps/train_pythia.py --supervise ...            the same for the trainer
 
 COMMAND is restarted when it
-    exits with 75 (the GPU is lost: after a fatal CUDA fault only a new process gets the device),
+    exits with os.EX_TEMPFAIL (75: the GPU is lost; after a fatal CUDA fault only a new process gets
+    the device),
     is killed by a signal, or is an mpirun and one of its ranks is,
     finishes no step for S seconds: it prints its stacks and is killed with its process group.
 Any other exit code is passed on.

@@ -23,7 +23,7 @@ from needle.data.tokens import (
     to_ids,
 )
 
-# Documents and samples in the order that a checkpoint asks for, at most, unless the run needs more.
+# Largest order array built for a position from a checkpoint, unless the run itself needs more.
 MOST_ORDER = 1 << 28
 
 
@@ -203,8 +203,9 @@ class Batches:
 
     def share(self, own: range, every: int, columns: np.ndarray | None = None) -> None:
         """Draw from here on, of each `every` batches in a row, those numbered `own`: the share of
-        one of several ranks. After the last of them `position` is that after all `every`, where
-        each rank is. columns: draw the tokens at these places of each sequence, in this order.
+        one of several ranks. After a rank's last own batch, `position` skips to the end of the
+        group of `every`, equal on all ranks. columns: draw the tokens at these places of each
+        sequence, in this order.
 
         >>> from needle.data import Batches
         >>> batches = Batches(np.arange(100), batch_size=2, seq_len=4)

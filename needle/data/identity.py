@@ -28,8 +28,7 @@ from needle.files import reading, regular, state_of
 
 BLOCK = 1 << 26  # bytes that one thread hashes at a time
 LARGE = 1 << 32  # bytes that take so long that a line says so
-# The clock of a file system may stand still for so many nanoseconds: a second write within them
-# changes no state, so a hash made within them is made again.
+# File timestamps have this resolution, in ns; hashes made within it of a write are remade.
 SETTLED = 2_000_000_000
 
 

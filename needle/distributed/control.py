@@ -14,8 +14,9 @@ Within `deadline` seconds of entering a collective it is done, or all ranks get 
 rank waited, in which collective at which step, and which ranks have not come, do not answer (they
 are stopped, or their machine is gone) or are gone (their connection ended: the process died). The
 reason of a rank that ends by `leave` is quoted. `gather` then raises. A watched collective hangs in
-C, and must release the GIL: the thread prints the message and exits with the code of the error, 75
-if a restart may help. Outside of collectives nothing is interrupted: the next one raises.
+C, and must release the GIL: the thread prints the message and exits with the code of the error,
+os.EX_TEMPFAIL (75) if a restart may help. Outside of collectives nothing is interrupted: the next
+one raises.
 
 A collective that is only enqueued on a device (`goes_on`) is watched until the device has done it;
 the thread asks for that, and no call waits. Its deadline begins when the device reaches it, and the
@@ -203,8 +204,8 @@ class Control:
         return _Watched(self, name)
 
     def leave(self, reason: str, code: int = 1) -> bool:
-        """End all ranks with this exit code; the others quote the reason. Return whether rank 0
-        leaves too, with this reason, one that quotes it, or the one that this one quotes."""
+        """End all ranks with this exit code; the others quote the reason. Return True if
+        rank 0 prints the same cause: this reason, one that quotes it, or one that it quotes."""
         own = reason[:MOST_REASON]
         text = f"rank {self.rank} stopped at step {self.step}: {own}"
         if self._failure is not None and str(self._failure) in reason:

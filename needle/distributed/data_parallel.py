@@ -51,9 +51,10 @@ class DataParallel:
     """Share the micro-batches of a step and the optimizer's state among ranks.
 
     micro_batches: of a step. context: so many consecutive ranks share each micro-batch, as tokens
-    of its sequences; each has the gradient of 1 / context of the mean over its tokens. Their sums,
-    each along the tree, are added along one: the bits depend on `context` and not on the number of
-    ranks. ValueError if the ranks cannot share so many micro-batches.
+    of its sequences; each has the gradient of 1 / context of the mean over its tokens. Each context
+    position sums along its own tree; the `context` sums are then added in one more tree. So the
+    bits depend on `context` and not on the number of ranks. ValueError if the ranks cannot share so
+    many micro-batches.
 
     Bytes per rank beside its model, of N parameters and R ranks: the gradient 4 N, a copy of it for
     each doubling of its micro-batches, received shards 4 N (R - 1) / R, and of the optimizer 8 N /

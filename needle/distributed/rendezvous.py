@@ -57,7 +57,8 @@ OTHER_KEY = "another program, or another NEEDLE_RANKS_KEY"
 
 
 class RankError(RuntimeError):
-    """The ranks cannot continue. `code`: the exit code; 75 says that a restart may help."""
+    """The ranks cannot continue. `code`: the exit code; os.EX_TEMPFAIL (75) if a restart may
+    help."""
 
     code = 1
     is_rank_0s = False  # rank 0 raises it too, in the same words

@@ -111,7 +111,7 @@ class _Launch:
 
     def _look(self) -> None:
         codes = self._take_ended()
-        # Of those that ended since the last look, a rank with 75 mostly followed another.
+        # Of those that ended since the last look, one with os.EX_TEMPFAIL mostly followed another.
         for rank in sorted(codes, key=lambda rank: codes[rank] == os.EX_TEMPFAIL):
             self._ended(rank, codes[rank])
         if self.running and self.patience is not None and time.monotonic() > self.patience:
@@ -120,8 +120,8 @@ class _Launch:
     def _ended(self, rank: int, code: int) -> None:
         if code == 0:
             return
-        # The others print why they follow the first. A kill is printed even so: it may be seen
-        # after their ends, while the driver frees the memory of the killed process.
+        # The first end is printed. Other ranks print their own reason, so only a kill is reported
+        # here; it may be seen late, while the driver frees the memory of the killed process.
         was_killed = code < 0 and -code not in self.passed_on
         if not self.failed or was_killed:
             how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with code {code}"

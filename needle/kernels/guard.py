@@ -6,8 +6,8 @@ it back and compares: a changed byte of a band was written out of bounds, and so
 `const` input. An unchanged element of an output was not written.
 
 The pattern is 16-bit units above 0xFF80: NaN to float formats of up to 32 bits, negative integers.
-It is random and continues from band to band, so a copy from beyond one array to beyond the next is
-seen. An element may equal the poison by chance: a second run with the complement tells.
+It is random and continues from band to band, so copying band to band is detected. An element may
+equal the poison by chance: a second run with the complement tells.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Timing of a kernel that may try to keep results from one call to the next.
 
 For each timed call the code is loaded anew, so its variables are as in the source, and its inputs
-and poisoned outputs are restored. The last call of each set of inputs is compared. If the sets have
-no array in common, a call with another set warms the code up; otherwise each timed call is the
-first of its code, some microseconds slower, and a hint says so.
+and poisoned outputs are restored. The last call of each set of inputs is compared. Warm up with
+another input set, if sets share no array; otherwise each timed call is the first of its code, some
+microseconds slower, and a hint says so.
 
 Before each call a buffer larger than any L2 cache is written, so inputs are read from memory.
 Events in the stream take the time, without a stop of the host between them. Reported are the median

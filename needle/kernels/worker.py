@@ -38,13 +38,13 @@ from needle.kernels.ipc import Channel
 from needle.kernels.kernel import arch_of, load
 from needle.processes import MessageWriter
 
-KEPT_BYTES = 256 << 20  # of device memory that a runner keeps between jobs
-MESSAGE_LETTERS = 64 << 10
+KEPT_BYTES = 256 << 20  # bytes of device memory that a runner keeps between jobs
+MESSAGE_LETTERS = 64 << 10  # characters of a message
 # Why a file cannot be read, which tells whether it is there.
 REASON = re.compile(r'(?<=cannot open source file )(".*"): .*')
-COMPILER_BYTES = 16 << 30  # of address space, or half of a smaller host's memory
-COMPILER_FILE_BYTES = 64 << 20
-COMPILER_SECONDS = 120  # of a processor; a compiler takes no new source after half of it
+COMPILER_BYTES = 16 << 30  # bytes of address space; on a smaller host half of its memory
+COMPILER_FILE_BYTES = 64 << 20  # bytes of each file that it writes, unless confined
+COMPILER_SECONDS = 120  # seconds of processor time; after half of it, no new source is taken
 
 # The status of a result by the end of CUDA's name of an error, cudaErrorIllegalAddress or
 # CUDA_ERROR_ILLEGAL_ADDRESS.

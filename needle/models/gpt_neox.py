@@ -169,5 +169,5 @@ def our_name(name: str) -> str:
 
 
 def is_buffer(name: str) -> bool:
-    """Whether a tensor is no parameter: older versions saved what follows from config.json too."""
+    """True if a tensor is no parameter: older versions saved values derived from config.json."""
     return BUFFERS.fullmatch(name) is not None

@@ -26,8 +26,8 @@ from needle.models.registry import Config
 
 
 class LanguageModel(Hooked):
-    """`dtype` (default: the configuration's) is that of parameters and activations. `tokenizer` is
-    where the model came from with one."""
+    """`dtype` (default: the configuration's) is that of parameters and activations. `tokenizer`:
+    set if the model was loaded with one."""
 
     config_class: ClassVar[type[Config]]
     embed_out: nn.Module

@@ -324,8 +324,8 @@ class Pythia(LanguageModel):
     """A GPT-NeoX language model.
 
     `dtype` (default: the configuration's) is that of parameters and activations. `initialise=False`
-    leaves matrices zero and draws no random number. `tokenizer` is where the model came from with
-    one: save_pretrained() writes it unless told otherwise.
+    leaves matrices zero and draws no random number. `tokenizer`: set if the model was loaded with
+    one; save_pretrained() writes it unless told otherwise.
 
     >>> config = ndl.PythiaConfig(vocab_size=50, hidden_size=16, num_layers=1, num_heads=2)
     >>> model = ndl.Pythia(config)

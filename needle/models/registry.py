@@ -86,8 +86,8 @@ class Config:
 
 
 def _budget(entries: Collection[Entry]) -> init.Budget:
-    """Twice as many tensors as there are, so that an error can still list what is missing; and
-    tables of positions as large as all of them, or of 1 GiB."""
+    """Limit: twice the file's tensor count (enough to list missing names); tables up to the file's
+    size or 1 GiB."""
     known = [entry for entry in entries if entry.dtype in FROM_FILE]
     size = sum(math.prod(entry.shape) * FROM_FILE[entry.dtype][1].itemsize for entry in known)
     return init.Budget(2 * len(entries) + 64, max(size, 1 << 30))

@@ -133,8 +133,8 @@ def _neighbours(module: Module) -> dict[str, str]:
 def _together(
     named: list[tuple[str, Parameter]], pairs: dict[str, str]
 ) -> list[tuple[str, Parameter]]:
-    """In their order, but that the second of a pair follows the first, where both are there. The
-    second of one pair may be the first of another."""
+    """Keep the order, but place each pair's second parameter right after its first, if both exist.
+    The second of one pair may be the first of another."""
     there = dict(named)
     seconds = [second for first, second in pairs.items() if first in there]
     order: dict[str, Parameter] = {}

@@ -139,7 +139,7 @@ class Module:
         return x
 
     def is_hooked_at(self, *names: str) -> bool:
-        """Whether a function is hooked at one of these points: fused ops may then not hide it."""
+        """True if a function is hooked at one of these points: fused ops may then not hide it."""
         return self._hooks is not None and any(name in self._hooks for name in names)
 
     # -- its parts
@@ -209,7 +209,7 @@ class Module:
     def load_changes(
         self, state: Mapping[str, Any], strict: bool = True
     ) -> list[tuple[NDArray, Any, NDArray]]:
-        """What load_state_dict changes, for `backend_ndarray.commit`."""
+        """Return the changes of load_state_dict, for `backend_ndarray.commit`."""
         if not isinstance(state, Mapping):
             raise TypeError(
                 f"{type(self).__name__}.load_state_dict: takes what state_dict() gives, a dict, "

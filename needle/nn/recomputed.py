@@ -177,15 +177,19 @@ class Recomputed(FusedOp):
 def recompute(module: Module, x: Tensor, *rest: Any) -> Tensor:
     """module(x, *rest), of which the backward computes everything again but x.
 
-    x: the Tensor that gradients flow through; `rest` is handed on and must hold none that needs
-    gradients. The module gives one Tensor. Where no graph is built, or a function is hooked into
-    the module, which would then run twice, this is a plain call. The backward raises RuntimeError
-    where attributes of the module are not those of the forward: `training`, a dropout's `p`, also
-    those of lists, sets, dictionaries, dataclasses and namespaces in them; random numbers are drawn
-    again. State elsewhere, as a global, an object of another class, or a counter that the forward
-    itself changes, is not seen.
-    TypeError for other results and for such a `rest`; ValueError where the module has buffers (the
-    running statistics of a batch norm), which a second forward would move again.
+    - Gradients flow through the Tensor x alone. `rest` is passed to the module and must hold no
+      Tensor that needs gradients. The module returns one Tensor.
+    - This is a plain call if no graph is built, or if a function is hooked into the module, which
+      would then run twice.
+    - The second forward draws the same random numbers, so dropout drops the same elements.
+    - RuntimeError in the backward if attributes of the module have changed since the forward:
+      `training`, a dropout's `p`, also inside lists, sets, dictionaries, dataclasses and
+      namespaces.
+    - Other state is not checked: globals, objects of other classes, a counter that the forward
+      itself changes.
+    - ValueError if the module has buffers (the running statistics of a batch norm), which a second
+      forward would update again.
+    - TypeError if the module returns anything but a Tensor, or `rest` needs gradients.
 
     >>> layer = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
     >>> x = ndl.ones(2, 4, requires_grad=True)

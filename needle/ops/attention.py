@@ -70,7 +70,7 @@ def rotary(x: Tensor, cos: Any, sin: Any, parts: int) -> Tensor:
 
 
 def scale_and_causal(op: str, scale: Any, causal: Any, size: int) -> tuple[float, bool]:
-    """What both are for heads of `size` dims; TypeError or ValueError of `op`."""
+    """Check both and return them for heads of `size` dims; TypeError or ValueError of `op`."""
     if scale is not None and not isinstance(scale, numbers.Real):
         raise TypeError(f"{op}: scale must be a number or None, but is {scale!r:.40}")
     scale = 1.0 / math.sqrt(max(size, 1)) if scale is None else float(scale)
@@ -219,9 +219,9 @@ class PackedKernel:
 
 
 class RotaryLayer:
-    """The product in front of PackedKernel: x w + b as (B, T, H, 3, D), q and k of it rotated. What
-    backward gets is of x w + b itself, so that there is nothing to keep, and db has been summed up
-    where that was made.
+    """The product in front of PackedKernel: x w + b as (B, T, H, 3, D), q and k of it rotated.
+    Keeps nothing: backward receives the gradient before rotation; the bias gradient was already
+    summed in attention_bwd.
 
     dx = d w^T;  float32: dw += x^T d.
     """

@@ -81,10 +81,17 @@ def tokens_before(end: int, offset: int, dilation: int) -> int:
 
 
 def heads_of(heads: int, dilation: int, *bounds: int) -> list[tuple[int, int, int, Steps]]:
-    """The views of a segment: first token, first head, heads, step to the next head. Either the
-    heads of one offset, `dilation` apart, or up to `dilation` neighbours, each of which begins a
-    token after the one before, the fewer of both. All heads of a view have as many tokens before
-    each of the bounds, and some between the first two."""
+    """Return groups of heads that can share one strided view: (first token, first head, number of
+    heads, step to the next head). A group holds heads `dilation` apart, which begin at the same
+    token, or up to `dilation` neighbours, each of which begins one token later; the way with fewer
+    groups is taken. All heads of a group have the same number of tokens before each bound, and at
+    least one between the first two. For 8 heads and dilation 4: heads 0-3 from tokens 0-3, and
+    heads 4-7 from tokens 0-3.
+
+    >>> from needle.ops.dilated import heads_of
+    >>> heads_of(8, 4, 0, 8)
+    [(0, 0, 4, (0, 1, 1)), (0, 4, 4, (0, 1, 1))]
+    """
     offsets = [
         (o, o, -(-(heads - o) // dilation), (0, 0, dilation)) for o in range(min(dilation, heads))
     ]

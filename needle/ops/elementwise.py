@@ -280,8 +280,8 @@ class PowerScalar(_ScalarOp):
             return multiply_scalar(out_grad, 0.0)
         if self.scalar == 1:
             return reduced_to(out_grad, a)
-        slope = a if self.scalar == 2 else power_scalar(a, self.scalar - 1)
-        return multiply(out_grad, multiply_scalar(slope, self.scalar))
+        factor = a if self.scalar == 2 else power_scalar(a, self.scalar - 1)
+        return multiply(out_grad, multiply_scalar(factor, self.scalar))
 
 
 def power_scalar(a: Tensor, scalar: float) -> Tensor:
@@ -303,11 +303,11 @@ class ScalarPow(_ScalarOp):
 
     def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
         if self.scalar > 0:
-            slope = math.log(self.scalar)
+            factor = math.log(self.scalar)
         else:
-            slope = 0.0 if self.scalar == 0 else math.nan
+            factor = 0.0 if self.scalar == 0 else math.nan
         value = scalar_power(self.scalar, node.inputs[0])
-        return multiply_scalar(multiply(out_grad, value), slope)
+        return multiply_scalar(multiply(out_grad, value), factor)
 
 
 def scalar_power(scalar: float, a: Tensor) -> Tensor:

@@ -2,12 +2,13 @@
 
 Keys and values are gathered, and each rank attends from its queries to them by the kernels of one
 device: a query meets all its keys in one call, whose accumulator and log-sum-exp are float32. The
-backward gives each rank's part of the gradients of all keys; the parts travel to whose keys they
-are, and are added there in the order of the ranks, in float32. So the bits depend on the number of
-ranks alone. Each part comes out of its kernel in the kernel's dtype: float32 on the CPU; on a GPU,
-whose tensor cores take 16 bits, that of the operands, which rounds a gradient of keys once for each
-run of queries. Bytes that a rank receives, of H heads of D dims and T tokens on N ranks: forward
-2 T H D (N - 1) / N elements of the operands' dtype, backward these again and as many of float32.
+backward gives each rank's part of the gradients of all keys. Each part is sent to the rank that
+owns the keys, which adds the parts in the order of the ranks, in float32. So the bits depend on the
+number of ranks alone. Each part comes out of its kernel in the kernel's dtype: float32 on the CPU;
+on a GPU, whose tensor cores take 16 bits, that of the operands, which rounds a gradient of keys
+once for each run of queries. Bytes that a rank receives, of H heads of D dims and T tokens on N
+ranks: forward 2 T H D (N - 1) / N elements of the operands' dtype, backward these again and as many
+of float32.
 
 Layouts: which tokens a rank has, of 2 N chunks of T / 2 N tokens each.
 
@@ -119,7 +120,7 @@ class SharedSequence:
         ]
 
     def _scattered(self, sums: Sequence[NDArray]) -> list[NDArray]:
-        """Of gradients of all tokens, to which each rank adds its part, those of this rank's."""
+        """Reduce-scatter gradients of all tokens to this rank's tokens."""
         group = self.group
         if group.size == 1:
             return list(sums)

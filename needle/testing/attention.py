@@ -274,7 +274,7 @@ def decode_inputs(b, h, d, s, half, positions, scale=None, count=None):
 
 
 def dilated_inputs(b, t, h, d, segments, dilations, merge=False):
-    """What a branch does not hold is NaN; a few queries saw no key in any branch."""
+    """Elements that a branch does not hold are NaN; a few queries saw no key in any branch."""
 
     def inputs(rng):
         numbers = {

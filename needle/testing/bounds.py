@@ -1,9 +1,11 @@
 """The error model: how far a result may lie from a float64 reference.
 
-A computation in dtype d is right if its error is at most twice that of the naive computation in d
-(the reference with every intermediate rounded to d), plus half a unit in the last place of the
-result, plus the error of a float32 accumulator over K terms, 4 eps sqrt(K). Ops of one formula are
-bounded element by element instead, in units in the last place of float32.
+    error <= 2 |naive - exact| + ulp / 2 + 4 eps sqrt(K)
+
+naive: the reference with every intermediate rounded to the dtype. exact: the reference in float64.
+ulp: a unit in the last place of the result. 4 eps sqrt(K): the error of a float32 accumulator over
+K terms. Ops of one formula are bounded element by element instead, in units in the last place of
+float32.
 """
 
 from __future__ import annotations

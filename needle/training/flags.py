@@ -101,8 +101,8 @@ library, with sizes that suit the device.
 EPILOG = """
 Defaults are written cpu | gpu where they differ. Exit codes: 0 done, or stopped by SIGINT,
 SIGTERM, SIGHUP or a closed pipe after saving; 1 an error, or a loss that is not finite; 2 a bad
-flag; 75 the GPU is lost: start again with --resume auto, as --supervise does by itself; 130 Ctrl-C
-before the first step, or for the second time.
+flag; 75 (os.EX_TEMPFAIL) the GPU is lost: start again with --resume auto, as --supervise does by
+itself; 130 Ctrl-C before the first step, or for the second time.
 """
 RECIPE = """
 The way in which the published Pythias were trained: 143,000 steps of 1,024 sequences of 2,048
@@ -123,11 +123,11 @@ needle.supervise -- COMMAND.
 # Group: flags, each from the start of a line: --NAME [VALUE], two spaces, help.
 TABLE = {
     "recipe": """
---recipe  pythia: with the rate that GPT-NeoX really used: the first step at 0, and a cosine to 0
-    that is cut off at a tenth of the peak after 80 %% of the steps; pythia-fixed: as it was meant,
-    a cosine that reaches this tenth at the last step. Checkpoints of steps 0, 1, 2, 4 ... 512 and
-    every 1,000 are kept for good (154 files; of the 70m each is 1 GB with the optimizer's state).
-    The model is pythia-70m where --model does not say (default: none)
+--recipe  pythia: the learning rate of GPT-NeoX's code, 0 at the first step, then a cosine to 0
+    that stops at a tenth of the peak after 80 %% of the steps; pythia-fixed: as intended, a cosine
+    that reaches a tenth of the peak at the last step. Checkpoints of steps 0, 1, 2, 4 ... 512
+    and every 1,000 are never deleted (154 files; of the 70m each is 1 GB with the optimizer's
+    state). Without --model it trains pythia-70m (default: none)
 """,
     "model": """
 --model NAME  auto, {models} (default: auto: tiny | pythia-70m)
@@ -182,9 +182,9 @@ TABLE = {
     "output": """
 --eval-every N  steps between evaluations on the held-out part; 0: only at the end (default:
     {eval_every})
---save-every N  steps between checkpoints; kept are the last two, the last one that as many finite
-    steps followed (one of the two, unless stops saved more), and those that a recipe keeps; 0: only
-    at the end (default: {save_every})
+--save-every N  steps between checkpoints; 0: only at the end. Three kinds are kept: the last two,
+    the last one followed by N finite steps (one of the two, unless stops saved more), and those of
+    a recipe (default: {save_every})
 --out FOLDER  where runs are written (default: runs)
 --name NAME  of the run's folder in there (default: the model's name, with a number where it is
     taken)

@@ -83,11 +83,11 @@ def check_owner(folder: Path, checkpoint: Checkpoint) -> None:
         )
 
 
-def proven(folder: Path, finite: int, saved: int, following: int) -> str:
+def advice_after_divergence(folder: Path, finite: int, saved: int, following: int) -> str:
     """Return the advice after a loss that is not finite: which checkpoint is good.
 
-    finite: the last step of a finite loss. saved: the step of the newest checkpoint. following: so
-    many finite steps after a checkpoint prove it."""
+    finite: the last step of a finite loss. saved: the step of the newest checkpoint. following: the
+    number of finite steps after which a checkpoint counts as good."""
     last, lines = checkpoint_path(folder / "checkpoints", saved), []
     good = proven_checkpoint(folder / "checkpoints", finite, following)
     advice = "a lower --lr, a longer --warmup or a smaller --clip may help"

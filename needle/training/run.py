@@ -58,7 +58,8 @@ def save(run: Run, log: RunLog) -> None:
 
 
 def write_checkpoint(run: Run, log: RunLog) -> None:
-    """Write a checkpoint; keep the last two, the last proven one, and those of a recipe."""
+    """Write a checkpoint; keep the last two, the last one followed by `--save-every` finite steps,
+    and those of a recipe."""
     log.sync()
     schedule = {name: run.settings[name] for name in ("schedule", "lr", "warmup", "steps")}
     with run.lock.writing() as at:
@@ -176,7 +177,7 @@ def report_stop(run: Run, reason: str | None, failure: Exception | None) -> None
 
 def report_divergence(run: Run, error: Exception, finite: int) -> None:
     """Report a loss that is not finite, and which checkpoint is good. finite: the step before."""
-    advice = folders.proven(run.folder, finite, run.saved, prove_after(run))
+    advice = folders.advice_after_divergence(run.folder, finite, run.saved, prove_after(run))
     print(f"{error}. Stopped.\n{advice}", file=sys.stderr)
 
 

@@ -1,4 +1,4 @@
-"""Session: what surrounds a training loop. It owns the log, the handlers of stop signals, graph
+"""Session: the context of a training loop. It owns the log, the handlers of stop signals, graph
 replay and verification, and ends on all ranks after the same step."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from needle.training.run import Run, finish, is_kept, report_divergence, report_
 
 
 class Due(NamedTuple):
-    """What follows a step."""
+    """Actions due after a step."""
 
     evaluation: bool
     checkpoint: bool

@@ -21,8 +21,8 @@ class InitError(ValueError):
 def start(
     named: dict, tokens: int | None, device: Device
 ) -> tuple[models.LanguageModel, dict[str, object]]:
-    """Return (model, named), where named has what the weights decide too: model, tokenizer, and a
-    length of sequences that the model can read. Raise InitError for contradicting flags."""
+    """Return (model, named). named: the flags plus the settings fixed by the weights (model,
+    tokenizer, seq_len). Raise InitError for contradicting flags."""
     path, on_gpu = named["init"], not device.is_host
     dtype = named.get("dtype") or DEFAULTS["dtype"][on_gpu]
     model, tokenizer = load_model(path, device, dtype)

@@ -115,7 +115,7 @@ def test_large_scores_stay_finite(causal, dtype, device):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("block", [None, 64])
 def test_scores_far_below_zero(block, causal, dtype, device):
-    """A tile's keys beyond the last one have score 0 in no way, or they would weigh e^95."""
+    """Padding keys must not get score 0: they would outweigh real keys by e^95."""
     device, t = device_of(device), 100
     mask = None if block is None else BlockMask.dense(t, block)
     arrays = [draw(i, 1, t, 2, 64) for i in range(4)]
