@@ -1,6 +1,6 @@
 """A plugin of pytest: a fatal CUDA fault fails the test that made it, and no other.
 
-The process is lost with its device. Under pytest-xdist a worker therefore ends behind such a test
+The process is lost with its device. Under pytest-xdist a worker therefore ends after such a test
 (exit code 75, as needle's programs), and xdist starts another for the rest: to it that is a crash,
 and its own report of one is left out where the test's has come. In one process every later test of
 the GPU fails, with the message of the first fault.
@@ -31,7 +31,7 @@ class LostDevice:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_teardown(self, item):
-        """Waits for the GPU: a fault that nobody has met yet is this test's, not the next one's."""
+        """Waits for the GPU: a fault that is still pending is this test's, not the next one's."""
         try:
             return (yield)
         finally:

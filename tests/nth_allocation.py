@@ -5,13 +5,13 @@
 KIND is whose allocations fail: `needle` those of its C code, `driver` those that it asks of CUDA,
 `python` the objects of the interpreter (csrc/nth_allocation.c). Each operation runs again and again
 on a small model, with its first call failing, its second, ... until none is left to fail; then with
-that call and all behind it failing, which is what a full machine does. `--every N` takes each N-th.
+that call and all after it failing, which is what a full machine does. `--every N` takes each N-th.
 
 After each failure: MemoryError or CudaError was raised, or the result is the right one all the same
 (CPU and CUDA ask again when they have given back what they keep); nothing is left in memory, open,
-or on the disk; parameters and the optimizer's state are those before or those behind a whole step;
+or on the disk; parameters and the optimizer's state are those before or those after a whole step;
 and the operation, not disturbed, gives the bits that it always gave. Of an operation that makes
-few allocations N is less: two of them fail at least, each alone and with all behind it.
+few allocations N is less: two of them fail at least, each alone and with all after it.
 
 Not hit: libraries that are not needle's (OpenBLAS, OpenMP, cuBLASLt, the CUDA runtime's own), the
 loading of kernels by the driver, and Python's raw memory, with which it makes threads and modules.
@@ -321,7 +321,7 @@ class LoadAnew(Load):
 
 
 class Generate(Operation):
-    """Behind a cache, on CUDA from a recorded step; drawn, and behind hooks, without a cache."""
+    """With a cache, on CUDA from a recorded step; drawn, and with hooks, without a cache."""
 
     def run(self) -> None:
         generate, prompts = self.bench.model.generate, [[1, 2, 3, 4], [5, 6]]
@@ -477,9 +477,9 @@ def sweep(
                     if not grown:
                         break
                 else:
-                    raise Wrong(f"it leaves {', '.join(grown)} behind: {before} -> {after}")
+                    raise Wrong(f"it leaks {', '.join(grown)}: {before} -> {after}")
             except Wrong as error:
-                which = "alone" if count == 1 else "and all behind it"
+                which = "alone" if count == 1 else "and all after it"
                 raise Wrong(
                     f"{type(operation).__name__} on {device}: allocation {number} of {kind}, "
                     f"{which}, fails: {error}"
@@ -528,7 +528,7 @@ def sweeps(device: str, kind: str, names: list[str], first: int, every: int) -> 
 
 
 def reserved(device) -> int:
-    """Bytes in the pool when it has given back what nobody uses."""
+    """Bytes in the pool when it has given back unused memory."""
     device.synchronize()
     device.empty_cache()
     return device.memory_stats()["reserved_bytes"]

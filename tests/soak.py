@@ -1,12 +1,13 @@
-"""Soak test against losing anything: kills, fights for a folder, disks that fill or fail, rights
-that are taken away, memory that runs out, damaged files, trainings under a supervisor, long runs.
+"""Soak test of trainings, which must lose nothing: kills, fights for a folder, disks that fill or
+fail, rights that are taken away, memory that runs out, damaged files, trainings under a supervisor,
+long runs.
 `make soak` runs it whole, tests/test_soak.py a short form.
 
     python tests/soak.py [PART...] [--count N] [--seed N]
 
-Each part prints a line: how often it was tried, and what was lost. A child is forked from a process
+Each part prints a line: how often it was tried, and the failures. A child is forked from a process
 that has imported everything and computed nothing, so that a start costs milliseconds. What must
-hold after each blow: the newest checkpoint that was ever reported as saved, or a newer one, can be
+hold after each fault: the newest checkpoint that was ever reported as saved, or a newer one, can be
 read; the run goes on by --resume auto; its end is that of a run that nothing ever hit, bit for bit.
 """
 
@@ -55,7 +56,7 @@ pythia.PRESETS["tiny"] = SMALL
 run_parts.SAMPLE_TOKENS = 4
 
 
-class Lost(AssertionError):
+class Failure(AssertionError):
     """Something that had been saved is gone, or a run went another way."""
 
 
@@ -89,7 +90,7 @@ class Field:
         os.environ["NEEDLE_CACHE"] = str(folder / "cache")
         np.save(folder / "tokens.npy", TOKENS)
         if wait(child(self.argv("whole"))) != 0:
-            raise Lost("the run that nothing hits does not end")
+            raise Failure("the run that nothing hits does not end")
         self.numbers = numbers_of(folder, "whole")
         self.tensors = tensors_of(checkpoint_of(folder, "whole", STEPS))
 
@@ -108,53 +109,55 @@ class Field:
                 pass  # it may be damaged, as long as another is whole
         newest = max(steps, default=0)
         if newest < saved:
-            raise Lost(f"{name}: step {saved} had been saved, and step {newest} is the newest left")
+            raise Failure(
+                f"{name}: step {saved} had been saved, and step {newest} is the newest left"
+            )
         return newest
 
     def check_end(self, name: str) -> None:
         if numbers_of(self.folder, name) != self.numbers:
-            raise Lost(f"{name}: its numbers are not those of the run that nothing hit")
+            raise Failure(f"{name}: its numbers are not those of the run that nothing hit")
         if tensors_of(checkpoint_of(self.folder, name, STEPS)) != self.tensors:
-            raise Lost(f"{name}: its last checkpoint differs")
+            raise Failure(f"{name}: its last checkpoint differs")
         folder = self.folder / "runs" / name
         left = [path.name for path in folder.rglob("*") if path.name.endswith(".tmp")]
         steps = [path.name for path in list_checkpoints(folder / "checkpoints")]
         # Two are kept; the last save may have been hit before it deleted the third.
         if left or len(steps) not in (2, 3):
-            raise Lost(f"{name}: files are left over: {left}, {steps}")
+            raise Failure(f"{name}: files are left over: {left}, {steps}")
         shutil.rmtree(folder)
 
-    def hit(self, count: int, blow: Callable[[list[str]], None], what: str) -> None:
-        """`count` blows on as many runs as that takes; each ends as the whole one."""
+    def hit(self, count: int, inject: Callable[[list[str]], None], what: str) -> None:
+        """`count` faults in as many runs as that takes; each ends as the whole one."""
         number, saved, name = 0, 0, f"{what}-0"
         for _ in range(count):
-            blow(self.argv(name))
+            inject(self.argv(name))
             saved = self.check(name, saved)
             if saved == STEPS and wait(child(self.argv(name))) == 0:
                 self.check_end(name)
                 number, saved = number + 1, 0
                 name = f"{what}-{number}"
         if wait(child(self.argv(name))) != 0:
-            raise Lost(f"{name}: it does not go on")
+            raise Failure(f"{name}: it does not go on")
         self.check_end(name)
 
 
 def kills(field: Field, count: int) -> None:
     """SIGKILL at a random moment."""
 
-    def blow(argv: list[str]) -> None:
+    def inject(argv: list[str]) -> None:
         pid = child(argv)
         time.sleep(field.rng.random() ** 2 * 0.7)
         os.kill(pid, signal.SIGKILL)
         wait(pid)
 
-    field.hit(count, blow, "kill")
+    field.hit(count, inject, "kill")
 
 
 def kills_in_a_save(field: Field, count: int) -> None:
-    """SIGKILL between two system calls of a save: before or behind an fsync or a rename."""
+    """SIGKILL between two system calls of a save: before or after an fsync or a rename."""
 
-    def blow(argv: list[str]) -> None:
+    def inject(argv: list[str]) -> None:
         at, seen = field.rng.randrange(1, 24), []
 
         def deadly(function):
@@ -174,7 +177,7 @@ def kills_in_a_save(field: Field, count: int) -> None:
 
         wait(child(argv, prepare))
 
-    field.hit(count, blow, "save")
+    field.hit(count, inject, "save")
 
 
 def fights(field: Field, count: int) -> None:
@@ -183,7 +186,7 @@ def fights(field: Field, count: int) -> None:
         name = f"fight-{number}"
         codes = [wait(pid) for pid in [child(field.argv(name)), child(field.argv(name))]]
         if 0 not in codes or not set(codes) <= {0, 1}:
-            raise Lost(f"{name}: exit codes {codes}")
+            raise Failure(f"{name}: exit codes {codes}")
         field.check_end(name)
 
 
@@ -191,7 +194,7 @@ def full_disks(field: Field, count: int) -> None:
     """No file may grow beyond a random size: every kind of file meets it, checkpoints first."""
     largest = checkpoint_of(field.folder, "whole", STEPS).stat().st_size
 
-    def blow(argv: list[str]) -> None:
+    def inject(argv: list[str]) -> None:
         limit = int(field.rng.random() * 1.1 * largest)
 
         def prepare() -> None:
@@ -200,13 +203,13 @@ def full_disks(field: Field, count: int) -> None:
 
         wait(child(argv, prepare))
 
-    field.hit(count, blow, "disk")
+    field.hit(count, inject, "disk")
 
 
 def io_errors(field: Field, count: int) -> None:
     """The n-th of the calls open, listdir, fsync, rename, unlink fails: EIO, EACCES or ENOSPC."""
 
-    def blow(argv: list[str]) -> None:
+    def inject(argv: list[str]) -> None:
         at, number = field.rng.randrange(1, 40), field.rng.choice([5, 13, 28])
         seen = []
 
@@ -225,7 +228,7 @@ def io_errors(field: Field, count: int) -> None:
 
         wait(child(argv, prepare))
 
-    field.hit(count, blow, "error")
+    field.hit(count, inject, "error")
 
 
 def give_up_rights() -> None:
@@ -239,7 +242,7 @@ def permissions(field: Field, count: int) -> None:
     """Rights on the run's folders and files are taken away at a random moment, and given back when
     the run has ended; before that, half of the times, it is begun once more."""
 
-    def blow(argv: list[str]) -> None:
+    def inject(argv: list[str]) -> None:
         folder = Path(argv[argv.index("--out") + 1]) / argv[argv.index("--name") + 1]
         pid = child(argv, give_up_rights)
         time.sleep(field.rng.random() ** 2 * 0.7)
@@ -257,7 +260,7 @@ def permissions(field: Field, count: int) -> None:
             with contextlib.suppress(FileNotFoundError):
                 path.chmod(before)
         if not set(codes) <= {0, 1}:
-            raise Lost(f"{folder.name}: exit codes {codes}")
+            raise Failure(f"{folder.name}: exit codes {codes}")
 
     closed = field.folder / "closed"
     closed.mkdir(mode=0)
@@ -266,29 +269,29 @@ def permissions(field: Field, count: int) -> None:
         give_up_rights()
         os._exit(int(os.access(closed, os.R_OK)))
     if wait(pid) != 0:
-        raise Lost("permissions do not bind this user: nothing could be tried")
-    field.hit(count, blow, "rights")
+        raise Failure("permissions do not bind this user: nothing could be tried")
+    field.hit(count, inject, "rights")
 
 
 def allocations(field: Field, count: int) -> None:
     """The n-th allocation of needle's C code fails, or the n-th object of Python that it asks for,
-    in any thread; half of the times all behind it as well."""
+    in any thread; half of the times all after it as well."""
     injector = nth_allocation.Injector()
 
-    def blow(argv: list[str]) -> None:
+    def inject(argv: list[str]) -> None:
         kind, most = field.rng.choice([("needle", 9000), ("python", 21000)])
         number = int(field.rng.random() ** 2 * most) + 1
-        behind = field.rng.choice([1, nth_allocation.FOREVER]) if kind == "needle" else 1
+        failing = field.rng.choice([1, nth_allocation.FOREVER]) if kind == "needle" else 1
 
         def prepare() -> None:
             signal.alarm(300)  # it shall end, and not wait for ever
-            injector.functions.arm(nth_allocation.KINDS[kind], number, behind, 1)
+            injector.functions.arm(nth_allocation.KINDS[kind], number, failing, 1)
 
         code = wait(child(argv, prepare))
         if code not in (0, 1):
-            raise Lost(f"allocation {number} of {kind} fails: exit code {code}")
+            raise Failure(f"allocation {number} of {kind} fails: exit code {code}")
 
-    field.hit(count, blow, "memory")
+    field.hit(count, inject, "memory")
 
 
 def every_allocation(field: Field, count: int) -> None:
@@ -301,7 +304,7 @@ def every_allocation(field: Field, count: int) -> None:
         command = [sys.executable, program, device, kind, *names]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
-            raise Lost(done.stderr[-2000:])
+            raise Failure(done.stderr[-2000:])
 
 
 def damaged_files(field: Field, count: int) -> None:
@@ -327,7 +330,7 @@ def damaged_files(field: Field, count: int) -> None:
                 finally:
                     os._exit(code)
         if any([wait(pid) for pid in pids]):
-            raise Lost("a damaged file was read, or raised another error; it is named above")
+            raise Failure("a damaged file was read, or raised another error; it is named above")
 
 
 def damage(folder: Path, rng: random.Random, good: bytes, count: int) -> None:
@@ -365,7 +368,7 @@ def damage(folder: Path, rng: random.Random, good: bytes, count: int) -> None:
         except (CheckpointError, DataError):
             continue
         if not is_index:
-            raise Lost(f"a damaged checkpoint was read: {path}")
+            raise Failure(f"a damaged checkpoint was read: {path}")
 
 
 def megatron_index() -> bytes:
@@ -393,37 +396,37 @@ def long_run(field: Field, count: int) -> None:
         except (OSError, IndexError):
             continue
     if os.waitstatus_to_exitcode(done[1]) != 0:
-        raise Lost("the long run does not end")
+        raise Failure("the long run does not end")
     early = [entry for entry in seen if 0.05 * count < entry[0] <= 0.3 * count]
     late = [entry for entry in seen if 0.7 * count < entry[0] < count]  # then it plots and samples
     if early and late:
         grown = max(entry[1] for entry in late) - max(entry[1] for entry in early)
         if grown > 8 << 20:
-            raise Lost(f"memory grew by {grown >> 20} MiB between a third and the end")
-        # For a moment there is a checkpoint more, between a save and the pruning behind it.
+            raise Failure(f"memory grew by {grown >> 20} MiB between a third and the end")
+        # For a moment there is a checkpoint more, between a save and the pruning after it.
         if min(entry[2] for entry in late) > max(entry[2] for entry in early):
-            raise Lost("files grew in number")
+            raise Failure("files grew in number")
     shutil.rmtree(folder)
 
 
 def supervised(field: Field, count: int) -> None:
-    """Blows to a training under its supervisor, one in 15 steps (supervised_soak.py)."""
+    """Faults in a training under its supervisor, one in 15 steps (supervised_soak.py)."""
     device, seed = "cuda" if cuda().enabled() else "cpu", field.rng.randrange(2**32)
     try:
         print(supervised_soak.soak(device, 15 * count, count, seed, hang_seconds=10.0))
     except supervised_soak.Different as error:
-        raise Lost(str(error)) from error
+        raise Failure(str(error)) from error
 
 
 def ranks(field: Field, count: int) -> None:
-    """Blows to several ranks of one training, by mpirun (distributed/ranks_soak.py)."""
+    """Faults in several ranks of one training, by mpirun (distributed/ranks_soak.py)."""
     problem = mpi_runs.missing()
     if problem is not None:
-        raise Lost(f"not tried: {problem}")
+        raise Failure(f"not tried: {problem}")
     try:
         print(ranks_soak.soak(field.folder, count, field.rng.randrange(2**32)))
     except ranks_soak.Different as error:
-        raise Lost(str(error)) from error
+        raise Failure(str(error)) from error
 
 
 # part -> how often in the whole soak test
@@ -444,19 +447,19 @@ PARTS = {
 
 
 def soak(counts: dict[str, int], seed: int) -> int:
-    """Runs the parts and prints the table; 1 when anything was lost."""
-    losses = 0
+    """Runs the parts and prints the table; 1 on any failure."""
+    code = 0
     for name, count in counts.items():
         began = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             try:
                 globals()[name](Field(Path(folder), random.Random(seed)), count)
-                lost = "0"
-            except Lost as error:
-                losses, lost = 1, str(error)
+                failures = "0"
+            except Failure as error:
+                code, failures = 1, str(error)
         took = time.monotonic() - began
-        print(f"{name:16} {count:9,} tried, lost: {lost}  ({took:.0f} s)", flush=True)
-    return losses
+        print(f"{name:16} {count:9,} tried, failures: {failures}  ({took:.0f} s)", flush=True)
+    return code
 
 
 def main() -> int:

@@ -1,15 +1,15 @@
-"""A training that is struck at random, under its supervisor: faults, hangs, kills. Its losses and
-its last checkpoint must be those of the same training that nothing strikes, bit for bit.
+"""A supervised training with random faults, hangs and kills. Its losses and its last checkpoint
+must equal those of the same training without faults, bit for bit.
 
-    python tests/supervised_soak.py [--device cuda] [--steps N] [--blows N] [--seed N]
+    python tests/supervised_soak.py [--device cuda] [--steps N] [--faults N] [--seed N]
 
-On a GPU a fault is a real one: a kernel reads memory that nobody owns. tests/apps/
+On a GPU a fault is a real one: a kernel reads memory without an owner. tests/apps/
 test_supervised_run.py runs a short form. The struck training is this file too:
 
     python tests/supervised_soak.py child PLAN FLAGS OF TRAIN_PYTHIA ...
 
-PLAN is a JSON list of [step, moment, blow]; each strikes once, one at a
-time, in whichever life comes by first.
+PLAN is a JSON list of [step, moment, fault]; each strikes once, one at a
+time, in the first attempt that reaches it.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from needle.training.log import RunLog  # noqa: E402
 
 SAVE_EVERY = 10
 MOMENTS = ("begin", "middle", "end")  # of a step; where it is saved also "save"
-BLOWS = ("fault", "kill", "segv", "exit", "hang", "stop")
+FAULTS = ("fault", "kill", "segv", "exit", "hang", "stop")
 
 
 # ---- the child ----------------------------------------------------------------------------------
 
 
 class Foreign:
-    """What DLPack hands over of `array`, at an address that nobody owns."""
+    """What DLPack hands over of `array`, at an address without an owner."""
 
     def __init__(self, array: ndl.NDArray) -> None:
         self.array = array
@@ -78,32 +78,32 @@ def fault(device: str) -> None:
     _C.from_dlpack(Foreign(array)).exp()
 
 
-def strike(blow: str, device: str) -> None:
-    if blow == "fault":
+def strike(kind: str, device: str) -> None:
+    if kind == "fault":
         fault(device)
-    elif blow == "exit":
+    elif kind == "exit":
         os._exit(75)
-    elif blow == "hang":
+    elif kind == "hang":
         time.sleep(3600)
     else:
         numbers = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "stop": signal.SIGSTOP}
-        os.kill(os.getpid(), numbers[blow])
+        os.kill(os.getpid(), numbers[kind])
 
 
 def child(plan: Path, argv: list[str]) -> int:
-    """train_pythia with the blows of the plan."""
-    blows, device = json.loads(plan.read_text()), argv[argv.index("--device") + 1]
+    """train_pythia with the faults of the plan."""
+    faults, device = json.loads(plan.read_text()), argv[argv.index("--device") + 1]
     at = 0
 
     def come_by(moment: str) -> None:
-        for number, (step, when, blow) in enumerate(blows):
+        for number, (step, when, kind) in enumerate(faults):
             if (step, when) == (at, moment):
                 try:
                     plan.with_name(f"{plan.name}.{number}").touch(exist_ok=False)
                 except FileExistsError:
                     continue
-                strike(blow, device)
-                return  # a GPU's fault is seen later, and the next is of another life
+                strike(kind, device)
+                return  # a GPU's fault is seen later, and the next one strikes another attempt
 
     def before(moment: str, function: Any) -> Any:
         def call(*args: Any, **options: Any) -> Any:
@@ -187,15 +187,15 @@ def compare(folder: Path, struck: str, whole: str, steps: int) -> None:
 
 
 def random_plan(steps: int, count: int, seed: int) -> list[tuple[int, str, str]]:
-    """So many blows, each kind as often as the others, each at a step of its own."""
+    """So many faults, each kind as often as the others, each at a step of its own."""
     rng = random.Random(seed)
     plan = []
     for number, step in enumerate(sorted(rng.sample(range(1, steps + 1), count))):
         moments = MOMENTS + ("save",) * (step % SAVE_EVERY == 0)
-        plan.append((step, rng.choice(moments), BLOWS[number % len(BLOWS)]))
-    kinds = [blow for _, _, blow in plan]
+        plan.append((step, rng.choice(moments), FAULTS[number % len(FAULTS)]))
+    kinds = [kind for _, _, kind in plan]
     rng.shuffle(kinds)
-    return [(step, moment, blow) for (step, moment, _), blow in zip(plan, kinds)]
+    return [(step, moment, kind) for (step, moment, _), kind in zip(plan, kinds)]
 
 
 def soak(device: str, steps: int, count: int, seed: int, hang_seconds: float) -> str:
@@ -214,10 +214,10 @@ def soak(device: str, steps: int, count: int, seed: int, hang_seconds: float) ->
         if struck.returncode != 0 or len(failures) != count:
             raise Different(f"exit code {struck.returncode}, {len(failures)} failures: {out}{err}")
         compare(folder, "struck", "whole", steps)
-        kinds = Counter(blow for _, _, blow in plan)
-        listed = ", ".join(f"{number} {blow}" for blow, number in sorted(kinds.items()))
+        kinds = Counter(kind for _, _, kind in plan)
+        listed = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
         return (
-            f"{steps} steps on {device}, {count} blows ({listed}): losses and checkpoint "
+            f"{steps} steps on {device}, {count} faults ({listed}): losses and checkpoint "
             f"bit-equal\n{err.splitlines()[-1]}"
         )
 
@@ -228,12 +228,12 @@ def main() -> int:
     top = argparse.ArgumentParser(description=programs.first_paragraph(__doc__))
     top.add_argument("--device", default="cpu", metavar="NAME", help="cpu or cuda (default: cpu)")
     top.add_argument("--steps", type=int, default=300, metavar="N")
-    top.add_argument("--blows", type=int, default=20, metavar="N")
+    top.add_argument("--faults", type=int, default=20, metavar="N")
     top.add_argument("--seed", type=int, default=0, metavar="N")
     top.add_argument("--hang-seconds", type=float, default=10.0, metavar="S")
     args = top.parse_args()
     try:
-        print(soak(args.device, args.steps, args.blows, args.seed, args.hang_seconds))
+        print(soak(args.device, args.steps, args.faults, args.seed, args.hang_seconds))
     except Different as error:
         print(error, file=sys.stderr)
         return 1

@@ -147,8 +147,8 @@ def test_sinks_accumulate(device, dtype):
 
 @both
 def test_gradients_count_as_zeros_after_reset_grad(device):
-    """The first product behind reset_grad() writes, the second adds; what no gradient reaches is
-    zero for whoever looks, and for the norm."""
+    """The first product after reset_grad() writes, the second adds; a buffer that no
+    gradient reaches reads as zero, also for the norm."""
     device = device_of(device)
     module = Fused(device, "float32")
     flat = nn.flatten_parameters(module)

@@ -218,7 +218,7 @@ def test_tokenizer_of_the_run_comes_before_one_beside_the_file(tmp_path):
 
 
 def test_the_model_alone_is_read_without_the_optimizer(saved, read, tmp_path):
-    """Whoever wants the weights only: the export and evaluation."""
+    """Readers of weights only: the export and evaluation."""
     model, optimizer, _, _ = Checkpoint(saved).restore()
     assert len(read) == 3 * len(weights(model)) and optimizer is not None
     for get in (

@@ -43,7 +43,7 @@ def tokens(count: int, seed: int = 0) -> np.ndarray:
 
 
 def reference(model: Pythia, context: np.ndarray) -> np.ndarray:
-    """Log-softmax (V,) in float64 behind the last token of `context`."""
+    """Log-softmax (V,) in float64 after the last token of `context`."""
     logits = model(context[None].astype(np.int64))[0].numpy()[0, -1].astype(np.float64)
     logits -= logits.max()
     return logits - np.log(np.exp(logits).sum())

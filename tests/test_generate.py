@@ -1,4 +1,4 @@
-"""Generation: behind a cache as without one, rows of a batch alone, sampling, text, recording."""
+"""Generation: with a cache as without one, rows of a batch alone, sampling, text, recording."""
 
 import gc
 import itertools
@@ -35,7 +35,7 @@ def prompts(*lengths: int, seed=1) -> list[np.ndarray]:
 
 
 def full_logits(model, ids) -> np.ndarray:
-    """float32 (V,): what the model says behind ids, computed from all of them."""
+    """float32 (V,): what the model says after ids, computed from all of them."""
     return model(np.array([ids]))[0].numpy()[0, -1]
 
 
@@ -45,7 +45,7 @@ def full_logits(model, ids) -> np.ndarray:
 @both
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_cache_changes_nothing(shape, device, monkeypatch):
-    """64 greedy tokens of two rows, and the logits behind each, against the whole context computed
+    """64 greedy tokens of two rows, and the logits after each, against the whole context computed
     again."""
     model = model_of(device, **shape)
     rows = prompts(7, 19)

@@ -23,7 +23,7 @@ PATTERN = "blocks.1.attn.hook_pattern"
 EPS = 2e-3  # no default, nor is the base of the angles
 NORM = ("hook_scale", "hook_normalized")  # what the fused norm never stores
 # Where a fused MLP does not stop, and what the product that computes it adds to the stream; a
-# layer with a parallel residual does all of it, and the products behind attention, in one op.
+# layer with a parallel residual does all of it, and the products after attention, in one op.
 INSIDE = ("hook_z", "hook_pre", "hook_post", "hook_attn_out", "hook_mlp_out")
 
 
@@ -257,8 +257,8 @@ def test_transformers_says_the_same(device, parallel, tmp_path):
 @both
 @pytest.mark.parametrize("parallel", [True, False])
 def test_transformer_lens_says_the_same(device, parallel, tmp_path):
-    """Every name in TransformerLens, on the exported model: what it captures, and the logits behind
-    a replacement. It never calls the points behind rotary of a GPT-NeoX: those are turned here; and
+    """Every name in TransformerLens, on the exported model: what it captures, and the logits after
+    a replacement. It never calls the points after rotary of a GPT-NeoX: those are turned here; and
     what it replaces at hook_resid_mid reaches the MLP alone."""
     reason = "transformer_lens not installed (pip install .[parity])"
     lens = pytest.importorskip("transformer_lens.model_bridge", reason=reason)
@@ -327,7 +327,7 @@ def test_arrays_replace_too_and_blocks_nest():
         assert model.is_hooked
         with model.hooks({PATTERN: lambda x: order.append("inner")}):
             logits, cache = model.run_with_cache(IDS, PATTERN)
-        near(cache[PATTERN].numpy(), uniform)  # behind the outer one
+        near(cache[PATTERN].numpy(), uniform)  # after the outer one
         near(logits.numpy(), wanted["logits"])
         near(model(IDS)[0].numpy(), wanted["logits"])  # the outer one is in force still
     assert order == ["outer", "inner", "outer"] and not model.is_hooked

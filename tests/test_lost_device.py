@@ -9,7 +9,7 @@ import sys
 import pytest
 from harness import ROOT
 
-# As in a process that is lost, whoever comes after the fault meets it too.
+# As in a process that is lost, all later calls fail with the same fault.
 TESTS = """
 import os, signal
 import pytest

@@ -23,10 +23,10 @@ SHORT = {
 
 
 @pytest.mark.parametrize("part", SHORT)
-def test_nothing_is_lost(part):
+def test_each_part_has_no_failure(part):
     command = [sys.executable, str(ROOT / "tests" / "soak.py"), part, "--count", str(SHORT[part])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "lost: 0" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "failures: 0" in done.stdout, done.stdout + done.stderr
 
 
 SEEN = """
@@ -36,24 +36,24 @@ sys.path.insert(0, sys.argv[1])
 import soak
 field = soak.Field(Path(sys.argv[2]), random.Random(0))
 
-def lost(call, *arguments):
+def failure(call, *arguments):
     try:
         call(*arguments)
-    except soak.Lost as error:
+    except soak.Failure as error:
         print(error)
 
 paths = soak.list_checkpoints(field.folder / "runs" / "whole" / "checkpoints")
 assert field.check("whole", soak.STEPS) == soak.STEPS
 paths[0].write_bytes(paths[1].read_bytes())
-lost(field.check_end, "whole")
+failure(field.check_end, "whole")
 paths[0].write_bytes(b"damaged")
-lost(field.check, "whole", soak.STEPS)
+failure(field.check, "whole", soak.STEPS)
 field.numbers = field.numbers[1:]
-lost(field.check_end, "whole")
+failure(field.check_end, "whole")
 """
 
 
-def test_a_loss_is_seen(tmp_path):
+def test_each_failure_is_reported(tmp_path):
     command = [sys.executable, "-c", SEEN, str(ROOT / "tests"), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.stdout.splitlines() == [

@@ -224,7 +224,7 @@ def test_kill_loses_the_steps_since_the_last_checkpoint_alone(tmp_path, process,
 
 
 def test_data_that_break_off_cost_no_finished_step(tmp_path, run, monkeypatch, capsys):
-    """The 4th and the 7th of two micro-batches a step: within a step, and before one."""
+    """Data fail at micro-batch 4 (mid-step) and 7 (step start)."""
     more, real = "--grad-accum 2 --save-every 0", Prefetch.next
     assert run("whole", more) == 0
     for failing in 4, 7:

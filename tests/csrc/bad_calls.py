@@ -213,7 +213,7 @@ BAD = [
     ("decode_greedy", "no tokens", {"logits": np.ones((31, 0))}, ValueError, r"decode_greedy: log"),
     ("adamw", "step 0", {"step": 0}, ValueError, r"adamw: step"),
 ]
-# Values that the CPU looks at; CUDA, where nobody can look without waiting, gives NaN instead.
+# Values that the CPU looks at; CUDA, where no value can be read without waiting, gives NaN instead.
 BAD_VALUES = [
     (
         "decode_attention",
@@ -241,13 +241,13 @@ BAD_VALUES = [
     ),
     (
         "block_sparse_attention_fwd",
-        "the block behind the last",
+        "the block after the last",
         {"columns": long_ids(29, 5)},
         r"block_sparse_attention_fwd: .*lists block 5 at 14",
     ),
     (
         "block_sparse_attention_fwd",
-        "an order with a block behind the last",
+        "an order with a block after the last",
         {"order": np.tile([0, 1, 2, 3, 5], (3, 1))},
         r"block_sparse_attention_fwd: order: names block 5 at 4",
     ),

@@ -293,7 +293,7 @@ static python_allocator real_python[3];
 
 /* Steps out of this file and of the interpreter's functions, but not of its loop over bytecode. */
 static _Unwind_Reason_Code step_out(struct _Unwind_Context *context, void *by_needle) {
-    uintptr_t at = _Unwind_GetIP(context) - 1; /* in the call, not behind it */
+    uintptr_t at = _Unwind_GetIP(context) - 1; /* in the call, not after it */
     if (is_in(own_code, at) || (is_in(code_of_python, at) && !is_in(loop, at))) {
         return _URC_NO_REASON;
     }
@@ -345,7 +345,7 @@ static void leave_python(void) {
 }
 
 /* ---- running --------------------------------------------------------------------------------- */
-/* From now on call `number` of these kinds, and `count` - 1 behind it, fail. */
+/* From now on call `number` of these kinds, and `count` - 1 after it, fail. */
 void arm(int kinds, long number, long count, int everywhere) {
     atomic_store(&calls, 0);
     atomic_store(&failures, 0);

@@ -324,7 +324,7 @@ print(*said)
 
 
 def test_a_fatal_fault_ends_the_process():
-    """A kernel reads memory that nobody owns, handed in through DLPack: the first error names the
+    """A kernel reads memory without an owner, handed in through DLPack: the first error names the
     op, every later call repeats it, and the exit code is 75."""
     done = python(FAULT, NEEDLE_SYNC="1")
     assert done.returncode == 75, (done.returncode, done.stdout, done.stderr)

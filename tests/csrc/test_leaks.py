@@ -194,7 +194,7 @@ def test_exchange_gives_back():
     assert live_bytes(ndl.cpu()) == before
     assert sys.getrefcount(host) == references
     for version in (None, (1, 0)):
-        capsule = _C.array(host).__dlpack__(max_version=version)  # nobody takes it
+        capsule = _C.array(host).__dlpack__(max_version=version)  # no library takes it
         del capsule
         assert live_bytes(ndl.cpu()) == before
 

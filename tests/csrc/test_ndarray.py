@@ -236,7 +236,7 @@ def test_indexing_is_numpys(index, order):
     host, array = host.transpose(order), array.permute(tuple(order))
     np.testing.assert_array_equal(array[index].numpy(), host[kept])
     walked = [(s, n) for s, n in zip(array[index].strides, array[index].shape) if n > 1]
-    if array[index].size:  # strides of an axis that is not walked are nobody's business
+    if array[index].size:  # strides of an axis that is not walked do not matter
         assert [s * 4 for s, _ in walked] == [
             s for s, n in zip(host[kept].strides, host[kept].shape) if n > 1
         ]

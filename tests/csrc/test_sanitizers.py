@@ -1,4 +1,4 @@
-"""`make asan` sees a fault: one planted beside, behind and after an array of the core, and in C."""
+"""`make asan` sees a fault beside, past and after an array of the core, and one in C."""
 
 import ctypes
 import os

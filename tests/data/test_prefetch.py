@@ -37,7 +37,7 @@ def test_prefetch_draws_the_same_batches_and_knows_its_position(device):
     big = full((4096, 4096), 0.5, "float32", ndl.cuda()) if device == "cuda" else None
     for _ in range(2 * len(plain) + 5):
         if big is not None:
-            big @ big  # the device is busy: copies of batches stand behind it
+            big @ big  # the device is busy: copies of batches queue after it
         assert ahead.position == plain.position
         assert (ahead.epoch, ahead.batch) == (plain.epoch, plain.batch)
         held.append((ahead.next(), plain.next()))

@@ -1,5 +1,5 @@
 """One rank of a small training, struck as PLAN says: {"rank": r, "step": s, "what": ...} in JSON,
-where "mark" may name a file that the blow leaves, "deadline" be that of the ranks, in seconds,
+where "mark" may name a file that the fault leaves, "deadline" be that of the ranks, in seconds,
 "most" the bytes of a message, and "once" spares who was started again by a supervisor. FAKE_NCCL
 names a library that pretends to be NCCL between GPUs, BROKEN_GPUS those, by UUID, that do not prove
 themselves to a supervisor.
@@ -10,7 +10,7 @@ themselves to a supervisor.
     nan                 its loss is none
     bit                 one bit of its gradient is another
     full                the checkpoint of step s meets a full disk
-    end                 it is stopped (SIGSTOP) behind the last step, when its log is closed
+    end                 it is stopped (SIGSTOP) after the last step, when its log is closed
     slow                each of its micro-batches takes 0.1 s more, or as many as "seconds" says
     late                its data take half as long again as the deadline
 """

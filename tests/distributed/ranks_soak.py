@@ -1,4 +1,4 @@
-"""Blows to trainings of several ranks: kills, stops, signals, planted faults; each run then goes on
+"""Faults in trainings of several ranks: kills, stops, signals, wrong bits. Each run then goes on
 with another number of ranks, and ends as one that nothing hit."""
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class Different(AssertionError):
 
 
 def plan_of(rng: random.Random, ranks: int, done: int) -> dict:
-    """A blow to come after step `done`."""
-    # One rank alone has no witness, and nobody who ends it when it is stopped.
+    """A fault to come after step `done`."""
+    # One rank alone is verified by no other, and no other ends it when it is stopped.
     what = rng.choice([w for w in EXIT if w not in ("bit", "stop") or ranks > 1])
     rank, step = rng.randrange(ranks), rng.randrange(done + 1, STEPS)
     if what == "full":  # where rank 0 saves
         rank, step = 0, -(-step // 20) * 20
-    elif what == "bit":  # a micro-batch that is verified: leaf step % 4, its rank's first
+    elif what == "bit":  # a micro-batch that is verified: number step % 4, its rank's first
         fitting = [s for s in range(done + 1, STEPS) if s % 4 == rank * (4 // ranks)]
         step = rng.choice(fitting)
     return {"what": what, "rank": rank, "step": step, "deadline": DEADLINE}
@@ -48,14 +48,14 @@ def next_step(out: Path, begun: float, found: list[float]) -> None:
         time.sleep(0.02)
 
 
-def soak(folder: Path, blows: int, seed: int) -> str:
+def soak(folder: Path, faults: int, seed: int) -> str:
     rng, tokens = random.Random(seed), write_tokens(folder / "tokens.npy")
     run(folder / "whole", tokens, 0)
     whole, given, ends, waits, number = written(folder / "whole"), 0, [], [], 0
-    while given < blows:
+    while given < faults:
         number += 1
         out, done = folder / f"run_{number}", 0
-        for _ in range(min(rng.randrange(1, 5), blows - given)):
+        for _ in range(min(rng.randrange(1, 5), faults - given)):
             saved = list_checkpoints(out / "a" / "checkpoints")
             done = step_of(saved[0]) if saved else 0
             if done >= STEPS - 5:
@@ -96,6 +96,7 @@ def soak(folder: Path, blows: int, seed: int) -> str:
         if written(out) != whole:
             raise Different(f"run {number}: its end is not that of the run that nothing hit")
     return (
-        f"{given} blows to {number} runs; from a blow to the end of all ranks {max(ends):.1f} s at "
-        f"most (deadline {DEADLINE:g} s), from a start to the next step {max(waits):.1f} s at most"
+        f"{given} faults in {number} runs; from a fault to the end of all ranks at most "
+        f"{max(ends):.1f} s (deadline {DEADLINE:g} s), from a start to the next step at most "
+        f"{max(waits):.1f} s"
     )

@@ -16,11 +16,11 @@ from needle.optim import NORM_CHUNK
 SHAPES = [(300, 200), (7, 9), (130, 500), (40,)]  # 8 chunks, the last one cut
 
 
-def gradients(leaves, seed):
+def gradients(micro_batches, seed):
     random = np.random.RandomState(seed)
     return [
         [random.standard_normal(shape).astype(np.float32) for shape in SHAPES]
-        for _ in range(leaves)
+        for _ in range(micro_batches)
     ]
 
 
@@ -31,16 +31,16 @@ class Model(nn.Module):
         self.parts = [nn.Parameter(random.standard_normal(shape), dtype=dtype) for shape in SHAPES]
 
 
-def train(group, leaves, dtype, steps=3, max_norm=1.0):
+def train(group, micro_batches, dtype, steps=3, max_norm=1.0):
     flat = nn.flatten_parameters(Model(dtype))
     optimizer = optim.AdamW(flat, lr=0.01)
-    parallel = DataParallel(group, flat, optimizer, leaves)
+    parallel = DataParallel(group, flat, optimizer, micro_batches)
     norms, sums = [], []
     for step in range(steps):
-        given = gradients(leaves, step)
-        for leaf in parallel.own_micro_batches:
+        given = gradients(micro_batches, step)
+        for micro_batch in parallel.own_micro_batches:
             optimizer.reset_grad()
-            for parameter, grad in zip(flat.parameters, given[leaf]):
+            for parameter, grad in zip(flat.parameters, given[micro_batch]):
                 parameter.grad_buffer[...] = grad
             parallel.add_micro_batch()
         norm, scale = parallel.reduce(max_norm)
@@ -48,7 +48,8 @@ def train(group, leaves, dtype, steps=3, max_norm=1.0):
         sums.append(flat.grad[parallel.shards[group.rank]].numpy())
         parallel.step(scale)
     losses = [
-        _C.array(np.float32(leaf), "float32", _C.cpu()) for leaf in parallel.own_micro_batches
+        _C.array(np.float32(micro_batch), "float32", _C.cpu())
+        for micro_batch in parallel.own_micro_batches
     ]
     losses = [loss.item() for loss in parallel.losses(losses)]
     held = {slot: array.size for slot, array in optimizer.kept().items()}
@@ -61,14 +62,14 @@ def train(group, leaves, dtype, steps=3, max_norm=1.0):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("leaves, counts", [(8, (2, 4, 8)), (12, (3, 6, 12)), (1, ())])
-def test_ranks_change_no_bit(leaves, counts, dtype):
+@pytest.mark.parametrize("micro_batches, counts", [(8, (2, 4, 8)), (12, (3, 6, 12)), (1, ())])
+def test_ranks_change_no_bit(micro_batches, counts, dtype):
     ((norms, _, losses, weights, state, _),) = together(
-        1, lambda group: train(group, leaves, dtype)
+        1, lambda group: train(group, micro_batches, dtype)
     )
-    assert losses == list(range(leaves))
+    assert losses == list(range(micro_batches))
     for ranks in counts:
-        done = together(ranks, lambda group: train(group, leaves, dtype))
+        done = together(ranks, lambda group: train(group, micro_batches, dtype))
         for theirs in done:
             assert theirs[0] == norms
             assert theirs[2] == losses

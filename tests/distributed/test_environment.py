@@ -54,7 +54,7 @@ def test_process_without_a_launcher():
 def test_torchrun():
     assert find(TORCHRUN) == Place(3, 4, 1, 2, "torchrun", "10.0.0.1", 29501, "7c9.0")
     static = {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    assert find(static).port == 29500  # nobody listens there yet
+    assert find(static).port == 29500  # no process listens there yet
     assert find(TORCHRUN | {"MASTER_PORT": "65535"}).port == 65534
 
 

@@ -85,7 +85,7 @@ for seed, size in enumerate([1, 3, 31, 257, 4097, 1 << 20, (1 << 26) + 13]):
         sends, receives = [None, None], [None, None]
         sends[other], receives[other] = own[begin:], got[begin:]
         group.exchange("bytes", sends, receives)
-        own.fill(0)  # behind the exchange, in the stream's order
+        own.fill(0)  # after the exchange, in the stream's order
         found, wanted = got.numpy(), numbers(other, size + begin, seed)
         assert (found[begin:] == wanted[begin:]).all() and not found[:begin].any(), (size, begin)
 for dtype in ("float32", "bfloat16", "float16", "int32", "int64", "uint8", "bool", "uint16"):
@@ -97,7 +97,7 @@ for dtype in ("float32", "bfloat16", "float16", "int32", "int64", "uint8", "bool
 empty = _C.empty((0,), "float32", device)
 group.exchange("nothing", [empty, empty], [empty, empty])
 group.exchange("nothing", [None, None], [None, None])
-for number in range(300):  # many that nobody waits for
+for number in range(300):  # many that no call waits for
     x = _C.array(np.full(1000, number + group.rank, np.float32), "float32", device)
     y = _C.empty((1000,), "float32", device)
     sends, receives = [None, None], [None, None]

@@ -235,7 +235,7 @@ def test_fewer_ranks_keep_the_size_of_a_step(monkeypatch, context, counts):
     settings = {"batch_size": 3, "grad_accum": 4, "context_parallel": context}
     training_ranks.tell_gpus(ranks, settings, verifies=True)
     size = ["--batch-size", "3", "--grad-accum", "4"]
-    alone = ["--verify", "0"]  # nobody else is there
+    alone = ["--verify", "0"]  # there is no other rank
     wanted = {str(n): ["--gpus", str(n), *size, *alone * (n == 1)] for n in counts}
     assert told == {"watched": False, "gpus": ranks.gpus, "ranks": wanted}
     told.clear()

@@ -14,19 +14,19 @@ from needle.training.settings import complete
 TOKENS = np.random.RandomState(0).randint(0, 99, 430)  # 26 windows of 16: 13 micro-batches an epoch
 
 
-def drawn(ranks, leaves, steps, at=None, ahead=False):
-    """(the inputs of each leaf of each step, the positions behind the steps)."""
+def drawn(ranks, micro_batches, steps, at=None, ahead=False):
+    """(the inputs of each micro-batch of each step, the positions after the steps)."""
     found, positions = {}, []
     for rank in range(ranks):
-        batches, own = Batches(TOKENS, 2, 16, seed=5), own_micro_batches(leaves, rank, ranks)
-        batches.share(own, leaves)
+        batches, own = Batches(TOKENS, 2, 16, seed=5), own_micro_batches(micro_batches, rank, ranks)
+        batches.share(own, micro_batches)
         if at is not None:
             batches.seek(at)
         if ahead:
             batches = Prefetch(batches)
         for step in range(steps):
-            for leaf in own:
-                found[step, leaf] = batches.next()[0].tobytes()
+            for micro_batch in own:
+                found[step, micro_batch] = batches.next()[0].tobytes()
             positions.append((step, tuple(batches.position.items())))
         if ahead:
             batches.close()
@@ -34,24 +34,30 @@ def drawn(ranks, leaves, steps, at=None, ahead=False):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("leaves, counts", [(1, ()), (4, (2, 4)), (6, (3, 6)), (12, (3, 6, 12))])
-def test_shares_are_the_whole(leaves, counts, ahead):
-    steps = 1 + 3 * 13 // leaves  # over three epochs, which end within steps
+@pytest.mark.parametrize(
+    "micro_batches, counts", [(1, ()), (4, (2, 4)), (6, (3, 6)), (12, (3, 6, 12))]
+)
+def test_shares_are_the_whole(micro_batches, counts, ahead):
+    steps = 1 + 3 * 13 // micro_batches  # over three epochs, which end within steps
     plain = Batches(TOKENS, 2, 16, seed=5)
-    wanted, behind = {}, []
+    wanted, after = {}, []
     for step in range(steps):
-        for leaf in range(leaves):
-            wanted[step, leaf] = plain.next()[0].tobytes()
-        behind.append((step, tuple(plain.position.items())))
+        for micro_batch in range(micro_batches):
+            wanted[step, micro_batch] = plain.next()[0].tobytes()
+        after.append((step, tuple(plain.position.items())))
     assert len(set(wanted.values())) > 13  # epochs differ
     for ranks in (1, *counts):
-        assert drawn(ranks, leaves, steps, ahead=ahead) == (wanted, behind)
+        assert drawn(ranks, micro_batches, steps, ahead=ahead) == (wanted, after)
         middle = steps // 2
-        found, positions = drawn(ranks, leaves, steps - middle, dict(behind[middle - 1][1]), ahead)
+        found, positions = drawn(
+            ranks, micro_batches, steps - middle, dict(after[middle - 1][1]), ahead
+        )
         assert found == {
-            (step - middle, leaf): rows for (step, leaf), rows in wanted.items() if step >= middle
+            (step - middle, micro_batch): rows
+            for (step, micro_batch), rows in wanted.items()
+            if step >= middle
         }
-        assert positions == [(step - middle, where) for step, where in behind[middle:]]
+        assert positions == [(step - middle, where) for step, where in after[middle:]]
 
 
 def test_a_seek_begins_a_step():

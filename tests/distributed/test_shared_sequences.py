@@ -41,9 +41,9 @@ def gradient(group, context, **changes):
         columns = np.concatenate([columns[run] for run in runs])
     scale = Tensor.from_ndarray(full((), 1 / (len(IDS) * context), "float32", model.device))
     losses = []
-    for leaf in parallel.own_micro_batches:
+    for micro_batch in parallel.own_micro_batches:
         parallel.optimizer.reset_grad()
-        loss = model.loss(IDS[leaf][:, :-1][:, columns], IDS[leaf][:, 1:][:, columns])
+        loss = model.loss(IDS[micro_batch][:, :-1][:, columns], IDS[micro_batch][:, 1:][:, columns])
         loss.backward(scale)
         losses.append(loss.cached_data)
         parallel.add_micro_batch()

@@ -109,7 +109,7 @@ def cluster(tmp_path):
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 def test_a_real_slurm(cluster, tmp_path):
     """Two ranks on the CPU. The end of the time comes before that of the run: it is saved, goes
-    back into the queue and on, and has the bytes of a run that nobody stopped."""
+    back into the queue and on, and has the bytes of a run without a stop."""
     tokens = mpi_runs.write_tokens(tmp_path / "tokens.npy")
     mpi_runs.run(tmp_path / "alone", tokens, 0)
     python, said = tmp_path / "python", tmp_path / "said"

@@ -75,7 +75,7 @@ def is_gone(pid: int, seconds: float = 20) -> bool:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         except (FileNotFoundError, ProcessLookupError):
             return True
-        if state == "Z":  # nobody in this container reaps orphans
+        if state == "Z":  # no process in this container reaps orphans
             return True
         time.sleep(0.02)
     return False

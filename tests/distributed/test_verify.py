@@ -15,36 +15,38 @@ SHAPE = (2, 5)
 BIT = -(2**31)  # the sign of a zero: equal as a number
 
 
-def leaf_gradient(step, leaf):
-    grad = np.random.RandomState(100 * step + leaf).standard_normal(300).astype(np.float32)
+def micro_batch_gradient(step, micro_batch):
+    grad = np.random.RandomState(100 * step + micro_batch).standard_normal(300).astype(np.float32)
     grad[17] = 0
     return grad
 
 
-def run(group, steps, every, leaves, plant=None):
-    """Steps of a model whose gradient its ids say. plant(rank, step, leaf, call): whether that
-    result is to be wrong by one bit. Returns the sums of the steps."""
+def run(group, steps, every, micro_batches, plant=None):
+    """Take steps of a model whose gradient its ids set. plant(rank, step, micro_batch, call): True
+    if that result is to be wrong by one bit. Returns the sums of the steps."""
     flat = nn.flatten_parameters(nn.Linear(300, 1, bias=False))
-    parallel = DataParallel(group, flat, optim.AdamW(flat), leaves)
+    parallel = DataParallel(group, flat, optim.AdamW(flat), micro_batches)
     calls = []
 
     def compute(ids, targets):
         ids = ids if isinstance(ids, np.ndarray) else ids.numpy()
-        step, leaf = (int(x) for x in ids[0, :2])
-        grad = leaf_gradient(step, leaf)
-        calls.append((step, leaf))
+        step, micro_batch = (int(x) for x in ids[0, :2])
+        grad = micro_batch_gradient(step, micro_batch)
+        calls.append((step, micro_batch))
         flat.reset_grad()
-        if plant is not None and plant(group.rank, step, leaf, calls.count((step, leaf))):
+        if plant is not None and plant(
+            group.rank, step, micro_batch, calls.count((step, micro_batch))
+        ):
             grad.view(np.int32)[17] ^= BIT
         flat.parameters[0].grad_buffer[...] = grad.reshape(300, 1)
 
     verification, sums = Verification(parallel, every, SHAPE, compute), []
     for step in range(1, steps + 1):
-        for leaf in parallel.own_micro_batches:
+        for micro_batch in parallel.own_micro_batches:
             ids = np.zeros(SHAPE, np.int64)
-            ids[0, :2] = step, leaf
+            ids[0, :2] = step, micro_batch
             compute(ids, ids + 1)
-            verification.keep(step, leaf, ids, ids + 1)
+            verification.keep(step, micro_batch, ids, ids + 1)
             parallel.add_micro_batch()
         parallel.reduce()
         verification.check(step)
@@ -52,28 +54,29 @@ def run(group, steps, every, leaves, plant=None):
     return sums, len(calls)
 
 
-@pytest.mark.parametrize("ranks, leaves", [(2, 2), (2, 8), (4, 4)])
-def test_nothing_is_found_where_nothing_is_wrong(ranks, leaves):
-    without = together(ranks, lambda group: run(group, 6, 0, leaves))
-    verified = together(ranks, lambda group: run(group, 6, 2, leaves))
+@pytest.mark.parametrize("ranks, micro_batches", [(2, 2), (2, 8), (4, 4)])
+def test_nothing_is_found_where_nothing_is_wrong(ranks, micro_batches):
+    without = together(ranks, lambda group: run(group, 6, 0, micro_batches))
+    verified = together(ranks, lambda group: run(group, 6, 2, micro_batches))
     for (sums, _), (wanted, _) in zip(verified, without):
         for got, expected in zip(sums, wanted):
             np.testing.assert_array_equal(got, expected)
-    assert sum(calls for _, calls in verified) == 6 * leaves + 3  # a leaf every other step
+    calls = sum(calls for _, calls in verified)
+    assert calls == 6 * micro_batches + 3  # one more micro-batch every other step
 
 
-def message(ranks, leaves, plant, every=1, steps=8):
+def message(ranks, micro_batches, plant, every=1, steps=8):
     with pytest.raises(WrongDevice) as caught:
-        together(ranks, lambda group: run(group, steps, every, leaves, plant))
+        together(ranks, lambda group: run(group, steps, every, micro_batches, plant))
     return str(caught.value)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("wrong", [0, 1])
 def test_a_device_that_is_wrong_once_is_named(ranks, wrong):
-    """As it computes its own leaf: a second time it does not."""
+    """As it computes its own micro-batch: a second time it does not."""
 
-    def plant(rank, step, leaf, call):
+    def plant(rank, step, micro_batch, call):
         return rank == wrong and step == 4 + wrong and call == 1
 
     said = message(ranks, ranks, plant, every=1)
@@ -82,8 +85,8 @@ def test_a_device_that_is_wrong_once_is_named(ranks, wrong):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_witness_that_is_wrong_once_is_named(ranks):
-    def plant(rank, step, leaf, call):
-        return step == 2 * ranks and rank == 1 and leaf == 0 and call == 1
+    def plant(rank, step, micro_batch, call):
+        return step == 2 * ranks and rank == 1 and micro_batch == 0 and call == 1
 
     said = message(ranks, ranks, plant)
     assert ": rank 1 (" in said and "computes wrong" in said, said
@@ -91,18 +94,18 @@ def test_a_witness_that_is_wrong_once_is_named(ranks):
 
 @pytest.mark.parametrize("wrong", range(4))
 def test_of_three_or_more_the_majority_is_right(wrong):
-    said = message(4, 4, lambda rank, step, leaf, call: rank == wrong)
+    said = message(4, 4, lambda rank, step, micro_batch, call: rank == wrong)
     assert f": rank {wrong} (" in said and " or " not in said, said
 
 
 def test_of_two_that_differ_for_ever_both_are_named():
-    said = message(2, 2, lambda rank, step, leaf, call: rank == 1)
+    said = message(2, 2, lambda rank, step, micro_batch, call: rank == 1)
     assert ": rank 1 (" in said and " or rank 0 (" in said, said
 
 
 def test_a_device_that_contradicts_itself_is_named():
     """Of two as well: results that change from call to call have no vote."""
-    said = message(2, 2, lambda rank, step, leaf, call: rank == 1 and call % 2 == 1)
+    said = message(2, 2, lambda rank, step, micro_batch, call: rank == 1 and call % 2 == 1)
     assert ": rank 1 (" in said and " or " not in said, said
 
 

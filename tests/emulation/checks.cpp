@@ -39,7 +39,7 @@ bool nd_byte_range(const nd_array *a, uintptr_t *low, uintptr_t *high) {
     return a->shape[0] > 0;
 }
 
-/* x has 8 floats, y has 4 behind it; which access of which element. Empty where it is inside. */
+/* x has 8 floats, y has 4 after it; which access of which element. Empty where it is inside. */
 extern "C" const char *access(int which, int element) {
     alignas(16) static float all[64];
     static char text[320];

@@ -1,7 +1,7 @@
 /* emulated.h - one GPU block on the CPU: what the Hopper kernels use of the hardware, so that their logic
  * (barriers, phases, who reads what when, swizzles, fragments) is tried where no GPU is.
  *
- * A kernel's source is compiled as C++ behind this header, which takes the place of mma.cuh and hopper.cuh.
+ * A kernel's source is compiled as C++ after this header, which takes the place of mma.cuh and hopper.cuh.
  * Threads are fibers, resumed in turns from a random one on; a block ends, or is seen to wait for ever.
  * Whatever the hardware may do late is done late: boxes arrive after some turns, products are
  * computed when they are waited for and read shared memory then, stores read it when they are waited
@@ -102,7 +102,7 @@ template <class F> void wait_until(F condition) {
         yield();
         mine.ready = NULL;
     }
-    if (failure) { /* nobody goes on */
+    if (failure) { /* no thread goes on */
         fibers[current].done = true;
         yield();
     }
@@ -435,7 +435,7 @@ inline void load_matrices_transposed(uint32_t (&x)[4], uint32_t row) {
         }
         memcpy(&x[i], pair, 4);
     }
-    emulated::from_lane(0, 0); /* nobody writes before all have read */
+    emulated::from_lane(0, 0); /* no thread writes before all have read */
 }
 template <class T> uint32_t pack_pair(float low, float high);
 template <> inline uint32_t pack_pair<bf16>(float low, float high) {
@@ -480,7 +480,7 @@ inline nd_status tensor_map(const char *, void *data, int element, const int64_t
 inline emulated::Barrier &barrier_at(uint32_t address) {
     auto found = emulated::barriers.find(address);
     if (found == emulated::barriers.end()) {
-        emulated::fail("a barrier that nobody made");
+        emulated::fail("a barrier that was not initialised");
         return emulated::barriers[address];
     }
     return found->second;
@@ -589,7 +589,7 @@ inline void products_end() {
     emulated::Warp &warp = emulated::warps[threadIdx.x / 32];
     warp.groups[threadIdx.x % 32].push_back(warp.issued[threadIdx.x % 32]);
 }
-/* A product is the warpgroup's: it is done when it is for all four warps, none of which can be behind it. */
+/* A product is the warpgroup's: it is done when it is for all four warps, none of which can be late. */
 template <int LEFT> void products_wait() {
     const size_t warp = threadIdx.x / 32;
     auto &groups = emulated::warps[warp].groups[threadIdx.x % 32];

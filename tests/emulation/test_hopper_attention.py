@@ -210,7 +210,7 @@ def problems():
 
 
 def rising():
-    """The forward's exponents follow the maximum when 2^8 behind it: seldom, always, never."""
+    """The forward's exponents follow the maximum when 2^8 below it: seldom, always, never."""
     for rise, is_half, blocks in itertools.product((1.5, 5.0, 30.0, -5.0), (0, 1), (0, 64, 128)):
         more = dict(B=1, T=450, S=450, H=1, D=64, causal=True, is_half=bool(is_half), rise=rise)
         more["mask"] = mask_of(450, 450, blocks, 1, 3) if blocks else None
@@ -311,7 +311,7 @@ def test_sums_of_rows(compiled, given):
 
 def neighbours(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(an array, its view with these values): as in dilated attention each head begins a token
-    behind the one before, and has every H-th."""
+    after the one before, and has every H-th."""
     B, T, H, D = values.shape
     whole = np.full((B, T * H, H, D), 0x7FC1, np.uint16)
     batch, time, head, last = whole.strides

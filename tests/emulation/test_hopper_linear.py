@@ -56,7 +56,7 @@ both_forms = pytest.mark.parametrize("tanh", [0, 1], ids=["erf", "tanh"])
 def test_forward(compiled, n, k, m, tanh, is_half):
     x, w, b = drawn(is_half, ((n, k), 1), ((k, m), k**-0.5), ((m,), 1))
     pre = from_16(x, is_half) @ from_16(w, is_half) + from_16(b, is_half)
-    beside = 24 if tanh else 0  # columns of somebody else behind each row of y
+    beside = 24 if tanh else 0  # foreign columns after each row of y
     slope, y = poison((n, m)), poison((n, m + beside))
     around = y[:, m:].copy()
     numbers = n, k, m, m + beside, tanh, is_half, 1

@@ -119,7 +119,7 @@ def test_hooks_see_and_replace(device):
     logits, cache = model.run_with_cache(IDS, fused)
     np.testing.assert_array_equal(logits.numpy(), plain)  # names alone change no bit
     normalized, out = (cache[f"blocks.0.ln1.hook_{n}"].numpy() for n in ("normalized", "out"))
-    np.testing.assert_array_equal(normalized * weight, out)  # before the weight, and behind it
+    np.testing.assert_array_equal(normalized * weight, out)  # before the weight, and after it
     np.testing.assert_allclose((normalized**2).mean(-1), 1, rtol=1e-2)
     with model.hooks({"blocks.0.mlp.hook_post": lambda x: x * 0.0}):
         assert np.abs(model(IDS)[0].numpy() - plain).max() > 1e-4
@@ -153,7 +153,7 @@ def test_a_checkpoint_of_an_unregistered_model(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1
     assert "no model 'own' is registered" in done.stderr and "Import the module" in done.stderr
-    with pytest.raises(CheckpointError, match="cannot be used: no model 'nobody'"):
+    with pytest.raises(CheckpointError, match="cannot be used: no model 'unknown'"):
         checkpoint = Checkpoint(path)
-        checkpoint.state["model"] = "nobody"
+        checkpoint.state["model"] = "unknown"
         checkpoint.restore()

@@ -166,7 +166,7 @@ FAULTS = {
     "wrong dtype": Fault(
         GOOD.replace("scale", "k"), ("invalid_launch",), "", [X.astype(np.int32), Out(N), 3.0, N]
     ),
-    "written behind the end": Fault(
+    "written past the end": Fault(
         "__global__ void k(const float* x, float* y) { y[threadIdx.x] = x[0]; }",
         ("out_of_bounds",),
         "args[1] (float*): 4 bytes were written after its end",

@@ -218,7 +218,7 @@ def test_a_job_starts_with_fresh_globals(pool):
 
 @pytest.mark.skipif(find_sanitizer() is None, reason="no compute-sanitizer here")
 @pytest.mark.parametrize(
-    "name, line", [("illegal read", 1), ("misaligned address", 1), ("written behind the end", 1)]
+    "name, line", [("illegal read", 1), ("misaligned address", 1), ("written past the end", 1)]
 )
 def test_a_fault_is_explained(pool, name, line):
     result = inject(pool, name, explain=True)
@@ -254,7 +254,7 @@ __global__ void k(const float* x, float* y) {
 @pytest.mark.parametrize(
     "tool, source, status, line",
     [
-        ("memcheck", FAULTS["written behind the end"].source, "out_of_bounds", 1),
+        ("memcheck", FAULTS["written past the end"].source, "out_of_bounds", 1),
         ("racecheck", RACE, "wrong_result", 4),
         ("synccheck", HALF_BARRIER, "launch_failure", 4),
         ("initcheck", UNSET, "wrong_result", 3),

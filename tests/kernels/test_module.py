@@ -168,7 +168,7 @@ def test_names_of_c_are_held_to_sizes_or_to_a_declaration(device):
 
 
 def test_launches_stand_in_needles_stream(own):
-    """Behind what is queued before, and before what comes after: nothing is waited for."""
+    """After the work queued before, before the work queued later; nothing is waited for."""
     x = array(np.ones(1 << 20))
     for i in range(20):
         own["double_it"](4096, 256, x, 1 << 20)

@@ -117,7 +117,7 @@ def descendants(pid: int) -> set[int]:
 
 
 def test_sigterm_ends_everything(tmp_path):
-    """The whole program: its messages, its token, a running job, and nothing left behind."""
+    """The whole program: its messages, its token, a running job, and no process or file is left."""
     log_file = tmp_path / "log"
     flags = ["--devices", "0", "--drain-seconds", "0.2", "--log", str(log_file)]
     started = start(tmp_path, *flags)

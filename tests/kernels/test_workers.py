@@ -1,5 +1,5 @@
 """needle/kernels/workers.py without a GPU: workers that are kept ready, health-checked, replaced,
-shared by threads, and leave nothing behind.
+shared by threads, and leave no file or process.
 """
 
 import errno

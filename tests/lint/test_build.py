@@ -430,7 +430,7 @@ def on_a_terminal(tree) -> str:
     os.close(slave)
     try:
         text = os.read(master, 4096).decode()
-    except OSError:  # nothing was written, and nobody will
+    except OSError:  # nothing was written, and no process will write
         text = ""
     os.close(master)
     return text + ("" if done.returncode == 0 else done.stderr.decode())
@@ -492,7 +492,7 @@ def test_cuda_files_are_compiled_incrementally(tree, toolkit):
         ["nm", "-D", "--defined-only", str(library)], check=True, stdout=subprocess.PIPE, text=True
     )
     assert [line.split()[-1] for line in symbols.stdout.splitlines()] == ["needle_backend"]
-    # A build without CUDA does not leave a backend behind that need not fit it.
+    # A build without CUDA does not keep an older backend, which may not fit it.
     tree.compiled()
     assert not library.exists()
 

@@ -222,7 +222,7 @@ def test_no_arrow_goes_up(arrows):
 
 def test_only_tools_see_the_face():
     """`import needle`, and names of needle that are no modules: the face holds everything, so
-    whoever is used by others and uses it closes a circle. A name comes from the file that it is
+    a used module that uses it closes a circle. A name comes from the file that it is
     defined in; only a tool, which no module imports, may be as lazy as a user."""
     arrows = python_arrows()
     used = {b for a in arrows for b in arrows[a] if a.startswith("needle/")}

@@ -37,7 +37,7 @@ INDICES = [
         (slice(None, None, -1), [0, 0], slice(1, 4, 2)),
         (1, ..., [0, 1], 1),
     ),
-    *(  # parted by a slice, behind axes that stay
+    *(  # parted by a slice, after axes that stay
         (slice(None), [0, 1], slice(None), [1, 0]),
         (slice(None), 2, ..., [0, 1, 1]),
         (None, [[0], [3]], slice(1, 3), [4, 0, 1]),
