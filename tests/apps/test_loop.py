@@ -7,6 +7,7 @@ from the run's gradients: Adam turns the last bit of a gradient near 0 into a wh
 """
 
 import math
+import signal
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from needle.distributed.group import Group
 from needle.models import Pythia
 from needle.training import flags as command_line
 from needle.training import log as logs
+from needle.training.session import Stop
 
 STEPS, WARMUP, LR, DECAY, BATCH, TIME, EPOCH = 6, 2, 0.01, 0.3, 2, 16, 12
 
@@ -112,3 +114,15 @@ def test_each_update_is_that_of_a_plain_loop(
                 np.testing.assert_allclose(
                     got, wanted, rtol=2e-6, atol=atol, err_msg=f"{step} {name}"
                 )
+
+
+def test_hangup_stops_the_loop_unless_it_was_ignored(heeds_hangup):
+    for before, reason in (signal.SIG_DFL, "SIGHUP"), (signal.SIG_IGN, None):
+        signal.signal(signal.SIGHUP, before)
+        stop = Stop()
+        try:
+            signal.raise_signal(signal.SIGHUP)
+            assert stop.reason == reason
+        finally:
+            stop.restore()
+        assert signal.getsignal(signal.SIGHUP) == before
