@@ -58,7 +58,7 @@ help:
 	@echo 'make format                 apply the formatting'
 	@echo 'make arm64                  the core cross-compiled, its C test under qemu-user'
 	@echo 'make asan                   the core under the address and undefined-behaviour sanitizers'
-	@echo 'make fuzz                   20,000 random calls of the core, under the same sanitizers'
+	@echo 'make fuzz                   random calls of the core for an hour, under the same sanitizers'
 	@echo 'make memcheck               the CUDA kernel tests under compute-sanitizer'
 	@echo 'make soak                   kills, failing disks, damaged files: an hour of tries to lose a run'
 	@echo 'make mutants ARGS=FILE      plant small faults in a file and see which tests fail'
@@ -206,7 +206,7 @@ asan: $(STATE)/test
 	    $(addprefix $(CURDIR)/,$(ASAN_TESTS)) $(ARGS)
 
 # `--hypothesis-seed=N` in ARGS repeats a run.
-fuzz: export NEEDLE_TEST_EXAMPLES ?= 20000
+fuzz: export NEEDLE_TEST_EXAMPLES ?= 5000
 fuzz: $(STATE)/test
 	$(sanitized) -m pytest -q --capture=sys -p no:cacheprovider $(CURDIR)/tests/test_fuzz.py $(ARGS)
 

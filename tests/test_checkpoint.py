@@ -619,8 +619,19 @@ def test_model_with_a_replaced_part_is_refused_when_saved(tmp_path):
     def other_eps(model):
         model.layers[1].input_layernorm.eps = 0.5
 
+    def other_heads(model):
+        model.layers[0].attention.heads = 4
+
+    def other_residual(model):
+        model.layers[0].parallel = not model.layers[0].parallel
+
+    def a_subclass_of_the_same_name(model):
+        mlp = model.layers[0].mlp
+        mlp.__class__ = type("MLP", (type(mlp),), {"__module__": __name__})
+
     changes = (other_mlp, other_width, other_dtype, one_layer_more, a_part_without_parameters)
-    for change in (*changes, an_own_parameter, no_bias, other_eps):
+    changes += (an_own_parameter, no_bias, other_eps, other_heads, other_residual)
+    for change in (*changes, a_subclass_of_the_same_name):
         np.random.seed(1)
         model = Pythia(CONFIG)
         change(model)

@@ -2,7 +2,7 @@
 
 An example is a few calls on arrays of every dtype and layout. None may crash, raise an exception
 outside the contract, change an array that it only reads, or leave memory allocated. `make fuzz`
-runs 20,000 examples under the address and undefined-behaviour sanitizers; --hypothesis-seed=N
+runs 5,000 examples under the address and undefined-behaviour sanitizers; --hypothesis-seed=N
 repeats a run, and NEEDLE_TEST_EXAMPLES sets the number of examples.
 """
 
@@ -173,12 +173,19 @@ class Caller:
             pair.reverse()
         return f"__{function.__name__}__", function, pair
 
+    def view(self):
+        """A view of any strides, which is refused or lies within its memory."""
+        x, axes = self.array(), self.draw(st.integers(1, 3))
+        shape = self.draw(st.tuples(*[st.integers(0, 6)] * axes))
+        strides = self.draw(st.tuples(*[st.integers(-8, 8)] * axes))
+        return "as_strided", lambda: x.as_strided(shape, strides).copy(), []
+
     def export(self):
         ways = (np.asarray, memoryview, bytes, np.from_dlpack, _C.from_dlpack, list, iter, repr)
         return "export", self.one_of(*ways), [self.array()]
 
     def call(self) -> None:
-        kinds = (self.op, self.op, self.function, self.method, self.item, self.operation)
+        kinds = (self.op, self.op, self.function, self.method, self.item, self.operation, self.view)
         name, function, arguments = self.one_of(*kinds, self.export)()
         reads = name not in WRITERS and not any(isinstance(a, Reentrant) for a in flat(arguments))
         before = [(x, bits(x)) for x in self.pool] if reads else []

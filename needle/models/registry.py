@@ -21,6 +21,7 @@ from needle.safetensors import FROM_FILE, Entry
 
 _families: dict[str, type[Module]] = {}
 
+PASSING = ("training", "recompute")  # settings of a module that no checkpoint holds
 AnyModel = TypeVar("AnyModel", bound=type[Module])
 AnyConfig = TypeVar("AnyConfig", bound="Config")
 
@@ -66,15 +67,20 @@ class Config:
             return self.model_class(self, device=cpu() if device is None else device)
 
     def misfits(self, module: Module) -> list[str]:
-        """The parts of `module` that are not those that this configuration makes, and their
-        numbers, as a norm's eps, so that loading could not make it again."""
+        """Return the parts of `module`, and their public settings, as a norm's eps or the heads of
+        attention, that differ from those that this configuration makes, which loading gives."""
 
         def parts(of: Module) -> dict[str, str]:
             tensors = [*of.named_parameters(), *of.named_buffers()]
-            found = {name: type(part).__name__ for name, part in of.named_modules() if name}
+            found = {}
             for name, part in of.named_modules():
-                floats = {key: x for key, x in vars(part).items() if isinstance(x, float)}
-                found |= {f"{name}.{key}".lstrip("."): repr(x) for key, x in floats.items()}
+                kind = type(part)
+                found |= {name: f"{kind.__module__}.{kind.__qualname__}"} if name else {}
+                for key, x in vars(part).items():
+                    if isinstance(x, (bool, int, float, str)) and key[0] != "_":
+                        found[f"{name}.{key}".lstrip(".")] = repr(x)
+                for key in PASSING:
+                    found.pop(f"{name}.{key}".lstrip("."), None)
             return found | {name: f"{x.dtype} of shape {list(x.shape)}" for name, x in tensors}
 
         own, made = parts(module), parts(self.meta_model())

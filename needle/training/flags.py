@@ -22,7 +22,7 @@ from needle.files import named
 from needle.models.pythia import SPARSE_PATTERNS
 from needle.training import length, recipes
 from needle.training.folder import flag as flag_words
-from needle.training.settings import DEFAULTS, OTHERS, RESULTS, steps_of
+from needle.training.settings import COMMON, DEFAULTS, OTHERS, RESULTS, late_warmup, steps_of
 
 SCHEDULES = ("cosine", "linear", "constant", "pythia")
 LONGEST_NAME = 255  # bytes of a file's name
@@ -305,10 +305,40 @@ def given_anew(args: argparse.Namespace) -> dict:
     return named
 
 
+def misfits(settings: dict, step: int, epoch: int) -> list[str]:
+    """Return the settings, the step and the epoch of a checkpoint that no flags lead to."""
+    top, found = parser(), []
+    top.exit_on_error = False
+    defaults = {**COMMON, **{name: values[0] for name, values in DEFAULTS.items()}, "warmup": 0}
+    for name in RESULTS + OTHERS:
+        value, default = settings[name], defaults[name]
+        kinds = (int, float) if isinstance(default, float) else (type(default), type(default or ""))
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            found.append(f"{name} is {value!r:.40}")
+        elif value is not None and name != "model":  # with --init it may be no preset
+            try:
+                top.parse_args([f"--{name.replace('_', '-')}={value}"])
+            except argparse.ArgumentError as error:
+                found.append(f"{name} is {value!r:.40}: {error.message}")
+    if found:
+        return found
+    if not 0 <= step <= settings["steps"]:
+        found.append(f"step is {step}: the run has {settings['steps']}")
+    if not 0 <= epoch <= settings["steps"] * settings["grad_accum"]:
+        found.append(f"epoch of its data is {epoch}: the run draws fewer batches")
+    late = late_warmup(settings)
+    return found if late is None else [*found, late]
+
+
 def resumed(args: argparse.Namespace, checkpoint: Checkpoint, folder: Path) -> dict:
-    """Return the settings of a resumed run. Raise CheckpointError for a flag that changes one of
-    RESULTS; under a constant rate --steps may, since it only says where to end."""
-    named, saved, differences = given(args), checkpoint.state["settings"], []
+    """Return the settings of a resumed run. Raise CheckpointError for settings that no run could
+    have, and for a flag that changes one of RESULTS; under a constant rate --steps may, since it
+    only says where to end."""
+    named, state, differences = given(args), checkpoint.state, []
+    saved = state["settings"]
+    wrong = misfits(saved, state["step"], state["data"]["epoch"])
+    if wrong:
+        raise CheckpointError(f"{checkpoint.path}: its settings cannot be used: {', '.join(wrong)}")
     if args.tokens is not None:
         named["steps"] = steps_of(args.tokens, saved)
     step = {"global_batch_size": saved["batch_size"] * saved["grad_accum"]}

@@ -14,6 +14,7 @@ from small_runs import TOKENS, arguments, checkpoint_of, flags, lines_of, number
 import needle as ndl
 from needle.checkpoint import Checkpoint, list_checkpoints
 from needle.data import identity, train_tokenizer
+from needle.training import flags as run_flags
 from needle.training import settings as run_settings
 from needle.training import state as states
 
@@ -353,3 +354,27 @@ def test_defaults_follow_device_and_model():
     assert run_settings.complete({"model": "pythia-410m"}, None, on_gpu=True)["lr"] == 3e-4
     named = {"batch_size": 2, "seq_len": 16, "grad_accum": 3, "warmup": 0}
     assert run_settings.complete(named, 97, on_gpu=False)["steps"] == 2
+
+
+def test_settings_of_a_checkpoint_that_no_flag_gives_are_named():
+    good = run_settings.complete({"steps": 4}, None, False)
+    assert run_flags.misfits(good, 4, 4) == []
+    for key, value in [
+        ("lr", "a"),
+        ("lr", float("nan")),
+        ("clip", []),
+        ("clip", -1),
+        ("warmup", None),
+        ("warmup", 5),
+        ("save_every", None),
+        ("seed", -1),
+        ("weight_decay", "a"),
+        ("dtype", 3),
+        ("schedule", []),
+        ("steps", 10**400),
+        ("batch_size", True),
+        ("data", 1),
+    ]:
+        assert any(key in text for text in run_flags.misfits({**good, key: value}, 0, 0)), key
+    assert run_flags.misfits(good, 5, 0) == ["step is 5: the run has 4"]
+    assert "epoch of its data is 100000000" in run_flags.misfits(good, 0, 10**8)[0]
