@@ -200,7 +200,7 @@ def test_rank_that_adds_wrong_is_named(monkeypatch):
 
     def sums(parts):
         total = right(parts)
-        if total.size == ranks.PIECE + 1:  # rank 1's piece
+        if total.size == ranks.SHARD + 1:  # rank 1's shard
             total[5:6] = np.float32([1e3])
         return total
 

@@ -193,12 +193,14 @@ try:
     while True: os.write(2, b"x" * 4096)
 except BlockingIOError:
     os.set_blocking(2, True)
-say("ready")
-if rank == 1: os._exit(3)
-{IN_WATCHED}
+with control.watched('weights'):
+    say("ready")
+    {HANG}
 """
     zero, one = start(body)
     zero.heard("ready")
+    one.heard("ready")
+    one.process.kill()
     with within(10):
         assert zero.process.wait(20) == 75
 
