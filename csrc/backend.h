@@ -92,12 +92,12 @@ typedef struct {
     int64_t reserved_bytes; /* held by the pool, live or cached */
 } nd_memory_stats;
 
-typedef struct nd_event nd_event;       /* opaque; a point in the device's stream */
-typedef struct nd_download nd_download; /* opaque; an asynchronous copy to the host */
-typedef struct nd_graph nd_graph;       /* opaque; recorded work */
-typedef struct nd_staging nd_staging;   /* opaque; host memory that uploads are sent from */
-typedef struct nd_module nd_module;     /* opaque; machine code of the user's own */
-typedef struct nd_kernel nd_kernel;     /* opaque; a kernel of a module, and gone with it */
+typedef struct nd_event nd_event;                 /* opaque; a point in the device's stream */
+typedef struct nd_async_copy nd_async_copy;       /* opaque; an asynchronous copy to the host */
+typedef struct nd_graph nd_graph;                 /* opaque; recorded work */
+typedef struct nd_pinned_buffer nd_pinned_buffer; /* opaque; host memory that uploads read */
+typedef struct nd_module nd_module;               /* opaque; machine code of the user's own */
+typedef struct nd_kernel nd_kernel; /* opaque; a kernel of a module, and gone with it */
 
 /* Limits of a device on launches: numbers of a multiprocessor (sm_) and of a block, bytes for
  * shared memory. kept_shared is the system's own, of each block. */
@@ -137,14 +137,14 @@ typedef struct nd_backend {
     nd_status (*download)(int device, void *to_host, const void *from, size_t bytes); /* waits */
     /* The same in two halves: begin enqueues the copy and returns, end waits for that copy alone,
      * writes the bytes to to_host (NULL: drops them) and ends the copy, also on failure. */
-    nd_status (*download_begin)(int device, const void *from, size_t bytes, nd_download **out);
-    nd_status (*download_end)(int device, nd_download *download, void *to_host);
+    nd_status (*async_copy_begin)(int device, const void *from, size_t bytes, nd_async_copy **out);
+    nd_status (*async_copy_end)(int device, nd_async_copy *copy, void *to_host);
     /* Host memory that is sent from again and again: send enqueues the copy of its first bytes and
      * returns, wait returns when the last copy is done and the memory may be written. */
-    nd_status (*staging_new)(int device, size_t bytes, nd_staging **out, void **memory); /* new */
-    nd_status (*staging_send)(int device, nd_staging *staging, void *to, size_t bytes);
-    nd_status (*staging_wait)(int device, nd_staging *staging);
-    nd_status (*staging_free)(int device, nd_staging *staging); /* waits */
+    nd_status (*pinned_buffer_new)(int device, size_t bytes, nd_pinned_buffer **out, void **memory);
+    nd_status (*pinned_buffer_send)(int device, nd_pinned_buffer *buffer, void *to, size_t bytes);
+    nd_status (*pinned_buffer_wait)(int device, nd_pinned_buffer *buffer);
+    nd_status (*pinned_buffer_free)(int device, nd_pinned_buffer *buffer); /* waits */
     nd_status (*synchronize)(int device);
     nd_status (*stream)(int device, void **out); /* as other libraries take it; host: NULL */
     nd_status (*memory_stats)(int device, nd_memory_stats *out);

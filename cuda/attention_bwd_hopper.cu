@@ -48,8 +48,8 @@ struct BackwardShape {
     static constexpr uint32_t SUMS = PANELS * PANEL_COLUMNS * 4; /* of a warp */
     static constexpr uint32_t SUMS_AT = STATS_AT + STAGES * STATS;
     static constexpr uint32_t BARRIERS_AT = SUMS_AT + CONSUMERS * (KEYS ? 2 : 1) * 4 * SUMS;
-    static constexpr uint32_t PIECES_AT = BARRIERS_AT + 8 * (2 * SLOTS + 2 * STAGES);
-    static constexpr size_t SHARED = PIECES_AT + PIECE_BYTES * SLOTS;
+    static constexpr uint32_t ITEMS_AT = BARRIERS_AT + 8 * (2 * SLOTS + 2 * STAGES);
+    static constexpr size_t SHARED = ITEMS_AT + ITEM_BYTES * SLOTS;
 };
 
 } // namespace attention
@@ -87,9 +87,9 @@ template <class Shape> struct Places {
     __device__ __forceinline__ uint32_t sums(int group, int which) const {
         return base + Shape::SUMS_AT + (group * (Shape::KEYS ? 2 : 1) + which) * 4 * Shape::SUMS;
     }
-    /* The piece whose rows are in a slot. */
-    __device__ __forceinline__ uint32_t piece(int slot) const {
-        return base + Shape::PIECES_AT + PIECE_BYTES * slot;
+    /* The item whose rows are in a slot. */
+    __device__ __forceinline__ uint32_t item(int slot) const {
+        return base + Shape::ITEMS_AT + ITEM_BYTES * slot;
     }
     __device__ __forceinline__ uint32_t own_full(int slot) const { return barrier(slot); }
     __device__ __forceinline__ uint32_t own_empty(int slot) const {
@@ -106,12 +106,12 @@ template <class Shape> struct Places {
 /* The parts that the block's own rows from `first` on meet. */
 template <class Shape>
 __device__ __forceinline__ PartWalk<Shape::LISTS, HALF> walk_of(const Problem &p,
-                                                                const Piece &piece, int first) {
+                                                                const WorkItem &item, int first) {
     if constexpr (Shape::KEYS) {
-        return PartWalk<Shape::LISTS, HALF>(p, piece.h, first,
+        return PartWalk<Shape::LISTS, HALF>(p, item.h, first,
                                             p.causal ? max(first - p.offset, 0) : 0, p.T);
     } else {
-        return PartWalk<Shape::LISTS, HALF>(p, piece.h, first, 0, keys_end(p, first + Shape::ROWS));
+        return PartWalk<Shape::LISTS, HALF>(p, item.h, first, 0, keys_end(p, first + Shape::ROWS));
     }
 }
 
@@ -121,58 +121,59 @@ __device__ __forceinline__ void produce(const Backward &f, Places<Shape> at) {
     const Problem &p = f.p;
     Ring<Shape::SLOTS> slot;
     Ring<Shape::STAGES> stage;
-    const int pieces = p.tiles * p.B * p.H;
-    for (int index = blockIdx.x;; index = next_piece(gridDim.x)) {
+    const int items = p.tiles * p.B * p.H;
+    for (int index = blockIdx.x;; index = next_item(gridDim.x)) {
         barrier_wait(at.own_empty(slot.at), slot.phase ^ 1);
-        Piece piece = {0, 0, -1, false};
-        if (index < pieces) {
-            piece = piece_at(p, index, p.causal && !Shape::KEYS);
-            if (piece.tile * Shape::ROWS >=
+        WorkItem item = {0, 0, -1, false};
+        if (index < items) {
+            item = item_at(p, index, p.causal && !Shape::KEYS);
+            if (item.tile * Shape::ROWS >=
                 p.own_rows) { /* a last block is shorter than the others */
                 continue;
             }
         }
-        store_piece(at.piece(slot.at), piece);
-        if (piece.tile < 0) {
+        store_item(at.item(slot.at), item);
+        if (item.tile < 0) {
             barrier_arrive(at.own_full(slot.at));
             break;
         }
-        int first = piece.tile * Shape::ROWS;
+        int first = item.tile * Shape::ROWS;
         barrier_expect(at.own_full(slot.at), 2 * Shape::OWN);
         for (int which = 0; which < 2; which++) {
             for (int panel = 0; panel < Shape::PANELS; panel++) {
                 for (int part = 0; part < Shape::CONSUMERS; part++) {
                     box_load(at.own(slot.at, which) + panel * Shape::OWN_PANEL + part * Shape::PART,
                              &f.own[which], at.own_full(slot.at), panel * PANEL_COLUMNS,
-                             first + part * HALF, piece.h, piece.b);
+                             first + part * HALF, item.h, item.b);
                 }
             }
         }
         slot.advance();
-        PartWalk<Shape::LISTS, HALF> walk = walk_of<Shape>(p, piece, first);
+        PartWalk<Shape::LISTS, HALF> walk = walk_of<Shape>(p, item, first);
         for (int part = walk.next(); part >= 0; part = walk.next()) {
             barrier_wait(at.empty(stage.at), stage.phase ^ 1);
             barrier_expect(at.full(stage.at), 2 * Shape::OTHER + Shape::STATS);
             for (int which = 0; which < 2; which++) {
                 for (int panel = 0; panel < Shape::PANELS; panel++) {
                     box_load(at.other(stage.at, which) + panel * Shape::PART, &f.other[which],
-                             at.full(stage.at), panel * PANEL_COLUMNS, part, piece.h, piece.b);
+                             at.full(stage.at), panel * PANEL_COLUMNS, part, item.h, item.b);
                 }
             }
             if (Shape::KEYS) {
-                box_load(at.stats(stage.at), &f.stats, at.full(stage.at), 2 * part, piece.h,
-                         piece.b, 0);
+                box_load(at.stats(stage.at), &f.stats, at.full(stage.at), 2 * part, item.h, item.b,
+                         0);
             }
             stage.advance();
         }
     }
-    leave_pieces(gridDim.x);
+    end_producer(gridDim.x);
 }
 
 /* Rotates rows of a gradient back by the angles of their positions: a thread has columns 2 (lane %
  * 4) and the next, of each eight, of two rows. */
 template <int R, int N>
-__device__ __forceinline__ void turn_back(float (&c)[N], const Backward &f, const int (&rows)[2]) {
+__device__ __forceinline__ void rotate_back(float (&c)[N], const Backward &f,
+                                            const int (&rows)[2]) {
     const int column = 2 * (int)(threadIdx.x % 4);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -245,14 +246,14 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
     Ring<Shape::STAGES> stage;
     for (;;) {
         barrier_wait(at.own_full(slot.at), slot.phase);
-        const Piece piece = load_piece(at.piece(slot.at));
-        if (piece.tile < 0) {
+        const WorkItem item = load_item(at.item(slot.at));
+        if (item.tile < 0) {
             break;
         }
-        const int first = piece.tile * Shape::ROWS, mine = first + HALF * group;
+        const int first = item.tile * Shape::ROWS, mine = first + HALF * group;
         float stat[2][2]; /* of the two rows: lse, delta */
         if constexpr (!Shape::KEYS) {
-            const float2 *stats = p.stats + ((int64_t)piece.b * p.H + piece.h) * p.stats_stride;
+            const float2 *stats = p.stats + ((int64_t)item.b * p.H + item.h) * p.stats_stride;
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 int row = mine + my_row + 8 * half;
@@ -457,7 +458,7 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
             stage.advance();
         };
 
-        PartWalk<Shape::LISTS, HALF> walk = walk_of<Shape>(p, piece, first);
+        PartWalk<Shape::LISTS, HALF> walk = walk_of<Shape>(p, item, first);
         int part = walk.next();
         for (; part >= 0 && !sees(part); part = walk.next()) {
             pass();
@@ -480,11 +481,11 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
         const int positions[2] = {min(mine + my_row, own_rows - 1),
                                   min(mine + my_row + 8, own_rows - 1)};
         if (f.half == 8) {
-            turn_back<8>(gradient[0], f, positions);
+            rotate_back<8>(gradient[0], f, positions);
         } else if (f.half == 16) {
-            turn_back<16>(gradient[0], f, positions);
+            rotate_back<16>(gradient[0], f, positions);
         }
-        turn_wait(1 + group, WARPGROUP); /* these rows have been read */
+        named_barrier_sync(1 + group, WARPGROUP); /* these rows have been read */
 #pragma unroll
         for (int which = 0; which < GRADIENTS; which++) {
             float factor = which == 0 ? p.scale : 1.0f;
@@ -506,11 +507,11 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
             }
         }
         proxy_fence();
-        turn_wait(1 + group, WARPGROUP);
+        named_barrier_sync(1 + group, WARPGROUP);
         if (f.sums &&
             mine < own_rows) { /* of the warps, in shared memory until the next such wait */
-            const int64_t part = (int64_t)piece.b * ((own_rows + HALF - 1) / HALF) + mine / HALF;
-            float *to = f.sums + (part * p.H + piece.h) * 3 * p.D + (Shape::KEYS ? p.D : 0);
+            const int64_t part = (int64_t)item.b * ((own_rows + HALF - 1) / HALF) + mine / HALF;
+            float *to = f.sums + (part * p.H + item.h) * 3 * p.D + (Shape::KEYS ? p.D : 0);
             const int width = PANELS * PANEL_COLUMNS;
             for (int i = threadIdx.x % WARPGROUP; i < GRADIENTS * width; i += WARPGROUP) {
                 const int which = i / width, column = i % width;
@@ -532,13 +533,13 @@ __device__ __forceinline__ void consume(const Backward &f, Places<Shape> at) {
                         box_store(&f.gradient[which],
                                   at.own(slot.at, which) + panel * Shape::OWN_PANEL +
                                       group * Shape::PART,
-                                  panel * PANEL_COLUMNS, mine, piece.h, piece.b);
+                                  panel * PANEL_COLUMNS, mine, item.h, item.b);
                     }
                 }
                 box_stores_read();
             }
         }
-        /* by every thread: each has read which piece it was */
+        /* by every thread: each has read which item it was */
         barrier_arrive(at.own_empty(slot.at));
         slot.advance();
     }

@@ -10,7 +10,7 @@
  *   that one's exponentials overlap with the others' products.
  * A consumer whose queries see none of a tile passes it on unread (the causal triangle's edge);
  *   only tiles that the edge or the end of the keys cuts are masked.
- * Shared memory: Q twice, so that the next piece's queries are there; O leaves through it. K and V
+ * Shared memory: Q twice, so that the next item's queries are there; O leaves through it. K and V
  *   in STAGES stages each.
  * Bytes: those of attention_fwd.cu.
  */
@@ -40,8 +40,8 @@ struct ForwardShape {
     static constexpr uint32_t Q_BYTES = PANELS * Q_PANEL, KV_BYTES = PANELS * KV_PANEL;
     static constexpr uint32_t K_AT = 2 * Q_BYTES, V_AT = K_AT + STAGES * KV_BYTES;
     static constexpr uint32_t BARRIERS_AT = V_AT + STAGES * KV_BYTES;
-    static constexpr uint32_t PIECES_AT = BARRIERS_AT + 8 * (4 + 4 * STAGES);
-    static constexpr uint32_t TILES_AT = PIECES_AT + 2 * PIECE_BYTES;
+    static constexpr uint32_t ITEMS_AT = BARRIERS_AT + 8 * (4 + 4 * STAGES);
+    static constexpr uint32_t TILES_AT = ITEMS_AT + 2 * ITEM_BYTES;
     static constexpr uint32_t TEAM =
         (TILES_AT + 4 * STAGES + PANEL_ALIGN - 1) / PANEL_ALIGN * PANEL_ALIGN;
     static constexpr size_t SHARED = TEAMS * TEAM;
@@ -73,11 +73,11 @@ template <class Shape> struct Places {
     __device__ __forceinline__ uint32_t barrier(int number) const {
         return base + Shape::BARRIERS_AT + 8 * number;
     }
-    /* The piece whose queries are in a slot. */
-    __device__ __forceinline__ uint32_t piece(int slot) const {
-        return base + Shape::PIECES_AT + PIECE_BYTES * slot;
+    /* The item whose queries are in a slot. */
+    __device__ __forceinline__ uint32_t item(int slot) const {
+        return base + Shape::ITEMS_AT + ITEM_BYTES * slot;
     }
-    /* With lists: the first key of the tile in a stage, + 1 with the last of a piece. */
+    /* With lists: the first key of the tile in a stage, + 1 with the last of an item. */
     __device__ __forceinline__ uint32_t tile(int stage) const {
         return base + Shape::TILES_AT + 4 * stage;
     }
@@ -102,33 +102,33 @@ __device__ __forceinline__ void produce(const Forward &f, Places<Shape> at, int 
     const unsigned int producers = gridDim.x * Shape::TEAMS;
     Ring<2> q;
     Ring<Shape::STAGES> kv;
-    const int pieces = p.tiles * p.B * p.H;
-    for (int index = blockIdx.x + gridDim.x * team;; index = next_piece(producers)) {
+    const int items = p.tiles * p.B * p.H;
+    for (int index = blockIdx.x + gridDim.x * team;; index = next_item(producers)) {
         barrier_wait(at.q_empty(q.at), q.phase ^ 1);
-        Piece piece = {0, 0, -1, false};
-        if (index < pieces) {
-            piece = piece_at(p, index, p.causal);
-            if (piece.tile * Shape::QUERIES >= p.T) { /* a last block is shorter than the others */
+        WorkItem item = {0, 0, -1, false};
+        if (index < items) {
+            item = item_at(p, index, p.causal);
+            if (item.tile * Shape::QUERIES >= p.T) { /* a last block is shorter than the others */
                 continue;
             }
         }
-        if (piece.tile < 0) {
-            store_piece(at.piece(q.at), piece);
+        if (item.tile < 0) {
+            store_item(at.item(q.at), item);
             barrier_arrive(at.q_full(q.at));
             break;
         }
-        int first = piece.tile * Shape::QUERIES;
-        PartWalk<Shape::LISTS, Shape::KEYS> walk(p, piece.h, first, 0,
+        int first = item.tile * Shape::QUERIES;
+        PartWalk<Shape::LISTS, Shape::KEYS> walk(p, item.h, first, 0,
                                                  keys_end(p, first + Shape::QUERIES));
         int tile = walk.next();
-        piece.meets = tile >= 0;
-        store_piece(at.piece(q.at), piece);
+        item.meets = tile >= 0;
+        store_item(at.item(q.at), item);
         barrier_expect(at.q_full(q.at), Shape::Q_BYTES);
         for (int panel = 0; panel < Shape::PANELS; panel++) {
             for (int part = 0; part < Shape::CONSUMERS; part++) {
                 box_load(at.q(q.at) + panel * Shape::Q_PANEL + part * Shape::HALF_PANEL, &f.q,
-                         at.q_full(q.at), panel * PANEL_COLUMNS, first + part * HALF, piece.h,
-                         piece.b);
+                         at.q_full(q.at), panel * PANEL_COLUMNS, first + part * HALF, item.h,
+                         item.b);
             }
         }
         q.advance();
@@ -136,7 +136,7 @@ __device__ __forceinline__ void produce(const Forward &f, Places<Shape> at, int 
             barrier_expect(full, Shape::KV_BYTES);
             for (int panel = 0; panel < Shape::PANELS; panel++) {
                 box_load(to + panel * Shape::KV_PANEL, map, full, panel * PANEL_COLUMNS, tile,
-                         piece.h, piece.b);
+                         item.h, item.b);
             }
         };
         for (; tile >= 0; kv.advance()) {
@@ -151,7 +151,7 @@ __device__ __forceinline__ void produce(const Forward &f, Places<Shape> at, int 
             tile = following;
         }
     }
-    leave_pieces(producers);
+    end_producer(producers);
 }
 
 /* ---- a consumer ------------------------------------------------------------------------------ */
@@ -239,15 +239,15 @@ __device__ __forceinline__ void consume(const Forward &f, Places<Shape> at, int 
     Ring<2> q;
     Ring<Shape::STAGES> kv;
     if (CONSUMERS > 1 && group == CONSUMERS - 1) {
-        turn_pass(next_turn, 2 * WARPGROUP);
+        named_barrier_arrive(next_turn, 2 * WARPGROUP);
     }
     for (;;) {
         barrier_wait(at.q_full(q.at), q.phase);
-        const Piece piece = load_piece(at.piece(q.at));
-        if (piece.tile < 0) {
+        const WorkItem item = load_item(at.item(q.at));
+        if (item.tile < 0) {
             break;
         }
-        const int first = piece.tile * Shape::QUERIES, mine = first + HALF * group;
+        const int first = item.tile * Shape::QUERIES, mine = first + HALF * group;
         const int my_end = mine < p.T ? keys_end(p, mine + HALF) : 0;
         const int least =
             p.causal ? min(p.S, mine + p.offset + 1) : p.S; /* my first row sees so many */
@@ -267,7 +267,7 @@ __device__ __forceinline__ void consume(const Forward &f, Places<Shape> at, int 
          * leaves word of a tile beside it, which all of a consumer's threads must have read when
          * the tile is handed back. */
         int tile = -Shape::KEYS; /* its first key */
-        bool more = piece.meets;
+        bool more = item.meets;
         const int end = keys_end(p, first + Shape::QUERIES);
         auto next_tile = [&]() {
             if constexpr (!Shape::LISTS) {
@@ -287,12 +287,12 @@ __device__ __forceinline__ void consume(const Forward &f, Places<Shape> at, int 
         };
         auto take_turn = [&]() {
             if (CONSUMERS > 1) {
-                turn_wait(my_turn, 2 * WARPGROUP);
+                named_barrier_sync(my_turn, 2 * WARPGROUP);
             }
         };
         auto pass_turn = [&]() {
             if (CONSUMERS > 1) {
-                turn_pass(next_turn, 2 * WARPGROUP);
+                named_barrier_arrive(next_turn, 2 * WARPGROUP);
             }
         };
         auto multiply_keys = [&](float(&s)[SCORES]) {
@@ -383,7 +383,7 @@ __device__ __forceinline__ void consume(const Forward &f, Places<Shape> at, int 
         for (; there; there = next_tile()) { /* beyond the edge: passed on unread */
             take_turn();
             pass_turn();
-            turn_wait(my_barrier, WARPGROUP);
+            named_barrier_sync(my_barrier, WARPGROUP);
             if (leads) {
                 barrier_arrive(at.k_empty(kv.at));
                 barrier_wait(at.v_full(kv.at), kv.phase);
@@ -392,9 +392,9 @@ __device__ __forceinline__ void consume(const Forward &f, Places<Shape> at, int 
             kv.advance();
         }
 
-        turn_wait(my_barrier, WARPGROUP); /* the products with my_q are done */
+        named_barrier_sync(my_barrier, WARPGROUP); /* the products with my_q are done */
         float factors[2];
-        float *lse = p.lse + ((int64_t)piece.b * p.H + piece.h) * p.T;
+        float *lse = p.lse + ((int64_t)item.b * p.H + item.h) * p.T;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float sum = warp_sum<4>(softmax.sum[half]);
@@ -411,17 +411,17 @@ __device__ __forceinline__ void consume(const Forward &f, Places<Shape> at, int 
             stage_rows<T>(my_q + panel * Shape::Q_PANEL, o, 32 * panel, factors);
         }
         proxy_fence();
-        turn_wait(my_barrier, WARPGROUP);
+        named_barrier_sync(my_barrier, WARPGROUP);
         if (leads) {
             if (mine < p.T) {
                 for (int panel = 0; panel < PANELS; panel++) {
                     box_store(&f.o, my_q + panel * Shape::Q_PANEL, panel * PANEL_COLUMNS, mine,
-                              piece.h, piece.b);
+                              item.h, item.b);
                 }
                 box_stores_read();
             }
         }
-        barrier_arrive(at.q_empty(q.at)); /* by every thread: each has read which piece it was */
+        barrier_arrive(at.q_empty(q.at)); /* by every thread: each has read which item it was */
         q.advance();
     }
 }

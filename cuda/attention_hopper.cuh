@@ -3,8 +3,8 @@
  *
  * A team is a producer, one thread that requests tiles from the copy engine, and CONSUMERS
  * warpgroups, each of which owns 64 rows (queries, or keys in the kernel for dk and dv) and
- * computes. It lives as long as the grid and takes one piece of work after another, the longest
- * first, whenever it is free. Which team computes a piece changes none of its bits. A thread block
+ * computes. It lives as long as the grid and takes one work item after another, the longest
+ * first, whenever it is free. Which team computes an item changes none of its bits. A thread block
  * has one warpgroup for its producers.
  *
  * Tiles of the other side are 128 or 64 rows. Dense, they follow each other; with lists, they are
@@ -22,8 +22,8 @@
 
 namespace attention {
 
-constexpr int HALF = 64;             /* rows of a consumer */
-constexpr uint32_t PIECE_BYTES = 16; /* of a Piece in shared memory */
+constexpr int HALF = 64;            /* rows of a consumer */
+constexpr uint32_t ITEM_BYTES = 16; /* of a WorkItem in shared memory */
 
 /* ---- host ---------------------------------------------------------------------------------------
  * Called by attention_fwd.cu and attention_bwd.cu when hopper_serves(). The problem is filled but
@@ -52,9 +52,10 @@ static inline bool hopper_rotates(const nd_array *cos) {
 /* 16 bits, head dims up to 128, blocks of whole parts, something to do. */
 static inline bool hopper_serves(int device, const Problem &p, nd_dtype dtype, int64_t block,
                                  std::initializer_list<const nd_array *> operands) {
-    bool good = hopper::hopper_usable(device) && dtype != ND_F32 && p.D >= 1 && p.D <= 128 &&
-                p.scale > 0 && block % HALF == 0 && p.B > 0 && p.H > 0 && p.T > 0 && p.S > 0 &&
-                (int64_t)p.B * p.H * (p.T / HALF + p.S / HALF + 1) < (1 << 29); /* half of pieces */
+    bool good =
+        hopper::hopper_usable(device) && dtype != ND_F32 && p.D >= 1 && p.D <= 128 && p.scale > 0 &&
+        block % HALF == 0 && p.B > 0 && p.H > 0 && p.T > 0 && p.S > 0 &&
+        (int64_t)p.B * p.H * (p.T / HALF + p.S / HALF + 1) < (1 << 29); /* half of the items */
     for (const nd_array *operand : operands) {
         good = good && is_boxable(operand);
     }
@@ -68,63 +69,61 @@ static inline nd_status box_map(const char *op, const nd_array *a, int rows, CUt
     return hopper::tensor_map(op, a->data, 2, shape, strides, hopper::PANEL_COLUMNS, rows, out);
 }
 
-/* As many thread blocks as run at once, each of which takes one piece after the other. Launches of
+/* As many thread blocks as run at once, each of which takes one item after the other. Launches of
  * one file must follow each other on the device, as those of needle's one stream do: see
- * next_piece. */
+ * next_item. */
 template <class Shape, class Arguments>
 static inline nd_status hopper_launch(const char *op, int device, void (*kernel)(Arguments),
                                       const Arguments &arguments) {
     const Problem &p = arguments.p;
-    int64_t pieces = (int64_t)p.tiles * p.B * p.H;
+    int64_t items = (int64_t)p.tiles * p.B * p.H;
     int64_t most = (int64_t)cuda_device_limits(device)->processors * Shape::CTAS;
-    return cuda_launch(op, device, kernel, (unsigned)(pieces < most ? pieces : most),
-                       Shape::THREADS, Shape::SHARED, arguments);
+    return cuda_launch(op, device, kernel, (unsigned)(items < most ? items : most), Shape::THREADS,
+                       Shape::SHARED, arguments);
 }
 
 #ifdef HOPPER_CODE
 
 /* ---- device: the order of work ------------------------------------------------------------------
- * Piece `index` of all, an item of work: heads that share the L2 go together, in them the longest
- * items first. The producer computes it and leaves it in shared memory; tile is -1 after the last
- * item. */
-struct Piece {
+ * Heads that share the L2 go together, in them the longest items first. The producer finds an item
+ * by its index and writes it to shared memory; tile is -1 after the last one. */
+struct WorkItem {
     int b, h, tile;
     bool meets; /* the item has keys; false in the forward with block lists only */
 };
 
-__device__ __forceinline__ Piece piece_at(const Problem &p, int index, bool descending) {
+__device__ __forceinline__ WorkItem item_at(const Problem &p, int index, bool descending) {
     int section_size = p.heads_together * p.tiles;
     int section = index / section_size;
     int rest = index - section * section_size;
     int first = section * p.heads_together;
     int together = min(p.heads_together, p.B * p.H - first);
     int head = first + rest % together, h = head % p.H;
-    return Piece{head / p.H, h, tile_at(p, h, rest / together, descending), true};
+    return WorkItem{head / p.H, h, tile_at(p, h, rest / together, descending), true};
 }
 
-__device__ __forceinline__ void store_piece(uint32_t to, const Piece &piece) {
-    const uint32_t words[4] = {(uint32_t)piece.b, (uint32_t)piece.h, (uint32_t)piece.tile,
-                               piece.meets};
+__device__ __forceinline__ void store_item(uint32_t to, const WorkItem &item) {
+    const uint32_t words[4] = {(uint32_t)item.b, (uint32_t)item.h, (uint32_t)item.tile, item.meets};
     store_shared16(to, words);
 }
-__device__ __forceinline__ Piece load_piece(uint32_t from) {
+__device__ __forceinline__ WorkItem load_item(uint32_t from) {
     uint32_t words[4];
     load_shared16(words, from);
-    return Piece{(int)words[0], (int)words[1], (int)words[2], words[3] != 0};
+    return WorkItem{(int)words[0], (int)words[1], (int)words[2], words[3] != 0};
 }
 
-/* The index of the next piece for one of `producers` producers in the grid: its first is its own
+/* The index of the next item for one of `producers` producers in the grid: its first is its own
  * number, further ones are counted off. The last producer to leave sets both counters back for the
  * next launch. */
-static __device__ unsigned int pieces_taken, producers_gone;
+static __device__ unsigned int items_taken, producers_gone;
 
-__device__ __forceinline__ int next_piece(unsigned int producers) {
-    return (int)(producers + atomicInc(&pieces_taken, UINT_MAX));
+__device__ __forceinline__ int next_item(unsigned int producers) {
+    return (int)(producers + atomicInc(&items_taken, UINT_MAX));
 }
 
-__device__ __forceinline__ void leave_pieces(unsigned int producers) {
+__device__ __forceinline__ void end_producer(unsigned int producers) {
     if (atomicInc(&producers_gone, producers - 1) == producers - 1) { /* it is 0 again */
-        pieces_taken = 0;
+        items_taken = 0;
     }
 }
 

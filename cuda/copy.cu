@@ -1,7 +1,7 @@
 /* copy.cu - assign (to = from, any dtypes, any strides) and fill.
  *
  * assign: equal dtypes and both contiguous: one device copy. Equal dtypes otherwise: bits are moved
- * in the widest pieces (1 to 16 bytes) that the innermost axis and all strides allow, so a permuted
+ * in the widest words (1 to 16 bytes) that the innermost axis and all strides allow, so a permuted
  * view whose last axis stays is copied 16 bytes at a time. Float to float, both contiguous and
  * aligned: eight elements a thread. All other pairs: an element a thread, dtypes at run time.
  * fill: zero bits on contiguous memory is a memset; otherwise a store an element (16 bytes a store
@@ -16,28 +16,28 @@ namespace {
 
 constexpr int threads = 256;
 
-template <class Piece>
-__global__ void __launch_bounds__(threads) move_kernel(Piece *to, const Piece *from, Walk<2> walk) {
+template <class Word>
+__global__ void __launch_bounds__(threads) move_kernel(Word *to, const Word *from, Walk<2> walk) {
     await_previous();
     constexpr int unroll = 4;
     const int64_t step = (int64_t)gridDim.x * threads;
     for (int64_t i = (int64_t)blockIdx.x * threads + threadIdx.x; i < walk.size;
          i += step * unroll) {
-        Piece pieces[unroll];
+        Word words[unroll];
         int64_t target[unroll];
 #pragma unroll
         for (int u = 0; u < unroll; u++) {
             int64_t at[2] = {0, 0};
             if (i + u * step < walk.size) {
                 walk.add_offsets(i + u * step, at);
-                pieces[u] = checked(from + at[1]);
+                words[u] = checked(from + at[1]);
             }
             target[u] = at[0];
         }
 #pragma unroll
         for (int u = 0; u < unroll; u++) {
             if (i + u * step < walk.size) {
-                checked(to + target[u]) = pieces[u];
+                checked(to + target[u]) = words[u];
             }
         }
     }
@@ -85,8 +85,8 @@ __global__ void __launch_bounds__(threads)
     }
 }
 
-template <class Piece>
-__global__ void __launch_bounds__(threads) fill_kernel(Piece *to, Piece value, Walk<1> walk) {
+template <class Word>
+__global__ void __launch_bounds__(threads) fill_kernel(Word *to, Word value, Walk<1> walk) {
     await_previous();
     for (int64_t i = (int64_t)blockIdx.x * threads + threadIdx.x; i < walk.size;
          i += (int64_t)gridDim.x * threads) {
@@ -105,8 +105,8 @@ bool is_flat(const nd_loop &loop, int operands) {
     return true;
 }
 
-/* The widest piece, in elements of `size` bytes, that every row can be cut into. */
-int64_t piece_elements(const nd_loop &loop, int operands, const void *const *data, size_t size) {
+/* The widest word, in elements of `size` bytes, that every row can be cut into. */
+int64_t word_elements(const nd_loop &loop, int operands, const void *const *data, size_t size) {
     for (int64_t n = (int64_t)(16 / size); n > 1; n /= 2) {
         bool fits = loop.ndim > 0 && loop.shape[loop.ndim - 1] % n == 0;
         for (int k = 0; fits && k < operands; k++) {
@@ -122,7 +122,7 @@ int64_t piece_elements(const nd_loop &loop, int operands, const void *const *dat
     return 1;
 }
 
-/* Count in pieces of n elements instead of elements. */
+/* Count in words of n elements instead of elements. */
 void widen(nd_loop *loop, int operands, int64_t n) {
     if (n == 1) {
         return;
@@ -137,15 +137,15 @@ void widen(nd_loop *loop, int operands, int64_t n) {
     }
 }
 
-template <class Piece> nd_status move(int device, void *to, const void *from, const nd_loop &loop) {
+template <class Word> nd_status move(int device, void *to, const void *from, const nd_loop &loop) {
     unsigned grid = cuda_grid(device, ceil_div<int64_t>(loop.size, threads * 4), 4096);
-    return cuda_launch("assign", device, move_kernel<Piece>, grid, threads, 0, (Piece *)to,
-                       (const Piece *)from, Walk<2>(loop));
+    return cuda_launch("assign", device, move_kernel<Word>, grid, threads, 0, (Word *)to,
+                       (const Word *)from, Walk<2>(loop));
 }
 
 nd_status move_bits(int device, void *to, const void *from, nd_loop loop, size_t size) {
     const void *data[2] = {to, from};
-    int64_t n = piece_elements(loop, 2, data, size);
+    int64_t n = word_elements(loop, 2, data, size);
     widen(&loop, 2, n);
     switch (n * size) {
     case 1:
@@ -173,11 +173,11 @@ nd_status convert_floats(int device, const nd_array *to, const nd_array *from, i
     });
 }
 
-template <class Piece> nd_status fill(int device, void *to, const void *bits, const nd_loop &loop) {
-    Piece value;
+template <class Word> nd_status fill(int device, void *to, const void *bits, const nd_loop &loop) {
+    Word value;
     memcpy(&value, bits, sizeof value);
     unsigned grid = cuda_grid(device, ceil_div<int64_t>(loop.size, threads), 64);
-    return cuda_launch("fill", device, fill_kernel<Piece>, grid, threads, 0, (Piece *)to, value,
+    return cuda_launch("fill", device, fill_kernel<Word>, grid, threads, 0, (Word *)to, value,
                        Walk<1>(loop));
 }
 
@@ -258,7 +258,7 @@ nd_status cuda_fill(int device, const fill_args *a) {
         bits[at] = bits[at - size];
     }
     const void *data[1] = {to};
-    int64_t n = piece_elements(loop, 1, data, size);
+    int64_t n = word_elements(loop, 1, data, size);
     widen(&loop, 1, n);
     switch (n * size) {
     case 1:

@@ -1,7 +1,7 @@
 /* cross_entropy_long.cu - cross_entropy_fwd_bwd of long 16-bit rows: the contract, and every other
  * case, are cross_entropy.cu's.
  *
- * A block of 32 warps walks down rows. A warp takes the same run of pieces (512 bytes: 16 a lane)
+ * A block of 32 warps walks down rows. A warp takes the same run of chunks (512 bytes: 16 a lane)
  * of each row, six or seven of them at V = 50304, and keeps them in registers from the sum of
  * exponentials to the gradient. So shared memory only receives: of its two slots of a row one is
  * free for the row after next as soon as a thread has read what it has copied there itself, and
@@ -63,9 +63,9 @@ struct Run {
     uint32_t base, slot_bytes; /* shared memory: of the lane's first in slot 0 */
 
     __device__ __forceinline__ Run(int columns, int warp, int lane, uint32_t shared) {
-        const int all = columns / 8, pieces = ceil_div(all, 32);
-        first = warp * pieces / warps * 32;
-        const int end = (warp + 1) * pieces / warps * 32;
+        const int all = columns / 8, chunks = ceil_div(all, 32);
+        first = warp * chunks / warps * 32;
+        const int end = (warp + 1) * chunks / warps * 32;
         vectors = (end < all ? end : all) - first;
         count = (vectors - lane + 31) / 32;
         slot_bytes = (uint32_t)all * 16;
@@ -92,7 +92,7 @@ __device__ __forceinline__ float merge(float2 (&of_warps)[warps], int warp, int 
 template <class T>
 __global__ void __launch_bounds__(threads, 1) cross_entropy_kernel(const Rows r) {
     await_previous();
-    /* In turns, so that a warp can write a row's while another still reads those before. */
+    /* Alternate, so that a warp can write a row's while another still reads those before. */
     __shared__ float2 of_warps[2][warps];
     extern __shared__ __align__(16) unsigned char kept_rows[];
     const int warp = __shfl_sync(~0u, (int)threadIdx.x / 32, 0), lane = threadIdx.x & 31;
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(threads, 1) cross_entropy_kernel(const Rows r)
     }
     int target = row < r.rows ? r.targets[row] : -1;
     int slot = 0;
-    for (int turn = 0; row < r.rows; row += gridDim.x, slot ^= 1) {
+    for (int parity = 0; row < r.rows; row += gridDim.x, slot ^= 1) {
         const int64_t next = row + gridDim.x;
         const int next_target = next < r.rows ? r.targets[next] : -1;
         ND_CHECK_INDEX("targets", row, max(target, 0), r.columns);
@@ -160,8 +160,8 @@ __global__ void __launch_bounds__(threads, 1) cross_entropy_kernel(const Rows r)
                     }
                 }
             }
-            const float lse = merge(of_warps[turn], warp, lane, most, warp_sum(sum.x + sum.y));
-            turn ^= 1;
+            const float lse = merge(of_warps[parity], warp, lane, most, warp_sum(sum.x + sum.y));
+            parity ^= 1;
             auto gradient = [&](uint32_t pair) {
                 const float2 p = exponentials<T>(pair, lse * log2_e);
                 return pack_pair<T>(p.x, p.y);

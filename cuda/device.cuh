@@ -44,7 +44,7 @@ struct Device {
     size_t scratch_bytes = 0;
     int64_t live_bytes = 0, peak_bytes = 0;
     std::unordered_map<void *, Bytes> live; /* arrays' memory and its size */
-    nd_download *idle_downloads = nullptr;  /* to be used again: the first, which knows the next */
+    nd_async_copy *idle_copies = nullptr;   /* to be used again: the first, which knows the next */
     std::vector<nd_graph *> graphs;
     std::vector<nd_module *> modules;
     nd_graph *recording = nullptr;                       /* between graph_begin and graph_end */
@@ -99,12 +99,12 @@ nd_status cuda_module_reset(int device);
 /* ---- transfer.cu and event.cu (contracts in backend.h) --------------------------------------- */
 nd_status cuda_upload(int device, void *to, const void *from_host, size_t bytes);
 nd_status cuda_download(int device, void *to_host, const void *from, size_t bytes);
-nd_status cuda_download_begin(int device, const void *from, size_t bytes, nd_download **out);
-nd_status cuda_download_end(int device, nd_download *download, void *to_host);
-nd_status cuda_staging_new(int device, size_t bytes, nd_staging **out, void **memory);
-nd_status cuda_staging_send(int device, nd_staging *staging, void *to, size_t bytes);
-nd_status cuda_staging_wait(int device, nd_staging *staging);
-nd_status cuda_staging_free(int device, nd_staging *staging);
+nd_status cuda_async_copy_begin(int device, const void *from, size_t bytes, nd_async_copy **out);
+nd_status cuda_async_copy_end(int device, nd_async_copy *copy, void *to_host);
+nd_status cuda_pinned_buffer_new(int device, size_t bytes, nd_pinned_buffer **out, void **memory);
+nd_status cuda_pinned_buffer_send(int device, nd_pinned_buffer *buffer, void *to, size_t bytes);
+nd_status cuda_pinned_buffer_wait(int device, nd_pinned_buffer *buffer);
+nd_status cuda_pinned_buffer_free(int device, nd_pinned_buffer *buffer);
 /* reset(): free the blocks of finished copies to the host. Under the device's lock. */
 nd_status cuda_transfer_reset(int device);
 

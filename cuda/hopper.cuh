@@ -89,10 +89,10 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t phase) {
 }
 
 /* ---- barriers by number [bar]: 1 to 15, of `threads` threads --------------------------------- */
-__device__ __forceinline__ void turn_wait(int number, int threads) {
+__device__ __forceinline__ void named_barrier_sync(int number, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
-__device__ __forceinline__ void turn_pass(int number, int threads) {
+__device__ __forceinline__ void named_barrier_arrive(int number, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 

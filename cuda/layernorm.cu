@@ -220,12 +220,12 @@ __global__ void __launch_bounds__(most_threads, 1) backward_kernel(const Backwar
     }
     float next_mean = first < p.rows ? p.mean[first] : 0.0f;
     float next_rstd = first < p.rows ? p.rstd[first] : 0.0f;
-    int turn = 0;
+    int parity = 0;
     /* The threads of a block go on together, also those whose last row is not there. */
     for (int64_t row = first; row - threadIdx.y < p.rows; row += step) {
         Vec<T> at[2 + norms][count];
-        ahead.take(turn % ahead.rows, at);
-        ahead.fetch(row + ahead.rows * step, turn % ahead.rows);
+        ahead.take(parity % ahead.rows, at);
+        ahead.fetch(row + ahead.rows * step, parity % ahead.rows);
         const float mean = next_mean, rstd = next_rstd;
         if (row + step < p.rows) {
             next_mean = p.mean[row + step];
@@ -251,8 +251,8 @@ __global__ void __launch_bounds__(most_threads, 1) backward_kernel(const Backwar
                 sum.y += g[i][k] * h;
             }
         }
-        sum = row_sums(sum, parts[turn]);
-        turn ^= 1;
+        sum = row_sums(sum, parts[parity]);
+        parity ^= 1;
         sum.x *= inverse;
         sum.y *= inverse;
 #pragma unroll

@@ -61,37 +61,37 @@ __global__ void __launch_bounds__(256)
 } // namespace
 
 nd_status cuda_linear_gelu_fwd(int device, const linear_gelu_fwd_args *a) {
-    if (linear_hopper_serves(device, {a->x, a->w, a->b, a->slope, a->y})) {
+    if (linear_hopper_serves(device, {a->x, a->w, a->b, a->dgelu, a->y})) {
         return linear_gelu_fwd_hopper(device, a);
     }
     linear_fwd_args product = {};
     product.x = a->x;
     product.w = a->w;
     product.b = a->b;
-    product.y = a->slope;
+    product.y = a->dgelu;
     ND_TRY(cuda_linear_fwd(device, &product));
-    const int64_t rows = a->slope->shape[0], columns = a->slope->shape[1];
+    const int64_t rows = a->dgelu->shape[0], columns = a->dgelu->shape[1];
     if (rows == 0 || columns == 0) {
         return ND_OK;
     }
-    return with_float("linear_gelu_fwd", a->slope->dtype, [&](auto tag) -> nd_status {
+    return with_float("linear_gelu_fwd", a->dgelu->dtype, [&](auto tag) -> nd_status {
         using T = typename decltype(tag)::type;
         constexpr int N = Vec<T>::size;
-        T *dgelu = data_of<T>(a->slope), *y = data_of<T>(a->y);
+        T *dgelu = data_of<T>(a->dgelu), *y = data_of<T>(a->y);
         const int64_t stride = a->y->strides[0];
         const bool vectors = columns % N == 0 && (rows == 1 || stride % N == 0) &&
                              is_aligned16(dgelu) && is_aligned16(y);
         auto kernel =
             a->tanh ? (vectors ? gelu_rows_kernel<T, true, N> : gelu_rows_kernel<T, true, 1>)
                     : (vectors ? gelu_rows_kernel<T, false, N> : gelu_rows_kernel<T, false, 1>);
-        const int64_t pieces = ceil_div<int64_t>(rows * columns, 256 * (vectors ? N : 1));
-        return cuda_launch("linear_gelu_fwd", device, kernel, cuda_grid(device, pieces, 32), 256, 0,
+        const int64_t groups = ceil_div<int64_t>(rows * columns, 256 * (vectors ? N : 1));
+        return cuda_launch("linear_gelu_fwd", device, kernel, cuda_grid(device, groups, 32), 256, 0,
                            dgelu, rows, columns, stride, y);
     });
 }
 
 nd_status cuda_linear_gelu_bwd(int device, const linear_gelu_bwd_args *a) {
-    if (linear_hopper_serves(device, {a->dy, a->w, a->slope, a->dpre})) {
+    if (linear_hopper_serves(device, {a->dy, a->w, a->dgelu, a->dpre})) {
         return linear_gelu_bwd_hopper(device, a);
     }
     nd_array dy = batch_of_one(a->dy, false), w_t = batch_of_one(a->w, true),
@@ -102,7 +102,7 @@ nd_status cuda_linear_gelu_bwd(int device, const linear_gelu_bwd_args *a) {
     product.c = &dpre;
     ND_TRY(cuda_matmul(device, &product));
     /* In place: each thread reads its elements before it writes them. */
-    multiply_args times = {a->slope, a->dpre, 0, 0, a->dpre};
+    multiply_args times = {a->dgelu, a->dpre, 0, 0, a->dpre};
     ND_TRY(cuda_multiply(device, &times));
     bias_bwd_args sums = {a->dpre, a->db, nullptr};
     return cuda_bias_bwd(device, &sums);

@@ -110,7 +110,7 @@ __device__ __forceinline__ void apply_gelu(const float *sums, const float2 (&bia
 /* A warp's 16 rows x 64 columns of a matrix of the result's size, from (row, column). Words of
  * lanes lie as wgmma has them: word[2 n + h] is columns 8 n + 2 (lane % 4) + {0, 1} of row lane / 4
  * + 8 h. */
-struct Piece {
+struct Fragment {
     const Linear &f;
     int row, column;
 
@@ -182,10 +182,10 @@ template <class T, class Shape> struct Epilogue;
 template <class T> struct Epilogue<T, LinearShape<false>> {
     using Shape = LinearShape<false>;
 
-    __device__ __forceinline__ void begin(const Linear &, Piece) {}
+    __device__ __forceinline__ void begin(const Linear &, Fragment) {}
 
-    __device__ __forceinline__ void finish(const Linear &f, Piece at, const float *c, uint32_t, int,
-                                           int) {
+    __device__ __forceinline__ void finish(const Linear &f, Fragment at, const float *c, uint32_t,
+                                           int, int) {
 #pragma unroll
         for (int panel = 0; panel < Shape::PANELS; panel++, at.column += PANEL_COLUMNS) {
             const int mine = at.column + 2 * (threadIdx.x % 4);
@@ -213,20 +213,22 @@ template <class T> struct Epilogue<T, LinearShape<false>> {
 
 template <class T> struct Epilogue<T, LinearShape<true>> {
     using Shape = LinearShape<true>;
-    uint2 ahead[2][4]; /* dgelu of the next piece */
+    uint2 ahead[2][4]; /* dgelu of the next fragment */
 
-    __device__ __forceinline__ void begin(const Linear &f, Piece at) { at.load<T>(ahead, f.dgelu); }
+    __device__ __forceinline__ void begin(const Linear &f, Fragment at) {
+        at.load<T>(ahead, f.dgelu);
+    }
 
-    __device__ __forceinline__ void finish(const Linear &f, Piece at, const float *c,
+    __device__ __forceinline__ void finish(const Linear &f, Fragment at, const float *c,
                                            uint32_t my_sums, int group, int row_tile) {
         const int lane = threadIdx.x & 31, tile_column = at.column;
         float column_sums[Shape::PANELS][2]; /* of columns 2 lane + {0, 1} of each panel */
 #pragma unroll
         for (int panel = 0; panel < Shape::PANELS; panel++, at.column += PANEL_COLUMNS) {
             uint32_t word[16];
-            Piece::exchange(word, ahead);
+            Fragment::exchange(word, ahead);
             if (panel + 1 < Shape::PANELS) {
-                Piece{f, at.row, at.column + PANEL_COLUMNS}.load<T>(ahead, f.dgelu);
+                Fragment{f, at.row, at.column + PANEL_COLUMNS}.load<T>(ahead, f.dgelu);
             }
 #pragma unroll
             for (int i = 0; i < 16; i++) {
@@ -258,13 +260,13 @@ template <class T> struct Epilogue<T, LinearShape<true>> {
             column_sums[panel][1] = sums[1];
         }
         /* Over the warps, through shared memory; the first wait: all have read the last tile's. */
-        turn_wait(1 + group, WARPGROUP);
+        named_barrier_sync(1 + group, WARPGROUP);
 #pragma unroll
         for (int i = 0; i < 2 * Shape::PANELS; i++) {
             store_shared4(my_sums + 4 * (PANEL_COLUMNS * (i / 2) + 2 * lane + i % 2),
                           __float_as_uint(column_sums[i / 2][i % 2]));
         }
-        turn_wait(1 + group, WARPGROUP);
+        named_barrier_sync(1 + group, WARPGROUP);
         const int thread = threadIdx.x % WARPGROUP;
         const int64_t row = (int64_t)row_tile * Shape::CONSUMERS + group;
 #pragma unroll
@@ -290,10 +292,10 @@ __device__ __forceinline__ void consume(const Linear &f, Places<Shape> at, int g
     Ring<Shape::STAGES> ring;
     for (int tile = first_tile(f, blockIdx.x); tile < end; tile++) {
         const int across = tile / f.row_tiles, down = tile - across * f.row_tiles;
-        const Piece piece = {f, down * Shape::ROWS + group * Shape::OWN + 16 * warp,
-                             across * Shape::COLUMNS};
+        const Fragment fragment = {f, down * Shape::ROWS + group * Shape::OWN + 16 * warp,
+                                   across * Shape::COLUMNS};
         Epilogue<T, Shape> results;
-        results.begin(f, piece);
+        results.begin(f, fragment);
 
         float c[32 * Shape::PANELS];
         int before = 0;
@@ -324,7 +326,7 @@ __device__ __forceinline__ void consume(const Linear &f, Places<Shape> at, int g
         if (leads) {
             barrier_arrive(at.empty(before));
         }
-        results.finish(f, piece, c, at.sums(4 * group + warp), group, down);
+        results.finish(f, fragment, c, at.sums(4 * group + warp), group, down);
     }
 }
 
@@ -357,7 +359,7 @@ nd_status linear_gelu_fwd_hopper(int device, const linear_gelu_fwd_args *a) {
     Linear f = {};
     f.tanh = a->tanh != 0;
     f.bias = a->b->data;
-    f.dgelu = a->slope->data;
+    f.dgelu = a->dgelu->data;
     f.out = a->y->data;
     f.out_row = a->y->strides[0];
     return launch<LinearShape<false>>("linear_gelu_fwd", device, f, a->x, a->w);
@@ -368,9 +370,9 @@ nd_status linear_gelu_bwd_hopper(int device, const linear_gelu_bwd_args *a) {
         return linear_gelu_bwd_shallow(device, a);
     }
     Linear f = {};
-    f.dgelu = a->slope->data;
+    f.dgelu = a->dgelu->data;
     f.out = a->dpre->data;
-    f.out_row = a->slope->shape[1];
+    f.out_row = a->dgelu->shape[1];
     return linear::with_column_sums<LinearShape<true>>(device, a, f, [&](const Linear &full) {
         return launch<LinearShape<true>>("linear_gelu_bwd", device, full, a->dy, a->w);
     });

@@ -160,9 +160,9 @@ nd_status launch(const char *op, int device, void (*bf16_kernel)(F), void (*f16_
  * order. */
 template <class Shape, class F, class Run>
 nd_status with_column_sums(int device, const linear_gelu_bwd_args *a, F f, const Run &run) {
-    const int64_t columns = a->slope->shape[1];
+    const int64_t columns = a->dgelu->shape[1];
     const int64_t parts =
-        Shape::ROWS / Shape::OWN * ceil_div<int64_t>(a->slope->shape[0], Shape::ROWS);
+        Shape::ROWS / Shape::OWN * ceil_div<int64_t>(a->dgelu->shape[0], Shape::ROWS);
     void *partial;
     ND_TRY(cuda_scratch(device, (size_t)(parts * columns) * sizeof(float), &partial));
     f.partial = (float *)partial;

@@ -300,13 +300,13 @@ template <class T> struct ShallowEpilogue<T, ShallowShape<Kind::gelu_backward>> 
         store_rows(word, place);
     }
 
-    __device__ __forceinline__ void finish(const Shallow &f, int piece, int column) {
+    __device__ __forceinline__ void finish(const Shallow &f, int part, int column) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             sums[h] += __shfl_xor_sync(~0u, sums[h], 1);
             sums[h] += __shfl_xor_sync(~0u, sums[h], 2);
             if (threadIdx.x % 4 == 0 && column + 8 * h < f.columns) {
-                f.partial[(int64_t)piece * f.columns + column + 8 * h] = sums[h];
+                f.partial[(int64_t)part * f.columns + column + 8 * h] = sums[h];
             }
         }
     }
@@ -338,7 +338,7 @@ __device__ __forceinline__ void consume(const Shallow &f, ShallowPlaces<Shape> a
     Ring<Shape::STAGES> ring;
     ShallowEpilogue<T, Shape> end;
     if (group == 1) {
-        turn_pass(other_turn, 2 * WARPGROUP);
+        named_barrier_arrive(other_turn, 2 * WARPGROUP);
     }
     each_run<Shape>(f, [&](int block_column, int down, int count) {
         const int first = block_column + group * PANEL_COLUMNS;
@@ -362,7 +362,7 @@ __device__ __forceinline__ void consume(const Shallow &f, ShallowPlaces<Shape> a
                     load_matrices_transposed(b[4 * step + k], panel + panel_offset(row, chunk));
                 }
             }
-            turn_wait(mine_alone, WARPGROUP);
+            named_barrier_sync(mine_alone, WARPGROUP);
             if (leads) {
                 barrier_arrive(at.empty(ring.at));
             }
@@ -371,7 +371,7 @@ __device__ __forceinline__ void consume(const Shallow &f, ShallowPlaces<Shape> a
         for (int tile = down; tile < down + count; tile++) {
             float c[64];
             int before = 0;
-            turn_wait(my_turn, 2 * WARPGROUP);
+            named_barrier_sync(my_turn, 2 * WARPGROUP);
 #pragma unroll
             for (int step = 0; step < Shape::STEPS; step++, ring.advance()) {
                 barrier_wait(at.full(ring.at), ring.phase);
@@ -390,7 +390,7 @@ __device__ __forceinline__ void consume(const Shallow &f, ShallowPlaces<Shape> a
                 }
                 before = ring.at;
                 if (step == Shape::STEPS - 2) { /* the other comes while the last one is computed */
-                    turn_pass(other_turn, 2 * WARPGROUP);
+                    named_barrier_arrive(other_turn, 2 * WARPGROUP);
                 }
             }
             products_wait<0>();
@@ -414,7 +414,7 @@ __device__ __forceinline__ void consume(const Shallow &f, ShallowPlaces<Shape> a
                     box_stores_read(); /* so that the next half may be written there */
                     end.free(at);
                 }
-                turn_wait(mine_alone, WARPGROUP);
+                named_barrier_sync(mine_alone, WARPGROUP);
                 if (leads) {
                     end.store(f, at, buffer, first, tile * Shape::ROWS + half * Shape::HALF);
                 }
@@ -458,14 +458,14 @@ nd_status linear_gelu_fwd_shallow(int device, const linear_gelu_fwd_args *a) {
     Shallow f = {};
     f.bias = a->b->data;
     f.tanh = a->tanh != 0;
-    return launch<ShallowShape<Kind::gelu>>("linear_gelu_fwd", device, f, a->x, a->w, a->slope,
+    return launch<ShallowShape<Kind::gelu>>("linear_gelu_fwd", device, f, a->x, a->w, a->dgelu,
                                             a->y);
 }
 
 nd_status linear_gelu_bwd_shallow(int device, const linear_gelu_bwd_args *a) {
     using Shape = ShallowShape<Kind::gelu_backward>;
     return linear::with_column_sums<Shape>(device, a, Shallow{}, [&](const Shallow &f) {
-        return launch<Shape>("linear_gelu_bwd", device, f, a->dy, a->w, a->slope, a->dpre);
+        return launch<Shape>("linear_gelu_bwd", device, f, a->dy, a->w, a->dgelu, a->dpre);
     });
 }
 

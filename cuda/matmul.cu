@@ -12,8 +12,8 @@
  * by shape, strides, transposes, dtypes, epilogue, beta and the alignment of each pointer. The
  * algorithm is the heuristic's first answer, or the one that algorithms.def lists for this GPU,
  * version and shape; never the winner of a timing, so that a resumed run takes the same. Partial
- * sums of split products are added in float32. NEEDLE_ALGORITHM=n takes answer n everywhere, to make the
- * table.
+ * sums of split products are added in float32. NEEDLE_ALGORITHM=n takes answer n everywhere, to
+ * make the table.
  *
  * bias_bwd: blocks of 32 x 8 threads walk down strips of columns, 16 bytes a thread and row;
  * partial sums a block in scratch, added in a fixed order. Reads dy once.

@@ -58,18 +58,18 @@ __global__ void __launch_bounds__(threads)
     squares_kernel(const float *g, int64_t count, float *partial) {
     await_previous();
     const int64_t step = (int64_t)gridDim.x * threads;
-    const int64_t pieces = count / N;
+    const int64_t groups = count / N;
     float sum = 0.0f;
 #pragma unroll 4
-    for (int64_t i = (int64_t)blockIdx.x * threads + threadIdx.x; i < pieces; i += step) {
+    for (int64_t i = (int64_t)blockIdx.x * threads + threadIdx.x; i < groups; i += step) {
         Floats<N> x = load<N>(g + i * N);
 #pragma unroll
         for (int k = 0; k < N; k++) {
             sum += x.v[k] * x.v[k];
         }
     }
-    if (blockIdx.x == 0 && threadIdx.x < count - pieces * N) {
-        float x = g[pieces * N + threadIdx.x];
+    if (blockIdx.x == 0 && threadIdx.x < count - groups * N) {
+        float x = g[groups * N + threadIdx.x];
         sum += x * x;
     }
     sum = block_sum(sum);
@@ -117,8 +117,8 @@ __global__ void __launch_bounds__(threads)
     if (!isfinite(by)) {
         return;
     }
-    const int64_t pieces = count / N; /* N is 1 when it does not divide count */
-    for (int64_t i = (int64_t)blockIdx.x * threads + threadIdx.x; i < pieces;
+    const int64_t groups = count / N; /* N is 1 when it does not divide count */
+    for (int64_t i = (int64_t)blockIdx.x * threads + threadIdx.x; i < groups;
          i += (int64_t)gridDim.x * threads) {
         const int64_t at = i * N;
         Floats<N> gs = load<N>(g + at), ms = load<N>(m + at), vs = load<N>(v + at);

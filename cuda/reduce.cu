@@ -7,11 +7,11 @@
  * the parts are then folded in a fixed order. Dense rows of up to 1,024 elements are never split
  * (optim.chunk_norms relies on it).
  *
- * Parallel: a thread loads pieces: 16 bytes where the elements that lie side by side are
+ * Parallel: a thread loads vectors: 16 bytes where the elements that lie side by side are
  * aligned floats, else an element, and several before it folds the first. Rows: neighbouring
  * threads take neighbouring reduced elements, a warp or a block an output. Columns: when the
  * reduced elements are apart but the outputs' are neighbours, neighbouring threads take
- * neighbouring outputs, as many as a piece has elements each, and the block's rows of threads take
+ * neighbouring outputs, as many as a vector has elements each, and the block's rows of threads take
  * the reduced elements in turn. When there are few outputs, several blocks share one and leave
  * parts in scratch, which fold_kernel folds, as columns.
  * Bytes: each element once, and 8 (ARG: 32) for each part. Instructions: about 4 an element for a
@@ -208,10 +208,10 @@ __device__ __forceinline__ void leave(const Plan &p, int64_t split, int64_t o,
 
 /* One load of a thread: 16 bytes of floats T (`vectors`), or an element. Where T is
  * int64_t it is one of any integer dtype. */
-template <class T, bool vectors> struct Piece {
+template <class T, bool vectors> struct Load {
     typedef std::conditional_t<std::is_same_v<T, int64_t>, int64_t, float> V;
     static constexpr int size = vectors ? Vec<T>::size : 1;
-    static constexpr int ahead = 4; /* pieces loaded before the first is folded */
+    static constexpr int ahead = 4; /* loads before the first is folded */
     std::conditional_t<vectors, uint4, T> raw;
 
     __device__ __forceinline__ void load(const void *x, int64_t at, nd_dtype dtype) {
@@ -244,50 +244,50 @@ template <class T, bool vectors> struct Piece {
     }
 };
 
-template <class P, int ahead, class Offset, class Take>
+template <class L, int ahead, class Offset, class Take>
 __device__ __forceinline__ void scan_ahead(const Plan &p, int64_t first, int64_t end, int64_t step,
                                            Offset offset, Take take) {
     for (; first < end; first += ahead * step) {
-        P pieces[ahead];
+        L loads[ahead];
 #pragma unroll
         for (int u = 0; u < ahead; u++) {
             if (first + u * step < end) {
-                pieces[u].load(p.x, offset(first + u * step), p.dtype);
+                loads[u].load(p.x, offset(first + u * step), p.dtype);
             }
         }
 #pragma unroll
         for (int u = 0; u < ahead; u++) {
             if (first + u * step < end) {
-                typename P::V x[P::size];
-                pieces[u].get(x);
+                typename L::V x[L::size];
+                loads[u].get(x);
                 take(x, first + u * step);
             }
         }
     }
 }
 
-/* take(values, r) of the pieces at r = first, first + step, ... before `end` of the reduced
+/* take(values, r) of the vectors at r = first, first + step, ... before `end` of the reduced
  * elements, which begin at `from`. One axis is read ahead; several cost divisions, and the code of
  * those is long. */
-template <class P, class Take>
+template <class L, class Take>
 __device__ __forceinline__ void scan(const Plan &p, int64_t from, int64_t first, int64_t end,
                                      int64_t step, Take take) {
     if (p.reduced.ndim == 1) {
         const int64_t stride = p.reduced.strides[0][0];
-        scan_ahead<P, P::ahead>(
+        scan_ahead<L, L::ahead>(
             p, first, end, step, [&](int64_t r) { return from + r * stride; }, take);
     } else {
-        scan_ahead<P, 1>(
+        scan_ahead<L, 1>(
             p, first, end, step, [&](int64_t r) { return from + offset_of(p.reduced, r); }, take);
     }
 }
 
-/* `group` threads (32 or all) an output and split. `vectors`: the pieces are of reduced elements,
- * and chunks are whole pieces. */
+/* `group` threads (32 or all) an output and split. `vectors`: vectors of reduced elements,
+ * and chunks are whole vectors. */
 template <class Fold, class T, int group, bool vectors>
 __global__ void __launch_bounds__(threads) rows_kernel(Plan p) {
     await_previous();
-    typedef Piece<T, vectors> P;
+    typedef Load<T, vectors> L;
     const int lane = threadIdx.x % group;
     const int64_t tasks = p.kept.size * p.splits;
     for (int64_t base = (int64_t)blockIdx.x * (threads / group); base < tasks;
@@ -296,9 +296,9 @@ __global__ void __launch_bounds__(threads) rows_kernel(Plan p) {
         int64_t split = p.splits > 1 ? task / p.kept.size : 0, o = task - split * p.kept.size;
         typename Fold::Part part = Fold::start();
         if (task < tasks) {
-            scan<P>(p, offset_of(p.kept, o), split * p.chunk + lane * P::size,
-                    min((split + 1) * p.chunk, p.reduced.size), group * P::size,
-                    [&](const typename P::V(&x)[P::size], int64_t r) { Fold::add(part, x, r); });
+            scan<L>(p, offset_of(p.kept, o), split * p.chunk + lane * L::size,
+                    min((split + 1) * p.chunk, p.reduced.size), group * L::size,
+                    [&](const typename L::V(&x)[L::size], int64_t r) { Fold::add(part, x, r); });
         }
         part = group == 32 ? fold_warp<Fold>(part) : fold_block<Fold>(part);
         if (lane == 0 && task < tasks) {
@@ -307,30 +307,30 @@ __global__ void __launch_bounds__(threads) rows_kernel(Plan p) {
     }
 }
 
-/* A block takes `width` pieces of neighbouring outputs, threads / width reduced elements at a
+/* A block takes `width` vectors of neighbouring outputs, threads / width reduced elements at a
  * time. */
 template <class Fold, class T, bool vectors>
 __global__ void __launch_bounds__(threads) columns_kernel(Plan p) {
     await_previous();
-    typedef Piece<T, vectors> P;
+    typedef Load<T, vectors> L;
     const int column = threadIdx.x & (p.width - 1), row = threadIdx.x / p.width;
-    const int64_t tiles = ceil_div<int64_t>(p.kept.size, p.width * P::size);
+    const int64_t tiles = ceil_div<int64_t>(p.kept.size, p.width * L::size);
     const int64_t tasks = tiles * p.splits;
     for (int64_t task = blockIdx.x; task < tasks; task += gridDim.x) {
         int64_t split = p.splits > 1 ? task / tiles : 0;
-        int64_t o = ((task - split * tiles) * p.width + column) * P::size;
-        typename Fold::Part part[P::size];
+        int64_t o = ((task - split * tiles) * p.width + column) * L::size;
+        typename Fold::Part part[L::size];
 #pragma unroll
-        for (int k = 0; k < P::size; k++) {
+        for (int k = 0; k < L::size; k++) {
             part[k] = Fold::start();
         }
         if (o < p.kept.size) {
-            scan<P>(p, offset_of(p.kept, o), split * p.chunk + row,
+            scan<L>(p, offset_of(p.kept, o), split * p.chunk + row,
                     min((split + 1) * p.chunk, p.reduced.size), threads / p.width,
-                    [&](const typename P::V(&x)[P::size], int64_t r) {
+                    [&](const typename L::V(&x)[L::size], int64_t r) {
 #pragma unroll
-                        for (int k = 0; k < P::size; k++) {
-                            typename P::V one[1] = {x[k]};
+                        for (int k = 0; k < L::size; k++) {
+                            typename L::V one[1] = {x[k]};
                             Fold::add(part[k], one, r);
                         }
                     });
@@ -338,7 +338,7 @@ __global__ void __launch_bounds__(threads) columns_kernel(Plan p) {
         fold_columns<Fold>(part, p.width);
         if (row == 0 && o < p.kept.size) {
 #pragma unroll
-            for (int k = 0; k < P::size; k++) {
+            for (int k = 0; k < L::size; k++) {
                 leave<Fold>(p, split, o + k, part[k]);
             }
         }
@@ -441,16 +441,16 @@ nd_status reduce(const char *op, int device, const nd_array *x, int64_t axes, nd
     const bool columns = is_dense(p.kept) && !is_dense(p.reduced) && outputs > 1;
     const bool vectors =
         columns ? vectors_fit(p, p.kept, p.reduced) : vectors_fit(p, p.reduced, p.kept);
-    const int piece = vectors ? 16 / (int)nd_dtype_size(x->dtype) : 1;
-    p.width = columns
-                  ? columns_width(ceil_div<int64_t>(p.kept.shape[p.kept.ndim - 1], piece), elements)
-                  : 1;
+    const int together = vectors ? 16 / (int)nd_dtype_size(x->dtype) : 1;
+    p.width = columns ? columns_width(ceil_div<int64_t>(p.kept.shape[p.kept.ndim - 1], together),
+                                      elements)
+                      : 1;
     /* A warp an output where the row is short, or not long and there are warps' worth of rows. */
     const bool warps =
         !columns && (elements <= 1024 || (elements <= 8192 && outputs >= (int64_t)processors * 32));
 
     /* Enough blocks to fill the device, and no split shorter than 16 elements a thread. */
-    int64_t blocks = ceil_div<int64_t>(outputs, columns ? p.width * piece
+    int64_t blocks = ceil_div<int64_t>(outputs, columns ? p.width * together
                                                 : warps ? threads / 32
                                                         : 1);
     int64_t least = columns ? threads / p.width * 16 : threads * 16;

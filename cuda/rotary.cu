@@ -15,9 +15,9 @@
 
 namespace {
 
-template <class T, int N> struct Piece { T v[N]; };
-template <class T, int N> __device__ __forceinline__ Piece<T, N> load_piece(const T *p) {
-    Piece<T, N> out;
+template <class T, int N> struct Pack { T v[N]; };
+template <class T, int N> __device__ __forceinline__ Pack<T, N> load_pack(const T *p) {
+    Pack<T, N> out;
     if constexpr (N == 1) {
         out.v[0] = checked(p);
     } else {
@@ -29,7 +29,7 @@ template <class T, int N> __device__ __forceinline__ Piece<T, N> load_piece(cons
     }
     return out;
 }
-template <class T, int N> __device__ __forceinline__ void store_piece(T *p, const Piece<T, N> &x) {
+template <class T, int N> __device__ __forceinline__ void store_pack(T *p, const Pack<T, N> &x) {
     if constexpr (N == 1) {
         checked(p) = x.v[0];
     } else {
@@ -43,7 +43,7 @@ template <class T, int N> __device__ __forceinline__ void store_piece(T *p, cons
 }
 
 struct Shape {
-    int64_t items;             /* (b, t, h, p < parts, piece of R, which of the pair) */
+    int64_t items;             /* (b, t, h, p < parts, vector of R, which of the pair) */
     int64_t times, heads;      /* T; H */
     int parts, half;           /* of P; R */
     int64_t b, t, head, slice; /* strides of x */
@@ -51,14 +51,14 @@ struct Shape {
 
 /* One of the rotated pair, in a lane whose neighbour has the other. */
 template <class T, int N>
-__device__ __forceinline__ Piece<T, N> rotated(const Piece<T, N> &mine, const float *cosines,
-                                               const float *sines, float sign) {
+__device__ __forceinline__ Pack<T, N> rotated(const Pack<T, N> &mine, const float *cosines,
+                                              const float *sines, float sign) {
     constexpr int step = N == 1 ? 1 : 4;
-    Piece<T, N> out;
+    Pack<T, N> out;
 #pragma unroll
     for (int base = 0; base < N; base += step) {
-        const Piece<float, step> c = load_piece<float, step>(cosines + base);
-        const Piece<float, step> s = load_piece<float, step>(sines + base);
+        const Pack<float, step> c = load_pack<float, step>(cosines + base);
+        const Pack<float, step> s = load_pack<float, step>(sines + base);
 #pragma unroll
         for (int j = 0; j < step; j++) {
             const float x = to_float(mine.v[base + j]);
@@ -77,17 +77,17 @@ __global__ void __launch_bounds__(256)
     if (item >= s.items) { /* and so is its neighbour */
         return;
     }
-    const int64_t pieces = 2 * (s.half / N), slices = item / pieces, heads = slices / s.parts;
+    const int64_t packs = 2 * (s.half / N), slices = item / packs, heads = slices / s.parts;
     const int64_t times = heads / s.heads, batch = times / s.times;
-    const int piece = (int)(item - slices * pieces), at = piece / 2 * N;
-    const bool second = piece % 2 != 0; /* of the pair */
+    const int pack = (int)(item - slices * packs), at = pack / 2 * N;
+    const bool second = pack % 2 != 0; /* of the pair */
     const int64_t t = times - batch * s.times;
     T *to = x + batch * s.b + t * s.t + (heads - times * s.heads) * s.head +
             (slices - heads * s.parts) * s.slice + at + (second ? s.half : 0);
     const int64_t angle = t * s.half + at;
-    const Piece<T, N> mine = load_piece<T, N>(to);
-    store_piece<T, N>(to,
-                      rotated<T, N>(mine, cosines + angle, sines + angle, second ? sign : -sign));
+    const Pack<T, N> mine = load_pack<T, N>(to);
+    store_pack<T, N>(to,
+                     rotated<T, N>(mine, cosines + angle, sines + angle, second ? sign : -sign));
 }
 
 } // namespace

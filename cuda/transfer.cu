@@ -1,9 +1,9 @@
-/* transfer.cu - bytes between host and device: copies that wait, asynchronous copies, staging.
+/* transfer.cu - bytes between host and device: blocking and asynchronous copies, pinned buffers.
  *
  * An asynchronous copy goes through pinned memory, because one from or to pageable memory blocks
  * its caller. An event after the last copy of a block tells when the block may be read or written
  * again; work that is enqueued later goes on. The block of a finished copy is used again by
- * the next one that fits; a staging keeps its own.
+ * the next one that fits; a pinned buffer keeps its own.
  */
 #include <string.h>
 
@@ -35,13 +35,13 @@ cudaError_t pinned_free(const Pinned &block) {
 
 } // namespace
 
-struct nd_download {
+struct nd_async_copy {
     Pinned block;
     size_t capacity, bytes; /* of the block, on their way */
-    nd_download *next;      /* among the idle ones */
+    nd_async_copy *next;    /* among the idle ones */
 };
 
-struct nd_staging {
+struct nd_pinned_buffer {
     Pinned block;
 };
 
@@ -79,8 +79,8 @@ namespace {
 
 /* An idle block when one fits: making one costs far more than a copy. Blocks are rounded up so that
  * few sizes exist. */
-nd_status download_block(Device &d, size_t bytes, nd_download **out) {
-    for (nd_download **idle = &d.idle_downloads; *idle; idle = &(*idle)->next) {
+nd_status copy_block(Device &d, size_t bytes, nd_async_copy **out) {
+    for (nd_async_copy **idle = &d.idle_copies; *idle; idle = &(*idle)->next) {
         size_t capacity = (*idle)->capacity;
         if (capacity >= bytes && capacity <= 2 * bytes + 4096) {
             *out = *idle;
@@ -88,9 +88,9 @@ nd_status download_block(Device &d, size_t bytes, nd_download **out) {
             return ND_OK;
         }
     }
-    nd_download *made = new nd_download{};
+    nd_async_copy *made = new nd_async_copy{};
     made->capacity = (bytes / 4096 + 1) * 4096;
-    nd_status status = pinned_new("download", made->capacity, &made->block);
+    nd_status status = pinned_new("async_copy", made->capacity, &made->block);
     if (status != ND_OK) {
         delete made;
         return status;
@@ -100,23 +100,23 @@ nd_status download_block(Device &d, size_t bytes, nd_download **out) {
 }
 
 /* Under the device's lock. */
-void put_back(Device &d, nd_download *download) {
-    download->next = d.idle_downloads;
-    d.idle_downloads = download;
+void put_back(Device &d, nd_async_copy *copy) {
+    copy->next = d.idle_copies;
+    d.idle_copies = copy;
 }
 
 } // namespace
 
-nd_status cuda_download_begin(int device, const void *from, size_t bytes, nd_download **out) {
+nd_status cuda_async_copy_begin(int device, const void *from, size_t bytes, nd_async_copy **out) {
     *out = nullptr;
     Exclusive call;
     ND_TRY(call.begin(device));
     Device &d = cuda_device(device);
-    ND_TRY(cuda_refuse_in_capture(device, "download"));
-    nd_download *download = nullptr;
-    ND_TRY(download_block(d, bytes, &download));
-    download->bytes = bytes;
-    const Pinned &block = download->block;
+    ND_TRY(cuda_refuse_in_capture(device, "async_copy"));
+    nd_async_copy *copy = nullptr;
+    ND_TRY(copy_block(d, bytes, &copy));
+    copy->bytes = bytes;
+    const Pinned &block = copy->block;
     cudaError_t error = cudaSuccess;
     if (bytes > 0) {
         error = cudaMemcpyAsync(block.memory, from, bytes, cudaMemcpyDeviceToHost, d.stream);
@@ -125,32 +125,32 @@ nd_status cuda_download_begin(int device, const void *from, size_t bytes, nd_dow
         error = cudaEventRecord(block.copied, d.stream);
     }
     if (error != cudaSuccess) {
-        put_back(d, download);
-        return cuda_error("download", "cudaMemcpyAsync", error);
+        put_back(d, copy);
+        return cuda_error("async_copy", "cudaMemcpyAsync", error);
     }
-    *out = download;
+    *out = copy;
     return ND_OK;
 }
 
-nd_status cuda_download_end(int device, nd_download *download, void *to_host) {
+nd_status cuda_async_copy_end(int device, nd_async_copy *copy, void *to_host) {
     ND_TRY(cuda_enter(device)); /* after a fault the block goes with the process */
-    cudaError_t error = cudaEventSynchronize(download->block.copied);
+    cudaError_t error = cudaEventSynchronize(copy->block.copied);
     if (error == cudaSuccess && to_host) {
-        memcpy(to_host, download->block.memory, download->bytes);
+        memcpy(to_host, copy->block.memory, copy->bytes);
     }
     Device &d = cuda_device(device);
     {
         std::lock_guard<std::mutex> guard(d.lock);
-        put_back(d, download);
+        put_back(d, copy);
     }
-    return error == cudaSuccess ? ND_OK : cuda_error("download", "cudaEventSynchronize", error);
+    return error == cudaSuccess ? ND_OK : cuda_error("async_copy", "cudaEventSynchronize", error);
 }
 
 nd_status cuda_transfer_reset(int device) {
     Device &d = cuda_device(device);
-    while (d.idle_downloads) {
-        nd_download *first = d.idle_downloads;
-        d.idle_downloads = first->next;
+    while (d.idle_copies) {
+        nd_async_copy *first = d.idle_copies;
+        d.idle_copies = first->next;
         cudaError_t error = pinned_free(first->block);
         delete first;
         CUDA_TRY("reset", error);
@@ -158,12 +158,12 @@ nd_status cuda_transfer_reset(int device) {
     return ND_OK;
 }
 
-/* ---- staging --------------------------------------------------------------------------------- */
-nd_status cuda_staging_new(int device, size_t bytes, nd_staging **out, void **memory) {
+/* ---- pinned buffers -------------------------------------------------------------------------- */
+nd_status cuda_pinned_buffer_new(int device, size_t bytes, nd_pinned_buffer **out, void **memory) {
     *out = nullptr;
     ND_TRY(cuda_enter(device));
-    nd_staging *made = new nd_staging{};
-    nd_status status = pinned_new("staging", bytes, &made->block);
+    nd_pinned_buffer *made = new nd_pinned_buffer{};
+    nd_status status = pinned_new("pinned_buffer", bytes, &made->block);
     if (status != ND_OK) {
         delete made;
         return status;
@@ -173,39 +173,39 @@ nd_status cuda_staging_new(int device, size_t bytes, nd_staging **out, void **me
     return ND_OK;
 }
 
-nd_status cuda_staging_send(int device, nd_staging *staging, void *to, size_t bytes) {
+nd_status cuda_pinned_buffer_send(int device, nd_pinned_buffer *buffer, void *to, size_t bytes) {
     Exclusive call;
     ND_TRY(call.begin(device));
-    ND_TRY(cuda_refuse_in_capture(device, "staging"));
+    ND_TRY(cuda_refuse_in_capture(device, "pinned_buffer"));
     cudaStream_t stream = cuda_stream(device);
-    const Pinned &block = staging->block;
+    const Pinned &block = buffer->block;
     if (bytes > 0) {
-        CUDA_TRY("staging",
+        CUDA_TRY("pinned_buffer",
                  cudaMemcpyAsync(to, block.memory, bytes, cudaMemcpyHostToDevice, stream));
     }
-    CUDA_TRY("staging", cudaEventRecord(block.copied, stream));
+    CUDA_TRY("pinned_buffer", cudaEventRecord(block.copied, stream));
     return ND_OK;
 }
 
 /* An event that was never recorded is done. */
-nd_status cuda_staging_wait(int device, nd_staging *staging) {
+nd_status cuda_pinned_buffer_wait(int device, nd_pinned_buffer *buffer) {
     ND_TRY(cuda_enter(device));
-    CUDA_TRY("staging", cudaEventSynchronize(staging->block.copied));
+    CUDA_TRY("pinned_buffer", cudaEventSynchronize(buffer->block.copied));
     return ND_OK;
 }
 
-nd_status cuda_staging_free(int device, nd_staging *staging) {
+nd_status cuda_pinned_buffer_free(int device, nd_pinned_buffer *buffer) {
     if (cuda_faulted()) {
         return ND_OK; /* goes with the process */
     }
     ND_TRY(cuda_enter(device));
-    cudaError_t error = cudaEventSynchronize(staging->block.copied);
+    cudaError_t error = cudaEventSynchronize(buffer->block.copied);
     if (error == cudaSuccess) {
-        error = pinned_free(staging->block);
+        error = pinned_free(buffer->block);
     }
-    delete staging;
+    delete buffer;
     if (error == cudaErrorCudartUnloading) {
         return ND_OK; /* the process is ending and takes everything along */
     }
-    return error == cudaSuccess ? ND_OK : cuda_error("staging", "cudaFreeHost", error);
+    return error == cudaSuccess ? ND_OK : cuda_error("pinned_buffer", "cudaFreeHost", error);
 }

@@ -335,8 +335,8 @@ class Generate(Operation):
 
 
 class Calls(Operation):
-    """What no step of training does: arrays in and out, views, pickles, staging, events. Sizes grow
-    from run to run, so that nothing which is kept for a next call of the size is there."""
+    """Calls outside of a training step: arrays in and out, views, pickles, buffers, events. Sizes
+    grow from run to run, so that nothing which is kept for a next call of the size is there."""
 
     size = 5000
 
@@ -362,10 +362,10 @@ class Calls(Operation):
         numbers.append(x.numpy())
         if device.is_host:
             numbers.append(np.asarray(memoryview(x)) + 0)
-        staging = _C.PinnedBuffer(4 * size, device)
-        np.frombuffer(staging, np.float32)[:] = 2
-        sent = staging.send((size,), "float32")
-        staging.wait()
+        buffer = _C.PinnedBuffer(4 * size, device)
+        np.frombuffer(buffer, np.float32)[:] = 2
+        sent = buffer.send((size,), "float32")
+        buffer.wait()
         began, ended = _C.Event(device), _C.Event(device)
         began.record()
         total = _C.AsyncCopy(sent.broadcast_to((3, size)).sum())

@@ -435,7 +435,7 @@ def test_graph_drops_an_array_of_before(device):
 @pytest.mark.cuda
 def test_graph_refuses(device):
     x, kept, calls = _C.array(np.ones(5), device=device), [], []
-    staging = _C.PinnedBuffer(20, device)
+    buffer = _C.PinnedBuffer(20, device)
 
     def raises():
         raise KeyError("mine")
@@ -451,9 +451,9 @@ def test_graph_refuses(device):
         (second_raises, KeyError, "mine"),
         (lambda: kept.append(x + 1.0), _C.CudaError, "graph: .*allocates"),
         (lambda: x.numpy(), ValueError, "download: a graph"),
-        (lambda: _C.AsyncCopy(x), ValueError, "download: a graph"),
+        (lambda: _C.AsyncCopy(x), ValueError, "async_copy: a graph"),
         (lambda: _C.array(np.ones(5), device=device), ValueError, "upload: a graph"),
-        (lambda: staging.send((5,), "float32"), ValueError, "staging: a graph"),
+        (lambda: buffer.send((5,), "float32"), ValueError, "pinned_buffer: a graph"),
         (device.synchronize, ValueError, "synchronize: a graph"),
         (lambda: _C.Graph(device, raises), ValueError, "already"),
     ]:

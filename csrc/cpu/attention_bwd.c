@@ -97,14 +97,15 @@ static void load_queries(const backward *b, int64_t batch, int64_t head, int64_t
 }
 
 /* Rotate rows of dq or dk, from position `first` on, back by their angles, if there are any. */
-static void turn_back(const backward *b, int64_t first, int64_t n, int64_t leading, float *rows) {
+static void rotate_back(const backward *b, int64_t first, int64_t n, int64_t leading, float *rows) {
     if (b->cos == NULL) {
         return;
     }
     int64_t r = b->cos->shape[1];
     const float *cosines = (const float *)b->cos->data, *sines = (const float *)b->sin->data;
     for (int64_t i = 0; i < n; i++) {
-        cpu_turn(rows + i * leading, cosines + (first + i) * r, sines + (first + i) * r, r, -1.0f);
+        cpu_rotate(rows + i * leading, cosines + (first + i) * r, sines + (first + i) * r, r,
+                   -1.0f);
     }
 }
 
@@ -169,7 +170,7 @@ static void query_tile(const backward *b, int64_t batch, int64_t head, int64_t b
     }
     attention_rows dq_rows = attention_head(b->dq, batch, head);
     attention_rows_of(w->dqt, rows, d, NULL, w->q);
-    turn_back(b, t0, rows, d, w->q);
+    rotate_back(b, t0, rows, d, w->q);
     if (w->sums != NULL) {
         add_rows(w->q, rows, d, d, w->sums);
     }
@@ -192,7 +193,7 @@ static void backward_head(const backward *b, int64_t batch, int64_t head, worksp
     }
     attention_rows dk_rows = attention_head(b->dk, batch, head);
     attention_rows dv_rows = attention_head(b->dv, batch, head);
-    turn_back(b, 0, keys, padded, w->dk);
+    rotate_back(b, 0, keys, padded, w->dk);
     if (w->sums != NULL) {
         add_rows(w->dk, keys, d, padded, w->sums + d);
         add_rows(w->dv, keys, d, padded, w->sums + 2 * d);

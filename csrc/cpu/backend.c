@@ -75,13 +75,13 @@ static nd_status backend_download(int device, void *to_host, const void *from, s
     return backend_upload(device, to_host, from, bytes);
 }
 
-struct nd_download {
+struct nd_async_copy {
     size_t bytes;
     unsigned char memory[];
 };
 
-static nd_status backend_download_begin(int device, const void *from, size_t bytes,
-                                        nd_download **out) {
+static nd_status backend_async_copy_begin(int device, const void *from, size_t bytes,
+                                          nd_async_copy **out) {
     *out = malloc(sizeof **out + bytes);
     if (*out == NULL) {
         return nd_error(ND_EMEMORY, "download: the system has no %zu bytes left", bytes);
@@ -93,32 +93,34 @@ static nd_status backend_download_begin(int device, const void *from, size_t byt
     return ND_OK;
 }
 
-static nd_status backend_download_end(int device, nd_download *download, void *to_host) {
-    if (to_host != NULL && download->bytes > 0) {
-        memcpy(to_host, download->memory, download->bytes);
+static nd_status backend_async_copy_end(int device, nd_async_copy *copy, void *to_host) {
+    if (to_host != NULL && copy->bytes > 0) {
+        memcpy(to_host, copy->memory, copy->bytes);
     }
-    free(download);
+    free(copy);
     return ND_OK;
 }
 
-/* A staging is its memory; nd_staging stays incomplete. */
-static nd_status backend_staging_new(int device, size_t bytes, nd_staging **out, void **memory) {
+/* A pinned buffer is its memory; nd_pinned_buffer stays incomplete. */
+static nd_status backend_pinned_buffer_new(int device, size_t bytes, nd_pinned_buffer **out,
+                                           void **memory) {
     void *made = NULL;
     if (posix_memalign(&made, 64, bytes) != 0) {
-        return nd_error(ND_EMEMORY, "staging: the system has no %zu bytes left", bytes);
+        return nd_error(ND_EMEMORY, "pinned_buffer: the system has no %zu bytes left", bytes);
     }
     *out = *memory = made;
     return ND_OK;
 }
 
-static nd_status backend_staging_send(int device, nd_staging *staging, void *to, size_t bytes) {
-    return backend_upload(device, to, staging, bytes);
+static nd_status backend_pinned_buffer_send(int device, nd_pinned_buffer *buffer, void *to,
+                                            size_t bytes) {
+    return backend_upload(device, to, buffer, bytes);
 }
 
-static nd_status backend_staging_wait(int device, nd_staging *staging) { return ND_OK; }
+static nd_status backend_pinned_buffer_wait(int device, nd_pinned_buffer *buffer) { return ND_OK; }
 
-static nd_status backend_staging_free(int device, nd_staging *staging) {
-    free(staging);
+static nd_status backend_pinned_buffer_free(int device, nd_pinned_buffer *buffer) {
+    free(buffer);
     return ND_OK;
 }
 
@@ -175,12 +177,12 @@ const nd_backend cpu_backend = {
     .release = cpu_release,
     .upload = backend_upload,
     .download = backend_download,
-    .download_begin = backend_download_begin,
-    .download_end = backend_download_end,
-    .staging_new = backend_staging_new,
-    .staging_send = backend_staging_send,
-    .staging_wait = backend_staging_wait,
-    .staging_free = backend_staging_free,
+    .async_copy_begin = backend_async_copy_begin,
+    .async_copy_end = backend_async_copy_end,
+    .pinned_buffer_new = backend_pinned_buffer_new,
+    .pinned_buffer_send = backend_pinned_buffer_send,
+    .pinned_buffer_wait = backend_pinned_buffer_wait,
+    .pinned_buffer_free = backend_pinned_buffer_free,
     .synchronize = backend_synchronize,
     .stream = backend_stream,
     .memory_stats = cpu_memory_stats,

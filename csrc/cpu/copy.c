@@ -75,7 +75,7 @@ static void copy_items(size_t size, void *to, int64_t to_row, int64_t to_stride,
 
 /* Columns of `from` become rows of `to` through a small square, so that whole cache lines are read
  * and written even where strides are powers of two and lines evict one another. */
-#define TURN_ITEMS(T)                                            \
+#define TRANSPOSE_ITEMS(T)                                       \
     {                                                            \
         T square[TILE][TILE];                                    \
         T *p = to;                                               \
@@ -96,13 +96,13 @@ static void transpose_items(size_t size, void *to, int64_t to_row, const void *f
                             int64_t stride) {
     switch (size) {
     case 1:
-        TURN_ITEMS(item1)
+        TRANSPOSE_ITEMS(item1)
     case 2:
-        TURN_ITEMS(item2)
+        TRANSPOSE_ITEMS(item2)
     case 4:
-        TURN_ITEMS(item4)
+        TRANSPOSE_ITEMS(item4)
     default:
-        TURN_ITEMS(item8)
+        TRANSPOSE_ITEMS(item8)
     }
 }
 

@@ -4,8 +4,8 @@
  * Arithmetic happens in float32 (or int64): a kernel works on rows or tiles, reads float32 memory
  * in place and converts any other dtype into a small buffer on the stack or in scratch.
  *
- * Threads: an op splits its work into pieces whose size depends on the shapes alone, never on the
- * number of threads, and lets OpenMP hand the pieces out; partial sums belong to pieces and are
+ * Threads: an op splits its work into chunks whose size depends on the shapes alone, never on the
+ * number of threads, and lets OpenMP hand the chunks out; partial sums belong to chunks and are
  * combined in their order. So the bits do not depend on the number of threads.
  */
 #ifndef NEEDLE_CPU_H
@@ -132,8 +132,8 @@ int cpu_threads(void);
 
 /* ---- rotary.c -----------------------------------------------------------------------------------
  * Rotate the first 2 R dims of a row of float32 by sign times the R angles of its position. */
-void cpu_turn(float *restrict x, const float *restrict cosines, const float *restrict sines,
-              int64_t r, float sign);
+void cpu_rotate(float *restrict x, const float *restrict cosines, const float *restrict sines,
+                int64_t r, float sign);
 /* ND_EVALUE where `parts` slices of x (..., P, D) cannot be rotated by the angles of cos (T, R). */
 nd_status cpu_check_turn(const char *op, const nd_array *x, int64_t parts, const nd_array *cos);
 

@@ -37,7 +37,7 @@ static void rotate(const nd_array *x, int64_t at, int64_t d, const float *cosine
     unsigned char rounded[MAX_DIMS * sizeof(float)];
     const float *from = cpu_read(x, at, d, buffer);
     memcpy(out, from, (size_t)d * sizeof *out);
-    cpu_turn(out, cosines, sines, r, 1.0f);
+    cpu_rotate(out, cosines, sines, r, 1.0f);
     cpu_store_f32(rounded, x->dtype, 1, out, d);
     cpu_load_f32(out, rounded, x->dtype, 1, d);
 }

@@ -174,17 +174,17 @@ static void block_of_short_rows(const nd_loop *loop, source *sources, apply_fn a
     cpu_cursor_seek(loop, 3, begin / inner, &cursor);
     for (int64_t i = begin, n; i < end; i += n) {
         n = min_of(RUN, end - i);
-        for (int64_t filled = 0, piece; filled < n; filled += piece) {
-            piece = min_of(inner - position, n - filled);
+        for (int64_t filled = 0, part; filled < n; filled += part) {
+            part = min_of(inner - position, n - filled);
             for (int k = 0; k < count; k++) {
                 const source *s = &sources[k];
                 if (!s->constant) {
                     load((char *)s->buffer + (size_t)filled * size, s->array,
-                         cursor.offset[k + 1] + position * s->strides[axis], s->strides[axis],
-                         piece, floats);
+                         cursor.offset[k + 1] + position * s->strides[axis], s->strides[axis], part,
+                         floats);
                 }
             }
-            position += piece;
+            position += part;
             if (position == inner) {
                 position = 0;
                 cpu_cursor_next(loop, 3, &cursor);

@@ -6,7 +6,7 @@
  *              dx = rstd (g - mean(g) - xhat mean(g xhat)) + dres, where there is a dres
  *              of each norm dw += sum over rows of dy xhat,  db += sum over rows of dy
  * All in float32, the variance from the centred values. Threads take rows; for dw and db they take
- * pieces of rows whose sums are added in order. Moves x and each y once (each dy, x, dres, dx
+ * chunks of rows whose sums are added in order. Moves x and each y once (each dy, x, dres, dx
  * once).
  */
 #include <omp.h>
@@ -104,13 +104,13 @@ static nd_status backward(int device, const nd_array *x_rows, int norms, const b
     if (n == 0 || c == 0) {
         return ND_OK;
     }
-    int64_t rows = max_of(32, cpu_ceil_div(n, 256)), pieces = cpu_ceil_div(n, rows);
-    int64_t width = 2 * norms * c; /* of a piece's sums: dw and db of each norm */
+    int64_t rows = max_of(32, cpu_ceil_div(n, 256)), chunks = cpu_ceil_div(n, rows);
+    int64_t width = 2 * norms * c; /* of a chunk's sums: dw and db of each norm */
     void *scratch;
     ND_TRY(cpu_scratch(device,
-                       (size_t)((cpu_threads() * 3 + norms) * c + pieces * width) * sizeof(float),
+                       (size_t)((cpu_threads() * 3 + norms) * c + chunks * width) * sizeof(float),
                        &scratch));
-    float *partial = scratch, *parameters = partial + pieces * width;
+    float *partial = scratch, *parameters = partial + chunks * width;
     float *buffers = parameters + norms * c;
     const float *means = mean_rows->data, *rstds = rstd_rows->data;
     const float *ws[2];
@@ -119,11 +119,11 @@ static nd_status backward(int device, const nd_array *x_rows, int norms, const b
     }
 
 #pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (n * c > CPU_GRAIN)
-    for (int64_t piece = 0; piece < pieces; piece++) {
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {
         float *buffer = buffers + 3 * omp_get_thread_num() * c;
-        float *sums = partial + piece * width;
+        float *sums = partial + chunk * width;
         memset(sums, 0, (size_t)width * sizeof *sums);
-        for (int64_t i = piece * rows; i < min_of(n, (piece + 1) * rows); i++) {
+        for (int64_t i = chunk * rows; i < min_of(n, (chunk + 1) * rows); i++) {
             const float *x = cpu_read(x_rows, i * c, c, buffer + c);
             float *dx = cpu_target(dx_rows, i * c, buffer + 2 * c);
             for (int k = 0; k < norms; k++) {
@@ -135,14 +135,14 @@ static nd_status backward(int device, const nd_array *x_rows, int norms, const b
             cpu_write(dx_rows, i * c, c, dx);
         }
     }
-#pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (pieces * c > CPU_GRAIN)
+#pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (chunks * c > CPU_GRAIN)
     for (int64_t j = 0; j < c; j++) {
         for (int k = 0; k < norms; k++) {
             float *dw = of[k].dw->data, *db = of[k].db->data;
             double dw_sum = 0, db_sum = 0;
-            for (int64_t piece = 0; piece < pieces; piece++) {
-                dw_sum += partial[piece * width + 2 * k * c + j];
-                db_sum += partial[piece * width + (2 * k + 1) * c + j];
+            for (int64_t chunk = 0; chunk < chunks; chunk++) {
+                dw_sum += partial[chunk * width + 2 * k * c + j];
+                db_sum += partial[chunk * width + (2 * k + 1) * c + j];
             }
             dw[j] += (float)dw_sum;
             db[j] += (float)db_sum;

@@ -1,5 +1,5 @@
-/* linear_gelu.c - linear_gelu_fwd: y = gelu(pre), slope = gelu'(pre), pre = x w + b;
- * linear_gelu_bwd: dpre = dy w^T slope, db += its column sums. y has the bits of linear_fwd and
+/* linear_gelu.c - linear_gelu_fwd: y = gelu(pre), dgelu = gelu'(pre), pre = x w + b;
+ * linear_gelu_bwd: dpre = dy w^T dgelu, db += its column sums. y has the bits of linear_fwd and
  * gelu, dpre those of matmul and multiply.
  */
 #include "cpu.h"
@@ -11,12 +11,12 @@ static void apply_gelu(const void *of, int64_t i, int64_t j, int64_t rows, int64
     for (int64_t row = i; row < i + rows; row++) {
         for (int64_t column = j; column < j + columns; column += CPU_RUN) {
             int64_t run = min_of(CPU_RUN, j + columns - column);
-            int64_t from = row * args->slope->shape[1] + column;
+            int64_t from = row * args->dgelu->shape[1] + column;
             int64_t to = row * args->y->strides[0] + column;
             cpu_run pre, out, derivative;
-            const float *x = cpu_read(args->slope, from, run, pre.f32);
+            const float *x = cpu_read(args->dgelu, from, run, pre.f32);
             float *restrict g = cpu_target(args->y, to, out.f32);
-            float *dg = cpu_target(args->slope, from, derivative.f32); /* may be x */
+            float *dg = cpu_target(args->dgelu, from, derivative.f32); /* may be x */
             if (args->tanh) {
 #pragma omp simd
                 for (int64_t k = 0; k < run; k++) {
@@ -33,13 +33,13 @@ static void apply_gelu(const void *of, int64_t i, int64_t j, int64_t rows, int64
                 }
             }
             cpu_write(args->y, to, run, g);
-            cpu_write(args->slope, from, run, dg);
+            cpu_write(args->dgelu, from, run, dg);
         }
     }
 }
 
 nd_status cpu_linear_gelu_fwd(int device, const linear_gelu_fwd_args *args) {
-    linear_fwd_args product = {.x = args->x, .w = args->w, .b = args->b, .y = args->slope};
+    linear_fwd_args product = {.x = args->x, .w = args->w, .b = args->b, .y = args->dgelu};
     return cpu_linear_tiles(device, &product, apply_gelu, args);
 }
 
@@ -51,5 +51,5 @@ nd_status cpu_linear_gelu_bwd(int device, const linear_gelu_bwd_args *args) {
     }
     matmul_args product = {.a = args->dy, .b = &w_t, .c = args->dpre};
     ND_TRY(cpu_matmul(device, &product));
-    return cpu_column_sums(device, args->dpre, args->slope, args->dpre, args->db, NULL);
+    return cpu_column_sums(device, args->dpre, args->dgelu, args->dpre, args->db, NULL);
 }

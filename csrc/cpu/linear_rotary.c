@@ -12,6 +12,6 @@ nd_status cpu_linear_rotary_fwd(int device, const linear_rotary_fwd_args *args) 
         product.b = &b;
     }
     ND_TRY(cpu_linear_fwd(device, &product));
-    rotary_args turn = {args->y, args->cos, args->sin, args->parts, 1.0};
-    return cpu_rotary(device, &turn);
+    rotary_args rotation = {args->y, args->cos, args->sin, args->parts, 1.0};
+    return cpu_rotary(device, &rotation);
 }

@@ -309,25 +309,25 @@ nd_status cpu_bias_bwd(int device, const bias_bwd_args *args) {
     return cpu_column_sums(device, args->dy, NULL, NULL, args->db, args->db2);
 }
 
-/* Each piece of ROWS rows sums its columns into a row of `partial`; those are added in order. */
+/* Each chunk of ROWS rows sums its columns into a row of `partial`; those are added in order. */
 nd_status cpu_column_sums(int device, const nd_array *x, const nd_array *times, nd_array *product,
                           nd_array *to, nd_array *to2) {
     enum { ROWS = 256, COLUMNS = 1024 };
-    int64_t n = x->shape[0], m = x->shape[1], pieces = cpu_ceil_div(n, ROWS);
+    int64_t n = x->shape[0], m = x->shape[1], chunks = cpu_ceil_div(n, ROWS);
     void *scratch;
     if (n == 0 || m == 0) {
         return ND_OK;
     }
-    ND_TRY(cpu_scratch(device, (size_t)(pieces * m) * sizeof(float), &scratch));
+    ND_TRY(cpu_scratch(device, (size_t)(chunks * m) * sizeof(float), &scratch));
     float *partial = scratch;
     float *db = to->data, *db2 = to2 ? to2->data : NULL;
 
 #pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (n * m > CPU_GRAIN)
-    for (int64_t piece = 0; piece < pieces; piece++) {
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {
         float buffer[COLUMNS], factors[COLUMNS];
-        float *sums = partial + piece * m;
+        float *sums = partial + chunk * m;
         memset(sums, 0, (size_t)m * sizeof *sums);
-        for (int64_t i = piece * ROWS; i < min_of(n, (piece + 1) * ROWS); i++) {
+        for (int64_t i = chunk * ROWS; i < min_of(n, (chunk + 1) * ROWS); i++) {
             for (int64_t j = 0; j < m; j += COLUMNS) {
                 int64_t columns = min_of(COLUMNS, m - j), at = i * m + j;
                 const float *row = cpu_read(x, at, columns, buffer);
@@ -347,12 +347,12 @@ nd_status cpu_column_sums(int device, const nd_array *x, const nd_array *times, 
             }
         }
     }
-#pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (pieces * m > CPU_GRAIN)
+#pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (chunks * m > CPU_GRAIN)
     for (int64_t j = 0; j < m; j += 64) {
         for (int64_t c = j; c < min_of(m, j + 64); c++) {
             double sum = 0;
-            for (int64_t piece = 0; piece < pieces; piece++) {
-                sum += partial[piece * m + c];
+            for (int64_t chunk = 0; chunk < chunks; chunk++) {
+                sum += partial[chunk * m + c];
             }
             db[c] += (float)sum;
             if (db2) {

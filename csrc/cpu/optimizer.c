@@ -12,7 +12,7 @@
  */
 #include "cpu.h"
 
-enum { PIECE = 65536, BLOCK = 16384 };
+enum { CHUNK = 65536, BLOCK = 16384 };
 
 static double sum_of_squares(const float *restrict g, int64_t n) {
     double total = 0;
@@ -29,19 +29,19 @@ static double sum_of_squares(const float *restrict g, int64_t n) {
 }
 
 nd_status cpu_grad_norm(int device, const grad_norm_args *args) {
-    int64_t n = args->g->shape[0], pieces = cpu_ceil_div(n, PIECE);
+    int64_t n = args->g->shape[0], chunks = cpu_ceil_div(n, CHUNK);
     const float *g = args->g->data;
     void *scratch;
-    ND_TRY(cpu_scratch(device, (size_t)(pieces + 1) * sizeof(double), &scratch));
+    ND_TRY(cpu_scratch(device, (size_t)(chunks + 1) * sizeof(double), &scratch));
     double *sums = scratch, total = 0;
 
-#pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (pieces > 1)
-    for (int64_t piece = 0; piece < pieces; piece++) {
-        int64_t begin = piece * PIECE;
-        sums[piece] = sum_of_squares(g + begin, min_of(PIECE, n - begin));
+#pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (chunks > 1)
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+        int64_t begin = chunk * CHUNK;
+        sums[chunk] = sum_of_squares(g + begin, min_of(CHUNK, n - begin));
     }
-    for (int64_t piece = 0; piece < pieces; piece++) {
-        total += sums[piece];
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+        total += sums[chunk];
     }
     float norm = (float)sqrt(total), scale = 1.0f;
     if (args->max_norm > 0) {

@@ -5,12 +5,12 @@
  * int64), so that the error does not grow with the length. Other dtypes and strides are loaded into
  * a buffer first. When the values that stay are contiguous and those reduced are not (a sum over
  * rows), whole rows are added up instead.
- * Threads take outputs; when there are few outputs with many values each, they take pieces of
- * PIECE values, whose results are combined in their order.
+ * Threads take outputs; when there are few outputs with many values each, they take chunks of
+ * CHUNK values, whose results are combined in their order.
  */
 #include "cpu.h"
 
-enum { LANES = 64, RUN = CPU_RUN, PIECE = 65536, COLUMNS = 256, ROWS = 512 };
+enum { LANES = 64, RUN = CPU_RUN, CHUNK = 65536, COLUMNS = 256, ROWS = 512 };
 enum { AHEAD = 4096 }; /* bytes; the processor's own foresight ends with a page */
 
 /* Combine n values into *result. */
@@ -149,28 +149,28 @@ static void reduce_columns(const geometry *g, const reduction *r, nd_array *out)
     }
 }
 
-static nd_status reduce_pieces(int device, const geometry *g, const reduction *r, bool floats,
+static nd_status reduce_chunks(int device, const geometry *g, const reduction *r, bool floats,
                                nd_array *out) {
-    int64_t outputs = g->kept.size, size = g->reduced.size, pieces = cpu_ceil_div(size, PIECE);
+    int64_t outputs = g->kept.size, size = g->reduced.size, chunks = cpu_ceil_div(size, CHUNK);
     void *scratch;
-    ND_TRY(cpu_scratch(device, (size_t)(outputs * pieces) * sizeof(int64_t), &scratch));
+    ND_TRY(cpu_scratch(device, (size_t)(outputs * chunks) * sizeof(int64_t), &scratch));
 
 #pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (outputs * size > CPU_GRAIN)
-    for (int64_t task = 0; task < outputs * pieces; task++) {
+    for (int64_t task = 0; task < outputs * chunks; task++) {
         char *result = (char *)scratch + task * (int64_t)sizeof(int64_t);
         memcpy(result, floats ? (const void *)&r->start_f32 : (const void *)&r->start_i64,
                sizeof(int64_t));
-        int64_t begin = task % pieces * PIECE;
-        reduce_range(g, r, floats, row_offset(&g->kept, task / pieces), begin,
-                     min_of(size, begin + PIECE), result);
+        int64_t begin = task % chunks * CHUNK;
+        reduce_range(g, r, floats, row_offset(&g->kept, task / chunks), begin,
+                     min_of(size, begin + CHUNK), result);
     }
     for (int64_t i = 0; i < outputs; i++) {
-        char *first = (char *)scratch + i * pieces * (int64_t)sizeof(int64_t);
-        for (int64_t piece = 1; piece < pieces; piece++) {
+        char *first = (char *)scratch + i * chunks * (int64_t)sizeof(int64_t);
+        for (int64_t chunk = 1; chunk < chunks; chunk++) {
             if (floats) {
-                r->join((double *)first, ((double *)first)[piece]);
+                r->join((double *)first, ((double *)first)[chunk]);
             } else {
-                r->run_i64((int64_t *)first, (int64_t *)first + piece, 1);
+                r->run_i64((int64_t *)first, (int64_t *)first + chunk, 1);
             }
         }
         store_result(out, i, floats, first);
@@ -202,8 +202,8 @@ static nd_status reduce(int device, const char *name, const nd_array *x, int64_t
         reduce_columns(&g, r, out);
         return ND_OK;
     }
-    if (size > PIECE) {
-        return reduce_pieces(device, &g, r, floats, out);
+    if (size > CHUNK) {
+        return reduce_chunks(device, &g, r, floats, out);
     }
 #pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (outputs * size > CPU_GRAIN)
     for (int64_t i = 0; i < outputs; i++) {

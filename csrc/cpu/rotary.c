@@ -7,8 +7,8 @@
  */
 #include "cpu.h"
 
-void cpu_turn(float *restrict x, const float *restrict cosines, const float *restrict sines,
-              int64_t r, float sign) {
+void cpu_rotate(float *restrict x, const float *restrict cosines, const float *restrict sines,
+                int64_t r, float sign) {
     for (int64_t i = 0; i < r; i++) {
         float first = x[i], second = x[r + i], s = sign * sines[i];
         x[i] = first * cosines[i] - second * s;
@@ -46,7 +46,7 @@ nd_status cpu_rotary(int device, const rotary_args *args) {
 #pragma omp parallel for schedule(static) \
     num_threads(cpu_threads()) if (positions * heads * args->parts * r > CPU_GRAIN)
     for (int64_t position = 0; position < positions; position++) {
-        cpu_run turned;
+        cpu_run rotated;
         const float *cosines = (const float *)args->cos->data + position % t * r;
         const float *sines = (const float *)args->sin->data + position % t * r;
         for (int64_t slice = 0; slice < heads * slices; slice++) {
@@ -54,11 +54,11 @@ nd_status cpu_rotary(int device, const rotary_args *args) {
                 continue;
             }
             int64_t at = (position * heads * slices + slice) * d;
-            float *x = cpu_target(args->x, at, turned.f32);
-            if (x == turned.f32) {
+            float *x = cpu_target(args->x, at, rotated.f32);
+            if (x == rotated.f32) {
                 cpu_load_f32(x, cpu_at(args->x, at), args->x->dtype, 1, 2 * r);
             }
-            cpu_turn(x, cosines, sines, r, sign);
+            cpu_rotate(x, cosines, sines, r, sign);
             cpu_write(args->x, at, 2 * r, x);
         }
     }

@@ -2,7 +2,7 @@
  *
  * NEEDLE_BLAS_SCIPY: OpenBLAS from the scipy-openblas32 package (symbols start with scipy_).
  * NEEDLE_BLAS_SYSTEM: any CBLAS. Neither: the blocked kernel at the end of this file.
- * Always single-threaded: the caller splits the work and runs pieces side by side, so that the
+ * Always single-threaded: the caller splits the work and runs parts side by side, so that the
  * BLAS's thread pool and OpenMP's never fight for the cores.
  */
 #include <limits.h>

@@ -14,13 +14,13 @@
 
 typedef struct {
     nd_handle head;
-    nd_download *download; /* NULL once waited for */
-    bool missing;          /* while it is waited for, and when it did not come */
-    nd_array host;         /* where it arrives: CPU memory */
-    PyObject *arrived;     /* the NDArray, once asked for */
+    nd_async_copy *copy; /* NULL once waited for */
+    bool missing;        /* while it is waited for, and when it did not come */
+    nd_array host;       /* where it arrives: CPU memory */
+    PyObject *arrived;   /* the NDArray, once asked for */
 } AsyncCopyObject;
 
-static PyObject *download_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+static PyObject *async_copy_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     static char *names[] = {"array", NULL};
     PyObject *object;
     if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O!:AsyncCopy", names,
@@ -42,29 +42,29 @@ static PyObject *download_new(PyTypeObject *type, PyObject *arguments, PyObject 
         return NULL;
     }
     nd_status status =
-        ND_CALL(device, download_begin, packed.data, self->host.storage->bytes, &self->download);
+        ND_CALL(device, async_copy_begin, packed.data, self->host.storage->bytes, &self->copy);
     nd_array_clear(&packed); /* released in the order of the stream: after the copy */
     return nd_handle_made(self, "AsyncCopy", status);
 }
 
 /* Take the bytes out and end the copy, which the caller has taken out of self: two may wait. */
-static nd_status finish(AsyncCopyObject *self, nd_download *download) {
+static nd_status finish(AsyncCopyObject *self, nd_async_copy *copy) {
     nd_status status;
-    ND_CALL_UNLOCKED(status, self->head.device, download_end, download, self->host.storage->memory);
+    ND_CALL_UNLOCKED(status, self->head.device, async_copy_end, copy, self->host.storage->memory);
     return status;
 }
 
-static void download_dealloc(PyObject *object) {
+static void async_copy_dealloc(PyObject *object) {
     AsyncCopyObject *self = (AsyncCopyObject *)object;
-    if (self->download != NULL && !nd_handle_is_stale(self)) {
-        (void)finish(self, self->download); /* a failure shows at the next call */
+    if (self->copy != NULL && !nd_handle_is_stale(self)) {
+        (void)finish(self, self->copy); /* a failure shows at the next call */
     }
     nd_array_clear(&self->host);
     Py_XDECREF(self->arrived);
     nd_handle_free(object);
 }
 
-static PyObject *download_wait(PyObject *object, PyObject *unused) {
+static PyObject *async_copy_wait(PyObject *object, PyObject *unused) {
     AsyncCopyObject *self = (AsyncCopyObject *)object;
     if (self->arrived == NULL) {
         if (nd_handle_check(self) < 0) {
@@ -75,11 +75,11 @@ static PyObject *download_wait(PyObject *object, PyObject *unused) {
                 PyExc_RuntimeError,
                 "AsyncCopy: an earlier wait() failed, or is not over in its thread");
         }
-        nd_download *download = self->download;
-        if (download != NULL) {
-            self->download = NULL;
+        nd_async_copy *copy = self->copy;
+        if (copy != NULL) {
+            self->copy = NULL;
             self->missing = true;
-            nd_status status = finish(self, download);
+            nd_status status = finish(self, copy);
             self->missing = status != ND_OK;
             if (nd_check("AsyncCopy.wait", self->head.device, status) < 0) {
                 return NULL;
@@ -90,13 +90,13 @@ static PyObject *download_wait(PyObject *object, PyObject *unused) {
     return Py_XNewRef(self->arrived);
 }
 
-static PyMethodDef download_methods[] = {
-    {"wait", download_wait, METH_NOARGS,
+static PyMethodDef async_copy_methods[] = {
+    {"wait", async_copy_wait, METH_NOARGS,
      "wait($self)\n--\n\nThe NDArray on the CPU, as soon as its copy has arrived."},
     {NULL, NULL, 0, NULL},
 };
 
-ND_HANDLE_TYPE(AsyncCopy, download, 0,
+ND_HANDLE_TYPE(AsyncCopy, async_copy, 0,
                "AsyncCopy(array)\n--\n\nBegin to copy an array to the host, after the work that is "
                "queued now; wait() for it later.",
-               {Py_tp_methods, download_methods}, )
+               {Py_tp_methods, async_copy_methods}, )

@@ -39,7 +39,7 @@ int nd_handle_check(const void *self);
 PyObject *nd_handle_none(const void *self, const char *op, nd_status status);
 
 /* ---- a file for each ------------------------------------------------------------------------- */
-extern PyType_Spec nd_download_spec, nd_event_spec, nd_graph_spec, nd_staging_spec;
+extern PyType_Spec nd_async_copy_spec, nd_event_spec, nd_graph_spec, nd_pinned_buffer_spec;
 extern PyType_Spec nd_module_spec, nd_kernel_spec; /* kernel.c */
 #pragma GCC visibility pop
 #endif

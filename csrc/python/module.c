@@ -114,8 +114,8 @@ static int module_init(PyObject *module) {
         PyTypeObject **keep; /* NULL: nothing asks for it */
     } types[] = {
         {&nd_event_spec, NULL},
-        {&nd_download_spec, NULL},
-        {&nd_staging_spec, NULL},
+        {&nd_async_copy_spec, NULL},
+        {&nd_pinned_buffer_spec, NULL},
         {&nd_graph_spec, NULL},
         {&nd_module_spec, &nd.module_type},
         {&nd_parameters_spec, &nd.parameters_type},

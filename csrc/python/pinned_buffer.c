@@ -1,5 +1,4 @@
-/* pinned_buffer.c - the type PinnedBuffer: host memory that a device copies from
- * asynchronously.
+/* pinned_buffer.c - the type PinnedBuffer: host memory that a device copies from asynchronously.
  *
  *     buffer = PinnedBuffer(bytes, device)     pinned memory on CUDA, plain memory on the CPU
  *     np.frombuffer(buffer, np.int32)[:] = ...
@@ -18,12 +17,12 @@
 
 typedef struct {
     nd_handle head;
-    nd_staging *staging;
+    nd_pinned_buffer *buffer;
     void *memory;
     Py_ssize_t bytes;
 } PinnedBufferObject;
 
-static PyObject *staging_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+static PyObject *pinned_buffer_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     static char *names[] = {"bytes", "device", NULL};
     Py_ssize_t bytes;
     PyObject *where = Py_None;
@@ -46,20 +45,20 @@ static PyObject *staging_new(PyTypeObject *type, PyObject *arguments, PyObject *
     self->bytes = bytes;
     return nd_handle_made(
         self, "PinnedBuffer",
-        ND_CALL(device, staging_new, (size_t)bytes, &self->staging, &self->memory));
+        ND_CALL(device, pinned_buffer_new, (size_t)bytes, &self->buffer, &self->memory));
 }
 
-static void staging_dealloc(PyObject *object) {
+static void pinned_buffer_dealloc(PyObject *object) {
     PinnedBufferObject *self = (PinnedBufferObject *)object;
-    if (self->staging != NULL) { /* memory of the host, which outlives a cuda_reset() */
+    if (self->buffer != NULL) { /* memory of the host, which outlives a cuda_reset() */
         nd_status status;
-        ND_CALL_UNLOCKED(status, self->head.device, staging_free, self->staging);
+        ND_CALL_UNLOCKED(status, self->head.device, pinned_buffer_free, self->buffer);
         (void)status; /* it waited for the last copy */
     }
     nd_handle_free(object);
 }
 
-static PyObject *staging_send(PyObject *object, PyObject *arguments, PyObject *keywords) {
+static PyObject *pinned_buffer_send(PyObject *object, PyObject *arguments, PyObject *keywords) {
     static char *names[] = {"shape", "dtype", NULL};
     PinnedBufferObject *self = (PinnedBufferObject *)object;
     nd_device *device = self->head.device;
@@ -79,41 +78,43 @@ static PyObject *staging_send(PyObject *object, PyObject *arguments, PyObject *k
     if (bytes > (size_t)self->bytes) {
         PyErr_Format(PyExc_ValueError, "PinnedBuffer.send: the array has %zu bytes, the buffer %zd",
                      bytes, self->bytes);
-    } else if (nd_check("PinnedBuffer.send", device,
-                        ND_CALL(device, staging_send, self->staging, array.data, bytes)) == 0) {
-        return nd_wrap(&array);
+    } else {
+        nd_status status = ND_CALL(device, pinned_buffer_send, self->buffer, array.data, bytes);
+        if (nd_check("PinnedBuffer.send", device, status) == 0) {
+            return nd_wrap(&array);
+        }
     }
     nd_array_clear(&array);
     return NULL;
 }
 
-static PyObject *staging_wait(PyObject *object, PyObject *unused) {
+static PyObject *pinned_buffer_wait(PyObject *object, PyObject *unused) {
     PinnedBufferObject *self = (PinnedBufferObject *)object;
     nd_status status;
     if (nd_handle_check(self) < 0) {
         return NULL;
     }
-    ND_CALL_UNLOCKED(status, self->head.device, staging_wait, self->staging);
+    ND_CALL_UNLOCKED(status, self->head.device, pinned_buffer_wait, self->buffer);
     return nd_handle_none(self, "PinnedBuffer.wait", status);
 }
 
-static int staging_buffer(PyObject *object, Py_buffer *view, int flags) {
+static int pinned_buffer_memory(PyObject *object, Py_buffer *view, int flags) {
     PinnedBufferObject *self = (PinnedBufferObject *)object;
     return PyBuffer_FillInfo(view, object, self->memory, self->bytes, 0, flags);
 }
 
-static PyMethodDef staging_methods[] = {
-    {"send", KEYWORD_METHOD(staging_send),
+static PyMethodDef pinned_buffer_methods[] = {
+    {"send", KEYWORD_METHOD(pinned_buffer_send),
      "send($self, shape, dtype)\n--\n\nA new NDArray on the device, filled from the beginning of "
      "the "
      "memory; the copy is enqueued, not waited for."},
-    {"wait", staging_wait, METH_NOARGS,
+    {"wait", pinned_buffer_wait, METH_NOARGS,
      "wait($self)\n--\n\nUntil the last send() has read the memory, which may then be written."},
     {NULL, NULL, 0, NULL},
 };
 
 ND_HANDLE_TYPE(
-    PinnedBuffer, staging, 0,
+    PinnedBuffer, pinned_buffer, 0,
     "PinnedBuffer(bytes, device=None)\n--\n\nHost memory (a writable buffer) that a device "
     "copies from while the host goes on; pinned for CUDA.",
-    {Py_tp_methods, staging_methods}, {Py_bf_getbuffer, staging_buffer}, )
+    {Py_tp_methods, pinned_buffer_methods}, {Py_bf_getbuffer, pinned_buffer_memory}, )

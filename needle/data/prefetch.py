@@ -26,18 +26,16 @@ class _Slot:
 
     def __init__(self, shape: tuple[int, int], device: Device) -> None:
         self.shape = shape
-        self.stagings = [PinnedBuffer(4 * shape[0] * shape[1], device) for _ in range(2)]
-        self.arrays = [
-            np.frombuffer(staging, np.int32).reshape(self.shape) for staging in self.stagings
-        ]
+        self.buffers = [PinnedBuffer(4 * shape[0] * shape[1], device) for _ in range(2)]
+        self.arrays = [np.frombuffer(buffer, np.int32).reshape(shape) for buffer in self.buffers]
 
     def fill(self, parts: tuple[np.ndarray, np.ndarray]) -> None:
-        for staging, array, part in zip(self.stagings, self.arrays, parts):
-            staging.wait()
+        for buffer, array, part in zip(self.buffers, self.arrays, parts):
+            buffer.wait()
             array[:] = part
 
     def send(self) -> tuple[NDArray, NDArray]:
-        ids, targets = (staging.send(self.shape, "int32") for staging in self.stagings)
+        ids, targets = (buffer.send(self.shape, "int32") for buffer in self.buffers)
         return ids, targets
 
 

@@ -94,11 +94,11 @@ def memory(device: Any) -> float:
 
 def to_device(device: Any, size: int) -> float:
     """Bytes/s from pinned memory."""
-    staging = _C.PinnedBuffer(size, device)
+    buffer = _C.PinnedBuffer(size, device)
 
     def send() -> None:
-        staging.send((size,), "uint8")
-        staging.wait()
+        buffer.send((size,), "uint8")
+        buffer.wait()
 
     return size / seconds_of(device, send)
 

@@ -30,11 +30,11 @@ def bias_bwd(r, dy, db, db2):
 def linear_gelu_fwd(r, x, w, b, tanh, y):
     pre = r(r(x @ w) + b)
     f, df = (gelu_tanh, gelu_tanh_grad) if tanh else (gelu, gelu_grad)
-    return {"slope": r(df(pre)), "y": r(f(pre))}
+    return {"dgelu": r(df(pre)), "y": r(f(pre))}
 
 
-def linear_gelu_bwd(r, dy, w, slope, db):
-    dpre = r(r(dy @ w.T) * slope)
+def linear_gelu_bwd(r, dy, w, dgelu, db):
+    dpre = r(r(dy @ w.T) * dgelu)
     return {"dpre": dpre, "db": db + dpre.sum(0)}
 
 
@@ -304,7 +304,7 @@ CASES = [
     ),
     *cases_of(
         linear_gelu_bwd,
-        lambda n, m, k: draw(dy=normal(n, m), w=normal(k, m), slope=normal(n, k), db=normal(k)),
+        lambda n, m, k: draw(dy=normal(n, m), w=normal(k, m), dgelu=normal(n, k), db=normal(k)),
         [shape[:3] for shape in MLPS.values()],
         lambda n, m, k: max(n, m),
         of_rounded=("db",),

@@ -122,7 +122,7 @@ LARGE = [
     ),
     *cases_of(
         linear_gelu_bwd,
-        lambda n, m, k: draw(dy=normal(n, m), w=normal(k, m), slope=normal(n, k), db=normal(k)),
+        lambda n, m, k: draw(dy=normal(n, m), w=normal(k, m), dgelu=normal(n, k), db=normal(k)),
         [(530, 40, 2100)],
         lambda n, m, k: max(n, m),
         of_rounded=("db",),

@@ -18,12 +18,12 @@ def test_copy_has_the_values_at_its_start(device):
     for dtype in ("float32", "bfloat16", "int64", "bool"):
         array = _C.array(host, dtype=dtype, device=device)
         before = array.numpy()
-        download = _C.AsyncCopy(array)
+        copied = _C.AsyncCopy(array)
         array.fill(1)  # queued after it
-        arrived = download.wait()
+        arrived = copied.wait()
         assert arrived.device == _C.cpu() and arrived.dtype == dtype
         np.testing.assert_array_equal(arrived.numpy(), before)
-        assert download.wait() is arrived
+        assert copied.wait() is arrived
 
 
 @both
@@ -38,8 +38,8 @@ def test_every_size_and_views(device):
 @both
 def test_many_under_way_and_the_array_gone(device):
     device = device_of(device)
-    downloads = [_C.AsyncCopy(_C.array([float(i)], device=device) + 1) for i in range(300)]
-    values = [float(download.wait()) for download in reversed(downloads)]
+    copies = [_C.AsyncCopy(_C.array([float(i)], device=device) + 1) for i in range(300)]
+    values = [float(copied.wait()) for copied in reversed(copies)]
     assert values == [float(i + 1) for i in reversed(range(300))]
 
 
@@ -50,10 +50,10 @@ def test_nothing_leaks(device):
     gc.collect()
     before, on_host = live_bytes(device), live_bytes(_C.cpu())
     for i in range(50):
-        download = _C.AsyncCopy(array)
+        copied = _C.AsyncCopy(array)
         if i % 2:
-            download.wait()  # the others are dropped on the way
-    del download
+            copied.wait()  # the others are dropped on the way
+    del copied
     assert live_bytes(device) == before and live_bytes(_C.cpu()) == on_host
 
 

@@ -65,7 +65,7 @@ def test_some_objects_of_python(device):
     assert failures["Fit"] >= 2 and failures["Generate"] >= 2
 
 
-def test_a_download_that_could_not_be_wrapped_can_be_asked_for_again():
+def test_async_copy_can_be_waited_for_again_after_a_failed_wait():
     injector = Injector()
     later = _C.AsyncCopy(_C.array([1.0, 2.0]))
     failed, error = injector.attempt(later.wait, "python", 1, 1)

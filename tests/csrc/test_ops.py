@@ -146,20 +146,20 @@ def test_gelu_after_a_product_has_the_bits_of_gelu(tanh):
     bits = np.arange(2**16, dtype=np.uint32) << 16
     one, w = _C.array([[1.0]], "float32"), _C.array(bits.view(np.float32)[None], "float32")
     y, nothing = _C.empty(w.shape, "float32", _C.cpu()), _C.array(np.zeros(2**16), "float32")
-    slope = _C.linear_gelu_fwd(one, w, nothing, tanh, y)
+    dgelu = _C.linear_gelu_fwd(one, w, nothing, tanh, y)
     gelu, grad = (_C.gelu_tanh, _C.gelu_tanh_bwd) if tanh else (_C.gelu, _C.gelu_bwd)
     np.testing.assert_array_equal(y.numpy(), gelu(w).numpy())
-    np.testing.assert_array_equal(slope.numpy(), grad(w, one).numpy())
+    np.testing.assert_array_equal(dgelu.numpy(), grad(w, one).numpy())
     values = bits.view(np.float32)
     if tanh:  # float64's, too; from 20 on the normal distribution is 0 or 1
         x = values[abs(values) < 20].astype(np.float64)
         u, du = np.sqrt(2 / np.pi) * np.array([x + 0.044715 * x**3, 1 + 0.134145 * x**2])
         s, rest = 1 / (1 + np.exp(-2 * u)), 1 / (1 + np.exp(2 * u))
-        for of, wanted in (y, x * s), (slope, s + 2 * x * du * s * rest):
+        for of, wanted in (y, x * s), (dgelu, s + 2 * x * du * s * rest):
             got = of.numpy()[0][abs(values) < 20]
             np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=1e-33)
     far = abs(values) >= 20
-    np.testing.assert_allclose(slope.numpy()[0][far], values[far] > 0, atol=1e-33)
+    np.testing.assert_allclose(dgelu.numpy()[0][far], values[far] > 0, atol=1e-33)
 
 
 @pytest.mark.parametrize("device", DEVICES)

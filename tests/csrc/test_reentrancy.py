@@ -107,19 +107,19 @@ def test_a_number_that_is_none_when_it_is_asked_again():
         _C.fill(_C.empty(3), Fickle(3))
 
 
-def test_two_threads_wait_for_one_download():
+def test_async_copy_is_taken_by_one_of_three_threads():
     """One takes it; another gets the same array, or is told that it is not there yet."""
     array = _C.array(np.arange(1 << 20) % 7)
 
     def wait():
         gate.wait()
         try:
-            arrived.append(download.wait())
+            arrived.append(copy.wait())
         except RuntimeError as error:
             refusals.append(str(error))
 
     for _ in range(100):
-        download, gate, arrived, refusals = _C.AsyncCopy(array), threading.Barrier(3), [], []
+        copy, gate, arrived, refusals = _C.AsyncCopy(array), threading.Barrier(3), [], []
         threads = [threading.Thread(target=wait) for _ in range(3)]
         for thread in threads:
             thread.start()
@@ -127,7 +127,7 @@ def test_two_threads_wait_for_one_download():
             thread.join()
         assert arrived and all(x is arrived[0] for x in arrived)
         assert all("is not over in its thread" in text for text in refusals)
-        assert download.wait() is arrived[0]
+        assert copy.wait() is arrived[0]
 
 
 # ---- DLPack --------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ class Gated(Batches):
 
 
 class Clock:
-    """Stands in for the module time: `looked` is set when somebody looks at the clock."""
+    """Stands in for the module time: `looked` is set when the clock is read."""
 
     def __init__(self, batches):
         self.batches, self.looked = batches, threading.Event()
@@ -125,7 +125,7 @@ def test_next_does_not_wait_for_batches_read_in_time(monkeypatch, depth):
 
 
 class Queued(bytearray):
-    """Pinned memory of a device that copies only when somebody waits for it."""
+    """Pinned memory of a device that copies only when it is waited for."""
 
     def __init__(self, count, device):
         super().__init__(count)
@@ -143,19 +143,19 @@ class Queued(bytearray):
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_staging_memory_is_not_written_before_its_copy_is_done(monkeypatch, depth):
-    stagings = []
+def test_pinned_buffer_is_written_only_after_its_copy(monkeypatch, depth):
+    buffers = []
     monkeypatch.setattr(
-        prefetch, "PinnedBuffer", lambda *given: stagings.append(Queued(*given)) or stagings[-1]
+        prefetch, "PinnedBuffer", lambda *given: buffers.append(Queued(*given)) or buffers[-1]
     )
     plain = Batches(IDS, 3, 16, seed=4)
     gpu = SimpleNamespace(is_host=False)
     ahead = Prefetch(Batches(IDS, 3, 16, seed=4, vocab_size=60), gpu, depth)
-    assert len(stagings) == 2 * (depth + 1)  # so that `depth` are ahead while one is copied
+    assert len(buffers) == 2 * (depth + 1)  # so that `depth` are ahead while one is copied
     got = [ahead.next() for _ in range(40)]
     ahead.close()
-    for staging in stagings:
-        staging.wait()  # the device ends its work
+    for buffer in buffers:
+        buffer.wait()  # the device ends its work
     for batch in got:
         for a, b in zip(batch, plain.next()):
             np.testing.assert_array_equal(a, b)
@@ -193,24 +193,24 @@ def test_a_gpu_needs_the_vocabulary():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_staging(device):
+def test_pinned_buffer(device):
     where = device_of(device)
-    staging = _C.PinnedBuffer(4 * 24, where)
-    memory = np.frombuffer(staging, np.int32)
+    buffer = _C.PinnedBuffer(4 * 24, where)
+    memory = np.frombuffer(buffer, np.int32)
     assert memory.flags.writeable and len(memory) == 24
     sent = []
     for number in range(50):
-        staging.wait()
+        buffer.wait()
         memory[:] = np.arange(24) + number
-        sent.append(staging.send((2, 3, 4), "int32"))
+        sent.append(buffer.send((2, 3, 4), "int32"))
     for number, array in enumerate(sent):
         assert array.device == where and array.dtype == "int32"
         np.testing.assert_array_equal(array.numpy(), np.arange(24).reshape(2, 3, 4) + number)
-    staging.wait()
-    assert staging.send((0, 3), "float32").shape == (0, 3)
-    np.testing.assert_array_equal(staging.send((5,), "uint8").numpy(), memory.view(np.uint8)[:5])
-    staging.wait()
-    del staging  # the buffer keeps the memory
+    buffer.wait()
+    assert buffer.send((0, 3), "float32").shape == (0, 3)
+    np.testing.assert_array_equal(buffer.send((5,), "uint8").numpy(), memory.view(np.uint8)[:5])
+    buffer.wait()
+    del buffer  # the buffer keeps the memory
     memory[:] = 1
     with pytest.raises(ValueError, match="25"):
         _C.PinnedBuffer(25, where).send((26,), "uint8")

@@ -4,7 +4,7 @@
 #include "attention_bwd_hopper.cu"
 
 /* stats: (B, H, stride) pairs of lse, times log2 e, and delta. given: the lists of the own rows' side.
- * cos, sin: (T, half), NULL where nothing is turned. sums: see Operands, or NULL. */
+ * cos, sin: (T, half), NULL where nothing is rotated. sums: see Operands, or NULL. */
 extern "C" const char *backward(const Given *q, const Given *k, const Given *v, const Given *dout,
                                 const Given *dq, const Given *dk, const Given *dv, float *stats,
                                 int stride, const GivenLists *given, float *cos, float *sin,
@@ -35,7 +35,7 @@ extern "C" const char *backward(const Given *q, const Given *k, const Given *v, 
         array.shape[1] = half;
     }
     if (cos != NULL && !hopper_rotates(&angles[0])) {
-        return "not turned";
+        return "not rotated";
     }
     GivenBlocks blocks(*given);
     Operands all = {&arrays[0], &arrays[1], &arrays[2], NULL,

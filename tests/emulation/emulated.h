@@ -504,8 +504,8 @@ inline void barrier_expect(uint32_t barrier, uint32_t bytes) {
 inline void barrier_wait(uint32_t barrier, uint32_t phase) {
     emulated::wait_until([&] { return barrier_at(barrier).phase != phase; });
 }
-inline void turn_wait(int number, int threads) { emulated::meet(number, threads, true); }
-inline void turn_pass(int number, int threads) { emulated::meet(number, threads, false); }
+inline void named_barrier_sync(int number, int threads) { emulated::meet(number, threads, true); }
+inline void named_barrier_arrive(int number, int threads) { emulated::meet(number, threads, false); }
 
 inline emulated::Map checked(const CUtensorMap *map, uint32_t place) {
     emulated::Map m;

@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdarg>
 
-/* Three, so that a block has several pieces of work, and another block some. */
+/* Three, so that a block has several work items, and another block some. */
 const cuda_limits *cuda_device_limits(int) {
     static const cuda_limits limits = {3, 90, 1024, 227 << 10, 50 << 20};
     return &limits;

@@ -38,11 +38,11 @@ static nd_array matrix(void *data, int64_t rows, int64_t columns, int is_half) {
 static const char *result(nd_status status) { return status == ND_OK ? "" : message; }
 
 /* The rows of y are `row` elements apart. */
-extern "C" const char *forward(void *x, void *w, void *b, void *slope, void *y, int n, int k, int m,
+extern "C" const char *forward(void *x, void *w, void *b, void *dgelu, void *y, int n, int k, int m,
                                int row, int tanh, int is_half, unsigned seed) {
     emulated::chance.seed(seed);
     nd_array all[5] = {matrix(x, n, k, is_half), matrix(w, k, m, is_half), matrix(b, 1, m, is_half),
-                       matrix(slope, n, m, is_half), matrix(y, n, m, is_half)};
+                       matrix(dgelu, n, m, is_half), matrix(y, n, m, is_half)};
     all[4].strides[0] = row;
     if (!linear_hopper_serves(0, {&all[0], &all[1], &all[2], &all[3], &all[4]})) {
         return "not served";
@@ -74,11 +74,11 @@ extern "C" const char *rotary(void *x, void *w, void *bias, float *cos, float *s
     return result(linear_rotary_fwd_shallow(0, &args, &all[0], &all[1], &all[3]));
 }
 
-extern "C" const char *backward(void *dy, void *w, void *slope, void *dpre, float *db, int n,
+extern "C" const char *backward(void *dy, void *w, void *dgelu, void *dpre, float *db, int n,
                                 int m, int k, int is_half, unsigned seed) {
     emulated::chance.seed(seed);
     nd_array all[4] = {matrix(dy, n, m, is_half), matrix(w, k, m, is_half),
-                       matrix(slope, n, k, is_half), matrix(dpre, n, k, is_half)};
+                       matrix(dgelu, n, k, is_half), matrix(dpre, n, k, is_half)};
     if (!linear_hopper_serves(0, {&all[0], &all[1], &all[2], &all[3]})) {
         return "not served";
     }

@@ -54,7 +54,7 @@ def lists_of(mask: BlockMask | None, transposed: bool, change=None) -> tuple[Lis
 class Problem:
     """Random operands; `packed`: q, k and v lie in one array, as in the model. `rise`: how many
     powers of two heavier a key weighs 64 keys on; queries and keys then differ less. `low`: how far
-    below zero all scores lie, about. `half`: so many angles a position turn dq and dk back.
+    below zero all scores lie, about. `half`: as many angles a position rotate dq and dk back.
     `infinite`: some keys of head 0 and some queries of head 1 are -inf, and all their scores."""
 
     def __init__(
@@ -126,7 +126,7 @@ class Problem:
                 x[..., :half] = one * cos + other * sin
                 x[..., half : 2 * half] = other * cos - one * sin
 
-    def turn(self) -> tuple:
+    def rotation(self) -> tuple:
         """cos, sin and half for C."""
         pointers = (None if x is None else ctypes.c_void_p(x.ctypes.data) for x in self.angles)
         return *pointers, self.half or 0
@@ -155,17 +155,17 @@ class Problem:
         )
 
 
-def turned():
+def rotated():
     """Pairs of dims (i, i + 8) and (i, i + 16), the last positions in the middle of a tile."""
     for half, (T, D), causal in itertools.product(
         (8, 16), ((1, 64), (150, 64), (257, 40), (200, 128), (130, 96)), (False, True)
     ):
         more = dict(B=2, T=T, S=T, H=2, D=D, causal=causal, half=half, packed=True)
-        yield pytest.param(more, id=f"turned-{half}-{T}-{D}-{causal}")
+        yield pytest.param(more, id=f"rotated-{half}-{T}-{D}-{causal}")
     for half, block, D in itertools.product((8, 16), (64, 128), (64, 128)):
         more = dict(B=1, T=450, S=450, H=2, D=D, causal=True, half=half, is_half=True)
         more["mask"] = mask_of(450, 450, block, 2, 1)
-        yield pytest.param(more, id=f"turned-{half}-blocks-of-{block}-{D}")
+        yield pytest.param(more, id=f"rotated-{half}-blocks-of-{block}-{D}")
 
 
 def mask_of(T, S, block, heads, seed) -> BlockMask:
@@ -257,7 +257,7 @@ def backward(compiled, p: Problem, keys: bool, change=None, sums=None) -> list[n
     lists, _kept = p.blocks(keys, change)
     said = compiled("backward", "backward")(
         *(ctypes.byref(Given.of(x)) for x in (p.q, p.k, p.v, p.dout, *gradients)),
-        ctypes.c_void_p(stats.ctypes.data), stride, ctypes.byref(lists), *p.turn(),
+        ctypes.c_void_p(stats.ctypes.data), stride, ctypes.byref(lists), *p.rotation(),
         None if sums is None else ctypes.c_void_p(sums.ctypes.data), int(keys), int(p.causal),
         ctypes.c_double(p.scale), int(p.is_half), 1,
     )  # fmt: skip
@@ -273,7 +273,7 @@ def test_forward(compiled, given):
     np.testing.assert_allclose(lse, p.lse, atol=1e-4)
 
 
-@pytest.mark.parametrize("given", [*problems(), *low_scores(), *turned()])
+@pytest.mark.parametrize("given", [*problems(), *low_scores(), *rotated()])
 @pytest.mark.parametrize("keys", [False, True], ids=["dq", "dkdv"])
 def test_backward(compiled, given, keys):
     p = Problem(**given)
@@ -287,7 +287,7 @@ def test_backward(compiled, given, keys):
 
 
 SUMMED = [
-    x for x in (*problems(), *low_scores(), *turned()) if x.values[0]["T"] == x.values[0]["S"]
+    x for x in (*problems(), *low_scores(), *rotated()) if x.values[0]["T"] == x.values[0]["S"]
 ]
 
 

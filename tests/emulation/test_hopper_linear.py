@@ -57,30 +57,30 @@ def test_forward(compiled, n, k, m, tanh, is_half):
     x, w, b = drawn(is_half, ((n, k), 1), ((k, m), k**-0.5), ((m,), 1))
     pre = from_16(x, is_half) @ from_16(w, is_half) + from_16(b, is_half)
     beside = 24 if tanh else 0  # foreign columns after each row of y
-    slope, y = poison((n, m)), poison((n, m + beside))
+    dgelu, y = poison((n, m)), poison((n, m + beside))
     around = y[:, m:].copy()
     numbers = n, k, m, m + beside, tanh, is_half, 1
-    call(compiled("linear", "forward"), (x, w, b, slope, y), *numbers)
+    call(compiled("linear", "forward"), (x, w, b, dgelu, y), *numbers)
     close(y[:, :m], (gelu_tanh if tanh else gelu)(pre), is_half, "y")
-    close(slope, (gelu_tanh_grad if tanh else gelu_grad)(pre), is_half, "slope")
+    close(dgelu, (gelu_tanh_grad if tanh else gelu_grad)(pre), is_half, "dgelu")
     np.testing.assert_array_equal(y[:, m:], around)
 
 
 @both_types
 @pytest.mark.parametrize("n, m, k", SHAPES)
 def test_backward(compiled, n, m, k, is_half):
-    dy, w, slope = drawn(is_half, ((n, m), 1), ((k, m), m**-0.5), ((n, k), 1))
+    dy, w, dgelu = drawn(is_half, ((n, m), 1), ((k, m), m**-0.5), ((n, k), 1))
     dpre, db = poison((n, k)), np.full(k, 3, np.float32)
-    call(compiled("linear", "backward"), (dy, w, slope, dpre, db), n, m, k, is_half, 1)
-    want = from_16(dy, is_half) @ from_16(w, is_half).T * from_16(slope, is_half)
+    call(compiled("linear", "backward"), (dy, w, dgelu, dpre, db), n, m, k, is_half, 1)
+    want = from_16(dy, is_half) @ from_16(w, is_half).T * from_16(dgelu, is_half)
     got = close(dpre, want, is_half, "dpre")
     np.testing.assert_allclose(db, 3 + got.sum(0), rtol=1e-5, atol=1e-4)
 
 
 def test_rows_that_run_backwards_are_left_to_others(compiled):
     x, w, b = drawn(0, ((130, 64), 1), ((64, 72), 0.1), ((72,), 1))
-    slope, y = poison((130, 72)), poison((130, 72))
-    arrays = (ctypes.c_void_p(array.ctypes.data) for array in (x, w, b, slope, y[-1]))
+    dgelu, y = poison((130, 72)), poison((130, 72))
+    arrays = (ctypes.c_void_p(array.ctypes.data) for array in (x, w, b, dgelu, y[-1]))
     assert compiled("linear", "forward")(*arrays, 130, 64, 72, -72, 0, 0, 1) == b"not served"
 
 
@@ -101,13 +101,13 @@ def test_gelu_of_every_number(compiled, tanh, is_half):
     """Rounded once, but for a hundredth of that or what float32 leaves of 1. Infinity: limits."""
     b = gelu_inputs(is_half)
     x, w = np.zeros((1, 8), np.uint16), np.zeros((8, len(b)), np.uint16)
-    slope, y = poison((1, len(b))), poison((1, len(b)))
-    call(compiled("linear", "forward"), (x, w, b, slope, y), 1, 8, len(b), len(b), tanh, is_half, 1)
+    dgelu, y = poison((1, len(b))), poison((1, len(b)))
+    call(compiled("linear", "forward"), (x, w, b, dgelu, y), 1, 8, len(b), len(b), tanh, is_half, 1)
     at = from_16(b, is_half)
     finite = np.isfinite(at)
     unit, smallest = (2.0**-11, 2.0**-25) if is_half else (2.0**-8, 0)
-    of_value, of_slope = (gelu_tanh, gelu_tanh_grad) if tanh else (gelu, gelu_grad)
-    for bits, f, limit, near in ((y, of_value, np.inf, 1e-12), (slope, of_slope, 1, 1e-6)):
+    of_value, of_dgelu = (gelu_tanh, gelu_tanh_grad) if tanh else (gelu, gelu_grad)
+    for bits, f, limit, near in ((y, of_value, np.inf, 1e-12), (dgelu, of_dgelu, 1, 1e-6)):
         got, want = from_16(bits[0], is_half), f(at[finite])
         off = np.abs(got[finite] - want) - unit * 1.01 * np.abs(want)
         assert (off <= near + smallest).all(), at[finite][off.argmax()]
@@ -118,11 +118,11 @@ def test_gelu_of_every_number(compiled, tanh, is_half):
 
 
 def test_when_threads_run_changes_no_bit(compiled):
-    dy, w, slope = drawn(0, ((500, 520), 1), ((392, 520), 0.05), ((500, 392), 1))
+    dy, w, dgelu = drawn(0, ((500, 520), 1), ((392, 520), 0.05), ((500, 392), 1))
     results = []
     for seed in range(4):
         dpre, db = poison((500, 392)), np.zeros(392, np.float32)
-        call(compiled("linear", "backward"), (dy, w, slope, dpre, db), 500, 520, 392, 0, seed)
+        call(compiled("linear", "backward"), (dy, w, dgelu, dpre, db), 500, 520, 392, 0, seed)
         results.append((dpre.tobytes(), db.tobytes()))
     assert results == results[:1] * 4
 

@@ -165,12 +165,12 @@ def test_small_layers(device):
     x = draw(1, 4, 6)
     t = Tensor(x, device=device)
     close(nn.ReLU()(t).numpy(), np.maximum(x, 0))
-    for form, value, slope in ("none", gelu, gelu_grad), ("tanh", gelu_tanh, gelu_tanh_grad):
+    for form, value, derivative in ("none", gelu, gelu_grad), ("tanh", gelu_tanh, gelu_tanh_grad):
         of = Tensor(x, device=device)
         y = nn.GELU(form)(of)
         close(y.numpy(), value(x))
         y.sum().backward()
-        close(of.grad.numpy(), slope(x))
+        close(of.grad.numpy(), derivative(x))
     close(nn.Residual(nn.ReLU())(t).numpy(), x + np.maximum(x, 0))
     assert nn.Flatten()(Tensor(draw(2, 2, 3, 4), device=device)).shape == (2, 12)
     np.random.seed(0)

@@ -1,5 +1,5 @@
-"""Attention on a GPU where there are more pieces of work than processors: every one is computed,
-where it belongs, and its bits do not depend on who does it."""
+"""Attention on a GPU with more work items than processors: each item is computed, its result is at
+its place, and its bits do not depend on the team that computes it."""
 
 import contextlib
 import subprocess
@@ -14,7 +14,7 @@ from needle.block_mask import BlockMask
 
 pytestmark = pytest.mark.cuda
 
-# More pieces of work than a GPU has processors with four teams each, and at 4 bytes an element of q
+# More work items than a GPU has processors with four teams each, and at 4 bytes an element of q
 # more than 16 MiB: several rounds and, of 131 heads of 64 dims or 65 of 128, several sections.
 MANY = (2, 500, 150)  # B T H
 
@@ -59,8 +59,8 @@ def of_a_head(q, k, v, dout, scale: float, see: np.ndarray) -> tuple[np.ndarray,
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("block", [None, 64, 128])
 @pytest.mark.parametrize("d", [64, 128])
-def test_more_pieces_than_processors(d, block, dtype):
-    """Teams take a second piece, and heads of a second section. Every head writes all its rows;
+def test_attention_with_more_items_than_processors_is_right(d, block, dtype):
+    """Teams take a second item, and heads of a second section. Every head writes all its rows;
     the first, the last and those at both sides of the first section's end are right."""
     device, scale, (B, T, H) = device_of("cuda"), d**-0.5, MANY
     given, mask, lists = many(d, block, dtype, device)
@@ -98,9 +98,9 @@ while True:
 
 @pytest.mark.parametrize("block", [None, 64], ids=["dense", "blocks"])
 @pytest.mark.parametrize("other_work", [False, True])
-def test_a_thousand_backward_passes_give_the_same_bits(other_work, block):
-    """Pieces of work go to whichever processor is free; their bits may not know. There are more
-    pieces than processors, so it differs from pass to pass who computes one."""
+def test_attention_repeated_a_thousand_times_gives_equal_bits(other_work, block):
+    """A work item goes to any processor that is free, another one from pass to pass, since there
+    are more items than processors. The bits do not depend on it."""
     device = device_of("cuda")
     given, _, lists = many(64, block, "bfloat16", device)
     arrays = [_C.array(x, dtype="bfloat16", device=device) for x in given]
