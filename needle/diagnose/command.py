@@ -231,9 +231,9 @@ def examine(
         for (index, name), one in zip(chosen, devices):
             if one.ended == "done":
                 report.add(*recovery.examine(examinations, name, index, start + times.all))
-    for asked in filter(None, (folder, server)):
-        finish(asked)
-        report.facts[asked.subject] = asked.facts
+    for one in filter(None, (folder, server)):
+        finish(one)
+        report.facts[one.subject] = one.facts
 
 
 def together(

@@ -331,8 +331,8 @@ def addresses(place: Place) -> list[str]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # has no IPv4 address
-                asked = struct.pack("256s", name.encode()[:15])
-                answer = fcntl.ioctl(sock, 0x8915, asked)  # SIOCGIFADDR
+                request = struct.pack("256s", name.encode()[:15])
+                answer = fcntl.ioctl(sock, 0x8915, request)  # SIOCGIFADDR
                 found.append(socket.inet_ntoa(answer[20:24]))
     with contextlib.suppress(OSError), open("/proc/net/if_inet6") as file:  # no IPv6
         for line in file:

@@ -137,14 +137,14 @@ class Reference(Struct, forbid_unknown_fields=True):
         """Run it. `inputs`: the arguments of the case without Out, bfloat16 as float32."""
         given = iter(inputs)
         args: list[Any] = []
-        for asked in case.args:
-            if isinstance(asked, Out):
-                args.append(asked)
+        for spec in case.args:
+            if isinstance(spec, Out):
+                args.append(spec)
                 continue
             value = next(given)
-            if _dtype_of(asked) == "bfloat16":
+            if _dtype_of(spec) == "bfloat16":
                 value = _C.array(value, "bfloat16", _C.cpu())
-            args.append(InOut(value) if isinstance(asked, InOut) else value)
+            args.append(InOut(value) if isinstance(spec, InOut) else value)
         grid, block, shared = (
             of_case if own is None else own
             for own, of_case in (
@@ -211,29 +211,29 @@ class Job:
 
     def do(self, pool: Pool, seconds: float) -> Result:
         """Run it, which blocks. Raise Refused, or the errors of a Pool for wrong calls."""
-        asked = self.fields
-        if not self.expected and asked.reference is None:
+        fields = self.fields
+        if not self.expected and fields.reference is None:
             case = self.cases[0]
             return pool.run(
-                asked.source,
-                asked.entry,
+                fields.source,
+                fields.entry,
                 case.grid,
                 case.block,
                 case.args,
                 case.shared,
-                sanitizer=asked.sanitizer,
-                explain=bool(asked.explain),
+                sanitizer=fields.sanitizer,
+                explain=bool(fields.explain),
             )
         end = time.monotonic() + seconds
         try:
             return pool.evaluate(
-                asked.source,
-                asked.entry,
+                fields.source,
+                fields.entry,
                 self.cases,
                 [self._right(pool, number, end) for number in range(len(self.cases))],
-                asked.tolerance,
-                trials=5 if asked.trials is None else asked.trials,
-                time=asked.time is not False,
+                fields.tolerance,
+                trials=5 if fields.trials is None else fields.trials,
+                time=fields.time is not False,
             )
         except TimeoutError:
             return Result(

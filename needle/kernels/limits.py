@@ -345,30 +345,30 @@ def _check_cluster(
 ) -> tuple[int, int, int] | None:
     if cluster is None and kernel.cluster is None:
         return None
-    asked = kernel.cluster if cluster is None else triple("cluster", cluster, GRID_SIZES, "")
-    assert asked is not None
-    if kernel.cluster is not None and asked != kernel.cluster:
+    shape = kernel.cluster if cluster is None else triple("cluster", cluster, GRID_SIZES, "")
+    assert shape is not None
+    if kernel.cluster is not None and shape != kernel.cluster:
         raise LaunchError(
-            f"cluster is {asked}, and the source fixes it at {kernel.cluster} (__cluster_dims__)"
+            f"cluster is {shape}, and the source fixes it at {kernel.cluster} (__cluster_dims__)"
         )
-    if limits.arch < CLUSTER_ARCH and asked != (1, 1, 1):
+    if limits.arch < CLUSTER_ARCH and shape != (1, 1, 1):
         raise LaunchError(
-            f"cluster {asked} needs compute capability 9.0, and {limits.where} has "
+            f"cluster {shape} needs compute capability 9.0, and {limits.where} has "
             f"{limits.arch / 10:.1f}; launch without clusters"
         )
-    blocks = asked[0] * asked[1] * asked[2]
+    blocks = shape[0] * shape[1] * shape[2]
     if blocks > CLUSTER_BLOCKS:
         raise LaunchError(
-            f"cluster {asked} has {blocks:,} blocks, and at most {CLUSTER_BLOCKS} are allowed; use "
+            f"cluster {shape} has {blocks:,} blocks, and at most {CLUSTER_BLOCKS} are allowed; use "
             "smaller clusters"
         )
-    for axis, whole, part in zip("xyz", grid, asked):
+    for axis, whole, part in zip("xyz", grid, shape):
         if whole % part:
             raise LaunchError(
                 f"grid.{axis} is {whole:,}, which is no multiple of cluster.{axis} = {part}; round "
                 "it up, and let the blocks beyond the end do nothing"
             )
-    return asked
+    return shape
 
 
 def _check_cooperative(

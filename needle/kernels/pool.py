@@ -43,7 +43,7 @@ from needle.kernels.sanitizer import (
 )
 from needle.kernels.timing import FLUSH_BYTES, LEAST_CALLS, WARM_UP, Timing
 from needle.kernels.values import Case, Tolerance, both, difference, whole
-from needle.kernels.workers import START_SECONDS, Ended, Lost, Worker, WorkerPool
+from needle.kernels.workers import START_SECONDS, Ended, SetAside, Worker, WorkerPool
 
 # The tool of compute-sanitizer that explains a fault.
 EXPLAINED_BY = {
@@ -196,17 +196,17 @@ class Pool:
             worker.close()
 
     def _check_usable(self) -> None:
-        """RuntimeError if the pool is closed, Lost if all devices are set aside. Call it with
+        """RuntimeError if the pool is closed, SetAside if all devices are set aside. Call it with
         `changed` held."""
         if self.closed:
             raise RuntimeError("this Pool is closed")
-        lost = [workers.lost for workers in self.runners.values()]
-        if None not in lost:
-            raise Lost("; ".join(map(str, lost)))
+        reasons = [workers.set_aside for workers in self.runners.values()]
+        if None not in reasons:
+            raise SetAside("; ".join(map(str, reasons)))
 
     @contextmanager
     def _device(self) -> Iterator[tuple[int, WorkerPool]]:
-        """Reserve a device, preferably one with a process ready. Lost."""
+        """Reserve a device, preferably one with a process ready. SetAside."""
         with self.changed:
             while True:
                 self._check_usable()
@@ -223,7 +223,7 @@ class Pool:
 
     def _facts(self) -> dict[str, Any]:
         """Return those of a GPU; a pool's GPUs are of one kind. Waits for the first process.
-        Lost."""
+        SetAside."""
         with self.changed:
             while True:
                 for workers in self.runners.values():
@@ -242,8 +242,8 @@ class Pool:
         source_bytes = source.encode()
         try:
             job = {"entry": entry, "arch": self._facts()["arch"], "debug": debug}
-        except Lost as lost:
-            return Result("device_lost", str(lost))
+        except SetAside as error:
+            return Result("device_lost", str(error))
         with self.changed:
             while self.compilers.reserved >= self.compilers.parallel:
                 self.changed.wait(1.0)
@@ -260,8 +260,8 @@ class Pool:
                 return Result("crashed", f"the compiler: {error}", printed=worker.printed())
             finally:
                 self.compilers.give_back(worker, keep)
-        except Lost as lost:
-            return Result("device_lost", f"{lost}: nothing compiles before a reset")
+        except SetAside as error:
+            return Result("device_lost", f"{error}: nothing compiles before a reset")
         finally:
             self.compilers.release()
         if answer["status"] != "ok":
@@ -278,7 +278,7 @@ class Pool:
         while True:
             try:
                 with self._device() as (number, workers):
-                    with suppress(Lost):  # it was set aside just now: take another device
+                    with suppress(SetAside):  # it was set aside just now: take another device
                         worker = workers.take()
                         if do == "time":
                             workers.wait_until_quiet()
@@ -289,8 +289,8 @@ class Pool:
                         else:
                             result = self._ask(workers, worker, message, launch, buffers, seconds)
                         return replace(result, device=number)
-            except Lost as lost:
-                return Result("device_lost", str(lost), resources=launch.code.resources)
+            except SetAside as error:
+                return Result("device_lost", str(error), resources=launch.code.resources)
 
     def _ask(
         self,
@@ -316,7 +316,7 @@ class Pool:
             answer = {"status": "crashed", "message": f"the process of the kernel: {error}"}
         finally:
             printed = worker.printed()
-            workers.give_back(worker, keep, fault, holds, _lost(workers, answer))
+            workers.give_back(worker, keep, fault, holds, _set_aside(workers, answer))
         result = Result.of(answer, printed, launch.code.resources)
         if result.status == "assertion":
             failed = [line for line in printed.splitlines() if "Assertion `" in line]
@@ -327,8 +327,8 @@ class Pool:
         """Return the answer to a job whose arrays do not fit, before memory is taken for them."""
         try:
             total = int(self._facts()["total_bytes"])
-        except Lost as lost:
-            return Result("device_lost", str(lost), resources=launch.code.resources)
+        except SetAside as error:
+            return Result("device_lost", str(error), resources=launch.code.resources)
         said = None
         if self.memory is not None and on_device > self.memory:
             said = f"device memory, and this Pool allows {self.memory:,} (memory=)"
@@ -417,8 +417,8 @@ class Pool:
                 worker = Worker(command, self._environment(number))
                 result = self._traced(workers, worker, tool, launch, buffer)
                 text = report.read_text(errors="replace") if report.exists() else ""
-        except Lost as lost:
-            return Result("device_lost", str(lost), resources=launch.code.resources)
+        except SetAside as error:
+            return Result("device_lost", str(error), resources=launch.code.resources)
         found = tuple(read_report(text))
         status = status_of(found)
         if status is not None:
@@ -446,7 +446,7 @@ class Pool:
             printed = worker.printed()
             worker.kill()
             worker.end()
-            workers.give_back(worker, False, fault, True, _lost(workers, answer))
+            workers.give_back(worker, False, fault, True, _set_aside(workers, answer))
         return Result.of(answer, printed, launch.code.resources)
 
     # ---- evaluating ------------------------------------------------------------------------------
@@ -561,8 +561,8 @@ class Pool:
         process compiles any more, replace those too. RuntimeError, with the reason, if that fails;
         KeyError for a device that is not the pool's."""
         runners = self.runners[device]
-        lost = (self.compilers,) if self.compilers.lost is not None else ()
-        for workers in (*lost, runners):
+        broken = (self.compilers,) if self.compilers.set_aside is not None else ()
+        for workers in (*broken, runners):
             with self.changed:
                 while workers.reserved:
                     self.changed.wait(1.0)
@@ -570,7 +570,7 @@ class Pool:
             try:
                 workers.reset()
                 workers.give_back(workers.take(), keep=True)
-            except Lost as error:
+            except SetAside as error:
                 raise RuntimeError(str(error)) from None
             finally:
                 workers.release()
@@ -583,7 +583,7 @@ def available() -> int:
     return int(kib) << 10
 
 
-def _lost(workers: WorkerPool, answer: dict[str, Any]) -> str | None:
+def _set_aside(workers: WorkerPool, answer: dict[str, Any]) -> str | None:
     """Return why a device is set aside after an answer: the driver reports it as lost."""
     if answer.get("status") != "device_lost":
         return None

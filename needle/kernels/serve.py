@@ -406,9 +406,9 @@ class Service:
         figures = await self.figures.of(state)
         compilers = state[0]["compilers"]
         status = "ok"
-        if all(one["lost"] is not None for one in state):
+        if all(one["set_aside"] is not None for one in state):
             status = "device_lost"
-        if compilers["lost"] is not None:
+        if compilers["set_aside"] is not None:
             status = "compilers_lost"
         if self.draining:
             status = "ending"
@@ -419,13 +419,13 @@ class Service:
             "devices": [
                 {
                     "device": one["device"],
-                    "lost": one["lost"],
+                    "set_aside": one["set_aside"],
                     "ready": len(one["ready"]),
                     **figures[one["device"]],
                 }
                 for one in state
             ],
-            "compilers": {"lost": compilers["lost"], "ready": len(compilers["ready"])},
+            "compilers": {"set_aside": compilers["set_aside"], "ready": len(compilers["ready"])},
             "uptime_seconds": time.monotonic() - self.started,
         }
         return Answer(200 if status == "ok" else 503, to_json(answer))
@@ -451,7 +451,7 @@ class Service:
                     "name": one["facts"].get("name"),
                     "faults": one["faults"],
                     "restarts": one["started"] - len(one["ready"]) - len(one["used"]),
-                    "lost": one["lost"],
+                    "set_aside": one["set_aside"],
                 }
                 for one in self.pool.state()
             ],

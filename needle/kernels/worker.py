@@ -302,9 +302,9 @@ class Run:
         return self.needle.load(self.compiled, self.message["entry"], device)
 
     def call(self, kernel: Any, arrays: list[NDArray]) -> None:
-        left, asked = iter(arrays), self.message
-        arguments = [next(left) if value is None else plain(value) for value in asked["arguments"]]
-        kernel(tuple(asked["grid"]), tuple(asked["block"]), *arguments, shared=asked["shared"])
+        left, job = iter(arrays), self.message
+        arguments = [next(left) if value is None else plain(value) for value in job["arguments"]]
+        kernel(tuple(job["grid"]), tuple(job["block"]), *arguments, shared=job["shared"])
 
     def give(self, number: int, after: np.ndarray) -> None:
         """Return the outputs of a run with image `number` to the pool."""
@@ -385,8 +385,8 @@ class Run:
             else:
                 kernel = self.load(device)
                 answer = self.launch(kernel, device, apart)
-            asked = self.message
-            report = kernel.check(tuple(asked["grid"]), tuple(asked["block"]), asked["shared"])
+            job = self.message
+            report = kernel.check(tuple(job["grid"]), tuple(job["block"]), job["shared"])
             answer["occupancy"] = {
                 name: getattr(report, name) for name in ("occupancy", "limiter", "blocks_per_sm")
             }

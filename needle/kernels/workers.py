@@ -42,7 +42,7 @@ class Ended(Exception):
     """The process ended without an answer."""
 
 
-class Lost(Exception):
+class SetAside(Exception):
     """The device is set aside; the text says why."""
 
 
@@ -157,7 +157,7 @@ class WorkerPool:
 
     `start()` makes a Worker. `health_check`: check the device of a worker that became ready before
     the last fault, before it is used. `changed` is notified when a worker became ready, free or
-    lost; pools may share it.
+    was set aside; pools may share it.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class WorkerPool:
         self.failures = 0  # consecutive starts and health checks that failed
         self.retry_at = 0.0
         self.started = 0
-        self.lost: str | None = None
+        self.set_aside: str | None = None
         self.closing = False
         self.quiet = threading.Lock()  # held while a worker starts, and while one is timed
         self.thread = threading.Thread(target=self._keep, name=f"needle {name}", daemon=True)
@@ -208,7 +208,7 @@ class WorkerPool:
     def _lacking(self) -> bool:
         """True if a worker should start. While another is ready, wait until the killed ones have
         left the device: the driver would be busy with both while the next job waits."""
-        if self.lost is not None or (self.ready and self._held()):
+        if self.set_aside is not None or (self.ready and self._held()):
             return False
         return len(self.ready) + len(self.used) < self.size
 
@@ -254,14 +254,14 @@ class WorkerPool:
             log.info("%s", why)
         self.failures += 1
         if self.failures >= starts:
-            self.lost = why
+            self.set_aside = why
 
     def _drop(self, worker: Worker, holds: bool) -> None:
         worker.kill()
         self.dying.append((worker, time.monotonic() + REAP_SECONDS, holds))
 
     def _reap(self) -> None:
-        """Forget the killed processes that are gone. Call it with `changed` held."""
+        """Remove the killed processes that have ended. Call it with `changed` held."""
         left = []
         for worker, give_up, holds in self.dying:
             if worker.ended():
@@ -270,12 +270,12 @@ class WorkerPool:
                 self.changed.notify_all()
                 continue
             left.append((worker, give_up, holds))
-            if time.monotonic() > give_up and self.lost is None:
-                self.lost = (
+            if time.monotonic() > give_up and self.set_aside is None:
+                self.set_aside = (
                     f"process {worker.pid} is still there {REAP_SECONDS:.0f} s after SIGKILL and "
                     f"holds {self.name}: set aside until reset"
                 )
-                log.info("%s", self.lost)
+                log.info("%s", self.set_aside)
                 self.changed.notify_all()
         self.dying = left
 
@@ -289,12 +289,12 @@ class WorkerPool:
             "starting": [self.starting.pid] if self.starting else [],
             "faults": self.faults,
             "started": self.started,
-            "lost": self.lost,
+            "set_aside": self.set_aside,
         }
 
     def free(self) -> bool:
         """True if a job may reserve it. Call it with `changed` held."""
-        return self.lost is None and self.reserved < self.parallel
+        return self.set_aside is None and self.reserved < self.parallel
 
     def release(self) -> None:
         """End a reservation, which is an increment of `reserved`."""
@@ -303,15 +303,15 @@ class WorkerPool:
             self.changed.notify_all()
 
     def take(self) -> Worker:
-        """Wait for a healthy worker. Lost, or RuntimeError if the pool is closed. The caller has
-        reserved it."""
+        """Wait for a healthy worker, which the caller has reserved. SetAside, or RuntimeError if
+        the pool is closed."""
         while True:
             with self.changed:
                 while True:
                     if self.closing:
                         raise RuntimeError("this Pool is closed")
-                    if self.lost is not None:
-                        raise Lost(self.lost)
+                    if self.set_aside is not None:
+                        raise SetAside(self.set_aside)
                     self._reap()
                     if self.ready and not self._held():
                         break
@@ -342,16 +342,16 @@ class WorkerPool:
         keep: bool,
         fault: bool = False,
         holds: bool = False,
-        lost: str | None = None,
+        set_aside: str | None = None,
     ) -> None:
         """Keep or kill a worker. fault: check the health of the others. holds: it may hold the
-        device, so nothing runs there before it is gone. lost: why nothing runs there before a
-        reset."""
+        device, so nothing runs there before it is gone. set_aside: why nothing runs there before
+        a reset."""
         with self.changed:
             if worker in self.used:  # not one under compute-sanitizer
                 self.used.remove(worker)
             self.faults += fault
-            self.lost = self.lost or lost
+            self.set_aside = self.set_aside or set_aside
             if keep and not self.closing:
                 self.ready.append(worker)
             else:
@@ -361,7 +361,7 @@ class WorkerPool:
     def wait_until_quiet(self) -> None:
         """Wait until no process ends on this device, for a job that is timed."""
         with self.changed:
-            while self.dying and self.lost is None:
+            while self.dying and self.set_aside is None:
                 self._reap()
                 self.changed.wait(TICK)
 
@@ -373,17 +373,17 @@ class WorkerPool:
         return taken
 
     def reset(self) -> None:
-        """Replace the ready processes, and try again if the device was set aside. Lost while a
+        """Replace the ready processes, and try again if the device was set aside. SetAside while a
         process that outlived SIGKILL is still there."""
         with self.changed:
             self._reap()
             for worker, give_up, _ in self.dying:
                 if time.monotonic() > give_up:
-                    raise Lost(f"{self.name}: process {worker.pid} still does not end")
+                    raise SetAside(f"{self.name}: process {worker.pid} still does not end")
             for worker in self.ready:
                 self._drop(worker, holds=True)
             self.ready.clear()
-            self.lost, self.failures, self.retry_at = None, 0, 0.0
+            self.set_aside, self.failures, self.retry_at = None, 0, 0.0
             self.changed.notify_all()
 
     def close(self) -> None:

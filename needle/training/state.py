@@ -56,5 +56,5 @@ def products_of(device: Device) -> str:
     if device.is_host:
         return properties["products"]
     given = [(name, os.environ[name]) for name in GPU_KERNELS if name in os.environ]
-    asked = (f", {name}={word}" for name, word in given if GPU_KERNELS[name](word))
-    return f"{properties['products']} on {properties['name']}{''.join(asked)}"
+    chosen = (f", {name}={word}" for name, word in given if GPU_KERNELS[name](word))
+    return f"{properties['products']} on {properties['name']}{''.join(chosen)}"

@@ -110,7 +110,7 @@ def jobs(count: int, seed: int) -> int:
                 wrong.append(f"{name}: {str(error)[:300]}")
 
         def after_kill() -> None:
-            """Until an answer is right: the one that was hit may be lost, and its successor in a
+            """Until an answer is right: the one that was hit may be gone, and its successor in a
             stopped process too."""
             for _ in range(4):
                 try:
@@ -149,7 +149,7 @@ def jobs(count: int, seed: int) -> int:
         print(f"{times:5}  {name}")
     print(
         f"{done} jobs in {time.monotonic() - began:.0f} s, {len(wrong)} wrong; {state['faults']} "
-        f"faults, {state['started']} processes started, lost: {state['lost']}"
+        f"faults, {state['started']} processes started, set aside: {state['set_aside']}"
     )
     print(f"files, processes, threads: {before} before, {after} after")
     print(f"host memory: {(late - early) / 2**20:+.1f} MiB; GPU: {gpu_bytes() - gpu_before:+} MiB")

@@ -32,8 +32,8 @@ class MadeUpPool:
 
     def __init__(self):
         self.go, self.begun, self.closed = threading.Event(), threading.Semaphore(0), False
-        self.calls, self.lost = [], None
-        self.compilers_lost = None
+        self.calls, self.set_aside = [], None
+        self.compilers_set_aside = None
         self.uuid = "GPU-00000000-0000-0000-0000-000000000001"
 
     def run(self, source, entry, *args, **more):
@@ -53,8 +53,8 @@ class MadeUpPool:
             "faults": 2,
             "started": 5,
         }
-        one["compilers"] = {"lost": self.compilers_lost, "ready": [2, 3]}
-        return [{"device": n, "lost": self.lost, **one} for n in (0, 3)]
+        one["compilers"] = {"set_aside": self.compilers_set_aside, "ready": [2, 3]}
+        return [{"device": n, "set_aside": self.set_aside, **one} for n in (0, 3)]
 
     def cleanup(self):
         self.begun.release()

@@ -157,7 +157,7 @@ def test_health_and_statistics(client):
     status, answer, headers = client.ask("GET", "/health")
     assert status == 200 and headers["Content-Type"].startswith("application/json")
     assert (answer["status"], answer["running"], answer["waiting"]) == ("ok", 0, 0)
-    assert answer["devices"][1].items() >= {"device": 3, "lost": None, "ready": 1}.items()
+    assert answer["devices"][1].items() >= {"device": 3, "set_aside": None, "ready": 1}.items()
     for _ in range(3):
         client.evaluate(SIMPLE)
     client.ask("GET", "/nowhere")
@@ -166,7 +166,7 @@ def test_health_and_statistics(client):
     assert answer["refused"] == {"404": 1} and answer["uptime_seconds"] > 0
     assert answer["queue"] == {"running": 0, "waiting": 0, "most_running": 1, "most_waiting": 2}
     assert answer["median_seconds"]["ran"] >= 0 and answer["median_seconds"]["queued"] >= 0
-    expected = {"device": 0, "name": "H", "faults": 2, "restarts": 4, "lost": None}
+    expected = {"device": 0, "name": "H", "faults": 2, "restarts": 4, "set_aside": None}
     assert answer["devices"][0] == expected
 
 
@@ -230,15 +230,15 @@ def test_health_says_why_figures_are_missing(client, made_up, monkeypatch):
 
 
 def test_health_is_503_if_no_job_can_run(client, made_up):
-    assert client.ask("GET", "/health")[1]["compilers"] == {"lost": None, "ready": 2}
-    made_up.lost = "set aside"
+    assert client.ask("GET", "/health")[1]["compilers"] == {"set_aside": None, "ready": 2}
+    made_up.set_aside = "set aside"
     status, answer, _ = client.ask("GET", "/health")
     assert (status, answer["status"]) == (503, "device_lost")
-    assert answer["devices"][0]["lost"] == "set aside"
-    made_up.lost, made_up.compilers_lost = None, "cannot be started"
+    assert answer["devices"][0]["set_aside"] == "set aside"
+    made_up.set_aside, made_up.compilers_set_aside = None, "cannot be started"
     status, answer, _ = client.ask("GET", "/health")
     assert (status, answer["status"]) == (503, "compilers_lost")
-    assert answer["compilers"]["lost"] == "cannot be started"
+    assert answer["compilers"]["set_aside"] == "cannot be started"
 
 
 def test_cleanup_and_reset(client, made_up):

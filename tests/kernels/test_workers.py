@@ -169,7 +169,7 @@ def test_a_process_that_outlives_sigkill_holds_its_device(monkeypatch):
 def test_a_device_that_the_driver_reports_lost_is_set_aside_until_reset():
     with FakePool(devices=[0], timeout=SECONDS, spares=0) as pool:
         assert run(pool, "fails", 1).status == "device_lost"
-        assert "cudaErrorECCUncorrectable" in pool.state()[0]["lost"]
+        assert "cudaErrorECCUncorrectable" in pool.state()[0]["set_aside"]
         result = run(pool, "no_results")
         assert result.status == "device_lost" and "set aside until reset" in result.message
         pool.reset(0)
@@ -186,12 +186,13 @@ def test_processes_that_do_not_start_set_the_device_aside(monkeypatch):
     def defect():
         raise IndexError("list index out of range")
 
-    lost = worker_pool(defect, health_check=True)
+    broken = worker_pool(defect, health_check=True)
     for _ in range(2):
-        with pytest.raises(workers.Lost, match=r"cuda\(7\) cannot be started: IndexError\('list"):
-            lost.take()
-        lost.reset()
-    lost.close()
+        reason = r"cuda\(7\) cannot be started: IndexError\('list"
+        with pytest.raises(workers.SetAside, match=reason):
+            broken.take()
+        broken.reset()
+    broken.close()
 
 
 def test_a_shortage_of_the_host_is_waited_for(monkeypatch):
@@ -209,7 +210,7 @@ def test_a_shortage_of_the_host_is_waited_for(monkeypatch):
 
             one = worker_pool(start)
             worker = one.take()
-            assert one.lost is None and one.failures == 0 and not left
+            assert one.set_aside is None and one.failures == 0 and not left
             one.give_back(worker, keep=True)
             one.close()
     monkeypatch.setattr(workers, "SHORTAGE_STARTS", 5)
@@ -218,7 +219,7 @@ def test_a_shortage_of_the_host_is_waited_for(monkeypatch):
         raise OSError(errno.EMFILE, "Too many open files")
 
     one = worker_pool(never)
-    with pytest.raises(workers.Lost, match="cannot be started: .*Too many open files"):
+    with pytest.raises(workers.SetAside, match="cannot be started: .*Too many open files"):
         one.take()
     one.close()
 
@@ -237,13 +238,13 @@ def test_compilers_that_do_not_start_are_replaced_by_a_reset():
             result = run(pool, "no_results")
             assert result.status == "device_lost" and "nothing compiles" in result.message
             assert "a process for compiling cannot be started: no python" in result.message
-        assert "no python" in pool.state()[0]["compilers"]["lost"]
-        assert pool.state()[0]["lost"] is None
+        assert "no python" in pool.state()[0]["compilers"]["set_aside"]
+        assert pool.state()[0]["set_aside"] is None
         with pytest.raises(RuntimeError, match="no python"):
             pool.reset(0)
         pool.compilers.start_worker = real
         pool.reset(0)
-        assert pool.state()[0]["compilers"]["lost"] is None
+        assert pool.state()[0]["compilers"]["set_aside"] is None
         assert_next_is_right(pool)
 
 
