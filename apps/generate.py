@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"{args.model}: no tokenizer.json lies with it; give --tokenizer")
         tokenizer = load_tokenizer(args.tokenizer or beside)
         prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-        pieces = stream_text(
+        chunks = stream_text(
             model,
             tokenizer,
             prompt,
@@ -120,10 +120,10 @@ def main(argv: list[str] | None = None) -> int:
             seed=args.seed,
             repetition_penalty=args.repetition_penalty,
         )
-        first = next(pieces)  # what is wrong with the prompt shows here
+        first = next(chunks)  # what is wrong with the prompt shows here
         print(prompt + first, end="", flush=True)
-        for piece in pieces:
-            print(piece, end="", flush=True)
+        for chunk in chunks:
+            print(chunk, end="", flush=True)
         print()
         return 0
     except BrokenPipeError:

@@ -160,12 +160,12 @@ def new_run(args: argparse.Namespace, group: Group) -> Run:
     parallel = DataParallel(group, optimizer.flat, optimizer, micro_batches, context)
     lock = None
 
-    def claim_folder() -> str:
+    def take_folder() -> str:
         nonlocal lock
-        claimed, lock = folder.take_new(Path(planned_folder), out, *name, restart)
-        return str(claimed)
+        taken, lock = folder.take_new(Path(planned_folder), out, *name, restart)
+        return str(taken)
 
-    path = Path(group.first("the folder of the run", claim_folder))
+    path = Path(group.first("the folder of the run", take_folder))
     run_id = state.id_of(settings, data, optimizer.flat)
     run = Run(args, path, lock, run_id, settings, data, model, optimizer, batches, parallel)
     if group.rank == 0:

@@ -59,7 +59,7 @@ struct Device {
 bool cuda_faulted(void);
 nd_status cuda_first_fault(void); /* ND_EFATAL, with its message */
 
-/* Refuse after a fault and before open(), make the device current, forget errors of other users of
+/* Refuse after a fault and before open(), make the device current, clear errors of other users of
  * the runtime in this thread. */
 nd_status cuda_enter(int device);
 

@@ -36,7 +36,7 @@ import numpy as np
 from needle import _C, models, nn, optim
 from needle.backend_ndarray import Device, NDArray, commit, default_device, given_device
 from needle.files import FileError, named, reading, replacing
-from needle.safetensors import FROM_FILE, TO_FILE, Entry, pieces, read_header
+from needle.safetensors import FROM_FILE, TO_FILE, Entry, chunks, read_header
 
 FORMAT = "needle checkpoint"
 DIGITS = 32  # of the checksum, in hexadecimal
@@ -179,12 +179,12 @@ def _write(file: BinaryIO, tensors: dict[str, NDArray], state: dict) -> None:
     # Wide types first, so that each tensor is aligned to its own size.
     names = sorted(tensors, key=lambda n: (-TO_FILE[tensors[n].dtype][1].itemsize, n))
     metadata = {"format": FORMAT, "checksum": "0" * DIGITS, "state": json.dumps(state)}
-    rest = pieces({name: tensors[name] for name in names}, metadata)
+    rest = chunks({name: tensors[name] for name in names}, metadata)
     head = next(rest)
     digest = hashlib.blake2b(digest_size=DIGITS // 2)
-    for piece in itertools.chain([head], rest):
-        digest.update(piece)
-        file.write(piece)
+    for chunk in itertools.chain([head], rest):
+        digest.update(chunk)
+        file.write(chunk)
     file.seek(_checksum_offset(head))
     file.write(digest.hexdigest().encode())
 

@@ -215,7 +215,7 @@ def stream_text(
     end: int | None = None,
     **options: Any,
 ) -> Iterator[str]:
-    """Yields what follows a prompt, piece by piece, in whole characters.
+    """Yield the text that follows a prompt as it is drawn, in whole characters.
 
     Ends before the first of `stop_strings`, before the token `end`, or after max_new_tokens. What
     could be the beginning of a stop string is held back until it is clear. tokenizer: a
@@ -312,9 +312,9 @@ class _Text:
         )
 
     def _show(self, up_to: int) -> str:
-        piece = self.text[self.shown : up_to]
+        new = self.text[self.shown : up_to]
         self.shown = max(self.shown, up_to)
-        return piece
+        return new
 
     def rest(self) -> str:
         return self._show(len(self.text))

@@ -128,8 +128,7 @@ class Optimizer:
         raise NotImplementedError(f"{type(self).__name__}.step is not defined")
 
     def reset_grad(self) -> None:
-        """Forget the gradients: those of a flat object count as zeros, each other `.grad` is
-        None."""
+        """Drop the gradients: those of a flat object count as zeros, each other `.grad` is None."""
         if self.flat is not None:
             self.flat.reset_grad()
         else:

@@ -151,8 +151,8 @@ def _header(described: Iterable[tuple[str, str, Iterable[int], int]], metadata: 
     return len(text).to_bytes(8, "little") + text
 
 
-def pieces(tensors: Mapping[str, NDArray], metadata: Mapping[str, str]) -> Iterator[Any]:
-    """The bytes of a file, piece by piece: the header with its length, then each tensor in the
+def chunks(tensors: Mapping[str, NDArray], metadata: Mapping[str, str]) -> Iterator[Any]:
+    """Yield the bytes of a file in chunks: the header with its length, then each tensor in the
     order given. One tensor at a time is brought to the host."""
     yield _header(
         ((name, TO_FILE[v.dtype][0], v.shape, v.nbytes) for name, v in tensors.items()), metadata

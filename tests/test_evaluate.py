@@ -78,7 +78,7 @@ def test_likeliest_is_found():
     assert hits.tolist() == [True]
 
 
-def test_logits_in_pieces(monkeypatch):
+def test_logits_in_chunks_are_equal(monkeypatch):
     model = small()
     rows = [(tokens(20, seed)[:-1], tokens(20, seed)[1:]) for seed in range(3)]
     whole = [logprobs for _, logprobs, _ in evaluate.score(model, rows)]

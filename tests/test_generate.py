@@ -256,7 +256,7 @@ class Says:
 
 
 @pytest.mark.parametrize(
-    "says, stops, pieces",
+    "says, stops, chunks",
     [
         ("hello", (), ["h", "e", "l", "l", "o"]),
         ("hello", ("l",), ["h", "e"]),
@@ -271,12 +271,12 @@ class Says:
         ("abzcd", (), ["a", "b"]),
     ],
 )
-def test_stop_strings(says, stops, pieces, monkeypatch):
+def test_stop_strings(says, stops, chunks, monkeypatch):
     monkeypatch.setattr(generation, "stream", Says(says))
     got = list(generation.stream_text(None, Letters(), "x", 9, stop_strings=stops, end=26))
-    assert [piece for piece in got if piece] == pieces
+    assert [chunk for chunk in got if chunk] == chunks
     whole = generation.generate_text(None, Letters(), ["x"], 9, stop_strings=stops, end=26)
-    assert whole == ["".join(pieces)]
+    assert whole == ["".join(chunks)]
 
 
 def test_texts_in_a_batch():
@@ -285,8 +285,8 @@ def test_texts_in_a_batch():
     several = ["abc", "zebra", "q"]
     together = generation.generate_text(model, Letters(), several, 30, **options)
     for prompt, text in zip(several, together, strict=True):
-        pieces = generation.stream_text(model, Letters(), prompt, 30, **options)
-        assert "".join(pieces) == text
+        chunks = generation.stream_text(model, Letters(), prompt, 30, **options)
+        assert "".join(chunks) == text
         assert "b" not in text and "fo" not in text
     with pytest.raises(ValueError, match="not UTF-8: character 1 is '.udcff'"):
         generation.generate_text(model, Letters(), [b"a\xff".decode("utf-8", "surrogateescape")], 3)

@@ -30,7 +30,8 @@ import numpy as np
 from needle.data import megatron
 from needle.data.identity import check_unchanged, content_hash, whole
 from needle.data.text import (
-    Piece,
+    Chunk,
+    chunks,
     documents,
     encode,
     files_at,
@@ -39,7 +40,6 @@ from needle.data.text import (
     is_packed,
     json_lines,
     load_tokenizer,
-    pieces,
     warn,
 )
 from needle.data.tokens import DataError
@@ -60,12 +60,12 @@ class Unit:
     start: int = 0
     stop: int | None = None
 
-    def pieces(self) -> Iterator[Piece]:
+    def chunks(self) -> Iterator[Chunk]:
         if self.stop is None:
             yield from documents([Path(name) for name in self.files], warn, self.field)
             return
         for text in json_lines(Path(self.files[0]), self.field, self.start, self.stop):
-            yield from pieces([text])
+            yield from chunks([text])
 
 
 def input_files(inputs: Sequence[str]) -> list[Path]:
@@ -237,7 +237,7 @@ def _encode_unit(tokenizer, unit: Unit, number: int, dtype: np.dtype, parts: Pat
     """N.bin, then N.sizes: where the second is, the first is whole."""
     sizes, size = [], 0
     with replacing(parts / f"{number}.bin") as file:
-        for ids, last in encode(tokenizer, unit.pieces(), dtype):
+        for ids, last in encode(tokenizer, unit.chunks(), dtype):
             file.write(ids)
             size += len(ids)
             if size > LONGEST:

@@ -1,6 +1,6 @@
 """Text: the documents in files, and the tokenizers that turn them into ids.
 
-    files --> pieces (text, True if its document ends here) --> ids, a group of pieces at a time
+    files --> chunks (text, True if its document ends here) --> ids, a group of chunks at a time
 
 A document is a file, or a line of a file of JSON lines (its field `text`, or another); .gz and .zst
 are unpacked. Each ends with the token <|endoftext|> (id 0, as in GPT-NeoX). A file is never held
@@ -27,11 +27,11 @@ from needle.data.tokens import DataError, absent
 from needle.files import named, reading
 
 END_OF_TEXT = "<|endoftext|>"
-PIECE = 1 << 20  # characters of a document that are tokenised as one
+CHUNK = 1 << 20  # characters of a document that are tokenised as one
 # Characters that are tokenised at a time, by all cores: some 150 bytes of memory for each.
 GROUP = 1 << 22
 LONGEST_LINE = 1 << 28  # bytes of a line of JSON
-Piece = tuple[str, bool]
+Chunk = tuple[str, bool]
 
 
 # ---- documents --------------------------------------------------------------------------------
@@ -179,14 +179,14 @@ def json_lines(
             start += len(line)
 
 
-def pieces(texts: Iterable[str]) -> Iterator[Piece]:
-    """Cut the document that `texts` make together into parts of at most PIECE characters, after
+def chunks(texts: Iterable[str]) -> Iterator[Chunk]:
+    """Cut the document that `texts` make together into parts of at most CHUNK characters, after
     the last line break of each, if there is one. An empty document gives nothing."""
     held = ""
     for text in texts:
         held, start = held + text, 0
-        while len(held) - start > PIECE:
-            end = held.rfind("\n", start, start + PIECE) + 1 or start + PIECE
+        while len(held) - start > CHUNK:
+            end = held.rfind("\n", start, start + CHUNK) + 1 or start + CHUNK
             yield held[start:end], False
             start = end
         held = held[start:]
@@ -196,17 +196,17 @@ def pieces(texts: Iterable[str]) -> Iterator[Piece]:
 
 def documents(
     files: Sequence[Path], report: Callable[[str], None] | None = None, field: str = "text"
-) -> Iterator[Piece]:
-    """Yield the pieces of all documents: each line of a file of JSON lines, each other file. Files
+) -> Iterator[Chunk]:
+    """Yield the chunks of all documents: each line of a file of JSON lines, each other file. Files
     that are empty or no text are left out; `report` gets one line about the latter."""
     left_out = []
     for path in files:
         if is_json_lines(path):
             for text in json_lines(path, field):
-                yield from pieces([text])
+                yield from chunks([text])
         elif is_text(path):
             try:
-                yield from pieces(_decoded(path))
+                yield from chunks(_decoded(path))
             except UnicodeDecodeError as error:
                 raise DataError(f"{path}: changed while it was read: {error}") from error
         else:
@@ -275,9 +275,9 @@ def id_limit(tokenizer: Any) -> int:
 
 
 def encode(
-    tokenizer: Any, parts: Iterable[Piece], dtype: np.dtype
+    tokenizer: Any, parts: Iterable[Chunk], dtype: np.dtype
 ) -> Iterator[tuple[np.ndarray, bool]]:
-    """Yield (ids, True if a document ends with them) of each piece. The last id of a document is
+    """Yield (ids, True if a document ends with them) of each chunk. The last id of a document is
     END_OF_TEXT, where the tokenizer has it."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     tail = np.array([] if end is None else [end], dtype)
@@ -291,16 +291,16 @@ def encode(
                 f"the tokenizer cannot encode a text, one of {len(group):,} from "
                 f"{group[0][0][:60]!r} on: {error}"
             ) from error
-        for (_, last), piece in zip(group, encoded):
-            ids = np.array(piece.ids, dtype)
+        for (_, last), chunk in zip(group, encoded):
+            ids = np.array(chunk.ids, dtype)
             yield np.concatenate([ids, tail]) if last else ids, last
 
 
-def _groups(parts: Iterable[Piece]) -> Iterator[list[Piece]]:
+def _groups(parts: Iterable[Chunk]) -> Iterator[list[Chunk]]:
     group, held = [], 0
-    for piece in parts:
-        group.append(piece)
-        held += len(piece[0]) + 64  # what an empty one costs
+    for chunk in parts:
+        group.append(chunk)
+        held += len(chunk[0]) + 64  # what an empty one costs
         if held >= GROUP:
             yield group
             group, held = [], 0

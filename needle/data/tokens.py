@@ -112,10 +112,10 @@ class FlatTokens:
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """A copy of ids [start, stop), 0 <= start <= stop <= len."""
-        pieces = [part.read(low, high) for part, low, high in self._within(start, stop)]
-        if len(pieces) == 1:
-            return pieces[0]
-        return np.concatenate(pieces) if pieces else np.empty(0, self.dtype)
+        found = [part.read(low, high) for part, low, high in self._within(start, stop)]
+        if len(found) == 1:
+            return found[0]
+        return np.concatenate(found) if found else np.empty(0, self.dtype)
 
     def rows(self, rows: Sequence[Sequence[tuple[int, int]]]) -> np.ndarray:
         """(len(rows), T): of each row the ids of its stretches [start, stop), T in all, one after

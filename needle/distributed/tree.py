@@ -19,15 +19,15 @@ from collections.abc import Sequence
 from needle._C import NDArray
 
 
-def merges(i: int, leaves: int) -> int:
-    """Return how many sums follow leaf i of `leaves`, each of the last two partial sums.
+def merges(i: int, micro_batches: int) -> int:
+    """Return how many sums follow micro-batch i of a step, each of the last two partial sums.
 
     >>> from needle.distributed.tree import merges
     >>> [merges(i, 6) for i in range(6)]
     [0, 1, 0, 2, 0, 2]
     """
     carried = (~i & (i + 1)).bit_length() - 1  # the ones at the end of i
-    return carried + (leaves.bit_count() - 1 if i == leaves - 1 else 0)
+    return carried + (micro_batches.bit_count() - 1 if i == micro_batches - 1 else 0)
 
 
 def tree_sum(parts: Sequence[NDArray]) -> NDArray:
@@ -42,27 +42,27 @@ def tree_sum(parts: Sequence[NDArray]) -> NDArray:
     return sums[0]
 
 
-def own_micro_batches(leaves: int, rank: int, ranks: int) -> range:
+def own_micro_batches(micro_batches: int, rank: int, ranks: int) -> range:
     """Return the micro-batches of a step that a rank computes. ValueError if `ranks` cannot share
     so many."""
-    fitting = fitting_ranks(leaves)
+    fitting = fitting_ranks(micro_batches)
     if ranks not in fitting:
         counts = ", ".join(map(str, fitting))
         raise ValueError(
-            f"{ranks} ranks cannot share a step of {leaves} micro-batches with the bits of one: "
-            f"each needs 1, 2, 4, ... of them. {counts} ranks can: change their number, or, of a "
-            "new run, --grad-accum"
+            f"{ranks} ranks cannot share a step of {micro_batches} micro-batches with the bits of "
+            f"one: each needs 1, 2, 4, ... of them. {counts} ranks can: change their number, or, "
+            "of a new run, --grad-accum"
         )
-    share = leaves // ranks
+    share = micro_batches // ranks
     return range(rank * share, (rank + 1) * share)
 
 
-def fitting_ranks(leaves: int) -> list[int]:
+def fitting_ranks(micro_batches: int) -> list[int]:
     """Return the numbers of ranks that can share so many micro-batches, 2^k for each rank.
 
     >>> from needle.distributed.tree import fitting_ranks
     >>> fitting_ranks(12)
     [1, 3, 6, 12]
     """
-    shares = (1 << k for k in range(leaves.bit_length()))
-    return sorted({1} | {leaves // share for share in shares if leaves % share == 0})
+    shares = (1 << k for k in range(micro_batches.bit_length()))
+    return sorted({1} | {micro_batches // share for share in shares if micro_batches % share == 0})

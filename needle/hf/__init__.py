@@ -32,7 +32,7 @@ from needle import _C, nn
 from needle.backend_ndarray import FLOAT_DTYPES, Device, NDArray, given_device
 from needle.data import END_OF_TEXT
 from needle.files import FileError, named, reading, replacing
-from needle.safetensors import FROM_FILE, Entry, pieces, read_header
+from needle.safetensors import FROM_FILE, Entry, chunks, read_header
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -298,7 +298,7 @@ def save(
     for name, shard in zip(names, shards):
         tensors = {mapping.hf_name(key): parameters[key] for key in shard}
         with replacing(folder / name) as file:
-            file.writelines(pieces(tensors, {"format": "pt"}))
+            file.writelines(chunks(tensors, {"format": "pt"}))
     if len(shards) > 1:
         places = {mapping.hf_name(key): name for name, shard in zip(names, shards) for key in shard}
         total = {

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 
-from needle.kernels.signature import pieces
+from needle.kernels.signature import split_commas
 
 CLASS = r"""
 struct needle_fault {
@@ -122,7 +122,7 @@ def with_checks(source: str, name: str) -> str:
     done, at = [], 0
     for match in re.finditer(r"\b__global__\b", text):
         start, end = _parameters(text, match.end())
-        made = (_parameter(piece) for piece in pieces(text[start:end]))
+        made = (_parameter(part) for part in split_commas(text[start:end]))
         done += [text[at:start], ",".join(made)]
         at = end
     text = "".join([*done, text[at:]])

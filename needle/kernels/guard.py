@@ -1,4 +1,4 @@
-"""Guarded buffer: all arrays of a job in one piece of memory, with guard bands between them.
+"""Guarded buffer: all arrays of a job in one block of memory, with guard bands between them.
 
 The pool lays the buffer out in shared memory and fills it: a pattern ("poison") in the bands and
 outputs, the inputs in their places. The process of the kernel copies it to the device, runs, copies

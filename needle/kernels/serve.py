@@ -47,7 +47,7 @@ END_SECONDS = 5.0  # for answers under way when the service ends
 LINGER_SECONDS = 2.0  # for the rest of a body that was refused
 NVML_SECONDS = 0.05  # that /health waits for NVML before it reports the previous figures
 REMEMBERED = 1000  # jobs, for the medians
-PIECE = 1 << 18
+CHUNK = 1 << 18
 CLIENT_GONE = 499  # in the log, as other servers have it
 LOG_LINES = 1000  # that wait to be written; more are dropped
 GPU_FIGURES = ("name", "memory", "temperature", "load")
@@ -156,7 +156,7 @@ class Service:
     ) -> None:
         self.pool, self.token, self.names = pool, token, names
         self.limits, self.queue, self.parallel = limits or RequestLimits(), queue, parallel
-        self.turns = asyncio.Semaphore(parallel)  # in the order in which jobs came
+        self.slots = asyncio.Semaphore(parallel)  # in the order in which jobs came
         self.runners = ThreadPoolExecutor(parallel, "needle job")
         self.connections = connections
         self.trusted: set[Any] = set()  # connections that have shown the token
@@ -261,8 +261,8 @@ class Service:
         )
         return web.Response(
             status=answer.status,
-            # aiohttp sends a file piece by piece, bytes all at once.
-            body=answer.body if len(answer.body) <= PIECE else io.BytesIO(answer.body),
+            # aiohttp sends a file in chunks, bytes all at once.
+            body=answer.body if len(answer.body) <= CHUNK else io.BytesIO(answer.body),
             content_type="application/json",
             headers=answer.headers,
         )
@@ -321,7 +321,7 @@ class Service:
         came = time.monotonic()
         self.waiting += 1
         try:
-            await self.turns.acquire()
+            await self.slots.acquire()
         finally:
             self.waiting -= 1
         self.running += 1
@@ -336,7 +336,7 @@ class Service:
             return result, {"queued": began - came, "ran": time.monotonic() - began}
         finally:
             self.running -= 1
-            self.turns.release()
+            self.slots.release()
 
     def _do(self, job: Job) -> Result:
         """Run a job in a thread."""
@@ -373,7 +373,7 @@ class Service:
             raise too_large("the body", *limits[kind])
         try:
             if kind == "application/json":
-                read = functools.partial(request.content.read, PIECE)
+                read = functools.partial(request.content.read, CHUNK)
                 return await _read(read, "the body", *limits[kind]), bytearray()
             found: dict[str, bytearray] = {}
             parts = {
@@ -387,7 +387,7 @@ class Service:
                     raise Refused(
                         400, f"the parts are job and arrays, each once, not {ascii(name)[:80]}"
                     )
-                read = functools.partial(part.read_chunk, PIECE)
+                read = functools.partial(part.read_chunk, CHUNK)
                 found[name] = await _read(read, f"the part {name}", *parts[name])
         except (Refused, ConnectionError, asyncio.CancelledError):
             raise
@@ -489,7 +489,7 @@ class Service:
         """Start no more jobs, and refuse those that wait."""
         self.draining = True
         for _ in range(self.waiting):
-            self.turns.release()
+            self.slots.release()
 
     async def close(self, seconds: float, hurry: asyncio.Event) -> None:
         """Wait for running jobs, so long or until `hurry`, then end the pool's processes."""
@@ -507,8 +507,8 @@ def too_large(what: str, most: int, flag: str) -> Refused:
 
 async def _read(read: Callable[[], Awaitable[bytes]], what: str, most: int, flag: str) -> bytearray:
     data = bytearray()
-    while piece := await read():
-        data += piece
+    while chunk := await read():
+        data += chunk
         if len(data) > most:
             raise too_large(what, most, flag)
     return data

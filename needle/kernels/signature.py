@@ -217,7 +217,7 @@ def _top_level(text: str, sought: str) -> list[int]:
     return found
 
 
-def pieces(text: str) -> list[str]:
+def split_commas(text: str) -> list[str]:
     """Split a text at the commas outside of all brackets."""
     ends = [*_top_level(text, ","), len(text)]
     starts = [0, *(end + 1 for end in ends[:-1])]
@@ -225,7 +225,7 @@ def pieces(text: str) -> list[str]:
 
 
 def _split(text: str) -> list[str]:
-    parts = [part.strip() for part in pieces(text)]
+    parts = [part.strip() for part in split_commas(text)]
     return [] if parts in ([""], ["void"]) else parts
 
 

@@ -200,7 +200,7 @@ def block_sparse_attention(
 class PackedKernel:
     """Kernel of a packed projection (B, T, H, 3, D) of which q and k have been rotated by the
     angles of cos and sin. Keeps that, the output and its log-sum-exp; views, not copies, in
-    between. Gives one packed gradient, in which the kernels turn dq and dk back."""
+    between. Gives one packed gradient, in which the kernels have rotated dq and dk back."""
 
     def __init__(self, kernel: Kernel, cos: NDArray, sin: NDArray) -> None:
         self.kernel, self.cos, self.sin = kernel, cos, sin

@@ -32,8 +32,8 @@ Steps = tuple[int, int, int]  # along batch, time and heads
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A view (B', T', H', ...) of a (B, T, H, ...): where it starts, its sizes, and how far the
+class View:
+    """View (B', T', H', ...) of a (B, T, H, ...): where it starts, its sizes, and how far the
     next of each of its axes is."""
 
     start: Steps
@@ -46,12 +46,12 @@ class Piece:
         strides = [sum(n * s for n, s in zip(step, x.strides)) for step in self.steps]
         return x[first].as_strided((*self.shape, *x.shape[3:]), (*strides, *x.strides[3:]))
 
-    def later(self, tokens: int) -> Piece:
+    def later(self, tokens: int) -> View:
         batch, time, head = self.start
         return replace(self, start=(batch, time + tokens, head))
 
 
-def pieces_of(shape: tuple[int, ...], width: int, dilation: int, merges: bool) -> Iterator[Piece]:
+def views_of(shape: tuple[int, ...], width: int, dilation: int, merges: bool) -> Iterator[View]:
     """Yield the whole segments of one branch and the rest after them. B' is the batch, or the
     segments, or both where `merges` says that batch and time are one axis."""
     batch, time, heads = shape[:3]
@@ -68,7 +68,7 @@ def pieces_of(shape: tuple[int, ...], width: int, dilation: int, merges: bool) -
         for first, number in sequences:
             for offset, head, together, next_head in heads_of(heads, dilation, 0, length):
                 size = tokens_before(length, offset, dilation)
-                yield Piece(
+                yield View(
                     (first, start + offset, head),
                     (number, size, together),
                     (step, (0, dilation, 0), next_head),
@@ -135,16 +135,16 @@ class DilatedAttention(FusedOp):
 
     def compute(self, q: NDArray, k: NDArray, v: NDArray) -> NDArray:
         merges = all(map(_merges, (q, k, v)))
-        self.pieces = [list(pieces_of(q.shape, *branch, merges)) for branch in self.branches]
+        self.views = [list(views_of(q.shape, *branch, merges)) for branch in self.branches]
         self.numbers = numbers_of(tuple(self.branches), q.device, q.device.generation)
         parts = _C.empty((len(self.branches), *q.shape), q.dtype, q.device)
         lses = _C.empty(parts.shape[:4], "float32", q.device)
-        for pieces, part, to in zip(self.pieces, each(parts), each(lses)):
-            for piece in pieces:
+        for views, part, to in zip(self.views, each(parts), each(lses)):
+            for view in views:
                 lse = _C.attention_fwd(
-                    piece(q), piece(k), piece(v), self.scale, self.causal, piece(part)
+                    view(q), view(k), view(v), self.scale, self.causal, view(part)
                 )
-                _C.assign(piece(to), lse.permute((0, 2, 1)))
+                _C.assign(view(to), lse.permute((0, 2, 1)))
         self.out, self.lse = _C.dilated_merge(parts, lses, *self.numbers)
         return self.out
 
@@ -154,12 +154,12 @@ class DilatedAttention(FusedOp):
         arrays = [x.cached_data for x in node.inputs]
         dout = dout.compact()
         sums = [_C.empty((len(self.branches), *x.shape), x.dtype, x.device) for x in arrays]
-        for pieces, *into in zip(self.pieces, *map(each, sums)):
-            for piece in pieces:
-                lse = piece(self.lse).permute((0, 2, 1)).compact()
+        for views, *into in zip(self.views, *map(each, sums)):
+            for view in views:
+                lse = view(self.lse).permute((0, 2, 1)).compact()
                 _C.attention_bwd(
-                    piece(dout), *map(piece, arrays), piece(self.out), lse, self.scale,
-                    self.causal, None, None, *map(piece, into), None,
+                    view(dout), *map(view, arrays), view(self.out), lse, self.scale,
+                    self.causal, None, None, *map(view, into), None,
                 )  # fmt: skip
         return [
             _C.dilated_sum(parts, *self.numbers) if x.requires_grad else None

@@ -20,11 +20,11 @@ from typing import Any
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import Accumulators, FusedOp, Tensor
-from needle.ops.dilated import Piece, checked, each, heads_of, numbers_of, pieces_of, tokens_before
+from needle.ops.dilated import View, checked, each, heads_of, numbers_of, tokens_before, views_of
 from needle.ops.ring_attention import Ranks, SharedSequence, exact
 
 Branch = tuple[int, int]  # segment, dilation
-Call = tuple[Piece, Piece]  # of a run its queries, of all tokens the keys
+Call = tuple[View, View]  # of a run its queries, of all tokens the keys
 
 
 def calls_of(
@@ -38,8 +38,8 @@ def calls_of(
         whole = (run.stop - segment) // width * width
         if begin == segment and whole:
             stop = segment + whole
-            for piece in pieces_of((batch, whole, heads), width, dilation, batch == 1):
-                yield piece.later(begin - run.start), piece.later(begin)
+            for view in views_of((batch, whole, heads), width, dilation, batch == 1):
+                yield view.later(begin - run.start), view.later(begin)
         else:
             stop = min(segment + width, run.stop)
             end = stop if causal else min(segment + width, time)
@@ -49,8 +49,8 @@ def calls_of(
                 before, last, keys = (tokens_before(b, offset, dilation) for b in bounds)
                 first = segment + offset + before * dilation - run.start
                 yield (
-                    Piece((0, first, head), (batch, last - before, together), steps),
-                    Piece((0, segment + offset, head), (batch, keys, together), steps),
+                    View((0, first, head), (batch, last - before, together), steps),
+                    View((0, segment + offset, head), (batch, keys, together), steps),
                 )
         begin = stop
 

@@ -553,7 +553,7 @@ def test_a_broken_gradient_changes_nothing(broken, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_each_gradient_counts_once_in_the_norm(device):
-    """Wherever pieces of a sum of squares begin and end."""
+    """For sizes around each chunk of a sum of squares."""
     size = 3 * 65536 + 5
     for at in (0, 1023, 1024, 16383, 16384, 65535, 65536, 131071, 131072, 3 * 65536, size - 1):
         g = np.zeros(size, np.float32)

@@ -286,7 +286,7 @@ def test_damaged_files_are_read_as_they_are_or_refused(tmp_path, name, data):
 
 def check_lines(path, expected):
     def read():
-        return "".join(piece + "|" * last for piece, last in text.documents([path]))
+        return "".join(chunk + "|" * last for chunk, last in text.documents([path]))
 
     if expected is None:
         with pytest.raises(DataError, match="offset") as caught:

@@ -61,7 +61,7 @@ def content(tmp_path, out):
 
 
 def test_documents_come_back_in_their_order(tmp_path, inputs, capsys, monkeypatch):
-    monkeypatch.setattr("needle.data.text.PIECE", 40)  # so that most documents are several
+    monkeypatch.setattr("needle.data.text.CHUNK", 40)  # so that most documents are several
     assert run(tmp_path, inputs, "one") == 0
     out = capsys.readouterr().out
     assert "90 documents" in out and "0 of " in out
@@ -85,7 +85,7 @@ def test_the_cut_neither_loses_nor_doubles_a_line(tmp_path, inputs):
     path = Path(inputs[0])
     for size in (1, 7, 100, 10**6):
         units = prepare.cut([path], size)
-        assert [text for unit in units for text, _ in unit.pieces()] == TEXTS[:30]
+        assert [text for unit in units for text, _ in unit.chunks()] == TEXTS[:30]
 
 
 PROGRAM = """

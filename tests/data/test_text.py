@@ -1,4 +1,4 @@
-"""Text on its way to ids: pieces, bounded memory, the cache, tokenizers unlike Pythia's."""
+"""Text on its way to ids: chunks, bounded memory, the cache, tokenizers unlike Pythia's."""
 
 import gzip
 import itertools
@@ -30,7 +30,7 @@ from needle.data import (
 tokenizers = pytest.importorskip("tokenizers")
 
 
-# ---- pieces ------------------------------------------------------------------------------------
+# ---- chunks ------------------------------------------------------------------------------------
 
 
 def cut_whole(whole, size):
@@ -46,8 +46,8 @@ def cut_whole(whole, size):
 @settings(max_examples=200, deadline=None)
 def test_the_cut_does_not_depend_on_how_a_file_is_read(blocks, size):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text, "PIECE", size)
-        found = list(text.pieces(blocks))
+        patch.setattr(text, "CHUNK", size)
+        found = list(text.chunks(blocks))
     assert [part for part, _ in found] == cut_whole("".join(blocks), size)
     assert [last for _, last in found] == [False] * (len(found) - 1) + [True] * bool(found)
 
@@ -72,7 +72,7 @@ def test_characters_are_not_cut_by_the_blocks_of_a_file(tmp_path, monkeypatch):
 CHILD = """
 import sys
 from needle.data import open_data, prepare, text
-text.PIECE, text.GROUP = 1 << 16, 1 << 17
+text.CHUNK, text.GROUP = 1 << 16, 1 << 17
 def peak():  # of this program: ru_maxrss begins with that of the process it was forked from
     (line,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
     return int(line.split()[1]) << 10
@@ -197,8 +197,8 @@ def test_few_documents_hold_out_their_end(tmp_path, tokenizer):
 
 
 def test_of_twenty_documents_the_last_is_held_out_alone(tmp_path, tokenizer, monkeypatch):
-    """Though documents are cut in pieces; and each ends with the token that says so."""
-    monkeypatch.setattr(text, "PIECE", 40)
+    """Though documents are cut into chunks, and each ends with the token that says so."""
+    monkeypatch.setattr(text, "CHUNK", 40)
     for count in (20, 21, 40):
         texts = [f"one two {number}\n" * (number + 1) for number in range(count)]
         lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
@@ -385,7 +385,7 @@ def test_text_is_tokenised_once_and_held_out_by_documents(texts, capsys):
 
 
 def test_a_long_line_and_a_single_file(tmp_path, texts, monkeypatch):
-    monkeypatch.setattr("needle.data.text.PIECE", 1000)
+    monkeypatch.setattr("needle.data.text.CHUNK", 1000)
     path = tmp_path / "long.txt"
     path.write_text("ab " * 4000 + "\nend\n" * 50)
     data = open_data(path, vocab_size=280)

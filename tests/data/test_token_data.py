@@ -257,9 +257,9 @@ def test_windows_need_one_token_more_than_a_multiple_of_their_length(tmp_path):
 
 def test_tokens_read_like_an_array(tmp_path):
     parts = []
-    for number, piece in enumerate(np.split(IDS, [100, 101, 700])):
-        (tmp_path / f"{number}").write_bytes(b"head" + piece.astype("<u2").tobytes())
-        parts.append(Part(tmp_path / f"{number}", 4, "<u2", len(piece)))
+    for number, part in enumerate(np.split(IDS, [100, 101, 700])):
+        (tmp_path / f"{number}").write_bytes(b"head" + part.astype("<u2").tobytes())
+        parts.append(Part(tmp_path / f"{number}", 4, "<u2", len(part)))
     tokens = FlatTokens(parts)
     assert len(tokens) == 1500 and tokens.shape == (1500,)
     for index in (

@@ -100,10 +100,10 @@ def test_the_sum_and_its_norm():
 def test_shards(size, ranks):
     found = shards(size, ranks)
     assert len(found) == ranks and found[0].start == 0 and found[-1].stop == size
-    for piece, following in zip(found, found[1:]):
-        assert piece.stop == following.start
-        assert piece.stop % NORM_CHUNK == 0 or piece.stop == size
-    sizes = [piece.stop - piece.start for piece in found]
+    for part, following in zip(found, found[1:]):
+        assert part.stop == following.start
+        assert part.stop % NORM_CHUNK == 0 or part.stop == size
+    sizes = [part.stop - part.start for part in found]
     assert max(sizes) - min(sizes) <= 2 * NORM_CHUNK
 
 
@@ -119,7 +119,7 @@ def test_a_part_of_the_state_is_not_saved_as_all_of_it():
 
 
 def test_state_that_was_loaded_whole_is_cut():
-    """As a resumed run does: AdamW with the state of all, then its own piece of it."""
+    """As a resumed run does: AdamW with the state of all, then its own part of it."""
 
     def work(group):
         flat = nn.flatten_parameters(Model("float32"))

@@ -96,7 +96,7 @@ def until_it_trains(process, out):
 
 
 @pytest.mark.slow
-def test_messages_are_sent_in_pieces(tmp_path, tokens, alone):
+def test_messages_above_the_limit_are_sent_in_parts(tmp_path, tokens, alone):
     """Counts of MPI are 32 bits: a longer array goes as several messages."""
     run(tmp_path, tokens, 2, plan={"rank": 0, "step": 0, "what": None, "most": 1000})
     assert written(tmp_path) == alone

@@ -30,7 +30,7 @@ def model_of(**changes):
 
 
 def gradient(group, context, **changes):
-    """(losses, the norm of the gradient, this rank's piece of it) of one step."""
+    """(losses, the norm of the gradient, this rank's shard of it) of one step."""
     model = model_of(**changes)
     flat = nn.flatten_parameters(model)
     parallel = DataParallel(group, flat, optim.AdamW(flat), len(IDS), context)
@@ -70,7 +70,7 @@ CHANGES = {
 def test_the_gradient_is_that_of_one(ranks, context, changes):
     ((wanted_losses, wanted_norm, wanted),) = together(1, lambda g: gradient(g, 1, **changes))
     done = together(ranks, lambda group: gradient(group, context, **changes))
-    found = np.concatenate([piece for _, _, piece in done])
+    found = np.concatenate([shard for _, _, shard in done])
     assert np.linalg.norm(found - wanted) < 2e-6 * np.linalg.norm(wanted)
     for losses, norm, _ in done:
         assert losses == pytest.approx(wanted_losses, rel=1e-6)
@@ -80,8 +80,8 @@ def test_the_gradient_is_that_of_one(ranks, context, changes):
 def test_the_number_of_ranks_changes_no_bit():
     two, four = (together(ranks, lambda group: gradient(group, 2)) for ranks in (2, 4))
     assert two[0][:2] == four[0][:2]
-    pieces = [np.concatenate([piece for _, _, piece in done]) for done in (two, four)]
-    np.testing.assert_array_equal(*pieces)
+    gradients = [np.concatenate([shard for _, _, shard in done]) for done in (two, four)]
+    np.testing.assert_array_equal(*gradients)
 
 
 def test_layers_that_are_computed_again_change_no_bit():

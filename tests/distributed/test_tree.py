@@ -1,4 +1,4 @@
-"""The order of a step's sums is one tree, however its leaves are shared."""
+"""The order of a step's sums is one tree, however its count are shared."""
 
 import numpy as np
 import pytest
@@ -29,23 +29,23 @@ def wanted(texts):
     return f"({wanted(texts[:half])}+{wanted(texts[half:])})"
 
 
-@pytest.mark.parametrize("leaves", range(1, 34))
-def test_the_tree(leaves):
-    texts = [str(i) for i in range(leaves)]
+@pytest.mark.parametrize("count", range(1, 34))
+def test_the_tree(count):
+    texts = [str(i) for i in range(count)]
     assert written(texts) == wanted(texts)
-    assert sum(merges(i, leaves) for i in range(leaves)) == leaves - 1
+    assert sum(merges(i, count) for i in range(count)) == count - 1
 
 
-@pytest.mark.parametrize("leaves", range(1, 65))
-def test_every_fitting_number_of_ranks_sums_the_same_tree(leaves):
-    texts, fitting = [str(i) for i in range(leaves)], fitting_ranks(leaves)
+@pytest.mark.parametrize("count", range(1, 65))
+def test_every_fitting_number_of_ranks_sums_the_same_tree(count):
+    texts, fitting = [str(i) for i in range(count)], fitting_ranks(count)
     for ranks in fitting:
-        shares = [own_micro_batches(leaves, rank, ranks) for rank in range(ranks)]
-        assert [i for share in shares for i in share] == list(range(leaves))
+        shares = [own_micro_batches(count, rank, ranks) for rank in range(ranks)]
+        assert [i for share in shares for i in share] == list(range(count))
         assert written([written(texts[s.start : s.stop]) for s in shares]) == wanted(texts)
-    for ranks in set(range(2, leaves + 2)) - set(fitting):
-        with pytest.raises(ValueError, match=f"{ranks} ranks cannot share a step of {leaves} "):
-            own_micro_batches(leaves, 0, ranks)
+    for ranks in set(range(2, count + 2)) - set(fitting):
+        with pytest.raises(ValueError, match=f"{ranks} ranks cannot share a step of {count} "):
+            own_micro_batches(count, 0, ranks)
 
 
 def test_numbers_of_ranks_that_fit():

@@ -108,8 +108,8 @@ class Client:
         with socket.create_connection(("127.0.0.1", self.port), timeout=60) as sock:
             sock.sendall(data)
             got = b""
-            while piece := sock.recv(65536):
-                got += piece
+            while chunk := sock.recv(65536):
+                got += chunk
             return got
 
     def alive(self):

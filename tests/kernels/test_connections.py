@@ -84,8 +84,8 @@ def test_an_answer_that_is_read_slowly_keeps_its_connection(patient, made_up, mo
         got = len(reader.recv(1000))
         others = idle(client, 50)
         time.sleep(0.2)
-        while piece := reader.recv(1 << 20):
-            got += len(piece)
+        while chunk := reader.recv(1 << 20):
+            got += len(chunk)
         assert got > size
         for one in (reader, *others):
             one.close()
@@ -124,8 +124,8 @@ def test_an_answer_that_is_not_read_ends_its_connection(patient, made_up, monkey
         reader.sendall(f"{head}\r\n".encode())
         time.sleep(1)
         got = 0
-        while piece := reader.recv(1 << 20):
-            got += len(piece)
+        while chunk := reader.recv(1 << 20):
+            got += len(chunk)
         assert 0 < got < size and not client.service.busy
 
 

@@ -24,7 +24,7 @@ pytest.importorskip("aiohttp", reason="no aiohttp (pip install aiohttp): no serv
 
 from needle.kernels import serve
 from needle.kernels.pool import Pool
-from needle.kernels.serve import PIECE, Lines
+from needle.kernels.serve import CHUNK, Lines
 from needle.kernels.workers import Worker
 from needle.nvml import Nvml
 
@@ -42,7 +42,7 @@ def test_a_right_kernel_returns_its_outputs(fake):
         got = safetensors.numpy.load(base64.b64decode(answer["outputs"]))
         assert got.keys() == {"0"} and (got["0"] == 2 * x).all()
         assert answer["resources"]["registers"] == 16 and 0 <= answer["seconds"]["ran"] < 60
-    assert x.nbytes > PIECE
+    assert x.nbytes > CHUNK
     args = [{"array": "x"}, {"shape": [2], "dtype": "bfloat16", "out": True}, 1.0, 0]
     job = JOB | {"outputs": True, "cases": [{"grid": 1, "block": 1, "args": args}]}
     status, answer = fake.evaluate(job, bfloat16("x", [1.5, 2.0]))

@@ -7,7 +7,7 @@ from gradients import attend_dilated, dilated_weights
 from harness import DEVICES, device_of, poison
 
 from needle import _C, Tensor, ops
-from needle.ops.dilated import pieces_of
+from needle.ops.dilated import views_of
 from needle.testing import rounder
 from needle.testing.attention import attention_gradients, held
 
@@ -69,8 +69,8 @@ def test_views_hold_each_token_of_a_branch_once(merges):
         batch, t, heads = (int(n) for n in rng.integers(1, (4, 40, 12)))
         width, dilation = int(rng.integers(1, t + 1)), int(rng.integers(1, 10))
         times = _C.array(np.zeros((batch, t, heads)))
-        for piece in pieces_of(times.shape, width, dilation, merges):
-            view = piece(times)
+        for of in views_of(times.shape, width, dilation, merges):
+            view = of(times)
             _C.assign(view, view + 1)
         wanted = held(np.array([width]), np.array([dilation]), t, heads)
         said = f"{(batch, t, heads)}, segments of {width}, dilation {dilation}"
@@ -81,7 +81,7 @@ def test_the_fewest_views():
     """A launch each: all heads and sequences in one where their strides allow it."""
 
     def count(shape, *branch):
-        return len(list(pieces_of(shape, *branch, True)))
+        return len(list(views_of(shape, *branch, True)))
 
     assert count((2, 64, 8), 16, 1) == 1
     assert count((2, 64, 8), 16, 2) == 2  # heads of an offset
