@@ -53,6 +53,7 @@ from needle.init import (
 from needle.ops import *
 
 if _TYPE_CHECKING:  # what __getattr__ finds
+    from needle import activations as activations
     from needle import checkpoint as checkpoint
     from needle import data as data
     from needle import diagnose as diagnose
@@ -62,6 +63,7 @@ if _TYPE_CHECKING:  # what __getattr__ finds
     from needle import hooks as hooks
     from needle import kernels as kernels
     from needle import models as models
+    from needle import patching as patching
     from needle import sampling as sampling
     from needle import training as training
     from needle.checkpoint import load as load
@@ -116,6 +118,7 @@ __version__: str = build_info()["version"]
 
 # A module that costs time to import, or that few need, comes when it is first asked for.
 _SUBMODULES = (
+    "activations",
     "checkpoint",
     "data",
     "diagnose",
@@ -125,6 +128,7 @@ _SUBMODULES = (
     "hooks",
     "kernels",
     "models",
+    "patching",
     "sampling",
     "training",
 )

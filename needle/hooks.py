@@ -2,10 +2,12 @@
 
     with model.hooks({"blocks.2.hook_resid_post": lambda x: x * 0.5}):
         logits, loss = model(ids, targets)
+    logits = model.run_with_hooks(ids, [(lambda name: name.endswith("hook_z"), ablate)])
     logits, cache = model.run_with_cache(ids, ["blocks.0.attn.hook_pattern"])
     states = model.hidden_states(ids)
 
-A hook is a function of the Tensor at its name. Its result replaces the Tensor, None keeps it.
+A hook is a function f(x) or f(x, hook) of the Tensor at its name; `hook.name` and `hook.layer()`
+tell where it is. Its result replaces the Tensor, None keeps it.
 Gradients flow through both; a captured Tensor keeps its own `.grad` where the graph has a leaf that
 is no Parameter: `model.hooks({"hook_embed": lambda x: x + zeros})`, with `zeros` a Tensor of x's
 shape, around the forward. Of Pythia names, shapes and order are those of TransformerLens (Nanda and
@@ -47,16 +49,34 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Callable, Collection, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
+from needle.activations import ActivationCache
 from needle.autograd import Tensor
 from needle.backend_ndarray import NDArray, array
 from needle.nn import Module
 
-Hook = Callable[[Tensor], Tensor | NDArray | np.ndarray | None]
+Hook = Callable[..., Tensor | NDArray | np.ndarray | None]
+NameFilter = Callable[[str], bool]
+
+
+@dataclass(frozen=True)
+class HookPoint:
+    """The place of a hook, its second argument."""
+
+    name: str
+
+    def layer(self) -> int:
+        """Return the layer, from 0. ValueError outside of layers."""
+        kind, _, rest = self.name.partition(".")
+        if kind != "blocks":
+            raise ValueError(f"{self.name} is in no layer")
+        return int(rest.partition(".")[0])
 
 
 class Described(Protocol):
@@ -91,6 +111,8 @@ def _points(module: Module, prefix: str = "") -> Iterator[tuple[str, Module, str
 
 def _checked(name: str, function: Hook) -> Callable[[Tensor], Tensor]:
     """Wrap a hook: return its result as a Tensor of the shape, dtype and device of x."""
+    if _takes_hook(function):
+        plain, function = function, lambda x: plain(x, hook=HookPoint(name))
 
     def call(x: Tensor) -> Tensor:
         given: Any = function(x)
@@ -112,6 +134,22 @@ def _checked(name: str, function: Hook) -> Callable[[Tensor], Tensor]:
         return given
 
     return call
+
+
+def _takes_hook(function: Hook) -> bool:
+    try:
+        return "hook" in inspect.signature(function).parameters
+    except ValueError:  # a builtin
+        return False
+
+
+def chosen_names(of: Module, names: str | NameFilter | Collection[str] | None) -> list[str]:
+    """Return the names that a name, several, a function of a name, or None for all stands for."""
+    if names is None:
+        return hook_names(of)
+    if callable(names):
+        return [name for name in hook_names(of) if names(name)]
+    return [names] if isinstance(names, str) else list(names)
 
 
 class Hooked(Module):
@@ -169,23 +207,42 @@ class Hooked(Module):
             if functions and name in functions:
                 module._hooks = {**(module._hooks or {}), point: functions[name]}
 
-    def run_with_cache(
-        self, input_ids: Any, names: str | Collection[str] | None = None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return (logits, {name: Tensor}) of a forward of ids (B, T), captured after active hooks.
+    def run_with_hooks(
+        self, input_ids: Any, fwd_hooks: Iterable[tuple[str | NameFilter, Hook]]
+    ) -> Tensor:
+        """Return the logits of ids (B, T), or text, with pairs (name, function) hooked; instead of
+        a name, a function of names that is true for several.
 
-        names: one name or several, None for all, of which the patterns take T x T numbers a head.
-        The Tensors belong to the graph of the forward, except inside `no_grad()`.
+        >>> config = ndl.PythiaConfig(vocab_size=50, hidden_size=16, num_layers=2, num_heads=2)
+        >>> model = ndl.Pythia(config)
+        >>> def ablate(z, hook):
+        ...     return z * 0.0 if hook.layer() == 1 else None
+        >>> model.run_with_hooks([[1, 2]], [(lambda name: name.endswith("hook_z"), ablate)]).shape
+        (1, 2, 50)
+        """
+        with contextlib.ExitStack() as stack:
+            for name, function in fwd_hooks:
+                names = chosen_names(self, name)
+                stack.enter_context(self.hooks(dict.fromkeys(names, function)))
+            return self(input_ids)[0]
+
+    def run_with_cache(
+        self, input_ids: Any, names: str | NameFilter | Collection[str] | None = None
+    ) -> tuple[Tensor, ActivationCache]:
+        """Return (logits, ActivationCache) of a forward of ids (B, T), or text. The cache has
+        {name: Tensor}, captured after active hooks.
+
+        names: one name, several, or a function of names that is true for several; None for all, of
+        which the patterns take T x T numbers a head. The Tensors belong to the graph of the
+        forward, except inside `no_grad()`.
 
         >>> config = ndl.PythiaConfig(vocab_size=50, hidden_size=16, num_layers=1, num_heads=2)
         >>> model = ndl.Pythia(config)
         >>> logits, cache = model.run_with_cache([[1, 2, 3]], "blocks.0.attn.hook_pattern")
-        >>> cache["blocks.0.attn.hook_pattern"].shape
+        >>> cache["pattern", 0].shape
         (1, 2, 3, 3)
         """
-        if names is None:
-            names = hook_names(self)
-        names = [names] if isinstance(names, str) else list(names)
+        names = chosen_names(self, names)
         cache: dict[str, Tensor] = {}
 
         def keep(name: str) -> Hook:
@@ -193,4 +250,4 @@ class Hooked(Module):
 
         with self.hooks({name: keep(name) for name in names}):
             logits, _ = self(input_ids)
-        return logits, cache
+        return logits, ActivationCache(cache, self)

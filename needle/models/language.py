@@ -23,9 +23,10 @@ from needle.backend_ndarray import Device, NDArray, array, given_device
 from needle.block_mask import BlockMask
 from needle.hooks import Hooked, hook_names
 from needle.models.registry import Config
+from needle.models.text import Texts
 
 
-class LanguageModel(Hooked):
+class LanguageModel(Texts, Hooked):
     """`dtype` (default: the configuration's) is that of parameters and activations. `tokenizer`:
     set if the model was loaded with one."""
 
@@ -65,8 +66,8 @@ class LanguageModel(Hooked):
                 module.group = group
 
     def forward(self, input_ids: Any, targets: Any = None) -> tuple[Tensor, Tensor | None]:
-        """ids (B, T) -> logits (B, T, V) and, with targets (B, T), the mean cross-entropy in nats
-        over the targets that are not negative.
+        """ids (B, T), or text, -> logits (B, T, V) and, with targets (B, T), the mean cross-entropy
+        in nats over the targets that are not negative.
 
         Host data (lists, NumPy, CPU arrays) is checked against the vocabulary before anything is
         uploaded: ValueError. An int32 NDArray that lies on the GPU already is taken as it is.
@@ -119,6 +120,10 @@ class LanguageModel(Hooked):
     def _tokens(self, ids: Any, what: str, low: int | None) -> NDArray:
         """int32 (B, T) on the model's device; host values below `low` or beyond the vocabulary
         are refused."""
+        if isinstance(ids, str) or (
+            isinstance(ids, (list, tuple)) and all(isinstance(one, str) for one in ids) and ids
+        ):
+            ids = self.to_tokens(ids)
         if isinstance(ids, Tensor):
             ids = ids.cached_data
         on_device = (

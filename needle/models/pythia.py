@@ -28,6 +28,7 @@ from needle.backend_ndarray import FLOAT_DTYPES, Device, NDArray, array, empty
 from needle.block_mask import BlockMask
 from needle.generation import Cache
 from needle.models import gpt_neox
+from needle.models.factored import FactoredWeights
 from needle.models.language import LanguageModel
 from needle.models.registry import Config, register
 
@@ -194,6 +195,11 @@ class MLP(nn.Module):
         self.dense_h_to_4h = nn.Linear(width, inner, True, *place, std=small)
         self.dense_4h_to_h = nn.Linear(inner, width, True, *place, std=wang)
 
+    W_in = property(lambda self: self.dense_h_to_4h.weight, doc="(C, F)")
+    b_in = property(lambda self: self.dense_h_to_4h.bias, doc="(F,)")
+    W_out = property(lambda self: self.dense_4h_to_h.weight, doc="(F, C)")
+    b_out = property(lambda self: self.dense_4h_to_h.bias, doc="(C,)")
+
     def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
         """residual, of x's shape, is added."""
         up, down = self.dense_h_to_4h, self.dense_4h_to_h
@@ -320,7 +326,7 @@ def normed(x: Tensor, *norms: nn.Module) -> tuple:
 
 
 @register("pythia")
-class Pythia(LanguageModel):
+class Pythia(FactoredWeights, LanguageModel):
     """A GPT-NeoX language model.
 
     `dtype` (default: the configuration's) is that of parameters and activations. `initialise=False`
@@ -380,6 +386,13 @@ class Pythia(LanguageModel):
                 x = nn.recompute(layer, x, rotary, mask)
             else:
                 x = layer(x, rotary, mask, cache and cache.layer(i))
+        return self.final_layer_norm(x)
+
+    def hidden_from(self, x: Tensor, layer: int) -> Tensor:
+        """Return hidden() of the residual stream (B, T, C) that enters `layer`."""
+        rotary, mask = self._of_tokens(x.shape[1])
+        for one in self.layers[layer:]:
+            x = one(x, rotary, mask)
         return self.final_layer_norm(x)
 
     def _of_tokens(self, time: int) -> tuple[Any, BlockMask | None]:

@@ -102,6 +102,36 @@ class Attention(Module):
         y = self.dense(seen)
         return y if residual is None else residual + y
 
+    # ---- weights by head, as TransformerLens has them --------------------------------------------
+
+    W_Q = property(lambda self: self._weight(0), doc="(H, C, D), a view of query_key_value's.")
+    W_K = property(lambda self: self._weight(1), doc="(H, C, D), a view.")
+    W_V = property(lambda self: self._weight(2), doc="(H, C, D), a view.")
+    b_Q = property(lambda self: self._bias(0), doc="(H, D), a view.")
+    b_K = property(lambda self: self._bias(1), doc="(H, D), a view.")
+    b_V = property(lambda self: self._bias(2), doc="(H, D), a view.")
+
+    @property
+    def W_O(self) -> Tensor:
+        """(H, D, C), a view of the projection back."""
+        weight = self.dense.weight
+        return weight.reshape((self.heads, self.head_dim, weight.shape[1]))
+
+    @property
+    def b_O(self) -> Tensor | None:
+        return self.dense.bias
+
+    def _weight(self, part: int) -> Tensor:
+        weight = self.query_key_value.weight
+        shape = (weight.shape[0], self.heads, 3, self.head_dim)
+        return ops.transpose(weight.reshape(shape)[:, :, part], (0, 1))
+
+    def _bias(self, part: int) -> Tensor | None:
+        bias = self.query_key_value.bias
+        return None if bias is None else bias.reshape((self.heads, 3, self.head_dim))[:, part]
+
+    # ---- forward ---------------------------------------------------------------------------------
+
     def packed(self, x: Tensor) -> Tensor:
         """q, k and v of x as they lie, (B, T, H, 3, D)."""
         return self.query_key_value(x).reshape((*x.shape[:2], self.heads, 3, self.head_dim))

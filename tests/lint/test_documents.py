@@ -13,7 +13,7 @@ from harness import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Pages whose Python examples run on a CPU, in order, as one program.
-RUNNABLE = ["README.md", "docs/training.md", "docs/models.md", "docs/attention.md"]
+RUNNABLE = ["README.md", "docs/training.md", "docs/interpretability.md", "docs/attention.md"]
 COMMAND = r"python ((?:-m needle|apps/|benchmarks/)[^`\n|]*)"
 WITH_SUBCOMMANDS = {"needle.data", "needle.hf", "needle.kernels"}
 # Runs the trainer for a step, and prints which functions of which files were called.

@@ -1,0 +1,176 @@
+"""Activation and attribution patching over heads and positions.
+
+    clean_logits, clean_cache = model.run_with_cache(clean_tokens)
+    patched = get_act_patch_attn_head_out_by_pos(model, corrupted_tokens, clean_cache, metric)
+
+Activation patching (Meng et al. 2022, Wang et al. 2023) runs the model on corrupted tokens once for
+each head, position or both, with that part of one activation replaced by the one of the clean run,
+and returns a metric of the logits. Attribution patching (Nanda 2023) estimates the change of the
+metric by its gradient, in one forward and backward. Names and results are those of
+`transformer_lens.patching`.
+
+Many patched runs share a forward, which begins at the patched layer. All stays on the device. Axis
+letters: B batch, T time, C channels, H heads, V vocabulary, L layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from needle import init, ops
+from needle.activations import ActivationCache, get_act_name
+from needle.autograd import Tensor, no_grad
+from needle.backend_ndarray import array
+from needle.nn import Module
+
+Metric = Callable[[Tensor], Tensor]
+
+
+def generic_activation_patch(
+    model: Any,
+    corrupted_tokens: Any,
+    clean_cache: ActivationCache,
+    patching_metric: Metric,
+    activation_name: str,
+    axes: Sequence[int],
+    logits_at: Sequence[int] | None = None,
+    batch: int = 64,
+) -> Tensor:
+    """Return the metric of each patched run, (L, *sizes of `axes` of the activation) in float32.
+
+    corrupted_tokens: ids (B, T), or text. clean_cache: has the activation of each layer, of a run
+    of the same shape. patching_metric: a function of logits (B, T, V) in one number. axes: the axes
+    of the activation whose elements are patched one by one, all of the other axes. logits_at: the
+    positions that the metric reads; it is then given logits (B, positions, V), which takes much
+    less time. batch: rows of a forward, at least B.
+    """
+    with no_grad():
+        stream = [f"blocks.{layer}.hook_resid_pre" for layer in range(model.config.num_layers)]
+        _, corrupted = model.run_with_cache(corrupted_tokens, stream)
+        values, sizes = [], ()
+        for layer, start in enumerate(stream):
+            name = get_act_name(activation_name, layer)
+            clean, x = clean_cache[name], corrupted[start]
+            _check_same_run(name, clean, x)
+            sizes = tuple(clean.shape[axis] for axis in axes)
+            for places in _groups(itertools.product(*map(range, sizes)), batch // x.shape[0]):
+                patch = partial(_patch, clean=clean, axes=axes, places=places)
+                with model.hooks({name: patch}):
+                    hidden = model.hidden_from(_repeat(x, len(places)), layer)
+                if logits_at is not None:
+                    hidden = hidden[:, list(logits_at)]
+                logits = model.embed_out(hidden)
+                rows = x.shape[0]
+                for n in range(len(places)):
+                    values.append(_number(patching_metric(logits[n * rows : (n + 1) * rows])))
+        return ops.stack(values).reshape((model.config.num_layers, *sizes))
+
+
+def generic_attribution_patch(
+    model: Any,
+    corrupted_tokens: Any,
+    clean_cache: ActivationCache,
+    patching_metric: Metric,
+    activation_name: str,
+    axes: Sequence[int],
+) -> Tensor:
+    """Return the estimated change of the metric by each patch, (L, *sizes of `axes`) in float32:
+    the sum over the other axes of (clean - corrupted) times the gradient of the metric. Arguments
+    as of `generic_activation_patch`."""
+    names = [get_act_name(activation_name, at) for at in range(model.config.num_layers)]
+    shift = init.zeros(1, 1, model.config.hidden_size, device=model.device, requires_grad=True)
+    with _frozen(model), model.hooks({"hook_embed": lambda x: x + shift.astype(x.dtype)}):
+        logits, corrupted = model.run_with_cache(corrupted_tokens, names)
+        _number(patching_metric(logits)).backward()  # each Tensor keeps its gradient
+    found = []
+    with no_grad():
+        for name, x in corrupted.items():
+            clean = clean_cache[name]
+            _check_same_run(name, clean, x)
+            change = ops.astype(clean, "float32") - ops.astype(x, "float32")
+            product = change * ops.astype(x.grad, "float32")
+            rest = tuple(axis for axis in range(len(x.shape)) if axis not in axes)
+            found.append(ops.summation(product, axes=rest))
+        return ops.stack(found)
+
+
+def _patch(x: Tensor, clean: Tensor, axes: Sequence[int], places: list[tuple[int, ...]]) -> Tensor:
+    """Replace in x (patches B, ...) at each of `places` along `axes` a part by that of clean (B,
+    ...). The mask is all that is uploaded."""
+    shape = [x.shape[axis] if axis in axes else 1 for axis in range(1, len(x.shape))]
+    mask = np.zeros((len(places), 1, *shape), bool)
+    for n, place in enumerate(places):
+        index: list[Any] = [n, 0, *[0] * len(shape)]
+        for axis, at in zip(axes, place):
+            index[axis + 1] = at
+        mask[tuple(index)] = True
+    grouped = x.reshape((len(places), *clean.shape))
+    chosen = ops.where(array(mask, "bool", x.device), clean.reshape((1, *clean.shape)), grouped)
+    return chosen.reshape(x.shape)
+
+
+def _repeat(x: Tensor, count: int) -> Tensor:
+    whole = x.reshape((1, *x.shape)).broadcast_to((count, *x.shape))
+    return whole.reshape((count * x.shape[0], *x.shape[1:]))
+
+
+def _groups(places: Iterator[tuple[int, ...]], size: int) -> Iterator[list[tuple[int, ...]]]:
+    while group := list(itertools.islice(places, max(size, 1))):
+        yield group
+
+
+def _check_same_run(name: str, clean: Tensor, x: Tensor) -> None:
+    if clean.shape[:1] != x.shape[:1] or x.shape[1] not in clean.shape[1:]:
+        raise ValueError(
+            f"patching: {name} of the clean run has shape {clean.shape}, and the corrupted run is "
+            f"{x.shape[:2]}: both need as many texts of as many tokens"
+        )
+
+
+def _number(value: Any) -> Tensor:
+    if not isinstance(value, Tensor) or value.size != 1:
+        raise TypeError(
+            "patching: the metric must return a Tensor of one number, as "
+            f"`lambda logits: logits[0, -1, token]`, not {getattr(value, 'shape', value)!r}"
+        )
+    return ops.astype(value, "float32").reshape(())
+
+
+@contextlib.contextmanager
+def _frozen(model: Module) -> Iterator[None]:
+    """Compute no gradients of parameters."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad = False
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad = True
+
+
+# ---- by name -------------------------------------------------------------------------------------
+# (B, T, C) by position; (B, T, H, D) by position and head, or by head; patterns (B, H, T, T).
+
+_patch_of = partial(partial, generic_activation_patch)
+get_act_patch_resid_pre = _patch_of(activation_name="resid_pre", axes=(1,))
+get_act_patch_resid_mid = _patch_of(activation_name="resid_mid", axes=(1,))
+get_act_patch_attn_out = _patch_of(activation_name="attn_out", axes=(1,))
+get_act_patch_mlp_out = _patch_of(activation_name="mlp_out", axes=(1,))
+get_act_patch_attn_head_out_by_pos = _patch_of(activation_name="z", axes=(1, 2))
+get_act_patch_attn_head_q_by_pos = _patch_of(activation_name="q", axes=(1, 2))
+get_act_patch_attn_head_k_by_pos = _patch_of(activation_name="k", axes=(1, 2))
+get_act_patch_attn_head_v_by_pos = _patch_of(activation_name="v", axes=(1, 2))
+get_act_patch_attn_head_pattern_by_pos = _patch_of(activation_name="pattern", axes=(1, 2))
+get_act_patch_attn_head_pattern_dest_src_pos = _patch_of(activation_name="pattern", axes=(1, 2, 3))
+get_act_patch_attn_head_out_all_pos = _patch_of(activation_name="z", axes=(2,))
+get_act_patch_attn_head_q_all_pos = _patch_of(activation_name="q", axes=(2,))
+get_act_patch_attn_head_k_all_pos = _patch_of(activation_name="k", axes=(2,))
+get_act_patch_attn_head_v_all_pos = _patch_of(activation_name="v", axes=(2,))
+get_act_patch_attn_head_pattern_all_pos = _patch_of(activation_name="pattern", axes=(1,))

@@ -1,0 +1,300 @@
+"""The activation cache, weights by head, text, and patching: by identities that hold for any model
+(sums of components, one patch after another), and beside TransformerLens."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+from harness import DEVICES, device_of, naming
+from test_hooks import IDS, small
+
+import needle as ndl
+from needle import Tensor, patching
+from needle.activations import get_act_name
+
+both = pytest.mark.parametrize("device", DEVICES)
+CLEAN = np.random.default_rng(8).integers(0, 29, IDS.shape)
+PATCHES = sorted(name for name in dir(patching) if name.startswith("get_act_patch"))
+
+
+def metric(logits):
+    return logits[0, -1, 5] - logits[0, -1, 6] + logits[1, 3, 2]
+
+
+def close(got, wanted, tolerance=2e-5):
+    got, wanted = (x.numpy() if isinstance(x, Tensor) else np.asarray(x) for x in (got, wanted))
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=tolerance * np.abs(wanted).max())
+
+
+# ---- the cache -----------------------------------------------------------------------------------
+
+
+def test_short_names_of_activations():
+    model = small()
+    _, cache = model.run_with_cache(IDS)
+    for short, full in (
+        ("embed", "hook_embed"),
+        (("pattern", 0), "blocks.0.attn.hook_pattern"),
+        (("resid_post", -1), "blocks.1.hook_resid_post"),
+        (("attn", 1), "blocks.1.attn.hook_pattern"),
+        ("q1", "blocks.1.attn.hook_q"),
+        (("scale", 1, "ln2"), "blocks.1.ln2.hook_scale"),
+        ("normalized0ln1", "blocks.0.ln1.hook_normalized"),
+        ("scale", "ln_final.hook_scale"),
+        (("mlp_post", 0), "blocks.0.mlp.hook_post"),
+    ):
+        with naming(short):
+            assert cache[short] is cache[full] and full in dict(cache)
+    with pytest.raises(KeyError, match="blocks.7.attn.hook_z is not in this cache"):
+        cache["z", 7]
+    with pytest.raises(KeyError, match="is not in this cache"):
+        model.run_with_cache(IDS, "hook_embed")[1]["z", 0]
+
+
+@both
+@pytest.mark.parametrize("parallel", [True, False])
+def test_components_add_up_to_the_stream_and_the_logits(device, parallel):
+    model = small(device_of(device), use_parallel_residual=parallel)
+    logits, cache = model.run_with_cache(IDS)
+    stream = cache["resid_post", -1]
+    parts, labels = cache.decompose_resid(return_labels=True)
+    assert labels == ["embed", "0_attn_out", "0_mlp_out", "1_attn_out", "1_mlp_out"]
+    close(parts.sum(0), stream)
+    close(cache.decompose_resid(1).sum(0), cache["resid_pre", 1])
+    heads, labels = cache.stack_head_results(incl_remainder=True, return_labels=True)
+    assert labels[:4] == ["L0H0", "L0H1", "L0H2", "L1H0"] and labels[-1] == "remainder"
+    close(heads.sum(0), stream)
+    if not parallel:
+        before_mlp = cache.decompose_resid(1, mlp_input=True)
+        close(before_mlp.sum(0), cache["resid_mid", 1])
+        stack, labels = cache.accumulated_resid(incl_mid=True, return_labels=True)
+        assert labels == ["0_pre", "0_mid", "1_pre", "1_mid", "final_post"]
+        close(stack[3], cache["resid_mid", 1])
+    lens = model.embed_out(cache.accumulated_resid(apply_ln=True))
+    close(lens[-1], logits)
+    seen = cache.apply_ln_to_stack(parts[:3], 1)
+    close(seen.sum(0), cache["normalized", 1, "ln1"])
+    bias = model.final_layer_norm.bias.numpy() @ model.W_U.numpy()
+    wanted = logits.numpy() - bias
+    close(cache.logit_attrs(heads, 7).sum(0), wanted[..., 7])
+    close(cache.logit_attrs(heads, 7, 3).sum(0), wanted[..., 7] - wanted[..., 3])
+    each = cache.logit_attrs(parts, np.array([4, 9])).sum(0)  # a token of each text
+    close(each, np.stack([wanted[0, :, 4], wanted[1, :, 9]]))
+    everywhere = cache.logit_attrs(parts, CLEAN).sum(0)
+    close(everywhere, np.take_along_axis(wanted, CLEAN[..., None], -1)[..., 0])
+    last = cache.decompose_resid(pos_slice=-1)
+    close(cache.logit_attrs(last, 7, pos_slice=-1).sum(0), wanted[:, -1, 7])
+    with pytest.raises(ValueError, match="must have one shape"):
+        cache.logit_attrs(parts, 7, [1, 2])
+    with pytest.raises(ValueError, match="layer must be from -1 to 2, not 3"):
+        cache.accumulated_resid(3)
+
+
+@both
+def test_weights_by_head_are_those_of_the_forward(device):
+    model = small(device_of(device))
+    _, cache = model.run_with_cache(IDS)
+    x, z = cache["normalized", 1, "ln1"].numpy(), cache["z", 1].numpy()
+    norm = model.layers[1].input_layernorm
+    x = x * norm.weight.numpy() + norm.bias.numpy()
+    for name in "QKV":
+        weight, bias = (getattr(model, f"{kind}_{name}").numpy()[1] for kind in "Wb")
+        close(np.einsum("btc,hcd->bthd", x, weight) + bias, cache[name.lower(), 1])
+    close(np.einsum("bthd,hdc->bthc", z, model.W_O.numpy()[1]), cache["result", 1])
+    close(cache["result", 1].numpy().sum(2) + model.b_O.numpy()[1], cache["attn_out", 1])
+    post = cache["post", 0].numpy()
+    close(post @ model.W_out.numpy()[0] + model.b_out.numpy()[0], cache["mlp_out", 0])
+    close(model.W_E.numpy()[IDS], cache["embed"])
+    assert model.W_in.shape == (2, 24, 96) and model.b_in.shape == (2, 96)
+    attention = model.layers[0].attention
+    attention.W_K.cached_data[1, 2:3, 3:4] = 7.0  # a view of the parameter
+    assert (model.W_K.numpy()[0] == 7).sum() == 1
+    model.W_Q.sum().backward()
+    grad = attention.query_key_value.weight.grad.numpy().reshape(24, 3, 3, 8)
+    assert (grad[:, :, 0] == 1).all() and (grad[:, :, 1:] == 0).all()
+    tied = small(tie_word_embeddings=True)
+    close(tied.W_U, tied.W_E.numpy().T)
+
+
+def test_hooks_that_take_their_point():
+    model, seen = small(), []
+
+    def scale(x, hook):
+        seen.append((hook.name, hook.layer()))
+        return x * 0.5
+
+    def is_z(name):
+        return name.endswith("hook_z")
+
+    got = model.run_with_hooks(IDS, [(is_z, scale), ("hook_embed", partial(by_factor, factor=2.0))])
+    names = ["blocks.0.attn.hook_z", "blocks.1.attn.hook_z"]
+    assert seen == [(names[0], 0), (names[1], 1)] and not model.is_hooked
+    with model.hooks(
+        {"hook_embed": lambda x: x * 2} | dict.fromkeys(names, lambda x, i=0: x * 0.5)
+    ):
+        np.testing.assert_array_equal(got.numpy(), model(IDS)[0].numpy())
+    assert list(model.run_with_cache(IDS, is_z)[1]) == names
+    with pytest.raises(ValueError, match="hook_embed is in no layer"):
+        model.run_with_hooks(IDS, [("hook_embed", scale)])
+
+
+def by_factor(x, hook, factor):
+    assert hook.name == "hook_embed"
+    return x * factor
+
+
+# ---- text ----------------------------------------------------------------------------------------
+
+
+def test_text_in_the_place_of_ids(tmp_path):
+    model = small(vocab_size=300)
+    with pytest.raises(ValueError, match="Pythia has no tokenizer, so it takes ids"):
+        model("the cat")
+    tokenizer = ndl.data.train_tokenizer(iter(["the cat sat on the mat \u00e9"] * 9), 300)
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(str(path))
+    end = tokenizer.token_to_id(ndl.data.END_OF_TEXT)
+    texts = ["the cat sat on", "mat \u00e9"]
+    for given in (tokenizer, path, str(path)):
+        model.tokenizer = given
+        ids = model.to_tokens(texts)
+        short = len(tokenizer.encode(texts[1]).ids)
+        assert ids.dtype == np.int32 and (ids[1, short:] == end).all() and short < ids.shape[1]
+        assert model.to_string(ids[0]) == texts[0] and model.to_string(ids)[0] == texts[0]
+        assert "".join(model.to_str_tokens(texts[0])) == texts[0]
+        assert model.to_tokens("the", prepend_bos=True)[0, 0] == end
+        np.testing.assert_array_equal(model(texts)[0].numpy(), model(ids)[0].numpy())
+        np.testing.assert_array_equal(model(texts[0])[0].numpy(), model(ids[:1])[0].numpy())
+        close(model(texts)[0][1, :short], model(texts[1])[0][0])
+    assert model.to_single_token(" cat") == tokenizer.encode(" cat").ids[0]
+    with pytest.raises(ValueError, match="tokens, .*, not one"):
+        model.to_single_token(texts[0])
+    close(
+        model.token_directions([" cat", " mat"])[1],
+        model.W_U.numpy()[:, model.to_single_token(" mat")],
+    )
+    _, cache = model.run_with_cache("the cat")
+    assert cache.logit_attrs(cache.decompose_resid(), " mat", " cat").shape[1:] == (1, 2)
+    with pytest.raises(ValueError, match="shape is"):
+        model("")
+
+
+# ---- patching ------------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("parallel", [True, False])
+def test_patches_equal_one_run_after_another(device, parallel):
+    """Each element of each function, against a forward of its own with a NumPy hook."""
+    model = small(device_of(device), use_parallel_residual=parallel)
+    _, clean = model.run_with_cache(CLEAN)
+    assert len(PATCHES) == 15
+    for name in PATCHES:
+        function = getattr(patching, name)
+        short, axes = function.keywords["activation_name"], function.keywords["axes"]
+        if short == "resid_mid" and parallel:
+            continue
+        got = function(model, IDS, clean, metric, batch=14).numpy()
+        sizes = tuple(clean[short, 0].shape[axis] for axis in axes)
+        assert got.shape == (2, *sizes), name
+        random = np.random.default_rng(1)
+        for place in random.integers(0, got.shape, (4, got.ndim)):
+            layer, *at = map(int, place)
+            index = [slice(None)] * len(clean[short, 0].shape)
+            for axis, one in zip(axes, at):
+                index[axis] = one
+
+            def patch(x, hook, index=tuple(index)):
+                x = x.numpy().copy()
+                x[index] = clean[hook.name].numpy()[index]
+                return x
+
+            wanted = metric(model.run_with_hooks(IDS, [(get_act_name(short, layer), patch)]))
+            with naming(name, place):
+                close(got[tuple(place)], wanted.numpy(), 3e-5)
+    few = patching.get_act_patch_resid_pre(
+        model, IDS, clean, lambda logits: logits[0, -1, 5], logits_at=[3, -1]
+    )
+    whole = patching.get_act_patch_resid_pre(model, IDS, clean, lambda logits: logits[0, -1, 5])
+    close(few, whole)
+
+
+@both
+def test_attribution_is_the_first_order_of_a_patch(device):
+    """Beside patches of a clean run that is the corrupted one with a small change."""
+    model = small(device_of(device))
+    _, corrupted = model.run_with_cache(IDS)
+    random = np.random.default_rng(3)
+    near = type(corrupted)({}, model)
+    for name in ("blocks.0.attn.hook_z", "blocks.1.attn.hook_z"):
+        x = corrupted[name].numpy()
+        moved = x + 1e-2 * random.standard_normal(x.shape).astype(np.float32)
+        near[name] = Tensor(moved, device=model.device)
+    estimate = patching.generic_attribution_patch(model, IDS, near, metric, "z", (1, 2)).numpy()
+    exact = patching.get_act_patch_attn_head_out_by_pos(model, IDS, near, metric).numpy()
+    change = exact - metric(model(IDS)[0]).item()
+    assert np.abs(change).max() > 1e-3
+    close(estimate, change, 0.02)
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+
+
+def test_wrong_patches_say_why():
+    model = small()
+    _, clean = model.run_with_cache(CLEAN[:, :5])
+    with pytest.raises(ValueError, match="as many texts of as many tokens"):
+        patching.get_act_patch_resid_pre(model, IDS, clean, metric)
+    _, clean = model.run_with_cache(CLEAN)
+    with pytest.raises(TypeError, match="the metric must return a Tensor of one number"):
+        patching.get_act_patch_resid_pre(model, IDS, clean, lambda logits: logits[:, -1])
+    assert not model.is_hooked
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("ignore::Warning")
+@pytest.mark.parametrize("parallel", [True, False])
+def test_analyses_are_those_of_transformer_lens(parallel, tmp_path):
+    """Stacks, labels, attributions of token differences with the final norm folded, patching, and
+    weights by head."""
+    lens = pytest.importorskip("transformer_lens.model_bridge", reason="no transformer_lens")
+    import torch
+    import transformers
+    from transformer_lens import patching as their_patching
+    from transformer_lens.utilities import get_act_name as their_name
+
+    model = small(use_parallel_residual=parallel)
+    model.save_pretrained(tmp_path)
+    peer = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="eager", dtype=torch.float32
+    )
+    theirs = lens.TransformerBridge.boot_transformers(str(tmp_path), hf_model=peer, device="cpu")
+    theirs.cfg.use_attn_result = True
+    theirs.enable_compatibility_mode(no_processing=True)
+    for short in (("q", 3), ("scale", 1, "ln2"), ("scale",), ("k6",), ("resid_post", 2)):
+        assert get_act_name(*short) == their_name(*short)
+    with torch.no_grad():
+        _, wanted = theirs.run_with_cache(torch.from_numpy(CLEAN))
+        _, cache = model.run_with_cache(CLEAN)
+        for name, options in (
+            ("accumulated_resid", {}),
+            ("accumulated_resid", {"apply_ln": True, "pos_slice": -1}),
+            ("accumulated_resid", {"layer": 1, "apply_ln": True}),
+            ("decompose_resid", {"mode": "attn", "apply_ln": True}),
+            ("decompose_resid", {"layer": 1, "incl_embeds": False}),
+            ("stack_head_results", {"incl_remainder": True, "apply_ln": True, "pos_slice": 3}),
+        ):
+            with naming(name, options):
+                ours, labels = getattr(cache, name)(return_labels=True, **options)
+                stack, their_labels = getattr(wanted, name)(return_labels=True, **options)
+                assert labels == their_labels and ours.shape == tuple(stack.shape)
+                close(ours, stack.numpy(), 1e-4)
+        for name in ("W_Q", "W_K", "W_V", "W_O", "W_in", "W_out", "W_E", "W_U", "b_Q", "b_O"):
+            close(getattr(model, name), getattr(theirs, name).numpy())
+        ids = torch.from_numpy(IDS)
+
+        def torch_metric(logits):
+            return logits[0, -1, 5] - logits[0, -1, 6] + logits[1, 3, 2]
+
+        for name in ("attn_head_out_by_pos", "resid_pre", "attn_head_pattern_all_pos"):
+            full = f"get_act_patch_{name}"
+            stack = getattr(their_patching, full)(theirs, ids, wanted, torch_metric)
+            close(getattr(patching, full)(model, IDS, cache, metric), stack.numpy(), 1e-4)
