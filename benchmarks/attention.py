@@ -13,7 +13,7 @@ A sample is as many calls, one after the other between two events, as take some 
 overlaps with the calls before. Ten seconds of load come first; the sides take turns; medians and
 quartiles of the samples are shown, with clock and power in the last round. With --densities
 it times needle's block-sparse kernels, by random blocks, beside its dense ones, and with --dilated
-ops.dilated_attention of branches segment:dilation, the join included. Peers: cuDNN and
+ops.dilated_attention of branches segment:dilation, the join included. Baselines: cuDNN and
 FlashAttention-2 as PyTorch has them, the latter also with deterministic algorithms on (needle's
 backward always is), and FlexAttention, compiled anew for each shape, by the mask of needle's sparse
 row. On an H200 cuDNN must come within 5 % of what it is known for, or the run says that it does not
@@ -203,10 +203,10 @@ def causal_pairs(T: int) -> float:
     return T * (T + 1) / 2
 
 
-def speeds(ours: Side, peer: Side) -> list[float]:
-    """How many times as long the peer takes forward and backward: medians of the rounds' ratios."""
+def speeds(ours: Side, baseline: Side) -> list[float]:
+    """The baseline's time over ours, forward and backward: medians of the rounds' ratios."""
     return [
-        statistics.median(b / a for a, b in zip(ours.times[way], peer.times[way], strict=True))
+        statistics.median(b / a for a, b in zip(ours.times[way], baseline.times[way], strict=True))
         for way in (0, 1)
     ]
 
@@ -246,7 +246,7 @@ def shape_of_all(args: argparse.Namespace, T: int, B: int) -> tuple[np.ndarray, 
     return packed, generator.standard_normal(shape[:3] + shape[4:], dtype=np.float32)
 
 
-def beside_peers(T: int, B: int, args: argparse.Namespace) -> None:
+def compare(T: int, B: int, args: argparse.Namespace) -> None:
     packed, dout = shape_of_all(args, T, B)
     sparse = window_mask(T, 128)
     pairs, kept = (n * B * args.heads for n in (causal_pairs(T), kept_pairs(sparse)))
@@ -267,20 +267,20 @@ def beside_peers(T: int, B: int, args: argparse.Namespace) -> None:
     for side in sides:
         show(side, args.head_dim, f"{T:6d} {B:4d} {args.head_dim:4d}")
     by_name = {side.name: side for side in sides}
-    for peer, ours in (
+    for baseline, ours in (
         ("torch cuDNN", "needle"),
         ("torch flash, deterministic", "needle"),
         ("torch flex, window 256 + first", "needle, window 256 + first"),
     ):
-        if peer in by_name:
-            ratios = speeds(by_name[ours], by_name[peer])
-            print(f"{ours} to {peer}: forward {ratios[0]:.3f}, backward {ratios[1]:.3f}")
+        if baseline in by_name:
+            ratios = speeds(by_name[ours], by_name[baseline])
+            print(f"{ours} to {baseline}: forward {ratios[0]:.3f}, backward {ratios[1]:.3f}")
     gpu = ndl.cuda().properties()["name"]
-    for line in check_peer(by_name.get("torch cuDNN"), T, B, args, gpu):
+    for line in check(by_name.get("torch cuDNN"), T, B, args, gpu):
         print(line)
 
 
-def check_peer(cudnn: Side | None, T: int, B: int, args: argparse.Namespace, gpu: str) -> list[str]:
+def check(cudnn: Side | None, T: int, B: int, args: argparse.Namespace, gpu: str) -> list[str]:
     """List why the ratio to cuDNN is not valid, a line each."""
     nothing = "this run says nothing about how needle stands to cuDNN"
     usual = (args.heads, args.head_dim, args.dtype, B * T) == (8, 64, "bfloat16", 65536)
@@ -410,8 +410,8 @@ def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     for flag, kind, metavar, about in (
         ("--shapes", shape, "TxB", "causal, S = T (default: 64 Ki tokens at several T)"),
-        ("--densities", float, "SHARE", "time random blocks of these shares, and no peer"),
-        ("--dilated", branch, "SEGMENT:DILATION", "time dilated attention, and no peer"),
+        ("--densities", float, "SHARE", "time random blocks of these shares, and no baseline"),
+        ("--dilated", branch, "SEGMENT:DILATION", "time dilated attention, and no baseline"),
     ):
         parser.add_argument(flag, nargs="+", type=kind, metavar=metavar, help=about)
     args = parser.parse_args(words)
@@ -442,7 +442,7 @@ def main() -> None:
         elif args.densities:
             curves[T] = over_densities(T, B, args)
         else:
-            beside_peers(T, B, args)
+            compare(T, B, args)
     if args.plot and curves:
         plot(args.plot, curves, args.block)
 

@@ -1,4 +1,4 @@
-"""Timing, peers and output that the benchmarks share. Importing it chooses needle as checkout.py
+"""Timing, flags and output shared by the benchmarks. Importing it chooses needle as checkout.py
 says, so it stands before the import of needle."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Call = Callable[[], Any]
 Timer = Callable[[Call, int], float]  # milliseconds of so many calls
 
 
-# ---- programs and their peers --------------------------------------------------------------------
+# ---- programs and their baselines ----------------------------------------------------------------
 
 
 def parser(text: str, *flags: tuple[str, Any, str | None, str]) -> argparse.ArgumentParser:
@@ -68,15 +68,24 @@ def run(main: Callable[[], int | None]) -> None:
 
 
 def has(*modules: str) -> bool:
-    """True if all of the peers' modules are installed."""
-    return all(importlib.util.find_spec(name) for name in modules)
+    """True if the modules of a baseline are installed. Prints which are missing."""
+    missing = " and ".join(name for name in modules if not importlib.util.find_spec(name))
+    if missing:
+        print(f"{missing} not installed: only needle is timed", flush=True)
+    return not missing
+
+
+def need(package: str) -> None:
+    """SystemExit where a package is missing."""
+    if not importlib.util.find_spec(package):
+        remedy = f"{sys.executable} -m pip install {package}"
+        raise SystemExit(f"{Path(sys.argv[0]).name}: needs the package {package}: {remedy}")
 
 
 def need_gpu() -> ndl.Device:
-    """The first GPU. SystemExit where there is none."""
+    """Return the first GPU. SystemExit where there is none."""
     if not ndl.cuda().enabled():
-        name = Path(sys.argv[0]).name
-        raise SystemExit(f"{name}: no CUDA device: {ndl.cuda().reason()}")
+        raise SystemExit(f"{Path(sys.argv[0]).name}: no CUDA device: {ndl.cuda().reason()}")
     return ndl.cuda()
 
 

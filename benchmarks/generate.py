@@ -4,9 +4,9 @@ A sample is one whole call of generate: a prompt of random tokens, prefill, then
 read back on the host. Neither side stops early. The weights are those of one random model.
 
     python benchmarks/generate.py               on a GPU pythia-70m in bfloat16, batch 1 and 32
-    python benchmarks/generate.py --peer eager --batch-size 8               without torch.compile
+    python benchmarks/generate.py --baseline eager --batch-size 8           without torch.compile
 
-`--peer compiled` (the default on a GPU) is generate with a static cache, which compiles its
+`--baseline compiled` (the default on a GPU) is generate with a static cache, which compiles its
 decoding step; `eager` has the growing cache. Without torch and transformers only needle is timed.
 """
 
@@ -38,21 +38,21 @@ def transformers_side(model: Pythia, args: argparse.Namespace) -> Side:
 
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        peer = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype))
-    peer = peer.to(args.device).eval()
+        baseline = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype))
+    baseline = baseline.to(args.device).eval()
     options = {
         "max_new_tokens": args.new_tokens,
         "min_new_tokens": args.new_tokens,
         "do_sample": False,
         "pad_token_id": 0,
     }
-    if args.peer == "compiled":
+    if args.baseline == "compiled":
         options["cache_implementation"] = "static"
 
     def run(prompt: np.ndarray) -> np.ndarray:
         ids = torch.from_numpy(prompt).to(args.device)
         with torch.no_grad():
-            out = peer.generate(ids, attention_mask=torch.ones_like(ids), **options)
+            out = baseline.generate(ids, attention_mask=torch.ones_like(ids), **options)
         return out.cpu().numpy()
 
     return run
@@ -72,7 +72,7 @@ DEFAULTS = {
         "batch_size": [1, 32],
         "new_tokens": 256,
         "samples": 7,
-        "peer": "compiled",
+        "baseline": "compiled",
     },
     "cpu": {
         "model": "pythia-14m",
@@ -80,7 +80,7 @@ DEFAULTS = {
         "batch_size": [1, 4],
         "new_tokens": 32,
         "samples": 3,
-        "peer": "eager",
+        "baseline": "eager",
     },
 }
 
@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, nargs="+", metavar="B")
     parser.add_argument("--device", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"])
-    parser.add_argument("--peer", choices=["compiled", "eager", "none"])
+    parser.add_argument("--baseline", choices=["compiled", "eager", "none"])
     args = parser.parse_args()
     args.device = args.device or ("cuda" if ndl.cuda().enabled() else "cpu")
     for name, value in DEFAULTS[args.device].items():
@@ -108,15 +108,12 @@ def main() -> None:
     model = Pythia(PythiaConfig.preset(args.model), device=device, dtype=args.dtype)
     sides = {"needle": needle_side(model, args.new_tokens)}
     versions = f"needle {ndl.__version__}"
-    if args.peer != "none":
-        if bench.has("torch", "transformers"):
-            import torch
-            import transformers
+    if args.baseline != "none" and bench.has("torch", "transformers"):
+        import torch
+        import transformers
 
-            sides[f"transformers {args.peer}"] = transformers_side(model, args)
-            versions += f", torch {torch.__version__}, transformers {transformers.__version__}"
-        else:
-            print("torch or transformers is not installed: needle alone")
+        sides[f"transformers {args.baseline}"] = transformers_side(model, args)
+        versions += f", torch {torch.__version__}, transformers {transformers.__version__}"
     print(f"{platform.machine()}, {os.cpu_count()} cores, {device.properties()['name']}")
     print(versions)
     print(

@@ -37,7 +37,7 @@ LEFT_OUT = {
     "decode_attention": "several calls in PyTorch; whole steps in benchmarks/generate.py",
 }
 ITEM_SIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-Peer = Callable[[Any], Call]  # given the torch module
+Theirs = Callable[[Any], Call]  # given the torch module
 
 
 @dataclasses.dataclass
@@ -47,7 +47,7 @@ class Case:
     name: str
     work: float
     run: Call
-    peer: Peer | None = None
+    baseline: Theirs | None = None
     flops: bool = False
 
 
@@ -67,7 +67,7 @@ class Shapes:
         drawn = np.minimum(self.random.zipf(1.1, self.rows) - 1, high - 1)
         return _C.array(drawn.astype(np.int32), dtype="int32", device=self.device)
 
-    def peer(self, make: Callable[..., Call], *shapes: tuple, dtype: str | None = None) -> Peer:
+    def torch(self, make: Callable[..., Call], *shapes: tuple, dtype: str | None = None) -> Theirs:
         """make(torch, a tensor of each shape) gives PyTorch's call."""
 
         def given(torch):
@@ -88,16 +88,16 @@ def copies(s: Shapes) -> Iterator[Case]:
         b = t.empty(a.shape, dtype=getattr(t, s.dtype), device="cuda")
         return lambda: b.copy_(a)
 
-    yield Case("assign", 2 * size * n, lambda: _C.assign(y, x), s.peer(copy, wide))
-    fill = s.peer(lambda t, a: lambda: a.fill_(1.0), wide)
+    yield Case("assign", 2 * size * n, lambda: _C.assign(y, x), s.torch(copy, wide))
+    fill = s.torch(lambda t, a: lambda: a.fill_(1.0), wide)
     yield Case("fill", size * n, lambda: _C.fill(y, 1.0), fill)
-    cast = s.peer(copy, wide, dtype="float32")
+    cast = s.torch(copy, wide, dtype="float32")
     yield Case("assign float32 ->", (4 + size) * n, lambda: _C.assign(y, x32), cast)
     yield Case(
         "assign (B,T,H,D) -> (B,H,T,D)",
         2 * size * s.rows * C,
         lambda: _C.assign(apart, heads.permute((0, 2, 1, 3))),
-        s.peer(lambda t, a: lambda: a.transpose(1, 2).contiguous(), packed),
+        s.torch(lambda t, a: lambda: a.transpose(1, 2).contiguous(), packed),
     )
 
 
@@ -139,8 +139,8 @@ def elementwise(s: Shapes) -> Iterator[Case]:
     n, size, wide = s.rows * 4 * C, s.size, (s.rows, 4 * C)
     x, y, row = s.array(*wide), s.array(*wide), s.array(4 * C)
 
-    def peer(call):
-        return s.peer(lambda t, *x: lambda: call(t, *x), wide, wide, (4 * C,))
+    def theirs(call):
+        return s.torch(lambda t, *x: lambda: call(t, *x), wide, wide, (4 * C,))
 
     for table, operands, work in (
         (UNARY, (x,), 2 * size),
@@ -148,8 +148,8 @@ def elementwise(s: Shapes) -> Iterator[Case]:
         (COMPARISONS, (x, y), 2 * size + 1),
     ):
         for op, call in table.items():
-            yield Case(op, work * n, functools.partial(getattr(_C, op), *operands), peer(call))
-    yield Case("add a row", 2 * size * n, lambda: _C.add(x, row), peer(lambda t, a, b, c: a + c))
+            yield Case(op, work * n, functools.partial(getattr(_C, op), *operands), theirs(call))
+    yield Case("add a row", 2 * size * n, lambda: _C.add(x, row), theirs(lambda t, a, b, c: a + c))
 
 
 def reductions(s: Shapes) -> Iterator[Case]:
@@ -157,7 +157,7 @@ def reductions(s: Shapes) -> Iterator[Case]:
     wide, narrow = (s.rows, 4 * C), (4 * s.rows, C)
     x = s.array(*wide)
     columns, short = x.permute((1, 0)), x.reshape(narrow)
-    peers = {
+    baselines = {
         "sum": lambda t, a, axis: t.sum(a, axis),
         "sumsq": lambda t, a, axis: t.linalg.vector_norm(a, dim=axis),  # and a root an output
         "max": lambda t, a, axis: t.amax(a, axis),
@@ -165,14 +165,16 @@ def reductions(s: Shapes) -> Iterator[Case]:
         "argmax": lambda t, a, axis: t.argmax(a, axis),
         "argmin": lambda t, a, axis: t.argmin(a, axis),
     }
-    for op, call in peers.items():
+    for op, call in baselines.items():
         for name, array, axis in (("rows", x, 1), ("columns", columns, 0)):
-            peer = s.peer(lambda t, a, call=call, axis=axis: lambda: call(t, a, axis), wide)
-            yield Case(f"{op} of {name}", work, functools.partial(getattr(_C, op), array, 1), peer)
-    short_peer = s.peer(lambda t, a: lambda: a.sum(1), narrow)
-    yield Case("sum of rows of 512", work, lambda: _C.sum(short, 1), short_peer)
-    all_peer = s.peer(lambda t, a: lambda: t.sum(a), wide)
-    yield Case("sum of all", work, lambda: _C.sum(x, 2), all_peer)
+            theirs = s.torch(lambda t, a, call=call, axis=axis: lambda: call(t, a, axis), wide)
+            yield Case(
+                f"{op} of {name}", work, functools.partial(getattr(_C, op), array, 1), theirs
+            )
+    theirs = s.torch(lambda t, a: lambda: a.sum(1), narrow)
+    yield Case("sum of rows of 512", work, lambda: _C.sum(short, 1), theirs)
+    theirs = s.torch(lambda t, a: lambda: t.sum(a), wide)
+    yield Case("sum of all", work, lambda: _C.sum(x, 2), theirs)
 
 
 def products(s: Shapes) -> Iterator[Case]:
@@ -188,7 +190,7 @@ def products(s: Shapes) -> Iterator[Case]:
             f"linear_fwd {k} -> {m}",
             work,
             call(_C.linear_fwd, x, w, b if biased else None, None),
-            s.peer(
+            s.torch(
                 lambda t, a, v, c, biased=biased: (
                     lambda: t.nn.functional.linear(a, v, c if biased else None)
                 ),
@@ -196,11 +198,11 @@ def products(s: Shapes) -> Iterator[Case]:
             ),
             flops=True,
         )  # fmt: skip
-        dx_peer = s.peer(lambda t, d, v: lambda: d @ v, (rows, m), (m, k))
-        yield Case(f"matmul dx {k} -> {m}", work, call(_C.matmul, dy3, w_t, None), dx_peer, True)
-        dw_peer = s.peer(lambda t, d, a: lambda: d.t() @ a, (rows, m), (rows, k))
+        theirs = s.torch(lambda t, d, v: lambda: d @ v, (rows, m), (m, k))
+        yield Case(f"matmul dx {k} -> {m}", work, call(_C.matmul, dy3, w_t, None), theirs, True)
+        theirs = s.torch(lambda t, d, a: lambda: d.t() @ a, (rows, m), (rows, k))
         dw_call = call(_C.matmul_acc, x_t, dy3, None, 1, dw)
-        yield Case(f"matmul_acc dw {k} -> {m}", work, dw_call, dw_peer, True)
+        yield Case(f"matmul_acc dw {k} -> {m}", work, dw_call, theirs, True)
     x, w, b = s.array(rows, C), s.array(C, 4 * C, scale=0.02), s.array(4 * C)
     dgelu, w_back = s.array(rows, 4 * C), s.array(4 * C, C, scale=0.02)
     db, work = s.array(4 * C, dtype="float32"), 2.0 * rows * C * 4 * C
@@ -211,16 +213,16 @@ def products(s: Shapes) -> Iterator[Case]:
 
     for form, tanh in (("erf", 0), ("tanh", 1)):
         run = functools.partial(_C.linear_gelu_fwd, x, w, b, tanh, s.array(rows, 4 * C))
-        peer = s.peer(gelu, (rows, C), (4 * C, C), (4 * C,))
-        yield Case(f"linear_gelu_fwd {form}", work, run, peer, flops=True)
+        theirs = s.torch(gelu, (rows, C), (4 * C, C), (4 * C,))
+        yield Case(f"linear_gelu_fwd {form}", work, run, theirs, flops=True)
     run = functools.partial(_C.linear_gelu_bwd, x, w_back, dgelu, db)
     shapes = (rows, C), (C, 4 * C), (rows, 4 * C)
-    peer = s.peer(lambda t, d, v, p: lambda: ((d @ v) * p).sum(0), *shapes)
-    yield Case("linear_gelu_bwd", work, run, peer, flops=True)
+    theirs = s.torch(lambda t, d, v, p: lambda: ((d @ v) * p).sum(0), *shapes)
+    yield Case("linear_gelu_bwd", work, run, theirs, flops=True)
     for m in (C, 3 * C, 4 * C):
         run = functools.partial(_C.bias_bwd, s.array(rows, m), s.array(m, dtype="float32"), None)
-        peer = s.peer(lambda t, d: lambda: d.sum(0), (rows, m))
-        yield Case(f"bias_bwd {m}", s.size * rows * m, run, peer)
+        theirs = s.torch(lambda t, d: lambda: d.sum(0), (rows, m))
+        yield Case(f"bias_bwd {m}", s.size * rows * m, run, theirs)
 
 
 def norms(s: Shapes) -> Iterator[Case]:
@@ -238,11 +240,11 @@ def norms(s: Shapes) -> Iterator[Case]:
         call, wanted = t.ops.aten.native_layer_norm_backward, [True, True, True]
         return lambda: call(d, a, (C,), m, r, v, c, wanted)
 
-    peer = s.peer(forward, matrix, (C,), (C,))
-    yield Case("layernorm_fwd", 2 * size * n, lambda: _C.layernorm_fwd(x, w, b, 1e-5), peer)
+    theirs = s.torch(forward, matrix, (C,), (C,))
+    yield Case("layernorm_fwd", 2 * size * n, lambda: _C.layernorm_fwd(x, w, b, 1e-5), theirs)
     run = functools.partial(_C.layernorm_bwd, dy, x, w, mean, rstd, None, dw, db)
-    peer = s.peer(backward, matrix, (C,), (C,), matrix)
-    yield Case("layernorm_bwd", 3 * size * n, run, peer)
+    theirs = s.torch(backward, matrix, (C,), (C,), matrix)
+    yield Case("layernorm_bwd", 3 * size * n, run, theirs)
     run = functools.partial(_C.layernorm_pair_fwd, x, w, b, w2, b2, 1e-5)
     yield Case("layernorm_pair_fwd", 3 * size * n, run)
     operands = dy, dy2, x, w, w2, mean, rstd, dres, dw, db, dw2, db2
@@ -286,14 +288,14 @@ def attention(s: Shapes) -> Iterator[Case]:
         return run
 
     run = functools.partial(_C.linear_rotary_fwd, x, w, b, cos, sin, 2)
-    peer = s.peer(projection, (s.batch, s.time, C), (3 * C, C), (3 * C,))
-    yield Case("linear_rotary_fwd", 2.0 * s.rows * C * 3 * C, run, peer, flops=True)
+    theirs = s.torch(projection, (s.batch, s.time, C), (3 * C, C), (3 * C,))
+    yield Case("linear_rotary_fwd", 2.0 * s.rows * C * 3 * C, run, theirs, flops=True)
     heads = [(s.batch, HEADS, s.time, HEAD_DIM)] * 3
     run = functools.partial(_C.attention_fwd, q, k, v, scale, 1, o)
-    yield Case("attention_fwd", work, run, s.peer(forward, *heads), flops=True)
+    yield Case("attention_fwd", work, run, s.torch(forward, *heads), flops=True)
     tail = scale, 1, None, None, dq, dk, dv, None
     run = functools.partial(_C.attention_bwd, o, q, k, v, o, lse, *tail)
-    yield Case("attention_bwd", 2.5 * work, run, s.peer(backward, *heads), flops=True)
+    yield Case("attention_bwd", 2.5 * work, run, s.torch(backward, *heads), flops=True)
 
 
 def dilated(s: Shapes) -> Iterator[Case]:
@@ -327,10 +329,10 @@ def embeddings(s: Shapes) -> Iterator[Case]:
         i = tokens(t, ids)
         return lambda: t.ops.aten.embedding_dense_backward(d, i, VOCABULARY, -1, False)
 
-    work, peer = s.size * s.rows * C, s.peer(forward, (VOCABULARY, C))
-    yield Case("embedding_fwd", 2 * work, lambda: _C.embedding_fwd(ids, w), peer)
-    run, peer = functools.partial(_C.embedding_bwd, ids, dy, dw), s.peer(backward, (s.rows, C))
-    yield Case("embedding_bwd", work + 8 * unique * C, run, peer)
+    work, theirs = s.size * s.rows * C, s.torch(forward, (VOCABULARY, C))
+    yield Case("embedding_fwd", 2 * work, lambda: _C.embedding_fwd(ids, w), theirs)
+    run, theirs = functools.partial(_C.embedding_bwd, ids, dy, dw), s.torch(backward, (s.rows, C))
+    yield Case("embedding_bwd", work + 8 * unique * C, run, theirs)
 
 
 def losses(s: Shapes) -> Iterator[Case]:
@@ -348,9 +350,9 @@ def losses(s: Shapes) -> Iterator[Case]:
         return lambda: t.autograd.grad(loss, a, retain_graph=True)
 
     run = functools.partial(_C.cross_entropy_fwd, logits, targets)
-    yield Case("cross_entropy_fwd", work, run, s.peer(forward, shape))
+    yield Case("cross_entropy_fwd", work, run, s.torch(forward, shape))
     run = functools.partial(_C.cross_entropy_bwd, logits, targets, lse, count, dloss)
-    yield Case("cross_entropy_bwd", 2 * work, run, s.peer(backward, shape))
+    yield Case("cross_entropy_bwd", 2 * work, run, s.torch(backward, shape))
     rows = _C.array(logits, s.dtype, s.device)  # overwritten by each call
     run = functools.partial(_C.cross_entropy_fwd_bwd, rows, targets)
     yield Case("cross_entropy_fwd_bwd", 2 * work, run)
@@ -366,8 +368,8 @@ def decoding(s: Shapes) -> Iterator[Case]:
         return lambda: (t.argmax(a, 1), places.add_(1))
 
     run = functools.partial(_C.decode_greedy, logits, chosen, positions)
-    peer = s.peer(greedy, (rows, VOCABULARY))
-    yield Case("decode_greedy", s.size * rows * VOCABULARY, run, peer)
+    theirs = s.torch(greedy, (rows, VOCABULARY))
+    yield Case("decode_greedy", s.size * rows * VOCABULARY, run, theirs)
 
 
 def optimizers(s: Shapes) -> Iterator[Case]:
@@ -382,11 +384,11 @@ def optimizers(s: Shapes) -> Iterator[Case]:
         parameter.grad = grad
         return t.optim.AdamW([parameter], fused=True).step
 
-    peer = s.peer(lambda t, a: lambda: t.linalg.vector_norm(a), (n,), dtype="float32")
-    yield Case("grad_norm", 4 * n, lambda: _C.grad_norm(g, 1.0), peer)
+    theirs = s.torch(lambda t, a: lambda: t.linalg.vector_norm(a), (n,), dtype="float32")
+    yield Case("grad_norm", 4 * n, lambda: _C.grad_norm(g, 1.0), theirs)
     run = functools.partial(_C.adamw, p, g, m, v, low, scale, 1e-3, 0.9, 0.95, 1e-8, 0.1, 1)
     work = (28 + (s.size if low is not None else 0)) * n
-    yield Case("adamw", work, run, s.peer(adamw, (n,), (n,), dtype="float32"))
+    yield Case("adamw", work, run, s.torch(adamw, (n,), (n,), dtype="float32"))
 
 
 FAMILIES: dict[str, Callable[[Shapes], Iterator[Case]]] = {
@@ -405,10 +407,10 @@ FAMILIES: dict[str, Callable[[Shapes], Iterator[Case]]] = {
 
 
 def measure(case: Case, device, torch, samples: int) -> tuple[float, float | None]:
-    """Median milliseconds of needle and, when there is one, of the peer."""
+    """Median milliseconds of needle and, when there is one, of the baseline."""
     sides = {"needle": (case.run, bench.needle_timer(device))}
-    if torch is not None and case.peer is not None:
-        sides["torch"] = case.peer(torch), bench.torch_timer()
+    if torch is not None and case.baseline is not None:
+        sides["torch"] = case.baseline(torch), bench.torch_timer()
 
     def sampler(call: Call, timer: bench.Timer) -> Call:
         count = bench.repeats_for(SAMPLE_MS, timer, call, 200)
@@ -449,17 +451,17 @@ def main() -> None:
     slow, alone = [], []
     for family in args.only:
         for case in FAMILIES[family](shapes):
-            mine, peer = measure(case, shapes.device, torch, args.samples)
+            mine, other = measure(case, shapes.device, torch, args.samples)
             rate = case.work / (mine * 1e-3)
             gigabytes = "" if case.flops else f"{rate / 1e9:.0f}"
             teraflops = f"{rate / 1e12:.0f}" if case.flops else ""
-            theirs = "" if peer is None else f"{peer:.4f}"
-            ratio = "" if peer is None else f"{peer / mine:.2f}"
+            theirs = "" if other is None else f"{other:.4f}"
+            ratio = "" if other is None else f"{other / mine:.2f}"
             cells = f"{mine:10.4f}{gigabytes:>10}{teraflops:>10}{theirs:>10}{ratio:>9}"
             print(f"{case.name:32}{cells}", flush=True)
-            if peer is None:
+            if other is None:
                 alone.append(case.name)
-            elif peer < SLOW * mine:
+            elif other < SLOW * mine:
                 slow.append(f"{case.name} ({ratio})")
         if torch is not None:
             torch.cuda.empty_cache()

@@ -94,8 +94,6 @@ def main() -> None:
                 else f"{'-':>14}{'':8}"
             )
         print(cells)
-    if "CuPy" not in sides:
-        print("CuPy is not installed: its column is left out (pip install cupy-cuda13x)")
 
 
 if __name__ == "__main__":

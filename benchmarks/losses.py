@@ -5,7 +5,7 @@
 
 The text is the sources of Python's standard library, tokenised once (vocabulary 4,096), in batches
 that begin anywhere. Both sides clip to norm 1 and take AdamW's step at one learning rate, which
-warms up over the first tenth. The peer is train_step.py's compiled one (--peer names another).
+warms up over the first tenth. The baseline is train_step.py's compiled one, or --baseline.
 Printed are the means of the losses over a tenth of the steps, at every fiftieth part; they must be
 within 0.01 of each other, else the exit code is 1.
 
@@ -26,9 +26,6 @@ from typing import Any
 
 import bench
 import numpy as np
-import torch
-import torch_training
-from torch_pythia import TorchPythia
 
 import needle as ndl
 from needle import nn, optim
@@ -49,7 +46,7 @@ NAMES = {
 }
 
 
-def as_theirs(source: nn.Module, values: Callable[[Any], Any]) -> dict[str, torch.Tensor]:
+def as_theirs(source: nn.Module, values: Callable[[Any], Any]) -> dict[str, np.ndarray]:
     """values(parameter) of each, by PyTorch's names. needle multiplies x @ w, PyTorch x @ w.T;
     heads lie alike."""
     found = {}
@@ -59,46 +56,47 @@ def as_theirs(source: nn.Module, values: Callable[[Any], Any]) -> dict[str, torc
         array = values(p).numpy()
         if p.ndim == 2 and name != "embed.weight":
             array = array.T
-        found[name] = torch.from_numpy(np.array(array))
+        found[name] = np.array(array)
     return found
 
 
-def copy_weights(source: nn.Module, target: TorchPythia) -> None:
+def copy_weights(source: nn.Module, target: Any) -> None:
+    import torch
+
     theirs, ours = dict(target.named_parameters()), as_theirs(source, lambda p: p)
     assert theirs.keys() == ours.keys(), f"not in both: {sorted(theirs.keys() ^ ours.keys())}"
     with torch.no_grad():
         for name, values in ours.items():
-            theirs[name].copy_(values)
+            theirs[name].copy_(torch.from_numpy(values))
 
 
-def compare_gradients(
-    model: nn.Module, side: torch_training.TorchSide, ids: np.ndarray, targets: np.ndarray
-) -> int:
+def compare_gradients(model: nn.Module, side: Any, ids: np.ndarray, targets: np.ndarray) -> int:
     """The exit code."""
+    import torch
+
     model.loss(ids, targets).backward()
-    peer, pair = side.model, [torch.from_numpy(np.array(x)).to(side.device) for x in (ids, targets)]
-    exact = copy.deepcopy(peer).double()
+    pair = [torch.from_numpy(np.array(x)).to(side.device) for x in (ids, targets)]
+    exact = copy.deepcopy(side.model).double()
     exact(*pair).backward()
     with torch.autocast(side.device.type, torch.bfloat16, side.autocast):
-        loss = peer(*pair)
+        loss = side.model(*pair)
     loss.backward()
-    grads = as_theirs(model, lambda p: p.grad), {n: p.grad for n, p in peer.named_parameters()}
+    ours = as_theirs(model, lambda p: p.grad)
+    theirs = {name: p.grad for name, p in side.model.named_parameters()}
     errors: list[dict[str, float]] = [{}, {}]
     norms = {name: p.grad.norm().item() for name, p in exact.named_parameters()}
     for name, p in exact.named_parameters():
-        for error, of in zip(errors, grads):
-            error[name] = (of[name].to(p.grad) - p.grad).norm().item()
+        for error, grad in zip(errors, (torch.from_numpy(ours[name]), theirs[name])):
+            error[name] = (grad.to(p.grad) - p.grad).norm().item()
     print("relative error of the gradient, float64 from the same weights: needle, PyTorch, ratio")
     for name, norm in norms.items():
-        ours, theirs = (error[name] / norm for error in errors)
-        print(f"{name:32} {ours:9.2e} {theirs:9.2e} {ours / theirs:6.2f}")
-    ours, theirs = (math.hypot(*error.values()) / math.hypot(*norms.values()) for error in errors)
+        one, other = (error[name] / norm for error in errors)
+        print(f"{name:32} {one:9.2e} {other:9.2e} {one / other:6.2f}")
+    one, other = (math.hypot(*error.values()) / math.hypot(*norms.values()) for error in errors)
     mean = math.exp(np.mean([math.log(errors[0][name] / errors[1][name]) for name in norms]))
-    print(
-        f"all together {ours:9.2e} {theirs:9.2e}, {ours / theirs:.2f} of PyTorch's; the parameters'"
-    )
+    print(f"all together {one:9.2e} {other:9.2e}, {one / other:.2f} of PyTorch's; the parameters'")
     print(f"ratios in the geometric mean {mean:.2f} (at most {NO_WORSE})")
-    return int(max(ours / theirs, mean) > NO_WORSE)
+    return int(max(one / other, mean) > NO_WORSE)
 
 
 def smoothed(losses: list[float], width: int) -> np.ndarray:
@@ -111,12 +109,16 @@ def main() -> int:
         ("--steps", 500, "N", ""),
         ("--batch-size", 16, "B", ""),
         ("--seq-len", 2048, "T", ""),
-        ("--peer", "compile", "MODE", "see torch_training.py"),
+        ("--baseline", "compile", "MODE", "see torch_training.py"),
         ("--gradients", bool, None, "of one step, beside float64"),
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     bench.add_model(parser)
     args = parser.parse_args()
+    bench.need("torch")
+    import torch
+    import torch_training
+
     on_gpu, shape = args.device == "cuda", (args.batch_size, args.seq_len)
     dtype = "bfloat16" if on_gpu else "float32"
     data = open_data(None, vocab_size=4096).train
@@ -126,11 +128,11 @@ def main() -> int:
     device = ndl.cuda() if on_gpu else ndl.cpu()
     model = config.model_class(config, device=device)
     one = tokens[: args.batch_size * args.seq_len + 1]  # batches are given below
-    peer = torch_training.TorchSide(config, args.device, dtype, one, shape, args.peer)
-    copy_weights(model, peer.model)
+    baseline = torch_training.TorchSide(config, args.device, dtype, one, shape, args.baseline)
+    copy_weights(model, baseline.model)
     if args.gradients:
         ids, targets = (part.reshape(shape) for part in (one[:-1], one[1:]))
-        return compare_gradients(model, peer, ids, targets)
+        return compare_gradients(model, baseline, ids, targets)
     optimizer = optim.AdamW(
         nn.flatten_parameters(model), weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8
     )
@@ -148,13 +150,13 @@ def main() -> int:
         optimizer.step(scale)
         losses[0].append(loss.item())
         del loss
-        for group in peer.optimizer.param_groups:
+        for group in baseline.optimizer.param_groups:
             group["lr"] = rate
-        peer.batches, peer.steps = torch.from_numpy(np.stack([ids, targets])[None]), 0
-        losses[1].append(peer.queue()())
+        baseline.batches, baseline.steps = torch.from_numpy(np.stack([ids, targets])[None]), 0
+        losses[1].append(baseline.queue()())
     width = max(args.steps // 10, 1)
     ours, theirs = (smoothed(each, width) for each in losses)
-    print(f"{device.properties()['name']}, {args.model}, {shape[0]} x {shape[1]}, {peer.name}")
+    print(f"{device.properties()['name']}, {args.model}, {shape[0]} x {shape[1]}, {baseline.name}")
     print(f"means of {width} steps; up to step, needle, PyTorch, difference")
     for i in range(0, len(ours), max(args.steps // 50, 1)):
         print(f"{i + width:6} {ours[i]:8.4f} {theirs[i]:8.4f} {ours[i] - theirs[i]:+8.4f}")

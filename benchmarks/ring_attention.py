@@ -7,7 +7,7 @@
 One sequence, 8 heads, bfloat16, causal. TFLOP/s a GPU count 4 D operations a pair of query and key
 forward and 10 D backward, half of all pairs, over the GPUs. The ideal is needle's attention of the
 whole sequence on one GPU; a share is the rate of all GPUs over that of one times their number.
-needle's ring_attention gathers keys and values, in the zigzag layout; the peer is PyTorch's context
+needle's ring_attention gathers keys and values, in the zigzag layout. Baselines: PyTorch's context
 parallel with cuDNN's attention, which gathers them too, and cuDNN's on one GPU.
 
 Each side is a group of processes; under torchrun, mpirun or srun needle's is the ranks that it

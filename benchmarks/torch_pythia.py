@@ -1,4 +1,4 @@
-"""The peer of the training benchmark: GPT-NeoX in plain PyTorch, as a good user would write it.
+"""Baseline of the training benchmark: GPT-NeoX in plain PyTorch, as a good user would write it.
 
 Scaled-dot-product attention, one projection for q, k and v, biases, parallel residual, the tanh
 GELU and AdamW with decay on matrices only: the work of needle.models.Pythia, line for line.
@@ -25,10 +25,10 @@ class Layer(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        turned, rest = x[..., : self.rotary], x[..., self.rotary :]
-        first, second = turned.chunk(2, dim=-1)
-        turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
-        return torch.cat((turned, rest), dim=-1)
+        rotated, rest = x[..., : self.rotary], x[..., self.rotary :]
+        first, second = rotated.chunk(2, dim=-1)
+        rotated = rotated * cos + torch.cat((-second, first), dim=-1) * sin
+        return torch.cat((rotated, rest), dim=-1)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         batch, time, width = x.shape

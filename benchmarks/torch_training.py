@@ -1,5 +1,5 @@
-"""The peer's side of train_step.py: the training step of torch_pythia.py, in the mode that is
-fastest here.
+"""Baseline of train_step.py: the training step of torch_pythia.py, in the mode that is fastest
+here.
 
 A mode is how the model runs, and in what its weights are:
 
@@ -34,13 +34,13 @@ COMPILED = {
 
 
 def modes(dtype: str, graphs: bool) -> list[str]:
-    """Those that may be the fastest. graphs: where needle's step is recorded, the peer's may be."""
+    """Modes that may be the fastest. graphs: try recorded steps, as needle records its own."""
     names = ["compile", "graphs"] if graphs else ["compile"]
     return names + [f"{name}-bf16" for name in names if dtype == "bfloat16"]
 
 
 class TorchSide:
-    """Steps of the peer in one mode; see train_step.Side."""
+    """Steps of the baseline in one mode; see train_step.Side."""
 
     def __init__(
         self,

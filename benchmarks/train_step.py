@@ -11,9 +11,9 @@
   median, the least and the most of the blocks. On the CPU a block takes needle about two seconds.
 - The baseline: PyTorch with cuDNN's attention (bfloat16 on a GPU), torch.compile and fused AdamW.
   A short trial chooses the fastest of float32 weights under autocast and bfloat16 weights, also
-  with CUDA graphs where needle records its step (up to 16,384 tokens on a GPU); --peer names one
-  instead (torch_training.py). On the CPU both use OMP_NUM_THREADS threads, by default one a
-  processor. Without torch, or with --alone, only needle is timed.
+  with CUDA graphs where needle records its step (up to 16,384 tokens on a GPU);
+  --baseline names one instead (torch_training.py). On the CPU both use OMP_NUM_THREADS threads, by
+  default one a processor. Without torch, or with --alone, only needle is timed.
 - A run is invalid, and THIS RUN DOES NOT COUNT is printed, if it is too short, or if on an H200 the
   baseline is more than 5 % below its known speed. A target is met when two separate runs reach it.
 
@@ -50,8 +50,8 @@ from needle.training import GraphedStep, worth_recording
 
 LOAD_SECONDS, LEAST_BLOCKS = 10.0, 5
 BATCHES = 32  # that come round again
-# The best of the peer's figures so far on an H200, T 2048 in bfloat16: million tokens a second.
-PEER = {
+# The baseline's best figures so far on an H200, T 2048 in bfloat16: million tokens a second.
+BASELINE = {
     ("pythia-70m", 4): 1.023,
     ("pythia-70m", 16): 1.197,
     ("pythia-70m", 32): 1.235,
@@ -162,30 +162,31 @@ def steps_of_a_block(side: Side, asked: int | None, on_gpu: bool) -> int:
 
 
 def reasons_not_to_count(
-    args: argparse.Namespace, device_name: str, batch_size: int, peer_rate: float | None
+    args: argparse.Namespace, device_name: str, batch_size: int, baseline_rate: float | None
 ) -> list[str]:
-    """peer_rate: tokens a second, None without a peer."""
+    """List why a run is not valid. baseline_rate: tokens/s, None without a baseline."""
     found = []
     if args.blocks < LEAST_BLOCKS:
         found.append(f"{args.blocks} blocks a side, and not {LEAST_BLOCKS}")
     if args.load < LOAD_SECONDS:
         found.append(f"{args.load:g} s of load, and not {LOAD_SECONDS:g}")
     usual = (args.seq_len, args.dtype) == (2048, "bfloat16") and "H200" in device_name
-    if usual and (args.model, batch_size) in PEER:
-        known = PEER[args.model, batch_size] * 1e6
-        if peer_rate is None:
-            found.append("no peer beside it")
-        elif peer_rate < 0.95 * known:
+    if usual and (args.model, batch_size) in BASELINE:
+        known = BASELINE[args.model, batch_size] * 1e6
+        if baseline_rate is None:
+            found.append("the baseline was not timed")
+        elif baseline_rate < 0.95 * known:
             found.append(
-                f"the peer reached {peer_rate:,.0f} of its {known:,.0f} tokens/s at B {batch_size}"
+                f"the baseline reached {baseline_rate:,.0f} of its {known:,.0f} tokens/s at "
+                f"B {batch_size}"
             )
     return found
 
 
-def beside_peer(
-    side: NeedleSide, peer: Side | None, batch_size: int, args: argparse.Namespace
+def compare(
+    side: NeedleSide, baseline: Side | None, batch_size: int, args: argparse.Namespace
 ) -> None:
-    sides: list[Side] = [side] if peer is None else [side, peer]
+    sides: list[Side] = [side] if baseline is None else [side, baseline]
     on_gpu = not side.device.is_host
     steps = steps_of_a_block(side, args.steps, on_gpu)
     for each in sides:
@@ -212,28 +213,25 @@ def beside_peer(
             line += f", host {statistics.median(host):.2f} ms, {peak:.1f} GiB ({held:.1f} held)"
         print(f"{line}, loss {losses[-1]:.3f}")
     rate = None
-    if peer is not None:
+    if baseline is not None:
         ours, theirs = ([taken for taken, _, _ in blocks[each.name]] for each in sides)
         ratios = [b / a for a, b in zip(ours, theirs)]
-        print(f"  needle's speed over the peer's: {spread(ratios, '.3f')}")
+        print(f"  needle's speed over the baseline's: {spread(ratios, '.3f')}")
         rate = 1e3 * tokens / statistics.median(theirs)
     name = side.device.properties()["name"]
     for reason in reasons_not_to_count(args, name, batch_size, rate):
         print(f"  THIS RUN DOES NOT COUNT: {reason}")
 
 
-def torch_peer(
+def torch_baseline(
     config: models.Config,
     device: ndl.Device,
     tokens: np.ndarray,
     shape: tuple[int, int],
     args: argparse.Namespace,
 ):
-    """The TorchSide that --peer names, or the fastest; None where there is none."""
-    if args.alone:
-        return None
-    if not bench.has("torch"):
-        print("torch is not installed: needle is timed alone")
+    """The TorchSide that --baseline names, or the fastest; None where there is none."""
+    if args.alone or not bench.has("torch"):
         return None
     import torch_training
 
@@ -246,7 +244,7 @@ def torch_peer(
         config, args.device, args.dtype, tokens, shape, mode
     )
     graphs = args.graph or worth_recording(device, shape[0] * shape[1])
-    names = [args.peer] if args.peer else torch_training.modes(args.dtype, graphs)
+    names = [args.baseline] if args.baseline else torch_training.modes(args.dtype, graphs)
     return torch_training.fastest(names, make, step_ms)
 
 
@@ -279,7 +277,7 @@ def main() -> None:
     ways = [
         how + low for how in ("eager", "compile", "autotune", "graphs") for low in ("", "-bf16")
     ]
-    parser.add_argument("--peer", choices=ways, help="default: the fastest that is found")
+    parser.add_argument("--baseline", choices=ways, help="default: the fastest that is found")
     parser.add_argument(
         "--graph",
         action=argparse.BooleanOptionalAction,
@@ -301,8 +299,8 @@ def main() -> None:
         parser.error(f"--graph: {device} records no graphs, as GPUs do: leave it out")
     if args.graph and args.profile:
         parser.error("--profile times each operation, and a graph has one: leave --graph out")
-    if args.peer and args.peer.endswith("-bf16") and args.dtype != "bfloat16":
-        parser.error(f"--peer {args.peer} is for --dtype bfloat16, not {args.dtype}")
+    if args.baseline and args.baseline.endswith("-bf16") and args.dtype != "bfloat16":
+        parser.error(f"--baseline {args.baseline} is for --dtype bfloat16, not {args.dtype}")
     config = models.preset(args.model, max_seq_len=args.seq_len, dtype=args.dtype)
     print(bench.describe(device))
     for number, batch_size in enumerate(sizes):
@@ -323,10 +321,10 @@ def main() -> None:
             print(f"B {batch_size}: the mean of {args.blocks} blocks of {steps} steps")
             profile_step.profile(side, block, steps, args.blocks)
         else:
-            peer = torch_peer(config, device, tokens, shape, args)
-            beside_peer(side, peer, batch_size, args)
-            if peer is not None:
-                peer.close()
+            baseline = torch_baseline(config, device, tokens, shape, args)
+            compare(side, baseline, batch_size, args)
+            if baseline is not None:
+                baseline.close()
         side.close()
 
 

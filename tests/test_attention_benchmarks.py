@@ -32,8 +32,8 @@ def test_kept_pairs_are_those_that_a_query_sees(t, block):
 
 
 def test_speeds_are_medians_of_the_rounds_ratios():
-    ours, peer = side((1, 2), (2, 2), (4, 8)), side((2, 1), (6, 6), (4, 16))
-    assert attention.speeds(ours, peer) == [2, 2]
+    ours, baseline = side((1, 2), (2, 2), (4, 8)), side((2, 1), (6, 6), (4, 16))
+    assert attention.speeds(ours, baseline) == [2, 2]
 
 
 def test_when_a_run_counts():
@@ -43,7 +43,7 @@ def test_when_a_run_counts():
         rates = (s * x for s, x in zip(share, attention.CUDNN[8192]))
         took = tuple(n * 64 * pairs / rate / 1e9 for n, rate in zip((4, 10), rates))
         args = argparse.Namespace(**{**vars(USUAL), **other})
-        return attention.check_peer(side(took, took, pairs=pairs), 8192, 8, args, "NVIDIA H200")
+        return attention.check(side(took, took, pairs=pairs), 8192, 8, args, "NVIDIA H200")
 
     assert at((1, 0.951)) == []
     (line,) = at((1.2, 0.949))
@@ -51,7 +51,7 @@ def test_when_a_run_counts():
     assert len(at((0.9, 0.9))) == 2
     (line,) = at((1, 1), head_dim=128)
     assert "D 128" in line and "says nothing" in line
-    (line,) = attention.check_peer(None, 8192, 8, USUAL, "NVIDIA H200")
+    (line,) = attention.check(None, 8192, 8, USUAL, "NVIDIA H200")
     assert line.startswith("cuDNN was left out: this run says nothing")
 
 

@@ -20,6 +20,22 @@ sys.path.insert(0, sys.argv[0].rpartition("/")[0])
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
+# Runs the benchmarks of a folder in one process, so that needle is imported once.
+BENCHMARKS = """
+import contextlib, io, runpy, sys
+sys.modules["torch"] = None
+folder, names, flags = sys.argv[1], sys.argv[2].split(), sys.argv[3:]
+sys.path.insert(0, folder)
+for name in names:
+    sys.argv, code = [f"{folder}/{name}", *flags], 0
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+    print(name, code, out.getvalue()[:12], flush=True)
+"""
+
 
 def said(*command):
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=60)
@@ -45,3 +61,13 @@ def test_the_help_of_make_is_two_columns():
     assert len(lines) > 10
     for line in lines:
         assert line[27] == " " != line[28], line
+
+
+def test_benchmarks_without_torch_show_help_or_name_the_package():
+    folder = ROOT / "benchmarks"
+    names = sorted(path.name for path in folder.glob("*.py") if "bench.run(" in path.read_text())
+    done = said("-c", BENCHMARKS, str(folder), " ".join(names), "--help")
+    assert done.stdout.splitlines() == [f"{name} 0 usage: {name[:5]}" for name in names]
+    done = said("-c", BENCHMARKS, str(folder), "losses.py", "--device", "cpu")
+    line = f"losses.py losses.py: needs the package torch: {sys.executable} -m pip install torch"
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, line, "")

@@ -88,9 +88,9 @@ def test_unmeasurable_settings_are_refused(flags, says, monkeypatch, capsys):
 @pytest.mark.parity
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_beside_torch(dtype):
-    out = said(PROGRAM, *SMALL.split(), "--peer", "eager", "--dtype", dtype).stdout
+    out = said(PROGRAM, *SMALL.split(), "--baseline", "eager", "--dtype", dtype).stdout
     assert re.search(rf"(?m)^  torch \S+, eager +{SPREAD} ms, {SPREAD} tokens/s", out), out
-    assert re.search(rf"(?m)^  needle's speed over the peer's: {SPREAD}$", out), out
+    assert re.search(rf"(?m)^  needle's speed over the baseline's: {SPREAD}$", out), out
 
 
 def test_the_rows_of_a_profile_add_up():
@@ -170,11 +170,11 @@ def test_discarded_rounds():
         changed = argparse.Namespace(**{**vars(args), **changes})
         return train_step.reasons_not_to_count(changed, device, batch_size, rate)
 
-    for (model, batch_size), known in train_step.PEER.items():
+    for (model, batch_size), known in train_step.BASELINE.items():
         assert reasons("NVIDIA H200", batch_size, 0.951e6 * known, model=model) == []
         (reason,) = reasons("NVIDIA H200", batch_size, 0.949e6 * known, model=model)
         assert f"of its {known * 1e6:,.0f} tokens/s at B {batch_size}" in reason
-    assert reasons("NVIDIA H200", 16, None) == ["no peer beside it"]
+    assert reasons("NVIDIA H200", 16, None) == ["the baseline was not timed"]
     assert reasons("NVIDIA H200", 8, 1.0) == reasons("AMD EPYC", 16, 1.0) == []
     assert reasons("NVIDIA H200", 16, 1.0, model="pythia-14m") == []
     assert len(reasons("NVIDIA H200", 16, 1.0, blocks=4, load=9.0)) == 3
@@ -183,7 +183,7 @@ def test_discarded_rounds():
 @pytest.mark.parametrize(
     "tokens, graph, wanted", [(8192, None, True), (32768, None, False), (32768, True, True)]
 )
-def test_the_peer_has_cuda_graphs_where_needle_has(tokens, graph, wanted, monkeypatch):
+def test_baseline_has_cuda_graphs_where_needle_has(tokens, graph, wanted, monkeypatch):
     """Also where only --no-graph keeps needle from them."""
     torch_training = SimpleNamespace(
         modes=lambda dtype, graphs: [bool(graphs)], fastest=lambda names, make, step_ms: names
@@ -192,13 +192,13 @@ def test_the_peer_has_cuda_graphs_where_needle_has(tokens, graph, wanted, monkey
     monkeypatch.setattr(train_step.bench, "has", lambda name: True)
     monkeypatch.setattr(train_step, "worth_recording", lambda device, tokens: tokens < 32768)
     for asked in {graph, graph or False}:
-        args = argparse.Namespace(alone=False, peer=None, dtype="bfloat16", graph=asked)
-        made = train_step.torch_peer(None, None, None, (tokens // 2048, 2048), args)
+        args = argparse.Namespace(alone=False, baseline=None, dtype="bfloat16", graph=asked)
+        made = train_step.torch_baseline(None, None, None, (tokens // 2048, 2048), args)
         assert made == [wanted]
 
 
 @pytest.mark.parity
-def test_the_modes_of_the_peer():
+def test_modes_of_the_baseline():
     import torch_training
 
     plain = ["compile", "graphs"]

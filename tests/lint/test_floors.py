@@ -230,9 +230,9 @@ def test_only_tools_see_the_face():
     assert not seen, "import from the module that defines the name:" + said(arrows, seen)
 
 
-def test_nothing_below_imports_apps_or_peers():
-    """needle stands alone: neither the programs on top of it, nor the libraries it is compared with
-    (which apps and users may have), are imported by it."""
+def test_needle_imports_neither_apps_nor_torch():
+    """Neither programs on top of needle nor the libraries that it is compared with, which users may
+    lack."""
     arrows = python_arrows()
     up = [(a, b) for a in arrows for b in arrows[a] if a[:6] == "needle" != b[:6]]
     assert not up, "needle imports what stands on it:" + said(arrows, up)
