@@ -61,7 +61,7 @@ help:
 	@echo 'make fuzz                   random calls of the core for an hour, under the same sanitizers'
 	@echo 'make memcheck               the CUDA kernel tests under compute-sanitizer'
 	@echo 'make soak                   kills, failing disks, damaged files: an hour of tries to lose a run'
-	@echo 'make mutants ARGS=FILE      plant small faults in a file and see which tests fail'
+	@echo 'make mutants ARGS=FILE      insert small faults in a file and see which tests fail'
 	@echo 'make bench                  the benchmarks'
 	@echo 'make docs                   the documentation site, in build/docs/site'
 	@echo 'make clean                  remove what was built (keeps $(VENV) and runs/)'

@@ -1,4 +1,4 @@
-"""Which needle the scripts of this checkout import."""
+"""Choose the needle that the scripts of this checkout import."""
 
 import sys
 from pathlib import Path

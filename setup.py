@@ -61,7 +61,7 @@ def march_flags() -> tuple[list[str], str]:
 
 
 def find_blas() -> tuple[str, list[str], list[str]]:
-    """Where matrix products come from: a name, flags to compile with, flags to link with."""
+    """Source of matrix products: a name, flags to compile with, flags to link with."""
     wanted = setting("NEEDLE_BLAS", "auto", "scipy", "system", "builtin")
     spec = importlib.util.find_spec("scipy_openblas32")
     if wanted in ("auto", "scipy") and spec and spec.origin:

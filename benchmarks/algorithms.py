@@ -1,4 +1,4 @@
-"""Which of cuBLASLt's answers is the fastest for each product of a training step in bfloat16.
+"""Find the fastest of cuBLASLt's answers for each product of a training step in bfloat16.
 
     python benchmarks/algorithms.py                      Pythia-70m, B 4, 16, 32, 64 of T 2048
     python benchmarks/algorithms.py --model pythia-410m --batch-size 8 --write

@@ -153,7 +153,7 @@ def seconds(call: Call) -> float:
 
 
 def repeats_for(milliseconds: float, timer: Timer, call: Call, most: int | None = None) -> int:
-    """How many calls take about so long; warms up."""
+    """Count the calls that take about so long; warms up."""
     timer(call, 2)
     count = max(1, round(milliseconds / max(timer(call, 3) / 3, 1e-3)))
     return count if most is None else min(count, most)

@@ -99,7 +99,7 @@ def torch_group() -> tuple[int, int]:
 
 
 def gpus_of(parser: argparse.ArgumentParser, wanted: int | None) -> int:
-    """How many GPUs a group has; an error of the parser where there are fewer than two."""
+    """Count the GPUs of a group; an error of the parser where there are fewer than two."""
     visible = visible_gpus()
     gpus = wanted or visible
     if not 2 <= gpus <= visible:

@@ -190,7 +190,7 @@ def _write(file: BinaryIO, tensors: dict[str, NDArray], state: dict) -> None:
 
 
 def _checksum_offset(head: bytes) -> int:
-    """Where the checksum's digits begin; it is the second entry of the metadata, so the first match
+    """Find the checksum's digits; it is the second entry of the metadata, so the first match
     is the right one."""
     found = re.search(rb'"checksum":\s?"([0-9a-f]{%d})"' % DIGITS, head[:256])
     return -1 if found is None else found.start(1)

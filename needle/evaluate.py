@@ -1,4 +1,4 @@
-"""How well a model predicts text: perplexity of a dataset, and the scoring underneath.
+"""Evaluate a model on text: perplexity of a dataset, and the scoring underneath.
 
     python -m needle.evaluate CHECKPOINT_OR_FOLDER --data texts/ --stride 512
 

@@ -66,7 +66,7 @@ def state_of(status: os.stat_result) -> list[int]:
 
 
 def regular(path: str | os.PathLike, flags: int) -> int:
-    """The `opener` of regular files: what is none is an OSError that says what it is."""
+    """Open a regular file (an `opener`). OSError, which names the kind of file, for any other."""
     try:
         # Without O_NONBLOCK a FIFO would wait for a process that may never come.
         file = os.open(path, flags | os.O_NONBLOCK, 0o666)

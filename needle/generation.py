@@ -305,7 +305,7 @@ class _Text:
         return self._show(len(self.text) - self._doubtful())
 
     def _doubtful(self) -> int:
-        """How many characters at the end may begin a stop string."""
+        """Count the characters at the end that may begin a stop string."""
         return max(
             (n for stop in self.stops for n in range(1, len(stop)) if self.text.endswith(stop[:n])),
             default=0,

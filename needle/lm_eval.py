@@ -247,7 +247,7 @@ if "needle" not in MODEL_REGISTRY:
 
 
 class _Options:
-    """How a request of generate_until wants its text, read from the task's `generation_kwargs`."""
+    """Options of a request of generate_until, read from the task's `generation_kwargs`."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         given = dict(given)

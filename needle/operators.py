@@ -182,7 +182,7 @@ class Operators(Generic[Result]):
     def argmax(
         self, axis: int | None = None, keepdims: bool = False, *, axes: int | None = None
     ) -> Result:
-        """Where the first largest stands: int64, without gradient."""
+        """Index of the first largest element: int64, without gradient."""
         axis = _one_of("argmax", axes, axis)
         return self.from_ndarray(self.cached_data.argmax(axis=axis, keepdims=keepdims))
 

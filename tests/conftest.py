@@ -19,7 +19,7 @@ import needle as ndl
 
 @pytest.fixture
 def texts(tmp_path, monkeypatch):
-    """A folder of 24 texts and of a file that is none; what is made of them is cached beside it."""
+    """A folder of 24 texts and of a file that is none; results are cached beside it."""
     monkeypatch.setenv("NEEDLE_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "texts"
     folder.mkdir()

@@ -16,7 +16,7 @@ EXIT_GPU_LOST = 75
 
 
 def is_fatal(error: BaseException | None) -> bool:
-    """Whether a fault was raised, or something else in its wake."""
+    """True for a fault and for an error that follows from one."""
     return error is not None and (
         isinstance(error, ndl.CudaFatalError)
         or is_fatal(error.__cause__)

@@ -1,9 +1,9 @@
-"""Mutation testing: plant small faults in source files, one at a time, and see which tests fail.
+"""Mutation testing: insert small faults in source files, one at a time, and see which tests fail.
 
     python tests/mutants.py FILE... [--count N] [--seed N] [--tests ARGS]     after `make lib`
 
 universalmutator (https://github.com/agroce/universalmutator) makes the mutants of a file by
-patterns; --count of them are drawn. Each is planted in a copy of the checkout with its builds: only
+patterns; --count of them are drawn. Each goes into a copy of the checkout with its builds: only
 a changed file is compiled, and mutants that do not compile, or that change only annotations and
 docstrings, are drawn again. First the tests of the file run (TESTS, or --tests), then, where these
 pass, all of `make test`; a CUDA file needs a GPU. One line a mutant names the test that caught it.

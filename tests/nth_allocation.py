@@ -440,7 +440,7 @@ def judge(error: tuple[type, str], kind: str) -> None:
 
 
 def one(operation: Operation, injector: Injector, kind: str, number: int, count: int) -> int:
-    """How many allocations failed; Wrong where more than a failure came of it."""
+    """Count the allocations that failed; Wrong if one did more than fail."""
     operation.prepare()
     failed, error = injector.attempt(operation.run, kind, number, count)
     if error is not None:
@@ -491,7 +491,7 @@ def sweep(
 
 
 def undisturbed(operation: Operation, injector: Injector, kind: str) -> int:
-    """How many allocations the operation makes where none fails."""
+    """Count the allocations of the operation if none fails."""
     operation.prepare()
     _, error = injector.attempt(operation.run, kind, FOREVER, 1)
     if error is not None:

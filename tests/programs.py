@@ -20,5 +20,5 @@ def need_pytest() -> None:
 
 
 def first_paragraph(text: str | None) -> str:
-    """Of a docstring: what --help says."""
+    """First paragraph of a docstring, for --help."""
     return (text or "").split("\n\n")[0]

@@ -54,7 +54,7 @@ FAULTS = ("fault", "kill", "segv", "exit", "hang", "stop")
 
 
 class Foreign:
-    """What DLPack hands over of `array`, at an address without an owner."""
+    """Address of `array` by DLPack, without an owner."""
 
     def __init__(self, array: ndl.NDArray) -> None:
         self.array = array
@@ -73,7 +73,7 @@ class Foreign:
 def fault(device: str) -> None:
     """A fatal one; of a training on the CPU only the exception."""
     if device == "cpu":
-        raise ndl.CudaFatalError("exp: planted: an illegal memory access")
+        raise ndl.CudaFatalError("exp: injected: an illegal memory access")
     array = ndl.NDArray([1.0, 2.0], device=ndl.cuda())
     _C.from_dlpack(Foreign(array)).exp()
 

@@ -43,7 +43,7 @@ def test_an_operand_that_changed_is_refused(case):
 
 @pytest.mark.parametrize("case", GRADIENTS, ids=str)
 def test_unread_operands_may_change(case, monkeypatch):
-    """Where NaN in its operands, or in its result, changes no gradient, nothing is refused."""
+    """Nothing is refused if NaN in operands or result changes no gradient."""
     arrays = inputs_of(case)
     changed = len(arrays) + 1
 

@@ -43,8 +43,8 @@ def test_a_planted_link_is_not_followed(tmp_path, monkeypatch):
     victim = tmp_path / "victim"
     victim.write_text("precious")
     monkeypatch.setattr(files.secrets, "token_hex", lambda n: "00000000")
-    planted = tmp_path / f".a.{os.getpid()}-00000000.tmp"
-    planted.symlink_to(victim)
+    link = tmp_path / f".a.{os.getpid()}-00000000.tmp"
+    link.symlink_to(victim)
     with pytest.raises(FileError, match="a: cannot be written: File exists"):
         with replacing(tmp_path / "a") as file:
             file.write(b"evil")

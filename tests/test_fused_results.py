@@ -1,4 +1,4 @@
-"""Fused ops with several results: what their backward is given, and the norms beside a residual."""
+"""Fused ops with several results: arguments of their backward, and norms beside a residual."""
 
 from typing import ClassVar
 

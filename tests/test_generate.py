@@ -182,7 +182,7 @@ class Fixed:
 
 
 def test_sample_draws_from_the_right_distribution():
-    """Which tokens can come, and how often, against the definition; a vocabulary beyond the part
+    """Tokens and their frequencies against the definition; a vocabulary beyond the part
     that top_p looks at first."""
     logits = np.random.default_rng(0).standard_normal(2500).astype(np.float32) * 0.01
     logits[[3, 70, 2400]] = 6.0, 5.5, 5.0
@@ -411,7 +411,7 @@ def test_graph(device):
 
 @pytest.mark.cuda
 def test_graph_drops_an_array_of_before(device):
-    """What is released while the step is recorded goes back then, and not at each replay."""
+    """Memory released while the step is recorded goes back then, and not at each replay."""
     device.empty_cache()
     x, size = _C.array(np.zeros(5), device=device), 64 << 20
     others, calls = [_C.empty((size,), "uint8", device)], []

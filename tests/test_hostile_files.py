@@ -32,7 +32,7 @@ HUGE = [2**31, 2**62]
 
 @pytest.fixture(autouse=True)
 def little_memory():
-    """What the test may have beyond what the process has: 4 GiB."""
+    """Limit memory to 4 GiB beyond that of the process."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     with open("/proc/self/statm") as file:
         taken = int(file.read().split()[0]) * resource.getpagesize()

@@ -19,7 +19,7 @@ lost = False
 
 def use():
     if lost:
-        raise ndl.CudaFatalError("exp: planted")
+        raise ndl.CudaFatalError("exp: injected")
 
 def fault():
     global lost
@@ -95,7 +95,7 @@ def test_a_fault_fails_its_test_alone(tmp_path):
     code, out = python_m_pytest(tmp_path, "-n", "2", "--max-worker-restart=9", code=TESTS + CRASH)
     assert code == 1
     assert counts(out) == {"failed": 4, "passed": 9, "skipped": 1, "error": 1}, out
-    assert out.count("replacing crashed worker") == 4 and "CudaFatalError: exp: planted" in out
+    assert out.count("replacing crashed worker") == 4 and "CudaFatalError: exp: injected" in out
     summary = sorted(line for line in out.splitlines() if line.startswith(("FAILED", "ERROR ")))
     assert [line.split(" - ")[0] for line in summary] == [
         "ERROR test_it.py::test_teardown",

@@ -1,5 +1,5 @@
-"""What a Tensor does by NumPy's names. (Indexing is tests/ops/test_indexing.py's, gradients are
-tests/gradients.py's.)"""
+"""Operators of a Tensor under NumPy's names. Indexing: tests/ops/test_indexing.py; gradients:
+tests/gradients.py."""
 
 import operator
 

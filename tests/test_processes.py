@@ -37,7 +37,7 @@ def all_of(child: Child) -> list[dict]:
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process ends within 10 s; one that no parent reaps counts as gone."""
+    """True if a process ends within 10 s; one that no parent reaps counts as gone."""
     until = time.monotonic() + 10
     while time.monotonic() < until:
         try:

@@ -215,7 +215,7 @@ def test_three_failures_at_one_step_end_the_run(run, capfd):
 
 
 def test_failures_at_neighbouring_steps_count_together_until_a_step_is_reached(run):
-    """One fault of a GPU: whether the loss before it arrived in time makes a step."""
+    """A fault may show at a step or at the next, as the loss before it arrives in time or not."""
     for steps, code, count in [
         ([4, 3, 4], 75, 3),
         ([4, 4, 3], 75, 3),
@@ -411,7 +411,7 @@ def test_gpus_that_fail_their_check_are_left_out_for_good(run, broken, capfd):
 
 
 def test_a_gpu_that_computed_wrong_is_left_out(run, broken):
-    """Though its check is good; where all are in doubt nothing is started."""
+    """Its health check passes; if all GPUs are in doubt, nothing starts."""
     for wrong, seen, code in [("D", "A,B --gpus 2", 0), ("CA", "B,D --gpus 2", 0), ("ABCD", 0, 75)]:
         asked = broken("")
         report = f"beat(wrong={[*wrong, 'Z']!r}, fault='step 3: GPU wrong')"

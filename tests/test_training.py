@@ -173,7 +173,7 @@ def test_fit_refuses_a_model_that_gives_no_loss():
 
 
 def test_fit_asks_a_language_model_for_its_loss(monkeypatch):
-    """Which keeps no logits, and is the same number."""
+    """Keeps no logits, and gives the same number."""
     np.random.seed(0)
     config = PythiaConfig(vocab_size=16, hidden_size=8, num_layers=1, num_heads=1, max_seq_len=8)
     model, asked = Pythia(config).eval(), []

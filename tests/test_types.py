@@ -1,4 +1,4 @@
-"""What type checkers see of a Tensor and of a module that is called, by mypy."""
+"""Types of a Tensor and of a called module, by mypy."""
 
 import os
 import subprocess

@@ -137,8 +137,8 @@ def split_documents(count: int, split: tuple[float, ...] = SPLIT) -> list[int]:
 
 
 def passes_for(samples: int, tokens: int, seq_len: int) -> int:
-    """How many times all documents are walked for so many samples of seq_len ids and one more that
-    two samples share."""
+    """Count the epochs over all documents that give so many samples of seq_len ids and one more,
+    which two samples share."""
     # The smallest e >= 1 with (e tokens - 1) // seq_len >= samples.
     return max(-(-(samples * seq_len + 1) // tokens), 1)
 

@@ -113,7 +113,7 @@ class Prefetch:
         return batch
 
     def seek(self, position: dict[str, int]) -> None:
-        """As Batches.seek; what was read ahead is dropped."""
+        """Seek as Batches do, and drop the batches that were read ahead."""
         self.close()
         self.batches.seek(position)
         self.position = self.batches.position

@@ -42,7 +42,7 @@ PADDING = "<|padding|>"  # of the GPT-NeoX tokenizer
 
 
 class WeightMapping(Protocol):
-    """How transformers writes a kind of model down; models/gpt_neox.py is one."""
+    """Describe a model family as transformers writes it; models/gpt_neox.py is one."""
 
     MODEL_TYPE: str  # of config.json
     TIED_HEAD: str  # our name of a head that a file may hold beside the embedding TIED_TO

@@ -144,7 +144,7 @@ def _parameter(text: str) -> str:
 
 
 def _parameters(text: str, at: int) -> tuple[int, int]:
-    """Where the parameters of the `__global__` at `at` begin and end: in the first parentheses that
+    """Find begin and end of the parameters of the `__global__` at `at`: the first parentheses that
     are no attribute's, such as those of `__launch_bounds__(128)`."""
     while True:
         start = text.find("(", at) + 1

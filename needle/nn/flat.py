@@ -122,7 +122,7 @@ def is_decayed(name: str, p: Parameter) -> bool:
 
 
 def _neighbours(module: Module) -> dict[str, str]:
-    """Which parameter shall follow which, by their names: `Module.neighbours` of all modules."""
+    """Map parameters to those that follow them, by name: `Module.neighbours` of all modules."""
     pairs = {}
     for path, part in module.named_modules():
         prefix = f"{path}." if path else ""

@@ -76,7 +76,7 @@ def views_of(shape: tuple[int, ...], width: int, dilation: int, merges: bool) ->
 
 
 def tokens_before(end: int, offset: int, dilation: int) -> int:
-    """How many of offset, offset + dilation, ... are below `end`."""
+    """Count those of offset, offset + dilation, ... that are below `end`."""
     return max(0, -(-(end - offset) // dilation))
 
 

@@ -1,7 +1,7 @@
 """Picking elements: indexing by NumPy's rules, index_select, and their gradients.
 
-Slices are views. What is picked by arrays of integers is gathered from where it lies, whatever its
-strides, by the kernel that looks up embeddings, and its gradient is summed in float32 by that
+Slices are views. Elements picked by arrays of integers are gathered in place, whatever the strides,
+by the kernel that looks up embeddings, and their gradient is summed in float32 by that
 kernel's backward. The arrays of an index are read on the host, where they are checked.
 """
 

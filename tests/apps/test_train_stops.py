@@ -1,4 +1,4 @@
-"""How runs of apps/train_pythia.py stop by themselves: losses that are not finite, a lost GPU, and
+"""Runs of apps/train_pythia.py that stop by themselves: losses that are not finite, a lost GPU, and
 flags, data and folders that are refused."""
 
 import json

@@ -1,4 +1,4 @@
-"""Where 64 bits, a dtype or a constructor end: strides, numbers out of bounds, __init__ again."""
+"""Limits of 64 bits, of dtypes and of constructors: strides, large numbers, __init__ again."""
 
 import ctypes
 import operator as op
@@ -101,7 +101,7 @@ def test_from_dlpack_of_impossible_strides():
 
 
 def test_whole_numbers_wrap_around():
-    """What NumPy does; in C it is defined by a flag of the compiler alone."""
+    """As in NumPy; C defines it by a flag of the compiler alone."""
     low = np.array([np.iinfo(np.int64).min, 1])
     x = nd.array(low, dtype="int64")
     np.testing.assert_array_equal((-x).numpy(), -low)

@@ -22,7 +22,7 @@ CONFIG = PythiaConfig(vocab_size=19, hidden_size=16, num_layers=2, num_heads=2, 
 
 
 def kinds() -> Counter:
-    """How many objects there are of each type that the collector and needle know."""
+    """Count the objects of each type that the collector and needle know."""
     gc.collect()
     count = Counter()  # filled by hand: Counter(iterable) asks abstract classes, which remember it
     for o in gc.get_objects():

@@ -122,7 +122,7 @@ def results(tmp_path_factory):
 
 
 def of_path(results, path):
-    """Where the processor has the instructions, the path must have been taken."""
+    """The path must be taken if the processor has the instructions."""
     flags = re.search(r"(?m)^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text())
     missing = NEEDED[path] - set(flags[1].split() if flags else ())
     compiler = _C.build_info()["compiler"]

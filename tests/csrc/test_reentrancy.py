@@ -1,4 +1,4 @@
-"""What Python does while the core is at work: an operand's own methods change lists, make arrays,
+"""Python code run by a call of the core: an operand's own methods change lists, make arrays,
 answer differently the second time. `make fuzz` calls with more of them."""
 
 import ctypes

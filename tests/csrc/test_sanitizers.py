@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
     not hasattr(ctypes.CDLL(None), "__asan_init"), reason="only make asan has the sanitizers"
 )
 
-PLANTED = """
+INJECTED = """
 import ctypes
 from needle import _C
 array = _C.empty(({size},), "uint8")
@@ -31,10 +31,10 @@ ctypes.memset(address + {at}, 0, 1)
 def test_a_byte_that_is_no_array_s(fault, size):
     at = {"heap-buffer-overflow": size, "use-after-poison": -1, "use-after-free": size - 1}[fault]
     free = "del array" if fault == "use-after-free" else ""
-    code = PLANTED.format(size=size, at=at, free=free)
+    code = INJECTED.format(size=size, at=at, free=free)
     done = python(code)
     assert done.returncode != 0 and fault in done.stderr, done.stderr
-    harmless = PLANTED.format(size=size, at=0, free="")
+    harmless = INJECTED.format(size=size, at=0, free="")
     assert python(harmless).returncode == 0
 
 

@@ -1,4 +1,4 @@
-"""Which sample comes when: GPT-NeoX's order, and positions in it."""
+"""The order of samples: GPT-NeoX's, and positions in it."""
 
 import hashlib
 

@@ -91,7 +91,7 @@ if __name__ == "__main__":
 
 
 def run(words, folder, **variables):
-    """What a program prints."""
+    """Output of a program."""
     variables = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     found = subprocess.run(words, env=variables, cwd=folder, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr[-2000:]
@@ -197,7 +197,7 @@ def test_few_documents_hold_out_their_end(tmp_path, tokenizer):
 
 
 def test_of_twenty_documents_the_last_is_held_out_alone(tmp_path, tokenizer, monkeypatch):
-    """Though documents are cut into chunks, and each ends with the token that says so."""
+    """Documents are cut into chunks, and each document ends with its token."""
     monkeypatch.setattr(text, "CHUNK", 40)
     for count in (20, 21, 40):
         texts = [f"one two {number}\n" * (number + 1) for number in range(count)]

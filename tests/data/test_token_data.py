@@ -210,7 +210,7 @@ def test_text_patterns_and_packed_text(tmp_path, tokenizer):
 
 
 def resident(path):
-    """How many pages of the second half of a file are in memory."""
+    """Count the pages of the second half of a file that are in memory."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
         here = ctypes.c_char.from_buffer(mapped)

@@ -1,5 +1,5 @@
 """A machine with GPUs that are none: fake libraries of NVIDIA's, and a copy of needle whose CUDA
-backend computes on the CPU, all open to planting (fake.h)."""
+backend computes on the CPU, all open to injected faults (fake.h)."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ def objects() -> list[Path]:
 
 
 def blas() -> list[str]:
-    """What the core's matrix product is linked with, from the libraries of this process."""
+    """Library of the core's matrix product, from the libraries of this process."""
     maps = Path("/proc/self/maps").read_text()
     found = sorted(set(re.findall(r"(/\S*lib(?:scipy_)?openblas\S*\.so\S*)", maps)))
     return [word for path in found for word in (path, f"-Wl,-rpath,{Path(path).parent}")]
@@ -45,9 +45,9 @@ def blas() -> list[str]:
 class Machine:
     folder: Path
 
-    def environment(self, planted: str = "", **more: str) -> dict[str, str]:
+    def environment(self, injected: str = "", **more: str) -> dict[str, str]:
         return os.environ | {
-            "NEEDLE_FAKE": planted,
+            "NEEDLE_FAKE": injected,
             "LD_LIBRARY_PATH": str(self.folder / "lib"),
             "PYTHONPATH": str(self.folder),
             "OMP_NUM_THREADS": "1",
@@ -55,18 +55,18 @@ class Machine:
             **more,
         }
 
-    def run(self, *words: str, planted: str = "", **more: str) -> subprocess.CompletedProcess:
+    def run(self, *words: str, injected: str = "", **more: str) -> subprocess.CompletedProcess:
         return subprocess.run(
             [sys.executable, "-m", "needle.diagnose", *words],
             cwd=self.folder,
-            env=self.environment(planted, **more),
+            env=self.environment(injected, **more),
             capture_output=True,
             text=True,
         )
 
-    def told(self, *words: str, planted: str = "", **more: str) -> tuple[int, dict]:
+    def told(self, *words: str, injected: str = "", **more: str) -> tuple[int, dict]:
         """(exit code, the JSON object)."""
-        done = self.run("--json", *words, planted=planted, **more)
+        done = self.run("--json", *words, injected=injected, **more)
         assert done.stderr == "", done.stderr
         return done.returncode, json.loads(done.stdout)
 
@@ -123,16 +123,16 @@ def heard() -> Heard:
 
 @pytest.fixture
 def examined(machine, monkeypatch):
-    """examined(role, *words, planted=..., seconds=...) -> the Examination, which has ended, on the
+    """examined(role, *words, injected=..., seconds=...) -> the Examination, which has ended, on the
     fake machine."""
     monkeypatch.setattr(examination, "ROOT", machine.folder)
 
     def examine(
-        role: str, *words, where: str = "machine", planted: str = "", seconds: float = 60
+        role: str, *words, where: str = "machine", injected: str = "", seconds: float = 60
     ) -> Examination:
         with Examinations() as examinations:
             deadline = time.monotonic() + seconds
-            env = machine.environment(planted)
+            env = machine.environment(injected)
             one = examinations.start(where, role, *words, deadline=deadline, env=env)
             examinations.wait(one)
         return one

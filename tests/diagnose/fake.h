@@ -1,11 +1,11 @@
-/* fake.h - what a test plants into the fake libraries: NEEDLE_FAKE="count=2,ecc=3,wrong=gelu". */
+/* fake.h - faults and figures that a test injects into the fake libraries: NEEDLE_FAKE="count=2,ecc=3,wrong=gelu". */
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-/* The text after "name="; NULL where nothing was planted. Good until the next call. */
-static inline const char *planted_text(const char *name) {
+/* The text after "name="; NULL where nothing was injected. Good until the next call. */
+static inline const char *injected_text(const char *name) {
     static char text[64];
     const char *all = getenv("NEEDLE_FAKE");
     size_t length = strlen(name);
@@ -20,12 +20,12 @@ static inline const char *planted_text(const char *name) {
     return NULL;
 }
 
-static inline long long planted(const char *name, long long usual) {
-    const char *text = planted_text(name);
+static inline long long injected(const char *name, long long usual) {
+    const char *text = injected_text(name);
     return text != NULL ? strtoll(text, NULL, 0) : usual;
 }
 
-static inline bool planted_is(const char *name, const char *value) {
-    const char *text = planted_text(name);
+static inline bool injected_is(const char *name, const char *value) {
+    const char *text = injected_text(name);
     return text != NULL && strcmp(text, value) == 0;
 }

@@ -1,5 +1,5 @@
 /* fake_backend.c - a _cuda.so whose GPUs compute with the CPU backend's functions, linked from the
- * objects of the build, but for what a test plants:
+ * objects of the build, but for faults that a test injects:
  *     wrong=OP      the first number that it makes is another (of an OP: of its first OUT)
  *     flaky=OP      the same, each time another
  *     hang=OP, die=OP, fatal=OP    it never returns, it kills the process, it loses the context
@@ -16,27 +16,27 @@ static bool lost;
 
 static nd_status lose(const char *op) {
     lost = true;
-    return nd_error(ND_EFATAL, "%s: a planted fault: the CUDA context is lost", op);
+    return nd_error(ND_EFATAL, "%s: an injected fault: the CUDA context is lost", op);
 }
 
-static nd_status plant(const char *op) {
+static nd_status inject(const char *op) {
     if (lost) {
         return lose(op);
     }
-    if (planted_is("hang", op)) {
+    if (injected_is("hang", op)) {
         pause();
     }
-    if (planted_is("die", op)) {
+    if (injected_is("die", op)) {
         kill(getpid(), SIGSEGV);
     }
-    return planted_is("fatal", op) ? lose(op) : ND_OK;
+    return injected_is("fatal", op) ? lose(op) : ND_OK;
 }
 
 /* Another first number of a float32 array. */
 static void spoil(const char *op, nd_array *made) {
     static float more = 1;
-    bool flaky = planted_is("flaky", op);
-    if ((flaky || planted_is("wrong", op)) && made != NULL && made->dtype == ND_F32 &&
+    bool flaky = injected_is("flaky", op);
+    if ((flaky || injected_is("wrong", op)) && made != NULL && made->dtype == ND_F32 &&
         nd_size(made) > 0) {
         *(float *)made->data += 1000 * more;
         more += flaky;
@@ -62,7 +62,7 @@ static void spoil(const char *op, nd_array *made) {
         nd_array *made = NULL;                                          \
         find;                                                           \
         before;                                                         \
-        nd_status status = plant(#name);                                \
+        nd_status status = inject(#name);                                \
         if (status == ND_OK) {                                          \
             status = cpu_backend.name(0, args);                         \
         }                                                               \
@@ -72,7 +72,7 @@ static void spoil(const char *op, nd_array *made) {
 #define EW1(name, types, formula) \
     FUNCTION(                     \
         name, made = args->out,   \
-        if (args->x->data == (void *)0x10 && !planted("numb", 0)) { return lose(#name); })
+        if (args->x->data == (void *)0x10 && !injected("numb", 0)) { return lose(#name); })
 #define EW2(name, types, formula) FUNCTION(name, made = args->out, )
 #define CMP(name, formula) FUNCTION(name, made = args->out, )
 #define RED(name, types, start, combine, map) FUNCTION(name, made = args->out, )
@@ -81,19 +81,19 @@ static void spoil(const char *op, nd_array *made) {
 #include "ops.def"
 
 static nd_status device_count(int *count) {
-    *count = (int)planted("count", 1);
+    *count = (int)injected("count", 1);
     return ND_OK;
 }
 
 static nd_status open_device(int device) {
-    return planted("open_fails", -1) == device
+    return injected("open_fails", -1) == device
                ? nd_error(ND_ECUDA, "cuda(%d): out of memory", device)
                : cpu_backend.open(0);
 }
 
 static nd_status properties(int device, nd_properties *out) {
     memset(out, 0, sizeof *out);
-    const char *name = planted_text("name");
+    const char *name = injected_text("name");
     snprintf(out->name, sizeof out->name, "NVIDIA %.60s", name != NULL ? name : "Pretend");
     out->total_bytes = 141ll << 30;
     out->processors = 132;

@@ -25,7 +25,7 @@ int cuDevicePrimaryCtxRetain(context *out, int device) {
 }
 int cuCtxSetCurrent(context current) { return 0; }
 int cuCtxSynchronize(void) { return 0; }
-int cuCtxEnablePeerAccess(context peer, unsigned flags) { return (int)planted("peer_access", 0); }
+int cuCtxEnablePeerAccess(context peer, unsigned flags) { return (int)injected("peer_access", 0); }
 int cuMemAlloc_v2(void **out, size_t bytes) {
     *out = malloc(bytes);
     return *out == NULL ? 2 : 0;
@@ -45,8 +45,8 @@ int cuMemcpyDtoH_v2(void *to, const void *from, size_t bytes) {
 int cuMemcpyPeer(unsigned char *to, context target, const void *from, context origin,
                  size_t bytes) {
     memcpy(to, from, bytes);
-    for (long long i = 0; i < planted("peer_wrong", 0); i++) {
+    for (long long i = 0; i < injected("peer_wrong", 0); i++) {
         to[7 * i] ^= 1;
     }
-    return (int)planted("peer_error", 0);
+    return (int)injected("peer_error", 0);
 }

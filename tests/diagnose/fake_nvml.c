@@ -1,5 +1,5 @@
-/* fake_nvml.c - libnvidia-ml.so.1 of a healthy machine of H200s, but for what a test plants. A
- * handle is the GPU's number plus one; plants are those of GPU 0, or of the number in `at`. */
+/* fake_nvml.c - libnvidia-ml.so.1 of a healthy machine of H200s, but for injected faults. A
+ * handle is the GPU's number plus one; faults are those of GPU 0, or of the number in `at`. */
 #include <stdint.h>
 #include <unistd.h>
 
@@ -12,24 +12,24 @@ typedef void *gpu;
 enum { OK, INVALID = 2, NOT_SUPPORTED = 3, INSUFFICIENT_SIZE = 7 };
 
 static long long of(gpu device, const char *name, long long usual) {
-    return (intptr_t)device - 1 == planted("at", 0) ? planted(name, usual) : usual;
+    return (intptr_t)device - 1 == injected("at", 0) ? injected(name, usual) : usual;
 }
 
 int nvmlInitWithFlags(u32 flags) {
-    if (planted("nvml_hangs", 0)) {
+    if (injected("nvml_hangs", 0)) {
         pause();
     }
-    return (int)planted("nvml_error", OK);
+    return (int)injected("nvml_error", OK);
 }
 const char *nvmlErrorString(int code) {
-    return code == 18 ? "Driver/library version mismatch" : "a planted error";
+    return code == 18 ? "Driver/library version mismatch" : "an injected error";
 }
 int nvmlSystemGetDriverVersion(char *text, u32 size) {
     snprintf(text, size, "580.65.06");
     return OK;
 }
 int nvmlDeviceGetCount_v2(u32 *count) {
-    *count = (u32)planted("nvml_count", planted("count", 1));
+    *count = (u32)injected("nvml_count", injected("count", 1));
     return OK;
 }
 int nvmlDeviceGetHandleByIndex_v2(u32 index, gpu *device) {
@@ -131,8 +131,8 @@ int nvmlDeviceGetMigMode(gpu device, u32 *now, u32 *later) {
     return OK;
 }
 int nvmlDeviceGetNvLinkState(gpu device, u32 link, u32 *out) {
-    *out = (long long)link < of(device, "links_up", planted("links", 0));
-    return (long long)link < planted("links", 0) ? OK : INVALID;
+    *out = (long long)link < of(device, "links_up", injected("links", 0));
+    return (long long)link < injected("links", 0) ? OK : INVALID;
 }
 
 typedef struct {

@@ -1,5 +1,5 @@
 """The program as a user runs it on a machine of fake GPUs: lines, JSON object, exit code; each
-planted defect is a line with its remedy."""
+injected defect is a line with its remedy."""
 
 import json
 import os
@@ -19,10 +19,10 @@ from needle.distributed.environment import Place
 
 pytestmark = pytest.mark.slow
 
-STUB = "int planted_library(void) { return 0; }"
+STUB = "int injected_library(void) { return 0; }"
 BACKEND = """
-int planted_library(void);
-const void *needle_backend(void) { planted_library(); return 0; }
+int injected_library(void);
+const void *needle_backend(void) { injected_library(); return 0; }
 """
 
 
@@ -40,7 +40,7 @@ def test_healthy_machine(pynvml, machine, tmp_path):
     run, log = tmp_path / "run", tmp_path / "log"
     (run / "checkpoints").mkdir(parents=True)
     words = ("--log", str(log), "--run", str(run))
-    code, told = machine.told(*words, planted="count=2", NEEDLE_KERNELS_TOKEN="unspeakable")
+    code, told = machine.told(*words, injected="count=2", NEEDLE_KERNELS_TOKEN="unspeakable")
     assert (code, told["ok"], told["failures"]) == (0, True, [])
     assert [device["device"] for device in told["devices"]] == ["cpu()", "cuda()", "cuda(1)"]
     assert told["devices"][1]["rates"]["bfloat16"] > 0 and len(told["gpus"]) == 2
@@ -60,7 +60,7 @@ def test_healthy_machine(pynvml, machine, tmp_path):
 
 
 def test_defect_is_a_line_with_its_remedy(pynvml, machine):
-    done = machine.run("--device", "1", planted="count=2,at=1,ecc=3,wrong=layernorm_fwd")
+    done = machine.run("--device", "1", injected="count=2,at=1,ecc=3,wrong=layernorm_fwd")
     assert done.returncode == 1 and done.stderr == ""
     lines = done.stdout.splitlines()
     ecc, op, last = [line for line in lines if "FAILED" in line]
@@ -91,14 +91,14 @@ def test_gpu_that_hangs_costs_its_deadline_alone(machine, monkeypatch, capsys):
 
 
 def test_device_that_breaks_is_one_failure(examined):
-    for planted, op, said in (
+    for injected, op, said in (
         ("die=linear_fwd", "linear_fwd", "crashed with SIGSEGV at linear_fwd-31x257x31 float32"),
-        ("fatal=sum", "sum", "sum: a planted fault: the CUDA context is lost"),
+        ("fatal=sum", "sum", "sum: an injected fault: the CUDA context is lost"),
         ("open_fails=0", None, "out of memory"),
         ("wrong=matmul", "matmul", "matmul is 1.0e+03 off"),
     ):
-        with naming(planted):
-            one = examined("device", "cuda", 0, where="cuda()", planted=planted)
+        with naming(injected):
+            one = examined("device", "cuda", 0, where="cuda()", injected=injected)
             (finding,) = [f for f in one.findings if f.has_failed]
             assert said in finding.text and finding.op == op and finding.remedy
 
@@ -130,7 +130,7 @@ def test_library_that_is_missing_is_named(tmp_path, machine, examined, monkeypat
 
 def test_driver_that_hangs_is_a_failure_of_cuda(examined, monkeypatch):
     """As far as CUDA was built: where it was not, there is nothing to use a GPU by."""
-    child = examined("machine", planted="nvml_hangs=1", seconds=1.5)
+    child = examined("machine", injected="nvml_hangs=1", seconds=1.5)
     monkeypatch.setattr(command.known, "is_built", lambda: True)
     chosen, (failure,) = command.choose(None, command.silent(child))
     assert chosen == [] and "stopped at opening NVML" in failure.text
@@ -138,7 +138,7 @@ def test_driver_that_hangs_is_a_failure_of_cuda(examined, monkeypatch):
 
 @pytest.fixture
 def torchrun(machine, tmp_path):
-    """torchrun(size, planted) -> (exit code, lines) of each rank, on the fake machine with a fake
+    """torchrun(size, injected) -> (exit code, lines) of each rank, on the fake machine with a fake
     NCCL; `of` are variables of one rank alone."""
     (tmp_path / "nvidia/nccl/lib").mkdir(parents=True)
     for package in ("nvidia", "nvidia/nccl"):  # stands before an installed one
@@ -149,14 +149,14 @@ def torchrun(machine, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
 
-    def run(size, planted, of=None):
+    def run(size, injected, of=None):
         variables = {
             "WORLD_SIZE": str(size),
             "LOCAL_WORLD_SIZE": str(size),
             "TMPDIR": str(tmp_path),
         }
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        environ = machine.environment(planted, **variables)
+        environ = machine.environment(injected, **variables)
         environ["PYTHONPATH"] += f":{tmp_path}"
         ranks = [
             subprocess.Popen(
@@ -238,7 +238,7 @@ def test_recovery_from_an_injected_fault(machine, monkeypatch):
     environment = machine.environment()
     for name in ("LD_LIBRARY_PATH", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, environment[name])
-    for planted, has_failed, said in (
+    for injected, has_failed, said in (
         ("", False, "an injected fault ended its process alone; a fresh one was right"),
         (
             "numb=1",
@@ -247,8 +247,8 @@ def test_recovery_from_an_injected_fault(machine, monkeypatch):
         ),
         ("wrong=matmul", True, "after an injected fault a fresh process is wrong: WRONG: matmul"),
     ):
-        with naming(planted), examination.Examinations() as examinations:
-            monkeypatch.setenv("NEEDLE_FAKE", planted)
+        with naming(injected), examination.Examinations() as examinations:
+            monkeypatch.setenv("NEEDLE_FAKE", injected)
             (finding,) = recovery.examine(examinations, "cuda()", 0, time.monotonic() + 60)
             assert finding.has_failed == has_failed and said in finding.text
 

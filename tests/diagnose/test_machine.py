@@ -1,4 +1,4 @@
-"""Figures of the driver about a GPU become findings: each planted defect by name, with its remedy,
+"""Figures of the driver about a GPU become findings: each injected defect by name, with its remedy,
 and nothing about a healthy GPU. NVML is the fake of this folder."""
 
 import os
@@ -17,12 +17,12 @@ HEALTHY = "1.0 GiB of 141.0 GiB in use, busy 0 %, 35 C, 120 of 700 W, 1980 of 19
 
 @pytest.fixture
 def seen(pynvml, machine, heard, monkeypatch):
-    """seen(planted) -> the findings about the fake GPUs."""
+    """seen(injected) -> the findings about the fake GPUs."""
     library = str(machine.folder / "lib/libnvidia-ml.so.1")
     monkeypatch.setattr(driver, "Nvml", lambda: Nvml(library))
 
-    def look(planted: str = "") -> list:
-        monkeypatch.setenv("NEEDLE_FAKE", planted)
+    def look(injected: str = "") -> list:
+        monkeypatch.setenv("NEEDLE_FAKE", injected)
         heard.findings.clear()
         driver.examine_gpus(heard)
         return heard.findings
@@ -40,7 +40,7 @@ def texts(findings, level: str) -> dict[str, str]:
 
 
 def test_healthy_gpus_are_described_and_nothing_is_wrong(pynvml, examined):
-    one = examined("machine", planted="count=2")
+    one = examined("machine", injected="count=2")
     assert one.ended == "done" and not texts(one.findings, "failed")
     assert [f.where for f in one.findings if HEALTHY in f.text] == ["GPU 0", "GPU 1"]
     assert set(texts(one.findings, "note")) <= {"Xid"}
@@ -53,8 +53,8 @@ def test_healthy_gpus_are_described_and_nothing_is_wrong(pynvml, examined):
 def test_broken_gpu_is_named_with_each_defect(seen):
     """Of two GPUs the second; of its 141 GiB one is left."""
     parent = os.getppid()
-    planted = "count=2,at=1,ecc=3,pending=1,reasons=0x6c,links=4,links_up=3"
-    found = seen(f"{planted},used={140 << 30},holder={parent}")
+    injected = "count=2,at=1,ecc=3,pending=1,reasons=0x6c,links=4,links_up=3"
+    found = seen(f"{injected},used={140 << 30},holder={parent}")
     failed, notes = texts(found, "failed"), texts(found, "note")
     assert {f.where for f in found if f.has_failed} == {"GPU 1"}
     assert "3 uncorrected" in failed["ECC"] and "waits to be replaced" in failed["rows"]
@@ -80,20 +80,20 @@ def test_settings_that_are_no_defects_are_notes(seen):
 
 
 def test_one_defect_is_one_failure(seen):
-    for planted, said, remedy in (
+    for injected, said, remedy in (
         ("compute=2", "no computing at all", "nvidia-smi -i 0 -c DEFAULT"),
         ("remap_failed=1", "row remapping has failed", "replaced"),
         ("old=1,retired=1", "waits to be replaced", "--gpu-reset -i 0"),
-        ("lost=15", "cannot tell its state: a planted error", "fallen off the bus"),
+        ("lost=15", "cannot tell its state: an injected error", "fallen off the bus"),
         ("nvml_error=18", "Driver/library version mismatch", "start the machine anew"),
     ):
-        with naming(planted):
-            (finding,) = [f for f in seen(planted) if f.has_failed]
+        with naming(injected):
+            (finding,) = [f for f in seen(injected) if f.has_failed]
             assert said in finding.text and remedy in finding.remedy
 
 
 def test_driver_that_hangs_is_named(pynvml, examined):
-    one = examined("machine", planted="nvml_hangs=1", seconds=4.0)
+    one = examined("machine", injected="nvml_hangs=1", seconds=4.0)
     (finding,) = one.findings
     assert one.ended == "late" and "opening NVML (libnvidia-ml.so.1) hangs" in finding.text
 

@@ -28,7 +28,7 @@ _module = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_module)
 together = _module.together
 
-PLANT = """
+INJECT = """
 import json, os, signal
 plan, calls, right = json.loads(os.environ["PLAN"]), 0, MPITransport.exchange
 def exchange(self, sends, receives):
@@ -60,13 +60,13 @@ with_mpi = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def planted(tmp_path_factory):
+def injected(tmp_path_factory):
     """The folder of the copy."""
-    folder = tmp_path_factory.mktemp("planted")
+    folder = tmp_path_factory.mktemp("injected")
     skip = shutil.ignore_patterns("_cuda*", "__pycache__")
     shutil.copytree(ROOT / "needle", folder / "needle", ignore=skip)
     with open(folder / "needle/distributed/mpi.py", "a") as file:
-        file.write(PLANT)
+        file.write(INJECT)
     return folder
 
 
@@ -90,8 +90,8 @@ def diagnose(folder, count, *words, plan=NOTHING, **more):
 
 
 @with_mpi
-def test_ranks_that_are_right_say_so(planted):
-    code, lines, _ = diagnose(planted, 2, "--json")
+def test_ranks_that_are_right_say_so(injected):
+    code, lines, _ = diagnose(injected, 2, "--json")
     told = sorted((json.loads(line) for line in lines), key=lambda one: one["rank"])
     assert code == 0 and [one["rank"] for one in told] == [0, 1]
     for one in told:
@@ -101,8 +101,8 @@ def test_ranks_that_are_right_say_so(planted):
 
 
 @with_mpi
-def test_rank_that_sends_wrong_bytes_is_named_with_its_device(planted):
-    code, lines, _ = diagnose(planted, 3, plan={"rank": 1, "call": 2, "what": "corrupt"})
+def test_rank_that_sends_wrong_bytes_is_named_with_its_device(injected):
+    code, lines, _ = diagnose(injected, 3, plan={"rank": 1, "call": 2, "what": "corrupt"})
     failed = [line for line in lines if "FAILED: all_reduce" in line]
     assert code == 1 and len(failed) == 3, lines
     for line in failed:
@@ -112,8 +112,8 @@ def test_rank_that_sends_wrong_bytes_is_named_with_its_device(planted):
 
 @with_mpi
 @pytest.mark.parametrize("what, said", [("die", "rank 1 is gone"), ("stop", "does not answer for")])
-def test_rank_that_dies_or_hangs_is_named_within_the_deadline(planted, what, said):
-    code, lines, seconds = diagnose(planted, 2, plan={"rank": 1, "call": 3, "what": what})
+def test_rank_that_dies_or_hangs_is_named_within_the_deadline(injected, what, said):
+    code, lines, seconds = diagnose(injected, 2, plan={"rank": 1, "call": 3, "what": what})
     assert code != 0 and seconds < 75, lines
     [line] = [line for line in lines if line.startswith("rank 0 of 2: ranks")]
     assert "FAILED: rank 0, in 'all_reduce'" in line and "rank 1" in line and said in line
@@ -121,19 +121,19 @@ def test_rank_that_dies_or_hangs_is_named_within_the_deadline(planted, what, sai
 
 
 @with_mpi
-def test_rank_whose_own_device_fails_tells_the_others(planted):
-    code, lines, _ = diagnose(planted, 2, "--json", "--device", "0")
+def test_rank_whose_own_device_fails_tells_the_others(injected):
+    code, lines, _ = diagnose(injected, 2, "--json", "--device", "0")
     told = [json.loads(line) for line in lines]
     assert code == 1 and told
     assert all(any(f["what"] == "usable" for f in one["failures"]) for one in told)
 
 
-def test_ranks_on_the_cpu_of_another_launcher_are_a_note(planted):
+def test_ranks_on_the_cpu_of_another_launcher_are_a_note(injected):
     environ = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    environ |= {"PYTHONPATH": str(planted), "NEEDLE_REQUIRE_CUDA": "0"}
+    environ |= {"PYTHONPATH": str(injected), "NEEDLE_REQUIRE_CUDA": "0"}
     words = [sys.executable, "-m", "needle.diagnose"]
     done = subprocess.run(
-        words, cwd=planted, env=os.environ | environ, capture_output=True, text=True
+        words, cwd=injected, env=os.environ | environ, capture_output=True, text=True
     )
     assert done.returncode == 0 and done.stderr == "", done.stdout
     (line,) = done.stdout.splitlines()
@@ -141,7 +141,7 @@ def test_ranks_on_the_cpu_of_another_launcher_are_a_note(planted):
     assert "ranks on the CPU need mpirun or srun, and torchrun started these" in line
     del environ["LOCAL_RANK"]
     done = subprocess.run(
-        words, cwd=planted, env=os.environ | environ, capture_output=True, text=True
+        words, cwd=injected, env=os.environ | environ, capture_output=True, text=True
     )
     assert done.returncode == 2 and "LOCAL_RANK is not set" in done.stderr
 
@@ -150,7 +150,7 @@ def test_ranks_on_the_cpu_of_another_launcher_are_a_note(planted):
 
 
 def found(check, size, rank=None, call=0):
-    """What each stage finds, in the order of the ranks; one rank alters what it sends."""
+    """Findings of each stage, in the order of the ranks; one rank alters the bytes it sends."""
     run, stages = ranks.CHECKS[check]
 
     def work(group):

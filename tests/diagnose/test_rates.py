@@ -51,7 +51,7 @@ def test_throttling_under_load_and_slow_launches_are_reported(heard):
 
 @pytest.mark.slow
 def test_rates_are_measured_on_a_gpu(examined):
-    one = examined("device", "cuda", 0, where="cuda()", planted="reasons=0x40")
+    one = examined("device", "cuda", 0, where="cuda()", injected="reasons=0x40")
     measured = one.facts["rates"]
     assert set(measured) == set(GOOD) and min(measured.values()) > 0
     assert 1e8 < measured["bfloat16"] < 1e14 and 1e7 < measured["memory"] < 1e12
@@ -62,7 +62,7 @@ def test_rates_are_measured_on_a_gpu(examined):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "planted, least, level, said",
+    "injected, least, level, said",
     [
         ("", 0.0, "ok", "copies between 3 GPUs are right"),
         ("peer_wrong=12", 0.0, "failed", "brings 12 wrong bytes of 1,048,576"),
@@ -71,11 +71,11 @@ def test_rates_are_measured_on_a_gpu(examined):
         ("peer_error=700", 0.0, "failed", "cuMemcpyPeer failed with error 700"),
     ],
 )
-def test_copies_between_gpus(machine, heard, monkeypatch, planted, least, level, said):
+def test_copies_between_gpus(machine, heard, monkeypatch, injected, least, level, said):
     library = str(machine.folder / "lib/libcuda.so.1")
     monkeypatch.setattr(peers, "Driver", lambda: Driver(library))
     monkeypatch.setattr(peers, "BULK", 2 * peers.PROBE)
-    monkeypatch.setenv("NEEDLE_FAKE", planted)
+    monkeypatch.setenv("NEEDLE_FAKE", injected)
     peers.examine(heard, [0, 1, 2], least)
     texts = heard.levels()[level]
     assert said in texts[0] and ("cuda(0) to cuda(1)" in texts[0]) == (level != "ok")

@@ -36,8 +36,8 @@ static message messages[2 * MOST];
 static int count, in_group;
 
 static int fails(const char *function) {
-    const char *planted = getenv("FAKE_NCCL_FAILS");
-    return planted != NULL && strcmp(planted, function) == 0;
+    const char *injected = getenv("FAKE_NCCL_FAILS");
+    return injected != NULL && strcmp(injected, function) == 0;
 }
 
 const char *ncclGetErrorString(int result) {
@@ -46,8 +46,8 @@ const char *ncclGetErrorString(int result) {
 const char *ncclGetLastError(communicator *unused) { return "the cable is out\n"; }
 
 int ncclGetVersion(int *version) {
-    const char *planted = getenv("FAKE_NCCL_VERSION");
-    *version = planted != NULL ? atoi(planted) : 22809;
+    const char *injected = getenv("FAKE_NCCL_VERSION");
+    *version = injected != NULL ? atoi(injected) : 22809;
     return SUCCESS;
 }
 

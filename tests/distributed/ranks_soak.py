@@ -36,7 +36,7 @@ def plan_of(rng: random.Random, ranks: int, done: int) -> dict:
 
 
 def next_step(out: Path, begun: float, found: list[float]) -> None:
-    """When the log has its next line."""
+    """Wait until the log has its next line."""
     log = out / "a" / "metrics.jsonl"
     size = log.stat().st_size
     while time.monotonic() < begun + 100:

@@ -19,7 +19,7 @@ PATIENT = "sys.modules['needle.distributed.control'].LINGER = 20.0"
 
 
 def waited_long(said, where="", deadline=2.0):
-    """Whether it says how long a rank really waited: not past the deadline, but almost."""
+    """True if the message gives a wait of almost the deadline."""
     found = re.search(rf"waited ([\d.]+) s in {where}", said)
     return found is not None and 0.8 * deadline <= float(found[1]) <= 1.2 * deadline
 

@@ -34,7 +34,7 @@ def program(name: str, missing: str) -> str:
 
 
 def started(tmp_path: Path, *words: str) -> str:
-    """What the ranks print."""
+    """Output of the ranks."""
     (tmp_path / "rank.py").write_text(CODE)
     done = subprocess.run(
         [*words, str(tmp_path / "rank.py")], cwd=ROOT, capture_output=True, text=True, timeout=300

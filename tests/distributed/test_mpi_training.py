@@ -20,7 +20,7 @@ from needle.checkpoint import checkpoint_path
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 
-SLOW = {"rank": 0, "step": 0, "what": "slow"}  # a run that lasts until somebody stops it
+SLOW = {"rank": 0, "step": 0, "what": "slow"}  # a run that lasts until it is stopped
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def tokens(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory, tokens):
-    """What one process without mpirun writes."""
+    """Files that one process without mpirun writes."""
     out = tmp_path_factory.mktemp("alone")
     run(out, tokens, 0)
     return written(out)
@@ -136,7 +136,7 @@ def test_a_rank_that_is_stopped_at_the_end_is_not_waited_for(tmp_path, tokens, a
 
 @pytest.mark.slow
 def test_other_data_are_refused(tmp_path, tokens):
-    """What a flag means may differ from machine to machine."""
+    """The same flags may name other data on another machine."""
     folders = [tmp_path / "a", tmp_path / "b"]
     for number, folder in enumerate(folders):
         folder.mkdir()

@@ -31,7 +31,7 @@ BRANCHES = [
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """What is left unwritten is seen."""
+    """Fill new memory with NaN, which shows unwritten elements."""
     real = _C.empty
 
     def empty(shape, dtype, device):

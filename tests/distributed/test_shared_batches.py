@@ -1,4 +1,4 @@
-"""What ranks draw of a run is together what one process draws, epoch after epoch."""
+"""Batches of all ranks are together those of one process, epoch after epoch."""
 
 import types
 

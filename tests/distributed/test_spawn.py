@@ -60,7 +60,7 @@ def launch(tmp_path):
 
 
 def pid_of(folder: Path, rank: int, seconds: float = 30) -> int:
-    """When it has begun."""
+    """Wait until it has begun."""
     end = time.monotonic() + seconds
     while not (folder / f"{rank}.pid").exists():
         assert time.monotonic() < end

@@ -21,8 +21,8 @@ def micro_batch_gradient(step, micro_batch):
     return grad
 
 
-def run(group, steps, every, micro_batches, plant=None):
-    """Take steps of a model whose gradient its ids set. plant(rank, step, micro_batch, call): True
+def run(group, steps, every, micro_batches, fault=None):
+    """Take steps of a model whose gradient its ids set. fault(rank, step, micro_batch, call): True
     if that result is to be wrong by one bit. Returns the sums of the steps."""
     flat = nn.flatten_parameters(nn.Linear(300, 1, bias=False))
     parallel = DataParallel(group, flat, optim.AdamW(flat), micro_batches)
@@ -34,7 +34,7 @@ def run(group, steps, every, micro_batches, plant=None):
         grad = micro_batch_gradient(step, micro_batch)
         calls.append((step, micro_batch))
         flat.reset_grad()
-        if plant is not None and plant(
+        if fault is not None and fault(
             group.rank, step, micro_batch, calls.count((step, micro_batch))
         ):
             grad.view(np.int32)[17] ^= BIT
@@ -65,9 +65,9 @@ def test_nothing_is_found_where_nothing_is_wrong(ranks, micro_batches):
     assert calls == 6 * micro_batches + 3  # one more micro-batch every other step
 
 
-def message(ranks, micro_batches, plant, every=1, steps=8):
+def message(ranks, micro_batches, fault, every=1, steps=8):
     with pytest.raises(WrongDevice) as caught:
-        together(ranks, lambda group: run(group, steps, every, micro_batches, plant))
+        together(ranks, lambda group: run(group, steps, every, micro_batches, fault))
     return str(caught.value)
 
 
@@ -76,19 +76,19 @@ def message(ranks, micro_batches, plant, every=1, steps=8):
 def test_a_device_that_is_wrong_once_is_named(ranks, wrong):
     """As it computes its own micro-batch: a second time it does not."""
 
-    def plant(rank, step, micro_batch, call):
+    def fault(rank, step, micro_batch, call):
         return rank == wrong and step == 4 + wrong and call == 1
 
-    said = message(ranks, ranks, plant, every=1)
+    said = message(ranks, ranks, fault, every=1)
     assert re.search(rf"step {4 + wrong}: .* in 1 of 320 numbers .*: rank {wrong} \(", said), said
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_witness_that_is_wrong_once_is_named(ranks):
-    def plant(rank, step, micro_batch, call):
+    def fault(rank, step, micro_batch, call):
         return step == 2 * ranks and rank == 1 and micro_batch == 0 and call == 1
 
-    said = message(ranks, ranks, plant)
+    said = message(ranks, ranks, fault)
     assert ": rank 1 (" in said and "computes wrong" in said, said
 
 

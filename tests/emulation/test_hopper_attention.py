@@ -1,5 +1,5 @@
 """The Hopper attention kernels on the CPU (emulated.h), against softmax attention in float64. Needs
-a C++ compiler and the toolkit's headers, and no GPU: what is tried is their logic."""
+a C++ compiler and the toolkit's headers, and no GPU: these tests check their logic."""
 
 import ctypes
 import itertools
@@ -220,7 +220,7 @@ def rising():
 
 
 def low_scores():
-    """What lies beyond the last key has score 0, which would weigh e^low."""
+    """Rows beyond the last key have score 0, which would weigh e^low."""
     for is_half, low in ((0, 15), (0, 95), (1, 15)):
         for blocks, causal in itertools.product((0, 64, 128), (False, True)):
             more = dict(B=1, T=100, S=100, H=1, D=64, causal=causal, is_half=bool(is_half), low=low)
@@ -323,7 +323,7 @@ def neighbours(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("D", [48, 64, 128])
 def test_views_of_neighbouring_heads(compiled, D):
-    """Operands and results; what lies between the rows is not touched."""
+    """Operands and results; memory between the rows is not touched."""
     p = Problem(2, 150, 150, 3, D, True)
     q, k, v, dout = (neighbours(x)[1] for x in (p.q, p.k, p.v, p.dout))
     written = {name: neighbours(poison(p.q.shape)) for name in ("o", "dq", "dk", "dv")}
@@ -350,7 +350,7 @@ def test_views_of_neighbouring_heads(compiled, D):
 
 
 def written(compiled, p: Problem, way: str, change=None) -> list[np.ndarray]:
-    """What a kernel writes, (B, rows, ...) of its own rows."""
+    """Results of a kernel, (B, rows, ...) of its own rows."""
     if way == "forward":
         o, lse = forward(compiled, p, change)
         return [o, lse.transpose(0, 2, 1)]

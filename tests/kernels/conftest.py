@@ -1,5 +1,5 @@
-"""What the tests of this folder share: the pool without a GPU, of which what they do costs a
-process at the most (test_isolation.py has one with a GPU), and services."""
+"""Fixtures: the pool without a GPU, where a test costs a process at most (test_isolation.py has one
+with a GPU), and services."""
 
 import pytest
 import safetensors.numpy

@@ -103,8 +103,7 @@ class Client:
         return status, answer
 
     def raw(self, data: bytes) -> bytes:
-        """What comes back until the service closes the connection, as it does with one that says
-        nothing more (`IDLE`)."""
+        """Read until the service closes the connection, as it does with an idle one (`IDLE`)."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=60) as sock:
             sock.sendall(data)
             got = b""

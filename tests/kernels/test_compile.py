@@ -209,7 +209,7 @@ def test_one_source_is_compiled_once():
 
 @needs_nvrtc
 def test_headers_of_ones_own_are_read_each_time(tmp_path, monkeypatch):
-    """Wherever they are named: in an option, or in the source."""
+    """Named in an option, or in the source."""
     monkeypatch.chdir(tmp_path)
     header = tmp_path / "mine.h"
     body = "\n__global__ void f(float *x) { __shared__ float y[SIZE]; y[threadIdx.x] = x[0]; " \

@@ -1,6 +1,6 @@
 """csrc/python/kernel.c, graph.c and needle/kernels/kernel.py without a GPU: a backend of a page of
-C stands in for CUDA. Its memory is the host's, its one kernel fills an array, and it writes down
-what it was asked."""
+C stands in for CUDA. Its memory is the host's, its one kernel fills an array, and it logs
+its calls."""
 
 import os
 import shutil
@@ -195,7 +195,7 @@ assert x.numpy().tolist() == [2.5] * 4
 
 
 def test_a_way_to_launch_is_checked_once(fake):
-    """Of the last eight; and one that was refused is asked again."""
+    """Of the last eight; a refused one is asked again."""
     fake("""
 def asked(n):
     fill(n, 32, x, 1, 4)
@@ -352,7 +352,7 @@ assert len(calls) == 3
 
 
 def test_a_cycle_through_a_graph_goes_in_order(fake):
-    """Where the garbage collector finds them, the graph goes before the code that it launches."""
+    """The garbage collector frees the graph before the code that it launches."""
     fake("""
 def make():
     fill = kernels.load(compiled, device)["fill"]

@@ -33,7 +33,7 @@ def place_of(places: list[Place], name: str) -> Place:
 
 
 def write_all(places, memory) -> np.ndarray:
-    """What a right kernel leaves."""
+    """Result of a right kernel."""
     after = memory.copy()
     for place in places:
         if place.role == "out":

@@ -193,7 +193,7 @@ def test_health_has_the_figures_of_each_gpu(client, made_up, fake_nvml, monkeypa
     monkeypatch.setenv("NEEDLE_FAKE", "at=1,lost=15")
     device = client.ask("GET", "/health")[1]["devices"][0]
     assert device["name"] is device["memory"] is device["load"] is None
-    assert device["why"] == "NVML: a planted error"
+    assert device["why"] == "NVML: an injected error"
 
 
 def test_health_says_why_figures_are_missing(client, made_up, monkeypatch):

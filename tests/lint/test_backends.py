@@ -27,7 +27,7 @@ const nd_backend *needle_backend(void) {
 
 
 @pytest.mark.parametrize(
-    "planted, said",
+    "change, said",
     [
         ((b"", b""), ["CUDA found no device"]),
         ((b"x * y)", b"y * x)"), ["_cuda.so", "another csrc/ops.def", "make lib"]),
@@ -35,13 +35,13 @@ const nd_backend *needle_backend(void) {
     ],
     ids=["same table", "other formula", "other operand"],
 )
-def test_a_backend_of_another_table_is_refused_by_name(tmp_path, planted, said):
+def test_a_backend_of_another_table_is_refused_by_name(tmp_path, change, said):
     shutil.copytree(ROOT / "needle", tmp_path / "needle", ignore=shutil.ignore_patterns("_cuda*"))
     for header in ("needle.h", "backend.h", "ops.def"):
         shutil.copy(ROOT / "csrc" / header, tmp_path)
     table = (tmp_path / "ops.def").read_bytes()
-    assert planted[0] in table
-    (tmp_path / "ops.def").write_bytes(table.replace(*planted) if planted[0] else table)
+    assert change[0] in table
+    (tmp_path / "ops.def").write_bytes(table.replace(*change) if change[0] else table)
     (tmp_path / "stub.c").write_text(STUB)
     library = tmp_path / "needle/_cuda.so"
     compile_it = ["cc", "-std=gnu17", "-shared", "-fPIC", "stub.c", "-o", str(library)]

@@ -419,7 +419,7 @@ def test_debug_build_shares_no_object_with_a_normal_one(tree):
 
 
 def on_a_terminal(tree) -> str:
-    """What a build writes to a terminal of 40 columns."""
+    """Output of a build on a terminal of 40 columns."""
     master, slave = pty.openpty()
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("NEEDLE_", "CUDA_"))}
     clean |= {"NEEDLE_BLAS": "builtin", "NEEDLE_MARCH": "none", "COLUMNS": "40"}

@@ -1,4 +1,4 @@
-"""Which needle is imported: a checkout's own where it is built, else the installed one; and nothing
+"""The needle that is imported: a checkout's own if it is built, else the installed one. Nothing
 of needle runs when Python starts."""
 
 import importlib.util
@@ -147,7 +147,7 @@ def test_the_checkout_comes_before_every_other_needle(tmp_path, monkeypatch):
     reason="an unbuilt checkout uses the needle that is installed in this Python",
 )
 def test_an_unbuilt_needle_names_the_command(tmp_path):
-    """Where no script decides: python -m needle.x and pytest in the root of the checkout."""
+    """Without a script: python -m needle.x and pytest in the root of the checkout."""
     unbuilt = tmp_path / "unbuilt"
     for folder in ("needle", "tests"):
         shutil.copytree(ROOT / folder, unbuilt / folder, ignore=shutil.ignore_patterns("*.so"))

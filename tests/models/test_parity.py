@@ -61,7 +61,7 @@ def torch():
 
 
 def peer_device() -> str:
-    """Where transformers computes."""
+    """Device of transformers."""
     return "cuda" if torch().cuda.is_available() else "cpu"
 
 

@@ -163,7 +163,7 @@ def test_an_mlp_of_other_layers_goes_step_by_step(device):
 @both
 @pytest.mark.parametrize("parallel", [True, False])
 def test_other_modules_in_a_layer_are_called_as_they_are(parallel, device):
-    """Norms, parts and projections of somebody's own take no residual and share no pass."""
+    """Norms, parts and projections of a user take no residual and share no pass."""
 
     class Norm(nn.LayerNorm1d):
         def forward(self, x):

@@ -71,7 +71,7 @@ def test_a_layer_equals_its_steps(device, dtype, close, flat, sparse):
 
 @both
 def test_flat_or_not_has_the_same_bits(device):
-    """Whether the weights follow each other in memory or are copied."""
+    """Weights that follow each other in memory, and weights that are copied."""
     loose, flat = small(device_of(device)), small(device_of(device))
     nn.flatten_parameters(flat)
     for layer, joined in (loose.layers[0], False), (flat.layers[0], True):
