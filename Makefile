@@ -120,6 +120,10 @@ endif
 $(STATE)/build: $(STATE)/python pyproject.toml
 	@$(call want,$(BUILD_NEEDS))
 	@$(call like,$(BUILD_LIKES))
+ifeq ($(strip $(VENV)),.venv)
+	@printf '#!/bin/sh\nbin=$$(dirname "$$(readlink -f "$$0")")\n%s\n' \
+	    'exec "$$bin/python" "$$bin/../../checkout.py" "$$@"' >$(VENV)/bin/needle && chmod +x $(VENV)/bin/needle
+endif
 	@touch $@
 
 $(STATE)/train: $(STATE)/build

@@ -1,4 +1,4 @@
-"""Choose the needle that the scripts of this checkout import."""
+"""Choose the needle that scripts of this checkout import. As a program: the command `needle`."""
 
 import sys
 from pathlib import Path
@@ -14,3 +14,10 @@ def choose() -> None:
         import needle  # noqa: F401
     except ImportError as error:
         raise SystemExit(f"needle: error: {error}") from error
+
+
+if __name__ == "__main__":
+    choose()
+    from needle.command import main
+
+    sys.exit(main())

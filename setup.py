@@ -184,5 +184,7 @@ class BuildExt(build_ext):
 
 
 if __name__ == "__main__":
+    if sys.platform != "linux":
+        fail(f"needle needs Linux, and this is {sys.platform}: on Windows it builds in WSL 2")
     # The Extension only tells setuptools that the wheel depends on the platform.
     setup(ext_modules=[Extension("needle._C", [])], cmdclass={"build_ext": BuildExt})

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Continues a prompt from a checkpoint or a folder of transformers, word by word.
 
-python apps/generate.py runs/tiny --prompt "import os" --temperature 0.8 --top-k 50
+needle generate runs/tiny --prompt "import os" --temperature 0.8 --top-k 50
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import checkout
+if (Path(__file__).resolve().parent.parent / "checkout.py").exists():
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    import checkout
 
-checkout.choose()
+    checkout.choose()
 
 from needle.backend_ndarray import FLOAT_DTYPES, choose_device
 from needle.data import END_OF_TEXT, load_tokenizer
@@ -26,7 +27,7 @@ from needle.training import flags
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
-        prog="generate.py",
+        prog="needle generate",
         description="Continues a prompt.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -129,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         raise
     except (ValueError, OSError, RuntimeError) as error:
-        print(f"generate.py: {described(error)}", file=sys.stderr)
+        print(f"needle generate: {described(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print()

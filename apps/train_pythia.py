@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train a Pythia language model: `python apps/train_pythia.py`, `--help` for the flags.
+"""Train a Pythia language model: `needle train`, `--help` for the flags.
 
 The file reads downwards: `train` is the loop, `new_run` makes its data, model and optimizer,
 `resumed_run` reads them from a checkpoint, `main` is the command line. needle/training/ has the
@@ -18,10 +18,11 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import checkout
+if (Path(__file__).resolve().parent.parent / "checkout.py").exists():
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    import checkout
 
-checkout.choose()
+    checkout.choose()
 
 from needle import models, nn, optim, supervise
 from needle.autograd import Tensor

@@ -1,6 +1,6 @@
 """Evaluate a model on text: perplexity of a dataset, and the scoring underneath.
 
-    python -m needle.evaluate CHECKPOINT_OR_FOLDER --data texts/ --stride 512
+    needle evaluate CHECKPOINT_OR_FOLDER --data texts/ --stride 512
 
 A token's score is -log p(token | the tokens before it), in nats. The loss is its mean, perplexity
 its exponential, bits per byte the sum over ln 2 and the bytes of text that the tokens stand for:
@@ -279,7 +279,7 @@ def load_model(
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
-        prog="python -m needle.evaluate",
+        prog="needle evaluate",
         description="Perplexity of a model on a dataset.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

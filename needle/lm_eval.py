@@ -1,6 +1,6 @@
 """needle as a model of the LM evaluation harness (Gao et al., the package `lm_eval`).
 
-    python -m needle.lm_eval --model needle --model_args pretrained=runs/tiny --tasks lambada_openai
+    needle lm_eval --model needle --model_args pretrained=runs/tiny --tasks lambada_openai
 
 takes every word of the command line of `lm_eval`, which knows the models of its own table alone and
 offers no way to add one from outside. In Python, `import needle.lm_eval` registers the model:
@@ -305,7 +305,7 @@ def main() -> None:
     from lm_eval.__main__ import cli_evaluate
 
     if {"-h", "--help"} & {*sys.argv}:
-        print("python -m needle.lm_eval is lm-eval with --model needle, whose --model_args are\n")
+        print("needle lm_eval is lm-eval with --model needle, whose --model_args are\n")
         print(inspect.cleandoc(NeedleLM.__doc__).split("\n\n", 1)[1], end="\n\n")
     cli_evaluate()
 

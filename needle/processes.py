@@ -20,6 +20,7 @@ import json
 import math
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -294,6 +295,17 @@ def program(main: Callable[[], int | None]) -> int:
             raise
         silence()
         return EXIT_CLOSED_PIPE
+
+
+def command_line(word: str, *program: str) -> list[str]:
+    """Return how this environment spells `needle WORD`: by its command, which may be on the PATH,
+    or by its Python and the words of the same program."""
+    script = Path(sys.executable).with_name("needle")
+    if not script.exists():
+        return [sys.executable, *program]
+    found = shutil.which("needle")
+    on_path = found is not None and os.path.samefile(found, script)
+    return ["needle" if on_path else str(script), word]
 
 
 def _output_is_closed() -> bool:

@@ -1,7 +1,7 @@
 """Run a training, and restart it after a failure.
 
-    python -m needle.supervise [--hang-seconds S] -- COMMAND ...
-    python apps/train_pythia.py --supervise ...            the same for the trainer
+    needle supervise [--hang-seconds S] -- COMMAND ...
+    needle train --supervise ...                      the same for the trainer
 
 COMMAND is restarted when it
     exits with os.EX_TEMPFAIL (75: the GPU is lost; after a fatal CUDA fault only a new process gets
@@ -498,7 +498,7 @@ def _seconds(text: str) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m needle.supervise",
+        prog="needle supervise",
         usage="%(prog)s [--hang-seconds S] -- COMMAND ...",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -9,7 +9,7 @@ batches.py   Batches: which sample comes when; position and seek
 prefetch.py  Prefetch: batches made ahead on another thread, in pinned memory
 runs.py      the data of a training run, as its config.json describes them
 prepare.py   text to .bin/.idx in parallel, resumable
-__main__.py  python -m needle.data prepare | inspect | view
+__main__.py  needle data prepare | inspect | view
 dataset.py   DataLoader and NDArrayDataset: any arrays in memory, by batches
 """
 

@@ -1,4 +1,4 @@
-"""python -m needle.data: prepare (text to .bin/.idx), inspect (what a file holds), view (the batch
+"""needle data: prepare (text to .bin/.idx), inspect (what a file holds), view (the batch
 of a training step, as ids and text)."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SCANNED = 1 << 22  # ids that `inspect` looks at, spread over the file
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="python -m needle.data", description=__doc__)
+    top = argparse.ArgumentParser(prog="needle data", description=__doc__)
     commands = top.add_subparsers(dest="command", required=True)
     count = {"type": whole(1), "metavar": "N"}
 
@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
 
     text = "what a file holds: kind, tokens, documents, range of the ids, the first of them"
     add = commands.add_parser("inspect", help=text).add_argument
-    add("file", metavar="FILE", help="whatever --data of train_pythia.py takes")
+    add("file", metavar="FILE", help="whatever --data of needle train takes")
     add("--tokenizer", metavar="PATH", help="show the beginning as text too")
 
     add = commands.add_parser("view", help="the exact batch of a training step").add_argument

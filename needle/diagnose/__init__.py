@@ -1,6 +1,6 @@
 """Diagnosis: facts about this needle and its machine, and examinations that find faults.
 
-    python -m needle.diagnose            under 10 s; `--help` has the flags
+    needle diagnose            under 10 s; `--help` has the flags
     needle.show_config()                 the facts alone, in Python
 
 `facts` has the facts, `command` the program. It gathers the findings of examinations, each in a

@@ -62,7 +62,7 @@ MEET, TOGETHER = 10.0, 20.0  # seconds: for all ranks to come, and then for thei
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
-        prog="python -m needle.diagnose",
+        prog="needle diagnose",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -21,6 +21,7 @@ from needle.checkpoint import Checkpoint, CheckpointError, list_checkpoints, ste
 from needle.diagnose.examination import Reporter
 from needle.diagnose.facts import gigabytes
 from needle.files import FileError, reading, regular
+from needle.processes import command_line
 from needle.training.folder import again
 
 TAIL = 1 << 16  # bytes of the end of a file that are read
@@ -302,7 +303,7 @@ def go_on(
     can_resume: bool,
 ) -> None:
     """The command that goes on; none after a failure that is in its way."""
-    words = ["python", "apps/train_pythia.py", *again(folder)]
+    words = [*command_line("train", "apps/train_pythia.py"), *again(folder)]
     step = None if newest is None else newest.state.get("step")
     if is_held:
         reporter.ok("go on", "it is at work; SIGTERM lets its step end, saves and stops it")

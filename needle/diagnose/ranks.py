@@ -34,7 +34,7 @@ RUN, HEADS, DIM = 8, 2, 16  # of ring attention: tokens of a rank's run; it has 
 # The largest error by the largest number: that of a wrong kernel or of wrong bytes is larger.
 TOLERANCE = {"float32": 2e-4, "bfloat16": 2**-4}
 REMEDY = (
-    "run `python -m needle.diagnose` on its machine alone; see to its GPU, its links and its "
+    "run `needle diagnose` on its machine alone; see to its GPU, its links and its "
     "network (docs/many_gpus.md, `When a rank is missing`), or leave it out"
 )
 # Of each rank the ranks that it finds wrong, by stage: what goes wrong in a stage spoils the next.

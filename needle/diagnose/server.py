@@ -1,4 +1,4 @@
-"""A kernel service (`python -m needle.kernels serve`) by its own report: GET /health and
+"""A kernel service (`needle serve`) by its own report: GET /health and
 /statistics, with the token of NEEDLE_KERNELS_TOKEN or of the file NEEDLE_KERNELS_TOKEN_FILE. No
 proxy is asked and no redirection followed: the token goes to the given address alone."""
 
@@ -17,7 +17,7 @@ PATHS = ("health", "statistics")
 LIMIT = 1 << 20  # bytes of an answer
 SECONDS = 2.0
 SLOW = 0.1  # seconds
-START = "start it: python -m needle.kernels serve; or see to the address"
+START = "start it: needle serve; or see to the address"
 TOKEN = "set NEEDLE_KERNELS_TOKEN, or NEEDLE_KERNELS_TOKEN_FILE, to the service's own token"
 
 

@@ -1,7 +1,7 @@
 """Models in and out of the folders that Hugging Face's `transformers` reads and writes.
 
-    python -m needle.hf export RUN_OR_CHECKPOINT FOLDER     a run's newest checkpoint, or a file
-    python -m needle.hf import FOLDER CHECKPOINT
+    needle export RUN_OR_CHECKPOINT FOLDER     a run's newest checkpoint, or a file
+    needle import FOLDER CHECKPOINT
 
 A folder holds config.json, generation_config.json, the weights (model.safetensors, or shards
 model-00001-of-0000N.safetensors with model.safetensors.index.json), and, where the tokenizer is

@@ -1,4 +1,4 @@
-"""python -m needle.hf export RUN_OR_CHECKPOINT FOLDER | import FOLDER CHECKPOINT"""
+"""needle export RUN_OR_CHECKPOINT FOLDER | needle import FOLDER CHECKPOINT"""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def import_folder(
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
-        prog="python -m needle.hf",
+        prog="needle",
         description="Models in and out of the folders of Hugging Face's transformers.",
     )
     commands = top.add_subparsers(dest="command", required=True)
@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             written = import_folder(args.folder, args.checkpoint, args.dtype, args.overwrite)
     except (ValueError, OSError, RuntimeError) as error:
-        print(f"needle.hf: {described(error)}", file=sys.stderr)
+        print(f"needle {args.command}: {described(error)}", file=sys.stderr)
         return 1
     for path in written:
         print(path)

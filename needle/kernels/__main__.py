@@ -1,4 +1,4 @@
-"""python -m needle.kernels: serve (a Pool behind HTTP, for programs that write kernels)."""
+"""needle serve (a Pool behind HTTP, for programs that write kernels)."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ FLAGS = (
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="python -m needle.kernels", description=__doc__)
+    top = argparse.ArgumentParser(prog="needle", description=__doc__)
     commands = top.add_subparsers(dest="command", required=True)
     own = commands.add_parser(
         "serve", help="evaluate kernels for HTTP clients", description=WARNING

@@ -251,7 +251,7 @@ def words_of_defaults() -> dict[str, object]:
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="train_pythia.py", description=DESCRIPTION, epilog=EPILOG)
+    top = argparse.ArgumentParser(prog="needle train", description=DESCRIPTION, epilog=EPILOG)
     words, described = words_of_defaults(), {"recipe": RECIPE, "faults": FAULTS}
     options = {**OPTIONS, "model": {"choices": ("auto", *models.preset_names())}}
     for title, table in TABLE.items():

@@ -1,13 +1,17 @@
-"""loss.png, the loss curve of a run, from its metrics.jsonl."""
+"""Loss curves of runs, from their metrics.jsonl: loss.png of a run, and `needle plot RUN...`."""
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from needle.files import replacing
+from needle.files import described, replacing
+from needle.processes import program
 from needle.training.log import read_lines
 
 SMOOTHED = 50  # a value is averaged with this share of all values on either side
@@ -30,28 +34,81 @@ def plot(folder: Path) -> str:
     if not lines:
         return "no loss.png: nothing was trained"
     try:
-        import matplotlib
+        draw({folder.name: lines}, folder / "loss.png")
     except ImportError:
         return "no loss.png: the package matplotlib is not installed"
+    return f"plot: {folder / 'loss.png'}"
+
+
+def draw(runs: dict[str, list[dict[str, Any]]], out: Path) -> None:
+    """Draw the losses of {name: lines of metrics.jsonl} over tokens, as a PNG. ImportError without
+    matplotlib."""
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot, ticker
 
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    tokens, losses = [e["tokens"] for e in lines], [e["loss"] for e in lines]
-    label = "training"
-    if len(losses) >= SMOOTHED:
-        axes.plot(tokens, losses, color=TRAINING, alpha=0.3, lw=0.8)
-        label = "training, smoothed"
-    axes.plot(tokens, smoothed(losses), color=TRAINING, lw=1.8, label=label)
-    held_out = [e for e in lines if "val_loss" in e]
-    if held_out:
-        places, values = [e["tokens"] for e in held_out], [e["val_loss"] for e in held_out]
-        axes.plot(places, values, "o", color=HELD_OUT, ms=5, label="held out", zorder=3)
-    axes.set(xlabel="tokens", ylabel="loss (nats a token)", title=folder.name)
+    alone = len(runs) == 1
+    for number, (name, lines) in enumerate(runs.items()):
+        color = TRAINING if alone else f"C{number}"
+        tokens, losses = [e["tokens"] for e in lines], [e["loss"] for e in lines]
+        label = "training" if alone else name
+        if len(losses) >= SMOOTHED:
+            axes.plot(tokens, losses, color=color, alpha=0.3, lw=0.8)
+            label += ", smoothed" if alone else ""
+        axes.plot(tokens, smoothed(losses), color=color, lw=1.8, label=label)
+        held_out = [e for e in lines if "val_loss" in e]
+        if held_out:
+            places, values = [e["tokens"] for e in held_out], [e["val_loss"] for e in held_out]
+            of = {"color": HELD_OUT, "label": "held out"} if alone else {"color": color}
+            axes.plot(places, values, "o", ms=5, zorder=3, **of)
+    axes.set(xlabel="tokens", ylabel="loss (nats a token)", title=", ".join(runs))
     axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))
     axes.grid(alpha=0.5)
     axes.legend()
-    with replacing(folder / "loss.png") as file:
+    with replacing(out) as file:
         figure.savefig(file, format="png", dpi=120)
     pyplot.close(figure)
-    return f"plot: {folder / 'loss.png'}"
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="needle plot",
+        description="Draws the loss of one run or of several, running or stopped, in one figure. "
+        "Dots are the held-out loss.",
+    )
+    top.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run")
+    top.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="the PNG to write (default: loss.png, of one run in its folder, of several here)",
+    )
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    out = args.out or (args.runs[0] if len(args.runs) == 1 else Path()) / "loss.png"
+    try:
+        found = {}
+        for run in args.runs:
+            lines = read_lines(run / "metrics.jsonl") if run.is_dir() else None
+            if not lines:
+                raise ValueError(f"{run}: {'no step yet' if run.is_dir() else 'no such folder'}")
+            name = run.resolve().name
+            found[str(run) if name in found else name] = lines
+        draw(found, out)
+    except ImportError:
+        print("needle plot: needs matplotlib: pip install matplotlib", file=sys.stderr)
+        return 1
+    except (ValueError, OSError) as error:
+        print(f"needle plot: {described(error)}", file=sys.stderr)
+        return 1
+    print(out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(program(main))

@@ -65,7 +65,7 @@ def join(args: argparse.Namespace, argv: list[str], place: Place | None, program
     if args.supervise and place.launcher != "needle":
         raise ValueError(
             "--supervise: each rank would have a supervisor of its own: start all under one, "
-            f"python -m needle.supervise -- {place.launcher} ..."
+            f"needle supervise -- {place.launcher} ..."
         )
     if place.rank > 0:
         if supervised():

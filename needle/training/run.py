@@ -16,6 +16,7 @@ from needle.data import Prefetch, TokenData
 from needle.distributed.data_parallel import DataParallel
 from needle.files import Lock, described, replacing
 from needle.heartbeat import beat, supervised
+from needle.processes import command_line
 from needle.training import folder as folders
 from needle.training import recipes, state
 from needle.training.log import RunLog
@@ -137,9 +138,9 @@ def resume_command(run: Run) -> str:
     """Return the command that resumes the run, with the flags that a checkpoint does not hold."""
     words, args, ranks = [], run.args, run.parallel.group
     if ranks.launcher not in (None, "needle"):
-        words += [sys.executable, "-m", "needle.supervise", "--"] * supervised()
+        words += [*command_line("supervise", "-m", "needle.supervise"), "--"] * supervised()
         words += [ranks.launcher] + ["-n", str(ranks.size)] * (ranks.launcher == "mpirun")
-    words += [sys.executable, sys.argv[0], *folders.again(run.folder)]
+    words += [*command_line("train", sys.argv[0]), *folders.again(run.folder)]
     words += ["--gpus", str(ranks.size)] if ranks.launcher == "needle" else []
     words += ["--device", args.device] if args.device != "auto" else []
     words += ["--tensorboard"] * args.tensorboard
@@ -167,7 +168,7 @@ def longer(run: Run) -> str:
 
 def report_stop(run: Run, reason: str | None, failure: Exception | None) -> None:
     if failure is not None:
-        print(f"train_pythia.py: {described(failure)}", file=sys.stderr)
+        print(f"needle train: {described(failure)}", file=sys.stderr)
     print(
         f"stopped by {reason or 'this error'} after step {run.step} of {run.settings['steps']}, "
         f"and saved. Go on with\n    {resume_command(run)}",

@@ -36,7 +36,7 @@ def check(checkpoint: Checkpoint) -> None:
         missing += [f"{k} of its data" for k in ("epoch", "batch") if type(data.get(k)) is not int]
     if missing:
         raise CheckpointError(
-            f"{checkpoint.path}: not the checkpoint of a run of train_pythia.py: "
+            f"{checkpoint.path}: not the checkpoint of a run of needle train: "
             f"it has no {', '.join(missing)}"
         )
 

@@ -1,4 +1,4 @@
-"""Small runs of apps/train_pythia.py: begun, ended without warning, and read back.
+"""Small runs of apps/needle train: begun, ended without warning, and read back.
 
 The preset `tiny` is made smaller still, at 2 x 16 tokens a micro-batch.
 """

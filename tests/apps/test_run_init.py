@@ -92,7 +92,7 @@ def test_weights_that_do_not_fit_are_one_error(
         assert train_pythia.main(flags(tmp_path, texts, "a", "--init", trained, more)) == 1
         out, error = capsys.readouterr()
         assert said in error and error.count("\n") == 1, more
-        assert error.startswith("train_pythia.py: ")
+        assert error.startswith("needle train: ")
     assert train_pythia.main(flags(tmp_path, tokens, "small")) == 0  # 64 ids, no tokenizer
     capsys.readouterr()
     argv = flags(tmp_path, texts, "a", "--init", tmp_path / "runs/small")

@@ -162,9 +162,7 @@ def test_bad_flag_names_allowed_values(tmp_path, tokens, monkeypatch, capsys):
     # With nothing to resume, auto begins a new run, whose --window needs --sparse.
     window = ["--data", str(tokens), "--device", "cpu", "--window", "70"]
     for more in [], ["--recipe", "pythia"], ["--resume", "auto"]:
-        cases.append(
-            ([*window, *more], "train_pythia.py: error: argument --window: needs --sparse")
-        )
+        cases.append(([*window, *more], "needle train: error: argument --window: needs --sparse"))
     for words, said in cases:
         with naming(words):
             with pytest.raises(SystemExit) as caught:
@@ -187,7 +185,7 @@ def test_flags_that_cannot_be_followed_are_one_error(tmp_path, tokens, capsys, m
     for flag in ("--data", "--init", "--tokenizer", "--resume"):
         long = str(tmp_path / ("a" * 300))
         assert train_pythia.main(flags(tmp_path, tokens, "a", flag, long)) == 1
-        assert capsys.readouterr().err == f"train_pythia.py: {long}: File name too long\n"
+        assert capsys.readouterr().err == f"needle train: {long}: File name too long\n"
     assert train_pythia.main(flags(tmp_path, tokens, "a", "--graph")) == 1
     assert "--graph: cpu() records no graphs" in capsys.readouterr().err
     monkeypatch.setattr(ndl.Pythia, "recompute", None)
@@ -205,7 +203,7 @@ def test_warmup_longer_than_the_run_is_refused(tmp_path, capsys):
         assert train_pythia.main(argv) == 1
         assert capsys.readouterr() == (
             "",
-            f"train_pythia.py: --warmup 7: the run has {steps} steps, and its warmup must be "
+            f"needle train: --warmup 7: the run has {steps} steps, and its warmup must be "
             f"0 to {steps} of them\n",
         )
     assert not (tmp_path / "runs").exists()
@@ -246,10 +244,10 @@ def test_device_that_cannot_be_used_says_why_in_one_line(tmp_path, texts, capsys
     # No machine has this many GPUs.
     why = f"device cuda:63: {ndl.cuda(63).reason()}\n"
     assert train_pythia.main(flags(tmp_path, texts, "b", device="cuda:63")) == 1
-    assert capsys.readouterr() == ("", f"train_pythia.py: {why}")
+    assert capsys.readouterr() == ("", f"needle train: {why}")
     assert not (tmp_path / "runs" / "b").exists()
     assert generate.main([str(tmp_path / "runs" / "a"), "--device", "cuda:63"]) == 1
-    assert capsys.readouterr() == ("", f"generate.py: {why}")
+    assert capsys.readouterr() == ("", f"needle generate: {why}")
 
 
 def test_data_that_cannot_be_used(tmp_path, texts, capsys):

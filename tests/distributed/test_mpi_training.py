@@ -186,7 +186,7 @@ def test_other_data_of_one_head_and_tail_are_refused(tmp_path):
 @pytest.mark.slow
 def test_data_that_one_rank_cannot_read(tmp_path, tokens, alone):
     said = run(tmp_path, tokens, 2, plan={"rank": 1, "step": 23, "what": "data"}, code=1)
-    assert "train_pythia.py: rank 1: tokens.npy: a page cannot be read" in said
+    assert "needle train: rank 1: tokens.npy: a page cannot be read" in said
     assert "after step 22 of 60, and saved" in said
     run(tmp_path, tokens, 4, "--resume", "auto")
     assert written(tmp_path) == alone
@@ -229,7 +229,7 @@ def test_a_wrong_device_is_named_and_saves_nothing(tmp_path, tokens, alone):
     "ranks, more, words",
     [
         (3, [], "3 ranks cannot share a step of 4 micro-batches"),
-        (2, ["--supervise"], "python -m needle.supervise -- mpirun"),
+        (2, ["--supervise"], "supervise -- mpirun"),
         (1, ["--verify", "3"], "there is only this one"),
         (2, ["--verify", "3", "--context-parallel", "2"], "that several share"),
         (1, ["--context-parallel", "2"], "start a multiple of 2"),

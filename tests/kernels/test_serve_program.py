@@ -1,4 +1,4 @@
-"""python -m needle.kernels serve: its start, its flags, and its end."""
+"""needle serve: its start, its flags, and its end."""
 
 import json
 import logging

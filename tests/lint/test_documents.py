@@ -11,11 +11,14 @@ import sys
 import pytest
 from harness import ROOT
 
+import needle
+from needle.command import COMMANDS
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Pages whose Python examples run on a CPU, in order, as one program.
 RUNNABLE = ["README.md", "docs/training.md", "docs/interpretability.md", "docs/attention.md"]
-COMMAND = r"python ((?:-m needle|apps/|benchmarks/)[^`\n|]*)"
-WITH_SUBCOMMANDS = {"needle.data", "needle.hf", "needle.kernels"}
+WORDS = "|".join(f"{word} " for word in COMMANDS)
+COMMAND = rf"(?:python|(?<=[`\n ])needle) ((?:apps/|benchmarks/|{WORDS})[^`\n|]*)"
 # Runs the trainer for a step, and prints which functions of which files were called.
 TRACED = """
 import runpy, sys
@@ -73,10 +76,10 @@ def test_commands_have_the_flags_they_are_shown_with():
             continue
         for command in re.findall(COMMAND, page.read_text().replace("\\\n", " ")):
             words = shlex.split(re.split(r" -- | #", command)[0])
-            parts = words[: 1 + (words[0] == "-m") + (not WITH_SUBCOMMANDS.isdisjoint(words[:2]))]
-            if "needle.lm_eval" in parts:  # a program of another package
+            parts = words[: 1 + (words[0] == "data")]
+            if words[0] == "lm_eval":  # a program of another package
                 continue
-            name = " ".join(parts)
+            name, parts = " ".join(parts), ["-m", "needle"] * (words[0] in COMMANDS) + parts
             if name not in programs:
                 shown = subprocess.run(
                     [sys.executable, *parts, "--help"], cwd=ROOT, capture_output=True, text=True
@@ -85,6 +88,29 @@ def test_commands_have_the_flags_they_are_shown_with():
                 programs[name] = shown.stdout
             for flag in (word for word in words if re.fullmatch(r"--[a-z][a-z-]*", word)):
                 assert flag in programs[name], f"{page.name}: {name} has no {flag}"
+
+
+def test_the_command_lists_and_runs_its_programs(tmp_path):
+    def run(*words):
+        command = [sys.executable, "-m", "needle", *words]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+    shown = run()
+    assert shown.returncode == 0 and len(shown.stdout.splitlines()) < 24
+    for word, (_, first, about) in COMMANDS.items():
+        assert f"  {word} " in shown.stdout and about in shown.stdout
+        if word != "lm_eval":
+            usage = run(word, "--help").stdout.split()
+            assert usage[:3] == ["usage:", "needle", word], usage[:4]
+        assert not first or first == (word,)
+    wrong = run("trian", "--steps", "3")
+    assert wrong.returncode == 2 and wrong.stderr == (
+        "needle: no command 'trian'; there is train (needle --help)\n"
+    )
+    missing = run("plot", str(tmp_path / "x"))
+    assert missing.returncode == 1 and f"{tmp_path / 'x'}: no such folder" in missing.stderr
+    version = run("--version").stdout
+    assert version == f"needle {needle.__version__}\n"
 
 
 def test_walk_is_followed_by_a_step(tmp_path):

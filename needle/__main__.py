@@ -1,0 +1,8 @@
+"""python -m needle"""
+
+import sys
+
+from needle.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

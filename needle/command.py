@@ -1,0 +1,67 @@
+"""The command `needle`, also `python -m needle`: each word runs a program of its own.
+
+needle train --model pythia-14m --data texts/       is python apps/train_pythia.py ...
+needle data prepare texts/ tokens                   is python -m needle.data prepare ...
+"""
+
+from __future__ import annotations
+
+import difflib
+import runpy
+import sys
+from pathlib import Path
+
+from needle._C import build_info
+
+# word: the program, the words that it gets first, and what it does
+COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "train": ("apps/train_pythia.py", (), "train a model, or resume a run"),
+    "generate": ("apps/generate.py", (), "continue a prompt"),
+    "evaluate": ("needle.evaluate", (), "loss, perplexity and bits per byte on text"),
+    "lm_eval": ("needle.lm_eval", (), "the LM evaluation harness on a needle model"),
+    "export": ("needle.hf", ("export",), "write a folder that transformers opens"),
+    "import": ("needle.hf", ("import",), "read a GPT-NeoX folder of transformers"),
+    "data": ("needle.data", (), "prepare text as tokens, inspect and view them"),
+    "plot": ("needle.training.plot", (), "draw the loss of one run or several"),
+    "diagnose": ("needle.diagnose", (), "examine this machine, its GPUs, a run"),
+    "serve": ("needle.kernels", ("serve",), "compile, check and time CUDA kernels over HTTP"),
+    "supervise": ("needle.supervise", (), "restart a command after faults and hangs"),
+}
+
+
+def find(program: str) -> Path:
+    """Return the file of a program of apps/, in the installed package or in the checkout."""
+    package = Path(__file__).resolve().parent
+    return next(p for p in (package / program, package.parent / program) if p.exists())
+
+
+def usage() -> str:
+    rows = "\n".join(f"  {word:10} {about}" for word, (_, _, about) in COMMANDS.items())
+    return (
+        f"needle {build_info()['version']}: train Pythia language models\n\n"
+        f"  needle COMMAND [--help] ...\n\n{rows}"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the program of the first word with the words after it. Programs exit by themselves."""
+    word, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if word in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if word in ("-V", "--version"):
+        print(f"needle {build_info()['version']}")
+        return 0
+    if word not in COMMANDS:
+        near = difflib.get_close_matches(word, COMMANDS, 2)
+        hint = f"; there is {' and '.join(near)}" if near else f"; there are {', '.join(COMMANDS)}"
+        print(f"needle: no command {word!r}{hint} (needle --help)", file=sys.stderr)
+        return 2
+    program, first, _ = COMMANDS[word]
+    sys.argv[1:] = [*first, *rest]
+    if program.startswith("apps/"):
+        sys.argv[0] = str(find(program))
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    else:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    return 0
