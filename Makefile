@@ -248,8 +248,8 @@ bench: $(STATE)/train lib
 docs:
 	@[ -x build/docs/venv/bin/mkdocs ] || { "$(PYTHON)" -m venv build/docs/venv && \
 	    build/docs/venv/bin/pip install -q mkdocs-material 'mkdocstrings[python]'; }
-	@rm -rf build/docs/pages && cp -r docs build/docs/pages && \
-	    sed 's#(docs/#(#g' README.md >build/docs/pages/index.md
+	@rm -rf build/docs/pages && cp -r docs build/docs/pages && for page in *.md; do \
+	    sed 's#(docs/#(#g' $$page >build/docs/pages/$$page; done && cd build/docs/pages && mv README.md index.md
 	@build/docs/venv/bin/mkdocs build --quiet --strict && echo "needle: build/docs/site/index.html"
 
 clean:

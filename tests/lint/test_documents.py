@@ -14,7 +14,7 @@ from harness import ROOT
 import needle
 from needle.command import COMMANDS
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 # Pages whose Python examples run on a CPU, in order, as one program.
 RUNNABLE = ["README.md", "docs/training.md", "docs/interpretability.md", "docs/attention.md"]
 WORDS = "|".join(f"{word} " for word in COMMANDS)
