@@ -323,7 +323,7 @@ def test_empty_name_is_not_the_current_folder(tmp_path, monkeypatch, capsys):
         ("import", "theirs", ""),
     ]:
         assert shell.main([*words, "--overwrite"]) == 1
-        assert "needle export: an empty name ('')" in capsys.readouterr().err
+        assert f"needle {words[0]}: an empty name ('')" in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -63,7 +63,7 @@ def test_stopped_run_is_described_and_goes_on(run, look, heard):
     assert "step_6.safetensors, step 6, loss 2.5" in found["checkpoint"].text
     assert "step 6, loss 3.5, tokens_per_second 10.0" in found["metrics"].text
     assert "GiB are free" in found["space"].text
-    go_on = f"apps/train_pythia.py --resume auto --name a --out {run.parent}"
+    go_on = f" --resume auto --name a --out {run.parent}"
     assert go_on in found["go on"].text and heard.facts["checkpoint"]["step"] == 6
     (run / "config.json").write_text(json.dumps({"settings": {"steps": 6}}))
     assert look()["go on"].text == "all 6 steps are done"
