@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import train_pythia
@@ -188,7 +189,7 @@ def test_signal_saves_the_last_step(tmp_path, process, run, capsys, number):
     [saved] = list_checkpoints(folder_of(tmp_path, "a"))
     assert Checkpoint(saved).state["step"] == step == lines_of(tmp_path, "a")[-1]["step"]
     command = out.splitlines()[-1]
-    assert f"{sys.executable} " in command and "--resume auto --name a" in command
+    assert str(Path(sys.executable).parent) in command and "--resume auto --name a" in command
     assert command.endswith(" --device cpu")
 
 

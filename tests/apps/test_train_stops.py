@@ -41,8 +41,9 @@ def run_of(folder, words="", **fields):
     return SimpleNamespace(**known | fields)
 
 
-def test_command_that_goes_on_has_the_flags_that_no_checkpoint_holds(monkeypatch):
+def test_command_that_goes_on_has_the_flags_that_no_checkpoint_holds(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["apps/train_pythia.py", "--steps", "5"])
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "my python"))  # no command beside it
     for folder, more in [
         ("runs/a", ""),
         ("runs/b c", ""),
@@ -59,6 +60,14 @@ def test_command_that_goes_on_has_the_flags_that_no_checkpoint_holds(monkeypatch
     monkeypatch.setattr(run_parts, "supervised", lambda: False)
     trusted = run_of("runs/a", data=SimpleNamespace(trusted=True))
     assert run_parts.resume_command(trusted).endswith(" --trust-data")
+    script = tmp_path / "needle"
+    script.write_text("#!/bin/sh")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", "/usr/bin")
+    words = shlex.split(run_parts.resume_command(run_of("runs/a")))
+    assert words[:2] == [str(script), "train"]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert run_parts.resume_command(run_of("runs/a")) == "needle train --resume auto --name a"
     # Where every value looks like a flag.
     run = run_of("-out/-y", "--wandb=-project", settings={"schedule": "cosine"})
     args = command_line.parse(shlex.split(run_parts.resume_command(run))[2:])
@@ -304,7 +313,7 @@ header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
 if ctypes.CDLL(None).capset(header, none) != 0:
     sys.exit(77)
 sys.path.insert(0, sys.argv[1])
-import generate, train_pythia
+import generate, train_pythia as train
 from needle.models import pythia
 pythia.PRESETS["tiny"] = eval(sys.argv[2])
 for name, *words in json.loads(sys.argv[3]):
@@ -315,7 +324,7 @@ for name, *words in json.loads(sys.argv[3]):
 def test_folder_that_may_not_be_read_is_named(tmp_path, tokens):
     assert train_pythia.main(flags(tmp_path, tokens, "a", steps=1)) == 0
     folder = tmp_path / "runs" / "a"
-    argv = ["train_pythia", *flags(tmp_path, tokens, "a")]
+    argv = ["train", *flags(tmp_path, tokens, "a")]
     resumes = ["--resume", "auto"], ["--resume", str(folder)]
     commands = [["generate", str(folder)], argv, *([*argv, *more] for more in resumes)]
     folder.chmod(0)
@@ -332,5 +341,5 @@ def test_folder_that_may_not_be_read_is_named(tmp_path, tokens):
     assert len(lines) == 8 and lines[1::2] == ["1"] * 4
     for (name, *_), line in zip(commands, lines[::2]):
         program, path, *_, reason = line.split(": ")
-        assert program == f"{name}.py" and Path(path).is_relative_to(folder)
+        assert program == f"needle {name}" and Path(path).is_relative_to(folder)
         assert re.fullmatch("Permission denied(; see to its permissions)?", reason)

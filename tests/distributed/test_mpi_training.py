@@ -121,7 +121,7 @@ def test_the_supervisor_of_mpirun_lets_its_ranks_save(tmp_path, tokens, alone):
     until_it_trains(process, tmp_path)
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=60)[0]
-    assert "stopped by SIGUSR1 after step" in said and "needle.supervise -- mpirun -n 2" in said
+    assert "stopped by SIGUSR1 after step" in said and "supervise -- mpirun -n 2" in said
     run(tmp_path, tokens, 0, "--resume", "auto")
     assert written(tmp_path) == alone
 
