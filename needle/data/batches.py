@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from needle.data import megatron
+from needle.data.readers import TokenData
 from needle.data.tokens import (
     DataError,
     Documents,
@@ -106,9 +107,10 @@ class Packed(Windows):
 class Batches:
     """Batches of samples of seq_len ids, without end.
 
-    tokens: a flat array, or what open_data gave. samples: how many a whole run draws; GPT-NeoX's
-    order depends on it through the number of walks that it shuffles together (default: one walk).
-    vocab_size: ids must lie in [0, vocab_size), else DataError with file and offset.
+    tokens: a flat array, or what open_data gave, of which `train` is read. samples: how many a
+    whole run draws; GPT-NeoX's order depends on it through the number of walks that it shuffles
+    together (default: one walk). vocab_size: ids must lie in [0, vocab_size), else DataError with
+    file and offset. Iterating is calling `next`, without end; `len` is the batches of an epoch.
 
     Samples that fill no whole batch are left out of an epoch. The order depends on tokens, seed and
     epoch alone: `position` is all there is to remember, and `seek(position)` goes there exactly.
@@ -131,6 +133,8 @@ class Batches:
         samples: int | None = None,
         vocab_size: int | None = None,
     ) -> None:
+        if isinstance(tokens, TokenData):
+            tokens = tokens.train
         self.tokens, self.batch_size, self.seq_len, self.seed = tokens, batch_size, seq_len, seed
         self.vocab_size = vocab_size
         if isinstance(tokens, Documents) and tokens.row_length:
@@ -258,6 +262,10 @@ class Batches:
     def next(self) -> tuple[np.ndarray, np.ndarray]:
         """(inputs, targets), integers (batch_size, width); goes on for ever."""
         return self.parts(self.next_rows())
+
+    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        while True:
+            yield self.next()
 
     def in_order(self, limit: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """At most `limit` batches, evenly spread and always the same: for evaluation."""

@@ -51,7 +51,7 @@ from needle.data.text import (
     warn,
 )
 from needle.data.tokens import DataError, Documents, FlatTokens, Part, absent, whole_file
-from needle.files import named
+from needle.files import MissingFileError, named
 
 HELD_OUT = 20  # one document, or one token, in so many
 # A change of how text becomes tokens makes caches of other versions invisible.
@@ -126,7 +126,8 @@ def matching(path: Path) -> list[Path]:
     """The files at `path`: DataError where there are none, or one that was named is empty."""
     files = files_at(path)
     if not files:
-        raise DataError(f"{path}: {absent(path, 'file or folder')}; {TAKES}")
+        kind = DataError if os.path.lexists(path) else MissingFileError
+        raise kind(f"{path}: {absent(path, 'file or folder')}; {TAKES}")
     for file in files:
         if not path.is_dir() and file.stat().st_size == 0:
             raise DataError(f"{file}: an empty file")
