@@ -21,6 +21,7 @@ from needle.data import END_OF_TEXT, load_tokenizer
 from needle.evaluate import load_model
 from needle.files import described
 from needle.generation import stream_text
+from needle.models.registry import IMPORT, imported
 from needle.processes import program
 from needle.training import flags
 
@@ -97,6 +98,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="auto, cpu, cuda or cuda:INDEX",
     )
+    top.add_argument("--import", type=imported, metavar="FILE", help=IMPORT)
     return top
 
 

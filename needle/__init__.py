@@ -76,6 +76,7 @@ if _TYPE_CHECKING:  # what __getattr__ finds
     from needle.models.pythia import PythiaConfig as PythiaConfig
     from needle.models.pythia import create_pythia_70m as create_pythia_70m
     from needle.training import fit as fit
+    from needle.training import open_run as open_run
 
 __all__ = [
     "CudaError",
@@ -137,6 +138,7 @@ _LAZY = {
     "Pythia": "models.pythia",
     "PythiaConfig": "models.pythia",
     "fit": "training",
+    "open_run": "training",
     "load": "checkpoint",
     "load_checkpoint": "checkpoint",
     "save": "checkpoint",

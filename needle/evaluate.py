@@ -30,11 +30,11 @@ from needle import _C, data, models
 from needle.arguments import whole
 from needle.autograd import Tensor, no_grad
 from needle.backend_ndarray import FLOAT_DTYPES, Device, choose_device
-from needle.checkpoint import CheckpointError, find_checkpoint
 from needle.data.readers import open_tokens
 from needle.data.tokens import check_ids, place_of, to_ids
-from needle.files import described, named, naming
+from needle.files import described, naming
 from needle.models import LanguageModel
+from needle.models.registry import IMPORT, imported
 from needle.processes import program
 
 # Elements of logits that exist at a time; float32 ones take four times as many bytes.
@@ -253,28 +253,14 @@ def load_model(
 ) -> tuple[LanguageModel, Path | None]:
     """A model in evaluation mode, and its tokenizer.json where one lies with it.
 
-    path: a checkpoint of needle, the folder of a run (its newest checkpoint), or a folder as
-    `transformers` saves a model that needle knows. dtype: float32, bfloat16 or float16; by default
-    that of the checkpoint, of a transformers folder float32.
-    Raises CheckpointError, or the error of `models.from_pretrained`, naming the file.
+    path: as `models.from_pretrained` takes it. dtype: float32, bfloat16 or float16; by default
+    that of the checkpoint, of a model of transformers float32. Raises the errors of
+    `models.from_pretrained`, which name the file.
     """
-    path = named(path)
-    if path.is_dir() and not (path / "checkpoints").is_dir():
-        if not (path / "config.json").exists():
-            raise CheckpointError(
-                f"{path}: neither a run of needle (no folder checkpoints/) nor a "
-                "model of transformers (no config.json)"
-            )
-        model = models.from_pretrained(path, device=device, dtype=dtype)
-        tokenizer = None if model.tokenizer is None else path / "tokenizer.json"
-    elif path.exists():
-        checkpoint = find_checkpoint(path, lambda text: print(text, file=sys.stderr))
-        model = checkpoint.restore_model(device, dtype)
-        tokenizer = model.tokenizer
-    else:
-        raise CheckpointError(f"{path}: no such file or folder")
+    model = models.from_pretrained(path, device, dtype)
     model.eval()
-    return model, tokenizer
+    tokenizer = model.tokenizer
+    return model, tokenizer / "tokenizer.json" if tokenizer and tokenizer.is_dir() else tokenizer
 
 
 def parser() -> argparse.ArgumentParser:
@@ -303,6 +289,7 @@ def parser() -> argparse.ArgumentParser:
     add("--device", default="auto", metavar="NAME", help="auto, cpu, cuda or cuda:INDEX")
     text = "compute in this; by default in that of the checkpoint"
     add("--dtype", choices=FLOAT_DTYPES, help=text)
+    add("--import", type=imported, metavar="FILE", help=IMPORT)
     add("--json", action="store_true", help="one JSON object instead of the table")
     return top
 

@@ -466,7 +466,7 @@ def test_foreign_files(tmp_path):
     assert "not one of needle's checkpoints" in refused(path)
     path.unlink()
     assert "No such file" in refused(path)
-    assert "directory" in refused(tmp_path)
+    assert "no good checkpoint" in refused(tmp_path)
 
 
 def test_all_misfits_are_listed_in_one_error(tmp_path, monkeypatch):

@@ -402,9 +402,9 @@ def test_unusable_configurations(tmp_path):
             hf.read_config(Pythia, BASE | {name: value})
     with pytest.raises(CheckpointError, match="not a multiple"):
         hf.read_config(Pythia, BASE | {"num_attention_heads": 3})
-    with pytest.raises(CheckpointError, match="no such folder"):
+    with pytest.raises(CheckpointError, match="no such file or folder"):
         Pythia.from_pretrained(tmp_path / "none")
-    with pytest.raises(CheckpointError, match="config.json: cannot be read"):
+    with pytest.raises(CheckpointError, match="no config.json"):
         Pythia.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(CheckpointError, match="must hold a JSON object"):

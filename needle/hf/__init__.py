@@ -31,7 +31,7 @@ import numpy as np
 from needle import _C, nn
 from needle.backend_ndarray import FLOAT_DTYPES, Device, NDArray, given_device
 from needle.data import END_OF_TEXT
-from needle.files import FileError, named, reading, replacing
+from needle.files import FileError, MissingFileError, named, reading, replacing
 from needle.safetensors import FROM_FILE, Entry, chunks, read_header
 
 WEIGHTS = "model.safetensors"
@@ -97,9 +97,7 @@ def load(
             f"from_pretrained: dtype must be one of {', '.join(FLOAT_DTYPES)}, not {dtype!r}"
         )
     if not folder.is_dir():
-        raise FileError(
-            f"{folder}: no such folder; needle reads models from the disk, and downloads none"
-        )
+        raise MissingFileError(f"{folder}: no such folder")
     device = given_device(device)
     mapping, path = model_class.weight_mapping, folder / "config.json"
     config = read_config(model_class, read_json(path), dtype, str(path))
@@ -263,7 +261,13 @@ def save(
     ValueError for a model that transformers cannot compute, before anything is written;
     FileError where a file cannot be, and for the folder of a run.
     """
-    folder, config, mapping = named(folder), model.config, type(model).weight_mapping
+    folder, config = named(folder), model.config
+    mapping = getattr(type(model), "weight_mapping", None)
+    if mapping is None:
+        raise ValueError(
+            f"save_pretrained: a {type(model).__name__} has no weight_mapping, the names that "
+            "transformers gives its fields and tensors; save it with save_checkpoint"
+        )
     refuse_run(folder)
     mapping.config_to_hf(config)  # refuses before anything is read or written
     if wrong := config.misfits(model):

@@ -12,6 +12,7 @@ from needle import hf, models
 from needle.backend_ndarray import FLOAT_DTYPES, cpu
 from needle.checkpoint import CheckpointError, find_checkpoint, save_checkpoint
 from needle.files import FileError, described, named, reading, replacing
+from needle.models.registry import IMPORT, imported
 from needle.processes import program
 
 
@@ -96,6 +97,7 @@ def parser() -> argparse.ArgumentParser:
         help="of the parameters (default: float32, which holds all others)",
     )
     for command in out, into:
+        command.add_argument("--import", type=imported, metavar="FILE", help=IMPORT)
         command.add_argument(
             "--overwrite", action="store_true", help="replace files that are there"
         )

@@ -1,15 +1,9 @@
 """Models: Pythia, the suite of GPT-NeoX language models by EleutherAI, and a user's own."""
 
 from needle.models.language import LanguageModel
+from needle.models.pretrained import from_pretrained
 from needle.models.pythia import PRESETS, Pythia, PythiaConfig, create_pythia_70m
-from needle.models.registry import (
-    Config,
-    from_pretrained,
-    model_class,
-    preset,
-    preset_names,
-    register,
-)
+from needle.models.registry import Config, import_file, model_class, preset, preset_names, register
 
 __all__ = [
     "PRESETS",
@@ -19,6 +13,7 @@ __all__ = [
     "PythiaConfig",
     "create_pythia_70m",
     "from_pretrained",
+    "import_file",
     "model_class",
     "preset",
     "preset_names",

@@ -20,16 +20,19 @@ import math
 import os
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from needle import hf, init, nn, ops
 from needle.autograd import Tensor
 from needle.backend_ndarray import FLOAT_DTYPES, Device, NDArray, array, empty
 from needle.block_mask import BlockMask
+from needle.files import FileError
 from needle.generation import Cache
 from needle.models import gpt_neox
 from needle.models.factored import FactoredWeights
 from needle.models.language import LanguageModel
+from needle.models.pretrained import pretrained
 from needle.models.registry import Config, register
 
 MOST = 3.4028234663852886e38  # the largest float32
@@ -423,10 +426,17 @@ class Pythia(FactoredWeights, LanguageModel):
 
     @classmethod
     def from_pretrained(
-        cls, folder: str | os.PathLike, device: Device | None = None, dtype: str | None = None
+        cls,
+        path: str | os.PathLike,
+        device: Device | None = None,
+        dtype: str | None = None,
+        revision: str | None = None,
     ) -> Pythia:
-        """The GPT-NeoX model that `transformers` saved in `folder`, in `dtype` (float32 where none
-        is given, whatever the files hold). CheckpointError lists all that does not fit.
+        """Return the model of a run's folder, a checkpoint, a folder that `transformers` saved, or
+        a name on the Hugging Face hub, as `models.from_pretrained` does, of this class.
+
+        dtype: of a checkpoint by default its own, else float32, whatever the files hold. A missing
+        path is a FileNotFoundError, a file that does not fit a CheckpointError that lists all.
 
         >>> config = ndl.PythiaConfig(vocab_size=50, hidden_size=16, num_layers=1, num_heads=2)
         >>> model = ndl.Pythia(config)
@@ -436,7 +446,13 @@ class Pythia(FactoredWeights, LanguageModel):
         >>> ndl.Pythia.from_pretrained(folder, dtype="bfloat16").config.dtype
         'bfloat16'
         """
-        return hf.load(cls, folder, device, dtype or "float32")
+        source = pretrained(path, revision)
+        if isinstance(source, Path):
+            return hf.load(cls, source, device, dtype or "float32")
+        model = source.restore_model(device, dtype)
+        if not isinstance(model, cls):
+            raise FileError(f"{source.path}: holds a {type(model).__name__}, not a {cls.__name__}")
+        return model
 
     def save_pretrained(self, folder: str | os.PathLike, tokenizer: Any = None) -> None:
         """Writes a folder that `transformers` opens: configuration, weights, and the tokenizer: a

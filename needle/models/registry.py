@@ -7,15 +7,18 @@ the module that registers a model before loading its checkpoints; Pythia is alwa
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import importlib.util
 import math
 import os
+import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar, TypeVar
 
-from needle import hf, init
-from needle.backend_ndarray import Device, cpu
-from needle.files import FileError, named
+from needle import init
+from needle.backend_ndarray import cpu
+from needle.files import FileError, named, reading
 from needle.nn import Module
 from needle.safetensors import FROM_FILE, Entry
 
@@ -121,14 +124,39 @@ def register(name: str) -> Callable[[AnyModel], AnyModel]:
     return decorate
 
 
+def model_classes() -> list[type[Module]]:
+    """Return the registered classes."""
+    return list(_families.values())
+
+
 def model_class(name: str) -> type[Module]:
     """The class that is registered under a name."""
     if name not in _families:
         raise ValueError(
             f"no model {name!r} is registered; there are {', '.join(_families)}. Import the module "
-            "that registers it"
+            "that registers it; a command does by --import FILE"
         )
     return _families[name]
+
+
+def import_file(path: str | os.PathLike) -> str:
+    """Run a Python file that registers models, once; return its absolute path. It imports the files
+    beside it. FileError where there is none."""
+    file = named(path).resolve()
+    name = f"needle_import_{file}"
+    if name not in sys.modules:
+        with reading(file):
+            spec = importlib.util.spec_from_file_location(name, file)
+        if spec is None:
+            raise FileError(f"{file}: not a Python file: its name must end in .py")
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        sys.path.append(str(file.parent))
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return str(file)
 
 
 def preset_names() -> list[str]:
@@ -152,16 +180,12 @@ def preset(name: str, **changes: Any) -> Config:
     raise ValueError(f"no preset {name!r}; there are {', '.join(preset_names())}")
 
 
-def from_pretrained(
-    folder: str | os.PathLike, device: Device | None = None, dtype: str | None = None
-) -> Any:
-    """The model that transformers saved in `folder`, of the registered class of its model_type, in
-    `dtype` (float32 where none is given). FileError lists all that does not fit."""
-    path = named(folder) / "config.json"
-    kind = hf.read_json(path).get("model_type")
-    mappings = {cls: getattr(cls, "weight_mapping", None) for cls in _families.values()}
-    classes = {mapping.MODEL_TYPE: cls for cls, mapping in mappings.items() if mapping}
-    if not isinstance(kind, str) or kind not in classes:
-        known = ", ".join(classes)
-        raise FileError(f"{path}: model_type is {kind!r:.40}; needle reads {known} only")
-    return hf.load(classes[kind], folder, device, dtype or "float32")
+IMPORT = "run this Python file first, which registers a model of one's own (models.register)"
+
+
+def imported(text: str) -> str:
+    """Run `import_file`, as the type of --import."""
+    try:
+        return import_file(text)
+    except FileError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

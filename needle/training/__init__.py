@@ -1,6 +1,6 @@
 """Training: `fit` for a notebook, and the parts of the long runs of apps/train_pythia.py.
 
-notebook        fit, the loop of a notebook
+notebook        fit, the loop of a notebook; saved: open_run, a run's folder in Python
 graphed         GraphedStep: a micro-batch replayed as one CUDA graph
 flags           the command line, a table; settings: its defaults and the settings of a run
 recipes         how the published Pythias were trained
@@ -17,5 +17,6 @@ exits           errors as messages and exit codes
 
 from needle.training.graphed import GraphedStep, worth_recording
 from needle.training.notebook import fit
+from needle.training.saved import SavedRun, open_run
 
-__all__ = ["GraphedStep", "fit", "worth_recording"]
+__all__ = ["GraphedStep", "SavedRun", "fit", "open_run", "worth_recording"]

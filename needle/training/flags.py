@@ -7,6 +7,7 @@ otherwise. `{...}` stands for values that settings.py and recipes.py hold.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import re
@@ -20,9 +21,18 @@ from needle.checkpoint import Checkpoint, CheckpointError
 from needle.data import DataError
 from needle.files import named
 from needle.models.pythia import SPARSE_PATTERNS
+from needle.models.registry import imported
 from needle.training import length, recipes
 from needle.training.folder import flag as flag_words
-from needle.training.settings import COMMON, DEFAULTS, OTHERS, RESULTS, late_warmup, steps_of
+from needle.training.settings import (
+    COMMON,
+    DEFAULTS,
+    OPTIONAL,
+    OTHERS,
+    RESULTS,
+    late_warmup,
+    steps_of,
+)
 
 SCHEDULES = ("cosine", "linear", "constant", "pythia")
 LONGEST_NAME = 255  # bytes of a file's name
@@ -131,6 +141,8 @@ TABLE = {
 """,
     "model": """
 --model NAME  auto, {models} (default: auto: tiny | pythia-70m)
+--import FILE  run this Python file first, which registers a model of one's own (models.register):
+    its presets are names for --model; a resumed run needs it again
 --init PATH  start from the weights of a checkpoint, the folder of a run, or a folder that
     transformers saved, with its tokenizer, and a fresh optimizer (default: random weights)
 --sparse PATTERN  block-sparse attention; PATTERN is one of {patterns} (default: off; without
@@ -206,9 +218,17 @@ TABLE = {
 """,
 }
 
-KINDS = {"N": count, "X": positive, "S": positive, "PATH": path_name, "FOLDER": path_name}
+KINDS = {
+    "FILE": path_name,
+    "N": count,
+    "X": positive,
+    "S": positive,
+    "PATH": path_name,
+    "FOLDER": path_name,
+}
 OPTIONS: dict[str, dict] = {
     "recipe": {"choices": recipes.NAMES},
+    "import": {"type": imported},
     "sparse": {"nargs": "?", "const": "mixed", "choices": SPARSE_PATTERNS},
     "dtype": {"choices": ("float32", "bfloat16")},
     "trust-data": {"action": "store_true"},
@@ -272,6 +292,10 @@ def parser() -> argparse.ArgumentParser:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; a bad one ends the program with exit code 2."""
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    early.add_argument("--import", type=imported)
+    with contextlib.suppress(argparse.ArgumentError):  # which the whole parser reports
+        early.parse_known_args(argv)  # the presets that it registers are choices of --model
     top = parser()
     args = top.parse_args(argv)
     if args.hang_seconds is None:
@@ -286,7 +310,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def given(args: argparse.Namespace) -> dict:
     """Return the settings that the command line names. --tokens becomes steps in `complete`."""
-    named = {f: getattr(args, f) for f in RESULTS + OTHERS if getattr(args, f) is not None}
+    names = (*RESULTS, *OTHERS, *OPTIONAL)
+    flags = ((name, getattr(args, name)) for name in names)
+    named = {name: value for name, value in flags if value is not None and value is not False}
     if named.get("model") == "auto":
         del named["model"]
     if args.global_batch_size is not None:
@@ -310,12 +336,13 @@ def misfits(settings: dict, step: int, epoch: int) -> list[str]:
     top, found = parser(), []
     top.exit_on_error = False
     defaults = {**COMMON, **{name: values[0] for name, values in DEFAULTS.items()}, "warmup": 0}
-    for name in RESULTS + OTHERS:
-        value, default = settings[name], defaults[name]
+    for name in (*RESULTS, *OTHERS, *(name for name in OPTIONAL if name in settings)):
+        value, default = settings[name], defaults.get(name)
         kinds = (int, float) if isinstance(default, float) else (type(default), type(default or ""))
-        if isinstance(value, bool) or not isinstance(value, kinds):
+        kinds = OPTIONAL.get(name, kinds)
+        if (isinstance(value, bool) and kinds is not bool) or not isinstance(value, kinds):
             found.append(f"{name} is {value!r:.40}")
-        elif value is not None and name != "model":  # with --init it may be no preset
+        elif value is not None and name not in ("model", "import"):  # no preset, and no code
             try:
                 top.parse_args([f"--{name.replace('_', '-')}={value}"])
             except argparse.ArgumentError as error:
@@ -339,15 +366,21 @@ def resumed(args: argparse.Namespace, checkpoint: Checkpoint, folder: Path) -> d
     wrong = misfits(saved, state["step"], state["data"]["epoch"])
     if wrong:
         raise CheckpointError(f"{checkpoint.path}: its settings cannot be used: {', '.join(wrong)}")
+    if "import" in saved and "import" not in named:
+        raise CheckpointError(
+            f"{checkpoint.path}: the model of this run was registered by {saved['import']!r:.200}, "
+            "and no checkpoint chooses code: give it again, "
+            f"{shlex.join(flag_words('--import', saved['import']))}"
+        )
     if args.tokens is not None:
         named["steps"] = steps_of(args.tokens, saved)
     step = {"global_batch_size": saved["batch_size"] * saved["grad_accum"]}
     # Data are compared by their tokens, once they are open.
-    free = {*OTHERS, "data", "tokenizer"}
+    free = {*OTHERS, "data", "tokenizer", "import"}
     if saved["schedule"] == "constant":
         free.add("steps")
     for flag, value in named.items():
-        before = {**saved, **step}[flag]
+        before = {**dict.fromkeys(OPTIONAL), **saved, **step}[flag]
         if flag not in free and before != value:
             differences.append(f"--{flag.replace('_', '-')} is {value}, but the run has {before}")
             if flag == "steps":

@@ -146,6 +146,7 @@ def resume_command(run: Run) -> str:
     words += ["--tensorboard"] * args.tensorboard
     words += [] if args.graph is None else ["--graph" if args.graph else "--no-graph"]
     words += ["--recompute"] * args.recompute
+    words += folders.flag("--import", run.settings["import"]) if "import" in run.settings else []
     words += ["--trust-data"] * run.data.trusted
     words += ["--verify", str(args.verify)] if args.verify else []
     if supervised() and ranks.launcher in (None, "needle"):

@@ -45,6 +45,9 @@ RESULTS = (
     *("seed", "sparse", "window"),
 )
 
+# Settings that only a run has whose command line gave them, with their types.
+OPTIONAL = {"import": str}
+
 
 def complete(named: dict, tokens: int | None, on_gpu: bool, ranks: int = 1) -> dict:
     """Return all settings of a new run from those that flags name.

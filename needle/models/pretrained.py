@@ -1,0 +1,60 @@
+"""Models from places: a checkpoint, a run, a folder of transformers, a name on the hub."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from needle import hf
+from needle.backend_ndarray import Device
+from needle.files import FileError, MissingFileError, named
+from needle.hf.hub import snapshot
+from needle.models.checkpoint_file import find_checkpoint
+from needle.models.registry import model_classes
+
+
+def pretrained(path: str | os.PathLike, revision: str | None = None) -> Any:
+    """Return the Checkpoint of a file or of a run's folder (its newest whole one), or the folder
+    (a Path) of a transformers model on the disk, else of the name OWNER/MODEL on the Hugging Face
+    hub. MissingFileError, which is a FileNotFoundError, where there is none."""
+    place = named(path)
+    if revision is not None or not os.path.lexists(place):
+        return snapshot(os.fspath(path), revision)
+    if not place.is_dir() or (place / "checkpoints").is_dir():
+        report = lambda text: print(text, file=sys.stderr)
+        return find_checkpoint(place, report)
+    if not (place / "config.json").exists():
+        raise MissingFileError(
+            f"{place}: neither a run of needle (no folder checkpoints/) nor a model of "
+            "transformers (no config.json)"
+        )
+    return place
+
+
+def from_pretrained(
+    path: str | os.PathLike,
+    device: Device | None = None,
+    dtype: str | None = None,
+    revision: str | None = None,
+) -> Any:
+    """Return the model at `path`: a checkpoint, the folder of a run (its newest whole checkpoint),
+    a folder that transformers saved, or a name on the Hugging Face hub, at `revision` (a branch, a
+    tag or a commit).
+
+    dtype: by default that of the checkpoint; float32 of a model of transformers, whose model_type
+    chooses the registered class. MissingFileError where nothing is at `path`, FileError that lists
+    all that does not fit.
+    """
+    source = pretrained(path, revision)
+    if not isinstance(source, Path):
+        return source.restore_model(device, dtype)
+    config = source / "config.json"
+    kind = hf.read_json(config).get("model_type")
+    mappings = {cls: getattr(cls, "weight_mapping", None) for cls in model_classes()}
+    classes = {mapping.MODEL_TYPE: cls for cls, mapping in mappings.items() if mapping}
+    if not isinstance(kind, str) or kind not in classes:
+        known = ", ".join(classes)
+        raise FileError(f"{config}: model_type is {kind!r:.40}; needle reads {known} only")
+    return hf.load(classes[kind], source, device, dtype or "float32")

@@ -1,0 +1,119 @@
+"""A run in Python: its settings, metrics, tokenizer and checkpoints, from its folder."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from needle.backend_ndarray import Device
+from needle.checkpoint import (
+    Checkpoint,
+    checkpoint_path,
+    find_checkpoint,
+    list_checkpoints,
+    step_of,
+)
+from needle.data import load_tokenizer
+from needle.files import MissingFileError, named
+from needle.models import Config, LanguageModel
+from needle.training.folder import read_description
+from needle.training.log import read_lines
+
+
+class SavedRun:
+    """The folder of a run, finished, stopped or under way; nothing is written into it.
+
+    folder     a Path
+    settings   of the training, by name: what config.json holds under `settings`
+    config     the configuration of the model
+    tokenizer  a tokenizers.Tokenizer, or None for data that are tokens
+    metrics    the numbers of metrics.jsonl by name, see there
+    steps      the steps of the checkpoints, ascending
+
+    Each is read when it is first asked for; a new SavedRun sees what a run under way has added.
+    """
+
+    def __init__(self, folder: str | os.PathLike) -> None:
+        self.folder = named(folder)
+        if not (self.folder / "config.json").is_file():
+            raise MissingFileError(f"{self.folder}: no run: there is no file config.json in it")
+
+    def __repr__(self) -> str:
+        last = f"to step {self.steps[-1]}" if self.steps else "none"
+        return f"SavedRun({self.folder}; checkpoints {last})"
+
+    @functools.cached_property
+    def _description(self) -> dict[str, Any]:
+        return read_description(self.folder)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return self._description["settings"]
+
+    @functools.cached_property
+    def config(self) -> Config:
+        return self.checkpoint().configuration()
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        path = self.folder / "tokenizer.json"
+        return load_tokenizer(path) if path.exists() else None
+
+    @functools.cached_property
+    def metrics(self) -> dict[str, np.ndarray]:
+        """Arrays (N,) of the N steps that were logged: `step` and `tokens` as int64, the others as
+        float64, NaN where a step has no such number (val_loss without an evaluation)."""
+        lines = {line["step"]: line for line in read_lines(self.folder / "metrics.jsonl")}
+        names = dict.fromkeys(name for line in lines.values() for name in line)
+        found = {}
+        for name in names or ("step", "tokens", "loss"):
+            kind = np.int64 if name in ("step", "tokens") else np.float64
+            found[name] = np.array([line.get(name, np.nan) for line in lines.values()], kind)
+        return found
+
+    @functools.cached_property
+    def steps(self) -> list[int]:
+        return sorted(map(step_of, list_checkpoints(self.folder / "checkpoints")))
+
+    def checkpoint(self, step: int | None = None) -> Checkpoint:
+        """Return the checkpoint of a step; by default the newest whole one. MissingFileError where
+        there is none."""
+        if step is None:
+            return find_checkpoint(self.folder)
+        if step not in self.steps:
+            there = ", ".join(map(str, self.steps)) or "none"
+            raise MissingFileError(
+                f"{self.folder}: no checkpoint of step {step}; there are {there}"
+            )
+        return Checkpoint(self._path(step))
+
+    def _path(self, step: int) -> Path:
+        return checkpoint_path(self.folder / "checkpoints", step)
+
+    def model(
+        self, step: int | None = None, device: Device | None = None, dtype: str | None = None
+    ) -> LanguageModel:
+        """Return the model of a step (default: the newest whole checkpoint), in evaluation mode.
+        dtype: by default that of the run."""
+        model = self.checkpoint(step).restore_model(device, dtype)
+        model.eval()
+        return model
+
+
+def open_run(folder: str | os.PathLike) -> SavedRun:
+    """Open the folder of a run. MissingFileError, a FileNotFoundError, where there is no run.
+
+    >>> config = ndl.PythiaConfig(vocab_size=50, hidden_size=16, num_layers=1, num_heads=2)
+    >>> file = folder / "checkpoints" / "step_2.safetensors"
+    >>> _ = ndl.save_checkpoint(ndl.Pythia(config), None, 0, 3.9, file)
+    >>> _ = (folder / "config.json").write_text('{"settings": {"steps": 2}}')
+    >>> run = ndl.open_run(folder)
+    >>> run.steps, run.settings["steps"], run.config.num_heads, run.checkpoint(2).state["loss"]
+    ([2], 2, 2, 3.9)
+    >>> logits, _ = run.model(step=2)([[1, 2, 3]])
+    """
+    return SavedRun(folder)

@@ -1,0 +1,211 @@
+"""Runs in Python: open_run, folders of runs where a model is asked for, models of one's own."""
+
+import json
+import os
+import re
+
+import generate
+import numpy as np
+import pytest
+import train_pythia
+from harness import ROOT, naming, python
+from small_runs import flags, lines_of, numbers_of, tensors_of
+
+import needle as ndl
+from needle import evaluate
+from needle.data import Batches, open_data
+
+OWN_MODEL = """
+from dataclasses import dataclass
+from helper import WIDTH  # lies beside this file
+from needle import nn
+from needle.models import Config, LanguageModel, gpt_neox, register
+
+@dataclass(frozen=True)
+class BigramConfig(Config):
+    vocab_size: int = 64
+    hidden_size: int = WIDTH
+    max_seq_len: int = 16
+    dtype: str = "float32"
+
+    @classmethod
+    def presets(cls):
+        return {"bigram": {}}
+
+@register("bigram-family")
+class Bigram(LanguageModel):
+    config_class = BigramConfig
+
+    def __init__(self, config, device=None):
+        super().__init__(config, device)
+        place = self.device, config.dtype
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size, *place)
+        self.embed_out = nn.Linear(config.hidden_size, config.vocab_size, False, *place)
+
+    def hidden(self, ids, cache=None):
+        return self.embedding(ids)
+"""
+
+
+def test_open_run_gives_what_the_run_wrote(tmp_path, tokens):
+    assert train_pythia.main(flags(tmp_path, tokens, "x")) == 0
+    folder = tmp_path / "runs" / "x"
+    run = ndl.open_run(folder)
+    files = sorted((folder / "checkpoints").iterdir(), key=lambda p: int(p.stem.split("_")[1]))
+    assert run.steps == [int(path.stem.split("_")[1]) for path in files]
+    assert run.steps[-1] == 6 and run.tokenizer is None
+    assert run.settings["seq_len"] == 16 and run.config.hidden_size == 32
+    lines = lines_of(tmp_path, "x")
+    assert run.metrics["step"].tolist() == [1, 2, 3, 4, 5, 6]
+    assert run.metrics["step"].dtype == np.int64 and run.metrics["loss"].dtype == np.float64
+    for name in lines[2]:
+        wanted = [line.get(name, np.nan) for line in lines]
+        np.testing.assert_array_equal(run.metrics[name], wanted, err_msg=name)
+    assert (
+        np.isnan(run.metrics["val_loss"][0]) and np.isfinite(run.metrics["val_loss"][[2, 5]]).all()
+    )
+
+    ids = np.arange(12).reshape(1, 12)
+    for step, path in zip(run.steps, files):
+        with naming("step", step):
+            wanted = ndl.load_checkpoint(path)[0](ids)[0].numpy()
+            assert (run.model(step)(ids)[0].numpy() == wanted).all()
+            assert run.checkpoint(step).state["step"] == step and not run.model(step).training
+    for load in (
+        lambda: ndl.load_checkpoint(folder)[0],
+        lambda: ndl.load(folder)[0],
+        lambda: ndl.Pythia.from_pretrained(str(folder)),
+        lambda: ndl.models.from_pretrained(files[-1]),
+        run.model,
+    ):
+        assert (load()(ids)[0].numpy() == wanted).all()
+    assert ndl.Pythia.from_pretrained(folder, dtype="bfloat16").config.dtype == "bfloat16"
+
+    files[-1].write_bytes(files[-1].read_bytes()[:-1])  # the one before is the newest whole one
+    assert ndl.load_checkpoint(folder)[2:] == ndl.load_checkpoint(files[-2])[2:]
+    with pytest.raises(
+        FileNotFoundError, match=f"no checkpoint of step 3; there are .*{run.steps[0]}"
+    ):
+        run.model(3)
+
+
+def test_missing_paths_are_file_not_found_errors(tmp_path):
+    missing, empty = tmp_path / "no" / "run", tmp_path / "empty"
+    empty.mkdir()
+    (empty / "checkpoints").mkdir()
+    for function, says in (
+        (ndl.open_run, "config.json"),
+        (ndl.load_checkpoint, "no good checkpoint|No such file"),
+        (ndl.load, "no good checkpoint|No such file"),
+        (ndl.Pythia.from_pretrained, "no good checkpoint|no such file or folder"),
+        (ndl.models.from_pretrained, "no good checkpoint|no such file or folder"),
+    ):
+        for path in missing, empty:
+            with naming(function, path):
+                with pytest.raises(FileNotFoundError, match=says) as caught:
+                    function(path)
+                assert str(path) in str(caught.value)
+    with pytest.raises(FileNotFoundError, match="no such file or folder"):
+        open_data(missing)
+
+
+def test_batches_take_open_data_and_fit_takes_them(tokens):
+    data = open_data(tokens)
+    batches, wanted = Batches(data, 2, 16, seed=3), Batches(data.train, 2, 16, seed=3)
+    for _, (ids, targets) in zip(range(len(batches) + 2), batches):  # on into the second epoch
+        for got, expected in zip((ids, targets), wanted.next()):
+            np.testing.assert_array_equal(got, expected)
+    config = ndl.PythiaConfig(vocab_size=64, hidden_size=32, num_layers=1, num_heads=2)
+    losses = [
+        ndl.fit(ndl.Pythia(config), Batches(data, 2, 16), steps=steps, progress=False)
+        for steps in (None, 2 * len(batches) + 1)
+    ]
+    assert [len(run) for run in losses] == [len(batches), 2 * len(batches) + 1]
+
+
+def test_a_model_of_ones_own_by_import_in_every_command(tmp_path, tokens, capsys):
+    """In processes of their own, where nothing has registered it before."""
+    folder = tmp_path / "models"
+    folder.mkdir()
+    (folder / "helper.py").write_text("WIDTH = 24\n")
+    (folder / "mine.py").write_text(OWN_MODEL)
+    given = ["--import", str(folder / "mine.py")]
+    argv = [word if word != "tiny" else "bigram" for word in flags(tmp_path, tokens, "x")]
+
+    def command(module, words):
+        done = python(
+            f"import sys; sys.path.insert(0, {str(ROOT / 'apps')!r}); sys.argv[0] = {module!r}\n"
+            f"import {module} as m; sys.exit(m.main({words!r}))",
+            NEEDLE_CACHE=os.environ["NEEDLE_CACHE"],
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    run = str(tmp_path / "runs" / "x")
+    code, text = command("train_pythia", [*argv, *given])
+    assert code == 0, text
+    whole = tensors_of(ndl.checkpoint.list_checkpoints(f"{run}/checkpoints")[0])
+    numbers = numbers_of(tmp_path, "x")
+    assert len(numbers) == 6
+
+    for path in ndl.checkpoint.list_checkpoints(f"{run}/checkpoints")[:1]:
+        path.unlink()
+    code, text = command("train_pythia", ["--resume", run])
+    assert code == 1 and f"--import {folder / 'mine.py'}" in text
+    code, text = command("train_pythia", ["--resume", run, *given])
+    assert code == 0, text
+    assert numbers_of(tmp_path, "x") == numbers
+    assert tensors_of(ndl.checkpoint.list_checkpoints(f"{run}/checkpoints")[0]) == whole
+
+    code, text = command("needle.evaluate", [run, "--data", str(tokens), *given])
+    assert code == 0 and "perplexity" in text, text
+    code, text = command("needle.evaluate", [run, "--data", str(tokens)])
+    assert code == 1 and "no model 'bigram-family' is registered" in text and "--import" in text
+    code, text = command("needle.hf.__main__", ["export", run, str(tmp_path / "out"), *given])
+    assert code == 1 and "a Bigram has no weight_mapping" in text and "Traceback" not in text
+    with pytest.raises(SystemExit, match="2"):
+        train_pythia.main(["--import", str(tmp_path / "none.py")])
+    for main in generate.main, evaluate.main:
+        with pytest.raises(SystemExit, match="2"):
+            main([run, "--data", str(tokens), "--import", str(tmp_path / "none.py")])
+    assert "none.py: cannot be read" in capsys.readouterr().err
+
+
+def test_models_of_the_hub_by_name_from_its_cache(tmp_path):
+    config = ndl.PythiaConfig(vocab_size=50, hidden_size=16, num_layers=1, num_heads=2)
+    repository, models = tmp_path / "hub" / "models--EleutherAI--pythia-70m", {}
+    for revision, commit in ("main", "a" * 40), ("step1000", "b" * 40):
+        models[revision] = ndl.Pythia(config)
+        models[revision].save_pretrained(repository / "snapshots" / commit)
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / revision).write_text(commit)
+    ids = [[1, 2, 3]]
+    wanted = {name: model(ids)[0].numpy().tolist() for name, model in models.items()}
+    (repository / "snapshots" / ("c" * 40)).mkdir()
+    (repository / "snapshots" / ("c" * 40) / "config.json").write_text("{}")
+    (repository / "refs" / "pickle").write_text("c" * 40)
+    code = f"""
+import json, needle as ndl
+name, found, errors = "EleutherAI/pythia-70m", {{}}, {{}}
+for revision in "main", "step1000":
+    for load in ndl.Pythia.from_pretrained, ndl.models.from_pretrained:
+        found[revision] = load(name, revision=revision)({ids})[0].numpy().tolist()
+assert ndl.Pythia.from_pretrained(name)({ids})[0].numpy().tolist() == found["main"]
+for revision in "step7", "pickle":
+    try:
+        ndl.Pythia.from_pretrained(name, revision=revision)
+    except (FileNotFoundError if revision == "step7" else ValueError) as error:
+        errors[revision] = str(error)
+print(json.dumps([found, errors]))
+"""
+    hub = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path / "hub")}
+    pytest.importorskip("huggingface_hub")
+    done = python(code, **hub)
+    assert done.returncode == 0, done.stderr
+    found, errors = json.loads(done.stdout)
+    assert found == wanted
+    assert "revision step7" in errors["step7"] and "pickle" in errors["pickle"]
+    code = "import sys; sys.modules['huggingface_hub'] = None\n" + code
+    done = python(code, **hub)
+    assert re.search(
+        r"EleutherAI/pythia-70m: no such file.*pip install 'needle-lm\[hf\]'", done.stderr
+    )
