@@ -145,7 +145,7 @@ def new_run(args: argparse.Namespace, group: Group) -> Run:
         )
         settings = complete(given, None, False, group.size)
 
-    np.random.seed(settings["seed"])
+    np.random.seed(settings.get("init_seed", settings["seed"]))
     if model is None:
         model = config.model_class(config, device=device)
     batches = Prefetch(ranks.own_batches(group, settings, data, model.config.vocab_size), device)

@@ -156,7 +156,7 @@ class ActivationCache(dict[str, Tensor]):
         for at in range(end):
             if mode != "mlp":
                 parts[f"{at}_attn_out"] = self["attn_out", at]
-            if mode != "attn":
+            if mode != "attn" and not getattr(self.model.config, "attention_only", False):
                 parts[f"{at}_mlp_out"] = self["mlp_out", at]
         if mlp_input and mode != "mlp":
             parts[f"{end}_attn_out"] = self["attn_out", end]

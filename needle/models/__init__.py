@@ -3,7 +3,15 @@
 from needle.models.language import LanguageModel
 from needle.models.pretrained import from_pretrained
 from needle.models.pythia import PRESETS, Pythia, PythiaConfig, create_pythia_70m
-from needle.models.registry import Config, import_file, model_class, preset, preset_names, register
+from needle.models.registry import (
+    Config,
+    class_of_transformers,
+    import_file,
+    model_class,
+    preset,
+    preset_names,
+    register,
+)
 
 __all__ = [
     "PRESETS",
@@ -11,6 +19,7 @@ __all__ = [
     "LanguageModel",
     "Pythia",
     "PythiaConfig",
+    "class_of_transformers",
     "create_pythia_70m",
     "from_pretrained",
     "import_file",

@@ -123,6 +123,11 @@ def config_to_hf(
             "in transformers is not: it would compute something else. Save it with "
             "save_checkpoint"
         )
+    if config.attention_only:
+        raise ValueError(
+            "save_pretrained: this model has no MLPs (attention_only), and each layer of GPT-NeoX "
+            "in transformers has one. Save it with save_checkpoint"
+        )
     return {
         "architectures": ["GPTNeoXForCausalLM"],
         "attention_bias": True,

@@ -12,7 +12,7 @@ from needle.backend_ndarray import Device
 from needle.files import FileError, MissingFileError, named
 from needle.hf.hub import snapshot
 from needle.models.checkpoint_file import find_checkpoint
-from needle.models.registry import model_classes
+from needle.models.registry import class_of_transformers
 
 
 def pretrained(path: str | os.PathLike, revision: str | None = None) -> Any:
@@ -52,9 +52,8 @@ def from_pretrained(
         return source.restore_model(device, dtype)
     config = source / "config.json"
     kind = hf.read_json(config).get("model_type")
-    mappings = {cls: getattr(cls, "weight_mapping", None) for cls in model_classes()}
-    classes = {mapping.MODEL_TYPE: cls for cls, mapping in mappings.items() if mapping}
-    if not isinstance(kind, str) or kind not in classes:
-        known = ", ".join(classes)
-        raise FileError(f"{config}: model_type is {kind!r:.40}; needle reads {known} only")
-    return hf.load(classes[kind], source, device, dtype or "float32")
+    try:
+        cls = class_of_transformers(kind)
+    except ValueError as error:
+        raise FileError(f"{config}: {error}") from error
+    return hf.load(cls, source, device, dtype or "float32")

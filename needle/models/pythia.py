@@ -3,6 +3,7 @@
     x = embed_in[ids]                                                   (B, T, C)
     each layer:  x = x + attention(norm1(x)) + mlp(norm2(x))            parallel residual
              or  x = x + attention(norm1(x));  x = x + mlp(norm2(x))    sequential
+             or  x = x + attention(norm1(x))                            attention_only
     logits = final_layer_norm(x) @ embed_out                            (B, T, V), untied head
                                         unless tie_word_embeddings: embed_in transposed
 
@@ -88,6 +89,7 @@ class PythiaConfig(Config):
     sparse_pattern: str = "mixed"  # the window and the first block
     sparse_window: int = 256  # keys each query sees back; of "strided": the stride
     sparse_block: int = 64
+    attention_only: bool = False  # no MLPs: x = x + attention(norm1(x)) is all of a layer
 
     def __post_init__(self) -> None:
         if not self.intermediate_size and isinstance(self.hidden_size, int):
@@ -107,7 +109,12 @@ class PythiaConfig(Config):
                 raise ValueError(
                     f"PythiaConfig: {name} must be an int of 1 to 2^63 - 1, not {value!r:.40}"
                 )
-        for name in ("use_parallel_residual", "tie_word_embeddings", "use_sparse_attention"):
+        for name in (
+            "use_parallel_residual",
+            "tie_word_embeddings",
+            "use_sparse_attention",
+            "attention_only",
+        ):
             if not isinstance(getattr(self, name), bool):  # "false" would be true
                 raise ValueError(
                     f"PythiaConfig: {name} must be True or False, not {getattr(self, name)!r:.40}"
@@ -156,6 +163,13 @@ class PythiaConfig(Config):
         (6, 512, 8, 'bfloat16')
         """
         return super().preset(f"pythia-{name}" if f"pythia-{name}" in PRESETS else name, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields; attention_only only where it is True."""
+        fields = super().to_dict()
+        if not self.attention_only:
+            del fields["attention_only"]  # the bytes of other files stay as they are
+        return fields
 
     @property
     def head_dim(self) -> int:
@@ -235,13 +249,16 @@ class Layer(nn.Module):
         super().__init__()
         width, place = config.hidden_size, (device, config.dtype)
         self.parallel = config.use_parallel_residual
-        if self.parallel:  # attention and MLP read the same x: there is nothing in between
-            self.hook_points = {n: a for n, a in self.hook_points.items() if n != "hook_resid_mid"}
+        absent = {"hook_resid_mid"} if self.parallel else set()  # nothing is in between
+        if config.attention_only:
+            absent = {"hook_resid_mid", "ln2", "mlp", "hook_mlp_out"}
+        self.hook_points = {n: a for n, a in self.hook_points.items() if n not in absent}
         self.input_layernorm = nn.LayerNorm1d(width, config.layer_norm_eps, *place)
-        self.post_attention_layernorm = nn.LayerNorm1d(width, config.layer_norm_eps, *place)
+        if not config.attention_only:
+            self.post_attention_layernorm = nn.LayerNorm1d(width, config.layer_norm_eps, *place)
         stds = initial_stds(config)
         self.attention = nn.Attention(width, config.num_heads, True, *place, *stds)
-        self.mlp = MLP(config, device)
+        self.mlp = None if config.attention_only else MLP(config, device)
 
     def forward(
         self,
@@ -250,8 +267,13 @@ class Layer(nn.Module):
         mask: BlockMask | None = None,
         cache: nn.attention.Cached | None = None,
     ) -> Tensor:
-        norm1, norm2 = self.input_layernorm, self.post_attention_layernorm
+        norm1 = self.input_layernorm
         x = self.hook("hook_resid_pre", x)
+        if self.mlp is None:
+            y1, x = normed(x, norm1)
+            x = self._add("hook_attn_out", x, self.attention, y1(), rotary, mask, cache)
+            return self.hook("hook_resid_post", x)
+        norm2 = self.post_attention_layernorm
         if self.parallel:
             y1, y2, x = normed(x, norm1, norm2)
             if cache is None and self._ends_in_one_product():
@@ -481,13 +503,19 @@ def create_pythia_70m(
     use_sparse_attention: bool = False,
     device: Device | None = None,
     dtype: str = "float32",
+    sparse: str | None = None,
+    window: int = 256,
 ) -> tuple[Pythia, PythiaConfig]:
-    """A freshly initialised Pythia-70M and its configuration."""
+    """Return a freshly initialised Pythia-70M and its configuration. sparse: a pattern of
+    SPARSE_PATTERNS, which makes attention block-sparse, as use_sparse_attention does with "mixed".
+    window: keys that a query sees back; of "strided" the stride."""
     config = PythiaConfig.preset(
         "pythia-70m",
         vocab_size=vocab_size,
         max_seq_len=max_seq_len,
-        use_sparse_attention=use_sparse_attention,
+        use_sparse_attention=use_sparse_attention or sparse is not None,
+        sparse_pattern=sparse or "mixed",
+        sparse_window=window,
         dtype=dtype,
     )
     return Pythia(config, device=device), config

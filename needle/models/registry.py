@@ -47,7 +47,7 @@ class Config:
         if name not in presets:
             raise ValueError(f"no preset {name!r}; there are {', '.join(presets)}")
         cls._check_fields(changes)
-        return dataclasses.replace(cls(**presets[name]), **changes)
+        return cls(**{**presets[name], **changes})
 
     @classmethod
     def from_dict(cls: type[AnyConfig], fields: Mapping[str, Any]) -> AnyConfig:
@@ -124,9 +124,15 @@ def register(name: str) -> Callable[[AnyModel], AnyModel]:
     return decorate
 
 
-def model_classes() -> list[type[Module]]:
-    """Return the registered classes."""
-    return list(_families.values())
+def class_of_transformers(model_type: Any) -> type[Module]:
+    """Return the registered class of a model_type of transformers' config.json; else ValueError."""
+    mappings = {cls: getattr(cls, "weight_mapping", None) for cls in _families.values()}
+    classes = {mapping.MODEL_TYPE: cls for cls, mapping in mappings.items() if mapping}
+    if not isinstance(model_type, str) or model_type not in classes:
+        raise ValueError(
+            f"model_type is {model_type!r:.40}; needle reads {', '.join(classes)} only"
+        )
+    return classes[model_type]
 
 
 def model_class(name: str) -> type[Module]:

@@ -30,7 +30,9 @@ from needle.training.settings import (
     OPTIONAL,
     OTHERS,
     RESULTS,
+    SHAPE,
     late_warmup,
+    read_config,
     steps_of,
 )
 
@@ -145,6 +147,13 @@ TABLE = {
     its presets are names for --model; a resumed run needs it again
 --init PATH  start from the weights of a checkpoint, the folder of a run, or a folder that
     transformers saved, with its tokenizer, and a fresh optimizer (default: random weights)
+--layers N  of the model, instead of the preset's; so with the next four (default: of the preset)
+--hidden N  size of the residual stream, a multiple of --heads
+--heads N  of attention
+--vocab-size N  of the model, and of the tokenizer that is trained on text
+--no-mlp  layers of attention alone
+--config FILE  instead of --model: a TOML or JSON file of the fields of a configuration, or the
+    config.json of a model of transformers; flags change its fields
 --sparse PATTERN  block-sparse attention; PATTERN is one of {patterns} (default: off; without
     PATTERN: mixed, a local window and the first block)
 --window N  of --sparse: how many tokens a query sees back; of the pattern strided the stride
@@ -190,6 +199,8 @@ TABLE = {
     evaluations; a resumed run may change it (default: on a GPU for micro-batches of up to 16,384
     tokens)
 --seed N  of weights, order of the data and sample (default: 1234)
+--init-seed N  of the weights alone (default: --seed)
+--data-seed N  of the order of the data alone (default: --seed)
 """,
     "output": """
 --eval-every N  steps between evaluations on the held-out part; 0: only at the end (default:
@@ -229,6 +240,9 @@ KINDS = {
 OPTIONS: dict[str, dict] = {
     "recipe": {"choices": recipes.NAMES},
     "import": {"type": imported},
+    "no-mlp": {"action": "store_true"},
+    "init-seed": {"type": seed},
+    "data-seed": {"type": seed},
     "sparse": {"nargs": "?", "const": "mixed", "choices": SPARSE_PATTERNS},
     "dtype": {"choices": ("float32", "bfloat16")},
     "trust-data": {"action": "store_true"},
@@ -317,6 +331,8 @@ def given(args: argparse.Namespace) -> dict:
         del named["model"]
     if args.global_batch_size is not None:
         named["global_batch_size"] = args.global_batch_size
+    if "config" in named:
+        named["config"] = read_config(named["config"])
     for flag in ("init", "data", "tokenizer"):
         if flag in named:  # the run may be resumed from another folder
             named[flag] = os.path.abspath(named[flag])
@@ -328,6 +344,12 @@ def given_anew(args: argparse.Namespace) -> dict:
     named = given(args)
     if "window" in named and "sparse" not in named:
         parser().error("argument --window: needs --sparse")
+    if "config" in named:
+        if "model" in named:
+            parser().error("argument --config: not allowed with argument --model")
+        named["model"] = named["config"]["model"]
+        if "dtype" in named["config"]:
+            named.setdefault("dtype", named["config"]["dtype"])
     return named
 
 
@@ -342,7 +364,8 @@ def misfits(settings: dict, step: int, epoch: int) -> list[str]:
         kinds = OPTIONAL.get(name, kinds)
         if (isinstance(value, bool) and kinds is not bool) or not isinstance(value, kinds):
             found.append(f"{name} is {value!r:.40}")
-        elif value is not None and name not in ("model", "import"):  # no preset, and no code
+        elif value is not None and name not in ("model", "import", "config") and kinds is not bool:
+            # A model may be no preset, and no checkpoint chooses code.
             try:
                 top.parse_args([f"--{name.replace('_', '-')}={value}"])
             except argparse.ArgumentError as error:
@@ -374,13 +397,16 @@ def resumed(args: argparse.Namespace, checkpoint: Checkpoint, folder: Path) -> d
         )
     if args.tokens is not None:
         named["steps"] = steps_of(args.tokens, saved)
-    step = {"global_batch_size": saved["batch_size"] * saved["grad_accum"]}
+    implied = {"global_batch_size": saved["batch_size"] * saved["grad_accum"]}
+    implied |= {"init_seed": saved["seed"], "data_seed": saved["seed"], "config": None}
+    config = checkpoint.configuration()
+    implied |= {flag: getattr(config, field, None) for flag, field in SHAPE.items()}
     # Data are compared by their tokens, once they are open.
     free = {*OTHERS, "data", "tokenizer", "import"}
     if saved["schedule"] == "constant":
         free.add("steps")
     for flag, value in named.items():
-        before = {**dict.fromkeys(OPTIONAL), **saved, **step}[flag]
+        before = {**implied, **saved}.get(flag)
         if flag not in free and before != value:
             differences.append(f"--{flag.replace('_', '-')} is {value}, but the run has {before}")
             if flag == "steps":

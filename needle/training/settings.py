@@ -8,10 +8,18 @@ numbers that the run computes, and change those of OTHERS.
 from __future__ import annotations
 
 import dataclasses
+import sys
+from pathlib import Path
 
-from needle import models
+from needle import hf, models
 from needle.distributed.tree import fitting_ranks
+from needle.files import FileError, reading
 from needle.training import length, recipes
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 # Setting: on a CPU, on a GPU, and of the model `tiny`, which a CPU trains in minutes.
 DEFAULTS = {
@@ -45,8 +53,20 @@ RESULTS = (
     *("seed", "sparse", "window"),
 )
 
-# Settings that only a run has whose command line gave them, with their types.
-OPTIONAL = {"import": str}
+# Settings that only a run has whose command line gave them, with their types. `config` holds the
+# content of the file: `model`, a registered name, and fields of its configuration.
+OPTIONAL = {
+    **{"import": str, "config": dict, "layers": int, "hidden": int, "heads": int},
+    **{"vocab_size": int, "no_mlp": bool, "init_seed": int, "data_seed": int},
+}
+# Flags of the model's shape, by fields of its configuration.
+SHAPE = {
+    "layers": "num_layers",
+    "hidden": "hidden_size",
+    "heads": "num_heads",
+    "vocab_size": "vocab_size",
+    "no_mlp": "attention_only",
+}
 
 
 def complete(named: dict, tokens: int | None, on_gpu: bool, ranks: int = 1) -> dict:
@@ -61,6 +81,8 @@ def complete(named: dict, tokens: int | None, on_gpu: bool, ranks: int = 1) -> d
     base["lr"] = recipes.PEAK_LR.get(model, base["lr"])
     if model == "tiny":
         base |= {name: values[2] for name, values in DEFAULTS.items() if len(values) == 3}
+    if "max_seq_len" in named.get("config", {}):
+        base["seq_len"] = min(base["seq_len"], named["config"]["max_seq_len"])
     if recipe is not None:
         base |= recipes.values(recipe, model)
     context = named.get("context_parallel", 1)
@@ -139,6 +161,8 @@ def data_of(settings: dict) -> dict:
     """Return the data of a run in the form of needle/data/runs.py."""
     model = settings["model"]  # with --init it may be none of the presets
     vocabulary = models.preset(model).vocab_size if model in models.preset_names() else 50257
+    vocabulary = settings.get("config", {}).get("vocab_size", vocabulary)
+    vocabulary = settings.get("vocab_size", vocabulary)
     return {
         "path": settings["data"],
         "tokenizer": settings["tokenizer"],
@@ -146,22 +170,61 @@ def data_of(settings: dict) -> dict:
         "batch_size": settings["batch_size"],
         "micro_batches": settings["grad_accum"],
         "seq_len": settings["seq_len"],
-        "seed": settings["seed"],
+        "seed": settings.get("data_seed", settings["seed"]),
         "samples": settings["steps"] * settings["grad_accum"] * settings["batch_size"],
     }
 
 
+def read_config(path: str) -> dict:
+    """Return {"model": registered name, field: value, ...} of --config: a TOML or JSON file of the
+    fields of a configuration (`model`, by default "pythia", chooses it), or the config.json of a
+    model of transformers. FileError where it cannot be used."""
+    if path.endswith(".toml"):
+        with reading(Path(path)) as file:
+            try:
+                fields = tomllib.load(file)
+            except ValueError as error:
+                raise FileError(f"{path}: no TOML: {error}") from error
+    else:
+        fields = hf.read_json(Path(path))
+    try:
+        if "model_type" in fields:
+            cls = models.class_of_transformers(fields["model_type"])
+            fields = cls.weight_mapping.config_from_hf(fields)
+        else:
+            cls = models.model_class(fields.pop("model", "pythia"))
+        cls.config_class.from_dict(fields)
+    except (TypeError, ValueError) as error:
+        raise FileError(f"{path}: {error}") from error
+    return {"model": cls.config_class.family, **fields}
+
+
 def model_config(settings: dict, needed: int | None = None) -> models.Config:
     """Return the configuration of a new model. needed: ids of the tokenizer, if there is one."""
-    changes = {"max_seq_len": settings["seq_len"], "dtype": settings["dtype"]}
+    fields = dict(settings.get("config", {}))
+    family = fields.pop("model", None)
+    changes = {"max_seq_len": settings["seq_len"], **fields, "dtype": settings["dtype"]}
+    changes |= {field: settings[flag] for flag, field in SHAPE.items() if flag in settings}
+    if settings["seq_len"] > changes["max_seq_len"]:
+        raise ValueError(
+            f"--seq-len {settings['seq_len']}: max_seq_len of --config is {changes['max_seq_len']}"
+        )
     if settings["sparse"] is not None:
         changes |= {
             "use_sparse_attention": True,
             "sparse_pattern": settings["sparse"],
             "sparse_window": settings["window"],
         }
-    config = models.preset(settings["model"], **changes)
+    if family is None:
+        config = models.preset(settings["model"], **changes)
+    else:
+        config = models.model_class(family).config_class.from_dict(changes)
     if needed is not None and needed > config.vocab_size:
+        if "vocab_size" in settings:
+            raise ValueError(
+                f"--vocab-size {config.vocab_size}: the tokenizer has {needed:,} tokens: give that "
+                "many or more, or another --tokenizer"
+            )
         raised = -(-needed // 128) * 128
         print(f"the tokenizer has {needed:,} tokens: the model's vocabulary becomes {raised:,}")
         config = dataclasses.replace(config, vocab_size=raised)

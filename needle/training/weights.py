@@ -11,7 +11,7 @@ from needle.backend_ndarray import Device
 from needle.data.readers import open_tokens
 from needle.evaluate import load_model
 from needle.models import Config
-from needle.training.settings import DEFAULTS, complete
+from needle.training.settings import DEFAULTS, SHAPE, complete
 
 
 class InitError(ValueError):
@@ -36,6 +36,9 @@ def start(
         if "seq_len" in named:
             problems.append(f"--seq-len {named['seq_len']}: it reads {config.max_seq_len} at most")
         named["seq_len"] = config.max_seq_len
+    for flag in "config", *SHAPE:
+        if flag in named:
+            problems.append(f"--{flag.replace('_', '-')}: its shape is what its weights have")
     if settings["sparse"] is not None:
         problems.append(f"--sparse {settings['sparse']}: its attention is what it was trained with")
     if "tokenizer" not in named and is_text(named.get("data")):
