@@ -38,7 +38,15 @@ from needle.processes import program
 from needle.training import flags, folder, length, ranks, state, trackers, weights
 from needle.training.evaluation import evaluate
 from needle.training.exits import Ending
-from needle.training.run import Run, finish, is_finished, longer, write_description
+from needle.training.run import (
+    Run,
+    finish,
+    is_finished,
+    is_kept,
+    keeps_weights,
+    longer,
+    write_description,
+)
 from needle.training.session import Session
 from needle.training.settings import complete, data_of, may_choose_steps, model_config
 
@@ -65,8 +73,10 @@ def train(run: Run) -> int:
         return forward_backward(model, ids, targets, loss_scale)
 
     with Session(run, gradient) as session:
-        if run.step == 0 and settings["recipe"]:
+        if run.step == 0 and is_kept(settings, 0):
             session.save()
+        if run.step == 0 and keeps_weights(settings, 0):
+            session.save_weights()
         for step in range(run.step + 1, steps + 1):
             optimizer.lr, losses = schedule(step), []
             with session.reading(step):
@@ -80,12 +90,14 @@ def train(run: Run) -> int:
             parallel.step(scale)
 
             due = session.end_step(step, losses, norm)
-            if due.evaluation or due.checkpoint:
+            if due.evaluation or due.weights or due.checkpoint:
                 with session.evaluating():
                     found = {}
                     if due.evaluation:
                         found = evaluate(model, run.data, settings, parallel)
                     session.log.finish(**found)
+            if due.weights:
+                session.save_weights()
             if due.checkpoint:
                 session.save()
             if due.end:

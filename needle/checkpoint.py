@@ -49,6 +49,7 @@ from needle.models.checkpoint_file import (
     renamed,
     stamp,
     step_of,
+    weights_path,
     whole_files,
 )
 from needle.safetensors import TO_FILE, chunks
@@ -68,6 +69,7 @@ __all__ = [
     "save_checkpoint",
     "step_of",
     "versions",
+    "weights_path",
 ]
 
 # ---- saving -----------------------------------------------------------------------------------

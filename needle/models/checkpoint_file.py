@@ -276,13 +276,19 @@ def checkpoint_path(folder: str | os.PathLike, step: int) -> Path:
     return Path(folder) / f"step_{step}.safetensors"
 
 
+def weights_path(folder: str | os.PathLike, step: int) -> Path:
+    """The weights of a step without the optimizer, from which no run resumes."""
+    return Path(folder) / f"weights_{step}.safetensors"
+
+
 def step_of(path: Path) -> int:
     """The step of a checkpoint by its name, as checkpoint_path gave it."""
-    return int(path.stem.removeprefix("step_"))
+    return int(path.stem.rpartition("_")[2])
 
 
-def list_checkpoints(folder: str | os.PathLike) -> list[Path]:
-    """The checkpoints of a folder, newest step first; not opened. CheckpointError where the folder
+def list_checkpoints(folder: str | os.PathLike, kind: str = "step") -> list[Path]:
+    """The checkpoints of a folder, newest step first; not opened. kind: "step", "weights", or
+    "step|weights". CheckpointError where the folder
     is there and cannot be listed."""
     try:
         names = os.listdir(folder)
@@ -290,7 +296,9 @@ def list_checkpoints(folder: str | os.PathLike) -> list[Path]:
         return []
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be listed: {error.strerror or error}") from error
-    found = [Path(folder) / name for name in names if re.fullmatch(r"step_\d+\.safetensors", name)]
+    found = [
+        Path(folder) / name for name in names if re.fullmatch(rf"({kind})_\d+\.safetensors", name)
+    ]
     return sorted(found, key=step_of, reverse=True)
 
 

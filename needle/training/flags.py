@@ -104,6 +104,14 @@ def run_name(text: str) -> str:
     return text
 
 
+def kept_steps(text: str) -> str:
+    try:
+        recipes.keeps(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
 # ---- the table ---------------------------------------------------------------------------------
 
 DESCRIPTION = """
@@ -208,6 +216,10 @@ TABLE = {
 --save-every N  steps between checkpoints; 0: only at the end. Three kinds are kept: the last two,
     the last one followed by N finite steps (one of the two, unless stops saved more), and those of
     a recipe (default: {save_every})
+--keep STEPS  keep the weights of these steps for good, as checkpoints/weights_N.safetensors:
+    numbers, and "..." for those that follow, as in 1,2,4,...,512,1000,..., or log: 0 and the powers
+    of two (default: none)
+--keep-optimizer  of the steps of --keep keep whole checkpoints, from which a run can resume
 --out FOLDER  where runs are written (default: runs)
 --name NAME  of the run's folder in there (default: the model's name, with a number where it is
     taken)
@@ -256,6 +268,8 @@ OPTIONS: dict[str, dict] = {
     "seed": {"type": seed},
     "eval-every": {"type": count_or_zero},
     "save-every": {"type": count_or_zero},
+    "keep": {"type": kept_steps},
+    "keep-optimizer": {"action": "store_true"},
     "out": {"default": "runs"},
     "name": {"type": run_name},
     "tensorboard": {"action": "store_true"},
@@ -344,6 +358,8 @@ def given_anew(args: argparse.Namespace) -> dict:
     named = given(args)
     if "window" in named and "sparse" not in named:
         parser().error("argument --window: needs --sparse")
+    if "keep_optimizer" in named and "keep" not in named:
+        parser().error("argument --keep-optimizer: needs --keep")
     if "config" in named:
         if "model" in named:
             parser().error("argument --config: not allowed with argument --model")
@@ -402,7 +418,7 @@ def resumed(args: argparse.Namespace, checkpoint: Checkpoint, folder: Path) -> d
     config = checkpoint.configuration()
     implied |= {flag: getattr(config, field, None) for flag, field in SHAPE.items()}
     # Data are compared by their tokens, once they are open.
-    free = {*OTHERS, "data", "tokenizer", "import"}
+    free = {*OTHERS, "data", "tokenizer", "import", "keep", "keep_optimizer"}
     if saved["schedule"] == "constant":
         free.add("steps")
     for flag, value in named.items():

@@ -11,7 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from needle import models, optim, supervise
-from needle.checkpoint import checkpoint_path, prune_checkpoints, save_checkpoint, versions
+from needle.checkpoint import (
+    checkpoint_path,
+    prune_checkpoints,
+    save_checkpoint,
+    versions,
+    weights_path,
+)
 from needle.data import Prefetch, TokenData
 from needle.distributed.data_parallel import DataParallel
 from needle.files import Lock, described, replacing
@@ -91,8 +97,30 @@ def write_checkpoint(run: Run, log: RunLog) -> None:
 
 
 def is_kept(settings: dict, step: int) -> bool:
-    """True if the checkpoint of this step is kept for good."""
-    return settings["recipe"] is not None and recipes.published(step)
+    """True if the whole checkpoint of this step is kept for good."""
+    if "keep_optimizer" in settings and recipes.keeps(settings["keep"])(step):
+        return True
+    return settings["recipe"] is not None and recipes.keeps(recipes.PUBLISHED)(step)
+
+
+def keeps_weights(settings: dict, step: int) -> bool:
+    """True if the weights of this step are kept for good, in a file without the optimizer."""
+    is_named = "keep" in settings and recipes.keeps(settings["keep"])(step)
+    return is_named and not is_kept(settings, step)
+
+
+def save_weights(run: Run, log: RunLog) -> None:
+    """Write the weights of run.step on rank 0."""
+    run.parallel.group.first("the weights", lambda: write_weights(run, log))
+
+
+def write_weights(run: Run, log: RunLog) -> None:
+    log.sync()
+    with run.lock.writing() as at:
+        path = weights_path(at / "checkpoints", run.step)
+        epoch = run.position["epoch"]
+        save_checkpoint(run.model, None, epoch, log.loss, path, run=run.id, step=run.step)
+    beat()
 
 
 def prove_after(run: Run) -> int:

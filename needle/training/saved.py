@@ -16,6 +16,7 @@ from needle.checkpoint import (
     find_checkpoint,
     list_checkpoints,
     step_of,
+    weights_path,
 )
 from needle.data import load_tokenizer
 from needle.files import MissingFileError, named
@@ -32,7 +33,7 @@ class SavedRun:
     config     the configuration of the model
     tokenizer  a tokenizers.Tokenizer, or None for data that are tokens
     metrics    the numbers of metrics.jsonl by name, see there
-    steps      the steps of the checkpoints, ascending
+    steps      the steps of the checkpoints and of weights that --keep left, ascending
 
     Each is read when it is first asked for; a new SavedRun sees what a run under way has added.
     """
@@ -77,11 +78,14 @@ class SavedRun:
 
     @functools.cached_property
     def steps(self) -> list[int]:
-        return sorted(map(step_of, list_checkpoints(self.folder / "checkpoints")))
+        return sorted({step_of(path) for path in self._files("step|weights")})
+
+    def _files(self, kind: str) -> list[Path]:
+        return list_checkpoints(self.folder / "checkpoints", kind)
 
     def checkpoint(self, step: int | None = None) -> Checkpoint:
-        """Return the checkpoint of a step; by default the newest whole one. MissingFileError where
-        there is none."""
+        """Return the checkpoint of a step, or its weights alone where --keep left these; by default
+        the newest whole one. MissingFileError where there is none."""
         if step is None:
             return find_checkpoint(self.folder)
         if step not in self.steps:
@@ -89,10 +93,9 @@ class SavedRun:
             raise MissingFileError(
                 f"{self.folder}: no checkpoint of step {step}; there are {there}"
             )
-        return Checkpoint(self._path(step))
-
-    def _path(self, step: int) -> Path:
-        return checkpoint_path(self.folder / "checkpoints", step)
+        place = self.folder / "checkpoints"
+        whole = checkpoint_path(place, step)
+        return Checkpoint(whole if whole.exists() else weights_path(place, step))
 
     def model(
         self, step: int | None = None, device: Device | None = None, dtype: str | None = None

@@ -18,13 +18,23 @@ from needle.training import trackers
 from needle.training.graphed import GraphedStep, worth_recording
 from needle.training.log import NotFinite, RunLog
 from needle.training.ranks import Failed, agree, agreed
-from needle.training.run import Run, finish, is_kept, report_divergence, report_stop, save
+from needle.training.run import (
+    Run,
+    finish,
+    is_kept,
+    keeps_weights,
+    report_divergence,
+    report_stop,
+    save,
+    save_weights,
+)
 
 
 class Due(NamedTuple):
     """Actions due after a step."""
 
     evaluation: bool
+    weights: bool
     checkpoint: bool
     end: bool
 
@@ -115,7 +125,7 @@ class Session:
         ends = is_last or self._reason is not None or self._failure is not None
         evaluates = is_last or _is_due(step, settings["eval_every"])
         saves = ends or _is_due(step, settings["save_every"]) or is_kept(settings, step)
-        return Due(evaluates, saves, ends)
+        return Due(evaluates, keeps_weights(settings, step), saves, ends)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -128,6 +138,11 @@ class Session:
     def save(self) -> None:
         """Write a checkpoint; the time does not count for the next step."""
         save(self.run, self.log)
+        self.log.skip_time()
+
+    def save_weights(self) -> None:
+        """Write the weights of a step of --keep; the time does not count for the next step."""
+        save_weights(self.run, self.log)
         self.log.skip_time()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:

@@ -57,7 +57,8 @@ RESULTS = (
 # content of the file: `model`, a registered name, and fields of its configuration.
 OPTIONAL = {
     **{"import": str, "config": dict, "layers": int, "hidden": int, "heads": int},
-    **{"vocab_size": int, "no_mlp": bool, "init_seed": int, "data_seed": int},
+    **{"vocab_size": int, "no_mlp": bool, "init_seed": int, "data_seed": int, "keep": str},
+    **{"keep_optimizer": bool},
 }
 # Flags of the model's shape, by fields of its configuration.
 SHAPE = {
