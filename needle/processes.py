@@ -315,6 +315,17 @@ def _output_is_closed() -> bool:
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
+def terminal_bar(**options: Any) -> Any | None:
+    """Return tqdm's bar if standard error is a terminal and tqdm is installed, else None."""
+    if not sys.stderr.isatty():
+        return None
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+    return tqdm(dynamic_ncols=True, **options)
+
+
 def silence() -> None:
     """Send stdout and stderr to /dev/null, so that they raise nothing after the reader is gone."""
     nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -20,7 +20,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from needle.data.identity import (
     whole,
 )
 from needle.data.text import (
+    Chunk,
     documents,
     encode,
     files_at,
@@ -52,6 +53,7 @@ from needle.data.text import (
 )
 from needle.data.tokens import DataError, Documents, FlatTokens, Part, absent, whole_file
 from needle.files import MissingFileError, named
+from needle.processes import terminal_bar
 
 HELD_OUT = 20  # one document, or one token, in so many
 # A change of how text becomes tokens makes caches of other versions invisible.
@@ -375,17 +377,33 @@ def _cached(folder: Path, facts: dict) -> list[Part]:
     ]
 
 
+def _shown(chunks: Iterator[Chunk], text: str, files: Sequence[Path]) -> Iterator[Chunk]:
+    """Yield `chunks`, and show on a terminal how many characters were read. Without a total where
+    files are packed or JSON, of which the text is a part."""
+    plain = not any(is_packed(path) or is_json_lines(path) for path in files)
+    total = sum(path.stat().st_size for path in files) if plain else None
+    bar = terminal_bar(desc=text, total=total, unit="B", unit_scale=True, leave=False)
+    for chunk in chunks:
+        yield chunk
+        if bar is not None:
+            bar.update(len(chunk[0]))
+    if bar is not None:
+        bar.close()
+
+
 def _tokenise(
     files: list[Path], source: str, tokenizer, vocab_size: int, folder: Path
 ) -> dict[str, Any]:
     """Writes tokenizer.json, train.bin and held_out.bin into `folder`; returns what they hold."""
     if tokenizer is None:
-        tokenizer = train_tokenizer((text for text, _ in documents(files)), vocab_size)
+        read = _shown(documents(files), "training a tokenizer", files)
+        tokenizer = train_tokenizer((text for text, _ in read), vocab_size)
     dtype = np.dtype("<u2" if id_limit(tokenizer) <= 1 << 16 else "<i4")
     count = 0
     names = folder / "train.bin", folder / "held_out.bin"
     with open(names[0], "xb+") as train, open(names[1], "xb") as held_out:
-        for ids, last in encode(tokenizer, documents(files, warn), dtype):
+        read = _shown(documents(files, warn), "tokenising", files)
+        for ids, last in encode(tokenizer, read, dtype):
             (held_out if count % HELD_OUT == HELD_OUT - 1 else train).write(ids)
             count += last
         if count == 0:

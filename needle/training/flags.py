@@ -140,6 +140,51 @@ one step end the run. Each is a line of faults.jsonl in the run's folder. Of any
 needle.supervise -- COMMAND.
 """
 
+# What --help prints: the common flags.
+SCREEN = """
+usage: {prog} [FLAG ...]
+
+Trains a Pythia (GPT-NeoX) language model, by default on the sources of the
+Python standard library.
+
+model
+  --model NAME       tiny, pythia-14m, -31m, -70m ... -12b
+  --layers --hidden --heads --vocab-size N        of a model of another shape
+  --no-mlp           layers of attention alone
+  --config FILE      the model by a TOML file, or by transformers' config.json
+  --init PATH        start from the weights of a run, a file or a folder
+  --import FILE      register a model of one's own first
+data
+  --data PATH        text, JSON lines, or files of tokens
+  --tokenizer PATH   a tokenizer.json; by default trained on the text
+  --batch-size N     sequences a micro-batch
+  --seq-len N        tokens a sequence
+training
+  --steps N          optimizer steps; or --tokens N
+  --lr X             peak learning rate; --warmup N, --schedule NAME
+  --grad-accum N     micro-batches a step
+  --seed N           of everything; --init-seed, --data-seed
+  --device NAME      auto, cpu, cuda or cuda:INDEX; --gpus N
+output
+  --name NAME        the run is runs/NAME; --out FOLDER
+  --resume WHAT      go on: auto, the folder of a run, or a checkpoint
+  --eval-every N     steps between evaluations
+  --save-every N     steps between checkpoints
+  --keep STEPS       weights kept for good, as 1,2,4,...,512,1000,... or log
+
+--help all: every flag with its default, --recipe, --sparse, --supervise ...
+"""
+
+
+class Help(argparse.Action):
+    """Print the common flags, or with `all` every flag, and exit."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: object) -> None:
+        text = SCREEN.lstrip().format(prog=parser.prog)
+        print(parser.format_help() if given[1] == "all" else text, end="")
+        parser.exit()
+
+
 # Group: flags, each from the start of a line: --NAME [VALUE], two spaces, help.
 TABLE = {
     "recipe": """
@@ -299,7 +344,16 @@ def words_of_defaults() -> dict[str, object]:
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="needle train", description=DESCRIPTION, epilog=EPILOG)
+    top = argparse.ArgumentParser(
+        prog="needle train",
+        usage="%(prog)s [FLAG ...]; --help lists the common flags, --help all every one",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        add_help=False,
+    )
+    top.add_argument(
+        *("-h", "--help"), action=Help, nargs="?", choices=("all",), help="all: every flag"
+    )
     words, described = words_of_defaults(), {"recipe": RECIPE, "faults": FAULTS}
     options = {**OPTIONS, "model": {"choices": ("auto", *models.preset_names())}}
     for title, table in TABLE.items():

@@ -22,7 +22,6 @@ import json
 import math
 import os
 import resource
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,9 +30,10 @@ from needle import _C
 from needle._C import Device, NDArray
 from needle.files import Lock, naming, reading, regular, replacing
 from needle.heartbeat import beat
-from needle.processes import silence
+from needle.processes import silence, terminal_bar
 
 PLAIN_LINES = 40  # of a run whose output is no terminal
+COLUMNS = 80  # of a line
 
 
 class NotFinite(ArithmeticError):
@@ -107,7 +107,8 @@ class RunLog:
         self._pending: dict | None = None
         self._mark = time.perf_counter()
         self._start, self._started = start, time.perf_counter()
-        self._bar = None if lock is None else _bar(start, steps)
+        shape = {"bar_format": "{n_fmt}/{total_fmt} {desc} |{bar}|"}
+        self._bar = None if lock is None else terminal_bar(total=steps, initial=start, **shape)
         self.is_heard = True  # False once the reader of the output is gone
 
     def queue(
@@ -245,17 +246,22 @@ class RunLog:
             )
             self._bar.update(step - self._bar.n)
         elif step in (self._start + 1, self._steps) or step % -(-self._steps // PLAIN_LINES) == 0:
-            facts = {
-                "loss": f"{line['loss']:.4f}",
-                "lr": f"{line['lr']:.2e}",
-                "norm": f"{line['grad_norm']:.3f}",
-                "tok/s": f"{speed:,.0f}",
-            }
+            used = self._memory() / 2**30
+            facts = [
+                f"step {step}/{self._steps}",
+                f"loss {line['loss']:.4f}",
+                f"lr {line['lr']:.1e}",
+                f"{short(speed)} tok/s",
+                f"{used:.{int(used < 10)}f} GiB",
+                f"left {left}",
+            ]
             if self._peak:
-                facts["MFU"] = f"{speed * self._flops_per_token / self._peak:.1%}"
-            facts |= {"mem": f"{self._memory() / 2**30:.2f} GiB", "left": left}
-            text = "  ".join(f"{name} {value}" for name, value in facts.items())
-            print(f"step {step}/{self._steps}  {text}", flush=True)
+                facts.insert(4, f"MFU {speed * self._flops_per_token / self._peak:.0%}")
+            # What does not fit is written closer, then without the norm.
+            most = [*facts[:3], f"norm {line['grad_norm']:.2f}", *facts[3:]]
+            forms = ["  ".join(most), " ".join(most), "  ".join(facts), " ".join(facts)]
+            forms.append(forms[-1].replace(" GiB", "G"))
+            print(next((text for text in forms if len(text) <= COLUMNS), forms[-1]), flush=True)
         if evaluated:
             text = f"step {step}/{self._steps}  held-out loss {evaluated['val_loss']:.4f}"
             if "val_bits_per_byte" in evaluated:
@@ -264,22 +270,6 @@ class RunLog:
                 self._bar.write(text)
             else:
                 print(text, flush=True)
-
-
-def _bar(start: int, steps: int):
-    """Return a progress bar if standard error is a terminal and tqdm is installed."""
-    if not sys.stderr.isatty():
-        return None
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return None
-    return tqdm(
-        total=steps,
-        initial=start,
-        dynamic_ncols=True,
-        bar_format="{n_fmt}/{total_fmt} {desc} |{bar}|",
-    )
 
 
 def clock(seconds: float) -> str:

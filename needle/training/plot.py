@@ -41,8 +41,8 @@ def plot(folder: Path) -> str:
 
 
 def draw(runs: dict[str, list[dict[str, Any]]], out: Path) -> None:
-    """Draw the losses of {name: lines of metrics.jsonl} over tokens, as a PNG. ImportError without
-    matplotlib."""
+    """Draw the losses of {name: lines of metrics.jsonl} over tokens; the ending of `out` is the
+    format. ImportError without matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -68,7 +68,7 @@ def draw(runs: dict[str, list[dict[str, Any]]], out: Path) -> None:
     axes.grid(alpha=0.5)
     axes.legend()
     with replacing(out) as file:
-        figure.savefig(file, format="png", dpi=120)
+        figure.savefig(file, format=out.suffix[1:] or "png", dpi=120)
     pyplot.close(figure)
 
 
@@ -83,7 +83,8 @@ def parser() -> argparse.ArgumentParser:
         "--out",
         type=Path,
         metavar="FILE",
-        help="the PNG to write (default: loss.png, of one run in its folder, of several here)",
+        help="the .png, .svg or .pdf to write (default: loss.png, of one run in its folder, of "
+        "several here)",
     )
     return top
 

@@ -95,9 +95,88 @@ def test_plain_lines_are_flushed_one_by_one(tmp_path, monkeypatch, now):
         queue(log, step, 3.5)
         log.finish()
         line = pipe.sent.splitlines()[-1]
-        assert line.startswith(f"step {step}/2  loss 3.5000  lr 1.00e-03  norm 3.500")
-        assert f"tok/s {speed}  MFU {share}.0%  mem " in line
+        assert line.startswith(f"step {step}/2 loss 3.5000 lr 1.0e-03 norm 3.50 {speed} tok/s")
+        assert f" MFU {share}% " in line and re.search(r" \d\S* GiB left 0:0\d$", line)
     log.close()
+
+
+def test_plain_lines_fit_80_columns(tmp_path, monkeypatch, now):
+    for steps, done, seconds, tokens, norm in (
+        (600, 50, 0.24, 4096, 1.234),
+        (143_000, 1000, 0.94, 1 << 20, 3.5e8),
+        (143_000, 100_000, 9.4, 1 << 20, 3.5),
+    ):
+        pipe = Pipe()
+        monkeypatch.setattr(sys, "stdout", pipe)
+        (tmp_path / str(done)).mkdir()
+        log = logs.RunLog(Lock(tmp_path / str(done)), ndl.cpu(), done - 1, steps, tokens, 1e9, 1e15)
+        monkeypatch.setattr(logs, "PLAIN_LINES", steps)
+        monkeypatch.setattr(log, "_memory", lambda: 70.12 * 2**30)
+        now[0] += seconds
+        loss = full((), 10.8251, "float32", ndl.cpu())
+        log.queue(done, [loss], full((), norm, "float32", ndl.cpu()), 1e-3, "", 0.0)
+        log.finish(val_loss=10.5, val_bits_per_byte=2.25)
+        for line in pipe.sent.splitlines():
+            assert len(line) <= 80, line
+        line = pipe.sent.splitlines()[0]
+        for fact in f"step {done}/{steps}", "loss 10.8251", "lr 1.0e-03", " tok/s", "MFU ", "left ":
+            assert fact in line, line
+        log.close()
+
+
+def test_figure_of_several_runs_and_of_one(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    from matplotlib import pyplot
+
+    curves = {"a": np.linspace(9, 3, 60), "b": np.linspace(8, 4, 7), "c/a": np.linspace(7, 5, 9)}
+    for name, losses in curves.items():
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text("{}")
+        held = lambda n: f', "val_loss": {n}' if n % 3 == 0 else ""
+        lines = [
+            f'{{"step": {n}, "tokens": {n * 32}, "loss": {x}{held(n)}}}\n'
+            for n, x in enumerate(losses, 1)
+        ]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(lines) + '{"step": 99, "los')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    assert plots.main(["a", "b", "--out", "two.svg"]) == 0
+    axes = pyplot.gcf().axes[0]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["a", "b"]
+    drawn = [line.get_ydata() for line in axes.lines]
+    for name in "a", "b":
+        assert any(
+            len(y) == len(curves[name]) and np.allclose(y, plots.smoothed(curves[name]))
+            for y in drawn
+        )
+    dots = [line.get_xdata() for line in axes.lines if line.get_marker() == "o"]
+    assert [list(x[:2]) for x in dots] == [[96, 192], [96, 192]]
+    assert (tmp_path / "two.svg").read_text().startswith("<?xml")
+    assert plots.main(["a", "c/a"]) == 0 and (tmp_path / "loss.png").exists()
+    names = [text.get_text() for text in pyplot.gcf().axes[0].get_legend().get_texts()]
+    assert names == ["a", "c/a"]
+    assert plots.main(["b"]) == 0 and (tmp_path / "b" / "loss.png").exists()
+    monkeypatch.undo()
+    pyplot.close("all")
+    capsys.readouterr()
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "config.json").write_text("{}")
+    for folder, text in (("no", "no such folder"), ("new", "no step yet")):
+        assert plots.main([str(tmp_path / folder)]) == 1
+        assert text in capsys.readouterr().err
+
+
+def test_tokenising_shows_a_bar_on_a_terminal_alone(tmp_path, monkeypatch):
+    text = tmp_path / "text.txt"
+    text.write_text("one two three\n" * 500)
+    for columns, name in ((80, "a"), (None, "b")):
+        monkeypatch.setenv("NEEDLE_CACHE", str(tmp_path / name))
+        screen = Terminal(columns) if columns else io.StringIO()
+        monkeypatch.setattr(sys, "stderr", screen)
+        data = ndl.data.open_data(text, vocab_size=300)
+        shown = screen.getvalue()
+        assert ("tokenising" in shown and "training a tokenizer" in shown) == bool(columns)
+    assert len(data.train) > 0
 
 
 def test_resumed_log_continues_at_its_checkpoint(tmp_path, now):

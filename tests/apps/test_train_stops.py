@@ -221,12 +221,32 @@ def test_warmup_longer_than_the_run_is_refused(tmp_path, capsys):
     assert run_settings.complete(constant, None, on_gpu=False)["warmup"] == 7
 
 
+def test_help_is_a_screen_of_flags_that_exist(capsys):
+    texts = {}
+    for words in ["--help"], ["-h"], ["--help", "all"]:
+        with pytest.raises(SystemExit, match="0"):
+            train_pythia.main(words)
+        texts[words[-1]] = capsys.readouterr().out
+    screen, every = texts["--help"], texts["all"]
+    assert texts["-h"] == screen
+    assert len(screen.splitlines()) <= 48 and max(map(len, screen.splitlines())) <= 80
+    shown = set(re.findall(r"--[a-z][a-z-]*", screen))
+    assert {"--help", "--model", "--data", "--steps", "--resume", "--layers", "--keep"} <= shown
+    assert all(f"\n  {flag} " in every or flag == "--help" for flag in shown)
+    for topic in "model", "data", "training", "output":
+        assert f"\n{topic}\n" in screen
+    with pytest.raises(SystemExit, match="2"):
+        train_pythia.main(["--nonsense"])
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
 def test_help_names_every_flag_in_groups_with_defaults(capsys):
     with pytest.raises(SystemExit) as caught:
-        train_pythia.main(["--help"])
+        train_pythia.main(["--help", "all"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
-    for name in (*run_settings.RESULTS, *run_settings.OTHERS, "tokens", "device", "out", "name"):
+    settings = (*run_settings.RESULTS, *run_settings.OTHERS, *run_settings.OPTIONAL)
+    for name in (*settings, "tokens", "device", "out", "name"):
         assert f"--{name.replace('_', '-')} " in text, name
     for flag in "resume recipe global-batch-size tensorboard wandb supervise hang-seconds".split():
         assert f"--{flag} " in text, flag
