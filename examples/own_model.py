@@ -4,6 +4,7 @@ Sennrich 2019), a gated MLP (Shazeer 2020), rotary attention, a tied head.
 
     python examples/own_model.py --model own --steps 300      flags as of apps/train_pythia.py
     python examples/own_model.py --resume auto --name own
+    needle train --import examples/own_model.py --model own       the same; so generate, evaluate
 
 `register` is all that needle asks for: checkpoints name the model, its presets are names for
 --model, `hook_points` say where hooks stand, and generation attends through the cache that `hidden`
