@@ -131,3 +131,8 @@ def test_create_pythia_70m_takes_pattern_and_window():
         assert not ndl.create_pythia_70m()[1].use_sparse_attention
     with pytest.raises(ValueError, match="sparse_pattern"):
         ndl.create_pythia_70m(sparse="round")
+
+
+def test_preset_of_another_width_has_mlps_of_four_times_that_width():
+    config = ndl.PythiaConfig.preset("70m", hidden_size=64, num_heads=4)
+    assert config.intermediate_size == 256
