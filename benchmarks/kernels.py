@@ -31,6 +31,7 @@ ROTARY = 8  # angles: the first 16 of 64 dims are rotated
 SAMPLE_MS = 5.0  # a sample repeats the operation about so long
 SLOW = 0.9  # of PyTorch's speed
 LEFT_OUT = {
+    **dict.fromkeys(("bitwise_and", "bitwise_or", "bitwise_xor"), "of integers; the kernel of add"),
     "block_sparse_attention_fwd": "beside dense attention in benchmarks/attention.py",
     "block_sparse_attention_bwd": "beside dense attention in benchmarks/attention.py",
     "block_lists": "once a mask",
@@ -113,6 +114,18 @@ UNARY = {
     "sigmoid": lambda t, a, b, c: t.sigmoid(a),
     "gelu": lambda t, a, b, c: t.nn.functional.gelu(a),
     "gelu_tanh": lambda t, a, b, c: t.nn.functional.gelu(a, approximate="tanh"),
+    "sign": lambda t, a, b, c: t.sign(a),
+    "floor": lambda t, a, b, c: t.floor(a),
+    "ceil": lambda t, a, b, c: t.ceil(a),
+    "round": lambda t, a, b, c: t.round(a),
+    "sin": lambda t, a, b, c: t.sin(a),
+    "cos": lambda t, a, b, c: t.cos(a),
+    "erf": lambda t, a, b, c: t.erf(a),
+    "log1p": lambda t, a, b, c: t.log1p(a),
+    "expm1": lambda t, a, b, c: t.expm1(a),
+    "rsqrt": lambda t, a, b, c: t.rsqrt(a),
+    "silu": lambda t, a, b, c: t.nn.functional.silu(a),
+    "softplus": lambda t, a, b, c: t.nn.functional.softplus(a),
 }
 BINARY = {
     "add": lambda t, a, b, c: t.add(a, b),
@@ -122,6 +135,8 @@ BINARY = {
     "power": lambda t, a, b, c: t.pow(a, b),
     "maximum": lambda t, a, b, c: t.maximum(a, b),
     "minimum": lambda t, a, b, c: t.minimum(a, b),
+    "floor_divide": lambda t, a, b, c: t.floor_divide(a, b),
+    "remainder": lambda t, a, b, c: t.remainder(a, b),
     "gelu_bwd": lambda t, a, b, c: t.ops.aten.gelu_backward(b, a),
     "gelu_tanh_bwd": lambda t, a, b, c: t.ops.aten.gelu_backward(b, a, approximate="tanh"),
 }

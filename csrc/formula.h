@@ -12,6 +12,8 @@
  *   nd_gelu       x Phi(x), Phi the normal distribution (the "erf form")
  *   nd_gelu_tanh  x sigmoid(2 u), u = sqrt(2/pi) (x + 0.044715 x^3); equals x/2 (1 + tanh u)
  *   nd_gelu_grad, nd_gelu_tanh_grad   their derivatives
+ *   nd_softplus   log(1 + e^x)
+ *   nd_floor_divide, nd_remainder   as Python's // and %, of float or int64_t
  */
 #ifndef NEEDLE_FORMULA_H
 #define NEEDLE_FORMULA_H
@@ -238,5 +240,49 @@ ND_FN float nd_gelu_tanh_grad(float x) {
     (void)nd_gelu_tanh_and_grad(x, &grad);
     return grad;
 }
+
+ND_FN float nd_softplus(float x) {
+    float a = x < 0.0f ? -x : x;
+    return nd_max(x, 0.0f) + log1pf(nd_exp(-a));
+}
+
+/* Python's // and %: the quotient is rounded down, the remainder has the sign of y. Of floats they
+ * are computed by fmod, so that they fit each other; x // 0 is x / 0, x % 0 is NaN. Of integers
+ * x // 0 and x % 0 are 0, and -2^63 // -1 wraps around. */
+ND_FN float nd_remainder_f32(float x, float y) {
+    float r = fmodf(x, y);
+    return r == 0.0f ? copysignf(0.0f, y) : (r < 0.0f) != (y < 0.0f) ? r + y : r;
+}
+ND_FN float nd_floor_divide_f32(float x, float y) {
+    float r = fmodf(x, y), q = (x - r) / y;
+    q = r != 0.0f && (r < 0.0f) != (y < 0.0f) ? q - 1.0f : q;
+    float down = floorf(q);
+    down = q - down > 0.5f ? down + 1.0f : down;
+    return y == 0.0f ? x / y : q == 0.0f ? copysignf(0.0f, x / y) : down;
+}
+ND_FN int64_t nd_remainder_i64(int64_t x, int64_t y) {
+    if (y == 0 || y == -1) {
+        return 0;
+    }
+    int64_t r = x % y;
+    return r != 0 && (r < 0) != (y < 0) ? r + y : r;
+}
+ND_FN int64_t nd_floor_divide_i64(int64_t x, int64_t y) {
+    if (y == 0 || y == -1) {
+        return y == 0 ? 0 : (int64_t)(0 - (uint64_t)x);
+    }
+    int64_t q = x / y;
+    return x % y != 0 && (x < 0) != (y < 0) ? q - 1 : q;
+}
+#ifdef __CUDACC__
+ND_FN float nd_remainder(float x, float y) { return nd_remainder_f32(x, y); }
+ND_FN int64_t nd_remainder(int64_t x, int64_t y) { return nd_remainder_i64(x, y); }
+ND_FN float nd_floor_divide(float x, float y) { return nd_floor_divide_f32(x, y); }
+ND_FN int64_t nd_floor_divide(int64_t x, int64_t y) { return nd_floor_divide_i64(x, y); }
+#else
+#define nd_remainder(x, y) _Generic((x), float : nd_remainder_f32, int64_t : nd_remainder_i64)(x, y)
+#define nd_floor_divide(x, y) \
+    _Generic((x), float : nd_floor_divide_f32, int64_t : nd_floor_divide_i64)(x, y)
+#endif
 
 #endif

@@ -35,7 +35,7 @@ from needle import _C, operators
 from needle._C import Device, NDArray
 from needle.backend_ndarray import ones, zeros
 from needle.grad_mode import enable_grad, is_grad_enabled, mode, no_grad
-from needle.graph import arrays_of, check_unchanged, find_topo_sort, memory_of
+from needle.graph import arrays_of, check_unchanged, collect, find_topo_sort, memory_of
 from needle.operators import Operators
 
 __all__ = [
@@ -52,6 +52,7 @@ __all__ = [
     "compute_gradient_of_variables",
     "enable_grad",
     "find_topo_sort",
+    "grad",
     "is_grad_enabled",
     "no_grad",
 ]
@@ -274,6 +275,7 @@ class Value:
     operands: Sequence[Any] = ()  # the inputs' data, as the op saw it ...
     kept: Sequence[NDArray] = ()  # ... and the arrays in its attributes ...
     writes: int = 0  # ... after so many writes
+    assigned: int = 0  # so many writes before the last x[...] = y of the graph
     requires_grad: bool = False
     grad: Any = None
     grad_buffer: NDArray | None = None
@@ -473,6 +475,14 @@ class Tensor(Value, Operators["Tensor"]):
     def __int__(self) -> int:
         return int(self.item())
 
+    def tolist(self) -> Any:
+        """Nested lists of Python numbers."""
+        return self.numpy().tolist()
+
+    def clone(self) -> Tensor:
+        """A copy in memory of its own, in the graph."""
+        return _Copy()(self)
+
     def __format__(self, spec: str) -> str:
         """f"{loss:.4f}" formats the one value of a Tensor of size 1; without a format, as str()."""
         return format(self.item(), spec) if spec else str(self)
@@ -573,6 +583,43 @@ def compute_gradient_of_variables(output: Value, out_grad: Value, inner: bool = 
         _walk(order, output, out_grad, keep=not training)
         if not inner:
             _separate(order, out_grad)
+
+
+def grad(
+    outputs: Tensor | Sequence[Tensor],
+    inputs: Tensor | Sequence[Tensor],
+    grad_outputs: Tensor | Sequence[Tensor | None] | None = None,
+    create_graph: bool = False,
+    allow_unused: bool = False,
+) -> tuple:
+    """Return the gradients of the sum of `outputs` for each of `inputs`; no `.grad` changes.
+
+    grad_outputs: of each output, ones by default. create_graph: the gradients are in the graph.
+    allow_unused: None for an input that no output depends on, otherwise a RuntimeError.
+
+    >>> x = ndl.Tensor([1, 2])
+    >>> (slope,) = ndl.autograd.grad((x**3).sum(), x, create_graph=True)
+    >>> print(slope, *ndl.autograd.grad(slope.sum(), x), x.grad)
+    [ 3. 12.] [ 6. 12.] None
+    """
+    outputs, wanted = ([x] if isinstance(x, Tensor) else list(x) for x in (outputs, inputs))
+    seeds: Any = grad_outputs if isinstance(grad_outputs, (list, tuple)) else [grad_outputs]
+    seeds = [None] * len(outputs) if grad_outputs is None else seeds
+    order = [node for node in find_topo_sort(outputs) if node.requires_grad]
+    pending: dict[int, Any] = {}
+    for output, seed in zip(outputs, seeds, strict=True):
+        if seed is None:
+            seed = Tensor.from_ndarray(ones(output.shape, output.dtype, output.device))
+        if seed.shape != output.shape:
+            raise ValueError(f"grad: grad_outputs is {seed.shape}, but the output {output.shape}")
+        pending[id(output)] = _sum(pending.get(id(output)), seed)
+    with contextlib.nullcontext() if create_graph else no_grad():
+        found = collect(order, pending, {*map(id, wanted)}, _sum)
+        found = {key: _Copy()(part) for key, part in found.items()}
+    for i, x in enumerate(wanted):
+        if id(x) not in found and not allow_unused:
+            raise RuntimeError(f"grad: no output depends on input {i}; see allow_unused")
+    return tuple(found.get(id(x)) for x in wanted)
 
 
 def _sum(a: Any, b: Any) -> Any:

@@ -69,6 +69,9 @@ def check_unchanged(node: Any) -> None:
             refuse(f"{name} was written to, or handed out for writing,", data)
 
     op.check_unchanged()
+    for i, x in enumerate(node.inputs):
+        if x.assigned > since:
+            refuse(f"operand {i} was assigned to (x[...] = y)", x.cached_data)
     if op.reads_inputs:
         for i, (x, data) in enumerate(zip(node.inputs, node.operands)):
             if x.cached_data is not data:
@@ -78,6 +81,29 @@ def check_unchanged(node: Any) -> None:
         check("the result", node.cached_data)
     for data in node.kept:
         check("an array that the op keeps", data)
+
+
+def collect(order: Sequence[Any], pending: dict[int, Any], wanted: set[int], add: Any) -> dict:
+    """Return the gradients of the nodes `wanted`, by id, walking `order` from the results to the
+    leaves. pending: those of the results; `add` adds two gradients."""
+    found: dict[int, Any] = {}
+    for node in order:
+        if node.op is not None:
+            check_unchanged(node)
+    for node in reversed(order):
+        part = pending.pop(id(node), None)
+        if part is None:
+            continue
+        if id(node) in wanted:
+            found[id(node)] = part
+        if node.op is None:
+            continue
+        if "float" in str(getattr(node, "dtype", "")) and part.dtype != node.dtype:
+            part = part.astype(node.dtype)
+        for x, grad in zip(node.inputs, node.op.gradient_as_tuple(part, node)):
+            if grad is not None and x.requires_grad:
+                pending[id(x)] = add(pending.get(id(x)), grad)
+    return found
 
 
 def memory_of(*values: Any) -> Iterator[int]:

@@ -19,7 +19,7 @@ import numpy as np
 from needle import _C
 from needle._C import Device, NDArray
 from needle.autograd import Tensor
-from needle.backend_ndarray import full
+from needle.backend_ndarray import full as full_array
 
 
 @dataclasses.dataclass
@@ -175,9 +175,9 @@ def constant(
     """
     budget = _meta.get()
     if budget is None:
-        return Tensor.from_ndarray(full(shape, c, dtype, device), requires_grad)
+        return Tensor.from_ndarray(full_array(shape, c, dtype, device), requires_grad)
     budget.take(tensors=1)
-    return Tensor.from_ndarray(full((), c, dtype, device).broadcast_to(shape), requires_grad)
+    return Tensor.from_ndarray(full_array((), c, dtype, device).broadcast_to(shape), requires_grad)
 
 
 def ones(
@@ -232,6 +232,87 @@ def arange(
     values = np.arange(start, step=step) if stop is None else np.arange(start, stop, step)
     kind = "int64" if values.dtype.kind == "i" else "float32"
     return _tensor(values, device, kind if dtype is None else dtype, requires_grad)
+
+
+def full(
+    shape: int | Sequence[int],
+    fill_value: float,
+    *,
+    device: Device | None = None,
+    dtype: str = "float32",
+    requires_grad: bool = False,
+) -> Tensor:
+    """Every element `fill_value`."""
+    sizes = (shape,) if isinstance(shape, int) else shape
+    return constant(*sizes, c=fill_value, device=device, dtype=dtype, requires_grad=requires_grad)
+
+
+def eye(
+    n: int,
+    m: int | None = None,
+    *,
+    device: Device | None = None,
+    dtype: str = "float32",
+    requires_grad: bool = False,
+) -> Tensor:
+    """(n, m), by default (n, n), with 1 on the main diagonal and 0 elsewhere."""
+    return _tensor(np.eye(n, m), device, dtype, requires_grad)
+
+
+def linspace(
+    start: float,
+    stop: float,
+    num: int = 50,
+    *,
+    device: Device | None = None,
+    dtype: str = "float32",
+    requires_grad: bool = False,
+) -> Tensor:
+    """`num` numbers at equal distances from start to stop, both included.
+
+    >>> print(ndl.linspace(0, 1, 5))
+    [0.   0.25 0.5  0.75 1.  ]
+    """
+    return _tensor(np.linspace(start, stop, num), device, dtype, requires_grad)
+
+
+def randint(
+    low: int,
+    high: int | None = None,
+    size: int | Sequence[int] = (),
+    *,
+    device: Device | None = None,
+    dtype: str = "int64",
+) -> Tensor:
+    """Whole numbers in [low, high), or [0, low): `np.random.randint(low, high, size)`."""
+    return _tensor(np.asarray(np.random.randint(low, high, size)), device, dtype, False)
+
+
+def randperm(n: int, *, device: Device | None = None, dtype: str = "int64") -> Tensor:
+    """The whole numbers below n in random order: `np.random.permutation(n)`."""
+    return _tensor(np.random.permutation(n), device, dtype, False)
+
+
+def multinomial(probs: Tensor | NDArray, num_samples: int, replacement: bool = False) -> Tensor:
+    """Draw places of the last axis of `probs` (n,) or (rows, n), which need not sum to 1: int64,
+    (num_samples,) or (rows, num_samples). One `np.random.choice` a row. ValueError for negative or
+    no probabilities, or fewer positive ones than samples without replacement.
+
+    >>> np.random.seed(0)
+    >>> print(ndl.multinomial(ndl.Tensor([0, 1, 3]), 4, replacement=True))
+    [2 2 2 2]
+    """
+    p = probs.numpy().astype(np.float64)
+    total = p.sum(-1, keepdims=True)
+    if p.ndim not in (1, 2) or not (np.isfinite(p).all() and (p >= 0).all() and (total > 0).all()):
+        raise ValueError(
+            f"multinomial: probs must be (n,) or (rows, n), finite, not negative, with a positive "
+            f"sum a row, but are {p.shape}"
+        )
+    rows = (p / total).reshape(-1, p.shape[-1])
+    drawn = [np.random.choice(p.shape[-1], num_samples, replacement, row) for row in rows]
+    out = np.array(drawn, np.int64).reshape((*p.shape[:-1], num_samples))
+    return _tensor(out, probs.device, "int64", False)
 
 
 def from_dlpack(array: Any) -> Tensor:

@@ -4,15 +4,15 @@ needle.ops, which documents the maths and the arguments. needle.ops imports this
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from numbers import Number
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
 from needle import _C
 from needle._C import Device, NDArray
-from needle.backend_ndarray import DTYPES, Axes, check_device_name, choose_device
+from needle.backend_ndarray import DTYPES, check_device_name, choose_device
 
 Result = TypeVar("Result")
 ops: Any = None
@@ -22,13 +22,6 @@ def define_operators(module: Any) -> None:
     """From now on +, @, .sum() and the like of Tensors call the functions of `module`."""
     global ops
     ops = module
-
-
-def _one_of(op: str, axes: Any, axis: Any) -> Any:
-    """The one of two words for the same that was given."""
-    if axes is not None and axis is not None:
-        raise TypeError(f"{op}: axes and axis are the same: give one of them")
-    return axis if axes is None else axes
 
 
 class Operators(Generic[Result]):
@@ -99,25 +92,46 @@ class Operators(Generic[Result]):
     def __neg__(self) -> Result:
         return ops.negate(self)
 
+    def __abs__(self) -> Result:
+        return ops.abs(self)
+
+    def __mod__(self, other: Any) -> Result:
+        return ops.remainder(self, other)
+
+    def __rmod__(self, other: Any) -> Result:
+        return ops.remainder(other, self)
+
+    def __floordiv__(self, other: Any) -> Result:
+        return ops.floor_divide(self, other)
+
+    def __rfloordiv__(self, other: Any) -> Result:
+        return ops.floor_divide(other, self)
+
+    def __and__(self, other: Any) -> Result:
+        return ops.bitwise_and(self, other)
+
+    def __or__(self, other: Any) -> Result:
+        return ops.bitwise_or(self, other)
+
+    def __xor__(self, other: Any) -> Result:
+        return ops.bitwise_xor(self, other)
+
+    __rand__, __ror__, __rxor__ = __and__, __or__, __xor__
+
+    def __invert__(self) -> Result:
+        return ops.bitwise_not(self)
+
     def __matmul__(self, other: Any) -> Result:
         return ops.matmul(self, self._operand(other))
 
     def __rmatmul__(self, other: Any) -> Result:
         return ops.matmul(self._operand(other), self)
 
-    def matmul(self, other: Result) -> Result:
-        return ops.matmul(self, other)
-
-    def exp(self) -> Result:
-        return ops.exp(self)
-
-    def log(self) -> Result:
-        return ops.log(self)
-
-    def sqrt(self) -> Result:
-        return ops.sqrt(self)
-
     # -- comparisons
+
+    if TYPE_CHECKING:  # the methods of METHODS and CASTS
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def _compared(self, compare: Callable[[Any, Any], NDArray], other: Any) -> Any:
         if isinstance(other, (Number, np.bool_)):
@@ -157,39 +171,17 @@ class Operators(Generic[Result]):
         """By NumPy's rules (ops.get_item): `x[0]` is a row, `x[:, [2, 0]]` two columns."""
         return ops.get_item(self, index)
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """In place, by the same rules (ops.set_item): `x[1:3] = y`, `x[mask] = 0`."""
+        ops.set_item(self, index, value)
+
     def __len__(self) -> int:
         return len(self.cached_data)
 
     def __iter__(self) -> Iterator[Result]:
         return (self[i] for i in range(len(self)))
 
-    def index_select(self, axis: int, indices: Any) -> Result:
-        """The slices at `indices` along `axis`."""
-        return ops.index_select(self, axis, indices)
-
-    # -- reductions over `axes` (None: all), which disappear, or with keepdims stay with size 1;
-    # `axis` is NumPy's word for it
-
-    def sum(self, axes: Axes = None, keepdims: bool = False, *, axis: Axes = None) -> Result:
-        return ops.summation(self, _one_of("sum", axes, axis), keepdims)
-
-    def mean(self, axes: Axes = None, keepdims: bool = False, *, axis: Axes = None) -> Result:
-        return ops.mean(self, _one_of("mean", axes, axis), keepdims)
-
-    def max(self, axes: Axes = None, keepdims: bool = False, *, axis: Axes = None) -> Result:
-        return ops.max(self, _one_of("max", axes, axis), keepdims)
-
-    def argmax(
-        self, axis: int | None = None, keepdims: bool = False, *, axes: int | None = None
-    ) -> Result:
-        """Index of the first largest element: int64, without gradient."""
-        axis = _one_of("argmax", axes, axis)
-        return self.from_ndarray(self.cached_data.argmax(axis=axis, keepdims=keepdims))
-
     # -- shape, dtype, device
-
-    def broadcast_to(self, shape: Sequence[int]) -> Result:
-        return ops.broadcast_to(self, shape)
 
     def reshape(self, *shape: Any) -> Result:
         """The same elements in another shape: `x.reshape((2, 3))` or `x.reshape(2, 3)`."""
@@ -197,9 +189,15 @@ class Operators(Generic[Result]):
             shape = tuple(shape[0])
         return ops.reshape(self, shape)
 
-    def transpose(self, axes: Sequence[int] | None = None) -> Result:
-        """Swap the two `axes` (the last two by default)."""
-        return ops.transpose(self, axes)
+    view = reshape
+
+    def transpose(self, *axes: Any) -> Result:
+        """Swap two axes, the last two by default: `x.transpose((0, 1))` or `x.transpose(0, 1)`."""
+        return ops.transpose(self, axes[0] if len(axes) == 1 else axes or None)
+
+    def permute(self, *axes: Any) -> Result:
+        """The axes in another order: `x.permute((2, 0, 1))` or `x.permute(2, 0, 1)`."""
+        return ops.permute(self, axes if isinstance(axes[0], int) else axes[0])
 
     @property
     def T(self) -> Result:
@@ -233,3 +231,42 @@ class Operators(Generic[Result]):
                 f"not {device!r}"
             ) from None
         return ops.to_device(self, choose_device(device))
+
+
+# Functions of needle.ops whose first argument is the Tensor: methods by the same name.
+METHODS = """
+    abs absolute all any argmax argmin broadcast_to ceil chunk clamp clip cos dot erf exp expm1
+    flatten flip floor gather index_add index_select isfinite isnan log log1p log_softmax logsumexp
+    matmul max maximum mean min minimum nonzero norm outer pad prod relu remainder repeat
+    repeat_interleave roll round rsqrt scatter_add sigmoid sign silu sin softmax softplus sqrt
+    square squeeze std sum take_along_axis tanh tile tril triu unsqueeze var
+""".split()
+CASTS = {
+    "bfloat16": "bfloat16",
+    "bool": "bool",
+    "float": "float32",
+    "half": "float16",
+    "int": "int32",
+    "long": "int64",
+}
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **words: Any) -> Any:
+        return getattr(ops, name)(self, *args, **words)
+
+    method.__name__, method.__qualname__ = name, f"Tensor.{name}"
+    method.__doc__ = f"needle.ops.{name} of this Tensor."
+    return method
+
+
+def _cast(dtype: str) -> Callable[[Any], Any]:
+    return lambda self: ops.astype(self, dtype)
+
+
+for _name in METHODS:
+    setattr(Operators, _name, _method(_name))
+for _name, _dtype in CASTS.items():
+    setattr(Operators, _name, _cast(_dtype))
+for _name in ("cpu", "cuda"):
+    setattr(Operators, _name, lambda self, _device=_name: self.to(_device))

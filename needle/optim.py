@@ -135,6 +135,8 @@ class Optimizer:
             for p in self.params:
                 p.grad = None
 
+    zero_grad = reset_grad
+
     # -- state
 
     def _arrays(self) -> dict[str, NDArray]:

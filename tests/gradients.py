@@ -11,7 +11,7 @@ from needle import BlockMask
 from needle.distributed.group import Group
 from needle.testing import normal
 from needle.testing.attention import pair_products, rotary, softmax_attention, visible, weighted
-from needle.testing.elementwise import gelu, gelu_tanh
+from needle.testing.elementwise import erf, gelu, gelu_tanh
 from needle.testing.layers import cross_entropy_fwd, layernorm_fwd
 
 
@@ -132,6 +132,23 @@ def mean_cross_entropy(logits, targets):
     return cross_entropy_fwd(None, logits, targets)["loss"]
 
 
+def assigned(a, index, value):
+    """`a` after a[index] = value, of NumPy or needle."""
+    a[index] = value
+    return a
+
+
+def scattered(a, b):
+    out = a.copy()
+    np.add.at(out, (np.arange(3)[:, None], PLACES), b[:, :5])
+    return out
+
+
+def share(*shape):
+    return lambda rng: rng.random(shape) * 0.8 + 0.1
+
+
+PLACES = np.array([[0, 3, 3, 1, 0], [2, 2, 2, 0, 1], [1, 0, 3, 3, 2]])
 IDS = np.array([[3, 0, 3], [1, 4, 3]])
 TARGETS = np.array([2, 0, -100, 4])
 BLOCKS = BlockMask(np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool), 2, 5)
@@ -168,6 +185,126 @@ GRADIENTS = [
     by_name("relu", lambda a: np.maximum(a, 0), FAR),
     by_name("tanh", np.tanh, MATRIX),
     by_name("sigmoid", lambda a: 1 / (1 + np.exp(-a)), MATRIX),
+    by_name("abs", np.abs, FAR),
+    by_name("sign", np.sign, FAR),
+    by_name("floor", np.floor, FAR),
+    by_name("ceil", np.ceil, FAR),
+    by_name("round", np.round, FAR),
+    by_name("sin", np.sin, MATRIX),
+    by_name("cos", np.cos, MATRIX),
+    by_name("erf", erf, MATRIX),
+    by_name("log1p", np.log1p, positive(3, 4)),
+    by_name("expm1", np.expm1, MATRIX),
+    by_name("rsqrt", lambda a: a**-0.5, positive(3, 4)),
+    by_name("silu", lambda a: a / (1 + np.exp(-a)), MATRIX),
+    by_name("softplus", lambda a: np.log1p(np.exp(a)), MATRIX),
+    by_name("square", np.square, MATRIX),
+    by_name("maximum", np.maximum, MATRIX, normal(4)),
+    by_name("minimum", np.minimum, normal(3, 1), MATRIX),
+    by_name("clip", lambda a: np.clip(a, -0.5, 0.7), MATRIX, min=-0.5, max=0.7),
+    by_name("remainder", np.remainder, normal(3, 4, std=5), positive(4)),
+    by_name("min", lambda a: a.min(1), MATRIX, axes=1),
+    by_name("prod", lambda a: a.prod(1), normal(2, 5), axes=1),
+    by_name("prod-all", np.prod, normal(3, 2)),
+    by_name("var", lambda a: a.var(1, ddof=1), MATRIX, axes=1, correction=1),
+    by_name("std", lambda a: a.std(0, keepdims=True), MATRIX, axes=0, keepdims=True),
+    *(
+        by_name(f"norm-{ord}", lambda a, ord=ord: np.linalg.norm(a, ord, 1), FAR, ord=ord, axes=1)
+        for ord in (1, 2, 3, np.inf)
+    ),
+    by_name("outer", np.outer, normal(3), normal(4)),
+    by_name("dot", np.dot, normal(5), normal(5)),
+    *(
+        Gradient(
+            f"einsum-{text}",
+            lambda ops, *a, text=text: ops.einsum(text, *a),
+            lambda *a, text=text: np.einsum(text, *a),
+            shapes,
+        )
+        for text, shapes in [
+            ("bij,bkj->bik", (normal(2, 3, 4), normal(2, 5, 4))),
+            ("...ij,jk", (normal(2, 3, 4), normal(4, 2))),
+            ("iij->j", (normal(3, 3, 2),)),
+            ("ij,jk,kl->il", (MATRIX, normal(4, 2), normal(2, 3))),
+        ]
+    ),
+    by_name("matmul-vectors", np.matmul, normal(4), normal(4)),
+    by_name("matmul-row", np.matmul, normal(4), normal(2, 4, 3)),
+    by_name("matmul-column", np.matmul, normal(2, 3, 4), normal(4)),
+    by_name("squeeze", lambda a: a[:, 0], normal(3, 1, 2), axes=1),
+    by_name("unsqueeze", lambda a: a[..., None], MATRIX, axis=-1),
+    by_name("flatten", lambda a: a.reshape(2, 12), normal(2, 3, 4), start=1),
+    by_name("tile", lambda a: np.tile(a, (2, 1, 3)), MATRIX, reps=(2, 1, 3)),
+    by_name("repeat", lambda a: np.repeat(a, [2, 0, 3], 0), MATRIX, repeats=[2, 0, 3], axis=0),
+    Gradient("chunk", lambda ops, a: ops.chunk(a, 3, 1)[1], lambda a: a[:, 2:4], (normal(2, 5),)),
+    by_name("roll", lambda a: np.roll(a, (1, -2), (0, 1)), MATRIX, shifts=(1, -2), axes=(0, 1)),
+    by_name(
+        "pad",
+        lambda a: np.pad(a, ((1, 0), (2, 1)), constant_values=3),
+        MATRIX,
+        widths=((1, 0), (2, 1)),
+        value=3,
+    ),
+    by_name("tril", lambda a: np.tril(a, 1), normal(2, 3, 4), k=1),
+    by_name("triu", lambda a: np.triu(a, -1), normal(2, 3, 4), k=-1),
+    by_name("gather", lambda a: np.take_along_axis(a, PLACES, 1), MATRIX, axis=1, index=PLACES),
+    by_name(
+        "take_along_axis",
+        lambda a: np.take_along_axis(a, PLACES[:1, :4] % 3, 0),
+        MATRIX,
+        indices=PLACES[:1, :4] % 3,
+        axis=0,
+    ),
+    Gradient(
+        "scatter_add",
+        lambda ops, a, b: ops.scatter_add(a, 1, PLACES, b),
+        scattered,
+        (MATRIX, normal(3, 6)),
+    ),
+    Gradient(
+        "index_add",
+        lambda ops, a, b: ops.index_add(a, 0, [2, 2], b),
+        lambda a, b: a + [[0], [0], [1]] * b.sum(0),
+        (MATRIX, normal(2, 4)),
+    ),
+    *(
+        Gradient(
+            f"set_item-{label}",
+            lambda ops, a, b, index=index: assigned(a * 1, index, b),
+            lambda a, b, index=index: assigned(a * 1, index, b),
+            (MATRIX, value),
+        )
+        for label, index, value in [
+            ("slice", (slice(1, 3), slice(None, None, 2)), normal(2)),
+            ("integer", 1, normal(4)),
+            ("mask", np.arange(12).reshape(3, 4) % 3 == 0, normal(4)),
+            ("arrays", ([0, 2], [1, 3]), normal(1)),
+        ]
+    ),
+    by_name("mse_loss", lambda a, b: ((a - b) ** 2).mean(), MATRIX, MATRIX),
+    by_name("l1_loss", lambda a, b: np.abs(a - b).sum(), MATRIX, FAR, reduction="sum"),
+    by_name(
+        "binary_cross_entropy",
+        lambda p, t: -(t * np.log(p) + (1 - t) * np.log(1 - p)).mean(),
+        share(3, 4),
+        share(3, 4),
+    ),
+    by_name(
+        "binary_cross_entropy_with_logits",
+        lambda x, t: (np.log1p(np.exp(x)) - x * t).mean(),
+        MATRIX,
+        share(3, 4),
+    ),
+    by_name("kl_div", lambda x, t: (t * (np.log(t) - x)).mean(), MATRIX, share(3, 4)),
+    by_name(
+        "kl_div-log",
+        lambda x, t: (np.exp(t) * (t - x)).sum() / 3,
+        MATRIX,
+        MATRIX,
+        reduction="batchmean",
+        log_target=True,
+    ),
+    by_name("dropout", lambda a: a * 1, MATRIX, p=0.3, training=False),
     by_name("matmul", np.matmul, MATRIX, normal(4, 2)),
     by_name("matmul-batched", np.matmul, normal(2, 3, 4), normal(2, 4, 2)),
     Gradient("matmul-rank", lambda ops, a, b: a @ b, np.matmul, (normal(2, 2, 3, 4), normal(4, 2))),

@@ -159,11 +159,26 @@ static int batches(const nd_array *a, const nd_array *b, int ndim, const int64_t
 }
 
 static PyObject *matmul(const nd_array *a, const nd_array *b) {
-    if (a->ndim < 2 || b->ndim < 2) {
-        return PyErr_Format(PyExc_ValueError,
-                            "matmul: %s: has %d axes, must have 2 or more; reshape a vector to "
-                            "(1, n) or (n, 1)",
-                            a->ndim < 2 ? "a" : "b", a->ndim < 2 ? a->ndim : b->ndim);
+    if (a->ndim < 1 || b->ndim < 1) {
+        return PyErr_Format(PyExc_ValueError, "matmul: %s: has no axes; * multiplies by a number",
+                            a->ndim < 1 ? "a" : "b");
+    }
+    /* A vector is a matrix of one row or one column, whose axis of size 1 the result lacks. */
+    const bool is_row = a->ndim == 1, is_column = b->ndim == 1;
+    nd_array row = *a, column = *b;
+    if (is_row) {
+        row.ndim = 2;
+        row.shape[1] = a->shape[0];
+        row.strides[1] = a->strides[0];
+        row.shape[0] = 1;
+        row.strides[0] = a->shape[0] * a->strides[0];
+        a = &row;
+    }
+    if (is_column) {
+        column.ndim = 2;
+        column.shape[1] = 1;
+        column.strides[1] = 1;
+        b = &column;
     }
     int64_t shape[ND_MAX_DIMS];
     int ndim;
@@ -182,10 +197,14 @@ static PyObject *matmul(const nd_array *a, const nd_array *b) {
     Py_XDECREF(operands[0]);
     Py_XDECREF(operands[1]);
     if (result != NULL) { /* (B, M, N), contiguous and not shared: its batch axes come back */
-        shape[ndim] = a->shape[a->ndim - 2];
-        shape[ndim + 1] = b->shape[b->ndim - 1];
+        if (!is_row) {
+            shape[ndim++] = a->shape[a->ndim - 2];
+        }
+        if (!is_column) {
+            shape[ndim++] = b->shape[b->ndim - 1];
+        }
         nd_array *out = nd_array_of(result);
-        out->ndim = ndim + 2;
+        out->ndim = ndim;
         memcpy(out->shape, shape, (size_t)out->ndim * sizeof *shape);
         nd_contiguous_strides(out->ndim, out->shape, out->strides);
     }

@@ -120,6 +120,43 @@ class GELU(Module):
         return ops.gelu(x, self.approximate)
 
 
+class SiLU(Module):
+    """x sigmoid(x)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.silu(x)
+
+
+class Tanh(Module):
+    """The hyperbolic tangent."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.tanh(x)
+
+
+class Sigmoid(Module):
+    """1 / (1 + e^-x)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.sigmoid(x)
+
+
+class SwiGLU(Module):
+    """down(silu(gate(x)) * up(x)) (Shazeer 2020): (..., dim) -> (..., dim), three Linear without
+    bias, gate and up (dim, hidden), drawn first, and down (hidden, dim)."""
+
+    def __init__(
+        self, dim: int, hidden: int, device: Device | None = None, dtype: str = "float32"
+    ) -> None:
+        super().__init__()
+        self.gate = Linear(dim, hidden, bias=False, device=device, dtype=dtype)
+        self.up = Linear(dim, hidden, bias=False, device=device, dtype=dtype)
+        self.down = Linear(hidden, dim, bias=False, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(ops.silu(self.gate(x)) * self.up(x))
+
+
 class Sequential(Module):
     """One module after the other.
 
@@ -177,10 +214,7 @@ class Dropout(Module):
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.p == 0:
-            return x
-        mask = init.randb(*x.shape, p=1 - self.p, device=x.device)
-        return x * mask / (1 - self.p)
+        return ops.dropout(x, self.p, self.training)
 
 
 class LayerNorm1d(Module):
@@ -213,6 +247,29 @@ class LayerNorm1d(Module):
         normalized = self.hook("hook_normalized", centred / scale)
         weight, bias = (ops.astype(p, "float32") for p in (self.weight, self.bias))
         return self.hook("hook_out", ops.astype(normalized * weight + bias, x.dtype))
+
+
+class RMSNorm(Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich 2019), computed in
+    float32; weight 1, (dim,).
+
+    >>> print(nn.RMSNorm(2)(ndl.Tensor([[3, 4]])).numpy().round(3))
+    [[0.849 1.131]]
+    """
+
+    def __init__(
+        self, dim: int, eps: float = 1e-6, device: Device | None = None, dtype: str = "float32"
+    ) -> None:
+        super().__init__()
+        self.dim = init.check_size("RMSNorm: dim", dim)
+        self.eps = eps
+        self.weight = Parameter(init.ones(dim, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        check_features(self, x, "dim")
+        wide = ops.astype(x, "float32")
+        scale = ops.rsqrt(ops.mean(wide * wide, -1, True) + self.eps)
+        return ops.astype(wide * scale * ops.astype(self.weight, "float32"), x.dtype)
 
 
 class BatchNorm1d(Module):
@@ -298,3 +355,46 @@ class SoftmaxLoss(Module):
 
     def forward(self, logits: Tensor, y: Any) -> Tensor:
         return ops.cross_entropy(logits, y)
+
+
+class _ElementLoss(Module):
+    """A loss of each element; reduction: "mean", "sum" or "none"."""
+
+    function: Callable[..., Tensor]
+
+    def __init__(self, reduction: str = "mean") -> None:
+        super().__init__()
+        self.reduction = reduction
+
+    def forward(self, input: Tensor, target: Any) -> Tensor:
+        return type(self).function(input, target, self.reduction)
+
+
+class MSELoss(_ElementLoss):
+    """ops.mse_loss: (input - target)^2."""
+
+    function = staticmethod(ops.mse_loss)
+
+
+class L1Loss(_ElementLoss):
+    """ops.l1_loss: |input - target|."""
+
+    function = staticmethod(ops.l1_loss)
+
+
+class BCELoss(_ElementLoss):
+    """ops.binary_cross_entropy of probabilities."""
+
+    function = staticmethod(ops.binary_cross_entropy)
+
+
+class BCEWithLogitsLoss(_ElementLoss):
+    """ops.binary_cross_entropy_with_logits."""
+
+    function = staticmethod(ops.binary_cross_entropy_with_logits)
+
+
+class KLDivLoss(_ElementLoss):
+    """ops.kl_div of log-probabilities and probabilities; reduction may be "batchmean"."""
+
+    function = staticmethod(ops.kl_div)

@@ -1,6 +1,8 @@
 """Every differentiable op, forward beside backward, a file a family. Re-exported by `needle`."""
 
 import sys as _sys
+from inspect import isfunction as _isfunction
+from inspect import signature as _signature
 
 from needle.block_mask import BlockMask, convert_to_block_mask
 from needle.operators import define_operators as _define_operators
@@ -27,7 +29,9 @@ from needle.ops.broadcast import (
     summation,
     to_device,
 )
+from needle.ops.common import with_other_words as _with_other_words
 from needle.ops.dilated import DilatedAttention, dilated_attention
+from needle.ops.einsum import dot, einsum, outer
 from needle.ops.elementwise import (
     GELU,
     AddScalar,
@@ -74,7 +78,18 @@ from needle.ops.elementwise import (
 )
 from needle.ops.embedding import EmbeddingOp, embedding
 from needle.ops.indexing import GetItem, IndexAdd, IndexSelect, PlaceItem, get_item, index_select
-from needle.ops.loss import CrossEntropy, LinearCrossEntropy, cross_entropy, linear_cross_entropy
+from needle.ops.loss import (
+    CrossEntropy,
+    LinearCrossEntropy,
+    binary_cross_entropy,
+    binary_cross_entropy_with_logits,
+    cross_entropy,
+    dropout,
+    kl_div,
+    l1_loss,
+    linear_cross_entropy,
+    mse_loss,
+)
 from needle.ops.matmul import (
     LinearOp,
     LinearTransposedOp,
@@ -92,6 +107,49 @@ from needle.ops.normalization import (
     layer_norm_residual,
 )
 from needle.ops.parallel import AttentionMLP, attention_mlp
+from needle.ops.pointwise import (
+    Clip,
+    Extremum,
+    Pointwise,
+    Remainder,
+    abs,
+    bitwise_and,
+    bitwise_not,
+    bitwise_or,
+    bitwise_xor,
+    ceil,
+    clip,
+    cos,
+    erf,
+    expm1,
+    floor,
+    floor_divide,
+    isfinite,
+    isnan,
+    log1p,
+    maximum,
+    minimum,
+    remainder,
+    round,
+    rsqrt,
+    sign,
+    silu,
+    sin,
+    softplus,
+    square,
+)
+from needle.ops.rearrange import (
+    chunk,
+    flatten,
+    pad,
+    repeat,
+    roll,
+    squeeze,
+    tile,
+    tril,
+    triu,
+    unsqueeze,
+)
 from needle.ops.reduce import (
     LogSoftmax,
     LogSumExp,
@@ -106,6 +164,15 @@ from needle.ops.reduce import (
 )
 from needle.ops.ring_attention import RingAttention, ring_attention, ring_chunks
 from needle.ops.ring_dilated import RingDilatedAttention, ring_dilated_attention
+from needle.ops.select import (
+    SetItem,
+    gather,
+    index_add,
+    nonzero,
+    scatter_add,
+    set_item,
+    take_along_axis,
+)
 from needle.ops.shape import (
     Concatenate,
     Flip,
@@ -124,6 +191,28 @@ from needle.ops.shape import (
     transpose,
     tuple_get_item,
 )
+from needle.ops.statistics import Min, all, any, argmax, argmin, min, norm, prod, std, var
+
+# PyTorch's and NumPy's words for the same functions.
+absolute = abs
+cat = concatenate
+clamp = clip
+div = divide
+expand_dims = unsqueeze
+log_softmax = logsoftmax
+mul = multiply
+neg = negative = negate
+pow = power
+repeat_interleave = repeat
+sub = subtract
+sum = summation
+true_divide = divide
+
+# Results outside of the graph, or in place.
+_WITHOUT_GRADIENT = """
+    all any argmax argmin bitwise_and bitwise_not bitwise_or bitwise_xor floor_divide isfinite isnan
+    nonzero set_item
+""".split()
 
 # Written out for type checkers; a test compares it with what is there.
 __all__ = [
@@ -133,6 +222,7 @@ __all__ = [
     "AttentionMLP",
     "BlockMask",
     "BroadcastTo",
+    "Clip",
     "Concatenate",
     "Contiguous",
     "CrossEntropy",
@@ -145,6 +235,7 @@ __all__ = [
     "EWiseSub",
     "EmbeddingOp",
     "Exp",
+    "Extremum",
     "Flip",
     "GELU",
     "GeluMLP",
@@ -162,19 +253,24 @@ __all__ = [
     "MakeTensorTuple",
     "MatMul",
     "Max",
+    "Mean",
+    "Min",
     "MulScalar",
     "Negate",
     "Permute",
     "PlaceItem",
+    "Pointwise",
     "PowerScalar",
     "QKVAttention",
     "ReLU",
+    "Remainder",
     "Reshape",
     "RingAttention",
     "RingDilatedAttention",
     "Rotary",
     "ScalarDiv",
     "ScalarPow",
+    "SetItem",
     "Sigmoid",
     "Softmax",
     "Split",
@@ -187,27 +283,61 @@ __all__ = [
     "ToDevice",
     "Transpose",
     "Where",
+    "abs",
+    "absolute",
     "add",
     "add_scalar",
+    "all",
+    "any",
+    "argmax",
+    "argmin",
     "astype",
     "attention",
     "attention_mlp",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+    "bitwise_and",
+    "bitwise_not",
+    "bitwise_or",
+    "bitwise_xor",
     "block_sparse_attention",
     "broadcast_to",
+    "cat",
+    "ceil",
+    "chunk",
+    "clamp",
+    "clip",
     "concatenate",
     "contiguous",
     "convert_to_block_mask",
+    "cos",
     "cross_entropy",
     "dilated_attention",
+    "div",
     "divide",
     "divide_scalar",
+    "dot",
+    "dropout",
+    "einsum",
     "embedding",
+    "erf",
     "exp",
+    "expand_dims",
+    "expm1",
+    "flatten",
     "flip",
+    "floor",
+    "floor_divide",
+    "gather",
     "gelu",
     "gelu_mlp",
     "get_item",
+    "index_add",
     "index_select",
+    "isfinite",
+    "isnan",
+    "kl_div",
+    "l1_loss",
     "layer_norm",
     "layer_norm_pair",
     "layer_norm_residual",
@@ -215,41 +345,84 @@ __all__ = [
     "linear_cross_entropy",
     "linear_transposed",
     "log",
+    "log1p",
+    "log_softmax",
     "logsoftmax",
     "logsumexp",
     "make_tuple",
     "matmul",
     "max",
-    "Mean",
+    "maximum",
     "mean",
+    "min",
+    "minimum",
+    "mse_loss",
+    "mul",
     "multiply",
     "multiply_scalar",
+    "neg",
     "negate",
+    "negative",
+    "nonzero",
+    "norm",
+    "outer",
+    "pad",
     "permute",
+    "pow",
     "power",
     "power_scalar",
+    "prod",
     "qkv_attention",
     "relu",
+    "remainder",
+    "repeat",
+    "repeat_interleave",
     "reshape",
     "ring_attention",
     "ring_chunks",
     "ring_dilated_attention",
+    "roll",
     "rotary",
+    "round",
+    "rsqrt",
     "scalar_divide",
     "scalar_power",
+    "scatter_add",
+    "set_item",
     "sigmoid",
+    "sign",
+    "silu",
+    "sin",
     "softmax",
+    "softplus",
     "split",
     "sqrt",
+    "square",
+    "squeeze",
     "stack",
+    "std",
+    "sub",
     "subtract",
     "subtract_scalar",
+    "sum",
     "summation",
+    "take_along_axis",
     "tanh",
+    "tile",
     "to_device",
     "transpose",
+    "tril",
+    "triu",
+    "true_divide",
     "tuple_get_item",
+    "unsqueeze",
+    "var",
     "where",
 ]
 
 _define_operators(_sys.modules[__name__])
+
+for _name in __all__:
+    _function = globals()[_name]
+    if _isfunction(_function) and {"axis", "axes"} & {*_signature(_function).parameters}:
+        globals()[_name] = _with_other_words(_function, _name)

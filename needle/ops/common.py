@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +35,27 @@ def normal_axes(op: str, axes: Axes, ndim: int) -> tuple[int, ...]:
 def fixed_axes(axes: Axes) -> Axes:
     """Return `axes` in an immutable form, for an op to keep."""
     return axes if axes is None or isinstance(axes, (int, np.integer)) else tuple(axes)
+
+
+WORDS = {"axis": ("axes", "dim", "dims"), "axes": ("axis", "dim", "dims")}
+WORDS |= {"keepdims": ("keepdim",), "correction": ("ddof",)}
+
+
+def with_other_words(function: Any, name: str) -> Any:
+    """`function`, called `name`, that also takes PyTorch's and NumPy's words: `dim`, `axis`."""
+    own = inspect.signature(function).parameters
+    words = {other: word for word in WORDS if word in own for other in WORDS[word]}
+
+    @functools.wraps(function)
+    def called(*args: Any, **given: Any) -> Any:
+        for other in words.keys() & given.keys():
+            if words[other] in given:
+                both = " and ".join(sorted((words[other], other)))
+                raise TypeError(f"{name}: {both} are the same: give one of them")
+            given[words[other]] = given.pop(other)
+        return function(*args, **given)
+
+    return called
 
 
 def kept_shape(shape: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:

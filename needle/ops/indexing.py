@@ -114,6 +114,11 @@ class IndexAdd(TensorOp):
         shape = [self.shape[i] for i in order]
         count, columns = (math.prod(n) for n in (shape[: len(self.axes)], shape[len(self.axes) :]))
         front = a.permute((self.at, *(i for i in range(a.ndim) if i != self.at)))
+        if a.dtype not in FLOATS:  # the kernel's dtypes
+            sums = np.zeros((count, columns), "int64")
+            np.add.at(sums, self.ids, front.numpy().reshape(self.ids.size, columns))
+            out = _C.array(sums, a.dtype, a.device).reshape(shape)
+            return out.permute(tuple(order.index(i) for i in range(len(order))))
         out = zeros((count, columns), "float32", a.device)
         ids = _C.array(self.ids, "int32", a.device)
         _C.embedding_bwd(ids, front.reshape((self.ids.size, columns)), out)
@@ -205,7 +210,7 @@ def get_item(a: Tensor, index: Any) -> Tensor:
     >>> print(x[[1, 0], [0, 2]], x[x > 3])
     [4. 3.] [4. 5. 6.]
     """
-    items = _items(index, a.shape)
+    items = index_items(index, a.shape)
     axis = 0
     plain: list[Any] = []  # the index with a slice where an array, and then each integer, picks
     picked: dict[int, Any] = {}  # axis of a[plain]: array or integer
@@ -242,7 +247,7 @@ def get_item(a: Tensor, index: Any) -> Tensor:
     return out if len(shape) == 1 else reshape(out, out.shape[:at] + shape + out.shape[at + 1 :])
 
 
-def _items(index: Any, shape: tuple[int, ...]) -> list[Any]:
+def index_items(index: Any, shape: tuple[int, ...]) -> list[Any]:
     """The index item by item: int, slice, None or an array of int64, with a slice for each axis
     that ... or its end stands for, and its coordinates for an array of bool."""
     items: list[Any] = []

@@ -1,15 +1,113 @@
-"""Cross-entropy over a vocabulary, fused: the softmax is never stored."""
+"""Losses: of each element, composed of ops; cross-entropy over a vocabulary, fused: the softmax is
+never stored. Dropout."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+import numpy as np
+
 from needle import _C
 from needle._C import NDArray
 from needle.autograd import Accumulators, FusedOp, Tensor, is_grad_enabled
+from needle.ops.broadcast import summation
 from needle.ops.common import accumulator_and_beta, check_tensors, id_array, rows_of
+from needle.ops.elementwise import (
+    add,
+    add_scalar,
+    divide_scalar,
+    exp,
+    log,
+    multiply,
+    negate,
+    subtract,
+)
 from needle.ops.matmul import weight_grad
+from needle.ops.pointwise import abs, clip, log1p, softplus
+from needle.ops.reduce import mean
+
+
+def _reduced(op: str, loss: Tensor, reduction: str) -> Tensor:
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"{op}: reduction must be 'mean', 'sum' or 'none', not {reduction!r}")
+    return {"mean": mean, "sum": summation, "none": lambda x: x}[reduction](loss)
+
+
+def _same(op: str, input: Tensor, target: Any) -> Tensor:
+    """`target` as a Tensor. ValueError where its shape is another: broadcasting hides mistakes."""
+    check_tensors(op, input=input)
+    target = input._operand(target)
+    if target.shape != input.shape:
+        raise ValueError(f"{op}: target is {target.shape}, but input {input.shape}")
+    return target
+
+
+def mse_loss(input: Tensor, target: Any, reduction: str = "mean") -> Tensor:
+    """(input - target)^2; reduction: "mean", "sum" or "none".
+
+    >>> print(ndl.ops.mse_loss(ndl.Tensor([1, 2]), [1, 4]))
+    2.0
+    """
+    off = subtract(input, _same("mse_loss", input, target))
+    return _reduced("mse_loss", multiply(off, off), reduction)
+
+
+def l1_loss(input: Tensor, target: Any, reduction: str = "mean") -> Tensor:
+    """|input - target|; reduction as in mse_loss."""
+    return _reduced("l1_loss", abs(subtract(input, _same("l1_loss", input, target))), reduction)
+
+
+def binary_cross_entropy(input: Tensor, target: Any, reduction: str = "mean") -> Tensor:
+    """-(t log p + (1 - t) log(1 - p)) of probabilities p = `input` and t = `target` in [0, 1];
+    logarithms are at least -100, as in PyTorch. reduction as in mse_loss."""
+    t = _same("binary_cross_entropy", input, target)
+    hit = multiply(t, clip(log(input), -100.0))
+    miss = multiply(add_scalar(negate(t), 1.0), clip(log1p(negate(input)), -100.0))
+    return _reduced("binary_cross_entropy", negate(add(hit, miss)), reduction)
+
+
+def binary_cross_entropy_with_logits(input: Tensor, target: Any, reduction: str = "mean") -> Tensor:
+    """binary_cross_entropy(sigmoid(input), target), without overflow: softplus(x) - x t.
+
+    >>> print(ndl.ops.binary_cross_entropy_with_logits(ndl.Tensor([1e4, -1e4]), [1, 0]))
+    0.0
+    """
+    t = _same("binary_cross_entropy_with_logits", input, target)
+    loss = subtract(softplus(input), multiply(input, t))
+    return _reduced("binary_cross_entropy_with_logits", loss, reduction)
+
+
+def kl_div(input: Tensor, target: Any, reduction: str = "mean", log_target: bool = False) -> Tensor:
+    """t (log t - input) of log-probabilities `input` and probabilities t = `target`, or exp(target)
+    with `log_target`; 0 where t is 0. reduction as in mse_loss; "batchmean" divides the sum by the
+    size of the first axis, as the divergence of Kullback and Leibler has it."""
+    target = _same("kl_div", input, target)
+    if log_target:
+        loss = multiply(exp(target), subtract(target, input))
+    else:
+        empty = _C.equal(target.cached_data, 0)
+        t_log_t = multiply(target, log(add(target, Tensor.from_ndarray(empty))))
+        loss = subtract(t_log_t, multiply(target, input))
+    if reduction == "batchmean":
+        return divide_scalar(summation(loss), input.shape[0] if input.ndim else 1)
+    return _reduced("kl_div", loss, reduction)
+
+
+def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
+    """x with each element zeroed with probability p, and the others divided by 1 - p; x itself if
+    not `training` or for p = 0. Drawn from NumPy's global generator.
+
+    >>> np.random.seed(0)
+    >>> print(ndl.ops.dropout(ndl.ones(6)))
+    [0. 0. 0. 0. 2. 0.]
+    """
+    if isinstance(p, str) or not 0 <= p < 1:
+        raise ValueError(f"dropout: p must be in [0, 1), but is {p}")
+    if not training or p == 0:
+        return x
+    mask = _C.array(np.random.rand(*x.shape) <= 1 - p, "bool", x.device)
+    return divide_scalar(multiply(x, Tensor.from_ndarray(mask)), 1 - p)
 
 
 class CrossEntropy(FusedOp):

@@ -14,8 +14,8 @@ def _product(a: NDArray, b: NDArray) -> NDArray:
     """a @ b for two axes or more, leading axes broadcast."""
     if a.ndim < 2 or b.ndim < 2:
         raise ValueError(
-            f"matmul: both operands need two axes or more, but the shapes are {a.shape} and "
-            f"{b.shape}; reshape a vector to (1, n) or (n, 1)"
+            f"matmul: both operands need an axis or more, but the shapes are {a.shape} and "
+            f"{b.shape}; * multiplies by a number"
         )
     if a.shape[-1] != b.shape[-2]:
         raise ValueError(
@@ -46,11 +46,20 @@ class MatMul(TensorOp):
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b over the last two axes; leading axes broadcast like NumPy's.
+    """a @ b over the last two axes; leading axes broadcast like NumPy's. A vector on the left is a
+    row, one on the right a column, whose axis of size 1 the result lacks.
 
     >>> ndl.matmul(ndl.ones(5, 2, 3), ndl.ones(3, 4)).shape
     (5, 2, 4)
+    >>> ndl.matmul(ndl.ones(5, 2, 3), ndl.ones(3)).shape
+    (5, 2)
     """
+    if isinstance(a, Tensor) and isinstance(b, Tensor) and 1 in (a.ndim, b.ndim):
+        left = reshape(a, (1, a.size)) if a.ndim == 1 else a
+        product = matmul(left, reshape(b, (b.size, 1)) if b.ndim == 1 else b)
+        gone = {product.ndim - 2} if a.ndim == 1 else set()
+        gone |= {product.ndim - 1} if b.ndim == 1 else set()
+        return reshape(product, [n for i, n in enumerate(product.shape) if i not in gone])
     return MatMul()(a, b)
 
 

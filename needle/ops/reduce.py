@@ -48,19 +48,21 @@ def mean(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
 
 class Max(TensorOp):
     reads_result = False
+    kernel = "max"  # of NDArray; min shares the rest
 
     def __init__(self, axes: Axes = None, keepdims: bool = False) -> None:
         self.axes = fixed_axes(axes)
         self.keepdims = keepdims
 
     def compute(self, a: NDArray) -> NDArray:
-        return a.max(axis=normal_axes("max", self.axes, a.ndim), keepdims=self.keepdims)
+        axes = normal_axes(self.kernel, self.axes, a.ndim)
+        return getattr(a, self.kernel)(axis=axes, keepdims=self.keepdims)
 
     def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
         a = node.inputs[0].cached_data
-        axes = normal_axes("max", self.axes, a.ndim)
+        axes = normal_axes(self.kernel, self.axes, a.ndim)
         kept = kept_shape(a.shape, axes)
-        hit = _C.equal(a, a.max(axis=axes, keepdims=True)).astype("float32")
+        hit = _C.equal(a, getattr(a, self.kernel)(axis=axes, keepdims=True)).astype("float32")
         weight = _C.divide(hit, hit.sum(axis=axes).reshape(kept)).astype(node.dtype)
         return multiply(spread(out_grad, a.shape, axes), const(weight))
 

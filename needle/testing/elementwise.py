@@ -48,6 +48,17 @@ def gelu_tanh_grad(x):
     return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * SQRT_2_PI * (1 + 3 * 0.044715 * x * x)
 
 
+def quiet(f):
+    """f without a warning where it divides by zero."""
+    return np.errstate(all="ignore")(lambda x, y: f(x, y))
+
+
+def bits(f):
+    """f of whole parts, in the dtype of the operands."""
+    return lambda x, y: f(*(np.asarray(z).astype(np.int64) for z in (x, y))).astype(x.dtype)
+
+
+BITWISE = ("bitwise_and", "bitwise_or", "bitwise_xor")
 ELEMENTWISE = {
     "negate": Elementwise(lambda x: -x, integers=True),
     "absolute": Elementwise(np.abs, integers=True),
@@ -59,6 +70,18 @@ ELEMENTWISE = {
     "sigmoid": Elementwise(lambda x: 1 / (1 + np.exp(-x)), (-30, 30), 4),
     "gelu": Elementwise(gelu, (-6, 6), 4, lambda y, x: np.abs(x)),
     "gelu_tanh": Elementwise(gelu_tanh, (-6, 6), 4, lambda y, x: np.abs(x)),
+    "sign": Elementwise(np.sign, integers=True),
+    "floor": Elementwise(np.floor),
+    "ceil": Elementwise(np.ceil),
+    "round": Elementwise(np.rint),
+    "sin": Elementwise(np.sin, (-40, 40), 3, lambda y, x: np.maximum(np.abs(y), 0.01)),
+    "cos": Elementwise(np.cos, (-40, 40), 3, lambda y, x: np.maximum(np.abs(y), 0.01)),
+    "erf": Elementwise(erf, ulps=3),
+    "log1p": Elementwise(np.log1p, (-0.9, 1e3), 3),
+    "expm1": Elementwise(np.expm1, (-20, 11), 3),
+    "rsqrt": Elementwise(lambda x: 1 / np.sqrt(x), (1e-6, 1e4), 2),
+    "silu": Elementwise(lambda x: x / (1 + np.exp(-x)), (-30, 11), 5),
+    "softplus": Elementwise(lambda x: np.logaddexp(x, 0), (-30, 30), 5),
     "add": Elementwise(lambda x, y: x + y, integers=True),
     "subtract": Elementwise(lambda x, y: x - y, integers=True),
     "multiply": Elementwise(lambda x, y: x * y, integers=True),
@@ -68,6 +91,9 @@ ELEMENTWISE = {
     ),
     "maximum": Elementwise(np.maximum, integers=True),
     "minimum": Elementwise(np.minimum, integers=True),
+    "floor_divide": Elementwise(quiet(np.floor_divide), second=(1, 5), integers=True),
+    "remainder": Elementwise(quiet(np.remainder), second=(1, 5), integers=True),
+    **{name: Elementwise(bits(getattr(np, name)), integers=True) for name in BITWISE},
     "gelu_bwd": Elementwise(
         lambda x, y: gelu_grad(x) * y,
         (-6, 6),
@@ -101,6 +127,23 @@ SPECIAL = [
     ("maximum", ([nan, 1.0, inf, -inf], [1.0, nan, 2.0, -1.0]), [nan, nan, inf, -1]),
     ("minimum", ([nan, 1.0, inf, -inf], [1.0, nan, 2.0, -1.0]), [nan, nan, 2, -inf]),
     ("divide", ([1.0, -1.0, 0.0, 1.0], [0.0, 0.0, 0.0, inf]), [inf, -inf, nan, 0]),
+    ("sign", ([nan, -inf, -0.5, 0.0, inf],), [nan, -1, -1, 0, 1]),
+    ("floor", ([nan, -inf, -0.5, 0.5, inf, 1e10],), [nan, -inf, -1, 0, inf, 1e10]),
+    ("ceil", ([nan, -inf, -0.5, 0.5, inf],), [nan, -inf, 0, 1, inf]),
+    ("round", ([nan, inf, 0.5, 1.5, 2.5, -2.5],), [nan, inf, 0, 2, 2, -2]),
+    ("sin", ([nan, inf, 0.0],), [nan, nan, 0]),
+    ("erf", ([-inf, inf, nan, 0.0],), [-1, 1, nan, 0]),
+    ("log1p", ([-1.0, -2.0, inf, 0.0],), [-inf, nan, inf, 0]),
+    ("expm1", ([-inf, inf, 0.0, nan],), [-1, inf, 0, nan]),
+    ("rsqrt", ([0.0, inf, -1.0, 4.0],), [inf, 0, nan, 0.5]),
+    ("softplus", ([-1e10, 1e10, inf, nan],), [0, 1e10, inf, nan]),
+    ("silu", ([-1e4, 1e4, 0.0, nan],), [0, 1e4, 0, nan]),
+    (
+        "floor_divide",
+        ([7.0, -7.0, 7.0, 1.0, -1.0, 1.0], [2, 2, -2, 0, 0, inf]),
+        [3, -4, -4, inf, -inf, 0],
+    ),
+    ("remainder", ([7.0, -7.0, 7.0, 1.0, -6.0, nan], [2, 2, -2, 0, 3, 1]), [1, 1, -1, nan, 0, nan]),
     (
         "power",
         (

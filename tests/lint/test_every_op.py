@@ -103,4 +103,5 @@ def test_each_differentiable_op_has_a_gradient_case():
         for tensor in (result, *(operand.grad for operand in operands)):
             walk(tensor)
     lacking = {op: path for op, path in defined().items() if op not in met}
+    lacking = {op: path for op, path in lacking.items() if op not in ops._WITHOUT_GRADIENT}
     assert not lacking, f"tests/gradients.py has no case of {lacking}"

@@ -1,0 +1,133 @@
+"""Products of vectors and einsum, by transposing, reshaping and matmul."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from needle.autograd import Tensor
+from needle.ops.broadcast import broadcast_to, reshape, summation
+from needle.ops.elementwise import multiply
+from needle.ops.indexing import get_item
+from needle.ops.matmul import matmul
+from needle.ops.shape import permute
+
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def outer(a: Tensor, b: Tensor) -> Tensor:
+    """a[i] b[j] of the flat elements of both."""
+    return multiply(reshape(a, (a.size, 1)), reshape(b, (1, b.size)))
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """The product of two vectors, a number; of a matrix and a vector, or of two matrices, `matmul`.
+
+    >>> print(ndl.dot(ndl.Tensor([1, 2]), ndl.Tensor([3, 4])))
+    11.0
+    """
+    if a.ndim > 2 or b.ndim > 2:
+        raise ValueError(f"dot: at most 2 axes, not {a.shape} and {b.shape}; see matmul and einsum")
+    return matmul(a, b) if a.ndim and b.ndim else multiply(a, b)
+
+
+def einsum(subscripts: str, *operands: Tensor) -> Tensor:
+    """Einstein's sum by NumPy's rules: `"bij,bjk->bik"`. A letter names an axis, is summed over
+    where the output lacks it, and takes the diagonal where an operand has it twice; `...` stands
+    for axes that broadcast; without `->` the output has the letters that occur once, sorted.
+
+    Operands are taken from left to right, two at a time. ValueError where letters do not fit.
+
+    >>> x = ndl.Tensor([[1, 2], [3, 4]])
+    >>> print(ndl.einsum("ij,j->i", x, ndl.Tensor([1, 1])), ndl.einsum("ii", x))
+    [3. 7.] 5.0
+    """
+    terms, output = _parsed(subscripts, [x.ndim for x in operands])
+    sizes: dict[str, int] = {}
+    for term, x in zip(terms, operands):
+        for letter, n in zip(term, x.shape):
+            known = sizes.setdefault(letter, n)
+            if known == 1:
+                sizes[letter] = n
+            elif n not in (1, known):
+                raise ValueError(f"einsum: {subscripts!r}: axis {letter} is {n}, but was {known}")
+    tensors = [_diagonal(x, term, sizes) for term, x in zip(terms, operands)]
+    done, letters = tensors[0]
+    for i in range(1, len(tensors)):
+        later = {*output}.union(*(term for _, term in tensors[i + 1 :]))
+        done, letters = _contracted(done, letters, *tensors[i], later, sizes)
+    gone = tuple(i for i, letter in enumerate(letters) if letter not in output)
+    if gone:
+        done = summation(done, gone)
+    letters = "".join(letter for letter in letters if letter in output)
+    return permute(done, [letters.index(letter) for letter in output])
+
+
+def _parsed(subscripts: str, ndims: Sequence[int]) -> tuple[list[str], str]:
+    """The letters of each operand and of the output; those of `...` are spare ones."""
+    text = subscripts.replace(" ", "")
+    inputs, arrow, output = text.partition("->")
+    terms = inputs.split(",")
+    if len(terms) != len(ndims):
+        raise ValueError(f"einsum: {subscripts!r} names {len(terms)} operands, not {len(ndims)}")
+    spare = [letter for letter in LETTERS if letter not in text]
+    widths = [n - len(term.replace("...", "")) for term, n in zip(terms, ndims)]
+    for term, width, n in zip(terms, widths, ndims):
+        if width < 0 or (width and "..." not in term):
+            raise ValueError(f"einsum: {subscripts!r}: {term!r} does not name {n} axes")
+    most = max((w for term, w in zip(terms, widths) if "..." in term), default=0)
+    dots = "".join(spare[:most])
+    terms = [term.replace("...", dots[most - w :]) for term, w in zip(terms, widths)]
+    if not arrow:
+        plain = "".join(terms)
+        once = sorted(letter for letter in {*plain} - {*dots} if plain.count(letter) == 1)
+        output = dots + "".join(once)
+    output = output.replace("...", dots)
+    used = {*"".join(terms)}
+    if not used <= {*LETTERS} or not {*output} <= used or len({*output}) < len(output):
+        raise ValueError(
+            f"einsum: {subscripts!r}: axes are letters, and the output has each once, of an operand"
+        )
+    return terms, output
+
+
+def _diagonal(x: Tensor, term: str, sizes: dict[str, int]) -> tuple[Tensor, str]:
+    """`x` with its full sizes and each letter once."""
+    x = broadcast_to(x, [sizes[letter] for letter in term])
+    for letter in sorted({*term}):
+        while term.count(letter) > 1:
+            i = term.index(letter)
+            j = term.index(letter, i + 1)
+            order = [i, j, *(k for k in range(x.ndim) if k not in (i, j))]
+            at = np.arange(sizes[letter])
+            x = get_item(permute(x, order), (at, at))
+            term = letter + "".join(term[k] for k in order[2:])
+    return x, term
+
+
+def _contracted(
+    a: Tensor, left: str, b: Tensor, right: str, later: set[str], sizes: dict[str, int]
+) -> tuple[Tensor, str]:
+    """The product of two operands, summed over the letters that nothing later needs."""
+    for which in (0, 1):
+        x, own, other = (a, left, right) if which == 0 else (b, right, left)
+        alone = tuple(i for i, c in enumerate(own) if c not in other and c not in later)
+        if alone:
+            x, own = summation(x, alone), "".join(c for i, c in enumerate(own) if i not in alone)
+        a, left, b, right = (x, own, b, right) if which == 0 else (a, left, x, own)
+    batch = [c for c in left if c in right and c in later]
+    summed = [c for c in left if c in right and c not in later]
+    rows = [c for c in left if c not in right]
+    columns = [c for c in right if c not in left]
+
+    def matrices(x: Tensor, own: str, *groups: list[str]) -> Tensor:
+        x = permute(x, [own.index(c) for group in groups for c in group])
+        return reshape(x, [math.prod(sizes[c] for c in group) for group in groups])
+
+    product = matmul(
+        matrices(a, left, batch, rows, summed), matrices(b, right, batch, summed, columns)
+    )
+    letters = [*batch, *rows, *columns]
+    return reshape(product, [sizes[c] for c in letters]), "".join(letters)

@@ -1,0 +1,254 @@
+"""Elementwise functions by NumPy's and PyTorch's names: of one operand from a table of kernels and
+slopes; maximum, minimum, clip, floor_divide, remainder; bits and truth values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from numbers import Number
+from typing import Any
+
+from needle import _C
+from needle._C import NDArray
+from needle.array_methods import bitwise, inverted
+from needle.autograd import FLOATS, Tensor, TensorOp
+from needle.backend_ndarray import full, zeros
+from needle.ops.broadcast import reduced_to
+from needle.ops.common import const
+from needle.ops.elementwise import (
+    add_scalar,
+    divide,
+    exp,
+    multiply,
+    multiply_scalar,
+    negate,
+    scalar_divide,
+    sigmoid,
+)
+
+# ---- one operand ---------------------------------------------------------------------------------
+
+SLOPES: dict[str, Callable[[Tensor], Tensor] | None] = {}  # kernel: derivative; None: 0
+
+
+class Pointwise(TensorOp):
+    """A kernel of one operand by its name in ops.def."""
+
+    reads_result = False
+
+    def __init__(self, kernel: str) -> None:
+        self.kernel = kernel
+        self.reads_inputs = SLOPES[kernel] is not None
+
+    def compute(self, a: NDArray) -> NDArray:
+        if self.kernel in ("floor", "ceil", "round") and a.dtype not in FLOATS:
+            return a
+        return getattr(_C, self.kernel)(a)
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
+        slope = SLOPES[self.kernel]
+        if slope is None:
+            return const(zeros(out_grad.shape, out_grad.dtype, out_grad.device))
+        return multiply(out_grad, slope(node.inputs[0]))
+
+
+def _function(
+    kernel: str, doc: str, slope: Callable[[Tensor], Tensor] | None, name: str = ""
+) -> Callable[[Tensor], Tensor]:
+    """The function of a kernel, and its line in SLOPES."""
+    SLOPES[kernel] = slope
+
+    def function(a: Tensor) -> Tensor:
+        return Pointwise(kernel)(a)
+
+    function.__name__ = function.__qualname__ = name or kernel
+    function.__doc__ = doc
+    return function
+
+
+def _silu_slope(x: Tensor) -> Tensor:
+    s = sigmoid(x)
+    return multiply(s, add_scalar(multiply(x, add_scalar(negate(s), 1.0)), 1.0))
+
+
+abs = _function("absolute", "|a|; the gradient at 0 is 0.", lambda x: sign(x), "abs")
+sign = _function("sign", "-1, 0 or 1; NaN for NaN. The gradient is 0.", None)
+floor = _function("floor", "The largest whole number up to a. The gradient is 0.", None)
+ceil = _function("ceil", "The smallest whole number from a on. The gradient is 0.", None)
+round = _function("round", "The nearest whole number, halves to even. The gradient is 0.", None)
+sin = _function("sin", "The sine of radians.", lambda x: cos(x))
+cos = _function("cos", "The cosine of radians.", lambda x: negate(sin(x)))
+erf = _function(
+    "erf",
+    "The error function, 2 / sqrt(pi) times the integral of exp(-t^2) from 0 to a.",
+    lambda x: multiply_scalar(exp(negate(multiply(x, x))), 2 / math.sqrt(math.pi)),
+)
+log1p = _function(
+    "log1p", "log(1 + a), exact for small a.", lambda x: scalar_divide(1.0, add_scalar(x, 1.0))
+)
+expm1 = _function("expm1", "e^a - 1, exact for small a.", lambda x: exp(x))
+rsqrt = _function("rsqrt", "1 / sqrt(a).", lambda x: multiply_scalar(divide(rsqrt(x), x), -0.5))
+silu = _function("silu", "a sigmoid(a) (Elfwing et al. 2017), also called swish.", _silu_slope)
+softplus = _function("softplus", "log(1 + e^a), without overflow.", lambda x: sigmoid(x))
+
+
+def square(a: Tensor) -> Tensor:
+    """a * a, in the dtype of a."""
+    return multiply(a, a)
+
+
+# ---- two operands --------------------------------------------------------------------------------
+
+
+def _operands(op: str, a: Tensor | float, b: Tensor | float) -> tuple[Tensor, Tensor]:
+    """Both as Tensors; a number takes the other's dtype, a float beside integers float32."""
+    beside = a if isinstance(a, Tensor) else b
+    if not isinstance(beside, Tensor):
+        raise TypeError(f"{op}: a or b must be a Tensor")
+
+    def tensor(x: Any) -> Tensor:
+        if not isinstance(x, Number):
+            return beside._operand(x)
+        dtype = beside.dtype
+        if dtype not in FLOATS and isinstance(x, float):
+            dtype = "float32"
+        elif dtype == "bool" and not isinstance(x, bool):
+            dtype = "int32"
+        return const(full((), x, dtype, beside.device))  # type: ignore[arg-type]
+
+    return tensor(a), tensor(b)
+
+
+class Extremum(TensorOp):
+    """The larger or the smaller operand; equal ones share the gradient."""
+
+    reads_result = False
+
+    def __init__(self, kernel: str) -> None:
+        self.kernel = kernel
+
+    def compute(self, a: NDArray, b: NDArray) -> NDArray:
+        out = getattr(_C, self.kernel)(a, b)
+        return out.astype("bool") if a.dtype == b.dtype == "bool" else out
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> tuple:
+        a, b = node.inputs
+        x, y = a.cached_data, b.cached_data
+        half = _C.multiply(_C.equal(x, y).astype(out_grad.dtype), 0.5)
+        first, second = (_C.greater, _C.less) if self.kernel == "maximum" else (_C.less, _C.greater)
+        return tuple(
+            reduced_to(multiply(out_grad, const(_C.add(half, better(x, y)))), operand)
+            for better, operand in ((first, a), (second, b))
+        )
+
+
+def maximum(a: Tensor | float, b: Tensor | float) -> Tensor:
+    """The larger of a and b elementwise, broadcasting; NaN wins. Equal ones share the gradient.
+
+    >>> print(ndl.maximum(ndl.Tensor([-1, 5]), 0))
+    [0. 5.]
+    """
+    return Extremum("maximum")(*_operands("maximum", a, b))
+
+
+def minimum(a: Tensor | float, b: Tensor | float) -> Tensor:
+    """The smaller of a and b elementwise, broadcasting; NaN wins. Equal ones share the gradient."""
+    return Extremum("minimum")(*_operands("minimum", a, b))
+
+
+class Clip(TensorOp):
+    reads_result = False
+
+    def __init__(self, low: float, high: float) -> None:
+        self.low, self.high = low, high
+
+    def compute(self, a: NDArray) -> NDArray:
+        return _C.minimum(_C.maximum(a, self.low), self.high)
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
+        x = node.inputs[0].cached_data
+        inside = _C.multiply(_C.greater_equal(x, self.low), _C.less_equal(x, self.high))
+        return multiply(out_grad, const(inside))
+
+
+def clip(a: Tensor, min: Any = None, max: Any = None) -> Tensor:
+    """a limited to [min, max], numbers or Tensors, None for no limit; outside of them the gradient
+    is 0.
+
+    >>> print(ndl.clip(ndl.Tensor([-2, 0.5, 3]), 0, 1))
+    [0.  0.5 1. ]
+    """
+    numbers = all(x is None or isinstance(x, Number) for x in (min, max))
+    if numbers and a.dtype in FLOATS:
+        return Clip(-math.inf if min is None else min, math.inf if max is None else max)(a)
+    a = a if min is None else maximum(a, min)
+    return a if max is None else minimum(a, max)
+
+
+class Remainder(TensorOp):
+    reads_result = False
+
+    def compute(self, a: NDArray, b: NDArray) -> NDArray:
+        return _C.remainder(a, b)
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> tuple:
+        a, b = node.inputs
+        whole = const(_C.floor_divide(a.cached_data, b.cached_data))
+        return reduced_to(out_grad, a), reduced_to(negate(multiply(out_grad, whole)), b)
+
+
+def remainder(a: Tensor | float, b: Tensor | float) -> Tensor:
+    """a % b, with the sign of b, as Python and NumPy have it; integers % 0 are 0, floats NaN.
+
+    >>> print(ndl.remainder(ndl.Tensor([5, -5]), 3))
+    [2. 1.]
+    """
+    return Remainder()(*_operands("remainder", a, b))
+
+
+def floor_divide(a: Tensor | float, b: Tensor | float) -> Tensor:
+    """a // b, rounded down; integers // 0 are 0. Outside of the graph.
+
+    >>> print(ndl.floor_divide(ndl.Tensor([5, -5]), 3))
+    [ 1. -2.]
+    """
+    return const(_C.floor_divide(*(x.cached_data for x in _operands("floor_divide", a, b))))
+
+
+# ---- truth values and bits, outside of the graph -------------------------------------------------
+
+
+def isnan(a: Tensor) -> Tensor:
+    """Where a is NaN, as bool."""
+    return const(_C.not_equal(a.cached_data, a.cached_data))
+
+
+def isfinite(a: Tensor) -> Tensor:
+    """Where a is neither infinite nor NaN, as bool."""
+    if a.dtype not in FLOATS:
+        return const(full(a.shape, True, "bool", a.device))
+    return const(_C.less(_C.absolute(a.cached_data), math.inf))
+
+
+def _data(a: Tensor, x: Any) -> Any:
+    return x if isinstance(x, Number) else a._operand(x).cached_data
+
+
+def bitwise_and(a: Tensor, b: Any) -> Tensor:
+    """a & b of integers or bool; of two bool a bool. TypeError for floats."""
+    return const(bitwise("bitwise_and", a.cached_data, _data(a, b)))
+
+
+def bitwise_or(a: Tensor, b: Any) -> Tensor:
+    """a | b of integers or bool; of two bool a bool. TypeError for floats."""
+    return const(bitwise("bitwise_or", a.cached_data, _data(a, b)))
+
+
+def bitwise_xor(a: Tensor, b: Any) -> Tensor:
+    """a ^ b of integers or bool; of two bool a bool. TypeError for floats."""
+    return const(bitwise("bitwise_xor", a.cached_data, _data(a, b)))
+
+
+def bitwise_not(a: Tensor) -> Tensor:
+    """~a of integers, or not a of bool. TypeError for floats."""
+    return const(inverted(a.cached_data))

@@ -1,0 +1,154 @@
+"""Shapes by NumPy's and PyTorch's names, of views, indexing and concatenation: squeeze, unsqueeze,
+flatten, tile, repeat, chunk, roll, pad, tril, triu."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from needle import _C
+from needle._C import NDArray
+from needle.autograd import Tensor
+from needle.backend_ndarray import Axes, full
+from needle.ops.broadcast import astype, broadcast_to, reshape
+from needle.ops.common import const, normal_axes
+from needle.ops.elementwise import add, where
+from needle.ops.indexing import PlaceItem, get_item, index_select
+from needle.ops.shape import concatenate
+
+
+def squeeze(a: Tensor, axes: Axes = None) -> Tensor:
+    """`a` without its axes of size 1, or without those of `axes`, which must have size 1."""
+    gone = normal_axes("squeeze", axes, a.ndim)
+    if axes is not None and any(a.shape[i] != 1 for i in gone):
+        raise ValueError(f"squeeze: axes {axes} of shape {a.shape} are not all of size 1")
+    return reshape(a, [n for i, n in enumerate(a.shape) if i not in gone or n != 1])
+
+
+def unsqueeze(a: Tensor, axis: int) -> Tensor:
+    """`a` with a new axis of size 1, which becomes axis `axis`."""
+    axis = normal_axes("unsqueeze", axis, a.ndim + 1)[0]
+    return reshape(a, (*a.shape[:axis], 1, *a.shape[axis:]))
+
+
+def flatten(a: Tensor, start: int = 0, end: int = -1) -> Tensor:
+    """`a` with its axes from `start` to `end` merged into one."""
+    if a.ndim == 0:
+        return reshape(a, (1,))
+    first, last = (normal_axes("flatten", axis, a.ndim)[0] for axis in (start, end))
+    if first > last:
+        raise ValueError(f"flatten: start {start} comes after end {end} in shape {a.shape}")
+    size = math.prod(a.shape[first : last + 1])
+    return reshape(a, (*a.shape[:first], size, *a.shape[last + 1 :]))
+
+
+def tile(a: Tensor, reps: int | Sequence[int]) -> Tensor:
+    """`a` repeated reps[i] times along axis i, as one block after the other.
+
+    >>> print(ndl.tile(ndl.Tensor([1, 2]), (2, 2)))
+    [[1. 2. 1. 2.]
+     [1. 2. 1. 2.]]
+    """
+    times = (reps,) if isinstance(reps, int) else tuple(reps)
+    times = (1,) * (a.ndim - len(times)) + times
+    a = reshape(a, (1,) * (len(times) - a.ndim) + a.shape)
+    for axis, count in enumerate(times):
+        if count != 1:
+            lead, rest = a.shape[:axis], a.shape[axis:]
+            a = broadcast_to(unsqueeze(a, axis), (*lead, count, *rest))
+            a = reshape(a, (*lead, count * rest[0], *rest[1:]))
+    return a
+
+
+def repeat(a: Tensor, repeats: Any, axis: int | None = None) -> Tensor:
+    """Each slice along `axis` (None: each element of flat `a`) repeated: NumPy's repeat, which is
+    PyTorch's repeat_interleave; PyTorch's repeat is `tile`. repeats: a number, or one a slice.
+
+    >>> print(ndl.repeat(ndl.Tensor([1, 2]), 2), ndl.repeat(ndl.Tensor([1, 2]), [0, 3]))
+    [1. 1. 2. 2.] [2. 2. 2.]
+    """
+    if axis is None:
+        a, axis = reshape(a, (-1,) if a.size else (0,)), 0
+    if isinstance(repeats, (Tensor, NDArray)):
+        repeats = repeats.numpy()
+    return index_select(a, axis, np.repeat(np.arange(a.shape[axis]), repeats))
+
+
+def _span(a: Tensor, axis: int, begin: int, end: int) -> Tensor:
+    return get_item(a, (*[slice(None)] * axis, slice(begin, end)))
+
+
+def chunk(a: Tensor, chunks: int, axis: int = 0) -> tuple[Tensor, ...]:
+    """At most `chunks` parts of `a` along `axis`, all of one size but the last.
+
+    >>> print(*ndl.chunk(ndl.Tensor([1, 2, 3]), 2))
+    [1. 2.] [3.]
+    """
+    axis = normal_axes("chunk", axis, a.ndim)[0]
+    if chunks < 1:
+        raise ValueError(f"chunk: chunks must be 1 or more, but is {chunks}")
+    n = a.shape[axis]
+    size = max(1, -(-n // chunks))
+    return tuple(_span(a, axis, at, at + size) for at in range(0, max(n, 1), size))
+
+
+def roll(a: Tensor, shifts: int | Sequence[int], axes: Axes = None) -> Tensor:
+    """`a` shifted along `axes` (None: its flat elements); elements that leave the end come back at
+    the beginning.
+
+    >>> print(ndl.roll(ndl.Tensor([1, 2, 3]), 1))
+    [3. 1. 2.]
+    """
+    if axes is None:
+        return reshape(roll(reshape(a, (a.size,)), shifts, 0), a.shape)
+    listed = (axes,) if isinstance(axes, int) else tuple(axes)
+    steps = (shifts,) * len(listed) if isinstance(shifts, int) else tuple(shifts)
+    for step, axis in zip(steps, listed, strict=True):
+        axis = normal_axes("roll", axis, a.ndim)[0]
+        n = a.shape[axis]
+        if n and step % n:
+            cut = n - step % n
+            a = concatenate([_span(a, axis, cut, n), _span(a, axis, 0, cut)], axis)
+    return a
+
+
+def pad(a: Tensor, widths: Any, value: float = 0) -> Tensor:
+    """`a` with elements `value` around it. widths: ((before, after), ...) for each axis, (before,
+    after) for all axes, or a number for both.
+
+    >>> print(ndl.pad(ndl.Tensor([1, 2]), (1, 2), value=9))
+    [9. 1. 2. 9. 9.]
+    """
+    pairs = np.broadcast_to(np.asarray(widths, np.int64), (a.ndim, 2)).tolist()
+    if any(n < 0 for pair in pairs for n in pair):
+        raise ValueError(f"pad: widths must be 0 or more, but are {widths}")
+    shape = tuple(n + before + after for n, (before, after) in zip(a.shape, pairs))
+    inner = tuple(slice(before, before + n) for n, (before, _) in zip(a.shape, pairs))
+    out = PlaceItem(inner, shape)(a)
+    if value == 0:
+        return out
+    border = full(shape, value, a.dtype, a.device)
+    border[inner] = _C.empty(a.shape, a.dtype, a.device) if a.size == 0 else 0
+    return astype(add(out, const(border)), a.dtype)
+
+
+def _triangle(a: Tensor, kept: np.ndarray) -> Tensor:
+    return where(kept, a, 0 if a.dtype != "bool" else False)
+
+
+def tril(a: Tensor, k: int = 0) -> Tensor:
+    """The lower triangle of each matrix, up to the k-th diagonal above the main one; 0 elsewhere.
+
+    >>> print(ndl.tril(ndl.ones(2, 2)))
+    [[1. 0.]
+     [1. 1.]]
+    """
+    return _triangle(a, np.tri(*a.shape[-2:], k, dtype=bool))
+
+
+def triu(a: Tensor, k: int = 0) -> Tensor:
+    """The upper triangle of each matrix, from the k-th diagonal above the main one; 0 elsewhere."""
+    return _triangle(a, ~np.tri(*a.shape[-2:], k - 1, dtype=bool))

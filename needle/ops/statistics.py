@@ -1,0 +1,125 @@
+"""Reductions composed of ops: any, all, min, prod, var, std, norm, argmin."""
+
+from __future__ import annotations
+
+import math
+
+from needle import _C
+from needle._C import NDArray
+from needle.autograd import FLOATS, Tensor
+from needle.backend_ndarray import Axes, ones
+from needle.ops.broadcast import astype, reshape, summation
+from needle.ops.common import const, kept_shape, normal_axes
+from needle.ops.elementwise import add, divide_scalar, multiply, power_scalar, sqrt, subtract
+from needle.ops.indexing import get_item
+from needle.ops.pointwise import abs
+from needle.ops.reduce import Max, max, mean
+from needle.ops.shape import concatenate, permute
+
+
+def _count(a: Tensor, compare: object, axes: Axes, keepdims: bool) -> NDArray:
+    found = compare(a.cached_data, 0)  # type: ignore[operator]
+    return found.sum(axis=normal_axes("any", axes, a.ndim), keepdims=keepdims)
+
+
+def any(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
+    """Whether an element over `axes` is not 0, as bool; of nothing False."""
+    return const(_C.not_equal(_count(a, _C.not_equal, axes, keepdims), 0))
+
+
+def all(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
+    """Whether no element over `axes` is 0, as bool; of nothing True."""
+    return const(_C.equal(_count(a, _C.equal, axes, keepdims), 0))
+
+
+class Min(Max):
+    """As Max."""
+
+    kernel = "min"
+
+
+def min(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
+    """The smallest element over `axes`; equal ones share the gradient equally."""
+    return Min(axes, keepdims)(a)
+
+
+def argmax(a: Tensor, axis: int | None = None, keepdims: bool = False) -> Tensor:
+    """Where the first largest element is along `axis` (None: of the flat elements), as int64."""
+    return const(a.cached_data.argmax(axis=axis, keepdims=keepdims))
+
+
+def argmin(a: Tensor, axis: int | None = None, keepdims: bool = False) -> Tensor:
+    """Where the first smallest element is along `axis` (None: of the flat elements), as int64."""
+    return const(a.cached_data.argmin(axis=axis, keepdims=keepdims))
+
+
+def prod(a: Tensor, axes: Axes = None, keepdims: bool = False) -> Tensor:
+    """The product over `axes`, of nothing 1; of integers in int64. Factors are multiplied in pairs,
+    then the products in pairs, and so on.
+
+    >>> print(ndl.prod(ndl.Tensor([[1, 2], [3, 4]]), 1))
+    [ 2. 12.]
+    """
+    if a.dtype not in FLOATS:
+        a = astype(a, "int64")
+    gone = normal_axes("prod", axes, a.ndim)
+    kept = [i for i in range(a.ndim) if i not in gone]
+    shape = kept_shape(a.shape, gone) if keepdims else tuple(a.shape[i] for i in kept)
+    sizes = [a.shape[i] for i in kept]
+    n = math.prod(a.shape[i] for i in gone)
+    out = reshape(permute(a, (*kept, *gone)), (*sizes, n))
+    if n == 0:
+        return const(ones(shape, a.dtype, a.device))
+    while n > 1:
+        half = n // 2
+        pair = [get_item(out, (..., slice(i * half, (i + 1) * half))) for i in (0, 1)]
+        pairs = multiply(*pair)
+        if n % 2:
+            pairs = concatenate([pairs, get_item(out, (..., slice(n - 1, n)))], -1)
+        out, n = pairs, half + n % 2
+    return reshape(out, shape)
+
+
+def var(a: Tensor, axes: Axes = None, keepdims: bool = False, correction: float = 0) -> Tensor:
+    """The variance over `axes`: squared distances from the mean, summed and divided by their number
+    less `correction`; 0 as in NumPy, 1 for PyTorch's default. Computed in float32.
+
+    >>> print(ndl.var(ndl.Tensor([1, 3])), ndl.var(ndl.Tensor([1, 3]), correction=1))
+    1.0 2.0
+    """
+    count = math.prod(a.shape[i] for i in normal_axes("var", axes, a.ndim))
+    wide = astype(a, "float32")
+    off = subtract(wide, mean(wide, axes, True))
+    total = summation(multiply(off, off), axes, keepdims)
+    out = divide_scalar(total, float(count - correction if count > correction else 0))
+    return astype(out, a.dtype) if a.dtype in FLOATS else out
+
+
+def std(a: Tensor, axes: Axes = None, keepdims: bool = False, correction: float = 0) -> Tensor:
+    """The standard deviation over `axes`, the root of `var`; its gradient at 0 is 0."""
+    out = _root(var(astype(a, "float32"), axes, keepdims, correction))
+    return astype(out, a.dtype) if a.dtype in FLOATS else out
+
+
+def _root(a: Tensor) -> Tensor:
+    """The square root, whose gradient at 0 is 0."""
+    zero = _C.equal(a.cached_data, 0)
+    return multiply(sqrt(add(a, const(zero))), const(_C.equal(zero, 0)))
+
+
+def norm(a: Tensor, ord: float = 2, axes: Axes = None, keepdims: bool = False) -> Tensor:
+    """The vector norm over `axes`: sum(|a|^ord)^(1 / ord); the largest |a| for inf, the smallest
+    for -inf. Computed in float32. The gradient of the 2-norm at 0 is 0.
+
+    >>> print(ndl.norm(ndl.Tensor([3, 4])), ndl.norm(ndl.Tensor([3, -4]), 1))
+    5.0 7.0
+    """
+    wide = astype(a, "float32")
+    if ord == 2:
+        out = _root(summation(multiply(wide, wide), axes, keepdims))
+    elif ord in (math.inf, -math.inf):
+        out = (max if ord > 0 else min)(abs(wide), axes, keepdims)
+    else:
+        out = summation(power_scalar(abs(wide), ord) if ord != 1 else abs(wide), axes, keepdims)
+        out = out if ord == 1 else power_scalar(out, 1 / ord)
+    return astype(out, a.dtype) if a.dtype in FLOATS else out

@@ -1,0 +1,76 @@
+"""docs/operations.md lists every function of needle.ops. Written by `python
+tests/lint/test_operations.py`; the test compares."""
+
+import inspect
+from pathlib import Path
+
+from needle import ops
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
+HEAD = """# Operations
+
+Functions of `needle.ops`, and of `needle`, that take Tensors. Each runs on the CPU and on CUDA;
+*host* says that it reads its operand or indices there. Reductions and shapes take `axis`, `axes` or
+`dim`, `keepdims` or `keepdim`. A dash: no function by itself, or none in that library.
+Convolutions, recurrent nets and linear algebra are not here.
+
+| needle | PyTorch | NumPy | gradient | devices |
+|---|---|---|---|---|
+"""
+SAME = """
+    abs absolute all any argmax argmin bitwise_and bitwise_not bitwise_or bitwise_xor broadcast_to
+    ceil clip cos divide dot einsum exp expm1 flip floor floor_divide isfinite isnan log log1p
+    matmul maximum mean minimum multiply negative nonzero outer permute prod remainder reshape
+    round sign sin sqrt square squeeze stack std subtract sum tanh tile tril triu true_divide var
+    where add max min roll
+""".split()
+TORCH_ONLY = """
+    cat chunk clamp cross_entropy div dropout erf flatten gather index_add index_select kl_div
+    binary_cross_entropy binary_cross_entropy_with_logits l1_loss log_softmax logsumexp mse_loss mul
+    neg norm pow relu repeat_interleave rsqrt scatter_add sigmoid silu softmax softplus sub
+    unsqueeze gelu embedding
+""".split()
+TORCH = {
+    "negate": "neg", "power": "pow", "power_scalar": "pow", "summation": "sum", "pad": "pad",
+    "concatenate": "cat", "logsoftmax": "log_softmax", "repeat": "repeat_interleave",
+    "take_along_axis": "take_along_dim", "expand_dims": "unsqueeze", "transpose": "transpose",
+    "astype": "Tensor.to", "to_device": "Tensor.to", "contiguous": "Tensor.contiguous",
+    "linear": "linear", "layer_norm": "layer_norm", "get_item": "x[i]", "set_item": "x[i] = y",
+    "split": "unbind", "attention": "scaled_dot_product_attention", "permute": "permute",
+    "negative": "negative",
+}  # fmt: skip
+NUMPY = {
+    "negate": "negative", "power": "power", "power_scalar": "power", "summation": "sum",
+    "concatenate": "concatenate", "repeat": "repeat", "take_along_axis": "take_along_axis",
+    "expand_dims": "expand_dims", "unsqueeze": "expand_dims", "transpose": "swapaxes",
+    "permute": "transpose", "get_item": "x[i]", "set_item": "x[i] = y", "pad": "pad", "cat":
+    "concatenate", "clamp": "clip", "index_select": "take", "norm": "linalg.norm", "pow": "power",
+    "mul": "multiply", "sub": "subtract", "div": "divide", "neg": "negative", "astype":
+    "ndarray.astype", "contiguous": "ascontiguousarray", "repeat_interleave": "repeat",
+}  # fmt: skip
+HOST = """
+    gather get_item index_add index_select nonzero repeat repeat_interleave scatter_add set_item
+    take_along_axis
+""".split()
+NOT_OPS = {"convert_to_block_mask", "ring_chunks"}
+
+
+def page() -> str:
+    lines = []
+    for name in ops.__all__:
+        if not inspect.isfunction(getattr(ops, name)) or name in NOT_OPS:
+            continue
+        torch = TORCH.get(name, name if name in SAME + TORCH_ONLY else "-")
+        numpy = NUMPY.get(name, name if name in SAME else "-")
+        gradient = "no" if name in ops._WITHOUT_GRADIENT and name != "set_item" else "yes"
+        devices = "CPU, CUDA" + (" (host)" if name in HOST else "")
+        lines.append(f"| `{name}` | {torch} | {numpy} | {gradient} | {devices} |\n")
+    return HEAD + "".join(lines)
+
+
+def test_the_page_of_operations_is_current():
+    assert PAGE.read_text() == page(), "write it anew: python tests/lint/test_operations.py"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
