@@ -18,7 +18,7 @@ from needle import checkpoint, nn, optim, safetensors
 from needle.checkpoint import Checkpoint, CheckpointError, load, save_checkpoint
 from needle.data import DataError, load_tokenizer, open_data
 from needle.data.__main__ import main as view_data
-from needle.data.runs import open_run
+from needle.data.runs import open_run_data
 from needle.evaluate import load_model
 from needle.files import Lock
 from needle.hf.__main__ import import_folder
@@ -321,7 +321,7 @@ def bin_of(path):
         ("data.bin", open_data),
         ("data.bin", bin_of),
         ("data.idx", idx_of),
-        ("config.json", lambda path: open_run(path.parent)),
+        ("config.json", lambda path: open_run_data(path.parent)),
         ("lock", lambda path: Lock(path.parent)),
     ],
 )

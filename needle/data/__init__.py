@@ -19,7 +19,7 @@ from needle.data.identity import cache_dir
 from needle.data.megatron import open_documents, sample_order
 from needle.data.prefetch import Prefetch
 from needle.data.readers import TokenData, open_data
-from needle.data.runs import open_run, run_batches, run_data
+from needle.data.runs import open_run_data, run_batches, run_data
 from needle.data.text import (
     END_OF_TEXT,
     load_tokenizer,
@@ -43,7 +43,7 @@ __all__ = [
     "load_tokenizer",
     "open_data",
     "open_documents",
-    "open_run",
+    "open_run_data",
     "run_batches",
     "run_data",
     "sample_order",

@@ -16,7 +16,7 @@ from needle.arguments import whole
 from needle.data.batches import Batches
 from needle.data.prepare import prepare
 from needle.data.readers import TokenData, matching, no_text, open_data, open_tokens, text_kind
-from needle.data.runs import open_run
+from needle.data.runs import open_run_data
 from needle.data.text import documents, load_tokenizer, warn
 from needle.data.tokens import DataError, Documents, FlatTokens, to_ids
 from needle.files import described, named, naming, reading
@@ -144,7 +144,7 @@ def batches_of(args: argparse.Namespace) -> tuple[TokenData, Batches, int, int]:
         given = [f"--{name.replace('_', '-')}" for name in own if getattr(args, name) is not None]
         if given:
             raise DataError(f"{args.source}: a run knows its own {', '.join(given)}")
-        data, batches, settings = open_run(args.source)
+        data, batches, settings = open_run_data(args.source)
         if args.tokenizer is not None:
             data.tokenizer = load_tokenizer(args.tokenizer)
         return data, batches, settings["micro_batches"], steps_of(args.source, settings)

@@ -66,7 +66,7 @@ def run_batches(data: TokenData, described: dict, vocab_size: int | None = None)
     return Batches(data.train, *sizes, vocab_size)
 
 
-def open_run(folder: str | os.PathLike) -> tuple[TokenData, Batches, dict]:
+def open_run_data(folder: str | os.PathLike) -> tuple[TokenData, Batches, dict]:
     """(data, batches, settings) of the run in `folder`; the settings hold the keys above too."""
     path = Path(folder) / "config.json"
     try:

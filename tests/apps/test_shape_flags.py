@@ -73,7 +73,7 @@ def test_seeds_of_weights_and_of_data_are_apart(tmp_path, tokens):
         """The weights of step 1 after a step with no rate, and the batches of the run."""
         assert train_pythia.main(flags(tmp_path, tokens, name, more, "--warmup 0", steps=1)) == 0
         run = ndl.open_run(tmp_path / "runs" / name)
-        _, batches, _ = ndl.data.open_run(run.folder)
+        _, batches, _ = ndl.data.open_run_data(run.folder)
         return run.metrics["loss"][0], batches.next()[0].tolist()
 
     plain, same = first("a", "--seed 5"), first("b", "--seed 9 --init-seed 5 --data-seed 5")

@@ -24,7 +24,7 @@ from needle.data import (
     megatron,
     open_data,
     open_documents,
-    open_run,
+    open_run_data,
     prepare,
 )
 from needle.data.text import load_tokenizer, train_tokenizer
@@ -396,7 +396,7 @@ def test_view_and_checkpoints_of_a_run_that_was_killed_went_on_and_walked_its_da
         paths = list_checkpoints(trained.folder / "checkpoints")
         states = [Checkpoint(path).state for path in paths]
         trained("--resume", "auto", *more)
-        _, batches, _ = open_run(trained.folder)
+        _, batches, _ = open_run_data(trained.folder)
         for state in states:
             batches.seek(state["data"])
             np.testing.assert_array_equal(batches.next_rows(), trained.drawn[2 * state["step"]])
