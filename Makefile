@@ -247,7 +247,7 @@ bench: $(STATE)/train lib
 # The README is the site's front page, where links are relative to docs/.
 docs:
 	@[ -x build/docs/venv/bin/mkdocs ] || { "$(PYTHON)" -m venv build/docs/venv && \
-	    build/docs/venv/bin/pip install -q mkdocs-material 'mkdocstrings[python]'; }
+	    build/docs/venv/bin/pip install -q mkdocs-material 'mkdocstrings[python]' mkdocs-jupyter; }
 	@rm -rf build/docs/pages && cp -r docs build/docs/pages && for page in *.md; do \
 	    sed 's#(docs/#(#g' $$page >build/docs/pages/$$page; done && cd build/docs/pages && mv README.md index.md
 	@build/docs/venv/bin/mkdocs build --quiet --strict && echo "needle: build/docs/site/index.html"

@@ -2,6 +2,7 @@
 training step passes the stops of docs/walk.md."""
 
 import importlib
+import json
 import os
 import re
 import shlex
@@ -14,6 +15,7 @@ from harness import ROOT
 import needle
 from needle.command import COMMANDS
 
+PATHS = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 # Pages whose Python examples run on a CPU, in order, as one program.
 RUNNABLE = ["README.md", "docs/training.md", "docs/interpretability.md", "docs/attention.md"]
@@ -52,6 +54,30 @@ def test_examples_run(page, tmp_path, monkeypatch):
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
     assert blocks, page
     exec(compile("\n".join(blocks), page, "exec"), {"__name__": page})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["train", "patching", "dynamics", "own_op", "transformers"])
+def test_tutorials_run(name, tmp_path):
+    """The code cells of each notebook, one after another; no output is kept in it."""
+    notebook = ROOT / f"docs/tutorials/{name}.ipynb"
+    cells = [c for c in json.loads(notebook.read_text())["cells"] if c["cell_type"] == "code"]
+    assert cells and not any(cell["outputs"] or cell["execution_count"] for cell in cells)
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join("".join(cell["source"]) for cell in cells)],
+        cwd=tmp_path,
+        env=os.environ
+        | {"MPLBACKEND": "Agg", "NEEDLE_CACHE": str(tmp_path / "cache"), "PYTHONPATH": PATHS},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_tutorials_are_listed():
+    names = {path.stem for path in (ROOT / "docs/tutorials").glob("*.ipynb")}
+    assert names == set(re.findall(r"tutorials/(\w+)\.ipynb", (ROOT / "mkdocs.yml").read_text()))
 
 
 def test_links_lead_to_files_and_headings():
