@@ -123,7 +123,9 @@ def build(tree: Path, cuda: bool = False) -> str:
 def caught_by(tree: Path, tests: str, cuda: bool = False, seconds: float = SECONDS) -> str | None:
     """Return the first failed test, or the process's end where there is none; None if all pass."""
     tier = "cuda and not parity" if cuda else "not slow and not cuda and not parity"
-    command = [sys.executable, "-W", "error", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    # Without .pyc files, which a file of the same size and second would not renew.
+    command = [sys.executable, "-B", "-W", "error", "-m", "pytest", "-q", "-x"]
+    command += ["-p", "no:cacheprovider"]
     code, output = run([*command, "-m", tier, *shlex.split(tests)], tree, cuda, seconds)
     if code == 0:
         return None

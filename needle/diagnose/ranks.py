@@ -57,10 +57,10 @@ def examine(reporter: Reporter, kind: str, index: int, until: float, problem: st
         if problem:
             group.close(problem)
             return
-        told = group.gather("the devices", [platform.node(), str(device)])
+        uuid = [] if device.is_host else [device.properties()["uuid"]]
+        member = ", ".join([platform.node(), str(device), *uuid])
+        reporter.fact("members", group.gather("the devices", member))
         group.connect(device)
-        uuids = group.gpus or [""] * place.size
-        reporter.fact("members", [", ".join(filter(None, [*a, b])) for a, b in zip(told, uuids)])
         for check, (run, stages) in CHECKS.items():
             reporter.at(check)
             told = group.gather(check, run(group, device))

@@ -20,7 +20,7 @@ def pretrained(path: str | os.PathLike, revision: str | None = None) -> Any:
     (a Path) of a transformers model on the disk, else of the name OWNER/MODEL on the Hugging Face
     hub. MissingFileError, which is a FileNotFoundError, where there is none."""
     place = named(path)
-    if revision is not None or not os.path.lexists(place):
+    if revision is not None or _is_missing(place):
         return snapshot(os.fspath(path), revision)
     if not place.is_dir() or (place / "checkpoints").is_dir():
         report = lambda text: print(text, file=sys.stderr)
@@ -31,6 +31,15 @@ def pretrained(path: str | os.PathLike, revision: str | None = None) -> Any:
             "transformers (no config.json)"
         )
     return place
+
+
+def _is_missing(place: Path) -> bool:
+    """True if nothing is at `place`. Another OSError is the caller's: a name that is too long."""
+    try:
+        os.lstat(place)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    return False
 
 
 def from_pretrained(

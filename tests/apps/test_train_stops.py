@@ -38,6 +38,7 @@ def run_of(folder, words="", **fields):
     args.hang_seconds = args.hang_seconds or supervise.HANG_SECONDS
     data, parallel = SimpleNamespace(trusted=False), SimpleNamespace(group=Group())
     known = {"args": args, "data": data, "parallel": parallel, "folder": Path(folder)}
+    known["settings"] = {}
     return SimpleNamespace(**known | fields)
 
 
