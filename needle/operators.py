@@ -131,7 +131,18 @@ class Operators(Generic[Result]):
 
     if TYPE_CHECKING:  # the methods of METHODS and CASTS
 
-        def __getattr__(self, name: str) -> Any: ...
+        def abs(self, *args: Any, **words: Any) -> Result: ...
+        def chunk(self, chunks: int, axis: int = 0) -> tuple[Result, ...]: ...
+        def nonzero(self) -> Any: ...
+
+        absolute = all = any = argmax = argmin = broadcast_to = ceil = clamp = clip = cos = abs
+        dot = erf = exp = expm1 = flatten = flip = floor = gather = index_add = index_select = abs
+        isfinite = isnan = log = log1p = log_softmax = logsumexp = matmul = max = maximum = abs
+        mean = min = minimum = norm = outer = pad = prod = relu = remainder = repeat = abs
+        repeat_interleave = roll = round = rsqrt = scatter_add = sigmoid = sign = silu = sin = abs
+        softmax = softplus = sqrt = square = squeeze = std = sum = take_along_axis = tanh = abs
+        tile = tril = triu = unsqueeze = var = bfloat16 = bool = float = half = int = long = abs
+        cpu = cuda = abs
 
     def _compared(self, compare: Callable[[Any, Any], NDArray], other: Any) -> Any:
         if isinstance(other, (Number, np.bool_)):
