@@ -44,6 +44,7 @@ from needle.init import (
     from_dlpack,
     full,
     linspace,
+    manual_seed,
     multinomial,
     one_hot,
     ones,
@@ -57,6 +58,8 @@ from needle.init import (
     zeros_like,
 )
 from needle.ops import *
+
+tensor = Tensor  # PyTorch's name of the same
 
 if _TYPE_CHECKING:  # what __getattr__ finds
     from needle import activations as activations
@@ -109,6 +112,7 @@ __all__ = [
     "full",
     "init",
     "linspace",
+    "manual_seed",
     "multinomial",
     "nn",
     "no_grad",
@@ -122,6 +126,7 @@ __all__ = [
     "randint",
     "randn",
     "randperm",
+    "tensor",
     "zeros",
     "zeros_like",
 ]

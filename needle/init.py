@@ -79,6 +79,11 @@ def check_size(what: str, size: Any, least: int = 0) -> int:
     return int(size)
 
 
+def _sizes(shape: tuple) -> tuple[int, ...]:
+    """Return the sizes of `*shape`, which may be one tuple or list of them."""
+    return tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+
+
 def _tensor(values: np.ndarray, device: Device | None, dtype: str, requires_grad: bool) -> Tensor:
     data = _C.array(values, dtype, _C.cpu() if device is None else device)
     return Tensor.from_ndarray(data, requires_grad)
@@ -100,7 +105,7 @@ def _drawn(
 
 
 def rand(
-    *shape: int,
+    *shape: int | Sequence[int],
     low: float = 0.0,
     high: float = 1.0,
     device: Device | None = None,
@@ -113,6 +118,7 @@ def rand(
     >>> ndl.init.rand(2, 3, low=-1, high=1).shape
     (2, 3)
     """
+    shape = _sizes(shape)
 
     def draw() -> Any:
         return np.random.rand(*shape) * (high - low) + low
@@ -121,7 +127,7 @@ def rand(
 
 
 def randn(
-    *shape: int,
+    *shape: int | Sequence[int],
     mean: float = 0.0,
     std: float = 1.0,
     device: Device | None = None,
@@ -134,6 +140,7 @@ def randn(
     >>> print(ndl.init.randn(3, std=0.1).numpy().round(4))
     [0.1764 0.04   0.0979]
     """
+    shape = _sizes(shape)
 
     def draw() -> Any:
         values = np.random.randn(*shape)
@@ -145,7 +152,7 @@ def randn(
 
 
 def randb(
-    *shape: int,
+    *shape: int | Sequence[int],
     p: float = 0.5,
     device: Device | None = None,
     dtype: str = "bool",
@@ -157,11 +164,12 @@ def randb(
     >>> print(ndl.init.randb(3, p=0.6))
     [ True False False]
     """
+    shape = _sizes(shape)
     return _drawn("randb", lambda: np.random.rand(*shape) <= p, shape, device, dtype, requires_grad)
 
 
 def constant(
-    *shape: int,
+    *shape: int | Sequence[int],
     c: float = 1.0,
     device: Device | None = None,
     dtype: str = "float32",
@@ -173,6 +181,7 @@ def constant(
     [[7 7]
      [7 7]]
     """
+    shape = _sizes(shape)
     budget = _meta.get()
     if budget is None:
         return Tensor.from_ndarray(full_array(shape, c, dtype, device), requires_grad)
@@ -180,15 +189,26 @@ def constant(
     return Tensor.from_ndarray(full_array((), c, dtype, device).broadcast_to(shape), requires_grad)
 
 
+def manual_seed(seed: int) -> None:
+    """Seed NumPy's generator, of which weights, dropout and random tensors are drawn."""
+    np.random.seed(seed)
+
+
 def ones(
-    *shape: int, device: Device | None = None, dtype: str = "float32", requires_grad: bool = False
+    *shape: int | Sequence[int],
+    device: Device | None = None,
+    dtype: str = "float32",
+    requires_grad: bool = False,
 ) -> Tensor:
     """Every element 1."""
     return constant(*shape, c=1, device=device, dtype=dtype, requires_grad=requires_grad)
 
 
 def zeros(
-    *shape: int, device: Device | None = None, dtype: str = "float32", requires_grad: bool = False
+    *shape: int | Sequence[int],
+    device: Device | None = None,
+    dtype: str = "float32",
+    requires_grad: bool = False,
 ) -> Tensor:
     """Every element 0."""
     return constant(*shape, c=0, device=device, dtype=dtype, requires_grad=requires_grad)

@@ -40,6 +40,9 @@ class Operators(Generic[Result]):
     """
 
     cached_data: Any
+    shape: Any
+    ndim: Any
+    size: Any
     _operand: Callable[[Any], Result]
     from_ndarray: Callable[..., Result]
 
@@ -201,6 +204,28 @@ class Operators(Generic[Result]):
         return ops.reshape(self, shape)
 
     view = reshape
+
+    def expand(self, *shape: Any) -> Result:
+        """Broadcast to a shape, in which -1 keeps an axis: PyTorch's broadcast_to."""
+        sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        own = (1,) * (len(sizes) - self.ndim) + self.shape
+        return ops.broadcast_to(self, [m if n == -1 else n for n, m in zip(sizes, own)])
+
+    def masked_fill(self, mask: Any, value: Any) -> Result:
+        """`value` where the mask is true, which broadcasts, and this Tensor elsewhere."""
+        return ops.where(mask, value, self)
+
+    def dim(self) -> int:
+        """The number of axes, as `ndim`."""
+        return self.ndim
+
+    def numel(self) -> int:
+        """The number of elements, as `size`."""
+        return self.size
+
+    def t(self) -> Result:
+        """The transpose, as `T`."""
+        return self.T
 
     def transpose(self, *axes: Any) -> Result:
         """Swap two axes, the last two by default: `x.transpose((0, 1))` or `x.transpose(0, 1)`."""

@@ -42,6 +42,8 @@ nn.BCEWithLogitsLoss()(x, p) ; nn.L1Loss()(x, y) ; nn.KLDivLoss()(x, p) ; nn.RMS
 nn.SiLU()(x) ; nn.Tanh()(x) ; nn.Sigmoid()(x) ; nn.SwiGLU(4, 8)(x)
 ndl.optim.SGD([nn.Parameter(x)]).zero_grad() ; ndl.summation(x, axes=1) ; ndl.power_scalar(x, 2)
 a & 1 ; ~a ; a % 2 ; a // 2 ; a.index_select(0, [0]) ; a.contiguous() ; a.is_contiguous()
+ndl.zeros((2, 3)) ; ndl.ones([2, 3]) ; ndl.randn((2, 3)) ; ndl.tensor([1, 2]) ; x.numel() ; x.dim()
+x.t() ; v.expand(2, -1) ; x.masked_fill(x > 0, 0) ; ndl.manual_seed(0)
 c @ c[0].flat ; ndl.cumsum(x, 0) ; ndl.sort(x) ; x.argsort() ; ndl.topk(x, 2) ; ndl.unique(i)
 """
 MISSING = {"ndl.cumsum(x, 0)", "ndl.sort(x)", "x.argsort()", "ndl.topk(x, 2)", "ndl.unique(i)"}
