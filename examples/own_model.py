@@ -17,9 +17,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "apps"))
-
-import train_pythia  # noqa: E402  it finds the needle of this checkout
+if __name__ == "__main__":  # with --import needle is there already
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "apps"))
+    import train_pythia  # it finds the needle of this checkout
 
 from needle import init, nn, ops  # noqa: E402
 from needle.autograd import Tensor  # noqa: E402

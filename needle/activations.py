@@ -83,6 +83,9 @@ class ActivationCache(dict[str, Tensor]):
         super().__init__(activations)
         self.model = model
 
+    def __repr__(self) -> str:
+        return f"ActivationCache of {len(self)} activations: {', '.join(self)}"
+
     @property
     def layers(self) -> int:
         return self.model.config.num_layers

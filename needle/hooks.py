@@ -148,7 +148,10 @@ def chosen_names(of: Module, names: str | NameFilter | Collection[str] | None) -
     if names is None:
         return hook_names(of)
     if callable(names):
-        return [name for name in hook_names(of) if names(name)]
+        found = [name for name in hook_names(of) if names(name)]
+        if not found:
+            raise ValueError("hooks: the function of names is true for no name of this model")
+        return found
     return [names] if isinstance(names, str) else list(names)
 
 
@@ -227,13 +230,13 @@ class Hooked(Module):
             return self(input_ids)[0]
 
     def run_with_cache(
-        self, input_ids: Any, names: str | NameFilter | Collection[str] | None = None
+        self, input_ids: Any, names_filter: str | NameFilter | Collection[str] | None = None
     ) -> tuple[Tensor, ActivationCache]:
         """Return (logits, ActivationCache) of a forward of ids (B, T), or text. The cache has
         {name: Tensor}, captured after active hooks.
 
-        names: one name, several, or a function of names that is true for several; None for all, of
-        which the patterns take T x T numbers a head. The Tensors belong to the graph of the
+        names_filter: one name, several, or a function of names that is true for several; None for
+        all, of which the patterns take T x T numbers a head. The Tensors belong to the graph of the
         forward, except inside `no_grad()`.
 
         >>> config = ndl.PythiaConfig(vocab_size=50, hidden_size=16, num_layers=1, num_heads=2)
@@ -242,7 +245,7 @@ class Hooked(Module):
         >>> cache["pattern", 0].shape
         (1, 2, 3, 3)
         """
-        names = chosen_names(self, names)
+        names = chosen_names(self, names_filter)
         cache: dict[str, Tensor] = {}
 
         def keep(name: str) -> Hook:

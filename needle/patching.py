@@ -58,6 +58,7 @@ def generic_activation_patch(
             name = get_act_name(activation_name, layer)
             clean, x = clean_cache[name], corrupted[start]
             _check_same_run(name, clean, x)
+            _check_axes(name, clean, axes)
             sizes = tuple(clean.shape[axis] for axis in axes)
             for places in _groups(itertools.product(*map(range, sizes)), batch // x.shape[0]):
                 patch = partial(_patch, clean=clean, axes=axes, places=places)
@@ -93,6 +94,7 @@ def generic_attribution_patch(
         for name, x in corrupted.items():
             clean = clean_cache[name]
             _check_same_run(name, clean, x)
+            _check_axes(name, x, axes)
             change = ops.astype(clean, "float32") - ops.astype(x, "float32")
             product = change * ops.astype(x.grad, "float32")
             rest = tuple(axis for axis in range(len(x.shape)) if axis not in axes)
@@ -123,6 +125,14 @@ def _repeat(x: Tensor, count: int) -> Tensor:
 def _groups(places: Iterator[tuple[int, ...]], size: int) -> Iterator[list[tuple[int, ...]]]:
     while group := list(itertools.islice(places, max(size, 1))):
         yield group
+
+
+def _check_axes(name: str, x: Tensor, axes: Sequence[int]) -> None:
+    if not axes or not all(0 < axis < x.ndim for axis in axes) or list(axes) != sorted({*axes}):
+        raise ValueError(
+            f"patching: axes must be ascending axes of {name} {x.shape} after the first, the "
+            f"batch, but are {axes}"
+        )
 
 
 def _check_same_run(name: str, clean: Tensor, x: Tensor) -> None:

@@ -134,6 +134,9 @@ def test_hooks_that_take_their_point():
     ):
         np.testing.assert_array_equal(got.numpy(), model(IDS)[0].numpy())
     assert list(model.run_with_cache(IDS, is_z)[1]) == names
+    with pytest.raises(ValueError, match="true for no name of this model"):
+        model.run_with_hooks(IDS, [(lambda name: False, scale)])
+    assert repr(model.run_with_cache(IDS, names_filter=names)[1]).endswith(", ".join(names))
     with pytest.raises(ValueError, match="hook_embed is in no layer"):
         model.run_with_hooks(IDS, [("hook_embed", scale)])
 
@@ -244,6 +247,10 @@ def test_wrong_patches_say_why():
     with pytest.raises(ValueError, match="as many texts of as many tokens"):
         patching.get_act_patch_resid_pre(model, IDS, clean, metric)
     _, clean = model.run_with_cache(CLEAN)
+    for axes in ((1, 7), (1, -2), (2, 1), ()):
+        for patch in (patching.generic_attribution_patch, patching.generic_activation_patch):
+            with pytest.raises(ValueError, match="axes must be ascending axes of"):
+                patch(model, IDS, clean, metric, "z", axes)
     with pytest.raises(TypeError, match="the metric must return a Tensor of one number"):
         patching.get_act_patch_resid_pre(model, IDS, clean, lambda logits: logits[:, -1])
     assert not model.is_hooked

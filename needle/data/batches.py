@@ -133,6 +133,9 @@ class Batches:
         samples: int | None = None,
         vocab_size: int | None = None,
     ) -> None:
+        for name, size in (("batch_size", batch_size), ("seq_len", seq_len)):
+            if size < 1:
+                raise ValueError(f"Batches: {name} must be 1 or more, but is {size}")
         if isinstance(tokens, TokenData):
             tokens = tokens.train
         self.tokens, self.batch_size, self.seq_len, self.seed = tokens, batch_size, seq_len, seed

@@ -120,3 +120,9 @@ def test_an_epoch_predicts_each_token_once_and_positions_are_exact():
     assert not np.array_equal(drawn[0][0], following[0])
     with pytest.raises(DataError, match="an epoch has 5 batches"):
         again.seek({"epoch": 0, "batch": 6})
+
+
+def test_sizes_of_batches_that_are_none():
+    for sizes in ((0, 4), (-2, 4), (2, 0)):
+        with pytest.raises(ValueError, match="Batches: .* must be 1 or more, but is"):
+            Batches(np.arange(99), *sizes)

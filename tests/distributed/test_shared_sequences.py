@@ -128,10 +128,10 @@ def test_hooks_on_whole_sequences_are_refused():
         with pytest.raises(ValueError, match=f"share sequences of {2 * TIME} tokens, but max_seq"):
             model(IDS[0][:, :-1])
         half = IDS[0][:, : TIME // 2]
-        _, cache = model.run_with_cache(half, names="blocks.0.attn.hook_rot_q")
+        _, cache = model.run_with_cache(half, names_filter="blocks.0.attn.hook_rot_q")
         assert list(cache) == ["blocks.0.attn.hook_rot_q"]
         with pytest.raises(ValueError, match="hook_pattern are of whole sequences"):
-            model.run_with_cache(half, names="blocks.0.attn.hook_pattern")
+            model.run_with_cache(half, names_filter="blocks.0.attn.hook_pattern")
 
     together(2, work)
 
