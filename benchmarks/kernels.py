@@ -350,6 +350,35 @@ def embeddings(s: Shapes) -> Iterator[Case]:
     yield Case("embedding_bwd", work + 8 * unique * C, run, theirs)
 
 
+def order(s: Shapes) -> Iterator[Case]:
+    """Work: each element and its index once, whatever the number of passes."""
+
+    def topk(t, a, k):
+        return lambda: t.topk(a, k)
+
+    for rows, n in ((s.rows * C // 64, 64), (s.rows // 4, 4096), (128, VOCABULARY), (1, 1 << 23)):
+        x, size = s.array(rows, n), rows * n
+        values, indices = s.array(rows, n), _C.empty((rows, n), "int64", s.device)
+        theirs = s.torch(lambda t, a: lambda: t.sort(a), (rows, n))
+        run = functools.partial(_C.sort, x, 0, values, indices)
+        yield Case(f"sort {rows} x {n}", (2 * s.size + 8) * size, run, theirs)
+        zeros = functools.partial(_C.unsort, values, indices, x)
+        theirs = s.torch(
+            lambda t, a, b: functools.partial(a.scatter_, 1, t.argsort(b, 1), b), (rows, n),
+            (rows, n),
+        )  # fmt: skip
+        yield Case(f"unsort {rows} x {n}", (2 * s.size + 8) * size, zeros, theirs)
+        for k in (40, 1000):
+            if k < n:
+                places = _C.empty((rows, k), "int64", s.device)
+                run = functools.partial(_C.sort, x, 1, s.array(rows, k), places)
+                theirs = s.torch(functools.partial(topk, k=k), (rows, n))
+                yield Case(f"sort {rows} x {n}, first {k}", s.size * size, run, theirs)
+        theirs = s.torch(lambda t, a: lambda: t.cumsum(a, 1), (rows, n))
+        run = functools.partial(_C.cumsum, x)
+        yield Case(f"cumsum {rows} x {n}", 2 * s.size * size, run, theirs)
+
+
 def losses(s: Shapes) -> Iterator[Case]:
     logits, targets = s.array(s.rows, VOCABULARY), s.ids(VOCABULARY)
     _, lse, _, count = _C.cross_entropy_fwd(logits, targets)
@@ -415,6 +444,7 @@ FAMILIES: dict[str, Callable[[Shapes], Iterator[Case]]] = {
     "attention": attention,
     "dilated": dilated,
     "embedding": embeddings,
+    "order": order,
     "cross_entropy": losses,
     "decode": decoding,
     "optimizer": optimizers,

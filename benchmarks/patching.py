@@ -32,7 +32,7 @@ def their_model(model: Pythia, device: str):
         model.save_pretrained(folder)
         loaded = transformers.AutoModelForCausalLM.from_pretrained(
             folder, attn_implementation="eager", dtype=torch.float32
-        )
+        ).to(device)
         made = TransformerBridge.boot_transformers(folder, hf_model=loaded, device=device)
     made.enable_compatibility_mode(no_processing=True)
     return made

@@ -8,7 +8,7 @@
  * float64 functions.
  * nd_max and nd_min work on any arithmetic type and let a NaN win, as NumPy does.
  *
- *   nd_exp nd_log nd_sqrt nd_tanh nd_sigmoid nd_pow
+ *   nd_exp nd_log nd_sqrt nd_rsqrt nd_tanh nd_sigmoid nd_pow
  *   nd_gelu       x Phi(x), Phi the normal distribution (the "erf form")
  *   nd_gelu_tanh  x sigmoid(2 u), u = sqrt(2/pi) (x + 0.044715 x^3); equals x/2 (1 + tanh u)
  *   nd_gelu_grad, nd_gelu_tanh_grad   their derivatives
@@ -35,6 +35,7 @@
 ND_FN float nd_exp(float x) { return expf(x); }
 ND_FN float nd_log(float x) { return logf(x); }
 ND_FN float nd_sqrt(float x) { return sqrtf(x); }
+ND_FN float nd_rsqrt(float x) { return rsqrtf(x); }
 ND_FN float nd_tanh(float x) { return tanhf(x); }
 /* For the normal distribution: one instruction for 1/x, good to 1 unit in the last place, and one
  * for the 2^x of exp(-x^2/2), good to 2 beside what rounding x^2 costs; below 2^-126 it is 0. */
@@ -137,6 +138,7 @@ ND_FN float nd_log(float x) {
 }
 
 ND_FN float nd_sqrt(float x) { return sqrtf(x); }
+ND_FN float nd_rsqrt(float x) { return 1.0f / nd_sqrt(x); }
 
 /* An odd polynomial near zero, where 1 - 2 / (exp(2x) + 1) would cancel. */
 ND_FN float nd_tanh(float x) {

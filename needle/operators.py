@@ -137,9 +137,12 @@ class Operators(Generic[Result]):
         def abs(self, *args: Any, **words: Any) -> Result: ...
         def chunk(self, chunks: int, axis: int = 0) -> tuple[Result, ...]: ...
         def nonzero(self) -> Any: ...
+        def topk(self, k: int, axis: int = -1, largest: bool = True) -> tuple[Result, Result]: ...
+        def unique(self, return_inverse: bool = False, return_counts: bool = False) -> Any: ...
 
-        absolute = all = any = argmax = argmin = broadcast_to = ceil = clamp = clip = cos = abs
-        dot = erf = exp = expm1 = flatten = flip = floor = gather = index_add = index_select = abs
+        absolute = all = any = argmax = argmin = argsort = broadcast_to = ceil = clamp = clip = abs
+        cos = cumsum = sort = dot = erf = exp = expm1 = flatten = flip = floor = gather = abs
+        index_add = index_select = abs
         isfinite = isnan = log = log1p = log_softmax = logsumexp = matmul = max = maximum = abs
         mean = min = minimum = norm = outer = pad = prod = relu = remainder = repeat = abs
         repeat_interleave = roll = round = rsqrt = scatter_add = sigmoid = sign = silu = sin = abs
@@ -271,11 +274,11 @@ class Operators(Generic[Result]):
 
 # Functions of needle.ops whose first argument is the Tensor: methods by the same name.
 METHODS = """
-    abs absolute all any argmax argmin broadcast_to ceil chunk clamp clip cos dot erf exp expm1
-    flatten flip floor gather index_add index_select isfinite isnan log log1p log_softmax logsumexp
-    matmul max maximum mean min minimum nonzero norm outer pad prod relu remainder repeat
-    repeat_interleave roll round rsqrt scatter_add sigmoid sign silu sin softmax softplus sqrt
-    square squeeze std sum take_along_axis tanh tile tril triu unsqueeze var
+    abs absolute all any argmax argmin argsort broadcast_to ceil chunk clamp clip cos cumsum dot erf
+    exp expm1 flatten flip floor gather index_add index_select isfinite isnan log log1p log_softmax
+    logsumexp matmul max maximum mean min minimum nonzero norm outer pad prod relu remainder repeat
+    repeat_interleave roll round rsqrt scatter_add sigmoid sign silu sin softmax softplus sort sqrt
+    square squeeze std sum take_along_axis tanh tile topk tril triu unique unsqueeze var
 """.split()
 CASTS = {
     "bfloat16": "bfloat16",

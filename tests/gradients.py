@@ -255,6 +255,9 @@ GRADIENTS = [
         indices=PLACES[:1, :4] % 3,
         axis=0,
     ),
+    by_name("sort", lambda a: np.sort(a, 0), MATRIX, axis=0),
+    Gradient("topk", lambda ops, a: ops.topk(a, 2)[0], lambda a: np.sort(a)[:, :-3:-1], (MATRIX,)),
+    by_name("cumsum", lambda a: np.cumsum(a, 0), MATRIX, axis=0),
     Gradient(
         "scatter_add",
         lambda ops, a, b: ops.scatter_add(a, 1, PLACES, b),

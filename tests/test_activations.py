@@ -191,7 +191,7 @@ def test_patches_equal_one_run_after_another(device, parallel):
     """Each element of each function, against a forward of its own with a NumPy hook."""
     model = small(device_of(device), use_parallel_residual=parallel)
     logits, clean = model.run_with_cache(CLEAN)
-    # The metric subtracts logits: the error of a result is that of the logits, however near 0 it is.
+    # A metric subtracts logits: its error is that of the logits, however near 0 it is.
     tolerance = 2e-6 * np.abs(logits.numpy()).max()
     assert len(PATCHES) == 15
     for name in PATCHES:

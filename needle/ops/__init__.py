@@ -106,6 +106,7 @@ from needle.ops.normalization import (
     layer_norm_pair,
     layer_norm_residual,
 )
+from needle.ops.order import CumSum, Sort, Unsort, argsort, cumsum, sort, topk, unique
 from needle.ops.parallel import AttentionMLP, attention_mlp
 from needle.ops.pointwise import (
     Clip,
@@ -210,8 +211,8 @@ true_divide = divide
 
 # Results outside of the graph, or in place.
 _WITHOUT_GRADIENT = """
-    all any argmax argmin bitwise_and bitwise_not bitwise_or bitwise_xor floor_divide isfinite isnan
-    nonzero set_item
+    all any argmax argmin argsort bitwise_and bitwise_not bitwise_or bitwise_xor floor_divide
+    isfinite isnan nonzero set_item unique
 """.split()
 
 # Written out for type checkers; a test compares it with what is there.
@@ -226,6 +227,7 @@ __all__ = [
     "Concatenate",
     "Contiguous",
     "CrossEntropy",
+    "CumSum",
     "DilatedAttention",
     "DivScalar",
     "EWiseAdd",
@@ -273,6 +275,7 @@ __all__ = [
     "SetItem",
     "Sigmoid",
     "Softmax",
+    "Sort",
     "Split",
     "Sqrt",
     "Stack",
@@ -282,6 +285,7 @@ __all__ = [
     "TensorTupleGetItem",
     "ToDevice",
     "Transpose",
+    "Unsort",
     "Where",
     "abs",
     "absolute",
@@ -291,6 +295,7 @@ __all__ = [
     "any",
     "argmax",
     "argmin",
+    "argsort",
     "astype",
     "attention",
     "attention_mlp",
@@ -312,6 +317,7 @@ __all__ = [
     "convert_to_block_mask",
     "cos",
     "cross_entropy",
+    "cumsum",
     "dilated_attention",
     "div",
     "divide",
@@ -395,6 +401,7 @@ __all__ = [
     "sin",
     "softmax",
     "softplus",
+    "sort",
     "split",
     "sqrt",
     "square",
@@ -410,11 +417,13 @@ __all__ = [
     "tanh",
     "tile",
     "to_device",
+    "topk",
     "transpose",
     "tril",
     "triu",
     "true_divide",
     "tuple_get_item",
+    "unique",
     "unsqueeze",
     "var",
     "where",

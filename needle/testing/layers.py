@@ -1,4 +1,4 @@
-"""Products, normalisation, embedding, the loss and the optimizer."""
+"""Products, normalisation, embedding, order of rows, the loss and the optimizer."""
 
 from functools import partial
 
@@ -77,6 +77,25 @@ def embedding_bwd(r, ids, dy, dw):
     dw = dw.copy()
     np.add.at(dw, ids, dy)
     return {"dw": dw}
+
+
+def sort(r, x, descending, values, indices):
+    order = np.argsort(-x if descending else x, axis=1, kind="stable")[:, : values.shape[1]]
+    return {"values": np.take_along_axis(x, order, 1), "indices": order}
+
+
+def unsort(r, values, indices, x):
+    x = x.copy()
+    np.put_along_axis(x, indices, values, 1)
+    return {"x": x}
+
+
+def distinct(rows, n, k):
+    return lambda rng: rng.permuted(np.tile(np.arange(n), (rows, 1)), axis=1)[:, :k]
+
+
+def cumsum(r, x):
+    return {"x": np.cumsum(x, 1)}
 
 
 def cross_entropy_fwd(r, logits, targets):
@@ -361,6 +380,41 @@ CASES = [
         lambda n, v, c: draw(ids=targets(n, v), dy=normal(n, c), dw=normal(v, c)),
         [(1, 1, 1), (31, 257, 31), (257, 31, 257), (1000, 2, 3), (0, 5, 4)],
         lambda n, v, c: max(1, n / v),
+    ),
+    *cases_of(
+        sort,
+        lambda rows, n, k, descending: draw(
+            x=normal(rows, n),
+            descending=descending,
+            values=normal(rows, k),
+            indices=lambda rng: rng.integers(0, 9, (rows, k)),
+        ),
+        {
+            "1x1": (1, 1, 1, 0),
+            "31x257": (31, 257, 100, 1),
+            **{f"{n}": (3, n, n, n % 2) for n in (2, 128, 512, 1999, 4096)},
+            "few-long": (3, 5001, 5001, 0),
+            "long": (6, 5001, 5001, 1),
+            "half": (6, 5001, 2500, 0),
+            "first": (40, 5001, 7, 1),
+            "parts": (2, 70_003, 100, 0),
+            "many-of-parts": (1, 40_009, 5000, 1),
+            "no-rows": (0, 5, 3, 0),
+            "none": (5, 5, 0, 0),
+        },
+    ),
+    *cases_of(
+        unsort,
+        lambda rows, n, k: draw(
+            values=normal(rows, k), indices=distinct(rows, n, k), x=normal(rows, n)
+        ),
+        {"1x1": (1, 1, 1), "31x257": (31, 257, 100), "wide": (3, 5001, 5001), "none": (5, 5, 0)},
+    ),
+    *cases_of(
+        cumsum,
+        lambda rows, n: draw(x=normal(rows, n)),
+        [(1, 1), (31, 257), (3, 512), (1500, 513), (3, 5001), (2, 70_003), (0, 5), (5, 0)],
+        lambda rows, n: n,
     ),
     *cases_of(
         cross_entropy_fwd,

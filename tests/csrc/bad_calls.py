@@ -13,6 +13,13 @@ def long_ids(n, bad):
 
 BAD = [
     (
+        "sort",
+        "more than all",
+        {"values": np.ones((31, 258)), "indices": np.ones((31, 258))},
+        ValueError,
+        r"sort: the first 258 of 257 elements",
+    ),
+    (
         "layernorm_bwd",
         "a residual of another size",
         {"dres": np.ones((2, 3))},

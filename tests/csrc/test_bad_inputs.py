@@ -64,6 +64,8 @@ def test_sizes_dtypes_and_kinds(op, device):
         bad = good | {name: to_ndarray(host[None], array.dtype, device)}
         refuse(op, bad, ValueError, rf"{op}: {name}")
         for other in ("int64", "float16" if operand.dtype != "F" else "uint8"):
+            if other == array.dtype or operand.dtype == "ANY":
+                continue
             bad = good | {name: to_ndarray(np.nan_to_num(host, posinf=0, neginf=0), other, device)}
             refuse(op, bad, TypeError, rf"{op}: {name}: .*{other}")
         for wrong in ("text", 3.5, object()):

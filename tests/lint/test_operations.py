@@ -22,13 +22,13 @@ SAME = """
     ceil clip cos divide dot einsum exp expm1 flip floor floor_divide isfinite isnan log log1p
     matmul maximum mean minimum multiply negative nonzero outer permute prod remainder reshape
     round sign sin sqrt square squeeze stack std subtract sum tanh tile tril triu true_divide var
-    where add max min roll
+    where add max min roll argsort cumsum sort unique
 """.split()
 TORCH_ONLY = """
     cat chunk clamp cross_entropy div dropout erf flatten gather index_add index_select kl_div
     binary_cross_entropy binary_cross_entropy_with_logits l1_loss log_softmax logsumexp mse_loss mul
     neg norm pow relu repeat_interleave rsqrt scatter_add sigmoid silu softmax softplus sub
-    unsqueeze gelu embedding
+    unsqueeze gelu embedding topk
 """.split()
 TORCH = {
     "negate": "neg", "power": "pow", "power_scalar": "pow", "summation": "sum", "pad": "pad",
@@ -50,7 +50,7 @@ NUMPY = {
 }  # fmt: skip
 HOST = """
     gather get_item index_add index_select nonzero repeat repeat_interleave scatter_add set_item
-    take_along_axis
+    take_along_axis unique
 """.split()
 NOT_OPS = {"convert_to_block_mask", "ring_chunks"}
 

@@ -1,0 +1,156 @@
+"""Order along an axis: sort, argsort, topk, unique; running sums."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import numpy as np
+
+from needle import _C
+from needle._C import NDArray
+from needle.autograd import FLOATS, Tensor, TensorOp
+from needle.backend_ndarray import zeros
+from needle.ops.broadcast import astype, reshape
+from needle.ops.common import const, normal_axes, rows_of
+from needle.ops.select import gather
+from needle.ops.shape import flip, permute
+
+
+def _axis_last(op: str, a: Tensor, axis: int | None) -> tuple[Tensor, tuple[int, ...]]:
+    """`a` with `axis` last (None: flat), and the order of axes that undoes it."""
+    if axis is None:
+        return reshape(a, (-1,)), (0,)
+    axis = normal_axes(op, axis, a.ndim)[0]
+    kept = [i for i in range(a.ndim) if i != axis]
+    back = (*range(axis), a.ndim - 1, *range(axis, a.ndim - 1))
+    return permute(a, (*kept, axis)), back
+
+
+class Sort(TensorOp):
+    """The first `count` elements of the sorted last axis (None: all). `indices`, after the forward:
+    where on that axis they were."""
+
+    reads_inputs = reads_result = False
+    indices: NDArray
+
+    def __init__(self, count: int | None, descending: bool) -> None:
+        self.count, self.descending = count, descending
+
+    def compute(self, a: NDArray) -> NDArray:
+        count = a.shape[-1] if self.count is None else self.count
+        rows, shape = rows_of(a), (*a.shape[:-1], count)
+        values = _C.empty((rows.shape[0], count), a.dtype, a.device)
+        indices = _C.empty(values.shape, "int64", a.device)
+        _C.sort(rows, int(self.descending), values, indices)
+        self.indices = indices.reshape(shape)
+        return values.reshape(shape)
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
+        return Unsort(self.indices, node.inputs[0].shape[-1])(out_grad)
+
+
+class Unsort(TensorOp):
+    """Zeros of `size` along the last axis, with the elements of `a` at `indices`: the gradient of
+    Sort."""
+
+    reads_inputs = reads_result = False
+
+    def __init__(self, indices: NDArray, size: int) -> None:
+        self.indices, self.size = indices, size
+
+    def compute(self, a: NDArray) -> NDArray:
+        rows = rows_of(a)
+        out = zeros((rows.shape[0], self.size), a.dtype, a.device)
+        _C.unsort(rows, rows_of(self.indices), out)
+        return out.reshape((*a.shape[:-1], self.size))
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
+        return gather(out_grad, -1, const(self.indices))
+
+
+def _sorted(op: str, a: Tensor, axis: int | None, descending: bool, count: Any) -> tuple:
+    rows, back = _axis_last(op, a, axis)
+    if count is not None:
+        count = operator.index(count)
+        if not 0 <= count <= rows.shape[-1]:
+            raise ValueError(f"{op}: k is {count}, but the axis has {rows.shape[-1]} elements")
+    sort = Sort(count, descending)
+    values = permute(sort(rows), back)
+    return values, const(sort.indices.permute(back))
+
+
+def sort(a: Tensor, axis: int | None = -1, descending: bool = False) -> Tensor:
+    """`a` in order along `axis` (None: flat), NaN last; `descending` is the reverse, NaN first.
+    `topk` gives values and indices.
+
+    >>> print(ndl.sort(ndl.Tensor([3, 1, 2])))
+    [1. 2. 3.]
+    """
+    return _sorted("sort", a, axis, descending, None)[0]
+
+
+def argsort(a: Tensor, axis: int | None = -1, descending: bool = False) -> Tensor:
+    """Where along `axis` the elements of `sort` are, as int64. Stable: equal elements stay in their
+    order, also descending; -0 is before 0.
+
+    >>> print(ndl.argsort(ndl.Tensor([3, 1, 2])))
+    [1 2 0]
+    """
+    return _sorted("argsort", a, axis, descending, None)[1]
+
+
+def topk(a: Tensor, k: int, axis: int = -1, largest: bool = True) -> tuple[Tensor, Tensor]:
+    """The `k` largest elements along `axis`, the largest first, and where they are, as int64; the
+    smallest with largest=False. Of equal ones the first; NaN counts as the largest. Gradients flow
+    to those elements. ValueError for more elements than the axis has.
+
+    >>> values, places = ndl.topk(ndl.Tensor([3, 1, 2]), 2)
+    >>> print(values, places)
+    [3. 2.] [0 2]
+    """
+    return _sorted("topk", a, axis, largest, k)
+
+
+def unique(a: Tensor, return_inverse: bool = False, return_counts: bool = False) -> Any:
+    """The different elements of `a` in order; also where each element of `a` is among them, and how
+    often each occurs, as int64. Computed on the host.
+
+    >>> print(*ndl.unique(ndl.Tensor([3, 1, 3]), return_counts=True))
+    [1. 3.] [1 2]
+    """
+    found = np.unique(a.numpy(), return_inverse=return_inverse, return_counts=return_counts)
+    if not isinstance(found, tuple):
+        return const(_C.array(found, a.dtype, a.device))
+    values, *numbers = found
+    if return_inverse:
+        numbers[0] = numbers[0].reshape(a.shape)  # flat in NumPy 1
+    return (
+        const(_C.array(values, a.dtype, a.device)),
+        *(const(_C.array(n, "int64", a.device)) for n in numbers),
+    )
+
+
+class CumSum(TensorOp):
+    reads_inputs = reads_result = False
+
+    def compute(self, a: NDArray) -> NDArray:
+        out = _C.empty(a.shape, a.dtype, a.device)
+        _C.assign(out, a)
+        _C.cumsum(rows_of(out))
+        return out
+
+    def gradient(self, out_grad: Tensor, node: Tensor) -> Tensor:
+        return flip(CumSum()(flip(out_grad, -1)), -1)
+
+
+def cumsum(a: Tensor, axis: int | None = None) -> Tensor:
+    """The running sums along `axis` (None: of the flat elements), in float32; of integers and bool
+    in int64.
+
+    >>> print(ndl.cumsum(ndl.Tensor([[1, 2], [3, 4]]), 0))
+    [[1. 2.]
+     [4. 6.]]
+    """
+    rows, back = _axis_last("cumsum", a, axis)
+    return permute(CumSum()(rows if a.dtype in FLOATS else astype(rows, "int64")), back)

@@ -1,0 +1,142 @@
+"""sort, argsort, topk, unique and cumsum beside NumPy: dtypes, layouts, ties, NaN, signed zeros."""
+
+import numpy as np
+import pytest
+from harness import DEVICES, device_of, naming
+
+import needle as ndl
+from needle import _C, Tensor, ops
+from needle.testing import LAYOUTS, laid_out_values, to_ndarray
+
+DTYPES = ("float32", "bfloat16", "float16", "int32", "int64", "uint8", "uint16", "bool")
+both = pytest.mark.parametrize("device", DEVICES)
+
+
+def drawn(dtype, shape):
+    """Values with ties; the integers go to the ends of their range."""
+    rng = np.random.default_rng(3)
+    if "float" in dtype:
+        return rng.integers(-40, 40, shape).astype(np.float32) / 4
+    if dtype == "bool":
+        return rng.integers(0, 2, shape).astype(bool)
+    ends = np.iinfo(dtype)
+    few = rng.integers(ends.min, ends.max, 50, dtype, endpoint=True)
+    return rng.choice(np.concatenate([few, np.array([ends.min, 0, ends.max], dtype)]), shape)
+
+
+def reverse(order, n):
+    """A stable descending order: that of the reversed axis, backwards."""
+    return n - 1 - np.flip(order, 1)
+
+
+@both
+def test_values_and_indices_are_numpys(device):
+    device = device_of(device)
+    for dtype in DTYPES:
+        for shape in ((3, 257), (2, 9001), (7, 4097)):
+            for layout in LAYOUTS if shape[1] == 257 else LAYOUTS[:1]:
+                with naming(dtype, shape, layout):
+                    values = laid_out_values(drawn(dtype, shape), layout)
+                    x = Tensor.from_ndarray(to_ndarray(values, dtype, device, layout))
+                    order = np.argsort(values, 1, kind="stable")
+                    down = reverse(np.argsort(values[:, ::-1], 1, kind="stable"), shape[1])
+                    np.testing.assert_array_equal(ops.argsort(x).numpy(), order)
+                    np.testing.assert_array_equal(ops.sort(x).numpy(), np.sort(values, 1))
+                    got, places = ops.topk(x, 5)
+                    assert got.dtype == dtype and places.dtype == "int64"
+                    np.testing.assert_array_equal(places.numpy(), down[:, :5])
+                    picked = np.take_along_axis(values, down[:, :5], 1)
+                    np.testing.assert_array_equal(got.numpy(), picked)
+                    columns = ops.argsort(x, axis=0, descending=True).numpy()
+                    wanted = reverse(np.argsort(values[::-1].T, 1, kind="stable"), shape[0]).T
+                    np.testing.assert_array_equal(columns, wanted)
+
+
+@both
+def test_nan_is_last_and_negative_zero_before_zero(device):
+    device = device_of(device)
+    for dtype in DTYPES[:3]:
+        for n in (5, 4999):  # in shared memory, and by passes over the row
+            values = np.zeros((1, n), np.float32)
+            values[0, :5] = [np.nan, -0.0, np.inf, 0.0, -np.inf]
+            values[0, 5:] = 1
+            x = Tensor(values, dtype=dtype, device=device)
+            with naming(dtype, n):
+                got = ops.sort(x).numpy()
+                wanted = np.sort(values, 1)
+                np.testing.assert_array_equal(got, wanted)
+                assert ops.argsort(x).numpy()[0, [0, 1, 2, -1]].tolist() == [4, 1, 3, 0]
+                assert np.signbit(got[0, 1]) and not np.signbit(got[0, 2])
+                top, places = ops.topk(x, 2)
+                assert places.numpy().tolist() == [[0, 2]] and np.isnan(top.numpy()[0, 0])
+                low, places = ops.topk(x, 2, largest=False)
+                assert places.numpy().tolist() == [[4, 1]]
+
+
+@both
+def test_running_sums(device):
+    device = device_of(device)
+    for dtype in DTYPES:
+        for shape, axis in (((3, 257), 1), ((2, 9001), 1), ((9001, 3), 0), ((3, 4, 5), None)):
+            with naming(dtype, shape):
+                values = drawn(dtype, shape)
+                got = ops.cumsum(Tensor(values, dtype=dtype, device=device), axis)
+                wide = values.astype("float64" if "float" in dtype else "int64")
+                wanted = np.cumsum(wide, axis)
+                if "float" not in dtype:
+                    assert got.dtype == "int64"
+                    np.testing.assert_array_equal(got.numpy(), wanted)
+                else:
+                    unit = {"float32": 1e-6, "bfloat16": 2**-8, "float16": 2**-11}[dtype]
+                    largest = np.abs(wide).max() * np.sqrt(wide.size)
+                    np.testing.assert_allclose(got.numpy(), wanted, unit, unit * largest / 9)
+
+
+@both
+def test_equal_from_run_to_run(device):
+    device = device_of(device)
+    x = Tensor(np.random.default_rng(0).standard_normal((3, 99_991)), device=device)
+    first = [t.numpy() for t in (ops.cumsum(x, 1), *ops.topk(x, 300))]
+    for _ in range(5):
+        for once, again in zip(first, (ops.cumsum(x, 1), *ops.topk(x, 300))):
+            assert once.tobytes() == again.numpy().tobytes()
+
+
+def test_unique():
+    x = Tensor([[3, 1, 3], [2, 1, 3]], dtype="int64", requires_grad=False)
+    assert ndl.unique(x).numpy().tolist() == [1, 2, 3] and ndl.unique(x).dtype == "int64"
+    values, inverse, counts = x.unique(return_inverse=True, return_counts=True)
+    assert counts.numpy().tolist() == [2, 1, 3]
+    np.testing.assert_array_equal(values.numpy()[inverse.numpy()], x.numpy())
+    assert ndl.unique(Tensor([0.5, 0.5], dtype="bfloat16")).dtype == "bfloat16"
+
+
+def test_flat_empty_and_refused():
+    x = Tensor([[3.0, 1.0], [2.0, 4.0]])
+    assert ops.sort(x, None).numpy().tolist() == [1, 2, 3, 4]
+    assert ops.argsort(x, axis=None).numpy().tolist() == [1, 2, 0, 3]
+    assert ops.sort(ndl.zeros(0, 3)).shape == (0, 3) and ops.topk(x, 0)[0].shape == (2, 0)
+    assert ops.cumsum(ndl.zeros(3, 0), 1).shape == (3, 0) and ops.sort(x.sum(), None).shape == (1,)
+    for k, error in ((3, ValueError), (-1, ValueError), (1.5, TypeError)):
+        with naming(k), pytest.raises(error):
+            ops.topk(x, k)
+    with pytest.raises(ValueError, match="axis 2 does not exist"):
+        ops.sort(x, 2)
+    with pytest.raises(TypeError, match="values: dtype int32: must be that of x, float32"):
+        _C.sort(
+            x.cached_data,
+            0,
+            _C.empty((2, 2), "int32", x.device),
+            _C.empty((2, 2), "int64", x.device),
+        )
+
+
+def test_the_largest_are_trained():
+    """Steps along the gradient of a sum of the largest: the others stay."""
+    x = Tensor([1.0, 5.0, 3.0])
+    for _ in range(2):
+        x.grad = None
+        ops.topk(x, 2)[0].sum().backward()
+        assert x.grad.numpy().tolist() == [0, 1, 1]
+    ops.sort(x, descending=True)[0].backward()
+    assert x.grad.numpy().tolist() == [0, 2, 1]
