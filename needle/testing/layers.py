@@ -80,7 +80,9 @@ def embedding_bwd(r, ids, dy, dw):
 
 
 def sort(r, x, descending, values, indices):
-    order = np.argsort(-x if descending else x, axis=1, kind="stable")[:, : values.shape[1]]
+    backwards = -1 if descending else 1  # of the reversed row, so that equal ones keep their order
+    order = np.argsort(x[:, ::backwards], axis=1, kind="stable")[:, ::backwards]
+    order = (x.shape[1] - 1 - order if descending else order)[:, : values.shape[1]]
     return {"values": np.take_along_axis(x, order, 1), "indices": order}
 
 
@@ -95,7 +97,7 @@ def distinct(rows, n, k):
 
 
 def cumsum(r, x):
-    return {"x": np.cumsum(x, 1)}
+    return {"x": np.cumsum(x, 1).astype(x.dtype)}
 
 
 def cross_entropy_fwd(r, logits, targets):
