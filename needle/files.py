@@ -4,6 +4,7 @@ that one process at a time works in."""
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import fcntl
 import os
@@ -39,6 +40,15 @@ def named(path: str | os.PathLike) -> Path:
     except UnicodeEncodeError:
         raise FileError(f"{os.fsencode(path)!r} is a name that is not UTF-8; rename it") from None
     return Path(path)
+
+
+def similar(path: Path) -> str:
+    """Return "; there is ..." of names like that of `path` in its folder, or ""."""
+    try:
+        near = difflib.get_close_matches(path.name, os.listdir(path.parent), 3)
+    except OSError:
+        return ""
+    return f"; there is {', '.join(str(path.parent / name) for name in near)}" if near else ""
 
 
 KINDS = {

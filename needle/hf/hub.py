@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from needle.files import FileError, MissingFileError
+from needle.files import FileError, MissingFileError, similar
 
 NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 INSTALL = "pip install 'needle-lm[hf]'"
@@ -19,9 +19,14 @@ def snapshot(name: str, revision: str | None = None) -> Path:
     revision: a branch, a tag or a commit; None: main. MissingFileError for a name that is neither
     a path nor on the hub; FileError where the hub refuses, and for weights that are a pickle only.
     """
-    missing = f"{name}: no such file or folder"
+    missing = (
+        f"{name}: no such file or folder here (it may be a checkpoint, a run, or a model of "
+        f"transformers){similar(Path(name))}"
+    )
+    if Path(name).exists():
+        missing = f"{name}: a folder here has no revision"
     if not NAME.fullmatch(name):
-        raise MissingFileError(f"{missing}, and no name OWNER/MODEL of the Hugging Face hub")
+        raise MissingFileError(f"{missing}; and no name OWNER/MODEL of the Hugging Face hub")
     try:
         from huggingface_hub import snapshot_download
     except ImportError:

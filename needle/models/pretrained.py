@@ -20,7 +20,7 @@ def pretrained(path: str | os.PathLike, revision: str | None = None) -> Any:
     (a Path) of a transformers model on the disk, else of the name OWNER/MODEL on the Hugging Face
     hub. MissingFileError, which is a FileNotFoundError, where there is none."""
     place = named(path)
-    if revision is not None or _is_missing(place):
+    if _is_missing(place) or revision is not None:
         return snapshot(os.fspath(path), revision)
     if not place.is_dir() or (place / "checkpoints").is_dir():
         report = lambda text: print(text, file=sys.stderr)

@@ -104,6 +104,16 @@ def run_name(text: str) -> str:
     return text
 
 
+def model_name(text: str) -> str:
+    names = ("auto", *models.preset_names())
+    if text not in names:
+        raise argparse.ArgumentTypeError(
+            f"no model {text!r}; there are {', '.join(names)}. --import FILE registers models of "
+            "one's own, by the names in presets() of their configuration"
+        )
+    return text
+
+
 def kept_steps(text: str) -> str:
     try:
         recipes.keeps(text)
@@ -206,7 +216,7 @@ TABLE = {
 --vocab-size N  of the model, and of the tokenizer that is trained on text
 --no-mlp  layers of attention alone
 --config FILE  instead of --model: a TOML or JSON file of the fields of a configuration, or the
-    config.json of a model of transformers; flags change its fields
+    config.json of a run or of a model of transformers; flags change its fields
 --sparse PATTERN  block-sparse attention; PATTERN is one of {patterns} (default: off; without
     PATTERN: mixed, a local window and the first block)
 --window N  of --sparse: how many tokens a query sees back; of the pattern strided the stride
@@ -297,6 +307,7 @@ KINDS = {
 OPTIONS: dict[str, dict] = {
     "recipe": {"choices": recipes.NAMES},
     "import": {"type": imported},
+    "model": {"type": model_name},
     "no-mlp": {"action": "store_true"},
     "init-seed": {"type": seed},
     "data-seed": {"type": seed},
@@ -355,12 +366,11 @@ def parser() -> argparse.ArgumentParser:
         *("-h", "--help"), action=Help, nargs="?", choices=("all",), help="all: every flag"
     )
     words, described = words_of_defaults(), {"recipe": RECIPE, "faults": FAULTS}
-    options = {**OPTIONS, "model": {"choices": ("auto", *models.preset_names())}}
     for title, table in TABLE.items():
         group = top.add_argument_group(title, described.get(title))
         lengths = None  # --steps or --tokens, not both
         for name, value, text in ROW.findall(table):
-            more = dict(options.get(name, {}))
+            more = dict(OPTIONS.get(name, {}))
             if value:
                 more["metavar"] = value
                 if not more.keys() & {"type", "choices"} and value in KINDS:

@@ -28,7 +28,7 @@ from needle.checkpoint import (
     step_of,
 )
 from needle.data import DataError
-from needle.files import FileError, Lock, described, reading, remove_leftovers, replacing
+from needle.files import FileError, Lock, described, reading, remove_leftovers, replacing, similar
 from needle.heartbeat import beat
 from needle.training.log import read_lines
 
@@ -48,10 +48,10 @@ def free_folder(out: Path, name: str | None, model: str, restart: bool) -> Path:
             f"put one back to go on, or begin anew under another --name, or remove {folder}"
         )
     if restart:
-        print(
-            f"--resume auto: no checkpoint in {out / given}: starting from the beginning",
-            flush=True,
-        )
+        found = f"no checkpoint in {out / given}"
+        if given and not folder.exists():
+            found = f"no run {given} under {out}/{similar(folder)}"
+        print(f"--resume auto: {found}: starting from the beginning", flush=True)
     if not restart and folder.exists() and any(folder.iterdir()):
         raise DataError(
             f"{folder}: there is a run of this name already; go on with it by "

@@ -178,8 +178,8 @@ def data_of(settings: dict) -> dict:
 
 def read_config(path: str) -> dict:
     """Return {"model": registered name, field: value, ...} of --config: a TOML or JSON file of the
-    fields of a configuration (`model`, by default "pythia", chooses it), or the config.json of a
-    model of transformers. FileError where it cannot be used."""
+    fields of a configuration (`model`, by default "pythia", chooses it), the config.json of a run,
+    or that of a model of transformers. FileError where it cannot be used."""
     if path.endswith(".toml"):
         with reading(Path(path)) as file:
             try:
@@ -192,12 +192,28 @@ def read_config(path: str) -> dict:
         if "model_type" in fields:
             cls = models.class_of_transformers(fields["model_type"])
             fields = cls.weight_mapping.config_from_hf(fields)
+        elif isinstance(fields.get("model"), dict):  # of a run
+            name = fields.get("settings", {}).get("model", "pythia")
+            family = models.preset(name).family if name in models.preset_names() else name
+            cls, fields = models.model_class(family), fields["model"]
         else:
             cls = models.model_class(fields.pop("model", "pythia"))
         cls.config_class.from_dict(fields)
-    except (TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise FileError(f"{path}: {error}") from error
     return {"model": cls.config_class.family, **fields}
+
+
+def _check_flags(settings: dict, family: str | None) -> None:
+    """Raise ValueError for a flag whose field the configuration of a model of one's own lacks."""
+    kind = models.model_class(family or models.preset(settings["model"]).family).config_class
+    fields = [field.name for field in dataclasses.fields(kind)]
+    for flag, field in {**SHAPE, "sparse": "use_sparse_attention"}.items():
+        if settings.get(flag) is not None and field not in fields:
+            raise ValueError(
+                f"--{flag.replace('_', '-')}: {kind.__name__} has no field {field}; it has "
+                f"{', '.join(fields)}: set them in a file, --config FILE with model = {kind.family}"
+            )
 
 
 def model_config(settings: dict, needed: int | None = None) -> models.Config:
@@ -216,6 +232,7 @@ def model_config(settings: dict, needed: int | None = None) -> models.Config:
             "sparse_pattern": settings["sparse"],
             "sparse_window": settings["window"],
         }
+    _check_flags(settings, family)
     if family is None:
         config = models.preset(settings["model"], **changes)
     else:

@@ -197,6 +197,16 @@ def test_run_that_another_start_begins_meanwhile(tmp_path, run, tokens, monkeypa
     assert "there is a run of this name already" in capsys.readouterr().err
 
 
+def test_resume_of_a_mistyped_name_starts_anew_and_names_the_runs_there_are(tmp_path, run, capsys):
+    assert run("base") == 0
+    for name, near in ("baes", f"; there is {tmp_path}/runs/base"), ("other", ""):
+        assert run(name, "--resume", "auto") == 0
+        begins = f"no run {name} under {tmp_path}/runs/{near}: starting from the beginning\n"
+        assert begins in capsys.readouterr().out
+    assert run("baes", "--resume", "auto") == 0
+    assert "under" not in capsys.readouterr().out
+
+
 def test_words_that_resume_a_run_are_read_as_they_are_meant(monkeypatch, tmp_path):
     """Also where a name looks like a flag, and of a folder that no --name can mean."""
     auto = ["--resume", "auto", "--name"]

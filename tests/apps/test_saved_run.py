@@ -107,6 +107,13 @@ def test_missing_paths_are_file_not_found_errors(tmp_path):
                 assert str(path) in str(caught.value)
     with pytest.raises(FileNotFoundError, match="no such file or folder"):
         open_data(missing)
+    (tmp_path / "typo").mkdir()
+    for revision, path, says in (
+        (None, tmp_path / "tyop", f"^{tmp_path}/tyop: no such .* here .*a run.*is {tmp_path}/typo"),
+        ("main", tmp_path / "typo", f"^{tmp_path}/typo: a folder here has no revision"),
+    ):
+        with pytest.raises(FileNotFoundError, match=says):
+            ndl.models.from_pretrained(path, revision=revision)
 
 
 def test_batches_take_open_data_and_fit_takes_them(tokens):
@@ -162,8 +169,15 @@ def test_a_model_of_ones_own_by_import_in_every_command(tmp_path, tokens, capsys
     assert code == 1 and "no model 'bigram-family' is registered" in text and "--import" in text
     code, text = command("needle.hf.__main__", ["export", run, str(tmp_path / "out"), *given])
     assert code == 1 and "a Bigram has no weight_mapping" in text and "Traceback" not in text
-    with pytest.raises(SystemExit, match="2"):
-        train_pythia.main(["--import", str(tmp_path / "none.py")])
+    at = argv.index("--model")
+    described = ["--config", f"{run}/config.json", "--layers", "2", *given, "--name", "y"]
+    code, text = command("train_pythia", [*argv[:at], *argv[at + 2 :], *described])
+    assert code == 1 and "--layers: BigramConfig has no field num_layers; it has vocab" in text
+    none = ["--import", str(tmp_path / "none.py")]
+    for words, says in (argv, "--import FILE"), (none, "none.py: cannot be read"):
+        with pytest.raises(SystemExit, match="2"):
+            train_pythia.main(words)
+        assert says in capsys.readouterr().err
     for main in generate.main, evaluate.main:
         with pytest.raises(SystemExit, match="2"):
             main([run, "--data", str(tokens), "--import", str(tmp_path / "none.py")])

@@ -10,6 +10,7 @@ from small_runs import flags, numbers_of, tensors_of
 
 import needle as ndl
 from needle.models import gpt_neox
+from needle.training.settings import read_config
 
 
 def newest(tmp_path, name):
@@ -46,6 +47,9 @@ def test_shape_flags_and_files_make_the_model_and_resume(tmp_path, tokens, capsy
             assert train_pythia.main(["--resume", str(run.folder), *more.split()]) == 0
             assert numbers_of(tmp_path, name) == numbers
             assert tensors_of(newest(tmp_path, name)) == whole
+        made = tmp_path / "runs" / name / "config.json"
+        wanted = {"model": "pythia", **json.loads(made.read_text())["model"]}
+        assert read_config(str(made)) == wanted
     capsys.readouterr()
     folder = str(tmp_path / "runs" / "preset")
     for more in ("--layers 2", "--hidden 16", "--no-mlp", f"--config {toml}", "--init-seed 3"):
@@ -53,11 +57,14 @@ def test_shape_flags_and_files_make_the_model_and_resume(tmp_path, tokens, capsy
             assert train_pythia.main(["--resume", folder, *more.split()]) == 1
             assert f"{more.split()[0]} is " in capsys.readouterr().err
     toml.write_text("hidden_size = 16\nnum_layer = 3\n")
+    listed = tmp_path / "listed.json"
+    listed.write_text('{"model": {"hidden_size": 8}, "settings": {"model": "3"}}')
     for more, text in (
         (f"--config {toml}", f"{toml}: PythiaConfig: unknown fields num_layer"),
         ("--hidden 33", "hidden_size 33 is not a multiple of num_heads 2"),
         (f"--init {folder} --layers 2", "--layers: its shape is what its weights have"),
         (f"--config {ours} --seq-len 17", "max_seq_len of --config is 16"),
+        (f"--config {listed}", f"{listed}: no model '3' is registered"),
     ):
         argv = flags(tmp_path, tokens, "wrong", more)
         at = argv.index("--model")
