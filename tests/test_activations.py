@@ -180,6 +180,16 @@ def test_text_in_the_place_of_ids(tmp_path):
     assert cache.logit_attrs(cache.decompose_resid(), " mat", " cat").shape[1:] == (1, 2)
     with pytest.raises(ValueError, match="shape is"):
         model("")
+    for ids in -1, [3, -1], 1.5:
+        with pytest.raises(ValueError, match="to_string takes ids, whole numbers of 0 or"):
+            model.to_string(ids)
+    for text in 5, ["the", 5]:
+        with pytest.raises(TypeError, match="to_tokens takes a text or a list of texts, not"):
+            model.to_tokens(text)
+    model.tokenizer = 5
+    for use in lambda: model("the cat"), lambda: model.to_string([1]):
+        with pytest.raises(TypeError, match="must be a tokenizers.Tokenizer, .* not 5"):
+            use()
 
 
 # ---- patching ------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ Rows      preshuffled rows  batch i is rows B i to B (i + 1) - 1, as the Pythias
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -104,10 +105,21 @@ class Packed(Windows):
         return list(zip(starts.tolist(), stops.tolist()))
 
 
+def _flat_array(tokens: Any) -> np.ndarray:
+    """Return ids (N,) as integers. DataError for floats that are no whole numbers."""
+    if isinstance(tokens, (str, os.PathLike)):
+        raise TypeError(f"Batches: takes ids, no path: Batches(open_data({str(tokens)!r}), ...)")
+    ids = np.asarray(tokens.numpy() if hasattr(tokens, "numpy") else tokens)
+    if ids.ndim != 1 or ids.dtype.kind not in "iuf":
+        found = f"{ids.dtype} of shape {ids.shape}"
+        raise TypeError(f"Batches: tokens must be ids of one axis (N,), but are {found}")
+    return to_ids(ids) if ids.dtype.kind == "f" else ids
+
+
 class Batches:
     """Batches of samples of seq_len ids, without end.
 
-    tokens: a flat array, or what open_data gave, of which `train` is read. samples: how many a
+    tokens: ids (N,), or what open_data gave, of which `train` is read. samples: how many a
     whole run draws; GPT-NeoX's order depends on it through the number of walks that it shuffles
     together (default: one walk). vocab_size: ids must lie in [0, vocab_size), else DataError with
     file and offset. Iterating is calling `next`, without end; `len` is the batches of an epoch.
@@ -134,10 +146,14 @@ class Batches:
         vocab_size: int | None = None,
     ) -> None:
         for name, size in (("batch_size", batch_size), ("seq_len", seq_len)):
-            if size < 1:
-                raise ValueError(f"Batches: {name} must be 1 or more, but is {size}")
+            if not isinstance(size, (int, np.integer)) or size < 1:
+                raise ValueError(
+                    f"Batches: {name} must be 1 or more, a whole number, but is {size!r}"
+                )
         if isinstance(tokens, TokenData):
             tokens = tokens.train
+        elif not isinstance(tokens, FlatTokens):
+            tokens = _flat_array(tokens)
         self.tokens, self.batch_size, self.seq_len, self.seed = tokens, batch_size, seq_len, seed
         self.vocab_size = vocab_size
         if isinstance(tokens, Documents) and tokens.row_length:

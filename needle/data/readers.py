@@ -102,15 +102,15 @@ class TokenData:
 
 def open_data(
     data: str | os.PathLike | None = None,
-    tokenizer: str | os.PathLike | None = None,
+    tokenizer: Any = None,
     vocab_size: int = 4096,
     trust: bool = False,
 ) -> TokenData:
     """Tokens from `data`, see the head of this file; None: the standard library's sources.
 
-    Text goes through `tokenizer` (a tokenizer.json), or through one of `vocab_size` tokens that is
-    trained on it; the result is cached. trust: nothing is hashed; the states of the files alone
-    tell other text. Raises DataError."""
+    Text goes through `tokenizer` (as load_tokenizer takes it), or through one of `vocab_size`
+    tokens that is trained on it; the result is cached. trust: nothing is hashed; the states of the
+    files alone tell other text. Raises DataError."""
     if data is None:
         source = "sources of the Python standard library"
         found = _open_text(standard_library(), source, tokenizer, vocab_size, trust)
@@ -295,11 +295,7 @@ def _open_megatron(prefix: Path) -> TokenData:
 
 
 def _open_text(
-    files: list[Path],
-    source: str,
-    tokenizer: str | os.PathLike | None,
-    vocab_size: int,
-    trust: bool,
+    files: list[Path], source: str, tokenizer: Any, vocab_size: int, trust: bool
 ) -> TokenData:
     """The cached tokens of these files, made first where they are missing."""
     given = None if tokenizer is None else load_tokenizer(tokenizer)

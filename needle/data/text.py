@@ -230,8 +230,17 @@ def tokenizers_package() -> Any:
     return tokenizers
 
 
-def load_tokenizer(path: str | os.PathLike) -> Any:
-    """A `tokenizers.Tokenizer` from a tokenizer.json, or from the folder that holds one."""
+def load_tokenizer(path: Any) -> Any:
+    """A `tokenizers.Tokenizer` from a tokenizer.json, or from the folder that holds one; also in
+    the place of its path a Tokenizer itself, or a tokenizer of transformers."""
+    if not isinstance(path, (str, os.PathLike)):
+        given = getattr(path, "backend_tokenizer", path)
+        if not hasattr(given, "encode") or not hasattr(given, "decode"):
+            raise TypeError(
+                "a tokenizer must be a tokenizers.Tokenizer, a tokenizer of transformers, or the "
+                f"path of a tokenizer.json, not {path!r:.60}"
+            )
+        return given
     path = named(path)
     if path.is_dir():
         path = path / "tokenizer.json"

@@ -6,8 +6,7 @@ tokenizer.json or of a folder that holds one. A model that was loaded has the on
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ class Texts:
     """The methods of a language model that take or give text. They have TransformerLens' names."""
 
     tokenizer: Any = None
-    _opened: tuple[Any, Any] = (None, None)  # a path and its tokenizer
+    _opened: tuple[Any, Any] = (None, None)  # what `tokenizer` was, and the Tokenizer
 
     def _tokenizer(self) -> Any:
         given = self.tokenizer
@@ -29,9 +28,7 @@ class Texts:
                 f"{type(self).__name__} has no tokenizer, so it takes ids: set model.tokenizer to "
                 "a tokenizers.Tokenizer, or to the path of a tokenizer.json"
             )
-        if not isinstance(given, (str, os.PathLike)):
-            return getattr(given, "backend_tokenizer", given)
-        if self._opened[0] != given:
+        if self._opened[0] is not given:
             from needle.data import load_tokenizer
 
             self._opened = (given, load_tokenizer(given))
@@ -60,7 +57,10 @@ class Texts:
         >>> logits, loss = model("the cat sat")
         """
         tokenizer = self._tokenizer()
-        texts = [text] if isinstance(text, str) else list(text)
+        several = isinstance(text, Iterable) and not isinstance(text, str)
+        texts = list(text) if several else [text]
+        if not all(isinstance(one, str) for one in texts):
+            raise TypeError(f"to_tokens takes a text or a list of texts, not {text!r:.60}")
         rows = [tokenizer.encode(one, add_special_tokens=False).ids for one in texts]
         if prepend_bos:
             rows = [[self._end(), *row] for row in rows]
@@ -72,6 +72,8 @@ class Texts:
     def to_string(self, tokens: Any) -> str | list[str]:
         """Return the text of ids (T,), or a list of texts of ids (B, T)."""
         ids = _on_host(tokens)
+        if ids.size and (ids.dtype.kind not in "iu" or ids.min() < 0):
+            raise ValueError(f"to_string takes ids, whole numbers of 0 or more, not {tokens!r:.60}")
         decode = self._tokenizer().decode
         if ids.ndim < 2:
             return decode(ids.reshape(-1).tolist(), skip_special_tokens=False)

@@ -87,6 +87,10 @@ def test_open_run_gives_what_the_run_wrote(tmp_path, tokens):
         FileNotFoundError, match=f"no checkpoint of step 3; there are .*{run.steps[0]}"
     ):
         run.model(3)
+    for step in "6", 6.0, True:
+        with pytest.raises(TypeError, match=f"x: step must be a whole number, not {step!r}"):
+            run.model(step)
+    assert run.checkpoint(np.int64(run.steps[0])).path == files[0]
 
 
 def test_missing_paths_are_file_not_found_errors(tmp_path):

@@ -4,10 +4,12 @@ import hashlib
 
 import numpy as np
 import pytest
+from harness import naming
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_files import RANDOM, documents_of, write_megatron
 
+import needle as ndl
 from needle.data import Batches, DataError, megatron, open_data, sample_order
 
 
@@ -123,6 +125,27 @@ def test_an_epoch_predicts_each_token_once_and_positions_are_exact():
 
 
 def test_sizes_of_batches_that_are_none():
-    for sizes in ((0, 4), (-2, 4), (2, 0)):
-        with pytest.raises(ValueError, match="Batches: .* must be 1 or more, but is"):
+    for sizes in ((0, 4), (-2, 4), (2, 0), (2.0, 4), (2, "4")):
+        with pytest.raises(ValueError, match="Batches: .* must be 1 or more, a whole number, but"):
             Batches(np.arange(99), *sizes)
+
+
+def test_tokens_that_are_no_ids_are_refused_at_once(tmp_path):
+    ids = np.arange(99)
+    half = ids.astype(np.float32)
+    half[98] += 0.5  # which the first batches do not read
+    for tokens, kind, says in (
+        (half, DataError, r"float32, and one of them is 98\.5: no whole number"),
+        (half.tolist(), DataError, "no whole number"),
+        (ndl.Tensor(half), DataError, "no whole number"),
+        ("tokens.npy", TypeError, r"Batches\(open_data\('tokens.npy'\), \.\.\.\)"),
+        (tmp_path / "x", TypeError, f"open_data\\('{tmp_path}/x'"),
+        (ids.reshape(9, 11), TypeError, r"one axis \(N,\), but are int64 of shape \(9, 11\)"),
+        (ids > 3, TypeError, "are bool of shape"),
+        (None, TypeError, "are object of shape"),
+    ):
+        with naming(says), pytest.raises(kind, match=says):
+            Batches(tokens, 2, 4)
+    wanted = Batches(ids, 2, 4).next()
+    for tokens in ids.tolist(), ids.astype(np.float64), ndl.Tensor(ids, dtype="int32"):
+        np.testing.assert_array_equal(Batches(tokens, 2, 4).next(), wanted)

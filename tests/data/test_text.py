@@ -210,6 +210,16 @@ def test_of_twenty_documents_the_last_is_held_out_alone(tmp_path, tokenizer, mon
         assert train == "".join(text + end for n, text in enumerate(texts) if n % 20 != 19)
 
 
+def test_a_tokenizer_itself_gives_the_tokens_and_the_cache_of_its_path(tmp_path, tokenizer, capsys):
+    (tmp_path / "a.txt").write_text("the cat sat on the mat\n" * 40)
+    wanted = open_data(tmp_path / "a.txt", tokenizer)
+    capsys.readouterr()
+    found = open_data(tmp_path / "a.txt", tokenizers.Tokenizer.from_file(str(tokenizer)))
+    assert found.fingerprint == wanted.fingerprint and "tokenising" not in capsys.readouterr().out
+    with pytest.raises(TypeError, match="a tokenizer must be .* not 300"):
+        open_data(tmp_path / "a.txt", 300)
+
+
 def test_the_cache_does_not_depend_on_where_one_stands(tmp_path, tokenizer, monkeypatch, capsys):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("one two three\n" * 50)
