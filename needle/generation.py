@@ -62,7 +62,8 @@ def stream(
     """Yields the next token of each row, int32 (B,), until max_new_tokens or until every row has
     produced a token of `stop`; a row that has stopped repeats its stop token.
 
-    input_ids: (B, T) or (T,), or a sequence of prompts of different lengths; with `attention_mask`
+    input_ids: (B, T) or (T,), or a sequence of prompts of different lengths; text, or a list of
+    texts, where the model has a tokenizer; with `attention_mask`
     (B, T) only the tokens where it is not 0 are read (padding on either side). Each row gets what
     it would get alone: it has its own positions.
     temperature 0 takes the likeliest token. top_k keeps the k likeliest, then top_p the fewest that
@@ -85,7 +86,7 @@ def stream(
         )
     stops = _stop_ids(stop)
     check_sampling(temperature, top_k, top_p, repetition_penalty)
-    rows = prompt_rows(input_ids, model.config.vocab_size, attention_mask)
+    rows = prompt_rows(_ids_of(model, input_ids), model.config.vocab_size, attention_mask)
     chooser = _Chooser(temperature, top_k, top_p, seed, repetition_penalty)
     chooser.begin(rows, model.config.vocab_size)
     contexts = [row.tolist() for row in rows]
@@ -108,7 +109,7 @@ def stream(
 def generate(
     model: Any,
     input_ids: Any,
-    max_new_tokens: int,
+    max_new_tokens: int = 20,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -116,8 +117,8 @@ def generate(
     stop: Collection[int] = (),
     repetition_penalty: float = 1.0,
     attention_mask: Any = None,
-) -> np.ndarray | list[np.ndarray]:
-    """The prompt and what follows it, int64; arguments as of stream().
+) -> Any:
+    """The prompt and what follows it, int64, or as text where it is text; arguments as of stream().
 
     (B, T) gives (B, T + n), where rows that stopped early repeat their stop token, and (T,) gives
     (T + n,). Prompts of different lengths, or an attention_mask, give a list of one array a row,
@@ -130,17 +131,29 @@ def generate(
     >>> [len(row) for row in model.generate([[1, 2, 3], [4]], 10, top_p=0.9, seed=0)]
     [13, 11]
     """
-    rows = prompt_rows(input_ids, model.config.vocab_size, attention_mask)
+    ids = _ids_of(model, input_ids)
+    rows = prompt_rows(ids, model.config.vocab_size, attention_mask)
     new = list(
         stream(
             model, rows, max_new_tokens, temperature, top_k, top_p, seed, stop, repetition_penalty
         )
     )
     new = np.array(new, np.int64).reshape(len(new), len(rows)).T
-    if attention_mask is None and len({len(row) for row in rows}) == 1:
+    is_text = ids is not input_ids
+    if not is_text and attention_mask is None and len({len(row) for row in rows}) == 1:
         out = np.concatenate([np.stack(rows), new], axis=1)
         return out[0] if _is_one_prompt(input_ids) else out
-    return [np.concatenate([row, _up_to_stop(tokens, stop)]) for row, tokens in zip(rows, new)]
+    found = [np.concatenate([row, _up_to_stop(tokens, stop)]) for row, tokens in zip(rows, new)]
+    if is_text:
+        found = [model.to_string(row) for row in found]
+    return found[0] if isinstance(input_ids, str) else found
+
+
+def _ids_of(model: Any, prompts: Any) -> Any:
+    """Return the ids of prompts that are text, and others as they are."""
+    texts = [prompts] if isinstance(prompts, str) else prompts
+    is_text = isinstance(texts, (list, tuple)) and texts and isinstance(texts[0], str)
+    return [model.to_tokens(text)[0] for text in texts] if is_text else prompts
 
 
 def _stop_ids(stop: Collection[int]) -> np.ndarray:

@@ -211,10 +211,12 @@ class Hooked(Module):
                 module._hooks = {**(module._hooks or {}), point: functions[name]}
 
     def run_with_hooks(
-        self, input_ids: Any, fwd_hooks: Iterable[tuple[str | NameFilter, Hook]]
+        self,
+        input_ids: Any,
+        fwd_hooks: Iterable[tuple[str | NameFilter, Hook]] | Mapping[str | NameFilter, Hook],
     ) -> Tensor:
-        """Return the logits of ids (B, T), or text, with pairs (name, function) hooked; instead of
-        a name, a function of names that is true for several.
+        """Return the logits of ids (B, T), or text, with pairs (name, function), or those of a
+        dict, hooked; instead of a name, a function of names that is true for several.
 
         >>> config = ndl.PythiaConfig(vocab_size=50, hidden_size=16, num_layers=2, num_heads=2)
         >>> model = ndl.Pythia(config)
@@ -224,7 +226,13 @@ class Hooked(Module):
         (1, 2, 50)
         """
         with contextlib.ExitStack() as stack:
-            for name, function in fwd_hooks:
+            for pair in fwd_hooks.items() if isinstance(fwd_hooks, Mapping) else fwd_hooks:
+                if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                    raise TypeError(
+                        "run_with_hooks: fwd_hooks must be a list of pairs (name, function), but "
+                        f"one of them is {pair!r:.40}"
+                    )
+                name, function = pair
                 names = chosen_names(self, name)
                 stack.enter_context(self.hooks(dict.fromkeys(names, function)))
             return self(input_ids)[0]

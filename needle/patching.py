@@ -39,7 +39,7 @@ def generic_activation_patch(
     patching_metric: Metric,
     activation_name: str,
     axes: Sequence[int],
-    logits_at: Sequence[int] | None = None,
+    logits_at: int | Sequence[int] | None = None,
     batch: int = 64,
 ) -> Tensor:
     """Return the metric of each patched run, (L, *sizes of `axes` of the activation) in float32.
@@ -47,8 +47,8 @@ def generic_activation_patch(
     corrupted_tokens: ids (B, T), or text. clean_cache: has the activation of each layer, of a run
     of the same shape. patching_metric: a function of logits (B, T, V) in one number. axes: the axes
     of the activation whose elements are patched one by one, all of the other axes. logits_at: the
-    positions that the metric reads; it is then given logits (B, positions, V), which takes much
-    less time. batch: rows of a forward, at least B.
+    positions that the metric reads, one or several; it is then given logits (B, positions, V),
+    which takes much less time. batch: rows of a forward, at least B.
     """
     with no_grad():
         stream = [f"blocks.{layer}.hook_resid_pre" for layer in range(model.config.num_layers)]
@@ -65,11 +65,11 @@ def generic_activation_patch(
                 with model.hooks({name: patch}):
                     hidden = model.hidden_from(_repeat(x, len(places)), layer)
                 if logits_at is not None:
-                    hidden = hidden[:, list(logits_at)]
+                    hidden = hidden[:, np.atleast_1d(logits_at)]
                 logits = model.embed_out(hidden)
                 rows = x.shape[0]
                 for n in range(len(places)):
-                    values.append(_number(patching_metric(logits[n * rows : (n + 1) * rows])))
+                    values.append(_number(patching_metric, logits[n * rows : (n + 1) * rows]))
         return ops.stack(values).reshape((model.config.num_layers, *sizes))
 
 
@@ -88,7 +88,7 @@ def generic_attribution_patch(
     shift = init.zeros(1, 1, model.config.hidden_size, device=model.device, requires_grad=True)
     with _frozen(model), model.hooks({"hook_embed": lambda x: x + shift.astype(x.dtype)}):
         logits, corrupted = model.run_with_cache(corrupted_tokens, names)
-        _number(patching_metric(logits)).backward()  # each Tensor keeps its gradient
+        _number(patching_metric, logits).backward()  # each Tensor keeps its gradient
     found = []
     with no_grad():
         for name, x in corrupted.items():
@@ -143,7 +143,8 @@ def _check_same_run(name: str, clean: Tensor, x: Tensor) -> None:
         )
 
 
-def _number(value: Any) -> Tensor:
+def _number(metric: Metric, logits: Tensor) -> Tensor:
+    value: Any = metric(logits) if callable(metric) else metric
     if not isinstance(value, Tensor) or value.size != 1:
         raise TypeError(
             "patching: the metric must return a Tensor of one number, as "

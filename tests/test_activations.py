@@ -134,6 +134,12 @@ def test_hooks_that_take_their_point():
     ):
         np.testing.assert_array_equal(got.numpy(), model(IDS)[0].numpy())
     assert list(model.run_with_cache(IDS, is_z)[1]) == names
+    halved = [(name, lambda x: x * 0.5) for name in names]
+    by_pairs, by_dict = (model.run_with_hooks(IDS, hooks) for hooks in (halved, dict(halved)))
+    np.testing.assert_array_equal(by_dict.numpy(), by_pairs.numpy())
+    for wrong in halved[0], ["hook_embed"], [(*halved[0], 1)]:
+        with pytest.raises(TypeError, match="must be a list of pairs .name, function., but one"):
+            model.run_with_hooks(IDS, wrong)
     with pytest.raises(ValueError, match="true for no name of this model"):
         model.run_with_hooks(IDS, [(lambda name: False, scale)])
     assert repr(model.run_with_cache(IDS, names_filter=names)[1]).endswith(", ".join(names))
@@ -229,11 +235,10 @@ def test_patches_equal_one_run_after_another(device, parallel):
                 np.testing.assert_allclose(
                     got[tuple(place)], wanted.numpy(), rtol=0, atol=tolerance
                 )
-    few = patching.get_act_patch_resid_pre(
-        model, IDS, clean, lambda logits: logits[0, -1, 5], logits_at=[3, -1]
-    )
-    whole = patching.get_act_patch_resid_pre(model, IDS, clean, lambda logits: logits[0, -1, 5])
-    close(few, whole)
+    last = lambda logits: logits[0, -1, 5]
+    whole = patching.get_act_patch_resid_pre(model, IDS, clean, last)
+    for at in [3, -1], -1:
+        close(patching.get_act_patch_resid_pre(model, IDS, clean, last, logits_at=at), whole)
 
 
 @both
@@ -267,6 +272,9 @@ def test_wrong_patches_say_why():
                 patch(model, IDS, clean, metric, "z", axes)
     with pytest.raises(TypeError, match="the metric must return a Tensor of one number"):
         patching.get_act_patch_resid_pre(model, IDS, clean, lambda logits: logits[:, -1])
+    for patch in (patching.generic_attribution_patch, patching.generic_activation_patch):
+        with pytest.raises(TypeError, match="the metric must return a Tensor of .* not 5"):
+            patch(model, IDS, clean, 5, "z", (1,))
     assert not model.is_hooked
 
 

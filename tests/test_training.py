@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from harness import DEVICES, device_of
+from harness import DEVICES, device_of, naming
 
 import needle as ndl
 from needle import _C, Tensor, nn, optim, training
@@ -132,9 +132,12 @@ def test_fit_names_its_arguments():
         ([5], softmax, TypeError, "must be a pair .ids, targets., but one is a int"),
         ([(X[0], 0)], lambda y, t: y, ValueError, r"loss must be one number, .*shape is \(4, 2\)"),
         ([(X[0].astype(int), 0)], softmax, TypeError, r"ndarray \(ndl.Tensor\(array\)"),
+        ([(X[0], Y[0])], "mse", TypeError, "loss must be a function of .* not 'mse'"),
+        ([], softmax, ValueError, "fit: no batches"),
+        (iter([]), softmax, ValueError, "fit: no batches"),
     ]:
-        with pytest.raises(error, match=said):
-            ndl.fit(linear, batches, loss=loss, progress=False)
+        with naming(said), pytest.raises(error, match=said):
+            ndl.fit(linear, batches, steps=3, loss=loss, progress=False)
     with pytest.raises(ValueError, match="accumulate must be 1 or more"):
         ndl.fit(linear, BATCHES, accumulate=0)
 

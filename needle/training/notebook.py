@@ -45,7 +45,8 @@ def fit(
     on_step(step, loss): called after each step, to print, evaluate or save. progress: a bar, if
     tqdm is installed.
 
-    Raise FloatingPointError for a loss that is not finite, before it changes the model.
+    Raise ValueError where there is no batch, and FloatingPointError for a loss that is not finite,
+    before it changes the model.
 
     >>> np.random.seed(0)
     >>> x = np.random.randn(8, 2)
@@ -58,6 +59,11 @@ def fit(
     """
     if accumulate < 1:
         raise ValueError(f"fit: accumulate must be 1 or more, but is {accumulate}")
+    if loss is not None and not callable(loss):
+        raise TypeError(
+            "fit: loss must be a function of the model's output and the targets, as "
+            f"nn.SoftmaxLoss(), not {loss!r:.40}"
+        )
     if optimizer is None:
         optimizer = AdamW(flatten_parameters(model))
     if steps is None and hasattr(batches, "__len__"):
@@ -68,6 +74,8 @@ def fit(
     with _bar(steps) if progress else contextlib.nullcontext() as bar:
         for step in itertools.count(1) if steps is None else range(1, steps + 1):
             group = list(itertools.islice(source, accumulate))
+            if not group and step == 1:
+                raise ValueError("fit: no batches, or an iterator that was at its end already")
             if not group:
                 break
             if schedule is not None:
