@@ -62,6 +62,17 @@ def get_act_name(name: str, layer: int | None = None, part: str | None = None) -
     return f"{block}{part + '.' if part else ''}hook_{name}"
 
 
+def absence(model: Any, name: str) -> str:
+    """Return why a model of this configuration has no activation or weight of this name, or ""."""
+    config = getattr(model, "config", None)
+    of_mlp = re.search(r"mlp|ln2|resid_mid|^[Wb]_(in|out)$", name)
+    if getattr(config, "attention_only", False) and of_mlp:
+        return "the layers of this model have no MLPs (attention_only)"
+    if getattr(config, "use_parallel_residual", False) and name.endswith("resid_mid"):
+        return "with a parallel residual nothing is between attention and MLP"
+    return ""
+
+
 class ActivationCache(dict[str, Tensor]):
     """{name: Tensor}; a key may be short: "embed", ("q", 3), ("resid_post", -1), "scale4ln1".
     KeyError for activations that were not captured.
@@ -98,10 +109,11 @@ class ActivationCache(dict[str, Tensor]):
         full = get_act_name(str(name), *rest)
         if full != key and full in self:
             return self[full]
-        raise KeyError(
-            f"{full} is not in this cache: run_with_cache captures all names, or those that it is "
-            "given (needle.hooks.hook_names lists them)"
+        why = absence(self.model, full) or (
+            "run_with_cache captures all names, or those that it is given "
+            "(needle.hooks.hook_names lists them)"
         )
+        raise KeyError(f"{full} is not in this cache: {why}")
 
     def _up_to(self, layer: int | None) -> int:
         if layer is not None and not -1 <= layer <= self.layers:

@@ -56,7 +56,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from needle.activations import ActivationCache
+from needle.activations import ActivationCache, absence
 from needle.autograd import Tensor
 from needle.backend_ndarray import NDArray, array
 from needle.nn import Module
@@ -180,8 +180,9 @@ class Hooked(Module):
         known = hook_names(self)
         for name, function in functions.items():
             if name not in known:
-                near = difflib.get_close_matches(str(name), known, 3)
-                hint = f"; there is {', '.join(near)}" if near else ""
+                why = absence(self, str(name))
+                near = [] if why else difflib.get_close_matches(str(name), known, 3)
+                hint = f"; there is {', '.join(near)}" if near else why and f": {why}"
                 raise ValueError(
                     f"hooks: this model has no {name!r}{hint} (needle.hooks.hook_names lists all)"
                 )

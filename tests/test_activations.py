@@ -198,6 +198,32 @@ def test_text_in_the_place_of_ids(tmp_path):
             use()
 
 
+def test_what_a_model_does_not_compute_says_why():
+    only, parallel = small(attention_only=True), small()
+    for model, name, why in (
+        (only, "mlp_out", "the layers of this model have no MLPs"),
+        (only, "post", "the layers of this model have no MLPs"),
+        (only, "resid_mid", "the layers of this model have no MLPs"),
+        (parallel, "resid_mid", "with a parallel residual nothing is between"),
+    ):
+        _, cache = model.run_with_cache(IDS)
+        full = get_act_name(name, 0)
+        patch = model, IDS, cache, metric, name, (1,)
+        for use, arguments in (
+            (cache.__getitem__, ((name, 0),)),
+            (patching.generic_activation_patch, patch),
+            (patching.generic_attribution_patch, patch),
+            (model.run_with_hooks, (IDS, [(full, np.copy)])),
+        ):
+            with naming(full), pytest.raises((KeyError, ValueError), match=f"{full}.*: {why}"):
+                use(*arguments)
+        with pytest.raises(KeyError, match="run_with_cache captures all names"):
+            cache["attn_out", 7]
+    for name in "W_in", "b_out":
+        with pytest.raises(AttributeError, match=f"{name}: the layers of this model have no MLPs"):
+            getattr(only, name)
+
+
 # ---- patching ------------------------------------------------------------------------------------
 
 

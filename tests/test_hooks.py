@@ -506,7 +506,7 @@ def test_no_graph_without_gradients():
     [
         ("blocks.1.attn.pattern", "blocks.1.attn.hook_pattern"),
         ("blocks.2.hook_resid_pre", "blocks.1.hook_resid_pre"),
-        ("blocks.0.hook_resid_mid", "blocks.0.hook_resid_pre"),
+        ("blocks.0.hook_resid_mid", "'blocks.0.hook_resid_mid': with a parallel residual nothing"),
         (3, "hook_names"),
     ],
 )

@@ -13,11 +13,14 @@ from typing import Any
 import numpy as np
 
 from needle import nn, ops
+from needle.activations import absence
 from needle.autograd import Tensor
 
 
 def _stacked(part: str, name: str, shape: str) -> Any:
     def stack(self: Any) -> Tensor:
+        if any(getattr(layer, part) is None for layer in self.layers):
+            raise AttributeError(f"{name}: {absence(self, name)}")
         return ops.stack([getattr(getattr(layer, part), name) for layer in self.layers])
 
     return property(stack, doc=f"{shape}, a copy.")

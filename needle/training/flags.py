@@ -214,7 +214,7 @@ TABLE = {
 --hidden N  size of the residual stream, a multiple of --heads
 --heads N  of attention
 --vocab-size N  of the model, and of the tokenizer that is trained on text
---no-mlp  layers of attention alone
+--no-mlp  layers of attention alone, which no model of transformers has: it cannot be exported
 --config FILE  instead of --model: a TOML or JSON file of the fields of a configuration, or the
     config.json of a run or of a model of transformers; flags change its fields
 --sparse PATTERN  block-sparse attention; PATTERN is one of {patterns} (default: off; without
