@@ -30,6 +30,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from needle import interrupt
+
 POLL_SECONDS = 0.02  # between two looks at a process that is to end
 REAP_SECONDS = 30.0  # in which a killed process must be gone
 MESSAGES = "NEEDLE_MESSAGES"  # of a child that reports: PID of the parent, colon, descriptor
@@ -281,8 +283,10 @@ EXIT_CLOSED_PIPE = 128 + signal.SIGPIPE
 def program(main: Callable[[], int | None]) -> int:
     """Run the `main` of a command-line program and return its exit code. Return EXIT_CLOSED_PIPE
     where the reader of its output has closed it, as `| head` does: a shell sees the same of any
-    program that SIGPIPE ends. `main` must let that BrokenPipeError pass."""
+    program that SIGPIPE ends. `main` must let that BrokenPipeError pass. Return EXIT_INTERRUPTED
+    after a Ctrl-C that `main` does not catch."""
     try:
+        interrupt.raise_again()
         try:
             code = main() or 0
         except SystemExit:  # of argparse, after --help
@@ -290,6 +294,8 @@ def program(main: Callable[[], int | None]) -> int:
             raise
         sys.stdout.flush()
         return code
+    except KeyboardInterrupt:
+        return interrupt.EXIT_INTERRUPTED
     except BrokenPipeError:
         if not _output_is_closed():  # it was another pipe
             raise
