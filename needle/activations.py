@@ -92,10 +92,22 @@ class ActivationCache(dict[str, Tensor]):
 
     def __init__(self, activations: dict[str, Tensor], model: Any) -> None:
         super().__init__(activations)
-        self.model = model
+        self.model, self.has_batch_dim = model, True
 
     def __repr__(self) -> str:
         return f"ActivationCache of {len(self)} activations: {', '.join(self)}"
+
+    def remove_batch_dim(self) -> ActivationCache:
+        """Take the one text of each activation, in place, and return the cache. ValueError for a
+        batch of several."""
+        if not self.has_batch_dim:
+            return self
+        for name, x in self.items():
+            if x.shape[0] != 1:
+                raise ValueError(f"remove_batch_dim: {name} is of {x.shape[0]} texts, not of one")
+        self.update({name: x[0] for name, x in self.items()})
+        self.has_batch_dim = False
+        return self
 
     @property
     def layers(self) -> int:

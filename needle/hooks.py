@@ -177,6 +177,23 @@ class Hooked(Module):
         >>> bool((without_mlp.numpy() == model([[1, 2, 3]])[0].numpy()).all())
         False
         """
+        before = self._in_force
+        self._add(functions)
+        try:
+            yield
+        finally:
+            self._put_in_force(before)
+
+    def add_hook(self, name: str | NameFilter, hook: Hook) -> None:
+        """Hook a function at a name, or at all for which a function of names is true, up to
+        reset_hooks()."""
+        self._add(dict.fromkeys(chosen_names(self, name), hook))
+
+    def reset_hooks(self) -> None:
+        """Remove all hooks."""
+        self._put_in_force(None)
+
+    def _add(self, functions: Mapping[str, Hook]) -> None:
         known = hook_names(self)
         for name, function in functions.items():
             if name not in known:
@@ -191,15 +208,10 @@ class Hooked(Module):
                     f"hooks: {name}: a hook must be a function of the Tensor there, "
                     f"not {type(function).__name__}"
                 )
-        before = self._in_force
-        merged = dict(before or {})
+        merged = dict(self._in_force or {})
         for name, function in functions.items():
             merged[name] = (*merged.get(name, ()), _checked(name, function))
         self._put_in_force(merged)
-        try:
-            yield
-        finally:
-            self._put_in_force(before)
 
     def _put_in_force(
         self, functions: Mapping[str, tuple[Callable[[Tensor], Tensor], ...]] | None
@@ -215,9 +227,11 @@ class Hooked(Module):
         self,
         input_ids: Any,
         fwd_hooks: Iterable[tuple[str | NameFilter, Hook]] | Mapping[str | NameFilter, Hook],
-    ) -> Tensor:
+        return_type: str | None = "logits",
+    ) -> Any:
         """Return the logits of ids (B, T), or text, with pairs (name, function), or those of a
-        dict, hooked; instead of a name, a function of names that is true for several.
+        dict, hooked; instead of a name, a function of names that is true for several. return_type:
+        returned instead of the logits, see the call of the model.
 
         >>> config = ndl.PythiaConfig(vocab_size=50, hidden_size=16, num_layers=2, num_heads=2)
         >>> model = ndl.Pythia(config)
@@ -236,7 +250,9 @@ class Hooked(Module):
                 name, function = pair
                 names = chosen_names(self, name)
                 stack.enter_context(self.hooks(dict.fromkeys(names, function)))
-            return self(input_ids)[0]
+            if return_type == "logits":
+                return self(input_ids)[0]
+            return self(input_ids, return_type=return_type)
 
     def run_with_cache(
         self, input_ids: Any, names_filter: str | NameFilter | Collection[str] | None = None

@@ -185,3 +185,24 @@ get_act_patch_attn_head_q_all_pos = _patch_of(activation_name="q", axes=(2,))
 get_act_patch_attn_head_k_all_pos = _patch_of(activation_name="k", axes=(2,))
 get_act_patch_attn_head_v_all_pos = _patch_of(activation_name="v", axes=(2,))
 get_act_patch_attn_head_pattern_all_pos = _patch_of(activation_name="pattern", axes=(1,))
+
+
+def _patch_every(*functions: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def patch_every(*given: Any, **options: Any) -> Tensor:
+        """Return the results of several functions, which take the same arguments, stacked."""
+        return ops.stack([function(*given, **options) for function in functions])
+
+    return patch_every
+
+
+# (3, L, T) and (5, L, H)
+get_act_patch_block_every = _patch_every(
+    get_act_patch_resid_pre, get_act_patch_attn_out, get_act_patch_mlp_out
+)
+get_act_patch_attn_head_all_pos_every = _patch_every(
+    get_act_patch_attn_head_out_all_pos,
+    get_act_patch_attn_head_q_all_pos,
+    get_act_patch_attn_head_k_all_pos,
+    get_act_patch_attn_head_v_all_pos,
+    get_act_patch_attn_head_pattern_all_pos,
+)

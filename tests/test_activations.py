@@ -14,7 +14,8 @@ from needle.activations import get_act_name
 
 both = pytest.mark.parametrize("device", DEVICES)
 CLEAN = np.random.default_rng(8).integers(0, 29, IDS.shape)
-PATCHES = sorted(name for name in dir(patching) if name.startswith("get_act_patch"))
+NAMES = sorted(name for name in dir(patching) if name.startswith("get_act_patch"))
+PATCHES = [name for name in NAMES if not name.endswith("every")]
 
 
 def metric(logits):
@@ -147,6 +148,31 @@ def test_hooks_that_take_their_point():
         model.run_with_hooks(IDS, [("hook_embed", scale)])
 
 
+def test_names_of_transformer_lens_mean_the_same():
+    model = small()
+    plain = model(IDS[:1])[0].numpy()
+    _, cache = model.run_with_cache(IDS[:1])
+    whole = {name: x.numpy() for name, x in cache.items()}
+    for _ in range(2):
+        assert cache.remove_batch_dim() is cache
+        assert all((x.numpy() == whole[name][0]).all() for name, x in cache.items())
+    close(cache.decompose_resid().sum(0), whole["blocks.1.hook_resid_post"][0])
+    with pytest.raises(ValueError, match="hook_embed is of 2 texts, not of one"):
+        model.run_with_cache(IDS)[1].remove_batch_dim()
+    targets = np.full(IDS.shape, -1)
+    targets[:, :-1] = IDS[:, 1:]
+    wanted = model(IDS, targets)[1].item()
+    assert model(IDS, return_type="loss").item() == pytest.approx(wanted, rel=1e-6)
+    with pytest.raises(ValueError, match="return_type must be .* not 'logit'"):
+        model(IDS, return_type="logit")
+    model.add_hook(lambda name: name.endswith("hook_z"), lambda z: z * 0.0)
+    hooked = model(IDS[:1])[0].numpy()
+    assert model.run_with_hooks(IDS, {}, return_type="loss").item() != pytest.approx(wanted)
+    model.reset_hooks()
+    assert np.abs(hooked - plain).max() > 0.1 and not model.is_hooked
+    np.testing.assert_array_equal(model(IDS[:1])[0].numpy(), plain)
+
+
 def by_factor(x, hook, factor):
     assert hook.name == "hook_embed"
     return x * factor
@@ -175,6 +201,10 @@ def test_text_in_the_place_of_ids(tmp_path):
         np.testing.assert_array_equal(model(texts)[0].numpy(), model(ids)[0].numpy())
         np.testing.assert_array_equal(model(texts[0])[0].numpy(), model(ids[:1])[0].numpy())
         close(model(texts)[0][1, :short], model(texts[1])[0][0])
+    lengths = [model.to_tokens(text).size - 1 for text in texts]  # the targets of each
+    losses = [model(text, return_type="loss").item() for text in texts]
+    both = model(texts, return_type="loss").item()
+    assert both == pytest.approx(np.average(losses, weights=lengths), rel=1e-5)
     assert model.to_single_token(" cat") == tokenizer.encode(" cat").ids[0]
     with pytest.raises(ValueError, match="tokens, .*, not one"):
         model.to_single_token(texts[0])
@@ -345,11 +375,21 @@ def test_analyses_are_those_of_transformer_lens(parallel, tmp_path):
         for name in ("W_Q", "W_K", "W_V", "W_O", "W_in", "W_out", "W_E", "W_U", "b_Q", "b_O"):
             close(getattr(model, name), getattr(theirs, name).numpy())
         ids = torch.from_numpy(IDS)
+        for kind in "logits", "loss", "both", None:
+            ours, wanted_ones = (m(x, return_type=kind) for m, x in ((model, IDS), (theirs, ids)))
+            if kind is None:
+                assert ours is wanted_ones is None
+                continue
+            for one, other in zip(*((x if kind == "both" else [x]) for x in (ours, wanted_ones))):
+                close(one, other.numpy(), 1e-4)
+        for name in "n_layers", "n_heads", "d_model", "d_head", "d_mlp", "n_ctx", "d_vocab":
+            assert getattr(model.cfg, name) == getattr(theirs.cfg, name), name
 
         def torch_metric(logits):
             return logits[0, -1, 5] - logits[0, -1, 6] + logits[1, 3, 2]
 
-        for name in ("attn_head_out_by_pos", "resid_pre", "attn_head_pattern_all_pos"):
+        every = "block_every", "attn_head_all_pos_every"
+        for name in ("attn_head_out_by_pos", "resid_pre", "attn_head_pattern_all_pos", *every):
             full = f"get_act_patch_{name}"
             stack = getattr(their_patching, full)(theirs, ids, wanted, torch_metric)
             close(getattr(patching, full)(model, IDS, cache, metric), stack.numpy(), 1e-4)

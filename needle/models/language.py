@@ -13,7 +13,7 @@ Everything else is read off its modules. Axis letters: B batch, T time, C channe
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, overload
 
 import numpy as np
 
@@ -65,13 +65,37 @@ class LanguageModel(Texts, Hooked):
             if isinstance(module, nn.Attention):
                 module.group = group
 
-    def forward(self, input_ids: Any, targets: Any = None) -> tuple[Tensor, Tensor | None]:
+    @property
+    def cfg(self) -> Any:
+        """The configuration, by TransformerLens' name."""
+        return self.config
+
+    @overload
+    def forward(self, input_ids: Any, targets: Any = None) -> tuple[Tensor, Tensor | None]: ...
+    @overload
+    def forward(self, input_ids: Any, targets: Any = None, *, return_type: str | None) -> Any: ...
+    def forward(self, input_ids: Any, targets: Any = None, return_type: str | None = "pair") -> Any:
         """ids (B, T), or text, -> logits (B, T, V) and, with targets (B, T), the mean cross-entropy
-        in nats over the targets that are not negative.
+        in nats over the targets that are not negative. return_type, as in TransformerLens:
+        "logits", "loss", "both" or None for nothing; the targets of a loss are then by default the
+        next tokens.
 
         Host data (lists, NumPy, CPU arrays) is checked against the vocabulary before anything is
         uploaded: ValueError. An int32 NDArray that lies on the GPU already is taken as it is.
         """
+        if return_type not in ("pair", "logits", "loss", "both", None):
+            raise ValueError(
+                f'return_type must be "logits", "loss", "both" or None, not {return_type!r}'
+            )
+        if return_type is None:
+            self.final_hidden(input_ids)
+            return None
+        if return_type in ("loss", "both") and targets is None:
+            targets = self._next_tokens(input_ids)
+        if return_type == "loss":
+            return self.loss(input_ids, targets)
+        if return_type == "logits":
+            return self.embed_out(self.final_hidden(input_ids))
         if targets is None:
             return self.embed_out(self.final_hidden(input_ids)), None
         ids, wanted = self._ids_and_targets(input_ids, targets)
@@ -108,6 +132,15 @@ class LanguageModel(Texts, Hooked):
                 f"{tuple(ids.shape)}; both must be (batch, time)"
             )
         return ids, wanted.reshape((ids.size,))
+
+    def _next_tokens(self, input_ids: Any) -> np.ndarray:
+        """(B, T): the target of each token, -1 at the end of each row or text."""
+        targets = np.roll(self._tokens(input_ids, "input_ids", low=0).numpy(), -1, axis=1)
+        targets[:, -1] = -1
+        if isinstance(input_ids, (list, tuple)) and isinstance(input_ids[0], str):
+            for row, text in zip(targets, input_ids):
+                row[self.to_tokens(text).size - 1 :] = -1
+        return targets
 
     def final_hidden(self, input_ids: Any) -> Tensor:
         """ids (B, T) -> (B, T, C), as the head reads it; ids are checked as in forward()."""

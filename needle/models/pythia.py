@@ -179,7 +179,15 @@ class PythiaConfig(Config):
     def rotary_dims(self) -> int:
         return int(self.head_dim * self.rotary_pct)
 
-    # Hugging Face's names of the same.
+    # TransformerLens' and Hugging Face's names of the same.
+    n_layers = property(lambda self: self.num_layers)
+    n_heads = property(lambda self: self.num_heads)
+    d_model = property(lambda self: self.hidden_size)
+    d_head = property(lambda self: self.head_dim)
+    d_mlp = property(lambda self: self.intermediate_size)
+    n_ctx = property(lambda self: self.max_seq_len)
+    d_vocab = property(lambda self: self.vocab_size)
+
     @property
     def num_hidden_layers(self) -> int:
         return self.num_layers
