@@ -14,10 +14,6 @@ import importlib as _importlib
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-from needle import interrupt as _interrupt
-
-_interrupt.leave_while_importing()
-
 import numpy as _np  # noqa: F401  before the core, which uses its C API
 
 from needle import core as _core

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from needle._C import build_info
+from needle.processes import EXIT_INTERRUPTED
 
 # word: the program, the words that it gets first, and what it does
 COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
@@ -59,9 +60,12 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     program, first, _ = COMMANDS[word]
     sys.argv[1:] = [*first, *rest]
-    if program.startswith("apps/"):
-        sys.argv[0] = str(find(program))
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    else:
-        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    try:
+        if program.startswith("apps/"):
+            sys.argv[0] = str(find(program))
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        else:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+    except KeyboardInterrupt:  # while it imports
+        return EXIT_INTERRUPTED
     return 0

@@ -30,8 +30,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from needle import interrupt
-
 POLL_SECONDS = 0.02  # between two looks at a process that is to end
 REAP_SECONDS = 30.0  # in which a killed process must be gone
 MESSAGES = "NEEDLE_MESSAGES"  # of a child that reports: PID of the parent, colon, descriptor
@@ -278,6 +276,7 @@ def signal_name(number: int) -> str:
 # ---- the exit of a program ----------------------------------------------------------------------
 
 EXIT_CLOSED_PIPE = 128 + signal.SIGPIPE
+EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 def program(main: Callable[[], int | None]) -> int:
@@ -286,7 +285,6 @@ def program(main: Callable[[], int | None]) -> int:
     program that SIGPIPE ends. `main` must let that BrokenPipeError pass. Return EXIT_INTERRUPTED
     after a Ctrl-C that `main` does not catch."""
     try:
-        interrupt.raise_again()
         try:
             code = main() or 0
         except SystemExit:  # of argparse, after --help
@@ -295,7 +293,7 @@ def program(main: Callable[[], int | None]) -> int:
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        return interrupt.EXIT_INTERRUPTED
+        return EXIT_INTERRUPTED
     except BrokenPipeError:
         if not _output_is_closed():  # it was another pipe
             raise

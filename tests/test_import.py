@@ -42,32 +42,15 @@ def test_importing_opens_no_gpu_and_no_heavy_package():
     assert done.stdout == "" and done.stderr == ""
 
 
-def test_ctrl_c_of_the_command_is_no_traceback_and_reaches_its_program(tmp_path):
-    """While a package of its own is imported, then in main(); a script has Python's handler."""
-    interrupt = "import os, signal, sys, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(9)"
-    (tmp_path / "numpy.py").write_text(interrupt)
-    paths = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    command = [sys.executable, "-m", "needle", "train"]
-    done = subprocess.run(command, cwd=tmp_path, env=paths, capture_output=True)
-    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
-    code = f"""
-import signal, sys
-sys.orig_argv = ["python", WORD, "train"]
-from needle.processes import program
-is_ours = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-
-def main():
-    try:
-        {interrupt}
-    except KeyboardInterrupt:
-        print(is_ours)
-        raise
-
-sys.exit(program(main))
-"""
-    for word, is_ours in ("/x/bin/needle", True), ("needle.py", False):
-        done = python(code.replace("WORD", repr(word)))
-        assert (done.returncode, done.stdout, done.stderr) == (130, f"{is_ours}\n", "")
+def test_ctrl_c_is_no_traceback():
+    """In a program, and while the program of a word imports its packages."""
+    for code in (
+        "from needle.processes import program; raise SystemExit(program(stopped))",
+        "from needle import command; command.runpy.run_module = stopped\n"
+        "raise SystemExit(command.main(['evaluate']))",
+    ):
+        done = python(f"def stopped(*_, **__): raise KeyboardInterrupt\n{code}")
+        assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_importing_is_fast(tmp_path):

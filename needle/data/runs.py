@@ -19,9 +19,11 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from needle.data.batches import Batches
 from needle.data.readers import TRUSTED, TokenData, open_data
+from needle.data.text import load_tokenizer
 from needle.data.tokens import DataError
 from needle.files import FileError, reading
 
@@ -29,23 +31,32 @@ from needle.files import FileError, reading
 def run_data(
     described: dict, folder: Path | None = None, fingerprint: str | None = None, trust: bool = False
 ) -> TokenData:
-    """The tokens of a run. With the fingerprint of what it read before: the tokenizer.json that
-    lies in its folder is tried as well, also where the one described is gone, and other tokens are
-    a DataError. trust: only their type and numbers are compared."""
+    """The tokens of a run. With the fingerprint of what it read before: where the text gives
+    another tokenizer than the one in the run's folder, or the one described is gone, the text is
+    read with that of the folder, and other tokens are a DataError. trust: only their type and
+    numbers are compared."""
     tokenizer = described["tokenizer"]
     if folder is not None and tokenizer is not None and not Path(tokenizer).exists():
         tokenizer = folder / "tokenizer.json"
     data = open_data(described["path"], tokenizer, described["vocab_size"], trust)
-    if fingerprint is None or _same(data, fingerprint):
+    if fingerprint is None:
         return data
-    if folder is not None and (folder / "tokenizer.json").is_file():
-        data = open_data(described["path"], folder / "tokenizer.json", trust=trust)
+    own = None if folder is None else folder / "tokenizer.json"
+    if own is not None and own.is_file() and not (_same(data, fingerprint) and _is(data, own)):
+        data = open_data(described["path"], own, trust=trust)
     if not _same(data, fingerprint):
         raise DataError(
             f"{data.source}: not the tokens that the run read before: the data or the "
             "tokenizer has changed"
         )
     return data
+
+
+def _is(data: TokenData, tokenizer: Path) -> bool:
+    """True if the tokenizer of the data is the one in this file. Equal ids do not tell: one that
+    was trained anew on a text with other words may number them alike."""
+    given: Any = data.tokenizer
+    return given is not None and given.to_str() == load_tokenizer(tokenizer).to_str()
 
 
 def _same(data: TokenData, fingerprint: str) -> bool:

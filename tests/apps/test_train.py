@@ -248,6 +248,21 @@ def test_text_that_changed_in_place_is_read_anew(tmp_path, capsys):
     assert "not the tokens that the run read before" in capsys.readouterr().err
 
 
+def test_other_words_of_equal_ids_are_refused(tmp_path, capsys):
+    """A tokenizer that is trained anew numbers them as those before: the run's own does not."""
+    text = tmp_path / "a.txt"
+    words = np.array(["alpha", "betq", "gamma"])
+    text.write_text(" ".join(np.random.default_rng(0).choice(words, 9000)))
+    argv = flags(tmp_path, text, "a", "--vocab-size", 300)
+    assert train_pythia.main(argv) == 0
+    before = text.read_text()
+    text.write_text(before.replace("betq", "betr"))
+    assert train_pythia.main([*argv, "--resume", "auto"]) == 1
+    assert "not the tokens that the run read before" in capsys.readouterr().err
+    text.write_text(before)
+    assert train_pythia.main([*argv, "--resume", "auto"]) == 0
+
+
 def test_trusted_data_are_said_and_stored(tmp_path, tokens, monkeypatch, capsys):
     def never(stretches):
         raise AssertionError("the data were hashed")
