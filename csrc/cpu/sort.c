@@ -52,11 +52,12 @@ nd_status cpu_sort(int device, const sort_args *args) {
     }
     nd_sort_order order = nd_sort_order_of(args->x->dtype, args->descending != 0);
     size_t bytes = nd_dtype_size(args->x->dtype);
-    int threads = rows > 1 && rows * n > CPU_GRAIN ? (int)min_of(rows, cpu_threads()) : 1;
+    bool parallel = rows > 1 && rows * n > CPU_GRAIN;
+    int64_t threads = parallel ? cpu_threads() : 1;
     void *scratch;
     ND_TRY(cpu_scratch(device, (size_t)(threads * 2 * n) * sizeof(pair), &scratch));
 
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+#pragma omp parallel for schedule(static) num_threads(cpu_threads()) if (parallel)
     for (int64_t r = 0; r < rows; r++) {
         pair *a = (pair *)scratch + omp_get_thread_num() * 2 * n;
         for (int64_t i = 0; i < n; i++) {
