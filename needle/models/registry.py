@@ -137,7 +137,7 @@ def class_of_transformers(model_type: Any) -> type[Module]:
 
 def model_class(name: str) -> type[Module]:
     """The class that is registered under a name."""
-    if name not in _families:
+    if name not in list(_families):  # from a file it may be anything
         raise ValueError(
             f"no model {name!r} is registered; there are {', '.join(_families)}. Import the module "
             "that registers it; a command does by --import FILE"
