@@ -48,7 +48,7 @@ def with_other_words(function: Any, name: str) -> Any:
 
     @functools.wraps(function)
     def called(*args: Any, **given: Any) -> Any:
-        for other in words.keys() & given.keys():
+        for other in words.keys() & given.keys() if given else ():
             if words[other] in given:
                 both = " and ".join(sorted((words[other], other)))
                 raise TypeError(f"{name}: {both} are the same: give one of them")
