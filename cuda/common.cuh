@@ -119,6 +119,9 @@ static inline unsigned cuda_grid(int device, int64_t wanted, int per_processor) 
 
 template <class I> __host__ __device__ constexpr I ceil_div(I a, I b) { return (a + b - 1) / b; }
 
+/* Bytes of a part of scratch, so that the next part is as aligned as scratch is. */
+static inline size_t padded(size_t bytes) { return ceil_div(bytes, (size_t)256) * 256; }
+
 static inline bool is_aligned16(const void *p) { return ((uintptr_t)p & 15) == 0; }
 
 /* True if Hopper's copy engine takes an operand of 16 bits: rows of unit stride that start at

@@ -19,21 +19,18 @@ constexpr int threads = 256;
 constexpr int items = 8, tile = threads * items;
 constexpr int64_t warp_row = 512; /* longest row of a warp */
 
-template <class T> struct IsFloat {
-    static constexpr bool value =
-        std::is_same_v<T, float> || std::is_same_v<T, bf16> || std::is_same_v<T, f16>;
-};
-template <class T> using Sum = std::conditional_t<IsFloat<T>::value, float, long long>;
+template <class T> constexpr bool is_float = !std::is_integral_v<T>;
+template <class T> using Sum = std::conditional_t<is_float<T>, float, long long>;
 
 template <class T> __device__ __forceinline__ Sum<T> widen(T x) {
-    if constexpr (IsFloat<T>::value) {
+    if constexpr (is_float<T>) {
         return to_float(x);
     } else {
         return (long long)x;
     }
 }
 template <class T> __device__ __forceinline__ T narrow(Sum<T> x) {
-    if constexpr (IsFloat<T>::value) {
+    if constexpr (is_float<T>) {
         return from_float<T>(x);
     } else {
         return (T)x;

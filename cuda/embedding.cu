@@ -235,8 +235,6 @@ __global__ void __launch_bounds__(threads)
     }
 }
 
-size_t padded(size_t bytes) { return ceil_div(bytes, (size_t)256) * 256; }
-
 } // namespace
 
 nd_status cuda_embedding_fwd(int device, const embedding_fwd_args *a) {

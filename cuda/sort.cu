@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(threads)
     }
 }
 
-/* `rows` at a time, at most; scratch holds long_bytes(rows). */
+/* The scratch of a radix sort of so many elements. */
 template <class Key> nd_status radix_bytes(int64_t size, int bits, size_t *bytes) {
     *bytes = 0;
     cub::DoubleBuffer<Key> keys(nullptr, nullptr);
@@ -147,14 +147,12 @@ template <class Key> nd_status radix_bytes(int64_t size, int bits, size_t *bytes
     return ND_OK;
 }
 
-static inline size_t padded_size(size_t bytes) { return (bytes + 255) / 256 * 256; }
-
 template <class U, class Key>
 nd_status sort_group(int device, Rows<U> in, nd_sort_order order, int bits, int64_t k, U *values,
                      int64_t *indices, char *scratch) {
     const int64_t size = in.rows * in.n;
-    const size_t list = padded_size((size_t)size * sizeof(Key));
-    const size_t place = padded_size((size_t)size * 4);
+    const size_t list = padded((size_t)size * sizeof(Key));
+    const size_t place = padded((size_t)size * 4);
     size_t bytes;
     ND_TRY(radix_bytes<Key>(size, bits, &bytes));
     cub::DoubleBuffer<Key> keys((Key *)scratch, (Key *)(scratch + list));
@@ -190,7 +188,7 @@ template <class U> nd_status grouping_of(Rows<U> in, nd_sort_order order, Groupi
     const size_t key = g->bits > 32 ? 8 : 4;
     ND_TRY(key == 8 ? radix_bytes<uint64_t>(size, g->bits, &g->bytes)
                     : radix_bytes<uint32_t>(size, g->bits, &g->bytes));
-    g->bytes += 2 * padded_size((size_t)size * key) + 2 * padded_size((size_t)size * 4);
+    g->bytes += 2 * padded((size_t)size * key) + 2 * padded((size_t)size * 4);
     return ND_OK;
 }
 
@@ -339,8 +337,8 @@ template <class U> nd_status sort_rows(int device, const sort_args *a) {
         last.n = k;
         parts = parts_of(device, in.rows, in.n, k);
         const size_t candidates = (size_t)(in.rows * parts * k);
-        list = padded_size(candidates * sizeof(U));
-        list_from = padded_size(candidates * 4);
+        list = padded(candidates * sizeof(U));
+        list_from = padded(candidates * 4);
     }
     Grouping g = {};
     if (last.n > block_row) {
